@@ -1,0 +1,40 @@
+"""sfastgn: one line that makes Stable Diffusion in diffusers faster, with the same images and an exact undo.
+
+``sfastgn.optimize(pipe)`` makes a pipeline channels-last and fuses its GroupNorm (+ activation) calls into Triton kernels;
+``sfastgn.restore(pipe)`` gives back exactly what went in. Importing this package needs neither diffusers nor triton.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sfastgn.api import optimize, optimized, report, restore
+    from sfastgn.kernels.group_norm import group_norm
+    from sfastgn.modules import GroupNorm
+
+__version__ = "0.1.0"
+__all__ = ["GroupNorm", "__version__", "group_norm", "optimize", "optimized", "report", "restore"]
+
+# Public names and the modules that hold them, imported at first use (PEP 562).
+_LAZY = {
+    "optimize": "sfastgn.api",
+    "optimized": "sfastgn.api",
+    "report": "sfastgn.api",
+    "restore": "sfastgn.api",
+    "group_norm": "sfastgn.kernels.group_norm",
+    "GroupNorm": "sfastgn.modules",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'sfastgn' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_LAZY[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

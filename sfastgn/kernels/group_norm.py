@@ -1,0 +1,236 @@
+"""GroupNorm with a fused activation, for channels-last and channels-first tensors: the op ``sfastgn::group_norm``.
+
+Formula, with x of shape (N, C, *spatial), HW = product of the spatial sizes, G groups of CG = C / G channels:
+
+    u = x + shift[n, c]
+    z = (u - mean(u)) / sqrt(var(u) + eps) * weight[c] + bias[c]          (per (n, g); var divided by CG * HW)
+    y = activation(z * (1 + ada_scale[n, c]) + ada_shift[n, c])
+
+On a GPU the kernels of ``group_norm_kernels.py`` run; everywhere else ``reference_group_norm``. Layout and numerics contract: there.
+
+Source: Wu and He, "Group Normalization", 2018. The interface follows torch.nn.functional.group_norm.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sfastgn.kernels.activations import ACTIVATIONS
+from sfastgn.kernels.group_norm_backward import group_norm_grads
+from sfastgn.kernels.group_norm_kernels import KERNEL_DTYPES, launch_group_norm, triton
+from sfastgn.kernels.layout import empty_dense_like, is_channels_last
+
+__all__ = ["group_norm", "reference_group_norm", "runs_in_triton"]
+
+
+def reference_group_norm(
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    activation: str = "identity",
+    *,
+    shift: Tensor | None = None,
+    ada_scale: Tensor | None = None,
+    ada_shift: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The same function in plain PyTorch: fallback without a GPU, truth of the tests (in fp64) and baseline of the benchmarks.
+
+    Computes in fp32 (fp64 for fp64 input) on a channels-first copy: PyTorch's CPU kernel for channels-last input loses the variance
+    when the mean is large.
+    """
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    if weight is None and bias is not None:
+        weight = torch.ones_like(bias)  # PyTorch's backward fails with a bias and no weight
+    u = x.to(dtype, memory_format=torch.contiguous_format)
+    u = u if shift is None else u + _per_channel(shift.to(dtype), x)
+    weight, bias = (None if t is None else t.to(dtype) for t in (weight, bias))
+    z = torch.group_norm(u, num_groups, weight, bias, eps)
+    z = z if ada_scale is None else z * (1 + _per_channel(ada_scale.to(dtype), x))
+    z = z if ada_shift is None else z + _per_channel(ada_shift.to(dtype), x)
+    y = ACTIVATIONS[activation](z).to(out_dtype or x.dtype)
+    return y if is_channels_last(y) or not is_channels_last(x) else y.movedim(1, -1).contiguous().movedim(-1, 1)
+
+
+def _per_channel(operand: Tensor, x: Tensor) -> Tensor:
+    """(N, C) or (C,) -> (N or 1, C, 1, ...), broadcastable over ``x``."""
+    return operand.reshape(-1, x.shape[1], *[1] * (x.dim() - 2))
+
+
+# --- op -----------------------------------------------------------------------------------------------------------------------
+
+_LIBRARY = torch.library.Library("sfastgn", "FRAGMENT")
+_LIBRARY.define(
+    "group_norm(Tensor x, int num_groups, Tensor? weight, Tensor? bias, float eps, str activation, "
+    "Tensor? shift=None, Tensor? ada_scale=None, Tensor? ada_shift=None, ScalarType? out_dtype=None) -> Tensor"
+)
+
+
+def runs_in_triton(x: Tensor) -> bool:
+    """True if ``group_norm(x, ...)`` launches Triton kernels, false if it runs in plain PyTorch."""
+    return triton is not None and x.is_cuda and x.dtype in KERNEL_DTYPES
+
+
+def _group_norm_impl(
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    activation: str,
+    shift: Tensor | None = None,
+    ada_scale: Tensor | None = None,
+    ada_shift: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    if runs_in_triton(x):
+        return launch_group_norm(x, num_groups, weight, bias, eps, activation, shift, ada_scale, ada_shift, out_dtype)
+    y = empty_dense_like(x, out_dtype or x.dtype)
+    if x.numel() == 0:
+        return y
+    operands = {"shift": shift, "ada_scale": ada_scale, "ada_shift": ada_shift}
+    return y.copy_(reference_group_norm(x, num_groups, weight, bias, eps, activation, out_dtype=out_dtype, **operands))
+
+
+def _group_norm_fake(x: Tensor, *_: Any, out_dtype: torch.dtype | None = None, **__: Any) -> Tensor:
+    return empty_dense_like(x, out_dtype or x.dtype)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, ctx.num_groups, weight, bias, ctx.eps, ctx.activation, shift, ada_scale, ada_shift, _ = inputs
+    ctx.save_for_backward(x, weight, bias, shift, ada_scale, ada_shift)
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    needed = (0, 2, 3, 6, 7, 8)
+    grads: list[Tensor | None] = [None] * 10
+    wanted = tuple(ctx.needs_input_grad[i] for i in needed)
+    for i, grad in zip(needed, group_norm_grads(dy, *ctx.saved_tensors, ctx.num_groups, ctx.eps, ctx.activation, wanted), strict=True):
+        grads[i] = grad
+    return tuple(grads)
+
+
+for _key in ("CPU", "CUDA"):
+    _LIBRARY.impl("group_norm", _group_norm_impl, _key)
+torch.library.register_fake("sfastgn::group_norm", _group_norm_fake, lib=_LIBRARY)
+torch.library.register_autograd("sfastgn::group_norm", _backward, setup_context=_setup_context, lib=_LIBRARY)
+
+
+# --- public function ------------------------------------------------------------------------------------------------------------
+
+# Combinations of arguments that ``_check`` has passed. Bounded: a server that sees ever new shapes must not leak.
+_checked: set[tuple[Any, ...]] = set()
+_CHECKED_MAX = 4096
+
+
+def group_norm(
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    activation: str = "identity",
+    *,
+    shift: Tensor | None = None,
+    ada_scale: Tensor | None = None,
+    ada_shift: Tensor | None = None,
+) -> Tensor:
+    """GroupNorm followed by an activation, fused into Triton kernels on NVIDIA GPUs.
+
+    Args:
+        x: (N, C, *spatial), N from 0 up, any number of spatial dimensions.
+        num_groups: G, a divisor of C.
+        weight, bias: (C,) or None, independently of each other.
+        eps: added to the variance.
+        activation: ``identity``, ``relu``, ``silu``, ``gelu`` (exact) or ``gelu_tanh``.
+        shift: (N, C), (1, C) or (C,), added to x before the statistics (a convolution's bias, a time embedding).
+        ada_scale, ada_shift: like shift; adaptive GroupNorm: ``z * (1 + ada_scale) + ada_shift`` before the activation.
+
+    Shapes: the output has the shape of x.
+    Dtypes: x fp16, bf16 or fp32 (fp64 runs in plain PyTorch); every other tensor any floating dtype. The output has the dtype of x,
+        or fp32 under CUDA autocast, as torch.nn.functional.group_norm has.
+    Layout: the output has the strides of x if x is without gaps, channels-last or channels-first; else C stays innermost if it was.
+    Grad: with respect to every tensor, also twice; the backward runs in plain PyTorch and recomputes the statistics.
+    Raises:
+        TypeError: x is not a floating tensor, or another argument has the wrong type.
+        ValueError: a shape, the number of groups, a device or the activation's name does not fit.
+        ZeroDivisionError: num_groups is 0, as in PyTorch.
+
+    Source: torch.nn.functional.group_norm for the interface; Wu and He, 2018, for the formula.
+    """
+    params = (weight, bias, shift, ada_scale, ada_shift)
+    if not torch.compiler.is_compiling():
+        try:
+            signature = (x.shape, x.dtype, x.device, num_groups, activation, *map(_signature, params))
+            known = signature in _checked
+        except (AttributeError, TypeError):  # something is no tensor or not hashable: _check says what
+            known = False
+        if not known:
+            _check(x, num_groups, activation, params)
+            if len(_checked) < _CHECKED_MAX:
+                _checked.add(signature)
+    else:
+        _check(x, num_groups, activation, params)
+    out_dtype = torch.float32 if x.is_cuda and x.dtype in KERNEL_DTYPES and torch.is_autocast_enabled("cuda") else None
+    if _is_plain_inference(x, params):
+        return launch_group_norm(x, num_groups, weight, bias, eps, activation, shift, ada_scale, ada_shift, out_dtype)
+    return torch.ops.sfastgn.group_norm(
+        x, num_groups, weight, bias, eps, activation, shift, ada_scale, ada_shift, out_dtype
+    )
+
+
+def _signature(t: Tensor | None) -> tuple[Any, ...] | None:
+    return None if t is None else (t.shape, t.dtype, t.device)
+
+
+def _is_plain_inference(x: Tensor, params: tuple[Tensor | None, ...]) -> bool:
+    """True if nothing would come of the dispatcher but its cost: no autograd, no tracing, no modes, no tensor subclasses."""
+    if torch.compiler.is_compiling() or type(x) is not Tensor or not runs_in_triton(x):
+        return False
+    if torch.is_grad_enabled() and (x.requires_grad or any(t is not None and t.requires_grad for t in params)):
+        return False
+    return (
+        torch._C._len_torch_dispatch_stack() == 0
+        and not torch._C._is_torch_function_mode_enabled()
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and torch._C._get_tracing_state() is None
+        and not any(t is not None and type(t) not in _PLAIN_TYPES for t in params)
+    )
+
+
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+
+
+def _check(x: Any, num_groups: Any, activation: Any, params: tuple[Any, ...]) -> None:
+    name = "sfastgn.group_norm"
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: x must be a torch.Tensor, got {type(x).__name__}")
+    if not x.is_floating_point():
+        raise TypeError(f"{name}: x must have a floating dtype, got {x.dtype}")
+    if x.dim() < 2:
+        raise ValueError(f"{name}: x must be (N, C, *spatial), got shape {tuple(x.shape)}")
+    if not isinstance(num_groups, int) or isinstance(num_groups, bool):
+        raise TypeError(f"{name}: num_groups must be an int, got {num_groups!r}")
+    if num_groups == 0:
+        raise ZeroDivisionError(f"{name}: num_groups must be positive, got 0")
+    C = x.shape[1]
+    if num_groups < 0 or C % num_groups:
+        raise ValueError(f"{name}: num_groups={num_groups} must be a positive divisor of C={C}, x has shape {tuple(x.shape)}")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"{name}: unknown activation {activation!r}; known: {', '.join(ACTIVATIONS)}")
+    for label, t in zip(("weight", "bias", "shift", "ada_scale", "ada_shift"), params, strict=True):
+        if t is None:
+            continue
+        if not isinstance(t, Tensor) or not t.is_floating_point():
+            raise TypeError(f"{name}: {label} must be a floating torch.Tensor, got {getattr(t, 'dtype', type(t).__name__)}")
+        per_sample = label in ("shift", "ada_scale", "ada_shift")
+        if tuple(t.shape) != (C,) and not (per_sample and tuple(t.shape) in ((1, C), (x.shape[0], C))):
+            allowed = f"({C},)" + (f", (1, {C}) or ({x.shape[0]}, {C})" if per_sample else "")
+            raise ValueError(f"{name}: {label} must have shape {allowed}, got {tuple(t.shape)}")
+        if t.device != x.device:
+            raise ValueError(f"{name}: {label} is on {t.device}, x on {x.device}")

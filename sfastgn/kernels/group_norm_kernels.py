@@ -1,0 +1,416 @@
+"""Triton kernels of GroupNorm + activation: launch configuration, kernels, launchers. The op is in ``group_norm.py``.
+
+Layout: the kernels read (N, HW, C) or (N, C, HW) without gaps; the output has the input's strides.
+
+Two ways, chosen by ``launch_config`` from sizes alone:
+
+- *small*: one program holds one or more whole groups in registers: one read, one write, one launch;
+- *split*: ``_stats_kernel`` leaves a mean and a sum of squared deviations (M2) per channel and chunk of rows, ``_finalize_kernel``
+  merges them per group, ``_apply_kernel`` normalises. The reduction over HW is spread over the whole GPU.
+
+Numerics: fp32 throughout, one rounding at the store. Sums are of deviations (from the group's first element, or from the mean of the
+chunk's first rows), never of raw squares, and are merged by Chan's formula in a fixed order without atomics, so that results are the
+same at each run. Offsets that can pass 2^31 are int64.
+
+Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sfastgn.kernels.launch import Launch, device_guard
+from sfastgn.kernels.layout import dense, empty_dense_like, is_channels_last
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # every call then runs in plain PyTorch
+    triton = None
+
+__all__ = ["KERNEL_DTYPES", "SmallConfig", "SplitConfig", "launch_config", "launch_group_norm"]
+
+# --- launch configuration: pure Python, unit-tested without a GPU ---------------------------------------------------------------
+
+# Elements of a tile that one program keeps in registers: 16 warps hold 32768 fp32 values in 64 registers a thread.
+_SMALL_MAX_ELEMENTS = 32768
+_TILE_ELEMENTS = 4096
+# Programs of the reduction per multiprocessor: enough loads in flight to fill the memory system, few enough partials to merge.
+_STATS_PROGRAMS_PER_SM = 8
+
+
+@dataclass(frozen=True)
+class SmallConfig:
+    """One launch: each program normalises ``groups`` whole groups of one sample, held as (block_hw, groups, block_cg) in registers."""
+
+    block_hw: int
+    groups: int
+    block_cg: int
+    num_warps: int
+
+
+@dataclass(frozen=True)
+class SplitConfig:
+    """Three launches: ``chunks`` of ``rows`` spatial positions each are reduced and normalised in (block_hw, block_c) tiles."""
+
+    block_hw: int
+    block_c: int
+    chunks: int
+    rows: int
+    apply_chunks: int
+    apply_rows: int
+    num_warps: int
+
+
+def launch_config(
+    N: int, C: int, HW: int, num_groups: int, channels_last: bool, num_sms: int
+) -> SmallConfig | SplitConfig:
+    """How to launch for x of (N, C, HW): a function of sizes and the GPU's number of multiprocessors, without autotuning."""
+    CG = C // num_groups
+    block_hw, block_cg = _next_power_of_2(HW), _next_power_of_2(CG)
+    if block_hw * block_cg <= _SMALL_MAX_ELEMENTS:
+        return _small_config(N, HW, num_groups, CG, block_hw, block_cg, num_sms)
+    if channels_last:
+        block_c = next((b for b in (128, 64, 32) if C % b == 0), min(64, _next_power_of_2(C)))
+        block_hw = min(_next_power_of_2(HW), _TILE_ELEMENTS // block_c)
+    else:
+        block_hw = min(_next_power_of_2(HW), 1024)
+        block_c = min(_next_power_of_2(C), _TILE_ELEMENTS // block_hw)
+    columns = N * _ceil_div(C, block_c)
+    chunks, rows = _split_rows(HW, block_hw, _ceil_div(num_sms * _STATS_PROGRAMS_PER_SM, columns))
+    # Two tiles a program share the loads of weight and statistics; at most as many programs as tiles.
+    apply_chunks, apply_rows = _split_rows(HW, block_hw, max(_ceil_div(HW, 2 * block_hw), chunks))
+    return SplitConfig(block_hw, block_c, chunks, rows, apply_chunks, apply_rows, num_warps=4)
+
+
+def _small_config(
+    N: int, HW: int, num_groups: int, CG: int, block_hw: int, block_cg: int, num_sms: int
+) -> SmallConfig:
+    # Several groups a program where one is tiny: whole 128-byte lines instead of a few bytes per row. They stay fewer than
+    # the programs that keep every multiprocessor busy.
+    groups = 1
+    while (
+        num_groups % (2 * groups) == 0
+        and 2 * groups * block_hw * block_cg <= 2048
+        and N * num_groups // (2 * groups) >= num_sms
+    ):
+        groups *= 2
+    elements = block_hw * groups * block_cg
+    num_warps = min(16, max(1, elements // 1024))
+    return SmallConfig(block_hw, groups, block_cg, num_warps=max(num_warps, 1 if HW * CG < 512 else 4))
+
+
+def _split_rows(HW: int, block_hw: int, chunks: int) -> tuple[int, int]:
+    """``HW`` rows in about ``chunks`` equal chunks of whole blocks: (number of chunks, rows in each)."""
+    rows = _ceil_div(_ceil_div(HW, max(chunks, 1)), block_hw) * block_hw
+    return _ceil_div(HW, rows), rows
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _next_power_of_2(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
+
+
+# --- kernels ------------------------------------------------------------------------------------------------------------------
+
+if triton is not None:
+    # Sizes are not specialised on: a new resolution never compiles anything. What matters of them is passed as a constant.
+    _STRIDES = ["shift_stride", "ada_scale_stride", "ada_shift_stride"]
+
+    @triton.jit
+    def _activate(z, ACTIVATION: tl.constexpr):
+        if ACTIVATION == "relu":
+            z = tl.where(z < 0, 0.0, z)  # keeps NaN
+        elif ACTIVATION == "silu":
+            z = z / (1 + tl.exp(-z))
+        elif ACTIVATION == "gelu":
+            z = 0.5 * z * (1 + tl.erf(z * 0.7071067811865476))
+        elif ACTIVATION == "gelu_tanh":
+            # tanh(a) = 2 sigmoid(2a) - 1 turns 0.5 z (1 + tanh(a)) into z sigmoid(2a)
+            z = z / (1 + tl.exp(-1.5957691216057308 * (z + 0.044715 * z * z * z)))
+        return z
+
+    @triton.jit
+    def _channel_affine(
+        n, c, in_range, mean, rstd,
+        weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr, ada_shift_ptr, shift_stride, ada_scale_stride, ada_shift_stride,
+    ):  # fmt: skip
+        """(centre, scale, offset) of channels ``c`` such that the activation's argument is (x - centre) * scale + offset."""
+        centre = mean
+        scale = rstd
+        offset = tl.zeros_like(rstd)
+        if shift_ptr is not None:
+            centre -= tl.load(shift_ptr + n * shift_stride + c, mask=in_range, other=0.0).to(tl.float32)
+        if weight_ptr is not None:
+            scale *= tl.load(weight_ptr + c, mask=in_range, other=0.0).to(tl.float32)
+        if bias_ptr is not None:
+            offset = tl.load(bias_ptr + c, mask=in_range, other=0.0).to(tl.float32)
+        if ada_scale_ptr is not None:
+            ada_scale = 1 + tl.load(ada_scale_ptr + n * ada_scale_stride + c, mask=in_range, other=0.0).to(tl.float32)
+            scale *= ada_scale
+            offset *= ada_scale
+        if ada_shift_ptr is not None:
+            offset += tl.load(ada_shift_ptr + n * ada_shift_stride + c, mask=in_range, other=0.0).to(tl.float32)
+        return centre, scale, offset
+
+    @triton.jit(do_not_specialize=[*_STRIDES, "HW"])
+    def _small_kernel(
+        x_ptr, y_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr, ada_shift_ptr,
+        shift_stride, ada_scale_stride, ada_shift_stride, HW, eps,
+        C: tl.constexpr, G: tl.constexpr, CHANNELS_LAST: tl.constexpr, ACTIVATION: tl.constexpr,
+        BLOCK_HW: tl.constexpr, GROUPS: tl.constexpr, BLOCK_CG: tl.constexpr,
+    ):  # fmt: skip
+        CG: tl.constexpr = C // G
+        n = (tl.program_id(0) // (G // GROUPS)).to(tl.int64)
+        first_group = tl.program_id(0) % (G // GROUPS) * GROUPS
+        row = tl.arange(0, BLOCK_HW)[:, None, None]
+        j = tl.arange(0, BLOCK_CG)[None, None, :]
+        c = first_group * CG + tl.arange(0, GROUPS)[None, :, None] * CG + j
+        mask = (row < HW) & (j < CG)
+        base = n * HW * C
+        offsets = row * C + c if CHANNELS_LAST else c * HW + row
+        x = tl.load(x_ptr + base + offsets, mask=mask, other=0.0).to(tl.float32)
+        # Sums are of differences from the group's first element: rounded at the size of the deviations, not of the data.
+        first = first_group * CG + tl.arange(0, GROUPS)[None, :, None] * CG
+        pivot = tl.load(x_ptr + base + (first if CHANNELS_LAST else first * HW)).to(tl.float32)
+        d = x - pivot
+        if shift_ptr is not None:
+            d += tl.load(shift_ptr + n * shift_stride + c, mask=j < CG, other=0.0).to(tl.float32)
+        count = (HW * CG).to(tl.float32)
+        d = tl.where(mask, d, 0.0)
+        mean = tl.sum(tl.sum(d, axis=2, keep_dims=True), axis=0, keep_dims=True) / count
+        d = tl.where(mask, d - mean, 0.0)
+        var = tl.sum(tl.sum(d * d, axis=2, keep_dims=True), axis=0, keep_dims=True) / count
+        rstd = tl.broadcast_to(1 / tl.sqrt(var + eps), (1, GROUPS, BLOCK_CG))
+        _, scale, offset = _channel_affine(
+            n, c, j < CG, rstd, rstd, weight_ptr, bias_ptr, None, ada_scale_ptr, ada_shift_ptr, 0, ada_scale_stride, ada_shift_stride
+        )  # fmt: skip
+        y = _activate(d * scale + offset, ACTIVATION)
+        tl.store(y_ptr + base + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+    @triton.jit(do_not_specialize=["HW", "rows", "chunks", "partials"])
+    def _stats_kernel(
+        x_ptr, scratch_ptr, HW, rows, chunks, partials,
+        C: tl.constexpr, CHANNELS_LAST: tl.constexpr, HW_FACTOR: tl.constexpr,
+        BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr,
+    ):  # fmt: skip
+        """Mean and M2 of each channel over ``rows`` positions: x (N, HW, C) or (N, C, HW) -> two of (N, chunks, C) in scratch."""
+        COLUMNS: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
+        pid = tl.program_id(0)
+        column = pid % COLUMNS
+        chunk = pid // COLUMNS % chunks
+        n = (pid // COLUMNS // chunks).to(tl.int64)
+        c = column * BLOCK_C + tl.arange(0, BLOCK_C)
+        first_row = chunk * rows
+        count = tl.minimum(rows, HW - first_row)
+        row = tl.arange(0, BLOCK_HW)
+        if CHANNELS_LAST:
+            offsets = row[:, None] * C + c[None, :]
+        else:
+            HW = tl.multiple_of(HW, HW_FACTOR)
+            rows = tl.multiple_of(rows, HW_FACTOR)
+            offsets = row[:, None] + c[None, :].to(tl.int64) * HW
+        first = n * HW + first_row if CHANNELS_LAST else n * C * HW + first_row
+        mask = (row[:, None] < count) & (c[None, :] < C)
+        x = tl.load(x_ptr + (first * C if CHANNELS_LAST else first) + offsets, mask=mask, other=0.0).to(tl.float32)
+        centre = tl.sum(x, axis=0) / tl.minimum(count, BLOCK_HW).to(tl.float32)
+        d = tl.where(mask, x - centre[None, :], 0.0)
+        s1 = d
+        s2 = d * d
+        for start in range(BLOCK_HW, count, BLOCK_HW):
+            mask = (start + row[:, None] < count) & (c[None, :] < C)
+            tile = first + start
+            x = tl.load(x_ptr + (tile * C if CHANNELS_LAST else tile) + offsets, mask=mask, other=0.0).to(tl.float32)
+            d = tl.where(mask, x - centre[None, :], 0.0)
+            s1 += d
+            s2 += d * d
+        s1_c = tl.sum(s1, axis=0)
+        m2 = tl.sum(s2, axis=0) - s1_c * s1_c / count.to(tl.float32)
+        out = (n * chunks + chunk) * C + c
+        tl.store(scratch_ptr + out, centre + s1_c / count.to(tl.float32), mask=c < C)
+        tl.store(scratch_ptr + partials + out, tl.where(m2 < 0, 0.0, m2), mask=c < C)
+
+    @triton.jit(do_not_specialize=["shift_stride", "HW", "rows", "chunks", "partials"])
+    def _finalize_kernel(
+        scratch_ptr, shift_ptr, shift_stride, HW, rows, chunks, partials, eps,
+        C: tl.constexpr, G: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_CG: tl.constexpr,
+    ):  # fmt: skip
+        """Chan's formula over the channels and chunks of a group: partial means and M2 -> (N, G) pairs (mean, rstd) behind them."""
+        CG: tl.constexpr = C // G
+        n = (tl.program_id(0) // G).to(tl.int64)
+        g = tl.program_id(0) % G
+        j = tl.arange(0, BLOCK_CG)
+        c = g * CG + j
+        base = n * chunks * C + c
+        # Means are merged as deviations from the group's first one: their sum is then exact to the last bit of the data.
+        pivot = tl.load(scratch_ptr + n * chunks * C + g * CG)
+        shift = tl.zeros((BLOCK_CG,), tl.float32) - pivot
+        if shift_ptr is not None:
+            shift += tl.load(shift_ptr + n * shift_stride + c, mask=j < CG, other=0.0).to(tl.float32)
+        total = tl.zeros((BLOCK_P, BLOCK_CG), tl.float32)
+        for start in range(0, chunks, BLOCK_P):
+            p = start + tl.arange(0, BLOCK_P)
+            mask = (p[:, None] < chunks) & (j[None, :] < CG)
+            count = tl.minimum(rows, HW - p * rows).to(tl.float32)
+            m = tl.load(scratch_ptr + base[None, :] + p[:, None].to(tl.int64) * C, mask=mask, other=0.0)
+            total += tl.where(mask, (m + shift[None, :]) * count[:, None], 0.0)
+        elements = HW.to(tl.float32) * CG
+        mean = tl.sum(tl.sum(total, axis=1), axis=0) / elements
+        m2 = tl.zeros((BLOCK_P, BLOCK_CG), tl.float32)
+        for start in range(0, chunks, BLOCK_P):
+            p = start + tl.arange(0, BLOCK_P)
+            mask = (p[:, None] < chunks) & (j[None, :] < CG)
+            count = tl.minimum(rows, HW - p * rows).to(tl.float32)
+            offsets = base[None, :] + p[:, None].to(tl.int64) * C
+            d = tl.load(scratch_ptr + offsets, mask=mask, other=0.0) + shift[None, :] - mean
+            part_m2 = tl.load(scratch_ptr + partials + offsets, mask=mask, other=0.0)
+            m2 += tl.where(mask, part_m2 + d * d * count[:, None], 0.0)
+        var = tl.sum(tl.sum(m2, axis=1), axis=0) / elements
+        out_ptr = scratch_ptr + 2 * partials + (n * G + g) * 2
+        tl.store(out_ptr, pivot + mean)
+        tl.store(out_ptr + 1, 1 / tl.sqrt(var + eps))
+
+    @triton.jit(do_not_specialize=[*_STRIDES, "HW", "rows", "chunks", "partials"])
+    def _apply_kernel(
+        x_ptr, y_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr, ada_shift_ptr, scratch_ptr,
+        shift_stride, ada_scale_stride, ada_shift_stride, HW, rows, chunks, partials,
+        C: tl.constexpr, G: tl.constexpr, CHANNELS_LAST: tl.constexpr, ACTIVATION: tl.constexpr,
+        HW_FACTOR: tl.constexpr, BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr,
+    ):  # fmt: skip
+        COLUMNS: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
+        # Last rows first: they are what the statistics pass left in L2.
+        pid = tl.num_programs(0) - 1 - tl.program_id(0)
+        column = pid % COLUMNS
+        chunk = pid // COLUMNS % chunks
+        n = (pid // COLUMNS // chunks).to(tl.int64)
+        c = column * BLOCK_C + tl.arange(0, BLOCK_C)
+        in_range = c < C
+        stats_ptr = scratch_ptr + 2 * partials + (n * G + c // (C // G)) * 2
+        mean = tl.load(stats_ptr, mask=in_range, other=0.0)
+        rstd = tl.load(stats_ptr + 1, mask=in_range, other=0.0)
+        centre, scale, offset = _channel_affine(
+            n, c, in_range, mean, rstd, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr, ada_shift_ptr,
+            shift_stride, ada_scale_stride, ada_shift_stride,
+        )  # fmt: skip
+        first_row = chunk * rows
+        count = tl.minimum(rows, HW - first_row)
+        row = tl.arange(0, BLOCK_HW)
+        if CHANNELS_LAST:
+            offsets = row[:, None] * C + c[None, :]
+        else:
+            HW = tl.multiple_of(HW, HW_FACTOR)
+            rows = tl.multiple_of(rows, HW_FACTOR)
+            offsets = row[:, None] + c[None, :].to(tl.int64) * HW
+        first = n * HW + first_row if CHANNELS_LAST else n * C * HW + first_row
+        for start in range(0, count, BLOCK_HW):
+            mask = (start + row[:, None] < count) & in_range[None, :]
+            tile = (first + start) * C if CHANNELS_LAST else first + start
+            x = tl.load(x_ptr + tile + offsets, mask=mask, other=0.0).to(tl.float32)
+            y = _activate((x - centre[None, :]) * scale[None, :] + offset[None, :], ACTIVATION)
+            tl.store(y_ptr + tile + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+# --- launchers ----------------------------------------------------------------------------------------------------------------
+
+KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class _Plan:
+    """The launches for one combination of shapes, layouts, dtypes and device; ``scratch`` is the number of fp32 values between them."""
+
+    __slots__ = ("apply", "finalize", "partials", "scratch", "sizes", "small", "stats")
+
+    def __init__(self, x: Tensor, num_groups: int, activation: str) -> None:
+        N, C = x.shape[:2]
+        HW = math.prod(x.shape[2:])
+        channels_last = is_channels_last(x)
+        config = launch_config(N, C, HW, num_groups, channels_last, _num_sms(x.device))
+        self.small = self.stats = self.finalize = self.apply = None
+        layout = {"C": C, "G": num_groups, "CHANNELS_LAST": channels_last, "ACTIVATION": activation}
+        if isinstance(config, SmallConfig):
+            blocks = {"BLOCK_HW": config.block_hw, "GROUPS": config.groups, "BLOCK_CG": config.block_cg}
+            programs = N * num_groups // config.groups
+            self.sizes: tuple[int, ...] = (HW,)
+            self.small = Launch(_small_kernel, programs, {**layout, **blocks}, config.num_warps)
+            return
+        columns = N * _ceil_div(C, config.block_c)
+        self.partials = N * config.chunks * C
+        self.scratch = 2 * self.partials + 2 * N * num_groups
+        self.sizes = (HW, config.rows, config.chunks, config.apply_rows, config.apply_chunks)
+        factor = 16 if HW % 16 == 0 and config.block_hw % 16 == 0 else 1
+        blocks = {"HW_FACTOR": factor, "BLOCK_HW": config.block_hw, "BLOCK_C": config.block_c}
+        self.stats = Launch(
+            _stats_kernel, columns * config.chunks, {"C": C, "CHANNELS_LAST": channels_last, **blocks}, config.num_warps
+        )
+        block_cg = _next_power_of_2(C // num_groups)
+        block_p = max(1, min(_next_power_of_2(config.chunks), 4096 // block_cg))
+        merge = {"C": C, "G": num_groups, "BLOCK_P": block_p, "BLOCK_CG": block_cg}
+        self.finalize = Launch(_finalize_kernel, N * num_groups, merge, 4)
+        self.apply = Launch(_apply_kernel, columns * config.apply_chunks, {**layout, **blocks}, config.num_warps)
+
+
+_plans: dict[tuple[Any, ...], _Plan] = {}
+
+
+def _num_sms(device: torch.device) -> int:
+    # A nominal count in the interpreter, so that tests on the CPU take the same ways as a GPU does.
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+def _launch(
+    plan: _Plan,
+    x: Tensor,
+    y: Tensor,
+    eps: float,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    operands: tuple[Tensor | None, Tensor | None, Tensor | None],
+) -> None:
+    """Fill ``y`` (strides of ``x``). ``operands``: shift, ada_scale, ada_shift; (N, C), (1, C) or (C,), channels contiguous."""
+    tensors: tuple[Tensor | None, ...] = (x, y, weight, bias, *operands)
+    strides = tuple(0 if t is None or t.dim() == 1 or t.shape[0] == 1 else t.stride(0) for t in operands)
+    with device_guard(x.device):
+        if plan.small is not None:
+            plan.small(tensors, (*strides, *plan.sizes, eps))
+            return
+        HW, rows, chunks, apply_rows, apply_chunks = plan.sizes
+        partials = plan.partials
+        scratch = torch.empty(plan.scratch, dtype=torch.float32, device=x.device)
+        plan.stats((x, scratch), (HW, rows, chunks, partials))
+        plan.finalize((scratch, operands[0]), (strides[0], HW, rows, chunks, partials, eps))
+        plan.apply((*tensors, scratch), (*strides, HW, apply_rows, apply_chunks, partials))
+
+
+def launch_group_norm(
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    activation: str,
+    shift: Tensor | None = None,
+    ada_scale: Tensor | None = None,
+    ada_shift: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The Triton kernels on valid arguments: x fp16, bf16 or fp32 on a GPU, or anywhere under Triton's interpreter."""
+    y = empty_dense_like(x, out_dtype or x.dtype)
+    if x.numel() == 0:
+        return y
+    x = dense(x)
+    params = tuple(t if t is None or t.stride(-1) == 1 else t.contiguous() for t in (weight, bias, shift, ada_scale, ada_shift))
+    dtypes = tuple(None if t is None else t.dtype for t in params)
+    key = (x.shape, x.stride(), x.dtype, x.device, num_groups, activation, y.dtype, dtypes)
+    plan = _plans.get(key)
+    if plan is None:
+        plan = _plans[key] = _Plan(x, num_groups, activation)
+    _launch(plan, x, y, eps, params[0], params[1], params[2:])
+    return y
