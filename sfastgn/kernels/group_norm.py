@@ -67,7 +67,7 @@ def _per_channel(operand: Tensor, x: Tensor) -> Tensor:
 _LIBRARY = torch.library.Library("sfastgn", "FRAGMENT")
 _LIBRARY.define(
     "group_norm(Tensor x, int num_groups, Tensor? weight, Tensor? bias, float eps, str activation, "
-    "Tensor? shift=None, Tensor? ada_scale=None, Tensor? ada_shift=None, ScalarType? out_dtype=None) -> Tensor"
+    "Tensor? shift, Tensor? ada_scale, Tensor? ada_shift, ScalarType? out_dtype) -> Tensor"
 )
 
 
@@ -83,10 +83,10 @@ def _group_norm_impl(
     bias: Tensor | None,
     eps: float,
     activation: str,
-    shift: Tensor | None = None,
-    ada_scale: Tensor | None = None,
-    ada_shift: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
+    shift: Tensor | None,
+    ada_scale: Tensor | None,
+    ada_shift: Tensor | None,
+    out_dtype: torch.dtype | None,
 ) -> Tensor:
     if runs_in_triton(x):
         return launch_group_norm(x, num_groups, weight, bias, eps, activation, shift, ada_scale, ada_shift, out_dtype)
@@ -97,8 +97,8 @@ def _group_norm_impl(
     return y.copy_(reference_group_norm(x, num_groups, weight, bias, eps, activation, out_dtype=out_dtype, **operands))
 
 
-def _group_norm_fake(x: Tensor, *_: Any, out_dtype: torch.dtype | None = None, **__: Any) -> Tensor:
-    return empty_dense_like(x, out_dtype or x.dtype)
+def _group_norm_fake(x: Tensor, *args: Any) -> Tensor:
+    return empty_dense_like(x, args[-1] or x.dtype)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -107,12 +107,11 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    needed = (0, 2, 3, 6, 7, 8)
-    grads: list[Tensor | None] = [None] * 10
-    wanted = tuple(ctx.needs_input_grad[i] for i in needed)
-    for i, grad in zip(needed, group_norm_grads(dy, *ctx.saved_tensors, ctx.num_groups, ctx.eps, ctx.activation, wanted), strict=True):
-        grads[i] = grad
-    return tuple(grads)
+    wanted = tuple(ctx.needs_input_grad[i] for i in (0, 2, 3, 6, 7, 8))
+    dx, dweight, dbias, *d_operands = group_norm_grads(
+        dy, *ctx.saved_tensors, ctx.num_groups, ctx.eps, ctx.activation, wanted
+    )
+    return dx, None, dweight, dbias, None, None, *d_operands, None
 
 
 for _key in ("CPU", "CUDA"):

@@ -1,0 +1,127 @@
+"""The public verbs: ``optimize``, ``restore``, ``optimized`` and ``report``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from sfastgn.kernels.group_norm_kernels import KERNEL_DTYPES, triton
+from sfastgn.patches import channels_last, patcher
+from sfastgn.reports import Entry, Report
+
+__all__ = ["optimize", "optimized", "report", "restore"]
+
+T = TypeVar("T")
+
+
+def optimize(obj: T, *, strict: bool = False) -> T:
+    """Make a diffusers pipeline or model channels-last with fused GroupNorms, in place; the images stay the same.
+
+    Args:
+        obj: a diffusers pipeline (every component with a GroupNorm: UNet, VAE, ControlNets, ...) or any ``torch.nn.Module`` tree.
+        strict: raise instead of leaving out a module that cannot be fused.
+
+    Returns:
+        ``obj`` itself. Only these instances change, never their classes; parameters keep their identity, names and values. A second
+        call changes nothing. ``restore`` undoes it exactly, ``report`` tells what was done.
+
+    Without a GPU or Triton the same modules run in plain PyTorch. Every check comes before the first change.
+
+    Raises:
+        TypeError: ``obj`` is neither a pipeline nor a module.
+        ValueError: there is no GroupNorm in it; or ``strict`` and something must be skipped (the message says what and why).
+    """
+    roots = _roots("optimize", obj)
+    findings = {name: patcher.inspect(root, name) for name, root in roots.items()}
+    skipped = [f for found in findings.values() for f in found if f.status == "skipped"]
+    if strict and skipped:
+        reasons = "; ".join(f"{f.path or type(f.module).__name__} ({f.fusion.name}): {f.reason}" for f in skipped)
+        raise ValueError(f"sfastgn.optimize: strict=True and {len(skipped)} modules cannot be fused: {reasons}")
+    done: list[nn.Module] = []
+    try:
+        for name, root in roots.items():
+            fresh = not any(f.status == "fused" for f in findings[name])
+            patcher.apply(root, findings[name])
+            if fresh:
+                done.append(root)
+    except BaseException:
+        for root in done:
+            patcher.undo(root)
+        raise
+    return obj
+
+
+def restore(obj: T) -> T:
+    """Undo ``optimize`` in place: bit-identical outputs, the same classes, strides and attributes as before. Returns ``obj``.
+
+    A stock pipeline or module is left as it is. Raises TypeError if ``obj`` is neither.
+    """
+    for root in _roots("restore", obj, required=False).values():
+        patcher.undo(root)
+    return obj
+
+
+@contextmanager
+def optimized(obj: T, *, strict: bool = False) -> Iterator[T]:
+    """``with sfastgn.optimized(pipe):`` optimised inside, restored at the end; stays optimised if it was so before."""
+    was_stock = not report(obj).fused
+    optimize(obj, strict=strict)
+    try:
+        yield obj
+    finally:
+        if was_stock:
+            restore(obj)
+
+
+def report(obj: Any) -> Report:
+    """What is fused in ``obj``, what ``optimize`` would fuse, and what is skipped and why. Changes nothing.
+
+    Raises TypeError if ``obj`` is neither a pipeline nor a module.
+    """
+    roots = _roots("report", obj, required=False)
+    entries = tuple(
+        Entry(name or type(root).__name__, f.path, f.fusion.name, type(f.module).__name__, f.status, f.reason)
+        for name, root in roots.items()
+        for f in patcher.inspect(root, name)
+    )
+    return Report(
+        entries=entries,
+        backend=_backend(list(roots.values())),
+        channels_last_weights=sum(channels_last.converted_weights(root) for root in roots.values()),
+        layout_copies_removed=sum(e.status == "fused" and e.fusion == "transformer_2d" for e in entries),
+    )
+
+
+def _roots(call: str, obj: Any, *, required: bool = True) -> dict[str, nn.Module]:
+    """Modules to work on by component name ("" for a bare module); each object once, those without a GroupNorm left out."""
+    if isinstance(obj, nn.Module):
+        candidates: dict[str, Any] = {"": obj}
+    elif isinstance(getattr(obj, "components", None), dict):
+        candidates = obj.components
+    else:
+        raise TypeError(f"sfastgn.{call}: expected a diffusers pipeline or a torch.nn.Module, got {type(obj).__name__} {obj!r:.80}")
+    roots: dict[str, nn.Module] = {}
+    for name, module in candidates.items():
+        if isinstance(module, nn.Module) and all(module is not r for r in roots.values()) and patcher.has_group_norm(module):
+            roots[name] = module
+    if required and not roots:
+        raise ValueError(f"sfastgn.{call}: no GroupNorm in {type(obj).__name__}, nothing to optimize")
+    return roots
+
+
+def _backend(roots: list[nn.Module]) -> str:
+    if triton is None:
+        return "plain PyTorch (triton is not installed)"
+    tensors = [p for root in roots for p in root.parameters()]
+    devices = {p.device.type for p in tensors}
+    if "cuda" not in devices:
+        where = ", ".join(sorted(devices)) or "no device"
+        return f"plain PyTorch (weights on {where}, the Triton kernels need an NVIDIA GPU)"
+    dtypes = {p.dtype for p in tensors if p.is_cuda and p.is_floating_point()}
+    if not dtypes & set(KERNEL_DTYPES):
+        return f"plain PyTorch (no kernel for {', '.join(sorted(map(str, dtypes)))})"
+    return f"Triton {triton.__version__} on {torch.cuda.get_device_name()}"

@@ -1,0 +1,86 @@
+"""Channels-last from the first convolution of a model to the last: weights once, images at the model's doors.
+
+Weights of 2-D and 3-D convolutions are laid out channels-last in place (same Parameter objects, same values) and their former strides
+remembered on the convolution. A hook on the first convolution of each model converts what comes in from outside; one on the last
+gives the output back channels-first, which is what callers of the stock model get.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sfastgn.patches.hooks import remove_hooks
+
+__all__ = ["convert", "converted_weights", "is_entry", "is_exit", "restore"]
+
+# In the convolution's __dict__ while converted; goes wherever the module goes (deepcopy, pickle, a LoRA layer's base_layer).
+_STOCK_STRIDES = "_sfastgn_stock_strides"
+
+_FORMATS: dict[type[nn.Module], torch.memory_format] = {
+    nn.Conv2d: torch.channels_last,
+    nn.ConvTranspose2d: torch.channels_last,
+    nn.Conv3d: torch.channels_last_3d,
+    nn.ConvTranspose3d: torch.channels_last_3d,
+}
+# diffusers' names for the convolutions through which a tensor enters a model or its autoencoder's middle, and leaves it.
+_ENTRIES = ("conv_in", "quant_conv", "post_quant_conv")
+_EXITS = ("conv_out", "quant_conv")
+
+
+def enter(conv: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Forward pre-hook of a first convolution: image to channels-last."""
+    if args and isinstance(args[0], Tensor) and args[0].dim() == 4:
+        return (args[0].contiguous(memory_format=torch.channels_last), *args[1:])
+    return None
+
+
+def leave(conv: Any, args: Any, output: Any) -> Any:
+    """Forward hook of a last convolution: image to channels-first."""
+    return output.contiguous() if isinstance(output, Tensor) else output
+
+
+def is_entry(path: str, module: nn.Module) -> bool:
+    """True if ``module``, found at the dotted ``path``, is a 2-D convolution through which images come in."""
+    return isinstance(module, nn.Conv2d) and path.rpartition(".")[2] in _ENTRIES
+
+
+def is_exit(path: str, module: nn.Module) -> bool:
+    """True if ``module``, found at the dotted ``path``, is a 2-D convolution through which images go out."""
+    return isinstance(module, nn.Conv2d) and path.rpartition(".")[2] in _EXITS
+
+
+def convert(path: str, module: nn.Module) -> None:
+    """Make one convolution channels-last; a module of another kind, or one that is converted already, stays as it is."""
+    if is_entry(path, module) and enter not in module._forward_pre_hooks.values():
+        module.register_forward_pre_hook(enter)
+    if is_exit(path, module) and leave not in module._forward_hooks.values():
+        module.register_forward_hook(leave)
+    memory_format = next((f for kind, f in _FORMATS.items() if isinstance(module, kind)), None)
+    weight = module._parameters.get("weight")
+    if memory_format is None or weight is None or _STOCK_STRIDES in vars(module):
+        return
+    if weight.dim() != (5 if memory_format is torch.channels_last_3d else 4) or not weight.is_floating_point():
+        return  # quantised weights are stored in other shapes
+    if weight.is_contiguous(memory_format=memory_format):
+        return
+    vars(module)[_STOCK_STRIDES] = weight.stride()
+    weight.data = weight.data.contiguous(memory_format=memory_format)
+
+
+def converted_weights(module: nn.Module) -> int:
+    """Number of convolutions below ``module`` whose weights are channels-last by ``convert``."""
+    return sum(_STOCK_STRIDES in vars(m) for m in module.modules())
+
+
+def restore(module: nn.Module) -> None:
+    """Undo ``convert``: hooks off, and the weight, if it still has its size, back to its former strides."""
+    remove_hooks(module, enter, leave)
+    strides = vars(module).pop(_STOCK_STRIDES, None)
+    weight = module._parameters.get("weight")
+    if strides is None or weight is None or weight.dim() != len(strides) or weight.stride() == strides:
+        return
+    stock = torch.empty_strided(weight.shape, strides, dtype=weight.dtype, device=weight.device)
+    weight.data = stock.copy_(weight.data)

@@ -1,0 +1,143 @@
+"""The last normalisation of a UNet, encoder or decoder: ``conv_norm_out`` and ``conv_act`` as one kernel.
+
+Both are called by the parent's long forward, which is not ours to repeat. So the norm computes the activation too and hands the
+result over; the activation lets exactly that tensor pass. It does so only while the parent's forward runs (hooks on the parent arm it),
+so that calling ``conv_norm_out`` by itself gives what its name says. The hand-off is per thread and holds no reference.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any
+
+import torch
+from diffusers.models import UNet2DConditionModel, UNet2DModel, UNet3DConditionModel, UNetMotionModel
+from diffusers.models.autoencoders.autoencoder_kl_temporal_decoder import TemporalDecoder
+from diffusers.models.autoencoders.vae import Decoder, Encoder
+from diffusers.models.unets.unet_i2vgen_xl import I2VGenXLUNet
+from diffusers.models.unets.unet_spatio_temporal_condition import UNetSpatioTemporalConditionModel
+from torch import Tensor, nn
+
+from sfastgn.kernels.group_norm import group_norm
+from sfastgn.patches.fusion import activation_of, foreign_override, is_plain
+from sfastgn.patches.group_norm import FusedGroupNorm
+from sfastgn.patches.hooks import remove_hooks
+from sfastgn.patches.upstream import unknown_source
+
+__all__ = ["FUSION"]
+
+# Models whose forward calls conv_norm_out and, directly after it, conv_act on its result.
+_PARENTS: tuple[type[nn.Module], ...] = (
+    UNet2DConditionModel,
+    UNet2DModel,
+    UNet3DConditionModel,
+    UNetMotionModel,
+    UNetSpatioTemporalConditionModel,
+    I2VGenXLUNet,
+    Encoder,
+    Decoder,
+    TemporalDecoder,
+)
+
+
+class _HandOff(threading.local):
+    """``armed``: id of a norm -> the activation that follows it in the parent that runs; ``output``: what the norm has activated."""
+
+    def __init__(self) -> None:
+        self.armed: dict[int, nn.Module] = {}
+        self.output: weakref.ref[Tensor] | None = None
+
+
+_hand_off = _HandOff()
+
+
+class FusedNormOut(FusedGroupNorm):
+    """``conv_norm_out``: GroupNorm, with the activation that follows when the parent's forward calls it."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        act = None if torch.compiler.is_compiling() else _hand_off.armed.get(id(self))
+        name = None if act is None else _activation_of_pass(act)
+        if act is None or name is None or not (is_plain(self) and is_plain(act)):
+            return super().forward(input)
+        y = group_norm(input, self.num_groups, self.weight, self.bias, self.eps, name)
+        _hand_off.output = weakref.ref(y)
+        return y
+
+
+class _Pass(nn.Module):
+    """Lets the tensor pass that ``FusedNormOut`` has activated already, and activates every other."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling() and _hand_off.output is not None:
+            activated, _hand_off.output = _hand_off.output(), None
+            if input is activated:
+                return input
+        return super().forward(input)
+
+
+class PassSiLU(_Pass, nn.SiLU):
+    """``nn.SiLU`` behind a ``FusedNormOut``."""
+
+
+class PassReLU(_Pass, nn.ReLU):
+    """``nn.ReLU`` behind a ``FusedNormOut``."""
+
+
+class PassGELU(_Pass, nn.GELU):
+    """``nn.GELU`` behind a ``FusedNormOut``."""
+
+
+_PASS: dict[type[nn.Module], type[nn.Module]] = {nn.SiLU: PassSiLU, nn.ReLU: PassReLU, nn.GELU: PassGELU}
+_STOCK = {fused: stock for stock, fused in _PASS.items()}
+
+
+def _activation_of_pass(act: nn.Module) -> str | None:
+    if type(act) is PassGELU:
+        return {"none": "gelu", "tanh": "gelu_tanh"}.get(str(act.approximate))
+    return {PassSiLU: "silu", PassReLU: "relu"}.get(type(act))
+
+
+def arm(parent: Any, args: Any) -> None:
+    """Forward pre-hook of the parent."""
+    if not torch.compiler.is_compiling():
+        _hand_off.armed[id(parent.conv_norm_out)] = parent.conv_act
+
+
+def disarm(parent: Any, args: Any, output: Any) -> None:
+    """Forward hook of the parent; runs after an exception too."""
+    if not torch.compiler.is_compiling():
+        _hand_off.armed.pop(id(parent.conv_norm_out), None)
+        _hand_off.output = None
+
+
+class _NormOutFusion:
+    name = "conv_norm_out"
+
+    def claims(self, module: nn.Module) -> bool:
+        return type(module) in _PARENTS and isinstance(getattr(module, "conv_norm_out", None), nn.GroupNorm)
+
+    def is_applied(self, module: nn.Module) -> bool:
+        return arm in module._forward_pre_hooks.values()
+
+    def reason_to_skip(self, module: nn.Module) -> str | None:
+        norm, act = module.conv_norm_out, module.conv_act
+        if type(norm) not in (nn.GroupNorm, FusedGroupNorm):
+            return f"its norm is a {type(norm).__name__}"
+        if type(act) not in _PASS or activation_of(act) is None:
+            return f"activation {type(act).__name__} has no fused form"
+        return foreign_override(norm) or foreign_override(act) or unknown_source(type(module), "forward")
+
+    def apply(self, module: nn.Module) -> None:
+        module.conv_norm_out.__class__ = FusedNormOut
+        module.conv_act.__class__ = _PASS[type(module.conv_act)]
+        module.register_forward_pre_hook(arm)
+        module.register_forward_hook(disarm, always_call=True)
+
+    def undo(self, module: nn.Module) -> None:
+        remove_hooks(module, arm, disarm)
+        for child, stock in ((module.conv_norm_out, {FusedNormOut: nn.GroupNorm}), (module.conv_act, _STOCK)):
+            child.__class__ = stock.get(type(child), type(child))
+
+
+FUSION = _NormOutFusion()

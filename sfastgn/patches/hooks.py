@@ -1,0 +1,30 @@
+"""Taking module hooks off again without having kept their handles (handles do not survive deepcopy and pickle; functions do)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+__all__ = ["remove_hooks"]
+
+_HOOK_DICTS = ("_forward_pre_hooks", "_forward_hooks")
+_OPTION_DICTS = (
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
+
+
+def remove_hooks(module: nn.Module, *functions: Callable[..., Any]) -> int:
+    """Remove every forward hook and pre-hook of ``module`` that is one of ``functions``; returns how many there were."""
+    removed = 0
+    for name in _HOOK_DICTS:
+        hooks = getattr(module, name)
+        for key in [k for k, hook in hooks.items() if hook in functions]:
+            del hooks[key]
+            for option in _OPTION_DICTS:
+                getattr(module, option).pop(key, None)
+            removed += 1
+    return removed

@@ -1,0 +1,74 @@
+"""Plan, check everything, then apply; and the exact way back. Knows modules and the registry, no model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from sfastgn.patches import channels_last
+from sfastgn.patches.fusion import Fusion
+from sfastgn.patches.registry import FUSIONS
+
+__all__ = ["Finding", "apply", "has_group_norm", "inspect", "undo"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One (module, fusion) pair. ``status``: ``fused``, ``fusable`` (would be fused by optimize) or ``skipped`` with a ``reason``."""
+
+    path: str
+    module: nn.Module
+    fusion: Fusion
+    status: str
+    reason: str = ""
+
+
+def inspect(root: nn.Module, prefix: str = "") -> list[Finding]:
+    """What each fusion of the registry says about each module below ``root``. Changes nothing."""
+    findings = []
+    for path, module in _named_modules(root, prefix):
+        for fusion in FUSIONS:
+            if not fusion.claims(module):
+                continue
+            if fusion.is_applied(module):
+                findings.append(Finding(path, module, fusion, "fused"))
+            else:
+                reason = fusion.reason_to_skip(module)
+                findings.append(Finding(path, module, fusion, "skipped" if reason else "fusable", reason or ""))
+    return findings
+
+
+def has_group_norm(root: nn.Module) -> bool:
+    """True if there is anything below ``root`` that a fusion is about."""
+    return any(fusion.claims(module) for module in root.modules() for fusion in FUSIONS)
+
+
+def apply(root: nn.Module, findings: list[Finding]) -> None:
+    """Carry out the ``fusable`` ones of ``inspect(root)`` and make the convolutions channels-last. Undoes itself if anything fails."""
+    try:
+        for fusion in FUSIONS:
+            for finding in findings:
+                if finding.fusion is fusion and finding.status == "fusable":
+                    fusion.apply(finding.module)
+        for path, module in _named_modules(root, ""):
+            channels_last.convert(path, module)
+    except BaseException:
+        undo(root)
+        raise
+
+
+def undo(root: nn.Module) -> None:
+    """Everything below ``root`` as it was before ``apply``; nothing to do on a stock model."""
+    for fusion in reversed(FUSIONS):
+        for module in root.modules():
+            if fusion.claims(module) and fusion.is_applied(module):
+                fusion.undo(module)
+    for module in root.modules():
+        channels_last.restore(module)
+
+
+def _named_modules(root: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    for path, module in root.named_modules(prefix=prefix):
+        yield path, module

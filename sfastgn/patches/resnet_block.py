@@ -1,0 +1,95 @@
+"""diffusers' ``ResnetBlock2D``: norm1 + activation, and (conv1's bias + time embedding +) norm2 (+ scale and shift) + activation.
+
+conv1's bias and the time embedding are constants per (n, c), which the kernel adds while it reads: two passes over the tensor less.
+A division by an output scale of 1 is left out; the values are the same. ``nonlinearity`` stays what it is, since the block applies it
+to the time embedding too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from diffusers.models.resnet import ResnetBlock2D
+from torch import Tensor, nn
+
+from sfastgn.kernels.group_norm import group_norm
+from sfastgn.patches.fusion import ClassSwap, activation_of, is_plain
+from sfastgn.patches.group_norm import can_fuse, norm_act
+
+__all__ = ["FUSION", "FusedResnetBlock2D"]
+
+
+class FusedResnetBlock2D(ResnetBlock2D):
+    """``ResnetBlock2D`` with fused normalisations. input_tensor (N, C, H, W), temb (N, temb_channels) or None -> (N, C_out, H', W')."""
+
+    def forward(self, input_tensor: Tensor, temb: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
+        if args or kwargs:  # deprecated arguments: upstream's own words about them
+            return super().forward(input_tensor, temb, *args, **kwargs)
+        h = norm_act(self.norm1, self.nonlinearity, input_tensor)
+        input_tensor, h = self._resample(input_tensor, h)
+        if self.time_emb_proj is not None:
+            temb = self.time_emb_proj(temb if self.skip_time_act else self.nonlinearity(temb))
+        h = self._conv1_norm2_act(h, temb)
+        h = self.conv2(self.dropout(h))
+        if self.conv_shortcut is not None:
+            input_tensor = self.conv_shortcut(input_tensor)
+        h = input_tensor + h
+        return h if self.output_scale_factor == 1.0 else h / self.output_scale_factor
+
+    def _resample(self, input_tensor: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        resample = self.upsample if self.upsample is not None else self.downsample
+        if resample is None:
+            return input_tensor, h
+        if self.upsample is not None and h.shape[0] >= 64:  # diffusers' guard: channels-last upsampling failed for large batches
+            input_tensor, h = input_tensor.contiguous(), h.contiguous()
+        return resample(input_tensor), resample(h)
+
+    def _conv1_norm2_act(self, h: Tensor, temb: Tensor | None) -> Tensor:
+        """From conv1's input and the projected time embedding to conv2's input."""
+        N, C = h.shape[0], self.out_channels  # not conv1's: a LoRA layer may stand in its place
+        scale_shift = self.time_embedding_norm == "scale_shift"
+        if self.time_embedding_norm not in ("default", "scale_shift"):
+            temb = None  # upstream ignores it
+        if scale_shift and temb is None:
+            raise ValueError(
+                f"sfastgn: temb must not be None for a ResnetBlock2D with time_embedding_norm={self.time_embedding_norm!r}"
+            )
+        fits = temb is None or (temb.dtype == h.dtype and tuple(temb.shape) == (N, 2 * C if scale_shift else C))
+        if not (fits and can_fuse(self.norm2, self.nonlinearity)):
+            return self._unfused(self.conv1(h), temb)
+        shift = ada_scale = ada_shift = None
+        if scale_shift:
+            ada_scale, ada_shift = torch.chunk(temb, 2, dim=1)
+        else:
+            shift = temb
+        if h.is_cuda and _bias_can_move(self.conv1):
+            # cuDNN adds a bias in a pass of its own; the normalisation adds it for nothing.
+            h = self.conv1._conv_forward(h, self.conv1.weight, None)
+            shift = self.conv1.bias if shift is None else shift + self.conv1.bias
+        else:
+            h = self.conv1(h)
+        norm = self.norm2
+        return group_norm(
+            h, norm.num_groups, norm.weight, norm.bias, norm.eps, activation_of(self.nonlinearity),
+            shift=shift, ada_scale=ada_scale, ada_shift=ada_shift,
+        )  # fmt: skip
+
+    def _unfused(self, h: Tensor, temb: Tensor | None) -> Tensor:
+        if temb is not None and self.time_emb_proj is not None:
+            temb = temb[:, :, None, None]
+        if self.time_embedding_norm == "scale_shift":
+            ada_scale, ada_shift = torch.chunk(temb, 2, dim=1)
+            return self.nonlinearity(self.norm2(h) * (1 + ada_scale) + ada_shift)
+        return norm_act(self.norm2, self.nonlinearity, h if temb is None else h + temb)
+
+
+def _bias_can_move(conv: nn.Module) -> bool:
+    return type(conv) is nn.Conv2d and conv.bias is not None and is_plain(conv)
+
+
+def _check(block: ResnetBlock2D) -> str | None:
+    return None if activation_of(block.nonlinearity) else f"activation {type(block.nonlinearity).__name__} has no fused form"
+
+
+FUSION = ClassSwap("resnet_block", ResnetBlock2D, FusedResnetBlock2D, ("__init__", "forward"), _check)
