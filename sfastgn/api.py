@@ -103,10 +103,16 @@ def _roots(call: str, obj: Any, *, required: bool = True) -> dict[str, nn.Module
     elif isinstance(getattr(obj, "components", None), dict):
         candidates = obj.components
     else:
-        raise TypeError(f"sfastgn.{call}: expected a diffusers pipeline or a torch.nn.Module, got {type(obj).__name__} {obj!r:.80}")
+        raise TypeError(
+            f"sfastgn.{call}: expected a diffusers pipeline or a torch.nn.Module, got {type(obj).__name__} {obj!r:.80}"
+        )
     roots: dict[str, nn.Module] = {}
     for name, module in candidates.items():
-        if isinstance(module, nn.Module) and all(module is not r for r in roots.values()) and patcher.has_group_norm(module):
+        if (
+            isinstance(module, nn.Module)
+            and all(module is not r for r in roots.values())
+            and patcher.has_group_norm(module)
+        ):
             roots[name] = module
     if required and not roots:
         raise ValueError(f"sfastgn.{call}: no GroupNorm in {type(obj).__name__}, nothing to optimize")

@@ -61,7 +61,9 @@ class Report:
         lines = ["  ".join(cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
                  for row in rows]  # fmt: skip
         lines.insert(1, "  ".join("-" * w for w in widths))
-        lines.append(f"channels-last weights: {self.channels_last_weights}   layout copies removed per call: {self.layout_copies_removed}")
+        lines.append(
+            f"channels-last weights: {self.channels_last_weights}   layout copies removed per call: {self.layout_copies_removed}"
+        )
         lines.append(f"runs in: {self.backend}")
         for reason, paths in self._skipped_by_reason().items():
             more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""

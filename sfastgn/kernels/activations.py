@@ -30,6 +30,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": _gelu_tanh,
 }
 
+
 def _silu_grad(dy: Tensor, z: Tensor) -> Tensor:
     s = torch.sigmoid(z)  # aten::silu_backward has no derivative of its own
     return dy * s * (1 + z * (1 - s))

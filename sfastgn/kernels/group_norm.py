@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sfastgn.kernels.activations import ACTIVATIONS
 from sfastgn.kernels.group_norm_backward import group_norm_grads
-from sfastgn.kernels.group_norm_kernels import KERNEL_DTYPES, launch_group_norm, triton
+from sfastgn.kernels.group_norm_kernels import KERNEL_DTYPES, is_planned, launch_group_norm, plan_key, triton
 from sfastgn.kernels.layout import empty_dense_like, is_channels_last
 
 __all__ = ["group_norm", "reference_group_norm", "runs_in_triton"]
@@ -89,7 +89,9 @@ def _group_norm_impl(
     out_dtype: torch.dtype | None,
 ) -> Tensor:
     if runs_in_triton(x):
-        return launch_group_norm(x, num_groups, weight, bias, eps, activation, shift, ada_scale, ada_shift, out_dtype)
+        params = (weight, bias, shift, ada_scale, ada_shift)
+        key = plan_key(x, num_groups, activation, params, out_dtype)
+        return launch_group_norm(key, x, num_groups, eps, activation, params, out_dtype)
     y = empty_dense_like(x, out_dtype or x.dtype)
     if x.numel() == 0:
         return y
@@ -121,10 +123,6 @@ torch.library.register_autograd("sfastgn::group_norm", _backward, setup_context=
 
 
 # --- public function ------------------------------------------------------------------------------------------------------------
-
-# Combinations of arguments that ``_check`` has passed. Bounded: a server that sees ever new shapes must not leak.
-_checked: set[tuple[Any, ...]] = set()
-_CHECKED_MAX = 4096
 
 
 def group_norm(
@@ -163,42 +161,38 @@ def group_norm(
     Source: torch.nn.functional.group_norm for the interface; Wu and He, 2018, for the formula.
     """
     params = (weight, bias, shift, ada_scale, ada_shift)
-    if not torch.compiler.is_compiling():
-        try:
-            signature = (x.shape, x.dtype, x.device, num_groups, activation, *map(_signature, params))
-            known = signature in _checked
-        except (AttributeError, TypeError):  # something is no tensor or not hashable: _check says what
-            known = False
-        if not known:
-            _check(x, num_groups, activation, params)
-            if len(_checked) < _CHECKED_MAX:
-                _checked.add(signature)
-    else:
-        _check(x, num_groups, activation, params)
-    out_dtype = torch.float32 if x.is_cuda and x.dtype in KERNEL_DTYPES and torch.is_autocast_enabled("cuda") else None
+    out_dtype = _autocast_dtype(x)
     if _is_plain_inference(x, params):
-        return launch_group_norm(x, num_groups, weight, bias, eps, activation, shift, ada_scale, ada_shift, out_dtype)
+        key = plan_key(x, num_groups, activation, params, out_dtype)
+        if not is_planned(key):
+            _check(x, num_groups, activation, params)
+        return launch_group_norm(key, x, num_groups, eps, activation, params, out_dtype)
+    _check(x, num_groups, activation, params)
     return torch.ops.sfastgn.group_norm(
         x, num_groups, weight, bias, eps, activation, shift, ada_scale, ada_shift, out_dtype
     )
 
 
-def _signature(t: Tensor | None) -> tuple[Any, ...] | None:
-    return None if t is None else (t.shape, t.dtype, t.device)
+def _autocast_dtype(x: Any) -> torch.dtype | None:
+    """Eager's rule: under CUDA autocast GroupNorm computes in and returns fp32."""
+    return torch.float32 if torch.is_autocast_enabled("cuda") and isinstance(x, Tensor) and runs_in_triton(x) else None
 
 
 def _is_plain_inference(x: Tensor, params: tuple[Tensor | None, ...]) -> bool:
     """True if nothing would come of the dispatcher but its cost: no autograd, no tracing, no modes, no tensor subclasses."""
     if torch.compiler.is_compiling() or type(x) is not Tensor or not runs_in_triton(x):
         return False
-    if torch.is_grad_enabled() and (x.requires_grad or any(t is not None and t.requires_grad for t in params)):
+    grad = torch.is_grad_enabled()
+    if grad and x.requires_grad:
         return False
+    for t in params:
+        if t is not None and (type(t) not in _PLAIN_TYPES or (grad and t.requires_grad)):
+            return False
     return (
         torch._C._len_torch_dispatch_stack() == 0
         and not torch._C._is_torch_function_mode_enabled()
         and torch._C._functorch.peek_interpreter_stack() is None
         and torch._C._get_tracing_state() is None
-        and not any(t is not None and type(t) not in _PLAIN_TYPES for t in params)
     )
 
 
@@ -219,14 +213,18 @@ def _check(x: Any, num_groups: Any, activation: Any, params: tuple[Any, ...]) ->
         raise ZeroDivisionError(f"{name}: num_groups must be positive, got 0")
     C = x.shape[1]
     if num_groups < 0 or C % num_groups:
-        raise ValueError(f"{name}: num_groups={num_groups} must be a positive divisor of C={C}, x has shape {tuple(x.shape)}")
+        raise ValueError(
+            f"{name}: num_groups={num_groups} must be a positive divisor of C={C}, x has shape {tuple(x.shape)}"
+        )
     if activation not in ACTIVATIONS:
         raise ValueError(f"{name}: unknown activation {activation!r}; known: {', '.join(ACTIVATIONS)}")
     for label, t in zip(("weight", "bias", "shift", "ada_scale", "ada_shift"), params, strict=True):
         if t is None:
             continue
         if not isinstance(t, Tensor) or not t.is_floating_point():
-            raise TypeError(f"{name}: {label} must be a floating torch.Tensor, got {getattr(t, 'dtype', type(t).__name__)}")
+            raise TypeError(
+                f"{name}: {label} must be a floating torch.Tensor, got {getattr(t, 'dtype', type(t).__name__)}"
+            )
         per_sample = label in ("shift", "ada_scale", "ada_shift")
         if tuple(t.shape) != (C,) and not (per_sample and tuple(t.shape) in ((1, C), (x.shape[0], C))):
             allowed = f"({C},)" + (f", (1, {C}) or ({x.shape[0]}, {C})" if per_sample else "")

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sfastgn.kernels.launch import Launch, device_guard
+from sfastgn.kernels.launch import Launch, current_stream, device_guard
 from sfastgn.kernels.layout import dense, empty_dense_like, is_channels_last
 
 try:
@@ -33,15 +33,27 @@ try:
 except ImportError:  # every call then runs in plain PyTorch
     triton = None
 
-__all__ = ["KERNEL_DTYPES", "SmallConfig", "SplitConfig", "launch_config", "launch_group_norm"]
+__all__ = [
+    "KERNEL_DTYPES",
+    "SmallConfig",
+    "SplitConfig",
+    "Tiling",
+    "is_planned",
+    "launch_config",
+    "launch_group_norm",
+    "plan_key",
+]
 
 # --- launch configuration: pure Python, unit-tested without a GPU ---------------------------------------------------------------
 
-# Elements of a tile that one program keeps in registers: 16 warps hold 32768 fp32 values in 64 registers a thread.
+# Elements of a group that one program keeps in registers: 16 warps hold 32768 fp32 values in 64 registers a thread.
 _SMALL_MAX_ELEMENTS = 32768
-_TILE_ELEMENTS = 4096
-# Programs of the reduction per multiprocessor: enough loads in flight to fill the memory system, few enough partials to merge.
-_STATS_PROGRAMS_PER_SM = 8
+# The reduction runs one warp a program: sums over rows then stay within threads and shuffles, and never pass through shared
+# memory, whose bank conflicts cost more than the reading. 32 elements a thread leave registers for both running sums.
+_STATS_TILE = 1024
+# Programs per multiprocessor: enough loads in flight to fill the memory system, few enough partials to merge.
+_STATS_PROGRAMS_PER_SM = 16
+_APPLY_TILE = 4096
 
 
 @dataclass(frozen=True)
@@ -55,16 +67,22 @@ class SmallConfig:
 
 
 @dataclass(frozen=True)
-class SplitConfig:
-    """Three launches: ``chunks`` of ``rows`` spatial positions each are reduced and normalised in (block_hw, block_c) tiles."""
+class Tiling:
+    """``chunks`` of ``rows`` spatial positions each, done by one program per ``block_c`` channels in (block_hw, block_c) tiles."""
 
     block_hw: int
     block_c: int
     chunks: int
     rows: int
-    apply_chunks: int
-    apply_rows: int
     num_warps: int
+
+
+@dataclass(frozen=True)
+class SplitConfig:
+    """Three launches: reduce by chunks, merge, apply."""
+
+    stats: Tiling
+    apply: Tiling
 
 
 def launch_config(
@@ -76,21 +94,22 @@ def launch_config(
     if block_hw * block_cg <= _SMALL_MAX_ELEMENTS:
         return _small_config(N, HW, num_groups, CG, block_hw, block_cg, num_sms)
     if channels_last:
-        block_c = next((b for b in (128, 64, 32) if C % b == 0), min(64, _next_power_of_2(C)))
-        block_hw = min(_next_power_of_2(HW), _TILE_ELEMENTS // block_c)
+        stats_c = next((b for b in (256, 128, 64, 32) if C % b == 0), min(64, _next_power_of_2(C)))
+        apply_c = min(stats_c, 128)
     else:
-        block_hw = min(_next_power_of_2(HW), 1024)
-        block_c = min(_next_power_of_2(C), _TILE_ELEMENTS // block_hw)
-    columns = N * _ceil_div(C, block_c)
+        stats_c = min(_next_power_of_2(C), max(1, _STATS_TILE // block_hw))
+        apply_c = min(_next_power_of_2(C), max(1, _APPLY_TILE // block_hw))
+    block_hw = min(_next_power_of_2(HW), _STATS_TILE // stats_c)
+    columns = N * _ceil_div(C, stats_c)
     chunks, rows = _split_rows(HW, block_hw, _ceil_div(num_sms * _STATS_PROGRAMS_PER_SM, columns))
-    # Two tiles a program share the loads of weight and statistics; at most as many programs as tiles.
-    apply_chunks, apply_rows = _split_rows(HW, block_hw, max(_ceil_div(HW, 2 * block_hw), chunks))
-    return SplitConfig(block_hw, block_c, chunks, rows, apply_chunks, apply_rows, num_warps=4)
+    stats = Tiling(block_hw, stats_c, chunks, rows, num_warps=1)
+    # Two tiles a program share the loads of weight and statistics.
+    block_hw = min(_next_power_of_2(HW), _APPLY_TILE // apply_c)
+    chunks, rows = _split_rows(HW, block_hw, _ceil_div(HW, 2 * block_hw))
+    return SplitConfig(stats, Tiling(block_hw, apply_c, chunks, rows, num_warps=4))
 
 
-def _small_config(
-    N: int, HW: int, num_groups: int, CG: int, block_hw: int, block_cg: int, num_sms: int
-) -> SmallConfig:
+def _small_config(N: int, HW: int, num_groups: int, CG: int, block_hw: int, block_cg: int, num_sms: int) -> SmallConfig:
     # Several groups a program where one is tiny: whole 128-byte lines instead of a few bytes per row. They stay fewer than
     # the programs that keep every multiprocessor busy.
     groups = 1
@@ -324,40 +343,62 @@ KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class _Plan:
-    """The launches for one combination of shapes, layouts, dtypes and device; ``scratch`` is the number of fp32 values between them."""
+    """The launches for one combination of shapes, strides, dtypes and device. ``scratch``: fp32 values that pass between them."""
 
-    __slots__ = ("apply", "finalize", "partials", "scratch", "sizes", "small", "stats")
+    __slots__ = (
+        "apply", "finalize", "needs_copies", "partials", "programs", "scratch", "sizes", "small", "stats", "strides",
+    )  # fmt: skip
 
-    def __init__(self, x: Tensor, num_groups: int, activation: str) -> None:
+    def __init__(self, x: Tensor, num_groups: int, activation: str, params: tuple[Tensor | None, ...]) -> None:
         N, C = x.shape[:2]
         HW = math.prod(x.shape[2:])
-        channels_last = is_channels_last(x)
+        self.needs_copies = dense(x) is not x or any(t is not None and t.stride(-1) != 1 for t in params)
+        # Row strides of shift, ada_scale and ada_shift after a copy, if one is needed; 0 where one row serves every sample.
+        self.strides = tuple(
+            0 if t is None or t.dim() == 1 or t.shape[0] == 1 else (t.stride(0) if t.stride(1) == 1 else C)
+            for t in params[2:]
+        )
+        self.programs = x.numel() > 0
+        if not self.programs:
+            return
+        channels_last = is_channels_last(dense(x))
         config = launch_config(N, C, HW, num_groups, channels_last, _num_sms(x.device))
-        self.small = self.stats = self.finalize = self.apply = None
+        self.small: Launch | None = None
         layout = {"C": C, "G": num_groups, "CHANNELS_LAST": channels_last, "ACTIVATION": activation}
         if isinstance(config, SmallConfig):
             blocks = {"BLOCK_HW": config.block_hw, "GROUPS": config.groups, "BLOCK_CG": config.block_cg}
-            programs = N * num_groups // config.groups
             self.sizes: tuple[int, ...] = (HW,)
-            self.small = Launch(_small_kernel, programs, {**layout, **blocks}, config.num_warps)
+            self.small = Launch(_small_kernel, N * num_groups // config.groups, {**layout, **blocks}, config.num_warps)
             return
-        columns = N * _ceil_div(C, config.block_c)
-        self.partials = N * config.chunks * C
+        self.partials = N * config.stats.chunks * C
         self.scratch = 2 * self.partials + 2 * N * num_groups
-        self.sizes = (HW, config.rows, config.chunks, config.apply_rows, config.apply_chunks)
-        factor = 16 if HW % 16 == 0 and config.block_hw % 16 == 0 else 1
-        blocks = {"HW_FACTOR": factor, "BLOCK_HW": config.block_hw, "BLOCK_C": config.block_c}
+        self.sizes = (HW, config.stats.rows, config.stats.chunks, config.apply.rows, config.apply.chunks)
         self.stats = Launch(
-            _stats_kernel, columns * config.chunks, {"C": C, "CHANNELS_LAST": channels_last, **blocks}, config.num_warps
+            _stats_kernel,
+            N * _ceil_div(C, config.stats.block_c) * config.stats.chunks,
+            {"C": C, "CHANNELS_LAST": channels_last, **_blocks(config.stats, HW)},
+            config.stats.num_warps,
         )
         block_cg = _next_power_of_2(C // num_groups)
-        block_p = max(1, min(_next_power_of_2(config.chunks), 4096 // block_cg))
+        block_p = max(1, min(_next_power_of_2(config.stats.chunks), 4096 // block_cg))
         merge = {"C": C, "G": num_groups, "BLOCK_P": block_p, "BLOCK_CG": block_cg}
         self.finalize = Launch(_finalize_kernel, N * num_groups, merge, 4)
-        self.apply = Launch(_apply_kernel, columns * config.apply_chunks, {**layout, **blocks}, config.num_warps)
+        self.apply = Launch(
+            _apply_kernel,
+            N * _ceil_div(C, config.apply.block_c) * config.apply.chunks,
+            {**layout, **_blocks(config.apply, HW)},
+            config.apply.num_warps,
+        )
 
 
+def _blocks(tiling: Tiling, HW: int) -> dict[str, int]:
+    factor = 16 if HW % 16 == 0 and tiling.rows % 16 == 0 else 1
+    return {"HW_FACTOR": factor, "BLOCK_HW": tiling.block_hw, "BLOCK_C": tiling.block_c}
+
+
+# By everything that a launch depends on but the data. Bounded: a server that sees ever new shapes must not leak.
 _plans: dict[tuple[Any, ...], _Plan] = {}
+_PLANS_MAX = 4096
 
 
 def _num_sms(device: torch.device) -> int:
@@ -365,52 +406,60 @@ def _num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
-def _launch(
-    plan: _Plan,
-    x: Tensor,
-    y: Tensor,
-    eps: float,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    operands: tuple[Tensor | None, Tensor | None, Tensor | None],
-) -> None:
-    """Fill ``y`` (strides of ``x``). ``operands``: shift, ada_scale, ada_shift; (N, C), (1, C) or (C,), channels contiguous."""
-    tensors: tuple[Tensor | None, ...] = (x, y, weight, bias, *operands)
-    strides = tuple(0 if t is None or t.dim() == 1 or t.shape[0] == 1 else t.stride(0) for t in operands)
-    with device_guard(x.device):
-        if plan.small is not None:
-            plan.small(tensors, (*strides, *plan.sizes, eps))
-            return
-        HW, rows, chunks, apply_rows, apply_chunks = plan.sizes
-        partials = plan.partials
-        scratch = torch.empty(plan.scratch, dtype=torch.float32, device=x.device)
-        plan.stats((x, scratch), (HW, rows, chunks, partials))
-        plan.finalize((scratch, operands[0]), (strides[0], HW, rows, chunks, partials, eps))
-        plan.apply((*tensors, scratch), (*strides, HW, apply_rows, apply_chunks, partials))
+def plan_key(
+    x: Tensor, num_groups: int, activation: str, params: tuple[Tensor | None, ...], out_dtype: torch.dtype | None
+) -> tuple[Any, ...]:
+    """Hashable summary of the arguments of ``launch_group_norm``; ``params`` as there."""
+    signatures = [None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in params]
+    return (x.shape, x.stride(), x.dtype, x.device, num_groups, activation, out_dtype, *signatures)
+
+
+def is_planned(key: tuple[Any, ...]) -> bool:
+    """True if arguments with this ``plan_key`` have been launched before, so that they are valid."""
+    return key in _plans
 
 
 def launch_group_norm(
+    key: tuple[Any, ...],
     x: Tensor,
     num_groups: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
     eps: float,
     activation: str,
-    shift: Tensor | None = None,
-    ada_scale: Tensor | None = None,
-    ada_shift: Tensor | None = None,
+    params: tuple[Tensor | None, ...],
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The Triton kernels on valid arguments: x fp16, bf16 or fp32 on a GPU, or anywhere under Triton's interpreter."""
-    y = empty_dense_like(x, out_dtype or x.dtype)
-    if x.numel() == 0:
-        return y
-    x = dense(x)
-    params = tuple(t if t is None or t.stride(-1) == 1 else t.contiguous() for t in (weight, bias, shift, ada_scale, ada_shift))
-    dtypes = tuple(None if t is None else t.dtype for t in params)
-    key = (x.shape, x.stride(), x.dtype, x.device, num_groups, activation, y.dtype, dtypes)
+    """The Triton kernels on valid arguments: x fp16, bf16 or fp32 on a GPU, or anywhere under Triton's interpreter.
+
+    Args:
+        key: ``plan_key`` of the other arguments.
+        params: weight, bias (C,), shift, ada_scale, ada_shift (N, C), (1, C) or (C,), each or None.
+    """
     plan = _plans.get(key)
     if plan is None:
-        plan = _plans[key] = _Plan(x, num_groups, activation)
-    _launch(plan, x, y, eps, params[0], params[1], params[2:])
+        if len(_plans) >= _PLANS_MAX:
+            _plans.clear()
+        plan = _plans[key] = _Plan(x, num_groups, activation, params)
+    if plan.needs_copies:
+        y = empty_dense_like(x, out_dtype or x.dtype)
+        x = dense(x)
+        params = tuple(t if t is None or t.stride(-1) == 1 else t.contiguous() for t in params)
+    else:
+        y = torch.empty_like(x, dtype=out_dtype)
+    if plan.programs:
+        with device_guard(x.device):
+            _launch(plan, x, y, eps, params)
     return y
+
+
+def _launch(plan: _Plan, x: Tensor, y: Tensor, eps: float, params: tuple[Tensor | None, ...]) -> None:
+    tensors = (x, y, *params)
+    strides = plan.strides
+    stream = current_stream(x.device)
+    if plan.small is not None:
+        plan.small(stream, tensors, (*strides, *plan.sizes, eps))
+        return
+    HW, rows, chunks, apply_rows, apply_chunks = plan.sizes
+    scratch = torch.empty(plan.scratch, dtype=torch.float32, device=x.device)
+    plan.stats(stream, (x, scratch), (HW, rows, chunks, plan.partials))
+    plan.finalize(stream, (scratch, params[2]), (strides[0], HW, rows, chunks, plan.partials, eps))
+    plan.apply(stream, (*tensors, scratch), (*strides, HW, apply_rows, apply_chunks, plan.partials))

@@ -14,9 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Launch", "device_guard"]
-
-_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+__all__ = ["Launch", "current_stream", "device_guard"]
 
 
 class Launch:
@@ -29,30 +27,36 @@ class Launch:
         num_warps: warps per program.
     """
 
-    __slots__ = ("_compiled", "constants", "kernel", "num_warps", "programs")
+    __slots__ = ("_constants", "_function", "_metadata", "_run", "constants", "kernel", "num_warps", "programs")
 
     def __init__(self, kernel: Any, programs: int, constants: dict[str, Any], num_warps: int) -> None:
         self.kernel = kernel
         self.programs = programs
         self.constants = constants
         self.num_warps = num_warps
-        self._compiled: Any = None
+        self._constants = tuple(constants.values())
+        self._run: Any = None
 
-    def __call__(self, tensors: tuple[Tensor | None, ...], numbers: tuple[int | float, ...]) -> None:
-        """Launch on the current stream of the current device, which must be that of the tensors."""
+    def __call__(self, stream: int, tensors: tuple[Tensor | None, ...], numbers: tuple[int | float, ...]) -> None:
+        """Launch on ``current_stream`` of the current device, which must be that of the tensors."""
         pointers = [None if t is None else t.data_ptr() for t in tensors]
-        aligned = not any(p is not None and p & 15 for p in pointers)
-        compiled = self._compiled
-        if compiled is None or not aligned:
+        bits = 0
+        for pointer in pointers:
+            bits |= pointer or 0
+        aligned = bits & 15 == 0
+        if self._run is None or not aligned:
             compiled = self.kernel[(self.programs,)](*tensors, *numbers, **self.constants, num_warps=self.num_warps)
-            if aligned and hasattr(compiled, "run"):  # the interpreter compiles nothing
-                self._compiled = compiled
+            if aligned and hasattr(compiled, "packed_metadata"):  # the interpreter compiles nothing
+                self._function, self._metadata, self._run = compiled.function, compiled.packed_metadata, compiled.run
             return
-        stream = _raw_stream(torch.cuda.current_device())
-        compiled.run(
-            self.programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
-            *pointers, *numbers, *self.constants.values(),
+        self._run(
+            self.programs, 1, 1, stream, self._function, self._metadata, None, None, None, *pointers, *numbers, *self._constants
         )  # fmt: skip
+
+
+def current_stream(device: torch.device) -> int:
+    """Raw handle of PyTorch's current stream on ``device``; 0 on a CPU (the interpreter)."""
+    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
 
 
 class device_guard:  # noqa: N801 - used like torch.cuda.device

@@ -88,14 +88,14 @@ class PassGELU(_Pass, nn.GELU):
     """``nn.GELU`` behind a ``FusedNormOut``."""
 
 
-_PASS: dict[type[nn.Module], type[nn.Module]] = {nn.SiLU: PassSiLU, nn.ReLU: PassReLU, nn.GELU: PassGELU}
+_PASS: dict[Any, Any] = {nn.SiLU: PassSiLU, nn.ReLU: PassReLU, nn.GELU: PassGELU}
 _STOCK = {fused: stock for stock, fused in _PASS.items()}
 
 
 def _activation_of_pass(act: nn.Module) -> str | None:
     if type(act) is PassGELU:
         return {"none": "gelu", "tanh": "gelu_tanh"}.get(str(act.approximate))
-    return {PassSiLU: "silu", PassReLU: "relu"}.get(type(act))
+    return "silu" if type(act) is PassSiLU else "relu" if type(act) is PassReLU else None
 
 
 def arm(parent: Any, args: Any) -> None:
@@ -120,7 +120,7 @@ class _NormOutFusion:
     def is_applied(self, module: nn.Module) -> bool:
         return arm in module._forward_pre_hooks.values()
 
-    def reason_to_skip(self, module: nn.Module) -> str | None:
+    def reason_to_skip(self, module: Any) -> str | None:
         norm, act = module.conv_norm_out, module.conv_act
         if type(norm) not in (nn.GroupNorm, FusedGroupNorm):
             return f"its norm is a {type(norm).__name__}"
@@ -128,13 +128,13 @@ class _NormOutFusion:
             return f"activation {type(act).__name__} has no fused form"
         return foreign_override(norm) or foreign_override(act) or unknown_source(type(module), "forward")
 
-    def apply(self, module: nn.Module) -> None:
+    def apply(self, module: Any) -> None:
         module.conv_norm_out.__class__ = FusedNormOut
         module.conv_act.__class__ = _PASS[type(module.conv_act)]
         module.register_forward_pre_hook(arm)
         module.register_forward_hook(disarm, always_call=True)
 
-    def undo(self, module: nn.Module) -> None:
+    def undo(self, module: Any) -> None:
         remove_hooks(module, arm, disarm)
         for child, stock in ((module.conv_norm_out, {FusedNormOut: nn.GroupNorm}), (module.conv_act, _STOCK)):
             child.__class__ = stock.get(type(child), type(child))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from sfastgn.kernels.group_norm import group_norm
@@ -22,11 +24,15 @@ def can_fuse(norm: nn.Module, act: nn.Module) -> bool:
     return type(norm) is FusedGroupNorm and activation_of(act) is not None and is_plain(norm) and is_plain(act)
 
 
-def norm_act(norm: nn.Module, act: nn.Module, x: Tensor) -> Tensor:
-    """``act(norm(x))`` for x (N, C, *spatial), in one kernel where that is allowed."""
+def norm_act(norm: Any, act: nn.Module, x: Tensor, **operands: Tensor | None) -> Tensor:
+    """``act(norm(x))`` for x (N, C, *spatial), in one kernel where that is allowed.
+
+    ``operands``: shift, ada_scale and ada_shift of ``sfastgn.group_norm``, only if ``can_fuse(norm, act)``.
+    """
     if not can_fuse(norm, act):
         return act(norm(x))
-    return group_norm(x, norm.num_groups, norm.weight, norm.bias, norm.eps, activation_of(act))
+    name = activation_of(act) or "identity"
+    return group_norm(x, norm.num_groups, norm.weight, norm.bias, norm.eps, name, **operands)
 
 
 class _GroupNormFusion(ClassSwap):
@@ -39,7 +45,11 @@ class _GroupNormFusion(ClassSwap):
 
 
 def _check(norm: nn.GroupNorm) -> str | None:
-    return None if type(norm) is nn.GroupNorm else f"{type(norm).__name__}, a subclass of GroupNorm, has a forward of its own"
+    return (
+        None
+        if type(norm) is nn.GroupNorm
+        else f"{type(norm).__name__}, a subclass of GroupNorm, has a forward of its own"
+    )
 
 
 FUSION = _GroupNormFusion("group_norm", nn.GroupNorm, FusedGroupNorm, check=_check)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import nn
@@ -28,7 +27,7 @@ class Finding:
 def inspect(root: nn.Module, prefix: str = "") -> list[Finding]:
     """What each fusion of the registry says about each module below ``root``. Changes nothing."""
     findings = []
-    for path, module in _named_modules(root, prefix):
+    for path, module in root.named_modules(prefix=prefix):
         for fusion in FUSIONS:
             if not fusion.claims(module):
                 continue
@@ -52,7 +51,7 @@ def apply(root: nn.Module, findings: list[Finding]) -> None:
             for finding in findings:
                 if finding.fusion is fusion and finding.status == "fusable":
                     fusion.apply(finding.module)
-        for path, module in _named_modules(root, ""):
+        for path, module in root.named_modules():
             channels_last.convert(path, module)
     except BaseException:
         undo(root)
@@ -67,8 +66,3 @@ def undo(root: nn.Module) -> None:
                 fusion.undo(module)
     for module in root.modules():
         channels_last.restore(module)
-
-
-def _named_modules(root: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    for path, module in root.named_modules(prefix=prefix):
-        yield path, module

@@ -13,7 +13,6 @@ import torch
 from diffusers.models.resnet import ResnetBlock2D
 from torch import Tensor, nn
 
-from sfastgn.kernels.group_norm import group_norm
 from sfastgn.patches.fusion import ClassSwap, activation_of, is_plain
 from sfastgn.patches.group_norm import can_fuse, norm_act
 
@@ -41,7 +40,9 @@ class FusedResnetBlock2D(ResnetBlock2D):
         resample = self.upsample if self.upsample is not None else self.downsample
         if resample is None:
             return input_tensor, h
-        if self.upsample is not None and h.shape[0] >= 64:  # diffusers' guard: channels-last upsampling failed for large batches
+        if (
+            self.upsample is not None and h.shape[0] >= 64
+        ):  # diffusers' guard: channels-last upsampling failed for large batches
             input_tensor, h = input_tensor.contiguous(), h.contiguous()
         return resample(input_tensor), resample(h)
 
@@ -58,27 +59,24 @@ class FusedResnetBlock2D(ResnetBlock2D):
         fits = temb is None or (temb.dtype == h.dtype and tuple(temb.shape) == (N, 2 * C if scale_shift else C))
         if not (fits and can_fuse(self.norm2, self.nonlinearity)):
             return self._unfused(self.conv1(h), temb)
-        shift = ada_scale = ada_shift = None
-        if scale_shift:
-            ada_scale, ada_shift = torch.chunk(temb, 2, dim=1)
+        operands: dict[str, Tensor | None] = {}
+        if scale_shift and temb is not None:
+            operands["ada_scale"], operands["ada_shift"] = torch.chunk(temb, 2, dim=1)
         else:
-            shift = temb
+            operands["shift"] = temb
         if h.is_cuda and _bias_can_move(self.conv1):
             # cuDNN adds a bias in a pass of its own; the normalisation adds it for nothing.
             h = self.conv1._conv_forward(h, self.conv1.weight, None)
-            shift = self.conv1.bias if shift is None else shift + self.conv1.bias
+            shift, bias = operands.get("shift"), self.conv1.bias
+            operands["shift"] = bias if shift is None else shift + bias
         else:
             h = self.conv1(h)
-        norm = self.norm2
-        return group_norm(
-            h, norm.num_groups, norm.weight, norm.bias, norm.eps, activation_of(self.nonlinearity),
-            shift=shift, ada_scale=ada_scale, ada_shift=ada_shift,
-        )  # fmt: skip
+        return norm_act(self.norm2, self.nonlinearity, h, **operands)
 
     def _unfused(self, h: Tensor, temb: Tensor | None) -> Tensor:
         if temb is not None and self.time_emb_proj is not None:
             temb = temb[:, :, None, None]
-        if self.time_embedding_norm == "scale_shift":
+        if self.time_embedding_norm == "scale_shift" and temb is not None:
             ada_scale, ada_shift = torch.chunk(temb, 2, dim=1)
             return self.nonlinearity(self.norm2(h) * (1 + ada_scale) + ada_shift)
         return norm_act(self.norm2, self.nonlinearity, h if temb is None else h + temb)
@@ -89,7 +87,11 @@ def _bias_can_move(conv: nn.Module) -> bool:
 
 
 def _check(block: ResnetBlock2D) -> str | None:
-    return None if activation_of(block.nonlinearity) else f"activation {type(block.nonlinearity).__name__} has no fused form"
+    return (
+        None
+        if activation_of(block.nonlinearity)
+        else f"activation {type(block.nonlinearity).__name__} has no fused form"
+    )
 
 
 FUSION = ClassSwap("resnet_block", ResnetBlock2D, FusedResnetBlock2D, ("__init__", "forward"), _check)
