@@ -109,9 +109,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, bias, shift, ada_scale, ada_shift = ctx.saved_tensors
     wanted = tuple(ctx.needs_input_grad[i] for i in (0, 2, 3, 6, 7, 8))
     dx, dweight, dbias, *d_operands = group_norm_grads(
-        dy, *ctx.saved_tensors, ctx.num_groups, ctx.eps, ctx.activation, wanted
+        dy, x, weight, bias, shift, ada_scale, ada_shift, ctx.num_groups, ctx.eps, ctx.activation, wanted
     )
     return dx, None, dweight, dbias, None, None, *d_operands, None
 

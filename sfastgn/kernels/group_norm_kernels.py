@@ -1,4 +1,4 @@
-"""Triton kernels of GroupNorm + activation: launch configuration, kernels, launchers. The op is in ``group_norm.py``.
+"""Triton kernels of GroupNorm + activation and their launchers. The op is in ``group_norm.py``, the launch configuration beside it.
 
 Layout: the kernels read (N, HW, C) or (N, C, HW) without gaps; the output has the input's strides.
 
@@ -18,12 +18,12 @@ Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from sfastgn.kernels.group_norm_config import SmallConfig, Tiling, ceil_div, launch_config, next_power_of_2
 from sfastgn.kernels.launch import Launch, current_stream, device_guard
 from sfastgn.kernels.layout import dense, empty_dense_like, is_channels_last
 
@@ -33,110 +33,7 @@ try:
 except ImportError:  # every call then runs in plain PyTorch
     triton = None
 
-__all__ = [
-    "KERNEL_DTYPES",
-    "SmallConfig",
-    "SplitConfig",
-    "Tiling",
-    "is_planned",
-    "launch_config",
-    "launch_group_norm",
-    "plan_key",
-]
-
-# --- launch configuration: pure Python, unit-tested without a GPU ---------------------------------------------------------------
-
-# Elements of a group that one program keeps in registers: 16 warps hold 32768 fp32 values in 64 registers a thread.
-_SMALL_MAX_ELEMENTS = 32768
-# The reduction runs one warp a program: sums over rows then stay within threads and shuffles, and never pass through shared
-# memory, whose bank conflicts cost more than the reading. 32 elements a thread leave registers for both running sums.
-_STATS_TILE = 1024
-# Programs per multiprocessor: enough loads in flight to fill the memory system, few enough partials to merge.
-_STATS_PROGRAMS_PER_SM = 16
-_APPLY_TILE = 4096
-
-
-@dataclass(frozen=True)
-class SmallConfig:
-    """One launch: each program normalises ``groups`` whole groups of one sample, held as (block_hw, groups, block_cg) in registers."""
-
-    block_hw: int
-    groups: int
-    block_cg: int
-    num_warps: int
-
-
-@dataclass(frozen=True)
-class Tiling:
-    """``chunks`` of ``rows`` spatial positions each, done by one program per ``block_c`` channels in (block_hw, block_c) tiles."""
-
-    block_hw: int
-    block_c: int
-    chunks: int
-    rows: int
-    num_warps: int
-
-
-@dataclass(frozen=True)
-class SplitConfig:
-    """Three launches: reduce by chunks, merge, apply."""
-
-    stats: Tiling
-    apply: Tiling
-
-
-def launch_config(
-    N: int, C: int, HW: int, num_groups: int, channels_last: bool, num_sms: int
-) -> SmallConfig | SplitConfig:
-    """How to launch for x of (N, C, HW): a function of sizes and the GPU's number of multiprocessors, without autotuning."""
-    CG = C // num_groups
-    block_hw, block_cg = _next_power_of_2(HW), _next_power_of_2(CG)
-    if block_hw * block_cg <= _SMALL_MAX_ELEMENTS:
-        return _small_config(N, HW, num_groups, CG, block_hw, block_cg, num_sms)
-    if channels_last:
-        stats_c = next((b for b in (256, 128, 64, 32) if C % b == 0), min(64, _next_power_of_2(C)))
-        apply_c = min(stats_c, 128)
-    else:
-        stats_c = min(_next_power_of_2(C), max(1, _STATS_TILE // block_hw))
-        apply_c = min(_next_power_of_2(C), max(1, _APPLY_TILE // block_hw))
-    block_hw = min(_next_power_of_2(HW), _STATS_TILE // stats_c)
-    columns = N * _ceil_div(C, stats_c)
-    chunks, rows = _split_rows(HW, block_hw, _ceil_div(num_sms * _STATS_PROGRAMS_PER_SM, columns))
-    stats = Tiling(block_hw, stats_c, chunks, rows, num_warps=1)
-    # Two tiles a program share the loads of weight and statistics.
-    block_hw = min(_next_power_of_2(HW), _APPLY_TILE // apply_c)
-    chunks, rows = _split_rows(HW, block_hw, _ceil_div(HW, 2 * block_hw))
-    return SplitConfig(stats, Tiling(block_hw, apply_c, chunks, rows, num_warps=4))
-
-
-def _small_config(N: int, HW: int, num_groups: int, CG: int, block_hw: int, block_cg: int, num_sms: int) -> SmallConfig:
-    # Several groups a program where one is tiny: whole 128-byte lines instead of a few bytes per row. They stay fewer than
-    # the programs that keep every multiprocessor busy.
-    groups = 1
-    while (
-        num_groups % (2 * groups) == 0
-        and 2 * groups * block_hw * block_cg <= 2048
-        and N * num_groups // (2 * groups) >= num_sms
-    ):
-        groups *= 2
-    elements = block_hw * groups * block_cg
-    num_warps = min(16, max(1, elements // 1024))
-    return SmallConfig(block_hw, groups, block_cg, num_warps=max(num_warps, 1 if HW * CG < 512 else 4))
-
-
-def _split_rows(HW: int, block_hw: int, chunks: int) -> tuple[int, int]:
-    """``HW`` rows in about ``chunks`` equal chunks of whole blocks: (number of chunks, rows in each)."""
-    rows = _ceil_div(_ceil_div(HW, max(chunks, 1)), block_hw) * block_hw
-    return _ceil_div(HW, rows), rows
-
-
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-def _next_power_of_2(n: int) -> int:
-    return 1 << max(n - 1, 0).bit_length()
-
+__all__ = ["KERNEL_DTYPES", "is_planned", "launch_group_norm", "plan_key", "triton"]
 
 # --- kernels ------------------------------------------------------------------------------------------------------------------
 
@@ -375,17 +272,17 @@ class _Plan:
         self.sizes = (HW, config.stats.rows, config.stats.chunks, config.apply.rows, config.apply.chunks)
         self.stats = Launch(
             _stats_kernel,
-            N * _ceil_div(C, config.stats.block_c) * config.stats.chunks,
+            N * ceil_div(C, config.stats.block_c) * config.stats.chunks,
             {"C": C, "CHANNELS_LAST": channels_last, **_blocks(config.stats, HW)},
             config.stats.num_warps,
         )
-        block_cg = _next_power_of_2(C // num_groups)
-        block_p = max(1, min(_next_power_of_2(config.stats.chunks), 4096 // block_cg))
+        block_cg = next_power_of_2(C // num_groups)
+        block_p = max(1, min(next_power_of_2(config.stats.chunks), 4096 // block_cg))
         merge = {"C": C, "G": num_groups, "BLOCK_P": block_p, "BLOCK_CG": block_cg}
         self.finalize = Launch(_finalize_kernel, N * num_groups, merge, 4)
         self.apply = Launch(
             _apply_kernel,
-            N * _ceil_div(C, config.apply.block_c) * config.apply.chunks,
+            N * ceil_div(C, config.apply.block_c) * config.apply.chunks,
             {**layout, **_blocks(config.apply, HW)},
             config.apply.num_warps,
         )

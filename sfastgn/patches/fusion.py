@@ -82,7 +82,7 @@ def foreign_override(module: nn.Module) -> str | None:
 
 
 def is_plain(module: nn.Module) -> bool:
-    """True if calling ``module`` does nothing but its class's forward: no hooks, no override. Checked at each call, hooks may come later."""
+    """True if calling ``module`` does nothing but its class's forward: no hooks, no override. Asked at each call: hooks may come later."""
     return not (
         module._forward_hooks
         or module._forward_pre_hooks
