@@ -1,0 +1,8 @@
+"""Shared set-up: kernels run in Triton's interpreter where there is no GPU."""
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton

@@ -1,0 +1,52 @@
+"""``sfastgn.GroupNorm``: a drop-in for ``torch.nn.GroupNorm``."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import sfastgn
+
+
+@pytest.mark.parametrize("options", [{}, {"affine": False}, {"bias": False}, {"eps": 1e-3}], ids=str)
+def test_state_dict_goes_both_ways(options):
+    ours, stock = sfastgn.GroupNorm(4, 12, activation="silu", **options), nn.GroupNorm(4, 12, **options)
+    for p in stock.parameters():
+        nn.init.normal_(p)
+    ours.load_state_dict(stock.state_dict())
+    stock.load_state_dict(ours.state_dict())
+    x = torch.randn(2, 12, 5, 5)
+    torch.testing.assert_close(ours(x), nn.functional.silu(stock(x)))
+
+
+def test_same_arguments_in_the_same_order():
+    norm = sfastgn.GroupNorm(4, 12, 1e-3, True, "cpu", torch.float64)
+    assert (norm.num_groups, norm.num_channels, norm.eps, norm.weight.dtype) == (4, 12, 1e-3, torch.float64)
+    assert "activation='identity'" in repr(norm)
+
+
+def test_copies_keep_the_activation():
+    norm = sfastgn.GroupNorm(4, 12, activation="relu")
+    x = torch.randn(2, 12, 3)
+    for twin in (copy.deepcopy(norm), pickle.loads(pickle.dumps(norm))):
+        assert torch.equal(twin(x), norm(x))
+        assert (twin(x) >= 0).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "activation", "kind", "message"),
+    [
+        pytest.param((5, 12), "silu", ValueError, "num_groups=5", id="indivisible"),
+        pytest.param((-4, 12), "silu", ValueError, "num_groups=-4", id="negative"),
+        pytest.param((0, 12), "silu", ZeroDivisionError, "got 0", id="zero"),
+        pytest.param((4, 12), "swish", ValueError, "'swish'", id="activation"),
+    ],
+)
+def test_errors(arguments, activation, kind, message):
+    with pytest.raises(kind, match="sfastgn.GroupNorm") as caught:
+        sfastgn.GroupNorm(*arguments, activation=activation)
+    assert message in str(caught.value)
