@@ -1,0 +1,110 @@
+"""One sample per fusion of the registry: a small module that it claims, and how to call it. A new fusion adds its line here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from diffusers.models import UNet2DConditionModel, UNet2DModel
+from diffusers.models.autoencoders.vae import Decoder, Encoder
+from diffusers.models.normalization import AdaGroupNorm
+from diffusers.models.resnet import ResnetBlock2D, TemporalResnetBlock
+from diffusers.models.transformers.transformer_2d import Transformer2DModel
+from torch import Tensor, nn
+
+
+def image(*shape: int, seed: int = 0) -> Tensor:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).contiguous(memory_format=torch.channels_last)
+    return x.requires_grad_()  # stock PyTorch crashes on a channels-last norm of which only the weights need a gradient
+
+
+def randomise(module: nn.Module) -> nn.Module:
+    """Random affine everywhere, so that a forgotten weight or bias shows."""
+    g = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for p in module.parameters():
+            if p.dim() == 1:
+                p.copy_(torch.randn(p.shape, generator=g) * 0.5 + 0.5)
+    return module.eval()
+
+
+def _resnet(**options: Any) -> nn.Module:
+    return ResnetBlock2D(**{"in_channels": 20, "out_channels": 30, "groups": 5, "temb_channels": 16, "eps": 1e-5, **options})
+
+
+def _unet() -> nn.Module:
+    return UNet2DConditionModel(
+        sample_size=8,
+        block_out_channels=(20, 40),
+        norm_num_groups=5,
+        layers_per_block=1,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        cross_attention_dim=12,
+        attention_head_dim=2,
+    )
+
+
+Sample = tuple[str, Callable[[], nn.Module], Callable[[nn.Module], Tensor]]
+
+_TEMB = image(2, 16, 1, 1, seed=1)[:, :, 0, 0]
+
+# (id, builder, call); the id starts with the fusion's name.
+SAMPLES: list[Sample] = [
+    ("group_norm", lambda: nn.GroupNorm(3, 12), lambda m: m(image(2, 12, 5, 6))),
+    ("group_norm-channels-first", lambda: nn.GroupNorm(3, 12), lambda m: m(image(2, 12, 5, 6).contiguous())),
+    ("group_norm-no-affine", lambda: nn.GroupNorm(3, 12, affine=False), lambda m: m(image(2, 12, 5, 6))),
+    ("sequential", lambda: nn.Sequential(nn.GroupNorm(3, 12), nn.SiLU(), nn.Conv2d(12, 8, 3)), lambda m: m(image(2, 12, 5, 6))),
+    (
+        "sequential-two-pairs",
+        lambda: nn.Sequential(nn.Conv2d(12, 8, 1), nn.GroupNorm(2, 8), nn.GELU("tanh"), nn.GroupNorm(4, 8), nn.ReLU()),
+        lambda m: m(image(2, 12, 5, 6)),
+    ),
+    ("resnet_block", _resnet, lambda m: m(image(2, 20, 6, 8), _TEMB)),
+    ("resnet_block-by-name", _resnet, lambda m: m(input_tensor=image(2, 20, 6, 8), temb=_TEMB)),
+    ("resnet_block-scale-shift", lambda: _resnet(time_embedding_norm="scale_shift"), lambda m: m(image(2, 20, 6, 8), _TEMB)),
+    ("resnet_block-no-temb", lambda: _resnet(temb_channels=None), lambda m: m(image(2, 20, 6, 8), None)),
+    ("resnet_block-up", lambda: _resnet(up=True), lambda m: m(image(2, 20, 6, 8), _TEMB)),
+    ("resnet_block-down", lambda: _resnet(down=True), lambda m: m(image(2, 20, 6, 8), _TEMB)),
+    ("resnet_block-skip-time-act", lambda: _resnet(skip_time_act=True), lambda m: m(image(2, 20, 6, 8), _TEMB)),
+    ("resnet_block-output-scale", lambda: _resnet(output_scale_factor=1.4), lambda m: m(image(2, 20, 6, 8), _TEMB)),
+    ("resnet_block-gelu", lambda: _resnet(non_linearity="gelu"), lambda m: m(image(2, 20, 6, 8), _TEMB)),
+    ("resnet_block-batch-64", lambda: _resnet(up=True), lambda m: m(image(64, 20, 2, 2), _TEMB[:1].expand(64, -1))),
+    (
+        "temporal_resnet_block",
+        lambda: TemporalResnetBlock(32, 64, temb_channels=16),
+        lambda m: m(image(2, 32, 12, 5).reshape(2, 32, 3, 4, 5), image(2, 3, 16, 1)[..., 0]),
+    ),
+    (
+        "transformer_2d-linear",
+        lambda: Transformer2DModel(2, 10, in_channels=20, norm_num_groups=5, use_linear_projection=True),
+        lambda m: m(image(2, 20, 4, 6)).sample,
+    ),
+    (
+        "transformer_2d-conv",
+        lambda: Transformer2DModel(2, 10, in_channels=20, norm_num_groups=5, cross_attention_dim=12),
+        lambda m: m(image(2, 20, 4, 6), image(2, 3, 12, 1)[..., 0]).sample,
+    ),
+    ("ada_group_norm", lambda: AdaGroupNorm(16, 12, 3), lambda m: m(image(2, 12, 5, 6), _TEMB)),
+    ("ada_group_norm-act", lambda: AdaGroupNorm(16, 12, 3, act_fn="silu"), lambda m: m(image(2, 12, 5, 6), _TEMB)),
+    ("conv_norm_out-unet", _unet, lambda m: m(image(2, 4, 8, 8), 10, image(2, 3, 12, 1)[..., 0]).sample),
+    (
+        "conv_norm_out-unet2d",
+        lambda: UNet2DModel(
+            sample_size=8, block_out_channels=(32, 64), layers_per_block=1,
+            down_block_types=("DownBlock2D", "AttnDownBlock2D"), up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+        ),
+        lambda m: m(image(2, 3, 8, 8), 10).sample,
+    ),
+    (
+        "conv_norm_out-encoder",
+        lambda: Encoder(block_out_channels=(20, 40), down_block_types=("DownEncoderBlock2D",) * 2, norm_num_groups=5),
+        lambda m: m(image(1, 3, 16, 16)),
+    ),
+    (
+        "conv_norm_out-decoder",
+        lambda: Decoder(block_out_channels=(20, 40), up_block_types=("UpDecoderBlock2D",) * 2, norm_num_groups=5),
+        lambda m: m(image(1, 3, 8, 8)),
+    ),
+]  # fmt: skip

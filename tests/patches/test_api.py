@@ -1,0 +1,184 @@
+"""``optimize``, ``restore``, ``optimized`` and ``report`` on module trees, pipelines and bad input."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import sfastgn
+from sfastgn.patches import channels_last, patcher, sequential
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv_in = nn.Conv2d(3, 8, 3, padding=1)
+        self.body = nn.Sequential(nn.GroupNorm(2, 8), nn.SiLU(), nn.Conv2d(8, 8, 3, padding=1))
+        self.conv_out = nn.Conv2d(8, 3, 3, padding=1)
+
+    def forward(self, x):
+        return self.conv_out(self.body(self.conv_in(x)))
+
+
+@pytest.mark.parametrize("call", ["optimize", "restore", "report"])
+@pytest.mark.parametrize("bad", [3, "unet", None, [nn.GroupNorm(1, 2)]], ids=repr)
+def test_neither_pipeline_nor_module(call, bad):
+    with pytest.raises(TypeError, match=rf"^sfastgn\.{call}: expected a diffusers pipeline or a torch.nn.Module, got "):
+        getattr(sfastgn, call)(bad)
+
+
+def test_no_group_norm_inside():
+    with pytest.raises(ValueError, match=r"^sfastgn\.optimize: no GroupNorm in Linear"):
+        sfastgn.optimize(nn.Linear(2, 2))
+    assert sfastgn.report(nn.Linear(2, 2)).entries == ()
+
+
+def test_the_with_block_undoes_only_its_own_work():
+    net = Net()
+    with sfastgn.optimized(net) as inside:
+        assert inside is net
+        assert sfastgn.report(net).fused
+    assert not sfastgn.report(net).fused
+    sfastgn.optimize(net)
+    with sfastgn.optimized(net):
+        pass
+    assert sfastgn.report(net).fused
+
+
+def test_the_with_block_restores_after_an_exception():
+    net = Net()
+    with pytest.raises(RuntimeError, match="inside"), sfastgn.optimized(net):
+        raise RuntimeError("inside")
+    assert not sfastgn.report(net).fused
+
+
+def test_a_failure_half_way_leaves_the_module_as_it_was(monkeypatch):
+    net = Net()
+    strides, classes = [p.stride() for p in net.parameters()], [type(m) for m in net.modules()]
+    calls = []
+
+    def fail_on_the_last(path, module, convert=channels_last.convert):
+        calls.append(path)
+        if path == "conv_out":
+            raise RuntimeError("out of memory")
+        convert(path, module)
+
+    monkeypatch.setattr(channels_last, "convert", fail_on_the_last)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        sfastgn.optimize(net)
+    assert len(calls) > 3
+    assert [p.stride() for p in net.parameters()] == strides
+    assert [type(m) for m in net.modules()] == classes
+    assert not net.conv_in._forward_pre_hooks
+
+
+def test_a_failure_in_one_component_restores_the_others(monkeypatch):
+    pipe = SimpleNamespace(components={"unet": Net(), "vae": Net()})
+    apply = patcher.apply
+
+    def fail_on_the_vae(root, findings):
+        if root is pipe.components["vae"]:
+            raise RuntimeError("no")
+        apply(root, findings)
+
+    monkeypatch.setattr(patcher, "apply", fail_on_the_vae)
+    with pytest.raises(RuntimeError, match="no"):
+        sfastgn.optimize(pipe)
+    assert not sfastgn.report(pipe).fused
+
+
+def test_strict_names_every_reason_and_changes_nothing():
+    net = Net()
+    net.body.forward = net.body.forward
+    with pytest.raises(ValueError, match=r"sfastgn.optimize: strict=True and 1 modules cannot be fused: body \(sequential\)"):
+        sfastgn.optimize(net, strict=True)
+    assert not sfastgn.report(net).fused
+    assert sfastgn.optimize(net) is net
+
+
+def test_components_without_a_group_norm_are_left_alone():
+    text_encoder, scheduler = nn.Sequential(nn.Conv2d(3, 3, 3)), object()
+    pipe = SimpleNamespace(components={"unet": Net(), "text_encoder": text_encoder, "scheduler": scheduler, "none": None})
+    strides = text_encoder[0].weight.stride()
+    sfastgn.optimize(pipe)
+    assert text_encoder[0].weight.stride() == strides
+    assert {e.component for e in sfastgn.report(pipe).entries} == {"unet"}
+    assert all(e.path.startswith("unet.") for e in sfastgn.report(pipe).entries)
+
+
+def test_a_component_under_two_names_is_one():
+    net = Net()
+    pipe = SimpleNamespace(components={"unet": net, "unet_again": net})
+    assert {e.component for e in sfastgn.report(sfastgn.optimize(pipe)).entries} == {"unet"}
+
+
+def test_layout_inside_and_at_the_doors():
+    net = sfastgn.optimize(Net())
+    seen = []
+    net.body[2].register_forward_hook(lambda m, i, o: seen.append(i[0].is_contiguous(memory_format=torch.channels_last)))
+    y = net(torch.randn(2, 3, 8, 8))
+    assert seen == [True]
+    assert y.is_contiguous()
+    assert all(m.weight.is_contiguous(memory_format=torch.channels_last) for m in net.modules() if isinstance(m, nn.Conv2d))
+
+
+def test_parameters_keep_their_identity_and_survive_a_change_of_dtype():
+    net = Net()
+    parameters = list(net.parameters())
+    strides = [p.stride() for p in parameters]
+    values = [p.detach().clone() for p in parameters]
+    sfastgn.optimize(net).to(torch.bfloat16)
+    assert net(torch.randn(1, 3, 8, 8, dtype=torch.bfloat16)).dtype is torch.bfloat16
+    sfastgn.restore(net)
+    assert [id(p) for p in net.parameters()] == [id(p) for p in parameters]
+    assert [p.stride() for p in net.parameters()] == strides
+    assert all(torch.equal(p, v.to(torch.bfloat16)) for p, v in zip(net.parameters(), values, strict=True))
+
+
+def test_weights_assigned_later_survive_restore():
+    net, other = sfastgn.optimize(Net()), Net()
+    net.load_state_dict(other.state_dict(), assign=True)
+    x = torch.randn(1, 3, 8, 8)
+    torch.testing.assert_close(net(x), other(x))
+    sfastgn.restore(net)
+    assert torch.equal(net(x), other(x))
+
+
+def test_report_as_text_and_as_data():
+    net = Net()
+    net.body.forward = net.body.forward
+    text = str(sfastgn.report(sfastgn.optimize(net)))
+    assert "Net" in text
+    assert "skipped: body: other code replaced this instance's forward (sequential)" in text
+    assert "plain PyTorch" in text or "Triton" in text
+    data = json.loads(json.dumps(sfastgn.report(net).to_dict()))
+    assert data["channels_last_weights"] == 3
+    assert {e["status"] for e in data["entries"]} == {"fused", "skipped"}
+
+
+def test_works_without_diffusers(monkeypatch):
+    """The registry then holds what plain PyTorch modules need."""
+    only_torch = (patcher.FUSIONS[0], sequential.FUSION)
+    monkeypatch.setattr(patcher, "FUSIONS", only_torch)
+    net, x = Net(), torch.randn(1, 3, 8, 8)
+    before = net(x)
+    torch.testing.assert_close(sfastgn.optimize(net)(x), before)
+    assert torch.equal(sfastgn.restore(net)(x), before)
+
+
+@pytest.mark.parametrize("order", ["compile-then-optimize", "optimize-then-compile"])
+def test_torch_compile_in_either_order(order):
+    net, x = Net().eval(), torch.randn(1, 3, 8, 8)
+    with torch.no_grad():
+        before = net(x)
+        if order == "optimize-then-compile":
+            sfastgn.optimize(net)
+        compiled = torch.compile(net, backend="aot_eager")
+        compiled(x)
+        if order == "compile-then-optimize":
+            sfastgn.optimize(net)
+        torch.testing.assert_close(compiled(x), before)

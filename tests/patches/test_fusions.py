@@ -1,0 +1,269 @@
+"""What every fusion of the registry promises, over one list of samples."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import sfastgn
+from sfastgn.patches import patcher
+from sfastgn.patches.fusion import ClassSwap
+from sfastgn.patches.registry import FUSIONS
+from sfastgn.patches.upstream import TESTED_SOURCES, source_hash
+
+_spec = importlib.util.spec_from_file_location("sfastgn_test_samples", Path(__file__).with_name("samples.py"))
+samples = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(samples)
+
+each_sample = pytest.mark.parametrize(("build", "call"), [pytest.param(b, c, id=i) for i, b, c in samples.SAMPLES])
+
+
+def snapshot(root: nn.Module) -> dict[str, Any]:
+    """Everything that restore promises: class, attributes (hooks too) and strides of every module."""
+    state = {}
+    for path, module in root.named_modules():
+        attributes = {k: dict(v) if isinstance(v, dict) else v for k, v in vars(module).items()}
+        strides = {k: (id(p), p.stride()) for k, p in module._parameters.items() if p is not None}
+        state[path] = (type(module), attributes, strides)
+    return state
+
+
+def stock_and_output(build, call):
+    module = samples.randomise(build())
+    with torch.no_grad():
+        return module, call(module)
+
+
+def output(module, call):
+    with torch.no_grad():
+        return call(module)
+
+
+def test_every_fusion_has_a_sample():
+    names = {name.split("-")[0] for name, _, _ in samples.SAMPLES}
+    assert names == {fusion.name for fusion in FUSIONS}
+    assert len(FUSIONS) == len(names)
+
+
+@each_sample
+def test_same_output_fused_and_bit_identical_after_restore(build, call):
+    module, before = stock_and_output(build, call)
+    state, keys = snapshot(module), list(module.state_dict())
+    assert sfastgn.optimize(module) is module
+    after = output(module, call)
+    torch.testing.assert_close(after, before, atol=2e-5, rtol=2e-5)
+    assert list(module.state_dict()) == keys
+    assert sfastgn.restore(module) is module
+    assert torch.equal(output(module, call), before)
+    assert snapshot(module) == state
+
+
+@each_sample
+def test_the_sample_is_fused_by_its_own_fusion(build, call, request):
+    name = request.node.callspec.id.split("-")[0]
+    module = samples.randomise(build())
+    assert not sfastgn.report(module).fused
+    assert name in {e.fusion for e in sfastgn.report(module).fusable}
+    sfastgn.optimize(module)
+    report = sfastgn.report(module)
+    assert name in {e.fusion for e in report.fused}
+    assert not report.fusable
+    assert not report.skipped
+
+
+@each_sample
+def test_twice_is_once(build, call):
+    module, before = stock_and_output(build, call)
+    stock = snapshot(module)
+    sfastgn.optimize(module)
+    once = snapshot(module)
+    sfastgn.optimize(module)
+    assert snapshot(module) == once
+    sfastgn.restore(module)
+    sfastgn.restore(module)
+    assert snapshot(module) == stock
+    assert torch.equal(output(module, call), before)
+
+
+@each_sample
+def test_state_dict_keeps_its_values(build, call):
+    module = samples.randomise(build())
+    before = {k: v.clone() for k, v in module.state_dict().items()}
+    sfastgn.optimize(module)
+    assert all(torch.equal(v, before[k]) for k, v in module.state_dict().items())
+    module.load_state_dict({k: v * 2 for k, v in before.items()})
+    sfastgn.restore(module)
+    assert all(torch.equal(v, before[k] * 2) for k, v in module.state_dict().items())
+
+
+@each_sample
+@pytest.mark.parametrize("twin", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+def test_copies_of_a_fused_module_are_fused_and_can_be_restored(build, call, twin):
+    module, before = stock_and_output(build, call)
+    sfastgn.optimize(module)
+    other = twin(module)
+    assert torch.equal(output(other, call), output(module, call))
+    sfastgn.restore(other)
+    assert torch.equal(output(other, call), before)
+    assert sfastgn.report(module).fused
+    assert not sfastgn.report(other).fused
+
+
+@each_sample
+def test_other_instances_stay_stock(build, call):
+    fused, other = samples.randomise(build()), samples.randomise(build())
+    state = snapshot(other)
+    sfastgn.optimize(fused)
+    assert snapshot(other) == state
+
+
+@each_sample
+def test_gradients_of_a_fused_module(build, call):
+    """In train mode too: dropout is 0 in all samples."""
+    module = samples.randomise(build()).train()
+
+    def gradients():
+        module.zero_grad()
+        call(module).square().mean().backward()
+        return {k: p.grad.clone() for k, p in module.named_parameters() if p.grad is not None}
+
+    before = gradients()
+    sfastgn.optimize(module)
+    after = gradients()
+    assert after.keys() == before.keys()
+    for key, grad in after.items():
+        torch.testing.assert_close(grad, before[key], atol=1e-5, rtol=2e-3, msg=lambda m, k=key: f"{k}: {m}")
+
+
+@each_sample
+def test_hooks_on_inner_modules_see_what_they_saw(build, call):
+    """A hook on a norm or an activation gets the stock value, although the two run as one otherwise."""
+    module = samples.randomise(build())
+    watched = {n: m for n, m in module.named_modules() if isinstance(m, (nn.GroupNorm, nn.SiLU, nn.GELU, nn.ReLU))}
+
+    def record():
+        seen = []
+        hooks = [m.register_forward_hook(lambda m, i, o, n=n: seen.append((n, o.detach().clone()))) for n, m in watched.items()]
+        output(module, call)
+        for hook in hooks:
+            hook.remove()
+        return seen
+
+    before = record()
+    sfastgn.optimize(module)
+    after = record()
+    assert [n for n, _ in after] == [n for n, _ in before]
+    for (name, got), (_, want) in zip(after, before, strict=True):
+        torch.testing.assert_close(got, want, atol=5e-5, rtol=5e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@each_sample
+def test_edits_after_optimize_count(build, call):
+    """eps and weights that change later are the ones used."""
+    module, _ = stock_and_output(build, call)
+    twin = copy.deepcopy(module)
+    sfastgn.optimize(module)
+    for m in (module, twin):
+        for norm in (n for n in m.modules() if isinstance(n, nn.GroupNorm)):
+            norm.eps = 0.5
+            if norm.weight is not None:
+                norm.weight = nn.Parameter(norm.weight.detach() * 3 + 1)
+    torch.testing.assert_close(output(module, call), output(twin, call), atol=2e-5, rtol=2e-5)
+
+
+@each_sample
+def test_a_foreign_forward_is_left_alone_and_reported(build, call):
+    module = samples.randomise(build())
+    claimed = [f for f in patcher.inspect(module) if isinstance(f.fusion, ClassSwap)]
+    for finding in claimed:
+        finding.module.forward = finding.module.forward
+    state, before = snapshot(module), output(module, call)
+    sfastgn.optimize(module)
+    torch.testing.assert_close(output(module, call), before, atol=2e-5, rtol=2e-5)
+    skipped = {(e.path, e.fusion): e.reason for e in sfastgn.report(module).skipped}
+    for finding in claimed:
+        assert "forward" in skipped[finding.path, finding.fusion.name]
+    with pytest.raises(ValueError, match="strict=True"):
+        sfastgn.optimize(sfastgn.restore(module), strict=True)
+    assert snapshot(module) == state
+
+
+def test_an_unknown_upstream_source_is_left_alone(monkeypatch):
+    module = samples.randomise(samples._resnet())
+    monkeypatch.setitem(TESTED_SOURCES, "ResnetBlock2D.forward", frozenset({"0" * 16}))
+    sfastgn.optimize(module)
+    skipped = {e.fusion: e.reason for e in sfastgn.report(module).skipped}
+    assert "not a version that sfastgn was tested with" in skipped["resnet_block"]
+    assert {e.fusion for e in sfastgn.report(module).fused} == {"group_norm"}
+
+
+def test_tested_sources_are_those_of_the_installed_diffusers():
+    """When this fails after an upgrade: read what upstream changed, adapt the fused forward, then add the new hash."""
+    classes = {f.stock.__name__: f.stock for f in FUSIONS if isinstance(f, ClassSwap)}
+    from sfastgn.patches.conv_norm_out import _PARENTS
+
+    classes |= {c.__name__: c for c in _PARENTS}
+    for name, hashes in TESTED_SOURCES.items():
+        cls, method = name.split(".")
+        assert source_hash(classes[cls], method) in hashes, name
+
+
+def test_subclasses_of_group_norm_are_reported_and_left_alone():
+    class Scaled(nn.GroupNorm):
+        def forward(self, x):
+            return super().forward(x) * 2
+
+    module = nn.Sequential(Scaled(2, 4), nn.GroupNorm(2, 4))
+    x = torch.randn(1, 4, 3, 3)
+    before = module(x)
+    sfastgn.optimize(module)
+    torch.testing.assert_close(module(x), before)
+    assert [e.path for e in sfastgn.report(module).skipped] == ["0"]
+
+
+def test_an_activation_without_a_fused_form_keeps_the_norms_fused():
+    module = samples.randomise(samples._resnet(non_linearity="mish"))
+    sfastgn.optimize(module)
+    report = sfastgn.report(module)
+    assert [e.fusion for e in report.fused] == ["group_norm", "group_norm"]
+    assert "Mish" in report.skipped[0].reason
+
+
+def test_conv_norm_out_called_by_itself_is_only_a_norm():
+    unet = samples.randomise(samples._unet())
+    x = samples.image(2, 20, 8, 8)
+    norm, act = unet.conv_norm_out(x), unet.conv_act(x)
+    sfastgn.optimize(unet)
+    torch.testing.assert_close(unet.conv_norm_out(x), norm)
+    assert torch.equal(unet.conv_act(x), act)
+
+
+def test_conv_norm_out_is_disarmed_after_an_exception():
+    unet = sfastgn.optimize(samples.randomise(samples._unet()))
+    with pytest.raises(Exception, match=r"."):
+        unet(torch.randn(2, 3, 8, 8), 10, torch.randn(2, 3, 12))
+    x = samples.image(2, 20, 8, 8)
+    assert unet.conv_norm_out(x).min() < -0.3  # below anything that SiLU gives
+
+
+def test_parametrized_norms_keep_working():
+    module = samples.randomise(samples._resnet())
+    call = samples.SAMPLES[5][2]
+
+    class Double(nn.Module):
+        def forward(self, w):
+            return 2 * w
+
+    sfastgn.optimize(module)
+    nn.utils.parametrize.register_parametrization(module.norm1, "weight", Double())
+    fused = output(module, call)
+    nn.utils.parametrize.remove_parametrizations(module.norm1, "weight", leave_parametrized=True)
+    sfastgn.restore(module)
+    torch.testing.assert_close(fused, output(module, call), atol=2e-5, rtol=2e-5)
