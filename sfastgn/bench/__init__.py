@@ -1,0 +1,1 @@
+"""The benchmark harness behind the command line and the scripts."""

@@ -1,0 +1,48 @@
+"""Comparing and writing images."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import ArrayLike
+from PIL import Image
+from torch import Tensor
+
+__all__ = ["psnr", "relative_error", "write_png"]
+
+
+def psnr(a: ArrayLike, b: ArrayLike) -> float:
+    """Peak signal-to-noise ratio in dB of two float images (or batches) with values in [0, 1]; inf if equal, nan if not finite.
+
+    Raises ValueError if the shapes differ.
+    """
+    x, y = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
+    if x.shape != y.shape:
+        raise ValueError(f"psnr: shapes differ: {x.shape} and {y.shape}")
+    error = float(np.mean((x - y) ** 2))
+    return math.inf if error == 0 else -10 * math.log10(error) if math.isfinite(error) else math.nan
+
+
+def relative_error(a: Tensor, b: Tensor) -> float:
+    """‖a - b‖ / ‖b‖ in fp64 over all elements; nan if anything is. Raises ValueError if the shapes differ."""
+    if a.shape != b.shape:
+        raise ValueError(f"relative_error: shapes differ: {tuple(a.shape)} and {tuple(b.shape)}")
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+def write_png(images: ArrayLike, path: Path | str, *, scale: int = 1) -> Path:
+    """Write a batch (N, H, W, 3) of floats in [0, 1] side by side into one PNG, each pixel as ``scale`` x ``scale``.
+
+    Makes missing folders; returns the path. Raises ValueError for another shape.
+    """
+    x = np.asarray(images, dtype=np.float64)
+    if x.ndim != 4 or x.shape[-1] != 3:
+        raise ValueError(f"write_png: images must be (N, H, W, 3), got {x.shape}")
+    row = np.concatenate(list(np.nan_to_num(x).clip(0, 1)), axis=1)
+    pixels = (row * 255).round().astype(np.uint8).repeat(scale, axis=0).repeat(scale, axis=1)
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels).save(path)
+    return path
