@@ -6,3 +6,6 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
+
+# Two workers on two cores: more threads only wait for each other.
+torch.set_num_threads(1)

@@ -47,6 +47,6 @@ def test_copies_keep_the_activation():
     ],
 )
 def test_errors(arguments, activation, kind, message):
-    with pytest.raises(kind, match="sfastgn.GroupNorm") as caught:
+    with pytest.raises(kind, match=r"^sfastgn\.GroupNorm") as caught:
         sfastgn.GroupNorm(*arguments, activation=activation)
     assert message in str(caught.value)

@@ -175,7 +175,9 @@ def test_deterministic(shape, groups, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("rows", [pytest.param(lambda n: n, id="NxC"), pytest.param(lambda n: 1, id="1xC"), pytest.param(None, id="C")])
+@pytest.mark.parametrize(
+    "rows", [pytest.param(lambda n: n, id="NxC"), pytest.param(lambda n: 1, id="1xC"), pytest.param(None, id="C")]
+)
 @pytest.mark.parametrize("names", [OPERANDS, ("shift",), ("ada_scale", "ada_shift")], ids="+".join)
 @pytest.mark.parametrize(("shape", "groups"), [SMALL[1], SPLIT[1]])
 def test_operands(shape, groups, names, rows, device):
@@ -265,7 +267,9 @@ def test_tokens_of_an_attention_block(device):
 @pytest.mark.gpu
 def test_more_than_2_to_the_31_elements():
     C, H, W = 64, 8192, 4100
-    x = torch.empty((1, C, H, W), dtype=torch.float16, device="cuda", memory_format=torch.channels_last).normal_(2.0, 1.5)
+    x = torch.empty((1, C, H, W), dtype=torch.float16, device="cuda", memory_format=torch.channels_last).normal_(
+        2.0, 1.5
+    )
     assert x.numel() > 2**31
     y = sfastgn.group_norm(x, 32, activation="silu")
     for group in (0, 31):

@@ -9,7 +9,9 @@ import pytest
 from sfastgn.kernels import group_norm_kernels
 from sfastgn.kernels.group_norm_config import SmallConfig, SplitConfig, launch_config
 
-SIZES = [(N, C, HW) for N in (1, 2, 16) for C in (4, 30, 128, 320, 1280, 2560) for HW in (1, 64, 1000, 4096, 65536, 1 << 22)]
+SIZES = [
+    (N, C, HW) for N in (1, 2, 16) for C in (4, 30, 128, 320, 1280, 2560) for HW in (1, 64, 1000, 4096, 65536, 1 << 22)
+]
 
 
 @pytest.mark.parametrize("num_sms", [14, 132], ids=lambda n: f"{n}sms")

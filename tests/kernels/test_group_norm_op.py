@@ -48,14 +48,22 @@ def test_fallback_keeps_the_variance_when_the_mean_is_large():
         pytest.param((torch.ones(2, 4, dtype=torch.int64), 2), TypeError, "got torch.int64", id="integers"),
         pytest.param((torch.ones(2, 4, dtype=torch.complex64), 2), TypeError, "got torch.complex64", id="complex"),
         pytest.param((torch.ones(4), 2), ValueError, "got shape (4,)", id="rank1"),
-        pytest.param((torch.ones(2, 4, 3), 3), ValueError, "num_groups=3 must be a positive divisor of C=4", id="indivisible"),
+        pytest.param(
+            (torch.ones(2, 4, 3), 3), ValueError, "num_groups=3 must be a positive divisor of C=4", id="indivisible"
+        ),
         pytest.param((torch.ones(2, 4, 3), -2), ValueError, "num_groups=-2", id="negative-groups"),
         pytest.param((torch.ones(2, 4, 3), 0), ZeroDivisionError, "got 0", id="no-groups"),
         pytest.param((torch.ones(2, 4, 3), 2.0), TypeError, "got 2.0", id="float-groups"),
-        pytest.param((torch.ones(2, 4, 3), 2, torch.ones(3)), ValueError, "weight must have shape (4,), got (3,)", id="weight"),
+        pytest.param(
+            (torch.ones(2, 4, 3), 2, torch.ones(3)), ValueError, "weight must have shape (4,), got (3,)", id="weight"
+        ),
         pytest.param((torch.ones(2, 4, 3), 2, None, [0.0]), TypeError, "bias must be a floating", id="bias-list"),
-        pytest.param((torch.ones(2, 4, 3), 2, torch.ones(4, device="meta")), ValueError, "weight is on meta", id="device"),
-        pytest.param((torch.ones(2, 4, 3), 2, None, None, 1e-5, "mish"), ValueError, "unknown activation 'mish'", id="activation"),
+        pytest.param(
+            (torch.ones(2, 4, 3), 2, torch.ones(4, device="meta")), ValueError, "weight is on meta", id="device"
+        ),
+        pytest.param(
+            (torch.ones(2, 4, 3), 2, None, None, 1e-5, "mish"), ValueError, "unknown activation 'mish'", id="activation"
+        ),
     ],
 )
 def test_errors_name_the_call_and_the_value(arguments, kind, message):

@@ -1,0 +1,358 @@
+"""optimize and restore on whole diffusers pipelines, and beside the features that people use with them."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from accelerate import cpu_offload
+from diffusers import (
+    AutoencoderKL,
+    ControlNetModel,
+    DiffusionPipeline,
+    StableDiffusionControlNetPipeline,
+    StableDiffusionImg2ImgPipeline,
+    StableDiffusionInpaintPipeline,
+    StableDiffusionXLPipeline,
+    UNet2DConditionModel,
+)
+from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
+from peft import LoraConfig
+
+import sfastgn
+from sfastgn.bench.architectures import UNETS, VAES, build_controlnet, build_unet, build_vae, unet_inputs, vae_latents
+from sfastgn.bench.images import psnr
+from sfastgn.bench.pipelines import build_pipeline
+
+OPTIONS = {"num_inference_steps": 3, "guidance_scale": 5.0, "output_type": "np"}
+IMAGE = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(3))
+MASK = (IMAGE[:, :1] > 0.5).float()
+
+
+def pipeline(model="tiny"):
+    return build_pipeline(model, dtype=torch.float32, device="cpu")
+
+
+def components(pipe):
+    return {k: v for k, v in pipe.components.items() if k != "feature_extractor"}
+
+
+def controlnet_pipeline():
+    stock = pipeline()
+    controlnet = build_controlnet("tiny", torch.float32, "cpu")
+    parts = {**stock.components, "controlnet": controlnet}
+    pipe = StableDiffusionControlNetPipeline(**parts, requires_safety_checker=False)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def derived(cls):
+    pipe = cls(**pipeline().components, requires_safety_checker=False)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def generate(pipe, **extra):
+    generator = torch.Generator().manual_seed(0)
+    return pipe("a cat", generator=generator, **OPTIONS, **extra).images
+
+
+SIZE = {"height": 64, "width": 64}
+PIPELINES = [
+    pytest.param(pipeline, SIZE, {"unet", "vae"}, id="text2img"),
+    pytest.param(
+        lambda: derived(StableDiffusionImg2ImgPipeline),
+        {"image": IMAGE, "strength": 0.9},
+        {"unet", "vae"},
+        id="img2img",
+    ),
+    pytest.param(
+        lambda: derived(StableDiffusionInpaintPipeline),
+        {"image": IMAGE, "mask_image": MASK, **SIZE},
+        {"unet", "vae"},
+        id="inpaint",
+    ),
+    pytest.param(lambda: pipeline("tiny_xl"), SIZE, {"unet", "vae"}, id="sdxl"),
+    pytest.param(controlnet_pipeline, {"image": IMAGE, **SIZE}, {"unet", "vae", "controlnet"}, id="controlnet"),
+]
+
+
+@pytest.mark.parametrize(("build", "extra", "patched"), PIPELINES)
+def test_same_image_and_exact_restore(build, extra, patched):
+    pipe = build()
+    before = generate(pipe, **extra)
+    assert before.std() > 0.02
+    sfastgn.optimize(pipe)
+    report = sfastgn.report(pipe)
+    assert {e.component for e in report.fused} == patched
+    assert not report.skipped
+    assert psnr(generate(pipe, **extra), before) > 80
+    sfastgn.restore(pipe)
+    assert np.array_equal(generate(pipe, **extra), before)
+
+
+@pytest.mark.parametrize("model", ["tiny", "tiny_xl"])
+def test_an_optimized_pipeline_saves_a_stock_one(model, tmp_path):
+    pipe = pipeline(model)
+    before = generate(pipe, **SIZE)
+    sfastgn.optimize(pipe)
+    pipe.save_pretrained(tmp_path)
+    loaded = DiffusionPipeline.from_pretrained(tmp_path)
+    loaded.set_progress_bar_config(disable=True)
+    assert type(loaded) is type(pipe)
+    assert not sfastgn.report(loaded).fused
+    assert np.array_equal(generate(loaded, **SIZE), before)
+
+
+def test_pipelines_that_share_components_share_the_state():
+    first = pipeline()
+    second = StableDiffusionImg2ImgPipeline(**first.components, requires_safety_checker=False)
+    sfastgn.optimize(first)
+    assert sfastgn.report(second).fused
+    sfastgn.restore(second)
+    assert not sfastgn.report(first).fused
+
+
+# --- the layout of real architectures --------------------------------------------------------------------------------------------
+
+
+def channels_first_inputs(root, call) -> tuple[int, int]:
+    """(convolutions that saw an input that is not channels-last, convolutions called)."""
+    seen = []
+    kinds = (torch.nn.Conv2d, torch.nn.ConvTranspose2d)
+    hooks = [
+        m.register_forward_hook(lambda m, i, o: seen.append(i[0].is_contiguous(memory_format=torch.channels_last)))
+        for m in root.modules()
+        if isinstance(m, kinds)
+    ]
+    with torch.no_grad():
+        call()
+    for hook in hooks:
+        hook.remove()
+    return seen.count(False), len(seen)
+
+
+NARROW = {"norm_num_groups": 8, "attention_head_dim": 4}
+NARROW_UNETS = {
+    "sd15": {**UNETS["sd15"], **NARROW, "block_out_channels": (16, 32, 40, 40), "cross_attention_dim": 8},
+    "sdxl": {
+        **UNETS["sdxl"], **NARROW, "block_out_channels": (16, 32, 40), "cross_attention_dim": 8,
+        "projection_class_embeddings_input_dim": 6 * 256 + 8,
+    },
+}  # fmt: skip
+NARROW_VAE = {**VAES["sd15"], "block_out_channels": (16, 32, 40, 40), "norm_num_groups": 8}
+
+
+def _unet(model, device="cpu"):
+    """The real architecture, block for block, with few channels."""
+    unet = UNet2DConditionModel(**NARROW_UNETS[model]).to(device).eval()
+    text = torch.randn(2, 5, 8, device=device)
+    added = {"text_embeds": text[:, 0], "time_ids": torch.ones(2, 6, device=device)}
+    sample = torch.randn(2, 4, 16, 16, device=device)
+    return unet, lambda: unet(sample, 10, text, added_cond_kwargs=added)
+
+
+def _vae(call):
+    vae = AutoencoderKL(**NARROW_VAE).eval()
+    return vae, {
+        "decode": lambda: vae.decode(torch.randn(1, 4, 4, 4)),
+        "encode": lambda: vae.encode(torch.randn(1, 3, 32, 32)),
+        "both": lambda: vae(torch.randn(1, 3, 32, 32)),
+    }[call]
+
+
+def _controlnet():
+    config = {k: v for k, v in NARROW_UNETS["sd15"].items() if k not in ("sample_size", "up_block_types")}
+    controlnet = ControlNetModel(**config).eval()
+    sample, text, image = torch.randn(2, 4, 16, 16), torch.randn(2, 5, 8), torch.randn(2, 3, 128, 128)
+    return controlnet, lambda: controlnet(sample, 10, text, image)
+
+
+@pytest.mark.parametrize(
+    ("build", "convolutions"),
+    [
+        pytest.param(lambda: _unet("sd15"), 98, id="unet-sd15"),
+        pytest.param(lambda: _unet("sdxl"), 51, id="unet-sdxl"),
+        pytest.param(lambda: _vae("decode"), 36, id="vae-decode"),
+        pytest.param(lambda: _vae("encode"), 28, id="vae-encode"),
+        pytest.param(lambda: _vae("both"), 64, id="vae-both"),
+        pytest.param(_controlnet, 61, id="controlnet-sd15"),
+        pytest.param(lambda: _unet("sd15", "cuda"), 98, id="unet-sd15-gpu", marks=pytest.mark.gpu),
+        pytest.param(lambda: _unet("sdxl", "cuda"), 51, id="unet-sdxl-gpu", marks=pytest.mark.gpu),
+    ],
+)
+def test_no_convolution_sees_a_channels_first_input(build, convolutions):
+    module, call = build()
+    module.to(memory_format=torch.channels_last)
+    by_memory_format_alone, _ = channels_first_inputs(module, call)
+    module.to(memory_format=torch.contiguous_format)
+    sfastgn.optimize(module)
+    assert channels_first_inputs(module, call) == (0, convolutions)
+    assert by_memory_format_alone > 0  # so that the test can fail
+
+
+# --- beside other features --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def twins():
+    """A UNet, an identical stock one, and a call of either."""
+    unet = build_unet("tiny", torch.float32, "cpu")
+    stock = copy.deepcopy(unet)
+    inputs = unet_inputs("tiny", size=64, batch=2, dtype=torch.float32, device="cpu", seed=0)
+
+    def call(model):
+        with torch.no_grad():
+            return model(**inputs).sample
+
+    return unet, stock, call
+
+
+def agree(a, b):
+    torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-4)
+
+
+def add_lora(unet):
+    config = LoraConfig(r=4, target_modules=["to_q", "to_k", "conv1", "conv2"], init_lora_weights=False)
+    torch.manual_seed(5)
+    unet.add_adapter(config)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_lora_on_convolutions_and_attention(twins, when):
+    unet, stock, call = twins
+    plain = call(stock)
+    if when == "after":
+        sfastgn.optimize(unet)
+    for model in (unet, stock):
+        add_lora(model)
+    if when == "before":
+        sfastgn.optimize(unet)
+    assert not torch.allclose(call(unet), plain, atol=1e-3)
+    agree(call(unet), call(stock))
+    for step in ("disable_adapters", "enable_adapters", "fuse_lora", "unfuse_lora"):
+        for model in (unet, stock):
+            getattr(model, step)()
+        agree(call(unet), call(stock))
+    for model in (unet, stock):
+        model.delete_adapters("default")
+    agree(call(unet), plain)
+    sfastgn.restore(unet)
+    agree(call(unet), plain)
+
+
+def test_freeu_on_and_off(twins):
+    unet, stock, call = twins
+    sfastgn.optimize(unet)
+    plain = call(stock)
+    for model in (unet, stock):
+        model.enable_freeu(s1=0.9, s2=0.2, b1=1.5, b2=1.6)
+    agree(call(unet), call(stock))
+    for model in (unet, stock):
+        model.disable_freeu()
+    agree(call(unet), plain)
+
+
+def test_attention_processors_can_be_changed(twins):
+    unet, stock, call = twins
+    sfastgn.optimize(unet)
+    for processor in (AttnProcessor(), AttnProcessor2_0()):
+        for model in (unet, stock):
+            model.set_attn_processor(processor)
+        agree(call(unet), call(stock))
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_accelerate_offload_hooks(twins, when):
+    """Sequential offload puts a forward into every module with weights, whose weights are on meta between calls."""
+    unet, stock, call = twins
+    if when == "after":
+        sfastgn.optimize(unet)
+    cpu_offload(unet, execution_device=torch.device("cpu"), offload_buffers=True)
+    if when == "before":
+        sfastgn.optimize(unet)
+        assert any("accelerate's hooks" in e.reason for e in sfastgn.report(unet).skipped)
+    agree(call(unet), call(stock))
+
+
+def test_gradient_checkpointing():
+    unet = build_unet("tiny", torch.float32, "cpu").train()
+    inputs = unet_inputs("tiny", size=64, batch=1, dtype=torch.float32, device="cpu", seed=0)
+    inputs["sample"].requires_grad_()
+
+    def gradients():
+        unet.zero_grad()
+        unet(**inputs).sample.square().mean().backward()
+        return {k: p.grad.clone() for k, p in unet.named_parameters()}
+
+    before = gradients()
+    sfastgn.optimize(unet)
+    unet.enable_gradient_checkpointing()
+    after = gradients()
+    for key, grad in before.items():
+        assert (after[key] - grad).norm() <= 1e-4 * grad.norm() + 1e-7, key
+
+
+def test_change_of_dtype_in_the_middle_of_a_call():
+    """SDXL upcasts its VAE to fp32 for the decode, and back."""
+    pipe = pipeline("tiny_xl").to(torch.float16)
+    assert isinstance(pipe, StableDiffusionXLPipeline)
+    pipe.vae.register_to_config(force_upcast=True)
+    before = generate(pipe, **SIZE)
+    sfastgn.optimize(pipe)
+    after = generate(pipe, **SIZE)
+    assert pipe.vae.dtype is torch.float16
+    assert sfastgn.report(pipe).fused
+    assert psnr(after, before) > 40
+    sfastgn.restore(pipe)
+    assert np.array_equal(generate(pipe, **SIZE), before)
+
+
+def test_vae_slicing_and_tiling():
+    vae = build_vae("tiny", torch.float32, "cpu")
+    latents = vae_latents("tiny", size=128, batch=2, dtype=torch.float32, device="cpu", seed=0)
+    vae.enable_slicing()
+    vae.enable_tiling()
+    with torch.no_grad():
+        before = vae.decode(latents).sample
+        agree(sfastgn.optimize(vae).decode(latents).sample, before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", ["tiny", "tiny_xl"])
+def test_pipeline_on_the_gpu_in_fp16(model):
+    pipe = build_pipeline(model, dtype=torch.float16, device="cuda")
+    before = generate(pipe, **SIZE)
+    sfastgn.optimize(pipe)
+    assert "Triton" in sfastgn.report(pipe).backend
+    assert psnr(generate(pipe, **SIZE), before) > 35
+    sfastgn.restore(pipe)
+    assert np.array_equal(generate(pipe, **SIZE), before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("part", ["unet", "vae"])
+def test_cuda_graph_of_an_optimized_model(part):
+    if part == "unet":
+        module = build_unet("tiny", torch.float16, "cuda")
+        inputs = unet_inputs("tiny", size=64, batch=2, dtype=torch.float16, device="cuda", seed=0)
+        tensor, call = inputs["sample"], lambda: module(**inputs).sample
+    else:
+        module = build_vae("tiny", torch.float16, "cuda")
+        tensor = vae_latents("tiny", size=64, batch=1, dtype=torch.float16, device="cuda", seed=0)
+        call = lambda: module.decode(tensor).sample  # noqa: E731
+    sfastgn.optimize(module)
+    with torch.no_grad():
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            output = call()
+        tensor.normal_()
+        graph.replay()
+        torch.testing.assert_close(output, call(), atol=2e-2, rtol=2e-2)
