@@ -29,28 +29,15 @@ SeedOption = Annotated[int, typer.Option("--seed", help="of weights, inputs and 
 
 @contextlib.contextmanager
 def _one_line_errors() -> Iterator[None]:
-    """Bad options end in one line on standard error and exit code 2."""
+    """Bad options, and weights that cannot be loaded, end in one line on standard error and exit code 2."""
     from sfastgn.bench.options import OptionError
+    from sfastgn.bench.workloads import WeightsError
 
     try:
         yield
-    except OptionError as error:
+    except (OptionError, WeightsError) as error:
         typer.echo(f"sfastgn: {error}", err=True)
         raise typer.Exit(2) from None
-
-
-@contextlib.contextmanager
-def _loading(option: str, weights: str, *known: str) -> Iterator[None]:
-    """Weights that are named and cannot be loaded are bad input, too."""
-    from sfastgn.bench.options import OptionError
-
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        if weights in known or isinstance(error, OptionError):
-            raise
-        first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise OptionError(f"{option}: cannot load {weights!r}: {first}") from None
 
 
 @app.command()
@@ -74,7 +61,7 @@ def bench(
     """Time a UNet step, a VAE decode or a full pipeline, each variant checked against eager first."""
     from sfastgn.bench import options, session
 
-    with _one_line_errors(), _loading("--weights", weights, "random"):
+    with _one_line_errors():
         configs = options.bench_configs(
             model=model,
             parts=part or ["unet"],
@@ -123,10 +110,10 @@ def _inspected(model: str) -> dict[str, Any]:
     import torch
 
     from sfastgn.bench.architectures import MODELS, build_unet, build_vae
-    from sfastgn.bench.pipelines import load_pipeline
+    from sfastgn.bench.workloads import load
 
     if model not in MODELS:
-        return {"pipeline": load_pipeline(model, None, torch.float32, torch.device("cpu"))}
+        return {"pipeline": load("MODEL", model, None, torch.float32, torch.device("cpu"))}
     meta = torch.device("meta")
     return {"unet": build_unet(model, torch.float16, meta), "vae": build_vae(model, torch.float16, meta)}
 
@@ -141,7 +128,7 @@ def inspect(
     from sfastgn.bench import options, session
     from sfastgn.bench.architectures import MODELS
 
-    with _one_line_errors(), _loading("MODEL", model, *MODELS):
+    with _one_line_errors():
         options.weights_source("MODEL", model, words=tuple(MODELS))
         options.json_path("--json", json)
         targets = _inspected(model)

@@ -91,7 +91,13 @@ _VAE = {
     "latent_channels": 4,
     "norm_num_groups": 32,
 }
-_TINY_VAE = {**_VAE, "block_out_channels": (12, 12, 24, 24), "layers_per_block": 1, "norm_num_groups": 4, "sample_size": 64}
+_TINY_VAE = {
+    **_VAE,
+    "block_out_channels": (12, 12, 24, 24),
+    "layers_per_block": 1,
+    "norm_num_groups": 4,
+    "sample_size": 64,
+}
 VAES: dict[str, dict[str, Any]] = {
     "tiny": {**_TINY_VAE, "scaling_factor": 0.18215},
     "tiny_xl": {**_TINY_VAE, "scaling_factor": 0.13025},
@@ -193,7 +199,9 @@ def unet_inputs(
     inputs: dict[str, Any] = {
         "sample": _randn(batch, 4, size // 8, size // 8, dtype=dtype, device=device, seed=seed),
         "timestep": torch.tensor(500, device=device),
-        "encoder_hidden_states": _randn(batch, 77, config["cross_attention_dim"], dtype=dtype, device=device, seed=seed + 1),
+        "encoder_hidden_states": _randn(
+            batch, 77, config["cross_attention_dim"], dtype=dtype, device=device, seed=seed + 1
+        ),
     }
     if config.get("addition_embed_type") == "text_time":
         pooled = config["projection_class_embeddings_input_dim"] - 6 * config["addition_time_embed_dim"]

@@ -21,7 +21,8 @@ __all__ = ["run_demo"]
 PROMPT = "a photograph of an astronaut riding a horse"
 SIZE, STEPS = 128, 8
 # fp32 on both sides: what is left is the order of additions.
-LEAST_PSNR = 60.0
+# On a GPU convolutions run in TF32 by default, and another layout takes another algorithm.
+LEAST_PSNR = {"cpu": 60.0, "cuda": 40.0}
 
 
 def run_demo(output_dir: Path, console: Console) -> int:
@@ -32,7 +33,9 @@ def run_demo(output_dir: Path, console: Console) -> int:
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with tempfile.TemporaryDirectory() as folder:
-        console.print("1. A small but complete StableDiffusionPipeline, built offline, saved, and loaded with from_pretrained.")
+        console.print(
+            "1. A small but complete StableDiffusionPipeline, built offline, saved, and loaded with from_pretrained."
+        )
         build_pipeline("tiny", dtype=torch.float32, device="cpu").save_pretrained(folder)
         pipe = load_pipeline(folder, "tiny", torch.float32, device)
     pipe.set_progress_bar_config(disable=True)
@@ -52,13 +55,18 @@ def run_demo(output_dir: Path, console: Console) -> int:
 
     decibel, same = psnr(optimized, stock), bool(np.array_equal(restored, stock))
     table = Table()
-    for header in ("pipeline", "seconds", "PSNR to stock", "verdict"):
-        table.add_column(header, justify="right" if header in ("seconds", "PSNR to stock") else "left")
-    table.add_row("stock", f"{stock_seconds:.2f}", "", "")
-    agrees = decibel >= LEAST_PSNR
-    verdict = "same image" if agrees else f"DIFFERS (at least {LEAST_PSNR:.0f} dB wanted)"
-    table.add_row("optimized", f"{optimized_seconds:.2f}", f"{decibel:.1f} dB", verdict)
-    table.add_row("restored", f"{restored_seconds:.2f}", f"{psnr(restored, stock):.1f} dB", "bit-identical" if same else "DIFFERS")
+    for header in ("pipeline", "seconds", "PSNR to stock", "largest difference", "verdict"):
+        table.add_column(header, justify="left" if header in ("pipeline", "verdict") else "right")
+    table.add_row("stock", f"{stock_seconds:.2f}", "", "", "")
+    agrees = decibel >= LEAST_PSNR[device]
+    verdict = "same image" if agrees else f"DIFFERS (at least {LEAST_PSNR[device]:.0f} dB wanted)"
+    exact = "bit-identical" if same else "DIFFERS"
+    for name, image, seconds, judged in (
+        ("optimized", optimized, optimized_seconds, verdict),
+        ("restored", restored, restored_seconds, exact),
+    ):
+        difference = f"{np.abs(image - stock).max():.1e}"
+        table.add_row(name, f"{seconds:.2f}", f"{psnr(image, stock):.1f} dB", difference, judged)
     console.print(table)
     if device == "cpu":
         console.print("On a CPU the fused calls run in plain PyTorch, so the seconds above say nothing about a GPU.")

@@ -57,9 +57,10 @@ def load_pipeline(weights: str, model: str | None, dtype: torch.dtype, device: t
     if weights == "random":
         return build_pipeline(model or "", dtype=dtype, device=device)
     try:
-        return DiffusionPipeline.from_pretrained(weights, torch_dtype=dtype).to(device)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"load_pipeline: cannot load {weights!r}: {error}") from error
+        pipe = DiffusionPipeline.from_pretrained(weights, dtype=dtype)
+    except Exception as error:  # a folder that is no pipeline gives KeyError, AttributeError and more, besides OSError
+        raise ValueError(f"load_pipeline: cannot load {weights!r}: {type(error).__name__}: {error}") from error
+    return pipe.to(device)
 
 
 def build_tokenizer() -> CLIPTokenizer:

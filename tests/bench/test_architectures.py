@@ -32,7 +32,9 @@ def test_tiny_models_run_and_are_reproducible(model):
     latents = architectures.vae_latents(model, size=64, batch=1, dtype=torch.float32, device="cpu", seed=0)
     with torch.no_grad():
         steps = [architectures.build_unet(model, torch.float32, "cpu", seed=s)(**inputs).sample for s in (0, 0, 1)]
-        images = [architectures.build_vae(model, torch.float32, "cpu", seed=s).decode(latents).sample for s in (0, 0, 1)]
+        images = [
+            architectures.build_vae(model, torch.float32, "cpu", seed=s).decode(latents).sample for s in (0, 0, 1)
+        ]
     for same, again, other in (steps, images):
         assert torch.equal(same, again)
         assert not torch.allclose(same, other)

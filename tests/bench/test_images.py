@@ -26,7 +26,9 @@ def test_relative_error_of_a_known_difference():
 
 
 @pytest.mark.parametrize(
-    "call", [lambda: psnr(np.zeros(3), np.zeros(4)), lambda: relative_error(torch.ones(3), torch.ones(4))], ids=["psnr", "relative"]
+    "call",
+    [lambda: psnr(np.zeros(3), np.zeros(4)), lambda: relative_error(torch.ones(3), torch.ones(4))],
+    ids=["psnr", "relative"],
 )
 def test_shapes_must_agree(call):
     with pytest.raises(ValueError, match="shapes differ"):

@@ -34,6 +34,20 @@ def test_tokenizer_pads_prompts_to_77_tokens():
     assert "astronaut" in tokenizer.decode(ids, skip_special_tokens=True)
 
 
+@pytest.mark.parametrize(
+    ("index", "words"),
+    [
+        pytest.param("{ broken", "not a valid JSON", id="not-json"),
+        pytest.param("{}", "KeyError", id="no-class"),
+        pytest.param('{"_class_name": "NoSuchPipeline"}', "AttributeError.*NoSuchPipeline", id="unknown-class"),
+    ],
+)
+def test_a_folder_that_is_no_pipeline_is_named(index, words, tmp_path):
+    (tmp_path / "model_index.json").write_text(index)
+    with pytest.raises(ValueError, match=rf"^load_pipeline: cannot load '{tmp_path}': .*{words}"):
+        load_pipeline(str(tmp_path), None, torch.float32, "cpu")
+
+
 @pytest.mark.parametrize("weights", ["/no/such/folder", "random"])
 def test_what_cannot_be_loaded_is_named(weights):
     with pytest.raises(ValueError, match="no/such/folder" if weights != "random" else "unknown model ''"):

@@ -1,0 +1,9 @@
+"""Full SD1.5 pipelines, timed: text encoder, 30 UNet steps with classifier-free guidance, VAE decode; one row a variant.
+
+python scripts/time_sd15.py --json benchmarks/h200/pipeline_sd15.json
+"""
+
+from sfastgn.bench.scripting import main
+
+if __name__ == "__main__":
+    main(__doc__, model="sd15", part="pipeline")

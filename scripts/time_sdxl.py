@@ -1,0 +1,9 @@
+"""Full SDXL pipelines, timed: both text encoders, 30 UNet steps with classifier-free guidance, VAE decode; one row a variant.
+
+python scripts/time_sdxl.py --json benchmarks/h200/pipeline_sdxl.json
+"""
+
+from sfastgn.bench.scripting import main
+
+if __name__ == "__main__":
+    main(__doc__, model="sdxl", part="pipeline")

@@ -1,0 +1,9 @@
+"""VAE decodes, timed: latents to images of 512x512 (``--size 1024`` for SDXL's); one row a variant.
+
+python scripts/time_vae.py --size 1024 --model sdxl --json benchmarks/h200/vae_1024.json
+"""
+
+from sfastgn.bench.scripting import main
+
+if __name__ == "__main__":
+    main(__doc__, model="sd15", part="vae")

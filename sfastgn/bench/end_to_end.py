@@ -1,0 +1,247 @@
+"""Variants on a workload: correctness first, then ready time, median and spread, CUDA-graph replay, memory.
+
+A variant that cannot run, raises, or fails the correctness gate is a row with a reason and without any time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sfastgn.bench import timing, workloads
+from sfastgn.bench.environment import environment
+from sfastgn.bench.images import relative_error
+from sfastgn.bench.variants import VARIANTS, Variant, prepared
+from sfastgn.bench.workloads import BenchConfig, Workload
+
+SCHEMA = 1
+OK, UNAVAILABLE, FAILED, WRONG = "ok", "unavailable", "failed", "wrong output"
+
+
+@dataclass
+class Row:
+    """One variant on one part. Times are None unless ``status`` is ``"ok"``.
+
+    Attributes:
+        ready_s: seconds from preparing the variant to the end of its first call. Eager's holds cuDNN's autotuning.
+        median_ms, p10_ms, p90_ms: milliseconds of one call.
+        graph_ms: milliseconds of one replay of the call captured in a CUDA graph; where None, ``graph_reason`` says
+            why.
+        its: iterations a second: UNet steps (also of a pipeline), or decodes of a VAE.
+        peak_mib: MiB that PyTorch's CUDA allocator held at most during the timed calls, weights included.
+        error_eager: ||y - eager|| / ||eager||.
+        error_fp32: the same against the same weights in fp32 without TF32, where that was asked for.
+        psnr_db: images of a pipeline against eager's.
+    """
+
+    model: str
+    part: str
+    size: int
+    batch: int
+    dtype: str
+    variant: str
+    status: str
+    reason: str = ""
+    note: str = ""
+    ready_s: float | None = None
+    median_ms: float | None = None
+    p10_ms: float | None = None
+    p90_ms: float | None = None
+    graph_ms: float | None = None
+    graph_reason: str = ""
+    its: float | None = None
+    peak_mib: float | None = None
+    error_eager: float | None = None
+    error_fp32: float | None = None
+    psnr_db: float | None = None
+
+
+@dataclass
+class _References:
+    """Stock eager's output, the seconds of its first call, and the fp32 output where that was asked for.
+
+    Where nothing can be compared with it, ``status`` is not ``"ok"`` and ``reason`` says why.
+    """
+
+    output: Any = None
+    first_call_s: float = 0.0
+    fp32: torch.Tensor | None = None
+    status: str = OK
+    reason: str = ""
+
+
+def _finite(value: float | None) -> float | None:
+    # JSON has no NaN and no infinity; identical images have an infinite PSNR.
+    return value if value is not None and math.isfinite(value) else None
+
+
+def one_line(error: BaseException, limit: int = 300) -> str:
+    """An exception as one line for a table's cell: its type and the first line that says something."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:limit]
+
+
+def _row(config: BenchConfig, variant: Variant, status: str, **values: Any) -> Row:
+    return Row(config.model, config.part, config.size, config.batch, config.dtype, variant.name, status, **values)
+
+
+def _free(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _keep(output: Any) -> Any:
+    # A variant with CUDA graphs of its own overwrites its output in the next call.
+    return output.detach().clone() if isinstance(output, torch.Tensor) else output
+
+
+def _references(config: BenchConfig, workload: Workload) -> _References:
+    try:
+        first_call_s, output = timing.time_once(workload.call, config.torch_device)
+        output = _keep(output)
+        problem = workloads.usable_reference(config, output)
+        if problem:
+            return _References(status=WRONG, reason=problem)
+        fp32 = workload.fp32_output() if config.fp32_reference and workload.fp32_output is not None else None
+    except Exception as error:  # too little memory, or weights of another architecture
+        return _References(status=FAILED, reason=f"stock eager fails: {one_line(error)}")
+    finally:
+        _free(config.torch_device)
+    return _References(output, first_call_s, fp32)
+
+
+def _graph(config: BenchConfig, variant: Variant, workload: Workload, reference: Any) -> tuple[float | None, str]:
+    """Milliseconds of a replay, or None and why. A replay is judged like a call: a wrong one gets no time."""
+    device = config.torch_device
+    if config.part == "pipeline":
+        return None, "a pipeline is not one graph"
+    if device.type != "cuda":
+        return None, f"CUDA graphs need CUDA; the device is {device}"
+    if variant.replays_graph:
+        return None, "the variant replays CUDA graphs itself"
+    try:
+        replay, output = timing.capture_graph(workload.call)
+        replay()
+        torch.cuda.synchronize()
+        judgement = workloads.judge(config, output, reference)
+        if judgement.reason:
+            return None, f"the replay is wrong: {judgement.reason}"
+        return timing.time_callable(replay, device, repeats=config.repeats).median_ms, ""
+    except Exception as error:  # whatever a variant does under capture is its result, not the harness's
+        return None, f"capture failed: {one_line(error)}"
+
+
+def _measure(config: BenchConfig, variant: Variant, workload: Workload, stock: _References) -> Row:
+    device = config.torch_device
+    is_eager = variant.name == "eager"
+    with contextlib.ExitStack() as stack:
+        context = prepared(variant, workload.target, config.part)
+        prepare_s, _ = timing.time_once(lambda: stack.enter_context(context), device)
+        call_s, output = timing.time_once(workload.call, device)
+        judgement = workloads.judge(config, output, stock.output)
+        values: dict[str, Any] = {
+            "note": variant.describe(workload.target),
+            "error_eager": _finite(judgement.error),
+            "psnr_db": _finite(judgement.psnr_db),
+        }
+        if stock.fp32 is not None:
+            values["error_fp32"] = _finite(float(relative_error(output, stock.fp32)))
+        if judgement.reason:
+            return _row(config, variant, WRONG, reason=judgement.reason, **values)
+        del output
+        timed = timing.time_callable(workload.call, device, repeats=config.repeats)
+        graph_ms, graph_reason = _graph(config, variant, workload, stock.output)
+    iterations = config.steps if config.part == "pipeline" else 1
+    return _row(
+        config,
+        variant,
+        OK,
+        ready_s=stock.first_call_s if is_eager else prepare_s + call_s,
+        median_ms=timed.median_ms,
+        p10_ms=timed.p10_ms,
+        p90_ms=timed.p90_ms,
+        peak_mib=timed.peak_mib,
+        its=1e3 * iterations / timed.median_ms,
+        graph_ms=graph_ms,
+        graph_reason=graph_reason,
+        **values,
+    )
+
+
+def _attempt(config: BenchConfig, variant: Variant, workload: Workload, stock: _References) -> Row:
+    reason = variant.available(config.torch_device)
+    if reason is not None:
+        return _row(config, variant, UNAVAILABLE, reason=reason)
+    if stock.status != OK:
+        return _row(config, variant, stock.status, reason=stock.reason)
+    try:
+        return _measure(config, variant, workload, stock)
+    except Exception as error:  # a variant that breaks is a row of the table
+        return _row(config, variant, FAILED, reason=one_line(error))
+    finally:
+        _free(config.torch_device)
+
+
+def run(
+    config: BenchConfig,
+    variants: Sequence[Variant] = VARIANTS,
+    *,
+    workload: Workload | None = None,
+    on_variant: Callable[[str], object] = lambda name: None,
+) -> list[Row]:
+    """Measures ``variants`` one after the other on one workload, all under the same global switches.
+
+    Args:
+        workload: an already built one, instead of building the config's.
+        on_variant: called with a variant's name before it starts, for a progress bar.
+    """
+    device = config.torch_device
+    with timing.device_scope(device), timing.global_switches(), torch.no_grad():
+        timing.spin_up(device)
+        if workload is None:
+            workload = workloads.build(config)
+        stock = _references(config, workload)
+        rows = []
+        for variant in variants:
+            on_variant(variant.name)
+            rows.append(_attempt(config, variant, workload, stock))
+    del workload, stock
+    _free(device)
+    return rows
+
+
+def document(kind: str, environment: dict[str, Any], config: dict[str, Any], rows: Iterable[Any]) -> dict[str, Any]:
+    """A run as the JSON that ``--json`` writes and :mod:`sfastgn.bench.tables` reads."""
+    return {
+        "schema": SCHEMA,
+        "kind": kind,
+        "environment": environment,
+        "config": config,
+        "rows": [asdict(row) for row in rows],
+    }
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Writes ``content`` as strict JSON, and makes the folder that it goes to."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def describe(configs: Sequence[BenchConfig]) -> dict[str, Any]:
+    """The configs as JSON, each with its correctness gate in words."""
+    return {"parts": [{**asdict(config), "gate": workloads.gate_text(config)} for config in configs]}
+
+
+def current_environment(device: torch.device) -> dict[str, Any]:
+    """:func:`environment` with the switches that :func:`run` measures under."""
+    with timing.global_switches() as switches:
+        return environment(device, switches)

@@ -1,0 +1,271 @@
+"""GroupNorm+SiLU on the shapes of Stable Diffusion: shapes x providers, checked against fp64, timed hot and cold,
+beside a copy.
+
+The least traffic is one read of x and one write of y, so GB/s count ``2 * N*C*H*W * itemsize`` bytes, and a plain copy
+of x, which moves just that, is the yardstick.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from sfastgn.bench import providers, timing
+from sfastgn.bench.end_to_end import FAILED, OK, UNAVAILABLE, WRONG, one_line
+from sfastgn.bench.providers import OURS, YARDSTICK, Provider
+from sfastgn.bench.workloads import DTYPES
+
+Shape = tuple[int, int, int, int]
+
+GROUPS = 32
+EPS = 1e-5
+
+# Inputs of GroupNorms in the UNets of SD1.5 at 512^2 and SDXL at 1024^2 with guidance, and in the VAE's deeper blocks.
+UNET_SHAPES: tuple[Shape, ...] = (
+    (2, 1280, 8, 8),
+    (2, 2560, 8, 8),
+    (2, 1280, 16, 16),
+    (2, 1920, 16, 16),
+    (2, 2560, 16, 16),
+    (2, 640, 32, 32),
+    (2, 1280, 32, 32),
+    (2, 1920, 32, 32),
+    (2, 2560, 32, 32),
+    (2, 320, 64, 64),
+    (2, 640, 64, 64),
+    (2, 960, 64, 64),
+    (2, 1280, 64, 64),
+    (2, 320, 128, 128),
+    (2, 640, 128, 128),
+    (2, 960, 128, 128),
+    (1, 512, 64, 64),
+    (1, 512, 128, 128),
+    (1, 512, 256, 256),
+)
+# The VAE's large images, and a large batch.
+LARGE_SHAPES: tuple[Shape, ...] = ((1, 256, 512, 512), (1, 512, 512, 512), (1, 128, 1024, 1024), (16, 320, 64, 64))
+SHAPE_SETS: dict[str, tuple[Shape, ...]] = {
+    "unet": UNET_SHAPES,
+    "large": LARGE_SHAPES,
+    "all": UNET_SHAPES + LARGE_SHAPES,
+}
+
+# Relative error against fp64. One rounding costs 3e-4 in fp16 and 2e-3 in bf16; fp16 statistics, as stable-fast's, the
+# same again.
+ERROR_BOUNDS = {"fp16": 5e-3, "bf16": 4e-2, "fp32": 1e-4}
+
+CPU_MAX_ELEMENTS = 2**22
+
+
+@dataclass(frozen=True)
+class KernelConfig:
+    """What to time. On the CPU only where ``wall_clock`` says that launch cost and caches may be in the times."""
+
+    shapes: tuple[Shape, ...]
+    providers: tuple[str, ...]
+    dtype: str
+    device: str
+    repeats: int = 20
+    seed: int = 0
+    wall_clock: bool = False
+
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device(self.device)
+
+
+@dataclass
+class KernelRow:
+    """One provider on one shape. Times are None unless ``status`` is ``"ok"``; ratios are time over the copy's time."""
+
+    shape: Shape
+    provider: str
+    status: str
+    reason: str = ""
+    hot_us: float | None = None
+    cold_us: float | None = None
+    hot_gbps: float | None = None
+    cold_gbps: float | None = None
+    hot_ratio: float | None = None
+    cold_ratio: float | None = None
+    error: float | None = None
+
+
+@dataclass
+class _Case:
+    """One shape's data: inputs by layout, affine parameters, and the fp64 truth."""
+
+    shape: Shape
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor
+    truth: torch.Tensor
+
+    @classmethod
+    def of(cls, shape: Shape, config: KernelConfig) -> _Case:
+        device, dtype = config.torch_device, DTYPES[config.dtype]
+        generator = torch.Generator(device).manual_seed(config.seed)
+        x = torch.randn(shape, generator=generator, device=device, dtype=torch.float32).mul_(1.5).add_(0.5).to(dtype)
+        weight = torch.randn(shape[1], generator=generator, device=device).to(dtype)
+        bias = torch.randn(shape[1], generator=generator, device=device).to(dtype)
+        truth = F.silu(F.group_norm(x.double(), GROUPS, weight.double(), bias.double(), EPS))
+        return cls(shape, x, weight, bias, truth)
+
+    @property
+    def bytes_a_call(self) -> int:
+        return 2 * self.x.numel() * self.x.element_size()
+
+    def inputs(self, provider: Provider) -> list[torch.Tensor]:
+        layout = torch.channels_last if provider.channels_last else torch.contiguous_format
+        first = self.x.contiguous(memory_format=layout)
+        count = timing.cold_sets(self.bytes_a_call) if self.x.is_cuda else 2
+        return [first, *(first.clone(memory_format=torch.preserve_format) for _ in range(count - 1))]
+
+
+def _error(output: torch.Tensor, truth: torch.Tensor) -> float:
+    truth = truth.double()
+    return float(torch.linalg.vector_norm(output.double() - truth) / torch.linalg.vector_norm(truth))
+
+
+def _unavailable(provider: Provider, shape: Shape, config: KernelConfig) -> str | None:
+    reason = provider.reason(config.torch_device)
+    if reason is not None or config.torch_device.type == "cuda":
+        return reason
+    if not config.wall_clock:
+        return "kernel times need an NVIDIA GPU; --device cpu times small shapes on the wall clock"
+    elements = math.prod(shape)
+    return f"{elements:,} elements are too many for the CPU" if elements > CPU_MAX_ELEMENTS else None
+
+
+def _measure(provider: Provider, case: _Case, config: KernelConfig) -> KernelRow:
+    device = config.torch_device
+    call = provider.build(GROUPS, case.weight, case.bias, EPS)
+    inputs = case.inputs(provider)
+    error = _error(call(inputs[0]), case.truth if provider.norm else case.x)
+    bound = ERROR_BOUNDS[config.dtype]
+    if not error <= bound:
+        reason = f"relative error {error:.3g} against fp64 is above {bound:g}"
+        return KernelRow(case.shape, provider.name, WRONG, reason, error=error if math.isfinite(error) else None)
+    # About 2 GiB of traffic a round, so that a round of the largest shape stays short.
+    calls = max(5, min(100, 2**31 // case.bytes_a_call)) if device.type == "cuda" else 3
+    repeats = config.repeats if device.type == "cuda" else min(config.repeats, 3)
+    hot = timing.time_kernel(call, inputs, device, cold=False, calls=calls, repeats=repeats)
+    cold = timing.time_kernel(call, inputs, device, cold=True, calls=calls, repeats=repeats)
+    gbps = case.bytes_a_call / 1e3
+    return KernelRow(
+        case.shape,
+        provider.name,
+        OK,
+        hot_us=hot,
+        cold_us=cold,
+        hot_gbps=gbps / hot,
+        cold_gbps=gbps / cold,
+        error=error,
+    )
+
+
+def _attempt(provider: Provider, shape: Shape, case: _Case | None, config: KernelConfig) -> KernelRow:
+    reason = _unavailable(provider, shape, config)
+    if reason is not None or case is None:
+        return KernelRow(shape, provider.name, UNAVAILABLE, reason or "no case was built")
+    try:
+        return _measure(provider, case, config)
+    except Exception as error:  # a provider that breaks on a shape is a row of the table
+        return KernelRow(shape, provider.name, FAILED, one_line(error))
+
+
+def _add_ratios(rows: Sequence[KernelRow]) -> None:
+    yardsticks = {row.shape: row for row in rows if row.provider == YARDSTICK and row.status == OK}
+    for row in rows:
+        copy = yardsticks.get(row.shape)
+        if row.status != OK or copy is None or row.hot_us is None or row.cold_us is None:
+            continue
+        row.hot_ratio = row.hot_us / copy.hot_us if copy.hot_us else None
+        row.cold_ratio = row.cold_us / copy.cold_us if copy.cold_us else None
+
+
+@contextlib.contextmanager
+def _cheap_collections() -> Iterator[None]:
+    # Every graph capture runs a full garbage collection, which takes a third of a second once PyTorch's modules are
+    # loaded.
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def run(config: KernelConfig, *, on_cell: Callable[[Shape, str], object] = lambda shape, name: None) -> list[KernelRow]:
+    """Times every provider of the config on every shape, under the switches of :func:`timing.global_switches`.
+
+    The copy is measured first, also where the config does not name it: ratios need it.
+    """
+    device = config.torch_device
+    names = dict.fromkeys((YARDSTICK, *config.providers))
+    chosen = [provider for provider in providers.PROVIDERS if provider.name in names]
+    rows: list[KernelRow] = []
+    with timing.device_scope(device), timing.global_switches(), torch.no_grad(), _cheap_collections():
+        timing.spin_up(device)
+        for shape in config.shapes:
+            can_run = any(_unavailable(provider, shape, config) is None for provider in chosen)
+            case = _Case.of(shape, config) if can_run else None
+            for provider in chosen:
+                on_cell(shape, provider.name)
+                rows.append(_attempt(provider, shape, case, config))
+            del case
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+    _add_ratios(rows)
+    return rows
+
+
+def best_peer(rows: Iterable[KernelRow], shape: Shape, *, cold: bool = False) -> KernelRow | None:
+    """The fastest correct provider on ``shape`` that is neither sfastgn nor the copy; None where there is none."""
+    peers = [row for row in rows if row.shape == shape and row.status == OK and row.provider not in (OURS, YARDSTICK)]
+    return min(peers, key=lambda row: (row.cold_us if cold else row.hot_us) or math.inf, default=None)
+
+
+def losses(rows: Sequence[KernelRow], *, cold: bool = False) -> list[Shape]:
+    """Shapes on which some peer is faster than sfastgn, or sfastgn has no time while a peer has one."""
+    found = []
+    for shape in dict.fromkeys(row.shape for row in rows):
+        ours = [row for row in rows if row.shape == shape and row.provider == OURS]
+        peer = best_peer(rows, shape, cold=cold)
+        if not ours or peer is None:
+            continue
+        our_us, peer_us = (row.cold_us if cold else row.hot_us for row in (ours[0], peer))
+        if our_us is None or (peer_us is not None and peer_us < our_us):
+            found.append(shape)
+    return found
+
+
+def geometric_mean(values: Sequence[float]) -> float | None:
+    return math.exp(math.fsum(map(math.log, values)) / len(values)) if values else None
+
+
+def summary(rows: Sequence[KernelRow]) -> dict[str, Any]:
+    """Geometric means of the ratios to copy by set of shapes and provider, each with its number of shapes."""
+    means: dict[str, Any] = {}
+    for set_name, shapes in SHAPE_SETS.items():
+        for name in dict.fromkeys(row.provider for row in rows):
+            timed = [row for row in rows if row.provider == name and row.shape in shapes and row.status == OK]
+            hot = [row.hot_ratio for row in timed if row.hot_ratio]
+            cold = [row.cold_ratio for row in timed if row.cold_ratio]
+            if hot and cold:
+                entry = {"hot": geometric_mean(hot), "cold": geometric_mean(cold), "shapes": len(hot)}
+                means.setdefault(set_name, {})[name] = entry
+    return {
+        "geometric_mean_of_ratio_to_copy": means,
+        "slower_than_best_peer": {
+            "hot": [list(shape) for shape in losses(rows)],
+            "cold": [list(shape) for shape in losses(rows, cold=True)],
+        },
+    }

@@ -1,0 +1,193 @@
+"""Options of the command line and the scripts, checked before anything is built.
+
+Every check raises :class:`OptionError` with one line that names the option, quotes the value and lists what is allowed.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+
+from sfastgn.bench import providers, variants
+from sfastgn.bench.architectures import MODELS
+from sfastgn.bench.kernels import GROUPS, SHAPE_SETS, KernelConfig, Shape
+from sfastgn.bench.workloads import DTYPES, BenchConfig
+
+# Each part's batch and number of timed calls where the user names none; a CPU gets fewer calls. A UNet step has a batch
+# of two for classifier-free guidance.
+DEFAULT_BATCH = {"unet": 2, "vae": 1, "pipeline": 1}
+DEFAULT_REPEATS = {"unet": 50, "vae": 30, "pipeline": 5}
+CPU_REPEATS = {"unet": 5, "vae": 5, "pipeline": 2}
+DEFAULT_STEPS = 30
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+class OptionError(ValueError):
+    """A user's option that cannot be used."""
+
+
+def one_of(option: str, value: str, allowed: Iterable[str]) -> str:
+    names = list(allowed)
+    if value not in names:
+        raise OptionError(f"{option}: unknown value {value!r}; choose from {', '.join(names)}")
+    return value
+
+
+def some_of(option: str, values: Sequence[str], allowed: Iterable[str]) -> list[str]:
+    """Values without doubles, each one of ``allowed``."""
+    if not values:
+        raise OptionError(f"{option}: no value given; choose from {', '.join(allowed)}")
+    names = list(allowed)
+    return [one_of(option, value, names) for value in dict.fromkeys(values)]
+
+
+def split(text: str) -> list[str]:
+    """The entries of a comma-separated list."""
+    return [entry.strip() for entry in text.split(",") if entry.strip()]
+
+
+def positive(option: str, value: int) -> int:
+    if value < 1:
+        raise OptionError(f"{option}: must be a positive whole number, got {value}")
+    return value
+
+
+def image_size(option: str, value: int) -> int:
+    if value < 8 or value % 8:
+        raise OptionError(f"{option}: must be a positive multiple of 8 (pixels of a latent), got {value}")
+    return value
+
+
+def device_name(option: str, value: str | None) -> str:
+    """``value`` as PyTorch knows it; without one, ``cuda`` where there is a GPU, else ``cpu``."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if value is None:
+        return "cuda" if count else "cpu"
+    allowed = ["cpu", *(["cuda", *(f"cuda:{index}" for index in range(count))] if count else [])]
+    if value not in allowed:
+        why = "" if count else " (torch sees no CUDA GPU)"
+        raise OptionError(f"{option}: cannot use {value!r}; choose from {', '.join(allowed)}{why}")
+    return value
+
+
+def weights_source(option: str, value: str, *, words: Sequence[str] = ("random",)) -> str:
+    """One of ``words``, an existing folder or file, or the id of a repository on the Hugging Face Hub."""
+    if value in words or Path(value).expanduser().exists():
+        return value
+    if _HUB_ID.fullmatch(value) and not value.startswith("."):
+        return value
+    raise OptionError(f"{option}: no such path {value!r}; give {', '.join(words)}, a path, or a Hub id (owner/name)")
+
+
+def json_path(option: str, value: Path | None) -> Path | None:
+    if value is not None and (value.is_dir() or any(parent.is_file() for parent in value.parents)):
+        raise OptionError(f"{option}: cannot write a file at {str(value)!r}")
+    return value
+
+
+def dtype_name(option: str, value: str | None, device: str) -> str:
+    """``value``; without one fp16 on a GPU and fp32 on the CPU."""
+    if value is None:
+        return "fp32" if device == "cpu" else "fp16"
+    return one_of(option, value, DTYPES)
+
+
+def bench_configs(
+    *,
+    model: str,
+    parts: Sequence[str],
+    size: int | None = None,
+    batch: int | None = None,
+    steps: int = DEFAULT_STEPS,
+    dtype: str | None = None,
+    device: str | None = None,
+    weights: str = "random",
+    repeats: int | None = None,
+    seed: int = 0,
+    fp32_reference: bool = False,
+) -> list[BenchConfig]:
+    """One checked config for each part. Raises OptionError."""
+    one_of("--model", model, MODELS)
+    chosen = some_of("--part", parts, variants.PARTS)
+    device = device_name("--device", device)
+    dtype = dtype_name("--dtype", dtype, device)
+    size = image_size("--size", default_size(model) if size is None else size)
+    positive("--steps", steps)
+    weights_source("--weights", weights)
+    default_repeats = CPU_REPEATS if device == "cpu" else DEFAULT_REPEATS
+    return [
+        BenchConfig(
+            model=model,
+            part=part,
+            size=size,
+            batch=positive("--batch", DEFAULT_BATCH[part] if batch is None else batch),
+            dtype=dtype,
+            device=device,
+            repeats=positive("--repeats", default_repeats[part] if repeats is None else repeats),
+            steps=steps,
+            weights=weights,
+            seed=seed,
+            fp32_reference=fp32_reference,
+        )
+        for part in chosen
+    ]
+
+
+def default_size(model: str) -> int:
+    """Pixels that the model was made for."""
+    return {"sd15": 512, "sdxl": 1024}.get(model, 64)
+
+
+def variant_list(option: str, text: str) -> list[variants.Variant]:
+    """Registry entries in the registry's order; ``all`` names every one."""
+    names = list(variants.NAMES) if text == "all" else some_of(option, split(text), variants.NAMES)
+    return [variant for variant in variants.VARIANTS if variant.name in names]
+
+
+def shape_list(option: str, text: str) -> tuple[Shape, ...]:
+    """A named set of shapes, or a comma list of N x C x H x W with C divisible by the number of groups."""
+    if text in SHAPE_SETS:
+        return SHAPE_SETS[text]
+    shapes = []
+    for entry in split(text):
+        numbers = re.fullmatch(r"(\d+)x(\d+)x(\d+)x(\d+)", entry)
+        shape = tuple(map(int, numbers.groups())) if numbers else ()
+        if len(shape) != 4 or math.prod(shape) == 0 or shape[1] % GROUPS:
+            allowed = ", ".join(SHAPE_SETS)
+            wanted = f"NxCxHxW with C divisible by {GROUPS}, or one of {allowed}"
+            raise OptionError(f"{option}: cannot use shape {entry!r}; give {wanted}")
+        shapes.append(shape)
+    if not shapes:
+        raise OptionError(f"{option}: no shape in {text!r}; give NxCxHxW or one of {', '.join(SHAPE_SETS)}")
+    return tuple(dict.fromkeys(shapes))
+
+
+def kernel_config(
+    *,
+    shapes: str = "all",
+    names: str | None = None,
+    dtype: str = "fp16",
+    device: str | None = None,
+    repeats: int = 20,
+    seed: int = 0,
+) -> KernelConfig:
+    """A checked config of ``sfastgn kernels``. Raises OptionError."""
+    by_default = [provider.name for provider in providers.PROVIDERS if provider.by_default]
+    if names == "all":
+        chosen = list(providers.NAMES)
+    else:
+        chosen = by_default if names is None else some_of("--providers", split(names), providers.NAMES)
+    return KernelConfig(
+        shapes=shape_list("--shapes", shapes),
+        providers=tuple(chosen),
+        dtype=one_of("--dtype", dtype, DTYPES),
+        device=device_name("--device", device),
+        repeats=positive("--repeats", repeats),
+        seed=seed,
+        wall_clock=device == "cpu",
+    )

@@ -1,0 +1,133 @@
+"""Implementations of GroupNorm+SiLU to time against each other. One implementation is one entry of ``PROVIDERS``."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from sfastgn.bench import stable_fast
+
+Call = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Provider:
+    """One implementation.
+
+    Attributes:
+        name: what the command line, the JSON and the tables call it.
+        reason: None where it can run on the device, else why not, in one line.
+        build: (num_groups, weight (C,), bias (C,), eps) -> a call from x (N, C, H, W) to y of the same shape.
+        channels_last: the layout of the x that it is given.
+        by_default: run where the user names no providers.
+        norm: it computes GroupNorm+SiLU; False for the copy that the others are measured by.
+    """
+
+    name: str
+    reason: Callable[[torch.device], str | None]
+    build: Callable[[int, torch.Tensor, torch.Tensor, float], Call]
+    channels_last: bool = True
+    by_default: bool = True
+    norm: bool = True
+
+
+def _always(device: torch.device) -> str | None:
+    return None
+
+
+def _copy(num_groups: int, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> Call:
+    return lambda x: torch.empty_like(x).copy_(x)
+
+
+def _eager(num_groups: int, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> Call:
+    return lambda x: F.silu(F.group_norm(x, num_groups, weight, bias, eps))
+
+
+def _inductor_reason(device: torch.device) -> str | None:
+    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        return "torch.compile needs triton on CUDA; it is not installed"
+    return None
+
+
+def _inductor(num_groups: int, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> Call:
+    import torch._dynamo
+
+    # Every shape is a compilation of its own; without a reset the tenth would fall back to eager.
+    torch._dynamo.reset()
+    return torch.compile(_eager(num_groups, weight, bias, eps), dynamic=False)
+
+
+def _stable_fast(num_groups: int, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> Call:
+    forward = stable_fast.group_norm_silu()
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return forward(x, num_groups, weight, bias, eps)
+
+    return call
+
+
+def _needs(package: str, device: torch.device) -> str | None:
+    try:
+        found = importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:
+        found = False
+    if not found:
+        return f"package {package} is not installed"
+    return None if device.type == "cuda" else f"{package} needs CUDA; the device is {device}"
+
+
+def _with_affine(module: torch.nn.Module, weight: torch.Tensor, bias: torch.Tensor) -> Call:
+    module = module.to(device=weight.device, dtype=weight.dtype)
+    module.load_state_dict({"weight": weight, "bias": bias})
+    return module
+
+
+def _gnnhwc(num_groups: int, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> Call:
+    from gnNHWC.custom_gn import GN_NHWC
+
+    return _with_affine(GN_NHWC(num_groups, weight.numel(), eps=eps, activation="silu"), weight, bias)
+
+
+def _apex(num_groups: int, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> Call:
+    from apex.contrib.group_norm import GroupNorm
+
+    module = GroupNorm(num_groups, weight.numel(), eps=eps, device=weight.device, dtype=weight.dtype, act="silu")
+    supported: Any = getattr(module, "SUPPORTED_CHANNELS", None)
+    if supported is not None and weight.numel() not in supported:
+        raise ValueError(f"apex has no kernel for {weight.numel()} channels and would run PyTorch's")
+    return _with_affine(module, weight, bias)
+
+
+def _sfastgn(num_groups: int, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> Call:
+    import sfastgn
+
+    return lambda x: sfastgn.group_norm(x, num_groups, weight, bias, eps, activation="silu")
+
+
+# stable_fast comes after all that launch Triton kernels: its import touches Triton.
+PROVIDERS: tuple[Provider, ...] = (
+    Provider("copy", _always, _copy, norm=False),
+    Provider("eager_nchw", _always, _eager, channels_last=False),
+    Provider("eager_nhwc", _always, _eager),
+    Provider("sfastgn", _always, _sfastgn),
+    Provider("inductor", _inductor_reason, _inductor, by_default=False),
+    Provider("gnnhwc", lambda device: _needs("gnNHWC", device), _gnnhwc),
+    Provider("apex", lambda device: _needs("apex.contrib.group_norm", device), _apex),
+    Provider("stable_fast", stable_fast.kernel_reason, _stable_fast),
+)
+
+NAMES: tuple[str, ...] = tuple(provider.name for provider in PROVIDERS)
+OURS, YARDSTICK = "sfastgn", "copy"
+
+
+def by_name(name: str) -> Provider:
+    """The registry's entry. Raises ValueError that lists the names."""
+    for provider in PROVIDERS:
+        if provider.name == name:
+            return provider
+    raise ValueError(f"providers.by_name: unknown provider {name!r}; there are {', '.join(NAMES)}")

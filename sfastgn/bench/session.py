@@ -1,0 +1,107 @@
+"""One run of the harness as a user sees it: progress, tables, the gate in words, JSON, exit code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from sfastgn.bench import end_to_end, kernels, providers, tables, workloads
+from sfastgn.bench.end_to_end import OK, WRONG, Row
+from sfastgn.bench.kernels import KernelConfig
+from sfastgn.bench.variants import Variant
+from sfastgn.bench.workloads import BenchConfig
+
+# A file or a pipe has no width; narrower than this, rich would cut the tables.
+PIPE_WIDTH = 160
+
+
+def console() -> Console:
+    """Standard output as tables want it: a terminal as wide as it is, anything else wide enough."""
+    out = Console(highlight=False)
+    return out if out.is_terminal else Console(highlight=False, width=max(out.width, PIPE_WIDTH))
+
+
+def _progress() -> Progress:
+    # On standard error, so that a redirected standard output holds the tables only.
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    errors = Console(stderr=True)
+    return Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal)
+
+
+def _where(environment: dict[str, Any]) -> str:
+    packages = environment["packages"]
+    versions = ", ".join(f"{name} {packages[name]}" for name in ("torch", "triton", "diffusers") if packages[name])
+    switches = ", ".join(f"{name}={value}" for name, value in environment["switches"].items())
+    return f"{environment['gpu'] or environment['machine']}, {versions}; for every variant {switches}"
+
+
+def _print_part(out: Console, config: BenchConfig, rows: Sequence[Row]) -> None:
+    steps = f", {config.steps} steps" if config.part == "pipeline" else ""
+    what = f"{config.model} {config.part}, {config.size}x{config.size}, batch {config.batch}{steps}"
+    out.print(tables.end_to_end_table(rows, f"{what}, {config.dtype} on {config.device}, {config.weights} weights"))
+    out.print(f"correctness gate, before any time: {workloads.gate_text(config)}", style="dim")
+    if config.fp32_reference and config.part == "pipeline":
+        out.print("no fp32 reference: a full pipeline is compared with eager only", style="dim")
+    for line in tables.graph_notes(rows):
+        out.print(line, style="dim")
+
+
+def run_bench(
+    configs: Sequence[BenchConfig], variants: Sequence[Variant], *, json: Path | None = None, out: Console | None = None
+) -> int:
+    """Measures, prints and writes; returns the exit code: 0, or 1 where an output was wrong or no variant ran at all."""
+    out = out or console()
+    environment = end_to_end.current_environment(torch.device(configs[0].device))
+    rows: list[Row] = []
+    with _progress() as progress:
+        task = progress.add_task("building", total=len(configs) * len(variants))
+        for config in configs:
+
+            def on_variant(name: str, part: str = config.part) -> None:
+                progress.update(task, description=f"{part}: {name}", advance=0 if name == variants[0].name else 1)
+
+            part_rows = end_to_end.run(config, variants, on_variant=on_variant)
+            progress.advance(task)
+            rows += part_rows
+            _print_part(out, config, part_rows)
+    out.print(_where(environment), style="dim")
+    if json is not None:
+        described = end_to_end.describe(configs)
+        end_to_end.write_json(json, end_to_end.document("end_to_end", environment, described, rows))
+        out.print(f"wrote {json}", style="dim")
+    return 1 if any(row.status == WRONG for row in rows) or not any(row.status == OK for row in rows) else 0
+
+
+def run_kernels(config: KernelConfig, *, json: Path | None = None, out: Console | None = None) -> int:
+    """Times the kernels, prints and writes; returns the exit code: 0, or 1 where some output was wrong."""
+    out = out or console()
+    environment = end_to_end.current_environment(config.torch_device)
+    with _progress() as progress:
+        total = len(config.shapes) * len({providers.YARDSTICK, *config.providers})
+        task = progress.add_task("building", total=total)
+
+        def on_cell(shape: Sequence[int], name: str) -> None:
+            progress.update(task, description=f"{'x'.join(map(str, shape))} {name}", advance=1)
+
+        rows = kernels.run(config, on_cell=on_cell)
+    if any(row.status == OK for row in rows):
+        title = f"GroupNorm({kernels.GROUPS}) + SiLU, {config.dtype} on {config.device}"
+        out.print(tables.kernels_table(rows, title))
+    for line in tables.missing_cells(rows):
+        out.print(line, style="dim")
+    left_out = [name for name in providers.NAMES if name not in (*config.providers, providers.YARDSTICK)]
+    if left_out:
+        out.print(f"not run (name them in --providers): {', '.join(left_out)}", style="dim")
+    out.print(f"gate: relative error against fp64 at most {kernels.ERROR_BOUNDS[config.dtype]:g}", style="dim")
+    out.print(_where(environment), style="dim")
+    if json is not None:
+        content = end_to_end.document("kernels", environment, asdict(config), rows)
+        end_to_end.write_json(json, {**content, "summary": kernels.summary(rows)})
+        out.print(f"wrote {json}", style="dim")
+    return 1 if any(row.status == WRONG for row in rows) else 0

@@ -1,0 +1,76 @@
+"""What a variant may change on a model, remembered and put back: the next variant starts from the stock model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+# nn.Module keeps these in dicts of its own, which a shallow copy of vars() would share with the module.
+_REGISTRIES = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
+
+
+def modules_of(target: object) -> dict[str, nn.Module]:
+    """The nn.Modules that ``target`` is (under "") or, as a diffusers pipeline, has as components."""
+    if isinstance(target, nn.Module):
+        return {"": target}
+    components = getattr(target, "components", None)
+    if not isinstance(components, dict):
+        raise TypeError(f"modules_of: expected an nn.Module or a diffusers pipeline, got {type(target).__name__}")
+    return {name: part for name, part in components.items() if isinstance(part, nn.Module)}
+
+
+@dataclass
+class _Saved:
+    owner: Any
+    kind: type
+    attributes: dict[str, Any]
+    registries: dict[str, dict[str, Any]]
+
+    @classmethod
+    def of(cls, owner: Any) -> _Saved:
+        attributes = dict(vars(owner))
+        registries = {name: dict(attributes[name]) for name in _REGISTRIES if name in attributes}
+        return cls(owner, type(owner), attributes, registries)
+
+    def restore(self) -> None:
+        if type(self.owner) is not self.kind:
+            self.owner.__class__ = self.kind
+        current = vars(self.owner)
+        current.clear()
+        current.update(self.attributes)
+        for name, entries in self.registries.items():
+            registry = current[name]
+            registry.clear()
+            registry.update(entries)
+
+
+class Snapshot:
+    """Classes, attributes, hooks and tensor strides of a model or pipeline at one moment. It copies no tensor.
+
+    Weights are expected to keep their values and may change their memory format; :meth:`restore` gives the old one
+    back.
+    """
+
+    def __init__(self, target: object) -> None:
+        roots = modules_of(target)
+        owners: dict[int, Any] = {id(module): module for root in roots.values() for module in root.modules()}
+        if not isinstance(target, nn.Module):
+            processor = getattr(target, "image_processor", None)
+            owners.update({id(owner): owner for owner in (target, processor) if owner is not None})
+        self._saved = [_Saved.of(owner) for owner in owners.values()]
+        tensors = {id(tensor): tensor for root in roots.values() for tensor in (*root.parameters(), *root.buffers())}
+        self._strides = [(tensor, tensor.stride()) for tensor in tensors.values()]
+
+    def restore(self) -> None:
+        """Puts everything back. Calling it on an unchanged model changes nothing."""
+        for saved in self._saved:
+            saved.restore()
+        with torch.no_grad():
+            for tensor, stride in self._strides:
+                if tensor.stride() != stride:
+                    tensor.data = torch.empty_strided(
+                        tensor.shape, stride, dtype=tensor.dtype, device=tensor.device
+                    ).copy_(tensor.data)

@@ -1,0 +1,295 @@
+"""Results as tables: in the terminal, and in Markdown from committed JSON.
+
+``python -m sfastgn.bench.tables --write README.md`` renews what lies between ``<!-- table:NAME -->`` and
+``<!-- /table:NAME -->``; ``--check README.md`` exits with 1 where that would change the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from sfastgn.bench.end_to_end import OK, Row
+from sfastgn.bench.kernels import KernelRow, best_peer, losses, summary
+from sfastgn.bench.providers import OURS, PROVIDERS
+from sfastgn.bench.variants import PARTS, VARIANTS
+
+RESULTS = Path("benchmarks")
+NOTHING = "-"
+LOSS = "†"
+
+MODEL_LABELS = {"sd15": "SD1.5", "sdxl": "SDXL"}
+PART_LABELS = {"unet": "UNet step", "vae": "VAE decode", "pipeline": "pipeline"}
+GRAPHED = ("eager", "compile", "sfastgn")
+
+
+def _number(value: float | None, digits: int = 3) -> str:
+    """``value`` with ``digits`` significant digits and no exponent."""
+    if value is None:
+        return NOTHING
+    if value == 0 or abs(value) >= 10**digits:
+        return f"{value:.0f}"
+    return f"{float(f'{value:.{digits}g}'):.10f}".rstrip("0").rstrip(".")
+
+
+def _error(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:.1e}"
+
+
+def _labels() -> dict[str, str]:
+    return {variant.name: variant.label for variant in VARIANTS}
+
+
+# ---- the terminal
+
+
+def _speed_up(row: Row, eager: Row | None) -> str:
+    if eager is None or row.median_ms is None or eager.median_ms is None:
+        return NOTHING
+    return f"{eager.median_ms / row.median_ms:.2f}x"
+
+
+def end_to_end_table(rows: Sequence[Row], title: str) -> Table:
+    """One part's rows. Columns that no row has a value for are left out, and a row that is not ok shows no time."""
+    labels = _labels()
+    eager = next((row for row in rows if row.variant == "eager" and row.status == OK), None)
+    columns: list[tuple[str, Callable[[Row], str]]] = [
+        ("ready s", lambda row: _number(row.ready_s)),
+        ("median ms", lambda row: _number(row.median_ms, 4)),
+        ("p10-p90 ms", lambda row: NOTHING if row.p10_ms is None else f"{_number(row.p10_ms)}-{_number(row.p90_ms)}"),
+        ("speed-up", lambda row: _speed_up(row, eager)),
+        ("graph ms", lambda row: _number(row.graph_ms, 4)),
+        ("it/s", lambda row: _number(row.its)),
+        ("peak MiB", lambda row: _number(row.peak_mib, 5)),
+        ("error, eager", lambda row: _error(row.error_eager)),
+        ("error, fp32", lambda row: _error(row.error_fp32)),
+        ("PSNR dB", lambda row: _number(row.psnr_db)),
+    ]
+    shown = [(name, cell) for name, cell in columns if any(cell(row) != NOTHING for row in rows)]
+    table = Table(title=title, title_justify="left")
+    table.add_column("variant", no_wrap=True)
+    for name, _ in shown:
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("status and note", overflow="fold")
+    for row in rows:
+        note = row.note if row.status == OK else f"{row.status}: {row.reason}"
+        table.add_row(labels.get(row.variant, row.variant), *(cell(row) for _, cell in shown), note)
+    return table
+
+
+def graph_notes(rows: Iterable[Row]) -> list[str]:
+    """Why there is no graph time, one line a reason, with the variants that it holds for."""
+    by_reason: dict[str, list[str]] = {}
+    for row in rows:
+        if row.graph_reason:
+            by_reason.setdefault(row.graph_reason, []).append(row.variant)
+    return [f"no graph time for {', '.join(names)}: {reason}" for reason, names in by_reason.items()]
+
+
+def _kernel_cell(row: KernelRow | None, lost: bool) -> str:
+    if row is None or row.status != OK:
+        return NOTHING
+    return f"{_number(row.hot_us)} ({_number(row.cold_us)}){LOSS if lost else ''}"
+
+
+def _shape_text(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape))
+
+
+def _kernel_names(rows: Sequence[KernelRow]) -> list[str]:
+    """Providers with at least one time, ours last."""
+    timed = {row.provider for row in rows if row.status == OK}
+    names = [provider.name for provider in PROVIDERS if provider.name in timed and provider.name != OURS]
+    return [*names, *([OURS] if OURS in timed else [])]
+
+
+def _kernel_cells(rows: Sequence[KernelRow], mark_best: str) -> tuple[list[str], list[list[str]]]:
+    """Header and body of the shapes x providers table; ``mark_best`` goes around the best peer's cell."""
+    names = _kernel_names(rows)
+    cells = {(row.shape, row.provider): row for row in rows}
+    lost = losses(rows)
+    body = []
+    for shape in dict.fromkeys(row.shape for row in rows):
+        best = best_peer(rows, shape)
+        line = [_shape_text(shape)]
+        for name in names:
+            text = _kernel_cell(cells.get((shape, name)), name == OURS and shape in lost)
+            line.append(f"{mark_best}{text}{mark_best}" if best is not None and best.provider == name else text)
+        body.append(line)
+    return ["N x C x H x W", *names], body
+
+
+def _kernel_means(rows: Sequence[KernelRow]) -> list[tuple[str, list[str]]]:
+    """Geometric means of time over copy by set of shapes: a label, and a cell for each of :func:`_kernel_names`."""
+    means = summary(rows)["geometric_mean_of_ratio_to_copy"]
+    lines = []
+    for set_name, by_provider in means.items():
+        cells = []
+        for name in _kernel_names(rows):
+            entry = by_provider.get(name)
+            cells.append(f"{entry['hot']:.2f} ({entry['cold']:.2f}) on {entry['shapes']}" if entry else NOTHING)
+        lines.append((set_name, cells))
+    return lines
+
+
+def missing_cells(rows: Iterable[KernelRow]) -> list[str]:
+    """Why cells are empty, one line for each provider and reason."""
+    by_reason: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        if row.status != OK:
+            by_reason.setdefault((row.provider, f"{row.status}: {row.reason}"), []).append(_shape_text(row.shape))
+    return [
+        f"{name}: {reason}" + (f" ({len(shapes)} shapes)" if len(shapes) > 3 else f" ({', '.join(shapes)})")
+        for (name, reason), shapes in by_reason.items()
+    ]
+
+
+def kernels_table(rows: Sequence[KernelRow], title: str) -> Table:
+    """Shapes x providers, microseconds hot (cold), our GB/s and ratio to copy, geometric means at the end."""
+    header, body = _kernel_cells(rows, "")
+    ours = {_shape_text(row.shape): row for row in rows if row.provider == OURS}
+    table = Table(title=title, title_justify="left", caption=f"microseconds, hot L2 (cold L2); {LOSS} a peer is faster")
+    for name in header:
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column(f"{OURS} GB/s", justify="right", no_wrap=True)
+    table.add_column(f"{OURS} / copy", justify="right", no_wrap=True)
+    for line in body:
+        row = ours.get(line[0])
+        gbps = _number(row.hot_gbps, 4) if row else NOTHING
+        table.add_row(*line, gbps, _number(row.hot_ratio) if row else NOTHING)
+    table.add_section()
+    for set_name, cells in _kernel_means(rows):
+        table.add_row(f"mean / copy, {set_name}", *cells, "", "")
+    return table
+
+
+# ---- Markdown
+
+
+def _markdown(header: Sequence[str], body: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *body]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _documents(results: Path, kind: str) -> list[dict[str, Any]]:
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.rglob("*.json"))]
+    return [content for content in found if isinstance(content, dict) and content.get("kind") == kind]
+
+
+def _source_line(content: dict[str, Any]) -> str:
+    """Where and with what a run was made."""
+    env = content["environment"]
+    packages = env.get("packages", {})
+    versions = ", ".join(f"{name} {packages[name]}" for name in ("torch", "triton", "diffusers") if packages.get(name))
+    commit = (env.get("git") or {}).get("commit")
+    source = f"commit {commit[:10]}" if commit else f"source {str(env.get('source_sha256'))[:10]}"
+    driver = f", driver {env['driver']}" if env.get("driver") else ""
+    return f"{env.get('gpu') or env.get('device')}{driver}, {versions}, {source}, {str(env.get('date'))[:10]}"
+
+
+def _milliseconds(value: float | None, eager: float | None) -> str:
+    if value is None:
+        return NOTHING
+    return f"{_number(value)} ({value / eager:.2f}x)" if eager else _number(value)
+
+
+def _result_title(row: Row) -> str:
+    model = MODEL_LABELS.get(row.model, row.model)
+    what = f"VAE decode, {model}" if row.part == "vae" else f"{model} {PART_LABELS[row.part]}"
+    return f"{what} {row.size}², batch {row.batch}, {row.dtype}"
+
+
+def results_markdown(results: Path) -> str:
+    """The end-to-end table of all committed runs."""
+    documents = _documents(results, "end_to_end")
+    groups: dict[tuple[int, str, int], dict[str, Row]] = {}
+    for content in documents:
+        for row in (Row(**values) for values in content["rows"]):
+            groups.setdefault((PARTS.index(row.part), row.model, row.size), {})[row.variant] = row
+    if not groups:
+        return "No results are committed yet."
+    labels = _labels()
+    header = ["milliseconds (time over eager's)", *labels.values(), *(f"{labels[name]} + graph" for name in GRAPHED)]
+    body = []
+    for _, by_variant in sorted(groups.items()):
+        eager = by_variant["eager"].median_ms if "eager" in by_variant else None
+        times = [by_variant[name].median_ms if name in by_variant else None for name in labels]
+        graphs = [by_variant[name].graph_ms if name in by_variant else None for name in GRAPHED]
+        title = _result_title(next(iter(by_variant.values())))
+        body.append([title, *(_milliseconds(value, eager) for value in (*times, *graphs))])
+    rows = [row for by_variant in groups.values() for row in by_variant.values()]
+    reasons = dict.fromkeys(f"{labels[row.variant]} {row.status}: {row.reason}" for row in rows if row.status != OK)
+    sources = dict.fromkeys(_source_line(content) for content in documents)
+    return "\n\n".join([_markdown(header, body), *(f"{line}." for line in (*reasons, *sources))])
+
+
+def _kernel_rows(content: dict[str, Any]) -> list[KernelRow]:
+    return [KernelRow(**{**values, "shape": tuple(values["shape"])}) for values in content["rows"]]
+
+
+def kernels_markdown(results: Path) -> str:
+    """The shapes x providers table of each committed run of ``sfastgn kernels``."""
+    blocks = []
+    for content in _documents(results, "kernels"):
+        rows = _kernel_rows(content)
+        header, body = _kernel_cells(rows, "**")
+        body += [[f"mean of time / copy, {name}", *cells] for name, cells in _kernel_means(rows)]
+        legend = f"Microseconds, hot L2 (cold L2); bold: the best peer; {LOSS}: a peer is faster than sfastgn."
+        blocks += [_markdown(header, body), legend, *(f"{line}." for line in missing_cells(rows))]
+        blocks.append(f"{content['config']['dtype']}, {_source_line(content)}.")
+    return "\n\n".join(blocks) or "No results are committed yet."
+
+
+TABLES: dict[str, Callable[[Path], str]] = {"results": results_markdown, "kernels": kernels_markdown}
+
+_SLOT = re.compile(r"(<!-- table:(?P<name>[\w-]+) -->)(?P<body>.*?)(<!-- /table:(?P=name) -->)", re.DOTALL)
+
+
+def filled(text: str, results: Path) -> str:
+    """``text`` with every table slot filled from the JSON files under ``results``.
+
+    Raises:
+        ValueError: a slot has a name that no table has, or is not closed.
+    """
+    opened = re.findall(r"<!-- table:([\w-]+) -->", text)
+    unknown = sorted(set(opened) - set(TABLES))
+    if unknown:
+        raise ValueError(f"no table is called {', '.join(unknown)}; there are {', '.join(TABLES)}")
+    closed = [match["name"] for match in _SLOT.finditer(text)]
+    if closed != opened:
+        raise ValueError(f"the slots opened are {opened}, those closed {closed}")
+    return _SLOT.sub(lambda match: f"{match[1]}\n{TABLES[match['name']](results)}\n{match[4]}", text)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code: 0, 1 where a checked file is stale, 2 where it cannot be filled."""
+    parser = argparse.ArgumentParser(prog="python -m sfastgn.bench.tables", description=__doc__.splitlines()[0])
+    mode = parser.add_mutually_exclusive_group(required=True)
+    mode.add_argument("--write", type=Path, metavar="FILE", help="renew the tables in FILE")
+    mode.add_argument("--check", type=Path, metavar="FILE", help="exit with 1 where FILE's tables are stale")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON files (default: benchmarks)")
+    options = parser.parse_args(arguments)
+    path = options.write or options.check
+    try:
+        old = path.read_text(encoding="utf-8")
+        new = filled(old, options.results)
+    except (OSError, ValueError) as error:
+        print(f"tables: {path}: {error}", file=sys.stderr)
+        return 2
+    if options.write:
+        path.write_text(new, encoding="utf-8")
+    elif new != old:
+        print(f"tables: {path} is stale; run: python -m sfastgn.bench.tables --write {path}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

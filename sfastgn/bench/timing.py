@@ -1,0 +1,236 @@
+"""Clocks of the harness: one call, many calls, a captured CUDA graph, and microsecond kernels with a hot or a cold L2.
+
+Times on CUDA come from events, on the CPU from ``time.perf_counter``. A time is the median; its spread is the 10th and
+90th percentile. Nothing here knows a model or a variant.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+# A cold measurement walks through at least this much memory, more than twice the L2 of any GPU of 2026 (H200: 60 MB).
+COLD_BYTES = 256 * 2**20
+MAX_COLD_SETS = 512
+
+SPIN_UP_SECONDS = 0.3
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Median and spread of repeated calls, milliseconds a call.
+
+    ``peak_mib`` is the highest number of MiB that PyTorch's CUDA allocator held during the calls, weights and inputs
+    included; None on the CPU.
+    """
+
+    median_ms: float
+    p10_ms: float
+    p90_ms: float
+    repeats: int
+    peak_mib: float | None = None
+
+    @classmethod
+    def of(cls, samples_ms: Sequence[float], peak_mib: float | None = None) -> Timing:
+        if not samples_ms:
+            raise ValueError("Timing.of: no samples")
+        if len(samples_ms) == 1:
+            return cls(samples_ms[0], samples_ms[0], samples_ms[0], 1, peak_mib)
+        tenths = statistics.quantiles(samples_ms, n=10, method="inclusive")
+        return cls(statistics.median(samples_ms), tenths[0], tenths[-1], len(samples_ms), peak_mib)
+
+
+@contextlib.contextmanager
+def global_switches(
+    *, cudnn_benchmark: bool = True, cudnn_tf32: bool = True, matmul_tf32: bool = False
+) -> Iterator[dict[str, bool]]:
+    """Sets PyTorch's process-wide speed switches for the body, the same for every variant, and puts them back.
+
+    The TF32 defaults are PyTorch's own, made explicit. Yields what is in force, for the record.
+    """
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    before = (cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32)
+    cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32 = cudnn_benchmark, cudnn_tf32, matmul_tf32
+    try:
+        yield {
+            "cudnn.benchmark": cudnn_benchmark,
+            "cudnn.allow_tf32": cudnn_tf32,
+            "cuda.matmul.allow_tf32": matmul_tf32,
+        }
+    finally:
+        cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32 = before
+
+
+def device_scope(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Makes ``device`` the current CUDA device, which events, streams and graphs belong to; nothing on the CPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def spin_up(device: torch.device) -> None:
+    """Creates the CUDA context, loads cuBLAS and cuDNN, raises the clocks: no variant pays for being the first."""
+    if device.type != "cuda":
+        return
+    a = torch.randn(2048, 2048, device=device, dtype=torch.float16)
+    image = torch.randn(1, 64, 64, 64, device=device, dtype=torch.float16)
+    weight = torch.randn(64, 64, 3, 3, device=device, dtype=torch.float16)
+    torch.nn.functional.conv2d(image, weight, padding=1)
+    until = time.perf_counter() + SPIN_UP_SECONDS
+    while time.perf_counter() < until:
+        for _ in range(20):
+            torch.mm(a, a)
+        synchronize(device)
+
+
+def time_once(fn: Callable[[], T], device: torch.device) -> tuple[float, T]:
+    """Wall-clock seconds of one call of ``fn``, finished on the device, and its result."""
+    synchronize(device)
+    start = time.perf_counter()
+    result = fn()
+    synchronize(device)
+    return time.perf_counter() - start, result
+
+
+def _event_samples(fn: Callable[[], object], repeats: int) -> list[float]:
+    # No synchronisation between the calls: that is how a denoising loop runs, and a GPU that waits for the CPU shows in
+    # the times.
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+    for start, end in events:
+        start.record()
+        fn()
+        end.record()
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) for start, end in events]
+
+
+def _clock_samples(fn: Callable[[], object], repeats: int) -> list[float]:
+    samples = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        fn()
+        samples.append((time.perf_counter() - start) * 1e3)
+    return samples
+
+
+def time_callable(fn: Callable[[], object], device: torch.device, *, repeats: int, warmup: int = 2) -> Timing:
+    """Times ``repeats`` calls of ``fn`` after ``warmup`` calls that do not count.
+
+    Raises:
+        ValueError: ``repeats`` is not positive or ``warmup`` is negative.
+    """
+    if repeats < 1:
+        raise ValueError(f"time_callable: repeats must be positive, got {repeats}")
+    if warmup < 0:
+        raise ValueError(f"time_callable: warmup must not be negative, got {warmup}")
+    for _ in range(warmup):
+        fn()
+    if device.type != "cuda":
+        return Timing.of(_clock_samples(fn, repeats))
+    with device_scope(device):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        samples = _event_samples(fn, repeats)
+        return Timing.of(samples, torch.cuda.max_memory_allocated() / 2**20)
+
+
+def capture_graph(fn: Callable[[], T], *, warmup: int = 3) -> tuple[Callable[[], None], T]:
+    """Captures one call of ``fn`` on the current CUDA device.
+
+    Returns:
+        The replay function, and the captured call's result: each replay writes its values anew.
+
+    Raises:
+        RuntimeError: the call cannot be captured (it synchronises, allocates through another allocator, uses the
+            default stream).
+    """
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    # Lazy initialisation and autotuning are not allowed under capture, and happen once a stream.
+    with torch.cuda.stream(side):
+        for _ in range(warmup):
+            fn()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        result = fn()
+    return graph.replay, result
+
+
+def time_cuda_graph(fn: Callable[[], object], device: torch.device, *, repeats: int) -> Timing:
+    """Milliseconds of one replay of the CUDA graph of one call of ``fn``. Raises as :func:`capture_graph`."""
+    with device_scope(device):
+        replay, result = capture_graph(fn)
+        timing = time_callable(replay, device, repeats=repeats)
+        # The result's memory belongs to the graph: it has to live as long as there are replays.
+        del result
+        return timing
+
+
+def cold_sets(bytes_a_call: int) -> int:
+    """How many input sets make every call find L2 cold, where one call touches ``bytes_a_call`` bytes."""
+    return max(2, min(MAX_COLD_SETS, -(-COLD_BYTES // max(1, bytes_a_call))))
+
+
+def _rotate(fn: Callable[[T], object], inputs: Sequence[T], calls: int) -> list[object]:
+    # The outputs of a round stay alive: freed at once, every call would write to the same, hot, memory.
+    outputs: list[object] = [None] * len(inputs)
+    for call in range(calls):
+        slot = call % len(inputs)
+        outputs[slot] = None
+        outputs[slot] = fn(inputs[slot])
+    return outputs
+
+
+def time_kernel(
+    fn: Callable[[T], object],
+    inputs: Sequence[T],
+    device: torch.device,
+    *,
+    cold: bool,
+    calls: int = 100,
+    repeats: int = 20,
+) -> float:
+    """Microseconds of one call of ``fn``, median over ``repeats`` rounds of many calls each.
+
+    On CUDA the calls of a round are one CUDA graph, so the time holds no launch cost of the CPU. Hot: every call gets
+    ``inputs[0]`` and reuses one output. Cold: the calls rotate among all ``inputs`` (:func:`cold_sets` says how many it
+    takes), each with an output of its own. On the CPU a round is a loop on the wall clock, and ``cold`` only rotates
+    the inputs.
+
+    Raises:
+        ValueError: no inputs, or ``calls`` or ``repeats`` is not positive.
+        RuntimeError: ``fn`` cannot be captured.
+    """
+    if not inputs or calls < 1 or repeats < 1:
+        raise ValueError(f"time_kernel: needs inputs, calls, repeats; got {len(inputs)}, {calls}, {repeats}")
+    chosen = list(inputs) if cold else [inputs[0]]
+    calls = max(calls, len(chosen))
+
+    def many() -> list[object]:
+        return _rotate(fn, chosen, calls)
+
+    if device.type == "cuda":
+        with device_scope(device):
+            for one in chosen[:2]:
+                fn(one)
+            # The calls above already warmed everything up, so one round on the side stream is enough.
+            replay, outputs = capture_graph(many, warmup=1)
+            timing = time_callable(replay, device, repeats=repeats, warmup=3)
+            del outputs
+    else:
+        timing = time_callable(many, device, repeats=repeats, warmup=1)
+    return timing.median_ms * 1e3 / calls

@@ -1,0 +1,157 @@
+"""The benchmark's variants: ways to run one and the same stock model. One variant is one entry of ``VARIANTS``.
+
+A variant is applied in place to a model or pipeline and undone afterwards, so that all of them run the same weights,
+and SDXL is in memory once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import shutil
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from sfastgn.bench import stable_fast
+from sfastgn.bench.snapshot import Snapshot, modules_of
+
+# What the harness times, and the modules of a target that a variant prepares, by their names in a pipeline.
+PARTS = ("unet", "vae", "pipeline")
+TIMED_MODULES = ("", "unet", "vae")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run a model.
+
+    Attributes:
+        name: what the command line and the JSON call it.
+        label: what tables call it.
+        available: None where it can run on the device, else the reason why not, in one line.
+        applied: a context of ``(target, part)`` in which ``target`` (an nn.Module, or a pipeline for the part
+            ``"pipeline"``) runs the variant's way. On leaving it takes back what a :class:`Snapshot` cannot see.
+        describe: what the variant did to a prepared target, for the table's note.
+        replays_graph: it replays CUDA graphs of its own, so its calls cannot be captured into another one.
+    """
+
+    name: str
+    label: str
+    available: Callable[[torch.device], str | None]
+    applied: Callable[[Any, str], contextlib.AbstractContextManager[None]]
+    describe: Callable[[Any], str] = lambda target: ""
+    replays_graph: bool = False
+
+
+@contextlib.contextmanager
+def prepared(variant: Variant, target: Any, part: str) -> Iterator[None]:
+    """``target`` as ``variant`` runs it; stock again afterwards, also where preparing or the body raises."""
+    snapshot = Snapshot(target)
+    try:
+        with variant.applied(target, part):
+            yield
+    finally:
+        snapshot.restore()
+
+
+def _always(device: torch.device) -> str | None:
+    return None
+
+
+def _timed_modules(target: Any) -> list[nn.Module]:
+    return [module for name, module in modules_of(target).items() if name in TIMED_MODULES]
+
+
+# ---- eager and channels_last
+
+
+@contextlib.contextmanager
+def _eager(target: Any, part: str) -> Iterator[None]:
+    yield
+
+
+@contextlib.contextmanager
+def _channels_last(target: Any, part: str) -> Iterator[None]:
+    for module in _timed_modules(target):
+        module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # missing in torch's stubs
+    yield
+
+
+# ---- sfastgn
+
+
+@contextlib.contextmanager
+def _sfastgn(target: Any, part: str) -> Iterator[None]:
+    import sfastgn
+
+    sfastgn.optimize(target)
+    try:
+        yield
+    finally:
+        sfastgn.restore(target)
+
+
+def _describe_sfastgn(target: Any) -> str:
+    import sfastgn
+
+    report = sfastgn.report(target)
+    return f"{len(report.fused)} fused, {len(report.skipped)} skipped"
+
+
+# ---- torch.compile
+
+
+def _compile_reason(device: torch.device) -> str | None:
+    if device.type == "cuda":
+        return None if importlib.util.find_spec("triton") else "torch.compile needs triton on CUDA; it is not installed"
+    compiler = (sysconfig.get_config_var("CXX") or "g++").split()[0]
+    return None if shutil.which(compiler) or shutil.which("g++") else "torch.compile needs a C++ compiler on the CPU"
+
+
+@contextlib.contextmanager
+def _compile(target: Any, part: str) -> Iterator[None]:
+    dynamo = importlib.import_module("torch._dynamo")
+    dynamo.reset()
+    for module in _timed_modules(target):
+        # A VAE is used through decode(), which module.compile() does not reach; nearly all its work is in the decoder.
+        decoder = getattr(module, "decoder", None)
+        (decoder if isinstance(decoder, nn.Module) else module).compile()
+    try:
+        yield
+    finally:
+        dynamo.reset()
+
+
+# ---- stable-fast
+
+
+@contextlib.contextmanager
+def _stable_fast(target: Any, part: str) -> Iterator[None]:
+    with stable_fast.launch_functions():
+        stable_fast.compile_target(target, part)
+        yield
+
+
+# stable_fast is last because its import changes the process.
+VARIANTS: tuple[Variant, ...] = (
+    Variant("eager", "eager", _always, _eager),
+    Variant("channels_last", "channels_last", _always, _channels_last),
+    Variant("sfastgn", "sfastgn", _always, _sfastgn, _describe_sfastgn),
+    Variant("compile", "torch.compile", _compile_reason, _compile),
+    Variant("stable_fast", "stable-fast", stable_fast.reason, _stable_fast, replays_graph=True),
+)
+
+NAMES: tuple[str, ...] = tuple(variant.name for variant in VARIANTS)
+
+
+def by_name(name: str) -> Variant:
+    """The registry's entry. Raises ValueError that lists the names."""
+    for variant in VARIANTS:
+        if variant.name == name:
+            return variant
+    raise ValueError(f"variants.by_name: unknown variant {name!r}; there are {', '.join(NAMES)}")

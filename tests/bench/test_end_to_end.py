@@ -1,0 +1,198 @@
+"""The harness on tiny models on the CPU: rows, references, environment; above all, no time without a correct output."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sfastgn.bench import end_to_end, workloads
+from sfastgn.bench.end_to_end import FAILED, OK, UNAVAILABLE, WRONG, Row
+from sfastgn.bench.tables import end_to_end_table
+from sfastgn.bench.variants import Variant, by_name
+from sfastgn.bench.workloads import BenchConfig, Workload
+
+TIMES = ("ready_s", "median_ms", "p10_ms", "p90_ms", "graph_ms", "its", "peak_mib")
+
+
+def config(part: str, **changes: Any) -> BenchConfig:
+    base = BenchConfig("tiny", part, 64, 2 if part == "unet" else 1, "fp32", "cpu", repeats=2, steps=2)
+    return dataclasses.replace(base, **changes)
+
+
+def times_of(row: Row) -> list[Any]:
+    return [getattr(row, name) for name in TIMES]
+
+
+def broken_variant(how: str) -> Variant:
+    """A variant that is fast and wrong, or that raises."""
+
+    @contextlib.contextmanager
+    def applied(target: Any, part: str) -> Iterator[None]:
+        if how == "raises":
+            raise RuntimeError("no such\nkernel")
+        factor = {"wrong": 1.5, "not_finite": math.nan}[how]
+        inner = target if part == "unet" else target.decoder
+        handle = inner.register_forward_hook(lambda module, args, output: scaled(output, factor))
+        yield
+        handle.remove()
+
+    return Variant("broken", "broken", lambda device: None, applied)
+
+
+def scaled(output: Any, factor: float) -> Any:
+    return (output[0] * factor, *output[1:]) if isinstance(output, tuple) else output * factor
+
+
+# ---- rows
+
+
+@pytest.mark.parametrize("part", ["unet", "vae"])
+def test_rows_of_a_part(part: str) -> None:
+    names = ("eager", "channels_last", "sfastgn", "stable_fast")
+    started: list[str] = []
+    rows = end_to_end.run(
+        config(part, fp32_reference=True), [by_name(name) for name in names], on_variant=started.append
+    )
+    assert [row.variant for row in rows] == started == list(names)
+    assert [row.status for row in rows] == [OK, OK, OK, UNAVAILABLE]
+    for row in rows[:3]:
+        assert row.median_ms is not None
+        assert row.p10_ms is not None
+        assert row.p90_ms is not None
+        assert 0 < row.p10_ms <= row.median_ms <= row.p90_ms
+        assert row.its == pytest.approx(1e3 / row.median_ms)
+        assert row.ready_s is not None
+        assert row.ready_s > 0
+        assert row.error_eager is not None
+        assert row.error_eager < 1e-4
+        assert row.error_fp32 is not None
+        assert row.error_fp32 < 1e-4
+        assert "CUDA" in row.graph_reason
+    assert rows[0].error_eager == 0.0
+    assert "fused" in rows[2].note
+    assert rows[3].reason
+    assert times_of(rows[3]) == [None] * len(TIMES)
+
+
+def test_stock_errors_in_half_precision_are_measured_against_fp32() -> None:
+    variants = [by_name("eager"), by_name("sfastgn")]
+    rows = end_to_end.run(config("vae", dtype="bf16", fp32_reference=True), variants)
+    assert [row.status for row in rows] == [OK, OK]
+    assert all(row.error_fp32 is not None and 1e-4 < row.error_fp32 < 0.1 for row in rows)
+
+
+@pytest.mark.slow
+def test_pipeline_rows_have_images() -> None:
+    rows = end_to_end.run(config("pipeline", repeats=1), [by_name("eager"), by_name("sfastgn")])
+    assert [(row.status, row.reason) for row in rows] == [(OK, ""), (OK, "")]
+    assert rows[0].psnr_db is None  # identical images: infinite, which JSON cannot say
+    assert rows[1].psnr_db is None or rows[1].psnr_db > 40
+    assert rows[1].median_ms is not None
+    assert rows[1].its == pytest.approx(2 * 1e3 / rows[1].median_ms)
+
+
+# ---- the gate
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "words"),
+    [
+        pytest.param("wrong", WRONG, "is above 0.001", id="wrong"),
+        pytest.param("not_finite", WRONG, "relative error nan", id="not-finite"),
+        pytest.param("raises", FAILED, "RuntimeError: no such", id="raises"),
+    ],
+)
+@pytest.mark.parametrize("part", ["unet", "vae"])
+def test_a_red_gate_gives_no_time(how: str, status: str, words: str, part: str) -> None:
+    rows = end_to_end.run(config(part), [by_name("eager"), broken_variant(how), by_name("channels_last")])
+    assert [row.status for row in rows] == [OK, status, OK]  # and the next variant starts from the stock model
+    assert words in rows[1].reason
+    assert times_of(rows[1]) == [None] * len(TIMES)
+    table = end_to_end_table(rows, "title")
+    cells = {str(column.header): list(column.cells)[1] for column in table.columns}
+    assert {value for name, value in cells.items() if name in ("ready s", "median ms", "p10-p90 ms", "speed-up")} == {
+        "-"
+    }
+    assert status in str(cells["status and note"])
+
+
+def test_a_reference_that_is_not_finite_is_no_reference() -> None:
+    workload = Workload(torch.nn.Conv2d(1, 1, 1), lambda: torch.full((1, 1, 2, 2), math.inf), None)
+    rows = end_to_end.run(config("unet"), [by_name("eager")], workload=workload)
+    assert rows[0].status == WRONG
+    assert "not finite" in rows[0].reason
+    assert times_of(rows[0]) == [None] * len(TIMES)
+
+
+def test_a_stock_model_that_fails_is_a_row() -> None:
+    def call() -> torch.Tensor:
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    rows = end_to_end.run(config("unet"), [by_name("eager")], workload=Workload(torch.nn.Conv2d(1, 1, 1), call, None))
+    assert (rows[0].status, rows[0].median_ms) == (FAILED, None)
+    assert "stock eager fails: RuntimeError: mat1" in rows[0].reason
+
+
+@pytest.mark.parametrize(
+    ("part", "output", "reason"),
+    [
+        pytest.param("unet", torch.ones(2, 2), "", id="same"),
+        pytest.param("unet", torch.ones(2, 3), "shape", id="shape"),
+        pytest.param("vae", torch.full((2, 2), 1.01), "above", id="too-far"),
+        pytest.param("pipeline", torch.full((2, 2), 1.001), "", id="close-image"),
+        pytest.param("pipeline", torch.full((2, 2), 1.1), "PSNR", id="far-image"),
+    ],
+)
+def test_judgement(part: str, output: torch.Tensor, reason: str) -> None:
+    judged = workloads.judge(config(part), output, torch.ones(2, 2))
+    assert (reason in judged.reason) if reason else not judged.reason
+
+
+@pytest.mark.parametrize("part", ["unet", "pipeline"])
+def test_the_gate_is_stated(part: str) -> None:
+    described = end_to_end.describe([config(part)])["parts"][0]
+    assert described["gate"] == workloads.gate_text(config(part))
+    assert any(character.isdigit() for character in described["gate"])
+
+
+# ---- weights, parts, JSON
+
+
+@pytest.mark.parametrize("part", ["unet", "vae", "pipeline"])
+def test_weights_that_cannot_be_loaded(part: str, tmp_path: Path) -> None:
+    with pytest.raises(workloads.WeightsError, match="--weights: cannot load"):
+        workloads.build(config(part, weights=str(tmp_path)))
+
+
+def test_unknown_part() -> None:
+    with pytest.raises(ValueError, match="'text'"):
+        workloads.build(config("text"))
+
+
+def test_switches_are_recorded_and_put_back() -> None:
+    before = torch.backends.cudnn.benchmark
+    environment = end_to_end.current_environment(torch.device("cpu"))
+    assert environment["switches"]["cudnn.benchmark"] is True
+    assert torch.backends.cudnn.benchmark == before
+    assert environment["packages"]["torch"] == torch.__version__
+    assert len(environment["source_sha256"]) == 64
+
+
+def test_json_is_strict_and_complete(tmp_path: Path) -> None:
+    row = Row("tiny", "unet", 64, 2, "fp32", "eager", OK, median_ms=1.0)
+    content = end_to_end.document("end_to_end", {"gpu": None}, end_to_end.describe([config("unet")]), [row])
+    path = tmp_path / "folder" / "out.json"
+    end_to_end.write_json(path, content)
+    read = json.loads(path.read_text())
+    assert set(read) == {"schema", "kind", "environment", "config", "rows"}
+    assert Row(**read["rows"][0]) == row
+    with pytest.raises(ValueError, match="JSON"):
+        end_to_end.write_json(path, {"rows": [math.nan]})

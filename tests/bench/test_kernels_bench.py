@@ -1,0 +1,132 @@
+"""The kernel benchmark on the CPU: checked cells, reasons, ratios, the best peer, and shapes that are lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from sfastgn.bench import kernels, providers
+from sfastgn.bench.end_to_end import FAILED, OK, UNAVAILABLE, WRONG
+from sfastgn.bench.kernels import KernelConfig, KernelRow, Shape
+from sfastgn.bench.providers import Provider
+
+SHAPE: Shape = (1, 64, 5, 3)
+CPU = ("eager_nchw", "eager_nhwc", "sfastgn")
+
+
+def config(**changes: Any) -> KernelConfig:
+    return KernelConfig(**{
+        "shapes": (SHAPE,), "providers": CPU, "dtype": "fp32", "device": "cpu", "wall_clock": True, **changes
+    })  # fmt: skip
+
+
+def row(name: str, hot: float, cold: float, shape: Shape = (2, 320, 64, 64), copy: float = 1.0) -> KernelRow:
+    return KernelRow(shape, name, OK, hot_us=hot, cold_us=cold, hot_ratio=hot / copy, cold_ratio=cold / copy)
+
+
+def test_shapes_are_those_of_the_targets_and_more() -> None:
+    assert len(kernels.UNET_SHAPES) == 19
+    assert len(set(kernels.SHAPE_SETS["all"])) == 23
+    assert all(shape[1] % kernels.GROUPS == 0 for shape in kernels.SHAPE_SETS["all"])
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+def test_cells_are_checked_and_timed(dtype: str) -> None:
+    rows = kernels.run(config(dtype=dtype))
+    assert [(cell.provider, cell.status) for cell in rows] == [(name, OK) for name in ("copy", *CPU)]
+    for cell in rows:
+        assert cell.hot_us is not None
+        assert cell.hot_us > 0
+        assert cell.hot_gbps == pytest.approx(2 * 960 * (4 if dtype == "fp32" else 2) / 1e3 / cell.hot_us)
+        assert cell.error is not None
+        assert cell.error <= kernels.ERROR_BOUNDS[dtype]
+        assert cell.hot_ratio == pytest.approx(cell.hot_us / (rows[0].hot_us or 0))
+
+
+def replaced(monkeypatch: pytest.MonkeyPatch, build: Any) -> None:
+    entries = (providers.by_name("copy"), Provider("sfastgn", lambda device: None, build))
+    monkeypatch.setattr(providers, "PROVIDERS", entries)
+
+
+def test_a_wrong_kernel_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    replaced(monkeypatch, lambda groups, weight, bias, eps: torch.nn.functional.silu)
+    wrong = kernels.run(config())[1]
+    assert wrong.status == WRONG
+    assert "fp64" in wrong.reason
+    assert (wrong.hot_us, wrong.cold_us, wrong.hot_gbps, wrong.hot_ratio, wrong.cold_ratio) == (None,) * 5
+
+
+def test_a_kernel_that_raises_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(groups: int, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> Any:
+        raise ValueError("not these channels")
+
+    replaced(monkeypatch, build)
+    failed = kernels.run(config())[1]
+    assert (failed.status, failed.reason, failed.hot_us) == (FAILED, "ValueError: not these channels", None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        pytest.param({"wall_clock": False}, "need an NVIDIA GPU", id="no-gpu"),
+        pytest.param({"shapes": ((1, 512, 256, 256),)}, "too many for the CPU", id="large"),
+        pytest.param({"providers": ("stable_fast",), "wall_clock": False}, "sfast", id="no-package"),
+    ],
+)
+def test_every_cell_without_a_time_says_why(changes: dict[str, Any], reason: str) -> None:
+    rows = kernels.run(config(**changes))
+    assert {cell.status for cell in rows} == {UNAVAILABLE}
+    assert reason in rows[-1].reason
+    assert all(cell.reason and cell.hot_us is None for cell in rows)
+
+
+@pytest.mark.parametrize("provider", providers.PROVIDERS, ids=providers.NAMES)
+def test_reason_is_one_line(provider: Provider) -> None:
+    reason = provider.reason(torch.device("cpu"))
+    assert reason is None or (reason.strip() and "\n" not in reason)
+
+
+def test_unknown_provider_lists_the_known() -> None:
+    with pytest.raises(ValueError, match=r"'x'.*copy, eager_nchw"):
+        providers.by_name("x")
+
+
+def test_best_peer_is_neither_the_copy_nor_ours() -> None:
+    rows = [row("copy", 1, 1), row("apex", 5, 9), row("gnnhwc", 7, 8), row("sfastgn", 4, 4)]
+    hot, cold = kernels.best_peer(rows, (2, 320, 64, 64)), kernels.best_peer(rows, (2, 320, 64, 64), cold=True)
+    assert hot is rows[1]
+    assert cold is rows[2]
+    assert kernels.best_peer(rows[:1], (2, 320, 64, 64)) is None
+
+
+@pytest.mark.parametrize(
+    ("ours", "lost_hot", "lost_cold"),
+    [
+        pytest.param(row("sfastgn", 4, 4), False, False, id="wins"),
+        pytest.param(row("sfastgn", 6, 4), True, False, id="loses-hot"),
+        pytest.param(row("sfastgn", 4, 10), False, True, id="loses-cold"),
+        pytest.param(KernelRow((2, 320, 64, 64), "sfastgn", WRONG), True, True, id="wrong-is-lost"),
+    ],
+)
+def test_lost_shapes(ours: KernelRow, lost_hot: bool, lost_cold: bool) -> None:
+    rows = [row("copy", 1, 1), row("apex", 5, 9), ours]
+    assert bool(kernels.losses(rows)) == lost_hot
+    assert bool(kernels.losses(rows, cold=True)) == lost_cold
+
+
+def test_summary_says_over_how_many_shapes() -> None:
+    rows = [row("sfastgn", 2, 3), row("sfastgn", 8, 3, (2, 640, 64, 64)), row("sfastgn", 5, 5, (1, 512, 512, 512))]
+    means = kernels.summary(rows)["geometric_mean_of_ratio_to_copy"]
+    assert means["unet"]["sfastgn"] == {"hot": pytest.approx(4), "cold": pytest.approx(3), "shapes": 2}
+    assert means["all"]["sfastgn"]["shapes"] == 3
+    assert means["large"]["sfastgn"]["hot"] == pytest.approx(5)
+
+
+@pytest.mark.gpu
+def test_cells_on_the_gpu() -> None:
+    names = ("eager_nhwc", "sfastgn")
+    rows = kernels.run(config(shapes=((2, 320, 64, 64),), providers=names, device="cuda", dtype="fp16", repeats=3))
+    assert [(cell.provider, cell.status) for cell in rows] == [(name, OK) for name in ("copy", *names)]
+    assert all((cell.hot_us or 0) > 1 for cell in rows)

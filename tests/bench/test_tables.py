@@ -1,0 +1,198 @@
+"""Tables in the terminal and in Markdown: what they show, what they never show, and README files that are stale."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from rich.table import Table
+
+from sfastgn.bench import tables
+from sfastgn.bench.end_to_end import OK, UNAVAILABLE, WRONG, Row
+from sfastgn.bench.kernels import KernelRow
+
+ENVIRONMENT = {
+    "gpu": "NVIDIA H200",
+    "driver": "580.1",
+    "device": "cuda",
+    "packages": {"torch": "2.11.0", "triton": "3.6.0", "diffusers": "0.42.1"},
+    "git": {"commit": "0123456789abcdef", "dirty": False},
+    "source_sha256": "f" * 64,
+    "date": "2026-11-21T06:00:00+00:00",
+}
+SLOT = "before\n<!-- table:results -->\nold\n<!-- /table:results -->\nafter\n"
+
+
+def row(variant: str, median: float | None, *, part: str = "unet", status: str = OK, **values: Any) -> Row:
+    return Row("sd15", part, 512, 2, "fp16", variant, status, median_ms=median, p10_ms=median, p90_ms=median, **values)
+
+
+def kernel(
+    name: str, hot: float | None, shape: tuple[int, int, int, int] = (2, 320, 64, 64), copy: float = 2
+) -> KernelRow:
+    if hot is None:
+        return KernelRow(shape, name, UNAVAILABLE, "not installed")
+    return KernelRow(shape, name, OK, "", hot, hot + 1, hot_gbps=1.0, hot_ratio=hot / copy, cold_ratio=hot / copy)
+
+
+def save(folder: Path, name: str, kind: str, rows: Iterable[Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    content = {"schema": 1, "kind": kind, "environment": ENVIRONMENT, "config": {"dtype": "fp16"}}
+    (folder / name).write_text(json.dumps({**content, "rows": [asdict(one) for one in rows]}))
+
+
+def text_of(table: Table) -> str:
+    out = io.StringIO()
+    Console(file=out, width=200).print(table)
+    return out.getvalue()
+
+
+UNET = [
+    row("eager", 20.0, graph_ms=10.0),
+    row("sfastgn", 16.0, graph_ms=8.0),
+    row("compile", 15.0, graph_ms=6.0),
+    row("stable_fast", None, status=UNAVAILABLE, reason="package sfast is not installed"),
+]
+KERNELS = [
+    kernel("copy", 2.0),
+    kernel("eager_nhwc", 54.0),
+    kernel("gnnhwc", 13.0),
+    kernel("sfastgn", 8.0),
+    kernel("apex", None),
+]
+
+
+# ---- numbers
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        pytest.param(None, "-", id="none"),
+        pytest.param(0.0, "0", id="zero"),
+        pytest.param(0.012345, "0.0123", id="small"),
+        pytest.param(22.767, "22.8", id="tens"),
+        pytest.param(1569.2, "1569", id="thousands"),
+        pytest.param(20.0, "20", id="no-trailing-zeros"),
+    ],
+)
+def test_numbers_have_three_digits_and_empty_columns_are_left_out(value: float | None, expected: str) -> None:
+    cells = text_of(tables.end_to_end_table([row("eager", 1.0, peak_mib=1.0, ready_s=value), row("sfastgn", 2.0)], "t"))
+    if value is None:
+        assert "ready s" not in cells  # a column that nothing has a value for
+    else:
+        assert expected in cells.replace("│", " ").split()
+
+
+def test_rows_that_are_not_ok_show_their_reason_and_no_speed_up() -> None:
+    wrong = row("channels_last", None, status=WRONG, reason="relative error 0.5 is above 0.02")
+    shown = text_of(tables.end_to_end_table([UNET[0], wrong, UNET[1]], "t"))
+    line = next(line for line in shown.splitlines() if "channels_last" in line)
+    assert "wrong output: relative error 0.5" in line
+    assert "x" not in line.split("wrong output")[0]
+    assert "1.25x" in shown
+
+
+def test_graph_notes_join_the_variants_of_one_reason() -> None:
+    rows = [row("eager", 1.0, graph_reason="no"), row("compile", 1.0, graph_reason="no"), row("sfastgn", 1.0)]
+    assert tables.graph_notes(rows) == ["no graph time for eager, compile: no"]
+
+
+@pytest.mark.parametrize(("ours", "marked"), [(8.0, False), (14.0, True)], ids=["won", "lost"])
+def test_lost_cells_are_marked(ours: float, marked: bool) -> None:
+    rows = [*KERNELS[:3], kernel("sfastgn", ours)]
+    assert (tables.LOSS in text_of(tables.kernels_table(rows, "t")).split("microseconds")[0]) == marked
+
+
+def test_missing_kernel_cells_say_why() -> None:
+    assert tables.missing_cells(KERNELS) == ["apex: unavailable: not installed (2x320x64x64)"]
+
+
+# ---- Markdown
+
+
+def test_results_hold_times_ratios_reasons_and_sources(tmp_path: Path) -> None:
+    save(tmp_path / "h200", "unet_sd15.json", "end_to_end", UNET)
+    save(
+        tmp_path / "h200",
+        "vae_512.json",
+        "end_to_end",
+        [row("eager", 22.0, part="vae"), row("sfastgn", 8.8, part="vae")],
+    )
+    text = tables.results_markdown(tmp_path)
+    unet, vae = (line for line in text.splitlines() if line.startswith(("| SD1.5", "| VAE")))
+    assert [cell.strip() for cell in unet.split("|")[2:-1]] == [
+        "20 (1.00x)", "-", "16 (0.80x)", "15 (0.75x)", "-", "10 (0.50x)", "6 (0.30x)", "8 (0.40x)",
+    ]  # fmt: skip
+    assert "8.8 (0.40x)" in vae
+    assert "stable-fast unavailable: package sfast is not installed." in text
+    assert "NVIDIA H200, driver 580.1, torch 2.11.0" in text
+    assert "commit 0123456789" in text
+
+
+def test_kernels_mark_best_peer_and_give_means(tmp_path: Path) -> None:
+    save(tmp_path, "kernels.json", "kernels", KERNELS)
+    text = tables.kernels_markdown(tmp_path)
+    assert "| 2x320x64x64 | 2 (3) | 54 (55) | **13 (14)** | 8 (9) |" in text
+    assert "4.00 (4.00) on 1" in text
+    assert "apex: unavailable: not installed" in text
+
+
+@pytest.mark.parametrize("name", tables.TABLES)
+def test_without_results_a_table_says_so(name: str, tmp_path: Path) -> None:
+    assert tables.TABLES[name](tmp_path) == "No results are committed yet."
+
+
+# ---- README files
+
+
+def test_write_then_check(tmp_path: Path) -> None:
+    save(tmp_path / "benchmarks", "a.json", "end_to_end", UNET)
+    readme = tmp_path / "README.md"
+    readme.write_text(SLOT)
+    results = ["--results", str(tmp_path / "benchmarks")]
+    assert tables.main(["--check", str(readme), *results]) == 1
+    assert tables.main(["--write", str(readme), *results]) == 0
+    assert tables.main(["--check", str(readme), *results]) == 0
+    written = readme.read_text()
+    assert written.startswith("before\n")
+    assert written.endswith("\nafter\n")
+    assert "0.80x" in written
+    assert "old" not in written
+    save(tmp_path / "benchmarks", "a.json", "end_to_end", [row("eager", 30.0)])
+    assert tables.main(["--check", str(readme), *results]) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        pytest.param("<!-- table:other --><!-- /table:other -->", "other", id="unknown-name"),
+        pytest.param("<!-- table:results -->", "closed", id="not-closed"),
+    ],
+)
+def test_slots_that_cannot_be_filled(text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text(text)
+    assert tables.main(["--write", str(readme)]) == 2
+    assert words in capsys.readouterr().err
+    assert readme.read_text() == text
+
+
+def test_a_missing_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tables.main(["--check", str(tmp_path / "none.md")]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_the_readme_of_this_repository_is_fresh() -> None:
+    root = Path(__file__).resolve().parents[2]
+    readme = root / "README.md"
+    if not readme.exists():
+        pytest.skip("no README yet")
+    text = readme.read_text(encoding="utf-8")
+    assert tables.filled(text, root / "benchmarks") == text

@@ -1,0 +1,150 @@
+"""Clocks: medians and spreads, first calls, switches that are put back, hot and cold rounds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from sfastgn.bench import timing
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("samples", "expected"),
+    [
+        pytest.param([3.0], (3.0, 3.0, 3.0), id="one"),
+        pytest.param([5.0, 1.0, 3.0], (3.0, 1.4, 4.6), id="odd"),
+        pytest.param([float(i) for i in range(101)], (50.0, 10.0, 90.0), id="many"),
+    ],
+)
+def test_summary_of_samples(samples: list[float], expected: tuple[float, float, float]) -> None:
+    result = timing.Timing.of(samples)
+    assert (result.median_ms, result.p10_ms, result.p90_ms) == pytest.approx(expected)
+    assert result.repeats == len(samples)
+
+
+def test_no_samples_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no samples"):
+        timing.Timing.of([])
+
+
+def test_calls_are_counted_and_timed() -> None:
+    calls = []
+    result = timing.time_callable(lambda: (calls.append(1), time.sleep(0.01)), CPU, repeats=4, warmup=3)
+    assert len(calls) == 7
+    assert result.repeats == 4
+    assert result.median_ms > 9.0
+    assert result.p10_ms <= result.median_ms <= result.p90_ms
+    assert result.peak_mib is None
+
+
+@pytest.mark.parametrize(
+    ("repeats", "warmup", "word"),
+    [pytest.param(0, 1, "repeats", id="no-repeats"), pytest.param(1, -1, "warmup", id="negative-warmup")],
+)
+def test_impossible_counts_are_errors(repeats: int, warmup: int, word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        timing.time_callable(lambda: None, CPU, repeats=repeats, warmup=warmup)
+
+
+def test_one_call_is_timed_and_its_result_returned() -> None:
+    seconds, result = timing.time_once(lambda: (time.sleep(0.02), "out")[1], CPU)
+    assert result == "out"
+    assert seconds > 0.019
+
+
+def switches() -> tuple[bool, bool, bool]:
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    return cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["returns", "raises"])
+def test_global_switches_are_set_and_put_back(fails: bool) -> None:
+    before = switches()
+
+    def body() -> None:
+        with timing.global_switches(cudnn_benchmark=True, cudnn_tf32=False, matmul_tf32=True) as recorded:
+            assert switches() == (True, False, True)
+            assert list(recorded.values()) == [True, False, True]
+            if fails:
+                raise RuntimeError("inside")
+
+    if fails:
+        with pytest.raises(RuntimeError, match="inside"):
+            body()
+    else:
+        body()
+    assert switches() == before
+
+
+@pytest.mark.parametrize(
+    ("bytes_a_call", "sets"),
+    [
+        pytest.param(1, timing.MAX_COLD_SETS, id="tiny-is-capped"),
+        pytest.param(timing.COLD_BYTES // 10, 11, id="rounds-up"),
+        pytest.param(10 * timing.COLD_BYTES, 2, id="huge-still-rotates"),
+    ],
+)
+def test_cold_sets(bytes_a_call: int, sets: int) -> None:
+    assert timing.cold_sets(bytes_a_call) == sets
+
+
+@pytest.mark.parametrize(
+    ("cold", "expected"),
+    [pytest.param(False, {"a"}, id="hot-reuses-one"), pytest.param(True, {"a", "b", "c"}, id="cold-rotates")],
+)
+def test_kernel_rounds(cold: bool, expected: set[str]) -> None:
+    seen: list[str] = []
+    call: Callable[[str], object] = lambda name: (seen.append(name), time.sleep(0.001))  # noqa: E731
+    microseconds = timing.time_kernel(call, ["a", "b", "c"], CPU, cold=cold, calls=4, repeats=2)
+    assert set(seen) == expected
+    assert len(seen) == 3 * 4  # one round of warm-up, two that count
+    assert microseconds > 900
+
+
+def test_outputs_of_a_cold_round_live_together() -> None:
+    alive: list[int] = []
+    addresses: list[set[int]] = []
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(1024)
+        alive.append(out.data_ptr())
+        addresses.append(set(alive[-3:]))
+        return out
+
+    timing.time_kernel(call, [torch.empty(1)] * 3, CPU, cold=True, calls=3, repeats=1)
+    assert max(map(len, addresses)) == 3
+
+
+@pytest.mark.parametrize(
+    ("inputs", "calls", "repeats"),
+    [pytest.param([], 1, 1, id="inputs"), pytest.param([1], 0, 1, id="calls"), pytest.param([1], 1, 0, id="repeats")],
+)
+def test_kernel_needs_inputs_calls_and_repeats(inputs: list[int], calls: int, repeats: int) -> None:
+    with pytest.raises(ValueError, match="time_kernel"):
+        timing.time_kernel(lambda x: x, inputs, CPU, cold=False, calls=calls, repeats=repeats)
+
+
+@pytest.mark.gpu
+def test_graph_replays_and_is_timed() -> None:
+    device = torch.device("cuda")
+    x = torch.ones(1024, device=device)
+    replay, out = timing.capture_graph(lambda: x * 2)
+    x.fill_(3)
+    replay()
+    torch.cuda.synchronize()
+    assert out.eq(6).all()
+    assert timing.time_cuda_graph(lambda: x * 2, device, repeats=3).median_ms > 0
+    many = [torch.ones(1024, device=device) for _ in range(4)]
+    assert timing.time_kernel(lambda t: t * 2, many, device, cold=True, calls=8, repeats=3) > 0
+
+
+@pytest.mark.gpu
+def test_peak_memory_counts_the_call() -> None:
+    timed = timing.time_callable(lambda: torch.empty(64 * 2**20, device="cuda"), torch.device("cuda"), repeats=2)
+    assert timed.peak_mib is not None
+    assert timed.peak_mib >= 256
