@@ -1,0 +1,84 @@
+# Every target works from a fresh clone: .venv is created on first use and renewed when pyproject.toml or constraints.txt change.
+SHELL := /bin/bash
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PINS := $(VENV)/constraints.txt
+RESULTS ?= benchmarks/h200
+BENCH := $(BIN)/sfastgn bench --fp32-reference
+BENCH_ARGS ?=
+PYTEST_ARGS ?=
+
+# The first interpreter that runs and is of a supported version: pyenv's shims exist for versions that it does not have.
+SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
+PYTHON ?= $(shell for p in python3 python3.11 python3.12; do $$p -c '$(SUPPORTED)' 2>/dev/null && { echo $$p; break; }; done)
+
+TORCH_LACKS_TRITON := import importlib.metadata as m, sys; sys.exit(any(r.startswith("triton") for r in m.requires("torch") or []))
+
+# A person's pip settings (index, certificates, proxies) are wanted; those that would send the packages elsewhere, or pin them
+# otherwise, are not.
+PIP := env -u PIP_TARGET -u PIP_PREFIX -u PIP_ROOT -u PIP_CONSTRAINT -u PIP_REQUIREMENT -u PIP_DRY_RUN -u PIP_NO_DEPS \
+       -u PIP_REQUIRE_HASHES -u PYTHONPATH -u PYTHONHOME PIP_USER=0 PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
+
+.PHONY: help demo test test-gpu check bench lint types format format-check install clean
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## */\1\t/' | expand -t 14
+
+# torch comes first and by its exact version: asked for through a range, pip may look past a build that is at hand. A CUDA build of
+# torch brings the one Triton that it was made for, a CPU build none: constraints.txt pins Triton for the second case only. Build
+# isolation is off because an isolated build would fetch its own setuptools, whatever constraints.txt says.
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "make: no Python 3.11 or 3.12 found; name one: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -c '$(SUPPORTED)' || { echo "make: $(PYTHON) is not Python 3.11 or 3.12" >&2; exit 1; }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	@grep -v '^triton==' constraints.txt > $(PINS)
+	@echo "installing into $(VENV): torch"
+	@$(PIP) install --quiet -c $(PINS) setuptools "$$(grep '^torch==' constraints.txt)"
+	@if $(BIN)/python -c '$(TORCH_LACKS_TRITON)'; then cp constraints.txt $(PINS); fi
+	@echo "installing into $(VENV): the rest"
+	@$(PIP) install --quiet -c $(PINS) --no-build-isolation -e '.[dev]'
+	@touch $@
+
+install: $(STAMP)  ## create .venv with everything that the other targets need
+
+demo: $(STAMP)  ## build, optimise, compare and time a small pipeline; needs no GPU
+	$(BIN)/sfastgn demo --output demo-output
+
+# One thread a worker: two workers share two cores, and torch would start two threads in each. No test may need the network.
+test: $(STAMP)  ## all tests that need no GPU
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m "not gpu" -n 2 --durations=10 $(PYTEST_ARGS)
+
+test-gpu: $(STAMP)  ## the tests that need an NVIDIA GPU
+	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+
+format-check: $(STAMP)
+	$(BIN)/ruff format --check .
+
+lint: $(STAMP)  ## ruff
+	$(BIN)/ruff check .
+
+types: $(STAMP)  ## mypy
+	$(BIN)/mypy
+
+format: $(STAMP)  ## rewrite the files in the house format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+check: format-check lint types test  ## all that CI looks at
+
+bench: $(STAMP)  ## time the UNets, the VAEs and the kernels on the GPU; JSON goes to RESULTS=benchmarks/h200
+	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
+	  { echo "make bench: torch sees no CUDA GPU here, and times taken on a CPU would say nothing" >&2; exit 1; }
+	mkdir -p $(RESULTS)
+	$(BENCH) --model sd15 --part unet --json $(RESULTS)/unet_sd15.json $(BENCH_ARGS)
+	$(BENCH) --model sdxl --part unet --json $(RESULTS)/unet_sdxl.json $(BENCH_ARGS)
+	$(BENCH) --model sd15 --part vae --json $(RESULTS)/vae_512.json $(BENCH_ARGS)
+	$(BENCH) --model sdxl --part vae --json $(RESULTS)/vae_1024.json $(BENCH_ARGS)
+	$(BIN)/sfastgn kernels --json $(RESULTS)/kernels.json
+
+clean:  ## remove what the targets made
+	rm -rf $(VENV) build dist demo-output *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -1,0 +1,156 @@
+"""The repository's layout: links at the root, namespace folders, and wheels that hold the package and nothing else."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+LINKS = {"kernels": "sfastgn/kernels", "patches": "sfastgn/patches"}
+SHIPPED = {
+    "sfastgn/__init__.py",
+    "sfastgn/__main__.py",
+    "sfastgn/kernels/group_norm.py",
+    "sfastgn/py.typed",
+}
+BUILD = "import sys, setuptools.build_meta as backend; getattr(backend, 'build_' + sys.argv[1])(sys.argv[2])"
+
+
+def python(code: str, *args: str, cwd: Path = ROOT) -> str:
+    """Standard output of ``code`` in a new interpreter."""
+    done = subprocess.run([sys.executable, "-c", code, *args], cwd=cwd, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+# ---- the tree
+
+
+@pytest.mark.parametrize(("link", "target"), LINKS.items())
+def test_root_folders_are_relative_links(link: str, target: str) -> None:
+    path = ROOT / link
+    assert path.is_symlink(), f"{link} must be a link; a copy would drift from {target}"
+    assert path.readlink() == Path(target)
+    assert path.is_dir()
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_links_are_links_in_git(link: str) -> None:
+    git = shutil.which("git")
+    if git is None or not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    # Without safe.directory, git refuses a checkout that belongs to another user, as in containers.
+    command = [git, "-c", f"safe.directory={ROOT}", "ls-files", "--stage", "--", link]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    if not listed:
+        pytest.skip(f"{link} is not in git's index yet")
+    assert [line.split()[0] for line in listed.splitlines()] == ["120000"]
+
+
+@pytest.mark.parametrize("folder", LINKS.values())
+def test_linked_folders_are_namespaces(folder: str) -> None:
+    assert not (ROOT / folder / "__init__.py").exists(), (
+        f"with {folder}/__init__.py the root's link shadows installed packages"
+    )
+
+
+def test_installed_package_wins_over_the_links(tmp_path: Path) -> None:
+    """diffusers imports the Hugging Face ``kernels`` distribution; the repository's root may come first on sys.path."""
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").touch()
+    code = "import sys; sys.path[:0] = sys.argv[1:]; import kernels; print(kernels.__file__)"
+    assert Path(python(code, str(ROOT), str(tmp_path), cwd=tmp_path)) == tmp_path / "kernels" / "__init__.py"
+
+
+# ---- what is built from it
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the tree, because a build writes build/ and egg-info into its source and would reuse stale ones."""
+    copy = tmp_path_factory.mktemp("source")
+    for path in ROOT.iterdir():
+        made = path.name.startswith(".") or path.suffix == ".egg-info" or path.name in {"build", "dist", "demo-output"}
+        if made or (path / "pyvenv.cfg").exists():
+            continue
+        if path.is_symlink():
+            (copy / path.name).symlink_to(path.readlink())
+        elif path.is_dir():
+            shutil.copytree(path, copy / path.name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy2(path, copy)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def sdist(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("sdist")
+    python(BUILD, "sdist", str(out), cwd=source)
+    return next(out.glob("*.tar.gz"))
+
+
+@pytest.fixture(scope="module")
+def wheel_files(source: Path, tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    return _wheel_files(source, tmp_path_factory.mktemp("wheel"))
+
+
+def _wheel_files(source: Path, out: Path) -> set[str]:
+    python(BUILD, "wheel", str(out), cwd=source)
+    with zipfile.ZipFile(next(out.glob("*.whl"))) as wheel:
+        return set(wheel.namelist())
+
+
+def test_wheel_has_only_the_package_at_its_top(wheel_files: set[str]) -> None:
+    tops = {name.split("/")[0] for name in wheel_files}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"sfastgn"}
+    assert len(tops) == 2
+
+
+def test_wheel_has_every_module(wheel_files: set[str], source: Path) -> None:
+    modules = {path.relative_to(source).as_posix() for path in (source / "sfastgn").rglob("*.py")}
+    assert wheel_files >= modules | SHIPPED
+    for folder in ("kernels", "patches", "bench"):
+        assert any(name.startswith(f"sfastgn/{folder}/") for name in wheel_files), folder
+
+
+def test_wheel_carries_the_licence(wheel_files: set[str]) -> None:
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in wheel_files)
+
+
+def test_sdist_builds_the_same_wheel(sdist: Path, wheel_files: set[str], tmp_path: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    unpacked = tmp_path / sdist.name.removesuffix(".tar.gz")
+    assert _wheel_files(unpacked, tmp_path / "wheel") == wheel_files
+
+
+# ---- importing it
+
+
+def test_import_needs_neither_diffusers_nor_triton() -> None:
+    code = "import sys, sfastgn; print(*{name.partition('.')[0] for name in sys.modules})"
+    assert {"diffusers", "transformers", "triton", "typer", "rich"}.isdisjoint(python(code).split())
+
+
+def test_plain_call_works_without_triton_and_diffusers() -> None:
+    code = (
+        "import sys; sys.modules.update(triton=None, diffusers=None)\n"
+        "import torch, sfastgn\n"
+        "x = torch.randn(2, 8, 4, 4)\n"
+        "y = sfastgn.group_norm(x, 4, activation='silu')\n"
+        "print(torch.allclose(y, torch.nn.functional.silu(torch.nn.functional.group_norm(x, 4)), atol=1e-6))"
+    )
+    assert python(code) == "True"
+
+
+def test_import_takes_no_longer_than_torch() -> None:
+    code = "import sys, time; t = time.perf_counter(); __import__(sys.argv[1]); print(time.perf_counter() - t)"
+    # The better of two: the first may read the disk, and another test may have the other core.
+    torch_seconds, seconds = (min(float(python(code, name)) for _ in range(2)) for name in ("torch", "sfastgn"))
+    assert seconds < 1.1 * torch_seconds + 0.1
