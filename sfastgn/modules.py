@@ -43,7 +43,9 @@ class GroupNorm(nn.GroupNorm):
             raise ValueError(
                 f"sfastgn.GroupNorm: num_groups={num_groups} must be a positive divisor of num_channels={num_channels}"
             )
-        super().__init__(num_groups, num_channels, eps, affine, device, dtype, bias=bias)
+        super().__init__(num_groups, num_channels, eps, affine, device, dtype)
+        if not bias:  # torch 2.11's constructor has no such argument
+            self.register_parameter("bias", None)
         self.activation = activation
 
     def forward(self, input: Tensor) -> Tensor:

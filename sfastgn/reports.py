@@ -53,7 +53,7 @@ class Report:
 
     def __str__(self) -> str:
         counts = Counter((e.component, e.fusion, e.status) for e in self.entries)
-        rows = [("component", "fusion", "fused", "fusable", "skipped")]
+        rows: list[tuple[str, ...]] = [("component", "fusion", "fused", "fusable", "skipped")]
         for component, fusion in dict.fromkeys((c, f) for c, f, _ in counts):
             numbers = (str(counts[component, fusion, status]) for status in ("fused", "fusable", "skipped"))
             rows.append((component, fusion, *numbers))

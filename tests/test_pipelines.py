@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from peft import LoraConfig
 
 import sfastgn
 from sfastgn.bench.architectures import UNETS, VAES, build_controlnet, build_unet, build_vae, unet_inputs, vae_latents
-from sfastgn.bench.images import psnr
+from sfastgn.bench.images import psnr, relative_error
 from sfastgn.bench.pipelines import build_pipeline
 
 OPTIONS = {"num_inference_steps": 3, "guidance_scale": 5.0, "output_type": "np"}
@@ -241,6 +242,33 @@ def test_lora_on_convolutions_and_attention(twins, when):
     agree(call(unet), plain)
     sfastgn.restore(unet)
     agree(call(unet), plain)
+
+
+@pytest.mark.parametrize(
+    "twin",
+    [pytest.param(copy.deepcopy, id="deepcopy"), pytest.param(lambda m: pickle.loads(pickle.dumps(m)), id="pickle")],
+)
+def test_a_copy_of_an_optimized_unet_is_restored_by_itself(twins, twin):
+    unet, stock, call = twins
+    sfastgn.optimize(unet)
+    copied = twin(unet)
+    assert torch.equal(call(copied), call(unet))
+    assert len(sfastgn.report(copied).fused) == len(sfastgn.report(unet).fused) > 0
+    assert torch.equal(call(sfastgn.restore(copied)), call(stock))
+    assert sfastgn.report(unet).fused
+
+
+def test_change_of_dtype_after_optimize(twins):
+    unet, stock, _ = twins
+    sfastgn.optimize(unet).to(torch.bfloat16)
+    stock.to(torch.bfloat16)
+    inputs = unet_inputs("tiny", size=64, batch=2, dtype=torch.bfloat16, device="cpu", seed=0)
+    with torch.no_grad():
+        expected, actual = stock(**inputs).sample, unet(**inputs).sample
+        assert actual.dtype is torch.bfloat16
+        assert relative_error(actual, expected) < 0.05
+        assert torch.equal(sfastgn.restore(unet)(**inputs).sample, expected)
+    assert [p.stride() for p in unet.parameters()] == [p.stride() for p in stock.parameters()]
 
 
 def test_freeu_on_and_off(twins):

@@ -92,11 +92,11 @@ def _group_norm_impl(
         params = (weight, bias, shift, ada_scale, ada_shift)
         key = plan_key(x, num_groups, activation, params, out_dtype)
         return launch_group_norm(key, x, num_groups, eps, activation, params, out_dtype)
-    y = empty_dense_like(x, out_dtype or x.dtype)
     if x.numel() == 0:
-        return y
+        return empty_dense_like(x, out_dtype or x.dtype)
     operands = {"shift": shift, "ada_scale": ada_scale, "ada_shift": ada_shift}
-    return y.copy_(reference_group_norm(x, num_groups, weight, bias, eps, activation, out_dtype=out_dtype, **operands))
+    y = reference_group_norm(x, num_groups, weight, bias, eps, activation, out_dtype=out_dtype, **operands)
+    return y if y.stride() == x.stride() else empty_dense_like(x, y.dtype).copy_(y)
 
 
 def _group_norm_fake(x: Tensor, *args: Any) -> Tensor:

@@ -25,10 +25,10 @@ from sfastgn.patches.group_norm import FusedGroupNorm
 from sfastgn.patches.hooks import remove_hooks
 from sfastgn.patches.upstream import unknown_source
 
-__all__ = ["FUSION"]
+__all__ = ["FUSION", "PARENTS"]
 
 # Models whose forward calls conv_norm_out and, directly after it, conv_act on its result.
-_PARENTS: tuple[type[nn.Module], ...] = (
+PARENTS: tuple[type[nn.Module], ...] = (
     UNet2DConditionModel,
     UNet2DModel,
     UNet3DConditionModel,
@@ -115,7 +115,7 @@ class _NormOutFusion:
     name = "conv_norm_out"
 
     def claims(self, module: nn.Module) -> bool:
-        return type(module) in _PARENTS and isinstance(getattr(module, "conv_norm_out", None), nn.GroupNorm)
+        return type(module) in PARENTS and isinstance(getattr(module, "conv_norm_out", None), nn.GroupNorm)
 
     def is_applied(self, module: nn.Module) -> bool:
         return arm in module._forward_pre_hooks.values()

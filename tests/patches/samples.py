@@ -30,7 +30,9 @@ def randomise(module: nn.Module) -> nn.Module:
 
 
 def _resnet(**options: Any) -> nn.Module:
-    return ResnetBlock2D(**{"in_channels": 20, "out_channels": 30, "groups": 5, "temb_channels": 16, "eps": 1e-5, **options})
+    return ResnetBlock2D(
+        **{"in_channels": 20, "out_channels": 30, "groups": 5, "temb_channels": 16, "eps": 1e-5, **options}
+    )
 
 
 def _unet() -> nn.Module:

@@ -94,7 +94,9 @@ def test_a_failure_in_one_component_restores_the_others(monkeypatch):
 def test_strict_names_every_reason_and_changes_nothing():
     net = Net()
     net.body.forward = net.body.forward
-    with pytest.raises(ValueError, match=r"sfastgn.optimize: strict=True and 1 modules cannot be fused: body \(sequential\)"):
+    with pytest.raises(
+        ValueError, match=r"sfastgn.optimize: strict=True and 1 modules cannot be fused: body \(sequential\)"
+    ):
         sfastgn.optimize(net, strict=True)
     assert not sfastgn.report(net).fused
     assert sfastgn.optimize(net) is net
@@ -102,7 +104,9 @@ def test_strict_names_every_reason_and_changes_nothing():
 
 def test_components_without_a_group_norm_are_left_alone():
     text_encoder, scheduler = nn.Sequential(nn.Conv2d(3, 3, 3)), object()
-    pipe = SimpleNamespace(components={"unet": Net(), "text_encoder": text_encoder, "scheduler": scheduler, "none": None})
+    pipe = SimpleNamespace(
+        components={"unet": Net(), "text_encoder": text_encoder, "scheduler": scheduler, "none": None}
+    )
     strides = text_encoder[0].weight.stride()
     sfastgn.optimize(pipe)
     assert text_encoder[0].weight.stride() == strides
@@ -119,11 +123,15 @@ def test_a_component_under_two_names_is_one():
 def test_layout_inside_and_at_the_doors():
     net = sfastgn.optimize(Net())
     seen = []
-    net.body[2].register_forward_hook(lambda m, i, o: seen.append(i[0].is_contiguous(memory_format=torch.channels_last)))
+    net.body[2].register_forward_hook(
+        lambda m, i, o: seen.append(i[0].is_contiguous(memory_format=torch.channels_last))
+    )
     y = net(torch.randn(2, 3, 8, 8))
     assert seen == [True]
     assert y.is_contiguous()
-    assert all(m.weight.is_contiguous(memory_format=torch.channels_last) for m in net.modules() if isinstance(m, nn.Conv2d))
+    assert all(
+        m.weight.is_contiguous(memory_format=torch.channels_last) for m in net.modules() if isinstance(m, nn.Conv2d)
+    )
 
 
 def test_parameters_keep_their_identity_and_survive_a_change_of_dtype():

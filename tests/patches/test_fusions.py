@@ -14,6 +14,7 @@ from torch import nn
 
 import sfastgn
 from sfastgn.patches import patcher
+from sfastgn.patches.conv_norm_out import PARENTS
 from sfastgn.patches.fusion import ClassSwap
 from sfastgn.patches.registry import FUSIONS
 from sfastgn.patches.upstream import TESTED_SOURCES, source_hash
@@ -150,7 +151,10 @@ def test_hooks_on_inner_modules_see_what_they_saw(build, call):
 
     def record():
         seen = []
-        hooks = [m.register_forward_hook(lambda m, i, o, n=n: seen.append((n, o.detach().clone()))) for n, m in watched.items()]
+        hooks = [
+            m.register_forward_hook(lambda m, i, o, n=n: seen.append((n, o.detach().clone())))
+            for n, m in watched.items()
+        ]
         output(module, call)
         for hook in hooks:
             hook.remove()
@@ -207,9 +211,7 @@ def test_an_unknown_upstream_source_is_left_alone(monkeypatch):
 def test_tested_sources_are_those_of_the_installed_diffusers():
     """When this fails after an upgrade: read what upstream changed, adapt the fused forward, then add the new hash."""
     classes = {f.stock.__name__: f.stock for f in FUSIONS if isinstance(f, ClassSwap)}
-    from sfastgn.patches.conv_norm_out import _PARENTS
-
-    classes |= {c.__name__: c for c in _PARENTS}
+    classes |= {c.__name__: c for c in PARENTS}
     for name, hashes in TESTED_SOURCES.items():
         cls, method = name.split(".")
         assert source_hash(classes[cls], method) in hashes, name
