@@ -40,8 +40,10 @@ def _git() -> dict[str, Any]:
     # Without safe.directory, git refuses a checkout that belongs to another user, as in containers.
     git = ("git", "-c", f"safe.directory={PACKAGE_ROOT.parent}")
     commit = _output_of(*git, "rev-parse", "HEAD")
-    changes = _output_of(*git, "status", "--porcelain", "--", str(PACKAGE_ROOT)) if commit else None
-    return {"commit": commit, "dirty": bool(changes) if commit else None}
+    if commit is None:  # a copy without its history, as on a lent GPU machine: the caller may say what it is a copy of
+        return {"commit": os.environ.get("SFASTGN_COMMIT"), "dirty": None}
+    changes = _output_of(*git, "status", "--porcelain", "--", str(PACKAGE_ROOT))
+    return {"commit": commit, "dirty": bool(changes)}
 
 
 def source_hash() -> str:
