@@ -9,6 +9,7 @@ Source: the public model configurations of runwayml/stable-diffusion-v1-5 and st
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -187,17 +188,21 @@ def build_controlnet(model: str, dtype: torch.dtype, device: torch.device | str,
 
 
 def unet_inputs(
-    model: str, *, size: int, batch: int, dtype: torch.dtype, device: torch.device | str, seed: int
+    model: str | Mapping[str, Any], *, size: int, batch: int, dtype: torch.dtype, device: torch.device | str, seed: int
 ) -> dict[str, Any]:
     """Keyword arguments of one UNet step: sample (batch, 4, size / 8, size / 8), timestep, 77 text tokens, SDXL's conditioning.
 
-    ``size`` in pixels of the square image. Raises ValueError for an unknown model or a size that is not a multiple of 8.
+    ``model`` is a name or the configuration of a UNet that was loaded; ``size`` in pixels of the square image. Raises ValueError for
+    an unknown model or a size that is not a multiple of 8.
     """
-    check_model("unet_inputs", model)
+    if isinstance(model, str):
+        check_model("unet_inputs", model)
     check_size("unet_inputs", size)
-    config = UNETS[model]
+    config = UNETS[model] if isinstance(model, str) else model
     inputs: dict[str, Any] = {
-        "sample": _randn(batch, 4, size // 8, size // 8, dtype=dtype, device=device, seed=seed),
+        "sample": _randn(
+            batch, config.get("in_channels", 4), size // 8, size // 8, dtype=dtype, device=device, seed=seed
+        ),
         "timestep": torch.tensor(500, device=device),
         "encoder_hidden_states": _randn(
             batch, 77, config["cross_attention_dim"], dtype=dtype, device=device, seed=seed + 1

@@ -159,7 +159,7 @@ def _component(config: BenchConfig, name: str) -> Any:
 def _unet(config: BenchConfig) -> Workload:
     unet = _component(config, "unet").eval()
     kwargs = architectures.unet_inputs(
-        config.model,
+        unet.config,  # of the UNet at hand: loaded weights need not be those of --model
         size=config.size,
         batch=config.batch,
         dtype=config.torch_dtype,

@@ -189,10 +189,9 @@ def test_a_missing_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_the_readme_of_this_repository_is_fresh() -> None:
+@pytest.mark.parametrize("name", ["README.md", "docs/benchmarks.md"])
+def test_the_tables_of_this_repository_are_fresh(name: str) -> None:
     root = Path(__file__).resolve().parents[2]
-    readme = root / "README.md"
-    if not readme.exists():
-        pytest.skip("no README yet")
-    text = readme.read_text(encoding="utf-8")
+    text = (root / name).read_text(encoding="utf-8")
+    assert "<!-- table:results -->" in text
     assert tables.filled(text, root / "benchmarks") == text
