@@ -163,14 +163,15 @@ def group_norm(
     """
     params = (weight, bias, shift, ada_scale, ada_shift)
     out_dtype = _autocast_dtype(x)
-    if _is_plain_inference(x, params):
+    # A key that can be looked up first; whatever else is wrong misses there and is then checked.
+    if type(activation) is str and type(num_groups) is int and type(eps) is float and _is_plain_inference(x, params):
         key = plan_key(x, num_groups, activation, params, out_dtype)
         if not is_planned(key):
-            _check(x, num_groups, activation, params)
+            _check(x, num_groups, eps, activation, params)
         return launch_group_norm(key, x, num_groups, eps, activation, params, out_dtype)
-    _check(x, num_groups, activation, params)
+    _check(x, num_groups, eps, activation, params)
     return torch.ops.sfastgn.group_norm(
-        x, num_groups, weight, bias, eps, activation, shift, ada_scale, ada_shift, out_dtype
+        x, num_groups, weight, bias, float(eps), activation, shift, ada_scale, ada_shift, out_dtype
     )
 
 
@@ -200,7 +201,7 @@ def _is_plain_inference(x: Tensor, params: tuple[Tensor | None, ...]) -> bool:
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
-def _check(x: Any, num_groups: Any, activation: Any, params: tuple[Any, ...]) -> None:
+def _check(x: Any, num_groups: Any, eps: Any, activation: Any, params: tuple[Any, ...]) -> None:
     name = "sfastgn.group_norm"
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: x must be a torch.Tensor, got {type(x).__name__}")
@@ -217,7 +218,9 @@ def _check(x: Any, num_groups: Any, activation: Any, params: tuple[Any, ...]) ->
         raise ValueError(
             f"{name}: num_groups={num_groups} must be a positive divisor of C={C}, x has shape {tuple(x.shape)}"
         )
-    if activation not in ACTIVATIONS:
+    if isinstance(eps, bool) or not isinstance(eps, int | float):
+        raise TypeError(f"{name}: eps must be a number, got {eps!r}")
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise ValueError(f"{name}: unknown activation {activation!r}; known: {', '.join(ACTIVATIONS)}")
     for label, t in zip(("weight", "bias", "shift", "ada_scale", "ada_shift"), params, strict=True):
         if t is None:
