@@ -62,6 +62,12 @@ def test_fallback_keeps_the_variance_when_the_mean_is_large():
             (torch.ones(2, 4, 3), 2, torch.ones(4, device="meta")), ValueError, "weight is on meta", id="device"
         ),
         pytest.param(
+            (torch.ones(2, 4, 3), 2, None, None, "1e-5"), TypeError, "eps must be a number, got '1e-5'", id="eps"
+        ),
+        pytest.param(
+            (torch.ones(2, 4, 3), 2, None, None, 1e-5, ["silu"]), ValueError, "['silu']", id="activation-list"
+        ),
+        pytest.param(
             (torch.ones(2, 4, 3), 2, None, None, 1e-5, "mish"), ValueError, "unknown activation 'mish'", id="activation"
         ),
     ],
@@ -239,6 +245,16 @@ def test_unaligned_data(shape):
     expected = sfastgn.group_norm(aligned, 32, activation="silu")
     for x in (unaligned, aligned, unaligned):
         torch.testing.assert_close(sfastgn.group_norm(x, 32, activation="silu"), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", GPU_CASES)
+def test_eps_may_be_an_int_in_either_order_of_calls(shape):
+    """A kernel compiled for an int must not get a float, nor the other way round."""
+    x = channels_last(*shape, dtype=torch.float32, device="cuda", seed=9)
+    for eps in (1, 0.25, 1):
+        expected = reference_group_norm(x, 32, eps=float(eps))
+        torch.testing.assert_close(sfastgn.group_norm(x, 32, eps=eps), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.gpu
