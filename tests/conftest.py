@@ -2,6 +2,7 @@
 
 import os
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
@@ -9,3 +10,9 @@ if not torch.cuda.is_available():
 
 # Two workers on two cores: more threads only wait for each other.
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    """The same random numbers in every test, whatever ran before it."""
+    torch.manual_seed(0)

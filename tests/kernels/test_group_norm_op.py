@@ -118,6 +118,9 @@ def test_first_and_second_derivative(activation):
 def test_gradients_no_less_exact_than_eager(dtype, activation, device):
     x, w, b = channels_last(2, 30, 9, 7, dtype=dtype, device=device), *torch.randn(2, 30).to(device, dtype)
     dy = channels_last(2, 30, 9, 7, dtype=dtype, device=device, seed=1)
+    if activation == "relu":  # at its kink a rounding decides between two right answers
+        z = reference_group_norm(x.double(), 3, w.double(), b.double())
+        dy = torch.where(z.abs() < 0.02, 0, dy)
 
     def grads(f, to, layout=torch.preserve_format):
         leaves = [t.to(to, memory_format=layout).detach().requires_grad_() for t in (x, w, b)]
