@@ -1,0 +1,178 @@
+"""The relatives of SD1.5 and SDXL: video UNets and VAEs (5-D tensors), scale-shift UNets, IP-Adapter, CPU offload."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from diffusers import (
+    AutoencoderKLTemporalDecoder,
+    UNet2DConditionModel,
+    UNet3DConditionModel,
+    UNetMotionModel,
+    UNetSpatioTemporalConditionModel,
+)
+
+import sfastgn
+from sfastgn.bench.architectures import build_unet, randomise, unet_inputs
+from sfastgn.bench.images import psnr
+from sfastgn.bench.pipelines import build_pipeline
+
+SMALL = {"sample_size": 8, "block_out_channels": (32, 64), "layers_per_block": 1, "cross_attention_dim": 16}
+
+
+def noise(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def svd():
+    unet = UNetSpatioTemporalConditionModel(
+        **SMALL,
+        down_block_types=("CrossAttnDownBlockSpatioTemporal", "DownBlockSpatioTemporal"),
+        up_block_types=("UpBlockSpatioTemporal", "CrossAttnUpBlockSpatioTemporal"),
+        num_attention_heads=(2, 4),
+        num_frames=3,
+        projection_class_embeddings_input_dim=24,
+        addition_time_embed_dim=8,
+    )
+    return unet, lambda: unet(noise(1, 3, 8, 8, 8), 10, noise(1, 1, 16, seed=1), torch.ones(1, 3)).sample
+
+
+def animate_diff():
+    unet = UNetMotionModel(
+        **SMALL,
+        norm_num_groups=8,
+        down_block_types=("CrossAttnDownBlockMotion", "DownBlockMotion"),
+        up_block_types=("UpBlockMotion", "CrossAttnUpBlockMotion"),
+        num_attention_heads=2,
+        motion_num_attention_heads=2,
+    )
+    return unet, lambda: unet(noise(1, 4, 3, 8, 8), 10, noise(3, 5, 16, seed=1)).sample
+
+
+def text_to_video():
+    unet = UNet3DConditionModel(
+        **SMALL,
+        norm_num_groups=8,
+        down_block_types=("CrossAttnDownBlock3D", "DownBlock3D"),
+        up_block_types=("UpBlock3D", "CrossAttnUpBlock3D"),
+        attention_head_dim=8,
+    )
+    return unet, lambda: unet(noise(1, 4, 3, 8, 8), 10, noise(1, 5, 16, seed=1)).sample
+
+
+def svd_vae():
+    vae = AutoencoderKLTemporalDecoder(
+        block_out_channels=(32, 64), down_block_types=("DownEncoderBlock2D",) * 2, layers_per_block=1
+    )
+    return vae, lambda: vae.decode(noise(3, 4, 8, 8), num_frames=3).sample
+
+
+def scale_shift():
+    unet = UNet2DConditionModel(
+        **SMALL,
+        norm_num_groups=8,
+        down_block_types=("ResnetDownsampleBlock2D", "SimpleCrossAttnDownBlock2D"),
+        up_block_types=("SimpleCrossAttnUpBlock2D", "ResnetUpsampleBlock2D"),
+        mid_block_type="UNetMidBlock2DSimpleCrossAttn",
+        attention_head_dim=8,
+        resnet_time_scale_shift="scale_shift",
+    )
+    return unet, lambda: unet(noise(2, 4, 8, 8), 10, noise(2, 5, 16, seed=1)).sample
+
+
+@pytest.mark.parametrize(
+    ("build", "fusions"),
+    [
+        pytest.param(svd, {"temporal_resnet_block", "resnet_block", "conv_norm_out"}, id="svd"),
+        pytest.param(animate_diff, {"transformer_2d", "resnet_block", "conv_norm_out"}, id="animatediff"),
+        pytest.param(text_to_video, {"sequential", "transformer_2d", "resnet_block"}, id="text-to-video"),
+        pytest.param(svd_vae, {"temporal_resnet_block", "resnet_block", "conv_norm_out"}, id="svd-vae"),
+        pytest.param(scale_shift, {"resnet_block", "conv_norm_out"}, id="scale-shift"),
+    ],
+)
+def test_same_output_and_exact_restore(build, fusions):
+    model, call = build()
+    randomise(model, 3).eval()
+    with torch.no_grad():
+        before = call()
+        sfastgn.optimize(model)
+        report, after = sfastgn.report(model), call()
+        assert fusions <= {e.fusion for e in report.fused}
+        assert not report.skipped
+        torch.testing.assert_close(after, before, atol=1e-4, rtol=1e-4)
+        assert after.stride() == before.stride()
+        sfastgn.restore(model)
+        assert torch.equal(call(), before)
+
+
+def ip_adapter_weights(unet):
+    """What ``load_ip_adapter`` would read from a file: an image projection, and a key and value for each cross-attention."""
+    keys = {}
+    dim = unet.config.cross_attention_dim
+    cross = [m for name, m in unet.attn_processors.items() if "attn2" in name]
+    channels = [a.to_k.weight.shape[0] for n, a in unet.named_modules() if n.endswith("attn2")]
+    assert len(cross) == len(channels)
+    order = [n for n in unet.attn_processors if "attn2" in n]
+    attention = dict(unet.named_modules())
+    for i, name in enumerate(order):
+        out = attention[name.removesuffix(".processor")].to_k.weight.shape[0]
+        keys[f"{2 * i + 1}.to_k_ip.weight"] = noise(out, dim, seed=i) * dim**-0.5
+        keys[f"{2 * i + 1}.to_v_ip.weight"] = noise(out, dim, seed=i + 50) * dim**-0.5
+    projection = {
+        "proj.weight": noise(4 * dim, 24, seed=98) / 5,
+        "proj.bias": noise(4 * dim, seed=97),
+        "norm.weight": torch.ones(dim),
+        "norm.bias": torch.zeros(dim),
+    }
+    return {"image_proj": projection, "ip_adapter": keys}
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_ip_adapter_and_its_scale(when):
+    unet = build_unet("tiny", torch.float32, "cpu")
+    stock = copy.deepcopy(unet)
+    inputs = unet_inputs("tiny", size=64, batch=2, dtype=torch.float32, device="cpu", seed=0)
+
+    def call(model):
+        with torch.no_grad():
+            return model(**inputs, added_cond_kwargs={"image_embeds": [noise(2, 1, 24, seed=7)]}).sample
+
+    if when == "after":
+        sfastgn.optimize(unet)
+    for model in (unet, stock):
+        model._load_ip_adapter_weights([ip_adapter_weights(model)])
+    if when == "before":
+        sfastgn.optimize(unet)
+    outputs = []
+    for scale in (1.0, 0.2):
+        for model in (unet, stock):
+            for processor in model.attn_processors.values():
+                if hasattr(processor, "scale"):
+                    processor.scale = [scale]
+        torch.testing.assert_close(call(unet), call(stock), atol=2e-5, rtol=2e-4)
+        outputs.append(call(unet))
+    assert not torch.allclose(*outputs, atol=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("offload", ["enable_model_cpu_offload", "enable_sequential_cpu_offload"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_cpu_offload_on_the_gpu(offload, when):
+    def generate(pipe):
+        generator = torch.Generator().manual_seed(0)
+        return pipe("a cat", num_inference_steps=3, height=64, width=64, generator=generator, output_type="np").images
+
+    pipe = build_pipeline("tiny", dtype=torch.float16, device="cuda")
+    expected = generate(pipe)
+    pipe.to("cpu")
+    if when == "after":
+        sfastgn.optimize(pipe)
+    getattr(pipe, offload)()
+    if when == "before":
+        sfastgn.optimize(pipe)
+    image = generate(pipe)
+    assert np.isfinite(image).all()
+    assert psnr(image, expected) > 35
