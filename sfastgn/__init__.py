@@ -11,11 +11,23 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sfastgn.api import optimize, optimized, report, restore
+    from sfastgn.kernels.channel_statistics import add_with_statistics, cat_with_statistics, channel_statistics
     from sfastgn.kernels.group_norm import group_norm
     from sfastgn.modules import GroupNorm
 
 __version__ = "0.1.0"
-__all__ = ["GroupNorm", "__version__", "group_norm", "optimize", "optimized", "report", "restore"]
+__all__ = [
+    "GroupNorm",
+    "__version__",
+    "add_with_statistics",
+    "cat_with_statistics",
+    "channel_statistics",
+    "group_norm",
+    "optimize",
+    "optimized",
+    "report",
+    "restore",
+]
 
 # Public names and the modules that hold them, imported at first use (PEP 562).
 _LAZY = {
@@ -23,6 +35,9 @@ _LAZY = {
     "optimized": "sfastgn.api",
     "report": "sfastgn.api",
     "restore": "sfastgn.api",
+    "add_with_statistics": "sfastgn.kernels.channel_statistics",
+    "cat_with_statistics": "sfastgn.kernels.channel_statistics",
+    "channel_statistics": "sfastgn.kernels.channel_statistics",
     "group_norm": "sfastgn.kernels.group_norm",
     "GroupNorm": "sfastgn.modules",
 }

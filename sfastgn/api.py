@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from sfastgn.kernels.group_norm_kernels import KERNEL_DTYPES, triton
+from sfastgn.kernels.dispatch import KERNEL_DTYPES
+from sfastgn.kernels.tiles import triton
 from sfastgn.patches import channels_last, patcher
 from sfastgn.reports import Entry, Report
 

@@ -87,21 +87,31 @@ def kernels(
     providers: Annotated[
         str | None, typer.Option("--providers", help="comma list, or all; without it all but inductor")
     ] = None,
-    dtype: Annotated[str, typer.Option("--dtype", help="fp16, bf16 or fp32")] = "fp16",
+    dtype: Annotated[str, typer.Option("--dtype", help="fp16, bf16, fp32, or a comma list")] = "fp16",
     device: DeviceOption = None,
     repeats: Annotated[int, typer.Option("--repeats", help="timed rounds of each cell")] = 20,
     json: JsonOption = None,
+    plot: Annotated[Path | None, typer.Option("--plot", help="write the roofline as a PNG")] = None,
     seed: SeedOption = 0,
 ) -> None:
-    """Time GroupNorm+SiLU kernels: microseconds with a hot and a cold L2, GB/s, ratio to a copy."""
+    """Time GroupNorm+SiLU kernels: microseconds with a hot and a cold L2, GB/s, ratio to a copy, CPU time of a call."""
     from sfastgn.bench import options, session
 
     with _one_line_errors():
-        config = options.kernel_config(
-            shapes=shapes, names=providers, dtype=dtype, device=device, repeats=repeats, seed=seed
+        configs = options.kernel_configs(
+            shapes=shapes, names=providers, dtypes=dtype, device=device, repeats=repeats, seed=seed
         )
         options.json_path("--json", json)
-        code = session.run_kernels(config, json=json)
+        options.plot_path("--plot", plot)
+        several = len(configs) > 1
+        code = max(
+            session.run_kernels(
+                config,
+                json=options.for_dtype(json, config.dtype) if several else json,
+                plot=options.for_dtype(plot, config.dtype) if several else plot,
+            )
+            for config in configs
+        )
     raise typer.Exit(code)
 
 

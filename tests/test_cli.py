@@ -100,6 +100,7 @@ def test_bad_input_is_one_line_in_a_real_process(arguments: list[str], words: li
         pytest.param(["kernels", "--shapes", "2x33x8x8"], ["--shapes", "'2x33x8x8'", "32"], id="groups"),
         pytest.param(["kernels", "--shapes", "0x32x8x8"], ["--shapes", "'0x32x8x8'"], id="empty-shape"),
         pytest.param(["kernels", "--providers", "cudnn"], ["--providers", "'cudnn'", "sfastgn"], id="provider"),
+        pytest.param(["kernels", "--plot", "roof.svg"], ["--plot", "'roof.svg'", ".png"], id="plot"),
         pytest.param(["kernels", "--dtype", "int8"], ["--dtype", "'int8'", "fp16"], id="kernel-dtype"),
         pytest.param(["inspect", "/no/such/folder"], ["MODEL", "/no/such/folder", "tiny"], id="inspect"),
         pytest.param(["demo", "--output", "pyproject.toml"], ["--output", "pyproject.toml"], id="demo"),

@@ -1,8 +1,8 @@
 """GroupNorm+SiLU on the shapes of Stable Diffusion: shapes x providers, checked against fp64, timed hot and cold,
-beside a copy.
+beside a copy; and the ops that produce its input with its statistics, beside the plain ones.
 
 The least traffic is one read of x and one write of y, so GB/s count ``2 * N*C*H*W * itemsize`` bytes, and a plain copy
-of x, which moves just that, is the yardstick.
+of x, which moves just that, is the yardstick. A sum reads a second tensor: three times ``N*C*H*W * itemsize``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from sfastgn.bench import providers, timing
 from sfastgn.bench.end_to_end import FAILED, OK, UNAVAILABLE, WRONG, one_line
-from sfastgn.bench.providers import OURS, YARDSTICK, Provider
+from sfastgn.bench.providers import ADD, BASELINES, CAT, COPY, NORM_GIVEN, NORMS, OURS, YARDSTICK, Call, Provider
 from sfastgn.bench.workloads import DTYPES
 
 Shape = tuple[int, int, int, int]
@@ -83,7 +83,11 @@ class KernelConfig:
 
 @dataclass
 class KernelRow:
-    """One provider on one shape. Times are None unless ``status`` is ``"ok"``; ratios are time over the copy's time."""
+    """One provider on one shape. Times are None unless ``status`` is ``"ok"``; ratios are time over the copy's time.
+
+    ``cpu_us``: what a call costs the CPU, None where there is no GPU. ``status`` is ``"quoted"`` for a time that someone else
+    measured.
+    """
 
     shape: Shape
     provider: str
@@ -96,37 +100,60 @@ class KernelRow:
     hot_ratio: float | None = None
     cold_ratio: float | None = None
     error: float | None = None
+    cpu_us: float | None = None
+
+
+QUOTED = "quoted"
+Inputs = tuple[torch.Tensor, ...]
 
 
 @dataclass
 class _Case:
-    """One shape's data: inputs by layout, affine parameters, and the fp64 truth."""
+    """One shape's data: inputs, affine parameters, and the fp64 truth of GroupNorm+SiLU."""
 
     shape: Shape
     x: torch.Tensor
+    residual: torch.Tensor
     weight: torch.Tensor
     bias: torch.Tensor
-    truth: torch.Tensor
+    norm: torch.Tensor
 
     @classmethod
     def of(cls, shape: Shape, config: KernelConfig) -> _Case:
         device, dtype = config.torch_device, DTYPES[config.dtype]
         generator = torch.Generator(device).manual_seed(config.seed)
         x = torch.randn(shape, generator=generator, device=device, dtype=torch.float32).mul_(1.5).add_(0.5).to(dtype)
+        residual = torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(dtype)
         weight = torch.randn(shape[1], generator=generator, device=device).to(dtype)
         bias = torch.randn(shape[1], generator=generator, device=device).to(dtype)
-        truth = F.silu(F.group_norm(x.double(), GROUPS, weight.double(), bias.double(), EPS))
-        return cls(shape, x, weight, bias, truth)
+        norm = F.silu(F.group_norm(x.double(), GROUPS, weight.double(), bias.double(), EPS))
+        return cls(shape, x, residual, weight, bias, norm)
 
-    @property
-    def bytes_a_call(self) -> int:
-        return 2 * self.x.numel() * self.x.element_size()
+    def bytes_a_call(self, provider: Provider) -> int:
+        return (3 if provider.task == ADD else 2) * self.x.numel() * self.x.element_size()
 
-    def inputs(self, provider: Provider) -> list[torch.Tensor]:
+    def truth(self, provider: Provider) -> torch.Tensor:
+        if provider.task in (COPY, CAT):
+            return self.x
+        return self.x.double() + self.residual.double() if provider.task == ADD else self.norm
+
+    def inputs(self, provider: Provider) -> list[Inputs]:
+        """As many sets of the task's inputs as make each call find L2 cold."""
         layout = torch.channels_last if provider.channels_last else torch.contiguous_format
-        first = self.x.contiguous(memory_format=layout)
-        count = timing.cold_sets(self.bytes_a_call) if self.x.is_cuda else 2
-        return [first, *(first.clone(memory_format=torch.preserve_format) for _ in range(count - 1))]
+        x = self.x.contiguous(memory_format=layout)
+        first: Inputs = (x,)
+        if provider.task == ADD:
+            first = (x, self.residual.contiguous(memory_format=layout))
+        elif provider.task == CAT:
+            half = self.shape[1] // 2
+            first = tuple(part.contiguous(memory_format=layout) for part in (x[:, :half], x[:, half:]))
+        elif provider.task == NORM_GIVEN:
+            import sfastgn
+
+            first = (x, sfastgn.channel_statistics(x))
+        count = timing.cold_sets(self.bytes_a_call(provider)) if x.is_cuda else 2
+        clones = [tuple(t.clone(memory_format=torch.preserve_format) for t in first) for _ in range(count - 1)]
+        return [first, *clones]
 
 
 def _error(output: torch.Tensor, truth: torch.Tensor) -> float:
@@ -146,28 +173,30 @@ def _unavailable(provider: Provider, shape: Shape, config: KernelConfig) -> str 
 
 def _measure(provider: Provider, case: _Case, config: KernelConfig) -> KernelRow:
     device = config.torch_device
-    call = provider.build(GROUPS, case.weight, case.bias, EPS)
+    build = provider.build(GROUPS, case.weight, case.bias, EPS)
     inputs = case.inputs(provider)
-    error = _error(call(inputs[0]), case.truth if provider.norm else case.x)
+    call: Call = lambda tensors: build(*tensors)  # noqa: E731
+    error = _error(call(inputs[0]), case.truth(provider))
     bound = ERROR_BOUNDS[config.dtype]
     if not error <= bound:
         reason = f"relative error {error:.3g} against fp64 is above {bound:g}"
         return KernelRow(case.shape, provider.name, WRONG, reason, error=error if math.isfinite(error) else None)
     # About 2 GiB of traffic a round, so that a round of the largest shape stays short.
-    calls = max(5, min(100, 2**31 // case.bytes_a_call)) if device.type == "cuda" else 3
+    moved = case.bytes_a_call(provider)
+    calls = max(5, min(100, 2**31 // moved)) if device.type == "cuda" else 3
     repeats = config.repeats if device.type == "cuda" else min(config.repeats, 3)
     hot = timing.time_kernel(call, inputs, device, cold=False, calls=calls, repeats=repeats)
     cold = timing.time_kernel(call, inputs, device, cold=True, calls=calls, repeats=repeats)
-    gbps = case.bytes_a_call / 1e3
     return KernelRow(
         case.shape,
         provider.name,
         OK,
         hot_us=hot,
         cold_us=cold,
-        hot_gbps=gbps / hot,
-        cold_gbps=gbps / cold,
+        hot_gbps=moved / 1e3 / hot,
+        cold_gbps=moved / 1e3 / cold,
         error=error,
+        cpu_us=timing.time_host(lambda: build(*inputs[0]), device) if device.type == "cuda" else None,
     )
 
 
@@ -228,8 +257,12 @@ def run(config: KernelConfig, *, on_cell: Callable[[Shape, str], object] = lambd
 
 
 def best_peer(rows: Iterable[KernelRow], shape: Shape, *, cold: bool = False) -> KernelRow | None:
-    """The fastest correct provider on ``shape`` that is neither sfastgn nor the copy; None where there is none."""
-    peers = [row for row in rows if row.shape == shape and row.status == OK and row.provider not in (OURS, YARDSTICK)]
+    """The fastest correct provider of GroupNorm+SiLU on ``shape`` that is not sfastgn; None where there is none."""
+    peers = [
+        row
+        for row in rows
+        if row.shape == shape and row.status in (OK, QUOTED) and row.provider in NORMS and row.provider != OURS
+    ]
     return min(peers, key=lambda row: (row.cold_us if cold else row.hot_us) or math.inf, default=None)
 
 
@@ -247,6 +280,17 @@ def losses(rows: Sequence[KernelRow], *, cold: bool = False) -> list[Shape]:
     return found
 
 
+def baseline_ratios(rows: Sequence[KernelRow]) -> dict[str, dict[Shape, tuple[float, float]]]:
+    """Time over that of the plain op, hot and cold, of each op that takes or gives statistics, by shape."""
+    cells = {(row.provider, row.shape): row for row in rows if row.status == OK}
+    found: dict[str, dict[Shape, tuple[float, float]]] = {}
+    for (name, shape), row in cells.items():
+        plain = cells.get((BASELINES.get(name, ""), shape))
+        if plain is not None and row.hot_us and row.cold_us and plain.hot_us and plain.cold_us:
+            found.setdefault(name, {})[shape] = (row.hot_us / plain.hot_us, row.cold_us / plain.cold_us)
+    return found
+
+
 def geometric_mean(values: Sequence[float]) -> float | None:
     return math.exp(math.fsum(map(math.log, values)) / len(values)) if values else None
 
@@ -256,6 +300,8 @@ def summary(rows: Sequence[KernelRow]) -> dict[str, Any]:
     means: dict[str, Any] = {}
     for set_name, shapes in SHAPE_SETS.items():
         for name in dict.fromkeys(row.provider for row in rows):
+            if name not in (YARDSTICK, *NORMS):
+                continue
             timed = [row for row in rows if row.provider == name and row.shape in shapes and row.status == OK]
             hot = [row.hot_ratio for row in timed if row.hot_ratio]
             cold = [row.cold_ratio for row in timed if row.cold_ratio]
@@ -267,5 +313,9 @@ def summary(rows: Sequence[KernelRow]) -> dict[str, Any]:
         "slower_than_best_peer": {
             "hot": [list(shape) for shape in losses(rows)],
             "cold": [list(shape) for shape in losses(rows, cold=True)],
+        },
+        "ratio_to_plain_op": {
+            name: {"x".join(map(str, shape)): list(ratios) for shape, ratios in by_shape.items()}
+            for name, by_shape in baseline_ratios(rows).items()
         },
     }

@@ -15,6 +15,7 @@ import torch
 from sfastgn.bench import providers, variants
 from sfastgn.bench.architectures import MODELS
 from sfastgn.bench.kernels import GROUPS, SHAPE_SETS, KernelConfig, Shape
+from sfastgn.bench.plots import plot_reason
 from sfastgn.bench.workloads import DTYPES, BenchConfig
 
 # Each part's batch and number of timed calls where the user names none; a CPU gets fewer calls. A UNet step has a batch
@@ -88,6 +89,14 @@ def json_path(option: str, value: Path | None) -> Path | None:
     if value is not None and (value.is_dir() or any(parent.is_file() for parent in value.parents)):
         raise OptionError(f"{option}: cannot write a file at {str(value)!r}")
     return value
+
+
+def plot_path(option: str, value: Path | None) -> Path | None:
+    if value is not None and value.suffix.lower() != ".png":
+        raise OptionError(f"{option}: must end in .png, got {str(value)!r}")
+    if value is not None and (reason := plot_reason()) is not None:
+        raise OptionError(f"{option}: {reason}")
+    return json_path(option, value)
 
 
 def dtype_name(option: str, value: str | None, device: str) -> str:
@@ -167,27 +176,35 @@ def shape_list(option: str, text: str) -> tuple[Shape, ...]:
     return tuple(dict.fromkeys(shapes))
 
 
-def kernel_config(
+def kernel_configs(
     *,
     shapes: str = "all",
     names: str | None = None,
-    dtype: str = "fp16",
+    dtypes: str = "fp16",
     device: str | None = None,
     repeats: int = 20,
     seed: int = 0,
-) -> KernelConfig:
-    """A checked config of ``sfastgn kernels``. Raises OptionError."""
+) -> list[KernelConfig]:
+    """One checked config of ``sfastgn kernels`` for each dtype of a comma list. Raises OptionError."""
     by_default = [provider.name for provider in providers.PROVIDERS if provider.by_default]
     if names == "all":
         chosen = list(providers.NAMES)
     else:
         chosen = by_default if names is None else some_of("--providers", split(names), providers.NAMES)
-    return KernelConfig(
-        shapes=shape_list("--shapes", shapes),
-        providers=tuple(chosen),
-        dtype=one_of("--dtype", dtype, DTYPES),
-        device=device_name("--device", device),
-        repeats=positive("--repeats", repeats),
-        seed=seed,
-        wall_clock=device == "cpu",
-    )
+    return [
+        KernelConfig(
+            shapes=shape_list("--shapes", shapes),
+            providers=tuple(chosen),
+            dtype=dtype,
+            device=device_name("--device", device),
+            repeats=positive("--repeats", repeats),
+            seed=seed,
+            wall_clock=device == "cpu",
+        )
+        for dtype in some_of("--dtype", split(dtypes), DTYPES)
+    ]
+
+
+def for_dtype(path: Path | None, dtype: str) -> Path | None:
+    """``path`` with the dtype in its name, for one of several files."""
+    return None if path is None else path.with_stem(f"{path.stem}_{dtype}")

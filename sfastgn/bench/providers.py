@@ -1,4 +1,7 @@
-"""Implementations of GroupNorm+SiLU to time against each other. One implementation is one entry of ``PROVIDERS``."""
+"""Implementations to time against each other: of GroupNorm+SiLU, and of what produces its input. One is one entry of ``PROVIDERS``.
+
+What a call computes is its *task*; the tasks and their inputs are in ``kernels.py``.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,9 @@ import torch.nn.functional as F
 
 from sfastgn.bench import stable_fast
 
-Call = Callable[[torch.Tensor], torch.Tensor]
+Call = Callable[..., torch.Tensor]
+
+COPY, NORM, NORM_GIVEN, ADD, CAT = "copy", "norm", "norm, statistics given", "add", "cat"
 
 
 @dataclass(frozen=True)
@@ -22,10 +27,10 @@ class Provider:
     Attributes:
         name: what the command line, the JSON and the tables call it.
         reason: None where it can run on the device, else why not, in one line.
-        build: (num_groups, weight (C,), bias (C,), eps) -> a call from x (N, C, H, W) to y of the same shape.
-        channels_last: the layout of the x that it is given.
+        build: (num_groups, weight (C,), bias (C,), eps) -> a call from the task's inputs to y (N, C, H, W).
+        channels_last: the layout of the inputs that it is given.
         by_default: run where the user names no providers.
-        norm: it computes GroupNorm+SiLU; False for the copy that the others are measured by.
+        task: what it computes.
     """
 
     name: str
@@ -33,7 +38,7 @@ class Provider:
     build: Callable[[int, torch.Tensor, torch.Tensor, float], Call]
     channels_last: bool = True
     by_default: bool = True
-    norm: bool = True
+    task: str = NORM
 
 
 def _always(device: torch.device) -> str | None:
@@ -109,12 +114,51 @@ def _sfastgn(num_groups: int, weight: torch.Tensor, bias: torch.Tensor, eps: flo
     return lambda x: sfastgn.group_norm(x, num_groups, weight, bias, eps, activation="silu")
 
 
+def _sfastgn_given(num_groups: int, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> Call:
+    import sfastgn
+
+    return lambda x, statistics: sfastgn.group_norm(
+        x, num_groups, weight, bias, eps, activation="silu", statistics=statistics
+    )
+
+
+def _add(num_groups: int, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> Call:
+    return torch.add
+
+
+def _add_with_statistics(num_groups: int, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> Call:
+    import sfastgn
+
+    return lambda x, residual: sfastgn.add_with_statistics(x, residual)[0]
+
+
+def _cat(num_groups: int, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> Call:
+    return lambda a, b: torch.cat((a, b), dim=1)
+
+
+def _cat_with_statistics(num_groups: int, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> Call:
+    import sfastgn
+
+    return lambda a, b: sfastgn.cat_with_statistics(a, b)[0]
+
+
+def _native_reason(device: torch.device) -> str | None:
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    return None if version >= (2, 14) else f"torch {torch.__version__} has no channels-last GroupNorm; 2.14 does"
+
+
 # stable_fast comes after all that launch Triton kernels: its import touches Triton.
 PROVIDERS: tuple[Provider, ...] = (
-    Provider("copy", _always, _copy, norm=False),
+    Provider("copy", _always, _copy, task=COPY),
     Provider("eager_nchw", _always, _eager, channels_last=False),
     Provider("eager_nhwc", _always, _eager),
+    Provider("native_nhwc", _native_reason, _eager),
     Provider("sfastgn", _always, _sfastgn),
+    Provider("sfastgn_given", _always, _sfastgn_given, task=NORM_GIVEN),
+    Provider("add", _always, _add, task=ADD),
+    Provider("add_with_statistics", _always, _add_with_statistics, task=ADD),
+    Provider("cat", _always, _cat, task=CAT),
+    Provider("cat_with_statistics", _always, _cat_with_statistics, task=CAT),
     Provider("inductor", _inductor_reason, _inductor, by_default=False),
     Provider("gnnhwc", lambda device: _needs("gnNHWC", device), _gnnhwc),
     Provider("apex", lambda device: _needs("apex.contrib.group_norm", device), _apex),
@@ -123,6 +167,10 @@ PROVIDERS: tuple[Provider, ...] = (
 
 NAMES: tuple[str, ...] = tuple(provider.name for provider in PROVIDERS)
 OURS, YARDSTICK = "sfastgn", "copy"
+# Names of the providers of GroupNorm+SiLU alone, which compete.
+NORMS: tuple[str, ...] = tuple(provider.name for provider in PROVIDERS if provider.task == NORM)
+# What each of the other ops of this package is measured by.
+BASELINES = {"sfastgn_given": YARDSTICK, "add_with_statistics": "add", "cat_with_statistics": "cat"}
 
 
 def by_name(name: str) -> Provider:

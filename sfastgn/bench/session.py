@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from sfastgn.bench import end_to_end, kernels, providers, tables, workloads
+from sfastgn.bench import end_to_end, kernels, plots, providers, tables, workloads
 from sfastgn.bench.end_to_end import OK, WRONG, Row
 from sfastgn.bench.kernels import KernelConfig
 from sfastgn.bench.variants import Variant
@@ -78,7 +78,9 @@ def run_bench(
     return 1 if any(row.status == WRONG for row in rows) or not any(row.status == OK for row in rows) else 0
 
 
-def run_kernels(config: KernelConfig, *, json: Path | None = None, out: Console | None = None) -> int:
+def run_kernels(
+    config: KernelConfig, *, json: Path | None = None, plot: Path | None = None, out: Console | None = None
+) -> int:
     """Times the kernels, prints and writes; returns the exit code: 0, or 1 where some output was wrong."""
     out = out or console()
     environment = end_to_end.current_environment(config.torch_device)
@@ -93,6 +95,12 @@ def run_kernels(config: KernelConfig, *, json: Path | None = None, out: Console 
     if any(row.status == OK for row in rows):
         title = f"GroupNorm({kernels.GROUPS}) + SiLU, {config.dtype} on {config.device}"
         out.print(tables.kernels_table(rows, title))
+        producers_table = tables.producers_table(rows)
+        if producers_table is not None:
+            out.print(producers_table)
+        if plot is not None:
+            plots.roofline(rows, plot, f"{title}, {environment['gpu'] or environment['machine']}")
+            out.print(f"wrote {plot}", style="dim")
     for line in tables.missing_cells(rows):
         out.print(line, style="dim")
     left_out = [name for name in providers.NAMES if name not in (*config.providers, providers.YARDSTICK)]

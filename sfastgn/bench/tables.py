@@ -17,8 +17,8 @@ from typing import Any
 from rich.table import Table
 
 from sfastgn.bench.end_to_end import OK, Row
-from sfastgn.bench.kernels import KernelRow, best_peer, losses, summary
-from sfastgn.bench.providers import OURS, PROVIDERS
+from sfastgn.bench.kernels import QUOTED, KernelRow, baseline_ratios, best_peer, losses, summary
+from sfastgn.bench.providers import BASELINES, NORMS, OURS, PROVIDERS, YARDSTICK
 from sfastgn.bench.variants import PARTS, VARIANTS
 
 RESULTS = Path("benchmarks")
@@ -94,7 +94,7 @@ def graph_notes(rows: Iterable[Row]) -> list[str]:
 
 
 def _kernel_cell(row: KernelRow | None, lost: bool) -> str:
-    if row is None or row.status != OK:
+    if row is None or row.status not in (OK, QUOTED):
         return NOTHING
     return f"{_number(row.hot_us)} ({_number(row.cold_us)}){LOSS if lost else ''}"
 
@@ -104,8 +104,8 @@ def _shape_text(shape: Sequence[int]) -> str:
 
 
 def _kernel_names(rows: Sequence[KernelRow]) -> list[str]:
-    """Providers with at least one time, ours last."""
-    timed = {row.provider for row in rows if row.status == OK}
+    """The copy and the providers of GroupNorm+SiLU with at least one time, ours last."""
+    timed = {row.provider for row in rows if row.status in (OK, QUOTED) and row.provider in (YARDSTICK, *NORMS)}
     names = [provider.name for provider in PROVIDERS if provider.name in timed and provider.name != OURS]
     return [*names, *([OURS] if OURS in timed else [])]
 
@@ -114,7 +114,7 @@ def _kernel_cells(rows: Sequence[KernelRow], mark_best: str) -> tuple[list[str],
     """Header and body of the shapes x providers table; ``mark_best`` goes around the best peer's cell."""
     names = _kernel_names(rows)
     cells = {(row.shape, row.provider): row for row in rows}
-    lost = losses(rows)
+    lost = {*losses(rows), *losses(rows, cold=True)}
     body = []
     for shape in dict.fromkeys(row.shape for row in rows):
         best = best_peer(rows, shape)
@@ -151,6 +151,35 @@ def missing_cells(rows: Iterable[KernelRow]) -> list[str]:
     ]
 
 
+def _ratio_lines(rows: Sequence[KernelRow]) -> tuple[list[str], list[list[str]]]:
+    """Header and body of shapes x ops that take or give statistics: microseconds hot, and their ratio to the plain op's."""
+    ratios = baseline_ratios(rows)
+    cells = {(row.provider, row.shape): row for row in rows}
+    names = [name for name in BASELINES if name in ratios]
+    body = []
+    for shape in dict.fromkeys(row.shape for row in rows):
+        line = [_shape_text(shape)]
+        for name in names:
+            hot, cold = ratios[name].get(shape, (None, None))
+            row = cells.get((name, shape))
+            line.append(f"{_number(row.hot_us)}: {hot:.2f} ({cold:.2f})" if row and hot and cold else NOTHING)
+        body.append(line)
+    return ["N x C x H x W", *(f"{name} / {BASELINES[name]}" for name in names)], body
+
+
+def producers_table(rows: Sequence[KernelRow]) -> Table | None:
+    """The ops that take or give statistics beside the plain ones; None where none was timed."""
+    header, body = _ratio_lines(rows)
+    if len(header) == 1:
+        return None
+    table = Table(title_justify="left", caption="microseconds: time over the plain op's, hot L2 (cold L2)")
+    for name in header:
+        table.add_column(name, justify="right", no_wrap=True)
+    for line in body:
+        table.add_row(*line)
+    return table
+
+
 def kernels_table(rows: Sequence[KernelRow], title: str) -> Table:
     """Shapes x providers, microseconds hot (cold), our GB/s and ratio to copy, geometric means at the end."""
     header, body = _kernel_cells(rows, "")
@@ -160,13 +189,14 @@ def kernels_table(rows: Sequence[KernelRow], title: str) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column(f"{OURS} GB/s", justify="right", no_wrap=True)
     table.add_column(f"{OURS} / copy", justify="right", no_wrap=True)
+    table.add_column(f"{OURS} CPU us", justify="right", no_wrap=True)
     for line in body:
         row = ours.get(line[0])
-        gbps = _number(row.hot_gbps, 4) if row else NOTHING
-        table.add_row(*line, gbps, _number(row.hot_ratio) if row else NOTHING)
+        values = (_number(row.hot_gbps, 4), _number(row.hot_ratio), _number(row.cpu_us)) if row else [NOTHING] * 3
+        table.add_row(*line, *values)
     table.add_section()
     for set_name, cells in _kernel_means(rows):
-        table.add_row(f"mean / copy, {set_name}", *cells, "", "")
+        table.add_row(f"mean / copy, {set_name}", *cells, "", "", "")
     return table
 
 
@@ -183,7 +213,7 @@ def _documents(results: Path, kind: str) -> list[dict[str, Any]]:
     return [content for content in found if isinstance(content, dict) and content.get("kind") == kind]
 
 
-def _source_line(content: dict[str, Any]) -> str:
+def source_line(content: dict[str, Any]) -> str:
     """Where and with what a run was made."""
     env = content["environment"]
     packages = env.get("packages", {})
@@ -226,28 +256,78 @@ def results_markdown(results: Path) -> str:
         body.append([title, *(_milliseconds(value, eager) for value in (*times, *graphs))])
     rows = [row for by_variant in groups.values() for row in by_variant.values()]
     reasons = dict.fromkeys(f"{labels[row.variant]} {row.status}: {row.reason}" for row in rows if row.status != OK)
-    sources = dict.fromkeys(_source_line(content) for content in documents)
+    sources = dict.fromkeys(source_line(content) for content in documents)
     return "\n\n".join([_markdown(header, body), *(f"{line}." for line in (*reasons, *sources))])
 
 
-def _kernel_rows(content: dict[str, Any]) -> list[KernelRow]:
+def kernel_rows(content: dict[str, Any]) -> list[KernelRow]:
     return [KernelRow(**{**values, "shape": tuple(values["shape"])}) for values in content["rows"]]
+
+
+def _with_quoted(rows: list[KernelRow], results: Path, dtype: str) -> tuple[list[KernelRow], list[str]]:
+    """``rows`` with others' published times where a provider could not run, and where those come from."""
+    ran = {(row.provider, row.shape) for row in rows if row.status == OK}
+    shapes = {row.shape for row in rows}
+    sources = []
+    for content in _documents(results, "kernels_quoted"):
+        quoted = [row for row in kernel_rows(content) if row.shape in shapes and (row.provider, row.shape) not in ran]
+        if content["dtype"] != dtype or not quoted:
+            continue
+        replaced = {(row.provider, row.shape) for row in quoted}
+        rows = [row for row in rows if (row.provider, row.shape) not in replaced] + quoted
+        sources.append(
+            f"Quoted, not run here: {', '.join(dict.fromkeys(r.provider for r in quoted))}: {content['source']}"
+        )
+    return rows, sources
 
 
 def kernels_markdown(results: Path) -> str:
     """The shapes x providers table of each committed run of ``sfastgn kernels``."""
     blocks = []
     for content in _documents(results, "kernels"):
-        rows = _kernel_rows(content)
+        dtype = content["config"]["dtype"]
+        rows, quoted = _with_quoted(kernel_rows(content), results, dtype)
         header, body = _kernel_cells(rows, "**")
         body += [[f"mean of time / copy, {name}", *cells] for name, cells in _kernel_means(rows)]
         legend = f"Microseconds, hot L2 (cold L2); bold: the best peer; {LOSS}: a peer is faster than sfastgn."
-        blocks += [_markdown(header, body), legend, *(f"{line}." for line in missing_cells(rows))]
-        blocks.append(f"{content['config']['dtype']}, {_source_line(content)}.")
+        blocks += [_markdown(header, body), legend, *(f"{line}." for line in (*quoted, *missing_cells(rows)))]
+        blocks.append(f"{dtype}, {source_line(content)}.")
     return "\n\n".join(blocks) or "No results are committed yet."
 
 
-TABLES: dict[str, Callable[[Path], str]] = {"results": results_markdown, "kernels": kernels_markdown}
+def producers_markdown(results: Path) -> str:
+    """The ops that take or give statistics, of each committed run of ``sfastgn kernels``."""
+    blocks = []
+    for content in _documents(results, "kernels"):
+        header, body = _ratio_lines(kernel_rows(content))
+        if len(header) > 1:
+            blocks += [_markdown(header, body), f"{content['config']['dtype']}, {source_line(content)}."]
+    return "\n\n".join(blocks) or "No results are committed yet."
+
+
+def host_markdown(results: Path) -> str:
+    """What a call costs the CPU, by provider and number of launches, of the committed fp16 run."""
+    for content in _documents(results, "kernels"):
+        rows = [row for row in kernel_rows(content) if row.cpu_us is not None]
+        if content["config"]["dtype"] != "fp16" or not rows:
+            continue
+        names = dict.fromkeys(row.provider for row in rows)
+        shapes = [shape for shape in dict.fromkeys(row.shape for row in rows) if _shape_text(shape) in _HOST_SHAPES]
+        cells = {(row.provider, row.shape): row.cpu_us for row in rows}
+        body = [[name, *(_number(cells.get((name, shape))) for shape in shapes)] for name in names]
+        return _markdown(["microseconds of CPU time", *map(_shape_text, shapes)], body)
+    return "No results are committed yet."
+
+
+# One launch, and three: small enough that the CPU never waits for the GPU.
+_HOST_SHAPES = ("2x1280x8x8", "2x1280x16x16", "2x640x32x32", "2x320x64x64")
+
+TABLES: dict[str, Callable[[Path], str]] = {
+    "results": results_markdown,
+    "kernels": kernels_markdown,
+    "producers": producers_markdown,
+    "host": host_markdown,
+}
 
 _SLOT = re.compile(r"(<!-- table:(?P<name>[\w-]+) -->)(?P<body>.*?)(<!-- /table:(?P=name) -->)", re.DOTALL)
 

@@ -234,3 +234,17 @@ def time_kernel(
     else:
         timing = time_callable(many, device, repeats=repeats, warmup=1)
     return timing.median_ms * 1e3 / calls
+
+
+def time_host(fn: Callable[[], object], device: torch.device, *, calls: int = 100, repeats: int = 9) -> float:
+    """Microseconds of CPU time of one call of ``fn``, median over bursts of ``calls`` that the CUDA device may lag behind."""
+    with device_scope(device):
+        samples = []
+        for _ in range(repeats + 1):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(calls):
+                fn()
+            samples.append((time.perf_counter() - start) / calls * 1e6)
+        torch.cuda.synchronize()
+    return statistics.median(samples[1:])

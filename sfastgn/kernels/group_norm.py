@@ -13,17 +13,19 @@ Source: Wu and He, "Group Normalization", 2018. The interface follows torch.nn.f
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sfastgn.kernels.activations import ACTIVATIONS
+from sfastgn.kernels.dispatch import is_plain_inference, runs_in_triton
 from sfastgn.kernels.group_norm_backward import group_norm_grads
-from sfastgn.kernels.group_norm_kernels import KERNEL_DTYPES, is_planned, launch_group_norm, plan_key, triton
+from sfastgn.kernels.group_norm_kernels import find_plan, launch_group_norm, make_plan, plan_key
 from sfastgn.kernels.layout import empty_dense_like, is_channels_last
 
-__all__ = ["group_norm", "reference_group_norm", "runs_in_triton"]
+__all__ = ["group_norm", "reference_group_norm"]
 
 
 def reference_group_norm(
@@ -37,6 +39,7 @@ def reference_group_norm(
     shift: Tensor | None = None,
     ada_scale: Tensor | None = None,
     ada_shift: Tensor | None = None,
+    tokens: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """The same function in plain PyTorch: fallback without a GPU, truth of the tests (in fp64) and baseline of the benchmarks.
@@ -54,6 +57,8 @@ def reference_group_norm(
     z = z if ada_scale is None else z * (1 + _per_channel(ada_scale.to(dtype), x))
     z = z if ada_shift is None else z + _per_channel(ada_shift.to(dtype), x)
     y = ACTIVATIONS[activation](z).to(out_dtype or x.dtype)
+    if tokens:
+        return y.movedim(1, -1).reshape(x.shape[0], math.prod(x.shape[2:]), x.shape[1]).contiguous()
     return y if is_channels_last(y) or not is_channels_last(x) else y.movedim(1, -1).contiguous().movedim(-1, 1)
 
 
@@ -67,13 +72,8 @@ def _per_channel(operand: Tensor, x: Tensor) -> Tensor:
 _LIBRARY = torch.library.Library("sfastgn", "FRAGMENT")
 _LIBRARY.define(
     "group_norm(Tensor x, int num_groups, Tensor? weight, Tensor? bias, float eps, str activation, "
-    "Tensor? shift, Tensor? ada_scale, Tensor? ada_shift, ScalarType? out_dtype) -> Tensor"
+    "Tensor? shift, Tensor? ada_scale, Tensor? ada_shift, Tensor? statistics, bool tokens, ScalarType? out_dtype) -> Tensor"
 )
-
-
-def runs_in_triton(x: Tensor) -> bool:
-    """True if ``group_norm(x, ...)`` launches Triton kernels, false if it runs in plain PyTorch."""
-    return triton is not None and x.is_cuda and x.dtype in KERNEL_DTYPES
 
 
 def _group_norm_impl(
@@ -86,35 +86,45 @@ def _group_norm_impl(
     shift: Tensor | None,
     ada_scale: Tensor | None,
     ada_shift: Tensor | None,
+    statistics: Tensor | None,
+    tokens: bool,
     out_dtype: torch.dtype | None,
 ) -> Tensor:
     if runs_in_triton(x):
         params = (weight, bias, shift, ada_scale, ada_shift)
-        key = plan_key(x, num_groups, activation, params, out_dtype)
-        return launch_group_norm(key, x, num_groups, eps, activation, params, out_dtype)
+        key = plan_key(x, num_groups, eps, activation, params, statistics, tokens, out_dtype)
+        plan = find_plan(key) or make_plan(key, x, num_groups, eps, activation, params, statistics, tokens)
+        return launch_group_norm(plan, x, params, statistics, out_dtype)
     if x.numel() == 0:
-        return empty_dense_like(x, out_dtype or x.dtype)
+        return _group_norm_fake(x, tokens, out_dtype)
     operands = {"shift": shift, "ada_scale": ada_scale, "ada_shift": ada_shift}
-    y = reference_group_norm(x, num_groups, weight, bias, eps, activation, out_dtype=out_dtype, **operands)
-    return y if y.stride() == x.stride() else empty_dense_like(x, y.dtype).copy_(y)
+    y = reference_group_norm(
+        x, num_groups, weight, bias, eps, activation, tokens=tokens, out_dtype=out_dtype, **operands
+    )
+    return y if tokens or y.stride() == x.stride() else empty_dense_like(x, y.dtype).copy_(y)
 
 
 def _group_norm_fake(x: Tensor, *args: Any) -> Tensor:
-    return empty_dense_like(x, args[-1] or x.dtype)
+    tokens, out_dtype = args[-2:]
+    if tokens:
+        return x.new_empty((x.shape[0], math.prod(x.shape[2:]), x.shape[1]), dtype=out_dtype or x.dtype)
+    return empty_dense_like(x, out_dtype or x.dtype)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, ctx.num_groups, weight, bias, ctx.eps, ctx.activation, shift, ada_scale, ada_shift, _ = inputs
+    x, ctx.num_groups, weight, bias, ctx.eps, ctx.activation, shift, ada_scale, ada_shift, _, ctx.tokens, _ = inputs
     ctx.save_for_backward(x, weight, bias, shift, ada_scale, ada_shift)
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, bias, shift, ada_scale, ada_shift = ctx.saved_tensors
+    if ctx.tokens:
+        dy = dy.movedim(-1, 1).reshape(x.shape)
     wanted = tuple(ctx.needs_input_grad[i] for i in (0, 2, 3, 6, 7, 8))
     dx, dweight, dbias, *d_operands = group_norm_grads(
         dy, x, weight, bias, shift, ada_scale, ada_shift, ctx.num_groups, ctx.eps, ctx.activation, wanted
     )
-    return dx, None, dweight, dbias, None, None, *d_operands, None
+    return dx, None, dweight, dbias, None, None, *d_operands, None, None, None
 
 
 for _key in ("CPU", "CUDA"):
@@ -137,6 +147,8 @@ def group_norm(
     shift: Tensor | None = None,
     ada_scale: Tensor | None = None,
     ada_shift: Tensor | None = None,
+    statistics: Tensor | None = None,
+    tokens: bool = False,
 ) -> Tensor:
     """GroupNorm followed by an activation, fused into Triton kernels on NVIDIA GPUs.
 
@@ -148,12 +160,17 @@ def group_norm(
         activation: ``identity``, ``relu``, ``silu``, ``gelu`` (exact) or ``gelu_tanh``.
         shift: (N, C), (1, C) or (C,), added to x before the statistics (a convolution's bias, a time embedding).
         ada_scale, ada_shift: like shift; adaptive GroupNorm: ``z * (1 + ada_scale) + ada_shift`` before the activation.
+        statistics: (2, N, P, C) fp32, P >= 1: ``sfastgn.channel_statistics(x)`` or what ``add_with_statistics`` or
+            ``cat_with_statistics`` returned beside x. They must be those of x, without ``shift``; that is not checked. They save the
+            pass over x that would compute them. Plain PyTorch (no GPU, fp64) computes its own instead.
+        tokens: return (N, HW, C) tokens, contiguous, as attention takes them; HW is the product of the spatial sizes.
 
-    Shapes: the output has the shape of x.
+    Shapes: the output has the shape of x, or (N, HW, C).
     Dtypes: x fp16, bf16 or fp32 (fp64 runs in plain PyTorch); every other tensor any floating dtype. The output has the dtype of x,
         or fp32 under CUDA autocast, as torch.nn.functional.group_norm has.
     Layout: the output has the strides of x if x is without gaps, channels-last or channels-first; else C stays innermost if it was.
-    Grad: with respect to every tensor, also twice; the backward runs in plain PyTorch and recomputes the statistics.
+    Grad: with respect to every tensor but ``statistics``, also twice; the backward runs in plain PyTorch and recomputes the
+        statistics, so that the gradient of x is whole.
     Raises:
         TypeError: x is not a floating tensor, or another argument has the wrong type.
         ValueError: a shape, the number of groups, a device or the activation's name does not fit.
@@ -164,14 +181,16 @@ def group_norm(
     params = (weight, bias, shift, ada_scale, ada_shift)
     out_dtype = _autocast_dtype(x)
     # A key that can be looked up first; whatever else is wrong misses there and is then checked.
-    if type(activation) is str and type(num_groups) is int and type(eps) is float and _is_plain_inference(x, params):
-        key = plan_key(x, num_groups, activation, params, out_dtype)
-        if not is_planned(key):
-            _check(x, num_groups, eps, activation, params)
-        return launch_group_norm(key, x, num_groups, eps, activation, params, out_dtype)
-    _check(x, num_groups, eps, activation, params)
+    if type(activation) is str and type(num_groups) is int and type(eps) is float and is_plain_inference(x, params):
+        key = plan_key(x, num_groups, eps, activation, params, statistics, tokens, out_dtype)
+        plan = find_plan(key)
+        if plan is None:
+            _check(x, num_groups, eps, activation, params, statistics, tokens)
+            plan = make_plan(key, x, num_groups, eps, activation, params, statistics, tokens)
+        return launch_group_norm(plan, x, params, statistics, out_dtype)
+    _check(x, num_groups, eps, activation, params, statistics, tokens)
     return torch.ops.sfastgn.group_norm(
-        x, num_groups, weight, bias, float(eps), activation, shift, ada_scale, ada_shift, out_dtype
+        x, num_groups, weight, bias, float(eps), activation, shift, ada_scale, ada_shift, statistics, tokens, out_dtype
     )
 
 
@@ -180,28 +199,9 @@ def _autocast_dtype(x: Any) -> torch.dtype | None:
     return torch.float32 if torch.is_autocast_enabled("cuda") and isinstance(x, Tensor) and runs_in_triton(x) else None
 
 
-def _is_plain_inference(x: Tensor, params: tuple[Tensor | None, ...]) -> bool:
-    """True if nothing would come of the dispatcher but its cost: no autograd, no tracing, no modes, no tensor subclasses."""
-    if torch.compiler.is_compiling() or type(x) is not Tensor or not runs_in_triton(x):
-        return False
-    grad = torch.is_grad_enabled()
-    if grad and x.requires_grad:
-        return False
-    for t in params:
-        if t is not None and (type(t) not in _PLAIN_TYPES or (grad and t.requires_grad)):
-            return False
-    return (
-        torch._C._len_torch_dispatch_stack() == 0
-        and not torch._C._is_torch_function_mode_enabled()
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and torch._C._get_tracing_state() is None
-    )
-
-
-_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
-
-
-def _check(x: Any, num_groups: Any, eps: Any, activation: Any, params: tuple[Any, ...]) -> None:
+def _check(
+    x: Any, num_groups: Any, eps: Any, activation: Any, params: tuple[Any, ...], statistics: Any, tokens: Any
+) -> None:
     name = "sfastgn.group_norm"
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: x must be a torch.Tensor, got {type(x).__name__}")
@@ -235,3 +235,18 @@ def _check(x: Any, num_groups: Any, eps: Any, activation: Any, params: tuple[Any
             raise ValueError(f"{name}: {label} must have shape {allowed}, got {tuple(t.shape)}")
         if t.device != x.device:
             raise ValueError(f"{name}: {label} is on {t.device}, x on {x.device}")
+    if not isinstance(tokens, bool):
+        raise TypeError(f"{name}: tokens must be a bool, got {tokens!r}")
+    if statistics is not None:
+        _check_statistics(name, x, statistics)
+
+
+def _check_statistics(name: str, x: Tensor, statistics: Any) -> None:
+    if not isinstance(statistics, Tensor) or statistics.dtype != torch.float32:
+        got = getattr(statistics, "dtype", type(statistics).__name__)
+        raise TypeError(f"{name}: statistics must be an fp32 torch.Tensor, got {got}")
+    shape = tuple(statistics.shape)
+    if len(shape) != 4 or shape[0] != 2 or shape[2] < 1 or (shape[1], shape[3]) != tuple(x.shape[:2]):
+        raise ValueError(f"{name}: statistics must have shape (2, {x.shape[0]}, P, {x.shape[1]}), got {shape}")
+    if statistics.device != x.device:
+        raise ValueError(f"{name}: statistics is on {statistics.device}, x on {x.device}")

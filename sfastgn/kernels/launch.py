@@ -9,35 +9,49 @@ Kernels exempt their run-time integers with ``do_not_specialize``.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Launch", "current_stream", "device_guard"]
+__all__ = ["Launch", "current_stream", "has_programmatic_launch", "is_current", "num_sms"]
 
 
 class Launch:
-    """One kernel with a fixed one-dimensional grid, fixed constants and a fixed number of warps, on one device.
+    """One kernel with everything fixed but its tensors: a one-dimensional grid, numbers, constants, warps, on one device.
 
     Args:
         kernel: the ``@triton.jit`` function. Its parameters are tensors, then numbers, then constexpr.
         programs: number of programs, at least 1.
+        numbers: the run-time ints and floats, in the order of the signature.
         constants: the constexpr parameters, in the order of the signature.
         num_warps: warps per program.
+        pdl: programmatic dependent launch: may start before the kernel ahead of it in the stream has ended, and then must wait by
+            itself (``gdc_wait``) before it touches what that one writes. Needs sm_90.
     """
 
-    __slots__ = ("_constants", "_function", "_metadata", "_run", "constants", "kernel", "num_warps", "programs")
+    __slots__ = ("_bound", "_run", "_values", "constants", "kernel", "numbers", "options", "programs")
 
-    def __init__(self, kernel: Any, programs: int, constants: dict[str, Any], num_warps: int) -> None:
+    def __init__(
+        self,
+        kernel: Any,
+        programs: int,
+        numbers: tuple[int | float, ...],
+        constants: dict[str, Any],
+        num_warps: int,
+        *,
+        pdl: bool = False,
+    ) -> None:
         self.kernel = kernel
         self.programs = programs
+        self.numbers = numbers
         self.constants = constants
-        self.num_warps = num_warps
-        self._constants = tuple(constants.values())
+        self.options = {"num_warps": num_warps, **({"launch_pdl": True} if pdl else {})}
+        self._values = (*numbers, *constants.values())
         self._run: Any = None
 
-    def __call__(self, stream: int, tensors: tuple[Tensor | None, ...], numbers: tuple[int | float, ...]) -> None:
+    def __call__(self, stream: int, *tensors: Tensor | None) -> None:
         """Launch on ``current_stream`` of the current device, which must be that of the tensors."""
         pointers = [None if t is None else t.data_ptr() for t in tensors]
         bits = 0
@@ -45,13 +59,24 @@ class Launch:
             bits |= pointer or 0
         aligned = bits & 15 == 0
         if self._run is None or not aligned:
-            compiled = self.kernel[(self.programs,)](*tensors, *numbers, **self.constants, num_warps=self.num_warps)
+            compiled = self.kernel[(self.programs,)](*tensors, *self.numbers, **self.constants, **self.options)
             if aligned and hasattr(compiled, "packed_metadata"):  # the interpreter compiles nothing
-                self._function, self._metadata, self._run = compiled.function, compiled.packed_metadata, compiled.run
+                self._run, self._bound = _direct_launcher(compiled)
             return
-        self._run(
-            self.programs, 1, 1, stream, self._function, self._metadata, None, None, None, *pointers, *numbers, *self._constants
-        )  # fmt: skip
+        self._run(self.programs, 1, 1, stream, *self._bound, *pointers, *self._values)
+
+
+def _direct_launcher(compiled: Any) -> tuple[Any, tuple[Any, ...]]:
+    """The launcher of a compiled kernel and what it takes between the stream and the kernel's own arguments."""
+    run = compiled.run
+    bound = (compiled.function, compiled.packed_metadata, None, None, None)
+    parameters = list(inspect.signature(type(run).__call__).parameters)
+    if parameters == ["self", "gridX", "gridY", "gridZ", "stream", "function", "args"] and not (
+        run.global_scratch_size or run.profile_scratch_size
+    ):
+        # Triton 3.6: the launcher's Python part only looks for scratch memory, which these kernels do not have.
+        return run.launch, (bound[0], run.launch_cooperative_grid, run.launch_pdl, None, None, *bound[1:])
+    return run, bound
 
 
 def current_stream(device: torch.device) -> int:
@@ -59,19 +84,17 @@ def current_stream(device: torch.device) -> int:
     return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
 
 
-class device_guard:  # noqa: N801 - used like torch.cuda.device
-    """``torch.cuda.device`` that costs next to nothing when the device is current already, as it nearly always is."""
+def num_sms(device: torch.device) -> int:
+    """Number of multiprocessors of ``device``."""
+    # A nominal count in the interpreter, so that tests on the CPU take the same ways as a GPU does.
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
-    __slots__ = ("_guard",)
 
-    def __init__(self, device: torch.device) -> None:
-        current = device.type != "cuda" or device.index == torch.cuda.current_device()
-        self._guard = None if current else torch.cuda.device(device)
+def has_programmatic_launch(device: torch.device) -> bool:
+    """True if kernels on ``device`` can start while the one before them still runs: from sm_90 on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
-    def __enter__(self) -> None:
-        if self._guard is not None:
-            self._guard.__enter__()
 
-    def __exit__(self, *exc: object) -> None:
-        if self._guard is not None:
-            self._guard.__exit__(*exc)
+def is_current(device: torch.device) -> bool:
+    """True if kernels launched now run on ``device``; else the caller makes it current first. Costs less than making sure."""
+    return device.type != "cuda" or device.index == torch._C._cuda_getDevice()

@@ -24,10 +24,10 @@ def can_fuse(norm: nn.Module, act: nn.Module) -> bool:
     return type(norm) is FusedGroupNorm and activation_of(act) is not None and is_plain(norm) and is_plain(act)
 
 
-def norm_act(norm: Any, act: nn.Module, x: Tensor, **operands: Tensor | None) -> Tensor:
+def norm_act(norm: Any, act: nn.Module, x: Tensor, **operands: Any) -> Tensor:
     """``act(norm(x))`` for x (N, C, *spatial), in one kernel where that is allowed.
 
-    ``operands``: shift, ada_scale and ada_shift of ``sfastgn.group_norm``, only if ``can_fuse(norm, act)``.
+    ``operands``: keyword operands of ``sfastgn.group_norm``, only if ``can_fuse(norm, act)``.
     """
     if not can_fuse(norm, act):
         return act(norm(x))

@@ -45,6 +45,39 @@ def test_cells_are_checked_and_timed(dtype: str) -> None:
         assert cell.hot_ratio == pytest.approx(cell.hot_us / (rows[0].hot_us or 0))
 
 
+PRODUCERS = ("sfastgn_given", "add", "add_with_statistics", "cat", "cat_with_statistics")
+
+
+def test_ops_with_statistics_are_checked_and_measured_by_the_plain_ones() -> None:
+    rows = kernels.run(config(providers=PRODUCERS, shapes=((2, 64, 9, 7),)))
+    assert [(cell.provider, cell.status) for cell in rows] == [(name, OK) for name in ("copy", *PRODUCERS)]
+    ratios = kernels.baseline_ratios(rows)
+    assert set(ratios) == set(providers.BASELINES)
+    times = {cell.provider: cell.hot_us for cell in rows}
+    hot = ratios["add_with_statistics"][(2, 64, 9, 7)][0]
+    assert hot == pytest.approx((times["add_with_statistics"] or 0) / (times["add"] or 1))
+    assert kernels.best_peer(rows, (2, 64, 9, 7)) is None
+
+
+def test_a_sum_moves_three_tensors() -> None:
+    rows = kernels.run(config(providers=("add",), dtype="fp32"))
+    add = next(cell for cell in rows if cell.provider == "add")
+    assert add.hot_gbps == pytest.approx(3 * 960 * 4 / 1e3 / (add.hot_us or 0))
+
+
+@pytest.mark.parametrize("name", ["add_with_statistics", "cat_with_statistics", "sfastgn_given"])
+def test_a_wrong_op_with_statistics_gets_no_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = providers.by_name(name).task
+    wrong = Provider(name, lambda device: None, lambda *_: lambda a, b: torch.zeros(SHAPE), task=task)
+    monkeypatch.setattr(providers, "PROVIDERS", (providers.by_name("copy"), wrong))
+    assert [cell.status for cell in kernels.run(config(providers=(name,)))] == [OK, WRONG]
+
+
+def test_native_groupnorm_waits_for_the_torch_that_has_it() -> None:
+    reason = providers.by_name("native_nhwc").reason(torch.device("cuda"))
+    assert (reason is None) == (tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14))
+
+
 def replaced(monkeypatch: pytest.MonkeyPatch, build: Any) -> None:
     entries = (providers.by_name("copy"), Provider("sfastgn", lambda device: None, build))
     monkeypatch.setattr(providers, "PROVIDERS", entries)
@@ -114,6 +147,13 @@ def test_lost_shapes(ours: KernelRow, lost_hot: bool, lost_cold: bool) -> None:
     rows = [row("copy", 1, 1), row("apex", 5, 9), ours]
     assert bool(kernels.losses(rows)) == lost_hot
     assert bool(kernels.losses(rows, cold=True)) == lost_cold
+
+
+def test_a_quoted_peer_competes() -> None:
+    quoted = KernelRow((2, 320, 64, 64), "apex", kernels.QUOTED, hot_us=3.0, cold_us=3.0)
+    rows = [row("copy", 1, 1), quoted, row("sfastgn", 4, 4)]
+    assert kernels.best_peer(rows, (2, 320, 64, 64)) is quoted
+    assert kernels.losses(rows) == [(2, 320, 64, 64)]
 
 
 def test_summary_says_over_how_many_shapes() -> None:

@@ -195,3 +195,37 @@ def test_the_tables_of_this_repository_are_fresh(name: str) -> None:
     text = (root / name).read_text(encoding="utf-8")
     assert "<!-- table:results -->" in text
     assert tables.filled(text, root / "benchmarks") == text
+
+
+PRODUCERS = [
+    kernel("copy", 2.0),
+    kernel("sfastgn_given", 2.5),
+    kernel("add", 4.0),
+    kernel("add_with_statistics", 5.0),
+]
+
+
+def test_ops_with_statistics_have_a_table_of_their_own(tmp_path: Path) -> None:
+    save(tmp_path, "kernels.json", "kernels", PRODUCERS)
+    text = tables.producers_markdown(tmp_path)
+    assert "| N x C x H x W | sfastgn_given / copy | add_with_statistics / add |" in text
+    assert "| 2x320x64x64 | 2.5: 1.25 (1.17) | 5: 1.25 (1.20) |" in text
+    assert "add" not in tables.kernels_markdown(tmp_path)
+
+
+def test_quoted_times_fill_what_did_not_run_and_say_so(tmp_path: Path) -> None:
+    rows = [kernel("copy", 2.0), kernel("apex", None), kernel("gnnhwc", 9.0), kernel("sfastgn", 6.0)]
+    save(tmp_path, "kernels.json", "kernels", rows)
+    quoted = [KernelRow((2, 320, 64, 64), name, "quoted", "", 5.0, 5.5) for name in ("apex", "gnnhwc")]
+    content = {"kind": "kernels_quoted", "dtype": "fp16", "source": "a paper", "rows": [asdict(one) for one in quoted]}
+    (tmp_path / "quoted.json").write_text(json.dumps(content))
+    text = tables.kernels_markdown(tmp_path)
+    assert "| 2x320x64x64 | 2 (3) | 9 (10) | **5 (5.5)** | 6 (7)† |" in text
+    assert "Quoted, not run here: apex: a paper." in text
+
+
+def test_cpu_time_of_a_call(tmp_path: Path) -> None:
+    one = kernel("sfastgn", 6.0)
+    one.cpu_us = 12.34
+    save(tmp_path, "kernels.json", "kernels", [one])
+    assert "| sfastgn | 12.3 |" in tables.host_markdown(tmp_path)

@@ -3,38 +3,113 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import astuple
 
 import pytest
 
-from sfastgn.kernels import group_norm_kernels
-from sfastgn.kernels.group_norm_config import SmallConfig, SplitConfig, launch_config
+from sfastgn.kernels import group_norm_kernels, statistics_kernels
+from sfastgn.kernels.group_norm_config import (
+    ApplyConfig,
+    MergeConfig,
+    SmallConfig,
+    SplitConfig,
+    StatisticsConfig,
+    apply_config,
+    ceil_div,
+    launch_config,
+    merge_config,
+    next_power_of_2,
+    statistics_config,
+)
 
 SIZES = [
-    (N, C, HW) for N in (1, 2, 16) for C in (4, 30, 128, 320, 1280, 2560) for HW in (1, 64, 1000, 4096, 65536, 1 << 22)
+    (N, C, HW)
+    for N in (1, 2, 16)
+    for C in (1, 4, 7, 30, 66, 128, 320, 960, 1280, 2560)
+    for HW in (1, 3, 63, 64, 77, 1000, 4096, 9409, 65536, 66049, 999983, 1 << 22)
 ]
+# Threads of a block on every GPU, and elements of a tile that leave each thread a sensible number of registers.
+MAX_THREADS, MAX_TILE = 1024, 1 << 17
+
+each_gpu = pytest.mark.parametrize("num_sms", [14, 132], ids=lambda n: f"{n}sms")
+each_layout = pytest.mark.parametrize("channels_last", [True, False], ids=["channels_last", "channels_first"])
 
 
-@pytest.mark.parametrize("num_sms", [14, 132], ids=lambda n: f"{n}sms")
-@pytest.mark.parametrize("channels_last", [True, False], ids=["channels_last", "channels_first"])
-def test_every_element_is_covered_once(channels_last, num_sms):
+def groups_of(C: int) -> list[int]:
+    """One group, as many as channels, and the usual number."""
+    return sorted({1, C, 32 if C % 32 == 0 else next(g for g in (10, 6, 4, 1) if C % g == 0)})
+
+
+def is_power_of_2(n: int) -> bool:
+    return n > 0 and n & (n - 1) == 0
+
+
+def assert_launchable(*sizes: int, num_warps: int) -> None:
+    """What Triton asks of a tile of ``sizes``, and a GPU of a program."""
+    tile = 1
+    for size in (*sizes, num_warps):
+        assert is_power_of_2(size)
+    for size in sizes:
+        tile *= size
+    assert tile <= MAX_TILE
+    assert 32 * num_warps <= MAX_THREADS
+
+
+@each_gpu
+@each_layout
+def test_a_small_program_covers_its_group_once(channels_last, num_sms):
+    seen = 0
     for N, C, HW in SIZES:
-        groups = 2 if C < 32 else 32 if C % 32 == 0 else 10
-        config = launch_config(N, C, HW, groups, channels_last, num_sms)
-        if isinstance(config, SmallConfig):
-            assert config.block_hw >= HW
-            assert config.block_cg >= C // groups
-            assert groups % config.groups == 0
-            continue
-        for tiling in (config.stats, config.apply):
-            assert tiling.rows % tiling.block_hw == 0
-            assert (tiling.chunks - 1) * tiling.rows < HW <= tiling.chunks * tiling.rows
+        for groups in groups_of(C):
+            config = launch_config(N, C, HW, groups, channels_last, num_sms)
+            if isinstance(config, SplitConfig):
+                continue
+            seen += 1
+            outer, inner = (HW, C // groups) if channels_last else (C // groups, HW)
+            assert config.lanes * config.num_warps * config.steps == next_power_of_2(outer) >= outer
+            assert config.block == next_power_of_2(inner) >= inner
+            assert_launchable(config.lanes, config.num_warps, config.steps, config.block, num_warps=config.num_warps)
+    assert seen > 100
+
+
+@each_gpu
+@each_layout
+def test_chunks_cover_every_position_once(channels_last, num_sms):
+    for N, C, HW in SIZES:
+        config = statistics_config(N, C, HW, channels_last, num_sms)
+        assert (config.chunks - 1) * config.rows < HW <= config.chunks * config.rows
+        # What is handed on is P alone: whoever merges the statistics takes chunks of this many positions.
+        assert config.rows == ceil_div(HW, config.chunks)
+        # A warp's tile, of which one program has num_warps side by side.
+        assert config.tile_rows == config.steps * (config.lanes if channels_last else config.block)
+        assert_launchable(config.lanes, config.num_warps, config.steps, config.block, num_warps=config.num_warps)
+        if channels_last and N * C * HW <= 2**32:
+            assert config.rows * C < 2**31  # offsets within a chunk are int32
+
+
+@each_layout
+def test_apply_tiles_are_no_larger_than_the_tensor_needs(channels_last):
+    for _, C, HW in SIZES:
+        config = apply_config(C, HW, channels_last)
+        assert config.block_hw <= next_power_of_2(HW)
+        assert config.block_c <= max(64, next_power_of_2(C))
+        assert_launchable(config.block_hw, config.block_c, num_warps=config.num_warps)
+
+
+def test_merge_tiles_hold_every_channel_of_a_group():
+    for C in (1, 2, 10, 40, 80, 1280, 2560):
+        for chunks in (1, 3, 77, 256, 4096, 65536):
+            config = merge_config(chunks, C)
+            assert config.block_cg == next_power_of_2(C) >= C
+            assert config.block_p <= next_power_of_2(chunks)
+            assert_launchable(config.block_p, config.block_cg, num_warps=config.num_warps)
 
 
 @pytest.mark.parametrize(
     ("sizes", "kind"),
     [
         pytest.param((2, 1280, 64), SmallConfig, id="unet-8x8"),
-        pytest.param((2, 2560, 256), SmallConfig, id="unet-16x16"),
+        pytest.param((2, 1280, 256), SmallConfig, id="unet-16x16"),
         pytest.param((2, 320, 4096), SplitConfig, id="unet-64x64"),
         pytest.param((1, 128, 1 << 20), SplitConfig, id="vae-1024x1024"),
     ],
@@ -43,15 +118,60 @@ def test_the_way_taken(sizes, kind):
     assert isinstance(launch_config(*sizes, 32, True, 132), kind)
 
 
-def test_a_large_reduction_fills_the_gpu_and_a_long_one_is_split():
-    config = launch_config(1, 512, 1 << 18, 32, True, 132)
-    assert isinstance(config, SplitConfig)
-    programs = config.stats.chunks * 512 // config.stats.block_c
-    assert 4 * 132 <= programs <= 16 * 132
+@each_gpu
+@each_layout
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param((1, 512, 1 << 18), id="vae-512x512"),
+        pytest.param((1, 128, 1 << 20), id="vae-1024x1024"),
+        pytest.param((1, 66, 999983), id="odd"),
+        pytest.param((16, 320, 4096), id="batch"),
+    ],
+)
+def test_a_large_reduction_fills_the_gpu_and_no_more(sizes, channels_last, num_sms):
+    """Warps of all programs to a multiprocessor, which holds 32 to 64: some, so that loads overlap, but few chunks to merge."""
+    N, C, _ = sizes
+    config = statistics_config(*sizes, channels_last, num_sms)
+    warps = N * (ceil_div(C, config.block) if channels_last else C) * config.chunks
+    # Channels-first has a warp a channel and sample, however many that are.
+    assert 7 * num_sms <= warps <= max(32 * num_sms, 0 if channels_last else N * C)
 
 
-@pytest.mark.parametrize("name", ["_small_kernel", "_stats_kernel", "_finalize_kernel", "_apply_kernel"])
-def test_constants_come_last_so_that_a_compiled_kernel_can_be_called_by_position(name):
-    kernel = getattr(group_norm_kernels, name)
-    is_constant = ["constexpr" in str(p.annotation) for p in inspect.signature(kernel.fn).parameters.values()]
-    assert is_constant == sorted(is_constant)
+def test_the_same_sizes_give_the_same_configuration():
+    configs = [launch_config(2, 320, 4096, 32, True, 132) for _ in range(2)]
+    assert configs[0] == configs[1]
+    assert hash(configs[0]) == hash(configs[1])
+
+
+@pytest.mark.parametrize("kind", [ApplyConfig, MergeConfig, SmallConfig, StatisticsConfig])
+def test_configurations_are_plain_integers(kind):
+    """They are constants of compiled kernels: a bool or a float would compile another one."""
+    samples = [
+        apply_config(320, 4096, True),
+        merge_config(128, 10),
+        launch_config(2, 1280, 64, 32, True, 132),
+        statistics_config(2, 320, 4096, True, 132),
+    ]
+    (config,) = [c for c in samples if type(c) is kind]
+    assert all(type(value) is int for value in astuple(config))
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        pytest.param(group_norm_kernels, "_small_kernel", id="small"),
+        pytest.param(group_norm_kernels, "_merge_kernel", id="merge"),
+        pytest.param(group_norm_kernels, "_apply_kernel", id="apply"),
+        pytest.param(statistics_kernels, "_statistics_kernel", id="statistics"),
+    ],
+)
+def test_constants_come_last_so_that_a_compiled_kernel_can_be_called_by_position(module, name):
+    kernel = getattr(module, name)
+    parameters = inspect.signature(kernel.fn).parameters
+    # Pointers, then numbers, then constants: the order in which ``Launch`` passes them.
+    order = [
+        2 if "constexpr" in str(p.annotation) else 0 if label.endswith("_ptr") else 1 for label, p in parameters.items()
+    ]
+    assert order == sorted(order)
+    assert set(order) == {0, 1, 2}

@@ -170,7 +170,7 @@ def _sample(shape, layout):
 def test_opcheck(shape, layout):
     x = _sample(shape, layout).requires_grad_()
     w, shift = torch.randn(6, requires_grad=True), torch.randn(2, 6, requires_grad=True)
-    arguments = (x, 3, w, None, 1e-5, "silu", shift, None, None, None)
+    arguments = (x, 3, w, None, 1e-5, "silu", shift, None, None, None, False, None)
     torch.library.opcheck(torch.ops.sfastgn.group_norm, arguments)
 
 

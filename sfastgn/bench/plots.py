@@ -1,0 +1,85 @@
+"""Pictures of results: the roofline of ``sfastgn kernels``.
+
+``python -m sfastgn.bench.plots RESULT.json PICTURE.png`` draws a committed run again. Needs matplotlib (the extra ``plot``).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sfastgn.bench.end_to_end import OK
+from sfastgn.bench.kernels import KernelRow
+from sfastgn.bench.providers import NORMS, OURS, YARDSTICK
+
+__all__ = ["plot_reason", "roofline"]
+
+# Colours that stay apart in print and for the colour-blind (Okabe and Ito).
+_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999")
+
+
+def plot_reason() -> str | None:
+    """None where pictures can be drawn, else why not."""
+    try:
+        import matplotlib as _  # noqa: F401
+    except ImportError:
+        return "pictures need matplotlib, which is not installed (pip install matplotlib)"
+    return None
+
+
+def roofline(rows: Sequence[KernelRow], path: Path, title: str) -> None:
+    """Writes a PNG: gigabytes a second that each provider reaches, over the bytes that a call has to move, hot and cold.
+
+    The roof is what a copy reaches, the most that any kernel can which reads x once and writes y once.
+
+    Args:
+        rows: of one run of ``kernels.run``.
+        path: of the PNG; its folder is made.
+        title: above the picture.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    names = [name for name in (YARDSTICK, OURS, *NORMS) if any(r.provider == name and r.status == OK for r in rows)]
+    for axes, attribute, label in zip(
+        figure.subplots(1, 2, sharey=True), ("hot_gbps", "cold_gbps"), ("hot L2", "cold L2"), strict=True
+    ):
+        for colour, name in zip(_COLOURS, dict.fromkeys(names), strict=False):
+            points = sorted(
+                (_megabytes(row), value)
+                for row in rows
+                if row.provider == name and (value := getattr(row, attribute)) is not None
+            )
+            style = "k--" if name == YARDSTICK else "o-" if name == OURS else "."
+            options = {} if name == YARDSTICK else {"color": colour}
+            axes.plot(*zip(*points, strict=True), style, markersize=4, linewidth=1.2, label=name, **options)
+        axes.set(xscale="log", yscale="log", xlabel="MB read and written at least", title=label)
+        axes.grid(True, which="both", linewidth=0.3)
+    figure.axes[0].set_ylabel("GB/s")
+    figure.axes[0].legend(fontsize="small")
+    figure.suptitle(title)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+def _megabytes(row: KernelRow) -> float:
+    """What the call has to move: GB/s times microseconds is kilobytes."""
+    return (row.hot_gbps or 0) * (row.hot_us or 0) / 1e3
+
+
+def main(arguments: Sequence[str]) -> int:
+    from sfastgn.bench.tables import kernel_rows, source_line
+
+    if len(arguments) != 2 or plot_reason() is not None:
+        print(plot_reason() or "usage: python -m sfastgn.bench.plots RESULT.json PICTURE.png", file=sys.stderr)
+        return 2
+    content: dict[str, Any] = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
+    roofline(kernel_rows(content), Path(arguments[1]), f"{content['config']['dtype']}, {source_line(content)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

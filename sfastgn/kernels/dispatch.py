@@ -1,0 +1,36 @@
+"""When a call runs in Triton, and when it needs PyTorch's dispatcher on the way."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sfastgn.kernels.tiles import triton
+
+__all__ = ["KERNEL_DTYPES", "is_plain_inference", "runs_in_triton"]
+
+KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+
+
+def runs_in_triton(x: Tensor) -> bool:
+    """True if an op of this package on ``x`` launches Triton kernels, false if it runs in plain PyTorch."""
+    return triton is not None and x.is_cuda and x.dtype in KERNEL_DTYPES
+
+
+def is_plain_inference(x: Tensor, others: tuple[Tensor | None, ...]) -> bool:
+    """True if nothing would come of the dispatcher but its cost: no autograd, no tracing, no modes, no tensor subclasses."""
+    if torch.compiler.is_compiling() or type(x) is not Tensor or not runs_in_triton(x):
+        return False
+    grad = torch.is_grad_enabled()
+    if grad and x.requires_grad:
+        return False
+    for t in others:
+        if t is not None and (type(t) not in _PLAIN_TYPES or (grad and t.requires_grad)):
+            return False
+    return (
+        torch._C._len_torch_dispatch_stack() == 0
+        and not torch._C._is_torch_function_mode_enabled()
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and torch._C._get_tracing_state() is None
+    )

@@ -1,0 +1,121 @@
+"""Compiles the kernels for a GPU that need not be there, and prints what each asks of it: one JSON object a line.
+
+A program of its own, because Triton decides at import whether kernels are interpreted. Usage: ``compile_only.py 90``, for sm_90.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+import sfastgn
+from sfastgn.kernels import channel_statistics, group_norm, group_norm_kernels, statistics_kernels
+from sfastgn.kernels.launch import Launch
+
+POINTERS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
+FLOATS = {"eps", "scale"}
+# Of sfastgn.bench.kernels.UNET_SHAPES: small and split ones, the last two with chunks of several tiles.
+SHAPES = [
+    (2, 1280, 8, 8),
+    (2, 2560, 16, 16),
+    (2, 640, 32, 32),
+    (2, 320, 64, 64),
+    (2, 960, 128, 128),
+    (1, 512, 256, 256),
+]
+# The two ways. On the oldest and on the H200's capability every shape, on the rest these only.
+REPRESENTATIVE = [(2, 1280, 8, 8), (2, 320, 64, 64)]
+
+
+def cases(capability: int) -> list[tuple[tuple[int, ...], torch.dtype, str]]:
+    """(shape, dtype, layout) of what is compiled."""
+    small, split = REPRESENTATIVE
+    found = [
+        (shape, torch.float16, "channels_last") for shape in (SHAPES if capability in (75, 90) else REPRESENTATIVE)
+    ]
+    if capability in (75, 90):
+        found += [(split, torch.float32, "channels_last"), (split, torch.float16, "channels_first")]
+    if capability == 90:
+        found += [(split, torch.bfloat16, "channels_last"), (small, torch.float16, "channels_first")]
+    return found
+
+
+def launches(shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> Iterator[tuple[Launch, tuple[Any, ...]]]:
+    """(launch, its tensors) of every kernel that the public functions launch on ``shape``; nothing runs."""
+    memory_format = torch.channels_last if layout == "channels_last" else torch.contiguous_format
+    x, head, tail = (
+        torch.empty((shape[0], C, *shape[2:]), dtype=dtype).to(memory_format=memory_format)
+        # The skip connection of an up block: 2x960x64x64 is 640 + 320 channels.
+        for C in (shape[1], shape[1] - shape[1] // 3 // 8 * 8, shape[1] // 3 // 8 * 8)
+    )
+    weight = x.new_empty(shape[1])
+    made: list[tuple[Launch, tuple[Any, ...]]] = []
+    with mock.patch.object(Launch, "__call__", lambda self, stream, *tensors: made.append((self, tensors))):
+        sfastgn.group_norm(x, 32, weight, weight, activation="silu")
+        if len(made) > 1:  # a small tensor has no use for statistics
+            sfastgn.add_with_statistics(x, x, weight)
+            sfastgn.cat_with_statistics(head, tail)
+    yield from made
+
+
+def resources(launch: Launch, tensors: tuple[Any, ...], capability: int) -> dict[str, int]:
+    """Registers, stack (where spilled registers go) and shared memory of a kernel, in registers and bytes."""
+    names = launch.kernel.arg_names
+    pointers = dict(zip(names, tensors, strict=False))
+    constants = {**launch.constants, **{name: None for name, tensor in pointers.items() if tensor is None}}
+    signature = {name: "fp32" if name in FLOATS else "i32" for name in names}
+    signature |= {name: POINTERS[tensor.dtype] for name, tensor in pointers.items() if tensor is not None}
+    signature |= dict.fromkeys(constants, "constexpr")
+    # PyTorch's memory starts at multiples of 16 bytes; Triton specialises on that.
+    attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
+    source = ASTSource(launch.kernel, signature, {(names.index(k),): v for k, v in constants.items()}, attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=launch.options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(compiled.asm["cubin"])
+        cubin.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", cubin.name]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)", report)
+    if found is None:
+        raise ValueError(f"no resource usage in {report!r}")
+    registers, stack, shared = map(int, found.groups())
+    return {"registers": registers, "stack": stack, "shared": max(shared, compiled.metadata.shared)}
+
+
+def operation(launch: Launch, tensors: tuple[Any, ...]) -> str:
+    """The kernel's name, and for the one of four uses which it is."""
+    pointers = dict(zip(launch.kernel.arg_names, tensors, strict=False))
+    use = next((name for name in ("residual_ptr", "tail_ptr") if pointers.get(name) is not None), None)
+    return launch.kernel.__name__ + {None: "", "residual_ptr": "[add]", "tail_ptr": "[cat]"}[use]
+
+
+def main(capability: int) -> None:
+    # As on such a GPU, but for the number of multiprocessors: on the CPU that is an H200's.
+    for module in (group_norm, channel_statistics):
+        module.runs_in_triton = lambda x: True
+    for module in (group_norm_kernels, statistics_kernels):
+        module.has_programmatic_launch = lambda device: capability >= 90
+    for shape, dtype, layout in cases(capability):
+        for launch, tensors in launches(shape, dtype, layout):
+            label = {"shape": "x".join(map(str, shape)), "dtype": str(dtype).removeprefix("torch."), "layout": layout}
+            found = resources(launch, tensors, capability)
+            label["kernel"] = operation(launch, tensors)
+            print(json.dumps({**label, **found, **launch.options, "pdl": launch.constants["PDL"]}), flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

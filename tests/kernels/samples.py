@@ -1,0 +1,87 @@
+"""What the kernel tests share: devices, dtypes, inputs, the kernels on any device, and the fp64 truth."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+import sfastgn
+from sfastgn.kernels import channel_statistics, group_norm
+from sfastgn.kernels.dispatch import KERNEL_DTYPES
+from sfastgn.kernels.group_norm import reference_group_norm
+
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here, not interpreted")
+DEVICES = [
+    pytest.param("cpu", marks=interpreted, id="interpreter"),
+    pytest.param("cuda", marks=pytest.mark.gpu, id="gpu"),
+]
+DTYPES = [pytest.param(d, id=str(d).removeprefix("torch.")) for d in (torch.float16, torch.bfloat16, torch.float32)]
+LAYOUTS = ["channels_last", "channels_first"]
+# A result rounded once: half a unit in the last place of the largest values, with room for fp32 sums.
+BOUNDS = {torch.float16: 5e-4, torch.bfloat16: 4e-3, torch.float32: 2e-6}
+
+
+def to_layout(x: Tensor, layout: str) -> Tensor:
+    return x.movedim(1, -1).contiguous().movedim(-1, 1) if layout == "channels_last" else x.contiguous()
+
+
+def make(shape, dtype=torch.float32, device="cpu", layout="channels_last", mean=3.0, seed=0, param_dtype=None):
+    """(x, weight, bias) with a mean away from zero and a random affine."""
+    g = torch.Generator().manual_seed(seed)
+    x = to_layout((torch.randn(shape, generator=g) * 1.5 + mean).to(dtype), layout).to(device)
+    weight, bias = (torch.randn(shape[1], generator=g).to(param_dtype or dtype).to(device) for _ in range(2))
+    return x, weight, bias
+
+
+# --- the kernels, whatever the device: the public functions take CPU tensors to PyTorch ---------------------------------------
+
+
+@contextmanager
+def kernels():
+    """The public functions launch Triton kernels on CPU tensors too, which Triton's interpreter then runs."""
+
+    def runs_in_triton(x: Tensor) -> bool:
+        return x.dtype in KERNEL_DTYPES
+
+    with (
+        mock.patch.object(group_norm, "runs_in_triton", runs_in_triton),
+        mock.patch.object(channel_statistics, "runs_in_triton", runs_in_triton),
+    ):
+        yield
+
+
+def run(x, num_groups, *args, **operands):
+    with kernels():
+        return sfastgn.group_norm(x, num_groups, *args, **operands)
+
+
+def run_statistics(x):
+    with kernels():
+        return sfastgn.channel_statistics(x)
+
+
+def run_add(x, residual, bias=None, scale=1.0):
+    with kernels():
+        return sfastgn.add_with_statistics(x, residual, bias, scale=scale)
+
+
+def run_cat(a, b):
+    with kernels():
+        return sfastgn.cat_with_statistics(a, b)
+
+
+# --- the truth ------------------------------------------------------------------------------------------------------------------
+
+
+def truth(x, num_groups, weight=None, bias=None, eps=1e-5, activation="identity", **operands):
+    weight, bias = (None if t is None else t.double() for t in (weight, bias))
+    operands = {k: None if t is None else t.double() for k, t in operands.items()}
+    return reference_group_norm(x.double(), num_groups, weight, bias, eps, activation, **operands)
+
+
+def error(y, expected) -> float:
+    return ((y.double() - expected).norm() / expected.norm()).item()

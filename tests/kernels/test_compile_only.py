@@ -1,0 +1,36 @@
+"""Every kernel compiles for every supported GPU, without one, and keeps its tile in registers."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("compile_only.py")
+# ptxas moves up to eight registers of the concatenation to the stack on sm_86 and sm_89, whose multiprocessors hold 1536 threads. A tile
+# that does not fit, or lies the wrong way round, spills hundreds of bytes.
+MAX_STACK_BYTES = 32
+MAX_REGISTERS = 255
+KERNELS = {
+    "_small_kernel", "_merge_kernel", "_apply_kernel", "_statistics_kernel", "_statistics_kernel[add]", "_statistics_kernel[cat]",
+}  # fmt: skip
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.parametrize("capability", [75, 80, 86, 89, 90, 100, 120], ids=lambda c: f"sm_{c}")
+def test_kernels_compile_and_do_not_spill(capability):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, str(SCRIPT), str(capability)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {row["kernel"] for row in rows} == KERNELS
+    # Programmatic dependent launch is an instruction that older GPUs do not have.
+    assert {row["pdl"] for row in rows} == {row.get("launch_pdl", False) for row in rows} == {capability >= 90}
+    spilling = [row for row in rows if row["stack"] > MAX_STACK_BYTES or row["registers"] > MAX_REGISTERS]
+    assert not spilling, "\n".join(map(str, spilling))
