@@ -78,7 +78,8 @@ bench: $(STAMP)  ## time the UNets, the VAEs and the kernels on the GPU; JSON go
 	$(BENCH) --model sdxl --part unet --json $(RESULTS)/unet_sdxl.json $(BENCH_ARGS)
 	$(BENCH) --model sd15 --part vae --json $(RESULTS)/vae_512.json $(BENCH_ARGS)
 	$(BENCH) --model sdxl --part vae --json $(RESULTS)/vae_1024.json $(BENCH_ARGS)
-	$(BIN)/sfastgn kernels --json $(RESULTS)/kernels.json
+	$(BIN)/sfastgn kernels --providers all --json $(RESULTS)/kernels.json
+	$(BIN)/sfastgn kernels --dtype bf16,fp32 --json $(RESULTS)/kernels.json
 
 clean:  ## remove what the targets made
 	rm -rf $(VENV) build dist demo-output *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -255,7 +255,7 @@ def add_with_statistics(
     _check_input(name, "x", x)
     _check_like(name, x, "residual", residual, tuple(x.shape))
     if bias is not None:
-        _check_input(name, "bias", bias, rank=1)
+        _check_input(name, "bias", bias, rank=0)
         if tuple(bias.shape) != (x.shape[1],) or bias.device != x.device:
             raise ValueError(
                 f"{name}: bias must be ({x.shape[1]},) on {x.device}, got {tuple(bias.shape)} on {bias.device}"
