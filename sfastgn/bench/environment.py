@@ -37,11 +37,14 @@ def _output_of(*command: str) -> str | None:
 
 
 def _git() -> dict[str, Any]:
+    # On a lent machine the code may lie over a checkout of something older: the caller then says what it is a copy of.
+    if os.environ.get("SFASTGN_COMMIT"):
+        return {"commit": os.environ["SFASTGN_COMMIT"], "dirty": None}
     # Without safe.directory, git refuses a checkout that belongs to another user, as in containers.
     git = ("git", "-c", f"safe.directory={PACKAGE_ROOT.parent}")
     commit = _output_of(*git, "rev-parse", "HEAD")
-    if commit is None:  # a copy without its history, as on a lent GPU machine: the caller may say what it is a copy of
-        return {"commit": os.environ.get("SFASTGN_COMMIT"), "dirty": None}
+    if commit is None:
+        return {"commit": None, "dirty": None}
     changes = _output_of(*git, "status", "--porcelain", "--", str(PACKAGE_ROOT))
     return {"commit": commit, "dirty": bool(changes)}
 

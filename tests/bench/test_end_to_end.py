@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from sfastgn.bench import end_to_end, workloads
+from sfastgn.bench import end_to_end, environment, workloads
 from sfastgn.bench.end_to_end import FAILED, OK, UNAVAILABLE, WRONG, Row
 from sfastgn.bench.tables import end_to_end_table
 from sfastgn.bench.variants import Variant, by_name
@@ -196,3 +196,8 @@ def test_json_is_strict_and_complete(tmp_path: Path) -> None:
     assert Row(**read["rows"][0]) == row
     with pytest.raises(ValueError, match="JSON"):
         end_to_end.write_json(path, {"rows": [math.nan]})
+
+
+def test_the_commit_can_be_told_where_the_checkout_is_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SFASTGN_COMMIT", "0123abc")
+    assert environment.environment(torch.device("cpu"))["git"] == {"commit": "0123abc", "dirty": None}
