@@ -280,6 +280,14 @@ def losses(rows: Sequence[KernelRow], *, cold: bool = False) -> list[Shape]:
     return found
 
 
+def ratio_to_best_peer(rows: Sequence[KernelRow], shape: Shape, *, cold: bool = False) -> float | None:
+    """Our time over the best peer's; None where one of the two is missing."""
+    peer = best_peer(rows, shape, cold=cold)
+    ours = next((row for row in rows if row.shape == shape and row.provider == OURS and row.status == OK), None)
+    times = [(row.cold_us if cold else row.hot_us) if row else None for row in (ours, peer)]
+    return times[0] / times[1] if times[0] and times[1] else None
+
+
 def baseline_ratios(rows: Sequence[KernelRow]) -> dict[str, dict[Shape, tuple[float, float]]]:
     """Time over that of the plain op, hot and cold, of each op that takes or gives statistics, by shape."""
     cells = {(row.provider, row.shape): row for row in rows if row.status == OK}
@@ -313,6 +321,10 @@ def summary(rows: Sequence[KernelRow]) -> dict[str, Any]:
         "slower_than_best_peer": {
             "hot": [list(shape) for shape in losses(rows)],
             "cold": [list(shape) for shape in losses(rows, cold=True)],
+        },
+        "ratio_to_best_peer": {
+            "x".join(map(str, shape)): [ratio_to_best_peer(rows, shape), ratio_to_best_peer(rows, shape, cold=True)]
+            for shape in dict.fromkeys(row.shape for row in rows)
         },
         "ratio_to_plain_op": {
             name: {"x".join(map(str, shape)): list(ratios) for shape, ratios in by_shape.items()}

@@ -17,7 +17,15 @@ from typing import Any
 from rich.table import Table
 
 from sfastgn.bench.end_to_end import OK, Row
-from sfastgn.bench.kernels import QUOTED, KernelRow, baseline_ratios, best_peer, losses, summary
+from sfastgn.bench.kernels import (
+    QUOTED,
+    KernelRow,
+    baseline_ratios,
+    best_peer,
+    losses,
+    ratio_to_best_peer,
+    summary,
+)
 from sfastgn.bench.providers import BASELINES, NORMS, OURS, PROVIDERS, YARDSTICK
 from sfastgn.bench.variants import PARTS, VARIANTS
 
@@ -189,14 +197,18 @@ def kernels_table(rows: Sequence[KernelRow], title: str) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column(f"{OURS} GB/s", justify="right", no_wrap=True)
     table.add_column(f"{OURS} / copy", justify="right", no_wrap=True)
+    table.add_column(f"{OURS} / best peer", justify="right", no_wrap=True)
     table.add_column(f"{OURS} CPU us", justify="right", no_wrap=True)
     for line in body:
         row = ours.get(line[0])
-        values = (_number(row.hot_gbps, 4), _number(row.hot_ratio), _number(row.cpu_us)) if row else [NOTHING] * 3
-        table.add_row(*line, *values)
+        if row is None:
+            table.add_row(*line, *[NOTHING] * 4)
+            continue
+        to_peer = ratio_to_best_peer(rows, row.shape)
+        table.add_row(*line, _number(row.hot_gbps, 4), _number(row.hot_ratio), _number(to_peer), _number(row.cpu_us))
     table.add_section()
     for set_name, cells in _kernel_means(rows):
-        table.add_row(f"mean / copy, {set_name}", *cells, "", "", "")
+        table.add_row(f"mean / copy, {set_name}", *cells, "", "", "", "")
     return table
 
 
@@ -288,7 +300,12 @@ def kernels_markdown(results: Path) -> str:
         dtype = content["config"]["dtype"]
         rows, quoted = _with_quoted(kernel_rows(content), results, dtype)
         header, body = _kernel_cells(rows, "**")
-        body += [[f"mean of time / copy, {name}", *cells] for name, cells in _kernel_means(rows)]
+        shapes = dict.fromkeys(row.shape for row in rows)
+        header.append(f"{OURS} / best peer")
+        for shape, line in zip(shapes, body, strict=True):
+            ratios = [ratio_to_best_peer(rows, shape, cold=cold) for cold in (False, True)]
+            line.append(f"{_number(ratios[0])} ({_number(ratios[1])})" if all(ratios) else NOTHING)
+        body += [[f"mean of time / copy, {name}", *cells, ""] for name, cells in _kernel_means(rows)]
         legend = f"Microseconds, hot L2 (cold L2); bold: the best peer; {LOSS}: a peer is faster than sfastgn."
         blocks += [_markdown(header, body), legend, *(f"{line}." for line in (*quoted, *missing_cells(rows)))]
         blocks.append(f"{dtype}, {source_line(content)}.")

@@ -149,6 +149,15 @@ def test_lost_shapes(ours: KernelRow, lost_hot: bool, lost_cold: bool) -> None:
     assert bool(kernels.losses(rows, cold=True)) == lost_cold
 
 
+def test_ratio_to_the_best_peer_hot_and_cold() -> None:
+    rows = [row("copy", 1, 1), row("apex", 5, 9), row("gnnhwc", 7, 8), row("sfastgn", 4, 2)]
+    shape = (2, 320, 64, 64)
+    assert kernels.ratio_to_best_peer(rows, shape) == pytest.approx(0.8)
+    assert kernels.ratio_to_best_peer(rows, shape, cold=True) == pytest.approx(0.25)
+    assert kernels.ratio_to_best_peer(rows[:1] + rows[3:], shape) is None
+    assert kernels.summary(rows)["ratio_to_best_peer"] == {"2x320x64x64": [pytest.approx(0.8), pytest.approx(0.25)]}
+
+
 def test_a_quoted_peer_competes() -> None:
     quoted = KernelRow((2, 320, 64, 64), "apex", kernels.QUOTED, hot_us=3.0, cold_us=3.0)
     rows = [row("copy", 1, 1), quoted, row("sfastgn", 4, 4)]

@@ -220,7 +220,7 @@ def test_quoted_times_fill_what_did_not_run_and_say_so(tmp_path: Path) -> None:
     content = {"kind": "kernels_quoted", "dtype": "fp16", "source": "a paper", "rows": [asdict(one) for one in quoted]}
     (tmp_path / "quoted.json").write_text(json.dumps(content))
     text = tables.kernels_markdown(tmp_path)
-    assert "| 2x320x64x64 | 2 (3) | 9 (10) | **5 (5.5)** | 6 (7)† |" in text
+    assert "| 2x320x64x64 | 2 (3) | 9 (10) | **5 (5.5)** | 6 (7)† | 1.2 (1.27) |" in text
     assert "Quoted, not run here: apex: a paper." in text
 
 
