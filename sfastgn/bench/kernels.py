@@ -280,6 +280,11 @@ def losses(rows: Sequence[KernelRow], *, cold: bool = False) -> list[Shape]:
     return found
 
 
+def shape_text(shape: Sequence[int]) -> str:
+    """``2x320x64x64``."""
+    return "x".join(map(str, shape))
+
+
 def ratio_to_best_peer(rows: Sequence[KernelRow], shape: Shape, *, cold: bool = False) -> float | None:
     """Our time over the best peer's; None where one of the two is missing."""
     peer = best_peer(rows, shape, cold=cold)
@@ -323,11 +328,11 @@ def summary(rows: Sequence[KernelRow]) -> dict[str, Any]:
             "cold": [list(shape) for shape in losses(rows, cold=True)],
         },
         "ratio_to_best_peer": {
-            "x".join(map(str, shape)): [ratio_to_best_peer(rows, shape), ratio_to_best_peer(rows, shape, cold=True)]
+            shape_text(shape): [ratio_to_best_peer(rows, shape), ratio_to_best_peer(rows, shape, cold=True)]
             for shape in dict.fromkeys(row.shape for row in rows)
         },
         "ratio_to_plain_op": {
-            name: {"x".join(map(str, shape)): list(ratios) for shape, ratios in by_shape.items()}
+            name: {shape_text(shape): list(ratios) for shape, ratios in by_shape.items()}
             for name, by_shape in baseline_ratios(rows).items()
         },
     }

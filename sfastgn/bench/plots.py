@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Sequence
@@ -43,11 +44,12 @@ def roofline(rows: Sequence[KernelRow], path: Path, title: str) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.5), layout="constrained")
-    names = [name for name in (YARDSTICK, OURS, *NORMS) if any(r.provider == name and r.status == OK for r in rows)]
+    timed = {row.provider for row in rows if row.status == OK}
+    names = [name for name in dict.fromkeys((YARDSTICK, OURS, *NORMS)) if name in timed]
     for axes, attribute, label in zip(
         figure.subplots(1, 2, sharey=True), ("hot_gbps", "cold_gbps"), ("hot L2", "cold L2"), strict=True
     ):
-        for colour, name in zip(_COLOURS, dict.fromkeys(names), strict=False):
+        for colour, name in zip(itertools.cycle(_COLOURS), names, strict=False):
             points = sorted(
                 (_megabytes(row), value)
                 for row in rows

@@ -89,7 +89,7 @@ def run_kernels(
         task = progress.add_task("building", total=total)
 
         def on_cell(shape: Sequence[int], name: str) -> None:
-            progress.update(task, description=f"{'x'.join(map(str, shape))} {name}", advance=1)
+            progress.update(task, description=f"{kernels.shape_text(shape)} {name}", advance=1)
 
         rows = kernels.run(config, on_cell=on_cell)
     if any(row.status == OK for row in rows):

@@ -24,6 +24,7 @@ from sfastgn.bench.kernels import (
     best_peer,
     losses,
     ratio_to_best_peer,
+    shape_text,
     summary,
 )
 from sfastgn.bench.providers import BASELINES, NORMS, OURS, PROVIDERS, YARDSTICK
@@ -107,10 +108,6 @@ def _kernel_cell(row: KernelRow | None, lost: bool) -> str:
     return f"{_number(row.hot_us)} ({_number(row.cold_us)}){LOSS if lost else ''}"
 
 
-def _shape_text(shape: Sequence[int]) -> str:
-    return "x".join(map(str, shape))
-
-
 def _kernel_names(rows: Sequence[KernelRow]) -> list[str]:
     """The copy and the providers of GroupNorm+SiLU with at least one time, ours last."""
     timed = {row.provider for row in rows if row.status in (OK, QUOTED) and row.provider in (YARDSTICK, *NORMS)}
@@ -126,7 +123,7 @@ def _kernel_cells(rows: Sequence[KernelRow], mark_best: str) -> tuple[list[str],
     body = []
     for shape in dict.fromkeys(row.shape for row in rows):
         best = best_peer(rows, shape)
-        line = [_shape_text(shape)]
+        line = [shape_text(shape)]
         for name in names:
             text = _kernel_cell(cells.get((shape, name)), name == OURS and shape in lost)
             line.append(f"{mark_best}{text}{mark_best}" if best is not None and best.provider == name else text)
@@ -152,7 +149,7 @@ def missing_cells(rows: Iterable[KernelRow]) -> list[str]:
     by_reason: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         if row.status != OK:
-            by_reason.setdefault((row.provider, f"{row.status}: {row.reason}"), []).append(_shape_text(row.shape))
+            by_reason.setdefault((row.provider, f"{row.status}: {row.reason}"), []).append(shape_text(row.shape))
     return [
         f"{name}: {reason}" + (f" ({len(shapes)} shapes)" if len(shapes) > 3 else f" ({', '.join(shapes)})")
         for (name, reason), shapes in by_reason.items()
@@ -166,7 +163,7 @@ def _ratio_lines(rows: Sequence[KernelRow]) -> tuple[list[str], list[list[str]]]
     names = [name for name in BASELINES if name in ratios]
     body = []
     for shape in dict.fromkeys(row.shape for row in rows):
-        line = [_shape_text(shape)]
+        line = [shape_text(shape)]
         for name in names:
             hot, cold = ratios[name].get(shape, (None, None))
             row = cells.get((name, shape))
@@ -191,7 +188,7 @@ def producers_table(rows: Sequence[KernelRow]) -> Table | None:
 def kernels_table(rows: Sequence[KernelRow], title: str) -> Table:
     """Shapes x providers, microseconds hot (cold), our GB/s and ratio to copy, geometric means at the end."""
     header, body = _kernel_cells(rows, "")
-    ours = {_shape_text(row.shape): row for row in rows if row.provider == OURS}
+    ours = {shape_text(row.shape): row for row in rows if row.provider == OURS}
     table = Table(title=title, title_justify="left", caption=f"microseconds, hot L2 (cold L2); {LOSS} a peer is faster")
     for name in header:
         table.add_column(name, justify="right", no_wrap=True)
@@ -329,10 +326,10 @@ def host_markdown(results: Path) -> str:
         if content["config"]["dtype"] != "fp16" or not rows:
             continue
         names = dict.fromkeys(row.provider for row in rows)
-        shapes = [shape for shape in dict.fromkeys(row.shape for row in rows) if _shape_text(shape) in _HOST_SHAPES]
+        shapes = [shape for shape in dict.fromkeys(row.shape for row in rows) if shape_text(shape) in _HOST_SHAPES]
         cells = {(row.provider, row.shape): row.cpu_us for row in rows}
         body = [[name, *(_number(cells.get((name, shape))) for shape in shapes)] for name in names]
-        return _markdown(["microseconds of CPU time", *map(_shape_text, shapes)], body)
+        return _markdown(["microseconds of CPU time", *map(shape_text, shapes)], body)
     return "No results are committed yet."
 
 

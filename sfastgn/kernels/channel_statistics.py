@@ -20,8 +20,8 @@ from torch import Tensor
 
 from sfastgn.kernels.dispatch import is_plain_inference, runs_in_triton
 from sfastgn.kernels.group_norm_config import ceil_div, statistics_config
-from sfastgn.kernels.launch import num_sms
-from sfastgn.kernels.layout import dense, empty_dense_like, is_channels_first, is_channels_last
+from sfastgn.kernels.launch import num_sms, remember
+from sfastgn.kernels.layout import dense, dense_is_channels_last, empty_dense_like, is_channels_last
 from sfastgn.kernels.statistics_kernels import StatisticsLaunch
 
 __all__ = ["add_with_statistics", "cat_with_statistics", "channel_statistics", "reference_channel_statistics"]
@@ -46,12 +46,7 @@ def _chunks(x: Tensor, *, producer: bool = False) -> int:
     N, C, HW = int(x.shape[0]), int(x.shape[1]), int(math.prod(x.shape[2:]))
     if N * C * HW == 0:
         return 1
-    return statistics_config(N, C, HW, _reads_channels_last(x), num_sms(x.device), producer=producer).chunks
-
-
-def _reads_channels_last(x: Tensor) -> bool:
-    """The layout of ``dense(x)``, without making it."""
-    return is_channels_last(x) or (x.stride(1) == 1 and not is_channels_first(x))
+    return statistics_config(N, C, HW, dense_is_channels_last(x), num_sms(x.device), producer=producer).chunks
 
 
 def _statistics_of(x: Tensor) -> Tensor:
@@ -66,9 +61,8 @@ def _reference_statistics(x: Tensor, chunks: int) -> Tensor:
     return reference_channel_statistics(x, chunks).float()
 
 
-# By everything that a launch depends on but the data. Bounded: a server that sees ever new shapes must not leak.
+# By everything that a launch depends on but the data.
 _launches: dict[tuple[Any, ...], StatisticsLaunch] = {}
-_LAUNCHES_MAX = 4096
 
 
 def _launch(x: Tensor, variant: tuple[Any, ...] = (), **how: Any) -> StatisticsLaunch:
@@ -77,12 +71,7 @@ def _launch(x: Tensor, variant: tuple[Any, ...] = (), **how: Any) -> StatisticsL
     ``variant`` names the other tensors that come with it, and their dtypes; ``how`` are arguments of ``StatisticsLaunch``.
     """
     key = (x.shape, x.stride(), x.dtype, x.device, *variant, *how.values())
-    launch = _launches.get(key)
-    if launch is None:
-        if len(_launches) >= _LAUNCHES_MAX:
-            _launches.clear()
-        launch = _launches[key] = StatisticsLaunch(x, is_channels_last(x), **how)
-    return launch
+    return _launches.get(key) or remember(_launches, key, StatisticsLaunch(x, is_channels_last(x), **how))
 
 
 def statistics_kernel(x: Tensor) -> Tensor:
@@ -140,9 +129,7 @@ def _cat_impl(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     if one_pass and runs_in_triton(a):
         return cat_kernel(a, b)
     y = torch.cat((a, b), dim=1, out=_empty_cat(a, b))
-    if runs_in_triton(y):
-        return y, _statistics_of(y)
-    return y, _reference_statistics(y, _chunks(y, producer=one_pass))
+    return y, _reference_statistics(y, _chunks(y, producer=True)) if one_pass else _statistics_of(y)
 
 
 def _in_one_pass(a: Tensor, b: Tensor) -> bool:

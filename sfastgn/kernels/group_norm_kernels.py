@@ -27,14 +27,13 @@ from torch import Tensor
 
 from sfastgn.kernels.group_norm_config import (
     SmallConfig,
-    SplitConfig,
     apply_config,
     ceil_div,
     launch_config,
     merge_config,
 )
-from sfastgn.kernels.launch import Launch, current_stream, has_programmatic_launch, is_current, num_sms
-from sfastgn.kernels.layout import dense, empty_dense_like, is_channels_last
+from sfastgn.kernels.launch import Launch, current_stream, has_programmatic_launch, is_current, num_sms, remember
+from sfastgn.kernels.layout import dense, dense_is_channels_last, empty_dense_like, is_dense
 from sfastgn.kernels.statistics_kernels import StatisticsLaunch
 from sfastgn.kernels.tiles import triton
 
@@ -290,7 +289,7 @@ class _Plan:
         if not self.programs:
             return
         strides = tuple(_row_stride(t, C) for t in params[2:])
-        channels_last = is_channels_last(dense(x))
+        channels_last = dense_is_channels_last(x)
         config = launch_config(N, C, HW, num_groups, channels_last, num_sms(x.device))
         pdl = has_programmatic_launch(x.device)
         fold = x.dtype != torch.float32
@@ -321,7 +320,7 @@ class _Plan:
             "BLOCK_P": tile.block_p, "BLOCK_CG": tile.block_cg,
         }  # fmt: skip
         self.merge = Launch(_merge_kernel, N * num_groups, numbers, merge, tile.num_warps, pdl=pdl)
-        blocks = config.apply if isinstance(config, SplitConfig) else apply_config(C, HW, channels_last)
+        blocks = apply_config(C, HW, channels_last)
         even = C % blocks.block_c == 0 and HW % blocks.block_hw == 0
         apply = {
             "C": C, **layout, "PAIRS": fold and channels_last and blocks.block_c >= _PAIRED, "FOLD": fold,
@@ -333,7 +332,7 @@ class _Plan:
 
 
 def _needs_copies(x: Tensor, params: tuple[Tensor | None, ...], statistics: Tensor | None) -> bool:
-    gaps = dense(x) is not x or any(t is not None and t.stride(-1) != 1 for t in params)
+    gaps = not is_dense(x) or any(t is not None and t.stride(-1) != 1 for t in params)
     return gaps or (statistics is not None and not statistics.is_contiguous())
 
 
@@ -344,9 +343,8 @@ def _row_stride(operand: Tensor | None, C: int) -> int:
     return operand.stride(0) if operand.stride(1) == 1 else C
 
 
-# By everything that a launch depends on but the data. Bounded: a server that sees ever new shapes must not leak.
+# By everything that a launch depends on but the data.
 _plans: dict[tuple[Any, ...], _Plan] = {}
-_PLANS_MAX = 4096
 
 
 def plan_key(
@@ -387,10 +385,7 @@ def make_plan(
         statistics: (2, N, P, C) fp32 of x, without the shift, or None.
         tokens: return (N, HW, C) instead of the shape of x.
     """
-    if len(_plans) >= _PLANS_MAX:
-        _plans.clear()
-    plan = _plans[key] = _Plan(x, num_groups, eps, activation, params, statistics, tokens)
-    return plan
+    return remember(_plans, key, _Plan(x, num_groups, eps, activation, params, statistics, tokens))
 
 
 def launch_group_norm(

@@ -10,12 +10,12 @@ Kernels exempt their run-time integers with ``do_not_specialize``.
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["Launch", "current_stream", "has_programmatic_launch", "is_current", "num_sms"]
+__all__ = ["Launch", "current_stream", "has_programmatic_launch", "is_current", "num_sms", "remember"]
 
 
 class Launch:
@@ -77,6 +77,18 @@ def _direct_launcher(compiled: Any) -> tuple[Any, tuple[Any, ...]]:
         # Triton 3.6: the launcher's Python part only looks for scratch memory, which these kernels do not have.
         return run.launch, (bound[0], run.launch_cooperative_grid, run.launch_pdl, None, None, *bound[1:])
     return run, bound
+
+
+_REMEMBERED_MAX = 4096
+Value = TypeVar("Value")
+
+
+def remember(cache: dict[tuple[Any, ...], Value], key: tuple[Any, ...], value: Value) -> Value:
+    """Puts ``value`` into ``cache`` and returns it. Bounded: a server that sees ever new shapes must not leak."""
+    if len(cache) >= _REMEMBERED_MAX:
+        cache.clear()
+    cache[key] = value
+    return value
 
 
 def current_stream(device: torch.device) -> int:

@@ -7,10 +7,12 @@ are both (C == 1, or one spatial position): either kernel is right for those, an
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-__all__ = ["dense", "is_channels_first", "is_channels_last"]
+__all__ = ["dense", "dense_is_channels_last", "empty_dense_like", "is_channels_first", "is_channels_last", "is_dense"]
 
 
 def is_channels_last(x: Tensor) -> bool:
@@ -23,20 +25,37 @@ def is_channels_first(x: Tensor) -> bool:
     return x.is_contiguous()
 
 
+def is_dense(x: Tensor) -> bool:
+    """True if ``x`` is channels-first or channels-last."""
+    return is_channels_first(x) or is_channels_last(x)
+
+
+def _keeps_channels_innermost(x: Tensor) -> bool:
+    return x.dim() > 2 and x.stride(1) == 1
+
+
+def dense_is_channels_last(x: Tensor) -> bool:
+    """``is_channels_last(dense(x))``, without making it."""
+    if is_dense(x):
+        return is_channels_last(x)
+    # Without gaps, one channel or one position lies both ways.
+    return x.dim() > 2 and (_keeps_channels_innermost(x) or x.shape[1] == 1 or math.prod(x.shape[2:]) == 1)
+
+
 def dense(x: Tensor) -> Tensor:
     """``x`` itself if it is channels-last or channels-first, else a copy that is: channels-last if C has the smallest stride."""
-    if is_channels_first(x) or is_channels_last(x):
+    if is_dense(x):
         return x
-    if x.dim() > 2 and x.stride(1) == 1:
+    if _keeps_channels_innermost(x):
         return x.movedim(1, -1).contiguous().movedim(-1, 1)
     return x.contiguous()
 
 
 def empty_dense_like(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Uninitialised tensor with the shape of ``x`` and the strides of ``dense(x)``."""
-    if is_channels_first(x) or is_channels_last(x):
+    if is_dense(x):
         return torch.empty_like(x, dtype=dtype)
-    if x.dim() > 2 and x.stride(1) == 1:
+    if _keeps_channels_innermost(x):
         shape = x.movedim(1, -1).shape
         return torch.empty(shape, dtype=dtype, device=x.device).movedim(-1, 1)
     return torch.empty(x.shape, dtype=dtype, device=x.device)
