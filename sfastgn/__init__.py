@@ -13,16 +13,19 @@ if TYPE_CHECKING:
     from sfastgn.api import optimize, optimized, report, restore
     from sfastgn.kernels.channel_statistics import add_with_statistics, cat_with_statistics, channel_statistics
     from sfastgn.kernels.group_norm import group_norm
-    from sfastgn.modules import GroupNorm
+    from sfastgn.kernels.instance_norm import instance_norm
+    from sfastgn.modules import GroupNorm, InstanceNorm
 
 __version__ = "0.1.0"
 __all__ = [
     "GroupNorm",
+    "InstanceNorm",
     "__version__",
     "add_with_statistics",
     "cat_with_statistics",
     "channel_statistics",
     "group_norm",
+    "instance_norm",
     "optimize",
     "optimized",
     "report",
@@ -39,7 +42,9 @@ _LAZY = {
     "cat_with_statistics": "sfastgn.kernels.channel_statistics",
     "channel_statistics": "sfastgn.kernels.channel_statistics",
     "group_norm": "sfastgn.kernels.group_norm",
+    "instance_norm": "sfastgn.kernels.instance_norm",
     "GroupNorm": "sfastgn.modules",
+    "InstanceNorm": "sfastgn.modules",
 }
 
 

@@ -1,15 +1,17 @@
-"""``sfastgn.GroupNorm``: the module form of ``sfastgn.group_norm``."""
+"""The module forms of ``sfastgn.group_norm`` and ``sfastgn.instance_norm``."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from sfastgn.kernels.activations import ACTIVATIONS
 from sfastgn.kernels.group_norm import group_norm
+from sfastgn.kernels.instance_norm import instance_norm
 
-__all__ = ["GroupNorm"]
+__all__ = ["GroupNorm", "InstanceNorm"]
 
 
 class GroupNorm(nn.GroupNorm):
@@ -35,8 +37,7 @@ class GroupNorm(nn.GroupNorm):
         bias: bool = True,
         activation: str = "identity",
     ) -> None:
-        if activation not in ACTIVATIONS:
-            raise ValueError(f"sfastgn.GroupNorm: unknown activation {activation!r}; known: {', '.join(ACTIVATIONS)}")
+        _check_activation("sfastgn.GroupNorm", activation)
         if num_groups == 0:
             raise ZeroDivisionError("sfastgn.GroupNorm: num_groups must be positive, got 0")
         if num_groups < 0 or num_channels % num_groups:
@@ -53,3 +54,49 @@ class GroupNorm(nn.GroupNorm):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, activation={self.activation!r}"
+
+
+class InstanceNorm(_InstanceNorm):
+    """``torch.nn.InstanceNorm1d``, ``2d`` and ``3d`` with a fused activation: the same constructor, attributes and state_dict.
+
+    Args:
+        num_features, eps, momentum, affine, device, dtype: as in ``torch.nn.InstanceNorm2d``.
+        track_running_stats: must be False; each sample is normalised by its own statistics.
+        activation: ``identity``, ``relu``, ``silu``, ``gelu`` (exact) or ``gelu_tanh``.
+
+    Shapes: (N, C, *spatial) -> the same. Dtypes, layout, gradients and errors of the call: ``sfastgn.instance_norm``.
+    Raises: ValueError if track_running_stats is True or the activation is unknown.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float = 0.1,
+        affine: bool = False,
+        track_running_stats: bool = False,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        activation: str = "identity",
+    ) -> None:
+        _check_activation("sfastgn.InstanceNorm", activation)
+        if track_running_stats:
+            raise ValueError("sfastgn.InstanceNorm: track_running_stats=True is not supported")
+        super().__init__(num_features, eps, momentum, affine, False, device, dtype)
+        self.activation = activation
+
+    def forward(self, input: Tensor) -> Tensor:
+        if input.dim() < 3 or input.shape[1] != self.num_features:
+            raise ValueError(
+                f"sfastgn.InstanceNorm: input must be (N, {self.num_features}, *spatial), got shape {tuple(input.shape)}"
+            )
+        return instance_norm(input, self.weight, self.bias, self.eps, self.activation)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, activation={self.activation!r}"
+
+
+def _check_activation(name: str, activation: str) -> None:
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"{name}: unknown activation {activation!r}; known: {', '.join(ACTIVATIONS)}")

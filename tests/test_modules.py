@@ -53,3 +53,36 @@ def test_errors(arguments, activation, kind, message):
     with pytest.raises(kind, match=r"^sfastgn\.GroupNorm") as caught:
         sfastgn.GroupNorm(*arguments, activation=activation)
     assert message in str(caught.value)
+
+
+# --- InstanceNorm -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "size"),
+    [(nn.InstanceNorm1d, (9,)), (nn.InstanceNorm2d, (5, 6)), (nn.InstanceNorm3d, (3, 4, 5))],
+    ids=["1d", "2d", "3d"],
+)
+@pytest.mark.parametrize("affine", [True, False], ids=["affine", "plain"])
+def test_instance_norm_is_a_drop_in(kind, size, affine):
+    ours, theirs = sfastgn.InstanceNorm(6, 1e-3, 0.1, affine, activation="silu"), kind(6, 1e-3, 0.1, affine)
+    for p in theirs.parameters():
+        nn.init.normal_(p)
+    ours.load_state_dict(theirs.state_dict())
+    theirs.load_state_dict(ours.state_dict())
+    x = torch.randn(2, 6, *size)
+    torch.testing.assert_close(ours(x), nn.functional.silu(theirs(x)))
+    twin = pickle.loads(pickle.dumps(copy.deepcopy(ours)))
+    assert torch.equal(twin(x), ours(x))
+    assert "activation='silu'" in repr(ours)
+
+
+def test_instance_norm_errors():
+    with pytest.raises(ValueError, match=r"^sfastgn\.InstanceNorm: track_running_stats=True"):
+        sfastgn.InstanceNorm(4, track_running_stats=True)
+    with pytest.raises(ValueError, match=r"^sfastgn\.InstanceNorm: unknown activation 'swish'"):
+        sfastgn.InstanceNorm(4, activation="swish")
+    with pytest.raises(
+        ValueError, match=r"^sfastgn\.InstanceNorm: input must be \(N, 4, \*spatial\), got shape \(2, 5, 3\)"
+    ):
+        sfastgn.InstanceNorm(4)(torch.ones(2, 5, 3))

@@ -46,7 +46,9 @@ def _chunks(x: Tensor, *, producer: bool = False) -> int:
     N, C, HW = int(x.shape[0]), int(x.shape[1]), int(math.prod(x.shape[2:]))
     if N * C * HW == 0:
         return 1
-    return statistics_config(N, C, HW, dense_is_channels_last(x), num_sms(x.device), producer=producer).chunks
+    return statistics_config(
+        N, C, HW, dense_is_channels_last(x), num_sms(x.device), kind="write" if producer else "read"
+    ).chunks
 
 
 def _statistics_of(x: Tensor) -> Tensor:

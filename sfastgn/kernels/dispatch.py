@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sfastgn.kernels.tiles import triton
 
-__all__ = ["KERNEL_DTYPES", "is_plain_inference", "runs_in_triton"]
+__all__ = ["KERNEL_DTYPES", "is_plain", "is_plain_inference", "runs_in_triton", "wants_gradient"]
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
@@ -19,14 +19,21 @@ def runs_in_triton(x: Tensor) -> bool:
 
 
 def is_plain_inference(x: Tensor, others: tuple[Tensor | None, ...]) -> bool:
-    """True if nothing would come of the dispatcher but its cost: no autograd, no tracing, no modes, no tensor subclasses."""
+    """True if nothing would come of the dispatcher but its cost: ``is_plain``, and no gradient is wanted."""
+    return is_plain(x, others) and not wants_gradient(x, others)
+
+
+def wants_gradient(x: Tensor, others: tuple[Tensor | None, ...]) -> bool:
+    """True if autograd records an operation on these tensors."""
+    return torch.is_grad_enabled() and (x.requires_grad or any(t is not None and t.requires_grad for t in others))
+
+
+def is_plain(x: Tensor, others: tuple[Tensor | None, ...]) -> bool:
+    """True if nothing would come of the dispatcher but autograd: Triton runs, no tracing, no modes, no tensor subclasses."""
     if torch.compiler.is_compiling() or type(x) is not Tensor or not runs_in_triton(x):
         return False
-    grad = torch.is_grad_enabled()
-    if grad and x.requires_grad:
-        return False
     for t in others:
-        if t is not None and (type(t) not in _PLAIN_TYPES or (grad and t.requires_grad)):
+        if t is not None and type(t) not in _PLAIN_TYPES:
             return False
     return (
         torch._C._len_torch_dispatch_stack() == 0

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from sfastgn.kernels.activations import ACTIVATIONS
-from sfastgn.kernels.dispatch import is_plain_inference, runs_in_triton
+from sfastgn.kernels.dispatch import is_plain, runs_in_triton, wants_gradient
 from sfastgn.kernels.group_norm_backward import group_norm_grads
 from sfastgn.kernels.group_norm_kernels import find_plan, launch_group_norm, make_plan, plan_key
 from sfastgn.kernels.layout import empty_dense_like, is_channels_last
 
-__all__ = ["group_norm", "reference_group_norm"]
+__all__ = ["call_group_norm", "group_norm", "reference_group_norm"]
 
 
 def reference_group_norm(
@@ -47,19 +47,40 @@ def reference_group_norm(
     Computes in fp32 (fp64 for fp64 input) on a channels-first copy: PyTorch's CPU kernel for channels-last input loses the variance
     when the mean is large.
     """
+    operands = shift, ada_scale, ada_shift
+    return _reference(x, num_groups, weight, bias, eps, activation, *operands, tokens, out_dtype)[0]
+
+
+def _reference(
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    activation: str,
+    shift: Tensor | None,
+    ada_scale: Tensor | None,
+    ada_shift: Tensor | None,
+    tokens: bool,
+    out_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(y, mean, rstd)"""
+    N, C, HW = x.shape[0], x.shape[1], math.prod(x.shape[2:])
     dtype = torch.promote_types(x.dtype, torch.float32)
     if weight is None and bias is not None:
         weight = torch.ones_like(bias)  # PyTorch's backward fails with a bias and no weight
-    u = x.to(dtype, memory_format=torch.contiguous_format)
+    u = x.to(dtype).contiguous()
     u = u if shift is None else u + _per_channel(shift.to(dtype), x)
     weight, bias = (None if t is None else t.to(dtype) for t in (weight, bias))
-    z = torch.group_norm(u, num_groups, weight, bias, eps)
+    z, mean, rstd = torch.native_group_norm(u, weight, bias, N, C, HW, num_groups, eps)
     z = z if ada_scale is None else z * (1 + _per_channel(ada_scale.to(dtype), x))
     z = z if ada_shift is None else z + _per_channel(ada_shift.to(dtype), x)
     y = ACTIVATIONS[activation](z).to(out_dtype or x.dtype)
     if tokens:
-        return y.movedim(1, -1).reshape(x.shape[0], math.prod(x.shape[2:]), x.shape[1]).contiguous()
-    return y if is_channels_last(y) or not is_channels_last(x) else y.movedim(1, -1).contiguous().movedim(-1, 1)
+        y = y.movedim(1, -1).reshape(N, HW, C).contiguous()
+    elif is_channels_last(x) and not is_channels_last(y):
+        y = y.movedim(1, -1).contiguous().movedim(-1, 1)
+    return y, mean, rstd
 
 
 def _per_channel(operand: Tensor, x: Tensor) -> Tensor:
@@ -70,9 +91,11 @@ def _per_channel(operand: Tensor, x: Tensor) -> Tensor:
 # --- op -----------------------------------------------------------------------------------------------------------------------
 
 _LIBRARY = torch.library.Library("sfastgn", "FRAGMENT")
+# The result: y, and mean and rstd of the groups, (N, G) in fp32 (fp64 for fp64 input), which the backward takes.
 _LIBRARY.define(
     "group_norm(Tensor x, int num_groups, Tensor? weight, Tensor? bias, float eps, str activation, "
-    "Tensor? shift, Tensor? ada_scale, Tensor? ada_shift, Tensor? statistics, bool tokens, ScalarType? out_dtype) -> Tensor"
+    "Tensor? shift, Tensor? ada_scale, Tensor? ada_shift, Tensor? statistics, bool tokens, ScalarType? out_dtype) "
+    "-> (Tensor, Tensor, Tensor)"
 )
 
 
@@ -89,42 +112,82 @@ def _group_norm_impl(
     statistics: Tensor | None,
     tokens: bool,
     out_dtype: torch.dtype | None,
-) -> Tensor:
-    if runs_in_triton(x):
-        params = (weight, bias, shift, ada_scale, ada_shift)
-        key = plan_key(x, num_groups, eps, activation, params, statistics, tokens, out_dtype)
-        plan = find_plan(key) or make_plan(key, x, num_groups, eps, activation, params, statistics, tokens)
-        return launch_group_norm(plan, x, params, statistics, out_dtype)
+) -> tuple[Tensor, Tensor, Tensor]:
+    params = (weight, bias, shift, ada_scale, ada_shift)
     if x.numel() == 0:
-        return _group_norm_fake(x, tokens, out_dtype)
-    operands = {"shift": shift, "ada_scale": ada_scale, "ada_shift": ada_shift}
-    y = reference_group_norm(
-        x, num_groups, weight, bias, eps, activation, tokens=tokens, out_dtype=out_dtype, **operands
-    )
-    return y if tokens or y.stride() == x.stride() else empty_dense_like(x, y.dtype).copy_(y)
+        y, mean, rstd = _group_norm_fake(x, num_groups, tokens, out_dtype)
+        return y, mean.zero_(), rstd.zero_()
+    if runs_in_triton(x):
+        mean, rstd = _empty_saved(x, num_groups), _empty_saved(x, num_groups)
+        key = plan_key(x, num_groups, eps, activation, params, statistics, tokens, out_dtype, saves=True)
+        plan = find_plan(key) or make_plan(key, x, num_groups, eps, activation, params, statistics, tokens)
+        return launch_group_norm(plan, x, params, statistics, out_dtype, (mean, rstd)), mean, rstd
+    y, mean, rstd = _reference(x, num_groups, weight, bias, eps, activation, *params[2:], tokens, out_dtype)
+    y = y if tokens or y.stride() == x.stride() else empty_dense_like(x, y.dtype).copy_(y)
+    return y, mean.reshape(x.shape[0], num_groups), rstd.reshape(x.shape[0], num_groups)
 
 
-def _group_norm_fake(x: Tensor, *args: Any) -> Tensor:
+def _empty_saved(x: Tensor, num_groups: int) -> Tensor:
+    return x.new_empty((x.shape[0], num_groups), dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+def _group_norm_fake(x: Tensor, num_groups: int, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     tokens, out_dtype = args[-2:]
     if tokens:
-        return x.new_empty((x.shape[0], math.prod(x.shape[2:]), x.shape[1]), dtype=out_dtype or x.dtype)
-    return empty_dense_like(x, out_dtype or x.dtype)
+        y = x.new_empty((x.shape[0], math.prod(x.shape[2:]), x.shape[1]), dtype=out_dtype or x.dtype)
+    else:
+        y = empty_dense_like(x, out_dtype or x.dtype)
+    return y, _empty_saved(x, num_groups), _empty_saved(x, num_groups)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     x, ctx.num_groups, weight, bias, ctx.eps, ctx.activation, shift, ada_scale, ada_shift, _, ctx.tokens, _ = inputs
-    ctx.save_for_backward(x, weight, bias, shift, ada_scale, ada_shift)
+    _, mean, rstd = output
+    ctx.mark_non_differentiable(mean, rstd)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x, mean, rstd, weight, bias, shift, ada_scale, ada_shift)
 
 
-def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    x, weight, bias, shift, ada_scale, ada_shift = ctx.saved_tensors
-    if ctx.tokens:
-        dy = dy.movedim(-1, 1).reshape(x.shape)
+def _backward(ctx: Any, dy: Tensor | None, _mean: None, _rstd: None) -> tuple[Tensor | None, ...]:
+    if dy is None:
+        return (None,) * 12
+    x, mean, rstd, *params = ctx.saved_tensors
     wanted = tuple(ctx.needs_input_grad[i] for i in (0, 2, 3, 6, 7, 8))
     dx, dweight, dbias, *d_operands = group_norm_grads(
-        dy, x, weight, bias, shift, ada_scale, ada_shift, ctx.num_groups, ctx.eps, ctx.activation, wanted
+        dy, x, mean, rstd, tuple(params), ctx.num_groups, ctx.eps, ctx.activation, ctx.tokens, wanted
     )
     return dx, None, dweight, dbias, None, None, *d_operands, None, None, None
+
+
+class _GroupNorm(torch.autograd.Function):
+    """The op's autograd at a fifth of the CPU time: for calls of which the dispatcher has nothing else to know."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        shift: Tensor | None,
+        ada_scale: Tensor | None,
+        ada_shift: Tensor | None,
+        statistics: Tensor | None,
+        how: tuple[Any, ...],
+    ) -> Tensor:
+        plan, ctx.num_groups, ctx.eps, ctx.activation, ctx.tokens, out_dtype = how
+        mean, rstd = _empty_saved(x, ctx.num_groups), _empty_saved(x, ctx.num_groups)
+        params = (weight, bias, shift, ada_scale, ada_shift)
+        ctx.save_for_backward(x, mean, rstd, *params)
+        return launch_group_norm(plan, x, params, statistics, out_dtype, (mean, rstd))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, mean, rstd, *params = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[:6]
+        grads = group_norm_grads(
+            dy, x, mean, rstd, tuple(params), ctx.num_groups, ctx.eps, ctx.activation, ctx.tokens, wanted
+        )
+        return *grads, None, None
 
 
 for _key in ("CPU", "CUDA"):
@@ -169,8 +232,8 @@ def group_norm(
     Dtypes: x fp16, bf16 or fp32 (fp64 runs in plain PyTorch); every other tensor any floating dtype. The output has the dtype of x,
         or fp32 under CUDA autocast, as torch.nn.functional.group_norm has.
     Layout: the output has the strides of x if x is without gaps, channels-last or channels-first; else C stays innermost if it was.
-    Grad: with respect to every tensor but ``statistics``, also twice; the backward runs in plain PyTorch and recomputes the
-        statistics, so that the gradient of x is whole.
+    Grad: with respect to every tensor but ``statistics``, which count as the function of x that they are. Between forward and
+        backward x is kept and two fp32 values a group. A second derivative runs in plain PyTorch.
     Raises:
         TypeError: x is not a floating tensor, or another argument has the wrong type.
         ValueError: a shape, the number of groups, a device or the activation's name does not fit.
@@ -179,19 +242,40 @@ def group_norm(
     Source: torch.nn.functional.group_norm for the interface; Wu and He, 2018, for the formula.
     """
     params = (weight, bias, shift, ada_scale, ada_shift)
-    out_dtype = _autocast_dtype(x)
+    return call_group_norm(
+        "sfastgn.group_norm", x, num_groups, eps, activation, params, statistics, tokens, _autocast_dtype(x)
+    )
+
+
+def call_group_norm(
+    name: str,
+    x: Tensor,
+    num_groups: int,
+    eps: float,
+    activation: str,
+    params: tuple[Tensor | None, ...],
+    statistics: Tensor | None,
+    tokens: bool,
+    out_dtype: torch.dtype | None,
+) -> Tensor:
+    """``group_norm`` for a public function called ``name``: checks, then the kernels, by way of the dispatcher where it is of use."""
     # A key that can be looked up first; whatever else is wrong misses there and is then checked.
-    if type(activation) is str and type(num_groups) is int and type(eps) is float and is_plain_inference(x, params):
-        key = plan_key(x, num_groups, eps, activation, params, statistics, tokens, out_dtype)
+    if type(activation) is str and type(num_groups) is int and type(eps) is float and is_plain(x, params):
+        training = wants_gradient(x, params)
+        key = plan_key(x, num_groups, eps, activation, params, statistics, tokens, out_dtype, training)
         plan = find_plan(key)
         if plan is None:
-            _check(x, num_groups, eps, activation, params, statistics, tokens)
+            _check(name, x, num_groups, eps, activation, params, statistics, tokens)
             plan = make_plan(key, x, num_groups, eps, activation, params, statistics, tokens)
-        return launch_group_norm(plan, x, params, statistics, out_dtype)
-    _check(x, num_groups, eps, activation, params, statistics, tokens)
+        if not training:
+            return launch_group_norm(plan, x, params, statistics, out_dtype)
+        if plan.programs:
+            return _GroupNorm.apply(x, *params, statistics, (plan, num_groups, eps, activation, tokens, out_dtype))
+    _check(name, x, num_groups, eps, activation, params, statistics, tokens)
+    weight, bias, *operands = params
     return torch.ops.sfastgn.group_norm(
-        x, num_groups, weight, bias, float(eps), activation, shift, ada_scale, ada_shift, statistics, tokens, out_dtype
-    )
+        x, num_groups, weight, bias, float(eps), activation, *operands, statistics, tokens, out_dtype
+    )[0]
 
 
 def _autocast_dtype(x: Any) -> torch.dtype | None:
@@ -200,9 +284,15 @@ def _autocast_dtype(x: Any) -> torch.dtype | None:
 
 
 def _check(
-    x: Any, num_groups: Any, eps: Any, activation: Any, params: tuple[Any, ...], statistics: Any, tokens: Any
+    name: str,
+    x: Any,
+    num_groups: Any,
+    eps: Any,
+    activation: Any,
+    params: tuple[Any, ...],
+    statistics: Any,
+    tokens: Any,
 ) -> None:
-    name = "sfastgn.group_norm"
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: x must be a torch.Tensor, got {type(x).__name__}")
     if not x.is_floating_point():

@@ -1,4 +1,4 @@
-"""Backward of GroupNorm + activation in plain PyTorch ops, from the saved inputs alone.
+"""Backward of GroupNorm + activation: the op ``sfastgn::group_norm_backward``.
 
 With u, z, y as in ``group_norm.py``, a = 1 + ada_scale, dz the gradient of the activation's argument, xhat = (u - mean) * rstd and
 w' = weight * a:
@@ -7,21 +7,29 @@ w' = weight * a:
     d ada_scale = sum_hw dz * (xhat * weight + bias)   d weight = sum_n,hw dz * a * xhat
     du = rstd * (dz w' - mean_group(dz w') - xhat * mean_group(dz w' xhat)),   d shift = sum_hw du
 
-Every step is a differentiable op, so that a second derivative is right too. Computed in fp32 (fp64 for fp64 input).
+On a GPU the kernels of ``group_norm_backward_kernels.py`` run, from x and the mean and rstd that the forward saved; everywhere else,
+and for a second derivative, ``reference_group_norm_grads``, which takes the statistics of x again.
+
+Source: the chain rule; the grouping of sums is that of Wu and He, "Group Normalization", 2018, as PyTorch implements it.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sfastgn.kernels.activations import ACTIVATION_GRADS
-from sfastgn.kernels.layout import dense
+from sfastgn.kernels.dispatch import is_plain_inference, runs_in_triton
+from sfastgn.kernels.group_norm_backward_plans import launch_group_norm_grads
+from sfastgn.kernels.layout import dense_is_channels_last, empty_dense_like
 
-__all__ = ["group_norm_grads"]
+__all__ = ["group_norm_grads", "reference_group_norm_grads"]
 
 
-def group_norm_grads(
+def reference_group_norm_grads(
     dy: Tensor,
     x: Tensor,
     weight: Tensor | None,
@@ -34,7 +42,10 @@ def group_norm_grads(
     activation: str,
     wanted: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of (x, weight, bias, shift, ada_scale, ada_shift), None where not ``wanted``; each in its tensor's shape and dtype.
+    """Gradients of (x, weight, bias, shift, ada_scale, ada_shift) in plain PyTorch, each in its tensor's shape and dtype.
+
+    None where not ``wanted``. Every step is a differentiable op, so that a second derivative is right too. Computed in fp32 (fp64 for
+    fp64 input).
 
     Shapes: dy and x (N, C, *spatial); weight, bias (C,); shift, ada_scale, ada_shift (N, C), (1, C) or (C,). The gradient of x has
     the strides of x if x is without gaps.
@@ -76,8 +87,8 @@ def group_norm_grads(
     dx = None
     if wanted[0] and du is not None:
         dx = du.reshape(x.shape).to(x.dtype)
-        if dense(x).stride() != dx.stride():
-            dx = dx.movedim(1, -1).contiguous().movedim(-1, 1)
+        # Sums and products have the strides of dy.
+        dx = dx.movedim(1, -1).contiguous().movedim(-1, 1) if dense_is_channels_last(x) else dx.contiguous()
     return (
         dx,
         summed(d_affine * xhat, weight) if wanted[1] else None,
@@ -86,3 +97,115 @@ def group_norm_grads(
         summed(dz * affine, ada_scale) if wanted[4] else None,
         summed(dz, ada_shift) if wanted[5] else None,
     )
+
+
+# --- op -----------------------------------------------------------------------------------------------------------------------
+
+_LIBRARY = torch.library.Library("sfastgn", "FRAGMENT")
+# The result has one tensor for each of x, weight, bias, shift, ada_scale and ada_shift that is wanted, in this order.
+_LIBRARY.define(
+    "group_norm_backward(Tensor dy, Tensor x, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias, Tensor? shift, "
+    "Tensor? ada_scale, Tensor? ada_shift, int num_groups, float eps, str activation, bool tokens, bool[] wanted) -> Tensor[]"
+)
+
+
+def _backward_impl(
+    dy: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    shift: Tensor | None,
+    ada_scale: Tensor | None,
+    ada_shift: Tensor | None,
+    num_groups: int,
+    eps: float,
+    activation: str,
+    tokens: bool,
+    wanted: list[bool],
+) -> list[Tensor]:
+    params = (weight, bias, shift, ada_scale, ada_shift)
+    if x.numel() == 0:
+        return [torch.zeros_like(t) for t in _wanted((x, *params), wanted)]
+    if runs_in_triton(x):
+        found = launch_group_norm_grads(dy, x, mean, rstd, params, num_groups, activation, tokens, tuple(wanted))
+        return list(_wanted(found, wanted))
+    dy = dy.movedim(-1, 1).reshape(x.shape) if tokens else dy
+    grads = reference_group_norm_grads(dy, x, *params, num_groups, eps, activation, tuple(wanted))
+    return list(_wanted(grads, wanted))
+
+
+def _wanted(tensors: tuple[Tensor | None, ...], wanted: list[bool]) -> Iterator[Tensor]:
+    return (t for t, want in zip(tensors, wanted, strict=True) if want and t is not None)
+
+
+def _backward_fake(dy: Tensor, x: Tensor, *args: Any) -> list[Tensor]:
+    params, wanted = args[2:7], args[-1]
+    like = (empty_dense_like(x, x.dtype), *(None if t is None else t.new_empty(t.shape) for t in params))
+    return list(_wanted(like, wanted))
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    dy, x, _, _, *params, ctx.num_groups, ctx.eps, ctx.activation, ctx.tokens, ctx.wanted = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(dy, x, *params)
+
+
+_DIFFERENTIABLE = (0, 1, 4, 5, 6, 7, 8)  # dy, x, weight, bias, shift, ada_scale, ada_shift
+
+
+def _double_backward(ctx: Any, dgrads: list[Tensor | None]) -> tuple[Any, ...]:
+    """Differentiates the plain PyTorch form; mean and rstd count as what they are, functions of x."""
+    inputs = ctx.saved_tensors
+    dy, x, weight, bias, shift, ada_scale, ada_shift = inputs
+    keep_graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        flat = dy.movedim(-1, 1).reshape(x.shape) if ctx.tokens else dy
+        how = (ctx.num_groups, ctx.eps, ctx.activation, tuple(ctx.wanted))
+        grads = reference_group_norm_grads(flat, x, weight, bias, shift, ada_scale, ada_shift, *how)
+        pairs = [(g, d) for g, d in zip(_wanted(grads, ctx.wanted), dgrads, strict=True) if d is not None]
+        pairs = [(g, d) for g, d in pairs if g.requires_grad]
+    needs = [t for i, t in zip(_DIFFERENTIABLE, inputs, strict=True) if ctx.needs_input_grad[i]]
+    found: Iterator[Tensor | None] = iter([None] * len(needs))
+    if pairs and needs:
+        outputs, along = zip(*pairs, strict=True)
+        found = iter(torch.autograd.grad(outputs, needs, along, create_graph=keep_graph, allow_unused=True))
+    d_dy, dx, *d_params = (next(found) if ctx.needs_input_grad[i] else None for i in _DIFFERENTIABLE)
+    return d_dy, dx, None, None, *d_params, None, None, None, None, None
+
+
+for _key in ("CPU", "CUDA"):
+    _LIBRARY.impl("group_norm_backward", _backward_impl, _key)
+torch.library.register_fake("sfastgn::group_norm_backward", _backward_fake, lib=_LIBRARY)
+torch.library.register_autograd(
+    "sfastgn::group_norm_backward", _double_backward, setup_context=_setup_context, lib=_LIBRARY
+)
+
+
+def group_norm_grads(
+    dy: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    params: tuple[Tensor | None, ...],
+    num_groups: int,
+    eps: float,
+    activation: str,
+    tokens: bool,
+    wanted: tuple[bool, ...],
+) -> tuple[Tensor | None, ...]:
+    """Gradients of x, weight, bias, shift, ada_scale and ada_shift, None where not ``wanted``.
+
+    Shapes: dy (N, C, *spatial), or (N, HW, C) if ``tokens``; mean and rstd (N, G) of the forward; ``params`` as in ``group_norm``.
+    """
+    if not any(wanted):
+        return (None,) * 6
+    if x.numel() and is_plain_inference(x, (dy, *params)):
+        return launch_group_norm_grads(dy, x, mean, rstd, params, num_groups, activation, tokens, wanted)
+    found = iter(
+        torch.ops.sfastgn.group_norm_backward(
+            dy, x, mean, rstd, *params, num_groups, eps, activation, tokens, list(wanted)
+        )
+    )
+    return tuple(next(found) if want else None for want in wanted)

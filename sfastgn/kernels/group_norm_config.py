@@ -23,30 +23,38 @@ __all__ = [
     "launch_config",
     "merge_config",
     "next_power_of_2",
+    "parameter_config",
     "statistics_config",
 ]
 
 # Elements that one warp reads with one 16-byte load a lane, in fp16.
 _WARP_LOAD = 256
-# Elements of a group, padded to powers of 2, that one program keeps in registers.
+# Elements of a group, padded to powers of 2, that one program keeps in registers, and how many a warp has.
 _SMALL_MAX_ELEMENTS, _SMALL_PER_WARP = 16384, 1024
-# Warps of the reduction a multiprocessor and steps of its tiles, which are loads in flight: enough to keep the memory system busy, few
-# enough to leave little to merge. A kernel that writes too has more in flight with more and smaller ones.
+_SMALL_BACKWARD_MAX_ELEMENTS, _SMALL_BACKWARD_PER_WARP = 4096, 1024
 _STATISTICS_WARPS = 4
-_STATISTICS_STEPS_MIN = 8
-_STATISTICS_WARPS_PER_SM, _STATISTICS_STEPS_MAX = 8, 16
-_PRODUCER_WARPS_PER_SM, _PRODUCER_STEPS_MAX = 16, 8
-_APPLY_TILE, _APPLY_WARPS = 2048, 2
-_MERGE_TILE, _MERGE_PER_WARP = 4096, 256
+# Warps of a reduction a multiprocessor, and the least and the most steps of its tiles, which are loads in flight: enough to keep the
+# memory system busy, few enough to leave little to merge. A kernel that also writes, or reads two tensors, has more in flight with
+# more and smaller ones.
+_REDUCTIONS = {"read": (8, 8, 16), "write": (16, 8, 8), "backward": (16, 4, 4)}
+_APPLY_TILE, _APPLY_WARPS, _APPLY_BACKWARD_WARPS = 2048, 2, 4
+# Samples x channels of one program that sums parameter gradients over samples.
+_PARAMETER_TILE = (32, 32)
+# Channels a program where each is a group, so that a program still reads what memory delivers at once.
+_EACH_CHANNEL_BLOCK = 32
+_MERGE_TILE, _MERGE_PER_WARP, _MERGE_BACKWARD_PER_WARP = 4096, 256, 1024
 
 
 @dataclass(frozen=True)
 class SmallConfig:
-    """One launch: each program holds one group of one sample in registers, as a (lanes, num_warps, steps, block) tile.
+    """One launch: each program holds ``channels`` of one sample in registers, as a (lanes, num_warps, steps, block) tile.
 
-    ``block`` covers what is contiguous in memory: the group's channels in channels-last, the positions in channels-first.
+    They are one group, or groups of one channel each (``each_channel``). ``block`` covers what is contiguous in memory: the channels
+    in channels-last, the positions in channels-first.
     """
 
+    channels: int
+    each_channel: bool
     lanes: int
     num_warps: int
     steps: int
@@ -82,10 +90,12 @@ class ApplyConfig:
 
 @dataclass(frozen=True)
 class MergeConfig:
-    """One program a group, in tiles of (block_p, block_cg) partials."""
+    """One program for ``channels`` of a sample (as in SmallConfig), in tiles of (block_p, block_c) partials."""
 
+    channels: int
+    each_channel: bool
     block_p: int
-    block_cg: int
+    block_c: int
     num_warps: int
 
 
@@ -98,27 +108,36 @@ class SplitConfig:
 
 
 def launch_config(
-    N: int, C: int, HW: int, num_groups: int, channels_last: bool, num_sms: int
+    N: int, C: int, HW: int, num_groups: int, channels_last: bool, num_sms: int, *, backward: bool = False
 ) -> SmallConfig | SplitConfig:
-    """How to normalise x of (N, C, HW): a function of sizes and the GPU's number of multiprocessors."""
-    outer, inner = (HW, C // num_groups) if channels_last else (C // num_groups, HW)
-    if next_power_of_2(outer) * next_power_of_2(inner) <= _SMALL_MAX_ELEMENTS:
-        return _small_config(next_power_of_2(outer), next_power_of_2(inner))
-    return SplitConfig(statistics_config(N, C, HW, channels_last, num_sms), apply_config(C, HW, channels_last))
+    """How to normalise x of (N, C, HW), or to take gradients: a function of sizes and the GPU's number of multiprocessors."""
+    small = _small_config(C, HW, num_groups, channels_last, _SMALL_BACKWARD_PER_WARP if backward else _SMALL_PER_WARP)
+    elements = small.lanes * small.num_warps * small.steps * small.block
+    if elements <= (_SMALL_BACKWARD_MAX_ELEMENTS if backward else _SMALL_MAX_ELEMENTS):
+        return small
+    kind = "backward" if backward else "read"
+    statistics = statistics_config(N, C, HW, channels_last, num_sms, kind=kind)
+    return SplitConfig(statistics, apply_config(C, HW, channels_last, backward=backward))
 
 
-def _small_config(outer: int, block: int) -> SmallConfig:
+def _small_config(C: int, HW: int, num_groups: int, channels_last: bool, per_warp: int) -> SmallConfig:
+    each_channel = num_groups == C and channels_last
+    channels = min(_EACH_CHANNEL_BLOCK, next_power_of_2(C)) if each_channel else C // num_groups
+    sizes = next_power_of_2(channels), next_power_of_2(HW)
+    outer, block = reversed(sizes) if channels_last else sizes
     lanes = min(outer, max(1, _WARP_LOAD // block))
-    num_warps = min(32, max(1, outer * block // _SMALL_PER_WARP), outer // lanes)
-    return SmallConfig(lanes, num_warps, outer // (lanes * num_warps), block)
+    num_warps = min(32, max(1, outer * block // per_warp), outer // lanes)
+    return SmallConfig(channels, each_channel, lanes, num_warps, outer // (lanes * num_warps), block)
 
 
 def statistics_config(
-    N: int, C: int, HW: int, channels_last: bool, num_sms: int, *, producer: bool = False
+    N: int, C: int, HW: int, channels_last: bool, num_sms: int, *, kind: str = "read"
 ) -> StatisticsConfig:
-    """How to reduce x of (N, C, HW) to means and M2 per channel and chunk, in a kernel that also writes x if ``producer``."""
-    warps_per_sm = _PRODUCER_WARPS_PER_SM if producer else _STATISTICS_WARPS_PER_SM
-    steps_max = _PRODUCER_STEPS_MAX if producer else _STATISTICS_STEPS_MAX
+    """How to reduce (N, C, HW) to values per channel and chunk.
+
+    ``kind``: the kernel reads x (``read``), makes x and writes it (``write``), or reads x and a gradient (``backward``).
+    """
+    warps_per_sm, steps_min, steps_max = _REDUCTIONS[kind]
     if channels_last:
         # Whole 128-byte lines of each row where C allows.
         block = min(64, next_power_of_2(C))
@@ -128,7 +147,7 @@ def statistics_config(
         warps = min(_STATISTICS_WARPS, next_power_of_2(C))
     step_rows = lanes if channels_last else block
     wanted = ceil_div(N * columns * HW, num_sms * warps_per_sm)  # rows a warp
-    steps = max(_STATISTICS_STEPS_MIN, min(steps_max, _power_of_2_below(wanted // step_rows)))
+    steps = max(steps_min, min(steps_max, _power_of_2_below(wanted // step_rows)))
     steps = min(steps, next_power_of_2(ceil_div(HW, step_rows)))
     tile_rows = step_rows * steps
     chunks = ceil_div(HW, _whole_chunks(HW, tile_rows, min(max(1, wanted // tile_rows), ceil_div(HW, tile_rows))))
@@ -144,22 +163,30 @@ def _whole_chunks(HW: int, tile_rows: int, tiles: int) -> int:
     return tile_rows * tiles
 
 
-def apply_config(C: int, HW: int, channels_last: bool) -> ApplyConfig:
-    """How to read, map and write x of (N, C, HW)."""
+def apply_config(C: int, HW: int, channels_last: bool, *, backward: bool = False) -> ApplyConfig:
+    """How to read, map and write x of (N, C, HW), or x and a gradient."""
     if channels_last:
         block_c = 128 if C % 128 == 0 else 64 if C > 32 else next_power_of_2(C)
         block_hw = min(next_power_of_2(HW), _APPLY_TILE // block_c)
     else:
         block_hw = min(next_power_of_2(HW), _APPLY_TILE)
         block_c = min(next_power_of_2(C), max(1, _APPLY_TILE // block_hw))
-    return ApplyConfig(block_hw, block_c, _APPLY_WARPS)
+    return ApplyConfig(block_hw, block_c, _APPLY_BACKWARD_WARPS if backward else _APPLY_WARPS)
 
 
-def merge_config(chunks: int, channels: int) -> MergeConfig:
-    """How to merge the statistics of one group: ``chunks`` chunks of ``channels`` channels."""
-    block_cg = next_power_of_2(channels)
-    block_p = max(1, min(next_power_of_2(chunks), _MERGE_TILE // block_cg))
-    return MergeConfig(block_p, block_cg, max(1, min(16, block_p * block_cg // _MERGE_PER_WARP)))
+def parameter_config(N: int, C: int) -> tuple[int, int]:
+    """(samples, channels) of a tile of per-sample values that one program sums over all samples."""
+    return min(_PARAMETER_TILE[0], next_power_of_2(N)), min(_PARAMETER_TILE[1], next_power_of_2(C))
+
+
+def merge_config(chunks: int, C: int, num_groups: int, *, backward: bool = False) -> MergeConfig:
+    """How to merge statistics, or sums of the backward, of ``chunks`` chunks of C channels."""
+    each_channel = num_groups == C
+    channels = min(_EACH_CHANNEL_BLOCK, next_power_of_2(C)) if each_channel else C // num_groups
+    block_c = next_power_of_2(channels)
+    block_p = max(1, min(next_power_of_2(chunks), _MERGE_TILE // block_c))
+    per_warp = _MERGE_BACKWARD_PER_WARP if backward else _MERGE_PER_WARP
+    return MergeConfig(channels, each_channel, block_p, block_c, max(1, min(16, block_p * block_c // per_warp)))
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sfastgn.kernels.activation_kernels import PAIRED
 from sfastgn.kernels.group_norm_config import (
     SmallConfig,
     apply_config,
@@ -41,68 +42,22 @@ if triton is not None:
     import triton.language as tl
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-    from sfastgn.kernels.tiles import STEP_AXIS, along_block, along_lanes, along_steps, along_warps
+    from sfastgn.kernels.activation_kernels import activate
+    from sfastgn.kernels.tiles import LANE_AXIS, STEP_AXIS, along_block, along_lanes, along_steps, along_warps
 
-__all__ = ["find_plan", "launch_group_norm", "make_plan", "plan_key"]
+__all__ = ["ALIGNED", "find_plan", "launch_group_norm", "make_plan", "needs_copies", "plan_key", "row_stride"]
 
 # --- kernels ------------------------------------------------------------------------------------------------------------------
 
 if triton is not None:
     # Sizes are not specialised on: a new resolution never compiles anything. What matters of them is passed as a constant.
     _STRIDES = ["shift_stride", "ada_scale_stride", "ada_shift_stride"]
-    _COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
 
     @triton.jit
-    def _exp2(x):
-        return tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-
-    @triton.jit
-    def _reciprocal(x):
-        return tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-
-    @triton.jit
-    def _sigmoid(z, PAIRS: tl.constexpr):
-        """In special-function instructions, whose rate bounds this kernel where x is in L2: two an element, or three a pair.
-
-        ``PAIRS``: two neighbours share a reciprocal, 1/a = b/(ab). The exponential is cut at 2^60, so that ab stays finite: below
-        z = -41 the result is 2^-60 instead of less, which 16-bit results of usual size do not show.
-        """
-        if not _COMPILED:
-            s = 1 / (1 + tl.exp(-z))
-        elif PAIRS:
-            e = 1 + _exp2(tl.minimum(z * -1.4426950408889634, 60.0))
-            if len(e.shape) == 2:
-                a, b = tl.split(tl.reshape(e, (e.shape[0], e.shape[1] // 2, 2)))
-            else:
-                a, b = tl.split(tl.reshape(e, (e.shape[0], e.shape[1], e.shape[2], e.shape[3] // 2, 2)))
-            r = _reciprocal(a * b)
-            s = tl.reshape(tl.join(r * b, r * a), e.shape)
-        else:
-            s = _reciprocal(1 + _exp2(z * -1.4426950408889634))
-        return s
-
-    @triton.jit
-    def _activate(z, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr):
-        if ACTIVATION == "relu":
-            z = tl.where(z < 0, 0.0, z)  # keeps NaN
-        elif ACTIVATION == "silu":
-            z = z * _sigmoid(z, PAIRS)
-        elif ACTIVATION == "gelu":
-            z = 0.5 * z * (1 + tl.erf(z * 0.7071067811865476))
-        elif ACTIVATION == "gelu_tanh":
-            # tanh(a) = 2 sigmoid(2a) - 1 turns 0.5 z (1 + tanh(a)) into z sigmoid(2a)
-            z = z * _sigmoid(1.5957691216057308 * (z + 0.044715 * z * z * z), PAIRS)
-        return z
-
-    @triton.jit
-    def _channel_affine(
+    def channel_affine(
         n, c, in_range, weight_ptr, bias_ptr, ada_scale_ptr, ada_shift_ptr, ada_scale_stride, ada_shift_stride
     ):
-        """(scale, offset) of channels ``c`` such that the activation's argument is (x - mean) / deviation * scale + offset."""
+        """(scale, offset) of channels ``c`` such that the activation's argument is (u - mean) / deviation * scale + offset."""
         # Called before the sums, so that the loads are under way while they run.
         offset = tl.zeros_like(c).to(tl.float32)
         scale = offset + 1
@@ -118,122 +73,157 @@ if triton is not None:
             offset += tl.load(ada_shift_ptr + n * ada_shift_stride + c, mask=in_range, other=0.0).to(tl.float32)
         return scale, offset
 
+    @triton.jit
+    def _tile_sum(d, EACH_CHANNEL: tl.constexpr):
+        """Over a whole (lanes, warps, steps, block) tile, or over all of it but the block."""
+        d = tl.sum(d, STEP_AXIS, keep_dims=True)
+        if EACH_CHANNEL:
+            d = tl.sum(tl.sum(d, LANE_AXIS, keep_dims=True), 1, keep_dims=True)
+        else:
+            d = tl.sum(tl.reshape(d, (d.shape[0] * d.shape[1] * d.shape[2] * d.shape[3],)), 0)
+        return d
+
+    @triton.jit
+    def _save(mean_ptr, rstd_ptr, mean, rstd, group, channels, in_range, EACH_CHANNEL: tl.constexpr):
+        """Stores what the backward takes: for one group, or for channels that are groups."""
+        if mean_ptr is not None:
+            if EACH_CHANNEL:
+                tl.store(mean_ptr + channels, mean, mask=in_range)
+                tl.store(rstd_ptr + channels, rstd, mask=in_range)
+            else:
+                tl.store(mean_ptr + group, mean)
+                tl.store(rstd_ptr + group, rstd)
+
     @triton.jit(do_not_specialize=[*_STRIDES, "HW", "eps"])
     def _small_kernel(
-        x_ptr, y_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr, ada_shift_ptr,
+        x_ptr, y_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr, ada_shift_ptr,
         shift_stride, ada_scale_stride, ada_shift_stride, HW, eps,
-        C: tl.constexpr, G: tl.constexpr, CHANNELS_LAST: tl.constexpr, OUT_LAST: tl.constexpr, ACTIVATION: tl.constexpr,
-        PAIRS: tl.constexpr, PDL: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
+        C: tl.constexpr, CHANNELS: tl.constexpr, EACH_CHANNEL: tl.constexpr, CHANNELS_LAST: tl.constexpr, OUT_LAST: tl.constexpr,
+        ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, PDL: tl.constexpr,
+        LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        CG: tl.constexpr = C // G
-        n = (tl.program_id(0) // G).to(tl.int64)
-        g = tl.program_id(0) % G
+        """``CHANNELS`` of a sample a program: a group, or channels that are normalised each by itself (``EACH_CHANNEL``)."""
+        PARTS: tl.constexpr = (C + CHANNELS - 1) // CHANNELS
+        part = tl.program_id(0)
+        n = (part // PARTS).to(tl.int64)
+        first_c = part % PARTS * CHANNELS
         outer = (along_steps(STEPS) * WARPS + along_warps(WARPS)) * LANES + along_lanes(LANES)
         inner = along_block(BLOCK)
         row = outer if CHANNELS_LAST else inner
         j = inner if CHANNELS_LAST else outer
-        c = g * CG + j
-        mask = (row < HW) & (j < CG)
+        c = first_c + j
+        in_range = (j < CHANNELS) & (c < C)
+        mask = (row < HW) & in_range
         base = n * HW * C
         last = row * C + c
         first = c * HW + row
         if PDL:
             gdc_wait()
         x = tl.load(x_ptr + base + (last if CHANNELS_LAST else first), mask=mask, other=0.0).to(tl.float32)
-        # Sums are of differences from the group's first element: rounded at the size of the deviations, not of the data.
-        d = x - tl.load(x_ptr + base + g * (CG if CHANNELS_LAST else CG * HW)).to(tl.float32)
+        # Sums are of differences from the first element: rounded at the size of the deviations, not of the data.
+        if EACH_CHANNEL:
+            pivot = tl.load(x_ptr + base + c, mask=in_range, other=0.0).to(tl.float32)
+        else:
+            pivot = tl.load(x_ptr + base + first_c * (1 if CHANNELS_LAST else HW)).to(tl.float32)
+        d = x - pivot
         if shift_ptr is not None:
-            d += tl.load(shift_ptr + n * shift_stride + c, mask=j < CG, other=0.0).to(tl.float32)
-        scale, offset = _channel_affine(
-            n, c, j < CG, weight_ptr, bias_ptr, ada_scale_ptr, ada_shift_ptr, ada_scale_stride, ada_shift_stride
+            d += tl.load(shift_ptr + n * shift_stride + c, mask=in_range, other=0.0).to(tl.float32)
+        scale, offset = channel_affine(
+            n, c, in_range, weight_ptr, bias_ptr, ada_scale_ptr, ada_shift_ptr, ada_scale_stride, ada_shift_stride
         )
-        count = (HW * CG).to(tl.float32)
+        count = (HW * (1 if EACH_CHANNEL else CHANNELS)).to(tl.float32)
         d = tl.where(mask, d, 0.0)
-        d -= tl.sum(tl.reshape(tl.sum(d, STEP_AXIS), (LANES * WARPS * BLOCK,)), 0) / count
-        d = tl.where(mask, d, 0.0)
-        var = tl.sum(tl.reshape(tl.sum(d * d, STEP_AXIS), (LANES * WARPS * BLOCK,)), 0) / count
-        y = _activate(d * (scale / tl.sqrt(var + eps)) + offset, ACTIVATION, PAIRS)
+        delta = _tile_sum(d, EACH_CHANNEL) / count
+        d = tl.where(mask, d - delta, 0.0)
+        rstd = 1 / tl.sqrt(_tile_sum(d * d, EACH_CHANNEL) / count + eps)
+        _save(mean_ptr, rstd_ptr, pivot + delta, rstd, part, n * C + c, in_range, EACH_CHANNEL)
+        y = activate(d * (scale * rstd) + offset, ACTIVATION, PAIRS)
         tl.store(y_ptr + base + (last if OUT_LAST else first), y.to(y_ptr.dtype.element_ty), mask=mask)
 
     @triton.jit
-    def _partials(base, plane, start, chunks, rows, HW, c, in_group, shift, C: tl.constexpr, BLOCK_P: tl.constexpr):
+    def _partials(base, plane, start, chunks, rows, HW, c, in_range, shift, C: tl.constexpr, BLOCK_P: tl.constexpr):
         """(mean + shift, M2, number of positions) of the channels ``c`` in a block of chunks; no positions outside."""
         p = start + tl.arange(0, BLOCK_P)[:, None]
         count = tl.minimum(rows, HW - p * rows)
-        mask = (p < chunks) & (count > 0) & in_group[None, :]
+        mask = (p < chunks) & (count > 0) & in_range[None, :]
         at = p.to(tl.int64) * C + c[None, :]
         mean = tl.load(base + at, mask=mask, other=0.0) + shift[None, :]
         m2 = tl.load(base + plane + at, mask=mask, other=0.0)
         return mean, m2, tl.where(mask, count, 0).to(tl.float32)
 
+    @triton.jit
+    def _merged(partials, EACH_CHANNEL: tl.constexpr):
+        merged = tl.sum(partials, axis=0)
+        return merged if EACH_CHANNEL else tl.sum(merged, axis=0)
+
     @triton.jit(do_not_specialize=[*_STRIDES, "HW", "rows", "chunks", "plane", "table_offset", "table_plane", "eps"])
     def _merge_kernel(
-        statistics_ptr, table_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr, ada_shift_ptr,
+        statistics_ptr, table_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr, ada_shift_ptr,
         shift_stride, ada_scale_stride, ada_shift_stride, HW, rows, chunks, plane, table_offset, table_plane, eps,
-        C: tl.constexpr, G: tl.constexpr, FOLD: tl.constexpr, LOOP: tl.constexpr, PDL: tl.constexpr, COMPLETE: tl.constexpr,
-        BLOCK_P: tl.constexpr, BLOCK_CG: tl.constexpr,
+        C: tl.constexpr, CHANNELS: tl.constexpr, EACH_CHANNEL: tl.constexpr, FOLD: tl.constexpr, LOOP: tl.constexpr, PDL: tl.constexpr,
+        COMPLETE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
     ):  # fmt: skip
         """Chan's formula over the channels and chunks of a group: statistics -> (scale, offset, mean) of each of its channels.
 
-        ``FOLD`` puts the mean into the offset, which saves the apply pass an instruction and costs the last bits where the mean
-        is large beside the deviation: for 16-bit x, whose own last bits are larger. ``COMPLETE``: x is, when this kernel starts.
+        ``CHANNELS`` and ``EACH_CHANNEL`` as in ``_small_kernel``. ``FOLD`` puts the mean into the offset, which saves the apply pass an
+        instruction and costs the last bits where the mean is large beside the deviation: for 16-bit x, whose own last bits are
+        larger. ``COMPLETE``: x is, when this kernel starts.
         """
-        CG: tl.constexpr = C // G
-        n = (tl.program_id(0) // G).to(tl.int64)
-        g = tl.program_id(0) % G
-        j = tl.arange(0, BLOCK_CG)
-        c = g * CG + j
-        in_group = j < CG
+        PARTS: tl.constexpr = (C + CHANNELS - 1) // CHANNELS
+        part = tl.program_id(0)
+        n = (part // PARTS).to(tl.int64)
+        j = tl.arange(0, BLOCK_C)
+        first_c = part % PARTS * CHANNELS
+        c = first_c + j
+        in_range = (j < CHANNELS) & (c < C)
         base = statistics_ptr + n * chunks * C
-        elements = HW.to(tl.float32) * CG
+        elements = HW.to(tl.float32) * (1 if EACH_CHANNEL else CHANNELS)
         if PDL:
             if COMPLETE:
                 gdc_launch_dependents()
             gdc_wait()
             if not COMPLETE:
                 gdc_launch_dependents()
-        # Means are merged as deviations from the group's first one: their sum is then exact to the last bit of the data.
-        shift = tl.zeros((BLOCK_CG,), tl.float32) - tl.load(base + g * CG)
+        # Means are merged as deviations from the first one: their sum is then exact to the last bit of the data.
+        pivot = tl.load(base + c, mask=in_range, other=0.0) if EACH_CHANNEL else tl.load(base + first_c)
+        shift = tl.zeros((BLOCK_C,), tl.float32)
         if shift_ptr is not None:
-            shift += tl.load(shift_ptr + n * shift_stride + c, mask=in_group, other=0.0).to(tl.float32)
-        scale, offset = _channel_affine(
-            n, c, in_group, weight_ptr, bias_ptr, ada_scale_ptr, ada_shift_ptr, ada_scale_stride, ada_shift_stride
+            shift += tl.load(shift_ptr + n * shift_stride + c, mask=in_range, other=0.0).to(tl.float32)
+        scale, offset = channel_affine(
+            n, c, in_range, weight_ptr, bias_ptr, ada_scale_ptr, ada_shift_ptr, ada_scale_stride, ada_shift_stride
         )
-        d, part, weight = _partials(base, plane, 0, chunks, rows, HW, c, in_group, shift, C, BLOCK_P)
+        to_pivot = shift - pivot
+        d, part_m2, weight = _partials(base, plane, 0, chunks, rows, HW, c, in_range, to_pivot, C, BLOCK_P)
         total = d * weight
         if LOOP:
             for start in range(BLOCK_P, chunks, BLOCK_P):
-                m, _, w = _partials(base, plane, start, chunks, rows, HW, c, in_group, shift, C, BLOCK_P)
+                m, _, w = _partials(base, plane, start, chunks, rows, HW, c, in_range, to_pivot, C, BLOCK_P)
                 total += m * w
-        mean = tl.sum(tl.sum(total, axis=1), axis=0) / elements
+        mean = _merged(total, EACH_CHANNEL) / elements
         d -= mean
-        m2 = part + d * d * weight
+        m2 = part_m2 + d * d * weight
         if LOOP:
             for start in range(BLOCK_P, chunks, BLOCK_P):
-                d, part, w = _partials(base, plane, start, chunks, rows, HW, c, in_group, shift, C, BLOCK_P)
+                d, part_m2, w = _partials(base, plane, start, chunks, rows, HW, c, in_range, to_pivot, C, BLOCK_P)
                 d -= mean
-                m2 += part + d * d * w
-        var = tl.sum(tl.sum(m2, axis=1), axis=0) / elements
-        scale /= tl.sqrt(var + eps)
+                m2 += part_m2 + d * d * w
+        rstd = 1 / tl.sqrt(_merged(m2, EACH_CHANNEL) / elements + eps)
+        _save(mean_ptr, rstd_ptr, mean + pivot, rstd, part, n * C + c, in_range, EACH_CHANNEL)
+        scale *= rstd
         # x comes without the shift: the mean is taken of x + shift, so what is subtracted from x is mean - shift.
-        centre = mean - shift
+        centre = mean - to_pivot
         out = table_ptr + table_offset + n * C + c
-        tl.store(out, scale, mask=in_group)
+        tl.store(out, scale, mask=in_range)
         if FOLD:
-            tl.store(out + table_plane, offset - centre * scale, mask=in_group)
+            tl.store(out + table_plane, offset - centre * scale, mask=in_range)
         else:
-            tl.store(out + table_plane, offset, mask=in_group)
-            tl.store(out + 2 * table_plane, centre, mask=in_group)
+            tl.store(out + table_plane, offset, mask=in_range)
+            tl.store(out + 2 * table_plane, centre, mask=in_range)
 
-    @triton.jit(do_not_specialize=["HW", "table_offset", "table_plane"])
-    def _apply_kernel(
-        x_ptr, y_ptr, table_ptr, HW, table_offset, table_plane,
-        C: tl.constexpr, CHANNELS_LAST: tl.constexpr, OUT_LAST: tl.constexpr, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr,
-        FOLD: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, HW_FACTOR: tl.constexpr, BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr,
-    ):  # fmt: skip
+    @triton.jit
+    def map_tile(pid, HW, C: tl.constexpr, HW_FACTOR: tl.constexpr, BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr):
+        """(sample, channels, positions, channels-last offsets, channels-first offsets) of a tile of an elementwise kernel."""
         COLUMNS: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
-        # Last rows first: they are what the statistics pass left in L2.
-        pid = tl.num_programs(0) - 1 - tl.program_id(0)
         tiles = tl.cdiv(HW, BLOCK_HW)
         first_row = pid // COLUMNS % tiles * BLOCK_HW
         n = (pid // COLUMNS // tiles).to(tl.int64)
@@ -242,11 +232,22 @@ if triton is not None:
         last = (n * HW + first_row) * C + (row * C + c[None, :])
         HW = tl.multiple_of(HW, HW_FACTOR)
         first = n * C * HW + first_row + (row + c[None, :].to(tl.int64) * HW)
-        mask = None
+        return n, c, first_row + row, last, first
+
+    @triton.jit(do_not_specialize=["HW", "table_offset", "table_plane"])
+    def _apply_kernel(
+        x_ptr, y_ptr, table_ptr, HW, table_offset, table_plane,
+        C: tl.constexpr, CHANNELS_LAST: tl.constexpr, OUT_LAST: tl.constexpr, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr,
+        FOLD: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, HW_FACTOR: tl.constexpr, BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr,
+    ):  # fmt: skip
+        # Last rows first: they are what the statistics pass left in L2.
+        pid = tl.num_programs(0) - 1 - tl.program_id(0)
+        n, c, position, last, first = map_tile(pid, HW, C, HW_FACTOR, BLOCK_HW, BLOCK_C)
         in_range = None
+        mask = None
         if not EVEN:
             in_range = c < C
-            mask = (first_row + row < HW) & in_range[None, :]
+            mask = (position < HW) & in_range[None, :]
         x = tl.load(x_ptr + (last if CHANNELS_LAST else first), mask=mask)
         if PDL:
             gdc_wait()
@@ -256,14 +257,13 @@ if triton is not None:
         offset = tl.load(table + table_plane, mask=in_range)
         if not FOLD:
             x -= tl.load(table + 2 * table_plane, mask=in_range)[None, :]
-        y = _activate(x * scale[None, :] + offset[None, :], ACTIVATION, PAIRS)
+        y = activate(x * scale[None, :] + offset[None, :], ACTIVATION, PAIRS)
         tl.store(y_ptr + (last if OUT_LAST else first), y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 # --- launchers ----------------------------------------------------------------------------------------------------------------
 
-_PAIRED = 8  # neighbours in memory that one thread holds: pairs of them need no exchange
-_ALIGNED = 64  # fp32 values: every part of the scratch memory starts at a multiple of 256 bytes
+ALIGNED = 64  # fp32 values: every part of the scratch memory starts at a multiple of 256 bytes
 
 
 class _Plan:
@@ -283,60 +283,72 @@ class _Plan:
     ) -> None:
         N, C = x.shape[:2]
         HW = math.prod(x.shape[2:])
-        self.needs_copies = _needs_copies(x, params, statistics)
+        self.needs_copies = needs_copies(x, params, statistics)
         self.tokens = (N, HW, C) if tokens else None
         self.programs = x.numel() > 0
-        if not self.programs:
-            return
-        strides = tuple(_row_stride(t, C) for t in params[2:])
-        channels_last = dense_is_channels_last(x)
-        config = launch_config(N, C, HW, num_groups, channels_last, num_sms(x.device))
-        pdl = has_programmatic_launch(x.device)
-        fold = x.dtype != torch.float32
-        layout = {"CHANNELS_LAST": channels_last, "OUT_LAST": channels_last or tokens, "ACTIVATION": activation}
         self.small: Launch | None = None
         self.statistics: StatisticsLaunch | None = None
+        if not self.programs:
+            return
+        strides = tuple(row_stride(t, C) for t in params[2:])
+        channels_last = dense_is_channels_last(x)
+        fold = x.dtype != torch.float32
+        layout = {"CHANNELS_LAST": channels_last, "OUT_LAST": channels_last or tokens, "ACTIVATION": activation}
+        config = launch_config(N, C, HW, num_groups, channels_last, num_sms(x.device))
         if isinstance(config, SmallConfig) and statistics is None:
-            constants = {
-                "C": C, "G": num_groups, **layout, "PAIRS": fold and config.block >= _PAIRED, "PDL": pdl,
-                "LANES": config.lanes, "WARPS": config.num_warps,
-                "STEPS": config.steps, "BLOCK": config.block,
-            }  # fmt: skip
-            numbers = (*strides, HW, eps)
-            self.small = Launch(_small_kernel, N * num_groups, numbers, constants, config.num_warps, pdl=pdl)
+            self._plan_small(x, config, HW, (*strides, HW, eps), {**layout, "PAIRS": fold and config.block >= PAIRED})
             return
         if statistics is None:
             self.statistics = StatisticsLaunch(x, channels_last)
             chunks = self.statistics.chunks
         else:
             chunks = statistics.shape[2]
-        plane, table_plane = N * chunks * C, ceil_div(N * C, _ALIGNED) * _ALIGNED
-        table = ceil_div(2 * plane, _ALIGNED) * _ALIGNED if statistics is None else 0
+        plane, table_plane = N * chunks * C, ceil_div(N * C, ALIGNED) * ALIGNED
+        table = ceil_div(2 * plane, ALIGNED) * ALIGNED if statistics is None else 0
         self.scratch = table + (2 if fold else 3) * table_plane
+        pdl = has_programmatic_launch(x.device)
         numbers = (*strides, HW, ceil_div(HW, chunks), chunks, plane, table, table_plane, eps)
-        tile = merge_config(chunks, C // num_groups)
+        tile = merge_config(chunks, C, num_groups)
         merge = {
-            "C": C, "G": num_groups, "FOLD": fold, "LOOP": chunks > tile.block_p, "PDL": pdl, "COMPLETE": statistics is None,
-            "BLOCK_P": tile.block_p, "BLOCK_CG": tile.block_cg,
+            "C": C, "CHANNELS": tile.channels, "EACH_CHANNEL": tile.each_channel, "FOLD": fold, "LOOP": chunks > tile.block_p,
+            "PDL": pdl, "COMPLETE": statistics is None, "BLOCK_P": tile.block_p, "BLOCK_C": tile.block_c,
         }  # fmt: skip
-        self.merge = Launch(_merge_kernel, N * num_groups, numbers, merge, tile.num_warps, pdl=pdl)
-        blocks = apply_config(C, HW, channels_last)
+        programs = N * ceil_div(C, tile.channels)
+        self.merge = Launch(_merge_kernel, programs, numbers, merge, tile.num_warps, pdl=pdl)
+        self._plan_apply(x, HW, (HW, table, table_plane), layout, fold)
+
+    def _plan_small(
+        self, x: Tensor, config: SmallConfig, HW: int, numbers: tuple[int | float, ...], how: dict[str, Any]
+    ) -> None:
+        N, C = x.shape[:2]
+        pdl = has_programmatic_launch(x.device)
+        constants = {
+            "C": C, "CHANNELS": config.channels, "EACH_CHANNEL": config.each_channel, **how, "PDL": pdl,
+            "LANES": config.lanes, "WARPS": config.num_warps, "STEPS": config.steps, "BLOCK": config.block,
+        }  # fmt: skip
+        programs = N * ceil_div(C, config.channels)
+        self.small = Launch(_small_kernel, programs, numbers, constants, config.num_warps, pdl=pdl)
+
+    def _plan_apply(self, x: Tensor, HW: int, numbers: tuple[int, ...], layout: dict[str, Any], fold: bool) -> None:
+        N, C = x.shape[:2]
+        pdl = has_programmatic_launch(x.device)
+        blocks = apply_config(C, HW, layout["CHANNELS_LAST"])
         even = C % blocks.block_c == 0 and HW % blocks.block_hw == 0
         apply = {
-            "C": C, **layout, "PAIRS": fold and channels_last and blocks.block_c >= _PAIRED, "FOLD": fold,
+            "C": C, **layout, "PAIRS": fold and layout["CHANNELS_LAST"] and blocks.block_c >= PAIRED, "FOLD": fold,
             "EVEN": even, "PDL": pdl, "HW_FACTOR": 16 if HW % 16 == 0 else 1,
             "BLOCK_HW": blocks.block_hw, "BLOCK_C": blocks.block_c,
         }  # fmt: skip
         programs = N * ceil_div(C, blocks.block_c) * ceil_div(HW, blocks.block_hw)
-        self.apply = Launch(_apply_kernel, programs, (HW, table, table_plane), apply, blocks.num_warps, pdl=pdl)
+        self.apply = Launch(_apply_kernel, programs, numbers, apply, blocks.num_warps, pdl=pdl)
 
 
-def _needs_copies(x: Tensor, params: tuple[Tensor | None, ...], statistics: Tensor | None) -> bool:
+def needs_copies(x: Tensor, params: tuple[Tensor | None, ...], statistics: Tensor | None) -> bool:
     gaps = not is_dense(x) or any(t is not None and t.stride(-1) != 1 for t in params)
     return gaps or (statistics is not None and not statistics.is_contiguous())
 
 
-def _row_stride(operand: Tensor | None, C: int) -> int:
+def row_stride(operand: Tensor | None, C: int) -> int:
     """From one sample's row of shift, ada_scale or ada_shift to the next after a copy, if one is needed; 0 where one serves all."""
     if operand is None or operand.dim() == 1 or operand.shape[0] == 1:
         return 0
@@ -356,10 +368,11 @@ def plan_key(
     statistics: Tensor | None,
     tokens: bool,
     out_dtype: torch.dtype | None,
+    saves: bool = False,
 ) -> tuple[Any, ...]:
-    """Hashable summary of the arguments of a call; ``params`` as in ``make_plan``."""
+    """Hashable summary of the arguments of a call; ``params`` as in ``make_plan``. ``saves``: mean and rstd are wanted."""
     signatures = [None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in (*params, statistics)]
-    return (x.shape, x.stride(), x.dtype, x.device, num_groups, eps, activation, tokens, out_dtype, *signatures)
+    return (x.shape, x.stride(), x.dtype, x.device, num_groups, eps, activation, tokens, out_dtype, saves, *signatures)
 
 
 def find_plan(key: tuple[Any, ...]) -> _Plan | None:
@@ -394,8 +407,12 @@ def launch_group_norm(
     params: tuple[Tensor | None, ...],
     statistics: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    saved: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:
-    """The Triton kernels on the arguments that ``plan`` was made for; see there."""
+    """The Triton kernels on the arguments that ``plan`` was made for; see there.
+
+    ``saved``: fp32 (N, G) each, where mean and rstd of the groups go; both, or none if the plan's key says so.
+    """
     if plan.tokens is not None:
         y = torch.empty(plan.tokens, dtype=out_dtype or x.dtype, device=x.device)
     elif plan.needs_copies:
@@ -408,21 +425,21 @@ def launch_group_norm(
         statistics = None if statistics is None else statistics.contiguous()
     if plan.programs:
         if is_current(x.device):
-            _launch(plan, x, y, params, statistics)
+            _launch(plan, x, y, (*saved, *params), statistics)
         else:
             with torch.cuda.device(x.device):
-                _launch(plan, x, y, params, statistics)
+                _launch(plan, x, y, (*saved, *params), statistics)
     return y
 
 
-def _launch(plan: _Plan, x: Tensor, y: Tensor, params: tuple[Tensor | None, ...], statistics: Tensor | None) -> None:
+def _launch(plan: _Plan, x: Tensor, y: Tensor, others: tuple[Tensor | None, ...], statistics: Tensor | None) -> None:
     stream = current_stream(x.device)
     if plan.small is not None:
-        plan.small(stream, x, y, *params)
+        plan.small(stream, x, y, *others)
         return
     scratch = torch.empty(plan.scratch, dtype=torch.float32, device=x.device)
     if plan.statistics is not None:
         statistics = scratch
         plan.statistics.on_stream(stream, x, statistics)
-    plan.merge(stream, statistics, scratch, *params)
+    plan.merge(stream, statistics, scratch, *others)
     plan.apply(stream, x, y, scratch)

@@ -28,7 +28,7 @@ if triton is not None:
 
     from sfastgn.kernels.tiles import LANE_AXIS, STEP_AXIS, along_block, along_lanes, along_steps, along_warps
 
-__all__ = ["StatisticsLaunch"]
+__all__ = ["StatisticsLaunch", "is_even", "positions_of_channels", "rows_of_channels"]
 
 if triton is not None:
 
@@ -60,7 +60,7 @@ if triton is not None:
         return x
 
     @triton.jit
-    def _rows_of_channels(
+    def rows_of_channels(
         HW, rows, chunks, has_tail: tl.constexpr, C: tl.constexpr, HEAD: tl.constexpr,
         LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
@@ -79,7 +79,7 @@ if triton is not None:
         return n, chunk, c, position, x_offsets, tail_offsets, first * C + (position * C + c)
 
     @triton.jit
-    def _positions_of_channels(
+    def positions_of_channels(
         HW, rows, chunks, C: tl.constexpr, HW_FACTOR: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr
     ):  # fmt: skip
         """Channels-first: the same."""
@@ -105,11 +105,11 @@ if triton is not None:
         STRIDE: tl.constexpr = HEAD if CHANNELS_LAST else 1
         OUT_STRIDE: tl.constexpr = C if CHANNELS_LAST else 1
         if CHANNELS_LAST:
-            n, chunk, c, position, x_offsets, tail_offsets, y_offsets = _rows_of_channels(
+            n, chunk, c, position, x_offsets, tail_offsets, y_offsets = rows_of_channels(
                 HW, rows, chunks, tail_ptr is not None, C, HEAD, LANES, WARPS, STEPS, BLOCK
             )
         else:
-            n, chunk, c, position, x_offsets, tail_offsets, y_offsets = _positions_of_channels(
+            n, chunk, c, position, x_offsets, tail_offsets, y_offsets = positions_of_channels(
                 HW, rows, chunks, C, HW_FACTOR, WARPS, STEPS, BLOCK
             )
         count = tl.maximum(tl.minimum(rows, HW - chunk * rows), 0)
@@ -172,11 +172,11 @@ class StatisticsLaunch:
     ) -> None:
         N, head = x.shape[:2]
         HW, C = math.prod(x.shape[2:]), head + tail
-        config = statistics_config(N, C, HW, channels_last, num_sms(x.device), producer=producer)
+        config = statistics_config(N, C, HW, channels_last, num_sms(x.device), kind="write" if producer else "read")
         self.chunks = config.chunks
         pdl = has_programmatic_launch(x.device)
         constants: dict[str, Any] = {
-            "C": C, "HEAD": head, "CHANNELS_LAST": channels_last, "EVEN": not tail and _is_even(config, C, HW, channels_last),
+            "C": C, "HEAD": head, "CHANNELS_LAST": channels_last, "EVEN": not tail and is_even(config, C, HW, channels_last),
             "LOOP": config.rows > config.tile_rows, "EXACT": x.dtype == torch.float32,
             "HW_FACTOR": 16 if HW % 16 == 0 and config.rows % 16 == 0 else 1, "PDL": pdl, "LANES": config.lanes,
             "WARPS": config.num_warps, "STEPS": config.steps, "BLOCK": config.block,
@@ -206,7 +206,7 @@ class StatisticsLaunch:
             self._launch(current_stream(x.device), x, residual, bias, tail, y, statistics)
 
 
-def _is_even(config: StatisticsConfig, C: int, HW: int, channels_last: bool) -> bool:
+def is_even(config: StatisticsConfig, C: int, HW: int, channels_last: bool) -> bool:
     """True if no element of any tile is masked."""
     whole = HW % config.rows == 0 and config.rows % config.tile_rows == 0
     if channels_last:

@@ -23,7 +23,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import sfastgn
-from sfastgn.kernels import channel_statistics, group_norm, group_norm_kernels, statistics_kernels
+from sfastgn.kernels import (
+    channel_statistics,
+    group_norm,
+    group_norm_backward,
+    group_norm_backward_plans,
+    group_norm_kernels,
+    statistics_kernels,
+)
+from sfastgn.kernels.group_norm_backward import group_norm_grads
 from sfastgn.kernels.launch import Launch
 
 POINTERS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
@@ -69,6 +77,13 @@ def launches(shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> Iterato
         if len(made) > 1:  # a small tensor has no use for statistics
             sfastgn.add_with_statistics(x, x, weight)
             sfastgn.cat_with_statistics(head, tail)
+        y, mean, rstd = torch.ops.sfastgn.group_norm(
+            x, 32, weight, weight, 1e-5, "silu", None, None, None, None, False, None
+        )  # fmt: skip
+        dy = torch.empty_like(y)
+        group_norm_grads(
+            dy, x, mean, rstd, (weight, weight, None, None, None), 32, 1e-5, "silu", False, (True,) * 3 + (False,) * 3
+        )
     yield from made
 
 
@@ -105,9 +120,9 @@ def operation(launch: Launch, tensors: tuple[Any, ...]) -> str:
 
 def main(capability: int) -> None:
     # As on such a GPU, but for the number of multiprocessors: on the CPU that is an H200's.
-    for module in (group_norm, channel_statistics):
+    for module in (group_norm, group_norm_backward, channel_statistics):
         module.runs_in_triton = lambda x: True
-    for module in (group_norm_kernels, statistics_kernels):
+    for module in (group_norm_kernels, group_norm_backward_plans, statistics_kernels):
         module.has_programmatic_launch = lambda device: capability >= 90
     for shape, dtype, layout in cases(capability):
         for launch, tensors in launches(shape, dtype, layout):

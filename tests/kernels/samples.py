@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from unittest import mock
 
 import pytest
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import sfastgn
-from sfastgn.kernels import channel_statistics, group_norm
+from sfastgn.kernels import channel_statistics, dispatch, group_norm, group_norm_backward
 from sfastgn.kernels.dispatch import KERNEL_DTYPES
 from sfastgn.kernels.group_norm import reference_group_norm
 
@@ -41,16 +41,18 @@ def make(shape, dtype=torch.float32, device="cpu", layout="channels_last", mean=
 
 
 @contextmanager
-def kernels():
-    """The public functions launch Triton kernels on CPU tensors too, which Triton's interpreter then runs."""
+def kernels(*, direct=False):
+    """The public functions launch Triton kernels on CPU tensors too, which Triton's interpreter then runs.
+
+    ``direct``: as on a GPU, without PyTorch's dispatcher where it is of no use.
+    """
 
     def runs_in_triton(x: Tensor) -> bool:
         return x.dtype in KERNEL_DTYPES
 
-    with (
-        mock.patch.object(group_norm, "runs_in_triton", runs_in_triton),
-        mock.patch.object(channel_statistics, "runs_in_triton", runs_in_triton),
-    ):
+    with ExitStack() as patches:
+        for module in (group_norm, group_norm_backward, channel_statistics, *([dispatch] if direct else [])):
+            patches.enter_context(mock.patch.object(module, "runs_in_triton", runs_in_triton))
         yield
 
 

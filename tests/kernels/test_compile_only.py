@@ -18,6 +18,7 @@ MAX_STACK_BYTES = 32
 MAX_REGISTERS = 255
 KERNELS = {
     "_small_kernel", "_merge_kernel", "_apply_kernel", "_statistics_kernel", "_statistics_kernel[add]", "_statistics_kernel[cat]",
+    "small_grad_kernel", "sums_kernel", "merge_sums_kernel", "apply_grad_kernel", "parameter_grad_kernel",
 }  # fmt: skip
 
 

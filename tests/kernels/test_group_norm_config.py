@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import astuple
+from dataclasses import asdict
 
 import pytest
 
@@ -19,6 +19,7 @@ from sfastgn.kernels.group_norm_config import (
     launch_config,
     merge_config,
     next_power_of_2,
+    parameter_config,
     statistics_config,
 )
 
@@ -57,15 +58,18 @@ def assert_launchable(*sizes: int, num_warps: int) -> None:
 
 @each_gpu
 @each_layout
-def test_a_small_program_covers_its_group_once(channels_last, num_sms):
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_a_small_program_covers_its_group_once(channels_last, num_sms, backward):
     seen = 0
     for N, C, HW in SIZES:
         for groups in groups_of(C):
-            config = launch_config(N, C, HW, groups, channels_last, num_sms)
+            config = launch_config(N, C, HW, groups, channels_last, num_sms, backward=backward)
             if isinstance(config, SplitConfig):
                 continue
             seen += 1
-            outer, inner = (HW, C // groups) if channels_last else (C // groups, HW)
+            # All channels of a group, or several groups of one channel side by side.
+            assert config.channels == C // groups or (config.each_channel and groups == C and channels_last)
+            outer, inner = (HW, config.channels) if channels_last else (config.channels, HW)
             assert config.lanes * config.num_warps * config.steps == next_power_of_2(outer) >= outer
             assert config.block == next_power_of_2(inner) >= inner
             assert_launchable(config.lanes, config.num_warps, config.steps, config.block, num_warps=config.num_warps)
@@ -74,9 +78,10 @@ def test_a_small_program_covers_its_group_once(channels_last, num_sms):
 
 @each_gpu
 @each_layout
-def test_chunks_cover_every_position_once(channels_last, num_sms):
+@pytest.mark.parametrize("kind", ["read", "write", "backward"])
+def test_chunks_cover_every_position_once(channels_last, num_sms, kind):
     for N, C, HW in SIZES:
-        config = statistics_config(N, C, HW, channels_last, num_sms)
+        config = statistics_config(N, C, HW, channels_last, num_sms, kind=kind)
         assert (config.chunks - 1) * config.rows < HW <= config.chunks * config.rows
         # What is handed on is P alone: whoever merges the statistics takes chunks of this many positions.
         assert config.rows == ceil_div(HW, config.chunks)
@@ -96,13 +101,25 @@ def test_apply_tiles_are_no_larger_than_the_tensor_needs(channels_last):
         assert_launchable(config.block_hw, config.block_c, num_warps=config.num_warps)
 
 
-def test_merge_tiles_hold_every_channel_of_a_group():
-    for C in (1, 2, 10, 40, 80, 1280, 2560):
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_merge_tiles_hold_every_channel_of_a_group(backward):
+    for groups, C in ((1, 1), (1, 2), (3, 30), (8, 320), (32, 2560), (1, 1280), (1, 2560), (7, 7), (320, 320)):
         for chunks in (1, 3, 77, 256, 4096, 65536):
-            config = merge_config(chunks, C)
-            assert config.block_cg == next_power_of_2(C) >= C
+            config = merge_config(chunks, C, groups, backward=backward)
+            assert config.each_channel == (groups == C)
+            assert config.channels == C // groups or config.each_channel
+            assert config.block_c == next_power_of_2(config.channels) >= config.channels
             assert config.block_p <= next_power_of_2(chunks)
-            assert_launchable(config.block_p, config.block_cg, num_warps=config.num_warps)
+            assert_launchable(config.block_p, config.block_c, num_warps=config.num_warps)
+
+
+def test_parameter_tiles_are_no_larger_than_needed():
+    for N in (1, 2, 3, 100, 5000):
+        for C in (1, 5, 320, 2560):
+            block_n, block_c = parameter_config(N, C)
+            assert block_n <= next_power_of_2(N)
+            assert block_c <= next_power_of_2(C)
+            assert_launchable(block_n, block_c, num_warps=4)
 
 
 @pytest.mark.parametrize(
@@ -146,15 +163,15 @@ def test_the_same_sizes_give_the_same_configuration():
 
 @pytest.mark.parametrize("kind", [ApplyConfig, MergeConfig, SmallConfig, StatisticsConfig])
 def test_configurations_are_plain_integers(kind):
-    """They are constants of compiled kernels: a bool or a float would compile another one."""
+    """They are constants of compiled kernels: a float, or a bool in one place and an int in another, would compile another one."""
     samples = [
         apply_config(320, 4096, True),
-        merge_config(128, 10),
+        merge_config(128, 320, 32),
         launch_config(2, 1280, 64, 32, True, 132),
         statistics_config(2, 320, 4096, True, 132),
     ]
     (config,) = [c for c in samples if type(c) is kind]
-    assert all(type(value) is int for value in astuple(config))
+    assert {name for name, value in asdict(config).items() if type(value) is not int} <= {"each_channel"}
 
 
 @pytest.mark.parametrize(

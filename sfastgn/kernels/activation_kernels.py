@@ -1,0 +1,81 @@
+"""The activations that follow a normalisation, and their derivatives, inside Triton kernels. The plain-torch forms: ``activations.py``.
+
+fp32 in and out, as far as an instruction of the special-function unit goes: 2 units in the last place of fp32.
+"""
+
+from __future__ import annotations
+
+from sfastgn.kernels.tiles import triton
+
+if triton is not None:
+    import triton.language as tl
+
+__all__ = ["PAIRED", "activate", "activation_grad"]
+
+PAIRED = 8  # neighbours in memory that one thread holds, at least, where pairs of them need no exchange
+
+if triton is not None:
+    _COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
+
+    @triton.jit
+    def _exp2(x):
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+    @triton.jit
+    def _reciprocal(x):
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+    @triton.jit
+    def _sigmoid(z, PAIRS: tl.constexpr):
+        """In special-function instructions, whose rate bounds this kernel where x is in L2: two an element, or three a pair.
+
+        ``PAIRS``: two neighbours share a reciprocal, 1/a = b/(ab). The exponential is cut at 2^60, so that ab stays finite: below
+        z = -41 the result is 2^-60 instead of less, which 16-bit results of usual size do not show.
+        """
+        if not _COMPILED:
+            s = 1 / (1 + tl.exp(-z))
+        elif PAIRS:
+            e = 1 + _exp2(tl.minimum(z * -1.4426950408889634, 60.0))
+            if len(e.shape) == 2:
+                a, b = tl.split(tl.reshape(e, (e.shape[0], e.shape[1] // 2, 2)))
+            else:
+                a, b = tl.split(tl.reshape(e, (e.shape[0], e.shape[1], e.shape[2], e.shape[3] // 2, 2)))
+            r = _reciprocal(a * b)
+            s = tl.reshape(tl.join(r * b, r * a), e.shape)
+        else:
+            s = _reciprocal(1 + _exp2(z * -1.4426950408889634))
+        return s
+
+    @triton.jit
+    def activate(z, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr):
+        if ACTIVATION == "relu":
+            z = tl.where(z < 0, 0.0, z)  # keeps NaN
+        elif ACTIVATION == "silu":
+            z = z * _sigmoid(z, PAIRS)
+        elif ACTIVATION == "gelu":
+            z = 0.5 * z * (1 + tl.erf(z * 0.7071067811865476))
+        elif ACTIVATION == "gelu_tanh":
+            # tanh(a) = 2 sigmoid(2a) - 1 turns 0.5 z (1 + tanh(a)) into z sigmoid(2a)
+            z = z * _sigmoid(1.5957691216057308 * (z + 0.044715 * z * z * z), PAIRS)
+        return z
+
+    @triton.jit
+    def activation_grad(dy, z, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr):
+        """Gradient of z where ``dy`` is that of activation(z)."""
+        dz = dy
+        if ACTIVATION == "relu":
+            dz = tl.where(z <= 0, 0.0, dy)  # passes on where z is NaN, as PyTorch does
+        elif ACTIVATION == "silu":
+            s = _sigmoid(z, PAIRS)
+            dz = dy * s * (1 + z * (1 - s))
+        elif ACTIVATION == "gelu":
+            cdf = 0.5 * (1 + tl.erf(z * 0.7071067811865476))
+            dz = dy * (cdf + z * 0.3989422804014327 * tl.exp(-0.5 * z * z))
+        elif ACTIVATION == "gelu_tanh":
+            s = _sigmoid(1.5957691216057308 * (z + 0.044715 * z * z * z), PAIRS)
+            dz = dy * s * (1 + z * (1 - s) * (1.5957691216057308 + 0.2140644488078421 * z * z))
+        return dz
