@@ -14,7 +14,8 @@ import torch
 
 from sfastgn.bench import providers, variants
 from sfastgn.bench.architectures import MODELS
-from sfastgn.bench.kernels import GROUPS, SHAPE_SETS, KernelConfig, Shape
+from sfastgn.bench.cells import KernelConfig, Shape
+from sfastgn.bench.kernels import GROUPS, SHAPE_SETS
 from sfastgn.bench.plots import plot_reason
 from sfastgn.bench.workloads import DTYPES, BenchConfig
 

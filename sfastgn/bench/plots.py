@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from sfastgn.bench.cells import KernelRow
 from sfastgn.bench.end_to_end import OK
-from sfastgn.bench.kernels import KernelRow
 from sfastgn.bench.providers import NORMS, OURS, YARDSTICK
 
 __all__ = ["plot_reason", "roofline"]

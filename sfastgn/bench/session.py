@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from sfastgn.bench import end_to_end, kernels, plots, providers, tables, workloads
+from sfastgn.bench.cells import KernelConfig, shape_text
 from sfastgn.bench.end_to_end import OK, WRONG, Row
-from sfastgn.bench.kernels import KernelConfig
 from sfastgn.bench.variants import Variant
 from sfastgn.bench.workloads import BenchConfig
 
@@ -89,7 +89,7 @@ def run_kernels(
         task = progress.add_task("building", total=total)
 
         def on_cell(shape: Sequence[int], name: str) -> None:
-            progress.update(task, description=f"{kernels.shape_text(shape)} {name}", advance=1)
+            progress.update(task, description=f"{shape_text(shape)} {name}", advance=1)
 
         rows = kernels.run(config, on_cell=on_cell)
     if any(row.status == OK for row in rows):

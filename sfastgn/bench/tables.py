@@ -16,17 +16,9 @@ from typing import Any
 
 from rich.table import Table
 
+from sfastgn.bench.cells import QUOTED, KernelRow, shape_text
 from sfastgn.bench.end_to_end import OK, Row
-from sfastgn.bench.kernels import (
-    QUOTED,
-    KernelRow,
-    baseline_ratios,
-    best_peer,
-    losses,
-    ratio_to_best_peer,
-    shape_text,
-    summary,
-)
+from sfastgn.bench.kernels import baseline_ratios, best_peer, losses, ratio_to_best_peer, summary
 from sfastgn.bench.providers import BASELINES, NORMS, OURS, PROVIDERS, YARDSTICK
 from sfastgn.bench.variants import PARTS, VARIANTS
 

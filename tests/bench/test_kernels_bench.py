@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from sfastgn.bench import kernels, providers
+from sfastgn.bench.cells import QUOTED, KernelConfig, KernelRow, Shape
 from sfastgn.bench.end_to_end import FAILED, OK, UNAVAILABLE, WRONG
-from sfastgn.bench.kernels import KernelConfig, KernelRow, Shape
 from sfastgn.bench.providers import Provider
 
 SHAPE: Shape = (1, 64, 5, 3)
@@ -159,7 +159,7 @@ def test_ratio_to_the_best_peer_hot_and_cold() -> None:
 
 
 def test_a_quoted_peer_competes() -> None:
-    quoted = KernelRow((2, 320, 64, 64), "apex", kernels.QUOTED, hot_us=3.0, cold_us=3.0)
+    quoted = KernelRow((2, 320, 64, 64), "apex", QUOTED, hot_us=3.0, cold_us=3.0)
     rows = [row("copy", 1, 1), quoted, row("sfastgn", 4, 4)]
     assert kernels.best_peer(rows, (2, 320, 64, 64)) is quoted
     assert kernels.losses(rows) == [(2, 320, 64, 64)]

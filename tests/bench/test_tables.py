@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from sfastgn.bench import tables
+from sfastgn.bench.cells import KernelRow
 from sfastgn.bench.end_to_end import OK, UNAVAILABLE, WRONG, Row
-from sfastgn.bench.kernels import KernelRow
 
 ENVIRONMENT = {
     "gpu": "NVIDIA H200",
