@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from sfastgn.bench import tables
+from sfastgn.bench import markdown, tables
 from sfastgn.bench.cells import KernelRow
 from sfastgn.bench.end_to_end import OK, UNAVAILABLE, WRONG, Row
 
@@ -107,11 +107,11 @@ def test_graph_notes_join_the_variants_of_one_reason() -> None:
 @pytest.mark.parametrize(("ours", "marked"), [(8.0, False), (14.0, True)], ids=["won", "lost"])
 def test_lost_cells_are_marked(ours: float, marked: bool) -> None:
     rows = [*KERNELS[:3], kernel("sfastgn", ours)]
-    assert (tables.LOSS in text_of(tables.kernels_table(rows, "t")).split("microseconds")[0]) == marked
+    assert (markdown.LOSS in text_of(tables.kernels_table(rows, "t")).split("microseconds")[0]) == marked
 
 
 def test_missing_kernel_cells_say_why() -> None:
-    assert tables.missing_cells(KERNELS) == ["apex: unavailable: not installed (2x320x64x64)"]
+    assert markdown.missing_cells(KERNELS) == ["apex: unavailable: not installed (2x320x64x64)"]
 
 
 # ---- Markdown
