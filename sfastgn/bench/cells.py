@@ -10,7 +10,7 @@ import gc
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -23,9 +23,8 @@ Shape = tuple[int, ...]
 QUOTED = "quoted"
 CPU_MAX_ELEMENTS = 2**22
 
-# A round of many calls moves about 2 GiB and lasts no longer than this: there are providers that take milliseconds.
+# Traffic of a round of many calls, so that a round of the largest shape stays short.
 ROUND_BYTES = 2**31
-ROUND_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
@@ -39,6 +38,9 @@ class KernelConfig:
     repeats: int = 20
     seed: int = 0
     wall_clock: bool = False
+
+    # A round lasts no longer than this: there are providers that take milliseconds.
+    round_seconds: ClassVar[float] = 0.05
 
     @property
     def torch_device(self) -> torch.device:
@@ -134,7 +136,7 @@ def _measure(row: KernelRow, work: Work, config: KernelConfig) -> None:
     calls, repeats = 3, min(config.repeats, 3)
     if device.type == "cuda":
         seconds, _ = timing.time_once(lambda: work.call(work.inputs[0]), device)
-        calls = min(max(5, min(100, ROUND_BYTES // work.moved)), max(2, int(ROUND_SECONDS / seconds)))
+        calls = min(max(5, min(100, ROUND_BYTES // work.moved)), max(2, int(config.round_seconds / seconds)))
         repeats = config.repeats
     hot = timing.time_kernel(work.call, work.inputs, device, cold=False, calls=calls, repeats=repeats)
     cold = timing.time_kernel(work.call, work.inputs, device, cold=True, calls=calls, repeats=repeats)

@@ -136,6 +136,16 @@ def test_results_hold_times_ratios_reasons_and_sources(tmp_path: Path) -> None:
     assert "commit 0123456789" in text
 
 
+def test_two_variants_at_once_have_a_column_where_some_run_has_them(tmp_path: Path) -> None:
+    save(tmp_path, "unet_sd15.json", "end_to_end", UNET)
+    assert "sfastgn + torch.compile" not in tables.results_markdown(tmp_path)
+    save(tmp_path, "unet_sd15.json", "end_to_end", [*UNET, row("sfastgn_compile", 14.0, graph_ms=5.0)])
+    header, _, line = tables.results_markdown(tmp_path).splitlines()[:3]
+    assert "| torch.compile | sfastgn + torch.compile | stable-fast |" in header
+    assert header.endswith("| sfastgn + graph | sfastgn + torch.compile + graph |")
+    assert line.endswith("| 8 (0.40x) | 5 (0.25x) |")
+
+
 def test_kernels_mark_best_peer_and_give_means(tmp_path: Path) -> None:
     save(tmp_path, "kernels.json", "kernels", KERNELS)
     text = tables.kernels_markdown(tmp_path)
