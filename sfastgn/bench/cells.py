@@ -123,6 +123,12 @@ def unavailable(provider: Provider, shape: Shape, config: KernelConfig) -> str |
     return f"{elements:,} elements are too many for the CPU" if elements > CPU_MAX_ELEMENTS else None
 
 
+def calls_a_round(moved: int, seconds: float, round_seconds: float) -> int:
+    """How many calls are timed together, where one moves ``moved`` bytes and takes ``seconds``."""
+    by_traffic = max(5, min(100, ROUND_BYTES // moved))
+    return min(by_traffic, max(2, int(round_seconds / seconds)))
+
+
 def _measure(row: KernelRow, work: Work, config: KernelConfig) -> None:
     device = config.torch_device
     errors = relative_errors(work.outputs(), work.truth)
@@ -136,7 +142,7 @@ def _measure(row: KernelRow, work: Work, config: KernelConfig) -> None:
     calls, repeats = 3, min(config.repeats, 3)
     if device.type == "cuda":
         seconds, _ = timing.time_once(lambda: work.call(work.inputs[0]), device)
-        calls = min(max(5, min(100, ROUND_BYTES // work.moved)), max(2, int(config.round_seconds / seconds)))
+        calls = calls_a_round(work.moved, seconds, config.round_seconds)
         repeats = config.repeats
     hot = timing.time_kernel(work.call, work.inputs, device, cold=False, calls=calls, repeats=repeats)
     cold = timing.time_kernel(work.call, work.inputs, device, cold=True, calls=calls, repeats=repeats)
