@@ -83,35 +83,43 @@ def bench(
 
 @app.command()
 def kernels(
-    shapes: Annotated[str, typer.Option("--shapes", help="all, unet, large, or a comma list of NxCxHxW")] = "all",
+    suite: Annotated[
+        str, typer.Option("--suite", help="inference, training, instance_norm, layer_norm or issue_28201")
+    ] = "inference",
+    shapes: Annotated[
+        str, typer.Option("--shapes", help="all, a set of the suite (unet, large), or a comma list such as NxCxHxW")
+    ] = "all",
     providers: Annotated[
         str | None, typer.Option("--providers", help="comma list, or all; without it all but inductor")
     ] = None,
-    dtype: Annotated[str, typer.Option("--dtype", help="fp16, bf16, fp32, or a comma list")] = "fp16",
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="fp16, bf16, fp32, or a comma list; fp16, for issue_28201 fp32")
+    ] = None,
     device: DeviceOption = None,
-    repeats: Annotated[int, typer.Option("--repeats", help="timed rounds of each cell")] = 20,
+    repeats: Annotated[int | None, typer.Option("--repeats", help="timed rounds of each cell; 20, or 10")] = None,
     json: JsonOption = None,
-    plot: Annotated[Path | None, typer.Option("--plot", help="write the roofline as a PNG")] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", help="write the roofline as a PNG; inference only")] = None,
     seed: SeedOption = 0,
 ) -> None:
-    """Time GroupNorm+SiLU kernels: microseconds with a hot and a cold L2, GB/s, ratio to a copy, CPU time of a call."""
+    """Time norms beside a copy: GroupNorm+SiLU as in inference, or another suite, with gradients; L2 hot and cold."""
     from sfastgn.bench import options, session
+    from sfastgn.bench.suites import SuiteConfig
 
     with _one_line_errors():
         configs = options.kernel_configs(
-            shapes=shapes, names=providers, dtypes=dtype, device=device, repeats=repeats, seed=seed
+            suite=suite, shapes=shapes, names=providers, dtypes=dtype, device=device, repeats=repeats, seed=seed
         )
         options.json_path("--json", json)
-        options.plot_path("--plot", plot)
-        several = len(configs) > 1
-        code = max(
-            session.run_kernels(
-                config,
-                json=options.for_dtype(json, config.dtype) if several else json,
-                plot=options.for_dtype(plot, config.dtype) if several else plot,
-            )
-            for config in configs
-        )
+        options.plot_path("--plot", plot, suite)
+        code = 0
+        for config in configs:
+            several = len(configs) > 1
+            path = options.for_dtype(json, config.dtype) if several else json
+            if isinstance(config, SuiteConfig):
+                code = max(code, session.run_suite(config, json=path))
+            else:
+                picture = options.for_dtype(plot, config.dtype) if several else plot
+                code = max(code, session.run_kernels(config, json=path, plot=picture))
     raise typer.Exit(code)
 
 

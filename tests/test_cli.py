@@ -101,6 +101,25 @@ def test_bad_input_is_one_line_in_a_real_process(arguments: list[str], words: li
         pytest.param(["kernels", "--shapes", "0x32x8x8"], ["--shapes", "'0x32x8x8'"], id="empty-shape"),
         pytest.param(["kernels", "--providers", "cudnn"], ["--providers", "'cudnn'", "sfastgn"], id="provider"),
         pytest.param(["kernels", "--plot", "roof.svg"], ["--plot", "'roof.svg'", ".png"], id="plot"),
+        pytest.param(["kernels", "--suite", "norms"], ["--suite", "'norms'", "inference, training"], id="suite"),
+        pytest.param(
+            ["kernels", "--suite", "instance_norm", "--shapes", "2x32x8x8"],
+            ["--shapes", "'2x32x8x8'", "NxDxHxWxC"],
+            id="suite-shape",
+        ),
+        pytest.param(
+            ["kernels", "--suite", "training", "--shapes", "2x33x8x8"], ["'2x33x8x8'", "32", "unet"], id="suite-groups"
+        ),
+        pytest.param(
+            ["kernels", "--suite", "layer_norm", "--providers", "apex"],
+            ["--providers", "'apex'", "eager"],
+            id="suite-provider",
+        ),
+        pytest.param(
+            ["kernels", "--suite", "training", "--plot", "roof.png"],
+            ["--plot", "'roof.png'", "inference"],
+            id="suite-plot",
+        ),
         pytest.param(["kernels", "--dtype", "int8"], ["--dtype", "'int8'", "fp16"], id="kernel-dtype"),
         pytest.param(["inspect", "/no/such/folder"], ["MODEL", "/no/such/folder", "tiny"], id="inspect"),
         pytest.param(["demo", "--output", "pyproject.toml"], ["--output", "pyproject.toml"], id="demo"),
@@ -174,6 +193,66 @@ def test_kernels_on_the_cpu(tmp_path: Path) -> None:
     assert "summary" in content
     assert "1x64x4x4" in result.stdout
     assert "apex: unavailable" in result.stdout
+
+
+SUITE_SHAPES = {"training": "2x32x3x5", "issue_28201": "2x32x3x5", "instance_norm": "2x3x2x5x4", "layer_norm": "6x9"}
+
+
+@pytest.mark.parametrize(("suite", "shape"), SUITE_SHAPES.items(), ids=SUITE_SHAPES)
+def test_a_suite_on_the_cpu(suite: str, shape: str, tmp_path: Path) -> None:
+    path = tmp_path / "kernels.json"
+    result = invoke("kernels", "--suite", suite, "--device", "cpu", "--shapes", shape, "--json", str(path))
+    assert result.exit_code == 0, result.output
+    content = json.loads(path.read_text())
+    assert content["kind"] == f"kernels_{suite}"
+    assert content["config"]["suite"] == suite
+    assert content["config"]["dtype"] == ("fp32" if suite == "issue_28201" else "fp16")
+    assert content["environment"]["switches"]
+    assert content["summary"]["slower_than_best_peer"]
+    assert all("inductor" not in row["provider"] for row in content["rows"])
+    assert shape in result.stdout
+    assert "forward + backward" in result.stdout
+    assert "not run (name them in --providers): inductor" in result.stdout
+
+
+def test_a_suite_with_several_dtypes_writes_a_file_for_each(tmp_path: Path) -> None:
+    result = invoke(
+        "kernels", "--suite", "layer_norm", "--device", "cpu", "--shapes", "6x9", "--providers", "eager",
+        "--dtype", "bf16,fp32", "--json", str(tmp_path / "ln.json"),
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert {path.name for path in tmp_path.iterdir()} == {"ln_bf16.json", "ln_fp32.json"}
+
+
+def test_a_wrong_gradient_fails_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sfastgn.bench.suites.GRADIENT_BOUNDS", {"fp16": -1.0})
+    result = invoke(
+        "kernels", "--suite", "training", "--device", "cpu", "--shapes", "2x32x3x5", "--providers", "eager_nchw"
+    )
+    assert result.exit_code == 1
+    assert "wrong output: relative error of dx" in result.stdout
+
+
+def test_the_default_suite_is_inference_as_it_was(tmp_path: Path) -> None:
+    names = ("default", "inference")
+    for name in names:
+        chosen = ("--suite", name) if name == "inference" else ()
+        invoke(
+            "kernels", *chosen, "--device", "cpu", "--shapes", "1x64x4x4", "--providers", "sfastgn", "--repeats", "1",
+            "--json", str(tmp_path / f"{name}.json"),
+        )  # fmt: skip
+    contents = [json.loads((tmp_path / f"{name}.json").read_text()) for name in names]
+    assert contents[0]["config"] == contents[1]["config"]
+    for content in contents:
+        assert content["kind"] == "kernels"
+        assert set(content) == {"schema", "kind", "environment", "config", "rows", "summary"}
+        assert set(content["config"]) == {
+            "shapes", "providers", "dtype", "device", "repeats", "seed", "wall_clock",
+        }  # fmt: skip
+        assert set(content["rows"][0]) == {
+            "shape", "provider", "status", "reason", "hot_us", "cold_us", "hot_gbps", "cold_gbps", "hot_ratio", "cold_ratio",
+            "error", "cpu_us",
+        }  # fmt: skip
 
 
 @pytest.mark.parametrize("model", ["tiny", "tiny_xl"])

@@ -7,22 +7,19 @@ of x, which moves just that, is the yardstick. A sum reads a second tensor: thre
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from sfastgn.bench import providers, timing
-from sfastgn.bench.end_to_end import FAILED, OK, UNAVAILABLE, WRONG, one_line
-from sfastgn.bench.providers import ADD, BASELINES, CAT, COPY, NORM_GIVEN, NORMS, OURS, YARDSTICK, Call, Provider
+from sfastgn.bench import cells, providers, timing
+from sfastgn.bench.cells import KernelConfig, KernelRow, Shape, Work, geometric_mean, shape_text
+from sfastgn.bench.end_to_end import OK
+from sfastgn.bench.providers import ADD, BASELINES, CAT, COPY, NORM_GIVEN, NORMS, OURS, YARDSTICK, Provider
 from sfastgn.bench.workloads import DTYPES
-
-Shape = tuple[int, int, int, int]
 
 GROUPS = 32
 EPS = 1e-5
@@ -61,49 +58,6 @@ SHAPE_SETS: dict[str, tuple[Shape, ...]] = {
 # same again.
 ERROR_BOUNDS = {"fp16": 5e-3, "bf16": 4e-2, "fp32": 1e-4}
 
-CPU_MAX_ELEMENTS = 2**22
-
-
-@dataclass(frozen=True)
-class KernelConfig:
-    """What to time. On the CPU only where ``wall_clock`` says that launch cost and caches may be in the times."""
-
-    shapes: tuple[Shape, ...]
-    providers: tuple[str, ...]
-    dtype: str
-    device: str
-    repeats: int = 20
-    seed: int = 0
-    wall_clock: bool = False
-
-    @property
-    def torch_device(self) -> torch.device:
-        return torch.device(self.device)
-
-
-@dataclass
-class KernelRow:
-    """One provider on one shape. Times are None unless ``status`` is ``"ok"``; ratios are time over the copy's time.
-
-    ``cpu_us``: what a call costs the CPU, None where there is no GPU. ``status`` is ``"quoted"`` for a time that someone else
-    measured.
-    """
-
-    shape: Shape
-    provider: str
-    status: str
-    reason: str = ""
-    hot_us: float | None = None
-    cold_us: float | None = None
-    hot_gbps: float | None = None
-    cold_gbps: float | None = None
-    hot_ratio: float | None = None
-    cold_ratio: float | None = None
-    error: float | None = None
-    cpu_us: float | None = None
-
-
-QUOTED = "quoted"
 Inputs = tuple[torch.Tensor, ...]
 
 
@@ -155,81 +109,22 @@ class _Case:
         clones = [tuple(t.clone(memory_format=torch.preserve_format) for t in first) for _ in range(count - 1)]
         return [first, *clones]
 
-
-def _error(output: torch.Tensor, truth: torch.Tensor) -> float:
-    truth = truth.double()
-    return float(torch.linalg.vector_norm(output.double() - truth) / torch.linalg.vector_norm(truth))
-
-
-def _unavailable(provider: Provider, shape: Shape, config: KernelConfig) -> str | None:
-    reason = provider.reason(config.torch_device)
-    if reason is not None or config.torch_device.type == "cuda":
-        return reason
-    if not config.wall_clock:
-        return "kernel times need an NVIDIA GPU; --device cpu times small shapes on the wall clock"
-    elements = math.prod(shape)
-    return f"{elements:,} elements are too many for the CPU" if elements > CPU_MAX_ELEMENTS else None
+    def work(self, provider: Provider, dtype: str) -> Work:
+        call = provider.build(GROUPS, self.weight, self.bias, EPS)
+        inputs = self.inputs(provider)
+        return Work(
+            outputs=lambda: {"": call(*inputs[0])},
+            truth={"": self.truth(provider)},
+            bounds={"": ERROR_BOUNDS[dtype]},
+            call=lambda tensors: call(*tensors),
+            inputs=inputs,
+            moved=self.bytes_a_call(provider),
+            host_call=lambda: call(*inputs[0]),
+        )
 
 
-def _measure(provider: Provider, case: _Case, config: KernelConfig) -> KernelRow:
-    device = config.torch_device
-    build = provider.build(GROUPS, case.weight, case.bias, EPS)
-    inputs = case.inputs(provider)
-    call: Call = lambda tensors: build(*tensors)  # noqa: E731
-    error = _error(call(inputs[0]), case.truth(provider))
-    bound = ERROR_BOUNDS[config.dtype]
-    if not error <= bound:
-        reason = f"relative error {error:.3g} against fp64 is above {bound:g}"
-        return KernelRow(case.shape, provider.name, WRONG, reason, error=error if math.isfinite(error) else None)
-    # About 2 GiB of traffic a round, so that a round of the largest shape stays short.
-    moved = case.bytes_a_call(provider)
-    calls = max(5, min(100, 2**31 // moved)) if device.type == "cuda" else 3
-    repeats = config.repeats if device.type == "cuda" else min(config.repeats, 3)
-    hot = timing.time_kernel(call, inputs, device, cold=False, calls=calls, repeats=repeats)
-    cold = timing.time_kernel(call, inputs, device, cold=True, calls=calls, repeats=repeats)
-    return KernelRow(
-        case.shape,
-        provider.name,
-        OK,
-        hot_us=hot,
-        cold_us=cold,
-        hot_gbps=moved / 1e3 / hot,
-        cold_gbps=moved / 1e3 / cold,
-        error=error,
-        cpu_us=timing.time_host(lambda: build(*inputs[0]), device) if device.type == "cuda" else None,
-    )
-
-
-def _attempt(provider: Provider, shape: Shape, case: _Case | None, config: KernelConfig) -> KernelRow:
-    reason = _unavailable(provider, shape, config)
-    if reason is not None or case is None:
-        return KernelRow(shape, provider.name, UNAVAILABLE, reason or "no case was built")
-    try:
-        return _measure(provider, case, config)
-    except Exception as error:  # a provider that breaks on a shape is a row of the table
-        return KernelRow(shape, provider.name, FAILED, one_line(error))
-
-
-def _add_ratios(rows: Sequence[KernelRow]) -> None:
-    yardsticks = {row.shape: row for row in rows if row.provider == YARDSTICK and row.status == OK}
-    for row in rows:
-        copy = yardsticks.get(row.shape)
-        if row.status != OK or copy is None or row.hot_us is None or row.cold_us is None:
-            continue
-        row.hot_ratio = row.hot_us / copy.hot_us if copy.hot_us else None
-        row.cold_ratio = row.cold_us / copy.cold_us if copy.cold_us else None
-
-
-@contextlib.contextmanager
-def _cheap_collections() -> Iterator[None]:
-    # Every graph capture runs a full garbage collection, which takes a third of a second once PyTorch's modules are
-    # loaded.
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
+def _work(case: Callable[[], _Case], provider: Provider, dtype: str) -> Work:
+    return case().work(provider, dtype)
 
 
 def run(config: KernelConfig, *, on_cell: Callable[[Shape, str], object] = lambda shape, name: None) -> list[KernelRow]:
@@ -237,33 +132,28 @@ def run(config: KernelConfig, *, on_cell: Callable[[Shape, str], object] = lambd
 
     The copy is measured first, also where the config does not name it: ratios need it.
     """
-    device = config.torch_device
     names = dict.fromkeys((YARDSTICK, *config.providers))
     chosen = [provider for provider in providers.PROVIDERS if provider.name in names]
     rows: list[KernelRow] = []
-    with timing.device_scope(device), timing.global_switches(), torch.no_grad(), _cheap_collections():
-        timing.spin_up(device)
+    with cells.measuring(config.torch_device):
         for shape in config.shapes:
-            can_run = any(_unavailable(provider, shape, config) is None for provider in chosen)
-            case = _Case.of(shape, config) if can_run else None
+            # Built for the first provider that can run: the largest shapes do not fit on every machine.
+            case = functools.cache(functools.partial(_Case.of, shape, config))
             for provider in chosen:
                 on_cell(shape, provider.name)
-                rows.append(_attempt(provider, shape, case, config))
+                row = KernelRow(shape, provider.name, OK)
+                reason = cells.unavailable(provider, shape, config)
+                rows.append(cells.attempt(row, reason, config, _work, case, provider, config.dtype))
             del case
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-    _add_ratios(rows)
+            cells.free(config.torch_device)
+    cells.add_ratios(rows)
     return rows
 
 
 def best_peer(rows: Iterable[KernelRow], shape: Shape, *, cold: bool = False) -> KernelRow | None:
     """The fastest correct provider of GroupNorm+SiLU on ``shape`` that is not sfastgn; None where there is none."""
-    peers = [
-        row
-        for row in rows
-        if row.shape == shape and row.status in (OK, QUOTED) and row.provider in NORMS and row.provider != OURS
-    ]
-    return min(peers, key=lambda row: (row.cold_us if cold else row.hot_us) or math.inf, default=None)
+    peers = [name for name in NORMS if name != OURS]
+    return cells.fastest([row for row in rows if row.shape == shape], peers, cold=cold)
 
 
 def losses(rows: Sequence[KernelRow], *, cold: bool = False) -> list[Shape]:
@@ -274,22 +164,17 @@ def losses(rows: Sequence[KernelRow], *, cold: bool = False) -> list[Shape]:
         peer = best_peer(rows, shape, cold=cold)
         if not ours or peer is None:
             continue
-        our_us, peer_us = (row.cold_us if cold else row.hot_us for row in (ours[0], peer))
+        our_us, peer_us = (row.microseconds(cold) for row in (ours[0], peer))
         if our_us is None or (peer_us is not None and peer_us < our_us):
             found.append(shape)
     return found
-
-
-def shape_text(shape: Sequence[int]) -> str:
-    """``2x320x64x64``."""
-    return "x".join(map(str, shape))
 
 
 def ratio_to_best_peer(rows: Sequence[KernelRow], shape: Shape, *, cold: bool = False) -> float | None:
     """Our time over the best peer's; None where one of the two is missing."""
     peer = best_peer(rows, shape, cold=cold)
     ours = next((row for row in rows if row.shape == shape and row.provider == OURS and row.status == OK), None)
-    times = [(row.cold_us if cold else row.hot_us) if row else None for row in (ours, peer)]
+    times = [row.microseconds(cold) if row else None for row in (ours, peer)]
     return times[0] / times[1] if times[0] and times[1] else None
 
 
@@ -302,10 +187,6 @@ def baseline_ratios(rows: Sequence[KernelRow]) -> dict[str, dict[Shape, tuple[fl
         if plain is not None and row.hot_us and row.cold_us and plain.hot_us and plain.cold_us:
             found.setdefault(name, {})[shape] = (row.hot_us / plain.hot_us, row.cold_us / plain.cold_us)
     return found
-
-
-def geometric_mean(values: Sequence[float]) -> float | None:
-    return math.exp(math.fsum(map(math.log, values)) / len(values)) if values else None
 
 
 def summary(rows: Sequence[KernelRow]) -> dict[str, Any]:

@@ -5,17 +5,22 @@ Every check raises :class:`OptionError` with one line that names the option, quo
 
 from __future__ import annotations
 
+import functools
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
 
 from sfastgn.bench import providers, variants
 from sfastgn.bench.architectures import MODELS
-from sfastgn.bench.kernels import GROUPS, SHAPE_SETS, KernelConfig, Shape
+from sfastgn.bench.cells import KernelConfig, Shape
+from sfastgn.bench.kernels import SHAPE_SETS
+from sfastgn.bench.norm_suites import DIVISIBLE, INFERENCE, SUITES, divisible
+from sfastgn.bench.norm_suites import NAMES as SUITE_NAMES
 from sfastgn.bench.plots import plot_reason
+from sfastgn.bench.suites import Suite, SuiteConfig
 from sfastgn.bench.workloads import DTYPES, BenchConfig
 
 # Each part's batch and number of timed calls where the user names none; a CPU gets fewer calls. A UNet step has a batch
@@ -25,6 +30,11 @@ DEFAULT_REPEATS = {"unet": 50, "vae": 30, "pipeline": 5}
 CPU_REPEATS = {"unet": 5, "vae": 5, "pipeline": 2}
 DEFAULT_STEPS = 30
 
+# Timed rounds of each cell of the kernel table. A suite has several passes, and many calls in each round.
+KERNEL_REPEATS = 20
+SUITE_REPEATS = 10
+
+_SHAPE = re.compile(r"\d+(x\d+)+")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -91,7 +101,9 @@ def json_path(option: str, value: Path | None) -> Path | None:
     return value
 
 
-def plot_path(option: str, value: Path | None) -> Path | None:
+def plot_path(option: str, value: Path | None, suite: str = INFERENCE) -> Path | None:
+    if value is not None and suite != INFERENCE:
+        raise OptionError(f"{option}: only the suite {INFERENCE} has a picture, got {str(value)!r} for {suite}")
     if value is not None and value.suffix.lower() != ".png":
         raise OptionError(f"{option}: must end in .png, got {str(value)!r}")
     if value is not None and (reason := plot_reason()) is not None:
@@ -158,50 +170,61 @@ def variant_list(option: str, text: str) -> list[variants.Variant]:
     return [variant for variant in variants.VARIANTS if variant.name in names]
 
 
-def shape_list(option: str, text: str) -> tuple[Shape, ...]:
-    """A named set of shapes, or a comma list of N x C x H x W with C divisible by the number of groups."""
-    if text in SHAPE_SETS:
-        return SHAPE_SETS[text]
-    shapes = []
+def shape_list(option: str, text: str, suite: Suite | None = None) -> tuple[Shape, ...]:
+    """A comma list of shapes and names of sets, of GroupNorm inputs or, with ``suite``, of its own."""
+    sets = suite.shape_sets if suite else SHAPE_SETS
+    axes = suite.axes if suite else "NxCxHxW"
+    fits, rule = (suite.fits, suite.rule) if suite else (divisible, DIVISIBLE)
+    wanted = f"{axes}{' ' if rule else ''}{rule}, or one of {', '.join(sets)}"
+    shapes: list[Shape] = []
     for entry in split(text):
-        numbers = re.fullmatch(r"(\d+)x(\d+)x(\d+)x(\d+)", entry)
-        shape = tuple(map(int, numbers.groups())) if numbers else ()
-        if len(shape) != 4 or math.prod(shape) == 0 or shape[1] % GROUPS:
-            allowed = ", ".join(SHAPE_SETS)
-            wanted = f"NxCxHxW with C divisible by {GROUPS}, or one of {allowed}"
+        if entry in sets:
+            shapes += sets[entry]
+            continue
+        shape = tuple(map(int, entry.split("x"))) if _SHAPE.fullmatch(entry) else ()
+        if len(shape) != len(axes.split("x")) or math.prod(shape) == 0 or not fits(shape):
             raise OptionError(f"{option}: cannot use shape {entry!r}; give {wanted}")
         shapes.append(shape)
     if not shapes:
-        raise OptionError(f"{option}: no shape in {text!r}; give NxCxHxW or one of {', '.join(SHAPE_SETS)}")
+        raise OptionError(f"{option}: no shape in {text!r}; give {wanted}")
     return tuple(dict.fromkeys(shapes))
 
 
 def kernel_configs(
     *,
+    suite: str = INFERENCE,
     shapes: str = "all",
     names: str | None = None,
-    dtypes: str = "fp16",
+    dtypes: str | None = None,
     device: str | None = None,
-    repeats: int = 20,
+    repeats: int | None = None,
     seed: int = 0,
 ) -> list[KernelConfig]:
-    """One checked config of ``sfastgn kernels`` for each dtype of a comma list. Raises OptionError."""
-    by_default = [provider.name for provider in providers.PROVIDERS if provider.by_default]
+    """One checked config of ``sfastgn kernels`` for each dtype of a comma list: of the suite's kind. Raises OptionError."""
+    chosen = SUITES.get(one_of("--suite", suite, SUITE_NAMES))
+    entries = chosen.providers if chosen else providers.PROVIDERS
+    known = list(dict.fromkeys(entry.name for entry in entries))
     if names == "all":
-        chosen = list(providers.NAMES)
+        run = known
+    elif names is None:
+        run = list(dict.fromkeys(entry.name for entry in entries if entry.by_default))
     else:
-        chosen = by_default if names is None else some_of("--providers", split(names), providers.NAMES)
+        run = some_of("--providers", split(names), known)
+    make: Callable[..., KernelConfig] = KernelConfig
+    if chosen is not None:
+        make = functools.partial(SuiteConfig, suite=suite)
+    default_repeats = KERNEL_REPEATS if chosen is None else SUITE_REPEATS
     return [
-        KernelConfig(
-            shapes=shape_list("--shapes", shapes),
-            providers=tuple(chosen),
+        make(
+            shapes=shape_list("--shapes", shapes, chosen),
+            providers=tuple(run),
             dtype=dtype,
             device=device_name("--device", device),
-            repeats=positive("--repeats", repeats),
+            repeats=positive("--repeats", default_repeats if repeats is None else repeats),
             seed=seed,
             wall_clock=device == "cpu",
         )
-        for dtype in some_of("--dtype", split(dtypes), DTYPES)
+        for dtype in some_of("--dtype", split(dtypes or (chosen.dtype if chosen else "fp16")), DTYPES)
     ]
 
 

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from sfastgn.bench.cells import KernelRow
 from sfastgn.bench.end_to_end import OK
-from sfastgn.bench.kernels import KernelRow
 from sfastgn.bench.providers import NORMS, OURS, YARDSTICK
 
 __all__ = ["plot_reason", "roofline"]
@@ -73,7 +73,8 @@ def _megabytes(row: KernelRow) -> float:
 
 
 def main(arguments: Sequence[str]) -> int:
-    from sfastgn.bench.tables import kernel_rows, source_line
+    from sfastgn.bench.markdown import source_line
+    from sfastgn.bench.tables import kernel_rows
 
     if len(arguments) != 2 or plot_reason() is not None:
         print(plot_reason() or "usage: python -m sfastgn.bench.plots RESULT.json PICTURE.png", file=sys.stderr)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from sfastgn.bench import stable_fast
 
-Call = Callable[..., torch.Tensor]
+Call = Callable[..., Any]
 
 COPY, NORM, NORM_GIVEN, ADD, CAT = "copy", "norm", "norm, statistics given", "add", "cat"
 
@@ -27,7 +27,8 @@ class Provider:
     Attributes:
         name: what the command line, the JSON and the tables call it.
         reason: None where it can run on the device, else why not, in one line.
-        build: (num_groups, weight (C,), bias (C,), eps) -> a call from the task's inputs to y (N, C, H, W).
+        build: (num_groups, weight (C,), bias (C,), eps) -> a call from the task's inputs to y (N, C, H, W). In the suites of
+            ``norm_suites.py``: the operation's operands -> a call from such operands to its output or outputs.
         channels_last: the layout of the inputs that it is given.
         by_default: run where the user names no providers.
         task: what it computes.
@@ -35,14 +36,14 @@ class Provider:
 
     name: str
     reason: Callable[[torch.device], str | None]
-    build: Callable[[int, torch.Tensor, torch.Tensor, float], Call]
+    build: Callable[..., Call]
     channels_last: bool = True
     by_default: bool = True
     task: str = NORM
 
 
-def _always(device: torch.device) -> str | None:
-    return None
+def always(device: torch.device) -> None:
+    """The reason of what runs everywhere: there is none."""
 
 
 def _copy(num_groups: int, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> Call:
@@ -53,18 +54,24 @@ def _eager(num_groups: int, weight: torch.Tensor, bias: torch.Tensor, eps: float
     return lambda x: F.silu(F.group_norm(x, num_groups, weight, bias, eps))
 
 
-def _inductor_reason(device: torch.device) -> str | None:
+def inductor_reason(device: torch.device) -> str | None:
+    """Why torch.compile cannot run on the device."""
     if device.type == "cuda" and importlib.util.find_spec("triton") is None:
         return "torch.compile needs triton on CUDA; it is not installed"
     return None
 
 
-def _inductor(num_groups: int, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> Call:
+def compiled(function: Call) -> Call:
+    """``function`` under torch.compile, for one shape."""
     import torch._dynamo
 
     # Every shape is a compilation of its own; without a reset the tenth would fall back to eager.
     torch._dynamo.reset()
-    return torch.compile(_eager(num_groups, weight, bias, eps), dynamic=False)
+    return torch.compile(function, dynamic=False)
+
+
+def _inductor(num_groups: int, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> Call:
+    return compiled(_eager(num_groups, weight, bias, eps))
 
 
 def _stable_fast(num_groups: int, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> Call:
@@ -77,6 +84,7 @@ def _stable_fast(num_groups: int, weight: torch.Tensor, bias: torch.Tensor, eps:
 
 
 def _needs(package: str, device: torch.device) -> str | None:
+    """Why ``package``, which runs on CUDA only, cannot be used; None where it can."""
     try:
         found = importlib.util.find_spec(package) is not None
     except ModuleNotFoundError:
@@ -86,19 +94,29 @@ def _needs(package: str, device: torch.device) -> str | None:
     return None if device.type == "cuda" else f"{package} needs CUDA; the device is {device}"
 
 
-def _with_affine(module: torch.nn.Module, weight: torch.Tensor, bias: torch.Tensor) -> Call:
+def gnnhwc_reason(device: torch.device) -> str | None:
+    return _needs("gnNHWC", device)
+
+
+def apex_reason(device: torch.device) -> str | None:
+    return _needs("apex.contrib.group_norm", device)
+
+
+def _with_affine(module: torch.nn.Module, weight: torch.Tensor, bias: torch.Tensor) -> torch.nn.Module:
     module = module.to(device=weight.device, dtype=weight.dtype)
     module.load_state_dict({"weight": weight, "bias": bias})
     return module
 
 
-def _gnnhwc(num_groups: int, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> Call:
+def gnnhwc(num_groups: int, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.nn.Module:
+    """gnNHWC's GroupNorm+SiLU as a module with these parameters."""
     from gnNHWC.custom_gn import GN_NHWC
 
     return _with_affine(GN_NHWC(num_groups, weight.numel(), eps=eps, activation="silu"), weight, bias)
 
 
-def _apex(num_groups: int, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> Call:
+def apex(num_groups: int, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.nn.Module:
+    """apex's GroupNorm+SiLU as a module with these parameters. Raises ValueError where it has no kernel for so many channels."""
     from apex.contrib.group_norm import GroupNorm
 
     module = GroupNorm(num_groups, weight.numel(), eps=eps, device=weight.device, dtype=weight.dtype, act="silu")
@@ -149,19 +167,19 @@ def _native_reason(device: torch.device) -> str | None:
 
 # stable_fast comes after all that launch Triton kernels: its import touches Triton.
 PROVIDERS: tuple[Provider, ...] = (
-    Provider("copy", _always, _copy, task=COPY),
-    Provider("eager_nchw", _always, _eager, channels_last=False),
-    Provider("eager_nhwc", _always, _eager),
+    Provider("copy", always, _copy, task=COPY),
+    Provider("eager_nchw", always, _eager, channels_last=False),
+    Provider("eager_nhwc", always, _eager),
     Provider("native_nhwc", _native_reason, _eager),
-    Provider("sfastgn", _always, _sfastgn),
-    Provider("sfastgn_given", _always, _sfastgn_given, task=NORM_GIVEN),
-    Provider("add", _always, _add, task=ADD),
-    Provider("add_with_statistics", _always, _add_with_statistics, task=ADD),
-    Provider("cat", _always, _cat, task=CAT),
-    Provider("cat_with_statistics", _always, _cat_with_statistics, task=CAT),
-    Provider("inductor", _inductor_reason, _inductor, by_default=False),
-    Provider("gnnhwc", lambda device: _needs("gnNHWC", device), _gnnhwc),
-    Provider("apex", lambda device: _needs("apex.contrib.group_norm", device), _apex),
+    Provider("sfastgn", always, _sfastgn),
+    Provider("sfastgn_given", always, _sfastgn_given, task=NORM_GIVEN),
+    Provider("add", always, _add, task=ADD),
+    Provider("add_with_statistics", always, _add_with_statistics, task=ADD),
+    Provider("cat", always, _cat, task=CAT),
+    Provider("cat_with_statistics", always, _cat_with_statistics, task=CAT),
+    Provider("inductor", inductor_reason, _inductor, by_default=False),
+    Provider("gnnhwc", gnnhwc_reason, gnnhwc),
+    Provider("apex", apex_reason, apex),
     Provider("stable_fast", stable_fast.kernel_reason, _stable_fast),
 )
 

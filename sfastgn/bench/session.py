@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,11 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from sfastgn.bench import end_to_end, kernels, plots, providers, tables, workloads
+from sfastgn.bench import end_to_end, kernels, markdown, plots, providers, suite_tables, suites, tables, workloads
+from sfastgn.bench.cells import KernelConfig, KernelRow, shape_text
 from sfastgn.bench.end_to_end import OK, WRONG, Row
-from sfastgn.bench.kernels import KernelConfig
+from sfastgn.bench.norm_suites import SUITES
+from sfastgn.bench.suites import SuiteConfig
 from sfastgn.bench.variants import Variant
 from sfastgn.bench.workloads import BenchConfig
 
@@ -32,6 +34,12 @@ def _progress() -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     errors = Console(stderr=True)
     return Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal)
+
+
+def _counter(progress: Progress, total: int) -> Callable[[Sequence[int], str], None]:
+    """What a run of kernels calls before each cell."""
+    task = progress.add_task("building", total=total)
+    return lambda shape, name: progress.update(task, description=f"{shape_text(shape)} {name}", advance=1)
 
 
 def _where(environment: dict[str, Any]) -> str:
@@ -78,6 +86,43 @@ def run_bench(
     return 1 if any(row.status == WRONG for row in rows) or not any(row.status == OK for row in rows) else 0
 
 
+def _print_inference(
+    out: Console, config: KernelConfig, rows: Sequence[KernelRow], plot: Path | None, where: str
+) -> None:
+    title = f"GroupNorm({kernels.GROUPS}) + SiLU, {config.dtype} on {config.device}"
+    out.print(tables.kernels_table(rows, title))
+    producers_table = tables.producers_table(rows)
+    if producers_table is not None:
+        out.print(producers_table)
+    if plot is not None:
+        plots.roofline(rows, plot, f"{title}, {where}")
+        out.print(f"wrote {plot}", style="dim")
+
+
+def _print_left_out(out: Console, config: KernelConfig, rows: Sequence[KernelRow], names: Sequence[str]) -> None:
+    for line in markdown.missing_cells(rows):
+        out.print(line, style="dim")
+    left_out = [name for name in names if name not in (*config.providers, providers.YARDSTICK)]
+    if left_out:
+        out.print(f"not run (name them in --providers): {', '.join(left_out)}", style="dim")
+
+
+def _write_kernels(
+    out: Console,
+    path: Path | None,
+    kind: str,
+    environment: dict[str, Any],
+    config: KernelConfig,
+    rows: Sequence[KernelRow],
+    summary: dict[str, Any],
+) -> None:
+    out.print(_where(environment), style="dim")
+    if path is not None:
+        content = end_to_end.document(kind, environment, asdict(config), rows)
+        end_to_end.write_json(path, {**content, "summary": summary})
+        out.print(f"wrote {path}", style="dim")
+
+
 def run_kernels(
     config: KernelConfig, *, json: Path | None = None, plot: Path | None = None, out: Console | None = None
 ) -> int:
@@ -86,30 +131,27 @@ def run_kernels(
     environment = end_to_end.current_environment(config.torch_device)
     with _progress() as progress:
         total = len(config.shapes) * len({providers.YARDSTICK, *config.providers})
-        task = progress.add_task("building", total=total)
-
-        def on_cell(shape: Sequence[int], name: str) -> None:
-            progress.update(task, description=f"{kernels.shape_text(shape)} {name}", advance=1)
-
-        rows = kernels.run(config, on_cell=on_cell)
+        rows = kernels.run(config, on_cell=_counter(progress, total))
     if any(row.status == OK for row in rows):
-        title = f"GroupNorm({kernels.GROUPS}) + SiLU, {config.dtype} on {config.device}"
-        out.print(tables.kernels_table(rows, title))
-        producers_table = tables.producers_table(rows)
-        if producers_table is not None:
-            out.print(producers_table)
-        if plot is not None:
-            plots.roofline(rows, plot, f"{title}, {environment['gpu'] or environment['machine']}")
-            out.print(f"wrote {plot}", style="dim")
-    for line in tables.missing_cells(rows):
-        out.print(line, style="dim")
-    left_out = [name for name in providers.NAMES if name not in (*config.providers, providers.YARDSTICK)]
-    if left_out:
-        out.print(f"not run (name them in --providers): {', '.join(left_out)}", style="dim")
+        _print_inference(out, config, rows, plot, environment["gpu"] or environment["machine"])
+    _print_left_out(out, config, rows, providers.NAMES)
     out.print(f"gate: relative error against fp64 at most {kernels.ERROR_BOUNDS[config.dtype]:g}", style="dim")
-    out.print(_where(environment), style="dim")
-    if json is not None:
-        content = end_to_end.document("kernels", environment, asdict(config), rows)
-        end_to_end.write_json(json, {**content, "summary": kernels.summary(rows)})
-        out.print(f"wrote {json}", style="dim")
+    _write_kernels(out, json, "kernels", environment, config, rows, kernels.summary(rows))
+    return 1 if any(row.status == WRONG for row in rows) else 0
+
+
+def run_suite(config: SuiteConfig, *, json: Path | None = None, out: Console | None = None) -> int:
+    """:func:`run_kernels` for the suite that ``config`` names."""
+    out = out or console()
+    suite = SUITES[config.suite]
+    environment = end_to_end.current_environment(config.torch_device)
+    with _progress() as progress:
+        total = len(config.shapes) * len(suite.cells_of(config.providers))
+        rows = suites.run(suite, config, on_cell=_counter(progress, total))
+    if any(row.status == OK for row in rows):
+        out.print(suite_tables.suite_table(suite, rows, f"{suite.title}, {config.dtype} on {config.device}"))
+    _print_left_out(out, config, rows, suite.provider_names)
+    bounds = f"{kernels.ERROR_BOUNDS[config.dtype]:g}, of gradients {suites.GRADIENT_BOUNDS[config.dtype]:g}"
+    out.print(f"gate: relative error against fp64 at most {bounds}", style="dim")
+    _write_kernels(out, json, suite.kind, environment, config, rows, suites.summary(suite, rows))
     return 1 if any(row.status == WRONG for row in rows) else 0

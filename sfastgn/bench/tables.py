@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import argparse
-import json
+import functools
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -16,40 +16,32 @@ from typing import Any
 
 from rich.table import Table
 
+from sfastgn.bench import suite_tables
+from sfastgn.bench.cells import QUOTED, KernelRow, shape_text
 from sfastgn.bench.end_to_end import OK, Row
-from sfastgn.bench.kernels import (
-    QUOTED,
-    KernelRow,
-    baseline_ratios,
-    best_peer,
-    losses,
-    ratio_to_best_peer,
-    shape_text,
-    summary,
+from sfastgn.bench.kernels import baseline_ratios, best_peer, losses, ratio_to_best_peer, summary
+from sfastgn.bench.markdown import (
+    LOSS,
+    NO_RESULTS,
+    NOTHING,
+    documents,
+    error_text,
+    markdown_table,
+    missing_cells,
+    number,
+    source_line,
 )
+from sfastgn.bench.norm_suites import SUITES
 from sfastgn.bench.providers import BASELINES, NORMS, OURS, PROVIDERS, YARDSTICK
 from sfastgn.bench.variants import PARTS, VARIANTS
 
 RESULTS = Path("benchmarks")
-NOTHING = "-"
-LOSS = "†"
 
 MODEL_LABELS = {"sd15": "SD1.5", "sdxl": "SDXL"}
 PART_LABELS = {"unet": "UNet step", "vae": "VAE decode", "pipeline": "pipeline"}
-GRAPHED = ("eager", "compile", "sfastgn")
-
-
-def _number(value: float | None, digits: int = 3) -> str:
-    """``value`` with ``digits`` significant digits and no exponent."""
-    if value is None:
-        return NOTHING
-    if value == 0 or abs(value) >= 10**digits:
-        return f"{value:.0f}"
-    return f"{float(f'{value:.{digits}g}'):.10f}".rstrip("0").rstrip(".")
-
-
-def _error(value: float | None) -> str:
-    return NOTHING if value is None else f"{value:.1e}"
+GRAPHED = ("eager", "compile", "sfastgn", "sfastgn_compile")
+# Two variants at once have a column where some run has them; each of the others has one, so that a reader finds it empty.
+COMBINED = ("sfastgn_compile",)
 
 
 def _labels() -> dict[str, str]:
@@ -70,16 +62,16 @@ def end_to_end_table(rows: Sequence[Row], title: str) -> Table:
     labels = _labels()
     eager = next((row for row in rows if row.variant == "eager" and row.status == OK), None)
     columns: list[tuple[str, Callable[[Row], str]]] = [
-        ("ready s", lambda row: _number(row.ready_s)),
-        ("median ms", lambda row: _number(row.median_ms, 4)),
-        ("p10-p90 ms", lambda row: NOTHING if row.p10_ms is None else f"{_number(row.p10_ms)}-{_number(row.p90_ms)}"),
+        ("ready s", lambda row: number(row.ready_s)),
+        ("median ms", lambda row: number(row.median_ms, 4)),
+        ("p10-p90 ms", lambda row: NOTHING if row.p10_ms is None else f"{number(row.p10_ms)}-{number(row.p90_ms)}"),
         ("speed-up", lambda row: _speed_up(row, eager)),
-        ("graph ms", lambda row: _number(row.graph_ms, 4)),
-        ("it/s", lambda row: _number(row.its)),
-        ("peak MiB", lambda row: _number(row.peak_mib, 5)),
-        ("error, eager", lambda row: _error(row.error_eager)),
-        ("error, fp32", lambda row: _error(row.error_fp32)),
-        ("PSNR dB", lambda row: _number(row.psnr_db)),
+        ("graph ms", lambda row: number(row.graph_ms, 4)),
+        ("it/s", lambda row: number(row.its)),
+        ("peak MiB", lambda row: number(row.peak_mib, 5)),
+        ("error, eager", lambda row: error_text(row.error_eager)),
+        ("error, fp32", lambda row: error_text(row.error_fp32)),
+        ("PSNR dB", lambda row: number(row.psnr_db)),
     ]
     shown = [(name, cell) for name, cell in columns if any(cell(row) != NOTHING for row in rows)]
     table = Table(title=title, title_justify="left")
@@ -105,7 +97,7 @@ def graph_notes(rows: Iterable[Row]) -> list[str]:
 def _kernel_cell(row: KernelRow | None, lost: bool) -> str:
     if row is None or row.status not in (OK, QUOTED):
         return NOTHING
-    return f"{_number(row.hot_us)} ({_number(row.cold_us)}){LOSS if lost else ''}"
+    return f"{number(row.hot_us)} ({number(row.cold_us)}){LOSS if lost else ''}"
 
 
 def _kernel_names(rows: Sequence[KernelRow]) -> list[str]:
@@ -144,18 +136,6 @@ def _kernel_means(rows: Sequence[KernelRow]) -> list[tuple[str, list[str]]]:
     return lines
 
 
-def missing_cells(rows: Iterable[KernelRow]) -> list[str]:
-    """Why cells are empty, one line for each provider and reason."""
-    by_reason: dict[tuple[str, str], list[str]] = {}
-    for row in rows:
-        if row.status != OK:
-            by_reason.setdefault((row.provider, f"{row.status}: {row.reason}"), []).append(shape_text(row.shape))
-    return [
-        f"{name}: {reason}" + (f" ({len(shapes)} shapes)" if len(shapes) > 3 else f" ({', '.join(shapes)})")
-        for (name, reason), shapes in by_reason.items()
-    ]
-
-
 def _ratio_lines(rows: Sequence[KernelRow]) -> tuple[list[str], list[list[str]]]:
     """Header and body of shapes x ops that take or give statistics: microseconds hot, and their ratio to the plain op's."""
     ratios = baseline_ratios(rows)
@@ -167,7 +147,7 @@ def _ratio_lines(rows: Sequence[KernelRow]) -> tuple[list[str], list[list[str]]]
         for name in names:
             hot, cold = ratios[name].get(shape, (None, None))
             row = cells.get((name, shape))
-            line.append(f"{_number(row.hot_us)}: {hot:.2f} ({cold:.2f})" if row and hot and cold else NOTHING)
+            line.append(f"{number(row.hot_us)}: {hot:.2f} ({cold:.2f})" if row and hot and cold else NOTHING)
         body.append(line)
     return ["N x C x H x W", *(f"{name} / {BASELINES[name]}" for name in names)], body
 
@@ -202,7 +182,7 @@ def kernels_table(rows: Sequence[KernelRow], title: str) -> Table:
             table.add_row(*line, *[NOTHING] * 4)
             continue
         to_peer = ratio_to_best_peer(rows, row.shape)
-        table.add_row(*line, _number(row.hot_gbps, 4), _number(row.hot_ratio), _number(to_peer), _number(row.cpu_us))
+        table.add_row(*line, number(row.hot_gbps, 4), number(row.hot_ratio), number(to_peer), number(row.cpu_us))
     table.add_section()
     for set_name, cells in _kernel_means(rows):
         table.add_row(f"mean / copy, {set_name}", *cells, "", "", "", "")
@@ -212,31 +192,10 @@ def kernels_table(rows: Sequence[KernelRow], title: str) -> Table:
 # ---- Markdown
 
 
-def _markdown(header: Sequence[str], body: Iterable[Sequence[str]]) -> str:
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *body]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _documents(results: Path, kind: str) -> list[dict[str, Any]]:
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.rglob("*.json"))]
-    return [content for content in found if isinstance(content, dict) and content.get("kind") == kind]
-
-
-def source_line(content: dict[str, Any]) -> str:
-    """Where and with what a run was made."""
-    env = content["environment"]
-    packages = env.get("packages", {})
-    versions = ", ".join(f"{name} {packages[name]}" for name in ("torch", "triton", "diffusers") if packages.get(name))
-    commit = (env.get("git") or {}).get("commit")
-    source = f"commit {commit[:10]}" if commit else f"source {str(env.get('source_sha256'))[:10]}"
-    driver = f", driver {env['driver']}" if env.get("driver") else ""
-    return f"{env.get('gpu') or env.get('device')}{driver}, {versions}, {source}, {str(env.get('date'))[:10]}"
-
-
 def _milliseconds(value: float | None, eager: float | None) -> str:
     if value is None:
         return NOTHING
-    return f"{_number(value)} ({value / eager:.2f}x)" if eager else _number(value)
+    return f"{number(value)} ({value / eager:.2f}x)" if eager else number(value)
 
 
 def _result_title(row: Row) -> str:
@@ -247,26 +206,28 @@ def _result_title(row: Row) -> str:
 
 def results_markdown(results: Path) -> str:
     """The end-to-end table of all committed runs."""
-    documents = _documents(results, "end_to_end")
+    runs = documents(results, "end_to_end")
     groups: dict[tuple[int, str, int], dict[str, Row]] = {}
-    for content in documents:
+    for content in runs:
         for row in (Row(**values) for values in content["rows"]):
             groups.setdefault((PARTS.index(row.part), row.model, row.size), {})[row.variant] = row
     if not groups:
-        return "No results are committed yet."
-    labels = _labels()
-    header = ["milliseconds (time over eager's)", *labels.values(), *(f"{labels[name]} + graph" for name in GRAPHED)]
+        return NO_RESULTS
+    left_out = {name for name in COMBINED if not any(name in by_variant for by_variant in groups.values())}
+    labels = {name: label for name, label in _labels().items() if name not in left_out}
+    graphed = [name for name in GRAPHED if name in labels]
+    header = ["milliseconds (time over eager's)", *labels.values(), *(f"{labels[name]} + graph" for name in graphed)]
     body = []
     for _, by_variant in sorted(groups.items()):
         eager = by_variant["eager"].median_ms if "eager" in by_variant else None
         times = [by_variant[name].median_ms if name in by_variant else None for name in labels]
-        graphs = [by_variant[name].graph_ms if name in by_variant else None for name in GRAPHED]
+        graphs = [by_variant[name].graph_ms if name in by_variant else None for name in graphed]
         title = _result_title(next(iter(by_variant.values())))
         body.append([title, *(_milliseconds(value, eager) for value in (*times, *graphs))])
     rows = [row for by_variant in groups.values() for row in by_variant.values()]
     reasons = dict.fromkeys(f"{labels[row.variant]} {row.status}: {row.reason}" for row in rows if row.status != OK)
-    sources = dict.fromkeys(source_line(content) for content in documents)
-    return "\n\n".join([_markdown(header, body), *(f"{line}." for line in (*reasons, *sources))])
+    sources = dict.fromkeys(source_line(content) for content in runs)
+    return "\n\n".join([markdown_table(header, body), *(f"{line}." for line in (*reasons, *sources))])
 
 
 def kernel_rows(content: dict[str, Any]) -> list[KernelRow]:
@@ -278,7 +239,7 @@ def _with_quoted(rows: list[KernelRow], results: Path, dtype: str) -> tuple[list
     ran = {(row.provider, row.shape) for row in rows if row.status == OK}
     shapes = {row.shape for row in rows}
     sources = []
-    for content in _documents(results, "kernels_quoted"):
+    for content in documents(results, "kernels_quoted"):
         quoted = [row for row in kernel_rows(content) if row.shape in shapes and (row.provider, row.shape) not in ran]
         if content["dtype"] != dtype or not quoted:
             continue
@@ -293,7 +254,7 @@ def _with_quoted(rows: list[KernelRow], results: Path, dtype: str) -> tuple[list
 def kernels_markdown(results: Path) -> str:
     """The shapes x providers table of each committed run of ``sfastgn kernels``."""
     blocks = []
-    for content in _documents(results, "kernels"):
+    for content in documents(results, "kernels"):
         dtype = content["config"]["dtype"]
         rows, quoted = _with_quoted(kernel_rows(content), results, dtype)
         header, body = _kernel_cells(rows, "**")
@@ -301,36 +262,36 @@ def kernels_markdown(results: Path) -> str:
         header.append(f"{OURS} / best peer")
         for shape, line in zip(shapes, body, strict=True):
             ratios = [ratio_to_best_peer(rows, shape, cold=cold) for cold in (False, True)]
-            line.append(f"{_number(ratios[0])} ({_number(ratios[1])})" if all(ratios) else NOTHING)
+            line.append(f"{number(ratios[0])} ({number(ratios[1])})" if all(ratios) else NOTHING)
         body += [[f"mean of time / copy, {name}", *cells, ""] for name, cells in _kernel_means(rows)]
         legend = f"Microseconds, hot L2 (cold L2); bold: the best peer; {LOSS}: a peer is faster than sfastgn."
-        blocks += [_markdown(header, body), legend, *(f"{line}." for line in (*quoted, *missing_cells(rows)))]
+        blocks += [markdown_table(header, body), legend, *(f"{line}." for line in (*quoted, *missing_cells(rows)))]
         blocks.append(f"{dtype}, {source_line(content)}.")
-    return "\n\n".join(blocks) or "No results are committed yet."
+    return "\n\n".join(blocks) or NO_RESULTS
 
 
 def producers_markdown(results: Path) -> str:
     """The ops that take or give statistics, of each committed run of ``sfastgn kernels``."""
     blocks = []
-    for content in _documents(results, "kernels"):
+    for content in documents(results, "kernels"):
         header, body = _ratio_lines(kernel_rows(content))
         if len(header) > 1:
-            blocks += [_markdown(header, body), f"{content['config']['dtype']}, {source_line(content)}."]
-    return "\n\n".join(blocks) or "No results are committed yet."
+            blocks += [markdown_table(header, body), f"{content['config']['dtype']}, {source_line(content)}."]
+    return "\n\n".join(blocks) or NO_RESULTS
 
 
 def host_markdown(results: Path) -> str:
     """What a call costs the CPU, by provider and number of launches, of the committed fp16 run."""
-    for content in _documents(results, "kernels"):
+    for content in documents(results, "kernels"):
         rows = [row for row in kernel_rows(content) if row.cpu_us is not None]
         if content["config"]["dtype"] != "fp16" or not rows:
             continue
         names = dict.fromkeys(row.provider for row in rows)
         shapes = [shape for shape in dict.fromkeys(row.shape for row in rows) if shape_text(shape) in _HOST_SHAPES]
         cells = {(row.provider, row.shape): row.cpu_us for row in rows}
-        body = [[name, *(_number(cells.get((name, shape))) for shape in shapes)] for name in names]
-        return _markdown(["microseconds of CPU time", *map(shape_text, shapes)], body)
-    return "No results are committed yet."
+        body = [[name, *(number(cells.get((name, shape))) for shape in shapes)] for name in names]
+        return markdown_table(["microseconds of CPU time", *map(shape_text, shapes)], body)
+    return NO_RESULTS
 
 
 # One launch, and three: small enough that the CPU never waits for the GPU.
@@ -341,6 +302,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "kernels": kernels_markdown,
     "producers": producers_markdown,
     "host": host_markdown,
+    **{name: functools.partial(suite_tables.suite_markdown, suite) for name, suite in SUITES.items()},
 }
 
 _SLOT = re.compile(r"(<!-- table:(?P<name>[\w-]+) -->)(?P<body>.*?)(<!-- /table:(?P=name) -->)", re.DOTALL)

@@ -127,6 +127,12 @@ def _compile(target: Any, part: str) -> Iterator[None]:
         dynamo.reset()
 
 
+@contextlib.contextmanager
+def _sfastgn_compile(target: Any, part: str) -> Iterator[None]:
+    with _sfastgn(target, part), _compile(target, part):
+        yield
+
+
 # ---- stable-fast
 
 
@@ -137,12 +143,14 @@ def _stable_fast(target: Any, part: str) -> Iterator[None]:
         yield
 
 
+# Each is also timed under a CUDA graph, in a column of its own, unless it replays graphs itself.
 # stable_fast is last because its import changes the process.
 VARIANTS: tuple[Variant, ...] = (
     Variant("eager", "eager", _always, _eager),
     Variant("channels_last", "channels_last", _always, _channels_last),
     Variant("sfastgn", "sfastgn", _always, _sfastgn, _describe_sfastgn),
     Variant("compile", "torch.compile", _compile_reason, _compile),
+    Variant("sfastgn_compile", "sfastgn + torch.compile", _compile_reason, _sfastgn_compile, _describe_sfastgn),
     Variant("stable_fast", "stable-fast", stable_fast.reason, _stable_fast, replays_graph=True),
 )
 

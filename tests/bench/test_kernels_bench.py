@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from sfastgn.bench import kernels, providers
+from sfastgn.bench import cells, kernels, providers
+from sfastgn.bench.cells import QUOTED, KernelConfig, KernelRow, Shape
 from sfastgn.bench.end_to_end import FAILED, OK, UNAVAILABLE, WRONG
-from sfastgn.bench.kernels import KernelConfig, KernelRow, Shape
 from sfastgn.bench.providers import Provider
 
 SHAPE: Shape = (1, 64, 5, 3)
@@ -43,6 +43,20 @@ def test_cells_are_checked_and_timed(dtype: str) -> None:
         assert cell.error is not None
         assert cell.error <= kernels.ERROR_BOUNDS[dtype]
         assert cell.hot_ratio == pytest.approx(cell.hot_us / (rows[0].hot_us or 0))
+
+
+@pytest.mark.parametrize(
+    ("moved", "seconds", "calls"),
+    [
+        pytest.param(2**20, 1e-5, 100, id="small"),
+        pytest.param(2**27, 1e-5, 16, id="by-traffic"),
+        pytest.param(2**31, 1e-3, 5, id="large"),
+        pytest.param(2**20, 1e-3, 50, id="slow"),
+        pytest.param(2**31, 1.0, 2, id="very-slow"),
+    ],
+)
+def test_rounds_are_short(moved: int, seconds: float, calls: int) -> None:
+    assert cells.calls_a_round(moved, seconds, KernelConfig.round_seconds) == calls
 
 
 PRODUCERS = ("sfastgn_given", "add", "add_with_statistics", "cat", "cat_with_statistics")
@@ -159,7 +173,7 @@ def test_ratio_to_the_best_peer_hot_and_cold() -> None:
 
 
 def test_a_quoted_peer_competes() -> None:
-    quoted = KernelRow((2, 320, 64, 64), "apex", kernels.QUOTED, hot_us=3.0, cold_us=3.0)
+    quoted = KernelRow((2, 320, 64, 64), "apex", QUOTED, hot_us=3.0, cold_us=3.0)
     rows = [row("copy", 1, 1), quoted, row("sfastgn", 4, 4)]
     assert kernels.best_peer(rows, (2, 320, 64, 64)) is quoted
     assert kernels.losses(rows) == [(2, 320, 64, 64)]

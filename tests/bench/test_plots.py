@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from sfastgn.bench import plots
+from sfastgn.bench.cells import KernelRow
 from sfastgn.bench.end_to_end import OK, UNAVAILABLE
-from sfastgn.bench.kernels import KernelRow
 
 ROWS = [
     KernelRow((2, 320, 64, 64), "copy", OK, "", 2.0, 3.0, 5000.0, 3000.0),

@@ -13,9 +13,9 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from sfastgn.bench import tables
+from sfastgn.bench import markdown, tables
+from sfastgn.bench.cells import KernelRow
 from sfastgn.bench.end_to_end import OK, UNAVAILABLE, WRONG, Row
-from sfastgn.bench.kernels import KernelRow
 
 ENVIRONMENT = {
     "gpu": "NVIDIA H200",
@@ -107,11 +107,11 @@ def test_graph_notes_join_the_variants_of_one_reason() -> None:
 @pytest.mark.parametrize(("ours", "marked"), [(8.0, False), (14.0, True)], ids=["won", "lost"])
 def test_lost_cells_are_marked(ours: float, marked: bool) -> None:
     rows = [*KERNELS[:3], kernel("sfastgn", ours)]
-    assert (tables.LOSS in text_of(tables.kernels_table(rows, "t")).split("microseconds")[0]) == marked
+    assert (markdown.LOSS in text_of(tables.kernels_table(rows, "t")).split("microseconds")[0]) == marked
 
 
 def test_missing_kernel_cells_say_why() -> None:
-    assert tables.missing_cells(KERNELS) == ["apex: unavailable: not installed (2x320x64x64)"]
+    assert markdown.missing_cells(KERNELS) == ["apex: unavailable: not installed (2x320x64x64)"]
 
 
 # ---- Markdown
@@ -134,6 +134,16 @@ def test_results_hold_times_ratios_reasons_and_sources(tmp_path: Path) -> None:
     assert "stable-fast unavailable: package sfast is not installed." in text
     assert "NVIDIA H200, driver 580.1, torch 2.11.0" in text
     assert "commit 0123456789" in text
+
+
+def test_two_variants_at_once_have_a_column_where_some_run_has_them(tmp_path: Path) -> None:
+    save(tmp_path, "unet_sd15.json", "end_to_end", UNET)
+    assert "sfastgn + torch.compile" not in tables.results_markdown(tmp_path)
+    save(tmp_path, "unet_sd15.json", "end_to_end", [*UNET, row("sfastgn_compile", 14.0, graph_ms=5.0)])
+    header, _, line = tables.results_markdown(tmp_path).splitlines()[:3]
+    assert "| torch.compile | sfastgn + torch.compile | stable-fast |" in header
+    assert header.endswith("| sfastgn + graph | sfastgn + torch.compile + graph |")
+    assert line.endswith("| 8 (0.40x) | 5 (0.25x) |")
 
 
 def test_kernels_mark_best_peer_and_give_means(tmp_path: Path) -> None:

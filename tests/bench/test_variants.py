@@ -54,7 +54,7 @@ def module() -> Block:
 def test_names_are_unique_and_eager_is_first() -> None:
     assert len(set(variants.NAMES)) == len(variants.VARIANTS)
     assert variants.NAMES[0] == "eager"
-    assert set(variants.NAMES) == {"eager", "channels_last", "compile", "stable_fast", "sfastgn"}
+    assert set(variants.NAMES) == {"eager", "channels_last", "compile", "stable_fast", "sfastgn", "sfastgn_compile"}
 
 
 def test_unknown_name_lists_the_known() -> None:
@@ -79,7 +79,7 @@ def test_applied_and_undone(variant: Variant, module: Block) -> None:
         stock, before = module(x), state(module)
         with variants.prepared(variant, module, "vae"):
             assert (state(module) != before) == (variant.name != "eager")
-            if variant.name != "compile":
+            if "compile" not in variant.name:
                 torch.testing.assert_close(module(x), stock, rtol=1e-5, atol=1e-5)
         assert state(module) == before
         assert torch.equal(module(x), stock)
@@ -101,6 +101,31 @@ def test_compile_reaches_the_decoder_that_decode_calls(module: Block) -> None:
         assert module.decoder._compiled_call_impl is not None
         assert module._compiled_call_impl is None
     assert module.decoder._compiled_call_impl is None
+
+
+def test_a_patched_model_is_compiled_and_both_are_taken_back(module: Block) -> None:
+    import sfastgn
+
+    variant = variants.by_name("sfastgn_compile")
+    with variants.prepared(variant, module, "vae"):
+        assert sfastgn.report(module).fused
+        assert variant.describe(module) == variants.by_name("sfastgn").describe(module)
+        assert module.decoder._compiled_call_impl is not None
+    assert not sfastgn.report(module).fused
+    assert module.decoder._compiled_call_impl is None
+    assert not variant.replays_graph  # so that it gets a time under a CUDA graph
+
+
+@pytest.mark.slow
+def test_a_patched_and_compiled_model_gives_the_same(module: Block) -> None:
+    variant = variants.by_name("sfastgn_compile")
+    if (reason := variant.available(CPU)) is not None:
+        pytest.skip(reason)
+    x = torch.randn(2, 4, 8, 8)
+    with torch.no_grad():
+        stock = module(x)
+        with variants.prepared(variant, module, "vae"):
+            torch.testing.assert_close(module(x), stock, rtol=1e-5, atol=1e-5)
 
 
 def _breaking(where: str) -> Variant:
