@@ -131,12 +131,13 @@ if triton is not None:
         scale, offset = channel_affine(
             n, c, in_range, weight_ptr, bias_ptr, ada_scale_ptr, ada_shift_ptr, ada_scale_stride, ada_shift_stride
         )
-        count = (HW * (1 if EACH_CHANNEL else CHANNELS)).to(tl.float32)
+        share = 1 / (HW * (1 if EACH_CHANNEL else CHANNELS)).to(tl.float32)
         d = tl.where(mask, d, 0.0)
-        delta = _tile_sum(d, EACH_CHANNEL) / count
-        d = tl.where(mask, d - delta, 0.0)
-        rstd = 1 / tl.sqrt(_tile_sum(d * d, EACH_CHANNEL) / count + eps)
-        _save(mean_ptr, rstd_ptr, pivot + delta, rstd, part, n * C + c, in_range, EACH_CHANNEL)
+        total = _tile_sum(d, EACH_CHANNEL)
+        # Explicit: ptxas would contract product and difference here, but not where the mean is stored too, and other bits come out.
+        d = tl.where(mask, tl.fma(total, -share, d), 0.0)
+        rstd = 1 / tl.sqrt(_tile_sum(d * d, EACH_CHANNEL) * share + eps)
+        _save(mean_ptr, rstd_ptr, tl.fma(total, share, pivot), rstd, part, n * C + c, in_range, EACH_CHANNEL)
         y = activate(d * (scale * rstd) + offset, ACTIVATION, PAIRS)
         tl.store(y_ptr + base + (last if OUT_LAST else first), y.to(y_ptr.dtype.element_ty), mask=mask)
 
@@ -177,7 +178,7 @@ if triton is not None:
         c = first_c + j
         in_range = (j < CHANNELS) & (c < C)
         base = statistics_ptr + n * chunks * C
-        elements = HW.to(tl.float32) * (1 if EACH_CHANNEL else CHANNELS)
+        share = 1 / (HW.to(tl.float32) * (1 if EACH_CHANNEL else CHANNELS))
         if PDL:
             if COMPLETE:
                 gdc_launch_dependents()
@@ -199,15 +200,16 @@ if triton is not None:
             for start in range(BLOCK_P, chunks, BLOCK_P):
                 m, _, w = _partials(base, plane, start, chunks, rows, HW, c, in_range, to_pivot, C, BLOCK_P)
                 total += m * w
-        mean = _merged(total, EACH_CHANNEL) / elements
-        d -= mean
+        total = _merged(total, EACH_CHANNEL)
+        d = tl.fma(total, -share, d)  # explicit for the same reason as in the small kernel
         m2 = part_m2 + d * d * weight
         if LOOP:
             for start in range(BLOCK_P, chunks, BLOCK_P):
                 d, part_m2, w = _partials(base, plane, start, chunks, rows, HW, c, in_range, to_pivot, C, BLOCK_P)
-                d -= mean
+                d = tl.fma(total, -share, d)
                 m2 += part_m2 + d * d * w
-        rstd = 1 / tl.sqrt(_merged(m2, EACH_CHANNEL) / elements + eps)
+        mean = total * share
+        rstd = 1 / tl.sqrt(_merged(m2, EACH_CHANNEL) * share + eps)
         _save(mean_ptr, rstd_ptr, mean + pivot, rstd, part, n * C + c, in_range, EACH_CHANNEL)
         scale *= rstd
         # x comes without the shift: the mean is taken of x + shift, so what is subtracted from x is mean - shift.
