@@ -35,7 +35,7 @@ NOTHING = "-"
 LOSS = "†"
 
 MODEL_LABELS = {"sd15": "SD1.5", "sdxl": "SDXL"}
-PART_LABELS = {"unet": "UNet step", "vae": "VAE decode", "pipeline": "pipeline"}
+PART_LABELS = {"unet": "UNet step", "vae": "VAE decode", "pipeline": "pipeline", "train": "training step"}
 GRAPHED = ("eager", "compile", "sfastgn")
 
 
@@ -50,6 +50,10 @@ def _number(value: float | None, digits: int = 3) -> str:
 
 def _error(value: float | None) -> str:
     return NOTHING if value is None else f"{value:.1e}"
+
+
+def _mebibytes(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:.0f}" if value >= 100 else f"{value:.2f}"
 
 
 def _labels() -> dict[str, str]:
@@ -80,6 +84,10 @@ def end_to_end_table(rows: Sequence[Row], title: str) -> Table:
         ("error, eager", lambda row: _error(row.error_eager)),
         ("error, fp32", lambda row: _error(row.error_fp32)),
         ("PSNR dB", lambda row: _number(row.psnr_db)),
+    ]
+    columns += [
+        ("step MiB", lambda row: _mebibytes(row.step_mib)),
+        ("saved MiB", lambda row: _mebibytes(row.saved_mib)),
     ]
     shown = [(name, cell) for name, cell in columns if any(cell(row) != NOTHING for row in rows)]
     table = Table(title=title, title_justify="left")
