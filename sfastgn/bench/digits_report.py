@@ -115,10 +115,12 @@ def _write_samples(samples: torch.Tensor, path: Path) -> Path:
     count, _, size, _ = samples.shape
     columns = min(GRID, count)
     rows = -(-count // columns)
-    cells = np.zeros((rows * columns, size, size))
-    cells[:count] = samples[:, 0].numpy()
-    grid = cells.reshape(rows, columns, size, size).transpose(0, 2, 1, 3).reshape(1, rows * size, columns * size, 1)
-    return images.write_png(grid.repeat(3, axis=3), path, scale=max(1, PICTURE_PIXELS // (columns * size)))
+    pitch = size + 1  # a line between neighbours, half as bright as ink
+    cells = np.full((rows * columns, pitch, pitch), 0.5)
+    cells[:, :size, :size] = 0
+    cells[:count, :size, :size] = samples[:, 0].numpy()
+    grid = cells.reshape(rows, columns, pitch, pitch).transpose(0, 2, 1, 3).reshape(1, rows * pitch, columns * pitch, 1)
+    return images.write_png(grid.repeat(3, axis=3), path, scale=max(1, PICTURE_PIXELS // (columns * pitch)))
 
 
 def _write_curves(runs: Sequence[Run], window: int, path: Path) -> None:
