@@ -66,7 +66,11 @@ def norm() -> tuple[nn.Module, Call]:
     return module, lambda m, N, H: m(noise(N, 6, H, 5).contiguous(memory_format=torch.channels_last))
 
 
-BUILDERS = {"unet": unet, "vae": vae, "group_norm": norm}
+def decoder() -> tuple[nn.Module, Call]:
+    return vae()[0].decoder, lambda m, N, H: m(noise(N, 4, H, 6))
+
+
+BUILDERS = {"unet": unet, "vae": vae, "decoder": decoder, "group_norm": norm}
 
 
 def built(name: str) -> tuple[nn.Module, Call]:
@@ -86,16 +90,24 @@ class Compiled:
     graphs: list[fx.GraphModule]
 
 
-def run(model: nn.Module, call: Call, f: Any, N: int, H: int) -> tuple[Tensor, dict[str, Tensor]]:
+def run(model: nn.Module, call: Call, f: Any, N: int, H: int, backward: bool) -> tuple[Tensor, dict[str, Tensor]]:
+    if not backward:
+        with torch.no_grad():
+            return call(f, N, H), {}
     model.zero_grad()
     y = call(f, N, H)
     y.square().mean().backward()
     return y.detach(), {k: p.grad.clone() for k, p in model.named_parameters() if p.grad is not None}
 
 
+# What is run of each: sizes (N, H), and whether the backward too. Tracing a backward with symbols takes most of a minute for a model.
+STATIC = ([(2, 8)], True)
+DYNAMIC = {"group_norm": ([(2, 8), (3, 12)], True), "decoder": ([(2, 8), (3, 12)], False), "unet": ([(2, 8)], False)}
+
+
 @functools.cache
 def compiled(name: str, dynamic: bool) -> Compiled:
-    """Forward and backward of one model at one size, or at two with ``dynamic``, by a compiler that only looks at its graphs."""
+    """One model by a compiler that only looks at its graphs."""
     torch._dynamo.reset()
     graphs: list[fx.GraphModule] = []
 
@@ -106,8 +118,8 @@ def compiled(name: str, dynamic: bool) -> Compiled:
     model, call = built(name)
     backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
     f = torch.compile(model, fullgraph=True, dynamic=dynamic, backend=backend)
-    sizes = [(2, 8), (3, 12)] if dynamic else [(2, 8)]
-    pairs = [(run(model, call, f, N, H), run(model, call, model, N, H)) for N, H in sizes]
+    sizes, backward = DYNAMIC[name] if dynamic else STATIC
+    pairs = [(run(model, call, f, N, H, backward), run(model, call, model, N, H, backward)) for N, H in sizes]
     return Compiled([(a[0], b[0]) for a, b in pairs], [(a[1], b[1]) for a, b in pairs], graphs)
 
 
@@ -122,7 +134,7 @@ CASES = [
     pytest.param("unet", False, id="unet"),
     pytest.param("unet", True, id="unet-dynamic", marks=pytest.mark.slow),
     pytest.param("vae", False, id="vae"),
-    pytest.param("vae", True, id="vae-dynamic", marks=pytest.mark.slow),
+    pytest.param("decoder", True, id="decoder-dynamic"),
 ]
 
 
@@ -139,14 +151,12 @@ def test_one_graph_and_the_same_results(name: str, dynamic: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("group_norm", marks=FIXED_SIZES),
-        pytest.param("vae", marks=[FIXED_SIZES, pytest.mark.slow]),  # a stock UNet is compiled anew for each size
-    ],
+    ("name", "graphs"),
+    [pytest.param("group_norm", 2, id="group_norm", marks=FIXED_SIZES), pytest.param("decoder", 1, id="decoder")],
 )
-def test_sizes_share_their_graphs(name: str) -> None:
-    assert len(compiled(name, True).graphs) == 2, "one forward and one backward"
+def test_sizes_share_their_graphs(name: str, graphs: int) -> None:
+    """Not so for a UNet, whose stock upsampling is compiled anew for each size."""
+    assert len(compiled(name, True).graphs) == graphs
 
 
 # --- layout copies ------------------------------------------------------------------------------------------------------------
@@ -229,9 +239,16 @@ def resnet() -> nn.Module:
     return sfastgn.optimize(block.to(memory_format=torch.channels_last), strict=True)
 
 
-@pytest.mark.skipif(_REASON is not None, reason=str(_REASON))
-@pytest.mark.parametrize("train", [pytest.param(False, id="eval"), pytest.param(True, id="train")])
-def test_inductor(train: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("device", "bound"),
+    [
+        pytest.param(
+            "cpu", 1e-4, marks=[pytest.mark.slow, pytest.mark.skipif(_REASON is not None, reason=str(_REASON))]
+        ),
+        pytest.param("cuda", 1e-2, marks=pytest.mark.gpu),  # convolutions may run in TF32
+    ],
+)
+def test_inductor(device: str, bound: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward; and what Inductor makes kernels of holds no copy at all."""
     import torch._inductor.config as config
 
@@ -242,16 +259,16 @@ def test_inductor(train: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         "post_grad_custom_post_pass",
         lambda graph: seen.extend(op_of(node) for node in graph.nodes if node.op == "call_function"),
     )
-    block = resnet().train(train)
+    block = resnet().to(device).train()
     f = torch.compile(block, fullgraph=True)
-    x, temb = noise(2, 8, 4, 5).contiguous(memory_format=torch.channels_last), noise(2, 16)
+    x, temb = (t.to(device) for t in (noise(2, 8, 4, 5).contiguous(memory_format=torch.channels_last), noise(2, 16)))
     results = []
     for module in (f, block):
         leaves = [t.clone().requires_grad_() for t in (x, temb)]
         y = module(*leaves)
         results.append([y, *torch.autograd.grad(y.square().mean(), [*leaves, *block.parameters()])])
     for ours, plain in zip(*results, strict=True):
-        torch.testing.assert_close(ours, plain, atol=1e-6, rtol=1e-4)
+        assert (ours - plain).norm() <= bound * plain.norm()
     assert "convolution_backward" in seen, "the backward's graph too"
     assert seen.count("group_norm") == 2
     assert not set(seen) & set(COPIES)
@@ -281,28 +298,21 @@ def test_export_of_a_vae_decoder_saved_and_loaded() -> None:
 # --- compile() methods of modules --------------------------------------------------------------------------------------------
 
 
-def fused_calls(call: Callable[[], Tensor]) -> tuple[Tensor, int]:
-    """The result, and how often the op ran."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Count(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            self.count = getattr(self, "count", 0) + str(func).startswith(OPS)
-            return func(*args, **(kwargs or {}))
-
-    with Count() as mode, torch.no_grad():
-        y = call()
-    return y, getattr(mode, "count", 0)
-
-
 WAYS = {
     "regional": lambda model: model.compile_repeated_blocks(fullgraph=True, backend="eager"),
     "whole": lambda model: model.compile(fullgraph=True, backend="eager"),
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("order", ["optimize-first", "compile-first", "compile-called-first"])
+@pytest.mark.parametrize(
+    ("way", "order"),
+    [
+        ("regional", "optimize-first"),
+        ("regional", "compile-first"),
+        ("regional", "compile-called-first"),
+        ("whole", "compile-called-first"),
+    ],
+)
 def test_compiled_modules_can_be_optimized_and_restored(way: str, order: str) -> None:
     model, call = unet()
     randomise(model, 3).eval()
