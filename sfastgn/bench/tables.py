@@ -52,10 +52,6 @@ def _error(value: float | None) -> str:
     return NOTHING if value is None else f"{value:.1e}"
 
 
-def _mebibytes(value: float | None) -> str:
-    return NOTHING if value is None else f"{value:.0f}" if value >= 100 else f"{value:.2f}"
-
-
 def _labels() -> dict[str, str]:
     return {variant.name: variant.label for variant in VARIANTS}
 
@@ -67,6 +63,10 @@ def _speed_up(row: Row, eager: Row | None) -> str:
     if eager is None or row.median_ms is None or eager.median_ms is None:
         return NOTHING
     return f"{eager.median_ms / row.median_ms:.2f}x"
+
+
+def _mebibytes(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:.0f}" if value >= 100 else f"{value:.2f}"
 
 
 def end_to_end_table(rows: Sequence[Row], title: str) -> Table:
