@@ -7,4 +7,4 @@ python scripts/time_training.py --model sd15 --json benchmarks/h200/training_sd1
 from sfastgn.bench.scripting import main
 
 if __name__ == "__main__":
-    main(__doc__, model="sdxl", part="train", variants="eager,channels_last,compile,sfastgn", size=512, dtype="bf16")
+    main(__doc__, model="sdxl", part="train", size=512, dtype="bf16")
