@@ -82,4 +82,4 @@ bench: $(STAMP)  ## time the UNets, the VAEs and the kernels on the GPU; JSON go
 	$(BIN)/sfastgn kernels --dtype bf16,fp32 --json $(RESULTS)/kernels.json
 
 clean:  ## remove what the targets made
-	rm -rf $(VENV) build dist demo-output *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) build dist demo-output digits-output *.egg-info .pytest_cache .ruff_cache .mypy_cache

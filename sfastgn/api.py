@@ -12,6 +12,7 @@ from torch import nn
 from sfastgn.kernels.dispatch import KERNEL_DTYPES
 from sfastgn.kernels.tiles import triton
 from sfastgn.patches import channels_last, patcher
+from sfastgn.patches.distributed import is_in_ddp
 from sfastgn.reports import Entry, Report
 
 __all__ = ["optimize", "optimized", "report", "restore"]
@@ -34,9 +35,12 @@ def optimize(obj: T, *, strict: bool = False) -> T:
 
     Raises:
         TypeError: ``obj`` is neither a pipeline nor a module.
-        ValueError: there is no GroupNorm in it; or ``strict`` and something must be skipped (the message says what and why).
+        ValueError: there is no GroupNorm in it; it is in a DistributedDataParallel, which has to be made afterwards; or ``strict`` and
+            something must be skipped (the message says what and why).
     """
     roots = _roots("optimize", obj)
+    if any(channels_last.unconverted_weights(root) for root in roots.values()) and is_in_ddp(roots.values()):
+        raise ValueError(_in_ddp("optimize", obj, "optimize it before it is wrapped"))
     findings = {name: patcher.inspect(root, name) for name, root in roots.items()}
     skipped = [f for found in findings.values() for f in found if f.status == "skipped"]
     if strict and skipped:
@@ -59,9 +63,16 @@ def optimize(obj: T, *, strict: bool = False) -> T:
 def restore(obj: T) -> T:
     """Undo ``optimize`` in place: bit-identical outputs, the same classes, strides and attributes as before. Returns ``obj``.
 
-    A stock pipeline or module is left as it is. Raises TypeError if ``obj`` is neither.
+    A stock pipeline or module is left as it is.
+
+    Raises:
+        TypeError: ``obj`` is neither.
+        ValueError: it is optimised and in a DistributedDataParallel, which has to be dropped first.
     """
-    for root in _roots("restore", obj, required=False).values():
+    roots = _roots("restore", obj, required=False)
+    if any(channels_last.converted_weights(root) for root in roots.values()) and is_in_ddp(roots.values()):
+        raise ValueError(_in_ddp("restore", obj, "restore it after the wrapper is gone"))
+    for root in roots.values():
         patcher.undo(root)
     return obj
 
@@ -94,6 +105,13 @@ def report(obj: Any) -> Report:
         backend=_backend(list(roots.values())),
         channels_last_weights=sum(channels_last.converted_weights(root) for root in roots.values()),
         layout_copies_removed=sum(e.status == "fused" and e.fusion == "transformer_2d" for e in entries),
+    )
+
+
+def _in_ddp(call: str, obj: Any, advice: str) -> str:
+    return (
+        f"sfastgn.{call}: {type(obj).__name__} is in a DistributedDataParallel, whose buckets need the layout that the weights had "
+        f"when it was made; {advice}"
     )
 
 

@@ -43,7 +43,9 @@ def _one_line_errors() -> Iterator[None]:
 @app.command()
 def bench(
     model: ModelOption = "tiny",
-    part: Annotated[list[str] | None, typer.Option("--part", help="unet, vae, pipeline; repeat for several")] = None,
+    part: Annotated[
+        list[str] | None, typer.Option("--part", help="unet, vae, pipeline, train; repeat for several")
+    ] = None,
     size: Annotated[int | None, typer.Option("--size", help="pixels of the square image; 64, 512 or 1024")] = None,
     batch: Annotated[int | None, typer.Option("--batch", help="2 for unet (guidance), else 1")] = None,
     steps: Annotated[int, typer.Option("--steps", help="UNet steps of a pipeline")] = 30,
@@ -58,7 +60,7 @@ def bench(
     json: JsonOption = None,
     seed: SeedOption = 0,
 ) -> None:
-    """Time a UNet step, a VAE decode or a full pipeline, each variant checked against eager first."""
+    """Time a UNet step, a VAE decode, a full pipeline or a training step, each variant checked against eager first."""
     from sfastgn.bench import options, session
 
     with _one_line_errors():

@@ -19,6 +19,7 @@ SHIPPED = {
     "sfastgn/kernels/group_norm.py",
     "sfastgn/py.typed",
 }
+MADE = {"build", "dist", "demo-output", "digits-output"}
 BUILD = "import sys, setuptools.build_meta as backend; getattr(backend, 'build_' + sys.argv[1])(sys.argv[2])"
 
 
@@ -76,7 +77,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the tree, because a build writes build/ and egg-info into its source and would reuse stale ones."""
     copy = tmp_path_factory.mktemp("source")
     for path in ROOT.iterdir():
-        made = path.name.startswith(".") or path.suffix == ".egg-info" or path.name in {"build", "dist", "demo-output"}
+        made = path.name.startswith(".") or path.suffix == ".egg-info" or path.name in MADE
         if made or (path / "pyvenv.cfg").exists():
             continue
         if path.is_symlink():

@@ -24,6 +24,7 @@ def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         pytest.param("time_sd15.py", "tiny", "pipeline", "eager,sfastgn", id="sd15"),
         pytest.param("time_sdxl.py", "tiny_xl", "pipeline", "eager,sfastgn", id="sdxl"),
         pytest.param("time_vae.py", "tiny", "vae", "eager,channels_last,sfastgn", id="vae"),
+        pytest.param("time_training.py", "tiny_xl", "train", "eager,sfastgn", id="training"),
         pytest.param("compare_stable_fast.py", "tiny", "pipeline", None, id="stable-fast"),
     ],
 )
@@ -44,7 +45,9 @@ def test_script(script: str, model: str, part: str, variants: str | None, tmp_pa
     assert "correctness gate" in done.stdout
 
 
-@pytest.mark.parametrize("script", ["time_sd15.py", "time_sdxl.py", "time_vae.py", "compare_stable_fast.py"])
+@pytest.mark.parametrize(
+    "script", ["time_sd15.py", "time_sdxl.py", "time_vae.py", "time_training.py", "compare_stable_fast.py"]
+)
 def test_bad_input_is_one_line(script: str) -> None:
     done = run(script, "--size", "100")
     assert done.returncode == 2

@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 
-from sfastgn.bench import timing, workloads
+from sfastgn.bench import timing, training, workloads
 from sfastgn.bench.environment import environment
 from sfastgn.bench.images import relative_error
+from sfastgn.bench.training import Gradients
 from sfastgn.bench.variants import VARIANTS, Variant, prepared
-from sfastgn.bench.workloads import BenchConfig, Workload
+from sfastgn.bench.workloads import BenchConfig, Judgement, Workload
 
 SCHEMA = 1
 OK, UNAVAILABLE, FAILED, WRONG = "ok", "unavailable", "failed", "wrong output"
@@ -40,6 +41,9 @@ class Row:
         error_eager: ||y - eager|| / ||eager||.
         error_fp32: the same against the same weights in fp32 without TF32, where that was asked for.
         psnr_db: images of a pipeline against eager's.
+        step_mib: of a training step, what PyTorch's CUDA allocator held at most over what the model and its inputs
+            occupy: all that is kept for the backward, temporaries, gradients.
+        saved_mib: of a training step, the tensors that autograd keeps from the forward for the backward.
     """
 
     model: str
@@ -62,18 +66,21 @@ class Row:
     error_eager: float | None = None
     error_fp32: float | None = None
     psnr_db: float | None = None
+    step_mib: float | None = None
+    saved_mib: float | None = None
 
 
 @dataclass
 class _References:
-    """Stock eager's output, the seconds of its first call, and the fp32 output where that was asked for.
+    """Stock eager's output, the seconds of its first call, and the fp32 output where that was asked for or is the gate.
 
     Where nothing can be compared with it, ``status`` is not ``"ok"`` and ``reason`` says why.
     """
 
     output: Any = None
     first_call_s: float = 0.0
-    fp32: torch.Tensor | None = None
+    fp32: Any = None
+    gradient_limit: float = math.nan
     status: str = OK
     reason: str = ""
 
@@ -100,26 +107,44 @@ def _free(device: torch.device) -> None:
 
 
 def _keep(output: Any) -> Any:
+    if isinstance(output, Gradients):
+        return output.kept()
     # A variant with CUDA graphs of its own overwrites its output in the next call.
     return output.detach().clone() if isinstance(output, torch.Tensor) else output
+
+
+def _error(output: Any, reference: Any) -> float:
+    if isinstance(output, Gradients):
+        return output.relative_error(reference)
+    return float(relative_error(output, reference))
+
+
+def _judge(config: BenchConfig, output: Any, stock: _References) -> Judgement:
+    if isinstance(output, Gradients):
+        judged = training.judge(config, output, stock.fp32, stock.gradient_limit)
+        return Judgement(output.relative_error(stock.output), None, judged.reason)
+    return workloads.judge(config, output, stock.output)
 
 
 def _references(config: BenchConfig, workload: Workload) -> _References:
     try:
         first_call_s, output = timing.time_once(workload.call, config.torch_device)
         output = _keep(output)
-        problem = workloads.usable_reference(config, output)
+        trains = isinstance(output, Gradients)
+        problem = output.problem() if trains else workloads.usable_reference(config, output)
         if problem:
             return _References(status=WRONG, reason=problem)
-        fp32 = workload.fp32_output() if config.fp32_reference and workload.fp32_output is not None else None
+        reference = workload.fp32_output if config.fp32_reference or trains else None
+        fp32 = None if reference is None else reference()
+        limit = training.error_limit(config, output.relative_error(fp32)) if trains else math.nan
     except Exception as error:  # too little memory, or weights of another architecture
         return _References(status=FAILED, reason=f"stock eager fails: {one_line(error)}")
     finally:
         _free(config.torch_device)
-    return _References(output, first_call_s, fp32)
+    return _References(output, first_call_s, fp32, limit)
 
 
-def _graph(config: BenchConfig, variant: Variant, workload: Workload, reference: Any) -> tuple[float | None, str]:
+def _graph(config: BenchConfig, variant: Variant, workload: Workload, stock: _References) -> tuple[float | None, str]:
     """Milliseconds of a replay, or None and why. A replay is judged like a call: a wrong one gets no time."""
     device = config.torch_device
     if config.part == "pipeline":
@@ -132,7 +157,7 @@ def _graph(config: BenchConfig, variant: Variant, workload: Workload, reference:
         replay, output = timing.capture_graph(workload.call)
         replay()
         torch.cuda.synchronize()
-        judgement = workloads.judge(config, output, reference)
+        judgement = _judge(config, output, stock)
         if judgement.reason:
             return None, f"the replay is wrong: {judgement.reason}"
         return timing.time_callable(replay, device, repeats=config.repeats).median_ms, ""
@@ -147,19 +172,20 @@ def _measure(config: BenchConfig, variant: Variant, workload: Workload, stock: _
         context = prepared(variant, workload.target, config.part)
         prepare_s, _ = timing.time_once(lambda: stack.enter_context(context), device)
         call_s, output = timing.time_once(workload.call, device)
-        judgement = workloads.judge(config, output, stock.output)
+        judgement = _judge(config, output, stock)
         values: dict[str, Any] = {
             "note": variant.describe(workload.target),
             "error_eager": _finite(judgement.error),
             "psnr_db": _finite(judgement.psnr_db),
         }
         if stock.fp32 is not None:
-            values["error_fp32"] = _finite(float(relative_error(output, stock.fp32)))
+            values["error_fp32"] = _finite(_error(output, stock.fp32))
         if judgement.reason:
             return _row(config, variant, WRONG, reason=judgement.reason, **values)
         del output
         timed = timing.time_callable(workload.call, device, repeats=config.repeats)
-        graph_ms, graph_reason = _graph(config, variant, workload, stock.output)
+        values |= workload.memory() if workload.memory is not None else {}
+        graph_ms, graph_reason = _graph(config, variant, workload, stock)
     iterations = config.steps if config.part == "pipeline" else 1
     return _row(
         config,

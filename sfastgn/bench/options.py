@@ -25,9 +25,9 @@ from sfastgn.bench.workloads import DTYPES, BenchConfig
 
 # Each part's batch and number of timed calls where the user names none; a CPU gets fewer calls. A UNet step has a batch
 # of two for classifier-free guidance.
-DEFAULT_BATCH = {"unet": 2, "vae": 1, "pipeline": 1}
-DEFAULT_REPEATS = {"unet": 50, "vae": 30, "pipeline": 5}
-CPU_REPEATS = {"unet": 5, "vae": 5, "pipeline": 2}
+DEFAULT_BATCH = {"unet": 2, "vae": 1, "pipeline": 1, "train": 1}
+DEFAULT_REPEATS = {"unet": 50, "vae": 30, "pipeline": 5, "train": 30}
+CPU_REPEATS = {"unet": 5, "vae": 5, "pipeline": 2, "train": 3}
 DEFAULT_STEPS = 30
 
 # Timed rounds of each cell of the kernel table. A suite has several passes, and many calls in each round.

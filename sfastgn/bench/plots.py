@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from sfastgn.bench.cells import KernelRow
 from sfastgn.bench.end_to_end import OK
 from sfastgn.bench.providers import NORMS, OURS, YARDSTICK
 
-__all__ = ["plot_reason", "roofline"]
+__all__ = ["loss_curves", "plot_reason", "roofline"]
 
 # Colours that stay apart in print and for the colour-blind (Okabe and Ito).
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999")
@@ -70,6 +70,34 @@ def roofline(rows: Sequence[KernelRow], path: Path, title: str) -> None:
 def _megabytes(row: KernelRow) -> float:
     """What the call has to move: GB/s times microseconds is kilobytes."""
     return (row.hot_gbps or 0) * (row.hot_us or 0) / 1e3
+
+
+def loss_curves(
+    curves: Mapping[str, Sequence[float]], window: int, differences: Mapping[str, Sequence[float]], path: Path
+) -> None:
+    """Writes a PNG: smoothed losses above, the relative differences of smoothed losses below, both over steps.
+
+    Args:
+        curves: smoothed losses by name.
+        window: steps that the smoothing spans; the first value stands at the end of the first window.
+        differences: smoothed relative differences by name.
+        path: of the PNG; its folder is made.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True)
+    for colour, style, (name, values) in zip(_COLOURS, ("-", "--", ":"), curves.items(), strict=False):
+        above.plot(range(window - 1, window - 1 + len(values)), values, style, color=colour, linewidth=1.2, label=name)
+    for colour, (name, values) in zip(_COLOURS[1:], differences.items(), strict=False):
+        below.plot(range(window - 1, window - 1 + len(values)), values, color=colour, linewidth=1.0, label=name)
+    above.set(yscale="log", ylabel=f"loss, mean of {window} steps")
+    below.set(yscale="log", xlabel="step", ylabel="relative difference to stock")
+    for axes in (above, below):
+        axes.grid(True, which="both", linewidth=0.3)
+        axes.legend(fontsize="small")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
 
 
 def main(arguments: Sequence[str]) -> int:

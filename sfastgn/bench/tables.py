@@ -38,7 +38,7 @@ from sfastgn.bench.variants import PARTS, VARIANTS
 RESULTS = Path("benchmarks")
 
 MODEL_LABELS = {"sd15": "SD1.5", "sdxl": "SDXL"}
-PART_LABELS = {"unet": "UNet step", "vae": "VAE decode", "pipeline": "pipeline"}
+PART_LABELS = {"unet": "UNet step", "vae": "VAE decode", "pipeline": "pipeline", "train": "training step"}
 GRAPHED = ("eager", "compile", "sfastgn", "sfastgn_compile")
 # Two variants at once have a column where some run has them; each of the others has one, so that a reader finds it empty.
 COMBINED = ("sfastgn_compile",)
@@ -57,6 +57,10 @@ def _speed_up(row: Row, eager: Row | None) -> str:
     return f"{eager.median_ms / row.median_ms:.2f}x"
 
 
+def _mebibytes(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:.0f}" if value >= 100 else f"{value:.2f}"
+
+
 def end_to_end_table(rows: Sequence[Row], title: str) -> Table:
     """One part's rows. Columns that no row has a value for are left out, and a row that is not ok shows no time."""
     labels = _labels()
@@ -72,6 +76,10 @@ def end_to_end_table(rows: Sequence[Row], title: str) -> Table:
         ("error, eager", lambda row: error_text(row.error_eager)),
         ("error, fp32", lambda row: error_text(row.error_fp32)),
         ("PSNR dB", lambda row: number(row.psnr_db)),
+    ]
+    columns += [
+        ("step MiB", lambda row: _mebibytes(row.step_mib)),
+        ("saved MiB", lambda row: _mebibytes(row.saved_mib)),
     ]
     shown = [(name, cell) for name, cell in columns if any(cell(row) != NOTHING for row in rows)]
     table = Table(title=title, title_justify="left")

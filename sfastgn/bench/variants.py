@@ -22,7 +22,7 @@ from sfastgn.bench import stable_fast
 from sfastgn.bench.snapshot import Snapshot, modules_of
 
 # What the harness times, and the modules of a target that a variant prepares, by their names in a pipeline.
-PARTS = ("unet", "vae", "pipeline")
+PARTS = ("unet", "vae", "pipeline", "train")
 TIMED_MODULES = ("", "unet", "vae")
 
 
@@ -138,6 +138,8 @@ def _sfastgn_compile(target: Any, part: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _stable_fast(target: Any, part: str) -> Iterator[None]:
+    if part == "train":
+        raise RuntimeError("stable-fast traces inference, and has no backward")
     with stable_fast.launch_functions():
         stable_fast.compile_target(target, part)
         yield

@@ -1,4 +1,4 @@
-"""What is timed: one UNet step, one VAE decode, one full pipeline, each as a target and a zero-argument call of it."""
+"""What is timed: a UNet step, a VAE decode, a full pipeline, a training step, each as a target and a zero-argument call of it."""
 
 from __future__ import annotations
 
@@ -24,6 +24,9 @@ ERROR_BOUNDS = {"fp16": 2e-2, "bf16": 1e-1, "fp32": 1e-3}
 TF32_BOUND = 1e-2
 # Steps with guidance amplify a rounding, so images are compared as images: least PSNR in dB.
 PSNR_BOUNDS = {"fp16": 30.0, "bf16": 25.0, "fp32": 40.0}
+# Gradients of two roundings differ by as much as each from the truth, so both are compared with fp32's: this much worse than
+# stock eager's a variant's may be.
+GRADIENT_FACTOR = 1.05
 
 
 class WeightsError(ValueError):
@@ -36,7 +39,8 @@ class BenchConfig:
 
     Attributes:
         model: a name of ``architectures.MODELS``.
-        part: ``"unet"`` (one step), ``"vae"`` (one decode) or ``"pipeline"`` (text encoder, ``steps`` steps, decode).
+        part: ``"unet"`` (one step), ``"vae"`` (one decode), ``"pipeline"`` (text encoder, ``steps`` steps, decode) or
+            ``"train"`` (forward and backward of the UNet).
         size: pixels of the square image, divisible by 8.
         batch: the UNet's or VAE's batch, or the pipeline's images a call (its UNet then sees twice as many).
         dtype: ``"fp16"``, ``"bf16"`` or ``"fp32"``.
@@ -70,13 +74,16 @@ class Workload:
 
     Attributes:
         target: what variants are applied to.
-        call: runs ``target`` on fixed inputs; returns a tensor (N, C, H, W), or images (N, H, W, 3) in [0, 1].
+        call: runs ``target`` on fixed inputs; returns a tensor (N, C, H, W), images (N, H, W, 3) in [0, 1], or the
+            ``training.Gradients`` of a training step.
         fp32_output: the same weights and inputs in fp32 without TF32; None for pipelines.
+        memory: of a training step, values for the row's fields ``step_mib`` and ``saved_mib``.
     """
 
     target: Any
     call: Callable[[], Any]
-    fp32_output: Callable[[], torch.Tensor] | None
+    fp32_output: Callable[[], Any] | None
+    memory: Callable[[], dict[str, float | None]] | None = None
 
 
 @dataclass(frozen=True)
@@ -92,6 +99,9 @@ def gate_text(config: BenchConfig) -> str:
     """The correctness gate in words, for tables and JSON."""
     if config.part == "pipeline":
         return f"PSNR against eager's image at least {PSNR_BOUNDS[config.dtype]:g} dB"
+    if config.part == "train":
+        least = f", or at most {ERROR_BOUNDS['fp32']:g}" if config.dtype == "fp32" else ""
+        return f"gradients' relative error against fp32 at most {GRADIENT_FACTOR:g} times stock eager's{least}"
     return f"relative error against eager at most {_error_bound(config):g}"
 
 
@@ -125,11 +135,12 @@ def usable_reference(config: BenchConfig, reference: Any) -> str:
     return ""
 
 
-def _to_fp32(value: Any) -> Any:
+def to_fp32(value: Any) -> Any:
+    """Floating tensors, also those in dicts, as fp32."""
     if isinstance(value, torch.Tensor):
         return value.float() if value.is_floating_point() else value
     if isinstance(value, dict):
-        return {key: _to_fp32(entry) for key, entry in value.items()}
+        return {key: to_fp32(entry) for key, entry in value.items()}
     return value
 
 
@@ -145,7 +156,8 @@ def load(option: str, weights: str, model: str | None, dtype: torch.dtype, devic
         raise WeightsError(f"{option}: {first.removeprefix('load_pipeline: ')}") from error
 
 
-def _component(config: BenchConfig, name: str) -> Any:
+def component(config: BenchConfig, name: str) -> Any:
+    """The pipeline's module ``name``, ``"unet"`` or ``"vae"``, with the config's weights."""
     dtype, device = config.torch_dtype, config.torch_device
     if config.weights == "random":
         build = architectures.build_unet if name == "unet" else architectures.build_vae
@@ -157,7 +169,7 @@ def _component(config: BenchConfig, name: str) -> Any:
 
 
 def _unet(config: BenchConfig) -> Workload:
-    unet = _component(config, "unet").eval()
+    unet = component(config, "unet").eval()
     kwargs = architectures.unet_inputs(
         unet.config,  # of the UNet at hand: loaded weights need not be those of --model
         size=config.size,
@@ -171,13 +183,13 @@ def _unet(config: BenchConfig) -> Workload:
 
     def fp32_output() -> torch.Tensor:
         with global_switches(cudnn_tf32=False, matmul_tf32=False):
-            return copy.deepcopy(unet).float()(**_to_fp32(kwargs), return_dict=False)[0]
+            return copy.deepcopy(unet).float()(**to_fp32(kwargs), return_dict=False)[0]
 
     return Workload(unet, lambda: unet(**kwargs, return_dict=False)[0], fp32_output)
 
 
 def _vae(config: BenchConfig) -> Workload:
-    vae = _component(config, "vae").eval()
+    vae = component(config, "vae").eval()
     latents = architectures.vae_latents(
         config.model,
         size=config.size,
@@ -192,6 +204,12 @@ def _vae(config: BenchConfig) -> Workload:
             return copy.deepcopy(vae).float().decode(latents.float(), return_dict=False)[0]
 
     return Workload(vae, lambda: vae.decode(latents, return_dict=False)[0], fp32_output)
+
+
+def _train(config: BenchConfig) -> Workload:
+    from sfastgn.bench import training  # which is written over this module
+
+    return training.build(config)
 
 
 def _pipeline(config: BenchConfig) -> Workload:
@@ -226,7 +244,7 @@ def build(config: BenchConfig) -> Workload:
     Raises:
         ValueError: the part is unknown.
     """
-    builders = dict(zip(PARTS, (_unet, _vae, _pipeline), strict=True))
+    builders = dict(zip(PARTS, (_unet, _vae, _pipeline, _train), strict=True))
     if config.part not in builders:
         raise ValueError(f"workloads.build: unknown part {config.part!r}; there are {', '.join(PARTS)}")
     return builders[config.part](config)

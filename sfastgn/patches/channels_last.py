@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from sfastgn.patches.hooks import remove_hooks
 
-__all__ = ["convert", "converted_weights", "is_entry", "is_exit", "restore"]
+__all__ = ["convert", "converted_weights", "is_entry", "is_exit", "restore", "unconverted_weights"]
 
 # In the convolution's __dict__ while converted; goes wherever the module goes (deepcopy, pickle, a LoRA layer's base_layer).
 _STOCK_STRIDES = "_sfastgn_stock_strides"
@@ -58,16 +58,28 @@ def convert(path: str, module: nn.Module) -> None:
         module.register_forward_pre_hook(enter)
     if is_exit(path, module) and leave not in module._forward_hooks.values():
         module.register_forward_hook(leave)
+    memory_format = _new_format(module)
+    if memory_format is None:
+        return
+    weight: Any = module._parameters["weight"]
+    vars(module)[_STOCK_STRIDES] = weight.stride()
+    weight.data = weight.data.contiguous(memory_format=memory_format)
+
+
+def _new_format(module: nn.Module) -> torch.memory_format | None:
+    """The format that ``convert`` would give the weight of ``module``; None where it leaves it alone."""
     memory_format = next((f for kind, f in _FORMATS.items() if isinstance(module, kind)), None)
     weight = module._parameters.get("weight")
     if memory_format is None or weight is None or _STOCK_STRIDES in vars(module):
-        return
+        return None
     if weight.dim() != (5 if memory_format is torch.channels_last_3d else 4) or not weight.is_floating_point():
-        return  # quantised weights are stored in other shapes
-    if weight.is_contiguous(memory_format=memory_format):
-        return
-    vars(module)[_STOCK_STRIDES] = weight.stride()
-    weight.data = weight.data.contiguous(memory_format=memory_format)
+        return None  # quantised weights are stored in other shapes
+    return None if weight.is_contiguous(memory_format=memory_format) else memory_format
+
+
+def unconverted_weights(module: nn.Module) -> int:
+    """Number of convolutions below ``module`` whose weights ``convert`` would make channels-last."""
+    return sum(_new_format(m) is not None for m in module.modules())
 
 
 def converted_weights(module: nn.Module) -> int:

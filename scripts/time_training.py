@@ -1,0 +1,10 @@
+"""One training step of the SDXL UNet at 512x512, timed: forward, loss, backward; milliseconds and the memory it takes.
+
+python scripts/time_training.py --json benchmarks/h200/training_sdxl.json
+python scripts/time_training.py --model sd15 --json benchmarks/h200/training_sd15.json
+"""
+
+from sfastgn.bench.scripting import main
+
+if __name__ == "__main__":
+    main(__doc__, model="sdxl", part="train", size=512, dtype="bf16")

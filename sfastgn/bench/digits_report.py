@@ -1,0 +1,239 @@
+"""The command behind ``scripts/train_digits.py``: options, runs, verdict, pictures, JSON."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from sfastgn.bench import digits, end_to_end, images, options, plots, session, timing
+from sfastgn.bench.digits import Comparison, DigitsConfig, Run
+from sfastgn.bench.environment import environment
+
+__all__ = ["Verdict", "judge", "main", "run"]
+
+GRID = 8
+# Enlarged for people: eight digits in a row are some 500 pixels wide.
+PICTURE_PIXELS = 512
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether the patched model learns as the stock one does. ``reasons`` is empty where it does.
+
+    Attributes:
+        gradient_error: relative error of the first step's gradient; ``gradient_bound`` says against what.
+        curve_max_bound, curve_mean_bound: what the smoothed curves' differences must keep; the mean has none without a
+            second stock run.
+    """
+
+    gradient_error: float
+    gradient_bound: float
+    curve_max_bound: float
+    curve_mean_bound: float | None
+    yardstick: str
+    reasons: tuple[str, ...]
+
+
+def _parser(doc: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=2000, help="optimizer steps of each run (default: 2000)")
+    parser.add_argument("--batch-size", type=int, default=128, help="images a step (default: 128)")
+    parser.add_argument("--size", default="32", help="pixels of the square image: 8, 16 or 32 (default: 32)")
+    parser.add_argument(
+        "--width", type=int, default=64, help="channels of the first level, a multiple of 8 (default: 64)"
+    )
+    parser.add_argument("--dtype", default="fp32", help="fp32, or bf16 for autocast (default: fp32)")
+    parser.add_argument("--device", help="cuda, cuda:N or cpu (default: cuda where there is a GPU)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights, batches, noise and samples (default: 0)")
+    parser.add_argument("--samples", type=int, default=64, help="images drawn from the trained model (default: 64)")
+    parser.add_argument("--stock-repeat", action="store_true", help="train stock on other batches too: what noise is")
+    parser.add_argument("--output", type=Path, default=Path("digits-output"), help="folder of the pictures")
+    parser.add_argument("--json", type=Path, help="also write everything to this file")
+    return parser
+
+
+def _checked(given: argparse.Namespace) -> DigitsConfig:
+    """The experiment; raises OptionError."""
+    for reason in (digits.sklearn_reason(), plots.plot_reason()):
+        if reason is not None:
+            raise options.OptionError(reason)
+    if given.width < digits.GROUPS or given.width % digits.GROUPS:
+        raise options.OptionError(f"--width: must be a positive multiple of {digits.GROUPS}, got {given.width}")
+    options.positive("--samples", given.samples)
+    if given.output.is_file() or any(parent.is_file() for parent in given.output.parents):
+        raise options.OptionError(f"--output: {str(given.output)!r} is not a folder")
+    options.json_path("--json", given.json)
+    return DigitsConfig(
+        steps=options.positive("--steps", given.steps),
+        batch_size=options.positive("--batch-size", given.batch_size),
+        size=int(options.one_of("--size", given.size, map(str, digits.SIZES))),
+        width=given.width,
+        dtype=options.one_of("--dtype", given.dtype, digits.DTYPES),
+        device=options.device_name("--device", given.device),
+        seed=given.seed,
+    )
+
+
+def judge(
+    config: DigitsConfig, gradient: tuple[float, float], patched: Comparison, yardstick: Comparison | None
+) -> Verdict:
+    """The first gradient and the smoothed curves against their bounds; with a ``yardstick`` its differences are the curves'."""
+    error, bound = gradient
+    if yardstick is None:
+        max_bound, mean_bound, source = digits.CURVE_BOUNDS[config.dtype], None, "a fixed bound"
+    else:
+        max_bound, mean_bound = yardstick.smoothed_max, yardstick.smoothed_mean
+        source = "stock on other batches against stock"
+    checks = [
+        ("first gradient's error", error, bound),
+        ("smoothed curves' largest difference", patched.smoothed_max, max_bound),
+    ]
+    if mean_bound is not None:
+        checks.append(("smoothed curves' mean difference", patched.smoothed_mean, mean_bound))
+    # `not <=` because a NaN is neither above nor below; an infinite yardstick measures nothing.
+    reasons = [
+        f"{what} {value:.3g} is above {limit:.3g}"
+        for what, value, limit in checks
+        if not (value <= limit and math.isfinite(limit))
+    ]
+    return Verdict(error, bound, max_bound, mean_bound, source, tuple(reasons))
+
+
+def _write_samples(samples: torch.Tensor, path: Path) -> Path:
+    """The samples in rows of eight, the last one filled up with black."""
+    count, _, size, _ = samples.shape
+    columns = min(GRID, count)
+    rows = -(-count // columns)
+    pitch = size + 1  # a line between neighbours, half as bright as ink
+    cells = np.full((rows * columns, pitch, pitch), 0.5)
+    cells[:, :size, :size] = 0
+    cells[:count, :size, :size] = samples[:, 0].numpy()
+    grid = cells.reshape(rows, columns, pitch, pitch).transpose(0, 2, 1, 3).reshape(1, rows * pitch, columns * pitch, 1)
+    return images.write_png(grid.repeat(3, axis=3), path, scale=max(1, PICTURE_PIXELS // (columns * pitch)))
+
+
+def _write_curves(runs: Sequence[Run], window: int, path: Path) -> None:
+    curves = {run.name: digits.smoothed(run.losses, window) for run in runs}
+    stock = curves["stock"]
+    differences = {name: (np.abs(curve - stock) / stock).tolist() for name, curve in curves.items() if name != "stock"}
+    plots.loss_curves({name: curve.tolist() for name, curve in curves.items()}, window, differences, path)
+
+
+def _finite(values: dict[str, Any]) -> dict[str, Any]:
+    # JSON has no NaN and no infinity.
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in values.items()
+    }
+
+
+def _print(
+    out: Console, config: DigitsConfig, runs: Sequence[Run], comparisons: dict[str, Comparison], verdict: Verdict
+) -> None:
+    title = f"{config.size}x{config.size} digits, batch {config.batch_size}, {config.steps} steps, {config.dtype} on {config.device}"
+    table = Table(title=title, title_justify="left")
+    for header in (
+        "run",
+        "steps/s",
+        "step MiB",
+        "peak MiB",
+        "last loss",
+        "difference, max",
+        "mean",
+        "single steps, max",
+    ):
+        table.add_column(header, justify="left" if header == "run" else "right")
+    for run in runs:
+        found = comparisons.get(run.name)
+        table.add_row(
+            run.name,
+            f"{run.steps_per_s:.4g}",
+            *("-" if value is None else f"{value:.5g}" for value in (run.step_mib, run.peak_mib)),
+            f"{digits.smoothed(run.losses, comparisons['sfastgn'].window)[-1]:.5f}",
+            *(["-"] * 2 if found is None else [f"{found.smoothed_max:.2e}", f"{found.smoothed_mean:.2e}"]),
+            "-" if found is None or found.step_max is None else f"{found.step_max:.2e}",
+        )
+    out.print(table)
+    window = comparisons["sfastgn"].window
+    out.print(f"losses are means of {window} steps; the curves' yardstick is {verdict.yardstick}", style="dim")
+    out.print(f"error of the first gradient: {verdict.gradient_error:.2e}, bound {verdict.gradient_bound:.2e}")
+    for reason in verdict.reasons:
+        out.print(f"DISAGREES: {reason}", style="bold red")
+    if not verdict.reasons:
+        out.print("the patched model learns as the stock one does", style="green")
+
+
+def run(
+    config: DigitsConfig, *, samples: int, stock_repeat: bool, output: Path, json: Path | None, out: Console
+) -> int:
+    """Trains, judges, prints and writes; returns 0, or 1 where the patched model does not learn as the stock one does."""
+    device = config.torch_device
+    with timing.global_switches(cudnn_tf32=False) as switches:
+        where = environment(device, switches)
+    with timing.device_scope(device):
+        data = digits.load_images(config.size, device)
+        stock = digits.build_model(config)
+        patched = digits.patched_copy(stock)
+        exact = digits.first_gradients(dataclasses.replace(config, dtype="fp32"), stock, data)
+        stock_gradients, ours = (digits.first_gradients(config, model, data) for model in (stock, patched))
+        gradient = digits.gradient_verdict(config.dtype, stock_gradients, ours, exact)
+        repeat = digits.build_model(config) if stock_repeat else None
+        timing.spin_up(device)
+        runs = [
+            digits.train(config, stock, data, name="stock", data_seed=config.seed),
+            digits.train(config, patched, data, name="sfastgn", data_seed=config.seed),
+        ]
+        if repeat is not None:
+            runs.append(digits.train(config, repeat, data, name="stock, other batches", data_seed=config.seed + 1))
+        drawn = digits.sample(config, patched, samples)
+    comparisons = {each.name: digits.compare(config, each, runs[0]) for each in runs[1:]}
+    verdict = judge(config, gradient, comparisons["sfastgn"], comparisons.get("stock, other batches"))
+    _print(out, config, runs, comparisons, verdict)
+    _write_curves(runs, comparisons["sfastgn"].window, output / "losses.png")
+    _write_samples(drawn, output / "samples.png")
+    for name in ("losses.png", "samples.png"):
+        out.print(f"wrote {output / name}", style="dim", soft_wrap=True)
+    if json is not None:
+        content = end_to_end.document("train_digits", where, dataclasses.asdict(config), runs)
+        content["rows"] = [
+            {**row, "losses": [x if math.isfinite(x) else None for x in row["losses"]]} for row in content["rows"]
+        ]
+        compared = {name: _finite(dataclasses.asdict(each)) for name, each in comparisons.items()}
+        judged = _finite(dataclasses.asdict(verdict))
+        end_to_end.write_json(json, {**content, "comparisons": compared, "verdict": judged})
+        out.print(f"wrote {json}", style="dim", soft_wrap=True)
+    return 1 if verdict.reasons else 0
+
+
+def main(doc: str | None, arguments: Sequence[str] | None = None) -> None:
+    """Runs the script and exits: 0, 1 where the runs disagree, 2 for bad input, which it names in one line.
+
+    Args:
+        doc: the script's docstring, shown by ``--help``.
+        arguments: instead of ``sys.argv[1:]``.
+    """
+    given = _parser(doc or "").parse_args(arguments)
+    try:
+        config = _checked(given)
+        code = run(
+            config,
+            samples=given.samples,
+            stock_repeat=given.stock_repeat,
+            output=given.output,
+            json=given.json,
+            out=session.console(),
+        )
+    except options.OptionError as error:
+        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        code = 2
+    sys.exit(code)
