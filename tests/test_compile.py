@@ -124,10 +124,6 @@ def compiled(name: str, dynamic: bool) -> Compiled:
 
 
 # torch.Size.numel() in the backward fixes H and W, so that each size is compiled anew.
-FIXED_SIZES = pytest.mark.xfail(
-    strict=True, reason="group_norm_backward.py: x.shape[2:].numel() specialises on H and W"
-)
-
 CASES = [
     pytest.param("group_norm", False, id="group_norm"),
     pytest.param("group_norm", True, id="group_norm-dynamic"),
@@ -152,7 +148,7 @@ def test_one_graph_and_the_same_results(name: str, dynamic: bool) -> None:
 
 @pytest.mark.parametrize(
     ("name", "graphs"),
-    [pytest.param("group_norm", 2, id="group_norm", marks=FIXED_SIZES), pytest.param("decoder", 1, id="decoder")],
+    [pytest.param("group_norm", 2, id="group_norm"), pytest.param("decoder", 1, id="decoder")],
 )
 def test_sizes_share_their_graphs(name: str, graphs: int) -> None:
     """Not so for a UNet, whose stock upsampling is compiled anew for each size."""

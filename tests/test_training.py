@@ -158,8 +158,6 @@ def test_gradient_checkpointing(step: Any, function: Any) -> None:
 
 # torch.library.register_autograd makes an autograd.Function without setup_context, which torch.func refuses, and forward-mode AD
 # passes by in silence: tangents are lost. Plain PyTorch under a transform would be right.
-NO_TRANSFORMS = pytest.mark.xfail(strict=True, reason="sfastgn::group_norm has no gradient under torch.func")
-NO_TANGENTS = pytest.mark.xfail(strict=True, reason="sfastgn::group_norm drops forward-mode tangents in silence")
 
 
 def ours(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -206,16 +204,16 @@ def of_module(f: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
             lambda f, x, w, b: torch.func.vmap(f, (None, 0, 1))(x, torch.stack([w, b]), torch.stack([b, w], 1)),
             id="vmap-weights",
         ),
-        pytest.param(lambda f, *a: torch.func.grad(functools.partial(energy, f), (0, 1, 2))(*a), id="grad", marks=NO_TRANSFORMS),
-        pytest.param(lambda f, *a: torch.func.jacrev(f)(*a), id="jacrev", marks=NO_TRANSFORMS),
-        pytest.param(lambda f, *a: torch.func.hessian(functools.partial(energy, f))(*a), id="hessian", marks=NO_TRANSFORMS),
+        pytest.param(lambda f, *a: torch.func.grad(functools.partial(energy, f), (0, 1, 2))(*a), id="grad"),
+        pytest.param(lambda f, *a: torch.func.jacrev(f)(*a), id="jacrev"),
+        pytest.param(lambda f, *a: torch.func.hessian(functools.partial(energy, f))(*a), id="hessian"),
         pytest.param(
             lambda f, x, w, b: torch.func.vmap(torch.func.grad(functools.partial(energy, f), 1), (0, None, None))(x[:, None], w, b),
-            id="gradients-per-sample", marks=NO_TRANSFORMS,
+            id="gradients-per-sample",
         ),
-        pytest.param(lambda f, *a: torch.func.jacfwd(f)(*a), id="jacfwd", marks=NO_TANGENTS),
-        pytest.param(lambda f, *a: torch.func.jvp(functools.partial(energy, f), a, a), id="jvp", marks=NO_TANGENTS),
-        pytest.param(dual, id="dual-numbers", marks=NO_TANGENTS),
+        pytest.param(lambda f, *a: torch.func.jacfwd(f)(*a), id="jacfwd"),
+        pytest.param(lambda f, *a: torch.func.jvp(functools.partial(energy, f), a, a), id="jvp"),
+        pytest.param(dual, id="dual-numbers"),
     ],
 )  # fmt: skip
 def test_function_transforms(transformed: Any, layout: torch.memory_format) -> None:

@@ -51,6 +51,22 @@ if triton is not None:
         return s
 
     @triton.jit
+    def _sigmoid_and_rest(z, PAIRS: tl.constexpr):
+        """(sigmoid, 1 - sigmoid) for derivatives, which multiply the rest by powers of z: in fp32 it must not come of a difference."""
+        if PAIRS or not _COMPILED:
+            s = _sigmoid(z, PAIRS)
+            rest = 1 - s
+        else:
+            # log2(e) in two parts, and the rounding error of the first product: the exponent is then exact to the last bit.
+            t = tl.minimum(z * -1.4426950408889634, 126.0)
+            low = tl.fma(z, -1.4426950216293335, -t) + z * -1.92596298909109e-08
+            e = _exp2(t)
+            e = tl.where(t < 126.0, tl.fma(e, low * 0.6931471805599453, e), e)
+            s = _reciprocal(1 + e)
+            rest = e * s
+        return s, rest
+
+    @triton.jit
     def activate(z, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr):
         if ACTIVATION == "relu":
             z = tl.where(z < 0, 0.0, z)  # keeps NaN
@@ -70,12 +86,12 @@ if triton is not None:
         if ACTIVATION == "relu":
             dz = tl.where(z <= 0, 0.0, dy)  # passes on where z is NaN, as PyTorch does
         elif ACTIVATION == "silu":
-            s = _sigmoid(z, PAIRS)
-            dz = dy * s * (1 + z * (1 - s))
+            s, rest = _sigmoid_and_rest(z, PAIRS)
+            dz = dy * s * (1 + z * rest)
         elif ACTIVATION == "gelu":
             cdf = 0.5 * (1 + tl.erf(z * 0.7071067811865476))
             dz = dy * (cdf + z * 0.3989422804014327 * tl.exp(-0.5 * z * z))
         elif ACTIVATION == "gelu_tanh":
-            s = _sigmoid(1.5957691216057308 * (z + 0.044715 * z * z * z), PAIRS)
-            dz = dy * s * (1 + z * (1 - s) * (1.5957691216057308 + 0.2140644488078421 * z * z))
+            s, rest = _sigmoid_and_rest(1.5957691216057308 * (z + 0.044715 * z * z * z), PAIRS)
+            dz = dy * s * (1 + z * rest * (1.5957691216057308 + 0.2140644488078421 * z * z))
         return dz

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sfastgn.kernels.dispatch import is_plain_inference, runs_in_triton
+from sfastgn.kernels.dispatch import is_plain_inference, is_transformed, runs_in_triton
 from sfastgn.kernels.group_norm_config import ceil_div, statistics_config
 from sfastgn.kernels.launch import num_sms, remember
 from sfastgn.kernels.layout import dense, dense_is_channels_last, empty_dense_like, is_channels_last
@@ -211,12 +211,14 @@ def channel_statistics(x: Tensor) -> Tensor:
     Raises:
         TypeError: x is not a floating tensor.
         ValueError: x has rank 2 or less.
+        NotImplementedError: within torch.func transforms or forward-mode AD.
 
     Source: Chan, Golub and LeVeque, 1979.
     """
     _check_input("sfastgn.channel_statistics", "x", x)
     if is_plain_inference(x, ()):
         return _statistics_of(x)
+    _refuse_transforms("sfastgn.channel_statistics")
     return torch.ops.sfastgn.channel_statistics(x.detach())
 
 
@@ -239,6 +241,7 @@ def add_with_statistics(
     Raises:
         TypeError: an argument is not a floating tensor, or the dtypes of x and residual differ.
         ValueError: a shape or a device does not fit, or x has rank 2 or less.
+        NotImplementedError: within torch.func transforms or forward-mode AD.
     """
     name = "sfastgn.add_with_statistics"
     _check_input(name, "x", x)
@@ -253,6 +256,7 @@ def add_with_statistics(
         raise TypeError(f"{name}: scale must be a number, got {scale!r}")
     if is_plain_inference(x, (residual, bias)):
         return _add_impl(x, residual, bias, float(scale))
+    _refuse_transforms(name)
     return torch.ops.sfastgn.add_with_statistics(x, residual, bias, float(scale))
 
 
@@ -271,6 +275,7 @@ def cat_with_statistics(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     Raises:
         TypeError: an argument is not a floating tensor, or the dtypes differ.
         ValueError: a shape or a device does not fit, or a has rank 2 or less.
+        NotImplementedError: within torch.func transforms or forward-mode AD.
     """
     name = "sfastgn.cat_with_statistics"
     _check_input(name, "a", a)
@@ -278,7 +283,14 @@ def cat_with_statistics(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     _check_like(name, a, "b", b, (a.shape[0], b.shape[1], *a.shape[2:]))
     if is_plain_inference(a, (b,)):
         return _cat_impl(a, b)
+    _refuse_transforms(name)
     return torch.ops.sfastgn.cat_with_statistics(a, b)
+
+
+def _refuse_transforms(name: str) -> None:
+    # PyTorch would drop the tangents of forward-mode AD without a word.
+    if not torch.compiler.is_compiling() and is_transformed():
+        raise NotImplementedError(f"{name}: torch.func transforms and forward-mode AD are not supported")
 
 
 def _check_input(name: str, label: str, t: Any, rank: int = 3) -> None:

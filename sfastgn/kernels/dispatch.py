@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sfastgn.kernels.tiles import triton
 
-__all__ = ["KERNEL_DTYPES", "is_plain", "is_plain_inference", "runs_in_triton", "wants_gradient"]
+__all__ = ["KERNEL_DTYPES", "is_plain", "is_plain_inference", "is_transformed", "runs_in_triton", "wants_gradient"]
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
@@ -38,6 +38,11 @@ def is_plain(x: Tensor, others: tuple[Tensor | None, ...]) -> bool:
     return (
         torch._C._len_torch_dispatch_stack() == 0
         and not torch._C._is_torch_function_mode_enabled()
-        and torch._C._functorch.peek_interpreter_stack() is None
         and torch._C._get_tracing_state() is None
+        and not is_transformed()
     )
+
+
+def is_transformed() -> bool:
+    """True within torch.func transforms and forward-mode AD, which differentiate PyTorch's ops but not those of a library."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0

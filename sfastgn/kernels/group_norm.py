@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from sfastgn.kernels.activations import ACTIVATIONS
-from sfastgn.kernels.dispatch import is_plain, runs_in_triton, wants_gradient
+from sfastgn.kernels.dispatch import is_plain, is_transformed, runs_in_triton, wants_gradient
 from sfastgn.kernels.group_norm_backward import group_norm_grads
 from sfastgn.kernels.group_norm_kernels import find_plan, launch_group_norm, make_plan, plan_key
 from sfastgn.kernels.layout import empty_dense_like, is_channels_last
@@ -233,7 +233,8 @@ def group_norm(
         or fp32 under CUDA autocast, as torch.nn.functional.group_norm has.
     Layout: the output has the strides of x if x is without gaps, channels-last or channels-first; else C stays innermost if it was.
     Grad: with respect to every tensor but ``statistics``, which count as the function of x that they are. Between forward and
-        backward x is kept and two fp32 values a group. A second derivative runs in plain PyTorch.
+        backward x is kept and two fp32 values a group. A second derivative, the transforms of torch.func (vmap, jacrev) and
+        forward-mode AD run in plain PyTorch.
     Raises:
         TypeError: x is not a floating tensor, or another argument has the wrong type.
         ValueError: a shape, the number of groups, a device or the activation's name does not fit.
@@ -273,6 +274,10 @@ def call_group_norm(
             return _GroupNorm.apply(x, *params, statistics, (plan, num_groups, eps, activation, tokens, out_dtype))
     _check(name, x, num_groups, eps, activation, params, statistics, tokens)
     weight, bias, *operands = params
+    if not torch.compiler.is_compiling() and is_transformed():
+        names = ("shift", "ada_scale", "ada_shift")
+        how: dict[str, Any] = dict(zip(names, operands, strict=True), tokens=tokens, out_dtype=out_dtype)
+        return reference_group_norm(x, num_groups, weight, bias, float(eps), activation, **how)
     return torch.ops.sfastgn.group_norm(
         x, num_groups, weight, bias, float(eps), activation, *operands, statistics, tokens, out_dtype
     )[0]

@@ -15,6 +15,7 @@ Source: the chain rule; the grouping of sums is that of Wu and He, "Group Normal
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -52,7 +53,7 @@ def reference_group_norm_grads(
     """
     N, C = x.shape[:2]
     dtype = torch.promote_types(x.dtype, torch.float32)
-    grouped = (N, num_groups, C // num_groups, x.shape[2:].numel())
+    grouped = (N, num_groups, C // num_groups, math.prod(x.shape[2:]))
 
     def per_channel(t: Tensor) -> Tensor:
         return t.to(dtype).reshape(-1, num_groups, C // num_groups, 1)
@@ -157,10 +158,11 @@ _DIFFERENTIABLE = (0, 1, 4, 5, 6, 7, 8)  # dy, x, weight, bias, shift, ada_scale
 
 def _double_backward(ctx: Any, dgrads: list[Tensor | None]) -> tuple[Any, ...]:
     """Differentiates the plain PyTorch form; mean and rstd count as what they are, functions of x."""
-    inputs = ctx.saved_tensors
-    dy, x, weight, bias, shift, ada_scale, ada_shift = inputs
     keep_graph = torch.is_grad_enabled()
     with torch.enable_grad():
+        # Aliases: the way from dy back to x belongs to the caller's graph, not to this derivative.
+        inputs: tuple[Any, ...] = tuple(None if t is None else t.view_as(t) for t in ctx.saved_tensors)
+        dy, x, weight, bias, shift, ada_scale, ada_shift = inputs
         flat = dy.movedim(-1, 1).reshape(x.shape) if ctx.tokens else dy
         how = (ctx.num_groups, ctx.eps, ctx.activation, tuple(ctx.wanted))
         grads = reference_group_norm_grads(flat, x, weight, bias, shift, ada_scale, ada_shift, *how)

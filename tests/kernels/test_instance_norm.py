@@ -58,7 +58,8 @@ def test_the_shapes_take_both_ways():
 
 def check(shape, dtype, device, layout, activation):
     x, weight, bias = (t.requires_grad_() for t in make(shape, dtype, device, layout))
-    dy = make(shape, dtype, device, layout, seed=5)[0]
+    # Of mean 0: the gradient of the weight is else a small difference of large sums, which the rounding of the mean decides.
+    dy = make(shape, dtype, device, layout, mean=0.0, seed=5)[0]
     with kernels():
         y = sfastgn.instance_norm(x, weight, bias, 1e-4, activation)
         got = (y, *torch.autograd.grad(y, (x, weight, bias), dy))
