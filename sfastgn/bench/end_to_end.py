@@ -149,6 +149,8 @@ def _graph(config: BenchConfig, variant: Variant, workload: Workload, stock: _Re
     device = config.torch_device
     if config.part == "pipeline":
         return None, "a pipeline is not one graph"
+    if config.part == "train":
+        return None, "a training step is timed call by call"
     if device.type != "cuda":
         return None, f"CUDA graphs need CUDA; the device is {device}"
     if variant.replays_graph:
@@ -231,7 +233,7 @@ def run(
         on_variant: called with a variant's name before it starts, for a progress bar.
     """
     device = config.torch_device
-    with timing.device_scope(device), timing.global_switches(), torch.no_grad():
+    with timing.device_scope(device), timing.global_switches(cudnn_benchmark=tries_algorithms(config)), torch.no_grad():
         timing.spin_up(device)
         if workload is None:
             workload = workloads.build(config)
@@ -243,6 +245,11 @@ def run(
     del workload, stock
     _free(device)
     return rows
+
+
+def tries_algorithms(config: BenchConfig) -> bool:
+    """Whether cuDNN times its algorithms: not in training, whose peak memory would be the workspace of those that it tries."""
+    return config.part != "train"
 
 
 def document(kind: str, environment: dict[str, Any], config: dict[str, Any], rows: Iterable[Any]) -> dict[str, Any]:
@@ -264,10 +271,15 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 def describe(configs: Sequence[BenchConfig]) -> dict[str, Any]:
     """The configs as JSON, each with its correctness gate in words."""
-    return {"parts": [{**asdict(config), "gate": workloads.gate_text(config)} for config in configs]}
+    return {
+        "parts": [
+            {**asdict(config), "gate": workloads.gate_text(config), "cudnn_benchmark": tries_algorithms(config)}
+            for config in configs
+        ]
+    }
 
 
-def current_environment(device: torch.device) -> dict[str, Any]:
-    """:func:`environment` with the switches that :func:`run` measures under."""
-    with timing.global_switches() as switches:
+def current_environment(device: torch.device, configs: Sequence[BenchConfig] = ()) -> dict[str, Any]:
+    """:func:`environment` with the switches that :func:`run` measures under: those of the first config where they differ."""
+    with timing.global_switches(cudnn_benchmark=tries_algorithms(configs[0]) if configs else True) as switches:
         return environment(device, switches)

@@ -65,7 +65,7 @@ def run_bench(
 ) -> int:
     """Measures, prints and writes; returns the exit code: 0, or 1 where an output was wrong or no variant ran at all."""
     out = out or console()
-    environment = end_to_end.current_environment(torch.device(configs[0].device))
+    environment = end_to_end.current_environment(torch.device(configs[0].device), configs)
     rows: list[Row] = []
     with _progress() as progress:
         task = progress.add_task("building", total=len(configs) * len(variants))

@@ -150,7 +150,9 @@ def statistics_config(
     steps = max(steps_min, min(steps_max, _power_of_2_below(wanted // step_rows)))
     steps = min(steps, next_power_of_2(ceil_div(HW, step_rows)))
     tile_rows = step_rows * steps
-    chunks = ceil_div(HW, _whole_chunks(HW, tile_rows, min(max(1, wanted // tile_rows), ceil_div(HW, tile_rows))))
+    # Each warp of a program wants a chunk, also where the samples are so many that one warp could take a whole one.
+    most = ceil_div(ceil_div(HW, tile_rows), warps if channels_last else 1)
+    chunks = ceil_div(HW, _whole_chunks(HW, tile_rows, min(max(1, wanted // tile_rows), most)))
     # Chunks as equal as can be: their number alone then says how many rows each has.
     return StatisticsConfig(lanes, warps, steps, block, tile_rows, ceil_div(HW, chunks), chunks)
 

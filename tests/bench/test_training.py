@@ -114,3 +114,11 @@ def test_memory_on_the_gpu() -> None:
         assert row.step_mib is not None
         assert row.saved_mib is not None
         assert 0 < row.saved_mib < row.step_mib < row.peak_mib
+
+
+def test_training_is_measured_without_the_workspaces_that_cudnn_tries():
+    """They would be the peak memory."""
+    train, unet = (dataclasses.replace(CONFIG, part=part) for part in ("train", "unet"))
+    assert [part["cudnn_benchmark"] for part in end_to_end.describe([train, unet])["parts"]] == [False, True]
+    assert end_to_end.current_environment(torch.device("cpu"), [train])["switches"]["cudnn.benchmark"] is False
+    assert end_to_end.current_environment(torch.device("cpu"), [unet])["switches"]["cudnn.benchmark"] is True

@@ -92,6 +92,12 @@ def test_chunks_cover_every_position_once(channels_last, num_sms, kind):
             assert config.rows * C < 2**31  # offsets within a chunk are int32
 
 
+def test_no_warp_is_idle_where_samples_are_many():
+    for N, C, HW in ((256, 512, 3136), (128, 256, 784), (64, 1280, 256)):
+        config = statistics_config(N, C, HW, True, 132)
+        assert config.chunks >= config.num_warps
+
+
 @each_layout
 def test_apply_tiles_are_no_larger_than_the_tensor_needs(channels_last):
     for _, C, HW in SIZES:
