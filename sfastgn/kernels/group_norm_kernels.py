@@ -154,8 +154,8 @@ if triton is not None:
 
     @triton.jit
     def _merged(partials, EACH_CHANNEL: tl.constexpr):
-        merged = tl.sum(partials, axis=0)
-        return merged if EACH_CHANNEL else tl.sum(merged, axis=0)
+        # Channels first where they are summed: a scalar a warp then passes through shared memory, not a row of channels.
+        return tl.sum(partials, axis=0) if EACH_CHANNEL else tl.sum(tl.sum(partials, axis=1), axis=0)
 
     @triton.jit(do_not_specialize=[*_STRIDES, "HW", "rows", "chunks", "plane", "table_offset", "table_plane", "eps"])
     def _merge_kernel(

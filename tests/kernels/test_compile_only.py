@@ -33,5 +33,7 @@ def test_kernels_compile_and_do_not_spill(capability):
     assert {row["kernel"] for row in rows} == KERNELS
     # Programmatic dependent launch is an instruction that older GPUs do not have.
     assert {row["pdl"] for row in rows} == {row.get("launch_pdl", False) for row in rows} == {capability >= 90}
+    # A scalar a warp, and what the compiler reserves. A row of channels a warp made the three launches up to 2.7 times as slow.
+    assert all(row["shared"] <= 1024 for row in rows if row["kernel"] == "_merge_kernel")
     spilling = [row for row in rows if row["stack"] > MAX_STACK_BYTES or row["registers"] > MAX_REGISTERS]
     assert not spilling, "\n".join(map(str, spilling))
