@@ -38,17 +38,17 @@ def reference_layer_norm(
 def _reference(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, out_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, mean, rstd)"""
+    """(y, centre, rstd)"""
     u = x.to(torch.promote_types(x.dtype, torch.float32))
     mean = u.mean(-1, keepdim=True)
-    # PyTorch's own kernel rounds the mean at the size of the data; the deviations' mean is what that leaves.
     d = u - mean
-    d = d - d.mean(-1, keepdim=True)
+    d = d - d.mean(-1, keepdim=True)  # what the rounding of the mean left
     rstd = torch.rsqrt(d.square().mean(-1, keepdim=True) + eps)
     y = d * rstd
     y = y if weight is None else y * weight.to(u.dtype)
     y = y if bias is None else y + bias.to(u.dtype)
-    return y.to(out_dtype or x.dtype).contiguous(), mean.squeeze(-1).contiguous(), rstd.squeeze(-1).contiguous()
+    centre = (mean - u[..., :1]).squeeze(-1).contiguous()
+    return y.to(out_dtype or x.dtype).contiguous(), centre, rstd.squeeze(-1).contiguous()
 
 
 def reference_add(x: Tensor, residual: Tensor, add_bias: Tensor | None = None) -> Tensor:
@@ -61,7 +61,8 @@ def reference_add(x: Tensor, residual: Tensor, add_bias: Tensor | None = None) -
 # --- ops ----------------------------------------------------------------------------------------------------------------------
 
 _LIBRARY = torch.library.Library("sfastgn", "FRAGMENT")
-# The results: y, total where there is one, and mean and rstd of the rows, (...) in fp32 (fp64 for fp64 input), for the backward.
+# The results: y, total where there is one, and for the backward (...) in fp32 (fp64 for fp64 input): the mean of each row less its
+# first element, and 1 / deviation.
 _LIBRARY.define(
     "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps, ScalarType? out_dtype) -> (Tensor, Tensor, Tensor)"
 )
@@ -75,13 +76,13 @@ def _layer_norm_impl(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, out_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     if x.numel() == 0:
-        y, mean, rstd = _layer_norm_fake(x, weight, bias, eps, out_dtype)
-        return y, mean.zero_(), rstd.zero_()
+        y, centre, rstd = _layer_norm_fake(x, weight, bias, eps, out_dtype)
+        return y, centre.zero_(), rstd.zero_()
     if not runs_in_triton(x):
         return _reference(x, weight, bias, eps, out_dtype)
-    mean, rstd = _empty_saved(x), _empty_saved(x)
-    y, _ = _in_triton(x, None, (weight, bias, None), eps, out_dtype, (mean, rstd))
-    return y, mean, rstd
+    centre, rstd = _empty_saved(x), _empty_saved(x)
+    y, _ = _in_triton(x, None, (weight, bias, None), eps, out_dtype, (centre, rstd))
+    return y, centre, rstd
 
 
 def _add_impl(
@@ -94,15 +95,15 @@ def _add_impl(
     out_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if x.numel() == 0:
-        y, total, mean, rstd = _add_fake(x, residual, weight, bias, add_bias, eps, out_dtype)
-        return y, total, mean.zero_(), rstd.zero_()
+        y, total, centre, rstd = _add_fake(x, residual, weight, bias, add_bias, eps, out_dtype)
+        return y, total, centre.zero_(), rstd.zero_()
     if not runs_in_triton(x):
         total = reference_add(x, residual, add_bias)
-        y, mean, rstd = _reference(total, weight, bias, eps, out_dtype)
-        return y, total, mean, rstd
-    mean, rstd = _empty_saved(x), _empty_saved(x)
-    y, total = _in_triton(x, residual, (weight, bias, add_bias), eps, out_dtype, (mean, rstd))
-    return y, total, mean, rstd
+        y, centre, rstd = _reference(total, weight, bias, eps, out_dtype)
+        return y, total, centre, rstd
+    centre, rstd = _empty_saved(x), _empty_saved(x)
+    y, total = _in_triton(x, residual, (weight, bias, add_bias), eps, out_dtype, (centre, rstd))
+    return y, total, centre, rstd
 
 
 def _in_triton(
@@ -127,33 +128,33 @@ def _layer_norm_fake(x: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _add_fake(x: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    y, mean, rstd = _layer_norm_fake(x, *args)
-    return y, x.new_empty(x.shape), mean, rstd
+    y, centre, rstd = _layer_norm_fake(x, *args)
+    return y, x.new_empty(x.shape), centre, rstd
 
 
-def _keep(ctx: Any, x: Tensor, mean: Tensor, rstd: Tensor, params: tuple[Tensor | None, ...], eps: float) -> None:
+def _keep(ctx: Any, x: Tensor, centre: Tensor, rstd: Tensor, params: tuple[Tensor | None, ...], eps: float) -> None:
     """What the backward needs; of the bias and of what is added, only the dtype."""
     weight, bias, add_bias = params
     ctx.eps = eps
     ctx.bias_dtypes = tuple(None if t is None else t.dtype for t in (bias, add_bias))
-    ctx.mark_non_differentiable(mean, rstd)
+    ctx.mark_non_differentiable(centre, rstd)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, mean, rstd, weight)
+    ctx.save_for_backward(x, centre, rstd, weight)
 
 
 def _grads(ctx: Any, dy: Tensor | None, dtotal: Tensor | None, wanted: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
     """Gradients of x (and of the residual), weight, bias, add_bias."""
-    x, mean, rstd, weight = ctx.saved_tensors
+    x, centre, rstd, weight = ctx.saved_tensors
     bias, add_bias = ctx.bias_dtypes
     found = (x.dtype, None if weight is None else weight.dtype, bias, add_bias)
     dtypes = tuple(dtype if want else None for dtype, want in zip(found, wanted, strict=True))
-    return layer_norm_grads(dy, dtotal, x, mean, rstd, weight, ctx.eps, dtypes)
+    return layer_norm_grads(dy, dtotal, x, centre, rstd, weight, ctx.eps, dtypes)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, weight, bias, eps, _ = inputs
-    _, mean, rstd = output
-    _keep(ctx, x, mean, rstd, (weight, bias, None), eps)
+    _, centre, rstd = output
+    _keep(ctx, x, centre, rstd, (weight, bias, None), eps)
 
 
 def _backward(ctx: Any, dy: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
@@ -162,8 +163,8 @@ def _backward(ctx: Any, dy: Tensor | None, *_: None) -> tuple[Tensor | None, ...
 
 def _add_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _, _, *params, eps, _ = inputs
-    _, total, mean, rstd = output
-    _keep(ctx, total, mean, rstd, tuple(params), eps)
+    _, total, centre, rstd = output
+    _keep(ctx, total, centre, rstd, tuple(params), eps)
 
 
 def _add_backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:

@@ -5,8 +5,9 @@ With x of shape (..., D), xhat = (x - mean) * rstd, g = dy * weight, and dtotal 
     dx = rstd * (g - mean_D(g) - xhat * mean_D(g * xhat)) + dtotal
     dweight = sum_rows dy * xhat        dbias = sum_rows dy        dadded = sum_rows dx
 
-On a GPU the kernels of ``layer_norm_backward_kernels.py`` run, from x and the mean and rstd that the forward saved; everywhere else,
-and for a second derivative, ``reference_layer_norm_grads``, which takes the statistics of x again.
+On a GPU the kernels of ``layer_norm_backward_kernels.py`` run, from x and what the forward saved: the
+mean less the row's first element (``centre``), and rstd. Everywhere else, and for a second derivative, ``reference_layer_norm_grads``,
+which takes the statistics of x again.
 
 Source: Ba, Kiros and Hinton, "Layer Normalization", 2016, and the chain rule.
 """
@@ -41,6 +42,7 @@ def reference_layer_norm_grads(
     u, dy = x.to(wide).reshape(-1, D), dy.to(wide).reshape(-1, D)
     # Not var_mean: its gradient is NaN where a row has no spread and eps is 0, and it warns on no elements.
     u = u - u.mean(1, keepdim=True)
+    u = u - u.mean(1, keepdim=True)  # what the rounding of the first mean left
     rstd = torch.rsqrt(u.square().mean(1, keepdim=True) + eps)
     xhat = u * rstd
     g = dy if weight is None else dy * weight.to(wide)
@@ -59,7 +61,7 @@ def reference_layer_norm_grads(
 _LIBRARY = torch.library.Library("sfastgn", "FRAGMENT")
 # The result has one tensor for each of dx, dweight, dbias and dadded whose dtype is given, in this order.
 _LIBRARY.define(
-    "layer_norm_backward(Tensor dy, Tensor? dtotal, Tensor x, Tensor mean, Tensor rstd, Tensor? weight, float eps, "
+    "layer_norm_backward(Tensor dy, Tensor? dtotal, Tensor x, Tensor centre, Tensor rstd, Tensor? weight, float eps, "
     "ScalarType? dx, ScalarType? dweight, ScalarType? dbias, ScalarType? dadded) -> Tensor[]"
 )
 
@@ -68,14 +70,14 @@ def _backward_impl(
     dy: Tensor,
     dtotal: Tensor | None,
     x: Tensor,
-    mean: Tensor,
+    centre: Tensor,
     rstd: Tensor,
     weight: Tensor | None,
     eps: float,
     *dtypes: torch.dtype | None,
 ) -> list[Tensor]:
     if runs_in_triton(x) and x.numel() > 0:
-        found = launch_layer_norm_grads(dy, dtotal, x, mean, rstd, weight, dtypes)
+        found = launch_layer_norm_grads(dy, dtotal, x, centre, rstd, weight, dtypes)
     else:
         found = reference_layer_norm_grads(dy, dtotal, x, weight, eps, dtypes)
     return [t.contiguous() for t in found if t is not None]
@@ -96,7 +98,7 @@ _DIFFERENTIABLE = (0, 1, 2, 5)  # dy, dtotal, x, weight
 
 
 def _double_backward(ctx: Any, dgrads: list[Tensor | None]) -> tuple[Any, ...]:
-    """Differentiates the plain PyTorch form; mean and rstd count as what they are, functions of x."""
+    """Differentiates the plain PyTorch form; centre and rstd count as what they are, functions of x."""
     inputs = ctx.saved_tensors
     dy, dtotal, x, weight = inputs
     keep_graph = torch.is_grad_enabled()
@@ -125,7 +127,7 @@ def layer_norm_grads(
     dy: Tensor | None,
     dtotal: Tensor | None,
     x: Tensor,
-    mean: Tensor,
+    centre: Tensor,
     rstd: Tensor,
     weight: Tensor | None,
     eps: float,
@@ -133,16 +135,16 @@ def layer_norm_grads(
 ) -> tuple[Tensor | None, ...]:
     """Gradients of x, weight, bias and what was added to x along its columns, in ``dtypes``; None where those are None.
 
-    Shapes: dy and dtotal (..., D), or None where no gradient comes from there; x (..., D), mean and rstd (...) of the forward.
+    Shapes: dy and dtotal (..., D), or None where no gradient comes from there; x (..., D), centre and rstd (...) of the forward.
     """
     if dy is None:
         if dtotal is None:
             return (None,) * 4
-        added = None if dtypes[3] is None else dtotal.reshape(-1, x.shape[-1]).sum(0, dtype=mean.dtype).to(dtypes[3])
+        added = None if dtypes[3] is None else dtotal.reshape(-1, x.shape[-1]).sum(0, dtype=rstd.dtype).to(dtypes[3])
         return dtotal, None, None, added
     if not any(dtypes):
         return (None,) * 4
     if x.numel() and is_plain_inference(x, (dy, dtotal, weight)):
-        return launch_layer_norm_grads(dy, dtotal, x, mean, rstd, weight, dtypes)
-    found = iter(torch.ops.sfastgn.layer_norm_backward(dy, dtotal, x, mean, rstd, weight, eps, *dtypes))
+        return launch_layer_norm_grads(dy, dtotal, x, centre, rstd, weight, dtypes)
+    found = iter(torch.ops.sfastgn.layer_norm_backward(dy, dtotal, x, centre, rstd, weight, eps, *dtypes))
     return tuple(None if dtype is None else next(found) for dtype in dtypes)

@@ -54,7 +54,7 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["rows", "plane"])
     def _rows_grad_kernel(
-        dy_ptr, dtotal_ptr, x_ptr, mean_ptr, rstd_ptr, weight_ptr, dx_ptr, partials_ptr, rows, plane,
+        dy_ptr, dtotal_ptr, x_ptr, centre_ptr, rstd_ptr, weight_ptr, dx_ptr, partials_ptr, rows, plane,
         D: tl.constexpr, X_STRIDE: tl.constexpr, ROW_SUMS: tl.constexpr, WEIGHT_GRAD: tl.constexpr, BIAS_GRAD: tl.constexpr,
         ADDED_GRAD: tl.constexpr, PDL: tl.constexpr,
         WIDE: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
@@ -77,9 +77,11 @@ if triton is not None:
             mask = is_row & in_row
             at = first * D + (r * D + c)
             dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
-            x = tl.load(x_ptr + first * X_STRIDE + (r * X_STRIDE + c), mask=mask, other=0.0).to(tl.float32)
+            x_row = first * X_STRIDE + r * X_STRIDE
+            x = tl.load(x_ptr + x_row + c, mask=mask, other=0.0).to(tl.float32)
+            x -= tl.load(x_ptr + x_row, mask=is_row, other=0.0).to(tl.float32)
             rstd = tl.load(rstd_ptr + first + r, mask=is_row, other=0.0)
-            xhat = (x - tl.load(mean_ptr + first + r, mask=is_row, other=0.0)) * rstd
+            xhat = (x - tl.load(centre_ptr + first + r, mask=is_row, other=0.0)) * rstd
             if WEIGHT_GRAD:
                 dweight += dy * xhat
             if BIAS_GRAD:
@@ -103,7 +105,7 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["chunks", "blocks", "d_parts", "x_parts", "plane"])
     def _chunk_sums_kernel(
-        dy_ptr, x_ptr, mean_ptr, rstd_ptr, weight_ptr, sums_ptr, chunks, blocks, d_parts, x_parts, plane,
+        dy_ptr, x_ptr, centre_ptr, rstd_ptr, weight_ptr, sums_ptr, chunks, blocks, d_parts, x_parts, plane,
         VECTOR: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         """Sums of dy * weight and of dy * weight * xhat over each chunk of each row."""
@@ -116,7 +118,8 @@ if triton is not None:
         i = tl.arange(0, BLOCK)
         if PDL:
             gdc_wait()
-        mean = tl.load(mean_ptr + row)
+        first = tl.load(x_ptr + x_row - start).to(tl.float32)
+        centre = tl.load(centre_ptr + row)
         rstd = tl.load(rstd_ptr + row)
         along_mean = tl.zeros((BLOCK,), tl.float32)
         along_std = tl.zeros((BLOCK,), tl.float32)
@@ -127,13 +130,13 @@ if triton is not None:
             if weight_ptr is not None:
                 g *= tl.load(weight_ptr + start + at + i, mask=mask, other=0.0).to(tl.float32)
             along_mean += g
-            along_std += g * ((x - mean) * rstd)
+            along_std += g * ((x - first - centre) * rstd)
         tl.store(sums_ptr + tl.program_id(0), tl.sum(along_mean, 0))
         tl.store(sums_ptr + plane + tl.program_id(0), tl.sum(along_std, 0))
 
     @triton.jit(do_not_specialize=["rows", "group_rows", "d_parts", "x_parts", "plane"])
     def _chunk_grad_kernel(
-        dy_ptr, dtotal_ptr, x_ptr, mean_ptr, rstd_ptr, weight_ptr, sums_ptr, dx_ptr, partials_ptr,
+        dy_ptr, dtotal_ptr, x_ptr, centre_ptr, rstd_ptr, weight_ptr, sums_ptr, dx_ptr, partials_ptr,
         rows, group_rows, d_parts, x_parts, plane,
         ROW_SUMS: tl.constexpr, WEIGHT_GRAD: tl.constexpr, BIAS_GRAD: tl.constexpr, ADDED_GRAD: tl.constexpr,
         VECTOR: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
@@ -155,8 +158,9 @@ if triton is not None:
         for row in range(group * group_rows, tl.minimum((group + 1) * group_rows, rows)):
             rstd = tl.load(rstd_ptr + row)
             dy = tl.load(dy_ptr + row * D + c, mask=mask, other=0.0).to(tl.float32)
-            x = tl.load(x_ptr + row * x_parts * VECTOR + c, mask=mask, other=0.0).to(tl.float32)
-            xhat = (x - tl.load(mean_ptr + row)) * rstd
+            x_row = x_ptr + row * x_parts * VECTOR
+            x = tl.load(x_row + c, mask=mask, other=0.0).to(tl.float32) - tl.load(x_row).to(tl.float32)
+            xhat = (x - tl.load(centre_ptr + row)) * rstd
             if WEIGHT_GRAD:
                 dweight += dy * xhat
             if BIAS_GRAD:
@@ -277,7 +281,7 @@ def launch_layer_norm_grads(
     dy: Tensor,
     dtotal: Tensor | None,
     x: Tensor,
-    mean: Tensor,
+    centre: Tensor,
     rstd: Tensor,
     weight: Tensor | None,
     dtypes: tuple[torch.dtype | None, ...],
@@ -289,7 +293,7 @@ def launch_layer_norm_grads(
     dy = dy.contiguous()
     dtotal = None if dtotal is None else dtotal.contiguous()
     weight = None if weight is None else weight.contiguous()
-    mean, rstd = mean.contiguous(), rstd.contiguous()
+    centre, rstd = centre.contiguous(), rstd.contiguous()
     kinds = tuple(None if t is None else t.dtype for t in (dy, dtotal, weight))
     key = (x.shape, x.stride(), x.dtype, x.device, *kinds, *dtypes)
     plan = _plans.get(key)
@@ -303,7 +307,7 @@ def launch_layer_norm_grads(
         for shape, dtype in zip(shapes, dtypes, strict=True)
     )
     with contextlib.nullcontext() if is_current(x.device) else torch.cuda.device(x.device):
-        _launch(plan, (dy, dtotal, x, mean, rstd, weight), grads)
+        _launch(plan, (dy, dtotal, x, centre, rstd, weight), grads)
     return grads
 
 
@@ -312,17 +316,17 @@ def _launch(
     tensors: tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor | None],
     grads: tuple[Tensor | None, ...],
 ) -> None:
-    dy, _, x, mean, rstd, weight = tensors
+    dy, _, x, centre, rstd, weight = tensors
     dx, *column_sums = grads
-    stream = current_stream(mean.device)
-    partials = torch.empty(plan.partials, dtype=torch.float32, device=mean.device) if plan.partials else None
+    stream = current_stream(centre.device)
+    partials = torch.empty(plan.partials, dtype=torch.float32, device=centre.device) if plan.partials else None
     if plan.rows_grad is not None:
         plan.rows_grad(stream, *tensors, dx, partials)
     else:
         sums = None
         if plan.chunk_sums is not None:
-            sums = torch.empty((2, plan.rows, plan.chunks), dtype=torch.float32, device=mean.device)
-            plan.chunk_sums(stream, dy, x, mean, rstd, weight, sums)
+            sums = torch.empty((2, plan.rows, plan.chunks), dtype=torch.float32, device=centre.device)
+            plan.chunk_sums(stream, dy, x, centre, rstd, weight, sums)
             sums = sums.sum(2)
         plan.chunk_grad(stream, *tensors, sums, dx, partials)
     if partials is not None:

@@ -13,7 +13,9 @@ Launched dependent on each other from sm_90 on (``PDL``), by the rules of ADR 7:
 and x only where no kernel of this call writes it.
 
 Numerics: fp32 throughout, one rounding at each store. Sums are of deviations from the row's first element or a tile's mean, never of raw
-squares, merged by Chan's formula in a fixed order without atomics. Offsets that can pass 2^31 are int64.
+squares, merged by Chan's formula in a fixed order without atomics. Means stay what they are found as, differences from the row's first
+element (``centre``), which fp32 holds to the last bit where it would round the mean at the size of the data. Offsets that can
+pass 2^31 are int64.
 """
 
 from __future__ import annotations
@@ -88,7 +90,7 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["rows", "eps"])
     def _rows_kernel(
-        x_ptr, residual_ptr, add_bias_ptr, weight_ptr, bias_ptr, total_ptr, y_ptr, mean_ptr, rstd_ptr, rows, eps,
+        x_ptr, residual_ptr, add_bias_ptr, weight_ptr, bias_ptr, total_ptr, y_ptr, centre_ptr, rstd_ptr, rows, eps,
         D: tl.constexpr, X_STRIDE: tl.constexpr, RESIDUAL_STRIDE: tl.constexpr, ONE_ROW: tl.constexpr, PDL: tl.constexpr,
         WIDE: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
@@ -117,8 +119,8 @@ if triton is not None:
         rstd = 1 / tl.sqrt(row_sum(d * d, WIDE) / D + eps)
         y = d * rstd * scale + offset
         tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=mask)
-        if mean_ptr is not None:
-            tl.store(mean_ptr + first + r, pivot + delta, mask=is_row)
+        if centre_ptr is not None:
+            tl.store(centre_ptr + first + r, delta, mask=is_row)
             tl.store(rstd_ptr + first + r, rstd, mask=is_row)
 
     @triton.jit(do_not_specialize=["chunks", "blocks", "d_parts", "x_parts", "residual_parts", "plane"])
@@ -161,11 +163,11 @@ if triton is not None:
         tl.store(out, pivot + delta)
         tl.store(out + plane, tl.maximum(tl.sum(squares, 0) - delta * delta * n, 0.0))
 
-    @triton.jit(do_not_specialize=["chunks", "length", "D", "x_stride", "plane", "eps"])
+    @triton.jit(do_not_specialize=["chunks", "length", "D", "plane", "eps"])
     def _merge_chunks_kernel(
-        x_ptr, partials_ptr, table_ptr, mean_ptr, chunks, length, D, x_stride, plane, eps, PDL: tl.constexpr, BLOCK: tl.constexpr,
+        partials_ptr, centre_ptr, rstd_ptr, chunks, length, D, plane, eps, PDL: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        """Chan's formula over the chunks of a row: table of (mean less the row's first element, rstd), and the mean itself."""
+        """Chan's formula over the chunks of a row."""
         if PDL:
             gdc_launch_dependents()
             gdc_wait()
@@ -179,14 +181,12 @@ if triton is not None:
         delta = tl.sum(d * weight, 0) / elements
         d -= delta
         m2 = tl.sum(tl.load(base + plane + p, mask=mask, other=0.0) + d * d * weight, 0)
-        tl.store(table_ptr + row, delta)
-        tl.store(table_ptr + tl.num_programs(0) + row, 1 / tl.sqrt(m2 / elements + eps))
-        if mean_ptr is not None:
-            tl.store(mean_ptr + row, tl.load(x_ptr + row * x_stride).to(tl.float32) + delta)
+        tl.store(centre_ptr + row, delta)
+        tl.store(rstd_ptr + row, 1 / tl.sqrt(m2 / elements + eps))
 
     @triton.jit(do_not_specialize=["rows", "d_parts", "x_parts"])
     def _normalise_kernel(
-        x_ptr, weight_ptr, bias_ptr, table_ptr, y_ptr, rstd_ptr, rows, d_parts, x_parts,
+        x_ptr, weight_ptr, bias_ptr, centre_ptr, rstd_ptr, y_ptr, rows, d_parts, x_parts,
         VECTOR: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         """One block of one row. ``AHEAD``: x is complete when this kernel starts, and may be read before the wait."""
@@ -203,12 +203,9 @@ if triton is not None:
         if PDL and AHEAD:
             gdc_wait()
         scale, offset = _affine(weight_ptr, bias_ptr, c, mask)
-        rstd = tl.load(table_ptr + rows + row)
-        y = (x.to(tl.float32) - first.to(tl.float32) - tl.load(table_ptr + row)) * rstd
+        y = (x.to(tl.float32) - first.to(tl.float32) - tl.load(centre_ptr + row)) * tl.load(rstd_ptr + row)
         y = y * scale + offset
         tl.store(y_ptr + row * D + c, y.to(y_ptr.dtype.element_ty), mask=mask)
-        if rstd_ptr is not None:
-            tl.store(rstd_ptr + row, rstd, mask=tl.program_id(0) < rows)
 
 
 # --- launchers ----------------------------------------------------------------------------------------------------------------
@@ -290,13 +287,13 @@ class _Plan:
         numbers = (config.chunks, config.length // config.block, *parts, self.partials)
         self.chunk = Launch(_chunk_kernel, self.partials, numbers, tile, config.num_warps, pdl=pdl)
         block = next_power_of_2(config.chunks)
-        stride = strides[0] if is_complete else D
-        merge = (config.chunks, config.length, D, stride, self.partials, eps)
+        merge = (config.chunks, config.length, D, self.partials, eps)
         self.merge = Launch(
             _merge_chunks_kernel, rows, merge, {"PDL": pdl, "BLOCK": block}, max(1, min(4, block // 128)), pdl=pdl
         )
         normalise = {"VECTOR": vector, "AHEAD": is_complete, "PDL": pdl, "BLOCK": config.block}
         programs = rows * ceil_div(D, config.block)
+        stride = strides[0] if is_complete else D
         self.normalise = Launch(
             _normalise_kernel, programs, (rows, parts[0], stride // vector), normalise, config.num_warps, pdl=pdl
         )
@@ -314,7 +311,7 @@ def plan_key(
     out_dtype: torch.dtype | None,
     saves: bool = False,
 ) -> tuple[Any, ...]:
-    """Hashable summary of the arguments of a call; ``params``: weight, bias, add_bias. ``saves``: mean and rstd are asked for."""
+    """Hashable summary of the arguments of a call; ``params``: weight, bias, add_bias. ``saves``: centre and rstd are asked for."""
     signatures = [None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in (residual, *params)]
     return (x.shape, x.stride(), x.dtype, x.device, eps, out_dtype, saves, *signatures)
 
@@ -339,7 +336,7 @@ def launch_layer_norm(
     out_dtype: torch.dtype | None = None,
     saved: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[Tensor, Tensor | None]:
-    """(y, total) of the arguments that ``plan`` was made for; total is None without a residual. ``saved``: mean and rstd to be filled."""
+    """(y, total) of the arguments that ``plan`` was made for; total is None without a residual. ``saved``: centre and rstd to be filled."""
     y = torch.empty(x.shape, dtype=out_dtype or x.dtype, device=x.device)
     total = None if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not plan.programs:
@@ -369,10 +366,10 @@ def _launch(
     if plan.rows is not None:
         plan.rows(stream, x, residual, add_bias, weight, bias, total, y, *saved)
         return
-    mean, rstd = saved
+    centre, rstd = saved
+    if centre is None:
+        centre, rstd = torch.empty((2, plan.row_count), dtype=torch.float32, device=y.device)
     partials = torch.empty(2 * plan.partials, dtype=torch.float32, device=y.device)
-    table = torch.empty(2 * plan.row_count, dtype=torch.float32, device=y.device)
     plan.chunk(stream, x, residual, add_bias, total, partials)
-    source = x if total is None else total
-    plan.merge(stream, source, partials, table, mean)
-    plan.normalise(stream, source, weight, bias, table, y, rstd)
+    plan.merge(stream, partials, centre, rstd)
+    plan.normalise(stream, x if total is None else total, weight, bias, centre, rstd, y)
