@@ -76,7 +76,9 @@ def _backward_impl(
     eps: float,
     *dtypes: torch.dtype | None,
 ) -> list[Tensor]:
-    if runs_in_triton(x) and x.numel() > 0:
+    if x.numel() == 0:
+        return [t.zero_() for t in _backward_fake(dy, dtotal, x, *dtypes)]
+    if runs_in_triton(x):
         found = launch_layer_norm_grads(dy, dtotal, x, centre, rstd, weight, dtypes)
     else:
         found = reference_layer_norm_grads(dy, dtotal, x, weight, eps, dtypes)
@@ -99,10 +101,11 @@ _DIFFERENTIABLE = (0, 1, 2, 5)  # dy, dtotal, x, weight
 
 def _double_backward(ctx: Any, dgrads: list[Tensor | None]) -> tuple[Any, ...]:
     """Differentiates the plain PyTorch form; centre and rstd count as what they are, functions of x."""
-    inputs = ctx.saved_tensors
-    dy, dtotal, x, weight = inputs
     keep_graph = torch.is_grad_enabled()
     with torch.enable_grad():
+        # Aliases: dy itself may be a function of x, by a way that is not this op's to follow.
+        inputs: tuple[Any, ...] = tuple(None if t is None else t.view_as(t) for t in ctx.saved_tensors)
+        dy, dtotal, x, weight = inputs
         grads = reference_layer_norm_grads(dy, dtotal, x, weight, ctx.eps, tuple(ctx.dtypes))
         made = [g for g in grads if g is not None]
         pairs = [(g, d) for g, d in zip(made, dgrads, strict=True) if d is not None and g.requires_grad]
