@@ -7,7 +7,7 @@ over by a short block take further rows. Longer rows are cut into chunks, so tha
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sfastgn.kernels.group_norm_config import ceil_div, next_power_of_2
 
@@ -28,14 +28,16 @@ _LOAD_BYTES = 16
 _MAX_IN_REGISTERS, _MAX_WITH_SUMS = 16384, 8192
 _MAX_WARPS, _NARROW_WARPS = 16, 4
 # Elements a thread: one warp takes a row of up to the first, a row spread over warps gets the second, short rows are gathered up to the
-# third. The backward holds two tensors and up to three column sums.
+# third. The backward holds two tensors and up to three column sums: a warp takes rows of the first size, and gathers up to the second.
 _NARROW_PER_THREAD, _WIDE_PER_THREAD, _GATHERED_PER_THREAD = 64, 16, 32
-_BACKWARD_PER_THREAD = 16
+_BACKWARD_PER_THREAD, _BACKWARD_GATHERED = 16, 8
 # Bytes of a block below which a row's part is no whole line of memory.
 _LINE_BYTES = 128
 # Warps a multiprocessor: below the first a row is spread over warps, above the second each warp takes more rows.
 _FEW_WARPS_PER_SM, _MANY_WARPS_PER_SM = 4, 16
-_BACKWARD_WARPS_PER_SM, _BACKWARD_TILES = 16, 4
+# Elements a multiprocessor, in those of one lane of each warp, that a backward with column sums keeps under way; and tiles that a program
+# should have at least, because each leaves its partial sums in memory.
+_BACKWARD_PER_SM, _BACKWARD_TILES = 256, 4
 _CHUNK_BLOCK, _CHUNK_WARPS, _CHUNK_PROGRAMS_PER_SM, _MAX_CHUNKS = 2048, 4, 8, 2048
 _SUM_TILE = 2048
 
@@ -106,16 +108,17 @@ def backward_config(rows: int, D: int, vector: int, num_sms: int, *, column_sums
     block = min(load, next_power_of_2(D))
     steps = next_power_of_2(ceil_div(D, block))
     if steps * vector > _BACKWARD_PER_THREAD:
-        num_warps = min(_MAX_WARPS, steps * vector // _BACKWARD_PER_THREAD)
-        return _wide_config(rows, D, load, vector, _backward_programs(rows, num_warps, num_sms, column_sums))
+        wide = _wide_config(rows, D, load, vector, rows)
+        return replace(wide, programs=_backward_programs(wide, rows, num_sms, column_sums))
     lanes = load // block
-    while steps * vector * lanes * block // load * 2 <= _BACKWARD_PER_THREAD and ceil_div(rows, 2 * lanes) >= (
-        num_sms * _BACKWARD_WARPS_PER_SM
+    while steps * vector * lanes * block // load * 2 <= _BACKWARD_GATHERED and ceil_div(rows, 2 * lanes) >= (
+        num_sms * _MANY_WARPS_PER_SM
     ):
         lanes *= 2
     num_warps = min(_NARROW_WARPS, next_power_of_2(ceil_div(rows, lanes)))
-    tiles = ceil_div(rows, lanes * num_warps)
-    return RowsConfig(lanes, num_warps, steps, block, False, _backward_programs(tiles, num_warps, num_sms, column_sums))
+    narrow = RowsConfig(lanes, num_warps, steps, block, False, 1)
+    tiles = ceil_div(rows, narrow.rows)
+    return replace(narrow, programs=_backward_programs(narrow, tiles, num_sms, column_sums))
 
 
 def _wide_config(rows: int, D: int, load: int, vector: int, programs: int) -> RowsConfig:
@@ -124,11 +127,13 @@ def _wide_config(rows: int, D: int, load: int, vector: int, programs: int) -> Ro
     return RowsConfig(1, num_warps, parts // num_warps, load, True, programs)
 
 
-def _backward_programs(tiles: int, num_warps: int, num_sms: int, column_sums: bool) -> int:
+def _backward_programs(config: RowsConfig, tiles: int, num_sms: int, column_sums: bool) -> int:
     """As many as a GPU runs at a time; fewer where that would leave more partial sums than there are rows to add."""
     if not column_sums:
         return tiles
-    return max(1, min(num_sms * max(1, _BACKWARD_WARPS_PER_SM // num_warps), ceil_div(tiles, _BACKWARD_TILES)))
+    per_thread = max(_BACKWARD_GATHERED, config.lanes * config.steps * config.block // WARP)
+    at_a_time = num_sms * max(1, _BACKWARD_PER_SM // (config.num_warps * per_thread))
+    return max(1, min(at_a_time, ceil_div(tiles, _BACKWARD_TILES)))
 
 
 def _fitting_block(D: int, load: int, line: int) -> int:

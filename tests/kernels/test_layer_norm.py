@@ -73,7 +73,6 @@ def run_add(x, residual, weight=None, bias=None, eps=1e-5, *, add_bias=None, dir
 
 
 def truth(x, weight=None, bias=None, eps=1e-5):
-    """Written out: PyTorch's own kernel for one row is no truth where the mean is large."""
     weight, bias = (None if t is None else t.double() for t in (weight, bias))
     return F.layer_norm(x.double(), x.shape[-1:], weight, bias, eps)
 
@@ -170,8 +169,9 @@ def test_constant_rows_are_exact(shape, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")], ids=str)
-@pytest.mark.parametrize("column", [0, 5])
+@pytest.mark.parametrize("column", [0, 5], ids=["first-column", "column-5"])
 @pytest.mark.parametrize("shape", WAYS)
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, under the interpreter
 def test_not_finite_rows_are_as_eagers(shape, column, value, device):
     x = make(shape, device=device)[0]
     x[1, column] = value
@@ -278,12 +278,20 @@ def test_the_shapes_take_both_ways_back():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "mean"),
+    [
+        pytest.param(torch.float32, 1500.0, id="float32-mean-1000-std"),
+        pytest.param(torch.float32, 3.0, id="float32"),
+        pytest.param(torch.float16, 3.0, id="float16"),
+        pytest.param(torch.bfloat16, 3.0, id="bfloat16"),
+    ],
+)
 @pytest.mark.parametrize("shape", WAYS)
-def test_gradients_no_less_exact_than_eager(shape, dtype, device):
+def test_gradients_no_less_exact_than_eager(shape, dtype, mean, device):
     if dtype is torch.bfloat16 and device == "cpu":
         pytest.skip("Triton's interpreter truncates to bf16 where a GPU rounds")
-    x, _, weight, bias, _ = make(shape, dtype, device)
+    x, _, weight, bias, _ = make(shape, dtype, device, mean)
     dys = make(shape, dtype, device, seed=1)[:1]
 
     def eager(x, w, b):
