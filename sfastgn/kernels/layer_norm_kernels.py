@@ -245,11 +245,13 @@ def rows_constants(config: RowsConfig) -> dict[str, Any]:
 class _Plan:
     """The launches for one combination of shapes, strides, dtypes and device; the tensors are x, residual, the parameters."""
 
-    __slots__ = ("chunk", "copies", "merge", "normalise", "partials", "programs", "row_count", "rows")
+    __slots__ = ("chunk", "copies", "is_contiguous", "merge", "normalise", "partials", "programs", "row_count", "rows")
 
     def __init__(self, x: Tensor, residual: Tensor | None, params: tuple[Tensor | None, ...], eps: float) -> None:
         D = x.shape[-1]
-        self.copies = tuple(t is not None and row_stride(t) is None for t in (x, residual, *params))
+        copies = tuple(t is not None and row_stride(t) is None for t in (x, residual, *params))
+        self.copies = copies if any(copies) else ()
+        self.is_contiguous = x.is_contiguous()
         self.programs = x.numel() > 0
         if not self.programs:
             return
@@ -337,12 +339,13 @@ def launch_layer_norm(
     saved: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[Tensor, Tensor | None]:
     """(y, total) of the arguments that ``plan`` was made for; total is None without a residual. ``saved``: centre and rstd to be filled."""
-    y = torch.empty(x.shape, dtype=out_dtype or x.dtype, device=x.device)
-    total = None if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    like = torch.preserve_format if plan.is_contiguous else torch.contiguous_format
+    y = torch.empty_like(x, dtype=out_dtype, memory_format=like)
+    total = None if residual is None else torch.empty_like(x, memory_format=like)
     if not plan.programs:
         return y, total
     tensors = (x, residual, *params)
-    if any(plan.copies):
+    if plan.copies:
         tensors = tuple(
             t.contiguous() if t is not None and copy else t for t, copy in zip(tensors, plan.copies, strict=True)
         )
