@@ -14,18 +14,22 @@ if TYPE_CHECKING:
     from sfastgn.kernels.channel_statistics import add_with_statistics, cat_with_statistics, channel_statistics
     from sfastgn.kernels.group_norm import group_norm
     from sfastgn.kernels.instance_norm import instance_norm
-    from sfastgn.modules import GroupNorm, InstanceNorm
+    from sfastgn.kernels.layer_norm import add_layer_norm, layer_norm
+    from sfastgn.modules import GroupNorm, InstanceNorm, LayerNorm
 
 __version__ = "0.1.0"
 __all__ = [
     "GroupNorm",
     "InstanceNorm",
+    "LayerNorm",
     "__version__",
+    "add_layer_norm",
     "add_with_statistics",
     "cat_with_statistics",
     "channel_statistics",
     "group_norm",
     "instance_norm",
+    "layer_norm",
     "optimize",
     "optimized",
     "report",
@@ -43,8 +47,11 @@ _LAZY = {
     "channel_statistics": "sfastgn.kernels.channel_statistics",
     "group_norm": "sfastgn.kernels.group_norm",
     "instance_norm": "sfastgn.kernels.instance_norm",
+    "add_layer_norm": "sfastgn.kernels.layer_norm",
+    "layer_norm": "sfastgn.kernels.layer_norm",
     "GroupNorm": "sfastgn.modules",
     "InstanceNorm": "sfastgn.modules",
+    "LayerNorm": "sfastgn.modules",
 }
 
 

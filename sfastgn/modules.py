@@ -1,7 +1,8 @@
-"""The module forms of ``sfastgn.group_norm`` and ``sfastgn.instance_norm``."""
+"""The module forms of ``sfastgn.group_norm``, ``sfastgn.instance_norm`` and ``sfastgn.layer_norm``."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,8 +11,9 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from sfastgn.kernels.activations import ACTIVATIONS
 from sfastgn.kernels.group_norm import group_norm
 from sfastgn.kernels.instance_norm import instance_norm
+from sfastgn.kernels.layer_norm import add_layer_norm, layer_norm
 
-__all__ = ["GroupNorm", "InstanceNorm"]
+__all__ = ["GroupNorm", "InstanceNorm", "LayerNorm"]
 
 
 class GroupNorm(nn.GroupNorm):
@@ -95,6 +97,47 @@ class InstanceNorm(_InstanceNorm):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, activation={self.activation!r}"
+
+
+class LayerNorm(nn.LayerNorm):
+    """``torch.nn.LayerNorm`` over one dimension, with a residual add in the same pass: the same constructor and state_dict.
+
+    Args:
+        normalized_shape: D, or a sequence that holds nothing else.
+        eps, elementwise_affine, bias, device, dtype: as in ``torch.nn.LayerNorm``.
+
+    ``norm(input)`` is y; ``norm(input, residual, add_bias)`` is (y, total), as ``sfastgn.add_layer_norm`` returns them.
+
+    Shapes: (..., D) -> the same. Dtypes, layout, gradients and errors of the call: ``sfastgn.layer_norm``, ``sfastgn.add_layer_norm``.
+    Raises: ValueError if normalized_shape is not one dimension, or add_bias comes without a residual.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        sizes = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+        if len(sizes) != 1:
+            raise ValueError(f"sfastgn.LayerNorm: normalized_shape must be one dimension, got {normalized_shape!r}")
+        super().__init__(list(sizes), eps, elementwise_affine, bias, device, dtype)
+
+    def forward(self, input: Tensor, residual: Tensor | None = None, add_bias: Tensor | None = None) -> Any:
+        if input.shape[-1:] != self.normalized_shape:
+            raise ValueError(
+                f"sfastgn.LayerNorm: input must be (..., {self.normalized_shape[0]}), got shape {tuple(input.shape)}"
+            )
+        if residual is not None:
+            return add_layer_norm(input, residual, self.weight, self.bias, self.eps, add_bias=add_bias)
+        if add_bias is not None:
+            raise ValueError(
+                f"sfastgn.LayerNorm: add_bias needs a residual, got add_bias of shape {tuple(add_bias.shape)}"
+            )
+        return layer_norm(input, self.weight, self.bias, self.eps)
 
 
 def _check_activation(name: str, activation: str) -> None:

@@ -86,3 +86,46 @@ def test_instance_norm_errors():
         ValueError, match=r"^sfastgn\.InstanceNorm: input must be \(N, 4, \*spatial\), got shape \(2, 5, 3\)"
     ):
         sfastgn.InstanceNorm(4)(torch.ones(2, 5, 3))
+
+
+@pytest.mark.parametrize("options", [{}, {"elementwise_affine": False}, {"bias": False}, {"eps": 1e-3}], ids=str)
+def test_layer_norm_is_a_drop_in(options):
+    ours, stock = sfastgn.LayerNorm(12, **options), nn.LayerNorm(12, **options)
+    for p in stock.parameters():
+        nn.init.normal_(p)
+    ours.load_state_dict(stock.state_dict())
+    stock.load_state_dict(ours.state_dict())
+    x, residual = torch.randn(2, 2, 5, 12)
+    assert repr(ours) == repr(stock)
+    torch.testing.assert_close(ours(x), stock(x))
+    y, total = ours(x, residual, torch.ones(12))
+    torch.testing.assert_close(total, x + residual + 1)
+    torch.testing.assert_close(y, stock(total))
+    for twin in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        assert torch.equal(twin(x), ours(x))
+
+
+def test_layer_norm_arguments_in_the_same_order():
+    norm = sfastgn.LayerNorm([12], 1e-3, True, False, "cpu", torch.float64)
+    assert (norm.normalized_shape, norm.eps, norm.weight.dtype, norm.bias) == ((12,), 1e-3, torch.float64, None)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        pytest.param(lambda: sfastgn.LayerNorm((3, 4)), "normalized_shape must be one dimension, got (3, 4)", id="two"),
+        pytest.param(lambda: sfastgn.LayerNorm(()), "got ()", id="none"),
+        pytest.param(
+            lambda: sfastgn.LayerNorm(4, elementwise_affine=False)(torch.ones(2, 3)), "got shape (2, 3)", id="width"
+        ),
+        pytest.param(
+            lambda: sfastgn.LayerNorm(4)(torch.ones(2, 4), None, torch.ones(4)),
+            "add_bias needs a residual",
+            id="add-bias",
+        ),
+    ],
+)
+def test_layer_norm_errors(call, message):
+    with pytest.raises(ValueError, match=r"^sfastgn\.LayerNorm: ") as caught:
+        call()
+    assert message in str(caught.value)

@@ -29,10 +29,15 @@ from sfastgn.kernels import (
     group_norm_backward,
     group_norm_backward_plans,
     group_norm_kernels,
+    layer_norm,
+    layer_norm_backward,
+    layer_norm_backward_kernels,
+    layer_norm_kernels,
     statistics_kernels,
 )
 from sfastgn.kernels.group_norm_backward import group_norm_grads
 from sfastgn.kernels.launch import Launch
+from sfastgn.kernels.layer_norm_backward import layer_norm_grads
 
 POINTERS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 FLOATS = {"eps", "scale"}
@@ -47,6 +52,9 @@ SHAPES = [
 ]
 # The two ways. On the oldest and on the H200's capability every shape, on the rest these only.
 REPRESENTATIVE = [(2, 1280, 8, 8), (2, 320, 64, 64)]
+# Tokens of a UNet, of a text encoder, rows that are far too short or too long for a warp, and the longest that stay in registers.
+TOKENS = [(8192, 320), (2048, 1280), (10**7, 10), (10, 10**7)]
+MORE_TOKENS = [(154, 768), (4096, 1000), (64, 8192), (64, 16384), (2048, 333)]
 
 
 def cases(capability: int) -> list[tuple[tuple[int, ...], torch.dtype, str]]:
@@ -59,11 +67,34 @@ def cases(capability: int) -> list[tuple[tuple[int, ...], torch.dtype, str]]:
         found += [(split, torch.float32, "channels_last"), (split, torch.float16, "channels_first")]
     if capability == 90:
         found += [(split, torch.bfloat16, "channels_last"), (small, torch.float16, "channels_first")]
+    found += [
+        (shape, torch.float16, "tokens") for shape in (TOKENS if capability in (75, 90) else (TOKENS[0], TOKENS[-1]))
+    ]
+    if capability == 90:
+        found += [(shape, torch.float16, "tokens") for shape in MORE_TOKENS]
+        found += [(shape, torch.float32, "tokens") for shape in (TOKENS[1], TOKENS[2], MORE_TOKENS[2])]
     return found
 
 
 def launches(shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> Iterator[tuple[Launch, tuple[Any, ...]]]:
     """(launch, its tensors) of every kernel that the public functions launch on ``shape``; nothing runs."""
+    made: list[tuple[Launch, tuple[Any, ...]]] = []
+    with mock.patch.object(Launch, "__call__", lambda self, stream, *tensors: made.append((self, tensors))):
+        (layer_norms if layout == "tokens" else group_norms)(shape, dtype, layout, made)
+    yield from made
+
+
+def layer_norms(shape: tuple[int, ...], dtype: torch.dtype, layout: str, made: list[Any]) -> None:
+    x = torch.empty(shape, dtype=dtype)
+    weight = x.new_empty(shape[1])
+    sfastgn.layer_norm(x, weight, weight)
+    sfastgn.add_layer_norm(x, x, weight, weight, add_bias=weight)
+    y, mean, rstd = torch.ops.sfastgn.layer_norm(x, weight, weight, 1e-5, None)
+    for dtypes in ((dtype,) * 4, (dtype, None, None, None)):
+        layer_norm_grads(y, x, x, mean, rstd, weight, 1e-5, dtypes)
+
+
+def group_norms(shape: tuple[int, ...], dtype: torch.dtype, layout: str, made: list[Any]) -> None:
     memory_format = torch.channels_last if layout == "channels_last" else torch.contiguous_format
     x, head, tail = (
         torch.empty((shape[0], C, *shape[2:]), dtype=dtype).to(memory_format=memory_format)
@@ -71,20 +102,17 @@ def launches(shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> Iterato
         for C in (shape[1], shape[1] - shape[1] // 3 // 8 * 8, shape[1] // 3 // 8 * 8)
     )
     weight = x.new_empty(shape[1])
-    made: list[tuple[Launch, tuple[Any, ...]]] = []
-    with mock.patch.object(Launch, "__call__", lambda self, stream, *tensors: made.append((self, tensors))):
-        sfastgn.group_norm(x, 32, weight, weight, activation="silu")
-        if len(made) > 1:  # a small tensor has no use for statistics
-            sfastgn.add_with_statistics(x, x, weight)
-            sfastgn.cat_with_statistics(head, tail)
-        y, mean, rstd = torch.ops.sfastgn.group_norm(
-            x, 32, weight, weight, 1e-5, "silu", None, None, None, None, False, None
-        )  # fmt: skip
-        dy = torch.empty_like(y)
-        group_norm_grads(
-            dy, x, mean, rstd, (weight, weight, None, None, None), 32, 1e-5, "silu", False, (True,) * 3 + (False,) * 3
-        )
-    yield from made
+    sfastgn.group_norm(x, 32, weight, weight, activation="silu")
+    if len(made) > 1:  # a small tensor has no use for statistics
+        sfastgn.add_with_statistics(x, x, weight)
+        sfastgn.cat_with_statistics(head, tail)
+    y, mean, rstd = torch.ops.sfastgn.group_norm(
+        x, 32, weight, weight, 1e-5, "silu", None, None, None, None, False, None
+    )  # fmt: skip
+    dy = torch.empty_like(y)
+    group_norm_grads(
+        dy, x, mean, rstd, (weight, weight, None, None, None), 32, 1e-5, "silu", False, (True,) * 3 + (False,) * 3
+    )
 
 
 def resources(launch: Launch, tensors: tuple[Any, ...], capability: int) -> dict[str, int]:
@@ -120,9 +148,15 @@ def operation(launch: Launch, tensors: tuple[Any, ...]) -> str:
 
 def main(capability: int) -> None:
     # As on such a GPU, but for the number of multiprocessors: on the CPU that is an H200's.
-    for module in (group_norm, group_norm_backward, channel_statistics):
+    for module in (group_norm, group_norm_backward, channel_statistics, layer_norm, layer_norm_backward):
         module.runs_in_triton = lambda x: True
-    for module in (group_norm_kernels, group_norm_backward_plans, statistics_kernels):
+    for module in (
+        group_norm_kernels,
+        group_norm_backward_plans,
+        statistics_kernels,
+        layer_norm_kernels,
+        layer_norm_backward_kernels,
+    ):
         module.has_programmatic_launch = lambda device: capability >= 90
     for shape, dtype, layout in cases(capability):
         for launch, tensors in launches(shape, dtype, layout):

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 import sfastgn
-from sfastgn.kernels import channel_statistics, dispatch, group_norm, group_norm_backward
+from sfastgn.kernels import (
+    channel_statistics,
+    dispatch,
+    group_norm,
+    group_norm_backward,
+    layer_norm,
+    layer_norm_backward,
+)
 from sfastgn.kernels.dispatch import KERNEL_DTYPES
 from sfastgn.kernels.group_norm import reference_group_norm
 
@@ -51,7 +58,8 @@ def kernels(*, direct=False):
         return x.dtype in KERNEL_DTYPES
 
     with ExitStack() as patches:
-        for module in (group_norm, group_norm_backward, channel_statistics, *([dispatch] if direct else [])):
+        modules = (group_norm, group_norm_backward, channel_statistics, layer_norm, layer_norm_backward)
+        for module in (*modules, *([dispatch] if direct else [])):
             patches.enter_context(mock.patch.object(module, "runs_in_triton", runs_in_triton))
         yield
 
