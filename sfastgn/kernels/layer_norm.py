@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sfastgn.kernels.dispatch import is_plain, runs_in_triton, wants_gradient
+from sfastgn.kernels.dispatch import is_plain, is_transformed, runs_in_triton, wants_gradient
 from sfastgn.kernels.layer_norm_backward import layer_norm_grads
 from sfastgn.kernels.layer_norm_kernels import find_plan, launch_layer_norm, make_plan, plan_key
 
@@ -236,8 +236,8 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     Dtypes: x fp16, bf16 or fp32 (fp64 runs in plain PyTorch); weight and bias any floating dtype. The output has the dtype of x, or
         fp32 under CUDA autocast, as torch.nn.functional.layer_norm has.
     Layout: rows are read where they lie if they are without gaps and equally far apart, else from a copy. The output is contiguous.
-    Grad: with respect to every tensor. Between forward and backward x is kept and two fp32 values a row. A second derivative runs in
-        plain PyTorch.
+    Grad: with respect to every tensor. Between forward and backward x is kept and two fp32 values a row. A second derivative, the
+        transforms of torch.func and forward-mode AD run in plain PyTorch.
     Raises:
         TypeError: x is not a floating tensor, or another argument has the wrong type.
         ValueError: a shape or a device does not fit.
@@ -259,6 +259,8 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
         if plan.programs:
             return _LayerNorm.apply(x, weight, bias, (plan, eps, out_dtype))
     _check("sfastgn.layer_norm", x, params, eps)
+    if not torch.compiler.is_compiling() and is_transformed():
+        return reference_layer_norm(x, weight, bias, float(eps), out_dtype=out_dtype)
     return torch.ops.sfastgn.layer_norm(x, weight, bias, float(eps), out_dtype)[0]
 
 
@@ -307,6 +309,9 @@ def add_layer_norm(
             return _AddLayerNorm.apply(x, residual, *params, (plan, eps, out_dtype))
     _check("sfastgn.add_layer_norm", x, params, eps)
     _check_residual("sfastgn.add_layer_norm", x, residual)
+    if not torch.compiler.is_compiling() and is_transformed():
+        total = reference_add(x, residual, add_bias)
+        return reference_layer_norm(total, weight, bias, float(eps), out_dtype=out_dtype), total
     return torch.ops.sfastgn.add_layer_norm(x, residual, *params, float(eps), out_dtype)[:2]
 
 
