@@ -185,32 +185,35 @@ if triton is not None:
 
     @triton.jit
     def _sum_columns(partials, out_ptr, count, D, c, BLOCK_P: tl.constexpr):
-        p = tl.arange(0, BLOCK_P)[:, None]
-        total = tl.zeros((BLOCK_P, c.shape[0]), tl.float32)
-        for start in range(0, count, BLOCK_P):
-            mask = (start + p < count) & (c < D)[None, :]
-            total += tl.load(partials + (start + p).to(tl.int64) * D + c[None, :], mask=mask, other=0.0)
-        tl.store(out_ptr + c, tl.sum(total, 0).to(out_ptr.dtype.element_ty), mask=c < D)
+        if out_ptr is not None:
+            p = tl.arange(0, BLOCK_P)[:, None]
+            total = tl.zeros((BLOCK_P, c.shape[0]), tl.float32)
+            for start in range(0, count, BLOCK_P):
+                mask = (start + p < count) & (c < D)[None, :]
+                total += tl.load(partials + (start + p).to(tl.int64) * D + c[None, :], mask=mask, other=0.0)
+            tl.store(out_ptr + c, tl.sum(total, 0).to(out_ptr.dtype.element_ty), mask=c < D)
 
     @triton.jit(do_not_specialize=["count", "D", "plane"])
     def _column_sum_kernel(
         partials_ptr, dweight_ptr, dbias_ptr, dadded_ptr, count, D, plane,
         PDL: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
     ):  # fmt: skip
-        c = tl.program_id(0).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)
+        """One block of columns of one of the three sums."""
+        which = tl.program_id(0) % 3
+        c = (tl.program_id(0) // 3).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)
         if PDL:
             gdc_wait()
-        if dweight_ptr is not None:
+        if which == 0:
             _sum_columns(partials_ptr, dweight_ptr, count, D, c, BLOCK_P)
-        if dbias_ptr is not None:
+        elif which == 1:
             _sum_columns(partials_ptr + plane, dbias_ptr, count, D, c, BLOCK_P)
-        if dadded_ptr is not None:
+        else:
             _sum_columns(partials_ptr + 2 * plane, dadded_ptr, count, D, c, BLOCK_P)
 
 
 # --- launchers ----------------------------------------------------------------------------------------------------------------
 
-_SUM_WARPS = 4
+_SUM_WARPS = 8
 
 
 class _GradPlan:
@@ -248,7 +251,7 @@ class _GradPlan:
         block_p, block_d = column_sum_block(count, D)
         constants = {"PDL": pdl, "BLOCK_P": block_p, "BLOCK_D": block_d}
         self.columns = Launch(
-            _column_sum_kernel, ceil_div(D, block_d), (count, D, plane), constants, _SUM_WARPS, pdl=pdl
+            _column_sum_kernel, 3 * ceil_div(D, block_d), (count, D, plane), constants, _SUM_WARPS, pdl=pdl
         )
 
     def _plan_chunks(

@@ -39,7 +39,8 @@ _FEW_WARPS_PER_SM, _MANY_WARPS_PER_SM = 4, 16
 # should have at least, because each leaves its partial sums in memory.
 _BACKWARD_PER_SM, _BACKWARD_TILES = 256, 4
 _CHUNK_BLOCK, _CHUNK_WARPS, _CHUNK_PROGRAMS_PER_SM, _MAX_CHUNKS = 2048, 4, 8, 2048
-_SUM_TILE = 2048
+# Partial sums that one program adds up at a time, and the most rows (more are loads that wait for each other) and columns of them.
+_SUM_TILE, _SUM_ROWS, _SUM_COLUMNS = 8192, 256, 1024
 
 
 @dataclass(frozen=True)
@@ -161,5 +162,5 @@ def column_groups(rows: int, D: int, block: int, num_sms: int) -> int:
 
 def column_sum_block(partials: int, D: int) -> tuple[int, int]:
     """(partials, columns) of the tile in which partial sums are added up."""
-    columns = min(64, next_power_of_2(D))
-    return min(next_power_of_2(partials), _SUM_TILE // columns), columns
+    block = min(next_power_of_2(partials), _SUM_ROWS)
+    return block, min(next_power_of_2(D), _SUM_COLUMNS, _SUM_TILE // block)

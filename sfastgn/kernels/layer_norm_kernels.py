@@ -114,13 +114,14 @@ if triton is not None:
         if total_ptr is not None:
             tl.store(total_ptr + out, x.to(total_ptr.dtype.element_ty), mask=mask)
         d = tl.where(in_row, x - pivot, 0.0)
-        delta = row_sum(d, WIDE) / D
-        d = tl.where(in_row, d - delta, 0.0)
+        total = row_sum(d, WIDE)
+        # Explicit: ptxas would contract product and difference here, but not where the centre is stored too, and other bits come out.
+        d = tl.where(in_row, tl.fma(total, -1 / D, d), 0.0)
         rstd = 1 / tl.sqrt(row_sum(d * d, WIDE) / D + eps)
         y = d * rstd * scale + offset
         tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=mask)
         if centre_ptr is not None:
-            tl.store(centre_ptr + first + r, delta, mask=is_row)
+            tl.store(centre_ptr + first + r, total * (1 / D), mask=is_row)
             tl.store(rstd_ptr + first + r, rstd, mask=is_row)
 
     @triton.jit(do_not_specialize=["chunks", "blocks", "d_parts", "x_parts", "residual_parts", "plane"])

@@ -392,7 +392,8 @@ def test_real_shapes_on_the_gpu(shape, dtype):
     assert error(run(x, weight, bias), truth(x, weight, bias)) < BOUNDS[dtype]
     y, total = run_add(x, residual, weight, bias, add_bias=add_bias)
     assert error(y, truth(total, weight, bias)) < BOUNDS[dtype]
-    dys = make(shape, dtype, "cuda", seed=1)[:1]
+    # Of mean 0: sums over a million gradients of one sign would not fit into fp16.
+    dys = (torch.randn(shape, device="cuda").to(dtype),)
     ours = grads_of(sfastgn.layer_norm, (x, weight, bias), dys, dtype)
     for got, want in zip(ours, grads_of(truth, (x, weight, bias), dys, torch.float64), strict=True):
         assert error(got, want) < 4 * BOUNDS[dtype]
