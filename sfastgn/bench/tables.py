@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.table import Table
 
-from sfastgn.bench import suite_tables
+from sfastgn.bench import suite_tables, warm_up
 from sfastgn.bench.cells import QUOTED, KernelRow, shape_text
 from sfastgn.bench.end_to_end import OK, Row
 from sfastgn.bench.kernels import baseline_ratios, best_peer, losses, ratio_to_best_peer, summary
@@ -302,6 +302,19 @@ def host_markdown(results: Path) -> str:
     return NO_RESULTS
 
 
+def warm_up_markdown(results: Path) -> str:
+    """Each committed run of ``scripts/time_warm_up.py``."""
+    blocks = []
+    for content in documents(results, "warm_up"):
+        rows = [warm_up.WaitRow(**values) for values in content["rows"]]
+        (part,) = content["config"]["parts"]
+        what = f"{MODEL_LABELS.get(part['model'], part['model'])} pipeline {part['size']}², {part['steps']} steps, {part['dtype']}"
+        body = [warm_up.cells(row, rows[0]) for row in rows]
+        what += f"; new size {content['config']['new_size']}²"
+        blocks += [markdown_table(list(warm_up.HEADERS), body), f"{what}. {source_line(content)}."]
+    return "\n\n".join(blocks) or NO_RESULTS
+
+
 # One launch, and three: small enough that the CPU never waits for the GPU.
 _HOST_SHAPES = ("2x1280x8x8", "2x1280x16x16", "2x640x32x32", "2x320x64x64")
 
@@ -310,6 +323,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "kernels": kernels_markdown,
     "producers": producers_markdown,
     "host": host_markdown,
+    "warm_up": warm_up_markdown,
     **{name: functools.partial(suite_tables.suite_markdown, suite) for name, suite in SUITES.items()},
 }
 
