@@ -90,7 +90,7 @@ _OPERATORS = _rules(
     (ATTENTION, r"scaled_dot_product|(flash|efficient|cudnn)_attention|softmax|multi_head_attention"),
     (NORMALISATION, r"(group|layer|batch|instance|rms)_norm|^sfastgn::\w*(norm|statistics)"),
     (CONVOLUTION, r"convolution|conv_transpose|conv[0-9]?d|conv_depthwise"),
-    (GEMM, r"::(\w+_)?(addmm|addbmm|baddbmm|bmm|mm|addmv|mv|dot|matmul|linear)(_\w+)?$"),
+    (GEMM, r"::(\w*_)?(addmm|addbmm|baddbmm|bmm|mm|addmv|mv|dot|matmul|linear)(_\w+)?$"),
     (COPIES, r"^aten::(copy_?|_to_copy|to|clone|contiguous)$"),
     (POINTWISE, rf"^aten::_?(upsample_\w+|({_ARITHMETIC})_?)$"),
 )

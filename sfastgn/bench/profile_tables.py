@@ -10,13 +10,12 @@ from rich.table import Table
 
 from sfastgn.bench.end_to_end import OK, Row
 from sfastgn.bench.kernel_categories import CATEGORIES, FLOOR, GAPS, OTHER
-from sfastgn.bench.markdown import NOTHING, documents, markdown_table, number, source_line
+from sfastgn.bench.markdown import NO_RESULTS, NOTHING, documents, markdown_table, number, source_line
 from sfastgn.bench.profiling import CPU, Breakdown
 from sfastgn.bench.variants import PARTS, VARIANTS
 
 __all__ = ["breakdown_of", "lowest_floor", "notes", "profile_markdown", "profile_table", "row_title"]
 
-NOT_MEASURED = "Not measured yet."
 FLOOR_NAMES = " + ".join(FLOOR)
 
 MODEL_LABELS = {"sd15": "SD1.5", "sdxl": "SDXL"}
@@ -67,8 +66,8 @@ def _cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
         ("total", lambda one: number(one.total_ms, 4)),
         ("timed", lambda one: number(one.timed_ms, 4)),
         ("floor", lambda one: number(one.floor_ms, 4)),
-        ("floor / total", lambda one: f"{100 * one.floor_share:.0f} %"),
-        ("gaps, plain call", lambda one: number(one.call_gaps_ms)),
+        ("floor share", lambda one: f"{100 * one.floor_share:.0f} %"),
+        ("call's gaps", lambda one: number(one.call_gaps_ms)),
     ]
     shown = [(name, cell) for name, cell in columns if any(cell(one) != NOTHING for _, one in found)]
     body = [[label, *(cell(one) for _, cell in shown)] for label, one in found]
@@ -82,8 +81,8 @@ def profile_table(rows: Sequence[Row], title: str) -> Table | None:
         return None
     table = Table(title=title, title_justify="left", caption=_legend(rows))
     for index, name in enumerate(header):
-        # Two words of a column's name are two lines, so that all columns fit.
-        table.add_column(name.replace(" ", "\n", 1), justify="left" if index < 2 else "right")
+        # Two words of a name are two lines, and only the variant's name folds: all columns fit into a pipe's width.
+        table.add_column(name.replace(" ", "\n"), justify="left" if index < 2 else "right", no_wrap=index > 0)
     for line in body:
         table.add_row(*line)
     return table
@@ -92,7 +91,10 @@ def profile_table(rows: Sequence[Row], title: str) -> Table | None:
 def _legend(rows: Sequence[Row]) -> str:
     if any(found.source == CPU for _, found in _found(rows)):
         return f"CPU operator time, not kernels; launch gaps: outside operators; floor: {FLOOR_NAMES}"
-    return f"total: first to last kernel, while recorded; timed: not recorded; floor: {FLOOR_NAMES}"
+    return (
+        f"total: first to last kernel, while recorded; timed: on the clock; floor: {FLOOR_NAMES}; "
+        "call's gaps: idle time of the plain call, without a graph"
+    )
 
 
 def _floor_line(rows: Sequence[Row]) -> list[str]:
@@ -127,4 +129,4 @@ def profile_markdown(results: Path) -> str:
                 heading = f"{row_title(rows[0])}: {_legend(rows)}."
                 lines = [f"{line}." for line in (*_floor_line(rows), source_line(content))]
                 blocks.append((key, [heading, markdown_table(header, body), *lines]))
-    return "\n\n".join(line for _, block in sorted(blocks, key=lambda pair: pair[0]) for line in block) or NOT_MEASURED
+    return "\n\n".join(line for _, block in sorted(blocks, key=lambda pair: pair[0]) for line in block) or NO_RESULTS

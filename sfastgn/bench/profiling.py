@@ -37,7 +37,7 @@ from sfastgn.bench.kernel_categories import (
 
 __all__ = ["CALL", "CPU", "REPLAY", "TOP", "Breakdown", "measure", "of_cpu_operators", "of_kernels", "shares_by_name"]
 
-REPLAY, CALL, CPU = "graph replay", "plain call", "CPU operators"
+REPLAY, CALL, CPU = "replay", "call", "CPU operators"
 TOP = 10
 # The replay or call is recorded this often; the recording of median length counts.
 RECORDINGS = 3
@@ -51,7 +51,7 @@ class Breakdown:
     """One call by category, in milliseconds.
 
     Attributes:
-        source: what was recorded: ``"graph replay"``, ``"plain call"`` or, without a GPU, ``"CPU operators"``.
+        source: what was recorded: ``"replay"`` (of a CUDA graph), ``"call"`` or, without a GPU, ``"CPU operators"``.
         categories: by the names in ``kernel_categories.CATEGORIES`` and ``"launch gaps"``; they add up to ``total_ms``.
         total_ms: from the start of the first kernel to the end of the last, while the profiler records.
         timed_ms: the same call or replay on the clock, without a profiler.
