@@ -36,7 +36,13 @@ FLOOR = (CONVOLUTION, GEMM, ATTENTION)
 CATEGORIES = (*FLOOR, NORMALISATION, POINTWISE, COPIES, OTHER)
 
 # Of the package's own kernels, by what their file's name holds.
-_OWN_FILES = (("norm", NORMALISATION), ("statistics", NORMALISATION), ("activation", POINTWISE), ("geglu", POINTWISE))
+_OWN_FILES = (
+    ("norm", NORMALISATION),
+    ("statistics", NORMALISATION),
+    ("activation", POINTWISE),
+    ("geglu", POINTWISE),
+    ("upsample", POINTWISE),  # also those around its convolution, which itself is cuDNN's
+)
 
 _Rules = tuple[tuple[str, re.Pattern[str]], ...]
 
@@ -75,7 +81,10 @@ _NAMES = _rules(
     (NORMALISATION, r"RowwiseMoments|ComputeFusedParams|ComputeInternalGradients|ComputeBackwardFusedParams|GammaBeta"),
     # Before GEMM: a convolution is an implicit one, and cuDNN's 1x1 convolutions are called gemm, with cudnn at the end.
     (CONVOLUTION, r"[fdw](prop|grad)(_|[0-9])|implicit_?gemm|convol|conv[0-9]d|conv_depthwise|winograd"),
-    (CONVOLUTION, r"im2col|col2im|vol2col|col2vol|fft2d_[rc]2[rc]|_cudnn\b|scudnn|cudnn::(cnn|gemm)"),
+    (
+        CONVOLUTION,
+        r"im2col|col2im|vol2col|col2vol|fft2d_[rc]2[rc]|_cudnn\b|scudnn|cudnn::(cnn|gemm)|cudnn_generated_\w*_conv",
+    ),
     (GEMM, r"nvjet|gemm|gemv|split_?k_?reduce|cublas|\bdot_kernel"),
     (POINTWISE, r"elementwise|upsample|CatArrayBatchedCopy|reduce_kernel|multi_tensor_apply|Memset"),
     (POINTWISE, r"index_?(select|put|copy|add|fill)\w*|(gather|scatter)\w*kernel|arange"),

@@ -75,6 +75,7 @@ BY_NAME = [
         "im2col",
         "void at::native::im2col_kernel<c10::Half>(long, c10::Half const*, long, long, long, long)",
     ),
+    (CONVOLUTION, "generated", "cudnn_generated_fort_native_conv_sm90_fwd_wgmma_f16_knob_3_128x128x64_kernel0_0"),
     # cuBLAS and CUTLASS
     (GEMM, "nvjet-fp16", "nvjet_hsh_128x256_64x4_2x1_v_bz_coopA_TNN"),
     (GEMM, "nvjet-splitk", "nvjet_hsh_32x64_64x16_4x1_v_bz_splitK_TNN"),

@@ -279,6 +279,21 @@ def test_a_model_that_fails_shows_no_breakdown() -> None:
     assert (rows[0].status, rows[0].profile) == (FAILED, None)
 
 
+@pytest.mark.parametrize(("part", "times"), [("unet", 3), ("pipeline", 1)], ids=["step", "pipeline"])
+def test_a_pipeline_is_recorded_once(part: str, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, recorded = profiling._recorded, []
+
+    def counted(*arguments: Any) -> Any:
+        recorded.append(arguments[0])
+        return real(*arguments)
+
+    monkeypatch.setattr(profiling, "_recorded", counted)
+    model, x = torch.nn.Conv2d(3, 3, 1), torch.randn(1, 3, 4, 4)
+    rows = end_to_end.run(config(part=part), [by_name("eager")], workload=Workload(model, lambda: model(x), None))
+    assert (rows[0].status, rows[0].profile_reason) == (OK, "")
+    assert len(recorded) == times
+
+
 def test_a_profiler_that_fails_costs_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     def measure(*_: object, **__: object) -> Breakdown:
         raise RuntimeError("CUPTI does not work here")
