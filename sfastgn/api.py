@@ -35,7 +35,7 @@ def optimize(obj: T, *, strict: bool = False) -> T:
 
     Raises:
         TypeError: ``obj`` is neither a pipeline nor a module.
-        ValueError: there is no GroupNorm in it; it is in a DistributedDataParallel, which has to be made afterwards; or ``strict`` and
+        ValueError: there is no GroupNorm and no GEGLU in it; it is in a DistributedDataParallel, which has to be made afterwards; or ``strict`` and
             something must be skipped (the message says what and why).
     """
     roots = _roots("optimize", obj)
@@ -116,7 +116,7 @@ def _in_ddp(call: str, obj: Any, advice: str) -> str:
 
 
 def _roots(call: str, obj: Any, *, required: bool = True) -> dict[str, nn.Module]:
-    """Modules to work on by component name ("" for a bare module); each object once, those without a GroupNorm left out."""
+    """Modules to work on by component name ("" for a bare module); each object once, those that no fusion is about left out."""
     if isinstance(obj, nn.Module):
         candidates: dict[str, Any] = {"": obj}
     elif isinstance(getattr(obj, "components", None), dict):
@@ -130,11 +130,11 @@ def _roots(call: str, obj: Any, *, required: bool = True) -> dict[str, nn.Module
         if (
             isinstance(module, nn.Module)
             and all(module is not r for r in roots.values())
-            and patcher.has_group_norm(module)
+            and patcher.has_fusions(module)
         ):
             roots[name] = module
     if required and not roots:
-        raise ValueError(f"sfastgn.{call}: no GroupNorm in {type(obj).__name__}, nothing to optimize")
+        raise ValueError(f"sfastgn.{call}: no GroupNorm or GEGLU in {type(obj).__name__}, nothing to optimize")
     return roots
 
 

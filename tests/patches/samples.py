@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from diffusers.models import UNet2DConditionModel, UNet2DModel
+from diffusers.models.activations import GEGLU
+from diffusers.models.attention import FeedForward
 from diffusers.models.autoencoders.vae import Decoder, Encoder
 from diffusers.models.normalization import AdaGroupNorm
 from diffusers.models.resnet import ResnetBlock2D, TemporalResnetBlock
@@ -17,6 +19,10 @@ from torch import Tensor, nn
 def image(*shape: int, seed: int = 0) -> Tensor:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).contiguous(memory_format=torch.channels_last)
     return x.requires_grad_()  # stock PyTorch crashes on a channels-last norm of which only the weights need a gradient
+
+
+def tokens(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).requires_grad_()
 
 
 def randomise(module: nn.Module) -> nn.Module:
@@ -90,6 +96,10 @@ SAMPLES: list[Sample] = [
     ),
     ("ada_group_norm", lambda: AdaGroupNorm(16, 12, 3), lambda m: m(image(2, 12, 5, 6), _TEMB)),
     ("ada_group_norm-act", lambda: AdaGroupNorm(16, 12, 3, act_fn="silu"), lambda m: m(image(2, 12, 5, 6), _TEMB)),
+    ("geglu", lambda: GEGLU(12, 20), lambda m: m(tokens(2, 7, 12))),
+    ("geglu-no-bias", lambda: GEGLU(12, 20, bias=False), lambda m: m(tokens(2, 7, 12))),
+    ("geglu-rank-2", lambda: GEGLU(12, 5), lambda m: m(hidden_states=tokens(7, 12))),
+    ("geglu-feed-forward", lambda: FeedForward(12, final_dropout=True), lambda m: m(tokens(2, 7, 12))),
     ("conv_norm_out-unet", _unet, lambda m: m(image(2, 4, 8, 8), 10, image(2, 3, 12, 1)[..., 0]).sample),
     (
         "conv_norm_out-unet2d",
