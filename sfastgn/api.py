@@ -21,10 +21,11 @@ T = TypeVar("T")
 
 
 def optimize(obj: T, *, strict: bool = False) -> T:
-    """Make a diffusers pipeline or model channels-last with fused GroupNorms, in place; the images stay the same.
+    """Make a diffusers pipeline or model channels-last with fused norms, in place; the images stay the same.
 
     Args:
-        obj: a diffusers pipeline (every component with a GroupNorm: UNet, VAE, ControlNets, ...) or any ``torch.nn.Module`` tree.
+        obj: a diffusers pipeline (every component with a GroupNorm or with diffusers' transformer blocks or parts of them: UNet, VAE,
+            ControlNets, ...) or any ``torch.nn.Module`` tree.
         strict: raise instead of leaving out a module that cannot be fused.
 
     Returns:
@@ -35,8 +36,8 @@ def optimize(obj: T, *, strict: bool = False) -> T:
 
     Raises:
         TypeError: ``obj`` is neither a pipeline nor a module.
-        ValueError: there is no GroupNorm and no GEGLU in it; it is in a DistributedDataParallel, which has to be made afterwards; or ``strict`` and
-            something must be skipped (the message says what and why).
+        ValueError: there is nothing of that kind in it; it is in a DistributedDataParallel, which has to be made afterwards; or
+            ``strict`` and something must be skipped (the message says what and why).
     """
     roots = _roots("optimize", obj)
     if any(channels_last.unconverted_weights(root) for root in roots.values()) and is_in_ddp(roots.values()):
@@ -116,7 +117,7 @@ def _in_ddp(call: str, obj: Any, advice: str) -> str:
 
 
 def _roots(call: str, obj: Any, *, required: bool = True) -> dict[str, nn.Module]:
-    """Modules to work on by component name ("" for a bare module); each object once, those that no fusion is about left out."""
+    """Modules to work on by component name ("" for a bare module); each object once, those without anything to fuse left out."""
     if isinstance(obj, nn.Module):
         candidates: dict[str, Any] = {"": obj}
     elif isinstance(getattr(obj, "components", None), dict):
@@ -134,7 +135,9 @@ def _roots(call: str, obj: Any, *, required: bool = True) -> dict[str, nn.Module
         ):
             roots[name] = module
     if required and not roots:
-        raise ValueError(f"sfastgn.{call}: no GroupNorm or GEGLU in {type(obj).__name__}, nothing to optimize")
+        raise ValueError(
+            f"sfastgn.{call}: no GroupNorm and no part of diffusers' transformer blocks in {type(obj).__name__}, nothing to optimize"
+        )
     return roots
 
 

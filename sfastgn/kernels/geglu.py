@@ -117,7 +117,8 @@ def _backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
 
 
 def _backward_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    dy, x, bias, *ctx.dtypes = inputs
+    dy, x, bias, *dtypes = inputs
+    ctx.dtypes = tuple(dtypes)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(dy, x, bias)
 
@@ -128,7 +129,8 @@ def _double_backward(ctx: Any, dgrads: list[Tensor | None]) -> tuple[Any, ...]:
     with torch.enable_grad():
         # Aliases: dy itself may be a function of x, by a way that is not this op's to follow.
         inputs: tuple[Any, ...] = tuple(None if t is None else t.view_as(t) for t in ctx.saved_tensors)
-        made = [g for g in reference_geglu_grads(*inputs, tuple(ctx.dtypes)) if g is not None]  # type: ignore[arg-type]
+        dy, x, bias = inputs
+        made = [g for g in reference_geglu_grads(dy, x, bias, ctx.dtypes) if g is not None]
         pairs = [(g, d) for g, d in zip(made, dgrads, strict=True) if d is not None and g.requires_grad]
     needs = [t for t, need in zip(inputs, ctx.needs_input_grad[:3], strict=True) if need]
     found: Iterator[Tensor | None] = iter([None] * len(needs))

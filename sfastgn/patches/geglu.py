@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from diffusers.models.activations import GEGLU
 from diffusers.utils import is_torch_npu_available
@@ -24,7 +25,8 @@ class FusedGEGLU(GEGLU):
     """``GEGLU`` in one kernel after the matrix product. hidden_states (..., dim_in) -> (..., dim_out)."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if args or kwargs:  # deprecated arguments: upstream's own words about them
+        # Deprecated arguments: upstream's own words about them. A compiler makes the same kernel by itself.
+        if args or kwargs or torch.compiler.is_compiling():
             return super().forward(hidden_states, *args, **kwargs)
         if _bias_can_move(self.proj):
             return geglu(F.linear(hidden_states, self.proj.weight), self.proj.bias)
