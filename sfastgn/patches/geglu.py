@@ -13,10 +13,11 @@ import torch
 import torch.nn.functional as F
 from diffusers.models.activations import GEGLU
 from diffusers.utils import is_torch_npu_available
-from torch import Tensor, nn
+from torch import Tensor
 
 from sfastgn.kernels.geglu import geglu
-from sfastgn.patches.fusion import ClassSwap, is_plain
+from sfastgn.patches.fusion import ClassSwap
+from sfastgn.patches.packing import is_plain_linear
 
 __all__ = ["FUSION", "FusedGEGLU"]
 
@@ -28,14 +29,9 @@ class FusedGEGLU(GEGLU):
         # Deprecated arguments: upstream's own words about them. A compiler makes the same kernel by itself.
         if args or kwargs or torch.compiler.is_compiling():
             return super().forward(hidden_states, *args, **kwargs)
-        if _bias_can_move(self.proj):
+        if is_plain_linear(self.proj):
             return geglu(F.linear(hidden_states, self.proj.weight), self.proj.bias)
         return geglu(self.proj(hidden_states))
-
-
-def _bias_can_move(proj: nn.Module) -> bool:
-    """True if calling ``proj`` is a matrix product and its bias, nothing else: no LoRA, hooks, quantised or sharded weights."""
-    return type(proj) is nn.Linear and type(proj.weight) in (Tensor, nn.Parameter) and is_plain(proj)
 
 
 def _check(_: GEGLU) -> str | None:
