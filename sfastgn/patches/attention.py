@@ -32,7 +32,7 @@ __all__ = ["FUSION", "FusedAttention"]
 
 
 class FusedAttention(Attention):
-    """``Attention`` in fewer launches. hidden_states (N, L, C) or (N, C, H, W), encoder_hidden_states (N, S, C_context) -> hidden_states'."""
+    """``Attention`` in fewer launches. hidden_states (N, L, C) or (N, C, H, W), encoder_hidden_states (N, S, C') -> as the first."""
 
     def forward(
         self,
@@ -50,7 +50,8 @@ class FusedAttention(Attention):
             hidden_states = hidden_states.view(shape[0], shape[1], -1).transpose(1, 2)
         if self.group_norm is not None:
             hidden_states = self.group_norm(hidden_states.transpose(1, 2)).transpose(1, 2)
-        h = F.scaled_dot_product_attention(*self._project(hidden_states, encoder_hidden_states))
+        query, key, value = self._project(hidden_states, encoder_hidden_states)
+        h = F.scaled_dot_product_attention(query, key, value)
         h = self.to_out[1](self.to_out[0](h.transpose(1, 2).flatten(2)))
         if len(shape) == 4:
             h = h.transpose(1, 2).reshape(shape)

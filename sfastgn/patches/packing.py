@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +61,7 @@ def _allocation(owner: nn.Module) -> torch.UntypedStorage | None:
     return None if reference is None else torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
 
 
-def _span(allocation: torch.UntypedStorage, parts: list[Tensor]) -> Tensor | None:
+def _span(allocation: torch.UntypedStorage, parts: Sequence[Tensor]) -> Tensor | None:
     """The tensor that ``parts`` are, one below the other, or None if they do not lie so within ``allocation``."""
     first = parts[0]
     start = end = first.data_ptr()
@@ -78,18 +79,20 @@ def _span(allocation: torch.UntypedStorage, parts: list[Tensor]) -> Tensor | Non
     offset = start - allocation.data_ptr()
     if first.device != allocation.device or offset < 0 or offset + end - start > allocation.nbytes():
         return None
-    return first.new_empty(0).set_(allocation, offset // first.itemsize, (rows, *first.shape[1:]))  # type: ignore[arg-type]
+    columns = first.shape[1:]
+    return first.new_empty(0).set_(allocation, offset // first.itemsize, (rows, *columns), (*columns, 1))
 
 
-def pack(owner: nn.Module, linears: Sequence[nn.Module]) -> None:
+def pack(owner: nn.Module, linears: Sequence[Any]) -> None:
     """Puts the parameters of ``linears``, which are parts of ``owner``, side by side where that is possible and of use.
 
     Values, strides and identities stay. What is not memory of its own stays where it is: parameters that share a storage with anything
     else (tied weights, a state_dict that somebody holds), quantised or offloaded ones.
     """
-    plain = [linear for linear in linears if is_plain_linear(linear)]
-    parts = [linear.weight for linear in plain] + [linear.bias for linear in plain if linear.bias is not None]
-    if not parts or len(plain) < len(linears) or not _may_move(parts) or joined(owner, plain) is not None:  # type: ignore[arg-type]
+    if not all(map(is_plain_linear, linears)):
+        return
+    parts = [linear.weight for linear in linears] + [linear.bias for linear in linears if linear.bias is not None]
+    if not _may_move(parts) or joined(owner, linears) is not None:
         return
     unpack(owner)
     if all(_fits(part, parts[0]) for part in parts):
@@ -100,7 +103,8 @@ def pack(owner: nn.Module, linears: Sequence[nn.Module]) -> None:
 
 
 def _may_move(parts: list[Tensor]) -> bool:
-    return is_untraced(parts[0], tuple(parts)) and not torch.cuda.is_current_stream_capturing()
+    captures = parts[0].is_cuda and torch.cuda.is_current_stream_capturing()
+    return is_untraced(parts[0], tuple(parts)) and not captures
 
 
 def _fits(part: Tensor, first: Tensor) -> bool:
@@ -115,7 +119,7 @@ def _fits(part: Tensor, first: Tensor) -> bool:
     )
 
 
-def _move(parts: list[Tensor]) -> torch.UntypedStorage:
+def _move(parts: Sequence[Tensor]) -> torch.UntypedStorage:
     """Everything that can fail comes before the first change."""
     # Made in inference mode, they could never be written to again.
     with torch.inference_mode(False), torch.no_grad():
@@ -125,7 +129,7 @@ def _move(parts: list[Tensor]) -> torch.UntypedStorage:
         end = 0
         for part in parts:
             start, end = end, end + part.nbytes
-            place = part.new_empty(0).set_(allocation[start:end], 0, part.shape)  # type: ignore[arg-type]
+            place = part.new_empty(0).set_(allocation[start:end], 0, part.shape, part.stride())
             moved.append(place.copy_(part))
         for part, place in zip(parts, moved, strict=True):
             part.data = place

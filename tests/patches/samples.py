@@ -111,7 +111,11 @@ SAMPLES: list[Sample] = [
     ("attention-cross", lambda: _attention(cross_attention_dim=12), lambda m: m(tokens(2, 7, 16), tokens(2, 5, 12))),
     ("attention-by-name", lambda: _attention(bias=True), lambda m: m(hidden_states=tokens(2, 7, 16), encoder_hidden_states=None)),
     ("attention-mask", lambda: _attention(), lambda m: m(tokens(2, 7, 16), None, -image(2, 1, 7, 1)[..., 0])),
-    ("attention-vae", lambda: _attention(norm_num_groups=4, residual_connection=True, bias=True, rescale_output_factor=1.5), lambda m: m(image(2, 16, 3, 4), temb=None)),
+    (
+        "attention-vae",
+        lambda: _attention(norm_num_groups=4, residual_connection=True, bias=True, rescale_output_factor=1.5),
+        lambda m: m(image(2, 16, 3, 4), temb=None),
+    ),
     ("geglu", lambda: GEGLU(12, 20), lambda m: m(tokens(2, 7, 12))),
     ("geglu-no-bias", lambda: GEGLU(12, 20, bias=False), lambda m: m(tokens(2, 7, 12))),
     ("geglu-rank-2", lambda: GEGLU(12, 5), lambda m: m(hidden_states=tokens(7, 12))),
