@@ -104,7 +104,7 @@ class FusedAttention(Attention):
         return module
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """After deepcopy and pickle, too, each parameter has memory of its own."""
+        """A deepcopy's parameters have new memory too."""
         super().__setstate__(state)
         self._pack()
 

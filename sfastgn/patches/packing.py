@@ -94,8 +94,7 @@ def pack(owner: nn.Module, linears: Sequence[Any]) -> None:
     parts = [linear.weight for linear in linears] + [linear.bias for linear in linears if linear.bias is not None]
     if not _may_move(parts) or joined(owner, linears) is not None:
         return
-    unpack(owner)
-    if all(_fits(part, parts[0]) for part in parts):
+    if len(set(parts)) == len(parts) and all(_fits(part, parts[0]) for part in parts):
         try:
             _allocations[owner] = StorageWeakRef(_move(parts))
         except torch.OutOfMemoryError:
@@ -113,7 +112,7 @@ def _fits(part: Tensor, first: Tensor) -> bool:
         part.device.type in PACKED_DEVICES
         and (part.device, part.dtype) == (first.device, first.dtype)
         and part.is_contiguous()
-        and part.nbytes % _ALIGNMENT == 0 < part.nbytes == storage.nbytes()
+        and part.nbytes % _ALIGNMENT == 0
         and torch._C._storage_Use_Count(storage._cdata) == _UNSHARED
         and not part.is_inference()
     )
@@ -121,7 +120,7 @@ def _fits(part: Tensor, first: Tensor) -> bool:
 
 def _move(parts: Sequence[Tensor]) -> torch.UntypedStorage:
     """Everything that can fail comes before the first change."""
-    # Made in inference mode, they could never be written to again.
+    # Memory made in inference mode would turn the parameters into inference tensors.
     with torch.inference_mode(False), torch.no_grad():
         size = sum(part.nbytes for part in parts)
         allocation = torch.empty(size, dtype=torch.uint8, device=parts[0].device).untyped_storage()

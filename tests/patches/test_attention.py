@@ -44,9 +44,9 @@ def twins(**options: Any) -> tuple[Any, Any]:
     return fused, stock
 
 
-def call(model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+def call(model: nn.Module, x: Tensor = X, *args: Any, **kwargs: Any) -> Tensor:
     with torch.no_grad():
-        return model(*(args or (X,)), **kwargs)
+        return model(x, *args, **kwargs)
 
 
 def agree(a: Tensor, b: Tensor) -> None:
@@ -136,7 +136,7 @@ def test_other_processors_run_upstreams_forward(called, make, options):
     options = {"encoder_hidden_states": CONTEXT, **options}
     for model in (fused, stock):
         model.set_processor(make())
-    assert torch.equal(call(fused, **{"hidden_states": X, **options}), call(stock, X, **options))
+    assert torch.equal(call(fused, **options), call(stock, **options))
     for model in (fused, stock):
         model.set_processor(AttnProcessor2_0())
     agree(call(fused, X, CONTEXT), call(stock, X, CONTEXT))

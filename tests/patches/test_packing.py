@@ -186,7 +186,7 @@ def replaced_layer(model):
 
 
 def removed_bias(model):
-    model.to_k.bias = None
+    model.to_v.bias = None
 
 
 def assigned(model):
@@ -215,7 +215,7 @@ def merged_safely(model):
 
 
 def hooked(model):
-    model.to_k.register_forward_hook(lambda m, i, y: y + 1)
+    model.to_v.register_forward_hook(lambda m, i, y: y + 1)
 
 
 class Half(nn.Module):
@@ -293,9 +293,12 @@ def through_torch_save(model):
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, through_pickle, through_torch_save], ids=lambda f: f.__name__)
-def test_copies_are_packed_by_themselves(duplicate):
+def test_copies_have_memory_of_their_own(duplicate):
     model, stock = attention(), attention()
     twin = duplicate(sfastgn.optimize(model))
+    check(twin, stock)
+    assert is_packed(twin) == (duplicate is copy.deepcopy)  # others when they move: the unpickler holds their tensors
+    twin.to(torch.float64).to(torch.float32)
     assert is_packed(twin)
     assert is_packed(model)
     with torch.no_grad():
@@ -330,8 +333,14 @@ def _unet():
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("shard", ["5GB", "200KB"])
-@pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "pickle"])
+@pytest.mark.parametrize(
+    ("safe", "shard"),
+    [
+        pytest.param(True, "5GB", id="safetensors"),
+        pytest.param(True, "200KB", id="safetensors-in-parts"),
+        pytest.param(False, "5GB", id="pickle"),
+    ],
+)
 def test_save_pretrained_and_back(tmp_path, safe, shard):
     stock, model = _unet(), sfastgn.optimize(_unet())
     assert any(is_packed(m) for m in model.modules() if isinstance(m, Attention))
@@ -476,14 +485,31 @@ def test_parts_begin_where_a_product_can_read_sixteen_bytes():
     assert is_packed(model)
 
 
-def test_packed_in_inference_mode_they_can_still_be_trained():
-    with torch.inference_mode():
-        model = attention()
-    model = attention()
+@pytest.mark.parametrize("call_in_between", [False, True], ids=["alone", "with-a-call"])
+def test_inference_mode_leaves_no_mark(call_in_between):
+    model, stock = attention(), attention()
     with torch.inference_mode():
         sfastgn.optimize(model)
+        assert is_packed(model)
+        if call_in_between:
+            torch.testing.assert_close(model(X), stock(X))
+    assert not any(p.is_inference() for p in model.parameters())
+    for m in (model, stock):
+        trained(m)
+    with torch.inference_mode():
+        sfastgn.restore(model)
+    assert not any(p.is_inference() for p in model.parameters())
+    assert torch.equal(call(model), call(stock))
+
+
+def test_parts_of_another_dtype_are_no_part():
+    """Two bytes of another meaning: the layers' own words about it."""
+    model = sfastgn.optimize(attention().half())
     assert is_packed(model)
-    trained(model)
+    model.to_k.weight.data = model.to_k.weight.data.view(torch.bfloat16)
+    assert not is_packed(model)
+    with pytest.raises(RuntimeError, match="dtype"):
+        call(model, X.half())
 
 
 def test_a_full_gpu_holds_the_model_unpacked(monkeypatch):
