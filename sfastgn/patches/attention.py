@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from sfastgn.kernels.dispatch import is_untraced, wants_gradient
 from sfastgn.patches.fusion import ClassSwap
-from sfastgn.patches.packing import is_plain_linear, joined, pack, unpack
+from sfastgn.patches.packing import joined, pack, plain_parameters, unpack
 from sfastgn.patches.upstream import unknown_source
 
 __all__ = ["FUSION", "FusedAttention"]
@@ -85,12 +85,13 @@ class FusedAttention(Attention):
 
     def _joined(self, x: Tensor, linears: tuple[Any, ...]) -> tuple[Tensor, Tensor | None] | None:
         """Weight and bias of ``linears`` in one, if one product with x is all that calling them comes to."""
-        if torch.is_autocast_enabled(x.device.type) or not all(map(is_plain_linear, linears)):
+        found = plain_parameters(linears)
+        if found is None or torch.is_autocast_enabled(x.device.type):
             return None
-        params = tuple(p for linear in linears for p in (linear.weight, linear.bias))
+        params = (*found[0], *found[1])
         if x.dtype != params[0].dtype or wants_gradient(x, params) or not is_untraced(x, params):
             return None
-        return joined(self, linears)
+        return joined(self, *found)
 
     def _pack(self) -> None:
         linears = (self.to_q, self.to_k, self.to_v)

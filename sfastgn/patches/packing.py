@@ -15,7 +15,7 @@ Nothing is packed while a model computes. A CUDA graph that was captured before 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from sfastgn.kernels.dispatch import is_untraced
 from sfastgn.patches.fusion import is_plain
 
-__all__ = ["is_plain_linear", "joined", "pack", "unpack"]
+__all__ = ["is_plain_linear", "joined", "pack", "plain_parameters", "unpack"]
 
 # One product instead of three fills a GPU better; a CPU is full either way.
 PACKED_DEVICES = ("cuda",)
@@ -43,16 +43,30 @@ def is_plain_linear(module: nn.Module) -> bool:
     return type(module) is nn.Linear and type(module.weight) in (Tensor, nn.Parameter) and is_plain(module)
 
 
-def joined(owner: nn.Module, linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None] | None:
+def plain_parameters(linears: Iterable[Any]) -> tuple[list[Tensor], list[Tensor]] | None:
+    """(weights, biases) of linear layers that are all plain and all have a bias, or all none; else None."""
+    weights: list[Tensor] = []
+    biases: list[Tensor] = []
+    for linear in linears:
+        if type(linear) is not nn.Linear or not is_plain(linear):
+            return None
+        parameters = linear._parameters  # a module's attributes take a microsecond each
+        weight, bias = parameters.get("weight"), parameters.get("bias")
+        if weight is None:
+            return None
+        weights.append(weight)
+        if bias is not None:
+            biases.append(bias)
+    return (weights, biases) if len(biases) in (0, len(weights)) else None
+
+
+def joined(owner: nn.Module, weights: list[Tensor], biases: list[Tensor]) -> tuple[Tensor, Tensor | None] | None:
     """(weight, bias) of one linear layer that computes what neighbours among those packed for ``owner`` do; None if they lie apart."""
     allocation = _allocation(owner)
-    if allocation is None:
-        return None
-    weight = _span(allocation, [linear.weight for linear in linears])
-    biases = [linear.bias for linear in linears if linear.bias is not None]
-    if weight is None or not biases:
+    weight = None if allocation is None else _span(allocation, weights)
+    if allocation is None or weight is None or not biases:
         return None if weight is None else (weight, None)
-    bias = _span(allocation, biases) if len(biases) == len(linears) else None
+    bias = _span(allocation, biases)
     return None if bias is None else (weight, bias)
 
 
@@ -61,49 +75,41 @@ def _allocation(owner: nn.Module) -> torch.UntypedStorage | None:
     return None if reference is None else torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
 
 
-def _span(allocation: torch.UntypedStorage, parts: Sequence[Tensor]) -> Tensor | None:
+def _span(allocation: torch.UntypedStorage, parts: list[Tensor]) -> Tensor | None:
     """The tensor that ``parts`` are, one below the other, or None if they do not lie so within ``allocation``."""
     first = parts[0]
+    dtype, columns = first.dtype, first.shape[1:]
     start = end = first.data_ptr()
     rows = 0
     for part in parts:
-        if (
-            part.data_ptr() != end
-            or part.dtype != first.dtype
-            or part.shape[1:] != first.shape[1:]
-            or not part.is_contiguous()
-        ):
+        if part.data_ptr() != end or part.dtype != dtype or part.shape[1:] != columns or not part.is_contiguous():
             return None
         end += part.nbytes
         rows += part.shape[0]
     offset = start - allocation.data_ptr()
     if first.device != allocation.device or offset < 0 or offset + end - start > allocation.nbytes():
         return None
-    columns = first.shape[1:]
     return first.new_empty(0).set_(allocation, offset // first.itemsize, (rows, *columns), (*columns, 1))
 
 
-def pack(owner: nn.Module, linears: Sequence[Any]) -> None:
+def pack(owner: nn.Module, linears: Iterable[Any]) -> None:
     """Puts the parameters of ``linears``, which are parts of ``owner``, side by side where that is possible and of use.
 
     Values, strides and identities stay. What is not memory of its own stays where it is: parameters that share a storage with anything
     else (tied weights, a state_dict that somebody holds), quantised or offloaded ones.
     """
-    if not all(map(is_plain_linear, linears)):
+    found = plain_parameters(linears)
+    if found is None:
         return
-    parts = [linear.weight for linear in linears] + [linear.bias for linear in linears if linear.bias is not None]
-    if not _may_move(parts) or joined(owner, linears) is not None:
+    parts = [*found[0], *found[1]]
+    captures = parts[0].is_cuda and torch.cuda.is_current_stream_capturing()
+    if captures or not is_untraced(parts[0], tuple(parts)) or joined(owner, *found) is not None:
         return
     if len(set(parts)) == len(parts) and all(_fits(part, parts[0]) for part in parts):
         try:
             _allocations[owner] = StorageWeakRef(_move(parts))
         except torch.OutOfMemoryError:
             return  # a full GPU holds the model all the same
-
-
-def _may_move(parts: list[Tensor]) -> bool:
-    captures = parts[0].is_cuda and torch.cuda.is_current_stream_capturing()
-    return is_untraced(parts[0], tuple(parts)) and not captures
 
 
 def _fits(part: Tensor, first: Tensor) -> bool:
