@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sfastgn.api import optimize, optimized, report, restore
     from sfastgn.kernels.channel_statistics import add_with_statistics, cat_with_statistics, channel_statistics
+    from sfastgn.kernels.geglu import geglu
     from sfastgn.kernels.group_norm import group_norm
     from sfastgn.kernels.instance_norm import instance_norm
     from sfastgn.kernels.layer_norm import add_layer_norm, layer_norm
@@ -27,6 +28,7 @@ __all__ = [
     "add_with_statistics",
     "cat_with_statistics",
     "channel_statistics",
+    "geglu",
     "group_norm",
     "instance_norm",
     "layer_norm",
@@ -45,6 +47,7 @@ _LAZY = {
     "add_with_statistics": "sfastgn.kernels.channel_statistics",
     "cat_with_statistics": "sfastgn.kernels.channel_statistics",
     "channel_statistics": "sfastgn.kernels.channel_statistics",
+    "geglu": "sfastgn.kernels.geglu",
     "group_norm": "sfastgn.kernels.group_norm",
     "instance_norm": "sfastgn.kernels.instance_norm",
     "add_layer_norm": "sfastgn.kernels.layer_norm",

@@ -14,7 +14,9 @@ FUSIONS: tuple[Fusion, ...] = (group_norm.FUSION, sequential.FUSION)
 if importlib.util.find_spec("diffusers") is not None:
     from sfastgn.patches import (
         ada_group_norm,
+        attention,
         conv_norm_out,
+        geglu,
         resnet_block,
         temporal_resnet_block,
         transformer_2d,
@@ -26,6 +28,8 @@ if importlib.util.find_spec("diffusers") is not None:
         temporal_resnet_block.FUSION,
         transformer_2d.FUSION,
         transformer_block.FUSION,
+        attention.FUSION,
         ada_group_norm.FUSION,
+        geglu.FUSION,
         conv_norm_out.FUSION,
     )

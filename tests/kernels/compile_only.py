@@ -25,6 +25,8 @@ from triton.compiler import ASTSource
 import sfastgn
 from sfastgn.kernels import (
     channel_statistics,
+    geglu,
+    geglu_kernels,
     group_norm,
     group_norm_backward,
     group_norm_backward_plans,
@@ -35,6 +37,7 @@ from sfastgn.kernels import (
     layer_norm_kernels,
     statistics_kernels,
 )
+from sfastgn.kernels.geglu import geglu_grads
 from sfastgn.kernels.group_norm_backward import group_norm_grads
 from sfastgn.kernels.launch import Launch
 from sfastgn.kernels.layer_norm_backward import layer_norm_grads
@@ -55,6 +58,9 @@ REPRESENTATIVE = [(2, 1280, 8, 8), (2, 320, 64, 64)]
 # Tokens of a UNet, of a text encoder, rows that are far too short or too long for a warp, and the longest that stay in registers.
 TOKENS = [(8192, 320), (2048, 1280), (10**7, 10), (10, 10**7)]
 MORE_TOKENS = [(154, 768), (4096, 1000), (64, 8192), (64, 16384), (2048, 333)]
+# (rows, D) of the first feed-forward layers of SD1.5 and of SDXL's most frequent block; odd and short rows.
+GATED = [(8192, 1280), (2048, 5120)]
+MORE_GATED = [(77, 333), (10**6, 10)]
 
 
 def cases(capability: int) -> list[tuple[tuple[int, ...], torch.dtype, str]]:
@@ -70,8 +76,11 @@ def cases(capability: int) -> list[tuple[tuple[int, ...], torch.dtype, str]]:
     found += [
         (shape, torch.float16, "tokens") for shape in (TOKENS if capability in (75, 90) else (TOKENS[0], TOKENS[-1]))
     ]
+    found += [(shape, torch.float16, "gated") for shape in (GATED if capability in (75, 90) else GATED[:1])]
     if capability == 90:
         found += [(shape, torch.float16, "tokens") for shape in MORE_TOKENS]
+        found += [(shape, torch.float16, "gated") for shape in MORE_GATED]
+        found += [(GATED[0], dtype, "gated") for dtype in (torch.bfloat16, torch.float32)]
         found += [(shape, torch.float32, "tokens") for shape in (TOKENS[1], TOKENS[2], MORE_TOKENS[2])]
     return found
 
@@ -80,7 +89,7 @@ def launches(shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> Iterato
     """(launch, its tensors) of every kernel that the public functions launch on ``shape``; nothing runs."""
     made: list[tuple[Launch, tuple[Any, ...]]] = []
     with mock.patch.object(Launch, "__call__", lambda self, stream, *tensors: made.append((self, tensors))):
-        (layer_norms if layout == "tokens" else group_norms)(shape, dtype, layout, made)
+        {"tokens": layer_norms, "gated": gated}.get(layout, group_norms)(shape, dtype, layout, made)
     yield from made
 
 
@@ -92,6 +101,15 @@ def layer_norms(shape: tuple[int, ...], dtype: torch.dtype, layout: str, made: l
     y, mean, rstd = torch.ops.sfastgn.layer_norm(x, weight, weight, 1e-5, None)
     for dtypes in ((dtype,) * 4, (dtype, None, None, None)):
         layer_norm_grads(y, x, x, mean, rstd, weight, 1e-5, dtypes)
+
+
+def gated(shape: tuple[int, ...], dtype: torch.dtype, layout: str, made: list[Any]) -> None:
+    x = torch.empty((shape[0], 2 * shape[1]), dtype=dtype)
+    bias = x.new_empty(2 * shape[1])
+    y = sfastgn.geglu(x, bias)
+    sfastgn.geglu(x)
+    for dtypes in ((dtype, dtype), (dtype, None), (None, dtype)):
+        geglu_grads(y, x, bias, dtypes)
 
 
 def group_norms(shape: tuple[int, ...], dtype: torch.dtype, layout: str, made: list[Any]) -> None:
@@ -148,12 +166,13 @@ def operation(launch: Launch, tensors: tuple[Any, ...]) -> str:
 
 def main(capability: int) -> None:
     # As on such a GPU, but for the number of multiprocessors: on the CPU that is an H200's.
-    for module in (group_norm, group_norm_backward, channel_statistics, layer_norm, layer_norm_backward):
+    for module in (group_norm, group_norm_backward, channel_statistics, layer_norm, layer_norm_backward, geglu):
         module.runs_in_triton = lambda x: True
     for module in (
         group_norm_kernels,
         group_norm_backward_plans,
         statistics_kernels,
+        geglu_kernels,
         layer_norm_kernels,
         layer_norm_backward_kernels,
     ):

@@ -13,6 +13,7 @@ import sfastgn
 from sfastgn.kernels import (
     channel_statistics,
     dispatch,
+    geglu,
     group_norm,
     group_norm_backward,
     layer_norm,
@@ -58,7 +59,7 @@ def kernels(*, direct=False):
         return x.dtype in KERNEL_DTYPES
 
     with ExitStack() as patches:
-        modules = (group_norm, group_norm_backward, channel_statistics, layer_norm, layer_norm_backward)
+        modules = (group_norm, group_norm_backward, channel_statistics, layer_norm, layer_norm_backward, geglu)
         for module in (*modules, *([dispatch] if direct else [])):
             patches.enter_context(mock.patch.object(module, "runs_in_triton", runs_in_triton))
         yield

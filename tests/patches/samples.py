@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from diffusers.models import UNet2DConditionModel, UNet2DModel
-from diffusers.models.attention import BasicTransformerBlock
+from diffusers.models.activations import GEGLU
+from diffusers.models.attention import BasicTransformerBlock, FeedForward
+from diffusers.models.attention_processor import Attention
 from diffusers.models.autoencoders.vae import Decoder, Encoder
 from diffusers.models.normalization import AdaGroupNorm
 from diffusers.models.resnet import ResnetBlock2D, TemporalResnetBlock
@@ -40,6 +42,10 @@ def _block(**options: Any) -> nn.Module:
     return BasicTransformerBlock(
         **{"dim": 20, "num_attention_heads": 2, "attention_head_dim": 10, "cross_attention_dim": 12, **options}
     )
+
+
+def _attention(**options: Any) -> nn.Module:
+    return Attention(16, **{"heads": 2, "dim_head": 8, **options})
 
 
 def tokens(*shape: int, seed: int = 0) -> Tensor:
@@ -101,6 +107,19 @@ SAMPLES: list[Sample] = [
     ),
     ("ada_group_norm", lambda: AdaGroupNorm(16, 12, 3), lambda m: m(image(2, 12, 5, 6), _TEMB)),
     ("ada_group_norm-act", lambda: AdaGroupNorm(16, 12, 3, act_fn="silu"), lambda m: m(image(2, 12, 5, 6), _TEMB)),
+    ("attention", lambda: _attention(), lambda m: m(tokens(2, 7, 16))),
+    ("attention-cross", lambda: _attention(cross_attention_dim=12), lambda m: m(tokens(2, 7, 16), tokens(2, 5, 12))),
+    ("attention-by-name", lambda: _attention(bias=True), lambda m: m(hidden_states=tokens(2, 7, 16), encoder_hidden_states=None)),
+    ("attention-mask", lambda: _attention(), lambda m: m(tokens(2, 7, 16), None, -image(2, 1, 7, 1)[..., 0])),
+    (
+        "attention-vae",
+        lambda: _attention(norm_num_groups=4, residual_connection=True, bias=True, rescale_output_factor=1.5),
+        lambda m: m(image(2, 16, 3, 4), temb=None),
+    ),
+    ("geglu", lambda: GEGLU(12, 20), lambda m: m(tokens(2, 7, 12))),
+    ("geglu-no-bias", lambda: GEGLU(12, 20, bias=False), lambda m: m(tokens(2, 7, 12))),
+    ("geglu-rank-2", lambda: GEGLU(12, 5), lambda m: m(hidden_states=tokens(7, 12))),
+    ("geglu-feed-forward", lambda: FeedForward(12, final_dropout=True), lambda m: m(tokens(2, 7, 12))),
     ("conv_norm_out-unet", _unet, lambda m: m(image(2, 4, 8, 8), 10, image(2, 3, 12, 1)[..., 0]).sample),
     (
         "conv_norm_out-unet2d",
