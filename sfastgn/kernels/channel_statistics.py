@@ -79,32 +79,50 @@ def _launch(x: Tensor, variant: tuple[Any, ...] = (), **how: Any) -> StatisticsL
 def statistics_kernel(x: Tensor) -> Tensor:
     """``channel_statistics`` in Triton, on a dense tensor that is not empty."""
     launch = _launch(x)
-    statistics = torch.empty((2, x.shape[0], launch.chunks, x.shape[1]), dtype=torch.float32, device=x.device)
+    statistics = _empty_statistics(x, x.shape[1], launch.chunks)
     launch(x, statistics)
     return statistics
 
 
-def add_kernel(x: Tensor, residual: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """``add_with_statistics`` in Triton, on valid arguments that are not empty."""
-    y = empty_dense_like(x, x.dtype)
+def add_kernel(
+    x: Tensor,
+    residual: Tensor | None,
+    bias: Tensor | None,
+    scale: float,
+    *,
+    emits: bool = True,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Any]:
+    """``add_with_statistics`` in Triton, on valid arguments that are not empty.
+
+    Args:
+        residual: may be None here, for a bias alone.
+        emits: the statistics are wanted; else None is returned for them, and the kernel does not compute them.
+        out: where the sum goes, instead of new memory: dense with the strides of x, or x itself.
+    """
+    y = empty_dense_like(x, x.dtype) if out is None else out
     x = dense(x)
-    if residual.stride() != x.stride():
+    if residual is not None and residual.stride() != x.stride():
         residual = torch.empty_like(x).copy_(residual)
     bias = None if bias is None else bias.contiguous()
-    launch = _launch(x, ("add", None if bias is None else bias.dtype), producer=True, scale=scale)
-    statistics = torch.empty((2, x.shape[0], launch.chunks, x.shape[1]), dtype=torch.float32, device=x.device)
+    variant = ("add", residual is None, None if bias is None else bias.dtype, emits)
+    launch = _launch(x, variant, producer=True, scale=scale)
+    statistics = _empty_statistics(x, x.shape[1], launch.chunks) if emits else None
     launch(x, statistics, residual=residual, bias=bias, y=y)
     return y, statistics
 
 
-def cat_kernel(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """``cat_with_statistics`` in Triton, on valid channels-last arguments that are not empty."""
-    N, channels = a.shape[0], a.shape[1] + b.shape[1]
+def cat_kernel(a: Tensor, b: Tensor, *, emits: bool = True) -> tuple[Tensor, Any]:
+    """``cat_with_statistics`` in Triton, on valid channels-last arguments that are not empty. ``emits`` as in ``add_kernel``."""
     y = _empty_cat(a, b)
-    launch = _launch(a, ("cat",), tail=b.shape[1], producer=True)
-    statistics = torch.empty((2, N, launch.chunks, channels), dtype=torch.float32, device=a.device)
+    launch = _launch(a, ("cat", emits), tail=b.shape[1], producer=True)
+    statistics = _empty_statistics(a, y.shape[1], launch.chunks) if emits else None
     launch(a, statistics, tail=b, y=y)
     return y, statistics
+
+
+def _empty_statistics(x: Tensor, channels: int, chunks: int) -> Tensor:
+    return torch.empty((2, x.shape[0], chunks, channels), dtype=torch.float32, device=x.device)
 
 
 # --- ops ----------------------------------------------------------------------------------------------------------------------
