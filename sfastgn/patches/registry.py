@@ -19,6 +19,7 @@ if importlib.util.find_spec("diffusers") is not None:
         temporal_resnet_block,
         transformer_2d,
         transformer_block,
+        up_block,
     )
 
     FUSIONS += (
@@ -26,6 +27,8 @@ if importlib.util.find_spec("diffusers") is not None:
         temporal_resnet_block.FUSION,
         transformer_2d.FUSION,
         transformer_block.FUSION,
+        up_block.FUSION,
+        up_block.CROSS_ATTENTION,
         ada_group_norm.FUSION,
         conv_norm_out.FUSION,
     )

@@ -86,7 +86,7 @@ def add(x: Tensor, residual: Tensor, bias: Tensor | None = None, divisor: float 
         return y if statistics is None else hand_over(y, statistics)
     if bias is not None:
         x = x + bias.to(x.dtype).view(-1, *[1] * (x.dim() - 2))
-    total = residual + x
+    total = x + residual
     return total if divisor == 1 else total / divisor
 
 
