@@ -11,7 +11,6 @@ Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for
 
 from __future__ import annotations
 
-import contextlib
 import math
 from typing import Any
 
@@ -180,9 +179,11 @@ class StatisticsLaunch:
         tail: channels of the second tensor of a concatenation.
         producer: the kernel writes the tensor whose statistics it takes.
         scale: factor of a sum.
+
+    ``shape`` is that of the statistics, ``chunks`` their P.
     """
 
-    __slots__ = ("_launch", "chunks")
+    __slots__ = ("_launch", "chunks", "shape")
 
     def __init__(
         self, x: Tensor, channels_last: bool, *, tail: int = 0, producer: bool = False, scale: float = 1.0
@@ -191,6 +192,7 @@ class StatisticsLaunch:
         HW, C = math.prod(x.shape[2:]), head + tail
         config = statistics_config(N, C, HW, channels_last, num_sms(x.device), kind="write" if producer else "read")
         self.chunks = config.chunks
+        self.shape = (2, N, config.chunks, C)
         pdl = has_programmatic_launch(x.device)
         constants: dict[str, Any] = {
             "C": C, "HEAD": head, "CHANNELS_LAST": channels_last, "EVEN": not tail and is_even(config, C, HW, channels_last),
@@ -219,8 +221,11 @@ class StatisticsLaunch:
         tail: Tensor | None = None,
         y: Tensor | None = None,
     ) -> None:
-        with contextlib.nullcontext() if is_current(x.device) else torch.cuda.device(x.device):
+        if is_current(x.device):
             self._launch(current_stream(x.device), x, residual, bias, tail, y, statistics)
+        else:
+            with torch.cuda.device(x.device):
+                self._launch(current_stream(x.device), x, residual, bias, tail, y, statistics)
 
 
 def is_even(config: StatisticsConfig, C: int, HW: int, channels_last: bool) -> bool:

@@ -15,6 +15,7 @@ if importlib.util.find_spec("diffusers") is not None:
     from sfastgn.patches import (
         ada_group_norm,
         conv_norm_out,
+        downsample,
         resnet_block,
         temporal_resnet_block,
         transformer_2d,
@@ -29,6 +30,7 @@ if importlib.util.find_spec("diffusers") is not None:
         transformer_block.FUSION,
         up_block.FUSION,
         up_block.CROSS_ATTENTION,
+        downsample.FUSION,
         ada_group_norm.FUSION,
         conv_norm_out.FUSION,
     )

@@ -13,6 +13,8 @@ its replays would read the statistics of the tensor that stood there when it was
 
 from __future__ import annotations
 
+import functools
+import math
 import weakref
 from typing import Any
 
@@ -25,7 +27,7 @@ from sfastgn.kernels.group_norm_config import statistics_pay
 from sfastgn.kernels.launch import current_stream
 from sfastgn.kernels.layout import is_channels_last, is_dense
 
-__all__ = ["add", "cat", "emits", "hand_over", "take_statistics"]
+__all__ = ["add", "add_bias", "cat", "emits", "hand_over", "take_statistics"]
 
 
 class _Key(weakref.ref[Tensor]):
@@ -81,23 +83,36 @@ def add(x: Tensor, residual: Tensor, bias: Tensor | None = None, divisor: float 
         x, residual: (N, C, *spatial).
         bias: (C,) or None: of the convolution that made x, which left it to this sum.
     """
-    if is_plain_inference(x, (residual, bias)) and x.numel() > 0 and is_dense(x) and _fits(x, residual, bias):
-        y, statistics = add_kernel(x, residual, bias, float(1 / divisor), emits=emits(x.shape[1], x[0, 0].numel()))
+    if is_plain_inference(x, (residual, bias)) and _fits(x, bias) and _is_alike(x, residual):
+        y, statistics = add_kernel(
+            x, residual, bias, float(1 / divisor), emits=emits(x.shape[1], math.prod(x.shape[2:]))
+        )
         return y if statistics is None else hand_over(y, statistics)
-    if bias is not None:
-        x = x + bias.to(x.dtype).view(-1, *[1] * (x.dim() - 2))
-    total = x + residual
+    total = _with_bias(x, bias) + residual
     return total if divisor == 1 else total / divisor
 
 
-def _fits(x: Tensor, residual: Tensor, bias: Tensor | None) -> bool:
-    same = (x.dtype, x.device, x.shape, x.stride()) == (
-        residual.dtype,
-        residual.device,
-        residual.shape,
-        residual.stride(),
-    )
-    return same and (bias is None or (bias.device == x.device and tuple(bias.shape) == (x.shape[1],)))
+def add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
+    """x + bias, (N, C, *spatial) and (C,) or None, where x is what a convolution without its bias returned: it may be written to.
+
+    In plain inference on a GPU in a kernel that hands the statistics over.
+    """
+    if bias is None or not (is_plain_inference(x, (bias,)) and _fits(x, bias) and is_dense(x)):
+        return _with_bias(x, bias)
+    y, statistics = add_kernel(x, None, bias, 1.0, emits=emits(x.shape[1], math.prod(x.shape[2:])), out=x)
+    return y if statistics is None else hand_over(y, statistics)
+
+
+def _with_bias(x: Tensor, bias: Tensor | None) -> Tensor:
+    return x if bias is None else x + bias.to(x.dtype).view(-1, *[1] * (x.dim() - 2))
+
+
+def _fits(x: Tensor, bias: Tensor | None) -> bool:
+    return x.numel() > 0 and (bias is None or (bias.device == x.device and bias.shape == x.shape[1:2]))
+
+
+def _is_alike(x: Tensor, y: Tensor) -> bool:
+    return x.dtype == y.dtype and x.device == y.device and x.shape == y.shape and x.stride() == y.stride()
 
 
 def cat(a: Tensor, b: Tensor) -> Tensor:
@@ -105,12 +120,21 @@ def cat(a: Tensor, b: Tensor) -> Tensor:
 
     If they are channels-last, in plain inference on a GPU in a kernel that hands the statistics over.
     """
-    if not (is_plain_inference(a, (b,)) and is_channels_last(a) and is_channels_last(b) and _join(a, b)):
+    if not (is_plain_inference(a, (b,)) and _join(a, b)):
         return torch.cat((a, b), dim=1)
-    y, statistics = cat_kernel(a, b, emits=emits(a.shape[1] + b.shape[1], a[0, 0].numel()))
+    y, statistics = cat_kernel(a, b, emits=emits(a.shape[1] + b.shape[1], math.prod(a.shape[2:])))
     return y if statistics is None else hand_over(y, statistics)
 
 
 def _join(a: Tensor, b: Tensor) -> bool:
     same = (a.dtype, a.device, a.shape[0], a.shape[2:]) == (b.dtype, b.device, b.shape[0], b.shape[2:])
-    return same and a.numel() > 0 and b.numel() > 0
+    return same and _are_channels_last(a.shape, a.stride(), b.shape, b.stride())
+
+
+@functools.lru_cache(maxsize=1024)
+def _are_channels_last(
+    a: tuple[int, ...], a_stride: tuple[int, ...], b: tuple[int, ...], b_stride: tuple[int, ...]
+) -> bool:
+    """Of two tensors that are not empty, by shapes and strides: asked once, because it takes as long as a launch."""
+    tensors = [torch.empty_strided(*layout, device="meta") for layout in ((a, a_stride), (b, b_stride))]
+    return all(is_channels_last(t) and t.numel() > 0 for t in tensors)

@@ -28,6 +28,8 @@ TESTED_SOURCES: dict[str, frozenset[str]] = {
     "UpBlock2D.forward": frozenset({"6bb70123f800ce81"}),
     "CrossAttnUpBlock2D.__init__": frozenset({"7672079edf682c68"}),
     "CrossAttnUpBlock2D.forward": frozenset({"adf5503c7fbaf510"}),
+    "Downsample2D.__init__": frozenset({"bdf57d1e4f01ba9e"}),
+    "Downsample2D.forward": frozenset({"b81e1b97c0f9597e"}),
     "AdaGroupNorm.__init__": frozenset({"0311e8286f88cd95"}),
     "AdaGroupNorm.forward": frozenset({"0e0820e88c21bd0c"}),
     "UNet2DConditionModel.forward": frozenset({"5b3a99d99574b3bd"}),

@@ -9,6 +9,7 @@ import torch
 from diffusers.models import UNet2DConditionModel, UNet2DModel
 from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.autoencoders.vae import Decoder, Encoder
+from diffusers.models.downsampling import Downsample2D
 from diffusers.models.normalization import AdaGroupNorm
 from diffusers.models.resnet import ResnetBlock2D, TemporalResnetBlock
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
@@ -135,6 +136,13 @@ SAMPLES: list[Sample] = [
         lambda: Decoder(block_out_channels=(20, 40), up_block_types=("UpDecoderBlock2D",) * 2, norm_num_groups=5),
         lambda m: m(image(1, 3, 8, 8)),
     ),
+    ("downsample", lambda: Downsample2D(12, use_conv=True, out_channels=8, name="op"), lambda m: m(image(2, 12, 5, 6))),
+    ("downsample-padding-0", lambda: Downsample2D(12, use_conv=True, padding=0), lambda m: m(image(2, 12, 5, 6))),
+    (
+        "downsample-norm", lambda: Downsample2D(12, True, norm_type="ln_norm", eps=1e-5, elementwise_affine=True),
+        lambda m: m(image(2, 12, 5, 6)),
+    ),
+    ("downsample-no-bias", lambda: Downsample2D(12, use_conv=True, bias=False), lambda m: m(hidden_states=image(2, 12, 5, 6))),
     ("up_block", lambda: _up_block(UpBlock2D), lambda m: m(image(2, 30, 4, 6), skips(), _TEMB)),
     (
         "up_block-by-name",

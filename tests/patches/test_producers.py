@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
+from diffusers.models.downsampling import Downsample2D
 from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from diffusers.models.unets.unet_2d_blocks import CrossAttnUpBlock2D, UpBlock2D
@@ -21,7 +22,6 @@ from torch import Tensor, nn
 import sfastgn
 from sfastgn.kernels.launch import Launch
 from sfastgn.patches import convolution, statistics
-from sfastgn.patches.convolution import pointwise
 
 _spec = importlib.util.spec_from_file_location(
     "sfastgn_kernel_samples", Path(__file__).parents[1] / "kernels" / "samples.py"
@@ -30,7 +30,6 @@ samples = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(samples)
 
 WHERE = {"device": "cpu"}
-HALF = [pytest.param(d, id=str(d).removeprefix("torch.")) for d in (torch.float16, torch.bfloat16)]
 
 
 @pytest.fixture(autouse=True, params=samples.DEVICES)
@@ -214,18 +213,7 @@ def test_autocast():
         torch.testing.assert_close(fused(x, temb()).float(), stock(x, temb()).float(), atol=0.06, rtol=0.02)
 
 
-# --- 1x1 convolutions ------------------------------------------------------------------------------------------------------------------
-
-PRODUCTS = [
-    pytest.param({}, True, id="plain"),
-    pytest.param({"bias": False}, True, id="no-bias"),
-    pytest.param({"padding": "same"}, True, id="padding-same"),
-    pytest.param({"kernel_size": 3, "padding": 1}, False, id="3x3"),
-    pytest.param({"kernel_size": (1, 3)}, False, id="1x3"),
-    pytest.param({"stride": 2}, False, id="stride"),
-    pytest.param({"padding": 1}, False, id="padding"),
-    pytest.param({"groups": 2}, False, id="groups"),
-]
+# --- transformers ------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -235,55 +223,6 @@ def products(monkeypatch):
     linear = nn.functional.linear
     monkeypatch.setattr(convolution.nn.functional, "linear", lambda *a: found.append(a) or linear(*a))
     return found
-
-
-@pytest.mark.parametrize(("options", "is_product"), PRODUCTS)
-@pytest.mark.parametrize("dtype", HALF)
-def test_pointwise(dtype, options, is_product, products):
-    conv = nn.Conv2d(**{"in_channels": 20, "out_channels": 12, "kernel_size": 1, **options}).to(WHERE["device"], dtype)
-    x = image(2, 20, 5, 7, dtype=dtype)
-    y = pointwise(conv, x)
-    expected = copy.deepcopy(conv).double()(x.double())
-    assert samples.error(y, expected) < samples.BOUNDS[dtype]
-    assert y.is_contiguous(memory_format=torch.channels_last)
-    assert len(products) == is_product
-
-
-class Doubled(nn.Conv2d):
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * super().forward(x)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        pytest.param(lambda conv, x: (conv.float(), x.float()), id="float32"),
-        pytest.param(lambda conv, x: (conv, x.contiguous()), id="channels-first"),
-        pytest.param(lambda conv, x: (conv, x[0]), id="no-batch"),
-        pytest.param(lambda conv, x: (Doubled(20, 12, 1).to(x), x), id="subclass"),
-        pytest.param(lambda conv, x: (conv, nn.Parameter(x)), id="parameter"),
-    ],
-)
-def test_what_is_no_product(change, products):
-    conv, x = change(nn.Conv2d(20, 12, 1).to(WHERE["device"], torch.float16), image(2, 20, 5, 7, dtype=torch.float16))
-    assert torch.equal(pointwise(conv, x), conv(x))
-    assert not products
-
-
-def test_a_hooked_convolution_is_no_product(products):
-    conv, seen = nn.Conv2d(20, 12, 1).to(WHERE["device"], torch.float16), []
-    conv.register_forward_hook(lambda *_: seen.append(1))
-    pointwise(conv, image(2, 20, 5, 7, dtype=torch.float16))
-    assert seen
-    assert not products
-
-
-def test_a_convolution_with_wrong_channels_says_so():
-    with pytest.raises(RuntimeError, match="channels"):
-        pointwise(nn.Conv2d(20, 12, 1).to(WHERE["device"], torch.float16), image(2, 10, 4, 7, dtype=torch.float16))
-
-
-# --- transformers ------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("linear", [True, False], ids=["linear", "conv"])
@@ -300,6 +239,47 @@ def test_a_transformer_ends_in_a_sum_with_statistics(ran, products, linear):
     expected = copy.deepcopy(stock).double()(x.double(), context.double()).sample
     assert samples.error(y, expected) <= 1.05 * samples.error(stock(x, context).sample, expected)
     assert y.is_contiguous(memory_format=torch.channels_last)
+
+
+# --- downsamplers ------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "kernels"),
+    [
+        pytest.param({}, 1, id="padding-1"),
+        pytest.param({"padding": 0}, 1, id="padding-0"),
+        pytest.param({"out_channels": 8}, 1, id="other-output-channels"),
+        pytest.param({"bias": False}, 0, id="no-bias"),
+        pytest.param({"norm_type": "ln_norm", "eps": 1e-5, "elementwise_affine": True}, 0, id="norm"),
+    ],
+)
+def test_a_downsampler_ends_in_the_bias(ran, options, kernels):
+    fused, stock = twins(Downsample2D(12, use_conv=True, **options))
+    x = image(2, 12, 5, 7)
+    y = fused(x)
+    agree(y, stock(x))
+    assert ran["bias"] == kernels
+    assert (statistics.take_statistics(y) is not None) == bool(kernels)
+
+
+def test_a_hooked_downsampler_keeps_its_bias(ran):
+    fused, stock = twins(Downsample2D(12, use_conv=True))
+    seen = []
+    for model in (fused, stock):
+        model.conv.register_forward_hook(lambda m, i, o: seen.append(o.clone()))
+    x = image(2, 12, 5, 7)
+    agree(fused(x), stock(x))
+    agree(*seen)
+    assert not ran["bias"]
+
+
+def test_downsamplers_refuse_what_upstream_refuses():
+    fused, _ = twins(Downsample2D(12, use_conv=True))
+    with pytest.raises(AssertionError):
+        fused(image(2, 8, 5, 7))
+    with pytest.warns(FutureWarning, match="scale"):
+        fused(image(2, 12, 5, 7), scale=1.0)
 
 
 # --- up blocks --------------------------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import sfastgn
 from sfastgn.kernels.channel_statistics import reference_channel_statistics
 from sfastgn.patches import statistics
-from sfastgn.patches.statistics import add, cat, take_statistics
+from sfastgn.patches.statistics import add, add_bias, cat, take_statistics
 
 _spec = importlib.util.spec_from_file_location(
     "sfastgn_kernel_samples", Path(__file__).parents[1] / "kernels" / "samples.py"
@@ -114,7 +114,7 @@ PLAIN = [
 ]
 
 
-@pytest.mark.parametrize(("of_x", "of_residual"), PLAIN)
+@pytest.mark.parametrize(("of_x", "of_residual"), [p for p in PLAIN if p.id != "gaps"])
 def test_what_does_not_fit_the_kernel_is_added_as_ever(of_x, of_residual):
     x, r, bias = of_x(image()), of_residual(image(seed=1)), vector()
     y = add(x, r, bias, 1.5)
@@ -128,6 +128,37 @@ def test_what_does_not_fit_the_kernel_is_concatenated_as_ever(of_a, of_b):
     y = cat(a, b)
     assert torch.equal(y, torch.cat((a, b), 1))
     assert y.stride() == torch.cat((a, b), 1).stride()
+    assert take_statistics(y) is None
+
+
+def test_views_with_gaps_are_added():
+    x, r, bias = image()[..., ::2], image(seed=1)[..., ::2], vector()
+    y = add(x, r, bias, 1.5)
+    torch.testing.assert_close(y, (x + r + bias[:, None, None]) / 1.5)
+    assert is_true(take_statistics(y), y)
+
+
+@pytest.mark.parametrize("pays", [True, False], ids=["emits", "does-not-emit"])
+def test_add_bias_writes_where_x_is(pays, monkeypatch):
+    monkeypatch.setattr(statistics, "statistics_pay", lambda C, HW: pays)
+    x, bias = image(), vector()
+    expected = x + bias[:, None, None]
+    y = add_bias(x, bias)
+    assert y is x
+    torch.testing.assert_close(y, expected)
+    found = take_statistics(y)
+    assert is_true(found, y) if pays else found is None
+    y.zero_()
+    assert add_bias(y, None) is y
+
+
+@pytest.mark.parametrize("of_x", [p.values[0] for p in PLAIN if p.id not in ("two-layouts", "broadcast", "two-dtypes")])
+def test_what_does_not_fit_the_kernel_gets_its_bias_as_ever(of_x):
+    x, bias = of_x(image()), vector()
+    before = x.detach().clone()
+    y = add_bias(x, bias)
+    assert torch.equal(x, before)
+    assert torch.equal(y, x + bias.to(x.dtype)[:, None, None])
     assert take_statistics(y) is None
 
 
