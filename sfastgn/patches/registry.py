@@ -16,11 +16,13 @@ if importlib.util.find_spec("diffusers") is not None:
         ada_group_norm,
         attention,
         conv_norm_out,
+        downsample,
         geglu,
         resnet_block,
         temporal_resnet_block,
         transformer_2d,
         transformer_block,
+        up_block,
     )
 
     FUSIONS += (
@@ -29,6 +31,9 @@ if importlib.util.find_spec("diffusers") is not None:
         transformer_2d.FUSION,
         transformer_block.FUSION,
         attention.FUSION,
+        up_block.FUSION,
+        up_block.CROSS_ATTENTION,
+        downsample.FUSION,
         ada_group_norm.FUSION,
         geglu.FUSION,
         conv_norm_out.FUSION,

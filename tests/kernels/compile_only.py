@@ -124,6 +124,10 @@ def group_norms(shape: tuple[int, ...], dtype: torch.dtype, layout: str, made: l
     if len(made) > 1:  # a small tensor has no use for statistics
         sfastgn.add_with_statistics(x, x, weight)
         sfastgn.cat_with_statistics(head, tail)
+        channel_statistics.add_kernel(x, None, weight, 1.0, out=x)
+    channel_statistics.add_kernel(x, x, weight, 1.0, emits=False)
+    if layout == "channels_last":
+        channel_statistics.cat_kernel(head, tail, emits=False)
     y, mean, rstd = torch.ops.sfastgn.group_norm(
         x, 32, weight, weight, 1e-5, "silu", None, None, None, None, False, None
     )  # fmt: skip
@@ -158,10 +162,15 @@ def resources(launch: Launch, tensors: tuple[Any, ...], capability: int) -> dict
 
 
 def operation(launch: Launch, tensors: tuple[Any, ...]) -> str:
-    """The kernel's name, and for the one of four uses which it is."""
+    """The kernel's name, and for one of several uses which it is."""
     pointers = dict(zip(launch.kernel.arg_names, tensors, strict=False))
-    use = next((name for name in ("residual_ptr", "tail_ptr") if pointers.get(name) is not None), None)
-    return launch.kernel.__name__ + {None: "", "residual_ptr": "[add]", "tail_ptr": "[cat]"}[use]
+    found = [use for use in ("residual", "tail", "bias") if pointers.get(f"{use}_ptr") is not None]
+    if launch.kernel.__name__ != "_statistics_kernel":
+        found = [use for use in found if use == "residual"]
+    use = {"residual": "add", "tail": "cat", "bias": "bias"}[found[0]] if found else ""
+    if use and "statistics_ptr" in pointers and pointers["statistics_ptr"] is None:
+        use += " alone"
+    return launch.kernel.__name__ + (f"[{use}]" if use else "")
 
 
 def main(capability: int) -> None:

@@ -11,9 +11,11 @@ from diffusers.models.activations import GEGLU
 from diffusers.models.attention import BasicTransformerBlock, FeedForward
 from diffusers.models.attention_processor import Attention
 from diffusers.models.autoencoders.vae import Decoder, Encoder
+from diffusers.models.downsampling import Downsample2D
 from diffusers.models.normalization import AdaGroupNorm
 from diffusers.models.resnet import ResnetBlock2D, TemporalResnetBlock
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
+from diffusers.models.unets.unet_2d_blocks import CrossAttnUpBlock2D, UpBlock2D
 from torch import Tensor, nn
 
 
@@ -46,6 +48,20 @@ def _block(**options: Any) -> nn.Module:
 
 def _attention(**options: Any) -> nn.Module:
     return Attention(16, **{"heads": 2, "dim_head": 8, **options})
+
+
+def _up_block(cls: Any, **options: Any) -> nn.Module:
+    sizes = {"in_channels": 10, "prev_output_channel": 30, "out_channels": 20, "temb_channels": 16, "resnet_groups": 5}
+    return cls(**{**sizes, "num_layers": 2, **options})
+
+
+def _cross_up_block(**options: Any) -> nn.Module:
+    return _up_block(CrossAttnUpBlock2D, num_attention_heads=2, cross_attention_dim=12, **options)
+
+
+def skips() -> tuple[Tensor, ...]:
+    """What an up block is given, the last one first, and one more than it takes."""
+    return image(2, 8, 4, 6), image(2, 10, 4, 6, seed=2), image(2, 20, 4, 6, seed=3)
 
 
 def tokens(*shape: int, seed: int = 0) -> Tensor:
@@ -138,6 +154,34 @@ SAMPLES: list[Sample] = [
         "conv_norm_out-decoder",
         lambda: Decoder(block_out_channels=(20, 40), up_block_types=("UpDecoderBlock2D",) * 2, norm_num_groups=5),
         lambda m: m(image(1, 3, 8, 8)),
+    ),
+    ("downsample", lambda: Downsample2D(12, use_conv=True, out_channels=8, name="op"), lambda m: m(image(2, 12, 5, 6))),
+    ("downsample-padding-0", lambda: Downsample2D(12, use_conv=True, padding=0), lambda m: m(image(2, 12, 5, 6))),
+    (
+        "downsample-norm", lambda: Downsample2D(12, True, norm_type="ln_norm", eps=1e-5, elementwise_affine=True),
+        lambda m: m(image(2, 12, 5, 6)),
+    ),
+    ("downsample-no-bias", lambda: Downsample2D(12, use_conv=True, bias=False), lambda m: m(hidden_states=image(2, 12, 5, 6))),
+    ("up_block", lambda: _up_block(UpBlock2D), lambda m: m(image(2, 30, 4, 6), skips(), _TEMB)),
+    (
+        "up_block-by-name",
+        lambda: _up_block(UpBlock2D, add_upsample=False, output_scale_factor=2**0.5),
+        lambda m: m(hidden_states=image(2, 30, 4, 6), res_hidden_states_tuple=skips(), temb=_TEMB, upsample_size=None),
+    ),
+    (
+        "up_block-to-a-size", lambda: _up_block(UpBlock2D),
+        lambda m: m(image(2, 30, 4, 6), skips(), _TEMB, upsample_size=(7, 11)),
+    ),
+    (
+        "cross_attn_up_block", _cross_up_block,
+        lambda m: m(image(2, 30, 4, 6), skips(), _TEMB, image(2, 3, 12, 1)[..., 0]),
+    ),
+    (
+        "cross_attn_up_block-by-name", lambda: _cross_up_block(use_linear_projection=True),
+        lambda m: m(
+            hidden_states=image(2, 30, 4, 6), temb=_TEMB, res_hidden_states_tuple=skips(), upsample_size=(8, 12),
+            encoder_hidden_states=image(2, 3, 12, 1)[..., 0], encoder_attention_mask=torch.tensor([[[0.0, 0.0, -1e4]]] * 2),
+        ),
     ),
     ("transformer_block", _block, lambda m: m(tokens(2, 7, 20), encoder_hidden_states=tokens(2, 5, 12))),
     ("transformer_block-by-position", _block, lambda m: m(tokens(2, 7, 20), None, tokens(2, 5, 12))),
