@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from sfastgn.kernels.group_norm import group_norm
     from sfastgn.kernels.instance_norm import instance_norm
     from sfastgn.kernels.layer_norm import add_layer_norm, layer_norm
+    from sfastgn.kernels.upsample import upsample_nearest_2x
     from sfastgn.modules import GroupNorm, InstanceNorm, LayerNorm
 
 __version__ = "0.1.0"
@@ -34,6 +35,7 @@ __all__ = [
     "optimized",
     "report",
     "restore",
+    "upsample_nearest_2x",
 ]
 
 # Public names and the modules that hold them, imported at first use (PEP 562).
@@ -49,6 +51,7 @@ _LAZY = {
     "instance_norm": "sfastgn.kernels.instance_norm",
     "add_layer_norm": "sfastgn.kernels.layer_norm",
     "layer_norm": "sfastgn.kernels.layer_norm",
+    "upsample_nearest_2x": "sfastgn.kernels.upsample",
     "GroupNorm": "sfastgn.modules",
     "InstanceNorm": "sfastgn.modules",
     "LayerNorm": "sfastgn.modules",

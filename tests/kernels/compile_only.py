@@ -34,6 +34,8 @@ from sfastgn.kernels import (
     layer_norm_backward_kernels,
     layer_norm_kernels,
     statistics_kernels,
+    upsample,
+    upsample_kernels,
 )
 from sfastgn.kernels.group_norm_backward import group_norm_grads
 from sfastgn.kernels.launch import Launch
@@ -106,6 +108,8 @@ def group_norms(shape: tuple[int, ...], dtype: torch.dtype, layout: str, made: l
     if len(made) > 1:  # a small tensor has no use for statistics
         sfastgn.add_with_statistics(x, x, weight)
         sfastgn.cat_with_statistics(head, tail)
+    if layout == "channels_last":
+        torch.ops.sfastgn.upsample_nearest_2x_backward(sfastgn.upsample_nearest_2x(x))
     y, mean, rstd = torch.ops.sfastgn.group_norm(
         x, 32, weight, weight, 1e-5, "silu", None, None, None, None, False, None
     )  # fmt: skip
@@ -148,7 +152,7 @@ def operation(launch: Launch, tensors: tuple[Any, ...]) -> str:
 
 def main(capability: int) -> None:
     # As on such a GPU, but for the number of multiprocessors: on the CPU that is an H200's.
-    for module in (group_norm, group_norm_backward, channel_statistics, layer_norm, layer_norm_backward):
+    for module in (group_norm, group_norm_backward, channel_statistics, layer_norm, layer_norm_backward, upsample):
         module.runs_in_triton = lambda x: True
     for module in (
         group_norm_kernels,
@@ -156,6 +160,7 @@ def main(capability: int) -> None:
         statistics_kernels,
         layer_norm_kernels,
         layer_norm_backward_kernels,
+        upsample_kernels,
     ):
         module.has_programmatic_launch = lambda device: capability >= 90
     for shape, dtype, layout in cases(capability):
