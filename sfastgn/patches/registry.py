@@ -19,6 +19,7 @@ if importlib.util.find_spec("diffusers") is not None:
         temporal_resnet_block,
         transformer_2d,
         transformer_block,
+        upsample_2d,
     )
 
     FUSIONS += (
@@ -26,6 +27,7 @@ if importlib.util.find_spec("diffusers") is not None:
         temporal_resnet_block.FUSION,
         transformer_2d.FUSION,
         transformer_block.FUSION,
+        upsample_2d.FUSION,
         ada_group_norm.FUSION,
         conv_norm_out.FUSION,
     )

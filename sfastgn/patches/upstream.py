@@ -24,6 +24,8 @@ TESTED_SOURCES: dict[str, frozenset[str]] = {
     "Transformer2DModel._get_output_for_continuous_inputs": frozenset({"49624b91ccd36058"}),
     "BasicTransformerBlock.__init__": frozenset({"2312e74f52516ed7"}),
     "BasicTransformerBlock.forward": frozenset({"9cfc6111a7fd5580"}),
+    "Upsample2D.__init__": frozenset({"27a7eec34213dd30"}),
+    "Upsample2D.forward": frozenset({"fde16958d16c179e"}),
     "AdaGroupNorm.__init__": frozenset({"0311e8286f88cd95"}),
     "AdaGroupNorm.forward": frozenset({"0e0820e88c21bd0c"}),
     "UNet2DConditionModel.forward": frozenset({"5b3a99d99574b3bd"}),

@@ -1,0 +1,64 @@
+"""diffusers' ``Upsample2D``: nearest-neighbour upsampling by two that reads and writes channels-last in vectors.
+
+Only what the usual UNet or decoder calls is fused: no norm before it, no transposed convolution, twice the size. PyTorch's own
+channels-last kernel goes element by element, and fails for large tensors, for which upstream makes the image channels-first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from diffusers.models.upsampling import Upsample2D
+from torch import Tensor, nn
+
+from sfastgn.kernels.dispatch import runs_in_triton
+from sfastgn.kernels.layout import is_channels_last
+from sfastgn.kernels.upsample import upsample_nearest_2x
+from sfastgn.patches.fusion import ClassSwap
+
+__all__ = ["FUSION", "FusedUpsample2D"]
+
+
+class FusedUpsample2D(Upsample2D):
+    """``Upsample2D`` on sfastgn's upsampling. hidden_states (N, C, H, W) -> (N, C_out, 2H, 2W), channels-last.
+
+    Everywhere but on a channels-last image on a GPU it is upstream's forward, under a compiler too.
+    """
+
+    def forward(self, hidden_states: Tensor, output_size: Any = None, *args: Any, **kwargs: Any) -> Tensor:
+        if args or kwargs or not _runs_fused(self, hidden_states, output_size):
+            return super().forward(hidden_states, output_size, *args, **kwargs)
+        y = upsample_nearest_2x(hidden_states)
+        conv = _conv_of(self)
+        return y if conv is None else conv(y)
+
+
+def _conv_of(module: Any) -> Any:
+    """The convolution behind the upsampling, under whichever of upstream's two names; None without one."""
+    return (module.conv if module.name == "conv" else module.Conv2d_0) if module.use_conv else None
+
+
+def _runs_fused(module: Any, x: Tensor, output_size: Any) -> bool:
+    return (
+        not torch.compiler.is_compiling()
+        and _is_nearest(module)
+        and x.dim() == 4
+        and x.shape[1] == module.channels  # else upstream's own error
+        and (output_size is None or tuple(output_size) == (2 * x.shape[2], 2 * x.shape[3]))
+        and runs_in_triton(x)
+        and is_channels_last(x)
+    )
+
+
+def _is_nearest(module: Any) -> bool:
+    return module.norm is None and not module.use_conv_transpose and module.interpolate
+
+
+class _Upsample2DFusion(ClassSwap):
+    # With a norm, a transposed convolution or no interpolation it is another operation: not a case that is left out.
+    def claims(self, module: nn.Module) -> bool:
+        return self.is_applied(module) or (type(module) is self.stock and _is_nearest(module))
+
+
+FUSION = _Upsample2DFusion("upsample_2d", Upsample2D, FusedUpsample2D, ("__init__", "forward"))
