@@ -24,7 +24,7 @@ if triton is not None:
     import triton.language as tl
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-__all__ = ["launch_upsample", "launch_upsample_grad"]
+__all__ = ["launch_upsample", "launch_upsample_grad", "run", "tile_of_pixels"]
 
 if triton is not None:
 
@@ -95,23 +95,24 @@ def _launch(kernel: Any, small: Tensor) -> Launch:
         N, C, H, W = small.shape
         config = tile_config(N * H * W, C, num_sms(small.device))
         pdl = has_programmatic_launch(small.device)
-        constants = {"C": C, "EVEN": config.even, "PDL": pdl, "BLOCK_HW": config.block_hw, "BLOCK_C": config.block_c}
+        constants = {"C": C, "EVEN": config.even, "PDL": pdl, "BLOCK_HW": config.block_rows, "BLOCK_C": config.block_c}
         found = Launch(kernel, config.programs, (N * H * W, W), constants, config.num_warps, pdl=pdl)
         remember(_launches, key, found)
     return found
 
 
-def _run(launch: Launch, *tensors: Tensor) -> None:
-    device = tensors[0].device
+def run(launch: Launch, first: Tensor, *others: Tensor | None) -> None:
+    """Launches on these tensors, on the device of the first."""
+    device = first.device
     with contextlib.nullcontext() if is_current(device) else torch.cuda.device(device):
-        launch(current_stream(device), *tensors)
+        launch(current_stream(device), first, *others)
 
 
 def launch_upsample(x: Tensor, y: Tensor) -> None:
     """Fills y (N, C, 2H, 2W) from x (N, C, H, W), which is not empty; both channels-last."""
-    _run(_launch(_upsample_kernel, x), x, y)
+    run(_launch(_upsample_kernel, x), x, y)
 
 
 def launch_upsample_grad(dy: Tensor, dx: Tensor) -> None:
     """Fills dx (N, C, H, W) from dy (N, C, 2H, 2W), which is not empty; both channels-last."""
-    _run(_launch(_upsample_grad_kernel, dx), dy, dx)
+    run(_launch(_upsample_grad_kernel, dx), dy, dx)

@@ -159,17 +159,17 @@ def test_tiles_cover_everything_in_a_power_of_2(pixels, C):
     columns = -(-C // config.block_c)
     rows, rest = divmod(config.programs, columns)
     assert rest == 0
-    assert (rows - 1) * config.block_hw < pixels <= rows * config.block_hw
-    for size in (config.block_hw, config.block_c, config.num_warps):
+    assert (rows - 1) * config.block_rows < pixels <= rows * config.block_rows
+    for size in (config.block_rows, config.block_c, config.num_warps):
         assert size & (size - 1) == 0
-    assert config.block_hw * config.block_c <= 2048
+    assert config.block_rows * config.block_c <= 2048
     assert config.num_warps <= 4
-    assert config.even == (rows * config.block_hw * columns * config.block_c == pixels * C)
+    assert config.even == (rows * config.block_rows * columns * config.block_c == pixels * C)
 
 
 def test_small_images_get_smaller_tiles():
     tiles = {
-        pixels: tile_config(pixels, 1280, 132).block_hw * tile_config(pixels, 1280, 132).block_c
+        pixels: tile_config(pixels, 1280, 132).block_rows * tile_config(pixels, 1280, 132).block_c
         for pixels in (128, 512, 131072)
     }
     assert tiles == {128: 512, 512: 1024, 131072: 2048}
