@@ -1,7 +1,11 @@
-"""diffusers' ``Upsample2D``: nearest-neighbour upsampling by two that reads and writes channels-last in vectors.
+"""diffusers' ``Upsample2D``: upsampling by two and the convolution behind it, as one at low resolution where that is faster.
 
-Only what the usual UNet or decoder calls is fused: no norm before it, no transposed convolution, twice the size. PyTorch's own
-channels-last kernel goes element by element, and fails for large tensors, for which upstream makes the image channels-first.
+Elsewhere it is nearest-neighbour upsampling that reads and writes channels-last in vectors, then the convolution as it is: in training,
+under autocast to another dtype, where the convolution is not a plain one (LoRA layers, hooks), and where images are small. Only what
+the usual UNet or decoder calls is fused: no norm before it, no transposed convolution, twice the size. PyTorch's own channels-last
+kernel goes element by element, and fails for large tensors, for which upstream makes the image channels-first.
+
+Nothing is kept between calls: the low resolution's weights are made from the convolution's at each.
 """
 
 from __future__ import annotations
@@ -12,12 +16,13 @@ import torch
 from diffusers.models.upsampling import Upsample2D
 from torch import Tensor, nn
 
-from sfastgn.kernels.dispatch import runs_in_triton
+from sfastgn.kernels.dispatch import is_plain_inference, runs_in_triton
 from sfastgn.kernels.layout import is_channels_last
 from sfastgn.kernels.upsample import upsample_nearest_2x
-from sfastgn.patches.fusion import ClassSwap
+from sfastgn.kernels.upsample_conv import runs_in_phases, upsample_conv2d
+from sfastgn.patches.fusion import ClassSwap, is_plain
 
-__all__ = ["FUSION", "FusedUpsample2D"]
+__all__ = ["FUSION", "FusedUpsample2D", "convolves_at_low_resolution"]
 
 
 class FusedUpsample2D(Upsample2D):
@@ -29,9 +34,27 @@ class FusedUpsample2D(Upsample2D):
     def forward(self, hidden_states: Tensor, output_size: Any = None, *args: Any, **kwargs: Any) -> Tensor:
         if args or kwargs or not _runs_fused(self, hidden_states, output_size):
             return super().forward(hidden_states, output_size, *args, **kwargs)
-        y = upsample_nearest_2x(hidden_states)
         conv = _conv_of(self)
-        return y if conv is None else conv(y)
+        if conv is None:
+            return upsample_nearest_2x(hidden_states)
+        if convolves_at_low_resolution(conv, hidden_states):
+            return upsample_conv2d(hidden_states, conv.weight, conv.bias)
+        return conv(upsample_nearest_2x(hidden_states))
+
+
+def convolves_at_low_resolution(conv: Any, x: Tensor) -> bool:
+    """True if ``upsample_conv2d`` of x and the parameters of ``conv`` is what ``conv`` makes of the upsampled x, and faster."""
+    return (
+        type(conv) is nn.Conv2d
+        and is_plain(conv)
+        and (conv.kernel_size, conv.stride, conv.padding, conv.dilation) == ((3, 3), (1, 1), (1, 1), (1, 1))
+        and (conv.groups, conv.padding_mode, conv.in_channels) == (1, "zeros", x.shape[1])
+        and conv.weight.dtype == x.dtype
+        and (conv.bias is None or conv.bias.dtype == x.dtype)
+        and not (torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") != x.dtype)
+        and is_plain_inference(x, (conv.weight, conv.bias))
+        and runs_in_phases(x, conv.weight)
+    )
 
 
 def _conv_of(module: Any) -> Any:
