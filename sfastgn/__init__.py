@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from sfastgn.kernels.group_norm import group_norm
     from sfastgn.kernels.instance_norm import instance_norm
     from sfastgn.kernels.layer_norm import add_layer_norm, layer_norm
+    from sfastgn.kernels.upsample import upsample_nearest_2x
+    from sfastgn.kernels.upsample_conv import upsample_conv2d
     from sfastgn.modules import GroupNorm, InstanceNorm, LayerNorm
 
 __version__ = "0.1.0"
@@ -36,6 +38,8 @@ __all__ = [
     "optimized",
     "report",
     "restore",
+    "upsample_conv2d",
+    "upsample_nearest_2x",
 ]
 
 # Public names and the modules that hold them, imported at first use (PEP 562).
@@ -52,6 +56,8 @@ _LAZY = {
     "instance_norm": "sfastgn.kernels.instance_norm",
     "add_layer_norm": "sfastgn.kernels.layer_norm",
     "layer_norm": "sfastgn.kernels.layer_norm",
+    "upsample_conv2d": "sfastgn.kernels.upsample_conv",
+    "upsample_nearest_2x": "sfastgn.kernels.upsample",
     "GroupNorm": "sfastgn.modules",
     "InstanceNorm": "sfastgn.modules",
     "LayerNorm": "sfastgn.modules",

@@ -23,6 +23,7 @@ if importlib.util.find_spec("diffusers") is not None:
         transformer_2d,
         transformer_block,
         up_block,
+        upsample_2d,
     )
 
     FUSIONS += (
@@ -34,6 +35,7 @@ if importlib.util.find_spec("diffusers") is not None:
         up_block.FUSION,
         up_block.CROSS_ATTENTION,
         downsample.FUSION,
+        upsample_2d.FUSION,
         ada_group_norm.FUSION,
         geglu.FUSION,
         conv_norm_out.FUSION,

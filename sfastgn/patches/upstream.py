@@ -33,6 +33,8 @@ TESTED_SOURCES: dict[str, frozenset[str]] = {
     "CrossAttnUpBlock2D.forward": frozenset({"adf5503c7fbaf510"}),
     "Downsample2D.__init__": frozenset({"bdf57d1e4f01ba9e"}),
     "Downsample2D.forward": frozenset({"b81e1b97c0f9597e"}),
+    "Upsample2D.__init__": frozenset({"27a7eec34213dd30"}),
+    "Upsample2D.forward": frozenset({"fde16958d16c179e"}),
     "AdaGroupNorm.__init__": frozenset({"0311e8286f88cd95"}),
     "AdaGroupNorm.forward": frozenset({"0e0820e88c21bd0c"}),
     "GEGLU.__init__": frozenset({"4b94d15defcdc9b3"}),

@@ -36,11 +36,15 @@ from sfastgn.kernels import (
     layer_norm_backward_kernels,
     layer_norm_kernels,
     statistics_kernels,
+    upsample,
+    upsample_conv_kernels,
+    upsample_kernels,
 )
 from sfastgn.kernels.geglu import geglu_grads
 from sfastgn.kernels.group_norm_backward import group_norm_grads
 from sfastgn.kernels.launch import Launch
 from sfastgn.kernels.layer_norm_backward import layer_norm_grads
+from sfastgn.kernels.upsample_conv_kernels import launch_interleave, launch_phase_weights
 
 POINTERS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 FLOATS = {"eps", "scale"}
@@ -128,6 +132,9 @@ def group_norms(shape: tuple[int, ...], dtype: torch.dtype, layout: str, made: l
     channel_statistics.add_kernel(x, x, weight, 1.0, emits=False)
     if layout == "channels_last":
         channel_statistics.cat_kernel(head, tail, emits=False)
+    if layout == "channels_last":
+        upsampled_convolution(x)
+        torch.ops.sfastgn.upsample_nearest_2x_backward(sfastgn.upsample_nearest_2x(x))
     y, mean, rstd = torch.ops.sfastgn.group_norm(
         x, 32, weight, weight, 1e-5, "silu", None, None, None, None, False, None
     )  # fmt: skip
@@ -135,6 +142,17 @@ def group_norms(shape: tuple[int, ...], dtype: torch.dtype, layout: str, made: l
     group_norm_grads(
         dy, x, mean, rstd, (weight, weight, None, None, None), 32, 1e-5, "silu", False, (True,) * 3 + (False,) * 3
     )
+
+
+def upsampled_convolution(x: torch.Tensor) -> None:
+    """What runs before and behind the convolution, which would take long here."""
+    N, C, H, W = x.shape
+    weight, bias = x.new_empty((C, C, 3, 3)), x.new_empty(C)
+    for w in (weight, weight.to(memory_format=torch.channels_last)):
+        launch_phase_weights(w, x.new_empty((4 * C, 2, 2, C)))
+    y = x.new_empty((N, C, 2 * H, 2 * W))
+    for statistics in (None, bias):
+        launch_interleave(x.new_empty((N, H + 1, W + 1, 4 * C)), bias, y, statistics)
 
 
 def resources(launch: Launch, tensors: tuple[Any, ...], capability: int) -> dict[str, int]:
@@ -176,6 +194,7 @@ def operation(launch: Launch, tensors: tuple[Any, ...]) -> str:
 def main(capability: int) -> None:
     # As on such a GPU, but for the number of multiprocessors: on the CPU that is an H200's.
     for module in (group_norm, group_norm_backward, channel_statistics, layer_norm, layer_norm_backward, geglu):
+    for module in (group_norm, group_norm_backward, channel_statistics, layer_norm, layer_norm_backward, upsample):
         module.runs_in_triton = lambda x: True
     for module in (
         group_norm_kernels,
@@ -184,6 +203,8 @@ def main(capability: int) -> None:
         geglu_kernels,
         layer_norm_kernels,
         layer_norm_backward_kernels,
+        upsample_kernels,
+        upsample_conv_kernels,
     ):
         module.has_programmatic_launch = lambda device: capability >= 90
     for shape, dtype, layout in cases(capability):

@@ -18,6 +18,8 @@ from sfastgn.kernels import (
     group_norm_backward,
     layer_norm,
     layer_norm_backward,
+    upsample,
+    upsample_conv,
 )
 from sfastgn.kernels.dispatch import KERNEL_DTYPES
 from sfastgn.kernels.group_norm import reference_group_norm
@@ -60,6 +62,15 @@ def kernels(*, direct=False):
 
     with ExitStack() as patches:
         modules = (group_norm, group_norm_backward, channel_statistics, layer_norm, layer_norm_backward, geglu)
+        modules = (
+            group_norm,
+            group_norm_backward,
+            channel_statistics,
+            layer_norm,
+            layer_norm_backward,
+            upsample,
+            upsample_conv,
+        )
         for module in (*modules, *([dispatch] if direct else [])):
             patches.enter_context(mock.patch.object(module, "runs_in_triton", runs_in_triton))
         yield

@@ -16,6 +16,7 @@ from diffusers.models.normalization import AdaGroupNorm
 from diffusers.models.resnet import ResnetBlock2D, TemporalResnetBlock
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from diffusers.models.unets.unet_2d_blocks import CrossAttnUpBlock2D, UpBlock2D
+from diffusers.models.upsampling import Upsample2D
 from torch import Tensor, nn
 
 
@@ -183,6 +184,12 @@ SAMPLES: list[Sample] = [
             encoder_hidden_states=image(2, 3, 12, 1)[..., 0], encoder_attention_mask=torch.tensor([[[0.0, 0.0, -1e4]]] * 2),
         ),
     ),
+    ("upsample_2d", lambda: Upsample2D(12, use_conv=True), lambda m: m(image(2, 12, 5, 6))),
+    ("upsample_2d-no-conv", lambda: Upsample2D(12), lambda m: m(image(2, 12, 5, 6))),
+    ("upsample_2d-more-channels", lambda: Upsample2D(12, use_conv=True, out_channels=20, bias=False), lambda m: m(image(2, 12, 5, 6))),
+    ("upsample_2d-other-name", lambda: Upsample2D(12, use_conv=True, name="Conv2d_0"), lambda m: m(image(2, 12, 5, 6))),
+    ("upsample_2d-size", lambda: Upsample2D(12, use_conv=True), lambda m: m(image(2, 12, 5, 6), output_size=(9, 11))),
+    ("upsample_2d-batch-64", lambda: Upsample2D(12, use_conv=True), lambda m: m(image(64, 12, 2, 3))),
     ("transformer_block", _block, lambda m: m(tokens(2, 7, 20), encoder_hidden_states=tokens(2, 5, 12))),
     ("transformer_block-by-position", _block, lambda m: m(tokens(2, 7, 20), None, tokens(2, 5, 12))),
     ("transformer_block-self-only", lambda: _block(cross_attention_dim=None), lambda m: m(tokens(2, 7, 20))),
