@@ -21,10 +21,11 @@ T = TypeVar("T")
 
 
 def optimize(obj: T, *, strict: bool = False, cuda_graphs: Literal["auto"] | bool = "auto") -> T:
-    """Make a diffusers pipeline or model channels-last with fused GroupNorms, in place; the images stay the same.
+    """Make a diffusers pipeline or model channels-last with fused norms, in place; the images stay the same.
 
     Args:
-        obj: a diffusers pipeline (every component with a GroupNorm: UNet, VAE, ControlNets, ...) or any ``torch.nn.Module`` tree.
+        obj: a diffusers pipeline (every component with a GroupNorm or a plain transformer block of diffusers: UNet, VAE, ControlNets,
+            ...) or any ``torch.nn.Module`` tree.
         strict: raise instead of leaving out a module that cannot be fused.
         cuda_graphs: replay calls of UNets, ControlNets and VAEs on a GPU as CUDA graphs. ``"auto"``: a call like none before runs as
             usual, the second of its kind is captured, and those after it are replayed; True: captured at the first; False: never. Each
@@ -38,8 +39,8 @@ def optimize(obj: T, *, strict: bool = False, cuda_graphs: Literal["auto"] | boo
 
     Raises:
         TypeError: ``obj`` is neither a pipeline nor a module.
-        ValueError: ``cuda_graphs`` is none of the three; there is no GroupNorm in it; it is in a DistributedDataParallel, which has to be made afterwards; or ``strict`` and
-            something must be skipped (the message says what and why).
+        ValueError: ``cuda_graphs`` is none of the three; there is nothing to fuse in it; it is in a DistributedDataParallel, which has
+            to be made afterwards; or ``strict`` and something must be skipped (the message says what and why).
     """
     if cuda_graphs not in graphs.MODES:
         raise ValueError(f'sfastgn.optimize: cuda_graphs={cuda_graphs!r} must be "auto", True or False')
@@ -131,7 +132,7 @@ def _in_ddp(call: str, obj: Any, advice: str) -> str:
 
 
 def _roots(call: str, obj: Any, *, required: bool = True) -> dict[str, nn.Module]:
-    """Modules to work on by component name ("" for a bare module); each object once, those without a GroupNorm left out."""
+    """Modules to work on by component name ("" for a bare module); each object once, those without anything to fuse left out."""
     if isinstance(obj, nn.Module):
         candidates: dict[str, Any] = {"": obj}
     elif isinstance(getattr(obj, "components", None), dict):

@@ -22,6 +22,8 @@ TESTED_SOURCES: dict[str, frozenset[str]] = {
     "Transformer2DModel.forward": frozenset({"7a3829f24ddbfdf3"}),
     "Transformer2DModel._operate_on_continuous_inputs": frozenset({"c70791c2fc29f747"}),
     "Transformer2DModel._get_output_for_continuous_inputs": frozenset({"49624b91ccd36058"}),
+    "BasicTransformerBlock.__init__": frozenset({"2312e74f52516ed7"}),
+    "BasicTransformerBlock.forward": frozenset({"9cfc6111a7fd5580"}),
     "AdaGroupNorm.__init__": frozenset({"0311e8286f88cd95"}),
     "AdaGroupNorm.forward": frozenset({"0e0820e88c21bd0c"}),
     "UNet2DConditionModel.forward": frozenset({"5b3a99d99574b3bd"}),

@@ -99,7 +99,7 @@ def test_the_cases_take_every_way_through_the_kernel():
             for shape, num_sms in (p.values for p in CASES):
                 N, C, HW = shape[0], shape[1], torch.Size(shape[2:]).numel()
                 config = statistics_config(N, C, HW, channels_last, num_sms, kind="write" if producer else "read")
-                even = statistics_kernels._is_even(config, C, HW, channels_last)
+                even = statistics_kernels.is_even(config, C, HW, channels_last)
                 ways.add((config.rows > config.tile_rows, config.chunks > 1, even))
             assert {(loop, even) for loop, _, even in ways} == {(a, b) for a in (True, False) for b in (True, False)}
             assert {several for _, several, _ in ways} == {True, False}

@@ -207,6 +207,19 @@ def test_nan_and_inf_stay_in_their_group(shape, groups, value, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
+def test_nan_stays_on_its_side_of_a_pair(value, device):
+    """On a GPU two neighbours share a reciprocal in the sigmoid; channels 4 and 5 are neighbours in two groups."""
+    x, weight, bias = make((1, 15, 60, 61), torch.float16, device)
+    assert isinstance(launch_config(1, 15, 60 * 61, 3, True, 132), SplitConfig)
+    x[0, 4, 1, 1] = value
+    y = run(x, 3, weight, bias, activation="silu")
+    assert y[0, :5].isnan().all()
+    expected = truth(x[:, 5:], 2, weight[5:], bias[5:], activation="silu")
+    assert error(y[:, 5:], expected) < BOUNDS[torch.float16]
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("eps", [0.0, -1e-3, 10.0], ids=str)
 def test_eps_is_only_added(eps, device):
     x, weight, bias = make((2, 12, 5, 5), device=device)

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 
 import sfastgn
-from sfastgn.kernels import group_norm_backward_plans
+from sfastgn.kernels import group_norm_backward_plans, group_norm_config
 from sfastgn.kernels.group_norm import reference_group_norm
-from sfastgn.kernels.group_norm_config import SmallConfig, launch_config, statistics_config
+from sfastgn.kernels.group_norm_config import SmallConfig, launch_config, merge_config, statistics_config
 
 # Not an import: pytest's importlib mode puts no folder on sys.path.
 _spec = importlib.util.spec_from_file_location("sfastgn_kernel_samples", Path(__file__).with_name("samples.py"))
@@ -328,14 +328,22 @@ def test_no_less_exact_than_eager_far_from_zero(shape, groups, dtype, mean, devi
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_many_chunks_and_samples(layout, device, monkeypatch):
+@pytest.mark.parametrize(
+    ("layout", "shape", "num_sms"),
+    [
+        pytest.param("channels_last", (35, 9, 29, 37), 2, id="channels_last"),
+        pytest.param("channels_first", (35, 3, 50, 100), 16, id="channels_first"),
+    ],
+)
+def test_many_chunks_and_samples(layout, shape, num_sms, device, monkeypatch):
     """Loops over tiles of a chunk, over chunks and over samples, which few sizes take."""
-    shape = (35, 33, 29, 37)
-    monkeypatch.setattr(group_norm_backward_plans, "num_sms", lambda device: 2)
+    monkeypatch.setattr(group_norm_backward_plans, "num_sms", lambda device: num_sms)
     monkeypatch.setattr(group_norm_backward_plans, "_plans", {})
-    config = statistics_config(*shape[:2], 29 * 37, layout == "channels_last", 2, kind="backward")
+    monkeypatch.setattr(group_norm_config, "_MERGE_TILE", 8)
+    HW = torch.Size(shape[2:]).numel()
+    config = statistics_config(*shape[:2], HW, layout == "channels_last", num_sms, kind="backward")
     assert config.rows > config.tile_rows
+    assert merge_config(config.chunks, shape[1], 1, backward=True).block_p < config.chunks
     check(shape, 1, torch.float32, device, layout, "silu", layout)
 
 

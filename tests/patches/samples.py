@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from diffusers.models import UNet2DConditionModel, UNet2DModel
+from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.autoencoders.vae import Decoder, Encoder
 from diffusers.models.normalization import AdaGroupNorm
 from diffusers.models.resnet import ResnetBlock2D, TemporalResnetBlock
@@ -33,6 +34,16 @@ def _resnet(**options: Any) -> nn.Module:
     return ResnetBlock2D(
         **{"in_channels": 20, "out_channels": 30, "groups": 5, "temb_channels": 16, "eps": 1e-5, **options}
     )
+
+
+def _block(**options: Any) -> nn.Module:
+    return BasicTransformerBlock(
+        **{"dim": 20, "num_attention_heads": 2, "attention_head_dim": 10, "cross_attention_dim": 12, **options}
+    )
+
+
+def tokens(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) + 3
 
 
 def _unet() -> nn.Module:
@@ -108,5 +119,17 @@ SAMPLES: list[Sample] = [
         "conv_norm_out-decoder",
         lambda: Decoder(block_out_channels=(20, 40), up_block_types=("UpDecoderBlock2D",) * 2, norm_num_groups=5),
         lambda m: m(image(1, 3, 8, 8)),
+    ),
+    ("transformer_block", _block, lambda m: m(tokens(2, 7, 20), encoder_hidden_states=tokens(2, 5, 12))),
+    ("transformer_block-by-position", _block, lambda m: m(tokens(2, 7, 20), None, tokens(2, 5, 12))),
+    ("transformer_block-self-only", lambda: _block(cross_attention_dim=None), lambda m: m(tokens(2, 7, 20))),
+    ("transformer_block-double-self", lambda: _block(double_self_attention=True), lambda m: m(tokens(2, 7, 20))),
+    (
+        "transformer_block-only-cross", lambda: _block(only_cross_attention=True),
+        lambda m: m(tokens(2, 7, 20), encoder_hidden_states=tokens(2, 5, 12)),
+    ),
+    (
+        "transformer_block-no-affine", lambda: _block(norm_elementwise_affine=False),
+        lambda m: m(tokens(2, 7, 20), encoder_hidden_states=tokens(2, 5, 12)),
     ),
 ]  # fmt: skip

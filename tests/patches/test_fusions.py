@@ -147,7 +147,11 @@ def test_gradients_of_a_fused_module(build, call):
 def test_hooks_on_inner_modules_see_what_they_saw(build, call):
     """A hook on a norm or an activation gets the stock value, although the two run as one otherwise."""
     module = samples.randomise(build())
-    watched = {n: m for n, m in module.named_modules() if isinstance(m, (nn.GroupNorm, nn.SiLU, nn.GELU, nn.ReLU))}
+    watched = {
+        n: m
+        for n, m in module.named_modules()
+        if isinstance(m, (nn.GroupNorm, nn.LayerNorm, nn.SiLU, nn.GELU, nn.ReLU))
+    }
 
     def record():
         seen = []
@@ -175,7 +179,7 @@ def test_edits_after_optimize_count(build, call):
     twin = copy.deepcopy(module)
     sfastgn.optimize(module)
     for m in (module, twin):
-        for norm in (n for n in m.modules() if isinstance(n, nn.GroupNorm)):
+        for norm in (n for n in m.modules() if isinstance(n, (nn.GroupNorm, nn.LayerNorm))):
             norm.eps = 0.5
             if norm.weight is not None:
                 norm.weight = nn.Parameter(norm.weight.detach() * 3 + 1)

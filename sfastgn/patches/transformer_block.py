@@ -1,0 +1,114 @@
+"""diffusers' ``BasicTransformerBlock`` with LayerNorms alone: each residual add and the norm that follows it as one kernel.
+
+    norm1 - attn1 - (add, norm2) - attn2 - (add, norm3) - ff - add
+
+The add writes the sum that its norm would then read again: four transfers of a tensor instead of five, and one launch instead of two.
+The bias of an attention's last linear layer stays there: on a GPU the matrix product adds it before it writes, so that it is no pass of
+its own, and leaving it out would take a copy of the attention processor's code or a change to the layer in the middle of a call.
+Under a compiler the block is diffusers' own, since the compiler makes the same kernel and puts more into it: the division by
+``rescale_output_factor``, which eager runs as a pass over the tensor.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from diffusers.models.attention import BasicTransformerBlock
+from torch import Tensor, nn
+
+from sfastgn.kernels.layer_norm import add_layer_norm, layer_norm
+from sfastgn.patches.fusion import ClassSwap, is_plain
+
+__all__ = ["FUSION", "FusedBasicTransformerBlock"]
+
+
+class FusedBasicTransformerBlock(BasicTransformerBlock):
+    """``BasicTransformerBlock`` on sfastgn's LayerNorm. hidden_states (N, tokens, dim) -> the same.
+
+    Calls that are not plain run upstream's forward: GLIGEN's, deprecated or chunked ones, those with images as hidden states.
+    """
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        timestep: Any = None,
+        cross_attention_kwargs: dict[str, Any] | None = None,
+        class_labels: Any = None,
+        added_cond_kwargs: dict[str, Tensor] | None = None,
+    ) -> Tensor:
+        options = cross_attention_kwargs or {}
+        if not self._runs_fused(hidden_states, options):
+            return super().forward(
+                hidden_states,
+                attention_mask,
+                encoder_hidden_states,
+                encoder_attention_mask,
+                timestep,
+                cross_attention_kwargs,
+                class_labels,
+                added_cond_kwargs,
+            )
+        h = self.attn1(
+            _norm(self.norm1, hidden_states),
+            encoder_hidden_states=encoder_hidden_states if self.only_cross_attention else None,
+            attention_mask=attention_mask,
+            **options,
+        )
+        if self.attn2 is not None:
+            h, hidden_states = _add_norm(self.norm2, h, hidden_states)
+            h = self.attn2(
+                h, encoder_hidden_states=encoder_hidden_states, attention_mask=encoder_attention_mask, **options
+            )
+        h, hidden_states = _add_norm(self.norm3, h, hidden_states)
+        return self.ff(h) + hidden_states
+
+    def _runs_fused(self, hidden_states: Tensor, options: dict[str, Any]) -> bool:
+        return not (
+            torch.compiler.is_compiling()
+            or hidden_states.dim() != 3
+            or self._chunk_size is not None
+            or "gligen" in options
+            or "scale" in options  # deprecated: upstream's own words about it
+            or not _has_layer_norms(self)
+        )
+
+
+# Regional compilation (`compile_repeated_blocks`) and device maps know the block by its class's name. Pickle goes by __qualname__.
+FusedBasicTransformerBlock.__name__ = BasicTransformerBlock.__name__
+
+
+def _has_layer_norms(block: Any) -> bool:
+    """True if the block's norms take nothing but tokens, and attention takes them as they are."""
+    return block.norm_type == "layer_norm" and block.pos_embed is None
+
+
+def _can_fuse(norm: nn.Module, x: Tensor) -> bool:
+    return type(norm) is nn.LayerNorm and norm.normalized_shape == x.shape[-1:] and is_plain(norm)
+
+
+def _norm(norm: Any, x: Tensor) -> Tensor:
+    return layer_norm(x, norm.weight, norm.bias, norm.eps) if _can_fuse(norm, x) else norm(x)
+
+
+def _add_norm(norm: Any, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    """(norm(x + residual), x + residual) in one kernel where that is allowed."""
+    # Two dtypes, as under autocast or with an attention in fp32, promote; another shape broadcasts.
+    if x.dtype == residual.dtype and x.shape == residual.shape and _can_fuse(norm, x):
+        return add_layer_norm(x, residual, norm.weight, norm.bias, norm.eps)
+    total = x + residual
+    return norm(total), total
+
+
+class _TransformerBlockFusion(ClassSwap):
+    # Blocks with adaptive norms or positional embeddings have no add directly before a plain LayerNorm: not a case that is left out.
+    def claims(self, module: nn.Module) -> bool:
+        return self.is_applied(module) or (type(module) is self.stock and _has_layer_norms(module))
+
+
+FUSION = _TransformerBlockFusion(
+    "transformer_block", BasicTransformerBlock, FusedBasicTransformerBlock, ("__init__", "forward")
+)
