@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
@@ -32,9 +33,6 @@ class Backend(Protocol):
     def allocating(self) -> AbstractContextManager[Any]:
         """Memory of inputs is allocated in here."""
 
-    def warm_up(self, fn: Callable[[], Any]) -> None:
-        """Run ``fn`` once, as a capture will. Raises what ``fn`` raises."""
-
     def capture(self, fn: Callable[[], Any]) -> Handle:
         """Capture ``fn``. Raises whatever makes that impossible; the device is as it was then."""
 
@@ -49,8 +47,10 @@ class Backend(Protocol):
 
 
 class _CudaHandle:
-    def __init__(self, graph: torch.cuda.CUDAGraph, output: Any) -> None:
-        self.graph, self.output = graph, output
+    __slots__ = ("__weakref__", "graph", "output", "pool")
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, pool: Any, output: Any) -> None:
+        self.graph, self.pool, self.output = graph, pool, output
 
     def replay(self) -> None:
         self.graph.replay()
@@ -63,43 +63,67 @@ class CudaBackend:
         self.lock = threading.RLock()
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
-        self._retired: list[Any] = []
         self._done = torch.cuda.Event()
+        self._pool: Any = None
+        self._alive: weakref.WeakSet[_CudaHandle] = weakref.WeakSet()
+        self._broken: list[torch.cuda.CUDAGraph] = []
 
     def is_busy(self) -> bool:
-        return torch.cuda.is_current_stream_capturing()
+        with torch.cuda.device(self._device):
+            return torch.cuda.is_current_stream_capturing()
 
     @contextmanager
     def allocating(self) -> Iterator[None]:
-        # On the stream of captures, which wait for the whole device: memory that was freed early is not reused before all its readers ran.
+        # On a stream where nothing else is allocated: a graph that is dropped while it runs still reads this memory.
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             yield
         current.wait_stream(self._stream)
 
-    def warm_up(self, fn: Callable[[], Any]) -> None:
-        current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            fn()
-        current.wait_stream(self._stream)
-
     def capture(self, fn: Callable[[], Any]) -> Handle:
         graph = torch.cuda.CUDAGraph()
-        try:
-            # torch.cuda.graph leaves its stream current when the end of a failed capture raises; the outer block puts it back.
-            with torch.cuda.stream(self._stream):
-                context = torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local")
-                with context:
-                    output = fn()
-        except BaseException:
-            # Whatever state the pool was left in, no later graph is to share it; those that are in it keep it alive.
-            self._retired.append(self._pool)
+        others = list(self._alive)  # held, because the allocator refuses a pool whose graphs are all gone
+        if self._pool is None or not others:
             self._pool = torch.cuda.graph_pool_handle()
-            raise
-        return _CudaHandle(graph, output)
+        pool = self._pool
+        # What eager calls have left in the allocator's cache is of no use to a pool: given back, so that both do not add up.
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        with torch.cuda.stream(self._stream):
+            try:
+                graph.capture_begin(pool, capture_error_mode="thread_local")
+                output = fn()
+                graph.capture_end()
+            except BaseException:
+                self._abandon(graph, pool)
+                raise
+        handle = _CudaHandle(graph, pool, output)
+        self._alive.add(handle)
+        return handle
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+        """End a capture in which something was raised, and leave PyTorch fit for eager calls and other captures."""
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            # What CUDA has invalidated (a synchronisation does) ends halfway in PyTorch: its allocator still believes in the capture, and
+            # would refuse to empty its cache from now on, and the pool's graphs to be joined by another.
+            self._pool = None
+            try:
+                torch._C._cuda_endAllocateToPool(self._device.index, pool)
+            except RuntimeError:
+                return  # the end came as far as this, and the graph releases its pool itself
+            torch._C._cuda_releasePool(self._device.index, pool)
+            self._broken.append(graph)  # the allocator of pinned memory keeps a function that looks into it
+            self._free_generator()
+
+    def _free_generator(self) -> None:
+        # PyTorch's default generator may believe in the broken capture too, and would refuse random numbers; the end of another tells it.
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(torch.cuda.graph_pool_handle(), capture_error_mode="thread_local")
+        torch.zeros(1, device=self._device)
+        graph.capture_end()
 
     @contextmanager
     def ordered(self) -> Iterator[None]:
@@ -115,10 +139,8 @@ class CudaBackend:
         self._done.synchronize()
 
     def memory(self) -> int:
-        pools = {tuple(pool) for pool in (self._pool, *self._retired)}
-        return sum(
-            s["total_size"] for s in torch.cuda.memory_snapshot() if tuple(s.get("segment_pool_id", ())) in pools
-        )
+        pools = {tuple(handle.pool) for handle in self._alive}
+        return sum(s["total_size"] for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) in pools)
 
 
 _backends: dict[torch.device, CudaBackend] = {}

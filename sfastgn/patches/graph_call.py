@@ -14,6 +14,8 @@ __all__ = ["Call", "Unsupported", "clone_of", "global_state", "static_copy"]
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _CONTAINERS = (list, tuple, dict)
 
+_PRECISIONS = (("generic", "all"), ("cuda", "all"), ("cuda", "matmul"), ("cuda", "conv"))
+
 
 class Unsupported(Exception):
     """A call or a result that no graph can stand for; the message is the reason."""
@@ -34,8 +36,8 @@ class Call:
     Args:
         args: positional arguments.
         kwargs: keyword arguments.
-        scalars: names of arguments -> positions, of numbers that become 0-d tensors on the device: numbers that change at each call, and
-            that the model makes a tensor of anyway.
+        numbers: names of arguments -> their positions and the dtype of a float, of numbers that become 0-d tensors on the device: they
+            change at each call, and the model makes a tensor of them anyway.
 
     Attributes:
         key: hashable; equal for calls that one graph can stand for: structure, shapes, strides, dtypes, devices, plain values by value.
@@ -45,21 +47,27 @@ class Call:
     Raises Unsupported for anything else than tensors on one device, plain values, and lists, tuples and dicts of these.
     """
 
-    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], scalars: Mapping[str, int]) -> None:
+    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], numbers: Mapping[str, tuple[int, torch.dtype]]) -> None:
         self.tensors: list[Tensor | int | float] = []
         self.device: torch.device | None = None
         self._specs: list[tuple[Any, ...]] = []
-        positions = {position: name for name, position in scalars.items()}
+        dtype_at = dict(numbers.values())
         tokens: list[Any] = []
         parts = []
         for i, value in enumerate(args):
             parts.append(
-                self._take_scalar(value, tokens) if i in positions else self._take(value, tokens, f"argument {i}")
+                self._take_number(value, tokens, f"argument {i}", dtype_at[i])
+                if i in dtype_at
+                else self._take(value, tokens, f"argument {i}")
             )
         named = {}
         for name, value in kwargs.items():
             tokens.append(name)
-            named[name] = self._take_scalar(value, tokens) if name in scalars else self._take(value, tokens, name)
+            named[name] = (
+                self._take_number(value, tokens, name, numbers[name][1])
+                if name in numbers
+                else self._take(value, tokens, name)
+            )
         if self.device is None:
             raise Unsupported("it was called without a tensor")
         self._args, self._kwargs = parts, named
@@ -85,13 +93,15 @@ class Call:
         """The arguments with ``buffers`` for tensors, in containers of their own."""
         return [_fill_in(p, buffers) for p in self._args], {k: _fill_in(v, buffers) for k, v in self._kwargs.items()}
 
-    def _take_scalar(self, value: Any, tokens: list[Any]) -> Any:
-        if isinstance(value, Tensor) and value.device.type == "cpu" and value.dim() == 0 and type(value) is Tensor:
+    def _take_number(self, value: Any, tokens: list[Any], path: str, float_dtype: torch.dtype) -> Any:
+        kind = type(value)
+        if kind is Tensor and value.device.type == "cpu" and value.dim() == 0:
             dtype, value = value.dtype, value.item()  # on the CPU: nothing waits
-        elif type(value) in (int, float):
-            dtype = torch.int64 if type(value) is int else torch.float64  # as diffusers makes them
+        elif kind in (int, float):  # as diffusers makes them
+            dtype = torch.int64 if kind is int else float_dtype
+            value = value if dtype.is_floating_point else int(value)
         else:
-            return self._take(value, tokens, "argument")
+            return self._take(value, tokens, path)
         spec = ((), (), dtype)
         tokens.append(spec)
         return self._slot(value, spec)
@@ -165,10 +175,12 @@ def global_state(device: torch.device) -> tuple[Any, ...]:
         torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
-        torch._C._get_cudnn_allow_tf32(),
         torch._C._get_cudnn_benchmark(),
         torch._C._get_cudnn_deterministic(),
-        torch._C._get_cublas_allow_tf32(),
+        # Not allow_tf32, which raises once someone has set the newer fp32_precision.
+        *[torch._C._get_fp32_precision_getter(*names) for names in _PRECISIONS],
+        torch._C._get_cublas_allow_fp16_reduced_precision_reduction(),
+        torch._C._get_cublas_allow_bf16_reduced_precision_reduction(),
         torch._C._get_flash_sdp_enabled(),
         torch._C._get_mem_efficient_sdp_enabled(),
         torch._C._get_math_sdp_enabled(),

@@ -61,9 +61,6 @@ class TapeBackend:
     def ordered(self):
         return contextlib.nullcontext()
 
-    def warm_up(self, fn):
-        fn()
-
     def capture(self, fn):
         if self.fail is not None:
             raise self.fail
