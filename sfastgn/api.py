@@ -11,7 +11,8 @@ from torch import nn
 
 from sfastgn.kernels.dispatch import KERNEL_DTYPES
 from sfastgn.kernels.tiles import triton
-from sfastgn.patches import channels_last, cuda_graphs as graphs, patcher
+from sfastgn.patches import channels_last, patcher
+from sfastgn.patches import cuda_graphs as graphs
 from sfastgn.patches.distributed import is_in_ddp
 from sfastgn.reports import Entry, Report
 

@@ -17,7 +17,7 @@ _CONTAINERS = (list, tuple, dict)
 _PRECISIONS = (("generic", "all"), ("cuda", "all"), ("cuda", "matmul"), ("cuda", "conv"))
 
 
-class Unsupported(Exception):
+class Unsupported(Exception):  # noqa: N818  # not an error: the call runs without a graph
     """A call or a result that no graph can stand for; the message is the reason."""
 
 
@@ -47,7 +47,9 @@ class Call:
     Raises Unsupported for anything else than tensors on one device, plain values, and lists, tuples and dicts of these.
     """
 
-    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], numbers: Mapping[str, tuple[int, torch.dtype]]) -> None:
+    def __init__(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], numbers: Mapping[str, tuple[int, torch.dtype]]
+    ) -> None:
         self.tensors: list[Tensor | int | float] = []
         self.device: torch.device | None = None
         self._specs: list[tuple[Any, ...]] = []

@@ -199,7 +199,7 @@ def _reason_of(path: str, module: nn.Module, *, is_root: bool) -> str | None:
     attributes = vars(module)
     if isinstance(module, torch.jit.ScriptModule):
         return f"{path} is compiled by TorchScript"
-    if "_compiled_call_impl" in attributes or type(module).__module__.startswith("torch._dynamo"):
+    if attributes.get("_compiled_call_impl") is not None or type(module).__module__.startswith("torch._dynamo"):
         return f"{path} is compiled by torch.compile"
     if "_hf_hook" in attributes:
         return f"accelerate's hooks are on {path}"

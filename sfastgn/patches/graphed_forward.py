@@ -127,9 +127,9 @@ class GraphedForward:
         return [graphed for graphed in list(_living) if graphed._module() is module]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return self.__wrapped__(*args, **kwargs)
         module = self.module
+        if torch.compiler.is_compiling():
+            return type(module).forward(module, *args, **kwargs)
         try:
             return self._replayed(module, args, kwargs)
         except Unsupported as error:
@@ -248,7 +248,8 @@ class GraphedForward:
         def run() -> Any:
             args, kwargs = call.rebuild(buffers)
             before = _shape_of(args, kwargs)
-            with _no_autocast_cache():
+            # Not in inference mode, where no tensor counts how often it was written; copies of the result are in the caller's mode.
+            with torch.inference_mode(False), torch.no_grad(), _no_autocast_cache():
                 output = type(module).forward(module, *args, **kwargs)
             if _shape_of(args, kwargs) != before:
                 raise Unsupported("its forward changes the lists or dicts that it is given")
@@ -265,7 +266,9 @@ class GraphedForward:
         except Unsupported:
             raise
         except Exception as error:
-            if is_warm:  # not as warm as it seemed: the model may have changed since, or a tensor lies at another alignment
+            if (
+                is_warm
+            ):  # not as warm as it seemed: the model may have changed since, or a tensor lies at another alignment
                 return self._capture(module, call, backend, is_warm=False)
             raise Unsupported(f"capture failed: {type(error).__name__}: {_line(error)}") from error
         if not watch.unchanged(module):
@@ -314,7 +317,6 @@ def _reason_now(module: nn.Module) -> str | None:
 def _buffers_of(call: Call, backend: Backend) -> list[torch.Tensor]:
     """Memory for the arguments of ``call``, filled. Raises Unsupported if they cannot be copied."""
     try:
-        # Not as inference tensors, which do not count how often they were written.
         with torch.inference_mode(False), torch.no_grad(), backend.ordered(), backend.allocating():
             buffers = call.buffers()
             call.fill(buffers)
