@@ -45,7 +45,7 @@ def install(root: nn.Module, mode: str | bool, backend: Backend | None = None) -
             _take_off(module)
             graphed = None
         if mode is not False and graphed is None and "forward" not in vars(module):
-            module.forward = GraphedForward(module, mode, backend)  # type: ignore[assignment]
+            module.forward = GraphedForward(module, mode, backend)
 
 
 def remove(root: nn.Module) -> None:

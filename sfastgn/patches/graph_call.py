@@ -72,7 +72,8 @@ class Call:
             )
         if self.device is None:
             raise Unsupported("it was called without a tensor")
-        self._args, self._kwargs = parts, named
+        self._args: list[Any] = parts
+        self._kwargs: dict[str, Any] = named
         self.key: tuple[Any, ...] = (len(args), tuple(tokens), self.device)
 
     def buffers(self) -> list[Tensor]:
@@ -202,7 +203,8 @@ def _mapped(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
     if kind is dict:
         return {key: _mapped(item, fn) for key, item in value.items()}
     if dataclasses.is_dataclass(kind) and isinstance(value, dict):  # diffusers' BaseOutput
-        return kind(**{f.name: _mapped(getattr(value, f.name), fn) for f in dataclasses.fields(value)})
+        names = [field.name for field in dataclasses.fields(kind)]
+        return kind(**{name: _mapped(getattr(value, name), fn) for name in names})
     raise Unsupported(f"it returns a {kind.__name__}")
 
 

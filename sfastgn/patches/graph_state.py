@@ -36,7 +36,7 @@ _PARTS = ("__self__", "func", "args", "keywords")
 _MAX_OBJECTS = 50_000
 
 _data_ptr: Callable[[Tensor], int] = Tensor.data_ptr
-_is_expired: Callable[[int], bool] = torch.UntypedStorage._expired  # type: ignore[attr-defined]
+_is_expired: Callable[[int], bool] = torch.UntypedStorage._expired  # type: ignore[assignment]
 
 _OUR_ENTRY = "forward"
 _FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")

@@ -103,8 +103,7 @@ def test_arguments_that_no_graph_takes(change, reason):
 def test_a_list_that_the_forward_empties():
     """``down_intrablock_additional_residuals`` of a T2I-Adapter."""
     unet, stock, inputs = make(mode=True)
-    shapes = [(40, 8), (80, 4)] if unet.config.block_out_channels[0] == 40 else []
-    residuals = [torch.ones(1, c, size, size) for c, size in shapes]
+    residuals = [torch.ones(1, 40, 8, 8), torch.ones(1, 80, 4, 4)]
     for _ in range(2):
         ours, theirs = list(residuals), list(residuals)
         agree(
@@ -126,7 +125,7 @@ def test_a_forward_that_writes_into_its_arguments(monkeypatch):
         expected = x + 2
         for _ in range(2):
             unet(**{**inputs, "sample": x})
-        assert torch.equal(x, expected)
+        torch.testing.assert_close(x, expected)
     assert "writes into its arguments" in reasons_of(unet)
 
 
@@ -146,7 +145,7 @@ def test_a_failed_capture_is_not_tried_again():
     assert backend.captures == 1
 
 
-def test_a_capture_that_was_not_warm_is_tried_again_after_a_call():
+def test_a_capture_that_was_not_warm_is_tried_again_after_a_call(monkeypatch):
     class Cold(TapeBackend):
         def capture(self, fn):
             if calls[0] < 2:
@@ -158,14 +157,14 @@ def test_a_capture_that_was_not_warm_is_tried_again_after_a_call():
     forward = UNet2DConditionModel.forward
 
     def counted(self, *args, **kwargs):
-        calls[0] += 1
+        calls[0] += self is unet
         return forward(self, *args, **kwargs)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(UNet2DConditionModel, "forward", counted)
-        for _ in range(3):
-            agree(run(unet, inputs), run(stock, inputs) if not calls[0] else run(unet, inputs))
-    assert state(unet).captured == 1
+    monkeypatch.setattr(UNet2DConditionModel, "forward", counted)
+    for _ in range(3):
+        agree(run(unet, inputs), run(stock, inputs))
+    assert calls[0] == 3  # the first call, the one before the second capture, and that capture
+    assert (state(unet).captured, state(unet).replays) == (1, 2)
 
 
 def test_within_the_capture_of_someone_else():
