@@ -41,16 +41,16 @@ def test_a_denoising_loop():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_half_precision_with_cudnn_choosing(dtype):
+def test_half_precision_with_cudnn_choosing(dtype, monkeypatch):
     """cuDNN's search is done by the eager call, none by the capture."""
     unet = build_unet("tiny_xl", dtype, "cuda")
     plain = sfastgn.optimize(copy.deepcopy(unet), cuda_graphs=False)
     sfastgn.optimize(unet)
     inputs = unet_inputs("tiny_xl", size=64, batch=2, dtype=dtype, device="cuda", seed=0)
-    with torch.backends.cudnn.flags(benchmark=True):
-        for _ in range(3):
-            error = (run(unet, inputs) - run(plain, inputs)).float().norm() / run(plain, inputs).float().norm()
-            assert error < (2e-3 if dtype is torch.float16 else 2e-2)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    for _ in range(3):
+        ours, expected = run(unet, inputs).float(), run(plain, inputs).float()
+        assert (ours - expected).norm() < (5e-3 if dtype is torch.float16 else 4e-2) * expected.norm()
     assert (state(unet).captured, state(unet).replays) == (1, 2)
 
 
@@ -95,30 +95,35 @@ def test_after_a_failed_capture_everything_goes_on():
     assert torch.randn(8, device="cuda").isfinite().all()
 
 
-def test_memory_is_reused_and_given_back():
-    settled()
-    before = torch.cuda.memory_allocated()
+def reserved_over_changes(count):
     unet, _, inputs = make("cuda")
     used = []
-    for _ in range(6):
+    for _ in range(count):
         for _ in range(5):
             run(unet, inputs)
         replaced_parameter(unet)
         used.append(torch.cuda.memory_reserved())
-    assert state(unet).captured == 6
-    assert used[-1] <= used[1] + 8 * MIB
+    assert state(unet).captured == count
     sfastgn.restore(unet)
     assert sfastgn.report(unet).graph_memory_bytes == 0
-    del unet, _, inputs
+    return used
+
+
+def test_memory_is_reused_and_given_back():
+    reserved_over_changes(1)  # cuBLAS keeps a workspace for the stream of captures
     settled()
-    # cuBLAS keeps a workspace for the stream of captures.
-    assert torch.cuda.memory_allocated() <= before + 72 * MIB
+    before = (torch.cuda.memory_allocated(), torch.cuda.memory_reserved())
+    used = reserved_over_changes(6)
+    assert used[-1] <= used[1] + 8 * MIB
+    settled()
+    assert torch.cuda.memory_allocated() <= before[0] + 2 * MIB
+    assert torch.cuda.memory_reserved() <= before[1] + 8 * MIB
 
 
 def test_peak_memory_of_a_decoder():
     """At most 1.15 of stock, also during the capture."""
     vae = build_vae("tiny", torch.float16, "cuda")
-    latents = torch.randn(1, 4, 128, 128, device="cuda", dtype=torch.float16)
+    latents = torch.randn(8, 4, 128, 128, device="cuda", dtype=torch.float16)
     peaks = []
     for optimize in (False, True):
         if optimize:
