@@ -178,6 +178,7 @@ def global_state(device: torch.device) -> tuple[Any, ...]:
         torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
+        torch._C._get_cudnn_enabled(),
         torch._C._get_cudnn_benchmark(),
         torch._C._get_cudnn_deterministic(),
         # Not allow_tf32, which raises once someone has set the newer fp32_precision.
