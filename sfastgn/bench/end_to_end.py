@@ -218,16 +218,17 @@ def _measure(config: BenchConfig, variant: Variant, workload: Workload, stock: _
         call_s, output = timing.time_once(workload.call, device)
         judgement = _judge(config, output, stock)
         values: dict[str, Any] = {
-            "note": variant.describe(workload.target),
             "error_eager": _finite(judgement.error),
             "psnr_db": _finite(judgement.psnr_db),
         }
         if stock.fp32 is not None:
             values["error_fp32"] = _finite(_error(output, stock.fp32))
         if judgement.reason:
-            return _row(config, variant, WRONG, reason=judgement.reason, **values)
+            note = variant.describe(workload.target)
+            return _row(config, variant, WRONG, reason=judgement.reason, note=note, **values)
         del output
         timed = timing.time_callable(workload.call, device, repeats=config.repeats)
+        values["note"] = variant.describe(workload.target)  # after all calls: a variant may do something at its second
         values |= workload.memory() if workload.memory is not None else {}
         replay = _graph(config, variant, workload, stock)
         values |= _profile(config, workload, timed.median_ms, replay)

@@ -41,6 +41,12 @@ RESULTS = Path("benchmarks")
 GRAPHED = ("eager", "compile", "sfastgn", "sfastgn_compile")
 # Two variants at once have a column where some run has them; each of the others has one, so that a reader finds it empty.
 COMBINED = ("sfastgn_compile",)
+MODEL_LABELS = {"sd15": "SD1.5", "sdxl": "SDXL"}
+PART_LABELS = {"unet": "UNet step", "vae": "VAE decode", "pipeline": "pipeline", "train": "training step"}
+# Those that can be captured by the harness. Runs from before `optimize` did it itself have a column for sfastgn too.
+GRAPHED = ("eager", "compile", "sfastgn", "sfastgn_eager", "sfastgn_compile")
+# Variations of a variant have a column where some run has them; each of the others has one, so that a reader finds it empty.
+COMBINED = ("sfastgn_eager", "sfastgn_compile")
 
 
 def _labels() -> dict[str, str]:
@@ -216,7 +222,9 @@ def results_markdown(results: Path) -> str:
         return NO_RESULTS
     left_out = {name for name in COMBINED if not any(name in by_variant for by_variant in groups.values())}
     labels = {name: label for name, label in _labels().items() if name not in left_out}
-    graphed = [name for name in GRAPHED if name in labels]
+    rows = [row for by_variant in groups.values() for row in by_variant.values()]
+    with_graph = {row.variant for row in rows if row.graph_ms is not None}
+    graphed = [name for name in GRAPHED if name in labels and (name != "sfastgn" or name in with_graph)]
     header = ["milliseconds (time over eager's)", *labels.values(), *(f"{labels[name]} + graph" for name in graphed)]
     body = []
     for _, by_variant in sorted(groups.items()):
@@ -225,7 +233,6 @@ def results_markdown(results: Path) -> str:
         graphs = [by_variant[name].graph_ms if name in by_variant else None for name in graphed]
         title = row_title(next(iter(by_variant.values())))
         body.append([title, *(_milliseconds(value, eager) for value in (*times, *graphs))])
-    rows = [row for by_variant in groups.values() for row in by_variant.values()]
     reasons = dict.fromkeys(f"{labels[row.variant]} {row.status}: {row.reason}" for row in rows if row.status != OK)
     sources = dict.fromkeys(source_line(content) for content in runs)
     return "\n\n".join([markdown_table(header, body), *(f"{line}." for line in (*reasons, *sources))])
