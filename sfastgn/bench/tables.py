@@ -308,7 +308,8 @@ def warm_up_markdown(results: Path) -> str:
     for content in documents(results, "warm_up"):
         rows = [warm_up.WaitRow(**values) for values in content["rows"]]
         (part,) = content["config"]["parts"]
-        what = f"{profile_tables.MODEL_LABELS.get(part['model'], part['model'])} pipeline {part['size']}², {part['steps']} steps, {part['dtype']}"
+        model = profile_tables.MODEL_LABELS.get(part["model"], part["model"])
+        what = f"{model} pipeline {part['size']}², {part['steps']} steps, {part['dtype']}"
         body = [warm_up.cells(row, rows[0]) for row in rows]
         what += f"; new size {content['config']['new_size']}²"
         blocks += [markdown_table(list(warm_up.HEADERS), body), f"{what}. {source_line(content)}."]
