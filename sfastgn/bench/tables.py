@@ -38,11 +38,6 @@ from sfastgn.bench.variants import PARTS, VARIANTS
 
 RESULTS = Path("benchmarks")
 
-GRAPHED = ("eager", "compile", "sfastgn", "sfastgn_compile")
-# Two variants at once have a column where some run has them; each of the others has one, so that a reader finds it empty.
-COMBINED = ("sfastgn_compile",)
-MODEL_LABELS = {"sd15": "SD1.5", "sdxl": "SDXL"}
-PART_LABELS = {"unet": "UNet step", "vae": "VAE decode", "pipeline": "pipeline", "train": "training step"}
 # Those that can be captured by the harness. Runs from before `optimize` did it itself have a column for sfastgn too.
 GRAPHED = ("eager", "compile", "sfastgn", "sfastgn_eager", "sfastgn_compile")
 # Variations of a variant have a column where some run has them; each of the others has one, so that a reader finds it empty.

@@ -193,8 +193,15 @@ def operation(launch: Launch, tensors: tuple[Any, ...]) -> str:
 
 def main(capability: int) -> None:
     # As on such a GPU, but for the number of multiprocessors: on the CPU that is an H200's.
-    for module in (group_norm, group_norm_backward, channel_statistics, layer_norm, layer_norm_backward, geglu):
-    for module in (group_norm, group_norm_backward, channel_statistics, layer_norm, layer_norm_backward, upsample):
+    for module in (
+        group_norm,
+        group_norm_backward,
+        channel_statistics,
+        layer_norm,
+        layer_norm_backward,
+        geglu,
+        upsample,
+    ):
         module.runs_in_triton = lambda x: True
     for module in (
         group_norm_kernels,

@@ -61,13 +61,13 @@ def kernels(*, direct=False):
         return x.dtype in KERNEL_DTYPES
 
     with ExitStack() as patches:
-        modules = (group_norm, group_norm_backward, channel_statistics, layer_norm, layer_norm_backward, geglu)
         modules = (
             group_norm,
             group_norm_backward,
             channel_statistics,
             layer_norm,
             layer_norm_backward,
+            geglu,
             upsample,
             upsample_conv,
         )

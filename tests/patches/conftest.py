@@ -1,6 +1,9 @@
+"""Switches for all tests of patches."""
+
 from __future__ import annotations
 
 import pytest
+import torch
 
 from sfastgn.patches import packing
 
@@ -9,14 +12,6 @@ from sfastgn.patches import packing
 def packed_on_the_cpu_too(monkeypatch):
     """Weights are packed on GPUs alone, where it is of use; what packing must not break breaks on a CPU too."""
     monkeypatch.setattr(packing, "PACKED_DEVICES", ("cuda", "cpu"))
-
-
-"""Switches for tests on a GPU."""
-
-from __future__ import annotations
-
-import pytest
-import torch
 
 
 @pytest.fixture(autouse=True)
