@@ -120,6 +120,11 @@ class Suite:
             if operation.task != COPY
         }
 
+    def gate(self, dtype: str) -> str:
+        """The largest errors that are let through, in words."""
+        others = [f"of {op.task} {op.bounds[dtype]:g}" for op in self.operations if op.bounds is not ERROR_BOUNDS]
+        return ", ".join([f"{ERROR_BOUNDS[dtype]:g}", *others, f"of gradients {GRADIENT_BOUNDS[dtype]:g}"])
+
     def cells_of(self, names: Iterable[str]) -> list[tuple[Operation, Provider, str]]:
         """What is measured on each shape: operation, provider and pass. The copy comes first, also where it is not named."""
         chosen = {YARDSTICK, *names}

@@ -141,6 +141,11 @@ def test_an_output_that_is_not_finite_leaves_json_ready_values() -> None:
     assert (rows[1].error, rows[1].errors) == (None, {})
 
 
+def test_the_gate_in_words() -> None:
+    assert TRAIN.gate("fp16") == "0.005, of gradients 0.01"
+    assert SUITES["upsample"].gate("fp32") == "0.0001, of upsample + conv 0.002, of gradients 0.001"
+
+
 # ---- what is called
 
 
