@@ -93,7 +93,7 @@ def bench(
 @app.command()
 def kernels(
     suite: Annotated[
-        str, typer.Option("--suite", help="inference, training, instance_norm, layer_norm or issue_28201")
+        str, typer.Option("--suite", help="inference, training, instance_norm, layer_norm, issue_28201 or upsample")
     ] = "inference",
     shapes: Annotated[
         str, typer.Option("--shapes", help="all, a set of the suite (unet, large), or a comma list such as NxCxHxW")
@@ -110,7 +110,7 @@ def kernels(
     plot: Annotated[Path | None, typer.Option("--plot", help="write the roofline as a PNG; inference only")] = None,
     seed: SeedOption = 0,
 ) -> None:
-    """Time norms beside a copy: GroupNorm+SiLU as in inference, or another suite, with gradients; L2 hot and cold."""
+    """Time kernels beside a copy: GroupNorm+SiLU as in inference, or another suite, some with gradients; L2 hot and cold."""
     from sfastgn.bench import options, session
     from sfastgn.bench.suites import SuiteConfig
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sfastgn.bench import providers
 from sfastgn.bench.cells import Shape
-from sfastgn.bench.kernels import EPS, GROUPS, SHAPE_SETS
+from sfastgn.bench.kernels import EPS, ERROR_BOUNDS, GROUPS, SHAPE_SETS
 from sfastgn.bench.providers import COPY, YARDSTICK, Call, Provider
 from sfastgn.bench.suites import BACKWARD, BOTH, FORWARD, TRAINING, Operation, Suite
 
@@ -276,5 +276,101 @@ _LAYER_NORM = Suite(
     baseline="eager",
 )
 
-SUITES: dict[str, Suite] = {suite.name: suite for suite in (_TRAINING, _INSTANCE_NORM, _LAYER_NORM, _ISSUE_28201)}
+# ---- upsampling by two, and the convolution behind it
+
+UPSAMPLE, CONV = "upsample", "upsample + conv"
+
+
+def _conv_sizes(shape: Shape) -> dict[str, tuple[int, ...]]:
+    C = shape[1]
+    return {"x": shape, "weight": (C, C, 3, 3), "bias": (C,)}
+
+
+def _upsample(x: Tensor) -> Tensor:
+    return F.interpolate(x, scale_factor=2.0, mode="nearest")
+
+
+def _upsample_conv(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.conv2d(_upsample(x), weight, bias, padding=1)
+
+
+def _our_upsample(x: Tensor) -> Call:
+    import sfastgn
+
+    return sfastgn.upsample_nearest_2x
+
+
+def _our_upsample_conv(x: Tensor, weight: Tensor, bias: Tensor) -> Call:
+    import sfastgn
+
+    return sfastgn.upsample_conv2d
+
+
+def _high_resolution(x: Tensor, weight: Tensor, bias: Tensor) -> Call:
+    import sfastgn
+
+    return lambda x, weight, bias: F.conv2d(sfastgn.upsample_nearest_2x(x), weight, bias, padding=1)
+
+
+def _phases(with_statistics: bool) -> Any:
+    def build(x: Tensor, weight: Tensor, bias: Tensor) -> Call:
+        from sfastgn.kernels.upsample_conv import convolve_phases
+
+        return lambda x, weight, bias: convolve_phases(x, weight, bias, with_statistics=with_statistics)[0]
+
+    return build
+
+
+def _phases_reason(device: torch.device) -> str | None:
+    return None if device.type == "cuda" else "the phases are interleaved by a Triton kernel, which needs an NVIDIA GPU"
+
+
+# Those that the VAE decodes 512 x 512 and 1024 x 1024 from, those of SD1.5's and SDXL's UNets, and 20 MB.
+_DECODER: tuple[Shape, ...] = (
+    (1, 512, 64, 64),
+    (1, 512, 128, 128),
+    (1, 512, 256, 256),
+    (1, 256, 256, 256),
+    (1, 256, 512, 512),
+)
+_DOUBLED: tuple[Shape, ...] = (
+    (2, 1280, 8, 8),
+    (2, 1280, 16, 16),
+    (2, 640, 32, 32),
+    (2, 1280, 32, 32),
+    (2, 640, 64, 64),
+)
+
+_UPSAMPLE = Suite(
+    name="upsample",
+    title="Nearest-neighbour upsampling by two, alone and with a 3 x 3 convolution behind it",
+    axes="NxCxHxW",
+    shape_sets={"vae": _DECODER, "unet": _DOUBLED, "all": (*_DOUBLED, *_DECODER, (2, 320, 128, 128))},
+    operations=(
+        _copied(_conv_sizes),
+        Operation(UPSAMPLE, lambda shape: {"x": shape}, _upsample, (FORWARD,), tensors=5),
+        # Convolutions of fp32 run in TF32, whose mantissa is that of fp16.
+        Operation(CONV, _conv_sizes, _upsample_conv, (FORWARD,), tensors=5, bounds={**ERROR_BOUNDS, "fp32": 2e-3}),
+    ),
+    providers=(
+        _COPY,
+        Provider("eager_nchw", providers.always, _fixed(_upsample), channels_last=False, task=UPSAMPLE),
+        Provider("eager_nhwc", providers.always, _fixed(_upsample), task=UPSAMPLE),
+        Provider("sfastgn", _needs_ours("upsample_nearest_2x"), _our_upsample, task=UPSAMPLE),
+        Provider("inductor", providers.inductor_reason, _compiled(_upsample), by_default=False, task=UPSAMPLE),
+        Provider("eager_nchw", providers.always, _fixed(_upsample_conv), channels_last=False, task=CONV),
+        Provider("eager_nhwc", providers.always, _fixed(_upsample_conv), task=CONV),
+        Provider("sfastgn", _needs_ours("upsample_conv2d"), _our_upsample_conv, task=CONV),
+        Provider("sfastgn_high", _needs_ours("upsample_nearest_2x"), _high_resolution, task=CONV),
+        Provider("sfastgn_phases", _phases_reason, _phases(False), task=CONV),
+        Provider("sfastgn_phases_statistics", _phases_reason, _phases(True), task=CONV),
+        Provider("inductor", providers.inductor_reason, _compiled(_upsample_conv), by_default=False, task=CONV),
+    ),
+    ours=("sfastgn", "sfastgn_high", "sfastgn_phases", "sfastgn_phases_statistics"),
+    baseline="eager_nchw",
+)
+
+SUITES: dict[str, Suite] = {
+    suite.name: suite for suite in (_TRAINING, _INSTANCE_NORM, _LAYER_NORM, _ISSUE_28201, _UPSAMPLE)
+}
 NAMES: tuple[str, ...] = (INFERENCE, *SUITES)

@@ -192,7 +192,6 @@ def run_suite(config: SuiteConfig, *, json: Path | None = None, out: Console | N
     if any(row.status == OK for row in rows):
         out.print(suite_tables.suite_table(suite, rows, f"{suite.title}, {config.dtype} on {config.device}"))
     _print_left_out(out, config, rows, suite.provider_names)
-    bounds = f"{kernels.ERROR_BOUNDS[config.dtype]:g}, of gradients {suites.GRADIENT_BOUNDS[config.dtype]:g}"
-    out.print(f"gate: relative error against fp64 at most {bounds}", style="dim")
+    out.print(f"gate: relative error against fp64 at most {suite.gate(config.dtype)}", style="dim")
     _write_kernels(out, json, suite.kind, environment, config, rows, suites.summary(suite, rows))
     return 1 if any(row.status == WRONG for row in rows) else 0

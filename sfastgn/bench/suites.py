@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -47,6 +47,7 @@ class Operation:
         passes: what is timed of it.
         outputs: names of what it returns.
         tensors: of x's size that a forward has to move.
+        bounds: largest relative error of an output by dtype.
     """
 
     task: str
@@ -55,6 +56,7 @@ class Operation:
     passes: tuple[str, ...]
     outputs: tuple[str, ...] = ("y",)
     tensors: int = 2
+    bounds: Mapping[str, float] = field(default_factory=lambda: ERROR_BOUNDS)
 
     def label(self, what: str) -> str:
         """A row's task: the pass, after the operation's own name where it has one. A copy is a copy."""
@@ -117,6 +119,11 @@ class Suite:
             for what in operation.passes
             if operation.task != COPY
         }
+
+    def gate(self, dtype: str) -> str:
+        """The largest errors that are let through, in words."""
+        others = [f"of {op.task} {op.bounds[dtype]:g}" for op in self.operations if op.bounds is not ERROR_BOUNDS]
+        return ", ".join([f"{ERROR_BOUNDS[dtype]:g}", *others, f"of gradients {GRADIENT_BOUNDS[dtype]:g}"])
 
     def cells_of(self, names: Iterable[str]) -> list[tuple[Operation, Provider, str]]:
         """What is measured on each shape: operation, provider and pass. The copy comes first, also where it is not named."""
@@ -272,7 +279,7 @@ class _Case:
             outputs=lambda: self._outputs(what, call, first),
             truth=self.truth,
             bounds={
-                name: (ERROR_BOUNDS if name in self.operation.outputs else GRADIENT_BOUNDS)[self.dtype]
+                name: (self.operation.bounds if name in self.operation.outputs else GRADIENT_BOUNDS)[self.dtype]
                 for name in self.truth
             },
             call=functools.partial(_CALLS[what], call),

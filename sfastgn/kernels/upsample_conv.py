@@ -33,7 +33,13 @@ from sfastgn.kernels.upsample import empty_image, reference_upsample_nearest_2x,
 from sfastgn.kernels.upsample_config import phases_pay
 from sfastgn.kernels.upsample_conv_kernels import launch_interleave, launch_phase_weights, statistics_chunks
 
-__all__ = ["reference_phase_weights", "reference_upsample_conv2d", "runs_in_phases", "upsample_conv2d"]
+__all__ = [
+    "convolve_phases",
+    "reference_phase_weights",
+    "reference_upsample_conv2d",
+    "runs_in_phases",
+    "upsample_conv2d",
+]
 
 
 def reference_upsample_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -74,21 +80,24 @@ def _conv2d(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.conv2d(x, weight, bias, padding=1)
 
 
-def _fill(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, statistics: Tensor | None) -> None:
-    """y, and its statistics where they are asked for, in phases."""
+def convolve_phases(x: Tensor, weight: Tensor, bias: Tensor | None, *, with_statistics: bool) -> tuple[Tensor, Any]:
+    """(y, statistics or None) at low resolution, whatever the sizes; x is channels-last and not empty."""
     C_out, C_in = weight.shape[:2]
     phases = weight.new_empty((4 * C_out, 2, 2, C_in)).movedim(-1, 1)
     launch_phase_weights(dense(weight), phases)
     t = _conv2d(dense(x), phases, None)
     if not is_channels_last(t):  # where one channel or pixel makes it ambiguous
         t = t.contiguous(memory_format=torch.channels_last)
+    y = _conv_fake(x, weight, bias)
+    statistics = _empty_statistics(y) if with_statistics else None
     launch_interleave(t, None if bias is None else bias.contiguous(), y, statistics)
+    return y, statistics
 
 
-def _at_high_resolution(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The result, in ``y`` or with its strides."""
-    found = _conv2d(upsample_nearest_2x(x), weight, bias) if x.numel() else reference_upsample_conv2d(x, weight, bias)
-    return found if found.stride() == y.stride() else y.copy_(found)
+def _at_high_resolution(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    y = _conv2d(upsample_nearest_2x(x), weight, bias)
+    as_promised = is_channels_last(y) if dense_is_channels_last(x) else y.is_contiguous()
+    return y if as_promised else _conv_fake(x, weight, bias).copy_(y)
 
 
 def _conv_fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -100,21 +109,16 @@ def _empty_statistics(y: Tensor) -> Tensor:
 
 
 def _conv_impl(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    y = _conv_fake(x, weight, bias)
-    if not runs_in_phases(x, weight):
-        return _at_high_resolution(y, x, weight, bias)
-    _fill(y, x, weight, bias, None)
-    return y
+    if runs_in_phases(x, weight):
+        return convolve_phases(x, weight, bias, with_statistics=False)[0]
+    return _at_high_resolution(x, weight, bias)
 
 
 def _statistics_impl(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    y = _conv_fake(x, weight, bias)
-    if not runs_in_phases(x, weight):
-        y = _at_high_resolution(y, x, weight, bias)
-        return y, channel_statistics(y)
-    statistics = _empty_statistics(y)
-    _fill(y, x, weight, bias, statistics)
-    return y, statistics
+    if runs_in_phases(x, weight):
+        return convolve_phases(x, weight, bias, with_statistics=True)
+    y = _at_high_resolution(x, weight, bias)
+    return y, channel_statistics(y)
 
 
 def _statistics_fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,7 @@ from sfastgn.bench.end_to_end import OK, UNAVAILABLE, WRONG
 from sfastgn.bench.norm_suites import SUITES
 from sfastgn.bench.providers import Provider
 from sfastgn.bench.suites import BACKWARD, BOTH, FORWARD, TRAINING, Suite, SuiteConfig, SuiteRow
+from sfastgn.kernels import upsample_conv
 
 CPU = torch.device("cpu")
 TINY: dict[str, Shape] = {
@@ -26,6 +27,7 @@ TINY: dict[str, Shape] = {
     "issue_28201": (2, 64, 3, 5),
     "instance_norm": (2, 3, 5, 2, 7),
     "layer_norm": (7, 33),
+    "upsample": (2, 6, 5, 3),
 }
 GRADIENTS = {"y", "dx", "dweight", "dbias"}
 TRAIN = SUITES["training"]
@@ -139,6 +141,11 @@ def test_an_output_that_is_not_finite_leaves_json_ready_values() -> None:
     assert (rows[1].error, rows[1].errors) == (None, {})
 
 
+def test_the_gate_in_words() -> None:
+    assert TRAIN.gate("fp16") == "0.005, of gradients 0.01"
+    assert SUITES["upsample"].gate("fp32") == "0.0001, of upsample + conv 0.002, of gradients 0.001"
+
+
 # ---- what is called
 
 
@@ -191,11 +198,13 @@ def test_a_forward_without_training_records_nothing() -> None:
     assert set(seen) == {True}
 
 
-@pytest.mark.parametrize("name", ["layer_norm", "add_layer_norm", "instance_norm"])
+@pytest.mark.parametrize(
+    "name", ["layer_norm", "add_layer_norm", "instance_norm", "upsample_nearest_2x", "upsample_conv2d"]
+)
 def test_an_op_that_does_not_exist_is_a_reason(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(vars(sfastgn), "_LAZY", {})
     monkeypatch.delitem(vars(sfastgn), name, raising=False)
-    suite = SUITES["instance_norm" if name == "instance_norm" else "layer_norm"]
+    suite = SUITES["instance_norm" if name == "instance_norm" else "upsample" if "upsample" in name else "layer_norm"]
     missing = [row for row in run(suite, suite.ours) if row.status == UNAVAILABLE]
     assert f"this sfastgn has no {name}" in {row.reason for row in missing}
 
@@ -222,6 +231,25 @@ def test_our_layer_norm_is_called_by_its_signature(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(sfastgn, "add_layer_norm", add_layer_norm, raising=False)
     rows = [row for row in run(SUITES["layer_norm"], ("sfastgn",)) if row.provider == "sfastgn"]
     assert [(row.task, row.status) for row in rows] == [(FORWARD, OK), (BOTH, OK), ("add, forward", OK)]
+
+
+def test_the_upsample_suite_forces_each_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is named after a way is timed on it, whatever the sizes; without a GPU the phases have a reason."""
+    suite = SUITES["upsample"]
+    calls: list[Any] = []
+
+    def convolve_phases(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *, with_statistics: bool) -> Any:
+        calls.append(with_statistics)
+        return upsample_conv.reference_upsample_conv2d(x, weight, bias), None
+
+    monkeypatch.setattr(upsample_conv, "convolve_phases", convolve_phases)
+    names = ("sfastgn_high", "sfastgn_phases", "sfastgn_phases_statistics")
+    assert {row.status for row in run(suite, names[1:]) if row.provider != "copy"} == {UNAVAILABLE}
+    ready = tuple(replace(provider, reason=lambda device: None) for provider in suite.providers)
+    rows = [row for row in run(replace(suite, providers=ready), names) if row.provider != "copy"]
+    assert [(row.provider, row.status) for row in rows] == [(name, OK) for name in names]
+    assert set(calls) == {False, True}
+    assert {row.task for row in rows} == {"upsample + conv, forward"}
 
 
 def test_our_instance_norm_gets_both_layouts(monkeypatch: pytest.MonkeyPatch) -> None:

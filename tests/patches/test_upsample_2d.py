@@ -325,12 +325,16 @@ def test_autocast_to_another_dtype_runs_the_convolution_itself(ran, low, monkeyp
     assert ran == ["op", "phases"]
 
 
+def decoder(**options: Any) -> nn.Module:
+    torch.manual_seed(4)
+    options = {"up_block_types": ("UpDecoderBlock2D",) * 3, "block_out_channels": (8, 16, 16), **options}
+    return Decoder(**options, layers_per_block=1, norm_num_groups=4, mid_block_add_attention=False).eval()
+
+
 @pytest.mark.parametrize("pays", [True, False], ids=["phases", "op"])
 def test_no_interpolation_in_an_optimised_decoder(ran, monkeypatch, pays):
     monkeypatch.setattr(upsample_conv, "phases_pay", lambda *sizes: pays)
-    torch.manual_seed(4)
-    options = {"up_block_types": ("UpDecoderBlock2D",) * 3, "block_out_channels": (8, 16, 16), "layers_per_block": 1}
-    stock = Decoder(**options, norm_num_groups=4, mid_block_add_attention=False).eval()
+    stock = decoder()
     fused = sfastgn.optimize(copy.deepcopy(stock))
     latents = torch.randn(1, 3, 4, 6)
     with torch.no_grad():
@@ -340,6 +344,25 @@ def test_no_interpolation_in_an_optimised_decoder(ran, monkeypatch, pays):
         ran.clear()
         assert torch.equal(sfastgn.restore(fused)(latents), stock(latents))
     assert ran == ["interpolate"] * 4
+
+
+def test_error_of_a_whole_decoder_is_stocks(ran, low, monkeypatch):
+    """The weights of the phases are rounded once more than stock's: one rounding beside the fifty of a decoder."""
+
+    def convolve(conv, x, weight, bias):
+        # As on a GPU, where the bias is a pass of its own behind the convolution.
+        y = F.conv2d(x, weight, None, conv.stride, conv.padding)
+        return y if bias is None else y + bias.view(-1, 1, 1)
+
+    monkeypatch.setattr(nn.Conv2d, "_conv_forward", convolve)
+    stock = decoder(block_out_channels=(16, 16, 32)).half()
+    fused = sfastgn.optimize(copy.deepcopy(stock))
+    latents = torch.randn(1, 3, 5, 6).half()
+    with torch.no_grad():
+        truth = copy.deepcopy(stock).double()(latents.double())
+        ours, theirs = (kernel_samples.error(model(latents), truth) for model in (fused, stock))
+    assert ran == ["interpolate"] * 2 + ["phases"] * 2 + ["interpolate"] * 2
+    assert 0 < ours < 1.05 * theirs
 
 
 @pytest.mark.gpu
