@@ -25,8 +25,8 @@ def optimize(obj: T, *, strict: bool = False, cuda_graphs: Literal["auto"] | boo
     """Make a diffusers pipeline or model channels-last with fused norms, in place; the images stay the same.
 
     Args:
-        obj: a diffusers pipeline (every component with a GroupNorm or a plain transformer block of diffusers: UNet, VAE, ControlNets,
-            ...) or any ``torch.nn.Module`` tree.
+        obj: a diffusers pipeline (every component with a GroupNorm or with diffusers' transformer blocks or parts of them: UNet, VAE,
+            ControlNets, ...) or any ``torch.nn.Module`` tree.
         strict: raise instead of leaving out a module that cannot be fused.
         cuda_graphs: replay calls of UNets, ControlNets and VAEs on a GPU as CUDA graphs. ``"auto"``: a call like none before runs as
             usual, the second of its kind is captured, and those after it are replayed; True: captured at the first; False: never. Each
@@ -147,11 +147,13 @@ def _roots(call: str, obj: Any, *, required: bool = True) -> dict[str, nn.Module
         if (
             isinstance(module, nn.Module)
             and all(module is not r for r in roots.values())
-            and patcher.has_group_norm(module)
+            and patcher.has_fusions(module)
         ):
             roots[name] = module
     if required and not roots:
-        raise ValueError(f"sfastgn.{call}: no GroupNorm in {type(obj).__name__}, nothing to optimize")
+        raise ValueError(
+            f"sfastgn.{call}: no GroupNorm and no part of diffusers' transformer blocks in {type(obj).__name__}, nothing to optimize"
+        )
     return roots
 
 

@@ -67,42 +67,59 @@ def _reference_statistics(x: Tensor, chunks: int) -> Tensor:
 _launches: dict[tuple[Any, ...], StatisticsLaunch] = {}
 
 
-def _launch(x: Tensor, variant: tuple[Any, ...] = (), **how: Any) -> StatisticsLaunch:
-    """The cached launch for dense ``x``.
-
-    ``variant`` names the other tensors that come with it, and their dtypes; ``how`` are arguments of ``StatisticsLaunch``.
-    """
-    key = (x.shape, x.stride(), x.dtype, x.device, *variant, *how.values())
-    return _launches.get(key) or remember(_launches, key, StatisticsLaunch(x, is_channels_last(x), **how))
-
-
 def statistics_kernel(x: Tensor) -> Tensor:
     """``channel_statistics`` in Triton, on a dense tensor that is not empty."""
-    launch = _launch(x)
-    statistics = torch.empty((2, x.shape[0], launch.chunks, x.shape[1]), dtype=torch.float32, device=x.device)
+    key = ("read", x.shape, x.stride(), x.dtype, x.device)
+    launch = _launches.get(key) or remember(_launches, key, StatisticsLaunch(x, is_channels_last(x)))
+    statistics = torch.empty(launch.shape, dtype=torch.float32, device=x.device)
     launch(x, statistics)
     return statistics
 
 
-def add_kernel(x: Tensor, residual: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """``add_with_statistics`` in Triton, on valid arguments that are not empty."""
-    y = empty_dense_like(x, x.dtype)
-    x = dense(x)
-    if residual.stride() != x.stride():
-        residual = torch.empty_like(x).copy_(residual)
-    bias = None if bias is None else bias.contiguous()
-    launch = _launch(x, ("add", None if bias is None else bias.dtype), producer=True, scale=scale)
-    statistics = torch.empty((2, x.shape[0], launch.chunks, x.shape[1]), dtype=torch.float32, device=x.device)
+def add_kernel(
+    x: Tensor,
+    residual: Tensor | None,
+    bias: Tensor | None,
+    scale: float,
+    *,
+    emits: bool = True,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Any]:
+    """``add_with_statistics`` in Triton, on valid arguments that are not empty.
+
+    Args:
+        residual: may be None here, for a bias alone.
+        emits: the statistics are wanted; else None is returned for them, and the kernel does not compute them.
+        out: where the sum goes, instead of new memory: dense with the strides of x, or x itself.
+    """
+    strides = (None if residual is None else residual.stride(), None if bias is None else (bias.dtype, bias.stride()))
+    key = ("add", x.shape, x.stride(), x.dtype, x.device, scale, emits, strides)
+    launch = _launches.get(key)
+    if launch is None:
+        whole = dense(x)
+        if residual is not None and residual.stride() != whole.stride():
+            residual = torch.empty_like(whole).copy_(residual)
+        if whole is not x or (residual is not None and residual.stride() != strides[0]) or not _is_vector(bias):
+            bias = None if bias is None else bias.contiguous()
+            return add_kernel(whole, residual, bias, scale, emits=emits, out=out)
+        launch = remember(_launches, key, StatisticsLaunch(x, is_channels_last(x), producer=True, scale=scale))
+    y = torch.empty_like(x) if out is None else out
+    statistics = torch.empty(launch.shape, dtype=torch.float32, device=x.device) if emits else None
     launch(x, statistics, residual=residual, bias=bias, y=y)
     return y, statistics
 
 
-def cat_kernel(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """``cat_with_statistics`` in Triton, on valid channels-last arguments that are not empty."""
-    N, channels = a.shape[0], a.shape[1] + b.shape[1]
-    y = _empty_cat(a, b)
-    launch = _launch(a, ("cat",), tail=b.shape[1], producer=True)
-    statistics = torch.empty((2, N, launch.chunks, channels), dtype=torch.float32, device=a.device)
+def _is_vector(bias: Tensor | None) -> bool:
+    return bias is None or bias.is_contiguous()
+
+
+def cat_kernel(a: Tensor, b: Tensor, *, emits: bool = True) -> tuple[Tensor, Any]:
+    """``cat_with_statistics`` in Triton, on valid channels-last arguments that are not empty. ``emits`` as in ``add_kernel``."""
+    key = ("cat", a.shape, b.shape, a.dtype, a.device, emits)
+    launch = _launches.get(key) or remember(_launches, key, StatisticsLaunch(a, True, tail=b.shape[1], producer=True))
+    N, channels, spatial = a.shape[0], a.shape[1] + b.shape[1], a.shape[2:]
+    y = a.new_empty((N, *spatial, channels)).movedim(-1, 1)
+    statistics = torch.empty(launch.shape, dtype=torch.float32, device=a.device) if emits else None
     launch(a, statistics, tail=b, y=y)
     return y, statistics
 

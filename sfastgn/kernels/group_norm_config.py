@@ -25,6 +25,7 @@ __all__ = [
     "next_power_of_2",
     "parameter_config",
     "statistics_config",
+    "statistics_pay",
 ]
 
 # Elements that one warp reads with one 16-byte load a lane, in fp16.
@@ -42,6 +43,9 @@ _APPLY_TILE, _APPLY_WARPS, _APPLY_BACKWARD_WARPS = 2048, 2, 4
 _PARAMETER_TILE = (32, 32)
 # Channels a program where each is a group, so that a program still reads what memory delivers at once.
 _EACH_CHANNEL_BLOCK = 32
+# Groups that a norm is taken to have where it is not known yet, and the padded elements of a group from which on it gains by statistics
+# from the producer: with fewer, its one launch is shorter than the two that read them.
+_USUAL_GROUPS, _STATISTICS_MIN_ELEMENTS = 32, 16384
 _MERGE_TILE, _MERGE_PER_WARP, _MERGE_BACKWARD_PER_WARP = 4096, 256, 1024
 
 
@@ -155,6 +159,11 @@ def statistics_config(
     chunks = ceil_div(HW, _whole_chunks(HW, tile_rows, min(max(1, wanted // tile_rows), most)))
     # Chunks as equal as can be: their number alone then says how many rows each has.
     return StatisticsConfig(lanes, warps, steps, block, tile_rows, ceil_div(HW, chunks), chunks)
+
+
+def statistics_pay(C: int, HW: int) -> bool:
+    """True if the GroupNorm of a tensor of C channels and HW positions is quicker with statistics from whatever writes the tensor."""
+    return next_power_of_2(ceil_div(C, _USUAL_GROUPS)) * next_power_of_2(HW) >= _STATISTICS_MIN_ELEMENTS
 
 
 def _whole_chunks(HW: int, tile_rows: int, tiles: int) -> int:

@@ -11,7 +11,6 @@ Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for
 
 from __future__ import annotations
 
-import contextlib
 import math
 from typing import Any
 
@@ -42,7 +41,7 @@ if triton is not None:
 
     @triton.jit
     def _tile(
-        x_ptr, residual_ptr, tail_ptr, y_ptr, bias, scale, x_offsets, tail_offsets, y_offsets, c, mask, HEAD: tl.constexpr,
+        x_ptr, residual_ptr, bias_ptr, tail_ptr, y_ptr, bias, scale, x_offsets, tail_offsets, y_offsets, c, mask, HEAD: tl.constexpr,
     ):  # fmt: skip
         """One tile in fp32: of x, of (x + residual + bias) * scale, or of cat(x, tail); stored at y, and rounded as it is stored."""
         if tail_ptr is not None:
@@ -52,6 +51,7 @@ if triton is not None:
             x = _load(x_ptr + x_offsets, mask).to(tl.float32)
         if residual_ptr is not None:
             x += _load(residual_ptr + x_offsets, mask).to(tl.float32)
+        if (residual_ptr is not None) or (bias_ptr is not None):
             x = _masked((x + bias) * scale, mask)  # the bias is there where x is not
         if y_ptr is not None:
             y = x.to(y_ptr.dtype.element_ty)
@@ -93,13 +93,29 @@ if triton is not None:
         x_offsets = (n * C + c) * HW + chunk.to(tl.int64) * rows + position
         return n, chunk, c, position, x_offsets, x_offsets, x_offsets
 
+    @triton.jit
+    def _deviations(x, mean, mask):
+        """Sums over the steps of x - mean and of its squares."""
+        d = _masked(x - mean, mask)
+        return tl.sum(d, STEP_AXIS, keep_dims=True), tl.sum(d * d, STEP_AXIS, keep_dims=True)
+
+    @triton.jit
+    def _corrected(mean, m2, s1, count):
+        """Mean and M2 of ``count`` values, from M2 around what was taken for their mean and the sum of deviations from it."""
+        total = tl.maximum(count, 1).to(tl.float32)
+        delta = s1 / total
+        return mean + delta, tl.maximum(m2 - delta * delta * total, 0.0)
+
     @triton.jit(do_not_specialize=["HW", "rows", "chunks", "plane", "scale"])
     def _statistics_kernel(
         x_ptr, residual_ptr, bias_ptr, tail_ptr, y_ptr, statistics_ptr, HW, rows, chunks, plane, scale,
         C: tl.constexpr, HEAD: tl.constexpr, CHANNELS_LAST: tl.constexpr, EVEN: tl.constexpr, LOOP: tl.constexpr, EXACT: tl.constexpr,
         HW_FACTOR: tl.constexpr, PDL: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        """x (N, HW, C) or (N, C, HW) -> mean and M2 of each channel and chunk. HEAD: channels of x, C: of x and tail together."""
+        """x (N, HW, C) or (N, C, HW) -> y, and mean and M2 of each channel and chunk; each of the two only if there is a place for it.
+
+        ``HEAD``: channels of x, ``C``: of x and tail together.
+        """
         TILE: tl.constexpr = (LANES if CHANNELS_LAST else BLOCK) * STEPS
         REDUCED: tl.constexpr = LANE_AXIS if CHANNELS_LAST else 3
         STRIDE: tl.constexpr = HEAD if CHANNELS_LAST else 1
@@ -123,35 +139,35 @@ if triton is not None:
         mask = None
         if not EVEN:
             mask = (position < count) & (c < C)
-        x = _tile(x_ptr, residual_ptr, tail_ptr, y_ptr, bias, scale, x_offsets, tail_offsets, y_offsets, c, mask, HEAD)
-        in_tile = tl.maximum(tl.minimum(count, TILE), 1).to(tl.float32)
-        mean = tl.sum(tl.sum(x, STEP_AXIS, keep_dims=True), REDUCED, keep_dims=True) / in_tile
-        d = _masked(x - mean, mask)
-        s1 = tl.sum(d, STEP_AXIS, keep_dims=True)
-        s2 = tl.sum(d * d, STEP_AXIS, keep_dims=True)
+        x = _tile(
+            x_ptr, residual_ptr, bias_ptr, tail_ptr, y_ptr, bias, scale, x_offsets, tail_offsets, y_offsets, c, mask, HEAD,
+        )  # fmt: skip
+        if statistics_ptr is not None:
+            in_tile = tl.maximum(tl.minimum(count, TILE), 1).to(tl.float32)
+            mean = tl.sum(tl.sum(x, STEP_AXIS, keep_dims=True), REDUCED, keep_dims=True) / in_tile
+            s1, s2 = _deviations(x, mean, mask)
         if LOOP:
             for start in range(TILE, rows, TILE):
                 if not EVEN:
                     mask = (start + position < count) & (c < C)
                 x = _tile(
-                    x_ptr, residual_ptr, tail_ptr, y_ptr, bias, scale, x_offsets + start * STRIDE,
+                    x_ptr, residual_ptr, bias_ptr, tail_ptr, y_ptr, bias, scale, x_offsets + start * STRIDE,
                     tail_offsets + start * (C - HEAD), y_offsets + start * OUT_STRIDE, c, mask, HEAD,
                 )  # fmt: skip
-                d = _masked(x - mean, mask)
-                s1 += tl.sum(d, STEP_AXIS, keep_dims=True)
-                s2 += tl.sum(d * d, STEP_AXIS, keep_dims=True)
-        m2 = tl.sum(s2, REDUCED, keep_dims=True)
-        if LOOP or EXACT:
-            # The first mean is off by its rounding, or by what the other tiles say.
-            total = tl.maximum(count, 1).to(tl.float32)
-            delta = tl.sum(s1, REDUCED, keep_dims=True) / total
-            mean += delta
-            m2 = tl.maximum(m2 - delta * delta * total, 0.0)
-        # Partials stay apart by warp: sums over the warps of a program cost more here than merging more chunks does later.
-        out = statistics_ptr + (n * chunks + chunk) * C + c
-        mask = (chunk < chunks) & (c < C)
-        tl.store(out, mean, mask=mask)
-        tl.store(out + plane, m2, mask=mask)
+                if statistics_ptr is not None:
+                    d1, d2 = _deviations(x, mean, mask)
+                    s1 += d1
+                    s2 += d2
+        if statistics_ptr is not None:
+            m2 = tl.sum(s2, REDUCED, keep_dims=True)
+            if LOOP or EXACT:
+                # The first mean is off by its rounding, or by what the other tiles say.
+                mean, m2 = _corrected(mean, m2, tl.sum(s1, REDUCED, keep_dims=True), count)
+            # Partials stay apart by warp: sums over the warps of a program cost more here than merging more chunks does later.
+            out = statistics_ptr + (n * chunks + chunk) * C + c
+            mask = (chunk < chunks) & (c < C)
+            tl.store(out, mean, mask=mask)
+            tl.store(out + plane, m2, mask=mask)
 
 
 class StatisticsLaunch:
@@ -163,9 +179,11 @@ class StatisticsLaunch:
         tail: channels of the second tensor of a concatenation.
         producer: the kernel writes the tensor whose statistics it takes.
         scale: factor of a sum.
+
+    ``shape`` is that of the statistics, ``chunks`` their P.
     """
 
-    __slots__ = ("_launch", "chunks")
+    __slots__ = ("_launch", "chunks", "shape")
 
     def __init__(
         self, x: Tensor, channels_last: bool, *, tail: int = 0, producer: bool = False, scale: float = 1.0
@@ -174,6 +192,7 @@ class StatisticsLaunch:
         HW, C = math.prod(x.shape[2:]), head + tail
         config = statistics_config(N, C, HW, channels_last, num_sms(x.device), kind="write" if producer else "read")
         self.chunks = config.chunks
+        self.shape = (2, N, config.chunks, C)
         pdl = has_programmatic_launch(x.device)
         constants: dict[str, Any] = {
             "C": C, "HEAD": head, "CHANNELS_LAST": channels_last, "EVEN": not tail and is_even(config, C, HW, channels_last),
@@ -195,15 +214,18 @@ class StatisticsLaunch:
     def __call__(
         self,
         x: Tensor,
-        statistics: Tensor,
+        statistics: Tensor | None,
         *,
         residual: Tensor | None = None,
         bias: Tensor | None = None,
         tail: Tensor | None = None,
         y: Tensor | None = None,
     ) -> None:
-        with contextlib.nullcontext() if is_current(x.device) else torch.cuda.device(x.device):
+        if is_current(x.device):
             self._launch(current_stream(x.device), x, residual, bias, tail, y, statistics)
+        else:
+            with torch.cuda.device(x.device):
+                self._launch(current_stream(x.device), x, residual, bias, tail, y, statistics)
 
 
 def is_even(config: StatisticsConfig, C: int, HW: int, channels_last: bool) -> bool:

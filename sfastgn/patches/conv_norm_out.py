@@ -23,6 +23,7 @@ from sfastgn.kernels.group_norm import group_norm
 from sfastgn.patches.fusion import activation_of, foreign_override, is_plain
 from sfastgn.patches.group_norm import FusedGroupNorm
 from sfastgn.patches.hooks import remove_hooks
+from sfastgn.patches.statistics import take_statistics
 from sfastgn.patches.upstream import unknown_source
 
 __all__ = ["FUSION", "PARENTS"]
@@ -60,7 +61,8 @@ class FusedNormOut(FusedGroupNorm):
         name = None if act is None else _activation_of_pass(act)
         if act is None or name is None or not (is_plain(self) and is_plain(act)):
             return super().forward(input)
-        y = group_norm(input, self.num_groups, self.weight, self.bias, self.eps, name)
+        statistics = take_statistics(input)
+        y = group_norm(input, self.num_groups, self.weight, self.bias, self.eps, name, statistics=statistics)
         _hand_off.output = weakref.ref(y)
         return y
 

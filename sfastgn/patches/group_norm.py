@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from sfastgn.kernels.group_norm import group_norm
 from sfastgn.patches.fusion import ClassSwap, activation_of, is_plain
+from sfastgn.patches.statistics import take_statistics
 
 __all__ = ["FUSION", "FusedGroupNorm", "can_fuse", "norm_act"]
 
@@ -16,7 +17,8 @@ class FusedGroupNorm(nn.GroupNorm):
     """``nn.GroupNorm`` on sfastgn's kernel; keeps the input's layout. Shapes, dtypes and errors: ``sfastgn.group_norm``."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
+        statistics = take_statistics(input)
+        return group_norm(input, self.num_groups, self.weight, self.bias, self.eps, statistics=statistics)
 
 
 def can_fuse(norm: nn.Module, act: nn.Module) -> bool:
@@ -32,7 +34,8 @@ def norm_act(norm: Any, act: nn.Module, x: Tensor, **operands: Any) -> Tensor:
     if not can_fuse(norm, act):
         return act(norm(x))
     name = activation_of(act) or "identity"
-    return group_norm(x, norm.num_groups, norm.weight, norm.bias, norm.eps, name, **operands)
+    statistics = take_statistics(x)
+    return group_norm(x, norm.num_groups, norm.weight, norm.bias, norm.eps, name, statistics=statistics, **operands)
 
 
 class _GroupNormFusion(ClassSwap):

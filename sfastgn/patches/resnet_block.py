@@ -1,8 +1,8 @@
 """diffusers' ``ResnetBlock2D``: norm1 + activation, and (conv1's bias + time embedding +) norm2 (+ scale and shift) + activation.
 
 conv1's bias and the time embedding are constants per (n, c), which the kernel adds while it reads: two passes over the tensor less.
-A division by an output scale of 1 is left out; the values are the same. ``nonlinearity`` stays what it is, since the block applies it
-to the time embedding too.
+The sum at the end takes conv2's bias and the output scale, and hands over the statistics of what it writes. ``nonlinearity`` stays what it
+is, since the block applies it to the time embedding too.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 from diffusers.models.resnet import ResnetBlock2D
-from torch import Tensor, nn
+from torch import Tensor
 
-from sfastgn.patches.fusion import ClassSwap, activation_of, is_plain
+from sfastgn.patches.convolution import bias_can_move, conv_without_bias, pointwise
+from sfastgn.patches.fusion import ClassSwap, activation_of
 from sfastgn.patches.group_norm import can_fuse, norm_act
+from sfastgn.patches.statistics import add
 
 __all__ = ["FUSION", "FusedResnetBlock2D"]
 
@@ -30,11 +32,10 @@ class FusedResnetBlock2D(ResnetBlock2D):
         if self.time_emb_proj is not None:
             temb = self.time_emb_proj(temb if self.skip_time_act else self.nonlinearity(temb))
         h = self._conv1_norm2_act(h, temb)
-        h = self.conv2(self.dropout(h))
+        h, bias = conv_without_bias(self.conv2, self.dropout(h))
         if self.conv_shortcut is not None:
-            input_tensor = self.conv_shortcut(input_tensor)
-        h = input_tensor + h
-        return h if self.output_scale_factor == 1.0 else h / self.output_scale_factor
+            input_tensor = pointwise(self.conv_shortcut, input_tensor)
+        return add(h, input_tensor, bias, self.output_scale_factor)
 
     def _resample(self, input_tensor: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
         resample = self.upsample if self.upsample is not None else self.downsample
@@ -64,7 +65,7 @@ class FusedResnetBlock2D(ResnetBlock2D):
             operands["ada_scale"], operands["ada_shift"] = torch.chunk(temb, 2, dim=1)
         else:
             operands["shift"] = temb
-        if h.is_cuda and _bias_can_move(self.conv1):
+        if h.is_cuda and bias_can_move(self.conv1):
             # cuDNN adds a bias in a pass of its own; the normalisation adds it for nothing.
             h = self.conv1._conv_forward(h, self.conv1.weight, None)
             shift, bias = operands.get("shift"), self.conv1.bias
@@ -80,10 +81,6 @@ class FusedResnetBlock2D(ResnetBlock2D):
             ada_scale, ada_shift = torch.chunk(temb, 2, dim=1)
             return self.nonlinearity(self.norm2(h) * (1 + ada_scale) + ada_shift)
         return norm_act(self.norm2, self.nonlinearity, h if temb is None else h + temb)
-
-
-def _bias_can_move(conv: nn.Module) -> bool:
-    return type(conv) is nn.Conv2d and conv.bias is not None and is_plain(conv)
 
 
 def _check(block: ResnetBlock2D) -> str | None:

@@ -1,6 +1,7 @@
 """diffusers' ``Transformer2DModel``: tokens go back to images as a channels-last view, without the copy to channels-first.
 
-Upstream ends a block with ``.permute(0, 3, 1, 2).contiguous()``, which undoes channels-last for everything that follows.
+Upstream ends a block with ``.permute(0, 3, 1, 2).contiguous()``, which undoes channels-last for everything that follows. The sum with the
+residual hands over the statistics of what it writes, and 1x1 convolutions around the tokens are the matrix products that they are.
 """
 
 from __future__ import annotations
@@ -8,13 +9,25 @@ from __future__ import annotations
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from torch import Tensor
 
+from sfastgn.patches.convolution import pointwise
 from sfastgn.patches.fusion import ClassSwap
+from sfastgn.patches.statistics import add
 
 __all__ = ["FUSION", "FusedTransformer2DModel"]
 
 
 class FusedTransformer2DModel(Transformer2DModel):
     """``Transformer2DModel`` whose continuous output is channels-last."""
+
+    def _operate_on_continuous_inputs(self, hidden_states: Tensor) -> tuple[Tensor, int]:
+        def to_tokens(image: Tensor) -> Tensor:
+            return image.permute(0, 2, 3, 1).flatten(1, 2)
+
+        hidden_states = self.norm(hidden_states)
+        if self.use_linear_projection:
+            return self.proj_in(to_tokens(hidden_states)), hidden_states.shape[1]
+        hidden_states = pointwise(self.proj_in, hidden_states)
+        return to_tokens(hidden_states), hidden_states.shape[1]
 
     def _get_output_for_continuous_inputs(
         self, hidden_states: Tensor, residual: Tensor, batch_size: int, height: int, width: int, inner_dim: int
@@ -23,8 +36,8 @@ class FusedTransformer2DModel(Transformer2DModel):
             return tokens.reshape(batch_size, height, width, -1).permute(0, 3, 1, 2)
 
         if self.use_linear_projection:
-            return to_image(self.proj_out(hidden_states)) + residual
-        return self.proj_out(to_image(hidden_states)) + residual
+            return add(to_image(self.proj_out(hidden_states)), residual)
+        return add(pointwise(self.proj_out, to_image(hidden_states)), residual)
 
 
 def _check(model: Transformer2DModel) -> str | None:

@@ -163,6 +163,38 @@ def test_cat(shape, num_sms, tail, dtype, device, few_sms):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("shape", "num_sms"), [CASES[i] for i in (0, 1, 3, 7, 8, 10)])
+def test_sums_and_concatenations_without_statistics(shape, num_sms, layout, device, few_sms):
+    """The same bits as with them."""
+    few_sms(num_sms)
+    x, residual, bias = inputs(shape, torch.float16, device, layout)
+    y, statistics = channel_statistics.add_kernel(x, residual, bias, 0.7, emits=False)
+    assert statistics is None
+    assert torch.equal(y, run_add(x, residual, bias, 0.7)[0])
+    assert y.stride() == x.stride()
+    if layout == "channels_last":
+        y, statistics = channel_statistics.cat_kernel(x, residual, emits=False)
+        assert statistics is None
+        assert torch.equal(y, torch.cat((x, residual), 1))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("in_place", [True, False], ids=["in-place", "out-of-place"])
+@pytest.mark.parametrize(("shape", "num_sms"), [CASES[i] for i in (0, 1, 3, 7, 8, 10)])
+def test_a_bias_alone(shape, num_sms, in_place, layout, device, few_sms):
+    few_sms(num_sms)
+    x, _, bias = inputs(shape, torch.float16, device, layout)
+    expected, before = sum_of(x, torch.zeros_like(x), bias), x.clone()
+    y, statistics = channel_statistics.add_kernel(x, None, bias, 1.0, out=x if in_place else None)
+    assert (y is x) == in_place
+    assert torch.equal(x, before) != in_place
+    assert error(y, expected) < BOUNDS[torch.float16]
+    assert_statistics(statistics, y)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "layouts",
     [("channels_first", "channels_first"), ("channels_first", "channels_last"), ("channels_last", "channels_first")],

@@ -21,6 +21,7 @@ from sfastgn.kernels.group_norm_config import (
     next_power_of_2,
     parameter_config,
     statistics_config,
+    statistics_pay,
 )
 
 SIZES = [
@@ -198,3 +199,28 @@ def test_constants_come_last_so_that_a_compiled_kernel_can_be_called_by_position
     ]
     assert order == sorted(order)
     assert set(order) == {0, 1, 2}
+
+
+@pytest.mark.parametrize(
+    ("C", "size", "pays"),
+    [
+        pytest.param(1280, 8, False, id="1280x8x8"),
+        pytest.param(2560, 8, False, id="2560x8x8"),
+        pytest.param(1280, 16, True, id="1280x16x16"),
+        pytest.param(2560, 16, True, id="2560x16x16"),
+        pytest.param(640, 32, True, id="640x32x32"),
+        pytest.param(320, 64, True, id="320x64x64"),
+        pytest.param(128, 1024, True, id="128x1024x1024"),
+        pytest.param(8, 64, False, id="fewer-channels-than-groups"),
+    ],
+)
+def test_statistics_pay_where_the_sum_and_the_norm_together_were_quicker_on_an_h200(C, size, pays):
+    """docs/benchmarks.md, statistics from the producer: time of norm and sum, with statistics handed over and without."""
+    assert statistics_pay(C, size * size) is pays
+
+
+def test_statistics_always_pay_for_a_norm_that_reads_twice():
+    for C in (128, 320, 960, 2560):
+        for HW in (1, 49, 64, 256, 1024, 4096, 10**6):
+            split = isinstance(launch_config(2, C, HW, 32, True, 132), SplitConfig)
+            assert statistics_pay(C, HW) >= split

@@ -7,11 +7,16 @@ from typing import Any
 
 import torch
 from diffusers.models import UNet2DConditionModel, UNet2DModel
-from diffusers.models.attention import BasicTransformerBlock
+from diffusers.models.activations import GEGLU
+from diffusers.models.attention import BasicTransformerBlock, FeedForward
+from diffusers.models.attention_processor import Attention
 from diffusers.models.autoencoders.vae import Decoder, Encoder
+from diffusers.models.downsampling import Downsample2D
 from diffusers.models.normalization import AdaGroupNorm
 from diffusers.models.resnet import ResnetBlock2D, TemporalResnetBlock
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
+from diffusers.models.unets.unet_2d_blocks import CrossAttnUpBlock2D, UpBlock2D
+from diffusers.models.upsampling import Upsample2D
 from torch import Tensor, nn
 
 
@@ -40,6 +45,24 @@ def _block(**options: Any) -> nn.Module:
     return BasicTransformerBlock(
         **{"dim": 20, "num_attention_heads": 2, "attention_head_dim": 10, "cross_attention_dim": 12, **options}
     )
+
+
+def _attention(**options: Any) -> nn.Module:
+    return Attention(16, **{"heads": 2, "dim_head": 8, **options})
+
+
+def _up_block(cls: Any, **options: Any) -> nn.Module:
+    sizes = {"in_channels": 10, "prev_output_channel": 30, "out_channels": 20, "temb_channels": 16, "resnet_groups": 5}
+    return cls(**{**sizes, "num_layers": 2, **options})
+
+
+def _cross_up_block(**options: Any) -> nn.Module:
+    return _up_block(CrossAttnUpBlock2D, num_attention_heads=2, cross_attention_dim=12, **options)
+
+
+def skips() -> tuple[Tensor, ...]:
+    """What an up block is given, the last one first, and one more than it takes."""
+    return image(2, 8, 4, 6), image(2, 10, 4, 6, seed=2), image(2, 20, 4, 6, seed=3)
 
 
 def tokens(*shape: int, seed: int = 0) -> Tensor:
@@ -101,6 +124,19 @@ SAMPLES: list[Sample] = [
     ),
     ("ada_group_norm", lambda: AdaGroupNorm(16, 12, 3), lambda m: m(image(2, 12, 5, 6), _TEMB)),
     ("ada_group_norm-act", lambda: AdaGroupNorm(16, 12, 3, act_fn="silu"), lambda m: m(image(2, 12, 5, 6), _TEMB)),
+    ("attention", lambda: _attention(), lambda m: m(tokens(2, 7, 16))),
+    ("attention-cross", lambda: _attention(cross_attention_dim=12), lambda m: m(tokens(2, 7, 16), tokens(2, 5, 12))),
+    ("attention-by-name", lambda: _attention(bias=True), lambda m: m(hidden_states=tokens(2, 7, 16), encoder_hidden_states=None)),
+    ("attention-mask", lambda: _attention(), lambda m: m(tokens(2, 7, 16), None, -image(2, 1, 7, 1)[..., 0])),
+    (
+        "attention-vae",
+        lambda: _attention(norm_num_groups=4, residual_connection=True, bias=True, rescale_output_factor=1.5),
+        lambda m: m(image(2, 16, 3, 4), temb=None),
+    ),
+    ("geglu", lambda: GEGLU(12, 20), lambda m: m(tokens(2, 7, 12))),
+    ("geglu-no-bias", lambda: GEGLU(12, 20, bias=False), lambda m: m(tokens(2, 7, 12))),
+    ("geglu-rank-2", lambda: GEGLU(12, 5), lambda m: m(hidden_states=tokens(7, 12))),
+    ("geglu-feed-forward", lambda: FeedForward(12, final_dropout=True), lambda m: m(tokens(2, 7, 12))),
     ("conv_norm_out-unet", _unet, lambda m: m(image(2, 4, 8, 8), 10, image(2, 3, 12, 1)[..., 0]).sample),
     (
         "conv_norm_out-unet2d",
@@ -120,6 +156,40 @@ SAMPLES: list[Sample] = [
         lambda: Decoder(block_out_channels=(20, 40), up_block_types=("UpDecoderBlock2D",) * 2, norm_num_groups=5),
         lambda m: m(image(1, 3, 8, 8)),
     ),
+    ("downsample", lambda: Downsample2D(12, use_conv=True, out_channels=8, name="op"), lambda m: m(image(2, 12, 5, 6))),
+    ("downsample-padding-0", lambda: Downsample2D(12, use_conv=True, padding=0), lambda m: m(image(2, 12, 5, 6))),
+    (
+        "downsample-norm", lambda: Downsample2D(12, True, norm_type="ln_norm", eps=1e-5, elementwise_affine=True),
+        lambda m: m(image(2, 12, 5, 6)),
+    ),
+    ("downsample-no-bias", lambda: Downsample2D(12, use_conv=True, bias=False), lambda m: m(hidden_states=image(2, 12, 5, 6))),
+    ("up_block", lambda: _up_block(UpBlock2D), lambda m: m(image(2, 30, 4, 6), skips(), _TEMB)),
+    (
+        "up_block-by-name",
+        lambda: _up_block(UpBlock2D, add_upsample=False, output_scale_factor=2**0.5),
+        lambda m: m(hidden_states=image(2, 30, 4, 6), res_hidden_states_tuple=skips(), temb=_TEMB, upsample_size=None),
+    ),
+    (
+        "up_block-to-a-size", lambda: _up_block(UpBlock2D),
+        lambda m: m(image(2, 30, 4, 6), skips(), _TEMB, upsample_size=(7, 11)),
+    ),
+    (
+        "cross_attn_up_block", _cross_up_block,
+        lambda m: m(image(2, 30, 4, 6), skips(), _TEMB, image(2, 3, 12, 1)[..., 0]),
+    ),
+    (
+        "cross_attn_up_block-by-name", lambda: _cross_up_block(use_linear_projection=True),
+        lambda m: m(
+            hidden_states=image(2, 30, 4, 6), temb=_TEMB, res_hidden_states_tuple=skips(), upsample_size=(8, 12),
+            encoder_hidden_states=image(2, 3, 12, 1)[..., 0], encoder_attention_mask=torch.tensor([[[0.0, 0.0, -1e4]]] * 2),
+        ),
+    ),
+    ("upsample_2d", lambda: Upsample2D(12, use_conv=True), lambda m: m(image(2, 12, 5, 6))),
+    ("upsample_2d-no-conv", lambda: Upsample2D(12), lambda m: m(image(2, 12, 5, 6))),
+    ("upsample_2d-more-channels", lambda: Upsample2D(12, use_conv=True, out_channels=20, bias=False), lambda m: m(image(2, 12, 5, 6))),
+    ("upsample_2d-other-name", lambda: Upsample2D(12, use_conv=True, name="Conv2d_0"), lambda m: m(image(2, 12, 5, 6))),
+    ("upsample_2d-size", lambda: Upsample2D(12, use_conv=True), lambda m: m(image(2, 12, 5, 6), output_size=(9, 11))),
+    ("upsample_2d-batch-64", lambda: Upsample2D(12, use_conv=True), lambda m: m(image(64, 12, 2, 3))),
     ("transformer_block", _block, lambda m: m(tokens(2, 7, 20), encoder_hidden_states=tokens(2, 5, 12))),
     ("transformer_block-by-position", _block, lambda m: m(tokens(2, 7, 20), None, tokens(2, 5, 12))),
     ("transformer_block-self-only", lambda: _block(cross_attention_dim=None), lambda m: m(tokens(2, 7, 20))),
