@@ -116,6 +116,20 @@ class GraphedForward:
         """The class's ``forward``; ``inspect.signature`` looks here."""
         return types.MethodType(type(self.module).forward, self.module)
 
+    # As of the bound method that it stands for; torch.export looks at its code.
+
+    @property
+    def __self__(self) -> nn.Module:
+        return self.module
+
+    @property
+    def __func__(self) -> Callable[..., Any]:
+        return type(self.module).forward
+
+    @property
+    def __code__(self) -> types.CodeType:
+        return self.__func__.__code__
+
     @property
     def alive(self) -> int:
         """Number of graphs at this moment."""
