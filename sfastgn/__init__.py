@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sfastgn.api import optimize, optimized, report, restore
     from sfastgn.kernels.channel_statistics import add_with_statistics, cat_with_statistics, channel_statistics
+    from sfastgn.kernels.geglu import geglu
     from sfastgn.kernels.group_norm import group_norm
     from sfastgn.kernels.instance_norm import instance_norm
     from sfastgn.kernels.layer_norm import add_layer_norm, layer_norm
+    from sfastgn.kernels.upsample import upsample_nearest_2x
+    from sfastgn.kernels.upsample_conv import upsample_conv2d
     from sfastgn.modules import GroupNorm, InstanceNorm, LayerNorm
 
 __version__ = "0.1.0"
@@ -27,6 +30,7 @@ __all__ = [
     "add_with_statistics",
     "cat_with_statistics",
     "channel_statistics",
+    "geglu",
     "group_norm",
     "instance_norm",
     "layer_norm",
@@ -34,6 +38,8 @@ __all__ = [
     "optimized",
     "report",
     "restore",
+    "upsample_conv2d",
+    "upsample_nearest_2x",
 ]
 
 # Public names and the modules that hold them, imported at first use (PEP 562).
@@ -45,10 +51,13 @@ _LAZY = {
     "add_with_statistics": "sfastgn.kernels.channel_statistics",
     "cat_with_statistics": "sfastgn.kernels.channel_statistics",
     "channel_statistics": "sfastgn.kernels.channel_statistics",
+    "geglu": "sfastgn.kernels.geglu",
     "group_norm": "sfastgn.kernels.group_norm",
     "instance_norm": "sfastgn.kernels.instance_norm",
     "add_layer_norm": "sfastgn.kernels.layer_norm",
     "layer_norm": "sfastgn.kernels.layer_norm",
+    "upsample_conv2d": "sfastgn.kernels.upsample_conv",
+    "upsample_nearest_2x": "sfastgn.kernels.upsample",
     "GroupNorm": "sfastgn.modules",
     "InstanceNorm": "sfastgn.modules",
     "LayerNorm": "sfastgn.modules",

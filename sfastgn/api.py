@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from torch import nn
 from sfastgn.kernels.dispatch import KERNEL_DTYPES
 from sfastgn.kernels.tiles import triton
 from sfastgn.patches import channels_last, patcher
+from sfastgn.patches import cuda_graphs as graphs
 from sfastgn.patches.distributed import is_in_ddp
 from sfastgn.reports import Entry, Report
 
@@ -20,25 +21,30 @@ __all__ = ["optimize", "optimized", "report", "restore"]
 T = TypeVar("T")
 
 
-def optimize(obj: T, *, strict: bool = False) -> T:
+def optimize(obj: T, *, strict: bool = False, cuda_graphs: Literal["auto"] | bool = "auto") -> T:
     """Make a diffusers pipeline or model channels-last with fused norms, in place; the images stay the same.
 
     Args:
-        obj: a diffusers pipeline (every component with a GroupNorm or a plain transformer block of diffusers: UNet, VAE, ControlNets,
-            ...) or any ``torch.nn.Module`` tree.
+        obj: a diffusers pipeline (every component with a GroupNorm or with diffusers' transformer blocks or parts of them: UNet, VAE,
+            ControlNets, ...) or any ``torch.nn.Module`` tree.
         strict: raise instead of leaving out a module that cannot be fused.
+        cuda_graphs: replay calls of UNets, ControlNets and VAEs on a GPU as CUDA graphs. ``"auto"``: a call like none before runs as
+            usual, the second of its kind is captured, and those after it are replayed; True: captured at the first; False: never. Each
+            change to the model drops its graphs, and what cannot be captured runs as usual; ``report`` says what happened and why.
 
     Returns:
         ``obj`` itself. Only these instances change, never their classes; parameters keep their identity, names and values. A second
-        call changes nothing. ``restore`` undoes it exactly, ``report`` tells what was done.
+        call changes nothing but ``cuda_graphs``. ``restore`` undoes it exactly, ``report`` tells what was done.
 
     Without a GPU or Triton the same modules run in plain PyTorch. Every check comes before the first change.
 
     Raises:
         TypeError: ``obj`` is neither a pipeline nor a module.
-        ValueError: there is nothing of that kind in it; it is in a DistributedDataParallel, which has to be made afterwards; or
-            ``strict`` and something must be skipped (the message says what and why).
+        ValueError: ``cuda_graphs`` is none of the three; there is nothing to fuse in it; it is in a DistributedDataParallel, which has
+            to be made afterwards; or ``strict`` and something must be skipped (the message says what and why).
     """
+    if cuda_graphs not in graphs.MODES:
+        raise ValueError(f'sfastgn.optimize: cuda_graphs={cuda_graphs!r} must be "auto", True or False')
     roots = _roots("optimize", obj)
     if any(channels_last.unconverted_weights(root) for root in roots.values()) and is_in_ddp(roots.values()):
         raise ValueError(_in_ddp("optimize", obj, "optimize it before it is wrapped"))
@@ -54,8 +60,11 @@ def optimize(obj: T, *, strict: bool = False) -> T:
             patcher.apply(root, findings[name])
             if fresh:
                 done.append(root)
+        for root in roots.values():
+            graphs.install(root, cuda_graphs)
     except BaseException:
         for root in done:
+            graphs.remove(root)
             patcher.undo(root)
         raise
     return obj
@@ -74,15 +83,16 @@ def restore(obj: T) -> T:
     if any(channels_last.converted_weights(root) for root in roots.values()) and is_in_ddp(roots.values()):
         raise ValueError(_in_ddp("restore", obj, "restore it after the wrapper is gone"))
     for root in roots.values():
+        graphs.remove(root)
         patcher.undo(root)
     return obj
 
 
 @contextmanager
-def optimized(obj: T, *, strict: bool = False) -> Iterator[T]:
+def optimized(obj: T, *, strict: bool = False, cuda_graphs: Literal["auto"] | bool = "auto") -> Iterator[T]:
     """``with sfastgn.optimized(pipe):`` optimised inside, restored at the end; stays optimised if it was so before."""
     was_stock = not report(obj).fused
-    optimize(obj, strict=strict)
+    optimize(obj, strict=strict, cuda_graphs=cuda_graphs)
     try:
         yield obj
     finally:
@@ -101,11 +111,17 @@ def report(obj: Any) -> Report:
         for name, root in roots.items()
         for f in patcher.inspect(root, name)
     )
+    found = [pair for name, root in roots.items() for pair in graphs.inspect(root, name)]
+    pools: dict[int, int] = {}
+    for _, graphed in found:
+        pools.update(graphed.pool_bytes() if graphed is not None else {})
     return Report(
         entries=entries,
         backend=_backend(list(roots.values())),
         channels_last_weights=sum(channels_last.converted_weights(root) for root in roots.values()),
         layout_copies_removed=sum(e.status == "fused" and e.fusion == "transformer_2d" for e in entries),
+        graphs=tuple(state for state, _ in found),
+        graph_memory_bytes=sum(pools.values()),
     )
 
 
@@ -131,11 +147,13 @@ def _roots(call: str, obj: Any, *, required: bool = True) -> dict[str, nn.Module
         if (
             isinstance(module, nn.Module)
             and all(module is not r for r in roots.values())
-            and patcher.has_group_norm(module)
+            and patcher.has_fusions(module)
         ):
             roots[name] = module
     if required and not roots:
-        raise ValueError(f"sfastgn.{call}: no GroupNorm in {type(obj).__name__}, nothing to optimize")
+        raise ValueError(
+            f"sfastgn.{call}: no GroupNorm and no part of diffusers' transformer blocks in {type(obj).__name__}, nothing to optimize"
+        )
     return roots
 
 

@@ -57,6 +57,11 @@ def bench(
     fp32_reference: Annotated[
         bool, typer.Option("--fp32-reference", help="also compare unet and vae with the same weights in fp32")
     ] = False,
+    profile: Annotated[
+        bool,
+        typer.Option("--profile", help="also show where the time goes: convolution, norms, copies, launch gaps, ..."),
+    ] = False,
+    plot: Annotated[Path | None, typer.Option("--plot", help="write the breakdown of --profile as a PNG")] = None,
     json: JsonOption = None,
     seed: SeedOption = 0,
 ) -> None:
@@ -76,10 +81,12 @@ def bench(
             repeats=repeats,
             seed=seed,
             fp32_reference=fp32_reference,
+            profile=profile,
         )
         chosen = options.variant_list("--variants", variants)
         options.json_path("--json", json)
-        code = session.run_bench(configs, chosen, json=json)
+        options.profile_plot_path("--plot", plot, profile)
+        code = session.run_bench(configs, chosen, json=json, plot=plot)
     raise typer.Exit(code)
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sfastgn.patches.cuda_graphs import Graphs
 
 __all__ = ["Entry", "Report"]
 
@@ -26,13 +29,16 @@ class Report:
     """State of a pipeline or module. ``backend`` says what runs the fused calls where the weights are now.
 
     ``channels_last_weights``: convolutions whose weights were laid out anew. ``layout_copies_removed``: copies to channels-first
-    that the stock model makes at each call and this one does not.
+    that the stock model makes at each call and this one does not. ``graphs``: what became of each module whose calls can be CUDA graphs.
+    ``graph_memory_bytes``: GPU memory of all graphs of the process that share a pool with these.
     """
 
     entries: tuple[Entry, ...]
     backend: str
     channels_last_weights: int
     layout_copies_removed: int
+    graphs: tuple[Graphs, ...] = ()
+    graph_memory_bytes: int = 0
 
     @property
     def fused(self) -> tuple[Entry, ...]:
@@ -65,10 +71,23 @@ class Report:
             f"channels-last weights: {self.channels_last_weights}   layout copies removed per call: {self.layout_copies_removed}"
         )
         lines.append(f"runs in: {self.backend}")
+        lines += self._graph_lines()
         for reason, paths in self._skipped_by_reason().items():
             more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
             lines.append(f"skipped: {', '.join(paths[:3])}{more}: {reason}")
         return "\n".join(lines)
+
+    def _graph_lines(self) -> list[str]:
+        lines = []
+        for g in self.graphs:
+            if g.replays or g.eager:
+                eager = "; ".join(f"{count} calls without: {reason}" for reason, count in g.eager.items())
+                lines.append(
+                    f"CUDA graphs of {g.path or g.kind}: {g.alive} alive, {g.replays} calls replayed{'; ' if eager else ''}{eager}"
+                )
+        if self.graph_memory_bytes:
+            lines.append(f"memory of CUDA graphs: {self.graph_memory_bytes / 2**20:.0f} MiB")
+        return lines
 
     def _skipped_by_reason(self) -> dict[str, list[str]]:
         groups: dict[str, list[str]] = {}

@@ -45,8 +45,18 @@ def test_script(script: str, model: str, part: str, variants: str | None, tmp_pa
     assert "correctness gate" in done.stdout
 
 
+@pytest.mark.slow
+def test_warm_up_script(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    done = run("time_warm_up.py", "--model", "tiny", "--device", "cpu", "--steps", "1", "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    assert [row["status"] for row in json.loads(path.read_text())["rows"]] == ["ok"] * 3
+    assert "second image" in done.stdout
+
+
 @pytest.mark.parametrize(
-    "script", ["time_sd15.py", "time_sdxl.py", "time_vae.py", "time_training.py", "compare_stable_fast.py"]
+    "script",
+    ["time_sd15.py", "time_sdxl.py", "time_vae.py", "time_training.py", "time_warm_up.py", "compare_stable_fast.py"],
 )
 def test_bad_input_is_one_line(script: str) -> None:
     done = run(script, "--size", "100")

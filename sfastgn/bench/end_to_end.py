@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from sfastgn.bench import timing, training, workloads
+from sfastgn.bench import profiling, timing, training, workloads
 from sfastgn.bench.environment import environment
 from sfastgn.bench.images import relative_error
 from sfastgn.bench.training import Gradients
@@ -44,6 +44,8 @@ class Row:
         step_mib: of a training step, what PyTorch's CUDA allocator held at most over what the model and its inputs
             occupy: all that is kept for the backward, temporaries, gradients.
         saved_mib: of a training step, the tensors that autograd keeps from the forward for the backward.
+        profile: a ``profiling.Breakdown`` as a dict, where that was asked for; where it could not be had, ``profile_reason`` says
+            why.
     """
 
     model: str
@@ -68,6 +70,21 @@ class Row:
     psnr_db: float | None = None
     step_mib: float | None = None
     saved_mib: float | None = None
+    profile: dict[str, Any] | None = None
+    profile_reason: str = ""
+
+
+@dataclass(frozen=True)
+class _Replay:
+    """A call captured in a CUDA graph, judged and timed; where there is none, ``reason`` says why.
+
+    ``output`` is the captured call's result: each ``call`` writes to its memory, which must not be freed before.
+    """
+
+    median_ms: float | None = None
+    call: Callable[[], object] | None = None
+    output: Any = None
+    reason: str = ""
 
 
 @dataclass
@@ -144,27 +161,52 @@ def _references(config: BenchConfig, workload: Workload) -> _References:
     return _References(output, first_call_s, fp32, limit)
 
 
-def _graph(config: BenchConfig, variant: Variant, workload: Workload, stock: _References) -> tuple[float | None, str]:
-    """Milliseconds of a replay, or None and why. A replay is judged like a call: a wrong one gets no time."""
-    device = config.torch_device
+def _no_graph_reason(config: BenchConfig, variant: Variant) -> str:
     if config.part == "pipeline":
-        return None, "a pipeline is not one graph"
+        return "a pipeline is not one graph"
     if config.part == "train":
-        return None, "a training step is timed call by call"
-    if device.type != "cuda":
-        return None, f"CUDA graphs need CUDA; the device is {device}"
-    if variant.replays_graph:
-        return None, "the variant replays CUDA graphs itself"
+        return "a training step is timed call by call"
+    if config.torch_device.type != "cuda":
+        return f"CUDA graphs need CUDA; the device is {config.torch_device}"
+    return "the variant replays CUDA graphs itself" if variant.replays_graph else ""
+
+
+def _graph(config: BenchConfig, variant: Variant, workload: Workload, stock: _References) -> _Replay:
+    """A replay of the call, or why there is none. A replay is judged like a call: a wrong one gets no time."""
+    reason = _no_graph_reason(config, variant)
+    if reason:
+        return _Replay(reason=reason)
     try:
         replay, output = timing.capture_graph(workload.call)
         replay()
         torch.cuda.synchronize()
         judgement = _judge(config, output, stock)
         if judgement.reason:
-            return None, f"the replay is wrong: {judgement.reason}"
-        return timing.time_callable(replay, device, repeats=config.repeats).median_ms, ""
+            return _Replay(reason=f"the replay is wrong: {judgement.reason}")
+        timed = timing.time_callable(replay, config.torch_device, repeats=config.repeats)
+        return _Replay(timed.median_ms, replay, output)
     except Exception as error:  # whatever a variant does under capture is its result, not the harness's
-        return None, f"capture failed: {one_line(error)}"
+        return _Replay(reason=f"capture failed: {one_line(error)}")
+
+
+def _profile(config: BenchConfig, workload: Workload, call_ms: float, replay: _Replay) -> dict[str, Any]:
+    """The row's fields ``profile`` or ``profile_reason``: a profiler that does not work costs no variant its time."""
+    if not config.profile:
+        return {}
+    # A pipeline is tens of thousands of kernels, and one recording of it is minutes of work for the profiler.
+    recordings = 1 if config.part == "pipeline" else profiling.RECORDINGS
+    try:
+        found = profiling.measure(
+            workload.call,
+            replay.call,
+            config.torch_device,
+            call_ms=call_ms,
+            replay_ms=replay.median_ms,
+            recordings=recordings,
+        )
+    except Exception as error:
+        return {"profile_reason": one_line(error)}
+    return {"profile": asdict(found)}
 
 
 def _measure(config: BenchConfig, variant: Variant, workload: Workload, stock: _References) -> Row:
@@ -176,18 +218,20 @@ def _measure(config: BenchConfig, variant: Variant, workload: Workload, stock: _
         call_s, output = timing.time_once(workload.call, device)
         judgement = _judge(config, output, stock)
         values: dict[str, Any] = {
-            "note": variant.describe(workload.target),
             "error_eager": _finite(judgement.error),
             "psnr_db": _finite(judgement.psnr_db),
         }
         if stock.fp32 is not None:
             values["error_fp32"] = _finite(_error(output, stock.fp32))
         if judgement.reason:
-            return _row(config, variant, WRONG, reason=judgement.reason, **values)
+            note = variant.describe(workload.target)
+            return _row(config, variant, WRONG, reason=judgement.reason, note=note, **values)
         del output
         timed = timing.time_callable(workload.call, device, repeats=config.repeats)
+        values["note"] = variant.describe(workload.target)  # after all calls: a variant may do something at its second
         values |= workload.memory() if workload.memory is not None else {}
-        graph_ms, graph_reason = _graph(config, variant, workload, stock)
+        replay = _graph(config, variant, workload, stock)
+        values |= _profile(config, workload, timed.median_ms, replay)
     iterations = config.steps if config.part == "pipeline" else 1
     return _row(
         config,
@@ -199,8 +243,8 @@ def _measure(config: BenchConfig, variant: Variant, workload: Workload, stock: _
         p90_ms=timed.p90_ms,
         peak_mib=timed.peak_mib,
         its=1e3 * iterations / timed.median_ms,
-        graph_ms=graph_ms,
-        graph_reason=graph_reason,
+        graph_ms=replay.median_ms,
+        graph_reason=replay.reason,
         **values,
     )
 

@@ -104,6 +104,17 @@ def json_path(option: str, value: Path | None) -> Path | None:
 def plot_path(option: str, value: Path | None, suite: str = INFERENCE) -> Path | None:
     if value is not None and suite != INFERENCE:
         raise OptionError(f"{option}: only the suite {INFERENCE} has a picture, got {str(value)!r} for {suite}")
+    return _png_path(option, value)
+
+
+def profile_plot_path(option: str, value: Path | None, profile: bool) -> Path | None:
+    """Of ``sfastgn bench``, whose one picture is of the breakdown that ``--profile`` asks for."""
+    if value is not None and not profile:
+        raise OptionError(f"{option}: only --profile has a picture, got {str(value)!r} without it")
+    return _png_path(option, value)
+
+
+def _png_path(option: str, value: Path | None) -> Path | None:
     if value is not None and value.suffix.lower() != ".png":
         raise OptionError(f"{option}: must end in .png, got {str(value)!r}")
     if value is not None and (reason := plot_reason()) is not None:
@@ -131,6 +142,7 @@ def bench_configs(
     repeats: int | None = None,
     seed: int = 0,
     fp32_reference: bool = False,
+    profile: bool = False,
 ) -> list[BenchConfig]:
     """One checked config for each part. Raises OptionError."""
     one_of("--model", model, MODELS)
@@ -154,6 +166,7 @@ def bench_configs(
             weights=weights,
             seed=seed,
             fp32_reference=fp32_reference,
+            profile=profile,
         )
         for part in chosen
     ]

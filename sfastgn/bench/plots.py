@@ -1,4 +1,4 @@
-"""Pictures of results: the roofline of ``sfastgn kernels``.
+"""Pictures of results: the roofline of ``sfastgn kernels``, the breakdown of ``sfastgn bench --profile``.
 
 ``python -m sfastgn.bench.plots RESULT.json PICTURE.png`` draws a committed run again. Needs matplotlib (the extra ``plot``).
 """
@@ -13,13 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from sfastgn.bench.cells import KernelRow
-from sfastgn.bench.end_to_end import OK
+from sfastgn.bench.end_to_end import OK, Row
+from sfastgn.bench.kernel_categories import CATEGORIES, GAPS, OTHER
+from sfastgn.bench.profile_tables import breakdown_of, lowest_floor, row_title
 from sfastgn.bench.providers import NORMS, OURS, YARDSTICK
 
-__all__ = ["loss_curves", "plot_reason", "roofline"]
+__all__ = ["breakdown", "loss_curves", "plot_reason", "roofline"]
 
 # Colours that stay apart in print and for the colour-blind (Okabe and Ito).
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999")
+# The same colour for a category in every picture. What is not in a kernel of known use is pale.
+_CATEGORY_COLOURS = {**dict(zip(CATEGORIES, _COLOURS, strict=False)), OTHER: "#555555", GAPS: "#DDDDDD"}
 
 
 def plot_reason() -> str | None:
@@ -72,6 +76,60 @@ def _megabytes(row: KernelRow) -> float:
     return (row.hot_gbps or 0) * (row.hot_us or 0) / 1e3
 
 
+def breakdown(rows: Sequence[Row], path: Path, title: str) -> None:
+    """Writes a PNG: where the time of one call goes, a stacked bar for each variant, a panel for each part.
+
+    Convolution, GEMM and attention stand first; a stroke marks their end, the variant's floor, and a dashed line the lowest floor.
+
+    Args:
+        rows: of one run with ``--profile``; those without a breakdown are left out.
+        path: of the PNG; its folder is made.
+        title: above the picture.
+
+    Raises:
+        ValueError: no row has a breakdown.
+    """
+    from matplotlib.figure import Figure
+
+    panels: dict[str, list[Row]] = {}
+    for row in rows:
+        if breakdown_of(row) is not None:
+            panels.setdefault(row_title(row), []).append(row)
+    if not panels:
+        raise ValueError("breakdown: no row has a breakdown")
+    bars = sum(len(panel) for panel in panels.values())
+    figure = Figure(figsize=(11, 1.2 + 0.9 * len(panels) + 0.4 * bars), layout="constrained")
+    heights = [len(panel) + 1 for panel in panels.values()]
+    every = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for axes, (name, panel) in zip(every, panels.items(), strict=True):
+        _stacked_bars(axes, panel)
+        axes.set(title=name, xlabel="milliseconds")
+    handles, labels = every[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize="small")
+    figure.suptitle(title, fontsize="medium")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+def _stacked_bars(axes: Any, rows: Sequence[Row]) -> None:
+    found = [one for row in rows if (one := breakdown_of(row)) is not None]
+    places = range(len(rows))
+    ends = [0.0] * len(rows)
+    for name in (*CATEGORIES, GAPS):
+        lengths = [one.categories[name] for one in found]
+        axes.barh(places, lengths, left=ends, color=_CATEGORY_COLOURS[name], label=name, height=0.7)
+        ends = [end + length for end, length in zip(ends, lengths, strict=True)]
+    for place, one in zip(places, found, strict=True):
+        axes.vlines(one.floor_ms, place - 0.42, place + 0.42, color="black", linewidth=2)
+        axes.text(one.total_ms, place, f" {one.total_ms:.3g}", va="center", fontsize="small")
+    lowest = lowest_floor(rows)
+    if lowest is not None:
+        axes.axvline(lowest[1], color="black", linestyle="--", linewidth=0.8)
+    axes.set_yticks(places, [f"{row.variant}, {one.source}" for row, one in zip(rows, found, strict=True)])
+    axes.invert_yaxis()
+    axes.margins(x=0.08)
+
+
 def loss_curves(
     curves: Mapping[str, Sequence[float]], window: int, differences: Mapping[str, Sequence[float]], path: Path
 ) -> None:
@@ -108,6 +166,9 @@ def main(arguments: Sequence[str]) -> int:
         print(plot_reason() or "usage: python -m sfastgn.bench.plots RESULT.json PICTURE.png", file=sys.stderr)
         return 2
     content: dict[str, Any] = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
+    if content["kind"] == "profile":
+        breakdown([Row(**values) for values in content["rows"]], Path(arguments[1]), source_line(content))
+        return 0
     roofline(kernel_rows(content), Path(arguments[1]), f"{content['config']['dtype']}, {source_line(content)}")
     return 0
 

@@ -11,7 +11,18 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from sfastgn.bench import end_to_end, kernels, markdown, plots, providers, suite_tables, suites, tables, workloads
+from sfastgn.bench import (
+    end_to_end,
+    kernels,
+    markdown,
+    plots,
+    profile_tables,
+    providers,
+    suite_tables,
+    suites,
+    tables,
+    workloads,
+)
 from sfastgn.bench.cells import KernelConfig, KernelRow, shape_text
 from sfastgn.bench.end_to_end import OK, WRONG, Row
 from sfastgn.bench.norm_suites import SUITES
@@ -58,10 +69,43 @@ def _print_part(out: Console, config: BenchConfig, rows: Sequence[Row]) -> None:
         out.print("no fp32 reference: a full pipeline is compared with eager only", style="dim")
     for line in tables.graph_notes(rows):
         out.print(line, style="dim")
+    if config.profile:
+        _print_profile(out, rows)
+
+
+def _print_profile(out: Console, rows: Sequence[Row]) -> None:
+    table = profile_tables.profile_table(rows, f"where the time of {profile_tables.row_title(rows[0])} goes")
+    if table is not None:
+        out.print(table)
+    for line in profile_tables.notes(rows):
+        out.print(line, style="dim", markup=False)  # names of kernels hold brackets
+
+
+def _write_bench(
+    out: Console,
+    configs: Sequence[BenchConfig],
+    environment: dict[str, Any],
+    rows: Sequence[Row],
+    json: Path | None,
+    plot: Path | None,
+) -> None:
+    kind = "profile" if any(config.profile for config in configs) else "end_to_end"
+    content = end_to_end.document(kind, environment, end_to_end.describe(configs), rows)
+    if plot is not None and any(row.profile for row in rows):
+        plots.breakdown(rows, plot, markdown.source_line(content))
+        out.print(f"wrote {plot}", style="dim")
+    if json is not None:
+        end_to_end.write_json(json, content)
+        out.print(f"wrote {json}", style="dim")
 
 
 def run_bench(
-    configs: Sequence[BenchConfig], variants: Sequence[Variant], *, json: Path | None = None, out: Console | None = None
+    configs: Sequence[BenchConfig],
+    variants: Sequence[Variant],
+    *,
+    json: Path | None = None,
+    plot: Path | None = None,
+    out: Console | None = None,
 ) -> int:
     """Measures, prints and writes; returns the exit code: 0, or 1 where an output was wrong or no variant ran at all."""
     out = out or console()
@@ -79,10 +123,7 @@ def run_bench(
             rows += part_rows
             _print_part(out, config, part_rows)
     out.print(_where(environment), style="dim")
-    if json is not None:
-        described = end_to_end.describe(configs)
-        end_to_end.write_json(json, end_to_end.document("end_to_end", environment, described, rows))
-        out.print(f"wrote {json}", style="dim")
+    _write_bench(out, configs, environment, rows, json, plot)
     return 1 if any(row.status == WRONG for row in rows) or not any(row.status == OK for row in rows) else 0
 
 

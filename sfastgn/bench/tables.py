@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.table import Table
 
-from sfastgn.bench import suite_tables
+from sfastgn.bench import profile_tables, suite_tables, warm_up
 from sfastgn.bench.cells import QUOTED, KernelRow, shape_text
 from sfastgn.bench.end_to_end import OK, Row
 from sfastgn.bench.kernels import baseline_ratios, best_peer, losses, ratio_to_best_peer, summary
@@ -32,16 +32,16 @@ from sfastgn.bench.markdown import (
     source_line,
 )
 from sfastgn.bench.norm_suites import SUITES
+from sfastgn.bench.profile_tables import row_title
 from sfastgn.bench.providers import BASELINES, NORMS, OURS, PROVIDERS, YARDSTICK
 from sfastgn.bench.variants import PARTS, VARIANTS
 
 RESULTS = Path("benchmarks")
 
-MODEL_LABELS = {"sd15": "SD1.5", "sdxl": "SDXL"}
-PART_LABELS = {"unet": "UNet step", "vae": "VAE decode", "pipeline": "pipeline", "train": "training step"}
-GRAPHED = ("eager", "compile", "sfastgn", "sfastgn_compile")
-# Two variants at once have a column where some run has them; each of the others has one, so that a reader finds it empty.
-COMBINED = ("sfastgn_compile",)
+# Those that can be captured by the harness. Runs from before `optimize` did it itself have a column for sfastgn too.
+GRAPHED = ("eager", "compile", "sfastgn", "sfastgn_eager", "sfastgn_compile")
+# Variations of a variant have a column where some run has them; each of the others has one, so that a reader finds it empty.
+COMBINED = ("sfastgn_eager", "sfastgn_compile")
 
 
 def _labels() -> dict[str, str]:
@@ -206,12 +206,6 @@ def _milliseconds(value: float | None, eager: float | None) -> str:
     return f"{number(value)} ({value / eager:.2f}x)" if eager else number(value)
 
 
-def _result_title(row: Row) -> str:
-    model = MODEL_LABELS.get(row.model, row.model)
-    what = f"VAE decode, {model}" if row.part == "vae" else f"{model} {PART_LABELS[row.part]}"
-    return f"{what} {row.size}², batch {row.batch}, {row.dtype}"
-
-
 def results_markdown(results: Path) -> str:
     """The end-to-end table of all committed runs."""
     runs = documents(results, "end_to_end")
@@ -223,16 +217,17 @@ def results_markdown(results: Path) -> str:
         return NO_RESULTS
     left_out = {name for name in COMBINED if not any(name in by_variant for by_variant in groups.values())}
     labels = {name: label for name, label in _labels().items() if name not in left_out}
-    graphed = [name for name in GRAPHED if name in labels]
+    rows = [row for by_variant in groups.values() for row in by_variant.values()]
+    with_graph = {row.variant for row in rows if row.graph_ms is not None}
+    graphed = [name for name in GRAPHED if name in labels and (name != "sfastgn" or name in with_graph)]
     header = ["milliseconds (time over eager's)", *labels.values(), *(f"{labels[name]} + graph" for name in graphed)]
     body = []
     for _, by_variant in sorted(groups.items()):
         eager = by_variant["eager"].median_ms if "eager" in by_variant else None
         times = [by_variant[name].median_ms if name in by_variant else None for name in labels]
         graphs = [by_variant[name].graph_ms if name in by_variant else None for name in graphed]
-        title = _result_title(next(iter(by_variant.values())))
+        title = row_title(next(iter(by_variant.values())))
         body.append([title, *(_milliseconds(value, eager) for value in (*times, *graphs))])
-    rows = [row for by_variant in groups.values() for row in by_variant.values()]
     reasons = dict.fromkeys(f"{labels[row.variant]} {row.status}: {row.reason}" for row in rows if row.status != OK)
     sources = dict.fromkeys(source_line(content) for content in runs)
     return "\n\n".join([markdown_table(header, body), *(f"{line}." for line in (*reasons, *sources))])
@@ -302,6 +297,20 @@ def host_markdown(results: Path) -> str:
     return NO_RESULTS
 
 
+def warm_up_markdown(results: Path) -> str:
+    """Each committed run of ``scripts/time_warm_up.py``."""
+    blocks = []
+    for content in documents(results, "warm_up"):
+        rows = [warm_up.WaitRow(**values) for values in content["rows"]]
+        (part,) = content["config"]["parts"]
+        model = profile_tables.MODEL_LABELS.get(part["model"], part["model"])
+        what = f"{model} pipeline {part['size']}², {part['steps']} steps, {part['dtype']}"
+        body = [warm_up.cells(row, rows[0]) for row in rows]
+        what += f"; new size {content['config']['new_size']}²"
+        blocks += [markdown_table(list(warm_up.HEADERS), body), f"{what}. {source_line(content)}."]
+    return "\n\n".join(blocks) or NO_RESULTS
+
+
 # One launch, and three: small enough that the CPU never waits for the GPU.
 _HOST_SHAPES = ("2x1280x8x8", "2x1280x16x16", "2x640x32x32", "2x320x64x64")
 
@@ -310,6 +319,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "kernels": kernels_markdown,
     "producers": producers_markdown,
     "host": host_markdown,
+    "warm_up": warm_up_markdown,
+    "profile": profile_tables.profile_markdown,
     **{name: functools.partial(suite_tables.suite_markdown, suite) for name, suite in SUITES.items()},
 }
 

@@ -80,7 +80,8 @@ def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
             found[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        # Not the tensor itself: a node that keeps its own output in this way is never freed.
+        return tensor.detach()
 
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         # Bound to a name: what the graph keeps must not be freed, or its addresses would be used again.

@@ -13,7 +13,7 @@ import shutil
 import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -86,21 +86,31 @@ def _channels_last(target: Any, part: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _sfastgn(target: Any, part: str) -> Iterator[None]:
+def _optimized(target: Any, cuda_graphs: Literal["auto"] | bool) -> Iterator[None]:
     import sfastgn
 
-    sfastgn.optimize(target)
+    sfastgn.optimize(target, cuda_graphs=cuda_graphs)
     try:
         yield
     finally:
         sfastgn.restore(target)
 
 
+def _sfastgn(target: Any, part: str) -> contextlib.AbstractContextManager[None]:
+    return _optimized(target, "auto")
+
+
+def _sfastgn_eager(target: Any, part: str) -> contextlib.AbstractContextManager[None]:
+    return _optimized(target, False)
+
+
 def _describe_sfastgn(target: Any) -> str:
     import sfastgn
 
     report = sfastgn.report(target)
-    return f"{len(report.fused)} fused, {len(report.skipped)} skipped"
+    fused = f"{len(report.fused)} fused, {len(report.skipped)} skipped"
+    graphs = sum(graphs.alive for graphs in report.graphs)
+    return f"{fused}, {graphs} CUDA graphs in {report.graph_memory_bytes / 2**20:.0f} MiB" if graphs else fused
 
 
 # ---- torch.compile
@@ -129,7 +139,7 @@ def _compile(target: Any, part: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _sfastgn_compile(target: Any, part: str) -> Iterator[None]:
-    with _sfastgn(target, part), _compile(target, part):
+    with _sfastgn_eager(target, part), _compile(target, part):
         yield
 
 
@@ -150,7 +160,8 @@ def _stable_fast(target: Any, part: str) -> Iterator[None]:
 VARIANTS: tuple[Variant, ...] = (
     Variant("eager", "eager", _always, _eager),
     Variant("channels_last", "channels_last", _always, _channels_last),
-    Variant("sfastgn", "sfastgn", _always, _sfastgn, _describe_sfastgn),
+    Variant("sfastgn", "sfastgn", _always, _sfastgn, _describe_sfastgn, replays_graph=True),
+    Variant("sfastgn_eager", "sfastgn without graphs", _always, _sfastgn_eager, _describe_sfastgn),
     Variant("compile", "torch.compile", _compile_reason, _compile),
     Variant("sfastgn_compile", "sfastgn + torch.compile", _compile_reason, _sfastgn_compile, _describe_sfastgn),
     Variant("stable_fast", "stable-fast", stable_fast.reason, _stable_fast, replays_graph=True),

@@ -45,6 +45,7 @@ class BenchConfig:
         batch: the UNet's or VAE's batch, or the pipeline's images a call (its UNet then sees twice as many).
         dtype: ``"fp16"``, ``"bf16"`` or ``"fp32"``.
         weights: ``"random"``, a local path or a Hub id.
+        profile: also record where a call's time goes, once it is timed.
     """
 
     model: str
@@ -58,6 +59,7 @@ class BenchConfig:
     weights: str = "random"
     seed: int = 0
     fp32_reference: bool = False
+    profile: bool = False
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -10,7 +10,7 @@ from sfastgn.kernels.tiles import triton
 if triton is not None:
     import triton.language as tl
 
-__all__ = ["PAIRED", "activate", "activation_grad"]
+__all__ = ["PAIRED", "activate", "activation_grad", "normal_cdf"]
 
 PAIRED = 8  # neighbours in memory that one thread holds, at least, where pairs of them need no exchange
 
@@ -95,3 +95,28 @@ if triton is not None:
             s, rest = _sigmoid_and_rest(1.5957691216057308 * (z + 0.044715 * z * z * z), PAIRS)
             dz = dy * s * (1 + z * rest * (1.5957691216057308 + 0.2140644488078421 * z * z))
         return dz
+
+    @triton.jit
+    def normal_cdf(z, HALF: tl.constexpr):
+        """(P(z), exp(-z * z / 2)), where P is the normal distribution and the other a multiple of its derivative.
+
+        ``HALF``: for 16-bit results, in half the instructions, which bound a kernel that applies this to a matrix product at 40 an
+        element. exp(z * z / 2) * P(-z) is a polynomial in 1 / (1 + 0.3 z), fitted for 0 <= z <= 14 to a relative error of 8e-6: a
+        thirtieth of a rounding to fp16, and unlike 1 + erf(z) no difference where the gate is closed.
+        """
+        if HALF:
+            e, t = z * z * -0.7213475204444817, 1 + 0.3 * tl.abs(z)
+            if _COMPILED:
+                e, t = _exp2(e), _reciprocal(t)
+            else:
+                e, t = tl.exp2(e), 1 / t
+            tail = 0.21603576202407757 - 0.0770970478463818 * t
+            tail = -0.016946425204208193 + tail * t
+            tail = 0.14419541896976898 + tail * t
+            tail = 0.11374218452563839 + tail * t
+            tail = (0.12007420667994445 + tail * t) * t * e
+            cdf = tl.where(z < 0, tail, 1 - tail)
+        else:
+            e = tl.exp(-0.5 * z * z)
+            cdf = 0.5 * (1 + tl.erf(z * 0.7071067811865476))
+        return cdf, e

@@ -7,7 +7,15 @@ from torch import Tensor
 
 from sfastgn.kernels.tiles import triton
 
-__all__ = ["KERNEL_DTYPES", "is_plain", "is_plain_inference", "is_transformed", "runs_in_triton", "wants_gradient"]
+__all__ = [
+    "KERNEL_DTYPES",
+    "is_plain",
+    "is_plain_inference",
+    "is_transformed",
+    "is_untraced",
+    "runs_in_triton",
+    "wants_gradient",
+]
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
@@ -29,8 +37,13 @@ def wants_gradient(x: Tensor, others: tuple[Tensor | None, ...]) -> bool:
 
 
 def is_plain(x: Tensor, others: tuple[Tensor | None, ...]) -> bool:
-    """True if nothing would come of the dispatcher but autograd: Triton runs, no tracing, no modes, no tensor subclasses."""
-    if torch.compiler.is_compiling() or type(x) is not Tensor or not runs_in_triton(x):
+    """True if nothing would come of the dispatcher but autograd: Triton runs, and ``is_untraced``."""
+    return not torch.compiler.is_compiling() and type(x) is Tensor and runs_in_triton(x) and is_untraced(x, others)
+
+
+def is_untraced(x: Tensor, others: tuple[Tensor | None, ...]) -> bool:
+    """True if these tensors are memory and nothing else: no tracing, no modes, no tensor subclasses, no transforms."""
+    if torch.compiler.is_compiling() or type(x) not in _PLAIN_TYPES:
         return False
     for t in others:
         if t is not None and type(t) not in _PLAIN_TYPES:

@@ -39,7 +39,7 @@ if triton is not None:
     from sfastgn.kernels.layer_norm_kernels import row_sum, tile_column, tile_row
     from sfastgn.kernels.tiles import LANE_AXIS
 
-__all__ = ["launch_layer_norm_grads"]
+__all__ = ["launch_layer_norm_grads", "sum_columns"]
 
 # --- kernels ------------------------------------------------------------------------------------------------------------------
 
@@ -184,7 +184,8 @@ if triton is not None:
             tl.store(partials_ptr + 2 * plane + out, dadded, mask=mask)
 
     @triton.jit
-    def _sum_columns(partials, out_ptr, count, D, c, BLOCK_P: tl.constexpr):
+    def sum_columns(partials, out_ptr, count, D, c, BLOCK_P: tl.constexpr):
+        """Adds up the columns ``c`` of (count, D) in a fixed order; nothing to do where ``out_ptr`` is None."""
         if out_ptr is not None:
             p = tl.arange(0, BLOCK_P)[:, None]
             total = tl.zeros((BLOCK_P, c.shape[0]), tl.float32)
@@ -204,11 +205,11 @@ if triton is not None:
         if PDL:
             gdc_wait()
         if which == 0:
-            _sum_columns(partials_ptr, dweight_ptr, count, D, c, BLOCK_P)
+            sum_columns(partials_ptr, dweight_ptr, count, D, c, BLOCK_P)
         elif which == 1:
-            _sum_columns(partials_ptr + plane, dbias_ptr, count, D, c, BLOCK_P)
+            sum_columns(partials_ptr + plane, dbias_ptr, count, D, c, BLOCK_P)
         else:
-            _sum_columns(partials_ptr + 2 * plane, dadded_ptr, count, D, c, BLOCK_P)
+            sum_columns(partials_ptr + 2 * plane, dadded_ptr, count, D, c, BLOCK_P)
 
 
 # --- launchers ----------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from sfastgn.patches import channels_last
 from sfastgn.patches.fusion import Fusion
 from sfastgn.patches.registry import FUSIONS
 
-__all__ = ["Finding", "apply", "has_group_norm", "inspect", "undo"]
+__all__ = ["Finding", "apply", "has_fusions", "inspect", "undo"]
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def inspect(root: nn.Module, prefix: str = "") -> list[Finding]:
     return findings
 
 
-def has_group_norm(root: nn.Module) -> bool:
+def has_fusions(root: nn.Module) -> bool:
     """True if there is anything below ``root`` that a fusion is about."""
     return any(fusion.claims(module) for module in root.modules() for fusion in FUSIONS)
 

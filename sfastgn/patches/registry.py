@@ -14,13 +14,16 @@ FUSIONS: tuple[Fusion, ...] = (group_norm.FUSION, sequential.FUSION)
 if importlib.util.find_spec("diffusers") is not None:
     from sfastgn.patches import (
         ada_group_norm,
+        attention,
         conv_norm_out,
         downsample,
+        geglu,
         resnet_block,
         temporal_resnet_block,
         transformer_2d,
         transformer_block,
         up_block,
+        upsample_2d,
     )
 
     FUSIONS += (
@@ -28,9 +31,12 @@ if importlib.util.find_spec("diffusers") is not None:
         temporal_resnet_block.FUSION,
         transformer_2d.FUSION,
         transformer_block.FUSION,
+        attention.FUSION,
         up_block.FUSION,
         up_block.CROSS_ATTENTION,
         downsample.FUSION,
+        upsample_2d.FUSION,
         ada_group_norm.FUSION,
+        geglu.FUSION,
         conv_norm_out.FUSION,
     )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import math
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -104,6 +106,31 @@ def test_saved_bytes_count_shared_memory_once_and_no_parameter() -> None:
     x = torch.randn(8, 4)
     # linear keeps x, exp its result, which the product keeps on both sides.
     assert training.saved_bytes(lambda: (y := linear(x).exp()) * y, linear) == 2 * 8 * 4 * 4
+
+
+def test_saved_bytes_leaves_no_graph_behind() -> None:
+    """``exp`` keeps its own result: a graph that refers to itself is never freed, and adds to every later peak."""
+
+    class Held:
+        pass
+
+    class Noted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any, held: Any) -> Any:
+            ctx.held = held
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            raise AssertionError
+
+    linear, x, held = nn.Linear(4, 4), torch.randn(8, 4), Held()
+    seen = weakref.ref(held)
+    operands = [held]
+    del held
+    training.saved_bytes(lambda: Noted.apply(linear(x), operands.pop()).exp(), linear)
+    gc.collect()
+    assert seen() is None
 
 
 @pytest.mark.gpu

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from sfastgn.bench import stable_fast, variants
+from sfastgn.bench.architectures import build_vae
 from sfastgn.bench.snapshot import Snapshot, modules_of
 from sfastgn.bench.variants import Variant
 
@@ -54,7 +55,8 @@ def module() -> Block:
 def test_names_are_unique_and_eager_is_first() -> None:
     assert len(set(variants.NAMES)) == len(variants.VARIANTS)
     assert variants.NAMES[0] == "eager"
-    assert set(variants.NAMES) == {"eager", "channels_last", "compile", "stable_fast", "sfastgn", "sfastgn_compile"}
+    ours = {"sfastgn", "sfastgn_eager", "sfastgn_compile"}
+    assert set(variants.NAMES) == {"eager", "channels_last", "compile", "stable_fast", *ours}
 
 
 def test_unknown_name_lists_the_known() -> None:
@@ -114,6 +116,19 @@ def test_a_patched_model_is_compiled_and_both_are_taken_back(module: Block) -> N
     assert not sfastgn.report(module).fused
     assert module.decoder._compiled_call_impl is None
     assert not variant.replays_graph  # so that it gets a time under a CUDA graph
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"), [("sfastgn", "auto"), ("sfastgn_eager", "False"), ("sfastgn_compile", "False")]
+)
+def test_who_replays_graphs(name: str, mode: str) -> None:
+    import sfastgn
+
+    variant, vae = variants.by_name(name), build_vae("tiny", torch.float32, "cpu")
+    with variants.prepared(variant, vae, "vae"):
+        assert {graphs.mode for graphs in sfastgn.report(vae).graphs} == {mode}
+    assert variant.replays_graph == (mode == "auto")  # else the harness captures its call
+    assert {graphs.mode for graphs in sfastgn.report(vae).graphs} == {"False"}
 
 
 @pytest.mark.slow

@@ -25,6 +25,8 @@ from triton.compiler import ASTSource
 import sfastgn
 from sfastgn.kernels import (
     channel_statistics,
+    geglu,
+    geglu_kernels,
     group_norm,
     group_norm_backward,
     group_norm_backward_plans,
@@ -34,10 +36,15 @@ from sfastgn.kernels import (
     layer_norm_backward_kernels,
     layer_norm_kernels,
     statistics_kernels,
+    upsample,
+    upsample_conv_kernels,
+    upsample_kernels,
 )
+from sfastgn.kernels.geglu import geglu_grads
 from sfastgn.kernels.group_norm_backward import group_norm_grads
 from sfastgn.kernels.launch import Launch
 from sfastgn.kernels.layer_norm_backward import layer_norm_grads
+from sfastgn.kernels.upsample_conv_kernels import launch_interleave, launch_phase_weights
 
 POINTERS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 FLOATS = {"eps", "scale"}
@@ -55,6 +62,9 @@ REPRESENTATIVE = [(2, 1280, 8, 8), (2, 320, 64, 64)]
 # Tokens of a UNet, of a text encoder, rows that are far too short or too long for a warp, and the longest that stay in registers.
 TOKENS = [(8192, 320), (2048, 1280), (10**7, 10), (10, 10**7)]
 MORE_TOKENS = [(154, 768), (4096, 1000), (64, 8192), (64, 16384), (2048, 333)]
+# (rows, D) of the first feed-forward layers of SD1.5 and of SDXL's most frequent block; odd and short rows.
+GATED = [(8192, 1280), (2048, 5120)]
+MORE_GATED = [(77, 333), (10**6, 10)]
 
 
 def cases(capability: int) -> list[tuple[tuple[int, ...], torch.dtype, str]]:
@@ -70,8 +80,11 @@ def cases(capability: int) -> list[tuple[tuple[int, ...], torch.dtype, str]]:
     found += [
         (shape, torch.float16, "tokens") for shape in (TOKENS if capability in (75, 90) else (TOKENS[0], TOKENS[-1]))
     ]
+    found += [(shape, torch.float16, "gated") for shape in (GATED if capability in (75, 90) else GATED[:1])]
     if capability == 90:
         found += [(shape, torch.float16, "tokens") for shape in MORE_TOKENS]
+        found += [(shape, torch.float16, "gated") for shape in MORE_GATED]
+        found += [(GATED[0], dtype, "gated") for dtype in (torch.bfloat16, torch.float32)]
         found += [(shape, torch.float32, "tokens") for shape in (TOKENS[1], TOKENS[2], MORE_TOKENS[2])]
     return found
 
@@ -80,7 +93,7 @@ def launches(shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> Iterato
     """(launch, its tensors) of every kernel that the public functions launch on ``shape``; nothing runs."""
     made: list[tuple[Launch, tuple[Any, ...]]] = []
     with mock.patch.object(Launch, "__call__", lambda self, stream, *tensors: made.append((self, tensors))):
-        (layer_norms if layout == "tokens" else group_norms)(shape, dtype, layout, made)
+        {"tokens": layer_norms, "gated": gated}.get(layout, group_norms)(shape, dtype, layout, made)
     yield from made
 
 
@@ -92,6 +105,15 @@ def layer_norms(shape: tuple[int, ...], dtype: torch.dtype, layout: str, made: l
     y, mean, rstd = torch.ops.sfastgn.layer_norm(x, weight, weight, 1e-5, None)
     for dtypes in ((dtype,) * 4, (dtype, None, None, None)):
         layer_norm_grads(y, x, x, mean, rstd, weight, 1e-5, dtypes)
+
+
+def gated(shape: tuple[int, ...], dtype: torch.dtype, layout: str, made: list[Any]) -> None:
+    x = torch.empty((shape[0], 2 * shape[1]), dtype=dtype)
+    bias = x.new_empty(2 * shape[1])
+    y = sfastgn.geglu(x, bias)
+    sfastgn.geglu(x)
+    for dtypes in ((dtype, dtype), (dtype, None), (None, dtype)):
+        geglu_grads(y, x, bias, dtypes)
 
 
 def group_norms(shape: tuple[int, ...], dtype: torch.dtype, layout: str, made: list[Any]) -> None:
@@ -110,6 +132,9 @@ def group_norms(shape: tuple[int, ...], dtype: torch.dtype, layout: str, made: l
     channel_statistics.add_kernel(x, x, weight, 1.0, emits=False)
     if layout == "channels_last":
         channel_statistics.cat_kernel(head, tail, emits=False)
+    if layout == "channels_last":
+        upsampled_convolution(x)
+        torch.ops.sfastgn.upsample_nearest_2x_backward(sfastgn.upsample_nearest_2x(x))
     y, mean, rstd = torch.ops.sfastgn.group_norm(
         x, 32, weight, weight, 1e-5, "silu", None, None, None, None, False, None
     )  # fmt: skip
@@ -117,6 +142,17 @@ def group_norms(shape: tuple[int, ...], dtype: torch.dtype, layout: str, made: l
     group_norm_grads(
         dy, x, mean, rstd, (weight, weight, None, None, None), 32, 1e-5, "silu", False, (True,) * 3 + (False,) * 3
     )
+
+
+def upsampled_convolution(x: torch.Tensor) -> None:
+    """What runs before and behind the convolution, which would take long here."""
+    N, C, H, W = x.shape
+    weight, bias = x.new_empty((C, C, 3, 3)), x.new_empty(C)
+    for w in (weight, weight.to(memory_format=torch.channels_last)):
+        launch_phase_weights(w, x.new_empty((4 * C, 2, 2, C)))
+    y = x.new_empty((N, C, 2 * H, 2 * W))
+    for statistics in (None, bias):
+        launch_interleave(x.new_empty((N, H + 1, W + 1, 4 * C)), bias, y, statistics)
 
 
 def resources(launch: Launch, tensors: tuple[Any, ...], capability: int) -> dict[str, int]:
@@ -157,14 +193,25 @@ def operation(launch: Launch, tensors: tuple[Any, ...]) -> str:
 
 def main(capability: int) -> None:
     # As on such a GPU, but for the number of multiprocessors: on the CPU that is an H200's.
-    for module in (group_norm, group_norm_backward, channel_statistics, layer_norm, layer_norm_backward):
+    for module in (
+        group_norm,
+        group_norm_backward,
+        channel_statistics,
+        layer_norm,
+        layer_norm_backward,
+        geglu,
+        upsample,
+    ):
         module.runs_in_triton = lambda x: True
     for module in (
         group_norm_kernels,
         group_norm_backward_plans,
         statistics_kernels,
+        geglu_kernels,
         layer_norm_kernels,
         layer_norm_backward_kernels,
+        upsample_kernels,
+        upsample_conv_kernels,
     ):
         module.has_programmatic_launch = lambda device: capability >= 90
     for shape, dtype, layout in cases(capability):

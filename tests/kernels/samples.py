@@ -13,10 +13,13 @@ import sfastgn
 from sfastgn.kernels import (
     channel_statistics,
     dispatch,
+    geglu,
     group_norm,
     group_norm_backward,
     layer_norm,
     layer_norm_backward,
+    upsample,
+    upsample_conv,
 )
 from sfastgn.kernels.dispatch import KERNEL_DTYPES
 from sfastgn.kernels.group_norm import reference_group_norm
@@ -58,7 +61,16 @@ def kernels(*, direct=False):
         return x.dtype in KERNEL_DTYPES
 
     with ExitStack() as patches:
-        modules = (group_norm, group_norm_backward, channel_statistics, layer_norm, layer_norm_backward)
+        modules = (
+            group_norm,
+            group_norm_backward,
+            channel_statistics,
+            layer_norm,
+            layer_norm_backward,
+            geglu,
+            upsample,
+            upsample_conv,
+        )
         for module in (*modules, *([dispatch] if direct else [])):
             patches.enter_context(mock.patch.object(module, "runs_in_triton", runs_in_triton))
         yield

@@ -7,13 +7,16 @@ from typing import Any
 
 import torch
 from diffusers.models import UNet2DConditionModel, UNet2DModel
-from diffusers.models.attention import BasicTransformerBlock
+from diffusers.models.activations import GEGLU
+from diffusers.models.attention import BasicTransformerBlock, FeedForward
+from diffusers.models.attention_processor import Attention
 from diffusers.models.autoencoders.vae import Decoder, Encoder
 from diffusers.models.downsampling import Downsample2D
 from diffusers.models.normalization import AdaGroupNorm
 from diffusers.models.resnet import ResnetBlock2D, TemporalResnetBlock
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from diffusers.models.unets.unet_2d_blocks import CrossAttnUpBlock2D, UpBlock2D
+from diffusers.models.upsampling import Upsample2D
 from torch import Tensor, nn
 
 
@@ -42,6 +45,10 @@ def _block(**options: Any) -> nn.Module:
     return BasicTransformerBlock(
         **{"dim": 20, "num_attention_heads": 2, "attention_head_dim": 10, "cross_attention_dim": 12, **options}
     )
+
+
+def _attention(**options: Any) -> nn.Module:
+    return Attention(16, **{"heads": 2, "dim_head": 8, **options})
 
 
 def _up_block(cls: Any, **options: Any) -> nn.Module:
@@ -117,6 +124,19 @@ SAMPLES: list[Sample] = [
     ),
     ("ada_group_norm", lambda: AdaGroupNorm(16, 12, 3), lambda m: m(image(2, 12, 5, 6), _TEMB)),
     ("ada_group_norm-act", lambda: AdaGroupNorm(16, 12, 3, act_fn="silu"), lambda m: m(image(2, 12, 5, 6), _TEMB)),
+    ("attention", lambda: _attention(), lambda m: m(tokens(2, 7, 16))),
+    ("attention-cross", lambda: _attention(cross_attention_dim=12), lambda m: m(tokens(2, 7, 16), tokens(2, 5, 12))),
+    ("attention-by-name", lambda: _attention(bias=True), lambda m: m(hidden_states=tokens(2, 7, 16), encoder_hidden_states=None)),
+    ("attention-mask", lambda: _attention(), lambda m: m(tokens(2, 7, 16), None, -image(2, 1, 7, 1)[..., 0])),
+    (
+        "attention-vae",
+        lambda: _attention(norm_num_groups=4, residual_connection=True, bias=True, rescale_output_factor=1.5),
+        lambda m: m(image(2, 16, 3, 4), temb=None),
+    ),
+    ("geglu", lambda: GEGLU(12, 20), lambda m: m(tokens(2, 7, 12))),
+    ("geglu-no-bias", lambda: GEGLU(12, 20, bias=False), lambda m: m(tokens(2, 7, 12))),
+    ("geglu-rank-2", lambda: GEGLU(12, 5), lambda m: m(hidden_states=tokens(7, 12))),
+    ("geglu-feed-forward", lambda: FeedForward(12, final_dropout=True), lambda m: m(tokens(2, 7, 12))),
     ("conv_norm_out-unet", _unet, lambda m: m(image(2, 4, 8, 8), 10, image(2, 3, 12, 1)[..., 0]).sample),
     (
         "conv_norm_out-unet2d",
@@ -164,6 +184,12 @@ SAMPLES: list[Sample] = [
             encoder_hidden_states=image(2, 3, 12, 1)[..., 0], encoder_attention_mask=torch.tensor([[[0.0, 0.0, -1e4]]] * 2),
         ),
     ),
+    ("upsample_2d", lambda: Upsample2D(12, use_conv=True), lambda m: m(image(2, 12, 5, 6))),
+    ("upsample_2d-no-conv", lambda: Upsample2D(12), lambda m: m(image(2, 12, 5, 6))),
+    ("upsample_2d-more-channels", lambda: Upsample2D(12, use_conv=True, out_channels=20, bias=False), lambda m: m(image(2, 12, 5, 6))),
+    ("upsample_2d-other-name", lambda: Upsample2D(12, use_conv=True, name="Conv2d_0"), lambda m: m(image(2, 12, 5, 6))),
+    ("upsample_2d-size", lambda: Upsample2D(12, use_conv=True), lambda m: m(image(2, 12, 5, 6), output_size=(9, 11))),
+    ("upsample_2d-batch-64", lambda: Upsample2D(12, use_conv=True), lambda m: m(image(64, 12, 2, 3))),
     ("transformer_block", _block, lambda m: m(tokens(2, 7, 20), encoder_hidden_states=tokens(2, 5, 12))),
     ("transformer_block-by-position", _block, lambda m: m(tokens(2, 7, 20), None, tokens(2, 5, 12))),
     ("transformer_block-self-only", lambda: _block(cross_attention_dim=None), lambda m: m(tokens(2, 7, 20))),

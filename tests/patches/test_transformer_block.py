@@ -44,9 +44,14 @@ def block(**options: Any) -> nn.Module:
 def twins(**options: Any) -> tuple[nn.Module, nn.Module]:
     """(fused, stock) with the same weights."""
     stock = block(**options)
-    fused = sfastgn.optimize(copy.deepcopy(stock))
-    assert [e.fusion for e in sfastgn.report(fused).fused] == ["transformer_block"]
-    return fused, stock
+    return fuse(copy.deepcopy(stock)), stock
+
+
+def fuse(model: nn.Module) -> nn.Module:
+    """This fusion alone: those of the block's parts have tests of their own."""
+    assert transformer_block.FUSION.reason_to_skip(model) is None
+    transformer_block.FUSION.apply(model)
+    return model
 
 
 def call(model: nn.Module, x: Tensor = X, context: Any = CONTEXT, **options: Any) -> Tensor:
@@ -240,7 +245,7 @@ def test_lora_and_a_norm_that_is_trained_with_it(ran, when):
     fused = copy.deepcopy(stock)
     plain = call(stock)
     if when == "after":
-        sfastgn.optimize(fused)
+        fuse(fused)
     for model in (fused, stock):
         torch.manual_seed(6)
         config = LoraConfig(
@@ -248,7 +253,7 @@ def test_lora_and_a_norm_that_is_trained_with_it(ran, when):
         )
         inject_adapter_in_model(config, model)
     if when == "before":
-        sfastgn.optimize(fused)
+        fuse(fused)
     ran.block = fused
     assert not torch.allclose(call(stock), plain, atol=1e-2)
     agree(call(fused), call(stock))
@@ -346,9 +351,8 @@ def test_on_a_gpu(dtype, autocast):
 )
 def test_other_blocks_are_not_claimed(options):
     stock = block(**options)
-    assert sfastgn.report(stock).entries == ()
-    with pytest.raises(ValueError, match=r"^sfastgn\.optimize: "):
-        sfastgn.optimize(stock)
+    assert not transformer_block.FUSION.claims(stock)
+    assert "transformer_block" not in {e.fusion for e in sfastgn.report(stock).entries}
 
 
 def test_the_class_goes_by_the_name_that_diffusers_looks_for():

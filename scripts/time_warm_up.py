@@ -1,0 +1,9 @@
+"""A pipeline's first images, a new resolution and peak memory, stock and optimised, with an empty and with a full Triton cache.
+
+python scripts/time_warm_up.py --model sdxl --json benchmarks/h200/warm_up_sdxl.json
+"""
+
+from sfastgn.bench.warm_up import main
+
+if __name__ == "__main__":
+    main(__doc__)

@@ -1,0 +1,89 @@
+"""UNets, ControlNets and the halves of autoencoders as CUDA graphs, which replay a call's kernels without the CPU's part of it.
+
+A ``GraphedForward`` in the instance's ``__dict__`` stands before the class's ``forward``. It has to be the instance's: a subclass would
+change the class name that ``save_pretrained`` writes, and the class that pipelines look up.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from sfastgn.patches.graph_backend import Backend
+from sfastgn.patches.graphed_forward import GraphedForward, is_graphable
+
+__all__ = ["MODES", "Graphs", "inspect", "install", "remove"]
+
+MODES = ("auto", True, False)
+
+
+@dataclass(frozen=True)
+class Graphs:
+    """What has become of one module's calls. ``eager``: reason -> calls that ran without a graph for it."""
+
+    path: str
+    kind: str
+    mode: str
+    captured: int
+    alive: int
+    replays: int
+    dropped: int
+    eager: dict[str, int]
+
+
+def install(root: nn.Module, mode: str | bool, backend: Backend | None = None) -> None:
+    """Give every graphable module below ``root`` a ``GraphedForward``, or take it away where ``mode`` is False."""
+    for module in list(root.modules()):
+        if not is_graphable(module):
+            continue
+        graphed = _graphed(module)
+        if mode is False or (graphed is not None and (graphed.mode, backend) != (mode, None)):
+            _take_off(module)
+            graphed = None
+        if mode is not False and graphed is None and "forward" not in vars(module):
+            module.forward = GraphedForward(module, mode, backend)
+
+
+def remove(root: nn.Module) -> None:
+    """Undo ``install``."""
+    install(root, False)
+
+
+def inspect(root: nn.Module, prefix: str = "") -> Iterator[tuple[Graphs, GraphedForward | None]]:
+    """The state of every graphable module below ``root``. Changes nothing."""
+    for path, module in root.named_modules(prefix=prefix):
+        graphed, kind = _graphed(module), type(module).__name__
+        reasons = {"it is compiled by torch.compile": 0} if module._compiled_call_impl is not None else {}
+        if graphed is not None:
+            yield (
+                Graphs(path, kind, str(graphed.mode), graphed.captured, graphed.alive, graphed.replays, graphed.dropped,
+                       {**reasons, **graphed.eager}),
+                graphed,
+            )  # fmt: skip
+        elif is_graphable(module):
+            if "forward" in vars(module):
+                reasons["other code replaced its forward"] = 0
+            yield Graphs(path, kind, "False", 0, 0, 0, 0, reasons), None
+
+
+def _graphed(module: nn.Module) -> GraphedForward | None:
+    # accelerate's hooks take what they find as forward for _old_forward, and call or put back that.
+    for name in ("forward", "_old_forward"):
+        value = vars(module).get(name)
+        if isinstance(value, GraphedForward):
+            return value
+    return None
+
+
+def _take_off(module: Any) -> None:
+    for graphed in GraphedForward.of(module):
+        graphed.mode = False  # one that other code keeps calls the class's forward from now on
+        graphed.clear()
+    if isinstance(vars(module).get("forward"), GraphedForward):
+        del module.forward
+    if isinstance(vars(module).get("_old_forward"), GraphedForward):
+        module._old_forward = types.MethodType(type(module).forward, module)

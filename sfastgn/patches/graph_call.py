@@ -1,0 +1,219 @@
+"""The arguments of one call of a model: a key that says when a captured graph fits, tensors to copy in, and how to build them again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Call", "Unsupported", "clone_of", "global_state", "static_copy"]
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_CONTAINERS = (list, tuple, dict)
+
+_PRECISIONS = (("generic", "all"), ("cuda", "all"), ("cuda", "matmul"), ("cuda", "conv"))
+
+
+class Unsupported(Exception):  # noqa: N818  # not an error: the call runs without a graph
+    """A call or a result that no graph can stand for; the message is the reason."""
+
+
+class _Slot:
+    """Place of one tensor in the arguments."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+class Call:
+    """One call's arguments, taken apart.
+
+    Args:
+        args: positional arguments.
+        kwargs: keyword arguments.
+        numbers: names of arguments -> their positions and the dtype of a float, of numbers that become 0-d tensors on the device: they
+            change at each call, and the model makes a tensor of them anyway.
+
+    Attributes:
+        key: hashable; equal for calls that one graph can stand for: structure, shapes, strides, dtypes, devices, plain values by value.
+        tensors: the tensors, in the order of their slots; for a promoted number the number.
+        device: of all tensors.
+
+    Raises Unsupported for anything else than tensors on one device, plain values, and lists, tuples and dicts of these.
+    """
+
+    def __init__(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], numbers: Mapping[str, tuple[int, torch.dtype]]
+    ) -> None:
+        self.tensors: list[Tensor | int | float] = []
+        self.device: torch.device | None = None
+        self._specs: list[tuple[Any, ...]] = []
+        dtype_at = dict(numbers.values())
+        tokens: list[Any] = []
+        parts = []
+        for i, value in enumerate(args):
+            parts.append(
+                self._take_number(value, tokens, f"argument {i}", dtype_at[i])
+                if i in dtype_at
+                else self._take(value, tokens, f"argument {i}")
+            )
+        named = {}
+        for name, value in kwargs.items():
+            tokens.append(name)
+            named[name] = (
+                self._take_number(value, tokens, name, numbers[name][1])
+                if name in numbers
+                else self._take(value, tokens, name)
+            )
+        if self.device is None:
+            raise Unsupported("it was called without a tensor")
+        self._args: list[Any] = parts
+        self._kwargs: dict[str, Any] = named
+        self.key: tuple[Any, ...] = (len(args), tuple(tokens), self.device)
+
+    def buffers(self) -> list[Tensor]:
+        """New memory for each tensor of the call, laid out as the tensor is."""
+        return [_like(spec, self.device) for spec in self._specs]
+
+    def fill(self, buffers: list[Tensor]) -> None:
+        """Copy this call's values into ``buffers``."""
+        targets, sources = [], []
+        for buffer, value in zip(buffers, self.tensors, strict=True):
+            if isinstance(value, Tensor):
+                targets.append(_written_part(buffer))
+                sources.append(_written_part(value.detach()))
+            else:
+                buffer.fill_(value)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+
+    def rebuild(self, buffers: list[Tensor]) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments with ``buffers`` for tensors, in containers of their own."""
+        return [_fill_in(p, buffers) for p in self._args], {k: _fill_in(v, buffers) for k, v in self._kwargs.items()}
+
+    def _take_number(self, value: Any, tokens: list[Any], path: str, float_dtype: torch.dtype) -> Any:
+        kind = type(value)
+        if kind is Tensor and value.device.type == "cpu" and value.dim() == 0:
+            dtype, value = value.dtype, value.item()  # on the CPU: nothing waits
+        elif kind in (int, float):  # as diffusers makes them
+            dtype = torch.int64 if kind is int else float_dtype
+            value = value if dtype.is_floating_point else int(value)
+        else:
+            return self._take(value, tokens, path)
+        spec = ((), (), dtype)
+        tokens.append(spec)
+        return self._slot(value, spec)
+
+    def _slot(self, value: Any, spec: tuple[Any, ...]) -> _Slot:
+        self.tensors.append(value)
+        self._specs.append(spec)
+        return _Slot(len(self.tensors) - 1)
+
+    def _take(self, value: Any, tokens: list[Any], path: str) -> Any:
+        kind = type(value)
+        if kind in (Tensor, torch.nn.Parameter):
+            if self.device is None:
+                self.device = value.device
+            elif value.device != self.device:
+                raise Unsupported(f"{path} has a tensor on {value.device}, others are on {self.device}")
+            if value.layout is not torch.strided:
+                raise Unsupported(f"{path} has a tensor of layout {value.layout}")
+            spec = (tuple(value.shape), value.stride(), value.dtype, value.is_conj() or value.is_neg())
+            tokens.append(spec)
+            return self._slot(value, spec)
+        if kind in _PLAIN:
+            tokens.append((kind, value))
+            return value
+        if kind not in _CONTAINERS:
+            raise Unsupported(f"{path} has a {kind.__name__}")
+        tokens.append((kind, len(value)))
+        if kind is dict:
+            taken = {}
+            for key, item in value.items():
+                tokens.append((type(key), key))
+                taken[key] = self._take(item, tokens, path)
+            return taken
+        return kind([self._take(item, tokens, path) for item in value])
+
+
+def _like(spec: tuple[Any, ...], device: torch.device | None) -> Tensor:
+    shape, stride, dtype = spec[:3]
+    if len(spec) > 3 and spec[3]:
+        raise Unsupported("a tensor is a lazy conjugate or negative")
+    # An expanded dimension has one element in memory, and is expanded again.
+    once = [1 if s == 0 else n for n, s in zip(shape, stride, strict=True)]
+    return torch.empty_strided(once, stride, dtype=dtype, device=device).expand(shape)
+
+
+def _written_part(tensor: Tensor) -> Tensor:
+    if 0 not in tensor.stride():
+        return tensor
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def _fill_in(part: Any, buffers: list[Tensor]) -> Any:
+    kind = type(part)
+    if kind is _Slot:
+        return buffers[part.index]
+    if kind is dict:
+        return {key: _fill_in(item, buffers) for key, item in part.items()}
+    if kind in (list, tuple):
+        return kind([_fill_in(item, buffers) for item in part])
+    return part
+
+
+def global_state(device: torch.device) -> tuple[Any, ...]:
+    """Switches of PyTorch that decide which kernels a call runs, or what kind of tensors it makes."""
+    kind = device.type
+    return (
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch._C._get_cudnn_enabled(),
+        torch._C._get_cudnn_benchmark(),
+        torch._C._get_cudnn_deterministic(),
+        # Not allow_tf32, which raises once someone has set the newer fp32_precision.
+        *[torch._C._get_fp32_precision_getter(*names) for names in _PRECISIONS],
+        torch._C._get_cublas_allow_fp16_reduced_precision_reduction(),
+        torch._C._get_cublas_allow_bf16_reduced_precision_reduction(),
+        torch._C._get_flash_sdp_enabled(),
+        torch._C._get_mem_efficient_sdp_enabled(),
+        torch._C._get_math_sdp_enabled(),
+        torch._C._get_cudnn_sdp_enabled(),
+    )
+
+
+def _mapped(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
+    """``value`` with ``fn`` of each tensor. Raises Unsupported for what is neither plain, a container nor one of diffusers' outputs."""
+    kind = type(value)
+    if isinstance(value, Tensor):
+        return fn(value)
+    if kind in _PLAIN:
+        return value
+    if kind in (list, tuple):
+        return kind([_mapped(item, fn) for item in value])
+    if kind is dict:
+        return {key: _mapped(item, fn) for key, item in value.items()}
+    if dataclasses.is_dataclass(kind) and isinstance(value, dict):  # diffusers' BaseOutput
+        names = [field.name for field in dataclasses.fields(kind)]
+        return kind(**{name: _mapped(getattr(value, name), fn) for name in names})
+    raise Unsupported(f"it returns a {kind.__name__}")
+
+
+def static_copy(output: Any) -> Any:
+    """``output`` in containers of its own, with the same tensors. Raises Unsupported if it cannot be built again."""
+    return _mapped(output, lambda tensor: tensor)
+
+
+def clone_of(output: Any) -> Any:
+    """``output`` with every tensor in new memory, so that no later call writes into it."""
+    return _mapped(output, Tensor.clone)

@@ -1,0 +1,84 @@
+"""What a user waits for: rows of three processes, the gate, tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from sfastgn.bench import end_to_end, tables, warm_up
+from sfastgn.bench.warm_up import WaitRow
+from sfastgn.bench.workloads import BenchConfig
+
+CONFIG = BenchConfig("tiny", "pipeline", 64, 1, "fp32", "cpu", repeats=1, steps=1)
+ROW = WaitRow("", [3.0, 2.0, 1.0], [0.9, 0.5, 0.1, 0.1], 10.0, 12.0)
+
+
+def test_figures_of_a_row():
+    assert ROW.second_image_s == 5.0
+    assert ROW.new_size_over_s == pytest.approx(1.2)
+
+
+def test_measured_in_this_process():
+    row, image = warm_up.measure(CONFIG, 48, optimise=True)
+    assert len(row.image_s) == warm_up.IMAGES
+    assert len(row.new_size_s) == warm_up.STEPS_AT_NEW_SIZE
+    assert min(*row.image_s, *row.new_size_s) > 0
+    assert image.shape == (1, 64, 64, 3)
+    assert np.isfinite(image).all()
+
+
+def _images(*images):
+    """Stands for the processes, which return these."""
+    return mock.patch.object(warm_up, "_worker", side_effect=[(ROW, image) for image in images])
+
+
+def test_ways_share_one_cache_that_is_empty_at_first():
+    image = np.linspace(0, 1, 192).reshape(1, 8, 8, 3)
+    with _images(image, image, image) as worker:
+        rows = warm_up.run(CONFIG, 48)
+    assert [row.variant for row in rows] == ["eager", "sfastgn, cold cache", "sfastgn, warm cache"]
+    assert [call.args[2] for call in worker.call_args_list] == [False, True, True]
+    assert len({call.args[3] for call in worker.call_args_list}) == 1
+    assert all(row.status == end_to_end.OK for row in rows)
+
+
+@pytest.mark.parametrize("which", [1, 2], ids=["cold", "warm"])
+def test_a_wrong_image_gets_no_time(which):
+    good = np.linspace(0, 1, 192).reshape(1, 8, 8, 3)
+    images = [good, good, good]
+    images[which] = 1 - good
+    with _images(*images):
+        row = warm_up.run(CONFIG, 48)[which]
+    assert row.status == end_to_end.WRONG
+    assert "below 40 dB" in row.reason
+    assert row.image_s == row.new_size_s == []
+    assert warm_up.cells(row, ROW) == [row.variant, f"wrong output: {row.reason}"]
+
+
+def test_a_process_that_fails_says_why(tmp_path):
+    with pytest.raises(RuntimeError, match="no-such-device"):
+        warm_up._worker(dataclasses.replace(CONFIG, device="no-such-device"), 48, False, tmp_path, tmp_path)
+
+
+def test_markdown(tmp_path: Path):
+    rows = [
+        dataclasses.replace(ROW, variant="eager"),
+        dataclasses.replace(ROW, variant="sfastgn", image_s=[2.0, 1.0, 0.5]),
+    ]
+    where = {
+        "gpu": "G",
+        "packages": {},
+        "git": {"commit": "c", "dirty": None},
+        "date": "2026-11-21T00:00:00",
+        "driver": "1",
+    }
+    content = end_to_end.document("warm_up", where, {**end_to_end.describe([CONFIG]), "new_size": 48}, rows)
+    (tmp_path / "warm_up.json").write_text(json.dumps(content))
+    text = tables.filled("<!-- table:warm_up --><!-- /table:warm_up -->", tmp_path)
+    assert "| sfastgn | 3.00 | -2.00 | 0.500 | 1.200 | 10 | 12 | - |" in text
+    assert "new size 48²" in text

@@ -1,0 +1,76 @@
+"""A CUDA graph for the CPU: the operations of a call on the memory that it had, repeated without the Python that made them."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+
+class _Tape(TorchDispatchMode):
+    """Records every operation. Tensors are kept as aliases: a parameter that gets another storage later is the old one here."""
+
+    def __init__(self):
+        super().__init__()
+        self.entries = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        returns = func._schema.returns
+        if not any(
+            r.alias_info is not None and not r.alias_info.is_write for r in returns
+        ):  # a view needs no repeating
+            alias = lambda tree: tree_map_only(torch.Tensor, torch.Tensor.detach, tree)  # noqa: E731
+            written = any(r.alias_info is not None for r in returns) or not returns
+            self.entries.append((func, alias(args), alias(kwargs), None if written else alias(out)))
+        return out
+
+
+class TapeHandle:
+    def __init__(self, entries, output):
+        self.entries, self.output = entries, output
+
+    def replay(self):
+        for func, args, kwargs, out in self.entries:
+            new = func(*args, **kwargs)
+            if out is not None:
+                for old, value in zip(tree_flatten(out)[0], tree_flatten(new)[0], strict=True):
+                    if isinstance(old, torch.Tensor):
+                        old.copy_(value)
+
+
+class TapeBackend:
+    """``Backend`` for the CPU; ``captures`` counts, ``fail`` is raised by the next captures."""
+
+    def __init__(self):
+        self.lock = threading.RLock()
+        self.captures = 0
+        self.fail = None
+        self.busy = False
+
+    def is_busy(self):
+        return self.busy
+
+    def allocating(self):
+        return contextlib.nullcontext()
+
+    def ordered(self):
+        return contextlib.nullcontext()
+
+    def capture(self, fn):
+        if self.fail is not None:
+            raise self.fail
+        self.captures += 1
+        with _Tape() as tape:
+            output = fn()
+        return TapeHandle(tape.entries, output)
+
+    def wait(self):
+        pass
+
+    def memory(self):
+        return 1 << 20
