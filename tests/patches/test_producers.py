@@ -41,6 +41,7 @@ def plain_inference(request, monkeypatch):
     """Kernels without the dispatcher, on a CPU too, and statistics however small the tensor is."""
     monkeypatch.setitem(WHERE, "device", request.param)
     monkeypatch.setattr(statistics, "statistics_pay", lambda C, HW: True)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     monkeypatch.setattr(upsample_2d, "runs_in_triton", lambda x: x.dtype in KERNEL_DTYPES)
     with samples.kernels(direct=True), torch.no_grad():
         yield
