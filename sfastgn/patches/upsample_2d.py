@@ -5,11 +5,13 @@ under autocast to another dtype, where the convolution is not a plain one (LoRA 
 the usual UNet or decoder calls is fused: no norm before it, no transposed convolution, twice the size. PyTorch's own channels-last
 kernel goes element by element, and fails for large tensors, for which upstream makes the image channels-first.
 
-Nothing is kept between calls: the low resolution's weights are made from the convolution's at each.
+What adds the bias hands over the statistics of what it writes. Nothing is kept between calls: the low resolution's weights are made from
+the convolution's at each.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -20,7 +22,9 @@ from sfastgn.kernels.dispatch import is_plain_inference, runs_in_triton
 from sfastgn.kernels.layout import is_channels_last
 from sfastgn.kernels.upsample import upsample_nearest_2x
 from sfastgn.kernels.upsample_conv import runs_in_phases, upsample_conv2d
+from sfastgn.patches.convolution import conv_without_bias
 from sfastgn.patches.fusion import ClassSwap, is_plain
+from sfastgn.patches.statistics import add_bias, emits, hand_over
 
 __all__ = ["FUSION", "FusedUpsample2D", "convolves_at_low_resolution"]
 
@@ -37,9 +41,11 @@ class FusedUpsample2D(Upsample2D):
         conv = _conv_of(self)
         if conv is None:
             return upsample_nearest_2x(hidden_states)
-        if convolves_at_low_resolution(conv, hidden_states):
+        if not convolves_at_low_resolution(conv, hidden_states):
+            return add_bias(*conv_without_bias(conv, upsample_nearest_2x(hidden_states)))
+        if not emits(conv.out_channels, 4 * math.prod(hidden_states.shape[2:])):
             return upsample_conv2d(hidden_states, conv.weight, conv.bias)
-        return conv(upsample_nearest_2x(hidden_states))
+        return hand_over(*upsample_conv2d(hidden_states, conv.weight, conv.bias, with_statistics=True))
 
 
 def convolves_at_low_resolution(conv: Any, x: Tensor) -> bool:
