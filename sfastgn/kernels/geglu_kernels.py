@@ -56,6 +56,8 @@ if triton is not None:
         columns = tl.cdiv(D, BLOCK_D)
         first = (tl.program_id(0) // columns).to(tl.int64) * BLOCK_R
         start = (tl.program_id(0) % columns).to(tl.int64) * BLOCK_D
+        # A row alone may be longer than an int32 can say; Triton 3.6 refuses that even times 0.
+        ROW: tl.constexpr = X_STRIDE if BLOCK_R > 1 else 0
         r = tl.arange(0, BLOCK_R)[:, None]
         i = tl.arange(0, BLOCK_D)
         in_row = None
@@ -65,7 +67,7 @@ if triton is not None:
             mask = (first + r < rows) & in_row[None, :]
         if PDL:
             gdc_wait()
-        x = x_ptr + (first * X_STRIDE + start) + (r * X_STRIDE + i[None, :])
+        x = x_ptr + (first * X_STRIDE + start) + (r * ROW + i[None, :])
         value = tl.load(x, mask=mask).to(tl.float32)
         gate = tl.load(x + D, mask=mask).to(tl.float32)
         bias, gate_bias = _read_bias(bias_ptr, D, start + i, in_row)
@@ -82,6 +84,7 @@ if triton is not None:
         columns = tl.cdiv(D, BLOCK_D)
         group = tl.program_id(0) // columns
         start = (tl.program_id(0) % columns).to(tl.int64) * BLOCK_D
+        ROW: tl.constexpr = X_STRIDE if BLOCK_R > 1 else 0
         r = tl.arange(0, BLOCK_R)[:, None]
         i = tl.arange(0, BLOCK_D)
         in_row = start + i < D
@@ -94,7 +97,7 @@ if triton is not None:
             first = tl.cast(tile, tl.int64) * BLOCK_R
             mask = None if EVEN else (first + r < rows) & in_row[None, :]
             dy = tl.load(dy_ptr + (first * D + start) + (r * D + i[None, :]), mask=mask).to(tl.float32)
-            x = x_ptr + (first * X_STRIDE + start) + (r * X_STRIDE + i[None, :])
+            x = x_ptr + (first * X_STRIDE + start) + (r * ROW + i[None, :])
             value = tl.load(x, mask=mask).to(tl.float32) + bias
             gate = tl.load(x + D, mask=mask).to(tl.float32) + gate_bias
             cdf, density = normal_cdf(gate, x_ptr.dtype.element_ty != tl.float32)

@@ -86,8 +86,18 @@ def _has_layer_norms(block: Any) -> bool:
     return block.norm_type == "layer_norm" and block.pos_embed is None
 
 
+# A node of autograd that is written in Python costs the CPU 0.1 to 0.3 ms on an H200's host, PyTorch's own norm 0.05. With fewer elements the
+# GPU does not make up for that.
+_TRAINING_ELEMENTS = 2**24
+
+
 def _can_fuse(norm: nn.Module, x: Tensor) -> bool:
-    return type(norm) is nn.LayerNorm and norm.normalized_shape == x.shape[-1:] and is_plain(norm)
+    return (
+        type(norm) is nn.LayerNorm
+        and norm.normalized_shape == x.shape[-1:]
+        and is_plain(norm)
+        and (x.numel() >= _TRAINING_ELEMENTS or not torch.is_grad_enabled())
+    )
 
 
 def _norm(norm: Any, x: Tensor) -> Tensor:

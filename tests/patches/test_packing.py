@@ -432,11 +432,11 @@ def test_a_model_that_moves_to_a_gpu_is_packed_there(monkeypatch):
 
 @pytest.mark.gpu
 def test_packing_costs_no_memory():
-    torch.cuda.empty_cache()
+    others = torch.cuda.memory_allocated()
     model = nn.ModuleList(Attention(1280, heads=20, dim_head=64) for _ in range(4)).to("cuda", torch.float16)
     before = torch.cuda.memory_allocated()
     sfastgn.optimize(model)
     assert is_packed(model[0])
     assert torch.cuda.memory_allocated() == before
     model.to("cpu")
-    assert torch.cuda.memory_allocated() < before / 10
+    assert torch.cuda.memory_allocated() - others < (before - others) / 10

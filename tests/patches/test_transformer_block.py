@@ -260,8 +260,11 @@ def test_lora_and_a_norm_that_is_trained_with_it(ran, when):
     assert ran == ["norm1", "add norm3"]
 
 
+@pytest.mark.parametrize("is_large", [True, False], ids=["large", "small"])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_training_and_checkpointing(dropout):
+def test_training_and_checkpointing(dropout, is_large, ran, monkeypatch):
+    """Small ones are not worth a node of autograd in Python."""
+    monkeypatch.setattr(transformer_block, "_TRAINING_ELEMENTS", X.numel() + (not is_large))
     fused, stock = (model.train() for model in twins(dropout=dropout, final_dropout=dropout > 0))
 
     def gradients(model, wrap):
@@ -273,7 +276,9 @@ def test_training_and_checkpointing(dropout):
         return [x.grad, *(p.grad.clone() for p in model.parameters())]
 
     expected = gradients(stock, False)
+    ran.block = fused
     found = gradients(fused, False)
+    assert ran == (FUSED if is_large else [])
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-3)
     for a, b in zip(gradients(fused, True), found, strict=True):
