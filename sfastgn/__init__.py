@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sfastgn.api import optimize, optimized, report, restore
+    from sfastgn.kernels.act_linear import act_linear
     from sfastgn.kernels.channel_statistics import add_with_statistics, cat_with_statistics, channel_statistics
     from sfastgn.kernels.geglu import geglu
     from sfastgn.kernels.group_norm import group_norm
@@ -26,6 +27,7 @@ __all__ = [
     "InstanceNorm",
     "LayerNorm",
     "__version__",
+    "act_linear",
     "add_layer_norm",
     "add_with_statistics",
     "cat_with_statistics",
@@ -48,6 +50,7 @@ _LAZY = {
     "optimized": "sfastgn.api",
     "report": "sfastgn.api",
     "restore": "sfastgn.api",
+    "act_linear": "sfastgn.kernels.act_linear",
     "add_with_statistics": "sfastgn.kernels.channel_statistics",
     "cat_with_statistics": "sfastgn.kernels.channel_statistics",
     "channel_statistics": "sfastgn.kernels.channel_statistics",

@@ -39,6 +39,7 @@ CATEGORIES = (*FLOOR, NORMALISATION, POINTWISE, COPIES, OTHER)
 _OWN_FILES = (
     ("norm", NORMALISATION),
     ("statistics", NORMALISATION),
+    ("linear", GEMM),
     ("activation", POINTWISE),
     ("geglu", POINTWISE),
     ("upsample", POINTWISE),  # also those around its convolution, which itself is cuDNN's

@@ -24,6 +24,8 @@ from triton.compiler import ASTSource
 
 import sfastgn
 from sfastgn.kernels import (
+    act_linear,
+    act_linear_kernels,
     channel_statistics,
     geglu,
     geglu_kernels,
@@ -65,6 +67,9 @@ MORE_TOKENS = [(154, 768), (4096, 1000), (64, 8192), (64, 16384), (2048, 333)]
 # (rows, D) of the first feed-forward layers of SD1.5 and of SDXL's most frequent block; odd and short rows.
 GATED = [(8192, 1280), (2048, 5120)]
 MORE_GATED = [(77, 333), (10**6, 10)]
+# (N, C, K) of time embeddings: SD1.5's and SDXL's in a ResNet block, with the most rows, and the longest ones.
+FEW_ROWS = [(2, 1280, 1280), (2, 320, 1280), (16, 1280, 1280), (2, 1280, 2816)]
+MORE_FEW_ROWS = [(1, 640, 1280), (2, 2560, 1280), (3, 1280, 320), (4, 77, 333), (4, 1280, 8192)]
 
 
 def cases(capability: int) -> list[tuple[tuple[int, ...], torch.dtype, str]]:
@@ -81,7 +86,11 @@ def cases(capability: int) -> list[tuple[tuple[int, ...], torch.dtype, str]]:
         (shape, torch.float16, "tokens") for shape in (TOKENS if capability in (75, 90) else (TOKENS[0], TOKENS[-1]))
     ]
     found += [(shape, torch.float16, "gated") for shape in (GATED if capability in (75, 90) else GATED[:1])]
+    found += [(shape, torch.float16, "few_rows") for shape in (FEW_ROWS if capability in (75, 90) else FEW_ROWS[:1])]
     if capability == 90:
+        found += [(shape, torch.float16, "few_rows") for shape in MORE_FEW_ROWS]
+        found += [(shape, torch.float32, "few_rows") for shape in FEW_ROWS]
+        found += [(FEW_ROWS[0], torch.bfloat16, "few_rows")]
         found += [(shape, torch.float16, "tokens") for shape in MORE_TOKENS]
         found += [(shape, torch.float16, "gated") for shape in MORE_GATED]
         found += [(GATED[0], dtype, "gated") for dtype in (torch.bfloat16, torch.float32)]
@@ -93,7 +102,9 @@ def launches(shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> Iterato
     """(launch, its tensors) of every kernel that the public functions launch on ``shape``; nothing runs."""
     made: list[tuple[Launch, tuple[Any, ...]]] = []
     with mock.patch.object(Launch, "__call__", lambda self, stream, *tensors: made.append((self, tensors))):
-        {"tokens": layer_norms, "gated": gated}.get(layout, group_norms)(shape, dtype, layout, made)
+        {"tokens": layer_norms, "gated": gated, "few_rows": few_rows}.get(layout, group_norms)(
+            shape, dtype, layout, made
+        )
     yield from made
 
 
@@ -114,6 +125,13 @@ def gated(shape: tuple[int, ...], dtype: torch.dtype, layout: str, made: list[An
     sfastgn.geglu(x)
     for dtypes in ((dtype, dtype), (dtype, None), (None, dtype)):
         geglu_grads(y, x, bias, dtypes)
+
+
+def few_rows(shape: tuple[int, ...], dtype: torch.dtype, layout: str, made: list[Any]) -> None:
+    N, C, K = shape
+    x, weight, bias = (torch.empty(size, dtype=dtype) for size in ((N, K), (C, K), (C,)))
+    sfastgn.act_linear(x, weight, bias)
+    torch.ops.sfastgn.act_linear(x, weight, bias, "silu", bias)
 
 
 def group_norms(shape: tuple[int, ...], dtype: torch.dtype, layout: str, made: list[Any]) -> None:
@@ -194,6 +212,7 @@ def operation(launch: Launch, tensors: tuple[Any, ...]) -> str:
 def main(capability: int) -> None:
     # As on such a GPU, but for the number of multiprocessors: on the CPU that is an H200's.
     for module in (
+        act_linear,
         group_norm,
         group_norm_backward,
         channel_statistics,
@@ -204,6 +223,7 @@ def main(capability: int) -> None:
     ):
         module.runs_in_triton = lambda x: True
     for module in (
+        act_linear_kernels,
         group_norm_kernels,
         group_norm_backward_plans,
         statistics_kernels,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import sfastgn
 from sfastgn.kernels import (
+    act_linear,
     channel_statistics,
     dispatch,
     geglu,
@@ -62,6 +63,7 @@ def kernels(*, direct=False):
 
     with ExitStack() as patches:
         modules = (
+            act_linear,
             group_norm,
             group_norm_backward,
             channel_statistics,

@@ -22,7 +22,7 @@ KERNELS = {
     "small_grad_kernel", "sums_kernel", "merge_sums_kernel", "apply_grad_kernel", "parameter_grad_kernel",
     "_rows_kernel", "_rows_kernel[add]", "_chunk_kernel", "_chunk_kernel[add]", "_merge_chunks_kernel", "_normalise_kernel",
     "_rows_grad_kernel", "_chunk_sums_kernel", "_chunk_grad_kernel", "_column_sum_kernel",
-    "_geglu_kernel", "_geglu_grad_kernel", "_bias_sum_kernel",
+    "_act_linear_kernel", "_geglu_kernel", "_geglu_grad_kernel", "_bias_sum_kernel",
     "_upsample_kernel", "_upsample_grad_kernel", "_phase_weights_kernel", "_interleave_kernel", "_interleave_statistics_kernel",
 }  # fmt: skip
 
