@@ -20,6 +20,7 @@ if importlib.util.find_spec("diffusers") is not None:
         geglu,
         resnet_block,
         temporal_resnet_block,
+        timestep_embedding,
         transformer_2d,
         transformer_block,
         up_block,
@@ -29,6 +30,7 @@ if importlib.util.find_spec("diffusers") is not None:
     FUSIONS += (
         resnet_block.FUSION,
         temporal_resnet_block.FUSION,
+        timestep_embedding.FUSION,
         transformer_2d.FUSION,
         transformer_block.FUSION,
         attention.FUSION,

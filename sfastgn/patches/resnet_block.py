@@ -1,6 +1,7 @@
 """diffusers' ``ResnetBlock2D``: norm1 + activation, and (conv1's bias + time embedding +) norm2 (+ scale and shift) + activation.
 
-conv1's bias and the time embedding are constants per (n, c), which the kernel adds while it reads: two passes over the tensor less.
+conv1's bias and the time embedding are constants per (n, c), which the kernel adds while it reads: two passes over the tensor less. The
+two come out of one kernel, with the embedding's activation and projection.
 The sum at the end takes conv2's bias and the output scale, and hands over the statistics of what it writes. ``nonlinearity`` stays what it
 is, since the block applies it to the time embedding too.
 """
@@ -13,9 +14,11 @@ import torch
 from diffusers.models.resnet import ResnetBlock2D
 from torch import Tensor
 
+from sfastgn.kernels import dispatch
 from sfastgn.patches.convolution import bias_can_move, conv_without_bias, pointwise
 from sfastgn.patches.fusion import ClassSwap, activation_of
 from sfastgn.patches.group_norm import can_fuse, norm_act
+from sfastgn.patches.linear import fused_linear, linear_of
 from sfastgn.patches.statistics import add
 
 __all__ = ["FUSION", "FusedResnetBlock2D"]
@@ -29,8 +32,6 @@ class FusedResnetBlock2D(ResnetBlock2D):
             return super().forward(input_tensor, temb, *args, **kwargs)
         h = norm_act(self.norm1, self.nonlinearity, input_tensor)
         input_tensor, h = self._resample(input_tensor, h)
-        if self.time_emb_proj is not None:
-            temb = self.time_emb_proj(temb if self.skip_time_act else self.nonlinearity(temb))
         h = self._conv1_norm2_act(h, temb)
         h, bias = conv_without_bias(self.conv2, self.dropout(h))
         if self.conv_shortcut is not None:
@@ -48,9 +49,13 @@ class FusedResnetBlock2D(ResnetBlock2D):
         return resample(input_tensor), resample(h)
 
     def _conv1_norm2_act(self, h: Tensor, temb: Tensor | None) -> Tensor:
-        """From conv1's input and the projected time embedding to conv2's input."""
+        """From conv1's input and the time embedding to conv2's input."""
         N, C = h.shape[0], self.out_channels  # not conv1's: a LoRA layer may stand in its place
         scale_shift = self.time_embedding_norm == "scale_shift"
+        fuses = can_fuse(self.norm2, self.nonlinearity)
+        # cuDNN adds a bias in a pass of its own; the normalisation adds it for nothing.
+        bias = self.conv1.bias if fuses and dispatch.runs_in_triton(h) and bias_can_move(self.conv1) else None
+        temb, has_bias = self._project(temb, h, bias)
         if self.time_embedding_norm not in ("default", "scale_shift"):
             temb = None  # upstream ignores it
         if scale_shift and temb is None:
@@ -58,21 +63,37 @@ class FusedResnetBlock2D(ResnetBlock2D):
                 f"sfastgn: temb must not be None for a ResnetBlock2D with time_embedding_norm={self.time_embedding_norm!r}"
             )
         fits = temb is None or (temb.dtype == h.dtype and tuple(temb.shape) == (N, 2 * C if scale_shift else C))
-        if not (fits and can_fuse(self.norm2, self.nonlinearity)):
+        if not (fits and fuses):
             return self._unfused(self.conv1(h), temb)
         operands: dict[str, Tensor | None] = {}
         if scale_shift and temb is not None:
             operands["ada_scale"], operands["ada_shift"] = torch.chunk(temb, 2, dim=1)
         else:
             operands["shift"] = temb
-        if h.is_cuda and bias_can_move(self.conv1):
-            # cuDNN adds a bias in a pass of its own; the normalisation adds it for nothing.
-            h = self.conv1._conv_forward(h, self.conv1.weight, None)
-            shift, bias = operands.get("shift"), self.conv1.bias
-            operands["shift"] = bias if shift is None else shift + bias
-        else:
+        if bias is None:
             h = self.conv1(h)
+        else:
+            h = self.conv1._conv_forward(h, self.conv1.weight, None)
+            if not has_bias:
+                shift = operands.get("shift")
+                operands["shift"] = bias if shift is None else shift + bias
         return norm_act(self.norm2, self.nonlinearity, h, **operands)
+
+    def _project(self, temb: Tensor | None, h: Tensor, bias: Tensor | None) -> tuple[Tensor | None, bool]:
+        """The projected time embedding, and whether ``bias``, which goes to the same place, is in it. h: conv1's input."""
+        if self.time_emb_proj is None:
+            return temb, False
+        act = None if self.skip_time_act else self.nonlinearity
+        if (
+            bias is not None
+            and temb is not None
+            and self.time_embedding_norm == "default"
+            and (temb.dtype, temb.shape[0]) == (h.dtype, h.shape[0])
+        ):
+            shift = fused_linear(self.time_emb_proj, act, temb, bias)
+            if shift is not None:
+                return shift, True
+        return linear_of(self.time_emb_proj, act, temb), False
 
     def _unfused(self, h: Tensor, temb: Tensor | None) -> Tensor:
         if temb is not None and self.time_emb_proj is not None:

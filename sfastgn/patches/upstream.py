@@ -19,6 +19,8 @@ TESTED_SOURCES: dict[str, frozenset[str]] = {
     "ResnetBlock2D.forward": frozenset({"a30ae9277b79e8d2"}),
     "TemporalResnetBlock.__init__": frozenset({"b235523b2eb0d715"}),
     "TemporalResnetBlock.forward": frozenset({"9ee5cc0c501029a5"}),
+    "TimestepEmbedding.__init__": frozenset({"13426e64f404ff7a"}),
+    "TimestepEmbedding.forward": frozenset({"1a6552976377391f"}),
     "Transformer2DModel.forward": frozenset({"7a3829f24ddbfdf3"}),
     "Transformer2DModel._operate_on_continuous_inputs": frozenset({"c70791c2fc29f747"}),
     "Transformer2DModel._get_output_for_continuous_inputs": frozenset({"49624b91ccd36058"}),
