@@ -121,7 +121,7 @@ def act_linear(
 
     Source: torch.nn.functional.linear.
     """
-    autocast = isinstance(x, Tensor) and torch.is_autocast_enabled(x.device.type)
+    autocast = isinstance(x, Tensor) and (x.is_cuda or x.is_cpu) and torch.is_autocast_enabled(x.device.type)
     # A key that can be looked up first; whatever is wrong misses there and is then checked.
     if (
         not autocast

@@ -108,6 +108,11 @@ def test_fake_tensors_have_the_real_strides():
     assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
 
 
+def test_meta_tensors():
+    y = ours(*(t.to("meta") for t in operands(2, 3, 4)))
+    assert (y.shape, y.device.type) == ((2, 3), "meta")
+
+
 def test_compiles_without_a_graph_break_and_with_any_size():
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager", dynamic=True)
     for sizes in [(2, 3, 4), (5, 6, 7)]:
