@@ -35,6 +35,7 @@ from sfastgn.kernels import (
     layer_norm_backward,
     layer_norm_backward_kernels,
     layer_norm_kernels,
+    short_attention,
     statistics_kernels,
     upsample,
     upsample_conv_kernels,
@@ -66,6 +67,10 @@ MORE_TOKENS = [(154, 768), (4096, 1000), (64, 8192), (64, 16384), (2048, 333)]
 GATED = [(8192, 1280), (2048, 5120)]
 MORE_GATED = [(77, 333), (10**6, 10)]
 
+# (queries, keys, channels of a head): SD1.5's and SDXL's cross attention; heads that only wgmma has the registers for.
+PROMPTS = [(4096, 77, 40), (1024, 77, 64), (64, 77, 80), (64, 128, 128)]
+MORE_PROMPTS = [(256, 77, 160), (256, 128, 256)]
+
 
 def cases(capability: int) -> list[tuple[tuple[int, ...], torch.dtype, str]]:
     """(shape, dtype, layout) of what is compiled."""
@@ -81,6 +86,10 @@ def cases(capability: int) -> list[tuple[tuple[int, ...], torch.dtype, str]]:
         (shape, torch.float16, "tokens") for shape in (TOKENS if capability in (75, 90) else (TOKENS[0], TOKENS[-1]))
     ]
     found += [(shape, torch.float16, "gated") for shape in (GATED if capability in (75, 90) else GATED[:1])]
+    if capability >= 80:
+        found += [(shape, torch.float16, "attention") for shape in PROMPTS]
+    if capability >= 90:
+        found += [(shape, torch.bfloat16, "attention") for shape in MORE_PROMPTS]
     if capability == 90:
         found += [(shape, torch.float16, "tokens") for shape in MORE_TOKENS]
         found += [(shape, torch.float16, "gated") for shape in MORE_GATED]
@@ -93,7 +102,9 @@ def launches(shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> Iterato
     """(launch, its tensors) of every kernel that the public functions launch on ``shape``; nothing runs."""
     made: list[tuple[Launch, tuple[Any, ...]]] = []
     with mock.patch.object(Launch, "__call__", lambda self, stream, *tensors: made.append((self, tensors))):
-        {"tokens": layer_norms, "gated": gated}.get(layout, group_norms)(shape, dtype, layout, made)
+        {"tokens": layer_norms, "gated": gated, "attention": attention}.get(layout, group_norms)(
+            shape, dtype, layout, made
+        )
     yield from made
 
 
@@ -105,6 +116,12 @@ def layer_norms(shape: tuple[int, ...], dtype: torch.dtype, layout: str, made: l
     y, mean, rstd = torch.ops.sfastgn.layer_norm(x, weight, weight, 1e-5, None)
     for dtypes in ((dtype,) * 4, (dtype, None, None, None)):
         layer_norm_grads(y, x, x, mean, rstd, weight, 1e-5, dtypes)
+
+
+def attention(shape: tuple[int, ...], dtype: torch.dtype, layout: str, made: list[Any]) -> None:
+    L, S, D = shape
+    q, k = (torch.empty((2, rows, 8, D), dtype=dtype).transpose(1, 2) for rows in (L, S))
+    assert short_attention.attend_to_few(q, k, k) is not None
 
 
 def gated(shape: tuple[int, ...], dtype: torch.dtype, layout: str, made: list[Any]) -> None:
@@ -200,6 +217,7 @@ def main(capability: int) -> None:
         layer_norm,
         layer_norm_backward,
         geglu,
+        short_attention,
         upsample,
     ):
         module.runs_in_triton = lambda x: True
@@ -208,6 +226,7 @@ def main(capability: int) -> None:
         group_norm_backward_plans,
         statistics_kernels,
         geglu_kernels,
+        short_attention,
         layer_norm_kernels,
         layer_norm_backward_kernels,
         upsample_kernels,
