@@ -28,9 +28,10 @@ def optimize(obj: T, *, strict: bool = False, cuda_graphs: Literal["auto"] | boo
         obj: a diffusers pipeline (every component with a GroupNorm or with diffusers' transformer blocks or parts of them: UNet, VAE,
             ControlNets, ...) or any ``torch.nn.Module`` tree.
         strict: raise instead of leaving out a module that cannot be fused.
-        cuda_graphs: replay calls of UNets, ControlNets and VAEs on a GPU as CUDA graphs. ``"auto"``: a call like none before runs as
-            usual, the second of its kind is captured, and those after it are replayed; True: captured at the first; False: never. Each
-            change to the model drops its graphs, and what cannot be captured runs as usual; ``report`` says what happened and why.
+        cuda_graphs: replay calls of UNets, ControlNets, VAEs and CLIP text encoders on a GPU as CUDA graphs. ``"auto"``: a call like
+            none before runs as usual, the second of its kind is captured, and those after it are replayed; True: captured at the first;
+            False: never. Each change to the model drops its graphs, and what cannot be captured runs as usual; ``report`` says what
+            happened and why.
 
     Returns:
         ``obj`` itself. Only these instances change, never their classes; parameters keep their identity, names and values. A second
@@ -147,7 +148,7 @@ def _roots(call: str, obj: Any, *, required: bool = True) -> dict[str, nn.Module
         if (
             isinstance(module, nn.Module)
             and all(module is not r for r in roots.values())
-            and patcher.has_fusions(module)
+            and (patcher.has_fusions(module) or graphs.has_graphable(module))
         ):
             roots[name] = module
     if required and not roots:

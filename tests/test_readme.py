@@ -14,6 +14,7 @@ import typer
 
 from sfastgn.bench.pipelines import build_pipeline
 from sfastgn.cli_commands import app
+from sfastgn.patches.registry import FUSIONS
 
 README = (Path(__file__).resolve().parents[1] / "README.md").read_text(encoding="utf-8")
 COMMANDS = [
@@ -61,3 +62,9 @@ def test_the_first_code_block_is_eight_lines():
     block = re.search(r"```python\n(.*?)```", README, re.DOTALL)
     assert block is not None
     assert len([line for line in block[1].splitlines() if line.strip()]) <= 8
+
+
+def test_every_fusion_is_in_the_table():
+    table = README.partition("## What is fused")[2].partition("\n\nConvolution weights")[0]
+    cells = (line.split("|")[1] for line in table.splitlines() if line.startswith("|"))
+    assert {name for cell in cells for name in re.findall(r"`(\w+)`", cell)} == {fusion.name for fusion in FUSIONS}

@@ -38,6 +38,7 @@ CATEGORIES = (*FLOOR, NORMALISATION, POINTWISE, COPIES, OTHER)
 # Of the package's own kernels, by what their file's name holds.
 _OWN_FILES = (
     ("norm", NORMALISATION),
+    ("attention", ATTENTION),
     ("statistics", NORMALISATION),
     ("linear", GEMM),
     ("activation", POINTWISE),

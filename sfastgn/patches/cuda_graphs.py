@@ -1,4 +1,4 @@
-"""UNets, ControlNets and the halves of autoencoders as CUDA graphs, which replay a call's kernels without the CPU's part of it.
+"""UNets, ControlNets, the halves of autoencoders and CLIP's text encoders as CUDA graphs: a call's kernels without the CPU's part of it.
 
 A ``GraphedForward`` in the instance's ``__dict__`` stands before the class's ``forward``. It has to be the instance's: a subclass would
 change the class name that ``save_pretrained`` writes, and the class that pipelines look up.
@@ -16,7 +16,7 @@ from torch import nn
 from sfastgn.patches.graph_backend import Backend
 from sfastgn.patches.graphed_forward import GraphedForward, is_graphable
 
-__all__ = ["MODES", "Graphs", "inspect", "install", "remove"]
+__all__ = ["MODES", "Graphs", "has_graphable", "inspect", "install", "remove"]
 
 MODES = ("auto", True, False)
 
@@ -35,11 +35,20 @@ class Graphs:
     eager: dict[str, int]
 
 
+def has_graphable(root: nn.Module) -> bool:
+    """True if there is anything below ``root`` whose calls can be graphs."""
+    return any(True for _ in _outermost(root))
+
+
 def install(root: nn.Module, mode: str | bool, backend: Backend | None = None) -> None:
-    """Give every graphable module below ``root`` a ``GraphedForward``, or take it away where ``mode`` is False."""
-    for module in list(root.modules()):
-        if not is_graphable(module):
-            continue
+    """Give every graphable module below ``root`` a ``GraphedForward``, or take it away where ``mode`` is False.
+
+    The outermost alone: what is below another one runs within its graph.
+    """
+    for _, module in list(_outermost(root)):
+        for inner in module.modules():
+            if inner is not module and _graphed(inner) is not None:  # it was optimised by itself before
+                _take_off(inner)
         graphed = _graphed(module)
         if mode is False or (graphed is not None and (graphed.mode, backend) != (mode, None)):
             _take_off(module)
@@ -55,7 +64,7 @@ def remove(root: nn.Module) -> None:
 
 def inspect(root: nn.Module, prefix: str = "") -> Iterator[tuple[Graphs, GraphedForward | None]]:
     """The state of every graphable module below ``root``. Changes nothing."""
-    for path, module in root.named_modules(prefix=prefix):
+    for path, module in _outermost(root, prefix):
         graphed, kind = _graphed(module), type(module).__name__
         reasons = {"it is compiled by torch.compile": 0} if module._compiled_call_impl is not None else {}
         if graphed is not None:
@@ -64,10 +73,26 @@ def inspect(root: nn.Module, prefix: str = "") -> Iterator[tuple[Graphs, Graphed
                        {**reasons, **graphed.eager}),
                 graphed,
             )  # fmt: skip
-        elif is_graphable(module):
+        else:
             if "forward" in vars(module):
                 reasons["other code replaced its forward"] = 0
             yield Graphs(path, kind, "False", 0, 0, 0, 0, reasons), None
+
+
+def _outermost(root: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """(path, module) of those below ``root`` that are graphable and have no graphable one above them, each once."""
+    seen = set()
+    todo = [(path, root)]
+    while todo:
+        path, module = todo.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        if is_graphable(module) or _graphed(module) is not None:
+            yield path, module
+        else:
+            children = ((f"{path}.{name}" if path else name, child) for name, child in module.named_children())
+            todo += reversed(list(children))
 
 
 def _graphed(module: nn.Module) -> GraphedForward | None:

@@ -53,15 +53,15 @@ class Watch:
 
     Args:
         root: the module that is captured. Its own forward hooks run outside the graph and are not watched.
-        harmless_hooks: functions that inner modules may have as forward hooks: what they do is in the graph.
+        is_harmless: of a function: true if inner modules may have it as a forward hook, because what it does is in the graph.
 
     Attributes:
         reason: why the tree must not be captured, or None. ``unchanged`` then says whether what led to the reason is still so.
     """
 
-    def __init__(self, root: nn.Module, harmless_hooks: frozenset[Callable[..., Any]] = frozenset()) -> None:
+    def __init__(self, root: nn.Module, is_harmless: Callable[[Any], bool] = lambda hook: False) -> None:
         self.reason: str | None = None
-        self._harmless = harmless_hooks
+        self._is_harmless = is_harmless
         self._seen: set[int] = set()
         self._objects: list[Any] = []  # visited, alive while their ids are in _seen
         self._modules: list[nn.Module] = []
@@ -176,7 +176,7 @@ class Watch:
         for name in _FORWARD_HOOKS:
             hooks = getattr(module, name)
             (self._plain if hooks else self._empty).append(hooks.values() if hooks else hooks)
-            if not self._harmless.issuperset(hooks.values()):
+            if not all(map(self._is_harmless, hooks.values())):
                 self.reason = f"there is a forward hook on {path}"
 
     def _see_container(self, path: str, value: Any) -> list[tuple[str, Any]]:

@@ -40,9 +40,18 @@ _GRAPHABLE: dict[str, dict[str, tuple[int, torch.dtype]]] = {
     "diffusers.models.controlnets.controlnet.ControlNetModel": {"timestep": (1, torch.float64)},
     "diffusers.models.autoencoders.vae.Encoder": {},
     "diffusers.models.autoencoders.vae.Decoder": {},
+    "transformers.models.clip.modeling_clip.CLIPTextModel": {},
+    "transformers.models.clip.modeling_clip.CLIPTextModelWithProjection": {},
 }
-# What these hooks do is device work, or a hand-off between modules that a replay has no need of.
-_HARMLESS: frozenset[Callable[..., Any]] = frozenset((channels_last.enter, channels_last.leave))
+_HARMLESS = (channels_last.enter, channels_last.leave)
+
+
+def _is_harmless(hook: Any) -> bool:
+    """True if a forward hook does device work alone, or hands something from module to module that a replay has no need of.
+
+    transformers collects hidden states with hooks of its own, and returns them: they are among a graph's results.
+    """
+    return hook in _HARMLESS or getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
 
 
 def is_graphable(module: nn.Module) -> bool:
@@ -247,7 +256,7 @@ class GraphedForward:
             self.clear()
         if self._watch is None:
             try:
-                self._watch = Watch(module, _HARMLESS)
+                self._watch = Watch(module, _is_harmless)
             except Exception as error:  # whatever a property or a comparison of someone else's raises
                 raise Unsupported(f"its state cannot be watched: {type(error).__name__}: {_line(error)}") from error
             self._replays_of_watch = 0

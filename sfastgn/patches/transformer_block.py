@@ -86,7 +86,7 @@ def _has_layer_norms(block: Any) -> bool:
     return block.norm_type == "layer_norm" and block.pos_embed is None
 
 
-# A node of autograd that is written in Python costs the CPU 0.1 to 0.3 ms on an H200's host, PyTorch's own norm 0.05. With fewer elements the
+# A node of autograd written in Python costs the CPU 0.1 to 0.3 ms on an H200's host, PyTorch's own norm 0.05. With fewer elements the
 # GPU does not make up for that.
 _TRAINING_ELEMENTS = 2**24
 

@@ -56,7 +56,7 @@ def test_names_are_unique_and_eager_is_first() -> None:
     assert len(set(variants.NAMES)) == len(variants.VARIANTS)
     assert variants.NAMES[0] == "eager"
     ours = {"sfastgn", "sfastgn_eager", "sfastgn_compile"}
-    assert set(variants.NAMES) == {"eager", "channels_last", "compile", "stable_fast", *ours}
+    assert set(variants.NAMES) == {"eager", "channels_last", "compile", "compile_graphs", "stable_fast", *ours}
 
 
 def test_unknown_name_lists_the_known() -> None:

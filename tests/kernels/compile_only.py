@@ -37,6 +37,7 @@ from sfastgn.kernels import (
     layer_norm_backward,
     layer_norm_backward_kernels,
     layer_norm_kernels,
+    short_attention,
     statistics_kernels,
     upsample,
     upsample_conv_kernels,
@@ -70,6 +71,9 @@ MORE_GATED = [(77, 333), (10**6, 10)]
 # (N, C, K) of time embeddings: SD1.5's and SDXL's in a ResNet block, with the most rows, and the longest ones.
 FEW_ROWS = [(2, 1280, 1280), (2, 320, 1280), (16, 1280, 1280), (2, 1280, 2816)]
 MORE_FEW_ROWS = [(1, 640, 1280), (2, 2560, 1280), (3, 1280, 320), (4, 77, 333), (4, 1280, 8192)]
+# (queries, keys, channels of a head): SD1.5's and SDXL's cross attention; heads that only wgmma has the registers for.
+PROMPTS = [(4096, 77, 40), (1024, 77, 64), (64, 77, 80), (64, 128, 128)]
+MORE_PROMPTS = [(256, 77, 160), (256, 128, 256)]
 
 
 def cases(capability: int) -> list[tuple[tuple[int, ...], torch.dtype, str]]:
@@ -87,6 +91,10 @@ def cases(capability: int) -> list[tuple[tuple[int, ...], torch.dtype, str]]:
     ]
     found += [(shape, torch.float16, "gated") for shape in (GATED if capability in (75, 90) else GATED[:1])]
     found += [(shape, torch.float16, "few_rows") for shape in (FEW_ROWS if capability in (75, 90) else FEW_ROWS[:1])]
+    if capability >= 80:
+        found += [(shape, torch.float16, "attention") for shape in PROMPTS]
+    if capability >= 90:
+        found += [(shape, torch.bfloat16, "attention") for shape in MORE_PROMPTS]
     if capability == 90:
         found += [(shape, torch.float16, "few_rows") for shape in MORE_FEW_ROWS]
         found += [(shape, torch.float32, "few_rows") for shape in FEW_ROWS]
@@ -102,9 +110,8 @@ def launches(shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> Iterato
     """(launch, its tensors) of every kernel that the public functions launch on ``shape``; nothing runs."""
     made: list[tuple[Launch, tuple[Any, ...]]] = []
     with mock.patch.object(Launch, "__call__", lambda self, stream, *tensors: made.append((self, tensors))):
-        {"tokens": layer_norms, "gated": gated, "few_rows": few_rows}.get(layout, group_norms)(
-            shape, dtype, layout, made
-        )
+        kinds = {"tokens": layer_norms, "gated": gated, "few_rows": few_rows, "attention": attention}
+        kinds.get(layout, group_norms)(shape, dtype, layout, made)
     yield from made
 
 
@@ -116,6 +123,12 @@ def layer_norms(shape: tuple[int, ...], dtype: torch.dtype, layout: str, made: l
     y, mean, rstd = torch.ops.sfastgn.layer_norm(x, weight, weight, 1e-5, None)
     for dtypes in ((dtype,) * 4, (dtype, None, None, None)):
         layer_norm_grads(y, x, x, mean, rstd, weight, 1e-5, dtypes)
+
+
+def attention(shape: tuple[int, ...], dtype: torch.dtype, layout: str, made: list[Any]) -> None:
+    L, S, D = shape
+    q, k = (torch.empty((2, rows, 8, D), dtype=dtype).transpose(1, 2) for rows in (L, S))
+    assert short_attention.attend_to_few(q, k, k) is not None
 
 
 def gated(shape: tuple[int, ...], dtype: torch.dtype, layout: str, made: list[Any]) -> None:
@@ -219,6 +232,7 @@ def main(capability: int) -> None:
         layer_norm,
         layer_norm_backward,
         geglu,
+        short_attention,
         upsample,
     ):
         module.runs_in_triton = lambda x: True
@@ -228,6 +242,7 @@ def main(capability: int) -> None:
         group_norm_backward_plans,
         statistics_kernels,
         geglu_kernels,
+        short_attention,
         layer_norm_kernels,
         layer_norm_backward_kernels,
         upsample_kernels,

@@ -125,6 +125,40 @@ def test_vae_and_controlnet(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["text_encoder", "text_encoder_2"])
+def test_text_encoders(name, device):
+    """Hidden states are collected by hooks that transformers puts in at the first call which asks for them."""
+    encoder = getattr(build_pipeline("tiny_xl", dtype=torch.float32, device=device), name)
+    stock = copy.deepcopy(encoder)
+    optimized(encoder)
+    (graphs,) = sfastgn.report(encoder).graphs  # one, although an encoder with a projection is made of another one
+    assert graphs.kind == type(stock).__name__
+    g = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for _ in range(4):
+            tokens = torch.randint(0, 512, (1, 77), generator=g).to(device)
+            ours, theirs = (m(tokens, output_hidden_states=True) for m in (encoder, stock))
+            assert type(ours) is type(theirs)
+            agree(ours[0], theirs[0])
+            for a, b in zip(ours.hidden_states, theirs.hidden_states, strict=True):
+                agree(a, b)
+    assert state(encoder).replays == 3
+    sfastgn.restore(encoder)
+    assert "forward" not in vars(encoder)
+
+
+def test_a_model_that_was_optimised_before_the_one_around_it():
+    encoder = build_pipeline("tiny_xl", dtype=torch.float32, device="cpu").text_encoder_2
+    optimized(encoder.text_model)
+    optimized(encoder)
+    assert "forward" not in vars(encoder.text_model)
+    with torch.no_grad():
+        for _ in range(2):
+            encoder(torch.ones(1, 77, dtype=torch.int64))
+    assert state(encoder).replays == 1
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_an_autoencoder_in_slices_and_tiles(device):
     vae = build_vae("tiny", torch.float32, device)
     stock = copy.deepcopy(vae)
