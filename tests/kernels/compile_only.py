@@ -39,6 +39,8 @@ from sfastgn.kernels import (
     upsample,
     upsample_conv_kernels,
     upsample_kernels,
+    wide_attention,
+    wide_attention_kernels,
 )
 from sfastgn.kernels.geglu import geglu_grads
 from sfastgn.kernels.group_norm_backward import group_norm_grads
@@ -65,6 +67,8 @@ MORE_TOKENS = [(154, 768), (4096, 1000), (64, 8192), (64, 16384), (2048, 333)]
 # (rows, D) of the first feed-forward layers of SD1.5 and of SDXL's most frequent block; odd and short rows.
 GATED = [(8192, 1280), (2048, 5120)]
 MORE_GATED = [(77, 333), (10**6, 10)]
+# (tokens, channels) of a VAE's mid block at 512^2, at 1024^2, and at 2048^2, where a row of scores does not fit into registers.
+ATTENDED = [(4096, 512), (16384, 512), (65536, 512)]
 
 
 def cases(capability: int) -> list[tuple[tuple[int, ...], torch.dtype, str]]:
@@ -81,7 +85,9 @@ def cases(capability: int) -> list[tuple[tuple[int, ...], torch.dtype, str]]:
         (shape, torch.float16, "tokens") for shape in (TOKENS if capability in (75, 90) else (TOKENS[0], TOKENS[-1]))
     ]
     found += [(shape, torch.float16, "gated") for shape in (GATED if capability in (75, 90) else GATED[:1])]
+    found += [(shape, torch.float16, "wide") for shape in (ATTENDED if capability in (75, 90) else ATTENDED[1:])]
     if capability == 90:
+        found += [(ATTENDED[1], torch.bfloat16, "wide"), ((1111, 264), torch.float16, "wide")]
         found += [(shape, torch.float16, "tokens") for shape in MORE_TOKENS]
         found += [(shape, torch.float16, "gated") for shape in MORE_GATED]
         found += [(GATED[0], dtype, "gated") for dtype in (torch.bfloat16, torch.float32)]
@@ -93,7 +99,7 @@ def launches(shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> Iterato
     """(launch, its tensors) of every kernel that the public functions launch on ``shape``; nothing runs."""
     made: list[tuple[Launch, tuple[Any, ...]]] = []
     with mock.patch.object(Launch, "__call__", lambda self, stream, *tensors: made.append((self, tensors))):
-        {"tokens": layer_norms, "gated": gated}.get(layout, group_norms)(shape, dtype, layout, made)
+        {"tokens": layer_norms, "gated": gated, "wide": attended}.get(layout, group_norms)(shape, dtype, layout, made)
     yield from made
 
 
@@ -114,6 +120,13 @@ def gated(shape: tuple[int, ...], dtype: torch.dtype, layout: str, made: list[An
     sfastgn.geglu(x)
     for dtypes in ((dtype, dtype), (dtype, None), (None, dtype)):
         geglu_grads(y, x, bias, dtypes)
+
+
+def attended(shape: tuple[int, ...], dtype: torch.dtype, layout: str, made: list[Any]) -> None:
+    q = torch.empty((1, 1, *shape), dtype=dtype)
+    with mock.patch.object(wide_attention_kernels, "_multiply"):  # cuBLAS's
+        sfastgn.wide_attention(q, q, q)
+    del made[2:]  # the other chunks are like the first
 
 
 def group_norms(shape: tuple[int, ...], dtype: torch.dtype, layout: str, made: list[Any]) -> None:
@@ -201,6 +214,7 @@ def main(capability: int) -> None:
         layer_norm_backward,
         geglu,
         upsample,
+        wide_attention,
     ):
         module.runs_in_triton = lambda x: True
     for module in (
@@ -212,6 +226,7 @@ def main(capability: int) -> None:
         layer_norm_backward_kernels,
         upsample_kernels,
         upsample_conv_kernels,
+        wide_attention_kernels,
     ):
         module.has_programmatic_launch = lambda device: capability >= 90
     for shape, dtype, layout in cases(capability):
