@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sfastgn
 from sfastgn.kernels import wide_attention, wide_attention_kernels
+from sfastgn.kernels.launch import Launch
 from sfastgn.kernels.wide_attention import attend
 from sfastgn.kernels.wide_attention_config import ChunksConfig
 
@@ -140,11 +141,24 @@ def test_no_less_exact_than_pytorch(in_chunks, dtype, std, mean, device):
 
 
 @each_device
-def test_weights_are_those_of_the_rounded_sum(device):
-    """All values equal: whatever the weights are, they must sum up to one."""
-    q, k, v = make((1, 1, 9, 264), 50, device=device, std=3.0)
-    v = v[:, :, :1].expand(-1, -1, 50, -1)
-    assert torch.equal(run(q, k, v), v[:, :, :9])
+@pytest.mark.parametrize("block", [None, 16], ids=["whole-rows", "rows-read-twice"])
+def test_sums_are_of_the_rounded_weights(in_chunks, monkeypatch, block, device):
+    in_chunks(None, block)
+    arguments = []
+
+    class Recorded(Launch):
+        def __call__(self, stream, *tensors):
+            super().__call__(stream, *tensors)
+            arguments.append([t.clone() for t in tensors])
+
+    monkeypatch.setattr(wide_attention_kernels, "Launch", Recorded)
+    run(*make((1, 1, 9, 264), 51, device=device, std=3.0))
+    scores, weights, sums = arguments[0]
+    scores, weights = (t[: 9 * 56].view(9, 56)[:, :51].double() for t in (scores, weights))
+    exact = ((scores - scores.amax(1, keepdim=True)) * 264**-0.5).exp()
+    torch.testing.assert_close(weights, exact, atol=1e-7, rtol=2**-11 + 1e-5)
+    torch.testing.assert_close(sums.double(), weights.sum(1), atol=0, rtol=3e-7)
+    assert ((sums / exact.sum(1) - 1).abs() > 1e-6).all()  # which no other sum would be
 
 
 @each_device
