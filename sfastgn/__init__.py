@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from sfastgn.kernels.layer_norm import add_layer_norm, layer_norm
     from sfastgn.kernels.upsample import upsample_nearest_2x
     from sfastgn.kernels.upsample_conv import upsample_conv2d
+    from sfastgn.kernels.wide_attention import wide_attention
     from sfastgn.modules import GroupNorm, InstanceNorm, LayerNorm
 
 __version__ = "0.1.0"
@@ -42,6 +43,7 @@ __all__ = [
     "restore",
     "upsample_conv2d",
     "upsample_nearest_2x",
+    "wide_attention",
 ]
 
 # Public names and the modules that hold them, imported at first use (PEP 562).
@@ -61,6 +63,7 @@ _LAZY = {
     "layer_norm": "sfastgn.kernels.layer_norm",
     "upsample_conv2d": "sfastgn.kernels.upsample_conv",
     "upsample_nearest_2x": "sfastgn.kernels.upsample",
+    "wide_attention": "sfastgn.kernels.wide_attention",
     "GroupNorm": "sfastgn.modules",
     "InstanceNorm": "sfastgn.modules",
     "LayerNorm": "sfastgn.modules",

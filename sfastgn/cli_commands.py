@@ -93,7 +93,10 @@ def bench(
 @app.command()
 def kernels(
     suite: Annotated[
-        str, typer.Option("--suite", help="inference, training, instance_norm, layer_norm, issue_28201 or upsample")
+        str,
+        typer.Option(
+            "--suite", help="inference, training, instance_norm, layer_norm, issue_28201, upsample or attention"
+        ),
     ] = "inference",
     shapes: Annotated[
         str, typer.Option("--shapes", help="all, a set of the suite (unet, large), or a comma list such as NxCxHxW")

@@ -43,6 +43,7 @@ _OWN_FILES = (
     ("linear", GEMM),
     ("activation", POINTWISE),
     ("geglu", POINTWISE),
+    ("attention", ATTENTION),  # what stands between its products, which themselves are cuBLAS's
     ("upsample", POINTWISE),  # also those around its convolution, which itself is cuDNN's
 )
 

@@ -2,7 +2,8 @@
 
 ``training`` is GroupNorm+SiLU with its gradients on the shapes of inference; ``issue_28201`` has the two shapes of PyTorch's issue
 of that number (channels-last GroupNorm, its slowness); ``instance_norm`` images of three dimensions; ``layer_norm`` from few long
-rows to many short ones, the tokens of SD1.5's and SDXL's UNets, and a residual and a bias added on the way.
+rows to many short ones, the tokens of SD1.5's and SDXL's UNets, and a residual and a bias added on the way; ``upsample`` doubles
+images, with a convolution behind it or none; ``attention`` is that of a VAE's mid block, one head of 512 channels.
 """
 
 from __future__ import annotations
@@ -370,7 +371,42 @@ _UPSAMPLE = Suite(
     baseline="eager_nchw",
 )
 
+# ---- attention with one wide head
+
+
+def _attention_sizes(shape: Shape) -> dict[str, tuple[int, ...]]:
+    return dict.fromkeys(("x", "key", "value"), shape)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def _our_attention(*operands: Tensor) -> Call:
+    import sfastgn
+
+    return sfastgn.wide_attention
+
+
+_ATTENTION = Suite(
+    name="attention",
+    title="Attention of one wide head, as in the middle of a VAE",
+    axes="NxheadsxLxD",
+    shape_sets={"all": ((1, 1, 1024, 512), (1, 1, 4096, 512), (1, 1, 9216, 512), (1, 1, 16384, 512))},
+    operations=(
+        _copied(_attention_sizes),
+        Operation(NORM, _attention_sizes, _attention, (FORWARD,), tensors=4),
+    ),
+    providers=(
+        _COPY,
+        Provider("sdpa", providers.always, _fixed(_attention), channels_last=False, task=NORM),
+        Provider("sfastgn", _needs_ours("wide_attention"), _our_attention, channels_last=False, task=NORM),
+    ),
+    ours=("sfastgn",),
+    baseline="sdpa",
+)
+
 SUITES: dict[str, Suite] = {
-    suite.name: suite for suite in (_TRAINING, _INSTANCE_NORM, _LAYER_NORM, _ISSUE_28201, _UPSAMPLE)
+    suite.name: suite for suite in (_TRAINING, _INSTANCE_NORM, _LAYER_NORM, _ISSUE_28201, _UPSAMPLE, _ATTENTION)
 }
 NAMES: tuple[str, ...] = (INFERENCE, *SUITES)

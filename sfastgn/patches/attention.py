@@ -24,6 +24,7 @@ from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 from torch import Tensor, nn
 
 from sfastgn.kernels.dispatch import is_untraced, wants_gradient
+from sfastgn.kernels.wide_attention import attend
 from sfastgn.patches.fusion import ClassSwap
 from sfastgn.patches.packing import joined, pack, plain_parameters, unpack
 from sfastgn.patches.upstream import unknown_source
@@ -51,7 +52,7 @@ class FusedAttention(Attention):
         if self.group_norm is not None:
             hidden_states = self.group_norm(hidden_states.transpose(1, 2)).transpose(1, 2)
         query, key, value = self._project(hidden_states, encoder_hidden_states)
-        h = F.scaled_dot_product_attention(query, key, value)
+        h = attend(query, key, value)
         h = self.to_out[1](self.to_out[0](h.transpose(1, 2).flatten(2)))
         if len(shape) == 4:
             h = h.transpose(1, 2).reshape(shape)

@@ -28,6 +28,7 @@ TINY: dict[str, Shape] = {
     "instance_norm": (2, 3, 5, 2, 7),
     "layer_norm": (7, 33),
     "upsample": (2, 6, 5, 3),
+    "attention": (2, 1, 6, 264),
 }
 GRADIENTS = {"y", "dx", "dweight", "dbias"}
 TRAIN = SUITES["training"]

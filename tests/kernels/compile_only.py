@@ -42,6 +42,8 @@ from sfastgn.kernels import (
     upsample,
     upsample_conv_kernels,
     upsample_kernels,
+    wide_attention,
+    wide_attention_kernels,
 )
 from sfastgn.kernels.geglu import geglu_grads
 from sfastgn.kernels.group_norm_backward import group_norm_grads
@@ -74,6 +76,8 @@ MORE_FEW_ROWS = [(1, 640, 1280), (2, 2560, 1280), (3, 1280, 320), (4, 77, 333), 
 # (queries, keys, channels of a head): SD1.5's and SDXL's cross attention; heads that only wgmma has the registers for.
 PROMPTS = [(4096, 77, 40), (1024, 77, 64), (64, 77, 80), (64, 128, 128)]
 MORE_PROMPTS = [(256, 77, 160), (256, 128, 256)]
+# (tokens, channels) of a VAE's mid block at 512^2, at 1024^2, and at 2048^2, where a row of scores does not fit into registers.
+ATTENDED = [(4096, 512), (16384, 512), (65536, 512)]
 
 
 def cases(capability: int) -> list[tuple[tuple[int, ...], torch.dtype, str]]:
@@ -99,6 +103,9 @@ def cases(capability: int) -> list[tuple[tuple[int, ...], torch.dtype, str]]:
         found += [(shape, torch.float16, "few_rows") for shape in MORE_FEW_ROWS]
         found += [(shape, torch.float32, "few_rows") for shape in FEW_ROWS]
         found += [(FEW_ROWS[0], torch.bfloat16, "few_rows")]
+    found += [(shape, torch.float16, "wide") for shape in (ATTENDED if capability in (75, 90) else ATTENDED[1:])]
+    if capability == 90:
+        found += [(ATTENDED[1], torch.bfloat16, "wide"), ((1111, 264), torch.float16, "wide")]
         found += [(shape, torch.float16, "tokens") for shape in MORE_TOKENS]
         found += [(shape, torch.float16, "gated") for shape in MORE_GATED]
         found += [(GATED[0], dtype, "gated") for dtype in (torch.bfloat16, torch.float32)]
@@ -112,6 +119,7 @@ def launches(shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> Iterato
     with mock.patch.object(Launch, "__call__", lambda self, stream, *tensors: made.append((self, tensors))):
         kinds = {"tokens": layer_norms, "gated": gated, "few_rows": few_rows, "attention": attention}
         kinds.get(layout, group_norms)(shape, dtype, layout, made)
+        {"tokens": layer_norms, "gated": gated, "wide": attended}.get(layout, group_norms)(shape, dtype, layout, made)
     yield from made
 
 
@@ -145,6 +153,13 @@ def few_rows(shape: tuple[int, ...], dtype: torch.dtype, layout: str, made: list
     x, weight, bias = (torch.empty(size, dtype=dtype) for size in ((N, K), (C, K), (C,)))
     sfastgn.act_linear(x, weight, bias)
     torch.ops.sfastgn.act_linear(x, weight, bias, "silu", bias)
+
+
+def attended(shape: tuple[int, ...], dtype: torch.dtype, layout: str, made: list[Any]) -> None:
+    q = torch.empty((1, 1, *shape), dtype=dtype)
+    with mock.patch.object(wide_attention_kernels, "_multiply"):  # cuBLAS's
+        sfastgn.wide_attention(q, q, q)
+    del made[2:]  # the other chunks are like the first
 
 
 def group_norms(shape: tuple[int, ...], dtype: torch.dtype, layout: str, made: list[Any]) -> None:
@@ -234,6 +249,7 @@ def main(capability: int) -> None:
         geglu,
         short_attention,
         upsample,
+        wide_attention,
     ):
         module.runs_in_triton = lambda x: True
     for module in (
@@ -247,6 +263,7 @@ def main(capability: int) -> None:
         layer_norm_backward_kernels,
         upsample_kernels,
         upsample_conv_kernels,
+        wide_attention_kernels,
     ):
         module.has_programmatic_launch = lambda device: capability >= 90
     for shape, dtype, layout in cases(capability):

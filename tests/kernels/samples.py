@@ -21,6 +21,7 @@ from sfastgn.kernels import (
     layer_norm_backward,
     upsample,
     upsample_conv,
+    wide_attention,
 )
 from sfastgn.kernels.dispatch import KERNEL_DTYPES
 from sfastgn.kernels.group_norm import reference_group_norm
@@ -72,6 +73,7 @@ def kernels(*, direct=False):
             geglu,
             upsample,
             upsample_conv,
+            wide_attention,
         )
         for module in (*modules, *([dispatch] if direct else [])):
             patches.enter_context(mock.patch.object(module, "runs_in_triton", runs_in_triton))

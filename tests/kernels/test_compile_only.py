@@ -24,6 +24,7 @@ KERNELS = {
     "_rows_grad_kernel", "_chunk_sums_kernel", "_chunk_grad_kernel", "_column_sum_kernel",
     "_act_linear_kernel", "_geglu_kernel", "_geglu_grad_kernel", "_bias_sum_kernel",
     "_upsample_kernel", "_upsample_grad_kernel", "_phase_weights_kernel", "_interleave_kernel", "_interleave_statistics_kernel",
+    "_softmax_kernel", "_divide_kernel",
 }  # fmt: skip
 SINCE_AMPERE = {"_short_attention_kernel"}
 
