@@ -117,9 +117,8 @@ def launches(shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> Iterato
     """(launch, its tensors) of every kernel that the public functions launch on ``shape``; nothing runs."""
     made: list[tuple[Launch, tuple[Any, ...]]] = []
     with mock.patch.object(Launch, "__call__", lambda self, stream, *tensors: made.append((self, tensors))):
-        kinds = {"tokens": layer_norms, "gated": gated, "few_rows": few_rows, "attention": attention}
+        kinds = {"tokens": layer_norms, "gated": gated, "few_rows": few_rows, "attention": attention, "wide": attended}
         kinds.get(layout, group_norms)(shape, dtype, layout, made)
-        {"tokens": layer_norms, "gated": gated, "wide": attended}.get(layout, group_norms)(shape, dtype, layout, made)
     yield from made
 
 
