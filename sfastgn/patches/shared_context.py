@@ -43,6 +43,8 @@ __all__ = [
 ]
 
 _MAX_ROWS = 1024
+# In one call: of a capture that fails, of a run to warm up, and of the capture after it. A bound for who writes to the tensor.
+_MAX_PRODUCTS = 3
 
 
 def pays(rows: int, members: int) -> bool:
@@ -202,7 +204,7 @@ class _Call:
     def __init__(self, model: nn.Module, groups: tuple[_Group, ...]) -> None:
         self.model = weakref.ref(model)
         self.groups = groups
-        self.products: dict[_Group, _Product | None] = {}
+        self.products: dict[_Group, tuple[_Product | None, int]] = {}  # the last one, and how many there were
 
 
 class _Running(threading.local):
@@ -237,8 +239,9 @@ def take(attention: nn.Module, context: Tensor) -> Tensor | None:
     group = _group_of.get(attention)
     if group is None or group not in call.groups:
         return None
-    product = call.products.get(group)
-    # A forward that runs twice in a call, to warm up and to be captured, gets a product each time.
-    if group not in call.products or (product is not None and product.is_over(context)):
-        product = call.products[group] = group.product(context)
+    product, made = call.products.get(group, (None, 0))
+    # A forward that runs more than once in a call, to warm up and to be captured, gets a product each time.
+    if made == 0 or (product is not None and product.is_over(context)):
+        product = group.product(context) if made < _MAX_PRODUCTS else None
+        call.products[group] = product, made + 1
     return None if product is None else product.take(attention, context)
