@@ -4,6 +4,10 @@ Formula, with u of shape (..., D), u = x or u = x + residual + add_bias as round
 
     y = (u - mean(u)) / sqrt(var(u) + eps) * weight + bias          (per row of D; var divided by D)
 
+The sum is returned beside y: as it was normalised, or with a bias on top (``total_bias``), of which the norm knows nothing. Whatever is
+added to the sum next then needs no pass for its bias. Only the kernels know of it; the op does not, and where the op is called or a
+gradient is wanted, plain PyTorch makes that sum.
+
 On a GPU the kernels of ``layer_norm_kernels.py`` run; everywhere else ``reference_layer_norm``. Layout and numerics contract: there.
 
 Source: Ba, Kiros and Hinton, "Layer Normalization", 2016. The interface follows torch.nn.functional.layer_norm.
@@ -51,11 +55,13 @@ def _reference(
     return y.to(out_dtype or x.dtype).contiguous(), centre, rstd.squeeze(-1).contiguous()
 
 
-def reference_add(x: Tensor, residual: Tensor, add_bias: Tensor | None = None) -> Tensor:
-    """x + residual + add_bias in plain PyTorch, rounded once to the dtype of x."""
+def reference_add(x: Tensor, residual: Tensor, *biases: Tensor | None) -> Tensor:
+    """x + residual + biases, each of these (D,) or None, in plain PyTorch: rounded once, to the dtype of x."""
     wide = torch.promote_types(x.dtype, torch.float32)
     total = x.to(wide) + residual.to(wide)
-    return (total if add_bias is None else total + add_bias.to(wide)).to(x.dtype).contiguous()
+    for bias in biases:
+        total = total if bias is None else total + bias.to(wide)
+    return total.to(x.dtype).contiguous()
 
 
 # --- ops ----------------------------------------------------------------------------------------------------------------------
@@ -81,7 +87,7 @@ def _layer_norm_impl(
     if not runs_in_triton(x):
         return _reference(x, weight, bias, eps, out_dtype)
     centre, rstd = _empty_saved(x), _empty_saved(x)
-    y, _ = _in_triton(x, None, (weight, bias, None), eps, out_dtype, (centre, rstd))
+    y, _ = _in_triton(x, None, (weight, bias, None, None), eps, out_dtype, (centre, rstd))
     return y, centre, rstd
 
 
@@ -102,7 +108,7 @@ def _add_impl(
         y, centre, rstd = _reference(total, weight, bias, eps, out_dtype)
         return y, total, centre, rstd
     centre, rstd = _empty_saved(x), _empty_saved(x)
-    y, total = _in_triton(x, residual, (weight, bias, add_bias), eps, out_dtype, (centre, rstd))
+    y, total = _in_triton(x, residual, (weight, bias, add_bias, None), eps, out_dtype, (centre, rstd))
     return y, total, centre, rstd
 
 
@@ -180,7 +186,7 @@ class _LayerNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, how: tuple[Any, ...]) -> Tensor:
         plan, eps, out_dtype = how
         saved = _empty_saved(x), _empty_saved(x)
-        y, _ = launch_layer_norm(plan, x, None, (weight, bias, None), out_dtype, saved)
+        y, _ = launch_layer_norm(plan, x, None, (weight, bias, None, None), out_dtype, saved)
         _keep(ctx, x, *saved, (weight, bias, None), eps)
         return y
 
@@ -203,7 +209,7 @@ class _AddLayerNorm(torch.autograd.Function):
         plan, eps, out_dtype = how
         saved = _empty_saved(x), _empty_saved(x)
         params = (weight, bias, add_bias)
-        y, total = launch_layer_norm(plan, x, residual, params, out_dtype, saved)
+        y, total = launch_layer_norm(plan, x, residual, (*params, None), out_dtype, saved)
         _keep(ctx, total, *saved, params, eps)  # type: ignore[arg-type]  # with a residual there is a total
         return y, total
 
@@ -244,7 +250,7 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
 
     Source: torch.nn.functional.layer_norm for the interface; Ba, Kiros and Hinton, 2016, for the formula.
     """
-    params = (weight, bias, None)
+    params = (weight, bias, None, None)
     out_dtype = _autocast_dtype(x)
     # A key that can be looked up first; whatever else is wrong misses there and is then checked.
     if type(eps) is float and is_plain(x, params):
@@ -272,6 +278,7 @@ def add_layer_norm(
     eps: float = 1e-5,
     *,
     add_bias: Tensor | None = None,
+    total_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """x + residual + add_bias and its LayerNorm in one pass over memory: what stands between two parts of a transformer block.
 
@@ -280,20 +287,23 @@ def add_layer_norm(
         residual: shape, dtype and device of x.
         weight, bias, eps: as in ``layer_norm``.
         add_bias: (D,) or None, any floating dtype: a linear layer's bias that its kernel left to the next one.
+        total_bias: (D,) or None, any floating dtype: the bias of what will be added to total next. The norm does not see it.
 
     Returns:
-        (y, total): total is the sum, rounded once from fp32 to the dtype of x, and y its ``layer_norm``, of the sum as rounded.
+        (y, total): y is the ``layer_norm`` of the sum as rounded to the dtype of x. total is the sum and total_bias, rounded once from
+        fp32 to the dtype of x, in memory of its own: it may be written to.
 
     Shapes: both have the shape of x. Dtypes: total has that of x, y too, or fp32 under CUDA autocast. Layout: both are contiguous; x
         and residual are read as in ``layer_norm``.
-    Grad: with respect to every tensor, through both results, as in ``layer_norm``; total is kept for the backward.
+    Grad: with respect to every tensor, through both results, as in ``layer_norm``; the sum is kept for the backward. A total_bias then
+        costs passes in plain PyTorch, and memory for a second sum.
     Raises:
         TypeError: an argument is not a floating tensor, or the dtypes of x and residual differ.
         ValueError: a shape or a device does not fit.
 
     Source: as ``layer_norm``; the sum goes with the norm since the first pre-norm transformers' fused kernels.
     """
-    params = (weight, bias, add_bias)
+    params = (weight, bias, add_bias, total_bias)
     out_dtype = _autocast_dtype(x)
     if type(eps) is float and isinstance(residual, Tensor) and is_plain(x, (residual, *params)):
         training = wants_gradient(x, (residual, *params))
@@ -305,14 +315,17 @@ def add_layer_norm(
             plan = make_plan(key, x, residual, params, eps)
         if not training:
             return launch_layer_norm(plan, x, residual, params, out_dtype)  # type: ignore[return-value]
-        if plan.programs:
-            return _AddLayerNorm.apply(x, residual, *params, (plan, eps, out_dtype))
+        if plan.programs and total_bias is None:
+            return _AddLayerNorm.apply(x, residual, *params[:3], (plan, eps, out_dtype))
     _check("sfastgn.add_layer_norm", x, params, eps)
     _check_residual("sfastgn.add_layer_norm", x, residual)
+    if total_bias is not None:
+        y, _ = add_layer_norm(x, residual, weight, bias, eps, add_bias=add_bias)
+        return y, reference_add(x, residual, add_bias, total_bias)
     if not torch.compiler.is_compiling() and is_transformed():
         total = reference_add(x, residual, add_bias)
         return reference_layer_norm(total, weight, bias, float(eps), out_dtype=out_dtype), total
-    return torch.ops.sfastgn.add_layer_norm(x, residual, *params, float(eps), out_dtype)[:2]
+    return torch.ops.sfastgn.add_layer_norm(x, residual, weight, bias, add_bias, float(eps), out_dtype)[:2]
 
 
 def _autocast_dtype(x: Any) -> torch.dtype | None:
@@ -329,7 +342,7 @@ def _check(name: str, x: Any, params: tuple[Any, ...], eps: Any) -> None:
         raise ValueError(f"{name}: x must be (..., D), got shape {tuple(x.shape)}")
     if isinstance(eps, bool) or not isinstance(eps, int | float):
         raise TypeError(f"{name}: eps must be a number, got {eps!r}")
-    for label, t in zip(("weight", "bias", "add_bias"), params, strict=True):
+    for label, t in zip(("weight", "bias", "add_bias", "total_bias"), params, strict=True):
         if t is None:
             continue
         if not isinstance(t, Tensor) or not t.is_floating_point():

@@ -7,7 +7,8 @@ Two ways, chosen by ``forward_config`` from sizes alone:
 - *chunks*: for rows that do not fit. ``_chunk_kernel`` leaves a mean and a sum of squared deviations (M2) per chunk,
   ``_merge_chunks_kernel`` brings them together per row, ``_normalise_kernel`` applies them. Ten rows then fill a GPU as well.
 
-With a residual, the kernel that reads x first also writes the sum, and takes the statistics of what it wrote, as rounded.
+With a residual, the kernel that reads x first also writes the sum, and takes the statistics of what it wrote, as rounded. With a
+``total_bias`` what is kept is another tensor than what is normalised: rows have both in registers, chunks write both.
 
 Launched dependent on each other from sm_90 on (``PDL``), by the rules of ADR 7: nothing is read or written before ``gdc_wait`` but x,
 and x only where no kernel of this call writes it.
@@ -68,14 +69,15 @@ if triton is not None:
 
     @triton.jit
     def _read(x_ptr, residual_ptr, add_bias_ptr, x_at, residual_at, c, mask):
-        """x, or x + residual + add_bias, in fp32 and rounded to the dtype of x."""
+        """x, or x + residual + add_bias, in fp32: rounded to the dtype of x, and before that."""
         x = tl.load(x_ptr + x_at, mask=mask, other=0.0)
+        total = x.to(tl.float32)
         if residual_ptr is not None:
-            total = x.to(tl.float32) + tl.load(residual_ptr + residual_at, mask=mask, other=0.0).to(tl.float32)
+            total += tl.load(residual_ptr + residual_at, mask=mask, other=0.0).to(tl.float32)
             if add_bias_ptr is not None:
                 total += tl.load(add_bias_ptr + c, mask=mask, other=0.0).to(tl.float32)
             x = total.to(x.dtype)
-        return x.to(tl.float32)
+        return x.to(tl.float32), total
 
     @triton.jit
     def _affine(weight_ptr, bias_ptr, c, in_row):
@@ -90,7 +92,7 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["rows", "eps"])
     def _rows_kernel(
-        x_ptr, residual_ptr, add_bias_ptr, weight_ptr, bias_ptr, total_ptr, y_ptr, centre_ptr, rstd_ptr, rows, eps,
+        x_ptr, residual_ptr, add_bias_ptr, total_bias_ptr, weight_ptr, bias_ptr, total_ptr, y_ptr, centre_ptr, rstd_ptr, rows, eps,
         D: tl.constexpr, X_STRIDE: tl.constexpr, RESIDUAL_STRIDE: tl.constexpr, ONE_ROW: tl.constexpr, PDL: tl.constexpr,
         WIDE: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
@@ -105,14 +107,17 @@ if triton is not None:
         residual_row = first * RESIDUAL_STRIDE + r * RESIDUAL_STRIDE
         if PDL:
             gdc_wait()
-        x = _read(x_ptr, residual_ptr, add_bias_ptr, x_row + c, residual_row + c, c, mask)
+        x, kept = _read(x_ptr, residual_ptr, add_bias_ptr, x_row + c, residual_row + c, c, mask)
         # Sums are of differences from the row's first element: rounded at the size of the deviations, not of the data.
-        pivot = _read(x_ptr, residual_ptr, add_bias_ptr, x_row, residual_row, r * 0, is_row)
+        pivot, _ = _read(x_ptr, residual_ptr, add_bias_ptr, x_row, residual_row, r * 0, is_row)
         # Where a thread has one row, it reads its own columns: a broadcast would send the whole tile through shared memory.
+        if total_bias_ptr is not None:
+            # Before the affine: after it, ptxas holds 168 registers a thread instead of 128, and three programs fit instead of four.
+            kept += tl.load(total_bias_ptr + (c + r * 0 if ONE_ROW else c), mask=in_row, other=0.0).to(tl.float32)
         scale, offset = _affine(weight_ptr, bias_ptr, c + r * 0 if ONE_ROW else c, in_row)
         out = first * D + (r * D + c)
         if total_ptr is not None:
-            tl.store(total_ptr + out, x.to(total_ptr.dtype.element_ty), mask=mask)
+            tl.store(total_ptr + out, kept.to(total_ptr.dtype.element_ty), mask=mask)
         d = tl.where(in_row, x - pivot, 0.0)
         total = row_sum(d, WIDE)
         # Explicit: ptxas would contract product and difference here, but not where the centre is stored too, and other bits come out.
@@ -126,10 +131,14 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["chunks", "blocks", "d_parts", "x_parts", "residual_parts", "plane"])
     def _chunk_kernel(
-        x_ptr, residual_ptr, add_bias_ptr, total_ptr, partials_ptr, chunks, blocks, d_parts, x_parts, residual_parts, plane,
+        x_ptr, residual_ptr, add_bias_ptr, total_bias_ptr, total_ptr, kept_ptr, partials_ptr, chunks, blocks, d_parts, x_parts,
+        residual_parts, plane,
         VECTOR: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        """Mean, less the row's first element, and M2 of each chunk of each row; and the sum that x is part of."""
+        """Mean, less the row's first element, and M2 of each chunk of each row; and the sum that x is part of.
+
+        ``kept_ptr``: the sum and total_bias, where there is one.
+        """
         row = (tl.program_id(0) // chunks).to(tl.int64)
         start = (tl.program_id(0) % chunks).to(tl.int64) * blocks * BLOCK
         parts = tl.minimum(blocks * (BLOCK // VECTOR), d_parts - start // VECTOR).to(tl.int32)
@@ -143,15 +152,19 @@ if triton is not None:
             gdc_wait()
             gdc_launch_dependents()
         # All means of a row are taken from its first element: rounded at the size of the deviations, not of the data.
-        first = _read(x_ptr, residual_ptr, add_bias_ptr, x_row - start, residual_row - start, row * 0, row >= 0)
+        first, _ = _read(x_ptr, residual_ptr, add_bias_ptr, x_row - start, residual_row - start, row * 0, row >= 0)
         pivot = 0.0
         sums = tl.zeros((BLOCK,), tl.float32)
         squares = tl.zeros((BLOCK,), tl.float32)
         for at in range(0, count, BLOCK):
             mask = at + i < count
-            x = _read(x_ptr, residual_ptr, add_bias_ptr, x_row + at + i, residual_row + at + i, start + at + i, mask)
+            c = start + at + i
+            x, kept = _read(x_ptr, residual_ptr, add_bias_ptr, x_row + at + i, residual_row + at + i, c, mask)
             if total_ptr is not None:
                 tl.store(total_ptr + total_row + at + i, x.to(total_ptr.dtype.element_ty), mask=mask)
+            if total_bias_ptr is not None:
+                kept += tl.load(total_bias_ptr + c, mask=mask, other=0.0).to(tl.float32)
+                tl.store(kept_ptr + total_row + at + i, kept.to(kept_ptr.dtype.element_ty), mask=mask)
             d = tl.where(mask, x - first, 0.0)
             if at == 0:
                 pivot = tl.sum(d, 0) / tl.minimum(count, BLOCK).to(tl.float32)
@@ -314,7 +327,10 @@ def plan_key(
     out_dtype: torch.dtype | None,
     saves: bool = False,
 ) -> tuple[Any, ...]:
-    """Hashable summary of the arguments of a call; ``params``: weight, bias, add_bias. ``saves``: centre and rstd are asked for."""
+    """Hashable summary of the arguments of a call; ``params``: weight, bias, add_bias, total_bias.
+
+    ``saves``: centre and rstd are asked for.
+    """
     signatures = [None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in (residual, *params)]
     return (x.shape, x.stride(), x.dtype, x.device, eps, out_dtype, saves, *signatures)
 
@@ -339,7 +355,10 @@ def launch_layer_norm(
     out_dtype: torch.dtype | None = None,
     saved: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[Tensor, Tensor | None]:
-    """(y, total) of the arguments that ``plan`` was made for; total is None without a residual. ``saved``: centre and rstd to be filled."""
+    """(y, total) of the arguments that ``plan`` was made for; total is None without a residual, and in memory that nobody else has.
+
+    ``saved``: centre and rstd to be filled.
+    """
     like = torch.preserve_format if plan.is_contiguous else torch.contiguous_format
     y = torch.empty_like(x, dtype=out_dtype, memory_format=like)
     total = None if residual is None else torch.empty_like(x, memory_format=like)
@@ -365,15 +384,18 @@ def _launch(
     total: Tensor | None,
     saved: tuple[Tensor | None, Tensor | None],
 ) -> None:
-    x, residual, weight, bias, add_bias = tensors
+    x, residual, weight, bias, add_bias, total_bias = tensors
     stream = current_stream(y.device)
     if plan.rows is not None:
-        plan.rows(stream, x, residual, add_bias, weight, bias, total, y, *saved)
+        plan.rows(stream, x, residual, add_bias, total_bias, weight, bias, total, y, *saved)
         return
     centre, rstd = saved
     if centre is None:
         centre, rstd = torch.empty((2, plan.row_count), dtype=torch.float32, device=y.device)
     partials = torch.empty(2 * plan.partials, dtype=torch.float32, device=y.device)
-    plan.chunk(stream, x, residual, add_bias, total, partials)
+    kept = None
+    if total is not None and total_bias is not None:
+        total, kept = torch.empty_like(total), total
+    plan.chunk(stream, x, residual, add_bias, total_bias, total, kept, partials)
     plan.merge(stream, partials, centre, rstd)
     plan.normalise(stream, x if total is None else total, weight, bias, centre, rstd, y)

@@ -1,7 +1,8 @@
 """diffusers' ``Attention`` on scaled_dot_product_attention: queries, keys and values in one matrix product, and less around it.
 
 What ``AttnProcessor2_0`` does, with three differences. Where the hidden states attend to themselves, to_q, to_k and to_v are one product;
-where they attend to others, to_k and to_v are (``packing.py`` says how their weights stay what and where they are). A division by an
+where they attend to others, to_k and to_v are (``packing.py`` says how their weights stay what and where they are), of all attentions of
+a model in one product where they read the same (``shared_context.py``). A division by an
 output factor of 1, which is a pass over the tensor, is left out; the values are the same. And the processor's signature is not inspected
 at each call, which takes more CPU time than the launch of a product.
 
@@ -27,6 +28,7 @@ from sfastgn.kernels.dispatch import is_untraced, wants_gradient
 from sfastgn.kernels.wide_attention import attend
 from sfastgn.patches.fusion import ClassSwap
 from sfastgn.patches.packing import joined, pack, plain_parameters, unpack
+from sfastgn.patches.shared_context import pack_group_behind, take
 from sfastgn.patches.upstream import unknown_source
 
 __all__ = ["FUSION", "FusedAttention"]
@@ -73,6 +75,9 @@ class FusedAttention(Attention):
     def _project(self, hidden_states: Tensor, context: Tensor | None) -> tuple[Tensor, ...]:
         """Queries, keys and values, (N, heads, tokens, channels of a head) each."""
         heads = self.heads
+        shared = None if context is None else take(self, context)
+        if shared is not None:
+            return _split(self.to_q(hidden_states), heads), *_split(shared, 2 * heads).chunk(2, 1)
         if context is None:
             together = self._joined(hidden_states, (self.to_q, self.to_k, self.to_v))
             if together is not None:
@@ -95,6 +100,7 @@ class FusedAttention(Attention):
         return joined(self, *found)
 
     def _pack(self) -> None:
+        pack_group_behind(self)
         linears = (self.to_q, self.to_k, self.to_v)
         same = len({getattr(linear, "in_features", None) for linear in linears}) == 1
         pack(self, linears if same else linears[1:])

@@ -25,7 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from sfastgn.kernels.dispatch import is_untraced
 from sfastgn.patches.fusion import is_plain
 
-__all__ = ["is_plain_linear", "joined", "pack", "plain_parameters", "unpack"]
+__all__ = ["is_plain_linear", "joined", "pack", "pack_together", "plain_parameters", "unpack"]
 
 # One product instead of three fills a GPU better; a CPU is full either way.
 PACKED_DEVICES = ("cuda",)
@@ -93,23 +93,30 @@ def _span(allocation: torch.UntypedStorage, parts: list[Tensor]) -> Tensor | Non
 
 
 def pack(owner: nn.Module, linears: Iterable[Any]) -> None:
-    """Puts the parameters of ``linears``, which are parts of ``owner``, side by side where that is possible and of use.
+    """``pack_together`` of parts of one module."""
+    pack_together((owner,), linears)
 
-    Values, strides and identities stay. What is not memory of its own stays where it is: parameters that share a storage with anything
-    else (tied weights, a state_dict that somebody holds), quantised or offloaded ones.
+
+def pack_together(owners: Sequence[nn.Module], linears: Iterable[Any]) -> None:
+    """Puts the parameters of ``linears``, which are parts of ``owners``, side by side where that is possible and of use.
+
+    For each of the owners, those of its own that follow each other can be joined too. Values, strides and identities stay. What is not
+    memory of its own stays where it is: parameters that share a storage with anything else (tied weights, a state_dict that somebody
+    holds), quantised or offloaded ones.
     """
     found = plain_parameters(linears)
     if found is None:
         return
     parts = [*found[0], *found[1]]
     captures = parts[0].is_cuda and torch.cuda.is_current_stream_capturing()
-    if captures or not is_untraced(parts[0], tuple(parts)) or joined(owner, *found) is not None:
-        return
+    if captures or not is_untraced(parts[0], tuple(parts)) or joined(owners[0], *found) is not None:
+        return  # they are, or must not move now
     if len(set(parts)) == len(parts) and all(_fits(part, parts[0]) for part in parts):
         try:
-            _allocations[owner] = StorageWeakRef(_move(parts))
+            reference = StorageWeakRef(_move(parts))
         except torch.OutOfMemoryError:
             return  # a full GPU holds the model all the same
+        _allocations.update(dict.fromkeys(owners, reference))
 
 
 def _fits(part: Tensor, first: Tensor) -> bool:

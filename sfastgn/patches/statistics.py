@@ -27,7 +27,7 @@ from sfastgn.kernels.group_norm_config import statistics_pay
 from sfastgn.kernels.launch import current_stream
 from sfastgn.kernels.layout import is_channels_last, is_dense
 
-__all__ = ["add", "add_bias", "cat", "emits", "hand_over", "take_statistics"]
+__all__ = ["add", "add_bias", "cat", "emits", "hand_over", "state_of", "take_statistics"]
 
 
 class _Key(weakref.ref[Tensor]):
@@ -47,8 +47,8 @@ def _forget(key: _Key) -> None:
         del _handed[key.id]
 
 
-def _state(x: Tensor) -> tuple[Any, ...]:
-    """What changes when ``x`` is written to, or when its kernels no longer run in one order with its producer's."""
+def state_of(x: Tensor) -> tuple[Any, ...]:
+    """What changes when ``x`` is written to, or when its kernels no longer run in one order with those that ran until now."""
     capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
     return x._version, x.data_ptr(), x.shape, current_stream(x.device), capturing
 
@@ -57,7 +57,7 @@ def hand_over(x: Tensor, statistics: Tensor) -> Tensor:
     """Files the ``statistics`` of ``x``, (2, N, P, C) fp32, under it, and returns ``x``. Only where ``emits`` is true."""
     key = _Key(x, _forget)
     key.id = id(x)
-    _handed[key.id] = key, _state(x), statistics
+    _handed[key.id] = key, state_of(x), statistics
     return x
 
 
@@ -68,7 +68,7 @@ def take_statistics(x: Tensor) -> Tensor | None:
     entry = _handed.pop(id(x), None)
     if entry is None or entry[0]() is not x or x.requires_grad or not is_plain(x, ()):
         return None
-    return entry[2] if entry[1] == _state(x) else None
+    return entry[2] if entry[1] == state_of(x) else None
 
 
 def emits(C: int, HW: int) -> bool:

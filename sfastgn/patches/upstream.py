@@ -26,6 +26,8 @@ TESTED_SOURCES: dict[str, frozenset[str]] = {
     "Transformer2DModel._get_output_for_continuous_inputs": frozenset({"49624b91ccd36058"}),
     "BasicTransformerBlock.__init__": frozenset({"2312e74f52516ed7"}),
     "BasicTransformerBlock.forward": frozenset({"9cfc6111a7fd5580"}),
+    "FeedForward.__init__": frozenset({"b58ae97ef816bb76"}),
+    "FeedForward.forward": frozenset({"2534be46672c7017"}),
     "Attention.__init__": frozenset({"b7c2f3fbb206ac90"}),
     "Attention.forward": frozenset({"d3822449559212cb"}),
     "AttnProcessor2_0.__call__": frozenset({"d5a292e89ccd77a2"}),

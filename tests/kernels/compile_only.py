@@ -127,6 +127,10 @@ def layer_norms(shape: tuple[int, ...], dtype: torch.dtype, layout: str, made: l
     weight = x.new_empty(shape[1])
     sfastgn.layer_norm(x, weight, weight)
     sfastgn.add_layer_norm(x, x, weight, weight, add_bias=weight)
+    # Past the dispatcher, where alone kernels know of it: the patched ``runs_in_triton`` is not the one that this way asks.
+    params = (weight, weight, None, weight)
+    plan = layer_norm_kernels.make_plan(("total_bias", x.shape, x.dtype), x, x, params, 1e-5)
+    layer_norm_kernels.launch_layer_norm(plan, x, x, params)
     y, mean, rstd = torch.ops.sfastgn.layer_norm(x, weight, weight, 1e-5, None)
     for dtypes in ((dtype,) * 4, (dtype, None, None, None)):
         layer_norm_grads(y, x, x, mean, rstd, weight, 1e-5, dtypes)

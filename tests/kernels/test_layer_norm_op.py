@@ -46,6 +46,19 @@ def test_fallback_is_eager_pytorch(shape, dtype):
     torch.testing.assert_close(y.double(), expected, **bounds)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_fallback_with_a_bias_of_the_total(dtype):
+    x, residual, weight, bias, add_bias = operands(3, 10, dtype=dtype)
+    total_bias = operands(3, 10)[2]
+    y, total = sfastgn.add_layer_norm(x, residual, weight, bias, add_bias=add_bias, total_bias=total_bias)
+    expected, plain = ours(x, residual, weight, bias, add_bias)
+    assert torch.equal(y, expected)
+    exact = x.double() + residual.double() + add_bias.double() + total_bias.double()
+    assert torch.equal(total, exact.to(dtype)) or dtype in (torch.float32, torch.float64)
+    torch.testing.assert_close(total, (plain + total_bias).to(dtype))
+    assert total.data_ptr() not in (x.data_ptr(), residual.data_ptr(), y.data_ptr())
+
+
 def test_fallback_keeps_the_variance_when_the_mean_is_large():
     x = operands(3, 4000)[0] + 2000
     assert (sfastgn.layer_norm(x) - F.layer_norm(x.double(), (4000,))).abs().max() < 2e-6
@@ -110,6 +123,21 @@ def test_operand_errors(residual, add_bias, kind, message):
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("total_bias", "kind", "message"),
+    [
+        pytest.param(1.0, TypeError, "total_bias must be a floating torch.Tensor, got float", id="float"),
+        pytest.param(torch.ones(3), ValueError, "total_bias must have shape (4,), got (3,)", id="shape"),
+        pytest.param(torch.ones(4, device="meta"), ValueError, "total_bias is on meta", id="device"),
+    ],
+)
+def test_errors_of_the_bias_of_the_total(total_bias, kind, message):
+    with pytest.raises(kind) as caught:
+        sfastgn.add_layer_norm(torch.ones(2, 4), torch.ones(2, 4), total_bias=total_bias)
+    assert str(caught.value).startswith("sfastgn.add_layer_norm: ")
+    assert message in str(caught.value)
+
+
 # --- gradients ---------------------------------------------------------------------------------------------------------------
 
 
@@ -121,6 +149,21 @@ def test_first_and_second_derivative(shape):
     assert torch.autograd.gradgradcheck(lambda *t: ours(*t, 1e-3), leaves)
     assert torch.autograd.gradgradcheck(lambda x, w, b: sfastgn.layer_norm(x, w, b, 1e-3), (x, weight, bias))
     assert torch.autograd.gradgradcheck(lambda x: sfastgn.layer_norm(x, None, None, 1e-3), (x,))
+
+
+def test_derivatives_with_a_bias_of_the_total():
+    leaves = [*operands(3, 5, dtype=torch.float64, requires_grad=True), operands(3, 5)[2].double().requires_grad_()]
+
+    def kept(x, residual, weight, bias, add_bias, total_bias):
+        return sfastgn.add_layer_norm(x, residual, weight, bias, 1e-3, add_bias=add_bias, total_bias=total_bias)
+
+    assert torch.autograd.gradcheck(kept, leaves)
+    assert torch.autograd.gradgradcheck(kept, leaves)
+    compiled = torch.compile(kept, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(*leaves), kept(*leaves))
+    x = leaves[0].detach()
+    both = torch.vmap(lambda x: sfastgn.add_layer_norm(x, x, total_bias=leaves[2]))(x)
+    torch.testing.assert_close(both, sfastgn.add_layer_norm(x, x, total_bias=leaves[2]))
 
 
 def test_derivatives_of_derivatives():
