@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import sfastgn
+from sfastgn.kernels import short_attention
 from sfastgn.patches import attention, packing
+from tests.kernels import samples as kernel_samples
 
 DIM, TEXT = 16, 12
 
@@ -253,6 +255,33 @@ def test_the_class_goes_by_the_name_that_tools_look_for():
     fused, stock = twins()
     assert type(fused) is not type(stock)
     assert type(fused).__name__ == type(stock).__name__
+
+
+@pytest.mark.parametrize(
+    ("autocast", "gradients", "tokens", "few"),
+    [
+        pytest.param(False, False, 77, True, id="prompt"),
+        pytest.param(False, False, 129, False, id="many-keys"),
+        pytest.param(True, False, 77, False, id="autocast"),
+        pytest.param(False, True, 77, False, id="gradients"),
+    ],
+)
+def test_a_prompts_few_keys_have_their_own_kernel(autocast, gradients, tokens, few, monkeypatch):
+    fused, stock = (m.half() for m in twins(cross_attention_dim=TEXT))
+    x, context = X.half(), noise(2, tokens, TEXT, seed=1).half()
+    found = []
+    monkeypatch.setattr(
+        attention, "attend_to_few", lambda *heads: found.append(short_attention.attend_to_few(*heads)) or found[-1]
+    )
+    with (
+        kernel_samples.kernels(direct=True),
+        torch.autocast("cpu", torch.float16, autocast),
+        torch.set_grad_enabled(gradients),
+    ):
+        y = fused(x, context)
+    assert [h is not None for h in found] == ([few] if not (autocast or gradients) else [])
+    truth = call(copy.deepcopy(stock).double(), x.double(), context.double())
+    assert kernel_samples.error(y, truth) < 1.1 * kernel_samples.error(call(stock, x, context), truth)
 
 
 # --- GPU -----------------------------------------------------------------------------------------------------------------------
