@@ -38,12 +38,11 @@ CATEGORIES = (*FLOOR, NORMALISATION, POINTWISE, COPIES, OTHER)
 # Of the package's own kernels, by what their file's name holds.
 _OWN_FILES = (
     ("norm", NORMALISATION),
-    ("attention", ATTENTION),
+    ("attention", ATTENTION),  # of a wide one what stands between its products, which themselves are cuBLAS's
     ("statistics", NORMALISATION),
     ("linear", GEMM),
     ("activation", POINTWISE),
     ("geglu", POINTWISE),
-    ("attention", ATTENTION),  # what stands between its products, which themselves are cuBLAS's
     ("upsample", POINTWISE),  # also those around its convolution, which itself is cuDNN's
 )
 
