@@ -10,9 +10,8 @@ import torch.nn.functional as F
 
 from sfastgn.kernels import short_attention
 from sfastgn.kernels.short_attention import MAX_KEYS, AttentionConfig, attend_to_few, attention_config, fits
-from tests.kernels.samples import error
+from tests.kernels.samples import DEVICES, error
 
-DEVICES = [pytest.param("cpu", id="interpreter"), pytest.param("cuda", id="gpu", marks=pytest.mark.gpu)]
 DTYPES = [pytest.param(torch.float16, id="fp16"), pytest.param(torch.bfloat16, id="bf16")]
 
 
@@ -100,8 +99,9 @@ def test_what_is_not_finite_spreads_as_in_pytorch(where, value, index, device):
     assert y[0, 0].isfinite().all()
 
 
-def test_the_same_bits_at_each_run():
-    (q,), (k, v) = heads(2, 2, 40, 64), heads(2, 2, 77, 64, parts=2)
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_same_bits_at_each_run(device):
+    (q,), (k, v) = heads(2, 2, 40, 64, device=device), heads(2, 2, 77, 64, device=device, parts=2)
     assert torch.equal(attend_to_few(q, k, v), attend_to_few(q, k, v))
 
 

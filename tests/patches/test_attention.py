@@ -257,6 +257,7 @@ def test_the_class_goes_by_the_name_that_tools_look_for():
     assert type(fused).__name__ == type(stock).__name__
 
 
+@kernel_samples.interpreted
 @pytest.mark.parametrize(
     ("autocast", "gradients", "tokens", "few"),
     [
