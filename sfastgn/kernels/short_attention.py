@@ -129,8 +129,8 @@ if triton is not None:
 def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """True if ``attend_to_few`` takes these, (N, H, L, D) and twice (N, H, S, D), and is faster than what PyTorch has.
 
-    16-bit tensors on a GPU from sm_80 on (heads of more than 128 channels: sm_90), or anywhere under Triton's interpreter; at most
-    ``MAX_KEYS`` keys; rows of whole 16-byte loads.
+    16-bit tensors on a GPU from sm_80 on (heads of more than 128 channels: sm_90 and sm_100), or anywhere under Triton's interpreter; at
+    most ``MAX_KEYS`` keys; rows of whole 16-byte loads.
     """
     return (
         q.dtype in (torch.float16, torch.bfloat16)
@@ -143,13 +143,13 @@ def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
         and q.shape[3] % _VECTOR == 0
         and q.numel() > 0
         and all(t.stride(3) == 1 and not any(s % _VECTOR for s in t.stride()[:3]) for t in (q, k, v))
-        and (not q.is_cuda or torch.cuda.get_device_capability(q.device) >= _least_capability(q.shape[3]))
+        and (not q.is_cuda or _runs_on(torch.cuda.get_device_capability(q.device), q.shape[3]))
     )
 
 
-def _least_capability(D: int) -> tuple[int, int]:
-    # Before sm_90 both operands of a product are in registers too, and the largest heads spill.
-    return (8, 0) if D <= 128 else (9, 0)
+def _runs_on(capability: tuple[int, int], D: int) -> bool:
+    # Without Hopper's and Blackwell's products from shared memory both operands are in registers too, and the largest heads spill.
+    return capability >= (8, 0) if D <= 128 else (9, 0) <= capability < (12, 0)
 
 
 # By everything that a launch depends on but the data; None where ``fits`` is false.

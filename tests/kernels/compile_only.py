@@ -73,7 +73,7 @@ MORE_GATED = [(77, 333), (10**6, 10)]
 # (N, C, K) of time embeddings: SD1.5's and SDXL's in a ResNet block, with the most rows, and the longest ones.
 FEW_ROWS = [(2, 1280, 1280), (2, 320, 1280), (16, 1280, 1280), (2, 1280, 2816)]
 MORE_FEW_ROWS = [(1, 640, 1280), (2, 2560, 1280), (3, 1280, 320), (4, 77, 333), (4, 1280, 8192)]
-# (queries, keys, channels of a head): SD1.5's and SDXL's cross attention; heads that only wgmma has the registers for.
+# (queries, keys, channels of a head): SD1.5's and SDXL's cross attention; heads that need products from shared memory.
 PROMPTS = [(4096, 77, 40), (1024, 77, 64), (64, 77, 80), (64, 128, 128)]
 MORE_PROMPTS = [(256, 77, 160), (256, 128, 256)]
 # (tokens, channels) of a VAE's mid block at 512^2, at 1024^2, and at 2048^2, where a row of scores does not fit into registers.
@@ -97,7 +97,7 @@ def cases(capability: int) -> list[tuple[tuple[int, ...], torch.dtype, str]]:
     found += [(shape, torch.float16, "few_rows") for shape in (FEW_ROWS if capability in (75, 90) else FEW_ROWS[:1])]
     if capability >= 80:
         found += [(shape, torch.float16, "attention") for shape in PROMPTS]
-    if capability >= 90:
+    if 90 <= capability < 120:
         found += [(shape, torch.bfloat16, "attention") for shape in MORE_PROMPTS]
     if capability == 90:
         found += [(shape, torch.float16, "few_rows") for shape in MORE_FEW_ROWS]

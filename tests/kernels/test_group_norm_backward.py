@@ -20,7 +20,7 @@ samples = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(samples)
 
 DEVICES, DTYPES, LAYOUTS, BOUNDS = samples.DEVICES, samples.DTYPES, samples.LAYOUTS, samples.BOUNDS
-make, to_layout, kernels = samples.make, samples.to_layout, samples.kernels
+make, to_layout, kernels, interpreted = samples.make, samples.to_layout, samples.kernels, samples.interpreted
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -255,6 +255,7 @@ def test_any_incoming_gradient(shape, groups, name, device):
         assert relative(g, w) < 1e-5
 
 
+@interpreted
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_in_the_other_layout_are_not_copied(layout, monkeypatch):
     x, weight, bias = make((2, 30, 7, 9), layout=layout)
@@ -286,6 +287,7 @@ def test_tokens(shape, groups, layout, contiguous, device):
     assert got[0].stride() == x.stride()
 
 
+@interpreted
 def test_input_with_gaps():
     x = torch.randn(2, 7, 9, 35).movedim(-1, 1)[:, :30] + 3
     weight, bias = torch.randn(30), torch.randn(30)
@@ -391,6 +393,7 @@ def test_second_derivative_after_the_kernels(direct, device):
 # --- what is kept ---------------------------------------------------------------------------------------------------------------
 
 
+@interpreted
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "dispatched"])
 def test_what_is_saved_for_the_backward(direct):
     x, weight, bias = leaves_of(*make((2, 30, 7, 9), torch.float16))

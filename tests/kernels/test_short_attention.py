@@ -155,3 +155,18 @@ def test_left_to_pytorch(tensors):
 def test_without_triton(monkeypatch):
     monkeypatch.setattr(short_attention, "runs_in_triton", lambda x: False)
     assert attend_to_few(Q, K, V) is None
+
+
+@pytest.mark.parametrize(
+    ("capability", "D", "expected"),
+    [
+        pytest.param((7, 5), 64, False, id="sm_75"),
+        pytest.param((8, 0), 128, True, id="sm_80"),
+        pytest.param((8, 6), 136, False, id="sm_86-wide-head"),
+        pytest.param((9, 0), 256, True, id="sm_90-wide-head"),
+        pytest.param((12, 0), 128, True, id="sm_120"),
+        pytest.param((12, 0), 160, False, id="sm_120-wide-head"),
+    ],
+)
+def test_gpus(capability, D, expected):
+    assert short_attention._runs_on(capability, D) is expected

@@ -25,6 +25,7 @@ samples = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(samples)
 
 DEVICES, DTYPES, LAYOUTS = samples.DEVICES, samples.DTYPES, samples.LAYOUTS
+interpreted = samples.interpreted
 make, kernels, error, to_layout = samples.make, samples.kernels, samples.error, samples.to_layout
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -331,6 +332,7 @@ def test_first_and_second_derivative(statistics, layout):
     assert torch.autograd.gradgradcheck(f, leaves(layout=layout, shape=(1, 2, 2, 2), C_out=2))
 
 
+@interpreted
 @pytest.mark.parametrize("wanted", ["x", "weight", "bias"])
 def test_frozen_operands_get_no_gradient(wanted, in_phases):
     runs = in_phases()
@@ -354,6 +356,7 @@ def test_opcheck(layout):
         torch.library.opcheck(op.default, (*leaves(torch.float32, layout)[:2], None))
 
 
+@interpreted
 def test_opcheck_in_phases(in_phases):
     runs = in_phases()
     with kernels():
@@ -362,6 +365,7 @@ def test_opcheck_in_phases(in_phases):
     assert runs
 
 
+@interpreted
 @pytest.mark.parametrize("phases", [False, True], ids=["high", "phases"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_fake_tensors_have_the_real_strides_and_chunks(layout, phases, in_phases):
@@ -395,6 +399,7 @@ def test_torch_func():
         torch.func.jvp(lambda x: sfastgn.upsample_conv2d(x, weight, with_statistics=True), (x,), (x,))
 
 
+@interpreted
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_autocast_is_that_of_conv2d(dtype, in_phases):
     in_phases()
@@ -406,6 +411,7 @@ def test_autocast_is_that_of_conv2d(dtype, in_phases):
     assert error(y, truth(*tensors)) < 2e-2
 
 
+@interpreted
 @pytest.mark.parametrize("phases", [False, True], ids=["high", "phases"])
 def test_the_op_itself_is_not_autocast(phases, in_phases):
     """Its fake promises the dtype of x."""

@@ -22,6 +22,7 @@ samples = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(samples)
 
 DEVICES, kernels, error = samples.DEVICES, samples.kernels, samples.error
+interpreted = samples.interpreted
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 HALVES = [pytest.param(torch.float16, id="float16"), pytest.param(torch.bfloat16, id="bfloat16")]
@@ -225,6 +226,7 @@ def test_memory_is_one_chunks(in_chunks, monkeypatch, device):
 # --- the public function ------------------------------------------------------------------------------------------------------------
 
 
+@interpreted
 def test_what_does_not_pay_is_pytorchs(launches, monkeypatch):
     tensors = make((1, 2, 5, 264), 7)
     assert torch.equal(sfastgn.wide_attention(*tensors), F.scaled_dot_product_attention(*tensors))
@@ -245,6 +247,7 @@ def test_attend_is_traced_as_pytorchs(launches, recwarn):
     assert not launches
 
 
+@interpreted
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("f", [attend, sfastgn.wide_attention], ids=["attend", "wide_attention"])
 def test_gradients_transforms_and_autocast_are_pytorchs(launches, f):
@@ -266,6 +269,7 @@ def test_gradients_transforms_and_autocast_are_pytorchs(launches, f):
         assert len(launches) == 2
 
 
+@interpreted
 def test_attend_is_pytorchs_where_shapes_or_dtypes_differ(launches):
     q, k, v = make((2, 1, 5, 264), 7)
     with kernels(direct=True):
@@ -323,6 +327,7 @@ def test_opcheck(dtype):
     torch.library.opcheck(torch.ops.sfastgn.wide_attention, (*tensors, 0.4))
 
 
+@interpreted
 def test_the_op_in_chunks_passes_opcheck():
     with kernels():
         torch.library.opcheck(torch.ops.sfastgn.wide_attention, (*make((1, 2, 3, 8), 5), 0.4))

@@ -72,6 +72,7 @@ def agree(a: Tensor, b: Tensor) -> None:
     torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 
 
+@kernel_samples.interpreted
 @pytest.mark.parametrize(
     "options",
     [
@@ -108,6 +109,7 @@ def test_runs_upstreams_forward(ran, x, options):
     assert ran == ["interpolate"] * 2
 
 
+@kernel_samples.interpreted
 def test_large_batches_run_in_the_op(ran):
     """Upstream's guard is about PyTorch's kernel."""
     fused, stock = twins()
@@ -157,6 +159,7 @@ def test_an_option_that_changes_later_counts(ran):
     assert ran == []
 
 
+@kernel_samples.interpreted
 def test_gradients(ran):
     def gradients(model, x):
         x = x.clone().requires_grad_()
@@ -169,6 +172,7 @@ def test_gradients(ran):
     assert ran == ["op", "interpolate"]
 
 
+@kernel_samples.interpreted
 def test_gradient_checkpointing(ran):
     fused, _ = twins()
     x, twin = X.clone().requires_grad_(), X.clone().requires_grad_()
@@ -187,6 +191,7 @@ def test_under_a_compiler_it_is_upstreams_forward(ran, backend):
     assert "op" not in ran
 
 
+@kernel_samples.interpreted
 def test_lora_on_the_convolution(ran):
     fused, stock = twins()
     for model in (fused, stock):
@@ -199,6 +204,7 @@ def test_lora_on_the_convolution(ran):
     assert ran == ["op", "interpolate"]
 
 
+@kernel_samples.interpreted
 def test_hooks_on_the_convolution(ran):
     fused, stock = twins()
     seen: list[Tensor] = []
@@ -214,6 +220,7 @@ def test_hooks_on_the_convolution(ran):
 # --- the convolution at low resolution ---------------------------------------------------------------------------------------------
 
 
+@kernel_samples.interpreted
 @pytest.mark.parametrize(
     "options",
     [
@@ -235,6 +242,7 @@ def test_convolves_at_low_resolution(ran, low, options, dtype):
     assert y.is_contiguous(memory_format=torch.channels_last)
 
 
+@kernel_samples.interpreted
 def test_small_images_are_convolved_at_high_resolution(ran):
     fused, stock = twins()
     with torch.no_grad():
@@ -242,6 +250,7 @@ def test_small_images_are_convolved_at_high_resolution(ran):
     assert ran == ["op", "interpolate"]
 
 
+@kernel_samples.interpreted
 def test_edits_of_the_weights_count_at_once(ran, low):
     fused, stock = twins()
     edits = [
@@ -263,6 +272,7 @@ def test_edits_of_the_weights_count_at_once(ran, low):
     assert ran == ["phases"] + ["phases", "interpolate"] * len(edits)
 
 
+@kernel_samples.interpreted
 def test_fused_lora_counts(ran, low):
     """A LoRA layer runs by itself; merged and taken off, its convolution is a plain one with other weights."""
     fused, stock = twins()
@@ -280,6 +290,7 @@ def test_fused_lora_counts(ran, low):
     assert ran == ["op", "interpolate", "phases", "interpolate"]
 
 
+@kernel_samples.interpreted
 @pytest.mark.parametrize(
     ("options", "edit"),
     [
@@ -304,6 +315,7 @@ def test_other_convolutions_run_as_they_are(ran, low, options, edit):
     assert ran == ["op", "interpolate"]
 
 
+@kernel_samples.interpreted
 @pytest.mark.parametrize("frozen", [True, False], ids=["frozen-weights", "weights"])
 def test_where_gradients_are_wanted_it_is_the_convolution_itself(ran, low, frozen):
     fused, _ = twins()
@@ -315,6 +327,7 @@ def test_where_gradients_are_wanted_it_is_the_convolution_itself(ran, low, froze
     assert ran == ["op", "phases"]
 
 
+@kernel_samples.interpreted
 def test_autocast_to_another_dtype_runs_the_convolution_itself(ran, low, monkeypatch):
     fused, _ = twins()
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: device == "cuda")
@@ -331,6 +344,7 @@ def decoder(**options: Any) -> nn.Module:
     return Decoder(**options, layers_per_block=1, norm_num_groups=4, mid_block_add_attention=False).eval()
 
 
+@kernel_samples.interpreted
 @pytest.mark.parametrize("pays", [True, False], ids=["phases", "op"])
 def test_no_interpolation_in_an_optimised_decoder(ran, monkeypatch, pays):
     monkeypatch.setattr(upsample_conv, "phases_pay", lambda *sizes: pays)
@@ -346,6 +360,7 @@ def test_no_interpolation_in_an_optimised_decoder(ran, monkeypatch, pays):
     assert ran == ["interpolate"] * 4
 
 
+@kernel_samples.interpreted
 def test_error_of_a_whole_decoder_is_stocks(ran, low, monkeypatch):
     """The weights of the phases are rounded once more than stock's: one rounding beside the fifty of a decoder."""
 
