@@ -269,12 +269,14 @@ def run(
     *,
     workload: Workload | None = None,
     on_variant: Callable[[str], object] = lambda name: None,
+    on_row: Callable[[Row], object] = lambda row: None,
 ) -> list[Row]:
     """Measures ``variants`` one after the other on one workload, all under the same global switches.
 
     Args:
         workload: an already built one, instead of building the config's.
         on_variant: called with a variant's name before it starts, for a progress bar.
+        on_row: called with each row as soon as there is one, for whoever must not lose it.
     """
     device = config.torch_device
     with timing.device_scope(device), timing.global_switches(cudnn_benchmark=tries_algorithms(config)), torch.no_grad():
@@ -286,6 +288,7 @@ def run(
         for variant in variants:
             on_variant(variant.name)
             rows.append(_attempt(config, variant, workload, stock))
+            on_row(rows[-1])
     del workload, stock
     _free(device)
     return rows

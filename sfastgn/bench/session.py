@@ -81,22 +81,9 @@ def _print_profile(out: Console, rows: Sequence[Row]) -> None:
         out.print(line, style="dim", markup=False)  # names of kernels hold brackets
 
 
-def _write_bench(
-    out: Console,
-    configs: Sequence[BenchConfig],
-    environment: dict[str, Any],
-    rows: Sequence[Row],
-    json: Path | None,
-    plot: Path | None,
-) -> None:
+def _bench_document(configs: Sequence[BenchConfig], environment: dict[str, Any], rows: Sequence[Row]) -> dict[str, Any]:
     kind = "profile" if any(config.profile for config in configs) else "end_to_end"
-    content = end_to_end.document(kind, environment, end_to_end.describe(configs), rows)
-    if plot is not None and any(row.profile for row in rows):
-        plots.breakdown(rows, plot, markdown.source_line(content))
-        out.print(f"wrote {plot}", style="dim")
-    if json is not None:
-        end_to_end.write_json(json, content)
-        out.print(f"wrote {json}", style="dim")
+    return end_to_end.document(kind, environment, end_to_end.describe(configs), rows)
 
 
 def run_bench(
@@ -107,10 +94,19 @@ def run_bench(
     plot: Path | None = None,
     out: Console | None = None,
 ) -> int:
-    """Measures, prints and writes; returns the exit code: 0, or 1 where an output was wrong or no variant ran at all."""
+    """Measures, prints and writes; returns the exit code: 0, or 1 where an output was wrong or no variant ran at all.
+
+    The JSON is written after each row, so that a run which is cut off leaves what it has measured.
+    """
     out = out or console()
     environment = end_to_end.current_environment(torch.device(configs[0].device), configs)
     rows: list[Row] = []
+
+    def on_row(row: Row) -> None:
+        rows.append(row)
+        if json is not None:
+            end_to_end.write_json(json, _bench_document(configs, environment, rows))
+
     with _progress() as progress:
         task = progress.add_task("building", total=len(configs) * len(variants))
         for config in configs:
@@ -118,12 +114,15 @@ def run_bench(
             def on_variant(name: str, part: str = config.part) -> None:
                 progress.update(task, description=f"{part}: {name}", advance=0 if name == variants[0].name else 1)
 
-            part_rows = end_to_end.run(config, variants, on_variant=on_variant)
+            part_rows = end_to_end.run(config, variants, on_variant=on_variant, on_row=on_row)
             progress.advance(task)
-            rows += part_rows
             _print_part(out, config, part_rows)
     out.print(_where(environment), style="dim")
-    _write_bench(out, configs, environment, rows, json, plot)
+    if plot is not None and any(row.profile for row in rows):
+        plots.breakdown(rows, plot, markdown.source_line(_bench_document(configs, environment, rows)))
+        out.print(f"wrote {plot}", style="dim")
+    if json is not None:
+        out.print(f"wrote {json}", style="dim")
     return 1 if any(row.status == WRONG for row in rows) or not any(row.status == OK for row in rows) else 0
 
 

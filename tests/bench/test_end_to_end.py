@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from sfastgn.bench import end_to_end, environment, workloads
+from sfastgn.bench import end_to_end, environment, session, workloads
 from sfastgn.bench.end_to_end import FAILED, OK, UNAVAILABLE, WRONG, Row
 from sfastgn.bench.tables import end_to_end_table
 from sfastgn.bench.variants import Variant, by_name
@@ -201,3 +201,17 @@ def test_json_is_strict_and_complete(tmp_path: Path) -> None:
 def test_the_commit_can_be_told_where_the_checkout_is_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SFASTGN_COMMIT", "0123abc")
     assert environment.environment(torch.device("cpu"))["git"] == {"commit": "0123abc", "dirty": None}
+
+
+def test_a_run_that_is_cut_off_leaves_what_it_has_measured(tmp_path: Path) -> None:
+    @contextlib.contextmanager
+    def applied(target: Any, part: str) -> Iterator[None]:
+        raise KeyboardInterrupt
+        yield
+
+    path = tmp_path / "out.json"
+    stop = Variant("stop", "stop", lambda device: None, applied)
+    with pytest.raises(KeyboardInterrupt):
+        session.run_bench([config("vae")], [by_name("eager"), stop, by_name("sfastgn")], json=path)
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["variant"], row["status"]) for row in rows] == [("eager", OK)]
