@@ -61,8 +61,9 @@ def attention_config(D: int, S: int) -> AttentionConfig:
     tail = max(_LEAST, next_power_of_2(S - head)) if head < S else 0
     if head == tail:
         head, tail = 2 * head, 0
-    # The result's tile is fp32 in registers beside that of the scores.
-    return AttentionConfig(128 if block_d <= 64 else 64, block_d, head, tail, 8 if block_d > 128 else 4)
+    # 64 queries are what one group of four warps multiplies at once. With 128 a thread had 195 registers, and SDXL's 320 programs were two
+    # rounds on an H200. Of the widest heads the result's tile alone, fp32 in registers, wants eight warps.
+    return AttentionConfig(64, block_d, head, tail, 8 if block_d > 128 else 4)
 
 
 # --- kernel -------------------------------------------------------------------------------------------------------------------
@@ -102,21 +103,25 @@ if triton is not None:
         v_ptr += n * v_n * VECTOR + h * V_H
         if PDL:
             gdc_wait()
+        # All loads before the first product, so that their latencies pass together.
         q = _rows_of(q_ptr, first, BLOCK_M, L, Q_L, D, BLOCK_D)
-        scores = _scores(q, _rows_of(k_ptr, 0, HEAD, S, K_L, D, BLOCK_D), 0, S, HEAD, scale)
+        key = _rows_of(k_ptr, 0, HEAD, S, K_L, D, BLOCK_D)
+        value = _rows_of(v_ptr, 0, HEAD, S, V_L, D, BLOCK_D)
+        if TAIL > 0:
+            last_key = _rows_of(k_ptr, HEAD, TAIL, S, K_L, D, BLOCK_D)
+            last_value = _rows_of(v_ptr, HEAD, TAIL, S, V_L, D, BLOCK_D)
+        scores = _scores(q, key, 0, S, HEAD, scale)
         highest = tl.max(scores, 1)
         if TAIL > 0:
-            more = _scores(q, _rows_of(k_ptr, HEAD, TAIL, S, K_L, D, BLOCK_D), HEAD, S, TAIL, scale)
+            more = _scores(q, last_key, HEAD, S, TAIL, scale)
             highest = tl.maximum(highest, tl.max(more, 1))
         p = tl.exp2(scores - highest[:, None])
         total = tl.sum(p, 1)
-        value = _rows_of(v_ptr, 0, HEAD, S, V_L, D, BLOCK_D)
         y = tl.dot(p.to(value.dtype), value)
         if TAIL > 0:
             p = tl.exp2(more - highest[:, None])
             total += tl.sum(p, 1)
-            value = _rows_of(v_ptr, HEAD, TAIL, S, V_L, D, BLOCK_D)
-            y = tl.dot(p.to(value.dtype), value, y)
+            y = tl.dot(p.to(last_value.dtype), last_value, y)
         r = first + tl.arange(0, BLOCK_M)
         d = tl.arange(0, BLOCK_D)
         out = y_ptr + ((n * L + r)[:, None] * H + h) * D + d[None, :]

@@ -108,13 +108,13 @@ def test_the_same_bits_at_each_run(device):
 @pytest.mark.parametrize(
     ("S", "D", "expected"),
     [
-        pytest.param(77, 64, AttentionConfig(128, 64, 64, 16, 4), id="prompt"),
+        pytest.param(77, 64, AttentionConfig(64, 64, 64, 16, 4), id="prompt"),
         pytest.param(77, 160, AttentionConfig(64, 256, 64, 16, 8), id="wide-head"),
-        pytest.param(64, 40, AttentionConfig(128, 64, 64, 0, 4), id="whole"),
-        pytest.param(65, 64, AttentionConfig(128, 64, 64, 16, 4), id="one-more"),
-        pytest.param(97, 64, AttentionConfig(128, 64, 128, 0, 4), id="halves"),
-        pytest.param(1, 8, AttentionConfig(128, 16, 16, 0, 4), id="least"),
-        pytest.param(20, 64, AttentionConfig(128, 64, 32, 0, 4), id="two-least"),
+        pytest.param(64, 40, AttentionConfig(64, 64, 64, 0, 4), id="whole"),
+        pytest.param(65, 64, AttentionConfig(64, 64, 64, 16, 4), id="one-more"),
+        pytest.param(97, 64, AttentionConfig(64, 64, 128, 0, 4), id="halves"),
+        pytest.param(1, 8, AttentionConfig(64, 16, 16, 0, 4), id="least"),
+        pytest.param(20, 64, AttentionConfig(64, 64, 32, 0, 4), id="two-least"),
     ],
 )
 def test_config(S, D, expected):
