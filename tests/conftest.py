@@ -25,3 +25,20 @@ def no_tf32(request):
     torch.backends.cudnn.allow_tf32 = request.node.get_closest_marker("gpu") is None and before
     yield
     torch.backends.cudnn.allow_tf32 = before
+
+
+@pytest.fixture
+def poisoned_memory():
+    """Uninitialised memory is NaN: an element that no kernel writes shows."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+# Here, because pytest's importlib mode forgets a folder's own conftest.py when files of other folders are named in between.
+@pytest.fixture(autouse=True)
+def packed_on_the_cpu_too(request, monkeypatch):
+    """Weights are packed on GPUs alone, where it is of use; what packing must not break breaks on a CPU too."""
+    if request.path.parent.name == "patches":
+        monkeypatch.setattr("sfastgn.patches.packing.PACKED_DEVICES", ("cuda", "cpu"))
