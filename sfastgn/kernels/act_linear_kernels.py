@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sfastgn.kernels.act_linear_config import tile_config
-from sfastgn.kernels.launch import Launch, current_stream, has_programmatic_launch, is_current, num_sms, remember
+from sfastgn.kernels.launch import Launch, has_programmatic_launch, num_sms, remember
 from sfastgn.kernels.layer_norm_config import vector_width
 from sfastgn.kernels.tiles import triton
 
@@ -122,12 +122,9 @@ def make_plan(
 def launch_act_linear(plan: _Plan, x: Tensor, weight: Tensor, bias: Tensor | None, extra_bias: Tensor | None) -> Tensor:
     """y (N, C) of the arguments that ``plan`` was made for, if ``plan.programs``."""
     y = torch.empty(plan.shape, dtype=x.dtype, device=x.device)
-    tensors: tuple[Tensor | None, ...] = (x, weight, bias, extra_bias)
+    others: tuple[Tensor | None, ...] = (weight, bias, extra_bias)
     if plan.copies:
-        tensors = tuple(None if t is None else t.contiguous() for t in tensors)
-    if is_current(x.device):
-        plan.launch(current_stream(x.device), *tensors, y)
-    else:
-        with torch.cuda.device(x.device):
-            plan.launch(current_stream(x.device), *tensors, y)
+        x = x.contiguous()
+        others = tuple(None if t is None else t.contiguous() for t in others)
+    plan.launch.run(x, *others, y)
     return y

@@ -12,7 +12,6 @@ pass 2^31 are int64.
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from sfastgn.kernels.geglu_config import TileConfig, backward_config, forward_config
 from sfastgn.kernels.group_norm_config import ceil_div
-from sfastgn.kernels.launch import Launch, current_stream, has_programmatic_launch, is_current, num_sms, remember
+from sfastgn.kernels.launch import Launch, current_stream, has_programmatic_launch, num_sms, on_device, remember
 from sfastgn.kernels.layer_norm_config import column_sum_block, vector_width
 from sfastgn.kernels.layer_norm_kernels import row_stride
 from sfastgn.kernels.tiles import triton
@@ -189,11 +188,7 @@ def launch_geglu(plan: _Plan, x: Tensor, bias: Tensor | None) -> Tensor:
         x = x.contiguous()
     if plan.copies_bias and bias is not None:
         bias = bias.contiguous()
-    if is_current(x.device):
-        plan.launch(current_stream(x.device), x, bias, y)
-    else:
-        with torch.cuda.device(x.device):
-            plan.launch(current_stream(x.device), x, bias, y)
+    plan.launch.run(x, bias, y)
     return y
 
 
@@ -246,7 +241,7 @@ def launch_geglu_grads(
         for shape, dtype in zip(shapes, dtypes, strict=True)
     )
     partials = torch.empty(plan.partials, dtype=torch.float32, device=x.device) if plan.partials else None
-    with contextlib.nullcontext() if is_current(x.device) else torch.cuda.device(x.device):
+    with on_device(x.device):
         stream = current_stream(x.device)
         plan.grad(stream, dy, x, bias, dx, partials)
         if partials is not None:

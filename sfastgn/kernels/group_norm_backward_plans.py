@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from typing import Any
 
@@ -22,7 +21,7 @@ from sfastgn.kernels.group_norm_config import (
     parameter_config,
 )
 from sfastgn.kernels.group_norm_kernels import ALIGNED, row_stride
-from sfastgn.kernels.launch import Launch, current_stream, has_programmatic_launch, is_current, num_sms, remember
+from sfastgn.kernels.launch import Launch, current_stream, has_programmatic_launch, num_sms, on_device, remember
 from sfastgn.kernels.layout import dense, dense_is_channels_last, empty_dense_like, is_channels_last, is_dense
 from sfastgn.kernels.statistics_kernels import is_even
 
@@ -202,7 +201,7 @@ def launch_group_norm_grads(
         dy = dy.contiguous() if tokens else empty_dense_like(x, dy.dtype).copy_(dy)
     if plan.copies_params:
         params = tuple(t if t is None or t.stride(-1) == 1 else t.contiguous() for t in params)
-    with contextlib.nullcontext() if is_current(x.device) else torch.cuda.device(x.device):
+    with on_device(x.device):
         _launch(plan, x, dy, dx, (mean, rstd, *params), grads)
     return dx, *grads
 

@@ -9,13 +9,14 @@ Kernels exempt their run-time integers with ``do_not_specialize``.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["Launch", "current_stream", "has_programmatic_launch", "is_current", "num_sms", "remember"]
+__all__ = ["Launch", "current_stream", "has_programmatic_launch", "is_current", "num_sms", "on_device", "remember"]
 
 
 class Launch:
@@ -65,6 +66,15 @@ class Launch:
             return
         self._run(self.programs, 1, 1, stream, *self._bound, *pointers, *self._values)
 
+    def run(self, first: Tensor, *others: Tensor | None) -> None:
+        """Launch on the current stream of the device of ``first``, whichever device is current."""
+        device = first.device
+        if is_current(device):  # costs less than a context
+            self(current_stream(device), first, *others)
+        else:
+            with torch.cuda.device(device):
+                self(current_stream(device), first, *others)
+
 
 def _direct_launcher(compiled: Any) -> tuple[Any, tuple[Any, ...]]:
     """The launcher of a compiled kernel and what it takes between the stream and the kernel's own arguments."""
@@ -110,3 +120,8 @@ def has_programmatic_launch(device: torch.device) -> bool:
 def is_current(device: torch.device) -> bool:
     """True if kernels launched now run on ``device``; else the caller makes it current first. Costs less than making sure."""
     return device.type != "cuda" or device.index == torch._C._cuda_getDevice()
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """A context in which kernels are launched on ``device``."""
+    return contextlib.nullcontext() if is_current(device) else torch.cuda.device(device)

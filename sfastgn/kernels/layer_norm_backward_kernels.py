@@ -13,14 +13,13 @@ each run. Every kernel waits (``PDL``) before it touches memory.
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sfastgn.kernels.group_norm_config import ceil_div
-from sfastgn.kernels.launch import Launch, current_stream, has_programmatic_launch, is_current, num_sms, remember
+from sfastgn.kernels.launch import Launch, current_stream, has_programmatic_launch, num_sms, on_device, remember
 from sfastgn.kernels.layer_norm_config import (
     ChunksConfig,
     RowsConfig,
@@ -310,7 +309,7 @@ def launch_layer_norm_grads(
         None if dtype is None else torch.empty(shape, dtype=dtype, device=x.device)
         for shape, dtype in zip(shapes, dtypes, strict=True)
     )
-    with contextlib.nullcontext() if is_current(x.device) else torch.cuda.device(x.device):
+    with on_device(x.device):
         _launch(plan, (dy, dtotal, x, centre, rstd, weight), grads)
     return grads
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from sfastgn.kernels.dispatch import runs_in_triton
 from sfastgn.kernels.group_norm_config import ceil_div, next_power_of_2
-from sfastgn.kernels.launch import Launch, current_stream, has_programmatic_launch, is_current, remember
+from sfastgn.kernels.launch import Launch, has_programmatic_launch, remember
 from sfastgn.kernels.tiles import triton
 
 if triton is not None:
@@ -194,9 +194,5 @@ def attend_to_few(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -
         remember(_launches, key, launch)
     N, H, L, D = q.shape
     y = torch.empty((N, L, H, D), dtype=q.dtype, device=q.device)
-    if is_current(q.device):
-        launch(current_stream(q.device), q, k, v, y)
-    else:
-        with torch.cuda.device(q.device):
-            launch(current_stream(q.device), q, k, v, y)
+    launch.run(q, k, v, y)
     return y.transpose(1, 2)

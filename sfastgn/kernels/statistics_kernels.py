@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sfastgn.kernels.group_norm_config import StatisticsConfig, ceil_div, statistics_config
-from sfastgn.kernels.launch import Launch, current_stream, has_programmatic_launch, is_current, num_sms
+from sfastgn.kernels.launch import Launch, has_programmatic_launch, num_sms
 from sfastgn.kernels.tiles import triton
 
 if triton is not None:
@@ -221,11 +221,7 @@ class StatisticsLaunch:
         tail: Tensor | None = None,
         y: Tensor | None = None,
     ) -> None:
-        if is_current(x.device):
-            self._launch(current_stream(x.device), x, residual, bias, tail, y, statistics)
-        else:
-            with torch.cuda.device(x.device):
-                self._launch(current_stream(x.device), x, residual, bias, tail, y, statistics)
+        self._launch.run(x, residual, bias, tail, y, statistics)
 
 
 def is_even(config: StatisticsConfig, C: int, HW: int, channels_last: bool) -> bool:

@@ -20,7 +20,6 @@ from sfastgn.kernels.layout import is_channels_last
 from sfastgn.kernels.statistics_kernels import is_even
 from sfastgn.kernels.tiles import triton
 from sfastgn.kernels.upsample_config import tile_config, weights_config
-from sfastgn.kernels.upsample_kernels import run
 
 if triton is not None:
     import triton.language as tl
@@ -189,7 +188,7 @@ def launch_phase_weights(weight: Tensor, phases: Tensor) -> None:
         }  # fmt: skip
         found = Launch(_phase_weights_kernel, config.programs, (C_out,), constants, config.num_warps, pdl=pdl)
         remember(_launches, key, found)
-    run(found, weight, phases)
+    found.run(weight, phases)
 
 
 def statistics_chunks(y: Tensor) -> int:
@@ -205,9 +204,9 @@ def launch_interleave(t: Tensor, bias: Tensor | None, y: Tensor, statistics: Ten
     if found is None:
         found = remember(_launches, key, _interleave(y) if statistics is None else _interleave_with_statistics(y))
     if statistics is None:
-        run(found, t, bias, y)
+        found.run(t, bias, y)
     else:
-        run(found, t, bias, y, statistics)
+        found.run(t, bias, y, statistics)
 
 
 def _interleave(y: Tensor) -> Launch:

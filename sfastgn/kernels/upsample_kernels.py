@@ -10,13 +10,11 @@ Numerics: the forward copies. The backward adds four values in fp32, in a fixed 
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from sfastgn.kernels.launch import Launch, current_stream, has_programmatic_launch, is_current, num_sms, remember
+from sfastgn.kernels.launch import Launch, has_programmatic_launch, num_sms, remember
 from sfastgn.kernels.tiles import triton
 from sfastgn.kernels.upsample_config import tile_config
 
@@ -24,7 +22,7 @@ if triton is not None:
     import triton.language as tl
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-__all__ = ["launch_upsample", "launch_upsample_grad", "run", "tile_of_pixels"]
+__all__ = ["launch_upsample", "launch_upsample_grad", "tile_of_pixels"]
 
 if triton is not None:
 
@@ -101,18 +99,11 @@ def _launch(kernel: Any, small: Tensor) -> Launch:
     return found
 
 
-def run(launch: Launch, first: Tensor, *others: Tensor | None) -> None:
-    """Launches on these tensors, on the device of the first."""
-    device = first.device
-    with contextlib.nullcontext() if is_current(device) else torch.cuda.device(device):
-        launch(current_stream(device), first, *others)
-
-
 def launch_upsample(x: Tensor, y: Tensor) -> None:
     """Fills y (N, C, 2H, 2W) from x (N, C, H, W), which is not empty; both channels-last."""
-    run(_launch(_upsample_kernel, x), x, y)
+    _launch(_upsample_kernel, x).run(x, y)
 
 
 def launch_upsample_grad(dy: Tensor, dx: Tensor) -> None:
     """Fills dx (N, C, H, W) from dy (N, C, 2H, 2W), which is not empty; both channels-last."""
-    run(_launch(_upsample_grad_kernel, dx), dy, dx)
+    _launch(_upsample_grad_kernel, dx).run(dy, dx)

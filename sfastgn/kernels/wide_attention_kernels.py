@@ -13,7 +13,6 @@ sum of the weights as they were, where the values' mean is five times their spre
 
 from __future__ import annotations
 
-import contextlib
 import math
 from typing import Any
 
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 from sfastgn.kernels.group_norm_config import ceil_div
-from sfastgn.kernels.launch import Launch, current_stream, has_programmatic_launch, is_current, num_sms, remember
+from sfastgn.kernels.launch import Launch, current_stream, has_programmatic_launch, num_sms, on_device, remember
 from sfastgn.kernels.tiles import triton
 from sfastgn.kernels.wide_attention_config import VECTOR, Chunk, chunks_config, divide_config, softmax_config
 
@@ -145,7 +144,7 @@ def launch_wide_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tens
     scratch = torch.empty(plan.scratch, dtype=torch.float32, device=q.device)
     weights = torch.empty(rows * plan.config.pitch, dtype=q.dtype, device=q.device)
     sums = torch.empty(rows, dtype=torch.float32, device=q.device)
-    with contextlib.nullcontext() if is_current(q.device) else torch.cuda.device(q.device):
+    with on_device(q.device):
         stream = current_stream(q.device)
         for chunk in plan.chunks:
             _launch(plan, stream, chunk, (q, k, v), (scratch, weights, sums), y.view(-1, y.shape[-1]))
