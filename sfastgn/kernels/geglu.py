@@ -14,7 +14,6 @@ Source: Shazeer, "GLU Variants Improve Transformer", 2020; Hendrycks and Gimpel,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sfastgn.kernels.dispatch import is_plain, is_plain_inference, is_transformed, runs_in_triton, wants_gradient
+from sfastgn.kernels.double_backward import second_derivative
 from sfastgn.kernels.geglu_kernels import find_plan, launch_geglu, launch_geglu_grads, make_plan, plan_key
 
 __all__ = ["geglu", "geglu_grads", "reference_geglu", "reference_geglu_grads"]
@@ -124,20 +124,10 @@ def _backward_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> 
 
 
 def _double_backward(ctx: Any, dgrads: list[Tensor | None]) -> tuple[Any, ...]:
-    """Differentiates the plain PyTorch form."""
-    keep_graph = torch.is_grad_enabled()
-    with torch.enable_grad():
-        # Aliases: dy itself may be a function of x, by a way that is not this op's to follow.
-        inputs: tuple[Any, ...] = tuple(None if t is None else t.view_as(t) for t in ctx.saved_tensors)
-        dy, x, bias = inputs
-        made = [g for g in reference_geglu_grads(dy, x, bias, ctx.dtypes) if g is not None]
-        pairs = [(g, d) for g, d in zip(made, dgrads, strict=True) if d is not None and g.requires_grad]
-    needs = [t for t, need in zip(inputs, ctx.needs_input_grad[:3], strict=True) if need]
-    found: Iterator[Tensor | None] = iter([None] * len(needs))
-    if pairs and needs:
-        outputs, along = zip(*pairs, strict=True)
-        found = iter(torch.autograd.grad(outputs, needs, along, create_graph=keep_graph, allow_unused=True))
-    return *(next(found) if need else None for need in ctx.needs_input_grad[:3]), None, None
+    def gradients(dy: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor | None, ...]:
+        return reference_geglu_grads(dy, x, bias, ctx.dtypes)
+
+    return *second_derivative(gradients, ctx.saved_tensors, dgrads, ctx.needs_input_grad[:3]), None, None
 
 
 class _Geglu(torch.autograd.Function):

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from sfastgn.kernels.activations import ACTIVATION_GRADS
 from sfastgn.kernels.dispatch import is_plain_inference, runs_in_triton
+from sfastgn.kernels.double_backward import second_derivative
 from sfastgn.kernels.group_norm_backward_plans import launch_group_norm_grads
 from sfastgn.kernels.layout import dense_is_channels_last, empty_dense_like
 
@@ -157,23 +158,16 @@ _DIFFERENTIABLE = (0, 1, 4, 5, 6, 7, 8)  # dy, x, weight, bias, shift, ada_scale
 
 
 def _double_backward(ctx: Any, dgrads: list[Tensor | None]) -> tuple[Any, ...]:
-    """Differentiates the plain PyTorch form; mean and rstd count as what they are, functions of x."""
-    keep_graph = torch.is_grad_enabled()
-    with torch.enable_grad():
-        # Aliases: the way from dy back to x belongs to the caller's graph, not to this derivative.
-        inputs: tuple[Any, ...] = tuple(None if t is None else t.view_as(t) for t in ctx.saved_tensors)
-        dy, x, weight, bias, shift, ada_scale, ada_shift = inputs
+    """mean and rstd count as what they are, functions of x."""
+
+    def gradients(dy: Tensor, x: Tensor, *params: Tensor | None) -> Iterator[Tensor]:
+        weight, bias, shift, ada_scale, ada_shift = params
         flat = dy.movedim(-1, 1).reshape(x.shape) if ctx.tokens else dy
         how = (ctx.num_groups, ctx.eps, ctx.activation, tuple(ctx.wanted))
-        grads = reference_group_norm_grads(flat, x, weight, bias, shift, ada_scale, ada_shift, *how)
-        pairs = [(g, d) for g, d in zip(_wanted(grads, ctx.wanted), dgrads, strict=True) if d is not None]
-        pairs = [(g, d) for g, d in pairs if g.requires_grad]
-    needs = [t for i, t in zip(_DIFFERENTIABLE, inputs, strict=True) if ctx.needs_input_grad[i]]
-    found: Iterator[Tensor | None] = iter([None] * len(needs))
-    if pairs and needs:
-        outputs, along = zip(*pairs, strict=True)
-        found = iter(torch.autograd.grad(outputs, needs, along, create_graph=keep_graph, allow_unused=True))
-    d_dy, dx, *d_params = (next(found) if ctx.needs_input_grad[i] else None for i in _DIFFERENTIABLE)
+        return _wanted(reference_group_norm_grads(flat, x, weight, bias, shift, ada_scale, ada_shift, *how), ctx.wanted)
+
+    needs = [ctx.needs_input_grad[i] for i in _DIFFERENTIABLE]
+    d_dy, dx, *d_params = second_derivative(gradients, ctx.saved_tensors, dgrads, needs)
     return d_dy, dx, None, None, *d_params, None, None, None, None, None
 
 

@@ -14,13 +14,13 @@ Source: Ba, Kiros and Hinton, "Layer Normalization", 2016, and the chain rule.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sfastgn.kernels.dispatch import is_plain_inference, runs_in_triton
+from sfastgn.kernels.double_backward import second_derivative
 from sfastgn.kernels.layer_norm_backward_kernels import launch_layer_norm_grads
 
 __all__ = ["layer_norm_grads", "reference_layer_norm_grads"]
@@ -100,21 +100,13 @@ _DIFFERENTIABLE = (0, 1, 2, 5)  # dy, dtotal, x, weight
 
 
 def _double_backward(ctx: Any, dgrads: list[Tensor | None]) -> tuple[Any, ...]:
-    """Differentiates the plain PyTorch form; centre and rstd count as what they are, functions of x."""
-    keep_graph = torch.is_grad_enabled()
-    with torch.enable_grad():
-        # Aliases: dy itself may be a function of x, by a way that is not this op's to follow.
-        inputs: tuple[Any, ...] = tuple(None if t is None else t.view_as(t) for t in ctx.saved_tensors)
-        dy, dtotal, x, weight = inputs
-        grads = reference_layer_norm_grads(dy, dtotal, x, weight, ctx.eps, tuple(ctx.dtypes))
-        made = [g for g in grads if g is not None]
-        pairs = [(g, d) for g, d in zip(made, dgrads, strict=True) if d is not None and g.requires_grad]
-    needs = [t for i, t in zip(_DIFFERENTIABLE, inputs, strict=True) if ctx.needs_input_grad[i]]
-    found: Iterator[Tensor | None] = iter([None] * len(needs))
-    if pairs and needs:
-        outputs, along = zip(*pairs, strict=True)
-        found = iter(torch.autograd.grad(outputs, needs, along, create_graph=keep_graph, allow_unused=True))
-    d_dy, d_dtotal, dx, d_weight = (next(found) if ctx.needs_input_grad[i] else None for i in _DIFFERENTIABLE)
+    """centre and rstd count as what they are, functions of x."""
+
+    def gradients(dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor | None) -> tuple[Tensor | None, ...]:
+        return reference_layer_norm_grads(dy, dtotal, x, weight, ctx.eps, tuple(ctx.dtypes))
+
+    needs = [ctx.needs_input_grad[i] for i in _DIFFERENTIABLE]
+    d_dy, d_dtotal, dx, d_weight = second_derivative(gradients, ctx.saved_tensors, dgrads, needs)
     return d_dy, d_dtotal, dx, None, None, d_weight, None, None, None, None, None
 
 
