@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib.util
 import os
 import subprocess
 import sys
@@ -22,13 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 import sfastgn
 from sfastgn.bench.architectures import randomise
+from tests import ddp_worker as worker
 
 WORKER = Path(__file__).with_name("ddp_worker.py")
-_spec = importlib.util.spec_from_file_location("sfastgn_test_ddp_worker", WORKER)
-assert _spec is not None
-assert _spec.loader is not None
-worker = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(worker)
 
 LAYOUTS = [
     pytest.param(torch.channels_last, id="channels-last"),

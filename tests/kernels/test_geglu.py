@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,11 +10,7 @@ import sfastgn
 from sfastgn.kernels import geglu_kernels
 from sfastgn.kernels.geglu_config import backward_config, forward_config
 from sfastgn.kernels.layer_norm_config import vector_width
-
-# Not an import: pytest's importlib mode puts no folder on sys.path.
-_spec = importlib.util.spec_from_file_location("sfastgn_kernel_samples", Path(__file__).with_name("samples.py"))
-samples = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(samples)
+from tests.kernels import samples
 
 DEVICES, DTYPES, BOUNDS, error, kernels = (
     samples.DEVICES,

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,11 +10,7 @@ import sfastgn
 from sfastgn.kernels import group_norm_backward_plans, group_norm_config
 from sfastgn.kernels.group_norm import reference_group_norm
 from sfastgn.kernels.group_norm_config import SmallConfig, launch_config, merge_config, statistics_config
-
-# Not an import: pytest's importlib mode puts no folder on sys.path.
-_spec = importlib.util.spec_from_file_location("sfastgn_kernel_samples", Path(__file__).with_name("samples.py"))
-samples = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(samples)
+from tests.kernels import samples
 
 DEVICES, DTYPES, LAYOUTS, BOUNDS = samples.DEVICES, samples.DTYPES, samples.LAYOUTS, samples.BOUNDS
 make, to_layout, kernels, interpreted = samples.make, samples.to_layout, samples.kernels, samples.interpreted

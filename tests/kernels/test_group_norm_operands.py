@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
 
 from sfastgn.kernels.channel_statistics import reference_channel_statistics
 from sfastgn.kernels.group_norm_config import SmallConfig, ceil_div, launch_config
-
-# Not an import: pytest's importlib mode puts no folder on sys.path.
-_spec = importlib.util.spec_from_file_location("sfastgn_kernel_samples", Path(__file__).with_name("samples.py"))
-samples = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(samples)
+from tests.kernels import samples
 
 DEVICES, DTYPES, LAYOUTS, BOUNDS = samples.DEVICES, samples.DTYPES, samples.LAYOUTS, samples.BOUNDS
 make, run, truth, error = samples.make, samples.run, samples.truth, samples.error

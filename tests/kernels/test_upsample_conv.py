@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,11 +15,7 @@ from sfastgn.kernels.statistics_kernels import is_even
 from sfastgn.kernels.upsample_config import phases_pay, weights_config
 from sfastgn.kernels.upsample_conv import reference_phase_weights, reference_upsample_conv2d
 from sfastgn.kernels.upsample_conv_kernels import launch_interleave, launch_phase_weights
-
-# Not an import: pytest's importlib mode puts no folder on sys.path.
-_spec = importlib.util.spec_from_file_location("sfastgn_kernel_samples", Path(__file__).with_name("samples.py"))
-samples = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(samples)
+from tests.kernels import samples
 
 DEVICES, DTYPES, LAYOUTS = samples.DEVICES, samples.DTYPES, samples.LAYOUTS
 interpreted = samples.interpreted

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,11 +12,7 @@ from sfastgn.kernels import wide_attention, wide_attention_kernels
 from sfastgn.kernels.launch import Launch
 from sfastgn.kernels.wide_attention import attend
 from sfastgn.kernels.wide_attention_config import ChunksConfig
-
-# Not an import: pytest's importlib mode puts no folder on sys.path.
-_spec = importlib.util.spec_from_file_location("sfastgn_kernel_samples", Path(__file__).with_name("samples.py"))
-samples = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(samples)
+from tests.kernels import samples
 
 DEVICES, kernels, error = samples.DEVICES, samples.kernels, samples.error
 interpreted = samples.interpreted

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,12 +10,7 @@ from torch import Tensor, nn
 
 from sfastgn.patches import convolution
 from sfastgn.patches.convolution import pointwise
-
-_spec = importlib.util.spec_from_file_location(
-    "sfastgn_kernel_samples", Path(__file__).parents[1] / "kernels" / "samples.py"
-)
-samples = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(samples)
+from tests.kernels import samples
 
 WHERE = {"device": "cpu"}
 HALF = [pytest.param(d, id=str(d).removeprefix("torch.")) for d in (torch.float16, torch.bfloat16)]

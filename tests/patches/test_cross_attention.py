@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
-import importlib.util
 import pickle
 import threading
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,10 +16,8 @@ from torch import nn
 import sfastgn
 from sfastgn.patches import cross_attention, packing, shared_context
 from sfastgn.patches.shared_context import pays
+from tests.patches import prompt_cases as cases
 
-_spec = importlib.util.spec_from_file_location("sfastgn_prompt_cases", Path(__file__).with_name("prompt_cases.py"))
-cases = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(cases)
 SD, SDXL, X, XL_INPUTS = cases.SD, cases.SDXL, cases.X, cases.XL_INPUTS
 agree, call, context, members, noise, twins, unet, widths = (
     cases.agree, cases.call, cases.context, cases.members, cases.noise, cases.twins, cases.unet, cases.widths,

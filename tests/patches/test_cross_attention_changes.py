@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,10 +12,8 @@ from torch import nn
 
 import sfastgn
 from sfastgn.patches import cross_attention, shared_context, statistics
+from tests.patches import prompt_cases as cases
 
-_spec = importlib.util.spec_from_file_location("sfastgn_prompt_cases", Path(__file__).with_name("prompt_cases.py"))
-cases = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(cases)
 SDXL, TEXT, XL_INPUTS = cases.SDXL, cases.TEXT, cases.XL_INPUTS
 agree, call, context, members, noise, twins, widths = (
     cases.agree, cases.call, cases.context, cases.members, cases.noise, cases.twins, cases.widths,

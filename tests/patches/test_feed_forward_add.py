@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +13,7 @@ from torch import Tensor, nn
 
 import sfastgn
 from sfastgn.patches import geglu, transformer_block
-
-_spec = importlib.util.spec_from_file_location(
-    "sfastgn_kernel_samples", Path(__file__).parents[1] / "kernels" / "samples.py"
-)
-samples = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(samples)
+from tests.kernels import samples
 
 DIM, TEXT = 20, 12
 WHERE = {"device": "cpu"}

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,10 +18,7 @@ from sfastgn.patches.conv_norm_out import PARENTS
 from sfastgn.patches.fusion import ClassSwap
 from sfastgn.patches.registry import FUSIONS
 from sfastgn.patches.upstream import TESTED_SOURCES, source_hash
-
-_spec = importlib.util.spec_from_file_location("sfastgn_test_samples", Path(__file__).with_name("samples.py"))
-samples = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(samples)
+from tests.patches import samples
 
 each_sample = pytest.mark.parametrize(("build", "call"), [pytest.param(b, c, id=i) for i, b, c in samples.SAMPLES])
 

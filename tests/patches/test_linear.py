@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,12 +16,7 @@ import sfastgn
 from sfastgn.kernels.launch import Launch
 from sfastgn.patches.linear import fused_linear, linear_of
 from sfastgn.patches.timestep_embedding import FusedTimestepEmbedding
-
-_spec = importlib.util.spec_from_file_location(
-    "sfastgn_kernel_samples", Path(__file__).parents[1] / "kernels" / "samples.py"
-)
-samples = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(samples)
+from tests.kernels import samples
 
 WHERE = {"device": "cpu"}
 

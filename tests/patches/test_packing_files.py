@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from typing import Any
 
 import accelerate
 import pytest
@@ -13,42 +12,9 @@ import safetensors.torch
 import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
 from diffusers.models.attention_processor import Attention
-from torch import Tensor, nn
 
 import sfastgn
-from sfastgn.patches import packing
-
-DIM = 16
-X = torch.randn((2, 7, DIM), generator=torch.Generator().manual_seed(0))
-
-
-def attention(**options: Any) -> Any:
-    torch.manual_seed(1)
-    return Attention(DIM, **{"heads": 2, "dim_head": 8, "bias": True, **options}).eval()
-
-
-def is_packed(model: Any) -> bool:
-    found = packing.plain_parameters((model.to_q, model.to_k, model.to_v))
-    return found is not None and packing.joined(model, *found) is not None
-
-
-def call(model: Any, x: Tensor = X) -> Tensor:
-    with torch.no_grad():
-        return model(x)
-
-
-def check(fused: Any, stock: Any, x: Tensor = X) -> None:
-    torch.testing.assert_close(call(fused, x), call(stock, x), atol=1e-5, rtol=1e-5)
-    assert all(map(torch.equal, fused.state_dict().values(), stock.state_dict().values()))
-    assert list(fused.state_dict()) == list(stock.state_dict())
-
-
-def describe(model: nn.Module) -> list[Any]:
-    """All that may be asked about parameters, but their addresses."""
-    return [
-        (name, id(p), p.stride(), p.storage_offset(), p.untyped_storage().nbytes(), p.requires_grad, p.is_leaf)
-        for name, p in model.named_parameters()
-    ]
+from tests.patches.packing_cases import attention, call, check, describe, is_packed
 
 
 def through_pickle(model):

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import itertools
 from collections import Counter
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -27,11 +25,7 @@ from sfastgn.kernels.channel_statistics import reference_channel_statistics
 from sfastgn.kernels.dispatch import KERNEL_DTYPES
 from sfastgn.kernels.launch import Launch
 from sfastgn.patches import convolution, statistics, upsample_2d
-
-_PATH = Path(__file__).parents[1] / "kernels" / "samples.py"
-_spec = importlib.util.spec_from_file_location("sfastgn_kernel_samples", _PATH)
-samples = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(samples)
+from tests.kernels import samples
 
 WHERE = {"device": "cpu"}
 

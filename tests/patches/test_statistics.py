@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
-import importlib.util
 import io
 import pickle
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,12 +18,8 @@ import sfastgn
 from sfastgn.kernels.channel_statistics import reference_channel_statistics
 from sfastgn.patches import statistics
 from sfastgn.patches.statistics import add, add_bias, cat, take_statistics
+from tests.kernels import samples
 
-_spec = importlib.util.spec_from_file_location(
-    "sfastgn_kernel_samples", Path(__file__).parents[1] / "kernels" / "samples.py"
-)
-samples = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(samples)
 DTYPES, BOUNDS = samples.DTYPES, samples.BOUNDS
 
 SHAPE = (2, 30, 7, 9)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -21,12 +19,7 @@ import sfastgn
 from sfastgn.kernels import upsample_conv
 from sfastgn.kernels.dispatch import KERNEL_DTYPES
 from sfastgn.patches import upsample_2d
-
-_spec = importlib.util.spec_from_file_location(
-    "sfastgn_kernel_samples", Path(__file__).parents[1] / "kernels" / "samples.py"
-)
-kernel_samples = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(kernel_samples)
+from tests.kernels import samples as kernel_samples
 
 
 def image(*shape: int, seed: int = 0) -> Tensor:
