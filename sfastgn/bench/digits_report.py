@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from sfastgn.bench import digits, end_to_end, images, options, plots, session, timing
+from sfastgn.bench import digits, end_to_end, images, options, plots, scripting, session, timing
 from sfastgn.bench.digits import Comparison, DigitsConfig, Run
 from sfastgn.bench.environment import environment
 
@@ -234,6 +234,5 @@ def main(doc: str | None, arguments: Sequence[str] | None = None) -> None:
             out=session.console(),
         )
     except options.OptionError as error:
-        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
-        code = 2
+        scripting.refuse(error)
     sys.exit(code)

@@ -7,6 +7,13 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
+
+
+def refuse(error: Exception) -> NoReturn:
+    """Ends a script for bad input: one line on standard error, exit code 2."""
+    print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+    sys.exit(2)
 
 
 def _parser(doc: str, model: str, variants: str, size: int | None, dtype: str | None) -> argparse.ArgumentParser:
@@ -64,6 +71,5 @@ def main(
         chosen = options.variant_list("--variants", given.variants)
         code = session.run_bench(configs, chosen, json=options.json_path("--json", given.json))
     except (options.OptionError, WeightsError) as error:
-        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
-        code = 2
+        refuse(error)
     sys.exit(code)

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from rich.table import Table
 
-from sfastgn.bench import architectures, end_to_end, options, workloads
+from sfastgn.bench import architectures, end_to_end, options, scripting, workloads
 from sfastgn.bench.environment import environment
 from sfastgn.bench.workloads import BenchConfig
 
@@ -221,8 +221,7 @@ def main(doc: str | None, arguments: Sequence[str] | None = None) -> None:
         new_size = options.image_size("--new-size", given.new_size or config.size * 3 // 32 * 8)
         path = options.json_path("--json", given.json)
     except options.OptionError as error:
-        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
-        sys.exit(2)
+        scripting.refuse(error)
     rows = run(config, new_size)
     title = f"{config.model} pipeline, {config.size}x{config.size}, {config.steps} steps, then {new_size}x{new_size}, {config.dtype}"
     out.print(table(rows, f"{title} on {config.device}"))
