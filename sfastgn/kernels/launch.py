@@ -10,13 +10,26 @@ Kernels exempt their run-time integers with ``do_not_specialize``.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import inspect
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["Launch", "current_stream", "has_programmatic_launch", "is_current", "num_sms", "on_device", "remember"]
+__all__ = [
+    "Launch",
+    "current_stream",
+    "has_programmatic_launch",
+    "is_current",
+    "num_sms",
+    "on_device",
+    "rehearse",
+    "remember",
+]
 
 
 class Launch:
@@ -60,6 +73,11 @@ class Launch:
             bits |= pointer or 0
         aligned = bits & 15 == 0
         if self._run is None or not aligned:
+            wanted = _wanted.get()
+            if wanted is not None:
+                if aligned:
+                    wanted.append((self, tuple(None if t is None else t.dtype for t in tensors)))
+                return
             compiled = self.kernel[(self.programs,)](*tensors, *self.numbers, **self.constants, **self.options)
             if aligned and hasattr(compiled, "packed_metadata"):  # the interpreter compiles nothing
                 self._run, self._bound = _direct_launcher(compiled)
@@ -87,6 +105,47 @@ def _direct_launcher(compiled: Any) -> tuple[Any, tuple[Any, ...]]:
         # Triton 3.6: the launcher's Python part only looks for scratch memory, which these kernels do not have.
         return run.launch, (bound[0], run.launch_cooperative_grid, run.launch_pdl, None, None, *bound[1:])
     return run, bound
+
+
+_Wanted = list[tuple[Launch, tuple[torch.dtype | None, ...]]]
+# Of the thread that rehearses: what it would have compiled.
+_wanted: contextvars.ContextVar[_Wanted | None] = contextvars.ContextVar("sfastgn_wanted", default=None)
+# A compilation holds some 100 MB, and beyond a few the part that Python does under its lock decides.
+_MAX_THREADS = 16
+
+
+def rehearse(call: Callable[[], object], device: torch.device) -> None:
+    """Run ``call`` without those kernels on ``device`` that are not compiled yet, and compile these, in threads beside each other.
+
+    So what ``call`` computes is of no use. A kernel that cannot be compiled says so when it is launched.
+
+    Raises whatever ``call`` raises.
+    """
+    wanted: _Wanted = []
+    token = _wanted.set(wanted)
+    try:
+        call()
+    finally:
+        _wanted.reset(token)
+    # Launches of many sizes share a compiled kernel.
+    distinct = {
+        (launch.kernel, dtypes, *launch.constants.values(), *launch.options.values()): (launch, dtypes)
+        for launch, dtypes in wanted
+    }.values()
+    for launch, _ in distinct:  # made by the first who asks, and not twice by two threads
+        launch.kernel.device_caches[device.index]
+    pool = ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1), "sfastgn-compile")
+    try:
+        done = [pool.submit(_compile, launch, dtypes, device) for launch, dtypes in distinct]
+        wait(done)
+    finally:  # an interrupt waits for no more than what has begun
+        pool.shutdown(cancel_futures=True)
+
+
+def _compile(launch: Launch, dtypes: tuple[torch.dtype | None, ...], device: torch.device) -> None:
+    with torch.cuda.device(device):  # each thread has a current one of its own
+        # ``run``: the launcher, for which Triton 3.6 runs a C compiler, and the code on the device.
+        _ = launch.kernel.warmup(*dtypes, *launch.numbers, grid=(1,), **launch.constants, **launch.options).run
 
 
 _REMEMBERED_MAX = 4096

@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 import torch
 
+from sfastgn.kernels.launch import rehearse
+
 __all__ = ["Backend", "CudaBackend", "Handle", "backend_of"]
 
 
@@ -32,6 +34,9 @@ class Backend(Protocol):
 
     def allocating(self) -> AbstractContextManager[Any]:
         """Memory of inputs is allocated in here."""
+
+    def rehearse(self, fn: Callable[[], Any]) -> None:
+        """Run ``fn`` for the kernels that it needs compiled; its result is of no use."""
 
     def capture(self, fn: Callable[[], Any]) -> Handle:
         """Capture ``fn``. Raises whatever makes that impossible; the device is as it was then."""
@@ -80,6 +85,9 @@ class CudaBackend:
         with torch.cuda.stream(self._stream):
             yield
         current.wait_stream(self._stream)
+
+    def rehearse(self, fn: Callable[[], Any]) -> None:
+        rehearse(fn, self._device)
 
     def capture(self, fn: Callable[[], Any]) -> Handle:
         graph = torch.cuda.CUDAGraph()

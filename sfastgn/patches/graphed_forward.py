@@ -6,12 +6,12 @@ A call is replayed only if a graph was captured for the same arguments (``graph_
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import types
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -87,8 +87,8 @@ class GraphedForward:
 
     # No __dict__: functools.update_wrapper (accelerate's hooks use it) would copy it into the wrapper.
     __slots__ = (
-        "__weakref__", "_backend", "_graphs", "_module", "_pause", "_refused", "_replays_of_watch", "_seen", "_short_lives",
-        "_used_backend", "_watch", "captured", "dropped", "eager", "mode", "replays",
+        "__weakref__", "_backend", "_graphs", "_module", "_pause", "_refused", "_rehearsed", "_replays_of_watch", "_seen",
+        "_short_lives", "_used_backend", "_watch", "captured", "dropped", "eager", "mode", "replays",
     )  # fmt: skip
 
     def __init__(self, module: nn.Module, mode: str | bool = "auto", backend: Backend | None = None) -> None:
@@ -100,6 +100,8 @@ class GraphedForward:
         self._graphs: OrderedDict[Any, _Graph] = OrderedDict()
         self._seen: OrderedDict[Any, int] = OrderedDict()  # key -> thread of the last call
         self._refused: OrderedDict[Any, str] = OrderedDict()
+        # Outlives changes of the model: what was compiled stays compiled.
+        self._rehearsed: OrderedDict[Any, None] = OrderedDict()
         self._pause: tuple[int, str] = (0, "")
         self._short_lives = self._replays_of_watch = 0
         self.captured = self.replays = self.dropped = 0
@@ -200,19 +202,23 @@ class GraphedForward:
             raise Unsupported(f"there are no graphs on {call.device}")
         if backend.is_busy():
             raise Unsupported("the call is being captured by other code")
+        key = (call.key, global_state(call.device))  # type: ignore[arg-type]
         with backend.lock:
-            graph = self._graph_for(module, call, backend)
-            output = graph.run(call, backend)
-            self.replays += 1
-            self._replays_of_watch += 1
-            return output
+            graph = self._graph_for(module, call, backend, key)
+            if graph is not None:
+                output = graph.run(call, backend)
+                self.replays += 1
+                self._replays_of_watch += 1
+                return output
+        self._rehearse(module, call, backend, key)  # outside the lock: other threads go on
+        raise Unsupported("first call of its kind")
 
-    def _graph_for(self, module: nn.Module, call: Call, backend: Backend) -> _Graph:
+    def _graph_for(self, module: nn.Module, call: Call, backend: Backend, key: Any) -> _Graph | None:
+        """The graph for ``call``, captured if it is time; None for a first call of its kind. Raises Unsupported with the reason."""
         if backend is not self._used_backend:
             self.clear()
             self._used_backend = backend
         self._check_watch(module)
-        key = (call.key, global_state(call.device))  # type: ignore[arg-type]
         graph = self._graphs.get(key)
         if graph is not None:
             self._graphs.move_to_end(key)
@@ -222,7 +228,9 @@ class GraphedForward:
         thread, seen_in = threading.get_ident(), self._seen.get(key)
         if self.mode == "auto" and seen_in is None:
             _remember(self._seen, key, thread)
-            raise Unsupported("first call of its kind")
+            return None
+        if seen_in is None:
+            self._rehearse(module, call, backend, key)
         while len(self._graphs) >= MAX_GRAPHS:
             backend.wait()
             oldest, _ = self._graphs.popitem(last=False)
@@ -236,6 +244,24 @@ class GraphedForward:
         self._graphs[key] = graph
         self.captured += 1
         return graph
+
+    def _rehearse(self, module: nn.Module, call: Call, backend: Backend, key: Any) -> None:
+        """Have all kernels of a kind of calls compiled at once, and not one after the other as the first call comes to them.
+
+        The forward runs once more for it, as it does for a capture, on copies of the arguments. So only what may be captured is rehearsed.
+        """
+        if key in self._rehearsed:
+            return
+        _remember(self._rehearsed, key, None)
+
+        def run() -> None:
+            args, kwargs = call.rebuild(_buffers_of(call, backend))
+            type(module).forward(module, *args, **kwargs)
+
+        # Whatever is wrong, the call itself will say.
+        with contextlib.suppress(Exception):
+            if Watch(module, _is_harmless).reason is None:
+                backend.rehearse(run)
 
     def _check_watch(self, module: nn.Module) -> None:
         if self._watch is not None and not self._watch.unchanged(module):
@@ -366,7 +392,7 @@ def _line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [""])[0][:200]
 
 
-@contextmanager
+@contextlib.contextmanager
 def _no_autocast_cache() -> Iterator[None]:
     """Within a graph autocast casts every weight anew: its cache is emptied with the context, and a replay would read freed memory."""
     enabled = torch.is_autocast_cache_enabled()

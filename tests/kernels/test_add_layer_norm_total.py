@@ -75,7 +75,8 @@ def test_the_norm_does_not_see_it(shape, with_add_bias, device):
     add_bias = add_bias if with_add_bias else None
     y, total = run(*operands, add_bias, total_bias)
     expected, plain = run(*operands, add_bias)
-    assert torch.equal(y, expected)
+    # Two kernels, of which a GPU's compiler may fuse other multiplications and additions; the bias is of the size of 30.
+    torch.testing.assert_close(y, expected, atol=1e-5, rtol=1e-5)
     assert torch.equal(total, plain + total_bias)
     assert total.is_contiguous()
 

@@ -44,11 +44,11 @@ class TapeHandle:
 
 
 class TapeBackend:
-    """``Backend`` for the CPU; ``captures`` counts, ``fail`` is raised by the next captures."""
+    """``Backend`` for the CPU; ``captures`` and ``rehearsals`` count, ``fail`` is raised by the next captures."""
 
     def __init__(self):
         self.lock = threading.RLock()
-        self.captures = 0
+        self.captures = self.rehearsals = 0
         self.fail = None
         self.busy = False
 
@@ -60,6 +60,10 @@ class TapeBackend:
 
     def ordered(self):
         return contextlib.nullcontext()
+
+    def rehearse(self, fn):
+        self.rehearsals += 1
+        fn()
 
     def capture(self, fn):
         if self.fail is not None:
