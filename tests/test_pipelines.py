@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 
 import numpy as np
 import pytest
@@ -358,6 +359,31 @@ def test_pipeline_on_the_gpu_in_fp16(model):
     assert psnr(generate(pipe, **SIZE), before) > 35
     sfastgn.restore(pipe)
     assert np.array_equal(generate(pipe, **SIZE), before)
+
+
+def _waits(pipe):
+    """How often the host waits for the GPU while an image is made."""
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            generate(pipe, **SIZE)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return sum("synchroniz" in str(w.message) for w in caught)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", ["tiny", "tiny_xl"])
+def test_the_host_waits_no_more_often_than_in_diffusers(model):
+    pipe = build_pipeline(model, dtype=torch.float16, device="cuda")
+    generate(pipe, **SIZE)
+    stock = _waits(pipe)
+    assert stock > 0  # the image has to be fetched
+    sfastgn.optimize(pipe)
+    for _ in range(3):
+        generate(pipe, **SIZE)
+    assert _waits(pipe) <= stock
 
 
 @pytest.mark.gpu

@@ -15,7 +15,7 @@ __all__ = ["PAIRED", "activate", "activation_grad", "normal_cdf"]
 PAIRED = 8  # neighbours in memory that one thread holds, at least, where pairs of them need no exchange
 
 if triton is not None:
-    _COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
+    from sfastgn.kernels.tiles import COMPILED
 
     @triton.jit
     def _exp2(x):
@@ -36,7 +36,7 @@ if triton is not None:
         ``PAIRS``: two neighbours share a reciprocal, 1/a = b/(ab). The exponential is cut at 2^60, so that ab stays finite: below
         z = -41 the result is 2^-60 instead of less, which 16-bit results of usual size do not show.
         """
-        if not _COMPILED:
+        if not COMPILED:
             s = 1 / (1 + tl.exp(-z))
         elif PAIRS:
             e = 1 + _exp2(tl.minimum(z * -1.4426950408889634, 60.0))
@@ -53,7 +53,7 @@ if triton is not None:
     @triton.jit
     def _sigmoid_and_rest(z, PAIRS: tl.constexpr):
         """(sigmoid, 1 - sigmoid) for derivatives, which multiply the rest by powers of z: in fp32 it must not come of a difference."""
-        if PAIRS or not _COMPILED:
+        if PAIRS or not COMPILED:
             s = _sigmoid(z, PAIRS)
             rest = 1 - s
         else:
@@ -106,7 +106,7 @@ if triton is not None:
         """
         if HALF:
             e, t = z * z * -0.7213475204444817, 1 + 0.3 * tl.abs(z)
-            if _COMPILED:
+            if COMPILED:
                 e, t = _exp2(e), _reciprocal(t)
             else:
                 e, t = tl.exp2(e), 1 / t

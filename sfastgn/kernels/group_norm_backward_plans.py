@@ -14,11 +14,13 @@ from sfastgn.kernels.group_norm_config import (
     ApplyConfig,
     SmallConfig,
     StatisticsConfig,
+    WalkConfig,
     apply_config,
     ceil_div,
     launch_config,
     merge_config,
     parameter_config,
+    walk_config,
 )
 from sfastgn.kernels.group_norm_kernels import ALIGNED, row_stride
 from sfastgn.kernels.launch import Launch, current_stream, has_programmatic_launch, num_sms, on_device, remember
@@ -39,7 +41,7 @@ class _GradPlan:
     """
 
     __slots__ = (
-        "apply", "copies_dy", "copies_params", "copies_x", "merge", "parameters", "plane", "scratch", "small", "sums", "totals",
+        "apply", "copies_dy", "copies_params", "copies_x", "merge", "parameters", "plane", "scratch", "single", "sums", "totals",
     )  # fmt: skip
 
     def __init__(
@@ -63,17 +65,23 @@ class _GradPlan:
         pdl = has_programmatic_launch(x.device)
         strides = tuple(row_stride(t, C) for t in params[2:])
         self.plane = _aligned(N * C)
-        self.small: Launch | None = None
+        self.single: Launch | None = None
         self.apply: Launch | None = None
         self.parameters: Launch | None = None
-        config = launch_config(N, C, HW, num_groups, channels_last, num_sms(x.device), backward=True)
+        sms = num_sms(x.device)
+        config = launch_config(N, C, HW, num_groups, channels_last, sms, backward=True)
+        walk = None
+        if not isinstance(config, SmallConfig) and wanted[0] and dy_last == channels_last:
+            walk = walk_config(N, C, HW, num_groups, channels_last, sms, x.element_size(), activation)
         how = {
             "C": C, "CG": C // num_groups, "ACTIVATION": activation, "SHIFT_GRAD": wanted[3], "CHANNELS_LAST": channels_last,
             "DY_LAST": dy_last, "PDL": pdl,
         }  # fmt: skip
+        self.totals, self.scratch = 0, (2 + wanted[3]) * self.plane
         if isinstance(config, SmallConfig):
-            self.totals, self.scratch = 0, (2 + wanted[3]) * self.plane
             self._plan_small(shape, config, strides, how, x.dtype)
+        elif walk is not None:
+            self._plan_walk(shape, walk, strides, how, x.dtype)
         else:
             self._plan_sums(shape, config.statistics, strides, how, x.dtype)
             self._plan_merge(shape, num_groups, config.statistics.chunks, strides, how, x.dtype)
@@ -85,7 +93,7 @@ class _GradPlan:
         programs = ceil_div(C, block_c) if any(wanted[1:]) else 0
         parameters = {"C": C, **rows, "PDL": pdl, "BLOCK_N": block_n}
         numbers = (strides[1], N, self.totals, self.plane)
-        if self.small is None and wanted[0]:
+        if self.single is None and wanted[0]:
             parameters |= {"BLOCK_PARAMETERS": block_c, "PARAMETER_PROGRAMS": programs}
             blocks = apply_config(C, HW, channels_last, backward=True)
             self._plan_apply(shape, blocks, numbers, {**parameters, **how}, x.dtype)
@@ -103,7 +111,19 @@ class _GradPlan:
         }  # fmt: skip
         programs = N * ceil_div(C, config.channels)
         numbers = (*strides, HW, self.plane)
-        self.small = Launch(kernels.small_grad_kernel, programs, numbers, constants, config.num_warps, pdl=how["PDL"])
+        self.single = Launch(kernels.small_grad_kernel, programs, numbers, constants, config.num_warps, pdl=how["PDL"])
+
+    def _plan_walk(
+        self, shape: tuple[int, int, int], config: WalkConfig, strides: tuple[int, ...], how: dict[str, Any], dtype: torch.dtype
+    ) -> None:  # fmt: skip
+        N, C, HW = shape
+        block_hw, block_c = config.block_hw, config.block_c
+        constants = {name: how[name] for name in ("C", "CG", "ACTIVATION", "SHIFT_GRAD", "CHANNELS_LAST", "PDL")} | {
+            "PAIRS": how["CHANNELS_LAST"] and _pairs(dtype, block_c), "EVEN": how["CG"] == block_c and HW % block_hw == 0,
+            "HW_FACTOR": 16 if HW % 16 == 0 else 1, "BLOCK_HW": block_hw, "BLOCK_C": block_c,
+        }  # fmt: skip
+        programs, numbers = N * C // how["CG"], (*strides, HW, self.plane)
+        self.single = Launch(kernels.walk_grad_kernel, programs, numbers, constants, config.num_warps, pdl=how["PDL"])
 
     def _plan_sums(
         self, shape: tuple[int, int, int], config: StatisticsConfig, strides: tuple[int, ...], how: dict[str, Any], dtype: torch.dtype
@@ -218,8 +238,8 @@ def _launch(
     stream = current_stream(x.device)
     scratch = torch.empty(plan.scratch, dtype=torch.float32, device=x.device)
     of_parameters = (others[2], others[3], others[5], *grads)
-    if plan.small is not None:
-        plan.small(stream, x, dy, dx, scratch if plan.parameters else None, *others)
+    if plan.single is not None:
+        plan.single(stream, x, dy, dx, scratch if plan.parameters else None, *others)
     else:
         plan.sums(stream, x, dy, scratch, *others)
         plan.merge(stream, scratch, *others)

@@ -18,6 +18,7 @@ __all__ = [
     "SmallConfig",
     "SplitConfig",
     "StatisticsConfig",
+    "WalkConfig",
     "apply_config",
     "ceil_div",
     "launch_config",
@@ -26,6 +27,7 @@ __all__ = [
     "parameter_config",
     "statistics_config",
     "statistics_pay",
+    "walk_config",
 ]
 
 # Elements that one warp reads with one 16-byte load a lane, in fp16.
@@ -47,6 +49,12 @@ _EACH_CHANNEL_BLOCK = 32
 # from the producer: with fewer, its one launch is shorter than the two that read them.
 _USUAL_GROUPS, _STATISTICS_MIN_ELEMENTS = 32, 16384
 _MERGE_TILE, _MERGE_PER_WARP, _MERGE_BACKWARD_PER_WARP = 4096, 256, 1024
+# Bytes of x from which on the split backward finds nothing of its first read in an L2 of 50 MB, bytes of a group of which that L2 holds
+# most for as many groups as there are multiprocessors, contiguous bytes that memory delivers well, and groups a multiprocessor that make
+# up for an uneven end.
+_WALK_MIN_BYTES, _WALK_MAX_GROUP_BYTES, _WALK_MIN_RUN, _WALK_MIN_GROUPS = 64 * 2**20, 220 * 2**10, 64, 8
+# (tile, warps) of large groups, which have a multiprocessor each, and of others. The largest tile spills with an activation's derivative.
+_WALK_LARGEST, _WALK_LARGE, _WALK_OTHER, _WALK_LARGE_ELEMENTS = (16384, 32), (8192, 32), (4096, 8), 32768
 
 
 @dataclass(frozen=True)
@@ -104,6 +112,15 @@ class MergeConfig:
 
 
 @dataclass(frozen=True)
+class WalkConfig:
+    """One launch: each program reads a group twice in (block_hw, block_c) tiles, the second time backwards and in part from L2."""
+
+    block_hw: int
+    block_c: int
+    num_warps: int
+
+
+@dataclass(frozen=True)
 class SplitConfig:
     """Three launches: statistics, merge, apply."""
 
@@ -122,6 +139,29 @@ def launch_config(
     kind = "backward" if backward else "read"
     statistics = statistics_config(N, C, HW, channels_last, num_sms, kind=kind)
     return SplitConfig(statistics, apply_config(C, HW, channels_last, backward=backward))
+
+
+def walk_config(
+    N: int, C: int, HW: int, num_groups: int, channels_last: bool, num_sms: int, itemsize: int, activation: str
+) -> WalkConfig | None:
+    """How to take gradients of more data than caches hold, in groups that they do hold; None where three launches are faster.
+
+    ``itemsize``: bytes of an element of x, and about as many of an element of the gradient, which has the layout of x.
+    """
+    CG = C // num_groups
+    group, block_c = CG * HW, next_power_of_2(CG)
+    if (
+        N * C * HW * itemsize < _WALK_MIN_BYTES
+        or group * itemsize > _WALK_MAX_GROUP_BYTES
+        or N * num_groups < _WALK_MIN_GROUPS * num_sms
+        or (channels_last and CG * itemsize < _WALK_MIN_RUN)
+        or 4 * block_c > 5 * CG  # lanes for nothing
+        or C * HW >= 2**31  # offsets within a sample
+    ):
+        return None
+    large = _WALK_LARGEST if activation == "identity" and not channels_last else _WALK_LARGE
+    tile, num_warps = large if group >= _WALK_LARGE_ELEMENTS else _WALK_OTHER
+    return WalkConfig(min(next_power_of_2(HW), max(1, tile // block_c)), block_c, num_warps)
 
 
 def _small_config(C: int, HW: int, num_groups: int, channels_last: bool, per_warp: int) -> SmallConfig:

@@ -43,6 +43,7 @@ if triton is not None:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
     from sfastgn.kernels.activation_kernels import activate
+    from sfastgn.kernels.statistics_kernels import inverse_deviation
     from sfastgn.kernels.tiles import LANE_AXIS, STEP_AXIS, along_block, along_lanes, along_steps, along_warps
 
 __all__ = ["ALIGNED", "find_plan", "launch_group_norm", "make_plan", "needs_copies", "plan_key", "row_stride"]
@@ -136,7 +137,7 @@ if triton is not None:
         total = _tile_sum(d, EACH_CHANNEL)
         # Explicit: ptxas would contract product and difference here, but not where the mean is stored too, and other bits come out.
         d = tl.where(mask, tl.fma(total, -share, d), 0.0)
-        rstd = 1 / tl.sqrt(_tile_sum(d * d, EACH_CHANNEL) * share + eps)
+        rstd = inverse_deviation(_tile_sum(d * d, EACH_CHANNEL) * share, eps)
         _save(mean_ptr, rstd_ptr, tl.fma(total, share, pivot), rstd, part, n * C + c, in_range, EACH_CHANNEL)
         y = activate(d * (scale * rstd) + offset, ACTIVATION, PAIRS)
         tl.store(y_ptr + base + (last if OUT_LAST else first), y.to(y_ptr.dtype.element_ty), mask=mask)
@@ -209,7 +210,7 @@ if triton is not None:
                 d = tl.fma(total, -share, d)
                 m2 += part_m2 + d * d * w
         mean = total * share
-        rstd = 1 / tl.sqrt(_merged(m2, EACH_CHANNEL) * share + eps)
+        rstd = inverse_deviation(_merged(m2, EACH_CHANNEL) * share, eps)
         _save(mean_ptr, rstd_ptr, mean + pivot, rstd, part, n * C + c, in_range, EACH_CHANNEL)
         scale *= rstd
         # x comes without the shift: the mean is taken of x + shift, so what is subtracted from x is mean - shift.

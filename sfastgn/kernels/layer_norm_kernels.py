@@ -35,6 +35,7 @@ if triton is not None:
     import triton.language as tl
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+    from sfastgn.kernels.statistics_kernels import inverse_deviation
     from sfastgn.kernels.tiles import STEP_AXIS, along_block, along_lanes, along_steps, along_warps
 
 __all__ = ["find_plan", "launch_layer_norm", "make_plan", "plan_key", "row_stride", "rows_constants"]
@@ -122,7 +123,7 @@ if triton is not None:
         total = row_sum(d, WIDE)
         # Explicit: ptxas would contract product and difference here, but not where the centre is stored too, and other bits come out.
         d = tl.where(in_row, tl.fma(total, -1 / D, d), 0.0)
-        rstd = 1 / tl.sqrt(row_sum(d * d, WIDE) / D + eps)
+        rstd = inverse_deviation(row_sum(d * d, WIDE) / D, eps)
         y = d * rstd * scale + offset
         tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=mask)
         if centre_ptr is not None:
@@ -196,7 +197,7 @@ if triton is not None:
         d -= delta
         m2 = tl.sum(tl.load(base + plane + p, mask=mask, other=0.0) + d * d * weight, 0)
         tl.store(centre_ptr + row, delta)
-        tl.store(rstd_ptr + row, 1 / tl.sqrt(m2 / elements + eps))
+        tl.store(rstd_ptr + row, inverse_deviation(m2 / elements, eps))
 
     @triton.jit(do_not_specialize=["rows", "d_parts", "x_parts"])
     def _normalise_kernel(

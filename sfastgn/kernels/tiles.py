@@ -15,12 +15,13 @@ try:
 except ImportError:  # every call then runs in plain PyTorch
     triton = None
 
-__all__ = ["LANE_AXIS", "STEP_AXIS", "along_block", "along_lanes", "along_steps", "along_warps", "triton"]
+__all__ = ["COMPILED", "LANE_AXIS", "STEP_AXIS", "along_block", "along_lanes", "along_steps", "along_warps", "triton"]
 
 if triton is not None:
     _LANES_FIRST = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
     LANE_AXIS = tl.constexpr(0 if _LANES_FIRST else 2)
     STEP_AXIS = tl.constexpr(2 if _LANES_FIRST else 0)
+    COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter knows no inline assembly
 
     @triton.jit
     def along_lanes(SIZE: tl.constexpr):

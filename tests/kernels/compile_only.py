@@ -62,6 +62,8 @@ SHAPES = [
     (2, 960, 128, 128),
     (1, 512, 256, 256),
 ]
+# Enough of large groups that the backward walks through each.
+WALKED = (34, 512, 56, 56)
 # The two ways. On the oldest and on the H200's capability every shape, on the rest these only.
 REPRESENTATIVE = [(2, 1280, 8, 8), (2, 320, 64, 64)]
 # Tokens of a UNet, of a text encoder, rows that are far too short or too long for a warp, and the longest that stay in registers.
@@ -90,6 +92,7 @@ def cases(capability: int) -> list[tuple[tuple[int, ...], torch.dtype, str]]:
         found += [(split, torch.float32, "channels_last"), (split, torch.float16, "channels_first")]
     if capability == 90:
         found += [(split, torch.bfloat16, "channels_last"), (small, torch.float16, "channels_first")]
+        found += [(WALKED, torch.float32, layout) for layout in ("channels_last", "channels_first")]
     found += [
         (shape, torch.float16, "tokens") for shape in (TOKENS if capability in (75, 90) else (TOKENS[0], TOKENS[-1]))
     ]

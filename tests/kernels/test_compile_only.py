@@ -27,6 +27,7 @@ KERNELS = {
     "_softmax_kernel", "_divide_kernel",
 }  # fmt: skip
 SINCE_AMPERE = {"_short_attention_kernel"}
+ON_HOPPER = {"walk_grad_kernel"}  # compiled for one capability: its shapes are large
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -37,7 +38,9 @@ def test_kernels_compile_and_do_not_spill(capability):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert {row["kernel"] for row in rows} == KERNELS | (SINCE_AMPERE if capability >= 80 else set())
+    assert {row["kernel"] for row in rows} == (
+        KERNELS | (SINCE_AMPERE if capability >= 80 else set()) | (ON_HOPPER if capability == 90 else set())
+    )
     # Programmatic dependent launch is an instruction that older GPUs do not have.
     assert {row["pdl"] for row in rows} == {row.get("launch_pdl", False) for row in rows} == {capability >= 90}
     # A scalar a warp, and what the compiler reserves. A row of channels a warp made the three launches up to 2.7 times as slow.

@@ -11,6 +11,7 @@ from sfastgn.kernels import group_norm_backward_plans, group_norm_config
 from sfastgn.kernels.group_norm import reference_group_norm
 from sfastgn.kernels.group_norm_config import SmallConfig, launch_config, merge_config, statistics_config
 from tests.kernels import samples
+from tests.kernels.gradients import check, expected_grads, grads_of, leaves_of, relative
 
 DEVICES, DTYPES, LAYOUTS, BOUNDS = samples.DEVICES, samples.DTYPES, samples.LAYOUTS, samples.BOUNDS
 make, to_layout, kernels, interpreted = samples.make, samples.to_layout, samples.kernels, samples.interpreted
@@ -46,44 +47,6 @@ GPU_SHAPES = [
     pytest.param((128, 256, 28, 28), 32, id="128x256x28x28"),
     pytest.param((2, 64, 16, 64, 64), 64, id="instance-norm-3d"),
 ]
-
-
-def leaves_of(x, *others, dtype=None):
-    return [t.to(dtype or t.dtype).detach().requires_grad_() for t in (x, *others)]
-
-
-def grads_of(call, leaves, dy, *, direct=False):
-    with kernels(direct=direct):
-        return torch.autograd.grad(call(*leaves), leaves, dy)
-
-
-def expected_grads(call, leaves, dy):
-    doubles = leaves_of(*leaves, dtype=torch.float64)
-    return torch.autograd.grad(call(*doubles), doubles, dy.double())
-
-
-def relative(got, want) -> float:
-    return ((got.double() - want).norm() / want.norm()).item()
-
-
-def away_from_the_kink(dy, x, groups, weight, bias):
-    """At relu's kink a rounding decides between two right answers."""
-    z = reference_group_norm(x.double(), groups, weight.double(), bias.double())
-    return torch.where(z.abs() < 0.02, 0, dy)
-
-
-def check(shape, groups, dtype, device, layout, activation, dy_layout, *, direct=False, dy_mean=0.5):
-    x, weight, bias = make(shape, dtype, device, layout)
-    dy = make(shape, dtype, device, dy_layout, mean=dy_mean, seed=7)[0]
-    if activation == "relu":
-        dy = to_layout(away_from_the_kink(dy, x, groups, weight, bias), dy_layout)
-    leaves = leaves_of(x, weight, bias)
-    got = grads_of(lambda x, w, b: sfastgn.group_norm(x, groups, w, b, 1e-5, activation), leaves, dy, direct=direct)
-    want = expected_grads(lambda x, w, b: reference_group_norm(x, groups, w, b, 1e-5, activation), leaves, dy)
-    assert got[0].stride() == x.stride()
-    for name, g, w, leaf in zip(("x", "weight", "bias"), got, want, leaves, strict=True):
-        assert g.dtype is leaf.dtype
-        assert relative(g, w) < 2 * BOUNDS[dtype], name
 
 
 def test_the_shapes_take_both_ways():

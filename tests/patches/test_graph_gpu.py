@@ -64,6 +64,24 @@ def test_autocast():
     assert (state(unet).captured, state(unet).replays) == (1, 2)
 
 
+@pytest.mark.parametrize(
+    "timestep", [7, torch.tensor(7), torch.tensor([7])], ids=["number", "cpu-tensor", "gpu-tensor"]
+)
+def test_a_replay_waits_for_nothing(timestep):
+    unet, _, inputs = make("cuda")
+    if isinstance(timestep, torch.Tensor) and timestep.dim():
+        timestep = timestep.cuda()
+    values = {**inputs, "timestep": timestep}
+    for _ in range(2):
+        run(unet, values)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(unet, values)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert state(unet).replays == 2
+
+
 class Waiting(nn.Identity):
     """Waits for the GPU, which no capture allows."""
 
