@@ -37,6 +37,8 @@ from sfastgn.bench.providers import BASELINES, NORMS, OURS, PROVIDERS, YARDSTICK
 from sfastgn.bench.variants import PARTS, VARIANTS
 
 RESULTS = Path("benchmarks")
+QUOTATION = "‡"
+_Group = tuple[int, str, int, int, str]
 
 # Those that can be captured by the harness. Runs from before `optimize` did it itself have a column for sfastgn too.
 GRAPHED = ("eager", "compile", "sfastgn", "sfastgn_eager", "sfastgn_compile")
@@ -209,28 +211,58 @@ def _milliseconds(value: float | None, eager: float | None) -> str:
 def results_markdown(results: Path) -> str:
     """The end-to-end table of all committed runs."""
     runs = documents(results, "end_to_end")
-    groups: dict[tuple[int, str, int], dict[str, Row]] = {}
+    groups: dict[_Group, dict[str, Row]] = {}
     for content in runs:
         for row in (Row(**values) for values in content["rows"]):
-            groups.setdefault((PARTS.index(row.part), row.model, row.size), {})[row.variant] = row
+            groups.setdefault(_group(vars(row)), {})[row.variant] = row
     if not groups:
         return NO_RESULTS
-    left_out = {name for name in COMBINED if not any(name in by_variant for by_variant in groups.values())}
+    quoted, quotations = _quoted_times(results, groups)
+    shown = {name for group in groups for name in (*groups[group], *quoted[group])}
+    left_out = {name for name in COMBINED if name not in shown}
     labels = {name: label for name, label in _labels().items() if name not in left_out}
     rows = [row for by_variant in groups.values() for row in by_variant.values()]
     with_graph = {row.variant for row in rows if row.graph_ms is not None}
     graphed = [name for name in GRAPHED if name in labels and (name != "sfastgn" or name in with_graph)]
     header = ["milliseconds (time over eager's)", *labels.values(), *(f"{labels[name]} + graph" for name in graphed)]
     body = []
-    for _, by_variant in sorted(groups.items()):
+    for group, by_variant in sorted(groups.items()):
         eager = by_variant["eager"].median_ms if "eager" in by_variant else None
         times = [by_variant[name].median_ms if name in by_variant else None for name in labels]
         graphs = [by_variant[name].graph_ms if name in by_variant else None for name in graphed]
         title = row_title(next(iter(by_variant.values())))
-        body.append([title, *(_milliseconds(value, eager) for value in (*times, *graphs))])
+        cells = [_milliseconds(value, eager) for value in (*times, *graphs)]
+        for i, name in enumerate(labels):
+            if name in quoted[group]:
+                cells[i] = f"{number(quoted[group][name])}{QUOTATION}"
+        body.append([title, *cells])
     reasons = dict.fromkeys(f"{labels[row.variant]} {row.status}: {row.reason}" for row in rows if row.status != OK)
     sources = dict.fromkeys(source_line(content) for content in runs)
-    return "\n\n".join([markdown_table(header, body), *(f"{line}." for line in (*reasons, *sources))])
+    return "\n\n".join([markdown_table(header, body), *(f"{line}." for line in (*reasons, *quotations, *sources))])
+
+
+def _group(values: dict[str, Any]) -> _Group:
+    """What one line of the end-to-end table is about, in the order of its lines."""
+    return PARTS.index(values["part"]), values["model"], values["size"], values["batch"], values["dtype"]
+
+
+def _ran(row: Row | None) -> bool:
+    return row is not None and row.median_ms is not None
+
+
+def _quoted_times(
+    results: Path, groups: dict[_Group, dict[str, Row]]
+) -> tuple[dict[_Group, dict[str, float]], list[str]]:
+    """Milliseconds that others measured, by variant, of what was not run; and where they come from."""
+    found: dict[_Group, dict[str, float]] = {group: {} for group in groups}
+    sources = []
+    for content in documents(results, "end_to_end_quoted"):
+        rows = [v for v in content["rows"] if _group(v) in groups and not _ran(groups[_group(v)].get(v["variant"]))]
+        for values in rows:
+            found[_group(values)][values["variant"]] = values["median_ms"]
+        if rows:
+            sources.append(f"{QUOTATION}: quoted, not run here: {content['source']}")
+    return found, sources
 
 
 def kernel_rows(content: dict[str, Any]) -> list[KernelRow]:

@@ -7,7 +7,7 @@ the layout of x.
 The ways of the forward, by the same function of sizes:
 
 - *small*: one program holds a group of x and of dy in registers: dx, and two or three sums per sample and channel;
-- *walk*: the same with a group that one program reads twice, where L2 holds the groups that run at a time and not the whole tensor;
+- *walk* (``group_norm_walk_kernels.py``): the same with a group that one program reads twice;
 - *split*: ``sums_kernel`` leaves these sums per channel and chunk, ``merge_sums_kernel`` brings them together and writes what dx is
   made of per channel, ``apply_grad_kernel`` makes dx. Its first programs turn the sums into the gradients of the parameters, which
   after the other two is a launch of its own.
@@ -31,16 +31,12 @@ if triton is not None:
     from sfastgn.kernels.tiles import LANE_AXIS, STEP_AXIS, along_block, along_lanes, along_steps, along_warps
 
 __all__ = [
-    "apply_grad_kernel",
-    "merge_sums_kernel",
-    "parameter_grad_kernel",
-    "small_grad_kernel",
+    "STRIDES", "apply_grad_kernel", "grad_tile", "merge_sums_kernel", "parameter_grad_kernel", "small_grad_kernel", "store_totals",
     "sums_kernel",
-    "walk_grad_kernel",
-]
+]  # fmt: skip
 
 if triton is not None:
-    _STRIDES = ["shift_stride", "ada_scale_stride", "ada_shift_stride"]
+    STRIDES = ["shift_stride", "ada_scale_stride", "ada_shift_stride"]
 
     @triton.jit
     def _centre(n, c, group, in_range, mean_ptr, rstd_ptr, shift_ptr, shift_stride):
@@ -67,7 +63,18 @@ if triton is not None:
             t = tl.sum(tl.reshape(t, (t.shape[0] * t.shape[1] * t.shape[2] * t.shape[3],)), 0)
         return t
 
-    @triton.jit(do_not_specialize=[*_STRIDES, "HW", "plane"])
+    @triton.jit
+    def store_totals(
+        totals, plane, in_range, along_z, along_x, sum_x, positions, rstd, scale, along_mean, along_var, SHIFT_GRAD: tl.constexpr
+    ):  # fmt: skip
+        """Sums of a sample over ``positions``: of dz, of dz * xhat, and the gradient of the shift, for which ``sum_x`` is that of xhat."""
+        tl.store(totals, along_z, mask=in_range)
+        tl.store(totals + plane, along_x, mask=in_range)
+        if SHIFT_GRAD:
+            shift_grad = rstd * (scale * along_z - positions * along_mean - sum_x * along_var)
+            tl.store(totals + 2 * plane, shift_grad, mask=in_range)
+
+    @triton.jit(do_not_specialize=[*STRIDES, "HW", "plane"])
     def small_grad_kernel(
         x_ptr, dy_ptr, dx_ptr, totals_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr, ada_shift_ptr,
         shift_stride, ada_scale_stride, ada_shift_stride, HW, plane,
@@ -110,16 +117,13 @@ if triton is not None:
             out = dx_ptr + base + (last if CHANNELS_LAST else first)
             tl.store(out, dx.to(dx_ptr.dtype.element_ty), mask=mask)
         if totals_ptr is not None:
-            totals = totals_ptr + n * C + c
-            tl.store(totals, along_z, mask=in_range)
-            tl.store(totals + plane, along_x, mask=in_range)
-            if SHIFT_GRAD:
-                sum_x = _channel_sum(xhat, CHANNELS_LAST)
-                shift_grad = rstd * (scale * along_z - positions * along_mean - sum_x * along_var)
-                tl.store(totals + 2 * plane, shift_grad, mask=in_range)
+            sum_x = _channel_sum(xhat, CHANNELS_LAST) if SHIFT_GRAD else along_x
+            store_totals(
+                totals_ptr + n * C + c, plane, in_range, along_z, along_x, sum_x, positions, rstd, scale, along_mean, along_var, SHIFT_GRAD
+            )  # fmt: skip
 
     @triton.jit
-    def _grad_tile(
+    def grad_tile(
         x_ptr, dy_ptr, x_offsets, dy_offsets, mask, centre, rstd, scale, offset, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr,
         EVICTION: tl.constexpr,
     ):  # fmt: skip
@@ -135,71 +139,7 @@ if triton is not None:
             xhat = tl.where(mask, xhat, 0.0)
         return activation_grad(dy.to(tl.float32), xhat * scale + offset, ACTIVATION, PAIRS), xhat
 
-    @triton.jit(do_not_specialize=[*_STRIDES, "HW", "plane"])
-    def walk_grad_kernel(
-        x_ptr, dy_ptr, dx_ptr, totals_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr, ada_shift_ptr,
-        shift_stride, ada_scale_stride, ada_shift_stride, HW, plane,
-        C: tl.constexpr, CG: tl.constexpr, ACTIVATION: tl.constexpr, SHIFT_GRAD: tl.constexpr, CHANNELS_LAST: tl.constexpr,
-        PDL: tl.constexpr, PAIRS: tl.constexpr, EVEN: tl.constexpr, HW_FACTOR: tl.constexpr, BLOCK_HW: tl.constexpr,
-        BLOCK_C: tl.constexpr,
-    ):  # fmt: skip
-        """As ``small_grad_kernel``, of a group that is read twice; dy has the layout of x."""
-        group = tl.program_id(0)
-        n = (group // (C // CG)).to(tl.int64)
-        j = tl.arange(0, BLOCK_C)[None, :]
-        c = group % (C // CG) * CG + j
-        in_range = j < CG
-        row = tl.arange(0, BLOCK_HW)[:, None]
-        base = n * HW * C
-        HW = tl.multiple_of(HW, HW_FACTOR)
-        offsets = base + (row * C + c if CHANNELS_LAST else c * HW + row)
-        if PDL:
-            gdc_wait()
-            gdc_launch_dependents()
-        centre, rstd = _centre(n, c, n * (C // CG) + c // CG, in_range, mean_ptr, rstd_ptr, shift_ptr, shift_stride)
-        scale, offset = channel_affine(
-            n, c, in_range, weight_ptr, bias_ptr, ada_scale_ptr, ada_shift_ptr, ada_scale_stride, ada_shift_stride
-        )
-        along_z = tl.zeros((BLOCK_HW, BLOCK_C), tl.float32)
-        along_x, sum_x = along_z, along_z
-        for start in range(0, HW, BLOCK_HW):
-            at = offsets + start * (C if CHANNELS_LAST else 1)
-            mask = None
-            if not EVEN:
-                mask = (start + row < HW) & in_range
-            dz, xhat = _grad_tile(x_ptr, dy_ptr, at, at, mask, centre, rstd, scale, offset, ACTIVATION, PAIRS, "")
-            along_z += dz
-            along_x += dz * xhat
-            if SHIFT_GRAD:
-                sum_x += xhat
-        along_z = tl.sum(along_z, 0, keep_dims=True)
-        along_x = tl.sum(along_x, 0, keep_dims=True)
-        positions = HW.to(tl.float32)
-        along_mean = tl.sum(scale * along_z, 1, keep_dims=True) / (positions * CG)
-        along_var = tl.sum(scale * along_x, 1, keep_dims=True) / (positions * CG)
-        if totals_ptr is not None:
-            totals = totals_ptr + n * C + c
-            tl.store(totals, along_z, mask=in_range)
-            tl.store(totals + plane, along_x, mask=in_range)
-            if SHIFT_GRAD:
-                sum_x = tl.sum(sum_x, 0, keep_dims=True)
-                shift_grad = rstd * (scale * along_z - positions * along_mean - sum_x * along_var)
-                tl.store(totals + 2 * plane, shift_grad, mask=in_range)
-        last = (HW - 1) // BLOCK_HW * BLOCK_HW
-        for done in range(0, HW, BLOCK_HW):
-            start = last - done
-            at = offsets + start * (C if CHANNELS_LAST else 1)
-            mask = None
-            if not EVEN:
-                mask = (start + row < HW) & in_range
-            # Of no use to anyone after this: what the other programs have read is to stay.
-            dz, xhat = _grad_tile(
-                x_ptr, dy_ptr, at, at, mask, centre, rstd, scale, offset, ACTIVATION, PAIRS, "evict_first"
-            )
-            dx = rstd * (dz * scale - along_mean - xhat * along_var)
-            tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
-
-    @triton.jit(do_not_specialize=[*_STRIDES, "HW", "rows", "chunks", "plane"])
+    @triton.jit(do_not_specialize=[*STRIDES, "HW", "rows", "chunks", "plane"])
     def sums_kernel(
         x_ptr, dy_ptr, sums_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr, ada_shift_ptr,
         shift_stride, ada_scale_stride, ada_shift_stride, HW, rows, chunks, plane,
@@ -236,7 +176,7 @@ if triton is not None:
         mask = None
         if not EVEN:
             mask = (position < count) & in_range
-        dz, xhat = _grad_tile(
+        dz, xhat = grad_tile(
             x_ptr, dy_ptr, x_offsets, dy_offsets, mask, centre, rstd, scale, offset, ACTIVATION, PAIRS, ""
         )
         along_z = tl.sum(dz, STEP_AXIS, keep_dims=True)
@@ -247,7 +187,7 @@ if triton is not None:
                 if not EVEN:
                     mask = (start + position < count) & in_range
                 step = tl.cast(start, tl.int64)
-                dz, xhat = _grad_tile(
+                dz, xhat = grad_tile(
                     x_ptr, dy_ptr, x_offsets + step * (C if CHANNELS_LAST else 1), dy_offsets + step * (C if DY_LAST else 1), mask,
                     centre, rstd, scale, offset, ACTIVATION, PAIRS, "",
                 )  # fmt: skip
@@ -261,7 +201,7 @@ if triton is not None:
         if SHIFT_GRAD:
             tl.store(out + 2 * plane, tl.sum(sum_x, REDUCED, keep_dims=True), mask=mask)
 
-    @triton.jit(do_not_specialize=[*_STRIDES, "HW", "chunks", "plane", "totals_offset", "table_offset", "table_plane"])
+    @triton.jit(do_not_specialize=[*STRIDES, "HW", "chunks", "plane", "totals_offset", "table_offset", "table_plane"])
     def merge_sums_kernel(
         scratch_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr, ada_shift_ptr,
         shift_stride, ada_scale_stride, ada_shift_stride, HW, chunks, plane, totals_offset, table_offset, table_plane,

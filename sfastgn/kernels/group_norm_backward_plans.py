@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sfastgn.kernels import group_norm_backward_kernels as kernels
+from sfastgn.kernels import group_norm_walk_kernels
 from sfastgn.kernels.activation_kernels import PAIRED
 from sfastgn.kernels.group_norm_config import (
     ApplyConfig,
@@ -72,7 +73,7 @@ class _GradPlan:
         config = launch_config(N, C, HW, num_groups, channels_last, sms, backward=True)
         walk = None
         if not isinstance(config, SmallConfig) and wanted[0] and dy_last == channels_last:
-            walk = walk_config(N, C, HW, num_groups, channels_last, sms, x.element_size(), activation)
+            walk = walk_config(N, C, HW, num_groups, channels_last, sms, x.element_size())
         how = {
             "C": C, "CG": C // num_groups, "ACTIVATION": activation, "SHIFT_GRAD": wanted[3], "CHANNELS_LAST": channels_last,
             "DY_LAST": dy_last, "PDL": pdl,
@@ -119,11 +120,13 @@ class _GradPlan:
         N, C, HW = shape
         block_hw, block_c = config.block_hw, config.block_c
         constants = {name: how[name] for name in ("C", "CG", "ACTIVATION", "SHIFT_GRAD", "CHANNELS_LAST", "PDL")} | {
-            "PAIRS": how["CHANNELS_LAST"] and _pairs(dtype, block_c), "EVEN": how["CG"] == block_c and HW % block_hw == 0,
+            "PAIRS": how["CHANNELS_LAST"] and _pairs(dtype, block_c),
             "HW_FACTOR": 16 if HW % 16 == 0 else 1, "BLOCK_HW": block_hw, "BLOCK_C": block_c,
         }  # fmt: skip
         programs, numbers = N * C // how["CG"], (*strides, HW, self.plane)
-        self.single = Launch(kernels.walk_grad_kernel, programs, numbers, constants, config.num_warps, pdl=how["PDL"])
+        self.single = Launch(
+            group_norm_walk_kernels.walk_grad_kernel, programs, numbers, constants, config.num_warps, pdl=how["PDL"]
+        )
 
     def _plan_sums(
         self, shape: tuple[int, int, int], config: StatisticsConfig, strides: tuple[int, ...], how: dict[str, Any], dtype: torch.dtype

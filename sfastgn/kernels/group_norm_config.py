@@ -53,8 +53,8 @@ _MERGE_TILE, _MERGE_PER_WARP, _MERGE_BACKWARD_PER_WARP = 4096, 256, 1024
 # most for as many groups as there are multiprocessors, contiguous bytes that memory delivers well, and groups a multiprocessor that make
 # up for an uneven end.
 _WALK_MIN_BYTES, _WALK_MAX_GROUP_BYTES, _WALK_MIN_RUN, _WALK_MIN_GROUPS = 64 * 2**20, 220 * 2**10, 64, 8
-# (tile, warps) of large groups, which have a multiprocessor each, and of others. The largest tile spills with an activation's derivative.
-_WALK_LARGEST, _WALK_LARGE, _WALK_OTHER, _WALK_LARGE_ELEMENTS = (16384, 32), (8192, 32), (4096, 8), 32768
+# (tile, warps) of large groups, which have a multiprocessor each, and of others.
+_WALK_LARGE, _WALK_OTHER, _WALK_LARGE_ELEMENTS = (8192, 32), (4096, 8), 32768
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def launch_config(
 
 
 def walk_config(
-    N: int, C: int, HW: int, num_groups: int, channels_last: bool, num_sms: int, itemsize: int, activation: str
+    N: int, C: int, HW: int, num_groups: int, channels_last: bool, num_sms: int, itemsize: int
 ) -> WalkConfig | None:
     """How to take gradients of more data than caches hold, in groups that they do hold; None where three launches are faster.
 
@@ -159,8 +159,7 @@ def walk_config(
         or C * HW >= 2**31  # offsets within a sample
     ):
         return None
-    large = _WALK_LARGEST if activation == "identity" and not channels_last else _WALK_LARGE
-    tile, num_warps = large if group >= _WALK_LARGE_ELEMENTS else _WALK_OTHER
+    tile, num_warps = _WALK_LARGE if group >= _WALK_LARGE_ELEMENTS else _WALK_OTHER
     return WalkConfig(min(next_power_of_2(HW), max(1, tile // block_c)), block_c, num_warps)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +134,30 @@ def test_results_hold_times_ratios_reasons_and_sources(tmp_path: Path) -> None:
     assert "stable-fast unavailable: package sfast is not installed." in text
     assert "NVIDIA H200, driver 580.1, torch 2.11.0" in text
     assert "commit 0123456789" in text
+
+
+def test_one_size_in_two_dtypes_is_two_lines(tmp_path: Path) -> None:
+    rows = [row("eager", 20.0), row("sfastgn", 5.0)]
+    save(tmp_path, "fp16.json", "end_to_end", rows)
+    save(tmp_path, "fp32.json", "end_to_end", [replace(one, dtype="fp32", median_ms=90.0) for one in rows])
+    text = tables.results_markdown(tmp_path)
+    assert [line.count("90 (1.00x)") for line in text.splitlines() if line.startswith("| SD1.5")] == [0, 2]
+
+
+def test_quoted_peers_stand_where_nothing_ran(tmp_path: Path) -> None:
+    save(tmp_path, "unet_sd15.json", "end_to_end", UNET)
+    where = {"model": "sd15", "part": "unet", "size": 512, "batch": 2, "dtype": "fp16"}
+    rows = [
+        {**where, "variant": "stable_fast", "median_ms": 8.44},
+        {**where, "variant": "compile", "median_ms": 1.0},
+        {**where, "part": "pipeline", "variant": "compile", "median_ms": 2.0},
+    ]
+    content = {"kind": "end_to_end_quoted", "source": "a paper", "rows": rows}
+    (tmp_path / "quoted.json").write_text(json.dumps(content))
+    text = tables.results_markdown(tmp_path)
+    (line,) = (line for line in text.splitlines() if line.startswith("| SD1.5"))
+    assert [cell.strip() for cell in line.split("|")[5:7]] == ["15 (0.75x)", "8.44‡"]
+    assert "‡: quoted, not run here: a paper." in text
 
 
 def test_two_variants_at_once_have_a_column_where_some_run_has_them(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def cases(capability: int) -> list[tuple[tuple[int, ...], torch.dtype, str]]:
         found += [(split, torch.float32, "channels_last"), (split, torch.float16, "channels_first")]
     if capability == 90:
         found += [(split, torch.bfloat16, "channels_last"), (small, torch.float16, "channels_first")]
-        found += [(WALKED, torch.float32, layout) for layout in ("channels_last", "channels_first")]
+        found += [(WALKED, dtype, "walked") for dtype in (torch.float32, torch.float16)]
     found += [
         (shape, torch.float16, "tokens") for shape in (TOKENS if capability in (75, 90) else (TOKENS[0], TOKENS[-1]))
     ]
@@ -121,6 +121,7 @@ def launches(shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> Iterato
     made: list[tuple[Launch, tuple[Any, ...]]] = []
     with mock.patch.object(Launch, "__call__", lambda self, stream, *tensors: made.append((self, tensors))):
         kinds = {"tokens": layer_norms, "gated": gated, "few_rows": few_rows, "attention": attention, "wide": attended}
+        kinds["walked"] = walked
         kinds.get(layout, group_norms)(shape, dtype, layout, made)
     yield from made
 
@@ -194,6 +195,15 @@ def group_norms(shape: tuple[int, ...], dtype: torch.dtype, layout: str, made: l
     group_norm_grads(
         dy, x, mean, rstd, (weight, weight, None, None, None), 32, 1e-5, "silu", False, (True,) * 3 + (False,) * 3
     )
+
+
+def walked(shape: tuple[int, ...], dtype: torch.dtype, layout: str, made: list[Any]) -> None:
+    weight = torch.empty(shape[1], dtype=dtype)
+    mean = torch.empty((shape[0], 32))
+    for memory_format in (torch.channels_last, torch.contiguous_format):
+        x = torch.empty(shape, dtype=dtype, memory_format=memory_format)
+        params, wanted = (weight, weight, None, None, None), (True,) * 3 + (False,) * 3
+        group_norm_grads(x, x, mean, mean, params, 32, 1e-5, "silu", False, wanted)
 
 
 def upsampled_convolution(x: torch.Tensor) -> None:

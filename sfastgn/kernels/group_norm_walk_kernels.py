@@ -1,0 +1,83 @@
+"""The Triton kernel of GroupNorm's backward for more data than caches hold, in groups that they do hold. Its launcher:
+``group_norm_backward_plans.py``.
+
+One program reads a group of x and of dy for the sums, and backwards once more for dx: of the 132 groups that an H200 has at work, L2 keeps
+about half of what was read last. Three launches read everything twice from memory. dy has the layout of x; sums and numerics as in
+``small_grad_kernel``.
+"""
+
+from __future__ import annotations
+
+from sfastgn.kernels.tiles import triton
+
+if triton is not None:
+    import triton.language as tl
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+    from sfastgn.kernels.group_norm_backward_kernels import STRIDES, grad_tile, store_totals
+    from sfastgn.kernels.group_norm_kernels import channel_affine
+
+__all__ = ["walk_grad_kernel"]
+
+if triton is not None:
+
+    @triton.jit(do_not_specialize=[*STRIDES, "HW", "plane"])
+    def walk_grad_kernel(
+        x_ptr, dy_ptr, dx_ptr, totals_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr, ada_shift_ptr,
+        shift_stride, ada_scale_stride, ada_shift_stride, HW, plane,
+        C: tl.constexpr, CG: tl.constexpr, ACTIVATION: tl.constexpr, SHIFT_GRAD: tl.constexpr, CHANNELS_LAST: tl.constexpr,
+        PDL: tl.constexpr, PAIRS: tl.constexpr, HW_FACTOR: tl.constexpr, BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr,
+    ):  # fmt: skip
+        group = tl.program_id(0)
+        n = (group // (C // CG)).to(tl.int64)
+        j = tl.arange(0, BLOCK_C)[None, :]
+        c = group % (C // CG) * CG + j
+        in_range = j < CG
+        row = tl.arange(0, BLOCK_HW)[:, None]
+        HW = tl.multiple_of(HW, HW_FACTOR)
+        # 32-bit offsets within the sample: half the registers.
+        x_ptr += n * HW * C
+        dy_ptr += n * HW * C
+        dx_ptr += n * HW * C
+        offsets = row * C + c if CHANNELS_LAST else c * HW + row
+        if PDL:
+            gdc_wait()
+            gdc_launch_dependents()
+        centre = tl.load(mean_ptr + group)  # scalars, where ``_centre`` has a register for each channel
+        rstd = tl.load(rstd_ptr + group)
+        if shift_ptr is not None:
+            centre -= tl.load(shift_ptr + n * shift_stride + c, mask=in_range, other=0.0).to(tl.float32)
+        scale, offset = channel_affine(
+            n, c, in_range, weight_ptr, bias_ptr, ada_scale_ptr, ada_shift_ptr, ada_scale_stride, ada_shift_stride
+        )
+        along_z = tl.zeros((BLOCK_HW, BLOCK_C), tl.float32)
+        along_x, sum_x = along_z, along_z
+        for start in range(0, HW, BLOCK_HW):
+            at = offsets + start * (C if CHANNELS_LAST else 1)
+            mask = (start + row < HW) & in_range
+            dz, xhat = grad_tile(x_ptr, dy_ptr, at, at, mask, centre, rstd, scale, offset, ACTIVATION, PAIRS, "")
+            along_z += dz
+            along_x += dz * xhat
+            if SHIFT_GRAD:
+                sum_x += xhat
+        along_z = tl.sum(along_z, 0, keep_dims=True)
+        along_x = tl.sum(along_x, 0, keep_dims=True)
+        positions = HW.to(tl.float32)
+        along_mean = tl.sum(scale * along_z, 1, keep_dims=True) / (positions * CG)
+        along_var = tl.sum(scale * along_x, 1, keep_dims=True) / (positions * CG)
+        if totals_ptr is not None:
+            sum_x = tl.sum(sum_x, 0, keep_dims=True) if SHIFT_GRAD else along_x
+            store_totals(
+                totals_ptr + n * C + c, plane, in_range, along_z, along_x, sum_x, positions, rstd, scale, along_mean, along_var, SHIFT_GRAD
+            )  # fmt: skip
+        last = (HW - 1) // BLOCK_HW * BLOCK_HW
+        for done in range(0, HW, BLOCK_HW):
+            start = last - done
+            at = offsets + start * (C if CHANNELS_LAST else 1)
+            mask = (start + row < HW) & in_range
+            # Of no use after this: what the other programs have read is to stay.
+            dz, xhat = grad_tile(
+                x_ptr, dy_ptr, at, at, mask, centre, rstd, scale, offset, ACTIVATION, PAIRS, "evict_first"
+            )
+            dx = rstd * (dz * scale - along_mean - xhat * along_var)
+            tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
