@@ -218,7 +218,7 @@ def upsampled_convolution(x: torch.Tensor) -> None:
 
 
 def resources(launch: Launch, tensors: tuple[Any, ...], capability: int) -> dict[str, int]:
-    """Registers, stack (where spilled registers go) and shared memory of a kernel, in registers and bytes."""
+    """Registers, stack (where spilled registers go), shared memory and the widest load of a kernel, in registers and bytes."""
     names = launch.kernel.arg_names
     pointers = dict(zip(names, tensors, strict=False))
     constants = {**launch.constants, **{name: None for name, tensor in pointers.items() if tensor is None}}
@@ -237,8 +237,11 @@ def resources(launch: Launch, tensors: tuple[Any, ...], capability: int) -> dict
     found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)", report)
     if found is None:
         raise ValueError(f"no resource usage in {report!r}")
+    loads = re.findall(r"ld\.global[\w.:]*?(?:\.v(\d))?\.b(\d+)", compiled.asm["ptx"])
+    widest = max((int(count or 1) * int(bits) // 8 for count, bits in loads), default=0)
     registers, stack, shared = map(int, found.groups())
-    return {"registers": registers, "stack": stack, "shared": max(shared, compiled.metadata.shared)}
+    shared = max(shared, compiled.metadata.shared)
+    return {"registers": registers, "stack": stack, "shared": shared, "widest_load": widest}
 
 
 def operation(launch: Launch, tensors: tuple[Any, ...]) -> str:
