@@ -74,10 +74,15 @@ bench: $(STAMP)  ## time the UNets, the VAEs and the kernels on the GPU; JSON go
 	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
 	  { echo "make bench: torch sees no CUDA GPU here, and times taken on a CPU would say nothing" >&2; exit 1; }
 	mkdir -p $(RESULTS)
-	$(BENCH) --model sd15 --part unet --json $(RESULTS)/unet_sd15.json $(BENCH_ARGS)
-	$(BENCH) --model sdxl --part unet --json $(RESULTS)/unet_sdxl.json $(BENCH_ARGS)
-	$(BENCH) --model sd15 --part vae --json $(RESULTS)/vae_512.json $(BENCH_ARGS)
-	$(BENCH) --model sdxl --part vae --json $(RESULTS)/vae_1024.json $(BENCH_ARGS)
+	for model in sd15 sdxl; do \
+	  $(BENCH) --model $$model --part unet --part vae --json $(RESULTS)/$$model.json $(BENCH_ARGS) && \
+	  $(BENCH) --model $$model --part unet --part vae --profile --plot docs/images/profile_$$model.png \
+	    --json $(RESULTS)/profile_$$model.json $(BENCH_ARGS) && \
+	  $(BENCH) --model $$model --part pipeline --json $(RESULTS)/pipeline_$$model.json $(BENCH_ARGS) && \
+	  $(BIN)/python scripts/time_warm_up.py --model $$model --json $(RESULTS)/warm_up_$$model.json || exit 1; \
+	done
+	$(BENCH) --model sdxl --part vae --dtype fp32 --json $(RESULTS)/vae_1024_fp32.json $(BENCH_ARGS)
+	$(BENCH) --model sdxl --part train --size 512 --json $(RESULTS)/train_sdxl.json $(BENCH_ARGS)
 	$(BIN)/sfastgn kernels --providers all --json $(RESULTS)/kernels.json
 	$(BIN)/sfastgn kernels --dtype bf16,fp32 --json $(RESULTS)/kernels.json
 

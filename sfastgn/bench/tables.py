@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.table import Table
 
-from sfastgn.bench import profile_tables, suite_tables, warm_up
+from sfastgn.bench import profile_tables, result_tables, suite_tables, warm_up
 from sfastgn.bench.cells import QUOTED, KernelRow, shape_text
 from sfastgn.bench.end_to_end import OK, Row
 from sfastgn.bench.kernels import baseline_ratios, best_peer, losses, ratio_to_best_peer, summary
@@ -32,18 +32,10 @@ from sfastgn.bench.markdown import (
     source_line,
 )
 from sfastgn.bench.norm_suites import SUITES
-from sfastgn.bench.profile_tables import row_title
 from sfastgn.bench.providers import BASELINES, NORMS, OURS, PROVIDERS, YARDSTICK
-from sfastgn.bench.variants import PARTS, VARIANTS
+from sfastgn.bench.variants import VARIANTS
 
 RESULTS = Path("benchmarks")
-QUOTATION = "‡"
-_Group = tuple[int, str, int, int, str]
-
-# Those that can be captured by the harness. Runs from before `optimize` did it itself have a column for sfastgn too.
-GRAPHED = ("eager", "compile", "sfastgn", "sfastgn_eager", "sfastgn_compile")
-# Variations of a variant have a column where some run has them; each of the others has one, so that a reader finds it empty.
-COMBINED = ("sfastgn_eager", "compile_graphs", "sfastgn_compile")
 
 
 def _labels() -> dict[str, str]:
@@ -202,69 +194,6 @@ def kernels_table(rows: Sequence[KernelRow], title: str) -> Table:
 # ---- Markdown
 
 
-def _milliseconds(value: float | None, eager: float | None) -> str:
-    if value is None:
-        return NOTHING
-    return f"{number(value)} ({value / eager:.2f}x)" if eager else number(value)
-
-
-def results_markdown(results: Path) -> str:
-    """The end-to-end table of all committed runs."""
-    runs = documents(results, "end_to_end")
-    groups: dict[_Group, dict[str, Row]] = {}
-    for content in runs:
-        for row in (Row(**values) for values in content["rows"]):
-            groups.setdefault(_group(vars(row)), {})[row.variant] = row
-    if not groups:
-        return NO_RESULTS
-    quoted, quotations = _quoted_times(results, groups)
-    shown = {name for group in groups for name in (*groups[group], *quoted[group])}
-    left_out = {name for name in COMBINED if name not in shown}
-    labels = {name: label for name, label in _labels().items() if name not in left_out}
-    rows = [row for by_variant in groups.values() for row in by_variant.values()]
-    with_graph = {row.variant for row in rows if row.graph_ms is not None}
-    graphed = [name for name in GRAPHED if name in labels and (name != "sfastgn" or name in with_graph)]
-    header = ["milliseconds (time over eager's)", *labels.values(), *(f"{labels[name]} + graph" for name in graphed)]
-    body = []
-    for group, by_variant in sorted(groups.items()):
-        eager = by_variant["eager"].median_ms if "eager" in by_variant else None
-        times = [by_variant[name].median_ms if name in by_variant else None for name in labels]
-        graphs = [by_variant[name].graph_ms if name in by_variant else None for name in graphed]
-        title = row_title(next(iter(by_variant.values())))
-        cells = [_milliseconds(value, eager) for value in (*times, *graphs)]
-        for i, name in enumerate(labels):
-            if name in quoted[group]:
-                cells[i] = f"{number(quoted[group][name])}{QUOTATION}"
-        body.append([title, *cells])
-    reasons = dict.fromkeys(f"{labels[row.variant]} {row.status}: {row.reason}" for row in rows if row.status != OK)
-    sources = dict.fromkeys(source_line(content) for content in runs)
-    return "\n\n".join([markdown_table(header, body), *(f"{line}." for line in (*reasons, *quotations, *sources))])
-
-
-def _group(values: dict[str, Any]) -> _Group:
-    """What one line of the end-to-end table is about, in the order of its lines."""
-    return PARTS.index(values["part"]), values["model"], values["size"], values["batch"], values["dtype"]
-
-
-def _ran(row: Row | None) -> bool:
-    return row is not None and row.median_ms is not None
-
-
-def _quoted_times(
-    results: Path, groups: dict[_Group, dict[str, Row]]
-) -> tuple[dict[_Group, dict[str, float]], list[str]]:
-    """Milliseconds that others measured, by variant, of what was not run; and where they come from."""
-    found: dict[_Group, dict[str, float]] = {group: {} for group in groups}
-    sources = []
-    for content in documents(results, "end_to_end_quoted"):
-        rows = [v for v in content["rows"] if _group(v) in groups and not _ran(groups[_group(v)].get(v["variant"]))]
-        for values in rows:
-            found[_group(values)][values["variant"]] = values["median_ms"]
-        if rows:
-            sources.append(f"{QUOTATION}: quoted, not run here: {content['source']}")
-    return found, sources
-
-
 def kernel_rows(content: dict[str, Any]) -> list[KernelRow]:
     return [KernelRow(**{**values, "shape": tuple(values["shape"])}) for values in content["rows"]]
 
@@ -347,7 +276,8 @@ def warm_up_markdown(results: Path) -> str:
 _HOST_SHAPES = ("2x1280x8x8", "2x1280x16x16", "2x640x32x32", "2x320x64x64")
 
 TABLES: dict[str, Callable[[Path], str]] = {
-    "results": results_markdown,
+    "headline": result_tables.headline_markdown,
+    "results": result_tables.results_markdown,
     "kernels": kernels_markdown,
     "producers": producers_markdown,
     "host": host_markdown,

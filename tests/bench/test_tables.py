@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from sfastgn.bench import markdown, tables
+from sfastgn.bench import markdown, result_tables, tables
 from sfastgn.bench.cells import KernelRow
 from sfastgn.bench.end_to_end import OK, UNAVAILABLE, WRONG, Row
 
@@ -125,7 +125,7 @@ def test_results_hold_times_ratios_reasons_and_sources(tmp_path: Path) -> None:
         "end_to_end",
         [row("eager", 22.0, part="vae"), row("sfastgn", 8.8, part="vae")],
     )
-    text = tables.results_markdown(tmp_path)
+    text = result_tables.results_markdown(tmp_path)
     unet, vae = (line for line in text.splitlines() if line.startswith(("| SD1.5", "| VAE")))
     assert [cell.strip() for cell in unet.split("|")[2:-1]] == [
         "20 (1.00x)", "-", "16 (0.80x)", "15 (0.75x)", "-", "10 (0.50x)", "6 (0.30x)", "8 (0.40x)",
@@ -140,7 +140,7 @@ def test_one_size_in_two_dtypes_is_two_lines(tmp_path: Path) -> None:
     rows = [row("eager", 20.0), row("sfastgn", 5.0)]
     save(tmp_path, "fp16.json", "end_to_end", rows)
     save(tmp_path, "fp32.json", "end_to_end", [replace(one, dtype="fp32", median_ms=90.0) for one in rows])
-    text = tables.results_markdown(tmp_path)
+    text = result_tables.results_markdown(tmp_path)
     assert [line.count("90 (1.00x)") for line in text.splitlines() if line.startswith("| SD1.5")] == [0, 2]
 
 
@@ -154,17 +154,38 @@ def test_quoted_peers_stand_where_nothing_ran(tmp_path: Path) -> None:
     ]
     content = {"kind": "end_to_end_quoted", "source": "a paper", "rows": rows}
     (tmp_path / "quoted.json").write_text(json.dumps(content))
-    text = tables.results_markdown(tmp_path)
+    text = result_tables.results_markdown(tmp_path)
     (line,) = (line for line in text.splitlines() if line.startswith("| SD1.5"))
     assert [cell.strip() for cell in line.split("|")[5:7]] == ["15 (0.75x)", "8.44‡"]
     assert "‡: quoted, not run here: a paper." in text
 
 
+def test_the_headline_has_the_peers_at_their_best(tmp_path: Path) -> None:
+    save(tmp_path, "a.json", "end_to_end", UNET)
+    save(tmp_path, "b.json", "end_to_end", [row("eager", 60.0, part="vae"), row("compile", 50.0, part="vae")])
+    where = {"model": "sd15", "part": "pipeline", "size": 512, "batch": 2, "dtype": "fp16"}
+    pipeline = [row("eager", 600.0, part="pipeline"), row("sfastgn", 150.0, part="pipeline")]
+    save(tmp_path, "c.json", "end_to_end", pipeline)
+    quoted = [{**where, "variant": "compile_graphs", "median_ms": 206.0}]
+    (tmp_path / "quoted.json").write_text(
+        json.dumps({"kind": "end_to_end_quoted", "source": "a paper", "rows": quoted})
+    )
+    text = result_tables.headline_markdown(tmp_path)
+    lines = [
+        [cell.strip() for cell in line.split("|")[2:-1]] for line in text.splitlines() if line.startswith("| SD1.5")
+    ]
+    assert lines == [
+        ["20 (1.00x)", "-", "15 (0.75x)", "6 (0.30x)", "16 (0.80x)"],
+        ["600 (1.00x)", "-", "-", "206‡", "150 (0.25x)"],
+    ]
+    assert "VAE" not in text  # sfastgn did not run
+
+
 def test_two_variants_at_once_have_a_column_where_some_run_has_them(tmp_path: Path) -> None:
     save(tmp_path, "unet_sd15.json", "end_to_end", UNET)
-    assert "sfastgn + torch.compile" not in tables.results_markdown(tmp_path)
+    assert "sfastgn + torch.compile" not in result_tables.results_markdown(tmp_path)
     save(tmp_path, "unet_sd15.json", "end_to_end", [*UNET, row("sfastgn_compile", 14.0, graph_ms=5.0)])
-    header, _, line = tables.results_markdown(tmp_path).splitlines()[:3]
+    header, _, line = result_tables.results_markdown(tmp_path).splitlines()[:3]
     assert "| torch.compile | sfastgn + torch.compile | stable-fast |" in header
     assert header.endswith("| sfastgn + graph | sfastgn + torch.compile + graph |")
     assert line.endswith("| 8 (0.40x) | 5 (0.25x) |")
@@ -223,11 +244,11 @@ def test_a_missing_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/benchmarks.md"])
-def test_the_tables_of_this_repository_are_fresh(name: str) -> None:
+@pytest.mark.parametrize(("name", "slot"), [("README.md", "headline"), ("docs/benchmarks.md", "results")])
+def test_the_tables_of_this_repository_are_fresh(name: str, slot: str) -> None:
     root = Path(__file__).resolve().parents[2]
     text = (root / name).read_text(encoding="utf-8")
-    assert "<!-- table:results -->" in text
+    assert f"<!-- table:{slot} -->" in text
     assert tables.filled(text, root / "benchmarks") == text
 
 
