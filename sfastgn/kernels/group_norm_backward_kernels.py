@@ -26,9 +26,18 @@ if triton is not None:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
     from sfastgn.kernels.activation_kernels import activation_grad
-    from sfastgn.kernels.group_norm_kernels import channel_affine, map_tile
+    from sfastgn.kernels.group_norm_kernels import channel_affine
     from sfastgn.kernels.statistics_kernels import positions_of_channels, rows_of_channels
-    from sfastgn.kernels.tiles import LANE_AXIS, STEP_AXIS, along_block, along_lanes, along_steps, along_warps
+    from sfastgn.kernels.tiles import (
+        LANE_AXIS,
+        STEP_AXIS,
+        along_block,
+        along_lanes,
+        along_steps,
+        along_warps,
+        map_tile,
+        multiple_of,
+    )
 
 __all__ = [
     "STRIDES", "apply_grad_kernel", "grad_tile", "merge_sums_kernel", "parameter_grad_kernel", "small_grad_kernel", "store_totals",
@@ -155,9 +164,8 @@ if triton is not None:
                 HW, rows, chunks, False, C, C, LANES, WARPS, STEPS, BLOCK
             )
         else:
-            n, chunk, c, position, x_offsets, _, _ = positions_of_channels(
-                HW, rows, chunks, C, HW_FACTOR, WARPS, STEPS, BLOCK
-            )
+            HW, rows = multiple_of(HW, HW_FACTOR), multiple_of(rows, HW_FACTOR)
+            n, chunk, c, position, x_offsets, _, _ = positions_of_channels(HW, rows, chunks, C, WARPS, STEPS, BLOCK)
         first = chunk.to(tl.int64) * rows
         dy_offsets = x_offsets
         if DY_LAST and not CHANNELS_LAST:
@@ -360,7 +368,9 @@ if triton is not None:
         else:
             # Last rows first: they are what the sums kernel left in L2.
             pid = tl.num_programs(0) - 1 - tl.program_id(0)
-            n, c, position, last, first = map_tile(pid, HW, C, HW_FACTOR, BLOCK_HW, BLOCK_C)
+            if not (CHANNELS_LAST and DY_LAST):
+                HW = multiple_of(HW, HW_FACTOR)
+            n, c, position, last, first = map_tile(pid, HW, C, BLOCK_HW, BLOCK_C)
             in_range = None
             mask = None
             if not EVEN:

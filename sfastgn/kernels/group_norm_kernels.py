@@ -44,7 +44,16 @@ if triton is not None:
 
     from sfastgn.kernels.activation_kernels import activate
     from sfastgn.kernels.statistics_kernels import inverse_deviation
-    from sfastgn.kernels.tiles import LANE_AXIS, STEP_AXIS, along_block, along_lanes, along_steps, along_warps
+    from sfastgn.kernels.tiles import (
+        LANE_AXIS,
+        STEP_AXIS,
+        along_block,
+        along_lanes,
+        along_steps,
+        along_warps,
+        map_tile,
+        multiple_of,
+    )
 
 __all__ = ["ALIGNED", "find_plan", "launch_group_norm", "make_plan", "needs_copies", "plan_key", "row_stride"]
 
@@ -223,20 +232,6 @@ if triton is not None:
             tl.store(out + table_plane, offset, mask=in_range)
             tl.store(out + 2 * table_plane, centre, mask=in_range)
 
-    @triton.jit
-    def map_tile(pid, HW, C: tl.constexpr, HW_FACTOR: tl.constexpr, BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr):
-        """(sample, channels, positions, channels-last offsets, channels-first offsets) of a tile of an elementwise kernel."""
-        COLUMNS: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
-        tiles = tl.cdiv(HW, BLOCK_HW)
-        first_row = pid // COLUMNS % tiles * BLOCK_HW
-        n = (pid // COLUMNS // tiles).to(tl.int64)
-        c = pid % COLUMNS * BLOCK_C + tl.arange(0, BLOCK_C)
-        row = tl.arange(0, BLOCK_HW)[:, None]
-        last = (n * HW + first_row) * C + (row * C + c[None, :])
-        HW = tl.multiple_of(HW, HW_FACTOR)
-        first = n * C * HW + first_row + (row + c[None, :].to(tl.int64) * HW)
-        return n, c, first_row + row, last, first
-
     @triton.jit(do_not_specialize=["HW", "table_offset", "table_plane"])
     def _apply_kernel(
         x_ptr, y_ptr, table_ptr, HW, table_offset, table_plane,
@@ -245,7 +240,9 @@ if triton is not None:
     ):  # fmt: skip
         # Last rows first: they are what the statistics pass left in L2.
         pid = tl.num_programs(0) - 1 - tl.program_id(0)
-        n, c, position, last, first = map_tile(pid, HW, C, HW_FACTOR, BLOCK_HW, BLOCK_C)
+        if not (CHANNELS_LAST and OUT_LAST):
+            HW = multiple_of(HW, HW_FACTOR)
+        n, c, position, last, first = map_tile(pid, HW, C, BLOCK_HW, BLOCK_C)
         in_range = None
         mask = None
         if not EVEN:

@@ -16,6 +16,7 @@ if triton is not None:
 
     from sfastgn.kernels.group_norm_backward_kernels import STRIDES, grad_tile, store_totals
     from sfastgn.kernels.group_norm_kernels import channel_affine
+    from sfastgn.kernels.tiles import multiple_of
 
 __all__ = ["walk_grad_kernel"]
 
@@ -34,8 +35,7 @@ if triton is not None:
         c = group % (C // CG) * CG + j
         in_range = j < CG
         row = tl.arange(0, BLOCK_HW)[:, None]
-        # The same, and known to be a multiple, which ``tl.multiple_of`` of an argument does not achieve.
-        HW = HW // HW_FACTOR * HW_FACTOR
+        HW = multiple_of(HW, HW_FACTOR)
         # 32-bit offsets within the sample: half the registers.
         x_ptr += n * HW * C
         dy_ptr += n * HW * C

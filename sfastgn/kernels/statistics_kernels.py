@@ -25,7 +25,16 @@ if triton is not None:
     import triton.language as tl
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-    from sfastgn.kernels.tiles import COMPILED, LANE_AXIS, STEP_AXIS, along_block, along_lanes, along_steps, along_warps
+    from sfastgn.kernels.tiles import (
+        COMPILED,
+        LANE_AXIS,
+        STEP_AXIS,
+        along_block,
+        along_lanes,
+        along_steps,
+        along_warps,
+        multiple_of,
+    )
 
 __all__ = ["StatisticsLaunch", "inverse_deviation", "is_even", "positions_of_channels", "rows_of_channels"]
 
@@ -92,12 +101,10 @@ if triton is not None:
 
     @triton.jit
     def positions_of_channels(
-        HW, rows, chunks, C: tl.constexpr, HW_FACTOR: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr
+        HW, rows, chunks, C: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr
     ):  # fmt: skip
         """Channels-first: the same."""
         COLUMNS: tl.constexpr = (C + WARPS - 1) // WARPS
-        HW = tl.multiple_of(HW, HW_FACTOR)
-        rows = tl.multiple_of(rows, HW_FACTOR)
         n = (tl.program_id(0) // COLUMNS // chunks).to(tl.int64)
         chunk = tl.program_id(0) // COLUMNS % chunks + tl.zeros((1, 1, 1, 1), tl.int32)
         c = tl.program_id(0) % COLUMNS * WARPS + along_warps(WARPS)
@@ -137,8 +144,9 @@ if triton is not None:
                 HW, rows, chunks, tail_ptr is not None, C, HEAD, LANES, WARPS, STEPS, BLOCK
             )
         else:
+            HW, rows = multiple_of(HW, HW_FACTOR), multiple_of(rows, HW_FACTOR)
             n, chunk, c, position, x_offsets, tail_offsets, y_offsets = positions_of_channels(
-                HW, rows, chunks, C, HW_FACTOR, WARPS, STEPS, BLOCK
+                HW, rows, chunks, C, WARPS, STEPS, BLOCK
             )
         count = tl.maximum(tl.minimum(rows, HW - chunk * rows), 0)
         bias = 0.0

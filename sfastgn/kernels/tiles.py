@@ -4,7 +4,8 @@ A tile's last axis is contiguous in memory. Of the other three, Triton fills a w
 is left in registers: from the first axis in Triton 3.6, from the third since 3.7. Reductions over the register axis are plain additions,
 over the lanes' axis shuffles; the wrong way round they go through shared memory and spill. The warps' axis is the second in both.
 
-Where an axis stands changes no result. ``tests/kernels/test_compile_only.py`` fails where it costs registers.
+Where an axis stands changes no result. ``tests/kernels/test_compile_only.py`` fails where it costs registers. Elementwise kernels have
+plain tiles of two axes (``map_tile``).
 """
 
 from __future__ import annotations
@@ -15,13 +16,32 @@ try:
 except ImportError:  # every call then runs in plain PyTorch
     triton = None
 
-__all__ = ["COMPILED", "LANE_AXIS", "STEP_AXIS", "along_block", "along_lanes", "along_steps", "along_warps", "triton"]
+__all__ = [
+    "COMPILED",
+    "LANE_AXIS",
+    "STEP_AXIS",
+    "along_block",
+    "along_lanes",
+    "along_steps",
+    "along_warps",
+    "map_tile",
+    "multiple_of",
+    "triton",
+]
 
 if triton is not None:
     _LANES_FIRST = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
     LANE_AXIS = tl.constexpr(0 if _LANES_FIRST else 2)
     STEP_AXIS = tl.constexpr(2 if _LANES_FIRST else 0)
     COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter knows no inline assembly
+
+    @triton.jit
+    def multiple_of(value, FACTOR: tl.constexpr):
+        """``value``, which is a multiple of ``FACTOR``, in a form that tells the compiler so: loads along it are vectors then.
+
+        Of a kernel's argument ``tl.multiple_of`` says it to no effect (Triton 3.6 and 3.9).
+        """
+        return value // FACTOR * FACTOR
 
     @triton.jit
     def along_lanes(SIZE: tl.constexpr):
@@ -40,3 +60,16 @@ if triton is not None:
     @triton.jit
     def along_block(SIZE: tl.constexpr):
         return tl.arange(0, SIZE)[None, None, None, :]
+
+    @triton.jit
+    def map_tile(pid, HW, C: tl.constexpr, BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr):
+        """(sample, channels, positions, channels-last offsets, channels-first offsets) of a tile of an elementwise kernel."""
+        COLUMNS: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
+        tiles = tl.cdiv(HW, BLOCK_HW)
+        first_row = pid // COLUMNS % tiles * BLOCK_HW
+        n = (pid // COLUMNS // tiles).to(tl.int64)
+        c = pid % COLUMNS * BLOCK_C + tl.arange(0, BLOCK_C)
+        row = tl.arange(0, BLOCK_HW)[:, None]
+        last = (n * HW + first_row) * C + (row * C + c[None, :])
+        first = n * C * HW + first_row + (row + c[None, :].to(tl.int64) * HW)
+        return n, c, first_row + row, last, first

@@ -93,6 +93,8 @@ def cases(capability: int) -> list[tuple[tuple[int, ...], torch.dtype, str]]:
     if capability == 90:
         found += [(split, torch.bfloat16, "channels_last"), (small, torch.float16, "channels_first")]
         found += [(WALKED, dtype, "walked") for dtype in (torch.float32, torch.float16)]
+        # Rows that are no whole number of tiles.
+        found += [((2, 320, 56, 56), dtype, "channels_first") for dtype in (torch.float16, torch.float32)]
     found += [
         (shape, torch.float16, "tokens") for shape in (TOKENS if capability in (75, 90) else (TOKENS[0], TOKENS[-1]))
     ]

@@ -45,7 +45,14 @@ def test_kernels_compile_and_do_not_spill(capability):
     assert {row["pdl"] for row in rows} == {row.get("launch_pdl", False) for row in rows} == {capability >= 90}
     # A scalar a warp, and what the compiler reserves. A row of channels a warp made the three launches up to 2.7 times as slow.
     assert all(row["shared"] <= 1024 for row in rows if row["kernel"] == "_merge_kernel")
-    # Channels-first loads of single elements, where nobody knew that rows begin at multiples of 16 bytes, cost it twice the time.
-    assert all(row["widest_load"] == 16 for row in rows if row["kernel"] == "walk_grad_kernel")
+    # Channels-first kernels loaded element by element where the compiler was not told that rows begin at multiples of 16 bytes.
+    streaming = {"_statistics_kernel", "_apply_kernel", "sums_kernel", "apply_grad_kernel", "walk_grad_kernel"}
+    narrow = [
+        row
+        for row in rows
+        if row["kernel"].partition("[")[0] in streaming and row["widest_load"] < 16
+        and not row["shape"].endswith("8x8")  # two positions a lane
+    ]  # fmt: skip
+    assert not narrow, "\n".join(map(str, narrow))
     spilling = [row for row in rows if row["stack"] > MAX_STACK_BYTES or row["registers"] > MAX_REGISTERS]
     assert not spilling, "\n".join(map(str, spilling))
