@@ -21,6 +21,7 @@ from sfastgn.kernels.group_norm_config import (
     launch_config,
     merge_config,
     parameter_config,
+    row_factor,
     walk_config,
 )
 from sfastgn.kernels.group_norm_kernels import ALIGNED, row_stride
@@ -121,7 +122,7 @@ class _GradPlan:
         block_hw, block_c = config.block_hw, config.block_c
         constants = {name: how[name] for name in ("C", "CG", "ACTIVATION", "SHIFT_GRAD", "CHANNELS_LAST", "PDL")} | {
             "PAIRS": how["CHANNELS_LAST"] and _pairs(dtype, block_c),
-            "HW_FACTOR": 16 if HW % 16 == 0 else 1, "BLOCK_HW": block_hw, "BLOCK_C": block_c,
+            "HW_FACTOR": row_factor(how["CHANNELS_LAST"], HW), "BLOCK_HW": block_hw, "BLOCK_C": block_c,
         }  # fmt: skip
         programs, numbers = N * C // how["CG"], (*strides, HW, self.plane)
         self.single = Launch(
@@ -135,7 +136,7 @@ class _GradPlan:
         channels_last = how["CHANNELS_LAST"]
         constants = {
             **how, "PAIRS": _pairs(dtype, config.block), "EVEN": is_even(config, C, HW, channels_last),
-            "LOOP": config.rows > config.tile_rows, "HW_FACTOR": 16 if HW % 16 == 0 and config.rows % 16 == 0 else 1,
+            "LOOP": config.rows > config.tile_rows, "HW_FACTOR": row_factor(channels_last, HW, config.rows),
             "LANES": config.lanes, "WARPS": config.num_warps, "STEPS": config.steps, "BLOCK": config.block,
         }  # fmt: skip
         if channels_last:
@@ -170,8 +171,8 @@ class _GradPlan:
         names = "C SHIFT_ROWS SCALE_ROWS OFFSET_ROWS PDL BLOCK_N BLOCK_PARAMETERS PARAMETER_PROGRAMS CHANNELS_LAST DY_LAST ACTIVATION"
         constants = {name: how[name] for name in names.split()} | {
             "PAIRS": how["CHANNELS_LAST"] and _pairs(dtype, blocks.block_c), "FOLD": dtype != torch.float32,
-            "EVEN": C % blocks.block_c == 0 and HW % blocks.block_hw == 0, "HW_FACTOR": 16 if HW % 16 == 0 else 1,
-            "BLOCK_HW": blocks.block_hw, "BLOCK_C": blocks.block_c,
+            "EVEN": C % blocks.block_c == 0 and HW % blocks.block_hw == 0,
+            "HW_FACTOR": row_factor(how["CHANNELS_LAST"] and how["DY_LAST"], HW), "BLOCK_HW": blocks.block_hw, "BLOCK_C": blocks.block_c,
         }  # fmt: skip
         programs = N * ceil_div(C, blocks.block_c) * ceil_div(HW, blocks.block_hw) + how["PARAMETER_PROGRAMS"]
         table = self.scratch - (4 if dtype != torch.float32 else 5) * self.plane

@@ -25,6 +25,7 @@ __all__ = [
     "merge_config",
     "next_power_of_2",
     "parameter_config",
+    "row_factor",
     "statistics_config",
     "statistics_pay",
     "walk_config",
@@ -237,6 +238,14 @@ def merge_config(chunks: int, C: int, num_groups: int, *, backward: bool = False
     block_p = max(1, min(next_power_of_2(chunks), _MERGE_TILE // block_c))
     per_warp = _MERGE_BACKWARD_PER_WARP if backward else _MERGE_PER_WARP
     return MergeConfig(channels, each_channel, block_p, block_c, max(1, min(16, block_p * block_c // per_warp)))
+
+
+def row_factor(channels_last: bool, *sizes: int) -> int:
+    """What a kernel is compiled to know that numbers of positions are multiples of, for whole loads along channels-first rows.
+
+    Nothing in channels-last, where loads run along the channels: one compiled kernel serves every number of positions.
+    """
+    return 16 if not channels_last and not any(size % 16 for size in sizes) else 1
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -32,6 +32,7 @@ from sfastgn.kernels.group_norm_config import (
     ceil_div,
     launch_config,
     merge_config,
+    row_factor,
 )
 from sfastgn.kernels.launch import Launch, current_stream, has_programmatic_launch, is_current, num_sms, remember
 from sfastgn.kernels.layout import dense, dense_is_channels_last, empty_dense_like, is_dense
@@ -336,7 +337,7 @@ class _Plan:
         even = C % blocks.block_c == 0 and HW % blocks.block_hw == 0
         apply = {
             "C": C, **layout, "PAIRS": fold and layout["CHANNELS_LAST"] and blocks.block_c >= PAIRED, "FOLD": fold,
-            "EVEN": even, "PDL": pdl, "HW_FACTOR": 16 if HW % 16 == 0 else 1,
+            "EVEN": even, "PDL": pdl, "HW_FACTOR": row_factor(layout["CHANNELS_LAST"] and layout["OUT_LAST"], HW),
             "BLOCK_HW": blocks.block_hw, "BLOCK_C": blocks.block_c,
         }  # fmt: skip
         programs = N * ceil_div(C, blocks.block_c) * ceil_div(HW, blocks.block_hw)

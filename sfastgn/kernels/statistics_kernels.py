@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sfastgn.kernels.group_norm_config import StatisticsConfig, ceil_div, statistics_config
+from sfastgn.kernels.group_norm_config import StatisticsConfig, ceil_div, row_factor, statistics_config
 from sfastgn.kernels.launch import Launch, has_programmatic_launch, num_sms
 from sfastgn.kernels.tiles import triton
 
@@ -217,7 +217,7 @@ class StatisticsLaunch:
         constants: dict[str, Any] = {
             "C": C, "HEAD": head, "CHANNELS_LAST": channels_last, "EVEN": not tail and is_even(config, C, HW, channels_last),
             "LOOP": config.rows > config.tile_rows, "EXACT": x.dtype == torch.float32,
-            "HW_FACTOR": 16 if HW % 16 == 0 and config.rows % 16 == 0 else 1, "PDL": pdl, "LANES": config.lanes,
+            "HW_FACTOR": row_factor(channels_last, HW, config.rows), "PDL": pdl, "LANES": config.lanes,
             "WARPS": config.num_warps, "STEPS": config.steps, "BLOCK": config.block,
         }  # fmt: skip
         if channels_last:

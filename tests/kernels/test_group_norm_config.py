@@ -20,6 +20,7 @@ from sfastgn.kernels.group_norm_config import (
     merge_config,
     next_power_of_2,
     parameter_config,
+    row_factor,
     statistics_config,
     statistics_pay,
 )
@@ -118,6 +119,21 @@ def test_merge_tiles_hold_every_channel_of_a_group(backward):
             assert config.block_c == next_power_of_2(config.channels) >= config.channels
             assert config.block_p <= next_power_of_2(chunks)
             assert_launchable(config.block_p, config.block_c, num_warps=config.num_warps)
+
+
+@pytest.mark.parametrize(
+    ("channels_last", "sizes", "factor"),
+    [
+        pytest.param(False, (4096,), 16, id="whole-loads"),
+        pytest.param(False, (4096, 1024), 16, id="rows-too"),
+        pytest.param(False, (4096, 1023), 1, id="rows-of-chunks-are-odd"),
+        pytest.param(False, (38 * 38,), 1, id="odd"),
+        pytest.param(True, (4096,), 1, id="channels-last-whole"),
+        pytest.param(True, (38 * 38,), 1, id="channels-last-odd"),
+    ],
+)
+def test_one_channels_last_kernel_serves_every_number_of_positions(channels_last, sizes, factor):
+    assert row_factor(channels_last, *sizes) == factor
 
 
 def test_parameter_tiles_are_no_larger_than_needed():
