@@ -49,12 +49,11 @@ class _Results:
 
 
 def _read(results: Path) -> _Results:
-    profiled = documents(results, "profile")
-    runs = [*documents(results, "end_to_end"), *profiled]
+    runs = [*documents(results, "end_to_end"), *documents(results, "profile")]
     groups: dict[_Group, dict[str, Row]] = {}
     for content in runs:
         rows = [Row(**values) for values in content["rows"]]
-        for row in _untouched(rows) if content in profiled else rows:
+        for row in _untouched(rows) if content["kind"] == "profile" else rows:
             groups.setdefault(_group(vars(row)), {})[row.variant] = row
     quoted, quotations = _quoted_times(results, groups)
     return _Results(dict(sorted(groups.items())), quoted, quotations, list(dict.fromkeys(map(source_line, runs))))

@@ -226,10 +226,10 @@ class GraphedForward:
         if key in self._refused:
             raise Unsupported(self._refused[key])
         thread, seen_in = threading.get_ident(), self._seen.get(key)
-        if self.mode == "auto" and seen_in is None:
-            _remember(self._seen, key, thread)
-            return None
         if seen_in is None:
+            if self.mode == "auto":
+                _remember(self._seen, key, thread)
+                return None
             self._rehearse(module, call, backend, key)
         while len(self._graphs) >= MAX_GRAPHS:
             backend.wait()

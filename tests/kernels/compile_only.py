@@ -122,8 +122,9 @@ def launches(shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> Iterato
     """(launch, its tensors) of every kernel that the public functions launch on ``shape``; nothing runs."""
     made: list[tuple[Launch, tuple[Any, ...]]] = []
     with mock.patch.object(Launch, "__call__", lambda self, stream, *tensors: made.append((self, tensors))):
-        kinds = {"tokens": layer_norms, "gated": gated, "few_rows": few_rows, "attention": attention, "wide": attended}
-        kinds["walked"] = walked
+        kinds = {
+            "tokens": layer_norms, "gated": gated, "few_rows": few_rows, "attention": attention, "wide": attended, "walked": walked,
+        }  # fmt: skip
         kinds.get(layout, group_norms)(shape, dtype, layout, made)
     yield from made
 

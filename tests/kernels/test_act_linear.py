@@ -11,15 +11,8 @@ from sfastgn.kernels import act_linear_kernels
 from sfastgn.kernels.act_linear_config import tile_config
 from sfastgn.kernels.activations import ACTIVATIONS
 from sfastgn.kernels.layer_norm_config import vector_width
-from tests.kernels import samples
+from tests.kernels.samples import BOUNDS, DEVICES, DTYPES, error, kernels
 
-DEVICES, DTYPES, BOUNDS, error, kernels = (
-    samples.DEVICES,
-    samples.DTYPES,
-    samples.BOUNDS,
-    samples.error,
-    samples.kernels,
-)
 NUM_SMS = 2
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "few_multiprocessors")

@@ -8,11 +8,20 @@ import torch
 from sfastgn.kernels import channel_statistics, statistics_kernels
 from sfastgn.kernels.channel_statistics import reference_channel_statistics
 from sfastgn.kernels.group_norm_config import ceil_div, statistics_config
-from tests.kernels import samples
-
-DEVICES, DTYPES, LAYOUTS, BOUNDS = samples.DEVICES, samples.DTYPES, samples.LAYOUTS, samples.BOUNDS
-make, run, truth, error, to_layout = samples.make, samples.run, samples.truth, samples.error, samples.to_layout
-run_add, run_cat, run_statistics = samples.run_add, samples.run_cat, samples.run_statistics
+from tests.kernels.samples import (
+    BOUNDS,
+    DEVICES,
+    DTYPES,
+    LAYOUTS,
+    error,
+    make,
+    run,
+    run_add,
+    run_cat,
+    run_statistics,
+    to_layout,
+    truth,
+)
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

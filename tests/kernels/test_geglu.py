@@ -10,15 +10,7 @@ import sfastgn
 from sfastgn.kernels import geglu_kernels
 from sfastgn.kernels.geglu_config import backward_config, forward_config
 from sfastgn.kernels.layer_norm_config import vector_width
-from tests.kernels import samples
-
-DEVICES, DTYPES, BOUNDS, error, kernels = (
-    samples.DEVICES,
-    samples.DTYPES,
-    samples.BOUNDS,
-    samples.error,
-    samples.kernels,
-)
+from tests.kernels.samples import BOUNDS, DEVICES, DTYPES, error, kernels
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "few_multiprocessors")
 NUM_SMS = 1

@@ -8,10 +8,7 @@ import torch.nn.functional as F
 
 import sfastgn
 from sfastgn.kernels.group_norm_config import SmallConfig, SplitConfig, launch_config
-from tests.kernels import samples
-
-DEVICES, DTYPES, LAYOUTS, BOUNDS = samples.DEVICES, samples.DTYPES, samples.LAYOUTS, samples.BOUNDS
-make, run, truth, error = samples.make, samples.run, samples.truth, samples.error
+from tests.kernels.samples import BOUNDS, DEVICES, DTYPES, LAYOUTS, error, make, run, truth
 
 OPERANDS = ("shift", "ada_scale", "ada_shift")
 

@@ -10,11 +10,8 @@ import sfastgn
 from sfastgn.kernels import group_norm_backward_plans, group_norm_config
 from sfastgn.kernels.group_norm import reference_group_norm
 from sfastgn.kernels.group_norm_config import SmallConfig, launch_config, merge_config, statistics_config
-from tests.kernels import samples
 from tests.kernels.gradients import check, expected_grads, grads_of, leaves_of, relative
-
-DEVICES, DTYPES, LAYOUTS, BOUNDS = samples.DEVICES, samples.DTYPES, samples.LAYOUTS, samples.BOUNDS
-make, to_layout, kernels, interpreted = samples.make, samples.to_layout, samples.kernels, samples.interpreted
+from tests.kernels.samples import BOUNDS, DEVICES, DTYPES, LAYOUTS, interpreted, kernels, make, to_layout
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

@@ -7,10 +7,7 @@ import torch
 
 from sfastgn.kernels.channel_statistics import reference_channel_statistics
 from sfastgn.kernels.group_norm_config import SmallConfig, ceil_div, launch_config
-from tests.kernels import samples
-
-DEVICES, DTYPES, LAYOUTS, BOUNDS = samples.DEVICES, samples.DTYPES, samples.LAYOUTS, samples.BOUNDS
-make, run, truth, error = samples.make, samples.run, samples.truth, samples.error
+from tests.kernels.samples import BOUNDS, DEVICES, DTYPES, LAYOUTS, error, make, run, truth
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

@@ -8,10 +8,7 @@ import torch.nn.functional as F
 
 import sfastgn
 from sfastgn.kernels.group_norm_config import SmallConfig, launch_config
-from tests.kernels import samples
-
-DEVICES, DTYPES, LAYOUTS, BOUNDS = samples.DEVICES, samples.DTYPES, samples.LAYOUTS, samples.BOUNDS
-make, kernels, error = samples.make, samples.kernels, samples.error
+from tests.kernels.samples import BOUNDS, DEVICES, DTYPES, LAYOUTS, error, kernels, make
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

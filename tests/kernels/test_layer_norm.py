@@ -9,15 +9,7 @@ import torch.nn.functional as F
 import sfastgn
 from sfastgn.kernels import layer_norm_backward_kernels, layer_norm_kernels
 from sfastgn.kernels.layer_norm_config import ChunksConfig, backward_config, forward_config, vector_width
-from tests.kernels import samples
-
-DEVICES, DTYPES, BOUNDS, error, kernels = (
-    samples.DEVICES,
-    samples.DTYPES,
-    samples.BOUNDS,
-    samples.error,
-    samples.kernels,
-)
+from tests.kernels.samples import BOUNDS, DEVICES, DTYPES, error, kernels
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "few_multiprocessors")
 NUM_SMS = 4

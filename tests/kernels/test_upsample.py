@@ -11,10 +11,7 @@ import sfastgn
 from sfastgn.kernels import upsample, upsample_kernels
 from sfastgn.kernels.upsample import reference_upsample_nearest_2x_grad
 from sfastgn.kernels.upsample_config import tile_config
-from tests.kernels import samples
-
-DEVICES, DTYPES, LAYOUTS, BOUNDS = samples.DEVICES, samples.DTYPES, samples.LAYOUTS, samples.BOUNDS
-make, kernels, error, to_layout = samples.make, samples.kernels, samples.error, samples.to_layout
+from tests.kernels.samples import BOUNDS, DEVICES, DTYPES, LAYOUTS, error, kernels, make, to_layout
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

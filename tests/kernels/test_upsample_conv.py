@@ -16,10 +16,7 @@ from sfastgn.kernels.upsample_config import phases_pay, weights_config
 from sfastgn.kernels.upsample_conv import reference_phase_weights, reference_upsample_conv2d
 from sfastgn.kernels.upsample_conv_kernels import launch_interleave, launch_phase_weights
 from tests.kernels import samples
-
-DEVICES, DTYPES, LAYOUTS = samples.DEVICES, samples.DTYPES, samples.LAYOUTS
-interpreted = samples.interpreted
-make, kernels, error, to_layout = samples.make, samples.kernels, samples.error, samples.to_layout
+from tests.kernels.samples import DEVICES, DTYPES, LAYOUTS, error, interpreted, kernels, make, to_layout
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

@@ -12,10 +12,8 @@ from sfastgn.kernels import wide_attention, wide_attention_kernels
 from sfastgn.kernels.launch import Launch
 from sfastgn.kernels.wide_attention import attend
 from sfastgn.kernels.wide_attention_config import ChunksConfig
-from tests.kernels import samples
+from tests.kernels.samples import DEVICES, error, interpreted, kernels
 
-DEVICES, kernels, error = samples.DEVICES, samples.kernels, samples.error
-interpreted = samples.interpreted
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 HALVES = [pytest.param(torch.float16, id="float16"), pytest.param(torch.bfloat16, id="bfloat16")]

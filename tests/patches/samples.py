@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,8 @@ from diffusers.models.unets.unet_2d_blocks import CrossAttnUpBlock2D, UpBlock2D
 from diffusers.models.upsampling import Upsample2D
 from torch import Tensor, nn
 
+import sfastgn
+
 
 def image(*shape: int, seed: int = 0) -> Tensor:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).contiguous(memory_format=torch.channels_last)
@@ -34,6 +37,12 @@ def randomise(module: nn.Module) -> nn.Module:
             if p.dim() == 1:
                 p.copy_(torch.randn(p.shape, generator=g) * 0.5 + 0.5)
     return module.eval()
+
+
+def twins_of(module: nn.Module, device: str, dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
+    """(optimised, stock) with the same random weights."""
+    stock = randomise(module).to(device, dtype)
+    return sfastgn.optimize(copy.deepcopy(stock)), stock
 
 
 def _resnet(**options: Any) -> nn.Module:

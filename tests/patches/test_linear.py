@@ -17,6 +17,7 @@ from sfastgn.kernels.launch import Launch
 from sfastgn.patches.linear import fused_linear, linear_of
 from sfastgn.patches.timestep_embedding import FusedTimestepEmbedding
 from tests.kernels import samples
+from tests.patches.samples import twins_of
 
 WHERE = {"device": "cpu"}
 
@@ -62,13 +63,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> Te
 
 
 def twins(module: nn.Module, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn.Module]:
-    """(fused, stock) with the same random weights."""
-    g = torch.Generator().manual_seed(7)
-    for p in module.parameters():
-        if p.dim() == 1:
-            p.copy_(torch.randn(p.shape, generator=g) * 0.5 + 0.5)
-    stock = module.eval().to(WHERE["device"], dtype)
-    return sfastgn.optimize(copy.deepcopy(stock)), stock
+    return twins_of(module, WHERE["device"], dtype)
 
 
 def agree(a: Tensor, b: Tensor) -> None:

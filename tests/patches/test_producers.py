@@ -26,6 +26,7 @@ from sfastgn.kernels.dispatch import KERNEL_DTYPES
 from sfastgn.kernels.launch import Launch
 from sfastgn.patches import convolution, statistics, upsample_2d
 from tests.kernels import samples
+from tests.patches.samples import twins_of
 
 WHERE = {"device": "cpu"}
 
@@ -71,13 +72,7 @@ def image(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Ten
 
 
 def twins(module: nn.Module, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn.Module]:
-    """(fused, stock) with the same random weights."""
-    g = torch.Generator().manual_seed(7)
-    for p in module.parameters():
-        if p.dim() == 1:
-            p.copy_(torch.randn(p.shape, generator=g) * 0.5 + 0.5)
-    stock = module.eval().to(WHERE["device"], dtype)
-    return sfastgn.optimize(copy.deepcopy(stock)), stock
+    return twins_of(module, WHERE["device"], dtype)
 
 
 def agree(a: Tensor, b: Tensor) -> None:

@@ -19,8 +19,7 @@ from sfastgn.kernels.channel_statistics import reference_channel_statistics
 from sfastgn.patches import statistics
 from sfastgn.patches.statistics import add, add_bias, cat, take_statistics
 from tests.kernels import samples
-
-DTYPES, BOUNDS = samples.DTYPES, samples.BOUNDS
+from tests.kernels.samples import BOUNDS, DTYPES
 
 SHAPE = (2, 30, 7, 9)
 WHERE = {"device": "cpu"}
