@@ -74,7 +74,7 @@ class _GradPlan:
         config = launch_config(N, C, HW, num_groups, channels_last, sms, backward=True)
         walk = None
         if not isinstance(config, SmallConfig) and wanted[0] and dy_last == channels_last:
-            walk = walk_config(N, C, HW, num_groups, channels_last, sms, x.element_size())
+            walk = walk_config(N, C, HW, num_groups, channels_last, sms, x.element_size(), activation, wanted[3])
         how = {
             "C": C, "CG": C // num_groups, "ACTIVATION": activation, "SHIFT_GRAD": wanted[3], "CHANNELS_LAST": channels_last,
             "DY_LAST": dy_last, "PDL": pdl,
@@ -119,10 +119,10 @@ class _GradPlan:
         self, shape: tuple[int, int, int], config: WalkConfig, strides: tuple[int, ...], how: dict[str, Any], dtype: torch.dtype
     ) -> None:  # fmt: skip
         N, C, HW = shape
-        block_hw, block_c = config.block_hw, config.block_c
         constants = {name: how[name] for name in ("C", "CG", "ACTIVATION", "SHIFT_GRAD", "CHANNELS_LAST", "PDL")} | {
-            "PAIRS": how["CHANNELS_LAST"] and _pairs(dtype, block_c),
-            "HW_FACTOR": row_factor(how["CHANNELS_LAST"], HW), "BLOCK_HW": block_hw, "BLOCK_C": block_c,
+            "PAIRS": how["CHANNELS_LAST"] and _pairs(dtype, config.block_c),
+            "HW_FACTOR": row_factor(how["CHANNELS_LAST"], HW), "BLOCK_HW": config.block_hw, "KEPT_HW": config.kept_hw,
+            "BLOCK_C": config.block_c,
         }  # fmt: skip
         programs, numbers = N * C // how["CG"], (*strides, HW, self.plane)
         self.single = Launch(

@@ -54,8 +54,12 @@ _MERGE_TILE, _MERGE_PER_WARP, _MERGE_BACKWARD_PER_WARP = 4096, 256, 1024
 # most for as many groups as there are multiprocessors, contiguous bytes that memory delivers well, and groups a multiprocessor that make
 # up for an uneven end.
 _WALK_MIN_BYTES, _WALK_MAX_GROUP_BYTES, _WALK_MIN_RUN, _WALK_MIN_GROUPS = 64 * 2**20, 220 * 2**10, 64, 8
-# (tile, warps) of large groups, which have a multiprocessor each, and of others.
-_WALK_LARGE, _WALK_OTHER, _WALK_LARGE_ELEMENTS = (8192, 32), (4096, 8), 32768
+# (elements of a tile, elements kept, warps) of groups of at least so many elements, which have a multiprocessor each: by what the derivative
+# of the activation leaves of the registers. Those of SiLU in channels-first rows are in between. And of smaller groups.
+_WALK_LARGE_ELEMENTS = 32768
+_WALK_CHEAP, _WALK_SILU_FIRST, _WALK_LARGE = (16384, 16384, 16), (8192, 16384, 32), (8192, 8192, 32)
+_WALK_OTHER = (4096, 4096, 8)
+_CHEAP = ("identity", "relu")
 
 
 @dataclass(frozen=True)
@@ -114,9 +118,11 @@ class MergeConfig:
 
 @dataclass(frozen=True)
 class WalkConfig:
-    """One launch: each program reads a group twice in (block_hw, block_c) tiles, the second time backwards and in part from L2."""
+    """One launch: each program keeps the last ``kept_hw`` positions of a group in registers, and reads the others twice in (block_hw, block_c)
+    tiles, the second time backwards and in part from L2."""
 
     block_hw: int
+    kept_hw: int
     block_c: int
     num_warps: int
 
@@ -143,11 +149,13 @@ def launch_config(
 
 
 def walk_config(
-    N: int, C: int, HW: int, num_groups: int, channels_last: bool, num_sms: int, itemsize: int
+    N: int, C: int, HW: int, num_groups: int, channels_last: bool, num_sms: int, itemsize: int, activation: str,
+    shift_grad: bool = False,
 ) -> WalkConfig | None:
     """How to take gradients of more data than caches hold, in groups that they do hold; None where three launches are faster.
 
-    ``itemsize``: bytes of an element of x, and about as many of an element of the gradient, which has the layout of x.
+    ``itemsize``: bytes of an element of x, and about as many of an element of the gradient, which has the layout of x. ``shift_grad``: the
+    shift's is wanted too.
     """
     CG = C // num_groups
     group, block_c = CG * HW, next_power_of_2(CG)
@@ -160,8 +168,18 @@ def walk_config(
         or C * HW >= 2**31  # offsets within a sample
     ):
         return None
-    tile, num_warps = _WALK_LARGE if group >= _WALK_LARGE_ELEMENTS else _WALK_OTHER
-    return WalkConfig(min(next_power_of_2(HW), max(1, tile // block_c)), block_c, num_warps)
+    if group < _WALK_LARGE_ELEMENTS:
+        tile, kept, num_warps = _WALK_OTHER
+    elif activation in _CHEAP and not shift_grad:
+        tile, kept, num_warps = _WALK_CHEAP
+    elif activation == "silu" and not channels_last and not shift_grad:
+        tile, kept, num_warps = _WALK_SILU_FIRST
+    else:
+        tile, kept, num_warps = _WALK_LARGE
+    largest = next_power_of_2(HW + 1) // 2  # not above HW
+    return WalkConfig(
+        min(next_power_of_2(HW), max(1, tile // block_c)), min(largest, max(1, kept // block_c)), block_c, num_warps
+    )
 
 
 def _small_config(C: int, HW: int, num_groups: int, channels_last: bool, per_warp: int) -> SmallConfig:

@@ -1,9 +1,9 @@
 """The Triton kernel of GroupNorm's backward for more data than caches hold, in groups that they do hold. Its launcher:
 ``group_norm_backward_plans.py``.
 
-One program reads a group of x and of dy for the sums, and backwards once more for dx: of the 132 groups that an H200 has at work, L2 keeps
-about half of what was read last. Three launches read everything twice from memory. dy has the layout of x; sums and numerics as in
-``small_grad_kernel``.
+One program has a group of x and of dy. It reads all of it for the sums, keeps the positions that it read last in registers, and for dx reads
+only the others again, backwards: L2 then still has most of them. Three launches read everything twice from memory. dy has the layout
+of x; sums and numerics as in ``small_grad_kernel``.
 """
 
 from __future__ import annotations
@@ -27,19 +27,21 @@ if triton is not None:
         x_ptr, dy_ptr, dx_ptr, totals_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr, ada_shift_ptr,
         shift_stride, ada_scale_stride, ada_shift_stride, HW, plane,
         C: tl.constexpr, CG: tl.constexpr, ACTIVATION: tl.constexpr, SHIFT_GRAD: tl.constexpr, CHANNELS_LAST: tl.constexpr,
-        PDL: tl.constexpr, PAIRS: tl.constexpr, HW_FACTOR: tl.constexpr, BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr,
+        PDL: tl.constexpr, PAIRS: tl.constexpr, HW_FACTOR: tl.constexpr, BLOCK_HW: tl.constexpr, KEPT_HW: tl.constexpr,
+        BLOCK_C: tl.constexpr,
     ):  # fmt: skip
+        STEP: tl.constexpr = C if CHANNELS_LAST else 1
         group = tl.program_id(0)
         n = (group // (C // CG)).to(tl.int64)
         j = tl.arange(0, BLOCK_C)[None, :]
         c = group % (C // CG) * CG + j
         in_range = j < CG
-        row = tl.arange(0, BLOCK_HW)[:, None]
         HW = multiple_of(HW, HW_FACTOR)
         # 32-bit offsets within the sample: half the registers.
         x_ptr += n * HW * C
         dy_ptr += n * HW * C
         dx_ptr += n * HW * C
+        row = tl.arange(0, BLOCK_HW)[:, None]
         offsets = row * C + c if CHANNELS_LAST else c * HW + row
         if PDL:
             gdc_wait()
@@ -51,32 +53,43 @@ if triton is not None:
         scale, offset = channel_affine(
             n, c, in_range, weight_ptr, bias_ptr, ada_scale_ptr, ada_shift_ptr, ada_scale_stride, ada_shift_stride
         )
+        # The first tile reaches over the group's begin, so that what is kept is whole.
+        walked = HW - KEPT_HW
+        tiles = tl.cdiv(walked, BLOCK_HW)
         along_z = tl.zeros((BLOCK_HW, BLOCK_C), tl.float32)
         along_x, sum_x = along_z, along_z
-        for start in range(0, HW, BLOCK_HW):
-            at = offsets + start * (C if CHANNELS_LAST else 1)
-            mask = (start + row < HW) & in_range
+        for i in range(0, tiles):
+            start = walked - (tiles - i) * BLOCK_HW
+            at = offsets + start * STEP
+            mask = (start + row >= 0) & in_range
             dz, xhat = grad_tile(x_ptr, dy_ptr, at, at, mask, centre, rstd, scale, offset, ACTIVATION, PAIRS, "")
             along_z += dz
             along_x += dz * xhat
             if SHIFT_GRAD:
                 sum_x += xhat
-        along_z = tl.sum(along_z, 0, keep_dims=True)
-        along_x = tl.sum(along_x, 0, keep_dims=True)
+        kept_row = walked + tl.arange(0, KEPT_HW)[:, None]
+        kept_at = kept_row * C + c if CHANNELS_LAST else c * HW + kept_row
+        kept_mask = (kept_row < HW) & in_range
+        # What is of no use after its read leaves L2 to what is to be read again.
+        kept_z, kept_x = grad_tile(
+            x_ptr, dy_ptr, kept_at, kept_at, kept_mask, centre, rstd, scale, offset, ACTIVATION, PAIRS, "evict_first"
+        )
+        along_z = tl.sum(along_z, 0, keep_dims=True) + tl.sum(kept_z, 0, keep_dims=True)
+        along_x = tl.sum(along_x, 0, keep_dims=True) + tl.sum(kept_z * kept_x, 0, keep_dims=True)
         positions = HW.to(tl.float32)
         along_mean = tl.sum(scale * along_z, 1, keep_dims=True) / (positions * CG)
         along_var = tl.sum(scale * along_x, 1, keep_dims=True) / (positions * CG)
         if totals_ptr is not None:
-            sum_x = tl.sum(sum_x, 0, keep_dims=True) if SHIFT_GRAD else along_x
+            sum_x = tl.sum(sum_x, 0, keep_dims=True) + tl.sum(kept_x, 0, keep_dims=True) if SHIFT_GRAD else along_x
             store_totals(
                 totals_ptr + n * C + c, plane, in_range, along_z, along_x, sum_x, positions, rstd, scale, along_mean, along_var, SHIFT_GRAD
             )  # fmt: skip
-        last = (HW - 1) // BLOCK_HW * BLOCK_HW
-        for done in range(0, HW, BLOCK_HW):
-            start = last - done
-            at = offsets + start * (C if CHANNELS_LAST else 1)
-            mask = (start + row < HW) & in_range
-            # Of no use after this: what the other programs have read is to stay.
+        kept_dx = rstd * (kept_z * scale - along_mean - kept_x * along_var)
+        tl.store(dx_ptr + kept_at, kept_dx.to(dx_ptr.dtype.element_ty), mask=kept_mask, eviction_policy="evict_first")
+        for i in range(0, tiles):
+            start = walked - (i + 1) * BLOCK_HW
+            at = offsets + start * STEP
+            mask = (start + row >= 0) & in_range
             dz, xhat = grad_tile(
                 x_ptr, dy_ptr, at, at, mask, centre, rstd, scale, offset, ACTIVATION, PAIRS, "evict_first"
             )

@@ -205,8 +205,11 @@ def walked(shape: tuple[int, ...], dtype: torch.dtype, layout: str, made: list[A
     mean = torch.empty((shape[0], 32))
     for memory_format in (torch.channels_last, torch.contiguous_format):
         x = torch.empty(shape, dtype=dtype, memory_format=memory_format)
-        params, wanted = (weight, weight, None, None, None), (True,) * 3 + (False,) * 3
-        group_norm_grads(x, x, mean, mean, params, 32, 1e-5, "silu", False, wanted)
+        for activation in ("identity", "silu", "gelu"):
+            params, wanted = (weight, weight, None, None, None), (True,) * 3 + (False,) * 3
+            group_norm_grads(x, x, mean, mean, params, 32, 1e-5, activation, False, wanted)
+        params, wanted = (weight, weight, weight, None, None), (True,) * 4 + (False,) * 2
+        group_norm_grads(x, x, mean, mean, params, 32, 1e-5, "identity", False, wanted)
 
 
 def upsampled_convolution(x: torch.Tensor) -> None:

@@ -28,7 +28,7 @@ def walked(monkeypatch):
     """Sizes that the interpreter can do take this way too; the value: kernels launched."""
     for name in ("_WALK_MIN_BYTES", "_WALK_MIN_RUN", "_WALK_MIN_GROUPS"):
         monkeypatch.setattr(group_norm_config, name, 0)
-    monkeypatch.setattr(group_norm_config, "_WALK_OTHER", (2048, 4))
+    monkeypatch.setattr(group_norm_config, "_WALK_OTHER", (2048, 1024, 4))
     launched = []
     plain = plans.Launch.__call__
 
@@ -134,7 +134,7 @@ def test_far_from_zero_and_the_same_bits_again(device, walked):
 def test_real_shape_on_the_gpu(dtype, activation, layout):
     """The shape of PyTorch's issue #28201, for which this was made."""
     shape = (96, 512, 56, 56)
-    config = walk_config(*shape[:2], 56 * 56, 32, layout == "channels_last", 132, dtype.itemsize)
+    config = walk_config(*shape[:2], 56 * 56, 32, layout == "channels_last", 132, dtype.itemsize, activation)
     assert (config is None) is (layout == "channels_last" and dtype is not torch.float32)
     check(shape, 32, dtype, "cuda", layout, activation, layout, direct=True, dy_mean=0.0)
 
@@ -142,28 +142,45 @@ def test_real_shape_on_the_gpu(dtype, activation, layout):
 @pytest.mark.parametrize(
     ("sizes", "layout", "itemsize", "expected"),
     [
-        pytest.param((256, 512, 3136, 32), "last", 4, WalkConfig(512, 16, 32), id="28201-nhwc"),
-        pytest.param((256, 512, 3136, 32), "first", 4, WalkConfig(512, 16, 32), id="28201-nchw"),
-        pytest.param((128, 256, 784, 32), "first", 4, WalkConfig(512, 8, 8), id="smaller-groups"),
+        pytest.param((256, 512, 3136, 32), "last", 4, WalkConfig(1024, 1024, 16, 16), id="28201-nhwc"),
+        pytest.param((256, 512, 3136, 32), "first", 4, WalkConfig(1024, 1024, 16, 16), id="28201-nchw"),
+        pytest.param((128, 256, 784, 32), "first", 4, WalkConfig(512, 512, 8, 8), id="smaller-groups"),
         pytest.param((128, 256, 784, 32), "last", 4, None, id="rows-of-32-bytes"),
         pytest.param((16, 256, 784, 32), "first", 4, None, id="in-cache"),
         pytest.param((256, 512, 12544, 32), "first", 4, None, id="groups-too-large"),
         pytest.param((4, 4096, 3136, 128), "first", 4, None, id="few-groups"),
         pytest.param((256, 640, 1600, 32), "first", 4, None, id="cg20-in-blocks-of-32"),
-        pytest.param((256, 448, 1600, 32), "first", 4, WalkConfig(256, 16, 8), id="cg14-in-blocks-of-16"),
-        pytest.param((256, 512, 3136, 32), "first", 2, WalkConfig(512, 16, 32), id="fp16"),
+        pytest.param((256, 448, 1600, 32), "first", 4, WalkConfig(256, 256, 16, 8), id="cg14-in-blocks-of-16"),
+        pytest.param((256, 512, 3136, 32), "first", 2, WalkConfig(1024, 1024, 16, 16), id="fp16"),
+        pytest.param((65536, 16, 300, 1), "first", 4, WalkConfig(256, 256, 16, 8), id="keeps-no-more-than-there-is"),
     ],
 )
 def test_config(sizes, layout, itemsize, expected):
-    assert walk_config(*sizes, layout == "last", 132, itemsize) == expected
+    assert walk_config(*sizes, layout == "last", 132, itemsize, "identity") == expected
+
+
+@pytest.mark.parametrize(
+    ("activation", "layout", "shift_grad", "expected"),
+    [
+        pytest.param("relu", "first", False, WalkConfig(1024, 1024, 16, 16), id="relu"),
+        pytest.param("silu", "first", False, WalkConfig(512, 1024, 16, 32), id="silu-nchw"),
+        pytest.param("silu", "last", False, WalkConfig(512, 512, 16, 32), id="silu-nhwc"),
+        pytest.param("gelu", "first", False, WalkConfig(512, 512, 16, 32), id="gelu"),
+        pytest.param("identity", "first", True, WalkConfig(512, 512, 16, 32), id="shift"),
+    ],
+)
+def test_registers_decide_how_much_is_kept(activation, layout, shift_grad, expected):
+    assert walk_config(256, 512, 3136, 32, layout == "last", 132, 4, activation, shift_grad) == expected
 
 
 @pytest.mark.parametrize("num_sms", [1, 24, 132, 1000])
-def test_tiles_are_launchable(num_sms):
+@pytest.mark.parametrize("activation", ["identity", "silu", "gelu"])
+def test_tiles_are_launchable(activation, num_sms):
     for N, C, HW, groups in ((256, 512, 3136, 32), (4096, 64, 5000, 64), (65536, 8, 300, 8), (1, 2**20, 4096, 2**16)):
         for last in (False, True):
-            config = walk_config(N, C, HW, groups, last, num_sms, 4)
+            config = walk_config(N, C, HW, groups, last, num_sms, 4, activation)
             if config is not None:
                 assert config.block_hw == next_power_of_2(config.block_hw)
-                assert config.block_hw * config.block_c <= 8192
+                assert config.kept_hw == next_power_of_2(config.kept_hw) <= HW
+                assert max(config.block_hw, config.kept_hw) * config.block_c <= 16384
                 assert config.num_warps <= 32
