@@ -149,7 +149,14 @@ def launch_config(
 
 
 def walk_config(
-    N: int, C: int, HW: int, num_groups: int, channels_last: bool, num_sms: int, itemsize: int, activation: str,
+    N: int,
+    C: int,
+    HW: int,
+    num_groups: int,
+    channels_last: bool,
+    num_sms: int,
+    itemsize: int,
+    activation: str,
     shift_grad: bool = False,
 ) -> WalkConfig | None:
     """How to take gradients of more data than caches hold, in groups that they do hold; None where three launches are faster.
