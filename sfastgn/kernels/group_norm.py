@@ -22,7 +22,7 @@ from torch import Tensor
 from sfastgn.kernels.activations import ACTIVATIONS
 from sfastgn.kernels.dispatch import is_plain, is_transformed, runs_in_triton, wants_gradient
 from sfastgn.kernels.group_norm_backward import group_norm_grads
-from sfastgn.kernels.group_norm_kernels import find_plan, launch_group_norm, make_plan, plan_key
+from sfastgn.kernels.group_norm_plans import find_plan, launch_group_norm, make_plan, plan_key
 from sfastgn.kernels.layout import empty_dense_like, is_channels_last
 
 __all__ = ["call_group_norm", "group_norm", "reference_group_norm"]

@@ -24,7 +24,7 @@ from sfastgn.kernels.group_norm_config import (
     row_factor,
     walk_config,
 )
-from sfastgn.kernels.group_norm_kernels import ALIGNED, row_stride
+from sfastgn.kernels.group_norm_plans import ALIGNED, row_stride
 from sfastgn.kernels.launch import Launch, current_stream, has_programmatic_launch, num_sms, on_device, remember
 from sfastgn.kernels.layout import dense, dense_is_channels_last, empty_dense_like, is_channels_last, is_dense
 from sfastgn.kernels.statistics_kernels import is_even

@@ -33,9 +33,14 @@ __all__ = [
 
 # Elements that one warp reads with one 16-byte load a lane, in fp16.
 _WARP_LOAD = 256
-# Elements of a group, padded to powers of 2, that one program keeps in registers, and how many a warp has.
-_SMALL_MAX_ELEMENTS, _SMALL_PER_WARP = 16384, 1024
-_SMALL_BACKWARD_MAX_ELEMENTS, _SMALL_BACKWARD_PER_WARP = 4096, 1024
+# Elements of a group, padded to powers of 2, that one program keeps in registers; rather more where rows are as long as memory likes.
+_SMALL_MAX_ELEMENTS, _SMALL_MAX_ELEMENTS_OF_LONG_ROWS, _SMALL_LONG_ROW = 16384, 20480, 128
+_SMALL_BACKWARD_MAX_ELEMENTS = 4096
+# How many of them a warp has, by how many there are: (up to so many, these).
+_SMALL_PER_WARP = ((4096, 512), (8192, 1024), (32768, 2048))
+_SMALL_BACKWARD_PER_WARP = 1024
+# Channels from which on a tile of their own is read in 16-byte loads, in 16 bits.
+_SMALL_MIN_TAIL = 8
 _STATISTICS_WARPS = 4
 # Warps of a reduction a multiprocessor, and the least and the most steps of its tiles, which are loads in flight: enough to keep the
 # memory system busy, few enough to leave little to merge. A kernel that also writes, or reads two tensors, has more in flight with
@@ -54,8 +59,8 @@ _MERGE_TILE, _MERGE_PER_WARP, _MERGE_BACKWARD_PER_WARP = 4096, 256, 1024
 # most for as many groups as there are multiprocessors, contiguous bytes that memory delivers well, and groups a multiprocessor that make
 # up for an uneven end.
 _WALK_MIN_BYTES, _WALK_MAX_GROUP_BYTES, _WALK_MIN_RUN, _WALK_MIN_GROUPS = 64 * 2**20, 220 * 2**10, 64, 8
-# (elements of a tile, elements kept, warps) of groups of at least so many elements, which have a multiprocessor each: by what the derivative
-# of the activation leaves of the registers. Those of SiLU in channels-first rows are in between. And of smaller groups.
+# (elements of a tile, elements kept, warps) of groups of at least so many elements, which have a multiprocessor each: by what the
+# activation's derivative leaves of the registers. That of SiLU in channels-first rows is in between. And of smaller groups.
 _WALK_LARGE_ELEMENTS = 32768
 _WALK_CHEAP, _WALK_SILU_FIRST, _WALK_LARGE = (16384, 16384, 16), (8192, 16384, 32), (8192, 8192, 32)
 _WALK_OTHER = (4096, 4096, 8)
@@ -67,7 +72,8 @@ class SmallConfig:
     """One launch: each program holds ``channels`` of one sample in registers, as a (lanes, num_warps, steps, block) tile.
 
     They are one group, or groups of one channel each (``each_channel``). ``block`` covers what is contiguous in memory: the channels
-    in channels-last, the positions in channels-first.
+    in channels-last, the positions in channels-first. The last ``tail`` channels of a group may be a tile of their own, of (tail_lanes,
+    num_warps, tail_steps, tail).
     """
 
     channels: int
@@ -76,6 +82,9 @@ class SmallConfig:
     num_warps: int
     steps: int
     block: int
+    tail: int = 0
+    tail_lanes: int = 1
+    tail_steps: int = 1
 
 
 @dataclass(frozen=True)
@@ -118,8 +127,8 @@ class MergeConfig:
 
 @dataclass(frozen=True)
 class WalkConfig:
-    """One launch: each program keeps the last ``kept_hw`` positions of a group in registers, and reads the others twice in (block_hw, block_c)
-    tiles, the second time backwards and in part from L2."""
+    """One launch: each program keeps the last ``kept_hw`` positions of a group in registers, and reads the others twice in
+    (block_hw, block_c) tiles, the second time backwards and in part from L2."""
 
     block_hw: int
     kept_hw: int
@@ -136,12 +145,25 @@ class SplitConfig:
 
 
 def launch_config(
-    N: int, C: int, HW: int, num_groups: int, channels_last: bool, num_sms: int, *, backward: bool = False
+    N: int,
+    C: int,
+    HW: int,
+    num_groups: int,
+    channels_last: bool,
+    num_sms: int,
+    *,
+    itemsize: int = 2,
+    backward: bool = False,
 ) -> SmallConfig | SplitConfig:
-    """How to normalise x of (N, C, HW), or to take gradients: a function of sizes and the GPU's number of multiprocessors."""
-    small = _small_config(C, HW, num_groups, channels_last, _SMALL_BACKWARD_PER_WARP if backward else _SMALL_PER_WARP)
-    elements = small.lanes * small.num_warps * small.steps * small.block
-    if elements <= (_SMALL_BACKWARD_MAX_ELEMENTS if backward else _SMALL_MAX_ELEMENTS):
+    """How to normalise x of (N, C, HW), or to take gradients: a function of sizes and the GPU's number of multiprocessors.
+
+    ``itemsize``: bytes of an element of x.
+    """
+    small = _small_config(C, HW, num_groups, channels_last, backward, channels_last and itemsize == 2 and not backward)
+    elements = small.lanes * small.num_warps * small.steps * small.block + next_power_of_2(HW) * small.tail
+    long_rows = channels_last and small.channels * itemsize >= _SMALL_LONG_ROW
+    largest = _SMALL_MAX_ELEMENTS_OF_LONG_ROWS if long_rows else _SMALL_MAX_ELEMENTS
+    if elements <= (_SMALL_BACKWARD_MAX_ELEMENTS if backward else largest):
         return small
     kind = "backward" if backward else "read"
     statistics = statistics_config(N, C, HW, channels_last, num_sms, kind=kind)
@@ -189,14 +211,30 @@ def walk_config(
     )
 
 
-def _small_config(C: int, HW: int, num_groups: int, channels_last: bool, per_warp: int) -> SmallConfig:
+def _small_config(C: int, HW: int, num_groups: int, channels_last: bool, backward: bool, has_tail: bool) -> SmallConfig:
     each_channel = num_groups == C and channels_last
     channels = min(_EACH_CHANNEL_BLOCK, next_power_of_2(C)) if each_channel else C // num_groups
     sizes = next_power_of_2(channels), next_power_of_2(HW)
     outer, block = reversed(sizes) if channels_last else sizes
+    tail = 0
+    if has_tail and not each_channel:
+        # 40 channels are 32 and 8, not 64 of which 24 are computed for nothing.
+        rest = channels - block // 2
+        if _SMALL_MIN_TAIL <= rest == next_power_of_2(rest) and 4 * channels <= 3 * block:
+            block, tail = block // 2, rest
     lanes = min(outer, max(1, _WARP_LOAD // block))
-    num_warps = min(32, max(1, outer * block // per_warp), outer // lanes)
-    return SmallConfig(channels, each_channel, lanes, num_warps, outer // (lanes * num_warps), block)
+    elements = outer * (block + tail)
+    per_warp = _SMALL_BACKWARD_PER_WARP
+    if not backward:
+        per_warp = next((each for most, each in _SMALL_PER_WARP if elements <= most), _SMALL_PER_WARP[-1][1])
+    num_warps = min(32, next_power_of_2(ceil_div(elements, per_warp)), outer // lanes)
+    steps = outer // (lanes * num_warps)
+    if not tail:
+        return SmallConfig(channels, each_channel, lanes, num_warps, steps, block)
+    tail_lanes = min(32, outer // num_warps, max(1, _WARP_LOAD // tail))
+    return SmallConfig(
+        channels, False, lanes, num_warps, steps, block, tail, tail_lanes, outer // (tail_lanes * num_warps)
+    )
 
 
 def statistics_config(

@@ -1,9 +1,9 @@
 """The Triton kernel of GroupNorm's backward for more data than caches hold, in groups that they do hold. Its launcher:
 ``group_norm_backward_plans.py``.
 
-One program has a group of x and of dy. It reads all of it for the sums, keeps the positions that it read last in registers, and for dx reads
-only the others again, backwards: L2 then still has most of them. Three launches read everything twice from memory. dy has the layout
-of x; sums and numerics as in ``small_grad_kernel``.
+One program has a group of x and of dy. It reads all of it for the sums, keeps the positions that it read last in registers, and for
+dx reads only the others again, backwards: L2 then still has most of them. Three launches read everything twice from memory. dy has
+the layout of x; sums and numerics as in ``small_grad_kernel``.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ if triton is not None:
         tiles = tl.cdiv(walked, BLOCK_HW)
         along_z = tl.zeros((BLOCK_HW, BLOCK_C), tl.float32)
         along_x, sum_x = along_z, along_z
-        for i in range(0, tiles):
+        for i in range(tiles):
             start = walked - (tiles - i) * BLOCK_HW
             at = offsets + start * STEP
             mask = (start + row >= 0) & in_range
@@ -86,7 +86,7 @@ if triton is not None:
             )  # fmt: skip
         kept_dx = rstd * (kept_z * scale - along_mean - kept_x * along_var)
         tl.store(dx_ptr + kept_at, kept_dx.to(dx_ptr.dtype.element_ty), mask=kept_mask, eviction_policy="evict_first")
-        for i in range(0, tiles):
+        for i in range(tiles):
             start = walked - (i + 1) * BLOCK_HW
             at = offsets + start * STEP
             mask = (start + row >= 0) & in_range

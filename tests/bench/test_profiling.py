@@ -73,7 +73,7 @@ def plain_call() -> Any:
         launching(event("aten::copy_", 61, 62), (UNKNOWN, 4.0)),
         launching(event("aten::add", 63, 64), ("norm_part", 5.0)),
     ]
-    return recording(operators, kernels((NHWC_KERNEL, 100, 102), (CONV_KERNEL, 110, 120), ("_apply_kernel", 130, 137)))
+    return recording(operators, kernels((NHWC_KERNEL, 100, 102), (CONV_KERNEL, 110, 120), ("apply_kernel", 130, 137)))
 
 
 def of(*launches: tuple[str, float, float], source: str = REPLAY, call_ms: float = 1.0) -> Breakdown:

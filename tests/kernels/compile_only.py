@@ -32,7 +32,7 @@ from sfastgn.kernels import (
     group_norm,
     group_norm_backward,
     group_norm_backward_plans,
-    group_norm_kernels,
+    group_norm_plans,
     layer_norm,
     layer_norm_backward,
     layer_norm_backward_kernels,
@@ -279,7 +279,7 @@ def main(capability: int) -> None:
         module.runs_in_triton = lambda x: True
     for module in (
         act_linear_kernels,
-        group_norm_kernels,
+        group_norm_plans,
         group_norm_backward_plans,
         statistics_kernels,
         geglu_kernels,

@@ -73,7 +73,14 @@ def test_a_small_program_covers_its_group_once(channels_last, num_sms, backward)
             assert config.channels == C // groups or (config.each_channel and groups == C and channels_last)
             outer, inner = (HW, config.channels) if channels_last else (config.channels, HW)
             assert config.lanes * config.num_warps * config.steps == next_power_of_2(outer) >= outer
-            assert config.block == next_power_of_2(inner) >= inner
+            if config.tail:
+                assert config.tail_lanes * config.num_warps * config.tail_steps == next_power_of_2(outer)
+                assert config.block + config.tail == inner == config.channels
+                assert_launchable(
+                    config.tail_lanes, config.num_warps, config.tail_steps, config.tail, num_warps=config.num_warps
+                )
+            else:
+                assert config.block == next_power_of_2(inner) >= inner
             assert_launchable(config.lanes, config.num_warps, config.steps, config.block, num_warps=config.num_warps)
     assert seen > 100
 
@@ -198,11 +205,30 @@ def test_configurations_are_plain_integers(kind):
 
 
 @pytest.mark.parametrize(
+    ("sizes", "channels_last", "itemsize", "backward", "tiles"),
+    [
+        pytest.param((2, 1280, 256), True, 2, False, (32, 8), id="40-channels"),
+        pytest.param((2, 2560, 64), True, 2, False, (64, 16), id="80-channels"),
+        pytest.param((2, 1920, 256), True, 2, False, (64, 0), id="60-channels-fill-64"),
+        pytest.param((2, 640, 64), True, 2, False, (32, 0), id="20-channels-and-a-narrow-rest"),
+        pytest.param((2, 1280, 64), True, 4, False, (64, 0), id="fp32"),
+        pytest.param((2, 1280, 64), True, 2, True, (64, 0), id="backward"),
+        pytest.param((2, 1280, 64), False, 2, False, (64, 0), id="channels-first"),
+        pytest.param((2, 2560, 256), True, 2, False, (64, 16), id="20480-elements-in-long-rows"),
+        pytest.param((2, 1280, 512), True, 2, False, None, id="20480-elements-in-shorter-rows"),
+    ],
+)
+def test_groups_a_little_over_a_power_of_2_are_two_tiles(sizes, channels_last, itemsize, backward, tiles):
+    config = launch_config(*sizes, 32, channels_last, 132, itemsize=itemsize, backward=backward)
+    assert (None if isinstance(config, SplitConfig) else (config.block, config.tail)) == tiles
+
+
+@pytest.mark.parametrize(
     ("module", "name"),
     [
-        pytest.param(group_norm_kernels, "_small_kernel", id="small"),
-        pytest.param(group_norm_kernels, "_merge_kernel", id="merge"),
-        pytest.param(group_norm_kernels, "_apply_kernel", id="apply"),
+        pytest.param(group_norm_kernels, "small_kernel", id="small"),
+        pytest.param(group_norm_kernels, "merge_kernel", id="merge"),
+        pytest.param(group_norm_kernels, "apply_kernel", id="apply"),
         pytest.param(statistics_kernels, "_statistics_kernel", id="statistics"),
     ],
 )
