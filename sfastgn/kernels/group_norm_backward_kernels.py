@@ -172,7 +172,7 @@ if triton is not None:
             dy_offsets = (n * HW + first + position) * C + c
         if CHANNELS_LAST and not DY_LAST:
             dy_offsets = (n * C + c) * HW + first + position
-        count = tl.maximum(tl.minimum(rows, HW - chunk * rows), 0)
+        count = tl.maximum(tl.minimum(rows, HW - chunk.to(tl.int64) * rows), 0).to(tl.int32)
         in_range = c < C
         if PDL:
             gdc_wait()

@@ -163,7 +163,8 @@ def launch_config(
     elements = small.lanes * small.num_warps * small.steps * small.block + next_power_of_2(HW) * small.tail
     long_rows = channels_last and small.channels * itemsize >= _SMALL_LONG_ROW
     largest = _SMALL_MAX_ELEMENTS_OF_LONG_ROWS if long_rows else _SMALL_MAX_ELEMENTS
-    if elements <= (_SMALL_BACKWARD_MAX_ELEMENTS if backward else largest):
+    # Offsets within a sample are 32-bit in there.
+    if elements <= (_SMALL_BACKWARD_MAX_ELEMENTS if backward else largest) and C * HW < 2**31:
         return small
     kind = "backward" if backward else "read"
     statistics = statistics_config(N, C, HW, channels_last, num_sms, kind=kind)

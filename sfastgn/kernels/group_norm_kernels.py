@@ -151,15 +151,16 @@ if triton is not None:
         x_ptr, y_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr, ada_shift_ptr,
         shift_stride, ada_scale_stride, ada_shift_stride, HW, eps,
         C: tl.constexpr, CHANNELS: tl.constexpr, EACH_CHANNEL: tl.constexpr, CHANNELS_LAST: tl.constexpr, OUT_LAST: tl.constexpr,
-        ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
+        ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, PDL: tl.constexpr,
         LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
         TAIL: tl.constexpr, TAIL_LANES: tl.constexpr, TAIL_STEPS: tl.constexpr,
     ):  # fmt: skip
         """``CHANNELS`` of a sample a program: a group, or channels that are normalised each by itself (``EACH_CHANNEL``).
 
-        ``EXACT``: two sums one after the other, where both at once would cost the last bits of fp32 x. ``TAIL``: the last so many
-        channels of a group are a tile of their own, where one tile would be a power of 2 too large.
+        ``TAIL``: the last so many channels of a group are a tile of their own, where one tile would be a power of 2 too large.
         """
+        # Two sums one after the other where both at once would cost the last bits of the result.
+        EXACT: tl.constexpr = y_ptr.dtype.element_ty == tl.float32
         PARTS: tl.constexpr = (C + CHANNELS - 1) // CHANNELS
         part = tl.program_id(0)
         n = (part // PARTS).to(tl.int64)
@@ -177,7 +178,7 @@ if triton is not None:
             )  # fmt: skip
         share = 1 / (HW * (1 if EACH_CHANNEL else CHANNELS)).to(tl.float32)
         # fma is explicit: ptxas would contract product and difference here, but not where the mean is stored too: other bits.
-        if EXACT or EACH_CHANNEL:
+        if EACH_CHANNEL or (EXACT and not TAIL):
             total = _tile_sum(d, EACH_CHANNEL)
             d = tl.where(mask, tl.fma(total, -share, d), 0.0)
             variance = _tile_sum(d * d, EACH_CHANNEL) * share
@@ -192,7 +193,11 @@ if triton is not None:
                 tail_d = tl.where(tail_mask, tl.fma(total, -share, tail_d), 0.0)
             mean = total * share
             variance = tl.fma(mean, -mean, square * share)
-            if mean * mean > _FAR * variance:  # an outlier for a pivot: what is left of the difference has too few bits
+            # An outlier for a pivot: what is left of the difference has too few bits, or the squares passed the largest number.
+            again = (mean * mean > _FAR * variance) | (square == float("inf"))
+            if EXACT:
+                again = True
+            if again:
                 variance = _tile_sum(d * d, False) * share
                 if TAIL:
                     variance += _tile_sum(tail_d * tail_d, False) * share
@@ -208,7 +213,7 @@ if triton is not None:
     def _partials(base, plane, start, chunks, rows, HW, c, in_range, shift, C: tl.constexpr, BLOCK_P: tl.constexpr):
         """(mean + shift, M2, number of positions) of the channels ``c`` in a block of chunks; no positions outside."""
         p = start + tl.arange(0, BLOCK_P)[:, None]
-        count = tl.minimum(rows, HW - p * rows)
+        count = tl.minimum(rows, HW - p.to(tl.int64) * rows).to(tl.int32)
         mask = (p < chunks) & (count > 0) & in_range[None, :]
         at = p.to(tl.int64) * C + c[None, :]
         mean = tl.load(base + at, mask=mask, other=0.0) + shift[None, :]

@@ -84,8 +84,7 @@ class _Plan:
         N, C = x.shape[:2]
         pdl = has_programmatic_launch(x.device)
         constants = {
-            "C": C, "CHANNELS": config.channels, "EACH_CHANNEL": config.each_channel, **how,
-            "EXACT": x.dtype == torch.float32, "PDL": pdl,
+            "C": C, "CHANNELS": config.channels, "EACH_CHANNEL": config.each_channel, **how, "PDL": pdl,
             "LANES": config.lanes, "WARPS": config.num_warps, "STEPS": config.steps, "BLOCK": config.block,
             "TAIL": config.tail, "TAIL_LANES": config.tail_lanes, "TAIL_STEPS": config.tail_steps,
         }  # fmt: skip

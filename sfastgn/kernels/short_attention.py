@@ -95,7 +95,7 @@ if triton is not None:
     ):  # fmt: skip
         blocks = tl.cdiv(L, BLOCK_M)
         first = (tl.program_id(0) % blocks) * BLOCK_M
-        h = (tl.program_id(0) // blocks) % H
+        h = ((tl.program_id(0) // blocks) % H).to(tl.int64)
         n = (tl.program_id(0) // blocks // H).to(tl.int64)
         # Samples' strides come in loads of 16 bytes: so Triton knows that rows begin at a multiple of one, and loads vectors.
         q_ptr += n * q_n * VECTOR + h * Q_H

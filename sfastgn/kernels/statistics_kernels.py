@@ -148,7 +148,7 @@ if triton is not None:
             n, chunk, c, position, x_offsets, tail_offsets, y_offsets = positions_of_channels(
                 HW, rows, chunks, C, WARPS, STEPS, BLOCK
             )
-        count = tl.maximum(tl.minimum(rows, HW - chunk * rows), 0)
+        count = tl.maximum(tl.minimum(rows, HW - chunk.to(tl.int64) * rows), 0).to(tl.int32)
         bias = 0.0
         if PDL:
             # Whatever follows may start once every program is past the wait: x is then complete, and may be read ahead.
