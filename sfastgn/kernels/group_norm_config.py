@@ -36,9 +36,8 @@ _WARP_LOAD = 256
 # Elements of a group, padded to powers of 2, that one program keeps in registers; rather more where rows are as long as memory likes.
 _SMALL_MAX_ELEMENTS, _SMALL_MAX_ELEMENTS_OF_LONG_ROWS, _SMALL_LONG_ROW = 16384, 20480, 128
 _SMALL_BACKWARD_MAX_ELEMENTS = 4096
-# How many of them a warp has, by how many there are: (up to so many, these).
-_SMALL_PER_WARP = ((4096, 512), (8192, 1024), (32768, 2048))
-_SMALL_BACKWARD_PER_WARP = 1024
+# How many of them a warp has: forward and channels-last, by how many there are (up to so many, these), and elsewhere.
+_SMALL_PER_WARP, _SMALL_OTHER_PER_WARP = ((4096, 512), (8192, 1024), (32768, 2048)), 1024
 # Channels from which on a tile of their own is read in 16-byte loads, in 16 bits.
 _SMALL_MIN_TAIL = 8
 _STATISTICS_WARPS = 4
@@ -225,8 +224,8 @@ def _small_config(C: int, HW: int, num_groups: int, channels_last: bool, backwar
             block, tail = block // 2, rest
     lanes = min(outer, max(1, _WARP_LOAD // block))
     elements = outer * (block + tail)
-    per_warp = _SMALL_BACKWARD_PER_WARP
-    if not backward:
+    per_warp = _SMALL_OTHER_PER_WARP
+    if channels_last and not backward:
         per_warp = next((each for most, each in _SMALL_PER_WARP if elements <= most), _SMALL_PER_WARP[-1][1])
     num_warps = min(32, next_power_of_2(ceil_div(elements, per_warp)), outer // lanes)
     steps = outer // (lanes * num_warps)
