@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from sfastgn.bench.cells import KernelRow, shape_text
+from sfastgn.bench.cells import QUOTED, KernelRow, shape_text
 from sfastgn.bench.end_to_end import OK
 
 NOTHING = "-"
@@ -33,7 +33,7 @@ def missing_cells(rows: Iterable[KernelRow]) -> list[str]:
     # Keys of a dict: a shape may have several rows, one for each task.
     by_reason: dict[tuple[str, str], dict[str, None]] = {}
     for row in rows:
-        if row.status != OK:
+        if row.status not in (OK, QUOTED):
             by_reason.setdefault((row.provider, f"{row.status}: {row.reason}"), {})[shape_text(row.shape)] = None
     return [
         f"{name}: {reason}" + (f" ({len(shapes)} shapes)" if len(shapes) > 3 else f" ({', '.join(shapes)})")

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sfastgn.bench import markdown, result_tables, tables
-from sfastgn.bench.cells import KernelRow
+from sfastgn.bench.cells import QUOTED, KernelRow
 from sfastgn.bench.end_to_end import OK, UNAVAILABLE, WRONG, Row
 
 ENVIRONMENT = {
@@ -111,7 +111,8 @@ def test_lost_cells_are_marked(ours: float, marked: bool) -> None:
 
 
 def test_missing_kernel_cells_say_why() -> None:
-    assert markdown.missing_cells(KERNELS) == ["apex: unavailable: not installed (2x320x64x64)"]
+    quoted = KernelRow((2, 320, 64, 64), "gnnhwc", QUOTED, hot_us=3.0, cold_us=3.0)  # its cell is not empty
+    assert markdown.missing_cells([*KERNELS, quoted]) == ["apex: unavailable: not installed (2x320x64x64)"]
 
 
 # ---- Markdown
