@@ -22,6 +22,44 @@ __all__ = ["walk_grad_kernel"]
 
 if triton is not None:
 
+    @triton.jit
+    def _walk_there(
+        x_ptr, dy_ptr, offsets, row, walked, in_range, centre, rstd, scale, offset, STEP: tl.constexpr, ACTIVATION: tl.constexpr,
+        SHIFT_GRAD: tl.constexpr, PAIRS: tl.constexpr, BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr,
+    ):  # fmt: skip
+        """Over the first ``walked`` positions, in tiles: of dz, dz * xhat and (``SHIFT_GRAD``) xhat what a tile's threads each sum."""
+        tiles = tl.cdiv(walked, BLOCK_HW)
+        along_z = tl.zeros((BLOCK_HW, BLOCK_C), tl.float32)
+        along_x, sum_x = along_z, along_z
+        for i in range(tiles):
+            # The first tile reaches over the group's begin, so that what is kept is whole.
+            start = walked - (tiles - i) * BLOCK_HW
+            at = offsets + start * STEP
+            mask = (start + row >= 0) & in_range
+            dz, xhat = grad_tile(x_ptr, dy_ptr, at, at, mask, centre, rstd, scale, offset, ACTIVATION, PAIRS, "")
+            along_z += dz
+            along_x += dz * xhat
+            if SHIFT_GRAD:
+                sum_x += xhat
+        return along_z, along_x, sum_x
+
+    @triton.jit
+    def _walk_back(
+        x_ptr, dy_ptr, dx_ptr, offsets, row, walked, in_range, centre, rstd, scale, offset, along_mean, along_var,
+        STEP: tl.constexpr, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, BLOCK_HW: tl.constexpr,
+    ):  # fmt: skip
+        """dx of the first ``walked`` positions, the last ones first."""
+        for i in range(tl.cdiv(walked, BLOCK_HW)):
+            start = walked - (i + 1) * BLOCK_HW
+            at = offsets + start * STEP
+            mask = (start + row >= 0) & in_range
+            # What is of no use after its read leaves L2 to what is to be read again.
+            dz, xhat = grad_tile(
+                x_ptr, dy_ptr, at, at, mask, centre, rstd, scale, offset, ACTIVATION, PAIRS, "evict_first"
+            )
+            dx = rstd * (dz * scale - along_mean - xhat * along_var)
+            tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
+
     @triton.jit(do_not_specialize=[*STRIDES, "HW", "plane"])
     def walk_grad_kernel(
         x_ptr, dy_ptr, dx_ptr, totals_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr, ada_shift_ptr,
@@ -53,24 +91,14 @@ if triton is not None:
         scale, offset = channel_affine(
             n, c, in_range, weight_ptr, bias_ptr, ada_scale_ptr, ada_shift_ptr, ada_scale_stride, ada_shift_stride
         )
-        # The first tile reaches over the group's begin, so that what is kept is whole.
         walked = HW - KEPT_HW
-        tiles = tl.cdiv(walked, BLOCK_HW)
-        along_z = tl.zeros((BLOCK_HW, BLOCK_C), tl.float32)
-        along_x, sum_x = along_z, along_z
-        for i in range(tiles):
-            start = walked - (tiles - i) * BLOCK_HW
-            at = offsets + start * STEP
-            mask = (start + row >= 0) & in_range
-            dz, xhat = grad_tile(x_ptr, dy_ptr, at, at, mask, centre, rstd, scale, offset, ACTIVATION, PAIRS, "")
-            along_z += dz
-            along_x += dz * xhat
-            if SHIFT_GRAD:
-                sum_x += xhat
+        along_z, along_x, sum_x = _walk_there(
+            x_ptr, dy_ptr, offsets, row, walked, in_range, centre, rstd, scale, offset,
+            STEP, ACTIVATION, SHIFT_GRAD, PAIRS, BLOCK_HW, BLOCK_C,
+        )  # fmt: skip
         kept_row = walked + tl.arange(0, KEPT_HW)[:, None]
         kept_at = kept_row * C + c if CHANNELS_LAST else c * HW + kept_row
         kept_mask = (kept_row < HW) & in_range
-        # What is of no use after its read leaves L2 to what is to be read again.
         kept_z, kept_x = grad_tile(
             x_ptr, dy_ptr, kept_at, kept_at, kept_mask, centre, rstd, scale, offset, ACTIVATION, PAIRS, "evict_first"
         )
@@ -86,12 +114,7 @@ if triton is not None:
             )  # fmt: skip
         kept_dx = rstd * (kept_z * scale - along_mean - kept_x * along_var)
         tl.store(dx_ptr + kept_at, kept_dx.to(dx_ptr.dtype.element_ty), mask=kept_mask, eviction_policy="evict_first")
-        for i in range(tiles):
-            start = walked - (i + 1) * BLOCK_HW
-            at = offsets + start * STEP
-            mask = (start + row >= 0) & in_range
-            dz, xhat = grad_tile(
-                x_ptr, dy_ptr, at, at, mask, centre, rstd, scale, offset, ACTIVATION, PAIRS, "evict_first"
-            )
-            dx = rstd * (dz * scale - along_mean - xhat * along_var)
-            tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
+        _walk_back(
+            x_ptr, dy_ptr, dx_ptr, offsets, row, walked, in_range, centre, rstd, scale, offset, along_mean, along_var,
+            STEP, ACTIVATION, PAIRS, BLOCK_HW,
+        )  # fmt: skip
