@@ -278,13 +278,13 @@ class GraphedForward:
         if self._watch is not None and self._watch.reason is not None:
             raise Unsupported(self._watch.reason)
 
-    def _watch_of(self, module: nn.Module) -> Watch:
+    def _watch_of(self, module: nn.Module, device: torch.device | None) -> Watch:
         """What has to stay as it is for the graphs to be right. Raises Unsupported if that cannot be said."""
         if self._watch is not None and not self._watch.unchanged(module):
             self.clear()
         if self._watch is None:
             try:
-                self._watch = Watch(module, _is_harmless)
+                self._watch = Watch(module, _is_harmless, device)
             except Exception as error:  # whatever a property or a comparison of someone else's raises
                 raise Unsupported(f"its state cannot be watched: {type(error).__name__}: {_line(error)}") from error
             self._replays_of_watch = 0
@@ -309,7 +309,7 @@ class GraphedForward:
         if not is_warm:
             with backend.ordered():
                 run()
-        watch = self._watch_of(module)
+        watch = self._watch_of(module, call.device)
         versions = [buffer._version for buffer in buffers]
         try:
             with backend.ordered():
