@@ -134,7 +134,10 @@ def _in_ddp(call: str, obj: Any, advice: str) -> str:
 
 
 def _roots(call: str, obj: Any, *, required: bool = True) -> dict[str, nn.Module]:
-    """Modules to work on by component name ("" for a bare module); each object once, those without anything to fuse left out."""
+    """Modules to work on by component name ("" for a bare module).
+
+    Each object once, as part of the outermost component that has it; those without anything to fuse left out.
+    """
     if isinstance(obj, nn.Module):
         candidates: dict[str, Any] = {"": obj}
     elif isinstance(getattr(obj, "components", None), dict):
@@ -151,6 +154,8 @@ def _roots(call: str, obj: Any, *, required: bool = True) -> dict[str, nn.Module
             and (patcher.has_fusions(module) or graphs.has_graphable(module))
         ):
             roots[name] = module
+    inner = {id(module) for root in roots.values() for module in root.modules() if module is not root}
+    roots = {name: root for name, root in roots.items() if id(root) not in inner}
     if required and not roots:
         raise ValueError(
             f"sfastgn.{call}: no GroupNorm and no part of diffusers' transformer blocks in {type(obj).__name__}, nothing to optimize"

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import sfastgn
+from sfastgn.bench.architectures import build_vae
 from sfastgn.patches import channels_last, patcher, sequential
 
 
@@ -118,6 +119,39 @@ def test_a_component_under_two_names_is_one():
     net = Net()
     pipe = SimpleNamespace(components={"unet": net, "unet_again": net})
     assert {e.component for e in sfastgn.report(sfastgn.optimize(pipe)).entries} == {"unet"}
+
+
+@pytest.mark.parametrize("names", [("vae", "part"), ("part", "vae")], ids=["outer-first", "inner-first"])
+@pytest.mark.parametrize("part", ["decoder", "decoder.mid_block"])
+def test_a_component_within_another(part, names):
+    vae = build_vae("tiny", torch.float32, "cpu")
+    modules = {"vae": vae, "part": vae.get_submodule(part)}
+    pipe = SimpleNamespace(components={name: modules[name] for name in names})
+    latents = torch.randn(1, 4, 4, 4)
+    with torch.no_grad():
+        before = vae.decode(latents).sample
+        after = sfastgn.optimize(pipe).components["vae"].decode(latents).sample
+    torch.testing.assert_close(after, before, atol=2e-5, rtol=2e-5)
+    report = sfastgn.report(pipe)
+    assert {e.component for e in report.entries} == {"vae"}
+    assert len(report.entries) == len({(e.path, e.fusion) for e in report.fused})
+    assert not sfastgn.report(sfastgn.restore(pipe)).fused
+    with torch.no_grad():
+        assert torch.equal(vae.decode(latents).sample, before)
+
+
+def test_components_that_share_a_part():
+    one, other = (build_vae("tiny", torch.float32, "cpu") for _ in range(2))
+    other.decoder = one.decoder
+    pipe = SimpleNamespace(components={"vae": one, "other": other})
+    latents = torch.randn(1, 4, 4, 4)
+    with torch.no_grad():
+        before = [vae.decode(latents).sample for vae in (one, other)]
+        sfastgn.optimize(pipe)
+        for vae, image in zip((one, other), before, strict=True):
+            torch.testing.assert_close(vae.decode(latents).sample, image, atol=2e-5, rtol=2e-5)
+        sfastgn.restore(pipe)
+        assert all(torch.equal(v.decode(latents).sample, i) for v, i in zip((one, other), before, strict=True))
 
 
 def test_layout_inside_and_at_the_doors():
