@@ -44,7 +44,8 @@ def optimize(obj: T, *, strict: bool = False, cuda_graphs: Literal["auto"] | boo
         ValueError: ``cuda_graphs`` is none of the three; there is nothing to fuse in it; it is in a DistributedDataParallel, which has
             to be made afterwards; or ``strict`` and something must be skipped (the message says what and why).
     """
-    if cuda_graphs not in graphs.MODES:
+    # 0 and numpy's False are equal to False and are not it.
+    if type(cuda_graphs) not in (bool, str) or cuda_graphs not in graphs.MODES:
         raise ValueError(f'sfastgn.optimize: cuda_graphs={cuda_graphs!r} must be "auto", True or False')
     roots = _roots("optimize", obj)
     if any(channels_last.unconverted_weights(root) for root in roots.values()) and is_in_ddp(roots.values()):

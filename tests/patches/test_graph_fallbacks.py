@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 
+import numpy as np
 import pytest
 import torch
 from accelerate import cpu_offload
@@ -203,9 +205,9 @@ def test_modes(mode, captured):
     assert state(unet).captured == captured
 
 
-@pytest.mark.parametrize("bad", ["always", None, 3], ids=repr)
+@pytest.mark.parametrize("bad", ["always", None, 3, 0, 1, 1.0, np.False_, np.str_("auto"), ["auto"]], ids=repr)
 def test_no_such_mode(bad):
-    with pytest.raises(ValueError, match=r"^sfastgn\.optimize: cuda_graphs=.* must be"):
+    with pytest.raises(ValueError, match=rf"^sfastgn\.optimize: cuda_graphs={re.escape(repr(bad))} must be"):
         sfastgn.optimize(nn.Sequential(nn.GroupNorm(1, 2)), cuda_graphs=bad)
 
 
