@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -14,6 +15,7 @@ from sfastgn.kernels.tiles import triton
 from sfastgn.patches import channels_last, patcher
 from sfastgn.patches import cuda_graphs as graphs
 from sfastgn.patches.distributed import is_in_ddp
+from sfastgn.patches.graphed_forward import is_graphable
 from sfastgn.reports import Entry, Report
 
 __all__ = ["optimize", "optimized", "report", "restore"]
@@ -44,30 +46,7 @@ def optimize(obj: T, *, strict: bool = False, cuda_graphs: Literal["auto"] | boo
         ValueError: ``cuda_graphs`` is none of the three; there is nothing to fuse in it; it is in a DistributedDataParallel, which has
             to be made afterwards; or ``strict`` and something must be skipped (the message says what and why).
     """
-    if cuda_graphs not in graphs.MODES:
-        raise ValueError(f'sfastgn.optimize: cuda_graphs={cuda_graphs!r} must be "auto", True or False')
-    roots = _roots("optimize", obj)
-    if any(channels_last.unconverted_weights(root) for root in roots.values()) and is_in_ddp(roots.values()):
-        raise ValueError(_in_ddp("optimize", obj, "optimize it before it is wrapped"))
-    findings = {name: patcher.inspect(root, name) for name, root in roots.items()}
-    skipped = [f for found in findings.values() for f in found if f.status == "skipped"]
-    if strict and skipped:
-        reasons = "; ".join(f"{f.path or type(f.module).__name__} ({f.fusion.name}): {f.reason}" for f in skipped)
-        raise ValueError(f"sfastgn.optimize: strict=True and {len(skipped)} modules cannot be fused: {reasons}")
-    done: list[nn.Module] = []
-    try:
-        for name, root in roots.items():
-            fresh = not any(f.status == "fused" for f in findings[name])
-            patcher.apply(root, findings[name])
-            if fresh:
-                done.append(root)
-        for root in roots.values():
-            graphs.install(root, cuda_graphs)
-    except BaseException:
-        for root in done:
-            graphs.remove(root)
-            patcher.undo(root)
-        raise
+    _optimize("optimize", obj, strict, cuda_graphs)
     return obj
 
 
@@ -81,8 +60,7 @@ def restore(obj: T) -> T:
         ValueError: it is optimised and in a DistributedDataParallel, which has to be dropped first.
     """
     roots = _roots("restore", obj, required=False)
-    if any(channels_last.converted_weights(root) for root in roots.values()) and is_in_ddp(roots.values()):
-        raise ValueError(_in_ddp("restore", obj, "restore it after the wrapper is gone"))
+    _refuse_in_ddp("restore", obj, roots.values())
     for root in roots.values():
         graphs.remove(root)
         patcher.undo(root)
@@ -91,14 +69,16 @@ def restore(obj: T) -> T:
 
 @contextmanager
 def optimized(obj: T, *, strict: bool = False, cuda_graphs: Literal["auto"] | bool = "auto") -> Iterator[T]:
-    """``with sfastgn.optimized(pipe):`` optimised inside, restored at the end; stays optimised if it was so before."""
-    was_stock = not report(obj).fused
-    optimize(obj, strict=strict, cuda_graphs=cuda_graphs)
+    """``with sfastgn.optimized(pipe):`` optimised inside, and afterwards as it was.
+
+    A component that was optimised before stays so, and its graphs' mode is again what it was; the others are restored.
+    """
+    before = _optimize("optimized", obj, strict, cuda_graphs)
     try:
         yield obj
     finally:
-        if was_stock:
-            restore(obj)
+        _refuse_in_ddp("optimized", obj, [was.root for was in before if was.is_stock])
+        _put_back(before)
 
 
 def report(obj: Any) -> Report:
@@ -126,6 +106,70 @@ def report(obj: Any) -> Report:
     )
 
 
+@dataclass(frozen=True)
+class _Before:
+    """What one component was before ``optimize``; ``modes``: of the modules with graphs."""
+
+    root: nn.Module
+    is_stock: bool
+    modes: dict[nn.Module, str | bool]
+
+
+def _before(root: nn.Module, findings: list[patcher.Finding]) -> _Before:
+    modes = {
+        module: graphed.mode
+        for module in root.modules()
+        if is_graphable(module)
+        for _, graphed in graphs.inspect(module)
+        if graphed is not None
+    }
+    is_fused = any(f.status == "fused" for f in findings)
+    return _Before(root, not (is_fused or modes or channels_last.converted_weights(root)), modes)
+
+
+def _put_back(before: list[_Before]) -> None:
+    for was in before:
+        if was.is_stock:
+            graphs.remove(was.root)
+            patcher.undo(was.root)
+            continue
+        for module in was.root.modules():
+            if is_graphable(module) and module not in was.modes:
+                graphs.remove(module)
+        for module, mode in was.modes.items():
+            graphs.install(module, mode)
+
+
+def _optimize(call: str, obj: Any, strict: bool, cuda_graphs: str | bool) -> list[_Before]:
+    # 0 and numpy's False are equal to False and are not it.
+    if type(cuda_graphs) not in (bool, str) or cuda_graphs not in graphs.MODES:
+        raise ValueError(f'sfastgn.{call}: cuda_graphs={cuda_graphs!r} must be "auto", True or False')
+    roots = _roots(call, obj)
+    if any(channels_last.unconverted_weights(root) for root in roots.values()) and is_in_ddp(roots.values()):
+        raise ValueError(_in_ddp(call, obj, "optimize it before it is wrapped"))
+    findings = {name: patcher.inspect(root, name) for name, root in roots.items()}
+    skipped = [f for found in findings.values() for f in found if f.status == "skipped"]
+    if strict and skipped:
+        reasons = "; ".join(f"{f.path or type(f.module).__name__} ({f.fusion.name}): {f.reason}" for f in skipped)
+        raise ValueError(f"sfastgn.{call}: strict=True and {len(skipped)} modules cannot be fused: {reasons}")
+    before = [_before(root, findings[name]) for name, root in roots.items()]
+    try:
+        for name, root in roots.items():
+            patcher.apply(root, findings[name])
+        for root in roots.values():
+            graphs.install(root, cuda_graphs)
+    except BaseException:
+        _put_back(before)
+        raise
+    return before
+
+
+def _refuse_in_ddp(call: str, obj: Any, roots: Iterable[nn.Module]) -> None:
+    roots = list(roots)
+    if any(channels_last.converted_weights(root) for root in roots) and is_in_ddp(roots):
+        raise ValueError(_in_ddp(call, obj, "restore it after the wrapper is gone"))
+
+
 def _in_ddp(call: str, obj: Any, advice: str) -> str:
     return (
         f"sfastgn.{call}: {type(obj).__name__} is in a DistributedDataParallel, whose buckets need the layout that the weights had "
@@ -134,7 +178,10 @@ def _in_ddp(call: str, obj: Any, advice: str) -> str:
 
 
 def _roots(call: str, obj: Any, *, required: bool = True) -> dict[str, nn.Module]:
-    """Modules to work on by component name ("" for a bare module); each object once, those without anything to fuse left out."""
+    """Modules to work on by component name ("" for a bare module).
+
+    Each object once, as part of the outermost component that has it; those without anything to fuse left out.
+    """
     if isinstance(obj, nn.Module):
         candidates: dict[str, Any] = {"": obj}
     elif isinstance(getattr(obj, "components", None), dict):
@@ -151,6 +198,8 @@ def _roots(call: str, obj: Any, *, required: bool = True) -> dict[str, nn.Module
             and (patcher.has_fusions(module) or graphs.has_graphable(module))
         ):
             roots[name] = module
+    inner = {id(module) for root in roots.values() for module in root.modules() if module is not root}
+    roots = {name: root for name, root in roots.items() if id(root) not in inner}
     if required and not roots:
         raise ValueError(
             f"sfastgn.{call}: no GroupNorm and no part of diffusers' transformer blocks in {type(obj).__name__}, nothing to optimize"

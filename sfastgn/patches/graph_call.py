@@ -15,6 +15,18 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 _CONTAINERS = (list, tuple, dict)
 
 _PRECISIONS = (("generic", "all"), ("cuda", "all"), ("cuda", "matmul"), ("cuda", "conv"))
+# Not in every version of PyTorch; ``tuple`` stands for those that are not.
+_SWITCHES: tuple[Callable[[], Any], ...] = tuple(
+    getattr(torch._C, f"_get_{name}", tuple)
+    for name in (
+        "cublas_allow_fp16_accumulation",
+        "blas_preferred_backend",
+        "math_sdp_allow_fp16_bf16_reduction",
+        "overrideable_sdp_enabled",
+        "fa3_sdp_enabled",
+    )
+)
+_sdp_priority_order: Callable[[], Any] = getattr(torch._C, "_get_sdp_priority_order", tuple)
 
 
 class Unsupported(Exception):  # noqa: N818  # not an error: the call runs without a graph
@@ -189,6 +201,8 @@ def global_state(device: torch.device) -> tuple[Any, ...]:
         torch._C._get_mem_efficient_sdp_enabled(),
         torch._C._get_math_sdp_enabled(),
         torch._C._get_cudnn_sdp_enabled(),
+        tuple(_sdp_priority_order()),
+        *[switch() for switch in _SWITCHES],
     )
 
 

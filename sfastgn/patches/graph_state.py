@@ -3,7 +3,8 @@
 A CUDA graph repeats kernels with the addresses and numbers of its capture. Whatever decides these is watched: which modules there are and
 their classes; every attribute of each; hooks; parameters and buffers by identity, storage and address; and what hangs on the attributes
 (attention processors, LoRA's dicts of scales, lists), as deep as it goes. Values that are written into a tensor in place need no watch: a
-replay reads them. What cannot be watched (code of unknown origin, which may keep its state anywhere) makes a model unfit for capture.
+replay reads them, but for tensors that stay on the CPU, whose values Python or a kernel's arguments have taken over. What cannot be
+watched (code of unknown origin, which may keep its state anywhere) makes a model unfit for capture.
 
 Not seen: class attributes and module-level functions that are replaced, and a ``.data`` that becomes another view of the same memory.
 """
@@ -34,8 +35,10 @@ _LEAVES = (
 _FUNCTIONS = (types.FunctionType, types.MethodType)
 _PARTS = ("__self__", "func", "args", "keywords")
 _MAX_OBJECTS = 50_000
+_FEW = 16  # elements that are compared one by one
 
 _data_ptr: Callable[[Tensor], int] = Tensor.data_ptr
+_version_of = operator.attrgetter("_version")
 _is_expired: Callable[[int], bool] = torch.UntypedStorage._expired  # type: ignore[assignment]
 
 _OUR_ENTRY = "forward"
@@ -54,14 +57,21 @@ class Watch:
     Args:
         root: the module that is captured. Its own forward hooks run outside the graph and are not watched.
         is_harmless: of a function: true if inner modules may have it as a forward hook, because what it does is in the graph.
+        device: of the capture. Tensors on the CPU that are not its own are watched for what is written into them.
 
     Attributes:
         reason: why the tree must not be captured, or None. ``unchanged`` then says whether what led to the reason is still so.
     """
 
-    def __init__(self, root: nn.Module, is_harmless: Callable[[Any], bool] = lambda hook: False) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        is_harmless: Callable[[Any], bool] = lambda hook: False,
+        device: torch.device | None = None,
+    ) -> None:
         self.reason: str | None = None
         self._is_harmless = is_harmless
+        self._is_elsewhere = device is not None and device.type != "cpu"
         self._seen: set[int] = set()
         self._objects: list[Any] = []  # visited, alive while their ids are in _seen
         self._modules: list[nn.Module] = []
@@ -72,6 +82,8 @@ class Watch:
         self._plain: list[Iterable[Any]] = []  # compared by value
         self._held: list[Iterable[Any]] = []  # hold tensors: compared by identity
         self._tensors: list[Tensor] = []
+        self._numbers: list[Tensor] = []  # on the CPU: compared by value
+        self._counted: list[Tensor] = []  # on the CPU: by the number of writes
         self._root_type = type(root)
         self._walk(root)
         self._seen.clear()
@@ -83,8 +95,11 @@ class Watch:
         self._plain_values = list(chain.from_iterable(self._plain))
         self._kept = [*chain.from_iterable(self._held), _END]
         if self.reason is not None:  # some of them may have no address
-            self._tensors.clear()
+            for tensors in (self._tensors, self._numbers, self._counted):
+                tensors.clear()
         self._pointers = list(map(_data_ptr, self._tensors))
+        self._number_values = list(map(Tensor.tolist, self._numbers))
+        self._versions = list(map(_version_of, self._counted))
         self._storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in self._tensors]
         self._storage_ids = [storage.cdata for storage in self._storages]
 
@@ -99,6 +114,8 @@ class Watch:
                 and all(map(operator.is_, chain(chain.from_iterable(self._held), (_END,)), self._kept))
                 and not any(map(_is_expired, self._storage_ids))
                 and list(map(_data_ptr, self._tensors)) == self._pointers
+                and list(map(Tensor.tolist, self._numbers)) == self._number_values
+                and list(map(_version_of, self._counted)) == self._versions
                 and list(map(len, self._dicts)) == self._lengths
                 # One by one: two thousand tuples at once would set off the garbage collector.
                 and all(map(operator.eq, map(operator.call, self._getters, self._dicts), self._values))
@@ -142,8 +159,17 @@ class Watch:
     def _see_tensor(self, path: str, tensor: Tensor) -> None:
         if type(tensor) not in _TENSOR_TYPES or tensor.device.type == "meta":
             self.reason = f"{path} is a {type(tensor).__name__} on {tensor.device}"
+            return
+        self._tensors.append(tensor)
+        # One without dimensions is an argument of kernels wherever the others are.
+        if tensor.device.type != "cpu" or (tensor.dim() and not self._is_elsewhere):
+            return
+        if tensor.numel() <= _FEW:
+            self._numbers.append(tensor)
+        elif tensor.is_inference():
+            self.reason = f"{path} is on the CPU and does not count what is written into it"
         else:
-            self._tensors.append(tensor)
+            self._counted.append(tensor)
 
     def _see_module(self, path: str, module: nn.Module, *, is_root: bool) -> list[tuple[str, Any]]:
         attributes = vars(module)

@@ -163,12 +163,14 @@ class GraphedForward:
             reason = _NO_MEMORY
             _give_memory_back()
         self.eager[reason if reason in self.eager or len(self.eager) < _MAX_REMEMBERED else "other reasons"] += 1
+        containers = _containers_of(args, kwargs)
         try:
             return type(module).forward(module, *args, **kwargs)
         except torch.OutOfMemoryError:
             # Memory of graphs must not make a call fail that the stock model can make.
             if not _give_memory_back():
                 raise
+        _refill(containers)  # diffusers' UNet takes a T2I-Adapter's residuals out of the caller's list
         return type(module).forward(module, *args, **kwargs)
 
     def clear(self) -> int:
@@ -276,13 +278,13 @@ class GraphedForward:
         if self._watch is not None and self._watch.reason is not None:
             raise Unsupported(self._watch.reason)
 
-    def _watch_of(self, module: nn.Module) -> Watch:
+    def _watch_of(self, module: nn.Module, device: torch.device | None) -> Watch:
         """What has to stay as it is for the graphs to be right. Raises Unsupported if that cannot be said."""
         if self._watch is not None and not self._watch.unchanged(module):
             self.clear()
         if self._watch is None:
             try:
-                self._watch = Watch(module, _is_harmless)
+                self._watch = Watch(module, _is_harmless, device)
             except Exception as error:  # whatever a property or a comparison of someone else's raises
                 raise Unsupported(f"its state cannot be watched: {type(error).__name__}: {_line(error)}") from error
             self._replays_of_watch = 0
@@ -307,7 +309,7 @@ class GraphedForward:
         if not is_warm:
             with backend.ordered():
                 run()
-        watch = self._watch_of(module)
+        watch = self._watch_of(module, call.device)
         versions = [buffer._version for buffer in buffers]
         try:
             with backend.ordered():
@@ -386,6 +388,28 @@ def _shape_of(*values: Any) -> Any:
         _shape_of(*(v.items() if isinstance(v, dict) else v)) if isinstance(v, (list, tuple, dict)) else id(v)
         for v in values
     ]
+
+
+def _containers_of(*values: Any) -> list[tuple[Any, tuple[Any, ...]]]:
+    """Each list, dict and tuple among nested ``values``, with what is in it now."""
+    found: dict[int, tuple[Any, tuple[Any, ...]]] = {}
+    todo = list(values)
+    while todo:
+        value = todo.pop()
+        if type(value) in (list, tuple, dict) and id(value) not in found:
+            found[id(value)] = (value, tuple(value.items() if type(value) is dict else value))
+            todo += value.values() if type(value) is dict else value
+    return list(found.values())
+
+
+def _refill(containers: list[tuple[Any, tuple[Any, ...]]]) -> None:
+    """Undo what a forward did to these lists and dicts; in place, because the caller may look at them afterwards."""
+    for value, content in containers:
+        if type(value) is list:
+            value[:] = content
+        elif type(value) is dict:
+            value.clear()
+            value.update(content)
 
 
 def _line(error: BaseException) -> str:

@@ -49,7 +49,9 @@ def apply(root: nn.Module, findings: list[Finding]) -> None:
     try:
         for fusion in FUSIONS:
             for finding in findings:
-                if finding.fusion is fusion and finding.status == "fusable":
+                if finding.fusion is not fusion or finding.status != "fusable":
+                    continue
+                if not fusion.is_applied(finding.module):  # it may be in another root as well
                     fusion.apply(finding.module)
         for path, module in root.named_modules():
             channels_last.convert(path, module)

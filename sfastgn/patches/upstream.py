@@ -6,10 +6,12 @@ source of each replaced (or relied upon) method is compared with the versions te
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import inspect
 import textwrap
+import types
+import weakref
+from typing import Any
 
 __all__ = ["TESTED_SOURCES", "source_hash", "unknown_source"]
 
@@ -56,14 +58,41 @@ TESTED_SOURCES: dict[str, frozenset[str]] = {
 }
 
 
-@functools.cache
+# By the function itself: a class may get another one between two calls of ``optimize``.
+_hashes: weakref.WeakKeyDictionary[types.FunctionType, str | None] = weakref.WeakKeyDictionary()
+
+
 def source_hash(cls: type, method: str) -> str | None:
-    """First 16 hexadecimal digits of the SHA-256 of a method's dedented source, or None if its source cannot be read."""
+    """First 16 hexadecimal digits of the SHA-256 of a method's dedented source, or None if that is not upstream's or cannot be read.
+
+    Below upstream's own decorators, whose lines are part of the source. Any other wrapper, as ``functools.wraps`` makes them look like
+    what they wrap, is None.
+    """
+    function = getattr(cls, method, None)
+    if not isinstance(function, types.FunctionType):
+        return None
+    if function not in _hashes:
+        _hashes[function] = _hash_of(function)
+    return _hashes[function]
+
+
+def _hash_of(function: types.FunctionType) -> str | None:
+    wrappers: list[Any] = []
     try:
-        source = textwrap.dedent(inspect.getsource(getattr(cls, method)))
-    except (OSError, TypeError, AttributeError):
+        inner = inspect.unwrap(function, stop=wrappers.append)
+        source = textwrap.dedent(inspect.getsource(inner))
+    except (OSError, TypeError, ValueError):
+        return None
+    decorators = sum(line.startswith("@") for line in source.splitlines())
+    if len(wrappers) > decorators or not all(map(_is_upstreams, (*wrappers, inner))):
         return None
     return hashlib.sha256(source.encode()).hexdigest()[:16]
+
+
+def _is_upstreams(link: Any) -> bool:
+    # Not its __module__, which functools.wraps copies.
+    module = getattr(link, "__globals__", {}).get("__name__", "")
+    return module.partition(".")[0] in ("diffusers", "torch")
 
 
 def unknown_source(cls: type, *methods: str) -> str | None:

@@ -77,6 +77,20 @@ def scale_lora(unet):
             module.set_scale("a", 0.3)
 
 
+def lora_with_scales_on_the_cpu(unet):
+    """As peft's ``prepare_model_for_compiled_hotswap`` leaves them if the model moves afterwards."""
+    lora(unet)
+    for module in unet.modules():
+        if hasattr(module, "scaling"):
+            module.scaling["a"] = torch.tensor(module.scaling["a"])
+
+
+def fill_scales(unet):
+    for module in unet.modules():
+        if hasattr(module, "scaling"):
+            module.scaling["a"].fill_(0.3)
+
+
 def ip_adapter(unet):
     unet._load_ip_adapter_weights([ip_adapter_weights(unet)])
     unet.to(next(unet.parameters()).device)
@@ -140,6 +154,7 @@ CHANGES = {
     "lora-unload": (lora, lambda u: (u.fuse_lora(), u.unfuse_lora(), u.delete_adapters("a"))),
     "lora-disable": (lora, lambda u: u.disable_adapters()),
     "lora-set-adapter": (two_loras, lambda u: u.set_adapter("a")),
+    "lora-hotswap": (lora_with_scales_on_the_cpu, fill_scales),
     "ip-adapter-scale": (ip_adapter, ip_adapter_scale),
     "freeu-on": (nothing, lambda u: u.enable_freeu(s1=0.9, s2=0.2, b1=1.5, b2=1.6)),
     "freeu-values": (lambda u: u.enable_freeu(0.9, 0.2, 1.5, 1.6), lambda u: u.enable_freeu(0.9, 0.2, 1.1, 1.6)),

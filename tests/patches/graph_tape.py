@@ -1,4 +1,7 @@
-"""A CUDA graph for the CPU: the operations of a call on the memory that it had, repeated without the Python that made them."""
+"""A CUDA graph for the CPU: the operations of a call on the memory that it had, repeated without the Python that made them.
+
+Tensors without dimensions that the call finds are taken by value, as a graph takes those that are not on the GPU.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,14 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 class _Tape(TorchDispatchMode):
     """Records every operation. Tensors are kept as aliases: a parameter that gets another storage later is the old one here."""
 
-    def __init__(self):
+    def __init__(self, allocated):
         super().__init__()
         self.entries = []
+        self.own = {*allocated}
+
+    def _alias(self, tensor):
+        is_number = tensor.dim() == 0 and tensor.untyped_storage().nbytes() == tensor.element_size()
+        return tensor.clone() if is_number and tensor.data_ptr() not in self.own else tensor.detach()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -24,9 +32,24 @@ class _Tape(TorchDispatchMode):
         if not any(
             r.alias_info is not None and not r.alias_info.is_write for r in returns
         ):  # a view needs no repeating
-            alias = lambda tree: tree_map_only(torch.Tensor, torch.Tensor.detach, tree)  # noqa: E731
+            alias = lambda tree: tree_map_only(torch.Tensor, self._alias, tree)  # noqa: E731
             written = any(r.alias_info is not None for r in returns) or not returns
+            self.own.update(t.data_ptr() for t in tree_flatten(out)[0] if isinstance(t, torch.Tensor))
             self.entries.append((func, alias(args), alias(kwargs), None if written else alias(out)))
+        return out
+
+
+class _Allocations(TorchDispatchMode):
+    """Memory that is the backend's, by address."""
+
+    def __init__(self):
+        super().__init__()
+        self.tensors = {}  # alive, so that no address comes twice
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.dim() == 0:
+            self.tensors[out.data_ptr()] = out
         return out
 
 
@@ -51,12 +74,13 @@ class TapeBackend:
         self.captures = self.rehearsals = 0
         self.fail = None
         self.busy = False
+        self._allocations = _Allocations()
 
     def is_busy(self):
         return self.busy
 
     def allocating(self):
-        return contextlib.nullcontext()
+        return self._allocations
 
     def ordered(self):
         return contextlib.nullcontext()
@@ -69,7 +93,7 @@ class TapeBackend:
         if self.fail is not None:
             raise self.fail
         self.captures += 1
-        with _Tape() as tape:
+        with _Tape(self._allocations.tensors) as tape:
             output = fn()
         return TapeHandle(tape.entries, output)
 

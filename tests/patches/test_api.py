@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 import sfastgn
-from sfastgn.patches import channels_last, patcher, sequential
+from sfastgn.bench.architectures import build_controlnet, build_unet, build_vae
+from sfastgn.bench.pipelines import build_pipeline
+from sfastgn.patches import channels_last, cuda_graphs, patcher, sequential
 
 
 class Net(nn.Module):
@@ -54,6 +56,87 @@ def test_the_with_block_restores_after_an_exception():
     with pytest.raises(RuntimeError, match="inside"), sfastgn.optimized(net):
         raise RuntimeError("inside")
     assert not sfastgn.report(net).fused
+
+
+def pipeline_with_an_optimised_unet():
+    """As a ControlNet's pipeline made of the parts of one that is optimised."""
+    unet = sfastgn.optimize(build_unet("tiny", torch.float32, "cpu"), cuda_graphs=True)
+    return SimpleNamespace(components={"unet": unet, "controlnet": build_controlnet("tiny", torch.float32, "cpu")})
+
+
+def assert_only_the_unet_is_optimised(pipe):
+    report = sfastgn.report(pipe)
+    assert {e.component for e in report.fused} == {"unet"}
+    assert {e.component for e in report.fusable} == {"controlnet"}
+    assert {g.kind: g.mode for g in report.graphs} == {"UNet2DConditionModel": "True", "ControlNetModel": "False"}
+    assert channels_last.converted_weights(pipe.components["controlnet"]) == 0
+
+
+@pytest.mark.parametrize("mode", ["auto", True, False])
+def test_the_with_block_leaves_each_component_as_it_was(mode):
+    pipe = pipeline_with_an_optimised_unet()
+    forward = pipe.components["unet"].forward
+    with sfastgn.optimized(pipe, cuda_graphs=mode):
+        assert {e.component for e in sfastgn.report(pipe).fused} == {"unet", "controlnet"}
+        assert {g.mode for g in sfastgn.report(pipe).graphs} == {str(mode)}
+    assert_only_the_unet_is_optimised(pipe)
+    assert (pipe.components["unet"].forward is forward) == (mode is True)  # with its graphs
+
+
+def test_a_failure_leaves_each_component_as_it_was(monkeypatch):
+    pipe = pipeline_with_an_optimised_unet()
+
+    def fail_on_the_controlnet(root, mode, install=cuda_graphs.install):
+        if root is pipe.components["controlnet"] and mode is not False:
+            raise RuntimeError("no")
+        install(root, mode)
+
+    monkeypatch.setattr(cuda_graphs, "install", fail_on_the_controlnet)
+    with pytest.raises(RuntimeError, match="no"):
+        sfastgn.optimize(pipe)
+    assert_only_the_unet_is_optimised(pipe)
+
+
+def test_the_with_block_keeps_a_component_in_which_nothing_could_be_fused():
+    net = Net()
+    for module in (net.body, net.body[0]):
+        module.forward = module.forward
+    sfastgn.optimize(net)
+    assert not sfastgn.report(net).fused
+    with sfastgn.optimized(net):
+        pass
+    assert sfastgn.report(net).channels_last_weights == 3
+
+
+def test_the_with_block_gives_an_inner_model_its_graphs_back():
+    encoder = build_pipeline("tiny_xl", dtype=torch.float32, device="cpu").text_encoder_2
+    sfastgn.optimize(encoder.text_model, cuda_graphs=True)
+    with sfastgn.optimized(encoder):
+        assert "forward" not in vars(encoder.text_model)
+    assert "forward" not in vars(encoder)
+    assert encoder.text_model.forward.mode is True
+
+
+def test_the_with_block_restores_what_was_taken_out_of_the_pipeline_meanwhile():
+    one, other = Net(), sfastgn.optimize(Net())
+    pipe = SimpleNamespace(components={"unet": one})
+    with sfastgn.optimized(pipe):
+        pipe.components["unet"] = other
+    assert not sfastgn.report(one).fused
+    assert sfastgn.report(other).fused
+
+
+@pytest.mark.parametrize(
+    ("obj", "options", "error"),
+    [
+        pytest.param(3, {}, TypeError, id="type"),
+        pytest.param(Net(), {"cuda_graphs": 0}, ValueError, id="mode"),
+        pytest.param(nn.Linear(2, 2), {}, ValueError, id="nothing"),
+    ],
+)
+def test_the_with_block_is_named_in_its_errors(obj, options, error):
+    with pytest.raises(error, match=r"^sfastgn\.optimized: "), sfastgn.optimized(obj, **options):
+        pass
 
 
 def test_a_failure_half_way_leaves_the_module_as_it_was(monkeypatch):
@@ -118,6 +201,39 @@ def test_a_component_under_two_names_is_one():
     net = Net()
     pipe = SimpleNamespace(components={"unet": net, "unet_again": net})
     assert {e.component for e in sfastgn.report(sfastgn.optimize(pipe)).entries} == {"unet"}
+
+
+@pytest.mark.parametrize("names", [("vae", "part"), ("part", "vae")], ids=["outer-first", "inner-first"])
+@pytest.mark.parametrize("part", ["decoder", "decoder.mid_block"])
+def test_a_component_within_another(part, names):
+    vae = build_vae("tiny", torch.float32, "cpu")
+    modules = {"vae": vae, "part": vae.get_submodule(part)}
+    pipe = SimpleNamespace(components={name: modules[name] for name in names})
+    latents = torch.randn(1, 4, 4, 4)
+    with torch.no_grad():
+        before = vae.decode(latents).sample
+        after = sfastgn.optimize(pipe).components["vae"].decode(latents).sample
+    torch.testing.assert_close(after, before, atol=2e-5, rtol=2e-5)
+    report = sfastgn.report(pipe)
+    assert {e.component for e in report.entries} == {"vae"}
+    assert len(report.entries) == len({(e.path, e.fusion) for e in report.fused})
+    assert not sfastgn.report(sfastgn.restore(pipe)).fused
+    with torch.no_grad():
+        assert torch.equal(vae.decode(latents).sample, before)
+
+
+def test_components_that_share_a_part():
+    one, other = (build_vae("tiny", torch.float32, "cpu") for _ in range(2))
+    other.decoder = one.decoder
+    pipe = SimpleNamespace(components={"vae": one, "other": other})
+    latents = torch.randn(1, 4, 4, 4)
+    with torch.no_grad():
+        before = [vae.decode(latents).sample for vae in (one, other)]
+        sfastgn.optimize(pipe)
+        for vae, image in zip((one, other), before, strict=True):
+            torch.testing.assert_close(vae.decode(latents).sample, image, atol=2e-5, rtol=2e-5)
+        sfastgn.restore(pipe)
+        assert all(torch.equal(v.decode(latents).sample, i) for v, i in zip((one, other), before, strict=True))
 
 
 def test_layout_inside_and_at_the_doors():

@@ -123,6 +123,24 @@ def test_a_weight_at_the_address_of_the_old_one_is_seen():
     assert not watch.unchanged(norm)
 
 
+@pytest.mark.parametrize("elements", [1, 16, 17, 1000])
+@pytest.mark.parametrize("inference", [False, True], ids=["counts", "inference"])
+def test_what_is_written_into_a_tensor_that_stays_on_the_cpu(elements, inference):
+    """Python may read it in a forward, as ``tolist`` does."""
+    norm = nn.GroupNorm(2, 4)
+    with torch.inference_mode(inference):
+        norm.sizes = torch.zeros(elements)
+    here, there = graph_state.Watch(norm), graph_state.Watch(norm, device=torch.device("cuda"))
+    if inference and elements > 16:
+        assert "sizes is on the CPU" in there.reason
+    assert here.unchanged(norm)
+    assert there.unchanged(norm)
+    with torch.inference_mode(inference):
+        norm.sizes[-1] = 1
+    assert here.unchanged(norm)
+    assert there.reason or not there.unchanged(norm)
+
+
 @pytest.mark.parametrize(
     ("spoil", "mend", "reason"),
     [

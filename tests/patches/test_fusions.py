@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
+import types
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from diffusers.models.attention import FeedForward
 from diffusers.models.attention_processor import AttnProcessor2_0
+from diffusers.models.resnet import ResnetBlock2D
 from torch import nn
 
 import sfastgn
@@ -208,6 +212,46 @@ def test_an_unknown_upstream_source_is_left_alone(monkeypatch):
     skipped = {e.fusion: e.reason for e in sfastgn.report(module).skipped}
     assert "not a version that sfastgn was tested with" in skipped["resnet_block"]
     assert {e.fusion for e in sfastgn.report(module).fused} == {"group_norm"}
+
+
+def wrapped_by_other_code(forward):
+    return functools.wraps(forward)(lambda *args, **kwargs: forward(*args, **kwargs) * 0.5)
+
+
+def unlike(forward):
+    return lambda *args, **kwargs: forward(*args, **kwargs) * 0.5
+
+
+@pytest.mark.parametrize(
+    "patch",
+    [
+        pytest.param(unlike, id="replaced"),
+        pytest.param(wrapped_by_other_code, id="wrapped"),
+        pytest.param(lambda f: torch.no_grad()(wrapped_by_other_code(f)), id="wrapped-below-torchs"),
+        pytest.param(lambda f: torch.no_grad()(f), id="torchs-but-not-diffusers"),
+        pytest.param(lambda f: types.FunctionType(f.__code__, globals(), f.__name__), id="same-source-elsewhere"),
+    ],
+)
+def test_a_patched_upstream_class_is_left_alone(patch, monkeypatch):
+    module = samples.randomise(samples._resnet())
+    sfastgn.optimize(copy.deepcopy(module))  # what an earlier call found says nothing about this one
+    monkeypatch.setattr(ResnetBlock2D, "forward", patch(ResnetBlock2D.forward))
+    assert "ResnetBlock2D.forward" in {e.fusion: e.reason for e in sfastgn.report(module).skipped}["resnet_block"]
+    sfastgn.optimize(module)
+    assert type(module) is ResnetBlock2D
+    monkeypatch.undo()
+    assert not sfastgn.report(module).skipped
+
+
+def test_a_patch_of_upstream_is_not_kept_alive(monkeypatch):
+    """It may hold a pipeline."""
+    patch = unlike(ResnetBlock2D.forward)
+    with monkeypatch.context() as patches:
+        patches.setattr(ResnetBlock2D, "forward", patch)
+        sfastgn.report(samples._resnet())
+    gone = weakref.ref(patch)
+    del patch
+    assert gone() is None
 
 
 def test_tested_sources_are_those_of_the_installed_diffusers():

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 
 import pytest
 import torch
 from diffusers import StableDiffusionImg2ImgPipeline, UNet2DModel
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sfastgn
 from sfastgn.bench.architectures import build_controlnet, build_vae, unet_inputs
 from sfastgn.bench.pipelines import build_pipeline
 from sfastgn.patches import cuda_graphs
+from sfastgn.patches.graph_call import global_state
 from tests.patches.graph_cases import DEVICES, agree, lora, make, optimized, run, state
 from tests.patches.graph_tape import TapeBackend
 
@@ -184,6 +187,53 @@ def test_modes_of_pytorch_do_not_share_graphs(mode):
             output = unet(**inputs).sample
             assert output.is_inference() == (context is torch.inference_mode)
             agree(output, stock(**inputs).sample)
+
+
+@contextlib.contextmanager
+def fp16_accumulation():
+    matmul = torch.backends.cuda.matmul
+    matmul.allow_fp16_accumulation = True
+    try:
+        yield
+    finally:
+        matmul.allow_fp16_accumulation = False
+
+
+@contextlib.contextmanager
+def reduced_math():
+    before = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(not before)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(before)
+
+
+EVERY_BACKEND = [
+    SDPBackend.MATH,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.CUDNN_ATTENTION,
+]
+
+
+@pytest.mark.parametrize(
+    "switch",
+    [
+        pytest.param(fp16_accumulation, id="fp16-accumulation"),
+        pytest.param(reduced_math, id="sdpa-math-reduction"),
+        pytest.param(lambda: sdpa_kernel(EVERY_BACKEND, set_priority=True), id="sdpa-priority"),
+        pytest.param(lambda: sdpa_kernel(SDPBackend.MATH), id="sdpa-backend"),
+        pytest.param(torch.inference_mode, id="inference-mode"),
+    ],
+)
+def test_calls_under_other_switches_are_of_another_kind(switch):
+    before = global_state(torch.device("cuda"))
+    with switch():
+        other = global_state(torch.device("cuda"))
+        assert other != before
+        hash(other)
+    assert global_state(torch.device("cuda")) == before
 
 
 def test_the_newer_switch_of_tf32():

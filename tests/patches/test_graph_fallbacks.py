@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 
+import numpy as np
 import pytest
 import torch
 from accelerate import cpu_offload
@@ -203,9 +205,9 @@ def test_modes(mode, captured):
     assert state(unet).captured == captured
 
 
-@pytest.mark.parametrize("bad", ["always", None, 3], ids=repr)
+@pytest.mark.parametrize("bad", ["always", None, 3, 0, 1, 1.0, np.False_, np.str_("auto"), ["auto"]], ids=repr)
 def test_no_such_mode(bad):
-    with pytest.raises(ValueError, match=r"^sfastgn\.optimize: cuda_graphs=.* must be"):
+    with pytest.raises(ValueError, match=rf"^sfastgn\.optimize: cuda_graphs={re.escape(repr(bad))} must be"):
         sfastgn.optimize(nn.Sequential(nn.GroupNorm(1, 2)), cuda_graphs=bad)
 
 
@@ -239,3 +241,36 @@ def test_memory_of_graphs_is_given_up_where_it_is_short(monkeypatch):
     )
     with pytest.raises(torch.OutOfMemoryError):
         run(twin, inputs)
+
+
+def test_a_call_made_again_has_the_arguments_of_the_first(monkeypatch):
+    """Both take from what they are given: a T2I-Adapter's residuals are popped from the caller's list."""
+    unet, stock, inputs = make()
+    twin = optimized(copy.deepcopy(stock))
+    for _ in range(2):
+        run(twin, inputs)
+    forward, failed = UNet2DConditionModel.forward, []
+
+    def short(self, *args, **kwargs):
+        output = forward(self, *args, **kwargs)
+        kwargs["added_cond_kwargs"]["nested"][0].pop("once")
+        if self is unet and state(twin).alive:
+            failed.append(kwargs["down_intrablock_additional_residuals"])
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return output
+
+    monkeypatch.setattr(UNet2DConditionModel, "forward", short)
+
+    def arguments():
+        residuals = [torch.ones(1, 40, 8, 8), torch.ones(1, 80, 4, 4), torch.ones(1)]
+        return {
+            **inputs,
+            "down_intrablock_additional_residuals": residuals,
+            "added_cond_kwargs": {"nested": ({"once": 1, "more": 2},)},
+        }
+
+    ours, theirs = arguments(), arguments()
+    agree(run(unet, ours), run(stock, theirs))
+    assert failed[-1] is ours["down_intrablock_additional_residuals"]
+    assert len(ours["down_intrablock_additional_residuals"]) == len(theirs["down_intrablock_additional_residuals"]) < 3
+    assert ours["added_cond_kwargs"] == theirs["added_cond_kwargs"] == {"nested": ({"more": 2},)}
