@@ -7,6 +7,7 @@ gives the output back channels-first, which is what callers of the stock model g
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from sfastgn.patches.hooks import remove_hooks
 
-__all__ = ["convert", "converted_weights", "is_entry", "is_exit", "restore", "unconverted_weights"]
+__all__ = ["convert", "converted_weights", "is_entry", "is_exit", "restore", "unconverted_weights", "without_adapters"]
 
 # In the convolution's __dict__ while converted; goes wherever the module goes (deepcopy, pickle, a LoRA layer's base_layer).
 _STOCK_STRIDES = "_sfastgn_stock_strides"
@@ -28,6 +29,8 @@ _FORMATS: dict[type[nn.Module], torch.memory_format] = {
 # diffusers' names for the convolutions through which a tensor enters a model or its autoencoder's middle, and leaves it.
 _ENTRIES = ("conv_in", "quant_conv", "post_quant_conv")
 _EXITS = ("conv_out", "quant_conv")
+# peft's names for the layer of the model within an adapter; beside it is what the adapter has added or trains.
+_ADAPTED = ("base_layer", "original_module")
 
 
 def enter(conv: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -50,6 +53,16 @@ def is_entry(path: str, module: nn.Module) -> bool:
 def is_exit(path: str, module: nn.Module) -> bool:
     """True if ``module``, found at the dotted ``path``, is a 2-D convolution through which images go out."""
     return isinstance(module, nn.Conv2d) and path.rpartition(".")[2] in _EXITS
+
+
+def without_adapters(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """``root.named_modules()`` less what adapters have added: it is saved as it lies, and safetensors wants that contiguous."""
+    added: set[nn.Module] = set()
+    for module in root.modules():
+        children = dict(module.named_children())
+        if not children.keys().isdisjoint(_ADAPTED):
+            added.update(m for name, child in children.items() if name not in _ADAPTED for m in child.modules())
+    return ((path, module) for path, module in root.named_modules() if module not in added)
 
 
 def convert(path: str, module: nn.Module) -> None:
@@ -79,7 +92,7 @@ def _new_format(module: nn.Module) -> torch.memory_format | None:
 
 def unconverted_weights(module: nn.Module) -> int:
     """Number of convolutions below ``module`` whose weights ``convert`` would make channels-last."""
-    return sum(_new_format(m) is not None for m in module.modules())
+    return sum(_new_format(m) is not None for _, m in without_adapters(module))
 
 
 def converted_weights(module: nn.Module) -> int:

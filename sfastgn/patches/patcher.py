@@ -51,7 +51,7 @@ def apply(root: nn.Module, findings: list[Finding]) -> None:
             for finding in findings:
                 if finding.fusion is fusion and finding.status == "fusable":
                     fusion.apply(finding.module)
-        for path, module in root.named_modules():
+        for path, module in channels_last.without_adapters(root):
             channels_last.convert(path, module)
     except BaseException:
         undo(root)
