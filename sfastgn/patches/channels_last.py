@@ -1,8 +1,8 @@
 """Channels-last from the first convolution of a model to the last: weights once, images at the model's doors.
 
-Weights of 2-D and 3-D convolutions are laid out channels-last in place (same Parameter objects, same values) and their former strides
-remembered on the convolution. A hook on the first convolution of each model converts what comes in from outside; one on the last
-gives the output back channels-first, which is what callers of the stock model get.
+Weights of 2-D and 3-D convolutions are laid out channels-last in place (same Parameter objects, same values) and their former shapes
+and strides remembered on the convolution. A hook on the first convolution of each model converts what comes in from outside; one on the
+last gives the output back channels-first, which is what callers of the stock model get.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from sfastgn.patches.hooks import remove_hooks
 
 __all__ = ["convert", "converted_weights", "is_entry", "is_exit", "restore", "unconverted_weights", "without_adapters"]
 
-# In the convolution's __dict__ while converted; goes wherever the module goes (deepcopy, pickle, a LoRA layer's base_layer).
-_STOCK_STRIDES = "_sfastgn_stock_strides"
+# In the convolution's __dict__ while converted: (shape, strides). Goes wherever the module goes (deepcopy, pickle, a LoRA's base_layer).
+_STOCK_LAYOUT = "_sfastgn_stock_layout"
 
 _FORMATS: dict[type[nn.Module], torch.memory_format] = {
     nn.Conv2d: torch.channels_last,
@@ -75,7 +75,7 @@ def convert(path: str, module: nn.Module) -> None:
     if memory_format is None:
         return
     weight: Any = module._parameters["weight"]
-    vars(module)[_STOCK_STRIDES] = weight.stride()
+    vars(module)[_STOCK_LAYOUT] = (weight.shape, weight.stride())
     weight.data = weight.data.contiguous(memory_format=memory_format)
 
 
@@ -83,7 +83,7 @@ def _new_format(module: nn.Module) -> torch.memory_format | None:
     """The format that ``convert`` would give the weight of ``module``; None where it leaves it alone."""
     memory_format = next((f for kind, f in _FORMATS.items() if isinstance(module, kind)), None)
     weight = module._parameters.get("weight")
-    if memory_format is None or weight is None or _STOCK_STRIDES in vars(module):
+    if memory_format is None or weight is None or _STOCK_LAYOUT in vars(module):
         return None
     if weight.dim() != (5 if memory_format is torch.channels_last_3d else 4) or not weight.is_floating_point():
         return None  # quantised weights are stored in other shapes
@@ -97,15 +97,16 @@ def unconverted_weights(module: nn.Module) -> int:
 
 def converted_weights(module: nn.Module) -> int:
     """Number of convolutions below ``module`` whose weights are channels-last by ``convert``."""
-    return sum(_STOCK_STRIDES in vars(m) for m in module.modules())
+    return sum(_STOCK_LAYOUT in vars(m) for m in module.modules())
 
 
 def restore(module: nn.Module) -> None:
-    """Undo ``convert``: hooks off, and the weight, if it still has its size, back to its former strides."""
+    """Undo ``convert``: hooks off, and the weight, if it still has its shape, back to its former strides."""
     remove_hooks(module, enter, leave)
-    strides = vars(module).pop(_STOCK_STRIDES, None)
+    layout = vars(module).pop(_STOCK_LAYOUT, None)
     weight = module._parameters.get("weight")
-    if strides is None or weight is None or weight.dim() != len(strides) or weight.stride() == strides:
+    # One that was widened since (inpainting, more channels) is not ours: in the old strides its elements would lie on each other.
+    if layout is None or weight is None or weight.shape != layout[0] or weight.stride() == layout[1]:
         return
-    stock = torch.empty_strided(weight.shape, strides, dtype=weight.dtype, device=weight.device)
+    stock = torch.empty_strided(*layout, dtype=weight.dtype, device=weight.device)
     weight.data = stock.copy_(weight.data)

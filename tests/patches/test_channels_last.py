@@ -1,4 +1,4 @@
-"""Layout of convolutions' weights: what adapters have added stays as it is."""
+"""Layout of convolutions' weights: what adapters have added and what was replaced stays as it is."""
 
 from __future__ import annotations
 
@@ -67,3 +67,25 @@ def test_only_what_is_below_an_adapter_is_channels_last():
         sfastgn.restore(unet)
         assert torch.equal(CALL(unet), CALL(stock))
     assert [p.stride() for p in unet.parameters()] == [p.stride() for p in stock.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("shape", "layout"),
+    [
+        pytest.param((20, 9, 3, 3), torch.contiguous_format, id="more-inputs"),
+        pytest.param((20, 9, 3, 3), torch.channels_last, id="more-inputs-channels-last"),
+        pytest.param((20, 2, 3, 3), torch.contiguous_format, id="fewer-inputs"),
+        pytest.param((24, 4, 3, 3), torch.channels_last, id="more-outputs-channels-last"),
+        pytest.param((20, 4, 5, 5), torch.contiguous_format, id="larger-kernel"),
+        pytest.param((20, 36), torch.contiguous_format, id="matrix"),
+    ],
+)
+def test_a_weight_of_another_shape_survives_restore(shape, layout):
+    """As when ``conv_in`` is widened for inpainting."""
+    unet = sfastgn.optimize(samples._unet())
+    value = torch.randn(shape).contiguous(memory_format=layout)
+    unet.conv_in.weight = torch.nn.Parameter(value.clone())
+    sfastgn.restore(unet)
+    assert torch.equal(unet.conv_in.weight, value)
+    assert unet.conv_in.weight.stride() == value.stride()
+    assert not [name for name in vars(unet.conv_in) if "sfastgn" in name]
