@@ -20,7 +20,7 @@ from diffusers.models.unets.unet_spatio_temporal_condition import UNetSpatioTemp
 from torch import Tensor, nn
 
 from sfastgn.kernels.group_norm import group_norm
-from sfastgn.patches.fusion import activation_of, foreign_override, is_plain
+from sfastgn.patches.fusion import activation_of, foreign_override, is_plain, keep_name
 from sfastgn.patches.group_norm import FusedGroupNorm
 from sfastgn.patches.hooks import remove_hooks
 from sfastgn.patches.statistics import take_statistics
@@ -92,6 +92,8 @@ class PassGELU(_Pass, nn.GELU):
 
 _PASS: dict[Any, Any] = {nn.SiLU: PassSiLU, nn.ReLU: PassReLU, nn.GELU: PassGELU}
 _STOCK = {fused: stock for stock, fused in _PASS.items()}
+for _fused, _stock in {FusedNormOut: nn.GroupNorm, **_STOCK}.items():
+    keep_name(_fused, _stock)
 
 
 def _activation_of_pass(act: nn.Module) -> str | None:

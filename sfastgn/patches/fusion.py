@@ -11,7 +11,7 @@ from torch.nn.modules import module as nn_module
 
 from sfastgn.patches.upstream import unknown_source
 
-__all__ = ["ClassSwap", "Fusion", "activation_of", "foreign_override", "is_plain"]
+__all__ = ["ClassSwap", "Fusion", "activation_of", "foreign_override", "is_plain", "keep_name"]
 
 
 class Fusion(Protocol):
@@ -57,6 +57,9 @@ class ClassSwap:
     methods: tuple[str, ...] = ()
     check: Callable[[Any], str | None] = _no_reason
 
+    def __post_init__(self) -> None:
+        keep_name(self.fused, self.stock)
+
     def claims(self, module: nn.Module) -> bool:
         return type(module) in (self.stock, self.fused)
 
@@ -71,6 +74,11 @@ class ClassSwap:
 
     def undo(self, module: nn.Module) -> None:
         module.__class__ = self.stock
+
+
+def keep_name(fused: type, stock: type) -> None:
+    """Regional compilation, device maps and LoRA trainers know modules by their classes' names. Pickle goes by ``__qualname__``."""
+    fused.__name__ = stock.__name__
 
 
 def foreign_override(module: nn.Module) -> str | None:

@@ -77,6 +77,15 @@ def test_the_sample_is_fused_by_its_own_fusion(build, call, request):
 
 
 @each_sample
+def test_classes_keep_their_names(build, call):
+    """``compile_repeated_blocks``, device maps and LoRA trainers compare names."""
+    module = samples.randomise(build())
+    names = [type(m).__name__ for m in module.modules()]
+    sfastgn.optimize(module)
+    assert [type(m).__name__ for m in module.modules()] == names
+
+
+@each_sample
 def test_twice_is_once(build, call):
     module, before = stock_and_output(build, call)
     stock = snapshot(module)
