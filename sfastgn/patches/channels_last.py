@@ -104,9 +104,20 @@ def restore(module: nn.Module) -> None:
     """Undo ``convert``: hooks off, and the weight, if it still has its shape, back to its former strides."""
     remove_hooks(module, enter, leave)
     layout = vars(module).pop(_STOCK_LAYOUT, None)
-    weight = module._parameters.get("weight")
-    # One that was widened since (inpainting, more channels) is not ours: in the old strides its elements would lie on each other.
-    if layout is None or weight is None or weight.shape != layout[0] or weight.stride() == layout[1]:
+    if layout is None:
         return
-    stock = torch.empty_strided(*layout, dtype=weight.dtype, device=weight.device)
-    weight.data = stock.copy_(weight.data)
+    for weight in (module._parameters.get("weight"), _offloaded(module)):
+        # One that was widened since (inpainting, more channels) is not ours: in the old strides its elements would lie on each other.
+        if weight is not None and weight.shape == layout[0] and weight.stride() != layout[1]:
+            stock = torch.empty_strided(*layout, dtype=weight.dtype, device=weight.device)
+            weight.data = stock.copy_(weight.data)
+
+
+def _offloaded(module: nn.Module) -> Tensor | None:
+    """The weight that accelerate's hooks put into ``module`` at each call."""
+    hook = getattr(module, "_hf_hook", None)
+    for part in getattr(hook, "hooks", (hook,)):
+        weights = getattr(part, "weights_map", None)
+        if weights is not None and "weight" in weights:
+            return weights["weight"]
+    return None

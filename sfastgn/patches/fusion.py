@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from torch import nn
 from torch.nn.modules import module as nn_module
 
+from sfastgn.patches.own_forward import change_class
 from sfastgn.patches.upstream import unknown_source
 
 __all__ = ["ClassSwap", "Fusion", "activation_of", "foreign_override", "is_plain", "keep_name"]
@@ -70,10 +71,10 @@ class ClassSwap:
         return foreign_override(module) or unknown_source(self.stock, *self.methods) or self.check(module)
 
     def apply(self, module: nn.Module) -> None:
-        module.__class__ = self.fused
+        change_class(module, self.fused)
 
     def undo(self, module: nn.Module) -> None:
-        module.__class__ = self.stock
+        change_class(module, self.stock)
 
 
 def keep_name(fused: type, stock: type) -> None:
