@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import nn
 from torch.nn.modules import module as nn_module
 
-from sfastgn.patches.own_forward import change_class
+from sfastgn.patches.own_forward import change_class, has_foreign_forward
 from sfastgn.patches.upstream import unknown_source
 
 __all__ = ["ClassSwap", "Fusion", "activation_of", "foreign_override", "is_plain", "keep_name"]
@@ -84,7 +84,7 @@ def keep_name(fused: type, stock: type) -> None:
 
 def foreign_override(module: nn.Module) -> str | None:
     """The reason if someone put a ``forward`` into the instance (accelerate's hooks do): a class swap would then be dead code."""
-    if "forward" not in vars(module):
+    if not has_foreign_forward(module):
         return None
     owner = "accelerate's hooks" if hasattr(module, "_hf_hook") else "other code"
     return f"{owner} replaced this instance's forward"
@@ -97,7 +97,7 @@ def is_plain(module: nn.Module) -> bool:
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
-        or "forward" in module.__dict__
+        or has_foreign_forward(module)
         or nn_module._has_any_global_hook()
     )
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["change_class", "own_forward"]
+__all__ = ["change_class", "has_foreign_forward", "own_forward"]
 
 _CALLABLES = (types.MethodType, types.FunctionType, functools.partial)
 _OPAQUE = (nn.Module, Tensor, type, types.ModuleType, str, int, float, type(None))
@@ -23,6 +23,16 @@ _MAX_OBJECTS = 1000
 def own_forward(module: nn.Module) -> types.MethodType:
     """The ``forward`` of the class of ``module``, bound to it."""
     return types.MethodType(type(module).forward, module)
+
+
+def has_foreign_forward(module: nn.Module) -> bool:
+    """True if someone put a ``forward`` into the instance that is not its own class's."""
+    if "forward" not in module.__dict__:
+        return False
+    forward = module.__dict__["forward"]
+    # Compilers trace this: they know the parts of a method and cannot make one.
+    is_own = isinstance(forward, types.MethodType) and forward.__func__ is type(module).forward
+    return not (is_own and forward.__self__ is module)
 
 
 def change_class(module: nn.Module, cls: type[nn.Module]) -> None:

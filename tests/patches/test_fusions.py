@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from typing import Any
 
@@ -198,7 +199,7 @@ def test_a_foreign_forward_is_left_alone_and_reported(build, call):
     module = samples.randomise(build())
     claimed = [f for f in patcher.inspect(module) if isinstance(f.fusion, ClassSwap)]
     for finding in claimed:
-        finding.module.forward = finding.module.forward
+        finding.module.forward = functools.partial(finding.module.forward)
     state, before = snapshot(module), output(module, call)
     sfastgn.optimize(module)
     torch.testing.assert_close(output(module, call), before, atol=2e-5, rtol=2e-5)
@@ -207,6 +208,27 @@ def test_a_foreign_forward_is_left_alone_and_reported(build, call):
         assert "forward" in skipped[finding.path, finding.fusion.name]
     with pytest.raises(ValueError, match="strict=True"):
         sfastgn.optimize(sfastgn.restore(module), strict=True)
+    assert snapshot(module) == state
+
+
+@each_sample
+def test_an_own_forward_in_the_instance_changes_nothing(build, call):
+    """Hooks that were taken off leave it there."""
+    module, before = stock_and_output(build, call)
+    fused = {(e.path, e.fusion) for e in sfastgn.report(sfastgn.optimize(copy.deepcopy(module))).fused}
+    paths = [path for path, m in module.named_modules() if not isinstance(m, nn.ModuleList)]
+    for path in paths:
+        module.get_submodule(path).forward = module.get_submodule(path).forward
+    state = snapshot(module)
+    for twin in (module, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        sfastgn.optimize(twin)
+        assert {(e.path, e.fusion) for e in sfastgn.report(twin).fused} == fused
+        assert not sfastgn.report(twin).skipped
+        torch.testing.assert_close(output(twin, call), before, atol=2e-5, rtol=2e-5)
+        sfastgn.restore(twin)
+        assert torch.equal(output(twin, call), before)
+        own = [twin.get_submodule(path) for path in paths]
+        assert all(vars(m)["forward"] == type(m).forward.__get__(m) for m in own)
     assert snapshot(module) == state
 
 

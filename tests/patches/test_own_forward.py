@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import copy
 import functools
+import pickle
 
 import pytest
 import torch
-from accelerate import cpu_offload
-from accelerate.hooks import remove_hook_from_submodules
+from accelerate import cpu_offload, cpu_offload_with_hook
+from accelerate.hooks import remove_hook_from_module, remove_hook_from_submodules
 from diffusers.hooks import HookRegistry, ModelHook
 from torch import nn
 
 import sfastgn
-from tests.patches import samples
+from sfastgn.bench.architectures import build_unet, unet_inputs
+from tests.patches import graph_cases, samples
+from tests.patches.test_fusions import snapshot
 
 CPU = torch.device("cpu")
 (CALL,) = (call for name, _, call in samples.SAMPLES if name == "conv_norm_out-unet")
@@ -159,3 +162,60 @@ def test_hooks_that_go_after_restore_leave_the_stock_forward():
     remove_hook_from_submodules(model)
     assert torch.equal(output(model), before)
     assert all(m.forward == type(m).forward.__get__(m) for m in model.modules())
+
+
+def offloaded_before(recurse):
+    """A UNet whose offload hooks were taken off: accelerate leaves each module's own forward in the instance."""
+    unet = build_unet("tiny", torch.float32, "cpu")
+    stock = copy.deepcopy(unet)
+    cpu_offload(unet, CPU) if recurse else cpu_offload_with_hook(unet, CPU)
+    remove_hook_from_module(unet, recurse=recurse)
+    return unet, stock, unet_inputs("tiny", size=64, batch=1, dtype=torch.float32, device="cpu", seed=0)
+
+
+@pytest.mark.parametrize("recurse", [False, True], ids=["model", "sequential"])
+def test_offloading_that_ended_leaves_nothing_out(recurse):
+    unet, stock, inputs = offloaded_before(recurse)
+    before = snapshot(unet)
+    assert "forward" in vars(unet)
+    for _ in range(2):
+        graph_cases.optimized(unet)
+        report = sfastgn.report(unet)
+        assert not report.skipped
+        assert len(report.fused) == len(sfastgn.report(stock).fusable)
+        for _ in range(3):
+            graph_cases.agree(graph_cases.run(unet, inputs), graph_cases.run(stock, inputs))
+        assert (graph_cases.state(unet).captured, graph_cases.state(unet).replays) == (1, 2)
+        sfastgn.restore(unet)
+        assert snapshot(unet) == before
+        assert torch.equal(graph_cases.run(unet, inputs), graph_cases.run(stock, inputs))
+
+
+def test_the_report_without_graphs_blames_nobody():
+    unet, _, _ = offloaded_before(recurse=False)
+    sfastgn.optimize(unet, cuda_graphs=False)
+    assert graph_cases.state(unet).eager == {}
+    unet.forward = functools.partial(unet.forward)
+    assert graph_cases.reasons_of(unet) == "other code replaced its forward"
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize("has_own", [False, True], ids=["class-only", "own-forward"])
+def test_a_copy_with_graphs_is_restored_to_what_was_there(copied, has_own):
+    unet = build_unet("tiny", torch.float32, "cpu")
+    if has_own:
+        unet.forward = unet.forward
+    twin = sfastgn.restore(copied(sfastgn.optimize(unet)))
+    assert ("forward" in vars(twin)) is has_own
+    assert twin.forward == type(twin).forward.__get__(twin)
+
+
+def test_compilers_see_through_an_own_forward():
+    stock = samples.randomise(samples._resnet())
+    x, temb = samples.image(2, 20, 6, 8), samples.image(2, 16, 1, 1)[:, :, 0, 0]
+    fused = copy.deepcopy(stock)
+    for module in fused.modules():
+        module.forward = module.forward
+    compiled = torch.compile(sfastgn.optimize(fused), backend="eager", fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x, temb), stock(x, temb), atol=2e-5, rtol=2e-5)
