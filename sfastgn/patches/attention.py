@@ -118,10 +118,6 @@ class FusedAttention(Attention):
         self._pack()
 
 
-# Tools that look for attention by the class's name, LoRA trainers above all, find it.
-FusedAttention.__name__ = Attention.__name__
-
-
 def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """scaled_dot_product_attention of (N, heads, tokens, channels), by a kernel of ours where there are few keys or wide heads."""
     if is_plain_inference(query, (key, value)) and not torch.is_autocast_enabled(query.device.type):

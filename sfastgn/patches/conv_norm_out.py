@@ -20,9 +20,10 @@ from diffusers.models.unets.unet_spatio_temporal_condition import UNetSpatioTemp
 from torch import Tensor, nn
 
 from sfastgn.kernels.group_norm import group_norm
-from sfastgn.patches.fusion import activation_of, foreign_override, is_plain
+from sfastgn.patches.fusion import activation_of, foreign_override, is_plain, keep_name
 from sfastgn.patches.group_norm import FusedGroupNorm
 from sfastgn.patches.hooks import remove_hooks
+from sfastgn.patches.own_forward import change_class
 from sfastgn.patches.statistics import take_statistics
 from sfastgn.patches.upstream import unknown_source
 
@@ -92,6 +93,8 @@ class PassGELU(_Pass, nn.GELU):
 
 _PASS: dict[Any, Any] = {nn.SiLU: PassSiLU, nn.ReLU: PassReLU, nn.GELU: PassGELU}
 _STOCK = {fused: stock for stock, fused in _PASS.items()}
+for _fused, _stock in {FusedNormOut: nn.GroupNorm, **_STOCK}.items():
+    keep_name(_fused, _stock)
 
 
 def _activation_of_pass(act: nn.Module) -> str | None:
@@ -131,15 +134,15 @@ class _NormOutFusion:
         return foreign_override(norm) or foreign_override(act) or unknown_source(type(module), "forward")
 
     def apply(self, module: Any) -> None:
-        module.conv_norm_out.__class__ = FusedNormOut
-        module.conv_act.__class__ = _PASS[type(module.conv_act)]
+        change_class(module.conv_norm_out, FusedNormOut)
+        change_class(module.conv_act, _PASS[type(module.conv_act)])
         module.register_forward_pre_hook(arm)
         module.register_forward_hook(disarm, always_call=True)
 
     def undo(self, module: Any) -> None:
         remove_hooks(module, arm, disarm)
         for child, stock in ((module.conv_norm_out, {FusedNormOut: nn.GroupNorm}), (module.conv_act, _STOCK)):
-            child.__class__ = stock.get(type(child), type(child))
+            change_class(child, stock.get(type(child), type(child)))
 
 
 FUSION = _NormOutFusion()

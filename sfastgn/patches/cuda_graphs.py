@@ -6,7 +6,6 @@ change the class name that ``save_pretrained`` writes, and the class that pipeli
 
 from __future__ import annotations
 
-import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from torch import nn
 
 from sfastgn.patches.graph_backend import Backend
 from sfastgn.patches.graphed_forward import GraphedForward, is_graphable
+from sfastgn.patches.own_forward import has_foreign_forward, own_forward
 
 __all__ = ["MODES", "Graphs", "has_graphable", "inspect", "install", "remove"]
 
@@ -53,8 +53,8 @@ def install(root: nn.Module, mode: str | bool, backend: Backend | None = None) -
         if mode is False or (graphed is not None and (graphed.mode, backend) != (mode, None)):
             _take_off(module)
             graphed = None
-        if mode is not False and graphed is None and "forward" not in vars(module):
-            module.forward = GraphedForward(module, mode, backend)
+        if mode is not False and graphed is None and not has_foreign_forward(module):
+            module.forward = GraphedForward(module, mode, backend, stands_over_own="forward" in vars(module))
 
 
 def remove(root: nn.Module) -> None:
@@ -74,7 +74,7 @@ def inspect(root: nn.Module, prefix: str = "") -> Iterator[tuple[Graphs, Graphed
                 graphed,
             )  # fmt: skip
         else:
-            if "forward" in vars(module):
+            if has_foreign_forward(module):
                 reasons["other code replaced its forward"] = 0
             yield Graphs(path, kind, "False", 0, 0, 0, 0, reasons), None
 
@@ -108,7 +108,10 @@ def _take_off(module: Any) -> None:
     for graphed in GraphedForward.of(module):
         graphed.mode = False  # one that other code keeps calls the class's forward from now on
         graphed.clear()
-    if isinstance(vars(module).get("forward"), GraphedForward):
+    forward = vars(module).get("forward")
+    if isinstance(forward, GraphedForward) and not forward.stands_over_own:
         del module.forward
+    elif isinstance(forward, GraphedForward):
+        module.forward = own_forward(module)
     if isinstance(vars(module).get("_old_forward"), GraphedForward):
-        module._old_forward = types.MethodType(type(module).forward, module)
+        module._old_forward = own_forward(module)

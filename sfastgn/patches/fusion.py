@@ -9,9 +9,10 @@ from typing import Any, Protocol
 from torch import nn
 from torch.nn.modules import module as nn_module
 
+from sfastgn.patches.own_forward import change_class, has_foreign_forward
 from sfastgn.patches.upstream import unknown_source
 
-__all__ = ["ClassSwap", "Fusion", "activation_of", "foreign_override", "is_plain"]
+__all__ = ["ClassSwap", "Fusion", "activation_of", "foreign_override", "is_plain", "keep_name"]
 
 
 class Fusion(Protocol):
@@ -57,6 +58,9 @@ class ClassSwap:
     methods: tuple[str, ...] = ()
     check: Callable[[Any], str | None] = _no_reason
 
+    def __post_init__(self) -> None:
+        keep_name(self.fused, self.stock)
+
     def claims(self, module: nn.Module) -> bool:
         return type(module) in (self.stock, self.fused)
 
@@ -67,15 +71,20 @@ class ClassSwap:
         return foreign_override(module) or unknown_source(self.stock, *self.methods) or self.check(module)
 
     def apply(self, module: nn.Module) -> None:
-        module.__class__ = self.fused
+        change_class(module, self.fused)
 
     def undo(self, module: nn.Module) -> None:
-        module.__class__ = self.stock
+        change_class(module, self.stock)
+
+
+def keep_name(fused: type, stock: type) -> None:
+    """Regional compilation, device maps and LoRA trainers know modules by their classes' names. Pickle goes by ``__qualname__``."""
+    fused.__name__ = stock.__name__
 
 
 def foreign_override(module: nn.Module) -> str | None:
     """The reason if someone put a ``forward`` into the instance (accelerate's hooks do): a class swap would then be dead code."""
-    if "forward" not in vars(module):
+    if not has_foreign_forward(module):
         return None
     owner = "accelerate's hooks" if hasattr(module, "_hf_hook") else "other code"
     return f"{owner} replaced this instance's forward"
@@ -88,7 +97,7 @@ def is_plain(module: nn.Module) -> bool:
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
-        or "forward" in module.__dict__
+        or has_foreign_forward(module)
         or nn_module._has_any_global_hook()
     )
 

@@ -23,6 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from sfastgn.patches.own_forward import has_foreign_forward
+
 __all__ = ["Watch"]
 
 # Packages whose classes keep the state of a call in tensors and attributes. Others may keep it in closures or globals.
@@ -229,10 +231,7 @@ def _reason_of(path: str, module: nn.Module, *, is_root: bool) -> str | None:
         return f"{path} is compiled by torch.compile"
     if "_hf_hook" in attributes:
         return f"accelerate's hooks are on {path}"
-    forward = attributes.get(_OUR_ENTRY)
-    # Hooks that were taken off leave the method of the class behind.
-    is_own = isinstance(forward, types.MethodType) and forward.__func__ is type(module).forward
-    if forward is not None and not is_root and not (is_own and forward.__self__ is module):
+    if not is_root and has_foreign_forward(module):
         return f"other code replaced the forward of {path}"
     return None
 

@@ -23,6 +23,7 @@ from sfastgn.patches import channels_last
 from sfastgn.patches.graph_backend import Backend, Handle, backend_of
 from sfastgn.patches.graph_call import Call, Unsupported, clone_of, global_state, static_copy
 from sfastgn.patches.graph_state import Watch
+from sfastgn.patches.own_forward import own_forward
 
 __all__ = ["MAX_GRAPHS", "GraphedForward", "is_graphable"]
 
@@ -83,17 +84,26 @@ class GraphedForward:
         module: the instance; referred to weakly, because it owns this object.
         mode: ``"auto"`` captures at the second call of a kind, True at the first.
         backend: what captures, for tests; else that of the device of the arguments.
+        stands_over_own: true if the instance had its class's ``forward`` in its ``__dict__``, which then comes back to there.
     """
 
     # No __dict__: functools.update_wrapper (accelerate's hooks use it) would copy it into the wrapper.
     __slots__ = (
         "__weakref__", "_backend", "_graphs", "_module", "_pause", "_refused", "_rehearsed", "_replays_of_watch", "_seen",
         "_short_lives", "_used_backend", "_watch", "captured", "dropped", "eager", "mode", "replays",
+        "stands_over_own",
     )  # fmt: skip
 
-    def __init__(self, module: nn.Module, mode: str | bool = "auto", backend: Backend | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        mode: str | bool = "auto",
+        backend: Backend | None = None,
+        stands_over_own: bool = False,
+    ) -> None:
         self._module = weakref.ref(module)
         self.mode = mode
+        self.stands_over_own = stands_over_own
         self._backend = backend
         self._used_backend: Backend | None = None
         self._watch: Watch | None = None
@@ -109,10 +119,11 @@ class GraphedForward:
         _living.add(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return GraphedForward, (self.module, self.mode)
+        return GraphedForward, (self.module, self.mode, None, self.stands_over_own)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GraphedForward:
-        return GraphedForward(memo.get(id(self.module), self.module), self.mode, self._backend)
+        module = memo.get(id(self.module), self.module)
+        return GraphedForward(module, self.mode, self._backend, self.stands_over_own)
 
     @property
     def module(self) -> nn.Module:
@@ -125,7 +136,7 @@ class GraphedForward:
     @property
     def __wrapped__(self) -> Callable[..., Any]:
         """The class's ``forward``; ``inspect.signature`` looks here."""
-        return types.MethodType(type(self.module).forward, self.module)
+        return own_forward(self.module)
 
     # As of the bound method that it stands for; torch.export looks at its code.
 

@@ -53,7 +53,7 @@ def apply(root: nn.Module, findings: list[Finding]) -> None:
                     continue
                 if not fusion.is_applied(finding.module):  # it may be in another root as well
                     fusion.apply(finding.module)
-        for path, module in root.named_modules():
+        for path, module in channels_last.without_adapters(root):
             channels_last.convert(path, module)
     except BaseException:
         undo(root)

@@ -85,10 +85,6 @@ class FusedBasicTransformerBlock(BasicTransformerBlock):
         )
 
 
-# Regional compilation (`compile_repeated_blocks`) and device maps know the block by its class's name. Pickle goes by __qualname__.
-FusedBasicTransformerBlock.__name__ = BasicTransformerBlock.__name__
-
-
 def _has_layer_norms(block: Any) -> bool:
     """True if the block's norms take nothing but tokens, and attention takes them as they are."""
     return block.norm_type == "layer_norm" and block.pos_embed is None

@@ -73,11 +73,6 @@ class FusedCrossAttnUpBlock2D(CrossAttnUpBlock2D):
         return _upsample(self, hidden_states, upsample_size)
 
 
-# Device maps know the blocks by their classes' names. Pickle goes by __qualname__.
-FusedUpBlock2D.__name__ = UpBlock2D.__name__
-FusedCrossAttnUpBlock2D.__name__ = CrossAttnUpBlock2D.__name__
-
-
 def _runs_fused(block: Any, hidden_states: Tensor, skips: Sequence[Tensor]) -> bool:
     return (
         is_plain_inference(hidden_states, tuple(skips))

@@ -251,12 +251,6 @@ def test_traced_modules_do_not_reach_beyond_a_parameter(tmp_path):
     agree(call(torch.jit.load(tmp_path / "traced.pt")), call(stock))
 
 
-def test_the_class_goes_by_the_name_that_tools_look_for():
-    fused, stock = twins()
-    assert type(fused) is not type(stock)
-    assert type(fused).__name__ == type(stock).__name__
-
-
 @kernel_samples.interpreted
 @pytest.mark.parametrize(
     ("autocast", "gradients", "tokens", "few"),

@@ -81,6 +81,15 @@ def test_the_sample_is_fused_by_its_own_fusion(build, call, request):
 
 
 @each_sample
+def test_classes_keep_their_names(build, call):
+    """``compile_repeated_blocks``, device maps and LoRA trainers compare names."""
+    module = samples.randomise(build())
+    names = [type(m).__name__ for m in module.modules()]
+    sfastgn.optimize(module)
+    assert [type(m).__name__ for m in module.modules()] == names
+
+
+@each_sample
 def test_twice_is_once(build, call):
     module, before = stock_and_output(build, call)
     stock = snapshot(module)
@@ -193,7 +202,7 @@ def test_a_foreign_forward_is_left_alone_and_reported(build, call):
     module = samples.randomise(build())
     claimed = [f for f in patcher.inspect(module) if isinstance(f.fusion, ClassSwap)]
     for finding in claimed:
-        finding.module.forward = finding.module.forward
+        finding.module.forward = functools.partial(finding.module.forward)
     state, before = snapshot(module), output(module, call)
     sfastgn.optimize(module)
     torch.testing.assert_close(output(module, call), before, atol=2e-5, rtol=2e-5)
@@ -202,6 +211,27 @@ def test_a_foreign_forward_is_left_alone_and_reported(build, call):
         assert "forward" in skipped[finding.path, finding.fusion.name]
     with pytest.raises(ValueError, match="strict=True"):
         sfastgn.optimize(sfastgn.restore(module), strict=True)
+    assert snapshot(module) == state
+
+
+@each_sample
+def test_an_own_forward_in_the_instance_changes_nothing(build, call):
+    """Hooks that were taken off leave it there."""
+    module, before = stock_and_output(build, call)
+    fused = {(e.path, e.fusion) for e in sfastgn.report(sfastgn.optimize(copy.deepcopy(module))).fused}
+    paths = [path for path, m in module.named_modules() if not isinstance(m, nn.ModuleList)]
+    for path in paths:
+        module.get_submodule(path).forward = module.get_submodule(path).forward
+    state = snapshot(module)
+    for twin in (module, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        sfastgn.optimize(twin)
+        assert {(e.path, e.fusion) for e in sfastgn.report(twin).fused} == fused
+        assert not sfastgn.report(twin).skipped
+        torch.testing.assert_close(output(twin, call), before, atol=2e-5, rtol=2e-5)
+        sfastgn.restore(twin)
+        assert torch.equal(output(twin, call), before)
+        own = [twin.get_submodule(path) for path in paths]
+        assert all(vars(m)["forward"] == type(m).forward.__get__(m) for m in own)
     assert snapshot(module) == state
 
 

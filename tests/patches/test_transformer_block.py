@@ -359,10 +359,3 @@ def test_other_blocks_are_not_claimed(options):
     stock = block(**options)
     assert not transformer_block.FUSION.claims(stock)
     assert "transformer_block" not in {e.fusion for e in sfastgn.report(stock).entries}
-
-
-def test_the_class_goes_by_the_name_that_diffusers_looks_for():
-    """``compile_repeated_blocks`` and device maps compare names."""
-    fused, stock = twins()
-    assert type(fused) is not type(stock)
-    assert type(fused).__name__ == type(stock).__name__
