@@ -96,6 +96,22 @@ def test_bad_input_is_one_line_in_a_real_process(arguments: list[str], words: li
         pytest.param(["bench", "--weights", "/no/such/folder"], ["--weights", "/no/such/folder"], id="path"),
         pytest.param(["bench", "--weights", "model"], ["--weights", "'model'", "Hub id"], id="word"),
         pytest.param(["bench", "--json", "tests"], ["--json", "tests"], id="json-is-a-folder"),
+        pytest.param(
+            ["bench", "--json", "/proc/x.json"], ["--json: cannot write a file at '/proc/x.json'"], id="bench-json"
+        ),
+        pytest.param(
+            ["bench", "--profile", "--plot", "/proc/x.png"],
+            ["--plot: cannot write a file at '/proc/x.png'"],
+            id="bench-plot",
+        ),
+        pytest.param(["kernels", "--json", "/proc/x/y.json"], ["--json", "'/proc/x/y.json'"], id="kernels-json"),
+        pytest.param(["kernels", "--plot", "/proc/x/y.png"], ["--plot", "'/proc/x/y.png'"], id="kernels-plot"),
+        pytest.param(
+            ["kernels", "--dtype", "bf16,fp32", "--json", "/proc/x.json"],
+            ["--json", "'/proc/x_bf16.json'"],
+            id="kernels-json-of-a-dtype",
+        ),
+        pytest.param(["inspect", "tiny", "--json", "/proc/x.json"], ["--json", "'/proc/x.json'"], id="inspect-json"),
         pytest.param(["kernels", "--shapes", "2x320x64"], ["--shapes", "'2x320x64'", "NxCxHxW"], id="shape"),
         pytest.param(["kernels", "--shapes", "2x33x8x8"], ["--shapes", "'2x33x8x8'", "32"], id="groups"),
         pytest.param(["kernels", "--shapes", "0x32x8x8"], ["--shapes", "'0x32x8x8'"], id="empty-shape"),
@@ -123,6 +139,7 @@ def test_bad_input_is_one_line_in_a_real_process(arguments: list[str], words: li
         pytest.param(["kernels", "--dtype", "int8"], ["--dtype", "'int8'", "fp16"], id="kernel-dtype"),
         pytest.param(["inspect", "/no/such/folder"], ["MODEL", "/no/such/folder", "tiny"], id="inspect"),
         pytest.param(["demo", "--output", "pyproject.toml"], ["--output", "pyproject.toml"], id="demo"),
+        pytest.param(["demo", "--output", "/proc/x"], ["--output", "'/proc/x/stock.png'"], id="demo-output"),
     ],
 )
 def test_bad_input(arguments: list[str], words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,15 +155,19 @@ def test_data(size: int) -> None:
         pytest.param(("--dtype", "fp16"), "--dtype: unknown value 'fp16'; choose from fp32, bf16", id="dtype"),
         pytest.param(("--samples", "0"), "--samples: must be a positive whole number, got 0", id="samples"),
         pytest.param(("--output", __file__), f"--output: {__file__!r} is not a folder", id="output"),
+        pytest.param(("--output", "/proc/x"), "--output: cannot write a file at '/proc/x/losses.png': ", id="proc"),
+        pytest.param(("--json", "/proc/x.json"), "--json: cannot write a file at '/proc/x.json': ", id="json"),
         pytest.param(("--device", "tpu"), "--device: cannot use 'tpu'", id="device"),
     ],
 )
 def test_bad_input_is_one_line(
     arguments: tuple[str, ...],
     message: str,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     assert script(*arguments, monkeypatch=monkeypatch) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"train_digits.py: {message}")

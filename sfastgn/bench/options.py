@@ -5,8 +5,10 @@ Every check raises :class:`OptionError` with one line that names the option, quo
 
 from __future__ import annotations
 
+import errno
 import functools
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -96,9 +98,36 @@ def weights_source(option: str, value: str, *, words: Sequence[str] = ("random",
 
 
 def json_path(option: str, value: Path | None) -> Path | None:
-    if value is not None and (value.is_dir() or any(parent.is_file() for parent in value.parents)):
-        raise OptionError(f"{option}: cannot write a file at {str(value)!r}")
+    """``value``, where a file can be written; its folder is made. To be asked last, but before the work."""
+    if value is not None:
+        try:
+            _try_writing(value)
+        except OSError as error:
+            raise OptionError(f"{option}: cannot write a file at {str(value)!r}: {error.strerror or error}") from None
     return value
+
+
+def folder_path(option: str, value: Path, names: Iterable[str]) -> Path:
+    """``value``, a folder where files of these ``names`` can be written; it is made. To be asked last, but before the work."""
+    # Found by name: pathlib's own questions fail where a folder may not be looked into.
+    if any(os.path.lexists(place) and not os.path.isdir(place) for place in (value, *value.parents)):
+        raise OptionError(f"{option}: {str(value)!r} is not a folder")
+    for name in names:
+        json_path(option, value / name)
+    return value
+
+
+def _try_writing(path: Path) -> None:
+    """Raises OSError unless a file can be written at ``path``; one that is there keeps its bytes, one that is not is not made."""
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if path.is_file():
+        path.open("ab").close()
+    elif not path.exists():  # a pipe's reader would take the try for the end
+        real = Path(os.path.realpath(path))  # of a link that leads nowhere yet
+        real.parent.mkdir(parents=True, exist_ok=True)
+        real.open("xb").close()
+        real.unlink()
 
 
 def plot_path(option: str, value: Path | None, suite: str = INFERENCE) -> Path | None:
