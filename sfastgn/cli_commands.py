@@ -20,7 +20,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-ModelOption = Annotated[str, typer.Option("--model", help="tiny, tiny_xl, sd15 or sdxl")]
+ModelOption = Annotated[
+    str | None, typer.Option("--model", help="tiny, tiny_xl, sd15 or sdxl; what --weights are, or tiny")
+]
 DtypeOption = Annotated[str | None, typer.Option("--dtype", help="fp16, bf16 or fp32; fp16 on a GPU, fp32 on the CPU")]
 DeviceOption = Annotated[str | None, typer.Option("--device", help="cuda, cuda:N or cpu; cuda where there is a GPU")]
 JsonOption = Annotated[Path | None, typer.Option("--json", help="also write everything to this file")]
@@ -42,7 +44,7 @@ def _one_line_errors() -> Iterator[None]:
 
 @app.command()
 def bench(
-    model: ModelOption = "tiny",
+    model: ModelOption = None,
     part: Annotated[
         list[str] | None, typer.Option("--part", help="unet, vae, pipeline, train; repeat for several")
     ] = None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -15,6 +16,9 @@ from sfastgn.cli_commands import app
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = Path(sys.executable).with_name("sfastgn")
+
+# As the entry point sets it; transformers would also keep the first runner's standard error, which is closed after its test.
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
 def invoke(*arguments: str) -> Result:
@@ -157,6 +161,22 @@ def test_a_folder_that_holds_no_pipeline(command: list[str], tmp_path: Path) -> 
     assert result.exit_code == 2
     assert str(tmp_path) in result.stderr
     assert "Traceback" not in result.output
+
+
+def test_weights_say_what_model_they_are(tmp_path: Path) -> None:
+    import torch
+
+    from sfastgn.bench.pipelines import build_pipeline
+
+    build_pipeline("tiny", dtype=torch.float32, device="cpu").save_pretrained(tmp_path)
+    arguments = ("bench", "--weights", str(tmp_path), "--device", "cpu", "--repeats", "1", "--variants", "eager")
+    result = invoke(*arguments)
+    assert result.exit_code == 0, result.output
+    assert "tiny unet, 64x64" in result.stdout
+    result = invoke(*arguments, "--model", "sdxl", "--size", "64")
+    assert result.exit_code == 2
+    assert "--model tiny fits" in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
 
 
 # ---- commands
