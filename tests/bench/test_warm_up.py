@@ -96,6 +96,18 @@ def test_weights_that_cannot_be_loaded_are_one_line(tmp_path, monkeypatch, capsy
     assert error.count("\n") == 1
 
 
+def test_the_json_says_that_cudnn_tries_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(warm_up, "run", lambda config, new_size: [dataclasses.replace(ROW, variant="eager")])
+    path = tmp_path / "out.json"
+    with pytest.raises(SystemExit) as caught:
+        warm_up.main("doc", ("--model", "tiny", "--device", "cpu", "--json", str(path)))
+    assert caught.value.code == 0
+    content = json.loads(path.read_text())
+    (part,) = content["config"]["parts"]
+    assert part["cudnn_benchmark"] is content["environment"]["switches"]["cudnn.benchmark"] is False
+    assert content["config"]["new_size"] == 48
+
+
 def test_markdown(tmp_path: Path):
     rows = [
         dataclasses.replace(ROW, variant="eager"),
