@@ -190,12 +190,14 @@ def run(
         gradient = digits.gradient_verdict(config.dtype, stock_gradients, ours, exact)
         repeat = digits.build_model(config) if stock_repeat else None
         timing.spin_up(device)
-        runs = [
-            digits.train(config, stock, data, name="stock", data_seed=config.seed),
-            digits.train(config, patched, data, name="sfastgn", data_seed=config.seed),
-        ]
+        trainings = [("stock", stock, config.seed), ("sfastgn", patched, config.seed)]
         if repeat is not None:
-            runs.append(digits.train(config, repeat, data, name="stock, other batches", data_seed=config.seed + 1))
+            trainings.append(("stock, other batches", repeat, config.seed + 1))
+        with session.step_progress(config.steps) as on_step:
+            runs = [
+                digits.train(config, model, data, name=name, data_seed=seed, on_step=on_step)
+                for name, model, seed in trainings
+            ]
         drawn = digits.sample(config, patched, samples)
     comparisons = {each.name: digits.compare(config, each, runs[0]) for each in runs[1:]}
     verdict = judge(config, gradient, comparisons["sfastgn"], comparisons.get("stock, other batches"))
