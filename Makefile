@@ -10,6 +10,7 @@ PINS := $(VENV)/constraints.txt
 RESULTS ?= benchmarks/h200
 BENCH := $(BIN)/sfastgn bench --fp32-reference
 BENCH_ARGS ?=
+TRAINING := copy,eager_nchw,eager_nhwc,sfastgn,inductor
 PYTEST_ARGS ?=
 
 # The first interpreter that runs and is of a supported version: pyenv's shims exist for versions that it does not have.
@@ -85,6 +86,11 @@ bench: $(STAMP)  ## time the UNets, the VAEs and the kernels on the GPU; JSON go
 	$(BENCH) --model sdxl --part train --size 512 --json $(RESULTS)/train_sdxl.json $(BENCH_ARGS)
 	$(BIN)/sfastgn kernels --providers all --json $(RESULTS)/kernels.json
 	$(BIN)/sfastgn kernels --dtype bf16,fp32 --json $(RESULTS)/kernels.json
+	$(BIN)/sfastgn kernels --suite training --providers $(TRAINING) --json $(RESULTS)/kernels_training.json
+	$(BIN)/sfastgn kernels --suite training --providers $(TRAINING) --dtype bf16 --json $(RESULTS)/kernels_training_bf16.json
+	for suite in attention instance_norm issue_28201 layer_norm; do \
+	  $(BIN)/sfastgn kernels --suite $$suite --json $(RESULTS)/kernels_$$suite.json || exit 1; \
+	done
 
 clean:  ## remove what the targets made
 	rm -rf $(VENV) build dist demo-output digits-output *.egg-info .pytest_cache .ruff_cache .mypy_cache

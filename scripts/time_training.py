@@ -1,7 +1,7 @@
 """One training step of the SDXL UNet at 512x512, timed: forward, loss, backward; milliseconds and the memory it takes.
 
-python scripts/time_training.py --json benchmarks/h200/training_sdxl.json
-python scripts/time_training.py --model sd15 --json benchmarks/h200/training_sd15.json
+python scripts/time_training.py --dtype fp16 --json benchmarks/h200/train_sdxl.json
+python scripts/time_training.py --model sd15 --json benchmarks/h200/train_sd15_bf16.json
 """
 
 from sfastgn.bench.scripting import main

@@ -20,7 +20,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-ModelOption = Annotated[str, typer.Option("--model", help="tiny, tiny_xl, sd15 or sdxl")]
+ModelOption = Annotated[
+    str | None, typer.Option("--model", help="tiny, tiny_xl, sd15 or sdxl; what --weights are, or tiny")
+]
 DtypeOption = Annotated[str | None, typer.Option("--dtype", help="fp16, bf16 or fp32; fp16 on a GPU, fp32 on the CPU")]
 DeviceOption = Annotated[str | None, typer.Option("--device", help="cuda, cuda:N or cpu; cuda where there is a GPU")]
 JsonOption = Annotated[Path | None, typer.Option("--json", help="also write everything to this file")]
@@ -42,7 +44,7 @@ def _one_line_errors() -> Iterator[None]:
 
 @app.command()
 def bench(
-    model: ModelOption = "tiny",
+    model: ModelOption = None,
     part: Annotated[
         list[str] | None, typer.Option("--part", help="unet, vae, pipeline, train; repeat for several")
     ] = None,
@@ -84,8 +86,8 @@ def bench(
             profile=profile,
         )
         chosen = options.variant_list("--variants", variants)
-        options.json_path("--json", json)
         options.profile_plot_path("--plot", plot, profile)
+        options.json_path("--json", json)
         code = session.run_bench(configs, chosen, json=json, plot=plot)
     raise typer.Exit(code)
 
@@ -121,16 +123,19 @@ def kernels(
         configs = options.kernel_configs(
             suite=suite, shapes=shapes, names=providers, dtypes=dtype, device=device, repeats=repeats, seed=seed
         )
-        options.json_path("--json", json)
-        options.plot_path("--plot", plot, suite)
+        several = len(configs) > 1
+        places = [
+            (options.for_dtype(plot, config.dtype), options.for_dtype(json, config.dtype)) if several else (plot, json)
+            for config in configs
+        ]
+        for picture, path in places:
+            options.plot_path("--plot", picture, suite)
+            options.json_path("--json", path)
         code = 0
-        for config in configs:
-            several = len(configs) > 1
-            path = options.for_dtype(json, config.dtype) if several else json
+        for config, (picture, path) in zip(configs, places, strict=True):
             if isinstance(config, SuiteConfig):
                 code = max(code, session.run_suite(config, json=path))
             else:
-                picture = options.for_dtype(plot, config.dtype) if several else plot
                 code = max(code, session.run_kernels(config, json=path, plot=picture))
     raise typer.Exit(code)
 
@@ -208,9 +213,8 @@ def demo(
 ) -> None:
     """Build a small pipeline, optimise it, compare images, restore it; needs no GPU and no network."""
     from sfastgn.bench import options, session
-    from sfastgn.bench.demo import run_demo
+    from sfastgn.bench.demo import PICTURES, run_demo
 
     with _one_line_errors():
-        if output.is_file() or any(parent.is_file() for parent in output.parents):
-            raise options.OptionError(f"--output: {str(output)!r} is not a folder")
+        options.folder_path("--output", output, PICTURES)
     raise typer.Exit(run_demo(output, session.console()))

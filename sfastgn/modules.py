@@ -24,7 +24,8 @@ class GroupNorm(nn.GroupNorm):
         activation: ``identity``, ``relu``, ``silu``, ``gelu`` (exact) or ``gelu_tanh``.
 
     Shapes: (N, C, *spatial) -> the same. Dtypes, layout, gradients and errors of the call: ``sfastgn.group_norm``.
-    Raises: ValueError if num_groups does not divide num_channels or the activation is unknown.
+    Raises: ValueError if num_groups does not divide num_channels or the activation is unknown; TypeError if a number is no integer;
+        ZeroDivisionError, as in PyTorch, if num_groups is 0.
     """
 
     def __init__(
@@ -40,6 +41,9 @@ class GroupNorm(nn.GroupNorm):
         activation: str = "identity",
     ) -> None:
         _check_activation("sfastgn.GroupNorm", activation)
+        for name, value in (("num_groups", num_groups), ("num_channels", num_channels)):
+            if not hasattr(value, "__index__"):
+                raise TypeError(f"sfastgn.GroupNorm: {name} must be an int, got {value!r}")
         if num_groups == 0:
             raise ZeroDivisionError("sfastgn.GroupNorm: num_groups must be positive, got 0")
         if num_groups < 0 or num_channels % num_groups:
@@ -89,7 +93,12 @@ class InstanceNorm(_InstanceNorm):
         self.activation = activation
 
     def forward(self, input: Tensor) -> Tensor:
-        if input.dim() < 3 or input.shape[1] != self.num_features:
+        try:
+            fits = input.dim() >= 3 and input.shape[1] == self.num_features
+        except AttributeError:
+            _check_tensor("sfastgn.InstanceNorm", "input", input)
+            raise
+        if not fits:
             raise ValueError(
                 f"sfastgn.InstanceNorm: input must be (N, {self.num_features}, *spatial), got shape {tuple(input.shape)}"
             )
@@ -127,13 +136,19 @@ class LayerNorm(nn.LayerNorm):
         super().__init__(list(sizes), eps, elementwise_affine, bias, device, dtype)
 
     def forward(self, input: Tensor, residual: Tensor | None = None, add_bias: Tensor | None = None) -> Any:
-        if input.shape[-1:] != self.normalized_shape:
+        try:
+            fits = input.shape[-1:] == self.normalized_shape
+        except AttributeError:
+            _check_tensor("sfastgn.LayerNorm", "input", input)
+            raise
+        if not fits:
             raise ValueError(
                 f"sfastgn.LayerNorm: input must be (..., {self.normalized_shape[0]}), got shape {tuple(input.shape)}"
             )
         if residual is not None:
             return add_layer_norm(input, residual, self.weight, self.bias, self.eps, add_bias=add_bias)
         if add_bias is not None:
+            _check_tensor("sfastgn.LayerNorm", "add_bias", add_bias)
             raise ValueError(
                 f"sfastgn.LayerNorm: add_bias needs a residual, got add_bias of shape {tuple(add_bias.shape)}"
             )
@@ -141,5 +156,11 @@ class LayerNorm(nn.LayerNorm):
 
 
 def _check_activation(name: str, activation: str) -> None:
-    if activation not in ACTIVATIONS:
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise ValueError(f"{name}: unknown activation {activation!r}; known: {', '.join(ACTIVATIONS)}")
+
+
+def _check_tensor(name: str, label: str, value: Any) -> None:
+    # Asked only once a call has failed: a call is short enough for it to count.
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: {label} must be a torch.Tensor, got {type(value).__name__}") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -15,6 +16,9 @@ from sfastgn.cli_commands import app
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = Path(sys.executable).with_name("sfastgn")
+
+# As the entry point sets it; transformers would also keep the first runner's standard error, which is closed after its test.
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
 def invoke(*arguments: str) -> Result:
@@ -96,6 +100,22 @@ def test_bad_input_is_one_line_in_a_real_process(arguments: list[str], words: li
         pytest.param(["bench", "--weights", "/no/such/folder"], ["--weights", "/no/such/folder"], id="path"),
         pytest.param(["bench", "--weights", "model"], ["--weights", "'model'", "Hub id"], id="word"),
         pytest.param(["bench", "--json", "tests"], ["--json", "tests"], id="json-is-a-folder"),
+        pytest.param(
+            ["bench", "--json", "/proc/x.json"], ["--json: cannot write a file at '/proc/x.json'"], id="bench-json"
+        ),
+        pytest.param(
+            ["bench", "--profile", "--plot", "/proc/x.png"],
+            ["--plot: cannot write a file at '/proc/x.png'"],
+            id="bench-plot",
+        ),
+        pytest.param(["kernels", "--json", "/proc/x/y.json"], ["--json", "'/proc/x/y.json'"], id="kernels-json"),
+        pytest.param(["kernels", "--plot", "/proc/x/y.png"], ["--plot", "'/proc/x/y.png'"], id="kernels-plot"),
+        pytest.param(
+            ["kernels", "--dtype", "bf16,fp32", "--json", "/proc/x.json"],
+            ["--json", "'/proc/x_bf16.json'"],
+            id="kernels-json-of-a-dtype",
+        ),
+        pytest.param(["inspect", "tiny", "--json", "/proc/x.json"], ["--json", "'/proc/x.json'"], id="inspect-json"),
         pytest.param(["kernels", "--shapes", "2x320x64"], ["--shapes", "'2x320x64'", "NxCxHxW"], id="shape"),
         pytest.param(["kernels", "--shapes", "2x33x8x8"], ["--shapes", "'2x33x8x8'", "32"], id="groups"),
         pytest.param(["kernels", "--shapes", "0x32x8x8"], ["--shapes", "'0x32x8x8'"], id="empty-shape"),
@@ -123,6 +143,7 @@ def test_bad_input_is_one_line_in_a_real_process(arguments: list[str], words: li
         pytest.param(["kernels", "--dtype", "int8"], ["--dtype", "'int8'", "fp16"], id="kernel-dtype"),
         pytest.param(["inspect", "/no/such/folder"], ["MODEL", "/no/such/folder", "tiny"], id="inspect"),
         pytest.param(["demo", "--output", "pyproject.toml"], ["--output", "pyproject.toml"], id="demo"),
+        pytest.param(["demo", "--output", "/proc/x"], ["--output", "'/proc/x/stock.png'"], id="demo-output"),
     ],
 )
 def test_bad_input(arguments: list[str], words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,6 +161,22 @@ def test_a_folder_that_holds_no_pipeline(command: list[str], tmp_path: Path) -> 
     assert result.exit_code == 2
     assert str(tmp_path) in result.stderr
     assert "Traceback" not in result.output
+
+
+def test_weights_say_what_model_they_are(tmp_path: Path) -> None:
+    import torch
+
+    from sfastgn.bench.pipelines import build_pipeline
+
+    build_pipeline("tiny", dtype=torch.float32, device="cpu").save_pretrained(tmp_path)
+    arguments = ("bench", "--weights", str(tmp_path), "--device", "cpu", "--repeats", "1", "--variants", "eager")
+    result = invoke(*arguments)
+    assert result.exit_code == 0, result.output
+    assert "tiny unet, 64x64" in result.stdout
+    result = invoke(*arguments, "--model", "sdxl", "--size", "64")
+    assert result.exit_code == 2
+    assert "--model tiny fits" in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
 
 
 # ---- commands

@@ -47,6 +47,10 @@ def test_copies_keep_the_activation():
         pytest.param((-4, 12), "silu", ValueError, "num_groups=-4", id="negative"),
         pytest.param((0, 12), "silu", ZeroDivisionError, "got 0", id="zero"),
         pytest.param((4, 12), "swish", ValueError, "'swish'", id="activation"),
+        pytest.param((4, 12), ["silu"], ValueError, "['silu']", id="activation-list"),
+        pytest.param(("4", 12), "silu", TypeError, "num_groups must be an int, got '4'", id="groups-text"),
+        pytest.param((4, "12"), "silu", TypeError, "num_channels must be an int, got '12'", id="channels-text"),
+        pytest.param((4.0, 12), "silu", TypeError, "num_groups must be an int, got 4.0", id="groups-float"),
     ],
 )
 def test_errors(arguments, activation, kind, message):
@@ -86,6 +90,42 @@ def test_instance_norm_errors():
         ValueError, match=r"^sfastgn\.InstanceNorm: input must be \(N, 4, \*spatial\), got shape \(2, 5, 3\)"
     ):
         sfastgn.InstanceNorm(4)(torch.ones(2, 5, 3))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        pytest.param(
+            lambda: sfastgn.GroupNorm(4, 32)(None), "group_norm: x must be a torch.Tensor, got NoneType", id="group"
+        ),
+        pytest.param(
+            lambda: sfastgn.InstanceNorm(32)(None),
+            "InstanceNorm: input must be a torch.Tensor, got NoneType",
+            id="instance",
+        ),
+        pytest.param(
+            lambda: sfastgn.InstanceNorm(32)([[1.0]]),
+            "InstanceNorm: input must be a torch.Tensor, got list",
+            id="instance-list",
+        ),
+        pytest.param(
+            lambda: sfastgn.LayerNorm(4)(None), "LayerNorm: input must be a torch.Tensor, got NoneType", id="layer"
+        ),
+        pytest.param(
+            lambda: sfastgn.LayerNorm(4)(None, torch.ones(4)),
+            "LayerNorm: input must be a torch.Tensor",
+            id="layer-residual",
+        ),
+        pytest.param(
+            lambda: sfastgn.LayerNorm(4)(torch.ones(4), None, 1),
+            "LayerNorm: add_bias must be a torch.Tensor, got int",
+            id="bias",
+        ),
+    ],
+)
+def test_no_tensor_is_named(call, message):
+    with pytest.raises(TypeError, match=rf"^sfastgn\.{message}"):
+        call()
 
 
 @pytest.mark.parametrize("options", [{}, {"elementwise_affine": False}, {"bias": False}, {"eps": 1e-3}], ids=str)

@@ -70,6 +70,20 @@ def test_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(len(np.unique(picture)) > 20 for picture in (samples, curves))
 
 
+@pytest.mark.parametrize("seconds", [0.0, 1e6], ids=["each-step", "first-and-last"])
+def test_steps_are_counted_on_standard_error(
+    seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sfastgn.bench.session.LINE_S", seconds)
+    trained(tmp_path, monkeypatch, "--steps", "4", "--stock-repeat")
+    steps = (1, 2, 3, 4) if seconds == 0 else (1, 4)
+    names = ("stock", "sfastgn", "stock, other batches")
+    shown = capsys.readouterr()
+    lines = [line for line in shown.err.splitlines() if ": step " in line]
+    assert lines == [f"{name}: step {step} of 4" for name in names for step in steps]
+    assert ": step " not in shown.out
+
+
 class _Scaled(torch.autograd.Function):
     """Its own input, and a gradient a tenth too small."""
 
@@ -155,15 +169,19 @@ def test_data(size: int) -> None:
         pytest.param(("--dtype", "fp16"), "--dtype: unknown value 'fp16'; choose from fp32, bf16", id="dtype"),
         pytest.param(("--samples", "0"), "--samples: must be a positive whole number, got 0", id="samples"),
         pytest.param(("--output", __file__), f"--output: {__file__!r} is not a folder", id="output"),
+        pytest.param(("--output", "/proc/x"), "--output: cannot write a file at '/proc/x/losses.png': ", id="proc"),
+        pytest.param(("--json", "/proc/x.json"), "--json: cannot write a file at '/proc/x.json': ", id="json"),
         pytest.param(("--device", "tpu"), "--device: cannot use 'tpu'", id="device"),
     ],
 )
 def test_bad_input_is_one_line(
     arguments: tuple[str, ...],
     message: str,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     assert script(*arguments, monkeypatch=monkeypatch) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"train_digits.py: {message}")

@@ -9,6 +9,9 @@ Source: the public model configurations of runwayml/stable-diffusion-v1-5 and st
 
 from __future__ import annotations
 
+import functools
+import inspect
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,7 +30,9 @@ __all__ = [
     "build_vae",
     "check_model",
     "check_size",
+    "load_unet_config",
     "randomise",
+    "unet_difference",
     "unet_inputs",
     "vae_latents",
 ]
@@ -83,6 +88,8 @@ UNETS: dict[str, dict[str, Any]] = {
     },
 }
 MODELS = tuple(UNETS)
+# What each block may have of its own, or all blocks in common.
+_PER_BLOCK = ("layers_per_block", "cross_attention_dim", "attention_head_dim", "transformer_layers_per_block")
 
 _VAE = {
     "block_out_channels": (128, 256, 512, 512),
@@ -158,6 +165,45 @@ def check_size(call: str, size: int) -> None:
     """Raise ValueError in the name of ``call`` unless ``size`` pixels are a positive multiple of 8."""
     if size <= 0 or size % 8:
         raise ValueError(f"{call}: size={size} must be a positive multiple of 8")
+
+
+def load_unet_config(weights: str) -> dict[str, Any]:
+    """The UNet's configuration in a pipeline's folder or repository, defaults left out, without its weights.
+
+    Raises ValueError, in the name of no call, where there is none.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # diffusers asks the Hub's client with an argument that is gone
+            return dict(UNet2DConditionModel.load_config(weights, subfolder="unet"))
+    except Exception as error:  # whatever the client meets on the network, besides OSError
+        first = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
+        raise ValueError(f"no configuration of a UNet in {weights!r}: {type(error).__name__}: {first}") from error
+
+
+def unet_difference(config: Mapping[str, Any], model: str) -> str:
+    """What first sets a UNet of ``config`` apart from that of ``model``; empty for the same blocks, whatever the weights.
+
+    Sizes of images and channels of the input, of which inpainting has more, are no part of it.
+    """
+    for key in dict.fromkeys(key for known in UNETS.values() for key in known if key != "sample_size"):
+        expected, found = _entry(UNETS[model], key), _entry(config, key)
+        if found != expected:
+            return f"{key} {found}, not {expected}"
+    return ""
+
+
+@functools.cache
+def _unet_defaults() -> dict[str, Any]:
+    return {name: each.default for name, each in inspect.signature(UNet2DConditionModel.__init__).parameters.items()}
+
+
+def _entry(config: Mapping[str, Any], key: str) -> Any:
+    value = config.get(key, _unet_defaults()[key])
+    if isinstance(value, list | tuple):
+        return tuple(value)
+    blocks = config.get("block_out_channels", _unet_defaults()["block_out_channels"])
+    return (value,) * len(blocks) if key in _PER_BLOCK else value
 
 
 def build_unet(model: str, dtype: torch.dtype, device: torch.device | str, *, seed: int = 0) -> UNet2DConditionModel:

@@ -16,10 +16,11 @@ import sfastgn
 from sfastgn.bench.images import psnr, write_png
 from sfastgn.bench.pipelines import build_pipeline, load_pipeline
 
-__all__ = ["run_demo"]
+__all__ = ["PICTURES", "run_demo"]
 
 PROMPT = "a photograph of an astronaut riding a horse"
 SIZE, STEPS = 128, 8
+PICTURES = ("stock.png", "optimized.png")
 # fp32 on both sides: what is left is the order of additions.
 # On a GPU convolutions run in TF32 by default, and another layout takes another algorithm.
 LEAST_PSNR = {"cpu": 60.0, "cuda": 40.0}
@@ -70,8 +71,8 @@ def run_demo(output_dir: Path, console: Console) -> int:
     console.print(table)
     if device == "cpu":
         console.print("On a CPU the fused calls run in plain PyTorch, so the seconds above say nothing about a GPU.")
-    for name, image in (("stock", stock), ("optimized", optimized)):
-        console.print(f"wrote {write_png(image, output_dir / f'{name}.png', scale=3)}", soft_wrap=True)
+    for name, image in zip(PICTURES, (stock, optimized), strict=True):
+        console.print(f"wrote {write_png(image, output_dir / name, scale=3)}", soft_wrap=True)
     return 0 if agrees and same else 1
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -192,8 +192,19 @@ class _Marks:
         return [(b - a) * 1e3 for a, b in zip(self._seconds, self._seconds[1:], strict=False)]
 
 
-def train(config: DigitsConfig, model: UNet2DModel, images: Tensor, *, name: str, data_seed: int) -> Run:
-    """Trains ``model`` in place with AdamW for ``config.steps`` steps on the batches of ``data_seed``."""
+def train(
+    config: DigitsConfig,
+    model: UNet2DModel,
+    images: Tensor,
+    *,
+    name: str,
+    data_seed: int,
+    on_step: Callable[[str, int], object] = lambda name, step: None,
+) -> Run:
+    """Trains ``model`` in place with AdamW for ``config.steps`` steps on the batches of ``data_seed``.
+
+    ``on_step`` is called with ``name`` and the number of steps behind, the GPU's work on the last ones not awaited.
+    """
     device = config.torch_device
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate)
     scheduler = DDPMScheduler(TRAIN_TIMESTEPS)
@@ -213,6 +224,7 @@ def train(config: DigitsConfig, model: UNet2DModel, images: Tensor, *, name: str
             losses.append(loss.detach())
             if step >= warmup:
                 marks.mark()
+            on_step(name, step + 1)
         step_ms = timing.Timing.of(marks.milliseconds()).median_ms
         peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
     return Run(

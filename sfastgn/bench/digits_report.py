@@ -25,6 +25,7 @@ __all__ = ["Verdict", "judge", "main", "run"]
 GRID = 8
 # Enlarged for people: eight digits in a row are some 500 pixels wide.
 PICTURE_PIXELS = 512
+PICTURES = CURVES, SAMPLES = "losses.png", "samples.png"
 
 
 @dataclass(frozen=True)
@@ -71,10 +72,7 @@ def _checked(given: argparse.Namespace) -> DigitsConfig:
     if given.width < digits.GROUPS or given.width % digits.GROUPS:
         raise options.OptionError(f"--width: must be a positive multiple of {digits.GROUPS}, got {given.width}")
     options.positive("--samples", given.samples)
-    if given.output.is_file() or any(parent.is_file() for parent in given.output.parents):
-        raise options.OptionError(f"--output: {str(given.output)!r} is not a folder")
-    options.json_path("--json", given.json)
-    return DigitsConfig(
+    config = DigitsConfig(
         steps=options.positive("--steps", given.steps),
         batch_size=options.positive("--batch-size", given.batch_size),
         size=int(options.one_of("--size", given.size, map(str, digits.SIZES))),
@@ -83,6 +81,9 @@ def _checked(given: argparse.Namespace) -> DigitsConfig:
         device=options.device_name("--device", given.device),
         seed=given.seed,
     )
+    options.folder_path("--output", given.output, PICTURES)
+    options.json_path("--json", given.json)
+    return config
 
 
 def judge(
@@ -189,19 +190,21 @@ def run(
         gradient = digits.gradient_verdict(config.dtype, stock_gradients, ours, exact)
         repeat = digits.build_model(config) if stock_repeat else None
         timing.spin_up(device)
-        runs = [
-            digits.train(config, stock, data, name="stock", data_seed=config.seed),
-            digits.train(config, patched, data, name="sfastgn", data_seed=config.seed),
-        ]
+        trainings = [("stock", stock, config.seed), ("sfastgn", patched, config.seed)]
         if repeat is not None:
-            runs.append(digits.train(config, repeat, data, name="stock, other batches", data_seed=config.seed + 1))
+            trainings.append(("stock, other batches", repeat, config.seed + 1))
+        with session.step_progress(config.steps) as on_step:
+            runs = [
+                digits.train(config, model, data, name=name, data_seed=seed, on_step=on_step)
+                for name, model, seed in trainings
+            ]
         drawn = digits.sample(config, patched, samples)
     comparisons = {each.name: digits.compare(config, each, runs[0]) for each in runs[1:]}
     verdict = judge(config, gradient, comparisons["sfastgn"], comparisons.get("stock, other batches"))
     _print(out, config, runs, comparisons, verdict)
-    _write_curves(runs, comparisons["sfastgn"].window, output / "losses.png")
-    _write_samples(drawn, output / "samples.png")
-    for name in ("losses.png", "samples.png"):
+    _write_curves(runs, comparisons["sfastgn"].window, output / CURVES)
+    _write_samples(drawn, output / SAMPLES)
+    for name in PICTURES:
         out.print(f"wrote {output / name}", style="dim", soft_wrap=True)
     if json is not None:
         content = end_to_end.document("train_digits", where, dataclasses.asdict(config), runs)

@@ -5,15 +5,17 @@ Every check raises :class:`OptionError` with one line that names the option, quo
 
 from __future__ import annotations
 
+import errno
 import functools
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
 
-from sfastgn.bench import providers, variants
+from sfastgn.bench import architectures, providers, variants
 from sfastgn.bench.architectures import MODELS
 from sfastgn.bench.cells import KernelConfig, Shape
 from sfastgn.bench.kernels import SHAPE_SETS
@@ -29,6 +31,7 @@ DEFAULT_BATCH = {"unet": 2, "vae": 1, "pipeline": 1, "train": 1}
 DEFAULT_REPEATS = {"unet": 50, "vae": 30, "pipeline": 5, "train": 30}
 CPU_REPEATS = {"unet": 5, "vae": 5, "pipeline": 2, "train": 3}
 DEFAULT_STEPS = 30
+DEFAULT_MODEL = "tiny"
 
 # Timed rounds of each cell of the kernel table. A suite has several passes, and many calls in each round.
 KERNEL_REPEATS = 20
@@ -96,9 +99,60 @@ def weights_source(option: str, value: str, *, words: Sequence[str] = ("random",
 
 
 def json_path(option: str, value: Path | None) -> Path | None:
-    if value is not None and (value.is_dir() or any(parent.is_file() for parent in value.parents)):
-        raise OptionError(f"{option}: cannot write a file at {str(value)!r}")
+    """``value``, where a file can be written; its folder is made. To be asked last, but before the work."""
+    if value is not None:
+        try:
+            _try_writing(value)
+        except OSError as error:
+            raise OptionError(f"{option}: cannot write a file at {str(value)!r}: {error.strerror or error}") from None
     return value
+
+
+def folder_path(option: str, value: Path, names: Iterable[str]) -> Path:
+    """``value``, a folder where files of these ``names`` can be written; it is made. To be asked last, but before the work."""
+    # Found by name: pathlib's own questions fail where a folder may not be looked into.
+    if any(os.path.lexists(place) and not os.path.isdir(place) for place in (value, *value.parents)):
+        raise OptionError(f"{option}: {str(value)!r} is not a folder")
+    for name in names:
+        json_path(option, value / name)
+    return value
+
+
+def _model_of(model: str | None, weights: str, parts: Sequence[str]) -> str:
+    """``model``, or what ``weights`` are where it is None, if these parts of it can be made of ``weights``."""
+    if weights == "random":
+        return model or DEFAULT_MODEL
+    try:
+        config = architectures.load_unet_config(weights)
+    except ValueError as error:
+        raise OptionError(f"--weights: {error}") from None
+    same = [known for known in MODELS if not architectures.unet_difference(config, known)]
+    if model is None and not same:
+        raise OptionError(f"--weights: the UNet of {weights!r} is that of no known model: {', '.join(MODELS)}")
+    if model is not None and model not in same:
+        difference = architectures.unet_difference(config, model)
+        hint = f"; --model {same[0]} fits" if same else ""
+        raise OptionError(f"--model: the UNet of {weights!r} is not that of {model!r}: {difference}{hint}")
+    channels = config.get("in_channels", 4)
+    for part in parts:
+        if part in ("pipeline", "train") and channels != 4:
+            raise OptionError(
+                f"--part: {part!r} needs a UNet of text to image, that of {weights!r} takes {channels} channels"
+            )
+    return model or same[0]
+
+
+def _try_writing(path: Path) -> None:
+    """Raises OSError unless a file can be written at ``path``; one that is there keeps its bytes, one that is not is not made."""
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if path.is_file():
+        path.open("ab").close()
+    elif not path.exists():  # a pipe's reader would take the try for the end
+        real = Path(os.path.realpath(path))  # of a link that leads nowhere yet
+        real.parent.mkdir(parents=True, exist_ok=True)
+        real.open("xb").close()
+        real.unlink()
 
 
 def plot_path(option: str, value: Path | None, suite: str = INFERENCE) -> Path | None:
@@ -131,7 +185,7 @@ def dtype_name(option: str, value: str | None, device: str) -> str:
 
 def bench_configs(
     *,
-    model: str,
+    model: str | None,
     parts: Sequence[str],
     size: int | None = None,
     batch: int | None = None,
@@ -144,14 +198,15 @@ def bench_configs(
     fp32_reference: bool = False,
     profile: bool = False,
 ) -> list[BenchConfig]:
-    """One checked config for each part. Raises OptionError."""
-    one_of("--model", model, MODELS)
+    """One checked config for each part; without a model that of the weights, or ``DEFAULT_MODEL``. Raises OptionError."""
+    if model is not None:
+        one_of("--model", model, MODELS)
     chosen = some_of("--part", parts, variants.PARTS)
     device = device_name("--device", device)
     dtype = dtype_name("--dtype", dtype, device)
-    size = image_size("--size", default_size(model) if size is None else size)
     positive("--steps", steps)
-    weights_source("--weights", weights)
+    model = _model_of(model, weights_source("--weights", weights), chosen)
+    size = image_size("--size", default_size(model) if size is None else size)
     default_repeats = CPU_REPEATS if device == "cpu" else DEFAULT_REPEATS
     return [
         BenchConfig(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -32,6 +35,8 @@ from sfastgn.bench.workloads import BenchConfig
 
 # A file or a pipe has no width; narrower than this, rich would cut the tables.
 PIPE_WIDTH = 160
+# Between two signs of life of a training: redrawn on a terminal, lines of a log elsewhere. A single step is too short for either.
+REDRAW_S, LINE_S = 0.2, 10.0
 
 
 def console() -> Console:
@@ -51,6 +56,26 @@ def _counter(progress: Progress, total: int) -> Callable[[Sequence[int], str], N
     """What a run of kernels calls before each cell."""
     task = progress.add_task("building", total=total)
     return lambda shape, name: progress.update(task, description=f"{shape_text(shape)} {name}", advance=1)
+
+
+@contextlib.contextmanager
+def step_progress(total: int) -> Iterator[Callable[[str, int], None]]:
+    """What trainings of ``total`` steps each call with their name after each step: a bar, or lines where there is no terminal."""
+    with _progress() as progress:
+        task = progress.add_task("building", total=total)
+        shown = time.monotonic()
+
+        def on_step(name: str, step: int) -> None:
+            nonlocal shown
+            now = time.monotonic()
+            if step not in (1, total) and now - shown < (LINE_S if progress.disable else REDRAW_S):
+                return
+            shown = now
+            if progress.disable:
+                print(f"{name}: step {step} of {total}", file=sys.stderr)
+            progress.update(task, description=name, completed=step)
+
+        yield on_step
 
 
 def _where(environment: dict[str, Any]) -> str:

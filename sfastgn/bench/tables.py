@@ -314,15 +314,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON files (default: benchmarks)")
     options = parser.parse_args(arguments)
     path = options.write or options.check
+    # An empty folder has no results yet; one that is not there is somewhere else.
+    if not options.results.is_dir():
+        print(f"tables: --results: there is no folder {str(options.results)!r} here", file=sys.stderr)
+        return 2
     try:
         old = path.read_text(encoding="utf-8")
         new = filled(old, options.results)
+        if options.write:
+            path.write_text(new, encoding="utf-8")
     except (OSError, ValueError) as error:
         print(f"tables: {path}: {error}", file=sys.stderr)
         return 2
-    if options.write:
-        path.write_text(new, encoding="utf-8")
-    elif new != old:
+    if options.check and new != old:
         print(f"tables: {path} is stale; run: python -m sfastgn.bench.tables --write {path}", file=sys.stderr)
         return 1
     return 0

@@ -123,7 +123,7 @@ def measure(config: BenchConfig, new_size: int, *, optimise: bool) -> tuple[Wait
 def _worker(
     config: BenchConfig, new_size: int, optimise: bool, cache: Path, folder: Path
 ) -> tuple[WaitRow, np.ndarray]:
-    """``measure`` in a fresh process. Raises RuntimeError with its last line where it fails."""
+    """``measure`` in a fresh process. Raises with its last line where it fails: WeightsError for bad input, else RuntimeError."""
     request = json.dumps({"config": asdict(config), "new_size": new_size, "optimise": optimise, "folder": str(folder)})
     done = subprocess.run(
         [sys.executable, "-m", __name__, "--worker", request],
@@ -132,7 +132,8 @@ def _worker(
         text=True,
     )
     if done.returncode:
-        raise RuntimeError((done.stderr.strip().splitlines() or ["no message"])[-1])
+        error = workloads.WeightsError if done.returncode == 2 else RuntimeError
+        raise error((done.stderr.strip().splitlines() or ["no message"])[-1])
     row = json.loads((folder / "row.json").read_text())
     return WaitRow(**row), np.load(folder / "image.npy")
 
@@ -181,7 +182,11 @@ def table(rows: Sequence[WaitRow], title: str) -> Table:
 
 
 def _work(request: dict[str, Any]) -> None:
-    row, image = measure(BenchConfig(**request["config"]), request["new_size"], optimise=request["optimise"])
+    try:
+        row, image = measure(BenchConfig(**request["config"]), request["new_size"], optimise=request["optimise"])
+    except workloads.WeightsError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
     folder = Path(request["folder"])
     np.save(folder / "image.npy", image)
     (folder / "row.json").write_text(json.dumps(asdict(row)))
@@ -218,17 +223,20 @@ def main(doc: str | None, arguments: Sequence[str] | None = None) -> None:
             model=given.model, parts=["pipeline"], size=given.size, steps=given.steps, dtype=given.dtype,
             device=given.device, weights=given.weights, repeats=1,
         )  # fmt: skip
-        new_size = options.image_size("--new-size", given.new_size or config.size * 3 // 32 * 8)
+        new_size = config.size * 3 // 32 * 8 if given.new_size is None else given.new_size
+        options.image_size("--new-size", new_size)
         path = options.json_path("--json", given.json)
-    except options.OptionError as error:
+        rows = run(config, new_size)
+    except (options.OptionError, workloads.WeightsError) as error:
         scripting.refuse(error)
-    rows = run(config, new_size)
     title = f"{config.model} pipeline, {config.size}x{config.size}, {config.steps} steps, then {new_size}x{new_size}, {config.dtype}"
     out.print(table(rows, f"{title} on {config.device}"))
     out.print(f"correctness gate, before any time: {workloads.gate_text(config)}", style="dim")
     if path is not None:
-        where = environment(config.torch_device, {"cudnn.benchmark": torch.backends.cudnn.benchmark})
-        described = {**end_to_end.describe([config]), "new_size": new_size}
+        tries = torch.backends.cudnn.benchmark  # not what `sfastgn bench` would have set: the processes leave it alone
+        (part,) = end_to_end.describe([config])["parts"]
+        described = {"parts": [{**part, "cudnn_benchmark": tries}], "new_size": new_size}
+        where = environment(config.torch_device, {"cudnn.benchmark": tries})
         end_to_end.write_json(path, end_to_end.document("warm_up", where, described, rows))
         out.print(f"wrote {path}", style="dim", soft_wrap=True)
     sys.exit(1 if any(row.status != end_to_end.OK for row in rows) else 0)

@@ -235,14 +235,28 @@ def test_write_then_check(tmp_path: Path) -> None:
 def test_slots_that_cannot_be_filled(text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     readme = tmp_path / "README.md"
     readme.write_text(text)
-    assert tables.main(["--write", str(readme)]) == 2
+    assert tables.main(["--write", str(readme), "--results", str(tmp_path)]) == 2
     assert words in capsys.readouterr().err
     assert readme.read_text() == text
 
 
 def test_a_missing_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert tables.main(["--check", str(tmp_path / "none.md")]) == 2
+    assert tables.main(["--check", str(tmp_path / "none.md"), "--results", str(tmp_path)]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("arguments", [[], ["--results", "no"]], ids=["elsewhere", "misspelt"])
+@pytest.mark.parametrize("mode", ["--write", "--check"])
+def test_a_missing_folder_of_results_empties_no_table(
+    mode: str, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    readme = tmp_path / "README.md"
+    readme.write_text(SLOT)
+    assert tables.main([mode, str(readme), *arguments]) == 2
+    folder = arguments[-1] if arguments else "benchmarks"
+    assert capsys.readouterr().err == f"tables: --results: there is no folder {folder!r} here\n"
+    assert readme.read_text() == SLOT
 
 
 @pytest.mark.parametrize(("name", "slot"), [("README.md", "headline"), ("docs/benchmarks.md", "results")])

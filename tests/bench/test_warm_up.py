@@ -10,7 +10,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from sfastgn.bench import end_to_end, tables, warm_up
+from sfastgn.bench import architectures, end_to_end, tables, warm_up
 from sfastgn.bench.warm_up import WaitRow
 from sfastgn.bench.workloads import BenchConfig
 
@@ -63,6 +63,49 @@ def test_a_wrong_image_gets_no_time(which):
 def test_a_process_that_fails_says_why(tmp_path):
     with pytest.raises(RuntimeError, match="no-such-device"):
         warm_up._worker(dataclasses.replace(CONFIG, device="no-such-device"), 48, False, tmp_path, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        pytest.param(("--new-size", "0"), "--new-size: must be a positive multiple of 8", id="new-size"),
+        pytest.param(("--weights", "no/such"), "--weights: no configuration of a UNet in 'no/such'", id="weights"),
+        pytest.param(("--json", "/proc/x.json"), "--json: cannot write a file at '/proc/x.json'", id="json"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, words, monkeypatch, capsys):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # no test may need the network
+    monkeypatch.setattr("sys.argv", ["time_warm_up.py"])
+    with pytest.raises(SystemExit) as caught:
+        warm_up.main("doc", ("--model", "tiny", "--device", "cpu", *arguments))
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"time_warm_up.py: {words}")
+    assert error.count("\n") == 1
+
+
+def test_weights_that_cannot_be_loaded_are_one_line(tmp_path, monkeypatch, capsys):
+    (tmp_path / "unet").mkdir()
+    (tmp_path / "unet" / "config.json").write_text(json.dumps(architectures.UNETS["tiny"]))  # and nothing else
+    monkeypatch.setattr("sys.argv", ["time_warm_up.py"])
+    with pytest.raises(SystemExit) as caught:
+        warm_up.main("doc", ("--model", "tiny", "--device", "cpu", "--weights", str(tmp_path)))
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"time_warm_up.py: --weights: cannot load '{tmp_path}'")
+    assert error.count("\n") == 1
+
+
+def test_the_json_says_that_cudnn_tries_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(warm_up, "run", lambda config, new_size: [dataclasses.replace(ROW, variant="eager")])
+    path = tmp_path / "out.json"
+    with pytest.raises(SystemExit) as caught:
+        warm_up.main("doc", ("--model", "tiny", "--device", "cpu", "--json", str(path)))
+    assert caught.value.code == 0
+    content = json.loads(path.read_text())
+    (part,) = content["config"]["parts"]
+    assert part["cudnn_benchmark"] is content["environment"]["switches"]["cudnn.benchmark"] is False
+    assert content["config"]["new_size"] == 48
 
 
 def test_markdown(tmp_path: Path):

@@ -1,0 +1,68 @@
+"""Options checked before any work: above all, places that can be written later, of which the check leaves no trace."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from sfastgn.bench import options
+from sfastgn.bench.options import OptionError
+
+
+def test_a_new_file_is_not_made_but_its_folder_is(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "folder" / "out.json"
+    assert options.json_path("--json", path) == path
+    assert path.parent.is_dir()
+    assert not list(path.parent.iterdir())
+
+
+def test_an_old_file_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    path.write_text("old")
+    os.utime(path, (1, 1))
+    options.json_path("--json", path)
+    assert (path.read_text(), path.stat().st_mtime) == ("old", 1)
+
+
+def test_a_link_that_leads_nowhere_yet_stays_one(tmp_path: Path) -> None:
+    link = tmp_path / "link.json"
+    link.symlink_to(tmp_path / "folder" / "out.json")
+    options.json_path("--json", link)
+    assert link.is_symlink()
+    assert not link.exists()
+
+
+def test_a_pipe_is_not_opened(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    options.json_path("--json", pipe)  # opening it would wait for a reader
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        pytest.param("/proc/x.json", "No such file or directory", id="no-new-files"),
+        pytest.param("/proc/x/y.json", "No such file or directory", id="no-new-folders"),
+        pytest.param("/proc/version", ".+", id="read-only"),
+        pytest.param("/", "Is a directory", id="folder"),
+        pytest.param(f"{__file__}/out.json", "File exists|Not a directory", id="parent-is-a-file"),
+        pytest.param(f"/tmp/{'x' * 300}.json", "File name too long", id="long-name"),
+    ],
+)
+def test_no_place_for_a_file(path: str, why: str) -> None:
+    with pytest.raises(OptionError, match=rf"^--json: cannot write a file at '{path}': ({why})$"):
+        options.json_path("--json", Path(path))
+
+
+def test_a_folder_for_pictures(tmp_path: Path) -> None:
+    folder = tmp_path / "new"
+    assert options.folder_path("--output", folder, ("a.png",)) == folder
+    assert folder.is_dir()
+    assert not list(folder.iterdir())
+    (folder / "a.png").mkdir()
+    with pytest.raises(OptionError, match=rf"^--output: cannot write a file at '{folder}/a.png': Is a directory$"):
+        options.folder_path("--output", folder, ("b.png", "a.png"))
+    with pytest.raises(OptionError, match=r"^--output: '.*' is not a folder$"):
+        options.folder_path("--output", Path(__file__, "folder"), ("a.png",))

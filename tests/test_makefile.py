@@ -1,0 +1,48 @@
+"""``make bench`` with commands that only say how they were called: it makes every file of results that is committed."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "h200"
+
+
+def calls_of_bench(folder: Path) -> list[list[str]]:
+    """The arguments of each command of the target that writes JSON."""
+    bin_folder, log = folder / "venv" / "bin", folder / "log"
+    bin_folder.mkdir(parents=True)
+    for name in ("python", "sfastgn"):
+        (bin_folder / name).write_text(f'#!/bin/bash\nprintf "%q " "$@" >> {log}; echo >> {log}\n')
+        (bin_folder / name).chmod(0o755)
+    (folder / "venv" / ".installed").touch()  # newer than what it is made of
+    command = ["make", "bench", f"VENV={folder / 'venv'}", f"RESULTS={folder}"]
+    # What the tests' own make was called with is not for this one.
+    environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS")}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return [call for line in log.read_text().splitlines() if "--json" in (call := shlex.split(line))]
+
+
+def files_of(call: list[str]) -> set[str]:
+    """Names of what a call writes: one file for each of several dtypes."""
+    path = Path(call[call.index("--json") + 1])
+    dtypes = call[call.index("--dtype") + 1].split(",") if "--dtype" in call else []
+    return {f"{path.stem}_{dtype}.json" for dtype in dtypes} if len(dtypes) > 1 else {path.name}
+
+
+def test_bench_makes_every_committed_file(tmp_path: Path) -> None:
+    made = [name for call in calls_of_bench(tmp_path) for name in files_of(call)]
+    assert len(made) == len(set(made))
+    # Others' published times; and a file that no table needs any more.
+    committed = {path.name for path in RESULTS.glob("*.json") if not path.stem.endswith("_quoted")} - {"vae_1024.json"}
+    assert committed - set(made) == set()
+
+
+def test_the_training_script_names_the_file_of_the_target() -> None:
+    text = (ROOT / "scripts" / "time_training.py").read_text(encoding="utf-8")
+    assert "--json benchmarks/h200/train_sdxl.json" in text
+    assert "/train_sdxl.json" in (ROOT / "Makefile").read_text(encoding="utf-8")
