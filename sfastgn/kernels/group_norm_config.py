@@ -38,6 +38,7 @@ _SMALL_MAX_ELEMENTS, _SMALL_MAX_ELEMENTS_OF_LONG_ROWS, _SMALL_LONG_ROW = 16384, 
 _SMALL_BACKWARD_MAX_ELEMENTS = 4096
 # How many of them a warp has: forward and channels-last, by how many there are (up to so many, these), and elsewhere.
 _SMALL_PER_WARP, _SMALL_OTHER_PER_WARP = ((4096, 512), (8192, 1024), (32768, 2048)), 1024
+_SMALL_MAX_PER_WARP = 2048
 # Channels from which on a tile of their own is read in 16-byte loads, in 16 bits.
 _SMALL_MIN_TAIL = 8
 _STATISTICS_WARPS = 4
@@ -162,8 +163,12 @@ def launch_config(
     elements = small.lanes * small.num_warps * small.steps * small.block + next_power_of_2(HW) * small.tail
     long_rows = channels_last and small.channels * itemsize >= _SMALL_LONG_ROW
     largest = _SMALL_MAX_ELEMENTS_OF_LONG_ROWS if long_rows else _SMALL_MAX_ELEMENTS
-    # Offsets within a sample are 32-bit in there.
-    if elements <= (_SMALL_BACKWARD_MAX_ELEMENTS if backward else largest) and C * HW < 2**31:
+    # Channels-first, a warp has whole channels: a few long ones would not fit into its registers. Offsets within a sample are 32-bit.
+    fits = (
+        elements <= (_SMALL_BACKWARD_MAX_ELEMENTS if backward else largest)
+        and elements <= small.num_warps * _SMALL_MAX_PER_WARP
+    )
+    if fits and C * HW < 2**31:
         return small
     kind = "backward" if backward else "read"
     statistics = statistics_config(N, C, HW, channels_last, num_sms, kind=kind)

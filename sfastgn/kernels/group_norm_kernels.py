@@ -77,10 +77,13 @@ if triton is not None:
     @triton.jit
     def _tile_sum(d, EACH_CHANNEL: tl.constexpr):
         """Over a whole (lanes, warps, steps, block) tile, or over all of it but the block."""
+        # One return: Triton 3.6 gives those of both branches one type.
         if EACH_CHANNEL:
             d = tl.sum(tl.sum(d, STEP_AXIS, keep_dims=True), LANE_AXIS, keep_dims=True)
-            return tl.sum(d, 1, keep_dims=True)
-        return tl.sum(_flat(d), 0)
+            d = tl.sum(d, 1, keep_dims=True)
+        else:
+            d = tl.sum(_flat(d), 0)
+        return d
 
     @triton.jit
     def _in_warps(d):

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 __all__ = ["Call", "Unsupported", "clone_of", "global_state", "static_copy"]
 
@@ -27,6 +28,10 @@ _SWITCHES: tuple[Callable[[], Any], ...] = tuple(
     )
 )
 _sdp_priority_order: Callable[[], Any] = getattr(torch._C, "_get_sdp_priority_order", tuple)
+_INITIAL_ORDER = tuple(_sdp_priority_order())
+_CUDNN = SDPBackend.CUDNN_ATTENTION.value
+# PyTorch itself puts cuDNN first, at the first attention on a GPU for which it is fast.
+_UNTOUCHED_ORDERS = (_INITIAL_ORDER, (_CUDNN, *(backend for backend in _INITIAL_ORDER if backend != _CUDNN)))
 
 
 class Unsupported(Exception):  # noqa: N818  # not an error: the call runs without a graph
@@ -201,7 +206,7 @@ def global_state(device: torch.device) -> tuple[Any, ...]:
         torch._C._get_mem_efficient_sdp_enabled(),
         torch._C._get_math_sdp_enabled(),
         torch._C._get_cudnn_sdp_enabled(),
-        tuple(_sdp_priority_order()),
+        None if (order := tuple(_sdp_priority_order())) in _UNTOUCHED_ORDERS else order,
         *[switch() for switch in _SWITCHES],
     )
 

@@ -64,6 +64,8 @@ SHAPES = [
 ]
 # Enough of large groups that the backward walks through each.
 WALKED = (34, 512, 56, 56)
+# Groups of one channel each, small and split.
+ONE_CHANNEL = [(2, 64, 16, 16), (2, 64, 128, 128)]
 # The two ways. On the oldest and on the H200's capability every shape, on the rest these only.
 REPRESENTATIVE = [(2, 1280, 8, 8), (2, 320, 64, 64)]
 # Tokens of a UNet, of a text encoder, rows that are far too short or too long for a warp, and the longest that stay in registers.
@@ -90,7 +92,11 @@ def cases(capability: int) -> list[tuple[tuple[int, ...], torch.dtype, str]]:
     ]
     if capability in (75, 90):
         found += [(split, torch.float32, "channels_last"), (split, torch.float16, "channels_first")]
+    found += [
+        (shape, torch.float16, "one_channel") for shape in (ONE_CHANNEL if capability in (75, 90) else ONE_CHANNEL[:1])
+    ]
     if capability == 90:
+        found += [(small, torch.float16, "autocast"), (ONE_CHANNEL[0], torch.float32, "one_channel")]
         found += [(split, torch.bfloat16, "channels_last"), (small, torch.float16, "channels_first")]
         found += [(WALKED, dtype, "walked") for dtype in (torch.float32, torch.float16)]
         # Rows that are no whole number of tiles.
@@ -124,6 +130,7 @@ def launches(shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> Iterato
     with mock.patch.object(Launch, "__call__", lambda self, stream, *tensors: made.append((self, tensors))):
         kinds = {
             "tokens": layer_norms, "gated": gated, "few_rows": few_rows, "attention": attention, "wide": attended, "walked": walked,
+            "one_channel": instance_norms, "autocast": fp32_results,
         }  # fmt: skip
         kinds.get(layout, group_norms)(shape, dtype, layout, made)
     yield from made
@@ -198,6 +205,20 @@ def group_norms(shape: tuple[int, ...], dtype: torch.dtype, layout: str, made: l
     group_norm_grads(
         dy, x, mean, rstd, (weight, weight, None, None, None), 32, 1e-5, "silu", False, (True,) * 3 + (False,) * 3
     )
+
+
+def instance_norms(shape: tuple[int, ...], dtype: torch.dtype, layout: str, made: list[Any]) -> None:
+    weight, mean = torch.empty(shape[1], dtype=dtype), torch.empty(shape[:2])
+    for memory_format in (torch.channels_last, torch.contiguous_format):
+        x = torch.empty(shape, dtype=dtype, memory_format=memory_format)
+        sfastgn.group_norm(x, shape[1], weight, weight, activation="silu")
+        params, wanted = (weight, weight, None, None, None), (True,) * 3 + (False,) * 3
+        group_norm_grads(x, x, mean, mean, params, shape[1], 1e-5, "silu", False, wanted)
+
+
+def fp32_results(shape: tuple[int, ...], dtype: torch.dtype, layout: str, made: list[Any]) -> None:
+    x = torch.empty(shape, dtype=dtype, memory_format=torch.channels_last)
+    torch.ops.sfastgn.group_norm(x, 32, None, None, 1e-5, "silu", None, None, None, None, False, torch.float32)
 
 
 def walked(shape: tuple[int, ...], dtype: torch.dtype, layout: str, made: list[Any]) -> None:

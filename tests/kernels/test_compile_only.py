@@ -44,7 +44,8 @@ def test_kernels_compile_and_do_not_spill(capability):
     # Programmatic dependent launch is an instruction that older GPUs do not have.
     assert {row["pdl"] for row in rows} == {row.get("launch_pdl", False) for row in rows} == {capability >= 90}
     # A scalar a warp, and what the compiler reserves. A row of channels a warp made the three launches up to 2.7 times as slow.
-    assert all(row["shared"] <= 1024 for row in rows if row["kernel"] == "merge_kernel")
+    merges = [row for row in rows if row["kernel"] == "merge_kernel" and row["layout"] != "one_channel"]
+    assert all(row["shared"] <= 1024 for row in merges)
     # Channels-first kernels loaded element by element where the compiler was not told that rows begin at multiples of 16 bytes.
     streaming = {"_statistics_kernel", "apply_kernel", "sums_kernel", "apply_grad_kernel", "walk_grad_kernel"}
     narrow = [

@@ -224,6 +224,23 @@ def test_groups_a_little_over_a_power_of_2_are_two_tiles(sizes, channels_last, i
 
 
 @pytest.mark.parametrize(
+    ("sizes", "groups", "small"),
+    [
+        pytest.param((2, 64, 2048), 64, True, id="2048-positions-a-warp"),
+        pytest.param((2, 64, 4096), 64, False, id="4096-positions-a-warp"),
+        pytest.param((2, 256, 4096), 64, False, id="four-channels-four-warps"),
+        pytest.param((2, 512, 1024), 32, True, id="sixteen-channels"),
+    ],
+)
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_a_warp_has_no_more_of_long_channels_than_fits(sizes, groups, small, backward):
+    """Channels-first, where it has whole ones: 4096 elements spilled 2 KB a thread, 16384 spilled 12."""
+    if backward and sizes[1] // groups * sizes[2] > 4096:
+        pytest.skip("too large for one program in any case")
+    assert isinstance(launch_config(*sizes, groups, False, 132, backward=backward), SmallConfig) is small
+
+
+@pytest.mark.parametrize(
     ("module", "name"),
     [
         pytest.param(group_norm_kernels, "small_kernel", id="small"),

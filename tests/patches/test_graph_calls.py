@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import sfastgn
 from sfastgn.bench.architectures import build_controlnet, build_vae, unet_inputs
 from sfastgn.bench.pipelines import build_pipeline
-from sfastgn.patches import cuda_graphs
+from sfastgn.patches import cuda_graphs, graph_call
 from sfastgn.patches.graph_call import global_state
 from tests.patches.graph_cases import DEVICES, agree, lora, make, optimized, run, state
 from tests.patches.graph_tape import TapeBackend
@@ -234,6 +234,17 @@ def test_calls_under_other_switches_are_of_another_kind(switch):
         assert other != before
         hash(other)
     assert global_state(torch.device("cuda")) == before
+
+
+def test_cudnn_first_by_pytorch_itself_is_no_change(monkeypatch):
+    """It reorders the backends at the first attention of a process, which may be the first call's."""
+    unet, stock, inputs = make()
+    initial = graph_call._INITIAL_ORDER
+    orders = iter([initial, *[(3, *(b for b in initial if b != 3))] * 5])
+    monkeypatch.setattr(graph_call, "_sdp_priority_order", lambda: next(orders))
+    for _ in range(3):
+        agree(run(unet, inputs), run(stock, inputs))
+    assert (state(unet).captured, state(unet).replays) == (1, 2)
 
 
 def test_the_newer_switch_of_tf32():
