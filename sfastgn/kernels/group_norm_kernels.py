@@ -39,7 +39,7 @@ if triton is not None:
         multiple_of,
     )
 
-__all__ = ["apply_kernel", "channel_affine", "merge_kernel", "small_kernel"]
+__all__ = ["apply_kernel", "channel_affine", "channels_kernel", "merge_kernel", "small_kernel"]
 
 # --- kernels ------------------------------------------------------------------------------------------------------------------
 
@@ -75,15 +75,9 @@ if triton is not None:
         return tl.reshape(d, (d.shape[0] * d.shape[1] * d.shape[2] * d.shape[3],))
 
     @triton.jit
-    def _tile_sum(d, EACH_CHANNEL: tl.constexpr):
-        """Over a whole (lanes, warps, steps, block) tile, or over all of it but the block."""
-        # One return: Triton 3.6 gives those of both branches one type.
-        if EACH_CHANNEL:
-            d = tl.sum(tl.sum(d, STEP_AXIS, keep_dims=True), LANE_AXIS, keep_dims=True)
-            d = tl.sum(d, 1, keep_dims=True)
-        else:
-            d = tl.sum(_flat(d), 0)
-        return d
+    def _tile_sum(d):
+        """Over a whole (lanes, warps, steps, block) tile."""
+        return tl.sum(_flat(d), 0)
 
     @triton.jit
     def _in_warps(d):
@@ -116,10 +110,10 @@ if triton is not None:
     @triton.jit
     def _small_tile(
         x_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr, ada_shift_ptr, shift_stride, ada_scale_stride, ada_shift_stride,
-        n, group_c, first_c, HW, C: tl.constexpr, CHANNELS: tl.constexpr, EACH_CHANNEL: tl.constexpr, CHANNELS_LAST: tl.constexpr,
-        OUT_LAST: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
+        n, group_c, first_c, HW, C: tl.constexpr, CHANNELS: tl.constexpr, CHANNELS_LAST: tl.constexpr, OUT_LAST: tl.constexpr,
+        LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        """(x less the pivot, pivot, scale, offset, mask, channels, which of them exist, offsets in y) of ``CHANNELS`` from ``first_c``."""
+        """(x less the pivot, pivot, scale, offset, mask, offsets in y) of ``CHANNELS`` channels from ``first_c``."""
         outer = (along_steps(STEPS) * WARPS + along_warps(WARPS)) * LANES + along_lanes(LANES)
         inner = along_block(BLOCK)
         row = outer if CHANNELS_LAST else inner
@@ -132,33 +126,27 @@ if triton is not None:
         first = c * HW + row
         x = tl.load(x_ptr + base + (last if CHANNELS_LAST else first), mask=mask, other=0.0).to(tl.float32)
         # Sums are of differences from the first element: rounded at the size of the deviations, not of the data.
-        if EACH_CHANNEL:
-            pivot = tl.load(x_ptr + base + c, mask=in_range, other=0.0).to(tl.float32)
-        else:
-            pivot = tl.load(x_ptr + base + group_c * (1 if CHANNELS_LAST else HW)).to(tl.float32)
+        pivot = tl.load(x_ptr + base + group_c * (1 if CHANNELS_LAST else HW)).to(tl.float32)
         d = x - pivot
         if shift_ptr is not None:
             shift = tl.load(shift_ptr + n * shift_stride + c, mask=in_range, other=0.0).to(tl.float32)
-            first_shift = shift
-            if not EACH_CHANNEL:
-                first_shift = tl.load(shift_ptr + n * shift_stride + group_c).to(tl.float32)
+            first_shift = tl.load(shift_ptr + n * shift_stride + group_c).to(tl.float32)
             d += shift - first_shift
             pivot += first_shift
         scale, offset = channel_affine(
             n, c, in_range, weight_ptr, bias_ptr, ada_scale_ptr, ada_shift_ptr, ada_scale_stride, ada_shift_stride
         )
-        return tl.where(mask, d, 0.0), pivot, scale, offset, mask, c, in_range, base + (last if OUT_LAST else first)
+        return tl.where(mask, d, 0.0), pivot, scale, offset, mask, base + (last if OUT_LAST else first)
 
     @triton.jit(do_not_specialize=[*_STRIDES, "HW", "eps"])
     def small_kernel(
         x_ptr, y_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr, ada_shift_ptr,
         shift_stride, ada_scale_stride, ada_shift_stride, HW, eps,
-        C: tl.constexpr, CHANNELS: tl.constexpr, EACH_CHANNEL: tl.constexpr, CHANNELS_LAST: tl.constexpr, OUT_LAST: tl.constexpr,
-        ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, PDL: tl.constexpr,
-        LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
+        C: tl.constexpr, CHANNELS: tl.constexpr, CHANNELS_LAST: tl.constexpr, OUT_LAST: tl.constexpr, ACTIVATION: tl.constexpr,
+        PAIRS: tl.constexpr, PDL: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
         TAIL: tl.constexpr, TAIL_LANES: tl.constexpr, TAIL_STEPS: tl.constexpr,
     ):  # fmt: skip
-        """``CHANNELS`` of a sample a program: a group, or channels that are normalised each by itself (``EACH_CHANNEL``).
+        """A group of ``CHANNELS`` a program.
 
         ``TAIL``: the last so many channels of a group are a tile of their own, where one tile would be a power of 2 too large.
         """
@@ -170,21 +158,21 @@ if triton is not None:
         group_c = part % PARTS * CHANNELS
         if PDL:
             gdc_wait()
-        d, pivot, scale, offset, mask, c, in_range, out = _small_tile(
+        d, pivot, scale, offset, mask, out = _small_tile(
             x_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr, ada_shift_ptr, shift_stride, ada_scale_stride, ada_shift_stride,
-            n, group_c, group_c, HW, C, CHANNELS - TAIL, EACH_CHANNEL, CHANNELS_LAST, OUT_LAST, LANES, WARPS, STEPS, BLOCK,
+            n, group_c, group_c, HW, C, CHANNELS - TAIL, CHANNELS_LAST, OUT_LAST, LANES, WARPS, STEPS, BLOCK,
         )  # fmt: skip
         if TAIL:
-            tail_d, _, tail_scale, tail_offset, tail_mask, _, _, tail_out = _small_tile(
+            tail_d, _, tail_scale, tail_offset, tail_mask, tail_out = _small_tile(
                 x_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr, ada_shift_ptr, shift_stride, ada_scale_stride, ada_shift_stride,
-                n, group_c, group_c + (CHANNELS - TAIL), HW, C, TAIL, False, CHANNELS_LAST, OUT_LAST, TAIL_LANES, WARPS, TAIL_STEPS, TAIL,
+                n, group_c, group_c + (CHANNELS - TAIL), HW, C, TAIL, CHANNELS_LAST, OUT_LAST, TAIL_LANES, WARPS, TAIL_STEPS, TAIL,
             )  # fmt: skip
-        share = 1 / (HW * (1 if EACH_CHANNEL else CHANNELS)).to(tl.float32)
+        share = 1 / (HW * CHANNELS).to(tl.float32)
         # fma is explicit: ptxas would contract product and difference here, but not where the mean is stored too: other bits.
-        if EACH_CHANNEL or (EXACT and not TAIL):
-            total = _tile_sum(d, EACH_CHANNEL)
+        if EXACT and not TAIL:
+            total = _tile_sum(d)
             d = tl.where(mask, tl.fma(total, -share, d), 0.0)
-            variance = _tile_sum(d * d, EACH_CHANNEL) * share
+            variance = _tile_sum(d * d) * share
         else:
             if TAIL:
                 sums, squares = _in_warps(d) + _in_warps(tail_d), _in_warps(d * d) + _in_warps(tail_d * tail_d)
@@ -201,16 +189,62 @@ if triton is not None:
             if EXACT:
                 again = True
             if again:
-                variance = _tile_sum(d * d, False) * share
+                variance = _tile_sum(d * d) * share
                 if TAIL:
-                    variance += _tile_sum(tail_d * tail_d, False) * share
+                    variance += _tile_sum(tail_d * tail_d) * share
         rstd = inverse_deviation(variance, eps)
-        _save(mean_ptr, rstd_ptr, tl.fma(total, share, pivot), rstd, part, n * C + c, in_range, EACH_CHANNEL)
+        _save(mean_ptr, rstd_ptr, tl.fma(total, share, pivot), rstd, part, part, None, False)
         y = activate(d * (scale * rstd) + offset, ACTIVATION, PAIRS)
         tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=mask)
         if TAIL:
             tail_y = activate(tail_d * (tail_scale * rstd) + tail_offset, ACTIVATION, PAIRS)
             tl.store(y_ptr + tail_out, tail_y.to(y_ptr.dtype.element_ty), mask=tail_mask)
+
+    @triton.jit
+    def _channel_sum(d):
+        """Over a (lanes, warps, steps, block) tile, but for the block, which are channels."""
+        d = tl.sum(d, STEP_AXIS, keep_dims=True)
+        return tl.sum(tl.sum(d, LANE_AXIS, keep_dims=True), 1, keep_dims=True)
+
+    @triton.jit(do_not_specialize=[*_STRIDES, "HW", "eps"])
+    def channels_kernel(
+        x_ptr, y_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr, ada_shift_ptr,
+        shift_stride, ada_scale_stride, ada_shift_stride, HW, eps,
+        C: tl.constexpr, CHANNELS: tl.constexpr, CHANNELS_LAST: tl.constexpr, OUT_LAST: tl.constexpr, ACTIVATION: tl.constexpr,
+        PAIRS: tl.constexpr, PDL: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        """``CHANNELS`` of a sample a program, channels-last; each is normalised by itself."""
+        PARTS: tl.constexpr = (C + CHANNELS - 1) // CHANNELS
+        part = tl.program_id(0)
+        n = (part // PARTS).to(tl.int64)
+        first_c = part % PARTS * CHANNELS
+        row = (along_steps(STEPS) * WARPS + along_warps(WARPS)) * LANES + along_lanes(LANES)
+        j = along_block(BLOCK)
+        c = first_c + j
+        in_range = (j < CHANNELS) & (c < C)
+        mask = (row < HW) & in_range
+        base = n * HW * C
+        last = row * C + c
+        if PDL:
+            gdc_wait()
+        x = tl.load(x_ptr + base + last, mask=mask, other=0.0).to(tl.float32)
+        # Sums are of differences from the first element: rounded at the size of the deviations, not of the data.
+        pivot = tl.load(x_ptr + base + c, mask=in_range, other=0.0).to(tl.float32)
+        d = x - pivot
+        if shift_ptr is not None:
+            d += tl.load(shift_ptr + n * shift_stride + c, mask=in_range, other=0.0).to(tl.float32)
+        scale, offset = channel_affine(
+            n, c, in_range, weight_ptr, bias_ptr, ada_scale_ptr, ada_shift_ptr, ada_scale_stride, ada_shift_stride
+        )
+        share = 1 / HW.to(tl.float32)
+        d = tl.where(mask, d, 0.0)
+        total = _channel_sum(d)
+        # Explicit: ptxas would contract product and difference here, but not where the mean is stored too, and other bits come out.
+        d = tl.where(mask, tl.fma(total, -share, d), 0.0)
+        rstd = inverse_deviation(_channel_sum(d * d) * share, eps)
+        _save(mean_ptr, rstd_ptr, tl.fma(total, share, pivot), rstd, part, n * C + c, in_range, True)
+        y = activate(d * (scale * rstd) + offset, ACTIVATION, PAIRS)
+        tl.store(y_ptr + base + last, y.to(y_ptr.dtype.element_ty), mask=mask)
 
     @triton.jit
     def _partials(base, plane, start, chunks, rows, HW, c, in_range, shift, C: tl.constexpr, BLOCK_P: tl.constexpr):
@@ -237,9 +271,9 @@ if triton is not None:
     ):  # fmt: skip
         """Chan's formula over the channels and chunks of a group: statistics -> (scale, offset, mean) of each of its channels.
 
-        ``CHANNELS`` and ``EACH_CHANNEL`` as in ``small_kernel``. ``FOLD`` puts the mean into the offset, which saves the apply pass an
-        instruction and costs the last bits where the mean is large beside the deviation: for 16-bit x, whose own last bits are
-        larger. ``COMPLETE``: x is, when this kernel starts.
+        ``CHANNELS`` of a sample a program: a group, or groups of one channel (``EACH_CHANNEL``). ``FOLD`` puts the mean into the offset,
+        which saves the apply pass an instruction and costs the last bits where the mean is large beside the deviation: for 16-bit x,
+        whose own last bits are larger. ``COMPLETE``: x is, when this kernel starts.
         """
         PARTS: tl.constexpr = (C + CHANNELS - 1) // CHANNELS
         part = tl.program_id(0)

@@ -84,12 +84,14 @@ class _Plan:
         N, C = x.shape[:2]
         pdl = has_programmatic_launch(x.device)
         constants = {
-            "C": C, "CHANNELS": config.channels, "EACH_CHANNEL": config.each_channel, **how, "PDL": pdl,
+            "C": C, "CHANNELS": config.channels, **how, "PDL": pdl,
             "LANES": config.lanes, "WARPS": config.num_warps, "STEPS": config.steps, "BLOCK": config.block,
-            "TAIL": config.tail, "TAIL_LANES": config.tail_lanes, "TAIL_STEPS": config.tail_steps,
         }  # fmt: skip
+        if not config.each_channel:
+            constants |= {"TAIL": config.tail, "TAIL_LANES": config.tail_lanes, "TAIL_STEPS": config.tail_steps}
         programs = N * ceil_div(C, config.channels)
-        self.small = Launch(kernels.small_kernel, programs, numbers, constants, config.num_warps, pdl=pdl)
+        kernel = kernels.channels_kernel if config.each_channel else kernels.small_kernel
+        self.small = Launch(kernel, programs, numbers, constants, config.num_warps, pdl=pdl)
 
     def _plan_apply(self, x: Tensor, HW: int, numbers: tuple[int, ...], layout: dict[str, Any], fold: bool) -> None:
         N, C = x.shape[:2]

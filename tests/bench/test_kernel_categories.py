@@ -298,7 +298,9 @@ def test_the_packages_kernels_are_found_with_a_category() -> None:
     assert not without, f"say in kernel_categories._OWN_FILES what the kernels of a new file are: {without}"
 
 
-@pytest.mark.parametrize("name", ["apply_kernel", "small_kernel", "merge_kernel", "_statistics_kernel", "_rows_kernel"])
+@pytest.mark.parametrize(
+    "name", ["apply_kernel", "small_kernel", "channels_kernel", "merge_kernel", "_statistics_kernel", "_rows_kernel"]
+)
 def test_kernels_of_norms_are_normalisation(name: str) -> None:
     pytest.importorskip("triton")
     assert category(name) == NORMALISATION

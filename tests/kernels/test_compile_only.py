@@ -17,7 +17,8 @@ SCRIPT = Path(__file__).with_name("compile_only.py")
 MAX_STACK_BYTES = 32
 MAX_REGISTERS = 255
 KERNELS = {
-    "small_kernel", "merge_kernel", "apply_kernel", "_statistics_kernel", "_statistics_kernel[add]", "_statistics_kernel[cat]",
+    "small_kernel", "channels_kernel", "merge_kernel", "apply_kernel",
+    "_statistics_kernel", "_statistics_kernel[add]", "_statistics_kernel[cat]",
     "_statistics_kernel[bias]", "_statistics_kernel[add alone]", "_statistics_kernel[cat alone]",
     "small_grad_kernel", "sums_kernel", "merge_sums_kernel", "apply_grad_kernel", "parameter_grad_kernel",
     "_rows_kernel", "_rows_kernel[add]", "_chunk_kernel", "_chunk_kernel[add]", "_merge_chunks_kernel", "_normalise_kernel",

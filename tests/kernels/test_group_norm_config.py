@@ -244,6 +244,7 @@ def test_a_warp_has_no_more_of_long_channels_than_fits(sizes, groups, small, bac
     ("module", "name"),
     [
         pytest.param(group_norm_kernels, "small_kernel", id="small"),
+        pytest.param(group_norm_kernels, "channels_kernel", id="channels"),
         pytest.param(group_norm_kernels, "merge_kernel", id="merge"),
         pytest.param(group_norm_kernels, "apply_kernel", id="apply"),
         pytest.param(statistics_kernels, "_statistics_kernel", id="statistics"),

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 
 import sfastgn
-from sfastgn.kernels import group_norm_config
 from sfastgn.kernels.group_norm_config import SplitConfig, launch_config
 from tests.kernels.gradients import check
 from tests.kernels.samples import BOUNDS, DEVICES, error, kernels, make, run, truth
@@ -96,12 +95,9 @@ def test_fp32_results_of_16_bits_keep_their_last_bits(shape, groups, device):
     assert error(y, truth(x, groups, weight, bias)) < 5e-7
 
 
-def test_samples_of_2_to_the_31_elements_are_not_small(monkeypatch):
-    sizes = (1, 2**19, 64 * 64)
-    assert isinstance(launch_config(*sizes, 2**19, False, 132), SplitConfig)
-    monkeypatch.setattr(group_norm_config, "_SMALL_MAX_ELEMENTS", 2**40)
-    assert isinstance(launch_config(*sizes, 2**19, False, 132), SplitConfig)
-    assert not isinstance(launch_config(1, 2**18, 64 * 64, 2**18, False, 132), SplitConfig)
+def test_samples_of_2_to_the_31_elements_are_not_small():
+    assert isinstance(launch_config(1, 2**20, 2048, 2**20, False, 132), SplitConfig)
+    assert not isinstance(launch_config(1, 2**19, 2048, 2**19, False, 132), SplitConfig)
 
 
 @pytest.mark.gpu
