@@ -51,9 +51,14 @@ class _Results:
 def _read(results: Path) -> _Results:
     runs = [*documents(results, "end_to_end"), *documents(results, "profile")]
     groups: dict[_Group, dict[str, Row]] = {}
+    timed: set[_Group] = set()  # by a run without a profile, which comes first: two runs' times are not mixed in a line
     for content in runs:
         rows = [Row(**values) for values in content["rows"]]
-        for row in _untouched(rows) if content["kind"] == "profile" else rows:
+        if content["kind"] == "profile":
+            rows = [row for row in _untouched(rows) if _group(vars(row)) not in timed]
+        else:
+            timed |= {_group(vars(row)) for row in rows}
+        for row in rows:
             groups.setdefault(_group(vars(row)), {})[row.variant] = row
     quoted, quotations = _quoted_times(results, groups)
     return _Results(dict(sorted(groups.items())), quoted, quotations, list(dict.fromkeys(map(source_line, runs))))

@@ -170,6 +170,17 @@ def test_runs_with_a_profiler_give_the_results_table_no_time_that_it_may_have_ch
     assert "77" not in text
 
 
+def test_a_run_without_a_profiler_stands_for_its_part(tmp_path: Path) -> None:
+    save(tmp_path, "a.json", [row("eager", None, median_ms=20.0), row("sfastgn", None, median_ms=5.0)], "end_to_end")
+    profiled = [row(name, breakdown(3.0), median_ms=90.0, graph_ms=80.0) for name in ("eager", "sfastgn", "compile")]
+    save(tmp_path, "b.json", [*profiled, row("sfastgn", breakdown(3.0), part="vae", median_ms=7.0)])
+    text = result_tables.results_markdown(tmp_path)
+    assert "5 (0.25x)" in text
+    assert "90" not in text
+    assert "80" not in text
+    assert "| VAE decode, SD1.5 512², batch 2, fp16 | - | - | 7 |" in text
+
+
 # ---- pictures
 
 
