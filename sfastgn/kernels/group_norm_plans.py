@@ -83,14 +83,15 @@ class _Plan:
     ) -> None:
         N, C = x.shape[:2]
         pdl = has_programmatic_launch(x.device)
+        tail = {"TAIL": config.tail, "TAIL_LANES": config.tail_lanes, "TAIL_STEPS": config.tail_steps}
+        kernel = kernels.small_kernel
+        if config.each_channel:  # channels-last
+            how, tail, kernel = {name: how[name] for name in ("ACTIVATION", "PAIRS")}, {}, kernels.channels_kernel
         constants = {
             "C": C, "CHANNELS": config.channels, **how, "PDL": pdl,
-            "LANES": config.lanes, "WARPS": config.num_warps, "STEPS": config.steps, "BLOCK": config.block,
+            "LANES": config.lanes, "WARPS": config.num_warps, "STEPS": config.steps, "BLOCK": config.block, **tail,
         }  # fmt: skip
-        if not config.each_channel:
-            constants |= {"TAIL": config.tail, "TAIL_LANES": config.tail_lanes, "TAIL_STEPS": config.tail_steps}
         programs = N * ceil_div(C, config.channels)
-        kernel = kernels.channels_kernel if config.each_channel else kernels.small_kernel
         self.small = Launch(kernel, programs, numbers, constants, config.num_warps, pdl=pdl)
 
     def _plan_apply(self, x: Tensor, HW: int, numbers: tuple[int, ...], layout: dict[str, Any], fold: bool) -> None:
