@@ -26,7 +26,7 @@ if triton is not None:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
     from sfastgn.kernels.activation_kernels import activation_grad
-    from sfastgn.kernels.group_norm_kernels import channel_affine
+    from sfastgn.kernels.group_norm_kernels import channel_affine, channel_sum
     from sfastgn.kernels.statistics_kernels import positions_of_channels, rows_of_channels
     from sfastgn.kernels.tiles import (
         LANE_AXIS,
@@ -59,11 +59,7 @@ if triton is not None:
     @triton.jit
     def _channel_sum(t, CHANNELS_LAST: tl.constexpr):
         """Over the positions of a (lanes, warps, steps, block) tile."""
-        if CHANNELS_LAST:
-            t = tl.sum(tl.sum(tl.sum(t, STEP_AXIS, keep_dims=True), LANE_AXIS, keep_dims=True), 1, keep_dims=True)
-        else:
-            t = tl.sum(t, 3, keep_dims=True)
-        return t
+        return channel_sum(t) if CHANNELS_LAST else tl.sum(t, 3, keep_dims=True)
 
     @triton.jit
     def _group_sum(t, EACH_CHANNEL: tl.constexpr):

@@ -159,7 +159,7 @@ def launch_config(
 
     ``itemsize``: bytes of an element of x.
     """
-    small = _small_config(C, HW, num_groups, channels_last, backward, channels_last and itemsize == 2 and not backward)
+    small = _small_config(C, HW, num_groups, channels_last, itemsize, backward)
     elements = small.lanes * small.num_warps * small.steps * small.block + next_power_of_2(HW) * small.tail
     long_rows = channels_last and small.channels * itemsize >= _SMALL_LONG_ROW
     largest = _SMALL_MAX_ELEMENTS_OF_LONG_ROWS if long_rows else _SMALL_MAX_ELEMENTS
@@ -216,13 +216,14 @@ def walk_config(
     )
 
 
-def _small_config(C: int, HW: int, num_groups: int, channels_last: bool, backward: bool, has_tail: bool) -> SmallConfig:
+def _small_config(C: int, HW: int, num_groups: int, channels_last: bool, itemsize: int, backward: bool) -> SmallConfig:
+    is_measured = channels_last and not backward  # what more than one tile, and other warps, were tried on
     each_channel = num_groups == C and channels_last
     channels = min(_EACH_CHANNEL_BLOCK, next_power_of_2(C)) if each_channel else C // num_groups
     sizes = next_power_of_2(channels), next_power_of_2(HW)
     outer, block = reversed(sizes) if channels_last else sizes
     tail = 0
-    if has_tail and not each_channel:
+    if is_measured and itemsize == 2 and not each_channel:
         # 40 channels are 32 and 8, not 64 of which 24 are computed for nothing.
         rest = channels - block // 2
         if _SMALL_MIN_TAIL <= rest == next_power_of_2(rest) and 4 * channels <= 3 * block:
@@ -230,7 +231,7 @@ def _small_config(C: int, HW: int, num_groups: int, channels_last: bool, backwar
     lanes = min(outer, max(1, _WARP_LOAD // block))
     elements = outer * (block + tail)
     per_warp = _SMALL_OTHER_PER_WARP
-    if channels_last and not backward:
+    if is_measured:
         per_warp = next((each for most, each in _SMALL_PER_WARP if elements <= most), _SMALL_PER_WARP[-1][1])
     num_warps = min(32, next_power_of_2(ceil_div(elements, per_warp)), outer // lanes)
     steps = outer // (lanes * num_warps)

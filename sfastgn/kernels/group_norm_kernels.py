@@ -39,7 +39,7 @@ if triton is not None:
         multiple_of,
     )
 
-__all__ = ["apply_kernel", "channel_affine", "channels_kernel", "merge_kernel", "small_kernel"]
+__all__ = ["apply_kernel", "channel_affine", "channel_sum", "channels_kernel", "merge_kernel", "small_kernel"]
 
 # --- kernels ------------------------------------------------------------------------------------------------------------------
 
@@ -97,15 +97,11 @@ if triton is not None:
         return tl.reduce((d, squares), 0, _add_pairs) if COMPILED else (tl.sum(d, 0), tl.sum(squares, 0))
 
     @triton.jit
-    def _save(mean_ptr, rstd_ptr, mean, rstd, group, channels, in_range, EACH_CHANNEL: tl.constexpr):
-        """Stores what the backward takes: for one group, or for channels that are groups."""
+    def _save(mean_ptr, rstd_ptr, mean, rstd, groups, mask):
+        """Stores what the backward takes."""
         if mean_ptr is not None:
-            if EACH_CHANNEL:
-                tl.store(mean_ptr + channels, mean, mask=in_range)
-                tl.store(rstd_ptr + channels, rstd, mask=in_range)
-            else:
-                tl.store(mean_ptr + group, mean)
-                tl.store(rstd_ptr + group, rstd)
+            tl.store(mean_ptr + groups, mean, mask=mask)
+            tl.store(rstd_ptr + groups, rstd, mask=mask)
 
     @triton.jit
     def _small_tile(
@@ -193,7 +189,7 @@ if triton is not None:
                 if TAIL:
                     variance += _tile_sum(tail_d * tail_d) * share
         rstd = inverse_deviation(variance, eps)
-        _save(mean_ptr, rstd_ptr, tl.fma(total, share, pivot), rstd, part, part, None, False)
+        _save(mean_ptr, rstd_ptr, tl.fma(total, share, pivot), rstd, part, None)
         y = activate(d * (scale * rstd) + offset, ACTIVATION, PAIRS)
         tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=mask)
         if TAIL:
@@ -201,7 +197,7 @@ if triton is not None:
             tl.store(y_ptr + tail_out, tail_y.to(y_ptr.dtype.element_ty), mask=tail_mask)
 
     @triton.jit
-    def _channel_sum(d):
+    def channel_sum(d):
         """Over a (lanes, warps, steps, block) tile, but for the block, which are channels."""
         d = tl.sum(d, STEP_AXIS, keep_dims=True)
         return tl.sum(tl.sum(d, LANE_AXIS, keep_dims=True), 1, keep_dims=True)
@@ -238,11 +234,11 @@ if triton is not None:
         )
         share = 1 / HW.to(tl.float32)
         d = tl.where(mask, d, 0.0)
-        total = _channel_sum(d)
+        total = channel_sum(d)
         # Explicit: ptxas would contract product and difference here, but not where the mean is stored too, and other bits come out.
         d = tl.where(mask, tl.fma(total, -share, d), 0.0)
-        rstd = inverse_deviation(_channel_sum(d * d) * share, eps)
-        _save(mean_ptr, rstd_ptr, tl.fma(total, share, pivot), rstd, part, n * C + c, in_range, True)
+        rstd = inverse_deviation(channel_sum(d * d) * share, eps)
+        _save(mean_ptr, rstd_ptr, tl.fma(total, share, pivot), rstd, n * C + c, in_range)
         y = activate(d * (scale * rstd) + offset, ACTIVATION, PAIRS)
         tl.store(y_ptr + base + last, y.to(y_ptr.dtype.element_ty), mask=mask)
 
@@ -315,7 +311,10 @@ if triton is not None:
                 m2 += part_m2 + d * d * w
         mean = total * share
         rstd = inverse_deviation(_merged(m2, EACH_CHANNEL) * share, eps)
-        _save(mean_ptr, rstd_ptr, mean + pivot, rstd, part, n * C + c, in_range, EACH_CHANNEL)
+        if EACH_CHANNEL:
+            _save(mean_ptr, rstd_ptr, mean + pivot, rstd, n * C + c, in_range)
+        else:
+            _save(mean_ptr, rstd_ptr, mean + pivot, rstd, part, None)
         scale *= rstd
         # x comes without the shift: the mean is taken of x + shift, so what is subtracted from x is mean - shift.
         centre = mean - to_pivot
