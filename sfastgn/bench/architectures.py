@@ -30,6 +30,7 @@ __all__ = [
     "build_vae",
     "check_model",
     "check_size",
+    "first_line",
     "load_unet_config",
     "randomise",
     "unet_difference",
@@ -177,8 +178,14 @@ def load_unet_config(weights: str) -> dict[str, Any]:
             warnings.simplefilter("ignore")  # diffusers asks the Hub's client with an argument that is gone
             return dict(UNet2DConditionModel.load_config(weights, subfolder="unet"))
     except Exception as error:  # whatever the client meets on the network, besides OSError
-        first = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
-        raise ValueError(f"no configuration of a UNet in {weights!r}: {type(error).__name__}: {first}") from error
+        raise ValueError(
+            f"no configuration of a UNet in {weights!r}: {type(error).__name__}: {first_line(error)}"
+        ) from error
+
+
+def first_line(error: Exception) -> str:
+    """What ``error`` says, in one line."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
 
 
 def unet_difference(config: Mapping[str, Any], model: str) -> str:

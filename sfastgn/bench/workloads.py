@@ -154,7 +154,7 @@ def load(option: str, weights: str, model: str | None, dtype: torch.dtype, devic
     try:
         return pipelines.load_pipeline(weights, model, dtype, device)
     except ValueError as error:
-        first = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
+        first = architectures.first_line(error)
         raise WeightsError(f"{option}: {first.removeprefix('load_pipeline: ')}") from error
 
 

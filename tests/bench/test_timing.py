@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import pytest
@@ -11,6 +10,26 @@ import torch
 from sfastgn.bench import timing
 
 CPU = torch.device("cpu")
+
+
+class Clock:
+    """Stands still but for those who sleep."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def perf_counter(self) -> float:
+        return self._now
+
+    def sleep(self, seconds: float) -> None:
+        self._now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(timing, "time", clock)
+    return clock
 
 
 @pytest.mark.parametrize(
@@ -32,9 +51,9 @@ def test_no_samples_is_an_error() -> None:
         timing.Timing.of([])
 
 
-def test_calls_are_counted_and_timed() -> None:
+def test_calls_are_counted_and_timed(clock: Clock) -> None:
     calls = []
-    result = timing.time_callable(lambda: (calls.append(1), time.sleep(0.01)), CPU, repeats=4, warmup=3)
+    result = timing.time_callable(lambda: (calls.append(1), clock.sleep(1 / 64)), CPU, repeats=4, warmup=3)
     assert len(calls) == 7
     assert result.repeats == 4
     assert result.median_ms > 9.0
@@ -51,8 +70,8 @@ def test_impossible_counts_are_errors(repeats: int, warmup: int, word: str) -> N
         timing.time_callable(lambda: None, CPU, repeats=repeats, warmup=warmup)
 
 
-def test_one_call_is_timed_and_its_result_returned() -> None:
-    seconds, result = timing.time_once(lambda: (time.sleep(0.02), "out")[1], CPU)
+def test_one_call_is_timed_and_its_result_returned(clock: Clock) -> None:
+    seconds, result = timing.time_once(lambda: (clock.sleep(0.02), "out")[1], CPU)
     assert result == "out"
     assert seconds > 0.019
 
@@ -97,9 +116,9 @@ def test_cold_sets(bytes_a_call: int, sets: int) -> None:
     ("cold", "expected"),
     [pytest.param(False, {"a"}, id="hot-reuses-one"), pytest.param(True, {"a", "b", "c"}, id="cold-rotates")],
 )
-def test_kernel_rounds(cold: bool, expected: set[str]) -> None:
+def test_kernel_rounds(cold: bool, expected: set[str], clock: Clock) -> None:
     seen: list[str] = []
-    call: Callable[[str], object] = lambda name: (seen.append(name), time.sleep(0.001))  # noqa: E731
+    call: Callable[[str], object] = lambda name: (seen.append(name), clock.sleep(0.001))  # noqa: E731
     microseconds = timing.time_kernel(call, ["a", "b", "c"], CPU, cold=cold, calls=4, repeats=2)
     assert set(seen) == expected
     assert len(seen) == 3 * 4  # one round of warm-up, two that count

@@ -217,11 +217,17 @@ def test_on_a_cpu_nothing_is_captured():
     assert state(unet).eager == {"there are no graphs on cpu": 1}
 
 
-def test_memory_of_graphs_is_given_up_where_it_is_short(monkeypatch):
-    unet, stock, inputs = make()
+def with_a_graph(stock, inputs):
+    """Another model, whose memory can be given up."""
     twin = optimized(copy.deepcopy(stock))
     for _ in range(2):
         run(twin, inputs)
+    return twin
+
+
+def test_memory_of_graphs_is_given_up_where_it_is_short(monkeypatch):
+    unet, stock, inputs = make()
+    twin = with_a_graph(stock, inputs)
     forward, calls = UNet2DConditionModel.forward, []
 
     def short(self, *args, **kwargs):
@@ -246,9 +252,7 @@ def test_memory_of_graphs_is_given_up_where_it_is_short(monkeypatch):
 def test_a_call_made_again_has_the_arguments_of_the_first(monkeypatch):
     """Both take from what they are given: a T2I-Adapter's residuals are popped from the caller's list."""
     unet, stock, inputs = make()
-    twin = optimized(copy.deepcopy(stock))
-    for _ in range(2):
-        run(twin, inputs)
+    twin = with_a_graph(stock, inputs)
     forward, failed = UNet2DConditionModel.forward, []
 
     def short(self, *args, **kwargs):
