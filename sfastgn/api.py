@@ -28,7 +28,8 @@ def optimize(obj: T, *, strict: bool = False, cuda_graphs: Literal["auto"] | boo
 
     Args:
         obj: a diffusers pipeline (every component with a GroupNorm or with diffusers' transformer blocks or parts of them: UNet, VAE,
-            ControlNets, ...) or any ``torch.nn.Module`` tree.
+            ControlNets, ...; and what the CPU does around them: a scheduler that waits for the GPU at each step without need, PNDM
+            and DDIM, the image processor, the pipeline's search for its device) or any ``torch.nn.Module`` tree.
         strict: raise instead of leaving out a module that cannot be fused.
         cuda_graphs: replay calls of UNets, ControlNets, VAEs and CLIP text encoders on a GPU as CUDA graphs. ``"auto"``: a call like
             none before runs as usual, the second of its kind is captured, and those after it are replayed; True: captured at the first;
@@ -64,6 +65,7 @@ def restore(obj: T) -> T:
     for root in roots.values():
         graphs.remove(root)
         patcher.undo(root)
+    patcher.undo_parts(_parts(obj))
     return obj
 
 
@@ -73,12 +75,12 @@ def optimized(obj: T, *, strict: bool = False, cuda_graphs: Literal["auto"] | bo
 
     A component that was optimised before stays so, and its graphs' mode is again what it was; the others are restored.
     """
-    before = _optimize("optimized", obj, strict, cuda_graphs)
+    before, parts = _optimize("optimized", obj, strict, cuda_graphs)
     try:
         yield obj
     finally:
         _refuse_in_ddp("optimized", obj, [was.root for was in before if was.is_stock])
-        _put_back(before)
+        _put_back(before, parts)
 
 
 def report(obj: Any) -> Report:
@@ -87,10 +89,11 @@ def report(obj: Any) -> Report:
     Raises TypeError if ``obj`` is neither a pipeline nor a module.
     """
     roots = _roots("report", obj, required=False)
+    findings = [(name or type(root).__name__, f) for name, root in roots.items() for f in patcher.inspect(root, name)]
+    findings += [(f.path, f) for f in patcher.inspect_parts(_parts(obj))]
     entries = tuple(
-        Entry(name or type(root).__name__, f.path, f.fusion.name, type(f.module).__name__, f.status, f.reason)
-        for name, root in roots.items()
-        for f in patcher.inspect(root, name)
+        Entry(component, f.path, f.fusion.name, type(f.module).__name__, f.status, f.reason)
+        for component, f in findings
     )
     found = [pair for name, root in roots.items() for pair in graphs.inspect(root, name)]
     pools: dict[int, int] = {}
@@ -127,7 +130,9 @@ def _before(root: nn.Module, findings: list[patcher.Finding]) -> _Before:
     return _Before(root, not (is_fused or modes or channels_last.converted_weights(root)), modes)
 
 
-def _put_back(before: list[_Before]) -> None:
+def _put_back(before: list[_Before], parts: dict[str, Any]) -> None:
+    """``parts``: those that were stock."""
+    patcher.undo_parts(parts)
     for was in before:
         if was.is_stock:
             graphs.remove(was.root)
@@ -140,7 +145,8 @@ def _put_back(before: list[_Before]) -> None:
             graphs.install(module, mode)
 
 
-def _optimize(call: str, obj: Any, strict: bool, cuda_graphs: str | bool) -> list[_Before]:
+def _optimize(call: str, obj: Any, strict: bool, cuda_graphs: str | bool) -> tuple[list[_Before], dict[str, Any]]:
+    """Carry it out. Returns what each component was before, and the other parts that were stock."""
     # 0 and numpy's False are equal to False and are not it.
     if type(cuda_graphs) not in (bool, str) or cuda_graphs not in graphs.MODES:
         raise ValueError(f'sfastgn.{call}: cuda_graphs={cuda_graphs!r} must be "auto", True or False')
@@ -148,20 +154,23 @@ def _optimize(call: str, obj: Any, strict: bool, cuda_graphs: str | bool) -> lis
     if any(channels_last.unconverted_weights(root) for root in roots.values()) and is_in_ddp(roots.values()):
         raise ValueError(_in_ddp(call, obj, "optimize it before it is wrapped"))
     findings = {name: patcher.inspect(root, name) for name, root in roots.items()}
-    skipped = [f for found in findings.values() for f in found if f.status == "skipped"]
+    parts = patcher.inspect_parts(_parts(obj))
+    skipped = [f for found in (*findings.values(), parts) for f in found if f.status == "skipped"]
     if strict and skipped:
         reasons = "; ".join(f"{f.path or type(f.module).__name__} ({f.fusion.name}): {f.reason}" for f in skipped)
         raise ValueError(f"sfastgn.{call}: strict=True and {len(skipped)} modules cannot be fused: {reasons}")
     before = [_before(root, findings[name]) for name, root in roots.items()]
+    stock = {f.path: f.module for f in parts if f.status == "fusable"}
     try:
         for name, root in roots.items():
             patcher.apply(root, findings[name])
         for root in roots.values():
             graphs.install(root, cuda_graphs)
+        patcher.apply_parts(parts)
     except BaseException:
-        _put_back(before)
+        _put_back(before, stock)
         raise
-    return before
+    return before, stock
 
 
 def _refuse_in_ddp(call: str, obj: Any, roots: Iterable[nn.Module]) -> None:
@@ -205,6 +214,14 @@ def _roots(call: str, obj: Any, *, required: bool = True) -> dict[str, nn.Module
             f"sfastgn.{call}: no GroupNorm and no part of diffusers' transformer blocks in {type(obj).__name__}, nothing to optimize"
         )
     return roots
+
+
+def _parts(obj: Any) -> dict[str, Any]:
+    """What a pipeline consists of besides modules, by attribute; the pipeline itself is ``"pipeline"``."""
+    if isinstance(obj, nn.Module):
+        return {}
+    parts = {**obj.components, "image_processor": getattr(obj, "image_processor", None), "pipeline": obj}
+    return {name: part for name, part in parts.items() if not isinstance(part, nn.Module)}
 
 
 def _backend(roots: list[nn.Module]) -> str:

@@ -14,6 +14,7 @@ from diffusers import (
     AutoencoderKL,
     ControlNetModel,
     DiffusionPipeline,
+    PNDMScheduler,
     StableDiffusionControlNetPipeline,
     StableDiffusionImg2ImgPipeline,
     StableDiffusionInpaintPipeline,
@@ -88,7 +89,8 @@ def test_same_image_and_exact_restore(build, extra, patched):
     assert before.std() > 0.02
     sfastgn.optimize(pipe)
     report = sfastgn.report(pipe)
-    assert {e.component for e in report.fused} == patched
+    around = {"image_processor", "pipeline"} | ({"scheduler"} if isinstance(pipe.scheduler, PNDMScheduler) else set())
+    assert {e.component for e in report.fused} == patched | around
     assert not report.skipped
     assert psnr(generate(pipe, **extra), before) > 80
     sfastgn.restore(pipe)
@@ -98,12 +100,13 @@ def test_same_image_and_exact_restore(build, extra, patched):
 @pytest.mark.parametrize("model", ["tiny", "tiny_xl"])
 def test_an_optimized_pipeline_saves_a_stock_one(model, tmp_path):
     pipe = pipeline(model)
+    stock = type(pipe)
     before = generate(pipe, **SIZE)
     sfastgn.optimize(pipe)
     pipe.save_pretrained(tmp_path)
     loaded = DiffusionPipeline.from_pretrained(tmp_path)
     loaded.set_progress_bar_config(disable=True)
-    assert type(loaded) is type(pipe)
+    assert type(loaded) is stock
     assert not sfastgn.report(loaded).fused
     assert np.array_equal(generate(loaded, **SIZE), before)
 
@@ -114,7 +117,8 @@ def test_pipelines_that_share_components_share_the_state():
     sfastgn.optimize(first)
     assert sfastgn.report(second).fused
     sfastgn.restore(second)
-    assert not sfastgn.report(first).fused
+    assert {e.component for e in sfastgn.report(first).fused} == {"image_processor", "pipeline"}  # what is its own
+    assert not sfastgn.report(sfastgn.restore(first)).fused
 
 
 # --- the layout of real architectures --------------------------------------------------------------------------------------------

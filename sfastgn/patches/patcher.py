@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
 from sfastgn.patches import channels_last
 from sfastgn.patches.fusion import Fusion
-from sfastgn.patches.registry import FUSIONS
+from sfastgn.patches.pipeline_part import PipelinePart
+from sfastgn.patches.registry import FUSIONS, PARTS
 
-__all__ = ["Finding", "apply", "has_fusions", "inspect", "undo"]
+__all__ = ["Finding", "apply", "apply_parts", "has_fusions", "inspect", "inspect_parts", "undo", "undo_parts"]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One (module, fusion) pair. ``status``: ``fused``, ``fusable`` (would be fused by optimize) or ``skipped`` with a ``reason``."""
+    """One (module, fusion) pair. ``status``: ``fused``, ``fusable`` (would be fused by optimize) or ``skipped`` with a ``reason``.
+
+    ``module`` is a plain object where the rule is one of ``PARTS``.
+    """
 
     path: str
-    module: nn.Module
-    fusion: Fusion
+    module: Any
+    fusion: Fusion | PipelinePart
     status: str
     reason: str = ""
 
@@ -29,14 +34,19 @@ def inspect(root: nn.Module, prefix: str = "") -> list[Finding]:
     findings = []
     for path, module in root.named_modules(prefix=prefix):
         for fusion in FUSIONS:
-            if not fusion.claims(module):
-                continue
-            if fusion.is_applied(module):
-                findings.append(Finding(path, module, fusion, "fused"))
-            else:
-                reason = fusion.reason_to_skip(module)
-                findings.append(Finding(path, module, fusion, "skipped" if reason else "fusable", reason or ""))
+            if fusion.claims(module):
+                findings.append(_finding(path, module, fusion))
     return findings
+
+
+def inspect_parts(parts: dict[str, Any]) -> list[Finding]:
+    """The same of a pipeline's ``parts`` that are no modules, each object once."""
+    found: dict[int, Finding] = {}
+    for path, part in parts.items():
+        for rule in PARTS:
+            if id(part) not in found and rule.claims(part):
+                found[id(part)] = _finding(path, part, rule)
+    return list(found.values())
 
 
 def has_fusions(root: nn.Module) -> bool:
@@ -58,6 +68,27 @@ def apply(root: nn.Module, findings: list[Finding]) -> None:
     except BaseException:
         undo(root)
         raise
+
+
+def apply_parts(findings: list[Finding]) -> None:
+    """Carry out the ``fusable`` ones of ``inspect_parts``."""
+    for finding in findings:
+        if finding.status == "fusable":
+            finding.fusion.apply(finding.module)
+
+
+def undo_parts(parts: dict[str, Any]) -> None:
+    """Every part as it was before ``apply_parts``."""
+    for rule in PARTS:
+        for part in parts.values():
+            rule.undo(part)
+
+
+def _finding(path: str, module: Any, fusion: Fusion | PipelinePart) -> Finding:
+    if fusion.is_applied(module):
+        return Finding(path, module, fusion, "fused")
+    reason = fusion.reason_to_skip(module)
+    return Finding(path, module, fusion, "skipped" if reason else "fusable", reason or "")
 
 
 def undo(root: nn.Module) -> None:

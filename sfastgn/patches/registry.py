@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 
-from sfastgn.patches import group_norm, sequential
+from sfastgn.patches import execution_device, group_norm, host_timesteps, image_bytes, sequential
 from sfastgn.patches.fusion import Fusion
+from sfastgn.patches.pipeline_part import PipelinePart
 
-__all__ = ["FUSIONS"]
+__all__ = ["FUSIONS", "PARTS"]
+
+# Of a pipeline, for what is no module.
+PARTS: tuple[PipelinePart, ...] = (execution_device.PART, host_timesteps.PART, image_bytes.PART)
 
 FUSIONS: tuple[Fusion, ...] = (group_norm.FUSION, sequential.FUSION)
 

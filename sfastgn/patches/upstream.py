@@ -55,6 +55,21 @@ TESTED_SOURCES: dict[str, frozenset[str]] = {
     "Encoder.forward": frozenset({"629b31442a1244ee"}),
     "Decoder.forward": frozenset({"f745d319263a350b"}),
     "TemporalDecoder.forward": frozenset({"109d26246c2932a4"}),
+    "PNDMScheduler.set_timesteps": frozenset({"82554cf28f731599"}),
+    "PNDMScheduler.step": frozenset({"f4ef1a7ef6a90faa"}),
+    "PNDMScheduler.step_prk": frozenset({"aa9865595bcb7e75"}),
+    "PNDMScheduler.step_plms": frozenset({"49dfef0b7069e861"}),
+    "PNDMScheduler._get_prev_sample": frozenset({"4213d915533ae217"}),
+    "DDIMScheduler.set_timesteps": frozenset({"0d1c6bcb6befbd3b"}),
+    "DDIMScheduler.step": frozenset({"c6b192ed0006fc11"}),
+    "DDIMScheduler._get_variance": frozenset({"9e4f55907bbb281d"}),
+    "VaeImageProcessor.postprocess": frozenset({"bcc760d7b09d1403"}),
+    "VaeImageProcessor._denormalize_conditionally": frozenset({"a3abcda15d2e5619"}),
+    "VaeImageProcessor.denormalize": frozenset({"28a40648bfbf6129"}),
+    "VaeImageProcessor.pt_to_numpy": frozenset({"4879b336bc4066c2"}),
+    "VaeImageProcessor.numpy_to_pil": frozenset({"de0fda29bfeb858b"}),
+    "DiffusionPipeline._execution_device": frozenset({"03415f5bde69ecd3"}),
+    "DiffusionPipeline.device": frozenset({"6cc80d2c81042612"}),
 }
 
 
@@ -63,12 +78,16 @@ _hashes: weakref.WeakKeyDictionary[types.FunctionType, str | None] = weakref.Wea
 
 
 def source_hash(cls: type, method: str) -> str | None:
-    """First 16 hexadecimal digits of the SHA-256 of a method's dedented source, or None if that is not upstream's or cannot be read.
+    """First 16 hexadecimal digits of the SHA-256 of the dedented source of a method or property.
+
+    None if that is not upstream's or cannot be read.
 
     Below upstream's own decorators, whose lines are part of the source. Any other wrapper, as ``functools.wraps`` makes them look like
     what they wrap, is None.
     """
     function = getattr(cls, method, None)
+    if isinstance(function, property):
+        function = function.fget
     if not isinstance(function, types.FunctionType):
         return None
     if function not in _hashes:

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import DDIMScheduler, DiffusionPipeline, PNDMScheduler
+from diffusers.image_processor import VaeImageProcessor
 from diffusers.models.attention import FeedForward
 from diffusers.models.attention_processor import AttnProcessor2_0
 from diffusers.models.resnet import ResnetBlock2D
@@ -288,6 +290,7 @@ def test_tested_sources_are_those_of_the_installed_diffusers():
     """When this fails after an upgrade: read what upstream changed, adapt the fused forward, then add the new hash."""
     classes = {f.stock.__name__: f.stock for f in FUSIONS if isinstance(f, ClassSwap)}
     classes |= {c.__name__: c for c in (*PARENTS, AttnProcessor2_0, FeedForward)}
+    classes |= {c.__name__: c for c in (PNDMScheduler, DDIMScheduler, VaeImageProcessor, DiffusionPipeline)}
     for name, hashes in TESTED_SOURCES.items():
         cls, method = name.split(".")
         assert source_hash(classes[cls], method) in hashes, name

@@ -1,0 +1,62 @@
+"""diffusers' ``VaeImageProcessor``: images become bytes on the GPU, and a quarter of the memory crosses to the CPU.
+
+Upstream copies half or single precision and multiplies, rounds and converts in numpy: 6 ms for 512^2, 25 ms for 1024^2 on a slow host. The
+same fp32 product, rounded to the nearest even and converted, is the same bytes on the GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sfastgn.patches.pipeline_part import PipelinePart
+
+__all__ = ["PART"]
+
+_DEVICES = ("cuda",)
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_METHODS = ("postprocess", "_denormalize_conditionally", "denormalize", "pt_to_numpy", "numpy_to_pil")
+
+_stock: list[type] = []
+if importlib.util.find_spec("diffusers") is not None:
+    from diffusers.image_processor import VaeImageProcessor
+    from PIL import Image
+
+    _stock.append(VaeImageProcessor)
+
+
+def _is_ours(processor: Any, image: Any, output_type: Any, do_denormalize: Any) -> bool:
+    if output_type != "pil" or type(image) is not Tensor or image.device.type not in _DEVICES or image.requires_grad:
+        return False
+    # What is not brought to [0, 1] overflows a byte, in each compiler's own way.
+    is_denormalised = processor.config.do_normalize if do_denormalize is None else all(do_denormalize)
+    return (
+        bool(is_denormalised) and image.dtype in _DTYPES and image.dim() == 4 and image.shape[1] == 3 and len(image) > 0
+    )
+
+
+def _overrides(stock: Any) -> dict[str, Any]:
+    @functools.wraps(stock.postprocess)
+    def postprocess(self: Any, image: Any, output_type: str = "pil", do_denormalize: Any = None) -> Any:
+        if not _is_ours(self, image, output_type, do_denormalize):
+            return stock.postprocess(self, image, output_type, do_denormalize)
+        unit = self._denormalize_conditionally(image, do_denormalize)
+        has_nan = unit.isnan().any()
+        pixels = unit.permute(0, 2, 3, 1).float().mul(255).round_().to(torch.uint8).contiguous().cpu().numpy()
+        if has_nan.item():  # numpy warns of them, and people look for that warning
+            return stock.postprocess(self, image, output_type, do_denormalize)
+        return [Image.fromarray(picture) for picture in pixels]
+
+    return {"postprocess": postprocess}
+
+
+PART = PipelinePart(
+    "image_bytes",
+    is_stock=lambda part: type(part) in _stock,
+    overrides=_overrides,
+    upstream=lambda stock: (stock, _METHODS),
+)

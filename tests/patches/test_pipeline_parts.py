@@ -1,0 +1,319 @@
+"""What optimize changes around the models: the image processor, the pipeline's search for its device, and all of it together."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import pickle
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from diffusers import (
+    AutoPipelineForImage2Image,
+    DDIMScheduler,
+    DiffusionPipeline,
+    EulerDiscreteScheduler,
+    PNDMScheduler,
+    StableDiffusionPipeline,
+)
+from diffusers.image_processor import VaeImageProcessor
+from torch import nn
+
+import sfastgn
+from sfastgn.bench.pipelines import build_pipeline
+from sfastgn.patches import execution_device, host_timesteps, image_bytes, upstream
+from sfastgn.patches.pipeline_part import PipelinePart
+
+CUDA = pytest.param("cuda", id="gpu", marks=pytest.mark.gpu)
+STOCK = {"scheduler": PNDMScheduler, "image_processor": VaeImageProcessor}
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu_too(monkeypatch):
+    """On the CPU there is nothing to wait for; that the numbers stay the same shows there as well."""
+    monkeypatch.setattr(host_timesteps, "_WAITED_FOR", ("cuda", "cpu"))
+    monkeypatch.setattr(image_bytes, "_DEVICES", ("cuda", "cpu"))
+
+
+@pytest.fixture
+def pipe():
+    return build_pipeline("tiny", dtype=torch.float32, device="cpu")
+
+
+def applied(part, rule):
+    assert rule.reason_to_skip(part) is None
+    rule.apply(part)
+    assert rule.is_applied(part)
+    return part
+
+
+# ---- images
+
+
+def images(kind, dtype, device):
+    if kind == "edges":  # every value at which rounding decides, and its neighbours
+        middle = (torch.arange(-3, 514) / 255 - 1).double()
+        around = torch.stack([middle + d for d in (-1e-3, -1e-6, 0, 1e-6, 1e-3)]).flatten()
+        values = around[: len(around) // 12 * 12].reshape(2, 3, -1, 2)
+    else:
+        values = torch.randn(2, 3, 17, 23, dtype=torch.float64)
+    image = values.to(device, dtype)
+    return image.contiguous(memory_format=torch.channels_last) if kind == "channels-last" else image
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("kind", ["contiguous", "channels-last", "edges"])
+def test_pictures_are_the_same_bytes(monkeypatch, kind, dtype, device):
+    image = images(kind, dtype, device)
+    before = VaeImageProcessor().postprocess(image)
+    processor = applied(VaeImageProcessor(), image_bytes.PART)
+    monkeypatch.setattr(VaeImageProcessor, "numpy_to_pil", None)  # not by way of upstream's
+    after = processor.postprocess(image)
+    assert [(p.mode, p.size) for p in after] == [(p.mode, p.size) for p in before]
+    assert all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in zip(after, before, strict=True))
+    after[0].putpixel((0, 0), (1, 2, 3))  # not a view of memory that something else owns
+
+
+@pytest.mark.parametrize(
+    ("image", "options"),
+    [
+        pytest.param(torch.rand(2, 3, 4, 4), {"output_type": "np"}, id="np"),
+        pytest.param(torch.rand(2, 3, 4, 4), {"output_type": "pt"}, id="pt"),
+        pytest.param(torch.rand(2, 3, 4, 4), {"do_denormalize": [True, False]}, id="not-all-denormalised"),
+        pytest.param(torch.rand(2, 1, 4, 4), {}, id="grey"),
+        pytest.param(torch.rand(2, 3, 4, 4).double(), {}, id="fp64"),
+    ],
+)
+def test_everything_else_is_upstreams(monkeypatch, image, options):
+    processor = applied(VaeImageProcessor(), image_bytes.PART)
+    monkeypatch.setattr(VaeImageProcessor, "postprocess", lambda *a: ("upstream's", *a[1:]))
+    assert image_bytes._is_ours(processor, torch.rand(1, 3, 4, 4), "pil", None)
+    given = (options.get("output_type", "pil"), options.get("do_denormalize"))
+    assert processor.postprocess(image, *given) == ("upstream's", image, *given)
+    assert not image_bytes._is_ours(processor, torch.rand(1, 3, 4, 4).requires_grad_(), "pil", None)
+
+
+def test_a_processor_that_does_not_normalise():
+    image = torch.rand(1, 3, 4, 4)
+    before = VaeImageProcessor(do_normalize=False).postprocess(image)[0]
+    after = applied(VaeImageProcessor(do_normalize=False), image_bytes.PART).postprocess(image)[0]
+    assert np.array_equal(np.asarray(before), np.asarray(after))
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_nan_still_warns():
+    """Black pictures of an overflown VAE are known by numpy's warning."""
+    image = torch.rand(1, 3, 4, 4)
+    image[0, 1, 2, 3] = float("nan")
+    processor = applied(VaeImageProcessor(), image_bytes.PART)
+    with pytest.raises(RuntimeWarning, match="invalid value"):
+        processor.postprocess(image)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert np.array_equal(
+            np.asarray(processor.postprocess(image)[0]), np.asarray(VaeImageProcessor().postprocess(image)[0])
+        )
+
+
+# ---- the device
+
+
+def test_the_device_is_found_without_upstreams_search(pipe, monkeypatch):
+    before = pipe._execution_device
+    applied(pipe, execution_device.PART)
+    monkeypatch.setattr(DiffusionPipeline, "components", None)  # where upstream's begins
+    assert pipe._execution_device == before == torch.device("cpu")
+
+
+class Own(nn.Linear):
+    device = torch.device("meta")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda p: add_hook_to_module(p.unet, AlignDevicesHook(execution_device="meta")), id="accelerate"),
+        pytest.param(lambda p: p.unet.enable_group_offload(torch.device("cpu"), torch.device("cpu"), "leaf_level"), id="group-offload"),
+        pytest.param(lambda p: p.text_encoder.to("meta"), id="text-encoder-elsewhere"),
+        pytest.param(lambda p: p.unet.to("meta"), id="unet-elsewhere"),
+        pytest.param(lambda p: setattr(p, "text_encoder", Own(2, 2)), id="own-model"),
+        pytest.param(lambda p: setattr(p, "text_encoder", nn.Identity()), id="no-parameters"),
+    ],
+)  # fmt: skip
+def test_whatever_is_not_plain_is_upstreams_to_decide(pipe, change):
+    change(pipe)
+
+    def outcome():
+        try:
+            return pipe._execution_device
+        except AttributeError as error:
+            return str(error)
+
+    expected = outcome()
+    applied(pipe, execution_device.PART)
+    assert execution_device._device_without_hooks(pipe) is None
+    assert outcome() == expected
+
+
+def test_all_models_elsewhere(pipe):
+    applied(pipe, execution_device.PART)
+    for name in ("unet", "vae", "text_encoder"):
+        getattr(pipe, name).to("meta")
+    assert execution_device._device_without_hooks(pipe) == pipe._execution_device == torch.device("meta")
+
+
+def test_a_pipeline_with_a_search_of_its_own_is_left_alone(pipe):
+    class Own(StableDiffusionPipeline):
+        _execution_device = torch.device("meta")
+
+    own = Own(**pipe.components, requires_safety_checker=False)
+    sfastgn.optimize(own)
+    assert type(own) is Own
+    assert own._execution_device == torch.device("meta")
+
+
+# ---- all of them in a pipeline
+
+
+def parts_of(pipe):
+    return {
+        e.path: e.status for e in sfastgn.report(pipe).entries if e.path in ("scheduler", "image_processor", "pipeline")
+    }
+
+
+def picture(pipe):
+    generator = torch.Generator().manual_seed(0)
+    return np.asarray(pipe("a cat", num_inference_steps=4, generator=generator).images[0])
+
+
+def test_optimize_and_restore(pipe):
+    before = picture(pipe)
+    attributes = {name: set(vars(part)) for name, part in (("scheduler", pipe.scheduler), ("pipeline", pipe))}
+    assert set(parts_of(pipe).values()) == {"fusable"}
+    sfastgn.optimize(pipe, strict=True)
+    assert parts_of(pipe) == dict.fromkeys(("scheduler", "image_processor", "pipeline"), "fused")
+    after = picture(pipe)
+    assert np.abs(after.astype(int) - before.astype(int)).max() <= 1  # of fp32 norms that add in another order
+    assert "host_timesteps" in str(sfastgn.report(pipe))
+    sfastgn.restore(pipe)
+    assert type(pipe) is StableDiffusionPipeline
+    assert {name: type(getattr(pipe, name)) for name in STOCK} == STOCK
+    assert {name: set(vars(part)) for name, part in (("scheduler", pipe.scheduler), ("pipeline", pipe))} == attributes
+    assert np.array_equal(picture(pipe), before)
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))],
+                         ids=["copy", "deepcopy", "pickle"])  # fmt: skip
+def test_copies_are_their_own(pipe, duplicate):
+    sfastgn.optimize(pipe)
+    before = picture(pipe)
+    for name in (*STOCK, ""):
+        original = getattr(pipe, name) if name else pipe
+        other = duplicate(original)
+        assert type(other) is type(original)
+        assert other is not original
+    other = duplicate(pipe)
+    assert np.array_equal(picture(other), before)
+    scheduler = duplicate(pipe.scheduler)
+    scheduler.set_timesteps(3)
+    x = torch.randn(1, 4, 2, 2)
+    scheduler.step(x, scheduler.timesteps[0], x)
+    assert scheduler.counter == 1 != pipe.scheduler.counter
+    assert len(pipe.scheduler.timesteps) == 5
+
+
+def test_saved_as_what_it_was(pipe, tmp_path):
+    sfastgn.optimize(pipe).save_pretrained(tmp_path)
+    index = json.loads((tmp_path / "model_index.json").read_text())
+    assert index["_class_name"] == "StableDiffusionPipeline"
+    assert index["scheduler"] == ["diffusers", "PNDMScheduler"]
+    assert json.loads((tmp_path / "scheduler" / "scheduler_config.json").read_text())["_class_name"] == "PNDMScheduler"
+    loaded = DiffusionPipeline.from_pretrained(tmp_path)
+    assert type(loaded) is StableDiffusionPipeline
+    assert type(loaded.scheduler) is PNDMScheduler
+
+
+def test_what_pipelines_ask_their_parts(pipe):
+    stock = PNDMScheduler.from_config(pipe.scheduler.config)
+    sfastgn.optimize(pipe)
+    for name in ("step", "set_timesteps"):
+        assert inspect.signature(getattr(pipe.scheduler, name)) == inspect.signature(getattr(stock, name))
+    assert pipe.scheduler.config == stock.config
+    assert pipe.scheduler.compatibles == stock.compatibles
+    assert isinstance(pipe.scheduler, PNDMScheduler)
+    other = AutoPipelineForImage2Image.from_pipe(pipe)
+    assert type(other).__name__ == "StableDiffusionImg2ImgPipeline"
+    assert other.config["scheduler"] == ("diffusers", "PNDMScheduler")
+    assert set(pipe.components) == set(other.components)
+    images = torch.rand(1, 3, 64, 64)
+    assert other("a cat", image=images, strength=0.5, num_inference_steps=6).images[0].size == (64, 64)
+
+
+def test_a_scheduler_that_comes_later(pipe):
+    sfastgn.optimize(pipe)
+    pipe.scheduler = DDIMScheduler.from_config(pipe.scheduler.config)
+    assert parts_of(pipe)["scheduler"] == "fusable"
+    picture(pipe)
+    sfastgn.optimize(pipe)
+    assert parts_of(pipe)["scheduler"] == "fused"
+    pipe.scheduler = EulerDiscreteScheduler.from_config(pipe.scheduler.config)
+    assert "scheduler" not in parts_of(pipe)
+    sfastgn.restore(pipe)
+    assert type(pipe.scheduler) is EulerDiscreteScheduler
+
+
+@pytest.mark.parametrize(
+    "name", ["PNDMScheduler.step_plms", "VaeImageProcessor.denormalize", "DiffusionPipeline.device"]
+)
+def test_a_source_that_was_not_tested(pipe, monkeypatch, name):
+    monkeypatch.setitem(upstream.TESTED_SOURCES, name, frozenset({"0" * 16}))
+    with pytest.raises(ValueError, match=f"strict=True and 1 modules cannot be fused.*{name} of this diffusers"):
+        sfastgn.optimize(pipe, strict=True)
+    assert set(parts_of(pipe).values()) == {"fusable", "skipped"}
+    sfastgn.optimize(pipe)
+    assert sorted(parts_of(pipe).values()) == ["fused", "fused", "skipped"]
+    picture(pipe)
+
+
+def test_a_step_that_other_code_replaced(pipe):
+    step = pipe.scheduler.step
+    pipe.scheduler.step = lambda *args, **kwargs: step(*args, **kwargs)
+    sfastgn.optimize(pipe)
+    [entry] = [e for e in sfastgn.report(pipe).entries if e.path == "scheduler"]
+    assert (entry.status, entry.reason) == ("skipped", "other code replaced this instance's step")
+    assert type(pipe.scheduler) is PNDMScheduler
+
+
+def test_a_failure_changes_nothing(pipe, monkeypatch):
+    apply, done = PipelinePart.apply, []
+
+    def fail_on_the_last(self, part):
+        if len(done) == 2:
+            raise RuntimeError("no")
+        apply(self, part)
+        done.append(self.name)
+
+    monkeypatch.setattr(PipelinePart, "apply", fail_on_the_last)
+    with pytest.raises(RuntimeError, match="no"):
+        sfastgn.optimize(pipe)
+    assert len(done) == 2
+    assert type(pipe) is StableDiffusionPipeline
+    assert {name: type(getattr(pipe, name)) for name in STOCK} == STOCK
+    assert not sfastgn.report(pipe).fused
+
+
+def test_optimized_puts_back_what_it_changed(pipe):
+    scheduler = pipe.scheduler
+    with sfastgn.optimized(pipe):
+        assert set(parts_of(pipe).values()) == {"fused"}
+    assert set(parts_of(pipe).values()) == {"fusable"}
+    sfastgn.optimize(pipe)
+    with sfastgn.optimized(pipe):
+        pass
+    assert set(parts_of(pipe).values()) == {"fused"}
+    assert pipe.scheduler is scheduler
