@@ -2,7 +2,7 @@
 
 What ``AttnProcessor2_0`` does, with four differences. Where the hidden states attend to themselves, to_q, to_k and to_v are one product;
 where they attend to others, to_k and to_v are (``packing.py`` says how their weights stay what and where they are), of all attentions of
-a model in one product where they read the same (``shared_context.py``). A prompt's few keys and a VAE's wide heads have kernels of their
+a model in one product where they read the same (``shared_product.py``). A prompt's few keys and a VAE's wide heads have kernels of their
 own. A division by an output factor of 1, which is a pass over the tensor, is left out; the values are the same. And the processor's
 signature is not inspected at each call, which takes more CPU time than the launch of a product.
 
@@ -29,7 +29,7 @@ from sfastgn.kernels.short_attention import attend_to_few
 from sfastgn.kernels.wide_attention import attend
 from sfastgn.patches.fusion import ClassSwap
 from sfastgn.patches.packing import joined, pack, plain_parameters, unpack
-from sfastgn.patches.shared_context import pack_group_behind, take
+from sfastgn.patches.shared_context import CONTEXT
 from sfastgn.patches.upstream import unknown_source
 
 __all__ = ["FUSION", "FusedAttention"]
@@ -76,7 +76,7 @@ class FusedAttention(Attention):
     def _project(self, hidden_states: Tensor, context: Tensor | None) -> tuple[Tensor, ...]:
         """Queries, keys and values, (N, heads, tokens, channels of a head) each."""
         heads = self.heads
-        shared = None if context is None else take(self, context)
+        shared = None if context is None else CONTEXT.take(self, context)
         if shared is not None:
             return _split(self.to_q(hidden_states), heads), *_split(shared, 2 * heads).chunk(2, 1)
         if context is None:
@@ -90,7 +90,7 @@ class FusedAttention(Attention):
             return query, *_split(F.linear(context, *together), 2 * heads).chunk(2, 1)
         return query, _split(self.to_k(context), heads), _split(self.to_v(context), heads)
 
-    def _joined(self, x: Tensor, linears: tuple[Any, ...]) -> tuple[Tensor, Tensor | None] | None:
+    def _joined(self, x: Tensor, linears: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Weight and bias of ``linears`` in one, if one product with x is all that calling them comes to."""
         found = plain_parameters(linears)
         if found is None or torch.is_autocast_enabled(x.device.type):
@@ -101,7 +101,7 @@ class FusedAttention(Attention):
         return joined(self, *found)
 
     def _pack(self) -> None:
-        pack_group_behind(self)
+        CONTEXT.pack_behind(self)
         linears = (self.to_q, self.to_k, self.to_v)
         same = len({getattr(linear, "in_features", None) for linear in linears}) == 1
         pack(self, linears if same else linears[1:])

@@ -1,6 +1,6 @@
 """Models whose cross-attentions all read the same encoder_hidden_states: hooks begin and end the calls within which they share a product.
 
-``shared_context.py`` says what is shared and why nothing of it is stale. The attentions look for it by themselves (``attention.py``).
+``shared_product.py`` says what is shared and why nothing of it is stale. The attentions look for it by themselves (``attention.py``).
 Their weights are put side by side when a model is optimised, and when it moves; a copy's, which is found to be one at its first call,
 when it moves next.
 """
@@ -20,7 +20,8 @@ from torch import nn
 from sfastgn.patches import attention
 from sfastgn.patches.attention import FusedAttention
 from sfastgn.patches.hooks import remove_hooks
-from sfastgn.patches.shared_context import begin_call, dissolve, end_call, form_groups, groups_of, pack_groups
+from sfastgn.patches.shared_context import CONTEXT
+from sfastgn.patches.shared_product import begin_call, end_call
 
 __all__ = ["FUSION"]
 
@@ -32,8 +33,8 @@ def begin(model: nn.Module, args: Any) -> None:
     """Forward pre-hook of the model."""
     if torch.compiler.is_compiling():
         return
-    if groups_of(model) is None:
-        form_groups(model, _fused(model))
+    if CONTEXT.groups_of(model) is None:
+        CONTEXT.form(model, _fused(model))
     begin_call(model)
 
 
@@ -75,15 +76,15 @@ class _CrossAttentionFusion:
         return None if len(able) > 1 else "fewer than two of its cross-attentions can be fused"
 
     def apply(self, module: nn.Module) -> None:
-        form_groups(module, _fused(module))
-        pack_groups(module)
+        CONTEXT.form(module, _fused(module))
+        CONTEXT.pack(module)
         module.register_forward_pre_hook(begin)
         module.register_forward_hook(end, always_call=True)
 
     def undo(self, module: nn.Module) -> None:
         remove_hooks(module, begin, end)
         end_call(module)
-        dissolve(module)
+        CONTEXT.dissolve(module)
 
 
 FUSION = _CrossAttentionFusion()

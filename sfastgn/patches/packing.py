@@ -25,7 +25,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from sfastgn.kernels.dispatch import is_untraced
 from sfastgn.patches.fusion import is_plain
 
-__all__ = ["is_plain_linear", "joined", "pack", "pack_together", "plain_parameters", "unpack"]
+__all__ = ["Columns", "is_plain_linear", "joined", "pack", "pack_together", "plain_parameters", "unpack"]
+
+# Parameters that lie below each other, list by list: the weights of linear layers, their biases.
+Columns = tuple[list[Tensor], ...]
 
 # One product instead of three fills a GPU better; a CPU is full either way.
 PACKED_DEVICES = ("cuda",)
@@ -60,14 +63,16 @@ def plain_parameters(linears: Iterable[Any]) -> tuple[list[Tensor], list[Tensor]
     return (weights, biases) if len(biases) in (0, len(weights)) else None
 
 
-def joined(owner: nn.Module, weights: list[Tensor], biases: list[Tensor]) -> tuple[Tensor, Tensor | None] | None:
-    """(weight, bias) of one linear layer that computes what neighbours among those packed for ``owner`` do; None if they lie apart."""
+def joined(owner: nn.Module, *columns: list[Tensor]) -> tuple[Tensor | None, ...] | None:
+    """Of each list of neighbours among those packed for ``owner`` the one tensor that they are, None of an empty one.
+
+    Of weights and biases: the layer that computes what all of them do. None if any lie apart.
+    """
     allocation = _allocation(owner)
-    weight = None if allocation is None else _span(allocation, weights)
-    if allocation is None or weight is None or not biases:
-        return None if weight is None else (weight, None)
-    bias = _span(allocation, biases)
-    return None if bias is None else (weight, bias)
+    if allocation is None:
+        return None
+    found = [_span(allocation, column) if column else None for column in columns]
+    return None if any(column and span is None for column, span in zip(columns, found, strict=True)) else tuple(found)
 
 
 def _allocation(owner: nn.Module) -> torch.UntypedStorage | None:
@@ -93,23 +98,22 @@ def _span(allocation: torch.UntypedStorage, parts: list[Tensor]) -> Tensor | Non
 
 
 def pack(owner: nn.Module, linears: Iterable[Any]) -> None:
-    """``pack_together`` of parts of one module."""
-    pack_together((owner,), linears)
+    """``pack_together`` of the parameters of linear layers, parts of one module."""
+    found = plain_parameters(linears)
+    if found is not None:
+        pack_together((owner,), found)
 
 
-def pack_together(owners: Sequence[nn.Module], linears: Iterable[Any]) -> None:
-    """Puts the parameters of ``linears``, which are parts of ``owners``, side by side where that is possible and of use.
+def pack_together(owners: Sequence[nn.Module], columns: Columns) -> None:
+    """Puts ``columns``, parameters of ``owners``, side by side where that is possible and of use.
 
     For each of the owners, those of its own that follow each other can be joined too. Values, strides and identities stay. What is not
     memory of its own stays where it is: parameters that share a storage with anything else (tied weights, a state_dict that somebody
     holds), quantised or offloaded ones.
     """
-    found = plain_parameters(linears)
-    if found is None:
-        return
-    parts = [*found[0], *found[1]]
+    parts = [part for column in columns for part in column]
     captures = parts[0].is_cuda and torch.cuda.is_current_stream_capturing()
-    if captures or not is_untraced(parts[0], tuple(parts)) or joined(owners[0], *found) is not None:
+    if captures or not is_untraced(parts[0], tuple(parts)) or joined(owners[0], *columns) is not None:
         return  # they are, or must not move now
     if len(set(parts)) == len(parts) and all(_fits(part, parts[0]) for part in parts):
         try:

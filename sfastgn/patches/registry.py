@@ -25,6 +25,7 @@ if importlib.util.find_spec("diffusers") is not None:
         geglu,
         resnet_block,
         temporal_resnet_block,
+        time_projections,
         timestep_embedding,
         transformer_2d,
         transformer_block,
@@ -35,6 +36,7 @@ if importlib.util.find_spec("diffusers") is not None:
     FUSIONS += (
         resnet_block.FUSION,
         temporal_resnet_block.FUSION,
+        time_projections.FUSION,
         timestep_embedding.FUSION,
         transformer_2d.FUSION,
         transformer_block.FUSION,

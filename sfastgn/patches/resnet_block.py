@@ -1,7 +1,7 @@
 """diffusers' ``ResnetBlock2D``: norm1 + activation, and (conv1's bias + time embedding +) norm2 (+ scale and shift) + activation.
 
 conv1's bias and the time embedding are constants per (n, c), which the kernel adds while it reads: two passes over the tensor less. The
-two come out of one kernel, with the embedding's activation and projection.
+two come out of one kernel, with the embedding's activation and projection; of all blocks of a model (``time_projections.py``).
 The sum at the end takes conv2's bias and the output scale, and hands over the statistics of what it writes. ``nonlinearity`` stays what it
 is, since the block applies it to the time embedding too.
 """
@@ -19,6 +19,7 @@ from sfastgn.patches.convolution import bias_can_move, conv_without_bias, pointw
 from sfastgn.patches.fusion import ClassSwap, activation_of
 from sfastgn.patches.group_norm import can_fuse, norm_act
 from sfastgn.patches.linear import fused_linear, linear_of
+from sfastgn.patches.shared_embedding import EMBEDDING
 from sfastgn.patches.statistics import add
 
 __all__ = ["FUSION", "FusedResnetBlock2D"]
@@ -90,10 +91,18 @@ class FusedResnetBlock2D(ResnetBlock2D):
             and self.time_embedding_norm == "default"
             and (temb.dtype, temb.shape[0]) == (h.dtype, h.shape[0])
         ):
-            shift = fused_linear(self.time_emb_proj, act, temb, bias)
+            shift = None if torch.compiler.is_compiling() else EMBEDDING.take(self, temb)
+            if shift is None:
+                shift = fused_linear(self.time_emb_proj, act, temb, bias)
             if shift is not None:
                 return shift, True
         return linear_of(self.time_emb_proj, act, temb), False
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """``.to()`` and its like give every parameter new memory."""
+        module = super()._apply(*args, **kwargs)
+        EMBEDDING.pack_behind(self)
+        return module
 
     def _unfused(self, h: Tensor, temb: Tensor | None) -> Tensor:
         if temb is not None and self.time_emb_proj is not None:

@@ -16,7 +16,7 @@ from torch import nn
 
 import sfastgn
 from sfastgn.patches import cross_attention, packing, shared_context
-from sfastgn.patches.shared_context import pays
+from sfastgn.patches.shared_context import CONTEXT, pays
 from tests.patches import prompt_cases as cases
 
 SD, SDXL, X, XL_INPUTS = cases.SD, cases.SDXL, cases.X, cases.XL_INPUTS
@@ -113,9 +113,9 @@ def test_nothing_keeps_a_model_or_its_weights():
 def test_restore_leaves_nothing(products):
     fused, stock = twins()
     states = context()
-    assert shared_context.groups_of(fused)
+    assert CONTEXT.groups_of(fused)
     sfastgn.restore(fused)
-    assert shared_context.groups_of(fused) is None
+    assert CONTEXT.groups_of(fused) is None
     assert not fused._forward_pre_hooks
     assert not fused._forward_hooks
     assert all(p.untyped_storage().nbytes() == p.nbytes for p in fused.parameters())

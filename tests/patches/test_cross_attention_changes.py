@@ -11,7 +11,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
 import sfastgn
-from sfastgn.patches import cross_attention, shared_context, statistics
+from sfastgn.patches import cross_attention, shared_product, statistics
 from tests.patches import prompt_cases as cases
 
 SDXL, TEXT, XL_INPUTS = cases.SDXL, cases.TEXT, cases.XL_INPUTS
@@ -273,12 +273,12 @@ def test_a_call_that_is_broken_off_leaves_nothing_to_the_next(products, error):
         call(fused, states)
     handle.remove()
     if error is RuntimeError:
-        assert shared_context._running.call is None
+        assert shared_product._running.call is None
     for model in (fused, stock):
         through_data(model, states)
     agree(call(fused, states), call(stock, states))
     assert products.of(fused, states) == [sum(widths(fused))]
-    assert shared_context._running.call is None
+    assert shared_product._running.call is None
 
 
 def test_blocks_that_are_left_out(products):
