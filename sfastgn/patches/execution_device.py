@@ -1,8 +1,8 @@
-"""diffusers' ``DiffusionPipeline``: on which device it works, found in a tenth of the time.
+"""diffusers' ``DiffusionPipeline``: on which device it works, found in a fraction of the time.
 
 ``_execution_device``, which every image begins with, looks for offload hooks with ``modules()``, whose generators go through as many
-levels as the tree has, and does so six times: 3.4 ms for SD1.5, 11 for SDXL on a slow host, before the GPU has anything to do. Here the
-tree is walked once, and where there are no hooks and one device, that is the answer; anything else is upstream's to decide.
+levels as the tree has, and does so six times, before the GPU has anything to do: 1 to 2 ms on an H200's host. Here the tree is walked once,
+and where there are no hooks and one device, that is the answer; anything else is upstream's to decide.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ look them up.
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -70,11 +71,12 @@ class PipelinePart:
 
             def reduce_ex(part: Any, protocol: Any) -> tuple[Any, ...]:
                 # For copies and pickles: under its own name the class would be taken for the stock one.
-                _, _, *state = stock.__reduce_ex__(part, max(int(protocol), 2))
-                return (_new, (self.name, stock), *state)
+                make, arguments, *state = stock.__reduce_ex__(part, max(int(protocol), 2))
+                is_plain = make is copyreg.__newobj__  # type: ignore[attr-defined]
+                return (_new, (self.name, stock), *state) if is_plain else (make, arguments, *state)
 
             own = {**self.overrides(stock), "__reduce_ex__": reduce_ex}
-            self._classes[stock] = type(stock.__name__, (stock,), {**names, **own})
+            self._classes.setdefault(stock, type(stock.__name__, (stock,), {**names, **own}))
         return self._classes[stock]
 
 

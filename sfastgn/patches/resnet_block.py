@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 from diffusers.models.resnet import ResnetBlock2D
-from torch import Tensor
+from torch import Tensor, nn
 
 from sfastgn.kernels import dispatch
 from sfastgn.patches.convolution import bias_can_move, conv_without_bias, pointwise
 from sfastgn.patches.fusion import ClassSwap, activation_of
 from sfastgn.patches.group_norm import can_fuse, norm_act
 from sfastgn.patches.linear import fused_linear, linear_of
+from sfastgn.patches.packing import unpack
 from sfastgn.patches.shared_embedding import EMBEDDING
 from sfastgn.patches.statistics import add
 
@@ -121,4 +122,10 @@ def _check(block: ResnetBlock2D) -> str | None:
     )
 
 
-FUSION = ClassSwap("resnet_block", ResnetBlock2D, FusedResnetBlock2D, ("__init__", "forward"), _check)
+class _ResnetFusion(ClassSwap):
+    def undo(self, module: nn.Module) -> None:
+        unpack(module)
+        super().undo(module)
+
+
+FUSION = _ResnetFusion("resnet_block", ResnetBlock2D, FusedResnetBlock2D, ("__init__", "forward"), _check)

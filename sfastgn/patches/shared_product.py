@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from sfastgn.kernels.dispatch import is_untraced, wants_gradient
-from sfastgn.patches.packing import Columns, joined, pack_together, unpack
+from sfastgn.patches.packing import Columns, joined, pack_together
 from sfastgn.patches.statistics import state_of
 
 __all__ = ["Kind", "Sharing", "begin_call", "end_call"]
@@ -180,12 +180,6 @@ class Sharing:
         for group in self._groups.pop(model, ()):
             for member in group.alive():
                 self._group_of.pop(member, None)
-
-    def unpack(self, model: nn.Module) -> None:
-        """Gives the parts of ``model`` memory of their own again."""
-        for group in self._groups.get(model, ()):
-            for member in group.alive():
-                unpack(member)
 
     def pack(self, model: nn.Module) -> None:
         """Puts the weights of each group of ``model`` side by side, where that is possible. Not in a call."""

@@ -76,7 +76,6 @@ class _TimeProjectionFusion:
     def undo(self, module: nn.Module) -> None:
         remove_hooks(module, begin, end)
         end_call(module)
-        EMBEDDING.unpack(module)
         EMBEDDING.dissolve(module)
 
 

@@ -208,6 +208,7 @@ SAMPLES: list[Sample] = [
     ("upsample_2d-other-name", lambda: Upsample2D(12, use_conv=True, name="Conv2d_0"), lambda m: m(image(2, 12, 5, 6))),
     ("upsample_2d-size", lambda: Upsample2D(12, use_conv=True), lambda m: m(image(2, 12, 5, 6), output_size=(9, 11))),
     ("upsample_2d-batch-64", lambda: Upsample2D(12, use_conv=True), lambda m: m(image(64, 12, 2, 3))),
+    ("time_projections", _unet, lambda m: m(image(2, 4, 8, 8), 3, tokens(2, 5, 12)).sample),
     ("cross_attention", _unet, lambda m: m(image(2, 4, 8, 8), 3, tokens(2, 5, 12)).sample),
     ("transformer_block", _block, lambda m: m(tokens(2, 7, 20), encoder_hidden_states=tokens(2, 5, 12))),
     ("transformer_block-by-position", _block, lambda m: m(tokens(2, 7, 20), None, tokens(2, 5, 12))),

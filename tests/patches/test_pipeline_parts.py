@@ -120,6 +120,25 @@ def test_nan_still_warns():
         )
 
 
+def test_an_image_that_is_too_large_for_the_gpu(monkeypatch):
+    image = torch.rand(1, 3, 4, 4)
+    before = VaeImageProcessor().postprocess(image)[0]
+    processor = applied(VaeImageProcessor(), image_bytes.PART)
+
+    def no_memory(x):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(torch.Tensor, "isnan", no_memory)
+    assert np.array_equal(np.asarray(processor.postprocess(image)[0]), np.asarray(before))
+
+
+def test_the_image_is_not_written_to():
+    image = torch.rand(1, 3, 4, 4)
+    kept = image.clone()
+    applied(VaeImageProcessor(), image_bytes.PART).postprocess(image, do_denormalize=[True])
+    assert torch.equal(image, kept)
+
+
 # ---- the device
 
 
@@ -225,6 +244,19 @@ def test_copies_are_their_own(pipe, duplicate):
     scheduler.step(x, scheduler.timesteps[0], x)
     assert scheduler.counter == 1 != pipe.scheduler.counter
     assert len(pipe.scheduler.timesteps) == 5
+
+
+class Counted(StableDiffusionPipeline):
+    """Someone's own, which says itself how it is copied."""
+
+    def __reduce_ex__(self, protocol):
+        return dict, ([("components", 7)],)
+
+
+def test_a_pipeline_that_is_copied_in_its_own_way(pipe):
+    own = sfastgn.optimize(Counted(**pipe.components, requires_safety_checker=False))
+    assert type(own) is not Counted
+    assert copy.copy(own) == {"components": 7}
 
 
 def test_saved_as_what_it_was(pipe, tmp_path):

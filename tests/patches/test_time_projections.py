@@ -379,6 +379,19 @@ def test_restore_leaves_nothing(launches):
     assert launches == [sum(widths(fused))]
 
 
+def test_restoring_a_part_gives_it_memory_of_its_own(launches):
+    fused, stock = twins()
+    allocation = packing._allocations[blocks(fused)[0]]
+    sfastgn.restore(fused.mid_block)
+    [block] = fused.mid_block.resnets
+    storage = torch.UntypedStorage._new_with_weak_ptr(allocation.cdata)
+    start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+    inside = {id(b): start <= b.conv1.bias.data_ptr() < end for b in blocks(fused)}
+    assert [not inside[id(b)] for b in blocks(fused)] == [b is block for b in blocks(fused)]
+    agree(call(fused), call(stock))
+    assert launches == [w for w, b in zip(widths(fused), blocks(fused), strict=True) if b is not block]
+
+
 def test_parameters_are_what_they_were_but_for_their_addresses():
     stock = unet()
     fused = copy.deepcopy(stock)
