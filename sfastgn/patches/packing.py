@@ -63,7 +63,7 @@ def plain_parameters(linears: Iterable[Any]) -> tuple[list[Tensor], list[Tensor]
     return (weights, biases) if len(biases) in (0, len(weights)) else None
 
 
-def joined(owner: nn.Module, *columns: list[Tensor]) -> tuple[Tensor | None, ...] | None:
+def joined(owner: nn.Module, *columns: list[Tensor]) -> tuple[Any, ...] | None:
     """Of each list of neighbours among those packed for ``owner`` the one tensor that they are, None of an empty one.
 
     Of weights and biases: the layer that computes what all of them do. None if any lie apart.

@@ -36,10 +36,8 @@ class _KeysAndValues:
     def pays(self, x: Tensor, parts: int) -> bool:
         return x.dim() == 3 and pays(x.shape[0] * x.shape[1], parts)
 
-    def product(self, x: Tensor, together: Sequence[Tensor | None], part: Any) -> Tensor:
-        weight, bias = together
-        assert weight is not None
-        return F.linear(x, weight, bias)
+    def product(self, x: Tensor, together: Sequence[Any], part: Any) -> Tensor:
+        return F.linear(x, *together)
 
 
 CONTEXT = Sharing(_KeysAndValues())

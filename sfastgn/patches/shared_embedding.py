@@ -45,9 +45,8 @@ class _Projections:
     def pays(self, x: Tensor, parts: int) -> bool:
         return x.dim() == 2 and has_few_rows(x.shape[0]) and dispatch.runs_in_triton(x)
 
-    def product(self, x: Tensor, together: Sequence[Tensor | None], part: Any) -> Tensor:
+    def product(self, x: Tensor, together: Sequence[Any], part: Any) -> Tensor:
         weight, bias, extra_bias = together
-        assert weight is not None
         return act_linear(x, weight, bias, activation_of(part.nonlinearity) or "", extra_bias=extra_bias)
 
 

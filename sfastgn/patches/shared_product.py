@@ -51,7 +51,7 @@ class Kind(Protocol):
     def pays(self, x: Tensor, parts: int) -> bool:
         """True if one product of ``x`` should be computed for so many parts."""
 
-    def product(self, x: Tensor, together: Sequence[Tensor | None], part: Any) -> Tensor:
+    def product(self, x: Tensor, together: Sequence[Any], part: Any) -> Tensor:
         """What all compute, side by side: (..., sum of C). ``together``: of each list all as one tensor, None for an empty one."""
 
 
@@ -106,9 +106,7 @@ class _Group:
 class _Product:
     """What was computed of ``x``, until all of it is taken. It keeps x alive: no other has its id."""
 
-    def __init__(
-        self, group: _Group, x: Tensor, together: Sequence[Tensor | None], members: list[Any], columns: Columns
-    ) -> None:
+    def __init__(self, group: _Group, x: Tensor, together: Sequence[Any], members: list[Any], columns: Columns) -> None:
         self._group, self._x, self._state = group, x, _state_of(x)
         self._output: Tensor | None = group.kind.product(x, together, members[0])
         # Part -> its parameters, what must not have changed in them, and its columns.
