@@ -30,15 +30,16 @@ def optimize(obj: T, *, strict: bool = False, cuda_graphs: Literal["auto"] | boo
         obj: a diffusers pipeline (every component with a GroupNorm or with diffusers' transformer blocks or parts of them: UNet, VAE,
             ControlNets, ...; and what the CPU does around them: a scheduler that waits for the GPU at each step without need, PNDM
             and DDIM, the image processor, the pipeline's search for its device) or any ``torch.nn.Module`` tree.
-        strict: raise instead of leaving out a module that cannot be fused.
+        strict: raise instead of leaving out a module or another part that cannot be changed.
         cuda_graphs: replay calls of UNets, ControlNets, VAEs and CLIP text encoders on a GPU as CUDA graphs. ``"auto"``: a call like
             none before runs as usual, the second of its kind is captured, and those after it are replayed; True: captured at the first;
             False: never. Each change to the model drops its graphs, and what cannot be captured runs as usual; ``report`` says what
             happened and why.
 
     Returns:
-        ``obj`` itself. Only these instances change, never their classes; parameters keep their identity, names and values. A second
-        call changes nothing but ``cuda_graphs``. ``restore`` undoes it exactly, ``report`` tells what was done.
+        ``obj`` itself. Instances get subclasses of their classes, by the same names; the classes themselves stay what they are.
+        Parameters keep their identity, names and values. A second call changes nothing but ``cuda_graphs`` and parts that are new.
+        ``restore`` undoes it exactly, ``report`` tells what was done.
 
     Without a GPU or Triton the same modules run in plain PyTorch. Every check comes before the first change.
 
@@ -65,7 +66,7 @@ def restore(obj: T) -> T:
     for root in roots.values():
         graphs.remove(root)
         patcher.undo(root)
-    patcher.undo_parts(_parts(obj))
+    patcher.undo_parts(_parts(obj).values())
     return obj
 
 
@@ -73,14 +74,17 @@ def restore(obj: T) -> T:
 def optimized(obj: T, *, strict: bool = False, cuda_graphs: Literal["auto"] | bool = "auto") -> Iterator[T]:
     """``with sfastgn.optimized(pipe):`` optimised inside, and afterwards as it was.
 
-    A component that was optimised before stays so, and its graphs' mode is again what it was; the others are restored.
+    A component that was optimised before stays so, and its graphs' mode is again what it was; the others are restored, with those that
+    the pipeline got inside.
     """
     before, parts = _optimize("optimized", obj, strict, cuda_graphs)
+    kept = {id(f.module): f.module for f in parts if f.status == "fused"}
     try:
         yield obj
     finally:
         _refuse_in_ddp("optimized", obj, [was.root for was in before if was.is_stock])
-        _put_back(before, parts)
+        # Those that came meanwhile were not there before either.
+        _put_back(before, [p for p in (*_parts(obj).values(), *(f.module for f in parts)) if id(p) not in kept])
 
 
 def report(obj: Any) -> Report:
@@ -90,7 +94,7 @@ def report(obj: Any) -> Report:
     """
     roots = _roots("report", obj, required=False)
     findings = [(name or type(root).__name__, f) for name, root in roots.items() for f in patcher.inspect(root, name)]
-    findings += [(f.path, f) for f in patcher.inspect_parts(_parts(obj))]
+    findings += [(f.path, f) for f in patcher.inspect_parts(_parts(obj) if roots else {})]
     entries = tuple(
         Entry(component, f.path, f.fusion.name, type(f.module).__name__, f.status, f.reason)
         for component, f in findings
@@ -130,8 +134,8 @@ def _before(root: nn.Module, findings: list[patcher.Finding]) -> _Before:
     return _Before(root, not (is_fused or modes or channels_last.converted_weights(root)), modes)
 
 
-def _put_back(before: list[_Before], parts: dict[str, Any]) -> None:
-    """``parts``: those that were stock."""
+def _put_back(before: list[_Before], parts: list[Any]) -> None:
+    """``parts``: those that are to be stock again."""
     patcher.undo_parts(parts)
     for was in before:
         if was.is_stock:
@@ -145,8 +149,10 @@ def _put_back(before: list[_Before], parts: dict[str, Any]) -> None:
             graphs.install(module, mode)
 
 
-def _optimize(call: str, obj: Any, strict: bool, cuda_graphs: str | bool) -> tuple[list[_Before], dict[str, Any]]:
-    """Carry it out. Returns what each component was before, and the other parts that were stock."""
+def _optimize(
+    call: str, obj: Any, strict: bool, cuda_graphs: str | bool
+) -> tuple[list[_Before], list[patcher.Finding]]:
+    """Carry it out. Returns what each component was before, and the other parts."""
     # 0 and numpy's False are equal to False and are not it.
     if type(cuda_graphs) not in (bool, str) or cuda_graphs not in graphs.MODES:
         raise ValueError(f'sfastgn.{call}: cuda_graphs={cuda_graphs!r} must be "auto", True or False')
@@ -158,9 +164,8 @@ def _optimize(call: str, obj: Any, strict: bool, cuda_graphs: str | bool) -> tup
     skipped = [f for found in (*findings.values(), parts) for f in found if f.status == "skipped"]
     if strict and skipped:
         reasons = "; ".join(f"{f.path or type(f.module).__name__} ({f.fusion.name}): {f.reason}" for f in skipped)
-        raise ValueError(f"sfastgn.{call}: strict=True and {len(skipped)} modules cannot be fused: {reasons}")
+        raise ValueError(f"sfastgn.{call}: strict=True and {len(skipped)} parts cannot be fused: {reasons}")
     before = [_before(root, findings[name]) for name, root in roots.items()]
-    stock = {f.path: f.module for f in parts if f.status == "fusable"}
     try:
         for name, root in roots.items():
             patcher.apply(root, findings[name])
@@ -168,9 +173,9 @@ def _optimize(call: str, obj: Any, strict: bool, cuda_graphs: str | bool) -> tup
             graphs.install(root, cuda_graphs)
         patcher.apply_parts(parts)
     except BaseException:
-        _put_back(before, stock)
+        _put_back(before, [f.module for f in parts if f.status == "fusable"])
         raise
-    return before, stock
+    return before, parts
 
 
 def _refuse_in_ddp(call: str, obj: Any, roots: Iterable[nn.Module]) -> None:

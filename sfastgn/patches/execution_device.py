@@ -37,14 +37,14 @@ def _says_first_parameters(cls: type) -> bool:
 
 def _is_stock(part: Any) -> bool:
     return any(
-        isinstance(part, base) and all(getattr(type(part), name) is getattr(base, name) for name in _READ)
+        issubclass(type(part), base) and all(getattr(type(part), name) is getattr(base, name) for name in _READ)
         for base in _base
     )
 
 
 def _device_without_hooks(pipe: Any) -> torch.device | None:
     """The device of all the pipeline's modules; None if there are hooks, several devices, or modules that say it in their own way."""
-    roots = {part for part in vars(pipe).values() if isinstance(part, nn.Module)}
+    roots = {part for part in list(vars(pipe).values()) if isinstance(part, nn.Module)}
     devices: set[torch.device] = set()
     for root in roots:
         first = next(root.parameters(), None)

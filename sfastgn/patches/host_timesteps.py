@@ -2,16 +2,18 @@
 
 A pipeline hands ``step`` an element of ``scheduler.timesteps``, which lies on the GPU. PNDM and DDIM index a table on the CPU with it
 and ask whether the one before is negative, so that the host waits for the UNet at every step, and the GPU then for the host. Here
-``step`` gets the same number from a copy on the CPU that ``set_timesteps`` makes; all that is computed from it was computed on the CPU
-before as well, so that the samples are the same bits.
+``step`` gets the same number from a copy on the CPU that ``set_timesteps`` makes. These two only index and compare with it, so that
+the samples are the same bits.
 
-Schedulers that calculate on the GPU with the timestep (LCM, TCD) would round otherwise and are left alone. Euler and DPM++ do not wait.
+Schedulers that calculate on the GPU with the timestep (LCM, TCD) would round otherwise and are left alone; Euler and DPM++ wait once an
+image, not at each step. Not seen: what is written into ``timesteps.data`` in place, which nothing counts.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.util
+import weakref
 from typing import Any
 
 import torch
@@ -22,7 +24,10 @@ from sfastgn.patches.pipeline_part import PipelinePart
 __all__ = ["PART"]
 
 _WAITED_FOR = ("cuda",)
-_COPY = "_sfastgn_timesteps"  # attribute: (the tensor on the GPU, how often it was written, its copy on the CPU)
+
+# By scheduler: (timesteps, its storage, how often it was written, its copy on the CPU). In no __dict__: a deepcopy's tensors begin to count
+# anew. The storage is held so that no other comes to lie at its address.
+_copies: weakref.WeakKeyDictionary[Any, tuple[Tensor, torch.UntypedStorage, int, Tensor]] = weakref.WeakKeyDictionary()
 
 # What hands the timestep on, and what computes with it. Exact classes.
 _METHODS: dict[type, tuple[str, ...]] = {}
@@ -33,26 +38,30 @@ if importlib.util.find_spec("diffusers") is not None:
     _METHODS[DDIMScheduler] = ("set_timesteps", "step", "_get_variance")
 
 
-def _copy_of(scheduler: Any) -> Tensor | None:
-    """``scheduler.timesteps`` on the CPU, copied again only if it is another tensor or was written; None if that cannot be known."""
-    table = scheduler.timesteps
+def _copy_of(scheduler: Any, table: Any) -> Tensor | None:
+    """``table``, the scheduler's timesteps, on the CPU; copied again if it is another one or was written, None if that cannot be known."""
     if type(table) is not Tensor or table.device.type not in _WAITED_FOR or table.is_inference():
         return None
     if table.dim() != 1 or table.stride(0) != 1:
         return None
-    kept, version, copy = vars(scheduler).get(_COPY, (None, 0, None))
-    if kept is not table or version != table._version:
-        copy = table.to("cpu", copy=True)
-        vars(scheduler)[_COPY] = (table, table._version, copy)
+    version, storage = table._version, table.untyped_storage()
+    known = _copies.get(scheduler)
+    if known is not None:
+        kept, memory, count, copy = known
+        same = kept is table and count == version and memory.data_ptr() == storage.data_ptr()
+        if same and len(copy) == len(table):
+            return copy
+    copy = table.to("cpu", copy=True)
+    _copies[scheduler] = table, storage, version, copy
     return copy
 
 
 def _on_host(scheduler: Any, timestep: Any) -> Any:
     """``timestep`` on the CPU if it is an element of ``scheduler.timesteps``, else itself."""
-    if type(timestep) is not Tensor or timestep.dim() or torch.compiler.is_compiling():
+    if type(timestep) is not Tensor or timestep.dim() or torch.compiler.is_compiling() or torch.jit.is_tracing():
         return timestep
     table = scheduler.timesteps
-    copy = _copy_of(scheduler)
+    copy = _copy_of(scheduler, table)
     if copy is None or (timestep.dtype, timestep.device) != (table.dtype, table.device):
         return timestep
     index = timestep.storage_offset() - table.storage_offset()
@@ -74,7 +83,7 @@ def _overrides(stock: Any) -> dict[str, Any]:
         with torch.inference_mode(False):  # its tensors count how often they are written
             result = stock.set_timesteps(self, *args, **kwargs)
         if not torch.compiler.is_compiling():
-            _copy_of(self)  # it has just waited for the GPU in any case
+            _copy_of(self, self.timesteps)  # it has just waited for the GPU in any case
         return result
 
     return {"step": step, "set_timesteps": set_timesteps}
@@ -85,5 +94,4 @@ PART = PipelinePart(
     is_stock=lambda part: type(part) in _METHODS,
     overrides=_overrides,
     upstream=lambda stock: (stock, _METHODS[stock]),
-    private=_COPY,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,10 +78,10 @@ def apply_parts(findings: list[Finding]) -> None:
             finding.fusion.apply(finding.module)
 
 
-def undo_parts(parts: dict[str, Any]) -> None:
+def undo_parts(parts: Iterable[Any]) -> None:
     """Every part as it was before ``apply_parts``."""
-    for rule in PARTS:
-        for part in parts.values():
+    for part in parts:
+        for rule in PARTS:
             rule.undo(part)
 
 

@@ -1,12 +1,15 @@
 """Fusions for what is no module: a scheduler, an image processor, the pipeline itself. Like ``ClassSwap``, for plain objects.
 
 One instance gets a subclass of its class, which goes by the same name and module: ``save_pretrained`` writes these, and pipelines
-look them up.
+look them up. What is made by way of that subclass (``type(pipe.scheduler).from_config(...)``) has the stock class.
 """
 
 from __future__ import annotations
 
 import copyreg
+import functools
+import importlib
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +18,7 @@ from sfastgn.patches.upstream import unknown_source
 
 __all__ = ["PipelinePart"]
 
+_MARK = "_sfastgn_part"  # in the subclass: the name of its rule
 _parts: dict[str, PipelinePart] = {}
 
 
@@ -28,15 +32,14 @@ class PipelinePart:
         overrides: of a stock class: the attributes of the subclass that takes its place.
         upstream: of a stock class: the class that defines what is replaced or relied upon, and the names of these methods and
             properties; their sources must be known.
-        private: attribute that the subclass keeps in the instance; goes with ``undo``.
     """
 
     name: str
     is_stock: Callable[[Any], bool]
     overrides: Callable[[Any], dict[str, Any]]
     upstream: Callable[[type], tuple[type, tuple[str, ...]]]
-    private: str = ""
-    _classes: dict[type, type] = field(default_factory=dict)  # stock -> its subclass
+    # Stock class -> its subclass; neither is kept alive, as classes are made in notebooks and functions too.
+    _classes: weakref.WeakKeyDictionary[type, weakref.ref[type]] = field(default_factory=weakref.WeakKeyDictionary)
 
     def __post_init__(self) -> None:
         _parts[self.name] = self
@@ -46,7 +49,7 @@ class PipelinePart:
         return self.is_applied(part) or self.is_stock(part)
 
     def is_applied(self, part: object) -> bool:
-        return type(part) in self._classes.values()
+        return vars(type(part)).get(_MARK) == self.name
 
     def reason_to_skip(self, part: Any) -> str | None:
         """Why a claimed ``part`` that has its stock class must keep it, or None. Changes nothing."""
@@ -54,6 +57,8 @@ class PipelinePart:
         replaced = [name for name in names if name in vars(part)]
         if replaced:
             return f"other code replaced this instance's {replaced[0]}"
+        if any("__init_subclass__" in vars(cls) for cls in type(part).__mro__[:-1]):
+            return "its class wants to hear of subclasses"
         return unknown_source(owner, *names)
 
     def apply(self, part: Any) -> None:
@@ -63,23 +68,47 @@ class PipelinePart:
         """``part`` as it was; nothing to do on a stock one."""
         if self.is_applied(part):
             part.__class__ = type(part).__base__
-            vars(part).pop(self.private, None)
 
     def _class_for(self, stock: Any) -> type:
-        if stock not in self._classes:
-            names = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
+        reference = self._classes.get(stock)
+        cls = None if reference is None else reference()
+        if cls is None:
+            cls = self._make_class(stock)
+            self._classes[stock] = weakref.ref(cls)
+        return cls
 
-            def reduce_ex(part: Any, protocol: Any) -> tuple[Any, ...]:
-                # For copies and pickles: under its own name the class would be taken for the stock one.
-                make, arguments, *state = stock.__reduce_ex__(part, max(int(protocol), 2))
-                is_plain = make is copyreg.__newobj__  # type: ignore[attr-defined]
-                return (_new, (self.name, stock), *state) if is_plain else (make, arguments, *state)
+    def _make_class(self, stock: Any) -> type:
+        @functools.wraps(stock.__init__)
+        def init(part: Any, *args: Any, **kwargs: Any) -> None:
+            stock.__init__(part, *args, **kwargs)
+            self.undo(part)  # what is made anew was not optimised
 
-            own = {**self.overrides(stock), "__reduce_ex__": reduce_ex}
-            self._classes.setdefault(stock, type(stock.__name__, (stock,), {**names, **own}))
-        return self._classes[stock]
+        def reduce_ex(part: Any, protocol: Any) -> Any:
+            if not self.is_applied(part):  # a class derived from this one
+                return stock.__reduce_ex__(part, protocol)
+            reduced = stock.__reduce_ex__(part, max(int(protocol), 2))
+            if isinstance(reduced, str):
+                return reduced
+            make, arguments, *state = reduced
+            # Under its own name the class would be taken for the stock one.
+            if make is copyreg.__newobj__ and arguments == (type(part),):  # type: ignore[attr-defined]
+                return (_new, (self.name, stock), *state)
+            return (make, tuple(stock if a is type(part) else a for a in arguments), *state)
+
+        names = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
+        own = {**self.overrides(stock), "__init__": init, "__reduce_ex__": reduce_ex, _MARK: self.name}
+        return type(stock.__name__, (stock,), {**names, **own})
 
 
 def _new(name: str, stock: type) -> Any:
-    cls: Any = _parts[name]._class_for(stock)
+    """For copies and pickles: an instance without its state. A stock one where upstream is not what was tested."""
+    importlib.import_module("sfastgn.patches.registry")  # a process that only reads a pickle knows no rule yet
+    part = _parts.get(name)
+    is_known = part is not None and unknown_source(*_flat(part.upstream(stock))) is None
+    cls: Any = part._class_for(stock) if part is not None and is_known else stock
     return cls.__new__(cls)
+
+
+def _flat(upstream: tuple[type, tuple[str, ...]]) -> tuple[Any, ...]:
+    owner, names = upstream
+    return owner, *names

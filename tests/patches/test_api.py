@@ -179,7 +179,7 @@ def test_strict_names_every_reason_and_changes_nothing():
     net = Net()
     net.body.forward = functools.partial(net.body.forward)
     with pytest.raises(
-        ValueError, match=r"sfastgn.optimize: strict=True and 1 modules cannot be fused: body \(sequential\)"
+        ValueError, match=r"sfastgn.optimize: strict=True and 1 parts cannot be fused: body \(sequential\)"
     ):
         sfastgn.optimize(net, strict=True)
     assert not sfastgn.report(net).fused

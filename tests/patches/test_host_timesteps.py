@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+import warnings
+
 import pytest
 import torch
 from diffusers import DDIMScheduler, EulerDiscreteScheduler, LCMScheduler, PNDMScheduler
@@ -133,6 +137,53 @@ def test_changed_timesteps_are_seen(monkeypatch, change, inference):
     assert int(seen[-1]) == 333
     is_copy = seen[-1].untyped_storage().data_ptr() != scheduler.timesteps.untyped_storage().data_ptr()
     assert is_copy != (inference and change == "replaced")  # an inference tensor does not count what is written into it
+
+
+@pytest.mark.parametrize(
+    "duplicate",
+    [
+        pytest.param(copy.deepcopy, id="deepcopy"),
+        pytest.param(lambda s: pickle.loads(pickle.dumps(s)), id="pickle"),
+        pytest.param(lambda s: vars(s).update(copy.deepcopy(vars(s))) or s, id="its-own-state"),
+    ],
+)
+def test_copies_of_changed_timesteps(monkeypatch, duplicate):
+    """A copied tensor counts its writes from the beginning, perhaps to the number that was noted of the original."""
+    scheduler = applied(DDIMScheduler())
+    seen = received(scheduler, monkeypatch)
+    x = torch.randn(1, 4, 2, 2)
+    scheduler.set_timesteps(5)
+    for value in (998, 997):
+        scheduler.timesteps[0] = value
+        scheduler.step(x, scheduler.timesteps[0], x)
+        scheduler.timesteps[1] = 333
+        scheduler = duplicate(scheduler)
+        scheduler.step(x, scheduler.timesteps[1], x)
+        assert [int(t) for t in seen[-2:]] == [value, 333]
+
+
+@pytest.mark.parametrize("length", [3, 5])
+def test_other_memory_below_the_same_tensor(monkeypatch, length):
+    scheduler = applied(DDIMScheduler())
+    seen = received(scheduler, monkeypatch)
+    x = torch.randn(1, 4, 2, 2)
+    scheduler.set_timesteps(5)
+    scheduler.timesteps.data = torch.tensor([900, 333, 1, 0, 0][:length])
+    scheduler.step(x, scheduler.timesteps[1], x)
+    assert int(seen[-1]) == 333
+
+
+def test_a_trace_keeps_its_timestep_an_argument():
+    stock, scheduler = DDIMScheduler(), applied(DDIMScheduler())
+    x = torch.randn(1, 4, 2, 2)
+    traced = []
+    for each in (stock, scheduler):
+        each.set_timesteps(5)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            traced.append(torch.jit.trace(lambda t, each=each: each.step(x, t, x)[0], each.timesteps[0]))
+    for t in stock.timesteps[:3]:
+        assert torch.equal(traced[1](t), traced[0](t))
 
 
 @pytest.mark.parametrize(

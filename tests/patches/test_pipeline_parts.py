@@ -1,12 +1,15 @@
-"""What optimize changes around the models: the image processor, the pipeline's search for its device, and all of it together."""
+"""What optimize changes around the models: the pipeline's search for its device, and all of it together."""
 
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import json
 import pickle
-import warnings
+import subprocess
+import sys
+import weakref
 
 import numpy as np
 import pytest
@@ -28,7 +31,6 @@ from sfastgn.bench.pipelines import build_pipeline
 from sfastgn.patches import execution_device, host_timesteps, image_bytes, upstream
 from sfastgn.patches.pipeline_part import PipelinePart
 
-CUDA = pytest.param("cuda", id="gpu", marks=pytest.mark.gpu)
 STOCK = {"scheduler": PNDMScheduler, "image_processor": VaeImageProcessor}
 
 
@@ -49,94 +51,6 @@ def applied(part, rule):
     rule.apply(part)
     assert rule.is_applied(part)
     return part
-
-
-# ---- images
-
-
-def images(kind, dtype, device):
-    if kind == "edges":  # every value at which rounding decides, and its neighbours
-        middle = (torch.arange(-3, 514) / 255 - 1).double()
-        around = torch.stack([middle + d for d in (-1e-3, -1e-6, 0, 1e-6, 1e-3)]).flatten()
-        values = around[: len(around) // 12 * 12].reshape(2, 3, -1, 2)
-    else:
-        values = torch.randn(2, 3, 17, 23, dtype=torch.float64)
-    image = values.to(device, dtype)
-    return image.contiguous(memory_format=torch.channels_last) if kind == "channels-last" else image
-
-
-@pytest.mark.parametrize("device", ["cpu", CUDA])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=["fp16", "bf16", "fp32"])
-@pytest.mark.parametrize("kind", ["contiguous", "channels-last", "edges"])
-def test_pictures_are_the_same_bytes(monkeypatch, kind, dtype, device):
-    image = images(kind, dtype, device)
-    before = VaeImageProcessor().postprocess(image)
-    processor = applied(VaeImageProcessor(), image_bytes.PART)
-    monkeypatch.setattr(VaeImageProcessor, "numpy_to_pil", None)  # not by way of upstream's
-    after = processor.postprocess(image)
-    assert [(p.mode, p.size) for p in after] == [(p.mode, p.size) for p in before]
-    assert all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in zip(after, before, strict=True))
-    after[0].putpixel((0, 0), (1, 2, 3))  # not a view of memory that something else owns
-
-
-@pytest.mark.parametrize(
-    ("image", "options"),
-    [
-        pytest.param(torch.rand(2, 3, 4, 4), {"output_type": "np"}, id="np"),
-        pytest.param(torch.rand(2, 3, 4, 4), {"output_type": "pt"}, id="pt"),
-        pytest.param(torch.rand(2, 3, 4, 4), {"do_denormalize": [True, False]}, id="not-all-denormalised"),
-        pytest.param(torch.rand(2, 1, 4, 4), {}, id="grey"),
-        pytest.param(torch.rand(2, 3, 4, 4).double(), {}, id="fp64"),
-    ],
-)
-def test_everything_else_is_upstreams(monkeypatch, image, options):
-    processor = applied(VaeImageProcessor(), image_bytes.PART)
-    monkeypatch.setattr(VaeImageProcessor, "postprocess", lambda *a: ("upstream's", *a[1:]))
-    assert image_bytes._is_ours(processor, torch.rand(1, 3, 4, 4), "pil", None)
-    given = (options.get("output_type", "pil"), options.get("do_denormalize"))
-    assert processor.postprocess(image, *given) == ("upstream's", image, *given)
-    assert not image_bytes._is_ours(processor, torch.rand(1, 3, 4, 4).requires_grad_(), "pil", None)
-
-
-def test_a_processor_that_does_not_normalise():
-    image = torch.rand(1, 3, 4, 4)
-    before = VaeImageProcessor(do_normalize=False).postprocess(image)[0]
-    after = applied(VaeImageProcessor(do_normalize=False), image_bytes.PART).postprocess(image)[0]
-    assert np.array_equal(np.asarray(before), np.asarray(after))
-
-
-@pytest.mark.filterwarnings("error::RuntimeWarning")
-def test_nan_still_warns():
-    """Black pictures of an overflown VAE are known by numpy's warning."""
-    image = torch.rand(1, 3, 4, 4)
-    image[0, 1, 2, 3] = float("nan")
-    processor = applied(VaeImageProcessor(), image_bytes.PART)
-    with pytest.raises(RuntimeWarning, match="invalid value"):
-        processor.postprocess(image)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert np.array_equal(
-            np.asarray(processor.postprocess(image)[0]), np.asarray(VaeImageProcessor().postprocess(image)[0])
-        )
-
-
-def test_an_image_that_is_too_large_for_the_gpu(monkeypatch):
-    image = torch.rand(1, 3, 4, 4)
-    before = VaeImageProcessor().postprocess(image)[0]
-    processor = applied(VaeImageProcessor(), image_bytes.PART)
-
-    def no_memory(x):
-        raise torch.OutOfMemoryError
-
-    monkeypatch.setattr(torch.Tensor, "isnan", no_memory)
-    assert np.array_equal(np.asarray(processor.postprocess(image)[0]), np.asarray(before))
-
-
-def test_the_image_is_not_written_to():
-    image = torch.rand(1, 3, 4, 4)
-    kept = image.clone()
-    applied(VaeImageProcessor(), image_bytes.PART).postprocess(image, do_denormalize=[True])
-    assert torch.equal(image, kept)
 
 
 # ---- the device
@@ -259,6 +173,78 @@ def test_a_pipeline_that_is_copied_in_its_own_way(pipe):
     assert copy.copy(own) == {"components": 7}
 
 
+class Named(StableDiffusionPipeline):
+    """Another of those, which names its class."""
+
+    def __reduce__(self):
+        return isinstance, (self.unet, type(self))
+
+
+def test_copies_that_name_the_class(pipe):
+    own = sfastgn.optimize(Named(**pipe.components, requires_safety_checker=False))
+    assert pickle.loads(pickle.dumps(own)) is False
+    part = applied(VaeImageProcessor(), image_bytes.PART)
+    derived = type("Derived", (type(part),), {"__module__": __name__})()
+    assert type(copy.copy(derived)) is type(derived)
+
+
+def test_pickles_are_read_in_a_process_of_their_own(pipe, tmp_path):
+    sfastgn.optimize(pipe)
+    (tmp_path / "parts").write_bytes(pickle.dumps([pipe.scheduler, pipe.image_processor, pipe]))
+    code = (
+        "import pickle, sys; parts = pickle.load(open(sys.argv[1], 'rb')); import sfastgn\n"
+        "print(*(type(p).__name__ for p in parts)); print(*sorted({e.fusion for e in sfastgn.report(parts[2]).fused}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, tmp_path / "parts"], capture_output=True, text=True, check=True)
+    assert done.stdout.split()[:3] == ["PNDMScheduler", "VaeImageProcessor", "StableDiffusionPipeline"]
+    assert {"host_timesteps", "image_bytes", "execution_device"} <= set(done.stdout.split())
+
+
+def test_a_pickle_for_another_diffusers_is_stock(pipe, monkeypatch):
+    pickled = pickle.dumps(sfastgn.optimize(pipe).scheduler)
+    monkeypatch.setitem(upstream.TESTED_SOURCES, "PNDMScheduler.step", frozenset({"0" * 16}))
+    assert type(pickle.loads(pickled)) is PNDMScheduler
+
+
+def test_what_is_made_by_way_of_the_class_is_stock(pipe):
+    sfastgn.optimize(pipe)
+    assert type(type(pipe.scheduler).from_config(pipe.scheduler.config)) is PNDMScheduler
+    assert type(type(pipe)(**pipe.components, requires_safety_checker=False)) is StableDiffusionPipeline
+    assert type(type(pipe).from_pipe(pipe)) is StableDiffusionPipeline
+
+
+def test_proxies_are_left_alone(pipe):
+    proxy = weakref.proxy(pipe)
+    assert "pipeline" not in {e.component for e in sfastgn.report(proxy).entries}
+    sfastgn.restore(sfastgn.optimize(proxy))
+
+
+def test_classes_that_hear_of_subclasses_are_left_alone(pipe):
+    heard = []
+
+    class Registry(StableDiffusionPipeline):
+        def __init_subclass__(cls, *, needed, **kwargs):
+            heard.append(cls)
+
+    own = Registry(**pipe.components, requires_safety_checker=False)
+    sfastgn.optimize(own)
+    assert type(own) is Registry
+    assert not heard
+    [entry] = [e for e in sfastgn.report(own).skipped if e.path == "pipeline"]
+    assert entry.reason == "its class wants to hear of subclasses"
+
+
+def test_classes_are_not_kept(pipe):
+    class Own(StableDiffusionPipeline):
+        pass
+
+    own = sfastgn.restore(sfastgn.optimize(Own(**pipe.components, requires_safety_checker=False)))
+    kept = weakref.ref(Own)
+    del Own, own
+    gc.collect()
+    assert kept() is None
+
+
 def test_saved_as_what_it_was(pipe, tmp_path):
     sfastgn.optimize(pipe).save_pretrained(tmp_path)
     index = json.loads((tmp_path / "model_index.json").read_text())
@@ -304,7 +290,7 @@ def test_a_scheduler_that_comes_later(pipe):
 )
 def test_a_source_that_was_not_tested(pipe, monkeypatch, name):
     monkeypatch.setitem(upstream.TESTED_SOURCES, name, frozenset({"0" * 16}))
-    with pytest.raises(ValueError, match=f"strict=True and 1 modules cannot be fused.*{name} of this diffusers"):
+    with pytest.raises(ValueError, match=f"strict=True and 1 parts cannot be fused.*{name} of this diffusers"):
         sfastgn.optimize(pipe, strict=True)
     assert set(parts_of(pipe).values()) == {"fusable", "skipped"}
     sfastgn.optimize(pipe)
@@ -349,3 +335,13 @@ def test_optimized_puts_back_what_it_changed(pipe):
         pass
     assert set(parts_of(pipe).values()) == {"fused"}
     assert pipe.scheduler is scheduler
+
+
+def test_optimized_puts_back_what_came_inside(pipe):
+    old = pipe.scheduler
+    with sfastgn.optimized(pipe):
+        pipe.scheduler = DDIMScheduler.from_config(pipe.scheduler.config)
+        sfastgn.optimize(pipe)
+        assert parts_of(pipe)["scheduler"] == "fused"
+    assert type(pipe.scheduler) is DDIMScheduler
+    assert type(old) is PNDMScheduler
