@@ -153,6 +153,7 @@ class _AttentionFusion(ClassSwap):
 
     def apply(self, module: nn.Module) -> None:
         super().apply(module)
+        CONTEXT.pack_again(module)
         module._pack()  # type: ignore[operator]
 
     def undo(self, module: nn.Module) -> None:

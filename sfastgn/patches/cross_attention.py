@@ -63,7 +63,7 @@ class _CrossAttentionFusion:
     name = "cross_attention"
 
     def claims(self, module: nn.Module) -> bool:
-        return type(module) in _MODELS and sum(1 for _ in _cross_attentions(module)) > 1
+        return self.is_applied(module) or (type(module) in _MODELS and sum(1 for _ in _cross_attentions(module)) > 1)
 
     def is_applied(self, module: nn.Module) -> bool:
         return begin in module._forward_pre_hooks.values()

@@ -123,6 +123,10 @@ def _check(block: ResnetBlock2D) -> str | None:
 
 
 class _ResnetFusion(ClassSwap):
+    def apply(self, module: nn.Module) -> None:
+        super().apply(module)
+        EMBEDDING.pack_again(module)
+
     def undo(self, module: nn.Module) -> None:
         unpack(module)
         super().undo(module)

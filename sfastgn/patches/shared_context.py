@@ -30,7 +30,7 @@ class _KeysAndValues:
         channels, own = (getattr(linear, "in_features", None) for linear in (part.to_k, part.to_q))
         return None if channels == own else (type(part), channels)
 
-    def columns(self, parts: Sequence[Any]) -> Columns | None:
+    def columns(self, key: Any, parts: Sequence[Any]) -> Columns | None:
         return plain_parameters(linear for part in parts for linear in (part.to_k, part.to_v))
 
     def pays(self, x: Tensor, parts: int) -> bool:

@@ -24,23 +24,31 @@ __all__ = ["EMBEDDING"]
 class _Projections:
     def key(self, part: Any) -> Any:
         """Blocks that add the embedding to conv1's output; others scale with it, or have an embedding of their own."""
-        act, proj = activation_of(part.nonlinearity), part.time_emb_proj
-        if (
-            act is None
-            or not is_plain(part.nonlinearity)
-            or part.time_embedding_norm != "default"
-            or part.skip_time_act
-        ):
+        act = activation_of(part.nonlinearity)
+        if act is None or part.time_embedding_norm != "default" or part.skip_time_act:
             return None
-        return type(part), act, getattr(proj, "in_features", None)
+        return type(part), act, getattr(part.time_emb_proj, "in_features", None)
 
-    def columns(self, parts: Sequence[Any]) -> Columns | None:
-        found = plain_parameters(part.time_emb_proj for part in parts)
-        if found is None or not found[1] or not all(bias_can_move(part.conv1) for part in parts):
-            return None
-        biases = [part.conv1.bias for part in parts]
-        same = all(a.shape == b.shape and a.dtype == b.dtype for a, b in zip(found[1], biases, strict=True))
-        return (*found, biases) if same else None
+    def columns(self, key: Any, parts: Sequence[Any]) -> Columns | None:
+        _, activation, _ = key
+        weights: list[Tensor] = []
+        biases: list[Tensor] = []
+        extra_biases: list[Tensor] = []
+        for part in parts:
+            act, conv1 = part.nonlinearity, part.conv1
+            adds = part.time_embedding_norm == "default" and not part.skip_time_act
+            found = plain_parameters((part.time_emb_proj,))
+            if found is None or not found[1] or not adds or not bias_can_move(conv1):
+                return None
+            if activation_of(act) != activation or not is_plain(act):
+                return None
+            [weight], [bias] = found
+            if (conv1.bias.shape, conv1.bias.dtype) != (bias.shape, bias.dtype):
+                return None
+            weights.append(weight)
+            biases.append(bias)
+            extra_biases.append(conv1.bias)
+        return weights, biases, extra_biases
 
     def pays(self, x: Tensor, parts: int) -> bool:
         return x.dim() == 2 and has_few_rows(x.shape[0]) and dispatch.runs_in_triton(x)

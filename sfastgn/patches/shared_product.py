@@ -5,14 +5,16 @@ over so few rows is bound by reading its weights and by its launch: SDXL's 70 pr
 they are one that reads the same weights at the speed of memory. So the weights of all lie side by side (``packing.py``, by whose rules
 they stay what they are), the first part that is called computes for all, and each takes its columns.
 
-Nothing can be stale, because nothing outlives the call: hooks on the model begin and end it. Weights may be written to between two calls
+Nothing can be stale, because nothing outlives the call: hooks on the model begin and end it, after exceptions too (a call that
+KeyboardInterrupt breaks off ends when the thread's next one begins, or with the model). Weights may be written to between two calls
 with the same tensor, as pipelines pass the same prompt at each step; the next call computes anew. Within a call a slice is given out once,
 to the part that it was computed for, if that still has the same plain layers with the same parameters in the same versions, and if the
 tensor is the same object with the same version, on the same stream, and as much in a capture. Whoever gets nothing computes by itself; so
 does every call that is not the whole model's, as of one of its blocks.
 
-Of each kind there is one product a call, of the first tensor that comes; another's would be computed for a few. It is given up as soon
-as all have taken their slices, and else with the call. If any of the parts is not what it was (LoRA, hooks, moved, replaced), there is
+Of each group (kind, width, activation) there is one product a call, of the first tensor that comes; another's would be computed for a few.
+A forward that runs again within the call (a part that has taken its slice asks once more) gets one of its own. It is given up as soon as
+all have taken their slices, and else with the call. If any of the parts is not what it was (LoRA, hooks, moved, replaced), there is
 none.
 """
 
@@ -40,12 +42,12 @@ class Kind(Protocol):
     """What the parts are, and what they compute of the tensor."""
 
     def key(self, part: Any) -> Any:
-        """Hashable: parts with the same may share; None for one that cannot."""
+        """Hashable: parts with the same may share; None for one that cannot. Asked when groups are formed."""
 
-    def columns(self, parts: Sequence[Any]) -> Columns | None:
+    def columns(self, key: Any, parts: Sequence[Any]) -> Columns | None:
         """Parameters that are to lie side by side: lists with equally many of each part, in its order, weights (C, K) first.
 
-        None if one of the parts is not plain.
+        None if one of the parts is not plain, or is now something else than ``key`` says. Asked at each call: has to be quick.
         """
 
     def pays(self, x: Tensor, parts: int) -> bool:
@@ -58,19 +60,23 @@ class Kind(Protocol):
 class _Group:
     """Parts of one model with one key, in the order of the model's modules."""
 
-    __slots__ = ("__weakref__", "_members", "key", "kind", "model")
+    __slots__ = ("__weakref__", "_members", "_type", "key", "kind", "model")
 
     def __init__(self, kind: Kind, key: Any, model: nn.Module, members: Sequence[nn.Module]) -> None:
-        self.kind, self.key, self.model = kind, key, weakref.ref(model)
+        self.kind, self.key, self.model, self._type = kind, key, weakref.ref(model), type(members[0])
         self._members = [weakref.ref(member) for member in members]
 
     def __len__(self) -> int:
         return len(self._members)
 
     def members(self) -> list[Any] | None:
-        """All of them; None if one is gone, or is no longer what it was."""
+        """All of them; None if one is gone, or is no longer fused."""
         found = [reference() for reference in self._members]
-        return found if all(m is not None and self.kind.key(m) == self.key for m in found) else None
+        return found if all(type(member) is self._type for member in found) else None
+
+    def columns(self, members: Sequence[Any]) -> Columns | None:
+        """The parameters of ``members``; None if they may not share."""
+        return self.kind.columns(self.key, members) if all(type(m) is self._type for m in members) else None
 
     def alive(self) -> list[Any]:
         """Those that are not gone."""
@@ -79,7 +85,7 @@ class _Group:
     def pack(self) -> None:
         """Puts the weights of all side by side, if they are all in one place."""
         members = self.members()
-        columns = None if members is None else self.kind.columns(members)
+        columns = None if members is None else self.columns(members)
         if members is not None and columns is not None:
             pack_together(members, columns)
 
@@ -91,7 +97,7 @@ class _Group:
         if x.is_inference() or not self.kind.pays(x, len(self)):
             return None
         members = self.members()
-        columns = None if members is None else self.kind.columns(members)
+        columns = None if members is None else self.columns(members)
         if members is None or columns is None or torch.is_autocast_enabled(x.device.type):
             return None
         params = [parameter for column in columns for parameter in column]
@@ -118,18 +124,18 @@ class _Product:
             start, end = end, end + sum(weight.shape[0] for weight in own[0])
             self._rest[member] = params, list(map(_stamp, params)), start, end
 
-    def is_over(self, x: Tensor) -> bool:
-        """True if nobody will take anything: all have, or x has changed, or runs on another stream or in another capture."""
-        return self._output is None or (x is self._x and _state_of(x) != self._state)
+    def is_over(self, member: Any, x: Tensor) -> bool:
+        """True if nobody will take anything, or the forward runs again: all have, or ``member`` has, or x or where it runs has changed."""
+        return self._output is None or member not in self._rest or (x is self._x and _state_of(x) != self._state)
 
     def take(self, member: Any, x: Tensor) -> Tensor | None:
         if x is not self._x:
             return None
         place = self._rest.pop(member, None)
-        output, kind = self._output, self._group.kind
+        output = self._output
         if not self._rest:
             self._output = None
-        columns = kind.columns((member,)) if kind.key(member) == self._group.key else None
+        columns = self._group.columns((member,))
         if place is None or output is None or columns is None or torch.is_autocast_enabled(x.device.type):
             return None
         params, stamps, start, end = place
@@ -190,6 +196,12 @@ class Sharing:
         if group is not None and group.ends_with(part):
             group.pack()
 
+    def pack_again(self, part: nn.Module) -> None:
+        """The same when ``part`` was restored alone and is fused again."""
+        group = self._group_of.get(part)
+        if group is not None:
+            group.pack()
+
     def take(self, part: nn.Module, x: Tensor) -> Tensor | None:
         """What ``part`` computes of ``x``; None if it has to by itself.
 
@@ -203,7 +215,7 @@ class Sharing:
             return None
         product, made = call.products.get(group, (None, 0))
         # A forward that runs more than once in a call, to warm up and to be captured, gets a product each time.
-        if made == 0 or (product is not None and product.is_over(x)):
+        if made == 0 or (product is not None and product.is_over(part, x)):
             product = group.product(x) if made < _MAX_PRODUCTS else None
             call.products[group] = product, made + 1
         return None if product is None else product.take(part, x)
@@ -216,8 +228,10 @@ class _Call:
     """One call of a model, from its pre-hook to its hook."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = weakref.ref(model)
-        self.products: dict[_Group, tuple[_Product | None, int]] = {}  # the last one, and how many there were
+        products: dict[_Group, tuple[_Product | None, int]] = {}  # the last one, and how many there were
+        self.products = products
+        # A call that KeyboardInterrupt has broken off, which no hook runs after, keeps no weights of a model that is gone.
+        self.model = weakref.ref(model, lambda _: products.clear())
 
 
 class _Running(threading.local):

@@ -56,7 +56,7 @@ class _TimeProjectionFusion:
     name = "time_projections"
 
     def claims(self, module: nn.Module) -> bool:
-        return type(module) in _MODELS and sum(1 for _ in _blocks(module)) > 1
+        return self.is_applied(module) or (type(module) in _MODELS and sum(1 for _ in _blocks(module)) > 1)
 
     def is_applied(self, module: nn.Module) -> bool:
         return begin in module._forward_pre_hooks.values()

@@ -9,89 +9,31 @@ import weakref
 
 import pytest
 import torch
-from diffusers import ControlNetModel, UNet2DConditionModel, UNet2DModel
-from peft import LoraConfig, inject_adapter_in_model
-from torch import Tensor, nn
+from diffusers import ControlNetModel, UNet2DModel
+from torch import nn
 
 import sfastgn
 from sfastgn.kernels import act_linear_config
-from sfastgn.kernels.launch import Launch
 from sfastgn.patches import packing, shared_product, time_projections
 from sfastgn.patches.resnet_block import FusedResnetBlock2D, ResnetBlock2D
 from sfastgn.patches.shared_embedding import EMBEDDING
 from tests.kernels import samples
+from tests.patches import projection_cases as cases
 
-WHERE = {"device": "cpu"}
-# Without attention: Triton's interpreter is slow.
-SIZES = {
-    "block_out_channels": (8, 24), "norm_num_groups": 4, "layers_per_block": 1, "cross_attention_dim": 12,
-    "down_block_types": ("DownBlock2D",) * 2, "mid_block_type": "UNetMidBlock2D",
-}  # fmt: skip
+WHERE, agree, blocks, call, in_order_of_calls, random, twins, unet, widths = (
+    cases.WHERE, cases.agree, cases.blocks, cases.call, cases.in_order_of_calls, cases.random, cases.twins, cases.unet, cases.widths,
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True, params=samples.DEVICES)
-def as_on_a_gpu(request, monkeypatch):
-    """Kernels without the dispatcher, on a CPU too."""
-    monkeypatch.setitem(WHERE, "device", request.param)
-    with samples.kernels(direct=True):
+def as_on_a_gpu(request):
+    with cases.as_on_a_gpu(request.param):
         yield
 
 
 @pytest.fixture
 def launches(monkeypatch):
-    """Rows of the weight of each projection with two biases, the embedding's and conv1's, that was launched."""
-    found: list[int] = []
-    launch = Launch.__call__
-
-    def note(self: Launch, stream: int, *tensors: Tensor | None) -> None:
-        if self.kernel.__name__ == "_act_linear_kernel" and all(bias is not None for bias in tensors[2:4]):
-            found.append(tensors[1].shape[0])
-        launch(self, stream, *tensors)
-
-    monkeypatch.setattr(Launch, "__call__", note)
-    return found
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(WHERE["device"])
-
-
-def unet(**options) -> UNet2DConditionModel:
-    torch.manual_seed(2)
-    model = UNet2DConditionModel(sample_size=4, up_block_types=("UpBlock2D",) * 2, **SIZES, **options).eval()
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
-            nn.init.normal_(parameter)
-    return model.to(WHERE["device"])
-
-
-def twins(build=unet):
-    """(optimised, stock) with the same weights."""
-    stock = build()
-    return sfastgn.optimize(copy.deepcopy(stock), cuda_graphs=False), stock
-
-
-def call(model, seed: int = 0):
-    dtype = next(model.parameters()).dtype
-    with torch.no_grad():
-        return model(random(2, 4, 4, 4, seed=seed).to(dtype), 3, random(2, 5, 12, seed=1).to(dtype)).sample
-
-
-def blocks(model) -> list:
-    return [m for m in model.modules() if isinstance(m, ResnetBlock2D)]
-
-
-def widths(model) -> list[int]:
-    return [m.time_emb_proj.out_features for m in blocks(model)]
-
-
-def in_order_of_calls(model) -> list[int]:
-    parts = (*model.down_blocks, model.mid_block, *model.up_blocks)
-    return [resnet.time_emb_proj.out_features for part in parts for resnet in part.resnets]
-
-
-def agree(a: Tensor, b: Tensor, tolerance: float = 5e-5) -> None:
-    torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance)
+    return cases.note_launches(monkeypatch)
 
 
 def test_one_launch_for_all(launches):
@@ -106,7 +48,7 @@ def test_one_launch_for_all(launches):
 
 def control() -> ControlNetModel:
     torch.manual_seed(3)
-    model = ControlNetModel(**SIZES, conditioning_embedding_out_channels=(4, 8)).eval()
+    model = ControlNetModel(**cases.SIZES, conditioning_embedding_out_channels=(4, 8)).eval()
     for layer in (*model.controlnet_down_blocks, model.controlnet_mid_block):
         nn.init.normal_(layer.weight)
     return model.to(WHERE["device"])
@@ -161,157 +103,6 @@ def test_many_rows_are_matrix_products(launches, monkeypatch):
     fused, stock = twins()
     agree(call(fused), call(stock))
     assert not launches
-
-
-# --- never stale ----------------------------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def in_place(model):
-    for i, block in enumerate(blocks(model)):
-        block.time_emb_proj.weight.mul_(i - 1.5)
-        block.time_emb_proj.bias.add_(0.1)
-        block.conv1.bias.mul_(2)
-
-
-def through_data(model):
-    for block in blocks(model):
-        block.conv1.bias.data += 0.3 * random(len(block.conv1.bias), seed=8).to(block.conv1.bias)
-
-
-def loaded(model):
-    model.load_state_dict({k: v * 0.9 for k, v in model.state_dict().items()})
-
-
-def lora(model, target="time_emb_proj"):
-    torch.manual_seed(5)
-    inject_adapter_in_model(LoraConfig(r=2, target_modules=[target], init_lora_weights=False), model.mid_block)
-    model.to(WHERE["device"])
-
-
-def lora_of_a_convolution(model):
-    lora(model, "conv1")
-
-
-def hook(model):
-    blocks(model)[1].time_emb_proj.register_forward_hook(lambda m, i, y: y * 2)
-
-
-def hook_on_a_convolution(model):
-    blocks(model)[1].conv1.register_forward_hook(lambda m, i, y: y * 2)
-
-
-def hook_on_the_activation(model):
-    blocks(model)[1].nonlinearity.register_forward_hook(lambda m, i, y: y * 2)
-
-
-def replaced_parameter(model):
-    layer = blocks(model)[3].time_emb_proj
-    layer.weight = nn.Parameter(layer.weight.detach() * 2)
-
-
-def replaced_bias(model):
-    conv = blocks(model)[0].conv1
-    conv.bias.data = conv.bias.data * 2
-
-
-def no_bias(model):
-    blocks(model)[0].conv1.bias = None
-
-
-def replaced_block(model):
-    block = copy.deepcopy(model.mid_block.resnets[0])
-    with torch.no_grad():
-        block.conv1.bias.mul_(3)
-    model.mid_block.resnets[0] = block
-
-
-def restored_part(model):
-    sfastgn.restore(model.mid_block)
-    with torch.no_grad():
-        model.mid_block.resnets[0].conv1.bias.mul_(3)
-
-
-def swapped(model):
-    a, b = (block.time_emb_proj.weight for block in model.up_blocks[0].resnets)
-    a.data, b.data = b.data, a.data
-
-
-STILL_ONE = [in_place, through_data, loaded]
-APART = [
-    lora, lora_of_a_convolution, hook, hook_on_a_convolution, hook_on_the_activation, replaced_parameter, replaced_bias, no_bias,
-    replaced_block, restored_part, swapped,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("change", [*STILL_ONE, *APART], ids=lambda f: f.__name__)
-def test_changes_between_two_calls(launches, change):
-    fused, stock = twins()
-    before = call(fused)
-    for model in (fused, stock):
-        change(model)
-    launches.clear()
-    agree(call(fused), call(stock), 2e-4)
-    assert not torch.allclose(call(stock), before, atol=1e-4)
-    assert (sum(widths(fused)) in launches) == (change in STILL_ONE)
-
-
-def written_weights(model):
-    with torch.no_grad():
-        model.up_blocks[-1].resnets[-1].time_emb_proj.weight.mul_(2)
-
-
-def written_bias(model):
-    with torch.no_grad():
-        model.up_blocks[-1].resnets[-1].conv1.bias.mul_(2)
-
-
-def moved_bias(model):
-    conv = model.up_blocks[-1].resnets[-1].conv1
-    conv.bias.data = conv.bias.data * 2
-
-
-def other_activation(model):
-    model.up_blocks[-1].resnets[-1].nonlinearity = nn.ReLU()
-
-
-def late_hook(model):
-    model.up_blocks[-1].resnets[-1].time_emb_proj.register_forward_hook(lambda m, i, y: y * 2)
-
-
-WITHIN = [written_weights, written_bias, moved_bias, other_activation, late_hook]
-
-
-@pytest.mark.parametrize("change", WITHIN, ids=lambda f: f.__name__)
-def test_changes_in_the_middle_of_a_call(change):
-    """After the first blocks have taken theirs, before the last one does."""
-    fused, stock = twins()
-    outputs, before = [], call(stock)
-    for model in (fused, stock):
-        model.mid_block.register_forward_hook(lambda m, i, y, model=model: change(model))
-        outputs.append(call(model))
-    agree(*outputs, tolerance=2e-4)
-    assert not torch.allclose(outputs[1], before, atol=1e-5)
-
-
-@pytest.mark.parametrize("how", ["other", "written"])
-def test_an_embedding_that_changes_on_the_way(launches, how):
-    fused, stock = twins()
-    other = random(2, 32, seed=9)
-
-    def change(module, args, kwargs):
-        if how == "written":
-            args[1].mul_(2)
-            return None
-        return (args[0], other, *args[2:]), kwargs
-
-    outputs = []
-    for model in (fused, stock):
-        model.mid_block.resnets[0].register_forward_pre_hook(change, with_kwargs=True)
-        outputs.append(call(model))
-    agree(*outputs, tolerance=2e-4)
-    middle = fused.mid_block.resnets[0].time_emb_proj.out_features
-    assert launches == [sum(widths(fused)), *([middle] if how == "other" else [sum(widths(fused))])]
 
 
 # --- modes, copies, memory -------------------------------------------------------------------------------------------------------
@@ -418,6 +209,71 @@ def test_nothing_keeps_a_model_or_its_weights():
     assert reference.expired()
 
 
+def test_a_call_that_is_interrupted_keeps_no_weights():
+    """Hooks that always run do so after exceptions, not after KeyboardInterrupt."""
+    fused, _ = twins()
+    reference = packing._allocations[blocks(fused)[0]]
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    fused.mid_block.register_forward_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        call(fused)
+    parts = [weakref.ref(block) for block in blocks(fused)]
+    del fused
+    gc.collect()
+    assert not any(part() for part in parts)
+    assert reference.expired()
+
+
+def test_restore_of_a_model_that_has_lost_its_blocks():
+    fused, _ = twins()
+    fused.down_blocks, fused.up_blocks = nn.ModuleList(), nn.ModuleList()
+    sfastgn.restore(fused)
+    assert not fused._forward_pre_hooks
+    assert EMBEDDING.groups_of(fused) is None
+
+
+@pytest.mark.parametrize("part", ["all", "mid_block"])
+def test_a_part_that_is_restored_and_optimised_again(launches, part):
+    fused, stock = twins()
+    sfastgn.restore(fused.mid_block)
+    sfastgn.optimize(fused if part == "all" else fused.mid_block, cuda_graphs=False)
+    agree(call(fused), call(stock))
+    assert launches == [sum(widths(fused))]
+
+
+def test_a_hook_that_was_there_when_it_was_optimised(launches):
+    stock = unet()
+    fused = copy.deepcopy(stock)
+    handle = blocks(fused)[1].nonlinearity.register_forward_hook(lambda m, i, y: y)
+    sfastgn.optimize(fused, cuda_graphs=False)
+    handle.remove()
+    fused.half().float()
+    agree(call(fused), call(stock.half().float()))
+    assert launches == [sum(widths(fused))]
+
+
+def test_a_forward_that_runs_again_within_a_call(launches):
+    """As after a capture that has failed; with a block that takes nothing."""
+    fused, stock = twins()
+    for model in (fused, stock):
+        model.up_blocks[-1].resnets[-1].norm2 = Own(4, 8, eps=1e-5).to(WHERE["device"])
+    with torch.no_grad():
+        time_projections.begin(fused, ())
+        inputs = random(2, 4, 4, 4), 3, random(2, 5, 12, seed=1)
+        outputs = [fused.forward(*inputs).sample for _ in range(2)]
+        time_projections.end(fused, (), None)
+    for y in outputs:
+        agree(y, call(stock))
+    assert launches == [sum(widths(fused))] * 2
+
+
+class Own(nn.GroupNorm):
+    """A norm that is not known."""
+
+
 def test_who_is_claimed_and_why_not():
     model = unet()
     assert time_projections.FUSION.claims(model)
@@ -443,5 +299,6 @@ def test_in_a_graph():
     for _ in range(3):
         agree(call(fused).float(), call(stock).float(), 3e-2)
         for model in (fused, stock):
-            through_data(model)
+            for block in blocks(model):
+                block.conv1.bias.data *= 1.5
     assert sum(graphs.replays for graphs in sfastgn.report(fused).graphs) == 3
