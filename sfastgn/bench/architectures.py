@@ -183,7 +183,7 @@ def load_unet_config(weights: str) -> dict[str, Any]:
         ) from error
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """What ``error`` says, in one line."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
 

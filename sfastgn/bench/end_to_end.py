@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from sfastgn.bench import profiling, timing, training, workloads
+from sfastgn.bench import architectures, profiling, timing, training, workloads
 from sfastgn.bench.environment import environment
 from sfastgn.bench.images import relative_error
 from sfastgn.bench.training import Gradients
@@ -109,8 +109,7 @@ def _finite(value: float | None) -> float | None:
 
 def one_line(error: BaseException, limit: int = 300) -> str:
     """An exception as one line for a table's cell: its type and the first line that says something."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:limit]
+    return f"{type(error).__name__}: {architectures.first_line(error)}"[:limit]
 
 
 def _row(config: BenchConfig, variant: Variant, status: str, **values: Any) -> Row:

@@ -7,25 +7,18 @@ and where there are no hooks and one device, that is the answer; anything else i
 
 from __future__ import annotations
 
-import importlib.util
 from itertools import chain
 from typing import Any
 
 import torch
+from diffusers import DiffusionPipeline
 from torch import nn
 
 from sfastgn.patches.pipeline_part import PipelinePart
 
 __all__ = ["PART"]
 
-
 _READ = ("_execution_device", "device")
-
-_base: tuple[type, ...] = ()
-if importlib.util.find_spec("diffusers") is not None:
-    from diffusers import DiffusionPipeline
-
-    _base = (DiffusionPipeline,)
 
 
 def _says_first_parameters(cls: type) -> bool:
@@ -36,10 +29,8 @@ def _says_first_parameters(cls: type) -> bool:
 
 
 def _is_stock(part: Any) -> bool:
-    return any(
-        issubclass(type(part), base) and all(getattr(type(part), name) is getattr(base, name) for name in _READ)
-        for base in _base
-    )
+    cls = type(part)
+    return issubclass(cls, DiffusionPipeline) and all(getattr(cls, n) is getattr(DiffusionPipeline, n) for n in _READ)
 
 
 def _device_without_hooks(pipe: Any) -> torch.device | None:
@@ -76,5 +67,5 @@ PART = PipelinePart(
     "execution_device",
     is_stock=_is_stock,
     overrides=_overrides,
-    upstream=lambda _: (_base[0], _READ),
+    upstream=lambda _: (DiffusionPipeline, _READ),
 )

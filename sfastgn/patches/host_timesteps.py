@@ -12,11 +12,11 @@ image, not at each step. Not seen: what is written into ``timesteps.data`` in pl
 from __future__ import annotations
 
 import functools
-import importlib.util
 import weakref
 from typing import Any
 
 import torch
+from diffusers import DDIMScheduler, PNDMScheduler
 from torch import Tensor
 
 from sfastgn.patches.pipeline_part import PipelinePart
@@ -30,12 +30,10 @@ _WAITED_FOR = ("cuda",)
 _copies: weakref.WeakKeyDictionary[Any, tuple[Tensor, torch.UntypedStorage, int, Tensor]] = weakref.WeakKeyDictionary()
 
 # What hands the timestep on, and what computes with it. Exact classes.
-_METHODS: dict[type, tuple[str, ...]] = {}
-if importlib.util.find_spec("diffusers") is not None:
-    from diffusers import DDIMScheduler, PNDMScheduler
-
-    _METHODS[PNDMScheduler] = ("set_timesteps", "step", "step_prk", "step_plms", "_get_prev_sample")
-    _METHODS[DDIMScheduler] = ("set_timesteps", "step", "_get_variance")
+_METHODS: dict[type, tuple[str, ...]] = {
+    PNDMScheduler: ("set_timesteps", "step", "step_prk", "step_plms", "_get_prev_sample"),
+    DDIMScheduler: ("set_timesteps", "step", "_get_variance"),
+}
 
 
 def _copy_of(scheduler: Any, table: Any) -> Tensor | None:

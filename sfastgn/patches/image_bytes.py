@@ -7,10 +7,11 @@ H200's host, where this takes 0.6 and 1.4. The same fp32 product, rounded to the
 from __future__ import annotations
 
 import functools
-import importlib.util
 from typing import Any
 
 import torch
+from diffusers.image_processor import VaeImageProcessor
+from PIL import Image
 from torch import Tensor
 
 from sfastgn.patches.pipeline_part import PipelinePart
@@ -20,13 +21,6 @@ __all__ = ["PART"]
 _DEVICES = ("cuda",)
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _METHODS = ("postprocess", "_denormalize_conditionally", "denormalize", "pt_to_numpy", "numpy_to_pil")
-
-_stock: list[type] = []
-if importlib.util.find_spec("diffusers") is not None:
-    from diffusers.image_processor import VaeImageProcessor
-    from PIL import Image
-
-    _stock.append(VaeImageProcessor)
 
 
 def _is_ours(processor: Any, image: Any, output_type: Any, do_denormalize: Any) -> bool:
@@ -66,7 +60,7 @@ def _overrides(stock: Any) -> dict[str, Any]:
 
 PART = PipelinePart(
     "image_bytes",
-    is_stock=lambda part: type(part) in _stock,
+    is_stock=lambda part: type(part) is VaeImageProcessor,
     overrides=_overrides,
     upstream=lambda stock: (stock, _METHODS),
 )

@@ -53,13 +53,13 @@ class PipelinePart:
 
     def reason_to_skip(self, part: Any) -> str | None:
         """Why a claimed ``part`` that has its stock class must keep it, or None. Changes nothing."""
-        owner, names = self.upstream(type(part))
+        _, names = self.upstream(type(part))
         replaced = [name for name in names if name in vars(part)]
         if replaced:
             return f"other code replaced this instance's {replaced[0]}"
         if any("__init_subclass__" in vars(cls) for cls in type(part).__mro__[:-1]):
             return "its class wants to hear of subclasses"
-        return unknown_source(owner, *names)
+        return self._unknown_source(type(part))
 
     def apply(self, part: Any) -> None:
         part.__class__ = self._class_for(type(part))
@@ -68,6 +68,10 @@ class PipelinePart:
         """``part`` as it was; nothing to do on a stock one."""
         if self.is_applied(part):
             part.__class__ = type(part).__base__
+
+    def _unknown_source(self, stock: type) -> str | None:
+        owner, names = self.upstream(stock)
+        return unknown_source(owner, *names)
 
     def _class_for(self, stock: Any) -> type:
         reference = self._classes.get(stock)
@@ -104,11 +108,5 @@ def _new(name: str, stock: type) -> Any:
     """For copies and pickles: an instance without its state. A stock one where upstream is not what was tested."""
     importlib.import_module("sfastgn.patches.registry")  # a process that only reads a pickle knows no rule yet
     part = _parts.get(name)
-    is_known = part is not None and unknown_source(*_flat(part.upstream(stock))) is None
-    cls: Any = part._class_for(stock) if part is not None and is_known else stock
+    cls: Any = stock if part is None or part._unknown_source(stock) else part._class_for(stock)
     return cls.__new__(cls)
-
-
-def _flat(upstream: tuple[type, tuple[str, ...]]) -> tuple[Any, ...]:
-    owner, names = upstream
-    return owner, *names

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 
-from sfastgn.patches import execution_device, group_norm, host_timesteps, image_bytes, sequential
+from sfastgn.patches import group_norm, sequential
 from sfastgn.patches.fusion import Fusion
 from sfastgn.patches.pipeline_part import PipelinePart
 
 __all__ = ["FUSIONS", "PARTS"]
 
-# Of a pipeline, for what is no module.
-PARTS: tuple[PipelinePart, ...] = (execution_device.PART, host_timesteps.PART, image_bytes.PART)
 
 FUSIONS: tuple[Fusion, ...] = (group_norm.FUSION, sequential.FUSION)
+# Of a pipeline, for what is no module.
+PARTS: tuple[PipelinePart, ...] = ()
 
 if importlib.util.find_spec("diffusers") is not None:
     from sfastgn.patches import (
@@ -22,7 +22,10 @@ if importlib.util.find_spec("diffusers") is not None:
         conv_norm_out,
         cross_attention,
         downsample,
+        execution_device,
         geglu,
+        host_timesteps,
+        image_bytes,
         resnet_block,
         temporal_resnet_block,
         time_projections,
@@ -50,3 +53,4 @@ if importlib.util.find_spec("diffusers") is not None:
         geglu.FUSION,
         conv_norm_out.FUSION,
     )
+    PARTS += (execution_device.PART, host_timesteps.PART, image_bytes.PART)

@@ -69,25 +69,25 @@ class _Group:
     def __len__(self) -> int:
         return len(self._members)
 
-    def members(self) -> list[Any] | None:
-        """All of them; None if one is gone, or is no longer fused."""
-        found = [reference() for reference in self._members]
-        return found if all(type(member) is self._type for member in found) else None
-
-    def columns(self, members: Sequence[Any]) -> Columns | None:
-        """The parameters of ``members``; None if they may not share."""
-        return self.kind.columns(self.key, members) if all(type(m) is self._type for m in members) else None
-
-    def alive(self) -> list[Any]:
+    def members(self) -> list[Any]:
         """Those that are not gone."""
         return [member for reference in self._members if (member := reference()) is not None]
 
+    def columns(self, members: Sequence[Any]) -> Columns | None:
+        """The parameters of ``members``; None if one is no longer fused, or they may not share."""
+        return self.kind.columns(self.key, members) if all(type(m) is self._type for m in members) else None
+
+    def whole(self) -> tuple[list[Any], Columns] | None:
+        """All members and their parameters; None if one is gone, or they may not share."""
+        members = self.members()
+        columns = self.columns(members) if len(members) == len(self) else None
+        return None if columns is None else (members, columns)
+
     def pack(self) -> None:
         """Puts the weights of all side by side, if they are all in one place."""
-        members = self.members()
-        columns = None if members is None else self.columns(members)
-        if members is not None and columns is not None:
-            pack_together(members, columns)
+        whole = self.whole()
+        if whole is not None:
+            pack_together(*whole)
 
     def ends_with(self, member: nn.Module) -> bool:
         return self._members[-1]() is member
@@ -96,10 +96,10 @@ class _Group:
         """What all make of ``x``, or None if that is not what calling each comes to, or not of use."""
         if x.is_inference() or not self.kind.pays(x, len(self)):
             return None
-        members = self.members()
-        columns = None if members is None else self.columns(members)
-        if members is None or columns is None or torch.is_autocast_enabled(x.device.type):
+        whole = self.whole()
+        if whole is None or torch.is_autocast_enabled(x.device.type):
             return None
+        members, columns = whole
         params = [parameter for column in columns for parameter in column]
         if (x.dtype, x.shape[-1]) != (params[0].dtype, params[0].shape[-1]):
             return None
@@ -177,12 +177,12 @@ class Sharing:
         found = tuple(_Group(self._kind, key, model, parts) for key, parts in by_key.items() if len(parts) > 1)
         self._groups[model] = found
         for group in found:
-            self._group_of.update((member, group) for member in group.alive())
+            self._group_of.update((member, group) for member in group.members())
 
     def dissolve(self, model: nn.Module) -> None:
         """Forgets the groups of ``model``; each part's weights stay where they are."""
         for group in self._groups.pop(model, ()):
-            for member in group.alive():
+            for member in group.members():
                 self._group_of.pop(member, None)
 
     def pack(self, model: nn.Module) -> None:

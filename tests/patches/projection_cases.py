@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,19 +23,17 @@ SIZES = {
 }  # fmt: skip
 
 
-@contextlib.contextmanager
-def as_on_a_gpu(device: str) -> Iterator[None]:
+@pytest.fixture(autouse=True, params=samples.DEVICES)
+def as_on_a_gpu(request, monkeypatch):
     """Kernels without the dispatcher, on a CPU too."""
-    before, WHERE["device"] = WHERE["device"], device
-    try:
-        with samples.kernels(direct=True):
-            yield
-    finally:
-        WHERE["device"] = before
+    monkeypatch.setitem(WHERE, "device", request.param)
+    with samples.kernels(direct=True):
+        yield
 
 
-def note_launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Rows of the weight of each projection with two biases, the embedding's and conv1's, that is launched from now on."""
+@pytest.fixture
+def launches(monkeypatch):
+    """Rows of the weight of each projection with two biases, the embedding's and conv1's, that is launched."""
     found: list[int] = []
     launch = Launch.__call__
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 import weakref
 
@@ -11,20 +12,10 @@ import torch
 from diffusers.image_processor import VaeImageProcessor
 
 from sfastgn.patches import image_bytes
+from tests.patches import part_cases as cases
 
-CUDA = pytest.param("cuda", id="gpu", marks=pytest.mark.gpu)
-
-
-@pytest.fixture(autouse=True)
-def on_the_cpu_too(monkeypatch):
-    monkeypatch.setattr(image_bytes, "_DEVICES", ("cuda", "cpu"))
-
-
-def applied(processor):
-    assert image_bytes.PART.reason_to_skip(processor) is None
-    image_bytes.PART.apply(processor)
-    assert image_bytes.PART.is_applied(processor)
-    return processor
+CUDA, on_the_cpu_too = cases.CUDA, cases.on_the_cpu_too
+applied = functools.partial(cases.applied, image_bytes.PART)
 
 
 def images(kind, dtype, device):

@@ -109,11 +109,17 @@ KEEPERS = [
 ]
 
 
-@pytest.mark.parametrize("keep", KEEPERS)
-def test_a_hooked_model_after_restore_is_the_stock_one_with_the_same_hooks(keep):
+def twins_with(change):
+    """(optimised, stock) with the same weights, both changed afterwards."""
     model = samples.randomise(samples._unet())
     stock = copy.deepcopy(model)
-    keep(sfastgn.optimize(model)), keep(stock)
+    change(sfastgn.optimize(model)), change(stock)
+    return model, stock
+
+
+@pytest.mark.parametrize("keep", KEEPERS)
+def test_a_hooked_model_after_restore_is_the_stock_one_with_the_same_hooks(keep):
+    model, stock = twins_with(keep)
     torch.testing.assert_close(output(model), output(stock), atol=2e-4, rtol=2e-3)
     sfastgn.restore(model)
     for _ in range(2):
@@ -141,9 +147,7 @@ REMOVED = [
 
 @pytest.mark.parametrize("hooks", REMOVED)
 def test_hooks_that_came_and_went_while_it_was_optimised(hooks):
-    model = samples.randomise(samples._unet())
-    stock = copy.deepcopy(model)
-    hooks(sfastgn.optimize(model)), hooks(stock)
+    model, stock = twins_with(hooks)
     torch.testing.assert_close(output(model), output(stock), atol=2e-5, rtol=2e-5)
     assert not sfastgn.report(model).skipped
     sfastgn.restore(model)

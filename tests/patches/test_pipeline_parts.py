@@ -28,17 +28,12 @@ from torch import nn
 
 import sfastgn
 from sfastgn.bench.pipelines import build_pipeline
-from sfastgn.patches import execution_device, host_timesteps, image_bytes, upstream
+from sfastgn.patches import execution_device, image_bytes, upstream
 from sfastgn.patches.pipeline_part import PipelinePart
+from tests.patches import part_cases as cases
 
+applied, on_the_cpu_too = cases.applied, cases.on_the_cpu_too
 STOCK = {"scheduler": PNDMScheduler, "image_processor": VaeImageProcessor}
-
-
-@pytest.fixture(autouse=True)
-def on_the_cpu_too(monkeypatch):
-    """On the CPU there is nothing to wait for; that the numbers stay the same shows there as well."""
-    monkeypatch.setattr(host_timesteps, "_WAITED_FOR", ("cuda", "cpu"))
-    monkeypatch.setattr(image_bytes, "_DEVICES", ("cuda", "cpu"))
 
 
 @pytest.fixture
@@ -46,19 +41,12 @@ def pipe():
     return build_pipeline("tiny", dtype=torch.float32, device="cpu")
 
 
-def applied(part, rule):
-    assert rule.reason_to_skip(part) is None
-    rule.apply(part)
-    assert rule.is_applied(part)
-    return part
-
-
 # ---- the device
 
 
 def test_the_device_is_found_without_upstreams_search(pipe, monkeypatch):
     before = pipe._execution_device
-    applied(pipe, execution_device.PART)
+    applied(execution_device.PART, pipe)
     monkeypatch.setattr(DiffusionPipeline, "components", None)  # where upstream's begins
     assert pipe._execution_device == before == torch.device("cpu")
 
@@ -88,13 +76,13 @@ def test_whatever_is_not_plain_is_upstreams_to_decide(pipe, change):
             return str(error)
 
     expected = outcome()
-    applied(pipe, execution_device.PART)
+    applied(execution_device.PART, pipe)
     assert execution_device._device_without_hooks(pipe) is None
     assert outcome() == expected
 
 
 def test_all_models_elsewhere(pipe):
-    applied(pipe, execution_device.PART)
+    applied(execution_device.PART, pipe)
     for name in ("unet", "vae", "text_encoder"):
         getattr(pipe, name).to("meta")
     assert execution_device._device_without_hooks(pipe) == pipe._execution_device == torch.device("meta")
@@ -126,7 +114,7 @@ def picture(pipe):
 
 def test_optimize_and_restore(pipe):
     before = picture(pipe)
-    attributes = {name: set(vars(part)) for name, part in (("scheduler", pipe.scheduler), ("pipeline", pipe))}
+    attributes = set(vars(pipe.scheduler)), set(vars(pipe))
     assert set(parts_of(pipe).values()) == {"fusable"}
     sfastgn.optimize(pipe, strict=True)
     assert parts_of(pipe) == dict.fromkeys(("scheduler", "image_processor", "pipeline"), "fused")
@@ -136,7 +124,7 @@ def test_optimize_and_restore(pipe):
     sfastgn.restore(pipe)
     assert type(pipe) is StableDiffusionPipeline
     assert {name: type(getattr(pipe, name)) for name in STOCK} == STOCK
-    assert {name: set(vars(part)) for name, part in (("scheduler", pipe.scheduler), ("pipeline", pipe))} == attributes
+    assert (set(vars(pipe.scheduler)), set(vars(pipe))) == attributes
     assert np.array_equal(picture(pipe), before)
 
 
@@ -183,7 +171,7 @@ class Named(StableDiffusionPipeline):
 def test_copies_that_name_the_class(pipe):
     own = sfastgn.optimize(Named(**pipe.components, requires_safety_checker=False))
     assert pickle.loads(pickle.dumps(own)) is False
-    part = applied(VaeImageProcessor(), image_bytes.PART)
+    part = applied(image_bytes.PART, VaeImageProcessor())
     derived = type("Derived", (type(part),), {"__module__": __name__})()
     assert type(copy.copy(derived)) is type(derived)
 

@@ -17,23 +17,12 @@ from sfastgn.kernels import act_linear_config
 from sfastgn.patches import packing, shared_product, time_projections
 from sfastgn.patches.resnet_block import FusedResnetBlock2D, ResnetBlock2D
 from sfastgn.patches.shared_embedding import EMBEDDING
-from tests.kernels import samples
 from tests.patches import projection_cases as cases
 
+as_on_a_gpu, launches = cases.as_on_a_gpu, cases.launches
 WHERE, agree, blocks, call, in_order_of_calls, random, twins, unet, widths = (
     cases.WHERE, cases.agree, cases.blocks, cases.call, cases.in_order_of_calls, cases.random, cases.twins, cases.unet, cases.widths,
 )  # fmt: skip
-
-
-@pytest.fixture(autouse=True, params=samples.DEVICES)
-def as_on_a_gpu(request):
-    with cases.as_on_a_gpu(request.param):
-        yield
-
-
-@pytest.fixture
-def launches(monkeypatch):
-    return cases.note_launches(monkeypatch)
 
 
 def test_one_launch_for_all(launches):

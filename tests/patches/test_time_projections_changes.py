@@ -10,23 +10,12 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
 import sfastgn
-from tests.kernels import samples
 from tests.patches import projection_cases as cases
 
+as_on_a_gpu, launches = cases.as_on_a_gpu, cases.launches
 WHERE, agree, blocks, call, random, twins, widths = (
     cases.WHERE, cases.agree, cases.blocks, cases.call, cases.random, cases.twins, cases.widths,
 )  # fmt: skip
-
-
-@pytest.fixture(autouse=True, params=samples.DEVICES)
-def as_on_a_gpu(request):
-    with cases.as_on_a_gpu(request.param):
-        yield
-
-
-@pytest.fixture
-def launches(monkeypatch):
-    return cases.note_launches(monkeypatch)
 
 
 @torch.no_grad()
