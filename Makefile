@@ -8,9 +8,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PINS := $(VENV)/constraints.txt
 RESULTS ?= benchmarks/h200
-BENCH := $(BIN)/sfastgn bench --fp32-reference
+BENCH := $(BIN)/sdfastgn bench --fp32-reference
 BENCH_ARGS ?=
-TRAINING := copy,eager_nchw,eager_nhwc,sfastgn,inductor
+TRAINING := copy,eager_nchw,eager_nhwc,sdfastgn,inductor
 PYTEST_ARGS ?=
 
 # The first interpreter that runs and is of a supported version: pyenv's shims exist for versions that it does not have.
@@ -24,7 +24,7 @@ TORCH_LACKS_TRITON := import importlib.metadata as m, sys; sys.exit(any(r.starts
 PIP := env -u PIP_TARGET -u PIP_PREFIX -u PIP_ROOT -u PIP_CONSTRAINT -u PIP_REQUIREMENT -u PIP_DRY_RUN -u PIP_NO_DEPS \
        -u PIP_REQUIRE_HASHES -u PYTHONPATH -u PYTHONHOME PIP_USER=0 PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
 
-.PHONY: help demo test test-gpu check bench lint types format format-check install clean
+.PHONY: help demo test test-compile test-gpu check bench lint types format format-check install clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## */\1\t/' | expand -t 14
@@ -47,11 +47,16 @@ $(STAMP): pyproject.toml constraints.txt
 install: $(STAMP)  ## create .venv with everything that the other targets need
 
 demo: $(STAMP)  ## build, optimise, compare and time a small pipeline; needs no GPU
-	$(BIN)/sfastgn demo --output demo-output
+	$(BIN)/sdfastgn demo --output demo-output
 
 # One thread a worker: two workers share two cores, and torch would start two threads in each. No test may need the network.
-test: $(STAMP)  ## all tests that need no GPU
-	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m "not gpu" -n 2 --durations=10 $(PYTEST_ARGS)
+QUIET_PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+
+test: $(STAMP)  ## all quick tests that need no GPU
+	$(QUIET_PYTEST) -m "not gpu and not every_gpu" -n 2 --durations=10 $(PYTEST_ARGS)
+
+test-compile: $(STAMP)  ## compile every kernel for every generation of GPUs; needs none
+	$(QUIET_PYTEST) -m every_gpu -n 2 $(PYTEST_ARGS)
 
 test-gpu: $(STAMP)  ## the tests that need an NVIDIA GPU
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
@@ -59,8 +64,9 @@ test-gpu: $(STAMP)  ## the tests that need an NVIDIA GPU
 format-check: $(STAMP)
 	$(BIN)/ruff format --check .
 
-lint: $(STAMP)  ## ruff
+lint: $(STAMP)  ## ruff, and which room may import which
 	$(BIN)/ruff check .
+	PYTHONPATH=. $(BIN)/lint-imports --no-cache
 
 types: $(STAMP)  ## mypy
 	$(BIN)/mypy
@@ -69,7 +75,7 @@ format: $(STAMP)  ## rewrite the files in the house format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-check: format-check lint types test  ## all that CI looks at
+check: format-check lint types test test-compile  ## all that CI looks at
 
 bench: $(STAMP)  ## time the UNets, the VAEs and the kernels on the GPU; JSON goes to RESULTS=benchmarks/h200
 	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
@@ -84,12 +90,12 @@ bench: $(STAMP)  ## time the UNets, the VAEs and the kernels on the GPU; JSON go
 	done
 	$(BENCH) --model sdxl --part vae --dtype fp32 --json $(RESULTS)/vae_1024_fp32.json $(BENCH_ARGS)
 	$(BENCH) --model sdxl --part train --size 512 --json $(RESULTS)/train_sdxl.json $(BENCH_ARGS)
-	$(BIN)/sfastgn kernels --providers all --json $(RESULTS)/kernels.json
-	$(BIN)/sfastgn kernels --dtype bf16,fp32 --json $(RESULTS)/kernels.json
-	$(BIN)/sfastgn kernels --suite training --providers $(TRAINING) --json $(RESULTS)/kernels_training.json
-	$(BIN)/sfastgn kernels --suite training --providers $(TRAINING) --dtype bf16 --json $(RESULTS)/kernels_training_bf16.json
+	$(BIN)/sdfastgn kernels --providers all --json $(RESULTS)/kernels.json
+	$(BIN)/sdfastgn kernels --dtype bf16,fp32 --json $(RESULTS)/kernels.json
+	$(BIN)/sdfastgn kernels --suite training --providers $(TRAINING) --json $(RESULTS)/kernels_training.json
+	$(BIN)/sdfastgn kernels --suite training --providers $(TRAINING) --dtype bf16 --json $(RESULTS)/kernels_training_bf16.json
 	for suite in attention instance_norm issue_28201 layer_norm; do \
-	  $(BIN)/sfastgn kernels --suite $$suite --json $(RESULTS)/kernels_$$suite.json || exit 1; \
+	  $(BIN)/sdfastgn kernels --suite $$suite --json $(RESULTS)/kernels_$$suite.json || exit 1; \
 	done
 
 clean:  ## remove what the targets made

@@ -1,9 +1,9 @@
-"""Full pipelines of stock eager, sfastgn and the real stable-fast package side by side, from prompt to image.
+"""Full pipelines of stock eager, sdfastgn and the real stable-fast package side by side, from prompt to image.
 
 python scripts/compare_stable_fast.py --model sdxl
 """
 
-from sfastgn.bench.scripting import main
+from sdfastgn.cli import main
 
 if __name__ == "__main__":
-    main(__doc__, model="sd15", part="pipeline", variants="eager,sfastgn,stable_fast")
+    main(__doc__, "bench", model="sd15", part=["pipeline"], variants="eager,sdfastgn,stable_fast")

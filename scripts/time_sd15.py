@@ -3,7 +3,7 @@
 python scripts/time_sd15.py --json benchmarks/h200/pipeline_sd15.json
 """
 
-from sfastgn.bench.scripting import main
+from sdfastgn.cli import main
 
 if __name__ == "__main__":
-    main(__doc__, model="sd15", part="pipeline")
+    main(__doc__, "bench", model="sd15", part=["pipeline"])

@@ -3,7 +3,7 @@
 python scripts/time_sdxl.py --json benchmarks/h200/pipeline_sdxl.json
 """
 
-from sfastgn.bench.scripting import main
+from sdfastgn.cli import main
 
 if __name__ == "__main__":
-    main(__doc__, model="sdxl", part="pipeline")
+    main(__doc__, "bench", model="sdxl", part=["pipeline"])

@@ -4,7 +4,7 @@ python scripts/time_training.py --dtype fp16 --json benchmarks/h200/train_sdxl.j
 python scripts/time_training.py --model sd15 --json benchmarks/h200/train_sd15_bf16.json
 """
 
-from sfastgn.bench.scripting import main
+from sdfastgn.cli import main
 
 if __name__ == "__main__":
-    main(__doc__, model="sdxl", part="train", size=512, dtype="bf16")
+    main(__doc__, "bench", model="sdxl", part=["train"], size=512, dtype="bf16")

@@ -3,7 +3,7 @@
 python scripts/time_vae.py --size 1024 --model sdxl --json benchmarks/h200/vae_1024.json
 """
 
-from sfastgn.bench.scripting import main
+from sdfastgn.cli import main
 
 if __name__ == "__main__":
-    main(__doc__, model="sd15", part="vae")
+    main(__doc__, "bench", model="sd15", part=["vae"])

@@ -3,7 +3,7 @@
 python scripts/time_warm_up.py --model sdxl --json benchmarks/h200/warm_up_sdxl.json
 """
 
-from sfastgn.bench.warm_up import main
+from sdfastgn.cli import main
 
 if __name__ == "__main__":
-    main(__doc__)
+    main(__doc__, "warm-up")

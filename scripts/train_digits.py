@@ -3,7 +3,7 @@
 python scripts/train_digits.py --steps 2000 --dtype bf16 --stock-repeat --json benchmarks/h200/train_digits_bf16.json
 """
 
-from sfastgn.bench.digits_report import main
+from sdfastgn.cli import main
 
 if __name__ == "__main__":
-    main(__doc__)
+    main(__doc__, "train-digits")

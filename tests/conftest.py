@@ -1,6 +1,7 @@
 """Shared set-up: kernels run in Triton's interpreter where there is no GPU."""
 
 import os
+import warnings
 
 import pytest
 import torch
@@ -16,6 +17,22 @@ torch.set_num_threads(1)
 def seeded():
     """The same random numbers in every test, whatever ran before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def no_terminal(monkeypatch):
+    """Tables are as wide as in a pipe, however wide the terminal of whoever runs the tests."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warned_once():
+    """``optimize`` says once a process that a machine has no kernel: not in whichever test comes first."""
+    from sdfastgn import api
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        api.warn_where_nothing_is_gained()
 
 
 @pytest.fixture(autouse=True)
@@ -40,5 +57,31 @@ def poisoned_memory():
 @pytest.fixture(autouse=True)
 def packed_on_the_cpu_too(request, monkeypatch):
     """Weights are packed on GPUs alone, where it is of use; what packing must not break breaks on a CPU too."""
-    if request.path.parent.name == "patches":
-        monkeypatch.setattr("sfastgn.patches.packing.PACKED_DEVICES", ("cuda", "cpu"))
+    if "patches" in request.path.parts:
+        monkeypatch.setattr("sdfastgn.patches.shared.packed_weights.PACKED_DEVICES", ("cuda", "cpu"))
+
+
+# Files outside of tests/patches that are about what fused modules compute.
+_FUSED = (
+    "test_compile.py",
+    "test_other_models.py",
+    "test_pipelines.py",
+    "test_train_digits.py",
+    "test_training.py",
+)
+
+
+@pytest.fixture(autouse=True)
+def fused_on_the_cpu_too(request, monkeypatch):
+    """Optimized modules run their fused forwards on CPU tensors, in plain PyTorch, where they would run stock's.
+
+    Not in tests with ``@pytest.mark.without_kernels``.
+    """
+    about_fusions = "patches" in request.path.parts or request.path.name in _FUSED
+    if about_fusions and request.node.get_closest_marker("without_kernels") is None:
+        from sdfastgn.kernels.common import dispatch
+
+        has_kernels = dispatch.has_kernels
+        monkeypatch.setattr(
+            dispatch, "has_kernels", lambda x: x.dtype in dispatch.KERNEL_DTYPES if x.is_cpu else has_kernels(x)
+        )

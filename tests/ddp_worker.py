@@ -14,8 +14,8 @@ from diffusers import UNet2DModel
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-import sfastgn
-from sfastgn.bench.architectures import randomise
+import sdfastgn
+from sdfastgn.bench.models.architectures import randomise
 
 N = 4
 
@@ -52,7 +52,7 @@ def main(rank: int, world: int, backend: str, store: str, result: str) -> None:
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world)
     rows = slice(rank * N // world, (rank + 1) * N // world)
     ids = [rank] if backend == "nccl" else None
-    model = DistributedDataParallel(sfastgn.optimize(build().to(device), strict=True), device_ids=ids)
+    model = DistributedDataParallel(sdfastgn.optimize(build().to(device), strict=True), device_ids=ids)
     gradients(model, rows, device)  # after its first step DDP makes its buckets anew
     found = gradients(model, rows, device)
     if rank == 0:

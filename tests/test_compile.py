@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
@@ -17,9 +18,9 @@ from functorch.compile import make_boxed_func
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 
-import sfastgn
-from sfastgn.bench.architectures import randomise
-from sfastgn.bench.variants import by_name
+import sdfastgn
+from sdfastgn.bench.models.architectures import randomise
+from sdfastgn.bench.models.variants import by_name
 
 Call = Callable[[Any, int, int], Tensor]  # (model, N, H) -> output
 
@@ -62,7 +63,7 @@ def vae() -> tuple[nn.Module, Call]:
 
 
 def norm() -> tuple[nn.Module, Call]:
-    module = sfastgn.GroupNorm(3, 6, activation="silu")
+    module = sdfastgn.GroupNorm(3, 6, activation="silu")
     return module, lambda m, N, H: m(noise(N, 6, H, 5).contiguous(memory_format=torch.channels_last))
 
 
@@ -77,7 +78,7 @@ def built(name: str) -> tuple[nn.Module, Call]:
     model, call = BUILDERS[name]()
     randomise(model, 3)
     if name != "group_norm":
-        sfastgn.optimize(model, strict=True)
+        sdfastgn.optimize(model, strict=True)
     return model.eval(), call
 
 
@@ -157,7 +158,7 @@ def test_sizes_share_their_graphs(name: str, graphs: int) -> None:
 
 # --- layout copies ------------------------------------------------------------------------------------------------------------
 
-OPS = "sfastgn.group_norm"  # the forward's, and any op that its backward may have
+OPS = "sdfastgn.group_norm"  # the forward's, and any op that its backward may have
 VIEWS = ("view", "permute", "transpose", "expand", "unsqueeze", "squeeze", "slice", "alias", "getitem", "reshape", "t")
 COPIES = ("clone", "contiguous", "_to_copy", "copy", "_reshape_copy")
 
@@ -212,7 +213,7 @@ def test_no_layout_copy_beside_a_normalisation(name: str, dynamic: bool) -> None
 def test_a_layout_copy_would_be_found() -> None:
     class Copies(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return sfastgn.group_norm(x.contiguous(), 3).flatten(2).transpose(1, 2).contiguous()
+            return sdfastgn.group_norm(x.contiguous(), 3).flatten(2).transpose(1, 2).contiguous()
 
     graphs: list[fx.GraphModule] = []
 
@@ -232,7 +233,7 @@ _REASON = by_name("compile").available(torch.device("cpu"))
 
 def resnet() -> nn.Module:
     block = randomise(ResnetBlock2D(in_channels=8, out_channels=12, groups=4, temb_channels=16), 3)
-    return sfastgn.optimize(block.to(memory_format=torch.channels_last), strict=True)
+    return sdfastgn.optimize(block.to(memory_format=torch.channels_last), strict=True)
 
 
 @pytest.mark.parametrize(
@@ -316,13 +317,27 @@ def test_compiled_modules_can_be_optimized_and_restored(way: str, order: str) ->
     with torch.no_grad():
         expected = call(stock, 2, 8)
         if order == "optimize-first":
-            sfastgn.optimize(model, strict=True)
+            sdfastgn.optimize(model, strict=True)
         WAYS[way](model)
         if order == "compile-called-first":
             torch.testing.assert_close(call(model, 2, 8), expected, atol=1e-5, rtol=1e-5)
-        sfastgn.optimize(model, strict=True)
+        sdfastgn.optimize(model, strict=True)
         torch.testing.assert_close(call(model, 2, 8), expected, atol=1e-5, rtol=1e-5)
-        assert len(sfastgn.report(model).fused) > 8
-        sfastgn.restore(model)
-        assert not sfastgn.report(model).fused
+        assert len(sdfastgn.report(model).fused) > 8
+        sdfastgn.restore(model)
+        assert not sdfastgn.report(model).fused
         torch.testing.assert_close(call(model, 2, 8), expected, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("eps", "fullgraph"),
+    [(1, True), (True, True), (np.float64(0.5), True), (np.float32(0.5), False), (torch.tensor(0.5), False)],
+    ids=repr,
+)
+def test_a_number_that_pytorch_takes_breaks_no_more_graphs_than_stock(eps, fullgraph):
+    stock = nn.Sequential(nn.GroupNorm(2, 8, eps), nn.SiLU())
+    model = sdfastgn.optimize(copy.deepcopy(stock))
+    x = noise(2, 8, 4, 4)
+    for module in (stock, model):
+        compiled = torch.compile(module, backend="aot_eager", fullgraph=fullgraph)
+        torch.testing.assert_close(compiled(x), stock(x))

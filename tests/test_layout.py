@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-LINKS = {"kernels": "sfastgn/kernels", "patches": "sfastgn/patches"}
+LINKS = {"kernels": "sdfastgn/kernels", "patches": "sdfastgn/patches"}
 SHIPPED = {
-    "sfastgn/__init__.py",
-    "sfastgn/__main__.py",
-    "sfastgn/kernels/group_norm.py",
-    "sfastgn/py.typed",
+    "sdfastgn/__init__.py",
+    "sdfastgn/__main__.py",
+    "sdfastgn/kernels/group_norm/op.py",
+    "sdfastgn/py.typed",
 }
 MADE = {"build", "dist", "demo-output", "digits-output"}
 BUILD = "import sys, setuptools.build_meta as backend; getattr(backend, 'build_' + sys.argv[1])(sys.argv[2])"
@@ -109,15 +109,15 @@ def _wheel_files(source: Path, out: Path) -> set[str]:
 
 def test_wheel_has_only_the_package_at_its_top(wheel_files: set[str]) -> None:
     tops = {name.split("/")[0] for name in wheel_files}
-    assert {top for top in tops if not top.endswith(".dist-info")} == {"sfastgn"}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"sdfastgn"}
     assert len(tops) == 2
 
 
 def test_wheel_has_every_module(wheel_files: set[str], source: Path) -> None:
-    modules = {path.relative_to(source).as_posix() for path in (source / "sfastgn").rglob("*.py")}
+    modules = {path.relative_to(source).as_posix() for path in (source / "sdfastgn").rglob("*.py")}
     assert wheel_files >= modules | SHIPPED
     for folder in ("kernels", "patches", "bench"):
-        assert any(name.startswith(f"sfastgn/{folder}/") for name in wheel_files), folder
+        assert any(name.startswith(f"sdfastgn/{folder}/") for name in wheel_files), folder
 
 
 def test_wheel_carries_the_licence(wheel_files: set[str]) -> None:
@@ -135,16 +135,16 @@ def test_sdist_builds_the_same_wheel(sdist: Path, wheel_files: set[str], tmp_pat
 
 
 def test_import_needs_neither_diffusers_nor_triton() -> None:
-    code = "import sys, sfastgn; print(*{name.partition('.')[0] for name in sys.modules})"
+    code = "import sys, sdfastgn; print(*{name.partition('.')[0] for name in sys.modules})"
     assert {"diffusers", "transformers", "triton", "typer", "rich"}.isdisjoint(python(code).split())
 
 
 def test_plain_call_works_without_triton_and_diffusers() -> None:
     code = (
         "import sys; sys.modules.update(triton=None, diffusers=None)\n"
-        "import torch, sfastgn\n"
+        "import torch, sdfastgn\n"
         "x = torch.randn(2, 8, 4, 4)\n"
-        "y = sfastgn.group_norm(x, 4, activation='silu')\n"
+        "y = sdfastgn.group_norm(x, 4, activation='silu')\n"
         "print(torch.allclose(y, torch.nn.functional.silu(torch.nn.functional.group_norm(x, 4)), atol=1e-6))"
     )
     assert python(code) == "True"
@@ -153,5 +153,5 @@ def test_plain_call_works_without_triton_and_diffusers() -> None:
 def test_import_takes_no_longer_than_torch() -> None:
     code = "import sys, time; t = time.perf_counter(); __import__(sys.argv[1]); print(time.perf_counter() - t)"
     # The better of two: the first may read the disk, and another test may have the other core.
-    torch_seconds, seconds = (min(float(python(code, name)) for _ in range(2)) for name in ("torch", "sfastgn"))
+    torch_seconds, seconds = (min(float(python(code, name)) for _ in range(2)) for name in ("torch", "sdfastgn"))
     assert seconds < 1.1 * torch_seconds + 0.1

@@ -15,7 +15,7 @@ def calls_of_bench(folder: Path) -> list[list[str]]:
     """The arguments of each command of the target that writes JSON."""
     bin_folder, log = folder / "venv" / "bin", folder / "log"
     bin_folder.mkdir(parents=True)
-    for name in ("python", "sfastgn"):
+    for name in ("python", "sdfastgn"):
         (bin_folder / name).write_text(f'#!/bin/bash\nprintf "%q " "$@" >> {log}; echo >> {log}\n')
         (bin_folder / name).chmod(0o755)
     (folder / "venv" / ".installed").touch()  # newer than what it is made of

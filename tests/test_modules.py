@@ -1,20 +1,21 @@
-"""``sfastgn.GroupNorm``: a drop-in for ``torch.nn.GroupNorm``."""
+"""``sdfastgn.GroupNorm``: a drop-in for ``torch.nn.GroupNorm``."""
 
 from __future__ import annotations
 
 import copy
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-import sfastgn
+import sdfastgn
 
 
 @pytest.mark.parametrize("options", [{}, {"affine": False}, {"bias": False}, {"eps": 1e-3}], ids=str)
 def test_state_dict_goes_both_ways(options):
-    ours = sfastgn.GroupNorm(4, 12, activation="silu", **options)
+    ours = sdfastgn.GroupNorm(4, 12, activation="silu", **options)
     stock = nn.GroupNorm(4, 12, **{k: v for k, v in options.items() if k != "bias"})
     if "bias" in options:  # an argument of nn.GroupNorm's constructor only in newer releases
         stock.register_parameter("bias", None)
@@ -27,13 +28,13 @@ def test_state_dict_goes_both_ways(options):
 
 
 def test_same_arguments_in_the_same_order():
-    norm = sfastgn.GroupNorm(4, 12, 1e-3, True, "cpu", torch.float64)
+    norm = sdfastgn.GroupNorm(4, 12, 1e-3, True, "cpu", torch.float64)
     assert (norm.num_groups, norm.num_channels, norm.eps, norm.weight.dtype) == (4, 12, 1e-3, torch.float64)
     assert "activation='identity'" in repr(norm)
 
 
 def test_copies_keep_the_activation():
-    norm = sfastgn.GroupNorm(4, 12, activation="relu")
+    norm = sdfastgn.GroupNorm(4, 12, activation="relu")
     x = torch.randn(2, 12, 3)
     for twin in (copy.deepcopy(norm), pickle.loads(pickle.dumps(norm))):
         assert torch.equal(twin(x), norm(x))
@@ -51,11 +52,13 @@ def test_copies_keep_the_activation():
         pytest.param(("4", 12), "silu", TypeError, "num_groups must be an int, got '4'", id="groups-text"),
         pytest.param((4, "12"), "silu", TypeError, "num_channels must be an int, got '12'", id="channels-text"),
         pytest.param((4.0, 12), "silu", TypeError, "num_groups must be an int, got 4.0", id="groups-float"),
+        pytest.param((True, 12), "silu", TypeError, "num_groups must be an int, got True", id="groups-bool"),
+        pytest.param((4, 12, "1e-5"), "silu", TypeError, "eps must be a number, got '1e-5'", id="eps-text"),
     ],
 )
 def test_errors(arguments, activation, kind, message):
-    with pytest.raises(kind, match=r"^sfastgn\.GroupNorm") as caught:
-        sfastgn.GroupNorm(*arguments, activation=activation)
+    with pytest.raises(kind, match=r"^sdfastgn\.GroupNorm") as caught:
+        sdfastgn.GroupNorm(*arguments, activation=activation)
     assert message in str(caught.value)
 
 
@@ -69,7 +72,7 @@ def test_errors(arguments, activation, kind, message):
 )
 @pytest.mark.parametrize("affine", [True, False], ids=["affine", "plain"])
 def test_instance_norm_is_a_drop_in(kind, size, affine):
-    ours, theirs = sfastgn.InstanceNorm(6, 1e-3, 0.1, affine, activation="silu"), kind(6, 1e-3, 0.1, affine)
+    ours, theirs = sdfastgn.InstanceNorm(6, 1e-3, 0.1, affine, activation="silu"), kind(6, 1e-3, 0.1, affine)
     for p in theirs.parameters():
         nn.init.normal_(p)
     ours.load_state_dict(theirs.state_dict())
@@ -82,55 +85,77 @@ def test_instance_norm_is_a_drop_in(kind, size, affine):
 
 
 def test_instance_norm_errors():
-    with pytest.raises(ValueError, match=r"^sfastgn\.InstanceNorm: track_running_stats=True"):
-        sfastgn.InstanceNorm(4, track_running_stats=True)
-    with pytest.raises(ValueError, match=r"^sfastgn\.InstanceNorm: unknown activation 'swish'"):
-        sfastgn.InstanceNorm(4, activation="swish")
+    with pytest.raises(ValueError, match=r"^sdfastgn\.InstanceNorm: track_running_stats=True"):
+        sdfastgn.InstanceNorm(4, track_running_stats=True)
+    with pytest.raises(ValueError, match=r"^sdfastgn\.InstanceNorm: unknown activation 'swish'"):
+        sdfastgn.InstanceNorm(4, activation="swish")
     with pytest.raises(
-        ValueError, match=r"^sfastgn\.InstanceNorm: input must be \(N, 4, \*spatial\), got shape \(2, 5, 3\)"
+        ValueError, match=r"^sdfastgn\.InstanceNorm: input must be \(N, 4, \*spatial\), got shape \(2, 5, 3\)"
     ):
-        sfastgn.InstanceNorm(4)(torch.ones(2, 5, 3))
+        sdfastgn.InstanceNorm(4)(torch.ones(2, 5, 3))
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         pytest.param(
-            lambda: sfastgn.GroupNorm(4, 32)(None), "group_norm: x must be a torch.Tensor, got NoneType", id="group"
+            lambda: sdfastgn.GroupNorm(4, 32)(None), "group_norm: x must be a torch.Tensor, got NoneType", id="group"
         ),
         pytest.param(
-            lambda: sfastgn.InstanceNorm(32)(None),
+            lambda: sdfastgn.InstanceNorm(32)(None),
             "InstanceNorm: input must be a torch.Tensor, got NoneType",
             id="instance",
         ),
         pytest.param(
-            lambda: sfastgn.InstanceNorm(32)([[1.0]]),
+            lambda: sdfastgn.InstanceNorm(32)([[1.0]]),
             "InstanceNorm: input must be a torch.Tensor, got list",
             id="instance-list",
         ),
         pytest.param(
-            lambda: sfastgn.LayerNorm(4)(None), "LayerNorm: input must be a torch.Tensor, got NoneType", id="layer"
+            lambda: sdfastgn.LayerNorm(4)(None), "LayerNorm: input must be a torch.Tensor, got NoneType", id="layer"
         ),
         pytest.param(
-            lambda: sfastgn.LayerNorm(4)(None, torch.ones(4)),
+            lambda: sdfastgn.LayerNorm(4)(None, torch.ones(4)),
             "LayerNorm: input must be a torch.Tensor",
             id="layer-residual",
         ),
         pytest.param(
-            lambda: sfastgn.LayerNorm(4)(torch.ones(4), None, 1),
+            lambda: sdfastgn.LayerNorm(4)(torch.ones(4), None, 1),
             "LayerNorm: add_bias must be a torch.Tensor, got int",
             id="bias",
         ),
     ],
 )
 def test_no_tensor_is_named(call, message):
-    with pytest.raises(TypeError, match=rf"^sfastgn\.{message}"):
+    with pytest.raises(TypeError, match=rf"^sdfastgn\.{message}"):
         call()
+
+
+@pytest.mark.parametrize(
+    ("ours", "stock", "size"),
+    [
+        (sdfastgn.GroupNorm, nn.GroupNorm, (np.int64(2), np.int64(8))),
+        (sdfastgn.GroupNorm, nn.GroupNorm, (torch.tensor(2), np.int32(8))),
+        (sdfastgn.InstanceNorm, nn.InstanceNorm2d, (np.int64(8),)),
+        (sdfastgn.LayerNorm, nn.LayerNorm, (np.int64(8),)),
+        (sdfastgn.LayerNorm, nn.LayerNorm, ((np.int64(8),),)),
+        (sdfastgn.LayerNorm, nn.LayerNorm, (np.array([8]),)),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("eps", [np.float32(0.5), np.float64(0.5), torch.tensor(0.5), 1, True], ids=repr)
+def test_numbers_of_any_kind_that_pytorch_takes(ours, stock, size, eps):
+    x = torch.randn(2, 8, 4, 8)
+    norms = ours(*size, eps=eps), stock(*size, eps=eps)
+    torch.testing.assert_close(*(norm(x) for norm in norms))
+    for norm in norms:
+        norm.eps = np.float32(2.5)  # later, by hand
+    torch.testing.assert_close(*(norm(x) for norm in norms))
 
 
 @pytest.mark.parametrize("options", [{}, {"elementwise_affine": False}, {"bias": False}, {"eps": 1e-3}], ids=str)
 def test_layer_norm_is_a_drop_in(options):
-    ours, stock = sfastgn.LayerNorm(12, **options), nn.LayerNorm(12, **options)
+    ours, stock = sdfastgn.LayerNorm(12, **options), nn.LayerNorm(12, **options)
     for p in stock.parameters():
         nn.init.normal_(p)
     ours.load_state_dict(stock.state_dict())
@@ -146,26 +171,28 @@ def test_layer_norm_is_a_drop_in(options):
 
 
 def test_layer_norm_arguments_in_the_same_order():
-    norm = sfastgn.LayerNorm([12], 1e-3, True, False, "cpu", torch.float64)
+    norm = sdfastgn.LayerNorm([12], 1e-3, True, False, "cpu", torch.float64)
     assert (norm.normalized_shape, norm.eps, norm.weight.dtype, norm.bias) == ((12,), 1e-3, torch.float64, None)
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        pytest.param(lambda: sfastgn.LayerNorm((3, 4)), "normalized_shape must be one dimension, got (3, 4)", id="two"),
-        pytest.param(lambda: sfastgn.LayerNorm(()), "got ()", id="none"),
         pytest.param(
-            lambda: sfastgn.LayerNorm(4, elementwise_affine=False)(torch.ones(2, 3)), "got shape (2, 3)", id="width"
+            lambda: sdfastgn.LayerNorm((3, 4)), "normalized_shape must be one dimension, got (3, 4)", id="two"
+        ),
+        pytest.param(lambda: sdfastgn.LayerNorm(()), "got ()", id="none"),
+        pytest.param(
+            lambda: sdfastgn.LayerNorm(4, elementwise_affine=False)(torch.ones(2, 3)), "got shape (2, 3)", id="width"
         ),
         pytest.param(
-            lambda: sfastgn.LayerNorm(4)(torch.ones(2, 4), None, torch.ones(4)),
+            lambda: sdfastgn.LayerNorm(4)(torch.ones(2, 4), None, torch.ones(4)),
             "add_bias needs a residual",
             id="add-bias",
         ),
     ],
 )
 def test_layer_norm_errors(call, message):
-    with pytest.raises(ValueError, match=r"^sfastgn\.LayerNorm: ") as caught:
+    with pytest.raises(ValueError, match=r"^sdfastgn\.LayerNorm: ") as caught:
         call()
     assert message in str(caught.value)

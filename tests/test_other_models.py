@@ -15,10 +15,10 @@ from diffusers import (
     UNetSpatioTemporalConditionModel,
 )
 
-import sfastgn
-from sfastgn.bench.architectures import build_unet, randomise, unet_inputs
-from sfastgn.bench.images import psnr
-from sfastgn.bench.pipelines import build_pipeline
+import sdfastgn
+from sdfastgn.bench.images import psnr
+from sdfastgn.bench.models.architectures import build_unet, randomise, unet_inputs
+from sdfastgn.bench.models.pipelines import build_pipeline
 
 SMALL = {"sample_size": 8, "block_out_channels": (32, 64), "layers_per_block": 1, "cross_attention_dim": 16}
 
@@ -98,13 +98,13 @@ def test_same_output_and_exact_restore(build, fusions):
     randomise(model, 3).eval()
     with torch.no_grad():
         before = call()
-        sfastgn.optimize(model)
-        report, after = sfastgn.report(model), call()
+        sdfastgn.optimize(model)
+        report, after = sdfastgn.report(model), call()
         assert fusions <= {e.fusion for e in report.fused}
         assert not report.skipped
         torch.testing.assert_close(after, before, atol=1e-4, rtol=1e-4)
         assert after.stride() == before.stride()
-        sfastgn.restore(model)
+        sdfastgn.restore(model)
         assert torch.equal(call(), before)
 
 
@@ -141,11 +141,11 @@ def test_ip_adapter_and_its_scale(when):
             return model(**inputs, added_cond_kwargs={"image_embeds": [noise(2, 1, 24, seed=7)]}).sample
 
     if when == "after":
-        sfastgn.optimize(unet)
+        sdfastgn.optimize(unet)
     for model in (unet, stock):
         model._load_ip_adapter_weights([ip_adapter_weights(model)])
     if when == "before":
-        sfastgn.optimize(unet)
+        sdfastgn.optimize(unet)
     outputs = []
     for scale in (1.0, 0.2):
         for model in (unet, stock):
@@ -169,10 +169,10 @@ def test_cpu_offload_on_the_gpu(offload, when):
     expected = generate(pipe)
     pipe.to("cpu")
     if when == "after":
-        sfastgn.optimize(pipe)
+        sdfastgn.optimize(pipe)
     getattr(pipe, offload)()
     if when == "before":
-        sfastgn.optimize(pipe)
+        sdfastgn.optimize(pipe)
     image = generate(pipe)
     assert np.isfinite(image).all()
     assert psnr(image, expected) > 35

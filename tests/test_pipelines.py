@@ -24,10 +24,18 @@ from diffusers import (
 from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 from peft import LoraConfig
 
-import sfastgn
-from sfastgn.bench.architectures import UNETS, VAES, build_controlnet, build_unet, build_vae, unet_inputs, vae_latents
-from sfastgn.bench.images import psnr, relative_error
-from sfastgn.bench.pipelines import build_pipeline
+import sdfastgn
+from sdfastgn.bench.images import psnr, relative_error
+from sdfastgn.bench.models.architectures import (
+    UNETS,
+    VAES,
+    build_controlnet,
+    build_unet,
+    build_vae,
+    unet_inputs,
+    vae_latents,
+)
+from sdfastgn.bench.models.pipelines import build_pipeline
 
 OPTIONS = {"num_inference_steps": 3, "guidance_scale": 5.0, "output_type": "np"}
 IMAGE = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(3))
@@ -87,13 +95,13 @@ def test_same_image_and_exact_restore(build, extra, patched):
     pipe = build()
     before = generate(pipe, **extra)
     assert before.std() > 0.02
-    sfastgn.optimize(pipe)
-    report = sfastgn.report(pipe)
+    sdfastgn.optimize(pipe)
+    report = sdfastgn.report(pipe)
     around = {"image_processor", "pipeline"} | ({"scheduler"} if isinstance(pipe.scheduler, PNDMScheduler) else set())
     assert {e.component for e in report.fused} == patched | around
     assert not report.skipped
     assert psnr(generate(pipe, **extra), before) > 80
-    sfastgn.restore(pipe)
+    sdfastgn.restore(pipe)
     assert np.array_equal(generate(pipe, **extra), before)
 
 
@@ -102,23 +110,23 @@ def test_an_optimized_pipeline_saves_a_stock_one(model, tmp_path):
     pipe = pipeline(model)
     stock = type(pipe)
     before = generate(pipe, **SIZE)
-    sfastgn.optimize(pipe)
+    sdfastgn.optimize(pipe)
     pipe.save_pretrained(tmp_path)
     loaded = DiffusionPipeline.from_pretrained(tmp_path)
     loaded.set_progress_bar_config(disable=True)
     assert type(loaded) is stock
-    assert not sfastgn.report(loaded).fused
+    assert not sdfastgn.report(loaded).fused
     assert np.array_equal(generate(loaded, **SIZE), before)
 
 
 def test_pipelines_that_share_components_share_the_state():
     first = pipeline()
     second = StableDiffusionImg2ImgPipeline(**first.components, requires_safety_checker=False)
-    sfastgn.optimize(first)
-    assert sfastgn.report(second).fused
-    sfastgn.restore(second)
-    assert {e.component for e in sfastgn.report(first).fused} == {"image_processor", "pipeline"}  # what is its own
-    assert not sfastgn.report(sfastgn.restore(first)).fused
+    sdfastgn.optimize(first)
+    assert sdfastgn.report(second).fused
+    sdfastgn.restore(second)
+    assert {e.component for e in sdfastgn.report(first).fused} == {"image_processor", "pipeline"}  # what is its own
+    assert not sdfastgn.report(sdfastgn.restore(first)).fused
 
 
 # --- the layout of real architectures --------------------------------------------------------------------------------------------
@@ -194,7 +202,7 @@ def test_no_convolution_sees_a_channels_first_input(build, convolutions):
     module.to(memory_format=torch.channels_last)
     by_memory_format_alone, _ = channels_first_inputs(module, call)
     module.to(memory_format=torch.contiguous_format)
-    sfastgn.optimize(module)
+    sdfastgn.optimize(module)
     assert channels_first_inputs(module, call) == (0, convolutions)
     assert by_memory_format_alone > 0  # so that the test can fail
 
@@ -231,11 +239,11 @@ def test_lora_on_convolutions_and_attention(twins, when):
     unet, stock, call = twins
     plain = call(stock)
     if when == "after":
-        sfastgn.optimize(unet)
+        sdfastgn.optimize(unet)
     for model in (unet, stock):
         add_lora(model)
     if when == "before":
-        sfastgn.optimize(unet)
+        sdfastgn.optimize(unet)
     assert not torch.allclose(call(unet), plain, atol=1e-3)
     agree(call(unet), call(stock))
     for step in ("disable_adapters", "enable_adapters", "fuse_lora", "unfuse_lora"):
@@ -245,7 +253,7 @@ def test_lora_on_convolutions_and_attention(twins, when):
     for model in (unet, stock):
         model.delete_adapters("default")
     agree(call(unet), plain)
-    sfastgn.restore(unet)
+    sdfastgn.restore(unet)
     agree(call(unet), plain)
 
 
@@ -255,30 +263,30 @@ def test_lora_on_convolutions_and_attention(twins, when):
 )
 def test_a_copy_of_an_optimized_unet_is_restored_by_itself(twins, twin):
     unet, stock, call = twins
-    sfastgn.optimize(unet)
+    sdfastgn.optimize(unet)
     copied = twin(unet)
     assert torch.equal(call(copied), call(unet))
-    assert len(sfastgn.report(copied).fused) == len(sfastgn.report(unet).fused) > 0
-    assert torch.equal(call(sfastgn.restore(copied)), call(stock))
-    assert sfastgn.report(unet).fused
+    assert len(sdfastgn.report(copied).fused) == len(sdfastgn.report(unet).fused) > 0
+    assert torch.equal(call(sdfastgn.restore(copied)), call(stock))
+    assert sdfastgn.report(unet).fused
 
 
 def test_change_of_dtype_after_optimize(twins):
     unet, stock, _ = twins
-    sfastgn.optimize(unet).to(torch.bfloat16)
+    sdfastgn.optimize(unet).to(torch.bfloat16)
     stock.to(torch.bfloat16)
     inputs = unet_inputs("tiny", size=64, batch=2, dtype=torch.bfloat16, device="cpu", seed=0)
     with torch.no_grad():
         expected, actual = stock(**inputs).sample, unet(**inputs).sample
         assert actual.dtype is torch.bfloat16
         assert relative_error(actual, expected) < 0.05
-        assert torch.equal(sfastgn.restore(unet)(**inputs).sample, expected)
+        assert torch.equal(sdfastgn.restore(unet)(**inputs).sample, expected)
     assert [p.stride() for p in unet.parameters()] == [p.stride() for p in stock.parameters()]
 
 
 def test_freeu_on_and_off(twins):
     unet, stock, call = twins
-    sfastgn.optimize(unet)
+    sdfastgn.optimize(unet)
     plain = call(stock)
     for model in (unet, stock):
         model.enable_freeu(s1=0.9, s2=0.2, b1=1.5, b2=1.6)
@@ -290,7 +298,7 @@ def test_freeu_on_and_off(twins):
 
 def test_attention_processors_can_be_changed(twins):
     unet, stock, call = twins
-    sfastgn.optimize(unet)
+    sdfastgn.optimize(unet)
     for processor in (AttnProcessor(), AttnProcessor2_0()):
         for model in (unet, stock):
             model.set_attn_processor(processor)
@@ -302,11 +310,11 @@ def test_accelerate_offload_hooks(twins, when):
     """Sequential offload puts a forward into every module with weights, whose weights are on meta between calls."""
     unet, stock, call = twins
     if when == "after":
-        sfastgn.optimize(unet)
+        sdfastgn.optimize(unet)
     cpu_offload(unet, execution_device=torch.device("cpu"), offload_buffers=True)
     if when == "before":
-        sfastgn.optimize(unet)
-        assert any("accelerate's hooks" in e.reason for e in sfastgn.report(unet).skipped)
+        sdfastgn.optimize(unet)
+        assert any("accelerate's hooks" in e.reason for e in sdfastgn.report(unet).skipped)
     agree(call(unet), call(stock))
 
 
@@ -321,7 +329,7 @@ def test_gradient_checkpointing():
         return {k: p.grad.clone() for k, p in unet.named_parameters()}
 
     before = gradients()
-    sfastgn.optimize(unet)
+    sdfastgn.optimize(unet)
     unet.enable_gradient_checkpointing()
     after = gradients()
     for key, grad in before.items():
@@ -334,12 +342,12 @@ def test_change_of_dtype_in_the_middle_of_a_call():
     assert isinstance(pipe, StableDiffusionXLPipeline)
     pipe.vae.register_to_config(force_upcast=True)
     before = generate(pipe, **SIZE)
-    sfastgn.optimize(pipe)
+    sdfastgn.optimize(pipe)
     after = generate(pipe, **SIZE)
     assert pipe.vae.dtype is torch.float16
-    assert sfastgn.report(pipe).fused
+    assert sdfastgn.report(pipe).fused
     assert psnr(after, before) > 40
-    sfastgn.restore(pipe)
+    sdfastgn.restore(pipe)
     assert np.array_equal(generate(pipe, **SIZE), before)
 
 
@@ -350,7 +358,7 @@ def test_vae_slicing_and_tiling():
     vae.enable_tiling()
     with torch.no_grad():
         before = vae.decode(latents).sample
-        agree(sfastgn.optimize(vae).decode(latents).sample, before)
+        agree(sdfastgn.optimize(vae).decode(latents).sample, before)
 
 
 @pytest.mark.gpu
@@ -358,10 +366,10 @@ def test_vae_slicing_and_tiling():
 def test_pipeline_on_the_gpu_in_fp16(model):
     pipe = build_pipeline(model, dtype=torch.float16, device="cuda")
     before = generate(pipe, **SIZE)
-    sfastgn.optimize(pipe)
-    assert "Triton" in sfastgn.report(pipe).backend
+    sdfastgn.optimize(pipe)
+    assert "Triton" in sdfastgn.report(pipe).backend
     assert psnr(generate(pipe, **SIZE), before) > 35
-    sfastgn.restore(pipe)
+    sdfastgn.restore(pipe)
     assert np.array_equal(generate(pipe, **SIZE), before)
 
 
@@ -384,7 +392,7 @@ def test_the_host_waits_no_more_often_than_in_diffusers(model):
     generate(pipe, **SIZE)
     stock = _waits(pipe)
     assert stock > 0  # the image has to be fetched
-    sfastgn.optimize(pipe)
+    sdfastgn.optimize(pipe)
     for _ in range(3):
         generate(pipe, **SIZE)
     assert _waits(pipe) <= stock
@@ -401,7 +409,7 @@ def test_cuda_graph_of_an_optimized_model(part):
         module = build_vae("tiny", torch.float16, "cuda")
         tensor = vae_latents("tiny", size=64, batch=1, dtype=torch.float16, device="cuda", seed=0)
         call = lambda: module.decode(tensor).sample  # noqa: E731
-    sfastgn.optimize(module)
+    sdfastgn.optimize(module)
     with torch.no_grad():
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):

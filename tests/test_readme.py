@@ -12,9 +12,9 @@ import pytest
 import torch
 import typer
 
-from sfastgn.bench.pipelines import build_pipeline
-from sfastgn.cli_commands import app
-from sfastgn.patches.registry import FUSIONS
+from sdfastgn.bench.models.pipelines import build_pipeline
+from sdfastgn.cli_commands import app
+from sdfastgn.patches.registry import FUSIONS
 
 README = (Path(__file__).resolve().parents[1] / "README.md").read_text(encoding="utf-8")
 COMMANDS = [
@@ -43,8 +43,8 @@ def test_every_python_block_runs_in_order(monkeypatch, capsys):
     assert "resnet_block" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("sfastgn")])
-def test_every_sfastgn_command_parses(command):
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("sdfastgn")])
+def test_every_sdfastgn_command_parses(command):
     group = typer.main.get_command(app)
     _, name, *arguments = shlex.split(command, comments=True)
     subcommand = group.get_command(click.Context(group), name)

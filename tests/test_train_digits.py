@@ -15,19 +15,20 @@ import pytest
 import torch
 from PIL import Image
 
-import sfastgn
-from sfastgn.bench import digits, digits_report
-from sfastgn.bench.digits import Comparison, DigitsConfig, Run
-from sfastgn.patches import group_norm as group_norm_patch
+import sdfastgn
+from sdfastgn import cli
+from sdfastgn.bench import digits, digits_report
+from sdfastgn.bench.digits import Comparison, DigitsConfig, Run
+from sdfastgn.patches.fusions import group_norm as group_norm_patch
 
 CONFIG = DigitsConfig(steps=6, batch_size=4, size=8, width=8, dtype="fp32", device="cpu")
 TINY = ("--device", "cpu", "--size", "8", "--width", "8", "--batch-size", "4", "--samples", "3")
 
 
 def script(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(sys, "argv", ["train_digits.py"])
+    monkeypatch.setattr(sys, "argv", ["train_digits.py", *arguments])
     with pytest.raises(SystemExit) as caught:
-        digits_report.main("doc", arguments)
+        cli.main("doc", "train-digits")
     assert isinstance(caught.value.code, int)
     return caught.value.code
 
@@ -44,12 +45,12 @@ def test_both_learn_alike(dtype: str, tmp_path: Path, monkeypatch: pytest.Monkey
     assert code == 0
     assert content["kind"] == "train_digits"
     rows = {row["name"]: row for row in content["rows"]}
-    assert list(rows) == ["stock", "sfastgn", "stock, other batches"]
+    assert list(rows) == ["stock", "sdfastgn", "stock, other batches"]
     for row in rows.values():
         assert len(row["losses"]) == 8
         assert row["steps_per_s"] == pytest.approx(1e3 / row["step_ms"])
         assert row["peak_mib"] is row["step_mib"] is None  # PyTorch counts memory on CUDA only
-    ours, noise = content["comparisons"]["sfastgn"], content["comparisons"]["stock, other batches"]
+    ours, noise = content["comparisons"]["sdfastgn"], content["comparisons"]["stock, other batches"]
     assert 0 < ours["smoothed_max"] < (1e-5 if dtype == "fp32" else 1e-2)
     assert ours["smoothed_mean"] <= ours["smoothed_max"] < noise["smoothed_max"]
     if dtype == "fp32":
@@ -74,10 +75,10 @@ def test_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_steps_are_counted_on_standard_error(
     seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sfastgn.bench.session.LINE_S", seconds)
+    monkeypatch.setattr("sdfastgn.bench.terminal.LINE_S", seconds)
     trained(tmp_path, monkeypatch, "--steps", "4", "--stock-repeat")
     steps = (1, 2, 3, 4) if seconds == 0 else (1, 4)
-    names = ("stock", "sfastgn", "stock, other batches")
+    names = ("stock", "sdfastgn", "stock, other batches")
     shown = capsys.readouterr()
     lines = [line for line in shown.err.splitlines() if ": step " in line]
     assert lines == [f"{name}: step {step} of 4" for name in names for step in steps]
@@ -100,14 +101,14 @@ def test_wrong_gradients_are_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def scaled(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return _Scaled.apply(sfastgn.group_norm(*args, **kwargs))
+        return _Scaled.apply(sdfastgn.group_norm(*args, **kwargs))
 
     monkeypatch.setattr(group_norm_patch, "group_norm", scaled)
     code, content = trained(tmp_path, monkeypatch, "--steps", "4")
     assert code == 1
     assert any("first gradient's error" in reason for reason in content["verdict"]["reasons"])
-    assert content["comparisons"]["sfastgn"]["step_max"] > 1e-3  # equal batches: no noise covers it
-    assert content["comparisons"]["sfastgn"]["steps"][0] < 1e-5  # and the forward was right
+    assert content["comparisons"]["sdfastgn"]["step_max"] > 1e-3  # equal batches: no noise covers it
+    assert content["comparisons"]["sdfastgn"]["steps"][0] < 1e-5  # and the forward was right
     assert "DISAGREES" in capsys.readouterr().out
 
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-import sfastgn
-from sfastgn.bench.architectures import randomise
+import sdfastgn
+from sdfastgn.bench.models.architectures import randomise
 from tests import ddp_worker as worker
 
 WORKER = Path(__file__).with_name("ddp_worker.py")
@@ -60,7 +60,7 @@ DTYPES = [
 def test_autocast_follows_eager(
     device: str, layout: torch.memory_format, dtype: torch.dtype, weights: torch.dtype
 ) -> None:
-    ours = randomise(sfastgn.GroupNorm(3, 30, activation="silu"), 3).to(device, weights)
+    ours = randomise(sdfastgn.GroupNorm(3, 30, activation="silu"), 3).to(device, weights)
     stock = nn.GroupNorm(3, 30).to(device, weights)
     stock.load_state_dict(ours.state_dict())
     x, dy = (noise(2, 30, 9, 7, seed=seed).to(device, dtype) for seed in (0, 1))
@@ -82,7 +82,7 @@ def test_autocast_follows_eager(
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_model_under_autocast_is_no_less_exact_than_stock(device: str) -> None:
     stock = worker.build().to(device)
-    ours = sfastgn.optimize(copy.deepcopy(stock), strict=True)
+    ours = sdfastgn.optimize(copy.deepcopy(stock), strict=True)
 
     def flat(model: nn.Module, autocast: bool) -> Tensor:
         with torch.autocast(device, torch.bfloat16, enabled=autocast):
@@ -132,7 +132,7 @@ def vae_step() -> tuple[nn.Module, Any]:
 def test_gradient_checkpointing(step: Any, function: Any) -> None:
     stock, call = step()
     randomise(stock, 3).train()
-    ours = sfastgn.optimize(copy.deepcopy(stock), strict=True)
+    ours = sdfastgn.optimize(copy.deepcopy(stock), strict=True)
     calls = []
 
     def gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -157,7 +157,7 @@ def test_gradient_checkpointing(step: Any, function: Any) -> None:
 
 
 def ours(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return sfastgn.group_norm(x, 3, weight, bias, activation="silu")
+    return sdfastgn.group_norm(x, 3, weight, bias, activation="silu")
 
 
 def stock(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -184,7 +184,7 @@ def double_backward(f: Any, *args: Tensor) -> tuple[Tensor, ...]:
 def of_module(f: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     if f is stock:
         return stock(x, weight, bias)
-    module = sfastgn.GroupNorm(3, 6, activation="silu")
+    module = sdfastgn.GroupNorm(3, 6, activation="silu")
     return torch.func.functional_call(module, {"weight": weight, "bias": bias}, (x,))
 
 
@@ -274,17 +274,17 @@ def test_the_layout_is_not_changed_under_ddp(inner: bool) -> None:
     wrapper = DistributedDataParallel(model)
     target = model if inner else wrapper
     with pytest.raises(
-        ValueError, match=r"sfastgn\.optimize: .* is in a DistributedDataParallel.*before it is wrapped"
+        ValueError, match=r"sdfastgn\.optimize: .* is in a DistributedDataParallel.*before it is wrapped"
     ):
-        sfastgn.optimize(target)
-    assert not sfastgn.report(model).fused
+        sdfastgn.optimize(target)
+    assert not sdfastgn.report(model).fused
     assert [p.stride() for p in model.parameters()] == strides
-    sfastgn.restore(target)  # nothing to do
+    sdfastgn.restore(target)  # nothing to do
     del wrapper, target
-    sfastgn.optimize(model)
+    sdfastgn.optimize(model)
     wrapper = DistributedDataParallel(model)
-    sfastgn.optimize(wrapper)  # a second call changes nothing
-    with pytest.raises(ValueError, match=r"sfastgn\.restore: .* is in a DistributedDataParallel.*wrapper is gone"):
-        sfastgn.restore(model)
-    assert sfastgn.report(model).fused
-    sfastgn.optimize(worker.build())  # another model
+    sdfastgn.optimize(wrapper)  # a second call changes nothing
+    with pytest.raises(ValueError, match=r"sdfastgn\.restore: .* is in a DistributedDataParallel.*wrapper is gone"):
+        sdfastgn.restore(model)
+    assert sdfastgn.report(model).fused
+    sdfastgn.optimize(worker.build())  # another model

@@ -7,8 +7,8 @@ import io
 from PIL import Image
 from rich.console import Console
 
-import sfastgn
-from sfastgn.bench import demo
+import sdfastgn
+from sdfastgn.bench import demo
 
 
 def run(tmp_path) -> tuple[int, str]:
@@ -25,7 +25,7 @@ def test_it_shows_the_main_job(tmp_path):
 
 
 def test_it_fails_when_restore_does_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(sfastgn, "restore", lambda pipe: pipe)
+    monkeypatch.setattr(sdfastgn, "restore", lambda pipe: pipe)
     code, text = run(tmp_path)
     assert code == 1
     assert "DIFFERS" in text

@@ -13,11 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from sfastgn.bench import end_to_end, environment, session, workloads
-from sfastgn.bench.end_to_end import FAILED, OK, UNAVAILABLE, WRONG, Row
-from sfastgn.bench.tables import end_to_end_table
-from sfastgn.bench.variants import Variant, by_name
-from sfastgn.bench.workloads import BenchConfig, Workload
+from sdfastgn.bench import documents, environment, session
+from sdfastgn.bench.documents import FAILED, OK, UNAVAILABLE, WRONG
+from sdfastgn.bench.models import run as end_to_end
+from sdfastgn.bench.models import workload as workloads
+from sdfastgn.bench.models.run import Row
+from sdfastgn.bench.models.variants import Variant, by_name
+from sdfastgn.bench.models.workload import BenchConfig, Workload
+from sdfastgn.bench.tables.pages import end_to_end_table, row_notes
 
 TIMES = ("ready_s", "median_ms", "p10_ms", "p90_ms", "graph_ms", "its", "peak_mib")
 
@@ -56,7 +59,7 @@ def scaled(output: Any, factor: float) -> Any:
 
 @pytest.mark.parametrize("part", ["unet", "vae"])
 def test_rows_of_a_part(part: str) -> None:
-    names = ("eager", "channels_last", "sfastgn", "stable_fast")
+    names = ("eager", "channels_last", "sdfastgn", "stable_fast")
     started: list[str] = []
     rows = end_to_end.run(
         config(part, fp32_reference=True), [by_name(name) for name in names], on_variant=started.append
@@ -83,7 +86,7 @@ def test_rows_of_a_part(part: str) -> None:
 
 
 def test_stock_errors_in_half_precision_are_measured_against_fp32() -> None:
-    variants = [by_name("eager"), by_name("sfastgn")]
+    variants = [by_name("eager"), by_name("sdfastgn")]
     rows = end_to_end.run(config("vae", dtype="bf16", fp32_reference=True), variants)
     assert [row.status for row in rows] == [OK, OK]
     assert all(row.error_fp32 is not None and 1e-4 < row.error_fp32 < 0.1 for row in rows)
@@ -91,7 +94,7 @@ def test_stock_errors_in_half_precision_are_measured_against_fp32() -> None:
 
 @pytest.mark.slow
 def test_pipeline_rows_have_images() -> None:
-    rows = end_to_end.run(config("pipeline", repeats=1), [by_name("eager"), by_name("sfastgn")])
+    rows = end_to_end.run(config("pipeline", repeats=1), [by_name("eager"), by_name("sdfastgn")])
     assert [(row.status, row.reason) for row in rows] == [(OK, ""), (OK, "")]
     assert rows[0].psnr_db is None  # identical images: infinite, which JSON cannot say
     assert rows[1].psnr_db is None or rows[1].psnr_db > 40
@@ -117,11 +120,13 @@ def test_a_red_gate_gives_no_time(how: str, status: str, words: str, part: str) 
     assert words in rows[1].reason
     assert times_of(rows[1]) == [None] * len(TIMES)
     table = end_to_end_table(rows, "title")
-    cells = {str(column.header): list(column.cells)[1] for column in table.columns}
+    cells = dict(zip(table.header, table.body[1], strict=True))
     assert {value for name, value in cells.items() if name in ("ready s", "median ms", "p10-p90 ms", "speed-up")} == {
         "-"
     }
-    assert status in str(cells["status and note"])
+    (note,) = row_notes(rows)
+    assert f": {status}: " in note
+    assert words in note
 
 
 def test_a_reference_that_is_not_finite_is_no_reference() -> None:
@@ -188,18 +193,18 @@ def test_switches_are_recorded_and_put_back() -> None:
 
 def test_json_is_strict_and_complete(tmp_path: Path) -> None:
     row = Row("tiny", "unet", 64, 2, "fp32", "eager", OK, median_ms=1.0)
-    content = end_to_end.document("end_to_end", {"gpu": None}, end_to_end.describe([config("unet")]), [row])
+    content = documents.document("end_to_end", {"gpu": None}, end_to_end.describe([config("unet")]), [row])
     path = tmp_path / "folder" / "out.json"
-    end_to_end.write_json(path, content)
+    documents.write_json(path, content)
     read = json.loads(path.read_text())
     assert set(read) == {"schema", "kind", "environment", "config", "rows"}
     assert Row(**read["rows"][0]) == row
     with pytest.raises(ValueError, match="JSON"):
-        end_to_end.write_json(path, {"rows": [math.nan]})
+        documents.write_json(path, {"rows": [math.nan]})
 
 
 def test_the_commit_can_be_told_where_the_checkout_is_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SFASTGN_COMMIT", "0123abc")
+    monkeypatch.setenv("SDFASTGN_COMMIT", "0123abc")
     assert environment.environment(torch.device("cpu"))["git"] == {"commit": "0123abc", "dirty": None}
 
 
@@ -212,6 +217,6 @@ def test_a_run_that_is_cut_off_leaves_what_it_has_measured(tmp_path: Path) -> No
     path = tmp_path / "out.json"
     stop = Variant("stop", "stop", lambda device: None, applied)
     with pytest.raises(KeyboardInterrupt):
-        session.run_bench([config("vae")], [by_name("eager"), stop, by_name("sfastgn")], json=path)
+        session.run_bench([config("vae")], [by_name("eager"), stop, by_name("sdfastgn")], json=path)
     rows = json.loads(path.read_text())["rows"]
     assert [(row["variant"], row["status"]) for row in rows] == [("eager", OK)]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from sfastgn.bench.images import psnr, relative_error, write_png
+from sdfastgn.bench.images import psnr, relative_error, write_png
 
 
 def test_psnr_of_a_known_difference():

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from sfastgn.bench import options
-from sfastgn.bench.options import OptionError
+from sdfastgn.bench import options
+from sdfastgn.bench.options import OptionError
 
 
 def test_a_new_file_is_not_made_but_its_folder_is(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from sfastgn.bench import timing
+from sdfastgn.bench import timing
 
 CPU = torch.device("cpu")
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from sfastgn.bench import options
-from sfastgn.bench.architectures import MODELS, UNETS, build_unet, unet_difference
-from sfastgn.bench.options import OptionError
+from sdfastgn.bench import options
+from sdfastgn.bench.models.architectures import MODELS, UNETS, build_unet, unet_difference
+from sdfastgn.bench.options import OptionError
 
 # As published, the keys that matter: SD1.5's own, written before some of diffusers' arguments, and relatives.
 SD15 = {
@@ -99,15 +99,56 @@ def test_a_wrong_name_is_refused(config: dict[str, Any], model: str, words: list
     assert all(word in str(caught.value) for word in words)
 
 
-def test_weights_of_no_model_need_a_name_that_there_is_not(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match=rf"^--weights: the UNet of '{tmp_path}' is that of no known model: tiny"):
-        model_of(folder(tmp_path, SD21), None)
+# As its UNet's configuration says, and nothing else: (configuration, VAE's levels) -> (size, batch of a UNet step).
+OTHERS = {
+    "sd21": (SD21, 4, (512, 2)),
+    "three-levels": ({**SD21, "sample_size": 96}, 3, (384, 2)),
+    "distilled": ({**SD21, "time_cond_proj_dim": 256}, 4, (512, 1)),
+    "pixels": ({"_class_name": "UNet2DModel", "sample_size": 32, "in_channels": 3}, 0, (32, 1)),
+}
 
 
-@pytest.mark.parametrize("part", ["pipeline", "train"])
-def test_inpainting_is_no_text_to_image(part: str, tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match=rf"^--part: '{part}' needs .* takes 9 channels$"):
-        model_of(folder(tmp_path, {**SD15, "in_channels": 9}), "sd15", part)
+@pytest.mark.parametrize(("config", "levels", "expected"), OTHERS.values(), ids=OTHERS)
+def test_weights_of_no_known_model_are_what_they_say(
+    config: dict[str, Any], levels: int, expected: tuple[int, int], tmp_path: Path
+) -> None:
+    weights = folder(tmp_path, config)
+    if levels:
+        (tmp_path / "vae").mkdir()
+        (tmp_path / "vae" / "config.json").write_text(json.dumps({"block_out_channels": [8] * levels}))
+    (found,) = options.bench_configs(model=None, parts=["unet"], weights=weights, device="cpu")
+    assert (found.size, found.batch) == expected
+    assert found.model == tmp_path.name
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        pytest.param({"_class_name": "UNet3DConditionModel"}, "a UNet3DConditionModel takes inputs", id="video"),
+        pytest.param({**SD21, "addition_embed_type": "image"}, "its addition_embed_type 'image' takes", id="image"),
+    ],
+)
+def test_what_cannot_be_timed_says_why(config: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=rf"^--weights: the UNet of '{tmp_path}' cannot be timed: {words}"):
+        model_of(folder(tmp_path, config), None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        pytest.param("StableDiffusionImg2ImgPipeline", "text to image, .* takes 'image'", id="image"),
+        pytest.param("LDMSuperResolutionPipeline", "takes a prompt, .* does not", id="no-prompt"),
+    ],
+)
+def test_a_pipeline_that_does_not_make_images_of_text(kind: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": kind}))
+    with pytest.raises(OptionError, match=rf"^--part: 'pipeline' needs a pipeline .*{words}"):
+        model_of(folder(tmp_path, SD21), None, "pipeline")
+
+
+def test_an_inpainting_unet_is_no_text_to_image(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=r"^--part: 'pipeline' needs .* takes 9 channels$"):
+        model_of(folder(tmp_path, {**SD15, "in_channels": 9}), "sd15", "pipeline")
 
 
 def test_a_folder_without_a_unet(tmp_path: Path) -> None:

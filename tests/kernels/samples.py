@@ -9,23 +9,21 @@ import pytest
 import torch
 from torch import Tensor
 
-import sfastgn
-from sfastgn.kernels import (
-    act_linear,
-    channel_statistics,
-    dispatch,
-    geglu,
-    group_norm,
-    group_norm_backward,
-    layer_norm,
-    layer_norm_backward,
-    short_attention,
-    upsample,
-    upsample_conv,
-    wide_attention,
-)
-from sfastgn.kernels.dispatch import KERNEL_DTYPES
-from sfastgn.kernels.group_norm import reference_group_norm
+import sdfastgn
+from sdfastgn.kernels.act_linear import op as act_linear
+from sdfastgn.kernels.attention import few_keys as short_attention
+from sdfastgn.kernels.attention import wide_heads as wide_attention
+from sdfastgn.kernels.common import dispatch
+from sdfastgn.kernels.common.dispatch import KERNEL_DTYPES
+from sdfastgn.kernels.geglu import op as geglu
+from sdfastgn.kernels.group_norm import backward as group_norm_backward
+from sdfastgn.kernels.group_norm import op as group_norm
+from sdfastgn.kernels.group_norm.op import reference_group_norm
+from sdfastgn.kernels.layer_norm import backward as layer_norm_backward
+from sdfastgn.kernels.layer_norm import op as layer_norm
+from sdfastgn.kernels.statistics import op as channel_statistics
+from sdfastgn.kernels.upsample import conv as upsample_conv
+from sdfastgn.kernels.upsample import nearest as upsample
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here, not interpreted")
 DEVICES = [
@@ -79,27 +77,28 @@ def kernels(*, direct=False):
         )
         for module in (*modules, *([dispatch] if direct else [])):
             patches.enter_context(mock.patch.object(module, "runs_in_triton", runs_in_triton))
+        patches.enter_context(mock.patch.object(dispatch, "has_kernels", runs_in_triton))
         yield
 
 
 def run(x, num_groups, *args, **operands):
     with kernels():
-        return sfastgn.group_norm(x, num_groups, *args, **operands)
+        return sdfastgn.group_norm(x, num_groups, *args, **operands)
 
 
 def run_statistics(x):
     with kernels():
-        return sfastgn.channel_statistics(x)
+        return sdfastgn.channel_statistics(x)
 
 
 def run_add(x, residual, bias=None, scale=1.0):
     with kernels():
-        return sfastgn.add_with_statistics(x, residual, bias, scale=scale)
+        return sdfastgn.add_with_statistics(x, residual, bias, scale=scale)
 
 
 def run_cat(a, b):
     with kernels():
-        return sfastgn.cat_with_statistics(a, b)
+        return sdfastgn.cat_with_statistics(a, b)
 
 
 # --- the truth ------------------------------------------------------------------------------------------------------------------

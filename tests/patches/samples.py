@@ -6,6 +6,8 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 from diffusers.models import UNet2DConditionModel, UNet2DModel
 from diffusers.models.activations import GEGLU
@@ -21,7 +23,7 @@ from diffusers.models.unets.unet_2d_blocks import CrossAttnUpBlock2D, UpBlock2D
 from diffusers.models.upsampling import Upsample2D
 from torch import Tensor, nn
 
-import sfastgn
+import sdfastgn
 
 
 def image(*shape: int, seed: int = 0) -> Tensor:
@@ -42,7 +44,7 @@ def randomise(module: nn.Module) -> nn.Module:
 def twins_of(module: nn.Module, device: str, dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
     """(optimised, stock) with the same random weights."""
     stock = randomise(module).to(device, dtype)
-    return sfastgn.optimize(copy.deepcopy(stock)), stock
+    return sdfastgn.optimize(copy.deepcopy(stock)), stock
 
 
 def _resnet(**options: Any) -> nn.Module:
@@ -92,7 +94,9 @@ def _unet() -> nn.Module:
     )
 
 
-Sample = tuple[str, Callable[[], nn.Module], Callable[[nn.Module], Tensor]]
+Build = Callable[[], nn.Module]
+Call = Callable[[nn.Module], Tensor]
+Sample = tuple[str, Build, Call]
 
 _TEMB = image(2, 16, 1, 1, seed=1)[:, :, 0, 0]
 
@@ -101,6 +105,8 @@ SAMPLES: list[Sample] = [
     ("group_norm", lambda: nn.GroupNorm(3, 12), lambda m: m(image(2, 12, 5, 6))),
     ("group_norm-channels-first", lambda: nn.GroupNorm(3, 12), lambda m: m(image(2, 12, 5, 6).contiguous())),
     ("group_norm-no-affine", lambda: nn.GroupNorm(3, 12, affine=False), lambda m: m(image(2, 12, 5, 6))),
+    ("group_norm-numpy", lambda: nn.GroupNorm(np.int64(3), np.int64(12), np.float32(0.5)), lambda m: m(image(2, 12, 5, 6))),
+    ("group_norm-tensor-eps", lambda: nn.GroupNorm(3, 12, torch.tensor(0.5)), lambda m: m(image(2, 12, 5, 6))),
     ("sequential", lambda: nn.Sequential(nn.GroupNorm(3, 12), nn.SiLU(), nn.Conv2d(12, 8, 3)), lambda m: m(image(2, 12, 5, 6))),
     (
         "sequential-two-pairs",
@@ -115,6 +121,11 @@ SAMPLES: list[Sample] = [
     ("resnet_block-down", lambda: _resnet(down=True), lambda m: m(image(2, 20, 6, 8), _TEMB)),
     ("resnet_block-skip-time-act", lambda: _resnet(skip_time_act=True), lambda m: m(image(2, 20, 6, 8), _TEMB)),
     ("resnet_block-output-scale", lambda: _resnet(output_scale_factor=1.4), lambda m: m(image(2, 20, 6, 8), _TEMB)),
+    (
+        "resnet_block-numpy",
+        lambda: _resnet(groups=np.int64(5), eps=np.float32(0.5), output_scale_factor=np.float32(1.4)),
+        lambda m: m(image(2, 20, 6, 8), _TEMB),
+    ),
     ("resnet_block-gelu", lambda: _resnet(non_linearity="gelu"), lambda m: m(image(2, 20, 6, 8), _TEMB)),
     ("resnet_block-batch-64", lambda: _resnet(up=True), lambda m: m(image(64, 20, 2, 2), _TEMB[:1].expand(64, -1))),
     (
@@ -142,6 +153,7 @@ SAMPLES: list[Sample] = [
     ("timestep_embedding-mish", lambda: TimestepEmbedding(16, 20, "mish"), lambda m: m(_TEMB)),
     ("ada_group_norm", lambda: AdaGroupNorm(16, 12, 3), lambda m: m(image(2, 12, 5, 6), _TEMB)),
     ("ada_group_norm-act", lambda: AdaGroupNorm(16, 12, 3, act_fn="silu"), lambda m: m(image(2, 12, 5, 6), _TEMB)),
+    ("ada_group_norm-numpy", lambda: AdaGroupNorm(16, 12, np.int64(3), eps=np.float32(0.5)), lambda m: m(image(2, 12, 5, 6), _TEMB)),
     ("attention", lambda: _attention(), lambda m: m(tokens(2, 7, 16))),
     ("attention-cross", lambda: _attention(cross_attention_dim=12), lambda m: m(tokens(2, 7, 16), tokens(2, 5, 12))),
     ("attention-by-name", lambda: _attention(bias=True), lambda m: m(hidden_states=tokens(2, 7, 16), encoder_hidden_states=None)),
@@ -215,6 +227,10 @@ SAMPLES: list[Sample] = [
     ("transformer_block-self-only", lambda: _block(cross_attention_dim=None), lambda m: m(tokens(2, 7, 20))),
     ("transformer_block-double-self", lambda: _block(double_self_attention=True), lambda m: m(tokens(2, 7, 20))),
     (
+        "transformer_block-numpy", lambda: _block(norm_eps=np.float32(0.5)),
+        lambda m: m(tokens(2, 7, 20), encoder_hidden_states=tokens(2, 5, 12)),
+    ),
+    (
         "transformer_block-only-cross", lambda: _block(only_cross_attention=True),
         lambda m: m(tokens(2, 7, 20), encoder_hidden_states=tokens(2, 5, 12)),
     ),
@@ -223,3 +239,25 @@ SAMPLES: list[Sample] = [
         lambda m: m(tokens(2, 7, 20), encoder_hidden_states=tokens(2, 5, 12)),
     ),
 ]  # fmt: skip
+
+each_sample = pytest.mark.parametrize(("build", "call"), [pytest.param(b, c, id=i) for i, b, c in SAMPLES])
+
+
+def snapshot(root: nn.Module) -> dict[str, Any]:
+    """Everything that restore promises: class, attributes (hooks too) and strides of every module."""
+    state = {}
+    for path, module in root.named_modules():
+        attributes = {k: dict(v) if isinstance(v, dict) else v for k, v in vars(module).items()}
+        strides = {k: (id(p), p.stride()) for k, p in module._parameters.items() if p is not None}
+        state[path] = (type(module), attributes, strides)
+    return state
+
+
+def stock_and_output(build: Build, call: Call) -> tuple[nn.Module, Tensor]:
+    module = randomise(build())
+    return module, output(module, call)
+
+
+def output(module: nn.Module, call: Call) -> Tensor:
+    with torch.no_grad():
+        return call(module)

@@ -1,0 +1,6 @@
+"""``python -m sdfastgn``: the same command line as the ``sdfastgn`` script."""
+
+from sdfastgn.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,315 @@
+"""The public verbs: ``optimize``, ``restore``, ``optimized`` and ``report``."""
+
+from __future__ import annotations
+
+import functools
+import textwrap
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import nn
+
+from sdfastgn.kernels.common.dispatch import KERNEL_DTYPES
+from sdfastgn.kernels.common.tiles import triton
+from sdfastgn.patches import patcher
+from sdfastgn.patches.core import channels_last
+from sdfastgn.patches.core.ddp import is_in_ddp
+from sdfastgn.patches.graphs import install as graphs
+from sdfastgn.patches.graphs.forward import is_graphable
+from sdfastgn.reports import Entry, Report
+
+__all__ = ["optimize", "optimized", "report", "restore"]
+
+T = TypeVar("T")
+# Stack level of a warning that points at the user's ``with``: contextlib is in between.
+_WITH = 3
+
+
+def optimize(
+    obj: T, *, strict: bool = False, cuda_graphs: Literal["auto"] | bool = "auto", missing_ok: bool = False
+) -> T:
+    """Make a diffusers pipeline or model channels-last with fused norms, in place; the images stay the same.
+
+    Args:
+        obj: a diffusers pipeline (every component with a GroupNorm or with diffusers' transformer blocks or parts of them: UNet, VAE,
+            ControlNets, ...; and what the CPU does around them: a scheduler that waits for the GPU at each step without need, PNDM
+            and DDIM, the image processor, the pipeline's search for its device) or any ``torch.nn.Module`` tree.
+        strict: raise instead of leaving out a module or another part that cannot be changed.
+        cuda_graphs: replay calls of UNets, ControlNets, VAEs and CLIP text encoders on a GPU as CUDA graphs. ``"auto"``: a call like
+            none before runs as usual, the second of its kind is captured, and those after it are replayed; True: captured at the first;
+            False: never. Each change to the model drops its graphs, and what cannot be captured runs as usual; ``report`` says what
+            happened and why.
+        missing_ok: return ``obj`` as it is, without a word, if there is nothing to optimize in it.
+            By default that is an error for a module, and a warning for a pipeline.
+
+    Returns:
+        ``obj`` itself. Instances get subclasses of their classes, by the same names; the classes themselves stay what they are.
+        Parameters keep their identity, names and values. A second call changes nothing but ``cuda_graphs`` and parts that are new.
+        ``restore`` undoes it exactly, ``report`` tells what was done.
+
+    Where no kernel runs (a CPU, fp64, no Triton) the model runs stock's own code; convolutions' weights are laid out anew when they
+    come to a GPU. On a machine without a GPU or Triton a UserWarning says so, once. Every check comes before the first change.
+
+    Raises:
+        TypeError: ``obj`` is neither a pipeline nor a module.
+        ValueError: ``cuda_graphs`` is none of the three; there is nothing to optimize in a module, or
+            with ``strict`` in a pipeline; it is in a DistributedDataParallel, which has to be made
+            afterwards; or ``strict`` and something must be skipped (the message says what and why).
+    """
+    before, _ = _optimize("optimize", obj, strict, cuda_graphs, missing_ok)
+    if not (before or missing_ok):
+        warnings.warn(f"sdfastgn.optimize: {_nothing_in(obj)}", stacklevel=2)
+    return obj
+
+
+def restore(obj: T) -> T:
+    """Undo ``optimize`` in place: bit-identical outputs, the same classes, strides and attributes as before. Returns ``obj``.
+
+    A stock pipeline or module is left as it is. Where other code has put a class of its own over a
+    fused one (tomesd, parametrizations, FSDP), only that code can take it away. All else is restored,
+    and a UserWarning names these modules: undo that, then call ``restore`` again.
+
+    Raises:
+        TypeError: ``obj`` is neither.
+        ValueError: it is optimised and in a DistributedDataParallel, which has to be dropped first.
+    """
+    roots = _roots("restore", obj)
+    _refuse_in_ddp("restore", obj, roots.values())
+    left = []
+    for name, root in roots.items():
+        graphs.remove(root)
+        left += patcher.undo(root, name)
+    left += patcher.undo_parts(_parts(obj).items())
+    if left:
+        warnings.warn(_left_over("restore", left), stacklevel=2)
+    return obj
+
+
+@contextmanager
+def optimized(
+    obj: T, *, strict: bool = False, cuda_graphs: Literal["auto"] | bool = "auto", missing_ok: bool = False
+) -> Iterator[T]:
+    """``with sdfastgn.optimized(pipe):`` optimised inside, and afterwards as it was.
+
+    A component that was optimised before stays so, and its graphs' mode is again what it was; the others are restored, with those that
+    the pipeline got inside. Warns as ``optimize`` and ``restore`` do.
+    """
+    before, parts = _optimize("optimized", obj, strict, cuda_graphs, missing_ok)
+    if not before:
+        if not missing_ok:
+            warnings.warn(f"sdfastgn.optimized: {_nothing_in(obj)}", stacklevel=_WITH)
+        yield obj
+        return
+    kept = {id(f.module): f.module for f in parts if f.status == "fused"}
+    try:
+        yield obj
+    finally:
+        _refuse_in_ddp("optimized", obj, [was.root for was in before if was.is_stock])
+        # Those that came meanwhile were not there before either.
+        others = [*_parts(obj).items(), *((f.path, f.module) for f in parts)]
+        left = _put_back(before, [(name, part) for name, part in others if id(part) not in kept])
+        if left:
+            warnings.warn(_left_over("optimized", left), stacklevel=_WITH)
+
+
+def report(obj: Any) -> Report:
+    """What is fused in ``obj``, what ``optimize`` would fuse, and what is skipped and why. Changes nothing.
+
+    Raises TypeError if ``obj`` is neither a pipeline nor a module.
+    """
+    roots = _roots("report", obj)
+    findings = [(name or type(root).__name__, f) for name, root in roots.items() for f in patcher.inspect(root, name)]
+    findings += [(f.path, f) for f in patcher.inspect_parts(_parts(obj) if roots else {})]
+    entries = tuple(
+        Entry(component, f.path, f.fusion.name, type(f.module).__name__, f.status, f.reason)
+        for component, f in findings
+    )
+    found = [pair for name, root in roots.items() for pair in graphs.inspect(root, name)]
+    pools: dict[int, int] = {}
+    for _, graphed in found:
+        pools.update(graphed.pool_bytes() if graphed is not None else {})
+    return Report(
+        entries=entries,
+        backend=_backend(list(roots.values())) if roots else f"stock code ({_nothing_in(obj)})",
+        channels_last_weights=sum(channels_last.converted_weights(root) for root in roots.values()),
+        layout_copies_removed=sum(e.status == "fused" and e.fusion == "transformer_2d" for e in entries),
+        graphs=tuple(state for state, _ in found),
+        graph_memory_bytes=sum(pools.values()),
+    )
+
+
+@dataclass(frozen=True)
+class _Before:
+    """What one component was before ``optimize``; ``modes``: of the modules with graphs."""
+
+    name: str
+    root: nn.Module
+    is_stock: bool
+    modes: dict[nn.Module, str | bool]
+
+
+def _before(name: str, root: nn.Module, findings: list[patcher.Finding]) -> _Before:
+    modes = {
+        module: graphed.mode
+        for module in root.modules()
+        if is_graphable(module)
+        for _, graphed in graphs.inspect(module)
+        if graphed is not None
+    }
+    is_fused = any(f.status == "fused" for f in findings)
+    return _Before(name, root, not (is_fused or modes or channels_last.is_applied(root)), modes)
+
+
+def _put_back(before: list[_Before], parts: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """``parts``: those that are to be stock again. Returns what cannot be undone."""
+    left = patcher.undo_parts(parts)
+    for was in before:
+        if was.is_stock:
+            graphs.remove(was.root)
+            left += patcher.undo(was.root, was.name)
+            continue
+        for module in was.root.modules():
+            if is_graphable(module) and module not in was.modes:
+                graphs.remove(module)
+        for module, mode in was.modes.items():
+            graphs.install(module, mode)
+    return left
+
+
+def _optimize(
+    call: str, obj: Any, strict: bool, cuda_graphs: str | bool, missing_ok: bool
+) -> tuple[list[_Before], list[patcher.Finding]]:
+    """Carry it out. Returns what each component was before, and the other parts.
+
+    Both are empty where there is nothing to optimize.
+    """
+    # 0 and numpy's False are equal to False and are not it.
+    if type(cuda_graphs) not in (bool, str) or cuda_graphs not in graphs.MODES:
+        raise ValueError(f'sdfastgn.{call}: cuda_graphs={cuda_graphs!r} must be "auto", True or False')
+    roots = _roots(call, obj)
+    if not roots:
+        if not missing_ok and (strict or isinstance(obj, nn.Module)):
+            raise ValueError(f"sdfastgn.{call}: {_nothing_in(obj)} (missing_ok=True returns it as it is)")
+        return [], []
+    if any(channels_last.unconverted_weights(root) for root in roots.values()) and is_in_ddp(roots.values()):
+        raise ValueError(_in_ddp(call, obj, "optimize it before it is wrapped"))
+    findings = {name: patcher.inspect(root, name) for name, root in roots.items()}
+    parts = patcher.inspect_parts(_parts(obj))
+    skipped = [f for found in (*findings.values(), parts) for f in found if f.status == "skipped"]
+    if strict and skipped:
+        reasons = "; ".join(f"{f.path or type(f.module).__name__} ({f.fusion.name}): {f.reason}" for f in skipped)
+        raise ValueError(f"sdfastgn.{call}: strict=True and {len(skipped)} parts cannot be fused: {reasons}")
+    warn_where_nothing_is_gained()
+    before = [_before(name, root, findings[name]) for name, root in roots.items()]
+    try:
+        for name, root in roots.items():
+            patcher.apply(root, findings[name])
+        for root in roots.values():
+            graphs.install(root, cuda_graphs)
+        patcher.apply_parts(parts)
+    except BaseException:
+        _put_back(before, [(f.path, f.module) for f in parts if f.status == "fusable"])
+        raise
+    return before, parts
+
+
+def _refuse_in_ddp(call: str, obj: Any, roots: Iterable[nn.Module]) -> None:
+    roots = list(roots)
+    if any(channels_last.converted_weights(root) for root in roots) and is_in_ddp(roots):
+        raise ValueError(_in_ddp(call, obj, "restore it after the wrapper is gone"))
+
+
+def _in_ddp(call: str, obj: Any, advice: str) -> str:
+    return (
+        f"sdfastgn.{call}: {type(obj).__name__} is in a DistributedDataParallel, whose buckets need the layout that the weights had "
+        f"when it was made; {advice}"
+    )
+
+
+def _nothing_in(obj: Any) -> str:
+    kind = type(obj).__name__
+    return f"no GroupNorm and no part of diffusers' transformer blocks in {kind}, nothing to optimize"
+
+
+def _left_over(call: str, left: list[tuple[str, Any]]) -> str:
+    """The warning for what cannot be undone, [(path, module or part)]."""
+    paths: dict[str, list[str]] = {}
+    for path, part in left:
+        cls = type(part)
+        paths.setdefault(f"{cls.__module__}.{cls.__qualname__}", []).append(path or cls.__name__)
+    named = "; ".join(
+        f"{name} at {', '.join(found[:3])}" + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+        for name, found in paths.items()
+    )
+    return (
+        f"sdfastgn.{call}: {len(left)} parts could not be restored, because other code has put a class "
+        f"of its own over the fused one: {named}. Undo that, then call sdfastgn.restore again. "
+        "All else is as it was before."
+    )
+
+
+def _roots(call: str, obj: Any) -> dict[str, nn.Module]:
+    """Modules to work on by component name ("" for a bare module).
+
+    Each object once, as part of the outermost component that has it; those without anything to fuse left out.
+    """
+    if isinstance(obj, nn.Module):
+        candidates: dict[str, Any] = {"": obj}
+    elif isinstance(getattr(obj, "components", None), dict):
+        candidates = obj.components
+    else:
+        raise TypeError(
+            f"sdfastgn.{call}: expected a diffusers pipeline or a torch.nn.Module, got {type(obj).__name__} "
+            + textwrap.shorten(repr(obj), 80, placeholder=" ...")
+        )
+    roots: dict[str, nn.Module] = {}
+    for name, module in candidates.items():
+        if (
+            isinstance(module, nn.Module)
+            and all(module is not r for r in roots.values())
+            and (patcher.has_fusions(module) or graphs.has_graphable(module))
+        ):
+            roots[name] = module
+    inner = {id(module) for root in roots.values() for module in root.modules() if module is not root}
+    return {name: root for name, root in roots.items() if id(root) not in inner}
+
+
+def _parts(obj: Any) -> dict[str, Any]:
+    """What a pipeline consists of besides modules, by attribute; the pipeline itself is ``"pipeline"``."""
+    if isinstance(obj, nn.Module):
+        return {}
+    parts = {**obj.components, "image_processor": getattr(obj, "image_processor", None), "pipeline": obj}
+    return {name: part for name, part in parts.items() if not isinstance(part, nn.Module)}
+
+
+_STOCK_CODE = "plain PyTorch, stock's own code at stock's speed"
+
+
+def _backend(roots: list[nn.Module]) -> str:
+    if triton is None:
+        return f"{_STOCK_CODE} (triton is not installed)"
+    tensors = [p for root in roots for p in root.parameters()]
+    if any(p.is_meta for p in tensors):
+        return ""  # nothing runs
+    devices = {p.device.type for p in tensors}
+    if "cuda" not in devices:
+        where = ", ".join(sorted(devices)) or "no device"
+        return f"{_STOCK_CODE} (weights on {where}; the kernels need an NVIDIA GPU)"
+    dtypes = {p.dtype for p in tensors if p.is_cuda and p.is_floating_point()}
+    if not dtypes & set(KERNEL_DTYPES):
+        return f"{_STOCK_CODE} (no kernel for {', '.join(sorted(map(str, dtypes)))})"
+    return f"Triton {triton.__version__} on {torch.cuda.get_device_name()}"
+
+
+@functools.cache  # once a process
+def warn_where_nothing_is_gained() -> None:
+    missing = "triton is not installed" if triton is None else "no CUDA GPU"
+    if triton is None or not torch.cuda.is_available():
+        warnings.warn(
+            f"sdfastgn.optimize: no kernel runs on this machine ({missing}); here the model runs stock's own code at stock's speed",
+            stacklevel=4,
+        )

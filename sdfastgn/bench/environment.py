@@ -1,0 +1,97 @@
+"""Where a measurement was made: what a reader of the JSON needs to judge a number or to take it again."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ("torch", "triton", "diffusers", "transformers", "accelerate", "stable-fast", "apex", "gnNHWC")
+PACKAGE_ROOT = Path(__file__).resolve().parents[1]
+
+
+def package_version(name: str) -> str | None:
+    """The installed distribution's version; None where it is not installed."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _output_of(*command: str) -> str | None:
+    if shutil.which(command[0]) is None:
+        return None
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=PACKAGE_ROOT)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _git() -> dict[str, Any]:
+    # On a lent machine the code may lie over a checkout of something older: the caller then says what it is a copy of.
+    if os.environ.get("SDFASTGN_COMMIT"):
+        return {"commit": os.environ["SDFASTGN_COMMIT"], "dirty": None}
+    # Without safe.directory, git refuses a checkout that belongs to another user, as in containers.
+    git = ("git", "-c", f"safe.directory={PACKAGE_ROOT.parent}")
+    commit = _output_of(*git, "rev-parse", "HEAD")
+    if commit is None:
+        return {"commit": None, "dirty": None}
+    changes = _output_of(*git, "status", "--porcelain", "--", str(PACKAGE_ROOT))
+    return {"commit": commit, "dirty": bool(changes)}
+
+
+def source_hash() -> str:
+    """SHA-256 over the package's Python files: names the measured source, also without git or uncommitted."""
+    digest = hashlib.sha256()
+    for path in sorted(PACKAGE_ROOT.rglob("*.py")):
+        digest.update(path.relative_to(PACKAGE_ROOT).as_posix().encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _gpu(device: torch.device) -> dict[str, Any]:
+    if device.type != "cuda":
+        return {"gpu": None, "driver": None, "cuda": torch.version.cuda}
+    properties = torch.cuda.get_device_properties(device)
+    driver = _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return {
+        "gpu": properties.name,
+        "gpu_memory_mib": properties.total_memory // 2**20,
+        "multiprocessors": properties.multi_processor_count,
+        "driver": driver.splitlines()[0] if driver else None,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+    }
+
+
+def _triton_cache() -> dict[str, Any]:
+    folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
+    return {"folder": str(folder), "entries_at_start": sum(1 for _ in folder.iterdir()) if folder.is_dir() else 0}
+
+
+def environment(device: torch.device, switches: dict[str, bool] | None = None) -> dict[str, Any]:
+    """GPU, driver, versions, source, date and the global switches in force, as JSON-ready values.
+
+    Call it before measuring: it records how full Triton's cache was, which decides what a first call costs.
+    """
+    return {
+        **_gpu(device),
+        "device": str(device),
+        "python": platform.python_version(),
+        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs",
+        "packages": {name: package_version(name) for name in PACKAGES},
+        "git": _git(),
+        "source_sha256": source_hash(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "triton_cache": _triton_cache(),
+        "switches": switches or {},
+    }

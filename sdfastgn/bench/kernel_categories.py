@@ -1,0 +1,163 @@
+"""What a kernel's time is spent on, told from its name and from the operator that launched it. Pure: no GPU, no profiler.
+
+The rules are tables, tried from top to bottom; the first that fits decides. A kernel that none fits is ``OTHER``.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = [
+    "ATTENTION",
+    "CATEGORIES",
+    "CONVOLUTION",
+    "COPIES",
+    "FLOOR",
+    "GAPS",
+    "GEMM",
+    "NORMALISATION",
+    "OTHER",
+    "POINTWISE",
+    "category",
+    "kernels_of_the_package",
+    "operator_category",
+]
+
+CONVOLUTION, GEMM, ATTENTION = "convolution", "GEMM", "attention"
+# Pointwise: reductions and concatenations too. Layout copies: whatever moves values and computes none, also a change of dtype.
+NORMALISATION, POINTWISE, COPIES, OTHER = "normalisation", "pointwise", "layout copies", "other"
+GAPS = "launch gaps"
+# What no fusion of norms, copies and launches can take away: the first three.
+FLOOR = (CONVOLUTION, GEMM, ATTENTION)
+CATEGORIES = (*FLOOR, NORMALISATION, POINTWISE, COPIES, OTHER)
+
+# Of the package's own kernels, by what the name of their room and file holds.
+_OWN_FILES = (
+    ("norm", NORMALISATION),
+    ("attention", ATTENTION),  # of a wide one what stands between its products, which themselves are cuBLAS's
+    ("statistics", NORMALISATION),
+    ("linear", GEMM),
+    ("activation", POINTWISE),
+    ("geglu", POINTWISE),
+    ("upsample", POINTWISE),  # also those around its convolution, which itself is cuDNN's
+)
+
+_Rules = tuple[tuple[str, re.Pattern[str]], ...]
+
+
+def _rules(*rules: tuple[str, str]) -> _Rules:
+    return tuple((name, re.compile(pattern, re.IGNORECASE)) for name, pattern in rules)
+
+
+# An Inductor kernel's name lists the operators that it fuses, a convolution's bias under "convolution". Only a kernel from a
+# template ("tem") multiplies matrices.
+_INDUCTOR = _rules(
+    (CONVOLUTION, r"^triton_tem_\w*convolution"),
+    (GEMM, r"^triton_(tem|mm|bmm)_"),
+    (NORMALISATION, r"^triton_[a-z]+_fused_\w*(group|layer|batch|rms)_norm"),
+    (ATTENTION, r"^triton_[a-z]+_fused_\w*softmax"),
+    (
+        COPIES,
+        r"^triton_poi_fused_((_?to_copy|_?unsafe_view|clone|copy|contiguous|permute|transpose|view|t|expand)_)+\d+$",
+    ),
+    (POINTWISE, r"^triton_(poi|red|per|for|split_scan)_"),
+)
+
+# These stand before the operator: cuDNN launches layout changes of its own from within a convolution.
+_MOVES = _rules(
+    (COPIES, r"direct_copy_kernel|float16_copy_kernel|Memcpy|copy_device_to_device"),
+    (
+        COPIES,
+        r"nchwToNhwc|nhwcToNchw|AddPadding|convertTensor|tensorTransform|transpose_?\w*kernel|transpose_readWrite",
+    ),
+)
+
+_NAMES = _rules(
+    # Before convolutions: cuDNN's attention is called flash_fprop.
+    (ATTENTION, r"flash|fmha|sdpa|MemEffAttention|efficient_attention|_mha|softmax"),
+    (NORMALISATION, r"(group|layer|batch|instance|rms)_?norm|\bbn_(fw|bw)"),
+    (NORMALISATION, r"RowwiseMoments|ComputeFusedParams|ComputeInternalGradients|ComputeBackwardFusedParams|GammaBeta"),
+    # Before GEMM: a convolution is an implicit one, and cuDNN's 1x1 convolutions are called gemm, with cudnn at the end.
+    (CONVOLUTION, r"[fdw](prop|grad)(_|[0-9])|implicit_?gemm|convol|conv[0-9]d|conv_depthwise|winograd"),
+    (
+        CONVOLUTION,
+        r"im2col|col2im|vol2col|col2vol|fft2d_[rc]2[rc]|_cudnn\b|scudnn|cudnn::(cnn|gemm)|cudnn_generated_\w*_conv",
+    ),
+    (GEMM, r"nvjet|gemm|gemv|split_?k_?reduce|cublas|\bdot_kernel"),
+    (POINTWISE, r"elementwise|upsample|CatArrayBatchedCopy|reduce_kernel|multi_tensor_apply|Memset"),
+    (POINTWISE, r"index_?(select|put|copy|add|fill)\w*|(gather|scatter)\w*kernel|arange"),
+)
+
+_ARITHMETIC = (
+    r"add|addcmul|addcdiv|r?sub|mul|div|neg|pow|r?sqrt|exp|log|sin|cos|tanh|abs|clamp|maximum|minimum|where|lerp|sum|mean|var|var_mean|"
+    r"(silu|gelu|mse_loss)(_backward)?|relu|sigmoid|cat|stack|constant_pad_nd|fill|zero|arange|index|index_select|gather|embedding"
+)
+
+_OPERATORS = _rules(
+    (ATTENTION, r"scaled_dot_product|(flash|efficient|cudnn)_attention|softmax|multi_head_attention"),
+    (NORMALISATION, r"(group|layer|batch|instance|rms)_norm|^sdfastgn::\w*(norm|statistics)"),
+    (CONVOLUTION, r"convolution|conv_transpose|conv[0-9]?d|conv_depthwise"),
+    (GEMM, r"::(\w*_)?(addmm|addbmm|baddbmm|bmm|mm|addmv|mv|dot|matmul|linear)(_\w+)?$"),
+    (COPIES, r"^aten::(copy_?|_to_copy|to|clone|contiguous)$"),
+    (POINTWISE, rf"^aten::_?(upsample_\w+|({_ARITHMETIC})_?)$"),
+)
+
+
+def _first(rules: _Rules, name: str) -> str | None:
+    return next((found for found, pattern in rules if pattern.search(name)), None)
+
+
+def _modules() -> Iterator[tuple[str, object]]:
+    import sdfastgn.kernels
+
+    # Not pkgutil's walk: the rooms are namespace folders, into which it does not look.
+    for folder in map(Path, sdfastgn.kernels.__path__):
+        for file in sorted(folder.rglob("*.py")):
+            name = ".".join(file.relative_to(folder).with_suffix("").parts)
+            yield name, importlib.import_module(f"sdfastgn.kernels.{name}")
+
+
+@functools.cache
+def kernels_of_the_package() -> dict[str, str | None]:
+    """The package's own Triton kernels by name, as a trace shows them, with their category; None where no rule names one.
+
+    Empty where Triton is not installed.
+    """
+    found: dict[str, str | None] = {}
+    for file, module in _modules():
+        own = next((name for word, name in _OWN_FILES if word in file), None)
+        for name, value in vars(module).items():
+            function = getattr(value, "fn", None)
+            if name.endswith("_kernel") and getattr(function, "__module__", None) == f"sdfastgn.kernels.{file}":
+                found[name] = own
+    return found
+
+
+def operator_category(op_name: str) -> str | None:
+    """The category of what an operator launches or does, None where it says nothing: ``aten::view``, a graph's replay."""
+    return _first(_OPERATORS, op_name)
+
+
+@functools.cache
+def category(kernel_name: str, op_name: str = "") -> str:
+    """The category of one kernel, one of ``CATEGORIES``.
+
+    The package's own kernels, Inductor's and moves of memory say by name what they are. For the others the operator that launched
+    them is surer than the name, which stays where there is none: in the replay of a CUDA graph.
+
+    Args:
+        kernel_name: as the profiler gives it, demangled; empty for an operator that runs on the CPU.
+        op_name: of the operator that launched it, such as ``aten::cudnn_convolution``; empty where that is not known.
+    """
+    return (
+        kernels_of_the_package().get(kernel_name)
+        or _first(_INDUCTOR, kernel_name)
+        or _first(_MOVES, kernel_name)
+        or operator_category(op_name)
+        or _first(_NAMES, kernel_name)
+        or OTHER
+    )

@@ -1,0 +1,362 @@
+"""The architectures that are timed, written down once, and built from configuration with random weights.
+
+No pretrained weights are needed to time a network. Weights are drawn so that activations stay of order one (normal with variance
+1 / fan_in; norms with a random affine, so that a forgotten weight or bias shows), which keeps every output finite in fp16.
+
+Source: the public model configurations of runwayml/stable-diffusion-v1-5 and stabilityai/stable-diffusion-xl-base-1.0. ``tiny`` and
+``tiny_xl`` have the same kinds of blocks at a size for tests, with channels per group that are no power of two.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:  # diffusers takes seconds to import, and the names of the models are asked for without it
+    from diffusers import AutoencoderKL, ControlNetModel, UNet2DConditionModel
+from sdfastgn.bench.documents import first_line
+
+__all__ = [
+    "MODELS",
+    "SCHEDULERS",
+    "TEXT_ENCODERS",
+    "UNETS",
+    "VAES",
+    "build_controlnet",
+    "build_unet",
+    "build_vae",
+    "check_model",
+    "check_size",
+    "latent_scale",
+    "load_config",
+    "load_unet_config",
+    "randomise",
+    "unet_difference",
+    "unet_inputs",
+    "unet_reason",
+    "vae_latents",
+]
+
+UNETS: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "sample_size": 8,
+        "block_out_channels": (40, 80),
+        "norm_num_groups": 8,
+        "layers_per_block": 1,
+        "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+        "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+        "cross_attention_dim": 32,
+        "attention_head_dim": 4,
+    },
+    "tiny_xl": {
+        "sample_size": 8,
+        "block_out_channels": (40, 80),
+        "norm_num_groups": 8,
+        "layers_per_block": 1,
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+        "transformer_layers_per_block": [1, 2],
+        "attention_head_dim": [2, 4],
+        "cross_attention_dim": 64,
+        "use_linear_projection": True,
+        "addition_embed_type": "text_time",
+        "addition_time_embed_dim": 8,
+        "projection_class_embeddings_input_dim": 6 * 8 + 32,
+    },
+    "sd15": {
+        "sample_size": 64,
+        "block_out_channels": (320, 640, 1280, 1280),
+        "layers_per_block": 2,
+        "down_block_types": (*("CrossAttnDownBlock2D",) * 3, "DownBlock2D"),
+        "up_block_types": ("UpBlock2D", *("CrossAttnUpBlock2D",) * 3),
+        "cross_attention_dim": 768,
+        "attention_head_dim": 8,
+    },
+    "sdxl": {
+        "sample_size": 128,
+        "block_out_channels": (320, 640, 1280),
+        "layers_per_block": 2,
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+        "transformer_layers_per_block": [1, 2, 10],
+        "attention_head_dim": [5, 10, 20],
+        "cross_attention_dim": 2048,
+        "use_linear_projection": True,
+        "addition_embed_type": "text_time",
+        "addition_time_embed_dim": 256,
+        "projection_class_embeddings_input_dim": 2816,
+    },
+}
+MODELS = tuple(UNETS)
+# What each block may have of its own, or all blocks in common.
+_PER_BLOCK = ("layers_per_block", "cross_attention_dim", "attention_head_dim", "transformer_layers_per_block")
+
+# Of the arguments that ask for further inputs: the values whose inputs are made here.
+_KNOWN_EMBEDDINGS = {
+    "addition_embed_type": (None, "text", "text_time"),
+    "class_embed_type": (None, "timestep", "projection", "simple_projection"),
+    "encoder_hid_dim_type": (None, "text_proj"),
+}
+
+_VAE: dict[str, Any] = {
+    "block_out_channels": (128, 256, 512, 512),
+    "down_block_types": ("DownEncoderBlock2D",) * 4,
+    "up_block_types": ("UpDecoderBlock2D",) * 4,
+    "layers_per_block": 2,
+    "latent_channels": 4,
+    "norm_num_groups": 32,
+}
+_TINY_VAE = {
+    **_VAE,
+    "block_out_channels": (12, 12, 24, 24),
+    "layers_per_block": 1,
+    "norm_num_groups": 4,
+    "sample_size": 64,
+}
+VAES: dict[str, dict[str, Any]] = {
+    "tiny": {**_TINY_VAE, "scaling_factor": 0.18215},
+    "tiny_xl": {**_TINY_VAE, "scaling_factor": 0.13025},
+    "sd15": {**_VAE, "sample_size": 512, "scaling_factor": 0.18215},
+    "sdxl": {**_VAE, "sample_size": 1024, "scaling_factor": 0.13025},
+}
+
+_CLIP_L = {
+    "vocab_size": 49408,
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "max_position_embeddings": 77,
+    "hidden_act": "quick_gelu",
+    "projection_dim": 768,
+}
+_CLIP_BIG_G = {
+    **_CLIP_L,
+    "hidden_size": 1280,
+    "intermediate_size": 5120,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 20,
+    "hidden_act": "gelu",
+    "projection_dim": 1280,
+}
+_TINY_CLIP = {
+    **_CLIP_L,
+    "vocab_size": 514,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "projection_dim": 32,
+}
+# SDXL's second encoder has a projection, whose output is its pooled embedding.
+TEXT_ENCODERS: dict[str, tuple[dict[str, Any], ...]] = {
+    "tiny": (_TINY_CLIP,),
+    "tiny_xl": (_TINY_CLIP, _TINY_CLIP),
+    "sd15": (_CLIP_L,),
+    "sdxl": (_CLIP_L, _CLIP_BIG_G),
+}
+
+_BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}
+_PNDM = ("PNDMScheduler", {**_BETAS, "skip_prk_steps": True, "set_alpha_to_one": False})
+_EULER = ("EulerDiscreteScheduler", {**_BETAS, "timestep_spacing": "leading"})
+SCHEDULERS: dict[str, tuple[str, dict[str, Any]]] = {"tiny": _PNDM, "tiny_xl": _EULER, "sd15": _PNDM, "sdxl": _EULER}
+
+
+def check_model(call: str, model: str) -> None:
+    """Raise ValueError in the name of ``call`` unless ``model`` is one of ``MODELS``."""
+    if model not in UNETS:
+        raise ValueError(f"{call}: unknown model {model!r}; known: {', '.join(MODELS)}")
+
+
+def check_size(call: str, size: int, scale: int = 8) -> None:
+    """Raise ValueError in the name of ``call`` unless ``size`` pixels are a positive multiple of ``scale``."""
+    if size <= 0 or size % scale:
+        raise ValueError(f"{call}: size={size} must be a positive multiple of {scale}")
+
+
+def load_unet_config(weights: str) -> dict[str, Any]:
+    """The UNet's configuration in a pipeline's folder or repository, defaults left out, without its weights.
+
+    Raises ValueError, in the name of no call, where there is none.
+    """
+    try:
+        return load_config(weights, "unet")
+    except Exception as error:  # whatever the client meets on the network, besides OSError
+        raise ValueError(
+            f"no configuration of a UNet in {weights!r}: {type(error).__name__}: {first_line(error)}"
+        ) from error
+
+
+def load_config(weights: str, component: str) -> dict[str, Any]:
+    """The configuration of a pipeline's component, as it was saved. Raises what diffusers raises."""
+    from diffusers import UNet2DConditionModel  # any class reads any other's
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # diffusers asks the Hub's client with an argument that is gone
+        return dict(UNet2DConditionModel.load_config(weights, subfolder=component))
+
+
+def unet_reason(config: Mapping[str, Any]) -> str:
+    """Why a UNet of ``config`` cannot be called by :func:`unet_inputs`; empty where it can."""
+    kind = config.get("_class_name", "UNet2DConditionModel")
+    if kind not in ("UNet2DConditionModel", "UNet2DModel"):
+        return f"a {kind} takes inputs that the benchmark does not make"
+    for key, known in _KNOWN_EMBEDDINGS.items():
+        if config.get(key) not in known:
+            return f"its {key} {config[key]!r} takes inputs that the benchmark does not make"
+    return ""
+
+
+def latent_scale(vae: Mapping[str, Any] | None) -> int:
+    """Pixels on a side for one latent, of a VAE's configuration; 1 without a VAE, where the UNet works on pixels."""
+    return 1 if vae is None else 2 ** (len(vae.get("block_out_channels", _VAE["block_out_channels"])) - 1)
+
+
+def unet_difference(config: Mapping[str, Any], model: str) -> str:
+    """What first sets a UNet of ``config`` apart from that of ``model``; empty for the same blocks, whatever the weights.
+
+    Sizes of images and channels of the input, of which inpainting has more, are no part of it.
+    """
+    for key in dict.fromkeys(key for known in UNETS.values() for key in known if key != "sample_size"):
+        expected, found = _entry(UNETS[model], key), _entry(config, key)
+        if found != expected:
+            return f"{key} {found}, not {expected}"
+    return ""
+
+
+@functools.cache
+def _unet_defaults() -> dict[str, Any]:
+    from diffusers import UNet2DConditionModel
+
+    return {name: each.default for name, each in inspect.signature(UNet2DConditionModel.__init__).parameters.items()}
+
+
+def _entry(config: Mapping[str, Any], key: str) -> Any:
+    value = config.get(key, _unet_defaults()[key])
+    if isinstance(value, list | tuple):
+        return tuple(value)
+    blocks = config.get("block_out_channels", _unet_defaults()["block_out_channels"])
+    return (value,) * len(blocks) if key in _PER_BLOCK else value
+
+
+def build_unet(model: str, dtype: torch.dtype, device: torch.device | str, *, seed: int = 0) -> UNet2DConditionModel:
+    """The UNet of ``model`` in eval mode with random weights; the same ones for the same seed, dtype and device.
+
+    Raises ValueError for an unknown model.
+    """
+    check_model("build_unet", model)
+    from diffusers import UNet2DConditionModel
+
+    return _build(UNet2DConditionModel, UNETS[model], dtype, device, seed)
+
+
+def build_vae(model: str, dtype: torch.dtype, device: torch.device | str, *, seed: int = 0) -> AutoencoderKL:
+    """The VAE of ``model`` in eval mode with random weights, without SDXL's upcast to fp32, as SDXL's fp16 VAE has it.
+
+    Raises ValueError for an unknown model.
+    """
+    check_model("build_vae", model)
+    from diffusers import AutoencoderKL
+
+    return _build(AutoencoderKL, {**VAES[model], "force_upcast": False}, dtype, device, seed)
+
+
+def build_controlnet(model: str, dtype: torch.dtype, device: torch.device | str, *, seed: int = 0) -> ControlNetModel:
+    """A ControlNet for the UNet of ``model``, in eval mode with random weights. Raises ValueError for an unknown model."""
+    from diffusers import ControlNetModel
+
+    check_model("build_controlnet", model)
+    config = {k: v for k, v in UNETS[model].items() if k not in ("sample_size", "up_block_types")}
+    if model.startswith("tiny"):
+        config["conditioning_embedding_out_channels"] = (8, 8, 16, 16)
+    return _build(ControlNetModel, config, dtype, device, seed)
+
+
+def unet_inputs(
+    model: str | Mapping[str, Any],
+    *,
+    size: int,
+    batch: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    seed: int,
+    scale: int = 8,
+) -> dict[str, Any]:
+    """Keyword arguments of one UNet step: latents, timestep, 77 text tokens, and the embeddings that its configuration asks for.
+
+    ``model`` is a name or the configuration of a UNet that was loaded; ``size`` in pixels of the square image, of which a latent has
+    ``scale`` on a side. Raises ValueError for an unknown model or a size that is not a multiple of ``scale``.
+    """
+    if isinstance(model, str):
+        check_model("unet_inputs", model)
+    check_size("unet_inputs", size, scale)
+    config = UNETS[model] if isinstance(model, str) else model
+    draw = functools.partial(_randn, batch, dtype=dtype, device=device)
+    inputs: dict[str, Any] = {
+        "sample": draw(config.get("in_channels", 4), size // scale, size // scale, seed=seed),
+        "timestep": torch.tensor(500, device=device),
+    }
+    if config.get("_class_name") != "UNet2DModel":
+        width = config.get("encoder_hid_dim") or config["cross_attention_dim"]
+        width = width if isinstance(width, int) else width[0]
+        inputs["encoder_hidden_states"] = draw(77, width, seed=seed + 1)
+    if config.get("addition_embed_type") == "text_time":
+        pooled = config["projection_class_embeddings_input_dim"] - 6 * config["addition_time_embed_dim"]
+        time_ids = torch.tensor([size, size, 0, 0, size, size], dtype=dtype, device=device).repeat(batch, 1)
+        inputs["added_cond_kwargs"] = {"text_embeds": draw(pooled, seed=seed + 2), "time_ids": time_ids}
+    if config.get("time_cond_proj_dim"):
+        inputs["timestep_cond"] = draw(config["time_cond_proj_dim"], seed=seed + 4)
+    kind = config.get("class_embed_type")
+    if kind in ("projection", "simple_projection"):
+        inputs["class_labels"] = draw(config["projection_class_embeddings_input_dim"], seed=seed + 5)
+    elif kind == "timestep" or config.get("num_class_embeds"):
+        inputs["class_labels"] = torch.zeros(batch, dtype=torch.long, device=device)
+    return inputs
+
+
+def vae_latents(
+    model: str | Mapping[str, Any], *, size: int, batch: int, dtype: torch.dtype, device: torch.device | str, seed: int
+) -> Tensor:
+    """Latents for one decode to ``size`` pixels square by a VAE of this name or configuration. Errors: ``unet_inputs``."""
+    if isinstance(model, str):
+        check_model("vae_latents", model)
+    config = VAES[model] if isinstance(model, str) else model
+    scale = latent_scale(config)
+    check_size("vae_latents", size, scale)
+    pixels = size // scale
+    return _randn(batch, config["latent_channels"], pixels, pixels, dtype=dtype, device=device, seed=seed)
+
+
+def _randn(*shape: int, dtype: torch.dtype, device: torch.device | str, seed: int) -> Tensor:
+    # Drawn on the CPU: the same inputs on every device.
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def _build(cls: Any, config: dict[str, Any], dtype: torch.dtype, device: torch.device | str, seed: int) -> Any:
+    # By way of the meta device: initialising 2.6 billion parameters on the CPU would take minutes.
+    with torch.device("meta"):
+        model = cls(**config)
+    nn.Module.to(model, dtype)  # diffusers' own ``to`` warns about a list of fp32 modules, which is empty here
+    if torch.device(device).type == "meta":
+        return model.eval()
+    return randomise(model.to_empty(device=device), seed).eval()
+
+
+def randomise(module: nn.Module, seed: int) -> Any:
+    """Random weights in place, in the parameters' own dtype and on their device; returns ``module``."""
+    norms = {id(p) for m in module.modules() if isinstance(m, (nn.GroupNorm, nn.LayerNorm)) for p in [m.weight]}
+    generators: dict[torch.device, torch.Generator] = {}
+    with torch.no_grad():
+        for p in module.parameters():
+            g = generators.setdefault(p.device, torch.Generator(p.device).manual_seed(seed))
+            if p.dim() > 1:
+                p.normal_(0.0, p[0].numel() ** -0.5, generator=g)
+            else:
+                p.normal_(float(id(p) in norms), 0.1, generator=g)
+    return module

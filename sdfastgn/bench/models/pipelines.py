@@ -1,0 +1,83 @@
+"""Whole pipelines for the benchmark: built offline from configuration, or loaded from a path or the Hub."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import diffusers
+import torch
+from diffusers import DiffusionPipeline, StableDiffusionPipeline, StableDiffusionXLPipeline
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+
+from sdfastgn.bench.models import architectures
+
+__all__ = ["build_pipeline", "build_tokenizer", "load_pipeline"]
+
+
+def build_pipeline(model: str, *, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> Any:
+    """A complete text-to-image pipeline of ``model`` with random weights, built without any download.
+
+    Every component has its real architecture; only the tokenizer's vocabulary is made up (single bytes), so that prompts cost the
+    real 77 tokens. It can be saved and loaded again. Raises ValueError for an unknown model.
+    """
+    architectures.check_model("build_pipeline", model)
+    scheduler, options = architectures.SCHEDULERS[model]
+    encoders = architectures.TEXT_ENCODERS[model]
+    components: dict[str, Any] = {
+        "vae": architectures.build_vae(model, dtype, device, seed=seed),
+        "unet": architectures.build_unet(model, dtype, device, seed=seed),
+        "scheduler": getattr(diffusers, scheduler)(**options),
+        "tokenizer": build_tokenizer(),
+    }
+    pipe: Any
+    if len(encoders) == 2:
+        components["text_encoder"] = _text_encoder(CLIPTextModel, encoders[0], dtype, device, seed)
+        components["text_encoder_2"] = _text_encoder(CLIPTextModelWithProjection, encoders[1], dtype, device, seed + 1)
+        components["tokenizer_2"] = build_tokenizer()
+        pipe = StableDiffusionXLPipeline(**components, add_watermarker=False)
+    else:
+        components["text_encoder"] = _text_encoder(CLIPTextModel, encoders[0], dtype, device, seed)
+        pipe = StableDiffusionPipeline(
+            **components, safety_checker=None, feature_extractor=None, requires_safety_checker=False
+        )
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def load_pipeline(weights: str, model: str | None, dtype: torch.dtype, device: torch.device | str) -> Any:
+    """The pipeline that ``weights`` names, on ``device`` in ``dtype``.
+
+    Args:
+        weights: ``random`` (then ``model`` is built from configuration), a folder that ``save_pretrained`` wrote, or a Hub id.
+        model: a name of ``architectures.MODELS``; only used with ``random``.
+
+    Raises:
+        ValueError: ``random`` without a known model; or what ``weights`` names cannot be loaded, with diffusers' own words.
+    """
+    if weights == "random":
+        return build_pipeline(model or "", dtype=dtype, device=device)
+    try:
+        pipe = DiffusionPipeline.from_pretrained(weights, dtype=dtype)
+    except Exception as error:  # a folder that is no pipeline gives KeyError, AttributeError and more, besides OSError
+        raise ValueError(f"load_pipeline: cannot load {weights!r}: {type(error).__name__}: {error}") from error
+    return pipe.to(device)
+
+
+def build_tokenizer() -> CLIPTokenizer:
+    """A CLIP tokenizer whose vocabulary is the 256 bytes, inside and at the end of a word, and the two special tokens."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in printable]
+    # CLIP's byte-level alphabet: bytes that do not print stand at 256 and after.
+    alphabet = [chr(b) for b in printable] + [chr(256 + i) for i in range(len(others))]
+    tokens = [*alphabet, *(c + "</w>" for c in alphabet), "<|startoftext|>", "<|endoftext|>"]
+    return CLIPTokenizer(vocab={t: i for i, t in enumerate(tokens)}, merges=[], model_max_length=77)
+
+
+def _text_encoder(
+    cls: Any, config: dict[str, Any], dtype: torch.dtype, device: torch.device | str, seed: int
+) -> CLIPTextModel:
+    tokens = {"bos_token_id": 512, "eos_token_id": 513, "pad_token_id": 513}
+    # Built where it will run: unlike the other components it has buffers, which the meta device would leave empty.
+    with torch.device(device):
+        encoder = cls(CLIPTextConfig(**config, **tokens))
+    return architectures.randomise(encoder.to(dtype), seed).eval()

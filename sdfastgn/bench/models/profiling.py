@@ -1,0 +1,275 @@
+"""Where one call's time goes: kernels recorded by torch's profiler (CUPTI), summed by category, and the gaps between them.
+
+A breakdown takes two recordings. The first, of the plain call with its operators, tells which operator launches the kernels of each
+name; recording operators makes the CPU slow, so that its gaps mean nothing. The second, of the device alone, is what is shown: of
+the CUDA graph's replay where the call could be captured, else of the plain call. A replay knows no operators; it runs the kernels of
+the plain call, so what the first recording told of a name holds there too. Names that it never saw speak for themselves.
+
+Categories and launch gaps add up to the time from the start of the first kernel to the end of the last. Where two kernels run at once
+(two streams, programmatic dependent launch) the time that they share is that of the one that started first.
+
+On the CPU it is the operators' own time, and the gaps are the time between operators, which Python takes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from sdfastgn.bench import timing
+from sdfastgn.bench.kernel_categories import (
+    ATTENTION,
+    CATEGORIES,
+    COPIES,
+    FLOOR,
+    GAPS,
+    NORMALISATION,
+    OTHER,
+    category,
+    operator_category,
+)
+
+__all__ = ["CALL", "CPU", "REPLAY", "TOP", "Breakdown", "measure", "of_cpu_operators", "of_kernels", "shares_by_name"]
+
+REPLAY, CALL, CPU = "replay", "call", "CPU operators"
+TOP = 10
+# The replay or call is recorded this often; the recording of median length counts.
+RECORDINGS = 3
+
+# Categories of the kernels of one name, as shares that add up to 1.
+Shares = dict[str, dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """One call by category, in milliseconds.
+
+    Attributes:
+        source: what was recorded: ``"replay"`` (of a CUDA graph), ``"call"`` or, without a GPU, ``"CPU operators"``.
+        categories: by the names in ``kernel_categories.CATEGORIES`` and ``"launch gaps"``; they add up to ``total_ms``.
+        total_ms: from the start of the first kernel to the end of the last, while the profiler records.
+        timed_ms: the same call or replay on the clock, without a profiler.
+        floor_ms: convolution, GEMM and attention: what is left if everything else took no time.
+        call_gaps_ms: of the plain call, its time on the clock less the time that its kernels take: no profiler slows it down.
+            None on the CPU.
+        kernels: launches in the recording, memory copies and fills included; on the CPU operators.
+        top: the ten names that take longest, each with its ``name``, ``category``, ``calls`` and ``ms``.
+        other: the same of all names that no rule knows, of which ``categories["other"]`` is the sum.
+    """
+
+    source: str
+    categories: dict[str, float]
+    total_ms: float
+    timed_ms: float
+    floor_ms: float
+    call_gaps_ms: float | None
+    kernels: int
+    top: list[dict[str, Any]]
+    other: list[dict[str, Any]]
+
+    @property
+    def floor_share(self) -> float:
+        return self.floor_ms / self.total_ms
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Time of one launch, or of a share of it."""
+
+    name: str
+    category: str
+    microseconds: float
+    calls: float = 1.0
+
+
+def _alone(intervals: Iterable[tuple[float, float]]) -> list[float]:
+    """Of each interval, sorted by start, what lies after the end of all before it. The sum is the length of their union."""
+    covered = -math.inf
+    lengths = []
+    for start, end in intervals:
+        lengths.append(max(0.0, end - max(start, covered)))
+        covered = max(covered, end)
+    return lengths
+
+
+def _span(events: Sequence[Any]) -> float:
+    return max(event.time_range.end for event in events) - min(event.time_range.start for event in events)
+
+
+def _launches(events: Iterable[Any]) -> list[Any]:
+    """Kernels, copies and fills on the device, in the order of their starts."""
+    # Ranges named by record_function are shown on the device as well, over the kernels that they hold.
+    found = [event for event in events if event.device_type.name == "CUDA" and not event.is_user_annotation]
+    return sorted(found, key=lambda event: (event.time_range.start, event.time_range.end))
+
+
+def _operator(event: Any) -> str:
+    """The operator that speaks for what ``event`` launches or does.
+
+    Its own, but for what attention or a norm is made of, such as ``aten::bmm``: there the outer one does. A copy remains a copy:
+    stock GroupNorm makes one of channels-last input.
+    """
+    if operator_category(event.name) != COPIES:
+        outer = event
+        while outer is not None:
+            if operator_category(outer.name) in (ATTENTION, NORMALISATION):
+                return str(outer.name)
+            outer = outer.cpu_parent
+    return str(event.name)
+
+
+def shares_by_name(events: Iterable[Any]) -> Shares:
+    """Categories by kernel name, weighted by time, of a recording that holds operators and the kernels that they launched."""
+    microseconds: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for event in events:
+        for kernel in event.kernels:
+            microseconds[kernel.name][category(kernel.name, _operator(event))] += kernel.duration
+    totals = {name: sum(by_category.values()) for name, by_category in microseconds.items()}
+    return {
+        name: {found: value / totals[name] for found, value in by_category.items()}
+        for name, by_category in microseconds.items()
+        if totals[name] > 0
+    }
+
+
+def _listed(parts: Iterable[_Part]) -> list[dict[str, Any]]:
+    """Parts joined by name and category, longest first."""
+    sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for part in parts:
+        entry = sums[part.name, part.category]
+        entry[0] += part.calls
+        entry[1] += part.microseconds
+    ordered = sorted(sums.items(), key=lambda item: (-item[1][1], item[0]))
+    return [
+        {"name": name, "category": found, "calls": round(calls, 2), "ms": microseconds / 1e3}
+        for (name, found), (calls, microseconds) in ordered
+    ]
+
+
+def _breakdown(
+    parts: Sequence[_Part], span: float, *, source: str, timed_ms: float, call_gaps_ms: float | None, kernels: int
+) -> Breakdown:
+    sums = dict.fromkeys(CATEGORIES, 0.0)
+    for part in parts:
+        sums[part.category] += part.microseconds / 1e3
+    total_ms = span / 1e3
+    listed = _listed(parts)
+    return Breakdown(
+        source=source,
+        # Sums of many floats: without gaps the difference may be a little below nothing.
+        categories={**sums, GAPS: max(0.0, total_ms - sum(sums.values()))},
+        total_ms=total_ms,
+        timed_ms=timed_ms,
+        floor_ms=sum(sums[name] for name in FLOOR),
+        call_gaps_ms=call_gaps_ms,
+        kernels=kernels,
+        top=listed[:TOP],
+        other=[entry for entry in listed if entry["category"] == OTHER],
+    )
+
+
+def _parts(launches: Sequence[Any], shares: Shares) -> list[_Part]:
+    lengths = _alone((event.time_range.start, event.time_range.end) for event in launches)
+    return [
+        _Part(event.name, found, length * share, share)
+        for event, length in zip(launches, lengths, strict=True)
+        for found, share in (shares.get(event.name) or {category(event.name): 1.0}).items()
+    ]
+
+
+def of_kernels(
+    with_operators: Iterable[Any], device_only: Iterable[Any], *, source: str, timed_ms: float, call_ms: float
+) -> Breakdown:
+    """The breakdown of a call on the GPU.
+
+    Args:
+        with_operators: events of the plain call, operators and kernels (``profile.events()``).
+        device_only: events of the replay or the call, kernels alone.
+        source: ``REPLAY`` or ``CALL``.
+        timed_ms: what ``source`` takes without a profiler.
+        call_ms: what the plain call takes without a profiler.
+
+    Raises:
+        RuntimeError: one of the recordings holds no kernel, as where CUPTI may not be used.
+    """
+    events = list(with_operators)
+    plain, launches = _launches(events), _launches(device_only)
+    if not plain or not launches:
+        what = "the plain call" if not plain else f"the {source}"
+        raise RuntimeError(f"the profiler recorded no kernel of {what}: CUPTI does not work here")
+    busy_ms = sum(_alone((event.time_range.start, event.time_range.end) for event in plain)) / 1e3
+    return _breakdown(
+        _parts(launches, shares_by_name(events)),
+        _span(launches),
+        source=source,
+        timed_ms=timed_ms,
+        call_gaps_ms=max(0.0, call_ms - busy_ms),
+        kernels=len(launches),
+    )
+
+
+def of_cpu_operators(events: Iterable[Any], *, timed_ms: float) -> Breakdown:
+    """The breakdown of a call on the CPU: own time of the operators of the thread that makes the call.
+
+    Raises:
+        RuntimeError: there is no operator.
+    """
+    found = [event for event in events if event.device_type.name == "CPU" and not event.is_async]
+    if not found:
+        raise RuntimeError("the profiler recorded no operator")
+    # The thread of the first operator makes the call; others only help it.
+    thread = min(found, key=lambda event: event.time_range.start).thread
+    own = [event for event in found if event.thread == thread]
+    parts = [_Part(event.name, category("", _operator(event)), event.self_cpu_time_total) for event in own]
+    return _breakdown(parts, _span(own), source=CPU, timed_ms=timed_ms, call_gaps_ms=None, kernels=len(own))
+
+
+def _recorded(call: Callable[[], object], device: torch.device, activities: Sequence[ProfilerActivity]) -> Any:
+    timing.synchronize(device)
+    with profile(activities=activities) as session:
+        result = call()
+        timing.synchronize(device)
+    del result
+    return session.events()
+
+
+def measure(
+    call: Callable[[], object],
+    replay: Callable[[], object] | None,
+    device: torch.device,
+    *,
+    call_ms: float,
+    replay_ms: float | None,
+    recordings: int = RECORDINGS,
+) -> Breakdown:
+    """Records a warm call, and the breakdown of its time.
+
+    Args:
+        call: the plain call.
+        replay: the replay of the call in a CUDA graph; None where it has none, or replays graphs itself: then the call is recorded.
+        call_ms, replay_ms: milliseconds of each on the clock.
+        recordings: how often the device is recorded; the recording of median length counts.
+
+    Raises:
+        RuntimeError: the profiler recorded nothing.
+    """
+    with timing.device_scope(device):
+        if device.type != "cuda":
+            runs = [_recorded(call, device, [ProfilerActivity.CPU]) for _ in range(recordings)]
+            found = [of_cpu_operators(events, timed_ms=call_ms) for events in runs]
+        else:
+            with_operators = _recorded(call, device, [ProfilerActivity.CPU, ProfilerActivity.CUDA])
+            what, source, timed_ms = (
+                (call, CALL, call_ms) if replay is None or replay_ms is None else (replay, REPLAY, replay_ms)
+            )
+            runs = [_recorded(what, device, [ProfilerActivity.CUDA]) for _ in range(recordings)]
+            found = [
+                of_kernels(with_operators, events, source=source, timed_ms=timed_ms, call_ms=call_ms) for events in runs
+            ]
+    return sorted(found, key=lambda one: one.total_ms)[(len(found) - 1) // 2]

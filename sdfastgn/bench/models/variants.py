@@ -1,0 +1,198 @@
+"""The benchmark's variants: ways to run one and the same stock model. One variant is one entry of ``VARIANTS``.
+
+A variant is applied in place to a model or pipeline and undone afterwards, so that all of them run the same weights,
+and SDXL is in memory once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import shutil
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from sdfastgn.bench import stable_fast
+
+if TYPE_CHECKING:  # the command line's help names the variants, and answers before torch could be imported
+    import torch
+    from torch import nn
+
+# What the harness times, and the modules of a target that a variant prepares, by their names in a pipeline.
+PARTS = ("unet", "vae", "pipeline", "train")
+TIMED_MODULES = ("", "unet", "vae")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run a model.
+
+    Attributes:
+        name: what the command line and the JSON call it.
+        label: what tables call it.
+        available: None where it can run on the device, else the reason why not, in one line.
+        applied: a context of ``(target, part)`` in which ``target`` (an nn.Module, or a pipeline for the part
+            ``"pipeline"``) runs the variant's way. On leaving it takes back what a :class:`Snapshot` cannot see.
+        describe: what the variant did to a prepared target, for the table's note.
+        replays_graph: it replays CUDA graphs of its own, so its calls cannot be captured into another one.
+    """
+
+    name: str
+    label: str
+    available: Callable[[torch.device], str | None]
+    applied: Callable[[Any, str], contextlib.AbstractContextManager[None]]
+    describe: Callable[[Any], str] = lambda target: ""
+    replays_graph: bool = False
+
+
+@contextlib.contextmanager
+def prepared(variant: Variant, target: Any, part: str) -> Iterator[None]:
+    """``target`` as ``variant`` runs it; stock again afterwards, also where preparing or the body raises."""
+    from sdfastgn.bench.models.snapshot import Snapshot
+
+    snapshot = Snapshot(target)
+    try:
+        with variant.applied(target, part):
+            yield
+    finally:
+        snapshot.restore()
+
+
+def _always(device: torch.device) -> str | None:
+    return None
+
+
+def _timed_modules(target: Any) -> list[nn.Module]:
+    from sdfastgn.bench.models.snapshot import modules_of
+
+    return [module for name, module in modules_of(target).items() if name in TIMED_MODULES]
+
+
+# ---- eager and channels_last
+
+
+@contextlib.contextmanager
+def _eager(target: Any, part: str) -> Iterator[None]:
+    yield
+
+
+@contextlib.contextmanager
+def _channels_last(target: Any, part: str) -> Iterator[None]:
+    import torch
+
+    for module in _timed_modules(target):
+        module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # missing in torch's stubs
+    yield
+
+
+# ---- sdfastgn
+
+
+@contextlib.contextmanager
+def _optimized(target: Any, cuda_graphs: Literal["auto"] | bool) -> Iterator[None]:
+    import sdfastgn
+
+    sdfastgn.optimize(target, cuda_graphs=cuda_graphs)
+    try:
+        yield
+    finally:
+        sdfastgn.restore(target)
+
+
+def _sdfastgn(target: Any, part: str) -> contextlib.AbstractContextManager[None]:
+    return _optimized(target, "auto")
+
+
+def _sdfastgn_eager(target: Any, part: str) -> contextlib.AbstractContextManager[None]:
+    return _optimized(target, False)
+
+
+def _describe_sdfastgn(target: Any) -> str:
+    import sdfastgn
+
+    report = sdfastgn.report(target)
+    fused = f"{len(report.fused)} fused, {len(report.skipped)} skipped"
+    graphs = sum(graphs.alive for graphs in report.graphs)
+    if graphs:
+        return f"{fused}, {graphs} CUDA graphs in {report.graph_memory_bytes / 2**20:.0f} MiB"
+    reasons = dict.fromkeys(reason for graphs in report.graphs for reason in graphs.eager)
+    return f"{fused}, no CUDA graph: {'; '.join(reasons)}" if reasons else fused
+
+
+# ---- torch.compile
+
+
+def _compile_reason(device: torch.device) -> str | None:
+    if device.type == "cuda":
+        return None if importlib.util.find_spec("triton") else "torch.compile needs triton on CUDA; it is not installed"
+    compiler = (sysconfig.get_config_var("CXX") or "g++").split()[0]
+    return None if shutil.which(compiler) or shutil.which("g++") else "torch.compile needs a C++ compiler on the CPU"
+
+
+@contextlib.contextmanager
+def _compiled(target: Any, mode: str | None) -> Iterator[None]:
+    from torch import nn
+
+    dynamo = importlib.import_module("torch._dynamo")
+    dynamo.reset()
+    for module in _timed_modules(target):
+        # A VAE is used through decode(), which module.compile() does not reach; nearly all its work is in the decoder.
+        decoder = getattr(module, "decoder", None)
+        (decoder if isinstance(decoder, nn.Module) else module).compile(mode=mode)
+    try:
+        yield
+    finally:
+        dynamo.reset()
+
+
+def _compile(target: Any, part: str) -> contextlib.AbstractContextManager[None]:
+    return _compiled(target, None)
+
+
+def _compile_graphs(target: Any, part: str) -> contextlib.AbstractContextManager[None]:
+    return _compiled(target, "reduce-overhead")
+
+
+@contextlib.contextmanager
+def _sdfastgn_compile(target: Any, part: str) -> Iterator[None]:
+    with _sdfastgn_eager(target, part), _compile(target, part):
+        yield
+
+
+# ---- stable-fast
+
+
+@contextlib.contextmanager
+def _stable_fast(target: Any, part: str) -> Iterator[None]:
+    if part == "train":
+        raise RuntimeError("stable-fast traces inference, and has no backward")
+    with stable_fast.launch_functions():
+        stable_fast.compile_target(target, part)
+        yield
+
+
+# Each is also timed under a CUDA graph, in a column of its own, unless it replays graphs itself.
+# stable_fast is last because its import changes the process.
+VARIANTS: tuple[Variant, ...] = (
+    Variant("eager", "eager", _always, _eager),
+    Variant("channels_last", "channels_last", _always, _channels_last),
+    Variant("sdfastgn", "sdfastgn", _always, _sdfastgn, _describe_sdfastgn, replays_graph=True),
+    Variant("sdfastgn_eager", "sdfastgn without graphs", _always, _sdfastgn_eager, _describe_sdfastgn),
+    Variant("compile", "torch.compile", _compile_reason, _compile),
+    Variant("compile_graphs", "torch.compile reduce-overhead", _compile_reason, _compile_graphs, replays_graph=True),
+    Variant("sdfastgn_compile", "sdfastgn + torch.compile", _compile_reason, _sdfastgn_compile, _describe_sdfastgn),
+    Variant("stable_fast", "stable-fast", stable_fast.reason, _stable_fast, replays_graph=True),
+)
+
+NAMES: tuple[str, ...] = tuple(variant.name for variant in VARIANTS)
+
+
+def by_name(name: str) -> Variant:
+    """The registry's entry. Raises ValueError that lists the names."""
+    for variant in VARIANTS:
+        if variant.name == name:
+            return variant
+    raise ValueError(f"variants.by_name: unknown variant {name!r}; there are {', '.join(NAMES)}")

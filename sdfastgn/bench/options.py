@@ -1,0 +1,338 @@
+"""Options of the command line and the scripts, checked before anything is built.
+
+Every check raises :class:`OptionError` with one line that names the option, quotes the value and lists what is allowed.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import inspect
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sdfastgn.bench.kernels import providers
+from sdfastgn.bench.kernels.cells import KernelConfig, Shape
+from sdfastgn.bench.kernels.norm_suites import DIVISIBLE, INFERENCE, SUITES, divisible
+from sdfastgn.bench.kernels.norm_suites import NAMES as SUITE_NAMES
+from sdfastgn.bench.kernels.run import SHAPE_SETS
+from sdfastgn.bench.kernels.suites import Suite, SuiteConfig
+from sdfastgn.bench.models import architectures, variants
+from sdfastgn.bench.models.architectures import MODELS
+from sdfastgn.bench.models.workload import DTYPES, BenchConfig
+from sdfastgn.bench.tables.plots import plot_reason
+
+# Each part's batch and number of timed calls where the user names none; a CPU gets fewer calls. A UNet step has a batch
+# of two for classifier-free guidance.
+DEFAULT_BATCH = {"unet": 2, "vae": 1, "pipeline": 1, "train": 1}
+DEFAULT_REPEATS = {"unet": 50, "vae": 30, "pipeline": 5, "train": 30}
+CPU_REPEATS = {"unet": 5, "vae": 5, "pipeline": 2, "train": 3}
+DEFAULT_STEPS = 30
+DEFAULT_MODEL = "tiny"
+
+# Timed rounds of each cell of the kernel table. A suite has several passes, and many calls in each round.
+KERNEL_REPEATS = 20
+SUITE_REPEATS = 10
+
+_SHAPE = re.compile(r"\d+(x\d+)+")
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+class OptionError(ValueError):
+    """A user's option that cannot be used."""
+
+
+def one_of(option: str, value: str, allowed: Iterable[str]) -> str:
+    names = list(allowed)
+    if value not in names:
+        raise OptionError(f"{option}: unknown value {value!r}; choose from {', '.join(names)}")
+    return value
+
+
+def some_of(option: str, values: Sequence[str], allowed: Iterable[str]) -> list[str]:
+    """Values without doubles, each one of ``allowed``."""
+    if not values:
+        raise OptionError(f"{option}: no value given; choose from {', '.join(allowed)}")
+    names = list(allowed)
+    return [one_of(option, value, names) for value in dict.fromkeys(values)]
+
+
+def split(text: str) -> list[str]:
+    """The entries of a comma-separated list."""
+    return [entry.strip() for entry in text.split(",") if entry.strip()]
+
+
+def positive(option: str, value: int) -> int:
+    if value < 1:
+        raise OptionError(f"{option}: must be a positive whole number, got {value}")
+    return value
+
+
+def image_size(option: str, value: int, scale: int = 8) -> int:
+    if value < scale or value % scale:
+        raise OptionError(f"{option}: must be a positive multiple of {scale} (pixels of a latent), got {value}")
+    return value
+
+
+def device_name(option: str, value: str | None) -> str:
+    """``value`` as PyTorch knows it; without one, ``cuda`` where there is a GPU, else ``cpu``."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if value is None:
+        return "cuda" if count else "cpu"
+    allowed = ["cpu", *(["cuda", *(f"cuda:{index}" for index in range(count))] if count else [])]
+    if value not in allowed:
+        why = "" if count else " (torch sees no CUDA GPU)"
+        raise OptionError(f"{option}: cannot use {value!r}; choose from {', '.join(allowed)}{why}")
+    return value
+
+
+def weights_source(option: str, value: str, *, words: Sequence[str] = ("random",)) -> str:
+    """One of ``words``, an existing folder or file, or the id of a repository on the Hugging Face Hub."""
+    if value in words or Path(value).expanduser().exists():
+        return value
+    if _HUB_ID.fullmatch(value) and not value.startswith("."):
+        return value
+    raise OptionError(f"{option}: no such path {value!r}; give {', '.join(words)}, a path, or a Hub id (owner/name)")
+
+
+def json_path(option: str, value: Path | None) -> Path | None:
+    """``value``, where a file can be written; its folder is made. To be asked last, but before the work."""
+    if value is not None:
+        try:
+            _try_writing(value)
+        except OSError as error:
+            raise OptionError(f"{option}: cannot write a file at {str(value)!r}: {error.strerror or error}") from None
+    return value
+
+
+def folder_path(option: str, value: Path, names: Iterable[str]) -> Path:
+    """``value``, a folder where files of these ``names`` can be written; it is made. To be asked last, but before the work."""
+    # Found by name: pathlib's own questions fail where a folder may not be looked into.
+    if any(os.path.lexists(place) and not os.path.isdir(place) for place in (value, *value.parents)):
+        raise OptionError(f"{option}: {str(value)!r} is not a folder")
+    for name in names:
+        json_path(option, value / name)
+    return value
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """What is benchmarked: its name, the size that it was made for, pixels of a latent, a UNet step's batch."""
+
+    model: str
+    size: int
+    scale: int = 8
+    unet_batch: int = DEFAULT_BATCH["unet"]
+
+
+def _subject(model: str | None, weights: str, parts: Sequence[str]) -> _Subject:
+    """``model``, or what ``weights`` are by their own configuration, if these parts of it can be made of ``weights``."""
+    if weights == "random":
+        return _Subject(model or DEFAULT_MODEL, default_size(model or DEFAULT_MODEL))
+    try:
+        config = architectures.load_unet_config(weights)
+    except ValueError as error:
+        raise OptionError(f"--weights: {error}") from None
+    same = [known for known in MODELS if not architectures.unet_difference(config, known)]
+    if model is not None and model not in same:
+        difference = architectures.unet_difference(config, model)
+        hint = f"; --model {same[0]} fits" if same else ""
+        raise OptionError(f"--model: the UNet of {weights!r} is not that of {model!r}: {difference}{hint}")
+    if reason := architectures.unet_reason(config):
+        raise OptionError(f"--weights: the UNet of {weights!r} cannot be timed: {reason}")
+    if "pipeline" in parts and (reason := _pipeline_reason(weights, config)):
+        raise OptionError(f"--part: 'pipeline' needs {reason}")
+    name = model or (same[0] if same else Path(weights).expanduser().resolve().name)
+    try:
+        scale = architectures.latent_scale(architectures.load_config(weights, "vae"))
+    except Exception:  # there is none, or what the client met is told when the pipeline is loaded
+        scale = 8 if same else 1
+    latents = config.get("sample_size") or architectures.UNETS["sd15"]["sample_size"]
+    latents = latents if isinstance(latents, int) else max(latents)
+    # Without text, or with its guidance within, a UNet gets each image once.
+    is_guided = config.get("_class_name") != "UNet2DModel" and not config.get("time_cond_proj_dim")
+    return _Subject(name, latents * scale, scale, DEFAULT_BATCH["unet"] if is_guided else 1)
+
+
+def _pipeline_reason(weights: str, config: Mapping[str, Any]) -> str:
+    """What a pipeline would need that is not so; empty where it makes images of text."""
+    if (channels := config.get("in_channels", 4)) != config.get("out_channels", 4):
+        return f"a UNet of text to image, that of {weights!r} takes {channels} channels"
+    import diffusers
+
+    try:
+        kind = dict(diffusers.DiffusionPipeline.load_config(weights))["_class_name"]
+        arguments = inspect.signature(getattr(diffusers, kind).__call__).parameters
+    except Exception:  # what is no pipeline says why when it is loaded
+        return ""
+    needs = [name for name in ("image", "mask_image", "control_image", "image_embeds", "video") if name in arguments]
+    if "prompt" not in arguments:
+        return f"a pipeline that takes a prompt, {kind} of {weights!r} does not"
+    return f"a pipeline of text to image, {kind} of {weights!r} takes {needs[0]!r}" if needs else ""
+
+
+def _try_writing(path: Path) -> None:
+    """Raises OSError unless a file can be written at ``path``; one that is there keeps its bytes, one that is not is not made."""
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if path.is_file():
+        path.open("ab").close()
+    elif not path.exists():  # a pipe's reader would take the try for the end
+        real = Path(os.path.realpath(path))  # of a link that leads nowhere yet
+        real.parent.mkdir(parents=True, exist_ok=True)
+        real.open("xb").close()
+        real.unlink()
+
+
+def plot_path(option: str, value: Path | None, suite: str = INFERENCE) -> Path | None:
+    if value is not None and suite != INFERENCE:
+        raise OptionError(f"{option}: only the suite {INFERENCE} has a picture, got {str(value)!r} for {suite}")
+    return _png_path(option, value)
+
+
+def profile_plot_path(option: str, value: Path | None, profile: bool) -> Path | None:
+    """Of ``sdfastgn bench``, whose one picture is of the breakdown that ``--profile`` asks for."""
+    if value is not None and not profile:
+        raise OptionError(f"{option}: only --profile has a picture, got {str(value)!r} without it")
+    return _png_path(option, value)
+
+
+def _png_path(option: str, value: Path | None) -> Path | None:
+    if value is not None and value.suffix.lower() != ".png":
+        raise OptionError(f"{option}: must end in .png, got {str(value)!r}")
+    if value is not None and (reason := plot_reason()) is not None:
+        raise OptionError(f"{option}: {reason}")
+    return json_path(option, value)
+
+
+def dtype_name(option: str, value: str | None, device: str) -> str:
+    """``value``; without one fp16 on a GPU and fp32 on the CPU."""
+    if value is None:
+        return "fp32" if device == "cpu" else "fp16"
+    return one_of(option, value, DTYPES)
+
+
+def bench_configs(
+    *,
+    model: str | None,
+    parts: Sequence[str],
+    size: int | None = None,
+    batch: int | None = None,
+    steps: int = DEFAULT_STEPS,
+    dtype: str | None = None,
+    device: str | None = None,
+    weights: str = "random",
+    repeats: int | None = None,
+    seed: int = 0,
+    fp32_reference: bool = False,
+    profile: bool = False,
+) -> list[BenchConfig]:
+    """One checked config for each part; without a model the weights' own, or ``DEFAULT_MODEL``. Raises OptionError."""
+    if model is not None:
+        one_of("--model", model, MODELS)
+    chosen = some_of("--part", parts, variants.PARTS)
+    device = device_name("--device", device)
+    dtype = dtype_name("--dtype", dtype, device)
+    positive("--steps", steps)
+    subject = _subject(model, weights_source("--weights", weights), chosen)
+    size = image_size("--size", subject.size if size is None else size, subject.scale)
+    batches = {**DEFAULT_BATCH, "unet": subject.unet_batch}
+    default_repeats = CPU_REPEATS if device == "cpu" else DEFAULT_REPEATS
+    return [
+        BenchConfig(
+            model=subject.model,
+            part=part,
+            size=size,
+            batch=positive("--batch", batches[part] if batch is None else batch),
+            dtype=dtype,
+            device=device,
+            repeats=positive("--repeats", default_repeats[part] if repeats is None else repeats),
+            steps=steps,
+            weights=weights,
+            seed=seed,
+            fp32_reference=fp32_reference,
+            profile=profile,
+        )
+        for part in chosen
+    ]
+
+
+def default_size(model: str) -> int:
+    """Pixels that the model was made for."""
+    return {"sd15": 512, "sdxl": 1024}.get(model, 64)
+
+
+def variant_list(option: str, text: str) -> list[variants.Variant]:
+    """Registry entries in the registry's order; ``all`` names every one."""
+    names = list(variants.NAMES) if text == "all" else some_of(option, split(text), variants.NAMES)
+    return [variant for variant in variants.VARIANTS if variant.name in names]
+
+
+def shape_list(option: str, text: str, suite: Suite | None = None) -> tuple[Shape, ...]:
+    """A comma list of shapes and names of sets, of GroupNorm inputs or, with ``suite``, of its own."""
+    sets = suite.shape_sets if suite else SHAPE_SETS
+    axes = suite.axes if suite else "NxCxHxW"
+    fits, rule = (suite.fits, suite.rule) if suite else (divisible, DIVISIBLE)
+    wanted = f"{axes}{' ' if rule else ''}{rule}, or one of {', '.join(sets)}"
+    shapes: list[Shape] = []
+    for entry in split(text):
+        if entry in sets:
+            shapes += sets[entry]
+            continue
+        shape = tuple(map(int, entry.split("x"))) if _SHAPE.fullmatch(entry) else ()
+        if len(shape) != len(axes.split("x")) or math.prod(shape) == 0 or not fits(shape):
+            raise OptionError(f"{option}: cannot use shape {entry!r}; give {wanted}")
+        shapes.append(shape)
+    if not shapes:
+        raise OptionError(f"{option}: no shape in {text!r}; give {wanted}")
+    return tuple(dict.fromkeys(shapes))
+
+
+def kernel_configs(
+    *,
+    suite: str = INFERENCE,
+    shapes: str = "all",
+    names: str | None = None,
+    dtypes: str | None = None,
+    device: str | None = None,
+    repeats: int | None = None,
+    seed: int = 0,
+) -> list[KernelConfig]:
+    """One checked config of ``sdfastgn kernels`` for each dtype of a comma list: of the suite's kind. Raises OptionError."""
+    chosen = SUITES.get(one_of("--suite", suite, SUITE_NAMES))
+    entries = chosen.providers if chosen else providers.PROVIDERS
+    known = list(dict.fromkeys(entry.name for entry in entries))
+    if names == "all":
+        run = known
+    elif names is None:
+        run = list(dict.fromkeys(entry.name for entry in entries if entry.by_default))
+    else:
+        run = some_of("--providers", split(names), known)
+    make: Callable[..., KernelConfig] = KernelConfig
+    if chosen is not None:
+        make = functools.partial(SuiteConfig, suite=suite)
+    default_repeats = KERNEL_REPEATS if chosen is None else SUITE_REPEATS
+    return [
+        make(
+            shapes=shape_list("--shapes", shapes, chosen),
+            providers=tuple(run),
+            dtype=dtype,
+            device=device_name("--device", device),
+            repeats=positive("--repeats", default_repeats if repeats is None else repeats),
+            seed=seed,
+            wall_clock=device == "cpu",
+        )
+        for dtype in some_of("--dtype", split(dtypes or (chosen.dtype if chosen else "fp16")), DTYPES)
+    ]
+
+
+def for_dtype(path: Path | None, dtype: str) -> Path | None:
+    """``path`` with the dtype in its name, for one of several files."""
+    return None if path is None else path.with_stem(f"{path.stem}_{dtype}")

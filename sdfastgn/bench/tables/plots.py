@@ -1,0 +1,178 @@
+"""Pictures of results: the roofline of ``sdfastgn kernels``, the breakdown of ``sdfastgn bench --profile``.
+
+``python -m sdfastgn.bench.tables.plots RESULT.json PICTURE.png`` draws a committed run again. Needs matplotlib (the extra ``plot``).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sdfastgn.bench.documents import OK
+from sdfastgn.bench.kernel_categories import CATEGORIES, GAPS, OTHER
+from sdfastgn.bench.kernels.cells import KernelRow
+from sdfastgn.bench.kernels.providers import NORMS, OURS, YARDSTICK
+from sdfastgn.bench.models.run import Row
+from sdfastgn.bench.tables.profile import breakdown_of, lowest_floor, row_title
+
+__all__ = ["breakdown", "loss_curves", "plot_reason", "roofline"]
+
+# Colours that stay apart in print and for the colour-blind (Okabe and Ito).
+_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999")
+# The same colour for a category in every picture. What is not in a kernel of known use is pale.
+_CATEGORY_COLOURS = {**dict(zip(CATEGORIES, _COLOURS, strict=False)), OTHER: "#555555", GAPS: "#DDDDDD"}
+
+
+def plot_reason() -> str | None:
+    """None where pictures can be drawn, else why not."""
+    try:
+        import matplotlib as _  # noqa: F401
+    except ImportError:
+        return "pictures need matplotlib, which is not installed (pip install matplotlib)"
+    return None
+
+
+def roofline(rows: Sequence[KernelRow], path: Path, title: str) -> None:
+    """Writes a PNG: gigabytes a second that each provider reaches, over the bytes that a call has to move, hot and cold.
+
+    The roof is what a copy reaches, the most that any kernel can which reads x once and writes y once.
+
+    Args:
+        rows: of one run of ``kernels.run``.
+        path: of the PNG; its folder is made.
+        title: above the picture.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    timed = {row.provider for row in rows if row.status == OK}
+    names = [name for name in dict.fromkeys((YARDSTICK, OURS, *NORMS)) if name in timed]
+    for axes, attribute, label in zip(
+        figure.subplots(1, 2, sharey=True), ("hot_gbps", "cold_gbps"), ("hot L2", "cold L2"), strict=True
+    ):
+        for colour, name in zip(itertools.cycle(_COLOURS), names, strict=False):
+            points = sorted(
+                (_megabytes(row), value)
+                for row in rows
+                if row.provider == name and (value := getattr(row, attribute)) is not None
+            )
+            style = "k--" if name == YARDSTICK else "o-" if name == OURS else "."
+            options = {} if name == YARDSTICK else {"color": colour}
+            axes.plot(*zip(*points, strict=True), style, markersize=4, linewidth=1.2, label=name, **options)
+        axes.set(xscale="log", yscale="log", xlabel="MB read and written at least", title=label)
+        axes.grid(True, which="both", linewidth=0.3)
+    figure.axes[0].set_ylabel("GB/s")
+    figure.axes[0].legend(fontsize="small")
+    figure.suptitle(title)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+def _megabytes(row: KernelRow) -> float:
+    """What the call has to move: GB/s times microseconds is kilobytes."""
+    return (row.hot_gbps or 0) * (row.hot_us or 0) / 1e3
+
+
+def breakdown(rows: Sequence[Row], path: Path, title: str) -> None:
+    """Writes a PNG: where the time of one call goes, a stacked bar for each variant, a panel for each part.
+
+    Convolution, GEMM and attention stand first; a stroke marks their end, the variant's floor, and a dashed line the lowest floor.
+
+    Args:
+        rows: of one run with ``--profile``; those without a breakdown are left out.
+        path: of the PNG; its folder is made.
+        title: above the picture.
+
+    Raises:
+        ValueError: no row has a breakdown.
+    """
+    from matplotlib.figure import Figure
+
+    panels: dict[str, list[Row]] = {}
+    for row in rows:
+        if breakdown_of(row) is not None:
+            panels.setdefault(row_title(row), []).append(row)
+    if not panels:
+        raise ValueError("breakdown: no row has a breakdown")
+    bars = sum(len(panel) for panel in panels.values())
+    figure = Figure(figsize=(11, 1.2 + 0.9 * len(panels) + 0.4 * bars), layout="constrained")
+    heights = [len(panel) + 1 for panel in panels.values()]
+    every = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for axes, (name, panel) in zip(every, panels.items(), strict=True):
+        _stacked_bars(axes, panel)
+        axes.set(title=name, xlabel="milliseconds")
+    handles, labels = every[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize="small")
+    figure.suptitle(title, fontsize="medium")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+def _stacked_bars(axes: Any, rows: Sequence[Row]) -> None:
+    found = [one for row in rows if (one := breakdown_of(row)) is not None]
+    places = range(len(rows))
+    ends = [0.0] * len(rows)
+    for name in (*CATEGORIES, GAPS):
+        lengths = [one.categories[name] for one in found]
+        axes.barh(places, lengths, left=ends, color=_CATEGORY_COLOURS[name], label=name, height=0.7)
+        ends = [end + length for end, length in zip(ends, lengths, strict=True)]
+    for place, one in zip(places, found, strict=True):
+        axes.vlines(one.floor_ms, place - 0.42, place + 0.42, color="black", linewidth=2)
+        axes.text(one.total_ms, place, f" {one.total_ms:.3g}", va="center", fontsize="small")
+    lowest = lowest_floor(rows)
+    if lowest is not None:
+        axes.axvline(lowest[1], color="black", linestyle="--", linewidth=0.8)
+    axes.set_yticks(places, [f"{row.variant}, {one.source}" for row, one in zip(rows, found, strict=True)])
+    axes.invert_yaxis()
+    axes.margins(x=0.08)
+
+
+def loss_curves(
+    curves: Mapping[str, Sequence[float]], window: int, differences: Mapping[str, Sequence[float]], path: Path
+) -> None:
+    """Writes a PNG: smoothed losses above, the relative differences of smoothed losses below, both over steps.
+
+    Args:
+        curves: smoothed losses by name.
+        window: steps that the smoothing spans; the first value stands at the end of the first window.
+        differences: smoothed relative differences by name.
+        path: of the PNG; its folder is made.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True)
+    for colour, style, (name, values) in zip(_COLOURS, ("-", "--", ":"), curves.items(), strict=False):
+        above.plot(range(window - 1, window - 1 + len(values)), values, style, color=colour, linewidth=1.2, label=name)
+    for colour, (name, values) in zip(_COLOURS[1:], differences.items(), strict=False):
+        below.plot(range(window - 1, window - 1 + len(values)), values, color=colour, linewidth=1.0, label=name)
+    above.set(yscale="log", ylabel=f"loss, mean of {window} steps")
+    below.set(yscale="log", xlabel="step", ylabel="relative difference to stock")
+    for axes in (above, below):
+        axes.grid(True, which="both", linewidth=0.3)
+        axes.legend(fontsize="small")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+def main(arguments: Sequence[str]) -> int:
+    from sdfastgn.bench.tables.markdown import source_line
+    from sdfastgn.bench.tables.pages import kernel_rows
+
+    if len(arguments) != 2 or plot_reason() is not None:
+        print(plot_reason() or "usage: python -m sdfastgn.bench.tables.plots RESULT.json PICTURE.png", file=sys.stderr)
+        return 2
+    content: dict[str, Any] = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
+    if content["kind"] == "profile":
+        breakdown([Row(**values) for values in content["rows"]], Path(arguments[1]), source_line(content))
+        return 0
+    roofline(kernel_rows(content), Path(arguments[1]), f"{content['config']['dtype']}, {source_line(content)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,126 @@
+"""Breakdowns of ``sdfastgn bench --profile`` as tables: in the terminal, and in Markdown from committed JSON."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from sdfastgn.bench.documents import OK
+from sdfastgn.bench.kernel_categories import CATEGORIES, FLOOR, GAPS, OTHER
+from sdfastgn.bench.models.profiling import CPU, Breakdown
+from sdfastgn.bench.models.run import Row
+from sdfastgn.bench.models.variants import PARTS, VARIANTS
+from sdfastgn.bench.tables.markdown import NO_RESULTS, NOTHING, documents, markdown_table, number, source_line
+from sdfastgn.bench.terminal import Blocks
+
+__all__ = ["breakdown_of", "lowest_floor", "notes", "profile_markdown", "profile_table", "row_title"]
+
+FLOOR_NAMES = " + ".join(FLOOR)
+
+MODEL_LABELS = {"sd15": "SD1.5", "sdxl": "SDXL"}
+PART_LABELS = {"unet": "UNet step", "vae": "VAE decode", "pipeline": "pipeline", "train": "training step"}
+
+# C++ templates make names of a thousand characters; the JSON has them whole.
+_NAME_LENGTH = 110
+_OTHERS_SHOWN = 5
+
+
+def row_title(row: Row) -> str:
+    """What a row's part is: model, part, size, batch, dtype."""
+    model = MODEL_LABELS.get(row.model, row.model)
+    what = f"VAE decode, {model}" if row.part == "vae" else f"{model} {PART_LABELS[row.part]}"
+    return f"{what} {row.size}², batch {row.batch}, {row.dtype}"
+
+
+def breakdown_of(row: Row) -> Breakdown | None:
+    """A row's breakdown; None where it has none, and always where its output was not right."""
+    return Breakdown(**row.profile) if row.profile is not None and row.status == OK else None
+
+
+def _found(rows: Sequence[Row]) -> list[tuple[str, Breakdown]]:
+    """Labels of variants and breakdowns, of the rows that have one."""
+    labels = {variant.name: variant.label for variant in VARIANTS}
+    pairs = [(labels.get(row.variant, row.variant), breakdown_of(row)) for row in rows]
+    return [(label, found) for label, found in pairs if found is not None]
+
+
+def lowest_floor(rows: Sequence[Row]) -> tuple[str, float] | None:
+    """The variant with the least time in convolution, GEMM and attention, and that time; None where there is no breakdown."""
+    floors = [(label, found.floor_ms) for label, found in _found(rows)]
+    return min(floors, key=lambda pair: pair[1], default=None)
+
+
+def _category_cell(name: str, found: Breakdown) -> str:
+    return number(found.categories[name])
+
+
+def _cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """Header and body; the columns ``other`` and the plain call's gaps are there where some row has a value."""
+    found = _found(rows)
+    columns: list[tuple[str, Callable[[Breakdown], str]]] = [("recorded", lambda one: one.source)]
+    for name in (*CATEGORIES, GAPS):
+        if name != OTHER or any(one.categories[OTHER] for _, one in found):
+            columns.append((name, functools.partial(_category_cell, name)))
+    columns += [
+        ("total", lambda one: number(one.total_ms, 4)),
+        ("timed", lambda one: number(one.timed_ms, 4)),
+        ("floor", lambda one: number(one.floor_ms, 4)),
+        ("floor share", lambda one: f"{100 * one.floor_share:.0f} %"),
+        ("call's gaps", lambda one: number(one.call_gaps_ms)),
+    ]
+    shown = [(name, cell) for name, cell in columns if any(cell(one) != NOTHING for _, one in found)]
+    body = [[label, *(cell(one) for _, cell in shown)] for label, one in found]
+    return ["ms", *(name for name, _ in shown)], body
+
+
+def profile_table(rows: Sequence[Row], title: str) -> Blocks | None:
+    """One part's variants x categories; None where there is no breakdown."""
+    header, body = _cells(rows)
+    if not body:
+        return None
+    return Blocks(header, body, title, _legend(rows), left=2)
+
+
+def _legend(rows: Sequence[Row]) -> str:
+    if any(found.source == CPU for _, found in _found(rows)):
+        return f"CPU operator time, not kernels; launch gaps: outside operators; floor: {FLOOR_NAMES}"
+    return (
+        f"total: first to last kernel, while recorded; timed: on the clock; floor: {FLOOR_NAMES}; "
+        "call's gaps: idle time of the plain call, without a graph"
+    )
+
+
+def _floor_line(rows: Sequence[Row]) -> list[str]:
+    lowest = lowest_floor(rows)
+    return [] if lowest is None else [f"lowest floor: {number(lowest[1], 4)} ms, of {lowest[0]}"]
+
+
+def notes(rows: Sequence[Row]) -> list[str]:
+    """Lines under the table: the lowest floor of all variants, what no category has, and why a breakdown is missing."""
+    lines = _floor_line(rows)
+    for label, found in _found(rows):
+        for entry in found.other[:_OTHERS_SHOWN]:
+            share = 100 * entry["ms"] / found.total_ms
+            name = entry["name"] if len(entry["name"]) <= _NAME_LENGTH else f"{entry['name'][:_NAME_LENGTH]}..."
+            lines.append(f"other, {label}: {number(entry['ms'])} ms ({share:.1f} %) in {entry['calls']:g} of {name}")
+        if len(found.other) > _OTHERS_SHOWN:
+            rest = sum(entry["ms"] for entry in found.other[_OTHERS_SHOWN:])
+            lines.append(f"other, {label}: {number(rest)} ms in {len(found.other) - _OTHERS_SHOWN} more names")
+    return lines + [f"no breakdown of {row.variant}: {row.profile_reason}" for row in rows if row.profile_reason]
+
+
+def profile_markdown(results: Path) -> str:
+    """The breakdowns of all committed runs with ``--profile``, a table for each part of a model."""
+    blocks: list[tuple[tuple[int, str, int], list[str]]] = []
+    for content in documents(results, "profile"):
+        parts: dict[tuple[int, str, int], list[Row]] = {}
+        for row in (Row(**values) for values in content["rows"]):
+            parts.setdefault((PARTS.index(row.part), row.model, row.size), []).append(row)
+        for key, rows in parts.items():
+            header, body = _cells(rows)
+            if body:
+                heading = f"{row_title(rows[0])}: {_legend(rows)}."
+                lines = [f"{line}." for line in (*_floor_line(rows), source_line(content))]
+                blocks.append((key, [heading, markdown_table(header, body), *lines]))
+    return "\n\n".join(line for _, block in sorted(blocks, key=lambda pair: pair[0]) for line in block) or NO_RESULTS

@@ -1,0 +1,159 @@
+"""The end-to-end tables in Markdown, from all committed runs: everything, and the few columns of a front page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from sdfastgn.bench.documents import OK
+from sdfastgn.bench.models.run import Row
+from sdfastgn.bench.models.variants import PARTS, VARIANTS
+from sdfastgn.bench.tables.markdown import NO_RESULTS, NOTHING, documents, markdown_table, number, source_line
+from sdfastgn.bench.tables.profile import row_title
+
+__all__ = ["headline_markdown", "results_markdown"]
+
+QUOTATION = "‡"
+_Group = tuple[int, str, int, int, str]
+# Those that can be captured by the harness. Runs from before `optimize` did it itself have a column for sdfastgn too.
+GRAPHED = ("eager", "compile", "sdfastgn", "sdfastgn_eager", "sdfastgn_compile")
+# Variations of a variant have a column where some run has them; each of the others has one, so that a reader finds it empty.
+COMBINED = ("sdfastgn_eager", "compile_graphs", "sdfastgn_compile")
+# (title, variants of which the first that there is a time for is shown, and whether it is the time of the harness's graph)
+HEADLINE = (
+    ("eager", (("eager", False),)),
+    ("stable-fast", (("stable_fast", False),)),
+    ("torch.compile", (("compile", False),)),
+    ("torch.compile + graph", (("compile", True), ("compile_graphs", False))),
+    ("**sdfastgn**", (("sdfastgn", False),)),
+)
+
+
+@dataclass(frozen=True)
+class _Results:
+    """All rows of all runs by what they are about, times that others measured where nothing ran, and where both come from."""
+
+    groups: dict[_Group, dict[str, Row]]
+    quoted: dict[_Group, dict[str, float]]
+    quotations: list[str]
+    sources: list[str]
+
+    def cell(self, group: _Group, name: str, *, graph: bool = False) -> str:
+        """Milliseconds of a variant, and how many times eager's they are where both ran together."""
+        row, eager = self.groups[group].get(name), self.groups[group].get("eager")
+        value = None if row is None else row.graph_ms if graph else row.median_ms
+        if value is None and not graph and name in self.quoted[group]:
+            return f"{number(self.quoted[group][name])}{QUOTATION}"
+        return _milliseconds(value, eager.median_ms if eager is not None else None)
+
+
+def _read(results: Path) -> _Results:
+    runs = [*documents(results, "end_to_end"), *documents(results, "profile")]
+    groups: dict[_Group, dict[str, Row]] = {}
+    timed: set[_Group] = set()  # by a run without a profile, which comes first: two runs' times are not mixed in a line
+    for content in runs:
+        rows = [Row(**values) for values in content["rows"]]
+        if content["kind"] == "profile":
+            rows = [row for row in _untouched(rows) if _group(vars(row)) not in timed]
+        else:
+            timed |= {_group(vars(row)) for row in rows}
+        for row in rows:
+            groups.setdefault(_group(vars(row)), {})[row.variant] = row
+    quoted, quotations = _quoted_times(results, groups)
+    return _Results(dict(sorted(groups.items())), quoted, quotations, list(dict.fromkeys(map(source_line, runs))))
+
+
+def _untouched(rows: Sequence[Row]) -> list[Row]:
+    """Rows of a run with profiles without the times that these may have changed.
+
+    Once it has recorded, the profiler's library costs the CPU time at each launch. What a graph replays has none; before a part's first
+    recording there is nothing to change.
+    """
+    replays = {variant.name for variant in VARIANTS if variant.replays_graph}
+    parts: set[str] = set()
+    kept = []
+    for row in rows:
+        is_first = row.part not in parts
+        parts.add(row.part)
+        kept.append(row if is_first or row.variant in replays else replace(row, median_ms=None))
+    return kept
+
+
+def _title(by_variant: dict[str, Row]) -> str:
+    return row_title(next(iter(by_variant.values())))
+
+
+def _blocks(header: Sequence[str], body: list[list[str]], lines: Sequence[str]) -> str:
+    return "\n\n".join([markdown_table(list(header), body), *(f"{line}." for line in lines)])
+
+
+def results_markdown(results: Path) -> str:
+    """Every variant of every part."""
+    read = _read(results)
+    if not read.groups:
+        return NO_RESULTS
+    shown = {name for group in read.groups for name in (*read.groups[group], *read.quoted[group])}
+    labels = {v.name: v.label for v in VARIANTS if v.name not in COMBINED or v.name in shown}
+    rows = [row for by_variant in read.groups.values() for row in by_variant.values()]
+    with_graph = {row.variant for row in rows if row.graph_ms is not None}
+    graphed = [name for name in GRAPHED if name in labels and (name != "sdfastgn" or name in with_graph)]
+    header = ["milliseconds (time over eager's)", *labels.values(), *(f"{labels[name]} + graph" for name in graphed)]
+    body = [
+        [
+            _title(by_variant),
+            *(read.cell(group, name) for name in labels),
+            *(read.cell(group, name, graph=True) for name in graphed),
+        ]
+        for group, by_variant in read.groups.items()
+    ]
+    reasons = dict.fromkeys(f"{labels[row.variant]} {row.status}: {row.reason}" for row in rows if row.status != OK)
+    return _blocks(header, body, [*reasons, *read.quotations, *read.sources])
+
+
+def headline_markdown(results: Path) -> str:
+    """What sdfastgn is there for beside its peers, in few columns."""
+    read = _read(results)
+    groups = {group: rows for group, rows in read.groups.items() if _ran(rows.get("sdfastgn"))}
+    if not groups:
+        return NO_RESULTS
+    body = []
+    for group, by_variant in groups.items():
+        line = [_title(by_variant)]
+        for _, choices in HEADLINE:
+            cells = [read.cell(group, name, graph=graph) for name, graph in choices]
+            line.append(next((cell for cell in cells if cell != NOTHING), NOTHING))
+        body.append(line)
+    header = ["milliseconds (time over eager's)", *(title for title, _ in HEADLINE)]
+    return _blocks(header, body, [*read.quotations, *read.sources])
+
+
+def _milliseconds(value: float | None, eager: float | None) -> str:
+    if value is None:
+        return NOTHING
+    return f"{number(value)} ({value / eager:.2f}x)" if eager else number(value)
+
+
+def _group(values: dict[str, Any]) -> _Group:
+    """What one line of the end-to-end table is about, in the order of its lines."""
+    return PARTS.index(values["part"]), values["model"], values["size"], values["batch"], values["dtype"]
+
+
+def _ran(row: Row | None) -> bool:
+    return row is not None and row.median_ms is not None
+
+
+def _quoted_times(
+    results: Path, groups: dict[_Group, dict[str, Row]]
+) -> tuple[dict[_Group, dict[str, float]], list[str]]:
+    """Milliseconds that others measured, by variant, of what was not run; and where they come from."""
+    found: dict[_Group, dict[str, float]] = {group: {} for group in groups}
+    sources = []
+    for content in documents(results, "end_to_end_quoted"):
+        rows = [v for v in content["rows"] if _group(v) in groups and not _ran(groups[_group(v)].get(v["variant"]))]
+        for values in rows:
+            found[_group(values)][values["variant"]] = values["median_ms"]
+        if rows:
+            sources.append(f"{QUOTATION}: quoted, not run here: {content['source']}")
+    return found, sources

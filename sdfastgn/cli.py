@@ -1,0 +1,69 @@
+"""The entry point of ``sdfastgn`` and of the scripts. The commands themselves are in :mod:`sdfastgn.cli_commands`."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from typing import Any, cast
+
+from sdfastgn.program import OWN_PROCESS, program
+
+# The exit code after Ctrl-C, as shells and typer have it: 128 and the signal's number.
+INTERRUPTED = 130
+
+
+def main(doc: str | None = None, command: str = "", **defaults: Any) -> None:
+    """Run the command line and exit.
+
+    The exit code is 0, 1 where an output was wrong or nothing could be measured, 2 for bad input, which is named in one
+    line, and 130 after Ctrl-C.
+
+    Args:
+        doc: of a script, shown by ``--help``.
+        command: of a script: the one command that it runs. Without one the first argument names it.
+        defaults: of the command's options, where the script's are its own.
+    """
+    try:
+        sys.exit(_run(doc, command, defaults))
+    except KeyboardInterrupt:
+        print(f"{program()}: interrupted", file=sys.stderr)
+        sys.exit(INTERRUPTED)
+
+
+def _run(doc: str | None, command: str, defaults: dict[str, Any]) -> Any:
+    try:
+        import rich  # noqa: F401
+        import typer
+    except ImportError as error:
+        sys.exit(f"sdfastgn: the command line needs {error.name}: pip install 'sdfastgn[bench]'")
+    from sdfastgn.cli_commands import HELP_OPTIONS, app
+
+    # transformers advises on optional packages at import, which is no news to a user of this command.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+    chosen: Any = typer.main.get_command(app)
+    if command:
+        chosen = chosen.commands[command]
+        chosen.help = doc
+    # Typer has its own copy of click in some versions and click's in others; both are reached through its own name.
+    usage_error = cast("type[Exception]", typer.BadParameter.__mro__[1])
+    try:
+        code = chosen.main(
+            prog_name=program(), standalone_mode=False, obj=OWN_PROCESS, default_map=defaults, **HELP_OPTIONS
+        )
+    except usage_error as error:
+        # Without a command typer has shown the help, and the error has no message.
+        message = cast(Any, error).format_message()
+        if message:
+            print(f"{program()}: {message} (given: {shlex.join(sys.argv[1:])})", file=sys.stderr)
+        return 2
+    except typer.Abort:  # what some versions make of Ctrl-C
+        code = INTERRUPTED
+    if code == INTERRUPTED:
+        raise KeyboardInterrupt
+    return code
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,320 @@
+"""The commands: ``bench``, ``kernels``, ``inspect``, ``info``, ``demo``, and those of the scripts.
+
+Options are plain strings, and all that imports torch is imported inside a command: ``--help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json as json_format
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from sdfastgn.bench.models.variants import NAMES as VARIANT_NAMES
+from sdfastgn.bench.models.variants import PARTS
+from sdfastgn.program import OWN_PROCESS, program
+
+HELP_OPTIONS: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
+# Of both signs, and below the largest that torch takes: inputs are drawn from the seeds that follow.
+SEEDS = range(-(2**63), 2**63)
+
+app = typer.Typer(
+    help="Make Stable Diffusion in diffusers faster, and measure by how much.",
+    context_settings=HELP_OPTIONS,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+ModelOption = Annotated[
+    str | None, typer.Option("--model", help="tiny, tiny_xl, sd15 or sdxl; what --weights are, or tiny")
+]
+DtypeOption = Annotated[str | None, typer.Option("--dtype", help="fp16, bf16 or fp32; fp16 on a GPU, fp32 on the CPU")]
+DeviceOption = Annotated[str | None, typer.Option("--device", help="cuda, cuda:N or cpu; cuda where there is a GPU")]
+JsonOption = Annotated[Path | None, typer.Option("--json", help="also write everything to this file")]
+WeightsOption = Annotated[str, typer.Option("--weights", help="random, a path, or a Hub id")]
+StepsOption = Annotated[int, typer.Option("--steps", help="UNet steps of a pipeline")]
+SizeOption = Annotated[
+    int | None, typer.Option("--size", help="pixels of the square image; what the model was made for")
+]
+
+
+def _seed(value: int) -> int:
+    if value not in SEEDS:
+        raise typer.BadParameter(f"{value} is not a whole number of 64 bits, from {SEEDS[0]} to {SEEDS[-1]}")
+    return value
+
+
+SeedOption = Annotated[int, typer.Option("--seed", callback=_seed, help="of weights, inputs and noise")]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from sdfastgn import __version__
+
+        typer.echo(f"sdfastgn {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options_of_all(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version and exit")
+    ] = False,
+) -> None:
+    pass
+
+
+@contextlib.contextmanager
+def _one_line_errors() -> Iterator[None]:
+    """Bad options, and weights that cannot be loaded, end in one line on standard error and exit code 2."""
+    from sdfastgn.bench.models.workload import WeightsError
+    from sdfastgn.bench.options import OptionError
+
+    try:
+        yield
+    except (OptionError, WeightsError) as error:
+        typer.echo(f"{program()}: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
+@app.command()
+def bench(
+    model: ModelOption = None,
+    part: Annotated[list[str] | None, typer.Option("--part", help=f"{', '.join(PARTS)}; repeat for several")] = None,
+    size: SizeOption = None,
+    batch: Annotated[int | None, typer.Option("--batch", help="2 for unet (guidance), else 1")] = None,
+    steps: StepsOption = 30,
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+    weights: WeightsOption = "random",
+    variants: Annotated[
+        str, typer.Option("--variants", help=f"all, or a comma list of {', '.join(VARIANT_NAMES)}")
+    ] = "all",
+    repeats: Annotated[int | None, typer.Option("--repeats", help="timed calls of each variant")] = None,
+    fp32_reference: Annotated[
+        bool, typer.Option("--fp32-reference", help="also compare unet and vae with the same weights in fp32")
+    ] = False,
+    profile: Annotated[
+        bool,
+        typer.Option("--profile", help="also show where the time goes: convolution, norms, copies, launch gaps, ..."),
+    ] = False,
+    plot: Annotated[Path | None, typer.Option("--plot", help="write the breakdown of --profile as a PNG")] = None,
+    json: JsonOption = None,
+    seed: SeedOption = 0,
+) -> None:
+    """Time a UNet step, a VAE decode, a full pipeline or a training step, each variant checked against eager first."""
+    from sdfastgn.bench import options, session
+
+    with _one_line_errors():
+        configs = options.bench_configs(
+            model=model,
+            parts=part or ["unet"],
+            size=size,
+            batch=batch,
+            steps=steps,
+            dtype=dtype,
+            device=device,
+            weights=weights,
+            repeats=repeats,
+            seed=seed,
+            fp32_reference=fp32_reference,
+            profile=profile,
+        )
+        chosen = options.variant_list("--variants", variants)
+        options.profile_plot_path("--plot", plot, profile)
+        options.json_path("--json", json)
+        code = session.run_bench(configs, chosen, json=json, plot=plot)
+    raise typer.Exit(code)
+
+
+@app.command()
+def kernels(
+    suite: Annotated[
+        str,
+        typer.Option(
+            "--suite", help="inference, training, instance_norm, layer_norm, issue_28201, upsample or attention"
+        ),
+    ] = "inference",
+    shapes: Annotated[
+        str, typer.Option("--shapes", help="all, a set of the suite (unet, large), or a comma list such as NxCxHxW")
+    ] = "all",
+    providers: Annotated[
+        str | None, typer.Option("--providers", help="comma list, or all; without it all but inductor")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="fp16, bf16, fp32, or a comma list; fp16, for issue_28201 fp32")
+    ] = None,
+    device: DeviceOption = None,
+    repeats: Annotated[int | None, typer.Option("--repeats", help="timed rounds of each cell; 20, or 10")] = None,
+    json: JsonOption = None,
+    plot: Annotated[Path | None, typer.Option("--plot", help="write the roofline as a PNG; inference only")] = None,
+    seed: SeedOption = 0,
+) -> None:
+    """Time kernels beside a copy: GroupNorm+SiLU as in inference, or another suite, some with gradients; L2 hot and cold."""
+    from sdfastgn.bench import options, session
+    from sdfastgn.bench.kernels.suites import SuiteConfig
+
+    with _one_line_errors():
+        configs = options.kernel_configs(
+            suite=suite, shapes=shapes, names=providers, dtypes=dtype, device=device, repeats=repeats, seed=seed
+        )
+        several = len(configs) > 1
+        places = [
+            (options.for_dtype(plot, config.dtype), options.for_dtype(json, config.dtype)) if several else (plot, json)
+            for config in configs
+        ]
+        for picture, path in places:
+            options.plot_path("--plot", picture, suite)
+            options.json_path("--json", path)
+        code = 0
+        for config, (picture, path) in zip(configs, places, strict=True):
+            if isinstance(config, SuiteConfig):
+                code = max(code, session.run_suite(config, json=path))
+            else:
+                code = max(code, session.run_kernels(config, json=path, plot=picture))
+    raise typer.Exit(code)
+
+
+def _inspected(model: str) -> dict[str, Any]:
+    """What to report on: a known architecture on the meta device, which needs no memory, or a loaded pipeline."""
+    import torch
+
+    from sdfastgn.bench.models.architectures import MODELS, build_unet, build_vae
+    from sdfastgn.bench.models.workload import load
+
+    if model not in MODELS:
+        return {"pipeline": load("MODEL", model, None, torch.float32, torch.device("cpu"))}
+    meta = torch.device("meta")
+    return {"unet": build_unet(model, torch.float16, meta), "vae": build_vae(model, torch.float16, meta)}
+
+
+@app.command()
+def inspect(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="tiny, tiny_xl, sd15, sdxl, a path, or a Hub id")],
+    json: JsonOption = None,
+) -> None:
+    """Report what would be fused in a model, what not, and why."""
+    from sdfastgn.bench import light_imports, options, terminal
+    from sdfastgn.bench.models.architectures import MODELS
+
+    with _one_line_errors():
+        options.weights_source("MODEL", model, words=tuple(MODELS))
+        options.json_path("--json", json)
+        if context.obj == OWN_PROCESS and model in MODELS:
+            light_imports.import_model_classes()
+        from sdfastgn import report
+
+        targets = _inspected(model)
+        reports = {name: report(target) for name, target in targets.items()}
+    out = terminal.console()
+    for name, found in reports.items():
+        out.print(f"{model}: {name}", style="bold")
+        out.print(str(found), markup=False)
+    if json is not None:
+        json.parent.mkdir(parents=True, exist_ok=True)
+        content = {name: found.to_dict() for name, found in reports.items()}
+        json.write_text(json_format.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+@app.command()
+def info(device: DeviceOption = None) -> None:
+    """Versions, the GPU, and what can run here, with the reasons why the rest cannot."""
+    import torch
+
+    from sdfastgn import __version__
+    from sdfastgn.bench import environment, options, terminal
+    from sdfastgn.bench.kernels import providers
+    from sdfastgn.bench.models import variants
+
+    with _one_line_errors():
+        where = torch.device(options.device_name("--device", device))
+    facts = environment.environment(where)
+    out = terminal.console()
+    out.print(f"sdfastgn {__version__}, Python {facts['python']}, {facts['machine']}")
+    out.print(f"GPU: {facts['gpu'] or 'none that torch can use'}, driver: {facts['driver'] or 'none'}")
+    for name, version in facts["packages"].items():
+        out.print(f"{name}: {version or 'not installed'}")
+    found = [("variant", each.name, each.available(where)) for each in variants.VARIANTS]
+    found += [("kernel", each.name, each.reason(where)) for each in providers.PROVIDERS]
+    body = [(kind, name, reason or "yes") for kind, name, reason in found]
+    out.print(terminal.Blocks(("kind", "name", "runs"), body, f"on {where}", left=3))
+    if where.type == "cpu":
+        out.print("Without a GPU every sdfastgn call runs in plain PyTorch, with the same results.")
+
+
+@app.command()
+def demo(
+    output: Annotated[Path, typer.Option("--output", help="folder for the images")] = Path("demo-output"),
+) -> None:
+    """Build a small pipeline, optimise it, compare images, restore it; needs no GPU and no network."""
+    from sdfastgn.bench import options, terminal
+    from sdfastgn.bench.demo import PICTURES, run_demo
+
+    with _one_line_errors():
+        options.folder_path("--output", output, PICTURES)
+    raise typer.Exit(run_demo(output, terminal.console()))
+
+
+@app.command(name="warm-up", hidden=True)
+def warm_up(
+    model: ModelOption = "sdxl",
+    size: SizeOption = None,
+    new_size: Annotated[
+        int | None, typer.Option("--new-size", help="pixels of the UNet steps after the images; three quarters")
+    ] = None,
+    steps: StepsOption = 30,
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+    weights: WeightsOption = "random",
+    json: JsonOption = None,
+) -> None:
+    """Time a pipeline's first images and a new resolution, each way in a process of its own."""
+    from sdfastgn.bench import options, terminal
+    from sdfastgn.bench.models import warm_up
+
+    with _one_line_errors():
+        (config,) = options.bench_configs(
+            model=model, parts=["pipeline"], size=size, steps=steps, dtype=dtype, device=device, weights=weights, repeats=1
+        )  # fmt: skip
+        new_size = config.size * 3 // 32 * 8 if new_size is None else new_size
+        options.image_size("--new-size", new_size)
+        options.json_path("--json", json)
+        code = warm_up.run_and_print(config, new_size, json=json, out=terminal.console())
+    raise typer.Exit(code)
+
+
+@app.command(name="train-digits", hidden=True)
+def train_digits(
+    steps: Annotated[int, typer.Option("--steps", help="optimizer steps of each run")] = 2000,
+    batch_size: Annotated[int, typer.Option("--batch-size", help="images a step")] = 128,
+    size: Annotated[str, typer.Option("--size", help="pixels of the square image: 8, 16 or 32")] = "32",
+    width: Annotated[int, typer.Option("--width", help="channels of the first level, a multiple of 8")] = 64,
+    dtype: Annotated[str, typer.Option("--dtype", help="fp32, or bf16 for autocast")] = "fp32",
+    device: DeviceOption = None,
+    seed: SeedOption = 0,
+    samples: Annotated[int, typer.Option("--samples", help="images drawn from the trained model")] = 64,
+    stock_repeat: Annotated[
+        bool, typer.Option("--stock-repeat", help="train stock on other batches too: what noise is")
+    ] = False,
+    output: Annotated[Path, typer.Option("--output", help="folder of the pictures")] = Path("digits-output"),
+    json: JsonOption = None,
+) -> None:
+    """Train a small diffusion model, stock and optimized, on the same batches."""
+    from sdfastgn.bench import digits_report, options, terminal
+
+    with _one_line_errors():
+        config = digits_report.checked(
+            steps=steps, batch_size=batch_size, size=size, width=width, dtype=dtype, device=device, seed=seed
+        )
+        options.positive("--samples", samples)
+        options.folder_path("--output", output, digits_report.PICTURES)
+        options.json_path("--json", json)
+        code = digits_report.run(
+            config, samples=samples, stock_repeat=stock_repeat, output=output, json=json, out=terminal.console()
+        )
+    raise typer.Exit(code)

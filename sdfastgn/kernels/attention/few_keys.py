@@ -1,0 +1,198 @@
+"""Attention to few keys: ``softmax(q k^T scale) v`` where all keys of a head fit one tile, as those of a prompt's 77 tokens do.
+
+Formula, for each sample, head and query l:
+
+    p[s] = exp(scale * (q[l] . k[s]) - m)        m = max_s of the exponents        y[l] = sum_s p[s] v[s] / sum_s p[s]
+
+PyTorch's kernels walk over keys in steps and are made for many; with 77 of them they take 10 to 15 us where reading q and writing y is 3.
+Here a program reads its queries and all keys at once, the keys as two tiles (77 = 64 + 13, so that little is computed for nothing), and
+writes y as (N, L, H, D), which the linear layer behind it takes without a copy.
+
+Numerics: products are accumulated in fp32, the softmax is fp32, p is rounded to the dtype of v before the second product as in every flash
+kernel, and y is rounded once. Inference only: there is no op and no backward; callers ask ``fits`` first and have
+``torch.nn.functional.scaled_dot_product_attention`` for everything else.
+
+Source: Vaswani et al., 2017; Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Dao et al., "FlashAttention", 2022.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sdfastgn.kernels.common.dispatch import runs_in_triton
+from sdfastgn.kernels.common.launch import Launch, has_programmatic_launch, remember
+from sdfastgn.kernels.common.sizes import ceil_div, next_power_of_2
+from sdfastgn.kernels.common.tiles import triton
+
+if triton is not None:
+    import triton.language as tl
+    from triton.language.extra.cuda import gdc_wait
+
+__all__ = ["MAX_KEYS", "AttentionConfig", "attend_to_few", "attention_config", "fits"]
+
+MAX_KEYS = 128
+_MAX_HEAD_DIM = 256
+_LEAST = 16  # of a matrix product's sides
+_VECTOR = 8  # elements of a 16-byte load
+
+# --- launch configuration -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """Tiles of ``block_m`` queries; keys in a first tile of ``head`` and a second of ``tail`` (0: none), powers of two."""
+
+    block_m: int
+    block_d: int
+    head: int
+    tail: int
+    num_warps: int
+
+
+def attention_config(D: int, S: int) -> AttentionConfig:
+    """How to attend to ``S`` keys, 1 to ``MAX_KEYS``, with heads of ``D`` channels, at most 256."""
+    block_d = max(_LEAST, next_power_of_2(D))
+    head = max(_LEAST, next_power_of_2(S + 1) // 2)
+    tail = max(_LEAST, next_power_of_2(S - head)) if head < S else 0
+    if head == tail:
+        head, tail = 2 * head, 0
+    # 64 queries are what one group of four warps multiplies at once. With 128 a thread had 195 registers, and SDXL's 320 programs were two
+    # rounds on an H200. Of the widest heads the result's tile alone, fp32 in registers, wants eight warps.
+    return AttentionConfig(64, block_d, head, tail, 8 if block_d > 128 else 4)
+
+
+# --- kernel -------------------------------------------------------------------------------------------------------------------
+
+if triton is not None:
+
+    @triton.jit
+    def _rows_of(ptr, first, ROWS: tl.constexpr, count, STRIDE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+        """(ROWS, BLOCK_D) from row ``first`` on, 0 from row ``count`` and column D on."""
+        r = first + tl.arange(0, ROWS)
+        d = tl.arange(0, BLOCK_D)
+        mask = (r < count)[:, None]
+        if D < BLOCK_D:
+            mask = mask & (d < D)[None, :]
+        return tl.load(ptr + r.to(tl.int64)[:, None] * STRIDE + d[None, :], mask=mask, other=0.0)
+
+    @triton.jit
+    def _scores(q, k, first, S: tl.constexpr, COLUMNS: tl.constexpr, scale):
+        scores = tl.dot(q, tl.trans(k)) * scale
+        s = first + tl.arange(0, COLUMNS)
+        return tl.where((s < S)[None, :], scores, float("-inf"))
+
+    @triton.jit(do_not_specialize=["L", "q_n", "k_n", "v_n", "scale"])
+    def _short_attention_kernel(
+        q_ptr, k_ptr, v_ptr, y_ptr, L, q_n, k_n, v_n, scale,
+        H: tl.constexpr, S: tl.constexpr, D: tl.constexpr, Q_H: tl.constexpr, Q_L: tl.constexpr, K_H: tl.constexpr, K_L: tl.constexpr,
+        V_H: tl.constexpr, V_L: tl.constexpr, VECTOR: tl.constexpr, PDL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+        HEAD: tl.constexpr, TAIL: tl.constexpr,
+    ):  # fmt: skip
+        blocks = tl.cdiv(L, BLOCK_M)
+        first = (tl.program_id(0) % blocks) * BLOCK_M
+        h = ((tl.program_id(0) // blocks) % H).to(tl.int64)
+        n = (tl.program_id(0) // blocks // H).to(tl.int64)
+        # Samples' strides come in loads of 16 bytes: so Triton knows that rows begin at a multiple of one, and loads vectors.
+        q_ptr += n * q_n * VECTOR + h * Q_H
+        k_ptr += n * k_n * VECTOR + h * K_H
+        v_ptr += n * v_n * VECTOR + h * V_H
+        if PDL:
+            gdc_wait()
+        # All loads before the first product, so that their latencies pass together.
+        q = _rows_of(q_ptr, first, BLOCK_M, L, Q_L, D, BLOCK_D)
+        key = _rows_of(k_ptr, 0, HEAD, S, K_L, D, BLOCK_D)
+        value = _rows_of(v_ptr, 0, HEAD, S, V_L, D, BLOCK_D)
+        if TAIL > 0:
+            last_key = _rows_of(k_ptr, HEAD, TAIL, S, K_L, D, BLOCK_D)
+            last_value = _rows_of(v_ptr, HEAD, TAIL, S, V_L, D, BLOCK_D)
+        scores = _scores(q, key, 0, S, HEAD, scale)
+        highest = tl.max(scores, 1)
+        if TAIL > 0:
+            more = _scores(q, last_key, HEAD, S, TAIL, scale)
+            highest = tl.maximum(highest, tl.max(more, 1))
+        p = tl.exp2(scores - highest[:, None])
+        total = tl.sum(p, 1)
+        y = tl.dot(p.to(value.dtype), value)
+        if TAIL > 0:
+            p = tl.exp2(more - highest[:, None])
+            total += tl.sum(p, 1)
+            y = tl.dot(p.to(last_value.dtype), last_value, y)
+        r = first + tl.arange(0, BLOCK_M)
+        d = tl.arange(0, BLOCK_D)
+        out = y_ptr + ((n * L + r)[:, None] * H + h) * D + d[None, :]
+        tl.store(out, (y / total[:, None]).to(y_ptr.dtype.element_ty), mask=(r < L)[:, None] & (d < D)[None, :])
+
+
+# --- launcher -----------------------------------------------------------------------------------------------------------------
+
+
+def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """True if ``attend_to_few`` takes these, (N, H, L, D) and twice (N, H, S, D), and is faster than what PyTorch has.
+
+    16-bit tensors on a GPU from sm_80 on (heads of more than 128 channels: sm_90 and sm_100), or anywhere under Triton's interpreter; at
+    most ``MAX_KEYS`` keys; rows of whole 16-byte loads.
+    """
+    return (
+        q.dtype in (torch.float16, torch.bfloat16)
+        and q.dtype == k.dtype == v.dtype
+        and runs_in_triton(q)
+        and q.dim() == 4
+        and k.shape == v.shape == (*q.shape[:2], k.shape[2], q.shape[3])
+        and 0 < k.shape[2] <= MAX_KEYS
+        and q.shape[3] <= _MAX_HEAD_DIM
+        and q.shape[3] % _VECTOR == 0
+        and q.numel() > 0
+        and all(t.stride(3) == 1 and not any(s % _VECTOR for s in t.stride()[:3]) for t in (q, k, v))
+        and (not q.is_cuda or _runs_on(torch.cuda.get_device_capability(q.device), q.shape[3]))
+    )
+
+
+def _runs_on(capability: tuple[int, int], D: int) -> bool:
+    # Without Hopper's and Blackwell's products from shared memory both operands are in registers too, and the largest heads spill.
+    return capability >= (8, 0) if D <= 128 else (9, 0) <= capability < (12, 0)
+
+
+# By everything that a launch depends on but the data; None where ``fits`` is false.
+_launches: dict[tuple[Any, ...], Launch | None] = {}
+
+
+def _make_launch(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Launch:
+    N, H, L, D = q.shape
+    config = attention_config(D, k.shape[2])
+    pdl = has_programmatic_launch(q.device)
+    constants = {
+        "H": H, "S": k.shape[2], "D": D, "Q_H": q.stride(1), "Q_L": q.stride(2), "K_H": k.stride(1), "K_L": k.stride(2),
+        "V_H": v.stride(1), "V_L": v.stride(2), "VECTOR": _VECTOR, "PDL": pdl, "BLOCK_M": config.block_m, "BLOCK_D": config.block_d,
+        "HEAD": config.head, "TAIL": config.tail,
+    }  # fmt: skip
+    numbers = (L, *(t.stride(0) // _VECTOR for t in (q, k, v)), scale * math.log2(math.e))
+    programs = N * H * ceil_div(L, config.block_m)
+    return Launch(_short_attention_kernel, programs, numbers, constants, config.num_warps, pdl=pdl)
+
+
+def attend_to_few(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor | None:
+    """softmax(q k^T scale) v for q (N, H, L, D), k and v (N, H, S, D); None where ``fits`` is false.
+
+    Args:
+        scale: 1 / sqrt(D) where it is None.
+
+    Returns:
+        (N, H, L, D), a view of contiguous (N, L, H, D).
+    """
+    key = (q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype, q.device, scale)
+    launch = _launches.get(key)
+    if launch is None:
+        if key in _launches or not fits(q, k, v):
+            remember(_launches, key, None)
+            return None
+        launch = _make_launch(q, k, v, 1 / math.sqrt(q.shape[3]) if scale is None else scale)
+        remember(_launches, key, launch)
+    N, H, L, D = q.shape
+    y = torch.empty((N, L, H, D), dtype=q.dtype, device=q.device)
+    launch.run(q, k, v, y)
+    return y.transpose(1, 2)

@@ -1,0 +1,179 @@
+"""Attention with heads of more than 256 channels: the op ``sdfastgn::wide_attention``, and ``attend``, which picks how to attend.
+
+Formula, for each sample and head, with q of shape (L, D), k and v of (keys, D):
+
+    y = softmax(q k^T * scale) v,  softmax over the keys
+
+Flash kernels keep tiles of queries, keys and values on the chip, which heads wider than 256 channels leave no room for. What PyTorch
+runs for those reaches a fifth of what an H200's products do (130 TFLOP/s with the 512 channels of a VAE's mid block), so that two products
+with a softmax between them, in chunks of queries, may move far more memory. Chunks bound that: ``_MAX_SCORE_BYTES`` of
+``attention/config.py``, and half as much again for the weights.
+
+Layout and numerics contract: ``attention/wide_heads_kernels.py``. Where the chunks cannot run or do not pay, PyTorch's
+``scaled_dot_product_attention`` does.
+
+Source: Vaswani et al., "Attention is all you need", 2017; Rabe and Staats, "Self-attention does not need O(n^2) memory", 2021, for chunks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sdfastgn.kernels.attention.config import pays
+from sdfastgn.kernels.attention.wide_heads_kernels import launch_wide_attention
+from sdfastgn.kernels.common.checks import as_float, check_device, check_floating
+from sdfastgn.kernels.common.dispatch import (
+    is_plain_inference,
+    is_transformed,
+    needs_op,
+    runs_in_triton,
+    wants_gradient,
+)
+
+__all__ = ["attend", "reference_wide_attention", "wide_attention"]
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def reference_wide_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """The same function as PyTorch has it: fallback, baseline of the benchmark and, in fp64, truth of the tests."""
+    return F.scaled_dot_product_attention(q, k, v, scale=scale)
+
+
+def _runs_in_chunks(q: Tensor, k: Tensor) -> bool:
+    # Sizes first: of a UNet's many attentions none has such heads.
+    return pays(q.shape[-2], k.shape[-2], q.shape[-1]) and q.dtype in _HALVES and runs_in_triton(q) and q.numel() > 0
+
+
+def _is_cast(q: Tensor) -> bool:
+    """True under autocast to another dtype, which is PyTorch's attention's to follow."""
+    kind = q.device.type
+    return not q.is_meta and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != q.dtype
+
+
+# --- op -----------------------------------------------------------------------------------------------------------------------
+
+_LIBRARY = torch.library.Library("sdfastgn", "FRAGMENT")
+_LIBRARY.define("wide_attention(Tensor q, Tensor k, Tensor v, float scale) -> Tensor")
+
+
+def _impl(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    if _runs_in_chunks(q, k):
+        return launch_wide_attention(q, k, v, scale)
+    if q.numel() == 0:
+        return _fake(q, k, v, scale)
+    # Operands have the dtype that they shall be attended to in; what autocast would make of them, no one has been told.
+    with torch.autocast(q.device.type, enabled=False) if _is_cast(q) else contextlib.nullcontext():
+        return reference_wide_attention(q, k, v, scale).contiguous()
+
+
+def _fake(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    return q.new_empty(q.shape)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.scale = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    """By the chain rule, in ops that are differentiable again, with all scores in memory: for whoever calls the op itself."""
+    q, k, v = ctx.saved_tensors
+    wide = torch.promote_types(q.dtype, torch.float32)
+    dy, (q32, k32, v32) = dy.to(wide), (t.to(wide) for t in (q, k, v))
+    weights = (q32 @ k32.mT * ctx.scale).softmax(-1)
+    dweights = dy @ v32.mT
+    dscores = weights * (dweights - (weights * dweights).sum(-1, keepdim=True)) * ctx.scale
+    return (dscores @ k32).to(q.dtype), (dscores.mT @ q32).to(k.dtype), (weights.mT @ dy).to(v.dtype), None
+
+
+for _key in ("CPU", "CUDA"):
+    _LIBRARY.impl("wide_attention", _impl, _key)
+torch.library.register_fake("sdfastgn::wide_attention", _fake, lib=_LIBRARY)
+torch.library.register_autograd("sdfastgn::wide_attention", _backward, setup_context=_setup, lib=_LIBRARY)
+
+
+# --- the public functions -------------------------------------------------------------------------------------------------------
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """``scaled_dot_product_attention(q, k, v)``, by ``wide_attention`` where that is faster. Checks nothing: not for users."""
+    if (
+        not torch.jit.is_tracing()  # where sizes are no numbers
+        and _runs_in_chunks(q, k)
+        and (q.dtype, q.shape[:-2], k.shape) == (k.dtype, k.shape[:-2], v.shape)
+        and q.dtype == v.dtype
+        and is_plain_inference(q, (k, v))
+        and not _is_cast(q)
+    ):
+        return launch_wide_attention(q, k, v, q.shape[-1] ** -0.5)
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def wide_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:
+    """Attention of wide heads, without mask: softmax(q k^T * scale) v, as two matrix products a chunk of queries.
+
+    Args:
+        q: (N, heads, L, D), queries.
+        k: (N, heads, keys, D), with the dtype and on the device of q.
+        v: (N, heads, keys, D), likewise.
+        scale: positive and finite; 1 / sqrt(D) where None.
+
+    Shapes: the output is (N, heads, L, D).
+    Dtypes: fp16, bf16, fp32 or fp64, the same for all. fp16 and bf16 run in chunks. The others, autocast
+        to another dtype, and whatever chunks would not make faster (D up to 256 or no multiple of 8,
+        fewer than 1024 queries or keys) run in PyTorch's attention.
+    Layout: any; tensors whose channels are not next to each other are copied first. The output is contiguous, but under autocast and
+        where gradients are wanted whatever PyTorch's attention gives.
+    Grad: with respect to q, k and v, by PyTorch's attention, which is also what the transforms of torch.func and forward-mode AD see.
+    Memory: 96 MiB beside output and copies for up to 131072 keys, in proportion to them beyond.
+    Raises:
+        TypeError: a tensor is not dense, or none of these dtypes, or the dtypes differ; scale is no number.
+        ValueError: a shape, a device or the scale does not fit.
+
+    Source: Vaswani et al., 2017; Rabe and Staats, 2021; torch.nn.functional.scaled_dot_product_attention for the interface.
+    """
+    _check(q, k, v)
+    scale = q.shape[-1] ** -0.5 if scale is None else _as_scale(scale)
+    if _is_cast(q):
+        return reference_wide_attention(q, k, v, scale)
+    if is_plain_inference(q, (k, v)):
+        return _impl(q, k, v, scale)
+    if wants_gradient(q, (k, v)) or (not torch.compiler.is_compiling() and is_transformed()):
+        return reference_wide_attention(q, k, v, scale)
+    if not needs_op(q):
+        return reference_wide_attention(q, k, v, scale).contiguous()
+    return torch.ops.sdfastgn.wide_attention(q, k, v, scale)
+
+
+_NAME = "sdfastgn.wide_attention"
+
+
+def _check(q: Any, k: Any, v: Any) -> None:
+    for label, t in (("q", q), ("k", k), ("v", v)):
+        check_floating(_NAME, label, t)
+        if t.dtype != q.dtype:
+            raise TypeError(f"{_NAME}: {label} must have the dtype of q, {q.dtype}, got {t.dtype}")
+    if q.dim() != 4 or 0 in q.shape[-1:]:
+        raise ValueError(f"{_NAME}: q must be (N, heads, L, D), D at least 1, got shape {tuple(q.shape)}")
+    N, heads, _, D = q.shape
+    if k.dim() != 4 or k.shape[:2] != (N, heads) or k.shape[3] != D or k.shape[2] == 0:
+        wanted = f"({N}, {heads}, keys, {D}), keys at least 1"
+        raise ValueError(f"{_NAME}: k must be {wanted}, got shape {tuple(k.shape)}")
+    if v.shape != k.shape:
+        raise ValueError(f"{_NAME}: v must have the shape of k, {tuple(k.shape)}, got {tuple(v.shape)}")
+    for label, t in (("k", k), ("v", v)):
+        check_device(_NAME, label, t, q, "q")
+
+
+def _as_scale(scale: Any) -> float:
+    value = as_float(_NAME, "scale", scale)
+    if not 0 < value < math.inf:
+        raise ValueError(f"{_NAME}: scale must be positive and finite, got {scale!r}")
+    return value

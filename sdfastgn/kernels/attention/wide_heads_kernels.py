@@ -1,0 +1,188 @@
+"""Attention with wide heads: two products by cuBLAS for each chunk of queries, and Triton kernels after each.
+
+The op is in ``wide_heads.py``.
+
+A chunk is four launches: scores = queries x keys in fp32, weights = exp(scores - largest of the row) with their sums, products of weights
+and values in fp32, division by the sums. One workspace serves all chunks, one after the other on one stream; the second product lies where
+the scores were. Nothing waits for the GPU, so that a CUDA graph can record it.
+
+From sm_90 on the Triton kernels start while the product before them still runs (``PDL``), and wait before they touch memory.
+
+Numerics: scores, sums and products are fp32. Weights lie in [0, 1], 1 for the largest, and are rounded to 16 bit. Each row is divided by
+the sum of its *rounded* weights: their errors then cost nothing of what all values have in common, and a fifth of what they cost with the
+sum of the weights as they were, where the values' mean is five times their spread. The result is rounded once. NaN and inf as in softmax.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sdfastgn.kernels.attention.config import VECTOR, Chunk, chunks_config, divide_config, softmax_config
+from sdfastgn.kernels.common.launch import Launch, current_stream, has_programmatic_launch, num_sms, on_device, remember
+from sdfastgn.kernels.common.sizes import ceil_div
+from sdfastgn.kernels.common.tiles import triton
+
+if triton is not None:
+    import triton.language as tl
+    from triton.language.extra.cuda import gdc_wait
+
+__all__ = ["launch_wide_attention"]
+
+# --- kernels ------------------------------------------------------------------------------------------------------------------
+
+if triton is not None:
+
+    @triton.jit
+    def _read_scores(scores, c, keys, pitch):
+        """Scores of the columns ``c``, fp32; -inf behind the last key."""
+        # Masked by the pitch, whose divisor the compiler knows: a mask that may end anywhere would be loaded element by element.
+        return tl.where(c < keys, tl.load(scores + c, mask=c < pitch, other=0.0), float("-inf"))
+
+    @triton.jit
+    def _write_weights(weights, scores, top, scale, c, pitch):
+        """Writes exp2((scores - top) * scale), rounded, and returns what was written, in fp32."""
+        # The difference before the product: exact where it is small, which is where the weight is not.
+        rounded = tl.exp2((scores - top) * scale).to(weights.dtype.element_ty)
+        tl.store(weights + c, rounded, mask=c < pitch)
+        return rounded.to(tl.float32)
+
+    @triton.jit(do_not_specialize=["keys", "parts", "scale"])
+    def _softmax_kernel(
+        scores_ptr, weights_ptr, sums_ptr, keys, parts, scale,
+        VECTOR: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        """Weights of one row of scores, and their sum. ``WHOLE``: the row is one block, which is read once."""
+        row = tl.program_id(0).to(tl.int64)
+        pitch = parts * VECTOR
+        scores = scores_ptr + row * pitch
+        weights = weights_ptr + row * pitch
+        i = tl.arange(0, BLOCK)
+        if PDL:
+            gdc_wait()
+        if WHOLE:
+            s = _read_scores(scores, i, keys, pitch)
+            total = _write_weights(weights, s, tl.max(s, 0), scale, i, pitch)
+        else:
+            largest = tl.full((BLOCK,), float("-inf"), tl.float32)
+            for at in range(0, keys, BLOCK):
+                largest = tl.maximum(largest, _read_scores(scores, at + i, keys, pitch))
+            top = tl.max(largest, 0)
+            total = tl.zeros((BLOCK,), tl.float32)
+            for at in range(0, keys, BLOCK):
+                s = _read_scores(scores, at + i, keys, pitch)
+                total += _write_weights(weights, s, top, scale, at + i, pitch)
+        tl.store(sums_ptr + row, tl.sum(total, 0))
+
+    @triton.jit(do_not_specialize=["rows"])
+    def _divide_kernel(
+        products_ptr, sums_ptr, y_ptr, rows,
+        D: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        """A block of one row of y: the products (SPLITS, rows, D), added up in their order and divided by the row's sum."""
+        blocks = tl.cdiv(D, BLOCK)
+        row = (tl.program_id(0) // blocks).to(tl.int64)
+        c = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+        at = row * D + c
+        mask = c < D
+        if PDL:
+            gdc_wait()
+        total = tl.load(products_ptr + at, mask=mask)
+        for part in tl.static_range(1, SPLITS):
+            total += tl.load(products_ptr + rows.to(tl.int64) * (part * D) + at, mask=mask)
+        y = total / tl.load(sums_ptr + row)
+        tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+# --- launchers ----------------------------------------------------------------------------------------------------------------
+
+
+class _Plan:
+    """Chunks and launches for one combination of sizes, scale, dtype and device."""
+
+    __slots__ = ("chunks", "config", "launches", "scratch")
+
+    def __init__(self, q: Tensor, k: Tensor, scale: float) -> None:
+        count, L, D = q.shape
+        keys = k.shape[1]
+        self.config = chunks_config(count, L, keys, D, num_sms(q.device))
+        self.chunks = tuple(self.config.chunks(count, L))
+        self.scratch = self.config.scratch(D)
+        pdl = has_programmatic_launch(q.device)
+        block, warps, whole = softmax_config(keys)
+        # Powers of 2 instead of e.
+        numbers = (keys, self.config.pitch // VECTOR, scale / math.log(2))
+        softmax = {"VECTOR": VECTOR, "WHOLE": whole, "PDL": pdl, "BLOCK": block}
+        divide_block, divide_warps = divide_config(D)
+        divide = {"D": D, "SPLITS": self.config.splits, "PDL": pdl, "BLOCK": divide_block}
+        # By the number of rows: the last chunk may have fewer.
+        self.launches = {
+            rows: (
+                Launch(_softmax_kernel, rows, numbers, softmax, warps, pdl=pdl),
+                Launch(_divide_kernel, rows * ceil_div(D, divide_block), (rows,), divide, divide_warps, pdl=pdl),
+            )
+            for rows in {(b1 - b0) * (r1 - r0) for b0, b1, r0, r1 in self.chunks}
+        }
+
+
+# By everything that a plan depends on.
+_plans: dict[tuple[Any, ...], _Plan] = {}
+
+
+def launch_wide_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """softmax(q k^T * scale) v, (N, heads, L, D) and contiguous. q: (N, heads, L, D), k and v: (N, heads, keys, D).
+
+    None of them is empty; all are fp16 or all bf16, on a GPU, or anywhere under Triton's interpreter. scale > 0.
+    """
+    y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    # cuBLAS wants channels side by side, here once instead of in each chunk.
+    q, k, v = (_side_by_side(t).flatten(0, 1) for t in (q, k, v))
+    key = (q.shape, k.shape, scale, q.dtype, q.device)
+    plan = _plans.get(key) or remember(_plans, key, _Plan(q, k, scale))
+    rows = plan.config.matrices * plan.config.rows
+    scratch = torch.empty(plan.scratch, dtype=torch.float32, device=q.device)
+    weights = torch.empty(rows * plan.config.pitch, dtype=q.dtype, device=q.device)
+    sums = torch.empty(rows, dtype=torch.float32, device=q.device)
+    with on_device(q.device):
+        stream = current_stream(q.device)
+        for chunk in plan.chunks:
+            _launch(plan, stream, chunk, (q, k, v), (scratch, weights, sums), y.view(-1, y.shape[-1]))
+    return y
+
+
+def _side_by_side(t: Tensor) -> Tensor:
+    return t if t.stride(-1) == 1 else t.contiguous()
+
+
+def _launch(
+    plan: _Plan, stream: int, chunk: Chunk, tensors: tuple[Tensor, ...], workspace: tuple[Tensor, ...], y: Tensor
+) -> None:
+    """Computes the rows of y (count * L, D) that ``chunk`` is about."""
+    q, k, v = tensors
+    scratch, weights, sums = workspace
+    b0, b1, r0, r1 = chunk
+    matrices, rows = b1 - b0, r1 - r0
+    keys, D, pitch, splits = k.shape[1], q.shape[-1], plan.config.pitch, plan.config.splits
+    softmax, divide = plan.launches[matrices * rows]
+
+    scores = scratch[: matrices * rows * pitch].view(matrices, rows, pitch)
+    _multiply(q[b0:b1, r0:r1], k[b0:b1].transpose(1, 2), scores[:, :, :keys])
+    softmax(stream, scratch, weights, sums)
+
+    left, right = weights[: matrices * rows * pitch].view(matrices, rows, pitch)[:, :, :keys], v[b0:b1]
+    if splits > 1:  # of one matrix
+        left, right = left[0].unflatten(1, (splits, -1)).transpose(0, 1), right[0].unflatten(0, (splits, -1))
+    _multiply(left, right, scratch[: left.shape[0] * rows * D].view(-1, rows, D))
+    first = b0 * q.shape[1] + r0
+    divide(stream, scratch, sums, y[first : first + matrices * rows])
+
+
+def _multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """out = a @ b in fp32, of 16-bit a and b."""
+    if a.is_cuda:
+        torch.ops.aten.bmm.dtype_out(a, b, torch.float32, out=out)
+    else:  # PyTorch has that on GPUs only
+        out.copy_(torch.bmm(a.float(), b.float()))

@@ -1,0 +1,25 @@
+"""Whether the mean is so far above the spread that PyTorch's own norms lose digits.
+
+PyTorch computes x * a + b with a = weight / deviation and b = bias - mean * a. Both products are as large as
+|mean| / deviation, and so is the rounding error of their difference: 0.5 where all values of a group are 3e4, in
+fp32. Such an input is centred first.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sdfastgn.kernels.common.dispatch import is_untraced
+
+__all__ = ["is_far"]
+
+# Deviations between the mean and zero from which on the input is centred. Below it, the error is a few units in the last place.
+_FAR = 16.0
+
+
+def is_far(u: Tensor, mean: Tensor, rstd: Tensor) -> bool:
+    # Asked of memory that the CPU may look at; elsewhere PyTorch's own error stands. No group may be there.
+    if not (u.is_cpu and is_untraced(u, ())):
+        return False
+    return float(torch.linalg.vector_norm(mean.detach() * rstd.detach(), torch.inf)) > _FAR if mean.numel() else False

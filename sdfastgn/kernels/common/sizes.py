@@ -1,0 +1,40 @@
+"""Arithmetic of sizes that the launch configurations of all kernels share."""
+
+from __future__ import annotations
+
+__all__ = ["WARP", "WARP_LOAD", "ceil_div", "next_power_of_2", "power_of_2_below", "row_factor", "vector_width"]
+
+# Lanes of a warp.
+WARP = 32
+# Bytes that one load instruction of a lane takes at most.
+_LOAD_BYTES = 16
+# Elements that one warp reads with one 16-byte load a lane, in 16 bits.
+WARP_LOAD = WARP * _LOAD_BYTES // 2
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def power_of_2_below(n: int) -> int:
+    return 1 << max(n.bit_length() - 1, 0)
+
+
+def row_factor(channels_last: bool, *sizes: int) -> int:
+    """What a kernel is compiled to know that numbers of positions are multiples of, for whole loads along channels-first rows.
+
+    Nothing in channels-last, where loads run along the channels: one compiled kernel serves every number of positions.
+    """
+    return 16 if not channels_last and not any(size % 16 for size in sizes) else 1
+
+
+def vector_width(itemsize: int, *strides: int) -> int:
+    """Elements that one load takes from rows which start at multiples of ``strides``, in memory that starts at multiples of 16."""
+    width = _LOAD_BYTES // itemsize
+    while any(stride % width for stride in strides):
+        width //= 2
+    return width

@@ -1,0 +1,249 @@
+"""How the kernels are launched: pure functions of sizes and the GPU's number of multiprocessors, without autotuning.
+
+The constants were chosen on an H200 (docs/adr/0006-group-norm-kernels.md, 0007-programmatic-dependent-launch.md); none of them
+assumes one.
+
+Tiles of reductions have four axes, (lanes, warps, steps, block), the block contiguous in memory and the steps in one thread's registers
+(``common/tiles.py``). Sums over steps are then plain additions, and sums over lanes are shuffles. Only a last scalar or vector passes
+between warps through shared memory, whose bank conflicts cost more than the reading.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sdfastgn.kernels.common.sizes import WARP_LOAD, ceil_div, next_power_of_2
+from sdfastgn.kernels.statistics.config import StatisticsConfig, statistics_config
+
+__all__ = [
+    "ApplyConfig",
+    "MergeConfig",
+    "SmallConfig",
+    "SplitConfig",
+    "WalkConfig",
+    "apply_config",
+    "launch_config",
+    "merge_config",
+    "parameter_config",
+    "walk_config",
+]
+
+# Elements of a group, padded to powers of 2, that one program keeps in registers; rather more where rows are as long as memory likes.
+_SMALL_MAX_ELEMENTS, _SMALL_MAX_ELEMENTS_OF_LONG_ROWS, _SMALL_LONG_ROW = 16384, 20480, 128
+_SMALL_BACKWARD_MAX_ELEMENTS = 4096
+# How many of them a warp has: forward and channels-last, by how many there are (up to so many, these), and elsewhere.
+_SMALL_PER_WARP, _SMALL_OTHER_PER_WARP = ((4096, 512), (8192, 1024), (32768, 2048)), 1024
+_SMALL_MAX_PER_WARP = 2048
+# Channels from which on a tile of their own is read in 16-byte loads, in 16 bits.
+_SMALL_MIN_TAIL = 8
+# Elements of a tile of the elementwise kernels.
+_APPLY_TILE = 2048
+# Warps of a tile: 32 elements a thread hide the latency of many tiles, 16 that of few.
+_APPLY_WARPS, _APPLY_WARPS_OF_FEW_TILES = 2, 4
+# Tiles a multiprocessor up to which they are few.
+_APPLY_FEW_TILES = 12
+# Channels of a tile. The backward keeps five values of each channel beside x and dy: 128 channels took 71 registers a thread and
+# a second wave of programs, 64 take 48.
+_APPLY_CHANNELS, _APPLY_BACKWARD_CHANNELS = 128, 64
+# Samples x channels of one program that sums parameter gradients over samples.
+_PARAMETER_TILE = (32, 32)
+# Channels a program where each is a group, so that a program still reads what memory delivers at once.
+_EACH_CHANNEL_BLOCK = 32
+_MERGE_TILE, _MERGE_PER_WARP, _MERGE_BACKWARD_PER_WARP = 4096, 256, 1024
+# Bytes of x from which on the split backward finds nothing of its first read in an L2 of 50 MB, bytes of a group of which that L2 holds
+# most for as many groups as there are multiprocessors, contiguous bytes that memory delivers well, and groups a multiprocessor that make
+# up for an uneven end.
+_WALK_MIN_BYTES, _WALK_MAX_GROUP_BYTES, _WALK_MIN_RUN, _WALK_MIN_GROUPS = 64 * 2**20, 220 * 2**10, 64, 8
+# (elements of a tile, elements kept, warps) of groups of at least so many elements, which have a multiprocessor each: by what the
+# activation's derivative leaves of the registers. That of SiLU in channels-first rows is in between. And of smaller groups.
+_WALK_LARGE_ELEMENTS = 32768
+_WALK_CHEAP, _WALK_SILU_FIRST, _WALK_LARGE = (16384, 16384, 16), (8192, 16384, 32), (8192, 8192, 32)
+_WALK_OTHER = (4096, 4096, 8)
+_CHEAP = ("identity", "relu")
+
+
+@dataclass(frozen=True)
+class SmallConfig:
+    """One launch: each program holds ``channels`` of one sample in registers, as a (lanes, num_warps, steps, block) tile.
+
+    They are one group, or groups of one channel each (``each_channel``). ``block`` covers what is contiguous in memory: the channels
+    in channels-last, the positions in channels-first. The last ``tail`` channels of a group may be a tile of their own, of (tail_lanes,
+    num_warps, tail_steps, tail).
+    """
+
+    channels: int
+    each_channel: bool
+    lanes: int
+    num_warps: int
+    steps: int
+    block: int
+    tail: int = 0
+    tail_lanes: int = 1
+    tail_steps: int = 1
+
+
+@dataclass(frozen=True)
+class ApplyConfig:
+    """One (block_hw, block_c) tile a program."""
+
+    block_hw: int
+    block_c: int
+    num_warps: int
+
+
+@dataclass(frozen=True)
+class MergeConfig:
+    """One program for ``channels`` of a sample (as in SmallConfig), in tiles of (block_p, block_c) partials."""
+
+    channels: int
+    each_channel: bool
+    block_p: int
+    block_c: int
+    num_warps: int
+
+
+@dataclass(frozen=True)
+class WalkConfig:
+    """One launch: each program keeps the last ``kept_hw`` positions of a group in registers, and reads the others twice in
+    (block_hw, block_c) tiles, the second time backwards and in part from L2."""
+
+    block_hw: int
+    kept_hw: int
+    block_c: int
+    num_warps: int
+
+
+@dataclass(frozen=True)
+class SplitConfig:
+    """Three launches: statistics, merge, apply."""
+
+    statistics: StatisticsConfig
+    apply: ApplyConfig
+
+
+def launch_config(
+    N: int,
+    C: int,
+    HW: int,
+    num_groups: int,
+    channels_last: bool,
+    num_sms: int,
+    *,
+    itemsize: int = 2,
+    backward: bool = False,
+) -> SmallConfig | SplitConfig:
+    """How to normalise x of (N, C, HW), or to take gradients: a function of sizes and the GPU's number of multiprocessors.
+
+    ``itemsize``: bytes of an element of x.
+    """
+    small = _small_config(C, HW, num_groups, channels_last, itemsize, backward)
+    elements = small.lanes * small.num_warps * small.steps * small.block + next_power_of_2(HW) * small.tail
+    long_rows = channels_last and small.channels * itemsize >= _SMALL_LONG_ROW
+    largest = _SMALL_MAX_ELEMENTS_OF_LONG_ROWS if long_rows else _SMALL_MAX_ELEMENTS
+    # Channels-first, a warp has whole channels: a few long ones would not fit into its registers. Offsets within a sample are 32-bit.
+    fits = (
+        elements <= (_SMALL_BACKWARD_MAX_ELEMENTS if backward else largest)
+        and elements <= small.num_warps * _SMALL_MAX_PER_WARP
+    )
+    if fits and C * HW < 2**31:
+        return small
+    kind = "backward" if backward else "read"
+    statistics = statistics_config(N, C, HW, channels_last, num_sms, kind=kind)
+    return SplitConfig(statistics, apply_config(N, C, HW, channels_last, num_sms, backward=backward))
+
+
+def walk_config(
+    N: int,
+    C: int,
+    HW: int,
+    num_groups: int,
+    channels_last: bool,
+    num_sms: int,
+    itemsize: int,
+    activation: str,
+    shift_grad: bool = False,
+) -> WalkConfig | None:
+    """How to take gradients of more data than caches hold, in groups that they do hold; None where three launches are faster.
+
+    ``itemsize``: bytes of an element of x, and about as many of an element of the gradient, which has the layout of x. ``shift_grad``: the
+    shift's is wanted too.
+    """
+    CG = C // num_groups
+    group, block_c = CG * HW, next_power_of_2(CG)
+    if (
+        N * C * HW * itemsize < _WALK_MIN_BYTES
+        or group * itemsize > _WALK_MAX_GROUP_BYTES
+        or N * num_groups < _WALK_MIN_GROUPS * num_sms
+        or (channels_last and CG * itemsize < _WALK_MIN_RUN)
+        or 4 * block_c > 5 * CG  # lanes for nothing
+        or C * HW >= 2**31  # offsets within a sample
+    ):
+        return None
+    if group < _WALK_LARGE_ELEMENTS:
+        tile, kept, num_warps = _WALK_OTHER
+    elif activation in _CHEAP and not shift_grad:
+        tile, kept, num_warps = _WALK_CHEAP
+    elif activation == "silu" and not channels_last and not shift_grad:
+        tile, kept, num_warps = _WALK_SILU_FIRST
+    else:
+        tile, kept, num_warps = _WALK_LARGE
+    largest = next_power_of_2(HW + 1) // 2  # not above HW
+    return WalkConfig(
+        min(next_power_of_2(HW), max(1, tile // block_c)), min(largest, max(1, kept // block_c)), block_c, num_warps
+    )
+
+
+def _small_config(C: int, HW: int, num_groups: int, channels_last: bool, itemsize: int, backward: bool) -> SmallConfig:
+    is_measured = channels_last and not backward  # what more than one tile, and other warps, were tried on
+    each_channel = num_groups == C and channels_last
+    channels = min(_EACH_CHANNEL_BLOCK, next_power_of_2(C)) if each_channel else C // num_groups
+    sizes = next_power_of_2(channels), next_power_of_2(HW)
+    outer, block = reversed(sizes) if channels_last else sizes
+    tail = 0
+    if is_measured and itemsize == 2 and not each_channel:
+        # 40 channels are 32 and 8, not 64 of which 24 are computed for nothing.
+        rest = channels - block // 2
+        if _SMALL_MIN_TAIL <= rest == next_power_of_2(rest) and 4 * channels <= 3 * block:
+            block, tail = block // 2, rest
+    lanes = min(outer, max(1, WARP_LOAD // block))
+    elements = outer * (block + tail)
+    per_warp = _SMALL_OTHER_PER_WARP
+    if is_measured:
+        per_warp = next((each for most, each in _SMALL_PER_WARP if elements <= most), _SMALL_PER_WARP[-1][1])
+    num_warps = min(32, next_power_of_2(ceil_div(elements, per_warp)), outer // lanes)
+    steps = outer // (lanes * num_warps)
+    if not tail:
+        return SmallConfig(channels, each_channel, lanes, num_warps, steps, block)
+    tail_lanes = min(32, outer // num_warps, max(1, WARP_LOAD // tail))
+    return SmallConfig(
+        channels, False, lanes, num_warps, steps, block, tail, tail_lanes, outer // (tail_lanes * num_warps)
+    )
+
+
+def apply_config(N: int, C: int, HW: int, channels_last: bool, num_sms: int, *, backward: bool = False) -> ApplyConfig:
+    """How to read, map and write x of (N, C, HW), or x and a gradient."""
+    if channels_last:
+        widest = _APPLY_BACKWARD_CHANNELS if backward else _APPLY_CHANNELS
+        block_c = widest if C % widest == 0 else 64 if C > 32 else next_power_of_2(C)
+        block_hw = min(next_power_of_2(HW), _APPLY_TILE // block_c)
+    else:
+        block_hw = min(next_power_of_2(HW), _APPLY_TILE)
+        block_c = min(next_power_of_2(C), max(1, _APPLY_TILE // block_hw))
+    few = N * ceil_div(C, block_c) * ceil_div(HW, block_hw) <= _APPLY_FEW_TILES * num_sms
+    warps = _APPLY_WARPS_OF_FEW_TILES if backward or (few and channels_last) else _APPLY_WARPS
+    return ApplyConfig(block_hw, block_c, warps)
+
+
+def parameter_config(N: int, C: int) -> tuple[int, int]:
+    """(samples, channels) of a tile of per-sample values that one program sums over all samples."""
+    return min(_PARAMETER_TILE[0], next_power_of_2(N)), min(_PARAMETER_TILE[1], next_power_of_2(C))
+
+
+def merge_config(chunks: int, C: int, num_groups: int, *, backward: bool = False) -> MergeConfig:
+    """How to merge statistics, or sums of the backward, of ``chunks`` chunks of C channels."""
+    each_channel = num_groups == C
+    channels = min(_EACH_CHANNEL_BLOCK, next_power_of_2(C)) if each_channel else C // num_groups
+    block_c = next_power_of_2(channels)
+    block_p = max(1, min(next_power_of_2(chunks), _MERGE_TILE // block_c))
+    per_warp = _MERGE_BACKWARD_PER_WARP if backward else _MERGE_PER_WARP
+    return MergeConfig(channels, each_channel, block_p, block_c, max(1, min(16, block_p * block_c // per_warp)))

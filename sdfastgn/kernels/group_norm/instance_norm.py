@@ -1,0 +1,57 @@
+"""InstanceNorm with a fused activation: GroupNorm with one channel a group, which the kernels know (``each_channel``).
+
+Formula, layout and numerics: ``group_norm/op.py``. Channels-last, a program normalises a block of neighbouring channels side by side; one
+channel a program would use two bytes of every 32 that memory delivers.
+
+Source: Ulyanov, Vedaldi and Lempitsky, "Instance Normalization: The Missing Ingredient for Fast Stylization", 2016.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from sdfastgn.kernels.common.checks import check_input
+from sdfastgn.kernels.group_norm.op import call_group_norm
+
+__all__ = ["instance_norm"]
+
+
+def instance_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    activation: str = "identity",
+) -> Tensor:
+    """InstanceNorm followed by an activation, fused into Triton kernels on NVIDIA GPUs.
+
+    Args:
+        x: (N, C, *spatial), one spatial dimension at least.
+        weight, bias: (C,) or None, independently of each other.
+        eps: added to the variance of each channel of each sample.
+        activation: ``identity``, ``relu``, ``silu``, ``gelu`` (exact) or ``gelu_tanh``.
+
+    Shapes: the output has the shape of x.
+    Dtypes: x fp16, bf16 or fp32 (fp64 runs in plain PyTorch); weight and bias any of these. The output
+        has the dtype of x.
+    Layout, Grad: as ``sdfastgn.group_norm``.
+    Raises:
+        TypeError: a tensor is not dense, or none of these dtypes, or another argument has the wrong type.
+        ValueError: a shape, a device or the activation's name does not fit, or there is one position only, as in PyTorch.
+
+    Source: torch.nn.functional.instance_norm (without running statistics) for the interface; Ulyanov et al., 2016, for the formula.
+    """
+    name = "sdfastgn.instance_norm"
+    try:
+        fits = x.dim() >= 3 and math.prod(x.shape[2:]) != 1
+    except (AttributeError, RuntimeError):  # no tensor, or a nested one
+        fits = False
+    if not fits:
+        check_input(name, "x", x)
+        raise ValueError(
+            f"{name}: x must be (N, C, *spatial) with more than one spatial element, got shape {tuple(x.shape)}"
+        )
+    params = (weight, bias, None, None, None)
+    return call_group_norm(name, x, x.shape[1], eps, activation, params, None, False, None)

@@ -1,0 +1,321 @@
+"""Triton kernels of LayerNorm's backward, and their launchers. Formula and op are in ``layer_norm/backward.py``.
+
+Two ways, as forward:
+
+- *rows*: a program holds rows of dy and x in registers, writes dx, and goes on to its next rows while what the columns get (dweight,
+  dbias, the gradient of a bias that was added to x) adds up in registers. One read of dy and x, one write of dx;
+- *chunks*: ``_chunk_sums_kernel`` leaves each chunk's share of the two sums that a row's dx needs, ``_chunk_grad_kernel`` takes a block of
+  columns through many rows.
+
+Column sums are fp32 partials, one for each program in a fixed order, which ``_column_sum_kernel`` adds up: no atomics, the same bits at
+each run. Every kernel waits (``PDL``) before it touches memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sdfastgn.kernels.common.column_sums import column_sum_block
+from sdfastgn.kernels.common.launch import Launch, current_stream, has_programmatic_launch, num_sms, on_device, remember
+from sdfastgn.kernels.common.layout import row_stride
+from sdfastgn.kernels.common.sizes import ceil_div, vector_width
+from sdfastgn.kernels.common.tiles import triton
+from sdfastgn.kernels.layer_norm.config import ChunksConfig, RowsConfig, backward_config, column_groups
+from sdfastgn.kernels.layer_norm.kernels import rows_constants
+
+if triton is not None:
+    import triton.language as tl
+    from triton.language.extra.cuda import gdc_wait
+
+    from sdfastgn.kernels.common.column_sums import sum_columns
+    from sdfastgn.kernels.common.tiles import LANE_AXIS
+    from sdfastgn.kernels.layer_norm.kernels import row_sum, tile_column, tile_row
+
+__all__ = ["launch_layer_norm_grads"]
+
+# --- kernels ------------------------------------------------------------------------------------------------------------------
+
+if triton is not None:
+
+    @triton.jit
+    def _store_column_sum(partials, at, total, mask, WIDE: tl.constexpr):
+        total = tl.sum(total, LANE_AXIS, keep_dims=True)
+        if not WIDE:
+            total = tl.sum(total, 1, keep_dims=True)
+        tl.store(partials + at, total, mask=mask)
+
+    @triton.jit(do_not_specialize=["rows", "plane"])
+    def _rows_grad_kernel(
+        dy_ptr, dtotal_ptr, x_ptr, centre_ptr, rstd_ptr, weight_ptr, dx_ptr, partials_ptr, rows, plane,
+        D: tl.constexpr, X_STRIDE: tl.constexpr, ROW_SUMS: tl.constexpr, WEIGHT_GRAD: tl.constexpr, BIAS_GRAD: tl.constexpr,
+        ADDED_GRAD: tl.constexpr, PDL: tl.constexpr,
+        WIDE: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        ROWS: tl.constexpr = LANES if WIDE else LANES * WARPS
+        r = tile_row(WIDE, LANES, WARPS)
+        c = tile_column(WIDE, WARPS, STEPS, BLOCK)
+        in_row = c < D
+        dweight = tl.zeros((r + c).shape, tl.float32)
+        dbias = dweight
+        dadded = dweight
+        if PDL:
+            gdc_wait()
+        weight = 1.0
+        if weight_ptr is not None:
+            weight = tl.load(weight_ptr + c, mask=in_row, other=0.0).to(tl.float32)
+        for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
+            first = tl.cast(tile, tl.int64) * ROWS
+            is_row = r < tl.minimum(rows - first, ROWS).to(tl.int32)
+            mask = is_row & in_row
+            at = first * D + (r * D + c)
+            dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
+            x_row = first * X_STRIDE + r * X_STRIDE
+            x = tl.load(x_ptr + x_row + c, mask=mask, other=0.0).to(tl.float32)
+            x -= tl.load(x_ptr + x_row, mask=is_row, other=0.0).to(tl.float32)
+            rstd = tl.load(rstd_ptr + first + r, mask=is_row, other=0.0)
+            xhat = (x - tl.load(centre_ptr + first + r, mask=is_row, other=0.0)) * rstd
+            if WEIGHT_GRAD:
+                dweight += dy * xhat
+            if BIAS_GRAD:
+                dbias += dy
+            if ROW_SUMS:
+                g = dy * weight
+                dx = rstd * (g - row_sum(g, WIDE) / D - xhat * (row_sum(g * xhat, WIDE) / D))
+                if dtotal_ptr is not None:
+                    dx += tl.load(dtotal_ptr + at, mask=mask, other=0.0).to(tl.float32)
+                if dx_ptr is not None:
+                    tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+                if ADDED_GRAD:
+                    dadded += dx
+        out = tl.program_id(0).to(tl.int64) * D + c
+        if WEIGHT_GRAD:
+            _store_column_sum(partials_ptr, out, dweight, in_row, WIDE)
+        if BIAS_GRAD:
+            _store_column_sum(partials_ptr + plane, out, dbias, in_row, WIDE)
+        if ADDED_GRAD:
+            _store_column_sum(partials_ptr + 2 * plane, out, dadded, in_row, WIDE)
+
+    @triton.jit(do_not_specialize=["chunks", "blocks", "d_parts", "x_parts", "plane"])
+    def _chunk_sums_kernel(
+        dy_ptr, x_ptr, centre_ptr, rstd_ptr, weight_ptr, sums_ptr, chunks, blocks, d_parts, x_parts, plane,
+        VECTOR: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        """Sums of dy * weight and of dy * weight * xhat over each chunk of each row."""
+        row = (tl.program_id(0) // chunks).to(tl.int64)
+        start = (tl.program_id(0) % chunks).to(tl.int64) * blocks * BLOCK
+        parts = tl.minimum(blocks * (BLOCK // VECTOR), d_parts - start // VECTOR).to(tl.int32)
+        count = parts * VECTOR
+        x_row = row * x_parts * VECTOR + start
+        dy_row = row * d_parts * VECTOR + start
+        i = tl.arange(0, BLOCK)
+        if PDL:
+            gdc_wait()
+        first = tl.load(x_ptr + x_row - start).to(tl.float32)
+        centre = tl.load(centre_ptr + row)
+        rstd = tl.load(rstd_ptr + row)
+        along_mean = tl.zeros((BLOCK,), tl.float32)
+        along_std = tl.zeros((BLOCK,), tl.float32)
+        for at in range(0, count, BLOCK):
+            mask = at + i < count
+            g = tl.load(dy_ptr + dy_row + at + i, mask=mask, other=0.0).to(tl.float32)
+            x = tl.load(x_ptr + x_row + at + i, mask=mask, other=0.0).to(tl.float32)
+            if weight_ptr is not None:
+                g *= tl.load(weight_ptr + start + at + i, mask=mask, other=0.0).to(tl.float32)
+            along_mean += g
+            along_std += g * ((x - first - centre) * rstd)
+        tl.store(sums_ptr + tl.program_id(0), tl.sum(along_mean, 0))
+        tl.store(sums_ptr + plane + tl.program_id(0), tl.sum(along_std, 0))
+
+    @triton.jit(do_not_specialize=["rows", "group_rows", "d_parts", "x_parts", "plane"])
+    def _chunk_grad_kernel(
+        dy_ptr, dtotal_ptr, x_ptr, centre_ptr, rstd_ptr, weight_ptr, sums_ptr, dx_ptr, partials_ptr,
+        rows, group_rows, d_parts, x_parts, plane,
+        ROW_SUMS: tl.constexpr, WEIGHT_GRAD: tl.constexpr, BIAS_GRAD: tl.constexpr, ADDED_GRAD: tl.constexpr,
+        VECTOR: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        """dx of a block of columns in a group of rows, and the group's column sums."""
+        D = d_parts.to(tl.int64) * VECTOR
+        columns = tl.cdiv(D, BLOCK)
+        c = (tl.program_id(0) % columns).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        group = (tl.program_id(0) // columns).to(tl.int64)
+        mask = c < D
+        dweight = tl.zeros((BLOCK,), tl.float32)
+        dbias = dweight
+        dadded = dweight
+        if PDL:
+            gdc_wait()
+        weight = 1.0
+        if weight_ptr is not None:
+            weight = tl.load(weight_ptr + c, mask=mask, other=0.0).to(tl.float32)
+        for row in range(group * group_rows, tl.minimum((group + 1) * group_rows, rows)):
+            rstd = tl.load(rstd_ptr + row)
+            dy = tl.load(dy_ptr + row * D + c, mask=mask, other=0.0).to(tl.float32)
+            x_row = x_ptr + row * x_parts * VECTOR
+            x = tl.load(x_row + c, mask=mask, other=0.0).to(tl.float32) - tl.load(x_row).to(tl.float32)
+            xhat = (x - tl.load(centre_ptr + row)) * rstd
+            if WEIGHT_GRAD:
+                dweight += dy * xhat
+            if BIAS_GRAD:
+                dbias += dy
+            if ROW_SUMS:
+                along_mean = tl.load(sums_ptr + row) / D.to(tl.float32)
+                along_std = tl.load(sums_ptr + rows + row) / D.to(tl.float32)
+                dx = rstd * (dy * weight - along_mean - xhat * along_std)
+                if dtotal_ptr is not None:
+                    dx += tl.load(dtotal_ptr + row * D + c, mask=mask, other=0.0).to(tl.float32)
+                if dx_ptr is not None:
+                    tl.store(dx_ptr + row * D + c, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+                if ADDED_GRAD:
+                    dadded += dx
+        out = group * D + c
+        if WEIGHT_GRAD:
+            tl.store(partials_ptr + out, dweight, mask=mask)
+        if BIAS_GRAD:
+            tl.store(partials_ptr + plane + out, dbias, mask=mask)
+        if ADDED_GRAD:
+            tl.store(partials_ptr + 2 * plane + out, dadded, mask=mask)
+
+    @triton.jit(do_not_specialize=["count", "D", "plane"])
+    def _column_sum_kernel(
+        partials_ptr, dweight_ptr, dbias_ptr, dadded_ptr, count, D, plane,
+        PDL: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
+    ):  # fmt: skip
+        """One block of columns of one of the three sums."""
+        which = tl.program_id(0) % 3
+        c = (tl.program_id(0) // 3).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)
+        if PDL:
+            gdc_wait()
+        if which == 0:
+            sum_columns(partials_ptr, dweight_ptr, count, D, c, BLOCK_P)
+        elif which == 1:
+            sum_columns(partials_ptr + plane, dbias_ptr, count, D, c, BLOCK_P)
+        else:
+            sum_columns(partials_ptr + 2 * plane, dadded_ptr, count, D, c, BLOCK_P)
+
+
+# --- launchers ----------------------------------------------------------------------------------------------------------------
+
+_SUM_WARPS = 8
+
+
+class _GradPlan:
+    """The launches for one combination of shapes, strides, dtypes, device and wanted gradients."""
+
+    __slots__ = ("chunk_grad", "chunk_sums", "chunks", "columns", "copies_x", "partials", "rows", "rows_grad")
+
+    def __init__(self, x: Tensor, wanted: tuple[bool, ...]) -> None:
+        D = x.shape[-1]
+        self.rows = x.numel() // D
+        self.copies_x = row_stride(x) is None
+        x_stride = row_stride(x) or D
+        vector = vector_width(x.itemsize, D, x_stride)
+        column_sums = any(wanted[1:])
+        config = backward_config(self.rows, D, vector, num_sms(x.device), column_sums=column_sums)
+        pdl = has_programmatic_launch(x.device)
+        uses = {
+            "ROW_SUMS": wanted[0] or wanted[3], "WEIGHT_GRAD": wanted[1], "BIAS_GRAD": wanted[2], "ADDED_GRAD": wanted[3], "PDL": pdl,
+        }  # fmt: skip
+        self.chunk_sums: Launch | None = None
+        self.rows_grad: Launch | None = None
+        if isinstance(config, RowsConfig):
+            count, plane = config.programs, config.programs * D
+            constants = {"D": D, "X_STRIDE": x_stride, **uses, **rows_constants(config)}
+            numbers = (self.rows, plane)
+            self.rows_grad = Launch(_rows_grad_kernel, count, numbers, constants, config.num_warps, pdl=pdl)
+        else:
+            groups = column_groups(self.rows, D, config.block, num_sms(x.device)) if column_sums else self.rows
+            group_rows = ceil_div(self.rows, groups)
+            count = ceil_div(self.rows, group_rows)
+            plane = count * D
+            self._plan_chunks(config, D, x_stride, vector, (count, group_rows, plane), uses)
+        # Partials of what is not wanted are not written, and need no place behind the last that is.
+        self.partials = plane * max((place + 1 for place, want in enumerate(wanted[1:]) if want), default=0)
+        block_p, block_d = column_sum_block(count, D)
+        constants = {"PDL": pdl, "BLOCK_P": block_p, "BLOCK_D": block_d}
+        self.columns = Launch(
+            _column_sum_kernel, 3 * ceil_div(D, block_d), (count, D, plane), constants, _SUM_WARPS, pdl=pdl
+        )
+
+    def _plan_chunks(
+        self,
+        config: ChunksConfig,
+        D: int,
+        x_stride: int,
+        vector: int,
+        groups: tuple[int, int, int],
+        uses: dict[str, Any],
+    ) -> None:
+        count, group_rows, plane = groups
+        tile = {"VECTOR": vector, "PDL": uses["PDL"], "BLOCK": config.block}
+        self.chunks = config.chunks
+        programs = self.rows * config.chunks
+        if uses["ROW_SUMS"]:
+            numbers = (config.chunks, config.length // config.block, D // vector, x_stride // vector, programs)
+            self.chunk_sums = Launch(_chunk_sums_kernel, programs, numbers, tile, config.num_warps, pdl=uses["PDL"])
+        constants = {**{k: v for k, v in uses.items() if k != "PDL"}, **tile}
+        programs = count * ceil_div(D, config.block)
+        numbers = (self.rows, group_rows, D // vector, x_stride // vector, plane)
+        self.chunk_grad = Launch(_chunk_grad_kernel, programs, numbers, constants, config.num_warps, pdl=uses["PDL"])
+
+
+# By everything that a launch depends on but the data.
+_plans: dict[tuple[Any, ...], _GradPlan] = {}
+
+
+def launch_layer_norm_grads(
+    dy: Tensor,
+    dtotal: Tensor | None,
+    x: Tensor,
+    centre: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    dtypes: tuple[torch.dtype | None, ...],
+) -> tuple[Tensor | None, ...]:
+    """Gradients of x (..., D), weight, bias and what is added to x along its columns, in ``dtypes``; None where those are None.
+
+    x is not empty, and fp16, bf16 or fp32 on a GPU, or anywhere under Triton's interpreter. Other shapes: as in the op.
+    """
+    dy = dy.contiguous()
+    dtotal = None if dtotal is None else dtotal.contiguous()
+    weight = None if weight is None else weight.contiguous()
+    centre, rstd = centre.contiguous(), rstd.contiguous()
+    kinds = tuple(None if t is None else t.dtype for t in (dy, dtotal, weight))
+    key = (x.shape, x.stride(), x.dtype, x.device, *kinds, *dtypes)
+    plan = _plans.get(key)
+    if plan is None:
+        plan = remember(_plans, key, _GradPlan(x, tuple(dtype is not None for dtype in dtypes)))
+    if plan.copies_x:
+        x = x.contiguous()
+    shapes = (x.shape, *[x.shape[-1:]] * 3)
+    grads = tuple(
+        None if dtype is None else torch.empty(shape, dtype=dtype, device=x.device)
+        for shape, dtype in zip(shapes, dtypes, strict=True)
+    )
+    with on_device(x.device):
+        _launch(plan, (dy, dtotal, x, centre, rstd, weight), grads)
+    return grads
+
+
+def _launch(
+    plan: _GradPlan,
+    tensors: tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor | None],
+    grads: tuple[Tensor | None, ...],
+) -> None:
+    dy, _, x, centre, rstd, weight = tensors
+    dx, *column_sums = grads
+    stream = current_stream(centre.device)
+    partials = torch.empty(plan.partials, dtype=torch.float32, device=centre.device) if plan.partials else None
+    if plan.rows_grad is not None:
+        plan.rows_grad(stream, *tensors, dx, partials)
+    else:
+        sums = None
+        if plan.chunk_sums is not None:
+            sums = torch.empty((2, plan.rows, plan.chunks), dtype=torch.float32, device=centre.device)
+            plan.chunk_sums(stream, dy, x, centre, rstd, weight, sums)
+            sums = sums.sum(2)
+        plan.chunk_grad(stream, *tensors, sums, dx, partials)
+    if partials is not None:
+        plan.columns(stream, partials, *column_sums)

@@ -1,0 +1,386 @@
+"""Triton kernels of LayerNorm and of residual add + LayerNorm, and their launchers. The op is in ``layer_norm/op.py``.
+
+Two ways, chosen by ``forward_config`` from sizes alone:
+
+- *rows*: one program holds whole rows in registers: one read, one write, one launch. A warp takes a row, or several short ones by
+  itself, or the warps of a program share a long one;
+- *chunks*: for rows that do not fit. ``_chunk_kernel`` leaves a mean and a sum of squared deviations (M2) per chunk,
+  ``_merge_chunks_kernel`` brings them together per row, ``_normalise_kernel`` applies them. Ten rows then fill a GPU as well.
+
+With a residual, the kernel that reads x first also writes the sum, and takes the statistics of what it wrote, as rounded. With a
+``total_bias`` what is kept is another tensor than what is normalised: rows have both in registers, chunks write both.
+
+Launched dependent on each other from sm_90 on (``PDL``), by the rules of ADR 7: nothing is read or written before ``gdc_wait`` but x,
+and x only where no kernel of this call writes it.
+
+Numerics: fp32 throughout, one rounding at each store. Sums are of deviations from the row's first element or a tile's mean, never of raw
+squares, merged by Chan's formula in a fixed order without atomics. Means stay what they are found as, differences from the row's first
+element (``centre``), which fp32 holds to the last bit where it would round the mean at the size of the data. Offsets that can
+pass 2^31 are int64.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sdfastgn.kernels.common.launch import (
+    Launch,
+    current_stream,
+    has_programmatic_launch,
+    is_current,
+    num_sms,
+    remember,
+)
+from sdfastgn.kernels.common.layout import row_stride
+from sdfastgn.kernels.common.sizes import WARP, ceil_div, next_power_of_2, vector_width
+from sdfastgn.kernels.common.tiles import triton
+from sdfastgn.kernels.layer_norm.config import ChunksConfig, RowsConfig, forward_config
+
+if triton is not None:
+    import triton.language as tl
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+    from sdfastgn.kernels.common.deviation import inverse_deviation
+    from sdfastgn.kernels.common.tiles import STEP_AXIS, along_block, along_lanes, along_steps, along_warps
+
+__all__ = ["find_plan", "launch_layer_norm", "make_plan", "plan_key", "rows_constants"]
+
+# --- kernels ------------------------------------------------------------------------------------------------------------------
+
+if triton is not None:
+
+    @triton.jit
+    def tile_row(WIDE: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr):
+        """Row in the tile of each thread."""
+        row = along_lanes(LANES)
+        if not WIDE:
+            row += along_warps(WARPS) * LANES
+        return row
+
+    @triton.jit
+    def tile_column(WIDE: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr):
+        """Column of each element of the tile."""
+        part = along_steps(STEPS)
+        if WIDE:
+            part = part * WARPS + along_warps(WARPS)
+        return part * BLOCK + along_block(BLOCK)
+
+    @triton.jit
+    def row_sum(x, WIDE: tl.constexpr):
+        """Sum of each row: in registers, in shuffles, and through shared memory only where warps share a row."""
+        total = tl.sum(tl.sum(x, STEP_AXIS, keep_dims=True), 3, keep_dims=True)
+        if WIDE:
+            total = tl.sum(total, 1, keep_dims=True)
+        return total
+
+    @triton.jit
+    def _read(x_ptr, residual_ptr, add_bias_ptr, x_at, residual_at, c, mask):
+        """x, or x + residual + add_bias, in fp32: rounded to the dtype of x, and before that."""
+        x = tl.load(x_ptr + x_at, mask=mask, other=0.0)
+        total = x.to(tl.float32)
+        if residual_ptr is not None:
+            total += tl.load(residual_ptr + residual_at, mask=mask, other=0.0).to(tl.float32)
+            if add_bias_ptr is not None:
+                total += tl.load(add_bias_ptr + c, mask=mask, other=0.0).to(tl.float32)
+            x = total.to(x.dtype)
+        return x.to(tl.float32), total
+
+    @triton.jit
+    def _affine(weight_ptr, bias_ptr, c, in_row):
+        """(scale, offset) of the columns ``c``. Called before the sums, so that the loads are under way while they run."""
+        scale = 1.0
+        offset = 0.0
+        if weight_ptr is not None:
+            scale = tl.load(weight_ptr + c, mask=in_row, other=0.0).to(tl.float32)
+        if bias_ptr is not None:
+            offset = tl.load(bias_ptr + c, mask=in_row, other=0.0).to(tl.float32)
+        return scale, offset
+
+    @triton.jit(do_not_specialize=["rows", "eps"])
+    def _rows_kernel(
+        x_ptr, residual_ptr, add_bias_ptr, total_bias_ptr, weight_ptr, bias_ptr, total_ptr, y_ptr, centre_ptr, rstd_ptr, rows, eps,
+        D: tl.constexpr, X_STRIDE: tl.constexpr, RESIDUAL_STRIDE: tl.constexpr, ONE_ROW: tl.constexpr, PDL: tl.constexpr,
+        WIDE: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        ROWS: tl.constexpr = LANES if WIDE else LANES * WARPS
+        first = tl.program_id(0).to(tl.int64) * ROWS
+        r = tile_row(WIDE, LANES, WARPS)
+        c = tile_column(WIDE, WARPS, STEPS, BLOCK)
+        is_row = r < tl.minimum(rows - first, ROWS).to(tl.int32)
+        in_row = c < D
+        mask = is_row & in_row
+        x_row = first * X_STRIDE + r * X_STRIDE
+        residual_row = first * RESIDUAL_STRIDE + r * RESIDUAL_STRIDE
+        if PDL:
+            gdc_wait()
+        x, kept = _read(x_ptr, residual_ptr, add_bias_ptr, x_row + c, residual_row + c, c, mask)
+        # Sums are of differences from the row's first element: rounded at the size of the deviations, not of the data.
+        pivot, _ = _read(x_ptr, residual_ptr, add_bias_ptr, x_row, residual_row, r * 0, is_row)
+        # Where a thread has one row, it reads its own columns: a broadcast would send the whole tile through shared memory.
+        if total_bias_ptr is not None:
+            # Before the affine: after it, ptxas holds 168 registers a thread instead of 128, and three programs fit instead of four.
+            kept += tl.load(total_bias_ptr + (c + r * 0 if ONE_ROW else c), mask=in_row, other=0.0).to(tl.float32)
+        scale, offset = _affine(weight_ptr, bias_ptr, c + r * 0 if ONE_ROW else c, in_row)
+        out = first * D + (r * D + c)
+        if total_ptr is not None:
+            tl.store(total_ptr + out, kept.to(total_ptr.dtype.element_ty), mask=mask)
+        d = tl.where(in_row, x - pivot, 0.0)
+        total = row_sum(d, WIDE)
+        # Explicit: ptxas would contract product and difference here, but not where the centre is stored too, and other bits come out.
+        d = tl.where(in_row, tl.fma(total, -1 / D, d), 0.0)
+        rstd = inverse_deviation(row_sum(d * d, WIDE) / D, eps)
+        y = d * rstd * scale + offset
+        tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=mask)
+        if centre_ptr is not None:
+            tl.store(centre_ptr + first + r, total * (1 / D), mask=is_row)
+            tl.store(rstd_ptr + first + r, rstd, mask=is_row)
+
+    @triton.jit(do_not_specialize=["chunks", "blocks", "d_parts", "x_parts", "residual_parts", "plane"])
+    def _chunk_kernel(
+        x_ptr, residual_ptr, add_bias_ptr, total_bias_ptr, total_ptr, kept_ptr, partials_ptr, chunks, blocks, d_parts, x_parts,
+        residual_parts, plane,
+        VECTOR: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        """Mean, less the row's first element, and M2 of each chunk of each row; and the sum that x is part of.
+
+        ``kept_ptr``: the sum and total_bias, where there is one.
+        """
+        row = (tl.program_id(0) // chunks).to(tl.int64)
+        start = (tl.program_id(0) % chunks).to(tl.int64) * blocks * BLOCK
+        parts = tl.minimum(blocks * (BLOCK // VECTOR), d_parts - start // VECTOR).to(tl.int32)
+        count = parts * VECTOR
+        x_row = row * x_parts * VECTOR + start
+        residual_row = row * residual_parts * VECTOR + start
+        total_row = row * d_parts * VECTOR + start
+        i = tl.arange(0, BLOCK)
+        if PDL:
+            # Whatever follows may start once every program is past the wait: x is then complete, and may be read ahead.
+            gdc_wait()
+            gdc_launch_dependents()
+        # All means of a row are taken from its first element: rounded at the size of the deviations, not of the data.
+        first, _ = _read(x_ptr, residual_ptr, add_bias_ptr, x_row - start, residual_row - start, row * 0, row >= 0)
+        pivot = 0.0
+        sums = tl.zeros((BLOCK,), tl.float32)
+        squares = tl.zeros((BLOCK,), tl.float32)
+        for at in range(0, count, BLOCK):
+            mask = at + i < count
+            c = start + at + i
+            x, kept = _read(x_ptr, residual_ptr, add_bias_ptr, x_row + at + i, residual_row + at + i, c, mask)
+            if total_ptr is not None:
+                tl.store(total_ptr + total_row + at + i, x.to(total_ptr.dtype.element_ty), mask=mask)
+            if total_bias_ptr is not None:
+                kept += tl.load(total_bias_ptr + c, mask=mask, other=0.0).to(tl.float32)
+                tl.store(kept_ptr + total_row + at + i, kept.to(kept_ptr.dtype.element_ty), mask=mask)
+            d = tl.where(mask, x - first, 0.0)
+            if at == 0:
+                pivot = tl.sum(d, 0) / tl.minimum(count, BLOCK).to(tl.float32)
+            d = tl.where(mask, d - pivot, 0.0)
+            sums += d
+            squares += d * d
+        n = count.to(tl.float32)
+        delta = tl.sum(sums, 0) / n
+        out = partials_ptr + tl.program_id(0)
+        tl.store(out, pivot + delta)
+        tl.store(out + plane, tl.maximum(tl.sum(squares, 0) - delta * delta * n, 0.0))
+
+    @triton.jit(do_not_specialize=["chunks", "length", "D", "plane", "eps"])
+    def _merge_chunks_kernel(
+        partials_ptr, centre_ptr, rstd_ptr, chunks, length, D, plane, eps, PDL: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        """Chan's formula over the chunks of a row."""
+        if PDL:
+            gdc_launch_dependents()
+            gdc_wait()
+        row = tl.program_id(0).to(tl.int64)
+        p = tl.arange(0, BLOCK)
+        base = partials_ptr + row * chunks
+        mask = p < chunks
+        weight = tl.where(mask, tl.minimum(D - p.to(tl.int64) * length, length), 0).to(tl.float32)
+        elements = D.to(tl.float32)
+        d = tl.load(base + p, mask=mask, other=0.0)
+        delta = tl.sum(d * weight, 0) / elements
+        d -= delta
+        m2 = tl.sum(tl.load(base + plane + p, mask=mask, other=0.0) + d * d * weight, 0)
+        tl.store(centre_ptr + row, delta)
+        tl.store(rstd_ptr + row, inverse_deviation(m2 / elements, eps))
+
+    @triton.jit(do_not_specialize=["rows", "d_parts", "x_parts"])
+    def _normalise_kernel(
+        x_ptr, weight_ptr, bias_ptr, centre_ptr, rstd_ptr, y_ptr, rows, d_parts, x_parts,
+        VECTOR: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        """One block of one row. ``AHEAD``: x is complete when this kernel starts, and may be read before the wait."""
+        # Neighbours have the same columns of neighbouring rows: weight and bias are read from memory once.
+        row = (tl.program_id(0) % rows).to(tl.int64)
+        c = (tl.program_id(0) // rows).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        D = d_parts.to(tl.int64) * VECTOR
+        mask = c < D
+        x_row = x_ptr + row * x_parts * VECTOR
+        if PDL and not AHEAD:
+            gdc_wait()
+        x = tl.load(x_row + c, mask=mask)
+        first = tl.load(x_row)
+        if PDL and AHEAD:
+            gdc_wait()
+        scale, offset = _affine(weight_ptr, bias_ptr, c, mask)
+        y = (x.to(tl.float32) - first.to(tl.float32) - tl.load(centre_ptr + row)) * tl.load(rstd_ptr + row)
+        y = y * scale + offset
+        tl.store(y_ptr + row * D + c, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+# --- launchers ----------------------------------------------------------------------------------------------------------------
+
+
+def rows_constants(config: RowsConfig) -> dict[str, Any]:
+    """The last constants of every kernel that holds rows in registers."""
+    return {
+        "WIDE": config.wide, "LANES": config.lanes, "WARPS": config.num_warps, "STEPS": config.steps, "BLOCK": config.block,
+    }  # fmt: skip
+
+
+class _Plan:
+    """The launches for one combination of shapes, strides, dtypes and device; the tensors are x, residual, the parameters."""
+
+    __slots__ = ("chunk", "copies", "is_contiguous", "merge", "normalise", "partials", "programs", "row_count", "rows")
+
+    def __init__(self, x: Tensor, residual: Tensor | None, params: tuple[Tensor | None, ...], eps: float) -> None:
+        D = x.shape[-1]
+        copies = tuple(t is not None and row_stride(t) is None for t in (x, residual, *params))
+        self.copies = copies if any(copies) else ()
+        self.is_contiguous = x.is_contiguous()
+        self.programs = x.numel() > 0
+        if not self.programs:
+            return
+        rows = x.numel() // D
+        self.row_count = rows
+        x_stride, residual_stride = (D if t is None else row_stride(t) or D for t in (x, residual))
+        vector = vector_width(x.itemsize, D, x_stride, residual_stride)
+        config = forward_config(rows, D, x.itemsize, vector, num_sms(x.device))
+        pdl = has_programmatic_launch(x.device)
+        self.rows: Launch | None = None
+        if isinstance(config, RowsConfig):
+            constants = {
+                "D": D, "X_STRIDE": x_stride, "RESIDUAL_STRIDE": residual_stride,
+                "ONE_ROW": config.lanes * config.block <= WARP * vector, "PDL": pdl, **rows_constants(config),
+            }  # fmt: skip
+            self.rows = Launch(_rows_kernel, config.programs, (rows, eps), constants, config.num_warps, pdl=pdl)
+            return
+        self._plan_chunks(config, rows, D, (x_stride, residual_stride), eps, vector, pdl, residual is None)
+
+    def _plan_chunks(
+        self,
+        config: ChunksConfig,
+        rows: int,
+        D: int,
+        strides: tuple[int, int],
+        eps: float,
+        vector: int,
+        pdl: bool,
+        is_complete: bool,
+    ) -> None:
+        self.partials = rows * config.chunks
+        tile = {"VECTOR": vector, "PDL": pdl, "BLOCK": config.block}
+        # In vectors, so that the compiler knows what they are multiples of.
+        parts = [size // vector for size in (D, *strides)]
+        numbers = (config.chunks, config.length // config.block, *parts, self.partials)
+        self.chunk = Launch(_chunk_kernel, self.partials, numbers, tile, config.num_warps, pdl=pdl)
+        block = next_power_of_2(config.chunks)
+        merge = (config.chunks, config.length, D, self.partials, eps)
+        self.merge = Launch(
+            _merge_chunks_kernel, rows, merge, {"PDL": pdl, "BLOCK": block}, max(1, min(4, block // 128)), pdl=pdl
+        )
+        normalise = {"VECTOR": vector, "AHEAD": is_complete, "PDL": pdl, "BLOCK": config.block}
+        programs = rows * ceil_div(D, config.block)
+        stride = strides[0] if is_complete else D
+        self.normalise = Launch(
+            _normalise_kernel, programs, (rows, parts[0], stride // vector), normalise, config.num_warps, pdl=pdl
+        )
+
+
+# By everything that a launch depends on but the data.
+_plans: dict[tuple[Any, ...], _Plan] = {}
+
+
+def plan_key(
+    x: Tensor,
+    residual: Tensor | None,
+    params: tuple[Tensor | None, ...],
+    eps: float,
+    out_dtype: torch.dtype | None,
+    saves: bool = False,
+) -> tuple[Any, ...]:
+    """Hashable summary of the arguments of a call; ``params``: weight, bias, add_bias, total_bias.
+
+    ``saves``: centre and rstd are asked for.
+    """
+    signatures = [None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in (residual, *params)]
+    return (x.shape, x.stride(), x.dtype, x.device, eps, out_dtype, saves, *signatures)
+
+
+def find_plan(key: tuple[Any, ...]) -> _Plan | None:
+    """The plan of ``make_plan`` with this ``plan_key``: its arguments have been launched before, so that they are valid."""
+    return _plans.get(key)
+
+
+def make_plan(
+    key: tuple[Any, ...], x: Tensor, residual: Tensor | None, params: tuple[Tensor | None, ...], eps: float
+) -> _Plan:
+    """How to launch on valid arguments: x fp16, bf16 or fp32 on a GPU, or anywhere under Triton's interpreter."""
+    return remember(_plans, key, _Plan(x, residual, params, eps))
+
+
+def launch_layer_norm(
+    plan: _Plan,
+    x: Tensor,
+    residual: Tensor | None,
+    params: tuple[Tensor | None, ...],
+    out_dtype: torch.dtype | None = None,
+    saved: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> tuple[Tensor, Tensor | None]:
+    """(y, total) of the arguments that ``plan`` was made for; total is None without a residual, and in memory that nobody else has.
+
+    ``saved``: centre and rstd to be filled.
+    """
+    like = torch.preserve_format if plan.is_contiguous else torch.contiguous_format
+    y = torch.empty_like(x, dtype=out_dtype, memory_format=like)
+    total = None if residual is None else torch.empty_like(x, memory_format=like)
+    if not plan.programs:
+        return y, total
+    tensors = (x, residual, *params)
+    if plan.copies:
+        tensors = tuple(
+            t.contiguous() if t is not None and copy else t for t, copy in zip(tensors, plan.copies, strict=True)
+        )
+    if is_current(x.device):
+        _launch(plan, tensors, y, total, saved)
+    else:
+        with torch.cuda.device(x.device):
+            _launch(plan, tensors, y, total, saved)
+    return y, total
+
+
+def _launch(
+    plan: _Plan,
+    tensors: tuple[Tensor | None, ...],
+    y: Tensor,
+    total: Tensor | None,
+    saved: tuple[Tensor | None, Tensor | None],
+) -> None:
+    x, residual, weight, bias, add_bias, total_bias = tensors
+    stream = current_stream(y.device)
+    if plan.rows is not None:
+        plan.rows(stream, x, residual, add_bias, total_bias, weight, bias, total, y, *saved)
+        return
+    centre, rstd = saved
+    if centre is None:
+        centre, rstd = torch.empty((2, plan.row_count), dtype=torch.float32, device=y.device)
+    partials = torch.empty(2 * plan.partials, dtype=torch.float32, device=y.device)
+    kept = None
+    if total is not None and total_bias is not None:
+        total, kept = torch.empty_like(total), total
+    plan.chunk(stream, x, residual, add_bias, total_bias, total, kept, partials)
+    plan.merge(stream, partials, centre, rstd)
+    plan.normalise(stream, x if total is None else total, weight, bias, centre, rstd, y)

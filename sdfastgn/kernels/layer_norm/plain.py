@@ -1,0 +1,44 @@
+"""PyTorch's own LayerNorm, and also right where the mean is far above the spread (``common/far_mean.py``)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sdfastgn.kernels.common.far_mean import is_far
+from sdfastgn.kernels.layer_norm.backward import reference_layer_norm_grads
+
+__all__ = ["plain_layer_norm"]
+
+
+def plain_layer_norm(u: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """LayerNorm of ``u`` (..., D), contiguous. Parameters (D,) of the dtype of u, or None. Only where ``is_untraced``."""
+    return _LayerNorm.apply(u.contiguous(), *(None if t is None else t.contiguous() for t in (weight, bias)), eps)
+
+
+class _LayerNorm(torch.autograd.Function):
+    """PyTorch's own, but for derivatives of its derivative, which PyTorch 2.13 has wrong from the fourth on."""
+
+    @staticmethod
+    def forward(ctx: Any, u: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+        y, mean, rstd = torch.native_layer_norm(u, u.shape[-1:], weight, bias, eps)
+        centre = mean if is_far(u, mean, rstd) else None
+        if centre is not None:
+            y, mean, rstd = torch.native_layer_norm(u - centre, u.shape[-1:], weight, bias, eps)
+        ctx.eps, ctx.dtypes = eps, tuple(None if t is None else t.dtype for t in (u, weight, bias))
+        ctx.save_for_backward(u, weight, bias, mean, rstd, centre)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        u, weight, bias, mean, rstd, centre = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[:3]
+        if torch.is_grad_enabled():
+            dtypes = [dtype if want else None for dtype, want in zip(ctx.dtypes, wanted, strict=True)]
+            return *reference_layer_norm_grads(dy, None, u, weight, ctx.eps, (*dtypes, None))[:3], None
+        u = u if centre is None else u - centre
+        return *torch.ops.aten.native_layer_norm_backward(
+            dy.contiguous(), u, u.shape[-1:], mean, rstd, weight, bias, wanted
+        ), None

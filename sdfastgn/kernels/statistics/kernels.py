@@ -1,0 +1,265 @@
+"""Triton kernels of per-channel statistics, and their launchers. The ops are in ``statistics/op.py``.
+
+Statistics of x (N, C, HW) are a mean and a sum of squared deviations (M2) of each channel over each of P chunks of
+``ceil(HW / P)`` positions: fp32 (2, N, P, C), which ``merge`` in ``group_norm/kernels.py`` brings together per group. One kernel reads
+a tensor, or adds two, or concatenates two, and takes the statistics of what it writes on the way.
+
+Numerics: fp32. Deviations are from the mean of the chunk's first tile, never raw squares; sums run in a fixed order without atomics.
+
+Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sdfastgn.kernels.common.launch import Launch, has_programmatic_launch, num_sms
+from sdfastgn.kernels.common.sizes import ceil_div, row_factor
+from sdfastgn.kernels.common.tiles import triton
+from sdfastgn.kernels.statistics.config import StatisticsConfig, statistics_config
+
+if triton is not None:
+    import triton.language as tl
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+    from sdfastgn.kernels.common.tiles import (
+        LANE_AXIS,
+        STEP_AXIS,
+        along_block,
+        along_lanes,
+        along_steps,
+        along_warps,
+        multiple_of,
+    )
+
+__all__ = [
+    "StatisticsLaunch", "is_even", "positions_of_channels", "rows_of_channels", "tile_mean",
+]  # fmt: skip
+
+if triton is not None:
+
+    @triton.jit
+    def _load(pointers, mask):
+        return tl.load(pointers) if mask is None else tl.load(pointers, mask=mask, other=0.0)
+
+    @triton.jit
+    def _masked(x, mask):
+        return x if mask is None else tl.where(mask, x, 0.0)
+
+    @triton.jit
+    def _tile(
+        x_ptr, residual_ptr, bias_ptr, tail_ptr, y_ptr, bias, scale, x_offsets, tail_offsets, y_offsets, c, mask, HEAD: tl.constexpr,
+    ):  # fmt: skip
+        """One tile in fp32: of x, of (x + residual + bias) * scale, or of cat(x, tail); stored at y, and rounded as it is stored."""
+        if tail_ptr is not None:
+            x = tl.load(x_ptr + x_offsets, mask=mask & (c < HEAD), other=0.0).to(tl.float32)
+            x += tl.load(tail_ptr + tail_offsets, mask=mask & (c >= HEAD), other=0.0).to(tl.float32)
+        else:
+            x = _load(x_ptr + x_offsets, mask).to(tl.float32)
+        if residual_ptr is not None:
+            x += _load(residual_ptr + x_offsets, mask).to(tl.float32)
+        if (residual_ptr is not None) or (bias_ptr is not None):
+            x = _masked((x + bias) * scale, mask)  # the bias is there where x is not
+        if y_ptr is not None:
+            y = x.to(y_ptr.dtype.element_ty)
+            tl.store(y_ptr + y_offsets, y, mask=mask)
+            x = y.to(tl.float32)
+        return x
+
+    @triton.jit
+    def rows_of_channels(
+        HW, rows, chunks, has_tail: tl.constexpr, C: tl.constexpr, HEAD: tl.constexpr,
+        LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        """Channels-last: (sample, chunk, channel, position in the chunk, offsets in x, in the tail and in y) of this program's tile."""
+        COLUMNS: tl.constexpr = (C + BLOCK - 1) // BLOCK
+        programs = tl.cdiv(chunks, WARPS)
+        n = (tl.program_id(0) // COLUMNS // programs).to(tl.int64)
+        chunk = tl.program_id(0) // COLUMNS % programs * WARPS + along_warps(WARPS)
+        c = tl.program_id(0) % COLUMNS * BLOCK + along_block(BLOCK)
+        position = along_steps(STEPS) * LANES + along_lanes(LANES)
+        first = n * HW + chunk.to(tl.int64) * rows
+        x_offsets = first * HEAD + (position * HEAD + c)
+        tail_offsets = x_offsets
+        if has_tail:
+            tail_offsets = first * (C - HEAD) + (position * (C - HEAD) + c - HEAD)
+        return n, chunk, c, position, x_offsets, tail_offsets, first * C + (position * C + c)
+
+    @triton.jit
+    def positions_of_channels(
+        HW, rows, chunks, C: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr
+    ):  # fmt: skip
+        """Channels-first: the same."""
+        COLUMNS: tl.constexpr = (C + WARPS - 1) // WARPS
+        n = (tl.program_id(0) // COLUMNS // chunks).to(tl.int64)
+        chunk = tl.program_id(0) // COLUMNS % chunks + tl.zeros((1, 1, 1, 1), tl.int32)
+        c = tl.program_id(0) % COLUMNS * WARPS + along_warps(WARPS)
+        position = along_steps(STEPS) * BLOCK + along_block(BLOCK)
+        x_offsets = (n * C + c) * HW + chunk.to(tl.int64) * rows + position
+        return n, chunk, c, position, x_offsets, x_offsets, x_offsets
+
+    @triton.jit
+    def tile_mean(total, count, TILE: tl.constexpr, WHOLE: tl.constexpr):
+        """Mean of a chunk's first tile, of ``TILE`` values or all ``count`` of the chunk, from their sum.
+
+        16-bit values that are all equal have themselves for a mean: fp32 holds their sum exactly, and the quotient is exact too.
+        A whole tile is a power of 2. Else the remainder corrects the quotient, which Triton's own division has wrong by two units
+        in the last place; in a whole tile that would cost registers, and 5 % of the time of large tensors.
+        """
+        if WHOLE:
+            mean = total * (1 / TILE)
+        else:
+            in_tile = tl.maximum(tl.minimum(count, TILE), 1).to(tl.float32)
+            share = 1 / in_tile
+            mean = total * share
+            mean = tl.fma(tl.fma(mean, -in_tile, total), share, mean)
+        return mean
+
+    @triton.jit
+    def _deviations(x, mean, mask):
+        """Sums over the steps of x - mean and of its squares."""
+        d = _masked(x - mean, mask)
+        return tl.sum(d, STEP_AXIS, keep_dims=True), tl.sum(d * d, STEP_AXIS, keep_dims=True)
+
+    @triton.jit
+    def _corrected(mean, m2, s1, count):
+        """Mean and M2 of ``count`` values, from M2 around what was taken for their mean and the sum of deviations from it."""
+        total = tl.maximum(count, 1).to(tl.float32)
+        delta = s1 / total
+        return mean + delta, tl.maximum(m2 - delta * delta * total, 0.0)
+
+    @triton.jit(do_not_specialize=["HW", "rows", "chunks", "plane", "scale"])
+    def _statistics_kernel(
+        x_ptr, residual_ptr, bias_ptr, tail_ptr, y_ptr, statistics_ptr, HW, rows, chunks, plane, scale,
+        C: tl.constexpr, HEAD: tl.constexpr, CHANNELS_LAST: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr, LOOP: tl.constexpr,
+        EXACT: tl.constexpr, HW_FACTOR: tl.constexpr, PDL: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr,
+        STEPS: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        """x (N, HW, C) or (N, C, HW) -> y, and mean and M2 of each channel and chunk; each of the two only if there is a place for it.
+
+        ``HEAD``: channels of x, ``C``: of x and tail together.
+        """
+        TILE: tl.constexpr = (LANES if CHANNELS_LAST else BLOCK) * STEPS
+        REDUCED: tl.constexpr = LANE_AXIS if CHANNELS_LAST else 3
+        STRIDE: tl.constexpr = HEAD if CHANNELS_LAST else 1
+        OUT_STRIDE: tl.constexpr = C if CHANNELS_LAST else 1
+        if CHANNELS_LAST:
+            n, chunk, c, position, x_offsets, tail_offsets, y_offsets = rows_of_channels(
+                HW, rows, chunks, tail_ptr is not None, C, HEAD, LANES, WARPS, STEPS, BLOCK
+            )
+        else:
+            HW, rows = multiple_of(HW, HW_FACTOR), multiple_of(rows, HW_FACTOR)
+            n, chunk, c, position, x_offsets, tail_offsets, y_offsets = positions_of_channels(
+                HW, rows, chunks, C, WARPS, STEPS, BLOCK
+            )
+        count = tl.maximum(tl.minimum(rows, HW - chunk.to(tl.int64) * rows), 0).to(tl.int32)
+        bias = 0.0
+        if PDL:
+            # Whatever follows may start once every program is past the wait: x is then complete, and may be read ahead.
+            gdc_wait()
+            gdc_launch_dependents()
+        if bias_ptr is not None:
+            bias = tl.load(bias_ptr + c, mask=c < C, other=0.0).to(tl.float32)
+        mask = None
+        if not EVEN:
+            mask = (position < count) & (c < C)
+        x = _tile(
+            x_ptr, residual_ptr, bias_ptr, tail_ptr, y_ptr, bias, scale, x_offsets, tail_offsets, y_offsets, c, mask, HEAD,
+        )  # fmt: skip
+        if statistics_ptr is not None:
+            total = tl.sum(tl.sum(x, STEP_AXIS, keep_dims=True), REDUCED, keep_dims=True)
+            mean = tile_mean(total, count, TILE, WHOLE)
+            s1, s2 = _deviations(x, mean, mask)
+        if LOOP:
+            for start in range(TILE, rows, TILE):
+                if not EVEN:
+                    mask = (start + position < count) & (c < C)
+                x = _tile(
+                    x_ptr, residual_ptr, bias_ptr, tail_ptr, y_ptr, bias, scale, x_offsets + start * STRIDE,
+                    tail_offsets + start * (C - HEAD), y_offsets + start * OUT_STRIDE, c, mask, HEAD,
+                )  # fmt: skip
+                if statistics_ptr is not None:
+                    d1, d2 = _deviations(x, mean, mask)
+                    s1 += d1
+                    s2 += d2
+        if statistics_ptr is not None:
+            m2 = tl.sum(s2, REDUCED, keep_dims=True)
+            if LOOP or EXACT:
+                # The first mean is off by its rounding, or by what the other tiles say.
+                mean, m2 = _corrected(mean, m2, tl.sum(s1, REDUCED, keep_dims=True), count)
+            # Partials stay apart by warp: sums over the warps of a program cost more here than merging more chunks does later.
+            out = statistics_ptr + (n * chunks + chunk) * C + c
+            mask = (chunk < chunks) & (c < C)
+            tl.store(out, mean, mask=mask)
+            tl.store(out + plane, m2, mask=mask)
+
+
+class StatisticsLaunch:
+    """The launch of ``_statistics_kernel`` for one combination of sizes, dtypes and device.
+
+    Args:
+        x: dense (N, C, *spatial) tensor, the first of two if ``tail`` channels follow.
+        channels_last: its layout; must be true with ``tail``.
+        tail: channels of the second tensor of a concatenation.
+        producer: the kernel writes the tensor whose statistics it takes.
+        scale: factor of a sum.
+
+    ``shape`` is that of the statistics, ``chunks`` their P.
+    """
+
+    __slots__ = ("_launch", "chunks", "shape")
+
+    def __init__(
+        self, x: Tensor, channels_last: bool, *, tail: int = 0, producer: bool = False, scale: float = 1.0
+    ) -> None:
+        N, head = x.shape[:2]
+        HW, C = math.prod(x.shape[2:]), head + tail
+        config = statistics_config(N, C, HW, channels_last, num_sms(x.device), kind="write" if producer else "read")
+        self.chunks = config.chunks
+        self.shape = (2, N, config.chunks, C)
+        pdl = has_programmatic_launch(x.device)
+        constants: dict[str, Any] = {
+            "C": C, "HEAD": head, "CHANNELS_LAST": channels_last, "EVEN": not tail and is_even(config, C, HW, channels_last),
+            "WHOLE": has_whole_tiles(config, HW), "LOOP": config.rows > config.tile_rows, "EXACT": x.dtype == torch.float32,
+            "HW_FACTOR": row_factor(channels_last, HW, config.rows), "PDL": pdl, "LANES": config.lanes,
+            "WARPS": config.num_warps, "STEPS": config.steps, "BLOCK": config.block,
+        }  # fmt: skip
+        if channels_last:
+            programs = N * ceil_div(C, config.block) * ceil_div(config.chunks, config.num_warps)
+        else:
+            programs = N * ceil_div(C, config.num_warps) * config.chunks
+        numbers = (HW, config.rows, config.chunks, N * config.chunks * C, scale)
+        self._launch = Launch(_statistics_kernel, programs, numbers, constants, config.num_warps, pdl=pdl)
+
+    def on_stream(self, stream: int, x: Tensor, statistics: Tensor) -> None:
+        """Statistics of ``x`` alone, on ``current_stream`` of the current device, which must be that of x."""
+        self._launch(stream, x, None, None, None, None, statistics)
+
+    def __call__(
+        self,
+        x: Tensor,
+        statistics: Tensor | None,
+        *,
+        residual: Tensor | None = None,
+        bias: Tensor | None = None,
+        tail: Tensor | None = None,
+        y: Tensor | None = None,
+    ) -> None:
+        self._launch.run(x, residual, bias, tail, y, statistics)
+
+
+def has_whole_tiles(config: StatisticsConfig, HW: int) -> bool:
+    """True if every chunk has the same number of rows, and its tiles have all of theirs."""
+    return HW % config.rows == 0 and config.rows % config.tile_rows == 0
+
+
+def is_even(config: StatisticsConfig, C: int, HW: int, channels_last: bool) -> bool:
+    """True if no element of any tile is masked."""
+    whole = has_whole_tiles(config, HW)
+    if channels_last:
+        return whole and C % config.block == 0 and config.chunks % config.num_warps == 0
+    return whole and C % config.num_warps == 0

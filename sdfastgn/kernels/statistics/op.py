@@ -1,0 +1,343 @@
+"""Statistics from the producer: ops that write GroupNorm's input and hand out its statistics, which the write had in registers.
+
+Statistics of x (N, C, *spatial) are fp32 (2, N, P, C): the mean and the sum of squared deviations (M2) of each channel over P chunks of
+``ceil(HW / P)`` positions each, HW being the product of the spatial sizes; the last chunks may be shorter or empty. They serve any
+number of groups: ``sdfastgn.group_norm(x, ..., statistics=statistics)`` then reads x once instead of twice.
+
+The ops are ``sdfastgn::channel_statistics``, ``sdfastgn::add_with_statistics`` and ``sdfastgn::cat_with_statistics``.
+
+Source: the idea of partial statistics in a producer's epilogue is that of fused batch normalisation (Jung et al., "Restructuring batch
+normalization to accelerate CNN training", 2019); the formulas are those of ``statistics/kernels.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sdfastgn.kernels.common.checks import as_float, check_device, check_floating
+from sdfastgn.kernels.common.dispatch import is_plain_inference, is_transformed, needs_op, runs_in_triton
+from sdfastgn.kernels.common.launch import num_sms, remember
+from sdfastgn.kernels.common.layout import dense, dense_is_channels_last, empty_dense_like, is_channels_last, like_dense
+from sdfastgn.kernels.common.sizes import ceil_div
+from sdfastgn.kernels.statistics.config import statistics_config
+from sdfastgn.kernels.statistics.kernels import StatisticsLaunch
+
+__all__ = ["add_with_statistics", "cat_with_statistics", "channel_statistics", "reference_channel_statistics"]
+
+
+def reference_channel_statistics(x: Tensor, chunks: int) -> Tensor:
+    """Statistics of ``x`` over ``chunks`` chunks in plain PyTorch, in fp64 for fp64 input: fallback and truth of the tests."""
+    N, C = x.shape[:2]
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    u = x.to(dtype).reshape(N, C, -1)
+    rows = ceil_div(u.shape[2], chunks)
+    u = torch.nn.functional.pad(u, (0, rows * chunks - u.shape[2])).view(N, C, chunks, rows)
+    inside = (torch.arange(rows * chunks, device=x.device) < math.prod(x.shape[2:])).view(chunks, rows)
+    count = inside.sum(1)
+    mean = u.sum(3) / count.clamp(min=1)
+    m2 = torch.where(inside, u - mean[..., None], 0).square().sum(3)
+    return torch.stack((mean, m2)).transpose(2, 3).contiguous()
+
+
+def _chunks(x: Tensor, *, producer: bool = False) -> int:
+    """P of the statistics of ``x``, of those that come with it if ``producer``."""
+    N, C, HW = int(x.shape[0]), int(x.shape[1]), int(math.prod(x.shape[2:]))
+    if N * C * HW == 0:
+        return 1
+    return statistics_config(
+        N, C, HW, dense_is_channels_last(x), num_sms(x.device), kind="write" if producer else "read"
+    ).chunks
+
+
+def _statistics_of(x: Tensor) -> Tensor:
+    if runs_in_triton(x) and x.numel() > 0:
+        return statistics_kernel(dense(x))
+    return _reference_statistics(x, _chunks(x))
+
+
+def _reference_statistics(x: Tensor, chunks: int) -> Tensor:
+    if x.numel() == 0:
+        return torch.zeros((2, x.shape[0], chunks, x.shape[1]), dtype=torch.float32, device=x.device)
+    return reference_channel_statistics(x, chunks).float()
+
+
+# By everything that a launch depends on but the data.
+_launches: dict[tuple[Any, ...], StatisticsLaunch] = {}
+
+
+def statistics_kernel(x: Tensor) -> Tensor:
+    """``channel_statistics`` in Triton, on a dense tensor that is not empty."""
+    key = ("read", x.shape, x.stride(), x.dtype, x.device)
+    launch = _launches.get(key) or remember(_launches, key, StatisticsLaunch(x, is_channels_last(x)))
+    statistics = torch.empty(launch.shape, dtype=torch.float32, device=x.device)
+    launch(x, statistics)
+    return statistics
+
+
+def add_kernel(
+    x: Tensor,
+    residual: Tensor | None,
+    bias: Tensor | None,
+    scale: float,
+    *,
+    emits: bool = True,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Any]:
+    """``add_with_statistics`` in Triton, on valid arguments that are not empty.
+
+    Args:
+        residual: may be None here, for a bias alone.
+        emits: the statistics are wanted; else None is returned for them, and the kernel does not compute them.
+        out: where the sum goes, instead of new memory: dense with the strides of x, or x itself.
+    """
+    strides = (None if residual is None else residual.stride(), None if bias is None else (bias.dtype, bias.stride()))
+    key = ("add", x.shape, x.stride(), x.dtype, x.device, scale, emits, strides)
+    launch = _launches.get(key)
+    if launch is None:
+        whole = dense(x)
+        if residual is not None and residual.stride() != whole.stride():
+            residual = torch.empty_like(whole).copy_(residual)
+        if whole is not x or (residual is not None and residual.stride() != strides[0]) or not _is_vector(bias):
+            bias = None if bias is None else bias.contiguous()
+            return add_kernel(whole, residual, bias, scale, emits=emits, out=out)
+        launch = remember(_launches, key, StatisticsLaunch(x, is_channels_last(x), producer=True, scale=scale))
+    y = torch.empty_like(x) if out is None else out
+    statistics = torch.empty(launch.shape, dtype=torch.float32, device=x.device) if emits else None
+    launch(x, statistics, residual=residual, bias=bias, y=y)
+    return y, statistics
+
+
+def _is_vector(bias: Tensor | None) -> bool:
+    return bias is None or bias.is_contiguous()
+
+
+def cat_kernel(a: Tensor, b: Tensor, *, emits: bool = True) -> tuple[Tensor, Any]:
+    """``cat_with_statistics`` in Triton, on valid channels-last arguments that are not empty. ``emits`` as in ``add_kernel``."""
+    key = ("cat", a.shape, b.shape, a.dtype, a.device, emits)
+    launch = _launches.get(key) or remember(_launches, key, StatisticsLaunch(a, True, tail=b.shape[1], producer=True))
+    N, channels, spatial = a.shape[0], a.shape[1] + b.shape[1], a.shape[2:]
+    y = a.new_empty((N, *spatial, channels)).movedim(-1, 1)
+    statistics = torch.empty(launch.shape, dtype=torch.float32, device=a.device) if emits else None
+    launch(a, statistics, tail=b, y=y)
+    return y, statistics
+
+
+# --- ops ----------------------------------------------------------------------------------------------------------------------
+
+_LIBRARY = torch.library.Library("sdfastgn", "FRAGMENT")
+_LIBRARY.define("channel_statistics(Tensor x) -> Tensor")
+_LIBRARY.define("add_with_statistics(Tensor x, Tensor residual, Tensor? bias, float scale) -> (Tensor, Tensor)")
+_LIBRARY.define("cat_with_statistics(Tensor a, Tensor b) -> (Tensor, Tensor)")
+
+
+def _add_impl(x: Tensor, residual: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    if runs_in_triton(x) and x.numel() > 0:
+        return add_kernel(x, residual, bias, scale)
+    return _plain_add(x, residual, bias, scale)
+
+
+def _plain_add(x: Tensor, residual: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    total = x.to(dtype) + residual
+    if bias is not None:
+        total = total + bias.to(dtype).view(-1, *[1] * (x.dim() - 2))
+    y = like_dense((total if scale == 1 else total * scale).to(x.dtype), x)
+    return y, _reference_statistics(y.detach(), _chunks(y, producer=True))
+
+
+def _cat_impl(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    if _in_one_pass(a, b) and runs_in_triton(a):
+        return cat_kernel(a, b)
+    return _plain_cat(a, b)
+
+
+def _plain_cat(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    y = torch.cat((a, b), dim=1)
+    y = y.movedim(1, -1).contiguous().movedim(-1, 1) if is_channels_last(a) else y.contiguous()
+    if _in_one_pass(a, b):
+        return y, _reference_statistics(y.detach(), _chunks(y, producer=True))
+    return y, _statistics_of(y.detach())
+
+
+def _in_one_pass(a: Tensor, b: Tensor) -> bool:
+    return a.numel() > 0 and b.numel() > 0 and is_channels_last(a) and is_channels_last(b)
+
+
+def _empty_cat(a: Tensor, b: Tensor) -> Tensor:
+    """Uninitialised, with the shape of cat((a, b), 1) and the layout of ``a``."""
+    N, channels, spatial = a.shape[0], a.shape[1] + b.shape[1], a.shape[2:]
+    if is_channels_last(a):
+        return a.new_empty((N, *spatial, channels)).movedim(-1, 1)
+    return a.new_empty((N, channels, *spatial))
+
+
+def _fake_statistics(x: Tensor, *, producer: bool = False) -> Tensor:
+    return x.new_empty((2, x.shape[0], _chunks(x, producer=producer), x.shape[1]), dtype=torch.float32)
+
+
+def _add_fake(x: Tensor, residual: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    return empty_dense_like(x, x.dtype), _fake_statistics(x, producer=True)
+
+
+def _cat_fake(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    y = _empty_cat(a, b)
+    return y, _fake_statistics(y, producer=_in_one_pass(a, b))
+
+
+def _add_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    _, _, bias, ctx.scale = inputs
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.mark_non_differentiable(output[1])
+
+
+def _add_backward(ctx: Any, dy: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    dx = dy * ctx.scale
+    dbias = None
+    if ctx.needs_input_grad[2]:
+        wide = torch.promote_types(dy.dtype, torch.float32)
+        dbias = (dy.sum([0, *range(2, dy.dim())], dtype=wide) * ctx.scale).to(ctx.bias_dtype)
+    return dx, dx, dbias, None
+
+
+def _cat_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.channels = [t.shape[1] for t in inputs]
+    ctx.mark_non_differentiable(output[1])
+
+
+def _cat_backward(ctx: Any, dy: Tensor, _: Any) -> tuple[Tensor, ...]:
+    return dy.split(ctx.channels, dim=1)
+
+
+for _key in ("CPU", "CUDA"):
+    _LIBRARY.impl("channel_statistics", _statistics_of, _key)
+    _LIBRARY.impl("add_with_statistics", _add_impl, _key)
+    _LIBRARY.impl("cat_with_statistics", _cat_impl, _key)
+torch.library.register_fake("sdfastgn::channel_statistics", _fake_statistics, lib=_LIBRARY)
+torch.library.register_fake("sdfastgn::add_with_statistics", _add_fake, lib=_LIBRARY)
+torch.library.register_fake("sdfastgn::cat_with_statistics", _cat_fake, lib=_LIBRARY)
+torch.library.register_autograd("sdfastgn::add_with_statistics", _add_backward, setup_context=_add_setup, lib=_LIBRARY)
+torch.library.register_autograd("sdfastgn::cat_with_statistics", _cat_backward, setup_context=_cat_setup, lib=_LIBRARY)
+
+
+# --- public functions -----------------------------------------------------------------------------------------------------------
+
+
+def channel_statistics(x: Tensor) -> Tensor:
+    """Statistics of ``x`` for ``sdfastgn.group_norm(x, ..., statistics=...)``.
+
+    Args:
+        x: (N, C, *spatial), at least rank 3.
+
+    Returns:
+        (2, N, P, C) fp32: mean and M2 of each channel over P chunks of ceil(HW / P) positions; P follows from the sizes and the GPU.
+
+    Dtypes: x fp16, bf16, fp32 or fp64. Layout: any; channels-last and channels-first are read where they lie.
+    Grad: none. The backward of ``group_norm`` goes through x whole.
+    Raises:
+        TypeError: x is not a dense tensor of one of these dtypes.
+        ValueError: x has rank 2 or less.
+        NotImplementedError: within torch.func transforms or forward-mode AD.
+
+    Source: Chan, Golub and LeVeque, 1979.
+    """
+    _check_input("sdfastgn.channel_statistics", "x", x)
+    if is_plain_inference(x, ()):
+        return _statistics_of(x)
+    _refuse_transforms("sdfastgn.channel_statistics")
+    if not needs_op(x):
+        return _statistics_of(x.detach())
+    return torch.ops.sdfastgn.channel_statistics(x.detach())
+
+
+def add_with_statistics(
+    x: Tensor, residual: Tensor, bias: Tensor | None = None, *, scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """(x + residual + bias) * scale and its statistics, in one pass: what ends a ResNet block, and feeds the next GroupNorm.
+
+    Args:
+        x: (N, C, *spatial), at least rank 3.
+        residual: shape, dtype and device of x.
+        bias: (C,) or None, fp16, bf16, fp32 or fp64: a convolution's bias, left to the next kernel.
+        scale: factor of the sum, diffusers' 1 / output_scale_factor.
+
+    Returns:
+        The sum, with the strides of x if x is without gaps, rounded once from fp32; and (2, N, P, C) fp32 as
+        ``channel_statistics`` gives for it.
+
+    Grad: of x, residual and bias; the statistics carry none.
+    Raises:
+        TypeError: a tensor is not dense or none of these dtypes; the dtypes of x and residual differ;
+            scale is no number.
+        ValueError: a shape or a device does not fit, or x has rank 2 or less.
+        NotImplementedError: within torch.func transforms or forward-mode AD.
+    """
+    name = "sdfastgn.add_with_statistics"
+    _check_input(name, "x", x)
+    _check_like(name, x, "residual", residual, tuple(x.shape))
+    if bias is not None:
+        check_floating(name, "bias", bias)
+        if tuple(bias.shape) != (x.shape[1],) or bias.device != x.device:
+            raise ValueError(
+                f"{name}: bias must be ({x.shape[1]},) on {x.device}, got {tuple(bias.shape)} on {bias.device}"
+            )
+    scale = as_float(name, "scale", scale)
+    if is_plain_inference(x, (residual, bias)):
+        return _add_impl(x, residual, bias, scale)
+    _refuse_transforms(name)
+    if not needs_op(x):
+        return _plain_add(x, residual, bias, scale)
+    return torch.ops.sdfastgn.add_with_statistics(x, residual, bias, scale)
+
+
+def cat_with_statistics(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """torch.cat((a, b), dim=1) and its statistics, in one pass: what joins the skip connection of an up block.
+
+    Args:
+        a: (N, Ca, *spatial), at least rank 3.
+        b: (N, Cb, *spatial), dtype and device of a.
+
+    Returns:
+        (N, Ca + Cb, *spatial) in the layout of a; and (2, N, P, Ca + Cb) fp32 as ``channel_statistics`` gives for it.
+
+    Layout: one pass if both are channels-last; else torch.cat and a pass for the statistics.
+    Grad: of a and b; the statistics carry none.
+    Raises:
+        TypeError: a tensor is not dense, or none of these dtypes, or the dtypes differ.
+        ValueError: a shape or a device does not fit, or a has rank 2 or less.
+        NotImplementedError: within torch.func transforms or forward-mode AD.
+    """
+    name = "sdfastgn.cat_with_statistics"
+    _check_input(name, "a", a)
+    _check_input(name, "b", b)
+    _check_like(name, a, "b", b, (a.shape[0], b.shape[1], *a.shape[2:]))
+    if is_plain_inference(a, (b,)):
+        return _cat_impl(a, b)
+    _refuse_transforms(name)
+    if not needs_op(a):
+        return _plain_cat(a, b)
+    return torch.ops.sdfastgn.cat_with_statistics(a, b)
+
+
+def _refuse_transforms(name: str) -> None:
+    # PyTorch would drop the tangents of forward-mode AD without a word.
+    if not torch.compiler.is_compiling() and is_transformed():
+        raise NotImplementedError(f"{name}: torch.func transforms and forward-mode AD are not supported")
+
+
+def _check_input(name: str, label: str, t: Any) -> None:
+    check_floating(name, label, t)
+    if t.dim() < 3:
+        raise ValueError(f"{name}: {label} must be (N, C, *spatial), got shape {tuple(t.shape)}")
+
+
+def _check_like(name: str, x: Tensor, label: str, t: Any, shape: tuple[int, ...]) -> None:
+    _check_input(name, label, t)
+    if tuple(t.shape) != shape:
+        raise ValueError(f"{name}: {label} must have shape {shape}, got {tuple(t.shape)}")
+    if t.dtype != x.dtype:
+        raise TypeError(f"{name}: {label} must have the dtype {x.dtype}, got {t.dtype}")
+    check_device(name, label, t, x, "the first tensor")

@@ -1,0 +1,240 @@
+"""A 3 x 3 convolution of an image upsampled by two, at low resolution: the op ``sdfastgn::upsample_conv2d``, also with statistics.
+
+Formula: y = conv2d(upsample_nearest_2x(x), weight, bias, padding=1). Row i of y sees rows i - 1, i and i + 1 of the upsampled image,
+which are two rows of x: with i = 2h + a and w the rows of the weight,
+
+    a = 0:  w0 x[h - 1] + (w1 + w2) x[h],        a = 1:  (w0 + w1) x[h] + w2 x[h + 1],
+
+and columns alike. So pixels of each of four phases (a, b) are a 2 x 2 convolution of x: 4/9 of the multiplications, and no upsampled
+image. All four run as one convolution with padding 1, t (N, 4 C_out, H + 1, W + 1), whose phases a kernel then interleaves while it adds
+the bias: y[n, c, 2h + a, 2w + b] = t[n, (2a + b) C_out + c, h + a, w + b] + bias[c]. The weights of the phases are made at each call: they
+are stored nowhere, so that they are never stale. Where that costs more than it saves (``phases_pay``), and everywhere but on
+channels-last images on a GPU, the image is upsampled and convolved.
+
+Numerics: sums of weights in fp32, rounded once to the weight's dtype, which is one rounding more than stock has; t is rounded where a
+convolution's result before its bias is; the bias is added in fp32.
+
+Source: Shi et al., "Is the deconvolution layer the same as a convolutional layer?", 2016, for resizing as convolutions of phases.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Literal, overload
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sdfastgn.kernels.common.checks import check_device, check_floating
+from sdfastgn.kernels.common.dispatch import is_plain_inference, needs_op, runs_in_triton
+from sdfastgn.kernels.common.layout import dense, dense_is_channels_last, is_channels_last
+from sdfastgn.kernels.statistics.op import channel_statistics
+from sdfastgn.kernels.upsample.config import phases_pay
+from sdfastgn.kernels.upsample.conv_kernels import launch_interleave, launch_phase_weights, statistics_chunks
+from sdfastgn.kernels.upsample.nearest import empty_image, reference_upsample_nearest_2x, upsample_nearest_2x
+
+__all__ = [
+    "convolve_phases",
+    "reference_phase_weights",
+    "reference_upsample_conv2d",
+    "runs_in_phases",
+    "upsample_conv2d",
+]
+
+
+def reference_upsample_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The same function in plain PyTorch, at high resolution: fallback without a GPU and truth of the tests (in fp64)."""
+    y = F.conv2d(reference_upsample_nearest_2x(x), weight, bias, padding=1)
+    return y.movedim(1, -1).contiguous().movedim(-1, 1) if dense_is_channels_last(x) else y.contiguous()
+
+
+def reference_phase_weights(weight: Tensor) -> Tensor:
+    """(C_out, C_in, 3, 3) -> (4 C_out, C_in, 2, 2) in plain PyTorch, summed in fp32 (fp64 for fp64): truth of the tests."""
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    taps = torch.tensor([[[1, 0, 0], [0, 1, 1]], [[1, 1, 0], [0, 0, 1]]], dtype=wide, device=weight.device)
+    found = torch.einsum("ari,bsj,ocij->abocrs", taps, taps, weight.to(wide))
+    return found.reshape(-1, weight.shape[1], 2, 2).to(weight.dtype)
+
+
+def runs_in_phases(x: Tensor, weight: Tensor) -> bool:
+    """True if ``upsample_conv2d`` of these convolves at low resolution."""
+    N, C, H, W = x.shape
+    return (
+        runs_in_triton(x)
+        and x.numel() > 0
+        and dense_is_channels_last(x)
+        and phases_pay(N, C, weight.shape[0], H, W, x.itemsize)
+    )
+
+
+# --- ops ----------------------------------------------------------------------------------------------------------------------
+
+_LIBRARY = torch.library.Library("sdfastgn", "FRAGMENT")
+_LIBRARY.define("upsample_conv2d(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+_LIBRARY.define("upsample_conv2d_with_statistics(Tensor x, Tensor weight, Tensor? bias) -> (Tensor, Tensor)")
+
+
+def _conv2d(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    # Operands have the dtype that they shall be convolved in; what autocast would make of them, no one has been told.
+    autocasts = torch.is_autocast_enabled(x.device.type)
+    with torch.autocast(x.device.type, enabled=False) if autocasts else contextlib.nullcontext():
+        return F.conv2d(x, weight, bias, padding=1)
+
+
+def convolve_phases(x: Tensor, weight: Tensor, bias: Tensor | None, *, with_statistics: bool) -> tuple[Tensor, Any]:
+    """(y, statistics or None) at low resolution, whatever the sizes; x is channels-last and not empty."""
+    C_out, C_in = weight.shape[:2]
+    phases = weight.new_empty((4 * C_out, 2, 2, C_in)).movedim(-1, 1)
+    launch_phase_weights(dense(weight), phases)
+    t = _conv2d(dense(x), phases, None)
+    if not is_channels_last(t):  # where one channel or pixel makes it ambiguous
+        t = t.contiguous(memory_format=torch.channels_last)
+    y = _conv_fake(x, weight, bias)
+    statistics = _empty_statistics(y) if with_statistics else None
+    launch_interleave(t, None if bias is None else bias.contiguous(), y, statistics)
+    return y, statistics
+
+
+def _at_high_resolution(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    y = _conv2d(upsample_nearest_2x(x), weight, bias)
+    as_promised = is_channels_last(y) if dense_is_channels_last(x) else y.is_contiguous()
+    return y if as_promised else _conv_fake(x, weight, bias).copy_(y)
+
+
+def _conv_fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return empty_image(x, weight.shape[0], 2 * x.shape[2], 2 * x.shape[3])
+
+
+def _empty_statistics(y: Tensor) -> Tensor:
+    return y.new_empty((2, y.shape[0], statistics_chunks(y), y.shape[1]), dtype=torch.float32)
+
+
+def _conv_impl(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if runs_in_phases(x, weight):
+        return convolve_phases(x, weight, bias, with_statistics=False)[0]
+    return _at_high_resolution(x, weight, bias)
+
+
+def _statistics_impl(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    if runs_in_phases(x, weight):
+        return convolve_phases(x, weight, bias, with_statistics=True)
+    y = _at_high_resolution(x, weight, bias)
+    return y, channel_statistics(y)
+
+
+def _statistics_fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    y = _conv_fake(x, weight, bias)
+    return y, _empty_statistics(y) if runs_in_phases(x, weight) else channel_statistics(y)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    x, weight, bias = inputs
+    ctx.has_bias = bias is not None
+    ctx.save_for_backward(x, weight)
+    if isinstance(output, tuple):
+        ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    x, weight = ctx.saved_tensors
+    wanted = list(ctx.needs_input_grad)
+    # Between forward and backward the image waits at its low resolution.
+    dx, dweight, dbias = torch.ops.aten.convolution_backward(
+        dy, torch.ops.sdfastgn.upsample_nearest_2x(x), weight, [weight.shape[0]] if ctx.has_bias else None,
+        [1, 1], [1, 1], [1, 1], False, [0, 0], 1, wanted,
+    )  # fmt: skip
+    return torch.ops.sdfastgn.upsample_nearest_2x_backward(dx) if wanted[0] else None, dweight, dbias
+
+
+for _key in ("CPU", "CUDA"):
+    _LIBRARY.impl("upsample_conv2d", _conv_impl, _key)
+    _LIBRARY.impl("upsample_conv2d_with_statistics", _statistics_impl, _key)
+torch.library.register_fake("sdfastgn::upsample_conv2d", _conv_fake, lib=_LIBRARY)
+torch.library.register_fake("sdfastgn::upsample_conv2d_with_statistics", _statistics_fake, lib=_LIBRARY)
+torch.library.register_autograd("sdfastgn::upsample_conv2d", _backward, setup_context=_setup, lib=_LIBRARY)
+torch.library.register_autograd(
+    "sdfastgn::upsample_conv2d_with_statistics", _backward, setup_context=_setup, lib=_LIBRARY
+)
+
+
+# --- the public function --------------------------------------------------------------------------------------------------------
+
+
+@overload
+def upsample_conv2d(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, with_statistics: Literal[False] = False
+) -> Tensor: ...
+
+
+@overload
+def upsample_conv2d(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, with_statistics: Literal[True]
+) -> tuple[Tensor, Tensor]: ...
+
+
+def upsample_conv2d(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, with_statistics: bool = False
+) -> Tensor | tuple[Tensor, Tensor]:
+    """A 3 x 3 convolution of the image upsampled by two, with 4/9 of the multiplications where that is faster.
+
+    Args:
+        x: (N, C_in, H, W).
+        weight: (C_out, C_in, 3, 3), with the dtype and on the device of x.
+        bias: (C_out,) or None, likewise.
+        with_statistics: return those of the result too, for ``sdfastgn.group_norm(y, ..., statistics=...)``.
+
+    Returns:
+        conv2d(interpolate(x, scale_factor=2, mode="nearest"), weight, bias, padding=1); with ``with_statistics`` also (2, N, P, C_out)
+        fp32 as ``sdfastgn.channel_statistics`` gives for it, in the same pass where the convolution runs at low resolution.
+
+    Shapes: the output is (N, C_out, 2H, 2W).
+    Dtypes: fp16, bf16, fp32 or fp64, the same for all; under autocast all are cast to autocast's first, as conv2d's are.
+    Layout: the output is channels-last if x is, which is what can run at low resolution, and channels-first otherwise.
+    Grad: with respect to x, weight and bias, any number of times; the statistics carry none. Within the transforms of torch.func and
+        forward-mode AD it runs in plain PyTorch.
+    Raises:
+        TypeError: a tensor is not dense, or none of these dtypes, or the dtypes differ.
+        ValueError: a shape or a device does not fit.
+        NotImplementedError: statistics within torch.func transforms or forward-mode AD.
+
+    Source: Shi et al., 2016; torch.nn.functional.conv2d and interpolate for the interface.
+    """
+    _check(x, weight, bias)
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weight = x.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    _check_dtypes(x, weight, bias)
+    if is_plain_inference(x, (weight, bias)):
+        return (_statistics_impl if with_statistics else _conv_impl)(x, weight, bias)
+    if not needs_op(x):
+        y = reference_upsample_conv2d(x, weight, bias)
+        return (y, channel_statistics(y)) if with_statistics else y
+    if with_statistics:
+        return torch.ops.sdfastgn.upsample_conv2d_with_statistics(x, weight, bias)
+    return torch.ops.sdfastgn.upsample_conv2d(x, weight, bias)
+
+
+_NAME = "sdfastgn.upsample_conv2d"
+
+
+def _check(x: Any, weight: Any, bias: Any) -> None:
+    for label, t in (("x", x), ("weight", weight), ("bias", bias)):
+        if t is not None or label != "bias":
+            check_floating(_NAME, label, t)
+    if x.dim() != 4:
+        raise ValueError(f"{_NAME}: x must be (N, C_in, H, W), got shape {tuple(x.shape)}")
+    if weight.dim() != 4 or weight.shape[1:] != (x.shape[1], 3, 3):
+        raise ValueError(f"{_NAME}: weight must be (C_out, {x.shape[1]}, 3, 3), got shape {tuple(weight.shape)}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"{_NAME}: bias must be ({weight.shape[0]},), got shape {tuple(bias.shape)}")
+    for label, t in (("weight", weight), ("bias", bias)):
+        if t is not None:
+            check_device(_NAME, label, t, x)
+
+
+def _check_dtypes(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    for label, t in (("weight", weight), ("bias", bias)):
+        if t is not None and t.dtype != x.dtype:
+            raise TypeError(f"{_NAME}: {label} must have the dtype of x, {x.dtype}, got {t.dtype}")

@@ -1,0 +1,234 @@
+"""Triton kernels around a convolution of an upsampled image at low resolution, and their launchers. The op is in ``upsample/conv.py``.
+
+``_phase_weights_kernel`` makes the weights (4 C_out, 2, 2, C_in) of the four phases out of (C_out, 3, 3, C_in). The convolution leaves
+t (N, H + 1, W + 1, 4 C_out); the interleave kernels take pixel (i, j) of y (N, 2H, 2W, C_out) from phase (i % 2, j % 2) of t at
+((i + 1) // 2, (j + 1) // 2), add the bias, and one of them takes statistics of y, per channel and chunk, on the way
+(``statistics/kernels.py``).
+
+Numerics: sums in fp32, in a fixed order, rounded once at each store. Offsets that can pass 2^31 are int64.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from sdfastgn.kernels.common.launch import Launch, has_programmatic_launch, num_sms, remember
+from sdfastgn.kernels.common.layout import is_channels_last
+from sdfastgn.kernels.common.sizes import ceil_div
+from sdfastgn.kernels.common.tiles import triton
+from sdfastgn.kernels.statistics.config import statistics_config
+from sdfastgn.kernels.statistics.kernels import is_even
+from sdfastgn.kernels.upsample.config import tile_config, weights_config
+
+if triton is not None:
+    import triton.language as tl
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+    from sdfastgn.kernels.common.tiles import LANE_AXIS, STEP_AXIS
+    from sdfastgn.kernels.statistics.kernels import rows_of_channels, tile_mean
+    from sdfastgn.kernels.upsample.nearest_kernels import tile_of_pixels
+
+__all__ = ["launch_interleave", "launch_phase_weights", "statistics_chunks"]
+
+if triton is not None:
+
+    @triton.jit
+    def _two_phases(w0, w1, w2):
+        """Along one axis: the two taps of phase 0, which lie on the pixel before and on this one, and of phase 1, on this and the next."""
+        return w0, w1 + w2, w0 + w1, w2
+
+    @triton.jit
+    def _store_phases(out, plane, w0, w1, w2, mask, B: tl.constexpr, S: tl.constexpr, C: tl.constexpr):
+        """Column tap S of phases (0, B) and (1, B), from the three rows of that tap. ``plane``: elements from a phase to the next."""
+        first0, first1, second0, second1 = _two_phases(w0, w1, w2)
+        tl.store(out + B * plane + S * C, first0.to(out.dtype.element_ty), mask=mask)
+        tl.store(out + B * plane + (2 + S) * C, first1.to(out.dtype.element_ty), mask=mask)
+        tl.store(out + (2 + B) * plane + S * C, second0.to(out.dtype.element_ty), mask=mask)
+        tl.store(out + (2 + B) * plane + (2 + S) * C, second1.to(out.dtype.element_ty), mask=mask)
+
+    @triton.jit
+    def _row_of_weights(weight, mask, TAP: tl.constexpr):
+        """The column taps of the two phases, of one row of the 3 x 3 weights."""
+        w0 = tl.load(weight, mask=mask).to(tl.float32)
+        w1 = tl.load(weight + TAP, mask=mask).to(tl.float32)
+        w2 = tl.load(weight + 2 * TAP, mask=mask).to(tl.float32)
+        return _two_phases(w0, w1, w2)
+
+    @triton.jit(do_not_specialize=["C_out"])
+    def _phase_weights_kernel(
+        weight_ptr, out_ptr, C_out,
+        C: tl.constexpr, CHANNELS_LAST: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_C: tl.constexpr,
+    ):  # fmt: skip
+        TAP: tl.constexpr = C if CHANNELS_LAST else 1
+        first, i, c = tile_of_pixels(C, BLOCK_O, BLOCK_C)
+        mask = None
+        if not EVEN:
+            mask = (i < C_out - first) & (c < C)
+        weight = weight_ptr + (first + i) * (9 * C) + c * (1 if CHANNELS_LAST else 9)
+        out = out_ptr + (first + i) * (4 * C) + c
+        plane = C_out.to(tl.int64) * (4 * C)
+        if PDL:
+            gdc_wait()
+            gdc_launch_dependents()
+        a0, a1, a2, a3 = _row_of_weights(weight, mask, TAP)
+        b0, b1, b2, b3 = _row_of_weights(weight + 3 * TAP, mask, TAP)
+        c0, c1, c2, c3 = _row_of_weights(weight + 6 * TAP, mask, TAP)
+        _store_phases(out, plane, a0, b0, c0, mask, 0, 0, C)
+        _store_phases(out, plane, a1, b1, c1, mask, 0, 1, C)
+        _store_phases(out, plane, a2, b2, c2, mask, 1, 0, C)
+        _store_phases(out, plane, a3, b3, c3, mask, 1, 1, C)
+
+    @triton.jit
+    def _phase_offset(n, i, j, H, W, C: tl.constexpr):
+        """Offset in t of the first channel of pixel (i, j) of y."""
+        return ((n * (H + 1) + (i + 1) // 2) * (W + 1) + (j + 1) // 2) * (4 * C) + (i % 2 * 2 + j % 2) * C
+
+    @triton.jit(do_not_specialize=["pixels", "H", "W"])
+    def _interleave_kernel(
+        t_ptr, bias_ptr, y_ptr, pixels, H, W,
+        C: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr,
+    ):  # fmt: skip
+        first, i, c = tile_of_pixels(C, BLOCK_HW, BLOCK_C)
+        mask = None
+        if not EVEN:
+            mask = (i < pixels - first) & (c < C)
+        # Sample, row and column of the tile's first pixel in int64, from there on in int32.
+        first_row = first // (2 * W)
+        column = (first % (2 * W)).to(tl.int32) + i
+        row = (first_row % (2 * H)).to(tl.int32) + column // (2 * W)
+        n = first_row // (2 * H) + row // (2 * H)
+        offsets = _phase_offset(n, row % (2 * H), column % (2 * W), H, W, C)
+        if PDL:
+            gdc_wait()
+            gdc_launch_dependents()
+        y = tl.load(t_ptr + offsets + c, mask=mask).to(tl.float32)
+        if bias_ptr is not None:
+            y += tl.load(bias_ptr + c, mask=c < C, other=0.0).to(tl.float32)
+        tl.store(y_ptr + (first + i) * C + c, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+    @triton.jit
+    def _tile_of_y(t_ptr, y_ptr, bias, n, pixel, y_offsets, c, mask, H, W, C: tl.constexpr):
+        """One tile of y, stored, and in fp32 as it was rounded; zero where it is masked."""
+        t = t_ptr + _phase_offset(n, pixel // (2 * W), pixel % (2 * W), H, W, C) + c
+        y = (tl.load(t, mask=mask).to(tl.float32) + bias).to(y_ptr.dtype.element_ty)
+        tl.store(y_ptr + y_offsets, y, mask=mask)
+        y = y.to(tl.float32)
+        return y if mask is None else tl.where(mask, y, 0.0)
+
+    @triton.jit
+    def _deviations(y, mean, mask):
+        d = y - mean
+        return d if mask is None else tl.where(mask, d, 0.0)
+
+    @triton.jit(do_not_specialize=["HW", "rows", "chunks", "plane", "H", "W"])
+    def _interleave_statistics_kernel(
+        t_ptr, bias_ptr, y_ptr, statistics_ptr, HW, rows, chunks, plane, H, W,
+        C: tl.constexpr, EVEN: tl.constexpr, LOOP: tl.constexpr, PDL: tl.constexpr,
+        LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        """The same, with mean and M2 of each channel and chunk of y. HW: pixels of y."""
+        TILE: tl.constexpr = LANES * STEPS
+        n, chunk, c, position, _, _, y_offsets = rows_of_channels(
+            HW, rows, chunks, False, C, C, LANES, WARPS, STEPS, BLOCK
+        )
+        count = tl.maximum(tl.minimum(rows, HW - chunk * rows), 0)
+        pixel = chunk * rows + position
+        bias = 0.0
+        if PDL:
+            gdc_wait()
+            gdc_launch_dependents()
+        if bias_ptr is not None:
+            bias = tl.load(bias_ptr + c, mask=c < C, other=0.0).to(tl.float32)
+        mask = None
+        if not EVEN:
+            mask = (position < count) & (c < C)
+        y = _tile_of_y(t_ptr, y_ptr, bias, n, pixel, y_offsets, c, mask, H, W, C)
+        total = tl.sum(tl.sum(y, STEP_AXIS, keep_dims=True), LANE_AXIS, keep_dims=True)
+        mean = tile_mean(total, count, TILE, EVEN)
+        d = _deviations(y, mean, mask)
+        s1 = tl.sum(d, STEP_AXIS, keep_dims=True)
+        s2 = tl.sum(d * d, STEP_AXIS, keep_dims=True)
+        if LOOP:
+            for start in range(TILE, rows, TILE):
+                if not EVEN:
+                    mask = (start + position < count) & (c < C)
+                y = _tile_of_y(t_ptr, y_ptr, bias, n, pixel + start, y_offsets + start * C, c, mask, H, W, C)
+                d = _deviations(y, mean, mask)
+                s1 += tl.sum(d, STEP_AXIS, keep_dims=True)
+                s2 += tl.sum(d * d, STEP_AXIS, keep_dims=True)
+        m2 = tl.sum(s2, LANE_AXIS, keep_dims=True)
+        # The first mean is off by its rounding, and by what the other tiles say.
+        total = tl.maximum(count, 1).to(tl.float32)
+        delta = tl.sum(s1, LANE_AXIS, keep_dims=True) / total
+        out = statistics_ptr + (n * chunks + chunk) * C + c
+        mask = (chunk < chunks) & (c < C)
+        tl.store(out, mean + delta, mask=mask)
+        tl.store(out + plane, tl.maximum(m2 - delta * delta * total, 0.0), mask=mask)
+
+
+# --- launchers ----------------------------------------------------------------------------------------------------------------
+
+# By everything that a launch depends on but the data.
+_launches: dict[tuple[Any, ...], Launch] = {}
+
+
+def launch_phase_weights(weight: Tensor, phases: Tensor) -> None:
+    """Fills phases (4 C_out, C_in, 2, 2), channels-last, from dense weight (C_out, C_in, 3, 3)."""
+    channels_last = is_channels_last(weight)
+    key = (weight.shape, channels_last, weight.dtype, weight.device)
+    found = _launches.get(key)
+    if found is None:
+        C_out, C = weight.shape[:2]
+        config = weights_config(C_out, C)
+        pdl = has_programmatic_launch(weight.device)
+        constants = {
+            "C": C, "CHANNELS_LAST": channels_last, "EVEN": config.even, "PDL": pdl,
+            "BLOCK_O": config.block_rows, "BLOCK_C": config.block_c,
+        }  # fmt: skip
+        found = Launch(_phase_weights_kernel, config.programs, (C_out,), constants, config.num_warps, pdl=pdl)
+        remember(_launches, key, found)
+    found.run(weight, phases)
+
+
+def statistics_chunks(y: Tensor) -> int:
+    """P of the statistics of y (N, C, 2H, 2W) that ``launch_interleave`` makes."""
+    N, C, H, W = map(int, y.shape)
+    return statistics_config(N, C, H * W, True, num_sms(y.device), kind="write").chunks
+
+
+def launch_interleave(t: Tensor, bias: Tensor | None, y: Tensor, statistics: Tensor | None = None) -> None:
+    """Fills y (N, C_out, 2H, 2W), and its statistics (2, N, P, C_out), from t (N, 4 C_out, H + 1, W + 1); both channels-last."""
+    key = (y.shape, y.dtype, y.device, None if bias is None else bias.dtype, statistics is None)
+    found = _launches.get(key)
+    if found is None:
+        found = remember(_launches, key, _interleave(y) if statistics is None else _interleave_with_statistics(y))
+    if statistics is None:
+        found.run(t, bias, y)
+    else:
+        found.run(t, bias, y, statistics)
+
+
+def _interleave(y: Tensor) -> Launch:
+    N, C, H, W = y.shape
+    config = tile_config(N * H * W, C, num_sms(y.device))
+    pdl = has_programmatic_launch(y.device)
+    constants = {
+        "C": C, "EVEN": config.even, "PDL": pdl, "BLOCK_HW": config.block_rows, "BLOCK_C": config.block_c
+    }  # fmt: skip
+    numbers = (N * H * W, H // 2, W // 2)
+    return Launch(_interleave_kernel, config.programs, numbers, constants, config.num_warps, pdl=pdl)
+
+
+def _interleave_with_statistics(y: Tensor) -> Launch:
+    N, C, H, W = y.shape
+    config = statistics_config(N, C, H * W, True, num_sms(y.device), kind="write")
+    pdl = has_programmatic_launch(y.device)
+    constants = {
+        "C": C, "EVEN": is_even(config, C, H * W, True), "LOOP": config.rows > config.tile_rows, "PDL": pdl,
+        "LANES": config.lanes, "WARPS": config.num_warps, "STEPS": config.steps, "BLOCK": config.block,
+    }  # fmt: skip
+    numbers = (H * W, config.rows, config.chunks, N * config.chunks * C, H // 2, W // 2)
+    programs = N * ceil_div(C, config.block) * ceil_div(config.chunks, config.num_warps)
+    return Launch(_interleave_statistics_kernel, programs, numbers, constants, config.num_warps, pdl=pdl)

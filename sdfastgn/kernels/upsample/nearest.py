@@ -1,0 +1,139 @@
+"""Nearest-neighbour upsampling of images by two, the op ``sdfastgn::upsample_nearest_2x``, and its adjoint.
+
+Formula, for x (N, C, H, W) and y (N, C, 2H, 2W):
+
+    y[n, c, i, j] = x[n, c, i // 2, j // 2],        dx[n, c, h, w] = sum of dy[n, c, 2h + (0, 1), 2w + (0, 1)]
+
+Channels-last tensors on a GPU go through the kernels of ``nearest_kernels.py``, everything else through PyTorch. Numerics: the forward
+copies, the sum is in fp32 (fp64 for fp64) and rounded once.
+
+Source: torch.nn.functional.interpolate, whose channels-last kernel writes element by element.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sdfastgn.kernels.common.checks import check_floating
+from sdfastgn.kernels.common.dispatch import is_plain_inference, needs_op, runs_in_triton
+from sdfastgn.kernels.common.layout import dense, dense_is_channels_last
+from sdfastgn.kernels.upsample.nearest_kernels import launch_upsample, launch_upsample_grad
+
+__all__ = ["empty_image", "reference_upsample_nearest_2x", "reference_upsample_nearest_2x_grad", "upsample_nearest_2x"]
+
+
+def reference_upsample_nearest_2x(x: Tensor) -> Tensor:
+    """The same function in plain PyTorch: fallback without a GPU and truth of the tests."""
+    # On a GPU channels-first: PyTorch's channels-last kernel fails from 2^31 elements on, and did so for batches of 64 (pytorch #81665,
+    # #141831).
+    y = F.interpolate(x if x.is_cpu else x.contiguous(), scale_factor=2.0, mode="nearest").to(x.dtype)
+    return y.movedim(1, -1).contiguous().movedim(-1, 1) if dense_is_channels_last(x) else y.contiguous()
+
+
+def reference_upsample_nearest_2x_grad(dy: Tensor) -> Tensor:
+    """The adjoint in plain PyTorch, summed in fp32 (fp64 for fp64 input): fallback without a GPU and truth of the tests."""
+    N, C, H, W = dy.shape
+    wide = torch.promote_types(dy.dtype, torch.float32)
+    return dy.reshape(N, C, H // 2, 2, W // 2, 2).sum((3, 5), dtype=wide).to(dy.dtype)
+
+
+def empty_image(like: Tensor, C: int, H: int, W: int) -> Tensor:
+    """Uninitialised (N, C, H, W), with the N and the layout of ``dense(like)``."""
+    N = like.shape[0]
+    if dense_is_channels_last(like):
+        return like.new_empty((N, H, W, C)).movedim(-1, 1)
+    return like.new_empty((N, C, H, W))
+
+
+# --- ops ----------------------------------------------------------------------------------------------------------------------
+
+_LIBRARY = torch.library.Library("sdfastgn", "FRAGMENT")
+_LIBRARY.define("upsample_nearest_2x(Tensor x) -> Tensor")
+_LIBRARY.define("upsample_nearest_2x_backward(Tensor dy) -> Tensor")
+
+
+def _upsample_fake(x: Tensor) -> Tensor:
+    return empty_image(x, x.shape[1], 2 * x.shape[2], 2 * x.shape[3])
+
+
+def _grad_fake(dy: Tensor) -> Tensor:
+    return empty_image(dy, dy.shape[1], dy.shape[2] // 2, dy.shape[3] // 2)
+
+
+def _runs_kernel(x: Tensor) -> bool:
+    return runs_in_triton(x) and x.numel() > 0 and dense_is_channels_last(x)
+
+
+def _upsample_impl(x: Tensor) -> Tensor:
+    y = _upsample_fake(x)
+    if _runs_kernel(x):
+        launch_upsample(dense(x), y)
+        return y
+    return y.copy_(reference_upsample_nearest_2x(x)) if x.numel() else y
+
+
+def _grad_impl(dy: Tensor) -> Tensor:
+    dx = _grad_fake(dy)
+    if _runs_kernel(dy):
+        launch_upsample_grad(dense(dy), dx)
+        return dx
+    return dx.copy_(reference_upsample_nearest_2x_grad(dy))
+
+
+def _nothing_to_save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    pass
+
+
+def _upsample_backward(ctx: Any, dy: Tensor) -> Tensor:
+    return torch.ops.sdfastgn.upsample_nearest_2x_backward(dy)
+
+
+def _grad_backward(ctx: Any, ddx: Tensor) -> Tensor:
+    return torch.ops.sdfastgn.upsample_nearest_2x(ddx)
+
+
+for _key in ("CPU", "CUDA"):
+    _LIBRARY.impl("upsample_nearest_2x", _upsample_impl, _key)
+    _LIBRARY.impl("upsample_nearest_2x_backward", _grad_impl, _key)
+torch.library.register_fake("sdfastgn::upsample_nearest_2x", _upsample_fake, lib=_LIBRARY)
+torch.library.register_fake("sdfastgn::upsample_nearest_2x_backward", _grad_fake, lib=_LIBRARY)
+torch.library.register_autograd(
+    "sdfastgn::upsample_nearest_2x", _upsample_backward, setup_context=_nothing_to_save, lib=_LIBRARY
+)
+torch.library.register_autograd(
+    "sdfastgn::upsample_nearest_2x_backward", _grad_backward, setup_context=_nothing_to_save, lib=_LIBRARY
+)
+
+
+# --- the public function --------------------------------------------------------------------------------------------------------
+
+
+def upsample_nearest_2x(x: Tensor) -> Tensor:
+    """Each pixel four times: nearest-neighbour upsampling by two, at the speed at which the GPU writes.
+
+    Args:
+        x: (N, C, H, W).
+
+    Shapes: the output is (N, C, 2H, 2W).
+    Dtypes: x fp16, bf16, fp32 or fp64, which the output has too.
+    Layout: channels-last stays channels-last, and is what has a kernel; channels-first stays channels-first and runs in PyTorch. A
+        tensor with gaps is copied first, to channels-last if its channels have the smallest stride.
+    Grad: with respect to x, any number of times; the transforms of torch.func and forward-mode AD run in plain PyTorch.
+    Raises:
+        TypeError: x is not a dense tensor of one of these dtypes.
+        ValueError: x is not of rank 4.
+
+    Source: torch.nn.functional.interpolate(x, scale_factor=2, mode="nearest").
+    """
+    check_floating("sdfastgn.upsample_nearest_2x", "x", x)
+    if x.dim() != 4:
+        raise ValueError(f"sdfastgn.upsample_nearest_2x: x must be (N, C, H, W), got shape {tuple(x.shape)}")
+    if is_plain_inference(x, ()):
+        return _upsample_impl(x)
+    if not needs_op(x):
+        return reference_upsample_nearest_2x(x)
+    return torch.ops.sdfastgn.upsample_nearest_2x(x)

@@ -1,0 +1,161 @@
+"""The module forms of ``sdfastgn.group_norm``, ``sdfastgn.instance_norm`` and ``sdfastgn.layer_norm``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from sdfastgn.kernels.common.checks import as_eps, as_index, check_activation, check_input
+from sdfastgn.kernels.group_norm.instance_norm import instance_norm
+from sdfastgn.kernels.group_norm.op import group_norm
+from sdfastgn.kernels.layer_norm.op import add_layer_norm, layer_norm
+
+__all__ = ["GroupNorm", "InstanceNorm", "LayerNorm"]
+
+
+class GroupNorm(nn.GroupNorm):
+    """``torch.nn.GroupNorm`` with a fused activation: the same constructor, attributes and state_dict.
+
+    Args:
+        num_groups, num_channels, eps, affine, device, dtype, bias: as in ``torch.nn.GroupNorm``.
+        activation: ``identity``, ``relu``, ``silu``, ``gelu`` (exact) or ``gelu_tanh``.
+
+    Shapes: (N, C, *spatial) -> the same. Dtypes, layout, gradients and errors of the call: ``sdfastgn.group_norm``.
+    Raises: ValueError if num_groups does not divide num_channels or the activation is unknown;
+        TypeError if a number is not one; ZeroDivisionError, as in PyTorch, if num_groups is 0.
+    """
+
+    def __init__(
+        self,
+        num_groups: int,
+        num_channels: int,
+        eps: float = 1e-5,
+        affine: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        bias: bool = True,
+        activation: str = "identity",
+    ) -> None:
+        name = "sdfastgn.GroupNorm"
+        check_activation(name, activation)
+        num_groups = as_index(name, "num_groups", num_groups)
+        num_channels = as_index(name, "num_channels", num_channels)
+        if num_groups == 0:
+            raise ZeroDivisionError(f"{name}: num_groups must be positive, got 0")
+        if num_groups < 0 or num_channels % num_groups:
+            raise ValueError(
+                f"{name}: num_groups={num_groups} must be a positive divisor of num_channels={num_channels}"
+            )
+        super().__init__(num_groups, num_channels, as_eps(name, eps), affine, device, dtype)
+        if not bias:  # torch 2.11's constructor has no such argument
+            self.register_parameter("bias", None)
+        self.activation = activation
+
+    def forward(self, input: Tensor) -> Tensor:
+        return group_norm(input, self.num_groups, self.weight, self.bias, self.eps, self.activation)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, activation={self.activation!r}"
+
+
+class InstanceNorm(_InstanceNorm):
+    """``torch.nn.InstanceNorm1d``, ``2d`` and ``3d`` with a fused activation: the same constructor, attributes and state_dict.
+
+    Args:
+        num_features, eps, momentum, affine, device, dtype: as in ``torch.nn.InstanceNorm2d``.
+        track_running_stats: must be False; each sample is normalised by its own statistics.
+        activation: ``identity``, ``relu``, ``silu``, ``gelu`` (exact) or ``gelu_tanh``.
+
+    Shapes: (N, C, *spatial) -> the same. Dtypes, layout, gradients and errors of the call: ``sdfastgn.instance_norm``.
+    Raises: ValueError if track_running_stats is True or the activation is unknown; TypeError if a
+        number is not one.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float = 0.1,
+        affine: bool = False,
+        track_running_stats: bool = False,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        activation: str = "identity",
+    ) -> None:
+        name = "sdfastgn.InstanceNorm"
+        check_activation(name, activation)
+        if track_running_stats:
+            raise ValueError(f"{name}: track_running_stats=True is not supported")
+        num_features = as_index(name, "num_features", num_features)
+        super().__init__(num_features, as_eps(name, eps), momentum, affine, False, device, dtype)
+        self.activation = activation
+
+    def forward(self, input: Tensor) -> Tensor:
+        try:
+            fits = input.dim() >= 3 and input.shape[1] == self.num_features
+        except (AttributeError, RuntimeError):  # no tensor, or a nested one
+            fits = False
+        if not fits:
+            check_input("sdfastgn.InstanceNorm", "input", input)
+            raise ValueError(
+                f"sdfastgn.InstanceNorm: input must be (N, {self.num_features}, *spatial), got shape {tuple(input.shape)}"
+            )
+        return instance_norm(input, self.weight, self.bias, self.eps, self.activation)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, activation={self.activation!r}"
+
+
+class LayerNorm(nn.LayerNorm):
+    """``torch.nn.LayerNorm`` over one dimension, with a residual add in the same pass: the same constructor and state_dict.
+
+    Args:
+        normalized_shape: D, or a sequence that holds nothing else.
+        eps, elementwise_affine, bias, device, dtype: as in ``torch.nn.LayerNorm``.
+
+    ``norm(input)`` is y; ``norm(input, residual, add_bias)`` is (y, total), as ``sdfastgn.add_layer_norm`` returns them.
+
+    Shapes: (..., D) -> the same. Dtypes, layout, gradients and errors of the call: ``sdfastgn.layer_norm``, ``sdfastgn.add_layer_norm``.
+    Raises: ValueError if normalized_shape is not one dimension, or add_bias comes without a residual;
+        TypeError if a number is not one.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        name = "sdfastgn.LayerNorm"
+        sizes = tuple(normalized_shape) if isinstance(normalized_shape, Iterable) else (normalized_shape,)
+        if len(sizes) != 1:
+            raise ValueError(f"{name}: normalized_shape must be one dimension, got {normalized_shape!r}")
+        size = as_index(name, "normalized_shape", sizes[0])
+        super().__init__([size], as_eps(name, eps), elementwise_affine, bias, device, dtype)
+
+    def forward(self, input: Tensor, residual: Tensor | None = None, add_bias: Tensor | None = None) -> Any:
+        try:
+            fits = input.shape[-1:] == self.normalized_shape
+        except (AttributeError, RuntimeError):
+            fits = False
+        if not fits:
+            check_input("sdfastgn.LayerNorm", "input", input)
+            raise ValueError(
+                f"sdfastgn.LayerNorm: input must be (..., {self.normalized_shape[0]}), got shape {tuple(input.shape)}"
+            )
+        if residual is not None:
+            return add_layer_norm(input, residual, self.weight, self.bias, self.eps, add_bias=add_bias)
+        if add_bias is not None:
+            check_input("sdfastgn.LayerNorm", "add_bias", add_bias)
+            raise ValueError(
+                f"sdfastgn.LayerNorm: add_bias needs a residual, got add_bias of shape {tuple(add_bias.shape)}"
+            )
+        return layer_norm(input, self.weight, self.bias, self.eps)

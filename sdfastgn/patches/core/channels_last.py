@@ -1,0 +1,202 @@
+"""Channels-last from the first convolution of a model to the last: weights once, images at the model's doors.
+
+Weights of 2-D and 3-D convolutions are laid out channels-last in place (same Parameter objects, same values) and their former shapes
+and strides remembered on the convolution. A hook on the first convolution of each model converts what comes in from outside; one on the
+last gives the output back channels-first, which is what callers of the stock model get.
+
+Only where kernels run does any of it pay. So weights are laid out when they are on a GPU, in a dtype that has kernels: at once, or when
+the model is moved there (an ``_apply`` in the root's ``__dict__``, which ``.to()`` and its like call). Weights that leave keep their
+layout, because most are only parked. The first forward on a device without kernels gives them their former layout back.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sdfastgn.kernels.common import dispatch
+from sdfastgn.patches.core.hooks import remove_hooks
+
+__all__ = [
+    "apply",
+    "converted_weights",
+    "is_applied",
+    "is_entry",
+    "is_exit",
+    "restore",
+    "unconverted_weights",
+    "without_adapters",
+]
+
+# In the convolution's __dict__ while converted: (shape, strides). Goes wherever the module goes (deepcopy, pickle, a LoRA's base_layer).
+_STOCK_LAYOUT = "_sdfastgn_stock_layout"
+
+_FORMATS: dict[type[nn.Module], torch.memory_format] = {
+    nn.Conv2d: torch.channels_last,
+    nn.ConvTranspose2d: torch.channels_last,
+    nn.Conv3d: torch.channels_last_3d,
+    nn.ConvTranspose3d: torch.channels_last_3d,
+}
+# diffusers' names for the convolutions through which a tensor enters a model or its autoencoder's middle, and leaves it.
+_ENTRIES = ("conv_in", "quant_conv", "post_quant_conv")
+_EXITS = ("conv_out", "quant_conv")
+# peft's names for the layer of the model within an adapter; beside it is what the adapter has added or trains.
+_ADAPTED = ("base_layer", "original_module")
+
+
+def enter(conv: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Forward pre-hook of a first convolution: image to channels-last."""
+    if not args or not isinstance(args[0], Tensor) or args[0].dim() != 4:
+        return None
+    if dispatch.has_kernels(args[0]):
+        return (args[0].contiguous(memory_format=torch.channels_last), *args[1:])
+    if _STOCK_LAYOUT in conv.__dict__ and not torch.compiler.is_compiling():
+        _lay_out_as_stock(conv)
+    return None
+
+
+def leave(conv: Any, args: Any, output: Any) -> Any:
+    """Forward hook of a last convolution: image to channels-first."""
+    return output.contiguous() if isinstance(output, Tensor) and dispatch.has_kernels(output) else output
+
+
+def is_entry(path: str, module: nn.Module) -> bool:
+    """True if ``module``, found at the dotted ``path``, is a 2-D convolution through which images come in."""
+    return isinstance(module, nn.Conv2d) and path.rpartition(".")[2] in _ENTRIES
+
+
+def is_exit(path: str, module: nn.Module) -> bool:
+    """True if ``module``, found at the dotted ``path``, is a 2-D convolution through which images go out."""
+    return isinstance(module, nn.Conv2d) and path.rpartition(".")[2] in _EXITS
+
+
+def without_adapters(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """``root.named_modules()`` less what adapters have added: it is saved as it lies, and safetensors wants that contiguous."""
+    added: set[nn.Module] = set()
+    for module in root.modules():
+        children = dict(module.named_children())
+        if not children.keys().isdisjoint(_ADAPTED):
+            added.update(m for name, child in children.items() if name not in _ADAPTED for m in child.modules())
+    return ((path, module) for path, module in root.named_modules() if module not in added)
+
+
+# To find the model that a convolution is in.
+_living: weakref.WeakSet[_Apply] = weakref.WeakSet()
+
+
+class _Apply:
+    """Stands for the ``_apply`` of one root: the convolutions below it are converted where they have arrived."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = weakref.ref(root)  # which owns this object
+        _living.add(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Apply, (self.root,)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Apply:
+        return _Apply(memo.get(id(self.root), self.root))
+
+    @property
+    def root(self) -> nn.Module:
+        root = self._root()
+        if root is None:
+            raise ReferenceError("sdfastgn: the module of this _apply is gone")
+        return root
+
+    def __call__(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        root = self.root
+        type(root)._apply(root, fn, recurse)
+        if recurse:
+            for _, module in without_adapters(root):
+                _convert(module)
+        return root
+
+
+def apply(root: nn.Module) -> None:
+    """Make the convolutions below ``root`` channels-last, now or when they come to where that pays. A second call changes nothing."""
+    for path, module in without_adapters(root):
+        if is_entry(path, module) and enter not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(enter)
+        if is_exit(path, module) and leave not in module._forward_hooks.values():
+            module.register_forward_hook(leave)
+        _convert(module)
+    if "_apply" not in vars(root) and any(isinstance(module, tuple(_FORMATS)) for module in root.modules()):
+        vars(root)["_apply"] = _Apply(root)
+
+
+def is_applied(root: nn.Module) -> bool:
+    """True after ``apply(root)``, until ``restore``; where there is no convolution never."""
+    return isinstance(vars(root).get("_apply"), _Apply) or converted_weights(root) > 0
+
+
+def _convert(module: nn.Module) -> None:
+    """Make one convolution channels-last, if it is one that is not and gains by it."""
+    memory_format = _new_format(module)
+    weight: Any = module._parameters.get("weight")
+    if memory_format is None or not dispatch.has_kernels(weight):
+        return
+    vars(module)[_STOCK_LAYOUT] = (weight.shape, weight.stride())
+    weight.data = weight.data.contiguous(memory_format=memory_format)
+
+
+def _new_format(module: nn.Module) -> torch.memory_format | None:
+    """The format in which the weight of ``module`` gains on a GPU; None where it stays as it is."""
+    memory_format = next((f for kind, f in _FORMATS.items() if isinstance(module, kind)), None)
+    weight = module._parameters.get("weight")
+    if memory_format is None or weight is None or _STOCK_LAYOUT in vars(module):
+        return None
+    if weight.dim() != (5 if memory_format is torch.channels_last_3d else 4) or not weight.is_floating_point():
+        return None  # quantised weights are stored in other shapes
+    return None if weight.is_contiguous(memory_format=memory_format) else memory_format
+
+
+def unconverted_weights(module: nn.Module) -> int:
+    """Number of convolutions below ``module`` whose weights ``apply`` would make channels-last, now or later."""
+    return sum(_new_format(m) is not None for _, m in without_adapters(module))
+
+
+def converted_weights(module: nn.Module) -> int:
+    """Number of convolutions below ``module`` whose weights are channels-last by ``apply``."""
+    return sum(_STOCK_LAYOUT in vars(m) for m in module.modules())
+
+
+def restore(module: nn.Module) -> None:
+    """Undo ``apply`` on one module: hooks off, and the weight, if it still has its shape, back to its former strides."""
+    remove_hooks(module, enter, leave)
+    if isinstance(vars(module).get("_apply"), _Apply):
+        del vars(module)["_apply"]
+    _unconvert(module)
+
+
+def _lay_out_as_stock(conv: nn.Module) -> None:
+    """Gives all weights of the model that ``conv`` is in their former layout back, until it moves again."""
+    # Not the roots of which nothing is left but this object.
+    roots = [root for own in list(_living) if (root := own._root()) is not None]
+    for module in {conv, *(m for root in roots if conv in set(root.modules()) for m in root.modules())}:
+        _unconvert(module)
+
+
+def _unconvert(module: nn.Module) -> None:
+    layout = vars(module).pop(_STOCK_LAYOUT, None)
+    if layout is None:
+        return
+    for weight in (module._parameters.get("weight"), _offloaded(module)):
+        # One that was widened since (inpainting, more channels) is not ours: in the old strides its elements would lie on each other.
+        if weight is not None and weight.shape == layout[0] and weight.stride() != layout[1]:
+            stock = torch.empty_strided(*layout, dtype=weight.dtype, device=weight.device)
+            weight.data = stock.copy_(weight.data)
+
+
+def _offloaded(module: nn.Module) -> Tensor | None:
+    """The weight that accelerate's hooks put into ``module`` at each call."""
+    hook = getattr(module, "_hf_hook", None)
+    for part in getattr(hook, "hooks", (hook,)):
+        weights = getattr(part, "weights_map", None)
+        if weights is not None and "weight" in weights:
+            return weights["weight"]
+    return None

@@ -1,0 +1,190 @@
+"""What a fusion is: a rule that claims modules, says why it would leave one alone, and can be applied and undone exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import nn
+from torch.nn.modules import module as nn_module
+
+from sdfastgn.patches.core.own_forward import change_class, has_foreign_forward
+from sdfastgn.patches.core.tested_sources import unknown_source
+
+__all__ = [
+    "ClassSwap",
+    "Fusion",
+    "activation_of",
+    "foreign_class",
+    "foreign_override",
+    "is_about",
+    "is_over_fused",
+    "is_plain",
+    "register_fused",
+    "restore_class",
+]
+
+
+class Fusion(Protocol):
+    """One entry of the registry. ``apply`` and ``undo`` are inverse and touch only the module given and, if need be, its children."""
+
+    @property
+    def name(self) -> str: ...
+
+    def claims(self, module: nn.Module) -> bool:
+        """True if this fusion is about ``module``: fused, fusable, or skipped with a reason."""
+
+    def is_applied(self, module: nn.Module) -> bool: ...
+
+    def reason_to_skip(self, module: nn.Module) -> str | None:
+        """Why a claimed, not yet fused ``module`` must stay as it is, or None. Changes nothing."""
+
+    def apply(self, module: nn.Module) -> None: ...
+
+    def undo(self, module: nn.Module) -> None: ...
+
+
+def _no_reason(_: Any) -> str | None:
+    return None
+
+
+def _everything(_: Any) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class ClassSwap:
+    """Fusion by giving one instance another class: ``fused``, a subclass of ``stock`` without state of its own.
+
+    The class says everything, so that undo, deepcopy and pickle need nothing else, and other instances of ``stock`` are untouched.
+
+    Args:
+        name: the fusion's name in reports.
+        stock: exact type that is fused; a subclass may compute something else and is skipped.
+        fused: its replacement, defined at the top level of a module (pickle).
+        methods: upstream methods that ``fused`` replaces; their sources must be known.
+        check: reason to skip that depends on the instance.
+        covers: False for an instance that is not claimed: another operation by the same class.
+    """
+
+    name: str
+    stock: type[nn.Module]
+    fused: type[nn.Module]
+    methods: tuple[str, ...] = ()
+    check: Callable[[Any], str | None] = _no_reason
+    covers: Callable[[Any], bool] = _everything
+
+    def __post_init__(self) -> None:
+        register_fused(self.fused, self.stock)
+
+    def claims(self, module: nn.Module) -> bool:
+        if not is_about(module, self.stock):
+            return False
+        try:
+            return self.is_applied(module) or self.covers(module)
+        except AttributeError:  # a subclass with an __init__ of its own
+            return False
+
+    def is_applied(self, module: nn.Module) -> bool:
+        return _stock_of.get(type(module)) is self.stock
+
+    def reason_to_skip(self, module: nn.Module) -> str | None:
+        return (
+            foreign_class(module, self.stock)
+            or foreign_override(module)
+            or unknown_source(self.stock, *self.methods)
+            or self.check(module)
+        )
+
+    def apply(self, module: nn.Module) -> None:
+        change_class(module, self.fused)
+
+    def undo(self, module: nn.Module) -> None:
+        restore_class(module)
+
+
+# Fused class -> the stock class that it stands for.
+_stock_of: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def register_fused(fused: type[nn.Module], stock: type[nn.Module]) -> None:
+    """Say that ``fused`` stands for ``stock``, by the same name.
+
+    Regional compilation, device maps and LoRA trainers know modules by their classes' names. Pickle
+    goes by ``__qualname__``.
+    """
+    fused.__name__ = stock.__name__
+    _stock_of[fused] = stock
+
+
+def restore_class(module: nn.Module) -> None:
+    """Give ``module`` its stock class again, if its class is a fused one."""
+    stock = _stock_of.get(type(module))
+    if stock is not None:
+        change_class(module, stock)
+
+
+def is_over_fused(module: nn.Module) -> bool:
+    """True if other code has derived the class of ``module`` from a fused one."""
+    cls = type(module)
+    return cls not in _stock_of and any(base in _stock_of for base in cls.__mro__)
+
+
+def is_about(module: nn.Module, *stock: type[nn.Module]) -> bool:
+    """True if ``module`` is of a ``stock`` class or of one that other code derived from it.
+
+    diffusers' own subclasses of its classes are other models and their parts: nobody expects them to be
+    fused, and a report that lists them would say nothing.
+    """
+    cls = type(module)
+    if cls in stock:
+        return True
+    return issubclass(cls, stock) and not (_is_upstreams(cls) and _is_upstreams(stock[0]))
+
+
+def _is_upstreams(cls: type) -> bool:
+    return cls.__module__.startswith("diffusers.")
+
+
+def foreign_class(module: nn.Module, *stock: type[nn.Module]) -> str | None:
+    """The reason to skip if the class of ``module`` is none of ``stock`` but derived from one."""
+    cls = type(module)
+    if cls in stock or cls in _stock_of:
+        return None
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    if is_over_fused(module):
+        return f"other code changed its fused class to {name}"
+    base = next(base for base in cls.__mro__ if base in stock)
+    return f"its class {name} is a subclass of {base.__name__}"
+
+
+def foreign_override(module: nn.Module) -> str | None:
+    """The reason if someone put a ``forward`` into the instance (accelerate's hooks do): a class swap would then be dead code."""
+    if not has_foreign_forward(module):
+        return None
+    owner = "accelerate's hooks" if hasattr(module, "_hf_hook") else "other code"
+    return f"{owner} replaced this instance's forward"
+
+
+def is_plain(module: nn.Module) -> bool:
+    """True if calling ``module`` does nothing but its class's forward: no hooks, no override. Asked at each call: hooks may come later."""
+    return not (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or has_foreign_forward(module)
+        or nn_module._has_any_global_hook()
+    )
+
+
+_ACTIVATION_NAMES: dict[type[nn.Module], str] = {nn.SiLU: "silu", nn.ReLU: "relu", nn.Identity: "identity"}
+
+
+def activation_of(module: nn.Module) -> str | None:
+    """Name under which an activation module can be fused, or None. Exact types only: a subclass may compute something else."""
+    name = _ACTIVATION_NAMES.get(type(module))
+    if name is None and type(module) is nn.GELU:
+        name = {"none": "gelu", "tanh": "gelu_tanh"}.get(str(module.approximate))
+    return name

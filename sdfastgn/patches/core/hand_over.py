@@ -1,0 +1,140 @@
+"""Statistics that a tensor's producer had in registers, on their way to the GroupNorm that comes next; and the producers.
+
+A block's last sum writes the tensor that the next block normalises. Where that pays, the sum's kernel takes the statistics too
+(``statistics/op.py``) and ``hand_over`` files them under the tensor; the norm that gets the same tensor takes them out again. Neither
+knows of the other: whatever happens in between, the norm finds nothing or the truth.
+
+They are kept beside the tensor, not on it: what is on a tensor goes into pickles, ``torch.save`` and deepcopies. They die with it, or when
+they are taken. They are true as long as the tensor is the same object at the same address with the same version, which every write that
+PyTorch knows of counts up, those through views too. It does not count writes through ``x.data``, and diffusers makes none to what flows
+between its blocks; inference tensors have no version, and hand nothing over. A CUDA graph takes only what was handed over within a capture:
+its replays would read the statistics of the tensor that stood there when it was captured.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sdfastgn.kernels.common.dispatch import is_plain, is_plain_inference
+from sdfastgn.kernels.common.launch import current_stream
+from sdfastgn.kernels.common.layout import is_channels_last, is_dense
+from sdfastgn.kernels.statistics.config import statistics_pay
+from sdfastgn.kernels.statistics.op import add_kernel, cat_kernel
+
+__all__ = ["add", "add_bias", "cat", "emits", "hand_over", "state_of", "take_statistics"]
+
+
+class _Key(weakref.ref[Tensor]):
+    """Reference to a tensor that knows its id when the tensor is gone."""
+
+    __slots__ = ("id",)
+    id: int
+
+
+# id of a tensor -> (reference to it, what must not have changed, its statistics).
+_handed: dict[int, tuple[_Key, tuple[Any, ...], Tensor]] = {}
+
+
+def _forget(key: _Key) -> None:
+    entry = _handed.get(key.id)
+    if entry is not None and entry[0] is key:
+        del _handed[key.id]
+
+
+def state_of(x: Tensor) -> tuple[Any, ...]:
+    """What changes when ``x`` is written to, or when its kernels no longer run in one order with those that ran until now."""
+    capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
+    return x._version, x.data_ptr(), x.shape, current_stream(x.device), capturing
+
+
+def hand_over(x: Tensor, statistics: Tensor) -> Tensor:
+    """Files the ``statistics`` of ``x``, (2, N, P, C) fp32, under it, and returns ``x``. Only where ``emits`` is true."""
+    key = _Key(x, _forget)
+    key.id = id(x)
+    _handed[key.id] = key, state_of(x), statistics
+    return x
+
+
+def take_statistics(x: Tensor) -> Tensor | None:
+    """The statistics of ``x`` if they were handed over and are still true, else None. They are there once: the second call gets None."""
+    if torch.compiler.is_compiling() or id(x) not in _handed:
+        return None
+    entry = _handed.pop(id(x), None)
+    if entry is None or entry[0]() is not x or x.requires_grad or not is_plain(x, ()):
+        return None
+    return entry[2] if entry[1] == state_of(x) else None
+
+
+def emits(C: int, HW: int) -> bool:
+    """True if the producer of a plain tensor of C channels and HW positions should hand its statistics over."""
+    return statistics_pay(C, HW) and not torch.is_inference_mode_enabled()
+
+
+def add(x: Tensor, residual: Tensor, bias: Tensor | None = None, divisor: float = 1.0) -> Tensor:
+    """(x + residual + bias) / divisor; in plain inference on a GPU in one kernel, which hands the statistics over.
+
+    Args:
+        x, residual: (N, C, *spatial).
+        bias: (C,) or None: of the convolution that made x, which left it to this sum.
+    """
+    if is_plain_inference(x, (residual, bias)) and _fits(x, bias) and _is_alike(x, residual):
+        y, statistics = add_kernel(
+            x, residual, bias, float(1 / divisor), emits=emits(x.shape[1], math.prod(x.shape[2:]))
+        )
+        return y if statistics is None else hand_over(y, statistics)
+    total = _with_bias(x, bias) + residual
+    return total if divisor == 1 else total / divisor
+
+
+def add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
+    """x + bias, (N, C, *spatial) and (C,) or None, where x is what a convolution without its bias returned: it may be written to.
+
+    In plain inference on a GPU in a kernel that hands the statistics over.
+    """
+    if bias is None or not (is_plain_inference(x, (bias,)) and _fits(x, bias) and is_dense(x)):
+        return _with_bias(x, bias)
+    y, statistics = add_kernel(x, None, bias, 1.0, emits=emits(x.shape[1], math.prod(x.shape[2:])), out=x)
+    return y if statistics is None else hand_over(y, statistics)
+
+
+def _with_bias(x: Tensor, bias: Tensor | None) -> Tensor:
+    return x if bias is None else x + bias.to(x.dtype).view(-1, *[1] * (x.dim() - 2))
+
+
+def _fits(x: Tensor, bias: Tensor | None) -> bool:
+    return x.numel() > 0 and (bias is None or (bias.device == x.device and bias.shape == x.shape[1:2]))
+
+
+def _is_alike(x: Tensor, y: Tensor) -> bool:
+    return x.dtype == y.dtype and x.device == y.device and x.shape == y.shape and x.stride() == y.stride()
+
+
+def cat(a: Tensor, b: Tensor) -> Tensor:
+    """torch.cat((a, b), dim=1) of (N, C, *spatial).
+
+    If they are channels-last, in plain inference on a GPU in a kernel that hands the statistics over.
+    """
+    if not (is_plain_inference(a, (b,)) and _join(a, b)):
+        return torch.cat((a, b), dim=1)
+    y, statistics = cat_kernel(a, b, emits=emits(a.shape[1] + b.shape[1], math.prod(a.shape[2:])))
+    return y if statistics is None else hand_over(y, statistics)
+
+
+def _join(a: Tensor, b: Tensor) -> bool:
+    same = (a.dtype, a.device, a.shape[0], a.shape[2:]) == (b.dtype, b.device, b.shape[0], b.shape[2:])
+    return same and _are_channels_last(a.shape, a.stride(), b.shape, b.stride())
+
+
+@functools.lru_cache(maxsize=1024)
+def _are_channels_last(
+    a: tuple[int, ...], a_stride: tuple[int, ...], b: tuple[int, ...], b_stride: tuple[int, ...]
+) -> bool:
+    """Of two tensors that are not empty, by shapes and strides: asked once, because it takes as long as a launch."""
+    tensors = [torch.empty_strided(*layout, device="meta") for layout in ((a, a_stride), (b, b_stride))]
+    return all(is_channels_last(t) and t.numel() > 0 for t in tensors)

@@ -1,0 +1,52 @@
+"""Linear layers of few rows, such as those of a time embedding, together with the activation before them.
+
+Only in plain inference on a GPU, and only for a plain ``nn.Linear`` behind a plain activation: anything else is called as ever.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sdfastgn.kernels.act_linear.config import has_few_rows
+from sdfastgn.kernels.act_linear.op import act_linear
+from sdfastgn.kernels.common.dispatch import is_plain_inference
+from sdfastgn.patches.core.fusion import activation_of, is_plain
+
+__all__ = ["fused_linear", "is_plain_linear", "linear_of"]
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """True if calling ``module`` is a matrix product and its bias, nothing else: no LoRA, hooks, quantised or sharded weights."""
+    return type(module) is nn.Linear and type(module.weight) in (Tensor, nn.Parameter) and is_plain(module)
+
+
+def linear_of(linear: Any, act: Any, x: Any) -> Tensor:
+    """``linear(act(x))``, in one kernel where that is allowed. act: an activation module, or None for none."""
+    y = fused_linear(linear, act, x)
+    if y is None:
+        y = linear(x if act is None else act(x))
+    return y
+
+
+def fused_linear(linear: Any, act: Any, x: Any, extra_bias: Tensor | None = None) -> Tensor | None:
+    """``linear(act(x)) + extra_bias`` in one kernel for x (N, K) and extra_bias (C,), or None where that may not run as one."""
+    if torch.compiler.is_compiling() or not isinstance(x, Tensor) or x.dim() != 2 or not has_few_rows(x.shape[0]):
+        return None
+    name = "identity" if act is None else activation_of(act)
+    if name is None or not (act is None or is_plain(act)) or not is_plain_linear(linear):
+        return None
+    weight, bias = linear.weight, linear.bias
+    if not is_plain_inference(x, (weight, bias, extra_bias)) or torch.is_autocast_enabled(x.device.type):
+        return None
+    C, K = weight.shape
+    others = [b for b in (bias, extra_bias) if b is not None]
+    fits = (
+        x.shape[1] == K
+        and weight.is_contiguous()
+        and all(b.shape == (C,) for b in others)
+        and all((t.dtype, t.device) == (x.dtype, x.device) for t in (weight, *others))
+    )
+    return act_linear(x, weight, bias, name, extra_bias=extra_bias) if fits else None

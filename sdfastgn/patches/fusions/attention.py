@@ -1,0 +1,169 @@
+"""diffusers' ``Attention`` on scaled_dot_product_attention: queries, keys and values in one matrix product, and less around it.
+
+What ``AttnProcessor2_0`` does, with four differences.
+
+- Self-attention computes q, k and v in one product. Cross-attention computes k and v in one, shared by all
+  blocks that read the same states (``shared/one_product.py``). The parameters stay what and where they are
+  (``shared/packed_weights.py``).
+- A prompt's few keys and a VAE's wide heads have kernels of their own.
+- A division by an output factor of 1 is left out: it is a pass over the tensor with the same values.
+- The processor's signature is not inspected at each call, which takes more CPU time than launching a product.
+
+One product wins where each alone leaves a GPU idle: 2048 tokens of 1280 channels are 80 tiles of 128 x 256, less than one for each
+of an H200's 132 multiprocessors, three times one after the other; together they are 240, in two rounds instead of three. Products that
+are large gain only the second and third read of the hidden states, and those of a prompt's 77 tokens a launch.
+
+Everything else is diffusers' own forward: other processors (IP-Adapter's, xformers', sliced, those of ``fuse_qkv_projections``), masks,
+arguments that the processor has words about, and every call under a compiler. With gradients, under autocast and in traces the three
+layers are called one by one, as they are where one of them is not plain (LoRA, hooks, quantised weights).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from diffusers.models.attention_processor import Attention, AttnProcessor2_0
+from torch import Tensor, nn
+
+from sdfastgn.kernels.attention.few_keys import attend_to_few
+from sdfastgn.kernels.attention.wide_heads import attend
+from sdfastgn.kernels.common import dispatch
+from sdfastgn.kernels.common.dispatch import is_plain_inference, is_untraced, wants_gradient
+from sdfastgn.patches.core.fusion import ClassSwap
+from sdfastgn.patches.core.tested_sources import unknown_source
+from sdfastgn.patches.shared.encoder_states import CONTEXT
+from sdfastgn.patches.shared.packed_weights import joined, pack, plain_parameters
+
+__all__ = ["FUSION", "FusedAttention"]
+
+
+class FusedAttention(Attention):
+    """``Attention`` in fewer launches. hidden_states (N, L, C) or (N, C, H, W), encoder_hidden_states (N, S, C') -> as the first."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        **cross_attention_kwargs: Any,
+    ) -> Tensor:
+        if attention_mask is not None or not self._runs_fused(
+            hidden_states, encoder_hidden_states, cross_attention_kwargs
+        ):
+            return super().forward(hidden_states, encoder_hidden_states, attention_mask, **cross_attention_kwargs)
+        residual, shape = hidden_states, hidden_states.shape
+        if len(shape) == 4:
+            hidden_states = hidden_states.view(shape[0], shape[1], -1).transpose(1, 2)
+        if self.group_norm is not None:
+            hidden_states = self.group_norm(hidden_states.transpose(1, 2)).transpose(1, 2)
+        query, key, value = self._project(hidden_states, encoder_hidden_states)
+        h = _attend(query, key, value)
+        h = self.to_out[1](self.to_out[0](h.transpose(1, 2).flatten(2)))
+        if len(shape) == 4:
+            h = h.transpose(1, 2).reshape(shape)
+        if self.residual_connection:
+            h = h + residual
+        return h if self.rescale_output_factor == 1.0 else h / self.rescale_output_factor
+
+    def _runs_fused(self, hidden_states: Tensor, context: Tensor | None, options: dict[str, Any]) -> bool:
+        return (
+            not torch.compiler.is_compiling()
+            and dispatch.has_kernels(hidden_states)
+            and type(self.processor) is AttnProcessor2_0
+            and all(name == "temb" for name in options)  # spatial_norm's, which is not there
+            and hidden_states.dim() in (3, 4)
+            and (context is None or (context.dim() == 3 and context.shape[0] == hidden_states.shape[0]))
+            and _is_plain_attention(self)
+        )
+
+    def _project(self, hidden_states: Tensor, context: Tensor | None) -> tuple[Tensor, ...]:
+        """Queries, keys and values, (N, heads, tokens, channels of a head) each."""
+        heads = self.heads
+        shared = None if context is None else CONTEXT.take(self, context)
+        if shared is not None:
+            return _split(self.to_q(hidden_states), heads), *_split(shared, 2 * heads).chunk(2, 1)
+        if context is None:
+            together = self._joined(hidden_states, (self.to_q, self.to_k, self.to_v))
+            if together is not None:
+                return _split(F.linear(hidden_states, *together), 3 * heads).chunk(3, 1)
+            context = hidden_states
+        query = _split(self.to_q(hidden_states), heads)
+        together = self._joined(context, (self.to_k, self.to_v))
+        if together is not None:
+            return query, *_split(F.linear(context, *together), 2 * heads).chunk(2, 1)
+        return query, _split(self.to_k(context), heads), _split(self.to_v(context), heads)
+
+    def _joined(self, x: Tensor, linears: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Weight and bias of ``linears`` in one, if one product with x is all that calling them comes to."""
+        found = plain_parameters(linears)
+        if found is None or torch.is_autocast_enabled(x.device.type):
+            return None
+        params = (*found[0], *found[1])
+        if x.dtype != params[0].dtype or wants_gradient(x, params) or not is_untraced(x, params):
+            return None
+        return joined(self, *found)
+
+    def _pack(self) -> None:
+        CONTEXT.pack_behind(self)
+        linears = (self.to_q, self.to_k, self.to_v)
+        same = len({getattr(linear, "in_features", None) for linear in linears}) == 1
+        pack(self, linears if same else linears[1:])
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """``.to()`` and its like give every parameter new memory."""
+        module = super()._apply(*args, **kwargs)
+        self._pack()
+        return module
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A deepcopy's parameters have new memory too."""
+        super().__setstate__(state)
+        self._pack()
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """scaled_dot_product_attention of (N, heads, tokens, channels), by a kernel of ours where there are few keys or wide heads."""
+    if is_plain_inference(query, (key, value)) and not torch.is_autocast_enabled(query.device.type):
+        found = attend_to_few(query, key, value)
+        if found is not None:
+            return found
+    return attend(query, key, value)
+
+
+def _split(x: Tensor, heads: int) -> Tensor:
+    return x.view(x.shape[0], -1, heads, x.shape[-1] // heads).transpose(1, 2)
+
+
+def _is_plain_attention(attn: Any) -> bool:
+    """True if there is nothing but the product with three weights between a norm and scaled_dot_product_attention."""
+    return (
+        attn.spatial_norm is None
+        and not attn.norm_cross
+        and attn.norm_q is None
+        and attn.norm_k is None
+        and attn.to_k is not None
+        and attn.to_out is not None
+        and attn.inner_dim == attn.inner_kv_dim
+    )
+
+
+class _AttentionFusion(ClassSwap):
+    def apply(self, module: nn.Module) -> None:
+        super().apply(module)
+        CONTEXT.pack_again(module)
+        module._pack()  # type: ignore[operator]
+
+
+def _check(_: Attention) -> str | None:
+    return unknown_source(AttnProcessor2_0, "__call__")
+
+
+def _covers(attn: Attention) -> bool:
+    # Others have no call that could run fused. Which processor there is does not matter here: it is
+    # changed and set back at will.
+    return _is_plain_attention(attn) and attn.added_kv_proj_dim is None
+
+
+FUSION = _AttentionFusion("attention", Attention, FusedAttention, ("__init__", "forward"), _check, _covers)

@@ -1,0 +1,163 @@
+"""The last normalisation of a UNet, encoder or decoder: ``conv_norm_out`` and ``conv_act`` as one kernel.
+
+Both are called by the parent's long forward, which is not ours to repeat. So the norm computes the activation too and hands the
+result over; the activation lets exactly that tensor pass. It does so only while the parent's forward runs (hooks on the parent arm it),
+so that calling ``conv_norm_out`` by itself gives what its name says. The hand-off is per thread and holds no reference.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any
+
+import torch
+from diffusers.models import UNet2DConditionModel, UNet2DModel, UNet3DConditionModel, UNetMotionModel
+from diffusers.models.autoencoders.autoencoder_kl_temporal_decoder import TemporalDecoder
+from diffusers.models.autoencoders.vae import Decoder, Encoder
+from diffusers.models.unets.unet_i2vgen_xl import I2VGenXLUNet
+from diffusers.models.unets.unet_spatio_temporal_condition import UNetSpatioTemporalConditionModel
+from torch import Tensor, nn
+
+from sdfastgn.kernels.common import dispatch
+from sdfastgn.kernels.group_norm.op import group_norm
+from sdfastgn.patches.core.fusion import (
+    activation_of,
+    foreign_class,
+    foreign_override,
+    is_about,
+    is_plain,
+    register_fused,
+    restore_class,
+)
+from sdfastgn.patches.core.hand_over import take_statistics
+from sdfastgn.patches.core.hooks import remove_hooks
+from sdfastgn.patches.core.own_forward import change_class
+from sdfastgn.patches.core.tested_sources import unknown_source
+from sdfastgn.patches.fusions.group_norm import FusedGroupNorm
+
+__all__ = ["FUSION", "PARENTS"]
+
+# Models whose forward calls conv_norm_out and, directly after it, conv_act on its result.
+PARENTS: tuple[type[nn.Module], ...] = (
+    UNet2DConditionModel,
+    UNet2DModel,
+    UNet3DConditionModel,
+    UNetMotionModel,
+    UNetSpatioTemporalConditionModel,
+    I2VGenXLUNet,
+    Encoder,
+    Decoder,
+    TemporalDecoder,
+)
+_FORWARDS = frozenset(parent.forward for parent in PARENTS)
+
+
+class _HandOff(threading.local):
+    """``armed``: id of a norm -> the activation that follows it in the parent that runs; ``output``: what the norm has activated."""
+
+    def __init__(self) -> None:
+        self.armed: dict[int, nn.Module] = {}
+        self.output: weakref.ref[Tensor] | None = None
+
+
+_hand_off = _HandOff()
+
+
+class FusedNormOut(FusedGroupNorm):
+    """``conv_norm_out``: GroupNorm, with the activation that follows when the parent's forward calls it."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        act = None if torch.compiler.is_compiling() else _hand_off.armed.get(id(self))
+        name = None if act is None else _activation_of_pass(act)
+        if act is None or name is None or not (dispatch.has_kernels(input) and is_plain(self) and is_plain(act)):
+            return super().forward(input)
+        statistics = take_statistics(input)
+        y = group_norm(input, self.num_groups, self.weight, self.bias, self.eps, name, statistics=statistics)
+        _hand_off.output = weakref.ref(y)
+        return y
+
+
+class _Pass(nn.Module):
+    """Lets the tensor pass that ``FusedNormOut`` has activated already, and activates every other."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling() and _hand_off.output is not None:
+            activated, _hand_off.output = _hand_off.output(), None
+            if input is activated:
+                return input
+        return super().forward(input)
+
+
+class PassSiLU(_Pass, nn.SiLU):
+    """``nn.SiLU`` behind a ``FusedNormOut``."""
+
+
+class PassReLU(_Pass, nn.ReLU):
+    """``nn.ReLU`` behind a ``FusedNormOut``."""
+
+
+class PassGELU(_Pass, nn.GELU):
+    """``nn.GELU`` behind a ``FusedNormOut``."""
+
+
+_PASS: dict[Any, Any] = {nn.SiLU: PassSiLU, nn.ReLU: PassReLU, nn.GELU: PassGELU}
+for _stock, _fused in {nn.GroupNorm: FusedNormOut, **_PASS}.items():
+    register_fused(_fused, _stock)
+
+
+def _activation_of_pass(act: nn.Module) -> str | None:
+    if type(act) is PassGELU:
+        return {"none": "gelu", "tanh": "gelu_tanh"}.get(str(act.approximate))
+    return "silu" if type(act) is PassSiLU else "relu" if type(act) is PassReLU else None
+
+
+def arm(parent: Any, args: Any) -> None:
+    """Forward pre-hook of the parent, whose class other code may have changed: its forward counts."""
+    if not torch.compiler.is_compiling() and type(parent).forward in _FORWARDS:
+        _hand_off.armed[id(parent.conv_norm_out)] = parent.conv_act
+
+
+def disarm(parent: Any, args: Any, output: Any) -> None:
+    """Forward hook of the parent; runs after an exception too."""
+    if not torch.compiler.is_compiling():
+        _hand_off.armed.pop(id(parent.conv_norm_out), None)
+        _hand_off.output = None
+
+
+class _NormOutFusion:
+    name = "conv_norm_out"
+
+    def claims(self, module: nn.Module) -> bool:
+        has_norm = isinstance(getattr(module, "conv_norm_out", None), nn.GroupNorm)
+        return self.is_applied(module) or (has_norm and is_about(module, *PARENTS))
+
+    def is_applied(self, module: nn.Module) -> bool:
+        return arm in module._forward_pre_hooks.values()
+
+    def reason_to_skip(self, module: Any) -> str | None:
+        reason = foreign_class(module, *PARENTS)
+        if reason is not None:
+            return reason
+        norm, act = module.conv_norm_out, module.conv_act
+        if type(norm) not in (nn.GroupNorm, FusedGroupNorm):
+            return f"its norm is a {type(norm).__name__}"
+        if type(act) not in _PASS or activation_of(act) is None:
+            return f"activation {type(act).__name__} has no fused form"
+        return foreign_override(norm) or foreign_override(act) or unknown_source(type(module), "forward")
+
+    def apply(self, module: Any) -> None:
+        change_class(module.conv_norm_out, FusedNormOut)
+        change_class(module.conv_act, _PASS[type(module.conv_act)])
+        module.register_forward_pre_hook(arm)
+        module.register_forward_hook(disarm, always_call=True)
+
+    def undo(self, module: Any) -> None:
+        remove_hooks(module, arm, disarm)
+        for name in ("conv_norm_out", "conv_act"):
+            child = module._modules.get(name)  # it may have been replaced
+            if child is not None:
+                restore_class(child)
+
+
+FUSION = _NormOutFusion()

@@ -1,0 +1,38 @@
+"""diffusers' ``Downsample2D``: the convolution's bias in a kernel that hands over the statistics of what it writes.
+
+cuDNN adds the bias in a pass of its own in any case; the ResNet block that follows begins with a norm.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diffusers.models.downsampling import Downsample2D
+from torch import Tensor, nn
+
+from sdfastgn.kernels.common import dispatch
+from sdfastgn.patches.core.convolution import conv_without_bias
+from sdfastgn.patches.core.fusion import ClassSwap
+from sdfastgn.patches.core.hand_over import add_bias
+
+__all__ = ["FUSION", "FusedDownsample2D"]
+
+
+class FusedDownsample2D(Downsample2D):
+    """``Downsample2D`` with a convolution and no norm. hidden_states (N, C, H, W) -> (N, C_out, H', W')."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        is_usual = not (args or kwargs) and self.norm is None and hidden_states.shape[1] == self.channels
+        if not (is_usual and dispatch.has_kernels(hidden_states)):
+            return super().forward(hidden_states, *args, **kwargs)  # of unusual arguments upstream's own words
+        if self.padding == 0:
+            hidden_states = nn.functional.pad(hidden_states, (0, 1, 0, 1))
+        return add_bias(*conv_without_bias(self.conv, hidden_states))
+
+
+def _has_conv(module: Downsample2D) -> bool:
+    """One that averages has no bias."""
+    return bool(module.use_conv)
+
+
+FUSION = ClassSwap("downsample", Downsample2D, FusedDownsample2D, ("__init__", "forward"), covers=_has_conv)

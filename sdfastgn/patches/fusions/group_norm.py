@@ -1,0 +1,53 @@
+"""Any ``nn.GroupNorm``: the same normalisation by sdfastgn's kernel, without an activation; and the call that fuses one that follows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from sdfastgn.kernels.common import dispatch
+from sdfastgn.kernels.group_norm.op import group_norm, reference_group_norm
+from sdfastgn.kernels.group_norm.plain import channels_last_group_norm, is_channels_last_to_pytorch
+from sdfastgn.patches.core.fusion import ClassSwap, activation_of, is_plain
+from sdfastgn.patches.core.hand_over import take_statistics
+
+__all__ = ["FUSION", "FusedGroupNorm", "can_fuse", "norm_act"]
+
+
+class FusedGroupNorm(nn.GroupNorm):
+    """``nn.GroupNorm`` on sdfastgn's kernel; keeps the input's layout. Shapes, dtypes and errors: ``sdfastgn.group_norm``."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not dispatch.has_kernels(input):
+            return self._in_pytorch(input)
+        statistics = take_statistics(input)
+        return group_norm(input, self.num_groups, self.weight, self.bias, self.eps, statistics=statistics)
+
+    def _in_pytorch(self, input: Tensor) -> Tensor:
+        if not (input.is_cpu and is_channels_last_to_pytorch(input)):
+            return super().forward(input)
+        operands = input, self.num_groups, self.weight, self.bias, self.eps
+        # Stock's kernel for CPUs, but where that is wrong.
+        found = channels_last_group_norm(*operands)
+        return reference_group_norm(*operands) if found is None else found[0]
+
+
+def can_fuse(norm: nn.Module, act: nn.Module) -> bool:
+    """True if ``act(norm(x))`` may run as one kernel: both are what they seem, and nobody watches the value in between."""
+    return type(norm) is FusedGroupNorm and activation_of(act) is not None and is_plain(norm) and is_plain(act)
+
+
+def norm_act(norm: Any, act: nn.Module, x: Tensor, **operands: Any) -> Tensor:
+    """``act(norm(x))`` for x (N, C, *spatial), in one kernel where that is allowed.
+
+    ``operands``: keyword operands of ``sdfastgn.group_norm``, only if ``can_fuse(norm, act)``.
+    """
+    if not (can_fuse(norm, act) and dispatch.has_kernels(x)):
+        return act(norm(x))
+    name = activation_of(act) or "identity"
+    statistics = take_statistics(x)
+    return group_norm(x, norm.num_groups, norm.weight, norm.bias, norm.eps, name, statistics=statistics, **operands)
+
+
+FUSION = ClassSwap("group_norm", nn.GroupNorm, FusedGroupNorm)

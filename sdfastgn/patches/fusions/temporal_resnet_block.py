@@ -1,0 +1,31 @@
+"""diffusers' ``TemporalResnetBlock`` (Stable Video Diffusion): both normalisations with their activations, on 5-D tensors.
+
+The time embedding differs from frame to frame here, so that it is no constant per (n, c) and stays an addition of its own.
+"""
+
+from __future__ import annotations
+
+from diffusers.models.resnet import TemporalResnetBlock
+from torch import Tensor
+
+from sdfastgn.kernels.common import dispatch
+from sdfastgn.patches.core.fusion import ClassSwap
+from sdfastgn.patches.fusions.group_norm import norm_act
+
+__all__ = ["FUSION", "FusedTemporalResnetBlock"]
+
+
+class FusedTemporalResnetBlock(TemporalResnetBlock):
+    """``TemporalResnetBlock`` with fused normalisations. input_tensor (N, C, F, H, W), temb (N, F, temb_channels) or None."""
+
+    def forward(self, input_tensor: Tensor, temb: Tensor | None = None) -> Tensor:
+        if not dispatch.has_kernels(input_tensor):
+            return super().forward(input_tensor, temb)
+        h = self.conv1(norm_act(self.norm1, self.nonlinearity, input_tensor))
+        if self.time_emb_proj is not None:
+            h = h + self.time_emb_proj(self.nonlinearity(temb)).transpose(1, 2)[..., None, None]
+        h = self.conv2(self.dropout(norm_act(self.norm2, self.nonlinearity, h)))
+        return (input_tensor if self.conv_shortcut is None else self.conv_shortcut(input_tensor)) + h
+
+
+FUSION = ClassSwap("temporal_resnet_block", TemporalResnetBlock, FusedTemporalResnetBlock, ("__init__", "forward"))

@@ -1,0 +1,62 @@
+"""diffusers' ``Transformer2DModel``: tokens go back to images as a channels-last view, without the copy to channels-first.
+
+Upstream ends a block with ``.permute(0, 3, 1, 2).contiguous()``, which undoes channels-last for everything that follows. The sum with the
+residual hands over the statistics of what it writes, and 1x1 convolutions around the tokens are the matrix products that they are.
+"""
+
+from __future__ import annotations
+
+from diffusers.models.transformers.transformer_2d import Transformer2DModel
+from torch import Tensor
+
+from sdfastgn.kernels.common import dispatch
+from sdfastgn.patches.core.convolution import pointwise
+from sdfastgn.patches.core.fusion import ClassSwap
+from sdfastgn.patches.core.hand_over import add
+
+__all__ = ["FUSION", "FusedTransformer2DModel"]
+
+
+class FusedTransformer2DModel(Transformer2DModel):
+    """``Transformer2DModel`` whose continuous output is channels-last."""
+
+    def _operate_on_continuous_inputs(self, hidden_states: Tensor) -> tuple[Tensor, int]:
+        if not dispatch.has_kernels(hidden_states):
+            return super()._operate_on_continuous_inputs(hidden_states)
+
+        def to_tokens(image: Tensor) -> Tensor:
+            return image.permute(0, 2, 3, 1).flatten(1, 2)
+
+        hidden_states = self.norm(hidden_states)
+        if self.use_linear_projection:
+            return self.proj_in(to_tokens(hidden_states)), hidden_states.shape[1]
+        hidden_states = pointwise(self.proj_in, hidden_states)
+        return to_tokens(hidden_states), hidden_states.shape[1]
+
+    def _get_output_for_continuous_inputs(
+        self, hidden_states: Tensor, residual: Tensor, batch_size: int, height: int, width: int, inner_dim: int
+    ) -> Tensor:
+        if not dispatch.has_kernels(hidden_states):
+            return super()._get_output_for_continuous_inputs(
+                hidden_states, residual, batch_size, height, width, inner_dim
+            )
+
+        def to_image(tokens: Tensor) -> Tensor:
+            return tokens.reshape(batch_size, height, width, -1).permute(0, 3, 1, 2)
+
+        if self.use_linear_projection:
+            return add(to_image(self.proj_out(hidden_states)), residual)
+        return add(pointwise(self.proj_out, to_image(hidden_states)), residual)
+
+
+def _check(model: Transformer2DModel) -> str | None:
+    return None if model.is_input_continuous else "its input is not an image, so that there is no layout to keep"
+
+
+FUSION = ClassSwap(
+    "transformer_2d",
+    Transformer2DModel,
+    FusedTransformer2DModel,
+    ("forward", "_operate_on_continuous_inputs", "_get_output_for_continuous_inputs"),
+    _check,
+)

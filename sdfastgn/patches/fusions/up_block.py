@@ -1,0 +1,91 @@
+"""diffusers' ``UpBlock2D`` and ``CrossAttnUpBlock2D``: the skip connection is concatenated by a kernel that hands the statistics on.
+
+torch.cat of channels-last tensors copies with short strides and takes two to three times as long; the ResNet block that follows begins
+with a norm of what it wrote. Calls that are not plain inference run upstream's forward: gradients, checkpointing, FreeU (which changes
+both halves first), deprecated arguments, compilers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from diffusers.models.unets.unet_2d_blocks import CrossAttnUpBlock2D, UpBlock2D
+from torch import Tensor
+
+from sdfastgn.kernels.common.dispatch import is_plain_inference
+from sdfastgn.patches.core.fusion import ClassSwap
+from sdfastgn.patches.core.hand_over import cat
+
+__all__ = ["CROSS_ATTENTION", "FUSION", "FusedCrossAttnUpBlock2D", "FusedUpBlock2D"]
+
+
+class FusedUpBlock2D(UpBlock2D):
+    """``UpBlock2D``. hidden_states (N, C, H, W), skips (N, C', H, W), the last one first -> (N, C_out, H', W')."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        res_hidden_states_tuple: Sequence[Tensor],
+        temb: Tensor | None = None,
+        upsample_size: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        if args or kwargs or not _runs_fused(self, hidden_states, res_hidden_states_tuple):
+            return super().forward(hidden_states, res_hidden_states_tuple, temb, upsample_size, *args, **kwargs)
+        for i, resnet in enumerate(self.resnets, 1):
+            hidden_states = cat(hidden_states, res_hidden_states_tuple[-i])
+            hidden_states = resnet(hidden_states, temb)
+        return _upsample(self, hidden_states, upsample_size)
+
+
+class FusedCrossAttnUpBlock2D(CrossAttnUpBlock2D):
+    """``CrossAttnUpBlock2D``. As ``FusedUpBlock2D``, with an attention on encoder_hidden_states (N, tokens, D) after each ResNet block."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        res_hidden_states_tuple: Sequence[Tensor],
+        temb: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        cross_attention_kwargs: dict[str, Any] | None = None,
+        upsample_size: Any = None,
+        attention_mask: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+    ) -> Tensor:
+        attention: dict[str, Any] = {
+            "encoder_hidden_states": encoder_hidden_states,
+            "cross_attention_kwargs": cross_attention_kwargs,
+            "attention_mask": attention_mask,
+            "encoder_attention_mask": encoder_attention_mask,
+        }
+        is_deprecated = (cross_attention_kwargs or {}).get("scale") is not None
+        if is_deprecated or not _runs_fused(self, hidden_states, res_hidden_states_tuple):
+            return super().forward(
+                hidden_states, res_hidden_states_tuple, temb, upsample_size=upsample_size, **attention
+            )
+        for i, (resnet, attn) in enumerate(zip(self.resnets, self.attentions, strict=False), 1):
+            hidden_states = cat(hidden_states, res_hidden_states_tuple[-i])
+            hidden_states = resnet(hidden_states, temb)
+            hidden_states = attn(hidden_states, **attention, return_dict=False)[0]
+        return _upsample(self, hidden_states, upsample_size)
+
+
+def _runs_fused(block: Any, hidden_states: Tensor, skips: Sequence[Tensor]) -> bool:
+    return (
+        is_plain_inference(hidden_states, tuple(skips))
+        and not (block.gradient_checkpointing and torch.is_grad_enabled())
+        and not all(getattr(block, name, None) for name in ("s1", "s2", "b1", "b2"))  # FreeU
+    )
+
+
+def _upsample(block: Any, hidden_states: Tensor, size: Any) -> Tensor:
+    for upsampler in block.upsamplers or ():
+        hidden_states = upsampler(hidden_states, size)
+    return hidden_states
+
+
+FUSION = ClassSwap("up_block", UpBlock2D, FusedUpBlock2D, ("__init__", "forward"))
+CROSS_ATTENTION = ClassSwap("cross_attn_up_block", CrossAttnUpBlock2D, FusedCrossAttnUpBlock2D, ("__init__", "forward"))

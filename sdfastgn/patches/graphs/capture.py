@@ -1,0 +1,166 @@
+"""Capturing and replaying on an NVIDIA GPU; and what a stand-in for tests has to offer."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from sdfastgn.kernels.common.launch import rehearse
+
+__all__ = ["Backend", "CudaBackend", "Handle", "backend_of"]
+
+
+class Handle(Protocol):
+    """A captured call. ``output``: what it returned, in memory that ``replay`` writes again."""
+
+    output: Any
+
+    def replay(self) -> None: ...
+
+
+class Backend(Protocol):
+    """Captures calls on one device. All graphs of one backend share memory, so that only one may run at a time: ``lock`` on the host and
+    ``ordered`` on the device see to that."""
+
+    lock: Any
+
+    def is_busy(self) -> bool:
+        """True while the caller is being captured by someone else."""
+
+    def allocating(self) -> AbstractContextManager[Any]:
+        """Memory of inputs is allocated in here."""
+
+    def rehearse(self, fn: Callable[[], Any]) -> None:
+        """Run ``fn`` for the kernels that it needs compiled; its result is of no use."""
+
+    def capture(self, fn: Callable[[], Any]) -> Handle:
+        """Capture ``fn``. Raises whatever makes that impossible; the device is as it was then."""
+
+    def ordered(self) -> AbstractContextManager[Any]:
+        """What is enqueued inside runs after what was enqueued inside before, on whichever stream."""
+
+    def wait(self) -> None:
+        """Wait on the host until everything from ``ordered`` has run; graphs may be dropped then."""
+
+    def memory(self) -> int:
+        """Bytes that the graphs' shared memory takes."""
+
+
+class _CudaHandle:
+    __slots__ = ("__weakref__", "graph", "output", "pool")
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, pool: Any, output: Any) -> None:
+        self.graph, self.pool, self.output = graph, pool, output
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+
+class CudaBackend:
+    """The graphs of one GPU of this process: one memory pool, one stream for captures, one event for the order of replays."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.lock = threading.RLock()
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._done = torch.cuda.Event()
+        self._pool: Any = None
+        self._alive: weakref.WeakSet[_CudaHandle] = weakref.WeakSet()
+        self._broken: list[torch.cuda.CUDAGraph] = []
+
+    def is_busy(self) -> bool:
+        with torch.cuda.device(self._device):
+            return torch.cuda.is_current_stream_capturing()
+
+    @contextmanager
+    def allocating(self) -> Iterator[None]:
+        # On a stream where nothing else is allocated: a graph that is dropped while it runs still reads this memory.
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            yield
+        current.wait_stream(self._stream)
+
+    def rehearse(self, fn: Callable[[], Any]) -> None:
+        rehearse(fn, self._device)
+
+    def capture(self, fn: Callable[[], Any]) -> Handle:
+        graph = torch.cuda.CUDAGraph()
+        others = list(self._alive)  # held, because the allocator refuses a pool whose graphs are all gone
+        if self._pool is None or not others:
+            self._pool = torch.cuda.graph_pool_handle()
+        pool = self._pool
+        # What eager calls have left in the allocator's cache is of no use to a pool: given back, so that both do not add up.
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        with torch.cuda.stream(self._stream):
+            try:
+                graph.capture_begin(pool, capture_error_mode="thread_local")
+                output = fn()
+                graph.capture_end()
+            except BaseException:
+                self._abandon(graph, pool)
+                raise
+        handle = _CudaHandle(graph, pool, output)
+        self._alive.add(handle)
+        return handle
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+        """End a capture in which something was raised, and leave PyTorch fit for eager calls and other captures."""
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            # What CUDA has invalidated (a synchronisation does) ends halfway in PyTorch: its allocator still believes in the capture, and
+            # would refuse to empty its cache from now on, and the pool's graphs to be joined by another.
+            self._pool = None
+            try:
+                torch._C._cuda_endAllocateToPool(self._device.index, pool)
+            except RuntimeError:
+                return  # the end came as far as this, and the graph releases its pool itself
+            torch._C._cuda_releasePool(self._device.index, pool)
+            self._broken.append(graph)  # the allocator of pinned memory keeps a function that looks into it
+            self._free_generator()
+
+    def _free_generator(self) -> None:
+        # PyTorch's default generator may believe in the broken capture too, and would refuse random numbers; the end of another tells it.
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(torch.cuda.graph_pool_handle(), capture_error_mode="thread_local")
+        torch.zeros(1, device=self._device)
+        graph.capture_end()
+
+    @contextmanager
+    def ordered(self) -> Iterator[None]:
+        with torch.cuda.device(self._device):
+            stream = torch.cuda.current_stream(self._device)
+            stream.wait_event(self._done)
+            try:
+                yield
+            finally:
+                self._done.record(stream)
+
+    def wait(self) -> None:
+        self._done.synchronize()
+
+    def memory(self) -> int:
+        pools = {tuple(handle.pool) for handle in self._alive}
+        return sum(s["total_size"] for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) in pools)
+
+
+_backends: dict[torch.device, CudaBackend] = {}
+_backends_lock = threading.Lock()
+
+
+def backend_of(device: torch.device) -> Backend | None:
+    """The one backend of ``device`` in this process, made at its first use; None where there are no graphs."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    backend = _backends.get(device)
+    if backend is None:
+        with _backends_lock:
+            backend = _backends.setdefault(device, CudaBackend(device))
+    return backend

@@ -1,0 +1,117 @@
+"""UNets, ControlNets, the halves of autoencoders and CLIP's text encoders as CUDA graphs: a call's kernels without the CPU's part of it.
+
+A ``GraphedForward`` in the instance's ``__dict__`` stands before the class's ``forward``. It has to be the instance's: a subclass would
+change the class name that ``save_pretrained`` writes, and the class that pipelines look up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from sdfastgn.patches.core.own_forward import has_foreign_forward, own_forward
+from sdfastgn.patches.graphs.capture import Backend
+from sdfastgn.patches.graphs.forward import GraphedForward, is_graphable
+
+__all__ = ["MODES", "Graphs", "has_graphable", "inspect", "install", "remove"]
+
+MODES = ("auto", True, False)
+
+
+@dataclass(frozen=True)
+class Graphs:
+    """What has become of one module's calls. ``eager``: reason -> calls that ran without a graph for it."""
+
+    path: str
+    kind: str
+    mode: str
+    captured: int
+    alive: int
+    replays: int
+    dropped: int
+    eager: dict[str, int]
+
+
+def has_graphable(root: nn.Module) -> bool:
+    """True if there is anything below ``root`` whose calls can be graphs."""
+    return any(True for _ in _outermost(root))
+
+
+def install(root: nn.Module, mode: str | bool, backend: Backend | None = None) -> None:
+    """Give every graphable module below ``root`` a ``GraphedForward``, or take it away where ``mode`` is False.
+
+    The outermost alone: what is below another one runs within its graph.
+    """
+    for _, module in list(_outermost(root)):
+        for inner in module.modules():
+            if inner is not module and _graphed(inner) is not None:  # it was optimised by itself before
+                _take_off(inner)
+        graphed = _graphed(module)
+        if mode is False or (graphed is not None and (graphed.mode, backend) != (mode, None)):
+            _take_off(module)
+            graphed = None
+        if mode is not False and graphed is None and not has_foreign_forward(module):
+            module.forward = GraphedForward(module, mode, backend, stands_over_own="forward" in vars(module))
+
+
+def remove(root: nn.Module) -> None:
+    """Undo ``install``."""
+    install(root, False)
+
+
+def inspect(root: nn.Module, prefix: str = "") -> Iterator[tuple[Graphs, GraphedForward | None]]:
+    """The state of every graphable module below ``root``. Changes nothing."""
+    for path, module in _outermost(root, prefix):
+        graphed, kind = _graphed(module), type(module).__name__
+        reasons = {"it is compiled by torch.compile": 0} if module._compiled_call_impl is not None else {}
+        if graphed is not None:
+            yield (
+                Graphs(path, kind, str(graphed.mode), graphed.captured, graphed.alive, graphed.replays, graphed.dropped,
+                       {**reasons, **graphed.eager}),
+                graphed,
+            )  # fmt: skip
+        else:
+            if has_foreign_forward(module):
+                reasons["other code replaced its forward"] = 0
+            yield Graphs(path, kind, "False", 0, 0, 0, 0, reasons), None
+
+
+def _outermost(root: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """(path, module) of those below ``root`` that are graphable and have no graphable one above them, each once."""
+    seen = set()
+    todo = [(path, root)]
+    while todo:
+        path, module = todo.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        if is_graphable(module) or _graphed(module) is not None:
+            yield path, module
+        else:
+            children = ((f"{path}.{name}" if path else name, child) for name, child in module.named_children())
+            todo += reversed(list(children))
+
+
+def _graphed(module: nn.Module) -> GraphedForward | None:
+    # accelerate's hooks take what they find as forward for _old_forward, and call or put back that.
+    for name in ("forward", "_old_forward"):
+        value = vars(module).get(name)
+        if isinstance(value, GraphedForward):
+            return value
+    return None
+
+
+def _take_off(module: Any) -> None:
+    for graphed in GraphedForward.of(module):
+        graphed.mode = False  # one that other code keeps calls the class's forward from now on
+        graphed.clear()
+    forward = vars(module).get("forward")
+    if isinstance(forward, GraphedForward) and not forward.stands_over_own:
+        del module.forward
+    elif isinstance(forward, GraphedForward):
+        module.forward = own_forward(module)
+    if isinstance(vars(module).get("_old_forward"), GraphedForward):
+        module._old_forward = own_forward(module)

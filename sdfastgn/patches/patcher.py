@@ -1,0 +1,113 @@
+"""Plan, check everything, then apply; and the exact way back. Knows modules and the registry, no model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from sdfastgn.patches.core import channels_last
+from sdfastgn.patches.core.fusion import Fusion, is_over_fused, restore_class
+from sdfastgn.patches.pipeline.part import PipelinePart
+from sdfastgn.patches.registry import FUSIONS, PARTS
+from sdfastgn.patches.shared.packed_weights import unpack
+
+__all__ = ["Finding", "apply", "apply_parts", "has_fusions", "inspect", "inspect_parts", "undo", "undo_parts"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One (module, fusion) pair. ``status``: ``fused``, ``fusable`` (would be fused by optimize) or ``skipped`` with a ``reason``.
+
+    ``module`` is a plain object where the rule is one of ``PARTS``.
+    """
+
+    path: str
+    module: Any
+    fusion: Fusion | PipelinePart
+    status: str
+    reason: str = ""
+
+
+def inspect(root: nn.Module, prefix: str = "") -> list[Finding]:
+    """What each fusion of the registry says about each module below ``root``. Changes nothing."""
+    findings = []
+    for path, module in root.named_modules(prefix=prefix):
+        for fusion in FUSIONS:
+            if fusion.claims(module):
+                findings.append(_finding(path, module, fusion))
+    return findings
+
+
+def inspect_parts(parts: dict[str, Any]) -> list[Finding]:
+    """The same of a pipeline's ``parts`` that are no modules, each object once."""
+    found: dict[int, Finding] = {}
+    for path, part in parts.items():
+        for rule in PARTS:
+            if id(part) not in found and rule.claims(part):
+                found[id(part)] = _finding(path, part, rule)
+    return list(found.values())
+
+
+def has_fusions(root: nn.Module) -> bool:
+    """True if there is anything below ``root`` that a fusion is about."""
+    return any(fusion.claims(module) for module in root.modules() for fusion in FUSIONS)
+
+
+def apply(root: nn.Module, findings: list[Finding]) -> None:
+    """Carry out the ``fusable`` ones of ``inspect(root)`` and make the convolutions channels-last. Undoes itself if anything fails."""
+    try:
+        for fusion in FUSIONS:
+            for finding in findings:
+                if finding.fusion is not fusion or finding.status != "fusable":
+                    continue
+                if not fusion.is_applied(finding.module):  # it may be in another root as well
+                    fusion.apply(finding.module)
+        channels_last.apply(root)
+    except BaseException:
+        undo(root)
+        raise
+
+
+def apply_parts(findings: list[Finding]) -> None:
+    """Carry out the ``fusable`` ones of ``inspect_parts``."""
+    for finding in findings:
+        if finding.status == "fusable":
+            finding.fusion.apply(finding.module)
+
+
+def undo_parts(parts: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """Every one of ``parts``, (path, part), as before ``apply_parts``. Returns what ``undo`` does."""
+    left = []
+    for path, part in parts:
+        for rule in PARTS:
+            rule.undo(part)
+        if any(rule.is_over_applied(part) for rule in PARTS):
+            left.append((path, part))
+    return left
+
+
+def _finding(path: str, module: Any, fusion: Fusion | PipelinePart) -> Finding:
+    if fusion.is_applied(module):
+        return Finding(path, module, fusion, "fused")
+    reason = fusion.reason_to_skip(module)
+    return Finding(path, module, fusion, "skipped" if reason else "fusable", reason or "")
+
+
+def undo(root: nn.Module, prefix: str = "") -> list[tuple[str, Any]]:
+    """Everything below ``root`` as it was before ``apply``; nothing to do on a stock model.
+
+    Returns (path, module) of those of which that is impossible: other code has put a class of its own
+    over the fused one. Once that code has taken it away, ``undo`` finds the fused one.
+    """
+    for fusion in reversed(FUSIONS):
+        for module in root.modules():
+            if fusion.is_applied(module):
+                fusion.undo(module)
+    for module in root.modules():
+        restore_class(module)  # other code has moved it to where its fusion does not look
+        channels_last.restore(module)
+        unpack(module)
+    return [(path, module) for path, module in root.named_modules(prefix=prefix) if is_over_fused(module)]

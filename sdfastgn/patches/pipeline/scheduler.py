@@ -1,0 +1,95 @@
+"""Schedulers that look numbers up by the timestep: without waiting for the GPU to hear which timestep it is.
+
+A pipeline hands ``step`` an element of ``scheduler.timesteps``, which lies on the GPU. PNDM and DDIM index a table on the CPU with it
+and ask whether the one before is negative, so that the host waits for the UNet at every step, and the GPU then for the host. Here
+``step`` gets the same number from a copy on the CPU that ``set_timesteps`` makes. These two only index and compare with it, so that
+the samples are the same bits.
+
+Schedulers that calculate on the GPU with the timestep (LCM, TCD) would round otherwise and are left alone; Euler and DPM++ wait once an
+image, not at each step. Not seen: what is written into ``timesteps.data`` in place, which nothing counts.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any
+
+import torch
+from diffusers import DDIMScheduler, PNDMScheduler
+from torch import Tensor
+
+from sdfastgn.patches.pipeline.part import PipelinePart
+
+__all__ = ["PART"]
+
+_WAITED_FOR = ("cuda",)
+
+# By scheduler: (timesteps, its storage, how often it was written, its copy on the CPU). In no __dict__: a deepcopy's tensors begin to count
+# anew. The storage is held so that no other comes to lie at its address.
+_copies: weakref.WeakKeyDictionary[Any, tuple[Tensor, torch.UntypedStorage, int, Tensor]] = weakref.WeakKeyDictionary()
+
+# What hands the timestep on, and what computes with it. Exact classes.
+_METHODS: dict[type, tuple[str, ...]] = {
+    PNDMScheduler: ("set_timesteps", "step", "step_prk", "step_plms", "_get_prev_sample"),
+    DDIMScheduler: ("set_timesteps", "step", "_get_variance"),
+}
+
+
+def _copy_of(scheduler: Any, table: Any) -> Tensor | None:
+    """``table``, the scheduler's timesteps, on the CPU; copied again if it is another one or was written, None if that cannot be known."""
+    if type(table) is not Tensor or table.device.type not in _WAITED_FOR or table.is_inference():
+        return None
+    if table.dim() != 1 or table.stride(0) != 1:
+        return None
+    version, storage = table._version, table.untyped_storage()
+    known = _copies.get(scheduler)
+    if known is not None:
+        kept, memory, count, copy = known
+        same = kept is table and count == version and memory.data_ptr() == storage.data_ptr()
+        if same and len(copy) == len(table):
+            return copy
+    copy = table.to("cpu", copy=True)
+    _copies[scheduler] = table, storage, version, copy
+    return copy
+
+
+def _on_host(scheduler: Any, timestep: Any) -> Any:
+    """``timestep`` on the CPU if it is an element of ``scheduler.timesteps``, else itself."""
+    if type(timestep) is not Tensor or timestep.dim() or torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return timestep
+    table = scheduler.timesteps
+    copy = _copy_of(scheduler, table)
+    if copy is None or (timestep.dtype, timestep.device) != (table.dtype, table.device):
+        return timestep
+    index = timestep.storage_offset() - table.storage_offset()
+    is_element = timestep.untyped_storage().data_ptr() == table.untyped_storage().data_ptr() and 0 <= index < len(table)
+    return copy[index] if is_element else timestep
+
+
+def _overrides(stock: Any) -> dict[str, Any]:
+    @functools.wraps(stock.step)
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if "timestep" in kwargs:
+            kwargs["timestep"] = _on_host(self, kwargs["timestep"])
+        elif len(args) > 1:
+            args = (args[0], _on_host(self, args[1]), *args[2:])
+        return stock.step(self, *args, **kwargs)
+
+    @functools.wraps(stock.set_timesteps)
+    def set_timesteps(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with torch.inference_mode(False):  # its tensors count how often they are written
+            result = stock.set_timesteps(self, *args, **kwargs)
+        if not torch.compiler.is_compiling():
+            _copy_of(self, self.timesteps)  # it has just waited for the GPU in any case
+        return result
+
+    return {"step": step, "set_timesteps": set_timesteps}
+
+
+PART = PipelinePart(
+    "host_timesteps",
+    is_stock=lambda part: type(part) in _METHODS,
+    overrides=_overrides,
+    upstream=lambda stock: (stock, _METHODS[stock]),
+)

@@ -1,0 +1,160 @@
+"""Linear layers that read the same tensor, as one matrix product: their parameters side by side in one allocation.
+
+Each parameter stays what it was: the same object, contiguous, and alone in a storage of exactly its size. Only the addresses follow each
+other, because these storages are slices of one allocation, which lives as long as any of them. So nobody who looks for parameters that
+share a storage finds any: ``torch.save`` and pickle write each by itself, and accelerate's ``save_model``, which drops all parameters of
+a storage but the first, drops none.
+
+The joined tensor is not kept. It is made anew at each call, over the allocation as it is, if all parameters still lie in it where they
+were put: what is written into one of them is seen, and one that lies elsewhere by now (``.to()``, ``param.data = ...``,
+``load_state_dict(assign=True)``, offloading) is noticed. Only a weak reference to the allocation is held, by which nothing is kept alive.
+
+Nothing is packed while a model computes. A CUDA graph that was captured before would go on reading memory that packing has given up.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from sdfastgn.kernels.common.dispatch import is_untraced
+from sdfastgn.patches.core.fusion import is_plain
+
+__all__ = ["Columns", "joined", "pack", "pack_together", "plain_parameters", "unpack"]
+
+# Parameters that lie below each other, list by list: the weights of linear layers, their biases.
+Columns = tuple[list[Tensor], ...]
+
+# One product instead of three fills a GPU better; a CPU is full either way.
+PACKED_DEVICES = ("cuda",)
+# Bytes: matrix products read 16 at a time, so every part must begin at a multiple.
+_ALIGNMENT = 16
+# A storage that belongs to one tensor alone: that one, and the Python object through which the count is asked.
+_UNSHARED = 2
+
+# By the module whose linear layers they are. In no __dict__: nothing to copy, pickle or take away again.
+_allocations: weakref.WeakKeyDictionary[nn.Module, StorageWeakRef] = weakref.WeakKeyDictionary()
+
+
+def plain_parameters(linears: Iterable[Any]) -> tuple[list[Tensor], list[Tensor]] | None:
+    """(weights, biases) of linear layers that are all plain and all have a bias, or all none; else None."""
+    weights: list[Tensor] = []
+    biases: list[Tensor] = []
+    for linear in linears:
+        if type(linear) is not nn.Linear or not is_plain(linear):
+            return None
+        parameters = linear._parameters  # a module's attributes take a microsecond each
+        weight, bias = parameters.get("weight"), parameters.get("bias")
+        if weight is None:
+            return None
+        weights.append(weight)
+        if bias is not None:
+            biases.append(bias)
+    return (weights, biases) if len(biases) in (0, len(weights)) else None
+
+
+def joined(owner: nn.Module, *columns: list[Tensor]) -> tuple[Any, ...] | None:
+    """Of each list of neighbours among those packed for ``owner`` the one tensor that they are, None of an empty one.
+
+    Of weights and biases: the layer that computes what all of them do. None if any lie apart.
+    """
+    allocation = _allocation(owner)
+    if allocation is None:
+        return None
+    found = [_span(allocation, column) if column else None for column in columns]
+    return None if any(column and span is None for column, span in zip(columns, found, strict=True)) else tuple(found)
+
+
+def _allocation(owner: nn.Module) -> torch.UntypedStorage | None:
+    reference = _allocations.get(owner)
+    return None if reference is None else torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+
+
+def _span(allocation: torch.UntypedStorage, parts: list[Tensor]) -> Tensor | None:
+    """The tensor that ``parts`` are, one below the other, or None if they do not lie so within ``allocation``."""
+    first = parts[0]
+    dtype, columns = first.dtype, first.shape[1:]
+    start = end = first.data_ptr()
+    rows = 0
+    for part in parts:
+        if part.data_ptr() != end or part.dtype != dtype or part.shape[1:] != columns or not part.is_contiguous():
+            return None
+        end += part.nbytes
+        rows += part.shape[0]
+    offset = start - allocation.data_ptr()
+    if first.device != allocation.device or offset < 0 or offset + end - start > allocation.nbytes():
+        return None
+    return first.new_empty(0).set_(allocation, offset // first.itemsize, (rows, *columns), (*columns, 1))
+
+
+def pack(owner: nn.Module, linears: Iterable[Any]) -> None:
+    """``pack_together`` of the parameters of linear layers, parts of one module."""
+    found = plain_parameters(linears)
+    if found is not None:
+        pack_together((owner,), found)
+
+
+def pack_together(owners: Sequence[nn.Module], columns: Columns) -> None:
+    """Puts ``columns``, parameters of ``owners``, side by side where that is possible and of use.
+
+    For each of the owners, those of its own that follow each other can be joined too. Values, strides and identities stay. What is not
+    memory of its own stays where it is: parameters that share a storage with anything else (tied weights, a state_dict that somebody
+    holds), quantised or offloaded ones.
+    """
+    parts = [part for column in columns for part in column]
+    captures = parts[0].is_cuda and torch.cuda.is_current_stream_capturing()
+    if captures or not is_untraced(parts[0], tuple(parts)) or joined(owners[0], *columns) is not None:
+        return  # they are, or must not move now
+    if len(set(parts)) == len(parts) and all(_fits(part, parts[0]) for part in parts):
+        try:
+            reference = StorageWeakRef(_move(parts))
+        except torch.OutOfMemoryError:
+            return  # a full GPU holds the model all the same
+        _allocations.update(dict.fromkeys(owners, reference))
+
+
+def _fits(part: Tensor, first: Tensor) -> bool:
+    storage = part.untyped_storage()
+    return (
+        part.device.type in PACKED_DEVICES
+        and (part.device, part.dtype) == (first.device, first.dtype)
+        and part.is_contiguous()
+        and part.nbytes % _ALIGNMENT == 0
+        and torch._C._storage_Use_Count(storage._cdata) == _UNSHARED
+        and not part.is_inference()
+    )
+
+
+def _move(parts: Sequence[Tensor]) -> torch.UntypedStorage:
+    """Everything that can fail comes before the first change."""
+    # Memory made in inference mode would turn the parameters into inference tensors.
+    with torch.inference_mode(False), torch.no_grad():
+        size = sum(part.nbytes for part in parts)
+        allocation = torch.empty(size, dtype=torch.uint8, device=parts[0].device).untyped_storage()
+        moved: list[Tensor] = []
+        end = 0
+        for part in parts:
+            start, end = end, end + part.nbytes
+            place = part.new_empty(0).set_(allocation[start:end], 0, part.shape, part.stride())
+            moved.append(place.copy_(part))
+        for part, place in zip(parts, moved, strict=True):
+            part.data = place
+    return allocation
+
+
+def unpack(owner: nn.Module) -> None:
+    """Gives each parameter below ``owner`` that ``pack`` has put beside others memory of its own again. Nothing else changes."""
+    allocation = _allocation(owner)
+    _allocations.pop(owner, None)
+    if allocation is None:
+        return
+    start, end = allocation.data_ptr(), allocation.data_ptr() + allocation.nbytes()
+    with torch.inference_mode(False), torch.no_grad():
+        for parameter in owner.parameters():
+            if parameter.device == allocation.device and start <= parameter.data_ptr() < end:
+                parameter.data = parameter.data.clone()

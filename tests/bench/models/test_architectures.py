@@ -1,0 +1,79 @@
+"""The architectures are the published ones, and their random weights are usable."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from sdfastgn.bench.models import architectures
+
+
+def parameters(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+@pytest.mark.parametrize(
+    ("build", "model", "count"),
+    [
+        pytest.param(architectures.build_unet, "sd15", 859_520_964, id="unet-sd15"),
+        pytest.param(architectures.build_unet, "sdxl", 2_567_463_684, id="unet-sdxl"),
+        pytest.param(architectures.build_vae, "sd15", 83_653_863, id="vae-sd15"),
+        pytest.param(architectures.build_vae, "sdxl", 83_653_863, id="vae-sdxl"),
+    ],
+)
+def test_parameter_counts(build, model, count):
+    assert parameters(build(model, torch.float16, "meta")) == count
+
+
+@pytest.mark.parametrize("model", ["tiny", "tiny_xl"])
+def test_tiny_models_run_and_are_reproducible(model):
+    inputs = architectures.unet_inputs(model, size=64, batch=2, dtype=torch.float32, device="cpu", seed=0)
+    latents = architectures.vae_latents(model, size=64, batch=1, dtype=torch.float32, device="cpu", seed=0)
+    with torch.no_grad():
+        steps = [architectures.build_unet(model, torch.float32, "cpu", seed=s)(**inputs).sample for s in (0, 0, 1)]
+        images = [
+            architectures.build_vae(model, torch.float32, "cpu", seed=s).decode(latents).sample for s in (0, 0, 1)
+        ]
+    for same, again, other in (steps, images):
+        assert torch.equal(same, again)
+        assert not torch.allclose(same, other)
+        assert 0.05 < same.std() < 20
+    assert steps[0].shape == (2, 4, 8, 8)
+    assert images[0].shape == (1, 3, 64, 64)
+
+
+def test_affine_of_the_norms_is_random():
+    unet = architectures.build_unet("tiny", torch.float32, "cpu")
+    norms = [m for m in unet.modules() if isinstance(m, nn.GroupNorm)]
+    assert all(m.weight.std() > 0.01 and m.bias.std() > 0.01 for m in norms)
+
+
+def test_a_channels_per_group_is_no_power_of_two():
+    unet = architectures.build_unet("tiny", torch.float32, "meta")
+    per_group = {m.num_channels // m.num_groups for m in unet.modules() if isinstance(m, nn.GroupNorm)}
+    assert any(n & (n - 1) for n in per_group)
+
+
+def test_controlnet_fits_its_unet():
+    unet, controlnet = (
+        build("tiny", torch.float32, "cpu") for build in (architectures.build_unet, architectures.build_controlnet)
+    )
+    inputs = architectures.unet_inputs("tiny", size=64, batch=1, dtype=torch.float32, device="cpu", seed=0)
+    with torch.no_grad():
+        down, mid = controlnet(**inputs, controlnet_cond=torch.rand(1, 3, 64, 64), return_dict=False)
+        sample = unet(**inputs, down_block_additional_residuals=down, mid_block_additional_residual=mid).sample
+    assert not torch.allclose(sample, unet(**inputs).sample)
+
+
+@pytest.mark.parametrize("call", ["build_unet", "build_vae", "build_controlnet"])
+def test_unknown_model(call):
+    with pytest.raises(ValueError, match=rf"^{call}: unknown model 'sd3'; known: tiny, tiny_xl, sd15, sdxl"):
+        getattr(architectures, call)("sd3", torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("size", [0, -8, 63, 500])
+@pytest.mark.parametrize("call", ["unet_inputs", "vae_latents"])
+def test_size_that_does_not_fit(call, size):
+    with pytest.raises(ValueError, match=rf"^{call}: size={size} must be a positive multiple of 8"):
+        getattr(architectures, call)("tiny", size=size, batch=1, dtype=torch.float32, device="cpu", seed=0)

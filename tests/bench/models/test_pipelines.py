@@ -1,0 +1,54 @@
+"""Pipelines built offline are complete: they generate, save, and load again."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from sdfastgn.bench.models.pipelines import build_pipeline, build_tokenizer, load_pipeline
+
+
+def generate(pipe):
+    generator = torch.Generator().manual_seed(0)
+    return pipe("a cat", num_inference_steps=3, height=64, width=64, generator=generator, output_type="np").images
+
+
+@pytest.mark.parametrize("model", ["tiny", "tiny_xl"])
+def test_from_pretrained_gives_the_same_image(model, tmp_path):
+    pipe = build_pipeline(model, dtype=torch.float32, device="cpu")
+    before = generate(pipe)
+    assert before.shape == (1, 64, 64, 3)
+    assert before.std() > 0.05
+    pipe.save_pretrained(tmp_path)
+    loaded = load_pipeline(str(tmp_path), None, torch.float32, "cpu")
+    assert type(loaded) is type(pipe)
+    assert np.array_equal(generate(loaded), before)
+
+
+def test_tokenizer_pads_prompts_to_77_tokens():
+    tokenizer = build_tokenizer()
+    ids = tokenizer("an astronaut", padding="max_length", max_length=77, truncation=True).input_ids
+    assert len(ids) == 77
+    assert (ids[0], ids[-1]) == (512, 513)
+    assert "astronaut" in tokenizer.decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize(
+    ("index", "words"),
+    [
+        pytest.param("{ broken", "not a valid JSON", id="not-json"),
+        pytest.param("{}", "KeyError", id="no-class"),
+        pytest.param('{"_class_name": "NoSuchPipeline"}', "AttributeError.*NoSuchPipeline", id="unknown-class"),
+    ],
+)
+def test_a_folder_that_is_no_pipeline_is_named(index, words, tmp_path):
+    (tmp_path / "model_index.json").write_text(index)
+    with pytest.raises(ValueError, match=rf"^load_pipeline: cannot load '{tmp_path}': .*{words}"):
+        load_pipeline(str(tmp_path), None, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("weights", ["/no/such/folder", "random"])
+def test_what_cannot_be_loaded_is_named(weights):
+    with pytest.raises(ValueError, match="no/such/folder" if weights != "random" else "unknown model ''"):
+        load_pipeline(weights, None, torch.float32, "cpu")

@@ -1,0 +1,156 @@
+"""The training step as a workload: rows, memory, and a gate over gradients that wrong ones do not pass."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import math
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from sdfastgn.bench.documents import OK, WRONG
+from sdfastgn.bench.models import run as end_to_end
+from sdfastgn.bench.models import training
+from sdfastgn.bench.models import workload as workloads
+from sdfastgn.bench.models.run import Row
+from sdfastgn.bench.models.training import Gradients
+from sdfastgn.bench.models.variants import Variant, by_name
+from sdfastgn.bench.models.workload import BenchConfig
+
+CONFIG = BenchConfig("tiny", "train", 64, 1, "fp32", "cpu", repeats=1)
+OURS = [by_name(name) for name in ("eager", "channels_last", "sdfastgn")]
+
+
+@pytest.mark.parametrize("model", ["tiny", "tiny_xl"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_rows(model: str, dtype: str) -> None:
+    # In bf16 stock's own channels-last convolutions may be the less exact ones, as on the processor of an H200's host.
+    variants = OURS if dtype == "fp32" else [by_name("eager"), by_name("sdfastgn")]
+    rows = end_to_end.run(dataclasses.replace(CONFIG, model=model, dtype=dtype), variants)
+    assert [(row.status, row.reason) for row in rows] == [(OK, "")] * len(variants)
+    eager, *_, ours = rows
+    assert eager.error_fp32 is not None
+    for row in rows:
+        assert row.median_ms is not None
+        assert row.error_fp32 is not None
+        assert row.error_fp32 <= max(1.05 * eager.error_fp32, 1e-5 if dtype == "fp32" else 0)
+        assert row.step_mib is None  # PyTorch counts memory on CUDA only
+        assert row.saved_mib is not None
+    assert ours.saved_mib is not None
+    assert eager.saved_mib is not None
+    assert 0 < ours.saved_mib < eager.saved_mib  # one tensor less for each normalisation and activation
+    assert eager.error_eager == 0
+
+
+def wrong_backward(factor: float) -> Variant:
+    """The right output, and the gradient of what enters the last convolution scaled."""
+
+    @contextlib.contextmanager
+    def applied(target: Any, part: str) -> Iterator[None]:
+        handle = target.conv_out.register_full_backward_hook(lambda module, dx, dy: (dx[0] * factor,))
+        yield
+        handle.remove()
+
+    return Variant("broken", "broken", lambda device: None, applied)
+
+
+@pytest.mark.parametrize("factor", [pytest.param(0.9, id="scaled"), pytest.param(math.nan, id="nan")])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_wrong_gradients_get_no_time(dtype: str, factor: float) -> None:
+    rows = end_to_end.run(dataclasses.replace(CONFIG, dtype=dtype), [wrong_backward(factor), by_name("eager")])
+    assert [row.status for row in rows] == [WRONG, OK]
+    assert "gradients' relative error" in rows[0].reason
+    assert rows[0].median_ms is rows[0].saved_mib is None
+
+
+def test_the_gate_is_stated() -> None:
+    assert "1.05 times stock eager's" in workloads.gate_text(dataclasses.replace(CONFIG, dtype="bf16"))
+    assert "0.001" in workloads.gate_text(CONFIG)
+
+
+def gradients(**tensors: list[float]) -> Gradients:
+    return Gradients({name: torch.tensor(values) for name, values in tensors.items()})
+
+
+@pytest.mark.parametrize(
+    ("ours", "error"),
+    [
+        pytest.param(gradients(a=[3.0], b=[4.0]), 0.0, id="same"),
+        pytest.param(gradients(a=[3.0], b=[4.5]), 0.1, id="one-off"),
+        pytest.param(gradients(a=[3.0]), math.nan, id="one-missing"),
+        pytest.param(gradients(a=[3.0], b=[math.nan]), math.nan, id="nan"),
+    ],
+)
+def test_error_over_all_parameters(ours: Gradients, error: float) -> None:
+    reference = gradients(a=[3.0], b=[4.0])
+    assert ours.relative_error(reference) == pytest.approx(error, nan_ok=True)
+    judged = training.judge(CONFIG, ours, reference, 0.05)
+    assert bool(judged.reason) is not (error <= 0.05)
+
+
+@pytest.mark.parametrize(
+    ("ours", "words"),
+    [
+        pytest.param(gradients(a=[1.0], b=[0.0]), "", id="usable"),
+        pytest.param(gradients(a=[1.0], b=[math.inf]), "not finite", id="infinite"),
+        pytest.param(gradients(a=[0.0]), "zero", id="zero"),
+    ],
+)
+def test_stock_gradients_that_are_no_reference(ours: Gradients, words: str) -> None:
+    assert (words in ours.problem()) if words else not ours.problem()
+
+
+def test_saved_bytes_count_shared_memory_once_and_no_parameter() -> None:
+    linear = nn.Linear(4, 4, bias=False)
+    x = torch.randn(8, 4)
+    # linear keeps x, exp its result, which the product keeps on both sides.
+    assert training.saved_bytes(lambda: (y := linear(x).exp()) * y, linear) == 2 * 8 * 4 * 4
+
+
+def test_saved_bytes_leaves_no_graph_behind() -> None:
+    """``exp`` keeps its own result: a graph that refers to itself is never freed, and adds to every later peak."""
+
+    class Held:
+        pass
+
+    class Noted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any, held: Any) -> Any:
+            ctx.held = held
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            raise AssertionError
+
+    linear, x, held = nn.Linear(4, 4), torch.randn(8, 4), Held()
+    seen = weakref.ref(held)
+    operands = [held]
+    del held
+    training.saved_bytes(lambda: Noted.apply(linear(x), operands.pop()).exp(), linear)
+    gc.collect()
+    assert seen() is None
+
+
+@pytest.mark.gpu
+def test_memory_on_the_gpu() -> None:
+    rows: list[Row] = end_to_end.run(dataclasses.replace(CONFIG, dtype="bf16", device="cuda"), OURS)
+    for row in rows:
+        assert row.peak_mib is not None
+        assert row.step_mib is not None
+        assert row.saved_mib is not None
+        assert 0 < row.saved_mib < row.step_mib < row.peak_mib
+
+
+def test_training_is_measured_without_the_workspaces_that_cudnn_tries():
+    """They would be the peak memory."""
+    train, unet = (dataclasses.replace(CONFIG, part=part) for part in ("train", "unet"))
+    assert [part["cudnn_benchmark"] for part in end_to_end.describe([train, unet])["parts"]] == [False, True]
+    assert end_to_end.current_environment(torch.device("cpu"), [train])["switches"]["cudnn.benchmark"] is False
+    assert end_to_end.current_environment(torch.device("cpu"), [unet])["switches"]["cudnn.benchmark"] is True

@@ -1,0 +1,153 @@
+"""Compiling ahead of the first launch: what is compiled, what is not run, and what is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import defaultdict
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from sdfastgn.kernels.common import launch as launching
+from sdfastgn.kernels.common.launch import Launch, rehearse
+
+CPU = torch.device("cpu", 0)
+
+
+@pytest.fixture
+def without_gpu(monkeypatch):
+    monkeypatch.setattr(launching.torch.cuda, "device", lambda device: contextlib.nullcontext())
+
+
+class Kernel:
+    """Notes how it is called. ``gate``: compilations wait for each other there."""
+
+    def __init__(self, gate=None, fails=False):
+        self.launched, self.compiled, self.loaded = [], [], []
+        self.device_caches = defaultdict(dict)
+        self.gate, self.fails = gate, fails
+
+    def __getitem__(self, grid):
+        return lambda *args, **options: self.launched.append((args, options))
+
+    def warmup(self, *args, grid, **options):
+        if self.gate is not None:
+            self.gate.wait()
+        if self.fails:
+            raise RuntimeError("ptxas said no")
+        self.compiled.append((args, options))
+        return Compiled(self)
+
+
+class Compiled:
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    @property
+    def run(self):
+        self.kernel.loaded.append(self)
+
+
+def made(number=7, block=16, kernel=None):
+    kernel = kernel or Kernel()
+    return kernel, Launch(kernel, 3, (number,), {"BLOCK": block}, 4)
+
+
+X = torch.zeros(1)
+
+
+def test_a_rehearsal_compiles_and_does_not_run(without_gpu):
+    kernel, launch = made()
+    rehearse(lambda: launch.run(X, None), CPU)
+    options = {"BLOCK": 16, "num_warps": 4}
+    assert kernel.compiled == [((torch.float32, None, 7), options)]
+    assert len(kernel.loaded) == 1
+    assert kernel.launched == []
+    launch.run(X, None)
+    assert kernel.launched == [((X, None, 7), options)]
+    assert len(kernel.compiled) == 1
+
+
+def test_what_shares_a_kernel_is_compiled_once(without_gpu):
+    kernel, one = made()
+    others = [made(8, kernel=kernel)[1], made(block=32, kernel=kernel)[1]]
+
+    def call():
+        for launch in (one, *others):
+            launch.run(X)
+        one.run(X.half())
+
+    rehearse(call, CPU)
+    compiled = sorted((str(args[0]), options["BLOCK"]) for args, options in kernel.compiled)
+    assert compiled == [("torch.float16", 16), ("torch.float32", 16), ("torch.float32", 32)]
+
+
+def test_compilations_run_beside_each_other(without_gpu, monkeypatch):
+    monkeypatch.setattr(launching.os, "cpu_count", lambda: 3)
+    kernel = Kernel(threading.Barrier(3, timeout=60))
+    launches = [made(block=block, kernel=kernel)[1] for block in (16, 32, 64)]
+    rehearse(lambda: [launch.run(X) for launch in launches], CPU)
+    assert len(kernel.compiled) == 3
+
+
+def test_a_kernel_that_cannot_be_compiled_fails_when_it_is_launched(without_gpu):
+    kernel, launch = made(kernel=Kernel(fails=True))
+    rehearse(lambda: launch.run(X), CPU)
+    launch.run(X)
+    assert len(kernel.launched) == 1
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt], ids=["error", "interrupt"])
+def test_what_is_raised_inside_leaves_no_trace(error, without_gpu):
+    kernel, launch = made()
+
+    def broken():
+        launch.run(X)
+        raise error("in the middle")
+
+    with pytest.raises(error, match="in the middle"):
+        rehearse(broken, CPU)
+    launch.run(X)
+    assert (len(kernel.compiled), len(kernel.launched)) == (0, 1)
+
+
+def test_other_threads_launch(without_gpu):
+    kernel, launch = made()
+
+    def meanwhile():
+        thread = threading.Thread(target=launch.run, args=(X,))
+        thread.start()
+        thread.join()
+
+    rehearse(meanwhile, CPU)
+    assert (len(kernel.compiled), len(kernel.launched)) == (0, 1)
+
+
+@triton.jit
+def _scaled_copy_kernel(x_ptr, y_ptr, TIMES: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(y_ptr + i, tl.load(x_ptr + i) * TIMES)
+
+
+@pytest.mark.gpu
+def test_kernels_are_compiled_when_the_rehearsal_ends(monkeypatch, tmp_path):
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    compiled = []
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **given: compiled.append(given))
+    x, y = torch.arange(64.0, device="cuda"), torch.full((64,), torch.nan, device="cuda")
+    launches = [Launch(_scaled_copy_kernel, 1, (), {"TIMES": times, "BLOCK": 64}, 1) for times in range(2, 6)]
+
+    def all_of_them():
+        for launch in launches:
+            launch.run(x, y)
+
+    rehearse(all_of_them, x.device)
+    assert y.isnan().all()
+    assert len(compiled) == len(launches)
+    for times, launch in zip(range(2, 6), launches, strict=True):
+        launch.run(x, y)
+        assert torch.equal(y, x * times)
+    assert len(compiled) == len(launches)

@@ -1,0 +1,249 @@
+"""The kernels of ``sdfastgn.group_norm`` against fp64: in Triton's interpreter on the CPU, and on a GPU where there is one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import sdfastgn
+from sdfastgn.kernels.group_norm.config import SmallConfig, SplitConfig, launch_config
+from tests.kernels.samples import BOUNDS, DEVICES, DTYPES, LAYOUTS, error, make, run, truth
+
+OPERANDS = ("shift", "ada_scale", "ada_shift")
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+# (shape, groups); small: a group fits into registers, split: it does not.
+SMALL = [
+    pytest.param((2, 40, 8, 8), 8, id="power-of-two-hw"),
+    pytest.param((2, 30, 7, 9), 3, id="cg10-odd-hw"),
+    pytest.param((3, 6, 1, 1), 3, id="one-pixel"),
+    pytest.param((2, 5, 4, 4), 5, id="instance-norm"),
+    pytest.param((1, 7, 3, 5), 1, id="one-group"),
+    pytest.param((2, 12, 33), 4, id="rank3"),
+    pytest.param((2, 6, 3, 4, 5), 2, id="rank5"),
+    pytest.param((5, 64, 2, 2), 32, id="many-groups"),
+]
+SPLIT = [
+    pytest.param((1, 40, 30, 31), 1, id="c40-odd-hw"),
+    pytest.param((2, 66, 37, 29), 2, id="c-not-a-multiple-of-the-block"),
+    pytest.param((1, 64, 1050), 1, id="rank3-c64"),
+    pytest.param((1, 32, 11, 10, 13), 1, id="rank5"),
+]
+GPU_SHAPES = [
+    pytest.param((2, 1280, 8, 8), 32, id="2x1280x8x8"),
+    pytest.param((2, 2560, 16, 16), 32, id="2x2560x16x16"),
+    pytest.param((2, 640, 32, 32), 32, id="2x640x32x32"),
+    pytest.param((2, 1920, 32, 32), 32, id="2x1920x32x32"),
+    pytest.param((2, 960, 64, 64), 32, id="2x960x64x64"),
+    pytest.param((2, 320, 128, 128), 32, id="2x320x128x128"),
+    pytest.param((1, 512, 96, 136), 32, id="1x512x96x136"),
+    pytest.param((1, 128, 1024, 1024), 32, id="1x128x1024x1024"),
+    pytest.param((2, 320, 14, 64, 64), 32, id="video"),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("shape", "groups"), SMALL + SPLIT)
+def test_every_shape_and_layout(shape, groups, layout, device):
+    x, weight, bias = make(shape, device=device, layout=layout)
+    y = run(x, groups, weight, bias, activation="silu")
+    assert y.shape == x.shape
+    assert y.stride() == x.stride()
+    assert error(y, truth(x, groups, weight, bias, activation="silu")) < BOUNDS[torch.float32]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("shape", "groups"), GPU_SHAPES)
+def test_real_shapes_on_the_gpu(shape, groups, dtype, layout):
+    x, weight, bias = make(shape, dtype, "cuda", layout)
+    y = run(x, groups, weight, bias, activation="silu")
+    assert y.stride() == x.stride()
+    assert error(y, truth(x, groups, weight, bias, activation="silu")) < BOUNDS[dtype]
+
+
+def test_the_shapes_take_both_ways():
+    def kinds(params):
+        return {
+            type(launch_config(s[0], s[1], s[2:].numel(), p.values[1], True, 132))
+            for p in params
+            for s in [torch.Size(p.values[0])]
+        }
+
+    assert kinds(SMALL) == {SmallConfig}
+    assert kinds(SPLIT) == {SplitConfig}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("activation", ["identity", "relu", "silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("shape", "groups"), [SMALL[1], SPLIT[0]])
+def test_every_activation_and_dtype(shape, groups, dtype, activation, device):
+    x, weight, bias = make(shape, dtype, device)
+    y = run(x, groups, weight, bias, activation=activation)
+    assert y.dtype is dtype
+    assert error(y, truth(x, groups, weight, bias, activation=activation)) < BOUNDS[dtype]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("activation", ["identity", "silu"])
+@pytest.mark.parametrize(
+    ("dtype", "mean"),
+    [
+        pytest.param(torch.float32, 1500.0, id="float32-mean-1000-std"),
+        pytest.param(torch.float16, 45.0, id="float16-mean-30-std"),
+        pytest.param(torch.bfloat16, 0.0, id="bfloat16-centred"),
+        pytest.param(torch.float32, 0.0, id="float32-centred"),
+    ],
+)
+@pytest.mark.parametrize(("shape", "groups"), [SMALL[1], SPLIT[0]])
+def test_no_less_exact_than_eager(shape, groups, dtype, mean, activation, device):
+    """Error against fp64 at most eager PyTorch's on channels-first input, for which its kernels are sound."""
+    x, weight, bias = make(shape, dtype, device, mean=mean)
+    expected = truth(x, groups, weight, bias, activation=activation)
+    eager = F.group_norm(x.contiguous(), groups, weight, bias)
+    eager = F.silu(eager) if activation == "silu" else eager
+    if dtype is torch.bfloat16 and device == "cpu":
+        pytest.skip("Triton's interpreter truncates to bf16 where a GPU rounds")
+    # A fraction of the last rounding: two exact results may round a few elements differently.
+    slack = (0.5 if dtype is torch.float32 else 0.1) * torch.finfo(dtype).eps
+    assert error(run(x, groups, weight, bias, activation=activation), expected) <= error(eager, expected) + slack
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("shape", "groups"), [SMALL[1], SPLIT[0]])
+def test_an_outlier_in_the_first_pixel(shape, groups, device):
+    """The pivot of the sums is then far from everything else."""
+    x, weight, bias = make(shape, device=device)
+    x[:, :, *[0] * (len(shape) - 2)] = 3000.0
+    assert error(run(x, groups, weight, bias), truth(x, groups, weight, bias)) < 1e-5
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("shape", "groups"), [SMALL[1], SPLIT[0]])
+def test_deterministic(shape, groups, device):
+    x, weight, bias = make(shape, torch.float16, device)
+    first = run(x, groups, weight, bias, activation="silu")
+    assert all(torch.equal(first, run(x, groups, weight, bias, activation="silu")) for _ in range(3))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "rows", [pytest.param(lambda n: n, id="NxC"), pytest.param(lambda n: 1, id="1xC"), pytest.param(None, id="C")]
+)
+@pytest.mark.parametrize("names", [OPERANDS, ("shift",), ("ada_scale", "ada_shift")], ids="+".join)
+@pytest.mark.parametrize(("shape", "groups"), [SMALL[1], SPLIT[1]])
+def test_operands(shape, groups, names, rows, device):
+    x, weight, bias = make(shape, torch.float16, device)
+    g = torch.Generator().manual_seed(1)
+    size = (shape[1],) if rows is None else (rows(shape[0]), shape[1])
+    operands = {name: torch.randn(size, generator=g).to(device, torch.float16) for name in names}
+    y = run(x, groups, weight, bias, activation="silu", **operands)
+    assert error(y, truth(x, groups, weight, bias, activation="silu", **operands)) < BOUNDS[torch.float16]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("shape", "groups"), [SMALL[1], SPLIT[1]])
+def test_operands_that_are_views(shape, groups, device):
+    """Halves of one projection, as AdaGN has them, and a strided weight."""
+    x, _, bias = make(shape, device=device)
+    g = torch.Generator().manual_seed(1)
+    halves = torch.randn(shape[0], 2 * shape[1], generator=g).to(device).chunk(2, dim=1)
+    strided = torch.randn(shape[1], 2, generator=g).to(device)[:, 0]
+    operands = {"shift": strided, "ada_scale": halves[0], "ada_shift": halves[1]}
+    y = run(x, groups, strided, bias, **operands)
+    assert error(y, truth(x, groups, strided, bias, **operands)) < BOUNDS[torch.float32]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("has", ["none", "weight", "bias"])
+@pytest.mark.parametrize(("shape", "groups"), [SMALL[1], SPLIT[0]])
+def test_affine_parts_are_independent(shape, groups, has, device):
+    x, weight, bias = make(shape, device=device)
+    args = (weight if has == "weight" else None, bias if has == "bias" else None)
+    assert error(run(x, groups, *args), truth(x, groups, *args)) < BOUNDS[torch.float32]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("param_dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_parameters_of_another_dtype(param_dtype, device):
+    x, weight, bias = make((2, 30, 7, 9), torch.float16, device, param_dtype=param_dtype)
+    y = run(x, 3, weight, bias)
+    assert y.dtype is torch.float16
+    assert error(y, truth(x, 3, weight, bias)) < BOUNDS[torch.float16]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", [(0, 8, 4, 4), (2, 8, 0, 4), (0, 8)], ids=str)
+def test_empty(shape, device):
+    y = run(torch.empty(shape, device=device), 4, activation="silu")
+    assert y.shape == shape
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")], ids=str)
+@pytest.mark.parametrize(("shape", "groups"), [SMALL[1], SPLIT[1]])
+def test_nan_and_inf_stay_in_their_group(shape, groups, value, device):
+    x, weight, bias = make(shape, device=device)
+    x[0, 0, 1, 1] = value
+    y, expected = run(x, groups, weight, bias, activation="relu"), truth(x, groups, weight, bias, activation="relu")
+    assert torch.equal(y.isnan(), expected.isnan())
+    assert y.isnan().any()
+    assert error(y.nan_to_num(), expected.nan_to_num()) < BOUNDS[torch.float32]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
+def test_nan_stays_on_its_side_of_a_pair(value, device):
+    """On a GPU two neighbours share a reciprocal in the sigmoid; channels 4 and 5 are neighbours in two groups."""
+    x, weight, bias = make((1, 15, 60, 61), torch.float16, device)
+    assert isinstance(launch_config(1, 15, 60 * 61, 3, True, 132), SplitConfig)
+    x[0, 4, 1, 1] = value
+    y = run(x, 3, weight, bias, activation="silu")
+    assert y[0, :5].isnan().all()
+    expected = truth(x[:, 5:], 2, weight[5:], bias[5:], activation="silu")
+    assert error(y[:, 5:], expected) < BOUNDS[torch.float16]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("eps", [0.0, -1e-3, 10.0], ids=str)
+def test_eps_is_only_added(eps, device):
+    x, weight, bias = make((2, 12, 5, 5), device=device)
+    assert error(run(x, 4, weight, bias, eps), truth(x, 4, weight, bias, eps)) < BOUNDS[torch.float32]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_views_with_gaps_keep_the_innermost_axis(device):
+    base = make((2, 24, 6, 7), device=device)[0]
+    for x in (base[:, :12], base[..., ::2], base.contiguous()[:, ::2], base[:1].expand(3, -1, -1, -1)):
+        y = run(x, 4, activation="silu")
+        assert error(y, truth(x, 4, activation="silu")) < BOUNDS[torch.float32]
+        assert y.stride().index(min(y.stride())) == x.stride().index(min(s for s in x.stride() if s))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_tokens_of_an_attention_block(device):
+    """The (N, C, L) view of (N, L, C) tokens is channels-last in disguise, and comes out as one."""
+    tokens = torch.randn(2, 20, 12, generator=torch.Generator().manual_seed(0)).to(device)
+    y = run(tokens.transpose(1, 2), 3)
+    assert y.transpose(1, 2).is_contiguous()
+    assert error(y, truth(tokens.transpose(1, 2), 3)) < BOUNDS[torch.float32]
+
+
+@pytest.mark.gpu
+def test_more_than_2_to_the_31_elements():
+    C, H, W = 64, 8192, 4100
+    x = torch.empty((1, C, H, W), dtype=torch.float16, device="cuda", memory_format=torch.channels_last).normal_(
+        2.0, 1.5
+    )
+    assert x.numel() > 2**31
+    y = sdfastgn.group_norm(x, 32, activation="silu")
+    for group in (0, 31):
+        part = x[:, 2 * group : 2 * group + 2]
+        var, mean = torch.var_mean(part.float(), correction=0)
+        expected = F.silu((part[:, :, -3:].double() - mean) * torch.rsqrt(var + 1e-5))
+        assert error(y[:, 2 * group : 2 * group + 2, -3:], expected) < BOUNDS[torch.float16]

@@ -1,0 +1,187 @@
+"""The backward of GroupNorm in one program a group, which reads it twice: for more data than caches hold."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import sdfastgn
+from sdfastgn.kernels.common.sizes import next_power_of_2
+from sdfastgn.kernels.group_norm import backward_plans as plans
+from sdfastgn.kernels.group_norm import config as group_norm_config
+from sdfastgn.kernels.group_norm.config import WalkConfig, walk_config
+from sdfastgn.kernels.group_norm.op import reference_group_norm
+from sdfastgn.kernels.group_norm.walk_kernels import walk_grad_kernel
+from tests.kernels.gradients import check, expected_grads, grads_of, leaves_of, relative
+from tests.kernels.samples import DEVICES, DTYPES, LAYOUTS, make
+
+SHAPES = [
+    pytest.param((2, 64, 37, 29), 8, id="cg8-odd-hw"),
+    pytest.param((2, 60, 40, 30), 4, id="cg15"),
+    pytest.param((3, 32, 48, 64), 2, id="cg16-whole-tiles"),
+    pytest.param((3, 5, 5000), 5, id="cg1-rank3"),
+    pytest.param((1, 32, 11, 20, 13), 4, id="rank5"),
+]
+
+
+@pytest.fixture
+def walked(monkeypatch):
+    """Sizes that the interpreter can do take this way too; the value: kernels launched."""
+    for name in ("_WALK_MIN_BYTES", "_WALK_MIN_RUN", "_WALK_MIN_GROUPS"):
+        monkeypatch.setattr(group_norm_config, name, 0)
+    monkeypatch.setattr(group_norm_config, "_WALK_OTHER", (2048, 1024, 4))
+    launched = []
+    plain = plans.Launch.__call__
+
+    def noted(self, *args):
+        launched.append(self.kernel)
+        plain(self, *args)
+
+    monkeypatch.setattr(plans.Launch, "__call__", noted)
+    plans._plans.clear()
+    yield launched
+    plans._plans.clear()
+
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("shape", "groups"), SHAPES)
+def test_every_shape_and_layout(shape, groups, layout, device, walked):
+    check(shape, groups, torch.float32, device, layout, "silu", layout)
+    assert walk_grad_kernel in walked
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ["identity", "relu", "silu", "gelu", "gelu_tanh"])
+def test_every_activation_and_dtype(activation, dtype, device, walked):
+    if device == "cpu" and dtype is torch.bfloat16:
+        pytest.skip("Triton's interpreter truncates to bf16 where a GPU rounds")
+    check((2, 64, 37, 29), 8, dtype, device, "channels_last", activation, "channels_last")
+    assert walk_grad_kernel in walked
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("wanted", ["all", "x", "x+shift", "x+weight"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_operands(layout, wanted, device, walked):
+    shape, groups = (2, 60, 40, 30), 4
+    x, weight, bias = make(shape, device=device, layout=layout)
+    dy = make(shape, device=device, layout=layout, seed=4)[0]
+    operands = [torch.randn(shape[:2], generator=torch.Generator().manual_seed(i)).to(device) for i in range(3)]
+    names = ("x", "weight", "bias", "shift", "ada_scale", "ada_shift")
+    values = dict(zip(names, (x, weight, bias, *operands), strict=True))
+    chosen = names if wanted == "all" else wanted.split("+")
+
+    def call(function):
+        def of_the_chosen(*leaves):
+            given = {n: t.to(leaves[0].dtype) for n, t in values.items()} | dict(zip(chosen, leaves, strict=True))
+            x, weight, bias = (given.pop(n) for n in names[:3])
+            return function(x, groups, weight, bias, 1e-5, "silu", **given)
+
+        return of_the_chosen
+
+    leaves = leaves_of(*[values[n] for n in chosen])
+    got = grads_of(call(sdfastgn.group_norm), leaves, dy, direct=True)
+    assert walk_grad_kernel in walked
+    for g, w in zip(got, expected_grads(call(reference_group_norm), leaves, dy), strict=True):
+        assert relative(g, w) < 1e-5
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_other_cases_take_three_launches(device, walked):
+    """No gradient of x, or one that lies in the other layout."""
+    shape, groups = SHAPES[0].values
+    x, weight, bias = make(shape, device=device)
+    leaves = leaves_of(weight, bias)
+    dy = make(shape, device=device, seed=4)[0]
+    call = lambda f: lambda w, b: f(x.to(w.dtype), groups, w, b, 1e-5, "silu")  # noqa: E731
+    for g, w in zip(
+        grads_of(call(sdfastgn.group_norm), leaves, dy),
+        expected_grads(call(reference_group_norm), leaves, dy),
+        strict=True,
+    ):
+        assert relative(g, w) < 1e-5
+    check(shape, groups, torch.float32, device, "channels_first", "silu", "channels_last")
+    assert walk_grad_kernel not in walked
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_far_from_zero_and_the_same_bits_again(device, walked):
+    shape, groups = SHAPES[0].values
+    x, weight, bias = make(shape, device=device, mean=1000.0)
+    dy = make(shape, device=device, seed=4)[0]
+    leaves = leaves_of(x, weight, bias)
+    call = lambda f: lambda x, w, b: f(x, groups, w, b, 1e-5, "silu")  # noqa: E731
+    got, again = (grads_of(call(sdfastgn.group_norm), leaves, dy) for _ in range(2))
+    assert all(map(torch.equal, got, again))
+    eager = torch.autograd.grad(
+        torch.nn.functional.silu(torch.nn.functional.group_norm(leaves[0].contiguous(), groups, *leaves[1:])),
+        leaves,
+        dy,
+    )
+    want = expected_grads(call(reference_group_norm), leaves, dy)
+    for g, e, w in zip(got, eager, want, strict=True):
+        assert relative(g, w) <= relative(e, w) * 1.05 + 1e-6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("activation", ["identity", "silu"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_real_shape_on_the_gpu(dtype, activation, layout):
+    """The shape of PyTorch's issue #28201, for which this was made."""
+    shape = (96, 512, 56, 56)
+    config = walk_config(*shape[:2], 56 * 56, 32, layout == "channels_last", 132, dtype.itemsize, activation)
+    assert (config is None) is (layout == "channels_last" and dtype is not torch.float32)
+    check(shape, 32, dtype, "cuda", layout, activation, layout, direct=True, dy_mean=0.0)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "layout", "itemsize", "expected"),
+    [
+        pytest.param((256, 512, 3136, 32), "last", 4, WalkConfig(1024, 1024, 16, 16), id="28201-nhwc"),
+        pytest.param((256, 512, 3136, 32), "first", 4, WalkConfig(1024, 1024, 16, 16), id="28201-nchw"),
+        pytest.param((128, 256, 784, 32), "first", 4, WalkConfig(512, 512, 8, 8), id="smaller-groups"),
+        pytest.param((128, 256, 784, 32), "last", 4, None, id="rows-of-32-bytes"),
+        pytest.param((16, 256, 784, 32), "first", 4, None, id="in-cache"),
+        pytest.param((256, 512, 12544, 32), "first", 4, None, id="groups-too-large"),
+        pytest.param((4, 4096, 3136, 128), "first", 4, None, id="few-groups"),
+        pytest.param((256, 640, 1600, 32), "first", 4, None, id="cg20-in-blocks-of-32"),
+        pytest.param((256, 448, 1600, 32), "first", 4, WalkConfig(256, 256, 16, 8), id="cg14-in-blocks-of-16"),
+        pytest.param((256, 512, 3136, 32), "first", 2, WalkConfig(1024, 1024, 16, 16), id="fp16"),
+        pytest.param((65536, 16, 300, 1), "first", 4, WalkConfig(256, 256, 16, 8), id="keeps-no-more-than-there-is"),
+    ],
+)
+def test_config(sizes, layout, itemsize, expected):
+    assert walk_config(*sizes, layout == "last", 132, itemsize, "identity") == expected
+
+
+@pytest.mark.parametrize(
+    ("activation", "layout", "shift_grad", "expected"),
+    [
+        pytest.param("relu", "first", False, WalkConfig(1024, 1024, 16, 16), id="relu"),
+        pytest.param("silu", "first", False, WalkConfig(512, 1024, 16, 32), id="silu-nchw"),
+        pytest.param("silu", "last", False, WalkConfig(512, 512, 16, 32), id="silu-nhwc"),
+        pytest.param("gelu", "first", False, WalkConfig(512, 512, 16, 32), id="gelu"),
+        pytest.param("identity", "first", True, WalkConfig(512, 512, 16, 32), id="shift"),
+    ],
+)
+def test_registers_decide_how_much_is_kept(activation, layout, shift_grad, expected):
+    assert walk_config(256, 512, 3136, 32, layout == "last", 132, 4, activation, shift_grad) == expected
+
+
+@pytest.mark.parametrize("num_sms", [1, 24, 132, 1000])
+@pytest.mark.parametrize("activation", ["identity", "silu", "gelu"])
+def test_tiles_are_launchable(activation, num_sms):
+    for N, C, HW, groups in ((256, 512, 3136, 32), (4096, 64, 5000, 64), (65536, 8, 300, 8), (1, 2**20, 4096, 2**16)):
+        for last in (False, True):
+            config = walk_config(N, C, HW, groups, last, num_sms, 4, activation)
+            if config is not None:
+                assert config.block_hw == next_power_of_2(config.block_hw)
+                assert config.kept_hw == next_power_of_2(config.kept_hw) <= HW
+                assert max(config.block_hw, config.kept_hw) * config.block_c <= 16384
+                assert config.num_warps <= 32

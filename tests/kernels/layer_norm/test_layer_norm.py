@@ -1,0 +1,386 @@
+"""The kernels of ``sdfastgn.layer_norm`` and ``sdfastgn.add_layer_norm`` against fp64: interpreted, and on a GPU where there is one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import sdfastgn
+from sdfastgn.kernels.common.sizes import vector_width
+from sdfastgn.kernels.layer_norm import backward_kernels as layer_norm_backward_kernels
+from sdfastgn.kernels.layer_norm import kernels as layer_norm_kernels
+from sdfastgn.kernels.layer_norm.config import ChunksConfig, backward_config, forward_config
+from tests.kernels.samples import BOUNDS, DEVICES, DTYPES, error, kernels
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory", "few_multiprocessors")
+NUM_SMS = 4
+
+
+@pytest.fixture
+def few_multiprocessors(monkeypatch):
+    """The interpreter is slow: a nominal GPU that few rows fill, so that they take every way that many do on a real one."""
+    if not torch.cuda.is_available():
+        for module in (layer_norm_kernels, layer_norm_backward_kernels):
+            monkeypatch.setattr(module, "num_sms", lambda device: NUM_SMS)
+
+
+SHAPES = [
+    pytest.param((7, 10), id="short-rows"),
+    pytest.param((600, 10), id="many-short-rows"),
+    pytest.param((5, 33), id="odd"),
+    pytest.param((2, 3, 320), id="rank3-320"),
+    pytest.param((70, 320), id="a-warp-a-row"),
+    pytest.param((3, 1280), id="warps-share-a-row"),
+    pytest.param((2, 2, 3, 100), id="rank4"),
+    pytest.param((40,), id="rank1"),
+    pytest.param((3, 1), id="one-column"),
+    pytest.param((3, 17001), id="chunks-odd"),
+    pytest.param((2, 20000), id="chunks"),
+]
+WAYS = [pytest.param((6, 320), id="rows"), pytest.param((2, 17000), id="chunks")]
+
+
+def make(shape, dtype=torch.float32, device="cpu", mean=3.0, seed=0):
+    """x, residual, weight, bias, add_bias."""
+    g = torch.Generator().manual_seed(seed)
+    full = [torch.randn(shape, generator=g) * 1.5 + mean for _ in range(2)]
+    columns = [torch.randn(shape[-1], generator=g) for _ in range(3)]
+    return [t.to(dtype).to(device) for t in (*full, *columns)]
+
+
+def run(x, weight=None, bias=None, eps=1e-5, *, direct=False):
+    with kernels(direct=direct):
+        return sdfastgn.layer_norm(x, weight, bias, eps)
+
+
+def run_add(x, residual, weight=None, bias=None, eps=1e-5, *, add_bias=None, direct=False):
+    with kernels(direct=direct):
+        return sdfastgn.add_layer_norm(x, residual, weight, bias, eps, add_bias=add_bias)
+
+
+def truth(x, weight=None, bias=None, eps=1e-5):
+    weight, bias = (None if t is None else t.double() for t in (weight, bias))
+    return F.layer_norm(x.double(), x.shape[-1:], weight, bias, eps)
+
+
+def grads_of(f, leaves, dys, dtype, *, direct=False):
+    leaves = [t.detach().to(dtype).requires_grad_() for t in leaves]
+    with kernels(direct=direct):  # the backward too
+        results = f(*leaves)
+        results = results if isinstance(results, tuple) else (results,)
+        pairs = [(y, dy.to(y.dtype)) for y, dy in zip(results, dys, strict=True) if dy is not None]
+        return torch.autograd.grad([y for y, _ in pairs], leaves, [dy for _, dy in pairs], allow_unused=True)
+
+
+def add(x, residual, weight, bias, add_bias):
+    return sdfastgn.add_layer_norm(x, residual, weight, bias, add_bias=add_bias)
+
+
+# --- forward -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape(shape, device):
+    x, residual, weight, bias, add_bias = make(shape, device=device)
+    y = run(x, weight, bias)
+    assert y.shape == x.shape
+    assert (y.double() - truth(x, weight, bias)).abs().max() < 1e-5
+    y, total = run_add(x, residual, weight, bias, add_bias=add_bias)
+    assert torch.equal(total, x + residual + add_bias)
+    assert (y.double() - truth(total, weight, bias)).abs().max() < 1e-5
+
+
+def test_the_shapes_take_both_ways():
+    def ways(params):
+        shapes = [torch.Size(p.values[0]) for p in params]
+        return {type(forward_config(s[:-1].numel(), s[-1], 4, 1, NUM_SMS)).__name__ for s in shapes}
+
+    assert ways(SHAPES) == ways(WAYS) == {"RowsConfig", "ChunksConfig"}
+    assert forward_config(3, 1280, 4, 4, NUM_SMS).wide
+    assert not forward_config(600, 320, 4, 4, NUM_SMS).wide
+    gathered, few = (forward_config(rows, 10, 4, vector_width(4, 10), NUM_SMS) for rows in (600, 7))
+    assert gathered.lanes > few.lanes
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", WAYS)
+def test_every_dtype(shape, dtype, device):
+    x, residual, weight, bias, add_bias = make(shape, dtype, device)
+    assert run(x, weight, bias).dtype is dtype
+    assert error(run(x, weight, bias), truth(x, weight, bias)) < BOUNDS[dtype]
+    y, total = run_add(x, residual, weight.float(), None, add_bias=add_bias.float())
+    assert total.dtype is y.dtype is dtype
+    assert error(total, x.double() + residual.double() + add_bias.double()) < BOUNDS[dtype]
+    assert error(y, truth(total, weight)) < BOUNDS[dtype]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("dtype", "mean"),
+    [
+        pytest.param(torch.float32, 1500.0, id="float32-mean-1000-std"),
+        pytest.param(torch.float32, 0.0, id="float32-centred"),
+        pytest.param(torch.float16, 45.0, id="float16-mean-30-std"),
+    ],
+)
+@pytest.mark.parametrize("shape", WAYS)
+def test_no_less_exact_than_eager(shape, dtype, mean, device):
+    x, _, weight, bias, _ = make(shape, dtype, device, mean)
+    expected = truth(x, weight, bias)
+    eager = F.layer_norm(x, shape[-1:], weight, bias)
+    # A fraction of the last rounding: two exact results may round a few elements differently.
+    slack = (0.5 if dtype is torch.float32 else 0.1) * torch.finfo(dtype).eps
+    assert error(run(x, weight, bias), expected) <= error(eager, expected) + slack
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", WAYS)
+def test_far_means_and_outliers(shape, device):
+    """The sums' pivot is the first element: what stands there must not matter, nor how far all are from 0."""
+    x, _, weight, bias, _ = make(shape, device=device, mean=1500.0)
+    assert error(run(x, weight, bias), truth(x, weight, bias)) < 2e-6
+    x[:, 0] = -1e6
+    assert error(run(x, weight, bias), truth(x, weight, bias)) < 2e-5
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", WAYS)
+def test_constant_rows_are_exact(shape, device):
+    _, _, weight, bias, _ = make(shape, device=device)
+    x = torch.full(shape, 1234.567, device=device)
+    assert torch.equal(run(x, weight, bias), bias.expand(shape))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")], ids=str)
+@pytest.mark.parametrize("column", [0, 5], ids=["first-column", "column-5"])
+@pytest.mark.parametrize("shape", WAYS)
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, under the interpreter
+def test_not_finite_rows_are_as_eagers(shape, column, value, device):
+    x = make(shape, device=device)[0]
+    x[1, column] = value
+    y = run(x)
+    assert torch.equal(y.isnan(), F.layer_norm(x, shape[-1:]).isnan())
+    assert error(y[0], truth(x[0])) < 2e-6
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("eps", [1e-5, 0.1, 0, 1])
+@pytest.mark.parametrize("shape", WAYS)
+def test_eps(shape, eps, device):
+    x = make(shape, device=device)[0]
+    assert error(run(x, eps=eps), truth(x, eps=eps)) < 2e-6
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "view",
+    [
+        pytest.param(lambda t: t[:, :, :40], id="part-of-wider-rows"),
+        pytest.param(lambda t: t[:, ::2, :40], id="every-second-row"),
+        pytest.param(lambda t: t[:, 1:3, 3:44], id="uneven-rows"),
+        pytest.param(lambda t: t.transpose(0, 2), id="transposed"),
+        pytest.param(lambda t: t[:1, :1].expand(3, 4, 96), id="the-same-row"),
+        pytest.param(lambda t: t.flatten()[1:961].view(2, 5, 96), id="unaligned"),
+    ],
+)
+def test_views(view, device):
+    """Read where they lie or copied; the results are contiguous and right either way."""
+    x, residual = (view(t) for t in make((3, 5, 96), device=device)[:2])
+    weight = torch.randn(2 * x.shape[-1], device=device)[::2]
+    for direct in (False, True):
+        y = run(x, weight, direct=direct)
+        assert y.is_contiguous()
+        assert error(y, truth(x, weight)) < 2e-6
+        y, total = run_add(x, residual, add_bias=weight, direct=direct)
+        assert y.is_contiguous()
+        assert total.is_contiguous()
+        assert torch.equal(total, x + residual + weight)
+        assert error(y, truth(total)) < 2e-6
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", WAYS)
+def test_nothing_else_is_written(shape, device):
+    """Between the rows of a wider tensor lies what must neither be read into the result nor be changed."""
+    buffer = torch.full((shape[0], shape[1] + 8), float("nan"), device=device)
+    buffer[:, : shape[1]] = make(shape, device=device)[0]
+    before = buffer.clone()
+    assert run(buffer[:, : shape[1]]).isfinite().all()
+    assert torch.equal(buffer.nan_to_num(7.0), before.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", WAYS)
+def test_both_ways_through_pytorch_agree(shape, device):
+    """Straight to the kernels, by the dispatcher, and under autograd in both."""
+    x, residual, weight, bias, add_bias = make(shape, device=device)
+    expected = run_add(x, residual, weight, bias, add_bias=add_bias)
+    for leaf in (x, x.clone().requires_grad_()):
+        for direct in (False, True):
+            assert torch.equal(run(leaf, weight, bias, direct=direct), run(x, weight, bias))
+            found = run_add(leaf, residual, weight, bias, add_bias=add_bias, direct=direct)
+            assert all(map(torch.equal, found, expected))
+
+
+# --- backward ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("direct", [False, True], ids=["dispatcher", "direct"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gradients(shape, direct, device):
+    leaves = make(shape, device=device)
+    dys = make(shape, device=device, seed=1)[:2]
+    ours = grads_of(
+        lambda x, r, w, b, a: sdfastgn.add_layer_norm(x, r, w, b, 0.1, add_bias=a),
+        leaves,
+        dys,
+        torch.float32,
+        direct=direct,
+    )
+
+    def eager(x, residual, weight, bias, add_bias):
+        total = x + residual + add_bias
+        return F.layer_norm(total, total.shape[-1:], weight, bias, 0.1), total
+
+    expected = grads_of(eager, leaves, dys, torch.float64)
+    for got, want in zip(ours, expected, strict=True):
+        assert got.shape == want.shape
+        assert (got - want).norm() <= 2e-6 * want.norm() + 1e-6
+
+
+def test_the_shapes_take_both_ways_back():
+    configs = [
+        backward_config(s[:-1].numel(), s[-1], 1, NUM_SMS, column_sums=True)
+        for s in (torch.Size(p.values[0]) for p in SHAPES)
+    ]
+    rows = [c for c in configs if not isinstance(c, ChunksConfig)]
+    assert len(rows) < len(configs)
+    assert {c.wide for c in rows} == {True, False}
+    assert max(c.programs for c in rows) > 1
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("dtype", "mean"),
+    [
+        pytest.param(torch.float32, 1500.0, id="float32-mean-1000-std"),
+        pytest.param(torch.float32, 3.0, id="float32"),
+        pytest.param(torch.float16, 3.0, id="float16"),
+        pytest.param(torch.bfloat16, 3.0, id="bfloat16"),
+    ],
+)
+@pytest.mark.parametrize("shape", WAYS)
+def test_gradients_no_less_exact_than_eager(shape, dtype, mean, device):
+    if dtype is torch.bfloat16 and device == "cpu":
+        pytest.skip("Triton's interpreter truncates to bf16 where a GPU rounds")
+    x, _, weight, bias, _ = make(shape, dtype, device, mean)
+    dys = make(shape, dtype, device, seed=1)[:1]
+
+    def eager(x, w, b):
+        return F.layer_norm(x, x.shape[-1:], w, b)
+
+    expected = grads_of(eager, (x, weight, bias), dys, torch.float64)
+    stock = grads_of(eager, (x, weight, bias), dys, dtype)
+    for ours, theirs, want in zip(
+        grads_of(sdfastgn.layer_norm, (x, weight, bias), dys, dtype), stock, expected, strict=True
+    ):
+        slack = 0.5 * torch.finfo(dtype).eps * want.norm()
+        assert (ours - want).norm() <= (theirs - want).norm() * 1.05 + slack
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("needs", ["x", "residual", "weight", "bias", "add_bias", "weight bias", "x add_bias"])
+@pytest.mark.parametrize("shape", WAYS)
+def test_only_what_is_needed(shape, needs, device):
+    names = ("x", "residual", "weight", "bias", "add_bias")
+    leaves = dict(zip(names, make(shape, device=device), strict=True))
+    expected = {name: t.double() for name, t in leaves.items()}
+    for name in needs.split():
+        leaves[name].requires_grad_()
+        expected[name].requires_grad_()
+    x, residual, weight, bias, add_bias = leaves.values()
+    with kernels():
+        y, total = sdfastgn.add_layer_norm(x, residual, weight, bias, add_bias=add_bias)
+        ((y * y).sum() + (total.sum() if total.requires_grad else 0)).backward()
+    u = expected["x"] + expected["residual"] + expected["add_bias"]
+    z = F.layer_norm(u, shape[-1:], expected["weight"], expected["bias"])
+    ((z * z).sum() + u.sum()).backward() if u.requires_grad else (z * z).sum().backward()
+    for name in names:
+        assert (leaves[name].grad is not None) == (name in needs.split())
+        if name in needs.split():
+            assert error(leaves[name].grad, expected[name].grad) < 1e-4
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", WAYS)
+def test_gradients_of_one_result(shape, device):
+    leaves = make(shape, device=device)
+    dy, dtotal = make(shape, device=device, seed=1)[:2]
+    dx, dr, dw, db, da = grads_of(add, leaves, (None, dtotal), torch.float32)
+    assert torch.equal(dx, dtotal)
+    assert torch.equal(dr, dtotal)
+    assert dw is None
+    assert db is None
+    assert error(da, dtotal.double().sum(0)) < 2e-6
+    dx, *_ = grads_of(add, leaves, (dy, None), torch.float32)
+    u = (leaves[0] + leaves[1] + leaves[4]).double().requires_grad_()
+    (want,) = torch.autograd.grad(truth(u, leaves[2], leaves[3]), u, dy.double())
+    assert error(dx, want) < 2e-6
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "dy",
+    [
+        pytest.param(lambda s, d: torch.randn((), device=d).expand(s), id="expanded"),
+        pytest.param(lambda s, d: torch.randn(s[::-1], device=d).T, id="transposed"),
+        pytest.param(lambda s, d: torch.randn(s[-1], device=d).expand(s), id="row-for-all"),
+    ],
+)
+@pytest.mark.parametrize("shape", WAYS)
+def test_gradients_that_arrive_in_any_layout(shape, dy, device):
+    x, _, weight, bias, _ = make(shape, device=device)
+    dy = dy(shape, device)
+    ours = grads_of(sdfastgn.layer_norm, (x, weight, bias), (dy,), torch.float32)
+    for got, want in zip(ours, grads_of(truth, (x, weight, bias), (dy,), torch.float64), strict=True):
+        assert (got - want).norm() < 1e-5 * dy.norm()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", [(600, 10), (40, 320), (3, 17000)], ids=str)
+def test_same_bits_at_each_run(shape, device):
+    leaves = make(shape, device=device)
+    dys = make(shape, device=device, seed=1)[:2]
+    first, second = (grads_of(add, leaves, dys, torch.float32) for _ in range(2))
+    assert all(map(torch.equal, first, second))
+
+
+# --- GPU -----------------------------------------------------------------------------------------------------------------------
+
+GPU_SHAPES = [
+    pytest.param(s, id="x".join(map(str, s)))
+    for s in [
+        (8192, 320), (2048, 640), (2, 1024, 1280), (512, 768), (4096, 1000), (4096, 1001), (33, 16384), (64, 40000), (10, 10**6 + 3),
+        (10**6 + 1, 10), (3 * 10**5, 100),
+    ]
+]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", GPU_SHAPES)
+def test_real_shapes_on_the_gpu(shape, dtype):
+    x, residual, weight, bias, add_bias = make(shape, dtype, "cuda")
+    assert error(run(x, weight, bias), truth(x, weight, bias)) < BOUNDS[dtype]
+    y, total = run_add(x, residual, weight, bias, add_bias=add_bias)
+    assert error(y, truth(total, weight, bias)) < BOUNDS[dtype]
+    # Of mean 0: sums over a million gradients of one sign would not fit into fp16.
+    dys = (torch.randn(shape, device="cuda").to(dtype),)
+    ours = grads_of(sdfastgn.layer_norm, (x, weight, bias), dys, dtype)
+    for got, want in zip(ours, grads_of(truth, (x, weight, bias), dys, torch.float64), strict=True):
+        assert error(got, want) < 4 * BOUNDS[dtype]

@@ -1,0 +1,440 @@
+"""The convolution of an upsampled image at low resolution: its kernels against fp64, and the op as a PyTorch citizen."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import sdfastgn
+from sdfastgn.kernels.statistics.config import statistics_config
+from sdfastgn.kernels.statistics.kernels import is_even
+from sdfastgn.kernels.statistics.op import reference_channel_statistics
+from sdfastgn.kernels.upsample import conv as upsample_conv
+from sdfastgn.kernels.upsample import conv_kernels as upsample_conv_kernels
+from sdfastgn.kernels.upsample.config import phases_pay, weights_config
+from sdfastgn.kernels.upsample.conv import reference_phase_weights, reference_upsample_conv2d
+from sdfastgn.kernels.upsample.conv_kernels import launch_interleave, launch_phase_weights
+from tests.kernels import samples
+from tests.kernels.samples import DEVICES, DTYPES, LAYOUTS, error, interpreted, kernels, make, to_layout
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+# Three roundings, of weights, of t and of y; Triton's interpreter cuts bf16 off instead of rounding.
+BOUNDS = {torch.float16: 6e-4, torch.bfloat16: 1e-2, torch.float32: 2e-6}
+# (x, C_out, multiprocessors): few make chunks of several tiles.
+CASES = [
+    pytest.param((2, 5, 7, 9), 30, 132, id="odd"),
+    pytest.param((1, 66, 3, 5), 70, 132, id="c-not-a-multiple-of-the-block"),
+    pytest.param((2, 64, 8, 8), 64, 132, id="whole-tiles"),
+    pytest.param((3, 1, 4, 5), 1, 132, id="one-channel"),
+    pytest.param((2, 6, 1, 1), 8, 132, id="one-pixel"),
+    pytest.param((1, 8, 1, 6), 5, 132, id="one-row"),
+    pytest.param((1, 3, 19, 15), 66, 1, id="long-odd"),
+    pytest.param((1, 4, 16, 32), 64, 1, id="long-whole"),
+]
+each_case = pytest.mark.parametrize(("shape", "C_out", "num_sms"), CASES)
+
+
+@pytest.fixture
+def in_phases(monkeypatch):
+    """At low resolution whatever the sizes, as on a GPU with this number of multiprocessors; counts the interleavings."""
+    runs = []
+    monkeypatch.setattr(upsample_conv, "phases_pay", lambda *sizes: True)
+    monkeypatch.setattr(upsample_conv, "launch_interleave", lambda *a: (runs.append(1), launch_interleave(*a)))
+
+    def patch(num_sms=132):
+        monkeypatch.setattr(upsample_conv_kernels, "num_sms", lambda device: num_sms)
+        monkeypatch.setattr(upsample_conv_kernels, "_launches", {})
+        return runs
+
+    return patch
+
+
+def operands(shape, C_out, dtype=torch.float32, device="cpu", layout="channels_last", seed=0):
+    """(x, weight, bias), with a mean away from zero."""
+    g = torch.Generator().manual_seed(seed)
+    weight = (torch.randn((C_out, shape[1], 3, 3), generator=g) / (3 * shape[1] ** 0.5)).to(dtype)
+    bias = (torch.randn(C_out, generator=g) * 2).to(dtype).to(device)
+    return make(shape, dtype, device, layout, mean=2.0, seed=seed)[0], to_layout(weight, layout).to(device), bias
+
+
+def call(*tensors, **options):
+    with kernels():
+        return sdfastgn.upsample_conv2d(*tensors, **options)
+
+
+def truth(x, weight, bias=None):
+    """Not by this package: interpolate, then conv2d, in fp64."""
+    high = F.interpolate(x.double(), scale_factor=2, mode="nearest")
+    return F.conv2d(high, weight.double(), None if bias is None else bias.double(), padding=1)
+
+
+# --- the algebra ------------------------------------------------------------------------------------------------------------------
+
+
+def interleaved(t):
+    """y of t by the definition, phase by phase."""
+    N, C, H, W = t.shape[0], t.shape[1] // 4, t.shape[2] - 1, t.shape[3] - 1
+    y = t.new_empty((N, C, 2 * H, 2 * W))
+    for phase, (a, b) in enumerate(((0, 0), (0, 1), (1, 0), (1, 1))):
+        y[:, :, a::2, b::2] = t[:, phase * C : (phase + 1) * C, a : a + H, b : b + W]
+    return y
+
+
+@each_case
+def test_the_phases_are_the_convolution(shape, C_out, num_sms):
+    x, weight, bias = operands(shape, C_out, torch.float64)
+    t = F.conv2d(x, reference_phase_weights(weight), padding=1)
+    y = interleaved(t) + bias.view(-1, 1, 1)
+    torch.testing.assert_close(y, truth(x, weight, bias), atol=1e-13, rtol=1e-13)
+    torch.testing.assert_close(y, reference_upsample_conv2d(x, weight, bias), atol=1e-13, rtol=1e-13)
+
+
+# --- the kernels ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("channels", [(30, 5), (70, 66), (8, 128), (1, 1), (3, 130)], ids=str)
+def test_phase_weights(channels, dtype, layout, device):
+    C_out, C_in = channels
+    weight = operands((1, C_in, 1, 1), C_out, dtype, device, layout)[1] + 1
+    phases = torch.full((4 * C_out, 2, 2, C_in), float("nan"), dtype=dtype, device=device).movedim(-1, 1)
+    launch_phase_weights(weight, phases)
+    expected = reference_phase_weights(weight.double())
+    cut_off = 2 if dtype is torch.bfloat16 and device == "cpu" else 1
+    bound = 1.01 * cut_off * torch.finfo(dtype).eps / 2 * expected.abs() + 1e-6
+    assert ((phases.double() - expected).abs() <= bound).all()
+    if cut_off == 1:
+        assert torch.equal(phases[:C_out, :, 0, 0], weight[:, :, 0, 0])  # one tap alone: not rounded at all
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@each_case
+def test_against_fp64(shape, C_out, num_sms, dtype, device, in_phases):
+    runs = in_phases(num_sms)
+    x, weight, bias = operands(shape, C_out, dtype, device)
+    y = call(x, weight, bias)
+    assert y.dtype is dtype
+    assert y.shape == (shape[0], C_out, 2 * shape[2], 2 * shape[3])
+    assert y.movedim(1, -1).is_contiguous()
+    assert error(y, truth(x, weight, bias)) < BOUNDS[dtype]
+    assert error(call(x, weight), truth(x, weight)) < BOUNDS[dtype]
+    assert len(runs) == 2
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@each_case
+def test_statistics_are_those_of_the_result(shape, C_out, num_sms, dtype, device, in_phases):
+    runs = in_phases(num_sms)
+    x, weight, bias = operands(shape, C_out, dtype, device)
+    for b in (bias, None):
+        y, statistics = call(x, weight, b, with_statistics=True)
+        assert torch.equal(y, call(x, weight, b))
+        mean, m2 = statistics.double()
+        expected_mean, expected_m2 = reference_channel_statistics(y.double(), statistics.shape[2])
+        rows = -(-y.shape[2] * y.shape[3] // statistics.shape[2])
+        slack = 4 * torch.finfo(torch.float32).eps * (expected_mean.abs() + (expected_m2 / rows).sqrt())
+        assert ((mean - expected_mean).abs() <= slack).all()
+        assert ((m2 - expected_m2).abs() <= 1e-5 * expected_m2 + rows * slack**2).all()
+    assert len(runs) == 4
+
+
+def test_the_cases_take_every_way_through_the_kernel():
+    ways = set()
+    for (N, _, H, W), C, num_sms in (p.values for p in CASES):
+        config = statistics_config(N, C, 4 * H * W, True, num_sms, kind="write")
+        ways.add((config.rows > config.tile_rows, is_even(config, C, 4 * H * W, True)))
+    assert ways == {(a, b) for a in (True, False) for b in (True, False)}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_statistics_feed_group_norm(device, in_phases):
+    in_phases(1)
+    x, weight, bias = operands((1, 4, 16, 32), 64, torch.float16, device)
+    y, statistics = call(x, weight, bias + 300, with_statistics=True)  # a mean far above the spread
+    norm = samples.run(y, 8, statistics=statistics)
+    assert error(norm, samples.truth(y, 8)) < samples.BOUNDS[torch.float16]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_change_of_the_weights_counts_at_once(device, in_phases):
+    in_phases()
+    x, weight, bias = operands((2, 6, 5, 4), 7, device=device)
+    for _ in range(2):
+        assert error(call(x, weight, bias), truth(x, weight, bias)) < BOUNDS[torch.float32]
+        weight.mul_(-3).add_(0.25)
+        bias.add_(1)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "view",
+    [
+        pytest.param(lambda x, w, b: (x, w.contiguous(), b), id="weight-channels-first"),
+        pytest.param(lambda x, w, b: (x, torch.cat((w, w), 1)[:, :6], b), id="weight-with-gaps"),
+        pytest.param(lambda x, w, b: (torch.cat((x, x), 1)[:, :6], w, b), id="x-with-gaps"),
+        pytest.param(lambda x, w, b: (x, w, torch.stack((b, b), 1)[:, 0]), id="bias-strided"),
+    ],
+)
+def test_other_strides(view, device, in_phases):
+    runs = in_phases()
+    tensors = view(*operands((2, 6, 5, 4), 7, device=device))
+    assert error(call(*tensors), truth(*tensors)) < BOUNDS[torch.float32]
+    assert len(runs) == 1
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_nan_and_inf_reach_what_they_reach_in_stock(device, in_phases):
+    in_phases()
+    x, weight, bias = operands((1, 3, 5, 6), 4, device=device)
+    x[0, 1, 2, 3], x[0, 0, 4, 0] = float("nan"), float("inf")
+    assert torch.equal(call(x, weight, bias).isfinite(), truth(x, weight, bias).isfinite())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_at_high_resolution_where_phases_do_not_pay(layout, device):
+    """Images this small; in the layout of x whatever the weight's is."""
+    x, weight, bias = operands((2, 6, 5, 4), 7, device=device, layout=layout)
+    for w in (weight, weight.contiguous()):
+        y, statistics = call(x, w, bias, with_statistics=True)
+        assert y.stride() == to_layout(y, layout).stride()
+        assert error(y, truth(x, w, bias)) < BOUNDS[torch.float32]
+        expected = reference_channel_statistics(y.double(), statistics.shape[2])
+        torch.testing.assert_close(statistics.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_channels_first_is_never_in_phases(in_phases):
+    runs = in_phases()
+    x, weight, bias = operands((2, 6, 5, 4), 7, layout="channels_first")
+    assert error(call(x, weight, bias), truth(x, weight, bias)) < BOUNDS[torch.float32]
+    assert runs == []
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", [(0, 8, 4, 4), (2, 8, 0, 4)], ids=str)
+def test_empty(shape, device, in_phases):
+    in_phases()
+    x, weight = torch.empty(shape, device=device), torch.ones((5, 8, 3, 3), device=device)
+    if shape[2] == 0:
+        with pytest.raises(RuntimeError):  # PyTorch's own word
+            call(x, weight)
+    else:
+        assert call(x, weight).shape == (0, 5, 8, 8)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_direct_way_is_the_same(device, in_phases):
+    in_phases()
+    tensors = operands((2, 6, 5, 4), 7, torch.float16, device)
+    with kernels(direct=True), torch.no_grad():
+        direct = sdfastgn.upsample_conv2d(*tensors), *sdfastgn.upsample_conv2d(*tensors, with_statistics=True)
+    expected = call(*tensors), *call(*tensors, with_statistics=True)
+    assert all(torch.equal(a, b) for a, b in zip(direct, expected, strict=True))
+
+
+# --- when it pays -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize(
+    ("sizes", "pays"),
+    [
+        pytest.param((1, 512, 512, 128, 128), True, id="vae-128"),
+        pytest.param((1, 512, 512, 256, 256), True, id="vae-256"),
+        pytest.param((1, 256, 256, 512, 512), True, id="vae-512"),
+        pytest.param((2, 1280, 1280, 32, 32), True, id="sdxl-32"),
+        pytest.param((2, 640, 640, 64, 64), True, id="sdxl-64"),
+        pytest.param((2, 1280, 1280, 8, 8), False, id="sd15-8"),
+        pytest.param((1, 1280, 1280, 8, 8), False, id="sd15-8-single"),
+        pytest.param((2, 6, 7, 5, 4), False, id="tiny"),
+        pytest.param((1, 512, 512, 1023, 1022), True, id="below-2^31"),
+        pytest.param((1, 512, 512, 1024, 1024), False, id="above-2^31"),
+        pytest.param((0, 512, 512, 64, 64), False, id="no-image"),
+    ],
+)
+def test_when_phases_pay(sizes, pays, itemsize):
+    assert phases_pay(*sizes, itemsize) is pays
+
+
+def test_phases_pay_from_some_number_of_pixels_on():
+    for C in (64, 320, 1280):
+        pays = [phases_pay(2, C, C, size, size, 2) for size in (4, 8, 16, 32, 64, 128)]
+        assert pays == sorted(pays)
+        assert pays[0] is False
+        assert pays[-1] is True
+
+
+@pytest.mark.parametrize("channels", [(1, 1), (30, 5), (1280, 1280), (512, 66), (3, 320)], ids=str)
+def test_tiles_cover_the_weights(channels):
+    C_out, C_in = channels
+    config = weights_config(C_out, C_in)
+    assert config.programs == -(-C_out // config.block_rows) * -(-C_in // config.block_c)
+    assert config.block_rows * config.block_c <= 256
+    assert config.num_warps == 1
+
+
+# --- the op -------------------------------------------------------------------------------------------------------------------------
+
+X, WEIGHT, BIAS = torch.ones(2, 6, 5, 4), torch.ones(7, 6, 3, 3), torch.ones(7)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "kind", "message"),
+    [
+        pytest.param(([1.0], WEIGHT), TypeError, "x must be a floating torch.Tensor, got list", id="x-list"),
+        pytest.param((X, None), TypeError, "weight must be a floating torch.Tensor, got NoneType", id="weight-none"),
+        pytest.param((X, WEIGHT, BIAS.long()), TypeError, "bias must be a floating torch.Tensor, got torch.int64", id="bias-integers"),
+        pytest.param((X[0], WEIGHT), ValueError, "x must be (N, C_in, H, W), got shape (6, 5, 4)", id="rank3"),
+        pytest.param((X, WEIGHT[:, :5]), ValueError, "weight must be (C_out, 6, 3, 3), got shape (7, 5, 3, 3)", id="weight-channels"),
+        pytest.param((X, WEIGHT[..., :1]), ValueError, "got shape (7, 6, 3, 1)", id="weight-taps"),
+        pytest.param((X, WEIGHT, BIAS[:3]), ValueError, "bias must be (7,), got shape (3,)", id="bias-shape"),
+        pytest.param((X, WEIGHT.to("meta")), ValueError, "weight is on meta, x on cpu", id="weight-device"),
+        pytest.param((X, WEIGHT, BIAS.to("meta")), ValueError, "bias is on meta, x on cpu", id="bias-device"),
+        pytest.param((X, WEIGHT.half()), TypeError, "weight must have the dtype of x, torch.float32, got torch.float16", id="weight-dtype"),
+        pytest.param((X, WEIGHT, BIAS.double()), TypeError, "bias must have the dtype of x", id="bias-dtype"),
+    ],
+)  # fmt: skip
+def test_errors_name_the_call_and_the_value(tensors, kind, message):
+    with pytest.raises(kind) as caught:
+        sdfastgn.upsample_conv2d(*tensors)
+    assert str(caught.value).startswith("sdfastgn.upsample_conv2d: ")
+    assert message in str(caught.value)
+
+
+def leaves(dtype=torch.float64, layout="channels_last", shape=(2, 3, 3, 2), C_out=4):
+    return tuple(t.requires_grad_() for t in operands(shape, C_out, dtype, layout=layout))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("statistics", [False, True])
+def test_first_and_second_derivative(statistics, layout):
+    def f(x, weight, bias):
+        y = sdfastgn.upsample_conv2d(x, weight, bias, with_statistics=statistics)
+        return y[0] if statistics else y
+
+    assert torch.autograd.gradcheck(f, leaves(layout=layout))
+    assert torch.autograd.gradgradcheck(f, leaves(layout=layout, shape=(1, 2, 2, 2), C_out=2))
+
+
+@interpreted
+@pytest.mark.parametrize("wanted", ["x", "weight", "bias"])
+def test_frozen_operands_get_no_gradient(wanted, in_phases):
+    runs = in_phases()
+    tensors = dict(zip(("x", "weight", "bias"), operands((2, 6, 5, 4), 7), strict=True))
+    tensors[wanted].requires_grad_()
+    y, statistics = call(*tensors.values(), with_statistics=True)
+    assert not statistics.requires_grad
+    y.square().sum().backward()
+    assert {name for name, t in tensors.items() if t.grad is not None} == {wanted}
+    twin = {name: t.detach().double() for name, t in tensors.items()}
+    twin[wanted].requires_grad_()
+    truth(*twin.values()).square().sum().backward()
+    assert error(tensors[wanted].grad, twin[wanted].grad) < 1e-5
+    assert len(runs) == 1
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_opcheck(layout):
+    for op in (torch.ops.sdfastgn.upsample_conv2d, torch.ops.sdfastgn.upsample_conv2d_with_statistics):
+        torch.library.opcheck(op.default, leaves(torch.float32, layout))
+        torch.library.opcheck(op.default, (*leaves(torch.float32, layout)[:2], None))
+
+
+@interpreted
+def test_opcheck_in_phases(in_phases):
+    runs = in_phases()
+    with kernels():
+        for op in (torch.ops.sdfastgn.upsample_conv2d, torch.ops.sdfastgn.upsample_conv2d_with_statistics):
+            torch.library.opcheck(op.default, leaves(torch.float32), test_utils=("test_schema", "test_faketensor"))
+    assert runs
+
+
+@interpreted
+@pytest.mark.parametrize("phases", [False, True], ids=["high", "phases"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_fake_tensors_have_the_real_strides_and_chunks(layout, phases, in_phases):
+    if phases:
+        in_phases()
+    x, weight, bias = operands((2, 6, 5, 4), 7, layout=layout)
+    for view in (x, x[..., ::2], x[:, :, :1]):
+        real = call(view, weight, bias, with_statistics=True)
+        with FakeTensorMode() as mode:
+            fake = call(*(mode.from_tensor(t) for t in (view, weight, bias)), with_statistics=True)
+        assert [(t.shape, t.stride(), t.dtype) for t in fake] == [(t.shape, t.stride(), t.dtype) for t in real]
+
+
+def test_compiles_without_a_graph_break():
+    def block(x, weight, bias):
+        y, statistics = sdfastgn.upsample_conv2d(x, weight, bias, with_statistics=True)
+        return sdfastgn.group_norm(y, 2, statistics=statistics) + sdfastgn.upsample_conv2d(x, weight)
+
+    tensors = leaves(torch.float32)
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(*tensors), block(*tensors))
+    found, expected = (torch.autograd.grad(f(*tensors).pow(3).sum(), tensors) for f in (compiled, block))
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-4)
+
+
+def test_torch_func():
+    x, weight, bias = operands((1, 3, 2, 3), 4)
+    _, tangent = torch.func.jvp(lambda x: sdfastgn.upsample_conv2d(x, weight, bias), (x,), (x * 2,))
+    torch.testing.assert_close(tangent, truth(x * 2, weight).float())
+    with pytest.raises(NotImplementedError):
+        torch.func.jvp(lambda x: sdfastgn.upsample_conv2d(x, weight, with_statistics=True), (x,), (x,))
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_autocast_is_that_of_conv2d(dtype, in_phases):
+    in_phases()
+    tensors = operands((2, 6, 5, 4), 7, dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, (recorded, _) = call(*tensors), call(*(t.requires_grad_() for t in tensors), with_statistics=True)
+    assert y.dtype is recorded.dtype is torch.bfloat16
+    assert torch.equal(y, recorded)
+    assert error(y, truth(*tensors)) < 2e-2
+
+
+@interpreted
+@pytest.mark.parametrize("phases", [False, True], ids=["high", "phases"])
+def test_the_op_itself_is_not_autocast(phases, in_phases):
+    """Its fake promises the dtype of x."""
+    if phases:
+        in_phases()
+    with torch.autocast("cpu", torch.bfloat16), kernels():
+        assert torch.ops.sdfastgn.upsample_conv2d(*operands((2, 6, 5, 4), 7)).dtype is torch.float32
+
+
+# --- GPU ------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_error_on_a_gpu_beside_stocks(dtype):
+    x, weight, bias = operands((1, 256, 64, 64), 256, dtype, "cuda")
+    assert upsample_conv.runs_in_phases(x, weight)
+    expected = truth(x, weight, bias)
+    stock = F.conv2d(F.interpolate(x, scale_factor=2, mode="nearest"), weight, bias, padding=1)
+    assert error(sdfastgn.upsample_conv2d(x, weight, bias), expected) < 1.35 * error(stock, expected)
+
+
+@pytest.mark.gpu
+def test_cuda_graph_replays_on_new_data_and_weights():
+    x, weight, bias = operands((1, 256, 64, 64), 256, torch.float16, "cuda")
+    sdfastgn.upsample_conv2d(x, weight, bias, with_statistics=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y, statistics = sdfastgn.upsample_conv2d(x, weight, bias, with_statistics=True)
+    for t, other in zip((x, weight, bias), operands((1, 256, 64, 64), 256, torch.float16, "cuda", seed=3), strict=True):
+        t.copy_(other)
+    graph.replay()
+    torch.testing.assert_close(y, sdfastgn.upsample_conv2d(x, weight, bias), atol=1e-2, rtol=1e-2)
+    expected = reference_channel_statistics(y.double(), statistics.shape[2])
+    torch.testing.assert_close(statistics.double(), expected, atol=1e-4, rtol=1e-4)

@@ -1,0 +1,284 @@
+"""Nearest-neighbour upsampling by two and its adjoint: the kernels (interpreted on the CPU, compiled on a GPU), and the ops."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import sdfastgn
+from sdfastgn.kernels.upsample import nearest as upsample
+from sdfastgn.kernels.upsample import nearest_kernels as upsample_kernels
+from sdfastgn.kernels.upsample.config import tile_config
+from sdfastgn.kernels.upsample.nearest import reference_upsample_nearest_2x_grad
+from tests.kernels.samples import BOUNDS, DEVICES, DTYPES, LAYOUTS, error, kernels, make, to_layout
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+SHAPES = [
+    pytest.param((2, 30, 7, 9), id="odd"),
+    pytest.param((2, 66, 5, 7), id="c-not-a-multiple-of-the-block"),
+    pytest.param((3, 1, 4, 5), id="one-channel"),
+    pytest.param((2, 6, 1, 1), id="one-pixel"),
+    pytest.param((1, 130, 1, 13), id="one-row"),
+    pytest.param((1, 130, 13, 1), id="one-column"),
+    pytest.param((2, 128, 8, 8), id="whole-tiles"),
+    pytest.param((64, 4, 3, 2), id="batch-64"),
+]
+
+
+def upsampled(x):
+    with kernels():
+        return sdfastgn.upsample_nearest_2x(x)
+
+
+def summed(dy):
+    with kernels():
+        return torch.ops.sdfastgn.upsample_nearest_2x_backward(dy)
+
+
+def by_index(x):
+    """The definition, pixel by pixel."""
+    rows, columns = (torch.arange(2 * size, device=x.device) // 2 for size in x.shape[2:])
+    return x[:, :, rows][:, :, :, columns]
+
+
+# --- the kernels ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Names of the kernels that ran."""
+    names = []
+    for name in ("launch_upsample", "launch_upsample_grad"):
+        real = getattr(upsample_kernels, name)
+        monkeypatch.setattr(upsample, name, lambda a, b, name=name, real=real: (names.append(name), real(a, b)))
+    return names
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_forward(shape, dtype, device, launched):
+    x = make(shape, dtype, device)[0]
+    y = upsampled(x)
+    assert torch.equal(y, by_index(x))
+    assert torch.equal(y, F.interpolate(x.cpu(), scale_factor=2.0, mode="nearest").to(device))
+    assert y.movedim(1, -1).is_contiguous()
+    assert launched == ["launch_upsample"]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_adjoint(shape, dtype, device, launched):
+    dy = make((*shape[:2], 2 * shape[2], 2 * shape[3]), dtype, device)[0]
+    dx = summed(dy)
+    assert dx.dtype is dtype
+    assert dx.shape == shape
+    assert dx.movedim(1, -1).is_contiguous()
+    assert launched == ["launch_upsample_grad"]
+    leaf = torch.zeros(shape, dtype=torch.float64, device=device, requires_grad=True)
+    expected = torch.autograd.grad(by_index(leaf), leaf, dy.double())[0]
+    assert error(dx, expected) < BOUNDS[dtype]
+    # One rounding, but for ties that fp32 moves. Triton's interpreter cuts bf16 off instead.
+    cut_off = 2 if dtype is torch.bfloat16 and device == "cpu" else 1
+    assert ((dx.double() - expected).abs() <= 1.01 * cut_off * torch.finfo(dtype).eps / 2 * expected.abs() + 1e-6).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_sum_is_not_rounded_on_the_way(device):
+    """In fp16 each of the small values would vanish beside the large one."""
+    dy = torch.tensor([[2048.0, 1.0], [1.0, 1.0]], dtype=torch.float16, device=device).expand(1, 64, 2, 2)
+    assert (summed(to_layout(dy, "channels_last")) == 2052).all()  # 2051 to even; one by one it would be 2048
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_nan_and_inf_stay_where_they_are(device):
+    x = make((1, 5, 3, 3), device=device)[0]
+    x[0, 1, 2, 0], x[0, 4, 1, 1] = float("nan"), float("inf")
+    torch.testing.assert_close(upsampled(x), by_index(x), rtol=0, atol=0, equal_nan=True)
+    assert summed(by_index(x).contiguous(memory_format=torch.channels_last)).isfinite().sum() == x.numel() - 2
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_other_layouts_keep_theirs_and_run_in_pytorch(device, launched):
+    x = make((2, 6, 5, 4), device=device, layout="channels_first")[0]
+    for view in (x, x[:, ::2], x[..., ::2]):
+        y = upsampled(view)
+        assert y.is_contiguous()
+        assert torch.equal(y, by_index(view))
+        assert torch.equal(summed(y), view * 4)
+    assert launched == []
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_channels_last_with_gaps(device, launched):
+    base = make((2, 12, 6, 7), device=device)[0]
+    for view in (base[:, :5], base[..., ::2], base[:1].expand(3, -1, -1, -1)):
+        y = upsampled(view)
+        assert torch.equal(y, by_index(view))
+        assert y.movedim(1, -1).is_contiguous()
+    assert launched == ["launch_upsample"] * 3
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", [(0, 8, 4, 4), (2, 0, 4, 4), (2, 8, 0, 4)], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_empty(shape, layout, device):
+    x = to_layout(torch.empty(shape, device=device), layout)
+    y = upsampled(x)
+    assert y.shape == (*shape[:2], 2 * shape[2], 2 * shape[3])
+    assert summed(y).shape == shape
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_direct_way_is_the_same(device):
+    x = make((2, 30, 7, 9), torch.float16, device)[0]
+    with kernels(direct=True), torch.no_grad():
+        assert torch.equal(sdfastgn.upsample_nearest_2x(x), upsampled(x))
+
+
+# --- launch configuration -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("C", [1, 3, 30, 33, 64, 66, 130, 320, 512, 1280])
+@pytest.mark.parametrize("pixels", [1, 7, 128, 4096, 70000])
+def test_tiles_cover_everything_in_a_power_of_2(pixels, C):
+    config = tile_config(pixels, C, 132)
+    columns = -(-C // config.block_c)
+    rows, rest = divmod(config.programs, columns)
+    assert rest == 0
+    assert (rows - 1) * config.block_rows < pixels <= rows * config.block_rows
+    for size in (config.block_rows, config.block_c, config.num_warps):
+        assert size & (size - 1) == 0
+    assert config.block_rows * config.block_c <= 2048
+    assert config.num_warps <= 4
+    assert config.even == (rows * config.block_rows * columns * config.block_c == pixels * C)
+
+
+def test_small_images_get_smaller_tiles():
+    tiles = {
+        pixels: tile_config(pixels, 1280, 132).block_rows * tile_config(pixels, 1280, 132).block_c
+        for pixels in (128, 512, 131072)
+    }
+    assert tiles == {128: 512, 512: 1024, 131072: 2048}
+
+
+# --- the op -------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("x", "kind", "message"),
+    [
+        pytest.param([1.0], TypeError, "x must be a floating torch.Tensor, got list", id="list"),
+        pytest.param(torch.ones(1, 1, 1, 1).long(), TypeError, "got torch.int64", id="integers"),
+        pytest.param(torch.ones(2, 3, 4), ValueError, "x must be (N, C, H, W), got shape (2, 3, 4)", id="rank3"),
+        pytest.param(torch.ones(1, 2, 3, 4, 5), ValueError, "got shape (1, 2, 3, 4, 5)", id="rank5"),
+    ],
+)
+def test_errors_name_the_call_and_the_value(x, kind, message):
+    for direct in (False, True):
+        with pytest.raises(kind) as caught, kernels(direct=direct):
+            sdfastgn.upsample_nearest_2x(x)
+        assert str(caught.value).startswith("sdfastgn.upsample_nearest_2x: ")
+        assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_without_triton(dtype, layout):
+    x = make((2, 5, 3, 4), dtype, layout=layout)[0]
+    y = sdfastgn.upsample_nearest_2x(x)
+    assert torch.equal(y, by_index(x))
+    assert y.stride() == to_layout(y, layout).stride()
+    wide = y.double().unfold(2, 2, 2).unfold(3, 2, 2).sum((-1, -2))
+    assert error(reference_upsample_nearest_2x_grad(y), wide) < BOUNDS.get(dtype, 1e-15)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_first_and_second_derivative(layout):
+    x = make((2, 3, 2, 3), torch.float64, layout=layout)[0].requires_grad_()
+    dy = make((2, 3, 4, 6), torch.float64, layout=layout)[0].requires_grad_()
+    for f, leaf in ((sdfastgn.upsample_nearest_2x, x), (torch.ops.sdfastgn.upsample_nearest_2x_backward, dy)):
+        assert torch.autograd.gradcheck(f, (leaf,))
+        assert torch.autograd.gradgradcheck(f, (leaf,))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_by_autograd(layout, device):
+    x = make((2, 30, 7, 9), device=device, layout=layout)[0].requires_grad_()
+    twin = x.detach().clone().requires_grad_()
+    with kernels():
+        sdfastgn.upsample_nearest_2x(x).pow(3).sum().backward()
+    by_index(twin).pow(3).sum().backward()
+    torch.testing.assert_close(x.grad, twin.grad)
+
+
+def test_torch_func():
+    x, v = make((1, 3, 2, 2))[0], make((1, 3, 2, 2), seed=1)[0]
+    y, tangent = torch.func.jvp(sdfastgn.upsample_nearest_2x, (x,), (v,))
+    assert torch.equal(y, by_index(x))
+    assert torch.equal(tangent, by_index(v))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", [(2, 6, 4, 5), (1, 1, 3, 3), (2, 6, 1, 1)], ids=str)
+def test_opcheck(shape, layout):
+    x = make(shape, layout=layout)[0].requires_grad_()
+    dy = by_index(x.detach()).requires_grad_()
+    torch.library.opcheck(torch.ops.sdfastgn.upsample_nearest_2x, (x,))
+    torch.library.opcheck(torch.ops.sdfastgn.upsample_nearest_2x_backward, (to_layout(dy, layout),))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_fake_tensors_have_the_real_strides(layout):
+    x = make((2, 6, 4, 8), layout=layout)[0]
+    for view in (x, x[:, :3], x[:, ::2], x[..., ::2], x[:1].expand(3, *x.shape[1:])):
+        for f in (sdfastgn.upsample_nearest_2x, torch.ops.sdfastgn.upsample_nearest_2x_backward):
+            with FakeTensorMode() as mode:
+                fake = f(mode.from_tensor(view))
+            real = f(view)
+            assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_compiles_without_a_graph_break(layout):
+    def block(x):
+        return sdfastgn.upsample_nearest_2x(x.sin()).square()
+
+    x = make((2, 6, 4, 5), layout=layout)[0].requires_grad_()
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), block(x))
+    found, expected = (torch.autograd.grad(f(x).sum(), x)[0] for f in (compiled, block))
+    torch.testing.assert_close(found, expected)
+
+
+# --- GPU ------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_more_than_2_to_the_31_elements():
+    x = torch.randn((1, 2048, 4096, 65), dtype=torch.float16, device="cuda").movedim(-1, 1)
+    x = x.contiguous(memory_format=torch.channels_last)
+    y = sdfastgn.upsample_nearest_2x(x)
+    assert y.numel() > 2**31
+    for a in (0, 1):
+        for b in (0, 1):
+            assert torch.equal(y[:, :, a::2, b::2], x)
+    dx = torch.ops.sdfastgn.upsample_nearest_2x_backward(y)
+    assert torch.equal(dx, x * 4)
+
+
+@pytest.mark.gpu
+def test_cuda_graph_replays_on_new_data():
+    x = make((2, 320, 16, 16), torch.float16, "cuda")[0]
+    sdfastgn.upsample_nearest_2x(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = sdfastgn.upsample_nearest_2x(x)
+    x.copy_(make((2, 320, 16, 16), torch.float16, "cuda", seed=5)[0])
+    graph.replay()
+    assert torch.equal(y, by_index(x))

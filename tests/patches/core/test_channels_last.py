@@ -1,0 +1,119 @@
+"""Layout of convolutions' weights: what adapters have added and what was replaced stays as it is."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from diffusers import StableDiffusionPipeline
+from peft import LoraConfig
+from peft.utils import get_peft_model_state_dict
+from safetensors.torch import load_file, save_file
+
+import sdfastgn
+from sdfastgn.patches.core import channels_last
+from tests.patches import samples
+from tests.patches.graphs.cases import agree
+
+(CALL,) = (call for name, _, call in samples.SAMPLES if name == "conv_norm_out-unet")
+
+
+def adapted():
+    """A UNet with LoRAs on 3x3 convolutions, and with a copy of one that is trained and saved as a whole."""
+    unet = samples._unet().eval()
+    config = {"target_modules": ["to_q", "conv1"], "modules_to_save": ["conv_out"], "init_lora_weights": False}
+    unet.add_adapter(LoraConfig(r=2, **config), adapter_name="a")
+    unet.add_adapter(LoraConfig(r=3, **config), adapter_name="b")  # a second one beneath the same modules
+    return unet
+
+
+def save_weights(unet, folder):
+    StableDiffusionPipeline.save_lora_weights(
+        folder, unet_lora_layers=get_peft_model_state_dict(unet, adapter_name="b")
+    )
+
+
+def save_adapter(unet, folder):
+    unet.save_lora_adapter(folder, adapter_name="b")
+
+
+@pytest.mark.parametrize("save", [save_weights, save_adapter], ids=["pipeline", "model"])
+def test_adapters_of_convolutions_can_be_saved(save, tmp_path):
+    unet = adapted()
+    save(unet, tmp_path / "stock")
+    save(sdfastgn.optimize(unet), tmp_path / "ours")
+    stock, ours = (load_file(next((tmp_path / name).glob("*.safetensors"))) for name in ("stock", "ours"))
+    assert any(weight.shape[2:] == (3, 3) for weight in stock.values())
+    assert ours.keys() == stock.keys()
+    assert all(torch.equal(ours[key], stock[key]) for key in stock)
+
+
+def test_only_what_is_below_an_adapter_is_channels_last():
+    unet = adapted()
+    stock = copy.deepcopy(unet)
+    count = channels_last.unconverted_weights(unet)
+    sdfastgn.optimize(unet)
+    assert channels_last.unconverted_weights(unet) == 0
+    assert sdfastgn.report(unet).channels_last_weights == count
+    weight = unet.get_submodule("mid_block.resnets.0.conv1.base_layer").weight
+    assert weight.is_contiguous(memory_format=torch.channels_last)
+    assert unet.conv_out.original_module.weight.is_contiguous(memory_format=torch.channels_last)
+    added = [p for name, p in unet.named_parameters() if "lora_" in name or "modules_to_save" in name]
+    assert sum(p.dim() == 4 for p in added) > 4
+    assert all(p.is_contiguous() for p in added)
+    with torch.no_grad():
+        agree(CALL(unet), CALL(stock))
+        sdfastgn.restore(unet)
+        assert torch.equal(CALL(unet), CALL(stock))
+    assert [p.stride() for p in unet.parameters()] == [p.stride() for p in stock.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("shape", "layout"),
+    [
+        pytest.param((20, 9, 3, 3), torch.contiguous_format, id="more-inputs"),
+        pytest.param((20, 9, 3, 3), torch.channels_last, id="more-inputs-channels-last"),
+        pytest.param((20, 2, 3, 3), torch.contiguous_format, id="fewer-inputs"),
+        pytest.param((24, 4, 3, 3), torch.channels_last, id="more-outputs-channels-last"),
+        pytest.param((20, 4, 5, 5), torch.contiguous_format, id="larger-kernel"),
+        pytest.param((20, 36), torch.contiguous_format, id="matrix"),
+    ],
+)
+def test_a_weight_of_another_shape_survives_restore(shape, layout):
+    """As when ``conv_in`` is widened for inpainting."""
+    unet = sdfastgn.optimize(samples._unet())
+    value = torch.randn(shape).contiguous(memory_format=layout)
+    unet.conv_in.weight = torch.nn.Parameter(value.clone())
+    sdfastgn.restore(unet)
+    assert torch.equal(unet.conv_in.weight, value)
+    assert unet.conv_in.weight.stride() == value.stride()
+    assert not [name for name in vars(unet.conv_in) if "sdfastgn" in name]
+
+
+def channels_last_unet():
+    """As ``optimize`` leaves it for a GPU."""
+    unet = sdfastgn.optimize(samples._unet())
+    for conv in (m for m in unet.modules() if isinstance(m, torch.nn.Conv2d)):
+        if channels_last._STOCK_LAYOUT not in vars(conv):
+            vars(conv)[channels_last._STOCK_LAYOUT] = (conv.weight.shape, conv.weight.stride())
+            conv.weight.data = conv.weight.data.contiguous(memory_format=torch.channels_last)
+    return unet
+
+
+def test_saving_a_state_dict_in_safetensors(tmp_path):
+    unet, path = channels_last_unet(), tmp_path / "unet.safetensors"
+    values = {name: value.clone() for name, value in unet.state_dict().items()}
+
+    def agrees(path):
+        saved = load_file(path)
+        return saved.keys() == values.keys() and all(torch.equal(saved[k], values[k]) for k in values)
+
+    unet.save_pretrained(tmp_path)
+    assert agrees(tmp_path / "diffusion_pytorch_model.safetensors")
+    save_file({name: value.contiguous() for name, value in unet.state_dict().items()}, path)
+    assert agrees(path)
+    with pytest.raises(ValueError, match="non contiguous"):
+        save_file(unet.state_dict(), path)
+    save_file(sdfastgn.restore(unet).state_dict(), path)
+    assert agrees(path)

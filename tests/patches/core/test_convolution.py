@@ -1,0 +1,94 @@
+"""1x1 convolutions as matrix products: where, where not, and their error."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sdfastgn.patches.core import convolution
+from sdfastgn.patches.core.convolution import pointwise
+from tests.kernels import samples
+
+WHERE = {"device": "cpu"}
+HALF = [pytest.param(d, id=str(d).removeprefix("torch.")) for d in (torch.float16, torch.bfloat16)]
+
+
+@pytest.fixture(autouse=True, params=samples.DEVICES)
+def plain_inference(request, monkeypatch):
+    monkeypatch.setitem(WHERE, "device", request.param)
+    with samples.kernels(direct=True), torch.no_grad():
+        yield
+
+
+def image(*shape: int, dtype: torch.dtype) -> Tensor:
+    return samples.make(shape, dtype, WHERE["device"])[0]
+
+
+PRODUCTS = [
+    pytest.param({}, True, id="plain"),
+    pytest.param({"bias": False}, True, id="no-bias"),
+    pytest.param({"padding": "same"}, True, id="padding-same"),
+    pytest.param({"kernel_size": 3, "padding": 1}, False, id="3x3"),
+    pytest.param({"kernel_size": (1, 3)}, False, id="1x3"),
+    pytest.param({"stride": 2}, False, id="stride"),
+    pytest.param({"padding": 1}, False, id="padding"),
+    pytest.param({"groups": 2}, False, id="groups"),
+]
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """Matrix products that stood for a convolution."""
+    found = []
+    linear = nn.functional.linear
+    monkeypatch.setattr(convolution.nn.functional, "linear", lambda *a: found.append(a) or linear(*a))
+    return found
+
+
+@pytest.mark.parametrize(("options", "is_product"), PRODUCTS)
+@pytest.mark.parametrize("dtype", HALF)
+def test_pointwise(dtype, options, is_product, products):
+    conv = nn.Conv2d(**{"in_channels": 20, "out_channels": 12, "kernel_size": 1, **options}).to(WHERE["device"], dtype)
+    x = image(2, 20, 5, 7, dtype=dtype)
+    y = pointwise(conv, x)
+    expected = copy.deepcopy(conv).double()(x.double())
+    assert samples.error(y, expected) < samples.BOUNDS[dtype]
+    assert y.is_contiguous(memory_format=torch.channels_last)
+    assert len(products) == is_product
+
+
+class Doubled(nn.Conv2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda conv, x: (conv.float(), x.float()), id="float32"),
+        pytest.param(lambda conv, x: (conv, x.contiguous()), id="channels-first"),
+        pytest.param(lambda conv, x: (conv, x[0]), id="no-batch"),
+        pytest.param(lambda conv, x: (Doubled(20, 12, 1).to(x), x), id="subclass"),
+        pytest.param(lambda conv, x: (conv, nn.Parameter(x)), id="parameter"),
+    ],
+)
+def test_what_is_no_product(change, products):
+    conv, x = change(nn.Conv2d(20, 12, 1).to(WHERE["device"], torch.float16), image(2, 20, 5, 7, dtype=torch.float16))
+    assert torch.equal(pointwise(conv, x), conv(x))
+    assert not products
+
+
+def test_a_hooked_convolution_is_no_product(products):
+    conv, seen = nn.Conv2d(20, 12, 1).to(WHERE["device"], torch.float16), []
+    conv.register_forward_hook(lambda *_: seen.append(1))
+    pointwise(conv, image(2, 20, 5, 7, dtype=torch.float16))
+    assert seen
+    assert not products
+
+
+def test_a_convolution_with_wrong_channels_says_so():
+    with pytest.raises(RuntimeError, match="channels"):
+        pointwise(nn.Conv2d(20, 12, 1).to(WHERE["device"], torch.float16), image(2, 10, 4, 7, dtype=torch.float16))

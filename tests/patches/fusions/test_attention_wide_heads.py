@@ -1,0 +1,86 @@
+"""The fused ``Attention`` with one wide head, as in the middle of a VAE: it attends in chunks, and only where stock would be the same."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from diffusers.models.attention_processor import Attention
+from torch import Tensor
+
+import sdfastgn
+from sdfastgn.kernels.attention import wide_heads as wide_attention
+from sdfastgn.kernels.attention import wide_heads_kernels as wide_attention_kernels
+from sdfastgn.kernels.common import dispatch
+
+DIM = 264
+DEVICES = [
+    pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
+
+
+def twins(device: str, dtype: torch.dtype = torch.float16) -> tuple[Any, Any]:
+    """(fused, stock)"""
+    options = {"heads": 1, "dim_head": DIM, "bias": True, "residual_connection": True, "norm_num_groups": 4}
+    stock = Attention(DIM, **options).to(device, dtype).eval()
+    return sdfastgn.optimize(copy.deepcopy(stock)), stock
+
+
+def image(device: str, dtype: torch.dtype = torch.float16) -> Tensor:
+    return torch.randn(2, DIM, 3, 4).to(device, dtype)
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """One entry for each attention in chunks, which small images have here too, and on a CPU in the interpreter."""
+    found = []
+    for module in (dispatch, wide_attention):
+        monkeypatch.setattr(module, "runs_in_triton", lambda x: True)
+    monkeypatch.setattr(wide_attention, "pays", lambda L, keys, D: D > 256)
+    stock = wide_attention_kernels.launch_wide_attention
+    monkeypatch.setattr(wide_attention, "launch_wide_attention", lambda *a: found.append(1) or stock(*a))
+    return found
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_one_wide_head_attends_in_chunks(launches, device):
+    fused, stock = twins(device)
+    x = image(device)
+    with torch.no_grad():
+        y, expected = fused(x), stock(x)
+    assert launches == [1]
+    assert y.stride() == expected.stride()
+    torch.testing.assert_close(y, expected, atol=4e-3, rtol=4e-3)
+    sdfastgn.restore(fused)
+    with torch.no_grad():
+        assert torch.equal(fused(x), expected)
+    assert launches == [1]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradients_and_fp32_are_stocks(launches, device):
+    fused, stock = twins(device)
+    x = image(device)
+    torch.testing.assert_close(fused(x), stock(x), atol=4e-3, rtol=4e-3)
+    fused, stock = twins(device, torch.float32)
+    with torch.no_grad():
+        torch.testing.assert_close(fused(x.float()), stock(x.float()), atol=2e-3, rtol=2e-3)
+    assert not launches
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_replays_on_new_data():
+    stock = Attention(512, heads=1, dim_head=512).to("cuda", torch.float16).eval()
+    fused = sdfastgn.optimize(copy.deepcopy(stock))
+    x = torch.randn(1, 4096, 512, device="cuda").half()
+    with torch.no_grad():
+        fused(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = fused(x)
+        x.mul_(2)
+        graph.replay()
+        torch.testing.assert_close(y, stock(x), atol=4e-3, rtol=4e-3)

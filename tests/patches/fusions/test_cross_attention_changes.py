@@ -1,0 +1,311 @@
+"""Keys and values from a product that cross-attentions share are never stale: whatever changes between or within calls."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
+from peft import LoraConfig, inject_adapter_in_model
+from torch import nn
+
+import sdfastgn
+from sdfastgn.patches.core import hand_over as statistics
+from sdfastgn.patches.fusions import cross_attention
+from sdfastgn.patches.shared import one_product as shared_product
+from tests.patches.fusions import prompt_cases as cases
+
+SDXL, TEXT, XL_INPUTS = cases.SDXL, cases.TEXT, cases.XL_INPUTS
+agree, call, context, members, noise, twins, widths = (
+    cases.agree, cases.call, cases.context, cases.members, cases.noise, cases.twins, cases.widths,
+)  # fmt: skip
+
+
+@pytest.fixture
+def products():
+    return cases.Products()
+
+
+# --- never stale ----------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def in_place(model, states):
+    for i, m in enumerate(members(model)):
+        m.to_k.weight.mul_(i - 1.5)
+        m.to_v.weight.add_(0.1)
+
+
+def through_data(model, states):
+    for m in members(model):
+        m.to_v.weight.data += 0.3
+
+
+def loaded(model, states):
+    model.load_state_dict({k: v * 0.9 for k, v in model.state_dict().items()})
+
+
+def lora_that_was_merged(model, states):
+    with_lora(model)
+    for m in members(model):
+        m.to_k.merge()
+        m.to_k = m.to_k.base_layer
+
+
+def with_lora(model):
+    torch.manual_seed(5)
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=["attn2.to_k"], init_lora_weights=False), model)
+
+
+def other_values(model, states):
+    states.mul_(2)
+
+
+def values_through_data(model, states):
+    states.data += 1
+
+
+def other_processor_and_back(model, states):
+    model.set_attn_processor(AttnProcessor())
+    call(model, states)
+    model.set_attn_processor(AttnProcessor2_0())
+
+
+STILL_ONE = [
+    in_place,
+    through_data,
+    loaded,
+    lora_that_was_merged,
+    other_values,
+    values_through_data,
+    other_processor_and_back,
+]
+
+
+@pytest.mark.parametrize("change", STILL_ONE, ids=lambda f: f.__name__)
+def test_changes_between_two_calls_with_the_same_tensor(products, change):
+    fused, stock = twins()
+    ours, theirs = context(), context()
+    before = call(fused, ours)
+    change(fused, ours)
+    change(stock, theirs)
+    agree(call(fused, ours), call(stock, theirs))
+    assert change is other_processor_and_back or not torch.allclose(call(stock, theirs), before, atol=1e-3)
+    assert products.of(fused, ours) == [sum(widths(fused))]
+
+
+def lora(model):
+    torch.manual_seed(5)
+    part = model.mid_block.attentions[0].transformer_blocks[0].attn2
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=["to_v"], init_lora_weights=False), part)
+
+
+def hook(model):
+    members(model)[1].to_v.register_forward_hook(lambda m, i, y: y * 2)
+
+
+def replaced_data(model):
+    layer = members(model)[2].to_k
+    layer.weight.data = layer.weight.data * 2
+
+
+def replaced_parameter(model):
+    layer = members(model)[0].to_v
+    layer.weight = nn.Parameter(layer.weight.detach() * 2)
+
+
+def replaced_attention(model):
+    torch.manual_seed(6)
+    block = model.mid_block.attentions[0].transformer_blocks[0]
+    block.attn2 = copy.deepcopy(block.attn2)
+    with torch.no_grad():
+        block.attn2.to_v.weight.mul_(3)
+
+
+def restored_part(model):
+    sdfastgn.restore(model.mid_block)
+    with torch.no_grad():
+        members(model)[1].to_v.weight.mul_(3)
+
+
+def swapped(model):
+    a, b = members(model)[1].to_k.weight, members(model)[1].to_v.weight
+    a.data, b.data = b.data, a.data
+
+
+APART = [lora, hook, replaced_data, replaced_parameter, replaced_attention, restored_part, swapped]
+
+
+@pytest.mark.parametrize("change", APART, ids=lambda f: f.__name__)
+def test_attentions_that_are_not_what_they_were_end_the_sharing(products, change):
+    fused, stock = twins()
+    states = context()
+    before = call(fused, states)
+    for model in (fused, stock):
+        change(model)
+    agree(call(fused, states), call(stock, states))
+    assert not torch.allclose(call(stock, states), before, atol=1e-4)
+    assert sum(widths(fused)) not in products.of(fused, states)
+
+
+def test_another_processor_on_one_leaves_the_others_theirs(products):
+    fused, stock = twins()
+    states = context()
+    for model in (fused, stock):
+        members(model)[1].set_processor(AttnProcessor())
+    agree(call(fused, states), call(stock, states))
+    width = widths(fused)[1] // 2
+    assert products.of(fused, states) == [sum(widths(fused)), width, width]
+    assert products.alive() == 0
+
+
+# --- within a call --------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def writes_weights(model, states):
+    members(model)[3].to_v.weight.mul_(2)
+
+
+def replaces_a_parameter(model, states):
+    layer = members(model)[3].to_k
+    layer.weight = nn.Parameter(layer.weight.detach() * 2)
+
+
+def moves_a_weight(model, states):
+    layer = members(model)[3].to_k
+    layer.weight.data = layer.weight.data * 2
+
+
+def hooks_a_layer(model, states):
+    members(model)[3].to_k.register_forward_hook(lambda m, i, y: y * 2)
+
+
+def writes_the_context(model, states):
+    states.mul_(2)
+
+
+def writes_a_view_of_the_context(model, states):
+    states[:, 1:2].detach().transpose(0, 1).add_(1)
+
+
+WITHIN = [
+    writes_weights, replaces_a_parameter, moves_a_weight, hooks_a_layer, writes_the_context, writes_a_view_of_the_context,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", WITHIN, ids=lambda f: f.__name__)
+def test_changes_in_the_middle_of_a_call(change):
+    """After the first attentions have taken theirs, before the last one does."""
+    fused, stock = twins()
+    outputs, before = [], call(stock, context())
+    for model in (fused, stock):
+        states = context()
+        model.mid_block.register_forward_hook(lambda m, i, y, model=model, states=states: change(model, states))
+        outputs.append(call(model, states))
+    agree(*outputs)
+    assert not torch.allclose(outputs[1], before, atol=1e-5)
+
+
+def test_another_tensor_for_one_of_them(products):
+    fused, stock = twins()
+    other = noise(2, 5, TEXT, seed=7) + 1
+
+    def swap(module, args, kwargs):
+        return args, {**kwargs, "encoder_hidden_states": other}
+
+    for model in (fused, stock):
+        members(model)[0].register_forward_pre_hook(swap, with_kwargs=True)
+    agree(call(fused, context()), call(stock, context()))
+    assert products.of(fused, context()) == [sum(widths(fused)), *widths(fused)[1:]]
+
+
+def test_a_tensor_that_is_written_at_each_block_costs_few_products(products):
+    fused, stock = twins(SDXL)
+    outputs, counts = [], []
+    for model in (fused, stock):
+        states = context()
+        for m in members(model):
+            m.register_forward_pre_hook(lambda m, i, states=states: (states.mul_(1.1), None)[1])
+        outputs.append(call(model, states, **XL_INPUTS))
+        counts.append(products.of(model, states, **XL_INPUTS).count(sum(widths(model))))
+    agree(*outputs)
+    assert counts == [3, 0]
+
+
+def test_a_forward_that_runs_again_within_a_call(products):
+    """As to warm up and to be captured."""
+    fused, stock = twins()
+    states = context()
+
+    class Twice(nn.Module):
+        def forward(self, *args):
+            cross_attention.begin(fused, args)
+            first, second = (fused.forward(*args) for _ in range(2))
+            cross_attention.end(fused, args, None)
+            assert torch.equal(first.sample, second.sample)
+            return second
+
+    assert products.of(Twice(), states) == [sum(widths(fused))] * 2
+    agree(call(Twice(), states), call(stock, states))
+
+
+def test_another_stream_or_a_capture_takes_nothing(products, monkeypatch):
+    fused, stock = twins()
+    states, streams = context(), iter(range(100))
+    monkeypatch.setattr(statistics, "current_stream", lambda device: next(streams))
+    agree(call(fused, states), call(stock, states))
+    assert products.of(fused, states).count(sum(widths(fused))) == 3
+
+
+# --- calls that are broken off, or leave blocks out -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_call_that_is_broken_off_leaves_nothing_to_the_next(products, error):
+    fused, stock = twins()
+    states = context()
+
+    def stop(*_):
+        raise error
+
+    handle = fused.mid_block.register_forward_pre_hook(stop)
+    with pytest.raises(error):
+        call(fused, states)
+    handle.remove()
+    if error is RuntimeError:
+        assert shared_product._running.call is None
+    for model in (fused, stock):
+        through_data(model, states)
+    agree(call(fused, states), call(stock, states))
+    assert products.of(fused, states) == [sum(widths(fused))]
+    assert shared_product._running.call is None
+
+
+def test_blocks_that_are_left_out(products):
+    """As DeepCache does: their slices are never taken."""
+    fused, stock = twins()
+    states = context()
+    for model in (fused, stock):
+        model.mid_block.stock, model.mid_block.forward = model.mid_block.forward, lambda x, *a, **k: x
+    agree(call(fused, states), call(stock, states))
+    assert products.of(fused, states) == [sum(widths(fused))]
+    assert products.alive() == 0
+    for model in (fused, stock):
+        model.mid_block.forward = model.mid_block.stock
+        through_data(model, states)
+    agree(call(fused, states), call(stock, states))
+
+
+def test_parts_called_by_themselves_share_nothing(products):
+    fused, _ = twins()
+    states, hidden = context(), noise(2, 7, 40)
+
+    class Part(nn.Module):
+        def forward(self, *args):
+            members(fused)[1](hidden, states)
+            with torch.no_grad():
+                return fused.forward(*args)
+
+    assert products.of(Part(), states) == [widths(fused)[1], *widths(fused)]

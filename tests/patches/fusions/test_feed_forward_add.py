@@ -1,0 +1,337 @@
+"""The last add of ``BasicTransformerBlock``: inside the feed-forward's last matrix product where that is plain, else as ever."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from diffusers.models.attention import BasicTransformerBlock, FeedForward
+from peft import LoraConfig, inject_adapter_in_model
+from torch import Tensor, nn
+
+import sdfastgn
+from sdfastgn.patches.fusions import geglu, transformer_block
+from tests.kernels import samples
+
+DIM, TEXT = 20, 12
+WHERE = {"device": "cpu"}
+
+
+@pytest.fixture(autouse=True, params=samples.DEVICES)
+def plain_inference(request, monkeypatch):
+    """Kernels without the dispatcher, on a CPU too."""
+    monkeypatch.setitem(WHERE, "device", request.param)
+    with samples.kernels(direct=True):
+        yield
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """Of each call of a block: True if its last product was to be added to the sum in place."""
+    found: list[bool] = []
+    asked = transformer_block._adds_in_product
+    monkeypatch.setattr(transformer_block, "_adds_in_product", lambda *a: found.append(asked(*a)) or found[-1])
+    return found
+
+
+def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    g = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=g) + 2).to(WHERE["device"], dtype)
+
+
+def twins(**options: Any) -> tuple[Any, Any]:
+    """(fused, stock) with the same weights."""
+    torch.manual_seed(2)
+    options = {"num_attention_heads": 2, "attention_head_dim": 10, "cross_attention_dim": TEXT, **options}
+    stock = BasicTransformerBlock(DIM, **options).eval()
+    with torch.no_grad():
+        for p in stock.parameters():
+            p.copy_(torch.randn_like(p) * (0.5 if p.dim() == 1 else 0.3) + (p.dim() == 1))
+    stock.to(WHERE["device"])
+    fused = copy.deepcopy(stock)
+    assert transformer_block.FUSION.reason_to_skip(fused) is None
+    transformer_block.FUSION.apply(fused)
+    return fused, stock
+
+
+def call(model: Any, x: Tensor | None = None, seed: int = 0, **options: Any) -> Tensor:
+    x = noise(2, 7, DIM, seed=seed) if x is None else x
+    with torch.no_grad():
+        return model(x, encoder_hidden_states=noise(2, 5, TEXT, seed=9, dtype=x.dtype), **options)
+
+
+def agree(a: Tensor, b: Tensor) -> None:
+    assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
+    torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5)
+
+
+def linear_calls(monkeypatch, layer: nn.Module) -> list[Tensor]:
+    """Inputs with which ``layer`` is called."""
+    calls: list[Tensor] = []
+    stock = nn.Linear.forward
+    monkeypatch.setattr(nn.Linear, "forward", lambda m, x: (m is layer and calls.append(x)) or stock(m, x))
+    return calls
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="geglu"),
+        pytest.param({"ff_bias": False}, id="no-bias"),
+        pytest.param({"activation_fn": "gelu"}, id="gelu"),
+        pytest.param({"cross_attention_dim": None}, id="self-attention-alone"),
+        pytest.param({"norm_elementwise_affine": False}, id="no-affine"),
+    ],
+)
+def test_the_add_is_in_the_product(products, monkeypatch, options):
+    fused, stock = twins(**options)
+    expected = call(stock)
+    calls = linear_calls(monkeypatch, fused.ff.net[2])
+    agree(call(fused), expected)
+    assert products == [True]
+    assert not calls
+
+
+def test_with_the_fused_geglu(products):
+    fused, stock = twins()
+    geglu.FUSION.apply(fused.ff.net[0])
+    agree(call(fused), call(stock))
+    assert products == [True]
+
+
+def test_tensors_that_others_hold_are_not_written_to():
+    fused, stock = twins()
+    seen: list[Tensor] = []
+    for inner in (fused.attn1, fused.attn2, fused.ff.net[0]):
+        inner.register_forward_hook(lambda m, i, y: seen.extend((*i, y)))
+    x = noise(2, 7, DIM)
+    ys = [call(fused, x)]
+    before = [t.clone() for t in (x, *seen, *ys)]
+    held = [x, *seen, *ys]
+    ys.append(call(fused, x))
+    assert all(map(torch.equal, held, before))
+    assert len({t.data_ptr() for t in (x, *ys)}) == 3
+    agree(ys[1], call(stock, x))
+
+
+def test_rows_with_gaps_and_no_rows(products):
+    fused, stock = twins()
+    x = noise(2, 7, 2 * DIM)[..., ::2]
+    before = x.clone()
+    agree(call(fused, x), call(stock, x.contiguous()))
+    assert torch.equal(x, before)
+    x = noise(2, 0, DIM)
+    assert call(fused, x).shape == call(stock, x).shape
+    assert products == [True, True]
+
+
+def test_edits_between_calls_count(products):
+    fused, stock = twins()
+    call(fused)
+    for change in ("in place", "data", "parameter", "bias", "no bias", "layer"):
+        for model in (fused, stock):
+            last = model.ff.net[2]
+            with torch.no_grad():
+                if change == "in place":
+                    last.weight.mul_(0.7)
+                    last.bias.add_(1)
+                elif change == "data":
+                    last.weight.data = last.weight.data * 0.7
+                elif change == "parameter":
+                    last.weight = nn.Parameter(last.weight * 0.7)
+                elif change == "bias":
+                    last.bias.data += 2
+                elif change == "no bias":
+                    last.bias = None
+                else:
+                    torch.manual_seed(3)
+                    model.ff.net[2] = nn.Linear(last.in_features, DIM).to(WHERE["device"])
+        agree(call(fused), call(stock))
+    assert all(products)
+
+
+# --- where it is not ---------------------------------------------------------------------------------------------------------------------
+
+
+class Halved(FeedForward):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / 2
+
+
+class HalvedLinear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / 2
+
+
+def hooked(model):
+    model.ff.register_forward_hook(lambda m, i, y: y * 2)
+
+
+def last_hooked(model):
+    model.ff.net[2].register_forward_hook(lambda m, i, y: y * 2)
+
+
+def pre_hooked(model):
+    model.ff.register_forward_pre_hook(lambda m, i: (i[0] * 2,))
+
+
+def foreign_forward(model):
+    stock = model.ff.forward
+    model.ff.forward = lambda x: stock(x) * 2
+
+
+def lora(model):
+    torch.manual_seed(6)
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=["net.2"], init_lora_weights=False), model)
+
+
+def subclass(model):
+    model.ff.__class__ = Halved
+
+
+def last_subclass(model):
+    model.ff.net[2].__class__ = HalvedLinear
+
+
+def norm_hooked(model):
+    model.norm3.register_forward_hook(lambda m, i, y: y * 2)
+
+
+def another_layer_behind(model):
+    model.ff.net.append(nn.Tanh())
+
+
+APART = [
+    hooked,
+    last_hooked,
+    pre_hooked,
+    foreign_forward,
+    lora,
+    subclass,
+    last_subclass,
+    norm_hooked,
+    another_layer_behind,
+]
+
+
+@pytest.mark.parametrize("change", APART, ids=lambda f: f.__name__)
+def test_layers_that_are_not_plain_are_called(products, change):
+    fused, stock = twins()
+    before = call(stock)
+    for model in (fused, stock):
+        change(model)
+    assert not torch.allclose(call(stock), before, atol=1e-3)
+    agree(call(fused), call(stock))
+    assert products == [False]
+
+
+def test_final_dropout_and_chunks(products):
+    for model in (pair := twins(final_dropout=True)):
+        model.train()
+    agree(*map(call, pair))
+    assert products == [False]
+    fused, stock = twins()
+    for model in (fused, stock):
+        model.set_chunk_feed_forward(2, dim=1)
+    x = noise(2, 6, DIM)
+    agree(call(fused, x), call(stock, x))
+    assert products == [False]
+
+
+def test_dropout_that_drops_is_called(products):
+    pair = [model.train() for model in twins(dropout=0.4)]
+    found, expected = (torch.manual_seed(3) and call(model) for model in pair)
+    agree(found, expected)
+    assert products == [True]
+    assert not torch.allclose(found, call(pair[1].eval()), atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda h: h * 2, id="values"),
+        pytest.param(lambda h: h[:, :1], id="one-token-for-all"),
+        pytest.param(lambda h: h[:1], id="one-image-for-all"),
+    ],
+)
+def test_what_a_hook_makes_of_the_gated_states_counts(products, change):
+    fused, stock = twins()
+    for model in (fused, stock):
+        model.ff.net[0].register_forward_hook(lambda m, i, h: change(h))
+    agree(call(fused), call(stock))
+    assert products == [True]
+
+
+def test_gradients_wanted(products):
+    fused, stock = twins()
+    found = []
+    for model in (fused, stock):
+        x = noise(2, 7, DIM).requires_grad_()
+        model(x, encoder_hidden_states=noise(2, 5, TEXT)).square().mean().backward()
+        found.append([x.grad, *(p.grad for p in model.parameters())])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-3)
+    assert products == [False]
+
+
+def test_gradients_of_the_first_layer_alone(products, monkeypatch):
+    """All else is frozen, so that up to there nothing wants a gradient; autograd knows additions in place."""
+    monkeypatch.setattr(transformer_block, "_TRAINING_ELEMENTS", 0)
+    fused, stock = twins()
+    found = []
+    for model in (fused, stock):
+        model.requires_grad_(False)
+        torch.manual_seed(6)
+        config = LoraConfig(r=2, target_modules=["net.0.proj"], init_lora_weights=False)
+        inject_adapter_in_model(config, model)
+        model(noise(2, 7, DIM), encoder_hidden_states=noise(2, 5, TEXT)).square().mean().backward()
+        found.append([p.grad for p in model.parameters() if p.requires_grad])
+    assert products == [True]
+    assert len(found[0]) == 2
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-3)
+
+
+def test_under_autocast_and_in_other_dtypes(products):
+    fused, stock = twins()
+    with torch.autocast(WHERE["device"], torch.bfloat16):
+        torch.testing.assert_close(call(fused), call(stock), atol=5e-2, rtol=5e-2)
+    x = noise(2, 7, DIM).double()
+    for model in (fused, stock):
+        model.double()
+    torch.testing.assert_close(call(fused, x), call(stock, x), atol=1e-12, rtol=1e-12)
+    assert products == [False]  # fp64, without kernels, is stock's own forward
+
+
+def test_in_inference_mode(products):
+    fused, stock = twins()
+    with torch.inference_mode():
+        agree(call(fused), call(stock))
+    assert products == [True]
+
+
+@pytest.mark.parametrize("dtype", samples.DTYPES[:2])
+def test_error_is_not_above_stocks(products, dtype):
+    if dtype is torch.bfloat16 and WHERE["device"] == "cpu":
+        pytest.skip("Triton's interpreter truncates to bf16 where a GPU rounds")
+    fused, stock = (model.to(dtype) for model in twins())
+    truth = copy.deepcopy(stock).double()
+    errors = [0.0, 0.0]
+    for seed in range(8):
+        x = noise(2, 16, DIM, seed=seed, dtype=dtype)
+        expected = call(truth, x.double())
+        for i, model in enumerate((fused, stock)):
+            errors[i] += (call(model, x).double() - expected).square().mean().item()
+    assert 0 < errors[0] <= errors[1]
+    assert sum(products) == 8
+
+
+def test_the_whole_of_optimize(products):
+    _, stock = twins()
+    fused = sdfastgn.optimize(copy.deepcopy(stock))
+    agree(call(fused), call(stock))
+    assert products == [True]
+    sdfastgn.restore(fused)
+    assert torch.equal(call(fused), call(stock))

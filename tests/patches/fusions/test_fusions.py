@@ -1,0 +1,327 @@
+"""What every fusion of the registry promises, over one list of samples."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+import types
+import weakref
+
+import pytest
+import torch
+from diffusers import DDIMScheduler, DiffusionPipeline, PNDMScheduler
+from diffusers.image_processor import VaeImageProcessor
+from diffusers.models.attention import FeedForward
+from diffusers.models.attention_processor import AttnProcessor2_0
+from diffusers.models.resnet import ResnetBlock2D
+from torch import nn
+
+import sdfastgn
+from sdfastgn.patches import patcher
+from sdfastgn.patches.core.fusion import ClassSwap
+from sdfastgn.patches.core.tested_sources import TESTED_SOURCES, source_hash
+from sdfastgn.patches.fusions.conv_norm_out import PARENTS
+from sdfastgn.patches.registry import FUSIONS
+from tests.patches import samples
+from tests.patches.samples import each_sample, output, snapshot, stock_and_output
+
+
+def test_every_fusion_has_a_sample():
+    names = {name.split("-")[0] for name, _, _ in samples.SAMPLES}
+    assert names == {fusion.name for fusion in FUSIONS}
+    assert len(FUSIONS) == len(names)
+
+
+@each_sample
+def test_same_output_fused_and_bit_identical_after_restore(build, call):
+    module, before = stock_and_output(build, call)
+    state, keys = snapshot(module), list(module.state_dict())
+    assert sdfastgn.optimize(module) is module
+    after = output(module, call)
+    torch.testing.assert_close(after, before, atol=2e-5, rtol=2e-5)
+    assert list(module.state_dict()) == keys
+    assert sdfastgn.restore(module) is module
+    assert torch.equal(output(module, call), before)
+    assert snapshot(module) == state
+
+
+@each_sample
+def test_the_sample_is_fused_by_its_own_fusion(build, call, request):
+    name = request.node.callspec.id.split("-")[0]
+    module = samples.randomise(build())
+    assert not sdfastgn.report(module).fused
+    assert name in {e.fusion for e in sdfastgn.report(module).fusable}
+    sdfastgn.optimize(module)
+    report = sdfastgn.report(module)
+    assert name in {e.fusion for e in report.fused}
+    assert not report.fusable
+    assert not report.skipped
+
+
+@each_sample
+def test_classes_keep_their_names(build, call):
+    """``compile_repeated_blocks``, device maps and LoRA trainers compare names."""
+    module = samples.randomise(build())
+    names = [type(m).__name__ for m in module.modules()]
+    sdfastgn.optimize(module)
+    assert [type(m).__name__ for m in module.modules()] == names
+
+
+@each_sample
+def test_twice_is_once(build, call):
+    module, before = stock_and_output(build, call)
+    stock = snapshot(module)
+    sdfastgn.optimize(module)
+    once = snapshot(module)
+    sdfastgn.optimize(module)
+    assert snapshot(module) == once
+    sdfastgn.restore(module)
+    sdfastgn.restore(module)
+    assert snapshot(module) == stock
+    assert torch.equal(output(module, call), before)
+
+
+@each_sample
+def test_state_dict_keeps_its_values(build, call):
+    module = samples.randomise(build())
+    before = {k: v.clone() for k, v in module.state_dict().items()}
+    sdfastgn.optimize(module)
+    assert all(torch.equal(v, before[k]) for k, v in module.state_dict().items())
+    module.load_state_dict({k: v * 2 for k, v in before.items()})
+    sdfastgn.restore(module)
+    assert all(torch.equal(v, before[k] * 2) for k, v in module.state_dict().items())
+
+
+@each_sample
+@pytest.mark.parametrize("twin", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+def test_copies_of_a_fused_module_are_fused_and_can_be_restored(build, call, twin):
+    module, before = stock_and_output(build, call)
+    sdfastgn.optimize(module)
+    other = twin(module)
+    # Not always the same bits: an attention that was unpickled runs its products one by one until it moves.
+    torch.testing.assert_close(output(other, call), output(module, call), atol=2e-6, rtol=2e-6)
+    sdfastgn.restore(other)
+    assert torch.equal(output(other, call), before)
+    assert sdfastgn.report(module).fused
+    assert not sdfastgn.report(other).fused
+
+
+@each_sample
+def test_other_instances_stay_stock(build, call):
+    fused, other = samples.randomise(build()), samples.randomise(build())
+    state = snapshot(other)
+    sdfastgn.optimize(fused)
+    assert snapshot(other) == state
+
+
+@each_sample
+def test_gradients_of_a_fused_module(build, call):
+    """In train mode too: dropout is 0 in all samples."""
+    module = samples.randomise(build()).train()
+
+    def gradients():
+        module.zero_grad()
+        call(module).square().mean().backward()
+        return {k: p.grad.clone() for k, p in module.named_parameters() if p.grad is not None}
+
+    before = gradients()
+    sdfastgn.optimize(module)
+    after = gradients()
+    assert after.keys() == before.keys()
+    for key, grad in after.items():
+        torch.testing.assert_close(grad, before[key], atol=1e-5, rtol=2e-3, msg=lambda m, k=key: f"{k}: {m}")
+
+
+@each_sample
+def test_hooks_on_inner_modules_see_what_they_saw(build, call):
+    """A hook on a norm or an activation gets the stock value, although the two run as one otherwise."""
+    module = samples.randomise(build())
+    watched = {
+        n: m
+        for n, m in module.named_modules()
+        if isinstance(m, (nn.GroupNorm, nn.LayerNorm, nn.SiLU, nn.GELU, nn.ReLU))
+    }
+
+    def record():
+        seen = []
+        hooks = [
+            m.register_forward_hook(lambda m, i, o, n=n: seen.append((n, o.detach().clone())))
+            for n, m in watched.items()
+        ]
+        output(module, call)
+        for hook in hooks:
+            hook.remove()
+        return seen
+
+    before = record()
+    sdfastgn.optimize(module)
+    after = record()
+    assert [n for n, _ in after] == [n for n, _ in before]
+    for (name, got), (_, want) in zip(after, before, strict=True):
+        torch.testing.assert_close(got, want, atol=5e-5, rtol=5e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@each_sample
+def test_edits_after_optimize_count(build, call):
+    """eps and weights that change later are the ones used."""
+    module, _ = stock_and_output(build, call)
+    twin = copy.deepcopy(module)
+    sdfastgn.optimize(module)
+    for m in (module, twin):
+        for norm in (n for n in m.modules() if isinstance(n, (nn.GroupNorm, nn.LayerNorm))):
+            norm.eps = 0.5
+            if norm.weight is not None:
+                norm.weight = nn.Parameter(norm.weight.detach() * 3 + 1)
+    torch.testing.assert_close(output(module, call), output(twin, call), atol=2e-5, rtol=2e-5)
+
+
+@each_sample
+def test_a_foreign_forward_is_left_alone_and_reported(build, call):
+    module = samples.randomise(build())
+    claimed = [f for f in patcher.inspect(module) if isinstance(f.fusion, ClassSwap)]
+    for finding in claimed:
+        finding.module.forward = functools.partial(finding.module.forward)
+    state, before = snapshot(module), output(module, call)
+    sdfastgn.optimize(module)
+    torch.testing.assert_close(output(module, call), before, atol=2e-5, rtol=2e-5)
+    skipped = {(e.path, e.fusion): e.reason for e in sdfastgn.report(module).skipped}
+    for finding in claimed:
+        assert "forward" in skipped[finding.path, finding.fusion.name]
+    with pytest.raises(ValueError, match="strict=True"):
+        sdfastgn.optimize(sdfastgn.restore(module), strict=True)
+    assert snapshot(module) == state
+
+
+@each_sample
+def test_an_own_forward_in_the_instance_changes_nothing(build, call):
+    """Hooks that were taken off leave it there."""
+    module, before = stock_and_output(build, call)
+    fused = {(e.path, e.fusion) for e in sdfastgn.report(sdfastgn.optimize(copy.deepcopy(module))).fused}
+    paths = [path for path, m in module.named_modules() if not isinstance(m, nn.ModuleList)]
+    for path in paths:
+        module.get_submodule(path).forward = module.get_submodule(path).forward
+    state = snapshot(module)
+    for twin in (module, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        sdfastgn.optimize(twin)
+        assert {(e.path, e.fusion) for e in sdfastgn.report(twin).fused} == fused
+        assert not sdfastgn.report(twin).skipped
+        torch.testing.assert_close(output(twin, call), before, atol=2e-5, rtol=2e-5)
+        sdfastgn.restore(twin)
+        assert torch.equal(output(twin, call), before)
+        own = [twin.get_submodule(path) for path in paths]
+        assert all(vars(m)["forward"] == type(m).forward.__get__(m) for m in own)
+    assert snapshot(module) == state
+
+
+def test_an_unknown_upstream_source_is_left_alone(monkeypatch):
+    module = samples.randomise(samples._resnet())
+    monkeypatch.setitem(TESTED_SOURCES, "ResnetBlock2D.forward", frozenset({"0" * 16}))
+    sdfastgn.optimize(module)
+    skipped = {e.fusion: e.reason for e in sdfastgn.report(module).skipped}
+    assert "not a version that sdfastgn was tested with" in skipped["resnet_block"]
+    assert {e.fusion for e in sdfastgn.report(module).fused} == {"group_norm"}
+
+
+def wrapped_by_other_code(forward):
+    return functools.wraps(forward)(lambda *args, **kwargs: forward(*args, **kwargs) * 0.5)
+
+
+def unlike(forward):
+    return lambda *args, **kwargs: forward(*args, **kwargs) * 0.5
+
+
+@pytest.mark.parametrize(
+    "patch",
+    [
+        pytest.param(unlike, id="replaced"),
+        pytest.param(wrapped_by_other_code, id="wrapped"),
+        pytest.param(lambda f: torch.no_grad()(wrapped_by_other_code(f)), id="wrapped-below-torchs"),
+        pytest.param(lambda f: torch.no_grad()(f), id="torchs-but-not-diffusers"),
+        pytest.param(lambda f: types.FunctionType(f.__code__, globals(), f.__name__), id="same-source-elsewhere"),
+    ],
+)
+def test_a_patched_upstream_class_is_left_alone(patch, monkeypatch):
+    module = samples.randomise(samples._resnet())
+    sdfastgn.optimize(copy.deepcopy(module))  # what an earlier call found says nothing about this one
+    monkeypatch.setattr(ResnetBlock2D, "forward", patch(ResnetBlock2D.forward))
+    assert "ResnetBlock2D.forward" in {e.fusion: e.reason for e in sdfastgn.report(module).skipped}["resnet_block"]
+    sdfastgn.optimize(module)
+    assert type(module) is ResnetBlock2D
+    monkeypatch.undo()
+    assert not sdfastgn.report(module).skipped
+
+
+def test_a_patch_of_upstream_is_not_kept_alive(monkeypatch):
+    """It may hold a pipeline."""
+    patch = unlike(ResnetBlock2D.forward)
+    with monkeypatch.context() as patches:
+        patches.setattr(ResnetBlock2D, "forward", patch)
+        sdfastgn.report(samples._resnet())
+    gone = weakref.ref(patch)
+    del patch
+    assert gone() is None
+
+
+def test_tested_sources_are_those_of_the_installed_diffusers():
+    """When this fails after an upgrade: read what upstream changed, adapt the fused forward, then add the new hash."""
+    classes = {f.stock.__name__: f.stock for f in FUSIONS if isinstance(f, ClassSwap)}
+    classes |= {c.__name__: c for c in (*PARENTS, AttnProcessor2_0, FeedForward)}
+    classes |= {c.__name__: c for c in (PNDMScheduler, DDIMScheduler, VaeImageProcessor, DiffusionPipeline)}
+    for name, hashes in TESTED_SOURCES.items():
+        cls, method = name.split(".")
+        assert source_hash(classes[cls], method) in hashes, name
+
+
+def test_subclasses_of_group_norm_are_reported_and_left_alone():
+    class Scaled(nn.GroupNorm):
+        def forward(self, x):
+            return super().forward(x) * 2
+
+    module = nn.Sequential(Scaled(2, 4), nn.GroupNorm(2, 4))
+    x = torch.randn(1, 4, 3, 3)
+    before = module(x)
+    sdfastgn.optimize(module)
+    torch.testing.assert_close(module(x), before)
+    assert [e.path for e in sdfastgn.report(module).skipped] == ["0"]
+
+
+def test_an_activation_without_a_fused_form_keeps_the_norms_fused():
+    module = samples.randomise(samples._resnet(non_linearity="mish"))
+    sdfastgn.optimize(module)
+    report = sdfastgn.report(module)
+    assert [e.fusion for e in report.fused] == ["group_norm", "group_norm"]
+    assert "Mish" in report.skipped[0].reason
+
+
+def test_conv_norm_out_called_by_itself_is_only_a_norm():
+    unet = samples.randomise(samples._unet())
+    x = samples.image(2, 20, 8, 8)
+    norm, act = unet.conv_norm_out(x), unet.conv_act(x)
+    sdfastgn.optimize(unet)
+    torch.testing.assert_close(unet.conv_norm_out(x), norm)
+    assert torch.equal(unet.conv_act(x), act)
+
+
+def test_conv_norm_out_is_disarmed_after_an_exception():
+    unet = sdfastgn.optimize(samples.randomise(samples._unet()))
+    with pytest.raises(Exception, match=r"."):
+        unet(torch.randn(2, 3, 8, 8), 10, torch.randn(2, 3, 12))
+    x = samples.image(2, 20, 8, 8)
+    assert unet.conv_norm_out(x).min() < -0.3  # below anything that SiLU gives
+
+
+def test_parametrized_norms_keep_working():
+    module = samples.randomise(samples._resnet())
+    call = next(call for name, _, call in samples.SAMPLES if name == "resnet_block")
+
+    class Double(nn.Module):
+        def forward(self, w):
+            return 2 * w
+
+    sdfastgn.optimize(module)
+    nn.utils.parametrize.register_parametrization(module.norm1, "weight", Double())
+    fused = output(module, call)
+    nn.utils.parametrize.remove_parametrizations(module.norm1, "weight", leave_parametrized=True)
+    sdfastgn.restore(module)
+    torch.testing.assert_close(fused, output(module, call), atol=2e-5, rtol=2e-5)

@@ -1,0 +1,273 @@
+"""Where no kernel runs, as on a CPU, an optimized module is stock's code: the same bits, layouts and exports."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import importlib.util
+import io
+import pickle
+import weakref
+from collections import Counter
+
+import pytest
+import torch
+from peft import LoraConfig
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import sdfastgn
+from sdfastgn import api
+from sdfastgn.kernels.common import dispatch
+from tests.patches import samples
+
+pytestmark = pytest.mark.without_kernels
+each_sample = pytest.mark.parametrize(("build", "call"), [pytest.param(b, c, id=i) for i, b, c in samples.SAMPLES])
+
+
+def channels_first(call):
+    """``call`` with images in PyTorch's own layout."""
+
+    def called(module):
+        with pytest.MonkeyPatch.context() as patches:
+            image = samples.image
+            patches.setattr(
+                samples, "image", lambda *shape, seed=0: image(*shape, seed=seed).detach().contiguous().requires_grad_()
+            )
+            return call(module)
+
+    return called
+
+
+# What costs time, and what would be a change of layout.
+HEAVY = {
+    f"aten::{name}"
+    for name in ("clone", "_to_copy", "cat", "convolution", "addmm", "bmm", "native_group_norm", "silu", "add")
+}
+
+
+def ops_of(module, call):
+    """How often PyTorch ran what takes time."""
+    with torch.profiler.profile() as profile:
+        call(module).square().mean().backward()
+    return Counter(event.name for event in profile.events() if event.name in HEAVY)
+
+
+def results(module, call):
+    module.zero_grad()
+    y = call(module)
+    y.square().mean().backward()
+    return [y.detach(), *(p.grad.clone() for p in module.parameters() if p.grad is not None)]
+
+
+@each_sample
+def test_an_optimized_module_runs_stocks_ops(build, call):
+    """The very ops in the same layouts, forward and backward: no copy more, and the same bits."""
+    call = channels_first(call)
+    stock = samples.randomise(build())
+    fused = sdfastgn.optimize(copy.deepcopy(stock))
+    assert sdfastgn.report(fused).fused
+    assert ops_of(fused, call) == ops_of(stock, call)
+    got, want = results(fused, call), results(stock, call)
+    assert len(got) == len(want)
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+        assert a.stride() == b.stride()
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["x-needs-a-gradient", "x-needs-none"])
+@pytest.mark.parametrize("shape", [(2, 8, 5, 6), (2, 8, 3, 5, 6)], ids=["image", "video"])
+def test_a_channels_last_norm_is_exact_far_from_zero(shape, frozen):
+    """PyTorch's own channels-last kernel for CPUs is not, and crashes in its backward where x needs no gradient."""
+    x = (torch.randn(shape) + 1e3).movedim(1, -1).contiguous().movedim(-1, 1).requires_grad_(not frozen)
+    norm = sdfastgn.optimize(samples.randomise(nn.GroupNorm(2, 8)))
+    y = norm(x)
+    assert y.stride() == x.stride()
+    truth = nn.functional.group_norm(x.detach().double().contiguous(), 2, norm.weight.double(), norm.bias.double())
+    torch.testing.assert_close(y.double(), truth, atol=1e-3, rtol=1e-3)
+    y.sum().backward()
+    assert norm.weight.grad.isfinite().all()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize(
+    "view", [lambda w: w[::2], lambda w: w[:1].expand(8), lambda w: w[8:]], ids=["strided", "expanded", "offset"]
+)
+def test_a_norms_parameters_may_lie_anywhere(view, layout):
+    norm = nn.GroupNorm(2, 8)
+    norm.weight, norm.bias = (nn.Parameter(view(torch.randn(16))) for _ in range(2))
+    x = torch.randn(2, 8, 5, 6).contiguous(memory_format=layout)
+    expected = nn.functional.group_norm(x, 2, norm.weight.detach().clone(), norm.bias.detach().clone())
+    assert torch.equal(sdfastgn.optimize(norm)(x), expected)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+def test_an_optimized_unet_is_exported_to_onnx(monkeypatch):
+    """As TorchScript, in which an op of ours would be an unknown one."""
+    unet = sdfastgn.optimize(samples.randomise(samples._unet()))
+    inputs = (torch.randn(1, 4, 8, 8), torch.tensor(3), torch.randn(1, 5, 12))
+    if importlib.util.find_spec("onnx") is None:
+        # It only adds functions of onnxscript to a model that is already exported.
+        monkeypatch.setattr(
+            "torch.onnx._internal.torchscript_exporter.onnx_proto_utils._add_onnxscript_fn", lambda m, _: m
+        )
+    buffer = io.BytesIO()
+    torch.onnx.export(unet, inputs, buffer, dynamo=False)
+    assert buffer.tell() > 10_000
+    assert b"sdfastgn" not in buffer.getvalue()
+
+
+def test_an_export_to_onnx_on_a_gpu_finds_no_kernel(monkeypatch):
+    monkeypatch.setattr(dispatch, "runs_in_triton", lambda x: True)
+    x = torch.ones(1)
+    found = []
+
+    class Asks(nn.Module):
+        def forward(self, x):
+            found.append(dispatch.has_kernels(x))
+            return x + 1
+
+    torch.jit.trace(Asks(), x)
+    assert found == [True] * len(found)
+    found.clear()
+    monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
+    torch.jit.trace(Asks(), x, check_trace=False)
+    assert found == [False]
+    assert dispatch.has_kernels(x)  # outside of a trace
+
+
+# --- what is said about it --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def forgotten():
+    """The warning has not been given yet."""
+    api.warn_where_nothing_is_gained.cache_clear()
+    yield
+    api.warn_where_nothing_is_gained.cache_clear()
+
+
+@pytest.mark.parametrize(("has_gpu", "has_triton"), [(False, True), (True, False)], ids=["no-gpu", "no-triton"])
+def test_a_machine_without_kernels_is_warned_of_once(forgotten, monkeypatch, has_gpu, has_triton):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(api, "triton", object() if has_triton else None)
+    says = r"no kernel runs on this machine \((no CUDA GPU|triton is not installed)\)"
+    with pytest.warns(UserWarning, match=says) as seen:
+        [sdfastgn.optimize(nn.GroupNorm(2, 8)) for _ in range(2)]
+    assert [w.filename for w in seen] == [__file__]
+
+
+def test_a_model_on_the_cpu_of_a_machine_with_a_gpu_is_not_warned_of(forgotten, monkeypatch, recwarn):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(api, "triton", object())
+    sdfastgn.optimize(nn.GroupNorm(2, 8))
+    assert not recwarn.list
+
+
+def test_the_report_says_what_runs_and_why():
+    backend = sdfastgn.report(nn.GroupNorm(2, 8)).backend
+    assert (
+        backend == "plain PyTorch, stock's own code at stock's speed (weights on cpu; the kernels need an NVIDIA GPU)"
+    )
+    assert sdfastgn.report(nn.GroupNorm(2, 8, device="meta")).backend == ""  # nothing runs
+
+
+# --- layout -----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Tensors in fp16 count as those of a GPU, so that a model arrives there by ``.half()``."""
+    monkeypatch.setattr(dispatch, "has_kernels", lambda x: x.dtype is torch.float16)
+
+
+def strides(module):
+    return [p.stride() for p in module.parameters()]
+
+
+def is_laid_out(unet):
+    return unet.conv_out.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize(
+    "arrive", [nn.Module.half, lambda m: m.to(torch.float16), lambda m: nn.Sequential(m).half()[0]]
+)
+def test_weights_are_laid_out_where_that_pays(gpu, arrive):
+    unet = samples.randomise(samples._unet())
+    before = strides(unet)
+    sdfastgn.optimize(unet)
+    assert strides(unet) == before
+    assert sdfastgn.report(unet).channels_last_weights == 0
+    weights = [id(p) for p in unet.parameters()]
+    assert arrive(unet) is unet
+    assert is_laid_out(unet)
+    assert sdfastgn.report(unet).channels_last_weights > 10
+    assert [id(p) for p in unet.parameters()] == weights
+    laid_out = strides(unet)
+    unet.float()  # parked
+    assert strides(unet) == laid_out
+    sdfastgn.restore(unet)
+    assert strides(unet) == before
+    unet.half()
+    assert strides(unet) == before
+
+
+def test_weights_that_are_there_are_laid_out_at_once(gpu):
+    unet = sdfastgn.optimize(samples._unet().half())
+    assert is_laid_out(unet)
+
+
+def test_a_forward_where_no_kernel_runs_is_in_stocks_layout(gpu):
+    unet = samples.randomise(samples._unet())
+    stock = copy.deepcopy(unet)
+    sdfastgn.optimize(unet).half().float()
+    other = sdfastgn.optimize(samples._unet()).half()
+    stock.half().float()  # rounded alike
+    assert is_laid_out(unet)
+    inputs = (torch.randn(1, 4, 8, 8), 3, torch.randn(1, 5, 12))
+    with torch.no_grad():
+        assert torch.equal(unet(*inputs).sample, stock(*inputs).sample)
+    assert strides(unet) == strides(stock)
+    assert is_laid_out(other)
+    assert is_laid_out(unet.half())
+
+
+@pytest.mark.parametrize("twin", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+def test_a_copy_is_laid_out_by_itself(gpu, twin):
+    unet = sdfastgn.optimize(samples._unet())
+    other = twin(unet)
+    assert is_laid_out(other.half())
+    assert not is_laid_out(unet)
+    sdfastgn.restore(other)
+    assert "_apply" not in vars(other)
+    assert "_apply" in vars(unet)
+
+
+def test_an_optimized_model_goes_when_it_is_dropped():
+    """Without waiting for the garbage collector: it may be most of a GPU's memory."""
+    unet = sdfastgn.optimize(samples._unet())
+    gone = weakref.ref(unet)
+    gc.disable()
+    try:
+        del unet
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_an_adapters_base_layer_is_laid_out_and_what_it_adds_is_not(gpu):
+    unet = sdfastgn.optimize(samples._unet())
+    unet.add_adapter(LoraConfig(r=2, target_modules=["conv1"], init_lora_weights=False))
+    unet.half()
+    convs = {path: m for path, m in unet.named_modules() if isinstance(m, nn.Conv2d) and m.kernel_size == (3, 3)}
+    laid_out = {path for path, m in convs.items() if m.weight.is_contiguous(memory_format=torch.channels_last)}
+    assert any("base_layer" in path for path in laid_out)
+    assert not any("lora" in path for path in laid_out)
+
+
+def test_a_saved_model_is_stocks(tmp_path):
+    """Also by safetensors' own functions, which refuse what is not contiguous."""
+    unet = sdfastgn.optimize(samples._unet())
+    save_file(unet.state_dict(), tmp_path / "unet.safetensors")
+    assert load_file(tmp_path / "unet.safetensors").keys() == unet.state_dict().keys()

@@ -1,0 +1,189 @@
+"""What the tests of CUDA graphs share: models side by side with stock ones, and changes to a model that must show in its next call."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from diffusers.models.attention_processor import AttnProcessor
+from peft import LoraConfig
+from torch import nn
+
+import sdfastgn
+from sdfastgn.bench.models.architectures import build_unet, unet_inputs
+from sdfastgn.patches.graphs import install as cuda_graphs
+from tests.patches.graphs.tape import TapeBackend
+from tests.test_other_models import ip_adapter_weights
+
+DEVICES = [pytest.param("cpu", id="tape"), pytest.param("cuda", id="graph", marks=pytest.mark.gpu)]
+
+
+def optimized(model, mode="auto", backend=None):
+    """``model`` with graphs; on the CPU tapes stand for them."""
+    sdfastgn.optimize(model, cuda_graphs=mode)
+    if next(model.parameters()).device.type == "cpu":
+        cuda_graphs.install(model, mode, backend or TapeBackend())
+    return model
+
+
+def make(device="cpu", mode="auto", model="tiny", backend=None):
+    """(optimised UNet, the same one stock, arguments)"""
+    unet = build_unet(model, torch.float32, device)
+    stock = copy.deepcopy(unet)
+    inputs = unet_inputs(model, size=64, batch=1, dtype=torch.float32, device=device, seed=0)
+    return optimized(unet, mode, backend), stock, inputs
+
+
+def run(model, inputs):
+    with torch.no_grad():
+        return model(**inputs).sample
+
+
+def agree(a, b):
+    torch.testing.assert_close(a, b, atol=2e-4, rtol=2e-3)
+
+
+def state(model):
+    (graphs,) = sdfastgn.report(model).graphs
+    return graphs
+
+
+def reasons_of(model):
+    return " | ".join(state(model).eager)
+
+
+# ---- changes
+
+
+def nothing(unet):
+    pass
+
+
+def lora(unet):
+    torch.manual_seed(5)
+    unet.add_adapter(LoraConfig(r=2, target_modules=["to_q", "conv1"], init_lora_weights=False), adapter_name="a")
+
+
+def two_loras(unet):
+    lora(unet)
+    torch.manual_seed(6)
+    unet.add_adapter(LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False), adapter_name="b")
+
+
+def scale_lora(unet):
+    for module in unet.modules():
+        if hasattr(module, "set_scale"):
+            module.set_scale("a", 0.3)
+
+
+def lora_with_scales_on_the_cpu(unet):
+    """As peft's ``prepare_model_for_compiled_hotswap`` leaves them if the model moves afterwards."""
+    lora(unet)
+    for module in unet.modules():
+        if hasattr(module, "scaling"):
+            module.scaling["a"] = torch.tensor(module.scaling["a"])
+
+
+def fill_scales(unet):
+    for module in unet.modules():
+        if hasattr(module, "scaling"):
+            module.scaling["a"].fill_(0.3)
+
+
+def ip_adapter(unet):
+    unet._load_ip_adapter_weights([ip_adapter_weights(unet)])
+    unet.to(next(unet.parameters()).device)
+
+
+def ip_adapter_scale(unet):
+    for processor in unet.attn_processors.values():
+        if hasattr(processor, "scale"):
+            processor.scale = [0.1]
+
+
+def scaled_weights(unet):
+    for p in unet.parameters():
+        p.data = p.data * 1.1
+
+
+def weights_elsewhere(unet):
+    """As ``.to`` another device and back may leave them: each where another one was, or where it was itself."""
+    kept = [p.data.clone() for p in unet.parameters()]
+    for p in unet.parameters():
+        p.data = torch.empty(0, device=p.device)
+    for p, value in zip(reversed(list(unet.parameters())), reversed(kept), strict=True):
+        p.data = value.mul(1.1)
+
+
+def replaced_parameter(unet):
+    unet.conv_out.weight = nn.Parameter(unet.conv_out.weight * 2)
+
+
+def in_place(unet):
+    with torch.no_grad():
+        unet.conv_out.weight.mul_(2)
+
+
+def other_module(unet):
+    unet.mid_block.resnets[0].norm1 = copy.deepcopy(unet.mid_block.resnets[0].norm2)
+
+
+def fewer_modules(unet):
+    unet.mid_block.attentions = nn.ModuleList()
+    unet.mid_block.resnets = unet.mid_block.resnets[:1]
+
+
+def circular(unet):
+    for module in unet.modules():
+        if isinstance(module, nn.Conv2d):
+            module.padding_mode = "circular"
+
+
+def attention_scale(unet):
+    for name, module in unet.named_modules():
+        if name.endswith("attn1"):
+            module.rescale_output_factor = 0.25
+
+
+# name -> (before the first call, change): what a stale graph would say after it is wrong by much
+CHANGES = {
+    "lora-load": (nothing, lora),
+    "lora-scale": (lora, scale_lora),
+    "lora-fuse": (lora, lambda u: u.fuse_lora(lora_scale=3.0)),
+    "lora-unload": (lora, lambda u: (u.fuse_lora(), u.unfuse_lora(), u.delete_adapters("a"))),
+    "lora-disable": (lora, lambda u: u.disable_adapters()),
+    "lora-set-adapter": (two_loras, lambda u: u.set_adapter("a")),
+    "lora-hotswap": (lora_with_scales_on_the_cpu, fill_scales),
+    "ip-adapter-scale": (ip_adapter, ip_adapter_scale),
+    "freeu-on": (nothing, lambda u: u.enable_freeu(s1=0.9, s2=0.2, b1=1.5, b2=1.6)),
+    "freeu-values": (lambda u: u.enable_freeu(0.9, 0.2, 1.5, 1.6), lambda u: u.enable_freeu(0.9, 0.2, 1.1, 1.6)),
+    "freeu-off": (lambda u: u.enable_freeu(0.9, 0.2, 1.5, 1.6), lambda u: u.disable_freeu()),
+    "weights-data": (nothing, scaled_weights),
+    "weights-elsewhere": (nothing, weights_elsewhere),
+    "weights-replaced": (nothing, replaced_parameter),
+    "weights-assigned": (nothing, lambda u: u.load_state_dict({k: v * 1.1 for k, v in u.state_dict().items()}, assign=True)),
+    "module-replaced": (nothing, other_module),
+    "modules-removed": (nothing, fewer_modules),
+    "attribute": (nothing, lambda u: setattr(u.mid_block.resnets[0], "output_scale_factor", 2.0)),
+    "eps": (nothing, lambda u: setattr(u.mid_block.resnets[0].norm1, "eps", 0.5)),
+    "circular-padding": (nothing, circular),
+    "attention-scale": (nothing, attention_scale),
+    "inner-hook": (nothing, lambda u: u.mid_block.register_forward_hook(lambda m, i, o: o * 2)),
+    "inner-forward": (nothing, lambda u: setattr(u.mid_block, "forward", lambda h, *a, **k: h)),
+}  # fmt: skip
+# Changes of the model that leave a graph right, or right numbers by another way.
+HARMLESS = {
+    "in-place": in_place,
+    "attention-processor": lambda u: u.set_attn_processor(AttnProcessor()),
+    "to-double-and-back": lambda u: u.to(torch.float64).to(torch.float32),
+    "training-and-back": lambda u: u.train().eval(),
+}
+
+
+def inputs_after(before, inputs):
+    """The arguments that a model needs after ``before``."""
+    if before is not ip_adapter:
+        return inputs
+    image = torch.randn(1, 1, 24, generator=torch.Generator().manual_seed(7)).to(inputs["sample"].device)
+    return {**inputs, "added_cond_kwargs": {"image_embeds": [image]}}

@@ -1,0 +1,298 @@
+"""Arguments and results of calls that CUDA graphs stand for."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+
+import pytest
+import torch
+from diffusers import StableDiffusionImg2ImgPipeline, UNet2DModel
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import sdfastgn
+from sdfastgn.bench.models.architectures import build_controlnet, build_vae, unet_inputs
+from sdfastgn.bench.models.pipelines import build_pipeline
+from sdfastgn.patches.graphs import arguments as graph_call
+from sdfastgn.patches.graphs import install as cuda_graphs
+from sdfastgn.patches.graphs.arguments import global_state
+from tests.patches.graphs.cases import DEVICES, agree, lora, make, optimized, run, state
+from tests.patches.graphs.tape import TapeBackend
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "make_timestep", [int, float, torch.tensor, lambda t: torch.tensor([t])], ids=["int", "float", "0-d", "1-d"]
+)
+def test_new_values_in_the_same_graph(make_timestep, device):
+    unet, stock, inputs = make(device)
+    for t in (900, 500, 100):
+        timestep = make_timestep(t)
+        values = {**inputs, "sample": torch.randn_like(inputs["sample"])}
+        values["timestep"] = timestep.to(device) if isinstance(timestep, torch.Tensor) and timestep.dim() else timestep
+        agree(run(unet, values), run(stock, values))
+    assert (state(unet).captured, state(unet).replays) == (1, 2)
+
+
+def test_a_fractional_timestep_where_the_model_cuts_it():
+    """``UNet2DModel`` makes an integer of every number, ``UNet2DConditionModel`` of none."""
+    torch.manual_seed(0)
+    unet = UNet2DModel(
+        sample_size=8,
+        in_channels=4,
+        out_channels=4,
+        block_out_channels=(8,),
+        norm_num_groups=4,
+        layers_per_block=1,
+        down_block_types=("DownBlock2D",),
+        up_block_types=("UpBlock2D",),
+    ).eval()
+    stock = copy.deepcopy(unet)
+    optimized(unet)
+    x = torch.randn(1, 4, 8, 8)
+    for t in (0.9, 3.7, 900.5):
+        with torch.no_grad():
+            agree(unet(x, t).sample, stock(x, t).sample)
+    assert state(unet).replays == 2
+
+
+def variants(inputs):
+    x, text = inputs["sample"], inputs["encoder_hidden_states"]
+    yield {**inputs, "sample": torch.cat([x, x])[:, :, :8], "encoder_hidden_states": torch.cat([text, text])}
+    yield {**inputs, "encoder_hidden_states": text[:, :5]}
+    yield {**inputs, "encoder_hidden_states": text[:, :1].expand(-1, 4, -1)}
+    yield {**inputs, "sample": x.contiguous(memory_format=torch.channels_last)}
+    yield {**inputs, "encoder_attention_mask": torch.ones(1, text.shape[1], device=x.device)}
+    yield {**inputs, "cross_attention_kwargs": {"scale": 0.5}}
+
+
+def test_each_kind_of_call_has_a_graph_of_its_own():
+    unet, stock, inputs = make()
+    lora(unet), lora(stock)
+    for _ in range(3):
+        for values in (inputs, *variants(inputs)):
+            agree(run(unet, values), run(stock, values))
+    assert (state(unet).captured, state(unet).replays) == (7, 14)
+
+
+def test_nested_arguments_of_a_controlnet_and_sdxl():
+    unet, stock, inputs = make(model="tiny_xl")
+    controlnet = build_controlnet("tiny_xl", torch.float32, "cpu")
+    for i in range(3):
+        with torch.no_grad():
+            image = torch.randn(1, 3, 64, 64, generator=torch.Generator().manual_seed(i))
+            down, mid = controlnet(**inputs, controlnet_cond=image, return_dict=False)
+        values = {**inputs, "down_block_additional_residuals": tuple(down), "mid_block_additional_residual": mid}
+        agree(run(unet, values), run(stock, values))
+    assert state(unet).replays == 2
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_results_stay_what_they_were(device):
+    unet, _, inputs = make(device)
+    run(unet, inputs)
+    first = run(unet, inputs)
+    kept = first.clone()
+    second = run(unet, {**inputs, "sample": inputs["sample"] * 2})
+    assert state(unet).replays == 2
+    assert torch.equal(first, kept)
+    assert not torch.equal(second, first)
+
+
+def test_both_kinds_of_output():
+    unet, stock, inputs = make()
+    for _ in range(3):
+        with torch.no_grad():
+            output, (sample,) = unet(**inputs), unet(**inputs, return_dict=False)
+            assert type(output) is type(stock(**inputs))
+            assert torch.equal(output.sample, output[0])
+            agree(output.sample, sample)
+    assert state(unet).replays == 4
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_vae_and_controlnet(device):
+    vae, controlnet = build_vae("tiny", torch.float32, device), build_controlnet("tiny", torch.float32, device)
+    inputs = unet_inputs("tiny", size=64, batch=1, dtype=torch.float32, device=device, seed=0)
+    calls = {
+        vae: lambda m: m(torch.ones(1, 3, 32, 32, device=device)).sample,
+        controlnet: lambda m: m(**inputs, controlnet_cond=torch.ones(1, 3, 64, 64, device=device))[1],
+    }
+    for model, call in calls.items():
+        stock = copy.deepcopy(model)
+        optimized(model)
+        with torch.no_grad():
+            for _ in range(3):
+                agree(call(model), call(stock))
+        assert {g.replays for g in sdfastgn.report(model).graphs} == {2}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["text_encoder", "text_encoder_2"])
+def test_text_encoders(name, device):
+    """Hidden states are collected by hooks that transformers puts in at the first call which asks for them."""
+    encoder = getattr(build_pipeline("tiny_xl", dtype=torch.float32, device=device), name)
+    stock = copy.deepcopy(encoder)
+    optimized(encoder)
+    (graphs,) = sdfastgn.report(encoder).graphs  # one, although an encoder with a projection is made of another one
+    assert graphs.kind == type(stock).__name__
+    g = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for _ in range(4):
+            tokens = torch.randint(0, 512, (1, 77), generator=g).to(device)
+            ours, theirs = (m(tokens, output_hidden_states=True) for m in (encoder, stock))
+            assert type(ours) is type(theirs)
+            agree(ours[0], theirs[0])
+            for a, b in zip(ours.hidden_states, theirs.hidden_states, strict=True):
+                agree(a, b)
+    assert state(encoder).replays == 3
+    sdfastgn.restore(encoder)
+    assert "forward" not in vars(encoder)
+
+
+def test_a_model_that_was_optimised_before_the_one_around_it():
+    encoder = build_pipeline("tiny_xl", dtype=torch.float32, device="cpu").text_encoder_2
+    optimized(encoder.text_model)
+    optimized(encoder)
+    assert "forward" not in vars(encoder.text_model)
+    with torch.no_grad():
+        for _ in range(2):
+            encoder(torch.ones(1, 77, dtype=torch.int64))
+    assert state(encoder).replays == 1
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_autoencoder_in_slices_and_tiles(device):
+    vae = build_vae("tiny", torch.float32, device)
+    stock = copy.deepcopy(vae)
+    optimized(vae)
+    for model in (vae, stock):
+        model.enable_slicing()
+        model.enable_tiling()
+        model.tile_latent_min_size, model.tile_sample_min_size = 4, 32
+    latents = torch.randn(2, 4, 7, 6, generator=torch.Generator().manual_seed(0)).to(device)
+    with torch.no_grad():
+        for _ in range(2):
+            agree(vae.decode(latents).sample, stock.decode(latents).sample)
+    decoder = next(g for g in sdfastgn.report(vae).graphs if g.kind == "Decoder")
+    assert decoder.captured == decoder.alive > 1  # one for each size of a tile
+    assert decoder.replays > decoder.captured
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
+def test_modes_of_pytorch_do_not_share_graphs(mode):
+    unet, stock, inputs = make()
+    for context in (torch.no_grad, torch.inference_mode, mode, mode, torch.inference_mode, torch.no_grad):
+        with context():
+            output = unet(**inputs).sample
+            assert output.is_inference() == (context is torch.inference_mode)
+            agree(output, stock(**inputs).sample)
+
+
+@contextlib.contextmanager
+def fp16_accumulation():
+    matmul = torch.backends.cuda.matmul
+    matmul.allow_fp16_accumulation = True
+    try:
+        yield
+    finally:
+        matmul.allow_fp16_accumulation = False
+
+
+@contextlib.contextmanager
+def reduced_math():
+    before = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(not before)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(before)
+
+
+EVERY_BACKEND = [
+    SDPBackend.MATH,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.CUDNN_ATTENTION,
+]
+
+
+@pytest.mark.parametrize(
+    "switch",
+    [
+        pytest.param(fp16_accumulation, id="fp16-accumulation"),
+        pytest.param(reduced_math, id="sdpa-math-reduction"),
+        pytest.param(lambda: sdpa_kernel(EVERY_BACKEND, set_priority=True), id="sdpa-priority"),
+        pytest.param(lambda: sdpa_kernel(SDPBackend.MATH), id="sdpa-backend"),
+        pytest.param(torch.inference_mode, id="inference-mode"),
+    ],
+)
+def test_calls_under_other_switches_are_of_another_kind(switch):
+    before = global_state(torch.device("cuda"))
+    with switch():
+        other = global_state(torch.device("cuda"))
+        assert other != before
+        hash(other)
+    assert global_state(torch.device("cuda")) == before
+
+
+def test_cudnn_first_by_pytorch_itself_is_no_change(monkeypatch):
+    """It reorders the backends at the first attention of a process, which may be the first call's."""
+    unet, stock, inputs = make()
+    initial = graph_call._INITIAL_ORDER
+    orders = iter([initial, *[(3, *(b for b in initial if b != 3))] * 5])
+    monkeypatch.setattr(graph_call, "_sdp_priority_order", lambda: next(orders))
+    for _ in range(3):
+        agree(run(unet, inputs), run(stock, inputs))
+    assert (state(unet).captured, state(unet).replays) == (1, 2)
+
+
+def test_the_newer_switch_of_tf32():
+    """After it was set, PyTorch raises for whoever asks for the older one."""
+    unet, stock, inputs = make()
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    try:
+        for precision in ("ieee", "tf32", "ieee"):
+            matmul.fp32_precision = precision
+            for _ in range(2):
+                agree(run(unet, inputs), run(stock, inputs))
+    finally:
+        matmul.fp32_precision = before
+    assert (state(unet).captured, state(unet).replays) == (2, 4)
+
+
+def test_the_signature_is_the_stock_one():
+    unet, stock, _ = make()
+    assert inspect.signature(unet.forward) == inspect.signature(stock.forward)
+
+
+def test_pipelines_that_share_their_models():
+    pipe = build_pipeline("tiny", dtype=torch.float32, device="cpu")
+    stock = copy.deepcopy({k: v for k, v in pipe.components.items() if k in ("unet", "vae")})
+    image = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(3))
+
+    def both(unet, vae):
+        parts = {**pipe.components, "unet": unet, "vae": vae}
+        texts = type(pipe)(**parts, requires_safety_checker=False)
+        images = StableDiffusionImg2ImgPipeline(**parts, requires_safety_checker=False)
+        for one in (texts, images):
+            one.set_progress_bar_config(disable=True)
+        options = {"num_inference_steps": 4, "output_type": "pt"}
+        for _ in range(2):
+            generator = torch.Generator().manual_seed(0)
+            yield texts("a cat", height=64, width=64, generator=generator, **options).images
+            yield images("a dog", image=image, strength=1.0, generator=generator, **options).images
+
+    backend = TapeBackend()
+    for model in (pipe.unet, pipe.vae):
+        sdfastgn.optimize(model)
+        cuda_graphs.install(model, "auto", backend)
+    for ours, theirs in zip(both(pipe.unet, pipe.vae), both(**stock), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-2)
+    graphs = {g.kind: g for g in sdfastgn.report(pipe).graphs}
+    assert graphs["UNet2DConditionModel"].captured == graphs["Decoder"].captured == graphs["Encoder"].captured == 1
+    assert graphs["UNet2DConditionModel"].eager == {"first call of its kind": 1}
+    assert graphs["Decoder"].replays == 3
+    assert backend.captures == 3

@@ -1,0 +1,280 @@
+"""Calls that no CUDA graph stands for: they run as they always did, and the report says why."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import re
+
+import numpy as np
+import pytest
+import torch
+from accelerate import cpu_offload
+from diffusers import UNet2DConditionModel
+from torch import nn
+
+import sdfastgn
+from sdfastgn.bench.models.architectures import build_unet, unet_inputs
+from tests.patches.graphs.cases import agree, make, optimized, reasons_of, replaced_parameter, run, state
+from tests.patches.graphs.tape import TapeBackend
+
+
+class Foreign(nn.Module):
+    pass
+
+
+class Marked(torch.Tensor):
+    pass
+
+
+class Odd:
+    """An attribute that raises when it is looked at."""
+
+    __module__ = "torch.odd"
+
+    @property
+    def func(self):
+        raise LookupError("not now")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        pytest.param(lambda u: u.train(), "training mode", id="training"),
+        pytest.param(lambda u: u.mid_block.register_forward_pre_hook(lambda m, a: None), "a forward hook on mid_block", id="hook"),
+        pytest.param(lambda u: cpu_offload(u, torch.device("cpu")), "accelerate's hooks", id="offload"),
+        pytest.param(lambda u: setattr(u.mid_block, "forward", u.mid_block.forward.__call__), "replaced the forward of", id="forward"),
+        pytest.param(lambda u: u.add_module("extra", Foreign()), "extra has Foreign of ", id="foreign"),
+        pytest.param(lambda u: setattr(u, "extra", Odd()), "its state cannot be watched: LookupError: not now", id="odd"),
+        pytest.param(lambda u: setattr(u, "extra", memoryview(b"1")), "extra has a memoryview", id="no-attributes"),
+        pytest.param(lambda u: u.mid_block.compile(backend="eager"), "mid_block is compiled by torch.compile", id="compiled-block"),
+        pytest.param(lambda u: u.add_module("extra", torch.jit.script(nn.Identity())), "extra is compiled by TorchScript", id="scripted"),
+        pytest.param(lambda u: u.register_buffer("extra", torch.empty(1, device="meta")), "extra is a Tensor on meta", id="meta"),
+    ],
+)  # fmt: skip
+def test_not_captured_with_a_reason(spoil, reason):
+    unet, stock, inputs = make(mode=True)
+    spoil(unet)
+    for _ in range(2):
+        agree(run(unet, inputs), run(stock, inputs))
+    assert state(unet).captured == 0
+    assert reason in reasons_of(unet)
+    assert reason in str(sdfastgn.report(unet))
+
+
+@pytest.mark.parametrize("how", ["compile", "wrapper", "blocks"])
+def test_compiled_models(how):
+    unet, stock, inputs = make(mode=True)
+    compiled = unet
+    if how == "compile":
+        unet.compile(backend="eager", fullgraph=True)
+    elif how == "wrapper":
+        compiled = torch.compile(unet, backend="eager", fullgraph=True)
+    else:
+        unet.compile_repeated_blocks(backend="eager", fullgraph=True)
+    for _ in range(2):
+        agree(run(compiled, inputs), run(stock, inputs))
+    assert state(unet).captured == 0
+    assert how == "wrapper" or "compiled by torch.compile" in reasons_of(unet)
+
+
+def test_gradients_are_as_without_graphs():
+    unet, stock, inputs = make(mode=True)
+    for model in (unet, stock):
+        model(**inputs).sample.square().mean().backward()
+    agree(unet.conv_in.weight.grad, stock.conv_in.weight.grad)
+    assert "gradients are enabled" in reasons_of(unet)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        pytest.param(lambda v: v["encoder_hidden_states"].to("meta"), "encoder_hidden_states has a tensor on meta", id="device"),
+        pytest.param(lambda v: v["encoder_hidden_states"].to_sparse(), "a tensor of layout torch.sparse_coo", id="layout"),
+        pytest.param(lambda v: v["encoder_hidden_states"].as_subclass(Marked), "encoder_hidden_states has a Marked", id="type"),
+    ],
+)  # fmt: skip
+def test_arguments_that_no_graph_takes(change, reason):
+    unet, _, inputs = make(mode=True)
+    with contextlib.suppress(RuntimeError, NotImplementedError):  # what the stock model does with it
+        run(unet, {**inputs, "encoder_hidden_states": change(inputs)})
+    assert state(unet).captured == 0
+    assert reason in reasons_of(unet)
+
+
+def test_a_list_that_the_forward_empties():
+    """``down_intrablock_additional_residuals`` of a T2I-Adapter."""
+    unet, stock, inputs = make(mode=True)
+    residuals = [torch.ones(1, 40, 8, 8), torch.ones(1, 80, 4, 4)]
+    for _ in range(2):
+        ours, theirs = list(residuals), list(residuals)
+        agree(
+            run(unet, {**inputs, "down_intrablock_additional_residuals": ours}),
+            run(stock, {**inputs, "down_intrablock_additional_residuals": theirs}),
+        )
+        assert len(ours) == len(theirs) < len(residuals)
+    assert "changes the lists" in reasons_of(unet)
+
+
+def test_a_forward_that_writes_into_its_arguments(monkeypatch):
+    def forward(self, sample, timestep, encoder_hidden_states):
+        return (sample.add_(1),)
+
+    unet, _, inputs = make(mode=True)
+    monkeypatch.setattr(UNet2DConditionModel, "forward", forward)
+    with torch.inference_mode():
+        x = inputs["sample"].clone()
+        expected = x + 2
+        for _ in range(2):
+            unet(**{**inputs, "sample": x})
+        torch.testing.assert_close(x, expected)
+    assert "writes into its arguments" in reasons_of(unet)
+
+
+def test_a_failed_capture_is_not_tried_again():
+    backend = TapeBackend()
+    unet, stock, inputs = make(backend=backend)
+    backend.fail = RuntimeError("operation not permitted when stream is capturing\nmore")
+    for _ in range(2):
+        agree(run(unet, inputs), run(stock, inputs))
+    backend.fail = None
+    run(unet, inputs)
+    assert backend.captures == 0
+    assert "capture failed: RuntimeError: operation not permitted when stream is capturing" in reasons_of(unet)
+    replaced_parameter(unet)
+    for _ in range(2):
+        run(unet, inputs)
+    assert backend.captures == 1
+
+
+def test_a_capture_that_was_not_warm_is_tried_again_after_a_call(monkeypatch):
+    class Cold(TapeBackend):
+        def capture(self, fn):
+            if calls[0] < 2:
+                raise RuntimeError("cold")
+            return super().capture(fn)
+
+    calls = [0]
+    unet, stock, inputs = make(backend=Cold())
+    forward = UNet2DConditionModel.forward
+
+    def counted(self, *args, **kwargs):
+        calls[0] += self is unet
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(UNet2DConditionModel, "forward", counted)
+    for _ in range(3):
+        agree(run(unet, inputs), run(stock, inputs))
+    assert calls[0] == 3  # the first call, the one before the second capture, and that capture
+    assert (state(unet).captured, state(unet).replays) == (1, 2)
+
+
+def test_within_the_capture_of_someone_else():
+    backend = TapeBackend()
+    unet, _, inputs = make(mode=True, backend=backend)
+    backend.busy = True
+    run(unet, inputs)
+    assert "captured by other code" in reasons_of(unet)
+    assert backend.captures == 0
+
+
+def test_a_forward_that_counts_its_calls():
+    unet, stock, inputs = make(mode=True)
+    block = unet.mid_block.resnets[0].__class__
+
+    class Counting(block):
+        def forward(self, *args, **kwargs):
+            self.calls = getattr(self, "calls", 0) + 1
+            return super().forward(*args, **kwargs)
+
+    Counting.__module__ = block.__module__
+    unet.mid_block.resnets[0].__class__ = Counting
+    for _ in range(6):
+        agree(run(unet, inputs), run(stock, inputs))
+    assert unet.mid_block.resnets[0].calls >= 6
+    assert state(unet).captured == 0
+
+
+@pytest.mark.parametrize(("mode", "captured"), [("auto", 1), (True, 1), (False, 0)])
+def test_modes(mode, captured):
+    unet, _, inputs = make(mode=mode)
+    for call in range(3):
+        run(unet, inputs)
+        if mode is not False and call == 0:
+            assert state(unet).captured == (mode is True)
+    assert state(unet).captured == captured
+
+
+@pytest.mark.parametrize("bad", ["always", None, 3, 0, 1, 1.0, np.False_, np.str_("auto"), ["auto"]], ids=repr)
+def test_no_such_mode(bad):
+    with pytest.raises(ValueError, match=rf"^sdfastgn\.optimize: cuda_graphs={re.escape(repr(bad))} must be"):
+        sdfastgn.optimize(nn.Sequential(nn.GroupNorm(1, 2)), cuda_graphs=bad)
+
+
+def test_on_a_cpu_nothing_is_captured():
+    unet = sdfastgn.optimize(build_unet("tiny", torch.float32, "cpu"), cuda_graphs=True)
+    run(unet, unet_inputs("tiny", size=64, batch=1, dtype=torch.float32, device="cpu", seed=0))
+    assert state(unet).eager == {"there are no graphs on cpu": 1}
+
+
+def with_a_graph(stock, inputs):
+    """Another model, whose memory can be given up."""
+    twin = optimized(copy.deepcopy(stock))
+    for _ in range(2):
+        run(twin, inputs)
+    return twin
+
+
+def test_memory_of_graphs_is_given_up_where_it_is_short(monkeypatch):
+    unet, stock, inputs = make()
+    twin = with_a_graph(stock, inputs)
+    forward, calls = UNet2DConditionModel.forward, []
+
+    def short(self, *args, **kwargs):
+        calls.append(self)
+        if state(twin).alive:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(UNet2DConditionModel, "forward", short)
+    agree(run(unet, inputs), run(unet, inputs))
+    assert calls[:2] == [unet, unet]
+    assert (state(twin).alive, state(twin).dropped) == (0, 1)
+    run(twin, inputs)
+    assert "memory was short" in reasons_of(twin)
+    monkeypatch.setattr(
+        UNet2DConditionModel, "forward", lambda *a, **k: (_ for _ in ()).throw(torch.OutOfMemoryError("x"))
+    )
+    with pytest.raises(torch.OutOfMemoryError):
+        run(twin, inputs)
+
+
+def test_a_call_made_again_has_the_arguments_of_the_first(monkeypatch):
+    """Both take from what they are given: a T2I-Adapter's residuals are popped from the caller's list."""
+    unet, stock, inputs = make()
+    twin = with_a_graph(stock, inputs)
+    forward, failed = UNet2DConditionModel.forward, []
+
+    def short(self, *args, **kwargs):
+        output = forward(self, *args, **kwargs)
+        kwargs["added_cond_kwargs"]["nested"][0].pop("once")
+        if self is unet and state(twin).alive:
+            failed.append(kwargs["down_intrablock_additional_residuals"])
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return output
+
+    monkeypatch.setattr(UNet2DConditionModel, "forward", short)
+
+    def arguments():
+        residuals = [torch.ones(1, 40, 8, 8), torch.ones(1, 80, 4, 4), torch.ones(1)]
+        return {
+            **inputs,
+            "down_intrablock_additional_residuals": residuals,
+            "added_cond_kwargs": {"nested": ({"once": 1, "more": 2},)},
+        }
+
+    ours, theirs = arguments(), arguments()
+    agree(run(unet, ours), run(stock, theirs))
+    assert failed[-1] is ours["down_intrablock_additional_residuals"]
+    assert len(ours["down_intrablock_additional_residuals"]) == len(theirs["down_intrablock_additional_residuals"]) < 3
+    assert ours["added_cond_kwargs"] == theirs["added_cond_kwargs"] == {"nested": ({"more": 2},)}

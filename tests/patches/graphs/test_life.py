@@ -1,0 +1,144 @@
+"""Memory, copies, undo and threads of CUDA graphs."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import threading
+import weakref
+
+import pytest
+import torch
+from accelerate import cpu_offload
+from accelerate.hooks import remove_hook_from_submodules
+from diffusers import UNet2DConditionModel
+
+import sdfastgn
+from sdfastgn.patches.graphs import forward as graphed_forward
+from tests.patches.graphs.cases import agree, make, replaced_parameter, run, state
+
+
+def test_the_number_of_graphs_is_bounded():
+    unet, _, inputs = make(mode=True)
+    text = inputs["encoder_hidden_states"]
+    for tokens in range(1, graphed_forward.MAX_GRAPHS + 3):
+        run(unet, {**inputs, "encoder_hidden_states": text[:, :tokens]})
+    assert (state(unet).alive, state(unet).dropped) == (graphed_forward.MAX_GRAPHS, 2)
+    assert sdfastgn.report(unet).graph_memory_bytes == 1 << 20
+
+
+COPIES = [
+    pytest.param(copy.deepcopy, id="deepcopy"),
+    pytest.param(lambda m: pickle.loads(pickle.dumps(m)), id="pickle"),
+]
+
+
+@pytest.mark.parametrize("copied", COPIES)
+def test_a_copy_is_independent(copied):
+    unet, stock, inputs = make()
+    for _ in range(3):
+        run(unet, inputs)
+    twin = copied(unet)
+    replaced_parameter(unet)
+    for _ in range(3):
+        agree(run(twin, inputs), run(stock, inputs))
+    assert unet.forward.module is unet
+    assert twin.forward.module is twin
+
+
+def test_saved_models_are_stock(tmp_path):
+    unet, _, inputs = make()
+    for _ in range(2):
+        run(unet, inputs)
+    unet.save_pretrained(tmp_path)
+    loaded = type(unet).from_pretrained(tmp_path)
+    agree(run(loaded, inputs), run(unet, inputs))
+    assert "forward" not in vars(loaded)
+
+
+def test_restore_is_exact():
+    unet, stock, inputs = make()
+    for _ in range(3):
+        run(unet, inputs)
+    sdfastgn.restore(unet)
+    assert set(vars(unet)) == set(vars(stock))
+    assert torch.equal(run(unet, inputs), run(stock, inputs))
+    assert all(g.mode == "False" for g in sdfastgn.report(unet).graphs)
+
+
+@pytest.mark.parametrize("order", ["restore-first", "hooks-first"])
+def test_restore_beneath_offload_hooks(order):
+    unet, _, _ = make()
+    cpu_offload(unet, torch.device("cpu"))
+    if order == "restore-first":
+        sdfastgn.restore(unet)
+        remove_hook_from_submodules(unet)
+    else:
+        remove_hook_from_submodules(unet)
+        sdfastgn.restore(unet)
+    assert not isinstance(vars(unet).get("forward"), graphed_forward.GraphedForward)
+    assert "_old_forward" not in vars(unet)
+
+
+def test_restore_below_a_wrapper_of_other_code():
+    unet, stock, inputs = make(mode=True)
+    graphed = unet.forward
+    unet.forward = lambda *args, **kwargs: graphed(*args, **kwargs)
+    run(unet, inputs)
+    sdfastgn.restore(unet)
+    replaced_parameter(unet), replaced_parameter(stock)
+    agree(run(unet, inputs), run(stock, inputs))
+    assert graphed.eager["they are turned off"] == 1
+
+
+def test_a_dropped_model_goes_at_once():
+    unet, _, inputs = make()
+    for _ in range(3):
+        run(unet, inputs)
+    weight = weakref.ref(unet.conv_in.weight)
+    gc.disable()
+    try:
+        del unet
+        assert weight() is None
+    finally:
+        gc.enable()
+
+
+def test_threads_do_not_mix_their_values():
+    unet, stock, inputs = make()
+    samples = [torch.randn_like(inputs["sample"]) for _ in range(3)]
+    wrong = []
+
+    def work(sample):
+        values = {**inputs, "sample": sample}
+        expected = run(stock, values)
+        wrong.extend(i for i in range(4) if not torch.allclose(run(unet, values), expected, atol=1e-3))
+
+    threads = [threading.Thread(target=work, args=(sample,)) for sample in samples]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert not wrong
+    assert state(unet).captured == 1
+
+
+@pytest.mark.parametrize(("same", "forwards"), [(True, 1), (False, 2)], ids=["same-thread", "another-thread"])
+def test_a_thread_that_has_not_run_the_call_runs_it_before_the_capture(same, forwards, monkeypatch):
+    """cuDNN makes its choices for each thread."""
+    unet, _, inputs = make()
+    forward, calls = UNet2DConditionModel.forward, []
+
+    def counted(self, *args, **kwargs):
+        calls.append(threading.get_ident())
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(UNet2DConditionModel, "forward", counted)
+    run(unet, inputs)
+    calls.clear()
+    thread = threading.Thread(target=run, args=(unet, inputs))
+    if same:
+        run(unet, inputs)
+    else:
+        thread.start(), thread.join()
+    assert len(calls) == forwards
+    assert state(unet).captured == 1

@@ -1,0 +1,202 @@
+"""CUDA graphs are never stale. On the CPU a tape of operations stands for a graph, on a GPU it is one."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import sdfastgn
+from sdfastgn.bench.models.architectures import build_vae
+from sdfastgn.patches.graphs import watch as graph_state
+from tests.patches.graphs.cases import (
+    CHANGES,
+    DEVICES,
+    HARMLESS,
+    agree,
+    in_place,
+    inputs_after,
+    make,
+    nothing,
+    optimized,
+    reasons_of,
+    replaced_parameter,
+    run,
+    state,
+)
+
+CASES = [pytest.param(before, change, id=name) for name, (before, change) in CHANGES.items()]
+ALL = [*CASES, *(pytest.param(nothing, change, id=name) for name, change in HARMLESS.items())]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("before", "change"), ALL)
+def test_never_stale(before, change, device):
+    unet, stock, inputs = make(device)
+    before(unet), before(stock)
+    inputs = inputs_after(before, inputs)
+    for _ in range(3):
+        agree(run(unet, inputs), run(stock, inputs))
+    assert state(unet).replays == 2
+    change(unet), change(stock)
+    for _ in range(3):
+        agree(run(unet, inputs), run(stock, inputs))
+
+
+@pytest.mark.parametrize(("before", "change"), CASES)
+def test_the_changes_show_without_the_watch(before, change, monkeypatch):
+    """So that the test above can fail."""
+    unet, stock, inputs = make()
+    before(unet), before(stock)
+    inputs = inputs_after(before, inputs)
+    for _ in range(3):
+        run(unet, inputs)
+    monkeypatch.setattr(graph_state.Watch, "unchanged", lambda self, root: True)
+    change(unet), change(stock)
+    assert (run(unet, inputs) - run(stock, inputs)).abs().max() > 5e-3
+
+
+def test_weights_changed_in_place_are_read_by_the_replay():
+    unet, stock, inputs = make()
+    for _ in range(2):
+        run(unet, inputs)
+    in_place(unet), in_place(stock)
+    agree(run(unet, inputs), run(stock, inputs))
+    assert (state(unet).captured, state(unet).replays) == (1, 2)
+
+
+def test_a_change_of_the_model_is_captured_anew():
+    unet, _, inputs = make()
+    for _ in range(3):
+        for _ in range(4):
+            run(unet, inputs)
+        replaced_parameter(unet)
+    assert (state(unet).captured, state(unet).replays, state(unet).alive) == (3, 9, 1)
+
+
+def test_a_change_before_the_capture_costs_nothing():
+    """A module that packs its weights at its first call, or a LoRA that is loaded after the first step."""
+    unet, _, inputs = make()
+    run(unet, inputs)
+    replaced_parameter(unet)
+    run(unet, inputs)
+    assert state(unet).captured == 1
+
+
+def test_a_model_that_changes_at_each_call_is_left_alone():
+    unet, _, inputs = make(mode=True)
+    for _ in range(40):
+        replaced_parameter(unet)
+        run(unet, inputs)
+    assert state(unet).captured < 8
+    assert "the model changes too often" in reasons_of(unet)
+    for _ in range(64):
+        run(unet, inputs)
+    assert state(unet).alive == 1
+
+
+def test_memory_of_replaced_weights_is_given_back():
+    """The watch must not hold what a model has moved away from."""
+    unet, _, inputs = make()
+    for _ in range(2):
+        run(unet, inputs)
+    weight = unet.conv_in.weight
+    storage = torch.multiprocessing.reductions.StorageWeakRef(weight.data.untyped_storage())
+    (graph,) = unet.forward._graphs.values()
+    graph.handle.entries.clear()  # the tape holds it, a graph does not
+    weight.data = weight.data.clone()
+    assert storage.expired()
+
+
+def test_a_weight_at_the_address_of_the_old_one_is_seen():
+    norm = nn.GroupNorm(2, 4)
+    watch = graph_state.Watch(norm)
+    assert watch.unchanged(norm)
+    pointer = norm.weight.data_ptr()
+    for _ in range(100):  # the allocator gives the same block again, sooner or later
+        norm.weight.data = torch.empty(0)
+        norm.weight.data = torch.ones(4)
+        if norm.weight.data_ptr() == pointer:
+            break
+    assert not watch.unchanged(norm)
+
+
+@pytest.mark.parametrize("elements", [1, 16, 17, 1000])
+@pytest.mark.parametrize("inference", [False, True], ids=["counts", "inference"])
+def test_what_is_written_into_a_tensor_that_stays_on_the_cpu(elements, inference):
+    """Python may read it in a forward, as ``tolist`` does."""
+    norm = nn.GroupNorm(2, 4)
+    with torch.inference_mode(inference):
+        norm.sizes = torch.zeros(elements)
+    here, there = graph_state.Watch(norm), graph_state.Watch(norm, device=torch.device("cuda"))
+    if inference and elements > 16:
+        assert "sizes is on the CPU" in there.reason
+    assert here.unchanged(norm)
+    assert there.unchanged(norm)
+    with torch.inference_mode(inference):
+        norm.sizes[-1] = 1
+    assert here.unchanged(norm)
+    assert there.reason or not there.unchanged(norm)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "mend", "reason"),
+    [
+        pytest.param(
+            lambda block: setattr(block, "forward", lambda h, *a, **k: h),
+            lambda block: delattr(block, "forward"),
+            "replaced the forward of mid_block",
+            id="forward",
+        ),
+        pytest.param(
+            lambda block: block.register_forward_hook(lambda m, i, o: None),
+            lambda block: block._forward_hooks.clear(),
+            "a forward hook on mid_block",
+            id="hook",
+        ),
+        pytest.param(
+            lambda block: setattr(block, "_hf_hook", object()),
+            lambda block: delattr(block, "_hf_hook"),
+            "accelerate's hooks are on mid_block",
+            id="offload",
+        ),
+    ],
+)
+def test_the_end_of_a_reason_is_seen(spoil, mend, reason):
+    unet, stock, inputs = make(mode=True)
+    spoil(unet.mid_block)
+    for _ in range(2):
+        run(unet, inputs)
+    assert reason in reasons_of(unet)
+    mend(unet.mid_block)
+    for _ in range(2):
+        agree(run(unet, inputs), run(stock, inputs))
+    assert (state(unet).captured, state(unet).replays) == (1, 2)
+
+
+def test_the_method_that_removed_hooks_leave_is_no_reason():
+    unet, stock, inputs = make(mode=True)
+    unet.mid_block.forward = unet.mid_block.forward
+    agree(run(unet, inputs), run(stock, inputs))
+    assert state(unet).captured == 1
+
+
+def test_an_autoencoder_cast_up_and_down_leaves_the_unet_alone():
+    """As SDXL's is in each image: its weights are new ones at each call."""
+    unet, _, inputs = make()
+    vae = build_vae("tiny", torch.float32, "cpu")
+    stock = copy.deepcopy(vae)
+    optimized(vae)
+    latents = torch.randn(1, 4, 4, 4)
+    for _ in range(12):
+        for model in (vae, stock):
+            model.to(torch.float64).to(torch.float32)
+        with torch.no_grad():
+            agree(vae.decode(latents).sample, stock.decode(latents).sample)
+        run(unet, inputs)
+    decoder = next(g for g in sdfastgn.report(vae).graphs if g.kind == "Decoder")
+    assert decoder.captured < 4
+    assert "the model changes too often" in decoder.eager
+    assert (state(unet).captured, state(unet).replays) == (1, 11)

@@ -1,0 +1,128 @@
+"""Before the first call of a kind: its kernels are compiled at once, and nothing else comes of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from diffusers import UNet2DConditionModel
+
+import sdfastgn
+from tests.patches.graphs.cases import agree, make, replaced_parameter, run, state
+from tests.patches.graphs.tape import TapeBackend
+
+
+class Processor:
+    """Someone's own, which counts its calls."""
+
+    calls = 0
+
+    def __call__(self, attn, hidden_states, *args, **kwargs):
+        self.calls += 1
+        return hidden_states
+
+
+@pytest.mark.parametrize("mode", ["auto", True])
+def test_once_for_each_kind(mode):
+    backend = TapeBackend()
+    unet, stock, inputs = make(mode=mode, backend=backend)
+    for _ in range(3):
+        agree(run(unet, inputs), run(stock, inputs))
+    assert backend.rehearsals == 1
+    text = inputs["encoder_hidden_states"]
+    for _ in range(2):
+        run(unet, {**inputs, "encoder_hidden_states": text[:, :5]})
+    assert backend.rehearsals == 2
+
+
+def test_not_again_when_the_model_changes():
+    backend = TapeBackend()
+    unet, stock, inputs = make(backend=backend)
+    for _ in range(2):
+        run(unet, inputs)
+    for model in (unet, stock):
+        replaced_parameter(model)
+    for _ in range(2):
+        agree(run(unet, inputs), run(stock, inputs))
+    assert (backend.rehearsals, backend.captures) == (1, 2)
+
+
+def test_code_that_might_count_calls_is_not_rehearsed():
+    backend = TapeBackend()
+    unet, _, inputs = make(backend=backend)
+    processor = Processor()
+    unet.mid_block.attentions[0].transformer_blocks[0].attn1.set_processor(processor)
+    run(unet, inputs)
+    assert (backend.rehearsals, processor.calls) == (0, 1)
+
+
+def test_hooks_run_once():
+    backend, calls = TapeBackend(), []
+    unet, _, inputs = make(backend=backend)
+    unet.mid_block.register_forward_hook(lambda *_: calls.append(1))
+    run(unet, inputs)
+    assert (backend.rehearsals, len(calls)) == (0, 1)
+
+
+def test_arguments_are_left_alone():
+    """The forward empties the list of a T2I-Adapter."""
+    backend = TapeBackend()
+    unet, stock, inputs = make(backend=backend)
+    residuals = [torch.ones(1, 40, 8, 8), torch.ones(1, 80, 4, 4)]
+    ours, theirs = list(residuals), list(residuals)
+    agree(
+        run(unet, {**inputs, "down_intrablock_additional_residuals": ours}),
+        run(stock, {**inputs, "down_intrablock_additional_residuals": theirs}),
+    )
+    assert backend.rehearsals == 1
+    assert len(ours) == len(theirs) < len(residuals)
+
+
+def test_a_rehearsal_that_fails_costs_nothing():
+    backend = TapeBackend()
+    unet, stock, inputs = make(backend=backend)
+
+    def fails(fn):
+        raise torch.OutOfMemoryError("for a test")
+
+    backend.rehearse = fails
+    for _ in range(3):
+        agree(run(unet, inputs), run(stock, inputs))
+    assert (state(unet).captured, state(unet).replays) == (1, 2)
+
+
+@pytest.mark.gpu
+def test_no_kernel_is_compiled_after_the_rehearsal(monkeypatch, tmp_path):
+    """Channels that no other test has, so that every kernel is new."""
+    import triton
+
+    from sdfastgn.patches.graphs import capture as graph_backend
+
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    rehearse, inside, compiled = graph_backend.rehearse, [], {True: 0, False: 0}
+
+    def noted(fn, device):
+        inside.append(True)
+        rehearse(fn, device)
+        inside.clear()
+
+    def compiles(**_):
+        compiled[bool(inside)] += 1
+
+    monkeypatch.setattr(graph_backend, "rehearse", noted)
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", compiles)
+    torch.manual_seed(0)
+    unet = UNet2DConditionModel(
+        block_out_channels=(72, 152), layers_per_block=1, cross_attention_dim=40, attention_head_dim=8, norm_num_groups=8,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+    ).to("cuda", torch.float16).eval()  # fmt: skip
+    inputs = {
+        "sample": torch.randn(2, 4, 24, 24, device="cuda").half(),
+        "timestep": 7,
+        "encoder_hidden_states": torch.randn(2, 11, 40, device="cuda").half(),
+    }
+    expected = run(unet, inputs)
+    sdfastgn.optimize(unet)
+    for _ in range(3):
+        torch.testing.assert_close(run(unet, inputs), expected, atol=2e-2, rtol=2e-2)
+    assert compiled[True] > 10
+    assert compiled[False] == 0

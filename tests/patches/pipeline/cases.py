@@ -1,0 +1,27 @@
+"""What the tests of a pipeline's parts share: the parts changed one by one, on the CPU too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sdfastgn.patches.pipeline import image_processor as image_bytes
+from sdfastgn.patches.pipeline import scheduler as host_timesteps
+from sdfastgn.patches.pipeline.part import PipelinePart
+
+CUDA = pytest.param("cuda", id="gpu", marks=pytest.mark.gpu)
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu_too(monkeypatch):
+    """On the CPU there is nothing to wait for; that the numbers stay the same shows there as well."""
+    monkeypatch.setattr(host_timesteps, "_WAITED_FOR", ("cuda", "cpu"))
+    monkeypatch.setattr(image_bytes, "_DEVICES", ("cuda", "cpu"))
+
+
+def applied(rule: PipelinePart, part: Any) -> Any:
+    assert rule.reason_to_skip(part) is None
+    rule.apply(part)
+    assert rule.is_applied(part)
+    return part

@@ -1,0 +1,339 @@
+"""What optimize changes around the models: the pipeline's search for its device, and all of it together."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import json
+import pickle
+import subprocess
+import sys
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from diffusers import (
+    AutoPipelineForImage2Image,
+    DDIMScheduler,
+    DiffusionPipeline,
+    EulerDiscreteScheduler,
+    PNDMScheduler,
+    StableDiffusionPipeline,
+)
+from diffusers.image_processor import VaeImageProcessor
+from torch import nn
+
+import sdfastgn
+from sdfastgn.bench.models.pipelines import build_pipeline
+from sdfastgn.patches.core import tested_sources as upstream
+from sdfastgn.patches.pipeline import device as execution_device
+from sdfastgn.patches.pipeline import image_processor as image_bytes
+from sdfastgn.patches.pipeline.part import PipelinePart
+from tests.patches.pipeline import cases as cases
+
+applied, on_the_cpu_too = cases.applied, cases.on_the_cpu_too
+STOCK = {"scheduler": PNDMScheduler, "image_processor": VaeImageProcessor}
+
+
+@pytest.fixture
+def pipe():
+    return build_pipeline("tiny", dtype=torch.float32, device="cpu")
+
+
+# ---- the device
+
+
+def test_the_device_is_found_without_upstreams_search(pipe, monkeypatch):
+    before = pipe._execution_device
+    applied(execution_device.PART, pipe)
+    monkeypatch.setattr(DiffusionPipeline, "components", None)  # where upstream's begins
+    assert pipe._execution_device == before == torch.device("cpu")
+
+
+class Own(nn.Linear):
+    device = torch.device("meta")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda p: add_hook_to_module(p.unet, AlignDevicesHook(execution_device="meta")), id="accelerate"),
+        pytest.param(lambda p: p.unet.enable_group_offload(torch.device("cpu"), torch.device("cpu"), "leaf_level"), id="group-offload"),
+        pytest.param(lambda p: p.text_encoder.to("meta"), id="text-encoder-elsewhere"),
+        pytest.param(lambda p: p.unet.to("meta"), id="unet-elsewhere"),
+        pytest.param(lambda p: setattr(p, "text_encoder", Own(2, 2)), id="own-model"),
+        pytest.param(lambda p: setattr(p, "text_encoder", nn.Identity()), id="no-parameters"),
+    ],
+)  # fmt: skip
+def test_whatever_is_not_plain_is_upstreams_to_decide(pipe, change):
+    change(pipe)
+
+    def outcome():
+        try:
+            return pipe._execution_device
+        except AttributeError as error:
+            return str(error)
+
+    expected = outcome()
+    applied(execution_device.PART, pipe)
+    assert execution_device._device_without_hooks(pipe) is None
+    assert outcome() == expected
+
+
+def test_all_models_elsewhere(pipe):
+    applied(execution_device.PART, pipe)
+    for name in ("unet", "vae", "text_encoder"):
+        getattr(pipe, name).to("meta")
+    assert execution_device._device_without_hooks(pipe) == pipe._execution_device == torch.device("meta")
+
+
+def test_a_pipeline_with_a_search_of_its_own_is_left_alone(pipe):
+    class Own(StableDiffusionPipeline):
+        _execution_device = torch.device("meta")
+
+    own = Own(**pipe.components, requires_safety_checker=False)
+    sdfastgn.optimize(own)
+    assert type(own) is Own
+    assert own._execution_device == torch.device("meta")
+
+
+# ---- all of them in a pipeline
+
+
+def parts_of(pipe):
+    return {
+        e.path: e.status
+        for e in sdfastgn.report(pipe).entries
+        if e.path in ("scheduler", "image_processor", "pipeline")
+    }
+
+
+def picture(pipe):
+    generator = torch.Generator().manual_seed(0)
+    return np.asarray(pipe("a cat", num_inference_steps=4, generator=generator).images[0])
+
+
+def test_optimize_and_restore(pipe):
+    before = picture(pipe)
+    attributes = set(vars(pipe.scheduler)), set(vars(pipe))
+    assert set(parts_of(pipe).values()) == {"fusable"}
+    sdfastgn.optimize(pipe, strict=True)
+    assert parts_of(pipe) == dict.fromkeys(("scheduler", "image_processor", "pipeline"), "fused")
+    after = picture(pipe)
+    assert np.abs(after.astype(int) - before.astype(int)).max() <= 1  # of fp32 norms that add in another order
+    assert "host_timesteps" in str(sdfastgn.report(pipe))
+    sdfastgn.restore(pipe)
+    assert type(pipe) is StableDiffusionPipeline
+    assert {name: type(getattr(pipe, name)) for name in STOCK} == STOCK
+    assert (set(vars(pipe.scheduler)), set(vars(pipe))) == attributes
+    assert np.array_equal(picture(pipe), before)
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))],
+                         ids=["copy", "deepcopy", "pickle"])  # fmt: skip
+def test_copies_are_their_own(pipe, duplicate):
+    sdfastgn.optimize(pipe)
+    before = picture(pipe)
+    for name in (*STOCK, ""):
+        original = getattr(pipe, name) if name else pipe
+        other = duplicate(original)
+        assert type(other) is type(original)
+        assert other is not original
+    other = duplicate(pipe)
+    assert np.array_equal(picture(other), before)
+    scheduler = duplicate(pipe.scheduler)
+    scheduler.set_timesteps(3)
+    x = torch.randn(1, 4, 2, 2)
+    scheduler.step(x, scheduler.timesteps[0], x)
+    assert scheduler.counter == 1 != pipe.scheduler.counter
+    assert len(pipe.scheduler.timesteps) == 5
+
+
+class Counted(StableDiffusionPipeline):
+    """Someone's own, which says itself how it is copied."""
+
+    def __reduce_ex__(self, protocol):
+        return dict, ([("components", 7)],)
+
+
+def test_a_pipeline_that_is_copied_in_its_own_way(pipe):
+    own = sdfastgn.optimize(Counted(**pipe.components, requires_safety_checker=False))
+    assert type(own) is not Counted
+    assert copy.copy(own) == {"components": 7}
+
+
+class Named(StableDiffusionPipeline):
+    """Another of those, which names its class."""
+
+    def __reduce__(self):
+        return isinstance, (self.unet, type(self))
+
+
+def test_copies_that_name_the_class(pipe):
+    own = sdfastgn.optimize(Named(**pipe.components, requires_safety_checker=False))
+    assert pickle.loads(pickle.dumps(own)) is False
+    part = applied(image_bytes.PART, VaeImageProcessor())
+    derived = type("Derived", (type(part),), {"__module__": __name__})()
+    assert type(copy.copy(derived)) is type(derived)
+
+
+def test_pickles_are_read_in_a_process_of_their_own(pipe, tmp_path):
+    sdfastgn.optimize(pipe)
+    (tmp_path / "parts").write_bytes(pickle.dumps([pipe.scheduler, pipe.image_processor, pipe]))
+    code = (
+        "import pickle, sys; parts = pickle.load(open(sys.argv[1], 'rb')); import sdfastgn\n"
+        "print(*(type(p).__name__ for p in parts)); print(*sorted({e.fusion for e in sdfastgn.report(parts[2]).fused}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, tmp_path / "parts"], capture_output=True, text=True, check=True)
+    assert done.stdout.split()[:3] == ["PNDMScheduler", "VaeImageProcessor", "StableDiffusionPipeline"]
+    assert {"host_timesteps", "image_bytes", "execution_device"} <= set(done.stdout.split())
+
+
+def test_a_pickle_for_another_diffusers_is_stock(pipe, monkeypatch):
+    pickled = pickle.dumps(sdfastgn.optimize(pipe).scheduler)
+    monkeypatch.setitem(upstream.TESTED_SOURCES, "PNDMScheduler.step", frozenset({"0" * 16}))
+    assert type(pickle.loads(pickled)) is PNDMScheduler
+
+
+def test_what_is_made_by_way_of_the_class_is_stock(pipe):
+    sdfastgn.optimize(pipe)
+    assert type(type(pipe.scheduler).from_config(pipe.scheduler.config)) is PNDMScheduler
+    assert type(type(pipe)(**pipe.components, requires_safety_checker=False)) is StableDiffusionPipeline
+    assert type(type(pipe).from_pipe(pipe)) is StableDiffusionPipeline
+
+
+def test_proxies_are_left_alone(pipe):
+    proxy = weakref.proxy(pipe)
+    assert "pipeline" not in {e.component for e in sdfastgn.report(proxy).entries}
+    sdfastgn.restore(sdfastgn.optimize(proxy))
+
+
+def test_classes_that_hear_of_subclasses_are_left_alone(pipe):
+    heard = []
+
+    class Registry(StableDiffusionPipeline):
+        def __init_subclass__(cls, *, needed, **kwargs):
+            heard.append(cls)
+
+    own = Registry(**pipe.components, requires_safety_checker=False)
+    sdfastgn.optimize(own)
+    assert type(own) is Registry
+    assert not heard
+    [entry] = [e for e in sdfastgn.report(own).skipped if e.path == "pipeline"]
+    assert entry.reason == "its class wants to hear of subclasses"
+
+
+def test_classes_are_not_kept(pipe):
+    class Own(StableDiffusionPipeline):
+        pass
+
+    own = sdfastgn.restore(sdfastgn.optimize(Own(**pipe.components, requires_safety_checker=False)))
+    kept = weakref.ref(Own)
+    del Own, own
+    gc.collect()
+    assert kept() is None
+
+
+def test_saved_as_what_it_was(pipe, tmp_path):
+    sdfastgn.optimize(pipe).save_pretrained(tmp_path)
+    index = json.loads((tmp_path / "model_index.json").read_text())
+    assert index["_class_name"] == "StableDiffusionPipeline"
+    assert index["scheduler"] == ["diffusers", "PNDMScheduler"]
+    assert json.loads((tmp_path / "scheduler" / "scheduler_config.json").read_text())["_class_name"] == "PNDMScheduler"
+    loaded = DiffusionPipeline.from_pretrained(tmp_path)
+    assert type(loaded) is StableDiffusionPipeline
+    assert type(loaded.scheduler) is PNDMScheduler
+
+
+def test_what_pipelines_ask_their_parts(pipe):
+    stock = PNDMScheduler.from_config(pipe.scheduler.config)
+    sdfastgn.optimize(pipe)
+    for name in ("step", "set_timesteps"):
+        assert inspect.signature(getattr(pipe.scheduler, name)) == inspect.signature(getattr(stock, name))
+    assert pipe.scheduler.config == stock.config
+    assert pipe.scheduler.compatibles == stock.compatibles
+    assert isinstance(pipe.scheduler, PNDMScheduler)
+    other = AutoPipelineForImage2Image.from_pipe(pipe)
+    assert type(other).__name__ == "StableDiffusionImg2ImgPipeline"
+    assert other.config["scheduler"] == ("diffusers", "PNDMScheduler")
+    assert set(pipe.components) == set(other.components)
+    images = torch.rand(1, 3, 64, 64)
+    assert other("a cat", image=images, strength=0.5, num_inference_steps=6).images[0].size == (64, 64)
+
+
+def test_a_scheduler_that_comes_later(pipe):
+    sdfastgn.optimize(pipe)
+    pipe.scheduler = DDIMScheduler.from_config(pipe.scheduler.config)
+    assert parts_of(pipe)["scheduler"] == "fusable"
+    picture(pipe)
+    sdfastgn.optimize(pipe)
+    assert parts_of(pipe)["scheduler"] == "fused"
+    pipe.scheduler = EulerDiscreteScheduler.from_config(pipe.scheduler.config)
+    assert "scheduler" not in parts_of(pipe)
+    sdfastgn.restore(pipe)
+    assert type(pipe.scheduler) is EulerDiscreteScheduler
+
+
+@pytest.mark.parametrize(
+    "name", ["PNDMScheduler.step_plms", "VaeImageProcessor.denormalize", "DiffusionPipeline.device"]
+)
+def test_a_source_that_was_not_tested(pipe, monkeypatch, name):
+    monkeypatch.setitem(upstream.TESTED_SOURCES, name, frozenset({"0" * 16}))
+    with pytest.raises(ValueError, match=f"strict=True and 1 parts cannot be fused.*{name} of this diffusers"):
+        sdfastgn.optimize(pipe, strict=True)
+    assert set(parts_of(pipe).values()) == {"fusable", "skipped"}
+    sdfastgn.optimize(pipe)
+    assert sorted(parts_of(pipe).values()) == ["fused", "fused", "skipped"]
+    picture(pipe)
+
+
+def test_a_step_that_other_code_replaced(pipe):
+    step = pipe.scheduler.step
+    pipe.scheduler.step = lambda *args, **kwargs: step(*args, **kwargs)
+    sdfastgn.optimize(pipe)
+    [entry] = [e for e in sdfastgn.report(pipe).entries if e.path == "scheduler"]
+    assert (entry.status, entry.reason) == ("skipped", "other code replaced this instance's step")
+    assert type(pipe.scheduler) is PNDMScheduler
+
+
+def test_a_failure_changes_nothing(pipe, monkeypatch):
+    apply, done = PipelinePart.apply, []
+
+    def fail_on_the_last(self, part):
+        if len(done) == 2:
+            raise RuntimeError("no")
+        apply(self, part)
+        done.append(self.name)
+
+    monkeypatch.setattr(PipelinePart, "apply", fail_on_the_last)
+    with pytest.raises(RuntimeError, match="no"):
+        sdfastgn.optimize(pipe)
+    assert len(done) == 2
+    assert type(pipe) is StableDiffusionPipeline
+    assert {name: type(getattr(pipe, name)) for name in STOCK} == STOCK
+    assert not sdfastgn.report(pipe).fused
+
+
+def test_optimized_puts_back_what_it_changed(pipe):
+    scheduler = pipe.scheduler
+    with sdfastgn.optimized(pipe):
+        assert set(parts_of(pipe).values()) == {"fused"}
+    assert set(parts_of(pipe).values()) == {"fusable"}
+    sdfastgn.optimize(pipe)
+    with sdfastgn.optimized(pipe):
+        pass
+    assert set(parts_of(pipe).values()) == {"fused"}
+    assert pipe.scheduler is scheduler
+
+
+def test_optimized_puts_back_what_came_inside(pipe):
+    old = pipe.scheduler
+    with sdfastgn.optimized(pipe):
+        pipe.scheduler = DDIMScheduler.from_config(pipe.scheduler.config)
+        sdfastgn.optimize(pipe)
+        assert parts_of(pipe)["scheduler"] == "fused"
+    assert type(pipe.scheduler) is DDIMScheduler
+    assert type(old) is PNDMScheduler

@@ -1,0 +1,122 @@
+"""Models with packed weights in copies and in files: nothing is missing, nothing is larger, nothing is shared."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import accelerate
+import pytest
+import safetensors.torch
+import torch
+from diffusers import AutoencoderKL, UNet2DConditionModel
+from diffusers.models.attention_processor import Attention
+
+import sdfastgn
+from tests.patches.shared.packing_cases import attention, call, check, describe, is_packed
+
+
+def through_pickle(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+def through_torch_save(model):
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, through_pickle, through_torch_save], ids=lambda f: f.__name__)
+def test_copies_have_memory_of_their_own(duplicate):
+    model, stock = attention(), attention()
+    twin = duplicate(sdfastgn.optimize(model))
+    check(twin, stock)
+    assert is_packed(twin) == (duplicate is copy.deepcopy)  # others when they move: the unpickler holds their tensors
+    twin.to(torch.float64).to(torch.float32)
+    assert is_packed(twin)
+    assert is_packed(model)
+    with torch.no_grad():
+        twin.to_k.weight.zero_()
+    check(model, stock)
+    with torch.no_grad():
+        stock.to_k.weight.zero_()
+    check(twin, stock)
+    sdfastgn.restore(twin)
+    assert torch.equal(call(twin), call(stock))
+
+
+@pytest.mark.parametrize("write", [pickle.dumps, "torch.save", "one weight"], ids=str)
+def test_files_are_no_larger(write):
+    def size(model):
+        if callable(write):
+            return len(write(model.state_dict()))
+        buffer = io.BytesIO()
+        torch.save(model.state_dict() if write == "torch.save" else model.to_k.weight, buffer)
+        return buffer.tell()
+
+    stock, model = attention(), sdfastgn.optimize(attention())
+    assert is_packed(model)
+    assert abs(size(model) - size(stock)) <= 0.02 * size(stock)
+
+
+def _unet():
+    torch.manual_seed(3)
+    return UNet2DConditionModel(
+        sample_size=8, block_out_channels=(32, 32), layers_per_block=1, down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"), cross_attention_dim=16, attention_head_dim=2,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("safe", "shard"),
+    [
+        pytest.param(True, "5GB", id="safetensors"),
+        pytest.param(True, "200KB", id="safetensors-in-parts"),
+        pytest.param(False, "5GB", id="pickle"),
+    ],
+)
+def test_save_pretrained_and_back(tmp_path, safe, shard):
+    stock, model = _unet(), sdfastgn.optimize(_unet())
+    assert any(is_packed(m) for m in model.modules() if isinstance(m, Attention))
+    model.save_pretrained(tmp_path, safe_serialization=safe, max_shard_size=shard)
+    again = UNet2DConditionModel.from_pretrained(tmp_path)
+    assert list(again.state_dict()) == list(stock.state_dict())
+    assert all(map(torch.equal, again.state_dict().values(), stock.state_dict().values()))
+
+
+def test_accelerates_save_drops_nothing(tmp_path):
+    """It takes parameters in one storage for one that is tied, and writes the first."""
+    stock, model = attention(), sdfastgn.optimize(attention())
+    accelerate.Accelerator(cpu=True).save_model(model, tmp_path)
+    written = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    assert written.keys() == stock.state_dict().keys()
+    assert all(torch.equal(written[k], v) for k, v in stock.state_dict().items())
+
+
+@pytest.mark.parametrize("module", [True, False], ids=["upstreams-fusing", "and-back"])
+def test_fuse_qkv_projections(module):
+    stock, model = _unet().eval(), sdfastgn.optimize(_unet().eval())
+    x, context = torch.randn(1, 4, 8, 8), torch.randn(1, 3, 16)
+    for m in (stock, model):
+        m.fuse_qkv_projections()
+        if not module:
+            m.unfuse_qkv_projections()
+    with torch.no_grad():
+        found, expected = (m(x, 3, context).sample for m in (model, stock))
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
+
+
+def test_vae_restored_bit_for_bit():
+    torch.manual_seed(4)
+    model = AutoencoderKL(block_out_channels=(32,), norm_num_groups=4).eval()
+    x = torch.randn(1, 3, 8, 8)
+    with torch.no_grad():
+        before, parameters = model(x).sample, describe(model)
+        sdfastgn.optimize(model)
+        assert is_packed(model.decoder.mid_block.attentions[0])
+        torch.testing.assert_close(model(x).sample, before, atol=2e-5, rtol=2e-5)
+        sdfastgn.restore(model)
+        assert torch.equal(model(x).sample, before)
+    assert describe(model) == parameters

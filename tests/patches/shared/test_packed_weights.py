@@ -1,0 +1,406 @@
+"""Packed weights: never stale, invisible to whatever looks at parameters, and given back."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import peft
+import pytest
+import torch
+from diffusers.models.attention_processor import Attention
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+import sdfastgn
+from sdfastgn.patches.shared import packed_weights as packing
+from tests.patches.shared.packing_cases import DIM, NAMES, X, attention, call, check, describe, is_packed, linears
+
+
+def alive(model: nn.Module) -> bool:
+    return packing._allocation(model) is not None
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])
+def test_parameters_are_what_they_were_but_for_their_addresses(bias):
+    model = attention(bias=bias)
+    before, stock = describe(model), copy.deepcopy(model)
+    sdfastgn.optimize(model)
+    assert is_packed(model)
+    addresses = [m.weight.data_ptr() for m in linears(model)]
+    size = model.to_q.weight.nbytes
+    assert addresses == [addresses[0] + i * size for i in range(3)]
+    assert describe(model) == before
+    check(model, stock)
+    sdfastgn.restore(model)
+    assert describe(model) == before
+    assert len({p.untyped_storage().data_ptr() for p in model.parameters()}) == len(before)
+    assert not alive(model)
+    assert not is_packed(model)
+    assert all(map(torch.equal, model.parameters(), stock.parameters()))
+    assert torch.equal(call(model), call(stock))
+
+
+# --- changes after which the weights are still side by side ------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def in_place(model):
+    for i, m in enumerate(linears(model)):
+        m.weight.mul_(i - 0.5)
+        m.bias.add_(i)
+
+
+def through_data(model):
+    for i, m in enumerate(linears(model)):
+        m.weight.data += i + 1
+        m.bias.data[i] = 7
+
+
+def loaded(model):
+    model.load_state_dict({k: v * 1.5 + 0.1 for k, v in model.state_dict().items()})
+
+
+def trained(model):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(X).square().mean().backward()
+    optimizer.step()
+    model.zero_grad()
+
+
+def fused_lora(model):
+    layers = with_lora(model)
+    for m in layers:
+        m.merge()
+    without_lora(model)
+
+
+def with_lora(model):
+    torch.manual_seed(5)
+    peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=list(NAMES), init_lora_weights=False), model)
+    return linears(model)
+
+
+def without_lora(model):
+    for name in NAMES:
+        setattr(model, name, getattr(model, name).base_layer)
+
+
+def lora_and_back(model):
+    layers = with_lora(model)
+    for m in layers:
+        m.merge()
+        m.unmerge()
+    without_lora(model)
+
+
+def moved_to_where_it_is(model):
+    model.to("cpu", torch.float32)
+
+
+def projections_fused_and_back(model):
+    processor = model.processor
+    model.fuse_projections()
+    model.set_processor(type(processor)())
+
+
+STILL_PACKED = [
+    in_place, through_data, loaded, trained, fused_lora, lora_and_back, moved_to_where_it_is, projections_fused_and_back,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", STILL_PACKED, ids=lambda f: f.__name__)
+def test_what_is_written_into_the_weights_is_seen(change):
+    model, stock = attention(), attention()
+    sdfastgn.optimize(model)
+    call(model)
+    for m in (model, stock):
+        change(m)
+    assert is_packed(model)
+    # Merging and training compute on weights at other addresses with the same bits.
+    check(model, stock)
+    sdfastgn.restore(model)
+    assert torch.equal(call(model), call(stock))
+
+
+# --- changes after which they are not ----------------------------------------------------------------------------------------------
+
+
+def replaced_data(model):
+    model.to_k.weight.data = model.to_k.weight.data * 2
+
+
+def replaced_bias(model):
+    model.to_v.bias.data = model.to_v.bias.data * 2
+
+
+def replaced_parameter(model):
+    model.to_q.weight = nn.Parameter(model.to_q.weight.detach() * 2)
+
+
+def replaced_layer(model):
+    torch.manual_seed(6)
+    model.to_v = nn.Linear(DIM, DIM)
+
+
+def removed_bias(model):
+    model.to_v.bias = None
+
+
+def assigned(model):
+    model.load_state_dict({k: v * 1.5 for k, v in model.state_dict().items()}, assign=True)
+
+
+def swapped(model):
+    """Both lie in the allocation, in the wrong places."""
+    k, v = model.to_k.weight.data, model.to_v.weight.data
+    model.to_k.weight.data, model.to_v.weight.data = v, k
+
+
+def transposed(model):
+    for m in linears(model):
+        m.weight.data = m.weight.data.T
+
+
+def lora_that_stays(model):
+    with_lora(model)
+
+
+def merged_safely(model):
+    for m in with_lora(model):
+        m.merge(safe_merge=True)
+    without_lora(model)
+
+
+def hooked(model):
+    model.to_v.register_forward_hook(lambda m, i, y: y + 1)
+
+
+class Half(nn.Module):
+    def forward(self, weight):
+        return weight / 2
+
+
+def parametrised(model):
+    parametrize.register_parametrization(model.to_q, "weight", Half())
+
+
+APART = [
+    replaced_data, replaced_bias, replaced_parameter, replaced_layer, removed_bias, assigned, swapped, transposed, lora_that_stays,
+    merged_safely, hooked, parametrised,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", APART, ids=lambda f: f.__name__)
+def test_weights_that_lie_elsewhere_are_used(change):
+    model, stock = attention(), attention()
+    before = call(stock)
+    sdfastgn.optimize(model)
+    call(model)
+    for m in (model, stock):
+        change(m)
+    assert not torch.allclose(call(stock), before, atol=1e-3)
+    check(model, stock)
+    for m in (model, stock):
+        m.to(torch.float64)
+    check(model, stock, X.double())
+    sdfastgn.restore(model)
+    assert torch.equal(call(model, X.double()), call(stock, X.double()))
+
+
+@pytest.mark.parametrize("change", [replaced_data, merged_safely, assigned], ids=lambda f: f.__name__)
+def test_the_next_move_packs_again(change):
+    model = sdfastgn.optimize(attention())
+    change(model)
+    assert not is_packed(model)
+    call(model)
+    assert not is_packed(model)  # not in a call: a CUDA graph may have been captured with the weights where they are
+    model.to(torch.float64)
+    assert is_packed(model)
+
+
+def test_dtypes_change_to_and_fro():
+    """As the VAE of SDXL does in the middle of a call."""
+    model, stock = (
+        attention(norm_num_groups=4, residual_connection=True),
+        attention(norm_num_groups=4, residual_connection=True),
+    )
+    sdfastgn.optimize(model)
+    for dtype in (torch.float64, torch.bfloat16, torch.float32):
+        for m in (model, stock):
+            m.to(dtype)
+        assert is_packed(model)
+        assert not any(p.untyped_storage().nbytes() > p.nbytes for p in model.parameters())
+        x = X.transpose(1, 2).reshape(2, DIM, 7, 1).to(dtype)
+        bound = 0.1 if dtype is torch.bfloat16 else 1e-5
+        torch.testing.assert_close(call(model, x), call(stock, x), atol=bound, rtol=bound)
+
+
+# --- memory ------------------------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_keeps_the_allocation():
+    model = sdfastgn.optimize(attention())
+    for m in linears(model):  # one by one, as offloading does
+        for p in m.parameters():
+            assert alive(model)
+            p.data = p.data.clone()
+    assert not alive(model)
+    model = sdfastgn.optimize(attention())
+    reference = packing._allocations[model]
+    del model, m, p
+    gc.collect()
+    assert reference.expired()
+
+
+def test_a_tensor_of_it_stays_valid_when_the_model_is_gone():
+    model, stock = sdfastgn.optimize(attention()), attention()
+    kept = model.state_dict()
+    sdfastgn.restore(model)
+    del model
+    gc.collect()
+    assert all(map(torch.equal, kept.values(), stock.state_dict().values()))
+
+
+# --- what is not packed ------------------------------------------------------------------------------------------------------------
+
+
+def tied_parameter(model):
+    model.to_v.weight = model.to_k.weight
+
+
+def tied_storage(model):
+    model.to_v.weight = nn.Parameter(model.to_k.weight.data)
+
+
+def held_elsewhere(model):
+    model.extra = [model.to_q.weight.data]
+
+
+def flat(model):
+    buffer = torch.cat([m.weight.detach().flatten() for m in linears(model)])
+    for m, part in zip(linears(model), buffer.chunk(3), strict=True):
+        m.weight.data = part.view(DIM, DIM)
+
+
+class Quantised(Tensor):
+    pass
+
+
+def quantised(model):
+    model.to_k.weight = nn.Parameter(model.to_k.weight.detach().as_subclass(Quantised))
+
+
+def mixed_dtypes(model):
+    model.to_k.bias = nn.Parameter(model.to_k.bias.detach().double())
+
+
+def on_meta(model):
+    model.to("meta")
+
+
+def out_of_inference_mode(model):
+    with torch.inference_mode():
+        for m in linears(model):
+            m.weight = nn.Parameter(torch.randn(DIM, DIM), requires_grad=False)
+
+
+NOT_PACKED = [
+    tied_parameter, tied_storage, held_elsewhere, flat, quantised, mixed_dtypes, on_meta, out_of_inference_mode, hooked, parametrised,
+    lora_that_stays, transposed,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", NOT_PACKED, ids=lambda f: f.__name__)
+def test_weights_that_are_not_memory_of_their_own_stay(change):
+    model = attention()
+    change(model)
+    before = [(id(p), p.data_ptr(), p.untyped_storage().data_ptr()) for p in model.parameters()]
+    sdfastgn.optimize(model)
+    assert [(id(p), p.data_ptr(), p.untyped_storage().data_ptr()) for p in model.parameters()] == before
+    assert not alive(model)
+    if change not in (on_meta, mixed_dtypes):
+        stock = attention()
+        change(stock)
+        torch.manual_seed(0)
+        if change is out_of_inference_mode:
+            stock.load_state_dict(model.state_dict(), assign=True)
+        torch.testing.assert_close(call(model), call(stock), atol=1e-5, rtol=1e-5)
+
+
+def test_parts_begin_where_a_product_can_read_sixteen_bytes():
+    model = sdfastgn.optimize(Attention(6, heads=1, dim_head=3))
+    assert not alive(model)
+    model.to(torch.float64)
+    assert is_packed(model)
+
+
+@pytest.mark.parametrize("call_in_between", [False, True], ids=["alone", "with-a-call"])
+def test_inference_mode_leaves_no_mark(call_in_between):
+    model, stock = attention(), attention()
+    with torch.inference_mode():
+        sdfastgn.optimize(model)
+        assert is_packed(model)
+        if call_in_between:
+            torch.testing.assert_close(model(X), stock(X))
+    assert not any(p.is_inference() for p in model.parameters())
+    for m in (model, stock):
+        trained(m)
+    with torch.inference_mode():
+        sdfastgn.restore(model)
+    assert not any(p.is_inference() for p in model.parameters())
+    assert torch.equal(call(model), call(stock))
+
+
+def test_parts_of_another_dtype_are_no_part():
+    """Two bytes of another meaning: the layers' own words about it."""
+    model = sdfastgn.optimize(attention().half())
+    assert is_packed(model)
+    model.to_k.weight.data = model.to_k.weight.data.view(torch.bfloat16)
+    assert not is_packed(model)
+    with pytest.raises(RuntimeError, match="dtype"):
+        call(model, X.half())
+
+
+def test_a_full_gpu_holds_the_model_unpacked(monkeypatch):
+    model, stock = attention(), attention()
+
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(packing.torch, "empty", full)
+        sdfastgn.optimize(model)
+    assert not alive(model)
+    check(model, stock)
+
+
+def test_only_gpus_pack(monkeypatch):
+    monkeypatch.undo()
+    model = sdfastgn.optimize(attention())
+    assert not alive(model)
+    check(model, attention())
+
+
+@pytest.mark.gpu
+def test_a_model_that_moves_to_a_gpu_is_packed_there(monkeypatch):
+    monkeypatch.undo()
+    model = sdfastgn.optimize(attention())
+    assert not alive(model)
+    model.to("cuda", torch.float16)
+    assert is_packed(model)
+    model.to("cpu")
+    assert not alive(model)
+
+
+@pytest.mark.gpu
+def test_packing_costs_no_memory():
+    gc.collect()  # what earlier tests left goes now, not while memory is compared
+    others = torch.cuda.memory_allocated()
+    model = nn.ModuleList(Attention(1280, heads=20, dim_head=64) for _ in range(4)).to("cuda", torch.float16)
+    before = torch.cuda.memory_allocated()
+    sdfastgn.optimize(model)
+    assert is_packed(model[0])
+    assert torch.cuda.memory_allocated() == before
+    model.to("cpu")
+    assert torch.cuda.memory_allocated() - others < (before - others) / 10

@@ -1,0 +1,95 @@
+"""Reports as a person meets them: in one line, printed, in a notebook."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+import torch
+
+import sdfastgn
+from sdfastgn.bench.models.architectures import build_unet
+from sdfastgn.patches.graphs.install import Graphs
+from sdfastgn.reports import Entry, Report
+
+LONG = "other code replaced this instance's forward, which is told in a sentence that is far longer than a line of 80"
+PATHS = [f"down_blocks.{i}.resnets.{j}" for i in range(4) for j in range(8)]
+REPORT = Report(
+    entries=(
+        Entry("unet", "conv", "resnet_block", "ResnetBlock2D", "fused"),
+        *(Entry("unet", path, "sequential", "Odd<Block>", "skipped", LONG) for path in PATHS),
+    ),
+    backend="Triton 3.6 on <b>H200</b>",
+    channels_last_weights=3,
+    layout_copies_removed=1,
+    graphs=(Graphs("unet", "UNet2DConditionModel", "auto", 2, 2, 48, 0, {"a <reason>": 1}),),
+    graph_memory_bytes=2**20,
+)
+ALONE = replace(REPORT, entries=REPORT.entries[1:], graphs=(), graph_memory_bytes=0)
+
+
+class Cells(HTMLParser):
+    """Tags and text of a page."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.text: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attributes: object) -> None:
+        self.tags.add(tag)
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def test_repr_is_one_short_line() -> None:
+    summary = "1 part fused, 32 skipped, graphs: 2 alive, 48 calls replayed"
+    assert repr(REPORT) == f"<sdfastgn report: {summary}; print it for details>"
+    assert repr(ALONE) == "<sdfastgn report: nothing to fuse, 32 skipped, graphs: none; print it for details>"
+
+
+def test_print_begins_with_the_summary_and_fits_80_columns() -> None:
+    text = str(REPORT)
+    lines = text.splitlines()
+    assert lines[0] == "1 part fused, 32 skipped, graphs: 2 alive, 48 calls replayed"
+    assert max(map(len, lines)) <= 80
+    words = " ".join(text.split())
+    assert all(path in text for path in PATHS)
+    assert f"skipped: {LONG} (sequential) {PATHS[0]}, {PATHS[1]}," in words
+    assert "runs in: Triton 3.6 on <b>H200</b>" in words
+    assert "CUDA graphs of unet: 2 alive, 48 calls replayed 1 calls without: a <reason>" in words
+    assert "memory of CUDA graphs: 1 MiB" in words
+
+
+def test_html_is_tables_with_everything_escaped() -> None:
+    cells = Cells(REPORT._repr_html_())
+    assert cells.tags == {"p", "b", "table", "tr", "th", "td"}
+    text = " ".join(cells.text)
+    assert f"skipped: {LONG} (sequential)" in text
+    assert "Triton 3.6 on <b>H200</b>" in text
+    assert "a <reason>" in text
+    assert all(path in text for path in PATHS)
+
+
+def test_a_report_is_still_data() -> None:
+    assert pickle.loads(pickle.dumps(REPORT)) == REPORT != ALONE
+    assert REPORT.to_dict()["entries"][0]["path"] == "conv"
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_what_is_not_fused_yet_claims_no_backend(device: str) -> None:
+    unet = build_unet("tiny", torch.float32, device)
+    text = str(sdfastgn.report(unet))
+    assert text.startswith(f"optimize would fuse {len(sdfastgn.report(unet).fusable)} parts, 0 skipped")
+    assert "\nruns in" not in text
+    assert ("would run in: " in text) == (device == "cpu")  # on meta there is nothing that could run
+
+
+def test_what_is_fused_says_where_it_runs() -> None:
+    report = sdfastgn.report(sdfastgn.optimize(build_unet("tiny", torch.float32, "cpu")))
+    assert f"\nruns in: {report.backend[:20]}" in str(report)
+    assert "optimize would" not in str(report)
