@@ -122,7 +122,9 @@ def report(obj: Any) -> Report:
     Raises TypeError if ``obj`` is neither a pipeline nor a module.
     """
     roots = _roots("report", obj)
-    findings = [(name or type(root).__name__, f) for name, root in roots.items() for f in patcher.inspect(root, name)]
+    findings = [
+        (name or type(root).__name__, f) for name, root in roots.items() for f in patcher.inspect(root, name)
+    ]
     findings += [(f.path, f) for f in patcher.inspect_parts(_parts(obj) if roots else {})]
     entries = tuple(
         Entry(component, f.path, f.fusion.name, type(f.module).__name__, f.status, f.reason)
@@ -201,7 +203,9 @@ def _optimize(
     parts = patcher.inspect_parts(_parts(obj))
     skipped = [f for found in (*findings.values(), parts) for f in found if f.status == "skipped"]
     if strict and skipped:
-        reasons = "; ".join(f"{f.path or type(f.module).__name__} ({f.fusion.name}): {f.reason}" for f in skipped)
+        reasons = "; ".join(
+            f"{f.path or type(f.module).__name__} ({f.fusion.name}): {f.reason}" for f in skipped
+        )
         raise ValueError(f"sdfastgn.{call}: strict=True and {len(skipped)} parts cannot be fused: {reasons}")
     warn_where_nothing_is_gained()
     before = [_before(name, root, findings[name]) for name, root in roots.items()]

@@ -32,8 +32,12 @@ app = typer.Typer(
 ModelOption = Annotated[
     str | None, typer.Option("--model", help="tiny, tiny_xl, sd15 or sdxl; what --weights are, or tiny")
 ]
-DtypeOption = Annotated[str | None, typer.Option("--dtype", help="fp16, bf16 or fp32; fp16 on a GPU, fp32 on the CPU")]
-DeviceOption = Annotated[str | None, typer.Option("--device", help="cuda, cuda:N or cpu; cuda where there is a GPU")]
+DtypeOption = Annotated[
+    str | None, typer.Option("--dtype", help="fp16, bf16 or fp32; fp16 on a GPU, fp32 on the CPU")
+]
+DeviceOption = Annotated[
+    str | None, typer.Option("--device", help="cuda, cuda:N or cpu; cuda where there is a GPU")
+]
 JsonOption = Annotated[Path | None, typer.Option("--json", help="also write everything to this file")]
 WeightsOption = Annotated[str, typer.Option("--weights", help="random, a path, or a Hub id")]
 StepsOption = Annotated[int, typer.Option("--steps", help="UNet steps of a pipeline")]
@@ -84,7 +88,9 @@ def _one_line_errors() -> Iterator[None]:
 @app.command()
 def bench(
     model: ModelOption = None,
-    part: Annotated[list[str] | None, typer.Option("--part", help=f"{', '.join(PARTS)}; repeat for several")] = None,
+    part: Annotated[
+        list[str] | None, typer.Option("--part", help=f"{', '.join(PARTS)}; repeat for several")
+    ] = None,
     size: SizeOption = None,
     batch: Annotated[int | None, typer.Option("--batch", help="2 for unet (guidance), else 1")] = None,
     steps: StepsOption = 30,
@@ -100,9 +106,13 @@ def bench(
     ] = False,
     profile: Annotated[
         bool,
-        typer.Option("--profile", help="also show where the time goes: convolution, norms, copies, launch gaps, ..."),
+        typer.Option(
+            "--profile", help="also show where the time goes: convolution, norms, copies, launch gaps, ..."
+        ),
     ] = False,
-    plot: Annotated[Path | None, typer.Option("--plot", help="write the breakdown of --profile as a PNG")] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="write the breakdown of --profile as a PNG")
+    ] = None,
     json: JsonOption = None,
     seed: SeedOption = 0,
 ) -> None:
@@ -136,22 +146,31 @@ def kernels(
     suite: Annotated[
         str,
         typer.Option(
-            "--suite", help="inference, training, instance_norm, layer_norm, issue_28201, upsample or attention"
+            "--suite",
+            help="inference, training, instance_norm, layer_norm, issue_28201, upsample or attention",
         ),
     ] = "inference",
     shapes: Annotated[
-        str, typer.Option("--shapes", help="all, a set of the suite (unet, large), or a comma list such as NxCxHxW")
+        str,
+        typer.Option(
+            "--shapes", help="all, a set of the suite (unet, large), or a comma list such as NxCxHxW"
+        ),
     ] = "all",
     providers: Annotated[
         str | None, typer.Option("--providers", help="comma list, or all; without it all but inductor")
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option("--dtype", help="fp16, bf16, fp32, or a comma list; fp16, for issue_28201 fp32")
+        str | None,
+        typer.Option("--dtype", help="fp16, bf16, fp32, or a comma list; fp16, for issue_28201 fp32"),
     ] = None,
     device: DeviceOption = None,
-    repeats: Annotated[int | None, typer.Option("--repeats", help="timed rounds of each cell; 20, or 10")] = None,
+    repeats: Annotated[
+        int | None, typer.Option("--repeats", help="timed rounds of each cell; 20, or 10")
+    ] = None,
     json: JsonOption = None,
-    plot: Annotated[Path | None, typer.Option("--plot", help="write the roofline as a PNG; inference only")] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="write the roofline as a PNG; inference only")
+    ] = None,
     seed: SeedOption = 0,
 ) -> None:
     """Time kernels beside a copy: GroupNorm+SiLU as in inference, or another suite, some with gradients; L2 hot and cold."""
@@ -160,11 +179,19 @@ def kernels(
 
     with _one_line_errors():
         configs = options.kernel_configs(
-            suite=suite, shapes=shapes, names=providers, dtypes=dtype, device=device, repeats=repeats, seed=seed
+            suite=suite,
+            shapes=shapes,
+            names=providers,
+            dtypes=dtype,
+            device=device,
+            repeats=repeats,
+            seed=seed,
         )
         several = len(configs) > 1
         places = [
-            (options.for_dtype(plot, config.dtype), options.for_dtype(json, config.dtype)) if several else (plot, json)
+            (options.for_dtype(plot, config.dtype), options.for_dtype(json, config.dtype))
+            if several
+            else (plot, json)
             for config in configs
         ]
         for picture, path in places:
@@ -265,7 +292,8 @@ def warm_up(
     model: ModelOption = "sdxl",
     size: SizeOption = None,
     new_size: Annotated[
-        int | None, typer.Option("--new-size", help="pixels of the UNet steps after the images; three quarters")
+        int | None,
+        typer.Option("--new-size", help="pixels of the UNet steps after the images; three quarters"),
     ] = None,
     steps: StepsOption = 30,
     dtype: DtypeOption = None,
@@ -315,6 +343,11 @@ def train_digits(
         options.folder_path("--output", output, digits_report.PICTURES)
         options.json_path("--json", json)
         code = digits_report.run(
-            config, samples=samples, stock_repeat=stock_repeat, output=output, json=json, out=terminal.console()
+            config,
+            samples=samples,
+            stock_repeat=stock_repeat,
+            output=output,
+            json=json,
+            out=terminal.console(),
         )
     raise typer.Exit(code)

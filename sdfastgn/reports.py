@@ -112,16 +112,22 @@ class Report:
 
     def _details(self) -> list[tuple[str, list[str]]]:
         """What stands below the table: lines, each with those that are indented under it."""
-        found = [(f"skipped: {reason}", [", ".join(paths)]) for reason, paths in self._skipped_by_reason().items()]
+        found = [
+            (f"skipped: {reason}", [", ".join(paths)]) for reason, paths in self._skipped_by_reason().items()
+        ]
         if self.fused:
-            counts = f"{self.channels_last_weights}, layout copies removed per call: {self.layout_copies_removed}"
+            counts = (
+                f"{self.channels_last_weights}, layout copies removed per call: {self.layout_copies_removed}"
+            )
             found.append((f"channels-last weights: {counts}", []))
         if self.backend:
             found.append((f"{'runs in' if self.fused else 'would run in'}: {self.backend}", []))
         for g in self.graphs:
             if g.replays or g.eager:
                 eager = [f"{count} calls without: {reason}" for reason, count in g.eager.items()]
-                found.append((f"CUDA graphs of {g.path or g.kind}: {g.alive} alive, {g.replays} calls replayed", eager))
+                found.append(
+                    (f"CUDA graphs of {g.path or g.kind}: {g.alive} alive, {g.replays} calls replayed", eager)
+                )
         if self.graph_memory_bytes:
             found.append((f"memory of CUDA graphs: {self.graph_memory_bytes / 2**20:.0f} MiB", []))
         return found
@@ -139,7 +145,9 @@ def _parts(entries: tuple[Entry, ...]) -> str:
 
 def _wrapped(text: str, indent: str = "") -> list[str]:
     # Class names and paths are copied and searched for: they are not broken at a hyphen.
-    return textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=f"{indent}  ", break_on_hyphens=False)
+    return textwrap.wrap(
+        text, WIDTH, initial_indent=indent, subsequent_indent=f"{indent}  ", break_on_hyphens=False
+    )
 
 
 def _html_row(cells: tuple[str, ...]) -> str:

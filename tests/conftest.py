@@ -83,5 +83,7 @@ def fused_on_the_cpu_too(request, monkeypatch):
 
         has_kernels = dispatch.has_kernels
         monkeypatch.setattr(
-            dispatch, "has_kernels", lambda x: x.dtype in dispatch.KERNEL_DTYPES if x.is_cpu else has_kernels(x)
+            dispatch,
+            "has_kernels",
+            lambda x: x.dtype in dispatch.KERNEL_DTYPES if x.is_cpu else has_kernels(x),
         )

@@ -40,7 +40,9 @@ def gradients(model: nn.Module, rows: slice, device: str) -> dict[str, Tensor]:
     x, noise = torch.randn(2, N, 1, 8, 8, generator=generator)[:, rows].to(device)
     model.zero_grad()
     (model(x, torch.tensor(10, device=device)).sample - noise).square().mean().backward()
-    return {k.removeprefix("module."): p.grad.cpu() for k, p in model.named_parameters() if p.grad is not None}
+    return {
+        k.removeprefix("module."): p.grad.cpu() for k, p in model.named_parameters() if p.grad is not None
+    }
 
 
 def main(rank: int, world: int, backend: str, store: str, result: str) -> None:

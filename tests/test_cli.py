@@ -34,9 +34,13 @@ def invoke(*arguments: str) -> Result:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        pytest.param(["bench", "--model", "sd3"], ["--model", "'sd3'", "tiny, tiny_xl, sd15, sdxl"], id="model"),
+        pytest.param(
+            ["bench", "--model", "sd3"], ["--model", "'sd3'", "tiny, tiny_xl, sd15, sdxl"], id="model"
+        ),
         pytest.param(["bench", "--part", "text"], ["--part", "'text'", "unet, vae, pipeline"], id="part"),
-        pytest.param(["bench", "--variants", "eager,fast"], ["--variants", "'fast'", "channels_last"], id="variant"),
+        pytest.param(
+            ["bench", "--variants", "eager,fast"], ["--variants", "'fast'", "channels_last"], id="variant"
+        ),
         pytest.param(["bench", "--variants", ","], ["--variants", "no value"], id="no-variant"),
         pytest.param(["bench", "--dtype", "fp8"], ["--dtype", "'fp8'", "fp16, bf16, fp32"], id="dtype"),
         pytest.param(["bench", "--size", "100"], ["--size", "100", "multiple of 8"], id="size"),
@@ -49,34 +53,48 @@ def invoke(*arguments: str) -> Result:
         pytest.param(["bench", "--weights", "model"], ["--weights", "'model'", "Hub id"], id="word"),
         pytest.param(["bench", "--json", "tests"], ["--json", "tests"], id="json-is-a-folder"),
         pytest.param(
-            ["bench", "--json", "/proc/x.json"], ["--json: cannot write a file at '/proc/x.json'"], id="bench-json"
+            ["bench", "--json", "/proc/x.json"],
+            ["--json: cannot write a file at '/proc/x.json'"],
+            id="bench-json",
         ),
         pytest.param(
             ["bench", "--profile", "--plot", "/proc/x.png"],
             ["--plot: cannot write a file at '/proc/x.png'"],
             id="bench-plot",
         ),
-        pytest.param(["kernels", "--json", "/proc/x/y.json"], ["--json", "'/proc/x/y.json'"], id="kernels-json"),
-        pytest.param(["kernels", "--plot", "/proc/x/y.png"], ["--plot", "'/proc/x/y.png'"], id="kernels-plot"),
+        pytest.param(
+            ["kernels", "--json", "/proc/x/y.json"], ["--json", "'/proc/x/y.json'"], id="kernels-json"
+        ),
+        pytest.param(
+            ["kernels", "--plot", "/proc/x/y.png"], ["--plot", "'/proc/x/y.png'"], id="kernels-plot"
+        ),
         pytest.param(
             ["kernels", "--dtype", "bf16,fp32", "--json", "/proc/x.json"],
             ["--json", "'/proc/x_bf16.json'"],
             id="kernels-json-of-a-dtype",
         ),
-        pytest.param(["inspect", "tiny", "--json", "/proc/x.json"], ["--json", "'/proc/x.json'"], id="inspect-json"),
+        pytest.param(
+            ["inspect", "tiny", "--json", "/proc/x.json"], ["--json", "'/proc/x.json'"], id="inspect-json"
+        ),
         pytest.param(["kernels", "--shapes", "2x320x64"], ["--shapes", "'2x320x64'", "NxCxHxW"], id="shape"),
         pytest.param(["kernels", "--shapes", "2x33x8x8"], ["--shapes", "'2x33x8x8'", "32"], id="groups"),
         pytest.param(["kernels", "--shapes", "0x32x8x8"], ["--shapes", "'0x32x8x8'"], id="empty-shape"),
-        pytest.param(["kernels", "--providers", "cudnn"], ["--providers", "'cudnn'", "sdfastgn"], id="provider"),
+        pytest.param(
+            ["kernels", "--providers", "cudnn"], ["--providers", "'cudnn'", "sdfastgn"], id="provider"
+        ),
         pytest.param(["kernels", "--plot", "roof.svg"], ["--plot", "'roof.svg'", ".png"], id="plot"),
-        pytest.param(["kernels", "--suite", "norms"], ["--suite", "'norms'", "inference, training"], id="suite"),
+        pytest.param(
+            ["kernels", "--suite", "norms"], ["--suite", "'norms'", "inference, training"], id="suite"
+        ),
         pytest.param(
             ["kernels", "--suite", "instance_norm", "--shapes", "2x32x8x8"],
             ["--shapes", "'2x32x8x8'", "NxDxHxWxC"],
             id="suite-shape",
         ),
         pytest.param(
-            ["kernels", "--suite", "training", "--shapes", "2x33x8x8"], ["'2x33x8x8'", "32", "unet"], id="suite-groups"
+            ["kernels", "--suite", "training", "--shapes", "2x33x8x8"],
+            ["'2x33x8x8'", "32", "unet"],
+            id="suite-groups",
         ),
         pytest.param(
             ["kernels", "--suite", "layer_norm", "--providers", "apex"],
@@ -113,7 +131,17 @@ def test_a_folder_that_holds_no_pipeline(command: list[str], tmp_path: Path) -> 
 
 def test_weights_say_what_model_they_are(tmp_path: Path) -> None:
     build_pipeline("tiny", dtype=torch.float32, device="cpu").save_pretrained(tmp_path)
-    arguments = ("bench", "--weights", str(tmp_path), "--device", "cpu", "--repeats", "1", "--variants", "eager")
+    arguments = (
+        "bench",
+        "--weights",
+        str(tmp_path),
+        "--device",
+        "cpu",
+        "--repeats",
+        "1",
+        "--variants",
+        "eager",
+    )
     result = invoke(*arguments)
     assert result.exit_code == 0, result.output
     assert "tiny unet, 64x64" in result.stdout
@@ -164,7 +192,9 @@ def test_any_seed_of_64_bits_will_do(seed: int) -> None:
             id="bench",
         ),
         pytest.param(
-            ["kernels", "--suite", "layer_norm", "--shapes", "6x9"], ["forward + backward", "not run"], id="suite"
+            ["kernels", "--suite", "layer_norm", "--shapes", "6x9"],
+            ["forward + backward", "not run"],
+            id="suite",
         ),
         pytest.param(["info"], [*VARIANTS, "package sfast (stable-fast) is not installed"], id="info"),
     ],
@@ -179,7 +209,9 @@ def test_nothing_is_cut(arguments: list[str], words: list[str], columns: str) ->
     assert all(set(word.split()) <= set(shown.split()) for word in words)
 
 
-@pytest.mark.parametrize("arguments", [[], ["--suite", "training"], ["--device", "cpu", "--shapes", "2x1280x64x64"]])
+@pytest.mark.parametrize(
+    "arguments", [[], ["--suite", "training"], ["--device", "cpu", "--shapes", "2x1280x64x64"]]
+)
 def test_kernels_say_once_why_nothing_is_timed(arguments: list[str], tmp_path: Path) -> None:
     if torch.cuda.is_available() and arguments[1:2] != ["cpu"]:
         pytest.skip("there is a GPU, which can be timed")
@@ -201,7 +233,12 @@ def test_bench_says_what_a_cpu_can_show() -> None:
 @pytest.fixture
 def other_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A saved pipeline that is none of the known models: three levels, wider text, a VAE of four pixels a latent."""
-    levels = {"block_out_channels": (8, 16, 24), "norm_num_groups": 4, "sample_size": 16, "cross_attention_dim": 48}
+    levels = {
+        "block_out_channels": (8, 16, 24),
+        "norm_num_groups": 4,
+        "sample_size": 16,
+        "cross_attention_dim": 48,
+    }
     blocks = {
         "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
         "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
@@ -210,7 +247,9 @@ def other_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     with monkeypatch.context() as patch:
         patch.setitem(architectures.UNETS, "tiny", {**architectures.UNETS["tiny"], **levels, **blocks})
         patch.setitem(
-            architectures.VAES, "tiny", {**architectures.VAES["tiny"], **vae, "block_out_channels": (8, 8, 16)}
+            architectures.VAES,
+            "tiny",
+            {**architectures.VAES["tiny"], **vae, "block_out_channels": (8, 8, 16)},
         )
         text = {**architectures.TEXT_ENCODERS["tiny"][0], "hidden_size": 48}
         patch.setitem(architectures.TEXT_ENCODERS, "tiny", (text,))
@@ -282,7 +321,12 @@ def test_kernels_on_the_cpu(tmp_path: Path) -> None:
     assert "apex: unavailable" in result.stdout
 
 
-SUITE_SHAPES = {"training": "2x32x3x5", "issue_28201": "2x32x3x5", "instance_norm": "2x3x2x5x4", "layer_norm": "6x9"}
+SUITE_SHAPES = {
+    "training": "2x32x3x5",
+    "issue_28201": "2x32x3x5",
+    "instance_norm": "2x3x2x5x4",
+    "layer_norm": "6x9",
+}
 
 
 @pytest.mark.parametrize(("suite", "shape"), SUITE_SHAPES.items(), ids=SUITE_SHAPES)
@@ -314,7 +358,15 @@ def test_a_suite_with_several_dtypes_writes_a_file_for_each(tmp_path: Path) -> N
 def test_a_wrong_gradient_fails_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sdfastgn.bench.kernels.suites.GRADIENT_BOUNDS", {"fp16": -1.0})
     result = invoke(
-        "kernels", "--suite", "training", "--device", "cpu", "--shapes", "2x32x3x5", "--providers", "eager_nchw"
+        "kernels",
+        "--suite",
+        "training",
+        "--device",
+        "cpu",
+        "--shapes",
+        "2x32x3x5",
+        "--providers",
+        "eager_nchw",
     )
     assert result.exit_code == 1
     assert "wrong output: relative error of dx" in result.stdout

@@ -90,7 +90,11 @@ def test_an_interrupt_is_one_line(command: list[str], tmp_path: Path) -> None:
         arguments += ["--model", "tiny", "--repeats", "100000", "--variants", "channels_last,eager"]
     arguments += ["--json", str(tmp_path / "out.json")]
     running = subprocess.Popen(
-        [sys.executable, *command, *arguments], cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+        [sys.executable, *command, *arguments],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
     )
     # Wherever it is: while torch is imported or while it measures.
     time.sleep(1.5)
@@ -103,8 +107,19 @@ def test_an_interrupt_is_one_line(command: list[str], tmp_path: Path) -> None:
 
 
 def test_rows_come_as_plain_lines_while_others_are_measured(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "sdfastgn", "bench", "--device", "cpu", "--variants", "eager,channels_last"]
-    running = subprocess.Popen([*command, "--repeats", "3"], cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
+    command = [
+        sys.executable,
+        "-m",
+        "sdfastgn",
+        "bench",
+        "--device",
+        "cpu",
+        "--variants",
+        "eager,channels_last",
+    ]
+    running = subprocess.Popen(
+        [*command, "--repeats", "3"], cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     assert running.stderr is not None
     first = running.stderr.readline()
     assert running.poll() is None
@@ -129,7 +144,9 @@ def test_without_typer_it_says_what_to_install() -> None:
         pytest.param(["bench", "--batch", "two"], ["--batch", "two"], id="not-a-number"),
         pytest.param(["bench", "--colour"], ["--colour"], id="unknown-option"),
         pytest.param(["bench", "--seed", str(2**64)], ["--seed", str(2**64), "64 bits"], id="seed"),
-        pytest.param(["kernels", "--seed", str(-(2**64))], ["--seed", str(-(2**64)), "64 bits"], id="negative-seed"),
+        pytest.param(
+            ["kernels", "--seed", str(-(2**64))], ["--seed", str(-(2**64)), "64 bits"], id="negative-seed"
+        ),
         pytest.param(["paint"], ["paint"], id="unknown-command"),
     ],
 )

@@ -91,7 +91,9 @@ class Compiled:
     graphs: list[fx.GraphModule]
 
 
-def run(model: nn.Module, call: Call, f: Any, N: int, H: int, backward: bool) -> tuple[Tensor, dict[str, Tensor]]:
+def run(
+    model: nn.Module, call: Call, f: Any, N: int, H: int, backward: bool
+) -> tuple[Tensor, dict[str, Tensor]]:
     if not backward:
         with torch.no_grad():
             return call(f, N, H), {}
@@ -103,7 +105,11 @@ def run(model: nn.Module, call: Call, f: Any, N: int, H: int, backward: bool) ->
 
 # What is run of each: sizes (N, H), and whether the backward too. Tracing a backward with symbols takes most of a minute for a model.
 STATIC = ([(2, 8)], True)
-DYNAMIC = {"group_norm": ([(2, 8), (3, 12)], True), "decoder": ([(2, 8), (3, 12)], False), "unet": ([(2, 8)], False)}
+DYNAMIC = {
+    "group_norm": ([(2, 8), (3, 12)], True),
+    "decoder": ([(2, 8), (3, 12)], False),
+    "unet": ([(2, 8)], False),
+}
 
 
 @functools.cache
@@ -159,7 +165,19 @@ def test_sizes_share_their_graphs(name: str, graphs: int) -> None:
 # --- layout copies ------------------------------------------------------------------------------------------------------------
 
 OPS = "sdfastgn.group_norm"  # the forward's, and any op that its backward may have
-VIEWS = ("view", "permute", "transpose", "expand", "unsqueeze", "squeeze", "slice", "alias", "getitem", "reshape", "t")
+VIEWS = (
+    "view",
+    "permute",
+    "transpose",
+    "expand",
+    "unsqueeze",
+    "squeeze",
+    "slice",
+    "alias",
+    "getitem",
+    "reshape",
+    "t",
+)
 COPIES = ("clone", "contiguous", "_to_copy", "copy", "_reshape_copy")
 
 
@@ -176,7 +194,11 @@ def layout(node: fx.Node) -> Any:
 
 def is_layout_copy(node: fx.Node) -> bool:
     """A copy to other strides. Dropout leaves clones with the same strides in a graph, which no backend carries out."""
-    return node.op == "call_function" and op_of(node) in COPIES and layout(node) != layout(node.all_input_nodes[0])
+    return (
+        node.op == "call_function"
+        and op_of(node) in COPIES
+        and layout(node) != layout(node.all_input_nodes[0])
+    )
 
 
 def neighbours(node: fx.Node, step: Callable[[fx.Node], Any]) -> Iterator[fx.Node]:
@@ -240,7 +262,9 @@ def resnet() -> nn.Module:
     ("device", "bound"),
     [
         pytest.param(
-            "cpu", 1e-4, marks=[pytest.mark.slow, pytest.mark.skipif(_REASON is not None, reason=str(_REASON))]
+            "cpu",
+            1e-4,
+            marks=[pytest.mark.slow, pytest.mark.skipif(_REASON is not None, reason=str(_REASON))],
         ),
         pytest.param("cuda", 1e-2, marks=pytest.mark.gpu),  # convolutions may run in TF32
     ],
@@ -258,7 +282,9 @@ def test_inductor(device: str, bound: float, monkeypatch: pytest.MonkeyPatch) ->
     )
     block = resnet().to(device).train()
     f = torch.compile(block, fullgraph=True)
-    x, temb = (t.to(device) for t in (noise(2, 8, 4, 5).contiguous(memory_format=torch.channels_last), noise(2, 16)))
+    x, temb = (
+        t.to(device) for t in (noise(2, 8, 4, 5).contiguous(memory_format=torch.channels_last), noise(2, 16))
+    )
     results = []
     for module in (f, block):
         leaves = [t.clone().requires_grad_() for t in (x, temb)]
@@ -276,7 +302,10 @@ def test_inductor(device: str, bound: float, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_export_of_a_vae_decoder_saved_and_loaded() -> None:
     model, _ = built("vae")
-    decoder, sizes = model.decoder, {"sample": {0: torch.export.Dim("N", max=8), 2: torch.export.Dim("H", max=64)}}
+    decoder, sizes = (
+        model.decoder,
+        {"sample": {0: torch.export.Dim("N", max=8), 2: torch.export.Dim("H", max=64)}},
+    )
     with torch.no_grad():
         exported = torch.export.export(decoder, (noise(2, 4, 6, 4),), dynamic_shapes=sizes)
         assert any(str(node.target).startswith(OPS) for node in exported.graph.nodes)

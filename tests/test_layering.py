@@ -58,7 +58,12 @@ def under(name: str, module: str) -> bool:
 
 def offenders(paths: list[Path], is_wrong: object) -> list[str]:
     assert callable(is_wrong)
-    return [f"{name_of(path)} imports {name}" for path in paths for name in sorted(imports_of(path)) if is_wrong(name)]
+    return [
+        f"{name_of(path)} imports {name}"
+        for path in paths
+        for name in sorted(imports_of(path))
+        if is_wrong(name)
+    ]
 
 
 def in_folder(folder: str) -> list[Path]:
@@ -75,13 +80,15 @@ def test_every_part_has_files() -> None:
 def test_kernels_import_torch_triton_and_themselves() -> None:
     allowed = sys.stdlib_module_names | {"torch", "triton"}
     assert not offenders(
-        in_folder("kernels"), lambda name: name.partition(".")[0] not in allowed and not under(name, "sdfastgn.kernels")
+        in_folder("kernels"),
+        lambda name: name.partition(".")[0] not in allowed and not under(name, "sdfastgn.kernels"),
     )
 
 
 def test_patches_never_import_the_layers_above() -> None:
     assert not offenders(
-        in_folder("patches"), lambda name: under(name, "sdfastgn") and (*name.split("."), "")[1] in ABOVE_PATCHES
+        in_folder("patches"),
+        lambda name: under(name, "sdfastgn") and (*name.split("."), "")[1] in ABOVE_PATCHES,
     )
 
 
@@ -89,13 +96,16 @@ def test_only_the_command_line_needs_typer_and_rich() -> None:
     rest = [
         path
         for path in PACKAGE
-        if path not in in_folder("bench") and not path.relative_to(ROOT / "sdfastgn").parts[0].startswith("cli")
+        if path not in in_folder("bench")
+        and not path.relative_to(ROOT / "sdfastgn").parts[0].startswith("cli")
     ]
     assert not offenders(rest, lambda name: name.partition(".")[0] in {"typer", "rich", "click"})
 
 
 def test_the_package_imports_no_script_test_or_link() -> None:
-    assert not offenders(PACKAGE, lambda name: name.partition(".")[0] in {"scripts", "tests", "kernels", "patches"})
+    assert not offenders(
+        PACKAGE, lambda name: name.partition(".")[0] in {"scripts", "tests", "kernels", "patches"}
+    )
 
 
 def test_scripts_are_thin_over_the_harness() -> None:
@@ -110,7 +120,9 @@ def test_scripts_are_thin_over_the_harness() -> None:
 def test_scripts_and_tests_use_public_names() -> None:
     def is_private(name: str) -> bool:
         parts = name.split(".")
-        return parts[0] == "sdfastgn" and any(part.startswith("_") and not part.endswith("__") for part in parts)
+        return parts[0] == "sdfastgn" and any(
+            part.startswith("_") and not part.endswith("__") for part in parts
+        )
 
     assert not offenders(SCRIPTS + TESTS, is_private)
 
@@ -119,7 +131,10 @@ def test_scripts_and_tests_use_public_names() -> None:
 
 
 def test_no_file_is_long() -> None:
-    lines = {name_of(path): len(path.read_text(encoding="utf-8").splitlines()) for path in PACKAGE + SCRIPTS + TESTS}
+    lines = {
+        name_of(path): len(path.read_text(encoding="utf-8").splitlines())
+        for path in PACKAGE + SCRIPTS + TESTS
+    }
     assert not {name: count for name, count in lines.items() if count > MAX_FILE_LINES}
 
 
@@ -142,7 +157,9 @@ def test_no_function_is_long() -> None:
 
 
 def test_no_file_is_called_utils() -> None:
-    assert not [name_of(path) for path in PACKAGE + SCRIPTS + TESTS if path.stem in {"utils", "helpers", "misc"}]
+    assert not [
+        name_of(path) for path in PACKAGE + SCRIPTS + TESTS if path.stem in {"utils", "helpers", "misc"}
+    ]
 
 
 def asserts(node: ast.AST) -> Iterator[ast.Assert]:

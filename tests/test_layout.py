@@ -25,7 +25,9 @@ BUILD = "import sys, setuptools.build_meta as backend; getattr(backend, 'build_'
 
 def python(code: str, *args: str, cwd: Path = ROOT) -> str:
     """Standard output of ``code`` in a new interpreter."""
-    done = subprocess.run([sys.executable, "-c", code, *args], cwd=cwd, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *args], cwd=cwd, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -83,7 +85,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if path.is_symlink():
             (copy / path.name).symlink_to(path.readlink())
         elif path.is_dir():
-            shutil.copytree(path, copy / path.name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(
+                path, copy / path.name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
+            )
         else:
             shutil.copy2(path, copy)
     return copy
@@ -151,7 +155,11 @@ def test_plain_call_works_without_triton_and_diffusers() -> None:
 
 
 def test_import_takes_no_longer_than_torch() -> None:
-    code = "import sys, time; t = time.perf_counter(); __import__(sys.argv[1]); print(time.perf_counter() - t)"
+    code = (
+        "import sys, time; t = time.perf_counter(); __import__(sys.argv[1]); print(time.perf_counter() - t)"
+    )
     # The better of two: the first may read the disk, and another test may have the other core.
-    torch_seconds, seconds = (min(float(python(code, name)) for _ in range(2)) for name in ("torch", "sdfastgn"))
+    torch_seconds, seconds = (
+        min(float(python(code, name)) for _ in range(2)) for name in ("torch", "sdfastgn")
+    )
     assert seconds < 1.1 * torch_seconds + 0.1

@@ -50,7 +50,9 @@ def test_copies_keep_the_activation():
         pytest.param((4, 12), "swish", ValueError, "'swish'", id="activation"),
         pytest.param((4, 12), ["silu"], ValueError, "['silu']", id="activation-list"),
         pytest.param(("4", 12), "silu", TypeError, "num_groups must be an int, got '4'", id="groups-text"),
-        pytest.param((4, "12"), "silu", TypeError, "num_channels must be an int, got '12'", id="channels-text"),
+        pytest.param(
+            (4, "12"), "silu", TypeError, "num_channels must be an int, got '12'", id="channels-text"
+        ),
         pytest.param((4.0, 12), "silu", TypeError, "num_groups must be an int, got 4.0", id="groups-float"),
         pytest.param((True, 12), "silu", TypeError, "num_groups must be an int, got True", id="groups-bool"),
         pytest.param((4, 12, "1e-5"), "silu", TypeError, "eps must be a number, got '1e-5'", id="eps-text"),
@@ -99,7 +101,9 @@ def test_instance_norm_errors():
     ("call", "message"),
     [
         pytest.param(
-            lambda: sdfastgn.GroupNorm(4, 32)(None), "group_norm: x must be a torch.Tensor, got NoneType", id="group"
+            lambda: sdfastgn.GroupNorm(4, 32)(None),
+            "group_norm: x must be a torch.Tensor, got NoneType",
+            id="group",
         ),
         pytest.param(
             lambda: sdfastgn.InstanceNorm(32)(None),
@@ -112,7 +116,9 @@ def test_instance_norm_errors():
             id="instance-list",
         ),
         pytest.param(
-            lambda: sdfastgn.LayerNorm(4)(None), "LayerNorm: input must be a torch.Tensor, got NoneType", id="layer"
+            lambda: sdfastgn.LayerNorm(4)(None),
+            "LayerNorm: input must be a torch.Tensor, got NoneType",
+            id="layer",
         ),
         pytest.param(
             lambda: sdfastgn.LayerNorm(4)(None, torch.ones(4)),
@@ -153,7 +159,9 @@ def test_numbers_of_any_kind_that_pytorch_takes(ours, stock, size, eps):
     torch.testing.assert_close(*(norm(x) for norm in norms))
 
 
-@pytest.mark.parametrize("options", [{}, {"elementwise_affine": False}, {"bias": False}, {"eps": 1e-3}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"elementwise_affine": False}, {"bias": False}, {"eps": 1e-3}], ids=str
+)
 def test_layer_norm_is_a_drop_in(options):
     ours, stock = sdfastgn.LayerNorm(12, **options), nn.LayerNorm(12, **options)
     for p in stock.parameters():
@@ -172,7 +180,12 @@ def test_layer_norm_is_a_drop_in(options):
 
 def test_layer_norm_arguments_in_the_same_order():
     norm = sdfastgn.LayerNorm([12], 1e-3, True, False, "cpu", torch.float64)
-    assert (norm.normalized_shape, norm.eps, norm.weight.dtype, norm.bias) == ((12,), 1e-3, torch.float64, None)
+    assert (norm.normalized_shape, norm.eps, norm.weight.dtype, norm.bias) == (
+        (12,),
+        1e-3,
+        torch.float64,
+        None,
+    )
 
 
 @pytest.mark.parametrize(
@@ -183,7 +196,9 @@ def test_layer_norm_arguments_in_the_same_order():
         ),
         pytest.param(lambda: sdfastgn.LayerNorm(()), "got ()", id="none"),
         pytest.param(
-            lambda: sdfastgn.LayerNorm(4, elementwise_affine=False)(torch.ones(2, 3)), "got shape (2, 3)", id="width"
+            lambda: sdfastgn.LayerNorm(4, elementwise_affine=False)(torch.ones(2, 3)),
+            "got shape (2, 3)",
+            id="width",
         ),
         pytest.param(
             lambda: sdfastgn.LayerNorm(4)(torch.ones(2, 4), None, torch.ones(4)),

@@ -163,7 +163,9 @@ def test_ip_adapter_and_its_scale(when):
 def test_cpu_offload_on_the_gpu(offload, when):
     def generate(pipe):
         generator = torch.Generator().manual_seed(0)
-        return pipe("a cat", num_inference_steps=3, height=64, width=64, generator=generator, output_type="np").images
+        return pipe(
+            "a cat", num_inference_steps=3, height=64, width=64, generator=generator, output_type="np"
+        ).images
 
     pipe = build_pipeline("tiny", dtype=torch.float16, device="cuda")
     expected = generate(pipe)

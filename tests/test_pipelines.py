@@ -86,7 +86,9 @@ PIPELINES = [
         id="inpaint",
     ),
     pytest.param(lambda: pipeline("tiny_xl"), SIZE, {"unet", "vae"}, id="sdxl"),
-    pytest.param(controlnet_pipeline, {"image": IMAGE, **SIZE}, {"unet", "vae", "controlnet"}, id="controlnet"),
+    pytest.param(
+        controlnet_pipeline, {"image": IMAGE, **SIZE}, {"unet", "vae", "controlnet"}, id="controlnet"
+    ),
 ]
 
 
@@ -97,7 +99,9 @@ def test_same_image_and_exact_restore(build, extra, patched):
     assert before.std() > 0.02
     sdfastgn.optimize(pipe)
     report = sdfastgn.report(pipe)
-    around = {"image_processor", "pipeline"} | ({"scheduler"} if isinstance(pipe.scheduler, PNDMScheduler) else set())
+    around = {"image_processor", "pipeline"} | (
+        {"scheduler"} if isinstance(pipe.scheduler, PNDMScheduler) else set()
+    )
     assert {e.component for e in report.fused} == patched | around
     assert not report.skipped
     assert psnr(generate(pipe, **extra), before) > 80
@@ -125,7 +129,10 @@ def test_pipelines_that_share_components_share_the_state():
     sdfastgn.optimize(first)
     assert sdfastgn.report(second).fused
     sdfastgn.restore(second)
-    assert {e.component for e in sdfastgn.report(first).fused} == {"image_processor", "pipeline"}  # what is its own
+    assert {e.component for e in sdfastgn.report(first).fused} == {
+        "image_processor",
+        "pipeline",
+    }  # what is its own
     assert not sdfastgn.report(sdfastgn.restore(first)).fused
 
 
@@ -137,7 +144,9 @@ def channels_first_inputs(root, call) -> tuple[int, int]:
     seen = []
     kinds = (torch.nn.Conv2d, torch.nn.ConvTranspose2d)
     hooks = [
-        m.register_forward_hook(lambda m, i, o: seen.append(i[0].is_contiguous(memory_format=torch.channels_last)))
+        m.register_forward_hook(
+            lambda m, i, o: seen.append(i[0].is_contiguous(memory_format=torch.channels_last))
+        )
         for m in root.modules()
         if isinstance(m, kinds)
     ]
@@ -259,7 +268,10 @@ def test_lora_on_convolutions_and_attention(twins, when):
 
 @pytest.mark.parametrize(
     "twin",
-    [pytest.param(copy.deepcopy, id="deepcopy"), pytest.param(lambda m: pickle.loads(pickle.dumps(m)), id="pickle")],
+    [
+        pytest.param(copy.deepcopy, id="deepcopy"),
+        pytest.param(lambda m: pickle.loads(pickle.dumps(m)), id="pickle"),
+    ],
 )
 def test_a_copy_of_an_optimized_unet_is_restored_by_itself(twins, twin):
     unet, stock, call = twins

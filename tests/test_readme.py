@@ -18,7 +18,10 @@ from sdfastgn.patches.registry import FUSIONS
 
 README = (Path(__file__).resolve().parents[1] / "README.md").read_text(encoding="utf-8")
 COMMANDS = [
-    line for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL) for line in block.splitlines() if line
+    line
+    for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+    for line in block.splitlines()
+    if line
 ]
 
 
@@ -67,4 +70,6 @@ def test_the_first_code_block_is_eight_lines():
 def test_every_fusion_is_in_the_table():
     table = README.partition("## What is fused")[2].partition("\n\nConvolution weights")[0]
     cells = (line.split("|")[1] for line in table.splitlines() if line.startswith("|"))
-    assert {name for cell in cells for name in re.findall(r"`(\w+)`", cell)} == {fusion.name for fusion in FUSIONS}
+    assert {name for cell in cells for name in re.findall(r"`(\w+)`", cell)} == {
+        fusion.name for fusion in FUSIONS
+    }

@@ -59,9 +59,19 @@ def test_warm_up_script(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "script",
-    ["time_sd15.py", "time_sdxl.py", "time_vae.py", "time_training.py", "time_warm_up.py", "compare_stable_fast.py"],
+    [
+        "time_sd15.py",
+        "time_sdxl.py",
+        "time_vae.py",
+        "time_training.py",
+        "time_warm_up.py",
+        "compare_stable_fast.py",
+    ],
 )
 def test_bad_input_is_one_line(script: str) -> None:
     done = run(script, "--size", "100")
     assert done.returncode == 2
-    assert done.stderr.strip() == f"{script}: --size: must be a positive multiple of 8 (pixels of a latent), got 100"
+    assert (
+        done.stderr.strip()
+        == f"{script}: --size: must be a positive multiple of 8 (pixels of a latent), got 100"
+    )

@@ -141,7 +141,9 @@ GOOD = Comparison(1, 0.01, 0.005)
         pytest.param((math.nan, 1e-3), GOOD, None, ["gradient"], id="gradient-nan"),
         pytest.param((1e-6, 1e-3), Comparison(1, 0.5, 0.5), None, ["largest"], id="curve"),
         pytest.param((1e-6, 1e-3), GOOD, Comparison(1, 0.02, 0.004), ["mean"], id="mean-above-the-yardstick"),
-        pytest.param((1e-6, 1e-3), GOOD, Comparison(1, math.inf, math.inf), ["largest", "mean"], id="no-yardstick"),
+        pytest.param(
+            (1e-6, 1e-3), GOOD, Comparison(1, math.inf, math.inf), ["largest", "mean"], id="no-yardstick"
+        ),
     ],
 )
 def test_verdict(
@@ -164,14 +166,22 @@ def test_data(size: int) -> None:
     ("arguments", "message"),
     [
         pytest.param(("--steps", "0"), "--steps: must be a positive whole number, got 0", id="steps"),
-        pytest.param(("--batch-size", "-1"), "--batch-size: must be a positive whole number, got -1", id="batch"),
+        pytest.param(
+            ("--batch-size", "-1"), "--batch-size: must be a positive whole number, got -1", id="batch"
+        ),
         pytest.param(("--size", "9"), "--size: unknown value '9'; choose from 8, 16, 32", id="size"),
         pytest.param(("--width", "12"), "--width: must be a positive multiple of 8, got 12", id="width"),
-        pytest.param(("--dtype", "fp16"), "--dtype: unknown value 'fp16'; choose from fp32, bf16", id="dtype"),
+        pytest.param(
+            ("--dtype", "fp16"), "--dtype: unknown value 'fp16'; choose from fp32, bf16", id="dtype"
+        ),
         pytest.param(("--samples", "0"), "--samples: must be a positive whole number, got 0", id="samples"),
         pytest.param(("--output", __file__), f"--output: {__file__!r} is not a folder", id="output"),
-        pytest.param(("--output", "/proc/x"), "--output: cannot write a file at '/proc/x/losses.png': ", id="proc"),
-        pytest.param(("--json", "/proc/x.json"), "--json: cannot write a file at '/proc/x.json': ", id="json"),
+        pytest.param(
+            ("--output", "/proc/x"), "--output: cannot write a file at '/proc/x/losses.png': ", id="proc"
+        ),
+        pytest.param(
+            ("--json", "/proc/x.json"), "--json: cannot write a file at '/proc/x.json': ", id="json"
+        ),
         pytest.param(("--device", "tpu"), "--device: cannot use 'tpu'", id="device"),
     ],
 )
@@ -191,7 +201,9 @@ def test_bad_input_is_one_line(
 
 def test_the_script_is_this_command() -> None:
     path = Path(__file__).resolve().parents[1] / "scripts" / "train_digits.py"
-    done = subprocess.run([sys.executable, str(path), "--steps", "0"], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, str(path), "--steps", "0"], capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 2
     assert done.stderr.strip() == "train_digits.py: --steps: must be a positive whole number, got 0"
 

@@ -127,7 +127,9 @@ def vae_step() -> tuple[nn.Module, Any]:
     return model, lambda m: m(noise(2, 3, 8, 8).requires_grad_()).sample
 
 
-@pytest.mark.parametrize("function", [pytest.param(None, id="diffusers-own"), pytest.param(reentrant, id="reentrant")])
+@pytest.mark.parametrize(
+    "function", [pytest.param(None, id="diffusers-own"), pytest.param(reentrant, id="reentrant")]
+)
 @pytest.mark.parametrize("step", [pytest.param(unet_step, id="unet"), pytest.param(vae_step, id="vae")])
 def test_gradient_checkpointing(step: Any, function: Any) -> None:
     stock, call = step()
@@ -260,7 +262,9 @@ def test_gradients_of_two_processes(backend: str, tmp_path: Path) -> None:
 
 @pytest.fixture
 def process_group(tmp_path: Path) -> Iterator[None]:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+    )
     yield
     torch.distributed.destroy_process_group()
 
@@ -284,7 +288,9 @@ def test_the_layout_is_not_changed_under_ddp(inner: bool) -> None:
     sdfastgn.optimize(model)
     wrapper = DistributedDataParallel(model)
     sdfastgn.optimize(wrapper)  # a second call changes nothing
-    with pytest.raises(ValueError, match=r"sdfastgn\.restore: .* is in a DistributedDataParallel.*wrapper is gone"):
+    with pytest.raises(
+        ValueError, match=r"sdfastgn\.restore: .* is in a DistributedDataParallel.*wrapper is gone"
+    ):
         sdfastgn.restore(model)
     assert sdfastgn.report(model).fused
     sdfastgn.optimize(worker.build())  # another model

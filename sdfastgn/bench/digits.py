@@ -160,7 +160,9 @@ def _batches(config: DigitsConfig, images: Tensor, data_seed: int) -> Iterator[t
         yield clean, noise, torch.randint(TRAIN_TIMESTEPS, shape, generator=generator, device=device)
 
 
-def _loss(config: DigitsConfig, model: UNet2DModel, scheduler: DDPMScheduler, batch: tuple[Tensor, ...]) -> Tensor:
+def _loss(
+    config: DigitsConfig, model: UNet2DModel, scheduler: DDPMScheduler, batch: tuple[Tensor, ...]
+) -> Tensor:
     clean, noise, timesteps = batch
     noisy = scheduler.add_noise(clean, noise, timesteps)
     with torch.autocast(config.torch_device.type, torch.bfloat16, enabled=config.dtype == "bf16"):

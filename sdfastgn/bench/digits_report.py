@@ -99,29 +99,49 @@ def _write_samples(samples: torch.Tensor, path: Path) -> Path:
     cells = np.full((rows * columns, pitch, pitch), 0.5)
     cells[:, :size, :size] = 0
     cells[:count, :size, :size] = samples[:, 0].numpy()
-    grid = cells.reshape(rows, columns, pitch, pitch).transpose(0, 2, 1, 3).reshape(1, rows * pitch, columns * pitch, 1)
+    grid = (
+        cells.reshape(rows, columns, pitch, pitch)
+        .transpose(0, 2, 1, 3)
+        .reshape(1, rows * pitch, columns * pitch, 1)
+    )
     return images.write_png(grid.repeat(3, axis=3), path, scale=max(1, PICTURE_PIXELS // (columns * pitch)))
 
 
 def _write_curves(runs: Sequence[Run], window: int, path: Path) -> None:
     curves = {run.name: digits.smoothed(run.losses, window) for run in runs}
     stock = curves["stock"]
-    differences = {name: (np.abs(curve - stock) / stock).tolist() for name, curve in curves.items() if name != "stock"}
+    differences = {
+        name: (np.abs(curve - stock) / stock).tolist() for name, curve in curves.items() if name != "stock"
+    }
     plots.loss_curves({name: curve.tolist() for name, curve in curves.items()}, window, differences, path)
 
 
 def _finite(values: dict[str, Any]) -> dict[str, Any]:
     # JSON has no NaN and no infinity.
     return {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in values.items()
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in values.items()
     }
 
 
 def _print(
-    out: Console, config: DigitsConfig, runs: Sequence[Run], comparisons: dict[str, Comparison], verdict: Verdict
+    out: Console,
+    config: DigitsConfig,
+    runs: Sequence[Run],
+    comparisons: dict[str, Comparison],
+    verdict: Verdict,
 ) -> None:
     title = f"{config.size}x{config.size} digits, batch {config.batch_size}, {config.steps} steps, {config.dtype} on {config.device}"
-    header = ("run", "steps/s", "step MiB", "peak MiB", "last loss", "difference, max", "mean", "single steps, max")
+    header = (
+        "run",
+        "steps/s",
+        "step MiB",
+        "peak MiB",
+        "last loss",
+        "difference, max",
+        "mean",
+        "single steps, max",
+    )
     body = []
     for run in runs:
         found = comparisons.get(run.name)
@@ -131,14 +151,22 @@ def _print(
                 f"{run.steps_per_s:.4g}",
                 *("-" if value is None else f"{value:.5g}" for value in (run.step_mib, run.peak_mib)),
                 f"{digits.smoothed(run.losses, comparisons['sdfastgn'].window)[-1]:.5f}",
-                *(["-"] * 2 if found is None else [f"{found.smoothed_max:.2e}", f"{found.smoothed_mean:.2e}"]),
+                *(
+                    ["-"] * 2
+                    if found is None
+                    else [f"{found.smoothed_max:.2e}", f"{found.smoothed_mean:.2e}"]
+                ),
                 "-" if found is None or found.step_max is None else f"{found.step_max:.2e}",
             ]
         )
     out.print(Blocks(header, body, title))
     window = comparisons["sdfastgn"].window
-    out.print(f"losses are means of {window} steps; the curves' yardstick is {verdict.yardstick}", style="dim")
-    out.print(f"error of the first gradient: {verdict.gradient_error:.2e}, bound {verdict.gradient_bound:.2e}")
+    out.print(
+        f"losses are means of {window} steps; the curves' yardstick is {verdict.yardstick}", style="dim"
+    )
+    out.print(
+        f"error of the first gradient: {verdict.gradient_error:.2e}, bound {verdict.gradient_bound:.2e}"
+    )
     for reason in verdict.reasons:
         out.print(f"DISAGREES: {reason}", style="bold red")
     if not verdict.reasons:
@@ -180,7 +208,8 @@ def run(
     if json is not None:
         content = documents.document("train_digits", where, dataclasses.asdict(config), runs)
         content["rows"] = [
-            {**row, "losses": [x if math.isfinite(x) else None for x in row["losses"]]} for row in content["rows"]
+            {**row, "losses": [x if math.isfinite(x) else None for x in row["losses"]]}
+            for row in content["rows"]
         ]
         compared = {name: _finite(dataclasses.asdict(each)) for name, each in comparisons.items()}
         judged = _finite(dataclasses.asdict(verdict))

@@ -34,7 +34,9 @@ def one_line(error: BaseException, limit: int = 300) -> str:
     return f"{type(error).__name__}: {first_line(error)}"[:limit]
 
 
-def document(kind: str, environment: dict[str, Any], config: dict[str, Any], rows: Iterable[Any]) -> dict[str, Any]:
+def document(
+    kind: str, environment: dict[str, Any], config: dict[str, Any], rows: Iterable[Any]
+) -> dict[str, Any]:
     """A run as the JSON that ``--json`` writes and :mod:`sdfastgn.bench.tables.pages` reads."""
     return {
         "schema": SCHEMA,

@@ -75,7 +75,10 @@ def _gpu(device: torch.device) -> dict[str, Any]:
 
 def _triton_cache() -> dict[str, Any]:
     folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
-    return {"folder": str(folder), "entries_at_start": sum(1 for _ in folder.iterdir()) if folder.is_dir() else 0}
+    return {
+        "folder": str(folder),
+        "entries_at_start": sum(1 for _ in folder.iterdir()) if folder.is_dir() else 0,
+    }
 
 
 def environment(device: torch.device, switches: dict[str, bool] | None = None) -> dict[str, Any]:

@@ -80,7 +80,10 @@ _NAMES = _rules(
     # Before convolutions: cuDNN's attention is called flash_fprop.
     (ATTENTION, r"flash|fmha|sdpa|MemEffAttention|efficient_attention|_mha|softmax"),
     (NORMALISATION, r"(group|layer|batch|instance|rms)_?norm|\bbn_(fw|bw)"),
-    (NORMALISATION, r"RowwiseMoments|ComputeFusedParams|ComputeInternalGradients|ComputeBackwardFusedParams|GammaBeta"),
+    (
+        NORMALISATION,
+        r"RowwiseMoments|ComputeFusedParams|ComputeInternalGradients|ComputeBackwardFusedParams|GammaBeta",
+    ),
     # Before GEMM: a convolution is an implicit one, and cuDNN's 1x1 convolutions are called gemm, with cudnn at the end.
     (CONVOLUTION, r"[fdw](prop|grad)(_|[0-9])|implicit_?gemm|convol|conv[0-9]d|conv_depthwise|winograd"),
     (
@@ -132,7 +135,10 @@ def kernels_of_the_package() -> dict[str, str | None]:
         own = next((name for word, name in _OWN_FILES if word in file), None)
         for name, value in vars(module).items():
             function = getattr(value, "fn", None)
-            if name.endswith("_kernel") and getattr(function, "__module__", None) == f"sdfastgn.kernels.{file}":
+            if (
+                name.endswith("_kernel")
+                and getattr(function, "__module__", None) == f"sdfastgn.kernels.{file}"
+            ):
                 found[name] = own
     return found
 

@@ -77,7 +77,9 @@ def positive(option: str, value: int) -> int:
 
 def image_size(option: str, value: int, scale: int = 8) -> int:
     if value < scale or value % scale:
-        raise OptionError(f"{option}: must be a positive multiple of {scale} (pixels of a latent), got {value}")
+        raise OptionError(
+            f"{option}: must be a positive multiple of {scale} (pixels of a latent), got {value}"
+        )
     return value
 
 
@@ -99,7 +101,9 @@ def weights_source(option: str, value: str, *, words: Sequence[str] = ("random",
         return value
     if _HUB_ID.fullmatch(value) and not value.startswith("."):
         return value
-    raise OptionError(f"{option}: no such path {value!r}; give {', '.join(words)}, a path, or a Hub id (owner/name)")
+    raise OptionError(
+        f"{option}: no such path {value!r}; give {', '.join(words)}, a path, or a Hub id (owner/name)"
+    )
 
 
 def json_path(option: str, value: Path | None) -> Path | None:
@@ -108,7 +112,9 @@ def json_path(option: str, value: Path | None) -> Path | None:
         try:
             _try_writing(value)
         except OSError as error:
-            raise OptionError(f"{option}: cannot write a file at {str(value)!r}: {error.strerror or error}") from None
+            raise OptionError(
+                f"{option}: cannot write a file at {str(value)!r}: {error.strerror or error}"
+            ) from None
     return value
 
 
@@ -172,7 +178,11 @@ def _pipeline_reason(weights: str, config: Mapping[str, Any]) -> str:
         arguments = inspect.signature(getattr(diffusers, kind).__call__).parameters
     except Exception:  # what is no pipeline says why when it is loaded
         return ""
-    needs = [name for name in ("image", "mask_image", "control_image", "image_embeds", "video") if name in arguments]
+    needs = [
+        name
+        for name in ("image", "mask_image", "control_image", "image_embeds", "video")
+        if name in arguments
+    ]
     if "prompt" not in arguments:
         return f"a pipeline that takes a prompt, {kind} of {weights!r} does not"
     return f"a pipeline of text to image, {kind} of {weights!r} takes {needs[0]!r}" if needs else ""
@@ -193,7 +203,9 @@ def _try_writing(path: Path) -> None:
 
 def plot_path(option: str, value: Path | None, suite: str = INFERENCE) -> Path | None:
     if value is not None and suite != INFERENCE:
-        raise OptionError(f"{option}: only the suite {INFERENCE} has a picture, got {str(value)!r} for {suite}")
+        raise OptionError(
+            f"{option}: only the suite {INFERENCE} has a picture, got {str(value)!r} for {suite}"
+        )
     return _png_path(option, value)
 
 

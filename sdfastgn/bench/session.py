@@ -33,7 +33,9 @@ NO_GPU = "no GPU: sdfastgn runs stock's own code here, so its times should be ab
 
 def _where(environment: dict[str, Any]) -> str:
     packages = environment["packages"]
-    versions = ", ".join(f"{name} {packages[name]}" for name in ("torch", "triton", "diffusers") if packages[name])
+    versions = ", ".join(
+        f"{name} {packages[name]}" for name in ("torch", "triton", "diffusers") if packages[name]
+    )
     switches = ", ".join(f"{name}={value}" for name, value in environment["switches"].items())
     return f"{environment['gpu'] or environment['machine']}, {versions}; for every variant {switches}"
 
@@ -41,7 +43,9 @@ def _where(environment: dict[str, Any]) -> str:
 def _print_part(out: Console, config: BenchConfig, rows: Sequence[Row]) -> None:
     steps = f", {config.steps} steps" if config.part == "pipeline" else ""
     what = f"{config.model} {config.part}, {config.size}x{config.size}, batch {config.batch}{steps}"
-    out.print(tables.end_to_end_table(rows, f"{what}, {config.dtype} on {config.device}, {config.weights} weights"))
+    out.print(
+        tables.end_to_end_table(rows, f"{what}, {config.dtype} on {config.device}, {config.weights} weights")
+    )
     notes = [*tables.row_notes(rows), f"correctness gate, before any time: {workloads.gate_text(config)}"]
     if config.fp32_reference and config.part == "pipeline":
         notes.append("no fp32 reference: a full pipeline is compared with eager only")
@@ -57,7 +61,9 @@ def _print_profile(out: Console, rows: Sequence[Row]) -> None:
     print_lines(out, profile_tables.notes(rows))
 
 
-def _bench_document(configs: Sequence[BenchConfig], environment: dict[str, Any], rows: Sequence[Row]) -> dict[str, Any]:
+def _bench_document(
+    configs: Sequence[BenchConfig], environment: dict[str, Any], rows: Sequence[Row]
+) -> dict[str, Any]:
     kind = "profile" if any(config.profile for config in configs) else "end_to_end"
     return documents.document(kind, environment, end_to_end.describe(configs), rows)
 
@@ -116,7 +122,9 @@ def _print_inference(
         print_lines(out, [f"wrote {plot}"])
 
 
-def _print_left_out(out: Console, config: KernelConfig, rows: Sequence[KernelRow], names: Sequence[str]) -> None:
+def _print_left_out(
+    out: Console, config: KernelConfig, rows: Sequence[KernelRow], names: Sequence[str]
+) -> None:
     print_lines(out, markdown.missing_cells(rows))
     left_out = [name for name in names if name not in (*config.providers, providers.YARDSTICK)]
     if left_out:
@@ -157,7 +165,9 @@ def run_kernels(
     if any(row.status in (OK, WRONG) for row in rows):
         _print_inference(out, config, rows, plot, environment["gpu"] or environment["machine"])
         _print_left_out(out, config, rows, providers.NAMES)
-        print_lines(out, [f"gate: relative error against fp64 at most {kernels.ERROR_BOUNDS[config.dtype]:g}"])
+        print_lines(
+            out, [f"gate: relative error against fp64 at most {kernels.ERROR_BOUNDS[config.dtype]:g}"]
+        )
     return _finish_kernels(out, json, "kernels", environment, config, rows, kernels.summary(rows))
 
 

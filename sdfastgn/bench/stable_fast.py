@@ -85,7 +85,9 @@ def compile_target(target: Any, part: str) -> None:
     config.enable_xformers = False
     config.enable_triton = True
     config.enable_cuda_graph = True
-    {"unet": compiler.compile_unet, "vae": compiler.compile_vae, "pipeline": compiler.compile}[part](target, config)
+    {"unet": compiler.compile_unet, "vae": compiler.compile_vae, "pipeline": compiler.compile}[part](
+        target, config
+    )
 
 
 def _do_nothing(*args: Any) -> None:
@@ -105,7 +107,9 @@ def group_norm_silu() -> Callable[..., torch.Tensor]:
     with launch_functions():
         forward = importlib.import_module("sfast.triton.ops.group_norm").group_norm_silu_forward
 
-    def call(x: torch.Tensor, num_groups: int, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+    def call(
+        x: torch.Tensor, num_groups: int, weight: torch.Tensor, bias: torch.Tensor, eps: float
+    ) -> torch.Tensor:
         return forward(x, num_groups, weight, bias, eps, output_mean=False, output_rstd=False)[0]
 
     return call

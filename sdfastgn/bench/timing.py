@@ -106,7 +106,9 @@ def time_once(fn: Callable[[], T], device: torch.device) -> tuple[float, T]:
 def _event_samples(fn: Callable[[], object], repeats: int) -> list[float]:
     # No synchronisation between the calls: that is how a denoising loop runs, and a GPU that waits for the CPU shows in
     # the times.
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+    events = [
+        (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)
+    ]
     for start, end in events:
         start.record()
         fn()

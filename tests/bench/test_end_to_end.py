@@ -116,14 +116,18 @@ def test_pipeline_rows_have_images() -> None:
 @pytest.mark.parametrize("part", ["unet", "vae"])
 def test_a_red_gate_gives_no_time(how: str, status: str, words: str, part: str) -> None:
     rows = end_to_end.run(config(part), [by_name("eager"), broken_variant(how), by_name("channels_last")])
-    assert [row.status for row in rows] == [OK, status, OK]  # and the next variant starts from the stock model
+    assert [row.status for row in rows] == [
+        OK,
+        status,
+        OK,
+    ]  # and the next variant starts from the stock model
     assert words in rows[1].reason
     assert times_of(rows[1]) == [None] * len(TIMES)
     table = end_to_end_table(rows, "title")
     cells = dict(zip(table.header, table.body[1], strict=True))
-    assert {value for name, value in cells.items() if name in ("ready s", "median ms", "p10-p90 ms", "speed-up")} == {
-        "-"
-    }
+    assert {
+        value for name, value in cells.items() if name in ("ready s", "median ms", "p10-p90 ms", "speed-up")
+    } == {"-"}
     (note,) = row_notes(rows)
     assert f": {status}: " in note
     assert words in note
@@ -141,7 +145,9 @@ def test_a_stock_model_that_fails_is_a_row() -> None:
     def call() -> torch.Tensor:
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
-    rows = end_to_end.run(config("unet"), [by_name("eager")], workload=Workload(torch.nn.Conv2d(1, 1, 1), call, None))
+    rows = end_to_end.run(
+        config("unet"), [by_name("eager")], workload=Workload(torch.nn.Conv2d(1, 1, 1), call, None)
+    )
     assert (rows[0].status, rows[0].median_ms) == (FAILED, None)
     assert "stock eager fails: RuntimeError: mat1" in rows[0].reason
 
@@ -187,7 +193,9 @@ def test_switches_are_recorded_and_put_back() -> None:
     environment = end_to_end.current_environment(torch.device("cpu"))
     assert environment["switches"]["cudnn.benchmark"] is True
     assert torch.backends.cudnn.benchmark == before
-    assert torch.__version__.startswith(environment["packages"]["torch"])  # the wheel may leave the CUDA suffix out
+    assert torch.__version__.startswith(
+        environment["packages"]["torch"]
+    )  # the wheel may leave the CUDA suffix out
     assert len(environment["source_sha256"]) == 64
 
 

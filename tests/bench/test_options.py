@@ -62,7 +62,9 @@ def test_a_folder_for_pictures(tmp_path: Path) -> None:
     assert folder.is_dir()
     assert not list(folder.iterdir())
     (folder / "a.png").mkdir()
-    with pytest.raises(OptionError, match=rf"^--output: cannot write a file at '{folder}/a.png': Is a directory$"):
+    with pytest.raises(
+        OptionError, match=rf"^--output: cannot write a file at '{folder}/a.png': Is a directory$"
+    ):
         options.folder_path("--output", folder, ("b.png", "a.png"))
     with pytest.raises(OptionError, match=r"^--output: '.*' is not a folder$"):
         options.folder_path("--output", Path(__file__, "folder"), ("a.png",))

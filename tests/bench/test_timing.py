@@ -141,7 +141,11 @@ def test_outputs_of_a_cold_round_live_together() -> None:
 
 @pytest.mark.parametrize(
     ("inputs", "calls", "repeats"),
-    [pytest.param([], 1, 1, id="inputs"), pytest.param([1], 0, 1, id="calls"), pytest.param([1], 1, 0, id="repeats")],
+    [
+        pytest.param([], 1, 1, id="inputs"),
+        pytest.param([1], 0, 1, id="calls"),
+        pytest.param([1], 1, 0, id="repeats"),
+    ],
 )
 def test_kernel_needs_inputs_calls_and_repeats(inputs: list[int], calls: int, repeats: int) -> None:
     with pytest.raises(ValueError, match="time_kernel"):
@@ -164,6 +168,8 @@ def test_graph_replays_and_is_timed() -> None:
 
 @pytest.mark.gpu
 def test_peak_memory_counts_the_call() -> None:
-    timed = timing.time_callable(lambda: torch.empty(64 * 2**20, device="cuda"), torch.device("cuda"), repeats=2)
+    timed = timing.time_callable(
+        lambda: torch.empty(64 * 2**20, device="cuda"), torch.device("cuda"), repeats=2
+    )
     assert timed.peak_mib is not None
     assert timed.peak_mib >= 256

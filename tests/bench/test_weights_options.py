@@ -42,7 +42,12 @@ SDXL = {
     "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
     "use_linear_projection": True,
 }
-SD21 = {**SD15, "cross_attention_dim": 1024, "attention_head_dim": [5, 10, 20, 20], "use_linear_projection": True}
+SD21 = {
+    **SD15,
+    "cross_attention_dim": 1024,
+    "attention_head_dim": [5, 10, 20, 20],
+    "use_linear_projection": True,
+}
 
 
 def folder(place: Path, config: dict[str, Any]) -> str:
@@ -69,7 +74,9 @@ def test_each_model_is_itself_only(model: str) -> None:
     [
         pytest.param(SD15, "sd15", id="sd15"),
         pytest.param(
-            {**SD15, "attention_head_dim": [8] * 4, "transformer_layers_per_block": [1] * 4}, "sd15", id="lists"
+            {**SD15, "attention_head_dim": [8] * 4, "transformer_layers_per_block": [1] * 4},
+            "sd15",
+            id="lists",
         ),
         pytest.param({**SD15, "in_channels": 9}, "sd15", id="sd15-inpainting"),
         pytest.param({**SD15, "time_cond_proj_dim": 256}, "sd15", id="sd15-distilled"),
@@ -84,17 +91,26 @@ def test_relatives_pass(config: dict[str, Any], model: str, named: bool, tmp_pat
 @pytest.mark.parametrize(
     ("config", "model", "words"),
     [
-        pytest.param(SD15, "sdxl", ["(320, 640, 1280, 1280), not (320, 640, 1280)", "--model sd15 fits"], id="sd15"),
+        pytest.param(
+            SD15, "sdxl", ["(320, 640, 1280, 1280), not (320, 640, 1280)", "--model sd15 fits"], id="sd15"
+        ),
         pytest.param(SDXL, "sd15", ["--model sdxl fits"], id="sdxl"),
         pytest.param({**UNETS["tiny"]}, "sdxl", ["block_out_channels", "--model tiny fits"], id="tiny"),
         pytest.param(SD21, "sd15", ["cross_attention_dim (1024, 1024, 1024, 1024)"], id="sd21"),
         pytest.param(
-            {**SDXL, "transformer_layers_per_block": [0, 2, 4]}, "sdxl", ["(0, 2, 4), not (1, 2, 10)"], id="pruned"
+            {**SDXL, "transformer_layers_per_block": [0, 2, 4]},
+            "sdxl",
+            ["(0, 2, 4), not (1, 2, 10)"],
+            id="pruned",
         ),
     ],
 )
-def test_a_wrong_name_is_refused(config: dict[str, Any], model: str, words: list[str], tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match=rf"^--model: the UNet of '{tmp_path}' is not that of '{model}'") as caught:
+def test_a_wrong_name_is_refused(
+    config: dict[str, Any], model: str, words: list[str], tmp_path: Path
+) -> None:
+    with pytest.raises(
+        OptionError, match=rf"^--model: the UNet of '{tmp_path}' is not that of '{model}'"
+    ) as caught:
         model_of(folder(tmp_path, config), model)
     assert all(word in str(caught.value) for word in words)
 
@@ -124,8 +140,12 @@ def test_weights_of_no_known_model_are_what_they_say(
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        pytest.param({"_class_name": "UNet3DConditionModel"}, "a UNet3DConditionModel takes inputs", id="video"),
-        pytest.param({**SD21, "addition_embed_type": "image"}, "its addition_embed_type 'image' takes", id="image"),
+        pytest.param(
+            {"_class_name": "UNet3DConditionModel"}, "a UNet3DConditionModel takes inputs", id="video"
+        ),
+        pytest.param(
+            {**SD21, "addition_embed_type": "image"}, "its addition_embed_type 'image' takes", id="image"
+        ),
     ],
 )
 def test_what_cannot_be_timed_says_why(config: dict[str, Any], words: str, tmp_path: Path) -> None:
@@ -152,7 +172,9 @@ def test_an_inpainting_unet_is_no_text_to_image(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_unet(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match=rf"^--weights: no configuration of a UNet in '{tmp_path}': OSError: "):
+    with pytest.raises(
+        OptionError, match=rf"^--weights: no configuration of a UNet in '{tmp_path}': OSError: "
+    ):
         model_of(str(tmp_path), "sd15")
 
 

@@ -87,12 +87,14 @@ def cases(capability: int) -> list[tuple[tuple[int, ...], torch.dtype, str]]:
     """(shape, dtype, layout) of what is compiled."""
     small, split = REPRESENTATIVE
     found = [
-        (shape, torch.float16, "channels_last") for shape in (SHAPES if capability in (75, 90) else REPRESENTATIVE)
+        (shape, torch.float16, "channels_last")
+        for shape in (SHAPES if capability in (75, 90) else REPRESENTATIVE)
     ]
     if capability in (75, 90):
         found += [(split, torch.float32, "channels_last"), (split, torch.float16, "channels_first")]
     found += [
-        (shape, torch.float16, "one_channel") for shape in (ONE_CHANNEL if capability in (75, 90) else ONE_CHANNEL[:1])
+        (shape, torch.float16, "one_channel")
+        for shape in (ONE_CHANNEL if capability in (75, 90) else ONE_CHANNEL[:1])
     ]
     if capability == 90:
         found += [(small, torch.float16, "autocast"), (ONE_CHANNEL[0], torch.float32, "one_channel")]
@@ -101,10 +103,13 @@ def cases(capability: int) -> list[tuple[tuple[int, ...], torch.dtype, str]]:
         # Rows that are no whole number of tiles.
         found += [((2, 320, 56, 56), dtype, "channels_first") for dtype in (torch.float16, torch.float32)]
     found += [
-        (shape, torch.float16, "tokens") for shape in (TOKENS if capability in (75, 90) else (TOKENS[0], TOKENS[-1]))
+        (shape, torch.float16, "tokens")
+        for shape in (TOKENS if capability in (75, 90) else (TOKENS[0], TOKENS[-1]))
     ]
     found += [(shape, torch.float16, "gated") for shape in (GATED if capability in (75, 90) else GATED[:1])]
-    found += [(shape, torch.float16, "few_rows") for shape in (FEW_ROWS if capability in (75, 90) else FEW_ROWS[:1])]
+    found += [
+        (shape, torch.float16, "few_rows") for shape in (FEW_ROWS if capability in (75, 90) else FEW_ROWS[:1])
+    ]
     if capability >= 80:
         found += [(shape, torch.float16, "attention") for shape in PROMPTS]
     if 90 <= capability < 120:
@@ -113,7 +118,9 @@ def cases(capability: int) -> list[tuple[tuple[int, ...], torch.dtype, str]]:
         found += [(shape, torch.float16, "few_rows") for shape in MORE_FEW_ROWS]
         found += [(shape, torch.float32, "few_rows") for shape in FEW_ROWS]
         found += [(FEW_ROWS[0], torch.bfloat16, "few_rows")]
-    found += [(shape, torch.float16, "wide") for shape in (ATTENDED if capability in (75, 90) else ATTENDED[1:])]
+    found += [
+        (shape, torch.float16, "wide") for shape in (ATTENDED if capability in (75, 90) else ATTENDED[1:])
+    ]
     if capability == 90:
         found += [(ATTENDED[1], torch.bfloat16, "wide"), ((1111, 264), torch.float16, "wide")]
         found += [(shape, torch.float16, "tokens") for shape in MORE_TOKENS]
@@ -123,7 +130,9 @@ def cases(capability: int) -> list[tuple[tuple[int, ...], torch.dtype, str]]:
     return found
 
 
-def launches(shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> Iterator[tuple[Launch, tuple[Any, ...]]]:
+def launches(
+    shape: tuple[int, ...], dtype: torch.dtype, layout: str
+) -> Iterator[tuple[Launch, tuple[Any, ...]]]:
     """(launch, its tensors) of every kernel that the public functions launch on ``shape``; nothing runs."""
     made: list[tuple[Launch, tuple[Any, ...]]] = []
     with mock.patch.object(Launch, "__call__", lambda self, stream, *tensors: made.append((self, tensors))):
@@ -202,7 +211,16 @@ def group_norms(shape: tuple[int, ...], dtype: torch.dtype, layout: str, made: l
     )  # fmt: skip
     dy = torch.empty_like(y)
     group_norm_grads(
-        dy, x, mean, rstd, (weight, weight, None, None, None), 32, 1e-5, "silu", False, (True,) * 3 + (False,) * 3
+        dy,
+        x,
+        mean,
+        rstd,
+        (weight, weight, None, None, None),
+        32,
+        1e-5,
+        "silu",
+        False,
+        (True,) * 3 + (False,) * 3,
     )
 
 
@@ -217,7 +235,9 @@ def instance_norms(shape: tuple[int, ...], dtype: torch.dtype, layout: str, made
 
 def fp32_results(shape: tuple[int, ...], dtype: torch.dtype, layout: str, made: list[Any]) -> None:
     x = torch.empty(shape, dtype=dtype, memory_format=torch.channels_last)
-    torch.ops.sdfastgn.group_norm(x, 32, None, None, 1e-5, "silu", None, None, None, None, False, torch.float32)
+    torch.ops.sdfastgn.group_norm(
+        x, 32, None, None, 1e-5, "silu", None, None, None, None, False, torch.float32
+    )
 
 
 def walked(shape: tuple[int, ...], dtype: torch.dtype, layout: str, made: list[Any]) -> None:
@@ -252,8 +272,12 @@ def resources(launch: Launch, tensors: tuple[Any, ...], capability: int) -> dict
     signature |= {name: POINTERS[tensor.dtype] for name, tensor in pointers.items() if tensor is not None}
     signature |= dict.fromkeys(constants, "constexpr")
     # PyTorch's memory starts at multiples of 16 bytes; Triton specialises on that.
-    attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
-    source = ASTSource(launch.kernel, signature, {(names.index(k),): v for k, v in constants.items()}, attributes)
+    attributes = {
+        (i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")
+    }
+    source = ASTSource(
+        launch.kernel, signature, {(names.index(k),): v for k, v in constants.items()}, attributes
+    )
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=launch.options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
@@ -314,10 +338,16 @@ def main(capability: int) -> None:
         module.has_programmatic_launch = lambda device: capability >= 90
     for shape, dtype, layout in cases(capability):
         for launch, tensors in launches(shape, dtype, layout):
-            label = {"shape": "x".join(map(str, shape)), "dtype": str(dtype).removeprefix("torch."), "layout": layout}
+            label = {
+                "shape": "x".join(map(str, shape)),
+                "dtype": str(dtype).removeprefix("torch."),
+                "layout": layout,
+            }
             found = resources(launch, tensors, capability)
             label["kernel"] = operation(launch, tensors)
-            print(json.dumps({**label, **found, **launch.options, "pdl": launch.constants["PDL"]}), flush=True)
+            print(
+                json.dumps({**label, **found, **launch.options, "pdl": launch.constants["PDL"]}), flush=True
+            )
 
 
 if __name__ == "__main__":

@@ -39,7 +39,9 @@ def check(shape, groups, dtype, device, layout, activation, dy_layout, *, direct
     if activation == "relu":
         dy = to_layout(away_from_the_kink(dy, x, groups, weight, bias), dy_layout)
     leaves = leaves_of(x, weight, bias)
-    got = grads_of(lambda x, w, b: sdfastgn.group_norm(x, groups, w, b, 1e-5, activation), leaves, dy, direct=direct)
+    got = grads_of(
+        lambda x, w, b: sdfastgn.group_norm(x, groups, w, b, 1e-5, activation), leaves, dy, direct=direct
+    )
     want = expected_grads(lambda x, w, b: reference_group_norm(x, groups, w, b, 1e-5, activation), leaves, dy)
     assert got[0].stride() == x.stride()
     for name, g, w, leaf in zip(("x", "weight", "bias"), got, want, leaves, strict=True):

@@ -25,12 +25,16 @@ from sdfastgn.kernels.statistics import op as channel_statistics
 from sdfastgn.kernels.upsample import conv as upsample_conv
 from sdfastgn.kernels.upsample import nearest as upsample
 
-interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here, not interpreted")
+interpreted = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="kernels are compiled here, not interpreted"
+)
 DEVICES = [
     pytest.param("cpu", marks=interpreted, id="interpreter"),
     pytest.param("cuda", marks=pytest.mark.gpu, id="gpu"),
 ]
-DTYPES = [pytest.param(d, id=str(d).removeprefix("torch.")) for d in (torch.float16, torch.bfloat16, torch.float32)]
+DTYPES = [
+    pytest.param(d, id=str(d).removeprefix("torch.")) for d in (torch.float16, torch.bfloat16, torch.float32)
+]
 LAYOUTS = ["channels_last", "channels_first"]
 # A result rounded once: half a unit in the last place of the largest values, with room for fp32 sums.
 BOUNDS = {torch.float16: 5e-4, torch.bfloat16: 4e-3, torch.float32: 2e-6}
@@ -40,7 +44,9 @@ def to_layout(x: Tensor, layout: str) -> Tensor:
     return x.movedim(1, -1).contiguous().movedim(-1, 1) if layout == "channels_last" else x.contiguous()
 
 
-def make(shape, dtype=torch.float32, device="cpu", layout="channels_last", mean=3.0, seed=0, param_dtype=None):
+def make(
+    shape, dtype=torch.float32, device="cpu", layout="channels_last", mean=3.0, seed=0, param_dtype=None
+):
     """(x, weight, bias) with a mean away from zero and a random affine."""
     g = torch.Generator().manual_seed(seed)
     x = to_layout((torch.randn(shape, generator=g) * 1.5 + mean).to(dtype), layout).to(device)

@@ -45,7 +45,9 @@ def test_kernels_compile_and_do_not_spill(capability):
         KERNELS | (SINCE_AMPERE if capability >= 80 else set()) | (ON_HOPPER if capability == 90 else set())
     )
     # Programmatic dependent launch is an instruction that older GPUs do not have.
-    assert {row["pdl"] for row in rows} == {row.get("launch_pdl", False) for row in rows} == {capability >= 90}
+    assert (
+        {row["pdl"] for row in rows} == {row.get("launch_pdl", False) for row in rows} == {capability >= 90}
+    )
     # A scalar a warp, and what the compiler reserves. A row of channels a warp made the three launches up to 2.7 times as slow.
     merges = [row for row in rows if row["kernel"] == "merge_kernel" and row["layout"] != "one_channel"]
     assert all(row["shared"] <= 1024 for row in merges)

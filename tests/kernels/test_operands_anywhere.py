@@ -40,7 +40,11 @@ def offset(t: Tensor) -> Tensor:
 
 def transposed(t: Tensor) -> Tensor:
     # A vector becomes a column of a matrix.
-    return t.transpose(0, -1).contiguous().transpose(0, -1) if t.dim() > 1 else torch.stack((t + 100, t), -1)[:, 1]
+    return (
+        t.transpose(0, -1).contiguous().transpose(0, -1)
+        if t.dim() > 1
+        else torch.stack((t + 100, t), -1)[:, 1]
+    )
 
 
 def channels_last(t: Tensor) -> Tensor:
@@ -193,7 +197,9 @@ def operands_of(op: str, dtypes: list[torch.dtype]) -> dict[str, Tensor]:
 
 def compare(op: str, operands: dict[str, Tensor], bound: float) -> None:
     _, ours, truth = OPS[op]
-    doubles = {name: t.detach().double().contiguous().clone().requires_grad_() for name, t in operands.items()}
+    doubles = {
+        name: t.detach().double().contiguous().clone().requires_grad_() for name, t in operands.items()
+    }
     want = outputs_and_gradients(truth, doubles)
     got = outputs_and_gradients(ours, {name: t.detach().requires_grad_() for name, t in operands.items()})
     assert len(got) == len(want)

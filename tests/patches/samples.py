@@ -27,8 +27,12 @@ import sdfastgn
 
 
 def image(*shape: int, seed: int = 0) -> Tensor:
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).contiguous(memory_format=torch.channels_last)
-    return x.requires_grad_()  # stock PyTorch crashes on a channels-last norm of which only the weights need a gradient
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).contiguous(
+        memory_format=torch.channels_last
+    )
+    return (
+        x.requires_grad_()
+    )  # stock PyTorch crashes on a channels-last norm of which only the weights need a gradient
 
 
 def randomise(module: nn.Module) -> nn.Module:
@@ -55,7 +59,13 @@ def _resnet(**options: Any) -> nn.Module:
 
 def _block(**options: Any) -> nn.Module:
     return BasicTransformerBlock(
-        **{"dim": 20, "num_attention_heads": 2, "attention_head_dim": 10, "cross_attention_dim": 12, **options}
+        **{
+            "dim": 20,
+            "num_attention_heads": 2,
+            "attention_head_dim": 10,
+            "cross_attention_dim": 12,
+            **options,
+        }
     )
 
 
@@ -64,7 +74,13 @@ def _attention(**options: Any) -> nn.Module:
 
 
 def _up_block(cls: Any, **options: Any) -> nn.Module:
-    sizes = {"in_channels": 10, "prev_output_channel": 30, "out_channels": 20, "temb_channels": 16, "resnet_groups": 5}
+    sizes = {
+        "in_channels": 10,
+        "prev_output_channel": 30,
+        "out_channels": 20,
+        "temb_channels": 16,
+        "resnet_groups": 5,
+    }
     return cls(**{**sizes, "num_layers": 2, **options})
 
 

@@ -140,14 +140,19 @@ def test_the_with_block_restores_after_an_exception():
 def pipeline_with_an_optimised_unet():
     """As a ControlNet's pipeline made of the parts of one that is optimised."""
     unet = sdfastgn.optimize(build_unet("tiny", torch.float32, "cpu"), cuda_graphs=True)
-    return SimpleNamespace(components={"unet": unet, "controlnet": build_controlnet("tiny", torch.float32, "cpu")})
+    return SimpleNamespace(
+        components={"unet": unet, "controlnet": build_controlnet("tiny", torch.float32, "cpu")}
+    )
 
 
 def assert_only_the_unet_is_optimised(pipe):
     report = sdfastgn.report(pipe)
     assert {e.component for e in report.fused} == {"unet"}
     assert {e.component for e in report.fusable} == {"controlnet"}
-    assert {g.kind: g.mode for g in report.graphs} == {"UNet2DConditionModel": "True", "ControlNetModel": "False"}
+    assert {g.kind: g.mode for g in report.graphs} == {
+        "UNet2DConditionModel": "True",
+        "ControlNetModel": "False",
+    }
     assert channels_last.converted_weights(pipe.components["controlnet"]) == 0
 
 
@@ -312,7 +317,9 @@ def test_components_that_share_a_part():
         for vae, image in zip((one, other), before, strict=True):
             torch.testing.assert_close(vae.decode(latents).sample, image, atol=2e-5, rtol=2e-5)
         sdfastgn.restore(pipe)
-        assert all(torch.equal(v.decode(latents).sample, i) for v, i in zip((one, other), before, strict=True))
+        assert all(
+            torch.equal(v.decode(latents).sample, i) for v, i in zip((one, other), before, strict=True)
+        )
 
 
 def test_layout_inside_and_at_the_doors():
@@ -325,7 +332,9 @@ def test_layout_inside_and_at_the_doors():
     assert seen == [True]
     assert y.is_contiguous()
     assert all(
-        m.weight.is_contiguous(memory_format=torch.channels_last) for m in net.modules() if isinstance(m, nn.Conv2d)
+        m.weight.is_contiguous(memory_format=torch.channels_last)
+        for m in net.modules()
+        if isinstance(m, nn.Conv2d)
     )
 
 

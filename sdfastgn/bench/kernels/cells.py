@@ -103,7 +103,9 @@ class Work:
     host_call: Callable[[], object] | None = None
 
 
-def relative_errors(outputs: Mapping[str, torch.Tensor], truth: Mapping[str, torch.Tensor]) -> dict[str, float]:
+def relative_errors(
+    outputs: Mapping[str, torch.Tensor], truth: Mapping[str, torch.Tensor]
+) -> dict[str, float]:
     """||output - truth|| / ||truth|| in fp64, by name."""
     errors = {}
     for name, output in outputs.items():
@@ -153,7 +155,9 @@ def _measure(row: KernelRow, work: Work, config: KernelConfig) -> None:
     row.hot_gbps, row.cold_gbps = work.moved / 1e3 / hot, work.moved / 1e3 / cold
 
 
-def attempt(row: Row, reason: str | None, config: KernelConfig, work: Callable[..., Work], *arguments: Any) -> Row:
+def attempt(
+    row: Row, reason: str | None, config: KernelConfig, work: Callable[..., Work], *arguments: Any
+) -> Row:
     """``row`` with the times of ``work(*arguments)``, or with why there are none: ``reason``, a wrong result, what was raised."""
     if reason is not None:
         row.status, row.reason = UNAVAILABLE, reason

@@ -98,7 +98,9 @@ def _module(make: Any) -> Call:
 
     def build(x: Tensor, weight: Tensor, bias: Tensor) -> Call:
         module = make(GROUPS, weight, bias, EPS)
-        return lambda x, weight, bias: torch.func.functional_call(module, {"weight": weight, "bias": bias}, (x,))
+        return lambda x, weight, bias: torch.func.functional_call(
+            module, {"weight": weight, "bias": bias}, (x,)
+        )
 
     return build
 
@@ -125,7 +127,9 @@ _TRAINING = Suite(
         Provider("eager_nchw", providers.always, _fixed(_group_norm_silu), channels_last=False, task=NORM),
         Provider("eager_nhwc", providers.always, _fixed(_group_norm_silu), task=NORM),
         Provider("sdfastgn", providers.always, lambda *operands: _our_group_norm("silu"), task=NORM),
-        Provider("inductor", providers.inductor_reason, _compiled(_group_norm_silu), by_default=False, task=NORM),
+        Provider(
+            "inductor", providers.inductor_reason, _compiled(_group_norm_silu), by_default=False, task=NORM
+        ),
         Provider("gnnhwc", providers.gnnhwc_reason, _module(providers.gnnhwc), task=NORM),
         Provider("apex", providers.apex_reason, _module(providers.apex), task=NORM),
     ),
@@ -164,7 +168,9 @@ _ISSUE_28201 = Suite(
             by_default=False,
             task=NORM,
         ),
-        Provider("inductor_nhwc", providers.inductor_reason, _compiled(_group_norm), by_default=False, task=NORM),
+        Provider(
+            "inductor_nhwc", providers.inductor_reason, _compiled(_group_norm), by_default=False, task=NORM
+        ),
     ),
     ours=("sdfastgn_nchw", "sdfastgn_nhwc"),
     baseline="eager_nchw",
@@ -197,7 +203,9 @@ _INSTANCE_NORM = Suite(
     name="instance_norm",
     title="InstanceNorm of three-dimensional images",
     axes="NxDxHxWxC",
-    shape_sets={"all": ((2, 128, 128, 128, 32), (4, 64, 64, 64, 64), (8, 32, 32, 32, 128), (8, 32, 32, 32, 256))},
+    shape_sets={
+        "all": ((2, 128, 128, 128, 32), (4, 64, 64, 64, 64), (8, 32, 32, 32, 128), (8, 32, 32, 32, 256))
+    },
     operations=(
         _copied(_instance_norm_sizes),
         Operation(NORM, _instance_norm_sizes, _instance_norm, (FORWARD, BOTH)),
@@ -206,9 +214,17 @@ _INSTANCE_NORM = Suite(
         _COPY,
         Provider("eager_ncdhw", providers.always, _fixed(_instance_norm), channels_last=False, task=NORM),
         Provider("eager_ndhwc", providers.always, _fixed(_instance_norm), task=NORM),
-        Provider("sdfastgn_ncdhw", _needs_ours("instance_norm"), _our_instance_norm, channels_last=False, task=NORM),
+        Provider(
+            "sdfastgn_ncdhw", _needs_ours("instance_norm"), _our_instance_norm, channels_last=False, task=NORM
+        ),
         Provider("sdfastgn_ndhwc", _needs_ours("instance_norm"), _our_instance_norm, task=NORM),
-        Provider("inductor_ndhwc", providers.inductor_reason, _compiled(_instance_norm), by_default=False, task=NORM),
+        Provider(
+            "inductor_ndhwc",
+            providers.inductor_reason,
+            _compiled(_instance_norm),
+            by_default=False,
+            task=NORM,
+        ),
     ),
     ours=("sdfastgn_ncdhw", "sdfastgn_ndhwc"),
     baseline="eager_ncdhw",
@@ -248,7 +264,9 @@ def _our_add_layer_norm(*operands: Tensor) -> Call:
     import sdfastgn
 
     function: Any = getattr(sdfastgn, "add_layer_norm")  # noqa: B009  # a name that mypy need not know
-    return lambda x, residual, weight, bias, add_bias: function(x, residual, weight, bias, EPS, add_bias=add_bias)
+    return lambda x, residual, weight, bias, add_bias: function(
+        x, residual, weight, bias, EPS, add_bias=add_bias
+    )
 
 
 _ROWS: tuple[Shape, ...] = tuple((10**power, 10 ** (8 - power)) for power in range(1, 8))
@@ -271,7 +289,9 @@ _LAYER_NORM = Suite(
         Provider("inductor", providers.inductor_reason, _compiled(_layer_norm), by_default=False, task=NORM),
         Provider("eager", providers.always, _fixed(_add_layer_norm), task=ADD),
         Provider("sdfastgn", _needs_ours("add_layer_norm"), _our_add_layer_norm, task=ADD),
-        Provider("inductor", providers.inductor_reason, _compiled(_add_layer_norm), by_default=False, task=ADD),
+        Provider(
+            "inductor", providers.inductor_reason, _compiled(_add_layer_norm), by_default=False, task=ADD
+        ),
     ),
     ours=("sdfastgn",),
     baseline="eager",
@@ -323,7 +343,11 @@ def _phases(with_statistics: bool) -> Any:
 
 
 def _phases_reason(device: torch.device) -> str | None:
-    return None if device.type == "cuda" else "the phases are interleaved by a Triton kernel, which needs an NVIDIA GPU"
+    return (
+        None
+        if device.type == "cuda"
+        else "the phases are interleaved by a Triton kernel, which needs an NVIDIA GPU"
+    )
 
 
 # Those that the VAE decodes 512 x 512 and 1024 x 1024 from, those of SD1.5's and SDXL's UNets, and 20 MB.
@@ -351,21 +375,27 @@ _UPSAMPLE = Suite(
         _copied(_conv_sizes),
         Operation(UPSAMPLE, lambda shape: {"x": shape}, _upsample, (FORWARD,), tensors=5),
         # Convolutions of fp32 run in TF32, whose mantissa is that of fp16.
-        Operation(CONV, _conv_sizes, _upsample_conv, (FORWARD,), tensors=5, bounds={**ERROR_BOUNDS, "fp32": 2e-3}),
+        Operation(
+            CONV, _conv_sizes, _upsample_conv, (FORWARD,), tensors=5, bounds={**ERROR_BOUNDS, "fp32": 2e-3}
+        ),
     ),
     providers=(
         _COPY,
         Provider("eager_nchw", providers.always, _fixed(_upsample), channels_last=False, task=UPSAMPLE),
         Provider("eager_nhwc", providers.always, _fixed(_upsample), task=UPSAMPLE),
         Provider("sdfastgn", _needs_ours("upsample_nearest_2x"), _our_upsample, task=UPSAMPLE),
-        Provider("inductor", providers.inductor_reason, _compiled(_upsample), by_default=False, task=UPSAMPLE),
+        Provider(
+            "inductor", providers.inductor_reason, _compiled(_upsample), by_default=False, task=UPSAMPLE
+        ),
         Provider("eager_nchw", providers.always, _fixed(_upsample_conv), channels_last=False, task=CONV),
         Provider("eager_nhwc", providers.always, _fixed(_upsample_conv), task=CONV),
         Provider("sdfastgn", _needs_ours("upsample_conv2d"), _our_upsample_conv, task=CONV),
         Provider("sdfastgn_high", _needs_ours("upsample_nearest_2x"), _high_resolution, task=CONV),
         Provider("sdfastgn_phases", _phases_reason, _phases(False), task=CONV),
         Provider("sdfastgn_phases_statistics", _phases_reason, _phases(True), task=CONV),
-        Provider("inductor", providers.inductor_reason, _compiled(_upsample_conv), by_default=False, task=CONV),
+        Provider(
+            "inductor", providers.inductor_reason, _compiled(_upsample_conv), by_default=False, task=CONV
+        ),
     ),
     ours=("sdfastgn", "sdfastgn_high", "sdfastgn_phases", "sdfastgn_phases_statistics"),
     baseline="eager_nchw",
@@ -407,6 +437,7 @@ _ATTENTION = Suite(
 )
 
 SUITES: dict[str, Suite] = {
-    suite.name: suite for suite in (_TRAINING, _INSTANCE_NORM, _LAYER_NORM, _ISSUE_28201, _UPSAMPLE, _ATTENTION)
+    suite.name: suite
+    for suite in (_TRAINING, _INSTANCE_NORM, _LAYER_NORM, _ISSUE_28201, _UPSAMPLE, _ATTENTION)
 }
 NAMES: tuple[str, ...] = (INFERENCE, *SUITES)

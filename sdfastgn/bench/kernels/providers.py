@@ -119,7 +119,9 @@ def apex(num_groups: int, weight: torch.Tensor, bias: torch.Tensor, eps: float) 
     """apex's GroupNorm+SiLU as a module with these parameters. Raises ValueError where it has no kernel for so many channels."""
     from apex.contrib.group_norm import GroupNorm
 
-    module = GroupNorm(num_groups, weight.numel(), eps=eps, device=weight.device, dtype=weight.dtype, act="silu")
+    module = GroupNorm(
+        num_groups, weight.numel(), eps=eps, device=weight.device, dtype=weight.dtype, act="silu"
+    )
     supported: Any = getattr(module, "SUPPORTED_CHANNELS", None)
     if supported is not None and weight.numel() not in supported:
         raise ValueError(f"apex has no kernel for {weight.numel()} channels and would run PyTorch's")
@@ -162,7 +164,9 @@ def _cat_with_statistics(num_groups: int, weight: torch.Tensor, bias: torch.Tens
 
 def _native_reason(device: torch.device) -> str | None:
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    return None if version >= (2, 14) else f"torch {torch.__version__} has no channels-last GroupNorm; 2.14 does"
+    return (
+        None if version >= (2, 14) else f"torch {torch.__version__} has no channels-last GroupNorm; 2.14 does"
+    )
 
 
 # stable_fast comes after all that launch Triton kernels: its import touches Triton.

@@ -19,7 +19,17 @@ from sdfastgn.bench import timing
 from sdfastgn.bench.documents import OK
 from sdfastgn.bench.kernels import cells, providers
 from sdfastgn.bench.kernels.cells import KernelConfig, KernelRow, Shape, Work, geometric_mean, shape_text
-from sdfastgn.bench.kernels.providers import ADD, BASELINES, CAT, COPY, NORM_GIVEN, NORMS, OURS, YARDSTICK, Provider
+from sdfastgn.bench.kernels.providers import (
+    ADD,
+    BASELINES,
+    CAT,
+    COPY,
+    NORM_GIVEN,
+    NORMS,
+    OURS,
+    YARDSTICK,
+    Provider,
+)
 from sdfastgn.bench.models.workload import DTYPES
 
 GROUPS = 32
@@ -48,7 +58,12 @@ UNET_SHAPES: tuple[Shape, ...] = (
     (1, 512, 256, 256),
 )
 # The VAE's large images, and a large batch.
-LARGE_SHAPES: tuple[Shape, ...] = ((1, 256, 512, 512), (1, 512, 512, 512), (1, 128, 1024, 1024), (16, 320, 64, 64))
+LARGE_SHAPES: tuple[Shape, ...] = (
+    (1, 256, 512, 512),
+    (1, 512, 512, 512),
+    (1, 128, 1024, 1024),
+    (16, 320, 64, 64),
+)
 SHAPE_SETS: dict[str, tuple[Shape, ...]] = {
     "unet": UNET_SHAPES,
     "large": LARGE_SHAPES,
@@ -77,7 +92,12 @@ class _Case:
     def of(cls, shape: Shape, config: KernelConfig) -> _Case:
         device, dtype = config.torch_device, DTYPES[config.dtype]
         generator = torch.Generator(device).manual_seed(config.seed)
-        x = torch.randn(shape, generator=generator, device=device, dtype=torch.float32).mul_(1.5).add_(0.5).to(dtype)
+        x = (
+            torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
+            .mul_(1.5)
+            .add_(0.5)
+            .to(dtype)
+        )
         residual = torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(dtype)
         weight = torch.randn(shape[1], generator=generator, device=device).to(dtype)
         bias = torch.randn(shape[1], generator=generator, device=device).to(dtype)
@@ -107,7 +127,9 @@ class _Case:
 
             first = (x, sdfastgn.channel_statistics(x))
         count = timing.cold_sets(self.bytes_a_call(provider)) if x.is_cuda else 2
-        clones = [tuple(t.clone(memory_format=torch.preserve_format) for t in first) for _ in range(count - 1)]
+        clones = [
+            tuple(t.clone(memory_format=torch.preserve_format) for t in first) for _ in range(count - 1)
+        ]
         return [first, *clones]
 
     def work(self, provider: Provider, dtype: str) -> Work:
@@ -181,7 +203,9 @@ def losses(rows: Sequence[KernelRow], *, cold: bool = False) -> list[Shape]:
 def ratio_to_best_peer(rows: Sequence[KernelRow], shape: Shape, *, cold: bool = False) -> float | None:
     """Our time over the best peer's; None where one of the two is missing."""
     peer = best_peer(rows, shape, cold=cold)
-    ours = next((row for row in rows if row.shape == shape and row.provider == OURS and row.status == OK), None)
+    ours = next(
+        (row for row in rows if row.shape == shape and row.provider == OURS and row.status == OK), None
+    )
     times = [row.microseconds(cold) if row else None for row in (ours, peer)]
     return times[0] / times[1] if times[0] and times[1] else None
 

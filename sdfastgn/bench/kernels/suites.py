@@ -123,7 +123,9 @@ class Suite:
 
     def gate(self, dtype: str) -> str:
         """The largest errors that are let through, in words."""
-        others = [f"of {op.task} {op.bounds[dtype]:g}" for op in self.operations if op.bounds is not ERROR_BOUNDS]
+        others = [
+            f"of {op.task} {op.bounds[dtype]:g}" for op in self.operations if op.bounds is not ERROR_BOUNDS
+        ]
         return ", ".join([f"{ERROR_BOUNDS[dtype]:g}", *others, f"of gradients {GRADIENT_BOUNDS[dtype]:g}"])
 
     def cells_of(self, names: Iterable[str]) -> list[tuple[Operation, Provider, str]]:
@@ -272,7 +274,9 @@ class _Case:
         first = _Inputs(operands)
         if what in DIFFERENTIATED:
             layouts = _training_forward(call, first)
-            first.grads = tuple(torch.empty_like(y).copy_(dy) for y, dy in zip(layouts, self._grads, strict=True))
+            first.grads = tuple(
+                torch.empty_like(y).copy_(dy) for y, dy in zip(layouts, self._grads, strict=True)
+            )
         x = operands[0]
         moved = self.operation.moved_tensors(what) * x.numel() * x.element_size()
         count = timing.cold_sets(moved) if x.is_cuda else 2
@@ -280,7 +284,9 @@ class _Case:
             outputs=lambda: self._outputs(what, call, first),
             truth=self.truth,
             bounds={
-                name: (self.operation.bounds if name in self.operation.outputs else GRADIENT_BOUNDS)[self.dtype]
+                name: (self.operation.bounds if name in self.operation.outputs else GRADIENT_BOUNDS)[
+                    self.dtype
+                ]
                 for name in self.truth
             },
             call=functools.partial(_CALLS[what], call),
@@ -309,7 +315,9 @@ def run(
                 on_cell(shape, provider.name)
                 if operation.task not in cases:
                     # One operation's data at a time, built for the first provider that can run.
-                    cases = {operation.task: functools.cache(functools.partial(_Case, operation, shape, config))}
+                    cases = {
+                        operation.task: functools.cache(functools.partial(_Case, operation, shape, config))
+                    }
                 row = SuiteRow(shape, provider.name, OK, task=operation.label(what))
                 reason = cells.unavailable(provider, shape, config)
                 rows.append(cells.attempt(row, reason, config, _work, cases[operation.task], provider, what))
@@ -356,7 +364,9 @@ def is_lost(suite: Suite, line: dict[str, SuiteRow], name: str, *, cold: bool = 
     return to_peer is None or to_peer > 1
 
 
-def means(suite: Suite, rows: Sequence[SuiteRow], over: str) -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
+def means(
+    suite: Suite, rows: Sequence[SuiteRow], over: str
+) -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
     """Geometric means of time over that of ``over``, by set of shapes, task and provider, each with its number of shapes."""
     found: dict[str, dict[str, dict[str, dict[str, Any]]]] = {}
     for set_name, shapes in suite.shape_sets.items():

@@ -165,7 +165,12 @@ TEXT_ENCODERS: dict[str, tuple[dict[str, Any], ...]] = {
 _BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}
 _PNDM = ("PNDMScheduler", {**_BETAS, "skip_prk_steps": True, "set_alpha_to_one": False})
 _EULER = ("EulerDiscreteScheduler", {**_BETAS, "timestep_spacing": "leading"})
-SCHEDULERS: dict[str, tuple[str, dict[str, Any]]] = {"tiny": _PNDM, "tiny_xl": _EULER, "sd15": _PNDM, "sdxl": _EULER}
+SCHEDULERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "tiny": _PNDM,
+    "tiny_xl": _EULER,
+    "sd15": _PNDM,
+    "sdxl": _EULER,
+}
 
 
 def check_model(call: str, model: str) -> None:
@@ -234,7 +239,10 @@ def unet_difference(config: Mapping[str, Any], model: str) -> str:
 def _unet_defaults() -> dict[str, Any]:
     from diffusers import UNet2DConditionModel
 
-    return {name: each.default for name, each in inspect.signature(UNet2DConditionModel.__init__).parameters.items()}
+    return {
+        name: each.default
+        for name, each in inspect.signature(UNet2DConditionModel.__init__).parameters.items()
+    }
 
 
 def _entry(config: Mapping[str, Any], key: str) -> Any:
@@ -245,7 +253,9 @@ def _entry(config: Mapping[str, Any], key: str) -> Any:
     return (value,) * len(blocks) if key in _PER_BLOCK else value
 
 
-def build_unet(model: str, dtype: torch.dtype, device: torch.device | str, *, seed: int = 0) -> UNet2DConditionModel:
+def build_unet(
+    model: str, dtype: torch.dtype, device: torch.device | str, *, seed: int = 0
+) -> UNet2DConditionModel:
     """The UNet of ``model`` in eval mode with random weights; the same ones for the same seed, dtype and device.
 
     Raises ValueError for an unknown model.
@@ -267,7 +277,9 @@ def build_vae(model: str, dtype: torch.dtype, device: torch.device | str, *, see
     return _build(AutoencoderKL, {**VAES[model], "force_upcast": False}, dtype, device, seed)
 
 
-def build_controlnet(model: str, dtype: torch.dtype, device: torch.device | str, *, seed: int = 0) -> ControlNetModel:
+def build_controlnet(
+    model: str, dtype: torch.dtype, device: torch.device | str, *, seed: int = 0
+) -> ControlNetModel:
     """A ControlNet for the UNet of ``model``, in eval mode with random weights. Raises ValueError for an unknown model."""
     from diffusers import ControlNetModel
 
@@ -321,7 +333,13 @@ def unet_inputs(
 
 
 def vae_latents(
-    model: str | Mapping[str, Any], *, size: int, batch: int, dtype: torch.dtype, device: torch.device | str, seed: int
+    model: str | Mapping[str, Any],
+    *,
+    size: int,
+    batch: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    seed: int,
 ) -> Tensor:
     """Latents for one decode to ``size`` pixels square by a VAE of this name or configuration. Errors: ``unet_inputs``."""
     if isinstance(model, str):
@@ -338,11 +356,15 @@ def _randn(*shape: int, dtype: torch.dtype, device: torch.device | str, seed: in
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
-def _build(cls: Any, config: dict[str, Any], dtype: torch.dtype, device: torch.device | str, seed: int) -> Any:
+def _build(
+    cls: Any, config: dict[str, Any], dtype: torch.dtype, device: torch.device | str, seed: int
+) -> Any:
     # By way of the meta device: initialising 2.6 billion parameters on the CPU would take minutes.
     with torch.device("meta"):
         model = cls(**config)
-    nn.Module.to(model, dtype)  # diffusers' own ``to`` warns about a list of fp32 modules, which is empty here
+    nn.Module.to(
+        model, dtype
+    )  # diffusers' own ``to`` warns about a list of fp32 modules, which is empty here
     if torch.device(device).type == "meta":
         return model.eval()
     return randomise(model.to_empty(device=device), seed).eval()
@@ -350,7 +372,9 @@ def _build(cls: Any, config: dict[str, Any], dtype: torch.dtype, device: torch.d
 
 def randomise(module: nn.Module, seed: int) -> Any:
     """Random weights in place, in the parameters' own dtype and on their device; returns ``module``."""
-    norms = {id(p) for m in module.modules() if isinstance(m, (nn.GroupNorm, nn.LayerNorm)) for p in [m.weight]}
+    norms = {
+        id(p) for m in module.modules() if isinstance(m, (nn.GroupNorm, nn.LayerNorm)) for p in [m.weight]
+    }
     generators: dict[torch.device, torch.Generator] = {}
     with torch.no_grad():
         for p in module.parameters():

@@ -32,7 +32,9 @@ def build_pipeline(model: str, *, dtype: torch.dtype, device: torch.device | str
     pipe: Any
     if len(encoders) == 2:
         components["text_encoder"] = _text_encoder(CLIPTextModel, encoders[0], dtype, device, seed)
-        components["text_encoder_2"] = _text_encoder(CLIPTextModelWithProjection, encoders[1], dtype, device, seed + 1)
+        components["text_encoder_2"] = _text_encoder(
+            CLIPTextModelWithProjection, encoders[1], dtype, device, seed + 1
+        )
         components["tokenizer_2"] = build_tokenizer()
         pipe = StableDiffusionXLPipeline(**components, add_watermarker=False)
     else:
@@ -58,8 +60,12 @@ def load_pipeline(weights: str, model: str | None, dtype: torch.dtype, device: t
         return build_pipeline(model or "", dtype=dtype, device=device)
     try:
         pipe = DiffusionPipeline.from_pretrained(weights, dtype=dtype)
-    except Exception as error:  # a folder that is no pipeline gives KeyError, AttributeError and more, besides OSError
-        raise ValueError(f"load_pipeline: cannot load {weights!r}: {type(error).__name__}: {error}") from error
+    except (
+        Exception
+    ) as error:  # a folder that is no pipeline gives KeyError, AttributeError and more, besides OSError
+        raise ValueError(
+            f"load_pipeline: cannot load {weights!r}: {type(error).__name__}: {error}"
+        ) from error
     return pipe.to(device)
 
 

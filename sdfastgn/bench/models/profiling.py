@@ -35,7 +35,17 @@ from sdfastgn.bench.kernel_categories import (
     operator_category,
 )
 
-__all__ = ["CALL", "CPU", "REPLAY", "TOP", "Breakdown", "measure", "of_cpu_operators", "of_kernels", "shares_by_name"]
+__all__ = [
+    "CALL",
+    "CPU",
+    "REPLAY",
+    "TOP",
+    "Breakdown",
+    "measure",
+    "of_cpu_operators",
+    "of_kernels",
+    "shares_by_name",
+]
 
 REPLAY, CALL, CPU = "replay", "call", "CPU operators"
 TOP = 10
@@ -153,7 +163,13 @@ def _listed(parts: Iterable[_Part]) -> list[dict[str, Any]]:
 
 
 def _breakdown(
-    parts: Sequence[_Part], span: float, *, source: str, timed_ms: float, call_gaps_ms: float | None, kernels: int
+    parts: Sequence[_Part],
+    span: float,
+    *,
+    source: str,
+    timed_ms: float,
+    call_gaps_ms: float | None,
+    kernels: int,
 ) -> Breakdown:
     sums = dict.fromkeys(CATEGORIES, 0.0)
     for part in parts:
@@ -230,7 +246,9 @@ def of_cpu_operators(events: Iterable[Any], *, timed_ms: float) -> Breakdown:
     return _breakdown(parts, _span(own), source=CPU, timed_ms=timed_ms, call_gaps_ms=None, kernels=len(own))
 
 
-def _recorded(call: Callable[[], object], device: torch.device, activities: Sequence[ProfilerActivity]) -> Any:
+def _recorded(
+    call: Callable[[], object], device: torch.device, activities: Sequence[ProfilerActivity]
+) -> Any:
     timing.synchronize(device)
     with profile(activities=activities) as session:
         result = call()
@@ -270,6 +288,7 @@ def measure(
             )
             runs = [_recorded(what, device, [ProfilerActivity.CUDA]) for _ in range(recordings)]
             found = [
-                of_kernels(with_operators, events, source=source, timed_ms=timed_ms, call_ms=call_ms) for events in runs
+                of_kernels(with_operators, events, source=source, timed_ms=timed_ms, call_ms=call_ms)
+                for events in runs
             ]
     return sorted(found, key=lambda one: one.total_ms)[(len(found) - 1) // 2]

@@ -106,7 +106,9 @@ def _finite(value: float | None) -> float | None:
 
 
 def _row(config: BenchConfig, variant: Variant, status: str, **values: Any) -> Row:
-    return Row(config.model, config.part, config.size, config.batch, config.dtype, variant.name, status, **values)
+    return Row(
+        config.model, config.part, config.size, config.batch, config.dtype, variant.name, status, **values
+    )
 
 
 def _free(device: torch.device) -> None:
@@ -220,7 +222,9 @@ def _measure(config: BenchConfig, variant: Variant, workload: Workload, stock: _
             return _row(config, variant, WRONG, reason=judgement.reason, note=note, **values)
         del output
         timed = timing.time_callable(workload.call, device, repeats=config.repeats)
-        values["note"] = variant.describe(workload.target)  # after all calls: a variant may do something at its second
+        values["note"] = variant.describe(
+            workload.target
+        )  # after all calls: a variant may do something at its second
         values |= workload.memory() if workload.memory is not None else {}
         replay = _graph(config, variant, workload, stock)
         values |= _profile(config, workload, timed.median_ms, replay)
@@ -271,7 +275,11 @@ def run(
         on_row: called with each row as soon as there is one, for whoever must not lose it.
     """
     device = config.torch_device
-    with timing.device_scope(device), timing.global_switches(cudnn_benchmark=tries_algorithms(config)), torch.no_grad():
+    with (
+        timing.device_scope(device),
+        timing.global_switches(cudnn_benchmark=tries_algorithms(config)),
+        torch.no_grad(),
+    ):
         timing.spin_up(device)
         if workload is None:
             workload = workloads.build(config)
@@ -295,7 +303,11 @@ def describe(configs: Sequence[BenchConfig]) -> dict[str, Any]:
     """The configs as JSON, each with its correctness gate in words."""
     return {
         "parts": [
-            {**asdict(config), "gate": workloads.gate_text(config), "cudnn_benchmark": tries_algorithms(config)}
+            {
+                **asdict(config),
+                "gate": workloads.gate_text(config),
+                "cudnn_benchmark": tries_algorithms(config),
+            }
             for config in configs
         ]
     }
@@ -303,5 +315,7 @@ def describe(configs: Sequence[BenchConfig]) -> dict[str, Any]:
 
 def current_environment(device: torch.device, configs: Sequence[BenchConfig] = ()) -> dict[str, Any]:
     """:func:`environment` with the switches that :func:`run` measures under: those of the first config where they differ."""
-    with timing.global_switches(cudnn_benchmark=tries_algorithms(configs[0]) if configs else True) as switches:
+    with timing.global_switches(
+        cudnn_benchmark=tries_algorithms(configs[0]) if configs else True
+    ) as switches:
         return environment(device, switches)

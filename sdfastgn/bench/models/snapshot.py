@@ -18,7 +18,9 @@ def modules_of(target: object) -> dict[str, nn.Module]:
         return {"": target}
     components = getattr(target, "components", None)
     if not isinstance(components, dict):
-        raise TypeError(f"modules_of: expected an nn.Module or a diffusers pipeline, got {type(target).__name__}")
+        raise TypeError(
+            f"modules_of: expected an nn.Module or a diffusers pipeline, got {type(target).__name__}"
+        )
     return {name: part for name, part in components.items() if isinstance(part, nn.Module)}
 
 
@@ -61,7 +63,9 @@ class Snapshot:
             processor = getattr(target, "image_processor", None)
             owners.update({id(owner): owner for owner in (target, processor) if owner is not None})
         self._saved = [_Saved.of(owner) for owner in owners.values()]
-        tensors = {id(tensor): tensor for root in roots.values() for tensor in (*root.parameters(), *root.buffers())}
+        tensors = {
+            id(tensor): tensor for root in roots.values() for tensor in (*root.parameters(), *root.buffers())
+        }
         self._strides = [(tensor, tensor.stride()) for tensor in tensors.values()]
 
     def restore(self) -> None:

@@ -43,7 +43,9 @@ class Gradients:
 
     def kept(self) -> Gradients:
         """A copy in the CPU's memory: what is held on the GPU is what is measured."""
-        return Gradients({name: tensor.detach().to("cpu", copy=True) for name, tensor in self.tensors.items()})
+        return Gradients(
+            {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.tensors.items()}
+        )
 
     def relative_error(self, reference: Gradients) -> float:
         """||g - reference|| / ||reference|| in fp64; nan if anything is, or where they are not of the same parameters."""
@@ -69,7 +71,11 @@ def judge(config: BenchConfig, gradients: Gradients, reference: Gradients, limit
     """Against stock fp32 gradients; ``limit`` is what :func:`error_limit` made of stock eager's own error."""
     error = gradients.relative_error(reference)
     # `not <=` because a NaN is neither above nor below.
-    reason = "" if error <= limit else f"the gradients' relative error {error:.3g} against fp32 is above {limit:.3g}"
+    reason = (
+        ""
+        if error <= limit
+        else f"the gradients' relative error {error:.3g} against fp32 is above {limit:.3g}"
+    )
     return Judgement(error, None, reason)
 
 
@@ -140,7 +146,9 @@ def build(config: BenchConfig) -> Workload:
 
     def memory() -> dict[str, float | None]:
         _drop_gradients(unet)
-        values: dict[str, float | None] = {"saved_mib": saved_bytes(lambda: loss_of(unet, kwargs), unet) / 2**20}
+        values: dict[str, float | None] = {
+            "saved_mib": saved_bytes(lambda: loss_of(unet, kwargs), unet) / 2**20
+        }
         if config.torch_device.type == "cuda":
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()

@@ -127,9 +127,17 @@ def _describe_sdfastgn(target: Any) -> str:
 
 def _compile_reason(device: torch.device) -> str | None:
     if device.type == "cuda":
-        return None if importlib.util.find_spec("triton") else "torch.compile needs triton on CUDA; it is not installed"
+        return (
+            None
+            if importlib.util.find_spec("triton")
+            else "torch.compile needs triton on CUDA; it is not installed"
+        )
     compiler = (sysconfig.get_config_var("CXX") or "g++").split()[0]
-    return None if shutil.which(compiler) or shutil.which("g++") else "torch.compile needs a C++ compiler on the CPU"
+    return (
+        None
+        if shutil.which(compiler) or shutil.which("g++")
+        else "torch.compile needs a C++ compiler on the CPU"
+    )
 
 
 @contextlib.contextmanager
@@ -182,8 +190,16 @@ VARIANTS: tuple[Variant, ...] = (
     Variant("sdfastgn", "sdfastgn", _always, _sdfastgn, _describe_sdfastgn, replays_graph=True),
     Variant("sdfastgn_eager", "sdfastgn without graphs", _always, _sdfastgn_eager, _describe_sdfastgn),
     Variant("compile", "torch.compile", _compile_reason, _compile),
-    Variant("compile_graphs", "torch.compile reduce-overhead", _compile_reason, _compile_graphs, replays_graph=True),
-    Variant("sdfastgn_compile", "sdfastgn + torch.compile", _compile_reason, _sdfastgn_compile, _describe_sdfastgn),
+    Variant(
+        "compile_graphs",
+        "torch.compile reduce-overhead",
+        _compile_reason,
+        _compile_graphs,
+        replays_graph=True,
+    ),
+    Variant(
+        "sdfastgn_compile", "sdfastgn + torch.compile", _compile_reason, _sdfastgn_compile, _describe_sdfastgn
+    ),
     Variant("stable_fast", "stable-fast", stable_fast.reason, _stable_fast, replays_graph=True),
 )
 

@@ -106,7 +106,8 @@ def measure(config: BenchConfig, new_size: int, *, optimise: bool) -> tuple[Wait
         seconds, image = _seconds(call, device)
         image_s.append(seconds)
     mib = [
-        f(device) / 2**20 if on_gpu else None for f in (torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved)
+        f(device) / 2**20 if on_gpu else None
+        for f in (torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved)
     ]
     inputs = architectures.unet_inputs(
         pipe.unet.config,
@@ -119,7 +120,8 @@ def measure(config: BenchConfig, new_size: int, *, optimise: bool) -> tuple[Wait
     )
     with torch.no_grad():
         new_size_s = [
-            _seconds(lambda: pipe.unet(**inputs, return_dict=False), device)[0] for _ in range(STEPS_AT_NEW_SIZE)
+            _seconds(lambda: pipe.unet(**inputs, return_dict=False), device)[0]
+            for _ in range(STEPS_AT_NEW_SIZE)
         ]
     return WaitRow("", image_s, new_size_s, mib[0], mib[1]), np.asarray(image)
 
@@ -179,7 +181,9 @@ def cells(row: WaitRow, eager: WaitRow) -> list[str]:
 
 def _work(request: dict[str, Any]) -> None:
     try:
-        row, image = measure(BenchConfig(**request["config"]), request["new_size"], optimise=request["optimise"])
+        row, image = measure(
+            BenchConfig(**request["config"]), request["new_size"], optimise=request["optimise"]
+        )
     except workloads.WeightsError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
@@ -197,7 +201,9 @@ def run_and_print(config: BenchConfig, new_size: int, *, json: Path | None, out:
     print_lines(out, [": ".join(cells(row, rows[0])) for row in rows if row.status != documents.OK])
     out.print(f"correctness gate, before any time: {workloads.gate_text(config)}", style="dim")
     if json is not None:
-        tries = torch.backends.cudnn.benchmark  # not what `sdfastgn bench` would have set: the processes leave it alone
+        tries = (
+            torch.backends.cudnn.benchmark
+        )  # not what `sdfastgn bench` would have set: the processes leave it alone
         (part,) = end_to_end.describe([config])["parts"]
         described = {"parts": [{**part, "cudnn_benchmark": tries}], "new_size": new_size}
         where = environment(config.torch_device, {"cudnn.benchmark": tries})

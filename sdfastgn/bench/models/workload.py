@@ -105,7 +105,9 @@ def gate_text(config: BenchConfig) -> str:
         return f"PSNR against eager's image at least {PSNR_BOUNDS[config.dtype]:g} dB"
     if config.part == "train":
         least = f", or at most {ERROR_BOUNDS['fp32']:g}" if config.dtype == "fp32" else ""
-        return f"gradients' relative error against fp32 at most {GRADIENT_FACTOR:g} times stock eager's{least}"
+        return (
+            f"gradients' relative error against fp32 at most {GRADIENT_FACTOR:g} times stock eager's{least}"
+        )
     return f"relative error against eager at most {_error_bound(config):g}"
 
 
@@ -117,16 +119,22 @@ def _error_bound(config: BenchConfig) -> float:
 def judge(config: BenchConfig, output: Any, reference: Any) -> Judgement:
     """Compares with the config's bound. Not-finite values are never within it."""
     if tuple(output.shape) != tuple(reference.shape):
-        return Judgement(float("nan"), None, f"shape {tuple(output.shape)}, eager's is {tuple(reference.shape)}")
+        return Judgement(
+            float("nan"), None, f"shape {tuple(output.shape)}, eager's is {tuple(reference.shape)}"
+        )
     output, reference = torch.as_tensor(output), torch.as_tensor(reference)
     error = float(images.relative_error(output, reference))
     if config.part != "pipeline":
         bound = _error_bound(config)
         # `not <=` because a NaN is neither above nor below.
-        return Judgement(error, None, "" if error <= bound else f"relative error {error:.3g} is above {bound:g}")
+        return Judgement(
+            error, None, "" if error <= bound else f"relative error {error:.3g} is above {bound:g}"
+        )
     decibel = float(images.psnr(output, reference))
     bound = PSNR_BOUNDS[config.dtype]
-    return Judgement(error, decibel, "" if decibel >= bound else f"PSNR {decibel:.1f} dB is below {bound:g} dB")
+    return Judgement(
+        error, decibel, "" if decibel >= bound else f"PSNR {decibel:.1f} dB is below {bound:g} dB"
+    )
 
 
 def usable_reference(config: BenchConfig, reference: Any) -> str:

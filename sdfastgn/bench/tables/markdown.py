@@ -34,7 +34,9 @@ def missing_cells(rows: Iterable[KernelRow]) -> list[str]:
     by_reason: dict[tuple[str, str], dict[str, None]] = {}
     for row in rows:
         if row.status not in (OK, QUOTED):
-            by_reason.setdefault((row.provider, f"{row.status}: {row.reason}"), {})[shape_text(row.shape)] = None
+            by_reason.setdefault((row.provider, f"{row.status}: {row.reason}"), {})[shape_text(row.shape)] = (
+                None
+            )
     return [
         f"{name}: {reason}" + (f" ({len(shapes)} shapes)" if len(shapes) > 3 else f" ({', '.join(shapes)})")
         for (name, reason), shapes in by_reason.items()
@@ -55,7 +57,9 @@ def source_line(content: dict[str, Any]) -> str:
     """Where and with what a run was made."""
     env = content["environment"]
     packages = env.get("packages", {})
-    versions = ", ".join(f"{name} {packages[name]}" for name in ("torch", "triton", "diffusers") if packages.get(name))
+    versions = ", ".join(
+        f"{name} {packages[name]}" for name in ("torch", "triton", "diffusers") if packages.get(name)
+    )
     commit = (env.get("git") or {}).get("commit")
     source = f"commit {commit[:10]}" if commit else f"source {str(env.get('source_sha256'))[:10]}"
     driver = f", driver {env['driver']}" if env.get("driver") else ""

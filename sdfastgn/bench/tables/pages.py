@@ -65,7 +65,10 @@ def end_to_end_table(rows: Sequence[Row], title: str) -> Blocks:
     columns: list[tuple[str, Callable[[Row], str]]] = [
         ("ready s", lambda row: number(row.ready_s)),
         ("median ms", lambda row: number(row.median_ms, 4)),
-        ("p10-p90 ms", lambda row: NOTHING if row.p10_ms is None else f"{number(row.p10_ms)}-{number(row.p90_ms)}"),
+        (
+            "p10-p90 ms",
+            lambda row: NOTHING if row.p10_ms is None else f"{number(row.p10_ms)}-{number(row.p90_ms)}",
+        ),
         ("speed-up", lambda row: _speed_up(row, eager)),
         ("graph ms", lambda row: number(row.graph_ms, 4)),
         ("it/s", lambda row: number(row.its)),
@@ -100,7 +103,11 @@ def cell_line(row: KernelRow, task: str = "") -> str:
     """A cell as soon as it is measured; empty where it cannot be, which is told once for all shapes."""
     if row.status == UNAVAILABLE:
         return ""
-    found = f"{number(row.hot_us)} us ({number(row.cold_us)})" if row.status == OK else f"{row.status}: {row.reason}"
+    found = (
+        f"{number(row.hot_us)} us ({number(row.cold_us)})"
+        if row.status == OK
+        else f"{row.status}: {row.reason}"
+    )
     return f"{shape_text(row.shape)} {row.provider}{f', {task}' if task else ''}: {found}"
 
 
@@ -121,7 +128,9 @@ def _kernel_cell(row: KernelRow | None, lost: bool) -> str:
 
 def _kernel_names(rows: Sequence[KernelRow]) -> list[str]:
     """The copy and the providers of GroupNorm+SiLU with at least one time, ours last."""
-    timed = {row.provider for row in rows if row.status in (OK, QUOTED) and row.provider in (YARDSTICK, *NORMS)}
+    timed = {
+        row.provider for row in rows if row.status in (OK, QUOTED) and row.provider in (YARDSTICK, *NORMS)
+    }
     names = [provider.name for provider in PROVIDERS if provider.name in timed and provider.name != OURS]
     return [*names, *([OURS] if OURS in timed else [])]
 
@@ -137,7 +146,9 @@ def _kernel_cells(rows: Sequence[KernelRow], mark_best: str) -> tuple[list[str],
         line = [shape_text(shape)]
         for name in names:
             text = _kernel_cell(cells.get((shape, name)), name == OURS and shape in lost)
-            line.append(f"{mark_best}{text}{mark_best}" if best is not None and best.provider == name else text)
+            line.append(
+                f"{mark_best}{text}{mark_best}" if best is not None and best.provider == name else text
+            )
         body.append(line)
     return ["N x C x H x W", *names], body
 
@@ -150,7 +161,9 @@ def _kernel_means(rows: Sequence[KernelRow]) -> list[tuple[str, list[str]]]:
         cells = []
         for name in _kernel_names(rows):
             entry = by_provider.get(name)
-            cells.append(f"{entry['hot']:.2f} ({entry['cold']:.2f}) on {entry['shapes']}" if entry else NOTHING)
+            cells.append(
+                f"{entry['hot']:.2f} ({entry['cold']:.2f}) on {entry['shapes']}" if entry else NOTHING
+            )
         lines.append((set_name, cells))
     return lines
 
@@ -191,7 +204,9 @@ def kernels_table(rows: Sequence[KernelRow], title: str) -> Blocks:
         line += [number(row.hot_gbps, 4), number(row.hot_ratio), number(to_peer), number(row.cpu_us)]
     means = [[f"mean / copy, {set_name}", *cells] for set_name, cells in _kernel_means(rows)]
     header += [f"{OURS} {what}" for what in ("GB/s", "/ copy", "/ best peer", "CPU us")] if ours else []
-    return Blocks(header, body, title, f"microseconds, hot L2 (cold L2); {LOSS} a peer is faster", means=means)
+    return Blocks(
+        header, body, title, f"microseconds, hot L2 (cold L2); {LOSS} a peer is faster", means=means
+    )
 
 
 # ---- Markdown
@@ -207,7 +222,11 @@ def _with_quoted(rows: list[KernelRow], results: Path, dtype: str) -> tuple[list
     shapes = {row.shape for row in rows}
     sources = []
     for content in documents(results, "kernels_quoted"):
-        quoted = [row for row in kernel_rows(content) if row.shape in shapes and (row.provider, row.shape) not in ran]
+        quoted = [
+            row
+            for row in kernel_rows(content)
+            if row.shape in shapes and (row.provider, row.shape) not in ran
+        ]
         if content["dtype"] != dtype or not quoted:
             continue
         replaced = {(row.provider, row.shape) for row in quoted}
@@ -231,8 +250,14 @@ def kernels_markdown(results: Path) -> str:
             ratios = [ratio_to_best_peer(rows, shape, cold=cold) for cold in (False, True)]
             line.append(f"{number(ratios[0])} ({number(ratios[1])})" if all(ratios) else NOTHING)
         body += [[f"mean of time / copy, {name}", *cells, ""] for name, cells in _kernel_means(rows)]
-        legend = f"Microseconds, hot L2 (cold L2); bold: the best peer; {LOSS}: a peer is faster than sdfastgn."
-        blocks += [markdown_table(header, body), legend, *(f"{line}." for line in (*quoted, *missing_cells(rows)))]
+        legend = (
+            f"Microseconds, hot L2 (cold L2); bold: the best peer; {LOSS}: a peer is faster than sdfastgn."
+        )
+        blocks += [
+            markdown_table(header, body),
+            legend,
+            *(f"{line}." for line in (*quoted, *missing_cells(rows))),
+        ]
         blocks.append(f"{dtype}, {source_line(content)}.")
     return "\n\n".join(blocks) or NO_RESULTS
 
@@ -254,7 +279,9 @@ def host_markdown(results: Path) -> str:
         if content["config"]["dtype"] != "fp16" or not rows:
             continue
         names = dict.fromkeys(row.provider for row in rows)
-        shapes = [shape for shape in dict.fromkeys(row.shape for row in rows) if shape_text(shape) in _HOST_SHAPES]
+        shapes = [
+            shape for shape in dict.fromkeys(row.shape for row in rows) if shape_text(shape) in _HOST_SHAPES
+        ]
         cells = {(row.provider, row.shape): row.cpu_us for row in rows}
         body = [[name, *(number(cells.get((name, shape))) for shape in shapes)] for name in names]
         return markdown_table(["microseconds of CPU time", *map(shape_text, shapes)], body)
@@ -310,11 +337,15 @@ def filled(text: str, results: Path) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code: 0, 1 where a checked file is stale, 2 where it cannot be filled."""
-    parser = argparse.ArgumentParser(prog="python -m sdfastgn.bench.tables.pages", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m sdfastgn.bench.tables.pages", description=__doc__.splitlines()[0]
+    )
     mode = parser.add_mutually_exclusive_group(required=True)
     mode.add_argument("--write", type=Path, metavar="FILE", help="renew the tables in FILE")
     mode.add_argument("--check", type=Path, metavar="FILE", help="exit with 1 where FILE's tables are stale")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON files (default: benchmarks)")
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, help="folder of the JSON files (default: benchmarks)"
+    )
     options = parser.parse_args(arguments)
     path = options.write or options.check
     # An empty folder has no results yet; one that is not there is somewhere else.
@@ -330,7 +361,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"tables: {path}: {error}", file=sys.stderr)
         return 2
     if options.check and new != old:
-        print(f"tables: {path} is stale; run: python -m sdfastgn.bench.tables.pages --write {path}", file=sys.stderr)
+        print(
+            f"tables: {path} is stale; run: python -m sdfastgn.bench.tables.pages --write {path}",
+            file=sys.stderr,
+        )
         return 1
     return 0
 

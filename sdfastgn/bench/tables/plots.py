@@ -147,9 +147,18 @@ def loss_curves(
     figure = Figure(figsize=(8, 6), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
     for colour, style, (name, values) in zip(_COLOURS, ("-", "--", ":"), curves.items(), strict=False):
-        above.plot(range(window - 1, window - 1 + len(values)), values, style, color=colour, linewidth=1.2, label=name)
+        above.plot(
+            range(window - 1, window - 1 + len(values)),
+            values,
+            style,
+            color=colour,
+            linewidth=1.2,
+            label=name,
+        )
     for colour, (name, values) in zip(_COLOURS[1:], differences.items(), strict=False):
-        below.plot(range(window - 1, window - 1 + len(values)), values, color=colour, linewidth=1.0, label=name)
+        below.plot(
+            range(window - 1, window - 1 + len(values)), values, color=colour, linewidth=1.0, label=name
+        )
     above.set(yscale="log", ylabel=f"loss, mean of {window} steps")
     below.set(yscale="log", xlabel="step", ylabel="relative difference to stock")
     for axes in (above, below):
@@ -164,13 +173,18 @@ def main(arguments: Sequence[str]) -> int:
     from sdfastgn.bench.tables.pages import kernel_rows
 
     if len(arguments) != 2 or plot_reason() is not None:
-        print(plot_reason() or "usage: python -m sdfastgn.bench.tables.plots RESULT.json PICTURE.png", file=sys.stderr)
+        print(
+            plot_reason() or "usage: python -m sdfastgn.bench.tables.plots RESULT.json PICTURE.png",
+            file=sys.stderr,
+        )
         return 2
     content: dict[str, Any] = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
     if content["kind"] == "profile":
         breakdown([Row(**values) for values in content["rows"]], Path(arguments[1]), source_line(content))
         return 0
-    roofline(kernel_rows(content), Path(arguments[1]), f"{content['config']['dtype']}, {source_line(content)}")
+    roofline(
+        kernel_rows(content), Path(arguments[1]), f"{content['config']['dtype']}, {source_line(content)}"
+    )
     return 0
 
 

@@ -102,12 +102,20 @@ def notes(rows: Sequence[Row]) -> list[str]:
     for label, found in _found(rows):
         for entry in found.other[:_OTHERS_SHOWN]:
             share = 100 * entry["ms"] / found.total_ms
-            name = entry["name"] if len(entry["name"]) <= _NAME_LENGTH else f"{entry['name'][:_NAME_LENGTH]}..."
-            lines.append(f"other, {label}: {number(entry['ms'])} ms ({share:.1f} %) in {entry['calls']:g} of {name}")
+            name = (
+                entry["name"] if len(entry["name"]) <= _NAME_LENGTH else f"{entry['name'][:_NAME_LENGTH]}..."
+            )
+            lines.append(
+                f"other, {label}: {number(entry['ms'])} ms ({share:.1f} %) in {entry['calls']:g} of {name}"
+            )
         if len(found.other) > _OTHERS_SHOWN:
             rest = sum(entry["ms"] for entry in found.other[_OTHERS_SHOWN:])
-            lines.append(f"other, {label}: {number(rest)} ms in {len(found.other) - _OTHERS_SHOWN} more names")
-    return lines + [f"no breakdown of {row.variant}: {row.profile_reason}" for row in rows if row.profile_reason]
+            lines.append(
+                f"other, {label}: {number(rest)} ms in {len(found.other) - _OTHERS_SHOWN} more names"
+            )
+    return lines + [
+        f"no breakdown of {row.variant}: {row.profile_reason}" for row in rows if row.profile_reason
+    ]
 
 
 def profile_markdown(results: Path) -> str:
@@ -123,4 +131,7 @@ def profile_markdown(results: Path) -> str:
                 heading = f"{row_title(rows[0])}: {_legend(rows)}."
                 lines = [f"{line}." for line in (*_floor_line(rows), source_line(content))]
                 blocks.append((key, [heading, markdown_table(header, body), *lines]))
-    return "\n\n".join(line for _, block in sorted(blocks, key=lambda pair: pair[0]) for line in block) or NO_RESULTS
+    return (
+        "\n\n".join(line for _, block in sorted(blocks, key=lambda pair: pair[0]) for line in block)
+        or NO_RESULTS
+    )

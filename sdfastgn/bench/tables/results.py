@@ -52,7 +52,9 @@ class _Results:
 def _read(results: Path) -> _Results:
     runs = [*documents(results, "end_to_end"), *documents(results, "profile")]
     groups: dict[_Group, dict[str, Row]] = {}
-    timed: set[_Group] = set()  # by a run without a profile, which comes first: two runs' times are not mixed in a line
+    timed: set[_Group] = (
+        set()
+    )  # by a run without a profile, which comes first: two runs' times are not mixed in a line
     for content in runs:
         rows = [Row(**values) for values in content["rows"]]
         if content["kind"] == "profile":
@@ -62,7 +64,9 @@ def _read(results: Path) -> _Results:
         for row in rows:
             groups.setdefault(_group(vars(row)), {})[row.variant] = row
     quoted, quotations = _quoted_times(results, groups)
-    return _Results(dict(sorted(groups.items())), quoted, quotations, list(dict.fromkeys(map(source_line, runs))))
+    return _Results(
+        dict(sorted(groups.items())), quoted, quotations, list(dict.fromkeys(map(source_line, runs)))
+    )
 
 
 def _untouched(rows: Sequence[Row]) -> list[Row]:
@@ -99,7 +103,11 @@ def results_markdown(results: Path) -> str:
     rows = [row for by_variant in read.groups.values() for row in by_variant.values()]
     with_graph = {row.variant for row in rows if row.graph_ms is not None}
     graphed = [name for name in GRAPHED if name in labels and (name != "sdfastgn" or name in with_graph)]
-    header = ["milliseconds (time over eager's)", *labels.values(), *(f"{labels[name]} + graph" for name in graphed)]
+    header = [
+        "milliseconds (time over eager's)",
+        *labels.values(),
+        *(f"{labels[name]} + graph" for name in graphed),
+    ]
     body = [
         [
             _title(by_variant),
@@ -108,7 +116,9 @@ def results_markdown(results: Path) -> str:
         ]
         for group, by_variant in read.groups.items()
     ]
-    reasons = dict.fromkeys(f"{labels[row.variant]} {row.status}: {row.reason}" for row in rows if row.status != OK)
+    reasons = dict.fromkeys(
+        f"{labels[row.variant]} {row.status}: {row.reason}" for row in rows if row.status != OK
+    )
     return _blocks(header, body, [*reasons, *read.quotations, *read.sources])
 
 
@@ -151,7 +161,11 @@ def _quoted_times(
     found: dict[_Group, dict[str, float]] = {group: {} for group in groups}
     sources = []
     for content in documents(results, "end_to_end_quoted"):
-        rows = [v for v in content["rows"] if _group(v) in groups and not _ran(groups[_group(v)].get(v["variant"]))]
+        rows = [
+            v
+            for v in content["rows"]
+            if _group(v) in groups and not _ran(groups[_group(v)].get(v["variant"]))
+        ]
         for values in rows:
             found[_group(values)][values["variant"]] = values["median_ms"]
         if rows:

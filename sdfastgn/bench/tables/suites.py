@@ -67,7 +67,9 @@ def _means(suite: Suite, rows: Sequence[SuiteRow]) -> list[list[str]]:
         for set_name, by_task in means(suite, rows, over).items():
             for task, by_name in by_task.items():
                 entries: list[dict[str, Any] | None] = [by_name.get(name) for name in _names(suite, rows)]
-                texts = [f"{e['hot']:.2f} ({e['cold']:.2f}) on {e['shapes']}" if e else NOTHING for e in entries]
+                texts = [
+                    f"{e['hot']:.2f} ({e['cold']:.2f}) on {e['shapes']}" if e else NOTHING for e in entries
+                ]
                 found.append([f"mean / {over}, {set_name}", task, *texts])
     return found
 
@@ -102,7 +104,9 @@ def suite_markdown(suite: Suite, results: Path) -> str:
             header += [f"{name} / {over}" for over in _ratio_names(suite)]
             for texts, line in zip(body, lines(rows).values(), strict=True):
                 pairs = _ratios(suite, line, name)
-                texts += [f"{number(hot)} ({number(cold)})" if hot and cold else NOTHING for hot, cold in pairs]
+                texts += [
+                    f"{number(hot)} ({number(cold)})" if hot and cold else NOTHING for hot, cold in pairs
+                ]
         body += [[*texts, *[""] * (len(header) - len(texts))] for texts in _means(suite, rows)]
         legend = f"Microseconds, hot L2 (cold L2); bold: the best peer; {_legend(suite)}."
         blocks += [markdown_table(header, body), legend, *(f"{line}." for line in missing_cells(rows))]

@@ -92,7 +92,9 @@ class _Plan:
             "BLOCK_N": config.block_n, "BLOCK_C": config.block_c, "BLOCK_K": config.block_k, "STEPS": config.steps,
             "VECTOR": config.vector,
         }  # fmt: skip
-        self.launch = Launch(_act_linear_kernel, config.programs(N, C), (N,), constants, config.num_warps, pdl=pdl)
+        self.launch = Launch(
+            _act_linear_kernel, config.programs(N, C), (N,), constants, config.num_warps, pdl=pdl
+        )
 
 
 # By everything that a launch depends on but the data.
@@ -103,7 +105,9 @@ def plan_key(
     x: Tensor, weight: Tensor, bias: Tensor | None, extra_bias: Tensor | None, activation: str
 ) -> tuple[Any, ...]:
     """Hashable summary of the arguments of a call."""
-    signatures = [None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in (weight, bias, extra_bias)]
+    signatures = [
+        None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in (weight, bias, extra_bias)
+    ]
     return x.shape, x.stride(), x.dtype, x.device, activation, *signatures
 
 
@@ -119,7 +123,9 @@ def make_plan(
     return remember(_plans, key, _Plan(x, weight, biases, activation))
 
 
-def launch_act_linear(plan: _Plan, x: Tensor, weight: Tensor, bias: Tensor | None, extra_bias: Tensor | None) -> Tensor:
+def launch_act_linear(
+    plan: _Plan, x: Tensor, weight: Tensor, bias: Tensor | None, extra_bias: Tensor | None
+) -> Tensor:
     """y (N, C) of the arguments that ``plan`` was made for, if ``plan.programs``."""
     y = torch.empty(plan.shape, dtype=x.dtype, device=x.device)
     others: tuple[Tensor | None, ...] = (weight, bias, extra_bias)

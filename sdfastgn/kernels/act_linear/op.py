@@ -44,10 +44,14 @@ def reference_act_linear(
 # --- op -----------------------------------------------------------------------------------------------------------------------
 
 _LIBRARY = torch.library.Library("sdfastgn", "FRAGMENT")
-_LIBRARY.define("act_linear(Tensor x, Tensor weight, Tensor? bias, str activation, Tensor? extra_bias) -> Tensor")
+_LIBRARY.define(
+    "act_linear(Tensor x, Tensor weight, Tensor? bias, str activation, Tensor? extra_bias) -> Tensor"
+)
 
 
-def _impl(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, extra_bias: Tensor | None) -> Tensor:
+def _impl(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, extra_bias: Tensor | None
+) -> Tensor:
     if runs_in_triton(x):
         key = plan_key(x, weight, bias, extra_bias, activation)
         plan = find_plan(key) or make_plan(key, x, weight, (bias, extra_bias), activation)
@@ -56,7 +60,9 @@ def _impl(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, extra
     return reference_act_linear(x, weight, bias, activation, extra_bias)
 
 
-def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, extra_bias: Tensor | None) -> Tensor:
+def _fake(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, extra_bias: Tensor | None
+) -> Tensor:
     return x.new_empty((x.shape[0], weight.shape[0]))
 
 
@@ -80,7 +86,8 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         dweight = (dy.mT @ ACTIVATIONS[ctx.activation](z)).to(weight.dtype)
     needs_bias = (ctx.needs_input_grad[2], ctx.needs_input_grad[4])
     dbias, dextra = (
-        dy.sum(0).to(dtype) if needs else None for needs, dtype in zip(needs_bias, ctx.bias_dtypes, strict=True)
+        dy.sum(0).to(dtype) if needs else None
+        for needs, dtype in zip(needs_bias, ctx.bias_dtypes, strict=True)
     )
     return dx, dweight, dbias, None, dextra
 

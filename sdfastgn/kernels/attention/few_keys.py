@@ -71,7 +71,9 @@ def attention_config(D: int, S: int) -> AttentionConfig:
 if triton is not None:
 
     @triton.jit
-    def _rows_of(ptr, first, ROWS: tl.constexpr, count, STRIDE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    def _rows_of(
+        ptr, first, ROWS: tl.constexpr, count, STRIDE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
+    ):
         """(ROWS, BLOCK_D) from row ``first`` on, 0 from row ``count`` and column D on."""
         r = first + tl.arange(0, ROWS)
         d = tl.arange(0, BLOCK_D)
@@ -125,7 +127,9 @@ if triton is not None:
         r = first + tl.arange(0, BLOCK_M)
         d = tl.arange(0, BLOCK_D)
         out = y_ptr + ((n * L + r)[:, None] * H + h) * D + d[None, :]
-        tl.store(out, (y / total[:, None]).to(y_ptr.dtype.element_ty), mask=(r < L)[:, None] & (d < D)[None, :])
+        tl.store(
+            out, (y / total[:, None]).to(y_ptr.dtype.element_ty), mask=(r < L)[:, None] & (d < D)[None, :]
+        )
 
 
 # --- launcher -----------------------------------------------------------------------------------------------------------------
@@ -184,7 +188,19 @@ def attend_to_few(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -
     Returns:
         (N, H, L, D), a view of contiguous (N, L, H, D).
     """
-    key = (q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype, q.device, scale)
+    key = (
+        q.shape,
+        q.stride(),
+        k.shape,
+        k.stride(),
+        v.shape,
+        v.stride(),
+        q.dtype,
+        k.dtype,
+        v.dtype,
+        q.device,
+        scale,
+    )
     launch = _launches.get(key)
     if launch is None:
         if key in _launches or not fits(q, k, v):

@@ -48,7 +48,12 @@ def reference_wide_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> T
 
 def _runs_in_chunks(q: Tensor, k: Tensor) -> bool:
     # Sizes first: of a UNet's many attentions none has such heads.
-    return pays(q.shape[-2], k.shape[-2], q.shape[-1]) and q.dtype in _HALVES and runs_in_triton(q) and q.numel() > 0
+    return (
+        pays(q.shape[-2], k.shape[-2], q.shape[-1])
+        and q.dtype in _HALVES
+        and runs_in_triton(q)
+        and q.numel() > 0
+    )
 
 
 def _is_cast(q: Tensor) -> bool:

@@ -22,7 +22,14 @@ import torch
 from torch import Tensor
 
 from sdfastgn.kernels.attention.config import VECTOR, Chunk, chunks_config, divide_config, softmax_config
-from sdfastgn.kernels.common.launch import Launch, current_stream, has_programmatic_launch, num_sms, on_device, remember
+from sdfastgn.kernels.common.launch import (
+    Launch,
+    current_stream,
+    has_programmatic_launch,
+    num_sms,
+    on_device,
+    remember,
+)
 from sdfastgn.kernels.common.sizes import ceil_div
 from sdfastgn.kernels.common.tiles import triton
 
@@ -122,7 +129,9 @@ class _Plan:
         self.launches = {
             rows: (
                 Launch(_softmax_kernel, rows, numbers, softmax, warps, pdl=pdl),
-                Launch(_divide_kernel, rows * ceil_div(D, divide_block), (rows,), divide, divide_warps, pdl=pdl),
+                Launch(
+                    _divide_kernel, rows * ceil_div(D, divide_block), (rows,), divide, divide_warps, pdl=pdl
+                ),
             )
             for rows in {(b1 - b0) * (r1 - r0) for b0, b1, r0, r1 in self.chunks}
         }
@@ -158,7 +167,12 @@ def _side_by_side(t: Tensor) -> Tensor:
 
 
 def _launch(
-    plan: _Plan, stream: int, chunk: Chunk, tensors: tuple[Tensor, ...], workspace: tuple[Tensor, ...], y: Tensor
+    plan: _Plan,
+    stream: int,
+    chunk: Chunk,
+    tensors: tuple[Tensor, ...],
+    workspace: tuple[Tensor, ...],
+    y: Tensor,
 ) -> None:
     """Computes the rows of y (count * L, D) that ``chunk`` is about."""
     q, k, v = tensors

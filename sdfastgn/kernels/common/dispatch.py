@@ -34,7 +34,8 @@ def has_kernels(x: Tensor) -> bool:
     Where it is false, public functions are PyTorch's own ops and optimized modules run their stock forward.
     """
     return runs_in_triton(x) and not (
-        (torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None) and torch.onnx.is_in_onnx_export()
+        (torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None)
+        and torch.onnx.is_in_onnx_export()
     )
 
 
@@ -50,12 +51,19 @@ def is_plain_inference(x: Tensor, others: tuple[Tensor | None, ...]) -> bool:
 
 def wants_gradient(x: Tensor, others: tuple[Tensor | None, ...]) -> bool:
     """True if autograd records an operation on these tensors."""
-    return torch.is_grad_enabled() and (x.requires_grad or any(t is not None and t.requires_grad for t in others))
+    return torch.is_grad_enabled() and (
+        x.requires_grad or any(t is not None and t.requires_grad for t in others)
+    )
 
 
 def is_plain(x: Tensor, others: tuple[Tensor | None, ...]) -> bool:
     """True if nothing would come of the dispatcher but autograd: Triton runs, and ``is_untraced``."""
-    return not torch.compiler.is_compiling() and type(x) is Tensor and runs_in_triton(x) and is_untraced(x, others)
+    return (
+        not torch.compiler.is_compiling()
+        and type(x) is Tensor
+        and runs_in_triton(x)
+        and is_untraced(x, others)
+    )
 
 
 def is_untraced(x: Tensor, others: tuple[Tensor | None, ...]) -> bool:
@@ -75,4 +83,7 @@ def is_untraced(x: Tensor, others: tuple[Tensor | None, ...]) -> bool:
 
 def is_transformed() -> bool:
     """True within torch.func transforms and forward-mode AD, which differentiate PyTorch's ops but not those of a library."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+    )

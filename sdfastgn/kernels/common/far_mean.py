@@ -22,4 +22,8 @@ def is_far(u: Tensor, mean: Tensor, rstd: Tensor) -> bool:
     # Asked of memory that the CPU may look at; elsewhere PyTorch's own error stands. No group may be there.
     if not (u.is_cpu and is_untraced(u, ())):
         return False
-    return float(torch.linalg.vector_norm(mean.detach() * rstd.detach(), torch.inf)) > _FAR if mean.numel() else False
+    return (
+        float(torch.linalg.vector_norm(mean.detach() * rstd.detach(), torch.inf)) > _FAR
+        if mean.numel()
+        else False
+    )

@@ -83,7 +83,9 @@ class Launch:
                 if aligned:
                     wanted.append((self, tuple(None if t is None else t.dtype for t in tensors)))
                 return
-            compiled = self.kernel[(self.programs,)](*tensors, *self.numbers, **self.constants, **self.options)
+            compiled = self.kernel[(self.programs,)](
+                *tensors, *self.numbers, **self.constants, **self.options
+            )
             if aligned and hasattr(compiled, "packed_metadata"):  # the interpreter compiles nothing
                 self._run, self._bound = _direct_launcher(compiled)
             return
@@ -150,7 +152,9 @@ def rehearse(call: Callable[[], object], device: torch.device) -> None:
 def _compile(launch: Launch, dtypes: tuple[torch.dtype | None, ...], device: torch.device) -> None:
     with torch.cuda.device(device):  # each thread has a current one of its own
         # ``run``: the launcher, for which Triton 3.6 runs a C compiler, and the code on the device.
-        _ = launch.kernel.warmup(*dtypes, *launch.numbers, grid=(1,), **launch.constants, **launch.options).run
+        _ = launch.kernel.warmup(
+            *dtypes, *launch.numbers, grid=(1,), **launch.constants, **launch.options
+        ).run
 
 
 _REMEMBERED_MAX = 4096

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-__all__ = ["WARP", "WARP_LOAD", "ceil_div", "next_power_of_2", "power_of_2_below", "row_factor", "vector_width"]
+__all__ = [
+    "WARP",
+    "WARP_LOAD",
+    "ceil_div",
+    "next_power_of_2",
+    "power_of_2_below",
+    "row_factor",
+    "vector_width",
+]
 
 # Lanes of a warp.
 WARP = 32

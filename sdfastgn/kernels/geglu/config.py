@@ -46,7 +46,9 @@ def forward_config(rows: int, D: int, vector: int, stride: int) -> TileConfig:
     return _config(rows, D, vector, stride)
 
 
-def backward_config(rows: int, D: int, vector: int, stride: int, num_sms: int, *, column_sums: bool) -> TileConfig:
+def backward_config(
+    rows: int, D: int, vector: int, stride: int, num_sms: int, *, column_sums: bool
+) -> TileConfig:
     """How to go back through (rows, D); with ``column_sums`` each program adds up its tiles and leaves few partial sums."""
     config = _config(rows, D, vector, stride)
     if not column_sums:

@@ -18,7 +18,14 @@ import torch
 from torch import Tensor
 
 from sdfastgn.kernels.common.column_sums import column_sum_block
-from sdfastgn.kernels.common.launch import Launch, current_stream, has_programmatic_launch, num_sms, on_device, remember
+from sdfastgn.kernels.common.launch import (
+    Launch,
+    current_stream,
+    has_programmatic_launch,
+    num_sms,
+    on_device,
+    remember,
+)
 from sdfastgn.kernels.common.layout import row_stride
 from sdfastgn.kernels.common.sizes import ceil_div, vector_width
 from sdfastgn.kernels.common.tiles import triton
@@ -119,7 +126,13 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["count", "columns"])
     def _bias_sum_kernel(
-        partials_ptr, dbias_ptr, count, columns, PDL: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr
+        partials_ptr,
+        dbias_ptr,
+        count,
+        columns,
+        PDL: tl.constexpr,
+        BLOCK_P: tl.constexpr,
+        BLOCK_D: tl.constexpr,
     ):
         c = tl.program_id(0).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)
         if PDL:
@@ -214,7 +227,9 @@ class _GradPlan:
         block_p, block_d = column_sum_block(config.groups, 2 * D)
         constants = {"PDL": pdl, "BLOCK_P": block_p, "BLOCK_D": block_d}
         numbers = (config.groups, 2 * D)
-        self.columns = Launch(_bias_sum_kernel, ceil_div(2 * D, block_d), numbers, constants, _SUM_WARPS, pdl=pdl)
+        self.columns = Launch(
+            _bias_sum_kernel, ceil_div(2 * D, block_d), numbers, constants, _SUM_WARPS, pdl=pdl
+        )
 
 
 _grad_plans: dict[tuple[Any, ...], _GradPlan] = {}

@@ -21,7 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sdfastgn.kernels.common.checks import check_input, check_operand
-from sdfastgn.kernels.common.dispatch import is_plain, is_plain_inference, needs_op, runs_in_triton, wants_gradient
+from sdfastgn.kernels.common.dispatch import (
+    is_plain,
+    is_plain_inference,
+    needs_op,
+    runs_in_triton,
+    wants_gradient,
+)
 from sdfastgn.kernels.common.double_backward import second_derivative
 from sdfastgn.kernels.geglu.kernels import find_plan, launch_geglu, launch_geglu_grads, make_plan, plan_key
 
@@ -65,7 +71,9 @@ def _halves(x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
 _LIBRARY = torch.library.Library("sdfastgn", "FRAGMENT")
 _LIBRARY.define("geglu(Tensor x, Tensor? bias) -> Tensor")
 # The result has one tensor for each of dx and dbias whose dtype is given, in this order.
-_LIBRARY.define("geglu_backward(Tensor dy, Tensor x, Tensor? bias, ScalarType? dx, ScalarType? dbias) -> Tensor[]")
+_LIBRARY.define(
+    "geglu_backward(Tensor dy, Tensor x, Tensor? bias, ScalarType? dx, ScalarType? dbias) -> Tensor[]"
+)
 
 
 def _impl(x: Tensor, bias: Tensor | None) -> Tensor:

@@ -131,7 +131,9 @@ def _backward_impl(
     if x.numel() == 0:
         return [torch.zeros_like(t) for t in _wanted((x, *params), wanted)]
     if runs_in_triton(x):
-        found = launch_group_norm_grads(dy, x, mean, rstd, params, num_groups, activation, tokens, tuple(wanted))
+        found = launch_group_norm_grads(
+            dy, x, mean, rstd, params, num_groups, activation, tokens, tuple(wanted)
+        )
         return list(_wanted(found, wanted))
     dy = dy.movedim(-1, 1).reshape(x.shape) if tokens else dy
     grads = reference_group_norm_grads(dy, x, *params, num_groups, eps, activation, tuple(wanted))
@@ -164,7 +166,9 @@ def _double_backward(ctx: Any, dgrads: list[Tensor | None]) -> tuple[Any, ...]:
         weight, bias, shift, ada_scale, ada_shift = params
         flat = dy.movedim(-1, 1).reshape(x.shape) if ctx.tokens else dy
         how = (ctx.num_groups, ctx.eps, ctx.activation, tuple(ctx.wanted))
-        return _wanted(reference_group_norm_grads(flat, x, weight, bias, shift, ada_scale, ada_shift, *how), ctx.wanted)
+        return _wanted(
+            reference_group_norm_grads(flat, x, weight, bias, shift, ada_scale, ada_shift, *how), ctx.wanted
+        )
 
     needs = [ctx.needs_input_grad[i] for i in _DIFFERENTIABLE]
     d_dy, dx, *d_params = second_derivative(gradients, ctx.saved_tensors, dgrads, needs)

@@ -105,9 +105,19 @@ if triton is not None:
             gdc_launch_dependents()
         x = tl.load(x_ptr + base + (last if CHANNELS_LAST else first), mask=mask, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + base + (last if DY_LAST else first), mask=mask, other=0.0).to(tl.float32)
-        centre, rstd = _centre(n, c, n * (C // CG) + c // CG, in_range, mean_ptr, rstd_ptr, shift_ptr, shift_stride)
+        centre, rstd = _centre(
+            n, c, n * (C // CG) + c // CG, in_range, mean_ptr, rstd_ptr, shift_ptr, shift_stride
+        )
         scale, offset = channel_affine(
-            n, c, in_range, weight_ptr, bias_ptr, ada_scale_ptr, ada_shift_ptr, ada_scale_stride, ada_shift_stride
+            n,
+            c,
+            in_range,
+            weight_ptr,
+            bias_ptr,
+            ada_scale_ptr,
+            ada_shift_ptr,
+            ada_scale_stride,
+            ada_shift_stride,
         )
         xhat = tl.where(mask, (x - centre) * rstd, 0.0)
         dz = activation_grad(dy, xhat * scale + offset, ACTIVATION, PAIRS)
@@ -161,7 +171,9 @@ if triton is not None:
             )
         else:
             HW, rows = multiple_of(HW, HW_FACTOR), multiple_of(rows, HW_FACTOR)
-            n, chunk, c, position, x_offsets, _, _ = positions_of_channels(HW, rows, chunks, C, WARPS, STEPS, BLOCK)
+            n, chunk, c, position, x_offsets, _, _ = positions_of_channels(
+                HW, rows, chunks, C, WARPS, STEPS, BLOCK
+            )
         first = chunk.to(tl.int64) * rows
         dy_offsets = x_offsets
         if DY_LAST and not CHANNELS_LAST:
@@ -173,9 +185,19 @@ if triton is not None:
         if PDL:
             gdc_wait()
             gdc_launch_dependents()
-        centre, rstd = _centre(n, c, n * (C // CG) + c // CG, in_range, mean_ptr, rstd_ptr, shift_ptr, shift_stride)
+        centre, rstd = _centre(
+            n, c, n * (C // CG) + c // CG, in_range, mean_ptr, rstd_ptr, shift_ptr, shift_stride
+        )
         scale, offset = channel_affine(
-            n, c, in_range, weight_ptr, bias_ptr, ada_scale_ptr, ada_shift_ptr, ada_scale_stride, ada_shift_stride
+            n,
+            c,
+            in_range,
+            weight_ptr,
+            bias_ptr,
+            ada_scale_ptr,
+            ada_shift_ptr,
+            ada_scale_stride,
+            ada_shift_stride,
         )
         mask = None
         if not EVEN:
@@ -205,7 +227,9 @@ if triton is not None:
         if SHIFT_GRAD:
             tl.store(out + 2 * plane, tl.sum(sum_x, REDUCED, keep_dims=True), mask=mask)
 
-    @triton.jit(do_not_specialize=[*STRIDES, "HW", "chunks", "plane", "totals_offset", "table_offset", "table_plane"])
+    @triton.jit(
+        do_not_specialize=[*STRIDES, "HW", "chunks", "plane", "totals_offset", "table_offset", "table_plane"]
+    )
     def merge_sums_kernel(
         scratch_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr, ada_shift_ptr,
         shift_stride, ada_scale_stride, ada_shift_stride, HW, chunks, plane, totals_offset, table_offset, table_plane,
@@ -224,9 +248,19 @@ if triton is not None:
         if PDL:
             gdc_launch_dependents()
             gdc_wait()
-        centre, rstd = _centre(n, c, n * (C // CG) + c // CG, in_range, mean_ptr, rstd_ptr, shift_ptr, shift_stride)
+        centre, rstd = _centre(
+            n, c, n * (C // CG) + c // CG, in_range, mean_ptr, rstd_ptr, shift_ptr, shift_stride
+        )
         scale, offset = channel_affine(
-            n, c, in_range, weight_ptr, bias_ptr, ada_scale_ptr, ada_shift_ptr, ada_scale_stride, ada_shift_stride
+            n,
+            c,
+            in_range,
+            weight_ptr,
+            bias_ptr,
+            ada_scale_ptr,
+            ada_shift_ptr,
+            ada_scale_stride,
+            ada_shift_stride,
         )
         p = tl.arange(0, BLOCK_P)[:, None]
         at = scratch_ptr + n * chunks * C + (p * C + c[None, :])
@@ -308,15 +342,17 @@ if triton is not None:
             at = n * C + c[None, :]
             along_z = tl.load(totals_ptr + at, mask=mask, other=0.0)
             along_x = tl.load(totals_ptr + plane + at, mask=mask, other=0.0)
-            dscale = _add_samples(dada_scale_ptr, at, mask, along_x * weight + along_z * bias, dscale, SCALE_ROWS)
+            dscale = _add_samples(
+                dada_scale_ptr, at, mask, along_x * weight + along_z * bias, dscale, SCALE_ROWS
+            )
             doffset = _add_samples(dada_shift_ptr, at, mask, along_z, doffset, OFFSET_ROWS)
             if dshift_ptr is not None:
                 shift_grad = tl.load(totals_ptr + 2 * plane + at, mask=mask, other=0.0)
                 dshift = _add_samples(dshift_ptr, at, mask, shift_grad, dshift, SHIFT_ROWS)
             if ada_scale_ptr is not None:
-                factor = 1 + tl.load(ada_scale_ptr + n * ada_scale_stride + c[None, :], mask=mask, other=0.0).to(
-                    tl.float32
-                )
+                factor = 1 + tl.load(
+                    ada_scale_ptr + n * ada_scale_stride + c[None, :], mask=mask, other=0.0
+                ).to(tl.float32)
                 along_z *= factor
                 along_x *= factor
             dweight += along_x

@@ -9,8 +9,21 @@ import torch
 from torch import Tensor
 
 from sdfastgn.kernels.common.activation_kernels import PAIRED
-from sdfastgn.kernels.common.launch import Launch, current_stream, has_programmatic_launch, num_sms, on_device, remember
-from sdfastgn.kernels.common.layout import dense, dense_is_channels_last, empty_dense_like, is_channels_last, is_dense
+from sdfastgn.kernels.common.launch import (
+    Launch,
+    current_stream,
+    has_programmatic_launch,
+    num_sms,
+    on_device,
+    remember,
+)
+from sdfastgn.kernels.common.layout import (
+    dense,
+    dense_is_channels_last,
+    empty_dense_like,
+    is_channels_last,
+    is_dense,
+)
 from sdfastgn.kernels.common.sizes import ceil_div, row_factor
 from sdfastgn.kernels.group_norm import backward_kernels as kernels
 from sdfastgn.kernels.group_norm import walk_kernels as group_norm_walk_kernels
@@ -76,7 +89,9 @@ class _GradPlan:
         config = launch_config(N, C, HW, num_groups, channels_last, sms, backward=True)
         walk = None
         if not isinstance(config, SmallConfig) and wanted[0] and dy_last == channels_last:
-            walk = walk_config(N, C, HW, num_groups, channels_last, sms, x.element_size(), activation, wanted[3])
+            walk = walk_config(
+                N, C, HW, num_groups, channels_last, sms, x.element_size(), activation, wanted[3]
+            )
         how = {
             "C": C, "CG": C // num_groups, "ACTIVATION": activation, "SHIFT_GRAD": wanted[3], "CHANNELS_LAST": channels_last,
             "DY_LAST": dy_last, "PDL": pdl,
@@ -115,7 +130,9 @@ class _GradPlan:
         }  # fmt: skip
         programs = N * ceil_div(C, config.channels)
         numbers = (*strides, HW, self.plane)
-        self.single = Launch(kernels.small_grad_kernel, programs, numbers, constants, config.num_warps, pdl=how["PDL"])
+        self.single = Launch(
+            kernels.small_grad_kernel, programs, numbers, constants, config.num_warps, pdl=how["PDL"]
+        )
 
     def _plan_walk(
         self, shape: tuple[int, int, int], config: WalkConfig, strides: tuple[int, ...], how: dict[str, Any], dtype: torch.dtype
@@ -128,7 +145,12 @@ class _GradPlan:
         }  # fmt: skip
         programs, numbers = N * C // how["CG"], (*strides, HW, self.plane)
         self.single = Launch(
-            group_norm_walk_kernels.walk_grad_kernel, programs, numbers, constants, config.num_warps, pdl=how["PDL"]
+            group_norm_walk_kernels.walk_grad_kernel,
+            programs,
+            numbers,
+            constants,
+            config.num_warps,
+            pdl=how["PDL"],
         )
 
     def _plan_sums(
@@ -146,7 +168,9 @@ class _GradPlan:
         else:
             programs = N * ceil_div(C, config.num_warps) * config.chunks
         numbers = (*strides, HW, config.rows, config.chunks, N * config.chunks * C)
-        self.sums = Launch(kernels.sums_kernel, programs, numbers, constants, config.num_warps, pdl=how["PDL"])
+        self.sums = Launch(
+            kernels.sums_kernel, programs, numbers, constants, config.num_warps, pdl=how["PDL"]
+        )
 
     def _plan_merge(
         self, shape: tuple[int, int, int], num_groups: int, chunks: int, strides: tuple[int, ...], how: dict[str, Any]
@@ -164,7 +188,9 @@ class _GradPlan:
         }  # fmt: skip
         programs = N * ceil_div(C, tile.channels)
         numbers = (*strides, HW, chunks, N * chunks * C, self.totals, table, self.plane)
-        self.merge = Launch(kernels.merge_sums_kernel, programs, numbers, constants, tile.num_warps, pdl=how["PDL"])
+        self.merge = Launch(
+            kernels.merge_sums_kernel, programs, numbers, constants, tile.num_warps, pdl=how["PDL"]
+        )
 
     def _plan_apply(
         self, shape: tuple[int, int, int], blocks: ApplyConfig, numbers: tuple[int, ...], how: dict[str, Any], dtype: torch.dtype
@@ -212,7 +238,9 @@ def launch_group_norm_grads(
         x.shape, x.stride(), x.dtype, x.device, dy.stride(), dy.dtype, num_groups, activation, tokens, wanted,
         *(None if t is None else (t.shape, t.stride(), t.dtype) for t in params),
     )  # fmt: skip
-    plan = _plans.get(key) or remember(_plans, key, _GradPlan(x, dy, num_groups, activation, params, tokens, wanted))
+    plan = _plans.get(key) or remember(
+        _plans, key, _GradPlan(x, dy, num_groups, activation, params, tokens, wanted)
+    )
     dx = None
     if wanted[0]:
         dx = empty_dense_like(x, x.dtype) if plan.copies_x else torch.empty_like(x)

@@ -189,11 +189,16 @@ def walk_config(
         tile, kept, num_warps = _WALK_LARGE
     largest = next_power_of_2(HW + 1) // 2  # not above HW
     return WalkConfig(
-        min(next_power_of_2(HW), max(1, tile // block_c)), min(largest, max(1, kept // block_c)), block_c, num_warps
+        min(next_power_of_2(HW), max(1, tile // block_c)),
+        min(largest, max(1, kept // block_c)),
+        block_c,
+        num_warps,
     )
 
 
-def _small_config(C: int, HW: int, num_groups: int, channels_last: bool, itemsize: int, backward: bool) -> SmallConfig:
+def _small_config(
+    C: int, HW: int, num_groups: int, channels_last: bool, itemsize: int, backward: bool
+) -> SmallConfig:
     is_measured = channels_last and not backward  # what more than one tile, and other warps, were tried on
     each_channel = num_groups == C and channels_last
     channels = min(_EACH_CHANNEL_BLOCK, next_power_of_2(C)) if each_channel else C // num_groups
@@ -220,7 +225,9 @@ def _small_config(C: int, HW: int, num_groups: int, channels_last: bool, itemsiz
     )
 
 
-def apply_config(N: int, C: int, HW: int, channels_last: bool, num_sms: int, *, backward: bool = False) -> ApplyConfig:
+def apply_config(
+    N: int, C: int, HW: int, channels_last: bool, num_sms: int, *, backward: bool = False
+) -> ApplyConfig:
     """How to read, map and write x of (N, C, HW), or x and a gradient."""
     if channels_last:
         widest = _APPLY_BACKWARD_CHANNELS if backward else _APPLY_CHANNELS
@@ -246,4 +253,6 @@ def merge_config(chunks: int, C: int, num_groups: int, *, backward: bool = False
     block_c = next_power_of_2(channels)
     block_p = max(1, min(next_power_of_2(chunks), _MERGE_TILE // block_c))
     per_warp = _MERGE_BACKWARD_PER_WARP if backward else _MERGE_PER_WARP
-    return MergeConfig(channels, each_channel, block_p, block_c, max(1, min(16, block_p * block_c // per_warp)))
+    return MergeConfig(
+        channels, each_channel, block_p, block_c, max(1, min(16, block_p * block_c // per_warp))
+    )

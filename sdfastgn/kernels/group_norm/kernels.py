@@ -62,11 +62,15 @@ if triton is not None:
         if bias_ptr is not None:
             offset += tl.load(bias_ptr + c, mask=in_range, other=0.0).to(tl.float32)
         if ada_scale_ptr is not None:
-            ada_scale = 1 + tl.load(ada_scale_ptr + n * ada_scale_stride + c, mask=in_range, other=0.0).to(tl.float32)
+            ada_scale = 1 + tl.load(ada_scale_ptr + n * ada_scale_stride + c, mask=in_range, other=0.0).to(
+                tl.float32
+            )
             scale *= ada_scale
             offset *= ada_scale
         if ada_shift_ptr is not None:
-            offset += tl.load(ada_shift_ptr + n * ada_shift_stride + c, mask=in_range, other=0.0).to(tl.float32)
+            offset += tl.load(ada_shift_ptr + n * ada_shift_stride + c, mask=in_range, other=0.0).to(
+                tl.float32
+            )
         return scale, offset
 
     @triton.jit
@@ -130,7 +134,15 @@ if triton is not None:
             d += shift - first_shift
             pivot += first_shift
         scale, offset = channel_affine(
-            n, c, in_range, weight_ptr, bias_ptr, ada_scale_ptr, ada_shift_ptr, ada_scale_stride, ada_shift_stride
+            n,
+            c,
+            in_range,
+            weight_ptr,
+            bias_ptr,
+            ada_scale_ptr,
+            ada_shift_ptr,
+            ada_scale_stride,
+            ada_shift_stride,
         )
         return tl.where(mask, d, 0.0), pivot, scale, offset, mask, base + (last if OUT_LAST else first)
 
@@ -171,7 +183,10 @@ if triton is not None:
             variance = _tile_sum(d * d) * share
         else:
             if TAIL:
-                sums, squares = _in_warps(d) + _in_warps(tail_d), _in_warps(d * d) + _in_warps(tail_d * tail_d)
+                sums, squares = (
+                    _in_warps(d) + _in_warps(tail_d),
+                    _in_warps(d * d) + _in_warps(tail_d * tail_d),
+                )
             else:
                 sums, squares = d, d * d
             total, square = _tile_sums(sums, squares)
@@ -230,7 +245,15 @@ if triton is not None:
         if shift_ptr is not None:
             d += tl.load(shift_ptr + n * shift_stride + c, mask=in_range, other=0.0).to(tl.float32)
         scale, offset = channel_affine(
-            n, c, in_range, weight_ptr, bias_ptr, ada_scale_ptr, ada_shift_ptr, ada_scale_stride, ada_shift_stride
+            n,
+            c,
+            in_range,
+            weight_ptr,
+            bias_ptr,
+            ada_scale_ptr,
+            ada_shift_ptr,
+            ada_scale_stride,
+            ada_shift_stride,
         )
         share = 1 / HW.to(tl.float32)
         d = tl.where(mask, d, 0.0)
@@ -243,7 +266,9 @@ if triton is not None:
         tl.store(y_ptr + base + last, y.to(y_ptr.dtype.element_ty), mask=mask)
 
     @triton.jit
-    def _partials(base, plane, start, chunks, rows, HW, c, in_range, shift, C: tl.constexpr, BLOCK_P: tl.constexpr):
+    def _partials(
+        base, plane, start, chunks, rows, HW, c, in_range, shift, C: tl.constexpr, BLOCK_P: tl.constexpr
+    ):
         """(mean + shift, M2, number of positions) of the channels ``c`` in a block of chunks; no positions outside."""
         p = start + tl.arange(0, BLOCK_P)[:, None]
         count = tl.minimum(rows, HW - p.to(tl.int64) * rows).to(tl.int32)
@@ -258,7 +283,9 @@ if triton is not None:
         # Channels first where they are summed: a scalar a warp then passes through shared memory, not a row of channels.
         return tl.sum(partials, axis=0) if EACH_CHANNEL else tl.sum(tl.sum(partials, axis=1), axis=0)
 
-    @triton.jit(do_not_specialize=[*_STRIDES, "HW", "rows", "chunks", "plane", "table_offset", "table_plane", "eps"])
+    @triton.jit(
+        do_not_specialize=[*_STRIDES, "HW", "rows", "chunks", "plane", "table_offset", "table_plane", "eps"]
+    )
     def merge_kernel(
         statistics_ptr, table_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr, ada_shift_ptr,
         shift_stride, ada_scale_stride, ada_shift_stride, HW, rows, chunks, plane, table_offset, table_plane, eps,
@@ -295,7 +322,15 @@ if triton is not None:
         if shift_ptr is not None:
             shift += tl.load(shift_ptr + n * shift_stride + c, mask=in_range, other=0.0).to(tl.float32)
         scale, offset = channel_affine(
-            n, c, in_range, weight_ptr, bias_ptr, ada_scale_ptr, ada_shift_ptr, ada_scale_stride, ada_shift_stride
+            n,
+            c,
+            in_range,
+            weight_ptr,
+            bias_ptr,
+            ada_scale_ptr,
+            ada_shift_ptr,
+            ada_scale_stride,
+            ada_shift_stride,
         )
         to_pivot = shift - pivot
         d, part_m2, weight = _partials(base, plane, 0, chunks, rows, HW, c, in_range, to_pivot, C, BLOCK_P)
@@ -309,7 +344,9 @@ if triton is not None:
         m2 = part_m2 + d * d * weight
         if LOOP:
             for start in range(BLOCK_P, chunks, BLOCK_P):
-                d, part_m2, w = _partials(base, plane, start, chunks, rows, HW, c, in_range, to_pivot, C, BLOCK_P)
+                d, part_m2, w = _partials(
+                    base, plane, start, chunks, rows, HW, c, in_range, to_pivot, C, BLOCK_P
+                )
                 d = tl.fma(total, -share, d)
                 m2 += part_m2 + d * d * w
         mean = total * share

@@ -143,7 +143,20 @@ def _group_norm_fake(x: Tensor, num_groups: int, *args: Any) -> tuple[Tensor, Te
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    x, ctx.num_groups, weight, bias, ctx.eps, ctx.activation, shift, ada_scale, ada_shift, _, ctx.tokens, _ = inputs
+    (
+        x,
+        ctx.num_groups,
+        weight,
+        bias,
+        ctx.eps,
+        ctx.activation,
+        shift,
+        ada_scale,
+        ada_shift,
+        _,
+        ctx.tokens,
+        _,
+    ) = inputs
     _, mean, rstd = output
     ctx.mark_non_differentiable(mean, rstd)
     ctx.set_materialize_grads(False)
@@ -278,7 +291,9 @@ def call_group_norm(
             if not training:
                 return launch_group_norm(plan, x, params, statistics, out_dtype)
             if plan.programs:
-                return _GroupNorm.apply(x, *params, statistics, (plan, num_groups, eps, activation, tokens, out_dtype))
+                return _GroupNorm.apply(
+                    x, *params, statistics, (plan, num_groups, eps, activation, tokens, out_dtype)
+                )
         except (AttributeError, RuntimeError):  # no tensor, or one that has no strides or no memory
             _check(name, x, num_groups, activation, params, statistics, tokens)
             raise
@@ -295,7 +310,11 @@ def call_group_norm(
 
 def _autocast_dtype(x: Any) -> torch.dtype | None:
     """Eager's rule: under CUDA autocast GroupNorm computes in and returns fp32."""
-    return torch.float32 if torch.is_autocast_enabled("cuda") and isinstance(x, Tensor) and runs_in_triton(x) else None
+    return (
+        torch.float32
+        if torch.is_autocast_enabled("cuda") and isinstance(x, Tensor) and runs_in_triton(x)
+        else None
+    )
 
 
 def _check(
@@ -335,5 +354,7 @@ def _check_statistics(name: str, x: Tensor, statistics: Any) -> None:
     check_floating(name, "statistics", statistics)
     shape = tuple(statistics.shape)
     if len(shape) != 4 or shape[0] != 2 or shape[2] < 1 or (shape[1], shape[3]) != tuple(x.shape[:2]):
-        raise ValueError(f"{name}: statistics must have shape (2, {x.shape[0]}, P, {x.shape[1]}), got {shape}")
+        raise ValueError(
+            f"{name}: statistics must have shape (2, {x.shape[0]}, P, {x.shape[1]}), got {shape}"
+        )
     check_device(name, "statistics", statistics, x)

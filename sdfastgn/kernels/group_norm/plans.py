@@ -55,10 +55,18 @@ class _Plan:
         strides = tuple(row_stride(t, C) for t in params[2:])
         channels_last = dense_is_channels_last(x)
         fold = x.dtype != torch.float32
-        layout = {"CHANNELS_LAST": channels_last, "OUT_LAST": channels_last or tokens, "ACTIVATION": activation}
-        config = launch_config(N, C, HW, num_groups, channels_last, num_sms(x.device), itemsize=x.element_size())
+        layout = {
+            "CHANNELS_LAST": channels_last,
+            "OUT_LAST": channels_last or tokens,
+            "ACTIVATION": activation,
+        }
+        config = launch_config(
+            N, C, HW, num_groups, channels_last, num_sms(x.device), itemsize=x.element_size()
+        )
         if isinstance(config, SmallConfig) and statistics is None:
-            self._plan_small(x, config, HW, (*strides, HW, eps), {**layout, "PAIRS": fold and config.block >= PAIRED})
+            self._plan_small(
+                x, config, HW, (*strides, HW, eps), {**layout, "PAIRS": fold and config.block >= PAIRED}
+            )
             return
         if statistics is None:
             self.statistics = StatisticsLaunch(x, channels_last)
@@ -87,7 +95,11 @@ class _Plan:
         tail = {"TAIL": config.tail, "TAIL_LANES": config.tail_lanes, "TAIL_STEPS": config.tail_steps}
         kernel = kernels.small_kernel
         if config.each_channel:  # channels-last
-            how, tail, kernel = {name: how[name] for name in ("ACTIVATION", "PAIRS")}, {}, kernels.channels_kernel
+            how, tail, kernel = (
+                {name: how[name] for name in ("ACTIVATION", "PAIRS")},
+                {},
+                kernels.channels_kernel,
+            )
         constants = {
             "C": C, "CHANNELS": config.channels, **how, "PDL": pdl,
             "LANES": config.lanes, "WARPS": config.num_warps, "STEPS": config.steps, "BLOCK": config.block, **tail,
@@ -95,7 +107,9 @@ class _Plan:
         programs = N * ceil_div(C, config.channels)
         self.small = Launch(kernel, programs, numbers, constants, config.num_warps, pdl=pdl)
 
-    def _plan_apply(self, x: Tensor, HW: int, numbers: tuple[int, ...], layout: dict[str, Any], fold: bool) -> None:
+    def _plan_apply(
+        self, x: Tensor, HW: int, numbers: tuple[int, ...], layout: dict[str, Any], fold: bool
+    ) -> None:
         N, C = x.shape[:2]
         pdl = has_programmatic_launch(x.device)
         blocks = apply_config(N, C, HW, layout["CHANNELS_LAST"], num_sms(x.device))
@@ -137,8 +151,22 @@ def plan_key(
     saves: bool = False,
 ) -> tuple[Any, ...]:
     """Hashable summary of the arguments of a call; ``params`` as in ``make_plan``. ``saves``: mean and rstd are wanted."""
-    signatures = [None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in (*params, statistics)]
-    return (x.shape, x.stride(), x.dtype, x.device, num_groups, eps, activation, tokens, out_dtype, saves, *signatures)
+    signatures = [
+        None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in (*params, statistics)
+    ]
+    return (
+        x.shape,
+        x.stride(),
+        x.dtype,
+        x.device,
+        num_groups,
+        eps,
+        activation,
+        tokens,
+        out_dtype,
+        saves,
+        *signatures,
+    )
 
 
 def find_plan(key: tuple[Any, ...]) -> _Plan | None:
@@ -198,7 +226,9 @@ def launch_group_norm(
     return y
 
 
-def _launch(plan: _Plan, x: Tensor, y: Tensor, others: tuple[Tensor | None, ...], statistics: Tensor | None) -> None:
+def _launch(
+    plan: _Plan, x: Tensor, y: Tensor, others: tuple[Tensor | None, ...], statistics: Tensor | None
+) -> None:
     stream = current_stream(x.device)
     if plan.small is not None:
         plan.small(stream, x, y, *others)

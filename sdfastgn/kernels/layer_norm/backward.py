@@ -87,7 +87,9 @@ def _backward_impl(
 
 def _backward_fake(dy: Tensor, dtotal: Tensor | None, x: Tensor, *args: Any) -> list[Tensor]:
     shapes = (x.shape, *[x.shape[-1:]] * 3)
-    return [x.new_empty(s, dtype=dtype) for s, dtype in zip(shapes, args[-4:], strict=True) if dtype is not None]
+    return [
+        x.new_empty(s, dtype=dtype) for s, dtype in zip(shapes, args[-4:], strict=True) if dtype is not None
+    ]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
@@ -102,7 +104,9 @@ _DIFFERENTIABLE = (0, 1, 2, 5)  # dy, dtotal, x, weight
 def _double_backward(ctx: Any, dgrads: list[Tensor | None]) -> tuple[Any, ...]:
     """centre and rstd count as what they are, functions of x."""
 
-    def gradients(dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor | None) -> tuple[Tensor | None, ...]:
+    def gradients(
+        dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         return reference_layer_norm_grads(dy, dtotal, x, weight, ctx.eps, tuple(ctx.dtypes))
 
     needs = [ctx.needs_input_grad[i] for i in _DIFFERENTIABLE]
@@ -135,7 +139,11 @@ def layer_norm_grads(
     if dy is None:
         if dtotal is None:
             return (None,) * 4
-        added = None if dtypes[3] is None else dtotal.reshape(-1, x.shape[-1]).sum(0, dtype=rstd.dtype).to(dtypes[3])
+        added = (
+            None
+            if dtypes[3] is None
+            else dtotal.reshape(-1, x.shape[-1]).sum(0, dtype=rstd.dtype).to(dtypes[3])
+        )
         return dtotal, None, None, added
     if not any(dtypes):
         return (None,) * 4

@@ -19,7 +19,14 @@ import torch
 from torch import Tensor
 
 from sdfastgn.kernels.common.column_sums import column_sum_block
-from sdfastgn.kernels.common.launch import Launch, current_stream, has_programmatic_launch, num_sms, on_device, remember
+from sdfastgn.kernels.common.launch import (
+    Launch,
+    current_stream,
+    has_programmatic_launch,
+    num_sms,
+    on_device,
+    remember,
+)
 from sdfastgn.kernels.common.layout import row_stride
 from sdfastgn.kernels.common.sizes import ceil_div, vector_width
 from sdfastgn.kernels.common.tiles import triton
@@ -226,7 +233,9 @@ class _GradPlan:
             numbers = (self.rows, plane)
             self.rows_grad = Launch(_rows_grad_kernel, count, numbers, constants, config.num_warps, pdl=pdl)
         else:
-            groups = column_groups(self.rows, D, config.block, num_sms(x.device)) if column_sums else self.rows
+            groups = (
+                column_groups(self.rows, D, config.block, num_sms(x.device)) if column_sums else self.rows
+            )
             group_rows = ceil_div(self.rows, groups)
             count = ceil_div(self.rows, group_rows)
             plane = count * D
@@ -253,12 +262,22 @@ class _GradPlan:
         self.chunks = config.chunks
         programs = self.rows * config.chunks
         if uses["ROW_SUMS"]:
-            numbers = (config.chunks, config.length // config.block, D // vector, x_stride // vector, programs)
-            self.chunk_sums = Launch(_chunk_sums_kernel, programs, numbers, tile, config.num_warps, pdl=uses["PDL"])
+            numbers = (
+                config.chunks,
+                config.length // config.block,
+                D // vector,
+                x_stride // vector,
+                programs,
+            )
+            self.chunk_sums = Launch(
+                _chunk_sums_kernel, programs, numbers, tile, config.num_warps, pdl=uses["PDL"]
+            )
         constants = {**{k: v for k, v in uses.items() if k != "PDL"}, **tile}
         programs = count * ceil_div(D, config.block)
         numbers = (self.rows, group_rows, D // vector, x_stride // vector, plane)
-        self.chunk_grad = Launch(_chunk_grad_kernel, programs, numbers, constants, config.num_warps, pdl=uses["PDL"])
+        self.chunk_grad = Launch(
+            _chunk_grad_kernel, programs, numbers, constants, config.num_warps, pdl=uses["PDL"]
+        )
 
 
 # By everything that a launch depends on but the data.
@@ -307,7 +326,9 @@ def _launch(
     dy, _, x, centre, rstd, weight = tensors
     dx, *column_sums = grads
     stream = current_stream(centre.device)
-    partials = torch.empty(plan.partials, dtype=torch.float32, device=centre.device) if plan.partials else None
+    partials = (
+        torch.empty(plan.partials, dtype=torch.float32, device=centre.device) if plan.partials else None
+    )
     if plan.rows_grad is not None:
         plan.rows_grad(stream, *tensors, dx, partials)
     else:

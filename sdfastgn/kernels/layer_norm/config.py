@@ -86,7 +86,9 @@ def forward_config(rows: int, D: int, itemsize: int, vector: int, num_sms: int) 
     return RowsConfig(lanes, num_warps, steps, block, False, ceil_div(rows, lanes * num_warps))
 
 
-def backward_config(rows: int, D: int, vector: int, num_sms: int, *, column_sums: bool) -> RowsConfig | ChunksConfig:
+def backward_config(
+    rows: int, D: int, vector: int, num_sms: int, *, column_sums: bool
+) -> RowsConfig | ChunksConfig:
     """How to go back through (rows, D); with ``column_sums`` each program adds up its rows and leaves few partial sums."""
     if next_power_of_2(D) > (_MAX_WITH_SUMS if column_sums else _MAX_IN_REGISTERS):
         return _chunks_config(rows, D, num_sms)
@@ -142,4 +144,6 @@ def _chunks_config(rows: int, D: int, num_sms: int) -> ChunksConfig:
 
 def column_groups(rows: int, D: int, block: int, num_sms: int) -> int:
     """Groups of rows, one a program and block of columns, over which long rows are added up column by column."""
-    return max(1, min(ceil_div(rows, _BACKWARD_TILES), num_sms * _CHUNK_PROGRAMS_PER_SM // ceil_div(D, block)))
+    return max(
+        1, min(ceil_div(rows, _BACKWARD_TILES), num_sms * _CHUNK_PROGRAMS_PER_SM // ceil_div(D, block))
+    )

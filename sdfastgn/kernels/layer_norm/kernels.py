@@ -122,7 +122,9 @@ if triton is not None:
         # Where a thread has one row, it reads its own columns: a broadcast would send the whole tile through shared memory.
         if total_bias_ptr is not None:
             # Before the affine: after it, ptxas holds 168 registers a thread instead of 128, and three programs fit instead of four.
-            kept += tl.load(total_bias_ptr + (c + r * 0 if ONE_ROW else c), mask=in_row, other=0.0).to(tl.float32)
+            kept += tl.load(total_bias_ptr + (c + r * 0 if ONE_ROW else c), mask=in_row, other=0.0).to(
+                tl.float32
+            )
         scale, offset = _affine(weight_ptr, bias_ptr, c + r * 0 if ONE_ROW else c, in_row)
         out = first * D + (r * D + c)
         if total_ptr is not None:
@@ -161,7 +163,9 @@ if triton is not None:
             gdc_wait()
             gdc_launch_dependents()
         # All means of a row are taken from its first element: rounded at the size of the deviations, not of the data.
-        first, _ = _read(x_ptr, residual_ptr, add_bias_ptr, x_row - start, residual_row - start, row * 0, row >= 0)
+        first, _ = _read(
+            x_ptr, residual_ptr, add_bias_ptr, x_row - start, residual_row - start, row * 0, row >= 0
+        )
         pivot = 0.0
         sums = tl.zeros((BLOCK,), tl.float32)
         squares = tl.zeros((BLOCK,), tl.float32)
@@ -244,9 +248,21 @@ def rows_constants(config: RowsConfig) -> dict[str, Any]:
 class _Plan:
     """The launches for one combination of shapes, strides, dtypes and device; the tensors are x, residual, the parameters."""
 
-    __slots__ = ("chunk", "copies", "is_contiguous", "merge", "normalise", "partials", "programs", "row_count", "rows")
+    __slots__ = (
+        "chunk",
+        "copies",
+        "is_contiguous",
+        "merge",
+        "normalise",
+        "partials",
+        "programs",
+        "row_count",
+        "rows",
+    )
 
-    def __init__(self, x: Tensor, residual: Tensor | None, params: tuple[Tensor | None, ...], eps: float) -> None:
+    def __init__(
+        self, x: Tensor, residual: Tensor | None, params: tuple[Tensor | None, ...], eps: float
+    ) -> None:
         D = x.shape[-1]
         copies = tuple(t is not None and row_stride(t) is None for t in (x, residual, *params))
         self.copies = copies if any(copies) else ()
@@ -266,7 +282,9 @@ class _Plan:
                 "D": D, "X_STRIDE": x_stride, "RESIDUAL_STRIDE": residual_stride,
                 "ONE_ROW": config.lanes * config.block <= WARP * vector, "PDL": pdl, **rows_constants(config),
             }  # fmt: skip
-            self.rows = Launch(_rows_kernel, config.programs, (rows, eps), constants, config.num_warps, pdl=pdl)
+            self.rows = Launch(
+                _rows_kernel, config.programs, (rows, eps), constants, config.num_warps, pdl=pdl
+            )
             return
         self._plan_chunks(config, rows, D, (x_stride, residual_stride), eps, vector, pdl, residual is None)
 
@@ -290,13 +308,23 @@ class _Plan:
         block = next_power_of_2(config.chunks)
         merge = (config.chunks, config.length, D, self.partials, eps)
         self.merge = Launch(
-            _merge_chunks_kernel, rows, merge, {"PDL": pdl, "BLOCK": block}, max(1, min(4, block // 128)), pdl=pdl
+            _merge_chunks_kernel,
+            rows,
+            merge,
+            {"PDL": pdl, "BLOCK": block},
+            max(1, min(4, block // 128)),
+            pdl=pdl,
         )
         normalise = {"VECTOR": vector, "AHEAD": is_complete, "PDL": pdl, "BLOCK": config.block}
         programs = rows * ceil_div(D, config.block)
         stride = strides[0] if is_complete else D
         self.normalise = Launch(
-            _normalise_kernel, programs, (rows, parts[0], stride // vector), normalise, config.num_warps, pdl=pdl
+            _normalise_kernel,
+            programs,
+            (rows, parts[0], stride // vector),
+            normalise,
+            config.num_warps,
+            pdl=pdl,
         )
 
 
@@ -316,7 +344,9 @@ def plan_key(
 
     ``saves``: centre and rstd are asked for.
     """
-    signatures = [None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in (residual, *params)]
+    signatures = [
+        None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in (residual, *params)
+    ]
     return (x.shape, x.stride(), x.dtype, x.device, eps, out_dtype, saves, *signatures)
 
 
@@ -352,7 +382,8 @@ def launch_layer_norm(
     tensors = (x, residual, *params)
     if plan.copies:
         tensors = tuple(
-            t.contiguous() if t is not None and copy else t for t, copy in zip(tensors, plan.copies, strict=True)
+            t.contiguous() if t is not None and copy else t
+            for t, copy in zip(tensors, plan.copies, strict=True)
         )
     if is_current(x.device):
         _launch(plan, tensors, y, total, saved)

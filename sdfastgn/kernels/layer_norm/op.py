@@ -140,7 +140,9 @@ def _add_fake(x: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return y, x.new_empty(x.shape), centre, rstd
 
 
-def _keep(ctx: Any, x: Tensor, centre: Tensor, rstd: Tensor, params: tuple[Tensor | None, ...], eps: float) -> None:
+def _keep(
+    ctx: Any, x: Tensor, centre: Tensor, rstd: Tensor, params: tuple[Tensor | None, ...], eps: float
+) -> None:
     """What the backward needs; of the bias and of what is added, only the dtype."""
     weight, bias, add_bias = params
     ctx.eps = eps
@@ -150,7 +152,9 @@ def _keep(ctx: Any, x: Tensor, centre: Tensor, rstd: Tensor, params: tuple[Tenso
     ctx.save_for_backward(x, centre, rstd, weight)
 
 
-def _grads(ctx: Any, dy: Tensor | None, dtotal: Tensor | None, wanted: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
+def _grads(
+    ctx: Any, dy: Tensor | None, dtotal: Tensor | None, wanted: tuple[bool, ...]
+) -> tuple[Tensor | None, ...]:
     """Gradients of x (and of the residual), weight, bias, add_bias."""
     x, centre, rstd, weight = ctx.saved_tensors
     bias, add_bias = ctx.bias_dtypes
@@ -185,7 +189,9 @@ class _LayerNorm(torch.autograd.Function):
     """The ops' autograd at a fifth of the CPU time: for calls of which the dispatcher has nothing else to know."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, how: tuple[Any, ...]) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, how: tuple[Any, ...]
+    ) -> Tensor:
         plan, eps, out_dtype = how
         saved = _empty_saved(x), _empty_saved(x)
         y, _ = launch_layer_norm(plan, x, None, (weight, bias, None, None), out_dtype, saved)
@@ -226,13 +232,17 @@ for _key in ("CPU", "CUDA"):
 torch.library.register_fake("sdfastgn::layer_norm", _layer_norm_fake, lib=_LIBRARY)
 torch.library.register_fake("sdfastgn::add_layer_norm", _add_fake, lib=_LIBRARY)
 torch.library.register_autograd("sdfastgn::layer_norm", _backward, setup_context=_setup, lib=_LIBRARY)
-torch.library.register_autograd("sdfastgn::add_layer_norm", _add_backward, setup_context=_add_setup, lib=_LIBRARY)
+torch.library.register_autograd(
+    "sdfastgn::add_layer_norm", _add_backward, setup_context=_add_setup, lib=_LIBRARY
+)
 
 
 # --- public functions -----------------------------------------------------------------------------------------------------------
 
 
-def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+def layer_norm(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
     """LayerNorm over the last dimension, in Triton kernels on NVIDIA GPUs.
 
     Args:
@@ -341,7 +351,9 @@ def add_layer_norm(
     return torch.ops.sdfastgn.add_layer_norm(x, residual, weight, bias, add_bias, eps, out_dtype)[:2]
 
 
-def _plain(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, out_dtype: torch.dtype | None) -> Tensor:
+def _plain(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, out_dtype: torch.dtype | None
+) -> Tensor:
     """``layer_norm`` by PyTorch's own, where that is right."""
     if x.numel() == 0 or not is_untraced(x, (weight, bias)):
         return reference_layer_norm(x, weight, bias, eps, out_dtype=out_dtype)
@@ -352,7 +364,11 @@ def _plain(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, ou
 
 def _autocast_dtype(x: Any) -> torch.dtype | None:
     """Eager's rule: under CUDA autocast LayerNorm computes in and returns fp32."""
-    return torch.float32 if torch.is_autocast_enabled("cuda") and isinstance(x, Tensor) and runs_in_triton(x) else None
+    return (
+        torch.float32
+        if torch.is_autocast_enabled("cuda") and isinstance(x, Tensor) and runs_in_triton(x)
+        else None
+    )
 
 
 def _check(name: str, x: Any, params: tuple[Any, ...]) -> None:

@@ -218,7 +218,9 @@ class StatisticsLaunch:
     ) -> None:
         N, head = x.shape[:2]
         HW, C = math.prod(x.shape[2:]), head + tail
-        config = statistics_config(N, C, HW, channels_last, num_sms(x.device), kind="write" if producer else "read")
+        config = statistics_config(
+            N, C, HW, channels_last, num_sms(x.device), kind="write" if producer else "read"
+        )
         self.chunks = config.chunks
         self.shape = (2, N, config.chunks, C)
         pdl = has_programmatic_launch(x.device)

@@ -21,7 +21,13 @@ from torch import Tensor
 from sdfastgn.kernels.common.checks import as_float, check_device, check_floating
 from sdfastgn.kernels.common.dispatch import is_plain_inference, is_transformed, needs_op, runs_in_triton
 from sdfastgn.kernels.common.launch import num_sms, remember
-from sdfastgn.kernels.common.layout import dense, dense_is_channels_last, empty_dense_like, is_channels_last, like_dense
+from sdfastgn.kernels.common.layout import (
+    dense,
+    dense_is_channels_last,
+    empty_dense_like,
+    is_channels_last,
+    like_dense,
+)
 from sdfastgn.kernels.common.sizes import ceil_div
 from sdfastgn.kernels.statistics.config import statistics_config
 from sdfastgn.kernels.statistics.kernels import StatisticsLaunch
@@ -94,17 +100,26 @@ def add_kernel(
         emits: the statistics are wanted; else None is returned for them, and the kernel does not compute them.
         out: where the sum goes, instead of new memory: dense with the strides of x, or x itself.
     """
-    strides = (None if residual is None else residual.stride(), None if bias is None else (bias.dtype, bias.stride()))
+    strides = (
+        None if residual is None else residual.stride(),
+        None if bias is None else (bias.dtype, bias.stride()),
+    )
     key = ("add", x.shape, x.stride(), x.dtype, x.device, scale, emits, strides)
     launch = _launches.get(key)
     if launch is None:
         whole = dense(x)
         if residual is not None and residual.stride() != whole.stride():
             residual = torch.empty_like(whole).copy_(residual)
-        if whole is not x or (residual is not None and residual.stride() != strides[0]) or not _is_vector(bias):
+        if (
+            whole is not x
+            or (residual is not None and residual.stride() != strides[0])
+            or not _is_vector(bias)
+        ):
             bias = None if bias is None else bias.contiguous()
             return add_kernel(whole, residual, bias, scale, emits=emits, out=out)
-        launch = remember(_launches, key, StatisticsLaunch(x, is_channels_last(x), producer=True, scale=scale))
+        launch = remember(
+            _launches, key, StatisticsLaunch(x, is_channels_last(x), producer=True, scale=scale)
+        )
     y = torch.empty_like(x) if out is None else out
     statistics = torch.empty(launch.shape, dtype=torch.float32, device=x.device) if emits else None
     launch(x, statistics, residual=residual, bias=bias, y=y)
@@ -118,7 +133,9 @@ def _is_vector(bias: Tensor | None) -> bool:
 def cat_kernel(a: Tensor, b: Tensor, *, emits: bool = True) -> tuple[Tensor, Any]:
     """``cat_with_statistics`` in Triton, on valid channels-last arguments that are not empty. ``emits`` as in ``add_kernel``."""
     key = ("cat", a.shape, b.shape, a.dtype, a.device, emits)
-    launch = _launches.get(key) or remember(_launches, key, StatisticsLaunch(a, True, tail=b.shape[1], producer=True))
+    launch = _launches.get(key) or remember(
+        _launches, key, StatisticsLaunch(a, True, tail=b.shape[1], producer=True)
+    )
     N, channels, spatial = a.shape[0], a.shape[1] + b.shape[1], a.shape[2:]
     y = a.new_empty((N, *spatial, channels)).movedim(-1, 1)
     statistics = torch.empty(launch.shape, dtype=torch.float32, device=a.device) if emits else None
@@ -130,7 +147,9 @@ def cat_kernel(a: Tensor, b: Tensor, *, emits: bool = True) -> tuple[Tensor, Any
 
 _LIBRARY = torch.library.Library("sdfastgn", "FRAGMENT")
 _LIBRARY.define("channel_statistics(Tensor x) -> Tensor")
-_LIBRARY.define("add_with_statistics(Tensor x, Tensor residual, Tensor? bias, float scale) -> (Tensor, Tensor)")
+_LIBRARY.define(
+    "add_with_statistics(Tensor x, Tensor residual, Tensor? bias, float scale) -> (Tensor, Tensor)"
+)
 _LIBRARY.define("cat_with_statistics(Tensor a, Tensor b) -> (Tensor, Tensor)")
 
 
@@ -219,8 +238,12 @@ for _key in ("CPU", "CUDA"):
 torch.library.register_fake("sdfastgn::channel_statistics", _fake_statistics, lib=_LIBRARY)
 torch.library.register_fake("sdfastgn::add_with_statistics", _add_fake, lib=_LIBRARY)
 torch.library.register_fake("sdfastgn::cat_with_statistics", _cat_fake, lib=_LIBRARY)
-torch.library.register_autograd("sdfastgn::add_with_statistics", _add_backward, setup_context=_add_setup, lib=_LIBRARY)
-torch.library.register_autograd("sdfastgn::cat_with_statistics", _cat_backward, setup_context=_cat_setup, lib=_LIBRARY)
+torch.library.register_autograd(
+    "sdfastgn::add_with_statistics", _add_backward, setup_context=_add_setup, lib=_LIBRARY
+)
+torch.library.register_autograd(
+    "sdfastgn::cat_with_statistics", _cat_backward, setup_context=_cat_setup, lib=_LIBRARY
+)
 
 
 # --- public functions -----------------------------------------------------------------------------------------------------------

@@ -82,7 +82,9 @@ def _conv2d(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.conv2d(x, weight, bias, padding=1)
 
 
-def convolve_phases(x: Tensor, weight: Tensor, bias: Tensor | None, *, with_statistics: bool) -> tuple[Tensor, Any]:
+def convolve_phases(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, with_statistics: bool
+) -> tuple[Tensor, Any]:
     """(y, statistics or None) at low resolution, whatever the sizes; x is channels-last and not empty."""
     C_out, C_in = weight.shape[:2]
     phases = weight.new_empty((4 * C_out, 2, 2, C_in)).movedim(-1, 1)
@@ -226,7 +228,9 @@ def _check(x: Any, weight: Any, bias: Any) -> None:
     if x.dim() != 4:
         raise ValueError(f"{_NAME}: x must be (N, C_in, H, W), got shape {tuple(x.shape)}")
     if weight.dim() != 4 or weight.shape[1:] != (x.shape[1], 3, 3):
-        raise ValueError(f"{_NAME}: weight must be (C_out, {x.shape[1]}, 3, 3), got shape {tuple(weight.shape)}")
+        raise ValueError(
+            f"{_NAME}: weight must be (C_out, {x.shape[1]}, 3, 3), got shape {tuple(weight.shape)}"
+        )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"{_NAME}: bias must be ({weight.shape[0]},), got shape {tuple(bias.shape)}")
     for label, t in (("weight", weight), ("bias", bias)):

@@ -203,7 +203,9 @@ def launch_interleave(t: Tensor, bias: Tensor | None, y: Tensor, statistics: Ten
     key = (y.shape, y.dtype, y.device, None if bias is None else bias.dtype, statistics is None)
     found = _launches.get(key)
     if found is None:
-        found = remember(_launches, key, _interleave(y) if statistics is None else _interleave_with_statistics(y))
+        found = remember(
+            _launches, key, _interleave(y) if statistics is None else _interleave_with_statistics(y)
+        )
     if statistics is None:
         found.run(t, bias, y)
     else:

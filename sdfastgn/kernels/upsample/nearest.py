@@ -23,7 +23,12 @@ from sdfastgn.kernels.common.dispatch import is_plain_inference, needs_op, runs_
 from sdfastgn.kernels.common.layout import dense, dense_is_channels_last
 from sdfastgn.kernels.upsample.nearest_kernels import launch_upsample, launch_upsample_grad
 
-__all__ = ["empty_image", "reference_upsample_nearest_2x", "reference_upsample_nearest_2x_grad", "upsample_nearest_2x"]
+__all__ = [
+    "empty_image",
+    "reference_upsample_nearest_2x",
+    "reference_upsample_nearest_2x_grad",
+    "upsample_nearest_2x",
+]
 
 
 def reference_upsample_nearest_2x(x: Tensor) -> Tensor:

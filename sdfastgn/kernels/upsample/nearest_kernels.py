@@ -77,7 +77,9 @@ if triton is not None:
         dy = dy_ptr + first_of_four(first, i, W, C) + c
         below = W.to(tl.int64) * (2 * C)
         upper = tl.load(dy, mask=mask).to(tl.float32) + tl.load(dy + C, mask=mask).to(tl.float32)
-        lower = tl.load(dy + below, mask=mask).to(tl.float32) + tl.load(dy + below + C, mask=mask).to(tl.float32)
+        lower = tl.load(dy + below, mask=mask).to(tl.float32) + tl.load(dy + below + C, mask=mask).to(
+            tl.float32
+        )
         tl.store(dx_ptr + (first + i) * C + c, (upper + lower).to(dx_ptr.dtype.element_ty), mask=mask)
 
 
@@ -93,7 +95,13 @@ def _launch(kernel: Any, small: Tensor) -> Launch:
         N, C, H, W = small.shape
         config = tile_config(N * H * W, C, num_sms(small.device))
         pdl = has_programmatic_launch(small.device)
-        constants = {"C": C, "EVEN": config.even, "PDL": pdl, "BLOCK_HW": config.block_rows, "BLOCK_C": config.block_c}
+        constants = {
+            "C": C,
+            "EVEN": config.even,
+            "PDL": pdl,
+            "BLOCK_HW": config.block_rows,
+            "BLOCK_C": config.block_c,
+        }
         found = Launch(kernel, config.programs, (N * H * W, W), constants, config.num_warps, pdl=pdl)
         remember(_launches, key, found)
     return found

@@ -80,7 +80,9 @@ def without_adapters(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for module in root.modules():
         children = dict(module.named_children())
         if not children.keys().isdisjoint(_ADAPTED):
-            added.update(m for name, child in children.items() if name not in _ADAPTED for m in child.modules())
+            added.update(
+                m for name, child in children.items() if name not in _ADAPTED for m in child.modules()
+            )
     return ((path, module) for path, module in root.named_modules() if module not in added)
 
 
@@ -150,7 +152,10 @@ def _new_format(module: nn.Module) -> torch.memory_format | None:
     weight = module._parameters.get("weight")
     if memory_format is None or weight is None or _STOCK_LAYOUT in vars(module):
         return None
-    if weight.dim() != (5 if memory_format is torch.channels_last_3d else 4) or not weight.is_floating_point():
+    if (
+        weight.dim() != (5 if memory_format is torch.channels_last_3d else 4)
+        or not weight.is_floating_point()
+    ):
         return None  # quantised weights are stored in other shapes
     return None if weight.is_contiguous(memory_format=memory_format) else memory_format
 

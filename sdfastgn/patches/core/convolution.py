@@ -37,7 +37,9 @@ def pointwise(conv: Any, x: Tensor) -> Tensor:
     if type(conv) is not nn.Conv2d or not _is_product(conv, x):
         return conv(x)
     N, C, H, W = x.shape
-    rows = nn.functional.linear(x.permute(0, 2, 3, 1).reshape(N * H * W, C), conv.weight.flatten(1), conv.bias)
+    rows = nn.functional.linear(
+        x.permute(0, 2, 3, 1).reshape(N * H * W, C), conv.weight.flatten(1), conv.bias
+    )
     return rows.view(N, H, W, conv.out_channels).permute(0, 3, 1, 2)
 
 

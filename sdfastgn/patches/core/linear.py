@@ -33,7 +33,12 @@ def linear_of(linear: Any, act: Any, x: Any) -> Tensor:
 
 def fused_linear(linear: Any, act: Any, x: Any, extra_bias: Tensor | None = None) -> Tensor | None:
     """``linear(act(x)) + extra_bias`` in one kernel for x (N, K) and extra_bias (C,), or None where that may not run as one."""
-    if torch.compiler.is_compiling() or not isinstance(x, Tensor) or x.dim() != 2 or not has_few_rows(x.shape[0]):
+    if (
+        torch.compiler.is_compiling()
+        or not isinstance(x, Tensor)
+        or x.dim() != 2
+        or not has_few_rows(x.shape[0])
+    ):
         return None
     name = "identity" if act is None else activation_of(act)
     if name is None or not (act is None or is_plain(act)) or not is_plain_linear(linear):

@@ -52,7 +52,9 @@ class FusedAttention(Attention):
         if attention_mask is not None or not self._runs_fused(
             hidden_states, encoder_hidden_states, cross_attention_kwargs
         ):
-            return super().forward(hidden_states, encoder_hidden_states, attention_mask, **cross_attention_kwargs)
+            return super().forward(
+                hidden_states, encoder_hidden_states, attention_mask, **cross_attention_kwargs
+            )
         residual, shape = hidden_states, hidden_states.shape
         if len(shape) == 4:
             hidden_states = hidden_states.view(shape[0], shape[1], -1).transpose(1, 2)

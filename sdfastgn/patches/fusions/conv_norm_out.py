@@ -70,7 +70,11 @@ class FusedNormOut(FusedGroupNorm):
     def forward(self, input: Tensor) -> Tensor:
         act = None if torch.compiler.is_compiling() else _hand_off.armed.get(id(self))
         name = None if act is None else _activation_of_pass(act)
-        if act is None or name is None or not (dispatch.has_kernels(input) and is_plain(self) and is_plain(act)):
+        if (
+            act is None
+            or name is None
+            or not (dispatch.has_kernels(input) and is_plain(self) and is_plain(act))
+        ):
             return super().forward(input)
         statistics = take_statistics(input)
         y = group_norm(input, self.num_groups, self.weight, self.bias, self.eps, name, statistics=statistics)

@@ -35,7 +35,9 @@ class FusedGroupNorm(nn.GroupNorm):
 
 def can_fuse(norm: nn.Module, act: nn.Module) -> bool:
     """True if ``act(norm(x))`` may run as one kernel: both are what they seem, and nobody watches the value in between."""
-    return type(norm) is FusedGroupNorm and activation_of(act) is not None and is_plain(norm) and is_plain(act)
+    return (
+        type(norm) is FusedGroupNorm and activation_of(act) is not None and is_plain(norm) and is_plain(act)
+    )
 
 
 def norm_act(norm: Any, act: nn.Module, x: Tensor, **operands: Any) -> Tensor:
@@ -47,7 +49,9 @@ def norm_act(norm: Any, act: nn.Module, x: Tensor, **operands: Any) -> Tensor:
         return act(norm(x))
     name = activation_of(act) or "identity"
     statistics = take_statistics(x)
-    return group_norm(x, norm.num_groups, norm.weight, norm.bias, norm.eps, name, statistics=statistics, **operands)
+    return group_norm(
+        x, norm.num_groups, norm.weight, norm.bias, norm.eps, name, statistics=statistics, **operands
+    )
 
 
 FUSION = ClassSwap("group_norm", nn.GroupNorm, FusedGroupNorm)

@@ -64,7 +64,9 @@ class FusedResnetBlock2D(ResnetBlock2D):
             raise ValueError(
                 f"sdfastgn: temb must not be None for a ResnetBlock2D with time_embedding_norm={self.time_embedding_norm!r}"
             )
-        fits = temb is None or (temb.dtype == h.dtype and tuple(temb.shape) == (N, 2 * C if scale_shift else C))
+        fits = temb is None or (
+            temb.dtype == h.dtype and tuple(temb.shape) == (N, 2 * C if scale_shift else C)
+        )
         if not (fits and fuses):
             return self._unfused(self.conv1(h), temb)
         operands: dict[str, Tensor | None] = {}

@@ -28,4 +28,6 @@ class FusedTemporalResnetBlock(TemporalResnetBlock):
         return (input_tensor if self.conv_shortcut is None else self.conv_shortcut(input_tensor)) + h
 
 
-FUSION = ClassSwap("temporal_resnet_block", TemporalResnetBlock, FusedTemporalResnetBlock, ("__init__", "forward"))
+FUSION = ClassSwap(
+    "temporal_resnet_block", TemporalResnetBlock, FusedTemporalResnetBlock, ("__init__", "forward")
+)

@@ -34,7 +34,13 @@ class FusedTransformer2DModel(Transformer2DModel):
         return to_tokens(hidden_states), hidden_states.shape[1]
 
     def _get_output_for_continuous_inputs(
-        self, hidden_states: Tensor, residual: Tensor, batch_size: int, height: int, width: int, inner_dim: int
+        self,
+        hidden_states: Tensor,
+        residual: Tensor,
+        batch_size: int,
+        height: int,
+        width: int,
+        inner_dim: int,
     ) -> Tensor:
         if not dispatch.has_kernels(hidden_states):
             return super()._get_output_for_continuous_inputs(
@@ -50,7 +56,9 @@ class FusedTransformer2DModel(Transformer2DModel):
 
 
 def _check(model: Transformer2DModel) -> str | None:
-    return None if model.is_input_continuous else "its input is not an image, so that there is no layout to keep"
+    return (
+        None if model.is_input_continuous else "its input is not an image, so that there is no layout to keep"
+    )
 
 
 FUSION = ClassSwap(

@@ -68,7 +68,10 @@ class FusedBasicTransformerBlock(BasicTransformerBlock):
         if self.attn2 is not None:
             h, hidden_states = _add_norm(self.norm2, h, hidden_states)
             h = self.attn2(
-                h, encoder_hidden_states=encoder_hidden_states, attention_mask=encoder_attention_mask, **options
+                h,
+                encoder_hidden_states=encoder_hidden_states,
+                attention_mask=encoder_attention_mask,
+                **options,
             )
         if _adds_in_product(self.ff, self.norm3, h, hidden_states):
             return _add_feed_forward(self.ff, self.norm3, h, hidden_states)

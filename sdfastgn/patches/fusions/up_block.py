@@ -34,7 +34,9 @@ class FusedUpBlock2D(UpBlock2D):
         **kwargs: Any,
     ) -> Tensor:
         if args or kwargs or not _runs_fused(self, hidden_states, res_hidden_states_tuple):
-            return super().forward(hidden_states, res_hidden_states_tuple, temb, upsample_size, *args, **kwargs)
+            return super().forward(
+                hidden_states, res_hidden_states_tuple, temb, upsample_size, *args, **kwargs
+            )
         for i, resnet in enumerate(self.resnets, 1):
             hidden_states = cat(hidden_states, res_hidden_states_tuple[-i])
             hidden_states = resnet(hidden_states, temb)
@@ -88,4 +90,6 @@ def _upsample(block: Any, hidden_states: Tensor, size: Any) -> Tensor:
 
 
 FUSION = ClassSwap("up_block", UpBlock2D, FusedUpBlock2D, ("__init__", "forward"))
-CROSS_ATTENTION = ClassSwap("cross_attn_up_block", CrossAttnUpBlock2D, FusedCrossAttnUpBlock2D, ("__init__", "forward"))
+CROSS_ATTENTION = ClassSwap(
+    "cross_attn_up_block", CrossAttnUpBlock2D, FusedCrossAttnUpBlock2D, ("__init__", "forward")
+)

@@ -111,7 +111,9 @@ class Call:
 
     def rebuild(self, buffers: list[Tensor]) -> tuple[list[Any], dict[str, Any]]:
         """The arguments with ``buffers`` for tensors, in containers of their own."""
-        return [_fill_in(p, buffers) for p in self._args], {k: _fill_in(v, buffers) for k, v in self._kwargs.items()}
+        return [_fill_in(p, buffers) for p in self._args], {
+            k: _fill_in(v, buffers) for k, v in self._kwargs.items()
+        }
 
     def _take_number(self, value: Any, tokens: list[Any], path: str, float_dtype: torch.dtype) -> Any:
         kind = type(value)

@@ -148,7 +148,9 @@ class CudaBackend:
 
     def memory(self) -> int:
         pools = {tuple(handle.pool) for handle in self._alive}
-        return sum(s["total_size"] for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) in pools)
+        return sum(
+            s["total_size"] for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) in pools
+        )
 
 
 _backends: dict[torch.device, CudaBackend] = {}

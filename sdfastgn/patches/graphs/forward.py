@@ -173,7 +173,9 @@ class GraphedForward:
         except torch.OutOfMemoryError:
             reason = _NO_MEMORY
             _give_memory_back()
-        self.eager[reason if reason in self.eager or len(self.eager) < _MAX_REMEMBERED else "other reasons"] += 1
+        self.eager[
+            reason if reason in self.eager or len(self.eager) < _MAX_REMEMBERED else "other reasons"
+        ] += 1
         containers = _containers_of(args, kwargs)
         try:
             return type(module).forward(module, *args, **kwargs)
@@ -297,7 +299,9 @@ class GraphedForward:
             try:
                 self._watch = Watch(module, _is_harmless, device)
             except Exception as error:  # whatever a property or a comparison of someone else's raises
-                raise Unsupported(f"its state cannot be watched: {type(error).__name__}: {_line(error)}") from error
+                raise Unsupported(
+                    f"its state cannot be watched: {type(error).__name__}: {_line(error)}"
+                ) from error
             self._replays_of_watch = 0
         if self._watch.reason is not None:
             raise Unsupported(self._watch.reason)
@@ -328,9 +332,7 @@ class GraphedForward:
         except Unsupported:
             raise
         except Exception as error:
-            if (
-                is_warm
-            ):  # not as warm as it seemed: the model may have changed since, or a tensor lies at another alignment
+            if is_warm:  # not as warm as it seemed: the model may have changed since, or a tensor lies at another alignment
                 return self._capture(module, call, backend, is_warm=False)
             raise Unsupported(f"capture failed: {type(error).__name__}: {_line(error)}") from error
         if not watch.unchanged(module):

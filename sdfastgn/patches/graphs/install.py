@@ -91,7 +91,9 @@ def _outermost(root: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module
         if is_graphable(module) or _graphed(module) is not None:
             yield path, module
         else:
-            children = ((f"{path}.{name}" if path else name, child) for name, child in module.named_children())
+            children = (
+                (f"{path}.{name}" if path else name, child) for name, child in module.named_children()
+            )
             todo += reversed(list(children))
 
 

@@ -31,7 +31,19 @@ __all__ = ["Watch"]
 _TRUSTED = sys.stdlib_module_names | {"torch", "diffusers", "peft", "accelerate", "transformers", "sdfastgn"}
 _TENSOR_TYPES = (Tensor, nn.Parameter)
 _LEAVES = (
-    *(bool, int, float, complex, str, bytes, type(None), type, range, types.BuiltinFunctionType, types.ModuleType),
+    *(
+        bool,
+        int,
+        float,
+        complex,
+        str,
+        bytes,
+        type(None),
+        type,
+        range,
+        types.BuiltinFunctionType,
+        types.ModuleType,
+    ),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, weakref.ref),
 )
 _FUNCTIONS = (types.FunctionType, types.MethodType)
@@ -150,13 +162,17 @@ class Watch:
                 if hasattr(value, "__dict__"):
                     todo += self._see_container(path, vars(value))
                 elif not isinstance(value, _FUNCTIONS):
-                    self.reason = f"{path or 'it'} has a {type(value).__qualname__}, whose state cannot be watched"
+                    self.reason = (
+                        f"{path or 'it'} has a {type(value).__qualname__}, whose state cannot be watched"
+                    )
 
     def _is_trusted(self, path: str, value: Any) -> bool:
         code = value if isinstance(value, _FUNCTIONS) else type(value)
         package = (code.__module__ or "?").partition(".")[0]
         if package not in _TRUSTED:
-            self.reason = f"{path or 'it'} has {code.__qualname__} of {package}, whose state cannot be watched"
+            self.reason = (
+                f"{path or 'it'} has {code.__qualname__} of {package}, whose state cannot be watched"
+            )
         return self.reason is None
 
     def _see_tensor(self, path: str, tensor: Tensor) -> None:
@@ -228,7 +244,9 @@ def _reason_of(path: str, module: nn.Module, *, is_root: bool) -> str | None:
     attributes = vars(module)
     if isinstance(module, torch.jit.ScriptModule):
         return f"{path} is compiled by TorchScript"
-    if attributes.get("_compiled_call_impl") is not None or type(module).__module__.startswith("torch._dynamo"):
+    if attributes.get("_compiled_call_impl") is not None or type(module).__module__.startswith(
+        "torch._dynamo"
+    ):
         return f"{path} is compiled by torch.compile"
     if "_hf_hook" in attributes:
         return f"accelerate's hooks are on {path}"

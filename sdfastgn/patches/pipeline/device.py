@@ -30,7 +30,9 @@ def _says_first_parameters(cls: type) -> bool:
 
 def _is_stock(part: Any) -> bool:
     cls = type(part)
-    return issubclass(cls, DiffusionPipeline) and all(getattr(cls, n) is getattr(DiffusionPipeline, n) for n in _READ)
+    return issubclass(cls, DiffusionPipeline) and all(
+        getattr(cls, n) is getattr(DiffusionPipeline, n) for n in _READ
+    )
 
 
 def _device_without_hooks(pipe: Any) -> torch.device | None:

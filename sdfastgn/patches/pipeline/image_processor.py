@@ -24,14 +24,23 @@ _METHODS = ("postprocess", "_denormalize_conditionally", "denormalize", "pt_to_n
 
 
 def _is_ours(processor: Any, image: Any, output_type: Any, do_denormalize: Any) -> bool:
-    if output_type != "pil" or type(image) is not Tensor or image.device.type not in _DEVICES or image.requires_grad:
+    if (
+        output_type != "pil"
+        or type(image) is not Tensor
+        or image.device.type not in _DEVICES
+        or image.requires_grad
+    ):
         return False
     if any(name in vars(processor) for name in _METHODS):  # other code replaced one since
         return False
     # What is not brought to [0, 1] overflows a byte, in each compiler's own way.
     is_denormalised = processor.config.do_normalize if do_denormalize is None else all(do_denormalize)
     return (
-        bool(is_denormalised) and image.dtype in _DTYPES and image.dim() == 4 and image.shape[1] == 3 and len(image) > 0
+        bool(is_denormalised)
+        and image.dtype in _DTYPES
+        and image.dim() == 4
+        and image.shape[1] == 3
+        and len(image) > 0
     )
 
 

@@ -39,7 +39,9 @@ class PipelinePart:
     overrides: Callable[[Any], dict[str, Any]]
     upstream: Callable[[type], tuple[type, tuple[str, ...]]]
     # Stock class -> its subclass; neither is kept alive, as classes are made in notebooks and functions too.
-    _classes: weakref.WeakKeyDictionary[type, weakref.ref[type]] = field(default_factory=weakref.WeakKeyDictionary)
+    _classes: weakref.WeakKeyDictionary[type, weakref.ref[type]] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
 
     def __post_init__(self) -> None:
         _parts[self.name] = self
@@ -112,7 +114,9 @@ class PipelinePart:
 
 def _new(name: str, stock: type) -> Any:
     """For copies and pickles: an instance without its state. A stock one where upstream is not what was tested."""
-    importlib.import_module("sdfastgn.patches.registry")  # a process that only reads a pickle knows no rule yet
+    importlib.import_module(
+        "sdfastgn.patches.registry"
+    )  # a process that only reads a pickle knows no rule yet
     part = _parts.get(name)
     cls: Any = stock if part is None or part._unknown_source(stock) else part._class_for(stock)
     return cls.__new__(cls)

@@ -27,7 +27,9 @@ _WAITED_FOR = ("cuda",)
 
 # By scheduler: (timesteps, its storage, how often it was written, its copy on the CPU). In no __dict__: a deepcopy's tensors begin to count
 # anew. The storage is held so that no other comes to lie at its address.
-_copies: weakref.WeakKeyDictionary[Any, tuple[Tensor, torch.UntypedStorage, int, Tensor]] = weakref.WeakKeyDictionary()
+_copies: weakref.WeakKeyDictionary[Any, tuple[Tensor, torch.UntypedStorage, int, Tensor]] = (
+    weakref.WeakKeyDictionary()
+)
 
 # What hands the timestep on, and what computes with it. Exact classes.
 _METHODS: dict[type, tuple[str, ...]] = {
@@ -56,14 +58,22 @@ def _copy_of(scheduler: Any, table: Any) -> Tensor | None:
 
 def _on_host(scheduler: Any, timestep: Any) -> Any:
     """``timestep`` on the CPU if it is an element of ``scheduler.timesteps``, else itself."""
-    if type(timestep) is not Tensor or timestep.dim() or torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if (
+        type(timestep) is not Tensor
+        or timestep.dim()
+        or torch.compiler.is_compiling()
+        or torch.jit.is_tracing()
+    ):
         return timestep
     table = scheduler.timesteps
     copy = _copy_of(scheduler, table)
     if copy is None or (timestep.dtype, timestep.device) != (table.dtype, table.device):
         return timestep
     index = timestep.storage_offset() - table.storage_offset()
-    is_element = timestep.untyped_storage().data_ptr() == table.untyped_storage().data_ptr() and 0 <= index < len(table)
+    is_element = (
+        timestep.untyped_storage().data_ptr() == table.untyped_storage().data_ptr()
+        and 0 <= index < len(table)
+    )
     return copy[index] if is_element else timestep
 
 

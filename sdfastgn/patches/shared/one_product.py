@@ -112,21 +112,29 @@ class _Group:
 class _Product:
     """What was computed of ``x``, until all of it is taken. It keeps x alive: no other has its id."""
 
-    def __init__(self, group: _Group, x: Tensor, together: Sequence[Any], members: list[Any], columns: Columns) -> None:
+    def __init__(
+        self, group: _Group, x: Tensor, together: Sequence[Any], members: list[Any], columns: Columns
+    ) -> None:
         self._group, self._x, self._state = group, x, _state_of(x)
         self._output: Tensor | None = group.kind.product(x, together, members[0])
         # Part -> its parameters, what must not have changed in them, and its columns.
         self._rest: dict[Any, tuple[list[Tensor], list[Any], int, int]] = {}
         end = 0
         for i, member in enumerate(members):
-            own = [column[i * each : (i + 1) * each] for column in columns if (each := len(column) // len(members))]
+            own = [
+                column[i * each : (i + 1) * each]
+                for column in columns
+                if (each := len(column) // len(members))
+            ]
             params = [parameter for column in own for parameter in column]
             start, end = end, end + sum(weight.shape[0] for weight in own[0])
             self._rest[member] = params, list(map(_stamp, params)), start, end
 
     def is_over(self, member: Any, x: Tensor) -> bool:
         """True if nobody will take anything, or the forward runs again: all have, or ``member`` has, or x or where it runs has changed."""
-        return self._output is None or member not in self._rest or (x is self._x and _state_of(x) != self._state)
+        return (
+            self._output is None or member not in self._rest or (x is self._x and _state_of(x) != self._state)
+        )
 
     def take(self, member: Any, x: Tensor) -> Tensor | None:
         if x is not self._x:
@@ -142,7 +150,11 @@ class _Product:
         now = [parameter for column in columns for parameter in column]
         if len(now) != len(params) or not all(a is b for a, b in zip(now, params, strict=True)):
             return None
-        if list(map(_stamp, now)) != stamps or wants_gradient(x, tuple(now)) or not is_untraced(x, tuple(now)):
+        if (
+            list(map(_stamp, now)) != stamps
+            or wants_gradient(x, tuple(now))
+            or not is_untraced(x, tuple(now))
+        ):
             return None
         return output[..., start:end]
 
@@ -174,7 +186,9 @@ class Sharing:
             key = self._kind.key(part)
             if key is not None:
                 by_key.setdefault(key, []).append(part)
-        found = tuple(_Group(self._kind, key, model, parts) for key, parts in by_key.items() if len(parts) > 1)
+        found = tuple(
+            _Group(self._kind, key, model, parts) for key, parts in by_key.items() if len(parts) > 1
+        )
         self._groups[model] = found
         for group in found:
             self._group_of.update((member, group) for member in group.members())

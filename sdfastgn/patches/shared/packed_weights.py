@@ -67,7 +67,11 @@ def joined(owner: nn.Module, *columns: list[Tensor]) -> tuple[Any, ...] | None:
     if allocation is None:
         return None
     found = [_span(allocation, column) if column else None for column in columns]
-    return None if any(column and span is None for column, span in zip(columns, found, strict=True)) else tuple(found)
+    return (
+        None
+        if any(column and span is None for column, span in zip(columns, found, strict=True))
+        else tuple(found)
+    )
 
 
 def _allocation(owner: nn.Module) -> torch.UntypedStorage | None:
@@ -82,7 +86,12 @@ def _span(allocation: torch.UntypedStorage, parts: list[Tensor]) -> Tensor | Non
     start = end = first.data_ptr()
     rows = 0
     for part in parts:
-        if part.data_ptr() != end or part.dtype != dtype or part.shape[1:] != columns or not part.is_contiguous():
+        if (
+            part.data_ptr() != end
+            or part.dtype != dtype
+            or part.shape[1:] != columns
+            or not part.is_contiguous()
+        ):
             return None
         end += part.nbytes
         rows += part.shape[0]

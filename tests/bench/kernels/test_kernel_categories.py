@@ -23,33 +23,51 @@ COPY_FUNCTOR = (
     "at::native::gpu_kernel_impl_nocast<at::native::direct_copy_kernel_cuda(at::TensorIteratorBase&)::{lambda()#3}"
     "::operator()() const::{lambda()#12}::operator()() const::{lambda(c10::Half)#1}>(at::TensorIteratorBase&, ...)"
 )
-SILU_FUNCTOR = (
-    "at::native::(anonymous namespace)::silu_kernel(at::TensorIteratorBase&)::{lambda()#1}::operator()() const"
-)
+SILU_FUNCTOR = "at::native::(anonymous namespace)::silu_kernel(at::TensorIteratorBase&)::{lambda()#1}::operator()() const"
 ADD_FUNCTOR = "at::native::CUDAFunctor_add<c10::Half>"
-NORM_FUNCTOR = "at::native::(anonymous namespace)::GroupNormKernelImplInternal<c10::Half>(at::Tensor const&, long)"
+NORM_FUNCTOR = (
+    "at::native::(anonymous namespace)::GroupNormKernelImplInternal<c10::Half>(at::Tensor const&, long)"
+)
 CUDNN = "nhwckrsc_nhwc_tilesize128x128x64_warpgroupsize1x1x1_g1"
 CUTLASS_CONV = "cutlass_tensorop_f16_s16816fprop_optimized_f16_256x64_32x4_nhwc_align8"
 FLASH = "Flash_fwd_kernel_traits<64, 128, 128, 4, false, false, cutlass::half_t>"
-EFFICIENT = (
-    "PyTorchMemEffAttention::AttentionKernel<cutlass::half_t, cutlass::arch::Sm80, true, 64, 64, 64, true, true>"
-)
+EFFICIENT = "PyTorchMemEffAttention::AttentionKernel<cutlass::half_t, cutlass::arch::Sm80, true, 64, 64, 64, true, true>"
 
 BY_NAME = [
     # cuDNN
-    (CONVOLUTION, "sm90-fprop", f"sm90_xmma_fprop_implicit_gemm_f16f16_f16f32_f32_{CUDNN}_execute_kernel__5x_cudnn"),
-    (CONVOLUTION, "sm80-indexed", "sm80_xmma_fprop_implicit_gemm_indexed_wo_smem_f16f16_f16f32_f32_nhwckrsc_nhwc"),
-    (CONVOLUTION, "sm90-dgrad", "sm90_xmma_dgrad_implicit_gemm_f16f16_f16f32_f32_nhwckrsc_nhwc_tilesize128x64x64"),
+    (
+        CONVOLUTION,
+        "sm90-fprop",
+        f"sm90_xmma_fprop_implicit_gemm_f16f16_f16f32_f32_{CUDNN}_execute_kernel__5x_cudnn",
+    ),
+    (
+        CONVOLUTION,
+        "sm80-indexed",
+        "sm80_xmma_fprop_implicit_gemm_indexed_wo_smem_f16f16_f16f32_f32_nhwckrsc_nhwc",
+    ),
+    (
+        CONVOLUTION,
+        "sm90-dgrad",
+        "sm90_xmma_dgrad_implicit_gemm_f16f16_f16f32_f32_nhwckrsc_nhwc_tilesize128x64x64",
+    ),
     (
         CONVOLUTION,
         "sm80-wgrad",
         "sm80_xmma_wgrad_implicit_gemm_indexed_f16f16_f16f32_f32_nhwckrsc_nhwc_tilesize64x64x64",
     ),
-    (CONVOLUTION, "1x1-as-gemm", "sm90_xmma_gemm_f16f16_f16f32_f32_tn_n_tilesize128x128x64_execute_kernel__5x_cudnn"),
+    (
+        CONVOLUTION,
+        "1x1-as-gemm",
+        "sm90_xmma_gemm_f16f16_f16f32_f32_tn_n_tilesize128x128x64_execute_kernel__5x_cudnn",
+    ),
     (CONVOLUTION, "cutlass-fprop", f"void cutlass__5x_cudnn::Kernel<{CUTLASS_CONV}>({CUTLASS_CONV}::Params)"),
     (CONVOLUTION, "cutlass3x", "void cutlass3x_sm100_tensorop_s256x256x16implicit_gemm_fprop_bf16_void_bf16"),
     (CONVOLUTION, "mangled", "_ZN7cutlass6KernelINS_4conv6kernel38ImplicitGemmConvolutionFusionPerSamp"),
-    (CONVOLUTION, "direct-nhwc", "void convolve_common_engine_float_NHWC<__half, __half, 128, 5, 5, 3, 3, 3>(...)"),
+    (
+        CONVOLUTION,
+        "direct-nhwc",
+        "void convolve_common_engine_float_NHWC<__half, __half, 128, 5, 5, 3, 3, 3>(...)",
+    ),
     (
         CONVOLUTION,
         "sgemm",
@@ -72,7 +90,11 @@ BY_NAME = [
         "im2col",
         "void at::native::im2col_kernel<c10::Half>(long, c10::Half const*, long, long, long, long)",
     ),
-    (CONVOLUTION, "generated", "cudnn_generated_fort_native_conv_sm90_fwd_wgmma_f16_knob_3_128x128x64_kernel0_0"),
+    (
+        CONVOLUTION,
+        "generated",
+        "cudnn_generated_fort_native_conv_sm90_fwd_wgmma_f16_knob_3_128x128x64_kernel0_0",
+    ),
     # cuBLAS and CUTLASS
     (GEMM, "nvjet-fp16", "nvjet_hsh_128x256_64x4_2x1_v_bz_coopA_TNN"),
     (GEMM, "nvjet-splitk", "nvjet_hsh_32x64_64x16_4x1_v_bz_splitK_TNN"),
@@ -82,14 +104,22 @@ BY_NAME = [
         "xmma-cublas",
         "sm90_xmma_gemm_f16f16_f16f32_f32_tn_n_tilesize128x128x64_execute_segment_k_off_kernel__5x_cublas",
     ),
-    (GEMM, "splitk-reduce", "void cublasLt::splitKreduce_kernel<32, 16, int, float, __half, float, false, true>(...)"),
+    (
+        GEMM,
+        "splitk-reduce",
+        "void cublasLt::splitKreduce_kernel<32, 16, int, float, __half, float, false, true>(...)",
+    ),
     (GEMM, "ampere", "ampere_fp16_s16816gemm_fp16_128x64_ldg8_f2f_stages_64x3_tn"),
     (
         GEMM,
         "cutlass-gemm",
         "void cutlass::Kernel2<cutlass_80_wmma_tensorop_f16_s161616gemm_f16_32x32_32x1_tn_align8>(...)",
     ),
-    (GEMM, "gemv", "void gemv2T_kernel_val<int, int, __half, __half, __half, float, 128, 16, 4, 4, false, false>(...)"),
+    (
+        GEMM,
+        "gemv",
+        "void gemv2T_kernel_val<int, int, __half, __half, __half, float, 128, 16, 4, 4, false, false>(...)",
+    ),
     (GEMM, "gemmk1", "void gemmk1_kernel<int, float, 256, 5, false, false, false, false>(...)"),
     # attention: cuDNN's is called fprop, PyTorch's holds cutlass
     (
@@ -99,7 +129,11 @@ BY_NAME = [
     ),
     (ATTENTION, "flash", f"void pytorch_flash::flash_fwd_kernel<{FLASH}>(pytorch_flash::Flash_fwd_params)"),
     (ATTENTION, "flash-splitkv", f"void pytorch_flash::flash_fwd_splitkv_combine_kernel<{FLASH}>(...)"),
-    (ATTENTION, "flash-backward", f"void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<{FLASH}>(...)"),
+    (
+        ATTENTION,
+        "flash-backward",
+        f"void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<{FLASH}>(...)",
+    ),
     (ATTENTION, "efficient", f"fmha_cutlassF_f16_aligned_64x64_rf_sm80({EFFICIENT}::Params)"),
     (
         ATTENTION,
@@ -181,10 +215,26 @@ BY_NAME = [
         "to-nhwc",
         "void cudnn::ops::nchwToNhwcKernel<__half, __half, float, false, true, (cudnnKernelDataType_t)0>(...)",
     ),
-    (COPIES, "to-nchw", "void cudnn::engines_precompiled::nhwcToNchwKernel<__half, __half, float, true, false>(...)"),
-    (COPIES, "padding", "void nhwcAddPaddingKernel<__half, __half, float, true, (cudnnKernelDataType_t)0>(...)"),
-    (COPIES, "convert", "void cudnn::ops::convertTensor_kernel<float, float, float, (cudnnKernelDataType_t)0>(...)"),
-    (COPIES, "contiguous", f"void at::native::elementwise_kernel<128, 4, {COPY_FUNCTOR}>(int, {COPY_FUNCTOR})"),
+    (
+        COPIES,
+        "to-nchw",
+        "void cudnn::engines_precompiled::nhwcToNchwKernel<__half, __half, float, true, false>(...)",
+    ),
+    (
+        COPIES,
+        "padding",
+        "void nhwcAddPaddingKernel<__half, __half, float, true, (cudnnKernelDataType_t)0>(...)",
+    ),
+    (
+        COPIES,
+        "convert",
+        "void cudnn::ops::convertTensor_kernel<float, float, float, (cudnnKernelDataType_t)0>(...)",
+    ),
+    (
+        COPIES,
+        "contiguous",
+        f"void at::native::elementwise_kernel<128, 4, {COPY_FUNCTOR}>(int, {COPY_FUNCTOR})",
+    ),
     (
         COPIES,
         "cast",
@@ -230,7 +280,12 @@ WITH_OPERATOR = [
         "aten::cudnn_convolution",
     ),
     (COPIES, "memcpy-in-cat", "Memcpy DtoD (Device -> Device)", "aten::cat"),
-    (NORMALISATION, "inductor", "triton_red_fused_native_group_norm_0", "triton_red_fused_native_group_norm_0"),
+    (
+        NORMALISATION,
+        "inductor",
+        "triton_red_fused_native_group_norm_0",
+        "triton_red_fused_native_group_norm_0",
+    ),
     # an operator that says nothing leaves it to the name
     (GEMM, "replay", "nvjet_hsh_128x128_64x4_1x2_h_bz_TNN", "Torch-Compiled Region: 0/0"),
     (OTHER, "nothing-known", "void some_library::mystery<float>(float*, int)", "aten::view"),
@@ -238,7 +293,8 @@ WITH_OPERATOR = [
 
 
 @pytest.mark.parametrize(
-    ("expected", "name"), [pytest.param(expected, name, id=f"{expected}-{case}") for expected, case, name in BY_NAME]
+    ("expected", "name"),
+    [pytest.param(expected, name, id=f"{expected}-{case}") for expected, case, name in BY_NAME],
 )
 def test_by_name(expected: str, name: str) -> None:
     assert category(name) == expected
@@ -294,7 +350,8 @@ def test_the_packages_kernels_are_found_with_a_category() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["apply_kernel", "small_kernel", "channels_kernel", "merge_kernel", "_statistics_kernel", "_rows_kernel"]
+    "name",
+    ["apply_kernel", "small_kernel", "channels_kernel", "merge_kernel", "_statistics_kernel", "_rows_kernel"],
 )
 def test_kernels_of_norms_are_normalisation(name: str) -> None:
     pytest.importorskip("triton")

@@ -143,7 +143,10 @@ def test_unknown_provider_lists_the_known() -> None:
 
 def test_best_peer_is_neither_the_copy_nor_ours() -> None:
     rows = [row("copy", 1, 1), row("apex", 5, 9), row("gnnhwc", 7, 8), row("sdfastgn", 4, 4)]
-    hot, cold = kernels.best_peer(rows, (2, 320, 64, 64)), kernels.best_peer(rows, (2, 320, 64, 64), cold=True)
+    hot, cold = (
+        kernels.best_peer(rows, (2, 320, 64, 64)),
+        kernels.best_peer(rows, (2, 320, 64, 64), cold=True),
+    )
     assert hot is rows[1]
     assert cold is rows[2]
     assert kernels.best_peer(rows[:1], (2, 320, 64, 64)) is None
@@ -170,7 +173,9 @@ def test_ratio_to_the_best_peer_hot_and_cold() -> None:
     assert kernels.ratio_to_best_peer(rows, shape) == pytest.approx(0.8)
     assert kernels.ratio_to_best_peer(rows, shape, cold=True) == pytest.approx(0.25)
     assert kernels.ratio_to_best_peer(rows[:1] + rows[3:], shape) is None
-    assert kernels.summary(rows)["ratio_to_best_peer"] == {"2x320x64x64": [pytest.approx(0.8), pytest.approx(0.25)]}
+    assert kernels.summary(rows)["ratio_to_best_peer"] == {
+        "2x320x64x64": [pytest.approx(0.8), pytest.approx(0.25)]
+    }
 
 
 def test_a_quoted_peer_competes() -> None:
@@ -181,7 +186,11 @@ def test_a_quoted_peer_competes() -> None:
 
 
 def test_summary_says_over_how_many_shapes() -> None:
-    rows = [row("sdfastgn", 2, 3), row("sdfastgn", 8, 3, (2, 640, 64, 64)), row("sdfastgn", 5, 5, (1, 512, 512, 512))]
+    rows = [
+        row("sdfastgn", 2, 3),
+        row("sdfastgn", 8, 3, (2, 640, 64, 64)),
+        row("sdfastgn", 5, 5, (1, 512, 512, 512)),
+    ]
     means = kernels.summary(rows)["geometric_mean_of_ratio_to_copy"]
     assert means["unet"]["sdfastgn"] == {"hot": pytest.approx(4), "cold": pytest.approx(3), "shapes": 2}
     assert means["all"]["sdfastgn"]["shapes"] == 3
@@ -191,6 +200,8 @@ def test_summary_says_over_how_many_shapes() -> None:
 @pytest.mark.gpu
 def test_cells_on_the_gpu() -> None:
     names = ("eager_nhwc", "sdfastgn")
-    rows = kernels.run(config(shapes=((2, 320, 64, 64),), providers=names, device="cuda", dtype="fp16", repeats=3))
+    rows = kernels.run(
+        config(shapes=((2, 320, 64, 64),), providers=names, device="cuda", dtype="fp16", repeats=3)
+    )
     assert [(cell.provider, cell.status) for cell in rows] == [(name, OK) for name in ("copy", *names)]
     assert all((cell.hot_us or 0) > 1 for cell in rows)

@@ -36,7 +36,14 @@ TRAIN = SUITES["training"]
 
 
 def run(suite: Suite, names: tuple[str, ...] = (), **changes: Any) -> list[SuiteRow]:
-    values = {"dtype": "fp32", "device": "cpu", "repeats": 1, "wall_clock": True, "suite": suite.name, **changes}
+    values = {
+        "dtype": "fp32",
+        "device": "cpu",
+        "repeats": 1,
+        "wall_clock": True,
+        "suite": suite.name,
+        **changes,
+    }
     shapes = values.pop("shapes", (TINY[suite.name],))
     return suites.run(suite, SuiteConfig(shapes=shapes, providers=names or suite.provider_names, **values))
 
@@ -73,11 +80,16 @@ def test_every_suite_is_checked_and_timed(name: str, dtype: str) -> None:
             assert row.provider in ("gnnhwc", "apex", *suite.ours)
             assert row.reason
             continue
-        expected = {"y", "total"} if row.task.startswith("add") else GRADIENTS if BACKWARD in row.task else {"y"}
+        expected = (
+            {"y", "total"} if row.task.startswith("add") else GRADIENTS if BACKWARD in row.task else {"y"}
+        )
         assert set(row.errors) == expected
         assert row.error == max(row.errors.values())
         assert row.hot_ratio == pytest.approx((row.hot_us or 0) / (rows[0].hot_us or 1))
-        itemsize = torch.finfo({"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[dtype]).bits // 8
+        itemsize = (
+            torch.finfo({"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[dtype]).bits
+            // 8
+        )
         moved = 2 * suite.ideals.get(row.task, 1) * torch.Size(row.shape).numel() * itemsize
         assert row.hot_gbps == pytest.approx(moved / 1e3 / (row.hot_us or 0))
     assert {row.provider for row in rows if row.status == OK} >= {"copy", suite.baseline}
@@ -206,14 +218,19 @@ def test_a_forward_without_training_records_nothing() -> None:
 def test_an_op_that_does_not_exist_is_a_reason(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(vars(sdfastgn), "_LAZY", {})
     monkeypatch.delitem(vars(sdfastgn), name, raising=False)
-    suite = SUITES["instance_norm" if name == "instance_norm" else "upsample" if "upsample" in name else "layer_norm"]
+    suite = SUITES[
+        "instance_norm" if name == "instance_norm" else "upsample" if "upsample" in name else "layer_norm"
+    ]
     missing = [row for row in run(suite, suite.ours) if row.status == UNAVAILABLE]
     assert f"this sdfastgn has no {name}" in {row.reason for row in missing}
 
 
 def test_our_layer_norm_is_called_by_its_signature(monkeypatch: pytest.MonkeyPatch) -> None:
     def layer_norm(
-        x: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None, eps: float = 1e-5
+        x: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        eps: float = 1e-5,
     ) -> torch.Tensor:
         return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
@@ -240,7 +257,9 @@ def test_the_upsample_suite_forces_each_way(monkeypatch: pytest.MonkeyPatch) -> 
     suite = SUITES["upsample"]
     calls: list[Any] = []
 
-    def convolve_phases(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *, with_statistics: bool) -> Any:
+    def convolve_phases(
+        x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *, with_statistics: bool
+    ) -> Any:
         calls.append(with_statistics)
         return upsample_conv.reference_upsample_conv2d(x, weight, bias), None
 
@@ -264,7 +283,13 @@ def test_our_instance_norm_gets_both_layouts(monkeypatch: pytest.MonkeyPatch) ->
         eps: float = 1e-5,
         activation: str = "identity",
     ) -> torch.Tensor:
-        assert tuple(x.shape) == (2, 7, 3, 5, 2)  # (N, C, D, H, W) of a shape that is written N x D x H x W x C
+        assert tuple(x.shape) == (
+            2,
+            7,
+            3,
+            5,
+            2,
+        )  # (N, C, D, H, W) of a shape that is written N x D x H x W x C
         layouts.add(x.is_contiguous(memory_format=torch.channels_last_3d))
         return F.instance_norm(x, weight=weight, bias=bias, eps=eps)
 
@@ -306,7 +331,11 @@ def test_compiled_calls_keep_what_a_second_backward_needs(monkeypatch: pytest.Mo
     monkeypatch.setattr(providers, "compiled", compiled)
     inductor = next(provider for provider in TRAIN.providers if provider.name == "inductor")
     inductor = replace(inductor, reason=lambda device: None)
-    assert [row.status for row in run(replace(TRAIN, providers=(TRAIN.providers[0], inductor)))] == [OK, OK, OK]
+    assert [row.status for row in run(replace(TRAIN, providers=(TRAIN.providers[0], inductor)))] == [
+        OK,
+        OK,
+        OK,
+    ]
     assert set(seen) == {False}
 
 
@@ -316,7 +345,9 @@ def test_every_suite_on_the_gpu(name: str) -> None:
     suite = SUITES[name]
     rows = run(suite, device="cuda", dtype="fp16", repeats=3)
     assert {row.status for row in rows} <= {OK, UNAVAILABLE}
-    assert {row.task for row in rows if row.provider == suite.baseline and row.status == OK} == set(suite.ideals)
+    assert {row.task for row in rows if row.provider == suite.baseline and row.status == OK} == set(
+        suite.ideals
+    )
     assert all((row.hot_us or 1) > 0.5 for row in rows)
 
 
@@ -360,7 +391,11 @@ def test_means_over_the_copy_and_over_the_baseline() -> None:
     rows = [*ROWS, row("copy", 2, 2, "copy", large), row("eager_nchw", 8, 8, BOTH, large), row("sdfastgn", 2, 2, BOTH, large)]  # fmt: skip
     found = suites.summary(TRAIN, rows)
     to_copy = found["geometric_mean_of_ratio_to_copy"]
-    assert to_copy["unet"][BOTH]["sdfastgn"] == {"hot": pytest.approx(4), "cold": pytest.approx(4.5), "shapes": 1}
+    assert to_copy["unet"][BOTH]["sdfastgn"] == {
+        "hot": pytest.approx(4),
+        "cold": pytest.approx(4.5),
+        "shapes": 1,
+    }
     assert to_copy["all"][BOTH]["sdfastgn"]["hot"] == pytest.approx(2)
     to_eager = found["geometric_mean_of_ratio_to_eager_nchw"]["all"][BOTH]
     assert to_eager["sdfastgn"]["hot"] == pytest.approx((0.4 * 0.25) ** 0.5)

@@ -31,9 +31,12 @@ def test_tiny_models_run_and_are_reproducible(model):
     inputs = architectures.unet_inputs(model, size=64, batch=2, dtype=torch.float32, device="cpu", seed=0)
     latents = architectures.vae_latents(model, size=64, batch=1, dtype=torch.float32, device="cpu", seed=0)
     with torch.no_grad():
-        steps = [architectures.build_unet(model, torch.float32, "cpu", seed=s)(**inputs).sample for s in (0, 0, 1)]
+        steps = [
+            architectures.build_unet(model, torch.float32, "cpu", seed=s)(**inputs).sample for s in (0, 0, 1)
+        ]
         images = [
-            architectures.build_vae(model, torch.float32, "cpu", seed=s).decode(latents).sample for s in (0, 0, 1)
+            architectures.build_vae(model, torch.float32, "cpu", seed=s).decode(latents).sample
+            for s in (0, 0, 1)
         ]
     for same, again, other in (steps, images):
         assert torch.equal(same, again)
@@ -57,12 +60,15 @@ def test_a_channels_per_group_is_no_power_of_two():
 
 def test_controlnet_fits_its_unet():
     unet, controlnet = (
-        build("tiny", torch.float32, "cpu") for build in (architectures.build_unet, architectures.build_controlnet)
+        build("tiny", torch.float32, "cpu")
+        for build in (architectures.build_unet, architectures.build_controlnet)
     )
     inputs = architectures.unet_inputs("tiny", size=64, batch=1, dtype=torch.float32, device="cpu", seed=0)
     with torch.no_grad():
         down, mid = controlnet(**inputs, controlnet_cond=torch.rand(1, 3, 64, 64), return_dict=False)
-        sample = unet(**inputs, down_block_additional_residuals=down, mid_block_additional_residual=mid).sample
+        sample = unet(
+            **inputs, down_block_additional_residuals=down, mid_block_additional_residual=mid
+        ).sample
     assert not torch.allclose(sample, unet(**inputs).sample)
 
 

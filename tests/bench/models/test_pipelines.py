@@ -11,7 +11,9 @@ from sdfastgn.bench.models.pipelines import build_pipeline, build_tokenizer, loa
 
 def generate(pipe):
     generator = torch.Generator().manual_seed(0)
-    return pipe("a cat", num_inference_steps=3, height=64, width=64, generator=generator, output_type="np").images
+    return pipe(
+        "a cat", num_inference_steps=3, height=64, width=64, generator=generator, output_type="np"
+    ).images
 
 
 @pytest.mark.parametrize("model", ["tiny", "tiny_xl"])
@@ -39,7 +41,9 @@ def test_tokenizer_pads_prompts_to_77_tokens():
     [
         pytest.param("{ broken", "not a valid JSON", id="not-json"),
         pytest.param("{}", "KeyError", id="no-class"),
-        pytest.param('{"_class_name": "NoSuchPipeline"}', "AttributeError.*NoSuchPipeline", id="unknown-class"),
+        pytest.param(
+            '{"_class_name": "NoSuchPipeline"}', "AttributeError.*NoSuchPipeline", id="unknown-class"
+        ),
     ],
 )
 def test_a_folder_that_is_no_pipeline_is_named(index, words, tmp_path):

@@ -67,7 +67,12 @@ def plain_call() -> Any:
     """Convolution with a layout change, its bias, attention as a product, and a kernel that no operator launched."""
     operators = [
         event("aten::convolution", 0, 20),
-        launching(event("aten::cudnn_convolution", 1, 10), (NHWC_KERNEL, 2.0), (CONV_KERNEL, 10.0), (GEMM_KERNEL, 6.0)),
+        launching(
+            event("aten::cudnn_convolution", 1, 10),
+            (NHWC_KERNEL, 2.0),
+            (CONV_KERNEL, 10.0),
+            (GEMM_KERNEL, 6.0),
+        ),
         launching(event("aten::add_", 11, 19), (ADD_KERNEL, 3.0)),
         event("aten::scaled_dot_product_attention", 30, 50),
         launching(event("aten::bmm", 31, 40), (GEMM_KERNEL, 2.0)),
@@ -75,11 +80,15 @@ def plain_call() -> Any:
         launching(event("aten::copy_", 61, 62), (UNKNOWN, 4.0)),
         launching(event("aten::add", 63, 64), ("norm_part", 5.0)),
     ]
-    return recording(operators, kernels((NHWC_KERNEL, 100, 102), (CONV_KERNEL, 110, 120), ("apply_kernel", 130, 137)))
+    return recording(
+        operators, kernels((NHWC_KERNEL, 100, 102), (CONV_KERNEL, 110, 120), ("apply_kernel", 130, 137))
+    )
 
 
 def of(*launches: tuple[str, float, float], source: str = REPLAY, call_ms: float = 1.0) -> Breakdown:
-    return profiling.of_kernels(plain_call(), kernels(*launches), source=source, timed_ms=0.5, call_ms=call_ms)
+    return profiling.of_kernels(
+        plain_call(), kernels(*launches), source=source, timed_ms=0.5, call_ms=call_ms
+    )
 
 
 def config(**changes: Any) -> BenchConfig:
@@ -120,7 +129,9 @@ def test_a_replay_is_told_by_what_the_plain_call_launched() -> None:
         pytest.param((20, 60), 0, 0, id="inside"),
     ],
 )
-def test_categories_and_gaps_add_up_to_the_time_on_the_device(second: tuple[int, int], gap: int, add: int) -> None:
+def test_categories_and_gaps_add_up_to_the_time_on_the_device(
+    second: tuple[int, int], gap: int, add: int
+) -> None:
     found = of((CONV_KERNEL, 0, 100), (ADD_KERNEL, *second))
     assert set(found.categories) == {*CATEGORIES, GAPS}
     assert found.categories[GAPS] == pytest.approx(gap / 1e3, abs=1e-9)
@@ -130,11 +141,15 @@ def test_categories_and_gaps_add_up_to_the_time_on_the_device(second: tuple[int,
 
 
 def test_the_order_of_events_does_not_matter() -> None:
-    assert of((ADD_KERNEL, 95, 104), (CONV_KERNEL, 0, 100)) == of((CONV_KERNEL, 0, 100), (ADD_KERNEL, 95, 104))
+    assert of((ADD_KERNEL, 95, 104), (CONV_KERNEL, 0, 100)) == of(
+        (CONV_KERNEL, 0, 100), (ADD_KERNEL, 95, 104)
+    )
 
 
 def test_unknown_kernels_are_listed_with_their_share() -> None:
-    found = of(("first_mystery", 0, 2), (CONV_KERNEL, 2, 9), ("second_mystery", 9, 10), ("first_mystery", 10, 12))
+    found = of(
+        ("first_mystery", 0, 2), (CONV_KERNEL, 2, 9), ("second_mystery", 9, 10), ("first_mystery", 10, 12)
+    )
     assert found.categories[OTHER] == pytest.approx(0.005)
     assert found.other == [
         {"name": "first_mystery", "category": OTHER, "calls": 2, "ms": pytest.approx(0.004)},
@@ -177,7 +192,9 @@ def test_recordings_without_kernels_are_an_error(plain: bool, replay: bool, word
 
 
 @pytest.mark.parametrize("captured", [True, False], ids=["graph", "no-graph"])
-def test_on_a_gpu_the_replay_is_recorded_where_there_is_one(captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_the_replay_is_recorded_where_there_is_one(
+    captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def call() -> None: ...
 
     def replay() -> None: ...
@@ -219,7 +236,9 @@ def test_operators_of_a_call_on_the_cpu() -> None:
         call()
         found = profiling.measure(call, None, torch.device("cpu"), call_ms=2.0, replay_ms=None)
     assert (found.source, found.timed_ms, found.call_gaps_ms) == (CPU, 2.0, None)
-    assert all(found.categories[name] > 0 for name in (CONVOLUTION, GEMM, ATTENTION, NORMALISATION, POINTWISE))
+    assert all(
+        found.categories[name] > 0 for name in (CONVOLUTION, GEMM, ATTENTION, NORMALISATION, POINTWISE)
+    )
     assert sum(found.categories.values()) == pytest.approx(found.total_ms)
     assert found.floor_ms == pytest.approx(sum(found.categories[name] for name in FLOOR))
     assert any(entry["name"] == "aten::mkldnn_convolution" or "conv" in entry["name"] for entry in found.top)
@@ -277,7 +296,9 @@ def test_a_model_that_fails_shows_no_breakdown() -> None:
     def call() -> torch.Tensor:
         raise RuntimeError("no")
 
-    rows = end_to_end.run(config(), [by_name("eager")], workload=Workload(torch.nn.Conv2d(1, 1, 1), call, None))
+    rows = end_to_end.run(
+        config(), [by_name("eager")], workload=Workload(torch.nn.Conv2d(1, 1, 1), call, None)
+    )
     assert (rows[0].status, rows[0].profile) == (FAILED, None)
 
 
@@ -291,7 +312,9 @@ def test_a_pipeline_is_recorded_once(part: str, times: int, monkeypatch: pytest.
 
     monkeypatch.setattr(profiling, "_recorded", counted)
     model, x = torch.nn.Conv2d(3, 3, 1), torch.randn(1, 3, 4, 4)
-    rows = end_to_end.run(config(part=part), [by_name("eager")], workload=Workload(model, lambda: model(x), None))
+    rows = end_to_end.run(
+        config(part=part), [by_name("eager")], workload=Workload(model, lambda: model(x), None)
+    )
     assert (rows[0].status, rows[0].profile_reason) == (OK, "")
     assert len(recorded) == times
 

@@ -63,7 +63,9 @@ def wrong_backward(factor: float) -> Variant:
 @pytest.mark.parametrize("factor", [pytest.param(0.9, id="scaled"), pytest.param(math.nan, id="nan")])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_wrong_gradients_get_no_time(dtype: str, factor: float) -> None:
-    rows = end_to_end.run(dataclasses.replace(CONFIG, dtype=dtype), [wrong_backward(factor), by_name("eager")])
+    rows = end_to_end.run(
+        dataclasses.replace(CONFIG, dtype=dtype), [wrong_backward(factor), by_name("eager")]
+    )
     assert [row.status for row in rows] == [WRONG, OK]
     assert "gradients' relative error" in rows[0].reason
     assert rows[0].median_ms is rows[0].saved_mib is None
@@ -152,5 +154,7 @@ def test_training_is_measured_without_the_workspaces_that_cudnn_tries():
     """They would be the peak memory."""
     train, unet = (dataclasses.replace(CONFIG, part=part) for part in ("train", "unet"))
     assert [part["cudnn_benchmark"] for part in end_to_end.describe([train, unet])["parts"]] == [False, True]
-    assert end_to_end.current_environment(torch.device("cpu"), [train])["switches"]["cudnn.benchmark"] is False
+    assert (
+        end_to_end.current_environment(torch.device("cpu"), [train])["switches"]["cudnn.benchmark"] is False
+    )
     assert end_to_end.current_environment(torch.device("cpu"), [unet])["switches"]["cudnn.benchmark"] is True

@@ -26,7 +26,9 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.decoder = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.GroupNorm(4, 8), nn.SiLU(), nn.Conv2d(8, 4, 1))
+        self.decoder = nn.Sequential(
+            nn.Conv2d(4, 8, 3, padding=1), nn.GroupNorm(4, 8), nn.SiLU(), nn.Conv2d(8, 4, 1)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.decoder(x)
@@ -36,7 +38,12 @@ class Pipe:
     """The part of a pipeline that variants see."""
 
     def __init__(self) -> None:
-        self.components: dict[str, Any] = {"unet": Block(), "vae": Block(), "safety_checker": Block(), "scheduler": 1}
+        self.components: dict[str, Any] = {
+            "unet": Block(),
+            "vae": Block(),
+            "safety_checker": Block(),
+            "scheduler": 1,
+        }
         self.image_processor = type("Processor", (), {})()
         self.unet = self.components["unet"]
 
@@ -57,7 +64,14 @@ def test_names_are_unique_and_eager_is_first() -> None:
     assert len(set(variants.NAMES)) == len(variants.VARIANTS)
     assert variants.NAMES[0] == "eager"
     ours = {"sdfastgn", "sdfastgn_eager", "sdfastgn_compile"}
-    assert set(variants.NAMES) == {"eager", "channels_last", "compile", "compile_graphs", "stable_fast", *ours}
+    assert set(variants.NAMES) == {
+        "eager",
+        "channels_last",
+        "compile",
+        "compile_graphs",
+        "stable_fast",
+        *ours,
+    }
 
 
 def test_unknown_name_lists_the_known() -> None:

@@ -81,7 +81,9 @@ def test_a_process_that_fails_says_why(tmp_path):
     ("arguments", "words"),
     [
         pytest.param(("--new-size", "0"), "--new-size: must be a positive multiple of 8", id="new-size"),
-        pytest.param(("--weights", "no/such"), "--weights: no configuration of a UNet in 'no/such'", id="weights"),
+        pytest.param(
+            ("--weights", "no/such"), "--weights: no configuration of a UNet in 'no/such'", id="weights"
+        ),
         pytest.param(("--json", "/proc/x.json"), "--json: cannot write a file at '/proc/x.json'", id="json"),
     ],
 )
@@ -96,7 +98,9 @@ def test_bad_input_is_one_line(arguments, words, monkeypatch, capsys):
 
 def test_weights_that_cannot_be_loaded_are_one_line(tmp_path, monkeypatch, capsys):
     (tmp_path / "unet").mkdir()
-    (tmp_path / "unet" / "config.json").write_text(json.dumps(architectures.UNETS["tiny"]))  # and nothing else
+    (tmp_path / "unet" / "config.json").write_text(
+        json.dumps(architectures.UNETS["tiny"])
+    )  # and nothing else
     caught = script(monkeypatch, "--weights", str(tmp_path))
     assert caught.code == 2
     error = capsys.readouterr().err

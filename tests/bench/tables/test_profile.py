@@ -32,7 +32,9 @@ MYSTERY = "void some_library::mystery<[a]>" + "x" * 200
 SLOT = "<!-- table:profile -->\n<!-- /table:profile -->\n"
 
 
-def breakdown(convolution: float, *, norms: float = 1.0, other: float = 0.0, source: str = REPLAY) -> Breakdown:
+def breakdown(
+    convolution: float, *, norms: float = 1.0, other: float = 0.0, source: str = REPLAY
+) -> Breakdown:
     values = {CONVOLUTION: convolution, GEMM: 2.0, NORMALISATION: norms, OTHER: other, GAPS: 0.5}
     unknown = [{"name": MYSTERY, "category": OTHER, "calls": 3, "ms": other}] if other else []
     return Breakdown(
@@ -78,7 +80,11 @@ def save(folder: Path, name: str, rows: list[Row], kind: str = "profile") -> Pat
     return folder / name
 
 
-ROWS = [row("eager", breakdown(5.0, norms=4.0)), row("sdfastgn", breakdown(4.0)), row("compile", None, status=WRONG)]
+ROWS = [
+    row("eager", breakdown(5.0, norms=4.0)),
+    row("sdfastgn", breakdown(4.0)),
+    row("compile", None, status=WRONG),
+]
 
 
 # ---- tables
@@ -175,8 +181,15 @@ def test_runs_with_a_profiler_give_the_results_table_no_time_that_it_may_have_ch
 
 
 def test_a_run_without_a_profiler_stands_for_its_part(tmp_path: Path) -> None:
-    save(tmp_path, "a.json", [row("eager", None, median_ms=20.0), row("sdfastgn", None, median_ms=5.0)], "end_to_end")
-    profiled = [row(name, breakdown(3.0), median_ms=90.0, graph_ms=80.0) for name in ("eager", "sdfastgn", "compile")]
+    save(
+        tmp_path,
+        "a.json",
+        [row("eager", None, median_ms=20.0), row("sdfastgn", None, median_ms=5.0)],
+        "end_to_end",
+    )
+    profiled = [
+        row(name, breakdown(3.0), median_ms=90.0, graph_ms=80.0) for name in ("eager", "sdfastgn", "compile")
+    ]
     save(tmp_path, "b.json", [*profiled, row("sdfastgn", breakdown(3.0), part="vae", median_ms=7.0)])
     text = result_tables.results_markdown(tmp_path)
     assert "5 (0.25x)" in text
@@ -214,7 +227,18 @@ def test_a_picture_of_a_committed_run(tmp_path: Path) -> None:
 
 def test_from_the_command_line_to_table_json_and_picture(tmp_path: Path) -> None:
     result, picture = tmp_path / "profile.json", tmp_path / "profile.png"
-    chosen = ["--model", "tiny", "--part", "unet", "--part", "vae", "--variants", "eager,sdfastgn", "--repeats", "1"]
+    chosen = [
+        "--model",
+        "tiny",
+        "--part",
+        "unet",
+        "--part",
+        "vae",
+        "--variants",
+        "eager,sdfastgn",
+        "--repeats",
+        "1",
+    ]
     written = ["--json", str(result), "--plot", str(picture)]
     done = CliRunner().invoke(app, ["bench", *chosen, "--device", "cpu", "--profile", *written])
     assert done.exit_code == 0, done.output

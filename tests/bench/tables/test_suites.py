@@ -32,7 +32,9 @@ ENVIRONMENT = {
 def row(name: str, hot: float | None, task: str = BOTH, shape: Shape = UNET) -> SuiteRow:
     if hot is None:
         return SuiteRow(shape, name, UNAVAILABLE, "not installed", task=task)
-    return SuiteRow(shape, name, OK, hot_us=hot, cold_us=hot + 1, error=1e-4, task=task, errors={"y": 1e-4, "dx": 1e-5})
+    return SuiteRow(
+        shape, name, OK, hot_us=hot, cold_us=hot + 1, error=1e-4, task=task, errors={"y": 1e-4, "dx": 1e-5}
+    )
 
 
 ROWS = [
@@ -47,7 +49,11 @@ ROWS = [
 
 
 def save(folder: Path, rows: Sequence[SuiteRow], dtype: str = "fp16", suite: str = "training") -> None:
-    content = {"kind": f"kernels_{suite}", "environment": ENVIRONMENT, "config": {"dtype": dtype, "suite": suite}}
+    content = {
+        "kind": f"kernels_{suite}",
+        "environment": ENVIRONMENT,
+        "config": {"dtype": dtype, "suite": suite},
+    }
     rows_as_data = [asdict(one) for one in rows]
     (folder / f"kernels_{suite}_{dtype}.json").write_text(json.dumps({**content, "rows": rows_as_data}))
 
@@ -70,10 +76,14 @@ def test_a_line_for_each_task_with_ours_last(tmp_path: Path) -> None:
     )
     assert lines[3].startswith("| 2x320x64x64 | forward + backward | 1 (2) | **19 (20)** | 4 (5) | 4 (2.5) |")
     assert (
-        "| mean / copy, unet | forward + backward | 1.00 (1.00) on 1 | 19.00 (10.00) on 1 | 4.00 (2.50) on 1 |" in text
+        "| mean / copy, unet | forward + backward | 1.00 (1.00) on 1 | 19.00 (10.00) on 1 | 4.00 (2.50) on 1 |"
+        in text
     )
     assert "| mean / eager_nchw, all | forward in training | 0.11 (0.20) on 1 | 1.00 (1.00) on 1 | 0.33 (0.40) on 1 |" in text  # fmt: skip
-    assert "least time over the copy's where memory is the limit: 1 for forward in training, 2.5 for forward" in text
+    assert (
+        "least time over the copy's where memory is the limit: 1 for forward in training, 2.5 for forward"
+        in text
+    )
     assert "apex: unavailable: not installed (2x320x64x64)." in text
     assert "fp16, NVIDIA H200, torch 2.11.0, commit 0123456789, 2026-11-21." in text
 
@@ -109,4 +119,6 @@ def test_two_layouts_of_ours_are_two_columns(tmp_path: Path) -> None:
     save(tmp_path, rows, "fp32", "issue_28201")
     lines = tables.TABLES["issue_28201"](tmp_path).splitlines()
     assert "| sdfastgn_nchw | sdfastgn_nhwc | sdfastgn_nchw / copy | sdfastgn_nchw / eager_nchw |" in lines[0]
-    assert lines[2].startswith("| 128x256x28x28 | forward + backward | 1 (2) | **9 (10)** | 12 (13) | 6 (7) | 3 (4) |")
+    assert lines[2].startswith(
+        "| 128x256x28x28 | forward + backward | 1 (2) | **9 (10)** | 12 (13) | 6 (7) | 3 (4) |"
+    )

@@ -36,7 +36,19 @@ SLOT = "before\n<!-- table:results -->\nold\n<!-- /table:results -->\nafter\n"
 
 
 def row(variant: str, median: float | None, *, part: str = "unet", status: str = OK, **values: Any) -> Row:
-    return Row("sd15", part, 512, 2, "fp16", variant, status, median_ms=median, p10_ms=median, p90_ms=median, **values)
+    return Row(
+        "sd15",
+        part,
+        512,
+        2,
+        "fp16",
+        variant,
+        status,
+        median_ms=median,
+        p10_ms=median,
+        p90_ms=median,
+        **values,
+    )
 
 
 def kernel(
@@ -44,7 +56,9 @@ def kernel(
 ) -> KernelRow:
     if hot is None:
         return KernelRow(shape, name, UNAVAILABLE, "not installed")
-    return KernelRow(shape, name, OK, "", hot, hot + 1, hot_gbps=1.0, hot_ratio=hot / copy, cold_ratio=hot / copy)
+    return KernelRow(
+        shape, name, OK, "", hot, hot + 1, hot_gbps=1.0, hot_ratio=hot / copy, cold_ratio=hot / copy
+    )
 
 
 def save(folder: Path, name: str, kind: str, rows: Iterable[Any]) -> None:
@@ -119,7 +133,12 @@ WIDE = [
 NARROW_TABLES = {
     "bench": tables.end_to_end_table(WIDE, "t"),
     "kernels": tables.kernels_table(
-        [kernel(name, 123.4, shape) for shape in ((2, 320, 64, 64), (16, 1280, 128, 128)) for name in PROVIDERS], "t"
+        [
+            kernel(name, 123.4, shape)
+            for shape in ((2, 320, 64, 64), (16, 1280, 128, 128))
+            for name in PROVIDERS
+        ],
+        "t",
     ),
 }
 
@@ -140,7 +159,11 @@ def test_no_word_is_cut_at_any_width(table: Blocks, width: int) -> None:
 
 
 def test_graph_notes_join_the_variants_of_one_reason() -> None:
-    rows = [row("eager", 1.0, graph_reason="no"), row("compile", 1.0, graph_reason="no"), row("sdfastgn", 1.0)]
+    rows = [
+        row("eager", 1.0, graph_reason="no"),
+        row("compile", 1.0, graph_reason="no"),
+        row("sdfastgn", 1.0),
+    ]
     assert tables.graph_notes(rows) == ["no graph time for eager, compile: no"]
 
 
@@ -213,7 +236,9 @@ def test_the_headline_has_the_peers_at_their_best(tmp_path: Path) -> None:
     )
     text = result_tables.headline_markdown(tmp_path)
     lines = [
-        [cell.strip() for cell in line.split("|")[2:-1]] for line in text.splitlines() if line.startswith("| SD1.5")
+        [cell.strip() for cell in line.split("|")[2:-1]]
+        for line in text.splitlines()
+        if line.startswith("| SD1.5")
     ]
     assert lines == [
         ["20 (1.00x)", "-", "15 (0.75x)", "6 (0.30x)", "16 (0.80x)"],
@@ -272,7 +297,9 @@ def test_write_then_check(tmp_path: Path) -> None:
         pytest.param("<!-- table:results -->", "closed", id="not-closed"),
     ],
 )
-def test_slots_that_cannot_be_filled(text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_slots_that_cannot_be_filled(
+    text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     readme = tmp_path / "README.md"
     readme.write_text(text)
     assert tables.main(["--write", str(readme), "--results", str(tmp_path)]) == 2
@@ -288,7 +315,11 @@ def test_a_missing_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize("arguments", [[], ["--results", "no"]], ids=["elsewhere", "misspelt"])
 @pytest.mark.parametrize("mode", ["--write", "--check"])
 def test_a_missing_folder_of_results_empties_no_table(
-    mode: str, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    mode: str,
+    arguments: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     readme = tmp_path / "README.md"
@@ -327,7 +358,12 @@ def test_quoted_times_fill_what_did_not_run_and_say_so(tmp_path: Path) -> None:
     rows = [kernel("copy", 2.0), kernel("apex", None), kernel("gnnhwc", 9.0), kernel("sdfastgn", 6.0)]
     save(tmp_path, "kernels.json", "kernels", rows)
     quoted = [KernelRow((2, 320, 64, 64), name, "quoted", "", 5.0, 5.5) for name in ("apex", "gnnhwc")]
-    content = {"kind": "kernels_quoted", "dtype": "fp16", "source": "a paper", "rows": [asdict(one) for one in quoted]}
+    content = {
+        "kind": "kernels_quoted",
+        "dtype": "fp16",
+        "source": "a paper",
+        "rows": [asdict(one) for one in quoted],
+    }
     (tmp_path / "quoted.json").write_text(json.dumps(content))
     text = tables.kernels_markdown(tmp_path)
     assert "| 2x320x64x64 | 2 (3) | 9 (10) | **5 (5.5)** | 6 (7)† | 1.2 (1.27) |" in text

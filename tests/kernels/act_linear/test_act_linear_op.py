@@ -32,7 +32,9 @@ def test_fallback_is_rounded_once(dtype):
     y = ours(x, weight, bias, extra)
     assert y.dtype is dtype
     expected = eager(x.double(), weight.double(), bias.double(), "silu", extra.double())
-    torch.testing.assert_close(y.double(), expected, atol=4 * torch.finfo(dtype).eps, rtol=torch.finfo(dtype).eps)
+    torch.testing.assert_close(
+        y.double(), expected, atol=4 * torch.finfo(dtype).eps, rtol=torch.finfo(dtype).eps
+    )
 
 
 @pytest.mark.parametrize("device", [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -92,7 +94,9 @@ def test_only_what_is_needed(needs):
     assert [t.grad is None for t in tensors].count(False) == 1
 
 
-@pytest.mark.parametrize("biases", [(), ("bias",), ("bias", "extra_bias")], ids=lambda b: "-".join(b) or "none")
+@pytest.mark.parametrize(
+    "biases", [(), ("bias",), ("bias", "extra_bias")], ids=lambda b: "-".join(b) or "none"
+)
 def test_opcheck(biases):
     x, weight, bias, extra = operands(requires_grad=True)
     arguments = (x, weight, bias if biases else None, "silu", extra if len(biases) == 2 else None)
@@ -120,7 +124,9 @@ def test_compiles_without_a_graph_break_and_with_any_size():
         y, expected = compiled(*tensors), eager(*tensors[:3], "silu", tensors[3])
         torch.testing.assert_close(y, expected)
         dy = torch.randn_like(expected)
-        torch.testing.assert_close(torch.autograd.grad(y, tensors, dy), torch.autograd.grad(expected, tensors, dy))
+        torch.testing.assert_close(
+            torch.autograd.grad(y, tensors, dy), torch.autograd.grad(expected, tensors, dy)
+        )
 
 
 def test_functional_transforms():
@@ -139,6 +145,9 @@ def test_autocast_follows_eager():
     x, weight, bias, extra = operands()
     with torch.autocast("cpu", torch.bfloat16):
         for e in (None, extra):
-            y, expected = ours(x, weight, bias, e), eager(x, weight, bias, "silu", None if e is None else e.bfloat16())
+            y, expected = (
+                ours(x, weight, bias, e),
+                eager(x, weight, bias, "silu", None if e is None else e.bfloat16()),
+            )
             assert y.dtype is expected.dtype is torch.bfloat16
             assert torch.equal(y, expected)

@@ -10,7 +10,13 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sdfastgn.kernels.attention import few_keys as short_attention
-from sdfastgn.kernels.attention.few_keys import MAX_KEYS, AttentionConfig, attend_to_few, attention_config, fits
+from sdfastgn.kernels.attention.few_keys import (
+    MAX_KEYS,
+    AttentionConfig,
+    attend_to_few,
+    attention_config,
+    fits,
+)
 from tests.kernels.samples import DEVICES, error
 
 DTYPES = [pytest.param(torch.float16, id="fp16"), pytest.param(torch.bfloat16, id="bf16")]
@@ -95,7 +101,9 @@ def test_equal_logits_average(device):
 def test_what_is_not_finite_spreads_as_in_pytorch(where, value, index, device):
     (q,), (k, v) = heads(1, 2, 80, 32, device=device), heads(1, 2, 77, 32, device=device, parts=2, seed=1)
     {"q": q, "k": k, "v": v}[where][0, 1, index, 5] = value
-    with sdpa_kernel(SDPBackend.MATH):  # the formula itself; the others have ways of their own with infinities
+    with sdpa_kernel(
+        SDPBackend.MATH
+    ):  # the formula itself; the others have ways of their own with infinities
         expected = F.scaled_dot_product_attention(q.float(), k.float(), v.float())
     y = attend_to_few(q, k, v)
     assert torch.equal(y.isfinite(), expected.isfinite())

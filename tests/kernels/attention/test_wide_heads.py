@@ -51,7 +51,9 @@ def in_chunks(monkeypatch):
                 lambda count, L, keys, *_: ChunksConfig(matrices, rows, -(-keys // 8) * 8, splits),
             )
         if block is not None:
-            monkeypatch.setattr(wide_attention_kernels, "softmax_config", lambda keys: (block, 1, keys <= block))
+            monkeypatch.setattr(
+                wide_attention_kernels, "softmax_config", lambda keys: (block, 1, keys <= block)
+            )
 
     return patch
 
@@ -159,7 +161,9 @@ def test_sums_are_of_the_rounded_weights(in_chunks, monkeypatch, block, device):
 def test_rows_of_equal_scores_are_averages(offset, device):
     q, k, v = make((1, 1, 4, 264), 48, device=device)
     q, k = torch.full_like(q, offset / 264**0.5), k[:, :, :1].abs().expand(-1, -1, 48, -1)
-    torch.testing.assert_close(run(q, k, v)[0, 0], v[0, 0].double().mean(0).half().expand(4, -1), atol=0, rtol=1e-3)
+    torch.testing.assert_close(
+        run(q, k, v)[0, 0], v[0, 0].double().mean(0).half().expand(4, -1), atol=0, rtol=1e-3
+    )
 
 
 @each_device
@@ -300,7 +304,9 @@ def test_errors_name_the_call_and_the_value(arguments, kind, message):
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), float("nan")])
 def test_scales_that_turn_the_largest_into_something_else(scale):
-    with pytest.raises(ValueError, match=r"^sdfastgn\.wide_attention: scale must be positive and finite, got "):
+    with pytest.raises(
+        ValueError, match=r"^sdfastgn\.wide_attention: scale must be positive and finite, got "
+    ):
         sdfastgn.wide_attention(*make((1, 1, 2, 8), 2), scale=scale)
 
 
@@ -360,14 +366,18 @@ def test_compiles_without_a_graph_break_and_with_any_size():
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("std", [1.0, 30.0], ids=lambda s: f"std{s:g}")
 @pytest.mark.parametrize(
-    "shape", [(1, 1, 4096, 512), (1, 1, 9216, 512), (1, 1, 16384, 512), (3, 1, 1024, 512), (1, 1, 20001, 320)], ids=str
+    "shape",
+    [(1, 1, 4096, 512), (1, 1, 9216, 512), (1, 1, 16384, 512), (3, 1, 1024, 512), (1, 1, 20001, 320)],
+    ids=str,
 )
 def test_real_shapes_on_the_gpu(shape, std, dtype):
     g = torch.Generator("cuda").manual_seed(0)
     q, k, v = (torch.randn(shape, generator=g, device="cuda") for _ in range(3))
     q, k, v = (q * std).to(dtype), k.to(dtype), (v + 2).to(dtype)
     y, stock = sdfastgn.wide_attention(q, k, v), F.scaled_dot_product_attention(q, k, v)
-    some = torch.arange(0, shape[2], max(1, shape[2] // 500), device="cuda")  # all of them in fp64 take gigabytes
+    some = torch.arange(
+        0, shape[2], max(1, shape[2] // 500), device="cuda"
+    )  # all of them in fp64 take gigabytes
     expected = truth(q[:, :, some], k, v)
     assert error(y[:, :, some], expected) <= error(stock[:, :, some], expected) * 1.02
 

@@ -88,7 +88,8 @@ def test_the_shapes_take_every_way():
     sizes = [(torch.Size(p.values[0][:-1]).numel(), p.values[0][-1] // 2) for p in SHAPES]
     forwards = [(forward_config(rows, D, vector_width(4, D), 2 * D), rows, D) for rows, D in sizes]
     backwards = [
-        (backward_config(rows, D, vector_width(4, D), 2 * D, NUM_SMS, column_sums=True), rows, D) for rows, D in sizes
+        (backward_config(rows, D, vector_width(4, D), 2 * D, NUM_SMS, column_sums=True), rows, D)
+        for rows, D in sizes
     ]
     for configs in (forwards, backwards):
         assert {config.is_even(rows, D) for config, rows, D in configs} == {True, False}
@@ -129,11 +130,14 @@ def test_every_half_precision_gate(device):
     spacing = torch.finfo(torch.float16)
     expected = truth(x)
     assert (
-        (run(x) - expected).abs() <= 0.53 * (expected.abs() * spacing.eps + spacing.smallest_normal * spacing.eps)
+        (run(x) - expected).abs()
+        <= 0.53 * (expected.abs() * spacing.eps + spacing.smallest_normal * spacing.eps)
     ).all()
     dy = torch.ones_like(gate)
     (dx,), (want,) = grads_of(sdfastgn.geglu, (x,), dy), grads_of(truth, (x,), dy, torch.float64)
-    assert ((dx - want).abs() <= 0.53 * want.abs() * spacing.eps + 2e-6).all()  # P + zP' is a difference near its zero
+    assert (
+        (dx - want).abs() <= 0.53 * want.abs() * spacing.eps + 2e-6
+    ).all()  # P + zP' is a difference near its zero
 
 
 @pytest.mark.parametrize("device", DEVICES)

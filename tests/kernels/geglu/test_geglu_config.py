@@ -30,7 +30,9 @@ def test_tiles_cover_all_rows_and_fit(itemsize, num_sms):
                 height = config.block_r * config.tiles
                 assert (config.groups - 1) * height < rows <= config.groups * height
                 assert config.programs(D) == config.groups * ceil_div(D, config.block_d)
-                assert all(n == next_power_of_2(n) for n in (config.block_r, config.block_d, config.num_warps))
+                assert all(
+                    n == next_power_of_2(n) for n in (config.block_r, config.block_d, config.num_warps)
+                )
                 assert config.block_r * config.block_d <= 32 * WARP * config.num_warps
                 # Offsets within a tile.
                 assert config.block_r == 1 or config.block_r * 2 * D < 2**31
@@ -38,12 +40,22 @@ def test_tiles_cover_all_rows_and_fit(itemsize, num_sms):
             assert [config.tiles for config in configs[:2]] == [1, 1]
             # Partial sums are little beside what is read.
             assert sums.groups <= max(1, ceil_div(rows, 4))
-            assert sums.programs(D) * sums.num_warps <= max(num_sms * 16, ceil_div(D, sums.block_d) * sums.num_warps)
+            assert sums.programs(D) * sums.num_warps <= max(
+                num_sms * 16, ceil_div(D, sums.block_d) * sums.num_warps
+            )
 
 
 @pytest.mark.parametrize(
     ("D", "block_d", "num_warps"),
-    [(10, 16, 1), (320, 512, 2), (1280, 256, 1), (2560, 512, 2), (5120, 1024, 4), (4096, 1024, 4), (10**7, 1024, 4)],
+    [
+        (10, 16, 1),
+        (320, 512, 2),
+        (1280, 256, 1),
+        (2560, 512, 2),
+        (5120, 1024, 4),
+        (4096, 1024, 4),
+        (10**7, 1024, 4),
+    ],
 )
 def test_warps_lie_side_by_side_where_that_leaves_no_more_lanes_idle(D, block_d, num_warps):
     config = forward_config(8192, D, vector_width(2, D), 2 * D)

@@ -107,7 +107,10 @@ def test_gradients_have_the_dtype_of_their_tensor(dtype):
 def test_only_inputs_are_kept_for_the_backward():
     x, bias = operands(3, 8, requires_grad=True)
     kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.data_ptr()) or t, lambda t: t), kernels():
+    with (
+        torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.data_ptr()) or t, lambda t: t),
+        kernels(),
+    ):
         sdfastgn.geglu(x, bias)
     assert set(kept) == {x.data_ptr(), bias.data_ptr()}
 
@@ -148,7 +151,9 @@ def test_functional_transforms():
     x, bias = operands(3, 4, 6)
     torch.testing.assert_close(torch.vmap(lambda x: sdfastgn.geglu(x, bias))(x), eager(x, bias))
     tangent = torch.randn_like(x)
-    found, expected = (torch.func.jvp(lambda x, f=f: f(x, bias), (x,), (tangent,)) for f in (sdfastgn.geglu, eager))
+    found, expected = (
+        torch.func.jvp(lambda x, f=f: f(x, bias), (x,), (tangent,)) for f in (sdfastgn.geglu, eager)
+    )
     torch.testing.assert_close(found, expected)
 
 

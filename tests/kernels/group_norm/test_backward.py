@@ -52,7 +52,9 @@ def test_the_shapes_take_both_ways():
     for params, small in ((SMALL, True), (SPLIT, False)):
         for param in params:
             shape, groups = param.values
-            config = launch_config(*shape[:2], torch.Size(shape[2:]).numel(), groups, True, 132, backward=True)
+            config = launch_config(
+                *shape[:2], torch.Size(shape[2:]).numel(), groups, True, 132, backward=True
+            )
             assert isinstance(config, SmallConfig) is small, param.id
 
 
@@ -97,7 +99,9 @@ def test_the_way_around_the_dispatcher_gives_the_same_bits(shape, groups, device
     assert "_GroupNorm" in type(y.grad_fn).__name__
     through_op = torch.ops.sdfastgn.group_norm
     op = lambda x, w, b: through_op(x, groups, w, b, 1e-5, "silu", None, None, None, None, False, None)[0]  # noqa: E731
-    for direct, dispatched in zip(grads_of(call, leaves, dy, direct=True), grads_of(op, leaves, dy), strict=True):
+    for direct, dispatched in zip(
+        grads_of(call, leaves, dy, direct=True), grads_of(op, leaves, dy), strict=True
+    ):
         assert torch.equal(direct, dispatched)
 
 
@@ -148,7 +152,9 @@ def test_only_what_is_wanted(shape, groups, wanted, device):
 
     with kernels(direct=True):
         got = grads(sdfastgn.group_norm, {name: t.clone() for name, t in tensors.items()})
-    for g, w in zip(got, grads(reference_group_norm, {n: t.double() for n, t in tensors.items()}), strict=True):
+    for g, w in zip(
+        got, grads(reference_group_norm, {n: t.double() for n, t in tensors.items()}), strict=True
+    ):
         assert relative(g, w) < 1e-5
 
 
@@ -192,7 +198,9 @@ GRADIENTS = {
     "expanded": lambda shape: torch.randn(1).expand(shape),
     "one-row-for-all": lambda shape: torch.randn(shape[1:]).expand(shape),
     "gaps": lambda shape: torch.randn(*shape[:-1], 2 * shape[-1])[..., ::2],
-    "gaps-channels-last": lambda shape: torch.randn(shape[0], *shape[2:], shape[1] + 3).movedim(-1, 1)[:, : shape[1]],
+    "gaps-channels-last": lambda shape: torch.randn(shape[0], *shape[2:], shape[1] + 3).movedim(-1, 1)[
+        :, : shape[1]
+    ],
     "unaligned": lambda shape: torch.randn(torch.Size(shape).numel() + 1)[1:].view(shape),
 }
 
@@ -204,7 +212,9 @@ def test_any_incoming_gradient(shape, groups, name, device):
     x, weight, bias = make(shape, device=device)
     dy = GRADIENTS[name](shape).to(device)
     leaves = leaves_of(x, weight, bias)
-    got = grads_of(lambda x, w, b: sdfastgn.group_norm(x, groups, w, b, 1e-5, "silu"), leaves, dy, direct=True)
+    got = grads_of(
+        lambda x, w, b: sdfastgn.group_norm(x, groups, w, b, 1e-5, "silu"), leaves, dy, direct=True
+    )
     want = expected_grads(lambda x, w, b: reference_group_norm(x, groups, w, b, 1e-5, "silu"), leaves, dy)
     for g, w in zip(got, want, strict=True):
         assert relative(g, w) < 1e-5
@@ -219,7 +229,9 @@ def test_gradients_in_the_other_layout_are_not_copied(layout, monkeypatch):
     seen = []
     plain = group_norm_backward_plans.Launch.__call__
     monkeypatch.setattr(
-        group_norm_backward_plans.Launch, "__call__", lambda self, *args: (seen.append(args), plain(self, *args))[1]
+        group_norm_backward_plans.Launch,
+        "__call__",
+        lambda self, *args: (seen.append(args), plain(self, *args))[1],
     )
     grads_of(lambda x: sdfastgn.group_norm(x, 3, weight, bias), leaves_of(x), dy)
     pointers = {t.data_ptr() for args in seen for t in args if isinstance(t, torch.Tensor)}
@@ -233,7 +245,11 @@ def test_gradients_in_the_other_layout_are_not_copied(layout, monkeypatch):
 def test_tokens(shape, groups, layout, contiguous, device):
     x, weight, bias = make(shape, device=device, layout=layout)
     size = (shape[0], torch.Size(shape[2:]).numel(), shape[1])
-    dy = torch.randn(size, device=device) if contiguous else torch.randn(size[0], size[2], size[1], device=device).mT
+    dy = (
+        torch.randn(size, device=device)
+        if contiguous
+        else torch.randn(size[0], size[2], size[1], device=device).mT
+    )
     leaves = leaves_of(x, weight, bias)
     call = lambda f: lambda x, w, b: f(x, groups, w, b, 1e-5, "silu", tokens=True)  # noqa: E731
     got = grads_of(call(sdfastgn.group_norm), leaves, dy)
@@ -309,7 +325,9 @@ def test_the_same_bits_at_each_run(device):
     x, weight, bias = make((2, 66, 37, 29), device=device)
     dy = make((2, 66, 37, 29), device=device, seed=4)[0]
     runs = [
-        grads_of(lambda x, w, b: sdfastgn.group_norm(x, 2, w, b, 1e-5, "silu"), leaves_of(x, weight, bias), dy)
+        grads_of(
+            lambda x, w, b: sdfastgn.group_norm(x, 2, w, b, 1e-5, "silu"), leaves_of(x, weight, bias), dy
+        )
         for _ in range(2)
     ]
     for first, second in zip(*runs, strict=True):
@@ -368,10 +386,14 @@ def test_opcheck(layout, tokens):
     # fp64: sums in another order differ by less than opcheck allows.
     x, weight, _ = leaves_of(*make((2, 6, 4, 5), torch.float64, layout=layout))
     shift = torch.randn(2, 6, dtype=torch.float64, requires_grad=True)
-    dy = torch.randn(2, 20, 6).double() if tokens else make((2, 6, 4, 5), torch.float64, layout=layout, seed=1)[0]
-    mean, rstd = torch.ops.sdfastgn.group_norm(x, 3, weight, None, 1e-5, "silu", shift, None, None, None, tokens, None)[
-        1:
-    ]
+    dy = (
+        torch.randn(2, 20, 6).double()
+        if tokens
+        else make((2, 6, 4, 5), torch.float64, layout=layout, seed=1)[0]
+    )
+    mean, rstd = torch.ops.sdfastgn.group_norm(
+        x, 3, weight, None, 1e-5, "silu", shift, None, None, None, tokens, None
+    )[1:]
     arguments = (
         dy.requires_grad_(),
         x,

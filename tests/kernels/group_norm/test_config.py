@@ -74,11 +74,17 @@ def test_a_small_program_covers_its_group_once(channels_last, num_sms, backward)
                 assert config.tail_lanes * config.num_warps * config.tail_steps == next_power_of_2(outer)
                 assert config.block + config.tail == inner == config.channels
                 assert_launchable(
-                    config.tail_lanes, config.num_warps, config.tail_steps, config.tail, num_warps=config.num_warps
+                    config.tail_lanes,
+                    config.num_warps,
+                    config.tail_steps,
+                    config.tail,
+                    num_warps=config.num_warps,
                 )
             else:
                 assert config.block == next_power_of_2(inner) >= inner
-            assert_launchable(config.lanes, config.num_warps, config.steps, config.block, num_warps=config.num_warps)
+            assert_launchable(
+                config.lanes, config.num_warps, config.steps, config.block, num_warps=config.num_warps
+            )
     assert seen > 100
 
 
@@ -93,7 +99,9 @@ def test_chunks_cover_every_position_once(channels_last, num_sms, kind):
         assert config.rows == ceil_div(HW, config.chunks)
         # A warp's tile, of which one program has num_warps side by side.
         assert config.tile_rows == config.steps * (config.lanes if channels_last else config.block)
-        assert_launchable(config.lanes, config.num_warps, config.steps, config.block, num_warps=config.num_warps)
+        assert_launchable(
+            config.lanes, config.num_warps, config.steps, config.block, num_warps=config.num_warps
+        )
         if channels_last and N * C * HW <= 2**32:
             assert config.rows * C < 2**31  # offsets within a chunk are int32
 
@@ -116,7 +124,17 @@ def test_apply_tiles_are_no_larger_than_the_tensor_needs(backward, channels_last
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 def test_merge_tiles_hold_every_channel_of_a_group(backward):
-    for groups, C in ((1, 1), (1, 2), (3, 30), (8, 320), (32, 2560), (1, 1280), (1, 2560), (7, 7), (320, 320)):
+    for groups, C in (
+        (1, 1),
+        (1, 2),
+        (3, 30),
+        (8, 320),
+        (32, 2560),
+        (1, 1280),
+        (1, 2560),
+        (7, 7),
+        (320, 320),
+    ):
         for chunks in (1, 3, 77, 256, 4096, 65536):
             config = merge_config(chunks, C, groups, backward=backward)
             assert config.each_channel == (groups == C)
@@ -260,7 +278,8 @@ def test_constants_come_last_so_that_a_compiled_kernel_can_be_called_by_position
     parameters = inspect.signature(kernel.fn).parameters
     # Pointers, then numbers, then constants: the order in which ``Launch`` passes them.
     order = [
-        2 if "constexpr" in str(p.annotation) else 0 if label.endswith("_ptr") else 1 for label, p in parameters.items()
+        2 if "constexpr" in str(p.annotation) else 0 if label.endswith("_ptr") else 1
+        for label, p in parameters.items()
     ]
     assert order == sorted(order)
     assert set(order) == {0, 1, 2}

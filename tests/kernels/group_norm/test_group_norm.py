@@ -111,7 +111,9 @@ def test_no_less_exact_than_eager(shape, groups, dtype, mean, activation, device
         pytest.skip("Triton's interpreter truncates to bf16 where a GPU rounds")
     # A fraction of the last rounding: two exact results may round a few elements differently.
     slack = (0.5 if dtype is torch.float32 else 0.1) * torch.finfo(dtype).eps
-    assert error(run(x, groups, weight, bias, activation=activation), expected) <= error(eager, expected) + slack
+    assert (
+        error(run(x, groups, weight, bias, activation=activation), expected) <= error(eager, expected) + slack
+    )
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -133,7 +135,8 @@ def test_deterministic(shape, groups, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    "rows", [pytest.param(lambda n: n, id="NxC"), pytest.param(lambda n: 1, id="1xC"), pytest.param(None, id="C")]
+    "rows",
+    [pytest.param(lambda n: n, id="NxC"), pytest.param(lambda n: 1, id="1xC"), pytest.param(None, id="C")],
 )
 @pytest.mark.parametrize("names", [OPERANDS, ("shift",), ("ada_scale", "ada_shift")], ids="+".join)
 @pytest.mark.parametrize(("shape", "groups"), [SMALL[1], SPLIT[1]])
@@ -190,7 +193,10 @@ def test_empty(shape, device):
 def test_nan_and_inf_stay_in_their_group(shape, groups, value, device):
     x, weight, bias = make(shape, device=device)
     x[0, 0, 1, 1] = value
-    y, expected = run(x, groups, weight, bias, activation="relu"), truth(x, groups, weight, bias, activation="relu")
+    y, expected = (
+        run(x, groups, weight, bias, activation="relu"),
+        truth(x, groups, weight, bias, activation="relu"),
+    )
     assert torch.equal(y.isnan(), expected.isnan())
     assert y.isnan().any()
     assert error(y.nan_to_num(), expected.nan_to_num()) < BOUNDS[torch.float32]
@@ -237,9 +243,9 @@ def test_tokens_of_an_attention_block(device):
 @pytest.mark.gpu
 def test_more_than_2_to_the_31_elements():
     C, H, W = 64, 8192, 4100
-    x = torch.empty((1, C, H, W), dtype=torch.float16, device="cuda", memory_format=torch.channels_last).normal_(
-        2.0, 1.5
-    )
+    x = torch.empty(
+        (1, C, H, W), dtype=torch.float16, device="cuda", memory_format=torch.channels_last
+    ).normal_(2.0, 1.5)
     assert x.numel() > 2**31
     y = sdfastgn.group_norm(x, 32, activation="silu")
     for group in (0, 31):

@@ -35,7 +35,9 @@ def stock(x, weight, bias, activation="identity", eps=1e-5):
 def test_the_shapes_take_both_ways():
     kinds = {
         param.id: isinstance(
-            launch_config(*param.values[0][:2], torch.Size(param.values[0][2:]).numel(), param.values[0][1], True, 132),
+            launch_config(
+                *param.values[0][:2], torch.Size(param.values[0][2:]).numel(), param.values[0][1], True, 132
+            ),
             SmallConfig,
         )
         for param in SHAPES
@@ -105,7 +107,10 @@ def test_on_the_cpu_it_is_pytorchs():
         pytest.param((torch.ones(2, 3),), ValueError, "got shape (2, 3)", id="no-space"),
         pytest.param((torch.ones(2, 3, 1, 1),), ValueError, "got shape (2, 3, 1, 1)", id="one-position"),
         pytest.param(
-            (torch.ones(2, 3, 4), torch.ones(4)), ValueError, "weight must have shape (3,), got (4,)", id="weight"
+            (torch.ones(2, 3, 4), torch.ones(4)),
+            ValueError,
+            "weight must have shape (3,), got (4,)",
+            id="weight",
         ),
         pytest.param((torch.ones(2, 3, 4), None, None, 1e-5, "mish"), ValueError, "'mish'", id="activation"),
     ],

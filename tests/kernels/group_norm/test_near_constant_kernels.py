@@ -102,7 +102,9 @@ def test_nearly_equal_values_are_no_less_exact_than_eager(shape, groups, dtype, 
         return sdfastgn.group_norm(x, groups, weight, bias, activation=activation)
 
     leaves, plain = leaves_of(x, weight, bias), leaves_of(x.contiguous(), weight, bias)
-    want = expected_grads(lambda *ts: reference_group_norm(ts[0], groups, *ts[1:], activation=activation), leaves, dy)
+    want = expected_grads(
+        lambda *ts: reference_group_norm(ts[0], groups, *ts[1:], activation=activation), leaves, dy
+    )
     got = (run(x, groups, weight, bias, activation=activation), *grads_of(ours, leaves, dy))
     of_eager = (eager(*plain).detach(), *torch.autograd.grad(eager(*plain), plain, dy.contiguous()))
     want = (truth(x, groups, weight, bias, activation=activation), *want)

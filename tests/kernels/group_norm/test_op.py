@@ -28,7 +28,9 @@ def test_fallback_is_eager_pytorch(shape, dtype):
     expected = F.silu(F.group_norm(x.double().contiguous(), 3, w.double(), b.double()))
     assert y.dtype is dtype
     assert y.stride() == x.stride()
-    torch.testing.assert_close(y.double(), expected, atol=4 * torch.finfo(dtype).eps, rtol=2 * torch.finfo(dtype).eps)
+    torch.testing.assert_close(
+        y.double(), expected, atol=4 * torch.finfo(dtype).eps, rtol=2 * torch.finfo(dtype).eps
+    )
 
 
 def test_fallback_keeps_the_variance_when_the_mean_is_large():
@@ -46,29 +48,48 @@ def test_fallback_keeps_the_variance_when_the_mean_is_large():
     [
         pytest.param(([1.0], 1), TypeError, "x must be a torch.Tensor, got list", id="list"),
         pytest.param((torch.ones(2, 4, dtype=torch.int64), 2), TypeError, "got torch.int64", id="integers"),
-        pytest.param((torch.ones(2, 4, dtype=torch.complex64), 2), TypeError, "got torch.complex64", id="complex"),
+        pytest.param(
+            (torch.ones(2, 4, dtype=torch.complex64), 2), TypeError, "got torch.complex64", id="complex"
+        ),
         pytest.param((torch.ones(4), 2), ValueError, "got shape (4,)", id="rank1"),
         pytest.param(
-            (torch.ones(2, 4, 3), 3), ValueError, "num_groups=3 must be a positive divisor of C=4", id="indivisible"
+            (torch.ones(2, 4, 3), 3),
+            ValueError,
+            "num_groups=3 must be a positive divisor of C=4",
+            id="indivisible",
         ),
         pytest.param((torch.ones(2, 4, 3), -2), ValueError, "num_groups=-2", id="negative-groups"),
         pytest.param((torch.ones(2, 4, 3), 0), ZeroDivisionError, "got 0", id="no-groups"),
         pytest.param((torch.ones(2, 4, 3), 2.0), TypeError, "got 2.0", id="float-groups"),
         pytest.param(
-            (torch.ones(2, 4, 3), 2, torch.ones(3)), ValueError, "weight must have shape (4,), got (3,)", id="weight"
+            (torch.ones(2, 4, 3), 2, torch.ones(3)),
+            ValueError,
+            "weight must have shape (4,), got (3,)",
+            id="weight",
         ),
-        pytest.param((torch.ones(2, 4, 3), 2, None, [0.0]), TypeError, "bias must be a floating", id="bias-list"),
         pytest.param(
-            (torch.ones(2, 4, 3), 2, torch.ones(4, device="meta")), ValueError, "weight is on meta", id="device"
+            (torch.ones(2, 4, 3), 2, None, [0.0]), TypeError, "bias must be a floating", id="bias-list"
         ),
         pytest.param(
-            (torch.ones(2, 4, 3), 2, None, None, "1e-5"), TypeError, "eps must be a number, got '1e-5'", id="eps"
+            (torch.ones(2, 4, 3), 2, torch.ones(4, device="meta")),
+            ValueError,
+            "weight is on meta",
+            id="device",
+        ),
+        pytest.param(
+            (torch.ones(2, 4, 3), 2, None, None, "1e-5"),
+            TypeError,
+            "eps must be a number, got '1e-5'",
+            id="eps",
         ),
         pytest.param(
             (torch.ones(2, 4, 3), 2, None, None, 1e-5, ["silu"]), ValueError, "['silu']", id="activation-list"
         ),
         pytest.param(
-            (torch.ones(2, 4, 3), 2, None, None, 1e-5, "mish"), ValueError, "unknown activation 'mish'", id="activation"
+            (torch.ones(2, 4, 3), 2, None, None, 1e-5, "mish"),
+            ValueError,
+            "unknown activation 'mish'",
+            id="activation",
         ),
     ],
 )
@@ -81,7 +102,9 @@ def test_errors_name_the_call_and_the_value(arguments, kind, message):
 
 @pytest.mark.parametrize("name", ["shift", "ada_scale", "ada_shift"])
 def test_operand_errors(name):
-    with pytest.raises(ValueError, match=rf"{name} must have shape \(4,\), \(1, 4\) or \(2, 4\), got \(3, 4\)"):
+    with pytest.raises(
+        ValueError, match=rf"{name} must have shape \(4,\), \(1, 4\) or \(2, 4\), got \(3, 4\)"
+    ):
         sdfastgn.group_norm(torch.ones(2, 4, 3), 2, **{name: torch.ones(3, 4)})
 
 
@@ -101,7 +124,9 @@ def test_errors_come_on_the_gpu_too_and_after_a_good_call():
 @pytest.mark.parametrize("activation", ["identity", "silu", "gelu", "gelu_tanh"])
 def test_first_and_second_derivative(activation):
     x = channels_last(2, 6, 3, 4).double().requires_grad_()
-    params = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in [(6,), (6,), (2, 6), (1, 6), (6,)]]
+    params = [
+        torch.randn(s, dtype=torch.float64, requires_grad=True) for s in [(6,), (6,), (2, 6), (1, 6), (6,)]
+    ]
 
     def f(x, weight, bias, shift, scale, offset):
         return sdfastgn.group_norm(
@@ -132,7 +157,9 @@ def test_gradients_no_less_exact_than_eager(dtype, activation, device):
     eager = grads(lambda x, w, b: act(F.group_norm(x, 3, w, b), **kwargs), dtype, torch.contiguous_format)
     ours = grads(lambda x, w, b: sdfastgn.group_norm(x, 3, w, b, activation=activation), dtype)
     for got, stock, want in zip(ours, eager, expected, strict=True):
-        assert (got - want).norm() <= (stock - want).norm() * 1.05 + 2 * torch.finfo(dtype).eps * want.norm() * 0.2
+        assert (got - want).norm() <= (stock - want).norm() * 1.05 + 2 * torch.finfo(
+            dtype
+        ).eps * want.norm() * 0.2
 
 
 @pytest.mark.parametrize("needs", ["x", "weight", "bias", "weight+bias"])
@@ -198,7 +225,10 @@ GPU_CASES = [pytest.param((2, 320, 16, 16), id="small"), pytest.param((2, 320, 6
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", GPU_CASES)
 def test_autocast_follows_eager(shape):
-    x, w, b = channels_last(*shape, dtype=torch.float16, device="cuda"), *torch.randn(2, shape[1], device="cuda")
+    x, w, b = (
+        channels_last(*shape, dtype=torch.float16, device="cuda"),
+        *torch.randn(2, shape[1], device="cuda"),
+    )
     with torch.autocast("cuda", torch.float16):
         y, eager = sdfastgn.group_norm(x, 32, w, b, activation="silu"), F.silu(F.group_norm(x, 32, w, b))
     assert y.dtype is eager.dtype is torch.float32

@@ -58,7 +58,9 @@ def test_statistics_of_any_number_of_chunks(shape, groups, chunks, dtype, layout
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("shape", [(2, 12, 33), (2, 6, 3, 4, 5), (3, 6, 1, 1), (2, 5, 4, 4), (2, 12)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(2, 12, 33), (2, 6, 3, 4, 5), (3, 6, 1, 1), (2, 5, 4, 4), (2, 12)], ids=str
+)
 def test_statistics_of_any_rank(shape, device):
     layout = "channels_last" if len(shape) > 2 else "channels_first"
     x, weight, bias = make(shape, device=device, layout=layout)
@@ -182,9 +184,14 @@ def test_tokens_from_statistics(shape, groups, dtype, layout, device):
 def test_tokens_with_every_operand(shape, groups, device):
     x, weight, bias = make(shape, device=device)
     g = torch.Generator().manual_seed(1)
-    operands = {name: torch.randn(shape[:2], generator=g).to(device) for name in ("shift", "ada_scale", "ada_shift")}
+    operands = {
+        name: torch.randn(shape[:2], generator=g).to(device) for name in ("shift", "ada_scale", "ada_shift")
+    }
     y = run(x, groups, weight, bias, activation="gelu", tokens=True, **operands)
-    assert error(y, to_tokens(truth(x, groups, weight, bias, activation="gelu", **operands))) < BOUNDS[torch.float32]
+    assert (
+        error(y, to_tokens(truth(x, groups, weight, bias, activation="gelu", **operands)))
+        < BOUNDS[torch.float32]
+    )
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -207,7 +214,9 @@ def test_empty_tokens(device):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "shape", [(2, 1280, 8, 8), (2, 960, 32, 32), (2, 320, 64, 64), (1, 512, 128, 128), (2, 320, 14, 32, 32)], ids=str
+    "shape",
+    [(2, 1280, 8, 8), (2, 960, 32, 32), (2, 320, 64, 64), (1, 512, 128, 128), (2, 320, 14, 32, 32)],
+    ids=str,
 )
 def test_real_shapes_on_the_gpu(shape, dtype, layout, tokens):
     x, weight, bias = make(shape, dtype, "cuda", layout)

@@ -71,14 +71,18 @@ def test_operands(layout, wanted, device, walked):
     shape, groups = (2, 60, 40, 30), 4
     x, weight, bias = make(shape, device=device, layout=layout)
     dy = make(shape, device=device, layout=layout, seed=4)[0]
-    operands = [torch.randn(shape[:2], generator=torch.Generator().manual_seed(i)).to(device) for i in range(3)]
+    operands = [
+        torch.randn(shape[:2], generator=torch.Generator().manual_seed(i)).to(device) for i in range(3)
+    ]
     names = ("x", "weight", "bias", "shift", "ada_scale", "ada_shift")
     values = dict(zip(names, (x, weight, bias, *operands), strict=True))
     chosen = names if wanted == "all" else wanted.split("+")
 
     def call(function):
         def of_the_chosen(*leaves):
-            given = {n: t.to(leaves[0].dtype) for n, t in values.items()} | dict(zip(chosen, leaves, strict=True))
+            given = {n: t.to(leaves[0].dtype) for n, t in values.items()} | dict(
+                zip(chosen, leaves, strict=True)
+            )
             x, weight, bias = (given.pop(n) for n in names[:3])
             return function(x, groups, weight, bias, 1e-5, "silu", **given)
 
@@ -151,9 +155,13 @@ def test_real_shape_on_the_gpu(dtype, activation, layout):
         pytest.param((256, 512, 12544, 32), "first", 4, None, id="groups-too-large"),
         pytest.param((4, 4096, 3136, 128), "first", 4, None, id="few-groups"),
         pytest.param((256, 640, 1600, 32), "first", 4, None, id="cg20-in-blocks-of-32"),
-        pytest.param((256, 448, 1600, 32), "first", 4, WalkConfig(256, 256, 16, 8), id="cg14-in-blocks-of-16"),
+        pytest.param(
+            (256, 448, 1600, 32), "first", 4, WalkConfig(256, 256, 16, 8), id="cg14-in-blocks-of-16"
+        ),
         pytest.param((256, 512, 3136, 32), "first", 2, WalkConfig(1024, 1024, 16, 16), id="fp16"),
-        pytest.param((65536, 16, 300, 1), "first", 4, WalkConfig(256, 256, 16, 8), id="keeps-no-more-than-there-is"),
+        pytest.param(
+            (65536, 16, 300, 1), "first", 4, WalkConfig(256, 256, 16, 8), id="keeps-no-more-than-there-is"
+        ),
     ],
 )
 def test_config(sizes, layout, itemsize, expected):
@@ -177,7 +185,12 @@ def test_registers_decide_how_much_is_kept(activation, layout, shift_grad, expec
 @pytest.mark.parametrize("num_sms", [1, 24, 132, 1000])
 @pytest.mark.parametrize("activation", ["identity", "silu", "gelu"])
 def test_tiles_are_launchable(activation, num_sms):
-    for N, C, HW, groups in ((256, 512, 3136, 32), (4096, 64, 5000, 64), (65536, 8, 300, 8), (1, 2**20, 4096, 2**16)):
+    for N, C, HW, groups in (
+        (256, 512, 3136, 32),
+        (4096, 64, 5000, 64),
+        (65536, 8, 300, 8),
+        (1, 2**20, 4096, 2**16),
+    ):
         for last in (False, True):
             config = walk_config(N, C, HW, groups, last, num_sms, 4, activation)
             if config is not None:

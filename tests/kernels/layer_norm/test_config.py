@@ -8,7 +8,13 @@ import torch
 from sdfastgn.kernels.common.column_sums import column_sum_block
 from sdfastgn.kernels.common.layout import row_stride
 from sdfastgn.kernels.common.sizes import WARP, ceil_div, next_power_of_2, vector_width
-from sdfastgn.kernels.layer_norm.config import ChunksConfig, RowsConfig, backward_config, column_groups, forward_config
+from sdfastgn.kernels.layer_norm.config import (
+    ChunksConfig,
+    RowsConfig,
+    backward_config,
+    column_groups,
+    forward_config,
+)
 
 ROWS = (1, 2, 10, 77, 154, 512, 2048, 8192, 100003, 10**7)
 WIDTHS = (

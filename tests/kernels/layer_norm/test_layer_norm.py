@@ -294,7 +294,9 @@ def test_gradients_no_less_exact_than_eager(shape, dtype, mean, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("needs", ["x", "residual", "weight", "bias", "add_bias", "weight bias", "x add_bias"])
+@pytest.mark.parametrize(
+    "needs", ["x", "residual", "weight", "bias", "add_bias", "weight bias", "x add_bias"]
+)
 @pytest.mark.parametrize("shape", WAYS)
 def test_only_what_is_needed(shape, needs, device):
     names = ("x", "residual", "weight", "bias", "add_bias")

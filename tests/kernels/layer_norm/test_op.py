@@ -41,7 +41,10 @@ def test_fallback_is_eager_pytorch(shape, dtype):
     )
     y, total = ours(x, residual, weight, bias, add_bias)
     assert y.dtype is total.dtype is dtype
-    assert torch.equal(total, (x.double() + residual.double() + add_bias.double()).to(dtype)) or dtype is torch.float32
+    assert (
+        torch.equal(total, (x.double() + residual.double() + add_bias.double()).to(dtype))
+        or dtype is torch.float32
+    )
     expected = F.layer_norm(total.double(), shape[-1:], weight.double(), bias.double())
     torch.testing.assert_close(y.double(), expected, **bounds)
 
@@ -151,10 +154,15 @@ def test_first_and_second_derivative(shape):
 
 
 def test_derivatives_with_a_bias_of_the_total():
-    leaves = [*operands(3, 5, dtype=torch.float64, requires_grad=True), operands(3, 5)[2].double().requires_grad_()]
+    leaves = [
+        *operands(3, 5, dtype=torch.float64, requires_grad=True),
+        operands(3, 5)[2].double().requires_grad_(),
+    ]
 
     def kept(x, residual, weight, bias, add_bias, total_bias):
-        return sdfastgn.add_layer_norm(x, residual, weight, bias, 1e-3, add_bias=add_bias, total_bias=total_bias)
+        return sdfastgn.add_layer_norm(
+            x, residual, weight, bias, 1e-3, add_bias=add_bias, total_bias=total_bias
+        )
 
     assert torch.autograd.gradcheck(kept, leaves)
     assert torch.autograd.gradgradcheck(kept, leaves)
@@ -203,8 +211,12 @@ def test_opcheck(shape, affine):
     x, residual, weight, bias, add_bias = operands(*shape, requires_grad=True)
     weight, bias, add_bias = (weight, bias, add_bias) if affine else (None, None, None)
     torch.library.opcheck(torch.ops.sdfastgn.layer_norm, (x, weight, bias, 1e-5, None))
-    torch.library.opcheck(torch.ops.sdfastgn.add_layer_norm, (x, residual, weight, bias, add_bias, 1e-5, None))
-    _, total, centre, rstd = torch.ops.sdfastgn.add_layer_norm(x, residual, weight, bias, add_bias, 1e-5, None)
+    torch.library.opcheck(
+        torch.ops.sdfastgn.add_layer_norm, (x, residual, weight, bias, add_bias, 1e-5, None)
+    )
+    _, total, centre, rstd = torch.ops.sdfastgn.add_layer_norm(
+        x, residual, weight, bias, add_bias, 1e-5, None
+    )
     total = total.detach().requires_grad_()
     dtypes = (torch.float32,) * 4 if affine else (torch.float32, None, None, None)
     backward = (
@@ -309,7 +321,9 @@ def test_ten_million_columns_and_ten_million_rows():
     for shape in [(10, 10**7), (10**7, 10)]:
         x, _, weight, bias, _ = operands(*shape, dtype=torch.float16, device="cuda", requires_grad=True)
         y = sdfastgn.layer_norm(x, weight, bias)
-        expected = F.layer_norm(x.detach().float(), shape[-1:], weight.detach().float(), bias.detach().float())
+        expected = F.layer_norm(
+            x.detach().float(), shape[-1:], weight.detach().float(), bias.detach().float()
+        )
         torch.testing.assert_close(y.detach(), expected.half(), atol=4e-3, rtol=2e-3)
         # A power of 2, so that each sum is exact, and small enough for fp16.
         dx, dbias = torch.autograd.grad(y, (x, bias), torch.full_like(y, 2**-10))

@@ -100,7 +100,11 @@ def test_it_is_rounded_once(shape, dtype, param_dtype, device):
 @pytest.mark.parametrize("shape", [(3, 5, 96), (2, 3, 17000)], ids=["rows", "chunks"])
 def test_views(shape, device):
     x, residual, *columns = make(shape, device=device)
-    x, residual, total_bias = x[:, :2, :80], residual[:, ::2, :80][:, :2], columns[3].repeat_interleave(2)[:160:2]
+    x, residual, total_bias = (
+        x[:, :2, :80],
+        residual[:, ::2, :80][:, :2],
+        columns[3].repeat_interleave(2)[:160:2],
+    )
     y, total = run(x, residual, None, None, None, total_bias)
     assert torch.equal(total, x + residual + total_bias)
     assert torch.equal(y, run(x, residual, None, None, None)[0])

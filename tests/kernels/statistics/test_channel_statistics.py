@@ -102,10 +102,14 @@ def test_the_cases_take_every_way_through_the_kernel():
             ways = set()
             for shape, num_sms in (p.values for p in CASES):
                 N, C, HW = shape[0], shape[1], torch.Size(shape[2:]).numel()
-                config = statistics_config(N, C, HW, channels_last, num_sms, kind="write" if producer else "read")
+                config = statistics_config(
+                    N, C, HW, channels_last, num_sms, kind="write" if producer else "read"
+                )
                 even = statistics_kernels.is_even(config, C, HW, channels_last)
                 ways.add((config.rows > config.tile_rows, config.chunks > 1, even))
-            assert {(loop, even) for loop, _, even in ways} == {(a, b) for a in (True, False) for b in (True, False)}
+            assert {(loop, even) for loop, _, even in ways} == {
+                (a, b) for a in (True, False) for b in (True, False)
+            }
             assert {several for _, several, _ in ways} == {True, False}
 
 
@@ -201,7 +205,11 @@ def test_a_bias_alone(shape, num_sms, in_place, layout, device, few_sms):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "layouts",
-    [("channels_first", "channels_first"), ("channels_first", "channels_last"), ("channels_last", "channels_first")],
+    [
+        ("channels_first", "channels_first"),
+        ("channels_first", "channels_last"),
+        ("channels_last", "channels_first"),
+    ],
 )
 def test_cat_of_other_layouts(layouts, device):
     """Not in one pass, but with the layout of the first."""
@@ -399,7 +407,8 @@ def test_real_shapes_on_the_gpu(shape, tail, dtype, layout):
         assert_statistics(s, t)
         groups = 32 if t.shape[1] % 32 == 0 else 2
         assert (
-            error(run(t, groups, activation="silu", statistics=s), truth(t, groups, activation="silu")) < BOUNDS[dtype]
+            error(run(t, groups, activation="silu", statistics=s), truth(t, groups, activation="silu"))
+            < BOUNDS[dtype]
         )
 
 

@@ -36,7 +36,9 @@ def test_fallback_is_plain_pytorch(shape, dtype, last):
     bias = torch.randn(shape[1])
     y, statistics = sdfastgn.add_with_statistics(x, r, bias, scale=0.5)
     expected = (x.double() + r.double() + bias.double().view(-1, *[1] * (len(shape) - 2))) * 0.5
-    torch.testing.assert_close(y.double(), expected, atol=torch.finfo(dtype).eps * 4, rtol=torch.finfo(dtype).eps)
+    torch.testing.assert_close(
+        y.double(), expected, atol=torch.finfo(dtype).eps * 4, rtol=torch.finfo(dtype).eps
+    )
     assert y.dtype is dtype
     assert y.stride() == x.stride()
     assert_statistics_of(statistics, y)
@@ -89,7 +91,9 @@ def test_errors_name_the_call_and_the_value(name, arguments, kind, message):
 
 @pytest.mark.parametrize("scale", ["1", True, None])
 def test_the_scale_is_a_number(scale):
-    with pytest.raises(TypeError, match=rf"sdfastgn.add_with_statistics: scale must be a number, got {scale!r}"):
+    with pytest.raises(
+        TypeError, match=rf"sdfastgn.add_with_statistics: scale must be a number, got {scale!r}"
+    ):
         sdfastgn.add_with_statistics(ONES, ONES, scale=scale)
 
 
@@ -139,11 +143,18 @@ def test_statistics_carry_no_gradient():
 
 def test_gradients_through_a_norm_that_is_given_statistics_are_whole():
     """As if it had taken them itself: the statistics depend on x too."""
-    x, r = image(2, 6, 3, 4, dtype=torch.float64).requires_grad_(), image(2, 6, 3, 4, dtype=torch.float64, seed=1)
+    x, r = (
+        image(2, 6, 3, 4, dtype=torch.float64).requires_grad_(),
+        image(2, 6, 3, 4, dtype=torch.float64, seed=1),
+    )
 
     def loss(statistics):
         y, found = sdfastgn.add_with_statistics(x, r)
-        return sdfastgn.group_norm(y, 3, statistics=found if statistics else None, activation="silu").square().sum()
+        return (
+            sdfastgn.group_norm(y, 3, statistics=found if statistics else None, activation="silu")
+            .square()
+            .sum()
+        )
 
     given, taken = (torch.autograd.grad(loss(statistics), x)[0] for statistics in (True, False))
     torch.testing.assert_close(given, taken)
@@ -163,7 +174,9 @@ SAMPLES = [
 def test_opcheck(shape, last):
     x, r = image(*shape, last=last).requires_grad_(), image(*shape, last=last, seed=1).requires_grad_()
     torch.library.opcheck(torch.ops.sdfastgn.channel_statistics, (x.detach(),))
-    torch.library.opcheck(torch.ops.sdfastgn.add_with_statistics, (x, r, torch.randn(6, requires_grad=True), 0.5))
+    torch.library.opcheck(
+        torch.ops.sdfastgn.add_with_statistics, (x, r, torch.randn(6, requires_grad=True), 0.5)
+    )
     torch.library.opcheck(torch.ops.sdfastgn.add_with_statistics, (x, r, None, 1.0))
     torch.library.opcheck(torch.ops.sdfastgn.cat_with_statistics, (x, r))
 
@@ -209,7 +222,10 @@ def test_compiles_without_a_graph_break(last):
         y = sdfastgn.group_norm(y, 3, activation="silu", statistics=statistics)
         return sdfastgn.group_norm(y, 3, statistics=sdfastgn.channel_statistics(y), tokens=True)
 
-    leaves = [image(2, 6, 4, 5, last=last).requires_grad_(), image(2, 6, 4, 5, last=last, seed=1).requires_grad_()]
+    leaves = [
+        image(2, 6, 4, 5, last=last).requires_grad_(),
+        image(2, 6, 4, 5, last=last, seed=1).requires_grad_(),
+    ]
     leaves.append(torch.randn(6, requires_grad=True))
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(*leaves), block(*leaves))

@@ -42,7 +42,9 @@ def in_phases(monkeypatch):
     """At low resolution whatever the sizes, as on a GPU with this number of multiprocessors; counts the interleavings."""
     runs = []
     monkeypatch.setattr(upsample_conv, "phases_pay", lambda *sizes: True)
-    monkeypatch.setattr(upsample_conv, "launch_interleave", lambda *a: (runs.append(1), launch_interleave(*a)))
+    monkeypatch.setattr(
+        upsample_conv, "launch_interleave", lambda *a: (runs.append(1), launch_interleave(*a))
+    )
 
     def patch(num_sms=132):
         monkeypatch.setattr(upsample_conv_kernels, "num_sms", lambda device: num_sms)
@@ -57,7 +59,11 @@ def operands(shape, C_out, dtype=torch.float32, device="cpu", layout="channels_l
     g = torch.Generator().manual_seed(seed)
     weight = (torch.randn((C_out, shape[1], 3, 3), generator=g) / (3 * shape[1] ** 0.5)).to(dtype)
     bias = (torch.randn(C_out, generator=g) * 2).to(dtype).to(device)
-    return make(shape, dtype, device, layout, mean=2.0, seed=seed)[0], to_layout(weight, layout).to(device), bias
+    return (
+        make(shape, dtype, device, layout, mean=2.0, seed=seed)[0],
+        to_layout(weight, layout).to(device),
+        bias,
+    )
 
 
 def call(*tensors, **options):
@@ -352,7 +358,9 @@ def test_opcheck_in_phases(in_phases):
     runs = in_phases()
     with kernels():
         for op in (torch.ops.sdfastgn.upsample_conv2d, torch.ops.sdfastgn.upsample_conv2d_with_statistics):
-            torch.library.opcheck(op.default, leaves(torch.float32), test_utils=("test_schema", "test_faketensor"))
+            torch.library.opcheck(
+                op.default, leaves(torch.float32), test_utils=("test_schema", "test_faketensor")
+            )
     assert runs
 
 
@@ -367,7 +375,9 @@ def test_fake_tensors_have_the_real_strides_and_chunks(layout, phases, in_phases
         real = call(view, weight, bias, with_statistics=True)
         with FakeTensorMode() as mode:
             fake = call(*(mode.from_tensor(t) for t in (view, weight, bias)), with_statistics=True)
-        assert [(t.shape, t.stride(), t.dtype) for t in fake] == [(t.shape, t.stride(), t.dtype) for t in real]
+        assert [(t.shape, t.stride(), t.dtype) for t in fake] == [
+            (t.shape, t.stride(), t.dtype) for t in real
+        ]
 
 
 def test_compiles_without_a_graph_break():
@@ -432,7 +442,9 @@ def test_cuda_graph_replays_on_new_data_and_weights():
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y, statistics = sdfastgn.upsample_conv2d(x, weight, bias, with_statistics=True)
-    for t, other in zip((x, weight, bias), operands((1, 256, 64, 64), 256, torch.float16, "cuda", seed=3), strict=True):
+    for t, other in zip(
+        (x, weight, bias), operands((1, 256, 64, 64), 256, torch.float16, "cuda", seed=3), strict=True
+    ):
         t.copy_(other)
     graph.replay()
     torch.testing.assert_close(y, sdfastgn.upsample_conv2d(x, weight, bias), atol=1e-2, rtol=1e-2)

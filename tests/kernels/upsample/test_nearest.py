@@ -53,7 +53,9 @@ def launched(monkeypatch):
     names = []
     for name in ("launch_upsample", "launch_upsample_grad"):
         real = getattr(upsample_kernels, name)
-        monkeypatch.setattr(upsample, name, lambda a, b, name=name, real=real: (names.append(name), real(a, b)))
+        monkeypatch.setattr(
+            upsample, name, lambda a, b, name=name, real=real: (names.append(name), real(a, b))
+        )
     return names
 
 
@@ -84,7 +86,9 @@ def test_adjoint(shape, dtype, device, launched):
     assert error(dx, expected) < BOUNDS[dtype]
     # One rounding, but for ties that fp32 moves. Triton's interpreter cuts bf16 off instead.
     cut_off = 2 if dtype is torch.bfloat16 and device == "cpu" else 1
-    assert ((dx.double() - expected).abs() <= 1.01 * cut_off * torch.finfo(dtype).eps / 2 * expected.abs() + 1e-6).all()
+    assert (
+        (dx.double() - expected).abs() <= 1.01 * cut_off * torch.finfo(dtype).eps / 2 * expected.abs() + 1e-6
+    ).all()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -174,7 +178,9 @@ def test_small_images_get_smaller_tiles():
     [
         pytest.param([1.0], TypeError, "x must be a floating torch.Tensor, got list", id="list"),
         pytest.param(torch.ones(1, 1, 1, 1).long(), TypeError, "got torch.int64", id="integers"),
-        pytest.param(torch.ones(2, 3, 4), ValueError, "x must be (N, C, H, W), got shape (2, 3, 4)", id="rank3"),
+        pytest.param(
+            torch.ones(2, 3, 4), ValueError, "x must be (N, C, H, W), got shape (2, 3, 4)", id="rank3"
+        ),
         pytest.param(torch.ones(1, 2, 3, 4, 5), ValueError, "got shape (1, 2, 3, 4, 5)", id="rank5"),
     ],
 )

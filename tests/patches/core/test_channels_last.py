@@ -22,7 +22,11 @@ from tests.patches.graphs.cases import agree
 def adapted():
     """A UNet with LoRAs on 3x3 convolutions, and with a copy of one that is trained and saved as a whole."""
     unet = samples._unet().eval()
-    config = {"target_modules": ["to_q", "conv1"], "modules_to_save": ["conv_out"], "init_lora_weights": False}
+    config = {
+        "target_modules": ["to_q", "conv1"],
+        "modules_to_save": ["conv_out"],
+        "init_lora_weights": False,
+    }
     unet.add_adapter(LoraConfig(r=2, **config), adapter_name="a")
     unet.add_adapter(LoraConfig(r=3, **config), adapter_name="b")  # a second one beneath the same modules
     return unet

@@ -51,7 +51,9 @@ def products(monkeypatch):
 @pytest.mark.parametrize(("options", "is_product"), PRODUCTS)
 @pytest.mark.parametrize("dtype", HALF)
 def test_pointwise(dtype, options, is_product, products):
-    conv = nn.Conv2d(**{"in_channels": 20, "out_channels": 12, "kernel_size": 1, **options}).to(WHERE["device"], dtype)
+    conv = nn.Conv2d(**{"in_channels": 20, "out_channels": 12, "kernel_size": 1, **options}).to(
+        WHERE["device"], dtype
+    )
     x = image(2, 20, 5, 7, dtype=dtype)
     y = pointwise(conv, x)
     expected = copy.deepcopy(conv).double()(x.double())
@@ -76,7 +78,9 @@ class Doubled(nn.Conv2d):
     ],
 )
 def test_what_is_no_product(change, products):
-    conv, x = change(nn.Conv2d(20, 12, 1).to(WHERE["device"], torch.float16), image(2, 20, 5, 7, dtype=torch.float16))
+    conv, x = change(
+        nn.Conv2d(20, 12, 1).to(WHERE["device"], torch.float16), image(2, 20, 5, 7, dtype=torch.float16)
+    )
     assert torch.equal(pointwise(conv, x), conv(x))
     assert not products
 
@@ -91,4 +95,6 @@ def test_a_hooked_convolution_is_no_product(products):
 
 def test_a_convolution_with_wrong_channels_says_so():
     with pytest.raises(RuntimeError, match="channels"):
-        pointwise(nn.Conv2d(20, 12, 1).to(WHERE["device"], torch.float16), image(2, 10, 4, 7, dtype=torch.float16))
+        pointwise(
+            nn.Conv2d(20, 12, 1).to(WHERE["device"], torch.float16), image(2, 10, 4, 7, dtype=torch.float16)
+        )

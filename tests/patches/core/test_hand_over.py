@@ -145,7 +145,9 @@ def test_add_bias_writes_where_x_is(pays, monkeypatch):
     assert add_bias(y, None) is y
 
 
-@pytest.mark.parametrize("of_x", [p.values[0] for p in PLAIN if p.id not in ("two-layouts", "broadcast", "two-dtypes")])
+@pytest.mark.parametrize(
+    "of_x", [p.values[0] for p in PLAIN if p.id not in ("two-layouts", "broadcast", "two-dtypes")]
+)
 def test_what_does_not_fit_the_kernel_gets_its_bias_as_ever(of_x):
     x, bias = of_x(image()), vector()
     before = x.detach().clone()

@@ -40,7 +40,12 @@ def ran(monkeypatch):
         if self.kernel.__name__ == "_act_linear_kernel":
             x, weight, *biases, _ = tensors
             found.append(
-                (x.shape[0], weight.shape[0], self.constants["ACTIVATION"], sum(b is not None for b in biases))
+                (
+                    x.shape[0],
+                    weight.shape[0],
+                    self.constants["ACTIVATION"],
+                    sum(b is not None for b in biases),
+                )
             )
         launch(self, stream, *tensors)
 
@@ -144,7 +149,8 @@ def test_what_is_watched_is_called(name, biases, change, ran):
 
 
 @pytest.mark.parametrize(
-    ("target", "products"), [pytest.param("time_emb_proj", 0, id="projection"), pytest.param("conv1", 1, id="conv")]
+    ("target", "products"),
+    [pytest.param("time_emb_proj", 0, id="projection"), pytest.param("conv1", 1, id="conv")],
 )
 def test_lora(target, products, ran):
     config = LoraConfig(r=2, lora_alpha=4, target_modules=[target], init_lora_weights=False)
@@ -202,7 +208,9 @@ def test_autocast_and_gradients_run_the_modules(build, ran, linear_calls):
         torch.testing.assert_close(fused(*args).float(), stock(*args).float(), atol=0.06, rtol=0.02)
     args[0].requires_grad_()  # stock PyTorch crashes without
     with torch.enable_grad():
-        grads = [torch.autograd.grad(m(*args).square().mean(), [args[0], *m.parameters()]) for m in (fused, stock)]
+        grads = [
+            torch.autograd.grad(m(*args).square().mean(), [args[0], *m.parameters()]) for m in (fused, stock)
+        ]
     for a, b in zip(*grads, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-3)
     assert not ran

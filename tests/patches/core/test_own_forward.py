@@ -53,12 +53,18 @@ def registered(model):
 
 
 def norms_and_blocks(model):
-    return [m for m in model.modules() if isinstance(m, nn.GroupNorm) or type(m).__name__ in ("ResnetBlock2D", "SiLU")]
+    return [
+        m
+        for m in model.modules()
+        if isinstance(m, nn.GroupNorm) or type(m).__name__ in ("ResnetBlock2D", "SiLU")
+    ]
 
 
 def closures(model):
     for module in norms_and_blocks(model):
-        module.forward = (lambda forward: lambda *args, **kwargs: forward(*args, **kwargs) * 2)(module.forward)
+        module.forward = (lambda forward: lambda *args, **kwargs: forward(*args, **kwargs) * 2)(
+            module.forward
+        )
 
 
 def partials(model):
@@ -95,7 +101,9 @@ def helper(model):
     for i, module in enumerate(norms_and_blocks(model)):
         kept.forwards[i] = module.forward
         kept.list.append(module.forward)
-        module.forward = lambda *args, i=i, **kwargs: kept.forwards[i](*args, **kwargs) + kept.list[i](*args, **kwargs)
+        module.forward = lambda *args, i=i, **kwargs: (
+            kept.forwards[i](*args, **kwargs) + kept.list[i](*args, **kwargs)
+        )
 
 
 KEEPERS = [
@@ -204,7 +212,9 @@ def test_the_report_without_graphs_blames_nobody():
     assert graph_cases.reasons_of(unet) == "other code replaced its forward"
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"]
+)
 @pytest.mark.parametrize("has_own", [False, True], ids=["class-only", "own-forward"])
 def test_a_copy_with_graphs_is_restored_to_what_was_there(copied, has_own):
     unet = build_unet("tiny", torch.float32, "cpu")

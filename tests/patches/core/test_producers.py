@@ -154,7 +154,9 @@ def test_a_watched_convolution_is_called(ran, monkeypatch):
     fused, stock = twins(resnet())
     x, seen = image(2, 20, 6, 8), {}
     for model, name in itertools.product((fused, stock), ("conv2", "conv_shortcut")):
-        model.get_submodule(name).register_forward_hook(lambda m, i, o, key=(model, name): seen.update({key: o + 0}))
+        model.get_submodule(name).register_forward_hook(
+            lambda m, i, o, key=(model, name): seen.update({key: o + 0})
+        )
     moved = biases_moved(monkeypatch)
     agree(fused(x, temb()), stock(x, temb()))
     assert fused.conv2 not in moved
@@ -163,7 +165,9 @@ def test_a_watched_convolution_is_called(ran, monkeypatch):
     assert ran["add"] == 1
 
 
-@pytest.mark.parametrize("targets", [["conv2"], ["conv_shortcut"], ["conv1", "conv2", "conv_shortcut"]], ids="-".join)
+@pytest.mark.parametrize(
+    "targets", [["conv2"], ["conv_shortcut"], ["conv1", "conv2", "conv_shortcut"]], ids="-".join
+)
 def test_lora(targets, monkeypatch):
     config = LoraConfig(r=2, lora_alpha=4, target_modules=targets, init_lora_weights=False)
     fused, stock = twins(inject_adapter_in_model(config, resnet()))
@@ -189,7 +193,9 @@ def test_gradients_run_stocks_operations(ran):
     fused, stock = twins(resnet(output_scale_factor=1.5))
     x = image(2, 20, 6, 8).requires_grad_()  # stock PyTorch crashes without
     with torch.enable_grad():
-        grads = [torch.autograd.grad(m(x, temb()).square().mean(), [x, *m.parameters()]) for m in (fused, stock)]
+        grads = [
+            torch.autograd.grad(m(x, temb()).square().mean(), [x, *m.parameters()]) for m in (fused, stock)
+        ]
     for a, b in zip(*grads, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-3)
     assert not ran["add"] + ran["add alone"]
@@ -291,12 +297,20 @@ def test_an_upsampler_ends_in_the_bias(ran, low, pays, monkeypatch):
 
 # --- up blocks --------------------------------------------------------------------------------------------------------------------------
 
-SIZES = {"in_channels": 10, "prev_output_channel": 30, "out_channels": 20, "temb_channels": 16, "resnet_groups": 5}
+SIZES = {
+    "in_channels": 10,
+    "prev_output_channel": 30,
+    "out_channels": 20,
+    "temb_channels": 16,
+    "resnet_groups": 5,
+}
 
 
 def up_block(cross: bool, **options: Any) -> nn.Module:
     if cross:
-        return CrossAttnUpBlock2D(**SIZES, num_layers=2, num_attention_heads=2, cross_attention_dim=12, **options)
+        return CrossAttnUpBlock2D(
+            **SIZES, num_layers=2, num_attention_heads=2, cross_attention_dim=12, **options
+        )
     return UpBlock2D(**SIZES, num_layers=2, **options)
 
 

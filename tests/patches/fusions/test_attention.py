@@ -96,7 +96,12 @@ def test_layers_that_read_the_same_are_one_product(called, options, context, alo
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["nchw", "nhwc"])
 @pytest.mark.parametrize("factor", [1.0, 1.7])
 def test_images_with_a_norm_and_a_residual(called, layout, factor):
-    options = {"norm_num_groups": 4, "residual_connection": True, "bias": True, "rescale_output_factor": factor}
+    options = {
+        "norm_num_groups": 4,
+        "residual_connection": True,
+        "bias": True,
+        "rescale_output_factor": factor,
+    }
     fused, stock = twins(**options)
     x = noise(2, DIM, 3, 4).contiguous(memory_format=layout)
     agree(call(fused, x, temb=noise(2, 9)), call(stock, x, temb=noise(2, 9)))
@@ -267,7 +272,9 @@ def test_a_prompts_few_keys_have_their_own_kernel(autocast, gradients, tokens, f
     x, context = X.half(), noise(2, tokens, TEXT, seed=1).half()
     found = []
     monkeypatch.setattr(
-        attention, "attend_to_few", lambda *heads: found.append(short_attention.attend_to_few(*heads)) or found[-1]
+        attention,
+        "attend_to_few",
+        lambda *heads: found.append(short_attention.attend_to_few(*heads)) or found[-1],
     )
     with (
         kernel_samples.kernels(direct=True),

@@ -17,7 +17,9 @@ from sdfastgn.kernels.common import dispatch
 
 DIM = 264
 DEVICES = [
-    pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")),
+    pytest.param(
+        "cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
+    ),
     pytest.param("cuda", marks=pytest.mark.gpu),
 ]
 

@@ -33,7 +33,8 @@ def products():
 
 
 @pytest.mark.parametrize(
-    ("sizes", "options", "count"), [pytest.param(SD, {}, 4, id="sd"), pytest.param(SDXL, XL_INPUTS, 8, id="sdxl")]
+    ("sizes", "options", "count"),
+    [pytest.param(SD, {}, 4, id="sd"), pytest.param(SDXL, XL_INPUTS, 8, id="sdxl")],
 )
 def test_one_product_for_all(products, sizes, options, count):
     fused, stock = twins(sizes)
@@ -155,7 +156,9 @@ def test_modes_in_which_each_runs_alone(products):
         assert sum(widths(fused)) not in products.of(fused, states)
 
 
-@pytest.mark.parametrize("twin", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    "twin", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"]
+)
 def test_copies_share_after_their_next_move(products, twin):
     fused, stock = twins()
     states = context()
@@ -203,7 +206,9 @@ def test_the_reason_when_attentions_cannot_be_fused():
     model = unet()
     for m in members(model):
         m.forward = functools.partial(m.forward)
-    assert cross_attention.FUSION.reason_to_skip(model) == "fewer than two of its cross-attentions can be fused"
+    assert (
+        cross_attention.FUSION.reason_to_skip(model) == "fewer than two of its cross-attentions can be fused"
+    )
 
 
 @pytest.mark.gpu

@@ -202,7 +202,9 @@ def test_changes_in_the_middle_of_a_call(change):
     outputs, before = [], call(stock, context())
     for model in (fused, stock):
         states = context()
-        model.mid_block.register_forward_hook(lambda m, i, y, model=model, states=states: change(model, states))
+        model.mid_block.register_forward_hook(
+            lambda m, i, y, model=model, states=states: change(model, states)
+        )
         outputs.append(call(model, states))
     agree(*outputs)
     assert not torch.allclose(outputs[1], before, atol=1e-5)

@@ -32,7 +32,9 @@ def products(monkeypatch):
     """Of each call of a block: True if its last product was to be added to the sum in place."""
     found: list[bool] = []
     asked = transformer_block._adds_in_product
-    monkeypatch.setattr(transformer_block, "_adds_in_product", lambda *a: found.append(asked(*a)) or found[-1])
+    monkeypatch.setattr(
+        transformer_block, "_adds_in_product", lambda *a: found.append(asked(*a)) or found[-1]
+    )
     return found
 
 

@@ -94,7 +94,9 @@ def test_state_dict_keeps_its_values(build, call):
 
 
 @each_sample
-@pytest.mark.parametrize("twin", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    "twin", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"]
+)
 def test_copies_of_a_fused_module_are_fused_and_can_be_restored(build, call, twin):
     module, before = stock_and_output(build, call)
     sdfastgn.optimize(module)
@@ -238,14 +240,19 @@ def unlike(forward):
         pytest.param(wrapped_by_other_code, id="wrapped"),
         pytest.param(lambda f: torch.no_grad()(wrapped_by_other_code(f)), id="wrapped-below-torchs"),
         pytest.param(lambda f: torch.no_grad()(f), id="torchs-but-not-diffusers"),
-        pytest.param(lambda f: types.FunctionType(f.__code__, globals(), f.__name__), id="same-source-elsewhere"),
+        pytest.param(
+            lambda f: types.FunctionType(f.__code__, globals(), f.__name__), id="same-source-elsewhere"
+        ),
     ],
 )
 def test_a_patched_upstream_class_is_left_alone(patch, monkeypatch):
     module = samples.randomise(samples._resnet())
     sdfastgn.optimize(copy.deepcopy(module))  # what an earlier call found says nothing about this one
     monkeypatch.setattr(ResnetBlock2D, "forward", patch(ResnetBlock2D.forward))
-    assert "ResnetBlock2D.forward" in {e.fusion: e.reason for e in sdfastgn.report(module).skipped}["resnet_block"]
+    assert (
+        "ResnetBlock2D.forward"
+        in {e.fusion: e.reason for e in sdfastgn.report(module).skipped}["resnet_block"]
+    )
     sdfastgn.optimize(module)
     assert type(module) is ResnetBlock2D
     monkeypatch.undo()

@@ -58,7 +58,12 @@ def test_an_unconditional_unet(launches):
     def build():
         torch.manual_seed(3)
         kinds = {"down_block_types": ("DownBlock2D",) * 2, "up_block_types": ("UpBlock2D",) * 2}
-        sizes = {"block_out_channels": (8, 24), "norm_num_groups": 4, "layers_per_block": 1, "add_attention": False}
+        sizes = {
+            "block_out_channels": (8, 24),
+            "norm_num_groups": 4,
+            "layers_per_block": 1,
+            "add_attention": False,
+        }
         model = UNet2DModel(sample_size=4, **sizes, **kinds)
         return model.eval().to(WHERE["device"])
 
@@ -117,7 +122,9 @@ def test_autocast_and_inference_mode(launches):
     assert not launches
     with torch.inference_mode():
         agree(call(fused), call(stock))
-    assert launches == in_order_of_calls(fused)  # an embedding that does not count what is written into it is not kept
+    assert launches == in_order_of_calls(
+        fused
+    )  # an embedding that does not count what is written into it is not kept
 
 
 def test_another_dtype_and_back(launches):

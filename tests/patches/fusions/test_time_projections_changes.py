@@ -37,7 +37,9 @@ def loaded(model):
 
 def lora(model, target="time_emb_proj"):
     torch.manual_seed(5)
-    inject_adapter_in_model(LoraConfig(r=2, target_modules=[target], init_lora_weights=False), model.mid_block)
+    inject_adapter_in_model(
+        LoraConfig(r=2, target_modules=[target], init_lora_weights=False), model.mid_block
+    )
     model.to(WHERE["device"])
 
 

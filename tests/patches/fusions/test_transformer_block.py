@@ -72,7 +72,8 @@ def ran(monkeypatch):
 
         def note(self, prefix, weight):
             self.append(
-                prefix + next(n for n, m in self.block.named_children() if getattr(m, "weight", None) is weight)
+                prefix
+                + next(n for n, m in self.block.named_children() if getattr(m, "weight", None) is weight)
             )
 
     ran = Ran()
@@ -112,7 +113,9 @@ def test_each_add_runs_with_the_norm_behind_it(ran, options, norms):
     ("build", "options"),
     [
         pytest.param(
-            {"attention_type": "gated"}, {"cross_attention_kwargs": {"gligen": {"objs": CONTEXT}}}, id="gligen"
+            {"attention_type": "gated"},
+            {"cross_attention_kwargs": {"gligen": {"objs": CONTEXT}}},
+            id="gligen",
         ),
         pytest.param({}, {"cross_attention_kwargs": {"scale": 0.5}}, id="deprecated-scale"),
         pytest.param({}, {"x": X[:, None]}, id="images"),
@@ -192,7 +195,9 @@ def test_masks_reach_the_attentions(ran):
 class Tinted(AttnProcessor2_0):
     """A processor with an argument of its own, as IP-Adapter's and the regional ones have."""
 
-    def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, temb=None, tint=0.0):
+    def __call__(
+        self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, temb=None, tint=0.0
+    ):
         return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask) + tint
 
 
@@ -200,7 +205,9 @@ class Half:
     """Another dtype than the residual's: the sum promotes."""
 
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None):
-        return AttnProcessor2_0()(attn, hidden_states, encoder_hidden_states, attention_mask).to(torch.bfloat16)
+        return AttnProcessor2_0()(attn, hidden_states, encoder_hidden_states, attention_mask).to(
+            torch.bfloat16
+        )
 
 
 class OneToken:
@@ -219,7 +226,9 @@ def _ip_adapter():
     ("make", "options", "norms"),
     [
         pytest.param(AttnProcessor, {}, FUSED, id="without-sdpa"),
-        pytest.param(_ip_adapter, {"context": (CONTEXT, [noise(2, 1, 3, TEXT, seed=5)])}, FUSED, id="ip-adapter"),
+        pytest.param(
+            _ip_adapter, {"context": (CONTEXT, [noise(2, 1, 3, TEXT, seed=5)])}, FUSED, id="ip-adapter"
+        ),
         pytest.param(Tinted, {"cross_attention_kwargs": {"tint": 0.3}}, FUSED, id="argument-of-its-own"),
         pytest.param(Half, {}, ["norm1", "add norm2"], id="other-dtype"),
         pytest.param(OneToken, {}, ["norm1", "add norm2"], id="other-shape"),
@@ -249,7 +258,10 @@ def test_lora_and_a_norm_that_is_trained_with_it(ran, when):
     for model in (fused, stock):
         torch.manual_seed(6)
         config = LoraConfig(
-            r=4, target_modules=["to_q", "to_out.0", "net.2"], modules_to_save=["norm2"], init_lora_weights=False
+            r=4,
+            target_modules=["to_q", "to_out.0", "net.2"],
+            modules_to_save=["norm2"],
+            init_lora_weights=False,
         )
         inject_adapter_in_model(config, model)
     if when == "before":
@@ -344,7 +356,9 @@ def test_on_a_gpu(dtype, autocast):
     with torch.autocast("cuda", torch.float16, enabled=autocast):
         y, expected = call(fused, x, context), call(stock, x, context)
     assert y.dtype is expected.dtype
-    torch.testing.assert_close(y, expected, atol=1e-5 if dtype is torch.float32 and not autocast else 5e-2, rtol=1e-2)
+    torch.testing.assert_close(
+        y, expected, atol=1e-5 if dtype is torch.float32 and not autocast else 5e-2, rtol=1e-2
+    )
 
 
 @pytest.mark.parametrize(

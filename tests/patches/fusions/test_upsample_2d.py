@@ -202,7 +202,9 @@ def test_hooks_on_the_convolution(ran):
     fused, stock = twins()
     seen: list[Tensor] = []
     for model in (fused, stock):
-        model.conv.register_forward_hook(lambda module, args, output: seen.extend((args[0], output)) or output + 1)
+        model.conv.register_forward_hook(
+            lambda module, args, output: seen.extend((args[0], output)) or output + 1
+        )
     with torch.no_grad():
         agree(fused(X), stock(X))
     assert [t.shape[2:] for t in seen] == [(10, 12)] * 4
@@ -293,7 +295,9 @@ def test_fused_lora_counts(ran, low):
         pytest.param({}, lambda conv: setattr(conv, "stride", (2, 2)), id="stride"),
         pytest.param({}, lambda conv: vars(conv).update(dilation=(2, 2), padding=(2, 2)), id="dilation"),
         pytest.param({"padding": 0}, None, id="no-padding"),
-        pytest.param({}, lambda conv: conv.register_forward_pre_hook(lambda m, args: (args[0] * 2,)), id="hook"),
+        pytest.param(
+            {}, lambda conv: conv.register_forward_pre_hook(lambda m, args: (args[0] * 2,)), id="hook"
+        ),
         pytest.param({}, lambda conv: setattr(conv, "forward", lambda x: x - 1), id="foreign-forward"),
         pytest.param({}, lambda conv: nn.utils.parametrizations.weight_norm(conv), id="parametrization"),
     ],

@@ -22,7 +22,9 @@ from sdfastgn.kernels.common import dispatch
 from tests.patches import samples
 
 pytestmark = pytest.mark.without_kernels
-each_sample = pytest.mark.parametrize(("build", "call"), [pytest.param(b, c, id=i) for i, b, c in samples.SAMPLES])
+each_sample = pytest.mark.parametrize(
+    ("build", "call"), [pytest.param(b, c, id=i) for i, b, c in samples.SAMPLES]
+)
 
 
 def channels_first(call):
@@ -32,7 +34,9 @@ def channels_first(call):
         with pytest.MonkeyPatch.context() as patches:
             image = samples.image
             patches.setattr(
-                samples, "image", lambda *shape, seed=0: image(*shape, seed=seed).detach().contiguous().requires_grad_()
+                samples,
+                "image",
+                lambda *shape, seed=0: image(*shape, seed=seed).detach().contiguous().requires_grad_(),
             )
             return call(module)
 
@@ -42,7 +46,17 @@ def channels_first(call):
 # What costs time, and what would be a change of layout.
 HEAVY = {
     f"aten::{name}"
-    for name in ("clone", "_to_copy", "cat", "convolution", "addmm", "bmm", "native_group_norm", "silu", "add")
+    for name in (
+        "clone",
+        "_to_copy",
+        "cat",
+        "convolution",
+        "addmm",
+        "bmm",
+        "native_group_norm",
+        "silu",
+        "add",
+    )
 }
 
 
@@ -83,7 +97,9 @@ def test_a_channels_last_norm_is_exact_far_from_zero(shape, frozen):
     norm = sdfastgn.optimize(samples.randomise(nn.GroupNorm(2, 8)))
     y = norm(x)
     assert y.stride() == x.stride()
-    truth = nn.functional.group_norm(x.detach().double().contiguous(), 2, norm.weight.double(), norm.bias.double())
+    truth = nn.functional.group_norm(
+        x.detach().double().contiguous(), 2, norm.weight.double(), norm.bias.double()
+    )
     torch.testing.assert_close(y.double(), truth, atol=1e-3, rtol=1e-3)
     y.sum().backward()
     assert norm.weight.grad.isfinite().all()
@@ -92,7 +108,9 @@ def test_a_channels_last_norm_is_exact_far_from_zero(shape, frozen):
 @torch.no_grad()
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
 @pytest.mark.parametrize(
-    "view", [lambda w: w[::2], lambda w: w[:1].expand(8), lambda w: w[8:]], ids=["strided", "expanded", "offset"]
+    "view",
+    [lambda w: w[::2], lambda w: w[:1].expand(8), lambda w: w[8:]],
+    ids=["strided", "expanded", "offset"],
 )
 def test_a_norms_parameters_may_lie_anywhere(view, layout):
     norm = nn.GroupNorm(2, 8)
@@ -148,7 +166,9 @@ def forgotten():
     api.warn_where_nothing_is_gained.cache_clear()
 
 
-@pytest.mark.parametrize(("has_gpu", "has_triton"), [(False, True), (True, False)], ids=["no-gpu", "no-triton"])
+@pytest.mark.parametrize(
+    ("has_gpu", "has_triton"), [(False, True), (True, False)], ids=["no-gpu", "no-triton"]
+)
 def test_a_machine_without_kernels_is_warned_of_once(forgotten, monkeypatch, has_gpu, has_triton):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     monkeypatch.setattr(api, "triton", object() if has_triton else None)
@@ -168,7 +188,8 @@ def test_a_model_on_the_cpu_of_a_machine_with_a_gpu_is_not_warned_of(forgotten, 
 def test_the_report_says_what_runs_and_why():
     backend = sdfastgn.report(nn.GroupNorm(2, 8)).backend
     assert (
-        backend == "plain PyTorch, stock's own code at stock's speed (weights on cpu; the kernels need an NVIDIA GPU)"
+        backend
+        == "plain PyTorch, stock's own code at stock's speed (weights on cpu; the kernels need an NVIDIA GPU)"
     )
     assert sdfastgn.report(nn.GroupNorm(2, 8, device="meta")).backend == ""  # nothing runs
 
@@ -233,7 +254,9 @@ def test_a_forward_where_no_kernel_runs_is_in_stocks_layout(gpu):
     assert is_laid_out(unet.half())
 
 
-@pytest.mark.parametrize("twin", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    "twin", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"]
+)
 def test_a_copy_is_laid_out_by_itself(gpu, twin):
     unet = sdfastgn.optimize(samples._unet())
     other = twin(unet)
@@ -260,8 +283,12 @@ def test_an_adapters_base_layer_is_laid_out_and_what_it_adds_is_not(gpu):
     unet = sdfastgn.optimize(samples._unet())
     unet.add_adapter(LoraConfig(r=2, target_modules=["conv1"], init_lora_weights=False))
     unet.half()
-    convs = {path: m for path, m in unet.named_modules() if isinstance(m, nn.Conv2d) and m.kernel_size == (3, 3)}
-    laid_out = {path for path, m in convs.items() if m.weight.is_contiguous(memory_format=torch.channels_last)}
+    convs = {
+        path: m for path, m in unet.named_modules() if isinstance(m, nn.Conv2d) and m.kernel_size == (3, 3)
+    }
+    laid_out = {
+        path for path, m in convs.items() if m.weight.is_contiguous(memory_format=torch.channels_last)
+    }
     assert any("base_layer" in path for path in laid_out)
     assert not any("lora" in path for path in laid_out)
 

@@ -62,7 +62,9 @@ def nothing(unet):
 
 def lora(unet):
     torch.manual_seed(5)
-    unet.add_adapter(LoraConfig(r=2, target_modules=["to_q", "conv1"], init_lora_weights=False), adapter_name="a")
+    unet.add_adapter(
+        LoraConfig(r=2, target_modules=["to_q", "conv1"], init_lora_weights=False), adapter_name="a"
+    )
 
 
 def two_loras(unet):

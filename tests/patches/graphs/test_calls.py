@@ -23,14 +23,18 @@ from tests.patches.graphs.tape import TapeBackend
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    "make_timestep", [int, float, torch.tensor, lambda t: torch.tensor([t])], ids=["int", "float", "0-d", "1-d"]
+    "make_timestep",
+    [int, float, torch.tensor, lambda t: torch.tensor([t])],
+    ids=["int", "float", "0-d", "1-d"],
 )
 def test_new_values_in_the_same_graph(make_timestep, device):
     unet, stock, inputs = make(device)
     for t in (900, 500, 100):
         timestep = make_timestep(t)
         values = {**inputs, "sample": torch.randn_like(inputs["sample"])}
-        values["timestep"] = timestep.to(device) if isinstance(timestep, torch.Tensor) and timestep.dim() else timestep
+        values["timestep"] = (
+            timestep.to(device) if isinstance(timestep, torch.Tensor) and timestep.dim() else timestep
+        )
         agree(run(unet, values), run(stock, values))
     assert (state(unet).captured, state(unet).replays) == (1, 2)
 
@@ -83,7 +87,11 @@ def test_nested_arguments_of_a_controlnet_and_sdxl():
         with torch.no_grad():
             image = torch.randn(1, 3, 64, 64, generator=torch.Generator().manual_seed(i))
             down, mid = controlnet(**inputs, controlnet_cond=image, return_dict=False)
-        values = {**inputs, "down_block_additional_residuals": tuple(down), "mid_block_additional_residual": mid}
+        values = {
+            **inputs,
+            "down_block_additional_residuals": tuple(down),
+            "mid_block_additional_residual": mid,
+        }
         agree(run(unet, values), run(stock, values))
     assert state(unet).replays == 2
 
@@ -113,7 +121,10 @@ def test_both_kinds_of_output():
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_vae_and_controlnet(device):
-    vae, controlnet = build_vae("tiny", torch.float32, device), build_controlnet("tiny", torch.float32, device)
+    vae, controlnet = (
+        build_vae("tiny", torch.float32, device),
+        build_controlnet("tiny", torch.float32, device),
+    )
     inputs = unet_inputs("tiny", size=64, batch=1, dtype=torch.float32, device=device, seed=0)
     calls = {
         vae: lambda m: m(torch.ones(1, 3, 32, 32, device=device)).sample,
@@ -135,7 +146,9 @@ def test_text_encoders(name, device):
     encoder = getattr(build_pipeline("tiny_xl", dtype=torch.float32, device=device), name)
     stock = copy.deepcopy(encoder)
     optimized(encoder)
-    (graphs,) = sdfastgn.report(encoder).graphs  # one, although an encoder with a projection is made of another one
+    (graphs,) = sdfastgn.report(
+        encoder
+    ).graphs  # one, although an encoder with a projection is made of another one
     assert graphs.kind == type(stock).__name__
     g = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -292,7 +305,12 @@ def test_pipelines_that_share_their_models():
     for ours, theirs in zip(both(pipe.unet, pipe.vae), both(**stock), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-2)
     graphs = {g.kind: g for g in sdfastgn.report(pipe).graphs}
-    assert graphs["UNet2DConditionModel"].captured == graphs["Decoder"].captured == graphs["Encoder"].captured == 1
+    assert (
+        graphs["UNet2DConditionModel"].captured
+        == graphs["Decoder"].captured
+        == graphs["Encoder"].captured
+        == 1
+    )
     assert graphs["UNet2DConditionModel"].eager == {"first call of its kind": 1}
     assert graphs["Decoder"].replays == 3
     assert backend.captures == 3

@@ -140,7 +140,9 @@ def test_a_failed_capture_is_not_tried_again():
     backend.fail = None
     run(unet, inputs)
     assert backend.captures == 0
-    assert "capture failed: RuntimeError: operation not permitted when stream is capturing" in reasons_of(unet)
+    assert "capture failed: RuntimeError: operation not permitted when stream is capturing" in reasons_of(
+        unet
+    )
     replaced_parameter(unet)
     for _ in range(2):
         run(unet, inputs)
@@ -205,7 +207,9 @@ def test_modes(mode, captured):
     assert state(unet).captured == captured
 
 
-@pytest.mark.parametrize("bad", ["always", None, 3, 0, 1, 1.0, np.False_, np.str_("auto"), ["auto"]], ids=repr)
+@pytest.mark.parametrize(
+    "bad", ["always", None, 3, 0, 1, 1.0, np.False_, np.str_("auto"), ["auto"]], ids=repr
+)
 def test_no_such_mode(bad):
     with pytest.raises(ValueError, match=rf"^sdfastgn\.optimize: cuda_graphs={re.escape(repr(bad))} must be"):
         sdfastgn.optimize(nn.Sequential(nn.GroupNorm(1, 2)), cuda_graphs=bad)
@@ -276,5 +280,9 @@ def test_a_call_made_again_has_the_arguments_of_the_first(monkeypatch):
     ours, theirs = arguments(), arguments()
     agree(run(unet, ours), run(stock, theirs))
     assert failed[-1] is ours["down_intrablock_additional_residuals"]
-    assert len(ours["down_intrablock_additional_residuals"]) == len(theirs["down_intrablock_additional_residuals"]) < 3
+    assert (
+        len(ours["down_intrablock_additional_residuals"])
+        == len(theirs["down_intrablock_additional_residuals"])
+        < 3
+    )
     assert ours["added_cond_kwargs"] == theirs["added_cond_kwargs"] == {"nested": ({"more": 2},)}

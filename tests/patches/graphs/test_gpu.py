@@ -30,7 +30,11 @@ def test_a_denoising_loop():
     unet, stock, inputs = make("cuda")
     outputs, expected = [], []
     for t in range(999, 0, -34):
-        values = {**inputs, "timestep": torch.tensor(t, device="cuda"), "sample": torch.randn_like(inputs["sample"])}
+        values = {
+            **inputs,
+            "timestep": torch.tensor(t, device="cuda"),
+            "sample": torch.randn_like(inputs["sample"]),
+        }
         outputs.append(run(unet, values))
         expected.append(run(stock, values))
     assert len(outputs) == 30
@@ -93,7 +97,9 @@ def test_after_a_failed_capture_everything_goes_on():
     other, other_stock, inputs = make("cuda")
     unet, stock, _ = make("cuda")
     for _ in range(3):
-        agree(run(other, inputs), run(other_stock, inputs))  # its graph shares the pool in which the capture fails
+        agree(
+            run(other, inputs), run(other_stock, inputs)
+        )  # its graph shares the pool in which the capture fails
     Waiting.__module__ = "torch.waiting"
     for model in (unet, stock):
         model.mid_block.resnets[0].dropout = Waiting()
@@ -167,7 +173,10 @@ def test_streams_and_threads():
         generator = torch.Generator("cuda").manual_seed(seed)
         with torch.cuda.stream(torch.cuda.Stream()):
             for _ in range(10):
-                values = {**inputs, "sample": torch.randn(inputs["sample"].shape, generator=generator, device="cuda")}
+                values = {
+                    **inputs,
+                    "sample": torch.randn(inputs["sample"].shape, generator=generator, device="cuda"),
+                }
                 ours, theirs = run(unet, values), run(stock, values)
                 torch.cuda.current_stream().synchronize()
                 if not torch.allclose(ours, theirs, atol=2e-4, rtol=2e-3):

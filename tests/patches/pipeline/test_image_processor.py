@@ -30,7 +30,9 @@ def images(kind, dtype, device):
 
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32], ids=["fp16", "bf16", "fp32"]
+)
 @pytest.mark.parametrize("kind", ["contiguous", "channels-last", "edges"])
 def test_pictures_are_the_same_bytes(monkeypatch, kind, dtype, device):
     image = images(kind, dtype, device)

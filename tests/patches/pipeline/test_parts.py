@@ -123,7 +123,9 @@ def test_optimize_and_restore(pipe):
     sdfastgn.optimize(pipe, strict=True)
     assert parts_of(pipe) == dict.fromkeys(("scheduler", "image_processor", "pipeline"), "fused")
     after = picture(pipe)
-    assert np.abs(after.astype(int) - before.astype(int)).max() <= 1  # of fp32 norms that add in another order
+    assert (
+        np.abs(after.astype(int) - before.astype(int)).max() <= 1
+    )  # of fp32 norms that add in another order
     assert "host_timesteps" in str(sdfastgn.report(pipe))
     sdfastgn.restore(pipe)
     assert type(pipe) is StableDiffusionPipeline
@@ -187,7 +189,9 @@ def test_pickles_are_read_in_a_process_of_their_own(pipe, tmp_path):
         "import pickle, sys; parts = pickle.load(open(sys.argv[1], 'rb')); import sdfastgn\n"
         "print(*(type(p).__name__ for p in parts)); print(*sorted({e.fusion for e in sdfastgn.report(parts[2]).fused}))"
     )
-    done = subprocess.run([sys.executable, "-c", code, tmp_path / "parts"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "parts"], capture_output=True, text=True, check=True
+    )
     assert done.stdout.split()[:3] == ["PNDMScheduler", "VaeImageProcessor", "StableDiffusionPipeline"]
     assert {"host_timesteps", "image_bytes", "execution_device"} <= set(done.stdout.split())
 
@@ -242,7 +246,10 @@ def test_saved_as_what_it_was(pipe, tmp_path):
     index = json.loads((tmp_path / "model_index.json").read_text())
     assert index["_class_name"] == "StableDiffusionPipeline"
     assert index["scheduler"] == ["diffusers", "PNDMScheduler"]
-    assert json.loads((tmp_path / "scheduler" / "scheduler_config.json").read_text())["_class_name"] == "PNDMScheduler"
+    assert (
+        json.loads((tmp_path / "scheduler" / "scheduler_config.json").read_text())["_class_name"]
+        == "PNDMScheduler"
+    )
     loaded = DiffusionPipeline.from_pretrained(tmp_path)
     assert type(loaded) is StableDiffusionPipeline
     assert type(loaded.scheduler) is PNDMScheduler
@@ -282,7 +289,9 @@ def test_a_scheduler_that_comes_later(pipe):
 )
 def test_a_source_that_was_not_tested(pipe, monkeypatch, name):
     monkeypatch.setitem(upstream.TESTED_SOURCES, name, frozenset({"0" * 16}))
-    with pytest.raises(ValueError, match=f"strict=True and 1 parts cannot be fused.*{name} of this diffusers"):
+    with pytest.raises(
+        ValueError, match=f"strict=True and 1 parts cannot be fused.*{name} of this diffusers"
+    ):
         sdfastgn.optimize(pipe, strict=True)
     assert set(parts_of(pipe).values()) == {"fusable", "skipped"}
     sdfastgn.optimize(pipe)

@@ -105,7 +105,9 @@ def test_elements_come_from_the_copy(monkeypatch, by_name):
         else:
             scheduler.step(x, t, x)
     assert [int(t) for t in seen] == scheduler.timesteps[2:].tolist()
-    assert not {t.untyped_storage().data_ptr() for t in seen} & {scheduler.timesteps.untyped_storage().data_ptr()}
+    assert not {t.untyped_storage().data_ptr() for t in seen} & {
+        scheduler.timesteps.untyped_storage().data_ptr()
+    }
 
 
 @pytest.mark.parametrize("inference", [False, True], ids=["no-grad", "inference-mode"])
@@ -126,7 +128,9 @@ def test_changed_timesteps_are_seen(monkeypatch, change, inference):
         scheduler.step(x, scheduler.timesteps[1], x)
     assert int(seen[-1]) == 333
     is_copy = seen[-1].untyped_storage().data_ptr() != scheduler.timesteps.untyped_storage().data_ptr()
-    assert is_copy != (inference and change == "replaced")  # an inference tensor does not count what is written into it
+    assert is_copy != (
+        inference and change == "replaced"
+    )  # an inference tensor does not count what is written into it
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,14 @@ def check(fused: Any, stock: Any, x: Tensor = X) -> None:
 def describe(model: nn.Module) -> list[Any]:
     """All that may be asked about parameters, but their addresses."""
     return [
-        (name, id(p), p.stride(), p.storage_offset(), p.untyped_storage().nbytes(), p.requires_grad, p.is_leaf)
+        (
+            name,
+            id(p),
+            p.stride(),
+            p.storage_offset(),
+            p.untyped_storage().nbytes(),
+            p.requires_grad,
+            p.is_leaf,
+        )
         for name, p in model.named_parameters()
     ]

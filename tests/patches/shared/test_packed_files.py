@@ -28,12 +28,16 @@ def through_torch_save(model):
     return torch.load(buffer, weights_only=False)
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, through_pickle, through_torch_save], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, through_pickle, through_torch_save], ids=lambda f: f.__name__
+)
 def test_copies_have_memory_of_their_own(duplicate):
     model, stock = attention(), attention()
     twin = duplicate(sdfastgn.optimize(model))
     check(twin, stock)
-    assert is_packed(twin) == (duplicate is copy.deepcopy)  # others when they move: the unpickler holds their tensors
+    assert is_packed(twin) == (
+        duplicate is copy.deepcopy
+    )  # others when they move: the unpickler holds their tensors
     twin.to(torch.float64).to(torch.float32)
     assert is_packed(twin)
     assert is_packed(model)

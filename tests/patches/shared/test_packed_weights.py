@@ -14,7 +14,17 @@ from torch.nn.utils import parametrize
 
 import sdfastgn
 from sdfastgn.patches.shared import packed_weights as packing
-from tests.patches.shared.packing_cases import DIM, NAMES, X, attention, call, check, describe, is_packed, linears
+from tests.patches.shared.packing_cases import (
+    DIM,
+    NAMES,
+    X,
+    attention,
+    call,
+    check,
+    describe,
+    is_packed,
+    linears,
+)
 
 
 def alive(model: nn.Module) -> bool:
@@ -77,7 +87,9 @@ def fused_lora(model):
 
 def with_lora(model):
     torch.manual_seed(5)
-    peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=list(NAMES), init_lora_weights=False), model)
+    peft.inject_adapter_in_model(
+        peft.LoraConfig(r=2, target_modules=list(NAMES), init_lora_weights=False), model
+    )
     return linears(model)
 
 
@@ -214,7 +226,9 @@ def test_the_next_move_packs_again(change):
     change(model)
     assert not is_packed(model)
     call(model)
-    assert not is_packed(model)  # not in a call: a CUDA graph may have been captured with the weights where they are
+    assert not is_packed(
+        model
+    )  # not in a call: a CUDA graph may have been captured with the weights where they are
     model.to(torch.float64)
     assert is_packed(model)
 
