@@ -23,31 +23,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import sdfastgn
-from sdfastgn.kernels.act_linear import kernels as act_linear_kernels
-from sdfastgn.kernels.act_linear import op as act_linear
 from sdfastgn.kernels.attention import few_keys as short_attention
-from sdfastgn.kernels.attention import wide_heads as wide_attention
 from sdfastgn.kernels.attention import wide_heads_kernels as wide_attention_kernels
-from sdfastgn.kernels.common import dispatch
+from sdfastgn.kernels.common import dispatch, gpu
 from sdfastgn.kernels.common.launch import Launch
-from sdfastgn.kernels.geglu import kernels as geglu_kernels
-from sdfastgn.kernels.geglu import op as geglu
 from sdfastgn.kernels.geglu.op import geglu_grads
-from sdfastgn.kernels.group_norm import backward as group_norm_backward
-from sdfastgn.kernels.group_norm import backward_plans as group_norm_backward_plans
-from sdfastgn.kernels.group_norm import op as group_norm
-from sdfastgn.kernels.group_norm import plans as group_norm_plans
 from sdfastgn.kernels.group_norm.backward import group_norm_grads
-from sdfastgn.kernels.layer_norm import backward as layer_norm_backward
-from sdfastgn.kernels.layer_norm import backward_kernels as layer_norm_backward_kernels
 from sdfastgn.kernels.layer_norm import kernels as layer_norm_kernels
-from sdfastgn.kernels.layer_norm import op as layer_norm
 from sdfastgn.kernels.layer_norm.backward import layer_norm_grads
-from sdfastgn.kernels.statistics import kernels as statistics_kernels
 from sdfastgn.kernels.statistics import op as channel_statistics
-from sdfastgn.kernels.upsample import conv_kernels as upsample_conv_kernels
-from sdfastgn.kernels.upsample import nearest as upsample
-from sdfastgn.kernels.upsample import nearest_kernels as upsample_kernels
 from sdfastgn.kernels.upsample.conv_kernels import launch_interleave, launch_phase_weights
 
 POINTERS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
@@ -308,34 +292,10 @@ def operation(launch: Launch, tensors: tuple[Any, ...]) -> str:
 
 def main(capability: int) -> None:
     # As on such a GPU, but for the number of multiprocessors: on the CPU that is an H200's.
-    for module in (
-        act_linear,
-        group_norm,
-        group_norm_backward,
-        channel_statistics,
-        layer_norm,
-        layer_norm_backward,
-        geglu,
-        short_attention,
-        upsample,
-        wide_attention,
-    ):
-        module.runs_in_triton = lambda x: True
+    dispatch.runs_in_triton = lambda x: True
     dispatch.has_kernels = lambda x: True
-    for module in (
-        act_linear_kernels,
-        group_norm_plans,
-        group_norm_backward_plans,
-        statistics_kernels,
-        geglu_kernels,
-        short_attention,
-        layer_norm_kernels,
-        layer_norm_backward_kernels,
-        upsample_kernels,
-        upsample_conv_kernels,
-        wide_attention_kernels,
-    ):
-        module.has_programmatic_launch = lambda device: capability >= 90
+    dispatch.is_plain = lambda x, others: False
+    gpu.has_programmatic_launch = lambda device: capability >= 90
     for shape, dtype, layout in cases(capability):
         for launch, tensors in launches(shape, dtype, layout):
             label = {

@@ -10,20 +10,9 @@ import torch
 from torch import Tensor
 
 import sdfastgn
-from sdfastgn.kernels.act_linear import op as act_linear
-from sdfastgn.kernels.attention import few_keys as short_attention
-from sdfastgn.kernels.attention import wide_heads as wide_attention
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.dispatch import KERNEL_DTYPES
-from sdfastgn.kernels.geglu import op as geglu
-from sdfastgn.kernels.group_norm import backward as group_norm_backward
-from sdfastgn.kernels.group_norm import op as group_norm
 from sdfastgn.kernels.group_norm.op import reference_group_norm
-from sdfastgn.kernels.layer_norm import backward as layer_norm_backward
-from sdfastgn.kernels.layer_norm import op as layer_norm
-from sdfastgn.kernels.statistics import op as channel_statistics
-from sdfastgn.kernels.upsample import conv as upsample_conv
-from sdfastgn.kernels.upsample import nearest as upsample
 
 interpreted = pytest.mark.skipif(
     torch.cuda.is_available(), reason="kernels are compiled here, not interpreted"
@@ -68,22 +57,10 @@ def kernels(*, direct=False):
         return x.dtype in KERNEL_DTYPES
 
     with ExitStack() as patches:
-        modules = (
-            act_linear,
-            group_norm,
-            group_norm_backward,
-            channel_statistics,
-            layer_norm,
-            layer_norm_backward,
-            geglu,
-            short_attention,
-            upsample,
-            upsample_conv,
-            wide_attention,
-        )
-        for module in (*modules, *([dispatch] if direct else [])):
-            patches.enter_context(mock.patch.object(module, "runs_in_triton", runs_in_triton))
-        patches.enter_context(mock.patch.object(dispatch, "has_kernels", runs_in_triton))
+        for name in ("runs_in_triton", "has_kernels"):
+            patches.enter_context(mock.patch.object(dispatch, name, runs_in_triton))
+        if not direct:
+            patches.enter_context(mock.patch.object(dispatch, "is_plain", return_value=False))
         yield
 
 

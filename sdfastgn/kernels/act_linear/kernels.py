@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from sdfastgn.kernels.act_linear.config import tile_config
-from sdfastgn.kernels.common.launch import Launch, has_programmatic_launch, num_sms, remember
+from sdfastgn.kernels.common import gpu
+from sdfastgn.kernels.common.launch import Launch
+from sdfastgn.kernels.common.plan_cache import remember
 from sdfastgn.kernels.common.sizes import vector_width
 from sdfastgn.kernels.common.tiles import triton
 
@@ -85,8 +87,8 @@ class _Plan:
         self.programs = N * K * C > 0
         if not self.programs:
             return
-        config = tile_config(N, C, K, x.itemsize, vector_width(x.itemsize, K), num_sms(x.device))
-        pdl = has_programmatic_launch(x.device)
+        config = tile_config(N, C, K, x.itemsize, vector_width(x.itemsize, K), gpu.num_sms(x.device))
+        pdl = gpu.has_programmatic_launch(x.device)
         constants = {
             "C": C, "K": K, "ACTIVATION": activation, "EVEN": config.is_even(K), "PDL": pdl,
             "BLOCK_N": config.block_n, "BLOCK_C": config.block_c, "BLOCK_K": config.block_k, "STEPS": config.steps,

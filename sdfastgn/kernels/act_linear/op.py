@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sdfastgn.kernels.act_linear.kernels import find_plan, launch_act_linear, make_plan, plan_key
+from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.activations import ACTIVATION_GRADS, ACTIVATIONS
 from sdfastgn.kernels.common.checks import check_device, check_floating, check_operand
-from sdfastgn.kernels.common.dispatch import is_plain_inference, needs_op, runs_in_triton
 
 __all__ = ["act_linear", "reference_act_linear"]
 
@@ -52,7 +52,7 @@ _LIBRARY.define(
 def _impl(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, extra_bias: Tensor | None
 ) -> Tensor:
-    if runs_in_triton(x):
+    if dispatch.runs_in_triton(x):
         key = plan_key(x, weight, bias, extra_bias, activation)
         plan = find_plan(key) or make_plan(key, x, weight, (bias, extra_bias), activation)
         if plan.programs:
@@ -135,7 +135,7 @@ def act_linear(
         not autocast
         and type(activation) is str
         and isinstance(weight, Tensor)
-        and is_plain_inference(x, (weight, bias, extra_bias))
+        and dispatch.is_plain_inference(x, (weight, bias, extra_bias))
     ):
         try:
             key = plan_key(x, weight, bias, extra_bias, activation)
@@ -152,7 +152,7 @@ def act_linear(
     if autocast:
         y = F.linear(ACTIVATIONS[activation](x), weight, bias)
         return y if extra_bias is None else y + extra_bias.to(y.dtype)
-    if not needs_op(x):
+    if not dispatch.needs_op(x):
         return reference_act_linear(x, weight, bias, activation, extra_bias)
     return torch.ops.sdfastgn.act_linear(x, weight, bias, activation, extra_bias)
 

@@ -24,8 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sdfastgn.kernels.common.dispatch import runs_in_triton
-from sdfastgn.kernels.common.launch import Launch, has_programmatic_launch, remember
+from sdfastgn.kernels.common import dispatch, gpu
+from sdfastgn.kernels.common.launch import Launch
+from sdfastgn.kernels.common.plan_cache import remember
 from sdfastgn.kernels.common.sizes import ceil_div, next_power_of_2
 from sdfastgn.kernels.common.tiles import triton
 
@@ -144,7 +145,7 @@ def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return (
         q.dtype in (torch.float16, torch.bfloat16)
         and q.dtype == k.dtype == v.dtype
-        and runs_in_triton(q)
+        and dispatch.runs_in_triton(q)
         and q.dim() == 4
         and k.shape == v.shape == (*q.shape[:2], k.shape[2], q.shape[3])
         and 0 < k.shape[2] <= MAX_KEYS
@@ -168,7 +169,7 @@ _launches: dict[tuple[Any, ...], Launch | None] = {}
 def _make_launch(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Launch:
     N, H, L, D = q.shape
     config = attention_config(D, k.shape[2])
-    pdl = has_programmatic_launch(q.device)
+    pdl = gpu.has_programmatic_launch(q.device)
     constants = {
         "H": H, "S": k.shape[2], "D": D, "Q_H": q.stride(1), "Q_L": q.stride(2), "K_H": k.stride(1), "K_L": k.stride(2),
         "V_H": v.stride(1), "V_L": v.stride(2), "VECTOR": _VECTOR, "PDL": pdl, "BLOCK_M": config.block_m, "BLOCK_D": config.block_d,

@@ -27,14 +27,8 @@ from torch import Tensor
 
 from sdfastgn.kernels.attention.config import pays
 from sdfastgn.kernels.attention.wide_heads_kernels import launch_wide_attention
+from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.checks import as_float, check_device, check_floating
-from sdfastgn.kernels.common.dispatch import (
-    is_plain_inference,
-    is_transformed,
-    needs_op,
-    runs_in_triton,
-    wants_gradient,
-)
 
 __all__ = ["attend", "reference_wide_attention", "wide_attention"]
 
@@ -51,7 +45,7 @@ def _runs_in_chunks(q: Tensor, k: Tensor) -> bool:
     return (
         pays(q.shape[-2], k.shape[-2], q.shape[-1])
         and q.dtype in _HALVES
-        and runs_in_triton(q)
+        and dispatch.runs_in_triton(q)
         and q.numel() > 0
     )
 
@@ -114,7 +108,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         and _runs_in_chunks(q, k)
         and (q.dtype, q.shape[:-2], k.shape) == (k.dtype, k.shape[:-2], v.shape)
         and q.dtype == v.dtype
-        and is_plain_inference(q, (k, v))
+        and dispatch.is_plain_inference(q, (k, v))
         and not _is_cast(q)
     ):
         return launch_wide_attention(q, k, v, q.shape[-1] ** -0.5)
@@ -148,11 +142,13 @@ def wide_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = Non
     scale = q.shape[-1] ** -0.5 if scale is None else _as_scale(scale)
     if _is_cast(q):
         return reference_wide_attention(q, k, v, scale)
-    if is_plain_inference(q, (k, v)):
+    if dispatch.is_plain_inference(q, (k, v)):
         return _impl(q, k, v, scale)
-    if wants_gradient(q, (k, v)) or (not torch.compiler.is_compiling() and is_transformed()):
+    if dispatch.wants_gradient(q, (k, v)) or (
+        not torch.compiler.is_compiling() and dispatch.is_transformed()
+    ):
         return reference_wide_attention(q, k, v, scale)
-    if not needs_op(q):
+    if not dispatch.needs_op(q):
         return reference_wide_attention(q, k, v, scale).contiguous()
     return torch.ops.sdfastgn.wide_attention(q, k, v, scale)
 

@@ -22,14 +22,9 @@ import torch
 from torch import Tensor
 
 from sdfastgn.kernels.attention.config import VECTOR, Chunk, chunks_config, divide_config, softmax_config
-from sdfastgn.kernels.common.launch import (
-    Launch,
-    current_stream,
-    has_programmatic_launch,
-    num_sms,
-    on_device,
-    remember,
-)
+from sdfastgn.kernels.common import gpu
+from sdfastgn.kernels.common.launch import Launch
+from sdfastgn.kernels.common.plan_cache import remember
 from sdfastgn.kernels.common.sizes import ceil_div
 from sdfastgn.kernels.common.tiles import triton
 
@@ -115,10 +110,10 @@ class _Plan:
     def __init__(self, q: Tensor, k: Tensor, scale: float) -> None:
         count, L, D = q.shape
         keys = k.shape[1]
-        self.config = chunks_config(count, L, keys, D, num_sms(q.device))
+        self.config = chunks_config(count, L, keys, D, gpu.num_sms(q.device))
         self.chunks = tuple(self.config.chunks(count, L))
         self.scratch = self.config.scratch(D)
-        pdl = has_programmatic_launch(q.device)
+        pdl = gpu.has_programmatic_launch(q.device)
         block, warps, whole = softmax_config(keys)
         # Powers of 2 instead of e.
         numbers = (keys, self.config.pitch // VECTOR, scale / math.log(2))
@@ -155,8 +150,8 @@ def launch_wide_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tens
     scratch = torch.empty(plan.scratch, dtype=torch.float32, device=q.device)
     weights = torch.empty(rows * plan.config.pitch, dtype=q.dtype, device=q.device)
     sums = torch.empty(rows, dtype=torch.float32, device=q.device)
-    with on_device(q.device):
-        stream = current_stream(q.device)
+    with gpu.on_device(q.device):
+        stream = gpu.current_stream(q.device)
         for chunk in plan.chunks:
             _launch(plan, stream, chunk, (q, k, v), (scratch, weights, sums), y.view(-1, y.shape[-1]))
     return y

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sdfastgn.kernels.common.dispatch import is_untraced
+from sdfastgn.kernels.common import dispatch
 
 __all__ = ["is_far"]
 
@@ -20,7 +20,7 @@ _FAR = 16.0
 
 def is_far(u: Tensor, mean: Tensor, rstd: Tensor) -> bool:
     # Asked of memory that the CPU may look at; elsewhere PyTorch's own error stands. No group may be there.
-    if not (u.is_cpu and is_untraced(u, ())):
+    if not (u.is_cpu and dispatch.is_untraced(u, ())):
         return False
     return (
         float(torch.linalg.vector_norm(mean.detach() * rstd.detach(), torch.inf)) > _FAR

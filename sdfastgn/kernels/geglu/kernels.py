@@ -17,16 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sdfastgn.kernels.common import gpu
 from sdfastgn.kernels.common.column_sums import column_sum_block
-from sdfastgn.kernels.common.launch import (
-    Launch,
-    current_stream,
-    has_programmatic_launch,
-    num_sms,
-    on_device,
-    remember,
-)
+from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.common.layout import row_stride
+from sdfastgn.kernels.common.plan_cache import remember
 from sdfastgn.kernels.common.sizes import ceil_div, vector_width
 from sdfastgn.kernels.common.tiles import triton
 from sdfastgn.kernels.geglu.config import TileConfig, backward_config, forward_config
@@ -167,7 +162,7 @@ class _Plan:
         rows = x.numel() // (2 * D)
         x_stride = row_stride(x) or 2 * D
         config = forward_config(rows, D, vector_width(x.itemsize, D, x_stride), x_stride)
-        pdl = has_programmatic_launch(x.device)
+        pdl = gpu.has_programmatic_launch(x.device)
         constants = _constants(config, rows, D, x_stride, pdl=pdl)
         self.launch = Launch(_geglu_kernel, config.programs(D), (rows,), constants, config.num_warps, pdl=pdl)
 
@@ -216,9 +211,9 @@ class _GradPlan:
         self.copies_x = row_stride(x) is None
         x_stride = row_stride(x) or 2 * D
         vector = vector_width(x.itemsize, D, x_stride)
-        sms = num_sms(x.device)
+        sms = gpu.num_sms(x.device)
         config = backward_config(rows, D, vector, max(x_stride, 2 * D), sms, column_sums=bias_grad)
-        pdl = has_programmatic_launch(x.device)
+        pdl = gpu.has_programmatic_launch(x.device)
         constants = _constants(config, rows, D, x_stride, pdl=pdl)
         self.grad = Launch(
             _geglu_grad_kernel, config.programs(D), (rows, config.tiles), constants, config.num_warps, pdl=pdl
@@ -256,8 +251,8 @@ def launch_geglu_grads(
         for shape, dtype in zip(shapes, dtypes, strict=True)
     )
     partials = torch.empty(plan.partials, dtype=torch.float32, device=x.device) if plan.partials else None
-    with on_device(x.device):
-        stream = current_stream(x.device)
+    with gpu.on_device(x.device):
+        stream = gpu.current_stream(x.device)
         plan.grad(stream, dy, x, bias, dx, partials)
         if partials is not None:
             plan.columns(stream, partials, dbias)

@@ -20,14 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.checks import check_input, check_operand
-from sdfastgn.kernels.common.dispatch import (
-    is_plain,
-    is_plain_inference,
-    needs_op,
-    runs_in_triton,
-    wants_gradient,
-)
 from sdfastgn.kernels.common.double_backward import second_derivative
 from sdfastgn.kernels.geglu.kernels import find_plan, launch_geglu, launch_geglu_grads, make_plan, plan_key
 
@@ -79,7 +73,7 @@ _LIBRARY.define(
 def _impl(x: Tensor, bias: Tensor | None) -> Tensor:
     if x.numel() == 0:
         return _fake(x, bias)
-    if not runs_in_triton(x):
+    if not dispatch.runs_in_triton(x):
         return reference_geglu(x, bias)
     key = plan_key(x, bias)
     return launch_geglu(find_plan(key) or make_plan(key, x, bias), x, bias)
@@ -92,7 +86,7 @@ def _fake(x: Tensor, bias: Tensor | None) -> Tensor:
 def _backward_impl(dy: Tensor, x: Tensor, bias: Tensor | None, *dtypes: torch.dtype | None) -> list[Tensor]:
     if x.numel() == 0:
         return [t.zero_() for t in _backward_fake(dy, x, bias, *dtypes)]
-    grads = launch_geglu_grads if runs_in_triton(x) else reference_geglu_grads
+    grads = launch_geglu_grads if dispatch.runs_in_triton(x) else reference_geglu_grads
     return [t.contiguous() for t in grads(dy, x, bias, (dtypes[0], dtypes[1])) if t is not None]
 
 
@@ -103,7 +97,7 @@ def _backward_fake(dy: Tensor, x: Tensor, bias: Tensor | None, *dtypes: torch.dt
 
 def geglu_grads(dy: Tensor, x: Tensor, bias: Tensor | None, dtypes: Dtypes) -> tuple[Tensor | None, ...]:
     """Gradients of x (..., 2D) and bias (2D,) in ``dtypes``; None where those are None. dy: (..., D)."""
-    if x.numel() and is_plain_inference(x, (dy, bias)):
+    if x.numel() and dispatch.is_plain_inference(x, (dy, bias)):
         return launch_geglu_grads(dy, x, bias, dtypes)
     found = iter(torch.ops.sdfastgn.geglu_backward(dy, x, bias, *dtypes))
     return tuple(None if dtype is None else next(found) for dtype in dtypes)
@@ -186,14 +180,14 @@ def geglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
     Source: Shazeer, "GLU Variants Improve Transformer", 2020; the order of the halves is that of diffusers' GEGLU.
     """
     # A key that can be looked up first; whatever is wrong misses there and is then checked.
-    if is_plain(x, (bias,)):
+    if dispatch.is_plain(x, (bias,)):
         try:
             key = plan_key(x, bias)
             plan = find_plan(key)
             if plan is None:
                 _check(x, bias)
                 plan = make_plan(key, x, bias)
-            if not wants_gradient(x, (bias,)):
+            if not dispatch.wants_gradient(x, (bias,)):
                 return launch_geglu(plan, x, bias)
             if plan.programs:
                 return _Geglu.apply(x, bias, plan)
@@ -201,7 +195,7 @@ def geglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
             _check(x, bias)
             raise
     _check(x, bias)
-    if not needs_op(x):
+    if not dispatch.needs_op(x):
         return reference_geglu(x, bias)
     return torch.ops.sdfastgn.geglu(x, bias)
 

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.activations import ACTIVATION_GRADS
-from sdfastgn.kernels.common.dispatch import is_plain_inference, runs_in_triton
 from sdfastgn.kernels.common.double_backward import second_derivative
 from sdfastgn.kernels.common.layout import dense_is_channels_last, empty_dense_like
 from sdfastgn.kernels.group_norm.backward_plans import launch_group_norm_grads
@@ -130,7 +130,7 @@ def _backward_impl(
     params = (weight, bias, shift, ada_scale, ada_shift)
     if x.numel() == 0:
         return [torch.zeros_like(t) for t in _wanted((x, *params), wanted)]
-    if runs_in_triton(x):
+    if dispatch.runs_in_triton(x):
         found = launch_group_norm_grads(
             dy, x, mean, rstd, params, num_groups, activation, tokens, tuple(wanted)
         )
@@ -201,7 +201,7 @@ def group_norm_grads(
     """
     if not any(wanted):
         return (None,) * 6
-    if x.numel() and is_plain_inference(x, (dy, *params)):
+    if x.numel() and dispatch.is_plain_inference(x, (dy, *params)):
         return launch_group_norm_grads(dy, x, mean, rstd, params, num_groups, activation, tokens, wanted)
     found = iter(
         torch.ops.sdfastgn.group_norm_backward(

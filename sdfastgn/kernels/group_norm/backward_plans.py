@@ -8,15 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sdfastgn.kernels.common import gpu
 from sdfastgn.kernels.common.activation_kernels import PAIRED
-from sdfastgn.kernels.common.launch import (
-    Launch,
-    current_stream,
-    has_programmatic_launch,
-    num_sms,
-    on_device,
-    remember,
-)
+from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.common.layout import (
     dense,
     dense_is_channels_last,
@@ -24,6 +18,7 @@ from sdfastgn.kernels.common.layout import (
     is_channels_last,
     is_dense,
 )
+from sdfastgn.kernels.common.plan_cache import remember
 from sdfastgn.kernels.common.sizes import ceil_div, row_factor
 from sdfastgn.kernels.group_norm import backward_kernels as kernels
 from sdfastgn.kernels.group_norm import walk_kernels as group_norm_walk_kernels
@@ -79,13 +74,13 @@ class _GradPlan:
         self.copies_dy = not (dy.is_contiguous() if tokens else is_dense(dy))
         self.copies_params = any(t is not None and t.stride(-1) != 1 for t in params)
         dy_last = tokens or (channels_last if self.copies_dy else is_channels_last(dy))
-        pdl = has_programmatic_launch(x.device)
+        pdl = gpu.has_programmatic_launch(x.device)
         strides = tuple(row_stride(t, C) for t in params[2:])
         self.plane = _aligned(N * C)
         self.single: Launch | None = None
         self.apply: Launch | None = None
         self.parameters: Launch | None = None
-        sms = num_sms(x.device)
+        sms = gpu.num_sms(x.device)
         config = launch_config(N, C, HW, num_groups, channels_last, sms, backward=True)
         walk = None
         if not isinstance(config, SmallConfig) and wanted[0] and dy_last == channels_last:
@@ -255,7 +250,7 @@ def launch_group_norm_grads(
         dy = dy.contiguous() if tokens else empty_dense_like(x, dy.dtype).copy_(dy)
     if plan.copies_params:
         params = tuple(t if t is None or t.stride(-1) == 1 else t.contiguous() for t in params)
-    with on_device(x.device):
+    with gpu.on_device(x.device):
         _launch(plan, x, dy, dx, (mean, rstd, *params), grads)
     return dx, *grads
 
@@ -269,7 +264,7 @@ def _launch(
     grads: list[Tensor | None],
 ) -> None:
     """``others``: mean, rstd, weight, bias, shift, ada_scale, ada_shift."""
-    stream = current_stream(x.device)
+    stream = gpu.current_stream(x.device)
     scratch = torch.empty(plan.scratch, dtype=torch.float32, device=x.device)
     of_parameters = (others[2], others[3], others[5], *grads)
     if plan.single is not None:

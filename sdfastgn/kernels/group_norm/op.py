@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.activations import ACTIVATIONS
 from sdfastgn.kernels.common.checks import (
     as_eps,
@@ -29,7 +30,6 @@ from sdfastgn.kernels.common.checks import (
     check_input,
     check_operand,
 )
-from sdfastgn.kernels.common.dispatch import is_plain, needs_op, runs_in_triton, wants_gradient
 from sdfastgn.kernels.common.layout import empty_dense_like, like_dense
 from sdfastgn.kernels.group_norm.backward import group_norm_grads
 from sdfastgn.kernels.group_norm.plain import plain_group_norm
@@ -121,7 +121,7 @@ def _group_norm_impl(
     if x.numel() == 0:
         y, mean, rstd = _group_norm_fake(x, num_groups, tokens, out_dtype)
         return y, mean.zero_(), rstd.zero_()
-    if runs_in_triton(x):
+    if dispatch.runs_in_triton(x):
         mean, rstd = _empty_saved(x, num_groups), _empty_saved(x, num_groups)
         key = plan_key(x, num_groups, eps, activation, params, statistics, tokens, out_dtype, saves=True)
         plan = find_plan(key) or make_plan(key, x, num_groups, eps, activation, params, statistics, tokens)
@@ -280,9 +280,9 @@ def call_group_norm(
         num_groups, eps = as_index(name, "num_groups", num_groups), as_eps(name, eps)
     # Keys compare by value, and 1 == True, so the types come first. What else is wrong finds no plan
     # and is then checked.
-    if type(activation) is str and (tokens is False or tokens is True) and is_plain(x, params):
+    if type(activation) is str and (tokens is False or tokens is True) and dispatch.is_plain(x, params):
         try:
-            training = wants_gradient(x, params)
+            training = dispatch.wants_gradient(x, params)
             key = plan_key(x, num_groups, eps, activation, params, statistics, tokens, out_dtype, training)
             plan = find_plan(key)
             if plan is None:
@@ -299,7 +299,7 @@ def call_group_norm(
             raise
     _check(name, x, num_groups, activation, params, statistics, tokens)
     weight, bias, *operands = params
-    if not needs_op(x):
+    if not dispatch.needs_op(x):
         shift, ada_scale, ada_shift = operands
         how = (eps, activation, shift, ada_scale, ada_shift, tokens, out_dtype)
         return _reference(x, num_groups, weight, bias, *how)[0]
@@ -312,7 +312,7 @@ def _autocast_dtype(x: Any) -> torch.dtype | None:
     """Eager's rule: under CUDA autocast GroupNorm computes in and returns fp32."""
     return (
         torch.float32
-        if torch.is_autocast_enabled("cuda") and isinstance(x, Tensor) and runs_in_triton(x)
+        if torch.is_autocast_enabled("cuda") and isinstance(x, Tensor) and dispatch.runs_in_triton(x)
         else None
     )
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
-from sdfastgn.kernels.common.dispatch import is_untraced, wants_gradient
+from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.far_mean import is_far
 
 __all__ = ["channels_last_group_norm", "is_channels_last_to_pytorch", "plain_group_norm"]
@@ -49,9 +49,9 @@ def channels_last_group_norm(
 
     Less exact than ``plain_group_norm``, and faster by the copies: for who wants stock's own bits.
     """
-    if not (u.is_cpu and is_untraced(u, (weight, bias)) and is_channels_last_to_pytorch(u)):
+    if not (u.is_cpu and dispatch.is_untraced(u, (weight, bias)) and is_channels_last_to_pytorch(u)):
         return None
-    if wants_gradient(u, (weight, bias)) and not u.requires_grad:
+    if dispatch.wants_gradient(u, (weight, bias)) and not u.requires_grad:
         return None
     u = u.contiguous(memory_format=torch.channels_last if u.dim() == 4 else torch.channels_last_3d)
     weight, bias = (None if t is None else t.contiguous() for t in (weight, bias))

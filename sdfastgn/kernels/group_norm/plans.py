@@ -8,16 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sdfastgn.kernels.common import gpu
 from sdfastgn.kernels.common.activation_kernels import PAIRED
-from sdfastgn.kernels.common.launch import (
-    Launch,
-    current_stream,
-    has_programmatic_launch,
-    is_current,
-    num_sms,
-    remember,
-)
+from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.common.layout import dense, dense_is_channels_last, empty_dense_like, is_dense
+from sdfastgn.kernels.common.plan_cache import remember
 from sdfastgn.kernels.common.sizes import ceil_div, row_factor
 from sdfastgn.kernels.group_norm import kernels
 from sdfastgn.kernels.group_norm.config import SmallConfig, apply_config, launch_config, merge_config
@@ -61,7 +56,7 @@ class _Plan:
             "ACTIVATION": activation,
         }
         config = launch_config(
-            N, C, HW, num_groups, channels_last, num_sms(x.device), itemsize=x.element_size()
+            N, C, HW, num_groups, channels_last, gpu.num_sms(x.device), itemsize=x.element_size()
         )
         if isinstance(config, SmallConfig) and statistics is None:
             self._plan_small(
@@ -76,7 +71,7 @@ class _Plan:
         plane, table_plane = N * chunks * C, ceil_div(N * C, ALIGNED) * ALIGNED
         table = ceil_div(2 * plane, ALIGNED) * ALIGNED if statistics is None else 0
         self.scratch = table + (2 if fold else 3) * table_plane
-        pdl = has_programmatic_launch(x.device)
+        pdl = gpu.has_programmatic_launch(x.device)
         numbers = (*strides, HW, ceil_div(HW, chunks), chunks, plane, table, table_plane, eps)
         tile = merge_config(chunks, C, num_groups)
         merge = {
@@ -91,7 +86,7 @@ class _Plan:
         self, x: Tensor, config: SmallConfig, HW: int, numbers: tuple[int | float, ...], how: dict[str, Any]
     ) -> None:
         N, C = x.shape[:2]
-        pdl = has_programmatic_launch(x.device)
+        pdl = gpu.has_programmatic_launch(x.device)
         tail = {"TAIL": config.tail, "TAIL_LANES": config.tail_lanes, "TAIL_STEPS": config.tail_steps}
         kernel = kernels.small_kernel
         if config.each_channel:  # channels-last
@@ -111,8 +106,8 @@ class _Plan:
         self, x: Tensor, HW: int, numbers: tuple[int, ...], layout: dict[str, Any], fold: bool
     ) -> None:
         N, C = x.shape[:2]
-        pdl = has_programmatic_launch(x.device)
-        blocks = apply_config(N, C, HW, layout["CHANNELS_LAST"], num_sms(x.device))
+        pdl = gpu.has_programmatic_launch(x.device)
+        blocks = apply_config(N, C, HW, layout["CHANNELS_LAST"], gpu.num_sms(x.device))
         even = C % blocks.block_c == 0 and HW % blocks.block_hw == 0
         apply = {
             "C": C, **layout, "PAIRS": fold and layout["CHANNELS_LAST"] and blocks.block_c >= PAIRED, "FOLD": fold,
@@ -218,7 +213,7 @@ def launch_group_norm(
         params = tuple(t if t is None or t.stride(-1) == 1 else t.contiguous() for t in params)
         statistics = None if statistics is None else statistics.contiguous()
     if plan.programs:
-        if is_current(x.device):
+        if gpu.is_current(x.device):
             _launch(plan, x, y, (*saved, *params), statistics)
         else:
             with torch.cuda.device(x.device):
@@ -229,7 +224,7 @@ def launch_group_norm(
 def _launch(
     plan: _Plan, x: Tensor, y: Tensor, others: tuple[Tensor | None, ...], statistics: Tensor | None
 ) -> None:
-    stream = current_stream(x.device)
+    stream = gpu.current_stream(x.device)
     if plan.small is not None:
         plan.small(stream, x, y, *others)
         return

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sdfastgn.kernels.common.dispatch import is_plain_inference, runs_in_triton
+from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.double_backward import second_derivative
 from sdfastgn.kernels.layer_norm.backward_kernels import launch_layer_norm_grads
 
@@ -78,7 +78,7 @@ def _backward_impl(
 ) -> list[Tensor]:
     if x.numel() == 0:
         return [t.zero_() for t in _backward_fake(dy, dtotal, x, *dtypes)]
-    if runs_in_triton(x):
+    if dispatch.runs_in_triton(x):
         found = launch_layer_norm_grads(dy, dtotal, x, centre, rstd, weight, dtypes)
     else:
         found = reference_layer_norm_grads(dy, dtotal, x, weight, eps, dtypes)
@@ -147,7 +147,7 @@ def layer_norm_grads(
         return dtotal, None, None, added
     if not any(dtypes):
         return (None,) * 4
-    if x.numel() and is_plain_inference(x, (dy, dtotal, weight)):
+    if x.numel() and dispatch.is_plain_inference(x, (dy, dtotal, weight)):
         return launch_layer_norm_grads(dy, dtotal, x, centre, rstd, weight, dtypes)
     found = iter(torch.ops.sdfastgn.layer_norm_backward(dy, dtotal, x, centre, rstd, weight, eps, *dtypes))
     return tuple(None if dtype is None else next(found) for dtype in dtypes)

@@ -18,16 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sdfastgn.kernels.common import gpu
 from sdfastgn.kernels.common.column_sums import column_sum_block
-from sdfastgn.kernels.common.launch import (
-    Launch,
-    current_stream,
-    has_programmatic_launch,
-    num_sms,
-    on_device,
-    remember,
-)
+from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.common.layout import row_stride
+from sdfastgn.kernels.common.plan_cache import remember
 from sdfastgn.kernels.common.sizes import ceil_div, vector_width
 from sdfastgn.kernels.common.tiles import triton
 from sdfastgn.kernels.layer_norm.config import ChunksConfig, RowsConfig, backward_config, column_groups
@@ -220,8 +215,8 @@ class _GradPlan:
         x_stride = row_stride(x) or D
         vector = vector_width(x.itemsize, D, x_stride)
         column_sums = any(wanted[1:])
-        config = backward_config(self.rows, D, vector, num_sms(x.device), column_sums=column_sums)
-        pdl = has_programmatic_launch(x.device)
+        config = backward_config(self.rows, D, vector, gpu.num_sms(x.device), column_sums=column_sums)
+        pdl = gpu.has_programmatic_launch(x.device)
         uses = {
             "ROW_SUMS": wanted[0] or wanted[3], "WEIGHT_GRAD": wanted[1], "BIAS_GRAD": wanted[2], "ADDED_GRAD": wanted[3], "PDL": pdl,
         }  # fmt: skip
@@ -234,7 +229,7 @@ class _GradPlan:
             self.rows_grad = Launch(_rows_grad_kernel, count, numbers, constants, config.num_warps, pdl=pdl)
         else:
             groups = (
-                column_groups(self.rows, D, config.block, num_sms(x.device)) if column_sums else self.rows
+                column_groups(self.rows, D, config.block, gpu.num_sms(x.device)) if column_sums else self.rows
             )
             group_rows = ceil_div(self.rows, groups)
             count = ceil_div(self.rows, group_rows)
@@ -313,7 +308,7 @@ def launch_layer_norm_grads(
         None if dtype is None else torch.empty(shape, dtype=dtype, device=x.device)
         for shape, dtype in zip(shapes, dtypes, strict=True)
     )
-    with on_device(x.device):
+    with gpu.on_device(x.device):
         _launch(plan, (dy, dtotal, x, centre, rstd, weight), grads)
     return grads
 
@@ -325,7 +320,7 @@ def _launch(
 ) -> None:
     dy, _, x, centre, rstd, weight = tensors
     dx, *column_sums = grads
-    stream = current_stream(centre.device)
+    stream = gpu.current_stream(centre.device)
     partials = (
         torch.empty(plan.partials, dtype=torch.float32, device=centre.device) if plan.partials else None
     )

@@ -26,15 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sdfastgn.kernels.common.launch import (
-    Launch,
-    current_stream,
-    has_programmatic_launch,
-    is_current,
-    num_sms,
-    remember,
-)
+from sdfastgn.kernels.common import gpu
+from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.common.layout import row_stride
+from sdfastgn.kernels.common.plan_cache import remember
 from sdfastgn.kernels.common.sizes import WARP, ceil_div, next_power_of_2, vector_width
 from sdfastgn.kernels.common.tiles import triton
 from sdfastgn.kernels.layer_norm.config import ChunksConfig, RowsConfig, forward_config
@@ -274,8 +269,8 @@ class _Plan:
         self.row_count = rows
         x_stride, residual_stride = (D if t is None else row_stride(t) or D for t in (x, residual))
         vector = vector_width(x.itemsize, D, x_stride, residual_stride)
-        config = forward_config(rows, D, x.itemsize, vector, num_sms(x.device))
-        pdl = has_programmatic_launch(x.device)
+        config = forward_config(rows, D, x.itemsize, vector, gpu.num_sms(x.device))
+        pdl = gpu.has_programmatic_launch(x.device)
         self.rows: Launch | None = None
         if isinstance(config, RowsConfig):
             constants = {
@@ -385,7 +380,7 @@ def launch_layer_norm(
             t.contiguous() if t is not None and copy else t
             for t, copy in zip(tensors, plan.copies, strict=True)
         )
-    if is_current(x.device):
+    if gpu.is_current(x.device):
         _launch(plan, tensors, y, total, saved)
     else:
         with torch.cuda.device(x.device):
@@ -401,7 +396,7 @@ def _launch(
     saved: tuple[Tensor | None, Tensor | None],
 ) -> None:
     x, residual, weight, bias, add_bias, total_bias = tensors
-    stream = current_stream(y.device)
+    stream = gpu.current_stream(y.device)
     if plan.rows is not None:
         plan.rows(stream, x, residual, add_bias, total_bias, weight, bias, total, y, *saved)
         return

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.checks import as_eps, check_input, check_operand
-from sdfastgn.kernels.common.dispatch import is_plain, is_untraced, needs_op, runs_in_triton, wants_gradient
 from sdfastgn.kernels.layer_norm.backward import layer_norm_grads
 from sdfastgn.kernels.layer_norm.kernels import find_plan, launch_layer_norm, make_plan, plan_key
 from sdfastgn.kernels.layer_norm.plain import plain_layer_norm
@@ -86,7 +86,7 @@ def _layer_norm_impl(
     if x.numel() == 0:
         y, centre, rstd = _layer_norm_fake(x, weight, bias, eps, out_dtype)
         return y, centre.zero_(), rstd.zero_()
-    if not runs_in_triton(x):
+    if not dispatch.runs_in_triton(x):
         return _reference(x, weight, bias, eps, out_dtype)
     centre, rstd = _empty_saved(x), _empty_saved(x)
     y, _ = _in_triton(x, None, (weight, bias, None, None), eps, out_dtype, (centre, rstd))
@@ -105,7 +105,7 @@ def _add_impl(
     if x.numel() == 0:
         y, total, centre, rstd = _add_fake(x, residual, weight, bias, add_bias, eps, out_dtype)
         return y, total, centre.zero_(), rstd.zero_()
-    if not runs_in_triton(x):
+    if not dispatch.runs_in_triton(x):
         total = reference_add(x, residual, add_bias)
         y, centre, rstd = _reference(total, weight, bias, eps, out_dtype)
         return y, total, centre, rstd
@@ -267,9 +267,9 @@ def layer_norm(
     if type(eps) is not float:
         eps = as_eps("sdfastgn.layer_norm", eps)
     # A key that can be looked up first; whatever else is wrong misses there and is then checked.
-    if is_plain(x, params):
+    if dispatch.is_plain(x, params):
         try:
-            training = wants_gradient(x, params)
+            training = dispatch.wants_gradient(x, params)
             key = plan_key(x, None, params, eps, out_dtype, training)
             plan = find_plan(key)
             if plan is None:
@@ -283,7 +283,7 @@ def layer_norm(
             _check("sdfastgn.layer_norm", x, params)
             raise
     _check("sdfastgn.layer_norm", x, params)
-    if not needs_op(x):
+    if not dispatch.needs_op(x):
         return _plain(x, weight, bias, eps, out_dtype)
     return torch.ops.sdfastgn.layer_norm(x, weight, bias, eps, out_dtype)[0]
 
@@ -326,9 +326,9 @@ def add_layer_norm(
     out_dtype = _autocast_dtype(x)
     if type(eps) is not float:
         eps = as_eps("sdfastgn.add_layer_norm", eps)
-    if residual is not None and is_plain(x, (residual, *params)):
+    if residual is not None and dispatch.is_plain(x, (residual, *params)):
         try:
-            training = wants_gradient(x, (residual, *params))
+            training = dispatch.wants_gradient(x, (residual, *params))
             key = plan_key(x, residual, params, eps, out_dtype, training)
             plan = find_plan(key)
             if plan is None:
@@ -345,7 +345,7 @@ def add_layer_norm(
     if total_bias is not None:
         y, _ = add_layer_norm(x, residual, weight, bias, eps, add_bias=add_bias)
         return y, reference_add(x, residual, add_bias, total_bias)
-    if not needs_op(x):
+    if not dispatch.needs_op(x):
         total = reference_add(x, residual, add_bias)
         return _plain(total, weight, bias, eps, out_dtype), total
     return torch.ops.sdfastgn.add_layer_norm(x, residual, weight, bias, add_bias, eps, out_dtype)[:2]
@@ -355,7 +355,7 @@ def _plain(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, out_dtype: torch.dtype | None
 ) -> Tensor:
     """``layer_norm`` by PyTorch's own, where that is right."""
-    if x.numel() == 0 or not is_untraced(x, (weight, bias)):
+    if x.numel() == 0 or not dispatch.is_untraced(x, (weight, bias)):
         return reference_layer_norm(x, weight, bias, eps, out_dtype=out_dtype)
     wide = torch.promote_types(x.dtype, torch.float32)
     weight, bias = (None if t is None else t.to(wide) for t in (weight, bias))
@@ -366,7 +366,7 @@ def _autocast_dtype(x: Any) -> torch.dtype | None:
     """Eager's rule: under CUDA autocast LayerNorm computes in and returns fp32."""
     return (
         torch.float32
-        if torch.is_autocast_enabled("cuda") and isinstance(x, Tensor) and runs_in_triton(x)
+        if torch.is_autocast_enabled("cuda") and isinstance(x, Tensor) and dispatch.runs_in_triton(x)
         else None
     )
 

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sdfastgn.kernels.common.launch import Launch, has_programmatic_launch, num_sms
+from sdfastgn.kernels.common import gpu
+from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.common.sizes import ceil_div, row_factor
 from sdfastgn.kernels.common.tiles import triton
 from sdfastgn.kernels.statistics.config import StatisticsConfig, statistics_config
@@ -219,11 +220,11 @@ class StatisticsLaunch:
         N, head = x.shape[:2]
         HW, C = math.prod(x.shape[2:]), head + tail
         config = statistics_config(
-            N, C, HW, channels_last, num_sms(x.device), kind="write" if producer else "read"
+            N, C, HW, channels_last, gpu.num_sms(x.device), kind="write" if producer else "read"
         )
         self.chunks = config.chunks
         self.shape = (2, N, config.chunks, C)
-        pdl = has_programmatic_launch(x.device)
+        pdl = gpu.has_programmatic_launch(x.device)
         constants: dict[str, Any] = {
             "C": C, "HEAD": head, "CHANNELS_LAST": channels_last, "EVEN": not tail and is_even(config, C, HW, channels_last),
             "WHOLE": has_whole_tiles(config, HW), "LOOP": config.rows > config.tile_rows, "EXACT": x.dtype == torch.float32,

@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sdfastgn.kernels.common import dispatch, gpu
 from sdfastgn.kernels.common.checks import as_float, check_device, check_floating
-from sdfastgn.kernels.common.dispatch import is_plain_inference, is_transformed, needs_op, runs_in_triton
-from sdfastgn.kernels.common.launch import num_sms, remember
 from sdfastgn.kernels.common.layout import (
     dense,
     dense_is_channels_last,
@@ -28,6 +27,7 @@ from sdfastgn.kernels.common.layout import (
     is_channels_last,
     like_dense,
 )
+from sdfastgn.kernels.common.plan_cache import remember
 from sdfastgn.kernels.common.sizes import ceil_div
 from sdfastgn.kernels.statistics.config import statistics_config
 from sdfastgn.kernels.statistics.kernels import StatisticsLaunch
@@ -55,12 +55,12 @@ def _chunks(x: Tensor, *, producer: bool = False) -> int:
     if N * C * HW == 0:
         return 1
     return statistics_config(
-        N, C, HW, dense_is_channels_last(x), num_sms(x.device), kind="write" if producer else "read"
+        N, C, HW, dense_is_channels_last(x), gpu.num_sms(x.device), kind="write" if producer else "read"
     ).chunks
 
 
 def _statistics_of(x: Tensor) -> Tensor:
-    if runs_in_triton(x) and x.numel() > 0:
+    if dispatch.runs_in_triton(x) and x.numel() > 0:
         return statistics_kernel(dense(x))
     return _reference_statistics(x, _chunks(x))
 
@@ -154,7 +154,7 @@ _LIBRARY.define("cat_with_statistics(Tensor a, Tensor b) -> (Tensor, Tensor)")
 
 
 def _add_impl(x: Tensor, residual: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    if runs_in_triton(x) and x.numel() > 0:
+    if dispatch.runs_in_triton(x) and x.numel() > 0:
         return add_kernel(x, residual, bias, scale)
     return _plain_add(x, residual, bias, scale)
 
@@ -169,7 +169,7 @@ def _plain_add(x: Tensor, residual: Tensor, bias: Tensor | None, scale: float) -
 
 
 def _cat_impl(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    if _in_one_pass(a, b) and runs_in_triton(a):
+    if _in_one_pass(a, b) and dispatch.runs_in_triton(a):
         return cat_kernel(a, b)
     return _plain_cat(a, b)
 
@@ -268,10 +268,10 @@ def channel_statistics(x: Tensor) -> Tensor:
     Source: Chan, Golub and LeVeque, 1979.
     """
     _check_input("sdfastgn.channel_statistics", "x", x)
-    if is_plain_inference(x, ()):
+    if dispatch.is_plain_inference(x, ()):
         return _statistics_of(x)
     _refuse_transforms("sdfastgn.channel_statistics")
-    if not needs_op(x):
+    if not dispatch.needs_op(x):
         return _statistics_of(x.detach())
     return torch.ops.sdfastgn.channel_statistics(x.detach())
 
@@ -308,10 +308,10 @@ def add_with_statistics(
                 f"{name}: bias must be ({x.shape[1]},) on {x.device}, got {tuple(bias.shape)} on {bias.device}"
             )
     scale = as_float(name, "scale", scale)
-    if is_plain_inference(x, (residual, bias)):
+    if dispatch.is_plain_inference(x, (residual, bias)):
         return _add_impl(x, residual, bias, scale)
     _refuse_transforms(name)
-    if not needs_op(x):
+    if not dispatch.needs_op(x):
         return _plain_add(x, residual, bias, scale)
     return torch.ops.sdfastgn.add_with_statistics(x, residual, bias, scale)
 
@@ -337,17 +337,17 @@ def cat_with_statistics(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     _check_input(name, "a", a)
     _check_input(name, "b", b)
     _check_like(name, a, "b", b, (a.shape[0], b.shape[1], *a.shape[2:]))
-    if is_plain_inference(a, (b,)):
+    if dispatch.is_plain_inference(a, (b,)):
         return _cat_impl(a, b)
     _refuse_transforms(name)
-    if not needs_op(a):
+    if not dispatch.needs_op(a):
         return _plain_cat(a, b)
     return torch.ops.sdfastgn.cat_with_statistics(a, b)
 
 
 def _refuse_transforms(name: str) -> None:
     # PyTorch would drop the tangents of forward-mode AD without a word.
-    if not torch.compiler.is_compiling() and is_transformed():
+    if not torch.compiler.is_compiling() and dispatch.is_transformed():
         raise NotImplementedError(f"{name}: torch.func transforms and forward-mode AD are not supported")
 
 

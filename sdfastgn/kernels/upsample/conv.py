@@ -26,8 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.checks import check_device, check_floating
-from sdfastgn.kernels.common.dispatch import is_plain_inference, needs_op, runs_in_triton
 from sdfastgn.kernels.common.layout import dense, dense_is_channels_last, is_channels_last
 from sdfastgn.kernels.statistics.op import channel_statistics
 from sdfastgn.kernels.upsample.config import phases_pay
@@ -61,7 +61,7 @@ def runs_in_phases(x: Tensor, weight: Tensor) -> bool:
     """True if ``upsample_conv2d`` of these convolves at low resolution."""
     N, C, H, W = x.shape
     return (
-        runs_in_triton(x)
+        dispatch.runs_in_triton(x)
         and x.numel() > 0
         and dense_is_channels_last(x)
         and phases_pay(N, C, weight.shape[0], H, W, x.itemsize)
@@ -208,9 +208,9 @@ def upsample_conv2d(
         x, weight = x.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
     _check_dtypes(x, weight, bias)
-    if is_plain_inference(x, (weight, bias)):
+    if dispatch.is_plain_inference(x, (weight, bias)):
         return (_statistics_impl if with_statistics else _conv_impl)(x, weight, bias)
-    if not needs_op(x):
+    if not dispatch.needs_op(x):
         y = reference_upsample_conv2d(x, weight, bias)
         return (y, channel_statistics(y)) if with_statistics else y
     if with_statistics:

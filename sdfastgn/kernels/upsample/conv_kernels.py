@@ -14,8 +14,10 @@ from typing import Any
 
 from torch import Tensor
 
-from sdfastgn.kernels.common.launch import Launch, has_programmatic_launch, num_sms, remember
+from sdfastgn.kernels.common import gpu
+from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.common.layout import is_channels_last
+from sdfastgn.kernels.common.plan_cache import remember
 from sdfastgn.kernels.common.sizes import ceil_div
 from sdfastgn.kernels.common.tiles import triton
 from sdfastgn.kernels.statistics.config import statistics_config
@@ -182,7 +184,7 @@ def launch_phase_weights(weight: Tensor, phases: Tensor) -> None:
     if found is None:
         C_out, C = weight.shape[:2]
         config = weights_config(C_out, C)
-        pdl = has_programmatic_launch(weight.device)
+        pdl = gpu.has_programmatic_launch(weight.device)
         constants = {
             "C": C, "CHANNELS_LAST": channels_last, "EVEN": config.even, "PDL": pdl,
             "BLOCK_O": config.block_rows, "BLOCK_C": config.block_c,
@@ -195,7 +197,7 @@ def launch_phase_weights(weight: Tensor, phases: Tensor) -> None:
 def statistics_chunks(y: Tensor) -> int:
     """P of the statistics of y (N, C, 2H, 2W) that ``launch_interleave`` makes."""
     N, C, H, W = map(int, y.shape)
-    return statistics_config(N, C, H * W, True, num_sms(y.device), kind="write").chunks
+    return statistics_config(N, C, H * W, True, gpu.num_sms(y.device), kind="write").chunks
 
 
 def launch_interleave(t: Tensor, bias: Tensor | None, y: Tensor, statistics: Tensor | None = None) -> None:
@@ -214,8 +216,8 @@ def launch_interleave(t: Tensor, bias: Tensor | None, y: Tensor, statistics: Ten
 
 def _interleave(y: Tensor) -> Launch:
     N, C, H, W = y.shape
-    config = tile_config(N * H * W, C, num_sms(y.device))
-    pdl = has_programmatic_launch(y.device)
+    config = tile_config(N * H * W, C, gpu.num_sms(y.device))
+    pdl = gpu.has_programmatic_launch(y.device)
     constants = {
         "C": C, "EVEN": config.even, "PDL": pdl, "BLOCK_HW": config.block_rows, "BLOCK_C": config.block_c
     }  # fmt: skip
@@ -225,8 +227,8 @@ def _interleave(y: Tensor) -> Launch:
 
 def _interleave_with_statistics(y: Tensor) -> Launch:
     N, C, H, W = y.shape
-    config = statistics_config(N, C, H * W, True, num_sms(y.device), kind="write")
-    pdl = has_programmatic_launch(y.device)
+    config = statistics_config(N, C, H * W, True, gpu.num_sms(y.device), kind="write")
+    pdl = gpu.has_programmatic_launch(y.device)
     constants = {
         "C": C, "EVEN": is_even(config, C, H * W, True), "LOOP": config.rows > config.tile_rows, "PDL": pdl,
         "LANES": config.lanes, "WARPS": config.num_warps, "STEPS": config.steps, "BLOCK": config.block,

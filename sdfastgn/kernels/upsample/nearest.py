@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.checks import check_floating
-from sdfastgn.kernels.common.dispatch import is_plain_inference, needs_op, runs_in_triton
 from sdfastgn.kernels.common.layout import dense, dense_is_channels_last
 from sdfastgn.kernels.upsample.nearest_kernels import launch_upsample, launch_upsample_grad
 
@@ -70,7 +70,7 @@ def _grad_fake(dy: Tensor) -> Tensor:
 
 
 def _runs_kernel(x: Tensor) -> bool:
-    return runs_in_triton(x) and x.numel() > 0 and dense_is_channels_last(x)
+    return dispatch.runs_in_triton(x) and x.numel() > 0 and dense_is_channels_last(x)
 
 
 def _upsample_impl(x: Tensor) -> Tensor:
@@ -137,8 +137,8 @@ def upsample_nearest_2x(x: Tensor) -> Tensor:
     check_floating("sdfastgn.upsample_nearest_2x", "x", x)
     if x.dim() != 4:
         raise ValueError(f"sdfastgn.upsample_nearest_2x: x must be (N, C, H, W), got shape {tuple(x.shape)}")
-    if is_plain_inference(x, ()):
+    if dispatch.is_plain_inference(x, ()):
         return _upsample_impl(x)
-    if not needs_op(x):
+    if not dispatch.needs_op(x):
         return reference_upsample_nearest_2x(x)
     return torch.ops.sdfastgn.upsample_nearest_2x(x)

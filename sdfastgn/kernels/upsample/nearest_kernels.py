@@ -14,7 +14,9 @@ from typing import Any
 
 from torch import Tensor
 
-from sdfastgn.kernels.common.launch import Launch, has_programmatic_launch, num_sms, remember
+from sdfastgn.kernels.common import gpu
+from sdfastgn.kernels.common.launch import Launch
+from sdfastgn.kernels.common.plan_cache import remember
 from sdfastgn.kernels.common.tiles import triton
 from sdfastgn.kernels.upsample.config import tile_config
 
@@ -93,8 +95,8 @@ def _launch(kernel: Any, small: Tensor) -> Launch:
     found = _launches.get(key)
     if found is None:
         N, C, H, W = small.shape
-        config = tile_config(N * H * W, C, num_sms(small.device))
-        pdl = has_programmatic_launch(small.device)
+        config = tile_config(N * H * W, C, gpu.num_sms(small.device))
+        pdl = gpu.has_programmatic_launch(small.device)
         constants = {
             "C": C,
             "EVEN": config.even,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sdfastgn.kernels.common.dispatch import is_plain_inference
+from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.layout import is_channels_last
 from sdfastgn.patches.core.fusion import is_plain
 
@@ -24,7 +24,7 @@ def bias_can_move(conv: nn.Module) -> bool:
 
 def conv_without_bias(conv: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
     """(conv(x) less its bias, the bias) where another kernel may add it, else (conv(x), None)."""
-    if bias_can_move(conv) and is_plain_inference(x, (conv.weight, conv.bias)):
+    if bias_can_move(conv) and dispatch.is_plain_inference(x, (conv.weight, conv.bias)):
         return conv._conv_forward(x, conv.weight, None), conv.bias
     return conv(x), None
 
@@ -45,7 +45,7 @@ def pointwise(conv: Any, x: Tensor) -> Tensor:
 
 def _is_product(conv: nn.Conv2d, x: Tensor) -> bool:
     return (
-        is_plain_inference(x, (conv.weight, conv.bias))
+        dispatch.is_plain_inference(x, (conv.weight, conv.bias))
         and x.dtype in (torch.float16, torch.bfloat16)
         and x.dtype == conv.weight.dtype
         and x.dim() == 4

@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sdfastgn.kernels.common.dispatch import is_plain, is_plain_inference
-from sdfastgn.kernels.common.launch import current_stream
+from sdfastgn.kernels.common import dispatch, gpu
 from sdfastgn.kernels.common.layout import is_channels_last, is_dense
 from sdfastgn.kernels.statistics.config import statistics_pay
 from sdfastgn.kernels.statistics.op import add_kernel, cat_kernel
@@ -50,7 +49,7 @@ def _forget(key: _Key) -> None:
 def state_of(x: Tensor) -> tuple[Any, ...]:
     """What changes when ``x`` is written to, or when its kernels no longer run in one order with those that ran until now."""
     capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
-    return x._version, x.data_ptr(), x.shape, current_stream(x.device), capturing
+    return x._version, x.data_ptr(), x.shape, gpu.current_stream(x.device), capturing
 
 
 def hand_over(x: Tensor, statistics: Tensor) -> Tensor:
@@ -66,7 +65,7 @@ def take_statistics(x: Tensor) -> Tensor | None:
     if torch.compiler.is_compiling() or id(x) not in _handed:
         return None
     entry = _handed.pop(id(x), None)
-    if entry is None or entry[0]() is not x or x.requires_grad or not is_plain(x, ()):
+    if entry is None or entry[0]() is not x or x.requires_grad or not dispatch.is_plain(x, ()):
         return None
     return entry[2] if entry[1] == state_of(x) else None
 
@@ -83,7 +82,7 @@ def add(x: Tensor, residual: Tensor, bias: Tensor | None = None, divisor: float 
         x, residual: (N, C, *spatial).
         bias: (C,) or None: of the convolution that made x, which left it to this sum.
     """
-    if is_plain_inference(x, (residual, bias)) and _fits(x, bias) and _is_alike(x, residual):
+    if dispatch.is_plain_inference(x, (residual, bias)) and _fits(x, bias) and _is_alike(x, residual):
         y, statistics = add_kernel(
             x, residual, bias, float(1 / divisor), emits=emits(x.shape[1], math.prod(x.shape[2:]))
         )
@@ -97,7 +96,7 @@ def add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
 
     In plain inference on a GPU in a kernel that hands the statistics over.
     """
-    if bias is None or not (is_plain_inference(x, (bias,)) and _fits(x, bias) and is_dense(x)):
+    if bias is None or not (dispatch.is_plain_inference(x, (bias,)) and _fits(x, bias) and is_dense(x)):
         return _with_bias(x, bias)
     y, statistics = add_kernel(x, None, bias, 1.0, emits=emits(x.shape[1], math.prod(x.shape[2:])), out=x)
     return y if statistics is None else hand_over(y, statistics)
@@ -120,7 +119,7 @@ def cat(a: Tensor, b: Tensor) -> Tensor:
 
     If they are channels-last, in plain inference on a GPU in a kernel that hands the statistics over.
     """
-    if not (is_plain_inference(a, (b,)) and _join(a, b)):
+    if not (dispatch.is_plain_inference(a, (b,)) and _join(a, b)):
         return torch.cat((a, b), dim=1)
     y, statistics = cat_kernel(a, b, emits=emits(a.shape[1] + b.shape[1], math.prod(a.shape[2:])))
     return y if statistics is None else hand_over(y, statistics)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from sdfastgn.kernels.act_linear.config import has_few_rows
 from sdfastgn.kernels.act_linear.op import act_linear
-from sdfastgn.kernels.common.dispatch import is_plain_inference
+from sdfastgn.kernels.common import dispatch
 from sdfastgn.patches.core.fusion import activation_of, is_plain
 
 __all__ = ["fused_linear", "is_plain_linear", "linear_of"]
@@ -44,7 +44,9 @@ def fused_linear(linear: Any, act: Any, x: Any, extra_bias: Tensor | None = None
     if name is None or not (act is None or is_plain(act)) or not is_plain_linear(linear):
         return None
     weight, bias = linear.weight, linear.bias
-    if not is_plain_inference(x, (weight, bias, extra_bias)) or torch.is_autocast_enabled(x.device.type):
+    if not dispatch.is_plain_inference(x, (weight, bias, extra_bias)) or torch.is_autocast_enabled(
+        x.device.type
+    ):
         return None
     C, K = weight.shape
     others = [b for b in (bias, extra_bias) if b is not None]

@@ -30,7 +30,6 @@ from torch import Tensor, nn
 from sdfastgn.kernels.attention.few_keys import attend_to_few
 from sdfastgn.kernels.attention.wide_heads import attend
 from sdfastgn.kernels.common import dispatch
-from sdfastgn.kernels.common.dispatch import is_plain_inference, is_untraced, wants_gradient
 from sdfastgn.patches.core.fusion import ClassSwap
 from sdfastgn.patches.core.tested_sources import unknown_source
 from sdfastgn.patches.shared.encoder_states import CONTEXT
@@ -103,7 +102,11 @@ class FusedAttention(Attention):
         if found is None or torch.is_autocast_enabled(x.device.type):
             return None
         params = (*found[0], *found[1])
-        if x.dtype != params[0].dtype or wants_gradient(x, params) or not is_untraced(x, params):
+        if (
+            x.dtype != params[0].dtype
+            or dispatch.wants_gradient(x, params)
+            or not dispatch.is_untraced(x, params)
+        ):
             return None
         return joined(self, *found)
 
@@ -127,7 +130,7 @@ class FusedAttention(Attention):
 
 def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """scaled_dot_product_attention of (N, heads, tokens, channels), by a kernel of ours where there are few keys or wide heads."""
-    if is_plain_inference(query, (key, value)) and not torch.is_autocast_enabled(query.device.type):
+    if dispatch.is_plain_inference(query, (key, value)) and not torch.is_autocast_enabled(query.device.type):
         found = attend_to_few(query, key, value)
         if found is not None:
             return found

@@ -21,7 +21,6 @@ from diffusers.models.attention import BasicTransformerBlock, FeedForward
 from torch import Tensor, nn
 
 from sdfastgn.kernels.common import dispatch
-from sdfastgn.kernels.common.dispatch import is_plain_inference
 from sdfastgn.kernels.layer_norm.op import add_layer_norm, layer_norm
 from sdfastgn.patches.core.fusion import ClassSwap, is_plain
 from sdfastgn.patches.core.linear import is_plain_linear
@@ -134,7 +133,7 @@ def _adds_in_product(ff: Any, norm: Any, x: Tensor, residual: Tensor) -> bool:
         and x.dtype is residual.dtype is last.weight.dtype
         and last.out_features == x.shape[-1]
         and not torch.is_autocast_enabled(x.device.type)
-        and is_plain_inference(x, (residual, norm.weight, norm.bias, last.weight, last.bias))
+        and dispatch.is_plain_inference(x, (residual, norm.weight, norm.bias, last.weight, last.bias))
     )
 
 

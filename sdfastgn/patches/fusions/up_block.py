@@ -14,7 +14,7 @@ import torch
 from diffusers.models.unets.unet_2d_blocks import CrossAttnUpBlock2D, UpBlock2D
 from torch import Tensor
 
-from sdfastgn.kernels.common.dispatch import is_plain_inference
+from sdfastgn.kernels.common import dispatch
 from sdfastgn.patches.core.fusion import ClassSwap
 from sdfastgn.patches.core.hand_over import cat
 
@@ -77,7 +77,7 @@ class FusedCrossAttnUpBlock2D(CrossAttnUpBlock2D):
 
 def _runs_fused(block: Any, hidden_states: Tensor, skips: Sequence[Tensor]) -> bool:
     return (
-        is_plain_inference(hidden_states, tuple(skips))
+        dispatch.is_plain_inference(hidden_states, tuple(skips))
         and not (block.gradient_checkpointing and torch.is_grad_enabled())
         and not all(getattr(block, name, None) for name in ("s1", "s2", "b1", "b2"))  # FreeU
     )

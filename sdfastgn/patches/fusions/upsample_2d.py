@@ -19,7 +19,6 @@ from diffusers.models.upsampling import Upsample2D
 from torch import Tensor, nn
 
 from sdfastgn.kernels.common import dispatch
-from sdfastgn.kernels.common.dispatch import is_plain_inference, runs_in_triton
 from sdfastgn.kernels.common.layout import is_channels_last
 from sdfastgn.kernels.upsample.conv import runs_in_phases, upsample_conv2d
 from sdfastgn.kernels.upsample.nearest import upsample_nearest_2x
@@ -64,7 +63,7 @@ def convolves_at_low_resolution(conv: Any, x: Tensor) -> bool:
         and conv.weight.dtype == x.dtype
         and (conv.bias is None or conv.bias.dtype == x.dtype)
         and not (torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") != x.dtype)
-        and is_plain_inference(x, (conv.weight, conv.bias))
+        and dispatch.is_plain_inference(x, (conv.weight, conv.bias))
         and runs_in_phases(x, conv.weight)
     )
 
@@ -81,7 +80,7 @@ def _runs_fused(module: Any, x: Tensor, output_size: Any) -> bool:
         and x.dim() == 4
         and x.shape[1] == module.channels  # else upstream's own error
         and (output_size is None or tuple(output_size) == (2 * x.shape[2], 2 * x.shape[3]))
-        and runs_in_triton(x)
+        and dispatch.runs_in_triton(x)
         and dispatch.has_kernels(x)
         and is_channels_last(x)
     )

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from sdfastgn.kernels.common.launch import rehearse
+from sdfastgn.kernels.common.compile_ahead import rehearse
 
 __all__ = ["Backend", "CudaBackend", "Handle", "backend_of"]
 

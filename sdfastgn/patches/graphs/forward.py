@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as nn_module
 
-from sdfastgn.kernels.common.dispatch import is_transformed
+from sdfastgn.kernels.common import dispatch
 from sdfastgn.patches.core import channels_last
 from sdfastgn.patches.core.own_forward import own_forward
 from sdfastgn.patches.graphs.arguments import Call, Unsupported, clone_of, global_state, static_copy
@@ -369,7 +369,7 @@ def _reason_now(module: nn.Module) -> str | None:
         return "it is in training mode"
     if module._compiled_call_impl is not None:
         return "it is compiled by torch.compile"
-    if torch._C._get_tracing_state() is not None or is_transformed():
+    if torch._C._get_tracing_state() is not None or dispatch.is_transformed():
         return "the call is traced or transformed"
     if torch._C._len_torch_dispatch_stack() or torch._C._is_torch_function_mode_enabled():
         return "a dispatch or function mode is active"

@@ -28,7 +28,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from sdfastgn.kernels.common.dispatch import is_untraced, wants_gradient
+from sdfastgn.kernels.common import dispatch
 from sdfastgn.patches.core.hand_over import state_of
 from sdfastgn.patches.shared.packed_weights import Columns, joined, pack_together
 
@@ -103,7 +103,7 @@ class _Group:
         params = [parameter for column in columns for parameter in column]
         if (x.dtype, x.shape[-1]) != (params[0].dtype, params[0].shape[-1]):
             return None
-        if wants_gradient(x, tuple(params)) or not is_untraced(x, tuple(params)):
+        if dispatch.wants_gradient(x, tuple(params)) or not dispatch.is_untraced(x, tuple(params)):
             return None
         together = joined(members[0], *columns)
         return None if together is None else _Product(self, x, together, members, columns)
@@ -152,8 +152,8 @@ class _Product:
             return None
         if (
             list(map(_stamp, now)) != stamps
-            or wants_gradient(x, tuple(now))
-            or not is_untraced(x, tuple(now))
+            or dispatch.wants_gradient(x, tuple(now))
+            or not dispatch.is_untraced(x, tuple(now))
         ):
             return None
         return output[..., start:end]

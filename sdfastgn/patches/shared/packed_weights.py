@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from sdfastgn.kernels.common.dispatch import is_untraced
+from sdfastgn.kernels.common import dispatch
 from sdfastgn.patches.core.fusion import is_plain
 
 __all__ = ["Columns", "joined", "pack", "pack_together", "plain_parameters", "unpack"]
@@ -117,7 +117,11 @@ def pack_together(owners: Sequence[nn.Module], columns: Columns) -> None:
     """
     parts = [part for column in columns for part in column]
     captures = parts[0].is_cuda and torch.cuda.is_current_stream_capturing()
-    if captures or not is_untraced(parts[0], tuple(parts)) or joined(owners[0], *columns) is not None:
+    if (
+        captures
+        or not dispatch.is_untraced(parts[0], tuple(parts))
+        or joined(owners[0], *columns) is not None
+    ):
         return  # they are, or must not move now
     if len(set(parts)) == len(parts) and all(_fits(part, parts[0]) for part in parts):
         try:

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 import sdfastgn
-from sdfastgn.kernels.act_linear import kernels as act_linear_kernels
 from sdfastgn.kernels.act_linear.config import tile_config
+from sdfastgn.kernels.common import gpu
 from sdfastgn.kernels.common.activations import ACTIVATIONS
 from sdfastgn.kernels.common.sizes import vector_width
 from tests.kernels.samples import BOUNDS, DEVICES, DTYPES, error, kernels
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory", "few_multiprocessors")
 def few_multiprocessors(monkeypatch):
     """The interpreter is slow: a nominal GPU for which few channels make tiles as large as on a real one."""
     if not torch.cuda.is_available():
-        monkeypatch.setattr(act_linear_kernels, "num_sms", lambda device: NUM_SMS)
+        monkeypatch.setattr(gpu, "num_sms", lambda device: NUM_SMS)
 
 
 # (N, C, K)

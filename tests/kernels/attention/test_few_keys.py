@@ -17,6 +17,7 @@ from sdfastgn.kernels.attention.few_keys import (
     attention_config,
     fits,
 )
+from sdfastgn.kernels.common import dispatch
 from tests.kernels.samples import DEVICES, error
 
 DTYPES = [pytest.param(torch.float16, id="fp16"), pytest.param(torch.bfloat16, id="bf16")]
@@ -24,7 +25,7 @@ DTYPES = [pytest.param(torch.float16, id="fp16"), pytest.param(torch.bfloat16, i
 
 @pytest.fixture(autouse=True)
 def anywhere(monkeypatch):
-    monkeypatch.setattr(short_attention, "runs_in_triton", lambda x: True)
+    monkeypatch.setattr(dispatch, "runs_in_triton", lambda x: True)
     short_attention._launches.clear()
     yield
     short_attention._launches.clear()
@@ -164,7 +165,7 @@ def test_left_to_pytorch(tensors):
 
 
 def test_without_triton(monkeypatch):
-    monkeypatch.setattr(short_attention, "runs_in_triton", lambda x: False)
+    monkeypatch.setattr(dispatch, "runs_in_triton", lambda x: False)
     assert attend_to_few(Q, K, V) is None
 
 

@@ -11,15 +11,16 @@ import torch
 import triton
 import triton.language as tl
 
-from sdfastgn.kernels.common import launch as launching
-from sdfastgn.kernels.common.launch import Launch, rehearse
+from sdfastgn.kernels.common import compile_ahead
+from sdfastgn.kernels.common.compile_ahead import rehearse
+from sdfastgn.kernels.common.launch import Launch
 
 CPU = torch.device("cpu", 0)
 
 
 @pytest.fixture
 def without_gpu(monkeypatch):
-    monkeypatch.setattr(launching.torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(compile_ahead.torch.cuda, "device", lambda device: contextlib.nullcontext())
 
 
 class Kernel:
@@ -86,7 +87,7 @@ def test_what_shares_a_kernel_is_compiled_once(without_gpu):
 
 
 def test_compilations_run_beside_each_other(without_gpu, monkeypatch):
-    monkeypatch.setattr(launching.os, "cpu_count", lambda: 3)
+    monkeypatch.setattr(compile_ahead.os, "cpu_count", lambda: 3)
     kernel = Kernel(threading.Barrier(3, timeout=60))
     launches = [made(block=block, kernel=kernel)[1] for block in (16, 32, 64)]
     rehearse(lambda: [launch.run(X) for launch in launches], CPU)

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 import sdfastgn
+from sdfastgn.kernels.common import gpu
 from sdfastgn.kernels.common.sizes import vector_width
-from sdfastgn.kernels.geglu import kernels as geglu_kernels
 from sdfastgn.kernels.geglu.config import backward_config, forward_config
 from tests.kernels.samples import BOUNDS, DEVICES, DTYPES, error, kernels
 
@@ -20,7 +20,7 @@ NUM_SMS = 1
 def few_multiprocessors(monkeypatch):
     """The interpreter is slow: a nominal GPU that few rows fill, so that programs take several tiles as on a real one."""
     if not torch.cuda.is_available():
-        monkeypatch.setattr(geglu_kernels, "num_sms", lambda device: NUM_SMS)
+        monkeypatch.setattr(gpu, "num_sms", lambda device: NUM_SMS)
 
 
 # Of x, (..., 2D).

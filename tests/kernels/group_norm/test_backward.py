@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import sdfastgn
+from sdfastgn.kernels.common import gpu
 from sdfastgn.kernels.group_norm import backward_plans as group_norm_backward_plans
 from sdfastgn.kernels.group_norm import config as group_norm_config
 from sdfastgn.kernels.group_norm.config import SmallConfig, launch_config, merge_config
@@ -310,7 +311,7 @@ def test_no_less_exact_than_eager_far_from_zero(shape, groups, dtype, mean, devi
 )
 def test_many_chunks_and_samples(layout, shape, num_sms, device, monkeypatch):
     """Loops over tiles of a chunk, over chunks and over samples, which few sizes take."""
-    monkeypatch.setattr(group_norm_backward_plans, "num_sms", lambda device: num_sms)
+    monkeypatch.setattr(gpu, "num_sms", lambda device: num_sms)
     monkeypatch.setattr(group_norm_backward_plans, "_plans", {})
     monkeypatch.setattr(group_norm_config, "_MERGE_TILE", 8)
     HW = torch.Size(shape[2:]).numel()

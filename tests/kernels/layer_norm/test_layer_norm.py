@@ -7,9 +7,8 @@ import torch
 import torch.nn.functional as F
 
 import sdfastgn
+from sdfastgn.kernels.common import gpu
 from sdfastgn.kernels.common.sizes import vector_width
-from sdfastgn.kernels.layer_norm import backward_kernels as layer_norm_backward_kernels
-from sdfastgn.kernels.layer_norm import kernels as layer_norm_kernels
 from sdfastgn.kernels.layer_norm.config import ChunksConfig, backward_config, forward_config
 from tests.kernels.samples import BOUNDS, DEVICES, DTYPES, error, kernels
 
@@ -21,8 +20,7 @@ NUM_SMS = 4
 def few_multiprocessors(monkeypatch):
     """The interpreter is slow: a nominal GPU that few rows fill, so that they take every way that many do on a real one."""
     if not torch.cuda.is_available():
-        for module in (layer_norm_kernels, layer_norm_backward_kernels):
-            monkeypatch.setattr(module, "num_sms", lambda device: NUM_SMS)
+        monkeypatch.setattr(gpu, "num_sms", lambda device: NUM_SMS)
 
 
 SHAPES = [

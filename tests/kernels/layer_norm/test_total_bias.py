@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import sdfastgn
-from sdfastgn.kernels.layer_norm import kernels as layer_norm_kernels
+from sdfastgn.kernels.common import gpu
 from sdfastgn.kernels.layer_norm import op as layer_norm
 from tests.kernels.samples import BOUNDS, DEVICES, DTYPES, error, kernels
 
@@ -28,7 +28,7 @@ SHAPES = [
 def few_multiprocessors(monkeypatch):
     """The interpreter is slow: a nominal GPU that few rows fill, so that they take every way that many do on a real one."""
     if not torch.cuda.is_available():
-        monkeypatch.setattr(layer_norm_kernels, "num_sms", lambda device: 4)
+        monkeypatch.setattr(gpu, "num_sms", lambda device: 4)
 
 
 def make(shape, dtype=torch.float32, device="cpu", seed=0):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from sdfastgn.kernels.common import gpu
 from sdfastgn.kernels.common.sizes import ceil_div
 from sdfastgn.kernels.statistics import kernels as statistics_kernels
 from sdfastgn.kernels.statistics import op as channel_statistics
@@ -49,8 +50,7 @@ def few_sms(monkeypatch):
     """As on a GPU with this number of multiprocessors."""
 
     def patch(count: int) -> None:
-        for module in (channel_statistics, statistics_kernels):
-            monkeypatch.setattr(module, "num_sms", lambda device: count)
+        monkeypatch.setattr(gpu, "num_sms", lambda device: count)
         monkeypatch.setattr(channel_statistics, "_launches", {})
 
     return patch

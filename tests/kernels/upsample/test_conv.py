@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sdfastgn
+from sdfastgn.kernels.common import gpu
 from sdfastgn.kernels.statistics.config import statistics_config
 from sdfastgn.kernels.statistics.kernels import is_even
 from sdfastgn.kernels.statistics.op import reference_channel_statistics
@@ -47,7 +48,7 @@ def in_phases(monkeypatch):
     )
 
     def patch(num_sms=132):
-        monkeypatch.setattr(upsample_conv_kernels, "num_sms", lambda device: num_sms)
+        monkeypatch.setattr(gpu, "num_sms", lambda device: num_sms)
         monkeypatch.setattr(upsample_conv_kernels, "_launches", {})
         return runs
 

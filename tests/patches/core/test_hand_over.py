@@ -15,6 +15,7 @@ from diffusers.utils.torch_utils import apply_freeu
 from torch import Tensor, nn
 
 import sdfastgn
+from sdfastgn.kernels.common import gpu
 from sdfastgn.kernels.statistics.op import reference_channel_statistics
 from sdfastgn.patches.core import hand_over as statistics
 from sdfastgn.patches.core.hand_over import add, add_bias, cat, take_statistics
@@ -248,7 +249,7 @@ def test_files_do_not_hold_them():
 
 def test_another_stream_gets_none(monkeypatch):
     y = made()
-    monkeypatch.setattr(statistics, "current_stream", lambda device: 7)
+    monkeypatch.setattr(gpu, "current_stream", lambda device: 7)
     assert take_statistics(y) is None
 
 

@@ -20,13 +20,13 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 
 import sdfastgn
+from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.dispatch import KERNEL_DTYPES
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.statistics.op import reference_channel_statistics
 from sdfastgn.kernels.upsample import conv as upsample_conv
 from sdfastgn.patches.core import convolution
 from sdfastgn.patches.core import hand_over as statistics
-from sdfastgn.patches.fusions import upsample_2d
 from tests.kernels import samples
 from tests.patches.samples import twins_of
 
@@ -39,7 +39,7 @@ def plain_inference(request, monkeypatch):
     monkeypatch.setitem(WHERE, "device", request.param)
     monkeypatch.setattr(statistics, "statistics_pay", lambda C, HW: True)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    monkeypatch.setattr(upsample_2d, "runs_in_triton", lambda x: x.dtype in KERNEL_DTYPES)
+    monkeypatch.setattr(dispatch, "runs_in_triton", lambda x: x.dtype in KERNEL_DTYPES)
     with samples.kernels(direct=True), torch.no_grad():
         yield
 

@@ -11,7 +11,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
 import sdfastgn
-from sdfastgn.patches.core import hand_over as statistics
+from sdfastgn.kernels.common import gpu
 from sdfastgn.patches.fusions import cross_attention
 from sdfastgn.patches.shared import one_product as shared_product
 from tests.patches.fusions import prompt_cases as cases
@@ -256,7 +256,7 @@ def test_a_forward_that_runs_again_within_a_call(products):
 def test_another_stream_or_a_capture_takes_nothing(products, monkeypatch):
     fused, stock = twins()
     states, streams = context(), iter(range(100))
-    monkeypatch.setattr(statistics, "current_stream", lambda device: next(streams))
+    monkeypatch.setattr(gpu, "current_stream", lambda device: next(streams))
     agree(call(fused, states), call(stock, states))
     assert products.of(fused, states).count(sum(widths(fused))) == 3
 

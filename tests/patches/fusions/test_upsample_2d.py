@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import sdfastgn
+from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.dispatch import KERNEL_DTYPES
 from sdfastgn.kernels.upsample import conv as upsample_conv
 from sdfastgn.patches.fusions import upsample_2d
@@ -47,7 +48,7 @@ def ran(monkeypatch):
     def note(way: str, function: Any) -> Any:
         return lambda *args, **kwargs: (ways.append(way), function(*args, **kwargs))[1]
 
-    monkeypatch.setattr(upsample_2d, "runs_in_triton", lambda x: x.dtype in KERNEL_DTYPES)
+    monkeypatch.setattr(dispatch, "runs_in_triton", lambda x: x.dtype in KERNEL_DTYPES)
     monkeypatch.setattr(upsample_2d, "upsample_nearest_2x", note("op", upsample_2d.upsample_nearest_2x))
     monkeypatch.setattr(upsample_2d, "upsample_conv2d", note("phases", upsample_2d.upsample_conv2d))
     monkeypatch.setattr(F, "interpolate", note("interpolate", F.interpolate))
