@@ -13,8 +13,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Entry", "Report"]
 
-# Columns of the printed report, so that it is readable in the narrowest usual terminal.
+# Columns of the printed report: the narrowest usual terminal.
 WIDTH = 80
+# Paths that are printed for each reason to skip; ``details`` has all of them.
+_SHOWN_PATHS = 3
 STATUSES = ("fused", "fusable", "skipped")
 
 
@@ -32,7 +34,7 @@ class Entry:
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """State of a pipeline or module; ``print`` it for all of it.
+    """State of a pipeline or module. ``print`` it for a summary, ``print(report.details())`` for all of it.
 
     ``backend``: what runs the fused calls where the weights are now; empty for weights on the meta device.
     ``channels_last_weights``: convolutions whose weights were laid out anew.
@@ -66,68 +68,74 @@ class Report:
         return asdict(self)
 
     def __repr__(self) -> str:
-        return f"<sdfastgn report: {self._summary()}, graphs: {self._graph_summary()}; print it for details>"
+        return f"<sdfastgn report: {self._summary()}; print it for more>"
 
     def __str__(self) -> str:
+        return "\n".join(self._lines(_SHOWN_PATHS))
+
+    def details(self) -> str:
+        """The printed report with every skipped path, and a table of what each fusion does in each component."""
         rows = [("component", "fusion", *STATUSES), *self._counts()]
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        lines = [*_wrapped(f"{self._summary()}, graphs: {self._graph_summary()}"), ""]
-        rule = len(lines) + 1
+        table = []
         for row in rows:
-            cells = [
-                cell.ljust(width) if i < 2 else cell.rjust(width)
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ]
-            lines.append("  ".join(cells))
-        lines.insert(rule, "  ".join("-" * width for width in widths))
-        lines.append("")
-        for title, more in self._details():
-            lines += _wrapped(title)
-            for line in more:
-                lines += _wrapped(line, "  ")
-        return "\n".join(lines).rstrip()
+            names, counts = row[:2], row[2:]
+            cells = [name.ljust(width) for name, width in zip(names, widths[:2], strict=True)]
+            cells += [count.rjust(width) for count, width in zip(counts, widths[2:], strict=True)]
+            table.append("  ".join(cells))
+        table.insert(1, "  ".join("-" * width for width in widths))
+        return "\n".join([*self._lines(len(self.entries)), "", *table])
 
     def _repr_html_(self) -> str:
-        """What notebooks show: the printed report as tables."""
+        """What notebooks show: ``details`` as tables."""
         header = "".join(f"<th>{name}</th>" for name in ("component", "fusion", *STATUSES))
         counts = "".join(_html_row(row) for row in self._counts())
-        details = "".join(_html_row((title, "; ".join(more))) for title, more in self._details())
-        summary = html.escape(f"sdfastgn: {self._summary()}, graphs: {self._graph_summary()}")
-        return f"<p><b>{summary}</b></p><table><tr>{header}</tr>{counts}</table><table>{details}</table>"
+        found = self._paragraphs(len(self.entries))
+        details = "".join(_html_row((title, "; ".join(more))) for title, more in found)
+        summary = html.escape(f"sdfastgn: {self._summary()}")
+        return f"<p><b>{summary}</b></p><table>{details}</table><table><tr>{header}</tr>{counts}</table>"
 
     def _summary(self) -> str:
         parts = [f"{_parts(self.fused)} fused"] if self.fused else []
         if self.fusable:
             parts.append(f"optimize would fuse {_parts(self.fusable)}")
-        return f"{', '.join(parts) or 'nothing to fuse'}, {len(self.skipped)} skipped"
-
-    def _graph_summary(self) -> str:
         alive, replays = (sum(getattr(g, name) for g in self.graphs) for name in ("alive", "replays"))
-        return f"{alive} alive, {replays} calls replayed" if alive or replays else "none"
+        graphs = f"{alive} alive, {replays} calls replayed" if alive or replays else "none"
+        return f"{', '.join(parts) or 'nothing to fuse'}, {len(self.skipped)} skipped, graphs: {graphs}"
 
     def _counts(self) -> list[tuple[str, ...]]:
         counts = Counter((e.component, e.fusion, e.status) for e in self.entries)
         pairs = dict.fromkeys((component, fusion) for component, fusion, _ in counts)
         return [(*pair, *(str(counts[*pair, status]) for status in STATUSES)) for pair in pairs]
 
-    def _details(self) -> list[tuple[str, list[str]]]:
-        """What stands below the table: lines, each with those that are indented under it."""
-        found = [
-            (f"skipped: {reason}", [", ".join(paths)]) for reason, paths in self._skipped_by_reason().items()
-        ]
-        if self.fused:
-            counts = (
-                f"{self.channels_last_weights}, layout copies removed per call: {self.layout_copies_removed}"
-            )
-            found.append((f"channels-last weights: {counts}", []))
+    def _lines(self, max_paths: int) -> list[str]:
+        lines = _wrapped(self._summary())
+        for title, more in self._paragraphs(max_paths):
+            lines += _wrapped(title)
+            for line in more:
+                lines += _wrapped(line, "  ")
+        return lines
+
+    def _paragraphs(self, max_paths: int) -> list[tuple[str, list[str]]]:
+        """What follows the summary: lines, each with those that are indented under it."""
+        found: list[tuple[str, list[str]]] = []
         if self.backend:
             found.append((f"{'runs in' if self.fused else 'would run in'}: {self.backend}", []))
+        for status, entries in (("fused", self.fused), ("would be fused", self.fusable)):
+            counts = Counter(entry.component for entry in entries)
+            if counts:
+                found.append((f"{status}: {', '.join(f'{n} in {name}' for name, n in counts.items())}", []))
+        for reason, paths in self._skipped_by_reason().items():
+            rest = f" and {len(paths) - max_paths} more" if len(paths) > max_paths else ""
+            found.append((f"skipped: {reason}", [", ".join(paths[:max_paths]) + rest]))
+        if self.fused:
+            weights = f"channels-last weights: {self.channels_last_weights}"
+            found.append((f"{weights}, layout copies removed per call: {self.layout_copies_removed}", []))
         for g in self.graphs:
             if g.replays or g.eager:
                 eager = [f"{count} calls without: {reason}" for reason, count in g.eager.items()]
-                found.append(
-                    (f"CUDA graphs of {g.path or g.kind}: {g.alive} alive, {g.replays} calls replayed", eager)
-                )
+                state = f"{g.alive} alive, {g.replays} calls replayed"
+                found.append((f"CUDA graphs of {g.path or g.kind}: {state}", eager))
         if self.graph_memory_bytes:
             found.append((f"memory of CUDA graphs: {self.graph_memory_bytes / 2**20:.0f} MiB", []))
         return found

@@ -48,8 +48,8 @@ class Cells(HTMLParser):
 
 def test_repr_is_one_short_line() -> None:
     summary = "1 part fused, 32 skipped, graphs: 2 alive, 48 calls replayed"
-    assert repr(REPORT) == f"<sdfastgn report: {summary}; print it for details>"
-    assert repr(ALONE) == "<sdfastgn report: nothing to fuse, 32 skipped, graphs: none; print it for details>"
+    assert repr(REPORT) == f"<sdfastgn report: {summary}; print it for more>"
+    assert repr(ALONE) == "<sdfastgn report: nothing to fuse, 32 skipped, graphs: none; print it for more>"
 
 
 def test_print_begins_with_the_summary_and_fits_80_columns() -> None:
@@ -58,11 +58,23 @@ def test_print_begins_with_the_summary_and_fits_80_columns() -> None:
     assert lines[0] == "1 part fused, 32 skipped, graphs: 2 alive, 48 calls replayed"
     assert max(map(len, lines)) <= 80
     words = " ".join(text.split())
-    assert all(path in text for path in PATHS)
-    assert f"skipped: {LONG} (sequential) {PATHS[0]}, {PATHS[1]}," in words
+    assert "fused: 1 in unet" in words
+    assert f"skipped: {LONG} (sequential) {', '.join(PATHS[:3])} and 29 more" in words
     assert "runs in: Triton 3.6 on <b>H200</b>" in words
     assert "CUDA graphs of unet: 2 alive, 48 calls replayed 1 calls without: a <reason>" in words
     assert "memory of CUDA graphs: 1 MiB" in words
+
+
+def test_details_name_every_path_and_count_each_fusion() -> None:
+    lines = REPORT.details().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert all(path in REPORT.details() for path in PATHS)
+    assert [line.split() for line in lines[-4:]] == [
+        ["component", "fusion", "fused", "fusable", "skipped"],
+        ["-" * width for width in (9, 12, 5, 7, 7)],
+        ["unet", "resnet_block", "1", "0", "0"],
+        ["unet", "sequential", "0", "0", "32"],
+    ]
 
 
 def test_html_is_tables_with_everything_escaped() -> None:
