@@ -10,13 +10,21 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from sdfastgn.api import optimize, optimized, report, restore
-    from sdfastgn.kernels.group_norm.instance_norm import instance_norm
-    from sdfastgn.kernels.group_norm.op import group_norm
-    from sdfastgn.kernels.layer_norm.op import add_layer_norm, layer_norm
-    from sdfastgn.kernels.statistics.op import add_with_statistics, cat_with_statistics, channel_statistics
-    from sdfastgn.modules import GroupNorm, InstanceNorm, LayerNorm
+if TYPE_CHECKING:  # "as" says to type checkers that a name is public
+    from sdfastgn.api import optimize as optimize
+    from sdfastgn.api import optimized as optimized
+    from sdfastgn.api import report as report
+    from sdfastgn.api import restore as restore
+    from sdfastgn.kernels.group_norm.instance_norm import instance_norm as instance_norm
+    from sdfastgn.kernels.group_norm.op import group_norm as group_norm
+    from sdfastgn.kernels.layer_norm.op import add_layer_norm as add_layer_norm
+    from sdfastgn.kernels.layer_norm.op import layer_norm as layer_norm
+    from sdfastgn.kernels.statistics.op import add_with_statistics as add_with_statistics
+    from sdfastgn.kernels.statistics.op import cat_with_statistics as cat_with_statistics
+    from sdfastgn.kernels.statistics.op import channel_statistics as channel_statistics
+    from sdfastgn.modules import GroupNorm as GroupNorm
+    from sdfastgn.modules import InstanceNorm as InstanceNorm
+    from sdfastgn.modules import LayerNorm as LayerNorm
 
 __version__ = "0.1.0"
 
