@@ -32,33 +32,35 @@ _WITH = 3
 def optimize(
     obj: T, *, strict: bool = False, cuda_graphs: Literal["auto"] | bool = "auto", missing_ok: bool = False
 ) -> T:
-    """Make a diffusers pipeline or model channels-last with fused norms, in place; the images stay the same.
+    """Make a diffusers pipeline or model channels-last and fuse its norms, in place.
+
+    The images stay the same.
 
     Args:
-        obj: a diffusers pipeline (every component with a GroupNorm or with diffusers' transformer blocks or parts of them: UNet, VAE,
-            ControlNets, ...; and what the CPU does around them: a scheduler that waits for the GPU at each step without need, PNDM
-            and DDIM, the image processor, the pipeline's search for its device) or any ``torch.nn.Module`` tree.
-        strict: raise instead of leaving out a module or another part that cannot be changed.
-        cuda_graphs: replay calls of UNets, ControlNets, VAEs and CLIP text encoders on a GPU as CUDA graphs. ``"auto"``: a call like
-            none before runs as usual, the second of its kind is captured, and those after it are replayed; True: captured at the first;
-            False: never. Each change to the model drops its graphs, and what cannot be captured runs as usual; ``report`` says what
-            happened and why.
-        missing_ok: return ``obj`` as it is, without a word, if there is nothing to optimize in it.
-            By default that is an error for a module, and a warning for a pipeline.
+        obj: a diffusers pipeline, or any ``torch.nn.Module``. Of a pipeline every component with a
+            GroupNorm or a transformer block is optimized: UNet, VAE, ControlNets and others. Also
+            optimizes PNDM and DDIM schedulers and the image processor.
+        strict: raise if anything must be skipped.
+        cuda_graphs: replay calls of UNets, ControlNets, VAEs and CLIP text encoders as CUDA graphs.
+            ``"auto"`` captures the second call of a kind (shapes, dtypes, arguments) and replays it
+            from then on. True captures the first. False never captures. A change to the model drops
+            its graphs. What cannot be captured runs eagerly, and ``report`` says why.
+        missing_ok: return ``obj`` unchanged, without a warning, if there is nothing to optimize. By
+            default that is an error for a module and a warning for a pipeline.
 
     Returns:
-        ``obj`` itself. Instances get subclasses of their classes, by the same names; the classes themselves stay what they are.
-        Parameters keep their identity, names and values. A second call changes nothing but ``cuda_graphs`` and parts that are new.
-        ``restore`` undoes it exactly, ``report`` tells what was done.
+        ``obj`` itself. Fused modules get subclasses of their own classes, with the same names.
+        Parameters keep their identity, names and values. A second call changes ``cuda_graphs`` and
+        optimizes what is new.
 
-    Where no kernel runs (a CPU, fp64, no Triton) the model runs stock's own code; convolutions' weights are laid out anew when they
-    come to a GPU. On a machine without a GPU or Triton a UserWarning says so, once. Every check comes before the first change.
+    ``restore`` undoes it exactly. Where no kernel runs (CPU, fp64, no Triton) the model runs stock
+    code, and a UserWarning says so once. Every check comes before the first change.
 
     Raises:
         TypeError: ``obj`` is neither a pipeline nor a module.
-        ValueError: ``cuda_graphs`` is none of the three; there is nothing to optimize in a module, or
-            with ``strict`` in a pipeline; it is in a DistributedDataParallel, which has to be made
-            afterwards; or ``strict`` and something must be skipped (the message says what and why).
+        ValueError: ``cuda_graphs`` is none of the three. Or there is nothing to optimize in a module,
+            or with ``strict`` in a pipeline. Or something must be skipped with ``strict``; the message
+            says what and why. Or the model is wrapped in DistributedDataParallel: optimize it first.
     """
     before, _ = _optimize("optimize", obj, strict, cuda_graphs, missing_ok)
     if not (before or missing_ok):
@@ -67,15 +69,15 @@ def optimize(
 
 
 def restore(obj: T) -> T:
-    """Undo ``optimize`` in place: bit-identical outputs, the same classes, strides and attributes as before. Returns ``obj``.
+    """Undo ``optimize`` in place: the same classes, strides, attributes and outputs. Returns ``obj``.
 
-    A stock pipeline or module is left as it is. Where other code has put a class of its own over a
-    fused one (tomesd, parametrizations, FSDP), only that code can take it away. All else is restored,
-    and a UserWarning names these modules: undo that, then call ``restore`` again.
+    A stock pipeline or module stays as it is. Other code (tomesd, parametrizations, FSDP) may have put
+    a class of its own over a fused one, and only that code can take it away. All else is restored, and
+    a UserWarning names these modules: undo that, then call ``restore`` again.
 
     Raises:
-        TypeError: ``obj`` is neither.
-        ValueError: it is optimised and in a DistributedDataParallel, which has to be dropped first.
+        TypeError: ``obj`` is neither a pipeline nor a module.
+        ValueError: it is optimized and wrapped in DistributedDataParallel: unwrap it first.
     """
     roots = _roots("restore", obj)
     _refuse_in_ddp("restore", obj, roots.values())
@@ -93,10 +95,11 @@ def restore(obj: T) -> T:
 def optimized(
     obj: T, *, strict: bool = False, cuda_graphs: Literal["auto"] | bool = "auto", missing_ok: bool = False
 ) -> Iterator[T]:
-    """``with sdfastgn.optimized(pipe):`` optimised inside, and afterwards as it was.
+    """``with sdfastgn.optimized(pipe):`` optimizes inside and restores afterwards.
 
-    A component that was optimised before stays so, and its graphs' mode is again what it was; the others are restored, with those that
-    the pipeline got inside. Warns as ``optimize`` and ``restore`` do.
+    A component that was optimized before stays optimized, with the ``cuda_graphs`` that it had. All
+    others are restored, also those that joined the pipeline inside. Arguments, errors and warnings:
+    ``optimize`` and ``restore``.
     """
     before, parts = _optimize("optimized", obj, strict, cuda_graphs, missing_ok)
     if not before:
@@ -117,9 +120,12 @@ def optimized(
 
 
 def report(obj: Any) -> Report:
-    """What is fused in ``obj``, what ``optimize`` would fuse, and what is skipped and why. Changes nothing.
+    """What is fused in ``obj``, what would be, and what is skipped and why. Changes nothing.
 
-    Raises TypeError if ``obj`` is neither a pipeline nor a module.
+    ``print`` it for a summary, ``print(report.details())`` for every part.
+
+    Raises:
+        TypeError: ``obj`` is neither a pipeline nor a module.
     """
     roots = _roots("report", obj)
     findings = [
@@ -229,8 +235,8 @@ def _refuse_in_ddp(call: str, obj: Any, roots: Iterable[nn.Module]) -> None:
 
 def _in_ddp(call: str, obj: Any, advice: str) -> str:
     return (
-        f"sdfastgn.{call}: {type(obj).__name__} is in a DistributedDataParallel, whose buckets need the layout that the weights had "
-        f"when it was made; {advice}"
+        f"sdfastgn.{call}: {type(obj).__name__} is in a DistributedDataParallel, whose buckets need the "
+        f"layout that the weights had when it was made; {advice}"
     )
 
 
@@ -314,6 +320,7 @@ def warn_where_nothing_is_gained() -> None:
     missing = "triton is not installed" if triton is None else "no CUDA GPU"
     if triton is None or not torch.cuda.is_available():
         warnings.warn(
-            f"sdfastgn.optimize: no kernel runs on this machine ({missing}); here the model runs stock's own code at stock's speed",
+            f"sdfastgn.optimize: no kernel runs on this machine ({missing}); here the model runs stock's "
+            "own code at stock's speed",
             stacklevel=4,
         )

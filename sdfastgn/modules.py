@@ -21,9 +21,10 @@ class GroupNorm(nn.GroupNorm):
 
     Args:
         num_groups, num_channels, eps, affine, device, dtype, bias: as in ``torch.nn.GroupNorm``.
-        activation: ``identity``, ``relu``, ``silu``, ``gelu`` (exact) or ``gelu_tanh``.
+        activation: any of ``sdfastgn.kernels.common.activations.ACTIVATIONS``.
 
-    Shapes: (N, C, *spatial) -> the same. Dtypes, layout, gradients and errors of the call: ``sdfastgn.group_norm``.
+    Shapes: (N, C, *spatial) -> the same.
+    Dtypes, layout, gradients and errors of the call: ``sdfastgn.group_norm``.
     Raises: ValueError if num_groups does not divide num_channels or the activation is unknown;
         TypeError if a number is not one; ZeroDivisionError, as in PyTorch, if num_groups is 0.
     """
@@ -63,14 +64,17 @@ class GroupNorm(nn.GroupNorm):
 
 
 class InstanceNorm(_InstanceNorm):
-    """``torch.nn.InstanceNorm1d``, ``2d`` and ``3d`` with a fused activation: the same constructor, attributes and state_dict.
+    """``torch.nn.InstanceNorm1d``, ``2d`` and ``3d`` with a fused activation.
+
+    The constructor, the attributes and the state_dict are the same.
 
     Args:
         num_features, eps, momentum, affine, device, dtype: as in ``torch.nn.InstanceNorm2d``.
         track_running_stats: must be False; each sample is normalised by its own statistics.
-        activation: ``identity``, ``relu``, ``silu``, ``gelu`` (exact) or ``gelu_tanh``.
+        activation: any of ``sdfastgn.kernels.common.activations.ACTIVATIONS``.
 
-    Shapes: (N, C, *spatial) -> the same. Dtypes, layout, gradients and errors of the call: ``sdfastgn.instance_norm``.
+    Shapes: (N, C, *spatial) -> the same.
+    Dtypes, layout, gradients and errors of the call: ``sdfastgn.instance_norm``.
     Raises: ValueError if track_running_stats is True or the activation is unknown; TypeError if a
         number is not one.
     """
@@ -103,7 +107,8 @@ class InstanceNorm(_InstanceNorm):
         if not fits:
             check_input("sdfastgn.InstanceNorm", "input", input)
             raise ValueError(
-                f"sdfastgn.InstanceNorm: input must be (N, {self.num_features}, *spatial), got shape {tuple(input.shape)}"
+                f"sdfastgn.InstanceNorm: input must be (N, {self.num_features}, *spatial), "
+                f"got shape {tuple(input.shape)}"
             )
         return instance_norm(input, self.weight, self.bias, self.eps, self.activation)
 
@@ -112,15 +117,19 @@ class InstanceNorm(_InstanceNorm):
 
 
 class LayerNorm(nn.LayerNorm):
-    """``torch.nn.LayerNorm`` over one dimension, with a residual add in the same pass: the same constructor and state_dict.
+    """``torch.nn.LayerNorm`` over one dimension, with a residual add in the same pass.
+
+    The constructor and the state_dict are the same.
 
     Args:
         normalized_shape: D, or a sequence that holds nothing else.
         eps, elementwise_affine, bias, device, dtype: as in ``torch.nn.LayerNorm``.
 
-    ``norm(input)`` is y; ``norm(input, residual, add_bias)`` is (y, total), as ``sdfastgn.add_layer_norm`` returns them.
+    ``norm(input)`` is y. ``norm(input, residual, add_bias)`` is (y, total), as
+    ``sdfastgn.add_layer_norm`` returns them.
 
-    Shapes: (..., D) -> the same. Dtypes, layout, gradients and errors of the call: ``sdfastgn.layer_norm``, ``sdfastgn.add_layer_norm``.
+    Shapes: (..., D) -> the same. Dtypes, layout, gradients and errors of the call:
+        ``sdfastgn.layer_norm``, ``sdfastgn.add_layer_norm``.
     Raises: ValueError if normalized_shape is not one dimension, or add_bias comes without a residual;
         TypeError if a number is not one.
     """
@@ -149,13 +158,15 @@ class LayerNorm(nn.LayerNorm):
         if not fits:
             check_input("sdfastgn.LayerNorm", "input", input)
             raise ValueError(
-                f"sdfastgn.LayerNorm: input must be (..., {self.normalized_shape[0]}), got shape {tuple(input.shape)}"
+                f"sdfastgn.LayerNorm: input must be (..., {self.normalized_shape[0]}), "
+                f"got shape {tuple(input.shape)}"
             )
         if residual is not None:
             return add_layer_norm(input, residual, self.weight, self.bias, self.eps, add_bias=add_bias)
         if add_bias is not None:
             check_input("sdfastgn.LayerNorm", "add_bias", add_bias)
             raise ValueError(
-                f"sdfastgn.LayerNorm: add_bias needs a residual, got add_bias of shape {tuple(add_bias.shape)}"
+                "sdfastgn.LayerNorm: add_bias needs a residual, "
+                f"got add_bias of shape {tuple(add_bias.shape)}"
             )
         return layer_norm(input, self.weight, self.bias, self.eps)

@@ -22,7 +22,10 @@ STATUSES = ("fused", "fusable", "skipped")
 
 @dataclass(frozen=True)
 class Entry:
-    """One module and one fusion. ``path`` is dotted, from the pipeline or the module; ``reason`` is empty unless skipped."""
+    """One module and one fusion.
+
+    ``path`` is dotted, from the pipeline or the module. ``reason`` is empty unless skipped.
+    """
 
     component: str
     path: str
@@ -36,10 +39,10 @@ class Entry:
 class Report:
     """State of a pipeline or module. ``print`` it for a summary, ``print(report.details())`` for all of it.
 
-    ``backend``: what runs the fused calls where the weights are now; empty for weights on the meta device.
-    ``channels_last_weights``: convolutions whose weights were laid out anew.
-    ``layout_copies_removed``: copies to channels-first that the stock model makes at each call and this one does not.
-    ``graphs``: what became of each module whose calls can be CUDA graphs.
+    ``backend``: what runs the fused calls where the weights are now; empty on the meta device.
+    ``channels_last_weights``: convolutions whose weights became channels-last.
+    ``layout_copies_removed``: copies to channels-first a call that stock makes and this model does not.
+    ``graphs``: the state of each module whose calls can be CUDA graphs.
     ``graph_memory_bytes``: GPU memory of all graphs of the process that share a pool with these.
     """
 
@@ -74,7 +77,7 @@ class Report:
         return "\n".join(self._lines(_SHOWN_PATHS))
 
     def details(self) -> str:
-        """The printed report with every skipped path, and a table of what each fusion does in each component."""
+        """The summary with every skipped path, and a table of fusions by component."""
         rows = [("component", "fusion", *STATUSES), *self._counts()]
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         table = []
