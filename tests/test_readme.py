@@ -1,4 +1,4 @@
-"""The code in the README and in docs/ runs, their commands parse, and their links lead somewhere."""
+"""The pages: their code runs, their commands parse, their links lead somewhere, their prose wraps at 100."""
 
 from __future__ import annotations
 
@@ -75,6 +75,12 @@ def test_every_link_leads_to_a_file_and_a_heading(page):
         if anchor:
             headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
             assert anchor in {re.sub(r"[^\w -]", "", h).strip().lower().replace(" ", "-") for h in headings}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_prose_wraps_at_100(page):
+    text = re.sub(r"```.*?```|<!-- table:(.*?) -->.*?<!-- /table:\1 -->", "", PAGES[page], flags=re.DOTALL)
+    assert [line for line in text.splitlines() if len(line) > 100 and not line.startswith("|")] == []
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("sdfastgn")])
