@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -48,6 +49,18 @@ def document(
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Writes ``content`` as strict JSON, and makes the folder that it goes to."""
+    """Writes ``content`` as strict JSON, one row and one fact a line. Makes the folder that it goes to."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    lines = ",\n".join(f" {json.dumps(key)}: {_block(value)}" for key, value in content.items())
+    path.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
+
+
+def _block(value: Any) -> str:
+    """A list with one entry a line, a dict likewise, anything else in one line."""
+    encode = functools.partial(json.dumps, allow_nan=False)
+    if isinstance(value, dict) and value:
+        entries = [f"{encode(key)}: {encode(entry)}" for key, entry in value.items()]
+        return "{\n  " + ",\n  ".join(entries) + "\n }"
+    if isinstance(value, list) and value:
+        return "[\n  " + ",\n  ".join(map(encode, value)) + "\n ]"
+    return encode(value)
