@@ -6,24 +6,19 @@ Every check raises :class:`OptionError` with one line that names the option, quo
 from __future__ import annotations
 
 import errno
-import functools
 import inspect
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from sdfastgn.bench.kernels import providers
-from sdfastgn.bench.kernels.cells import KernelConfig, Shape
-from sdfastgn.bench.kernels.norm_suites import DIVISIBLE, INFERENCE, SUITES, divisible
-from sdfastgn.bench.kernels.norm_suites import NAMES as SUITE_NAMES
-from sdfastgn.bench.kernels.run import SHAPE_SETS
-from sdfastgn.bench.kernels.suites import Suite, SuiteConfig
+from sdfastgn.bench.kernels.suite import INFERENCE, KernelConfig, Shape, Suite
+from sdfastgn.bench.kernels.suites import SUITES
 from sdfastgn.bench.models import architectures, variants
 from sdfastgn.bench.models.architectures import MODELS
 from sdfastgn.bench.models.workload import DTYPES, BenchConfig
@@ -36,10 +31,6 @@ DEFAULT_REPEATS = {"unet": 50, "vae": 30, "pipeline": 5, "train": 30}
 CPU_REPEATS = {"unet": 5, "vae": 5, "pipeline": 2, "train": 3}
 DEFAULT_STEPS = 30
 DEFAULT_MODEL = "tiny"
-
-# Timed rounds of each cell of the kernel table. A suite has several passes, and many calls in each round.
-KERNEL_REPEATS = 20
-SUITE_REPEATS = 10
 
 _SHAPE = re.compile(r"\d+(x\d+)+")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -69,9 +60,10 @@ def split(text: str) -> list[str]:
     return [entry.strip() for entry in text.split(",") if entry.strip()]
 
 
-def positive(option: str, value: int) -> int:
-    if value < 1:
-        raise OptionError(f"{option}: must be a positive whole number, got {value}")
+def positive(option: str, value: int, *, multiple: int = 1) -> int:
+    if value < 1 or value % multiple:
+        wanted = "whole number" if multiple == 1 else f"multiple of {multiple}"
+        raise OptionError(f"{option}: must be a positive {wanted}, got {value}")
     return value
 
 
@@ -287,19 +279,16 @@ def variant_list(option: str, text: str) -> list[variants.Variant]:
     return [variant for variant in variants.VARIANTS if variant.name in names]
 
 
-def shape_list(option: str, text: str, suite: Suite | None = None) -> tuple[Shape, ...]:
-    """A comma list of shapes and names of sets, of GroupNorm inputs or, with ``suite``, of its own."""
-    sets = suite.shape_sets if suite else SHAPE_SETS
-    axes = suite.axes if suite else "NxCxHxW"
-    fits, rule = (suite.fits, suite.rule) if suite else (divisible, DIVISIBLE)
-    wanted = f"{axes}{' ' if rule else ''}{rule}, or one of {', '.join(sets)}"
+def shape_list(option: str, text: str, suite: Suite) -> tuple[Shape, ...]:
+    """A comma list of the suite's shapes and names of sets."""
+    wanted = f"{suite.axes}{' ' if suite.rule else ''}{suite.rule}, or one of {', '.join(suite.shape_sets)}"
     shapes: list[Shape] = []
     for entry in split(text):
-        if entry in sets:
-            shapes += sets[entry]
+        if entry in suite.shape_sets:
+            shapes += suite.shape_sets[entry]
             continue
         shape = tuple(map(int, entry.split("x"))) if _SHAPE.fullmatch(entry) else ()
-        if len(shape) != len(axes.split("x")) or math.prod(shape) == 0 or not fits(shape):
+        if len(shape) != len(suite.axes.split("x")) or math.prod(shape) == 0 or not suite.fits(shape):
             raise OptionError(f"{option}: cannot use shape {entry!r}; give {wanted}")
         shapes.append(shape)
     if not shapes:
@@ -317,31 +306,24 @@ def kernel_configs(
     repeats: int | None = None,
     seed: int = 0,
 ) -> list[KernelConfig]:
-    """One checked config of ``sdfastgn kernels`` for each dtype of a comma list: of the suite's kind. Raises OptionError."""
-    chosen = SUITES.get(one_of("--suite", suite, SUITE_NAMES))
-    entries = chosen.providers if chosen else providers.PROVIDERS
-    known = list(dict.fromkeys(entry.name for entry in entries))
-    if names == "all":
-        run = known
-    elif names is None:
-        run = list(dict.fromkeys(entry.name for entry in entries if entry.by_default))
-    else:
-        run = some_of("--providers", split(names), known)
-    make: Callable[..., KernelConfig] = KernelConfig
-    if chosen is not None:
-        make = functools.partial(SuiteConfig, suite=suite)
-    default_repeats = KERNEL_REPEATS if chosen is None else SUITE_REPEATS
+    """One checked config of ``sdfastgn kernels`` for each dtype of a comma list. Raises OptionError."""
+    chosen = SUITES[one_of("--suite", suite, SUITES)]
+    providers = list(chosen.default_names)
+    if names is not None:
+        known = chosen.provider_names
+        providers = list(known) if names == "all" else some_of("--providers", split(names), known)
     return [
-        make(
+        KernelConfig(
+            suite=suite,
             shapes=shape_list("--shapes", shapes, chosen),
-            providers=tuple(run),
+            providers=tuple(providers),
             dtype=dtype,
             device=device_name("--device", device),
-            repeats=positive("--repeats", default_repeats if repeats is None else repeats),
+            repeats=positive("--repeats", chosen.repeats if repeats is None else repeats),
             seed=seed,
             wall_clock=device == "cpu",
         )
-        for dtype in some_of("--dtype", split(dtypes or (chosen.dtype if chosen else "fp16")), DTYPES)
+        for dtype in some_of("--dtype", split(dtypes or chosen.dtype), DTYPES)
     ]
 
 

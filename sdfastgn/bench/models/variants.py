@@ -212,3 +212,8 @@ def by_name(name: str) -> Variant:
         if variant.name == name:
             return variant
     raise ValueError(f"variants.by_name: unknown variant {name!r}; there are {', '.join(NAMES)}")
+
+
+def label(name: str) -> str:
+    """What tables call a variant: the registry's label, or the name of one that the registry no longer has."""
+    return next((variant.label for variant in VARIANTS if variant.name == name), name)

@@ -20,27 +20,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 
 from sdfastgn.bench import documents
-from sdfastgn.bench.environment import environment
 from sdfastgn.bench.models import architectures
-from sdfastgn.bench.models import run as end_to_end
 from sdfastgn.bench.models import workload as workloads
 from sdfastgn.bench.models.workload import BenchConfig
-from sdfastgn.bench.terminal import Blocks, print_lines
-
-__all__ = ["WaitRow", "measure", "run", "run_and_print"]
 
 IMAGES = 3
 STEPS_AT_NEW_SIZE = 4
 # (row, optimised). Triton's cache is empty before the first.
 WAYS = (("eager", False), ("sdfastgn, cold cache", True), ("sdfastgn, warm cache", True))
-
-
-HEADERS = (
-    "variant", "second image after s", "over eager s", "third image s", "new size, over replays s", "peak MiB", "reserved MiB", "PSNR dB",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -168,17 +157,6 @@ def run(config: BenchConfig, new_size: int) -> list[WaitRow]:
     return rows
 
 
-def cells(row: WaitRow, eager: WaitRow) -> list[str]:
-    """One line of the table, under ``HEADERS``."""
-    if row.status != documents.OK:
-        return [row.variant, f"{row.status}: {row.reason}"]
-    over = f"{row.second_image_s - eager.second_image_s:+.2f}" if eager.image_s and row is not eager else "-"
-    memory = ["-" if value is None else f"{value:.0f}" for value in (row.peak_mib, row.reserved_mib)]
-    decibel = "-" if row.psnr_db is None else f"{row.psnr_db:.1f}"
-    times = [f"{row.second_image_s:.2f}", over, f"{row.image_s[-1]:.3f}", f"{row.new_size_over_s:.3f}"]
-    return [row.variant, *times, *memory, decibel]
-
-
 def _work(request: dict[str, Any]) -> None:
     try:
         row, image = measure(
@@ -190,26 +168,6 @@ def _work(request: dict[str, Any]) -> None:
     folder = Path(request["folder"])
     np.save(folder / "image.npy", image)
     (folder / "row.json").write_text(json_format.dumps(asdict(row)))
-
-
-def run_and_print(config: BenchConfig, new_size: int, *, json: Path | None, out: Console) -> int:
-    """:func:`run`, printed and written; returns 0, or 1 where an image was wrong."""
-    rows = run(config, new_size)
-    what = f"{config.model} pipeline, {config.size}x{config.size}, {config.steps} steps, then {new_size}x{new_size}"
-    body = [cells(row, rows[0]) if row.status == documents.OK else [row.variant] for row in rows]
-    out.print(Blocks(HEADERS, body, f"{what}, {config.dtype} on {config.device}"))
-    print_lines(out, [": ".join(cells(row, rows[0])) for row in rows if row.status != documents.OK])
-    out.print(f"correctness gate, before any time: {workloads.gate_text(config)}", style="dim")
-    if json is not None:
-        tries = (
-            torch.backends.cudnn.benchmark
-        )  # not what `sdfastgn bench` would have set: the processes leave it alone
-        (part,) = end_to_end.describe([config])["parts"]
-        described = {"parts": [{**part, "cudnn_benchmark": tries}], "new_size": new_size}
-        where = environment(config.torch_device, {"cudnn.benchmark": tries})
-        documents.write_json(json, documents.document("warm_up", where, described, rows))
-        out.print(f"wrote {json}", style="dim", soft_wrap=True)
-    return 1 if any(row.status != documents.OK for row in rows) else 0
 
 
 if __name__ == "__main__":
