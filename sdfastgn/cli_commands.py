@@ -6,15 +6,14 @@ Options are plain strings, and all that imports torch is imported inside a comma
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from sdfastgn.bench.models.configurations import MODELS
-from sdfastgn.bench.models.variants import NAMES as VARIANT_NAMES
-from sdfastgn.bench.models.variants import PARTS
+from sdfastgn.bench.models.variants import PARTS, VARIANTS
 from sdfastgn.program import program
 
 HELP_OPTIONS: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
@@ -85,7 +84,38 @@ def _one_line_errors() -> Iterator[None]:
         raise typer.Exit(2) from None
 
 
-@app.command()
+def _providers() -> Iterable[str]:
+    from sdfastgn.bench.kernels.suites import SUITES
+
+    return dict.fromkeys(name for suite in SUITES.values() for name in suite.provider_names)
+
+
+def _suites() -> Iterable[str]:
+    from sdfastgn.bench.kernels.suites import SUITES
+
+    return SUITES
+
+
+# What stands for a registry's names in a help text. Those of the kernels import torch, so nobody asks before it is shown.
+_LISTS: dict[str, Callable[[], Iterable[str]]] = {
+    "{variants}": lambda: VARIANTS,
+    "{suites}": _suites,
+    "{providers}": _providers,
+}
+
+
+class _Listing(typer.core.TyperCommand):
+    """A command whose help lists registries."""
+
+    def get_help(self, ctx: Any) -> str:
+        for option in map(vars, self.params):
+            for word, names in _LISTS.items():
+                if word in (option.get("help") or ""):
+                    option["help"] = option["help"].replace(word, ", ".join(names()))
+        return str(super().get_help(ctx))
+
+
+@app.command(cls=_Listing)
 def bench(
     model: ModelOption = None,
     part: Annotated[
@@ -97,9 +127,7 @@ def bench(
     dtype: DtypeOption = None,
     device: DeviceOption = None,
     weights: WeightsOption = "random",
-    variants: Annotated[
-        str, typer.Option("--variants", help=f"all, or a comma list of {', '.join(VARIANT_NAMES)}")
-    ] = "all",
+    variants: Annotated[str, typer.Option("--variants", help="all, or a comma list of {variants}")] = "all",
     repeats: Annotated[int | None, typer.Option("--repeats", help="timed calls of each variant")] = None,
     fp32_reference: Annotated[
         bool, typer.Option("--fp32-reference", help="also compare unet and vae with the same weights in fp32")
@@ -141,23 +169,9 @@ def bench(
     raise typer.Exit(code)
 
 
-class _KernelsCommand(typer.core.TyperCommand):
-    """Its help lists the suites and their providers, whose registry imports torch: no other help waits for that."""
-
-    def get_help(self, ctx: Any) -> str:
-        from sdfastgn.bench.kernels.suites import SUITES
-
-        providers = dict.fromkeys(name for suite in SUITES.values() for name in suite.provider_names)
-        lists = {"suite": ", ".join(SUITES), "providers": ", ".join(providers)}
-        for option in self.params:
-            if option.name in lists:
-                vars(option)["help"] += f": {lists[option.name]}"
-        return str(super().get_help(ctx))
-
-
-@app.command(cls=_KernelsCommand)
+@app.command(cls=_Listing)
 def kernels(
-    suite: Annotated[str, typer.Option("--suite", help="what is timed, one of")] = "inference",
+    suite: Annotated[str, typer.Option("--suite", help="one of {suites}")] = "inference",
     shapes: Annotated[
         str,
         typer.Option(
@@ -167,7 +181,8 @@ def kernels(
     providers: Annotated[
         str | None,
         typer.Option(
-            "--providers", help="all, or a comma list; without it all but inductor. Suites have some of"
+            "--providers",
+            help="all, or a comma list of the suite's: {providers}; without it all but inductor",
         ),
     ] = None,
     dtype: Annotated[
@@ -252,7 +267,6 @@ def info(device: DeviceOption = None) -> None:
     from sdfastgn import __version__
     from sdfastgn.bench import environment, options, terminal
     from sdfastgn.bench.kernels.suites import SUITES
-    from sdfastgn.bench.models.variants import VARIANTS
 
     with _one_line_errors():
         where = torch.device(options.device_name("--device", device))
@@ -264,7 +278,7 @@ def info(device: DeviceOption = None) -> None:
     for name, version in facts["packages"].items():
         out.print(f"{name}: {version or 'not installed'}")
     out.print(f"runs on {where}:", style="bold")
-    reasons = {f"variant {each.name}": each.available(where) for each in VARIANTS}
+    reasons = {f"variant {each.name}": each.available(where) for each in VARIANTS.values()}
     reasons |= {f"kernel {name}": each.reason(where) for name, each in providers.items()}
     for name, reason in reasons.items():
         out.print(f"{name}: {reason or 'yes'}", markup=False)

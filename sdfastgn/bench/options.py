@@ -19,8 +19,9 @@ import torch
 
 from sdfastgn.bench.kernels.suite import INFERENCE, KernelConfig, Shape, Suite
 from sdfastgn.bench.kernels.suites import SUITES
-from sdfastgn.bench.models import architectures, variants
+from sdfastgn.bench.models import architectures
 from sdfastgn.bench.models.architectures import MODELS
+from sdfastgn.bench.models.variants import PARTS, VARIANTS, Variant
 from sdfastgn.bench.models.workload import DTYPES, BenchConfig
 from sdfastgn.bench.tables.plots import plot_reason
 
@@ -241,7 +242,7 @@ def bench_configs(
     """One checked config for each part; without a model the weights' own, or ``DEFAULT_MODEL``. Raises OptionError."""
     if model is not None:
         one_of("--model", model, MODELS)
-    chosen = some_of("--part", parts, variants.PARTS)
+    chosen = some_of("--part", parts, PARTS)
     device = device_name("--device", device)
     dtype = dtype_name("--dtype", dtype, device)
     positive("--steps", steps)
@@ -273,10 +274,10 @@ def default_size(model: str) -> int:
     return {"sd15": 512, "sdxl": 1024}.get(model, 64)
 
 
-def variant_list(option: str, text: str) -> list[variants.Variant]:
+def variant_list(option: str, text: str) -> list[Variant]:
     """Registry entries in the registry's order; ``all`` names every one."""
-    names = list(variants.NAMES) if text == "all" else some_of(option, split(text), variants.NAMES)
-    return [variant for variant in variants.VARIANTS if variant.name in names]
+    names = list(VARIANTS) if text == "all" else some_of(option, split(text), VARIANTS)
+    return [variant for name, variant in VARIANTS.items() if name in names]
 
 
 def shape_list(option: str, text: str, suite: Suite) -> tuple[Shape, ...]:

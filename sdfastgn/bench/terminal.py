@@ -21,8 +21,6 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["Blocks", "console", "print_lines", "watched"]
-
 # A file or a pipe has no width: wide enough for a table of many columns in one block.
 PIPE_WIDTH = 160
 # Columns of text that a table's frame takes: two spaces and a line for each column, and the line at its end.

@@ -20,25 +20,6 @@ if TYPE_CHECKING:  # diffusers takes seconds to import, and the names of the mod
 from sdfastgn.bench.documents import first_line
 from sdfastgn.bench.models.configurations import MODELS, UNETS, VAE, VAES
 
-__all__ = [
-    "MODELS",
-    "UNETS",
-    "VAES",
-    "build_controlnet",
-    "build_unet",
-    "build_vae",
-    "check_model",
-    "check_size",
-    "latent_scale",
-    "load_config",
-    "load_unet_config",
-    "randomise",
-    "unet_difference",
-    "unet_inputs",
-    "unet_reason",
-    "vae_latents",
-]
-
 # What each block may have of its own, or all blocks in common.
 _PER_BLOCK = ("layers_per_block", "cross_attention_dim", "attention_head_dim", "transformer_layers_per_block")
 

@@ -11,8 +11,6 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProject
 
 from sdfastgn.bench.models import architectures, configurations
 
-__all__ = ["build_pipeline", "build_tokenizer", "load_pipeline"]
-
 
 def build_pipeline(model: str, *, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> Any:
     """A complete text-to-image pipeline of ``model`` with random weights, built without any download.

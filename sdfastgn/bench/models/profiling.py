@@ -35,18 +35,6 @@ from sdfastgn.bench.kernel_categories import (
     operator_category,
 )
 
-__all__ = [
-    "CALL",
-    "CPU",
-    "REPLAY",
-    "TOP",
-    "Breakdown",
-    "measure",
-    "of_cpu_operators",
-    "of_kernels",
-    "shares_by_name",
-]
-
 REPLAY, CALL, CPU = "replay", "call", "CPU operators"
 TOP = 10
 # The replay or call is recorded this often; the recording of median length counts.

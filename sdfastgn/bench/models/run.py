@@ -21,7 +21,7 @@ from sdfastgn.bench.images import relative_error
 from sdfastgn.bench.models import profiling, training
 from sdfastgn.bench.models import workload as workloads
 from sdfastgn.bench.models.training import Gradients
-from sdfastgn.bench.models.variants import VARIANTS, Variant, prepared
+from sdfastgn.bench.models.variants import Variant, prepared
 from sdfastgn.bench.models.workload import BenchConfig, Judgement, Workload
 
 
@@ -261,7 +261,7 @@ def _attempt(config: BenchConfig, variant: Variant, workload: Workload, stock: _
 
 def run(
     config: BenchConfig,
-    variants: Sequence[Variant] = VARIANTS,
+    variants: Sequence[Variant],
     *,
     workload: Workload | None = None,
     on_variant: Callable[[str], object] = lambda name: None,

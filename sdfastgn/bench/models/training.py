@@ -27,8 +27,6 @@ from sdfastgn.bench.models.workload import (
 )
 from sdfastgn.bench.timing import global_switches
 
-__all__ = ["Gradients", "build", "error_limit", "judge", "saved_bytes"]
-
 
 @dataclass(frozen=True)
 class Gradients:

@@ -182,9 +182,7 @@ def _stable_fast(target: Any, part: str) -> Iterator[None]:
         yield
 
 
-# Each is also timed under a CUDA graph, in a column of its own, unless it replays graphs itself.
-# stable_fast is last because its import changes the process.
-VARIANTS: tuple[Variant, ...] = (
+_EVERY = (
     Variant("eager", "eager", _always, _eager),
     Variant("channels_last", "channels_last", _always, _channels_last),
     Variant("sdfastgn", "sdfastgn", _always, _sdfastgn, _describe_sdfastgn, replays_graph=True),
@@ -200,20 +198,12 @@ VARIANTS: tuple[Variant, ...] = (
     Variant(
         "sdfastgn_compile", "sdfastgn + torch.compile", _compile_reason, _sdfastgn_compile, _describe_sdfastgn
     ),
+    # Last, because its import changes the process.
     Variant("stable_fast", "stable-fast", stable_fast.reason, _stable_fast, replays_graph=True),
 )
-
-NAMES: tuple[str, ...] = tuple(variant.name for variant in VARIANTS)
-
-
-def by_name(name: str) -> Variant:
-    """The registry's entry. Raises ValueError that lists the names."""
-    for variant in VARIANTS:
-        if variant.name == name:
-            return variant
-    raise ValueError(f"variants.by_name: unknown variant {name!r}; there are {', '.join(NAMES)}")
+VARIANTS: dict[str, Variant] = {variant.name: variant for variant in _EVERY}
 
 
 def label(name: str) -> str:
     """What tables call a variant: the registry's label, or the name of one that the registry no longer has."""
-    return next((variant.label for variant in VARIANTS if variant.name == name), name)
+    return VARIANTS[name].label if name in VARIANTS else name

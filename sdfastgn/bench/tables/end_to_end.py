@@ -143,7 +143,7 @@ def _untouched(rows: Sequence[Row]) -> list[Row]:
     Once it has recorded, the profiler's library costs the CPU time at each launch. What a graph replays has none; before a part's first
     recording there is nothing to change.
     """
-    replays = {variant.name for variant in VARIANTS if variant.replays_graph}
+    replays = {variant.name for variant in VARIANTS.values() if variant.replays_graph}
     parts: set[str] = set()
     kept = []
     for row in rows:
@@ -167,7 +167,7 @@ def results_markdown(results: Path) -> str:
     if not read.groups:
         return NO_RESULTS
     shown = {name for group in read.groups for name in (*read.groups[group], *read.quoted[group])}
-    labels = {variant.name: variant.label for variant in VARIANTS if variant.name in shown}
+    labels = {name: variant.label for name, variant in VARIANTS.items() if name in shown}
     rows = [row for by_variant in read.groups.values() for row in by_variant.values()]
     with_graph = {row.variant for row in rows if row.graph_ms is not None}
     graphed = [name for name in GRAPHED if name in labels and (name != "sdfastgn" or name in with_graph)]

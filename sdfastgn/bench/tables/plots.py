@@ -20,8 +20,6 @@ from sdfastgn.bench.models.run import Row
 from sdfastgn.bench.tables.markdown import source_line
 from sdfastgn.bench.tables.profile import breakdown_of, lowest_floor, row_title
 
-__all__ = ["breakdown", "plot_reason", "roofline"]
-
 # Colours that stay apart in print and for the colour-blind (Okabe and Ito).
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999")
 # The same colour for a category in every picture. What is not in a kernel of known use is pale.

@@ -14,8 +14,6 @@ from sdfastgn.bench.models.variants import PARTS, label
 from sdfastgn.bench.tables.markdown import NO_RESULTS, NOTHING, documents, markdown_table, number, source_line
 from sdfastgn.bench.terminal import Blocks
 
-__all__ = ["breakdown_of", "lowest_floor", "notes", "profile_markdown", "profile_table", "row_title"]
-
 FLOOR_NAMES = " + ".join(FLOOR)
 
 MODEL_LABELS = {"sd15": "SD1.5", "sdxl": "SDXL"}
