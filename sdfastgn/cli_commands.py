@@ -163,7 +163,8 @@ def bench(
             profile=profile,
         )
         chosen = options.variant_list("--variants", variants)
-        options.profile_plot_path("--plot", plot, profile)
+        without = "" if profile else "only --profile has a picture, got {} without it"
+        options.png_path("--plot", plot, without)
         options.json_path("--json", json)
         code = session.run_bench(configs, chosen, json=json, plot=plot)
     raise typer.Exit(code)
@@ -216,8 +217,11 @@ def kernels(
         if len(configs) > 1:
             dtypes = [config.dtype for config in configs]
             places = [(options.for_dtype(plot, each), options.for_dtype(json, each)) for each in dtypes]
+        without = (
+            "" if suite == "inference" else f"only the suite inference has a picture, got {{}} for {suite}"
+        )
         for picture, path in places:
-            options.plot_path("--plot", picture, suite)
+            options.png_path("--plot", picture, without)
             options.json_path("--json", path)
         code = 0
         for config, (picture, path) in zip(configs, places, strict=True):

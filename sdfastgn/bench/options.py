@@ -20,13 +20,12 @@ import torch
 from sdfastgn.bench.kernels.suite import INFERENCE, KernelConfig, Shape, Suite
 from sdfastgn.bench.kernels.suites import SUITES
 from sdfastgn.bench.models import architectures
-from sdfastgn.bench.models.architectures import MODELS
+from sdfastgn.bench.models.configurations import MODELS, UNETS, VAES
 from sdfastgn.bench.models.variants import PARTS, VARIANTS, Variant
 from sdfastgn.bench.models.workload import DTYPES, BenchConfig
 from sdfastgn.bench.tables.plots import plot_reason
 
-# Each part's batch and number of timed calls where the user names none; a CPU gets fewer calls. A UNet step has a batch
-# of two for classifier-free guidance.
+# Where the user names none: images of a call (a UNet step has two for classifier-free guidance), and timed calls.
 DEFAULT_BATCH = {"unet": 2, "vae": 1, "pipeline": 1, "train": 1}
 DEFAULT_REPEATS = {"unet": 50, "vae": 30, "pipeline": 5, "train": 30}
 CPU_REPEATS = {"unet": 5, "vae": 5, "pipeline": 2, "train": 3}
@@ -70,9 +69,8 @@ def positive(option: str, value: int, *, multiple: int = 1) -> int:
 
 def image_size(option: str, value: int, scale: int = 8) -> int:
     if value < scale or value % scale:
-        raise OptionError(
-            f"{option}: must be a positive multiple of {scale} (pixels of a latent), got {value}"
-        )
+        wanted = f"a positive multiple of {scale} (pixels of a latent)"
+        raise OptionError(f"{option}: must be {wanted}, got {value}")
     return value
 
 
@@ -94,9 +92,8 @@ def weights_source(option: str, value: str, *, words: Sequence[str] = ("random",
         return value
     if _HUB_ID.fullmatch(value) and not value.startswith("."):
         return value
-    raise OptionError(
-        f"{option}: no such path {value!r}; give {', '.join(words)}, a path, or a Hub id (owner/name)"
-    )
+    choice = f"{', '.join(words)}, a path, or a Hub id (owner/name)"
+    raise OptionError(f"{option}: no such path {value!r}; give {choice}")
 
 
 def json_path(option: str, value: Path | None) -> Path | None:
@@ -105,9 +102,8 @@ def json_path(option: str, value: Path | None) -> Path | None:
         try:
             _try_writing(value)
         except OSError as error:
-            raise OptionError(
-                f"{option}: cannot write a file at {str(value)!r}: {error.strerror or error}"
-            ) from None
+            why = error.strerror or error
+            raise OptionError(f"{option}: cannot write a file at {str(value)!r}: {why}") from None
     return value
 
 
@@ -134,7 +130,8 @@ class _Subject:
 def _subject(model: str | None, weights: str, parts: Sequence[str]) -> _Subject:
     """``model``, or what ``weights`` are by their own configuration, if these parts of it can be made of ``weights``."""
     if weights == "random":
-        return _Subject(model or DEFAULT_MODEL, default_size(model or DEFAULT_MODEL))
+        name = model or DEFAULT_MODEL
+        return _Subject(name, VAES[name]["sample_size"])
     try:
         config = architectures.load_unet_config(weights)
     except ValueError as error:
@@ -148,15 +145,15 @@ def _subject(model: str | None, weights: str, parts: Sequence[str]) -> _Subject:
         raise OptionError(f"--weights: the UNet of {weights!r} cannot be timed: {reason}")
     if "pipeline" in parts and (reason := _pipeline_reason(weights, config)):
         raise OptionError(f"--part: 'pipeline' needs {reason}")
-    name = model or (same[0] if same else Path(weights).expanduser().resolve().name)
     try:
         scale = architectures.latent_scale(architectures.load_config(weights, "vae"))
     except Exception:  # there is none, or what the client met is told when the pipeline is loaded
         scale = 8 if same else 1
-    latents = config.get("sample_size") or architectures.UNETS["sd15"]["sample_size"]
+    latents = config.get("sample_size") or UNETS["sd15"]["sample_size"]
     latents = latents if isinstance(latents, int) else max(latents)
     # Without text, or with its guidance within, a UNet gets each image once.
     is_guided = config.get("_class_name") != "UNet2DModel" and not config.get("time_cond_proj_dim")
+    name = model or (same[0] if same else Path(weights).expanduser().resolve().name)
     return _Subject(name, latents * scale, scale, DEFAULT_BATCH["unet"] if is_guided else 1)
 
 
@@ -171,11 +168,8 @@ def _pipeline_reason(weights: str, config: Mapping[str, Any]) -> str:
         arguments = inspect.signature(getattr(diffusers, kind).__call__).parameters
     except Exception:  # what is no pipeline says why when it is loaded
         return ""
-    needs = [
-        name
-        for name in ("image", "mask_image", "control_image", "image_embeds", "video")
-        if name in arguments
-    ]
+    inputs = ("image", "mask_image", "control_image", "image_embeds", "video")
+    needs = [name for name in inputs if name in arguments]
     if "prompt" not in arguments:
         return f"a pipeline that takes a prompt, {kind} of {weights!r} does not"
     return f"a pipeline of text to image, {kind} of {weights!r} takes {needs[0]!r}" if needs else ""
@@ -194,25 +188,15 @@ def _try_writing(path: Path) -> None:
         real.unlink()
 
 
-def plot_path(option: str, value: Path | None, suite: str = INFERENCE) -> Path | None:
-    if value is not None and suite != INFERENCE:
-        raise OptionError(
-            f"{option}: only the suite {INFERENCE} has a picture, got {str(value)!r} for {suite}"
-        )
-    return _png_path(option, value)
-
-
-def profile_plot_path(option: str, value: Path | None, profile: bool) -> Path | None:
-    """Of ``sdfastgn bench``, whose one picture is of the breakdown that ``--profile`` asks for."""
-    if value is not None and not profile:
-        raise OptionError(f"{option}: only --profile has a picture, got {str(value)!r} without it")
-    return _png_path(option, value)
-
-
-def _png_path(option: str, value: Path | None) -> Path | None:
-    if value is not None and value.suffix.lower() != ".png":
+def png_path(option: str, value: Path | None, unless: str = "") -> Path | None:
+    """``value``, where a picture can be written. ``unless``: why there is no picture; empty where there is one."""
+    if value is None:
+        return None
+    if unless:
+        raise OptionError(f"{option}: {unless.format(repr(str(value)))}")
+    if value.suffix.lower() != ".png":
         raise OptionError(f"{option}: must end in .png, got {str(value)!r}")
-    if value is not None and (reason := plot_reason()) is not None:
+    if (reason := plot_reason()) is not None:
         raise OptionError(f"{option}: {reason}")
     return json_path(option, value)
 
@@ -267,11 +251,6 @@ def bench_configs(
         )
         for part in chosen
     ]
-
-
-def default_size(model: str) -> int:
-    """Pixels that the model was made for."""
-    return {"sd15": 512, "sdxl": 1024}.get(model, 64)
 
 
 def variant_list(option: str, text: str) -> list[Variant]:

@@ -20,7 +20,7 @@ from sdfastgn.bench.documents import FAILED, OK, UNAVAILABLE, WRONG
 from sdfastgn.bench.models import run as end_to_end
 from sdfastgn.bench.models import workload as workloads
 from sdfastgn.bench.models.run import Row
-from sdfastgn.bench.models.variants import VARIANTS, Variant
+from sdfastgn.bench.models.variants import PARTS, VARIANTS, Variant
 from sdfastgn.bench.models.workload import BenchConfig, Workload
 from sdfastgn.bench.tables.end_to_end import end_to_end_table, row_notes
 
@@ -176,12 +176,11 @@ def test_the_gate_is_stated(part: str) -> None:
 
 def test_weights_that_cannot_be_loaded(tmp_path: Path) -> None:
     with pytest.raises(workloads.WeightsError, match="--weights: cannot load"):
-        workloads.build(config("unet", weights=str(tmp_path)))
+        workloads.build_unet(config("unet", weights=str(tmp_path)))
 
 
-def test_unknown_part() -> None:
-    with pytest.raises(ValueError, match="'text'"):
-        workloads.build(config("text"))
+def test_each_part_has_a_workload() -> None:
+    assert tuple(end_to_end.BUILDERS) == PARTS
 
 
 def test_switches_are_recorded_and_put_back() -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from sdfastgn.bench.kernels.suite import Call, Provider
+from sdfastgn.bench.models.variants import compile_reason
 
 
 def fixed(call: Call) -> Callable[..., Call]:
@@ -24,13 +23,6 @@ def compiled(call: Call) -> Call:
     # Every shape is a compilation of its own; without a reset the tenth would fall back to eager.
     torch._dynamo.reset()
     return torch.compile(call, dynamic=False)
-
-
-def inductor_reason(device: torch.device) -> str | None:
-    """Why torch.compile cannot run on the device; None where it can."""
-    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
-        return "torch.compile needs triton on CUDA; it is not installed"
-    return None
 
 
 def inductor(call: Call, name: str = "inductor", *, channels_last: bool = True) -> Provider:
@@ -48,7 +40,7 @@ def inductor(call: Call, name: str = "inductor", *, channels_last: bool = True) 
 
         return run
 
-    return Provider(name, build, inductor_reason, channels_last, by_default=False)
+    return Provider(name, build, compile_reason, channels_last, by_default=False)
 
 
 def both_layouts(name: str, call: Call, *suffixes: str) -> tuple[Provider, Provider]:

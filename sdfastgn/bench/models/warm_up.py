@@ -1,8 +1,8 @@
 """How long a user waits: a pipeline's first images, a new resolution and peak memory, each way in a process of its own.
 
-The clock starts with the pipeline in memory and stops with an image on the host; ``optimize`` is within it. PyTorch's switches stay as they
-are by default, as for a user: cuDNN tries no algorithms. Stock runs first, then sdfastgn with an empty Triton cache, then again with what
-that run left in the cache.
+The clock starts with the pipeline in memory and stops with an image on the host; ``optimize`` is within it. PyTorch's
+switches stay as they are by default, as for a user: cuDNN tries no algorithms. Stock runs first, then sdfastgn with an empty
+Triton cache, then again with what that run left in the cache.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,14 +19,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from sdfastgn.bench import documents
-from sdfastgn.bench.models import architectures
+from sdfastgn.bench import documents, timing
 from sdfastgn.bench.models import workload as workloads
 from sdfastgn.bench.models.workload import BenchConfig
 
 IMAGES = 3
 STEPS_AT_NEW_SIZE = 4
-# (row, optimised). Triton's cache is empty before the first.
+# (row, optimized). Triton's cache is empty before the first.
 WAYS = (("eager", False), ("sdfastgn, cold cache", True), ("sdfastgn, warm cache", True))
 
 
@@ -65,18 +62,10 @@ class WaitRow:
         return sum(self.new_size_s) - len(self.new_size_s) * self.new_size_s[-1]
 
 
-def _seconds(call: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
-    start = time.perf_counter()
-    result = call()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start, result
-
-
-def measure(config: BenchConfig, new_size: int, *, optimise: bool) -> tuple[WaitRow, np.ndarray]:
+def measure(config: BenchConfig, new_size: int, *, optimize: bool) -> tuple[WaitRow, np.ndarray]:
     """One way in this process: the row without a name, and the last image (N, H, W, 3)."""
     device = config.torch_device
-    workload = workloads.build(config)
+    workload = workloads.build_pipeline(config)
     pipe = workload.target
     on_gpu = device.type == "cuda"
     if on_gpu:
@@ -84,7 +73,7 @@ def measure(config: BenchConfig, new_size: int, *, optimise: bool) -> tuple[Wait
         torch.cuda.reset_peak_memory_stats(device)
 
     def first_image() -> Any:
-        if optimise:
+        if optimize:
             import sdfastgn
 
             sdfastgn.optimize(pipe)
@@ -92,35 +81,26 @@ def measure(config: BenchConfig, new_size: int, *, optimise: bool) -> tuple[Wait
 
     image_s, image = [], None
     for call in (first_image, *[workload.call] * (IMAGES - 1)):
-        seconds, image = _seconds(call, device)
+        seconds, image = timing.time_once(call, device)
         image_s.append(seconds)
-    mib = [
-        f(device) / 2**20 if on_gpu else None
-        for f in (torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved)
-    ]
-    inputs = architectures.unet_inputs(
-        pipe.unet.config,
-        size=new_size,
-        batch=2 * config.batch,
-        dtype=config.torch_dtype,
-        device=device,
-        seed=config.seed,
-        scale=workloads.latent_scale(pipe),
-    )
+    most = (torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved)
+    mib = [counted(device) / 2**20 if on_gpu else None for counted in most]
+    scale = workloads.latent_scale(pipe)
+    inputs = workloads.step_inputs(config, pipe.unet, scale, size=new_size, batch=2 * config.batch)
     with torch.no_grad():
         new_size_s = [
-            _seconds(lambda: pipe.unet(**inputs, return_dict=False), device)[0]
+            timing.time_once(lambda: pipe.unet(**inputs, return_dict=False), device)[0]
             for _ in range(STEPS_AT_NEW_SIZE)
         ]
     return WaitRow("", image_s, new_size_s, mib[0], mib[1]), np.asarray(image)
 
 
 def _worker(
-    config: BenchConfig, new_size: int, optimise: bool, cache: Path, folder: Path
+    config: BenchConfig, new_size: int, optimize: bool, cache: Path, folder: Path
 ) -> tuple[WaitRow, np.ndarray]:
     """``measure`` in a fresh process. Raises with its last line where it fails: WeightsError for bad input, else RuntimeError."""
     request = json_format.dumps(
-        {"config": asdict(config), "new_size": new_size, "optimise": optimise, "folder": str(folder)}
+        {"config": asdict(config), "new_size": new_size, "optimize": optimize, "folder": str(folder)}
     )
     done = subprocess.run(
         [sys.executable, "-m", __name__, "--worker", request],
@@ -141,8 +121,8 @@ def run(config: BenchConfig, new_size: int) -> list[WaitRow]:
     stock = None
     with tempfile.TemporaryDirectory() as scratch:
         cache = Path(scratch, "triton")
-        for name, optimise in WAYS:
-            row, image = _worker(config, new_size, optimise, cache, Path(scratch))
+        for name, optimize in WAYS:
+            row, image = _worker(config, new_size, optimize, cache, Path(scratch))
             values = {**asdict(row), "variant": name}
             if stock is None:
                 stock = image
@@ -160,7 +140,7 @@ def run(config: BenchConfig, new_size: int) -> list[WaitRow]:
 def _work(request: dict[str, Any]) -> None:
     try:
         row, image = measure(
-            BenchConfig(**request["config"]), request["new_size"], optimise=request["optimise"]
+            BenchConfig(**request["config"]), request["new_size"], optimize=request["optimize"]
         )
     except workloads.WeightsError as error:
         print(error, file=sys.stderr)

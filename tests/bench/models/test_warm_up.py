@@ -77,7 +77,7 @@ def test_a_process_that_fails_says_why(code, error, tmp_path, monkeypatch):
 def test_weights_that_cannot_be_loaded_end_the_process_in_one_line(tmp_path, capsys):
     config = dataclasses.asdict(dataclasses.replace(CONFIG, weights=str(tmp_path)))
     with pytest.raises(SystemExit) as caught:
-        warm_up._work({"config": config, "new_size": 48, "optimise": False, "folder": str(tmp_path)})
+        warm_up._work({"config": config, "new_size": 48, "optimize": False, "folder": str(tmp_path)})
     assert caught.value.code == 2
     error = capsys.readouterr().err
     assert error.startswith(f"--weights: cannot load '{tmp_path}'")

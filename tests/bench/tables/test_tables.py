@@ -64,10 +64,10 @@ def test_rows_that_are_not_ok_give_their_reason_and_no_speed_up() -> None:
 # What a GPU's run has: every column, and long labels.
 WIDE = [
     row(
-        variant.name, 1234.5 + i, ready_s=123.4, graph_ms=1234.5, its=0.123, peak_mib=12345.0, error_eager=1e-3,
+        name, 1234.5 + i, ready_s=123.4, graph_ms=1234.5, its=0.123, peak_mib=12345.0, error_eager=1e-3,
         error_fp32=1e-3, psnr_db=45.67, step_mib=12345.0, saved_mib=12345.0,
     )
-    for i, variant in enumerate(VARIANTS)
+    for i, name in enumerate(VARIANTS)
 ]  # fmt: skip
 LONG_CELLS = [
     KernelRow((16, 1280, 128, 128), name, OK, "", 123.4, 124.5, task=COPY if name == COPY else FORWARD)
