@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import sys
 from typing import Any, cast
 
-from sdfastgn.program import OWN_PROCESS, program
+from sdfastgn.program import program
 
 # The exit code after Ctrl-C, as shells and typer have it: 128 and the signal's number.
 INTERRUPTED = 130
@@ -24,11 +25,26 @@ def main(doc: str | None = None, command: str = "", **defaults: Any) -> None:
         command: of a script: the one command that it runs. Without one the first argument names it.
         defaults: of the command's options, where the script's are its own.
     """
+    asked = []
+
+    def interrupt(*_: object) -> None:
+        asked.append(True)
+        raise KeyboardInterrupt
+
+    # Not where whoever started this process has it ignore Ctrl-C, as nohup and shells' background jobs do.
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
     try:
         sys.exit(_run(doc, command, defaults))
-    except KeyboardInterrupt:
+    except BaseException as end:
+        # A module that is interrupted while it is imported may raise something else.
+        if not asked and not isinstance(end, KeyboardInterrupt):
+            raise
         print(f"{program()}: interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 def _run(doc: str | None, command: str, defaults: dict[str, Any]) -> Any:
@@ -49,20 +65,15 @@ def _run(doc: str | None, command: str, defaults: dict[str, Any]) -> Any:
     # Typer has its own copy of click in some versions and click's in others; both are reached through its own name.
     usage_error = cast("type[Exception]", typer.BadParameter.__mro__[1])
     try:
-        code = chosen.main(
-            prog_name=program(), standalone_mode=False, obj=OWN_PROCESS, default_map=defaults, **HELP_OPTIONS
-        )
+        return chosen.main(prog_name=program(), standalone_mode=False, default_map=defaults, **HELP_OPTIONS)
     except usage_error as error:
         # Without a command typer has shown the help, and the error has no message.
         message = cast(Any, error).format_message()
         if message:
             print(f"{program()}: {message} (given: {shlex.join(sys.argv[1:])})", file=sys.stderr)
         return 2
-    except typer.Abort:  # what some versions make of Ctrl-C
-        code = INTERRUPTED
-    if code == INTERRUPTED:
-        raise KeyboardInterrupt
-    return code
+    except typer.Abort:  # what typer makes of Ctrl-C
+        raise KeyboardInterrupt from None
 
 
 if __name__ == "__main__":

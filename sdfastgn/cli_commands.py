@@ -6,16 +6,15 @@ Options are plain strings, and all that imports torch is imported inside a comma
 from __future__ import annotations
 
 import contextlib
-import json as json_format
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from sdfastgn.bench.models.variants import NAMES as VARIANT_NAMES
-from sdfastgn.bench.models.variants import PARTS
-from sdfastgn.program import OWN_PROCESS, program
+from sdfastgn.bench.models.configurations import MODELS
+from sdfastgn.bench.models.variants import PARTS, VARIANTS
+from sdfastgn.program import program
 
 HELP_OPTIONS: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
 # Of both signs, and below the largest that torch takes: inputs are drawn from the seeds that follow.
@@ -30,7 +29,7 @@ app = typer.Typer(
 )
 
 ModelOption = Annotated[
-    str | None, typer.Option("--model", help="tiny, tiny_xl, sd15 or sdxl; what --weights are, or tiny")
+    str | None, typer.Option("--model", help=f"{', '.join(MODELS)}; what --weights are, or tiny")
 ]
 DtypeOption = Annotated[
     str | None, typer.Option("--dtype", help="fp16, bf16 or fp32; fp16 on a GPU, fp32 on the CPU")
@@ -85,7 +84,38 @@ def _one_line_errors() -> Iterator[None]:
         raise typer.Exit(2) from None
 
 
-@app.command()
+def _providers() -> Iterable[str]:
+    from sdfastgn.bench.kernels.suites import SUITES
+
+    return dict.fromkeys(name for suite in SUITES.values() for name in suite.provider_names)
+
+
+def _suites() -> Iterable[str]:
+    from sdfastgn.bench.kernels.suites import SUITES
+
+    return SUITES
+
+
+# What stands for a registry's names in a help text. Those of the kernels import torch, so nobody asks before it is shown.
+_LISTS: dict[str, Callable[[], Iterable[str]]] = {
+    "{variants}": lambda: VARIANTS,
+    "{suites}": _suites,
+    "{providers}": _providers,
+}
+
+
+class _Listing(typer.core.TyperCommand):
+    """A command whose help lists registries."""
+
+    def get_help(self, ctx: Any) -> str:
+        for option in map(vars, self.params):
+            for word, names in _LISTS.items():
+                if word in (option.get("help") or ""):
+                    option["help"] = option["help"].replace(word, ", ".join(names()))
+        return str(super().get_help(ctx))
+
+
+@app.command(cls=_Listing)
 def bench(
     model: ModelOption = None,
     part: Annotated[
@@ -97,9 +127,7 @@ def bench(
     dtype: DtypeOption = None,
     device: DeviceOption = None,
     weights: WeightsOption = "random",
-    variants: Annotated[
-        str, typer.Option("--variants", help=f"all, or a comma list of {', '.join(VARIANT_NAMES)}")
-    ] = "all",
+    variants: Annotated[str, typer.Option("--variants", help="all, or a comma list of {variants}")] = "all",
     repeats: Annotated[int | None, typer.Option("--repeats", help="timed calls of each variant")] = None,
     fp32_reference: Annotated[
         bool, typer.Option("--fp32-reference", help="also compare unet and vae with the same weights in fp32")
@@ -135,21 +163,16 @@ def bench(
             profile=profile,
         )
         chosen = options.variant_list("--variants", variants)
-        options.profile_plot_path("--plot", plot, profile)
+        without = "" if profile else "only --profile has a picture, got {} without it"
+        options.png_path("--plot", plot, without)
         options.json_path("--json", json)
         code = session.run_bench(configs, chosen, json=json, plot=plot)
     raise typer.Exit(code)
 
 
-@app.command()
+@app.command(cls=_Listing)
 def kernels(
-    suite: Annotated[
-        str,
-        typer.Option(
-            "--suite",
-            help="inference, training, instance_norm, layer_norm, issue_28201, upsample or attention",
-        ),
-    ] = "inference",
+    suite: Annotated[str, typer.Option("--suite", help="one of {suites}")] = "inference",
     shapes: Annotated[
         str,
         typer.Option(
@@ -157,7 +180,11 @@ def kernels(
         ),
     ] = "all",
     providers: Annotated[
-        str | None, typer.Option("--providers", help="comma list, or all; without it all but inductor")
+        str | None,
+        typer.Option(
+            "--providers",
+            help="all, or a comma list of the suite's: {providers}; without it all but inductor",
+        ),
     ] = None,
     dtype: Annotated[
         str | None,
@@ -165,7 +192,7 @@ def kernels(
     ] = None,
     device: DeviceOption = None,
     repeats: Annotated[
-        int | None, typer.Option("--repeats", help="timed rounds of each cell; 20, or 10")
+        int | None, typer.Option("--repeats", help="timed rounds of each cell; 20 in inference, else 10")
     ] = None,
     json: JsonOption = None,
     plot: Annotated[
@@ -175,7 +202,6 @@ def kernels(
 ) -> None:
     """Time kernels beside a copy: GroupNorm+SiLU as in inference, or another suite, some with gradients; L2 hot and cold."""
     from sdfastgn.bench import options, session
-    from sdfastgn.bench.kernels.suites import SuiteConfig
 
     with _one_line_errors():
         configs = options.kernel_configs(
@@ -187,22 +213,19 @@ def kernels(
             repeats=repeats,
             seed=seed,
         )
-        several = len(configs) > 1
-        places = [
-            (options.for_dtype(plot, config.dtype), options.for_dtype(json, config.dtype))
-            if several
-            else (plot, json)
-            for config in configs
-        ]
+        places = [(plot, json)]
+        if len(configs) > 1:
+            dtypes = [config.dtype for config in configs]
+            places = [(options.for_dtype(plot, each), options.for_dtype(json, each)) for each in dtypes]
+        without = (
+            "" if suite == "inference" else f"only the suite inference has a picture, got {{}} for {suite}"
+        )
         for picture, path in places:
-            options.plot_path("--plot", picture, suite)
+            options.png_path("--plot", picture, without)
             options.json_path("--json", path)
         code = 0
         for config, (picture, path) in zip(configs, places, strict=True):
-            if isinstance(config, SuiteConfig):
-                code = max(code, session.run_suite(config, json=path))
-            else:
-                code = max(code, session.run_kernels(config, json=path, plot=picture))
+            code = max(code, session.run_kernels(config, json=path, plot=picture))
     raise typer.Exit(code)
 
 
@@ -210,7 +233,7 @@ def _inspected(model: str) -> dict[str, Any]:
     """What to report on: a known architecture on the meta device, which needs no memory, or a loaded pipeline."""
     import torch
 
-    from sdfastgn.bench.models.architectures import MODELS, build_unet, build_vae
+    from sdfastgn.bench.models.architectures import build_unet, build_vae
     from sdfastgn.bench.models.workload import load
 
     if model not in MODELS:
@@ -221,31 +244,23 @@ def _inspected(model: str) -> dict[str, Any]:
 
 @app.command()
 def inspect(
-    context: typer.Context,
-    model: Annotated[str, typer.Argument(help="tiny, tiny_xl, sd15, sdxl, a path, or a Hub id")],
+    model: Annotated[str, typer.Argument(help=f"{', '.join(MODELS)}, a path, or a Hub id")],
     json: JsonOption = None,
 ) -> None:
     """Report what would be fused in a model, what not, and why."""
-    from sdfastgn.bench import light_imports, options, terminal
-    from sdfastgn.bench.models.architectures import MODELS
+    from sdfastgn import report
+    from sdfastgn.bench import documents, options, terminal
 
     with _one_line_errors():
-        options.weights_source("MODEL", model, words=tuple(MODELS))
+        options.weights_source("MODEL", model, words=MODELS)
         options.json_path("--json", json)
-        if context.obj == OWN_PROCESS and model in MODELS:
-            light_imports.import_model_classes()
-        from sdfastgn import report
-
-        targets = _inspected(model)
-        reports = {name: report(target) for name, target in targets.items()}
+        reports = {name: report(target) for name, target in _inspected(model).items()}
     out = terminal.console()
     for name, found in reports.items():
         out.print(f"{model}: {name}", style="bold")
         out.print(str(found), markup=False)
     if json is not None:
-        json.parent.mkdir(parents=True, exist_ok=True)
-        content = {name: found.to_dict() for name, found in reports.items()}
-        json.write_text(json_format.dumps(content, indent=1) + "\n", encoding="utf-8")
+        documents.write_json(json, {name: found.to_dict() for name, found in reports.items()})
 
 
 @app.command()
@@ -255,21 +270,22 @@ def info(device: DeviceOption = None) -> None:
 
     from sdfastgn import __version__
     from sdfastgn.bench import environment, options, terminal
-    from sdfastgn.bench.kernels import providers
-    from sdfastgn.bench.models import variants
+    from sdfastgn.bench.kernels.suites import SUITES
 
     with _one_line_errors():
         where = torch.device(options.device_name("--device", device))
     facts = environment.environment(where)
+    providers = {each.name: each for suite in SUITES.values() for each in suite.providers}
     out = terminal.console()
     out.print(f"sdfastgn {__version__}, Python {facts['python']}, {facts['machine']}")
     out.print(f"GPU: {facts['gpu'] or 'none that torch can use'}, driver: {facts['driver'] or 'none'}")
     for name, version in facts["packages"].items():
         out.print(f"{name}: {version or 'not installed'}")
-    found = [("variant", each.name, each.available(where)) for each in variants.VARIANTS]
-    found += [("kernel", each.name, each.reason(where)) for each in providers.PROVIDERS]
-    body = [(kind, name, reason or "yes") for kind, name, reason in found]
-    out.print(terminal.Blocks(("kind", "name", "runs"), body, f"on {where}", left=3))
+    out.print(f"runs on {where}:", style="bold")
+    reasons = {f"variant {each.name}": each.available(where) for each in VARIANTS.values()}
+    reasons |= {f"kernel {name}": each.reason(where) for name, each in providers.items()}
+    for name, reason in reasons.items():
+        out.print(f"{name}: {reason or 'yes'}", markup=False)
     if where.type == "cpu":
         out.print("Without a GPU every sdfastgn call runs in plain PyTorch, with the same results.")
 
@@ -278,7 +294,7 @@ def info(device: DeviceOption = None) -> None:
 def demo(
     output: Annotated[Path, typer.Option("--output", help="folder for the images")] = Path("demo-output"),
 ) -> None:
-    """Build a small pipeline, optimise it, compare images, restore it; needs no GPU and no network."""
+    """Build a small pipeline, optimize it, compare images, restore it; needs no GPU and no network."""
     from sdfastgn.bench import options, terminal
     from sdfastgn.bench.demo import PICTURES, run_demo
 
@@ -302,17 +318,23 @@ def warm_up(
     json: JsonOption = None,
 ) -> None:
     """Time a pipeline's first images and a new resolution, each way in a process of its own."""
-    from sdfastgn.bench import options, terminal
-    from sdfastgn.bench.models import warm_up
+    from sdfastgn.bench import options, session
 
     with _one_line_errors():
         (config,) = options.bench_configs(
-            model=model, parts=["pipeline"], size=size, steps=steps, dtype=dtype, device=device, weights=weights, repeats=1
-        )  # fmt: skip
+            model=model,
+            parts=["pipeline"],
+            size=size,
+            steps=steps,
+            dtype=dtype,
+            device=device,
+            weights=weights,
+            repeats=1,
+        )
         new_size = config.size * 3 // 32 * 8 if new_size is None else new_size
         options.image_size("--new-size", new_size)
         options.json_path("--json", json)
-        code = warm_up.run_and_print(config, new_size, json=json, out=terminal.console())
+        code = session.run_warm_up(config, new_size, json=json)
     raise typer.Exit(code)
 
 
@@ -324,30 +346,23 @@ def train_digits(
     width: Annotated[int, typer.Option("--width", help="channels of the first level, a multiple of 8")] = 64,
     dtype: Annotated[str, typer.Option("--dtype", help="fp32, or bf16 for autocast")] = "fp32",
     device: DeviceOption = None,
-    seed: SeedOption = 0,
-    samples: Annotated[int, typer.Option("--samples", help="images drawn from the trained model")] = 64,
-    stock_repeat: Annotated[
-        bool, typer.Option("--stock-repeat", help="train stock on other batches too: what noise is")
-    ] = False,
-    output: Annotated[Path, typer.Option("--output", help="folder of the pictures")] = Path("digits-output"),
     json: JsonOption = None,
+    seed: SeedOption = 0,
 ) -> None:
-    """Train a small diffusion model, stock and optimized, on the same batches."""
-    from sdfastgn.bench import digits_report, options, terminal
+    """Train a small diffusion model, stock and optimized, from one seed, and say whether they agree."""
+    from sdfastgn.bench import digits, options
 
     with _one_line_errors():
-        config = digits_report.checked(
-            steps=steps, batch_size=batch_size, size=size, width=width, dtype=dtype, device=device, seed=seed
+        config = digits.DigitsConfig(
+            steps=options.positive("--steps", steps),
+            batch_size=options.positive("--batch-size", batch_size),
+            size=int(options.one_of("--size", size, map(str, digits.SIZES))),
+            width=options.positive("--width", width, multiple=digits.GROUPS),
+            dtype=options.one_of("--dtype", dtype, digits.DTYPES),
+            device=options.device_name("--device", device),
+            seed=seed,
         )
-        options.positive("--samples", samples)
-        options.folder_path("--output", output, digits_report.PICTURES)
         options.json_path("--json", json)
-        code = digits_report.run(
-            config,
-            samples=samples,
-            stock_repeat=stock_repeat,
-            output=output,
-            json=json,
-            out=terminal.console(),
-        )
+        images = digits.load_images(config.size, config.torch_device)
+        code = digits.run(config, images, json=json)
     raise typer.Exit(code)

@@ -20,7 +20,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 import sdfastgn
 from sdfastgn.bench.models.architectures import randomise
-from sdfastgn.bench.models.variants import by_name
+from sdfastgn.bench.models.variants import VARIANTS
 
 Call = Callable[[Any, int, int], Tensor]  # (model, N, H) -> output
 
@@ -250,7 +250,7 @@ def test_a_layout_copy_would_be_found() -> None:
 
 # --- inductor -----------------------------------------------------------------------------------------------------------------
 
-_REASON = by_name("compile").available(torch.device("cpu"))
+_REASON = VARIANTS["compile"].available(torch.device("cpu"))
 
 
 def resnet() -> nn.Module:

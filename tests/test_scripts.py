@@ -1,77 +1,57 @@
-"""The timing scripts, run as a user runs them, with the tiny models on the CPU."""
+"""The scripts: what each times, its help, and bad input."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from sdfastgn.bench import session
+from sdfastgn.bench.models.variants import VARIANTS
+from tests.command_line import ROOT, exit_code
+
+SCRIPTS = sorted(path.name for path in (ROOT / "scripts").glob("*.py"))
 
 
-def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "scripts" / script), *arguments]
-    # readline, which pytest imports, hands the terminal's width on to processes.
-    environment = {**os.environ, "COLUMNS": "160"}
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment)
+# What each times where its user says nothing: model, part, size, batch, dtype and variants.
+EVERY = list(VARIANTS)
+TIMED = {
+    "time_sd15.py": ("sd15", "pipeline", 512, 1, "fp32", EVERY),
+    "time_sdxl.py": ("sdxl", "pipeline", 1024, 1, "fp32", EVERY),
+    "time_vae.py": ("sd15", "vae", 512, 1, "fp32", EVERY),
+    "time_training.py": ("sdxl", "train", 512, 1, "bf16", EVERY),
+    "compare_stable_fast.py": ("sd15", "pipeline", 512, 1, "fp32", ["eager", "sdfastgn", "stable_fast"]),
+}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("script", "model", "part", "variants"),
-    [
-        pytest.param("time_sd15.py", "tiny", "pipeline", "eager,sdfastgn", id="sd15"),
-        pytest.param("time_sdxl.py", "tiny_xl", "pipeline", "eager,sdfastgn", id="sdxl"),
-        pytest.param("time_vae.py", "tiny", "vae", "eager,channels_last,sdfastgn", id="vae"),
-        pytest.param("time_training.py", "tiny_xl", "train", "eager,sdfastgn", id="training"),
-        pytest.param("compare_stable_fast.py", "tiny", "pipeline", None, id="stable-fast"),
-    ],
-)
-def test_script(script: str, model: str, part: str, variants: str | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("script", "expected"), TIMED.items(), ids=TIMED)
+def test_what_a_script_times(
+    script: str, expected: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = mock.Mock(return_value=0)
+    monkeypatch.setattr(session, "run_bench", ran)
     path = tmp_path / "out.json"
-    chosen = ["--variants", variants] if variants else []
-    done = run(
-        script, "--model", model, "--device", "cpu", "--steps", "2", "--size", "64", "--repeats", "1", "--json", str(path), *chosen
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(path.read_text())["rows"]
-    assert {row["part"] for row in rows} == {part}
-    names = variants.split(",") if variants else ["eager", "sdfastgn", "stable_fast"]
-    assert [row["variant"] for row in rows] == names
-    assert [row["status"] for row in rows if row["variant"] != "stable_fast"] == ["ok"] * len(
-        [n for n in names if n != "stable_fast"]
-    )
-    assert "correctness gate" in done.stdout
+    assert exit_code(monkeypatch, script, "--device", "cpu", "--json", str(path)) == 0
+    (config,), variants = ran.call_args.args
+    found = (config.model, config.part, config.size, config.batch, config.dtype)
+    assert (*found, [variant.name for variant in variants]) == expected
+    assert ran.call_args.kwargs == {"json": path, "plot": None}
 
 
-@pytest.mark.slow
-def test_warm_up_script(tmp_path: Path) -> None:
-    path = tmp_path / "out.json"
-    done = run("time_warm_up.py", "--model", "tiny", "--device", "cpu", "--steps", "1", "--json", str(path))
-    assert done.returncode == 0, done.stderr
-    assert [row["status"] for row in json.loads(path.read_text())["rows"]] == ["ok"] * 3
-    assert "second image" in done.stdout
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_bad_input_is_one_line(
+    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code(monkeypatch, script, "--device", "tpu") == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"{script}: --device: cannot use 'tpu'")
+    assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    "script",
-    [
-        "time_sd15.py",
-        "time_sdxl.py",
-        "time_vae.py",
-        "time_training.py",
-        "time_warm_up.py",
-        "compare_stable_fast.py",
-    ],
-)
-def test_bad_input_is_one_line(script: str) -> None:
-    done = run(script, "--size", "100")
-    assert done.returncode == 2
-    assert (
-        done.stderr.strip()
-        == f"{script}: --size: must be a positive multiple of 8 (pixels of a latent), got 100"
-    )
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_help_is_the_scripts_own(
+    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code(monkeypatch, script, "--help") == 0
+    assert f"scripts/{script} " in " ".join(capsys.readouterr().out.split())

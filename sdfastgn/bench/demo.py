@@ -16,8 +16,6 @@ import sdfastgn
 from sdfastgn.bench.images import psnr, write_png
 from sdfastgn.bench.models.pipelines import build_pipeline, load_pipeline
 
-__all__ = ["PICTURES", "run_demo"]
-
 PROMPT = "a photograph of an astronaut riding a horse"
 SIZE, STEPS = 128, 8
 PICTURES = ("stock.png", "optimized.png")

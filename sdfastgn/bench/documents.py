@@ -9,18 +9,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "FAILED",
-    "OK",
-    "SCHEMA",
-    "UNAVAILABLE",
-    "WRONG",
-    "document",
-    "first_line",
-    "one_line",
-    "write_json",
-]
-
 SCHEMA = 1
 OK, UNAVAILABLE, FAILED, WRONG = "ok", "unavailable", "failed", "wrong output"
 

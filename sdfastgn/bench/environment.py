@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-PACKAGES = ("torch", "triton", "diffusers", "transformers", "accelerate", "stable-fast", "apex", "gnNHWC")
+PACKAGES = ("torch", "triton", "diffusers", "transformers", "accelerate", "stable-fast")
 PACKAGE_ROOT = Path(__file__).resolve().parents[1]
 
 

@@ -10,8 +10,6 @@ from numpy.typing import ArrayLike
 from PIL import Image
 from torch import Tensor
 
-__all__ = ["psnr", "relative_error", "write_png"]
-
 
 def psnr(a: ArrayLike, b: ArrayLike) -> float:
     """Peak signal-to-noise ratio in dB of two float images (or batches) with values in [0, 1]; inf if equal, nan if not finite.

@@ -11,22 +11,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = [
-    "ATTENTION",
-    "CATEGORIES",
-    "CONVOLUTION",
-    "COPIES",
-    "FLOOR",
-    "GAPS",
-    "GEMM",
-    "NORMALISATION",
-    "OTHER",
-    "POINTWISE",
-    "category",
-    "kernels_of_the_package",
-    "operator_category",
-]
-
 CONVOLUTION, GEMM, ATTENTION = "convolution", "GEMM", "attention"
 # Pointwise: reductions and concatenations too. Layout copies: whatever moves values and computes none, also a change of dtype.
 NORMALISATION, POINTWISE, COPIES, OTHER = "normalisation", "pointwise", "layout copies", "other"
@@ -50,11 +34,12 @@ _Rules = tuple[tuple[str, re.Pattern[str]], ...]
 
 
 def _rules(*rules: tuple[str, str]) -> _Rules:
-    return tuple((name, re.compile(pattern, re.IGNORECASE)) for name, pattern in rules)
+    # Spaces and line breaks in a pattern mean nothing.
+    return tuple((name, re.compile(pattern, re.IGNORECASE | re.VERBOSE)) for name, pattern in rules)
 
 
-# An Inductor kernel's name lists the operators that it fuses, a convolution's bias under "convolution". Only a kernel from a
-# template ("tem") multiplies matrices.
+# An Inductor kernel's name lists the operators that it fuses, a convolution's bias under "convolution". Only a kernel
+# from a template ("tem") multiplies matrices.
 _INDUCTOR = _rules(
     (CONVOLUTION, r"^triton_tem_\w*convolution"),
     (GEMM, r"^triton_(tem|mm|bmm)_"),
@@ -62,42 +47,42 @@ _INDUCTOR = _rules(
     (ATTENTION, r"^triton_[a-z]+_fused_\w*softmax"),
     (
         COPIES,
-        r"^triton_poi_fused_((_?to_copy|_?unsafe_view|clone|copy|contiguous|permute|transpose|view|t|expand)_)+\d+$",
+        r"""^triton_poi_fused_(
+            (_?to_copy|_?unsafe_view|clone|copy|contiguous|permute|transpose|view|t|expand)_
+        )+\d+$""",
     ),
     (POINTWISE, r"^triton_(poi|red|per|for|split_scan)_"),
 )
 
 # These stand before the operator: cuDNN launches layout changes of its own from within a convolution.
 _MOVES = _rules(
-    (COPIES, r"direct_copy_kernel|float16_copy_kernel|Memcpy|copy_device_to_device"),
     (
         COPIES,
-        r"nchwToNhwc|nhwcToNchw|AddPadding|convertTensor|tensorTransform|transpose_?\w*kernel|transpose_readWrite",
+        r"""direct_copy_kernel|float16_copy_kernel|Memcpy|copy_device_to_device|nchwToNhwc|nhwcToNchw|AddPadding
+        |convertTensor|tensorTransform|transpose_?\w*kernel|transpose_readWrite""",
     ),
 )
 
 _NAMES = _rules(
     # Before convolutions: cuDNN's attention is called flash_fprop.
     (ATTENTION, r"flash|fmha|sdpa|MemEffAttention|efficient_attention|_mha|softmax"),
-    (NORMALISATION, r"(group|layer|batch|instance|rms)_?norm|\bbn_(fw|bw)"),
     (
         NORMALISATION,
-        r"RowwiseMoments|ComputeFusedParams|ComputeInternalGradients|ComputeBackwardFusedParams|GammaBeta",
+        r"""(group|layer|batch|instance|rms)_?norm|\bbn_(fw|bw)|RowwiseMoments|ComputeFusedParams
+        |ComputeInternalGradients|ComputeBackwardFusedParams|GammaBeta""",
     ),
     # Before GEMM: a convolution is an implicit one, and cuDNN's 1x1 convolutions are called gemm, with cudnn at the end.
-    (CONVOLUTION, r"[fdw](prop|grad)(_|[0-9])|implicit_?gemm|convol|conv[0-9]d|conv_depthwise|winograd"),
     (
         CONVOLUTION,
-        r"im2col|col2im|vol2col|col2vol|fft2d_[rc]2[rc]|_cudnn\b|scudnn|cudnn::(cnn|gemm)|cudnn_generated_\w*_conv",
+        r"""[fdw](prop|grad)(_|[0-9])|implicit_?gemm|convol|conv[0-9]d|conv_depthwise|winograd|im2col|col2im
+        |vol2col|col2vol|fft2d_[rc]2[rc]|_cudnn\b|scudnn|cudnn::(cnn|gemm)|cudnn_generated_\w*_conv""",
     ),
     (GEMM, r"nvjet|gemm|gemv|split_?k_?reduce|cublas|\bdot_kernel"),
-    (POINTWISE, r"elementwise|upsample|CatArrayBatchedCopy|reduce_kernel|multi_tensor_apply|Memset"),
-    (POINTWISE, r"index_?(select|put|copy|add|fill)\w*|(gather|scatter)\w*kernel|arange"),
-)
-
-_ARITHMETIC = (
-    r"add|addcmul|addcdiv|r?sub|mul|div|neg|pow|r?sqrt|exp|log|sin|cos|tanh|abs|clamp|maximum|minimum|where|lerp|sum|mean|var|var_mean|"
-    r"(silu|gelu|mse_loss)(_backward)?|relu|sigmoid|cat|stack|constant_pad_nd|fill|zero|arange|index|index_select|gather|embedding"
+    (
+        POINTWISE,
+        r"""elementwise|upsample|CatArrayBatchedCopy|reduce_kernel|multi_tensor_apply|Memset
+        |index_?(select|put|copy|add|fill)\w*|(gather|scatter)\w*kernel|arange""",
+    ),
 )
 
 _OPERATORS = _rules(
@@ -106,7 +91,15 @@ _OPERATORS = _rules(
     (CONVOLUTION, r"convolution|conv_transpose|conv[0-9]?d|conv_depthwise"),
     (GEMM, r"::(\w*_)?(addmm|addbmm|baddbmm|bmm|mm|addmv|mv|dot|matmul|linear)(_\w+)?$"),
     (COPIES, r"^aten::(copy_?|_to_copy|to|clone|contiguous)$"),
-    (POINTWISE, rf"^aten::_?(upsample_\w+|({_ARITHMETIC})_?)$"),
+    (
+        POINTWISE,
+        r"""^aten::_?(
+            upsample_\w+
+            |(add|addcmul|addcdiv|r?sub|mul|div|neg|pow|r?sqrt|exp|log|sin|cos|tanh|abs|clamp|maximum|minimum|where
+            |lerp|sum|mean|var|var_mean|(silu|gelu|mse_loss)(_backward)?|relu|sigmoid|cat|stack|constant_pad_nd|fill
+            |zero|arange|index|index_select|gather|embedding)_?
+        )$""",
+    ),
 )
 
 
@@ -134,11 +127,8 @@ def kernels_of_the_package() -> dict[str, str | None]:
     for file, module in _modules():
         own = next((name for word, name in _OWN_FILES if word in file), None)
         for name, value in vars(module).items():
-            function = getattr(value, "fn", None)
-            if (
-                name.endswith("_kernel")
-                and getattr(function, "__module__", None) == f"sdfastgn.kernels.{file}"
-            ):
+            home = getattr(getattr(value, "fn", None), "__module__", None)
+            if name.endswith("_kernel") and home == f"sdfastgn.kernels.{file}":
                 found[name] = own
     return found
 

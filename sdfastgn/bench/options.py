@@ -6,40 +6,31 @@ Every check raises :class:`OptionError` with one line that names the option, quo
 from __future__ import annotations
 
 import errno
-import functools
 import inspect
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from sdfastgn.bench.kernels import providers
-from sdfastgn.bench.kernels.cells import KernelConfig, Shape
-from sdfastgn.bench.kernels.norm_suites import DIVISIBLE, INFERENCE, SUITES, divisible
-from sdfastgn.bench.kernels.norm_suites import NAMES as SUITE_NAMES
-from sdfastgn.bench.kernels.run import SHAPE_SETS
-from sdfastgn.bench.kernels.suites import Suite, SuiteConfig
-from sdfastgn.bench.models import architectures, variants
-from sdfastgn.bench.models.architectures import MODELS
+from sdfastgn.bench.kernels.suite import INFERENCE, KernelConfig, Shape, Suite
+from sdfastgn.bench.kernels.suites import SUITES
+from sdfastgn.bench.models import architectures
+from sdfastgn.bench.models.configurations import MODELS, UNETS, VAES
+from sdfastgn.bench.models.variants import PARTS, VARIANTS, Variant
 from sdfastgn.bench.models.workload import DTYPES, BenchConfig
 from sdfastgn.bench.tables.plots import plot_reason
 
-# Each part's batch and number of timed calls where the user names none; a CPU gets fewer calls. A UNet step has a batch
-# of two for classifier-free guidance.
+# Where the user names none: images of a call (a UNet step has two for classifier-free guidance), and timed calls.
 DEFAULT_BATCH = {"unet": 2, "vae": 1, "pipeline": 1, "train": 1}
 DEFAULT_REPEATS = {"unet": 50, "vae": 30, "pipeline": 5, "train": 30}
 CPU_REPEATS = {"unet": 5, "vae": 5, "pipeline": 2, "train": 3}
 DEFAULT_STEPS = 30
 DEFAULT_MODEL = "tiny"
-
-# Timed rounds of each cell of the kernel table. A suite has several passes, and many calls in each round.
-KERNEL_REPEATS = 20
-SUITE_REPEATS = 10
 
 _SHAPE = re.compile(r"\d+(x\d+)+")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -69,17 +60,17 @@ def split(text: str) -> list[str]:
     return [entry.strip() for entry in text.split(",") if entry.strip()]
 
 
-def positive(option: str, value: int) -> int:
-    if value < 1:
-        raise OptionError(f"{option}: must be a positive whole number, got {value}")
+def positive(option: str, value: int, *, multiple: int = 1) -> int:
+    if value < 1 or value % multiple:
+        wanted = "whole number" if multiple == 1 else f"multiple of {multiple}"
+        raise OptionError(f"{option}: must be a positive {wanted}, got {value}")
     return value
 
 
 def image_size(option: str, value: int, scale: int = 8) -> int:
     if value < scale or value % scale:
-        raise OptionError(
-            f"{option}: must be a positive multiple of {scale} (pixels of a latent), got {value}"
-        )
+        wanted = f"a positive multiple of {scale} (pixels of a latent)"
+        raise OptionError(f"{option}: must be {wanted}, got {value}")
     return value
 
 
@@ -101,9 +92,8 @@ def weights_source(option: str, value: str, *, words: Sequence[str] = ("random",
         return value
     if _HUB_ID.fullmatch(value) and not value.startswith("."):
         return value
-    raise OptionError(
-        f"{option}: no such path {value!r}; give {', '.join(words)}, a path, or a Hub id (owner/name)"
-    )
+    choice = f"{', '.join(words)}, a path, or a Hub id (owner/name)"
+    raise OptionError(f"{option}: no such path {value!r}; give {choice}")
 
 
 def json_path(option: str, value: Path | None) -> Path | None:
@@ -112,9 +102,8 @@ def json_path(option: str, value: Path | None) -> Path | None:
         try:
             _try_writing(value)
         except OSError as error:
-            raise OptionError(
-                f"{option}: cannot write a file at {str(value)!r}: {error.strerror or error}"
-            ) from None
+            why = error.strerror or error
+            raise OptionError(f"{option}: cannot write a file at {str(value)!r}: {why}") from None
     return value
 
 
@@ -141,7 +130,8 @@ class _Subject:
 def _subject(model: str | None, weights: str, parts: Sequence[str]) -> _Subject:
     """``model``, or what ``weights`` are by their own configuration, if these parts of it can be made of ``weights``."""
     if weights == "random":
-        return _Subject(model or DEFAULT_MODEL, default_size(model or DEFAULT_MODEL))
+        name = model or DEFAULT_MODEL
+        return _Subject(name, VAES[name]["sample_size"])
     try:
         config = architectures.load_unet_config(weights)
     except ValueError as error:
@@ -155,15 +145,15 @@ def _subject(model: str | None, weights: str, parts: Sequence[str]) -> _Subject:
         raise OptionError(f"--weights: the UNet of {weights!r} cannot be timed: {reason}")
     if "pipeline" in parts and (reason := _pipeline_reason(weights, config)):
         raise OptionError(f"--part: 'pipeline' needs {reason}")
-    name = model or (same[0] if same else Path(weights).expanduser().resolve().name)
     try:
         scale = architectures.latent_scale(architectures.load_config(weights, "vae"))
     except Exception:  # there is none, or what the client met is told when the pipeline is loaded
         scale = 8 if same else 1
-    latents = config.get("sample_size") or architectures.UNETS["sd15"]["sample_size"]
+    latents = config.get("sample_size") or UNETS["sd15"]["sample_size"]
     latents = latents if isinstance(latents, int) else max(latents)
     # Without text, or with its guidance within, a UNet gets each image once.
     is_guided = config.get("_class_name") != "UNet2DModel" and not config.get("time_cond_proj_dim")
+    name = model or (same[0] if same else Path(weights).expanduser().resolve().name)
     return _Subject(name, latents * scale, scale, DEFAULT_BATCH["unet"] if is_guided else 1)
 
 
@@ -178,11 +168,8 @@ def _pipeline_reason(weights: str, config: Mapping[str, Any]) -> str:
         arguments = inspect.signature(getattr(diffusers, kind).__call__).parameters
     except Exception:  # what is no pipeline says why when it is loaded
         return ""
-    needs = [
-        name
-        for name in ("image", "mask_image", "control_image", "image_embeds", "video")
-        if name in arguments
-    ]
+    inputs = ("image", "mask_image", "control_image", "image_embeds", "video")
+    needs = [name for name in inputs if name in arguments]
     if "prompt" not in arguments:
         return f"a pipeline that takes a prompt, {kind} of {weights!r} does not"
     return f"a pipeline of text to image, {kind} of {weights!r} takes {needs[0]!r}" if needs else ""
@@ -201,25 +188,15 @@ def _try_writing(path: Path) -> None:
         real.unlink()
 
 
-def plot_path(option: str, value: Path | None, suite: str = INFERENCE) -> Path | None:
-    if value is not None and suite != INFERENCE:
-        raise OptionError(
-            f"{option}: only the suite {INFERENCE} has a picture, got {str(value)!r} for {suite}"
-        )
-    return _png_path(option, value)
-
-
-def profile_plot_path(option: str, value: Path | None, profile: bool) -> Path | None:
-    """Of ``sdfastgn bench``, whose one picture is of the breakdown that ``--profile`` asks for."""
-    if value is not None and not profile:
-        raise OptionError(f"{option}: only --profile has a picture, got {str(value)!r} without it")
-    return _png_path(option, value)
-
-
-def _png_path(option: str, value: Path | None) -> Path | None:
-    if value is not None and value.suffix.lower() != ".png":
+def png_path(option: str, value: Path | None, unless: str = "") -> Path | None:
+    """``value``, where a picture can be written. ``unless``: why there is no picture; empty where there is one."""
+    if value is None:
+        return None
+    if unless:
+        raise OptionError(f"{option}: {unless.format(repr(str(value)))}")
+    if value.suffix.lower() != ".png":
         raise OptionError(f"{option}: must end in .png, got {str(value)!r}")
-    if value is not None and (reason := plot_reason()) is not None:
+    if (reason := plot_reason()) is not None:
         raise OptionError(f"{option}: {reason}")
     return json_path(option, value)
 
@@ -249,7 +226,7 @@ def bench_configs(
     """One checked config for each part; without a model the weights' own, or ``DEFAULT_MODEL``. Raises OptionError."""
     if model is not None:
         one_of("--model", model, MODELS)
-    chosen = some_of("--part", parts, variants.PARTS)
+    chosen = some_of("--part", parts, PARTS)
     device = device_name("--device", device)
     dtype = dtype_name("--dtype", dtype, device)
     positive("--steps", steps)
@@ -276,30 +253,22 @@ def bench_configs(
     ]
 
 
-def default_size(model: str) -> int:
-    """Pixels that the model was made for."""
-    return {"sd15": 512, "sdxl": 1024}.get(model, 64)
-
-
-def variant_list(option: str, text: str) -> list[variants.Variant]:
+def variant_list(option: str, text: str) -> list[Variant]:
     """Registry entries in the registry's order; ``all`` names every one."""
-    names = list(variants.NAMES) if text == "all" else some_of(option, split(text), variants.NAMES)
-    return [variant for variant in variants.VARIANTS if variant.name in names]
+    names = list(VARIANTS) if text == "all" else some_of(option, split(text), VARIANTS)
+    return [variant for name, variant in VARIANTS.items() if name in names]
 
 
-def shape_list(option: str, text: str, suite: Suite | None = None) -> tuple[Shape, ...]:
-    """A comma list of shapes and names of sets, of GroupNorm inputs or, with ``suite``, of its own."""
-    sets = suite.shape_sets if suite else SHAPE_SETS
-    axes = suite.axes if suite else "NxCxHxW"
-    fits, rule = (suite.fits, suite.rule) if suite else (divisible, DIVISIBLE)
-    wanted = f"{axes}{' ' if rule else ''}{rule}, or one of {', '.join(sets)}"
+def shape_list(option: str, text: str, suite: Suite) -> tuple[Shape, ...]:
+    """A comma list of the suite's shapes and names of sets."""
+    wanted = f"{suite.axes}{' ' if suite.rule else ''}{suite.rule}, or one of {', '.join(suite.shape_sets)}"
     shapes: list[Shape] = []
     for entry in split(text):
-        if entry in sets:
-            shapes += sets[entry]
+        if entry in suite.shape_sets:
+            shapes += suite.shape_sets[entry]
             continue
         shape = tuple(map(int, entry.split("x"))) if _SHAPE.fullmatch(entry) else ()
-        if len(shape) != len(axes.split("x")) or math.prod(shape) == 0 or not fits(shape):
+        if len(shape) != len(suite.axes.split("x")) or math.prod(shape) == 0 or not suite.fits(shape):
             raise OptionError(f"{option}: cannot use shape {entry!r}; give {wanted}")
         shapes.append(shape)
     if not shapes:
@@ -317,31 +286,24 @@ def kernel_configs(
     repeats: int | None = None,
     seed: int = 0,
 ) -> list[KernelConfig]:
-    """One checked config of ``sdfastgn kernels`` for each dtype of a comma list: of the suite's kind. Raises OptionError."""
-    chosen = SUITES.get(one_of("--suite", suite, SUITE_NAMES))
-    entries = chosen.providers if chosen else providers.PROVIDERS
-    known = list(dict.fromkeys(entry.name for entry in entries))
-    if names == "all":
-        run = known
-    elif names is None:
-        run = list(dict.fromkeys(entry.name for entry in entries if entry.by_default))
-    else:
-        run = some_of("--providers", split(names), known)
-    make: Callable[..., KernelConfig] = KernelConfig
-    if chosen is not None:
-        make = functools.partial(SuiteConfig, suite=suite)
-    default_repeats = KERNEL_REPEATS if chosen is None else SUITE_REPEATS
+    """One checked config of ``sdfastgn kernels`` for each dtype of a comma list. Raises OptionError."""
+    chosen = SUITES[one_of("--suite", suite, SUITES)]
+    providers = list(chosen.default_names)
+    if names is not None:
+        known = chosen.provider_names
+        providers = list(known) if names == "all" else some_of("--providers", split(names), known)
     return [
-        make(
+        KernelConfig(
+            suite=suite,
             shapes=shape_list("--shapes", shapes, chosen),
-            providers=tuple(run),
+            providers=tuple(providers),
             dtype=dtype,
             device=device_name("--device", device),
-            repeats=positive("--repeats", default_repeats if repeats is None else repeats),
+            repeats=positive("--repeats", chosen.repeats if repeats is None else repeats),
             seed=seed,
             wall_clock=device == "cpu",
         )
-        for dtype in some_of("--dtype", split(dtypes or (chosen.dtype if chosen else "fp16")), DTYPES)
+        for dtype in some_of("--dtype", split(dtypes or chosen.dtype), DTYPES)
     ]
 
 

@@ -1,4 +1,4 @@
-"""The peer stable-fast: where it is, and how to run its compiler and its kernel without side effects on others."""
+"""The peer stable-fast: whether it can run, and how to run its compiler and its kernel without side effects on others."""
 
 from __future__ import annotations
 
@@ -15,38 +15,36 @@ if TYPE_CHECKING:
     import torch
 
 
-def find() -> Path | None:
-    """The folder of an importable ``sfast`` package, found without importing it; None where there is none."""
+def _needs_cuda(device: torch.device) -> str | None:
+    return None if device.type == "cuda" else f"stable-fast needs CUDA; the device is {device}"
+
+
+def _folder() -> Path | None:
+    """Of an importable ``sfast``, found without importing it; None where there is none."""
     spec = importlib.util.find_spec("sfast")
     locations = list(spec.submodule_search_locations or ()) if spec else []
     return Path(locations[0]) if locations else None
 
 
-def has_extension(folder: Path) -> bool:
+def _has_extension(folder: Path) -> bool:
     """Whether the C++ extension is built. Importing sfast without it fails, and says so on standard output."""
     return any(path.suffix in (".so", ".pyd") for path in folder.glob("_C*"))
 
 
 def reason(device: torch.device) -> str | None:
     """Why stable-fast cannot compile a model here; None where it can."""
-    folder = find()
-    if folder is None:
-        return "package sfast (stable-fast) is not installed"
-    if not has_extension(folder):
+    folder = _folder()
+    if folder is not None and not _has_extension(folder):
         return f"sfast is at {folder}, but its C++ extension sfast._C is not built"
-    return None if device.type == "cuda" else f"stable-fast needs CUDA; the device is {device}"
+    return kernel_reason(device)
 
 
 def kernel_reason(device: torch.device) -> str | None:
     """Why stable-fast's Triton kernel cannot run here; None where it can. The kernel does without the C++ extension."""
-    if find() is None:
-        return "package sfast (stable-fast) is not installed"
-    if importlib.util.find_spec("triton") is None:
-        return "stable-fast's kernel needs triton; it is not installed"
-    return None if device.type == "cuda" else f"stable-fast's kernel needs CUDA; the device is {device}"
+    return _needs_cuda(device) if _folder() else "package sfast (stable-fast) is not installed"
 
 
-# sfast wraps triton's launch functions at import, for the whole process, which would slow everyone's launches down.
+# Triton's launch functions as sfast wraps them at import, for the whole process: that would slow everyone's launches.
 _wrapped: dict[type, Any] = {}
 
 
@@ -57,25 +55,20 @@ def _runners() -> dict[type, Any]:
     return {owner: vars(owner)["run"] for owner in (JITFunction, Autotuner)}
 
 
-def _set_runners(runners: dict[type, Any]) -> None:
-    for owner, run in runners.items():
-        # mypy: `type` has no attribute run.
-        owner.run = run  # type: ignore[attr-defined]
-
-
 @contextlib.contextmanager
 def launch_functions() -> Iterator[None]:
     """Triton's launch functions as sfast wraps them, inside the body only."""
     stock = _runners()
     try:
-        if _wrapped:
-            _set_runners(_wrapped)
-        else:
+        if not _wrapped:
             importlib.import_module("sfast.triton")
             _wrapped.update(_runners())
+        for owner, run in _wrapped.items():
+            owner.run = run  # type: ignore[attr-defined]
         yield
     finally:
-        _set_runners(stock)
+        for owner, run in stock.items():
+            owner.run = run  # type: ignore[attr-defined]
 
 
 def compile_target(target: Any, part: str) -> None:
@@ -85,24 +78,17 @@ def compile_target(target: Any, part: str) -> None:
     config.enable_xformers = False
     config.enable_triton = True
     config.enable_cuda_graph = True
-    {"unet": compiler.compile_unet, "vae": compiler.compile_vae, "pipeline": compiler.compile}[part](
-        target, config
-    )
-
-
-def _do_nothing(*args: Any) -> None:
-    pass
+    name = "compile" if part == "pipeline" else f"compile_{part}"
+    getattr(compiler, name)(target, config)
 
 
 def group_norm_silu() -> Callable[..., torch.Tensor]:
-    """stable-fast's Triton GroupNorm+SiLU: ``(x, num_groups, weight, bias, eps) -> y``.
-
-    Where the C++ extension is not built, an empty stand-in satisfies the package's import: the kernel uses none of it.
-    """
-    folder = find()
-    if folder is not None and "sfast" not in sys.modules and not has_extension(folder):
+    """stable-fast's Triton GroupNorm+SiLU: ``(x, num_groups, weight, bias, eps) -> y``."""
+    folder = _folder()
+    if folder is not None and "sfast" not in sys.modules and not _has_extension(folder):
+        # The package's import asks for its extension, of which the kernel uses nothing.
         stand_in = types.ModuleType("sfast._C")
-        vars(stand_in)["_jit_register_custom_python_operator"] = _do_nothing
+        vars(stand_in)["_jit_register_custom_python_operator"] = lambda *args: None
         sys.modules["sfast._C"] = stand_in
     with launch_functions():
         forward = importlib.import_module("sfast.triton.ops.group_norm").group_norm_silu_forward

@@ -17,10 +17,11 @@ import torch
 
 T = TypeVar("T")
 
-# A cold measurement walks through at least this much memory, more than twice the L2 of any GPU of 2026 (H200: 60 MB).
+# Bytes that a cold measurement walks through at least: more than twice the L2 of any GPU of 2026 (H200: 60 MB).
 COLD_BYTES = 256 * 2**20
+# Input sets of a cold measurement at most: small inputs would need thousands.
 MAX_COLD_SETS = 512
-
+# Seconds of work after which a GPU's clocks are up.
 SPIN_UP_SECONDS = 0.3
 
 
@@ -104,26 +105,14 @@ def time_once(fn: Callable[[], T], device: torch.device) -> tuple[float, T]:
 
 
 def _event_samples(fn: Callable[[], object], repeats: int) -> list[float]:
-    # No synchronisation between the calls: that is how a denoising loop runs, and a GPU that waits for the CPU shows in
-    # the times.
-    events = [
-        (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)
-    ]
-    for start, end in events:
+    # The calls are not synchronized with each other, as in a denoising loop: a GPU that waits for the CPU shows.
+    pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+    for start, end in pairs:
         start.record()
         fn()
         end.record()
     torch.cuda.synchronize()
-    return [start.elapsed_time(end) for start, end in events]
-
-
-def _clock_samples(fn: Callable[[], object], repeats: int) -> list[float]:
-    samples = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        fn()
-        samples.append((time.perf_counter() - start) * 1e3)
-    return samples
+    return [start.elapsed_time(end) for start, end in pairs]
 
 
 def time_callable(fn: Callable[[], object], device: torch.device, *, repeats: int, warmup: int = 2) -> Timing:
@@ -139,7 +128,7 @@ def time_callable(fn: Callable[[], object], device: torch.device, *, repeats: in
     for _ in range(warmup):
         fn()
     if device.type != "cuda":
-        return Timing.of(_clock_samples(fn, repeats))
+        return Timing.of([1e3 * time_once(fn, device)[0] for _ in range(repeats)])
     with device_scope(device):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -170,16 +159,6 @@ def capture_graph(fn: Callable[[], T], *, warmup: int = 3) -> tuple[Callable[[],
     with torch.cuda.graph(graph, stream=side):
         result = fn()
     return graph.replay, result
-
-
-def time_cuda_graph(fn: Callable[[], object], device: torch.device, *, repeats: int) -> Timing:
-    """Milliseconds of one replay of the CUDA graph of one call of ``fn``. Raises as :func:`capture_graph`."""
-    with device_scope(device):
-        replay, result = capture_graph(fn)
-        timing = time_callable(replay, device, repeats=repeats)
-        # The result's memory belongs to the graph: it has to live as long as there are replays.
-        del result
-        return timing
 
 
 def cold_sets(bytes_a_call: int) -> int:
@@ -225,17 +204,16 @@ def time_kernel(
     def many() -> list[object]:
         return _rotate(fn, chosen, calls)
 
-    if device.type == "cuda":
-        with device_scope(device):
-            for one in chosen[:2]:
-                fn(one)
-            # The calls above already warmed everything up, so one round on the side stream is enough.
-            replay, outputs = capture_graph(many, warmup=1)
-            timing = time_callable(replay, device, repeats=repeats, warmup=3)
-            del outputs
-    else:
-        timing = time_callable(many, device, repeats=repeats, warmup=1)
-    return timing.median_ms * 1e3 / calls
+    if device.type != "cuda":
+        return time_callable(many, device, repeats=repeats, warmup=1).median_ms * 1e3 / calls
+    with device_scope(device):
+        for one in chosen[:2]:
+            fn(one)
+        # The calls above already warmed everything up, so one round on the side stream is enough.
+        replay, outputs = capture_graph(many, warmup=1)
+        timing = time_callable(replay, device, repeats=repeats, warmup=3)
+        del outputs
+        return timing.median_ms * 1e3 / calls
 
 
 def time_host(fn: Callable[[], object], device: torch.device, *, calls: int = 100, repeats: int = 9) -> float:

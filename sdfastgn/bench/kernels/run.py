@@ -1,251 +1,270 @@
-"""GroupNorm+SiLU on the shapes of Stable Diffusion: shapes x providers, checked against fp64, timed hot and cold,
-beside a copy; and the ops that produce its input with its statistics, beside the plain ones.
-
-The least traffic is one read of x and one write of y, so GB/s count ``2 * N*C*H*W * itemsize`` bytes, and a plain copy
-of x, which moves just that, is the yardstick. A sum reads a second tensor: three times ``N*C*H*W * itemsize``.
-"""
+"""Times suites: each provider in each task on each shape, checked against fp64 first, with a hot and with a cold L2."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+import gc
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from torch import Tensor
 
 from sdfastgn.bench import timing
-from sdfastgn.bench.documents import OK
-from sdfastgn.bench.kernels import cells, providers
-from sdfastgn.bench.kernels.cells import KernelConfig, KernelRow, Shape, Work, geometric_mean, shape_text
-from sdfastgn.bench.kernels.providers import (
-    ADD,
-    BASELINES,
-    CAT,
+from sdfastgn.bench.documents import FAILED, OK, UNAVAILABLE, WRONG, one_line
+from sdfastgn.bench.images import relative_error
+from sdfastgn.bench.kernels.suite import (
+    BACKWARD,
+    BOTH,
     COPY,
-    NORM_GIVEN,
-    NORMS,
-    OURS,
-    YARDSTICK,
+    DIFFERENTIATED,
+    FORWARD,
+    GRADIENT_BOUNDS,
+    TRAINING,
+    Call,
+    KernelConfig,
+    KernelRow,
+    Operation,
     Provider,
+    Shape,
+    Suite,
 )
 from sdfastgn.bench.models.workload import DTYPES
 
-GROUPS = 32
-EPS = 1e-5
+Tensors = tuple[Tensor, ...]
 
-# Inputs of GroupNorms in the UNets of SD1.5 at 512^2 and SDXL at 1024^2 with guidance, and in the VAE's deeper blocks.
-UNET_SHAPES: tuple[Shape, ...] = (
-    (2, 1280, 8, 8),
-    (2, 2560, 8, 8),
-    (2, 1280, 16, 16),
-    (2, 1920, 16, 16),
-    (2, 2560, 16, 16),
-    (2, 640, 32, 32),
-    (2, 1280, 32, 32),
-    (2, 1920, 32, 32),
-    (2, 2560, 32, 32),
-    (2, 320, 64, 64),
-    (2, 640, 64, 64),
-    (2, 960, 64, 64),
-    (2, 1280, 64, 64),
-    (2, 320, 128, 128),
-    (2, 640, 128, 128),
-    (2, 960, 128, 128),
-    (1, 512, 64, 64),
-    (1, 512, 128, 128),
-    (1, 512, 256, 256),
-)
-# The VAE's large images, and a large batch.
-LARGE_SHAPES: tuple[Shape, ...] = (
-    (1, 256, 512, 512),
-    (1, 512, 512, 512),
-    (1, 128, 1024, 1024),
-    (16, 320, 64, 64),
-)
-SHAPE_SETS: dict[str, tuple[Shape, ...]] = {
-    "unet": UNET_SHAPES,
-    "large": LARGE_SHAPES,
-    "all": UNET_SHAPES + LARGE_SHAPES,
-}
-
-# Relative error against fp64. One rounding costs 3e-4 in fp16 and 2e-3 in bf16; fp16 statistics, as stable-fast's, the
-# same again.
-ERROR_BOUNDS = {"fp16": 5e-3, "bf16": 4e-2, "fp32": 1e-4}
-
-Inputs = tuple[torch.Tensor, ...]
+# Elements of the largest image that is timed on a CPU.
+CPU_MAX_ELEMENTS = 2**22
+# Bytes that a round of many calls moves at most, so that a round of the largest shape stays short.
+ROUND_BYTES = 2**31
+# Calls and rounds on a CPU, whose times are a sign of life.
+CPU_CALLS = CPU_REPEATS = 3
 
 
 @dataclass
+class _Inputs:
+    """What one call gets. ``recorded``: leaves and outputs of forwards whose backwards are timed alone, by CUDA stream."""
+
+    operands: Tensors
+    grads: Tensors = ()
+    recorded: dict[int, tuple[Tensors, Tensors]] = field(default_factory=dict)
+
+    def clone(self) -> _Inputs:
+        operands, grads = (tuple(t.clone() for t in tensors) for tensors in (self.operands, self.grads))
+        return _Inputs(operands, grads)
+
+
+def _tuple(outputs: Any) -> Tensors:
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def _record(call: Call, operands: Tensors) -> tuple[Tensors, Tensors]:
+    """Leaves and outputs of a forward that autograd records.
+
+    The leaves are new at each call: autograd remembers the stream on which a leaf was first used, and a leaf of the
+    warm-up, on another stream, would break the capture of a CUDA graph.
+    """
+    leaves = tuple(t.detach().requires_grad_() for t in operands)
+    with torch.enable_grad():
+        return leaves, _tuple(call(*leaves))
+
+
+def _forward(call: Call, inputs: _Inputs) -> Tensors:
+    return _tuple(call(*inputs.operands))
+
+
+def _training_forward(call: Call, inputs: _Inputs) -> Tensors:
+    return tuple(output.detach() for output in _record(call, inputs.operands)[1])
+
+
+def _gradients(call: Call, inputs: _Inputs) -> Tensors:
+    leaves, outputs = _record(call, inputs.operands)
+    return torch.autograd.grad(outputs, leaves, inputs.grads)
+
+
+def _backward(call: Call, inputs: _Inputs) -> Tensors:
+    # A backward runs on the stream of its forward, so the capture needs one recorded on the capturing stream.
+    stream = torch.cuda.current_stream().cuda_stream if inputs.operands[0].is_cuda else 0
+    if stream not in inputs.recorded:
+        inputs.recorded[stream] = _record(call, inputs.operands)
+    leaves, outputs = inputs.recorded[stream]
+    return torch.autograd.grad(outputs, leaves, inputs.grads, retain_graph=True)
+
+
+_PASSES: dict[str, Callable[[Call, _Inputs], Tensors]] = {
+    FORWARD: _forward,
+    TRAINING: _training_forward,
+    BACKWARD: _backward,
+    BOTH: _gradients,
+}
+
+
+def _laid_out(t: Tensor, channels_last: bool) -> Tensor:
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return t.contiguous(memory_format=formats.get(t.dim(), torch.contiguous_format)) if channels_last else t
+
+
 class _Case:
-    """One shape's data: inputs, affine parameters, and the fp64 truth of GroupNorm+SiLU."""
+    """One operation on one shape: operands, gradients of the outputs, and the fp64 truth of outputs and gradients."""
 
-    shape: Shape
-    x: torch.Tensor
-    residual: torch.Tensor
-    weight: torch.Tensor
-    bias: torch.Tensor
-    norm: torch.Tensor
-
-    @classmethod
-    def of(cls, shape: Shape, config: KernelConfig) -> _Case:
+    def __init__(self, operation: Operation, shape: Shape, config: KernelConfig) -> None:
         device, dtype = config.torch_device, DTYPES[config.dtype]
         generator = torch.Generator(device).manual_seed(config.seed)
-        x = (
-            torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
-            .mul_(1.5)
-            .add_(0.5)
-            .to(dtype)
+
+        def draw(size: Sequence[int]) -> Tensor:
+            return torch.randn(tuple(size), generator=generator, device=device)
+
+        self._operation, self._dtype = operation, config.dtype
+        self._elements = math.prod(shape)
+        sizes = operation.sizes(shape)
+        self._operands = tuple(draw(size).to(dtype) for size in sizes.values())
+        self._operands[0].mul_(1.5).add_(0.5)
+        leaves, outputs = _record(operation.reference, tuple(t.double() for t in self._operands))
+        self._gradient_names = [f"d{name}" for name in sizes]
+        self._truth = {name: out.detach() for name, out in zip(operation.outputs, outputs, strict=True)}
+        self._grads: Tensors = ()
+        if any(what in DIFFERENTIATED for what in operation.passes):
+            self._grads = tuple(draw(output.shape).to(dtype) for output in outputs)
+            gradients = torch.autograd.grad(outputs, leaves, tuple(t.double() for t in self._grads))
+            self._truth.update(zip(self._gradient_names, gradients, strict=True))
+        self._built: tuple[Provider, Call] | None = None
+
+    def _call(self, provider: Provider, operands: Tensors) -> Call:
+        # All passes of one provider share one: compiling takes seconds.
+        if self._built is None or self._built[0] is not provider:
+            self._built = provider, provider.build(*operands)
+        return self._built[1]
+
+    def _outputs(self, what: str, call: Call, inputs: _Inputs) -> dict[str, Tensor]:
+        """What a pass is judged by: its outputs, and its gradients if it has any."""
+        timed = _PASSES[what](call, inputs)
+        names = self._operation.outputs
+        if what not in DIFFERENTIATED:
+            return dict(zip(names, timed, strict=True))
+        outputs = _training_forward(call, inputs)
+        return dict(zip((*names, *self._gradient_names), (*outputs, *timed), strict=True))
+
+    def _judge(self, row: KernelRow, outputs: dict[str, Tensor]) -> bool:
+        """Whether every output is within its bound of the fp64 truth; ``row`` gets the errors, and why not."""
+        errors = {name: relative_error(output, self._truth[name]) for name, output in outputs.items()}
+        row.errors = {name: error for name, error in errors.items() if math.isfinite(error)}
+        row.error = max(errors.values()) if len(row.errors) == len(errors) else None
+        for name, error in errors.items():
+            bounds = self._operation.bounds if name in self._operation.outputs else GRADIENT_BOUNDS
+            # `not <=` because a NaN is neither above nor below.
+            if not error <= bounds[self._dtype]:
+                row.status = WRONG
+                row.reason = (
+                    f"relative error of {name} {error:.3g} against fp64 is above {bounds[self._dtype]:g}"
+                )
+                return False
+        return True
+
+    def measure(
+        self, row: KernelRow, provider: Provider, what: str, suite: Suite, config: KernelConfig
+    ) -> None:
+        """Fills ``row`` with errors and, if these are within their bounds, with times."""
+        device = config.torch_device
+        operands = tuple(_laid_out(t, provider.channels_last) for t in self._operands)
+        call = self._call(provider, operands)
+        first = _Inputs(operands)
+        if what in DIFFERENTIATED:
+            layouts = zip(_training_forward(call, first), self._grads, strict=True)
+            first.grads = tuple(torch.empty_like(y).copy_(dy) for y, dy in layouts)
+        if not self._judge(row, self._outputs(what, call, first)):
+            return
+        moved = self._operation.moved_tensors(what) * self._elements * operands[0].element_size()
+        timed = functools.partial(_PASSES[what], call)
+        sets, calls, repeats = 2, CPU_CALLS, min(config.repeats, CPU_REPEATS)
+        if device.type == "cuda":
+            seconds, _ = timing.time_once(lambda: timed(first), device)
+            sets, repeats = timing.cold_sets(moved), config.repeats
+            calls = calls_a_round(moved, seconds, suite.round_seconds)
+        inputs = [first, *(first.clone() for _ in range(sets - 1))]
+        hot, cold = (
+            timing.time_kernel(timed, inputs, device, cold=cold, calls=calls, repeats=repeats)
+            for cold in (False, True)
         )
-        residual = torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(dtype)
-        weight = torch.randn(shape[1], generator=generator, device=device).to(dtype)
-        bias = torch.randn(shape[1], generator=generator, device=device).to(dtype)
-        norm = F.silu(F.group_norm(x.double(), GROUPS, weight.double(), bias.double(), EPS))
-        return cls(shape, x, residual, weight, bias, norm)
-
-    def bytes_a_call(self, provider: Provider) -> int:
-        return (3 if provider.task == ADD else 2) * self.x.numel() * self.x.element_size()
-
-    def truth(self, provider: Provider) -> torch.Tensor:
-        if provider.task in (COPY, CAT):
-            return self.x
-        return self.x.double() + self.residual.double() if provider.task == ADD else self.norm
-
-    def inputs(self, provider: Provider) -> list[Inputs]:
-        """As many sets of the task's inputs as make each call find L2 cold."""
-        layout = torch.channels_last if provider.channels_last else torch.contiguous_format
-        x = self.x.contiguous(memory_format=layout)
-        first: Inputs = (x,)
-        if provider.task == ADD:
-            first = (x, self.residual.contiguous(memory_format=layout))
-        elif provider.task == CAT:
-            half = self.shape[1] // 2
-            first = tuple(part.contiguous(memory_format=layout) for part in (x[:, :half], x[:, half:]))
-        elif provider.task == NORM_GIVEN:
-            import sdfastgn
-
-            first = (x, sdfastgn.channel_statistics(x))
-        count = timing.cold_sets(self.bytes_a_call(provider)) if x.is_cuda else 2
-        clones = [
-            tuple(t.clone(memory_format=torch.preserve_format) for t in first) for _ in range(count - 1)
-        ]
-        return [first, *clones]
-
-    def work(self, provider: Provider, dtype: str) -> Work:
-        call = provider.build(GROUPS, self.weight, self.bias, EPS)
-        inputs = self.inputs(provider)
-        return Work(
-            outputs=lambda: {"": call(*inputs[0])},
-            truth={"": self.truth(provider)},
-            bounds={"": ERROR_BOUNDS[dtype]},
-            call=lambda tensors: call(*tensors),
-            inputs=inputs,
-            moved=self.bytes_a_call(provider),
-            host_call=lambda: call(*inputs[0]),
-        )
+        if device.type == "cuda" and suite.times_cpu:
+            row.cpu_us = timing.time_host(lambda: call(*operands), device)
+        row.hot_us, row.cold_us = hot, cold
+        row.hot_gbps, row.cold_gbps = moved / 1e3 / hot, moved / 1e3 / cold
 
 
-def _work(case: Callable[[], _Case], provider: Provider, dtype: str) -> Work:
-    return case().work(provider, dtype)
+def calls_a_round(moved: int, seconds: float, round_seconds: float) -> int:
+    """How many calls are timed together, where one moves ``moved`` bytes and takes ``seconds``."""
+    by_traffic = max(5, min(100, ROUND_BYTES // moved))
+    return min(by_traffic, max(2, int(round_seconds / seconds)))
+
+
+def _unavailable(provider: Provider, shape: Shape, config: KernelConfig) -> str | None:
+    """Why ``provider`` cannot be timed on ``shape``, in one line; None where it can."""
+    reason = provider.reason(config.torch_device)
+    if reason is not None or config.torch_device.type == "cuda":
+        return reason
+    if not config.wall_clock:
+        return "kernel times need an NVIDIA GPU; --device cpu times small shapes on the wall clock"
+    elements = math.prod(shape)
+    return f"{elements:,} elements are too many for the CPU" if elements > CPU_MAX_ELEMENTS else None
+
+
+@contextlib.contextmanager
+def _measuring(device: torch.device) -> Iterator[None]:
+    """What holds for a whole run: the device, the global switches, no gradients, cheap garbage collections."""
+    with timing.device_scope(device), timing.global_switches(), torch.no_grad():
+        timing.spin_up(device)
+        # Every graph capture collects garbage, which takes a third of a second once PyTorch's modules are loaded.
+        gc.collect()
+        gc.freeze()
+        try:
+            yield
+        finally:
+            gc.unfreeze()
 
 
 def run(
+    suite: Suite,
     config: KernelConfig,
     *,
     on_cell: Callable[[Shape, str], object] = lambda shape, name: None,
     on_row: Callable[[KernelRow], object] = lambda row: None,
 ) -> list[KernelRow]:
-    """Times every provider of the config on every shape, under the switches of :func:`timing.global_switches`.
+    """Times every provider of the config in every task of the suite on every shape.
 
-    ``on_cell`` is called before each cell is measured, ``on_row`` with what came of it, the ratios not yet among it.
-    The copy is measured first, also where the config does not name it: ratios need it.
+    The copy is measured first, also where the config does not name it: ratios need it. ``on_cell`` is called before
+    each cell is measured, ``on_row`` with what came of it, before the ratios are known.
     """
-    names = dict.fromkeys((YARDSTICK, *config.providers))
-    chosen = [provider for provider in providers.PROVIDERS if provider.name in names]
     rows: list[KernelRow] = []
-    with cells.measuring(config.torch_device):
+    with _measuring(config.torch_device):
         for shape in config.shapes:
-            # Built for the first provider that can run: the largest shapes do not fit on every machine.
-            case = functools.cache(functools.partial(_Case.of, shape, config))
-            for provider in chosen:
+            # One operation's data at a time, made for the first provider that can run.
+            case = functools.lru_cache(maxsize=1)(lambda operation, at=shape: _Case(operation, at, config))
+            for operation, provider, what in suite.cells_of(config.providers):
                 on_cell(shape, provider.name)
-                row = KernelRow(shape, provider.name, OK)
-                reason = cells.unavailable(provider, shape, config)
-                rows.append(cells.attempt(row, reason, config, _work, case, provider, config.dtype))
+                row = KernelRow(shape, provider.name, OK, task=operation.label(what))
+                reason = _unavailable(provider, shape, config)
+                if reason is not None:
+                    row.status, row.reason = UNAVAILABLE, reason
+                else:
+                    try:
+                        case(operation).measure(row, provider, what, suite, config)
+                    except Exception as error:  # a provider that breaks on a shape is a row of the table
+                        row.status, row.reason = FAILED, one_line(error)
+                rows.append(row)
                 on_row(row)
             del case
-            cells.free(config.torch_device)
-    cells.add_ratios(rows)
+            if config.torch_device.type == "cuda":
+                torch.cuda.empty_cache()
+    _add_ratios(rows)
     return rows
 
 
-def best_peer(rows: Iterable[KernelRow], shape: Shape, *, cold: bool = False) -> KernelRow | None:
-    """The fastest correct provider of GroupNorm+SiLU on ``shape`` that is not sdfastgn; None where there is none."""
-    peers = [name for name in NORMS if name != OURS]
-    return cells.fastest([row for row in rows if row.shape == shape], peers, cold=cold)
-
-
-def losses(rows: Sequence[KernelRow], *, cold: bool = False) -> list[Shape]:
-    """Shapes on which some peer is faster than sdfastgn, or sdfastgn has no time while a peer has one."""
-    found = []
-    for shape in dict.fromkeys(row.shape for row in rows):
-        ours = [row for row in rows if row.shape == shape and row.provider == OURS]
-        peer = best_peer(rows, shape, cold=cold)
-        if not ours or peer is None:
-            continue
-        our_us, peer_us = (row.microseconds(cold) for row in (ours[0], peer))
-        if our_us is None or (peer_us is not None and peer_us < our_us):
-            found.append(shape)
-    return found
-
-
-def ratio_to_best_peer(rows: Sequence[KernelRow], shape: Shape, *, cold: bool = False) -> float | None:
-    """Our time over the best peer's; None where one of the two is missing."""
-    peer = best_peer(rows, shape, cold=cold)
-    ours = next(
-        (row for row in rows if row.shape == shape and row.provider == OURS and row.status == OK), None
-    )
-    times = [row.microseconds(cold) if row else None for row in (ours, peer)]
-    return times[0] / times[1] if times[0] and times[1] else None
-
-
-def baseline_ratios(rows: Sequence[KernelRow]) -> dict[str, dict[Shape, tuple[float, float]]]:
-    """Time over that of the plain op, hot and cold, of each op that takes or gives statistics, by shape."""
-    cells = {(row.provider, row.shape): row for row in rows if row.status == OK}
-    found: dict[str, dict[Shape, tuple[float, float]]] = {}
-    for (name, shape), row in cells.items():
-        plain = cells.get((BASELINES.get(name, ""), shape))
-        if plain is not None and row.hot_us and row.cold_us and plain.hot_us and plain.cold_us:
-            found.setdefault(name, {})[shape] = (row.hot_us / plain.hot_us, row.cold_us / plain.cold_us)
-    return found
-
-
-def summary(rows: Sequence[KernelRow]) -> dict[str, Any]:
-    """Geometric means of the ratios to copy by set of shapes and provider, each with its number of shapes."""
-    means: dict[str, Any] = {}
-    for set_name, shapes in SHAPE_SETS.items():
-        for name in dict.fromkeys(row.provider for row in rows):
-            if name not in (YARDSTICK, *NORMS):
-                continue
-            timed = [row for row in rows if row.provider == name and row.shape in shapes and row.status == OK]
-            hot = [row.hot_ratio for row in timed if row.hot_ratio]
-            cold = [row.cold_ratio for row in timed if row.cold_ratio]
-            if hot and cold:
-                entry = {"hot": geometric_mean(hot), "cold": geometric_mean(cold), "shapes": len(hot)}
-                means.setdefault(set_name, {})[name] = entry
-    return {
-        "geometric_mean_of_ratio_to_copy": means,
-        "slower_than_best_peer": {
-            "hot": [list(shape) for shape in losses(rows)],
-            "cold": [list(shape) for shape in losses(rows, cold=True)],
-        },
-        "ratio_to_best_peer": {
-            shape_text(shape): [ratio_to_best_peer(rows, shape), ratio_to_best_peer(rows, shape, cold=True)]
-            for shape in dict.fromkeys(row.shape for row in rows)
-        },
-        "ratio_to_plain_op": {
-            name: {shape_text(shape): list(ratios) for shape, ratios in by_shape.items()}
-            for name, by_shape in baseline_ratios(rows).items()
-        },
-    }
+def _add_ratios(rows: Sequence[KernelRow]) -> None:
+    copies = {row.shape: row for row in rows if row.provider == COPY and row.status == OK}
+    for row in rows:
+        copy = copies.get(row.shape)
+        if copy is not None and row.hot_us and row.cold_us and copy.hot_us and copy.cold_us:
+            row.hot_ratio, row.cold_ratio = row.hot_us / copy.hot_us, row.cold_us / copy.cold_us

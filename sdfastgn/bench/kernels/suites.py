@@ -1,410 +1,403 @@
-"""Suites of the kernel table besides inference: operations x passes x providers on shapes, one row for each.
-
-An *operation* is a function of tensors with an fp64 truth; a *pass* is what is timed of it: the forward, the backward, both. The
-suites themselves, one registry entry per provider, are in ``norm_suites.py``. How one cell is checked and timed is in ``cells.py``.
-
-GB/s and the ideal ratio to the copy count the tensors of x's size that a pass has to move: a forward two (x, y), a backward three
-(x, dy, dx), both together five.
-"""
+"""The suites of ``sdfastgn kernels``, one entry of ``SUITES`` each, and their providers, one entry of an operation each."""
 
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from sdfastgn.bench import timing
-from sdfastgn.bench.documents import OK
-from sdfastgn.bench.kernels import cells
-from sdfastgn.bench.kernels.cells import KernelConfig, KernelRow, Shape, Work, geometric_mean, shape_text
-from sdfastgn.bench.kernels.providers import COPY, YARDSTICK, Call, Provider
-from sdfastgn.bench.kernels.run import ERROR_BOUNDS
-from sdfastgn.bench.models.workload import DTYPES
+import sdfastgn
+from sdfastgn.bench import stable_fast
+from sdfastgn.bench.kernels.providers import both_layouts, fixed, inductor
+from sdfastgn.bench.kernels.suite import (
+    BACKWARD,
+    BOTH,
+    COPY,
+    ERROR_BOUNDS,
+    FORWARD,
+    INFERENCE,
+    TRAINING,
+    Call,
+    Operation,
+    Provider,
+    Shape,
+    Suite,
+)
+from sdfastgn.kernels.attention.wide_heads import wide_attention
+from sdfastgn.kernels.upsample.conv import upsample_conv2d
+from sdfastgn.kernels.upsample.nearest import upsample_nearest_2x
 
-# The forward without and with autograd recording it: an implementation may save more, or take another way, in training.
-FORWARD, TRAINING, BACKWARD, BOTH = "forward", "forward in training", "backward", "forward + backward"
-DIFFERENTIATED = (BACKWARD, BOTH)
-
-# Gradients see two roundings more than outputs: eager keeps mean, rstd and the activation's argument in the input's dtype. Those of
-# weight and bias are sums of up to 10^7 terms in fp32.
-GRADIENT_BOUNDS = {"fp16": 1e-2, "bf16": 8e-2, "fp32": 1e-3}
-
-Tensors = tuple[Tensor, ...]
-
-
-@dataclass(frozen=True)
-class Operation:
-    """What providers of one task compute.
-
-    Attributes:
-        task: the ``task`` of its providers, and what a row's task begins with unless it is empty.
-        sizes: of the operands by name, in the order in which a call takes them, for a shape of the suite. The first is x.
-        reference: the same in plain PyTorch, for operands of any dtype.
-        passes: what is timed of it.
-        outputs: names of what it returns.
-        tensors: of x's size that a forward has to move.
-        bounds: largest relative error of an output by dtype.
-    """
-
-    task: str
-    sizes: Callable[[Shape], dict[str, tuple[int, ...]]]
-    reference: Call
-    passes: tuple[str, ...]
-    outputs: tuple[str, ...] = ("y",)
-    tensors: int = 2
-    bounds: Mapping[str, float] = field(default_factory=lambda: ERROR_BOUNDS)
-
-    def label(self, what: str) -> str:
-        """A row's task: the pass, after the operation's own name where it has one. A copy is a copy."""
-        if self.task == COPY:
-            return COPY
-        return f"{self.task}, {what}" if self.task else what
-
-    def moved_tensors(self, what: str) -> int:
-        return {BACKWARD: 3, BOTH: self.tensors + 3}.get(what, self.tensors)
+GROUPS = 32
+EPS = 1e-5
 
 
-@dataclass(frozen=True)
-class Suite:
-    """A table of its own: ``sdfastgn kernels --suite NAME``.
-
-    Attributes:
-        title: above the table.
-        axes: of a shape, as ``"N x C x H x W"``.
-        shape_sets: names that ``--shapes`` knows, ``all`` among them.
-        fits: whether a shape with the right number of axes can be run.
-        rule: what ``fits`` asks for, in words; empty where every shape can be run.
-        operations: the first is the copy.
-        providers: one entry for each operation and implementation.
-        ours: names of this package's providers.
-        baseline: the provider that speed-ups are over.
-        dtype: where the user names none.
-    """
-
-    name: str
-    title: str
-    axes: str
-    shape_sets: dict[str, tuple[Shape, ...]]
-    operations: tuple[Operation, ...]
-    providers: tuple[Provider, ...]
-    ours: tuple[str, ...]
-    baseline: str
-    dtype: str = "fp16"
-    fits: Callable[[Shape], bool] = lambda shape: True
-    rule: str = ""
-
-    @property
-    def kind(self) -> str:
-        """Of the JSON of a run."""
-        return f"kernels_{self.name}"
-
-    @property
-    def provider_names(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(provider.name for provider in self.providers))
-
-    @property
-    def peers(self) -> tuple[str, ...]:
-        return tuple(name for name in self.provider_names if name not in (YARDSTICK, *self.ours))
-
-    @property
-    def ideals(self) -> dict[str, float]:
-        """Least ratio to the copy by task, where the memory is the limit."""
-        return {
-            operation.label(what): operation.moved_tensors(what) / 2
-            for operation in self.operations
-            for what in operation.passes
-            if operation.task != COPY
-        }
-
-    def gate(self, dtype: str) -> str:
-        """The largest errors that are let through, in words."""
-        others = [
-            f"of {op.task} {op.bounds[dtype]:g}" for op in self.operations if op.bounds is not ERROR_BOUNDS
-        ]
-        return ", ".join([f"{ERROR_BOUNDS[dtype]:g}", *others, f"of gradients {GRADIENT_BOUNDS[dtype]:g}"])
-
-    def cells_of(self, names: Iterable[str]) -> list[tuple[Operation, Provider, str]]:
-        """What is measured on each shape: operation, provider and pass. The copy comes first, also where it is not named."""
-        chosen = {YARDSTICK, *names}
-        return [
-            (operation, provider, what)
-            for operation in self.operations
-            for provider in self.providers
-            if provider.task == operation.task and provider.name in chosen
-            for what in operation.passes
-        ]
+# ---- GroupNorm
 
 
-@dataclass(frozen=True)
-class SuiteConfig(KernelConfig):
-    """A :class:`KernelConfig` of the suite with this name. It has many cells, so that each gets less time."""
-
-    suite: str = ""
-
-    round_seconds: ClassVar[float] = 0.02
+def _group_norm_sizes(shape: Shape) -> dict[str, Shape]:
+    return {"x": shape, "weight": (shape[1],), "bias": (shape[1],)}
 
 
-@dataclass
-class SuiteRow(KernelRow):
-    """A :class:`KernelRow` of one task. ``error`` is the largest of ``errors``, which has one for each output and gradient."""
-
-    task: str = ""
-    errors: dict[str, float] = field(default_factory=dict)
-
-    def judge(self, errors: dict[str, float]) -> None:
-        super().judge(errors)
-        self.errors = {name: error for name, error in errors.items() if math.isfinite(error)}
+def _group_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.group_norm(x, GROUPS, weight, bias, EPS)
 
 
-# ---- one cell
+def _group_norm_silu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.silu(_group_norm(x, weight, bias))
 
 
-@dataclass
-class _Inputs:
-    """What one call gets. ``recorded``: leaves and outputs of forwards whose backwards are timed alone, by CUDA stream."""
-
-    operands: Tensors
-    grads: Tensors = ()
-    recorded: dict[int, tuple[Tensors, Tensors]] = field(default_factory=dict)
-
-    def clone(self) -> _Inputs:
-        operands, grads = (tuple(t.clone() for t in tensors) for tensors in (self.operands, self.grads))
-        return _Inputs(operands, grads)
+def _our_group_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return sdfastgn.group_norm(x, GROUPS, weight, bias, EPS)
 
 
-def _tuple(outputs: Any) -> Tensors:
-    return outputs if isinstance(outputs, tuple) else (outputs,)
+def _our_group_norm_silu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return sdfastgn.group_norm(x, GROUPS, weight, bias, EPS, activation="silu")
 
 
-def _record(call: Call, operands: Tensors) -> tuple[Tensors, Tensors]:
-    """Leaves and outputs of a forward that autograd records.
-
-    The leaves are new at each call: autograd remembers the stream on which a leaf was first used, and a leaf of the warm-up, on
-    another stream, would break the capture of a CUDA graph.
-    """
-    leaves = tuple(t.detach().requires_grad_() for t in operands)
-    with torch.enable_grad():
-        return leaves, _tuple(call(*leaves))
+def _given_statistics(x: Tensor, weight: Tensor, bias: Tensor) -> Call:
+    return functools.partial(_normalize, statistics=sdfastgn.channel_statistics(x))
 
 
-def _gradients(call: Call, inputs: _Inputs) -> Tensors:
-    leaves, outputs = _record(call, inputs.operands)
-    return torch.autograd.grad(outputs, leaves, inputs.grads)
+def _normalize(x: Tensor, weight: Tensor, bias: Tensor, *, statistics: Any) -> Tensor:
+    return sdfastgn.group_norm(x, GROUPS, weight, bias, EPS, activation="silu", statistics=statistics)
 
 
-def _backward(call: Call, inputs: _Inputs) -> Tensors:
-    # A backward runs on the stream of its forward, so that the capture needs one recorded on the capturing stream: the warm-up's.
-    stream = torch.cuda.current_stream().cuda_stream if inputs.operands[0].is_cuda else 0
-    if stream not in inputs.recorded:
-        inputs.recorded[stream] = _record(call, inputs.operands)
-    leaves, outputs = inputs.recorded[stream]
-    return torch.autograd.grad(outputs, leaves, inputs.grads, retain_graph=True)
+def _stable_fast(x: Tensor, weight: Tensor, bias: Tensor) -> Call:
+    forward = stable_fast.group_norm_silu()
+    return lambda x, weight, bias: forward(x, GROUPS, weight, bias, EPS)
 
 
-def _forward(call: Call, inputs: _Inputs) -> Tensors:
-    return _tuple(call(*inputs.operands))
+def _pair_sizes(shape: Shape) -> dict[str, Shape]:
+    return {"x": shape, "residual": shape}
 
 
-def _training_forward(call: Call, inputs: _Inputs) -> Tensors:
-    return tuple(output.detach() for output in _record(call, inputs.operands)[1])
+def _half_sizes(shape: Shape) -> dict[str, Shape]:
+    half = (shape[0], shape[1] // 2, *shape[2:])
+    return {"x": half, "skip": half}
 
 
-_CALLS: dict[str, Callable[[Call, _Inputs], Tensors]] = {
-    FORWARD: _forward,
-    TRAINING: _training_forward,
-    BACKWARD: _backward,
-    BOTH: _gradients,
+def _cat(a: Tensor, b: Tensor) -> Tensor:
+    return torch.cat((a, b), dim=1)
+
+
+def _divisible(shape: Shape) -> bool:
+    return shape[1] % GROUPS == 0
+
+
+# Inputs of GroupNorms in the UNets of SD1.5 at 512^2 and SDXL at 1024^2 with guidance, and in the VAE's deeper blocks.
+_UNET: tuple[Shape, ...] = (
+    *((2, C, 8, 8) for C in (1280, 2560)),
+    *((2, C, 16, 16) for C in (1280, 1920, 2560)),
+    *((2, C, 32, 32) for C in (640, 1280, 1920, 2560)),
+    *((2, C, 64, 64) for C in (320, 640, 960, 1280)),
+    *((2, C, 128, 128) for C in (320, 640, 960)),
+    *((1, 512, pixels, pixels) for pixels in (64, 128, 256)),
+)
+# The VAE's large images, and a large batch.
+_LARGE: tuple[Shape, ...] = ((1, 256, 512, 512), (1, 512, 512, 512), (1, 128, 1024, 1024), (16, 320, 64, 64))
+_GROUP_NORM_SHAPES = {"unet": _UNET, "large": _LARGE, "all": _UNET + _LARGE}
+_DIVISIBLE = f"with C divisible by {GROUPS}"
+
+_INFERENCE = Suite(
+    name=INFERENCE,
+    title=f"GroupNorm({GROUPS}) + SiLU",
+    axes="NxCxHxW",
+    shape_sets=_GROUP_NORM_SHAPES,
+    operations=(
+        Operation(
+            _group_norm_sizes,
+            _group_norm_silu,
+            (
+                *both_layouts("eager", _group_norm_silu),
+                Provider("sdfastgn", fixed(_our_group_norm_silu)),
+                inductor(_group_norm_silu),
+                # Last, because its import touches Triton.
+                Provider("stable_fast", _stable_fast, stable_fast.kernel_reason),
+            ),
+        ),
+    ),
+    baseline="eager_nchw",
+    extras=(
+        Operation(
+            _group_norm_sizes,
+            _group_norm_silu,
+            (Provider("sdfastgn_given", _given_statistics),),
+            task="statistics given",
+            baseline=COPY,
+        ),
+        Operation(
+            _pair_sizes,
+            torch.add,
+            (
+                Provider("add", fixed(torch.add)),
+                Provider("add_with_statistics", fixed(lambda *pair: sdfastgn.add_with_statistics(*pair)[0])),
+            ),
+            task="add",
+            tensors=3,
+            baseline="add",
+        ),
+        Operation(
+            _half_sizes,
+            _cat,
+            (
+                Provider("cat", fixed(_cat)),
+                Provider("cat_with_statistics", fixed(lambda *pair: sdfastgn.cat_with_statistics(*pair)[0])),
+            ),
+            task="cat",
+            baseline="cat",
+        ),
+    ),
+    fits=_divisible,
+    rule=_DIVISIBLE,
+    repeats=20,
+    round_seconds=0.05,
+    times_cpu=True,
+    in_brief=True,
+)
+
+_TRAINING = Suite(
+    name="training",
+    title=f"GroupNorm({GROUPS}) + SiLU with gradients of x, weight and bias",
+    axes="NxCxHxW",
+    shape_sets=_GROUP_NORM_SHAPES,
+    operations=(
+        Operation(
+            _group_norm_sizes,
+            _group_norm_silu,
+            (
+                *both_layouts("eager", _group_norm_silu),
+                Provider("sdfastgn", fixed(_our_group_norm_silu)),
+                inductor(_group_norm_silu),
+            ),
+            (TRAINING, BOTH),
+        ),
+    ),
+    baseline="eager_nchw",
+    fits=_divisible,
+    rule=_DIVISIBLE,
+)
+
+# The two shapes of PyTorch's issue of that number, on the slowness of channels-last GroupNorm.
+_ISSUE_28201 = Suite(
+    name="issue_28201",
+    title=f"GroupNorm({GROUPS}) of PyTorch's issue 28201",
+    axes="NxCxHxW",
+    shape_sets={"all": ((128, 256, 28, 28), (256, 512, 56, 56))},
+    operations=(
+        Operation(
+            _group_norm_sizes,
+            _group_norm,
+            (
+                *both_layouts("eager", _group_norm),
+                *both_layouts("sdfastgn", _our_group_norm),
+                inductor(_group_norm, "inductor_nchw", channels_last=False),
+                inductor(_group_norm, "inductor_nhwc"),
+            ),
+            (TRAINING, BACKWARD, BOTH),
+        ),
+    ),
+    baseline="eager_nchw",
+    dtype="fp32",
+    fits=_divisible,
+    rule=_DIVISIBLE,
+)
+
+
+# ---- InstanceNorm
+
+
+def _instance_norm_sizes(shape: Shape) -> dict[str, Shape]:
+    N, *spatial, C = shape
+    return {"x": (N, C, *spatial), "weight": (C,), "bias": (C,)}
+
+
+def _instance_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.instance_norm(x, weight=weight, bias=bias, eps=EPS)
+
+
+def _our_instance_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return sdfastgn.instance_norm(x, weight, bias, EPS)
+
+
+_INSTANCE_NORM = Suite(
+    name="instance_norm",
+    title="InstanceNorm of three-dimensional images",
+    axes="NxDxHxWxC",
+    shape_sets={
+        "all": ((2, 128, 128, 128, 32), (4, 64, 64, 64, 64), (8, 32, 32, 32, 128), (8, 32, 32, 32, 256))
+    },
+    operations=(
+        Operation(
+            _instance_norm_sizes,
+            _instance_norm,
+            (
+                *both_layouts("eager", _instance_norm, "ncdhw", "ndhwc"),
+                *both_layouts("sdfastgn", _our_instance_norm, "ncdhw", "ndhwc"),
+                inductor(_instance_norm, "inductor_ndhwc"),
+            ),
+            (FORWARD, BOTH),
+        ),
+    ),
+    baseline="eager_ncdhw",
+)
+
+
+# ---- LayerNorm
+
+
+def _layer_norm_sizes(shape: Shape) -> dict[str, Shape]:
+    return {"x": shape, "weight": shape[-1:], "bias": shape[-1:]}
+
+
+def _add_sizes(shape: Shape) -> dict[str, Shape]:
+    return {"x": shape, "residual": shape, "weight": shape[-1:], "bias": shape[-1:], "add_bias": shape[-1:]}
+
+
+def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.layer_norm(x, weight.shape, weight, bias, EPS)
+
+
+def _our_layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return sdfastgn.layer_norm(x, weight, bias, EPS)
+
+
+def _add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, add_bias: Tensor
+) -> tuple[Tensor, Tensor]:
+    total = x + residual + add_bias
+    return _layer_norm(total, weight, bias), total
+
+
+def _our_add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, add_bias: Tensor) -> Any:
+    return sdfastgn.add_layer_norm(x, residual, weight, bias, EPS, add_bias=add_bias)
+
+
+# From few long rows to many short ones, and the tokens of SD1.5's and SDXL's UNets.
+_ROWS: tuple[Shape, ...] = tuple((10**power, 10 ** (8 - power)) for power in range(1, 8))
+_TOKENS: tuple[Shape, ...] = ((8192, 320), (2048, 640), (8192, 640), (2048, 1280))
+
+_LAYER_NORM = Suite(
+    name="layer_norm",
+    title="LayerNorm, alone and of x + residual + add_bias",
+    axes="rowsxD",
+    shape_sets={"rows": _ROWS, "unet": _TOKENS, "all": _ROWS + _TOKENS},
+    operations=(
+        Operation(
+            _layer_norm_sizes,
+            _layer_norm,
+            (
+                Provider("eager", fixed(_layer_norm)),
+                Provider("sdfastgn", fixed(_our_layer_norm)),
+                inductor(_layer_norm),
+            ),
+            (FORWARD, BOTH),
+        ),
+        Operation(
+            _add_sizes,
+            _add_layer_norm,
+            (
+                Provider("eager", fixed(_add_layer_norm)),
+                Provider("sdfastgn", fixed(_our_add_layer_norm)),
+                inductor(_add_layer_norm),
+            ),
+            task="add",
+            outputs=("y", "total"),
+            tensors=4,
+        ),
+    ),
+    baseline="eager",
+)
+
+
+# ---- upsampling by two, and the convolution behind it
+
+
+def _conv_sizes(shape: Shape) -> dict[str, Shape]:
+    C = shape[1]
+    return {"x": shape, "weight": (C, C, 3, 3), "bias": (C,)}
+
+
+def _upsample(x: Tensor) -> Tensor:
+    return F.interpolate(x, scale_factor=2.0, mode="nearest")
+
+
+def _upsample_conv(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.conv2d(_upsample(x), weight, bias, padding=1)
+
+
+# What the VAE decodes 512 x 512 and 1024 x 1024 from, and what the UNets of SD1.5 and SDXL double.
+_DECODER: tuple[Shape, ...] = (
+    *((1, 512, pixels, pixels) for pixels in (64, 128, 256)),
+    *((1, 256, pixels, pixels) for pixels in (256, 512)),
+)
+_DOUBLED: tuple[Shape, ...] = (
+    (2, 1280, 8, 8),
+    (2, 1280, 16, 16),
+    (2, 640, 32, 32),
+    (2, 1280, 32, 32),
+    (2, 640, 64, 64),
+)
+
+_UPSAMPLE = Suite(
+    name="upsample",
+    title="Nearest-neighbour upsampling by two, alone and with a 3 x 3 convolution behind it",
+    axes="NxCxHxW",
+    shape_sets={"vae": _DECODER, "unet": _DOUBLED, "all": (*_DOUBLED, *_DECODER, (2, 320, 128, 128))},
+    operations=(
+        Operation(
+            lambda shape: {"x": shape},
+            _upsample,
+            (
+                *both_layouts("eager", _upsample),
+                Provider("sdfastgn", fixed(upsample_nearest_2x)),
+                inductor(_upsample),
+            ),
+            task="upsample",
+            tensors=5,
+        ),
+        Operation(
+            _conv_sizes,
+            _upsample_conv,
+            (
+                *both_layouts("eager", _upsample_conv),
+                Provider("sdfastgn", fixed(upsample_conv2d)),
+                inductor(_upsample_conv),
+            ),
+            task="upsample + conv",
+            tensors=5,
+            # Convolutions of fp32 run in TF32, whose mantissa is that of fp16.
+            bounds={**ERROR_BOUNDS, "fp32": 2e-3},
+        ),
+    ),
+    baseline="eager_nchw",
+)
+
+
+# ---- attention with one wide head
+
+_ATTENTION = Suite(
+    name="attention",
+    title="Attention of one wide head, as in the middle of a VAE",
+    axes="NxheadsxLxD",
+    shape_sets={"all": tuple((1, 1, length, 512) for length in (1024, 4096, 9216, 16384))},
+    operations=(
+        Operation(
+            lambda shape: dict.fromkeys(("x", "key", "value"), shape),
+            F.scaled_dot_product_attention,
+            (
+                Provider("sdpa", fixed(F.scaled_dot_product_attention), channels_last=False),
+                Provider("sdfastgn", fixed(wide_attention), channels_last=False),
+            ),
+            tensors=4,
+        ),
+    ),
+    baseline="sdpa",
+)
+
+SUITES: dict[str, Suite] = {
+    suite.name: suite
+    for suite in (_INFERENCE, _TRAINING, _INSTANCE_NORM, _LAYER_NORM, _ISSUE_28201, _UPSAMPLE, _ATTENTION)
 }
-
-
-def _laid_out(t: Tensor, channels_last: bool) -> Tensor:
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    return t.contiguous(memory_format=formats.get(t.dim(), torch.contiguous_format)) if channels_last else t
-
-
-class _Case:
-    """One operation on one shape: operands, gradients of the outputs, and the fp64 truth of outputs and gradients."""
-
-    def __init__(self, operation: Operation, shape: Shape, config: KernelConfig) -> None:
-        device, dtype = config.torch_device, DTYPES[config.dtype]
-        generator = torch.Generator(device).manual_seed(config.seed)
-
-        def draw(size: Sequence[int]) -> Tensor:
-            return torch.randn(tuple(size), generator=generator, device=device)
-
-        self.operation, self.dtype = operation, config.dtype
-        self._sizes = operation.sizes(shape)
-        self._operands = tuple(draw(size).to(dtype) for size in self._sizes.values())
-        self._operands[0].mul_(1.5).add_(0.5)
-        leaves, outputs = _record(operation.reference, tuple(t.double() for t in self._operands))
-        self.truth = {name: output.detach() for name, output in zip(operation.outputs, outputs, strict=True)}
-        self._grads: Tensors = ()
-        if any(what in DIFFERENTIATED for what in operation.passes):
-            self._grads = tuple(draw(output.shape).to(dtype) for output in outputs)
-            gradients = torch.autograd.grad(outputs, leaves, tuple(t.double() for t in self._grads))
-            self.truth.update(zip(self._gradient_names(), gradients, strict=True))
-        self._built: tuple[Provider, Call] | None = None
-
-    def _gradient_names(self) -> list[str]:
-        return [f"d{name}" for name in self._sizes]
-
-    def _call(self, provider: Provider, operands: Tensors) -> Call:
-        # All passes of one provider share one: compiling takes seconds.
-        if self._built is None or self._built[0] is not provider:
-            self._built = provider, provider.build(*operands)
-        return self._built[1]
-
-    def _outputs(self, what: str, call: Call, inputs: _Inputs) -> dict[str, Tensor]:
-        """What ``what`` is judged by: its outputs, and its gradients if it has any."""
-        timed = _CALLS[what](call, inputs)
-        if what not in DIFFERENTIATED:
-            return dict(zip(self.operation.outputs, timed, strict=True))
-        outputs = _training_forward(call, inputs)
-        names = (*self.operation.outputs, *self._gradient_names())
-        return dict(zip(names, (*outputs, *timed), strict=True))
-
-    def work(self, provider: Provider, what: str) -> Work:
-        operands = tuple(_laid_out(t, provider.channels_last) for t in self._operands)
-        call = self._call(provider, operands)
-        first = _Inputs(operands)
-        if what in DIFFERENTIATED:
-            layouts = _training_forward(call, first)
-            first.grads = tuple(
-                torch.empty_like(y).copy_(dy) for y, dy in zip(layouts, self._grads, strict=True)
-            )
-        x = operands[0]
-        moved = self.operation.moved_tensors(what) * x.numel() * x.element_size()
-        count = timing.cold_sets(moved) if x.is_cuda else 2
-        return Work(
-            outputs=lambda: self._outputs(what, call, first),
-            truth=self.truth,
-            bounds={
-                name: (self.operation.bounds if name in self.operation.outputs else GRADIENT_BOUNDS)[
-                    self.dtype
-                ]
-                for name in self.truth
-            },
-            call=functools.partial(_CALLS[what], call),
-            inputs=[first, *(first.clone() for _ in range(count - 1))],
-            moved=moved,
-        )
-
-
-def _work(case: Callable[[], _Case], provider: Provider, what: str) -> Work:
-    return case().work(provider, what)
-
-
-def run(
-    suite: Suite,
-    config: KernelConfig,
-    *,
-    on_cell: Callable[[Shape, str], object] = lambda shape, name: None,
-    on_row: Callable[[SuiteRow], object] = lambda row: None,
-) -> list[SuiteRow]:
-    """Times every provider of the config on every shape and pass, as :func:`sdfastgn.bench.kernels.run.run` does."""
-    rows: list[SuiteRow] = []
-    with cells.measuring(config.torch_device):
-        for shape in config.shapes:
-            cases: dict[str, Callable[[], _Case]] = {}
-            for operation, provider, what in suite.cells_of(config.providers):
-                on_cell(shape, provider.name)
-                if operation.task not in cases:
-                    # One operation's data at a time, built for the first provider that can run.
-                    cases = {
-                        operation.task: functools.cache(functools.partial(_Case, operation, shape, config))
-                    }
-                row = SuiteRow(shape, provider.name, OK, task=operation.label(what))
-                reason = cells.unavailable(provider, shape, config)
-                rows.append(cells.attempt(row, reason, config, _work, cases[operation.task], provider, what))
-                on_row(row)
-            del cases
-            cells.free(config.torch_device)
-    cells.add_ratios(rows)
-    return rows
-
-
-# ---- what rows say
-
-
-def lines(rows: Iterable[SuiteRow]) -> dict[tuple[Shape, str], dict[str, SuiteRow]]:
-    """Rows of each shape and task by provider; the copy is in every line of its shape and has none of its own."""
-    rows = list(rows)
-    copies = {row.shape: row for row in rows if row.provider == YARDSTICK}
-    found: dict[tuple[Shape, str], dict[str, SuiteRow]] = {}
-    for row in rows:
-        if row.provider != YARDSTICK:
-            start = {YARDSTICK: copies[row.shape]} if row.shape in copies else {}
-            found.setdefault((row.shape, row.task), start)[row.provider] = row
-    return found
-
-
-def ratio(line: dict[str, SuiteRow], name: str, over: str | None, *, cold: bool = False) -> float | None:
-    """Time of ``name`` over that of ``over``; None where one of the two is missing."""
-    times = [line[key].microseconds(cold) if key in line else None for key in (name, over or "")]
-    return times[0] / times[1] if times[0] and times[1] else None
-
-
-def best_peer(suite: Suite, line: dict[str, SuiteRow], *, cold: bool = False) -> str | None:
-    """The fastest correct provider that is neither the copy nor ours, on whichever layout; None where there is none."""
-    row = cells.fastest(line.values(), suite.peers, cold=cold)
-    return row.provider if row else None
-
-
-def is_lost(suite: Suite, line: dict[str, SuiteRow], name: str, *, cold: bool = False) -> bool:
-    """Whether a peer is faster than our ``name``, or has a time where that was measured and has none."""
-    peer = best_peer(suite, line, cold=cold)
-    if peer is None or name not in line:
-        return False
-    to_peer = ratio(line, name, peer, cold=cold)
-    return to_peer is None or to_peer > 1
-
-
-def means(
-    suite: Suite, rows: Sequence[SuiteRow], over: str
-) -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
-    """Geometric means of time over that of ``over``, by set of shapes, task and provider, each with its number of shapes."""
-    found: dict[str, dict[str, dict[str, dict[str, Any]]]] = {}
-    for set_name, shapes in suite.shape_sets.items():
-        collected: dict[tuple[str, str], list[tuple[float, float]]] = {}
-        for (shape, task), line in lines(rows).items():
-            for name in line if shape in shapes else ():
-                hot, cold = ratio(line, name, over), ratio(line, name, over, cold=True)
-                if hot and cold:
-                    collected.setdefault((task, name), []).append((hot, cold))
-        for (task, name), pairs in collected.items():
-            hot_mean, cold_mean = (geometric_mean(values) for values in zip(*pairs, strict=True))
-            entry = {"hot": hot_mean, "cold": cold_mean, "shapes": len(pairs)}
-            found.setdefault(set_name, {}).setdefault(task, {})[name] = entry
-    return found
-
-
-def summary(suite: Suite, rows: Sequence[SuiteRow]) -> dict[str, Any]:
-    """Means, cells in which a peer is faster, and our ratio to the best peer, as JSON-ready data."""
-    found = lines(rows)
-    lost = {
-        label: [
-            [shape_text(shape), task, name]
-            for (shape, task), line in found.items()
-            for name in suite.ours
-            if is_lost(suite, line, name, cold=cold)
-        ]
-        for label, cold in (("hot", False), ("cold", True))
-    }
-    to_peer: dict[str, dict[str, dict[str, list[float | None]]]] = {}
-    for (shape, task), line in found.items():
-        for name in suite.ours:
-            pair = [ratio(line, name, best_peer(suite, line, cold=cold), cold=cold) for cold in (False, True)]
-            if any(pair):
-                to_peer.setdefault(name, {}).setdefault(task, {})[shape_text(shape)] = pair
-    return {
-        "ideal_ratio_to_copy": suite.ideals,
-        "geometric_mean_of_ratio_to_copy": means(suite, rows, YARDSTICK),
-        f"geometric_mean_of_ratio_to_{suite.baseline}": means(suite, rows, suite.baseline),
-        "slower_than_best_peer": lost,
-        "ratio_to_best_peer": to_peer,
-    }

@@ -1,10 +1,7 @@
-"""The architectures that are timed, written down once, and built from configuration with random weights.
+"""The networks of ``configurations.py``, built with random weights, their inputs, and what a saved configuration is.
 
 No pretrained weights are needed to time a network. Weights are drawn so that activations stay of order one (normal with variance
 1 / fan_in; norms with a random affine, so that a forgotten weight or bias shows), which keeps every output finite in fp16.
-
-Source: the public model configurations of runwayml/stable-diffusion-v1-5 and stabilityai/stable-diffusion-xl-base-1.0. ``tiny`` and
-``tiny_xl`` have the same kinds of blocks at a size for tests, with channels per group that are no power of two.
 """
 
 from __future__ import annotations
@@ -21,79 +18,8 @@ from torch import Tensor, nn
 if TYPE_CHECKING:  # diffusers takes seconds to import, and the names of the models are asked for without it
     from diffusers import AutoencoderKL, ControlNetModel, UNet2DConditionModel
 from sdfastgn.bench.documents import first_line
+from sdfastgn.bench.models.configurations import MODELS, UNETS, VAE, VAES
 
-__all__ = [
-    "MODELS",
-    "SCHEDULERS",
-    "TEXT_ENCODERS",
-    "UNETS",
-    "VAES",
-    "build_controlnet",
-    "build_unet",
-    "build_vae",
-    "check_model",
-    "check_size",
-    "latent_scale",
-    "load_config",
-    "load_unet_config",
-    "randomise",
-    "unet_difference",
-    "unet_inputs",
-    "unet_reason",
-    "vae_latents",
-]
-
-UNETS: dict[str, dict[str, Any]] = {
-    "tiny": {
-        "sample_size": 8,
-        "block_out_channels": (40, 80),
-        "norm_num_groups": 8,
-        "layers_per_block": 1,
-        "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
-        "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
-        "cross_attention_dim": 32,
-        "attention_head_dim": 4,
-    },
-    "tiny_xl": {
-        "sample_size": 8,
-        "block_out_channels": (40, 80),
-        "norm_num_groups": 8,
-        "layers_per_block": 1,
-        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
-        "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
-        "transformer_layers_per_block": [1, 2],
-        "attention_head_dim": [2, 4],
-        "cross_attention_dim": 64,
-        "use_linear_projection": True,
-        "addition_embed_type": "text_time",
-        "addition_time_embed_dim": 8,
-        "projection_class_embeddings_input_dim": 6 * 8 + 32,
-    },
-    "sd15": {
-        "sample_size": 64,
-        "block_out_channels": (320, 640, 1280, 1280),
-        "layers_per_block": 2,
-        "down_block_types": (*("CrossAttnDownBlock2D",) * 3, "DownBlock2D"),
-        "up_block_types": ("UpBlock2D", *("CrossAttnUpBlock2D",) * 3),
-        "cross_attention_dim": 768,
-        "attention_head_dim": 8,
-    },
-    "sdxl": {
-        "sample_size": 128,
-        "block_out_channels": (320, 640, 1280),
-        "layers_per_block": 2,
-        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-        "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-        "transformer_layers_per_block": [1, 2, 10],
-        "attention_head_dim": [5, 10, 20],
-        "cross_attention_dim": 2048,
-        "use_linear_projection": True,
-        "addition_embed_type": "text_time",
-        "addition_time_embed_dim": 256,
-        "projection_class_embeddings_input_dim": 2816,
-    },
-}
-MODELS = tuple(UNETS)
 # What each block may have of its own, or all blocks in common.
 _PER_BLOCK = ("layers_per_block", "cross_attention_dim", "attention_head_dim", "transformer_layers_per_block")
 
@@ -102,74 +28,6 @@ _KNOWN_EMBEDDINGS = {
     "addition_embed_type": (None, "text", "text_time"),
     "class_embed_type": (None, "timestep", "projection", "simple_projection"),
     "encoder_hid_dim_type": (None, "text_proj"),
-}
-
-_VAE: dict[str, Any] = {
-    "block_out_channels": (128, 256, 512, 512),
-    "down_block_types": ("DownEncoderBlock2D",) * 4,
-    "up_block_types": ("UpDecoderBlock2D",) * 4,
-    "layers_per_block": 2,
-    "latent_channels": 4,
-    "norm_num_groups": 32,
-}
-_TINY_VAE = {
-    **_VAE,
-    "block_out_channels": (12, 12, 24, 24),
-    "layers_per_block": 1,
-    "norm_num_groups": 4,
-    "sample_size": 64,
-}
-VAES: dict[str, dict[str, Any]] = {
-    "tiny": {**_TINY_VAE, "scaling_factor": 0.18215},
-    "tiny_xl": {**_TINY_VAE, "scaling_factor": 0.13025},
-    "sd15": {**_VAE, "sample_size": 512, "scaling_factor": 0.18215},
-    "sdxl": {**_VAE, "sample_size": 1024, "scaling_factor": 0.13025},
-}
-
-_CLIP_L = {
-    "vocab_size": 49408,
-    "hidden_size": 768,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "max_position_embeddings": 77,
-    "hidden_act": "quick_gelu",
-    "projection_dim": 768,
-}
-_CLIP_BIG_G = {
-    **_CLIP_L,
-    "hidden_size": 1280,
-    "intermediate_size": 5120,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 20,
-    "hidden_act": "gelu",
-    "projection_dim": 1280,
-}
-_TINY_CLIP = {
-    **_CLIP_L,
-    "vocab_size": 514,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "projection_dim": 32,
-}
-# SDXL's second encoder has a projection, whose output is its pooled embedding.
-TEXT_ENCODERS: dict[str, tuple[dict[str, Any], ...]] = {
-    "tiny": (_TINY_CLIP,),
-    "tiny_xl": (_TINY_CLIP, _TINY_CLIP),
-    "sd15": (_CLIP_L,),
-    "sdxl": (_CLIP_L, _CLIP_BIG_G),
-}
-
-_BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}
-_PNDM = ("PNDMScheduler", {**_BETAS, "skip_prk_steps": True, "set_alpha_to_one": False})
-_EULER = ("EulerDiscreteScheduler", {**_BETAS, "timestep_spacing": "leading"})
-SCHEDULERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "tiny": _PNDM,
-    "tiny_xl": _EULER,
-    "sd15": _PNDM,
-    "sdxl": _EULER,
 }
 
 
@@ -220,7 +78,7 @@ def unet_reason(config: Mapping[str, Any]) -> str:
 
 def latent_scale(vae: Mapping[str, Any] | None) -> int:
     """Pixels on a side for one latent, of a VAE's configuration; 1 without a VAE, where the UNet works on pixels."""
-    return 1 if vae is None else 2 ** (len(vae.get("block_out_channels", _VAE["block_out_channels"])) - 1)
+    return 1 if vae is None else 2 ** (len(vae.get("block_out_channels", VAE["block_out_channels"])) - 1)
 
 
 def unet_difference(config: Mapping[str, Any], model: str) -> str:

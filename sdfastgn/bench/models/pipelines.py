@@ -9,9 +9,7 @@ import torch
 from diffusers import DiffusionPipeline, StableDiffusionPipeline, StableDiffusionXLPipeline
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
-from sdfastgn.bench.models import architectures
-
-__all__ = ["build_pipeline", "build_tokenizer", "load_pipeline"]
+from sdfastgn.bench.models import architectures, configurations
 
 
 def build_pipeline(model: str, *, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> Any:
@@ -21,8 +19,8 @@ def build_pipeline(model: str, *, dtype: torch.dtype, device: torch.device | str
     real 77 tokens. It can be saved and loaded again. Raises ValueError for an unknown model.
     """
     architectures.check_model("build_pipeline", model)
-    scheduler, options = architectures.SCHEDULERS[model]
-    encoders = architectures.TEXT_ENCODERS[model]
+    scheduler, options = configurations.SCHEDULERS[model]
+    encoders = configurations.TEXT_ENCODERS[model]
     components: dict[str, Any] = {
         "vae": architectures.build_vae(model, dtype, device, seed=seed),
         "unet": architectures.build_unet(model, dtype, device, seed=seed),

@@ -35,18 +35,6 @@ from sdfastgn.bench.kernel_categories import (
     operator_category,
 )
 
-__all__ = [
-    "CALL",
-    "CPU",
-    "REPLAY",
-    "TOP",
-    "Breakdown",
-    "measure",
-    "of_cpu_operators",
-    "of_kernels",
-    "shares_by_name",
-]
-
 REPLAY, CALL, CPU = "replay", "call", "CPU operators"
 TOP = 10
 # The replay or call is recorded this often; the recording of median length counts.
@@ -88,14 +76,8 @@ class Breakdown:
         return self.floor_ms / self.total_ms
 
 
-@dataclass(frozen=True)
-class _Part:
-    """Time of one launch, or of a share of it."""
-
-    name: str
-    category: str
-    microseconds: float
-    calls: float = 1.0
+# Name, category, microseconds and calls of one launch, or of a share of it.
+_Part = tuple[str, str, float, float]
 
 
 def _alone(intervals: Iterable[tuple[float, float]]) -> list[float]:
@@ -136,25 +118,24 @@ def _operator(event: Any) -> str:
 
 def shares_by_name(events: Iterable[Any]) -> Shares:
     """Categories by kernel name, weighted by time, of a recording that holds operators and the kernels that they launched."""
-    microseconds: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    sums: Shares = defaultdict(lambda: defaultdict(float))
     for event in events:
         for kernel in event.kernels:
-            microseconds[kernel.name][category(kernel.name, _operator(event))] += kernel.duration
-    totals = {name: sum(by_category.values()) for name, by_category in microseconds.items()}
+            sums[kernel.name][category(kernel.name, _operator(event))] += kernel.duration
     return {
-        name: {found: value / totals[name] for found, value in by_category.items()}
-        for name, by_category in microseconds.items()
-        if totals[name] > 0
+        name: {found: value / total for found, value in by_category.items()}
+        for name, by_category in sums.items()
+        if (total := sum(by_category.values())) > 0
     }
 
 
 def _listed(parts: Iterable[_Part]) -> list[dict[str, Any]]:
     """Parts joined by name and category, longest first."""
     sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for part in parts:
-        entry = sums[part.name, part.category]
-        entry[0] += part.calls
-        entry[1] += part.microseconds
+    for name, found, microseconds, calls in parts:
+        entry = sums[name, found]
+        entry[0] += calls
+        entry[1] += microseconds
     ordered = sorted(sums.items(), key=lambda item: (-item[1][1], item[0]))
     return [
         {"name": name, "category": found, "calls": round(calls, 2), "ms": microseconds / 1e3}
@@ -162,39 +143,31 @@ def _listed(parts: Iterable[_Part]) -> list[dict[str, Any]]:
     ]
 
 
-def _breakdown(
-    parts: Sequence[_Part],
-    span: float,
-    *,
-    source: str,
-    timed_ms: float,
-    call_gaps_ms: float | None,
-    kernels: int,
-) -> Breakdown:
+def _breakdown(parts: Sequence[_Part], span: float, **values: Any) -> Breakdown:
+    """``values`` are the fields that do not follow from the parts and the microseconds that they span."""
     sums = dict.fromkeys(CATEGORIES, 0.0)
-    for part in parts:
-        sums[part.category] += part.microseconds / 1e3
-    total_ms = span / 1e3
+    for _, found, microseconds, _ in parts:
+        sums[found] += microseconds / 1e3
     listed = _listed(parts)
     return Breakdown(
-        source=source,
         # Sums of many floats: without gaps the difference may be a little below nothing.
-        categories={**sums, GAPS: max(0.0, total_ms - sum(sums.values()))},
-        total_ms=total_ms,
-        timed_ms=timed_ms,
+        categories={**sums, GAPS: max(0.0, span / 1e3 - sum(sums.values()))},
+        total_ms=span / 1e3,
         floor_ms=sum(sums[name] for name in FLOOR),
-        call_gaps_ms=call_gaps_ms,
-        kernels=kernels,
         top=listed[:TOP],
         other=[entry for entry in listed if entry["category"] == OTHER],
+        **values,
     )
 
 
+def _intervals(launches: Iterable[Any]) -> list[tuple[float, float]]:
+    return [(event.time_range.start, event.time_range.end) for event in launches]
+
+
 def _parts(launches: Sequence[Any], shares: Shares) -> list[_Part]:
-    lengths = _alone((event.time_range.start, event.time_range.end) for event in launches)
     return [
-        _Part(event.name, found, length * share, share)
-        for event, length in zip(launches, lengths, strict=True)
+        (event.name, found, length * share, share)
+        for event, length in zip(launches, _alone(_intervals(launches)), strict=True)
         for found, share in (shares.get(event.name) or {category(event.name): 1.0}).items()
     ]
 
@@ -219,7 +192,7 @@ def of_kernels(
     if not plain or not launches:
         what = "the plain call" if not plain else f"the {source}"
         raise RuntimeError(f"the profiler recorded no kernel of {what}: CUPTI does not work here")
-    busy_ms = sum(_alone((event.time_range.start, event.time_range.end) for event in plain)) / 1e3
+    busy_ms = sum(_alone(_intervals(plain))) / 1e3
     return _breakdown(
         _parts(launches, shares_by_name(events)),
         _span(launches),
@@ -242,7 +215,7 @@ def of_cpu_operators(events: Iterable[Any], *, timed_ms: float) -> Breakdown:
     # The thread of the first operator makes the call; others only help it.
     thread = min(found, key=lambda event: event.time_range.start).thread
     own = [event for event in found if event.thread == thread]
-    parts = [_Part(event.name, category("", _operator(event)), event.self_cpu_time_total) for event in own]
+    parts = [(event.name, category("", _operator(event)), event.self_cpu_time_total, 1.0) for event in own]
     return _breakdown(parts, _span(own), source=CPU, timed_ms=timed_ms, call_gaps_ms=None, kernels=len(own))
 
 
@@ -282,13 +255,13 @@ def measure(
             runs = [_recorded(call, device, [ProfilerActivity.CPU]) for _ in range(recordings)]
             found = [of_cpu_operators(events, timed_ms=call_ms) for events in runs]
         else:
-            with_operators = _recorded(call, device, [ProfilerActivity.CPU, ProfilerActivity.CUDA])
-            what, source, timed_ms = (
-                (call, CALL, call_ms) if replay is None or replay_ms is None else (replay, REPLAY, replay_ms)
-            )
+            plain = _recorded(call, device, [ProfilerActivity.CPU, ProfilerActivity.CUDA])
+            what, source, timed_ms = call, CALL, call_ms
+            if replay is not None and replay_ms is not None:
+                what, source, timed_ms = replay, REPLAY, replay_ms
             runs = [_recorded(what, device, [ProfilerActivity.CUDA]) for _ in range(recordings)]
             found = [
-                of_kernels(with_operators, events, source=source, timed_ms=timed_ms, call_ms=call_ms)
+                of_kernels(plain, events, source=source, timed_ms=timed_ms, call_ms=call_ms)
                 for events in runs
             ]
     return sorted(found, key=lambda one: one.total_ms)[(len(found) - 1) // 2]

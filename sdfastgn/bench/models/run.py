@@ -21,8 +21,16 @@ from sdfastgn.bench.images import relative_error
 from sdfastgn.bench.models import profiling, training
 from sdfastgn.bench.models import workload as workloads
 from sdfastgn.bench.models.training import Gradients
-from sdfastgn.bench.models.variants import VARIANTS, Variant, prepared
+from sdfastgn.bench.models.variants import Variant, prepared
 from sdfastgn.bench.models.workload import BenchConfig, Judgement, Workload
+
+# How each part's workload is made.
+BUILDERS: dict[str, Callable[[BenchConfig], Workload]] = {
+    "unet": workloads.build_unet,
+    "vae": workloads.build_vae,
+    "pipeline": workloads.build_pipeline,
+    "train": training.build,
+}
 
 
 @dataclass
@@ -106,9 +114,8 @@ def _finite(value: float | None) -> float | None:
 
 
 def _row(config: BenchConfig, variant: Variant, status: str, **values: Any) -> Row:
-    return Row(
-        config.model, config.part, config.size, config.batch, config.dtype, variant.name, status, **values
-    )
+    what = (config.model, config.part, config.size, config.batch, config.dtype)
+    return Row(*what, variant.name, status, **values)
 
 
 def _free(device: torch.device) -> None:
@@ -261,7 +268,7 @@ def _attempt(config: BenchConfig, variant: Variant, workload: Workload, stock: _
 
 def run(
     config: BenchConfig,
-    variants: Sequence[Variant] = VARIANTS,
+    variants: Sequence[Variant],
     *,
     workload: Workload | None = None,
     on_variant: Callable[[str], object] = lambda name: None,
@@ -282,7 +289,7 @@ def run(
     ):
         timing.spin_up(device)
         if workload is None:
-            workload = workloads.build(config)
+            workload = BUILDERS[config.part](config)
         stock = _references(config, workload)
         rows = []
         for variant in variants:
@@ -301,21 +308,14 @@ def tries_algorithms(config: BenchConfig) -> bool:
 
 def describe(configs: Sequence[BenchConfig]) -> dict[str, Any]:
     """The configs as JSON, each with its correctness gate in words."""
-    return {
-        "parts": [
-            {
-                **asdict(config),
-                "gate": workloads.gate_text(config),
-                "cudnn_benchmark": tries_algorithms(config),
-            }
-            for config in configs
-        ]
-    }
+    gates = [
+        {"gate": workloads.gate_text(each), "cudnn_benchmark": tries_algorithms(each)} for each in configs
+    ]
+    return {"parts": [{**asdict(config), **gate} for config, gate in zip(configs, gates, strict=True)]}
 
 
 def current_environment(device: torch.device, configs: Sequence[BenchConfig] = ()) -> dict[str, Any]:
-    """:func:`environment` with the switches that :func:`run` measures under: those of the first config where they differ."""
-    with timing.global_switches(
-        cudnn_benchmark=tries_algorithms(configs[0]) if configs else True
-    ) as switches:
+    """:func:`environment` with the switches that :func:`run` measures under: the first config's where they differ."""
+    tries = tries_algorithms(configs[0]) if configs else True
+    with timing.global_switches(cudnn_benchmark=tries) as switches:
         return environment(device, switches)

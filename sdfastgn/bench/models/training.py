@@ -6,7 +6,6 @@ variant. Gradients are dropped before each step, as ``zero_grad`` does.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sdfastgn.bench.models import architectures
 from sdfastgn.bench.models.workload import (
     ERROR_BOUNDS,
     GRADIENT_FACTOR,
@@ -23,11 +21,10 @@ from sdfastgn.bench.models.workload import (
     Judgement,
     Workload,
     component,
+    in_fp32,
+    step_inputs,
     to_fp32,
 )
-from sdfastgn.bench.timing import global_switches
-
-__all__ = ["Gradients", "build", "error_limit", "judge", "saved_bytes"]
 
 
 @dataclass(frozen=True)
@@ -43,9 +40,7 @@ class Gradients:
 
     def kept(self) -> Gradients:
         """A copy in the CPU's memory: what is held on the GPU is what is measured."""
-        return Gradients(
-            {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.tensors.items()}
-        )
+        return Gradients({name: t.detach().to("cpu", copy=True) for name, t in self.tensors.items()})
 
     def relative_error(self, reference: Gradients) -> float:
         """||g - reference|| / ||reference|| in fp64; nan if anything is, or where they are not of the same parameters."""
@@ -71,12 +66,8 @@ def judge(config: BenchConfig, gradients: Gradients, reference: Gradients, limit
     """Against stock fp32 gradients; ``limit`` is what :func:`error_limit` made of stock eager's own error."""
     error = gradients.relative_error(reference)
     # `not <=` because a NaN is neither above nor below.
-    reason = (
-        ""
-        if error <= limit
-        else f"the gradients' relative error {error:.3g} against fp32 is above {limit:.3g}"
-    )
-    return Judgement(error, None, reason)
+    reason = f"the gradients' relative error {error:.3g} against fp32 is above {limit:.3g}"
+    return Judgement(error, None, "" if error <= limit else reason)
 
 
 def error_limit(config: BenchConfig, stock_error: float) -> float:
@@ -113,21 +104,10 @@ def build(config: BenchConfig) -> Workload:
     """One step with fixed latents, timestep, text and noise; ``call`` returns its :class:`Gradients`."""
     unet, scale = component(config, "unet")
     unet.train()
-    kwargs = architectures.unet_inputs(
-        unet.config,
-        size=config.size,
-        batch=config.batch,
-        dtype=config.torch_dtype,
-        device=config.torch_device,
-        seed=config.seed,
-        scale=scale,
-    )
+    kwargs = step_inputs(config, unet, scale)
     generator = torch.Generator().manual_seed(config.seed + 3)
-    shape = (
-        config.batch,
-        unet.config.out_channels,
-        *kwargs["sample"].shape[2:],
-    )  # inpainting has more channels of input
+    # Inpainting has more channels of input than of output.
+    shape = (config.batch, unet.config.out_channels, *kwargs["sample"].shape[2:])
     noise = torch.randn(shape, generator=generator).to(config.torch_device)
 
     def loss_of(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
@@ -141,14 +121,12 @@ def build(config: BenchConfig) -> Workload:
 
     def fp32_gradients() -> Gradients:
         _drop_gradients(unet)
-        with global_switches(cudnn_tf32=False, matmul_tf32=False):
-            return step(copy.deepcopy(unet).float(), to_fp32(kwargs)).kept()
+        return in_fp32(unet, lambda exact: step(exact, to_fp32(kwargs)).kept())
 
     def memory() -> dict[str, float | None]:
         _drop_gradients(unet)
-        values: dict[str, float | None] = {
-            "saved_mib": saved_bytes(lambda: loss_of(unet, kwargs), unet) / 2**20
-        }
+        saved = saved_bytes(lambda: loss_of(unet, kwargs), unet)
+        values: dict[str, float | None] = {"saved_mib": saved / 2**20}
         if config.torch_device.type == "cuda":
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()

@@ -7,6 +7,7 @@ and SDXL is in memory once.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import shutil
@@ -71,9 +72,6 @@ def _timed_modules(target: Any) -> list[nn.Module]:
     return [module for name, module in modules_of(target).items() if name in TIMED_MODULES]
 
 
-# ---- eager and channels_last
-
-
 @contextlib.contextmanager
 def _eager(target: Any, part: str) -> Iterator[None]:
     yield
@@ -92,7 +90,7 @@ def _channels_last(target: Any, part: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _optimized(target: Any, cuda_graphs: Literal["auto"] | bool) -> Iterator[None]:
+def _optimized(target: Any, part: str, *, cuda_graphs: Literal["auto"] | bool) -> Iterator[None]:
     import sdfastgn
 
     sdfastgn.optimize(target, cuda_graphs=cuda_graphs)
@@ -102,12 +100,8 @@ def _optimized(target: Any, cuda_graphs: Literal["auto"] | bool) -> Iterator[Non
         sdfastgn.restore(target)
 
 
-def _sdfastgn(target: Any, part: str) -> contextlib.AbstractContextManager[None]:
-    return _optimized(target, "auto")
-
-
-def _sdfastgn_eager(target: Any, part: str) -> contextlib.AbstractContextManager[None]:
-    return _optimized(target, False)
+_sdfastgn = functools.partial(_optimized, cuda_graphs="auto")
+_sdfastgn_eager = functools.partial(_optimized, cuda_graphs=False)
 
 
 def _describe_sdfastgn(target: Any) -> str:
@@ -125,23 +119,17 @@ def _describe_sdfastgn(target: Any) -> str:
 # ---- torch.compile
 
 
-def _compile_reason(device: torch.device) -> str | None:
+def compile_reason(device: torch.device) -> str | None:
+    """Why torch.compile cannot run on the device; None where it can."""
     if device.type == "cuda":
-        return (
-            None
-            if importlib.util.find_spec("triton")
-            else "torch.compile needs triton on CUDA; it is not installed"
-        )
-    compiler = (sysconfig.get_config_var("CXX") or "g++").split()[0]
-    return (
-        None
-        if shutil.which(compiler) or shutil.which("g++")
-        else "torch.compile needs a C++ compiler on the CPU"
-    )
+        found = importlib.util.find_spec("triton")
+        return None if found else "torch.compile needs triton on CUDA; it is not installed"
+    compilers = ((sysconfig.get_config_var("CXX") or "g++").split()[0], "g++")
+    return None if any(map(shutil.which, compilers)) else "torch.compile needs a C++ compiler on the CPU"
 
 
 @contextlib.contextmanager
-def _compiled(target: Any, mode: str | None) -> Iterator[None]:
+def _compiled(target: Any, part: str, *, mode: str | None = None) -> Iterator[None]:
     from torch import nn
 
     dynamo = importlib.import_module("torch._dynamo")
@@ -156,21 +144,13 @@ def _compiled(target: Any, mode: str | None) -> Iterator[None]:
         dynamo.reset()
 
 
-def _compile(target: Any, part: str) -> contextlib.AbstractContextManager[None]:
-    return _compiled(target, None)
-
-
-def _compile_graphs(target: Any, part: str) -> contextlib.AbstractContextManager[None]:
-    return _compiled(target, "reduce-overhead")
+_compiled_graphs = functools.partial(_compiled, mode="reduce-overhead")
 
 
 @contextlib.contextmanager
-def _sdfastgn_compile(target: Any, part: str) -> Iterator[None]:
-    with _sdfastgn_eager(target, part), _compile(target, part):
+def _sdfastgn_compiled(target: Any, part: str) -> Iterator[None]:
+    with _sdfastgn_eager(target, part), _compiled(target, part):
         yield
-
-
-# ---- stable-fast
 
 
 @contextlib.contextmanager
@@ -183,32 +163,28 @@ def _stable_fast(target: Any, part: str) -> Iterator[None]:
 
 
 # Each is also timed under a CUDA graph, in a column of its own, unless it replays graphs itself.
-# stable_fast is last because its import changes the process.
-VARIANTS: tuple[Variant, ...] = (
+_EVERY = (
     Variant("eager", "eager", _always, _eager),
     Variant("channels_last", "channels_last", _always, _channels_last),
     Variant("sdfastgn", "sdfastgn", _always, _sdfastgn, _describe_sdfastgn, replays_graph=True),
     Variant("sdfastgn_eager", "sdfastgn without graphs", _always, _sdfastgn_eager, _describe_sdfastgn),
-    Variant("compile", "torch.compile", _compile_reason, _compile),
+    Variant("compile", "torch.compile", compile_reason, _compiled),
     Variant(
         "compile_graphs",
         "torch.compile reduce-overhead",
-        _compile_reason,
-        _compile_graphs,
+        compile_reason,
+        _compiled_graphs,
         replays_graph=True,
     ),
     Variant(
-        "sdfastgn_compile", "sdfastgn + torch.compile", _compile_reason, _sdfastgn_compile, _describe_sdfastgn
+        "sdfastgn_compile", "sdfastgn + torch.compile", compile_reason, _sdfastgn_compiled, _describe_sdfastgn
     ),
+    # Last, because its import changes the process.
     Variant("stable_fast", "stable-fast", stable_fast.reason, _stable_fast, replays_graph=True),
 )
+VARIANTS: dict[str, Variant] = {variant.name: variant for variant in _EVERY}
 
-NAMES: tuple[str, ...] = tuple(variant.name for variant in VARIANTS)
 
-
-def by_name(name: str) -> Variant:
-    """The registry's entry. Raises ValueError that lists the names."""
-    for variant in VARIANTS:
-        if variant.name == name:
-            return variant
-    raise ValueError(f"variants.by_name: unknown variant {name!r}; there are {', '.join(NAMES)}")
+def label(name: str) -> str:
+    """What tables call a variant: the registry's label, or the name of one that the registry no longer has."""
+    return VARIANTS[name].label if name in VARIANTS else name

@@ -1,8 +1,8 @@
 """How long a user waits: a pipeline's first images, a new resolution and peak memory, each way in a process of its own.
 
-The clock starts with the pipeline in memory and stops with an image on the host; ``optimize`` is within it. PyTorch's switches stay as they
-are by default, as for a user: cuDNN tries no algorithms. Stock runs first, then sdfastgn with an empty Triton cache, then again with what
-that run left in the cache.
+The clock starts with the pipeline in memory and stops with an image on the host; ``optimize`` is within it. PyTorch's
+switches stay as they are by default, as for a user: cuDNN tries no algorithms. Stock runs first, then sdfastgn with an empty
+Triton cache, then again with what that run left in the cache.
 """
 
 from __future__ import annotations
@@ -12,35 +12,21 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 
-from sdfastgn.bench import documents
-from sdfastgn.bench.environment import environment
-from sdfastgn.bench.models import architectures
-from sdfastgn.bench.models import run as end_to_end
+from sdfastgn.bench import documents, timing
 from sdfastgn.bench.models import workload as workloads
 from sdfastgn.bench.models.workload import BenchConfig
-from sdfastgn.bench.terminal import Blocks, print_lines
-
-__all__ = ["WaitRow", "measure", "run", "run_and_print"]
 
 IMAGES = 3
 STEPS_AT_NEW_SIZE = 4
-# (row, optimised). Triton's cache is empty before the first.
+# (row, optimized). Triton's cache is empty before the first.
 WAYS = (("eager", False), ("sdfastgn, cold cache", True), ("sdfastgn, warm cache", True))
-
-
-HEADERS = (
-    "variant", "second image after s", "over eager s", "third image s", "new size, over replays s", "peak MiB", "reserved MiB", "PSNR dB",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -76,18 +62,10 @@ class WaitRow:
         return sum(self.new_size_s) - len(self.new_size_s) * self.new_size_s[-1]
 
 
-def _seconds(call: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
-    start = time.perf_counter()
-    result = call()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start, result
-
-
-def measure(config: BenchConfig, new_size: int, *, optimise: bool) -> tuple[WaitRow, np.ndarray]:
+def measure(config: BenchConfig, new_size: int, *, optimize: bool) -> tuple[WaitRow, np.ndarray]:
     """One way in this process: the row without a name, and the last image (N, H, W, 3)."""
     device = config.torch_device
-    workload = workloads.build(config)
+    workload = workloads.build_pipeline(config)
     pipe = workload.target
     on_gpu = device.type == "cuda"
     if on_gpu:
@@ -95,7 +73,7 @@ def measure(config: BenchConfig, new_size: int, *, optimise: bool) -> tuple[Wait
         torch.cuda.reset_peak_memory_stats(device)
 
     def first_image() -> Any:
-        if optimise:
+        if optimize:
             import sdfastgn
 
             sdfastgn.optimize(pipe)
@@ -103,35 +81,26 @@ def measure(config: BenchConfig, new_size: int, *, optimise: bool) -> tuple[Wait
 
     image_s, image = [], None
     for call in (first_image, *[workload.call] * (IMAGES - 1)):
-        seconds, image = _seconds(call, device)
+        seconds, image = timing.time_once(call, device)
         image_s.append(seconds)
-    mib = [
-        f(device) / 2**20 if on_gpu else None
-        for f in (torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved)
-    ]
-    inputs = architectures.unet_inputs(
-        pipe.unet.config,
-        size=new_size,
-        batch=2 * config.batch,
-        dtype=config.torch_dtype,
-        device=device,
-        seed=config.seed,
-        scale=workloads.latent_scale(pipe),
-    )
+    most = (torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved)
+    mib = [counted(device) / 2**20 if on_gpu else None for counted in most]
+    scale = workloads.latent_scale(pipe)
+    inputs = workloads.step_inputs(config, pipe.unet, scale, size=new_size, batch=2 * config.batch)
     with torch.no_grad():
         new_size_s = [
-            _seconds(lambda: pipe.unet(**inputs, return_dict=False), device)[0]
+            timing.time_once(lambda: pipe.unet(**inputs, return_dict=False), device)[0]
             for _ in range(STEPS_AT_NEW_SIZE)
         ]
     return WaitRow("", image_s, new_size_s, mib[0], mib[1]), np.asarray(image)
 
 
 def _worker(
-    config: BenchConfig, new_size: int, optimise: bool, cache: Path, folder: Path
+    config: BenchConfig, new_size: int, optimize: bool, cache: Path, folder: Path
 ) -> tuple[WaitRow, np.ndarray]:
     """``measure`` in a fresh process. Raises with its last line where it fails: WeightsError for bad input, else RuntimeError."""
     request = json_format.dumps(
-        {"config": asdict(config), "new_size": new_size, "optimise": optimise, "folder": str(folder)}
+        {"config": asdict(config), "new_size": new_size, "optimize": optimize, "folder": str(folder)}
     )
     done = subprocess.run(
         [sys.executable, "-m", __name__, "--worker", request],
@@ -152,8 +121,8 @@ def run(config: BenchConfig, new_size: int) -> list[WaitRow]:
     stock = None
     with tempfile.TemporaryDirectory() as scratch:
         cache = Path(scratch, "triton")
-        for name, optimise in WAYS:
-            row, image = _worker(config, new_size, optimise, cache, Path(scratch))
+        for name, optimize in WAYS:
+            row, image = _worker(config, new_size, optimize, cache, Path(scratch))
             values = {**asdict(row), "variant": name}
             if stock is None:
                 stock = image
@@ -168,21 +137,10 @@ def run(config: BenchConfig, new_size: int) -> list[WaitRow]:
     return rows
 
 
-def cells(row: WaitRow, eager: WaitRow) -> list[str]:
-    """One line of the table, under ``HEADERS``."""
-    if row.status != documents.OK:
-        return [row.variant, f"{row.status}: {row.reason}"]
-    over = f"{row.second_image_s - eager.second_image_s:+.2f}" if eager.image_s and row is not eager else "-"
-    memory = ["-" if value is None else f"{value:.0f}" for value in (row.peak_mib, row.reserved_mib)]
-    decibel = "-" if row.psnr_db is None else f"{row.psnr_db:.1f}"
-    times = [f"{row.second_image_s:.2f}", over, f"{row.image_s[-1]:.3f}", f"{row.new_size_over_s:.3f}"]
-    return [row.variant, *times, *memory, decibel]
-
-
 def _work(request: dict[str, Any]) -> None:
     try:
         row, image = measure(
-            BenchConfig(**request["config"]), request["new_size"], optimise=request["optimise"]
+            BenchConfig(**request["config"]), request["new_size"], optimize=request["optimize"]
         )
     except workloads.WeightsError as error:
         print(error, file=sys.stderr)
@@ -190,26 +148,6 @@ def _work(request: dict[str, Any]) -> None:
     folder = Path(request["folder"])
     np.save(folder / "image.npy", image)
     (folder / "row.json").write_text(json_format.dumps(asdict(row)))
-
-
-def run_and_print(config: BenchConfig, new_size: int, *, json: Path | None, out: Console) -> int:
-    """:func:`run`, printed and written; returns 0, or 1 where an image was wrong."""
-    rows = run(config, new_size)
-    what = f"{config.model} pipeline, {config.size}x{config.size}, {config.steps} steps, then {new_size}x{new_size}"
-    body = [cells(row, rows[0]) if row.status == documents.OK else [row.variant] for row in rows]
-    out.print(Blocks(HEADERS, body, f"{what}, {config.dtype} on {config.device}"))
-    print_lines(out, [": ".join(cells(row, rows[0])) for row in rows if row.status != documents.OK])
-    out.print(f"correctness gate, before any time: {workloads.gate_text(config)}", style="dim")
-    if json is not None:
-        tries = (
-            torch.backends.cudnn.benchmark
-        )  # not what `sdfastgn bench` would have set: the processes leave it alone
-        (part,) = end_to_end.describe([config])["parts"]
-        described = {"parts": [{**part, "cudnn_benchmark": tries}], "new_size": new_size}
-        where = environment(config.torch_device, {"cudnn.benchmark": tries})
-        documents.write_json(json, documents.document("warm_up", where, described, rows))
-        out.print(f"wrote {json}", style="dim", soft_wrap=True)
-    return 1 if any(row.status != documents.OK for row in rows) else 0
 
 
 if __name__ == "__main__":

@@ -5,29 +5,30 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from sdfastgn.bench import images
 from sdfastgn.bench.documents import first_line
 from sdfastgn.bench.models import architectures
-from sdfastgn.bench.models.variants import PARTS
 from sdfastgn.bench.timing import global_switches
+
+T = TypeVar("T")
 
 DTYPES: dict[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 PROMPT = "a photograph of an astronaut riding a horse"
 GUIDANCE = 7.5
 
 # Largest relative error of a variant's output against stock eager's. Two roundings of a deep network differ by about
-# 0.2 % in fp16 and eight times that in bf16; stable-fast, with fp16 accumulation, by 1.2 %. TF32 convolutions have 10
-# bits of mantissa.
+# 0.2 % in fp16 and eight times that in bf16; stable-fast, with fp16 accumulation, by 1.2 %.
 ERROR_BOUNDS = {"fp16": 2e-2, "bf16": 1e-1, "fp32": 1e-3}
+# The same in fp32 on a GPU, whose convolutions run in TF32 with 10 bits of mantissa.
 TF32_BOUND = 1e-2
-# Steps with guidance amplify a rounding, so images are compared as images: least PSNR in dB.
+# Least PSNR in dB of a pipeline's images: steps with guidance amplify a rounding, so images are compared as images.
 PSNR_BOUNDS = {"fp16": 30.0, "bf16": 25.0, "fp32": 40.0}
-# Gradients of two roundings differ by as much as each from the truth, so both are compared with fp32's: this much worse than
-# stock eager's a variant's may be.
+# How much worse than stock eager's a variant's gradients may be against fp32: those of two roundings differ by as much
+# as each from the truth.
 GRADIENT_FACTOR = 1.05
 
 
@@ -105,9 +106,8 @@ def gate_text(config: BenchConfig) -> str:
         return f"PSNR against eager's image at least {PSNR_BOUNDS[config.dtype]:g} dB"
     if config.part == "train":
         least = f", or at most {ERROR_BOUNDS['fp32']:g}" if config.dtype == "fp32" else ""
-        return (
-            f"gradients' relative error against fp32 at most {GRADIENT_FACTOR:g} times stock eager's{least}"
-        )
+        factor = f"{GRADIENT_FACTOR:g} times stock eager's{least}"
+        return f"gradients' relative error against fp32 at most {factor}"
     return f"relative error against eager at most {_error_bound(config):g}"
 
 
@@ -119,22 +119,18 @@ def _error_bound(config: BenchConfig) -> float:
 def judge(config: BenchConfig, output: Any, reference: Any) -> Judgement:
     """Compares with the config's bound. Not-finite values are never within it."""
     if tuple(output.shape) != tuple(reference.shape):
-        return Judgement(
-            float("nan"), None, f"shape {tuple(output.shape)}, eager's is {tuple(reference.shape)}"
-        )
+        reason = f"shape {tuple(output.shape)}, eager's is {tuple(reference.shape)}"
+        return Judgement(float("nan"), None, reason)
     output, reference = torch.as_tensor(output), torch.as_tensor(reference)
-    error = float(images.relative_error(output, reference))
+    error = images.relative_error(output, reference)
+    # Written so that a NaN, which is neither above nor below, is outside.
     if config.part != "pipeline":
         bound = _error_bound(config)
-        # `not <=` because a NaN is neither above nor below.
-        return Judgement(
-            error, None, "" if error <= bound else f"relative error {error:.3g} is above {bound:g}"
-        )
-    decibel = float(images.psnr(output, reference))
-    bound = PSNR_BOUNDS[config.dtype]
-    return Judgement(
-        error, decibel, "" if decibel >= bound else f"PSNR {decibel:.1f} dB is below {bound:g} dB"
-    )
+        reason = "" if error <= bound else f"relative error {error:.3g} is above {bound:g}"
+        return Judgement(error, None, reason)
+    decibel, bound = images.psnr(output, reference), PSNR_BOUNDS[config.dtype]
+    reason = "" if decibel >= bound else f"PSNR {decibel:.1f} dB is below {bound:g} dB"
+    return Judgement(error, decibel, reason)
 
 
 def usable_reference(config: BenchConfig, reference: Any) -> str:
@@ -173,9 +169,8 @@ def component(config: BenchConfig, name: str) -> tuple[Any, int]:
     dtype, device = config.torch_dtype, config.torch_device
     if config.weights == "random":
         build = architectures.build_unet if name == "unet" else architectures.build_vae
-        return build(config.model, dtype, device, seed=config.seed), architectures.latent_scale(
-            architectures.VAES[config.model]
-        )
+        scale = architectures.latent_scale(architectures.VAES[config.model])
+        return build(config.model, dtype, device, seed=config.seed), scale
     pipe = load("--weights", config.weights, config.model, dtype, device)
     component = getattr(pipe, name, None)
     if component is None:
@@ -189,53 +184,48 @@ def latent_scale(pipe: Any) -> int:
     return architectures.latent_scale(None if vae is None else vae.config)
 
 
-def _unet(config: BenchConfig) -> Workload:
+def step_inputs(config: BenchConfig, unet: Any, scale: int, **changes: Any) -> dict[str, Any]:
+    """Keyword arguments of one UNet step; ``changes`` are other sizes or batches than the config's."""
+    # By the UNet's own configuration: loaded weights need not be those of --model.
+    where = {"size": config.size, "batch": config.batch, "scale": scale, **changes}
+    return architectures.unet_inputs(unet.config, **_drawn(config), **where)
+
+
+def _drawn(config: BenchConfig) -> dict[str, Any]:
+    return {"dtype": config.torch_dtype, "device": config.torch_device, "seed": config.seed}
+
+
+def in_fp32(module: Any, call: Callable[[Any], T]) -> T:
+    """``call`` of a copy of ``module`` in fp32 without TF32."""
+    with global_switches(cudnn_tf32=False, matmul_tf32=False):
+        return call(copy.deepcopy(module).float())
+
+
+def build_unet(config: BenchConfig) -> Workload:
+    """One step of the UNet."""
     unet, scale = component(config, "unet")
     unet.eval()
-    kwargs = architectures.unet_inputs(
-        unet.config,  # of the UNet at hand: loaded weights need not be those of --model
-        size=config.size,
-        batch=config.batch,
-        dtype=config.torch_dtype,
-        device=config.torch_device,
-        seed=config.seed,
-        scale=scale,
-    )
-    # A timestep on the CPU would be copied to the GPU in every call, which a CUDA graph cannot hold.
-    kwargs["timestep"] = torch.as_tensor(kwargs["timestep"], device=config.torch_device)
+    inputs = step_inputs(config, unet, scale)
 
     def fp32_output() -> torch.Tensor:
-        with global_switches(cudnn_tf32=False, matmul_tf32=False):
-            return copy.deepcopy(unet).float()(**to_fp32(kwargs), return_dict=False)[0]
+        return in_fp32(unet, lambda exact: exact(**to_fp32(inputs), return_dict=False)[0])
 
-    return Workload(unet, lambda: unet(**kwargs, return_dict=False)[0], fp32_output)
+    return Workload(unet, lambda: unet(**inputs, return_dict=False)[0], fp32_output)
 
 
-def _vae(config: BenchConfig) -> Workload:
+def build_vae(config: BenchConfig) -> Workload:
+    """One decode by the VAE."""
     vae = component(config, "vae")[0].eval()
-    latents = architectures.vae_latents(
-        vae.config,
-        size=config.size,
-        batch=config.batch,
-        dtype=config.torch_dtype,
-        device=config.torch_device,
-        seed=config.seed,
-    )
+    latents = architectures.vae_latents(vae.config, size=config.size, batch=config.batch, **_drawn(config))
 
     def fp32_output() -> torch.Tensor:
-        with global_switches(cudnn_tf32=False, matmul_tf32=False):
-            return copy.deepcopy(vae).float().decode(latents.float(), return_dict=False)[0]
+        return in_fp32(vae, lambda exact: exact.decode(latents.float(), return_dict=False)[0])
 
     return Workload(vae, lambda: vae.decode(latents, return_dict=False)[0], fp32_output)
 
 
-def _train(config: BenchConfig) -> Workload:
-    from sdfastgn.bench.models import training  # which is written over this module
-
-    return training.build(config)
-
-
-def _pipeline(config: BenchConfig) -> Workload:
+def build_pipeline(config: BenchConfig) -> Workload:
+    """From prompt to image."""
     dtype, device = config.torch_dtype, config.torch_device
     if config.weights == "random":
         from sdfastgn.bench.models import pipelines
@@ -244,33 +234,19 @@ def _pipeline(config: BenchConfig) -> Workload:
     else:
         pipe = load("--weights", config.weights, config.model, dtype, device)
     pipe.set_progress_bar_config(disable=True)
-
     # A distilled UNet has its guidance within, and its pipeline a default that it was made for.
     guidance = {} if getattr(pipe.unet.config, "time_cond_proj_dim", None) else {"guidance_scale": GUIDANCE}
 
     def call() -> Any:
-        # A CPU generator gives the same initial noise on every device.
-        generator = torch.Generator("cpu").manual_seed(config.seed)
         return pipe(
             prompt=[PROMPT] * config.batch,
             num_inference_steps=config.steps,
             height=config.size,
             width=config.size,
-            generator=generator,
+            # A CPU generator gives the same initial noise on every device.
+            generator=torch.Generator("cpu").manual_seed(config.seed),
             output_type="np",
             **guidance,
         ).images
 
     return Workload(pipe, call, None)
-
-
-def build(config: BenchConfig) -> Workload:
-    """Builds or loads the stock model and its inputs on the config's device.
-
-    Raises:
-        ValueError: the part is unknown.
-    """
-    builders = dict(zip(PARTS, (_unet, _vae, _pipeline, _train), strict=True))
-    if config.part not in builders:
-        raise ValueError(f"workloads.build: unknown part {config.part!r}; there are {', '.join(PARTS)}")
-    return builders[config.part](config)

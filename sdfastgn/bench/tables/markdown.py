@@ -1,4 +1,4 @@
-"""What every table of results shares: numbers, marks, why cells are empty, Markdown, and the JSON that it is made from."""
+"""What all tables of results share: numbers, marks, Markdown, and the JSON that they are made from."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
-
-from sdfastgn.bench.documents import OK
-from sdfastgn.bench.kernels.cells import QUOTED, KernelRow, shape_text
 
 NOTHING = "-"
 LOSS = "†"
@@ -28,21 +25,6 @@ def error_text(value: float | None) -> str:
     return NOTHING if value is None else f"{value:.1e}"
 
 
-def missing_cells(rows: Iterable[KernelRow]) -> list[str]:
-    """Why cells are empty, one line for each provider and reason."""
-    # Keys of a dict: a shape may have several rows, one for each task.
-    by_reason: dict[tuple[str, str], dict[str, None]] = {}
-    for row in rows:
-        if row.status not in (OK, QUOTED):
-            by_reason.setdefault((row.provider, f"{row.status}: {row.reason}"), {})[shape_text(row.shape)] = (
-                None
-            )
-    return [
-        f"{name}: {reason}" + (f" ({len(shapes)} shapes)" if len(shapes) > 3 else f" ({', '.join(shapes)})")
-        for (name, reason), shapes in by_reason.items()
-    ]
-
-
 def markdown_table(header: Sequence[str], body: Iterable[Sequence[str]]) -> str:
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *body]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -53,13 +35,17 @@ def documents(results: Path, kind: str) -> list[dict[str, Any]]:
     return [content for content in found if isinstance(content, dict) and content.get("kind") == kind]
 
 
+def package_versions(environment: dict[str, Any]) -> str:
+    """The versions that decide a time, of those that were installed."""
+    packages = environment.get("packages", {})
+    names = ("torch", "triton", "diffusers")
+    return ", ".join(f"{name} {packages[name]}" for name in names if packages.get(name))
+
+
 def source_line(content: dict[str, Any]) -> str:
     """Where and with what a run was made."""
     env = content["environment"]
-    packages = env.get("packages", {})
-    versions = ", ".join(
-        f"{name} {packages[name]}" for name in ("torch", "triton", "diffusers") if packages.get(name)
-    )
+    versions = package_versions(env)
     commit = (env.get("git") or {}).get("commit")
     source = f"commit {commit[:10]}" if commit else f"source {str(env.get('source_sha256'))[:10]}"
     driver = f", driver {env['driver']}" if env.get("driver") else ""

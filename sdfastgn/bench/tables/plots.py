@@ -8,18 +8,17 @@ from __future__ import annotations
 import itertools
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from sdfastgn.bench.documents import OK
 from sdfastgn.bench.kernel_categories import CATEGORIES, GAPS, OTHER
-from sdfastgn.bench.kernels.cells import KernelRow
-from sdfastgn.bench.kernels.providers import NORMS, OURS, YARDSTICK
+from sdfastgn.bench.kernels.suite import COPY, FORWARD, INFERENCE, OURS, KernelRow, rows_of
+from sdfastgn.bench.kernels.suites import SUITES
 from sdfastgn.bench.models.run import Row
+from sdfastgn.bench.tables.markdown import source_line
 from sdfastgn.bench.tables.profile import breakdown_of, lowest_floor, row_title
-
-__all__ = ["breakdown", "loss_curves", "plot_reason", "roofline"]
 
 # Colours that stay apart in print and for the colour-blind (Okabe and Ito).
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999")
@@ -49,8 +48,9 @@ def roofline(rows: Sequence[KernelRow], path: Path, title: str) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.5), layout="constrained")
-    timed = {row.provider for row in rows if row.status == OK}
-    names = [name for name in dict.fromkeys((YARDSTICK, OURS, *NORMS)) if name in timed]
+    rows = [row for row in rows if row.status == OK and row.task in (COPY, FORWARD)]
+    timed = {row.provider for row in rows}
+    names = [name for name in dict.fromkeys((COPY, OURS, *(row.provider for row in rows))) if name in timed]
     for axes, attribute, label in zip(
         figure.subplots(1, 2, sharey=True), ("hot_gbps", "cold_gbps"), ("hot L2", "cold L2"), strict=True
     ):
@@ -60,8 +60,8 @@ def roofline(rows: Sequence[KernelRow], path: Path, title: str) -> None:
                 for row in rows
                 if row.provider == name and (value := getattr(row, attribute)) is not None
             )
-            style = "k--" if name == YARDSTICK else "o-" if name == OURS else "."
-            options = {} if name == YARDSTICK else {"color": colour}
+            style = "k--" if name == COPY else "o-" if name == OURS else "."
+            options = {} if name == COPY else {"color": colour}
             axes.plot(*zip(*points, strict=True), style, markersize=4, linewidth=1.2, label=name, **options)
         axes.set(xscale="log", yscale="log", xlabel="MB read and written at least", title=label)
         axes.grid(True, which="both", linewidth=0.3)
@@ -131,47 +131,7 @@ def _stacked_bars(axes: Any, rows: Sequence[Row]) -> None:
     axes.margins(x=0.08)
 
 
-def loss_curves(
-    curves: Mapping[str, Sequence[float]], window: int, differences: Mapping[str, Sequence[float]], path: Path
-) -> None:
-    """Writes a PNG: smoothed losses above, the relative differences of smoothed losses below, both over steps.
-
-    Args:
-        curves: smoothed losses by name.
-        window: steps that the smoothing spans; the first value stands at the end of the first window.
-        differences: smoothed relative differences by name.
-        path: of the PNG; its folder is made.
-    """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 6), layout="constrained")
-    above, below = figure.subplots(2, 1, sharex=True)
-    for colour, style, (name, values) in zip(_COLOURS, ("-", "--", ":"), curves.items(), strict=False):
-        above.plot(
-            range(window - 1, window - 1 + len(values)),
-            values,
-            style,
-            color=colour,
-            linewidth=1.2,
-            label=name,
-        )
-    for colour, (name, values) in zip(_COLOURS[1:], differences.items(), strict=False):
-        below.plot(
-            range(window - 1, window - 1 + len(values)), values, color=colour, linewidth=1.0, label=name
-        )
-    above.set(yscale="log", ylabel=f"loss, mean of {window} steps")
-    below.set(yscale="log", xlabel="step", ylabel="relative difference to stock")
-    for axes in (above, below):
-        axes.grid(True, which="both", linewidth=0.3)
-        axes.legend(fontsize="small")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-
-
 def main(arguments: Sequence[str]) -> int:
-    from sdfastgn.bench.tables.markdown import source_line
-    from sdfastgn.bench.tables.pages import kernel_rows
-
     if len(arguments) != 2 or plot_reason() is not None:
         print(
             plot_reason() or "usage: python -m sdfastgn.bench.tables.plots RESULT.json PICTURE.png",
@@ -182,9 +142,8 @@ def main(arguments: Sequence[str]) -> int:
     if content["kind"] == "profile":
         breakdown([Row(**values) for values in content["rows"]], Path(arguments[1]), source_line(content))
         return 0
-    roofline(
-        kernel_rows(content), Path(arguments[1]), f"{content['config']['dtype']}, {source_line(content)}"
-    )
+    title = f"{content['config']['dtype']}, {source_line(content)}"
+    roofline(rows_of(SUITES[INFERENCE], content), Path(arguments[1]), title)
     return 0
 
 

@@ -10,11 +10,9 @@ from sdfastgn.bench.documents import OK
 from sdfastgn.bench.kernel_categories import CATEGORIES, FLOOR, GAPS, OTHER
 from sdfastgn.bench.models.profiling import CPU, Breakdown
 from sdfastgn.bench.models.run import Row
-from sdfastgn.bench.models.variants import PARTS, VARIANTS
+from sdfastgn.bench.models.variants import PARTS, label
 from sdfastgn.bench.tables.markdown import NO_RESULTS, NOTHING, documents, markdown_table, number, source_line
 from sdfastgn.bench.terminal import Blocks
-
-__all__ = ["breakdown_of", "lowest_floor", "notes", "profile_markdown", "profile_table", "row_title"]
 
 FLOOR_NAMES = " + ".join(FLOOR)
 
@@ -40,9 +38,8 @@ def breakdown_of(row: Row) -> Breakdown | None:
 
 def _found(rows: Sequence[Row]) -> list[tuple[str, Breakdown]]:
     """Labels of variants and breakdowns, of the rows that have one."""
-    labels = {variant.name: variant.label for variant in VARIANTS}
-    pairs = [(labels.get(row.variant, row.variant), breakdown_of(row)) for row in rows]
-    return [(label, found) for label, found in pairs if found is not None]
+    pairs = [(label(row.variant), breakdown_of(row)) for row in rows]
+    return [(name, found) for name, found in pairs if found is not None]
 
 
 def lowest_floor(rows: Sequence[Row]) -> tuple[str, float] | None:
@@ -99,20 +96,15 @@ def _floor_line(rows: Sequence[Row]) -> list[str]:
 def notes(rows: Sequence[Row]) -> list[str]:
     """Lines under the table: the lowest floor of all variants, what no category has, and why a breakdown is missing."""
     lines = _floor_line(rows)
-    for label, found in _found(rows):
+    for name, found in _found(rows):
         for entry in found.other[:_OTHERS_SHOWN]:
             share = 100 * entry["ms"] / found.total_ms
-            name = (
-                entry["name"] if len(entry["name"]) <= _NAME_LENGTH else f"{entry['name'][:_NAME_LENGTH]}..."
-            )
-            lines.append(
-                f"other, {label}: {number(entry['ms'])} ms ({share:.1f} %) in {entry['calls']:g} of {name}"
-            )
+            kernel = entry["name"][:_NAME_LENGTH] + "..." * (len(entry["name"]) > _NAME_LENGTH)
+            what = f"{number(entry['ms'])} ms ({share:.1f} %) in {entry['calls']:g} of {kernel}"
+            lines.append(f"other, {name}: {what}")
         if len(found.other) > _OTHERS_SHOWN:
             rest = sum(entry["ms"] for entry in found.other[_OTHERS_SHOWN:])
-            lines.append(
-                f"other, {label}: {number(rest)} ms in {len(found.other) - _OTHERS_SHOWN} more names"
-            )
+            lines.append(f"other, {name}: {number(rest)} ms in {len(found.other) - _OTHERS_SHOWN} more names")
     return lines + [
         f"no breakdown of {row.variant}: {row.profile_reason}" for row in rows if row.profile_reason
     ]

@@ -1,29 +1,42 @@
-"""Suites of the kernel benchmark, on the CPU: every one end to end, wrong gradients, layouts, lazy ops, what rows say."""
+"""Suites of the kernel benchmark, on the CPU: every one end to end, the gate, layouts, what rows say, a new provider."""
 
 from __future__ import annotations
 
-import sys
+import json
 from collections.abc import Callable
 from dataclasses import replace
-from types import ModuleType
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from typer.testing import CliRunner
 
-import sdfastgn
-from sdfastgn.bench.documents import OK, UNAVAILABLE, WRONG
-from sdfastgn.bench.kernels import norm_suites, providers, suites
-from sdfastgn.bench.kernels import run as kernels
-from sdfastgn.bench.kernels.cells import Shape
-from sdfastgn.bench.kernels.norm_suites import SUITES
-from sdfastgn.bench.kernels.providers import Provider
-from sdfastgn.bench.kernels.suites import BACKWARD, BOTH, FORWARD, TRAINING, Suite, SuiteConfig, SuiteRow
-from sdfastgn.kernels.upsample import conv as upsample_conv
+from sdfastgn.bench.documents import FAILED, OK, UNAVAILABLE, WRONG
+from sdfastgn.bench.kernels import providers as ways
+from sdfastgn.bench.kernels import ratios
+from sdfastgn.bench.kernels.providers import fixed
+from sdfastgn.bench.kernels.run import calls_a_round, run
+from sdfastgn.bench.kernels.suite import (
+    BACKWARD,
+    BOTH,
+    ERROR_BOUNDS,
+    FORWARD,
+    QUOTED,
+    TRAINING,
+    KernelConfig,
+    KernelRow,
+    Provider,
+    Shape,
+    Suite,
+)
+from sdfastgn.bench.kernels.suites import EPS, GROUPS, SUITES
+from sdfastgn.bench.models.workload import DTYPES
+from sdfastgn.cli_commands import app
 
-CPU = torch.device("cpu")
 TINY: dict[str, Shape] = {
+    "inference": (1, 64, 5, 3),
     "training": (2, 64, 5, 3),
     "issue_28201": (2, 64, 3, 5),
     "instance_norm": (2, 3, 5, 2, 7),
@@ -32,95 +45,99 @@ TINY: dict[str, Shape] = {
     "attention": (2, 1, 6, 264),
 }
 GRADIENTS = {"y", "dx", "dweight", "dbias"}
-TRAIN = SUITES["training"]
+INFER, TRAIN = SUITES["inference"], SUITES["training"]
 
 
-def run(suite: Suite, names: tuple[str, ...] = (), **changes: Any) -> list[SuiteRow]:
-    values = {
-        "dtype": "fp32",
-        "device": "cpu",
-        "repeats": 1,
-        "wall_clock": True,
-        "suite": suite.name,
-        **changes,
-    }
+def rows_of(suite: Suite, names: tuple[str, ...] = (), **changes: Any) -> list[KernelRow]:
+    values = {"dtype": "fp32", "device": "cpu", "repeats": 1, "wall_clock": True, **changes}
     shapes = values.pop("shapes", (TINY[suite.name],))
-    return suites.run(suite, SuiteConfig(shapes=shapes, providers=names or suite.provider_names, **values))
+    config = KernelConfig(suite.name, shapes=shapes, providers=names or suite.provider_names, **values)
+    return run(suite, config)
 
 
-def with_provider(suite: Suite, call: Callable[..., Any], **changes: Any) -> Suite:
-    """``suite`` with the copy and one provider, ``sdfastgn``, that is ``call``."""
-    ours = Provider("sdfastgn", lambda device: None, lambda *operands: call, task=norm_suites.NORM)
-    return replace(suite, providers=(suite.providers[0], ours), ours=("sdfastgn",), **changes)
-
-
-def only(suite: Suite, *passes: str) -> Suite:
-    return replace(suite, operations=(suite.operations[0], replace(suite.operations[1], passes=passes)))
+def with_call(suite: Suite, call: Callable[..., Any], *passes: str) -> Suite:
+    """``suite`` with one operation, in these passes, and one provider of it, ``sdfastgn``, that is ``call``."""
+    operation = suite.operations[0]
+    ours = Provider("sdfastgn", fixed(call))
+    passes = passes or operation.passes
+    return replace(suite, operations=(replace(operation, providers=(ours,), passes=passes),), extras=())
 
 
 def group_norm_silu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    return F.silu(F.group_norm(x, kernels.GROUPS, weight, bias, kernels.EPS))
+    return F.silu(F.group_norm(x, GROUPS, weight, bias, EPS))
 
 
 # ---- every suite
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
-@pytest.mark.parametrize("name", SUITES)
-def test_every_suite_is_checked_and_timed(name: str, dtype: str) -> None:
-    suite = SUITES[name]
-    names = tuple(provider.name for provider in suite.providers if provider.by_default)
-    rows = run(suite, names, dtype=dtype)
-    assert rows[0].provider == "copy"
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("suite", SUITES.values(), ids=SUITES)
+def test_every_suite_is_checked_and_timed(suite: Suite, dtype: str) -> None:
+    rows = rows_of(suite, suite.default_names, dtype=dtype)
     cells = [(row.provider, row.task) for row in rows]
-    assert len(set(cells)) == len(cells) == len(suite.cells_of(names))
-    for row in rows:
-        if row.status != OK:
-            assert row.status == UNAVAILABLE
-            assert row.provider in ("gnnhwc", "apex", *suite.ours)
-            assert row.reason
+    assert cells[0] == ("copy", "copy")
+    assert len(set(cells)) == len(cells) == len(suite.cells_of(suite.default_names))
+    for row, (operation, _, what) in zip(rows, suite.cells_of(suite.default_names), strict=True):
+        if row.provider == "stable_fast":
+            assert (row.status, row.reason) == (UNAVAILABLE, "package sfast (stable-fast) is not installed")
             continue
-        expected = (
-            {"y", "total"} if row.task.startswith("add") else GRADIENTS if BACKWARD in row.task else {"y"}
-        )
-        assert set(row.errors) == expected
+        assert row.status == OK, row.reason
+        assert set(row.errors) == (GRADIENTS if BACKWARD in what else set(operation.outputs))
         assert row.error == max(row.errors.values())
-        assert row.hot_ratio == pytest.approx((row.hot_us or 0) / (rows[0].hot_us or 1))
-        itemsize = (
-            torch.finfo({"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[dtype]).bits
-            // 8
-        )
-        moved = 2 * suite.ideals.get(row.task, 1) * torch.Size(row.shape).numel() * itemsize
-        assert row.hot_gbps == pytest.approx(moved / 1e3 / (row.hot_us or 0))
-    assert {row.provider for row in rows if row.status == OK} >= {"copy", suite.baseline}
+        assert row.hot_us is not None
+        assert row.hot_ratio == pytest.approx(row.hot_us / (rows[0].hot_us or 1))
+        size = operation.moved_tensors(what) * torch.Size(row.shape).numel() * DTYPES[dtype].itemsize
+        assert row.hot_gbps == pytest.approx(size / 1e3 / row.hot_us)
 
 
-def test_shapes_are_those_of_the_targets() -> None:
-    assert len(TRAIN.shape_sets["all"]) == 23
+def test_a_pass_moves_each_tensor_once() -> None:
+    passes = ((op, op.passes[-1]) for suite in (INFER, TRAIN) for op in (*suite.operations, *suite.extras))
+    assert [op.moved_tensors(what) for op, what in passes] == [2, 2, 3, 2, 5]
+    assert SUITES["issue_28201"].operations[0].moved_tensors(BACKWARD) == 3
+
+
+def test_shapes_are_those_of_stable_diffusion_and_of_the_issue() -> None:
+    assert (len(INFER.shape_sets["unet"]), len(set(INFER.shape_sets["all"]))) == (19, 23)
     assert SUITES["issue_28201"].shape_sets["all"] == ((128, 256, 28, 28), (256, 512, 56, 56))
-    assert SUITES["issue_28201"].dtype == "fp32"
-    rows = SUITES["layer_norm"].shape_sets["rows"]
-    assert (rows[0], rows[-1]) == ((10, 10**7), (10**7, 10))
-    assert all(N * D == 10**8 for N, D in rows)
+    assert all(rows * D == 10**8 for rows, D in SUITES["layer_norm"].shape_sets["rows"])
     for suite in SUITES.values():
         rank = len(suite.axes.split("x"))
         assert all(len(shape) == rank and suite.fits(shape) for shape in suite.shape_sets["all"])
 
 
-@pytest.mark.parametrize("suite", SUITES.values(), ids=SUITES)
-def test_reasons_are_one_line_and_names_are_known(suite: Suite) -> None:
-    assert {*suite.ours, suite.baseline, "copy"} <= set(suite.provider_names)
-    tasks = [operation.task for operation in suite.operations]
-    for provider in suite.providers:
-        assert provider.task in tasks
-        reason = provider.reason(CPU)
-        assert reason is None or (reason.strip() and "\n" not in reason)
+def test_reasons_are_one_line_and_baselines_are_known() -> None:
+    for suite in SUITES.values():
+        assert {suite.baseline, *(op.baseline for op in suite.extras)} <= set(suite.provider_names)
+        for provider in suite.providers:
+            reason = provider.reason(torch.device("cpu"))
+            assert reason is None or (reason.strip() and "\n" not in reason)
 
 
-def test_without_a_gpu_every_cell_says_why() -> None:
-    rows = run(TRAIN, ("eager_nchw",), wall_clock=False)
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        pytest.param({"wall_clock": False}, "need an NVIDIA GPU", id="no-gpu"),
+        pytest.param({"shapes": ((1, 512, 256, 256),)}, "too many for the CPU", id="large"),
+    ],
+)
+def test_every_cell_without_a_time_says_why(changes: dict[str, Any], reason: str) -> None:
+    rows = rows_of(TRAIN, ("eager_nchw",), **changes)
     assert {row.status for row in rows} == {UNAVAILABLE}
-    assert all("NVIDIA GPU" in row.reason and row.hot_us is None for row in rows)
+    assert all(reason in row.reason and row.hot_us is None for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("moved", "seconds", "calls"),
+    [
+        pytest.param(2**20, 1e-5, 100, id="small"),
+        pytest.param(2**27, 1e-5, 16, id="by-traffic"),
+        pytest.param(2**31, 1e-3, 5, id="large"),
+        pytest.param(2**20, 1e-3, 50, id="slow"),
+        pytest.param(2**31, 1.0, 2, id="very-slow"),
+    ],
+)
+def test_rounds_are_short(moved: int, seconds: float, calls: int) -> None:
+    assert calls_a_round(moved, seconds, INFER.round_seconds) == calls
 
 
 # ---- the gate
@@ -133,51 +150,60 @@ def test_a_wrong_gradient_gets_no_time(which: int) -> None:
         nothing = wrong - wrong.detach()  # zeros, and a gradient that does not belong there
         return group_norm_silu(*operands) + nothing.reshape(nothing.shape if which == 0 else (1, -1, 1, 1))
 
-    rows = {row.task: row for row in run(with_provider(TRAIN, call)) if row.provider == "sdfastgn"}
-    assert rows[TRAINING].status == OK
-    judged = rows[BOTH]
-    assert judged.status == WRONG
-    assert ("dx", "dweight", "dbias")[which] in judged.reason
-    assert "fp64" in judged.reason
+    _, forward, judged = rows_of(with_call(TRAIN, call))
+    assert (forward.status, judged.status) == (OK, WRONG)
+    assert f"relative error of {('dx', 'dweight', 'dbias')[which]} " in judged.reason
     times = (judged.hot_us, judged.cold_us, judged.hot_gbps, judged.hot_ratio, judged.cold_ratio)
     assert times == (None,) * 5
 
 
-def test_a_wrong_output_fails_every_pass() -> None:
-    rows = run(with_provider(TRAIN, lambda x, weight, bias: group_norm_silu(x, weight, bias) * 1.01))
+@pytest.mark.parametrize("factor", [1.01, float("nan")], ids=["off", "nan"])
+def test_a_wrong_output_fails_every_pass_and_leaves_json_ready_values(factor: float) -> None:
+    rows = rows_of(with_call(TRAIN, lambda *operands: group_norm_silu(*operands) * factor))
     assert [row.status for row in rows] == [OK, WRONG, WRONG]
     assert "relative error of y" in rows[-1].reason
+    assert "fp64" in rows[-1].reason
+    if factor != factor:
+        assert (rows[1].error, rows[1].errors) == (None, {})
 
 
-def test_an_output_that_is_not_finite_leaves_json_ready_values() -> None:
-    rows = run(with_provider(TRAIN, lambda x, weight, bias: group_norm_silu(x, weight, bias) * float("nan")))
-    assert [row.status for row in rows] == [OK, WRONG, WRONG]
-    assert (rows[1].error, rows[1].errors) == (None, {})
+@pytest.mark.parametrize("index", range(3), ids=["given", "add", "cat"])
+def test_a_wrong_op_with_statistics_gets_no_time(index: int) -> None:
+    extra = INFER.extras[index]
+    wrong = Provider(extra.providers[-1].name, fixed(lambda *operands: torch.zeros(TINY["inference"])))
+    suite = replace(INFER, extras=(replace(extra, providers=(wrong,)),))
+    assert [row.status for row in rows_of(suite, (wrong.name,))] == [OK, WRONG]
+
+
+def test_a_kernel_that_raises_is_a_row() -> None:
+    def call(*operands: torch.Tensor) -> torch.Tensor:
+        raise ValueError("not these channels")
+
+    row = rows_of(with_call(INFER, call))[1]
+    assert (row.status, row.reason, row.hot_us) == (FAILED, "ValueError: not these channels", None)
 
 
 def test_the_gate_in_words() -> None:
+    assert INFER.gate("fp16") == "0.005"
     assert TRAIN.gate("fp16") == "0.005, of gradients 0.01"
-    assert SUITES["upsample"].gate("fp32") == "0.0001, of upsample + conv 0.002, of gradients 0.001"
+    assert SUITES["upsample"].gate("fp32") == "0.0001, of upsample + conv 0.002"
 
 
 # ---- what is called
 
 
 def test_the_gradient_of_the_output_has_its_layout() -> None:
-    strides: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    strides: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
 
     def call(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        y = group_norm_silu(x, weight, bias)
-        y = y.contiguous(memory_format=torch.channels_last)
+        y = group_norm_silu(x, weight, bias).contiguous(memory_format=torch.channels_last)
         if y.requires_grad:
-            y.register_hook(lambda grad: strides.append((grad.stride(), x.stride())))
+            y.register_hook(lambda grad: strides.add((grad.stride(), x.stride())))
         return y
 
-    rows = run(with_provider(only(TRAIN, BOTH), call))
-    assert rows[-1].status == OK
+    assert rows_of(with_call(TRAIN, call, BOTH))[-1].status == OK
     channels_last = torch.empty(TINY["training"]).contiguous(memory_format=torch.channels_last).stride()
-    assert strides
-    assert set(strides) == {(channels_last, channels_last)}
+    assert strides == {(channels_last, channels_last)}
 
 
 def test_a_backward_alone_runs_no_forward_each_time() -> None:
@@ -185,184 +211,86 @@ def test_a_backward_alone_runs_no_forward_each_time() -> None:
 
     def call(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         counts["forward"] += 1
-        y = F.group_norm(x, kernels.GROUPS, weight, bias, kernels.EPS)
+        y = F.group_norm(x, GROUPS, weight, bias, EPS)
         y.register_hook(lambda grad: counts.__setitem__("backward", counts["backward"] + 1))
         return y
 
-    rows = run(with_provider(only(SUITES["issue_28201"], BACKWARD), call))
-    assert rows[-1].status == OK
-    assert set(rows[-1].errors) == GRADIENTS
+    last = rows_of(with_call(SUITES["issue_28201"], call, BACKWARD))[-1]
+    assert (last.status, set(last.errors)) == (OK, GRADIENTS)
     # One for the layout of y, one for the gate's y, one for each of the two sets of inputs.
     assert counts["forward"] == 4
     assert counts["backward"] > 8
 
 
-def test_a_forward_without_training_records_nothing() -> None:
-    seen: list[bool] = []
+@pytest.mark.parametrize(("what", "records"), [(FORWARD, False), (TRAINING, True)])
+def test_only_training_records(what: str, records: bool) -> None:
+    seen: set[bool] = set()
 
     def call(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         y = group_norm_silu(x, weight, bias)
-        seen.append(y.requires_grad)
+        seen.add(y.requires_grad)
         return y
 
-    run(with_provider(only(TRAIN, FORWARD), call))
-    assert set(seen) == {False}
-    seen.clear()
-    run(with_provider(only(TRAIN, TRAINING), call))
-    assert set(seen) == {True}
+    rows_of(with_call(TRAIN, call, what))
+    assert seen == {records}
 
 
-@pytest.mark.parametrize(
-    "name", ["layer_norm", "add_layer_norm", "instance_norm", "upsample_nearest_2x", "upsample_conv2d"]
-)
-def test_an_op_that_does_not_exist_is_a_reason(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(vars(sdfastgn), "_LAZY", {})
-    monkeypatch.delitem(vars(sdfastgn), name, raising=False)
-    suite = SUITES[
-        "instance_norm" if name == "instance_norm" else "upsample" if "upsample" in name else "layer_norm"
-    ]
-    missing = [row for row in run(suite, suite.ours) if row.status == UNAVAILABLE]
-    assert f"this sdfastgn has no {name}" in {row.reason for row in missing}
+def test_each_provider_gets_its_layout() -> None:
+    layouts: dict[str, set[bool]] = {"nchw": set(), "nhwc": set()}
 
+    def noting(name: str) -> Provider:
+        def call(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+            layouts[name].add(x.is_contiguous(memory_format=torch.channels_last))
+            return group_norm_silu(x, weight, bias)
 
-def test_our_layer_norm_is_called_by_its_signature(monkeypatch: pytest.MonkeyPatch) -> None:
-    def layer_norm(
-        x: torch.Tensor,
-        weight: torch.Tensor | None = None,
-        bias: torch.Tensor | None = None,
-        eps: float = 1e-5,
-    ) -> torch.Tensor:
-        return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+        return Provider(name, fixed(call), channels_last=name == "nhwc")
 
-    def add_layer_norm(
-        x: torch.Tensor,
-        residual: torch.Tensor,
-        weight: torch.Tensor | None = None,
-        bias: torch.Tensor | None = None,
-        eps: float = 1e-5,
-        *,
-        add_bias: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        total = x + residual if add_bias is None else x + residual + add_bias
-        return layer_norm(total, weight, bias, eps), total
-
-    monkeypatch.setattr(sdfastgn, "layer_norm", layer_norm, raising=False)
-    monkeypatch.setattr(sdfastgn, "add_layer_norm", add_layer_norm, raising=False)
-    rows = [row for row in run(SUITES["layer_norm"], ("sdfastgn",)) if row.provider == "sdfastgn"]
-    assert [(row.task, row.status) for row in rows] == [(FORWARD, OK), (BOTH, OK), ("add, forward", OK)]
-
-
-def test_the_upsample_suite_forces_each_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is named after a way is timed on it, whatever the sizes; without a GPU the phases have a reason."""
-    suite = SUITES["upsample"]
-    calls: list[Any] = []
-
-    def convolve_phases(
-        x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *, with_statistics: bool
-    ) -> Any:
-        calls.append(with_statistics)
-        return upsample_conv.reference_upsample_conv2d(x, weight, bias), None
-
-    monkeypatch.setattr(upsample_conv, "convolve_phases", convolve_phases)
-    names = ("sdfastgn_high", "sdfastgn_phases", "sdfastgn_phases_statistics")
-    assert {row.status for row in run(suite, names[1:]) if row.provider != "copy"} == {UNAVAILABLE}
-    ready = tuple(replace(provider, reason=lambda device: None) for provider in suite.providers)
-    rows = [row for row in run(replace(suite, providers=ready), names) if row.provider != "copy"]
-    assert [(row.provider, row.status) for row in rows] == [(name, OK) for name in names]
-    assert set(calls) == {False, True}
-    assert {row.task for row in rows} == {"upsample + conv, forward"}
-
-
-def test_our_instance_norm_gets_both_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    layouts: set[bool] = set()
-
-    def instance_norm(
-        x: torch.Tensor,
-        weight: torch.Tensor | None = None,
-        bias: torch.Tensor | None = None,
-        eps: float = 1e-5,
-        activation: str = "identity",
-    ) -> torch.Tensor:
-        assert tuple(x.shape) == (
-            2,
-            7,
-            3,
-            5,
-            2,
-        )  # (N, C, D, H, W) of a shape that is written N x D x H x W x C
-        layouts.add(x.is_contiguous(memory_format=torch.channels_last_3d))
-        return F.instance_norm(x, weight=weight, bias=bias, eps=eps)
-
-    monkeypatch.setattr(sdfastgn, "instance_norm", instance_norm, raising=False)
-    rows = run(SUITES["instance_norm"], ("sdfastgn_ncdhw", "sdfastgn_ndhwc"))
-    assert {row.status for row in rows} == {OK}
-    assert layouts == {True, False}
-
-
-def test_modules_of_peers_give_gradients_of_the_given_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Norm(torch.nn.GroupNorm):
-        def __init__(self, groups: int, channels: int, eps: float, activation: str) -> None:
-            super().__init__(groups, channels, eps=eps)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return F.silu(super().forward(x))
-
-    module = ModuleType("gnNHWC.custom_gn")
-    module.GN_NHWC = Norm  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "gnNHWC", ModuleType("gnNHWC"))
-    monkeypatch.setitem(sys.modules, "gnNHWC.custom_gn", module)
-    gnnhwc = next(provider for provider in TRAIN.providers if provider.name == "gnnhwc")
-    suite = replace(TRAIN, providers=(TRAIN.providers[0], replace(gnnhwc, reason=lambda device: None)))
-    assert [row.status for row in run(suite)] == [OK, OK, OK]
+    operation = replace(INFER.operations[0], providers=(noting("nchw"), noting("nhwc")))
+    rows_of(replace(INFER, operations=(operation,)), ("nchw", "nhwc"))
+    assert layouts == {"nchw": {False}, "nhwc": {True}}
 
 
 def test_compiled_calls_keep_what_a_second_backward_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch._functorch.config as config
 
-    seen: list[bool] = []
+    seen: set[bool] = set()
 
     def compiled(call: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*tensors: torch.Tensor) -> Any:
-            seen.append(config.donated_buffer)
-            return call(*tensors)
+        return lambda *tensors: (seen.add(config.donated_buffer), call(*tensors))[1]
 
-        return run
-
-    monkeypatch.setattr(providers, "compiled", compiled)
-    inductor = next(provider for provider in TRAIN.providers if provider.name == "inductor")
-    inductor = replace(inductor, reason=lambda device: None)
-    assert [row.status for row in run(replace(TRAIN, providers=(TRAIN.providers[0], inductor)))] == [
-        OK,
-        OK,
-        OK,
-    ]
-    assert set(seen) == {False}
+    monkeypatch.setattr(ways, "compiled", compiled)
+    assert [row.status for row in rows_of(TRAIN, ("inductor",))] == [OK, OK, OK]
+    assert seen == {False}
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", SUITES)
-def test_every_suite_on_the_gpu(name: str) -> None:
-    suite = SUITES[name]
-    rows = run(suite, device="cuda", dtype="fp16", repeats=3)
+@pytest.mark.parametrize("suite", SUITES.values(), ids=SUITES)
+def test_every_suite_on_the_gpu(suite: Suite) -> None:
+    rows = rows_of(suite, device="cuda", dtype="fp16", repeats=3)
     assert {row.status for row in rows} <= {OK, UNAVAILABLE}
-    assert {row.task for row in rows if row.provider == suite.baseline and row.status == OK} == set(
-        suite.ideals
-    )
+    timed = {row.task for row in rows if row.provider == suite.baseline and row.status == OK}
+    assert timed == set(suite.ideals)
     assert all((row.hot_us or 1) > 0.5 for row in rows)
 
 
 # ---- what rows say
 
+UNET: Shape = (2, 320, 64, 64)
 
-def row(name: str, hot: float, cold: float, task: str = BOTH, shape: Shape = (2, 320, 64, 64)) -> SuiteRow:
-    return SuiteRow(shape, name, OK, hot_us=hot, cold_us=cold, hot_ratio=hot, cold_ratio=cold, task=task)
+
+def row(name: str, hot: float, cold: float, task: str = BOTH, shape: Shape = UNET) -> KernelRow:
+    return KernelRow(shape, name, OK, hot_us=hot, cold_us=cold, task=task)
 
 
 ROWS = [row("copy", 1, 2, "copy"), row("eager_nchw", 10, 10), row("apex", 5, 8), row("sdfastgn", 4, 9)]
 
 
+def line_of(rows: list[KernelRow]) -> ratios.Line:
+    return ratios.lines(rows)[UNET, BOTH]
+
+
 def test_a_line_has_one_task_and_the_copy() -> None:
-    found = suites.lines([*ROWS, row("sdfastgn", 2, 2, TRAINING)])
+    found = ratios.lines([*ROWS, row("sdfastgn", 2, 2, TRAINING)])
     assert {task: list(line) for (_, task), line in found.items()} == {
         BOTH: ["copy", "eager_nchw", "apex", "sdfastgn"],
         TRAINING: ["copy", "sdfastgn"],
@@ -370,33 +298,78 @@ def test_a_line_has_one_task_and_the_copy() -> None:
 
 
 def test_lost_cells_and_ratios_hot_and_cold() -> None:
-    line = suites.lines(ROWS)[(2, 320, 64, 64), BOTH]
-    assert (suites.best_peer(TRAIN, line), suites.is_lost(TRAIN, line, "sdfastgn")) == ("apex", False)
-    assert suites.is_lost(TRAIN, line, "sdfastgn", cold=True)
-    found = suites.summary(TRAIN, ROWS)
+    line = line_of(ROWS)
+    assert (ratios.best_peer(line), ratios.is_lost(line, "sdfastgn")) == ("apex", False)
+    assert ratios.is_lost(line, "sdfastgn", cold=True)
+    found = ratios.summary(TRAIN, ROWS)
     assert found["slower_than_best_peer"] == {"hot": [], "cold": [["2x320x64x64", BOTH, "sdfastgn"]]}
     assert found["ratio_to_best_peer"] == {"sdfastgn": {BOTH: {"2x320x64x64": [0.8, 1.125]}}}
     assert found["ideal_ratio_to_copy"] == {TRAINING: 1, BOTH: 2.5}
 
 
+def test_the_best_peer_may_be_quoted_and_is_neither_the_copy_nor_ours() -> None:
+    quoted = KernelRow(UNET, "gnnhwc", QUOTED, hot_us=3.0, cold_us=30.0, task=BOTH)
+    line = line_of([*ROWS, quoted])
+    assert (ratios.best_peer(line), ratios.best_peer(line, cold=True)) == ("gnnhwc", "apex")
+    assert ratios.is_lost(line, "sdfastgn")
+    assert ratios.best_peer(line_of([ROWS[0], ROWS[3]])) is None
+
+
 def test_ours_without_a_time_is_lost_and_without_a_peer_is_not() -> None:
-    wrong = SuiteRow((2, 320, 64, 64), "sdfastgn", WRONG, task=BOTH)
-    line = suites.lines([*ROWS[:3], wrong])[(2, 320, 64, 64), BOTH]
-    assert suites.is_lost(TRAIN, line, "sdfastgn")
-    assert not suites.is_lost(TRAIN, suites.lines(ROWS[3:])[(2, 320, 64, 64), BOTH], "sdfastgn")
+    assert ratios.is_lost(line_of([*ROWS[:3], KernelRow(UNET, "sdfastgn", WRONG, task=BOTH)]), "sdfastgn")
+    assert not ratios.is_lost(line_of([ROWS[0], ROWS[3]]), "sdfastgn")
 
 
 def test_means_over_the_copy_and_over_the_baseline() -> None:
     large: Shape = (1, 512, 512, 512)
-    rows = [*ROWS, row("copy", 2, 2, "copy", large), row("eager_nchw", 8, 8, BOTH, large), row("sdfastgn", 2, 2, BOTH, large)]  # fmt: skip
-    found = suites.summary(TRAIN, rows)
-    to_copy = found["geometric_mean_of_ratio_to_copy"]
-    assert to_copy["unet"][BOTH]["sdfastgn"] == {
-        "hot": pytest.approx(4),
-        "cold": pytest.approx(4.5),
-        "shapes": 1,
-    }
+    names = {"copy": ("copy", 2), "eager_nchw": (BOTH, 8), "sdfastgn": (BOTH, 2)}
+    rows = [*ROWS, *(row(name, time, time, task, large) for name, (task, time) in names.items())]
+    to_copy, to_eager = (ratios.means(TRAIN, rows, over) for over in ("copy", "eager_nchw"))
+    expected = {"hot": pytest.approx(4), "cold": pytest.approx(4.5), "shapes": 1}
+    assert to_copy["unet"][BOTH]["sdfastgn"] == expected
     assert to_copy["all"][BOTH]["sdfastgn"]["hot"] == pytest.approx(2)
-    to_eager = found["geometric_mean_of_ratio_to_eager_nchw"]["all"][BOTH]
-    assert to_eager["sdfastgn"]["hot"] == pytest.approx((0.4 * 0.25) ** 0.5)
-    assert to_eager["apex"]["shapes"] == 1
+    assert to_eager["all"][BOTH]["sdfastgn"]["hot"] == pytest.approx((0.4 * 0.25) ** 0.5)
+    assert to_eager["all"][BOTH]["apex"]["shapes"] == 1
+
+
+def test_ops_with_statistics_are_measured_by_the_plain_ones() -> None:
+    rows = [
+        row("copy", 2, 2, "copy"),
+        row("add", 4, 4, "add, forward"),
+        row("add_with_statistics", 5, 6, "add, forward"),
+    ]
+    assert ratios.extra_ratios(INFER, rows) == {"add_with_statistics": {UNET: (1.25, 1.5)}}
+    assert ratios.summary(INFER, rows)["ratio_to_best_peer"] == {}
+
+
+# ---- a new provider is one entry
+
+
+def test_a_new_provider_is_in_help_table_and_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    operation = INFER.operations[0]
+    new = Provider("thrown_away", fixed(group_norm_silu))
+    suite = replace(INFER, operations=(replace(operation, providers=(*operation.providers, new)),))
+    monkeypatch.setitem(SUITES, "inference", suite)
+    path = tmp_path / "out.json"
+    command = [
+        "kernels",
+        "--device",
+        "cpu",
+        "--shapes",
+        "1x64x4x4",
+        "--repeats",
+        "1",
+        "--providers",
+        "thrown_away",
+    ]
+    helped, done = (
+        CliRunner().invoke(app, each) for each in (["kernels", "-h"], [*command, "--json", str(path)])
+    )
+    assert "thrown_away" in helped.stdout
+    assert done.exit_code == 0, done.output
+    assert "thrown_away" in done.stdout.split("not run")[0]
+    assert [(one["provider"], one["status"]) for one in json.loads(path.read_text())["rows"]] == [
+        ("copy", OK),
+        ("thrown_away", OK),
+    ]
+    assert ERROR_BOUNDS["fp16"] >= json.loads(path.read_text())["rows"][1]["error"]

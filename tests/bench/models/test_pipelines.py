@@ -12,7 +12,7 @@ from sdfastgn.bench.models.pipelines import build_pipeline, build_tokenizer, loa
 def generate(pipe):
     generator = torch.Generator().manual_seed(0)
     return pipe(
-        "a cat", num_inference_steps=3, height=64, width=64, generator=generator, output_type="np"
+        "a cat", num_inference_steps=1, height=64, width=64, generator=generator, output_type="np"
     ).images
 
 

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
 from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import pytest
 
-from sdfastgn import cli
 from sdfastgn.bench import documents
-from sdfastgn.bench.models import architectures, warm_up
 from sdfastgn.bench.models import run as end_to_end
+from sdfastgn.bench.models import warm_up
 from sdfastgn.bench.models.warm_up import WaitRow
-from sdfastgn.bench.models.workload import BenchConfig
-from sdfastgn.bench.tables import pages as tables
+from sdfastgn.bench.models.workload import BenchConfig, WeightsError
+from sdfastgn.bench.tables import pages
+from sdfastgn.bench.tables.warm_up import cells
+from tests.bench.tables.cases import save
+from tests.command_line import exit_code
 
 CONFIG = BenchConfig("tiny", "pipeline", 64, 1, "fp32", "cpu", repeats=1, steps=1)
 ROW = WaitRow("", [3.0, 2.0, 1.0], [0.9, 0.5, 0.1, 0.1], 10.0, 12.0)
@@ -25,23 +28,6 @@ ROW = WaitRow("", [3.0, 2.0, 1.0], [0.9, 0.5, 0.1, 0.1], 10.0, 12.0)
 def test_figures_of_a_row():
     assert ROW.second_image_s == 5.0
     assert ROW.new_size_over_s == pytest.approx(1.2)
-
-
-def test_measured_in_this_process():
-    row, image = warm_up.measure(CONFIG, 48, optimise=True)
-    assert len(row.image_s) == warm_up.IMAGES
-    assert len(row.new_size_s) == warm_up.STEPS_AT_NEW_SIZE
-    assert min(*row.image_s, *row.new_size_s) > 0
-    assert image.shape == (1, 64, 64, 3)
-    assert np.isfinite(image).all()
-
-
-def script(monkeypatch, *arguments):
-    """How ``scripts/time_warm_up.py`` ends."""
-    monkeypatch.setattr("sys.argv", ["time_warm_up.py", "--model", "tiny", "--device", "cpu", *arguments])
-    with pytest.raises(SystemExit) as caught:
-        cli.main("doc", "warm-up")
-    return caught.value
 
 
 def _images(*images):
@@ -69,52 +55,62 @@ def test_a_wrong_image_gets_no_time(which):
     assert row.status == documents.WRONG
     assert "below 40 dB" in row.reason
     assert row.image_s == row.new_size_s == []
-    assert warm_up.cells(row, ROW) == [row.variant, f"wrong output: {row.reason}"]
+    assert cells(row, ROW) == [row.variant, f"wrong output: {row.reason}"]
 
 
-def test_a_process_that_fails_says_why(tmp_path):
-    with pytest.raises(RuntimeError, match="no-such-device"):
-        warm_up._worker(dataclasses.replace(CONFIG, device="no-such-device"), 48, False, tmp_path, tmp_path)
+def test_each_way_runs_in_a_process_of_its_own(tmp_path):
+    row, image = warm_up._worker(CONFIG, 48, True, tmp_path / "triton", tmp_path)
+    assert (len(row.image_s), len(row.new_size_s)) == (warm_up.IMAGES, warm_up.STEPS_AT_NEW_SIZE)
+    assert min(*row.image_s, *row.new_size_s) > 0
+    assert image.shape == (1, 64, 64, 3)
+    assert 0 < image.std() < 1
+
+
+@pytest.mark.parametrize(("code", "error"), [(2, WeightsError), (1, RuntimeError)])
+def test_a_process_that_fails_says_why(code, error, tmp_path, monkeypatch):
+    done = subprocess.CompletedProcess([], code, "", "Traceback\nno such device\n")
+    monkeypatch.setattr(warm_up.subprocess, "run", lambda *args, **kwargs: done)
+    with pytest.raises(error, match=r"^no such device$"):
+        warm_up._worker(CONFIG, 48, False, tmp_path, tmp_path)
+
+
+def test_weights_that_cannot_be_loaded_end_the_process_in_one_line(tmp_path, capsys):
+    config = dataclasses.asdict(dataclasses.replace(CONFIG, weights=str(tmp_path)))
+    with pytest.raises(SystemExit) as caught:
+        warm_up._work({"config": config, "new_size": 48, "optimize": False, "folder": str(tmp_path)})
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"--weights: cannot load '{tmp_path}'")
+    assert error.count("\n") == 1
+
+
+TINY = ("time_warm_up.py", "--model", "tiny", "--device", "cpu")
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         pytest.param(("--new-size", "0"), "--new-size: must be a positive multiple of 8", id="new-size"),
-        pytest.param(
-            ("--weights", "no/such"), "--weights: no configuration of a UNet in 'no/such'", id="weights"
-        ),
+        pytest.param(("--weights", "no/such"), "--weights: no configuration of a UNet in", id="weights"),
         pytest.param(("--json", "/proc/x.json"), "--json: cannot write a file at '/proc/x.json'", id="json"),
     ],
 )
 def test_bad_input_is_one_line(arguments, words, monkeypatch, capsys):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # no test may need the network
-    caught = script(monkeypatch, *arguments)
-    assert caught.code == 2
+    assert exit_code(monkeypatch, *TINY, *arguments) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"time_warm_up.py: {words}")
     assert error.count("\n") == 1
 
 
-def test_weights_that_cannot_be_loaded_are_one_line(tmp_path, monkeypatch, capsys):
-    (tmp_path / "unet").mkdir()
-    (tmp_path / "unet" / "config.json").write_text(
-        json.dumps(architectures.UNETS["tiny"])
-    )  # and nothing else
-    caught = script(monkeypatch, "--weights", str(tmp_path))
-    assert caught.code == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"time_warm_up.py: --weights: cannot load '{tmp_path}'")
-    assert error.count("\n") == 1
-
-
-def test_the_json_says_that_cudnn_tries_nothing(tmp_path, monkeypatch):
+def test_the_script_prints_and_writes(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(warm_up, "run", lambda config, new_size: [dataclasses.replace(ROW, variant="eager")])
     path = tmp_path / "out.json"
-    caught = script(monkeypatch, "--json", str(path))
-    assert caught.code == 0
+    assert exit_code(monkeypatch, *TINY, "--json", str(path)) == 0
+    assert "second image" in capsys.readouterr().out
     content = json.loads(path.read_text())
     (part,) = content["config"]["parts"]
+    # These processes leave cuDNN as a user has it: it tries no algorithms.
     assert part["cudnn_benchmark"] is content["environment"]["switches"]["cudnn.benchmark"] is False
     assert content["config"]["new_size"] == 48
 
@@ -124,15 +120,7 @@ def test_markdown(tmp_path: Path):
         dataclasses.replace(ROW, variant="eager"),
         dataclasses.replace(ROW, variant="sdfastgn", image_s=[2.0, 1.0, 0.5]),
     ]
-    where = {
-        "gpu": "G",
-        "packages": {},
-        "git": {"commit": "c", "dirty": None},
-        "date": "2026-11-21T00:00:00",
-        "driver": "1",
-    }
-    content = documents.document("warm_up", where, {**end_to_end.describe([CONFIG]), "new_size": 48}, rows)
-    (tmp_path / "warm_up.json").write_text(json.dumps(content))
-    text = tables.filled("<!-- table:warm_up --><!-- /table:warm_up -->", tmp_path)
+    save(tmp_path, "a.json", "warm_up", rows, config={**end_to_end.describe([CONFIG]), "new_size": 48})
+    text = pages.filled("<!-- table:warm_up --><!-- /table:warm_up -->", tmp_path)
     assert "| sdfastgn | 3.00 | -2.00 | 0.500 | 1.200 | 10 | 12 | - |" in text
     assert "new size 48²" in text

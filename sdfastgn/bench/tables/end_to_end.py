@@ -1,26 +1,31 @@
-"""The end-to-end tables in Markdown, from all committed runs: everything, and the few columns of a front page."""
+"""End-to-end times as tables: in the terminal, and in Markdown from all committed runs, whole and as a front page's few columns."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from sdfastgn.bench.documents import OK
 from sdfastgn.bench.models.run import Row
-from sdfastgn.bench.models.variants import PARTS, VARIANTS
-from sdfastgn.bench.tables.markdown import NO_RESULTS, NOTHING, documents, markdown_table, number, source_line
+from sdfastgn.bench.models.variants import PARTS, VARIANTS, label
+from sdfastgn.bench.tables.markdown import (
+    NO_RESULTS,
+    NOTHING,
+    documents,
+    error_text,
+    markdown_table,
+    number,
+    source_line,
+)
 from sdfastgn.bench.tables.profile import row_title
-
-__all__ = ["headline_markdown", "results_markdown"]
+from sdfastgn.bench.terminal import Blocks
 
 QUOTATION = "‡"
 _Group = tuple[int, str, int, int, str]
-# Those that can be captured by the harness. Runs from before `optimize` did it itself have a column for sdfastgn too.
+# Variants with a column for their time in the harness's own CUDA graph. sdfastgn has one in runs from before `optimize` captured graphs.
 GRAPHED = ("eager", "compile", "sdfastgn", "sdfastgn_eager", "sdfastgn_compile")
-# Variations of a variant have a column where some run has them; each of the others has one, so that a reader finds it empty.
-COMBINED = ("sdfastgn_eager", "compile_graphs", "sdfastgn_compile")
 # (title, variants of which the first that there is a time for is shown, and whether it is the time of the harness's graph)
 HEADLINE = (
     ("eager", (("eager", False),)),
@@ -29,6 +34,70 @@ HEADLINE = (
     ("torch.compile + graph", (("compile", True), ("compile_graphs", False))),
     ("**sdfastgn**", (("sdfastgn", False),)),
 )
+
+
+# ---- the terminal
+
+
+def _speed_up(row: Row, eager: Row | None) -> str:
+    if eager is None or row.median_ms is None or eager.median_ms is None:
+        return NOTHING
+    return f"{eager.median_ms / row.median_ms:.2f}x"
+
+
+def _mebibytes(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:.0f}" if value >= 100 else f"{value:.2f}"
+
+
+def end_to_end_table(rows: Sequence[Row], title: str) -> Blocks:
+    """One part's rows. Columns that no row has a value for are left out. :func:`row_notes` say why a time is missing."""
+    eager = next((row for row in rows if row.variant == "eager" and row.status == OK), None)
+    columns: list[tuple[str, Callable[[Row], str]]] = [
+        ("ready s", lambda row: number(row.ready_s)),
+        ("median ms", lambda row: number(row.median_ms, 4)),
+        (
+            "p10-p90 ms",
+            lambda row: NOTHING if row.p10_ms is None else f"{number(row.p10_ms)}-{number(row.p90_ms)}",
+        ),
+        ("speed-up", lambda row: _speed_up(row, eager)),
+        ("graph ms", lambda row: number(row.graph_ms, 4)),
+        ("it/s", lambda row: number(row.its)),
+        ("peak MiB", lambda row: number(row.peak_mib, 5)),
+        ("error, eager", lambda row: error_text(row.error_eager)),
+        ("error, fp32", lambda row: error_text(row.error_fp32)),
+        ("PSNR dB", lambda row: number(row.psnr_db)),
+    ]
+    columns += [
+        ("step MiB", lambda row: _mebibytes(row.step_mib)),
+        ("saved MiB", lambda row: _mebibytes(row.saved_mib)),
+    ]
+    shown = [(name, cell) for name, cell in columns if any(cell(row) != NOTHING for row in rows)]
+    body = [[label(row.variant), *(cell(row) for _, cell in shown)] for row in rows]
+    return Blocks(["variant", *(name for name, _ in shown)], body, title)
+
+
+def row_notes(rows: Iterable[Row]) -> list[str]:
+    """What a variant did to the model, or why there is no time, one line for each that has something to say."""
+    texts = [(row.variant, row.note if row.status == OK else f"{row.status}: {row.reason}") for row in rows]
+    return [f"{label(name)}: {text}" for name, text in texts if text]
+
+
+def row_line(row: Row) -> str:
+    """A row as soon as it is measured."""
+    found = f"{number(row.median_ms, 4)} ms" if row.status == OK else f"{row.status}: {row.reason}"
+    return f"{row.part}: {row.variant}: {found}"
+
+
+def graph_notes(rows: Iterable[Row]) -> list[str]:
+    """Why there is no graph time, one line a reason, with the variants that it holds for."""
+    by_reason: dict[str, list[str]] = {}
+    for row in rows:
+        if row.graph_reason:
+            by_reason.setdefault(row.graph_reason, []).append(row.variant)
+    return [f"no graph time for {', '.join(names)}: {reason}" for reason, names in by_reason.items()]
+
+
+# ---- Markdown
 
 
 @dataclass(frozen=True)
@@ -52,9 +121,8 @@ class _Results:
 def _read(results: Path) -> _Results:
     runs = [*documents(results, "end_to_end"), *documents(results, "profile")]
     groups: dict[_Group, dict[str, Row]] = {}
-    timed: set[_Group] = (
-        set()
-    )  # by a run without a profile, which comes first: two runs' times are not mixed in a line
+    # Timed by a run without a profile, which comes first: two runs' times are not mixed in a line.
+    timed: set[_Group] = set()
     for content in runs:
         rows = [Row(**values) for values in content["rows"]]
         if content["kind"] == "profile":
@@ -75,7 +143,7 @@ def _untouched(rows: Sequence[Row]) -> list[Row]:
     Once it has recorded, the profiler's library costs the CPU time at each launch. What a graph replays has none; before a part's first
     recording there is nothing to change.
     """
-    replays = {variant.name for variant in VARIANTS if variant.replays_graph}
+    replays = {variant.name for variant in VARIANTS.values() if variant.replays_graph}
     parts: set[str] = set()
     kept = []
     for row in rows:
@@ -99,7 +167,7 @@ def results_markdown(results: Path) -> str:
     if not read.groups:
         return NO_RESULTS
     shown = {name for group in read.groups for name in (*read.groups[group], *read.quoted[group])}
-    labels = {v.name: v.label for v in VARIANTS if v.name not in COMBINED or v.name in shown}
+    labels = {name: variant.label for name, variant in VARIANTS.items() if name in shown}
     rows = [row for by_variant in read.groups.values() for row in by_variant.values()]
     with_graph = {row.variant for row in rows if row.graph_ms is not None}
     graphed = [name for name in GRAPHED if name in labels and (name != "sdfastgn" or name in with_graph)]

@@ -1,0 +1,253 @@
+"""What a suite of kernel benchmarks consists of: operations, the providers that compute them, shapes, configs and rows.
+
+The suites themselves are in ``suites.py``. GB/s and the ideal ratio to the copy count the tensors of the image's size that a
+pass has to move: a forward two (x and y), a backward three (x, dy and dx), both together five.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+Shape = tuple[int, ...]
+Call = Callable[..., Any]
+
+# The provider that every time is compared with, and its task.
+COPY = "copy"
+# This package's providers begin with its name; all others but the copy are peers.
+OURS = "sdfastgn"
+# The suite that runs where the user names none.
+INFERENCE = "inference"
+# The status of a time that someone else published.
+QUOTED = "quoted"
+
+# What is timed of an operation. A forward may save more, or take another way, where autograd records it.
+FORWARD, TRAINING, BACKWARD, BOTH = "forward", "forward in training", "backward", "forward + backward"
+DIFFERENTIATED = (BACKWARD, BOTH)
+
+# Largest relative error of an output against fp64. One rounding costs 3e-4 in fp16 and 2e-3 in bf16; fp16 statistics,
+# as stable-fast's, the same again.
+ERROR_BOUNDS = {"fp16": 5e-3, "bf16": 4e-2, "fp32": 1e-4}
+# The same of a gradient, which sees two roundings more: eager keeps mean, rstd and the activation's argument in the
+# input's dtype. Gradients of weight and bias are sums of up to 10^7 terms in fp32.
+GRADIENT_BOUNDS = {"fp16": 1e-2, "bf16": 8e-2, "fp32": 1e-3}
+
+
+def always(device: torch.device) -> str | None:
+    """The reason of a provider that runs everywhere: None."""
+    return None
+
+
+@dataclass(frozen=True)
+class Provider:
+    """One implementation of an operation.
+
+    Attributes:
+        name: what the command line, the JSON and the tables call it.
+        build: takes the operation's operands; returns a call that takes such operands and returns its outputs.
+        reason: None where it can run on the device, else why not, in one line.
+        channels_last: the layout of the operands that it is given.
+        by_default: run where the user names no providers.
+    """
+
+    name: str
+    build: Callable[..., Call]
+    reason: Callable[[torch.device], str | None] = always
+    channels_last: bool = True
+    by_default: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class Operation:
+    """What several providers compute.
+
+    Attributes:
+        sizes: of the operands by name, in the order in which a call takes them, for a shape of the suite.
+        reference: the same in plain PyTorch, for operands of any dtype.
+        providers: its implementations.
+        passes: what is timed of it.
+        task: what a row's task begins with; empty where the pass says it all.
+        outputs: names of what it returns.
+        tensors: of the image's size that a forward has to move.
+        bounds: largest relative error of an output by dtype.
+        baseline: of one of a suite's ``extras``, the provider that its last one is compared with.
+    """
+
+    sizes: Callable[[Shape], dict[str, Shape]]
+    reference: Call
+    providers: tuple[Provider, ...]
+    passes: tuple[str, ...] = (FORWARD,)
+    task: str = ""
+    outputs: tuple[str, ...] = ("y",)
+    tensors: int = 2
+    bounds: Mapping[str, float] = field(default_factory=lambda: ERROR_BOUNDS)
+    baseline: str = ""
+
+    def label(self, what: str) -> str:
+        """A row's task: the operation's own name, if it has one, and the pass. A copy is a copy."""
+        return self.task if self.task == COPY else ", ".join(filter(None, (self.task, what)))
+
+    def moved_tensors(self, what: str) -> int:
+        return {BACKWARD: 3, BOTH: self.tensors + 3}.get(what, self.tensors)
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A table of its own: ``sdfastgn kernels --suite NAME``.
+
+    Attributes:
+        title: above the table.
+        axes: of a shape, as ``"NxCxHxW"``.
+        shape_sets: names that ``--shapes`` knows, ``all`` among them.
+        operations: what providers compete in. A copy of the first operand is timed beside them.
+        baseline: the provider that speed-ups are over.
+        extras: operations that compete with no peer, shown beside their ``baseline`` in a table of their own.
+        dtype: where the user names none.
+        fits: whether a shape with the right number of axes can be run.
+        rule: what ``fits`` asks for, in words; empty where every shape can be run.
+        repeats: timed rounds of each cell, where the user names no number.
+        round_seconds: how long a round lasts at most. Suites with several passes have many cells.
+        times_cpu: also time what a call costs the CPU.
+        in_brief: its Markdown has one line a shape and no ratio but that to the best peer.
+    """
+
+    name: str
+    title: str
+    axes: str
+    shape_sets: dict[str, tuple[Shape, ...]]
+    operations: tuple[Operation, ...]
+    baseline: str
+    extras: tuple[Operation, ...] = ()
+    dtype: str = "fp16"
+    fits: Callable[[Shape], bool] = lambda shape: True
+    rule: str = ""
+    repeats: int = 10
+    round_seconds: float = 0.02
+    times_cpu: bool = False
+    in_brief: bool = False
+
+    @property
+    def kind(self) -> str:
+        """Of the JSON of a run."""
+        return "kernels" if self.name == INFERENCE else f"kernels_{self.name}"
+
+    @property
+    def copy(self) -> Operation:
+        """The yardstick: one read and one write of the first operand."""
+        sizes = self.operations[0].sizes
+        provider = Provider(COPY, lambda x: lambda x: torch.empty_like(x).copy_(x))
+        return Operation(
+            lambda shape: {"x": next(iter(sizes(shape).values()))}, lambda x: x, (provider,), task=COPY
+        )
+
+    @property
+    def providers(self) -> tuple[Provider, ...]:
+        every = (self.copy, *self.operations, *self.extras)
+        return tuple(provider for operation in every for provider in operation.providers)
+
+    @property
+    def provider_names(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(provider.name for provider in self.providers))
+
+    @property
+    def default_names(self) -> tuple[str, ...]:
+        """Providers that run where the user names none."""
+        return tuple(dict.fromkeys(each.name for each in self.providers if each.by_default))
+
+    @property
+    def ideals(self) -> dict[str, float]:
+        """Least ratio to the copy by task, where the memory is the limit."""
+        return {
+            operation.label(what): operation.moved_tensors(what) / 2
+            for operation in self.operations
+            for what in operation.passes
+        }
+
+    def gate(self, dtype: str) -> str:
+        """The largest errors that are let through, in words."""
+        every = (*self.operations, *self.extras)
+        own = [f"of {op.task} {op.bounds[dtype]:g}" for op in every if op.bounds is not ERROR_BOUNDS]
+        if any(what in DIFFERENTIATED for op in every for what in op.passes):
+            own.append(f"of gradients {GRADIENT_BOUNDS[dtype]:g}")
+        return ", ".join([f"{ERROR_BOUNDS[dtype]:g}", *own])
+
+    def cells_of(self, names: Iterable[str]) -> list[tuple[Operation, Provider, str]]:
+        """What is measured on each shape: operation, provider, pass. The copy comes first, named or not."""
+        chosen = {COPY, *names}
+        return [
+            (operation, provider, what)
+            for operation in (self.copy, *self.operations, *self.extras)
+            for provider in operation.providers
+            if provider.name in chosen
+            for what in operation.passes
+        ]
+
+
+@dataclass(frozen=True)
+class KernelConfig:
+    """What to time. On the CPU only where ``wall_clock`` says that launch cost and caches may be in the times."""
+
+    suite: str
+    shapes: tuple[Shape, ...]
+    providers: tuple[str, ...]
+    dtype: str
+    device: str
+    repeats: int
+    seed: int = 0
+    wall_clock: bool = False
+
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device(self.device)
+
+
+@dataclass
+class KernelRow:
+    """One provider in one task on one shape. Times are None unless ``status`` is ``"ok"`` or ``"quoted"``.
+
+    Attributes:
+        hot_us, cold_us: microseconds of a call that finds its operands in L2, and of one that does not.
+        hot_ratio, cold_ratio: the same over the copy's.
+        error: the largest of ``errors``, which has one for each output and gradient; None where one is not finite.
+        cpu_us: what a call costs the CPU, where the suite times that and there is a GPU.
+    """
+
+    shape: Shape
+    provider: str
+    status: str
+    reason: str = ""
+    hot_us: float | None = None
+    cold_us: float | None = None
+    hot_gbps: float | None = None
+    cold_gbps: float | None = None
+    hot_ratio: float | None = None
+    cold_ratio: float | None = None
+    error: float | None = None
+    cpu_us: float | None = None
+    task: str = ""
+    errors: dict[str, float] = field(default_factory=dict)
+
+    def microseconds(self, cold: bool) -> float | None:
+        return self.cold_us if cold else self.hot_us
+
+
+def rows_of(suite: Suite, content: Mapping[str, Any]) -> list[KernelRow]:
+    """The rows of a run's JSON. Those of old or quoted runs name no task, and their provider says it."""
+    tasks = {
+        provider.name: op.label(op.passes[0])
+        for op in (*suite.operations, suite.copy, *suite.extras)
+        for provider in op.providers
+    }
+    competing = suite.operations[0].label(suite.operations[0].passes[0])
+    return [
+        KernelRow(**{"task": tasks.get(row["provider"], competing), **row, "shape": tuple(row["shape"])})
+        for row in content["rows"]
+    ]
+
+
+def shape_text(shape: Iterable[int]) -> str:
+    """``2x320x64x64``."""
+    return "x".join(map(str, shape))

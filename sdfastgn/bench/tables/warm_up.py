@@ -1,0 +1,46 @@
+"""Runs of ``scripts/time_warm_up.py`` as tables: in the terminal, and in Markdown from committed JSON."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sdfastgn.bench.documents import OK
+from sdfastgn.bench.models.warm_up import WaitRow
+from sdfastgn.bench.tables.markdown import NO_RESULTS, documents, markdown_table, source_line
+from sdfastgn.bench.tables.profile import MODEL_LABELS
+
+HEADERS = (
+    "variant",
+    "second image after s",
+    "over eager s",
+    "third image s",
+    "new size, over replays s",
+    "peak MiB",
+    "reserved MiB",
+    "PSNR dB",
+)
+
+
+def cells(row: WaitRow, eager: WaitRow) -> list[str]:
+    """One line of the table, under ``HEADERS``; without times where the image was wrong."""
+    if row.status != OK:
+        return [row.variant, f"{row.status}: {row.reason}"]
+    over = f"{row.second_image_s - eager.second_image_s:+.2f}" if eager.image_s and row is not eager else "-"
+    memory = ["-" if value is None else f"{value:.0f}" for value in (row.peak_mib, row.reserved_mib)]
+    decibel = "-" if row.psnr_db is None else f"{row.psnr_db:.1f}"
+    times = [f"{row.second_image_s:.2f}", over, f"{row.image_s[-1]:.3f}", f"{row.new_size_over_s:.3f}"]
+    return [row.variant, *times, *memory, decibel]
+
+
+def warm_up_markdown(results: Path) -> str:
+    """The table of each committed run."""
+    blocks = []
+    for content in documents(results, "warm_up"):
+        rows = [WaitRow(**values) for values in content["rows"]]
+        (part,) = content["config"]["parts"]
+        model = MODEL_LABELS.get(part["model"], part["model"])
+        what = f"{model} pipeline {part['size']}², {part['steps']} steps, {part['dtype']}"
+        what += f"; new size {content['config']['new_size']}²"
+        body = [cells(row, rows[0]) for row in rows]
+        blocks += [markdown_table(HEADERS, body), f"{what}. {source_line(content)}."]
+    return "\n\n".join(blocks) or NO_RESULTS

@@ -1,0 +1,29 @@
+"""The command line and the scripts, run in this process as a shell would run them."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from sdfastgn import cli
+from sdfastgn.cli_commands import app
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def invoke(*arguments: str, **environment: str) -> Result:
+    return CliRunner().invoke(app, list(arguments), env=environment)
+
+
+def exit_code(monkeypatch: pytest.MonkeyPatch, program: str, *arguments: str) -> int:
+    """How ``sdfastgn`` or a script of that file name ends."""
+    monkeypatch.setattr(sys, "argv", [program, *arguments])
+    script = str(ROOT / "scripts" / program)
+    with pytest.raises(SystemExit) as caught:
+        runpy.run_path(script, run_name="__main__") if program.endswith(".py") else cli.main()
+    assert isinstance(caught.value.code, int)
+    return caught.value.code
