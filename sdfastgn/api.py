@@ -36,8 +36,7 @@ def optimize(
 
     Args:
         obj: a diffusers pipeline (every component with a GroupNorm or with diffusers' transformer blocks or parts of them: UNet, VAE,
-            ControlNets, ...; and what the CPU does around them: a scheduler that waits for the GPU at each step without need, PNDM
-            and DDIM, the image processor, the pipeline's search for its device) or any ``torch.nn.Module`` tree.
+            ControlNets, ...; also PNDM and DDIM schedulers and the image processor) or any ``torch.nn.Module`` tree.
         strict: raise instead of leaving out a module or another part that cannot be changed.
         cuda_graphs: replay calls of UNets, ControlNets, VAEs and CLIP text encoders on a GPU as CUDA graphs. ``"auto"``: a call like
             none before runs as usual, the second of its kind is captured, and those after it are replayed; True: captured at the first;

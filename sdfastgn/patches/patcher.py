@@ -10,8 +10,8 @@ from torch import nn
 
 from sdfastgn.patches.core import channels_last
 from sdfastgn.patches.core.fusion import Fusion, is_over_fused, restore_class
-from sdfastgn.patches.pipeline.part import PipelinePart
-from sdfastgn.patches.registry import FUSIONS, PARTS
+from sdfastgn.patches.pipeline.object_fusion import ObjectFusion
+from sdfastgn.patches.registry import FUSIONS, OBJECT_FUSIONS
 from sdfastgn.patches.shared.packed_weights import unpack
 
 __all__ = ["Finding", "apply", "apply_parts", "has_fusions", "inspect", "inspect_parts", "undo", "undo_parts"]
@@ -21,12 +21,12 @@ __all__ = ["Finding", "apply", "apply_parts", "has_fusions", "inspect", "inspect
 class Finding:
     """One (module, fusion) pair. ``status``: ``fused``, ``fusable`` (would be fused by optimize) or ``skipped`` with a ``reason``.
 
-    ``module`` is a plain object where the rule is one of ``PARTS``.
+    ``module`` is a plain object where the rule is one of ``OBJECT_FUSIONS``.
     """
 
     path: str
     module: Any
-    fusion: Fusion | PipelinePart
+    fusion: Fusion | ObjectFusion
     status: str
     reason: str = ""
 
@@ -45,7 +45,7 @@ def inspect_parts(parts: dict[str, Any]) -> list[Finding]:
     """The same of a pipeline's ``parts`` that are no modules, each object once."""
     found: dict[int, Finding] = {}
     for path, part in parts.items():
-        for rule in PARTS:
+        for rule in OBJECT_FUSIONS:
             if id(part) not in found and rule.claims(part):
                 found[id(part)] = _finding(path, part, rule)
     return list(found.values())
@@ -82,14 +82,14 @@ def undo_parts(parts: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
     """Every one of ``parts``, (path, part), as before ``apply_parts``. Returns what ``undo`` does."""
     left = []
     for path, part in parts:
-        for rule in PARTS:
+        for rule in OBJECT_FUSIONS:
             rule.undo(part)
-        if any(rule.is_over_applied(part) for rule in PARTS):
+        if any(rule.is_over_applied(part) for rule in OBJECT_FUSIONS):
             left.append((path, part))
     return left
 
 
-def _finding(path: str, module: Any, fusion: Fusion | PipelinePart) -> Finding:
+def _finding(path: str, module: Any, fusion: Fusion | ObjectFusion) -> Finding:
     if fusion.is_applied(module):
         return Finding(path, module, fusion, "fused")
     reason = fusion.reason_to_skip(module)

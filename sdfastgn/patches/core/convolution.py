@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.layout import is_channels_last
-from sdfastgn.patches.core.fusion import is_plain
+from sdfastgn.patches.core.fusion import is_unhooked
 
 __all__ = ["bias_can_move", "conv_without_bias", "pointwise"]
 
 
 def bias_can_move(conv: nn.Module) -> bool:
     """True if the next kernel may add the bias of ``conv``."""
-    return type(conv) is nn.Conv2d and conv.bias is not None and is_plain(conv)
+    return type(conv) is nn.Conv2d and conv.bias is not None and is_unhooked(conv)
 
 
 def conv_without_bias(conv: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -54,6 +54,6 @@ def _is_product(conv: nn.Conv2d, x: Tensor) -> bool:
         and conv.stride == (1, 1)
         and conv.padding in ((0, 0), "valid", "same")
         and conv.groups == 1
-        and is_plain(conv)
+        and is_unhooked(conv)
         and is_channels_last(x)
     )

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules import module as nn_module
 
 from sdfastgn.patches.core.own_forward import change_class, has_foreign_forward
-from sdfastgn.patches.core.tested_sources import unknown_source
+from sdfastgn.patches.core.tested_sources import TestedSource, unknown_source
 
 __all__ = [
     "ClassSwap",
@@ -20,7 +20,7 @@ __all__ = [
     "foreign_override",
     "is_about",
     "is_over_fused",
-    "is_plain",
+    "is_unhooked",
     "register_fused",
     "restore_class",
 ]
@@ -31,6 +31,10 @@ class Fusion(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def sources(self) -> tuple[TestedSource, ...]:
+        """Upstream methods that it replaces or relies upon."""
 
     def claims(self, module: nn.Module) -> bool:
         """True if this fusion is about ``module``: fused, fusable, or skipped with a reason."""
@@ -63,7 +67,7 @@ class ClassSwap:
         name: the fusion's name in reports.
         stock: exact type that is fused; a subclass may compute something else and is skipped.
         fused: its replacement, defined at the top level of a module (pickle).
-        methods: upstream methods that ``fused`` replaces; their sources must be known.
+        sources: upstream methods that ``fused`` replaces or relies upon; they must be known.
         check: reason to skip that depends on the instance.
         covers: False for an instance that is not claimed: another operation by the same class.
     """
@@ -71,7 +75,7 @@ class ClassSwap:
     name: str
     stock: type[nn.Module]
     fused: type[nn.Module]
-    methods: tuple[str, ...] = ()
+    sources: tuple[TestedSource, ...] = ()
     check: Callable[[Any], str | None] = _no_reason
     covers: Callable[[Any], bool] = _everything
 
@@ -93,7 +97,7 @@ class ClassSwap:
         return (
             foreign_class(module, self.stock)
             or foreign_override(module)
-            or unknown_source(self.stock, *self.methods)
+            or unknown_source(*self.sources)
             or self.check(module)
         )
 
@@ -167,7 +171,7 @@ def foreign_override(module: nn.Module) -> str | None:
     return f"{owner} replaced this instance's forward"
 
 
-def is_plain(module: nn.Module) -> bool:
+def is_unhooked(module: nn.Module) -> bool:
     """True if calling ``module`` does nothing but its class's forward: no hooks, no override. Asked at each call: hooks may come later."""
     return not (
         module._forward_hooks

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from sdfastgn.kernels.act_linear.config import has_few_rows
 from sdfastgn.kernels.act_linear.op import act_linear
 from sdfastgn.kernels.common import dispatch
-from sdfastgn.patches.core.fusion import activation_of, is_plain
+from sdfastgn.patches.core.fusion import activation_of, is_unhooked
 
 __all__ = ["fused_linear", "is_plain_linear", "linear_of"]
 
 
 def is_plain_linear(module: nn.Module) -> bool:
     """True if calling ``module`` is a matrix product and its bias, nothing else: no LoRA, hooks, quantised or sharded weights."""
-    return type(module) is nn.Linear and type(module.weight) in (Tensor, nn.Parameter) and is_plain(module)
+    return type(module) is nn.Linear and type(module.weight) in (Tensor, nn.Parameter) and is_unhooked(module)
 
 
 def linear_of(linear: Any, act: Any, x: Any) -> Tensor:
@@ -41,7 +41,7 @@ def fused_linear(linear: Any, act: Any, x: Any, extra_bias: Tensor | None = None
     ):
         return None
     name = "identity" if act is None else activation_of(act)
-    if name is None or not (act is None or is_plain(act)) or not is_plain_linear(linear):
+    if name is None or not (act is None or is_unhooked(act)) or not is_plain_linear(linear):
         return None
     weight, bias = linear.weight, linear.bias
     if not dispatch.is_plain_inference(x, (weight, bias, extra_bias)) or torch.is_autocast_enabled(

@@ -31,9 +31,9 @@ from sdfastgn.kernels.attention.few_keys import attend_to_few
 from sdfastgn.kernels.attention.wide_heads import attend
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.patches.core.fusion import ClassSwap
-from sdfastgn.patches.core.tested_sources import unknown_source
-from sdfastgn.patches.shared.encoder_states import CONTEXT
-from sdfastgn.patches.shared.packed_weights import joined, pack, plain_parameters
+from sdfastgn.patches.core.tested_sources import tested
+from sdfastgn.patches.shared import one_product
+from sdfastgn.patches.shared.packed_weights import is_one_product, joined, pack, plain_parameters
 
 __all__ = ["FUSION", "FusedAttention"]
 
@@ -82,7 +82,7 @@ class FusedAttention(Attention):
     def _project(self, hidden_states: Tensor, context: Tensor | None) -> tuple[Tensor, ...]:
         """Queries, keys and values, (N, heads, tokens, channels of a head) each."""
         heads = self.heads
-        shared = None if context is None else CONTEXT.take(self, context)
+        shared = None if context is None else one_product.take(self, context)
         if shared is not None:
             return _split(self.to_q(hidden_states), heads), *_split(shared, 2 * heads).chunk(2, 1)
         if context is None:
@@ -96,22 +96,13 @@ class FusedAttention(Attention):
             return query, *_split(F.linear(context, *together), 2 * heads).chunk(2, 1)
         return query, _split(self.to_k(context), heads), _split(self.to_v(context), heads)
 
-    def _joined(self, x: Tensor, linears: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Weight and bias of ``linears`` in one, if one product with x is all that calling them comes to."""
+    def _joined(self, x: Tensor, linears: tuple[Any, ...]) -> tuple[Tensor, Tensor | None] | None:
+        """Weight and bias of ``linears`` as one, if one product with x is all that calling them comes to."""
         found = plain_parameters(linears)
-        if found is None or torch.is_autocast_enabled(x.device.type):
-            return None
-        params = (*found[0], *found[1])
-        if (
-            x.dtype != params[0].dtype
-            or dispatch.wants_gradient(x, params)
-            or not dispatch.is_untraced(x, params)
-        ):
-            return None
-        return joined(self, *found)
+        return joined(self, found) if found is not None and is_one_product(x, found) else None
 
     def _pack(self) -> None:
-        CONTEXT.pack_behind(self)
+        one_product.pack_after_move(self)
         linears = (self.to_q, self.to_k, self.to_v)
         same = len({getattr(linear, "in_features", None) for linear in linears}) == 1
         pack(self, linears if same else linears[1:])
@@ -157,12 +148,8 @@ def _is_plain_attention(attn: Any) -> bool:
 class _AttentionFusion(ClassSwap):
     def apply(self, module: nn.Module) -> None:
         super().apply(module)
-        CONTEXT.pack_again(module)
+        one_product.pack(module)  # it was restored alone, and is fused again
         module._pack()  # type: ignore[operator]
-
-
-def _check(_: Attention) -> str | None:
-    return unknown_source(AttnProcessor2_0, "__call__")
 
 
 def _covers(attn: Attention) -> bool:
@@ -171,4 +158,20 @@ def _covers(attn: Attention) -> bool:
     return _is_plain_attention(attn) and attn.added_kv_proj_dim is None
 
 
-FUSION = _AttentionFusion("attention", Attention, FusedAttention, ("__init__", "forward"), _check, _covers)
+FUSION = _AttentionFusion(
+    "attention",
+    Attention,
+    FusedAttention,
+    sources=(
+        tested(
+            Attention,
+            __init__="b7c2f3fbb206ac90",
+            forward="d3822449559212cb",
+        ),
+        tested(
+            AttnProcessor2_0,
+            __call__="d5a292e89ccd77a2",
+        ),
+    ),
+    covers=_covers,
+)

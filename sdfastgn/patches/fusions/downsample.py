@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.patches.core.convolution import conv_without_bias
 from sdfastgn.patches.core.fusion import ClassSwap
-from sdfastgn.patches.core.hand_over import add_bias
+from sdfastgn.patches.core.statistics import add_bias
+from sdfastgn.patches.core.tested_sources import tested
 
 __all__ = ["FUSION", "FusedDownsample2D"]
 
@@ -37,4 +38,16 @@ def _has_conv(module: Downsample2D) -> bool:
     return bool(module.use_conv)
 
 
-FUSION = ClassSwap("downsample", Downsample2D, FusedDownsample2D, ("__init__", "forward"), covers=_has_conv)
+FUSION = ClassSwap(
+    "downsample",
+    Downsample2D,
+    FusedDownsample2D,
+    sources=(
+        tested(
+            Downsample2D,
+            __init__="bdf57d1e4f01ba9e",
+            forward="b81e1b97c0f9597e",
+        ),
+    ),
+    covers=_has_conv,
+)

@@ -19,6 +19,7 @@ from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.geglu.op import geglu
 from sdfastgn.patches.core.fusion import ClassSwap
 from sdfastgn.patches.core.linear import is_plain_linear
+from sdfastgn.patches.core.tested_sources import tested
 
 __all__ = ["FUSION", "FusedGEGLU"]
 
@@ -39,4 +40,17 @@ def _check(_: GEGLU) -> str | None:
     return "torch_npu has a GEGLU of its own" if is_torch_npu_available() else None
 
 
-FUSION = ClassSwap("geglu", GEGLU, FusedGEGLU, ("__init__", "forward", "gelu"), _check)
+FUSION = ClassSwap(
+    "geglu",
+    GEGLU,
+    FusedGEGLU,
+    sources=(
+        tested(
+            GEGLU,
+            __init__="4b94d15defcdc9b3",
+            forward="dc945fffaaaf023e",
+            gelu="541c47f7b8e841f9",
+        ),
+    ),
+    check=_check,
+)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.patches.core.fusion import ClassSwap
+from sdfastgn.patches.core.tested_sources import tested
 from sdfastgn.patches.fusions.group_norm import norm_act
 
 __all__ = ["FUSION", "FusedTemporalResnetBlock"]
@@ -29,5 +30,14 @@ class FusedTemporalResnetBlock(TemporalResnetBlock):
 
 
 FUSION = ClassSwap(
-    "temporal_resnet_block", TemporalResnetBlock, FusedTemporalResnetBlock, ("__init__", "forward")
+    "temporal_resnet_block",
+    TemporalResnetBlock,
+    FusedTemporalResnetBlock,
+    sources=(
+        tested(
+            TemporalResnetBlock,
+            __init__="b235523b2eb0d715",
+            forward="9ee5cc0c501029a5",
+        ),
+    ),
 )

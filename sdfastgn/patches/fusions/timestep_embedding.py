@@ -11,6 +11,7 @@ from torch import Tensor
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.patches.core.fusion import ClassSwap
 from sdfastgn.patches.core.linear import linear_of
+from sdfastgn.patches.core.tested_sources import tested
 
 __all__ = ["FUSION", "FusedTimestepEmbedding"]
 
@@ -28,4 +29,15 @@ class FusedTimestepEmbedding(TimestepEmbedding):
         return sample if self.post_act is None else self.post_act(sample)
 
 
-FUSION = ClassSwap("timestep_embedding", TimestepEmbedding, FusedTimestepEmbedding, ("__init__", "forward"))
+FUSION = ClassSwap(
+    "timestep_embedding",
+    TimestepEmbedding,
+    FusedTimestepEmbedding,
+    sources=(
+        tested(
+            TimestepEmbedding,
+            __init__="13426e64f404ff7a",
+            forward="1a6552976377391f",
+        ),
+    ),
+)

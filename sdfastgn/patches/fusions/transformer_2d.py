@@ -12,7 +12,8 @@ from torch import Tensor
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.patches.core.convolution import pointwise
 from sdfastgn.patches.core.fusion import ClassSwap
-from sdfastgn.patches.core.hand_over import add
+from sdfastgn.patches.core.statistics import add
+from sdfastgn.patches.core.tested_sources import tested
 
 __all__ = ["FUSION", "FusedTransformer2DModel"]
 
@@ -65,6 +66,13 @@ FUSION = ClassSwap(
     "transformer_2d",
     Transformer2DModel,
     FusedTransformer2DModel,
-    ("forward", "_operate_on_continuous_inputs", "_get_output_for_continuous_inputs"),
-    _check,
+    sources=(
+        tested(
+            Transformer2DModel,
+            forward="7a3829f24ddbfdf3",
+            _operate_on_continuous_inputs="c70791c2fc29f747",
+            _get_output_for_continuous_inputs="49624b91ccd36058",
+        ),
+    ),
+    check=_check,
 )

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.layer_norm.op import add_layer_norm, layer_norm
-from sdfastgn.patches.core.fusion import ClassSwap, is_plain
+from sdfastgn.patches.core.fusion import ClassSwap, is_unhooked
 from sdfastgn.patches.core.linear import is_plain_linear
-from sdfastgn.patches.core.tested_sources import unknown_source
+from sdfastgn.patches.core.tested_sources import tested
 
 __all__ = ["FUSION", "FusedBasicTransformerBlock"]
 
@@ -103,7 +103,7 @@ def _can_fuse(norm: nn.Module, x: Tensor) -> bool:
     return (
         type(norm) is nn.LayerNorm
         and norm.normalized_shape == x.shape[-1:]
-        and is_plain(norm)
+        and is_unhooked(norm)
         and (x.numel() >= _TRAINING_ELEMENTS or not torch.is_grad_enabled())
     )
 
@@ -123,7 +123,7 @@ def _add_norm(norm: Any, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
 
 def _adds_in_product(ff: Any, norm: Any, x: Tensor, residual: Tensor) -> bool:
     """True if ``ff`` ends with a plain linear layer, whose product may be added to a sum of x's dtype and shape in place."""
-    if type(ff) is not FeedForward or not is_plain(ff) or type(ff.net) is not nn.ModuleList:
+    if type(ff) is not FeedForward or not is_unhooked(ff) or type(ff.net) is not nn.ModuleList:
         return False
     last: Any = ff.net[-1]
     return (
@@ -152,16 +152,22 @@ def _add_feed_forward(ff: Any, norm: Any, x: Tensor, residual: Tensor) -> Tensor
     return total
 
 
-def _check(_: BasicTransformerBlock) -> str | None:
-    return unknown_source(FeedForward, "__init__", "forward")
-
-
 FUSION = ClassSwap(
     "transformer_block",
     BasicTransformerBlock,
     FusedBasicTransformerBlock,
-    ("__init__", "forward"),
-    _check,
+    sources=(
+        tested(
+            BasicTransformerBlock,
+            __init__="2312e74f52516ed7",
+            forward="9cfc6111a7fd5580",
+        ),
+        tested(
+            FeedForward,
+            __init__="b58ae97ef816bb76",
+            forward="2534be46672c7017",
+        ),
+    ),
     # Blocks with adaptive norms or positional embeddings have no add directly before a plain LayerNorm.
     covers=_has_layer_norms,
 )

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.patches.core.fusion import ClassSwap
-from sdfastgn.patches.core.hand_over import cat
+from sdfastgn.patches.core.statistics import cat
+from sdfastgn.patches.core.tested_sources import tested
 
 __all__ = ["CROSS_ATTENTION", "FUSION", "FusedCrossAttnUpBlock2D", "FusedUpBlock2D"]
 
@@ -89,7 +90,27 @@ def _upsample(block: Any, hidden_states: Tensor, size: Any) -> Tensor:
     return hidden_states
 
 
-FUSION = ClassSwap("up_block", UpBlock2D, FusedUpBlock2D, ("__init__", "forward"))
+FUSION = ClassSwap(
+    "up_block",
+    UpBlock2D,
+    FusedUpBlock2D,
+    sources=(
+        tested(
+            UpBlock2D,
+            __init__="353a0e9bf7f554a0",
+            forward="6bb70123f800ce81",
+        ),
+    ),
+)
 CROSS_ATTENTION = ClassSwap(
-    "cross_attn_up_block", CrossAttnUpBlock2D, FusedCrossAttnUpBlock2D, ("__init__", "forward")
+    "cross_attn_up_block",
+    CrossAttnUpBlock2D,
+    FusedCrossAttnUpBlock2D,
+    sources=(
+        tested(
+            CrossAttnUpBlock2D,
+            __init__="7672079edf682c68",
+            forward="adf5503c7fbaf510",
+        ),
+    ),
 )

@@ -23,8 +23,9 @@ from sdfastgn.kernels.common.layout import is_channels_last
 from sdfastgn.kernels.upsample.conv import runs_in_phases, upsample_conv2d
 from sdfastgn.kernels.upsample.nearest import upsample_nearest_2x
 from sdfastgn.patches.core.convolution import conv_without_bias
-from sdfastgn.patches.core.fusion import ClassSwap, is_plain
-from sdfastgn.patches.core.hand_over import add_bias, emits, hand_over
+from sdfastgn.patches.core.fusion import ClassSwap, is_unhooked
+from sdfastgn.patches.core.statistics import add_bias, emits, hand_over
+from sdfastgn.patches.core.tested_sources import tested
 
 __all__ = ["FUSION", "FusedUpsample2D", "convolves_at_low_resolution"]
 
@@ -57,7 +58,7 @@ def convolves_at_low_resolution(conv: Any, x: Tensor) -> bool:
     """True if ``upsample_conv2d`` of x and the parameters of ``conv`` is what ``conv`` makes of the upsampled x, and faster."""
     return (
         type(conv) is nn.Conv2d
-        and is_plain(conv)
+        and is_unhooked(conv)
         and (conv.kernel_size, conv.stride, conv.padding, conv.dilation) == ((3, 3), (1, 1), (1, 1), (1, 1))
         and (conv.groups, conv.padding_mode, conv.in_channels) == (1, "zeros", x.shape[1])
         and conv.weight.dtype == x.dtype
@@ -91,4 +92,16 @@ def _is_nearest(module: Any) -> bool:
 
 
 # With a norm, a transposed convolution or no interpolation it is another operation.
-FUSION = ClassSwap("upsample_2d", Upsample2D, FusedUpsample2D, ("__init__", "forward"), covers=_is_nearest)
+FUSION = ClassSwap(
+    "upsample_2d",
+    Upsample2D,
+    FusedUpsample2D,
+    sources=(
+        tested(
+            Upsample2D,
+            __init__="27a7eec34213dd30",
+            forward="fde16958d16c179e",
+        ),
+    ),
+    covers=_is_nearest,
+)

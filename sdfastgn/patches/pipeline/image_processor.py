@@ -14,13 +14,21 @@ from diffusers.image_processor import VaeImageProcessor
 from PIL import Image
 from torch import Tensor
 
-from sdfastgn.patches.pipeline.part import PipelinePart
+from sdfastgn.patches.core.tested_sources import tested
+from sdfastgn.patches.pipeline.object_fusion import ObjectFusion
 
-__all__ = ["PART"]
+__all__ = ["FUSION"]
 
 _DEVICES = ("cuda",)
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_METHODS = ("postprocess", "_denormalize_conditionally", "denormalize", "pt_to_numpy", "numpy_to_pil")
+_SOURCE = tested(
+    VaeImageProcessor,
+    postprocess="bcc760d7b09d1403",
+    _denormalize_conditionally="a3abcda15d2e5619",
+    denormalize="28a40648bfbf6129",
+    pt_to_numpy="4879b336bc4066c2",
+    numpy_to_pil="de0fda29bfeb858b",
+)
 
 
 def _is_ours(processor: Any, image: Any, output_type: Any, do_denormalize: Any) -> bool:
@@ -31,7 +39,7 @@ def _is_ours(processor: Any, image: Any, output_type: Any, do_denormalize: Any) 
         or image.requires_grad
     ):
         return False
-    if any(name in vars(processor) for name in _METHODS):  # other code replaced one since
+    if any(name in vars(processor) for name in _SOURCE.hashes):  # other code replaced one since
         return False
     # What is not brought to [0, 1] overflows a byte, in each compiler's own way.
     is_denormalised = processor.config.do_normalize if do_denormalize is None else all(do_denormalize)
@@ -67,9 +75,4 @@ def _overrides(stock: Any) -> dict[str, Any]:
     return {"postprocess": postprocess}
 
 
-PART = PipelinePart(
-    "image_bytes",
-    is_stock=lambda part: type(part) is VaeImageProcessor,
-    overrides=_overrides,
-    upstream=lambda stock: (stock, _METHODS),
-)
+FUSION = ObjectFusion("image_bytes", module=__name__, sources=(_SOURCE,), overrides=_overrides)

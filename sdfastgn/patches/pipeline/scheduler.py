@@ -19,9 +19,10 @@ import torch
 from diffusers import DDIMScheduler, PNDMScheduler
 from torch import Tensor
 
-from sdfastgn.patches.pipeline.part import PipelinePart
+from sdfastgn.patches.core.tested_sources import tested
+from sdfastgn.patches.pipeline.object_fusion import ObjectFusion
 
-__all__ = ["PART"]
+__all__ = ["FUSION"]
 
 _WAITED_FOR = ("cuda",)
 
@@ -30,12 +31,6 @@ _WAITED_FOR = ("cuda",)
 _copies: weakref.WeakKeyDictionary[Any, tuple[Tensor, torch.UntypedStorage, int, Tensor]] = (
     weakref.WeakKeyDictionary()
 )
-
-# What hands the timestep on, and what computes with it. Exact classes.
-_METHODS: dict[type, tuple[str, ...]] = {
-    PNDMScheduler: ("set_timesteps", "step", "step_prk", "step_plms", "_get_prev_sample"),
-    DDIMScheduler: ("set_timesteps", "step", "_get_variance"),
-}
 
 
 def _copy_of(scheduler: Any, table: Any) -> Tensor | None:
@@ -97,9 +92,25 @@ def _overrides(stock: Any) -> dict[str, Any]:
     return {"step": step, "set_timesteps": set_timesteps}
 
 
-PART = PipelinePart(
+FUSION = ObjectFusion(
     "host_timesteps",
-    is_stock=lambda part: type(part) in _METHODS,
+    module=__name__,
+    # What hands the timestep on, and what computes with it.
+    sources=(
+        tested(
+            PNDMScheduler,
+            set_timesteps="82554cf28f731599",
+            step="f4ef1a7ef6a90faa",
+            step_prk="aa9865595bcb7e75",
+            step_plms="49dfef0b7069e861",
+            _get_prev_sample="4213d915533ae217",
+        ),
+        tested(
+            DDIMScheduler,
+            set_timesteps="0d1c6bcb6befbd3b",
+            step="c6b192ed0006fc11",
+            _get_variance="9e4f55907bbb281d",
+        ),
+    ),
     overrides=_overrides,
-    upstream=lambda stock: (stock, _METHODS[stock]),
 )

@@ -16,19 +16,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sdfastgn.kernels.common import dispatch
-from sdfastgn.patches.core.fusion import is_plain
+from sdfastgn.patches.core.fusion import is_unhooked
 
-__all__ = ["Columns", "joined", "pack", "pack_together", "plain_parameters", "unpack"]
-
-# Parameters that lie below each other, list by list: the weights of linear layers, their biases.
-Columns = tuple[list[Tensor], ...]
+__all__ = ["Parameters", "is_one_product", "joined", "pack", "pack_together", "plain_parameters", "unpack"]
 
 # One product instead of three fills a GPU better; a CPU is full either way.
 PACKED_DEVICES = ("cuda",)
@@ -41,12 +38,19 @@ _UNSHARED = 2
 _allocations: weakref.WeakKeyDictionary[nn.Module, StorageWeakRef] = weakref.WeakKeyDictionary()
 
 
-def plain_parameters(linears: Iterable[Any]) -> tuple[list[Tensor], list[Tensor]] | None:
-    """(weights, biases) of linear layers that are all plain and all have a bias, or all none; else None."""
+class Parameters(NamedTuple):
+    """Those of several linear layers, in their order. ``biases`` is empty if no layer has one."""
+
+    weights: list[Tensor]
+    biases: list[Tensor]
+
+
+def plain_parameters(linears: Iterable[Any]) -> Parameters | None:
+    """Those of linear layers that are all plain and all have a bias, or all none; else None."""
     weights: list[Tensor] = []
     biases: list[Tensor] = []
     for linear in linears:
-        if type(linear) is not nn.Linear or not is_plain(linear):
+        if type(linear) is not nn.Linear or not is_unhooked(linear):
             return None
         parameters = linear._parameters  # a module's attributes take a microsecond each
         weight, bias = parameters.get("weight"), parameters.get("bias")
@@ -55,23 +59,31 @@ def plain_parameters(linears: Iterable[Any]) -> tuple[list[Tensor], list[Tensor]
         weights.append(weight)
         if bias is not None:
             biases.append(bias)
-    return (weights, biases) if len(biases) in (0, len(weights)) else None
+    return Parameters(weights, biases) if len(biases) in (0, len(weights)) else None
 
 
-def joined(owner: nn.Module, *columns: list[Tensor]) -> tuple[Any, ...] | None:
-    """Of each list of neighbours among those packed for ``owner`` the one tensor that they are, None of an empty one.
+def is_one_product(x: Tensor, parameters: Parameters) -> bool:
+    """True if one product of x with ``parameters`` is all that calling their layers comes to."""
+    first = parameters.weights[0]
+    if (x.dtype, x.shape[-1]) != (first.dtype, first.shape[-1]) or torch.is_autocast_enabled(x.device.type):
+        return False
+    params = (*parameters.weights, *parameters.biases)
+    return not dispatch.wants_gradient(x, params) and dispatch.is_untraced(x, params)
 
-    Of weights and biases: the layer that computes what all of them do. None if any lie apart.
+
+def joined(owner: nn.Module, parameters: Parameters) -> tuple[Tensor, Tensor | None] | None:
+    """Weight and bias of the layer that computes what the layers of ``parameters`` do.
+
+    Each is one tensor over neighbours among those packed for ``owner``. None if any lie apart.
     """
     allocation = _allocation(owner)
     if allocation is None:
         return None
-    found = [_span(allocation, column) if column else None for column in columns]
-    return (
-        None
-        if any(column and span is None for column, span in zip(columns, found, strict=True))
-        else tuple(found)
-    )
+    weight = _span(allocation, parameters.weights)
+    bias = _span(allocation, parameters.biases) if parameters.biases else None
+    if weight is None or (parameters.biases and bias is None):
+        return None
+    return weight, bias
 
 
 def _allocation(owner: nn.Module) -> torch.UntypedStorage | None:
@@ -108,21 +120,18 @@ def pack(owner: nn.Module, linears: Iterable[Any]) -> None:
         pack_together((owner,), found)
 
 
-def pack_together(owners: Sequence[nn.Module], columns: Columns) -> None:
-    """Puts ``columns``, parameters of ``owners``, side by side where that is possible and of use.
+def pack_together(owners: Sequence[nn.Module], parameters: Parameters) -> None:
+    """Puts ``parameters`` of ``owners`` side by side where that is possible and of use.
 
     For each of the owners, those of its own that follow each other can be joined too. Values, strides and identities stay. What is not
     memory of its own stays where it is: parameters that share a storage with anything else (tied weights, a state_dict that somebody
     holds), quantised or offloaded ones.
     """
-    parts = [part for column in columns for part in column]
+    parts = [*parameters.weights, *parameters.biases]
     captures = parts[0].is_cuda and torch.cuda.is_current_stream_capturing()
-    if (
-        captures
-        or not dispatch.is_untraced(parts[0], tuple(parts))
-        or joined(owners[0], *columns) is not None
-    ):
-        return  # they are, or must not move now
+    must_stay = captures or not dispatch.is_untraced(parts[0], tuple(parts))
+    if must_stay or joined(owners[0], parameters) is not None:
+        return
     if len(set(parts)) == len(parts) and all(_fits(part, parts[0]) for part in parts):
         try:
             reference = StorageWeakRef(_move(parts))

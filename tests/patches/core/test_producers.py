@@ -25,8 +25,7 @@ from sdfastgn.kernels.common.dispatch import KERNEL_DTYPES
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.statistics.op import reference_channel_statistics
 from sdfastgn.kernels.upsample import conv as upsample_conv
-from sdfastgn.patches.core import convolution
-from sdfastgn.patches.core import hand_over as statistics
+from sdfastgn.patches.core import convolution, statistics
 from tests.kernels import samples
 from tests.patches.samples import twins_of
 

@@ -13,7 +13,7 @@ from torch import nn
 import sdfastgn
 from sdfastgn.kernels.common import gpu
 from sdfastgn.patches.fusions import cross_attention
-from sdfastgn.patches.shared import one_product as shared_product
+from sdfastgn.patches.shared import one_product
 from tests.patches.fusions import prompt_cases as cases
 
 SDXL, TEXT, XL_INPUTS = cases.SDXL, cases.TEXT, cases.XL_INPUTS
@@ -277,12 +277,12 @@ def test_a_call_that_is_broken_off_leaves_nothing_to_the_next(products, error):
         call(fused, states)
     handle.remove()
     if error is RuntimeError:
-        assert shared_product._running.call is None
+        assert one_product._running.call is None
     for model in (fused, stock):
         through_data(model, states)
     agree(call(fused, states), call(stock, states))
     assert products.of(fused, states) == [sum(widths(fused))]
-    assert shared_product._running.call is None
+    assert one_product._running.call is None
 
 
 def test_blocks_that_are_left_out(products):

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import sdfastgn
 from sdfastgn.kernels.common import gpu
 from sdfastgn.kernels.statistics.op import reference_channel_statistics
-from sdfastgn.patches.core import hand_over as statistics
-from sdfastgn.patches.core.hand_over import add, add_bias, cat, take_statistics
+from sdfastgn.patches.core import statistics
+from sdfastgn.patches.core.statistics import add, add_bias, cat, take_statistics
 from tests.kernels import samples
 from tests.kernels.samples import BOUNDS, DTYPES
 
