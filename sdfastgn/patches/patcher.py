@@ -1,4 +1,7 @@
-"""Plan, check everything, then apply; and the exact way back. Knows modules and the registry, no model."""
+"""Plan, check everything, then apply; and the exact way back.
+
+Knows modules and the registry, no model.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ __all__ = ["Finding", "apply", "apply_parts", "has_fusions", "inspect", "inspect
 
 @dataclass(frozen=True)
 class Finding:
-    """One (module, fusion) pair. ``status``: ``fused``, ``fusable`` (would be fused by optimize) or ``skipped`` with a ``reason``.
+    """One (module, fusion) pair: ``fused``, ``fusable`` by optimize, or ``skipped`` with a ``reason``.
 
     ``module`` is a plain object where the rule is one of ``OBJECT_FUSIONS``.
     """
@@ -57,7 +60,10 @@ def has_fusions(root: nn.Module) -> bool:
 
 
 def apply(root: nn.Module, findings: list[Finding]) -> None:
-    """Carry out the ``fusable`` ones of ``inspect(root)`` and make the convolutions channels-last. Undoes itself if anything fails."""
+    """Carry out the ``fusable`` ones of ``inspect(root)`` and make the convolutions channels-last.
+
+    Undoes itself if anything fails.
+    """
     try:
         for fusion in FUSIONS:
             for finding in findings:
@@ -79,7 +85,10 @@ def apply_parts(findings: list[Finding]) -> None:
 
 
 def undo_parts(parts: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """Every one of ``parts``, (path, part), as before ``apply_parts``. Returns what ``undo`` does."""
+    """Every one of ``parts``, (path, part), as before ``apply_parts``.
+
+    Returns what ``undo`` does.
+    """
     left = []
     for path, part in parts:
         for rule in OBJECT_FUSIONS:
@@ -99,8 +108,8 @@ def _finding(path: str, module: Any, fusion: Fusion | ObjectFusion) -> Finding:
 def undo(root: nn.Module, prefix: str = "") -> list[tuple[str, Any]]:
     """Everything below ``root`` as it was before ``apply``; nothing to do on a stock model.
 
-    Returns (path, module) of those of which that is impossible: other code has put a class of its own
-    over the fused one. Once that code has taken it away, ``undo`` finds the fused one.
+    Returns (path, module) of those of which that is impossible: other code has put a class of its
+    own over the fused one. Once that code has taken it away, ``undo`` finds the fused one.
     """
     for fusion in reversed(FUSIONS):
         for module in root.modules():

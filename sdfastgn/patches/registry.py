@@ -1,4 +1,7 @@
-"""Every fusion there is, in the order in which they are applied (undone in reverse). The patcher knows no model but through this."""
+"""Every fusion there is, in the order in which they are applied (undone in reverse).
+
+The patcher knows no model but through this.
+"""
 
 from __future__ import annotations
 

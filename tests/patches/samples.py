@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -256,7 +256,14 @@ SAMPLES: list[Sample] = [
     ),
 ]  # fmt: skip
 
-each_sample = pytest.mark.parametrize(("build", "call"), [pytest.param(b, c, id=i) for i, b, c in SAMPLES])
+
+def _each(samples: Iterable[Sample]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(("build", "call"), [pytest.param(b, c, id=i) for i, b, c in samples])
+
+
+each_sample = _each(SAMPLES)
+# The first sample of each fusion: for what a rule does, whatever its module computes.
+each_fusion = _each({sample[0].split("-")[0]: sample for sample in reversed(SAMPLES)}.values())
 
 
 def snapshot(root: nn.Module) -> dict[str, Any]:

@@ -1,6 +1,7 @@
-"""Convolutions without the pass in which cuDNN adds their bias: another kernel adds it, or a matrix product in place of the convolution.
+"""Convolutions whose bias another kernel adds, which saves the pass in which cuDNN would add it.
 
-Both only in plain inference on a GPU, and only for a plain ``nn.Conv2d``: a LoRA layer or a hooked convolution is called as ever.
+Both only in plain inference on a GPU, and only for a plain ``nn.Conv2d``: a LoRA layer or a hooked
+convolution is called as ever.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ def conv_without_bias(conv: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def pointwise(conv: Any, x: Tensor) -> Tensor:
-    """conv(x) for x (N, C, H, W). A 1x1 convolution of a channels-last tensor is a matrix product, which adds the bias before it writes.
+    """conv(x) for x (N, C, H, W), as a matrix product where ``conv`` is 1x1 and x is channels-last.
+
+    The product adds the bias before it writes.
 
     Only in 16 bits: a product in fp32 is not in TF32 by PyTorch's default, a convolution is.
     """

@@ -1,8 +1,9 @@
-"""Which upstream methods a fusion replaces, and whether they are the ones it was written and tested for.
+"""Which upstream methods a fusion replaces, and whether they are the versions that it was tested with.
 
-A fused ``forward`` repeats what the stock one does. When upstream changes that, repeating the old one
-would change pixels; so the source of each replaced (or relied upon) method is compared with the versions
-tested, and an unknown source means: skip, with a reason. Each fusion's file says which these are.
+A fused ``forward`` repeats what the stock one does. When upstream changes that, repeating the old
+one would change pixels; so the source of each replaced (or relied upon) method is compared with the
+versions tested, and an unknown source means: skip, with a reason. Each fusion's file says which
+these are.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ __all__ = ["TestedSource", "source_hash", "tested", "unknown_source"]
 
 
 class TestedSource(NamedTuple):
-    """One upstream class, and the ``source_hash`` of its methods and properties in each diffusers release tested (0.42.1)."""
+    """An upstream class, and per method the ``source_hash`` of each diffusers release tested (0.42.1)."""
 
     cls: type
     hashes: dict[str, tuple[str, ...]]
 
 
 def tested(cls: type, **hashes: str) -> TestedSource:
-    """``tested(GEGLU, forward="dc945fffaaaf023e")``; a space stands between the hashes of several releases."""
+    """``tested(GEGLU, forward="dc945fffaaaf023e")``. Spaces separate the hashes of several releases."""
     return TestedSource(cls, {method: tuple(found.split()) for method, found in hashes.items()})
 
 
@@ -38,8 +39,8 @@ def source_hash(cls: type, method: str) -> str | None:
 
     None if that is not upstream's or cannot be read.
 
-    Below upstream's own decorators, whose lines are part of the source. Any other wrapper, as ``functools.wraps`` makes them look like
-    what they wrap, is None.
+    Below upstream's own decorators, whose lines are part of the source. Any other wrapper, as
+    ``functools.wraps`` makes them look like what they wrap, is None.
     """
     function = getattr(cls, method, None)
     if isinstance(function, property):
@@ -71,7 +72,7 @@ def _is_upstreams(link: Any) -> bool:
 
 
 def unknown_source(*sources: TestedSource) -> str | None:
-    """None if every method of ``sources`` is one that was tested, else the reason to leave the module alone."""
+    """The reason to leave a module alone if a method of ``sources`` was not tested, else None."""
     for cls, hashes in sources:
         for method, known in hashes.items():
             if source_hash(cls, method) not in known:

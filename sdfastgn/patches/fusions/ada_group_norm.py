@@ -1,4 +1,4 @@
-"""diffusers' ``AdaGroupNorm``: normalisation and the scale and shift from an embedding in one kernel."""
+"""diffusers' ``AdaGroupNorm``: normalization, scale and shift in one kernel."""
 
 from __future__ import annotations
 
@@ -32,11 +32,5 @@ FUSION = ClassSwap(
     "ada_group_norm",
     AdaGroupNorm,
     FusedAdaGroupNorm,
-    sources=(
-        tested(
-            AdaGroupNorm,
-            __init__="0311e8286f88cd95",
-            forward="0e0820e88c21bd0c",
-        ),
-    ),
+    sources=(tested(AdaGroupNorm, __init__="0311e8286f88cd95", forward="0e0820e88c21bd0c"),),
 )

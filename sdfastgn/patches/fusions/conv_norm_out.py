@@ -1,8 +1,9 @@
-"""The last normalisation of a UNet, encoder or decoder: ``conv_norm_out`` and ``conv_act`` as one kernel.
+"""The last norm of a UNet, encoder or decoder: ``conv_norm_out`` and ``conv_act`` as one kernel.
 
-Both are called by the parent's long forward, which is not ours to repeat. So the norm computes the activation too and hands the
-result over; the activation lets exactly that tensor pass. It does so only while the parent's forward runs (hooks on the parent arm it),
-so that calling ``conv_norm_out`` by itself gives what its name says. The hand-off is per thread and holds no reference.
+Both are called by the parent's long forward, which is not ours to repeat. So the norm computes the
+activation too and hands the result over; the activation lets exactly that tensor pass. It does so
+only while the parent's forward runs (hooks on the parent arm it), so that calling ``conv_norm_out``
+by itself gives what its name says. The hand-off is per thread and holds no reference.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.group_norm.op import group_norm
+from sdfastgn.patches.core.class_forward import change_class
 from sdfastgn.patches.core.fusion import (
     activation_of,
     foreign_class,
@@ -31,14 +33,14 @@ from sdfastgn.patches.core.fusion import (
     restore_class,
 )
 from sdfastgn.patches.core.hooks import remove_hooks
-from sdfastgn.patches.core.own_forward import change_class
 from sdfastgn.patches.core.statistics import take_statistics
 from sdfastgn.patches.core.tested_sources import TestedSource, tested, unknown_source
 from sdfastgn.patches.fusions.group_norm import FusedGroupNorm
 
 __all__ = ["FUSION", "PARENTS"]
 
-# Models whose forward calls conv_norm_out and, directly after it, conv_act on its result -> that forward's source.
+# Models whose forward calls conv_norm_out and, directly after it, conv_act on its result -> that
+# forward's source.
 _SOURCES: dict[type[nn.Module], TestedSource] = {
     source.cls: source
     for source in (
@@ -58,7 +60,7 @@ _FORWARDS = frozenset(parent.forward for parent in PARENTS)
 
 
 class _HandOff(threading.local):
-    """``armed``: id of a norm -> the activation that follows it in the parent that runs; ``output``: what the norm has activated."""
+    """Of one thread. ``armed``: id of a norm -> its activation; ``output``: what a norm has activated."""
 
     def __init__(self) -> None:
         self.armed: dict[int, nn.Module] = {}
@@ -69,7 +71,7 @@ _hand_off = _HandOff()
 
 
 class FusedNormOut(FusedGroupNorm):
-    """``conv_norm_out``: GroupNorm, with the activation that follows when the parent's forward calls it."""
+    """``conv_norm_out``, together with the activation when the parent's forward calls it."""
 
     def forward(self, input: Tensor) -> Tensor:
         act = None if torch.compiler.is_compiling() else _hand_off.armed.get(id(self))

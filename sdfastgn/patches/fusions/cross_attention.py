@@ -1,8 +1,8 @@
-"""Models whose cross-attentions read the same encoder_hidden_states: keys and values of all are one product.
+"""Models whose cross-attentions share one product for keys and values.
 
-Hooks on the model begin and end the calls in which the attentions share it (``shared/one_product.py``).
-Weights are put side by side when a model is optimized, and when it moves. A copy's weights are packed
-when it next moves.
+Hooks on the model begin and end the calls in which the attentions share it
+(``shared/one_product.py``). Weights are put side by side when a model is optimized, and when it
+moves. A copy's weights are packed when it next moves.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from sdfastgn.patches.shared import one_product
 
 __all__ = ["FUSION"]
 
-# Others pass their blocks more than one tensor, or so many rows of it (frames) that each product is large.
+# Others pass their blocks more than one tensor, or so many rows of it (frames) that each product is
+# large.
 _MODELS = (UNet2DConditionModel, ControlNetModel)
 
 

@@ -1,6 +1,7 @@
-"""diffusers' ``TemporalResnetBlock`` (Stable Video Diffusion): both normalisations with their activations, on 5-D tensors.
+"""diffusers' ``TemporalResnetBlock`` (Stable Video Diffusion): both norms with their activations, in 5-D.
 
-The time embedding differs from frame to frame here, so that it is no constant per (n, c) and stays an addition of its own.
+The time embedding differs from frame to frame here, so that it is no constant per (n, c) and stays
+an addition of its own.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ __all__ = ["FUSION", "FusedTemporalResnetBlock"]
 
 
 class FusedTemporalResnetBlock(TemporalResnetBlock):
-    """``TemporalResnetBlock`` with fused normalisations. input_tensor (N, C, F, H, W), temb (N, F, temb_channels) or None."""
+    """``TemporalResnetBlock`` with fused normalisations.
+
+    input_tensor (N, C, F, H, W), temb (N, F, temb_channels) or None.
+    """
 
     def forward(self, input_tensor: Tensor, temb: Tensor | None = None) -> Tensor:
         if not dispatch.has_kernels(input_tensor):
@@ -33,11 +37,5 @@ FUSION = ClassSwap(
     "temporal_resnet_block",
     TemporalResnetBlock,
     FusedTemporalResnetBlock,
-    sources=(
-        tested(
-            TemporalResnetBlock,
-            __init__="b235523b2eb0d715",
-            forward="9ee5cc0c501029a5",
-        ),
-    ),
+    sources=(tested(TemporalResnetBlock, __init__="b235523b2eb0d715", forward="9ee5cc0c501029a5"),),
 )

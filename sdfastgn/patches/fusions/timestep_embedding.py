@@ -1,4 +1,4 @@
-"""diffusers' ``TimestepEmbedding``, also SDXL's ``add_embedding``: two linear layers with an activation between them, in two kernels."""
+"""diffusers' ``TimestepEmbedding``, also SDXL's ``add_embedding``: both linear layers in two kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ __all__ = ["FUSION", "FusedTimestepEmbedding"]
 
 
 class FusedTimestepEmbedding(TimestepEmbedding):
-    """``TimestepEmbedding`` with the activation inside the second layer. sample (N, in_channels) -> (N, time_embed_dim)."""
+    """``TimestepEmbedding`` with the activation inside the second layer.
+
+    sample (N, in_channels) -> (N, time_embed_dim).
+    """
 
     def forward(self, sample: Tensor, condition: Any = None) -> Tensor:
         # A compiler gets upstream's own graph: it fuses the activation by itself.
@@ -33,11 +36,5 @@ FUSION = ClassSwap(
     "timestep_embedding",
     TimestepEmbedding,
     FusedTimestepEmbedding,
-    sources=(
-        tested(
-            TimestepEmbedding,
-            __init__="13426e64f404ff7a",
-            forward="1a6552976377391f",
-        ),
-    ),
+    sources=(tested(TimestepEmbedding, __init__="13426e64f404ff7a", forward="1a6552976377391f"),),
 )

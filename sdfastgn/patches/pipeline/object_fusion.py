@@ -1,7 +1,7 @@
-"""Fusions for what is no module: a scheduler, an image processor. Like ``ClassSwap``, for plain objects.
+"""Fusions of plain objects, a scheduler or an image processor, as ``ClassSwap`` is for modules.
 
-One instance gets a subclass of its class, which goes by the same name and module: ``save_pretrained``
-writes these, and pipelines look them up. What is made by way of that subclass
+One instance gets a subclass of its class, which goes by the same name and module:
+``save_pretrained`` writes these, and pipelines look them up. What is made by way of that subclass
 (``type(pipe.scheduler).from_config(...)``) has the stock class.
 """
 
@@ -26,7 +26,8 @@ class ObjectFusion:
 
     Args:
         name: in reports.
-        module: the module's ``__name__`` in which this is called ``FUSION``; copies and pickles look there.
+        module: the module's ``__name__`` in which this is called ``FUSION``; copies and pickles
+            look there.
         sources: the stock classes, with what is replaced or relied upon; it must be known.
         overrides: of a stock class: the attributes of the subclass that takes its place.
     """
@@ -50,7 +51,10 @@ class ObjectFusion:
         return any(vars(base).get(_MARK) == self.name for base in type(part).__mro__[1:])
 
     def reason_to_skip(self, part: Any) -> str | None:
-        """Why a claimed ``part`` that has its stock class must keep it, or None. Changes nothing."""
+        """Why a claimed ``part`` that has its stock class must keep it, or None.
+
+        Changes nothing.
+        """
         if self.is_over_applied(part):
             return f"other code changed its class to {type(part).__module__}.{type(part).__qualname__}"
         source = self._source_of(type(part))
@@ -92,7 +96,10 @@ class ObjectFusion:
 
 
 def _new(module: str, stock: type) -> Any:
-    """For copies and pickles: an instance without its state. A stock one where upstream is not what was tested."""
+    """For copies and pickles: an instance without its state.
+
+    A stock one where upstream is not what was tested.
+    """
     fusion: ObjectFusion = importlib.import_module(module).FUSION
     cls: Any = stock if unknown_source(fusion._source_of(stock)) else fusion._class_for(stock)
     return cls.__new__(cls)

@@ -1,12 +1,14 @@
-"""Schedulers that look numbers up by the timestep: without waiting for the GPU to hear which timestep it is.
+"""PNDM and DDIM schedulers that do not wait for the GPU to read which timestep it is.
 
-A pipeline hands ``step`` an element of ``scheduler.timesteps``, which lies on the GPU. PNDM and DDIM index a table on the CPU with it
-and ask whether the one before is negative, so that the host waits for the UNet at every step, and the GPU then for the host. Here
-``step`` gets the same number from a copy on the CPU that ``set_timesteps`` makes. These two only index and compare with it, so that
-the samples are the same bits.
+A pipeline hands ``step`` an element of ``scheduler.timesteps``, which lies on the GPU. PNDM and
+DDIM index a table on the CPU with it and ask whether the one before is negative, so that the host
+waits for the UNet at every step, and the GPU then for the host. Here ``step`` gets the same number
+from a copy on the CPU that ``set_timesteps`` makes. These two only index and compare with it, so
+that the samples are the same bits.
 
-Schedulers that calculate on the GPU with the timestep (LCM, TCD) would round otherwise and are left alone; Euler and DPM++ wait once an
-image, not at each step. Not seen: what is written into ``timesteps.data`` in place, which nothing counts.
+Schedulers that calculate on the GPU with the timestep (LCM, TCD) would round otherwise and are left
+alone; Euler and DPM++ wait once an image, not at each step. Not seen: what is written into
+``timesteps.data`` in place, which nothing counts.
 """
 
 from __future__ import annotations
@@ -26,15 +28,16 @@ __all__ = ["FUSION"]
 
 _WAITED_FOR = ("cuda",)
 
-# By scheduler: (timesteps, its storage, how often it was written, its copy on the CPU). In no __dict__: a deepcopy's tensors begin to count
-# anew. The storage is held so that no other comes to lie at its address.
+# By scheduler: (timesteps, its storage, how often it was written, its copy on the CPU). In no
+# __dict__: a deepcopy's tensors begin to count anew. The storage is held so that no other comes to
+# lie at its address.
 _copies: weakref.WeakKeyDictionary[Any, tuple[Tensor, torch.UntypedStorage, int, Tensor]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 def _copy_of(scheduler: Any, table: Any) -> Tensor | None:
-    """``table``, the scheduler's timesteps, on the CPU; copied again if it is another one or was written, None if that cannot be known."""
+    """The scheduler's timesteps ``table`` on the CPU, copied again if it changed. None if that is unknown."""
     if type(table) is not Tensor or table.device.type not in _WAITED_FOR or table.is_inference():
         return None
     if table.dim() != 1 or table.stride(0) != 1:

@@ -11,12 +11,12 @@ exceptions too; a call that KeyboardInterrupt breaks off ends when the thread's 
 with the model. Pipelines pass the same prompt at each step, and weights may be written in between:
 the next call computes again.
 
-Each attention takes its columns once per call, and only if its layers, parameters, input, stream and
-capture state are unchanged. Otherwise it computes by itself; so does every attention that is called
-outside of a call of the whole model. There is no product if any attention of the model is not what
-it was (LoRA, hooks, moved, replaced). An attention that has taken its columns and asks again, as when
-a forward is captured after a warm-up, starts another product. A product is given up as soon as all
-have taken their columns, and else with the call.
+Each attention takes its columns once per call, and only if its layers, parameters, input, stream
+and capture state are unchanged. Otherwise it computes by itself; so does every attention that is
+called outside of a call of the whole model. There is no product if any attention of the model is
+not what it was (LoRA, hooks, moved, replaced). An attention that has taken its columns and asks
+again, as when a forward is captured after a warm-up, starts another product. A product is given up
+as soon as all have taken their columns, and else with the call.
 """
 
 from __future__ import annotations
@@ -104,7 +104,10 @@ class _Share(NamedTuple):
 
 
 class _Product:
-    """What was computed of ``x``, until all of it is taken. It keeps x alive, so no other tensor gets its id."""
+    """What was computed of ``x``, until all of it is taken.
+
+    It keeps x alive, so no other tensor gets its id.
+    """
 
     def __init__(
         self, group: _Group, x: Tensor, output: Tensor, attentions: list[Any], parameters: Parameters
@@ -165,7 +168,10 @@ def is_formed(model: nn.Module) -> bool:
 
 
 def form(model: nn.Module, attentions: Iterable[Any]) -> None:
-    """Remember which of ``attentions``, modules below ``model``, may share a product. Moves nothing."""
+    """Remember which of ``attentions``, modules below ``model``, may share a product.
+
+    Moves nothing.
+    """
     members = [attention for attention in attentions if _can_share(attention)]
     _groups[model] = _Group(model, members) if len(members) > 1 else None
     group = _groups[model]
@@ -174,7 +180,7 @@ def form(model: nn.Module, attentions: Iterable[Any]) -> None:
 
 
 def _can_share(attention: Any) -> bool:
-    """False where queries are as wide: they may read the same tensor, and share a product with keys and values."""
+    """False if queries are as wide: they may read the same tensor, and join keys and values themselves."""
     return attention.to_k.in_features != attention.to_q.in_features
 
 
@@ -186,7 +192,10 @@ def dissolve(model: nn.Module) -> None:
 
 
 def pack(part: nn.Module) -> None:
-    """Put the weights of a model, or of the model of an attention, side by side where possible. Not in a call."""
+    """Put the weights of a model, or of the model of an attention, side by side where possible.
+
+    Not in a call.
+    """
     group = _groups.get(part) or _group_of.get(part)
     if group is not None:
         group.pack()
@@ -202,8 +211,8 @@ def pack_after_move(attention: nn.Module) -> None:
 def take(attention: nn.Module, x: Tensor) -> Tensor | None:
     """Keys and values that ``attention`` makes of ``x``; None if it has to compute them by itself.
 
-    Shapes: x (N, S, C'), result (N, S, 2C), keys first. Layout: columns of a wider tensor, not to be
-    written to.
+    Shapes: x (N, S, C'), result (N, S, 2C), keys first. Layout: columns of a wider tensor, not to
+    be written to.
     """
     call, group = _running.call, _group_of.get(attention)
     if call is None or group is None or group.model() is not call.model():
@@ -234,7 +243,10 @@ def _forget_product(call: _Call | None) -> None:
 
 
 class _Running(threading.local):
-    """The call that began last in this thread. A call within a call ends the sharing in the outer one."""
+    """The call that began last in this thread.
+
+    A call within a call ends the sharing in the outer one.
+    """
 
     call: _Call | None = None
 
@@ -243,7 +255,10 @@ _running = _Running()
 
 
 def begin_call(model: nn.Module) -> None:
-    """From here on attentions of ``model`` share, in this thread. What a broken-off call left goes."""
+    """From here on attentions of ``model`` share, in this thread.
+
+    What a broken-off call left goes.
+    """
     # With gradients checkpoints may run layers again outside of the call, with other rounding.
     _running.call = None if torch.is_grad_enabled() else _Call(model)
 

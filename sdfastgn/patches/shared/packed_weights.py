@@ -1,15 +1,19 @@
-"""Linear layers that read the same tensor, as one matrix product: their parameters side by side in one allocation.
+"""Linear layers that read the same tensor, as one matrix product: parameters packed in one allocation.
 
-Each parameter stays what it was: the same object, contiguous, and alone in a storage of exactly its size. Only the addresses follow each
-other, because these storages are slices of one allocation, which lives as long as any of them. So nobody who looks for parameters that
-share a storage finds any: ``torch.save`` and pickle write each by itself, and accelerate's ``save_model``, which drops all parameters of
-a storage but the first, drops none.
+Each parameter stays what it was: the same object, contiguous, and alone in a storage of exactly its
+size. Only the addresses follow each other, because these storages are slices of one allocation,
+which lives as long as any of them. So nobody who looks for parameters that share a storage finds
+any: ``torch.save`` and pickle write each by itself, and accelerate's ``save_model``, which drops
+all parameters of a storage but the first, drops none.
 
-The joined tensor is not kept. It is made anew at each call, over the allocation as it is, if all parameters still lie in it where they
-were put: what is written into one of them is seen, and one that lies elsewhere by now (``.to()``, ``param.data = ...``,
-``load_state_dict(assign=True)``, offloading) is noticed. Only a weak reference to the allocation is held, by which nothing is kept alive.
+The joined tensor is not kept. It is made anew at each call, over the allocation as it is, if all
+parameters still lie in it where they were put: what is written into one of them is seen, and one
+that lies elsewhere by now (``.to()``, ``param.data = ...``, ``load_state_dict(assign=True)``,
+offloading) is noticed. Only a weak reference to the allocation is held, by which nothing is kept
+alive.
 
-Nothing is packed while a model computes. A CUDA graph that was captured before would go on reading memory that packing has given up.
+Nothing is packed while a model computes. A CUDA graph that was captured before would go on reading
+memory that packing has given up.
 """
 
 from __future__ import annotations
@@ -31,10 +35,12 @@ __all__ = ["Parameters", "is_one_product", "joined", "pack", "pack_together", "p
 PACKED_DEVICES = ("cuda",)
 # Bytes: matrix products read 16 at a time, so every part must begin at a multiple.
 _ALIGNMENT = 16
-# A storage that belongs to one tensor alone: that one, and the Python object through which the count is asked.
+# A storage that belongs to one tensor alone: that one, and the Python object through which the
+# count is asked.
 _UNSHARED = 2
 
-# By the module whose linear layers they are. In no __dict__: nothing to copy, pickle or take away again.
+# By the module whose linear layers they are. In no __dict__: nothing to copy, pickle or take away
+# again.
 _allocations: weakref.WeakKeyDictionary[nn.Module, StorageWeakRef] = weakref.WeakKeyDictionary()
 
 
@@ -64,11 +70,11 @@ def plain_parameters(linears: Iterable[Any]) -> Parameters | None:
 
 def is_one_product(x: Tensor, parameters: Parameters) -> bool:
     """True if one product of x with ``parameters`` is all that calling their layers comes to."""
-    first = parameters.weights[0]
-    if (x.dtype, x.shape[-1]) != (first.dtype, first.shape[-1]) or torch.is_autocast_enabled(x.device.type):
-        return False
     params = (*parameters.weights, *parameters.biases)
-    return not dispatch.wants_gradient(x, params) and dispatch.is_untraced(x, params)
+    if dispatch.wants_gradient(x, params) or not dispatch.is_untraced(x, params):
+        return False
+    fits = (x.dtype, x.shape[-1]) == (params[0].dtype, params[0].shape[-1])
+    return fits and not torch.is_autocast_enabled(x.device.type)
 
 
 def joined(owner: nn.Module, parameters: Parameters) -> tuple[Tensor, Tensor | None] | None:
@@ -92,7 +98,7 @@ def _allocation(owner: nn.Module) -> torch.UntypedStorage | None:
 
 
 def _span(allocation: torch.UntypedStorage, parts: list[Tensor]) -> Tensor | None:
-    """The tensor that ``parts`` are, one below the other, or None if they do not lie so within ``allocation``."""
+    """One tensor over ``parts``, or None if they are not neighbors within ``allocation``."""
     first = parts[0]
     dtype, columns = first.dtype, first.shape[1:]
     start = end = first.data_ptr()
@@ -123,9 +129,10 @@ def pack(owner: nn.Module, linears: Iterable[Any]) -> None:
 def pack_together(owners: Sequence[nn.Module], parameters: Parameters) -> None:
     """Puts ``parameters`` of ``owners`` side by side where that is possible and of use.
 
-    For each of the owners, those of its own that follow each other can be joined too. Values, strides and identities stay. What is not
-    memory of its own stays where it is: parameters that share a storage with anything else (tied weights, a state_dict that somebody
-    holds), quantised or offloaded ones.
+    For each of the owners, those of its own that follow each other can be joined too. Values,
+    strides and identities stay. What is not memory of its own stays where it is: parameters that
+    share a storage with anything else (tied weights, a state_dict that somebody holds), quantised
+    or offloaded ones.
     """
     parts = [*parameters.weights, *parameters.biases]
     captures = parts[0].is_cuda and torch.cuda.is_current_stream_capturing()
@@ -170,7 +177,7 @@ def _move(parts: Sequence[Tensor]) -> torch.UntypedStorage:
 
 
 def unpack(owner: nn.Module) -> None:
-    """Gives each parameter below ``owner`` that ``pack`` has put beside others memory of its own again. Nothing else changes."""
+    """Give each parameter of ``owner`` that ``pack`` has moved memory of its own again."""
     allocation = _allocation(owner)
     _allocations.pop(owner, None)
     if allocation is None:
