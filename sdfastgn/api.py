@@ -19,7 +19,7 @@ from sdfastgn.patches import patcher
 from sdfastgn.patches.core import channels_last
 from sdfastgn.patches.core.ddp import is_in_ddp
 from sdfastgn.patches.graphs import install as graphs
-from sdfastgn.patches.graphs.forward import is_graphable
+from sdfastgn.patches.graphs.models import is_graphable
 from sdfastgn.reports import Entry, Report
 
 __all__ = ["optimize", "optimized", "report", "restore"]

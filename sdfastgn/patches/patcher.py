@@ -1,4 +1,7 @@
-"""Plan, check everything, then apply; and the exact way back. Knows modules and the registry, no model."""
+"""Plan, check everything, then apply; and the exact way back.
+
+Knows modules and the registry, no model.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,8 @@ from torch import nn
 
 from sdfastgn.patches.core import channels_last
 from sdfastgn.patches.core.fusion import Fusion, is_over_fused, restore_class
-from sdfastgn.patches.pipeline.part import PipelinePart
-from sdfastgn.patches.registry import FUSIONS, PARTS
+from sdfastgn.patches.pipeline.object_fusion import ObjectFusion
+from sdfastgn.patches.registry import FUSIONS, OBJECT_FUSIONS
 from sdfastgn.patches.shared.packed_weights import unpack
 
 __all__ = ["Finding", "apply", "apply_parts", "has_fusions", "inspect", "inspect_parts", "undo", "undo_parts"]
@@ -19,14 +22,14 @@ __all__ = ["Finding", "apply", "apply_parts", "has_fusions", "inspect", "inspect
 
 @dataclass(frozen=True)
 class Finding:
-    """One (module, fusion) pair. ``status``: ``fused``, ``fusable`` (would be fused by optimize) or ``skipped`` with a ``reason``.
+    """One (module, fusion) pair: ``fused``, ``fusable`` by optimize, or ``skipped`` with a ``reason``.
 
-    ``module`` is a plain object where the rule is one of ``PARTS``.
+    ``module`` is a plain object where the rule is one of ``OBJECT_FUSIONS``.
     """
 
     path: str
     module: Any
-    fusion: Fusion | PipelinePart
+    fusion: Fusion | ObjectFusion
     status: str
     reason: str = ""
 
@@ -45,7 +48,7 @@ def inspect_parts(parts: dict[str, Any]) -> list[Finding]:
     """The same of a pipeline's ``parts`` that are no modules, each object once."""
     found: dict[int, Finding] = {}
     for path, part in parts.items():
-        for rule in PARTS:
+        for rule in OBJECT_FUSIONS:
             if id(part) not in found and rule.claims(part):
                 found[id(part)] = _finding(path, part, rule)
     return list(found.values())
@@ -57,7 +60,10 @@ def has_fusions(root: nn.Module) -> bool:
 
 
 def apply(root: nn.Module, findings: list[Finding]) -> None:
-    """Carry out the ``fusable`` ones of ``inspect(root)`` and make the convolutions channels-last. Undoes itself if anything fails."""
+    """Carry out the ``fusable`` ones of ``inspect(root)`` and make the convolutions channels-last.
+
+    Undoes itself if anything fails.
+    """
     try:
         for fusion in FUSIONS:
             for finding in findings:
@@ -79,17 +85,20 @@ def apply_parts(findings: list[Finding]) -> None:
 
 
 def undo_parts(parts: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """Every one of ``parts``, (path, part), as before ``apply_parts``. Returns what ``undo`` does."""
+    """Every one of ``parts``, (path, part), as before ``apply_parts``.
+
+    Returns what ``undo`` does.
+    """
     left = []
     for path, part in parts:
-        for rule in PARTS:
+        for rule in OBJECT_FUSIONS:
             rule.undo(part)
-        if any(rule.is_over_applied(part) for rule in PARTS):
+        if any(rule.is_over_applied(part) for rule in OBJECT_FUSIONS):
             left.append((path, part))
     return left
 
 
-def _finding(path: str, module: Any, fusion: Fusion | PipelinePart) -> Finding:
+def _finding(path: str, module: Any, fusion: Fusion | ObjectFusion) -> Finding:
     if fusion.is_applied(module):
         return Finding(path, module, fusion, "fused")
     reason = fusion.reason_to_skip(module)
@@ -99,8 +108,8 @@ def _finding(path: str, module: Any, fusion: Fusion | PipelinePart) -> Finding:
 def undo(root: nn.Module, prefix: str = "") -> list[tuple[str, Any]]:
     """Everything below ``root`` as it was before ``apply``; nothing to do on a stock model.
 
-    Returns (path, module) of those of which that is impossible: other code has put a class of its own
-    over the fused one. Once that code has taken it away, ``undo`` finds the fused one.
+    Returns (path, module) of those of which that is impossible: other code has put a class of its
+    own over the fused one. Once that code has taken it away, ``undo`` finds the fused one.
     """
     for fusion in reversed(FUSIONS):
         for module in root.modules():

@@ -1,4 +1,7 @@
-"""Every fusion there is, in the order in which they are applied (undone in reverse). The patcher knows no model but through this."""
+"""Every fusion there is, in the order in which they are applied (undone in reverse).
+
+The patcher knows no model but through this.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,14 @@ import importlib.util
 
 from sdfastgn.patches.core.fusion import Fusion
 from sdfastgn.patches.fusions import group_norm, sequential
-from sdfastgn.patches.pipeline.part import PipelinePart
+from sdfastgn.patches.pipeline.object_fusion import ObjectFusion
 
-__all__ = ["FUSIONS", "PARTS"]
+__all__ = ["FUSIONS", "OBJECT_FUSIONS"]
 
 
 FUSIONS: tuple[Fusion, ...] = (group_norm.FUSION, sequential.FUSION)
 # Of a pipeline, for what is no module.
-PARTS: tuple[PipelinePart, ...] = ()
+OBJECT_FUSIONS: tuple[ObjectFusion, ...] = ()
 
 if importlib.util.find_spec("diffusers") is not None:
     from sdfastgn.patches.fusions import (
@@ -25,21 +28,17 @@ if importlib.util.find_spec("diffusers") is not None:
         geglu,
         resnet_block,
         temporal_resnet_block,
-        time_projections,
         timestep_embedding,
         transformer_2d,
         transformer_block,
         up_block,
         upsample_2d,
     )
-    from sdfastgn.patches.pipeline import device as execution_device
-    from sdfastgn.patches.pipeline import image_processor as image_bytes
-    from sdfastgn.patches.pipeline import scheduler as host_timesteps
+    from sdfastgn.patches.pipeline import image_processor, scheduler
 
     FUSIONS += (
         resnet_block.FUSION,
         temporal_resnet_block.FUSION,
-        time_projections.FUSION,
         timestep_embedding.FUSION,
         transformer_2d.FUSION,
         transformer_block.FUSION,
@@ -53,4 +52,4 @@ if importlib.util.find_spec("diffusers") is not None:
         geglu.FUSION,
         conv_norm_out.FUSION,
     )
-    PARTS += (execution_device.PART, host_timesteps.PART, image_bytes.PART)
+    OBJECT_FUSIONS += (scheduler.FUSION, image_processor.FUSION)

@@ -1,12 +1,14 @@
-"""Channels-last from the first convolution of a model to the last: weights once, images at the model's doors.
+"""Channels-last layout for a whole model: weights once, images at its first and last convolution.
 
-Weights of 2-D and 3-D convolutions are laid out channels-last in place (same Parameter objects, same values) and their former shapes
-and strides remembered on the convolution. A hook on the first convolution of each model converts what comes in from outside; one on the
-last gives the output back channels-first, which is what callers of the stock model get.
+Weights of 2-D and 3-D convolutions are laid out channels-last in place (same Parameter objects,
+same values) and their former shapes and strides remembered on the convolution. A hook on the first
+convolution of each model converts what comes in from outside; one on the last gives the output back
+channels-first, which is what callers of the stock model get.
 
-Only where kernels run does any of it pay. So weights are laid out when they are on a GPU, in a dtype that has kernels: at once, or when
-the model is moved there (an ``_apply`` in the root's ``__dict__``, which ``.to()`` and its like call). Weights that leave keep their
-layout, because most are only parked. The first forward on a device without kernels gives them their former layout back.
+Only where kernels run does any of it pay. So weights are laid out when they are on a GPU, in a
+dtype that has kernels: at once, or when the model is moved there (an ``_apply`` in the root's
+``__dict__``, which ``.to()`` and its like call). Weights that leave keep their layout, because most
+are only parked. The first forward on a device without kernels gives them their former layout back.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ __all__ = [
     "without_adapters",
 ]
 
-# In the convolution's __dict__ while converted: (shape, strides). Goes wherever the module goes (deepcopy, pickle, a LoRA's base_layer).
+# In the convolution's __dict__ while converted: (shape, strides). Goes wherever the module goes
+# (deepcopy, pickle, a LoRA's base_layer).
 _STOCK_LAYOUT = "_sdfastgn_stock_layout"
 
 _FORMATS: dict[type[nn.Module], torch.memory_format] = {
@@ -41,10 +44,12 @@ _FORMATS: dict[type[nn.Module], torch.memory_format] = {
     nn.Conv3d: torch.channels_last_3d,
     nn.ConvTranspose3d: torch.channels_last_3d,
 }
-# diffusers' names for the convolutions through which a tensor enters a model or its autoencoder's middle, and leaves it.
+# diffusers' names for the convolutions through which a tensor enters a model or its autoencoder's
+# middle, and leaves it.
 _ENTRIES = ("conv_in", "quant_conv", "post_quant_conv")
 _EXITS = ("conv_out", "quant_conv")
-# peft's names for the layer of the model within an adapter; beside it is what the adapter has added or trains.
+# peft's names for the layer of the model within an adapter; beside it is what the adapter has added
+# or trains.
 _ADAPTED = ("base_layer", "original_module")
 
 
@@ -65,17 +70,17 @@ def leave(conv: Any, args: Any, output: Any) -> Any:
 
 
 def is_entry(path: str, module: nn.Module) -> bool:
-    """True if ``module``, found at the dotted ``path``, is a 2-D convolution through which images come in."""
+    """True if ``module`` is a 2-D convolution through which images come in. ``path`` is dotted."""
     return isinstance(module, nn.Conv2d) and path.rpartition(".")[2] in _ENTRIES
 
 
 def is_exit(path: str, module: nn.Module) -> bool:
-    """True if ``module``, found at the dotted ``path``, is a 2-D convolution through which images go out."""
+    """True if ``module`` is a 2-D convolution through which images go out. ``path`` is dotted."""
     return isinstance(module, nn.Conv2d) and path.rpartition(".")[2] in _EXITS
 
 
 def without_adapters(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """``root.named_modules()`` less what adapters have added: it is saved as it lies, and safetensors wants that contiguous."""
+    """``root.named_modules()`` less what adapters have added, which must stay contiguous to be saved."""
     added: set[nn.Module] = set()
     for module in root.modules():
         children = dict(module.named_children())
@@ -91,7 +96,7 @@ _living: weakref.WeakSet[_Apply] = weakref.WeakSet()
 
 
 class _Apply:
-    """Stands for the ``_apply`` of one root: the convolutions below it are converted where they have arrived."""
+    """Stands for the ``_apply`` of one root: lays out the convolutions that a move has brought to a GPU."""
 
     def __init__(self, root: nn.Module) -> None:
         self._root = weakref.ref(root)  # which owns this object
@@ -120,7 +125,7 @@ class _Apply:
 
 
 def apply(root: nn.Module) -> None:
-    """Make the convolutions below ``root`` channels-last, now or when they come to where that pays. A second call changes nothing."""
+    """Make the convolutions below ``root`` channels-last, now or once they are on a GPU. Idempotent."""
     for path, module in without_adapters(root):
         if is_entry(path, module) and enter not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(enter)
@@ -161,7 +166,7 @@ def _new_format(module: nn.Module) -> torch.memory_format | None:
 
 
 def unconverted_weights(module: nn.Module) -> int:
-    """Number of convolutions below ``module`` whose weights ``apply`` would make channels-last, now or later."""
+    """Number of convolutions below ``module`` whose weights ``apply`` would change, now or later."""
     return sum(_new_format(m) is not None for _, m in without_adapters(module))
 
 
@@ -171,7 +176,7 @@ def converted_weights(module: nn.Module) -> int:
 
 
 def restore(module: nn.Module) -> None:
-    """Undo ``apply`` on one module: hooks off, and the weight, if it still has its shape, back to its former strides."""
+    """Undo ``apply`` on one module: hooks off, and a weight that kept its shape back to its strides."""
     remove_hooks(module, enter, leave)
     if isinstance(vars(module).get("_apply"), _Apply):
         del vars(module)["_apply"]
@@ -179,7 +184,7 @@ def restore(module: nn.Module) -> None:
 
 
 def _lay_out_as_stock(conv: nn.Module) -> None:
-    """Gives all weights of the model that ``conv`` is in their former layout back, until it moves again."""
+    """Give all weights of the model of ``conv`` their former layout, until the model moves again."""
     # Not the roots of which nothing is left but this object.
     roots = [root for own in list(_living) if (root := own._root()) is not None]
     for module in {conv, *(m for root in roots if conv in set(root.modules()) for m in root.modules())}:
@@ -191,7 +196,8 @@ def _unconvert(module: nn.Module) -> None:
     if layout is None:
         return
     for weight in (module._parameters.get("weight"), _offloaded(module)):
-        # One that was widened since (inpainting, more channels) is not ours: in the old strides its elements would lie on each other.
+        # One that was widened since (inpainting, more channels) is not ours: in the old strides its
+        # elements would lie on each other.
         if weight is not None and weight.shape == layout[0] and weight.stride() != layout[1]:
             stock = torch.empty_strided(*layout, dtype=weight.dtype, device=weight.device)
             weight.data = stock.copy_(weight.data)

@@ -1,6 +1,7 @@
-"""Convolutions without the pass in which cuDNN adds their bias: another kernel adds it, or a matrix product in place of the convolution.
+"""Convolutions whose bias another kernel adds, which saves the pass in which cuDNN would add it.
 
-Both only in plain inference on a GPU, and only for a plain ``nn.Conv2d``: a LoRA layer or a hooked convolution is called as ever.
+Both only in plain inference on a GPU, and only for a plain ``nn.Conv2d``: a LoRA layer or a hooked
+convolution is called as ever.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from torch import Tensor, nn
 
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.layout import is_channels_last
-from sdfastgn.patches.core.fusion import is_plain
+from sdfastgn.patches.core.fusion import is_unhooked
 
 __all__ = ["bias_can_move", "conv_without_bias", "pointwise"]
 
 
 def bias_can_move(conv: nn.Module) -> bool:
     """True if the next kernel may add the bias of ``conv``."""
-    return type(conv) is nn.Conv2d and conv.bias is not None and is_plain(conv)
+    return type(conv) is nn.Conv2d and conv.bias is not None and is_unhooked(conv)
 
 
 def conv_without_bias(conv: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -30,7 +31,9 @@ def conv_without_bias(conv: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def pointwise(conv: Any, x: Tensor) -> Tensor:
-    """conv(x) for x (N, C, H, W). A 1x1 convolution of a channels-last tensor is a matrix product, which adds the bias before it writes.
+    """conv(x) for x (N, C, H, W), as a matrix product where ``conv`` is 1x1 and x is channels-last.
+
+    The product adds the bias before it writes.
 
     Only in 16 bits: a product in fp32 is not in TF32 by PyTorch's default, a convolution is.
     """
@@ -54,6 +57,6 @@ def _is_product(conv: nn.Conv2d, x: Tensor) -> bool:
         and conv.stride == (1, 1)
         and conv.padding in ((0, 0), "valid", "same")
         and conv.groups == 1
-        and is_plain(conv)
+        and is_unhooked(conv)
         and is_channels_last(x)
     )

@@ -1,7 +1,8 @@
-"""Models in DistributedDataParallel: their weights' layout must stay as it was when they were wrapped.
+"""Models in DistributedDataParallel: their weights must keep the layout that they had when wrapped.
 
-DDP's buckets hold gradients as views with the strides that the weights had then. With other strides on the weights (PyTorch 2.13) the
-averaged values end up in other places of the gradient, and only a warning about performance is shown.
+DDP's buckets hold gradients as views with the strides that the weights had then. With other strides
+on the weights (PyTorch 2.13) the averaged values end up in other places of the gradient, and only a
+warning about performance is shown.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ __all__ = ["is_in_ddp"]
 
 
 def is_in_ddp(roots: Iterable[nn.Module]) -> bool:
-    """True if a living DistributedDataParallel averages gradients of any of the ``roots``, whichever of the two holds the other."""
+    """True if a living DistributedDataParallel averages gradients of any of the ``roots``."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return False
     weights = {id(p) for root in roots for p in root.parameters()}
@@ -27,7 +28,8 @@ def is_in_ddp(roots: Iterable[nn.Module]) -> bool:
 
 
 def _is_in_any(weights: set[int]) -> bool:
-    # A wrapped model knows nothing of its wrapper, so the wrappers are looked for. type(), because isinstance asks proxies for a class.
+    # A wrapped model knows nothing of its wrapper, so the wrappers are looked for. type(), because
+    # isinstance asks proxies for a class.
     kind = nn.parallel.DistributedDataParallel
     wrappers = [o for o in gc.get_objects() if issubclass(type(o), kind)]
     return any(id(p) in weights for wrapper in wrappers for p in wrapper.parameters())

@@ -1,4 +1,4 @@
-"""What a fusion is: a rule that claims modules, says why it would leave one alone, and can be applied and undone exactly."""
+"""What a fusion is: a rule that claims modules, gives reasons to skip, and has an exact undo."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, Protocol
 from torch import nn
 from torch.nn.modules import module as nn_module
 
-from sdfastgn.patches.core.own_forward import change_class, has_foreign_forward
-from sdfastgn.patches.core.tested_sources import unknown_source
+from sdfastgn.patches.core.class_forward import change_class, has_foreign_forward
+from sdfastgn.patches.core.tested_sources import TestedSource, unknown_source
 
 __all__ = [
     "ClassSwap",
@@ -20,17 +20,25 @@ __all__ = [
     "foreign_override",
     "is_about",
     "is_over_fused",
-    "is_plain",
+    "is_unhooked",
     "register_fused",
     "restore_class",
 ]
 
 
 class Fusion(Protocol):
-    """One entry of the registry. ``apply`` and ``undo`` are inverse and touch only the module given and, if need be, its children."""
+    """One entry of the registry.
+
+    ``apply`` and ``undo`` are inverse and touch only the module given and, if need be, its
+    children.
+    """
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def sources(self) -> tuple[TestedSource, ...]:
+        """Upstream methods that it replaces or relies upon."""
 
     def claims(self, module: nn.Module) -> bool:
         """True if this fusion is about ``module``: fused, fusable, or skipped with a reason."""
@@ -55,15 +63,16 @@ def _everything(_: Any) -> bool:
 
 @dataclass(frozen=True)
 class ClassSwap:
-    """Fusion by giving one instance another class: ``fused``, a subclass of ``stock`` without state of its own.
+    """Fusion by giving one instance another class: ``fused``, a subclass of ``stock`` without own state.
 
-    The class says everything, so that undo, deepcopy and pickle need nothing else, and other instances of ``stock`` are untouched.
+    The class says everything, so that undo, deepcopy and pickle need nothing else, and other
+    instances of ``stock`` are untouched.
 
     Args:
         name: the fusion's name in reports.
         stock: exact type that is fused; a subclass may compute something else and is skipped.
         fused: its replacement, defined at the top level of a module (pickle).
-        methods: upstream methods that ``fused`` replaces; their sources must be known.
+        sources: upstream methods that ``fused`` replaces or relies upon; they must be known.
         check: reason to skip that depends on the instance.
         covers: False for an instance that is not claimed: another operation by the same class.
     """
@@ -71,7 +80,7 @@ class ClassSwap:
     name: str
     stock: type[nn.Module]
     fused: type[nn.Module]
-    methods: tuple[str, ...] = ()
+    sources: tuple[TestedSource, ...] = ()
     check: Callable[[Any], str | None] = _no_reason
     covers: Callable[[Any], bool] = _everything
 
@@ -93,7 +102,7 @@ class ClassSwap:
         return (
             foreign_class(module, self.stock)
             or foreign_override(module)
-            or unknown_source(self.stock, *self.methods)
+            or unknown_source(*self.sources)
             or self.check(module)
         )
 
@@ -134,8 +143,8 @@ def is_over_fused(module: nn.Module) -> bool:
 def is_about(module: nn.Module, *stock: type[nn.Module]) -> bool:
     """True if ``module`` is of a ``stock`` class or of one that other code derived from it.
 
-    diffusers' own subclasses of its classes are other models and their parts: nobody expects them to be
-    fused, and a report that lists them would say nothing.
+    diffusers' own subclasses of its classes are other models and their parts: nobody expects them
+    to be fused, and a report that lists them would say nothing.
     """
     cls = type(module)
     if cls in stock:
@@ -160,15 +169,18 @@ def foreign_class(module: nn.Module, *stock: type[nn.Module]) -> str | None:
 
 
 def foreign_override(module: nn.Module) -> str | None:
-    """The reason if someone put a ``forward`` into the instance (accelerate's hooks do): a class swap would then be dead code."""
+    """The reason if someone replaced the instance's ``forward``, which makes a class swap dead code."""
     if not has_foreign_forward(module):
         return None
     owner = "accelerate's hooks" if hasattr(module, "_hf_hook") else "other code"
     return f"{owner} replaced this instance's forward"
 
 
-def is_plain(module: nn.Module) -> bool:
-    """True if calling ``module`` does nothing but its class's forward: no hooks, no override. Asked at each call: hooks may come later."""
+def is_unhooked(module: nn.Module) -> bool:
+    """True if calling ``module`` does nothing but its class's forward: no hooks, no override.
+
+    Asked at each call: hooks may come later.
+    """
     return not (
         module._forward_hooks
         or module._forward_pre_hooks
@@ -183,7 +195,10 @@ _ACTIVATION_NAMES: dict[type[nn.Module], str] = {nn.SiLU: "silu", nn.ReLU: "relu
 
 
 def activation_of(module: nn.Module) -> str | None:
-    """Name under which an activation module can be fused, or None. Exact types only: a subclass may compute something else."""
+    """Name under which an activation module can be fused, or None.
+
+    Exact types only: a subclass may compute something else.
+    """
     name = _ACTIVATION_NAMES.get(type(module))
     if name is None and type(module) is nn.GELU:
         name = {"none": "gelu", "tanh": "gelu_tanh"}.get(str(module.approximate))

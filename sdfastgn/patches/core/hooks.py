@@ -1,4 +1,4 @@
-"""Taking module hooks off again without having kept their handles (handles do not survive deepcopy and pickle; functions do)."""
+"""Removing module hooks by function: handles do not survive deepcopy and pickle, functions do."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OPTION_DICTS = (
 
 
 def remove_hooks(module: nn.Module, *functions: Callable[..., Any]) -> int:
-    """Remove every forward hook and pre-hook of ``module`` that is one of ``functions``; returns how many there were."""
+    """Remove every forward hook and pre-hook that is one of ``functions``; returns how many there were."""
     removed = 0
     for name in _HOOK_DICTS:
         hooks = getattr(module, name)

@@ -1,6 +1,7 @@
-"""Linear layers of few rows, such as those of a time embedding, together with the activation before them.
+"""Linear layers of few rows, as in a time embedding, in one kernel with the activation before them.
 
-Only in plain inference on a GPU, and only for a plain ``nn.Linear`` behind a plain activation: anything else is called as ever.
+Only in plain inference on a GPU, and only for a plain ``nn.Linear`` behind a plain activation:
+anything else is called as ever.
 """
 
 from __future__ import annotations
@@ -13,18 +14,21 @@ from torch import Tensor, nn
 from sdfastgn.kernels.act_linear.config import has_few_rows
 from sdfastgn.kernels.act_linear.op import act_linear
 from sdfastgn.kernels.common import dispatch
-from sdfastgn.patches.core.fusion import activation_of, is_plain
+from sdfastgn.patches.core.fusion import activation_of, is_unhooked
 
 __all__ = ["fused_linear", "is_plain_linear", "linear_of"]
 
 
 def is_plain_linear(module: nn.Module) -> bool:
-    """True if calling ``module`` is a matrix product and its bias, nothing else: no LoRA, hooks, quantised or sharded weights."""
-    return type(module) is nn.Linear and type(module.weight) in (Tensor, nn.Parameter) and is_plain(module)
+    """True if calling ``module`` is a product and its bias: no LoRA, hooks, quantized or sharded weights."""
+    return type(module) is nn.Linear and type(module.weight) in (Tensor, nn.Parameter) and is_unhooked(module)
 
 
 def linear_of(linear: Any, act: Any, x: Any) -> Tensor:
-    """``linear(act(x))``, in one kernel where that is allowed. act: an activation module, or None for none."""
+    """``linear(act(x))``, in one kernel where that is allowed.
+
+    act: an activation module, or None for none.
+    """
     y = fused_linear(linear, act, x)
     if y is None:
         y = linear(x if act is None else act(x))
@@ -32,7 +36,7 @@ def linear_of(linear: Any, act: Any, x: Any) -> Tensor:
 
 
 def fused_linear(linear: Any, act: Any, x: Any, extra_bias: Tensor | None = None) -> Tensor | None:
-    """``linear(act(x)) + extra_bias`` in one kernel for x (N, K) and extra_bias (C,), or None where that may not run as one."""
+    """``linear(act(x)) + extra_bias`` in one kernel, x (N, K) and extra_bias (C,); None if not allowed."""
     if (
         torch.compiler.is_compiling()
         or not isinstance(x, Tensor)
@@ -41,7 +45,7 @@ def fused_linear(linear: Any, act: Any, x: Any, extra_bias: Tensor | None = None
     ):
         return None
     name = "identity" if act is None else activation_of(act)
-    if name is None or not (act is None or is_plain(act)) or not is_plain_linear(linear):
+    if name is None or not (act is None or is_unhooked(act)) or not is_plain_linear(linear):
         return None
     weight, bias = linear.weight, linear.bias
     if not dispatch.is_plain_inference(x, (weight, bias, extra_bias)) or torch.is_autocast_enabled(

@@ -1,4 +1,4 @@
-"""diffusers' ``AdaGroupNorm``: normalisation and the scale and shift from an embedding in one kernel."""
+"""diffusers' ``AdaGroupNorm``: normalization, scale and shift in one kernel."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.group_norm.op import group_norm
 from sdfastgn.patches.core.fusion import ClassSwap
+from sdfastgn.patches.core.tested_sources import tested
 
 __all__ = ["FUSION", "FusedAdaGroupNorm"]
 
@@ -27,4 +28,9 @@ class FusedAdaGroupNorm(AdaGroupNorm):
         return group_norm(x, self.num_groups, eps=self.eps, ada_scale=ada_scale, ada_shift=ada_shift)
 
 
-FUSION = ClassSwap("ada_group_norm", AdaGroupNorm, FusedAdaGroupNorm, ("__init__", "forward"))
+FUSION = ClassSwap(
+    "ada_group_norm",
+    AdaGroupNorm,
+    FusedAdaGroupNorm,
+    sources=(tested(AdaGroupNorm, __init__="0311e8286f88cd95", forward="0e0820e88c21bd0c"),),
+)

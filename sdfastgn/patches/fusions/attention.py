@@ -1,21 +1,25 @@
-"""diffusers' ``Attention`` on scaled_dot_product_attention: queries, keys and values in one matrix product, and less around it.
+"""diffusers' ``Attention``: queries, keys and values in one matrix product, and less around it.
 
 What ``AttnProcessor2_0`` does, with four differences.
 
-- Self-attention computes q, k and v in one product. Cross-attention computes k and v in one, shared by all
-  blocks that read the same states (``shared/one_product.py``). The parameters stay what and where they are
-  (``shared/packed_weights.py``).
+- Self-attention computes q, k and v in one product. Cross-attention computes k and v in one, shared
+  by all blocks that read the same states (``shared/one_product.py``). The parameters stay what and
+  where they are (``shared/packed_weights.py``).
 - A prompt's few keys and a VAE's wide heads have kernels of their own.
-- A division by an output factor of 1 is left out: it is a pass over the tensor with the same values.
-- The processor's signature is not inspected at each call, which takes more CPU time than launching a product.
+- A division by an output factor of 1 is left out: it is a pass over the tensor with the same
+  values.
+- The processor's signature is not inspected at each call, which takes more CPU time than launching
+  a product.
 
-One product wins where each alone leaves a GPU idle: 2048 tokens of 1280 channels are 80 tiles of 128 x 256, less than one for each
-of an H200's 132 multiprocessors, three times one after the other; together they are 240, in two rounds instead of three. Products that
-are large gain only the second and third read of the hidden states, and those of a prompt's 77 tokens a launch.
+One product wins where each alone leaves a GPU idle: 2048 tokens of 1280 channels are 80 tiles of
+128 x 256, less than one for each of an H200's 132 multiprocessors, three times one after the other;
+together they are 240, in two rounds instead of three. Products that are large gain only the second
+and third read of the hidden states, and those of a prompt's 77 tokens a launch.
 
-Everything else is diffusers' own forward: other processors (IP-Adapter's, xformers', sliced, those of ``fuse_qkv_projections``), masks,
-arguments that the processor has words about, and every call under a compiler. With gradients, under autocast and in traces the three
-layers are called one by one, as they are where one of them is not plain (LoRA, hooks, quantised weights).
+Everything else is diffusers' own forward: other processors (IP-Adapter's, xformers', sliced, those
+of ``fuse_qkv_projections``), masks, arguments that the processor has words about, and every call
+under a compiler. With gradients, under autocast and in traces the three layers are called one by
+one, as they are where one of them is not plain (LoRA, hooks, quantised weights).
 """
 
 from __future__ import annotations
@@ -31,15 +35,18 @@ from sdfastgn.kernels.attention.few_keys import attend_to_few
 from sdfastgn.kernels.attention.wide_heads import attend
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.patches.core.fusion import ClassSwap
-from sdfastgn.patches.core.tested_sources import unknown_source
-from sdfastgn.patches.shared.encoder_states import CONTEXT
-from sdfastgn.patches.shared.packed_weights import joined, pack, plain_parameters
+from sdfastgn.patches.core.tested_sources import tested
+from sdfastgn.patches.shared import one_product
+from sdfastgn.patches.shared.packed_weights import is_one_product, joined, pack, plain_parameters
 
 __all__ = ["FUSION", "FusedAttention"]
 
 
 class FusedAttention(Attention):
-    """``Attention`` in fewer launches. hidden_states (N, L, C) or (N, C, H, W), encoder_hidden_states (N, S, C') -> as the first."""
+    """``Attention`` in fewer launches.
+
+    hidden_states (N, L, C) or (N, C, H, W), encoder_hidden_states (N, S, C') -> as the first.
+    """
 
     def forward(
         self,
@@ -82,7 +89,7 @@ class FusedAttention(Attention):
     def _project(self, hidden_states: Tensor, context: Tensor | None) -> tuple[Tensor, ...]:
         """Queries, keys and values, (N, heads, tokens, channels of a head) each."""
         heads = self.heads
-        shared = None if context is None else CONTEXT.take(self, context)
+        shared = None if context is None else one_product.take(self, context)
         if shared is not None:
             return _split(self.to_q(hidden_states), heads), *_split(shared, 2 * heads).chunk(2, 1)
         if context is None:
@@ -96,22 +103,13 @@ class FusedAttention(Attention):
             return query, *_split(F.linear(context, *together), 2 * heads).chunk(2, 1)
         return query, _split(self.to_k(context), heads), _split(self.to_v(context), heads)
 
-    def _joined(self, x: Tensor, linears: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Weight and bias of ``linears`` in one, if one product with x is all that calling them comes to."""
+    def _joined(self, x: Tensor, linears: tuple[Any, ...]) -> tuple[Tensor, Tensor | None] | None:
+        """Weight and bias of ``linears`` as one, if one product with x is all that calling them does."""
         found = plain_parameters(linears)
-        if found is None or torch.is_autocast_enabled(x.device.type):
-            return None
-        params = (*found[0], *found[1])
-        if (
-            x.dtype != params[0].dtype
-            or dispatch.wants_gradient(x, params)
-            or not dispatch.is_untraced(x, params)
-        ):
-            return None
-        return joined(self, *found)
+        return joined(self, found) if found is not None and is_one_product(x, found) else None
 
     def _pack(self) -> None:
-        CONTEXT.pack_behind(self)
+        one_product.pack_after_move(self)
         linears = (self.to_q, self.to_k, self.to_v)
         same = len({getattr(linear, "in_features", None) for linear in linears}) == 1
         pack(self, linears if same else linears[1:])
@@ -129,7 +127,7 @@ class FusedAttention(Attention):
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """scaled_dot_product_attention of (N, heads, tokens, channels), by a kernel of ours where there are few keys or wide heads."""
+    """scaled_dot_product_attention of (N, heads, tokens, channels), with kernels for few keys and wide heads."""
     if dispatch.is_plain_inference(query, (key, value)) and not torch.is_autocast_enabled(query.device.type):
         found = attend_to_few(query, key, value)
         if found is not None:
@@ -142,7 +140,7 @@ def _split(x: Tensor, heads: int) -> Tensor:
 
 
 def _is_plain_attention(attn: Any) -> bool:
-    """True if there is nothing but the product with three weights between a norm and scaled_dot_product_attention."""
+    """True if there are only three products between a norm and scaled_dot_product_attention."""
     return (
         attn.spatial_norm is None
         and not attn.norm_cross
@@ -157,12 +155,8 @@ def _is_plain_attention(attn: Any) -> bool:
 class _AttentionFusion(ClassSwap):
     def apply(self, module: nn.Module) -> None:
         super().apply(module)
-        CONTEXT.pack_again(module)
+        one_product.pack(module)  # it was restored alone, and is fused again
         module._pack()  # type: ignore[operator]
-
-
-def _check(_: Attention) -> str | None:
-    return unknown_source(AttnProcessor2_0, "__call__")
 
 
 def _covers(attn: Attention) -> bool:
@@ -171,4 +165,13 @@ def _covers(attn: Attention) -> bool:
     return _is_plain_attention(attn) and attn.added_kv_proj_dim is None
 
 
-FUSION = _AttentionFusion("attention", Attention, FusedAttention, ("__init__", "forward"), _check, _covers)
+FUSION = _AttentionFusion(
+    "attention",
+    Attention,
+    FusedAttention,
+    sources=(
+        tested(Attention, __init__="b7c2f3fbb206ac90", forward="d3822449559212cb"),
+        tested(AttnProcessor2_0, __call__="d5a292e89ccd77a2"),
+    ),
+    covers=_covers,
+)

@@ -1,8 +1,9 @@
-"""The last normalisation of a UNet, encoder or decoder: ``conv_norm_out`` and ``conv_act`` as one kernel.
+"""The last norm of a UNet, encoder or decoder: ``conv_norm_out`` and ``conv_act`` as one kernel.
 
-Both are called by the parent's long forward, which is not ours to repeat. So the norm computes the activation too and hands the
-result over; the activation lets exactly that tensor pass. It does so only while the parent's forward runs (hooks on the parent arm it),
-so that calling ``conv_norm_out`` by itself gives what its name says. The hand-off is per thread and holds no reference.
+Both are called by the parent's long forward, which is not ours to repeat. So the norm computes the
+activation too and hands the result over; the activation lets exactly that tensor pass. It does so
+only while the parent's forward runs (hooks on the parent arm it), so that calling ``conv_norm_out``
+by itself gives what its name says. The hand-off is per thread and holds no reference.
 """
 
 from __future__ import annotations
@@ -21,40 +22,45 @@ from torch import Tensor, nn
 
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.group_norm.op import group_norm
+from sdfastgn.patches.core.class_forward import change_class
 from sdfastgn.patches.core.fusion import (
     activation_of,
     foreign_class,
     foreign_override,
     is_about,
-    is_plain,
+    is_unhooked,
     register_fused,
     restore_class,
 )
-from sdfastgn.patches.core.hand_over import take_statistics
 from sdfastgn.patches.core.hooks import remove_hooks
-from sdfastgn.patches.core.own_forward import change_class
-from sdfastgn.patches.core.tested_sources import unknown_source
+from sdfastgn.patches.core.statistics import take_statistics
+from sdfastgn.patches.core.tested_sources import TestedSource, tested, unknown_source
 from sdfastgn.patches.fusions.group_norm import FusedGroupNorm
 
 __all__ = ["FUSION", "PARENTS"]
 
-# Models whose forward calls conv_norm_out and, directly after it, conv_act on its result.
-PARENTS: tuple[type[nn.Module], ...] = (
-    UNet2DConditionModel,
-    UNet2DModel,
-    UNet3DConditionModel,
-    UNetMotionModel,
-    UNetSpatioTemporalConditionModel,
-    I2VGenXLUNet,
-    Encoder,
-    Decoder,
-    TemporalDecoder,
-)
+# Models whose forward calls conv_norm_out and, directly after it, conv_act on its result -> that
+# forward's source.
+_SOURCES: dict[type[nn.Module], TestedSource] = {
+    source.cls: source
+    for source in (
+        tested(UNet2DConditionModel, forward="5b3a99d99574b3bd"),
+        tested(UNet2DModel, forward="416dcd70b296edcf"),
+        tested(UNet3DConditionModel, forward="1384218106603cc9"),
+        tested(UNetMotionModel, forward="95182a44ff659fc6"),
+        tested(UNetSpatioTemporalConditionModel, forward="da12e98000e96d72"),
+        tested(I2VGenXLUNet, forward="9cdf621795dabf2b"),
+        tested(Encoder, forward="629b31442a1244ee"),
+        tested(Decoder, forward="f745d319263a350b"),
+        tested(TemporalDecoder, forward="109d26246c2932a4"),
+    )
+}
+PARENTS: tuple[type[nn.Module], ...] = tuple(_SOURCES)
 _FORWARDS = frozenset(parent.forward for parent in PARENTS)
 
 
 class _HandOff(threading.local):
-    """``armed``: id of a norm -> the activation that follows it in the parent that runs; ``output``: what the norm has activated."""
+    """Of one thread. ``armed``: id of a norm -> its activation; ``output``: what a norm has activated."""
 
     def __init__(self) -> None:
         self.armed: dict[int, nn.Module] = {}
@@ -65,7 +71,7 @@ _hand_off = _HandOff()
 
 
 class FusedNormOut(FusedGroupNorm):
-    """``conv_norm_out``: GroupNorm, with the activation that follows when the parent's forward calls it."""
+    """``conv_norm_out``, together with the activation when the parent's forward calls it."""
 
     def forward(self, input: Tensor) -> Tensor:
         act = None if torch.compiler.is_compiling() else _hand_off.armed.get(id(self))
@@ -73,7 +79,7 @@ class FusedNormOut(FusedGroupNorm):
         if (
             act is None
             or name is None
-            or not (dispatch.has_kernels(input) and is_plain(self) and is_plain(act))
+            or not (dispatch.has_kernels(input) and is_unhooked(self) and is_unhooked(act))
         ):
             return super().forward(input)
         statistics = take_statistics(input)
@@ -131,6 +137,7 @@ def disarm(parent: Any, args: Any, output: Any) -> None:
 
 class _NormOutFusion:
     name = "conv_norm_out"
+    sources = tuple(_SOURCES.values())
 
     def claims(self, module: nn.Module) -> bool:
         has_norm = isinstance(getattr(module, "conv_norm_out", None), nn.GroupNorm)
@@ -148,7 +155,7 @@ class _NormOutFusion:
             return f"its norm is a {type(norm).__name__}"
         if type(act) not in _PASS or activation_of(act) is None:
             return f"activation {type(act).__name__} has no fused form"
-        return foreign_override(norm) or foreign_override(act) or unknown_source(type(module), "forward")
+        return foreign_override(norm) or foreign_override(act) or unknown_source(_SOURCES[type(module)])
 
     def apply(self, module: Any) -> None:
         change_class(module.conv_norm_out, FusedNormOut)

@@ -1,6 +1,7 @@
-"""diffusers' ``Downsample2D``: the convolution's bias in a kernel that hands over the statistics of what it writes.
+"""diffusers' ``Downsample2D``: the convolution's bias in a kernel that stores statistics.
 
-cuDNN adds the bias in a pass of its own in any case; the ResNet block that follows begins with a norm.
+cuDNN adds the bias in a pass of its own in any case; the ResNet block that follows begins with a
+norm.
 """
 
 from __future__ import annotations
@@ -13,13 +14,17 @@ from torch import Tensor, nn
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.patches.core.convolution import conv_without_bias
 from sdfastgn.patches.core.fusion import ClassSwap
-from sdfastgn.patches.core.hand_over import add_bias
+from sdfastgn.patches.core.statistics import add_bias
+from sdfastgn.patches.core.tested_sources import tested
 
 __all__ = ["FUSION", "FusedDownsample2D"]
 
 
 class FusedDownsample2D(Downsample2D):
-    """``Downsample2D`` with a convolution and no norm. hidden_states (N, C, H, W) -> (N, C_out, H', W')."""
+    """``Downsample2D`` with a convolution and no norm.
+
+    hidden_states (N, C, H, W) -> (N, C_out, H', W').
+    """
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         is_usual = not (args or kwargs) and self.norm is None and hidden_states.shape[1] == self.channels
@@ -37,4 +42,10 @@ def _has_conv(module: Downsample2D) -> bool:
     return bool(module.use_conv)
 
 
-FUSION = ClassSwap("downsample", Downsample2D, FusedDownsample2D, ("__init__", "forward"), covers=_has_conv)
+FUSION = ClassSwap(
+    "downsample",
+    Downsample2D,
+    FusedDownsample2D,
+    sources=(tested(Downsample2D, __init__="bdf57d1e4f01ba9e", forward="b81e1b97c0f9597e"),),
+    covers=_has_conv,
+)

@@ -1,8 +1,9 @@
-"""diffusers' ``GEGLU``, the first part of a transformer block's ``FeedForward``: bias, GELU and product in one kernel.
+"""diffusers' ``GEGLU``, the first part of ``FeedForward``: bias, GELU and product in one kernel.
 
-Upstream's linear layer writes (..., 2D), GELU reads a half of it and writes, the product reads both and writes. Here the kernel reads what
-the matrix product left, adds the layer's bias by the way, and writes (..., D). The rest of ``FeedForward`` (dropout, the second linear
-layer, chunks of tokens) stays as it is.
+Upstream's linear layer writes (..., 2D), GELU reads a half of it and writes, the product reads both
+and writes. Here the kernel reads what the matrix product left, adds the layer's bias by the way,
+and writes (..., D). The rest of ``FeedForward`` (dropout, the second linear layer, chunks of
+tokens) stays as it is.
 """
 
 from __future__ import annotations
@@ -19,15 +20,20 @@ from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.geglu.op import geglu
 from sdfastgn.patches.core.fusion import ClassSwap
 from sdfastgn.patches.core.linear import is_plain_linear
+from sdfastgn.patches.core.tested_sources import tested
 
 __all__ = ["FUSION", "FusedGEGLU"]
 
 
 class FusedGEGLU(GEGLU):
-    """``GEGLU`` in one kernel after the matrix product. hidden_states (..., dim_in) -> (..., dim_out)."""
+    """``GEGLU`` in one kernel after the matrix product.
+
+    hidden_states (..., dim_in) -> (..., dim_out).
+    """
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        # Deprecated arguments: upstream's own words about them. A compiler makes the same kernel by itself.
+        # Deprecated arguments: upstream's own words about them. A compiler makes the same kernel by
+        # itself.
         if args or kwargs or torch.compiler.is_compiling() or not dispatch.has_kernels(hidden_states):
             return super().forward(hidden_states, *args, **kwargs)
         if is_plain_linear(self.proj):
@@ -39,4 +45,12 @@ def _check(_: GEGLU) -> str | None:
     return "torch_npu has a GEGLU of its own" if is_torch_npu_available() else None
 
 
-FUSION = ClassSwap("geglu", GEGLU, FusedGEGLU, ("__init__", "forward", "gelu"), _check)
+FUSION = ClassSwap(
+    "geglu",
+    GEGLU,
+    FusedGEGLU,
+    sources=(
+        tested(GEGLU, __init__="4b94d15defcdc9b3", forward="dc945fffaaaf023e", gelu="541c47f7b8e841f9"),
+    ),
+    check=_check,
+)

@@ -1,4 +1,4 @@
-"""Any ``nn.GroupNorm``: the same normalisation by sdfastgn's kernel, without an activation; and the call that fuses one that follows."""
+"""Any ``nn.GroupNorm`` on sdfastgn's kernel, and ``norm_act``, which fuses the activation behind it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from torch import Tensor, nn
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.group_norm.op import group_norm, reference_group_norm
 from sdfastgn.kernels.group_norm.plain import channels_last_group_norm, is_channels_last_to_pytorch
-from sdfastgn.patches.core.fusion import ClassSwap, activation_of, is_plain
-from sdfastgn.patches.core.hand_over import take_statistics
+from sdfastgn.patches.core.fusion import ClassSwap, activation_of, is_unhooked
+from sdfastgn.patches.core.statistics import take_statistics
 
 __all__ = ["FUSION", "FusedGroupNorm", "can_fuse", "norm_act"]
 
 
 class FusedGroupNorm(nn.GroupNorm):
-    """``nn.GroupNorm`` on sdfastgn's kernel; keeps the input's layout. Shapes, dtypes and errors: ``sdfastgn.group_norm``."""
+    """``nn.GroupNorm`` on sdfastgn's kernel; keeps the input's layout.
+
+    Shapes, dtypes and errors: ``sdfastgn.group_norm``.
+    """
 
     def forward(self, input: Tensor) -> Tensor:
         if not dispatch.has_kernels(input):
@@ -34,9 +37,12 @@ class FusedGroupNorm(nn.GroupNorm):
 
 
 def can_fuse(norm: nn.Module, act: nn.Module) -> bool:
-    """True if ``act(norm(x))`` may run as one kernel: both are what they seem, and nobody watches the value in between."""
+    """True if ``act(norm(x))`` may run as one kernel: both are known, and neither has hooks."""
     return (
-        type(norm) is FusedGroupNorm and activation_of(act) is not None and is_plain(norm) and is_plain(act)
+        type(norm) is FusedGroupNorm
+        and activation_of(act) is not None
+        and is_unhooked(norm)
+        and is_unhooked(act)
     )
 
 

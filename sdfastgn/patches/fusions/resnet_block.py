@@ -1,9 +1,10 @@
-"""diffusers' ``ResnetBlock2D``: norm1 + activation, and (conv1's bias + time embedding +) norm2 (+ scale and shift) + activation.
+"""diffusers' ``ResnetBlock2D``: both norms with their activations, and the sum at its end.
 
-conv1's bias and the time embedding are constants per (n, c), which the kernel adds while it reads: two passes over the tensor less. The
-two come out of one kernel, with the embedding's activation and projection; of all blocks of a model (``fusions/time_projections.py``).
-The sum at the end takes conv2's bias and the output scale, and hands over the statistics of what it writes. ``nonlinearity`` stays what it
-is, since the block applies it to the time embedding too.
+conv1's bias and the time embedding are constants per (n, c), which the kernel adds while it reads:
+two passes over the tensor less. The two come out of one kernel (``act_linear``), with the
+embedding's activation and projection. The sum at the end takes conv2's bias and the output scale,
+and hands over the statistics of what it writes. ``nonlinearity`` stays what it is, since the block
+applies it to the time embedding too.
 """
 
 from __future__ import annotations
@@ -12,21 +13,24 @@ from typing import Any
 
 import torch
 from diffusers.models.resnet import ResnetBlock2D
-from torch import Tensor, nn
+from torch import Tensor
 
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.patches.core.convolution import bias_can_move, conv_without_bias, pointwise
 from sdfastgn.patches.core.fusion import ClassSwap, activation_of
-from sdfastgn.patches.core.hand_over import add
 from sdfastgn.patches.core.linear import fused_linear, linear_of
+from sdfastgn.patches.core.statistics import add
+from sdfastgn.patches.core.tested_sources import tested
 from sdfastgn.patches.fusions.group_norm import can_fuse, norm_act
-from sdfastgn.patches.shared.time_embedding import EMBEDDING
 
 __all__ = ["FUSION", "FusedResnetBlock2D"]
 
 
 class FusedResnetBlock2D(ResnetBlock2D):
-    """``ResnetBlock2D`` with fused normalisations. input_tensor (N, C, H, W), temb (N, temb_channels) or None -> (N, C_out, H', W')."""
+    """``ResnetBlock2D`` with fused normalisations.
+
+    input_tensor (N, C, H, W), temb (N, temb_channels) or None -> (N, C_out, H', W').
+    """
 
     def forward(self, input_tensor: Tensor, temb: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
         # Of deprecated arguments: upstream's own words about them.
@@ -62,7 +66,8 @@ class FusedResnetBlock2D(ResnetBlock2D):
             temb = None  # upstream ignores it
         if scale_shift and temb is None:
             raise ValueError(
-                f"sdfastgn: temb must not be None for a ResnetBlock2D with time_embedding_norm={self.time_embedding_norm!r}"
+                "sdfastgn: temb must not be None for a ResnetBlock2D with "
+                f"time_embedding_norm={self.time_embedding_norm!r}"
             )
         fits = temb is None or (
             temb.dtype == h.dtype and tuple(temb.shape) == (N, 2 * C if scale_shift else C)
@@ -84,7 +89,7 @@ class FusedResnetBlock2D(ResnetBlock2D):
         return norm_act(self.norm2, self.nonlinearity, h, **operands)
 
     def _project(self, temb: Tensor | None, h: Tensor, bias: Tensor | None) -> tuple[Tensor | None, bool]:
-        """The projected time embedding, and whether ``bias``, which goes to the same place, is in it. h: conv1's input."""
+        """The projected time embedding, and whether ``bias`` is in it. h: conv1's input."""
         if self.time_emb_proj is None:
             return temb, False
         act = None if self.skip_time_act else self.nonlinearity
@@ -94,18 +99,10 @@ class FusedResnetBlock2D(ResnetBlock2D):
             and self.time_embedding_norm == "default"
             and (temb.dtype, temb.shape[0]) == (h.dtype, h.shape[0])
         ):
-            shift = None if torch.compiler.is_compiling() else EMBEDDING.take(self, temb)
-            if shift is None:
-                shift = fused_linear(self.time_emb_proj, act, temb, bias)
+            shift = fused_linear(self.time_emb_proj, act, temb, bias)
             if shift is not None:
                 return shift, True
         return linear_of(self.time_emb_proj, act, temb), False
-
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """``.to()`` and its like give every parameter new memory."""
-        module = super()._apply(*args, **kwargs)
-        EMBEDDING.pack_behind(self)
-        return module
 
     def _unfused(self, h: Tensor, temb: Tensor | None) -> Tensor:
         if temb is not None and self.time_emb_proj is not None:
@@ -124,10 +121,10 @@ def _check(block: ResnetBlock2D) -> str | None:
     )
 
 
-class _ResnetFusion(ClassSwap):
-    def apply(self, module: nn.Module) -> None:
-        super().apply(module)
-        EMBEDDING.pack_again(module)
-
-
-FUSION = _ResnetFusion("resnet_block", ResnetBlock2D, FusedResnetBlock2D, ("__init__", "forward"), _check)
+FUSION = ClassSwap(
+    "resnet_block",
+    ResnetBlock2D,
+    FusedResnetBlock2D,
+    sources=(tested(ResnetBlock2D, __init__="310d2fb0306e4dc5", forward="a30ae9277b79e8d2"),),
+    check=_check,
+)

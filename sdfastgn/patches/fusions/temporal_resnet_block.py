@@ -1,6 +1,7 @@
-"""diffusers' ``TemporalResnetBlock`` (Stable Video Diffusion): both normalisations with their activations, on 5-D tensors.
+"""diffusers' ``TemporalResnetBlock`` (Stable Video Diffusion): both norms with their activations, in 5-D.
 
-The time embedding differs from frame to frame here, so that it is no constant per (n, c) and stays an addition of its own.
+The time embedding differs from frame to frame here, so that it is no constant per (n, c) and stays
+an addition of its own.
 """
 
 from __future__ import annotations
@@ -10,13 +11,17 @@ from torch import Tensor
 
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.patches.core.fusion import ClassSwap
+from sdfastgn.patches.core.tested_sources import tested
 from sdfastgn.patches.fusions.group_norm import norm_act
 
 __all__ = ["FUSION", "FusedTemporalResnetBlock"]
 
 
 class FusedTemporalResnetBlock(TemporalResnetBlock):
-    """``TemporalResnetBlock`` with fused normalisations. input_tensor (N, C, F, H, W), temb (N, F, temb_channels) or None."""
+    """``TemporalResnetBlock`` with fused normalisations.
+
+    input_tensor (N, C, F, H, W), temb (N, F, temb_channels) or None.
+    """
 
     def forward(self, input_tensor: Tensor, temb: Tensor | None = None) -> Tensor:
         if not dispatch.has_kernels(input_tensor):
@@ -29,5 +34,8 @@ class FusedTemporalResnetBlock(TemporalResnetBlock):
 
 
 FUSION = ClassSwap(
-    "temporal_resnet_block", TemporalResnetBlock, FusedTemporalResnetBlock, ("__init__", "forward")
+    "temporal_resnet_block",
+    TemporalResnetBlock,
+    FusedTemporalResnetBlock,
+    sources=(tested(TemporalResnetBlock, __init__="b235523b2eb0d715", forward="9ee5cc0c501029a5"),),
 )

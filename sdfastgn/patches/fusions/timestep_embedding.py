@@ -1,4 +1,4 @@
-"""diffusers' ``TimestepEmbedding``, also SDXL's ``add_embedding``: two linear layers with an activation between them, in two kernels."""
+"""diffusers' ``TimestepEmbedding``, also SDXL's ``add_embedding``: both linear layers in two kernels."""
 
 from __future__ import annotations
 
@@ -11,12 +11,16 @@ from torch import Tensor
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.patches.core.fusion import ClassSwap
 from sdfastgn.patches.core.linear import linear_of
+from sdfastgn.patches.core.tested_sources import tested
 
 __all__ = ["FUSION", "FusedTimestepEmbedding"]
 
 
 class FusedTimestepEmbedding(TimestepEmbedding):
-    """``TimestepEmbedding`` with the activation inside the second layer. sample (N, in_channels) -> (N, time_embed_dim)."""
+    """``TimestepEmbedding`` with the activation inside the second layer.
+
+    sample (N, in_channels) -> (N, time_embed_dim).
+    """
 
     def forward(self, sample: Tensor, condition: Any = None) -> Tensor:
         # A compiler gets upstream's own graph: it fuses the activation by itself.
@@ -28,4 +32,9 @@ class FusedTimestepEmbedding(TimestepEmbedding):
         return sample if self.post_act is None else self.post_act(sample)
 
 
-FUSION = ClassSwap("timestep_embedding", TimestepEmbedding, FusedTimestepEmbedding, ("__init__", "forward"))
+FUSION = ClassSwap(
+    "timestep_embedding",
+    TimestepEmbedding,
+    FusedTimestepEmbedding,
+    sources=(tested(TimestepEmbedding, __init__="13426e64f404ff7a", forward="1a6552976377391f"),),
+)

@@ -1,7 +1,8 @@
-"""diffusers' ``Transformer2DModel``: tokens go back to images as a channels-last view, without the copy to channels-first.
+"""diffusers' ``Transformer2DModel``: tokens become images as a channels-last view, without a copy.
 
-Upstream ends a block with ``.permute(0, 3, 1, 2).contiguous()``, which undoes channels-last for everything that follows. The sum with the
-residual hands over the statistics of what it writes, and 1x1 convolutions around the tokens are the matrix products that they are.
+Upstream ends a block with ``.permute(0, 3, 1, 2).contiguous()``, which undoes channels-last for
+everything that follows. The sum with the residual hands over the statistics of what it writes, and
+1x1 convolutions around the tokens are the matrix products that they are.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from torch import Tensor
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.patches.core.convolution import pointwise
 from sdfastgn.patches.core.fusion import ClassSwap
-from sdfastgn.patches.core.hand_over import add
+from sdfastgn.patches.core.statistics import add
+from sdfastgn.patches.core.tested_sources import tested
 
 __all__ = ["FUSION", "FusedTransformer2DModel"]
 
@@ -65,6 +67,13 @@ FUSION = ClassSwap(
     "transformer_2d",
     Transformer2DModel,
     FusedTransformer2DModel,
-    ("forward", "_operate_on_continuous_inputs", "_get_output_for_continuous_inputs"),
-    _check,
+    sources=(
+        tested(
+            Transformer2DModel,
+            forward="7a3829f24ddbfdf3",
+            _operate_on_continuous_inputs="c70791c2fc29f747",
+            _get_output_for_continuous_inputs="49624b91ccd36058",
+        ),
+    ),
+    check=_check,
 )

@@ -1,14 +1,16 @@
-"""diffusers' ``BasicTransformerBlock`` with LayerNorms alone: each residual add and the norm that follows it as one kernel.
+"""diffusers' ``BasicTransformerBlock``: each residual add and the LayerNorm behind it as one kernel.
 
     norm1 - attn1 - (add, norm2) - attn2 - (add, norm3) - ff - add
 
-The add writes the sum that its norm would then read again: four transfers of a tensor instead of five, and one launch instead of two.
-In plain inference on a GPU the last add is none: the feed-forward's last matrix product adds itself to the sum where that lies, which
-already has the layer's bias (``total_bias`` of ``add_layer_norm``). A kernel less, and one rounding less than stock.
-The bias of an attention's last linear layer stays there: on a GPU the matrix product adds it before it writes, so that it is no pass of
-its own, and leaving it out would take a copy of the attention processor's code or a change to the layer in the middle of a call.
-Under a compiler the block is diffusers' own, since the compiler makes the same kernel and puts more into it: the division by
-``rescale_output_factor``, which eager runs as a pass over the tensor.
+The add writes the sum that its norm would then read again: four transfers of a tensor instead of
+five, and one launch instead of two. In plain inference on a GPU the last add is none: the
+feed-forward's last matrix product adds itself to the sum where that lies, which already has the
+layer's bias (``total_bias`` of ``add_layer_norm``). A kernel less, and one rounding less than
+stock. The bias of an attention's last linear layer stays there: on a GPU the matrix product adds it
+before it writes, so that it is no pass of its own, and leaving it out would take a copy of the
+attention processor's code or a change to the layer in the middle of a call. Under a compiler the
+block is diffusers' own, since the compiler makes the same kernel and puts more into it: the
+division by ``rescale_output_factor``, which eager runs as a pass over the tensor.
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ from torch import Tensor, nn
 
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.layer_norm.op import add_layer_norm, layer_norm
-from sdfastgn.patches.core.fusion import ClassSwap, is_plain
+from sdfastgn.patches.core.fusion import ClassSwap, is_unhooked
 from sdfastgn.patches.core.linear import is_plain_linear
-from sdfastgn.patches.core.tested_sources import unknown_source
+from sdfastgn.patches.core.tested_sources import tested
 
 __all__ = ["FUSION", "FusedBasicTransformerBlock"]
 
@@ -32,7 +34,8 @@ __all__ = ["FUSION", "FusedBasicTransformerBlock"]
 class FusedBasicTransformerBlock(BasicTransformerBlock):
     """``BasicTransformerBlock`` on sdfastgn's LayerNorm. hidden_states (N, tokens, dim) -> the same.
 
-    Calls that are not plain run upstream's forward: GLIGEN's, deprecated or chunked ones, those with images as hidden states.
+    Calls that are not plain run upstream's forward: GLIGEN's, deprecated or chunked ones, those
+    with images as hidden states.
     """
 
     def forward(
@@ -94,8 +97,8 @@ def _has_layer_norms(block: Any) -> bool:
     return block.norm_type == "layer_norm" and block.pos_embed is None
 
 
-# A node of autograd written in Python costs the CPU 0.1 to 0.3 ms on an H200's host, PyTorch's own norm 0.05. With fewer elements the
-# GPU does not make up for that.
+# A node of autograd written in Python costs the CPU 0.1 to 0.3 ms on an H200's host, PyTorch's own
+# norm 0.05. With fewer elements the GPU does not make up for that.
 _TRAINING_ELEMENTS = 2**24
 
 
@@ -103,7 +106,7 @@ def _can_fuse(norm: nn.Module, x: Tensor) -> bool:
     return (
         type(norm) is nn.LayerNorm
         and norm.normalized_shape == x.shape[-1:]
-        and is_plain(norm)
+        and is_unhooked(norm)
         and (x.numel() >= _TRAINING_ELEMENTS or not torch.is_grad_enabled())
     )
 
@@ -122,8 +125,8 @@ def _add_norm(norm: Any, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _adds_in_product(ff: Any, norm: Any, x: Tensor, residual: Tensor) -> bool:
-    """True if ``ff`` ends with a plain linear layer, whose product may be added to a sum of x's dtype and shape in place."""
-    if type(ff) is not FeedForward or not is_plain(ff) or type(ff.net) is not nn.ModuleList:
+    """True if ``ff`` ends with a plain linear layer that may be added in place to a sum like x."""
+    if type(ff) is not FeedForward or not is_unhooked(ff) or type(ff.net) is not nn.ModuleList:
         return False
     last: Any = ff.net[-1]
     return (
@@ -152,16 +155,15 @@ def _add_feed_forward(ff: Any, norm: Any, x: Tensor, residual: Tensor) -> Tensor
     return total
 
 
-def _check(_: BasicTransformerBlock) -> str | None:
-    return unknown_source(FeedForward, "__init__", "forward")
-
-
 FUSION = ClassSwap(
     "transformer_block",
     BasicTransformerBlock,
     FusedBasicTransformerBlock,
-    ("__init__", "forward"),
-    _check,
-    # Blocks with adaptive norms or positional embeddings have no add directly before a plain LayerNorm.
+    sources=(
+        tested(BasicTransformerBlock, __init__="2312e74f52516ed7", forward="9cfc6111a7fd5580"),
+        tested(FeedForward, __init__="b58ae97ef816bb76", forward="2534be46672c7017"),
+    ),
+    # Blocks with adaptive norms or positional embeddings have no add directly before a plain
+    # LayerNorm.
     covers=_has_layer_norms,
 )

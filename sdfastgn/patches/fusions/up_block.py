@@ -1,8 +1,9 @@
-"""diffusers' ``UpBlock2D`` and ``CrossAttnUpBlock2D``: the skip connection is concatenated by a kernel that hands the statistics on.
+"""diffusers' ``UpBlock2D`` and ``CrossAttnUpBlock2D``: the concatenation stores statistics.
 
-torch.cat of channels-last tensors copies with short strides and takes two to three times as long; the ResNet block that follows begins
-with a norm of what it wrote. Calls that are not plain inference run upstream's forward: gradients, checkpointing, FreeU (which changes
-both halves first), deprecated arguments, compilers.
+torch.cat of channels-last tensors copies with short strides and takes two to three times as long;
+the ResNet block that follows begins with a norm of what it wrote. Calls that are not plain
+inference run upstream's forward: gradients, checkpointing, FreeU (which changes both halves first),
+deprecated arguments, compilers.
 """
 
 from __future__ import annotations
@@ -16,13 +17,17 @@ from torch import Tensor
 
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.patches.core.fusion import ClassSwap
-from sdfastgn.patches.core.hand_over import cat
+from sdfastgn.patches.core.statistics import cat
+from sdfastgn.patches.core.tested_sources import tested
 
 __all__ = ["CROSS_ATTENTION", "FUSION", "FusedCrossAttnUpBlock2D", "FusedUpBlock2D"]
 
 
 class FusedUpBlock2D(UpBlock2D):
-    """``UpBlock2D``. hidden_states (N, C, H, W), skips (N, C', H, W), the last one first -> (N, C_out, H', W')."""
+    """``UpBlock2D``.
+
+    hidden_states (N, C, H, W), skips (N, C', H, W), the last one first -> (N, C_out, H', W').
+    """
 
     def forward(
         self,
@@ -44,7 +49,11 @@ class FusedUpBlock2D(UpBlock2D):
 
 
 class FusedCrossAttnUpBlock2D(CrossAttnUpBlock2D):
-    """``CrossAttnUpBlock2D``. As ``FusedUpBlock2D``, with an attention on encoder_hidden_states (N, tokens, D) after each ResNet block."""
+    """``CrossAttnUpBlock2D``.
+
+    As ``FusedUpBlock2D``, with an attention on encoder_hidden_states (N, tokens, D) after each
+    ResNet block.
+    """
 
     def forward(
         self,
@@ -89,7 +98,15 @@ def _upsample(block: Any, hidden_states: Tensor, size: Any) -> Tensor:
     return hidden_states
 
 
-FUSION = ClassSwap("up_block", UpBlock2D, FusedUpBlock2D, ("__init__", "forward"))
+FUSION = ClassSwap(
+    "up_block",
+    UpBlock2D,
+    FusedUpBlock2D,
+    sources=(tested(UpBlock2D, __init__="353a0e9bf7f554a0", forward="6bb70123f800ce81"),),
+)
 CROSS_ATTENTION = ClassSwap(
-    "cross_attn_up_block", CrossAttnUpBlock2D, FusedCrossAttnUpBlock2D, ("__init__", "forward")
+    "cross_attn_up_block",
+    CrossAttnUpBlock2D,
+    FusedCrossAttnUpBlock2D,
+    sources=(tested(CrossAttnUpBlock2D, __init__="7672079edf682c68", forward="adf5503c7fbaf510"),),
 )

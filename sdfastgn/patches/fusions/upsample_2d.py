@@ -1,12 +1,14 @@
-"""diffusers' ``Upsample2D``: upsampling by two and the convolution behind it, as one at low resolution where that is faster.
+"""diffusers' ``Upsample2D``: upsampling by two and the convolution behind it, as one where that is faster.
 
-Elsewhere it is nearest-neighbour upsampling that reads and writes channels-last in vectors, then the convolution as it is: in training,
-under autocast to another dtype, where the convolution is not a plain one (LoRA layers, hooks), and where images are small. Only what
-the usual UNet or decoder calls is fused: no norm before it, no transposed convolution, twice the size. PyTorch's own channels-last
-kernel goes element by element, and fails for large tensors, for which upstream makes the image channels-first.
+Elsewhere it is nearest-neighbour upsampling that reads and writes channels-last in vectors, then
+the convolution as it is: in training, under autocast to another dtype, where the convolution is not
+a plain one (LoRA layers, hooks), and where images are small. Only what the usual UNet or decoder
+calls is fused: no norm before it, no transposed convolution, twice the size. PyTorch's own
+channels-last kernel goes element by element, and fails for large tensors, for which upstream makes
+the image channels-first.
 
-What adds the bias hands over the statistics of what it writes. Nothing is kept between calls: the low resolution's weights are made from
-the convolution's at each.
+What adds the bias hands over the statistics of what it writes. Nothing is kept between calls: the
+low resolution's weights are made from the convolution's at each.
 """
 
 from __future__ import annotations
@@ -23,14 +25,15 @@ from sdfastgn.kernels.common.layout import is_channels_last
 from sdfastgn.kernels.upsample.conv import runs_in_phases, upsample_conv2d
 from sdfastgn.kernels.upsample.nearest import upsample_nearest_2x
 from sdfastgn.patches.core.convolution import conv_without_bias
-from sdfastgn.patches.core.fusion import ClassSwap, is_plain
-from sdfastgn.patches.core.hand_over import add_bias, emits, hand_over
+from sdfastgn.patches.core.fusion import ClassSwap, is_unhooked
+from sdfastgn.patches.core.statistics import add_bias, emits, store_statistics
+from sdfastgn.patches.core.tested_sources import tested
 
 __all__ = ["FUSION", "FusedUpsample2D", "convolves_at_low_resolution"]
 
 
 class FusedUpsample2D(Upsample2D):
-    """``Upsample2D`` on sdfastgn's upsampling. hidden_states (N, C, H, W) -> (N, C_out, 2H, 2W), channels-last.
+    """``Upsample2D``. hidden_states (N, C, H, W) -> (N, C_out, 2H, 2W), channels-last.
 
     Everywhere but on a channels-last image on a GPU it is upstream's forward, under a compiler too.
     """
@@ -50,14 +53,14 @@ class FusedUpsample2D(Upsample2D):
             return add_bias(*conv_without_bias(conv, upsample_nearest_2x(hidden_states)))
         if not emits(conv.out_channels, 4 * math.prod(hidden_states.shape[2:])):
             return upsample_conv2d(hidden_states, conv.weight, conv.bias)
-        return hand_over(*upsample_conv2d(hidden_states, conv.weight, conv.bias, with_statistics=True))
+        return store_statistics(*upsample_conv2d(hidden_states, conv.weight, conv.bias, with_statistics=True))
 
 
 def convolves_at_low_resolution(conv: Any, x: Tensor) -> bool:
-    """True if ``upsample_conv2d`` of x and the parameters of ``conv`` is what ``conv`` makes of the upsampled x, and faster."""
+    """True if ``upsample_conv2d`` computes what ``conv`` makes of the upsampled x, and faster."""
     return (
         type(conv) is nn.Conv2d
-        and is_plain(conv)
+        and is_unhooked(conv)
         and (conv.kernel_size, conv.stride, conv.padding, conv.dilation) == ((3, 3), (1, 1), (1, 1), (1, 1))
         and (conv.groups, conv.padding_mode, conv.in_channels) == (1, "zeros", x.shape[1])
         and conv.weight.dtype == x.dtype
@@ -69,7 +72,7 @@ def convolves_at_low_resolution(conv: Any, x: Tensor) -> bool:
 
 
 def _conv_of(module: Any) -> Any:
-    """The convolution behind the upsampling, under whichever of upstream's two names; None without one."""
+    """The convolution behind the upsampling, under either of upstream's names; None without one."""
     return (module.conv if module.name == "conv" else module.Conv2d_0) if module.use_conv else None
 
 
@@ -91,4 +94,10 @@ def _is_nearest(module: Any) -> bool:
 
 
 # With a norm, a transposed convolution or no interpolation it is another operation.
-FUSION = ClassSwap("upsample_2d", Upsample2D, FusedUpsample2D, ("__init__", "forward"), covers=_is_nearest)
+FUSION = ClassSwap(
+    "upsample_2d",
+    Upsample2D,
+    FusedUpsample2D,
+    sources=(tested(Upsample2D, __init__="27a7eec34213dd30", forward="fde16958d16c179e"),),
+    covers=_is_nearest,
+)

@@ -1,16 +1,26 @@
-"""The arguments of one call of a model: a key that says when a captured graph fits, tensors to copy in, and how to build them again."""
+"""The arguments of a call: a key for its graph, tensors to copy in, and how to build them again."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-__all__ = ["Call", "Unsupported", "clone_of", "global_state", "static_copy"]
+__all__ = [
+    "Call",
+    "Number",
+    "Unsupported",
+    "clone_of",
+    "contents_of",
+    "global_state",
+    "refill",
+    "static_copy",
+    "structure_of",
+]
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _CONTAINERS = (list, tuple, dict)
@@ -38,13 +48,26 @@ class Unsupported(Exception):  # noqa: N818  # not an error: the call runs witho
     """A call or a result that no graph can stand for; the message is the reason."""
 
 
-class _Slot:
-    """Place of one tensor in the arguments."""
+class Number(NamedTuple):
+    """An argument that may be a number. A graph needs it as the 0-d tensor that the model makes of it."""
 
-    __slots__ = ("index",)
+    position: int
+    float_dtype: torch.dtype  # of the tensor that a float becomes
 
-    def __init__(self, index: int) -> None:
-        self.index = index
+
+class _Slot(NamedTuple):
+    """Stands for one tensor in the arguments."""
+
+    place: int
+
+
+class _Spec(NamedTuple):
+    """What a tensor's memory has to be like."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    is_lazy: bool = False  # a conjugate or negative that is not computed yet
 
 
 class Call:
@@ -53,40 +76,31 @@ class Call:
     Args:
         args: positional arguments.
         kwargs: keyword arguments.
-        numbers: names of arguments -> their positions and the dtype of a float, of numbers that become 0-d tensors on the device: they
-            change at each call, and the model makes a tensor of them anyway.
+        numbers: by name, the arguments that become 0-d tensors on the device if they are numbers.
 
     Attributes:
-        key: hashable; equal for calls that one graph can stand for: structure, shapes, strides, dtypes, devices, plain values by value.
+        key: hashable; equal for calls that one graph can stand for: structure, shapes, strides,
+            dtypes, devices, plain values by value.
         tensors: the tensors, in the order of their slots; for a promoted number the number.
         device: of all tensors.
 
-    Raises Unsupported for anything else than tensors on one device, plain values, and lists, tuples and dicts of these.
+    Raises Unsupported for anything else than tensors on one device, plain values, and lists, tuples
+    and dicts of these.
     """
 
     def __init__(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], numbers: Mapping[str, tuple[int, torch.dtype]]
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], numbers: Mapping[str, Number]
     ) -> None:
         self.tensors: list[Tensor | int | float] = []
         self.device: torch.device | None = None
-        self._specs: list[tuple[Any, ...]] = []
-        dtype_at = dict(numbers.values())
+        self._specs: list[_Spec] = []
         tokens: list[Any] = []
-        parts = []
-        for i, value in enumerate(args):
-            parts.append(
-                self._take_number(value, tokens, f"argument {i}", dtype_at[i])
-                if i in dtype_at
-                else self._take(value, tokens, f"argument {i}")
-            )
+        number_at = {number.position: number for number in numbers.values()}
+        parts = [self._take(value, tokens, f"argument {i}", number_at.get(i)) for i, value in enumerate(args)]
         named = {}
         for name, value in kwargs.items():
             tokens.append(name)
-            named[name] = (
-                self._take_number(value, tokens, name, numbers[name][1])
-                if name in numbers
-                else self._take(value, tokens, name)
-            )
+            named[name] = self._take(value, tokens, name, numbers.get(name))
         if self.device is None:
             raise Unsupported("it was called without a tensor")
         self._args: list[Any] = parts
@@ -115,26 +129,18 @@ class Call:
             k: _fill_in(v, buffers) for k, v in self._kwargs.items()
         }
 
-    def _take_number(self, value: Any, tokens: list[Any], path: str, float_dtype: torch.dtype) -> Any:
+    def _take(self, value: Any, tokens: list[Any], path: str, number: Number | None = None) -> Any:
+        """``value`` with slots for its tensors; ``tokens`` gets what the key has to know of it."""
         kind = type(value)
-        if kind is Tensor and value.device.type == "cpu" and value.dim() == 0:
-            dtype, value = value.dtype, value.item()  # on the CPU: nothing waits
-        elif kind in (int, float):  # as diffusers makes them
-            dtype = torch.int64 if kind is int else float_dtype
-            value = value if dtype.is_floating_point else int(value)
-        else:
-            return self._take(value, tokens, path)
-        spec = ((), (), dtype)
-        tokens.append(spec)
-        return self._slot(value, spec)
-
-    def _slot(self, value: Any, spec: tuple[Any, ...]) -> _Slot:
-        self.tensors.append(value)
-        self._specs.append(spec)
-        return _Slot(len(self.tensors) - 1)
-
-    def _take(self, value: Any, tokens: list[Any], path: str) -> Any:
-        kind = type(value)
+        if number is not None:
+            if kind is Tensor and value.device.type == "cpu" and value.dim() == 0:
+                return self._slot(
+                    value.item(), _Spec((), (), value.dtype), tokens
+                )  # on the CPU: nothing waits
+            if kind in (int, float):  # as diffusers makes them
+                dtype = torch.int64 if kind is int else number.float_dtype
+                spec = _Spec((), (), dtype)
+                return self._slot(value if dtype.is_floating_point else int(value), spec, tokens)
         if kind in (Tensor, torch.nn.Parameter):
             if self.device is None:
                 self.device = value.device
@@ -142,9 +148,8 @@ class Call:
                 raise Unsupported(f"{path} has a tensor on {value.device}, others are on {self.device}")
             if value.layout is not torch.strided:
                 raise Unsupported(f"{path} has a tensor of layout {value.layout}")
-            spec = (tuple(value.shape), value.stride(), value.dtype, value.is_conj() or value.is_neg())
-            tokens.append(spec)
-            return self._slot(value, spec)
+            is_lazy = value.is_conj() or value.is_neg()
+            return self._slot(value, _Spec(tuple(value.shape), value.stride(), value.dtype, is_lazy), tokens)
         if kind in _PLAIN:
             tokens.append((kind, value))
             return value
@@ -159,14 +164,19 @@ class Call:
             return taken
         return kind([self._take(item, tokens, path) for item in value])
 
+    def _slot(self, value: Any, spec: _Spec, tokens: list[Any]) -> _Slot:
+        tokens.append(spec)
+        self.tensors.append(value)
+        self._specs.append(spec)
+        return _Slot(len(self.tensors) - 1)
 
-def _like(spec: tuple[Any, ...], device: torch.device | None) -> Tensor:
-    shape, stride, dtype = spec[:3]
-    if len(spec) > 3 and spec[3]:
+
+def _like(spec: _Spec, device: torch.device | None) -> Tensor:
+    if spec.is_lazy:
         raise Unsupported("a tensor is a lazy conjugate or negative")
     # An expanded dimension has one element in memory, and is expanded again.
-    once = [1 if s == 0 else n for n, s in zip(shape, stride, strict=True)]
-    return torch.empty_strided(once, stride, dtype=dtype, device=device).expand(shape)
+    once = [1 if stride == 0 else n for n, stride in zip(spec.shape, spec.stride, strict=True)]
+    return torch.empty_strided(once, spec.stride, dtype=spec.dtype, device=device).expand(spec.shape)
 
 
 def _written_part(tensor: Tensor) -> Tensor:
@@ -181,7 +191,7 @@ def _written_part(tensor: Tensor) -> Tensor:
 def _fill_in(part: Any, buffers: list[Tensor]) -> Any:
     kind = type(part)
     if kind is _Slot:
-        return buffers[part.index]
+        return buffers[part.place]
     if kind is dict:
         return {key: _fill_in(item, buffers) for key, item in part.items()}
     if kind in (list, tuple):
@@ -214,7 +224,10 @@ def global_state(device: torch.device) -> tuple[Any, ...]:
 
 
 def _mapped(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
-    """``value`` with ``fn`` of each tensor. Raises Unsupported for what is neither plain, a container nor one of diffusers' outputs."""
+    """``value`` with ``fn`` of each tensor.
+
+    Raises Unsupported for what is neither plain, a container nor one of diffusers' outputs.
+    """
     kind = type(value)
     if isinstance(value, Tensor):
         return fn(value)
@@ -231,10 +244,45 @@ def _mapped(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
 
 
 def static_copy(output: Any) -> Any:
-    """``output`` in containers of its own, with the same tensors. Raises Unsupported if it cannot be built again."""
+    """``output`` in containers of its own, with the same tensors.
+
+    Raises Unsupported if it cannot be built again.
+    """
     return _mapped(output, lambda tensor: tensor)
 
 
 def clone_of(output: Any) -> Any:
     """``output`` with every tensor in new memory, so that no later call writes into it."""
     return _mapped(output, Tensor.clone)
+
+
+def structure_of(*values: Any) -> Any:
+    """The structure of nested containers, tensors by identity."""
+    return [
+        structure_of(*(v.items() if isinstance(v, dict) else v))
+        if isinstance(v, (list, tuple, dict))
+        else id(v)
+        for v in values
+    ]
+
+
+def contents_of(*values: Any) -> list[tuple[Any, tuple[Any, ...]]]:
+    """Each list, dict and tuple among nested ``values``, with what is in it now."""
+    found: dict[int, tuple[Any, tuple[Any, ...]]] = {}
+    todo = list(values)
+    while todo:
+        value = todo.pop()
+        if type(value) in (list, tuple, dict) and id(value) not in found:
+            found[id(value)] = (value, tuple(value.items() if type(value) is dict else value))
+            todo += value.values() if type(value) is dict else value
+    return list(found.values())
+
+
+def refill(containers: list[tuple[Any, tuple[Any, ...]]]) -> None:
+    """Undo what a forward did to these lists and dicts. In place: the caller may look at them."""
+    for value, content in containers:
+        if type(value) is list:
+            value[:] = content
+        elif type(value) is dict:
+            value.clear()
+            value.update(content)

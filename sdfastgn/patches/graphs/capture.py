@@ -24,8 +24,7 @@ class Handle(Protocol):
 
 
 class Backend(Protocol):
-    """Captures calls on one device. All graphs of one backend share memory, so that only one may run at a time: ``lock`` on the host and
-    ``ordered`` on the device see to that."""
+    """Captures calls on one device. Graphs share memory: ``lock`` and ``ordered`` let one run at a time."""
 
     lock: Any
 
@@ -62,7 +61,7 @@ class _CudaHandle:
 
 
 class CudaBackend:
-    """The graphs of one GPU of this process: one memory pool, one stream for captures, one event for the order of replays."""
+    """The graphs of one GPU: one memory pool, one stream for captures, one event to order replays."""
 
     def __init__(self, device: torch.device) -> None:
         self.lock = threading.RLock()
@@ -79,7 +78,8 @@ class CudaBackend:
 
     @contextmanager
     def allocating(self) -> Iterator[None]:
-        # On a stream where nothing else is allocated: a graph that is dropped while it runs still reads this memory.
+        # On a stream where nothing else is allocated: a graph that is dropped while it runs still
+        # reads this memory.
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -95,7 +95,8 @@ class CudaBackend:
         if self._pool is None or not others:
             self._pool = torch.cuda.graph_pool_handle()
         pool = self._pool
-        # What eager calls have left in the allocator's cache is of no use to a pool: given back, so that both do not add up.
+        # What eager calls have left in the allocator's cache is of no use to a pool: given back, so
+        # that both do not add up.
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         with torch.cuda.stream(self._stream):
@@ -111,12 +112,13 @@ class CudaBackend:
         return handle
 
     def _abandon(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
-        """End a capture in which something was raised, and leave PyTorch fit for eager calls and other captures."""
+        """End a capture that failed, and leave PyTorch fit for eager calls and other captures."""
         try:
             graph.capture_end()
         except RuntimeError:
-            # What CUDA has invalidated (a synchronisation does) ends halfway in PyTorch: its allocator still believes in the capture, and
-            # would refuse to empty its cache from now on, and the pool's graphs to be joined by another.
+            # What CUDA has invalidated (a synchronisation does) ends halfway in PyTorch: its
+            # allocator still believes in the capture, and would refuse to empty its cache from now
+            # on, and the pool's graphs to be joined by another.
             self._pool = None
             try:
                 torch._C._cuda_endAllocateToPool(self._device.index, pool)
@@ -127,7 +129,8 @@ class CudaBackend:
             self._free_generator()
 
     def _free_generator(self) -> None:
-        # PyTorch's default generator may believe in the broken capture too, and would refuse random numbers; the end of another tells it.
+        # PyTorch's default generator may believe in the broken capture too, and would refuse random
+        # numbers; the end of another tells it.
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(torch.cuda.graph_pool_handle(), capture_error_mode="thread_local")
         torch.zeros(1, device=self._device)
@@ -158,7 +161,7 @@ _backends_lock = threading.Lock()
 
 
 def backend_of(device: torch.device) -> Backend | None:
-    """The one backend of ``device`` in this process, made at its first use; None where there are no graphs."""
+    """The one backend of ``device``, made at its first use; None where there are no graphs."""
     if device.type != "cuda" or torch.version.hip is not None:
         return None
     backend = _backends.get(device)

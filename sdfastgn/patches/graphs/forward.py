@@ -1,7 +1,8 @@
-"""The forward of one instance with CUDA graphs in it: replayed where a graph fits, captured when it is time, else run as it always was.
+"""The forward of one instance with CUDA graphs: replay where a graph fits, else capture or run eager.
 
-A call is replayed only if a graph was captured for the same arguments (``graph_call``) and nothing has changed in the model since
-(``graph_state``). For everything else the reason is kept for the report.
+A call is replayed only if a graph was captured for the same arguments (``graph_call``) and nothing
+has changed in the model since (``graph_state``). For everything else the reason is kept for the
+report.
 """
 
 from __future__ import annotations
@@ -16,48 +17,30 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules import module as nn_module
 
-from sdfastgn.kernels.common import dispatch
-from sdfastgn.patches.core import channels_last
-from sdfastgn.patches.core.own_forward import own_forward
-from sdfastgn.patches.graphs.arguments import Call, Unsupported, clone_of, global_state, static_copy
+from sdfastgn.patches.core.class_forward import class_forward
+from sdfastgn.patches.graphs.arguments import (
+    Call,
+    Unsupported,
+    clone_of,
+    contents_of,
+    global_state,
+    refill,
+    static_copy,
+    structure_of,
+)
 from sdfastgn.patches.graphs.capture import Backend, Handle, backend_of
+from sdfastgn.patches.graphs.models import is_harmless, numbers_of, reason_now
 from sdfastgn.patches.graphs.watch import Watch
 
-__all__ = ["MAX_GRAPHS", "GraphedForward", "is_graphable"]
+__all__ = ["MAX_GRAPHS", "GraphedForward"]
 
 MAX_GRAPHS = 8
 _MAX_REMEMBERED = 64
-# A capture pays for itself with the third replay. Models that change sooner are left alone for longer and longer, counted in calls.
+# A capture pays for itself with the third replay. Models that change sooner are left alone for
+# longer and longer, counted in calls.
 _WORTHWHILE = 3
 _MAX_PAUSE = 256
-
-# Exact classes by full name (so that diffusers is not imported for a model without it) -> arguments that their forwards make tensors of
-# when they are numbers: position, and dtype of a float.
-_GRAPHABLE: dict[str, dict[str, tuple[int, torch.dtype]]] = {
-    "diffusers.models.unets.unet_2d.UNet2DModel": {"timestep": (1, torch.int64)},
-    "diffusers.models.unets.unet_2d_condition.UNet2DConditionModel": {"timestep": (1, torch.float64)},
-    "diffusers.models.controlnets.controlnet.ControlNetModel": {"timestep": (1, torch.float64)},
-    "diffusers.models.autoencoders.vae.Encoder": {},
-    "diffusers.models.autoencoders.vae.Decoder": {},
-    "transformers.models.clip.modeling_clip.CLIPTextModel": {},
-    "transformers.models.clip.modeling_clip.CLIPTextModelWithProjection": {},
-}
-_HARMLESS = (channels_last.enter, channels_last.leave)
-
-
-def _is_harmless(hook: Any) -> bool:
-    """True if a forward hook does device work alone, or hands something from module to module that a replay has no need of.
-
-    transformers collects hidden states with hooks of its own, and returns them: they are among a graph's results.
-    """
-    return hook in _HARMLESS or getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
-
-
-def is_graphable(module: nn.Module) -> bool:
-    """True if ``module`` is of a class whose calls are captured."""
-    return _numbers_of(module) is not None
 
 
 class _Graph:
@@ -73,7 +56,8 @@ class _Graph:
             return clone_of(self.output)
 
 
-# To find those that other code has wrapped (a forward put over ours keeps calling it), and those that hold memory.
+# To find those that other code has wrapped (a forward put over ours keeps calling it), and those
+# that hold memory.
 _living: weakref.WeakSet[GraphedForward] = weakref.WeakSet()
 
 
@@ -84,13 +68,15 @@ class GraphedForward:
         module: the instance; referred to weakly, because it owns this object.
         mode: ``"auto"`` captures at the second call of a kind, True at the first.
         backend: what captures, for tests; else that of the device of the arguments.
-        stands_over_own: true if the instance had its class's ``forward`` in its ``__dict__``, which then comes back to there.
+        stands_over_own: true if the instance had its class's ``forward`` in its ``__dict__``, which
+            then comes back to there.
     """
 
-    # No __dict__: functools.update_wrapper (accelerate's hooks use it) would copy it into the wrapper.
+    # No __dict__: functools.update_wrapper (accelerate's hooks use it) would copy it into the
+    # wrapper.
     __slots__ = (
-        "__weakref__", "_backend", "_graphs", "_module", "_pause", "_refused", "_rehearsed", "_replays_of_watch", "_seen",
-        "_short_lives", "_used_backend", "_watch", "captured", "dropped", "eager", "mode", "replays",
+        "__weakref__", "_backend", "_graphs", "_module", "_pause", "_refused", "_rehearsed", "_replays_of_watch",
+        "_seen", "_short_lives", "_used_backend", "_watch", "captured", "dropped", "eager", "mode", "replays",
         "stands_over_own",
     )  # fmt: skip
 
@@ -136,7 +122,7 @@ class GraphedForward:
     @property
     def __wrapped__(self) -> Callable[..., Any]:
         """The class's ``forward``; ``inspect.signature`` looks here."""
-        return own_forward(self.module)
+        return class_forward(self.module)
 
     # As of the bound method that it stands for; torch.export looks at its code.
 
@@ -176,14 +162,14 @@ class GraphedForward:
         self.eager[
             reason if reason in self.eager or len(self.eager) < _MAX_REMEMBERED else "other reasons"
         ] += 1
-        containers = _containers_of(args, kwargs)
+        containers = contents_of(args, kwargs)
         try:
             return type(module).forward(module, *args, **kwargs)
         except torch.OutOfMemoryError:
             # Memory of graphs must not make a call fail that the stock model can make.
             if not _give_memory_back():
                 raise
-        _refill(containers)  # diffusers' UNet takes a T2I-Adapter's residuals out of the caller's list
+        refill(containers)  # diffusers' UNet takes a T2I-Adapter's residuals out of the caller's list
         return type(module).forward(module, *args, **kwargs)
 
     def clear(self) -> int:
@@ -202,16 +188,16 @@ class GraphedForward:
             return count
 
     def pool_bytes(self) -> dict[int, int]:
-        """Memory of the backend that holds this module's graphs, by the backend's id: several modules share one."""
+        """Memory of the backend that holds this module's graphs, by its id: several modules share one."""
         backend = self._used_backend
         return {id(backend): backend.memory()} if backend is not None and self._graphs else {}
 
     def _replayed(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The call by a graph. Raises Unsupported with the reason where there is none."""
-        reason = "they are turned off" if self.mode is False else _reason_now(module)
+        reason = "they are turned off" if self.mode is False else reason_now(module)
         if reason is not None:
             raise Unsupported(reason)
-        call = Call(args, kwargs, _numbers_of(module) or {})
+        call = Call(args, kwargs, numbers_of(module) or {})
         backend = self._backend or backend_of(call.device)  # type: ignore[arg-type]
         if backend is None:
             raise Unsupported(f"there are no graphs on {call.device}")
@@ -229,7 +215,10 @@ class GraphedForward:
         raise Unsupported("first call of its kind")
 
     def _graph_for(self, module: nn.Module, call: Call, backend: Backend, key: Any) -> _Graph | None:
-        """The graph for ``call``, captured if it is time; None for a first call of its kind. Raises Unsupported with the reason."""
+        """The graph for ``call``, captured if it is time; None for a first call of its kind.
+
+        Raises Unsupported with the reason.
+        """
         if backend is not self._used_backend:
             self.clear()
             self._used_backend = backend
@@ -261,9 +250,10 @@ class GraphedForward:
         return graph
 
     def _rehearse(self, module: nn.Module, call: Call, backend: Backend, key: Any) -> None:
-        """Have all kernels of a kind of calls compiled at once, and not one after the other as the first call comes to them.
+        """Compile all kernels of a kind of call at once, not one by one as the first call needs them.
 
-        The forward runs once more for it, as it does for a capture, on copies of the arguments. So only what may be captured is rehearsed.
+        The forward runs once more for it, as it does for a capture, on copies of the arguments. So
+        only what may be captured is rehearsed.
         """
         if key in self._rehearsed:
             return
@@ -275,7 +265,7 @@ class GraphedForward:
 
         # Whatever is wrong, the call itself will say.
         with contextlib.suppress(Exception):
-            if Watch(module, _is_harmless).reason is None:
+            if Watch(module, is_harmless).reason is None:
                 backend.rehearse(run)
 
     def _check_watch(self, module: nn.Module) -> None:
@@ -292,12 +282,15 @@ class GraphedForward:
             raise Unsupported(self._watch.reason)
 
     def _watch_of(self, module: nn.Module, device: torch.device | None) -> Watch:
-        """What has to stay as it is for the graphs to be right. Raises Unsupported if that cannot be said."""
+        """What has to stay as it is for the graphs to be right.
+
+        Raises Unsupported if that cannot be said.
+        """
         if self._watch is not None and not self._watch.unchanged(module):
             self.clear()
         if self._watch is None:
             try:
-                self._watch = Watch(module, _is_harmless, device)
+                self._watch = Watch(module, is_harmless, device)
             except Exception as error:  # whatever a property or a comparison of someone else's raises
                 raise Unsupported(
                     f"its state cannot be watched: {type(error).__name__}: {_line(error)}"
@@ -308,16 +301,21 @@ class GraphedForward:
         return self._watch
 
     def _capture(self, module: nn.Module, call: Call, backend: Backend, *, is_warm: bool) -> _Graph:
-        """A graph of ``call``. ``is_warm``: this thread has run the like, so that kernels are compiled and cuDNN's choices made."""
+        """A graph of ``call``.
+
+        ``is_warm``: this thread has run the like, so that kernels are compiled and cuDNN's choices
+        made.
+        """
         buffers = _buffers_of(call, backend)
 
         def run() -> Any:
             args, kwargs = call.rebuild(buffers)
-            before = _shape_of(args, kwargs)
-            # Not in inference mode, where no tensor counts how often it was written; copies of the result are in the caller's mode.
+            before = structure_of(args, kwargs)
+            # Not in inference mode, where no tensor counts how often it was written; copies of the
+            # result are in the caller's mode.
             with torch.inference_mode(False), torch.no_grad(), _no_autocast_cache():
                 output = type(module).forward(module, *args, **kwargs)
-            if _shape_of(args, kwargs) != before:
+            if structure_of(args, kwargs) != before:
                 raise Unsupported("its forward changes the lists or dicts that it is given")
             return output
 
@@ -332,7 +330,7 @@ class GraphedForward:
         except Unsupported:
             raise
         except Exception as error:
-            if is_warm:  # not as warm as it seemed: the model may have changed since, or a tensor lies at another alignment
+            if is_warm:  # it was not: the model has changed since, or a tensor has another alignment
                 return self._capture(module, call, backend, is_warm=False)
             raise Unsupported(f"capture failed: {type(error).__name__}: {_line(error)}") from error
         if not watch.unchanged(module):
@@ -346,7 +344,10 @@ _NO_MEMORY = "memory was short"
 
 
 def _give_memory_back() -> int:
-    """Drop every graph of the process; there will be none for a while. Returns how many there were."""
+    """Drop every graph of the process; there will be none for a while.
+
+    Returns how many there were.
+    """
     count = 0
     for graphed in list(_living):
         dropped = graphed.clear()
@@ -354,28 +355,6 @@ def _give_memory_back() -> int:
             graphed._pause = (_MAX_PAUSE, _NO_MEMORY)
             count += dropped
     return count
-
-
-def _numbers_of(module: nn.Module) -> dict[str, tuple[int, torch.dtype]] | None:
-    kind = type(module)
-    return _GRAPHABLE.get(f"{kind.__module__}.{kind.__qualname__}")
-
-
-def _reason_now(module: nn.Module) -> str | None:
-    """Why no call of ``module`` can be replayed in this thread at this moment, whatever its arguments."""
-    if torch.is_grad_enabled():
-        return "gradients are enabled"
-    if module.training:
-        return "it is in training mode"
-    if module._compiled_call_impl is not None:
-        return "it is compiled by torch.compile"
-    if torch._C._get_tracing_state() is not None or dispatch.is_transformed():
-        return "the call is traced or transformed"
-    if torch._C._len_torch_dispatch_stack() or torch._C._is_torch_function_mode_enabled():
-        return "a dispatch or function mode is active"
-    if nn_module._has_any_global_hook():
-        return "there are global module hooks"
-    return None
 
 
 def _buffers_of(call: Call, backend: Backend) -> list[torch.Tensor]:
@@ -395,43 +374,13 @@ def _remember(memory: OrderedDict[Any, Any], key: Any, value: Any) -> None:
         memory.popitem(last=False)
 
 
-def _shape_of(*values: Any) -> Any:
-    """The structure of nested containers, tensors by identity."""
-    return [
-        _shape_of(*(v.items() if isinstance(v, dict) else v)) if isinstance(v, (list, tuple, dict)) else id(v)
-        for v in values
-    ]
-
-
-def _containers_of(*values: Any) -> list[tuple[Any, tuple[Any, ...]]]:
-    """Each list, dict and tuple among nested ``values``, with what is in it now."""
-    found: dict[int, tuple[Any, tuple[Any, ...]]] = {}
-    todo = list(values)
-    while todo:
-        value = todo.pop()
-        if type(value) in (list, tuple, dict) and id(value) not in found:
-            found[id(value)] = (value, tuple(value.items() if type(value) is dict else value))
-            todo += value.values() if type(value) is dict else value
-    return list(found.values())
-
-
-def _refill(containers: list[tuple[Any, tuple[Any, ...]]]) -> None:
-    """Undo what a forward did to these lists and dicts; in place, because the caller may look at them afterwards."""
-    for value, content in containers:
-        if type(value) is list:
-            value[:] = content
-        elif type(value) is dict:
-            value.clear()
-            value.update(content)
-
-
 def _line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [""])[0][:200]
 
 
 @contextlib.contextmanager
 def _no_autocast_cache() -> Iterator[None]:
-    """Within a graph autocast casts every weight anew: its cache is emptied with the context, and a replay would read freed memory."""
+    """No autocast cache in a graph: it is emptied with its context, and a replay would read freed memory."""
     enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:

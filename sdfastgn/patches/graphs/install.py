@@ -1,7 +1,8 @@
-"""UNets, ControlNets, the halves of autoencoders and CLIP's text encoders as CUDA graphs: a call's kernels without the CPU's part of it.
+"""Gives UNets, ControlNets, halves of autoencoders and CLIP text encoders CUDA graphs.
 
-A ``GraphedForward`` in the instance's ``__dict__`` stands before the class's ``forward``. It has to be the instance's: a subclass would
-change the class name that ``save_pretrained`` writes, and the class that pipelines look up.
+A ``GraphedForward`` in the instance's ``__dict__`` stands before the class's ``forward``. It has to
+be the instance's: a subclass would change the class name that ``save_pretrained`` writes, and the
+class that pipelines look up.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from typing import Any
 
 from torch import nn
 
-from sdfastgn.patches.core.own_forward import has_foreign_forward, own_forward
+from sdfastgn.patches.core.class_forward import class_forward, has_foreign_forward
 from sdfastgn.patches.graphs.capture import Backend
-from sdfastgn.patches.graphs.forward import GraphedForward, is_graphable
+from sdfastgn.patches.graphs.forward import GraphedForward
+from sdfastgn.patches.graphs.models import is_graphable
 
 __all__ = ["MODES", "Graphs", "has_graphable", "inspect", "install", "remove"]
 
@@ -23,7 +25,10 @@ MODES = ("auto", True, False)
 
 @dataclass(frozen=True)
 class Graphs:
-    """What has become of one module's calls. ``eager``: reason -> calls that ran without a graph for it."""
+    """What has become of one module's calls.
+
+    ``eager``: reason -> calls that ran without a graph for it.
+    """
 
     path: str
     kind: str
@@ -41,7 +46,7 @@ def has_graphable(root: nn.Module) -> bool:
 
 
 def install(root: nn.Module, mode: str | bool, backend: Backend | None = None) -> None:
-    """Give every graphable module below ``root`` a ``GraphedForward``, or take it away where ``mode`` is False.
+    """Give every graphable module below ``root`` a ``GraphedForward``; take it away if ``mode`` is False.
 
     The outermost alone: what is below another one runs within its graph.
     """
@@ -68,11 +73,8 @@ def inspect(root: nn.Module, prefix: str = "") -> Iterator[tuple[Graphs, Graphed
         graphed, kind = _graphed(module), type(module).__name__
         reasons = {"it is compiled by torch.compile": 0} if module._compiled_call_impl is not None else {}
         if graphed is not None:
-            yield (
-                Graphs(path, kind, str(graphed.mode), graphed.captured, graphed.alive, graphed.replays, graphed.dropped,
-                       {**reasons, **graphed.eager}),
-                graphed,
-            )  # fmt: skip
+            counts = graphed.captured, graphed.alive, graphed.replays, graphed.dropped
+            yield Graphs(path, kind, str(graphed.mode), *counts, {**reasons, **graphed.eager}), graphed
         else:
             if has_foreign_forward(module):
                 reasons["other code replaced its forward"] = 0
@@ -80,7 +82,7 @@ def inspect(root: nn.Module, prefix: str = "") -> Iterator[tuple[Graphs, Graphed
 
 
 def _outermost(root: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """(path, module) of those below ``root`` that are graphable and have no graphable one above them, each once."""
+    """(path, module) of the graphable ones below ``root`` with no graphable one above, each once."""
     seen = set()
     todo = [(path, root)]
     while todo:
@@ -114,6 +116,6 @@ def _take_off(module: Any) -> None:
     if isinstance(forward, GraphedForward) and not forward.stands_over_own:
         del module.forward
     elif isinstance(forward, GraphedForward):
-        module.forward = own_forward(module)
+        module.forward = class_forward(module)
     if isinstance(vars(module).get("_old_forward"), GraphedForward):
-        module._old_forward = own_forward(module)
+        module._old_forward = class_forward(module)

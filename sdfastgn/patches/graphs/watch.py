@@ -1,12 +1,15 @@
-"""What a captured graph took from a model's Python state, and a quick way to ask whether any of it has changed since.
+"""What a captured graph took from a model's Python state, and a quick check that none of it changed.
 
-A CUDA graph repeats kernels with the addresses and numbers of its capture. Whatever decides these is watched: which modules there are and
-their classes; every attribute of each; hooks; parameters and buffers by identity, storage and address; and what hangs on the attributes
-(attention processors, LoRA's dicts of scales, lists), as deep as it goes. Values that are written into a tensor in place need no watch: a
-replay reads them, but for tensors that stay on the CPU, whose values Python or a kernel's arguments have taken over. What cannot be
-watched (code of unknown origin, which may keep its state anywhere) makes a model unfit for capture.
+A CUDA graph repeats kernels with the addresses and numbers of its capture. Whatever decides these
+is watched: which modules there are and their classes; every attribute of each; hooks; parameters
+and buffers by identity, storage and address; and what hangs on the attributes (attention
+processors, LoRA's dicts of scales, lists), as deep as it goes. Values that are written into a
+tensor in place need no watch: a replay reads them, but for tensors that stay on the CPU, whose
+values Python or a kernel's arguments have taken over. What cannot be watched (code of unknown
+origin, which may keep its state anywhere) makes a model unfit for capture.
 
-Not seen: class attributes and module-level functions that are replaced, and a ``.data`` that becomes another view of the same memory.
+Not seen: class attributes and module-level functions that are replaced, and a ``.data`` that
+becomes another view of the same memory.
 """
 
 from __future__ import annotations
@@ -23,11 +26,12 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from sdfastgn.patches.core.own_forward import has_foreign_forward
+from sdfastgn.patches.core.class_forward import has_foreign_forward
 
 __all__ = ["Watch"]
 
-# Packages whose classes keep the state of a call in tensors and attributes. Others may keep it in closures or globals.
+# Packages whose classes keep the state of a call in tensors and attributes. Others may keep it in
+# closures or globals.
 _TRUSTED = sys.stdlib_module_names | {"torch", "diffusers", "peft", "accelerate", "transformers", "sdfastgn"}
 _TENSOR_TYPES = (Tensor, nn.Parameter)
 _LEAVES = (
@@ -57,25 +61,30 @@ _is_expired: Callable[[int], bool] = torch.UntypedStorage._expired  # type: igno
 
 _OUR_ENTRY = "forward"
 _FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-# Every module has these. Of them only three matter to a forward without gradients besides the hooks, which are watched as dicts.
-# What stands for ``_apply`` (core/channels_last.py) moves weights, and their new memory is seen.
+# Every module has these. Of them only three matter to a forward without gradients besides the
+# hooks, which are watched as dicts. What stands for ``_apply`` (core/channels_last.py) moves
+# weights, and their new memory is seen.
 _INERT = frozenset((*vars(nn.Module()), "_apply")) - {"training", "_parameters", "_modules"}
 _END = object()
 
 
 class Watch:
-    """State of the tree below ``root`` as it is now. Holds the watched objects (so no id is reused), never ``root`` itself.
+    """State of the tree below ``root``. Holds the watched objects, so no id is reused, but not ``root``.
 
-    The memory of tensors is not held: a model that moves away frees it. Storages are known by weak references, which a new storage at an
-    old address does not satisfy.
+    The memory of tensors is not held: a model that moves away frees it. Storages are known by weak
+    references, which a new storage at an old address does not satisfy.
 
     Args:
-        root: the module that is captured. Its own forward hooks run outside the graph and are not watched.
-        is_harmless: of a function: true if inner modules may have it as a forward hook, because what it does is in the graph.
-        device: of the capture. Tensors on the CPU that are not its own are watched for what is written into them.
+        root: the module that is captured. Its own forward hooks run outside the graph and are not
+            watched.
+        is_harmless: of a function: true if inner modules may have it as a forward hook, because
+            what it does is in the graph.
+        device: of the capture. Tensors on the CPU that are not its own are watched for what is
+            written into them.
 
     Attributes:
-        reason: why the tree must not be captured, or None. ``unchanged`` then says whether what led to the reason is still so.
+        reason: why the tree must not be captured, or None. ``unchanged`` then says whether what led
+            to the reason is still so.
     """
 
     def __init__(
@@ -119,7 +128,10 @@ class Watch:
         self._storage_ids = [storage.cdata for storage in self._storages]
 
     def unchanged(self, root: nn.Module) -> bool:
-        """True if everything is as it was. The comparisons run in C: SDXL's 1900 modules take less than a millisecond."""
+        """True if everything is as it was.
+
+        The comparisons run in C: SDXL's 1900 modules take less than a millisecond.
+        """
         try:
             return (
                 type(root) is self._root_type
@@ -138,7 +150,8 @@ class Watch:
                 and _same(_own_values(root), self._root_values)
             )
         except Exception:
-            # An attribute is gone, a container changed while it was read, a tensor took the place of a number: whatever it is, it is new.
+            # An attribute is gone, a container changed while it was read, a tensor took the place
+            # of a number: whatever it is, it is new.
             return False
 
     def _walk(self, root: nn.Module) -> None:
@@ -256,7 +269,8 @@ def _reason_of(path: str, module: nn.Module, *, is_root: bool) -> str | None:
 
 
 def _own_values(root: nn.Module) -> list[Any]:
-    # Not through a kept reference to the dict: a model that is dropped is to go at once, not with the next garbage collection.
+    # Not through a kept reference to the dict: a model that is dropped is to go at once, not with
+    # the next garbage collection.
     return [v for pair in vars(root).items() if pair[0] != _OUR_ENTRY and pair[0] not in _INERT for v in pair]
 
 

@@ -1,12 +1,14 @@
-"""Schedulers that look numbers up by the timestep: without waiting for the GPU to hear which timestep it is.
+"""PNDM and DDIM schedulers that do not wait for the GPU to read which timestep it is.
 
-A pipeline hands ``step`` an element of ``scheduler.timesteps``, which lies on the GPU. PNDM and DDIM index a table on the CPU with it
-and ask whether the one before is negative, so that the host waits for the UNet at every step, and the GPU then for the host. Here
-``step`` gets the same number from a copy on the CPU that ``set_timesteps`` makes. These two only index and compare with it, so that
-the samples are the same bits.
+A pipeline hands ``step`` an element of ``scheduler.timesteps``, which lies on the GPU. PNDM and
+DDIM index a table on the CPU with it and ask whether the one before is negative, so that the host
+waits for the UNet at every step, and the GPU then for the host. Here ``step`` gets the same number
+from a copy on the CPU that ``set_timesteps`` makes. These two only index and compare with it, so
+that the samples are the same bits.
 
-Schedulers that calculate on the GPU with the timestep (LCM, TCD) would round otherwise and are left alone; Euler and DPM++ wait once an
-image, not at each step. Not seen: what is written into ``timesteps.data`` in place, which nothing counts.
+Schedulers that calculate on the GPU with the timestep (LCM, TCD) would round otherwise and are left
+alone; Euler and DPM++ wait once an image, not at each step. Not seen: what is written into
+``timesteps.data`` in place, which nothing counts.
 """
 
 from __future__ import annotations
@@ -19,27 +21,23 @@ import torch
 from diffusers import DDIMScheduler, PNDMScheduler
 from torch import Tensor
 
-from sdfastgn.patches.pipeline.part import PipelinePart
+from sdfastgn.patches.core.tested_sources import tested
+from sdfastgn.patches.pipeline.object_fusion import ObjectFusion
 
-__all__ = ["PART"]
+__all__ = ["FUSION"]
 
 _WAITED_FOR = ("cuda",)
 
-# By scheduler: (timesteps, its storage, how often it was written, its copy on the CPU). In no __dict__: a deepcopy's tensors begin to count
-# anew. The storage is held so that no other comes to lie at its address.
+# By scheduler: (timesteps, its storage, how often it was written, its copy on the CPU). In no
+# __dict__: a deepcopy's tensors begin to count anew. The storage is held so that no other comes to
+# lie at its address.
 _copies: weakref.WeakKeyDictionary[Any, tuple[Tensor, torch.UntypedStorage, int, Tensor]] = (
     weakref.WeakKeyDictionary()
 )
 
-# What hands the timestep on, and what computes with it. Exact classes.
-_METHODS: dict[type, tuple[str, ...]] = {
-    PNDMScheduler: ("set_timesteps", "step", "step_prk", "step_plms", "_get_prev_sample"),
-    DDIMScheduler: ("set_timesteps", "step", "_get_variance"),
-}
-
 
 def _copy_of(scheduler: Any, table: Any) -> Tensor | None:
-    """``table``, the scheduler's timesteps, on the CPU; copied again if it is another one or was written, None if that cannot be known."""
+    """The scheduler's timesteps ``table`` on the CPU, copied again if it changed. None if that is unknown."""
     if type(table) is not Tensor or table.device.type not in _WAITED_FOR or table.is_inference():
         return None
     if table.dim() != 1 or table.stride(0) != 1:
@@ -97,9 +95,25 @@ def _overrides(stock: Any) -> dict[str, Any]:
     return {"step": step, "set_timesteps": set_timesteps}
 
 
-PART = PipelinePart(
+FUSION = ObjectFusion(
     "host_timesteps",
-    is_stock=lambda part: type(part) in _METHODS,
+    module=__name__,
+    # What hands the timestep on, and what computes with it.
+    sources=(
+        tested(
+            PNDMScheduler,
+            set_timesteps="82554cf28f731599",
+            step="f4ef1a7ef6a90faa",
+            step_prk="aa9865595bcb7e75",
+            step_plms="49dfef0b7069e861",
+            _get_prev_sample="4213d915533ae217",
+        ),
+        tested(
+            DDIMScheduler,
+            set_timesteps="0d1c6bcb6befbd3b",
+            step="c6b192ed0006fc11",
+            _get_variance="9e4f55907bbb281d",
+        ),
+    ),
     overrides=_overrides,
-    upstream=lambda stock: (stock, _METHODS[stock]),
 )

@@ -1,52 +1,62 @@
-"""Linear layers that read the same tensor, as one matrix product: their parameters side by side in one allocation.
+"""Linear layers that read the same tensor, as one matrix product: parameters packed in one allocation.
 
-Each parameter stays what it was: the same object, contiguous, and alone in a storage of exactly its size. Only the addresses follow each
-other, because these storages are slices of one allocation, which lives as long as any of them. So nobody who looks for parameters that
-share a storage finds any: ``torch.save`` and pickle write each by itself, and accelerate's ``save_model``, which drops all parameters of
-a storage but the first, drops none.
+Each parameter stays what it was: the same object, contiguous, and alone in a storage of exactly its
+size. Only the addresses follow each other, because these storages are slices of one allocation,
+which lives as long as any of them. So nobody who looks for parameters that share a storage finds
+any: ``torch.save`` and pickle write each by itself, and accelerate's ``save_model``, which drops
+all parameters of a storage but the first, drops none.
 
-The joined tensor is not kept. It is made anew at each call, over the allocation as it is, if all parameters still lie in it where they
-were put: what is written into one of them is seen, and one that lies elsewhere by now (``.to()``, ``param.data = ...``,
-``load_state_dict(assign=True)``, offloading) is noticed. Only a weak reference to the allocation is held, by which nothing is kept alive.
+The joined tensor is not kept. It is made anew at each call, over the allocation as it is, if all
+parameters still lie in it where they were put: what is written into one of them is seen, and one
+that lies elsewhere by now (``.to()``, ``param.data = ...``, ``load_state_dict(assign=True)``,
+offloading) is noticed. Only a weak reference to the allocation is held, by which nothing is kept
+alive.
 
-Nothing is packed while a model computes. A CUDA graph that was captured before would go on reading memory that packing has given up.
+Nothing is packed while a model computes. A CUDA graph that was captured before would go on reading
+memory that packing has given up.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sdfastgn.kernels.common import dispatch
-from sdfastgn.patches.core.fusion import is_plain
+from sdfastgn.patches.core.fusion import is_unhooked
 
-__all__ = ["Columns", "joined", "pack", "pack_together", "plain_parameters", "unpack"]
-
-# Parameters that lie below each other, list by list: the weights of linear layers, their biases.
-Columns = tuple[list[Tensor], ...]
+__all__ = ["Parameters", "is_one_product", "joined", "pack", "pack_together", "plain_parameters", "unpack"]
 
 # One product instead of three fills a GPU better; a CPU is full either way.
 PACKED_DEVICES = ("cuda",)
 # Bytes: matrix products read 16 at a time, so every part must begin at a multiple.
 _ALIGNMENT = 16
-# A storage that belongs to one tensor alone: that one, and the Python object through which the count is asked.
+# A storage that belongs to one tensor alone: that one, and the Python object through which the
+# count is asked.
 _UNSHARED = 2
 
-# By the module whose linear layers they are. In no __dict__: nothing to copy, pickle or take away again.
+# By the module whose linear layers they are. In no __dict__: nothing to copy, pickle or take away
+# again.
 _allocations: weakref.WeakKeyDictionary[nn.Module, StorageWeakRef] = weakref.WeakKeyDictionary()
 
 
-def plain_parameters(linears: Iterable[Any]) -> tuple[list[Tensor], list[Tensor]] | None:
-    """(weights, biases) of linear layers that are all plain and all have a bias, or all none; else None."""
+class Parameters(NamedTuple):
+    """Those of several linear layers, in their order. ``biases`` is empty if no layer has one."""
+
+    weights: list[Tensor]
+    biases: list[Tensor]
+
+
+def plain_parameters(linears: Iterable[Any]) -> Parameters | None:
+    """Those of linear layers that are all plain and all have a bias, or all none; else None."""
     weights: list[Tensor] = []
     biases: list[Tensor] = []
     for linear in linears:
-        if type(linear) is not nn.Linear or not is_plain(linear):
+        if type(linear) is not nn.Linear or not is_unhooked(linear):
             return None
         parameters = linear._parameters  # a module's attributes take a microsecond each
         weight, bias = parameters.get("weight"), parameters.get("bias")
@@ -55,23 +65,31 @@ def plain_parameters(linears: Iterable[Any]) -> tuple[list[Tensor], list[Tensor]
         weights.append(weight)
         if bias is not None:
             biases.append(bias)
-    return (weights, biases) if len(biases) in (0, len(weights)) else None
+    return Parameters(weights, biases) if len(biases) in (0, len(weights)) else None
 
 
-def joined(owner: nn.Module, *columns: list[Tensor]) -> tuple[Any, ...] | None:
-    """Of each list of neighbours among those packed for ``owner`` the one tensor that they are, None of an empty one.
+def is_one_product(x: Tensor, parameters: Parameters) -> bool:
+    """True if one product of x with ``parameters`` is all that calling their layers comes to."""
+    params = (*parameters.weights, *parameters.biases)
+    if dispatch.wants_gradient(x, params) or not dispatch.is_untraced(x, params):
+        return False
+    fits = (x.dtype, x.shape[-1]) == (params[0].dtype, params[0].shape[-1])
+    return fits and not torch.is_autocast_enabled(x.device.type)
 
-    Of weights and biases: the layer that computes what all of them do. None if any lie apart.
+
+def joined(owner: nn.Module, parameters: Parameters) -> tuple[Tensor, Tensor | None] | None:
+    """Weight and bias of the layer that computes what the layers of ``parameters`` do.
+
+    Each is one tensor over neighbours among those packed for ``owner``. None if any lie apart.
     """
     allocation = _allocation(owner)
     if allocation is None:
         return None
-    found = [_span(allocation, column) if column else None for column in columns]
-    return (
-        None
-        if any(column and span is None for column, span in zip(columns, found, strict=True))
-        else tuple(found)
-    )
+    weight = _span(allocation, parameters.weights)
+    bias = _span(allocation, parameters.biases) if parameters.biases else None
+    if weight is None or (parameters.biases and bias is None):
+        return None
+    return weight, bias
 
 
 def _allocation(owner: nn.Module) -> torch.UntypedStorage | None:
@@ -80,7 +98,7 @@ def _allocation(owner: nn.Module) -> torch.UntypedStorage | None:
 
 
 def _span(allocation: torch.UntypedStorage, parts: list[Tensor]) -> Tensor | None:
-    """The tensor that ``parts`` are, one below the other, or None if they do not lie so within ``allocation``."""
+    """One tensor over ``parts``, or None if they are not neighbors within ``allocation``."""
     first = parts[0]
     dtype, columns = first.dtype, first.shape[1:]
     start = end = first.data_ptr()
@@ -108,21 +126,19 @@ def pack(owner: nn.Module, linears: Iterable[Any]) -> None:
         pack_together((owner,), found)
 
 
-def pack_together(owners: Sequence[nn.Module], columns: Columns) -> None:
-    """Puts ``columns``, parameters of ``owners``, side by side where that is possible and of use.
+def pack_together(owners: Sequence[nn.Module], parameters: Parameters) -> None:
+    """Puts ``parameters`` of ``owners`` side by side where that is possible and of use.
 
-    For each of the owners, those of its own that follow each other can be joined too. Values, strides and identities stay. What is not
-    memory of its own stays where it is: parameters that share a storage with anything else (tied weights, a state_dict that somebody
-    holds), quantised or offloaded ones.
+    For each of the owners, those of its own that follow each other can be joined too. Values,
+    strides and identities stay. What is not memory of its own stays where it is: parameters that
+    share a storage with anything else (tied weights, a state_dict that somebody holds), quantised
+    or offloaded ones.
     """
-    parts = [part for column in columns for part in column]
+    parts = [*parameters.weights, *parameters.biases]
     captures = parts[0].is_cuda and torch.cuda.is_current_stream_capturing()
-    if (
-        captures
-        or not dispatch.is_untraced(parts[0], tuple(parts))
-        or joined(owners[0], *columns) is not None
-    ):
-        return  # they are, or must not move now
+    must_stay = captures or not dispatch.is_untraced(parts[0], tuple(parts))
+    if must_stay or joined(owners[0], parameters) is not None:
+        return
     if len(set(parts)) == len(parts) and all(_fits(part, parts[0]) for part in parts):
         try:
             reference = StorageWeakRef(_move(parts))
@@ -161,7 +177,7 @@ def _move(parts: Sequence[Tensor]) -> torch.UntypedStorage:
 
 
 def unpack(owner: nn.Module) -> None:
-    """Gives each parameter below ``owner`` that ``pack`` has put beside others memory of its own again. Nothing else changes."""
+    """Give each parameter of ``owner`` that ``pack`` has moved memory of its own again."""
     allocation = _allocation(owner)
     _allocations.pop(owner, None)
     if allocation is None:

@@ -11,20 +11,10 @@ from torch import Tensor, nn
 from sdfastgn.patches.core import convolution
 from sdfastgn.patches.core.convolution import pointwise
 from tests.kernels import samples
+from tests.patches import cases
+from tests.patches.cases import WHERE, image
 
-WHERE = {"device": "cpu"}
-HALF = [pytest.param(d, id=str(d).removeprefix("torch.")) for d in (torch.float16, torch.bfloat16)]
-
-
-@pytest.fixture(autouse=True, params=samples.DEVICES)
-def plain_inference(request, monkeypatch):
-    monkeypatch.setitem(WHERE, "device", request.param)
-    with samples.kernels(direct=True), torch.no_grad():
-        yield
-
-
-def image(*shape: int, dtype: torch.dtype) -> Tensor:
-    return samples.make(shape, dtype, WHERE["device"])[0]
+on_each_device, without_gradients = cases.on_each_device, cases.without_gradients
 
 
 PRODUCTS = [
@@ -49,7 +39,7 @@ def products(monkeypatch):
 
 
 @pytest.mark.parametrize(("options", "is_product"), PRODUCTS)
-@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("dtype", samples.DTYPES[:2])
 def test_pointwise(dtype, options, is_product, products):
     conv = nn.Conv2d(**{"in_channels": 20, "out_channels": 12, "kernel_size": 1, **options}).to(
         WHERE["device"], dtype

@@ -19,7 +19,7 @@ from sdfastgn.bench.models.pipelines import build_pipeline
 from sdfastgn.patches import patcher
 from sdfastgn.patches.shared import packed_weights as packing
 from tests.patches import samples
-from tests.patches.samples import each_sample, output, snapshot, stock_and_output
+from tests.patches.samples import each_fusion, output, snapshot, stock_and_output
 
 
 def put_over(module):
@@ -56,7 +56,7 @@ def over_fused(root):
     return {path for path, m in modules.items() if "Fused" in m._parent.__qualname__}
 
 
-@each_sample
+@each_fusion
 @pytest.mark.parametrize(
     "order", ["optimize put take restore", "put optimize take restore", "put optimize restore take"]
 )
@@ -78,7 +78,7 @@ def test_another_class_over_ours_or_under_it(build, call, order):
     assert torch.equal(output(module, call), before)
 
 
-@each_sample
+@each_fusion
 def test_restore_says_what_it_cannot_undo_and_finishes_later(build, call):
     module, before = stock_and_output(build, call)
     state, targets = snapshot(module), {f.module for f in patcher.inspect(module)}
@@ -98,7 +98,7 @@ def test_restore_says_what_it_cannot_undo_and_finishes_later(build, call):
     assert snapshot(module) == state
 
 
-@each_sample
+@each_fusion
 def test_subclasses_are_reported_and_left_alone(build, call):
     module, before = stock_and_output(build, call)
     claimed = found(module, "fusable")
@@ -114,7 +114,7 @@ def test_subclasses_are_reported_and_left_alone(build, call):
     torch.testing.assert_close(output(module, call), before, atol=2e-5, rtol=2e-5)
 
 
-@each_sample
+@each_fusion
 def test_a_class_over_ours_is_reported(build, call):
     module = sdfastgn.optimize(samples.randomise(build()))
     fused = found(module, "fused")
@@ -204,10 +204,10 @@ def test_a_class_over_a_scheduler():
 def test_weights_are_unpacked_if_other_code_set_the_stock_class_back():
     attention = sdfastgn.optimize(samples._attention())
     weights = [linear.weight for linear in (attention.to_q, attention.to_k, attention.to_v)]
-    assert packing.joined(attention, weights) is not None
+    assert packing.joined(attention, packing.Parameters(weights, [])) is not None
     attention.__class__ = Attention
     sdfastgn.restore(nn.Sequential(attention))
-    assert packing.joined(attention, weights) is None
+    assert packing.joined(attention, packing.Parameters(weights, [])) is None
 
 
 def test_a_class_over_a_model_may_use_its_last_norm_alone():

@@ -6,7 +6,6 @@ import copy
 import itertools
 from collections import Counter
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -20,111 +19,86 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 
 import sdfastgn
-from sdfastgn.kernels.common import dispatch
-from sdfastgn.kernels.common.dispatch import KERNEL_DTYPES
-from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.statistics.op import reference_channel_statistics
 from sdfastgn.kernels.upsample import conv as upsample_conv
-from sdfastgn.patches.core import convolution
-from sdfastgn.patches.core import hand_over as statistics
+from sdfastgn.patches.core import convolution, statistics
 from tests.kernels import samples
+from tests.patches import cases
+from tests.patches.cases import WHERE, agree, image, noise
 from tests.patches.samples import twins_of
 
-WHERE = {"device": "cpu"}
+on_each_device, without_gradients = cases.on_each_device, cases.without_gradients
+launches = cases.launches
 
 
-@pytest.fixture(autouse=True, params=samples.DEVICES)
-def plain_inference(request, monkeypatch):
-    """Kernels without the dispatcher, on a CPU too, and statistics however small the tensor is."""
-    monkeypatch.setitem(WHERE, "device", request.param)
+@pytest.fixture(autouse=True)
+def statistics_always_pay(monkeypatch):
+    """However small the tensor is."""
     monkeypatch.setattr(statistics, "statistics_pay", lambda C, HW: True)
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    monkeypatch.setattr(dispatch, "runs_in_triton", lambda x: x.dtype in KERNEL_DTYPES)
-    with samples.kernels(direct=True), torch.no_grad():
-        yield
 
 
-def counting(names: Counter[str], runs: bool = True) -> Any:
-    """Counts launches: GroupNorm's passes over memory, sums and concatenations with statistics or alone. ``runs``: and launches."""
-    launch = Launch.__call__
-
-    def note(self: Launch, stream: int, *tensors: Tensor | None) -> None:
-        pointers = dict(zip(self.kernel.arg_names, tensors, strict=False))
-        name = self.kernel.__name__.strip("_").removesuffix("_kernel")
+def counted(launches: cases.Launches) -> Counter[str]:
+    """GroupNorm's passes over memory; sums and concatenations with statistics, or alone."""
+    names: Counter[str] = Counter()
+    uses = {"residual_ptr": "add", "tail_ptr": "cat", "bias_ptr": "bias"}
+    for name, _, pointers in launches:
         if name == "statistics":
-            uses = {"residual_ptr": "add", "tail_ptr": "cat", "bias_ptr": "bias"}
             name = next((use for p, use in uses.items() if pointers[p] is not None), name)
             name += "" if pointers["statistics_ptr"] is not None else " alone"
         names[name] += 1
-        if runs:
-            launch(self, stream, *tensors)
-
-    return mock.patch.object(Launch, "__call__", note)
+    return names
 
 
 @pytest.fixture
-def ran():
-    names: Counter[str] = Counter()
-    with counting(names):
-        yield names
-
-
-def image(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    return samples.make(shape, dtype, WHERE["device"], seed=seed)[0]
+def ran(launches):
+    """``ran(name)``: how often that was launched."""
+    return lambda name: counted(launches)[name]
 
 
 def twins(module: nn.Module, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn.Module]:
     return twins_of(module, WHERE["device"], dtype)
 
 
-def agree(a: Tensor, b: Tensor) -> None:
-    torch.testing.assert_close(a, b, atol=5e-5, rtol=5e-5)
-
-
 def resnet(**options: Any) -> nn.Module:
-    sizes = {"in_channels": 20, "out_channels": 30, "groups": 5, "temb_channels": 16, "eps": 1e-5}
+    sizes = {"in_channels": 4, "out_channels": 6, "groups": 2, "temb_channels": 8, "eps": 1e-5}
     return ResnetBlock2D(**{**sizes, **options})
 
 
-def temb(dtype: torch.dtype = torch.float32) -> Tensor:
-    return image(2, 16, 1, 1, dtype=dtype, seed=1)[:, :, 0, 0]
+def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    return image(2, 4, 3, 4, dtype=dtype), noise(2, 8, dtype=dtype)
 
 
 # --- ResNet blocks --------------------------------------------------------------------------------------------------------------------
 
 RESNETS: dict[str, dict[str, Any]] = {
-    "shortcut": {}, "no-shortcut": {"out_channels": 20}, "shortcut-without-bias": {"conv_shortcut_bias": False},
-    "output-scale": {"output_scale_factor": 2**0.5}, "one-channel-a-group": {"groups": 20, "groups_out": 30},
-    "other-output-channels": {"conv_2d_out_channels": 12}, "up": {"up": True}, "down": {"down": True},
+    "shortcut": {}, "no-shortcut": {"out_channels": 4}, "shortcut-without-bias": {"conv_shortcut_bias": False},
+    "output-scale": {"output_scale_factor": 2**0.5}, "one-channel-a-group": {"groups": 4, "groups_out": 6},
+    "other-output-channels": {"conv_2d_out_channels": 5}, "up": {"up": True}, "down": {"down": True},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("options", RESNETS.values(), ids=RESNETS)
 def test_a_resnet_ends_in_one_sum(ran, options):
     fused, stock = twins(resnet(**options))
-    x = image(2, 20, 6, 8)
-    y = fused(x, temb())
-    agree(y, stock(x, temb()))
-    assert ran["add"] == 1
+    y = fused(*inputs())
+    agree(y, stock(*inputs()), 5e-5)
+    assert ran("add") == 1
     assert statistics.take_statistics(y) is not None
 
 
-@pytest.mark.parametrize("name", ["shortcut", "output-scale"])
-def test_a_resnet_is_no_less_exact_than_stock(name):
+def test_a_resnet_is_no_less_exact_than_stock():
     """Not in bfloat16, to which the interpreter does not round but cuts."""
-    dtype = torch.float16
-    fused, stock = twins(resnet(**RESNETS[name]), dtype)
-    x, t = image(2, 20, 16, 16, dtype=dtype), temb(dtype)
-    expected = copy.deepcopy(stock).double()(x.double(), t.double())
-    assert samples.error(fused(x, t), expected) <= 1.02 * samples.error(stock(x, t), expected)
+    fused, stock = twins(resnet(output_scale_factor=2**0.5), torch.float16)
+    x, temb = image(2, 4, 16, 16, dtype=torch.float16), noise(2, 8, dtype=torch.float16)
+    expected = copy.deepcopy(stock).double()(x.double(), temb.double())
+    assert samples.error(fused(x, temb), expected) <= 1.02 * samples.error(stock(x, temb), expected)
 
 
 def test_a_small_resnet_ends_in_a_sum_without_statistics(ran, monkeypatch):
     monkeypatch.setattr(statistics, "statistics_pay", lambda C, HW: False)
     fused, stock = twins(resnet())
-    x = image(2, 20, 6, 8)
-    agree(fused(x, temb()), stock(x, temb()))
-    assert (ran["add"], ran["add alone"]) == (0, 1)
+    agree(fused(*inputs()), stock(*inputs()), 5e-5)
+    assert (ran("add"), ran("add alone")) == (0, 1)
 
 
 def biases_moved(monkeypatch) -> list[nn.Module]:
@@ -144,68 +118,54 @@ def biases_moved(monkeypatch) -> list[nn.Module]:
 def test_the_bias_of_the_second_convolution_goes_into_the_sum(monkeypatch):
     fused, stock = twins(resnet())
     moved = biases_moved(monkeypatch)
-    x = image(2, 20, 6, 8)
-    agree(fused(x, temb()), stock(x, temb()))
+    agree(fused(*inputs()), stock(*inputs()), 5e-5)
     assert fused.conv2 in moved
     assert fused.conv_shortcut not in moved
 
 
 def test_a_watched_convolution_is_called(ran, monkeypatch):
     fused, stock = twins(resnet())
-    x, seen = image(2, 20, 6, 8), {}
+    seen = {}
     for model, name in itertools.product((fused, stock), ("conv2", "conv_shortcut")):
         model.get_submodule(name).register_forward_hook(
             lambda m, i, o, key=(model, name): seen.update({key: o + 0})
         )
     moved = biases_moved(monkeypatch)
-    agree(fused(x, temb()), stock(x, temb()))
+    agree(fused(*inputs()), stock(*inputs()), 5e-5)
     assert fused.conv2 not in moved
     for name in ("conv2", "conv_shortcut"):
-        agree(seen[fused, name], seen[stock, name])
-    assert ran["add"] == 1
+        agree(seen[fused, name], seen[stock, name], 5e-5)
+    assert ran("add") == 1
 
 
-@pytest.mark.parametrize(
-    "targets", [["conv2"], ["conv_shortcut"], ["conv1", "conv2", "conv_shortcut"]], ids="-".join
-)
-def test_lora(targets, monkeypatch):
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_lora(when, monkeypatch):
+    targets = ["conv1", "conv2", "conv_shortcut"]
     config = LoraConfig(r=2, lora_alpha=4, target_modules=targets, init_lora_weights=False)
-    fused, stock = twins(inject_adapter_in_model(config, resnet()))
+    fused, stock = twins(inject_adapter_in_model(config, resnet()) if when == "before" else resnet())
+    if when == "after":
+        before = fused(*inputs())
+        for model in (fused, stock):
+            torch.manual_seed(3)
+            inject_adapter_in_model(config, model).to(WHERE["device"])
+        assert not torch.allclose(stock(*inputs()), before, atol=1e-3)
     moved = biases_moved(monkeypatch)
-    x = image(2, 20, 6, 8)
-    agree(fused(x, temb()), stock(x, temb()))
+    agree(fused(*inputs()), stock(*inputs()), 5e-5)
     assert not {fused.get_submodule(f"{t}.base_layer") for t in targets} & set(moved)
 
 
-def test_lora_that_comes_later():
-    fused, stock = twins(resnet())
-    x = image(2, 20, 6, 8)
-    before = fused(x, temb())
-    for model in (fused, stock):
-        torch.manual_seed(3)
-        inject_adapter_in_model(LoraConfig(r=2, target_modules=["conv2"], init_lora_weights=False), model)
-    after = fused(x, temb())
-    agree(after, stock(x, temb()))
-    assert not torch.allclose(after, before, atol=1e-3)
-
-
 def test_gradients_run_stocks_operations(ran):
-    fused, stock = twins(resnet(output_scale_factor=1.5))
-    x = image(2, 20, 6, 8).requires_grad_()  # stock PyTorch crashes without
-    with torch.enable_grad():
-        grads = [
-            torch.autograd.grad(m(x, temb()).square().mean(), [x, *m.parameters()]) for m in (fused, stock)
-        ]
-    for a, b in zip(*grads, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-3)
-    assert not ran["add"] + ran["add alone"]
+    models = twins(resnet(output_scale_factor=1.5))
+    x, temb = inputs()
+    cases.same_gradients(models, x.requires_grad_(), temb)  # stock PyTorch crashes without
+    assert not ran("add") + ran("add alone")
 
 
 def test_autocast():
     fused, stock = twins(resnet())
-    x = image(2, 20, 6, 8)
     with torch.autocast(WHERE["device"], torch.bfloat16):
-        torch.testing.assert_close(fused(x, temb()).float(), stock(x, temb()).float(), atol=0.06, rtol=0.02)
+        y, expected = fused(*inputs()), stock(*inputs())
+    torch.testing.assert_close(y.float(), expected.float(), atol=0.06, rtol=0.02)
 
 
 # --- transformers ------------------------------------------------------------------------------------------------------------------------
@@ -229,7 +189,7 @@ def test_a_transformer_ends_in_a_sum_with_statistics(ran, products, linear):
     fused, stock = twins(model, dtype)
     x, context = image(2, 20, 4, 6, dtype=dtype), image(2, 3, 12, 1, dtype=dtype, seed=1)[..., 0]
     y = fused(x, context).sample
-    assert ran["add"] == 1
+    assert ran("add") == 1
     assert sum(a[0].dim() == 2 for a in products) == (0 if linear else 2)
     expected = copy.deepcopy(stock).double()(x.double(), context.double()).sample
     assert samples.error(y, expected) <= 1.05 * samples.error(stock(x, context).sample, expected)
@@ -251,8 +211,8 @@ def test_a_downsampler_ends_in_the_bias(ran, options, kernels):
     fused, stock = twins(Downsample2D(12, use_conv=True, **options))
     x = image(2, 12, 5, 7)
     y = fused(x)
-    agree(y, stock(x))
-    assert ran["bias"] == kernels
+    agree(y, stock(x), 5e-5)
+    assert ran("bias") == kernels
     assert (statistics.take_statistics(y) is not None) == bool(kernels)
 
 
@@ -262,9 +222,9 @@ def test_a_hooked_downsampler_keeps_its_bias(ran):
     for model in (fused, stock):
         model.conv.register_forward_hook(lambda m, i, o: seen.append(o.clone()))
     x = image(2, 12, 5, 7)
-    agree(fused(x), stock(x))
-    agree(*seen)
-    assert not ran["bias"]
+    agree(fused(x), stock(x), 5e-5)
+    agree(*seen, 5e-5)
+    assert not ran("bias")
 
 
 def test_downsamplers_refuse_what_upstream_refuses():
@@ -286,8 +246,8 @@ def test_an_upsampler_ends_in_the_bias(ran, low, pays, monkeypatch):
     fused, stock = twins(Upsample2D(12, use_conv=True, out_channels=8))
     x = image(2, 12, 5, 7)
     y = fused(x)
-    agree(y, stock(x))
-    assert (ran["bias"], ran["bias alone"]) == ((0, 0) if low else (pays, not pays))
+    agree(y, stock(x), 5e-5)
+    assert (ran("bias"), ran("bias alone")) == ((0, 0) if low else (pays, not pays))
     found = statistics.take_statistics(y)
     assert (found is not None) == pays
     if pays:
@@ -298,26 +258,28 @@ def test_an_upsampler_ends_in_the_bias(ran, low, pays, monkeypatch):
 # --- up blocks --------------------------------------------------------------------------------------------------------------------------
 
 SIZES = {
-    "in_channels": 10,
-    "prev_output_channel": 30,
-    "out_channels": 20,
-    "temb_channels": 16,
-    "resnet_groups": 5,
+    "in_channels": 4,
+    "prev_output_channel": 8,
+    "out_channels": 6,
+    "temb_channels": 8,
+    "resnet_groups": 2,
 }
 
 
 def up_block(cross: bool, **options: Any) -> nn.Module:
     if cross:
-        return CrossAttnUpBlock2D(
-            **SIZES, num_layers=2, num_attention_heads=2, cross_attention_dim=12, **options
-        )
-    return UpBlock2D(**SIZES, num_layers=2, **options)
+        options = {"num_attention_heads": 2, "cross_attention_dim": 12, **options}
+    return (CrossAttnUpBlock2D if cross else UpBlock2D)(**SIZES, num_layers=1, **options)
 
 
 def up_inputs(cross: bool) -> dict[str, Any]:
-    skips = image(2, 8, 2, 3), image(2, 10, 2, 3, seed=2), image(2, 20, 2, 3, seed=3)
-    inputs = {"hidden_states": image(2, 30, 2, 3, seed=4), "res_hidden_states_tuple": skips, "temb": temb()}
-    return inputs | ({"encoder_hidden_states": image(2, 3, 12, 1, seed=5)[..., 0]} if cross else {})
+    skips = image(2, 5, 2, 3), image(2, 4, 2, 3, seed=2)
+    inputs = {
+        "hidden_states": image(2, 8, 2, 3, seed=4),
+        "res_hidden_states_tuple": skips,
+        "temb": noise(2, 8),
+    }
+    return inputs | ({"encoder_hidden_states": noise(2, 3, 12, seed=5)} if cross else {})
 
 
 both = pytest.mark.parametrize("cross", [False, True], ids=["up", "cross-attention"])
@@ -326,44 +288,45 @@ both = pytest.mark.parametrize("cross", [False, True], ids=["up", "cross-attenti
 @both
 def test_an_up_block_concatenates_with_statistics(ran, cross):
     fused, stock = twins(up_block(cross))
-    agree(fused(**up_inputs(cross)), stock(**up_inputs(cross)))
-    assert ran["cat"] == 2
-    assert ran["statistics"] == 0
+    agree(fused(**up_inputs(cross)), stock(**up_inputs(cross)), 5e-5)
+    assert ran("cat") == 1
+    assert ran("statistics") == 0
 
 
-@pytest.mark.parametrize(("cross", "stage"), [(False, 0), (False, 1), (False, 2), (True, 0)])
-def test_freeu(ran, cross, stage):
+@pytest.mark.parametrize(("cross", "stage"), [(False, 2), (True, 0)])
+def test_freeu(ran, launches, cross, stage):
     """Its writes in place take the statistics away, and the block is upstream's."""
     fused, stock = twins(up_block(cross, resolution_idx=stage))
     plain = fused(**up_inputs(cross))
     for model in (fused, stock):
         model.s1, model.s2, model.b1, model.b2 = 0.9, 0.2, 1.4, 1.6
-    ran.clear()
+    launches.clear()
     inputs, expected = up_inputs(cross), stock(**up_inputs(cross))
     inputs["hidden_states"] = statistics.add(*[inputs["hidden_states"] / 2] * 2)
     got = fused(**inputs)
-    agree(got, expected)
-    assert ran["cat"] == 0
+    agree(got, expected, 5e-5)
+    assert ran("cat") == 0
     assert torch.allclose(got, plain, atol=1e-3) == (stage == 2)
     for model in (fused, stock):
         model.s1 = model.s2 = model.b1 = model.b2 = None
-    agree(fused(**up_inputs(cross)), plain)
-    assert ran["cat"] == 2
+    agree(fused(**up_inputs(cross)), plain, 5e-5)
+    assert ran("cat") == 1
 
 
 @both
 def test_gradient_checkpointing_of_up_blocks(ran, cross):
     fused, stock = twins(up_block(cross))
+    checkpoints = []
     for model in (fused, stock):
         model.gradient_checkpointing = True
-        model._gradient_checkpointing_func = lambda f, *args: ran.update(checkpoints=1) or f(*args)
-    agree(fused(**up_inputs(cross)), stock(**up_inputs(cross)))
-    assert ran["checkpoints"] == 0
-    assert ran["cat"] == 2
+        model._gradient_checkpointing_func = lambda f, *args: checkpoints.append(f) or f(*args)
+    agree(fused(**up_inputs(cross)), stock(**up_inputs(cross)), 5e-5)
+    assert not checkpoints
+    assert ran("cat") == 1
     with torch.enable_grad():
-        agree(fused(**up_inputs(cross)).detach(), stock(**up_inputs(cross)).detach())
-    assert ran["checkpoints"] == 4
-    assert ran["cat"] == 2
+        agree(fused(**up_inputs(cross)).detach(), stock(**up_inputs(cross)).detach(), 5e-5)
+    assert len(checkpoints) == 2
+    assert ran("cat") == 1
 
 
 @both
@@ -373,7 +336,7 @@ def test_gradients_of_an_up_block_run_upstreams_forward(ran, cross):
     inputs["res_hidden_states_tuple"][-1].requires_grad_()
     with torch.enable_grad():
         fused(**inputs).sum().backward()
-    assert ran["cat"] == 0
+    assert ran("cat") == 0
     assert inputs["res_hidden_states_tuple"][-1].grad is not None
 
 
@@ -381,7 +344,7 @@ def test_gradients_of_an_up_block_run_upstreams_forward(ran, cross):
 def test_too_few_skips_are_an_error(cross):
     fused, _ = twins(up_block(cross))
     inputs = up_inputs(cross)
-    inputs["res_hidden_states_tuple"] = inputs["res_hidden_states_tuple"][-1:]
+    inputs["res_hidden_states_tuple"] = ()
     with pytest.raises(IndexError, match="tuple index out of range"):
         fused(**inputs)
 
@@ -389,11 +352,11 @@ def test_too_few_skips_are_an_error(cross):
 def test_deprecated_arguments_run_upstreams_forward(ran):
     fused, stock = twins(up_block(True))
     options = {"cross_attention_kwargs": {"scale": 0.5}}
-    agree(fused(**up_inputs(True), **options), stock(**up_inputs(True), **options))
+    agree(fused(**up_inputs(True), **options), stock(**up_inputs(True), **options), 5e-5)
     fused, stock = twins(up_block(False))
     with pytest.warns(FutureWarning, match="scale"):
-        agree(fused(**up_inputs(False), scale=1.0), stock(**up_inputs(False)))
-    assert ran["cat"] == 0
+        agree(fused(**up_inputs(False), scale=1.0), stock(**up_inputs(False)), 5e-5)
+    assert ran("cat") == 0
 
 
 # --- whole models -------------------------------------------------------------------------------------------------------------------------
@@ -401,15 +364,15 @@ def test_deprecated_arguments_run_upstreams_forward(ran):
 
 def unet() -> nn.Module:
     return UNet2DConditionModel(
-        sample_size=32, block_out_channels=(32, 64), norm_num_groups=1, layers_per_block=1, cross_attention_dim=12,
+        sample_size=32, block_out_channels=(8, 16), norm_num_groups=1, layers_per_block=1, cross_attention_dim=12,
         down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-        attention_head_dim=8,
+        attention_head_dim=4,
     )  # fmt: skip
 
 
 def vae() -> nn.Module:
     return AutoencoderKL(
-        block_out_channels=(32, 32), norm_num_groups=1, layers_per_block=1, latent_channels=4,
+        block_out_channels=(8, 8), norm_num_groups=1, layers_per_block=1, latent_channels=4,
         down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
     )  # fmt: skip
 
@@ -425,8 +388,8 @@ def call(model: nn.Module, size: int) -> Tensor:
 def test_a_whole_model(ran, build):
     fused, stock = twins(build())
     y = call(fused, 4)
-    agree(y, call(stock, 4))
-    assert ran["add"] > 5
+    agree(y, call(stock, 4), 5e-5)
+    assert ran("add") > 5
     assert not vars(y)
     assert statistics.take_statistics(y) is None
 
@@ -440,15 +403,15 @@ def test_a_whole_model(ran, build):
         pytest.param(vae, 14, 1 + 6 + 2, id="vae-decoder"),
     ],
 )
-def test_fewer_passes_for_statistics_in_a_whole_model(build, alone, handed, monkeypatch):
+def test_fewer_passes_for_statistics_in_a_whole_model(build, alone, handed, monkeypatch, launches):
     """Nothing is launched, so that the sizes may be those at which a norm reads x for its statistics and once more."""
     fused = sdfastgn.optimize(build().to(WHERE["device"]))
-    counts = []
+    counts, launches.runs = [], False
     for pays in (False, True):
         monkeypatch.setattr(statistics, "statistics_pay", lambda C, HW, pays=pays: pays)
-        with counting(names := Counter(), runs=False):
-            call(fused, 32)
-        counts.append(names)
+        launches.clear()
+        call(fused, 64)
+        counts.append(counted(launches))
     assert [c["statistics"] for c in counts] == [alone, handed]
     plain, told = counts
     assert (plain["add"], plain["cat"], told["add alone"], told["cat alone"]) == (0, 0, 0, 0)

@@ -14,12 +14,11 @@ from diffusers.models.attention_processor import Attention
 from torch import Tensor, nn
 
 import sdfastgn
+from tests.patches.cases import agree, noise
+
+__all__ = ["agree", "noise"]
 
 TEXT = 12
-
-
-def noise(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 X = noise(2, 4, 8, 8)
@@ -57,10 +56,6 @@ def twins(sizes: dict[str, Any] = SD) -> tuple[Any, Any]:
 def call(model: Any, states: Tensor, **options: Any) -> Tensor:
     with torch.no_grad():
         return model(X.to(states.dtype), 3, states, **options).sample
-
-
-def agree(a: Tensor, b: Tensor) -> None:
-    torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5)
 
 
 def members(model: nn.Module) -> list[Any]:

@@ -22,12 +22,12 @@ from sdfastgn.kernels.attention import few_keys as short_attention
 from sdfastgn.patches.fusions import attention
 from sdfastgn.patches.shared import packed_weights as packing
 from tests.kernels import samples as kernel_samples
+from tests.patches import cases
+from tests.patches.cases import noise
+
+linear_calls = cases.linear_calls
 
 DIM, TEXT = 16, 12
-
-
-def noise(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) + 1
 
 
 X, CONTEXT = noise(2, 7, DIM), noise(2, 5, TEXT, seed=1)
@@ -54,20 +54,17 @@ def call(model: nn.Module, x: Tensor = X, *args: Any, **kwargs: Any) -> Tensor:
 
 def agree(a: Tensor, b: Tensor) -> None:
     assert a.stride() == b.stride()
-    torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5)
+    cases.agree(a, b)
 
 
 @pytest.fixture
-def called(monkeypatch):
+def called(linear_calls):
     """Names of an attention's linear layers that are called one by one: ``called(model, *args)``."""
-    calls: list[nn.Module] = []
-    stock = nn.Linear.forward
-    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: calls.append(self) or stock(self, x))
 
     def called(model: Any, *args: Any, **kwargs: Any) -> list[str]:
-        calls.clear()
+        linear_calls.clear()
         call(model, *args, **kwargs)
-        return [name for m in calls for name in ("to_q", "to_k", "to_v") if m is getattr(model, name)]
+        return [name for m in linear_calls for name in ALL if m is getattr(model, name)]
 
     return called
 
@@ -220,19 +217,8 @@ def test_autocast(called):
 
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 def test_under_a_compiler_the_graph_is_diffusers_own(training):
-    torch._dynamo.reset()
-    targets = []
-
-    def backend(graph, _):
-        targets.append([str(n.target) for n in graph.graph.nodes])
-        return graph
-
-    fused, stock = twins()
     with torch.set_grad_enabled(training):
-        for model in (fused, stock):
-            torch.compile(model, backend=backend, fullgraph=True)(X)
-        assert torch.equal(torch.compile(fused, backend="aot_eager", fullgraph=True)(X), stock(X))
-    assert targets[0] == targets[1]
+        cases.compiles_to_stocks_graph(twins(), X)
 
 
 def test_functional_transforms_and_other_weights():

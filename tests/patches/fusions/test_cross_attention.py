@@ -16,9 +16,8 @@ from torch import nn
 
 import sdfastgn
 from sdfastgn.patches.fusions import cross_attention
-from sdfastgn.patches.shared import encoder_states as shared_context
+from sdfastgn.patches.shared import one_product
 from sdfastgn.patches.shared import packed_weights as packing
-from sdfastgn.patches.shared.encoder_states import CONTEXT, pays
 from tests.patches.fusions import prompt_cases as cases
 
 SD, SDXL, X, XL_INPUTS = cases.SD, cases.SDXL, cases.X, cases.XL_INPUTS
@@ -74,19 +73,13 @@ def test_a_controlnet_and_a_unet_with_the_same_tensor(products):
     assert products.of(Both(), states) == [sum(widths(pairs[0][0])), sum(widths(fused))]
 
 
-@pytest.mark.parametrize(
-    ("rows", "count", "expected"),
-    [(154, 70, True), (1024, 2, True), (1025, 70, False), (154, 1, False), (0, 70, False), (1, 2, True)],
-)
-def test_where_it_pays(rows, count, expected):
-    assert pays(rows, count) is expected
-
-
-def test_many_rows_run_apart(products, monkeypatch):
-    monkeypatch.setattr(shared_context, "_MAX_ROWS", 9)
+@pytest.mark.parametrize("is_few", [True, False], ids=["few", "many"])
+def test_many_rows_run_apart(products, monkeypatch, is_few):
+    assert one_product._MAX_ROWS == 1024
+    monkeypatch.setattr(one_product, "_MAX_ROWS", 9 + is_few)
     fused, stock = twins()
     agree(call(fused, context()), call(stock, context()))
-    assert products.of(fused, context()) == widths(fused)
+    assert products.of(fused, context()) == ([sum(widths(fused))] if is_few else widths(fused))
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------------------
@@ -116,9 +109,9 @@ def test_nothing_keeps_a_model_or_its_weights():
 def test_restore_leaves_nothing(products):
     fused, stock = twins()
     states = context()
-    assert CONTEXT.groups_of(fused)
+    assert one_product.is_formed(fused)
     sdfastgn.restore(fused)
-    assert CONTEXT.groups_of(fused) is None
+    assert not one_product.is_formed(fused)
     assert not fused._forward_pre_hooks
     assert not fused._forward_hooks
     assert all(p.untyped_storage().nbytes() == p.nbytes for p in fused.parameters())
@@ -126,6 +119,57 @@ def test_restore_leaves_nothing(products):
     assert products.of(fused, states) == products.of(stock, states)
     sdfastgn.optimize(fused, cuda_graphs=False)
     assert products.of(fused, states) == [sum(widths(fused))]
+
+
+def test_a_call_that_is_interrupted_keeps_no_weights():
+    """Hooks that always run do so after exceptions, not after KeyboardInterrupt."""
+    fused, _ = twins()
+    reference = packing._allocations[members(fused)[0]]
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    fused.mid_block.register_forward_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        call(fused, context())
+    parts = [weakref.ref(part) for part in members(fused)]
+    del fused
+    gc.collect()
+    assert not any(part() for part in parts)
+    assert reference.expired()
+
+
+def test_restore_of_a_model_that_has_lost_its_blocks():
+    fused, _ = twins()
+    fused.down_blocks, fused.up_blocks = nn.ModuleList(), nn.ModuleList()
+    sdfastgn.restore(fused)
+    assert not fused._forward_pre_hooks
+    assert not one_product.is_formed(fused)
+
+
+@pytest.mark.parametrize("part", ["all", "mid_block"])
+def test_a_part_that_is_restored_and_optimized_again(products, part):
+    fused, stock = twins()
+    allocation = packing._allocation(members(fused)[0])
+    start, end = allocation.data_ptr(), allocation.data_ptr() + allocation.nbytes()
+    sdfastgn.restore(fused.mid_block)
+    [alone] = [m for m in fused.mid_block.modules() if m in members(fused)]
+    assert [m for m in members(fused) if not start <= m.to_k.weight.data_ptr() < end] == [alone]
+    sdfastgn.optimize(fused if part == "all" else fused.mid_block, cuda_graphs=False)
+    agree(call(fused, context()), call(stock, context()))
+    assert products.of(fused, context()) == [sum(widths(fused))]
+
+
+def test_a_hook_that_was_there_when_it_was_optimized(products):
+    """The group is formed with it, and shares as soon as the model has moved without it."""
+    stock = unet()
+    fused = copy.deepcopy(stock)
+    handle = members(fused)[1].to_k.register_forward_hook(lambda m, i, y: y)
+    sdfastgn.optimize(fused, cuda_graphs=False)
+    handle.remove()
+    fused.half().float()
+    agree(call(fused, context()), call(stock.half().float(), context()))
+    assert products.of(fused, context()) == [sum(widths(fused))]
 
 
 # --- modes, copies, threads -----------------------------------------------------------------------------------------------------

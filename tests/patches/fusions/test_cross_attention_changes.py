@@ -7,13 +7,13 @@ import copy
 import pytest
 import torch
 from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
-from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
 import sdfastgn
 from sdfastgn.kernels.common import gpu
 from sdfastgn.patches.fusions import cross_attention
-from sdfastgn.patches.shared import one_product as shared_product
+from sdfastgn.patches.shared import one_product
+from tests.patches import changes
 from tests.patches.fusions import prompt_cases as cases
 
 SDXL, TEXT, XL_INPUTS = cases.SDXL, cases.TEXT, cases.XL_INPUTS
@@ -30,32 +30,16 @@ def products():
 # --- never stale ----------------------------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
-def in_place(model, states):
-    for i, m in enumerate(members(model)):
-        m.to_k.weight.mul_(i - 1.5)
-        m.to_v.weight.add_(0.1)
+def of_all(change, layer):
+    """``change`` of one layer of each cross-attention."""
 
+    def changed(model, states):
+        for path, m in model.named_modules():
+            if m in members(model):
+                change(model, f"{path}.{layer}")
 
-def through_data(model, states):
-    for m in members(model):
-        m.to_v.weight.data += 0.3
-
-
-def loaded(model, states):
-    model.load_state_dict({k: v * 0.9 for k, v in model.state_dict().items()})
-
-
-def lora_that_was_merged(model, states):
-    with_lora(model)
-    for m in members(model):
-        m.to_k.merge()
-        m.to_k = m.to_k.base_layer
-
-
-def with_lora(model):
-    torch.manual_seed(5)
-    inject_adapter_in_model(LoraConfig(r=2, target_modules=["attn2.to_k"], init_lora_weights=False), model)
+    changed.__name__ = change.__name__
+    return changed
 
 
 def other_values(model, states):
@@ -73,10 +57,7 @@ def other_processor_and_back(model, states):
 
 
 STILL_ONE = [
-    in_place,
-    through_data,
-    loaded,
-    lora_that_was_merged,
+    *(of_all(change, "to_v") for change in changes.WRITTEN),
     other_values,
     values_through_data,
     other_processor_and_back,
@@ -95,24 +76,14 @@ def test_changes_between_two_calls_with_the_same_tensor(products, change):
     assert products.of(fused, ours) == [sum(widths(fused))]
 
 
-def lora(model):
-    torch.manual_seed(5)
-    part = model.mid_block.attentions[0].transformer_blocks[0].attn2
-    inject_adapter_in_model(LoraConfig(r=2, target_modules=["to_v"], init_lora_weights=False), part)
+def of_one(change):
+    """``change`` of a layer of the cross-attention in the middle."""
 
+    def changed(model):
+        change(model, "mid_block.attentions.0.transformer_blocks.0.attn2.to_v")
 
-def hook(model):
-    members(model)[1].to_v.register_forward_hook(lambda m, i, y: y * 2)
-
-
-def replaced_data(model):
-    layer = members(model)[2].to_k
-    layer.weight.data = layer.weight.data * 2
-
-
-def replaced_parameter(model):
-    layer = members(model)[0].to_v
-    layer.weight = nn.Parameter(layer.weight.detach() * 2)
+    changed.__name__ = change.__name__
+    return changed
 
 
 def replaced_attention(model):
@@ -134,7 +105,12 @@ def swapped(model):
     a.data, b.data = b.data, a.data
 
 
-APART = [lora, hook, replaced_data, replaced_parameter, replaced_attention, restored_part, swapped]
+APART = [
+    *map(of_one, (*changes.MOVED, changes.lora, changes.hooked)),
+    replaced_attention,
+    restored_part,
+    swapped,
+]
 
 
 @pytest.mark.parametrize("change", APART, ids=lambda f: f.__name__)
@@ -160,26 +136,21 @@ def test_another_processor_on_one_leaves_the_others_theirs(products):
     assert products.alive() == 0
 
 
+WRITE = of_all(changes.through_data, "to_v")
+
+
 # --- within a call --------------------------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
-def writes_weights(model, states):
-    members(model)[3].to_v.weight.mul_(2)
+def of_the_last(change):
+    """``change`` of a layer of the attention that takes its columns last."""
 
+    def changed(model, states):
+        path = next(p for p, m in model.named_modules() if m is members(model)[3])
+        change(model, f"{path}.to_v")
 
-def replaces_a_parameter(model, states):
-    layer = members(model)[3].to_k
-    layer.weight = nn.Parameter(layer.weight.detach() * 2)
-
-
-def moves_a_weight(model, states):
-    layer = members(model)[3].to_k
-    layer.weight.data = layer.weight.data * 2
-
-
-def hooks_a_layer(model, states):
-    members(model)[3].to_k.register_forward_hook(lambda m, i, y: y * 2)
+    changed.__name__ = change.__name__
+    return changed
 
 
 def writes_the_context(model, states):
@@ -191,8 +162,10 @@ def writes_a_view_of_the_context(model, states):
 
 
 WITHIN = [
-    writes_weights, replaces_a_parameter, moves_a_weight, hooks_a_layer, writes_the_context, writes_a_view_of_the_context,
-]  # fmt: skip
+    *map(of_the_last, (changes.in_place, changes.replaced_parameter, changes.replaced_data, changes.hooked)),
+    writes_the_context,
+    writes_a_view_of_the_context,
+]
 
 
 @pytest.mark.parametrize("change", WITHIN, ids=lambda f: f.__name__)
@@ -277,12 +250,12 @@ def test_a_call_that_is_broken_off_leaves_nothing_to_the_next(products, error):
         call(fused, states)
     handle.remove()
     if error is RuntimeError:
-        assert shared_product._running.call is None
+        assert one_product._running.call is None
     for model in (fused, stock):
-        through_data(model, states)
+        WRITE(model, states)
     agree(call(fused, states), call(stock, states))
     assert products.of(fused, states) == [sum(widths(fused))]
-    assert shared_product._running.call is None
+    assert one_product._running.call is None
 
 
 def test_blocks_that_are_left_out(products):
@@ -296,7 +269,7 @@ def test_blocks_that_are_left_out(products):
     assert products.alive() == 0
     for model in (fused, stock):
         model.mid_block.forward = model.mid_block.stock
-        through_data(model, states)
+        WRITE(model, states)
     agree(call(fused, states), call(stock, states))
 
 

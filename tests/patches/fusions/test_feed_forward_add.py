@@ -14,17 +14,11 @@ from torch import Tensor, nn
 import sdfastgn
 from sdfastgn.patches.fusions import geglu, transformer_block
 from tests.kernels import samples
+from tests.patches import cases, changes
+from tests.patches.cases import WHERE, noise
 
 DIM, TEXT = 20, 12
-WHERE = {"device": "cpu"}
-
-
-@pytest.fixture(autouse=True, params=samples.DEVICES)
-def plain_inference(request, monkeypatch):
-    """Kernels without the dispatcher, on a CPU too."""
-    monkeypatch.setitem(WHERE, "device", request.param)
-    with samples.kernels(direct=True):
-        yield
+on_each_device, linear_calls = cases.on_each_device, cases.linear_calls
 
 
 @pytest.fixture
@@ -36,11 +30,6 @@ def products(monkeypatch):
         transformer_block, "_adds_in_product", lambda *a: found.append(asked(*a)) or found[-1]
     )
     return found
-
-
-def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    g = torch.Generator().manual_seed(seed)
-    return (torch.randn(shape, generator=g) + 2).to(WHERE["device"], dtype)
 
 
 def twins(**options: Any) -> tuple[Any, Any]:
@@ -66,15 +55,7 @@ def call(model: Any, x: Tensor | None = None, seed: int = 0, **options: Any) -> 
 
 def agree(a: Tensor, b: Tensor) -> None:
     assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
-    torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5)
-
-
-def linear_calls(monkeypatch, layer: nn.Module) -> list[Tensor]:
-    """Inputs with which ``layer`` is called."""
-    calls: list[Tensor] = []
-    stock = nn.Linear.forward
-    monkeypatch.setattr(nn.Linear, "forward", lambda m, x: (m is layer and calls.append(x)) or stock(m, x))
-    return calls
+    cases.agree(a, b, 1e-4)
 
 
 @pytest.mark.parametrize(
@@ -87,13 +68,13 @@ def linear_calls(monkeypatch, layer: nn.Module) -> list[Tensor]:
         pytest.param({"norm_elementwise_affine": False}, id="no-affine"),
     ],
 )
-def test_the_add_is_in_the_product(products, monkeypatch, options):
+def test_the_add_is_in_the_product(products, linear_calls, options):
     fused, stock = twins(**options)
     expected = call(stock)
-    calls = linear_calls(monkeypatch, fused.ff.net[2])
+    linear_calls.clear()
     agree(call(fused), expected)
     assert products == [True]
-    assert not calls
+    assert fused.ff.net[2] not in linear_calls
 
 
 def test_with_the_fused_geglu(products):
@@ -129,32 +110,26 @@ def test_rows_with_gaps_and_no_rows(products):
     assert products == [True, True]
 
 
-def test_edits_between_calls_count(products):
+@pytest.mark.parametrize("change", [*changes.WRITTEN, *changes.MOVED], ids=lambda f: f.__name__)
+def test_edits_between_calls_count(products, change):
     fused, stock = twins()
-    call(fused)
-    for change in ("in place", "data", "parameter", "bias", "no bias", "layer"):
-        for model in (fused, stock):
-            last = model.ff.net[2]
-            with torch.no_grad():
-                if change == "in place":
-                    last.weight.mul_(0.7)
-                    last.bias.add_(1)
-                elif change == "data":
-                    last.weight.data = last.weight.data * 0.7
-                elif change == "parameter":
-                    last.weight = nn.Parameter(last.weight * 0.7)
-                elif change == "bias":
-                    last.bias.data += 2
-                elif change == "no bias":
-                    last.bias = None
-                else:
-                    torch.manual_seed(3)
-                    model.ff.net[2] = nn.Linear(last.in_features, DIM).to(WHERE["device"])
-        agree(call(fused), call(stock))
+    before = call(fused)
+    for model in (fused, stock):
+        change(model, "ff.net.2")
+    agree(call(fused), call(stock))
+    assert not torch.allclose(call(stock), before, atol=1e-3)
+    for model in (fused, stock):
+        model.ff.net[2].bias = None
+    agree(call(fused), call(stock))
     assert all(products)
 
 
 # --- where it is not ---------------------------------------------------------------------------------------------------------------------
+
+
+def of(change, path):
+    """A change of the feed-forward or of one of its neighbours."""
+    return pytest.param(lambda model: change(model, path), id=f"{path}-{change.__name__}")
 
 
 class Halved(FeedForward):
@@ -162,63 +137,23 @@ class Halved(FeedForward):
         return super().forward(x) / 2
 
 
-class HalvedLinear(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) / 2
+def subclass(model, path):
+    model.get_submodule(path).__class__ = Halved
 
 
-def hooked(model):
-    model.ff.register_forward_hook(lambda m, i, y: y * 2)
-
-
-def last_hooked(model):
-    model.ff.net[2].register_forward_hook(lambda m, i, y: y * 2)
-
-
-def pre_hooked(model):
-    model.ff.register_forward_pre_hook(lambda m, i: (i[0] * 2,))
-
-
-def foreign_forward(model):
-    stock = model.ff.forward
-    model.ff.forward = lambda x: stock(x) * 2
-
-
-def lora(model):
-    torch.manual_seed(6)
-    inject_adapter_in_model(LoraConfig(r=2, target_modules=["net.2"], init_lora_weights=False), model)
-
-
-def subclass(model):
-    model.ff.__class__ = Halved
-
-
-def last_subclass(model):
-    model.ff.net[2].__class__ = HalvedLinear
-
-
-def norm_hooked(model):
-    model.norm3.register_forward_hook(lambda m, i, y: y * 2)
-
-
-def another_layer_behind(model):
-    model.ff.net.append(nn.Tanh())
+def another_layer_behind(model, path):
+    model.get_submodule(path).append(nn.Tanh())
 
 
 APART = [
-    hooked,
-    last_hooked,
-    pre_hooked,
-    foreign_forward,
-    lora,
-    subclass,
-    last_subclass,
-    norm_hooked,
-    another_layer_behind,
+    *(of(change, "ff.net.2") for change in changes.NOT_PLAIN),
+    *(of(change, "ff") for change in (changes.hooked, changes.pre_hooked, changes.overridden, subclass)),
+    of(changes.hooked, "norm3"),
+    of(another_layer_behind, "ff.net"),
 ]
 
 
-@pytest.mark.parametrize("change", APART, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("change", APART)
 def test_layers_that_are_not_plain_are_called(products, change):
     fused, stock = twins()
     before = call(stock)

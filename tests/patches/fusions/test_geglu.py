@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import copy
 
-import peft
 import pytest
 import torch
 from diffusers.models.activations import GEGLU
 from diffusers.models.attention import BasicTransformerBlock, FeedForward
-from torch import Tensor, nn
-from torch.nn.utils import parametrize
+from torch import nn
 
 import sdfastgn
 from sdfastgn.patches.fusions.geglu import FusedGEGLU
+from tests.patches import cases, changes
+
+linear_calls = cases.linear_calls
 
 X = torch.randn(2, 6, 12)
 
@@ -21,15 +22,6 @@ X = torch.randn(2, 6, 12)
 def feed_forward(**options):
     torch.manual_seed(1)
     return FeedForward(12, **options).eval()
-
-
-@pytest.fixture
-def linear_calls(monkeypatch):
-    """The linear layers that are called as modules, in their order."""
-    calls = []
-    stock = nn.Linear.forward
-    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: calls.append(self) or stock(self, x))
-    return calls
 
 
 def test_the_bias_moves_into_the_kernel(linear_calls):
@@ -41,72 +33,23 @@ def test_the_bias_moves_into_the_kernel(linear_calls):
     assert linear_calls == [module.net[2]]
 
 
-class Doubled(nn.Linear):
-    def forward(self, x):
-        return 2 * super().forward(x)
-
-
-class Quantised(Tensor):
-    """Stands for the weights of torchao: a parameter by another class."""
-
-
-class Half(nn.Module):
-    def forward(self, weight):
-        return weight / 2
-
-
-def subclass(module):
-    module.proj.__class__ = Doubled
-
-
-def lora(module):
-    config = peft.LoraConfig(r=2, target_modules=["proj"], init_lora_weights=False)
-    peft.inject_adapter_in_model(config, module)
-
-
-def forward_hook(module):
-    module.proj.register_forward_hook(lambda m, i, y: y + 1)
-
-
-def forward_pre_hook(module):
-    module.proj.register_forward_pre_hook(lambda m, i: (i[0] * 3,))
-
-
-def override(module):
-    forward = module.proj.forward
-    module.proj.forward = lambda x: forward(x).neg()
-
-
-def quantised(module):
-    module.proj.weight = nn.Parameter(module.proj.weight.detach().as_subclass(Quantised))
-
-
-def parametrised(module):
-    parametrize.register_parametrization(module.proj, "weight", Half())
-
-
-CHANGES = [subclass, lora, forward_hook, forward_pre_hook, override, quantised, parametrised]
-
-
 @pytest.mark.parametrize("order", ["before", "after"])
-@pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("change", changes.NOT_PLAIN, ids=lambda f: f.__name__)
 def test_a_changed_linear_layer_is_called_as_it_is(change, order, linear_calls):
     module = feed_forward()
     plain, stock = module(X), copy.deepcopy(module)
-    torch.manual_seed(2)
-    change(stock.net[0])
+    change(stock.net[0], "proj")
     if order == "after":
         sdfastgn.optimize(module)
-    torch.manual_seed(2)
-    change(module.net[0])
+    change(module.net[0], "proj")
     sdfastgn.optimize(module)
     assert type(module.net[0]) is FusedGEGLU
     expected = stock(X)
     linear_calls.clear()
     y = module(X)
-    assert len(linear_calls) == (4 if change is lora else 2)  # a LoRA layer: its base and two more
+    assert len(linear_calls) == (4 if change is changes.lora else 2)  # a LoRA layer: its base and two more
     torch.testing.assert_close(y, expected)
-    assert change is quantised or not torch.allclose(expected, plain, atol=1e-3)  # the change is one
+    assert not torch.allclose(expected, plain, atol=1e-3)  # the change is one
     sdfastgn.restore(module)
     assert torch.equal(module(X), expected)
 
@@ -165,21 +108,8 @@ def test_subclasses_are_left_alone():
 
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 def test_under_a_compiler_the_graph_is_diffusers_own(training):
-    torch._dynamo.reset()
-    stock = feed_forward().train(training)
-    fused = sdfastgn.optimize(copy.deepcopy(stock))
-    targets = []
-
-    def backend(graph, _):
-        targets.append([str(n.target) for n in graph.graph.nodes])
-        return graph
-
     with torch.set_grad_enabled(training):
-        for module in (fused, stock):
-            torch.compile(module, backend=backend, fullgraph=True)(X)
-        compiled = torch.compile(fused, backend="aot_eager", fullgraph=True)
-        assert torch.equal(compiled(X), stock(X))
-    assert targets[0] == targets[1]
+        cases.compiles_to_stocks_graph(cases.twins(feed_forward().train(training)), X)
 
 
 def test_autocast_on_the_cpu():

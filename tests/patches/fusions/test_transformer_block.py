@@ -15,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import sdfastgn
 from sdfastgn.patches.fusions import transformer_block
+from tests.patches import cases
+from tests.patches.cases import agree
 
 DIM, TEXT = 20, 12
 FUSED = ["norm1", "add norm2", "add norm3"]
@@ -57,10 +59,6 @@ def fuse(model: nn.Module) -> nn.Module:
 def call(model: nn.Module, x: Tensor = X, context: Any = CONTEXT, **options: Any) -> Tensor:
     with torch.no_grad():
         return model(x, encoder_hidden_states=context, **options)
-
-
-def agree(a: Tensor, b: Tensor) -> None:
-    torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 
 
 @pytest.fixture
@@ -299,20 +297,9 @@ def test_training_and_checkpointing(dropout, is_large, ran, monkeypatch):
 
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 def test_under_a_compiler_the_graph_is_diffusers_own(ran, training):
-    torch._dynamo.reset()
-    fused, stock = (model.train(training) for model in twins())
-    targets = []
-
-    def backend(graph, _):
-        targets.append([str(n.target) for n in graph.graph.nodes])
-        return graph
-
     with torch.set_grad_enabled(training):
-        for model in (fused, stock):
-            torch.compile(model, backend=backend, fullgraph=True)(X, None, CONTEXT)
-        y = torch.compile(fused, backend="aot_eager", fullgraph=True)(X, None, CONTEXT)
-    assert targets[0] == targets[1]
-    assert torch.equal(y, call(stock))
+        models = tuple(model.train(training) for model in twins())
+        cases.compiles_to_stocks_graph(models, X, None, CONTEXT)
     assert ran == []
 
 

@@ -21,12 +21,7 @@ from sdfastgn.kernels.common.dispatch import KERNEL_DTYPES
 from sdfastgn.kernels.upsample import conv as upsample_conv
 from sdfastgn.patches.fusions import upsample_2d
 from tests.kernels import samples as kernel_samples
-
-
-def image(*shape: int, seed: int = 0) -> Tensor:
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) + 3
-    return x.contiguous(memory_format=torch.channels_last)
-
+from tests.patches.cases import agree, image
 
 X = image(2, 12, 5, 6)
 
@@ -62,10 +57,6 @@ def low(monkeypatch):
     monkeypatch.setattr(upsample_conv, "phases_pay", lambda *sizes: True)
 
 
-def agree(a: Tensor, b: Tensor) -> None:
-    torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
-
-
 @kernel_samples.interpreted
 @pytest.mark.parametrize(
     "options",
@@ -78,10 +69,9 @@ def agree(a: Tensor, b: Tensor) -> None:
         pytest.param({"kernel_size": 5, "padding": 2}, id="conv-5x5"),
     ],
 )
-@pytest.mark.parametrize("size", [None, (10, 12), torch.Size((10, 12))], ids=["double", "tuple", "size"])
-def test_runs_in_the_op(ran, options, size):
+def test_runs_in_the_op(ran, options):
     fused, stock = twins(**options)
-    y = fused(X, size)
+    y = fused(X)
     assert ran == ["op"]
     agree(y, stock(X))
     assert y.is_contiguous(memory_format=torch.channels_last)
@@ -101,6 +91,14 @@ def test_runs_upstreams_forward(ran, x, options):
     fused, stock = twins()
     agree(fused(x, **options), stock(x, **options))
     assert ran == ["interpolate"] * 2
+
+
+@kernel_samples.interpreted
+@pytest.mark.parametrize("size", [(10, 12), torch.Size((10, 12))], ids=["tuple", "size"])
+def test_twice_the_size_may_be_asked_for(ran, size):
+    fused, stock = twins()
+    agree(fused(X, size), stock(X))
+    assert ran == ["op", "interpolate"]
 
 
 @kernel_samples.interpreted

@@ -20,11 +20,9 @@ import sdfastgn
 from sdfastgn import api
 from sdfastgn.kernels.common import dispatch
 from tests.patches import samples
+from tests.patches.samples import each_sample
 
 pytestmark = pytest.mark.without_kernels
-each_sample = pytest.mark.parametrize(
-    ("build", "call"), [pytest.param(b, c, id=i) for i, b, c in samples.SAMPLES]
-)
 
 
 def channels_first(call):

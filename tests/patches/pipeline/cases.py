@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from sdfastgn.patches.pipeline import image_processor as image_bytes
-from sdfastgn.patches.pipeline import scheduler as host_timesteps
-from sdfastgn.patches.pipeline.part import PipelinePart
+from sdfastgn.patches.pipeline import image_processor, scheduler
+from sdfastgn.patches.pipeline.object_fusion import ObjectFusion
 
 CUDA = pytest.param("cuda", id="gpu", marks=pytest.mark.gpu)
 
@@ -16,11 +15,11 @@ CUDA = pytest.param("cuda", id="gpu", marks=pytest.mark.gpu)
 @pytest.fixture(autouse=True)
 def on_the_cpu_too(monkeypatch):
     """On the CPU there is nothing to wait for; that the numbers stay the same shows there as well."""
-    monkeypatch.setattr(host_timesteps, "_WAITED_FOR", ("cuda", "cpu"))
-    monkeypatch.setattr(image_bytes, "_DEVICES", ("cuda", "cpu"))
+    monkeypatch.setattr(scheduler, "_WAITED_FOR", ("cuda", "cpu"))
+    monkeypatch.setattr(image_processor, "_DEVICES", ("cuda", "cpu"))
 
 
-def applied(rule: PipelinePart, part: Any) -> Any:
+def applied(rule: ObjectFusion, part: Any) -> Any:
     assert rule.reason_to_skip(part) is None
     rule.apply(part)
     assert rule.is_applied(part)

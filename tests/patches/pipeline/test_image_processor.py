@@ -15,7 +15,7 @@ from sdfastgn.patches.pipeline import image_processor as image_bytes
 from tests.patches.pipeline import cases as cases
 
 CUDA, on_the_cpu_too = cases.CUDA, cases.on_the_cpu_too
-applied = functools.partial(cases.applied, image_bytes.PART)
+applied = functools.partial(cases.applied, image_bytes.FUSION)
 
 
 def images(kind, dtype, device):

@@ -11,11 +11,11 @@ import pytest
 import torch
 from diffusers import DDIMScheduler, EulerDiscreteScheduler, LCMScheduler, PNDMScheduler
 
-from sdfastgn.patches.pipeline import scheduler as host_timesteps
+from sdfastgn.patches.pipeline import scheduler as scheduler_fusion
 from tests.patches.pipeline import cases as cases
 
 CUDA, on_the_cpu_too = cases.CUDA, cases.on_the_cpu_too
-applied = functools.partial(cases.applied, host_timesteps.PART)
+applied = functools.partial(cases.applied, scheduler_fusion.FUSION)
 SD15 = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}
 
 
@@ -222,4 +222,4 @@ def test_a_pipeline_that_shares_the_memory_of_its_timesteps(monkeypatch):
 
 def test_schedulers_that_calculate_with_the_timestep_are_left_alone():
     for scheduler in (LCMScheduler(), EulerDiscreteScheduler()):
-        assert not host_timesteps.PART.claims(scheduler)
+        assert not scheduler_fusion.FUSION.claims(scheduler)

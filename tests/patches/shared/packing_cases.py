@@ -26,7 +26,7 @@ def linears(model: Any) -> list[Any]:
 
 def is_packed(model: Any) -> bool:
     found = packing.plain_parameters(linears(model))
-    return found is not None and packing.joined(model, *found) is not None
+    return found is not None and packing.joined(model, found) is not None
 
 
 def call(model: Any, x: Tensor = X) -> Tensor:

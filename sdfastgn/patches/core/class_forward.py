@@ -1,7 +1,8 @@
-"""A class's own ``forward``, bound to an instance and kept somewhere: changing the instance's class has to follow it there.
+"""The ``forward`` of a module's class, bound to the instance and kept somewhere, follows a change of class.
 
-Hooks that were taken off leave it in the instance. Hooks that are on (accelerate's, diffusers') and wrappers of any kind keep it to call
-it. Bound to a class that the instance no longer has, it would run what was undone, and its ``super()`` fails.
+Hooks that were taken off leave it in the instance. Hooks that are on (accelerate's, diffusers') and
+wrappers of any kind keep it to call it. Bound to a class that the instance no longer has, it would
+run what was undone, and its ``super()`` fails.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["change_class", "has_foreign_forward", "own_forward"]
+__all__ = ["change_class", "class_forward", "has_foreign_forward"]
 
 _CALLABLES = (types.MethodType, types.FunctionType, functools.partial)
 _OPAQUE = (nn.Module, Tensor, type, types.ModuleType, str, int, float, type(None))
 _MAX_OBJECTS = 1000
 
 
-def own_forward(module: nn.Module) -> types.MethodType:
+def class_forward(module: nn.Module) -> types.MethodType:
     """The ``forward`` of the class of ``module``, bound to it."""
     return types.MethodType(type(module).forward, module)
 
@@ -36,10 +37,10 @@ def has_foreign_forward(module: nn.Module) -> bool:
 
 
 def change_class(module: nn.Module, cls: type[nn.Module]) -> None:
-    """Give the instance another class, and whoever keeps its former class's ``forward`` to call it the new one's instead."""
-    old = own_forward(module)
+    """Give the instance another class. Whoever kept the old class's bound ``forward`` gets the new one."""
+    old = class_forward(module)
     module.__class__ = cls
-    new = own_forward(module)
+    new = class_forward(module)
     if new == old:
         return
     attributes = vars(module)

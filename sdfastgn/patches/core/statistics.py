@@ -1,14 +1,17 @@
-"""Statistics that a tensor's producer had in registers, on their way to the GroupNorm that comes next; and the producers.
+"""Statistics that a tensor's producer had in registers, for the next GroupNorm; and these producers.
 
-A block's last sum writes the tensor that the next block normalises. Where that pays, the sum's kernel takes the statistics too
-(``statistics/op.py``) and ``hand_over`` files them under the tensor; the norm that gets the same tensor takes them out again. Neither
-knows of the other: whatever happens in between, the norm finds nothing or the truth.
+A block's last sum writes the tensor that the next block normalises. Where that pays, the sum's
+kernel takes the statistics too (``statistics/op.py``) and ``store_statistics`` files them under the
+tensor; the norm that gets the same tensor takes them out again. Neither knows of the other:
+whatever happens in between, the norm finds nothing or the truth.
 
-They are kept beside the tensor, not on it: what is on a tensor goes into pickles, ``torch.save`` and deepcopies. They die with it, or when
-they are taken. They are true as long as the tensor is the same object at the same address with the same version, which every write that
-PyTorch knows of counts up, those through views too. It does not count writes through ``x.data``, and diffusers makes none to what flows
-between its blocks; inference tensors have no version, and hand nothing over. A CUDA graph takes only what was handed over within a capture:
-its replays would read the statistics of the tensor that stood there when it was captured.
+They are kept beside the tensor, not on it: what is on a tensor goes into pickles, ``torch.save``
+and deepcopies. They die with it, or when they are taken. They are true as long as the tensor is the
+same object at the same address with the same version, which every write that PyTorch knows of
+counts up, those through views too. It does not count writes through ``x.data``, and diffusers makes
+none to what flows between its blocks; inference tensors have no version, and hand nothing over. A
+CUDA graph takes only what was handed over within a capture: its replays would read the statistics
+of the tensor that stood there when it was captured.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from sdfastgn.kernels.common.layout import is_channels_last, is_dense
 from sdfastgn.kernels.statistics.config import statistics_pay
 from sdfastgn.kernels.statistics.op import add_kernel, cat_kernel
 
-__all__ = ["add", "add_bias", "cat", "emits", "hand_over", "state_of", "take_statistics"]
+__all__ = ["add", "add_bias", "cat", "emits", "state_of", "store_statistics", "take_statistics"]
 
 
 class _Key(weakref.ref[Tensor]):
@@ -47,13 +50,16 @@ def _forget(key: _Key) -> None:
 
 
 def state_of(x: Tensor) -> tuple[Any, ...]:
-    """What changes when ``x`` is written to, or when its kernels no longer run in one order with those that ran until now."""
+    """Changes when ``x`` is written to, or when its kernels are no longer ordered after the earlier ones."""
     capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
     return x._version, x.data_ptr(), x.shape, gpu.current_stream(x.device), capturing
 
 
-def hand_over(x: Tensor, statistics: Tensor) -> Tensor:
-    """Files the ``statistics`` of ``x``, (2, N, P, C) fp32, under it, and returns ``x``. Only where ``emits`` is true."""
+def store_statistics(x: Tensor, statistics: Tensor) -> Tensor:
+    """Files the ``statistics`` of ``x``, (2, N, P, C) fp32, under it, and returns ``x``.
+
+    Only where ``emits`` is true.
+    """
     key = _Key(x, _forget)
     key.id = id(x)
     _handed[key.id] = key, state_of(x), statistics
@@ -61,7 +67,10 @@ def hand_over(x: Tensor, statistics: Tensor) -> Tensor:
 
 
 def take_statistics(x: Tensor) -> Tensor | None:
-    """The statistics of ``x`` if they were handed over and are still true, else None. They are there once: the second call gets None."""
+    """The statistics of ``x`` if they were handed over and are still true, else None.
+
+    They are there once: the second call gets None.
+    """
     if torch.compiler.is_compiling() or id(x) not in _handed:
         return None
     entry = _handed.pop(id(x), None)
@@ -71,12 +80,12 @@ def take_statistics(x: Tensor) -> Tensor | None:
 
 
 def emits(C: int, HW: int) -> bool:
-    """True if the producer of a plain tensor of C channels and HW positions should hand its statistics over."""
+    """True if the producer of a tensor of C channels and HW positions should store its statistics."""
     return statistics_pay(C, HW) and not torch.is_inference_mode_enabled()
 
 
 def add(x: Tensor, residual: Tensor, bias: Tensor | None = None, divisor: float = 1.0) -> Tensor:
-    """(x + residual + bias) / divisor; in plain inference on a GPU in one kernel, which hands the statistics over.
+    """(x + residual + bias) / divisor, in plain inference on a GPU in one kernel that stores the statistics.
 
     Args:
         x, residual: (N, C, *spatial).
@@ -86,20 +95,20 @@ def add(x: Tensor, residual: Tensor, bias: Tensor | None = None, divisor: float 
         y, statistics = add_kernel(
             x, residual, bias, float(1 / divisor), emits=emits(x.shape[1], math.prod(x.shape[2:]))
         )
-        return y if statistics is None else hand_over(y, statistics)
+        return y if statistics is None else store_statistics(y, statistics)
     total = _with_bias(x, bias) + residual
     return total if divisor == 1 else total / divisor
 
 
 def add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
-    """x + bias, (N, C, *spatial) and (C,) or None, where x is what a convolution without its bias returned: it may be written to.
+    """x + bias for (N, C, *spatial) and (C,) or None. May write to x, a convolution's result.
 
     In plain inference on a GPU in a kernel that hands the statistics over.
     """
     if bias is None or not (dispatch.is_plain_inference(x, (bias,)) and _fits(x, bias) and is_dense(x)):
         return _with_bias(x, bias)
     y, statistics = add_kernel(x, None, bias, 1.0, emits=emits(x.shape[1], math.prod(x.shape[2:])), out=x)
-    return y if statistics is None else hand_over(y, statistics)
+    return y if statistics is None else store_statistics(y, statistics)
 
 
 def _with_bias(x: Tensor, bias: Tensor | None) -> Tensor:
@@ -117,12 +126,13 @@ def _is_alike(x: Tensor, y: Tensor) -> bool:
 def cat(a: Tensor, b: Tensor) -> Tensor:
     """torch.cat((a, b), dim=1) of (N, C, *spatial).
 
-    If they are channels-last, in plain inference on a GPU in a kernel that hands the statistics over.
+    If they are channels-last, in plain inference on a GPU in a kernel that hands the statistics
+    over.
     """
     if not (dispatch.is_plain_inference(a, (b,)) and _join(a, b)):
         return torch.cat((a, b), dim=1)
     y, statistics = cat_kernel(a, b, emits=emits(a.shape[1] + b.shape[1], math.prod(a.shape[2:])))
-    return y if statistics is None else hand_over(y, statistics)
+    return y if statistics is None else store_statistics(y, statistics)
 
 
 def _join(a: Tensor, b: Tensor) -> bool:
@@ -134,6 +144,6 @@ def _join(a: Tensor, b: Tensor) -> bool:
 def _are_channels_last(
     a: tuple[int, ...], a_stride: tuple[int, ...], b: tuple[int, ...], b_stride: tuple[int, ...]
 ) -> bool:
-    """Of two tensors that are not empty, by shapes and strides: asked once, because it takes as long as a launch."""
+    """True for two channels-last tensors that are not empty. Cached: it takes as long as a launch."""
     tensors = [torch.empty_strided(*layout, device="meta") for layout in ((a, a_stride), (b, b_stride))]
     return all(is_channels_last(t) and t.numel() > 0 for t in tensors)

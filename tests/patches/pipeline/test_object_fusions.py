@@ -1,20 +1,18 @@
-"""What optimize changes around the models: the pipeline's search for its device, and all of it together."""
+"""What optimize changes around the models: scheduler and image processor, in a pipeline."""
 
 from __future__ import annotations
 
 import copy
-import gc
+import importlib
 import inspect
 import json
 import pickle
-import subprocess
 import sys
-import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from diffusers import (
     AutoPipelineForImage2Image,
     DDIMScheduler,
@@ -24,15 +22,13 @@ from diffusers import (
     StableDiffusionPipeline,
 )
 from diffusers.image_processor import VaeImageProcessor
-from torch import nn
 
 import sdfastgn
 from sdfastgn.bench.models.pipelines import build_pipeline
-from sdfastgn.patches.core import tested_sources as upstream
-from sdfastgn.patches.pipeline import device as execution_device
-from sdfastgn.patches.pipeline import image_processor as image_bytes
-from sdfastgn.patches.pipeline.part import PipelinePart
-from tests.patches.pipeline import cases as cases
+from sdfastgn.patches.pipeline import image_processor
+from sdfastgn.patches.pipeline.object_fusion import ObjectFusion
+from tests.patches import samples
+from tests.patches.pipeline import cases
 
 applied, on_the_cpu_too = cases.applied, cases.on_the_cpu_too
 STOCK = {"scheduler": PNDMScheduler, "image_processor": VaeImageProcessor}
@@ -43,72 +39,8 @@ def pipe():
     return build_pipeline("tiny", dtype=torch.float32, device="cpu")
 
 
-# ---- the device
-
-
-def test_the_device_is_found_without_upstreams_search(pipe, monkeypatch):
-    before = pipe._execution_device
-    applied(execution_device.PART, pipe)
-    monkeypatch.setattr(DiffusionPipeline, "components", None)  # where upstream's begins
-    assert pipe._execution_device == before == torch.device("cpu")
-
-
-class Own(nn.Linear):
-    device = torch.device("meta")
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        pytest.param(lambda p: add_hook_to_module(p.unet, AlignDevicesHook(execution_device="meta")), id="accelerate"),
-        pytest.param(lambda p: p.unet.enable_group_offload(torch.device("cpu"), torch.device("cpu"), "leaf_level"), id="group-offload"),
-        pytest.param(lambda p: p.text_encoder.to("meta"), id="text-encoder-elsewhere"),
-        pytest.param(lambda p: p.unet.to("meta"), id="unet-elsewhere"),
-        pytest.param(lambda p: setattr(p, "text_encoder", Own(2, 2)), id="own-model"),
-        pytest.param(lambda p: setattr(p, "text_encoder", nn.Identity()), id="no-parameters"),
-    ],
-)  # fmt: skip
-def test_whatever_is_not_plain_is_upstreams_to_decide(pipe, change):
-    change(pipe)
-
-    def outcome():
-        try:
-            return pipe._execution_device
-        except AttributeError as error:
-            return str(error)
-
-    expected = outcome()
-    applied(execution_device.PART, pipe)
-    assert execution_device._device_without_hooks(pipe) is None
-    assert outcome() == expected
-
-
-def test_all_models_elsewhere(pipe):
-    applied(execution_device.PART, pipe)
-    for name in ("unet", "vae", "text_encoder"):
-        getattr(pipe, name).to("meta")
-    assert execution_device._device_without_hooks(pipe) == pipe._execution_device == torch.device("meta")
-
-
-def test_a_pipeline_with_a_search_of_its_own_is_left_alone(pipe):
-    class Own(StableDiffusionPipeline):
-        _execution_device = torch.device("meta")
-
-    own = Own(**pipe.components, requires_safety_checker=False)
-    sdfastgn.optimize(own)
-    assert type(own) is Own
-    assert own._execution_device == torch.device("meta")
-
-
-# ---- all of them in a pipeline
-
-
 def parts_of(pipe):
-    return {
-        e.path: e.status
-        for e in sdfastgn.report(pipe).entries
-        if e.path in ("scheduler", "image_processor", "pipeline")
-    }
+    return {e.path: e.status for e in sdfastgn.report(pipe).entries if e.path in STOCK}
 
 
 def picture(pipe):
@@ -121,7 +53,7 @@ def test_optimize_and_restore(pipe):
     attributes = set(vars(pipe.scheduler)), set(vars(pipe))
     assert set(parts_of(pipe).values()) == {"fusable"}
     sdfastgn.optimize(pipe, strict=True)
-    assert parts_of(pipe) == dict.fromkeys(("scheduler", "image_processor", "pipeline"), "fused")
+    assert parts_of(pipe) == dict.fromkeys(STOCK, "fused")
     after = picture(pipe)
     assert (
         np.abs(after.astype(int) - before.astype(int)).max() <= 1
@@ -139,8 +71,7 @@ def test_optimize_and_restore(pipe):
 def test_copies_are_their_own(pipe, duplicate):
     sdfastgn.optimize(pipe)
     before = picture(pipe)
-    for name in (*STOCK, ""):
-        original = getattr(pipe, name) if name else pipe
+    for original in (pipe.scheduler, pipe.image_processor):
         other = duplicate(original)
         assert type(other) is type(original)
         assert other is not original
@@ -154,91 +85,33 @@ def test_copies_are_their_own(pipe, duplicate):
     assert len(pipe.scheduler.timesteps) == 5
 
 
-class Counted(StableDiffusionPipeline):
-    """Someone's own, which says itself how it is copied."""
-
-    def __reduce_ex__(self, protocol):
-        return dict, ([("components", 7)],)
-
-
-def test_a_pipeline_that_is_copied_in_its_own_way(pipe):
-    own = sdfastgn.optimize(Counted(**pipe.components, requires_safety_checker=False))
-    assert type(own) is not Counted
-    assert copy.copy(own) == {"components": 7}
-
-
-class Named(StableDiffusionPipeline):
-    """Another of those, which names its class."""
-
-    def __reduce__(self):
-        return isinstance, (self.unet, type(self))
-
-
-def test_copies_that_name_the_class(pipe):
-    own = sdfastgn.optimize(Named(**pipe.components, requires_safety_checker=False))
-    assert pickle.loads(pickle.dumps(own)) is False
-    part = applied(image_bytes.PART, VaeImageProcessor())
+def test_copies_of_a_class_that_is_derived_from_ours():
+    part = applied(image_processor.FUSION, VaeImageProcessor())
     derived = type("Derived", (type(part),), {"__module__": __name__})()
     assert type(copy.copy(derived)) is type(derived)
 
 
-def test_pickles_are_read_in_a_process_of_their_own(pipe, tmp_path):
-    sdfastgn.optimize(pipe)
-    (tmp_path / "parts").write_bytes(pickle.dumps([pipe.scheduler, pipe.image_processor, pipe]))
-    code = (
-        "import pickle, sys; parts = pickle.load(open(sys.argv[1], 'rb')); import sdfastgn\n"
-        "print(*(type(p).__name__ for p in parts)); print(*sorted({e.fusion for e in sdfastgn.report(parts[2]).fused}))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, tmp_path / "parts"], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.split()[:3] == ["PNDMScheduler", "VaeImageProcessor", "StableDiffusionPipeline"]
-    assert {"host_timesteps", "image_bytes", "execution_device"} <= set(done.stdout.split())
+def test_a_pickle_is_read_where_the_fusion_was_not_imported(pipe, monkeypatch):
+    pickled = pickle.dumps(sdfastgn.optimize(pipe).scheduler)
+    package = importlib.import_module("sdfastgn.patches.pipeline")
+    monkeypatch.setattr(package, "scheduler", package.scheduler)  # the import sets another
+    monkeypatch.delitem(sys.modules, "sdfastgn.patches.pipeline.scheduler")
+    other = pickle.loads(pickled)
+    assert type(other) is not PNDMScheduler
+    fused = sdfastgn.report(SimpleNamespace(components={"unet": pipe.unet, "scheduler": other})).fused
+    assert "host_timesteps" in {e.fusion for e in fused}
 
 
 def test_a_pickle_for_another_diffusers_is_stock(pipe, monkeypatch):
     pickled = pickle.dumps(sdfastgn.optimize(pipe).scheduler)
-    monkeypatch.setitem(upstream.TESTED_SOURCES, "PNDMScheduler.step", frozenset({"0" * 16}))
+    samples.make_unknown(monkeypatch, "PNDMScheduler.step")
     assert type(pickle.loads(pickled)) is PNDMScheduler
 
 
 def test_what_is_made_by_way_of_the_class_is_stock(pipe):
     sdfastgn.optimize(pipe)
     assert type(type(pipe.scheduler).from_config(pipe.scheduler.config)) is PNDMScheduler
-    assert type(type(pipe)(**pipe.components, requires_safety_checker=False)) is StableDiffusionPipeline
-    assert type(type(pipe).from_pipe(pipe)) is StableDiffusionPipeline
-
-
-def test_proxies_are_left_alone(pipe):
-    proxy = weakref.proxy(pipe)
-    assert "pipeline" not in {e.component for e in sdfastgn.report(proxy).entries}
-    sdfastgn.restore(sdfastgn.optimize(proxy))
-
-
-def test_classes_that_hear_of_subclasses_are_left_alone(pipe):
-    heard = []
-
-    class Registry(StableDiffusionPipeline):
-        def __init_subclass__(cls, *, needed, **kwargs):
-            heard.append(cls)
-
-    own = Registry(**pipe.components, requires_safety_checker=False)
-    sdfastgn.optimize(own)
-    assert type(own) is Registry
-    assert not heard
-    [entry] = [e for e in sdfastgn.report(own).skipped if e.path == "pipeline"]
-    assert entry.reason == "its class wants to hear of subclasses"
-
-
-def test_classes_are_not_kept(pipe):
-    class Own(StableDiffusionPipeline):
-        pass
-
-    own = sdfastgn.restore(sdfastgn.optimize(Own(**pipe.components, requires_safety_checker=False)))
-    kept = weakref.ref(Own)
-    del Own, own
-    gc.collect()
-    assert kept() is None
+    assert type(type(pipe.image_processor)()) is VaeImageProcessor
 
 
 def test_saved_as_what_it_was(pipe, tmp_path):
@@ -284,18 +157,16 @@ def test_a_scheduler_that_comes_later(pipe):
     assert type(pipe.scheduler) is EulerDiscreteScheduler
 
 
-@pytest.mark.parametrize(
-    "name", ["PNDMScheduler.step_plms", "VaeImageProcessor.denormalize", "DiffusionPipeline.device"]
-)
+@pytest.mark.parametrize("name", ["PNDMScheduler.step_plms", "VaeImageProcessor.denormalize"])
 def test_a_source_that_was_not_tested(pipe, monkeypatch, name):
-    monkeypatch.setitem(upstream.TESTED_SOURCES, name, frozenset({"0" * 16}))
+    samples.make_unknown(monkeypatch, name)
     with pytest.raises(
         ValueError, match=f"strict=True and 1 parts cannot be fused.*{name} of this diffusers"
     ):
         sdfastgn.optimize(pipe, strict=True)
     assert set(parts_of(pipe).values()) == {"fusable", "skipped"}
     sdfastgn.optimize(pipe)
-    assert sorted(parts_of(pipe).values()) == ["fused", "fused", "skipped"]
+    assert sorted(parts_of(pipe).values()) == ["fused", "skipped"]
     picture(pipe)
 
 
@@ -309,18 +180,18 @@ def test_a_step_that_other_code_replaced(pipe):
 
 
 def test_a_failure_changes_nothing(pipe, monkeypatch):
-    apply, done = PipelinePart.apply, []
+    apply, done = ObjectFusion.apply, []
 
     def fail_on_the_last(self, part):
-        if len(done) == 2:
+        if done:
             raise RuntimeError("no")
         apply(self, part)
         done.append(self.name)
 
-    monkeypatch.setattr(PipelinePart, "apply", fail_on_the_last)
+    monkeypatch.setattr(ObjectFusion, "apply", fail_on_the_last)
     with pytest.raises(RuntimeError, match="no"):
         sdfastgn.optimize(pipe)
-    assert len(done) == 2
+    assert len(done) == 1
     assert type(pipe) is StableDiffusionPipeline
     assert {name: type(getattr(pipe, name)) for name in STOCK} == STOCK
     assert not sdfastgn.report(pipe).fused

@@ -1,0 +1,64 @@
+"""Which models' calls become CUDA graphs, and when no call can be replayed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as nn_module
+
+from sdfastgn.kernels.common import dispatch
+from sdfastgn.patches.core import channels_last
+from sdfastgn.patches.graphs.arguments import Number
+
+__all__ = ["is_graphable", "is_harmless", "numbers_of", "reason_now"]
+
+# Exact classes by full name, so that diffusers is not imported for a model without it.
+_GRAPHABLE: dict[str, dict[str, Number]] = {
+    "diffusers.models.unets.unet_2d.UNet2DModel": {"timestep": Number(1, torch.int64)},
+    "diffusers.models.unets.unet_2d_condition.UNet2DConditionModel": {"timestep": Number(1, torch.float64)},
+    "diffusers.models.controlnets.controlnet.ControlNetModel": {"timestep": Number(1, torch.float64)},
+    "diffusers.models.autoencoders.vae.Encoder": {},
+    "diffusers.models.autoencoders.vae.Decoder": {},
+    "transformers.models.clip.modeling_clip.CLIPTextModel": {},
+    "transformers.models.clip.modeling_clip.CLIPTextModelWithProjection": {},
+}
+_HARMLESS = (channels_last.enter, channels_last.leave)
+
+
+def is_harmless(hook: Any) -> bool:
+    """True for a forward hook that only does device work, or passes values on that a replay does not need.
+
+    transformers collects hidden states with hooks of its own, and returns them: they are among a
+    graph's results.
+    """
+    return hook in _HARMLESS or getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
+
+
+def is_graphable(module: nn.Module) -> bool:
+    """True if ``module`` is of a class whose calls are captured."""
+    return numbers_of(module) is not None
+
+
+def numbers_of(module: nn.Module) -> dict[str, Number] | None:
+    """The arguments of ``module`` that may be numbers, by name; None if its calls are not captured."""
+    kind = type(module)
+    return _GRAPHABLE.get(f"{kind.__module__}.{kind.__qualname__}")
+
+
+def reason_now(module: nn.Module) -> str | None:
+    """Why no call of ``module`` can be replayed in this thread now, whatever its arguments."""
+    if torch.is_grad_enabled():
+        return "gradients are enabled"
+    if module.training:
+        return "it is in training mode"
+    if module._compiled_call_impl is not None:
+        return "it is compiled by torch.compile"
+    if torch._C._get_tracing_state() is not None or dispatch.is_transformed():
+        return "the call is traced or transformed"
+    if torch._C._len_torch_dispatch_stack() or torch._C._is_torch_function_mode_enabled():
+        return "a dispatch or function mode is active"
+    if nn_module._has_any_global_hook():
+        return "there are global module hooks"
+    return None

@@ -1,0 +1,113 @@
+"""What tests of fused modules share: inputs, comparisons, spies, and a GPU's way on a CPU.
+
+A fixture is taken into a test module by its name: ``on_each_device = cases.on_each_device``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import sdfastgn
+from sdfastgn.kernels.common.launch import Launch
+from tests.kernels import samples as kernels
+
+# Where tests with ``on_each_device`` make their tensors.
+WHERE = {"device": "cpu"}
+
+
+@pytest.fixture(autouse=True, params=kernels.DEVICES)
+def on_each_device(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels are launched without PyTorch's dispatcher, as in plain inference on a GPU; a CPU interprets them."""
+    monkeypatch.setitem(WHERE, "device", request.param)
+    with kernels.kernels(direct=True):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def without_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def noise(*shape: int, seed: int = 0, mean: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) + mean
+    return x.to(WHERE["device"], dtype)
+
+
+def image(
+    *shape: int, seed: int = 0, dtype: torch.dtype = torch.float32, layout: str = "channels_last"
+) -> Tensor:
+    """(N, C, H, W) with a mean above its spread."""
+    return kernels.make(shape, dtype, WHERE["device"], layout, seed=seed)[0]
+
+
+def agree(a: Tensor, b: Tensor, bound: float = 2e-5) -> None:
+    torch.testing.assert_close(a, b, atol=bound, rtol=bound)
+
+
+def twins(stock: nn.Module, **options: Any) -> tuple[Any, Any]:
+    """(optimized copy, ``stock``)"""
+    return sdfastgn.optimize(copy.deepcopy(stock), **options), stock
+
+
+def gradients(model: nn.Module, *args: Any, **options: Any) -> list[Tensor]:
+    """Of the tensors among ``args`` that want one, and of the parameters."""
+    leaves = [t for t in args if isinstance(t, Tensor) and t.requires_grad]
+    leaves += [p for p in model.parameters() if p.requires_grad]
+    with torch.enable_grad():
+        return list(torch.autograd.grad(model(*args, **options).square().mean(), leaves))
+
+
+def same_gradients(models: tuple[Any, Any], *args: Any, bound: float = 1e-5, **options: Any) -> None:
+    for a, b in zip(*(gradients(model, *args, **options) for model in models), strict=True):
+        torch.testing.assert_close(a, b, atol=bound, rtol=1e-3)
+
+
+def compiles_to_stocks_graph(models: tuple[Any, Any], *args: Any) -> None:
+    """Under a compiler the fused module is diffusers' own: the same operations, the same bits."""
+    torch._dynamo.reset()
+    targets: list[list[str]] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        targets.append([str(node.target) for node in graph.graph.nodes])
+        return graph
+
+    found = [torch.compile(model, backend=backend, fullgraph=True)(*args) for model in models]
+    assert targets[0] == targets[1]
+    assert torch.equal(*found)
+
+
+@pytest.fixture
+def linear_calls(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
+    """The linear layers that are called as modules, in their order."""
+    calls: list[nn.Module] = []
+    stock = nn.Linear.forward
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: calls.append(self) or stock(self, x))
+    return calls
+
+
+class Launches(list[tuple[str, Launch, dict[str, Any]]]):
+    """(name, launch, pointers by name) of each kernel; ``runs``: whether they are launched too."""
+
+    runs = True
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    found = Launches()
+    launch = Launch.__call__
+
+    def note(self: Launch, stream: int, *tensors: Tensor | None) -> None:
+        name = self.kernel.__name__.strip("_").removesuffix("_kernel")
+        found.append((name, self, dict(zip(self.kernel.arg_names, tensors, strict=False))))
+        if found.runs:
+            launch(self, stream, *tensors)
+
+    monkeypatch.setattr(Launch, "__call__", note)
+    return found
