@@ -28,9 +28,12 @@ from sdfastgn.kernels.attention import wide_heads_kernels as wide_attention_kern
 from sdfastgn.kernels.common import dispatch, gpu
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.geglu.op import geglu_grads
+from sdfastgn.kernels.geglu.plans import GegluGradCall
 from sdfastgn.kernels.group_norm.backward import group_norm_grads
-from sdfastgn.kernels.layer_norm import kernels as layer_norm_kernels
+from sdfastgn.kernels.group_norm.backward_plans import GroupNormGradCall, Wanted
 from sdfastgn.kernels.layer_norm.backward import layer_norm_grads
+from sdfastgn.kernels.layer_norm.backward_plans import LayerNormGradCall
+from sdfastgn.kernels.layer_norm.plans import AddCall, LayerNormPlan
 from sdfastgn.kernels.statistics import op as channel_statistics
 from sdfastgn.kernels.upsample.conv_kernels import launch_interleave, launch_phase_weights
 
@@ -134,12 +137,11 @@ def layer_norms(shape: tuple[int, ...], dtype: torch.dtype, layout: str, made: l
     sdfastgn.layer_norm(x, weight, weight)
     sdfastgn.add_layer_norm(x, x, weight, weight, add_bias=weight)
     # Past the dispatcher, where alone kernels know of it: the patched ``runs_in_triton`` is not the one that this way asks.
-    params = (weight, weight, None, weight)
-    plan = layer_norm_kernels.make_plan(("total_bias", x.shape, x.dtype), x, x, params, 1e-5)
-    layer_norm_kernels.launch_layer_norm(plan, x, x, params)
+    call = AddCall(x, x, weight, weight, None, 1e-5, None, weight)
+    LayerNormPlan(call).run(call)
     y, mean, rstd = torch.ops.sdfastgn.layer_norm(x, weight, weight, 1e-5, None)
     for dtypes in ((dtype,) * 4, (dtype, None, None, None)):
-        layer_norm_grads(y, x, x, mean, rstd, weight, 1e-5, dtypes)
+        layer_norm_grads(LayerNormGradCall(y, x, x, mean, rstd, weight, 1e-5, *dtypes))
 
 
 def attention(shape: tuple[int, ...], dtype: torch.dtype, layout: str, made: list[Any]) -> None:
@@ -154,19 +156,23 @@ def gated(shape: tuple[int, ...], dtype: torch.dtype, layout: str, made: list[An
     y = sdfastgn.geglu(x, bias)
     sdfastgn.geglu(x)
     for dtypes in ((dtype, dtype), (dtype, None), (None, dtype)):
-        geglu_grads(y, x, bias, dtypes)
+        geglu_grads(GegluGradCall(y, x, bias, *dtypes))
 
 
 def few_rows(shape: tuple[int, ...], dtype: torch.dtype, layout: str, made: list[Any]) -> None:
     N, C, K = shape
     x, weight, bias = (torch.empty(size, dtype=dtype) for size in ((N, K), (C, K), (C,)))
-    sdfastgn.act_linear(x, weight, bias)
-    torch.ops.sdfastgn.act_linear(x, weight, bias, "silu", bias)
+    with mock.patch.object(dispatch, "is_plain", return_value=True):  # else PyTorch's own layer runs
+        sdfastgn.act_linear(x, weight, bias)
+        sdfastgn.act_linear(x, weight, bias, "silu", extra_bias=bias)
 
 
 def attended(shape: tuple[int, ...], dtype: torch.dtype, layout: str, made: list[Any]) -> None:
     q = torch.empty((1, 1, *shape), dtype=dtype)
-    with mock.patch.object(wide_attention_kernels, "_multiply"):  # cuBLAS's
+    with (
+        mock.patch.object(wide_attention_kernels, "_multiply"),  # cuBLAS's
+        mock.patch.object(dispatch, "is_plain", return_value=True),  # else PyTorch's own attention runs
+    ):
         sdfastgn.wide_attention(q, q, q)
     del made[2:]  # the other chunks are like the first
 
@@ -189,23 +195,22 @@ def group_norms(shape: tuple[int, ...], dtype: torch.dtype, layout: str, made: l
         channel_statistics.cat_kernel(head, tail, emits=False)
     if layout == "channels_last":
         upsampled_convolution(x)
-        torch.ops.sdfastgn.upsample_nearest_2x_backward(sdfastgn.upsample_nearest_2x(x))
+        upsampled = sdfastgn.upsample_nearest_2x(x)
+        torch.ops.sdfastgn.upsample_nearest_2x_backward(upsampled)
     y, mean, rstd = torch.ops.sdfastgn.group_norm(
         x, 32, weight, weight, 1e-5, "silu", None, None, None, None, False, None
     )  # fmt: skip
     dy = torch.empty_like(y)
-    group_norm_grads(
-        dy,
-        x,
-        mean,
-        rstd,
-        (weight, weight, None, None, None),
-        32,
-        1e-5,
-        "silu",
-        False,
-        (True,) * 3 + (False,) * 3,
-    )
+    group_norm_gradients(dy, x, mean, rstd, weight, groups=32, activation="silu")
+
+
+def group_norm_gradients(
+    dy: Any, x: Any, mean: Any, rstd: Any, weight: Any, *, groups: int, activation: str, shift: Any = None
+) -> None:
+    """Gradients of everything there is."""
+    wanted = Wanted(True, True, True, shift is not None, False, False)
+    operands = (weight, weight, shift, None, None)
+    group_norm_grads(GroupNormGradCall(dy, x, mean, rstd, *operands, groups, 1e-5, activation, False, wanted))
 
 
 def instance_norms(shape: tuple[int, ...], dtype: torch.dtype, layout: str, made: list[Any]) -> None:
@@ -213,8 +218,7 @@ def instance_norms(shape: tuple[int, ...], dtype: torch.dtype, layout: str, made
     for memory_format in (torch.channels_last, torch.contiguous_format):
         x = torch.empty(shape, dtype=dtype, memory_format=memory_format)
         sdfastgn.group_norm(x, shape[1], weight, weight, activation="silu")
-        params, wanted = (weight, weight, None, None, None), (True,) * 3 + (False,) * 3
-        group_norm_grads(x, x, mean, mean, params, shape[1], 1e-5, "silu", False, wanted)
+        group_norm_gradients(x, x, mean, mean, weight, groups=shape[1], activation="silu")
 
 
 def fp32_results(shape: tuple[int, ...], dtype: torch.dtype, layout: str, made: list[Any]) -> None:
@@ -230,10 +234,8 @@ def walked(shape: tuple[int, ...], dtype: torch.dtype, layout: str, made: list[A
     for memory_format in (torch.channels_last, torch.contiguous_format):
         x = torch.empty(shape, dtype=dtype, memory_format=memory_format)
         for activation in ("identity", "silu", "gelu"):
-            params, wanted = (weight, weight, None, None, None), (True,) * 3 + (False,) * 3
-            group_norm_grads(x, x, mean, mean, params, 32, 1e-5, activation, False, wanted)
-        params, wanted = (weight, weight, weight, None, None), (True,) * 4 + (False,) * 2
-        group_norm_grads(x, x, mean, mean, params, 32, 1e-5, "identity", False, wanted)
+            group_norm_gradients(x, x, mean, mean, weight, groups=32, activation=activation)
+        group_norm_gradients(x, x, mean, mean, weight, groups=32, activation="identity", shift=weight)
 
 
 def upsampled_convolution(x: torch.Tensor) -> None:

@@ -1,27 +1,31 @@
-"""A linear layer behind an activation, for few rows: the op ``sdfastgn::act_linear``.
+"""A linear layer behind an activation, for few rows: ``act_linear``.
 
 Formula, with x (N, K), weight (C, K), and either bias (C,) or nothing:
 
     y[n, c] = sum_k act(x[n, k]) * weight[c, k] + bias[c] + extra_bias[c]
 
 This is what a diffusion model does with its time embedding, some twenty times a step with N as small as 1 or 2. On a GPU the kernel of
-``act_linear/kernels.py`` runs; everywhere else ``reference_act_linear``. Layout and numerics contract: there.
+``act_linear/kernels.py`` runs; everywhere else, and with gradients, ``reference_act_linear``. Layout and numerics contract: there.
 
-Source: torch.nn.functional.linear for the interface; the gradient is the chain rule.
+Source: torch.nn.functional.linear for the interface.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sdfastgn.kernels.act_linear.kernels import find_plan, launch_act_linear, make_plan, plan_key
-from sdfastgn.kernels.common import dispatch
-from sdfastgn.kernels.common.activations import ACTIVATION_GRADS, ACTIVATIONS
+from sdfastgn.kernels.act_linear import kernels
+from sdfastgn.kernels.act_linear.config import tile_config
+from sdfastgn.kernels.common import dispatch, gpu
+from sdfastgn.kernels.common.activations import ACTIVATIONS
 from sdfastgn.kernels.common.checks import check_device, check_floating, check_operand
+from sdfastgn.kernels.common.launch import Launch
+from sdfastgn.kernels.common.plan_cache import PlanCache, plan_key
+from sdfastgn.kernels.common.sizes import vector_width
 
 __all__ = ["act_linear", "reference_act_linear"]
 
@@ -41,61 +45,56 @@ def reference_act_linear(
     return y.to(x.dtype)
 
 
-# --- op -----------------------------------------------------------------------------------------------------------------------
-
-_LIBRARY = torch.library.Library("sdfastgn", "FRAGMENT")
-_LIBRARY.define(
-    "act_linear(Tensor x, Tensor weight, Tensor? bias, str activation, Tensor? extra_bias) -> Tensor"
-)
+# --- launch -----------------------------------------------------------------------------------------
 
 
-def _impl(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, extra_bias: Tensor | None
-) -> Tensor:
-    if dispatch.runs_in_triton(x):
-        key = plan_key(x, weight, bias, extra_bias, activation)
-        plan = find_plan(key) or make_plan(key, x, weight, (bias, extra_bias), activation)
-        if plan.programs:
-            return launch_act_linear(plan, x, weight, bias, extra_bias)
-    return reference_act_linear(x, weight, bias, activation, extra_bias)
+class _Call(NamedTuple):
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    activation: str
+    extra_bias: Tensor | None
 
 
-def _fake(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, extra_bias: Tensor | None
-) -> Tensor:
-    return x.new_empty((x.shape[0], weight.shape[0]))
+class _Plan:
+    """The launch for one combination of shapes, strides, dtypes, activation and device."""
+
+    __slots__ = ("copies", "launch", "shape")
+
+    def __init__(self, call: _Call) -> None:
+        x, weight, bias, activation, extra_bias = call
+        N, K = x.shape
+        C = weight.shape[0]
+        self.shape = (N, C)
+        self.copies = any(t is not None and not t.is_contiguous() for t in (x, weight, bias, extra_bias))
+        config = tile_config(N, C, K, x.itemsize, vector_width(x.itemsize, K), gpu.num_sms(x.device))
+        pdl = gpu.has_programmatic_launch(x.device)
+        constants = {
+            "C": C,
+            "K": K,
+            "ACTIVATION": activation,
+            "EVEN": config.is_even(K),
+            "PDL": pdl,
+            "BLOCK_N": config.block_n,
+            "BLOCK_C": config.block_c,
+            "BLOCK_K": config.block_k,
+            "STEPS": config.steps,
+            "VECTOR": config.vector,
+        }
+        kernel, programs = kernels._act_linear_kernel, config.programs(N, C)
+        self.launch = Launch(kernel, programs, (N,), constants, config.num_warps, pdl=pdl)
+
+    def run(self, call: _Call) -> Tensor:
+        x, weight, bias, _, extra_bias = call
+        y = torch.empty(self.shape, dtype=x.dtype, device=x.device)
+        if self.copies:
+            x, weight = x.contiguous(), weight.contiguous()
+            bias, extra_bias = (None if t is None else t.contiguous() for t in (bias, extra_bias))
+        self.launch.run(x, weight, bias, extra_bias, y)
+        return y
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, bias, activation, extra_bias = inputs
-    ctx.activation = activation
-    ctx.bias_dtypes = tuple(None if b is None else b.dtype for b in (bias, extra_bias))
-    ctx.save_for_backward(x, weight)
-
-
-def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-    """In plain PyTorch, so that it can be differentiated again."""
-    x, weight = ctx.saved_tensors
-    wide = torch.promote_types(x.dtype, torch.float32)
-    needs_x, needs_weight, *_ = ctx.needs_input_grad
-    dx = dweight = None
-    dy, z = dy.to(wide), x.to(wide)
-    if needs_x:
-        dx = ACTIVATION_GRADS[ctx.activation](dy @ weight.to(wide), z).to(x.dtype)
-    if needs_weight:
-        dweight = (dy.mT @ ACTIVATIONS[ctx.activation](z)).to(weight.dtype)
-    needs_bias = (ctx.needs_input_grad[2], ctx.needs_input_grad[4])
-    dbias, dextra = (
-        dy.sum(0).to(dtype) if needs else None
-        for needs, dtype in zip(needs_bias, ctx.bias_dtypes, strict=True)
-    )
-    return dx, dweight, dbias, None, dextra
-
-
-for _key in ("CPU", "CUDA"):
-    _LIBRARY.impl("act_linear", _impl, _key)
-torch.library.register_fake("sdfastgn::act_linear", _fake, lib=_LIBRARY)
-torch.library.register_autograd("sdfastgn::act_linear", _backward, setup_context=_setup, lib=_LIBRARY)
+_plans: PlanCache[_Plan] = PlanCache()
 
 
 # --- public function ------------------------------------------------------------------------------------------------------------
@@ -115,7 +114,7 @@ def act_linear(
         x: (N, K). Any N is right; for more than some 16 rows a matrix product is faster.
         weight: (C, K), dtype and device of x.
         bias: (C,) or None, any of x's dtypes.
-        activation: of x, before the product: "identity", "relu", "silu", "gelu" or "gelu_tanh".
+        activation: of x, before the product: any of ``ACTIVATIONS``.
         extra_bias: as bias: something else that is added to every row, such as the bias of a convolution.
 
     Shapes: the output is (N, C).
@@ -129,35 +128,31 @@ def act_linear(
 
     Source: torch.nn.functional.linear.
     """
+    call = _Call(x, weight, bias, activation, extra_bias)
     autocast = isinstance(x, Tensor) and (x.is_cuda or x.is_cpu) and torch.is_autocast_enabled(x.device.type)
-    # A key that can be looked up first; whatever is wrong misses there and is then checked.
-    if (
-        not autocast
-        and type(activation) is str
-        and isinstance(weight, Tensor)
-        and dispatch.is_plain_inference(x, (weight, bias, extra_bias))
-    ):
+    if not autocast and dispatch.is_plain_inference(x, call):
         try:
-            key = plan_key(x, weight, bias, extra_bias, activation)
-            plan = find_plan(key)
+            # What is wrong finds no plan, and is then checked.
+            key = plan_key(call)
+            plan = _plans.get(key)
             if plan is None:
-                _check(x, weight, bias, activation, extra_bias)
-                plan = make_plan(key, x, weight, (bias, extra_bias), activation)
-            if plan.programs:
-                return launch_act_linear(plan, x, weight, bias, extra_bias)
+                _check(call)
+                if x.numel() and weight.numel():
+                    plan = _plans[key] = _Plan(call)
+            if plan is not None:
+                return plan.run(call)
         except RuntimeError:  # a tensor that has no strides or no memory
-            _check(x, weight, bias, activation, extra_bias)
+            _check(call)
             raise
-    _check(x, weight, bias, activation, extra_bias)
+    _check(call)
     if autocast:
         y = F.linear(ACTIVATIONS[activation](x), weight, bias)
         return y if extra_bias is None else y + extra_bias.to(y.dtype)
-    if not dispatch.needs_op(x):
-        return reference_act_linear(x, weight, bias, activation, extra_bias)
-    return torch.ops.sdfastgn.act_linear(x, weight, bias, activation, extra_bias)
+    return reference_act_linear(x, weight, bias, activation, extra_bias)
 
 
-def _check(x: Any, weight: Any, bias: Any, activation: Any, extra_bias: Any) -> None:
+def _check(call: _Call) -> None:
+    x, weight = call.x, call.weight
     name = "sdfastgn.act_linear"
     check_floating(name, "x", x)
     check_floating(name, "weight", weight)
@@ -168,7 +163,9 @@ def _check(x: Any, weight: Any, bias: Any, activation: Any, extra_bias: Any) -> 
         raise ValueError(f"{name}: x must be (N, K), got shape {tuple(x.shape)}")
     if weight.dim() != 2 or weight.shape[1] != x.shape[1]:
         raise ValueError(f"{name}: weight must be (C, {x.shape[1]}), got shape {tuple(weight.shape)}")
-    for label, b in (("bias", bias), ("extra_bias", extra_bias)):
-        check_operand(name, label, b, x, (weight.shape[0],))
-    if not isinstance(activation, str) or activation not in ACTIVATIONS:
-        raise ValueError(f"{name}: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+    for label in ("bias", "extra_bias"):
+        check_operand(name, label, getattr(call, label), x, (weight.shape[0],))
+    if not isinstance(call.activation, str) or call.activation not in ACTIVATIONS:
+        raise ValueError(
+            f"{name}: activation must be one of {', '.join(ACTIVATIONS)}, got {call.activation!r}"
+        )

@@ -19,14 +19,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from sdfastgn.kernels.common import dispatch, gpu
 from sdfastgn.kernels.common.launch import Launch
-from sdfastgn.kernels.common.plan_cache import remember
+from sdfastgn.kernels.common.plan_cache import PlanCache
 from sdfastgn.kernels.common.sizes import ceil_div, next_power_of_2
 from sdfastgn.kernels.common.tiles import triton
 
@@ -162,8 +161,8 @@ def _runs_on(capability: tuple[int, int], D: int) -> bool:
     return capability >= (8, 0) if D <= 128 else (9, 0) <= capability < (12, 0)
 
 
-# By everything that a launch depends on but the data; None where ``fits`` is false.
-_launches: dict[tuple[Any, ...], Launch | None] = {}
+# None where ``fits`` is false.
+_launches: PlanCache[Launch | None] = PlanCache()
 
 
 def _make_launch(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Launch:
@@ -205,10 +204,10 @@ def attend_to_few(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -
     launch = _launches.get(key)
     if launch is None:
         if key in _launches or not fits(q, k, v):
-            remember(_launches, key, None)
+            _launches[key] = None
             return None
         launch = _make_launch(q, k, v, 1 / math.sqrt(q.shape[3]) if scale is None else scale)
-        remember(_launches, key, launch)
+        _launches[key] = launch
     N, H, L, D = q.shape
     y = torch.empty((N, L, H, D), dtype=q.dtype, device=q.device)
     launch.run(q, k, v, y)

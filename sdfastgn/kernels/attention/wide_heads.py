@@ -1,4 +1,4 @@
-"""Attention with heads of more than 256 channels: the op ``sdfastgn::wide_attention``, and ``attend``, which picks how to attend.
+"""Attention with heads of more than 256 channels: ``wide_attention``, and ``attend``, which is that without checks.
 
 Formula, for each sample and head, with q of shape (L, D), k and v of (keys, D):
 
@@ -17,7 +17,6 @@ Source: Vaswani et al., "Attention is all you need", 2017; Rabe and Staats, "Sel
 
 from __future__ import annotations
 
-import contextlib
 import math
 from typing import Any
 
@@ -40,77 +39,13 @@ def reference_wide_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> T
     return F.scaled_dot_product_attention(q, k, v, scale=scale)
 
 
-def _runs_in_chunks(q: Tensor, k: Tensor) -> bool:
-    # Sizes first: of a UNet's many attentions none has such heads.
-    return (
-        pays(q.shape[-2], k.shape[-2], q.shape[-1])
-        and q.dtype in _HALVES
-        and dispatch.runs_in_triton(q)
-        and q.numel() > 0
-    )
-
-
-def _is_cast(q: Tensor) -> bool:
-    """True under autocast to another dtype, which is PyTorch's attention's to follow."""
-    kind = q.device.type
-    return not q.is_meta and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != q.dtype
-
-
-# --- op -----------------------------------------------------------------------------------------------------------------------
-
-_LIBRARY = torch.library.Library("sdfastgn", "FRAGMENT")
-_LIBRARY.define("wide_attention(Tensor q, Tensor k, Tensor v, float scale) -> Tensor")
-
-
-def _impl(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    if _runs_in_chunks(q, k):
-        return launch_wide_attention(q, k, v, scale)
-    if q.numel() == 0:
-        return _fake(q, k, v, scale)
-    # Operands have the dtype that they shall be attended to in; what autocast would make of them, no one has been told.
-    with torch.autocast(q.device.type, enabled=False) if _is_cast(q) else contextlib.nullcontext():
-        return reference_wide_attention(q, k, v, scale).contiguous()
-
-
-def _fake(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    return q.new_empty(q.shape)
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.scale = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    """By the chain rule, in ops that are differentiable again, with all scores in memory: for whoever calls the op itself."""
-    q, k, v = ctx.saved_tensors
-    wide = torch.promote_types(q.dtype, torch.float32)
-    dy, (q32, k32, v32) = dy.to(wide), (t.to(wide) for t in (q, k, v))
-    weights = (q32 @ k32.mT * ctx.scale).softmax(-1)
-    dweights = dy @ v32.mT
-    dscores = weights * (dweights - (weights * dweights).sum(-1, keepdim=True)) * ctx.scale
-    return (dscores @ k32).to(q.dtype), (dscores.mT @ q32).to(k.dtype), (weights.mT @ dy).to(v.dtype), None
-
-
-for _key in ("CPU", "CUDA"):
-    _LIBRARY.impl("wide_attention", _impl, _key)
-torch.library.register_fake("sdfastgn::wide_attention", _fake, lib=_LIBRARY)
-torch.library.register_autograd("sdfastgn::wide_attention", _backward, setup_context=_setup, lib=_LIBRARY)
-
-
 # --- the public functions -------------------------------------------------------------------------------------------------------
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """``scaled_dot_product_attention(q, k, v)``, by ``wide_attention`` where that is faster. Checks nothing: not for users."""
-    if (
-        not torch.jit.is_tracing()  # where sizes are no numbers
-        and _runs_in_chunks(q, k)
-        and (q.dtype, q.shape[:-2], k.shape) == (k.dtype, k.shape[:-2], v.shape)
-        and q.dtype == v.dtype
-        and dispatch.is_plain_inference(q, (k, v))
-        and not _is_cast(q)
-    ):
+    """``scaled_dot_product_attention(q, k, v)``, in chunks where that is faster. Checks nothing: not for users."""
+    fits = (q.dtype, q.shape[:-2], k.shape) == (k.dtype, k.shape[:-2], v.shape) and q.dtype == v.dtype
+    if fits and _runs_in_chunks(q, k, v):
         return launch_wide_attention(q, k, v, q.shape[-1] ** -0.5)
     return F.scaled_dot_product_attention(q, k, v)
 
@@ -140,17 +75,27 @@ def wide_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = Non
     """
     _check(q, k, v)
     scale = q.shape[-1] ** -0.5 if scale is None else _as_scale(scale)
-    if _is_cast(q):
-        return reference_wide_attention(q, k, v, scale)
-    if dispatch.is_plain_inference(q, (k, v)):
-        return _impl(q, k, v, scale)
-    if dispatch.wants_gradient(q, (k, v)) or (
-        not torch.compiler.is_compiling() and dispatch.is_transformed()
-    ):
-        return reference_wide_attention(q, k, v, scale)
-    if not dispatch.needs_op(q):
-        return reference_wide_attention(q, k, v, scale).contiguous()
-    return torch.ops.sdfastgn.wide_attention(q, k, v, scale)
+    if _runs_in_chunks(q, k, v):
+        return launch_wide_attention(q, k, v, scale)
+    return reference_wide_attention(q, k, v, scale)
+
+
+def _runs_in_chunks(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    return (
+        not torch.jit.is_tracing()  # where sizes are no numbers
+        # Sizes first: of a UNet's many attentions none has such heads.
+        and pays(q.shape[-2], k.shape[-2], q.shape[-1])
+        and q.dtype in _HALVES
+        and q.numel() > 0
+        and dispatch.is_plain_inference(q, (k, v))
+        and not _is_cast(q)
+    )
+
+
+def _is_cast(q: Tensor) -> bool:
+    """True under autocast to another dtype, which is PyTorch's attention's to follow."""
+    kind = q.device.type
+    return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != q.dtype
 
 
 _NAME = "sdfastgn.wide_attention"

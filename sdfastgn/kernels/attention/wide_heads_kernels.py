@@ -1,6 +1,6 @@
 """Attention with wide heads: two products by cuBLAS for each chunk of queries, and Triton kernels after each.
 
-The op is in ``wide_heads.py``.
+The function is in ``wide_heads.py``.
 
 A chunk is four launches: scores = queries x keys in fp32, weights = exp(scores - largest of the row) with their sums, products of weights
 and values in fp32, division by the sums. One workspace serves all chunks, one after the other on one stream; the second product lies where
@@ -16,7 +16,6 @@ sum of the weights as they were, where the values' mean is five times their spre
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ from torch import Tensor
 from sdfastgn.kernels.attention.config import VECTOR, Chunk, chunks_config, divide_config, softmax_config
 from sdfastgn.kernels.common import gpu
 from sdfastgn.kernels.common.launch import Launch
-from sdfastgn.kernels.common.plan_cache import remember
+from sdfastgn.kernels.common.plan_cache import PlanCache
 from sdfastgn.kernels.common.sizes import ceil_div
 from sdfastgn.kernels.common.tiles import triton
 
@@ -132,8 +131,7 @@ class _Plan:
         }
 
 
-# By everything that a plan depends on.
-_plans: dict[tuple[Any, ...], _Plan] = {}
+_plans: PlanCache[_Plan] = PlanCache()
 
 
 def launch_wide_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -145,7 +143,9 @@ def launch_wide_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tens
     # cuBLAS wants channels side by side, here once instead of in each chunk.
     q, k, v = (_side_by_side(t).flatten(0, 1) for t in (q, k, v))
     key = (q.shape, k.shape, scale, q.dtype, q.device)
-    plan = _plans.get(key) or remember(_plans, key, _Plan(q, k, scale))
+    plan = _plans.get(key)
+    if plan is None:
+        plan = _plans[key] = _Plan(q, k, scale)
     rows = plan.config.matrices * plan.config.rows
     scratch = torch.empty(plan.scratch, dtype=torch.float32, device=q.device)
     weights = torch.empty(rows * plan.config.pitch, dtype=q.dtype, device=q.device)

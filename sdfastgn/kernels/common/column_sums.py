@@ -8,10 +8,16 @@ from sdfastgn.kernels.common.tiles import triton
 if triton is not None:
     import triton.language as tl
 
-__all__ = ["column_sum_block", "sum_columns"]
+__all__ = ["SUM_WARPS", "column_sum_block", "sum_columns"]
 
-# Partial sums that one program adds up at a time, and the most rows (more are loads that wait for each other) and columns of them.
-_SUM_TILE, _SUM_ROWS, _SUM_COLUMNS = 8192, 256, 1024
+# Warps of a program that adds up partial sums.
+SUM_WARPS = 8
+# Partial sums that one program adds up at a time.
+_SUM_TILE = 8192
+# Rows of them at most: more are loads that wait for each other.
+_SUM_ROWS = 256
+# Columns of them at most.
+_SUM_COLUMNS = 1024
 
 
 def column_sum_block(partials: int, D: int) -> tuple[int, int]:

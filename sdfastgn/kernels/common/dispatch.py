@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -15,12 +18,15 @@ __all__ = [
     "is_transformed",
     "is_untraced",
     "needs_op",
+    "plain_kind",
     "runs_in_triton",
     "wants_gradient",
 ]
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+_TENSORS = (Tensor, torch.nn.Parameter)
+# Arguments that no mode and no subclass has a say in.
+_PLAIN_TYPES = frozenset((*_TENSORS, type(None), int, float, bool, str, torch.dtype))
 
 
 def runs_in_triton(x: Tensor) -> bool:
@@ -44,19 +50,26 @@ def needs_op(x: Tensor) -> bool:
     return has_kernels(x) and (torch.compiler.is_compiling() or not is_transformed())
 
 
-def is_plain_inference(x: Tensor, others: tuple[Tensor | None, ...]) -> bool:
+def plain_kind(x: Tensor, others: Iterable[Any]) -> str | None:
+    """``inference`` or ``training`` where the call ``is_plain``, else None."""
+    if not is_plain(x, others):
+        return None
+    return "training" if wants_gradient(x, others) else "inference"
+
+
+def is_plain_inference(x: Tensor, others: Iterable[Any]) -> bool:
     """True if nothing would come of the dispatcher but its cost: ``is_plain``, and no gradient is wanted."""
     return is_plain(x, others) and not wants_gradient(x, others)
 
 
-def wants_gradient(x: Tensor, others: tuple[Tensor | None, ...]) -> bool:
+def wants_gradient(x: Tensor, others: Iterable[Any]) -> bool:
     """True if autograd records an operation on these tensors."""
     return torch.is_grad_enabled() and (
-        x.requires_grad or any(t is not None and t.requires_grad for t in others)
+        x.requires_grad or any(isinstance(t, Tensor) and t.requires_grad for t in others)
     )
 
 
-def is_plain(x: Tensor, others: tuple[Tensor | None, ...]) -> bool:
+def is_plain(x: Tensor, others: Iterable[Any]) -> bool:
     """True if nothing would come of the dispatcher but autograd: Triton runs, and ``is_untraced``."""
     return (
         not torch.compiler.is_compiling()
@@ -66,12 +79,12 @@ def is_plain(x: Tensor, others: tuple[Tensor | None, ...]) -> bool:
     )
 
 
-def is_untraced(x: Tensor, others: tuple[Tensor | None, ...]) -> bool:
-    """True if these tensors are memory and nothing else: no tracing, no modes, no tensor subclasses, no transforms."""
-    if torch.compiler.is_compiling() or type(x) not in _PLAIN_TYPES:
+def is_untraced(x: Tensor, others: Iterable[Any]) -> bool:
+    """True if these are memory and numbers and nothing else: no tracing, modes, tensor subclasses or transforms."""
+    if torch.compiler.is_compiling() or type(x) not in _TENSORS:
         return False
     for t in others:
-        if t is not None and type(t) not in _PLAIN_TYPES:
+        if type(t) not in _PLAIN_TYPES:
             return False
     return (
         torch._C._len_torch_dispatch_stack() == 0

@@ -1,39 +1,56 @@
-"""The derivative of a backward op: of the plain PyTorch form that computes the same gradients."""
+"""The derivative of a backward op: that of the plain PyTorch form which computes the same gradients.
+
+Op(schema, arguments, run, fake, save=save_all, backward=derivative_of(reference))
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["second_derivative"]
+__all__ = ["derivative_of", "save_all"]
 
 
-def second_derivative(
-    gradients: Callable[..., Iterable[Tensor | None]],
-    saved: Sequence[Tensor | None],
-    dgrads: Sequence[Tensor | None],
-    needs: Sequence[bool],
-) -> tuple[Tensor | None, ...]:
-    """Gradients of ``saved`` through ``gradients(*saved)``, given those of its results.
+def save_all(ctx: Any, call: Any, results: Any) -> None:
+    """Keeps the arguments ``call`` of an op."""
+    ctx.set_materialize_grads(False)
+    ctx.call = type(call)(*(None if isinstance(t, Tensor) else t for t in call))
+    ctx.save_for_backward(*(t if isinstance(t, Tensor) else None for t in call))
 
-    Args:
-        gradients: what the op computes, in differentiable PyTorch; None among its results stands for what was not wanted.
-        saved: the tensors that the op was called with, or None.
-        dgrads: one for each result that is not None; None where no gradient comes from there.
-        needs: for each of ``saved``, whether its gradient is wanted; the result has None for the others.
+
+def derivative_of(gradients: Callable[[Any], Sequence[Tensor]]) -> Callable[..., dict[str, Tensor | None]]:
+    """The ``backward`` of an op that computes ``gradients(arguments)``, which is differentiable PyTorch.
+
+    What the arguments have from a forward (statistics) counts as the function of x that it is, where
+    ``gradients`` computes it again.
     """
-    keep_graph = torch.is_grad_enabled()
-    with torch.enable_grad():
-        # Aliases: dy itself may be a function of x, by a way that is not this op's to follow.
-        inputs: tuple[Any, ...] = tuple(None if t is None else t.view_as(t) for t in saved)
-        made = [g for g in gradients(*inputs) if g is not None]
-        pairs = [(g, d) for g, d in zip(made, dgrads, strict=True) if d is not None and g.requires_grad]
-    wanted = [t for t, need in zip(inputs, needs, strict=True) if need]
-    found: Iterator[Tensor | None] = iter([None] * len(wanted))
-    if pairs and wanted:
+
+    def backward(ctx: Any, needs: Any, dgrads: Sequence[Tensor | None]) -> dict[str, Tensor | None]:
+        keep_graph = torch.is_grad_enabled()
+        with torch.enable_grad():
+            # Aliases: dy itself may be a function of x, by a way that is not this op's to follow.
+            call = type(ctx.call)(
+                *(
+                    value if t is None else t.view_as(t)
+                    for value, t in zip(ctx.call, ctx.saved_tensors, strict=True)
+                )
+            )
+            made = gradients(call)
+            pairs = [(g, d) for g, d in zip(made, dgrads, strict=True) if d is not None and g.requires_grad]
+        wanted = [name for name, need in zip(call._fields, needs, strict=True) if need is True]
+        if not pairs or not wanted:
+            return {}
         outputs, along = zip(*pairs, strict=True)
-        found = iter(torch.autograd.grad(outputs, wanted, along, create_graph=keep_graph, allow_unused=True))
-    return tuple(next(found) if need else None for need in needs)
+        found = torch.autograd.grad(
+            outputs,
+            [getattr(call, name) for name in wanted],
+            along,
+            create_graph=keep_graph,
+            allow_unused=True,
+        )
+        return dict(zip(wanted, found, strict=True))
+
+    return backward

@@ -10,12 +10,21 @@ from typing import Any
 
 import torch
 
-__all__ = ["current_stream", "has_programmatic_launch", "is_current", "num_sms", "on_device"]
+__all__ = ["current_stream", "has_programmatic_launch", "is_current", "num_sms", "on_device", "stream_on"]
 
 
 def current_stream(device: torch.device) -> int:
     """Raw handle of PyTorch's current stream on ``device``; 0 on a CPU (the interpreter)."""
     return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+
+
+def stream_on(device: torch.device) -> int | None:
+    """``current_stream``; None where ``device`` is not current, and the caller has to make it so first."""
+    if device.type != "cuda":
+        return 0
+    if device.index != torch._C._cuda_getDevice():
+        return None
+    return torch._C._cuda_getCurrentRawStream(device.index)
 
 
 def num_sms(device: torch.device) -> int:

@@ -1,18 +1,34 @@
-"""Caches of launch plans, bounded."""
+"""Launch plans by everything that they depend on but the data.
+
+``plans.get(key)`` finds a plan whose arguments have run before, and so are known to be valid.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
-__all__ = ["remember"]
+from torch import Tensor
 
-_REMEMBERED_MAX = 4096
-Value = TypeVar("Value")
+__all__ = ["PlanCache", "plan_key"]
+
+# Plans kept: a server that sees ever new shapes must not leak.
+_MAX_PLANS = 4096
+Plan = TypeVar("Plan")
 
 
-def remember(cache: dict[tuple[Any, ...], Value], key: tuple[Any, ...], value: Value) -> Value:
-    """Puts ``value`` into ``cache`` and returns it. Bounded: a server that sees ever new shapes must not leak."""
-    if len(cache) >= _REMEMBERED_MAX:
-        cache.clear()
-    cache[key] = value
-    return value
+class PlanCache(dict[tuple[Any, ...], Plan]):
+    """A dictionary that starts over when it is full."""
+
+    def __setitem__(self, key: tuple[Any, ...], plan: Plan) -> None:
+        if len(self) >= _MAX_PLANS:
+            self.clear()
+        super().__setitem__(key, plan)
+
+
+def plan_key(arguments: Iterable[Any], *more: Any) -> tuple[Any, ...]:
+    """Hashable summary of a call: shape, strides, dtype and device of tensors, and every other value as it is."""
+    return (
+        *[(t.shape, t.stride(), t.dtype, t.device) if isinstance(t, Tensor) else t for t in arguments],
+        *more,
+    )

@@ -1,4 +1,4 @@
-"""Triton kernels of GEGLU and of its backward, and their launchers. Formulas and ops are in ``geglu/op.py``.
+"""Triton kernels of GEGLU and of its backward. Formulas and ops: ``geglu/op.py``, launches: ``geglu/plans.py``.
 
 Forward: one launch, one read of x and one write of y. Backward: one read of dy and x and one write of dx; where the bias wants a gradient,
 each program adds up its rows in registers and leaves one fp32 partial sum a column, which a second launch adds up in a fixed order: no
@@ -12,28 +12,14 @@ pass 2^31 are int64.
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-from torch import Tensor
-
-from sdfastgn.kernels.common import gpu
-from sdfastgn.kernels.common.column_sums import column_sum_block
-from sdfastgn.kernels.common.launch import Launch
-from sdfastgn.kernels.common.layout import row_stride
-from sdfastgn.kernels.common.plan_cache import remember
-from sdfastgn.kernels.common.sizes import ceil_div, vector_width
 from sdfastgn.kernels.common.tiles import triton
-from sdfastgn.kernels.geglu.config import TileConfig, backward_config, forward_config
 
 if triton is not None:
     import triton.language as tl
     from triton.language.extra.cuda import gdc_wait
 
-    from sdfastgn.kernels.common.activation_kernels import normal_cdf
+    from sdfastgn.kernels.common.activations import normal_cdf
     from sdfastgn.kernels.common.column_sums import sum_columns
-
-__all__ = ["find_plan", "launch_geglu", "launch_geglu_grads", "make_plan", "plan_key"]
 
 # --- kernels ------------------------------------------------------------------------------------------------------------------
 
@@ -133,127 +119,3 @@ if triton is not None:
         if PDL:
             gdc_wait()
         sum_columns(partials_ptr, dbias_ptr, count, columns, c, BLOCK_P)
-
-
-# --- launchers ----------------------------------------------------------------------------------------------------------------
-
-_SUM_WARPS = 8
-
-
-def _constants(config: TileConfig, rows: int, D: int, x_stride: int, *, pdl: bool) -> dict[str, Any]:
-    return {
-        "D": D, "X_STRIDE": x_stride, "EVEN": config.is_even(rows, D), "PDL": pdl, "BLOCK_R": config.block_r, "BLOCK_D": config.block_d,
-    }  # fmt: skip
-
-
-class _Plan:
-    """The launch for one combination of shapes, strides, dtypes and device."""
-
-    __slots__ = ("copies_bias", "copies_x", "launch", "programs", "shape")
-
-    def __init__(self, x: Tensor, bias: Tensor | None) -> None:
-        D = x.shape[-1] // 2
-        self.shape = (*x.shape[:-1], D)
-        self.programs = x.numel() > 0
-        self.copies_x = row_stride(x) is None
-        self.copies_bias = bias is not None and not bias.is_contiguous()
-        if not self.programs:
-            return
-        rows = x.numel() // (2 * D)
-        x_stride = row_stride(x) or 2 * D
-        config = forward_config(rows, D, vector_width(x.itemsize, D, x_stride), x_stride)
-        pdl = gpu.has_programmatic_launch(x.device)
-        constants = _constants(config, rows, D, x_stride, pdl=pdl)
-        self.launch = Launch(_geglu_kernel, config.programs(D), (rows,), constants, config.num_warps, pdl=pdl)
-
-
-# By everything that a launch depends on but the data.
-_plans: dict[tuple[Any, ...], _Plan] = {}
-
-
-def plan_key(x: Tensor, bias: Tensor | None) -> tuple[Any, ...]:
-    """Hashable summary of the arguments of a call."""
-    signature = None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device)
-    return x.shape, x.stride(), x.dtype, x.device, signature
-
-
-def find_plan(key: tuple[Any, ...]) -> _Plan | None:
-    """The plan of ``make_plan`` with this ``plan_key``: its arguments have been launched before, so that they are valid."""
-    return _plans.get(key)
-
-
-def make_plan(key: tuple[Any, ...], x: Tensor, bias: Tensor | None) -> _Plan:
-    """How to launch on valid arguments: x fp16, bf16 or fp32 on a GPU, or anywhere under Triton's interpreter."""
-    return remember(_plans, key, _Plan(x, bias))
-
-
-def launch_geglu(plan: _Plan, x: Tensor, bias: Tensor | None) -> Tensor:
-    """y (..., D) of x (..., 2D) and bias (2D,), for which ``plan`` was made."""
-    y = torch.empty(plan.shape, dtype=x.dtype, device=x.device)
-    if not plan.programs:
-        return y
-    if plan.copies_x:
-        x = x.contiguous()
-    if plan.copies_bias and bias is not None:
-        bias = bias.contiguous()
-    plan.launch.run(x, bias, y)
-    return y
-
-
-class _GradPlan:
-    """The launches for one combination of shapes, strides, dtypes, device and wanted gradients."""
-
-    __slots__ = ("columns", "copies_x", "grad", "partials")
-
-    def __init__(self, x: Tensor, *, bias_grad: bool) -> None:
-        D = x.shape[-1] // 2
-        rows = x.numel() // (2 * D)
-        self.copies_x = row_stride(x) is None
-        x_stride = row_stride(x) or 2 * D
-        vector = vector_width(x.itemsize, D, x_stride)
-        sms = gpu.num_sms(x.device)
-        config = backward_config(rows, D, vector, max(x_stride, 2 * D), sms, column_sums=bias_grad)
-        pdl = gpu.has_programmatic_launch(x.device)
-        constants = _constants(config, rows, D, x_stride, pdl=pdl)
-        self.grad = Launch(
-            _geglu_grad_kernel, config.programs(D), (rows, config.tiles), constants, config.num_warps, pdl=pdl
-        )
-        self.partials = config.groups * 2 * D if bias_grad else 0
-        block_p, block_d = column_sum_block(config.groups, 2 * D)
-        constants = {"PDL": pdl, "BLOCK_P": block_p, "BLOCK_D": block_d}
-        numbers = (config.groups, 2 * D)
-        self.columns = Launch(
-            _bias_sum_kernel, ceil_div(2 * D, block_d), numbers, constants, _SUM_WARPS, pdl=pdl
-        )
-
-
-_grad_plans: dict[tuple[Any, ...], _GradPlan] = {}
-
-
-def launch_geglu_grads(
-    dy: Tensor, x: Tensor, bias: Tensor | None, dtypes: tuple[torch.dtype | None, torch.dtype | None]
-) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of x (..., 2D) and bias (2D,) in ``dtypes``; None where those are None.
-
-    x is not empty, and fp16, bf16 or fp32 on a GPU, or anywhere under Triton's interpreter. dy: (..., D).
-    """
-    dy = dy.contiguous()
-    bias = None if bias is None else bias.contiguous()
-    key = (x.shape, x.stride(), x.dtype, x.device, dy.dtype, None if bias is None else bias.dtype, *dtypes)
-    plan = _grad_plans.get(key)
-    if plan is None:
-        plan = remember(_grad_plans, key, _GradPlan(x, bias_grad=dtypes[1] is not None))
-    if plan.copies_x:
-        x = x.contiguous()
-    shapes = (x.shape, x.shape[-1:])
-    dx, dbias = (
-        None if dtype is None else torch.empty(shape, dtype=dtype, device=x.device)
-        for shape, dtype in zip(shapes, dtypes, strict=True)
-    )
-    partials = torch.empty(plan.partials, dtype=torch.float32, device=x.device) if plan.partials else None
-    with gpu.on_device(x.device):
-        stream = gpu.current_stream(x.device)
-        plan.grad(stream, dy, x, bias, dx, partials)
-        if partials is not None:
-            plan.columns(stream, partials, dbias)
-    return dx, dbias

@@ -16,42 +16,33 @@ Source: the chain rule; the grouping of sums is that of Wu and He, "Group Normal
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.activations import ACTIVATION_GRADS
-from sdfastgn.kernels.common.double_backward import second_derivative
+from sdfastgn.kernels.common.double_backward import derivative_of, save_all
 from sdfastgn.kernels.common.layout import dense_is_channels_last, empty_dense_like
-from sdfastgn.kernels.group_norm.backward_plans import launch_group_norm_grads
+from sdfastgn.kernels.common.op import Op
+from sdfastgn.kernels.group_norm.backward_plans import (
+    GroupNormGradCall,
+    GroupNormGrads,
+    Wanted,
+    launch_group_norm_grads,
+)
 
 __all__ = ["group_norm_grads", "reference_group_norm_grads"]
 
 
-def reference_group_norm_grads(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    shift: Tensor | None,
-    ada_scale: Tensor | None,
-    ada_shift: Tensor | None,
-    num_groups: int,
-    eps: float,
-    activation: str,
-    wanted: tuple[bool, ...],
-) -> tuple[Tensor | None, ...]:
-    """Gradients of (x, weight, bias, shift, ada_scale, ada_shift) in plain PyTorch, each in its tensor's shape and dtype.
+def reference_group_norm_grads(call: GroupNormGradCall) -> GroupNormGrads:
+    """Gradients in plain PyTorch, computed in fp32 (fp64 for fp64 input).
 
-    None where not ``wanted``. Every step is a differentiable op, so that a second derivative is right too. Computed in fp32 (fp64 for
-    fp64 input).
-
-    Shapes: dy and x (N, C, *spatial); weight, bias (C,); shift, ada_scale, ada_shift (N, C), (1, C) or (C,). The gradient of x has
+    Every step is a differentiable op, so that a second derivative is right too. The gradient of x has
     the strides of x if x is without gaps.
     """
+    x, weight, bias, shift = call.x, call.weight, call.bias, call.shift
+    num_groups, wanted = call.num_groups, call.wanted
     N, C = x.shape[:2]
     dtype = torch.promote_types(x.dtype, torch.float32)
     grouped = (N, num_groups, C // num_groups, math.prod(x.shape[2:]))
@@ -59,18 +50,19 @@ def reference_group_norm_grads(
     def per_channel(t: Tensor) -> Tensor:
         return t.to(dtype).reshape(-1, num_groups, C // num_groups, 1)
 
+    dy = call.dy.movedim(-1, 1) if call.tokens else call.dy
     u = x.to(dtype).reshape(grouped)
     u = u if shift is None else u + per_channel(shift)
     u = u - u.detach()[:, :, :1, :1]  # exact where values are close; no derivative depends on it
     var, mean = torch.var_mean(u, dim=(2, 3), correction=0, keepdim=True)
-    rstd = torch.rsqrt(var + eps)
+    rstd = torch.rsqrt(var + call.eps)
     xhat = (u - mean) * rstd
     affine = xhat if weight is None else xhat * per_channel(weight)
     affine = affine if bias is None else affine + per_channel(bias)
-    z = affine if ada_scale is None else affine * (1 + per_channel(ada_scale))
-    z = z if ada_shift is None else z + per_channel(ada_shift)
-    dz = ACTIVATION_GRADS[activation](dy.to(dtype).reshape(grouped), z)
-    d_affine = dz if ada_scale is None else dz * (1 + per_channel(ada_scale))
+    z = affine if call.ada_scale is None else affine * (1 + per_channel(call.ada_scale))
+    z = z if call.ada_shift is None else z + per_channel(call.ada_shift)
+    dz = ACTIVATION_GRADS[call.activation](dy.to(dtype).reshape(grouped), z)
+    d_affine = dz if call.ada_scale is None else dz * (1 + per_channel(call.ada_scale))
     d_xhat = d_affine if weight is None else d_affine * per_channel(weight)
 
     def summed(t: Tensor, like: Tensor | None) -> Tensor | None:
@@ -83,129 +75,69 @@ def reference_group_norm_grads(
         return total.reshape(like.shape).to(like.dtype)
 
     du = dx = None
-    if wanted[0] or wanted[3]:
+    if wanted.x or wanted.shift:
         along_mean = d_xhat.mean(dim=(2, 3), keepdim=True)
         along_var = (d_xhat * xhat).mean(dim=(2, 3), keepdim=True)
         du = rstd * (d_xhat - along_mean - xhat * along_var)
-    if wanted[0] and du is not None:
+    if wanted.x and du is not None:
         dx = du.reshape(x.shape).to(x.dtype)
         # Sums and products have the strides of dy.
         dx = dx.movedim(1, -1).contiguous().movedim(-1, 1) if dense_is_channels_last(x) else dx.contiguous()
-    return (
+    return GroupNormGrads(
         dx,
-        summed(d_affine * xhat, weight) if wanted[1] else None,
-        summed(d_affine, bias) if wanted[2] else None,
-        summed(du, shift) if wanted[3] and du is not None else None,
-        summed(dz * affine, ada_scale) if wanted[4] else None,
-        summed(dz, ada_shift) if wanted[5] else None,
+        summed(d_affine * xhat, weight) if wanted.weight else None,
+        summed(d_affine, bias) if wanted.bias else None,
+        summed(du, shift) if wanted.shift and du is not None else None,
+        summed(dz * affine, call.ada_scale) if wanted.ada_scale else None,
+        summed(dz, call.ada_shift) if wanted.ada_shift else None,
     )
 
 
-# --- op -----------------------------------------------------------------------------------------------------------------------
+# --- op ---------------------------------------------------------------------------------------------
 
-_LIBRARY = torch.library.Library("sdfastgn", "FRAGMENT")
-# The result has one tensor for each of x, weight, bias, shift, ada_scale and ada_shift that is wanted, in this order.
-_LIBRARY.define(
-    "group_norm_backward(Tensor dy, Tensor x, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias, Tensor? shift, "
-    "Tensor? ada_scale, Tensor? ada_shift, int num_groups, float eps, str activation, bool tokens, bool[] wanted) -> Tensor[]"
+
+def _run(call: GroupNormGradCall) -> list[Tensor]:
+    if call.x.numel() == 0:
+        return [grad.zero_() for grad in _fake(call)]
+    call = call._replace(wanted=Wanted(*call.wanted))
+    grads = launch_group_norm_grads if dispatch.runs_in_triton(call.x) else reference_group_norm_grads
+    return _found(grads(call))
+
+
+def _found(grads: tuple[Tensor | None, ...]) -> list[Tensor]:
+    return [grad for grad in grads if grad is not None]
+
+
+def _fake(call: GroupNormGradCall) -> list[Tensor]:
+    x = call.x
+    operands = (call.weight, call.bias, call.shift, call.ada_scale, call.ada_shift)
+    found = (empty_dense_like(x, x.dtype), *(None if t is None else t.new_empty(t.shape) for t in operands))
+    return [grad for grad, want in zip(found, call.wanted, strict=True) if want and grad is not None]
+
+
+def _gradients(call: GroupNormGradCall) -> list[Tensor]:
+    return _found(reference_group_norm_grads(call._replace(wanted=Wanted(*call.wanted))))
+
+
+_GROUP_NORM_BACKWARD = Op(
+    # One tensor for each of x, weight, bias, shift, ada_scale and ada_shift that is wanted, in this order.
+    "group_norm_backward(Tensor dy, Tensor x, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias, "
+    "Tensor? shift, Tensor? ada_scale, Tensor? ada_shift, int num_groups, float eps, str activation, "
+    "bool tokens, bool[] wanted) -> Tensor[]",
+    GroupNormGradCall,
+    _run,
+    _fake,
+    save=save_all,
+    backward=derivative_of(_gradients),
 )
 
 
-def _backward_impl(
-    dy: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    shift: Tensor | None,
-    ada_scale: Tensor | None,
-    ada_shift: Tensor | None,
-    num_groups: int,
-    eps: float,
-    activation: str,
-    tokens: bool,
-    wanted: list[bool],
-) -> list[Tensor]:
-    params = (weight, bias, shift, ada_scale, ada_shift)
-    if x.numel() == 0:
-        return [torch.zeros_like(t) for t in _wanted((x, *params), wanted)]
-    if dispatch.runs_in_triton(x):
-        found = launch_group_norm_grads(
-            dy, x, mean, rstd, params, num_groups, activation, tokens, tuple(wanted)
-        )
-        return list(_wanted(found, wanted))
-    dy = dy.movedim(-1, 1).reshape(x.shape) if tokens else dy
-    grads = reference_group_norm_grads(dy, x, *params, num_groups, eps, activation, tuple(wanted))
-    return list(_wanted(grads, wanted))
-
-
-def _wanted(tensors: tuple[Tensor | None, ...], wanted: list[bool]) -> Iterator[Tensor]:
-    return (t for t, want in zip(tensors, wanted, strict=True) if want and t is not None)
-
-
-def _backward_fake(dy: Tensor, x: Tensor, *args: Any) -> list[Tensor]:
-    params, wanted = args[2:7], args[-1]
-    like = (empty_dense_like(x, x.dtype), *(None if t is None else t.new_empty(t.shape) for t in params))
-    return list(_wanted(like, wanted))
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    dy, x, _, _, *params, ctx.num_groups, ctx.eps, ctx.activation, ctx.tokens, ctx.wanted = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(dy, x, *params)
-
-
-_DIFFERENTIABLE = (0, 1, 4, 5, 6, 7, 8)  # dy, x, weight, bias, shift, ada_scale, ada_shift
-
-
-def _double_backward(ctx: Any, dgrads: list[Tensor | None]) -> tuple[Any, ...]:
-    """mean and rstd count as what they are, functions of x."""
-
-    def gradients(dy: Tensor, x: Tensor, *params: Tensor | None) -> Iterator[Tensor]:
-        weight, bias, shift, ada_scale, ada_shift = params
-        flat = dy.movedim(-1, 1).reshape(x.shape) if ctx.tokens else dy
-        how = (ctx.num_groups, ctx.eps, ctx.activation, tuple(ctx.wanted))
-        return _wanted(
-            reference_group_norm_grads(flat, x, weight, bias, shift, ada_scale, ada_shift, *how), ctx.wanted
-        )
-
-    needs = [ctx.needs_input_grad[i] for i in _DIFFERENTIABLE]
-    d_dy, dx, *d_params = second_derivative(gradients, ctx.saved_tensors, dgrads, needs)
-    return d_dy, dx, None, None, *d_params, None, None, None, None, None
-
-
-for _key in ("CPU", "CUDA"):
-    _LIBRARY.impl("group_norm_backward", _backward_impl, _key)
-torch.library.register_fake("sdfastgn::group_norm_backward", _backward_fake, lib=_LIBRARY)
-torch.library.register_autograd(
-    "sdfastgn::group_norm_backward", _double_backward, setup_context=_setup_context, lib=_LIBRARY
-)
-
-
-def group_norm_grads(
-    dy: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    params: tuple[Tensor | None, ...],
-    num_groups: int,
-    eps: float,
-    activation: str,
-    tokens: bool,
-    wanted: tuple[bool, ...],
-) -> tuple[Tensor | None, ...]:
-    """Gradients of x, weight, bias, shift, ada_scale and ada_shift, None where not ``wanted``.
-
-    Shapes: dy (N, C, *spatial), or (N, HW, C) if ``tokens``; mean and rstd (N, G) of the forward; ``params`` as in ``group_norm``.
-    """
-    if not any(wanted):
-        return (None,) * 6
-    if x.numel() and dispatch.is_plain_inference(x, (dy, *params)):
-        return launch_group_norm_grads(dy, x, mean, rstd, params, num_groups, activation, tokens, wanted)
-    found = iter(
-        torch.ops.sdfastgn.group_norm_backward(
-            dy, x, mean, rstd, *params, num_groups, eps, activation, tokens, list(wanted)
-        )
-    )
-    return tuple(next(found) if want else None for want in wanted)
+def group_norm_grads(call: GroupNormGradCall) -> GroupNormGrads:
+    """The gradients that are wanted, by the kernels where they run."""
+    if not any(call.wanted):
+        return GroupNormGrads(*[None] * len(call.wanted))
+    if call.x.numel() and dispatch.is_plain_inference(call.x, call[:-1]):
+        return launch_group_norm_grads(call)
+    *arguments, wanted = call
+    found = iter(_GROUP_NORM_BACKWARD.through_dispatcher((*arguments, list(wanted))))
+    return GroupNormGrads(*(next(found) if want else None for want in wanted))

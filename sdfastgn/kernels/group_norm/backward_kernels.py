@@ -25,7 +25,7 @@ if triton is not None:
     import triton.language as tl
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-    from sdfastgn.kernels.common.activation_kernels import activation_grad
+    from sdfastgn.kernels.common.activations import activation_grad
     from sdfastgn.kernels.common.tiles import (
         LANE_AXIS,
         STEP_AXIS,

@@ -1,15 +1,15 @@
-"""Launchers of the kernels of ``group_norm/backward_kernels.py``: which run, in what memory, planned once for each kind of call."""
+"""How gradients of ``group_norm`` are launched: which kernels of ``group_norm/backward_kernels.py`` run, and in what memory."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sdfastgn.kernels.common import gpu
-from sdfastgn.kernels.common.activation_kernels import PAIRED
+from sdfastgn.kernels.common.activations import PAIRED
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.common.layout import (
     dense,
@@ -18,10 +18,9 @@ from sdfastgn.kernels.common.layout import (
     is_channels_last,
     is_dense,
 )
-from sdfastgn.kernels.common.plan_cache import remember
+from sdfastgn.kernels.common.plan_cache import PlanCache, plan_key
 from sdfastgn.kernels.common.sizes import ceil_div, row_factor
 from sdfastgn.kernels.group_norm import backward_kernels as kernels
-from sdfastgn.kernels.group_norm import walk_kernels as group_norm_walk_kernels
 from sdfastgn.kernels.group_norm.config import (
     ApplyConfig,
     SmallConfig,
@@ -32,247 +31,312 @@ from sdfastgn.kernels.group_norm.config import (
     parameter_config,
     walk_config,
 )
-from sdfastgn.kernels.group_norm.plans import ALIGNED, row_stride
+from sdfastgn.kernels.group_norm.plans import ALIGNED, has_gaps, row_stride, vector
+from sdfastgn.kernels.group_norm.walk_kernels import walk_grad_kernel
 from sdfastgn.kernels.statistics.config import StatisticsConfig
 from sdfastgn.kernels.statistics.kernels import is_even
 
-__all__ = ["launch_group_norm_grads"]
+__all__ = ["GroupNormGradCall", "GroupNormGrads", "Wanted", "launch_group_norm_grads"]
 
-# Values for each sample and channel that ``merge_sums_kernel`` leaves to ``apply_grad_kernel``.
+# Values of each sample and channel that ``merge_sums_kernel`` leaves to ``apply_grad_kernel``.
 _TABLE_ROWS = 5
+# Warps that sum parameter gradients over samples.
+_PARAMETER_WARPS = 4
+
+
+class Wanted(NamedTuple):
+    """Which gradients are wanted."""
+
+    x: bool
+    weight: bool
+    bias: bool
+    shift: bool
+    ada_scale: bool
+    ada_shift: bool
+
+
+class GroupNormGrads(NamedTuple):
+    """Gradients, each in its tensor's shape and dtype; None where not wanted."""
+
+    x: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    shift: Tensor | None
+    ada_scale: Tensor | None
+    ada_shift: Tensor | None
+
+
+class GroupNormGradCall(NamedTuple):
+    """The arguments of the op ``sdfastgn::group_norm_backward``, in its schema's order.
+
+    Shapes: dy (N, C, *spatial), or (N, HW, C) if ``tokens``; mean and rstd (N, G) of the forward; the
+    others as in ``GroupNormCall``.
+    """
+
+    dy: Tensor
+    x: Tensor
+    mean: Tensor
+    rstd: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    shift: Tensor | None
+    ada_scale: Tensor | None
+    ada_shift: Tensor | None
+    num_groups: int
+    eps: float
+    activation: str
+    tokens: bool
+    wanted: Wanted  # of the op's call, a list
+
+
+class _Sizes(NamedTuple):
+    """What every launch of a call is planned from."""
+
+    N: int
+    C: int
+    HW: int
+    CG: int
+    channels_last: bool
+    dy_last: bool
+    pdl: bool
+    strides: tuple[int, int, int]  # of shift, ada_scale and ada_shift
+
+    @classmethod
+    def of(cls, call: GroupNormGradCall) -> _Sizes:
+        x, dy, C = call.x, call.dy, call.x.shape[1]
+        channels_last = dense_is_channels_last(x)
+        dy_last = call.tokens or (is_channels_last(dy) if is_dense(dy) else channels_last)
+        return cls(
+            x.shape[0],
+            C,
+            math.prod(x.shape[2:]),
+            C // call.num_groups,
+            channels_last,
+            dy_last,
+            gpu.has_programmatic_launch(x.device),
+            (row_stride(call.shift, C), row_stride(call.ada_scale, C), row_stride(call.ada_shift, C)),
+        )
+
+
+class _GradPlan:
+    """The launches for one combination of shapes, strides, dtypes, device and wanted gradients.
+
+    ``single`` makes dx and the sums of samples, or ``sums`` and ``merge`` make the sums and ``apply`` dx.
+    ``scratch``: fp32 values that pass between them: sums of chunks, then ``totals`` of samples, then the
+    table for dx. A part of ``plane`` values has one for each sample and channel.
+    """
+
+    __slots__ = (
+        "apply", "copies_dy", "copies_x", "has_gaps", "merge", "parameters", "plane", "scratch",
+        "single", "sums", "totals",
+    )  # fmt: skip
+
+    def __init__(self, call: GroupNormGradCall) -> None:
+        x, wanted = call.x, call.wanted
+        sizes = _Sizes.of(call)
+        self.copies_x = not is_dense(x)
+        self.copies_dy = not (call.dy.is_contiguous() if call.tokens else is_dense(call.dy))
+        self.has_gaps = any(
+            has_gaps(t) for t in (call.weight, call.bias, call.shift, call.ada_scale, call.ada_shift)
+        )
+        self.plane = _aligned(sizes.N * sizes.C)
+        self.totals, self.scratch = 0, (2 + wanted.shift) * self.plane
+        self.single: Launch | None = None
+        self.apply: Launch | None = None
+        self.parameters: Launch | None = None
+        sms = gpu.num_sms(x.device)
+        shape = (sizes.N, sizes.C, sizes.HW, call.num_groups, sizes.channels_last, sms)
+        config = launch_config(*shape, backward=True)
+        walk = None
+        if not isinstance(config, SmallConfig) and wanted.x and sizes.dy_last == sizes.channels_last:
+            walk = walk_config(*shape, x.element_size(), call.activation, wanted.shift)
+        if isinstance(config, SmallConfig):
+            self.single = self._plan_small(call, sizes, config)
+        elif walk is not None:
+            self.single = self._plan_walk(call, sizes, walk)
+        else:
+            self.sums = self._plan_sums(call, sizes, config.statistics)
+            self.merge = self._plan_merge(call, sizes, config.statistics.chunks)
+        self._plan_rest(call, sizes, sms)
+
+    def _plan_rest(self, call: GroupNormGradCall, sizes: _Sizes, sms: int) -> None:
+        """``apply``, whose first programs make the gradients of parameters, or ``parameters`` if there is none."""
+        N, C, HW = sizes.N, sizes.C, sizes.HW
+        block_n, block_c = parameter_config(N, C)
+        programs = ceil_div(C, block_c) if any(call.wanted[1:]) else 0
+        operands = {"SHIFT_ROWS": call.shift, "SCALE_ROWS": call.ada_scale, "OFFSET_ROWS": call.ada_shift}
+        rows = {name: t is not None and t.dim() == 2 and t.shape[0] == N for name, t in operands.items()}
+        constants = {"C": C, **rows, "PDL": sizes.pdl, "BLOCK_N": block_n}
+        numbers = (sizes.strides[1], N, self.totals, self.plane)
+        if self.single is None and call.wanted.x:
+            constants |= {"BLOCK_PARAMETERS": block_c, "PARAMETER_PROGRAMS": programs}
+            blocks = apply_config(N, C, HW, sizes.channels_last, sms, backward=True)
+            self.apply = self._plan_apply(call, sizes, blocks, numbers, constants)
+        elif programs:
+            constants["BLOCK_C"] = block_c
+            kernel = kernels.parameter_grad_kernel
+            self.parameters = Launch(kernel, programs, numbers, constants, _PARAMETER_WARPS, pdl=sizes.pdl)
+
+    def _plan_small(self, call: GroupNormGradCall, sizes: _Sizes, config: SmallConfig) -> Launch:
+        constants = {
+            **_reading(call, sizes),
+            "PAIRS": _pairs(call, config.block),
+            "CHANNELS": config.channels,
+            "EACH_CHANNEL": config.each_channel,
+            "LANES": config.lanes,
+            "WARPS": config.num_warps,
+            "STEPS": config.steps,
+            "BLOCK": config.block,
+        }
+        programs = sizes.N * ceil_div(sizes.C, config.channels)
+        numbers = (*sizes.strides, sizes.HW, self.plane)
+        kernel = kernels.small_grad_kernel
+        return Launch(kernel, programs, numbers, constants, config.num_warps, pdl=sizes.pdl)
+
+    def _plan_walk(self, call: GroupNormGradCall, sizes: _Sizes, config: WalkConfig) -> Launch:
+        constants = _reading(call, sizes) | {
+            "PAIRS": sizes.channels_last and _pairs(call, config.block_c),
+            "HW_FACTOR": row_factor(sizes.channels_last, sizes.HW),
+            "BLOCK_HW": config.block_hw,
+            "KEPT_HW": config.kept_hw,
+            "BLOCK_C": config.block_c,
+        }
+        del constants["DY_LAST"]  # as x
+        programs, numbers = sizes.N * call.num_groups, (*sizes.strides, sizes.HW, self.plane)
+        return Launch(walk_grad_kernel, programs, numbers, constants, config.num_warps, pdl=sizes.pdl)
+
+    def _plan_sums(self, call: GroupNormGradCall, sizes: _Sizes, config: StatisticsConfig) -> Launch:
+        N, C, HW = sizes.N, sizes.C, sizes.HW
+        constants = {
+            **_reading(call, sizes),
+            "PAIRS": _pairs(call, config.block),
+            "EVEN": is_even(config, C, HW, sizes.channels_last),
+            "LOOP": config.rows > config.tile_rows,
+            "HW_FACTOR": row_factor(sizes.channels_last, HW, config.rows),
+            "LANES": config.lanes,
+            "WARPS": config.num_warps,
+            "STEPS": config.steps,
+            "BLOCK": config.block,
+        }
+        programs = config.programs(N, C, sizes.channels_last)
+        numbers = (*sizes.strides, HW, config.rows, config.chunks, N * config.chunks * C)
+        return Launch(kernels.sums_kernel, programs, numbers, constants, config.num_warps, pdl=sizes.pdl)
+
+    def _plan_merge(self, call: GroupNormGradCall, sizes: _Sizes, chunks: int) -> Launch:
+        N, C = sizes.N, sizes.C
+        sums = 2 + call.wanted.shift
+        self.totals = _aligned(sums * N * chunks * C)
+        table = self.totals + sums * self.plane
+        self.scratch = table + _TABLE_ROWS * self.plane
+        tile = merge_config(chunks, C, call.num_groups, backward=True)
+        constants = {
+            "C": C,
+            "CG": sizes.CG,
+            "CHANNELS": tile.channels,
+            "EACH_CHANNEL": tile.each_channel,
+            "SHIFT_GRAD": call.wanted.shift,
+            "LOOP": chunks > tile.block_p,
+            "PDL": sizes.pdl,
+            "BLOCK_P": tile.block_p,
+            "BLOCK_C": tile.block_c,
+        }
+        programs = N * ceil_div(C, tile.channels)
+        numbers = (*sizes.strides, sizes.HW, chunks, N * chunks * C, self.totals, table, self.plane)
+        kernel = kernels.merge_sums_kernel
+        return Launch(kernel, programs, numbers, constants, tile.num_warps, pdl=sizes.pdl)
+
+    def _plan_apply(
+        self,
+        call: GroupNormGradCall,
+        sizes: _Sizes,
+        blocks: ApplyConfig,
+        numbers: tuple[int, ...],
+        parameters: dict[str, Any],
+    ) -> Launch:
+        N, C, HW = sizes.N, sizes.C, sizes.HW
+        constants = {
+            **parameters,
+            "CHANNELS_LAST": sizes.channels_last,
+            "DY_LAST": sizes.dy_last,
+            "ACTIVATION": call.activation,
+            "PAIRS": sizes.channels_last and _pairs(call, blocks.block_c),
+            "EVEN": C % blocks.block_c == 0 and HW % blocks.block_hw == 0,
+            "HW_FACTOR": row_factor(sizes.channels_last and sizes.dy_last, HW),
+            "BLOCK_HW": blocks.block_hw,
+            "BLOCK_C": blocks.block_c,
+        }
+        programs = N * ceil_div(C, blocks.block_c) * ceil_div(HW, blocks.block_hw)
+        programs += parameters["PARAMETER_PROGRAMS"]
+        numbers = (*numbers, HW, self.scratch - _TABLE_ROWS * self.plane)
+        kernel = kernels.apply_grad_kernel
+        return Launch(kernel, programs, numbers, constants, blocks.num_warps, pdl=sizes.pdl)
+
+    def launch(self, call: GroupNormGradCall, grads: GroupNormGrads) -> None:
+        """On the current device, which must be that of ``call``, whose tensors have no gaps."""
+        dy, x, mean, rstd, weight, bias, shift, ada_scale, ada_shift, *_ = call
+        dx, *parameter_grads = grads
+        stream = gpu.current_stream(x.device)
+        scratch = torch.empty(self.scratch, dtype=torch.float32, device=x.device)
+        operands = (mean, rstd, weight, bias, shift, ada_scale, ada_shift)
+        if self.single is not None:
+            self.single(stream, x, dy, dx, scratch if self.parameters else None, *operands)
+        else:
+            self.sums(stream, x, dy, scratch, *operands)
+            self.merge(stream, scratch, *operands)
+        if self.apply is not None:
+            self.apply(stream, x, dy, dx, scratch, weight, bias, ada_scale, *parameter_grads)
+        elif self.parameters is not None:
+            self.parameters(stream, scratch, weight, bias, ada_scale, *parameter_grads)
 
 
 def _aligned(values: int) -> int:
     return ceil_div(values, ALIGNED) * ALIGNED
 
 
-class _GradPlan:
-    """The launches for one combination of shapes, strides, dtypes, device and wanted gradients.
-
-    ``scratch``: fp32 values that pass between them: sums of chunks, then ``totals`` of samples, then the table for dx.
-    """
-
-    __slots__ = (
-        "apply", "copies_dy", "copies_params", "copies_x", "merge", "parameters", "plane", "scratch", "single", "sums", "totals",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        x: Tensor,
-        dy: Tensor,
-        num_groups: int,
-        activation: str,
-        params: tuple[Tensor | None, ...],
-        tokens: bool,
-        wanted: tuple[bool, ...],
-    ) -> None:
-        N, C = x.shape[:2]
-        HW = math.prod(x.shape[2:])
-        shape = (N, C, HW)
-        channels_last = dense_is_channels_last(x)
-        self.copies_x = not is_dense(x)
-        self.copies_dy = not (dy.is_contiguous() if tokens else is_dense(dy))
-        self.copies_params = any(t is not None and t.stride(-1) != 1 for t in params)
-        dy_last = tokens or (channels_last if self.copies_dy else is_channels_last(dy))
-        pdl = gpu.has_programmatic_launch(x.device)
-        strides = tuple(row_stride(t, C) for t in params[2:])
-        self.plane = _aligned(N * C)
-        self.single: Launch | None = None
-        self.apply: Launch | None = None
-        self.parameters: Launch | None = None
-        sms = gpu.num_sms(x.device)
-        config = launch_config(N, C, HW, num_groups, channels_last, sms, backward=True)
-        walk = None
-        if not isinstance(config, SmallConfig) and wanted[0] and dy_last == channels_last:
-            walk = walk_config(
-                N, C, HW, num_groups, channels_last, sms, x.element_size(), activation, wanted[3]
-            )
-        how = {
-            "C": C, "CG": C // num_groups, "ACTIVATION": activation, "SHIFT_GRAD": wanted[3], "CHANNELS_LAST": channels_last,
-            "DY_LAST": dy_last, "PDL": pdl,
-        }  # fmt: skip
-        self.totals, self.scratch = 0, (2 + wanted[3]) * self.plane
-        if isinstance(config, SmallConfig):
-            self._plan_small(shape, config, strides, how, x.dtype)
-        elif walk is not None:
-            self._plan_walk(shape, walk, strides, how, x.dtype)
-        else:
-            self._plan_sums(shape, config.statistics, strides, how, x.dtype)
-            self._plan_merge(shape, num_groups, config.statistics.chunks, strides, how)
-        rows = {
-            name: t is not None and t.dim() == 2 and t.shape[0] == N
-            for name, t in zip(("SHIFT_ROWS", "SCALE_ROWS", "OFFSET_ROWS"), params[2:], strict=True)
-        }
-        block_n, block_c = parameter_config(N, C)
-        programs = ceil_div(C, block_c) if any(wanted[1:]) else 0
-        parameters = {"C": C, **rows, "PDL": pdl, "BLOCK_N": block_n}
-        numbers = (strides[1], N, self.totals, self.plane)
-        if self.single is None and wanted[0]:
-            parameters |= {"BLOCK_PARAMETERS": block_c, "PARAMETER_PROGRAMS": programs}
-            blocks = apply_config(N, C, HW, channels_last, sms, backward=True)
-            self._plan_apply(shape, blocks, numbers, {**parameters, **how}, x.dtype)
-        elif programs:
-            parameters["BLOCK_C"] = block_c
-            self.parameters = Launch(kernels.parameter_grad_kernel, programs, numbers, parameters, 4, pdl=pdl)
-
-    def _plan_small(
-        self, shape: tuple[int, int, int], config: SmallConfig, strides: tuple[int, ...], how: dict[str, Any], dtype: torch.dtype
-    ) -> None:  # fmt: skip
-        N, C, HW = shape
-        constants = {
-            **how, "PAIRS": _pairs(dtype, config.block), "CHANNELS": config.channels, "EACH_CHANNEL": config.each_channel,
-            "LANES": config.lanes, "WARPS": config.num_warps, "STEPS": config.steps, "BLOCK": config.block,
-        }  # fmt: skip
-        programs = N * ceil_div(C, config.channels)
-        numbers = (*strides, HW, self.plane)
-        self.single = Launch(
-            kernels.small_grad_kernel, programs, numbers, constants, config.num_warps, pdl=how["PDL"]
-        )
-
-    def _plan_walk(
-        self, shape: tuple[int, int, int], config: WalkConfig, strides: tuple[int, ...], how: dict[str, Any], dtype: torch.dtype
-    ) -> None:  # fmt: skip
-        N, C, HW = shape
-        constants = {name: how[name] for name in ("C", "CG", "ACTIVATION", "SHIFT_GRAD", "CHANNELS_LAST", "PDL")} | {
-            "PAIRS": how["CHANNELS_LAST"] and _pairs(dtype, config.block_c),
-            "HW_FACTOR": row_factor(how["CHANNELS_LAST"], HW), "BLOCK_HW": config.block_hw, "KEPT_HW": config.kept_hw,
-            "BLOCK_C": config.block_c,
-        }  # fmt: skip
-        programs, numbers = N * C // how["CG"], (*strides, HW, self.plane)
-        self.single = Launch(
-            group_norm_walk_kernels.walk_grad_kernel,
-            programs,
-            numbers,
-            constants,
-            config.num_warps,
-            pdl=how["PDL"],
-        )
-
-    def _plan_sums(
-        self, shape: tuple[int, int, int], config: StatisticsConfig, strides: tuple[int, ...], how: dict[str, Any], dtype: torch.dtype
-    ) -> None:  # fmt: skip
-        N, C, HW = shape
-        channels_last = how["CHANNELS_LAST"]
-        constants = {
-            **how, "PAIRS": _pairs(dtype, config.block), "EVEN": is_even(config, C, HW, channels_last),
-            "LOOP": config.rows > config.tile_rows, "HW_FACTOR": row_factor(channels_last, HW, config.rows),
-            "LANES": config.lanes, "WARPS": config.num_warps, "STEPS": config.steps, "BLOCK": config.block,
-        }  # fmt: skip
-        if channels_last:
-            programs = N * ceil_div(C, config.block) * ceil_div(config.chunks, config.num_warps)
-        else:
-            programs = N * ceil_div(C, config.num_warps) * config.chunks
-        numbers = (*strides, HW, config.rows, config.chunks, N * config.chunks * C)
-        self.sums = Launch(
-            kernels.sums_kernel, programs, numbers, constants, config.num_warps, pdl=how["PDL"]
-        )
-
-    def _plan_merge(
-        self, shape: tuple[int, int, int], num_groups: int, chunks: int, strides: tuple[int, ...], how: dict[str, Any]
-    ) -> None:  # fmt: skip
-        N, C, HW = shape
-        shift_grad = how["SHIFT_GRAD"]
-        sums = 2 + shift_grad
-        self.totals = _aligned(sums * N * chunks * C)
-        table = self.totals + sums * self.plane
-        self.scratch = table + _TABLE_ROWS * self.plane
-        tile = merge_config(chunks, C, num_groups, backward=True)
-        constants = {
-            "C": C, "CG": C // num_groups, "CHANNELS": tile.channels, "EACH_CHANNEL": tile.each_channel, "SHIFT_GRAD": shift_grad,
-            "LOOP": chunks > tile.block_p, "PDL": how["PDL"], "BLOCK_P": tile.block_p, "BLOCK_C": tile.block_c,
-        }  # fmt: skip
-        programs = N * ceil_div(C, tile.channels)
-        numbers = (*strides, HW, chunks, N * chunks * C, self.totals, table, self.plane)
-        self.merge = Launch(
-            kernels.merge_sums_kernel, programs, numbers, constants, tile.num_warps, pdl=how["PDL"]
-        )
-
-    def _plan_apply(
-        self, shape: tuple[int, int, int], blocks: ApplyConfig, numbers: tuple[int, ...], how: dict[str, Any], dtype: torch.dtype
-    ) -> None:  # fmt: skip
-        N, C, HW = shape
-        names = "C SHIFT_ROWS SCALE_ROWS OFFSET_ROWS PDL BLOCK_N BLOCK_PARAMETERS PARAMETER_PROGRAMS CHANNELS_LAST DY_LAST ACTIVATION"
-        constants = {name: how[name] for name in names.split()} | {
-            "PAIRS": how["CHANNELS_LAST"] and _pairs(dtype, blocks.block_c),
-            "EVEN": C % blocks.block_c == 0 and HW % blocks.block_hw == 0,
-            "HW_FACTOR": row_factor(how["CHANNELS_LAST"] and how["DY_LAST"], HW), "BLOCK_HW": blocks.block_hw, "BLOCK_C": blocks.block_c,
-        }  # fmt: skip
-        programs = N * ceil_div(C, blocks.block_c) * ceil_div(HW, blocks.block_hw) + how["PARAMETER_PROGRAMS"]
-        table = self.scratch - _TABLE_ROWS * self.plane
-        numbers = (*numbers, HW, table)
-        self.apply = Launch(
-            kernels.apply_grad_kernel, programs, numbers, constants, blocks.num_warps, pdl=how["PDL"]
-        )  # fmt: skip
+def _reading(call: GroupNormGradCall, sizes: _Sizes) -> dict[str, Any]:
+    """The first constants of every kernel that reads x and dy."""
+    return {
+        "C": sizes.C,
+        "CG": sizes.CG,
+        "ACTIVATION": call.activation,
+        "SHIFT_GRAD": call.wanted.shift,
+        "CHANNELS_LAST": sizes.channels_last,
+        "DY_LAST": sizes.dy_last,
+        "PDL": sizes.pdl,
+    }
 
 
-def _pairs(dtype: torch.dtype, block: int) -> bool:
-    return dtype != torch.float32 and block >= PAIRED
+def _pairs(call: GroupNormGradCall, block: int) -> bool:
+    return call.x.dtype != torch.float32 and block >= PAIRED
 
 
-# By everything that a launch depends on but the data.
-_plans: dict[tuple[Any, ...], _GradPlan] = {}
+_plans: PlanCache[_GradPlan] = PlanCache()
 
 
-def launch_group_norm_grads(
-    dy: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    params: tuple[Tensor | None, ...],
-    num_groups: int,
-    activation: str,
-    tokens: bool,
-    wanted: tuple[bool, ...],
-) -> tuple[Tensor | None, ...]:
-    """Gradients of x, weight, bias, shift, ada_scale and ada_shift by Triton kernels, None where not ``wanted``.
-
-    Shapes: dy (N, C, *spatial), or (N, HW, C) if ``tokens``; mean and rstd (N, G) fp32 of the forward; ``params`` weight, bias (C,),
-    shift, ada_scale, ada_shift (N, C), (1, C) or (C,), each or None. Arguments are valid, and not empty.
-    """
-    key = (
-        x.shape, x.stride(), x.dtype, x.device, dy.stride(), dy.dtype, num_groups, activation, tokens, wanted,
-        *(None if t is None else (t.shape, t.stride(), t.dtype) for t in params),
-    )  # fmt: skip
-    plan = _plans.get(key) or remember(
-        _plans, key, _GradPlan(x, dy, num_groups, activation, params, tokens, wanted)
+def launch_group_norm_grads(call: GroupNormGradCall) -> GroupNormGrads:
+    """Gradients by Triton kernels. Arguments are valid, and not empty."""
+    key = plan_key(call)
+    plan = _plans.get(key)
+    if plan is None:
+        plan = _plans[key] = _GradPlan(call)
+    x, dy, wanted = call.x, call.dy, call.wanted
+    operands = (call.weight, call.bias, call.shift, call.ada_scale, call.ada_shift)
+    grads = GroupNormGrads(
+        empty_dense_like(x, x.dtype) if wanted.x else None,
+        *(
+            torch.empty(t.shape, dtype=t.dtype, device=t.device) if t is not None and want else None
+            for t, want in zip(operands, wanted[1:], strict=True)
+        ),
     )
-    dx = None
-    if wanted[0]:
-        dx = empty_dense_like(x, x.dtype) if plan.copies_x else torch.empty_like(x)
-    grads = [
-        torch.empty(t.shape, dtype=t.dtype, device=t.device) if t is not None and want else None
-        for t, want in zip(params, wanted[1:], strict=True)
-    ]
     if plan.copies_x:
-        x = dense(x)
+        call = call._replace(x=dense(x))
     if plan.copies_dy:
         # An expanded gradient, or one with gaps: everything else is read where it lies.
-        dy = dy.contiguous() if tokens else empty_dense_like(x, dy.dtype).copy_(dy)
-    if plan.copies_params:
-        params = tuple(t if t is None or t.stride(-1) == 1 else t.contiguous() for t in params)
+        dy = dy.contiguous() if call.tokens else empty_dense_like(x, dy.dtype).copy_(dy)
+        call = call._replace(dy=dy)
+    if plan.has_gaps:
+        weight, bias, shift, ada_scale, ada_shift = (vector(t) for t in operands)
+        call = call._replace(weight=weight, bias=bias, shift=shift, ada_scale=ada_scale, ada_shift=ada_shift)
     with gpu.on_device(x.device):
-        _launch(plan, x, dy, dx, (mean, rstd, *params), grads)
-    return dx, *grads
-
-
-def _launch(
-    plan: _GradPlan,
-    x: Tensor,
-    dy: Tensor,
-    dx: Tensor | None,
-    others: tuple[Tensor | None, ...],
-    grads: list[Tensor | None],
-) -> None:
-    """``others``: mean, rstd, weight, bias, shift, ada_scale, ada_shift."""
-    stream = gpu.current_stream(x.device)
-    scratch = torch.empty(plan.scratch, dtype=torch.float32, device=x.device)
-    of_parameters = (others[2], others[3], others[5], *grads)
-    if plan.single is not None:
-        plan.single(stream, x, dy, dx, scratch if plan.parameters else None, *others)
-    else:
-        plan.sums(stream, x, dy, scratch, *others)
-        plan.merge(stream, scratch, *others)
-    if plan.apply is not None:
-        plan.apply(stream, x, dy, dx, scratch, *of_parameters)
-    elif plan.parameters is not None:
-        plan.parameters(stream, scratch, *of_parameters)
+        plan.launch(call, grads)
+    return grads

@@ -12,8 +12,9 @@ import math
 
 from torch import Tensor
 
-from sdfastgn.kernels.common.checks import check_input
-from sdfastgn.kernels.group_norm.op import call_group_norm
+from sdfastgn.kernels.common.checks import as_eps, check_input
+from sdfastgn.kernels.group_norm.op import GROUP_NORM
+from sdfastgn.kernels.group_norm.plans import GroupNormCall
 
 __all__ = ["instance_norm"]
 
@@ -31,7 +32,7 @@ def instance_norm(
         x: (N, C, *spatial), one spatial dimension at least.
         weight, bias: (C,) or None, independently of each other.
         eps: added to the variance of each channel of each sample.
-        activation: ``identity``, ``relu``, ``silu``, ``gelu`` (exact) or ``gelu_tanh``.
+        activation: any of ``sdfastgn.kernels.common.activations.ACTIVATIONS``.
 
     Shapes: the output has the shape of x.
     Dtypes: x fp16, bf16 or fp32 (fp64 runs in plain PyTorch); weight and bias any of these. The output
@@ -53,5 +54,8 @@ def instance_norm(
         raise ValueError(
             f"{name}: x must be (N, C, *spatial) with more than one spatial element, got shape {tuple(x.shape)}"
         )
-    params = (weight, bias, None, None, None)
-    return call_group_norm(name, x, x.shape[1], eps, activation, params, None, False, None)
+    operands = (None,) * 4
+    eps = eps if type(eps) is float else as_eps(name, eps)
+    return GROUP_NORM(
+        GroupNormCall(x, x.shape[1], weight, bias, eps, activation, *operands, False, None), name
+    )

@@ -13,20 +13,7 @@ each run. Every kernel waits (``PDL``) before it touches memory.
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-from torch import Tensor
-
-from sdfastgn.kernels.common import gpu
-from sdfastgn.kernels.common.column_sums import column_sum_block
-from sdfastgn.kernels.common.launch import Launch
-from sdfastgn.kernels.common.layout import row_stride
-from sdfastgn.kernels.common.plan_cache import remember
-from sdfastgn.kernels.common.sizes import ceil_div, vector_width
 from sdfastgn.kernels.common.tiles import triton
-from sdfastgn.kernels.layer_norm.config import ChunksConfig, RowsConfig, backward_config, column_groups
-from sdfastgn.kernels.layer_norm.kernels import rows_constants
 
 if triton is not None:
     import triton.language as tl
@@ -36,7 +23,6 @@ if triton is not None:
     from sdfastgn.kernels.common.tiles import LANE_AXIS
     from sdfastgn.kernels.layer_norm.kernels import row_sum, tile_column, tile_row
 
-__all__ = ["launch_layer_norm_grads"]
 
 # --- kernels ------------------------------------------------------------------------------------------------------------------
 
@@ -196,142 +182,3 @@ if triton is not None:
             sum_columns(partials_ptr + plane, dbias_ptr, count, D, c, BLOCK_P)
         else:
             sum_columns(partials_ptr + 2 * plane, dadded_ptr, count, D, c, BLOCK_P)
-
-
-# --- launchers ----------------------------------------------------------------------------------------------------------------
-
-_SUM_WARPS = 8
-
-
-class _GradPlan:
-    """The launches for one combination of shapes, strides, dtypes, device and wanted gradients."""
-
-    __slots__ = ("chunk_grad", "chunk_sums", "chunks", "columns", "copies_x", "partials", "rows", "rows_grad")
-
-    def __init__(self, x: Tensor, wanted: tuple[bool, ...]) -> None:
-        D = x.shape[-1]
-        self.rows = x.numel() // D
-        self.copies_x = row_stride(x) is None
-        x_stride = row_stride(x) or D
-        vector = vector_width(x.itemsize, D, x_stride)
-        column_sums = any(wanted[1:])
-        config = backward_config(self.rows, D, vector, gpu.num_sms(x.device), column_sums=column_sums)
-        pdl = gpu.has_programmatic_launch(x.device)
-        uses = {
-            "ROW_SUMS": wanted[0] or wanted[3], "WEIGHT_GRAD": wanted[1], "BIAS_GRAD": wanted[2], "ADDED_GRAD": wanted[3], "PDL": pdl,
-        }  # fmt: skip
-        self.chunk_sums: Launch | None = None
-        self.rows_grad: Launch | None = None
-        if isinstance(config, RowsConfig):
-            count, plane = config.programs, config.programs * D
-            constants = {"D": D, "X_STRIDE": x_stride, **uses, **rows_constants(config)}
-            numbers = (self.rows, plane)
-            self.rows_grad = Launch(_rows_grad_kernel, count, numbers, constants, config.num_warps, pdl=pdl)
-        else:
-            groups = (
-                column_groups(self.rows, D, config.block, gpu.num_sms(x.device)) if column_sums else self.rows
-            )
-            group_rows = ceil_div(self.rows, groups)
-            count = ceil_div(self.rows, group_rows)
-            plane = count * D
-            self._plan_chunks(config, D, x_stride, vector, (count, group_rows, plane), uses)
-        # Partials of what is not wanted are not written, and need no place behind the last that is.
-        self.partials = plane * max((place + 1 for place, want in enumerate(wanted[1:]) if want), default=0)
-        block_p, block_d = column_sum_block(count, D)
-        constants = {"PDL": pdl, "BLOCK_P": block_p, "BLOCK_D": block_d}
-        self.columns = Launch(
-            _column_sum_kernel, 3 * ceil_div(D, block_d), (count, D, plane), constants, _SUM_WARPS, pdl=pdl
-        )
-
-    def _plan_chunks(
-        self,
-        config: ChunksConfig,
-        D: int,
-        x_stride: int,
-        vector: int,
-        groups: tuple[int, int, int],
-        uses: dict[str, Any],
-    ) -> None:
-        count, group_rows, plane = groups
-        tile = {"VECTOR": vector, "PDL": uses["PDL"], "BLOCK": config.block}
-        self.chunks = config.chunks
-        programs = self.rows * config.chunks
-        if uses["ROW_SUMS"]:
-            numbers = (
-                config.chunks,
-                config.length // config.block,
-                D // vector,
-                x_stride // vector,
-                programs,
-            )
-            self.chunk_sums = Launch(
-                _chunk_sums_kernel, programs, numbers, tile, config.num_warps, pdl=uses["PDL"]
-            )
-        constants = {**{k: v for k, v in uses.items() if k != "PDL"}, **tile}
-        programs = count * ceil_div(D, config.block)
-        numbers = (self.rows, group_rows, D // vector, x_stride // vector, plane)
-        self.chunk_grad = Launch(
-            _chunk_grad_kernel, programs, numbers, constants, config.num_warps, pdl=uses["PDL"]
-        )
-
-
-# By everything that a launch depends on but the data.
-_plans: dict[tuple[Any, ...], _GradPlan] = {}
-
-
-def launch_layer_norm_grads(
-    dy: Tensor,
-    dtotal: Tensor | None,
-    x: Tensor,
-    centre: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    dtypes: tuple[torch.dtype | None, ...],
-) -> tuple[Tensor | None, ...]:
-    """Gradients of x (..., D), weight, bias and what is added to x along its columns, in ``dtypes``; None where those are None.
-
-    x is not empty, and fp16, bf16 or fp32 on a GPU, or anywhere under Triton's interpreter. Other shapes: as in the op.
-    """
-    dy = dy.contiguous()
-    dtotal = None if dtotal is None else dtotal.contiguous()
-    weight = None if weight is None else weight.contiguous()
-    centre, rstd = centre.contiguous(), rstd.contiguous()
-    kinds = tuple(None if t is None else t.dtype for t in (dy, dtotal, weight))
-    key = (x.shape, x.stride(), x.dtype, x.device, *kinds, *dtypes)
-    plan = _plans.get(key)
-    if plan is None:
-        plan = remember(_plans, key, _GradPlan(x, tuple(dtype is not None for dtype in dtypes)))
-    if plan.copies_x:
-        x = x.contiguous()
-    shapes = (x.shape, *[x.shape[-1:]] * 3)
-    grads = tuple(
-        None if dtype is None else torch.empty(shape, dtype=dtype, device=x.device)
-        for shape, dtype in zip(shapes, dtypes, strict=True)
-    )
-    with gpu.on_device(x.device):
-        _launch(plan, (dy, dtotal, x, centre, rstd, weight), grads)
-    return grads
-
-
-def _launch(
-    plan: _GradPlan,
-    tensors: tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor | None],
-    grads: tuple[Tensor | None, ...],
-) -> None:
-    dy, _, x, centre, rstd, weight = tensors
-    dx, *column_sums = grads
-    stream = gpu.current_stream(centre.device)
-    partials = (
-        torch.empty(plan.partials, dtype=torch.float32, device=centre.device) if plan.partials else None
-    )
-    if plan.rows_grad is not None:
-        plan.rows_grad(stream, *tensors, dx, partials)
-    else:
-        sums = None
-        if plan.chunk_sums is not None:
-            sums = torch.empty((2, plan.rows, plan.chunks), dtype=torch.float32, device=centre.device)
-            plan.chunk_sums(stream, dy, x, centre, rstd, weight, sums)
-            sums = sums.sum(2)
-        plan.chunk_grad(stream, *tensors, sums, dx, partials)
-    if partials is not None:
-        plan.columns(stream, partials, *column_sums)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sdfastgn.kernels.common.far_mean import is_far
 from sdfastgn.kernels.layer_norm.backward import reference_layer_norm_grads
+from sdfastgn.kernels.layer_norm.backward_plans import LayerNormGradCall
 
 __all__ = ["plain_layer_norm"]
 
@@ -38,8 +39,14 @@ class _LayerNorm(torch.autograd.Function):
         u, weight, bias, mean, rstd, centre = ctx.saved_tensors
         wanted = ctx.needs_input_grad[:3]
         if torch.is_grad_enabled():
-            dtypes = [dtype if want else None for dtype, want in zip(ctx.dtypes, wanted, strict=True)]
-            return *reference_layer_norm_grads(dy, None, u, weight, ctx.eps, (*dtypes, None))[:3], None
+            dx, dweight, dbias = (
+                dtype if want else None for dtype, want in zip(ctx.dtypes, wanted, strict=True)
+            )
+            call = LayerNormGradCall(
+                dy, None, u, mean, rstd, weight, ctx.eps, dx, dweight, dbias, dadded=None
+            )
+            grads = reference_layer_norm_grads(call)
+            return grads.x, grads.weight, grads.bias, None
         u = u if centre is None else u - centre
         return *torch.ops.aten.native_layer_norm_backward(
             dy.contiguous(), u, u.shape[-1:], mean, rstd, weight, bias, wanted

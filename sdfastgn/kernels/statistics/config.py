@@ -35,6 +35,12 @@ class StatisticsConfig:
     rows: int
     chunks: int
 
+    def programs(self, N: int, C: int, channels_last: bool) -> int:
+        """Programs for (N, C, HW)."""
+        if channels_last:
+            return N * ceil_div(C, self.block) * ceil_div(self.chunks, self.num_warps)
+        return N * ceil_div(C, self.num_warps) * self.chunks
+
 
 def statistics_config(
     N: int, C: int, HW: int, channels_last: bool, num_sms: int, *, kind: str = "read"

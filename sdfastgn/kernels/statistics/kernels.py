@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sdfastgn.kernels.common import gpu
 from sdfastgn.kernels.common.launch import Launch
-from sdfastgn.kernels.common.sizes import ceil_div, row_factor
+from sdfastgn.kernels.common.sizes import row_factor
 from sdfastgn.kernels.common.tiles import triton
 from sdfastgn.kernels.statistics.config import StatisticsConfig, statistics_config
 
@@ -231,10 +231,7 @@ class StatisticsLaunch:
             "HW_FACTOR": row_factor(channels_last, HW, config.rows), "PDL": pdl, "LANES": config.lanes,
             "WARPS": config.num_warps, "STEPS": config.steps, "BLOCK": config.block,
         }  # fmt: skip
-        if channels_last:
-            programs = N * ceil_div(C, config.block) * ceil_div(config.chunks, config.num_warps)
-        else:
-            programs = N * ceil_div(C, config.num_warps) * config.chunks
+        programs = config.programs(N, C, channels_last)
         numbers = (HW, config.rows, config.chunks, N * config.chunks * C, scale)
         self._launch = Launch(_statistics_kernel, programs, numbers, constants, config.num_warps, pdl=pdl)
 

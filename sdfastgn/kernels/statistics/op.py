@@ -13,7 +13,7 @@ normalization to accelerate CNN training", 2019); the formulas are those of ``st
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +27,8 @@ from sdfastgn.kernels.common.layout import (
     is_channels_last,
     like_dense,
 )
-from sdfastgn.kernels.common.plan_cache import remember
+from sdfastgn.kernels.common.op import Op
+from sdfastgn.kernels.common.plan_cache import PlanCache
 from sdfastgn.kernels.common.sizes import ceil_div
 from sdfastgn.kernels.statistics.config import statistics_config
 from sdfastgn.kernels.statistics.kernels import StatisticsLaunch
@@ -71,14 +72,15 @@ def _reference_statistics(x: Tensor, chunks: int) -> Tensor:
     return reference_channel_statistics(x, chunks).float()
 
 
-# By everything that a launch depends on but the data.
-_launches: dict[tuple[Any, ...], StatisticsLaunch] = {}
+_launches: PlanCache[StatisticsLaunch] = PlanCache()
 
 
 def statistics_kernel(x: Tensor) -> Tensor:
     """``channel_statistics`` in Triton, on a dense tensor that is not empty."""
     key = ("read", x.shape, x.stride(), x.dtype, x.device)
-    launch = _launches.get(key) or remember(_launches, key, StatisticsLaunch(x, is_channels_last(x)))
+    launch = _launches.get(key)
+    if launch is None:
+        launch = _launches[key] = StatisticsLaunch(x, is_channels_last(x))
     statistics = torch.empty(launch.shape, dtype=torch.float32, device=x.device)
     launch(x, statistics)
     return statistics
@@ -108,58 +110,60 @@ def add_kernel(
     launch = _launches.get(key)
     if launch is None:
         whole = dense(x)
+        like = residual
         if residual is not None and residual.stride() != whole.stride():
-            residual = torch.empty_like(whole).copy_(residual)
-        if (
-            whole is not x
-            or (residual is not None and residual.stride() != strides[0])
-            or not _is_vector(bias)
-        ):
+            like = torch.empty_like(whole).copy_(residual)
+        has_gaps = bias is not None and not bias.is_contiguous()
+        if whole is not x or like is not residual or has_gaps:
             bias = None if bias is None else bias.contiguous()
-            return add_kernel(whole, residual, bias, scale, emits=emits, out=out)
-        launch = remember(
-            _launches, key, StatisticsLaunch(x, is_channels_last(x), producer=True, scale=scale)
-        )
+            return add_kernel(whole, like, bias, scale, emits=emits, out=out)
+        launch = StatisticsLaunch(x, is_channels_last(x), producer=True, scale=scale)
+        _launches[key] = launch
     y = torch.empty_like(x) if out is None else out
     statistics = torch.empty(launch.shape, dtype=torch.float32, device=x.device) if emits else None
     launch(x, statistics, residual=residual, bias=bias, y=y)
     return y, statistics
 
 
-def _is_vector(bias: Tensor | None) -> bool:
-    return bias is None or bias.is_contiguous()
-
-
 def cat_kernel(a: Tensor, b: Tensor, *, emits: bool = True) -> tuple[Tensor, Any]:
     """``cat_with_statistics`` in Triton, on valid channels-last arguments that are not empty. ``emits`` as in ``add_kernel``."""
     key = ("cat", a.shape, b.shape, a.dtype, a.device, emits)
-    launch = _launches.get(key) or remember(
-        _launches, key, StatisticsLaunch(a, True, tail=b.shape[1], producer=True)
-    )
-    N, channels, spatial = a.shape[0], a.shape[1] + b.shape[1], a.shape[2:]
-    y = a.new_empty((N, *spatial, channels)).movedim(-1, 1)
+    launch = _launches.get(key)
+    if launch is None:
+        launch = _launches[key] = StatisticsLaunch(a, True, tail=b.shape[1], producer=True)
+    y = _empty_cat(a, b)
     statistics = torch.empty(launch.shape, dtype=torch.float32, device=a.device) if emits else None
     launch(a, statistics, tail=b, y=y)
     return y, statistics
 
 
-# --- ops ----------------------------------------------------------------------------------------------------------------------
-
-_LIBRARY = torch.library.Library("sdfastgn", "FRAGMENT")
-_LIBRARY.define("channel_statistics(Tensor x) -> Tensor")
-_LIBRARY.define(
-    "add_with_statistics(Tensor x, Tensor residual, Tensor? bias, float scale) -> (Tensor, Tensor)"
-)
-_LIBRARY.define("cat_with_statistics(Tensor a, Tensor b) -> (Tensor, Tensor)")
+# --- ops --------------------------------------------------------------------------------------------
 
 
-def _add_impl(x: Tensor, residual: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    if dispatch.runs_in_triton(x) and x.numel() > 0:
-        return add_kernel(x, residual, bias, scale)
-    return _plain_add(x, residual, bias, scale)
+class _Read(NamedTuple):
+    x: Tensor
 
 
-def _plain_add(x: Tensor, residual: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+class _Add(NamedTuple):
+    x: Tensor
+    residual: Tensor
+    bias: Tensor | None
+    scale: float
+
+
+class _Cat(NamedTuple):
+    a: Tensor
+    b: Tensor
+
+
+def _add(call: _Add) -> tuple[Tensor, Tensor]:
+    if dispatch.runs_in_triton(call.x) and call.x.numel() > 0:
+        return add_kernel(*call)
+    return _plain_add(call)
+
+
+def _plain_add(call: _Add) -> tuple[Tensor, Tensor]:
+    x, residual, bias, scale = call
     dtype = torch.promote_types(x.dtype, torch.float32)
     total = x.to(dtype) + residual
     if bias is not None:
@@ -168,26 +172,26 @@ def _plain_add(x: Tensor, residual: Tensor, bias: Tensor | None, scale: float) -
     return y, _reference_statistics(y.detach(), _chunks(y, producer=True))
 
 
-def _cat_impl(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    if _in_one_pass(a, b) and dispatch.runs_in_triton(a):
-        return cat_kernel(a, b)
-    return _plain_cat(a, b)
+def _cat(call: _Cat) -> tuple[Tensor, Tensor]:
+    if _in_one_pass(call) and dispatch.runs_in_triton(call.a):
+        return cat_kernel(*call)
+    return _plain_cat(call)
 
 
-def _plain_cat(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    y = torch.cat((a, b), dim=1)
-    y = y.movedim(1, -1).contiguous().movedim(-1, 1) if is_channels_last(a) else y.contiguous()
-    if _in_one_pass(a, b):
+def _plain_cat(call: _Cat) -> tuple[Tensor, Tensor]:
+    y = torch.cat(call, dim=1)
+    y = y.movedim(1, -1).contiguous().movedim(-1, 1) if is_channels_last(call.a) else y.contiguous()
+    if _in_one_pass(call):
         return y, _reference_statistics(y.detach(), _chunks(y, producer=True))
     return y, _statistics_of(y.detach())
 
 
-def _in_one_pass(a: Tensor, b: Tensor) -> bool:
-    return a.numel() > 0 and b.numel() > 0 and is_channels_last(a) and is_channels_last(b)
+def _in_one_pass(call: _Cat) -> bool:
+    return all(t.numel() > 0 and is_channels_last(t) for t in call)
 
 
 def _empty_cat(a: Tensor, b: Tensor) -> Tensor:
-    """Uninitialised, with the shape of cat((a, b), 1) and the layout of ``a``."""
+    """Uninitialized, with the shape of cat((a, b), 1) and the layout of ``a``."""
     N, channels, spatial = a.shape[0], a.shape[1] + b.shape[1], a.shape[2:]
     if is_channels_last(a):
         return a.new_empty((N, *spatial, channels)).movedim(-1, 1)
@@ -198,51 +202,59 @@ def _fake_statistics(x: Tensor, *, producer: bool = False) -> Tensor:
     return x.new_empty((2, x.shape[0], _chunks(x, producer=producer), x.shape[1]), dtype=torch.float32)
 
 
-def _add_fake(x: Tensor, residual: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    return empty_dense_like(x, x.dtype), _fake_statistics(x, producer=True)
+def _fake_add(call: _Add) -> tuple[Tensor, Tensor]:
+    return empty_dense_like(call.x, call.x.dtype), _fake_statistics(call.x, producer=True)
 
 
-def _cat_fake(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    y = _empty_cat(a, b)
-    return y, _fake_statistics(y, producer=_in_one_pass(a, b))
+def _fake_cat(call: _Cat) -> tuple[Tensor, Tensor]:
+    y = _empty_cat(*call)
+    return y, _fake_statistics(y, producer=_in_one_pass(call))
 
 
-def _add_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    _, _, bias, ctx.scale = inputs
-    ctx.bias_dtype = None if bias is None else bias.dtype
-    ctx.mark_non_differentiable(output[1])
+def _save_add(ctx: Any, call: _Add, results: tuple[Tensor, Tensor]) -> None:
+    ctx.scale, ctx.bias_dtype = call.scale, None if call.bias is None else call.bias.dtype
+    ctx.mark_non_differentiable(results[1])
 
 
-def _add_backward(ctx: Any, dy: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+def _add_backward(ctx: Any, needs: Any, dy: Tensor, _: Any) -> dict[str, Tensor | None]:
     dx = dy * ctx.scale
     dbias = None
-    if ctx.needs_input_grad[2]:
+    if needs.bias:
         wide = torch.promote_types(dy.dtype, torch.float32)
         dbias = (dy.sum([0, *range(2, dy.dim())], dtype=wide) * ctx.scale).to(ctx.bias_dtype)
-    return dx, dx, dbias, None
+    return {"x": dx, "residual": dx, "bias": dbias}
 
 
-def _cat_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.channels = [t.shape[1] for t in inputs]
-    ctx.mark_non_differentiable(output[1])
+def _save_cat(ctx: Any, call: _Cat, results: tuple[Tensor, Tensor]) -> None:
+    ctx.channels = [t.shape[1] for t in call]
+    ctx.mark_non_differentiable(results[1])
 
 
-def _cat_backward(ctx: Any, dy: Tensor, _: Any) -> tuple[Tensor, ...]:
-    return dy.split(ctx.channels, dim=1)
+def _cat_backward(ctx: Any, needs: Any, dy: Tensor, _: Any) -> dict[str, Tensor | None]:
+    return dict(zip(("a", "b"), dy.split(ctx.channels, dim=1), strict=True))
 
 
-for _key in ("CPU", "CUDA"):
-    _LIBRARY.impl("channel_statistics", _statistics_of, _key)
-    _LIBRARY.impl("add_with_statistics", _add_impl, _key)
-    _LIBRARY.impl("cat_with_statistics", _cat_impl, _key)
-torch.library.register_fake("sdfastgn::channel_statistics", _fake_statistics, lib=_LIBRARY)
-torch.library.register_fake("sdfastgn::add_with_statistics", _add_fake, lib=_LIBRARY)
-torch.library.register_fake("sdfastgn::cat_with_statistics", _cat_fake, lib=_LIBRARY)
-torch.library.register_autograd(
-    "sdfastgn::add_with_statistics", _add_backward, setup_context=_add_setup, lib=_LIBRARY
+_CHANNEL_STATISTICS = Op(
+    "channel_statistics(Tensor x) -> Tensor",
+    _Read,
+    lambda call: _statistics_of(call.x),
+    lambda call: _fake_statistics(call.x),
 )
-torch.library.register_autograd(
-    "sdfastgn::cat_with_statistics", _cat_backward, setup_context=_cat_setup, lib=_LIBRARY
+_ADD_WITH_STATISTICS = Op(
+    "add_with_statistics(Tensor x, Tensor residual, Tensor? bias, float scale) -> (Tensor, Tensor)",
+    _Add,
+    _add,
+    _fake_add,
+    save=_save_add,
+    backward=_add_backward,
+)
+_CAT_WITH_STATISTICS = Op(
+    "cat_with_statistics(Tensor a, Tensor b) -> (Tensor, Tensor)",
+    _Cat,
+    _cat,
+    _fake_cat,
+    save=_save_cat,
+    backward=_cat_backward,
 )
 
 
@@ -267,13 +279,14 @@ def channel_statistics(x: Tensor) -> Tensor:
 
     Source: Chan, Golub and LeVeque, 1979.
     """
-    _check_input("sdfastgn.channel_statistics", "x", x)
+    name = _CHANNEL_STATISTICS.name
+    _check_input(name, "x", x)
     if dispatch.is_plain_inference(x, ()):
         return _statistics_of(x)
-    _refuse_transforms("sdfastgn.channel_statistics")
+    _refuse_transforms(name)
     if not dispatch.needs_op(x):
         return _statistics_of(x.detach())
-    return torch.ops.sdfastgn.channel_statistics(x.detach())
+    return _CHANNEL_STATISTICS.through_dispatcher(_Read(x.detach()))
 
 
 def add_with_statistics(
@@ -298,7 +311,7 @@ def add_with_statistics(
         ValueError: a shape or a device does not fit, or x has rank 2 or less.
         NotImplementedError: within torch.func transforms or forward-mode AD.
     """
-    name = "sdfastgn.add_with_statistics"
+    name = _ADD_WITH_STATISTICS.name
     _check_input(name, "x", x)
     _check_like(name, x, "residual", residual, tuple(x.shape))
     if bias is not None:
@@ -307,13 +320,13 @@ def add_with_statistics(
             raise ValueError(
                 f"{name}: bias must be ({x.shape[1]},) on {x.device}, got {tuple(bias.shape)} on {bias.device}"
             )
-    scale = as_float(name, "scale", scale)
-    if dispatch.is_plain_inference(x, (residual, bias)):
-        return _add_impl(x, residual, bias, scale)
+    call = _Add(x, residual, bias, as_float(name, "scale", scale))
+    if dispatch.is_plain_inference(x, call):
+        return _add(call)
     _refuse_transforms(name)
     if not dispatch.needs_op(x):
-        return _plain_add(x, residual, bias, scale)
-    return torch.ops.sdfastgn.add_with_statistics(x, residual, bias, scale)
+        return _plain_add(call)
+    return _ADD_WITH_STATISTICS.through_dispatcher(call)
 
 
 def cat_with_statistics(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -333,16 +346,17 @@ def cat_with_statistics(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         ValueError: a shape or a device does not fit, or a has rank 2 or less.
         NotImplementedError: within torch.func transforms or forward-mode AD.
     """
-    name = "sdfastgn.cat_with_statistics"
+    name = _CAT_WITH_STATISTICS.name
     _check_input(name, "a", a)
     _check_input(name, "b", b)
     _check_like(name, a, "b", b, (a.shape[0], b.shape[1], *a.shape[2:]))
-    if dispatch.is_plain_inference(a, (b,)):
-        return _cat_impl(a, b)
+    call = _Cat(a, b)
+    if dispatch.is_plain_inference(a, call):
+        return _cat(call)
     _refuse_transforms(name)
     if not dispatch.needs_op(a):
-        return _plain_cat(a, b)
-    return torch.ops.sdfastgn.cat_with_statistics(a, b)
+        return _plain_cat(call)
+    return _CAT_WITH_STATISTICS.through_dispatcher(call)
 
 
 def _refuse_transforms(name: str) -> None:

@@ -1,4 +1,4 @@
-"""A 3 x 3 convolution of an image upsampled by two, at low resolution: the op ``sdfastgn::upsample_conv2d``, also with statistics.
+"""A 3 x 3 convolution of an image upsampled by two, at low resolution: ``upsample_conv2d``, also with statistics.
 
 Formula: y = conv2d(upsample_nearest_2x(x), weight, bias, padding=1). Row i of y sees rows i - 1, i and i + 1 of the upsampled image,
 which are two rows of x: with i = 2h + a and w the rows of the weight,
@@ -19,7 +19,6 @@ Source: Shi et al., "Is the deconvolution layer the same as a convolutional laye
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any, Literal, overload
 
 import torch
@@ -32,7 +31,7 @@ from sdfastgn.kernels.common.layout import dense, dense_is_channels_last, is_cha
 from sdfastgn.kernels.statistics.op import channel_statistics
 from sdfastgn.kernels.upsample.config import phases_pay
 from sdfastgn.kernels.upsample.conv_kernels import launch_interleave, launch_phase_weights, statistics_chunks
-from sdfastgn.kernels.upsample.nearest import empty_image, reference_upsample_nearest_2x, upsample_nearest_2x
+from sdfastgn.kernels.upsample.nearest import empty_image, upsample_nearest_2x
 
 __all__ = [
     "convolve_phases",
@@ -44,8 +43,8 @@ __all__ = [
 
 
 def reference_upsample_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The same function in plain PyTorch, at high resolution: fallback without a GPU and truth of the tests (in fp64)."""
-    y = F.conv2d(reference_upsample_nearest_2x(x), weight, bias, padding=1)
+    """The same function at high resolution, in PyTorch's convolution: fallback, and truth of the tests (in fp64)."""
+    y = F.conv2d(upsample_nearest_2x(x), weight, bias, padding=1)
     return y.movedim(1, -1).contiguous().movedim(-1, 1) if dense_is_channels_last(x) else y.contiguous()
 
 
@@ -68,20 +67,6 @@ def runs_in_phases(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-# --- ops ----------------------------------------------------------------------------------------------------------------------
-
-_LIBRARY = torch.library.Library("sdfastgn", "FRAGMENT")
-_LIBRARY.define("upsample_conv2d(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
-_LIBRARY.define("upsample_conv2d_with_statistics(Tensor x, Tensor weight, Tensor? bias) -> (Tensor, Tensor)")
-
-
-def _conv2d(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    # Operands have the dtype that they shall be convolved in; what autocast would make of them, no one has been told.
-    autocasts = torch.is_autocast_enabled(x.device.type)
-    with torch.autocast(x.device.type, enabled=False) if autocasts else contextlib.nullcontext():
-        return F.conv2d(x, weight, bias, padding=1)
-
-
 def convolve_phases(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, with_statistics: bool
 ) -> tuple[Tensor, Any]:
@@ -89,75 +74,15 @@ def convolve_phases(
     C_out, C_in = weight.shape[:2]
     phases = weight.new_empty((4 * C_out, 2, 2, C_in)).movedim(-1, 1)
     launch_phase_weights(dense(weight), phases)
-    t = _conv2d(dense(x), phases, None)
+    t = F.conv2d(dense(x), phases, padding=1)
     if not is_channels_last(t):  # where one channel or pixel makes it ambiguous
         t = t.contiguous(memory_format=torch.channels_last)
-    y = _conv_fake(x, weight, bias)
-    statistics = _empty_statistics(y) if with_statistics else None
+    y = empty_image(x, C_out, 2 * x.shape[2], 2 * x.shape[3])
+    statistics = None
+    if with_statistics:
+        statistics = y.new_empty((2, y.shape[0], statistics_chunks(y), C_out), dtype=torch.float32)
     launch_interleave(t, None if bias is None else bias.contiguous(), y, statistics)
     return y, statistics
-
-
-def _at_high_resolution(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    y = _conv2d(upsample_nearest_2x(x), weight, bias)
-    as_promised = is_channels_last(y) if dense_is_channels_last(x) else y.is_contiguous()
-    return y if as_promised else _conv_fake(x, weight, bias).copy_(y)
-
-
-def _conv_fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return empty_image(x, weight.shape[0], 2 * x.shape[2], 2 * x.shape[3])
-
-
-def _empty_statistics(y: Tensor) -> Tensor:
-    return y.new_empty((2, y.shape[0], statistics_chunks(y), y.shape[1]), dtype=torch.float32)
-
-
-def _conv_impl(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if runs_in_phases(x, weight):
-        return convolve_phases(x, weight, bias, with_statistics=False)[0]
-    return _at_high_resolution(x, weight, bias)
-
-
-def _statistics_impl(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    if runs_in_phases(x, weight):
-        return convolve_phases(x, weight, bias, with_statistics=True)
-    y = _at_high_resolution(x, weight, bias)
-    return y, channel_statistics(y)
-
-
-def _statistics_fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    y = _conv_fake(x, weight, bias)
-    return y, _empty_statistics(y) if runs_in_phases(x, weight) else channel_statistics(y)
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, weight, bias = inputs
-    ctx.has_bias = bias is not None
-    ctx.save_for_backward(x, weight)
-    if isinstance(output, tuple):
-        ctx.mark_non_differentiable(output[1])
-
-
-def _backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    x, weight = ctx.saved_tensors
-    wanted = list(ctx.needs_input_grad)
-    # Between forward and backward the image waits at its low resolution.
-    dx, dweight, dbias = torch.ops.aten.convolution_backward(
-        dy, torch.ops.sdfastgn.upsample_nearest_2x(x), weight, [weight.shape[0]] if ctx.has_bias else None,
-        [1, 1], [1, 1], [1, 1], False, [0, 0], 1, wanted,
-    )  # fmt: skip
-    return torch.ops.sdfastgn.upsample_nearest_2x_backward(dx) if wanted[0] else None, dweight, dbias
-
-
-for _key in ("CPU", "CUDA"):
-    _LIBRARY.impl("upsample_conv2d", _conv_impl, _key)
-    _LIBRARY.impl("upsample_conv2d_with_statistics", _statistics_impl, _key)
-torch.library.register_fake("sdfastgn::upsample_conv2d", _conv_fake, lib=_LIBRARY)
-torch.library.register_fake("sdfastgn::upsample_conv2d_with_statistics", _statistics_fake, lib=_LIBRARY)
-torch.library.register_autograd("sdfastgn::upsample_conv2d", _backward, setup_context=_setup, lib=_LIBRARY)
-torch.library.register_autograd(
-    "sdfastgn::upsample_conv2d_with_statistics", _backward, setup_context=_setup, lib=_LIBRARY
-)
 
 
 # --- the public function --------------------------------------------------------------------------------------------------------
@@ -208,14 +133,11 @@ def upsample_conv2d(
         x, weight = x.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
     _check_dtypes(x, weight, bias)
-    if dispatch.is_plain_inference(x, (weight, bias)):
-        return (_statistics_impl if with_statistics else _conv_impl)(x, weight, bias)
-    if not dispatch.needs_op(x):
-        y = reference_upsample_conv2d(x, weight, bias)
-        return (y, channel_statistics(y)) if with_statistics else y
-    if with_statistics:
-        return torch.ops.sdfastgn.upsample_conv2d_with_statistics(x, weight, bias)
-    return torch.ops.sdfastgn.upsample_conv2d(x, weight, bias)
+    if dispatch.is_plain_inference(x, (weight, bias)) and runs_in_phases(x, weight):
+        y, statistics = convolve_phases(x, weight, bias, with_statistics=with_statistics)
+        return (y, statistics) if with_statistics else y
+    y = reference_upsample_conv2d(x, weight, bias)
+    return (y, channel_statistics(y)) if with_statistics else y
 
 
 _NAME = "sdfastgn.upsample_conv2d"

@@ -10,15 +10,12 @@ Numerics: sums in fp32, in a fixed order, rounded once at each store. Offsets th
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from sdfastgn.kernels.common import gpu
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.common.layout import is_channels_last
-from sdfastgn.kernels.common.plan_cache import remember
-from sdfastgn.kernels.common.sizes import ceil_div
+from sdfastgn.kernels.common.plan_cache import PlanCache
 from sdfastgn.kernels.common.tiles import triton
 from sdfastgn.kernels.statistics.config import statistics_config
 from sdfastgn.kernels.statistics.kernels import is_even
@@ -172,8 +169,7 @@ if triton is not None:
 
 # --- launchers ----------------------------------------------------------------------------------------------------------------
 
-# By everything that a launch depends on but the data.
-_launches: dict[tuple[Any, ...], Launch] = {}
+_launches: PlanCache[Launch] = PlanCache()
 
 
 def launch_phase_weights(weight: Tensor, phases: Tensor) -> None:
@@ -190,7 +186,7 @@ def launch_phase_weights(weight: Tensor, phases: Tensor) -> None:
             "BLOCK_O": config.block_rows, "BLOCK_C": config.block_c,
         }  # fmt: skip
         found = Launch(_phase_weights_kernel, config.programs, (C_out,), constants, config.num_warps, pdl=pdl)
-        remember(_launches, key, found)
+        _launches[key] = found
     found.run(weight, phases)
 
 
@@ -205,9 +201,8 @@ def launch_interleave(t: Tensor, bias: Tensor | None, y: Tensor, statistics: Ten
     key = (y.shape, y.dtype, y.device, None if bias is None else bias.dtype, statistics is None)
     found = _launches.get(key)
     if found is None:
-        found = remember(
-            _launches, key, _interleave(y) if statistics is None else _interleave_with_statistics(y)
-        )
+        found = _interleave(y) if statistics is None else _interleave_with_statistics(y)
+        _launches[key] = found
     if statistics is None:
         found.run(t, bias, y)
     else:
@@ -234,5 +229,5 @@ def _interleave_with_statistics(y: Tensor) -> Launch:
         "LANES": config.lanes, "WARPS": config.num_warps, "STEPS": config.steps, "BLOCK": config.block,
     }  # fmt: skip
     numbers = (H * W, config.rows, config.chunks, N * config.chunks * C, H // 2, W // 2)
-    programs = N * ceil_div(C, config.block) * ceil_div(config.chunks, config.num_warps)
+    programs = config.programs(N, C, True)
     return Launch(_interleave_statistics_kernel, programs, numbers, constants, config.num_warps, pdl=pdl)

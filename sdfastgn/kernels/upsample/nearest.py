@@ -12,7 +12,7 @@ Source: torch.nn.functional.interpolate, whose channels-last kernel writes eleme
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,7 @@ from torch import Tensor
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.checks import check_floating
 from sdfastgn.kernels.common.layout import dense, dense_is_channels_last
+from sdfastgn.kernels.common.op import Op
 from sdfastgn.kernels.upsample.nearest_kernels import launch_upsample, launch_upsample_grad
 
 __all__ = [
@@ -54,63 +55,60 @@ def empty_image(like: Tensor, C: int, H: int, W: int) -> Tensor:
     return like.new_empty((N, C, H, W))
 
 
-# --- ops ----------------------------------------------------------------------------------------------------------------------
-
-_LIBRARY = torch.library.Library("sdfastgn", "FRAGMENT")
-_LIBRARY.define("upsample_nearest_2x(Tensor x) -> Tensor")
-_LIBRARY.define("upsample_nearest_2x_backward(Tensor dy) -> Tensor")
+# --- ops --------------------------------------------------------------------------------------------
 
 
-def _upsample_fake(x: Tensor) -> Tensor:
-    return empty_image(x, x.shape[1], 2 * x.shape[2], 2 * x.shape[3])
+class _Upsample(NamedTuple):
+    x: Tensor
 
 
-def _grad_fake(dy: Tensor) -> Tensor:
-    return empty_image(dy, dy.shape[1], dy.shape[2] // 2, dy.shape[3] // 2)
+class _Grad(NamedTuple):
+    dy: Tensor
 
 
 def _runs_kernel(x: Tensor) -> bool:
     return dispatch.runs_in_triton(x) and x.numel() > 0 and dense_is_channels_last(x)
 
 
-def _upsample_impl(x: Tensor) -> Tensor:
-    y = _upsample_fake(x)
+def _upsample_fake(call: _Upsample) -> Tensor:
+    x = call.x
+    return empty_image(x, x.shape[1], 2 * x.shape[2], 2 * x.shape[3])
+
+
+def _upsample(call: _Upsample) -> Tensor:
+    x, y = call.x, _upsample_fake(call)
     if _runs_kernel(x):
         launch_upsample(dense(x), y)
         return y
     return y.copy_(reference_upsample_nearest_2x(x)) if x.numel() else y
 
 
-def _grad_impl(dy: Tensor) -> Tensor:
-    dx = _grad_fake(dy)
+def _grad_fake(call: _Grad) -> Tensor:
+    dy = call.dy
+    return empty_image(dy, dy.shape[1], dy.shape[2] // 2, dy.shape[3] // 2)
+
+
+def _grad(call: _Grad) -> Tensor:
+    dy, dx = call.dy, _grad_fake(call)
     if _runs_kernel(dy):
         launch_upsample_grad(dense(dy), dx)
         return dx
     return dx.copy_(reference_upsample_nearest_2x_grad(dy))
 
 
-def _nothing_to_save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    pass
+def _backward(ctx: Any, needs: Any, dy: Tensor) -> dict[str, Tensor | None]:
+    return {"x": _UPSAMPLE_BACKWARD.through_dispatcher(_Grad(dy))}
 
 
-def _upsample_backward(ctx: Any, dy: Tensor) -> Tensor:
-    return torch.ops.sdfastgn.upsample_nearest_2x_backward(dy)
+def _double_backward(ctx: Any, needs: Any, ddx: Tensor) -> dict[str, Tensor | None]:
+    return {"dy": _UPSAMPLE.through_dispatcher(_Upsample(ddx))}
 
 
-def _grad_backward(ctx: Any, ddx: Tensor) -> Tensor:
-    return torch.ops.sdfastgn.upsample_nearest_2x(ddx)
-
-
-for _key in ("CPU", "CUDA"):
-    _LIBRARY.impl("upsample_nearest_2x", _upsample_impl, _key)
-    _LIBRARY.impl("upsample_nearest_2x_backward", _grad_impl, _key)
-torch.library.register_fake("sdfastgn::upsample_nearest_2x", _upsample_fake, lib=_LIBRARY)
-torch.library.register_fake("sdfastgn::upsample_nearest_2x_backward", _grad_fake, lib=_LIBRARY)
-torch.library.register_autograd(
-    "sdfastgn::upsample_nearest_2x", _upsample_backward, setup_context=_nothing_to_save, lib=_LIBRARY
+_UPSAMPLE = Op(
+    "upsample_nearest_2x(Tensor x) -> Tensor", _Upsample, _upsample, _upsample_fake, backward=_backward
 )
-torch.library.register_autograd(
-    "sdfastgn::upsample_nearest_2x_backward", _grad_backward, setup_context=_nothing_to_save, lib=_LIBRARY
+_UPSAMPLE_BACKWARD = Op(
+    "upsample_nearest_2x_backward(Tensor dy) -> Tensor", _Grad, _grad, _grad_fake, backward=_double_backward
 )
 
 
@@ -134,11 +132,11 @@ def upsample_nearest_2x(x: Tensor) -> Tensor:
 
     Source: torch.nn.functional.interpolate(x, scale_factor=2, mode="nearest").
     """
-    check_floating("sdfastgn.upsample_nearest_2x", "x", x)
+    check_floating(_UPSAMPLE.name, "x", x)
     if x.dim() != 4:
-        raise ValueError(f"sdfastgn.upsample_nearest_2x: x must be (N, C, H, W), got shape {tuple(x.shape)}")
+        raise ValueError(f"{_UPSAMPLE.name}: x must be (N, C, H, W), got shape {tuple(x.shape)}")
     if dispatch.is_plain_inference(x, ()):
-        return _upsample_impl(x)
+        return _upsample(_Upsample(x))
     if not dispatch.needs_op(x):
         return reference_upsample_nearest_2x(x)
-    return torch.ops.sdfastgn.upsample_nearest_2x(x)
+    return _UPSAMPLE.through_dispatcher(_Upsample(x))

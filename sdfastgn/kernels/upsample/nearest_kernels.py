@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sdfastgn.kernels.common import gpu
 from sdfastgn.kernels.common.launch import Launch
-from sdfastgn.kernels.common.plan_cache import remember
+from sdfastgn.kernels.common.plan_cache import PlanCache
 from sdfastgn.kernels.common.tiles import triton
 from sdfastgn.kernels.upsample.config import tile_config
 
@@ -85,8 +85,7 @@ if triton is not None:
         tl.store(dx_ptr + (first + i) * C + c, (upper + lower).to(dx_ptr.dtype.element_ty), mask=mask)
 
 
-# By everything that a launch depends on but the data.
-_launches: dict[tuple[Any, ...], Launch] = {}
+_launches: PlanCache[Launch] = PlanCache()
 
 
 def _launch(kernel: Any, small: Tensor) -> Launch:
@@ -105,7 +104,7 @@ def _launch(kernel: Any, small: Tensor) -> Launch:
             "BLOCK_C": config.block_c,
         }
         found = Launch(kernel, config.programs, (N * H * W, W), constants, config.num_warps, pdl=pdl)
-        remember(_launches, key, found)
+        _launches[key] = found
     return found
 
 

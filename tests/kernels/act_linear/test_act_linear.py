@@ -49,7 +49,7 @@ def make(shape, dtype=torch.float32, device="cpu", mean=3.0, seed=0):
     return [t.to(dtype).to(device) for t in (x, weight, *biases)]
 
 
-def run(x, weight, bias=None, activation="silu", extra_bias=None, *, direct=False):
+def run(x, weight, bias=None, activation="silu", extra_bias=None, *, direct=True):
     with kernels(direct=direct):
         return sdfastgn.act_linear(x, weight, bias, activation, extra_bias=extra_bias)
 

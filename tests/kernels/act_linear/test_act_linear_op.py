@@ -94,15 +94,6 @@ def test_only_what_is_needed(needs):
     assert [t.grad is None for t in tensors].count(False) == 1
 
 
-@pytest.mark.parametrize(
-    "biases", [(), ("bias",), ("bias", "extra_bias")], ids=lambda b: "-".join(b) or "none"
-)
-def test_opcheck(biases):
-    x, weight, bias, extra = operands(requires_grad=True)
-    arguments = (x, weight, bias if biases else None, "silu", extra if len(biases) == 2 else None)
-    torch.library.opcheck(torch.ops.sdfastgn.act_linear, arguments)
-
-
 def test_fake_tensors_have_the_real_strides():
     x, weight, bias, _ = operands()
     x = x.T.contiguous().T

@@ -1,0 +1,176 @@
+"""What an op of this package is: one declaration for PyTorch's dispatcher, and the cheap ways around it.
+
+``torch.compile``, export, fake tensors and autograd know an op by its registration (ADR 2). A plain
+call has no use for the dispatcher, which costs more CPU time than a small kernel takes on the GPU:
+
+- plain inference launches;
+- plain training launches inside an ``autograd.Function``, at a fifth of the registered autograd's cost;
+- every other call goes through the dispatcher, or runs in PyTorch's own ops where no kernel can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from sdfastgn.kernels.common import dispatch
+from sdfastgn.kernels.common.plan_cache import PlanCache, plan_key
+
+__all__ = ["Op", "Plan", "PlannedOp"]
+
+_LIBRARY = torch.library.Library("sdfastgn", "FRAGMENT")
+
+
+class Op:
+    """The op ``sdfastgn::<name>`` for CPU and CUDA tensors.
+
+    Args:
+        schema: ``name(arguments) -> results``.
+        arguments: a NamedTuple of the schema's arguments, in their order. Fields with defaults may
+            follow, which only the kernels know.
+        run: ``arguments -> results``.
+        fake: the same for tensors without data: shapes, strides and dtypes.
+        save: ``(ctx, arguments, results)`` keeps what ``backward`` takes.
+        backward: ``(ctx, needs, *gradients of the results) -> gradients by argument``. ``needs`` are
+            arguments too, each True where its gradient is wanted. None: the op has no gradient.
+    """
+
+    def __init__(
+        self,
+        schema: str,
+        arguments: Any,
+        run: Callable[[Any], Any],
+        fake: Callable[[Any], Any],
+        save: Callable[[Any, Any, Any], None] = lambda ctx, call, results: None,
+        backward: Callable[..., dict[str, Tensor | None]] | None = None,
+    ) -> None:
+        name = schema.partition("(")[0]
+        self.name, self.arguments, self.save = f"sdfastgn.{name}", arguments, save
+        self._backward: Any = backward
+        _LIBRARY.define(schema)
+        for device in ("CPU", "CUDA"):
+            _LIBRARY.impl(name, lambda *args: run(arguments(*args)), device)
+        torch.library.register_fake(f"sdfastgn::{name}", lambda *args: fake(arguments(*args)), lib=_LIBRARY)
+        if backward is not None:
+            torch.library.register_autograd(
+                f"sdfastgn::{name}",
+                lambda ctx, *grads: self.gradients(ctx, ctx.needs_input_grad, *grads),
+                setup_context=lambda ctx, inputs, output: save(ctx, arguments(*inputs), output),
+                lib=_LIBRARY,
+            )
+        self._registered = getattr(torch.ops.sdfastgn, name).default
+        self._count = len(self._registered._schema.arguments)
+
+    def through_dispatcher(self, call: Any) -> Any:
+        """The results for ``call``, an instance of ``arguments``."""
+        return self._registered(*call[: self._count])
+
+    def gradients(self, ctx: Any, needs: tuple[bool, ...], *grads: Any) -> tuple[Tensor | None, ...]:
+        """What ``backward`` finds, one value for each of ``needs``, as autograd takes it."""
+        found = self._backward(ctx, self.arguments(*needs), *grads)
+        return tuple(map(found.get, self.arguments._fields[: len(needs)]))
+
+
+class Plan(Protocol):
+    """How one kind of call is launched, on valid arguments that are not empty."""
+
+    def run(self, call: Any) -> Any:
+        """What the caller of the public function gets."""
+
+    def run_and_save(self, call: Any) -> Any:
+        """All results of the op, those for the backward too."""
+
+
+class PlannedOp(Op):
+    """An op that is launched by a plan, made once for each kind of call.
+
+    Args:
+        schema, arguments, fake, save, backward: as in ``Op``.
+        plan: ``arguments -> Plan``.
+        reference: ``arguments -> results`` in plain PyTorch.
+        check: ``(public name, arguments)``, raises where an argument is wrong.
+        returned: ``results -> what the caller gets``; the others are for the backward.
+        plain: ``arguments -> what the caller gets``, where PyTorch's own autograd sees every step.
+    """
+
+    def __init__(
+        self,
+        schema: str,
+        arguments: Any,
+        *,
+        plan: Callable[[Any], Plan],
+        reference: Callable[[Any], Any],
+        fake: Callable[[Any], Any],
+        save: Callable[[Any, Any, Any], None],
+        backward: Callable[..., dict[str, Tensor | None]],
+        check: Callable[[str, Any], None],
+        returned: Callable[[Any], Any] = lambda results: results,
+        plain: Callable[[Any], Any] | None = None,
+    ) -> None:
+        def run(call: Any) -> Any:
+            if call[0].numel() == 0:
+                return torch.utils._pytree.tree_map_only(Tensor, Tensor.zero_, fake(call))
+            return (
+                self._planned(call).run_and_save(call)
+                if dispatch.runs_in_triton(call[0])
+                else reference(call)
+            )
+
+        super().__init__(schema, arguments, run, fake, save, backward)
+        self._plans: PlanCache[Plan] = PlanCache()
+        self._plan, self._check, self._returned = plan, check, returned
+        self._plain = plain or (lambda call: returned(reference(call)))
+        self._training = _training_function(self, returned)
+
+    def __call__(self, call: Any, name: str | None = None) -> Any:
+        """What the public function ``name`` returns: the cheapest way that is right for ``call``."""
+        found = self.directly(call, name)
+        if found is not None:
+            return found
+        self._check(name or self.name, call)
+        if not dispatch.needs_op(call[0]):
+            return self._plain(call)
+        return self._returned(self.through_dispatcher(call))
+
+    def directly(self, call: Any, name: str | None = None) -> Any:
+        """Launches where PyTorch's dispatcher is of no use; None where it is, or where nothing is to be launched."""
+        kind = dispatch.plain_kind(call[0], call)
+        if kind is None or call[0].numel() == 0:
+            return None
+        try:
+            # What is wrong finds no plan, and is then checked.
+            plan = self._plans.get(plan_key(call, kind))
+            if plan is None:
+                self._check(name or self.name, call)
+                plan = self._planned(call, kind)
+            return plan.run(call) if kind == "inference" else self._training.apply(*call, plan)
+        except RuntimeError:  # a tensor that has no strides or no memory
+            self._check(name or self.name, call)
+            raise
+
+    def _planned(self, call: Any, kind: str = "training") -> Plan:
+        key = plan_key(call, kind)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = self._plan(call)
+        return plan
+
+
+def _training_function(op: PlannedOp, returned: Callable[[Any], Any]) -> Any:
+    class Training(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            *arguments, plan = inputs
+            call = op.arguments(*arguments)
+            results = plan.run_and_save(call)
+            op.save(ctx, call, results)
+            return returned(results)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+            return *op.gradients(ctx, ctx.needs_input_grad[:-1], *grads), None
+
+    return Training

@@ -1,0 +1,176 @@
+"""How gradients of LayerNorm are launched: which kernels of ``layer_norm/backward_kernels.py`` run, and in what memory."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sdfastgn.kernels.common import gpu
+from sdfastgn.kernels.common.column_sums import SUM_WARPS, column_sum_block
+from sdfastgn.kernels.common.launch import Launch
+from sdfastgn.kernels.common.layout import row_stride
+from sdfastgn.kernels.common.plan_cache import PlanCache, plan_key
+from sdfastgn.kernels.common.sizes import ceil_div, vector_width
+from sdfastgn.kernels.layer_norm import backward_kernels as kernels
+from sdfastgn.kernels.layer_norm.config import ChunksConfig, RowsConfig, backward_config, column_groups
+from sdfastgn.kernels.layer_norm.plans import rows_constants
+
+__all__ = ["LayerNormGradCall", "LayerNormGrads", "launch_layer_norm_grads"]
+
+
+class LayerNormGradCall(NamedTuple):
+    """The arguments of the op ``sdfastgn::layer_norm_backward``, in its schema's order.
+
+    Shapes: dy, dtotal and x (..., D); centre and rstd (...) of the forward; weight (D,). The last four
+    are the dtypes of the gradients of x, weight, bias and what was added to x along its columns; None
+    for each that is not wanted.
+    """
+
+    dy: Tensor
+    dtotal: Tensor | None
+    x: Tensor
+    centre: Tensor
+    rstd: Tensor
+    weight: Tensor | None
+    eps: float
+    dx: torch.dtype | None
+    dweight: torch.dtype | None
+    dbias: torch.dtype | None
+    dadded: torch.dtype | None
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype | None, ...]:
+        return self.dx, self.dweight, self.dbias, self.dadded
+
+
+class LayerNormGrads(NamedTuple):
+    """Gradients of x (and of a residual), weight, bias and what was added to x; None where not wanted."""
+
+    x: Tensor | None = None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    added: Tensor | None = None
+
+
+class _GradPlan:
+    """The launches for one combination of shapes, strides, dtypes, device and wanted gradients.
+
+    ``rows_grad``, or ``chunk_sums`` (if dx is wanted) and ``chunk_grad``; then ``columns`` adds up
+    ``partials`` fp32 values.
+    """
+
+    __slots__ = ("chunk_grad", "chunk_sums", "chunks", "columns", "copies_x", "partials", "rows", "rows_grad")
+
+    def __init__(self, call: LayerNormGradCall) -> None:
+        x = call.x
+        D = x.shape[-1]
+        self.rows = x.numel() // D
+        self.copies_x = row_stride(x) is None
+        x_stride = row_stride(x) or D
+        vector = vector_width(x.itemsize, D, x_stride)
+        sums = (call.dweight, call.dbias, call.dadded)
+        sms = gpu.num_sms(x.device)
+        config = backward_config(self.rows, D, vector, sms, column_sums=any(sums))
+        pdl = gpu.has_programmatic_launch(x.device)
+        uses = {
+            "ROW_SUMS": call.dx is not None or call.dadded is not None,
+            "WEIGHT_GRAD": call.dweight is not None,
+            "BIAS_GRAD": call.dbias is not None,
+            "ADDED_GRAD": call.dadded is not None,
+        }
+        self.chunk_sums: Launch | None = None
+        self.rows_grad: Launch | None = None
+        if isinstance(config, RowsConfig):
+            count = config.programs
+            constants = {"D": D, "X_STRIDE": x_stride, **uses, "PDL": pdl, **rows_constants(config)}
+            kernel = kernels._rows_grad_kernel
+            self.rows_grad = Launch(
+                kernel, count, (self.rows, count * D), constants, config.num_warps, pdl=pdl
+            )
+        else:
+            groups = column_groups(self.rows, D, config.block, sms) if any(sums) else self.rows
+            group_rows = ceil_div(self.rows, groups)
+            count = ceil_div(self.rows, group_rows)
+            tile = {"VECTOR": vector, "PDL": pdl, "BLOCK": config.block}
+            self._plan_chunks(config, D, x_stride, (count, group_rows), uses, tile)
+        # Partials of what is not wanted are not written, and need no place behind the last that is.
+        self.partials = count * D * max((place for place, dtype in enumerate(sums, 1) if dtype), default=0)
+        block_p, block_d = column_sum_block(count, D)
+        constants = {"PDL": pdl, "BLOCK_P": block_p, "BLOCK_D": block_d}
+        programs, numbers = 3 * ceil_div(D, block_d), (count, D, count * D)
+        self.columns = Launch(kernels._column_sum_kernel, programs, numbers, constants, SUM_WARPS, pdl=pdl)
+
+    def _plan_chunks(
+        self,
+        config: ChunksConfig,
+        D: int,
+        x_stride: int,
+        groups: tuple[int, int],
+        uses: dict[str, bool],
+        tile: dict[str, Any],
+    ) -> None:
+        """``groups``: their number, and the rows of each."""
+        count, group_rows = groups
+        parts = (D // tile["VECTOR"], x_stride // tile["VECTOR"])
+        warps, pdl = config.num_warps, tile["PDL"]
+        self.chunks = config.chunks
+        numbers: tuple[int, ...]
+        if uses["ROW_SUMS"]:
+            programs = self.rows * config.chunks
+            numbers = (config.chunks, config.length // config.block, *parts, programs)
+            self.chunk_sums = Launch(kernels._chunk_sums_kernel, programs, numbers, tile, warps, pdl=pdl)
+        programs, numbers = count * ceil_div(D, config.block), (self.rows, group_rows, *parts, count * D)
+        self.chunk_grad = Launch(
+            kernels._chunk_grad_kernel, programs, numbers, {**uses, **tile}, warps, pdl=pdl
+        )
+
+    def launch(self, call: LayerNormGradCall, grads: LayerNormGrads) -> None:
+        """On the current device, which must be that of ``call``, whose tensors have no gaps but between rows of x."""
+        dy, dtotal, x, centre, rstd, weight, *_ = call
+        stream = gpu.current_stream(x.device)
+        partials = sums = None
+        if self.partials:
+            partials = torch.empty(self.partials, dtype=torch.float32, device=x.device)
+        if self.rows_grad is not None:
+            self.rows_grad(stream, dy, dtotal, x, centre, rstd, weight, grads.x, partials)
+        else:
+            if self.chunk_sums is not None:
+                sums = torch.empty((2, self.rows, self.chunks), dtype=torch.float32, device=x.device)
+                self.chunk_sums(stream, dy, x, centre, rstd, weight, sums)
+                sums = sums.sum(2)
+            self.chunk_grad(stream, dy, dtotal, x, centre, rstd, weight, sums, grads.x, partials)
+        if partials is not None:
+            self.columns(stream, partials, grads.weight, grads.bias, grads.added)
+
+
+_plans: PlanCache[_GradPlan] = PlanCache()
+
+
+def launch_layer_norm_grads(call: LayerNormGradCall) -> LayerNormGrads:
+    """Gradients by Triton kernels. Arguments are valid, and x is not empty."""
+    call = call._replace(
+        dy=call.dy.contiguous(),
+        dtotal=None if call.dtotal is None else call.dtotal.contiguous(),
+        weight=None if call.weight is None else call.weight.contiguous(),
+        centre=call.centre.contiguous(),
+        rstd=call.rstd.contiguous(),
+    )
+    key = plan_key(call)
+    plan = _plans.get(key)
+    if plan is None:
+        plan = _plans[key] = _GradPlan(call)
+    x = call.x
+    if plan.copies_x:
+        call = call._replace(x=x.contiguous())
+    shapes = (x.shape, *[x.shape[-1:]] * 3)
+    grads = LayerNormGrads(
+        *(
+            None if dtype is None else torch.empty(shape, dtype=dtype, device=x.device)
+            for shape, dtype in zip(shapes, call.dtypes, strict=True)
+        )
+    )
+    with gpu.on_device(x.device):
+        plan.launch(call, grads)
+    return grads

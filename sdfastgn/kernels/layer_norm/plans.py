@@ -1,0 +1,184 @@
+"""How calls of ``layer_norm`` and ``add_layer_norm`` are launched: which kernels of ``layer_norm/kernels.py`` run, and in what memory."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sdfastgn.kernels.common import gpu
+from sdfastgn.kernels.common.launch import Launch
+from sdfastgn.kernels.common.layout import row_stride
+from sdfastgn.kernels.common.sizes import WARP, ceil_div, next_power_of_2, vector_width
+from sdfastgn.kernels.layer_norm import kernels
+from sdfastgn.kernels.layer_norm.config import ChunksConfig, RowsConfig, forward_config
+
+__all__ = ["AddCall", "LayerNormCall", "LayerNormPlan", "empty_saved", "rows_constants"]
+
+# Warps of a program that merges chunks, at most, and the chunks that one warp has.
+_MERGE_MAX_WARPS = 4
+_MERGE_PER_WARP = 128
+
+
+class LayerNormCall(NamedTuple):
+    """The arguments of the op ``sdfastgn::layer_norm``. Shapes: x (..., D), weight and bias (D,)."""
+
+    x: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+    out_dtype: torch.dtype | None
+    # What ``AddCall`` has besides.
+    residual: None = None
+    add_bias: None = None
+    total_bias: None = None
+
+
+class AddCall(NamedTuple):
+    """The arguments of the op ``sdfastgn::add_layer_norm``, and ``total_bias``. Shapes: residual as x, biases (D,)."""
+
+    x: Tensor
+    residual: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    add_bias: Tensor | None
+    eps: float
+    out_dtype: torch.dtype | None
+    total_bias: Tensor | None = None
+
+
+class LayerNormPlan:
+    """The launches for one combination of shapes, strides, dtypes and device: ``rows``, or chunk, merge and normalise."""
+
+    __slots__ = ("chunk", "copies", "is_contiguous", "merge", "normalise", "partials", "row_count", "rows")
+
+    def __init__(self, call: LayerNormCall | AddCall) -> None:
+        x, residual = call.x, call.residual
+        D = x.shape[-1]
+        self.copies = tuple(
+            name for name, t in call_tensors(call).items() if t is not None and row_stride(t) is None
+        )
+        self.is_contiguous = x.is_contiguous()
+        self.row_count = x.numel() // D
+        x_stride, residual_stride = (D if t is None else row_stride(t) or D for t in (x, residual))
+        vector = vector_width(x.itemsize, D, x_stride, residual_stride)
+        config = forward_config(self.row_count, D, x.itemsize, vector, gpu.num_sms(x.device))
+        pdl = gpu.has_programmatic_launch(x.device)
+        self.rows: Launch | None = None
+        if isinstance(config, ChunksConfig):
+            self._plan_chunks(call, config, (x_stride, residual_stride), vector, pdl)
+            return
+        constants = {
+            "D": D,
+            "X_STRIDE": x_stride,
+            "RESIDUAL_STRIDE": residual_stride,
+            "ONE_ROW": config.lanes * config.block <= WARP * vector,
+            "PDL": pdl,
+            **rows_constants(config),
+        }
+        numbers = (self.row_count, call.eps)
+        kernel = kernels._rows_kernel
+        self.rows = Launch(kernel, config.programs, numbers, constants, config.num_warps, pdl=pdl)
+
+    def _plan_chunks(
+        self,
+        call: LayerNormCall | AddCall,
+        config: ChunksConfig,
+        strides: tuple[int, int],
+        vector: int,
+        pdl: bool,
+    ) -> None:
+        D = call.x.shape[-1]
+        warps, is_complete = config.num_warps, call.residual is None
+        self.partials = self.row_count * config.chunks
+        # In vectors, so that the compiler knows what they are multiples of.
+        d_parts, x_parts, residual_parts = (size // vector for size in (D, *strides))
+        tile = {"VECTOR": vector, "PDL": pdl, "BLOCK": config.block}
+        numbers: tuple[int | float, ...]
+        numbers = (
+            config.chunks, config.length // config.block, d_parts, x_parts, residual_parts, self.partials
+        )  # fmt: skip
+        self.chunk = Launch(kernels._chunk_kernel, self.partials, numbers, tile, warps, pdl=pdl)
+        block = next_power_of_2(config.chunks)
+        numbers = (config.chunks, config.length, D, self.partials, call.eps)
+        merge_warps = max(1, min(_MERGE_MAX_WARPS, block // _MERGE_PER_WARP))
+        merge = {"PDL": pdl, "BLOCK": block}
+        kernel = kernels._merge_chunks_kernel
+        self.merge = Launch(kernel, self.row_count, numbers, merge, merge_warps, pdl=pdl)
+        tile = {"VECTOR": vector, "AHEAD": is_complete, "PDL": pdl, "BLOCK": config.block}
+        programs = self.row_count * ceil_div(D, config.block)
+        numbers = (self.row_count, d_parts, x_parts if is_complete else d_parts)
+        self.normalise = Launch(kernels._normalise_kernel, programs, numbers, tile, warps, pdl=pdl)
+
+    def run(self, call: LayerNormCall | AddCall) -> Tensor | tuple[Tensor, Tensor]:
+        return self._launch(call, None, None)
+
+    def run_and_save(self, call: LayerNormCall | AddCall) -> tuple[Tensor, ...]:
+        centre, rstd = empty_saved(call.x), empty_saved(call.x)
+        found = self._launch(call, centre, rstd)
+        return (found, centre, rstd) if isinstance(found, Tensor) else (*found, centre, rstd)
+
+    def _launch(
+        self, call: LayerNormCall | AddCall, centre: Tensor | None, rstd: Tensor | None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """y, or y and total: in memory that nobody else has."""
+        x = call.x
+        like = torch.preserve_format if self.is_contiguous else torch.contiguous_format
+        y = torch.empty_like(x, dtype=call.out_dtype, memory_format=like)
+        total = None if call.residual is None else torch.empty_like(x, memory_format=like)
+        if self.copies:
+            call = call._replace(**{name: getattr(call, name).contiguous() for name in self.copies})
+        stream = gpu.stream_on(x.device)
+        if stream is not None:
+            self._launch_on(stream, call, y, total, centre, rstd)
+        else:
+            with torch.cuda.device(x.device):
+                self._launch_on(gpu.current_stream(x.device), call, y, total, centre, rstd)
+        return y if total is None else (y, total)
+
+    def _launch_on(
+        self,
+        stream: int,
+        call: LayerNormCall | AddCall,
+        y: Tensor,
+        total: Tensor | None,
+        centre: Tensor | None,
+        rstd: Tensor | None,
+    ) -> None:
+        x, weight, bias = call.x, call.weight, call.bias
+        added = (call.residual, call.add_bias, call.total_bias)
+        if self.rows is not None:
+            self.rows(stream, x, *added, weight, bias, total, y, centre, rstd)
+            return
+        if centre is None:
+            centre, rstd = torch.empty((2, self.row_count), dtype=torch.float32, device=x.device)
+        partials = torch.empty(2 * self.partials, dtype=torch.float32, device=x.device)
+        kept = None
+        if total is not None and call.total_bias is not None:
+            total, kept = torch.empty_like(total), total
+        self.chunk(stream, x, *added, total, kept, partials)
+        self.merge(stream, partials, centre, rstd)
+        self.normalise(stream, x if total is None else total, weight, bias, centre, rstd, y)
+
+
+def call_tensors(call: LayerNormCall | AddCall) -> dict[str, Tensor | None]:
+    """The tensors among the arguments, by name."""
+    names = ("x", "residual", "weight", "bias", "add_bias", "total_bias")
+    return {name: getattr(call, name) for name in names}
+
+
+def empty_saved(x: Tensor) -> Tensor:
+    """Memory for centre or rstd: one value a row, in fp32, fp64 for fp64 input."""
+    return x.new_empty(x.shape[:-1], dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+def rows_constants(config: RowsConfig) -> dict[str, Any]:
+    """The last constants of every kernel that holds rows in registers."""
+    return {
+        "WIDE": config.wide,
+        "LANES": config.lanes,
+        "WARPS": config.num_warps,
+        "STEPS": config.steps,
+        "BLOCK": config.block,
+    }
