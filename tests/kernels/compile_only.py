@@ -1,17 +1,19 @@
 """Compiles the kernels for a GPU that need not be there, and prints what each asks of it: one JSON object a line.
 
-A program of its own, because Triton decides at import whether kernels are interpreted. Usage: ``compile_only.py 90``, for sm_90.
+A program of its own, because Triton decides at import whether kernels are interpreted.
+Usage: ``compile_only.py 90``, for sm_90.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -19,28 +21,35 @@ os.environ.pop("TRITON_INTERPRET", None)
 
 import torch
 import triton
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import sdfastgn
-from sdfastgn.kernels.attention import few_keys as short_attention
-from sdfastgn.kernels.attention import wide_heads_kernels as wide_attention_kernels
+from sdfastgn.kernels.act_linear.op import act_linear
+from sdfastgn.kernels.attention import wide_heads_kernels
+from sdfastgn.kernels.attention.few_keys import attend_to_few
+from sdfastgn.kernels.attention.wide_heads import wide_attention
 from sdfastgn.kernels.common import dispatch, gpu
 from sdfastgn.kernels.common.launch import Launch
-from sdfastgn.kernels.geglu.op import geglu_grads
-from sdfastgn.kernels.geglu.plans import GegluGradCall
-from sdfastgn.kernels.group_norm.backward import group_norm_grads
-from sdfastgn.kernels.group_norm.backward_plans import GroupNormGradCall, Wanted
-from sdfastgn.kernels.layer_norm.backward import layer_norm_grads
-from sdfastgn.kernels.layer_norm.backward_plans import LayerNormGradCall
-from sdfastgn.kernels.layer_norm.plans import AddCall, LayerNormPlan
-from sdfastgn.kernels.statistics import op as channel_statistics
+from sdfastgn.kernels.statistics.config import statistics_pay
+from sdfastgn.kernels.statistics.op import add_kernel, cat_kernel
 from sdfastgn.kernels.upsample.conv_kernels import launch_interleave, launch_phase_weights
+from sdfastgn.kernels.upsample.nearest import upsample_nearest_2x
+
+Case = tuple[tuple[int, ...], torch.dtype, str]
 
 POINTERS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
+# Numbers of the kernels that are floats; all others are integers.
 FLOATS = {"eps", "scale"}
-# Of sdfastgn.bench.kernels.run.UNET_SHAPES: small and split ones, the last two with chunks of several tiles.
-SHAPES = [
+HALF = torch.float16
+
+# Shapes by what takes them. The first list of each pair is compiled for the oldest capability and
+# for the H200's; ``REPRESENTATIVE`` for every other one; ``ONLY_H200`` for the H200's alone.
+
+# Images of sdfastgn.bench.kernels.run.UNET_SHAPES: small and split ones, the last two with chunks
+# of several tiles.
+IMAGES = [
     (2, 1280, 8, 8),
     (2, 2560, 16, 16),
     (2, 640, 32, 32),
@@ -48,197 +57,194 @@ SHAPES = [
     (2, 960, 128, 128),
     (1, 512, 256, 256),
 ]
-# Enough of large groups that the backward walks through each.
-WALKED = (34, 512, 56, 56)
+SMALL, SPLIT = IMAGES[0], IMAGES[3]
 # Groups of one channel each, small and split.
 ONE_CHANNEL = [(2, 64, 16, 16), (2, 64, 128, 128)]
-# The two ways. On the oldest and on the H200's capability every shape, on the rest these only.
-REPRESENTATIVE = [(2, 1280, 8, 8), (2, 320, 64, 64)]
-# Tokens of a UNet, of a text encoder, rows that are far too short or too long for a warp, and the longest that stay in registers.
+# Enough of large groups that the backward walks through each.
+WALKED = (34, 512, 56, 56)
+# Rows that are no whole number of tiles.
+ODD_ROWS = (2, 320, 56, 56)
+# (rows, D) of LayerNorm: tokens of a UNet, rows that are far too short or too long for a warp.
 TOKENS = [(8192, 320), (2048, 1280), (10**7, 10), (10, 10**7)]
+# A text encoder's, and the longest rows that stay in registers.
 MORE_TOKENS = [(154, 768), (4096, 1000), (64, 8192), (64, 16384), (2048, 333)]
-# (rows, D) of the first feed-forward layers of SD1.5 and of SDXL's most frequent block; odd and short rows.
+# (rows, D) of the first feed-forward layers of SD1.5 and of SDXL's most frequent block.
 GATED = [(8192, 1280), (2048, 5120)]
+# Odd and short rows.
 MORE_GATED = [(77, 333), (10**6, 10)]
-# (N, C, K) of time embeddings: SD1.5's and SDXL's in a ResNet block, with the most rows, and the longest ones.
+# (N, C, K) of time embeddings: SD1.5's and SDXL's in a ResNet block, with the most rows, and the
+# longest ones.
 FEW_ROWS = [(2, 1280, 1280), (2, 320, 1280), (16, 1280, 1280), (2, 1280, 2816)]
 MORE_FEW_ROWS = [(1, 640, 1280), (2, 2560, 1280), (3, 1280, 320), (4, 77, 333), (4, 1280, 8192)]
-# (queries, keys, channels of a head): SD1.5's and SDXL's cross attention; heads that need products from shared memory.
+# (queries, keys, channels of a head): SD1.5's and SDXL's cross-attention.
 PROMPTS = [(4096, 77, 40), (1024, 77, 64), (64, 77, 80), (64, 128, 128)]
+# Heads that need products from shared memory.
 MORE_PROMPTS = [(256, 77, 160), (256, 128, 256)]
-# (tokens, channels) of a VAE's mid block at 512^2, at 1024^2, and at 2048^2, where a row of scores does not fit into registers.
+# (tokens, channels) of a VAE's mid block at 512^2, at 1024^2, and at 2048^2, where a row of scores
+# does not fit into registers.
 ATTENDED = [(4096, 512), (16384, 512), (65536, 512)]
 
 
-def cases(capability: int) -> list[tuple[tuple[int, ...], torch.dtype, str]]:
-    """(shape, dtype, layout) of what is compiled."""
-    small, split = REPRESENTATIVE
-    found = [
-        (shape, torch.float16, "channels_last")
-        for shape in (SHAPES if capability in (75, 90) else REPRESENTATIVE)
-    ]
+def cases(capability: int) -> list[Case]:
+    """(shape, dtype, kind) of what is compiled; ``kind`` is a key of ``KINDS``."""
+    found = [(shape, HALF, kind) for shape, kind in _shapes(every=capability in (75, 90))]
     if capability in (75, 90):
-        found += [(split, torch.float32, "channels_last"), (split, torch.float16, "channels_first")]
-    found += [
-        (shape, torch.float16, "one_channel")
-        for shape in (ONE_CHANNEL if capability in (75, 90) else ONE_CHANNEL[:1])
-    ]
-    if capability == 90:
-        found += [(small, torch.float16, "autocast"), (ONE_CHANNEL[0], torch.float32, "one_channel")]
-        found += [(split, torch.bfloat16, "channels_last"), (small, torch.float16, "channels_first")]
-        found += [(WALKED, dtype, "walked") for dtype in (torch.float32, torch.float16)]
-        # Rows that are no whole number of tiles.
-        found += [((2, 320, 56, 56), dtype, "channels_first") for dtype in (torch.float16, torch.float32)]
-    found += [
-        (shape, torch.float16, "tokens")
-        for shape in (TOKENS if capability in (75, 90) else (TOKENS[0], TOKENS[-1]))
-    ]
-    found += [(shape, torch.float16, "gated") for shape in (GATED if capability in (75, 90) else GATED[:1])]
-    found += [
-        (shape, torch.float16, "few_rows") for shape in (FEW_ROWS if capability in (75, 90) else FEW_ROWS[:1])
-    ]
+        found += [(SPLIT, torch.float32, "channels_last"), (SPLIT, HALF, "channels_first")]
     if capability >= 80:
-        found += [(shape, torch.float16, "attention") for shape in PROMPTS]
+        found += [(shape, HALF, "attention") for shape in PROMPTS]
     if 90 <= capability < 120:
         found += [(shape, torch.bfloat16, "attention") for shape in MORE_PROMPTS]
-    if capability == 90:
-        found += [(shape, torch.float16, "few_rows") for shape in MORE_FEW_ROWS]
-        found += [(shape, torch.float32, "few_rows") for shape in FEW_ROWS]
-        found += [(FEW_ROWS[0], torch.bfloat16, "few_rows")]
-    found += [
-        (shape, torch.float16, "wide") for shape in (ATTENDED if capability in (75, 90) else ATTENDED[1:])
+    return found + (_only_on_the_h200() if capability == 90 else [])
+
+
+def _shapes(*, every: bool) -> Iterator[tuple[tuple[int, ...], str]]:
+    """What is compiled in fp16: every shape, or one for each way through the kernels."""
+    lists = {
+        "channels_last": (IMAGES, [SMALL, SPLIT]),
+        "one_channel": (ONE_CHANNEL, ONE_CHANNEL[:1]),
+        "tokens": (TOKENS, [TOKENS[0], TOKENS[-1]]),
+        "gated": (GATED, GATED[:1]),
+        "few_rows": (FEW_ROWS, FEW_ROWS[:1]),
+        "wide": (ATTENDED, ATTENDED[1:]),
+    }
+    for kind, (all_shapes, representative) in lists.items():
+        for shape in all_shapes if every else representative:
+            yield shape, kind
+
+
+def _only_on_the_h200() -> list[Case]:
+    """Other dtypes and odd sizes: what they compile differs between generations as the rest does."""
+    full, brain = torch.float32, torch.bfloat16
+    return [
+        (SMALL, HALF, "autocast"),
+        (SMALL, HALF, "channels_first"),
+        (SPLIT, brain, "channels_last"),
+        (ONE_CHANNEL[0], full, "one_channel"),
+        *((WALKED, dtype, "walked") for dtype in (full, HALF)),
+        *((ODD_ROWS, dtype, "channels_first") for dtype in (HALF, full)),
+        *((shape, HALF, "few_rows") for shape in MORE_FEW_ROWS),
+        *((shape, full, "few_rows") for shape in FEW_ROWS),
+        (FEW_ROWS[0], brain, "few_rows"),
+        (ATTENDED[1], brain, "wide"),
+        ((1111, 264), HALF, "wide"),
+        *((shape, HALF, "tokens") for shape in MORE_TOKENS),
+        *((shape, full, "tokens") for shape in (TOKENS[1], TOKENS[2], MORE_TOKENS[2])),
+        *((shape, HALF, "gated") for shape in MORE_GATED),
+        *((GATED[0], dtype, "gated") for dtype in (brain, full)),
     ]
-    if capability == 90:
-        found += [(ATTENDED[1], torch.bfloat16, "wide"), ((1111, 264), torch.float16, "wide")]
-        found += [(shape, torch.float16, "tokens") for shape in MORE_TOKENS]
-        found += [(shape, torch.float16, "gated") for shape in MORE_GATED]
-        found += [(GATED[0], dtype, "gated") for dtype in (torch.bfloat16, torch.float32)]
-        found += [(shape, torch.float32, "tokens") for shape in (TOKENS[1], TOKENS[2], MORE_TOKENS[2])]
-    return found
 
 
 def launches(
-    shape: tuple[int, ...], dtype: torch.dtype, layout: str
-) -> Iterator[tuple[Launch, tuple[Any, ...]]]:
-    """(launch, its tensors) of every kernel that the public functions launch on ``shape``; nothing runs."""
-    made: list[tuple[Launch, tuple[Any, ...]]] = []
+    shape: tuple[int, ...], dtype: torch.dtype, kind: str
+) -> Iterator[tuple[Launch, tuple[Tensor | None, ...]]]:
+    """(launch, its tensors) of every kernel that the public functions launch; nothing runs."""
+    made: list[tuple[Launch, tuple[Tensor | None, ...]]] = []
     with mock.patch.object(Launch, "__call__", lambda self, stream, *tensors: made.append((self, tensors))):
-        kinds = {
-            "tokens": layer_norms, "gated": gated, "few_rows": few_rows, "attention": attention, "wide": attended, "walked": walked,
-            "one_channel": instance_norms, "autocast": fp32_results,
-        }  # fmt: skip
-        kinds.get(layout, group_norms)(shape, dtype, layout, made)
+        KINDS[kind](shape, dtype)
     yield from made
 
 
-def layer_norms(shape: tuple[int, ...], dtype: torch.dtype, layout: str, made: list[Any]) -> None:
+def _differentiate(call: Callable[..., Any], *operands: Tensor, wanted: tuple[int, ...]) -> None:
+    """Runs ``call`` and its backward, with gradients of the operands at ``wanted``."""
+    operands = tuple(t.detach().requires_grad_(i in wanted) for i, t in enumerate(operands))
+    results = call(*operands)
+    results = results if isinstance(results, tuple) else (results,)
+    results = tuple(y for y in results if y.requires_grad)
+    dys = [torch.empty_like(y) for y in results]
+    torch.autograd.grad(results, [operands[i] for i in wanted], dys)
+
+
+def _layer_norms(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = torch.empty(shape, dtype=dtype)
     weight = x.new_empty(shape[1])
-    sdfastgn.layer_norm(x, weight, weight)
-    sdfastgn.add_layer_norm(x, x, weight, weight, add_bias=weight)
-    # Past the dispatcher, where alone kernels know of it: the patched ``runs_in_triton`` is not the one that this way asks.
-    call = AddCall(x, x, weight, weight, None, 1e-5, None, weight)
-    LayerNormPlan(call).run(call)
-    y, mean, rstd = torch.ops.sdfastgn.layer_norm(x, weight, weight, 1e-5, None)
-    for dtypes in ((dtype,) * 4, (dtype, None, None, None)):
-        layer_norm_grads(LayerNormGradCall(y, x, x, mean, rstd, weight, 1e-5, *dtypes))
+    sdfastgn.layer_norm(x.detach().requires_grad_(), weight, weight)
+    sdfastgn.add_layer_norm(x, x, weight, weight, total_bias=weight)
+
+    def add(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, add_bias: Tensor) -> Any:
+        return sdfastgn.add_layer_norm(x, residual, weight, bias, add_bias=add_bias)
+
+    for wanted in ((0, 2, 3, 4), (0,)):
+        _differentiate(add, x, x, weight, weight, weight, wanted=wanted)
 
 
-def attention(shape: tuple[int, ...], dtype: torch.dtype, layout: str, made: list[Any]) -> None:
+def _few_keys(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     L, S, D = shape
     q, k = (torch.empty((2, rows, 8, D), dtype=dtype).transpose(1, 2) for rows in (L, S))
-    assert short_attention.attend_to_few(q, k, k) is not None
+    assert attend_to_few(q, k, k) is not None
 
 
-def gated(shape: tuple[int, ...], dtype: torch.dtype, layout: str, made: list[Any]) -> None:
+def _gated(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = torch.empty((shape[0], 2 * shape[1]), dtype=dtype)
     bias = x.new_empty(2 * shape[1])
-    y = sdfastgn.geglu(x, bias)
     sdfastgn.geglu(x)
-    for dtypes in ((dtype, dtype), (dtype, None), (None, dtype)):
-        geglu_grads(GegluGradCall(y, x, bias, *dtypes))
+    for wanted in ((0, 1), (0,), (1,)):
+        _differentiate(sdfastgn.geglu, x, bias, wanted=wanted)
 
 
-def few_rows(shape: tuple[int, ...], dtype: torch.dtype, layout: str, made: list[Any]) -> None:
+def _few_rows(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     N, C, K = shape
     x, weight, bias = (torch.empty(size, dtype=dtype) for size in ((N, K), (C, K), (C,)))
-    with mock.patch.object(dispatch, "is_plain", return_value=True):  # else PyTorch's own layer runs
-        sdfastgn.act_linear(x, weight, bias)
-        sdfastgn.act_linear(x, weight, bias, "silu", extra_bias=bias)
+    act_linear(x, weight, bias)
+    act_linear(x, weight, bias, "silu", extra_bias=bias)
 
 
-def attended(shape: tuple[int, ...], dtype: torch.dtype, layout: str, made: list[Any]) -> None:
+def _wide_heads(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     q = torch.empty((1, 1, *shape), dtype=dtype)
-    with (
-        mock.patch.object(wide_attention_kernels, "_multiply"),  # cuBLAS's
-        mock.patch.object(dispatch, "is_plain", return_value=True),  # else PyTorch's own attention runs
-    ):
-        sdfastgn.wide_attention(q, q, q)
-    del made[2:]  # the other chunks are like the first
+    with mock.patch.object(wide_heads_kernels, "_multiply"):  # cuBLAS's
+        wide_attention(q, q, q)
 
 
-def group_norms(shape: tuple[int, ...], dtype: torch.dtype, layout: str, made: list[Any]) -> None:
-    memory_format = torch.channels_last if layout == "channels_last" else torch.contiguous_format
+def _group_norms(shape: tuple[int, ...], dtype: torch.dtype, memory_format: torch.memory_format) -> None:
     x, head, tail = (
         torch.empty((shape[0], C, *shape[2:]), dtype=dtype).to(memory_format=memory_format)
         # The skip connection of an up block: 2x960x64x64 is 640 + 320 channels.
         for C in (shape[1], shape[1] - shape[1] // 3 // 8 * 8, shape[1] // 3 // 8 * 8)
     )
     weight = x.new_empty(shape[1])
-    sdfastgn.group_norm(x, 32, weight, weight, activation="silu")
-    if len(made) > 1:  # a small tensor has no use for statistics
+
+    def norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return sdfastgn.group_norm(x, 32, weight, bias, activation="silu")
+
+    if statistics_pay(shape[1], math.prod(shape[2:])):
         sdfastgn.add_with_statistics(x, x, weight)
         sdfastgn.cat_with_statistics(head, tail)
-        channel_statistics.add_kernel(x, None, weight, 1.0, out=x)
-    channel_statistics.add_kernel(x, x, weight, 1.0, emits=False)
-    if layout == "channels_last":
-        channel_statistics.cat_kernel(head, tail, emits=False)
-    if layout == "channels_last":
-        upsampled_convolution(x)
-        upsampled = sdfastgn.upsample_nearest_2x(x)
-        torch.ops.sdfastgn.upsample_nearest_2x_backward(upsampled)
-    y, mean, rstd = torch.ops.sdfastgn.group_norm(
-        x, 32, weight, weight, 1e-5, "silu", None, None, None, None, False, None
-    )  # fmt: skip
-    dy = torch.empty_like(y)
-    group_norm_gradients(dy, x, mean, rstd, weight, groups=32, activation="silu")
+        add_kernel(x, None, weight, 1.0, out=x)
+    add_kernel(x, x, weight, 1.0, emits=False)
+    if memory_format is torch.channels_last:
+        cat_kernel(head, tail, emits=False)
+        _around_an_upsampled_convolution(x)
+        _differentiate(upsample_nearest_2x, x, wanted=(0,))
+    _differentiate(norm, x, weight, weight, wanted=(0, 1, 2))
 
 
-def group_norm_gradients(
-    dy: Any, x: Any, mean: Any, rstd: Any, weight: Any, *, groups: int, activation: str, shift: Any = None
+def _in_both_layouts(
+    shape: tuple[int, ...], dtype: torch.dtype, groups: int, activations: tuple[str, ...], *, shift: bool
 ) -> None:
-    """Gradients of everything there is."""
-    wanted = Wanted(True, True, True, shift is not None, False, False)
-    operands = (weight, weight, shift, None, None)
-    group_norm_grads(GroupNormGradCall(dy, x, mean, rstd, *operands, groups, 1e-5, activation, False, wanted))
-
-
-def instance_norms(shape: tuple[int, ...], dtype: torch.dtype, layout: str, made: list[Any]) -> None:
-    weight, mean = torch.empty(shape[1], dtype=dtype), torch.empty(shape[:2])
-    for memory_format in (torch.channels_last, torch.contiguous_format):
-        x = torch.empty(shape, dtype=dtype, memory_format=memory_format)
-        sdfastgn.group_norm(x, shape[1], weight, weight, activation="silu")
-        group_norm_gradients(x, x, mean, mean, weight, groups=shape[1], activation="silu")
-
-
-def fp32_results(shape: tuple[int, ...], dtype: torch.dtype, layout: str, made: list[Any]) -> None:
-    x = torch.empty(shape, dtype=dtype, memory_format=torch.channels_last)
-    torch.ops.sdfastgn.group_norm(
-        x, 32, None, None, 1e-5, "silu", None, None, None, None, False, torch.float32
-    )
-
-
-def walked(shape: tuple[int, ...], dtype: torch.dtype, layout: str, made: list[Any]) -> None:
+    """Gradients in both layouts, with every activation; with ``shift`` also those of a shift."""
     weight = torch.empty(shape[1], dtype=dtype)
-    mean = torch.empty((shape[0], 32))
     for memory_format in (torch.channels_last, torch.contiguous_format):
         x = torch.empty(shape, dtype=dtype, memory_format=memory_format)
-        for activation in ("identity", "silu", "gelu"):
-            group_norm_gradients(x, x, mean, mean, weight, groups=32, activation=activation)
-        group_norm_gradients(x, x, mean, mean, weight, groups=32, activation="identity", shift=weight)
+        for activation in activations:
+
+            def norm(x: Tensor, w: Tensor, b: Tensor, activation: str = activation) -> Tensor:
+                return sdfastgn.group_norm(x, groups, w, b, activation=activation)
+
+            _differentiate(norm, x, weight, weight, wanted=(0, 1, 2))
+        if shift:
+
+            def shifted(x: Tensor, w: Tensor, b: Tensor, shift: Tensor) -> Tensor:
+                return sdfastgn.group_norm(x, groups, w, b, shift=shift)
+
+            _differentiate(shifted, x, weight, weight, weight, wanted=(0, 1, 2, 3))
 
 
-def upsampled_convolution(x: torch.Tensor) -> None:
+def _fp32_results(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = torch.empty(shape, dtype=dtype, memory_format=torch.channels_last)
+    with mock.patch.object(torch, "is_autocast_enabled", return_value=True):
+        sdfastgn.group_norm(x.requires_grad_(), 32, activation="silu")
+
+
+def _around_an_upsampled_convolution(x: Tensor) -> None:
     """What runs before and behind the convolution, which would take long here."""
     N, C, H, W = x.shape
     weight, bias = x.new_empty((C, C, 3, 3)), x.new_empty(C)
@@ -249,8 +255,33 @@ def upsampled_convolution(x: torch.Tensor) -> None:
         launch_interleave(x.new_empty((N, H + 1, W + 1, 4 * C)), bias, y, statistics)
 
 
-def resources(launch: Launch, tensors: tuple[Any, ...], capability: int) -> dict[str, int]:
-    """Registers, stack (where spilled registers go), shared memory and the widest load of a kernel, in registers and bytes."""
+KINDS: dict[str, Callable[[tuple[int, ...], torch.dtype], None]] = {
+    "channels_last": lambda shape, dtype: _group_norms(shape, dtype, torch.channels_last),
+    "channels_first": lambda shape, dtype: _group_norms(shape, dtype, torch.contiguous_format),
+    "one_channel": lambda shape, dtype: _in_both_layouts(shape, dtype, shape[1], ("silu",), shift=False),
+    "walked": lambda shape, dtype: _in_both_layouts(
+        shape, dtype, 32, ("identity", "silu", "gelu"), shift=True
+    ),
+    "autocast": _fp32_results,
+    "tokens": _layer_norms,
+    "gated": _gated,
+    "few_rows": _few_rows,
+    "attention": _few_keys,
+    "wide": _wide_heads,
+}
+
+
+def _compiled_by(launch: Launch, tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+    """What decides the compiled code: two launches with the same share a kernel."""
+    dtypes = tuple(None if t is None else t.dtype for t in tensors)
+    return launch.kernel, dtypes, tuple(launch.constants.items()), tuple(launch.options.items())
+
+
+def resources(launch: Launch, tensors: tuple[Tensor | None, ...], capability: int) -> dict[str, int]:
+    """Registers, stack (where spilled registers go), shared memory and the widest load of a kernel.
+
+    Shared memory, stack and load are in bytes.
+    """
     names = launch.kernel.arg_names
     pointers = dict(zip(names, tensors, strict=False))
     constants = {**launch.constants, **{name: None for name, tensor in pointers.items() if tensor is None}}
@@ -280,7 +311,7 @@ def resources(launch: Launch, tensors: tuple[Any, ...], capability: int) -> dict
     return {"registers": registers, "stack": stack, "shared": shared, "widest_load": widest}
 
 
-def operation(launch: Launch, tensors: tuple[Any, ...]) -> str:
+def operation(launch: Launch, tensors: tuple[Tensor | None, ...]) -> str:
     """The kernel's name, and for one of several uses which it is."""
     pointers = dict(zip(launch.kernel.arg_names, tensors, strict=False))
     found = [use for use in ("residual", "tail", "bias") if pointers.get(f"{use}_ptr") is not None]
@@ -296,20 +327,20 @@ def main(capability: int) -> None:
     # As on such a GPU, but for the number of multiprocessors: on the CPU that is an H200's.
     dispatch.runs_in_triton = lambda x: True
     dispatch.has_kernels = lambda x: True
-    dispatch.is_plain = lambda x, others: False
+    dispatch.is_plain = lambda x, others: True
     gpu.has_programmatic_launch = lambda device: capability >= 90
-    for shape, dtype, layout in cases(capability):
-        for launch, tensors in launches(shape, dtype, layout):
-            label = {
-                "shape": "x".join(map(str, shape)),
-                "dtype": str(dtype).removeprefix("torch."),
-                "layout": layout,
-            }
-            found = resources(launch, tensors, capability)
-            label["kernel"] = operation(launch, tensors)
-            print(
-                json.dumps({**label, **found, **launch.options, "pdl": launch.constants["PDL"]}), flush=True
-            )
+    distinct: dict[tuple[Any, ...], tuple[Launch, tuple[Tensor | None, ...], list[str]]] = {}
+    for shape, dtype, kind in cases(capability):
+        use = f"{'x'.join(map(str, shape))} {str(dtype).removeprefix('torch.')} {kind}"
+        for launch, tensors in launches(shape, dtype, kind):
+            # The tensors' dtypes are all that compiling needs; their memory is given back.
+            bare = tuple(None if t is None else t.new_empty(0) for t in tensors)
+            *_, uses = distinct.setdefault(_compiled_by(launch, bare), (launch, bare, []))
+            uses.append(use)
+    for launch, tensors, uses in distinct.values():
+        found = resources(launch, tensors, capability)
+        label = {"kernel": operation(launch, tensors), "uses": sorted(set(uses))}
+        print(json.dumps({**label, **found, **launch.options, "pdl": launch.constants["PDL"]}), flush=True)
 
 
 if __name__ == "__main__":
