@@ -222,7 +222,7 @@ def test_a_run_that_is_cut_off_has_told_and_written_what_it_has_measured(
     path = tmp_path / "out.json"
     stop = Variant("stop", "stop", lambda device: None, applied)
     with pytest.raises(KeyboardInterrupt):
-        session.run_bench([config("vae")], [VARIANTS["eager"], stop, VARIANTS["sdfastgn"]], json=path)
+        session.run_bench([config("vae")], [VARIANTS["eager"], stop, VARIANTS["channels_last"]], json=path)
     rows = json.loads(path.read_text())["rows"]
     assert [(row["variant"], row["status"]) for row in rows] == [("eager", OK)]
     # Without a terminal there are plain lines.

@@ -216,9 +216,10 @@ def _measuring(device: torch.device) -> Iterator[None]:
     """What holds for a whole run: the device, the global switches, no gradients, cheap garbage collections."""
     with timing.device_scope(device), timing.global_switches(), torch.no_grad():
         timing.spin_up(device)
-        # Every graph capture collects garbage, which takes a third of a second once PyTorch's modules are loaded.
-        gc.collect()
-        gc.freeze()
+        if device.type == "cuda":
+            # Every graph capture collects garbage, which takes a third of a second once PyTorch's modules are loaded.
+            gc.collect()
+            gc.freeze()
         try:
             yield
         finally:
