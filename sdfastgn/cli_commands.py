@@ -1,6 +1,6 @@
 """The commands: ``bench``, ``kernels``, ``inspect``, ``info``, ``demo``, and those of the scripts.
 
-Options are plain strings, and all that imports torch is imported inside a command: ``--help`` answers at once.
+What imports torch is imported inside a command: ``--help`` answers at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sdfastgn.bench.models.variants import PARTS, VARIANTS
 from sdfastgn.program import program
 
 HELP_OPTIONS: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
-# Of both signs, and below the largest that torch takes: inputs are drawn from the seeds that follow.
+# Seeds of 64 bits: inputs are drawn from those that follow too.
 SEEDS = range(-(2**63), 2**63)
 
 app = typer.Typer(
@@ -73,7 +73,7 @@ def options_of_all(
 
 @contextlib.contextmanager
 def _one_line_errors() -> Iterator[None]:
-    """Bad options, and weights that cannot be loaded, end in one line on standard error and exit code 2."""
+    """Bad options and weights that cannot be loaded end in one line and exit code 2."""
     from sdfastgn.bench.models.workload import WeightsError
     from sdfastgn.bench.options import OptionError
 
@@ -96,7 +96,7 @@ def _suites() -> Iterable[str]:
     return SUITES
 
 
-# What stands for a registry's names in a help text. Those of the kernels import torch, so nobody asks before it is shown.
+# What stands for a registry's names in help texts, filled in when shown: suites import torch.
 _LISTS: dict[str, Callable[[], Iterable[str]]] = {
     "{variants}": lambda: VARIANTS,
     "{suites}": _suites,
@@ -144,7 +144,7 @@ def bench(
     json: JsonOption = None,
     seed: SeedOption = 0,
 ) -> None:
-    """Time a UNet step, a VAE decode, a full pipeline or a training step, each variant checked against eager first."""
+    """Time a UNet step, a VAE decode, a pipeline or a training step, checked against eager first."""
     from sdfastgn.bench import options, session
 
     with _one_line_errors():
@@ -200,7 +200,7 @@ def kernels(
     ] = None,
     seed: SeedOption = 0,
 ) -> None:
-    """Time kernels beside a copy: GroupNorm+SiLU as in inference, or another suite, some with gradients; L2 hot and cold."""
+    """Time a suite of kernels beside a copy, with a hot and a cold L2, checked against fp64 first."""
     from sdfastgn.bench import options, session
 
     with _one_line_errors():
@@ -230,7 +230,7 @@ def kernels(
 
 
 def _inspected(model: str) -> dict[str, Any]:
-    """What to report on: a known architecture on the meta device, which needs no memory, or a loaded pipeline."""
+    """A known architecture on the meta device, which needs no memory, or a loaded pipeline."""
     import torch
 
     from sdfastgn.bench.models.architectures import build_unet, build_vae
@@ -349,7 +349,7 @@ def train_digits(
     json: JsonOption = None,
     seed: SeedOption = 0,
 ) -> None:
-    """Train a small diffusion model, stock and optimized, from one seed, and say whether they agree."""
+    """Train a small diffusion model, stock and optimized, from one seed: do they agree?"""
     from sdfastgn.bench import digits, options
 
     with _one_line_errors():

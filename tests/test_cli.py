@@ -22,7 +22,7 @@ from sdfastgn.bench.models.variants import PARTS, VARIANTS, Variant
 from sdfastgn.cli_commands import app
 from tests.command_line import ROOT, exit_code, invoke
 
-# As the entry point sets it; transformers would also keep the first runner's standard error, which is closed after its test.
+# As the entry point sets it. transformers would keep the first runner's standard error.
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 ON_CPU = ("--device", "cpu", "--repeats", "1")

@@ -1,7 +1,8 @@
-"""A small pixel diffusion model trained on handwritten digits, stock and optimized, from one seed: do they learn alike?
+"""A small pixel diffusion model trained on handwritten digits, stock and optimized, from one seed.
 
-The network is diffusers' own UNet2DModel, with a GroupNorm in front of every convolution. The data are the 1797 digits that
-scikit-learn brings along. Weights, images, timesteps and noise come from the seed, so both runs see the same.
+The network is diffusers' own UNet2DModel, with a GroupNorm in front of every convolution. The data
+are the 1797 digits that scikit-learn brings along. Weights, images, timesteps and noise come from
+the seed, so both runs see the same.
 
 Source: Ho, Jain and Abbeel, "Denoising Diffusion Probabilistic Models", 2020, for the loss.
 """
@@ -31,15 +32,15 @@ SIZES = (8, 16, 32)
 GROUPS = 8
 TIMESTEPS = 1000
 LEARNING_RATE = 5e-4
-# Steps that a smoothed loss is the mean of, at most: timesteps and noise make single losses jump by half.
+# Most steps that a smoothed loss is the mean of: single losses jump by half.
 LONGEST_WINDOW = 100
 
 # Relative error of the first gradient in fp32, where only the order of additions differs.
 GRADIENT_BOUND = 1e-3
-# In bf16 both are compared with stock fp32, and ours may be this much farther off: two roundings of so small a network.
+# In bf16, how much farther from stock fp32 ours may be than stock bf16 is.
 BF16_GRADIENT_FACTOR = 1.25
-# Largest relative difference of the smoothed losses. Adam amplifies a rounding within some hundred steps, but most of a
-# loss comes from the noise, which is the same.
+# Largest relative difference of the smoothed losses: Adam amplifies roundings within hundreds of
+# steps.
 CURVE_BOUNDS = {"fp32": 0.03, "bf16": 0.05}
 
 
@@ -48,7 +49,7 @@ class DigitsConfig:
     """One experiment.
 
     Attributes:
-        size: pixels of the square image: 8, as the digits are, or 16 or 32, to which they are enlarged.
+        size: pixels of the square image: 8, as the digits are, or 16 or 32, enlarged.
         width: channels of the first level, a multiple of 8; the others have twice as many.
         dtype: ``"fp32"`` (without TF32), or ``"bf16"`` for autocast over fp32 weights.
     """
@@ -143,7 +144,7 @@ def train(
 
 
 def first_gradient(config: DigitsConfig, model: UNet2DModel, images: Tensor) -> Tensor:
-    """The gradient of the first step's loss over all parameters, flat, in fp64 on the CPU. Leaves ``model`` as it was."""
+    """The gradient of the first step's loss, all parameters in one vector, in fp64 on the CPU."""
     loss = _loss(config, model, next(_batches(config, images)))
     gradients = torch.autograd.grad(loss, list(model.parameters()))
     return torch.cat([gradient.double().cpu().reshape(-1) for gradient in gradients])
@@ -152,7 +153,7 @@ def first_gradient(config: DigitsConfig, model: UNet2DModel, images: Tensor) -> 
 def gradient_error(
     config: DigitsConfig, stock: UNet2DModel, patched: UNet2DModel, images: Tensor
 ) -> tuple[float, float]:
-    """Relative error of the patched model's first gradient against stock fp32, and the bound that it must keep."""
+    """The patched model's first gradient against stock fp32: relative error, and its bound."""
     exact = first_gradient(replace(config, dtype="fp32"), stock, images)
     ours, theirs = (
         float((first_gradient(config, model, images) - exact).norm() / exact.norm())
@@ -172,7 +173,7 @@ def curve_difference(losses: list[float], reference: list[float]) -> float:
 
 
 def run(config: DigitsConfig, images: Tensor, *, json: Path | None) -> int:
-    """Trains both, prints and writes; returns 0, or 1 where the patched model does not learn as the stock one does."""
+    """Trains both, prints and writes; returns 0, or 1 where the two do not learn alike."""
     device, out = config.torch_device, console()
     with timing.device_scope(device), timing.global_switches(cudnn_tf32=False) as switches:
         where = environment(device, switches)

@@ -1,4 +1,4 @@
-"""The harness on tiny models on the CPU: rows, references, environment; above all, no time without a correct output."""
+"""The harness on the CPU: rows, references, and no time without a correct output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``--weights`` beside ``--model``: a label that is not the weights' own is refused before anything is loaded."""
+"""``--weights`` beside ``--model``: a wrong name is refused before anything is loaded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sdfastgn.bench import options
 from sdfastgn.bench.models.architectures import MODELS, UNETS, build_unet, unet_difference
 from sdfastgn.bench.options import OptionError
 
-# As published: written before some of diffusers' arguments, tuples as lists, and with keys of no matter here.
+# As published: tuples are lists, and there are keys of no matter here.
 SD15 = {**json.loads(json.dumps(UNETS["sd15"])), "in_channels": 4, "norm_num_groups": 32}
 SDXL = {**json.loads(json.dumps(UNETS["sdxl"])), "in_channels": 4, "num_attention_heads": None}
 SD21 = {

@@ -1,4 +1,4 @@
-"""The suites of ``sdfastgn kernels``, one entry of ``SUITES`` each, and their providers, one entry of an operation each."""
+"""The suites of ``sdfastgn kernels``, each an entry of ``SUITES``, and their providers."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _divisible(shape: Shape) -> bool:
     return shape[1] % GROUPS == 0
 
 
-# Inputs of GroupNorms in the UNets of SD1.5 at 512^2 and SDXL at 1024^2 with guidance, and in the VAE's deeper blocks.
+# Of the UNets of SD1.5 at 512^2 and SDXL at 1024^2 with guidance, and of the VAE's depth.
 _UNET: tuple[Shape, ...] = (
     *((2, C, 8, 8) for C in (1280, 2560)),
     *((2, C, 16, 16) for C in (1280, 1920, 2560)),

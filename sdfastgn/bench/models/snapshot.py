@@ -1,4 +1,4 @@
-"""What a variant may change on a model, remembered and put back: the next variant starts from the stock model."""
+"""What a variant may change on a model, remembered and put back."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-# nn.Module keeps these in dicts of its own, which a shallow copy of vars() would share with the module.
+# Dicts of nn.Module, which a shallow copy of vars() would share with the module.
 _REGISTRIES = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
 
 
@@ -50,10 +50,11 @@ class _Saved:
 
 
 class Snapshot:
-    """Classes, attributes, hooks and tensor strides of a model or pipeline at one moment. It copies no tensor.
+    """Classes, attributes, hooks and tensor strides of a model or pipeline at one moment. It copies
+    no tensor.
 
-    Weights are expected to keep their values and may change their memory format; :meth:`restore` gives the old one
-    back.
+    Weights are expected to keep their values and may change their memory format; :meth:`restore`
+    gives the old one back.
     """
 
     def __init__(self, target: object) -> None:

@@ -1,4 +1,4 @@
-"""The suites of ``sdfastgn kernels`` as tables: in the terminal, and in Markdown from committed JSON."""
+"""Suites as tables: in the terminal, and in Markdown from committed JSON."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _COLD = (False, True)
 
 
 def cell_line(row: KernelRow) -> str:
-    """A cell as soon as it is measured; empty where it cannot be, which is told once for all shapes."""
+    """A cell as soon as it is measured; empty where it cannot be."""
     if row.status == UNAVAILABLE:
         return ""
     times = f"{number(row.hot_us)} us ({number(row.cold_us)})"
@@ -88,7 +88,7 @@ def _ratios(suite: Suite, line: Line, name: str) -> dict[str, tuple[float | None
 
 
 def _mean_lines(suite: Suite, rows: Sequence[KernelRow], over: str) -> list[tuple[str, str, list[str]]]:
-    """Geometric means of time over that of ``over``: set of shapes, task, and a cell for each provider."""
+    """Geometric means over ``over``: set of shapes, task, and a cell for each provider."""
     found = []
     for set_name, by_task in means(suite, rows, over).items():
         for task, by_name in by_task.items():
@@ -107,7 +107,7 @@ def _legend(suite: Suite) -> str:
 
 
 def suite_table(suite: Suite, rows: Sequence[KernelRow], title: str) -> Blocks:
-    """Shapes and tasks x providers, microseconds hot (cold), our ratios with a hot L2, geometric means at the end."""
+    """Shapes and tasks x providers: microseconds hot (cold), our ratios, geometric means."""
     rows = _competing(suite, rows)
     names = timed_names(rows)
     ours = [name for name in names if name.startswith(OURS)]
@@ -166,7 +166,7 @@ def _spaced(axes: str) -> str:
 def _with_quoted(
     suite: Suite, rows: list[KernelRow], results: Path, dtype: str
 ) -> tuple[list[KernelRow], list[str]]:
-    """``rows`` with others' published times where a provider did not run, and where those come from."""
+    """``rows`` with published times where a provider did not run, and their sources."""
     ran = {(row.provider, row.shape) for row in rows if row.status == OK}
     shapes = {row.shape for row in rows}
     sources = []

@@ -1,6 +1,7 @@
-"""Pictures of results: the roofline of ``sdfastgn kernels``, the breakdown of ``sdfastgn bench --profile``.
+"""Pictures of results: the roofline of kernels, the breakdown of ``--profile``.
 
-``python -m sdfastgn.bench.tables.plots RESULT.json PICTURE.png`` draws a committed run again. Needs matplotlib (the extra ``plot``).
+``python -m sdfastgn.bench.tables.plots RESULT.json PICTURE.png`` draws a committed run again. Needs
+matplotlib (the extra ``plot``).
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ def _save(figure: Any, path: Path) -> None:
 
 
 def roofline(rows: Sequence[KernelRow], path: Path, title: str) -> None:
-    """Writes a PNG: gigabytes a second that each provider reaches, over the bytes that a call has to move, hot and cold.
+    """Writes a PNG: gigabytes a second of each provider over the bytes that a call has to move.
 
-    The roof is what a copy reaches, the most that any kernel can which reads x once and writes y once.
+    The roof is what a copy reaches, which reads x once and writes y once.
     """
     from matplotlib.figure import Figure
 
@@ -74,9 +75,9 @@ def _megabytes(row: KernelRow) -> float:
 
 
 def breakdown(rows: Sequence[Row], path: Path, title: str) -> None:
-    """Writes a PNG: where the time of one call goes, a stacked bar for each variant, a panel for each part.
+    """Writes a PNG: where a call's time goes, a stacked bar a variant, a panel a part.
 
-    Convolution, GEMM and attention stand first; a stroke marks their end, the variant's floor, and a dashed line the lowest floor.
+    A stroke marks the variant's floor, a dashed line the lowest of all.
 
     Rows without a breakdown are left out. Raises ValueError where no row has one.
     """

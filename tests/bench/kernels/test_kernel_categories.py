@@ -1,4 +1,4 @@
-"""Categories of kernels: names as traces of H100, H200 and A100 show them, cut where they get long, and operators."""
+"""Categories of kernels, by names from traces of H100, H200 and A100, and by operators."""
 
 from __future__ import annotations
 

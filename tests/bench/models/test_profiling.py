@@ -1,4 +1,4 @@
-"""Breakdowns: from made-up recordings of a GPU, of torch's own event classes, and from real recordings on the CPU."""
+"""Breakdowns of made-up recordings of a GPU and of real ones on the CPU."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def launching(operator: Any, *launched: tuple[str, float]) -> Any:
 
 
 def plain_call() -> Any:
-    """Convolution with a layout change, its bias, attention as a product, and a kernel that no operator launched."""
+    """Convolution, its layout change and bias, attention as a product, and a foreign kernel."""
     operators = [
         event("aten::convolution", 0, 20),
         launching(

@@ -1,4 +1,4 @@
-"""The training step as a workload: rows, memory, and a gate over gradients that wrong ones do not pass."""
+"""The training step as a workload: rows, memory, and the gate over gradients."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OURS = [VARIANTS[name] for name in ("eager", "channels_last", "sdfastgn")]
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_rows(dtype: str) -> None:
-    # In bf16 stock's own channels-last convolutions may be the less exact ones, as on the processor of an H200's host.
+    # In bf16 stock's own channels-last convolutions may be less exact on some processors.
     variants = OURS if dtype == "fp32" else [VARIANTS["eager"], VARIANTS["sdfastgn"]]
     rows = end_to_end.run(dataclasses.replace(CONFIG, dtype=dtype), variants)
     assert [(row.status, row.reason) for row in rows] == [(OK, "")] * len(variants)
@@ -113,7 +113,7 @@ def test_saved_bytes_count_shared_memory_once_and_no_parameter() -> None:
 
 
 def test_saved_bytes_leaves_no_graph_behind() -> None:
-    """``exp`` keeps its own result: a graph that refers to itself is never freed, and adds to every later peak."""
+    """``exp`` keeps its own result, and a graph that refers to itself is never freed."""
 
     class Held:
         pass
