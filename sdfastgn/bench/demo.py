@@ -34,7 +34,7 @@ def run_demo(output_dir: Path, console: Console) -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with tempfile.TemporaryDirectory() as folder:
         console.print(
-            "1. A small but complete StableDiffusionPipeline, built offline, saved, and loaded with from_pretrained."
+            "1. A small but complete StableDiffusionPipeline, built offline, saved, and loaded again."
         )
         build_pipeline("tiny", dtype=torch.float32, device="cpu").save_pretrained(folder)
         pipe = load_pipeline(folder, "tiny", torch.float32, device)

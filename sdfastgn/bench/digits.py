@@ -199,7 +199,8 @@ def run(config: DigitsConfig, images: Tensor, *, json: Path | None) -> int:
         for what, (value, bound) in checks.items()
         if not value <= bound
     ]
-    title = f"{config.size}x{config.size} digits, batch {config.batch_size}, {config.steps} steps, {config.dtype} on {config.device}"
+    what = f"{config.size}x{config.size} digits, batch {config.batch_size}, {config.steps} steps"
+    title = f"{what}, {config.dtype} on {config.device}"
     body = [
         [each.name, f"{each.step_ms:.4g}", f"{np.mean(each.losses[-LONGEST_WINDOW:]):.5f}"] for each in runs
     ]

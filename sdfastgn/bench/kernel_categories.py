@@ -58,8 +58,8 @@ _INDUCTOR = _rules(
 _MOVES = _rules(
     (
         COPIES,
-        r"""direct_copy_kernel|float16_copy_kernel|Memcpy|copy_device_to_device|nchwToNhwc|nhwcToNchw|AddPadding
-        |convertTensor|tensorTransform|transpose_?\w*kernel|transpose_readWrite""",
+        r"""direct_copy_kernel|float16_copy_kernel|Memcpy|copy_device_to_device|nchwToNhwc|nhwcToNchw
+        |AddPadding|convertTensor|tensorTransform|transpose_?\w*kernel|transpose_readWrite""",
     ),
 )
 
@@ -95,9 +95,9 @@ _OPERATORS = _rules(
         POINTWISE,
         r"""^aten::_?(
             upsample_\w+
-            |(add|addcmul|addcdiv|r?sub|mul|div|neg|pow|r?sqrt|exp|log|sin|cos|tanh|abs|clamp|maximum|minimum|where
-            |lerp|sum|mean|var|var_mean|(silu|gelu|mse_loss)(_backward)?|relu|sigmoid|cat|stack|constant_pad_nd|fill
-            |zero|arange|index|index_select|gather|embedding)_?
+            |(add|addcmul|addcdiv|r?sub|mul|div|neg|pow|r?sqrt|exp|log|sin|cos|tanh|abs|clamp|maximum|minimum
+            |where|lerp|sum|mean|var|var_mean|(silu|gelu|mse_loss)(_backward)?|relu|sigmoid|cat|stack
+            |constant_pad_nd|fill|zero|arange|index|index_select|gather|embedding)_?
         )$""",
     ),
 )

@@ -307,6 +307,15 @@ def kernel_configs(
     ]
 
 
-def for_dtype(path: Path | None, dtype: str) -> Path | None:
-    """``path`` with the dtype in its name, for one of several files."""
-    return None if path is None else path.with_stem(f"{path.stem}_{dtype}")
+def kernel_places(
+    configs: Sequence[KernelConfig], *, json: Path | None, plot: Path | None
+) -> list[tuple[Path | None, Path | None]]:
+    """Where each config's JSON and picture go: names hold the dtype where there are several."""
+    suite = configs[0].suite
+    unless = "" if suite == INFERENCE else f"only the suite {INFERENCE} has a picture, got {{}} for {suite}"
+    places = []
+    for config in configs:
+        suffix = f"_{config.dtype}" if len(configs) > 1 else ""
+        path, picture = (each and each.with_stem(each.stem + suffix) for each in (json, plot))
+        places.append((json_path("--json", path), png_path("--plot", picture, unless)))
+    return places

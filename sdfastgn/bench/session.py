@@ -143,9 +143,15 @@ def run_warm_up(config: BenchConfig, new_size: int, *, json: Path | None) -> int
     """Times first images, prints and writes; returns 0, or 1 where an image was wrong."""
     out = console()
     rows = warm_up.run(config, new_size)
-    what = f"{config.model} pipeline, {config.size}x{config.size}, {config.steps} steps, then {new_size}x{new_size}"
+    what = f"{config.model} pipeline, {config.size}x{config.size}, {config.steps} steps"
     body = [warm_up_tables.cells(row, rows[0]) if row.status == OK else [row.variant] for row in rows]
-    out.print(Blocks(warm_up_tables.HEADERS, body, f"{what}, {config.dtype} on {config.device}"))
+    out.print(
+        Blocks(
+            warm_up_tables.HEADERS,
+            body,
+            f"{what}, then {new_size}x{new_size}, {config.dtype} on {config.device}",
+        )
+    )
     notes = [": ".join(warm_up_tables.cells(row, rows[0])) for row in rows if row.status != OK]
     print_lines(out, [*notes, f"correctness gate, before any time: {workloads.gate_text(config)}"])
     if json is not None:

@@ -83,7 +83,8 @@ def _channels_last(target: Any, part: str) -> Iterator[None]:
     import torch
 
     for module in _timed_modules(target):
-        module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # missing in torch's stubs
+        # mypy: missing in torch's stubs.
+        module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     yield
 
 

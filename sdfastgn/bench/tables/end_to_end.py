@@ -185,7 +185,7 @@ def results_markdown(results: Path) -> str:
         for group, by_variant in read.groups.items()
     ]
     reasons = dict.fromkeys(
-        f"{labels[row.variant]} {row.status}: {row.reason}" for row in rows if row.status != OK
+        f"{label(row.variant)} {row.status}: {row.reason}" for row in rows if row.status != OK
     )
     return _blocks(header, body, [*reasons, *read.quotations, *read.sources])
 

@@ -144,15 +144,16 @@ def _extras(suite: Suite, rows: Sequence[KernelRow]) -> tuple[list[str], list[li
     """Header and body of shapes x extras: microseconds hot, and their ratio to the plain op's."""
     ratios = extra_ratios(suite, rows)
     baselines = {op.providers[-1].name: op.baseline for op in suite.extras}
-    times = {(row.provider, row.shape): row.hot_us for row in rows}
+    hot = {(row.provider, row.shape): row.hot_us for row in rows}
     names = [name for name in baselines if name in ratios]
     body = []
     for shape in dict.fromkeys(row.shape for row in rows):
-        pairs = {name: ratios[name].get(shape) for name in names}
-        body.append([
-            shape_text(shape),
-            *(f"{number(times[name, shape])}: {p[0]:.2f} ({p[1]:.2f})" if p else NOTHING for name, p in pairs.items()),
-        ])  # fmt: skip
+        line = [shape_text(shape)]
+        for name in names:
+            pair = ratios[name].get(shape)
+            times = f"{number(hot[name, shape])}: {pair[0]:.2f} ({pair[1]:.2f})" if pair else NOTHING
+            line.append(times)
+        body.append(line)
     return [_spaced(suite.axes), *(f"{name} / {baselines[name]}" for name in names)], body
 
 
@@ -216,10 +217,10 @@ def _full_table(suite: Suite, rows: Sequence[KernelRow]) -> str:
     ours = [name for name in names if name.startswith(OURS)]
     header = [suite.axes, "what", *names]
     header += [f"{name} / {over}" for name in ours for over in (COPY, suite.baseline, "best peer")]
-    body = [
-        [shape_text(shape), task, *_marked(line, names), *(_pair(p) for name in ours for p in _ratios(suite, line, name).values())]
-        for (shape, task), line in lines(rows).items()
-    ]  # fmt: skip
+    body = []
+    for (shape, task), line in lines(rows).items():
+        pairs = [_pair(pair) for name in ours for pair in _ratios(suite, line, name).values()]
+        body.append([shape_text(shape), task, *_marked(line, names), *pairs])
     for over in (COPY, suite.baseline):
         for set_name, task, texts in _mean_lines(suite, rows, over):
             body.append([f"mean / {over}, {set_name}", task, *texts, *[""] * (len(header) - len(texts) - 2)])
