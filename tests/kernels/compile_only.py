@@ -36,7 +36,7 @@ from sdfastgn.kernels.upsample.conv_kernels import launch_interleave, launch_pha
 
 POINTERS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 FLOATS = {"eps", "scale"}
-# Of sdfastgn.bench.kernels.run.UNET_SHAPES: small and split ones, the last two with chunks of several tiles.
+# Of the UNet shapes in sdfastgn.bench.kernels.suites: small and split ones, the last two with chunks of several tiles.
 SHAPES = [
     (2, 1280, 8, 8),
     (2, 2560, 16, 16),
