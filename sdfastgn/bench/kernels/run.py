@@ -242,8 +242,7 @@ def run(
     rows: list[KernelRow] = []
     with _measuring(config.torch_device):
         for shape in config.shapes:
-            # One operation's data at a time, made for the first provider that can run.
-            case = functools.lru_cache(maxsize=1)(lambda operation, at=shape: _Case(operation, at, config))
+            cases: dict[Operation, _Case] = {}
             for operation, provider, what in suite.cells_of(config.providers):
                 on_cell(shape, provider.name)
                 row = KernelRow(shape, provider.name, OK, task=operation.label(what))
@@ -252,12 +251,15 @@ def run(
                     row.status, row.reason = UNAVAILABLE, reason
                 else:
                     try:
-                        case(operation).measure(row, provider, what, suite, config)
+                        if operation not in cases:
+                            cases.clear()  # one operation's data at a time
+                            cases[operation] = _Case(operation, shape, config)
+                        cases[operation].measure(row, provider, what, suite, config)
                     except Exception as error:  # a provider that breaks on a shape is a row of the table
                         row.status, row.reason = FAILED, one_line(error)
                 rows.append(row)
                 on_row(row)
-            del case
+            cases.clear()
             if config.torch_device.type == "cuda":
                 torch.cuda.empty_cache()
     _add_ratios(rows)
