@@ -1,6 +1,6 @@
 """A small diffusion model trained on digits, stock and optimized, from one seed: do they agree?
 
-python scripts/train_digits.py --steps 2000 --dtype bf16
+python scripts/train_digits.py --steps 300
 """
 
 from sdfastgn.cli import main

@@ -309,11 +309,8 @@ def warm_up(
 
 @app.command(name="train-digits", hidden=True)
 def train_digits(
-    steps: Annotated[int, typer.Option("--steps", help="optimizer steps of each run")] = 2000,
-    batch_size: Annotated[int, typer.Option("--batch-size", help="images a step")] = 128,
-    size: Annotated[str, typer.Option("--size", help="pixels of the square image: 8, 16 or 32")] = "32",
-    width: Annotated[int, typer.Option("--width", help="channels of the first level, a multiple of 8")] = 64,
-    dtype: Annotated[str, typer.Option("--dtype", help="fp32, or bf16 for autocast")] = "fp32",
+    steps: Annotated[int, typer.Option("--steps", help="optimizer steps of each run")] = 1000,
+    batch_size: Annotated[int, typer.Option("--batch-size", help="images a step")] = 64,
     device: DeviceOption = None,
     json: JsonOption = None,
     seed: SeedOption = 0,
@@ -325,13 +322,10 @@ def train_digits(
         config = digits.DigitsConfig(
             steps=options.positive("--steps", steps),
             batch_size=options.positive("--batch-size", batch_size),
-            size=int(options.one_of("--size", size, map(str, digits.SIZES))),
-            width=options.positive("--width", width, multiple=digits.GROUPS),
-            dtype=options.one_of("--dtype", dtype, digits.DTYPES),
             device=options.device_name("--device", device),
             seed=seed,
         )
         options.json_path("--json", json)
-        images = digits.load_images(config.size, config.torch_device)
+        images = digits.load_images(config.torch_device)
         code = digits.run(config, images, json=json)
     raise typer.Exit(code)

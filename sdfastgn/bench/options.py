@@ -60,10 +60,9 @@ def split(text: str) -> list[str]:
     return [entry.strip() for entry in text.split(",") if entry.strip()]
 
 
-def positive(option: str, value: int, *, multiple: int = 1) -> int:
-    if value < 1 or value % multiple:
-        wanted = "whole number" if multiple == 1 else f"multiple of {multiple}"
-        raise OptionError(f"{option}: must be a positive {wanted}, got {value}")
+def positive(option: str, value: int) -> int:
+    if value < 1:
+        raise OptionError(f"{option}: must be a positive whole number, got {value}")
     return value
 
 
