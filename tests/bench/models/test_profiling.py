@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -31,8 +30,9 @@ from sdfastgn.bench.kernel_categories import (
 from sdfastgn.bench.models import profiling
 from sdfastgn.bench.models import run as end_to_end
 from sdfastgn.bench.models.profiling import CALL, CPU, REPLAY, Breakdown
-from sdfastgn.bench.models.variants import VARIANTS, Variant
+from sdfastgn.bench.models.variants import VARIANTS
 from sdfastgn.bench.models.workload import BenchConfig, Workload
+from tests.bench.cases import MODEL, SMALL, scaled
 
 CONV_KERNEL = "sm90_xmma_fprop_implicit_gemm_f16f16_f16f32_f32_nhwckrsc_nhwc"
 GEMM_KERNEL = "nvjet_hsh_128x256_64x4_2x1_v_bz_coopA_TNN"
@@ -256,9 +256,6 @@ def test_nothing_recorded_is_an_error() -> None:
 
 # ---- in the harness
 
-MODEL, X = torch.nn.Conv2d(3, 3, 1), torch.randn(1, 3, 4, 4)
-SMALL = Workload(MODEL, lambda: MODEL(X), None)
-
 
 def test_rows_have_a_breakdown_where_it_was_asked_for() -> None:
     rows = end_to_end.run(config(), [VARIANTS["eager"], VARIANTS["channels_last"]], workload=SMALL)
@@ -273,21 +270,11 @@ def test_rows_have_a_breakdown_where_it_was_asked_for() -> None:
     assert (plain.profile, plain.profile_reason) == (None, "")
 
 
-def wrong_variant() -> Variant:
-    @contextlib.contextmanager
-    def applied(target: Any, part: str) -> Iterator[None]:
-        handle = target.register_forward_hook(lambda module, args, output: output * 1.5)
-        yield
-        handle.remove()
-
-    return Variant("broken", "broken", lambda device: None, applied)
-
-
 def test_a_red_gate_and_a_model_that_fails_show_no_breakdown() -> None:
     def call() -> torch.Tensor:
         raise RuntimeError("no")
 
-    (wrong,) = end_to_end.run(config(), [wrong_variant()], workload=SMALL)
+    (wrong,) = end_to_end.run(config(), [scaled(1.5)], workload=SMALL)
     (failed,) = end_to_end.run(config(), [VARIANTS["eager"]], workload=Workload(MODEL, call, None))
     assert [(row.status, row.profile) for row in (wrong, failed)] == [(WRONG, None), (FAILED, None)]
 
