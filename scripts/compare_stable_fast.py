@@ -1,4 +1,4 @@
-"""Full pipelines of stock eager, sdfastgn and the real stable-fast package side by side, from prompt to image.
+"""Full pipelines of stock eager, sdfastgn and the stable-fast package side by side.
 
 python scripts/compare_stable_fast.py --model sdxl
 """

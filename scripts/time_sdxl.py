@@ -1,4 +1,4 @@
-"""Full SDXL pipelines, timed: both text encoders, 30 UNet steps with classifier-free guidance, VAE decode; one row a variant.
+"""Full SDXL pipelines: text encoders, 30 UNet steps with guidance, VAE decode; a row a variant.
 
 python scripts/time_sdxl.py --json benchmarks/h200/pipeline_sdxl.json
 """

@@ -1,4 +1,4 @@
-"""One training step of the SDXL UNet at 512x512, timed: forward, loss, backward; milliseconds and the memory it takes.
+"""A training step of the SDXL UNet at 512x512: forward, loss, backward; time and memory.
 
 python scripts/time_training.py --dtype fp16 --json benchmarks/h200/train_sdxl.json
 python scripts/time_training.py --model sd15 --json benchmarks/h200/train_sd15_bf16.json

@@ -1,4 +1,4 @@
-"""A pipeline's first images, a new resolution and peak memory, stock and optimised, with an empty and with a full Triton cache.
+"""First images, a new resolution and peak memory, with an empty and with a full Triton cache.
 
 python scripts/time_warm_up.py --model sdxl --json benchmarks/h200/warm_up_sdxl.json
 """

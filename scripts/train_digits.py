@@ -1,6 +1,6 @@
-"""A small pixel diffusion model trained on scikit-learn's digits, stock and optimised, on the same batches: do they learn alike?
+"""A small diffusion model trained on digits, stock and optimized, from one seed: do they agree?
 
-python scripts/train_digits.py --steps 2000 --dtype bf16 --stock-repeat --json benchmarks/h200/train_digits_bf16.json
+python scripts/train_digits.py --steps 300
 """
 
 from sdfastgn.cli import main

@@ -1,4 +1,4 @@
-"""The entry point of ``sdfastgn`` and of the scripts. The commands themselves are in :mod:`sdfastgn.cli_commands`."""
+"""The entry point of ``sdfastgn`` and of the scripts. ``cli_commands`` has the commands."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ INTERRUPTED = 130
 def main(doc: str | None = None, command: str = "", **defaults: Any) -> None:
     """Run the command line and exit.
 
-    The exit code is 0, 1 where an output was wrong or nothing could be measured, 2 for bad input, which is named in one
-    line, and 130 after Ctrl-C.
+    The exit code is 0, 1 where an output was wrong or nothing could be measured, 2 for bad input,
+    which is named in one line, and 130 after Ctrl-C.
 
     Args:
         doc: of a script, shown by ``--help``.
@@ -31,7 +31,7 @@ def main(doc: str | None = None, command: str = "", **defaults: Any) -> None:
         asked.append(True)
         raise KeyboardInterrupt
 
-    # Not where whoever started this process has it ignore Ctrl-C, as nohup and shells' background jobs do.
+    # A process may be told to ignore Ctrl-C, as nohup does.
     handler = signal.getsignal(signal.SIGINT)
     if handler is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupt)
@@ -55,14 +55,14 @@ def _run(doc: str | None, command: str, defaults: dict[str, Any]) -> Any:
         sys.exit(f"sdfastgn: the command line needs {error.name}: pip install 'sdfastgn[bench]'")
     from sdfastgn.cli_commands import HELP_OPTIONS, app
 
-    # transformers advises on optional packages at import, which is no news to a user of this command.
+    # transformers would advise on optional packages at import.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
     chosen: Any = typer.main.get_command(app)
     if command:
         chosen = chosen.commands[command]
         chosen.help = doc
-    # Typer has its own copy of click in some versions and click's in others; both are reached through its own name.
+    # Typer has a copy of click in some versions; its own name reaches both.
     usage_error = cast("type[Exception]", typer.BadParameter.__mro__[1])
     try:
         return chosen.main(prog_name=program(), standalone_mode=False, default_map=defaults, **HELP_OPTIONS)

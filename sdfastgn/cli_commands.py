@@ -1,12 +1,12 @@
 """The commands: ``bench``, ``kernels``, ``inspect``, ``info``, ``demo``, and those of the scripts.
 
-Options are plain strings, and all that imports torch is imported inside a command: ``--help`` answers at once.
+What imports torch is imported inside a command: ``--help`` answers at once.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +17,7 @@ from sdfastgn.bench.models.variants import PARTS, VARIANTS
 from sdfastgn.program import program
 
 HELP_OPTIONS: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
-# Of both signs, and below the largest that torch takes: inputs are drawn from the seeds that follow.
+# Seeds of 64 bits: inputs are drawn from those that follow too.
 SEEDS = range(-(2**63), 2**63)
 
 app = typer.Typer(
@@ -45,6 +45,23 @@ SizeOption = Annotated[
 ]
 
 
+PartOption = Annotated[
+    list[str] | None, typer.Option("--part", help=f"{', '.join(PARTS)}; repeat for several")
+]
+Fp32Option = Annotated[
+    bool, typer.Option("--fp32-reference", help="also compare unet and vae with the same weights in fp32")
+]
+ShapesOption = Annotated[
+    str, typer.Option("--shapes", help="all, a set of the suite such as unet, or a list such as NxCxHxW,...")
+]
+ProvidersOption = Annotated[
+    str | None, typer.Option("--providers", help="all, or a list of {providers}; all but inductor")
+]
+DtypesOption = Annotated[
+    str | None, typer.Option("--dtype", help="fp16, bf16, fp32, or a list; fp16, for issue_28201 fp32")
+]
+
+
 def _seed(value: int) -> int:
     if value not in SEEDS:
         raise typer.BadParameter(f"{value} is not a whole number of 64 bits, from {SEEDS[0]} to {SEEDS[-1]}")
@@ -65,7 +82,7 @@ def _version(asked: bool) -> None:
 @app.callback()
 def options_of_all(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version and exit")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version")
     ] = False,
 ) -> None:
     pass
@@ -73,7 +90,7 @@ def options_of_all(
 
 @contextlib.contextmanager
 def _one_line_errors() -> Iterator[None]:
-    """Bad options, and weights that cannot be loaded, end in one line on standard error and exit code 2."""
+    """Bad options and weights that cannot be loaded end in one line and exit code 2."""
     from sdfastgn.bench.models.workload import WeightsError
     from sdfastgn.bench.options import OptionError
 
@@ -84,23 +101,17 @@ def _one_line_errors() -> Iterator[None]:
         raise typer.Exit(2) from None
 
 
-def _providers() -> Iterable[str]:
-    from sdfastgn.bench.kernels.suites import SUITES
-
-    return dict.fromkeys(name for suite in SUITES.values() for name in suite.provider_names)
-
-
-def _suites() -> Iterable[str]:
+def _suites() -> Mapping[str, Any]:
     from sdfastgn.bench.kernels.suites import SUITES
 
     return SUITES
 
 
-# What stands for a registry's names in a help text. Those of the kernels import torch, so nobody asks before it is shown.
+# What stands for a registry's names in help texts, filled in when shown: suites import torch.
 _LISTS: dict[str, Callable[[], Iterable[str]]] = {
     "{variants}": lambda: VARIANTS,
     "{suites}": _suites,
-    "{providers}": _providers,
+    "{providers}": lambda: dict.fromkeys(name for each in _suites().values() for name in each.provider_names),
 }
 
 
@@ -118,33 +129,22 @@ class _Listing(typer.core.TyperCommand):
 @app.command(cls=_Listing)
 def bench(
     model: ModelOption = None,
-    part: Annotated[
-        list[str] | None, typer.Option("--part", help=f"{', '.join(PARTS)}; repeat for several")
-    ] = None,
+    part: PartOption = None,
     size: SizeOption = None,
     batch: Annotated[int | None, typer.Option("--batch", help="2 for unet (guidance), else 1")] = None,
     steps: StepsOption = 30,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
     weights: WeightsOption = "random",
-    variants: Annotated[str, typer.Option("--variants", help="all, or a comma list of {variants}")] = "all",
+    variants: Annotated[str, typer.Option("--variants", help="all, or a list of {variants}")] = "all",
     repeats: Annotated[int | None, typer.Option("--repeats", help="timed calls of each variant")] = None,
-    fp32_reference: Annotated[
-        bool, typer.Option("--fp32-reference", help="also compare unet and vae with the same weights in fp32")
-    ] = False,
-    profile: Annotated[
-        bool,
-        typer.Option(
-            "--profile", help="also show where the time goes: convolution, norms, copies, launch gaps, ..."
-        ),
-    ] = False,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", help="write the breakdown of --profile as a PNG")
-    ] = None,
+    fp32_reference: Fp32Option = False,
+    profile: Annotated[bool, typer.Option("--profile", help="also show where the time goes")] = False,
+    plot: Annotated[Path | None, typer.Option(help="write the breakdown of --profile as a PNG")] = None,
     json: JsonOption = None,
     seed: SeedOption = 0,
 ) -> None:
-    """Time a UNet step, a VAE decode, a full pipeline or a training step, each variant checked against eager first."""
+    """Time a UNet step, a VAE decode, a pipeline or a training step, checked against eager first."""
     from sdfastgn.bench import options, session
 
     with _one_line_errors():
@@ -173,34 +173,16 @@ def bench(
 @app.command(cls=_Listing)
 def kernels(
     suite: Annotated[str, typer.Option("--suite", help="one of {suites}")] = "inference",
-    shapes: Annotated[
-        str,
-        typer.Option(
-            "--shapes", help="all, a set of the suite (unet, large), or a comma list such as NxCxHxW"
-        ),
-    ] = "all",
-    providers: Annotated[
-        str | None,
-        typer.Option(
-            "--providers",
-            help="all, or a comma list of the suite's: {providers}; without it all but inductor",
-        ),
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option("--dtype", help="fp16, bf16, fp32, or a comma list; fp16, for issue_28201 fp32"),
-    ] = None,
+    shapes: ShapesOption = "all",
+    providers: ProvidersOption = None,
+    dtype: DtypesOption = None,
     device: DeviceOption = None,
-    repeats: Annotated[
-        int | None, typer.Option("--repeats", help="timed rounds of each cell; 20 in inference, else 10")
-    ] = None,
+    repeats: Annotated[int | None, typer.Option(help="rounds of a cell; 20 in inference, else 10")] = None,
     json: JsonOption = None,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", help="write the roofline as a PNG; inference only")
-    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="write the roofline of inference as a PNG")] = None,
     seed: SeedOption = 0,
 ) -> None:
-    """Time kernels beside a copy: GroupNorm+SiLU as in inference, or another suite, some with gradients; L2 hot and cold."""
+    """Time a suite of kernels beside a copy, with a hot and a cold L2, checked against fp64 first."""
     from sdfastgn.bench import options, session
 
     with _one_line_errors():
@@ -213,24 +195,14 @@ def kernels(
             repeats=repeats,
             seed=seed,
         )
-        places = [(plot, json)]
-        if len(configs) > 1:
-            dtypes = [config.dtype for config in configs]
-            places = [(options.for_dtype(plot, each), options.for_dtype(json, each)) for each in dtypes]
-        without = (
-            "" if suite == "inference" else f"only the suite inference has a picture, got {{}} for {suite}"
-        )
-        for picture, path in places:
-            options.png_path("--plot", picture, without)
-            options.json_path("--json", path)
-        code = 0
-        for config, (picture, path) in zip(configs, places, strict=True):
-            code = max(code, session.run_kernels(config, json=path, plot=picture))
-    raise typer.Exit(code)
+        places = options.kernel_places(configs, json=json, plot=plot)
+        runs = zip(configs, places, strict=True)
+        codes = [session.run_kernels(config, json=path, plot=picture) for config, (path, picture) in runs]
+    raise typer.Exit(max(codes))
 
 
 def _inspected(model: str) -> dict[str, Any]:
-    """What to report on: a known architecture on the meta device, which needs no memory, or a loaded pipeline."""
+    """A known architecture on the meta device, which needs no memory, or a loaded pipeline."""
     import torch
 
     from sdfastgn.bench.models.architectures import build_unet, build_vae
@@ -307,10 +279,7 @@ def demo(
 def warm_up(
     model: ModelOption = "sdxl",
     size: SizeOption = None,
-    new_size: Annotated[
-        int | None,
-        typer.Option("--new-size", help="pixels of the UNet steps after the images; three quarters"),
-    ] = None,
+    new_size: Annotated[int | None, typer.Option(help="of the UNet steps after the images")] = None,
     steps: StepsOption = 30,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
@@ -340,29 +309,23 @@ def warm_up(
 
 @app.command(name="train-digits", hidden=True)
 def train_digits(
-    steps: Annotated[int, typer.Option("--steps", help="optimizer steps of each run")] = 2000,
-    batch_size: Annotated[int, typer.Option("--batch-size", help="images a step")] = 128,
-    size: Annotated[str, typer.Option("--size", help="pixels of the square image: 8, 16 or 32")] = "32",
-    width: Annotated[int, typer.Option("--width", help="channels of the first level, a multiple of 8")] = 64,
-    dtype: Annotated[str, typer.Option("--dtype", help="fp32, or bf16 for autocast")] = "fp32",
+    steps: Annotated[int, typer.Option("--steps", help="optimizer steps of each run")] = 1000,
+    batch_size: Annotated[int, typer.Option("--batch-size", help="images a step")] = 64,
     device: DeviceOption = None,
     json: JsonOption = None,
     seed: SeedOption = 0,
 ) -> None:
-    """Train a small diffusion model, stock and optimized, from one seed, and say whether they agree."""
+    """Train a small diffusion model, stock and optimized, from one seed: do they agree?"""
     from sdfastgn.bench import digits, options
 
     with _one_line_errors():
         config = digits.DigitsConfig(
             steps=options.positive("--steps", steps),
             batch_size=options.positive("--batch-size", batch_size),
-            size=int(options.one_of("--size", size, map(str, digits.SIZES))),
-            width=options.positive("--width", width, multiple=digits.GROUPS),
-            dtype=options.one_of("--dtype", dtype, digits.DTYPES),
             device=options.device_name("--device", device),
             seed=seed,
         )
         options.json_path("--json", json)
-        images = digits.load_images(config.size, config.torch_device)
+        images = digits.load_images(config.torch_device)
         code = digits.run(config, images, json=json)
     raise typer.Exit(code)

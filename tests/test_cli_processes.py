@@ -13,7 +13,7 @@ import pytest
 from tests.command_line import ROOT
 
 SCRIPT = Path(sys.executable).with_name("sdfastgn")
-# What --help does without, and what info does without besides diffusers. Importing them takes seconds.
+# Modules that take seconds to import, and that info does without.
 HEAVY = ("accelerate", "diffusers", "matplotlib", "peft", "scipy", "sklearn", "torch._dynamo", "transformers")
 
 
@@ -51,7 +51,7 @@ def test_what_a_command_does_not_import(arguments: list[str], heavy: tuple[str, 
 
 
 def interrupted(*command: str, waits_for: str, **environment: str) -> tuple[int, list[str]]:
-    """Exit code and lines of standard error of ``python command``, interrupted once it has printed a line."""
+    """Exit code and standard error of a command that is interrupted once it has printed a line."""
     running = subprocess.Popen(
         [sys.executable, *command],
         cwd=ROOT,

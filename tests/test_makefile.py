@@ -1,4 +1,4 @@
-"""``make bench`` with commands that only say how they were called: it makes every file of results that is committed."""
+"""``make bench`` makes every file of results that is committed."""
 
 from __future__ import annotations
 

@@ -27,14 +27,14 @@ LEAST_PSNR = {"cpu": 60.0, "cuda": 40.0}
 def run_demo(output_dir: Path, console: Console) -> int:
     """Show on a tiny Stable Diffusion pipeline what sdfastgn does, and check it.
 
-    Writes ``stock.png`` and ``optimized.png`` (noise: the weights are random) into ``output_dir``. Returns 0 if the optimised image
-    agrees with the stock one to ``LEAST_PSNR`` dB, and the restored pipeline has nothing fused and gives the stock image bit for bit,
-    else 1.
+    Writes ``stock.png`` and ``optimized.png`` (noise: the weights are random) into ``output_dir``.
+    Returns 0 if the optimized image agrees with the stock one to ``LEAST_PSNR`` dB, and the
+    restored pipeline has nothing fused and gives the stock image bit for bit, else 1.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with tempfile.TemporaryDirectory() as folder:
         console.print(
-            "1. A small but complete StableDiffusionPipeline, built offline, saved, and loaded with from_pretrained."
+            "1. A small but complete StableDiffusionPipeline, built offline, saved, and loaded again."
         )
         build_pipeline("tiny", dtype=torch.float32, device="cpu").save_pretrained(folder)
         pipe = load_pipeline(folder, "tiny", torch.float32, device)

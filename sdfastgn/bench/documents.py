@@ -1,4 +1,4 @@
-"""What every benchmark result has: how a row ended, and the JSON document that rows are written as."""
+"""What all results share: how a row ended, and the JSON that rows are written as."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def first_line(error: BaseException) -> str:
 
 
 def one_line(error: BaseException, limit: int = 300) -> str:
-    """An exception as one line for a table's cell: its type and the first line that says something."""
+    """An exception as one line: its type and the first line that says something."""
     return f"{type(error).__name__}: {first_line(error)}"[:limit]
 
 
@@ -37,7 +37,7 @@ def document(
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Writes ``content`` as strict JSON, one row and one fact a line. Makes the folder that it goes to."""
+    """Writes ``content`` as strict JSON, one row or fact a line, and makes its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join(f" {json.dumps(key)}: {_block(value)}" for key, value in content.items())
     path.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")

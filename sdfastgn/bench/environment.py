@@ -1,4 +1,4 @@
-"""Where a measurement was made: what a reader of the JSON needs to judge a number or to take it again."""
+"""Where a measurement was made, for a reader who judges a number or takes it again."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _output_of(*command: str) -> str | None:
 
 
 def _git() -> dict[str, Any]:
-    # On a lent machine the code may lie over a checkout of something older: the caller then says what it is a copy of.
+    # The code may be a copy over an older checkout: the caller then says of which commit.
     if os.environ.get("SDFASTGN_COMMIT"):
         return {"commit": os.environ["SDFASTGN_COMMIT"], "dirty": None}
     # Without safe.directory, git refuses a checkout that belongs to another user, as in containers.
@@ -50,7 +50,7 @@ def _git() -> dict[str, Any]:
 
 
 def source_hash() -> str:
-    """SHA-256 over the package's Python files: names the measured source, also without git or uncommitted."""
+    """SHA-256 over the package's Python files: names the source where git does not."""
     digest = hashlib.sha256()
     for path in sorted(PACKAGE_ROOT.rglob("*.py")):
         digest.update(path.relative_to(PACKAGE_ROOT).as_posix().encode())
@@ -84,7 +84,7 @@ def _triton_cache() -> dict[str, Any]:
 def environment(device: torch.device, switches: dict[str, bool] | None = None) -> dict[str, Any]:
     """GPU, driver, versions, source, date and the global switches in force, as JSON-ready values.
 
-    Call it before measuring: it records how full Triton's cache was, which decides what a first call costs.
+    Call it before measuring: how full Triton's cache is decides what a first call costs.
     """
     return {
         **_gpu(device),

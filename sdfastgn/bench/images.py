@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def psnr(a: ArrayLike, b: ArrayLike) -> float:
-    """Peak signal-to-noise ratio in dB of two float images (or batches) with values in [0, 1]; inf if equal, nan if not finite.
+    """PSNR in dB of two float images or batches in [0, 1]; inf if equal, nan if not finite.
 
     Raises ValueError if the shapes differ.
     """
@@ -24,14 +24,14 @@ def psnr(a: ArrayLike, b: ArrayLike) -> float:
 
 
 def relative_error(a: Tensor, b: Tensor) -> float:
-    """‖a - b‖ / ‖b‖ in fp64 over all elements; nan if anything is. Raises ValueError if the shapes differ."""
+    """‖a - b‖ / ‖b‖ in fp64; nan if anything is. Raises ValueError if the shapes differ."""
     if a.shape != b.shape:
         raise ValueError(f"relative_error: shapes differ: {tuple(a.shape)} and {tuple(b.shape)}")
     return float((a.double() - b.double()).norm() / b.double().norm())
 
 
 def write_png(images: ArrayLike, path: Path | str, *, scale: int = 1) -> Path:
-    """Write a batch (N, H, W, 3) of floats in [0, 1] side by side into one PNG, each pixel as ``scale`` x ``scale``.
+    """Write a batch (N, H, W, 3) of floats in [0, 1] side by side into one PNG, enlarged.
 
     Makes missing folders; returns the path. Raises ValueError for another shape.
     """

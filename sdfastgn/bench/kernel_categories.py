@@ -1,6 +1,6 @@
-"""What a kernel's time is spent on, told from its name and from the operator that launched it. Pure: no GPU, no profiler.
+"""What a kernel's time is spent on, told from its name and the operator that launched it.
 
-The rules are tables, tried from top to bottom; the first that fits decides. A kernel that none fits is ``OTHER``.
+The first rule that fits decides. A kernel that none fits is ``OTHER``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 CONVOLUTION, GEMM, ATTENTION = "convolution", "GEMM", "attention"
-# Pointwise: reductions and concatenations too. Layout copies: whatever moves values and computes none, also a change of dtype.
+# Pointwise holds reductions and concatenations too, layout copies also changes of dtype.
 NORMALISATION, POINTWISE, COPIES, OTHER = "normalisation", "pointwise", "layout copies", "other"
 GAPS = "launch gaps"
 # What no fusion of norms, copies and launches can take away: the first three.
@@ -38,8 +38,8 @@ def _rules(*rules: tuple[str, str]) -> _Rules:
     return tuple((name, re.compile(pattern, re.IGNORECASE | re.VERBOSE)) for name, pattern in rules)
 
 
-# An Inductor kernel's name lists the operators that it fuses, a convolution's bias under "convolution". Only a kernel
-# from a template ("tem") multiplies matrices.
+# An Inductor kernel's name lists the operators that it fuses, a convolution's bias under
+# "convolution". Only a kernel from a template ("tem") multiplies matrices.
 _INDUCTOR = _rules(
     (CONVOLUTION, r"^triton_tem_\w*convolution"),
     (GEMM, r"^triton_(tem|mm|bmm)_"),
@@ -54,12 +54,12 @@ _INDUCTOR = _rules(
     (POINTWISE, r"^triton_(poi|red|per|for|split_scan)_"),
 )
 
-# These stand before the operator: cuDNN launches layout changes of its own from within a convolution.
+# Tried before the operator: cuDNN changes layouts from within a convolution.
 _MOVES = _rules(
     (
         COPIES,
-        r"""direct_copy_kernel|float16_copy_kernel|Memcpy|copy_device_to_device|nchwToNhwc|nhwcToNchw|AddPadding
-        |convertTensor|tensorTransform|transpose_?\w*kernel|transpose_readWrite""",
+        r"""direct_copy_kernel|float16_copy_kernel|Memcpy|copy_device_to_device|nchwToNhwc|nhwcToNchw
+        |AddPadding|convertTensor|tensorTransform|transpose_?\w*kernel|transpose_readWrite""",
     ),
 )
 
@@ -71,7 +71,7 @@ _NAMES = _rules(
         r"""(group|layer|batch|instance|rms)_?norm|\bbn_(fw|bw)|RowwiseMoments|ComputeFusedParams
         |ComputeInternalGradients|ComputeBackwardFusedParams|GammaBeta""",
     ),
-    # Before GEMM: a convolution is an implicit one, and cuDNN's 1x1 convolutions are called gemm, with cudnn at the end.
+    # Before GEMM: cuDNN's convolutions may be called gemm, with cudnn at the end.
     (
         CONVOLUTION,
         r"""[fdw](prop|grad)(_|[0-9])|implicit_?gemm|convol|conv[0-9]d|conv_depthwise|winograd|im2col|col2im
@@ -95,9 +95,9 @@ _OPERATORS = _rules(
         POINTWISE,
         r"""^aten::_?(
             upsample_\w+
-            |(add|addcmul|addcdiv|r?sub|mul|div|neg|pow|r?sqrt|exp|log|sin|cos|tanh|abs|clamp|maximum|minimum|where
-            |lerp|sum|mean|var|var_mean|(silu|gelu|mse_loss)(_backward)?|relu|sigmoid|cat|stack|constant_pad_nd|fill
-            |zero|arange|index|index_select|gather|embedding)_?
+            |(add|addcmul|addcdiv|r?sub|mul|div|neg|pow|r?sqrt|exp|log|sin|cos|tanh|abs|clamp|maximum|minimum
+            |where|lerp|sum|mean|var|var_mean|(silu|gelu|mse_loss)(_backward)?|relu|sigmoid|cat|stack
+            |constant_pad_nd|fill|zero|arange|index|index_select|gather|embedding)_?
         )$""",
     ),
 )
@@ -119,7 +119,7 @@ def _modules() -> Iterator[tuple[str, object]]:
 
 @functools.cache
 def kernels_of_the_package() -> dict[str, str | None]:
-    """The package's own Triton kernels by name, as a trace shows them, with their category; None where no rule names one.
+    """The package's own Triton kernels and their categories; None where no rule names one.
 
     Empty where Triton is not installed.
     """
@@ -134,7 +134,7 @@ def kernels_of_the_package() -> dict[str, str | None]:
 
 
 def operator_category(op_name: str) -> str | None:
-    """The category of what an operator launches or does, None where it says nothing: ``aten::view``, a graph's replay."""
+    """The category of an operator; None where it says nothing, as ``aten::view``."""
     return _first(_OPERATORS, op_name)
 
 
@@ -142,12 +142,13 @@ def operator_category(op_name: str) -> str | None:
 def category(kernel_name: str, op_name: str = "") -> str:
     """The category of one kernel, one of ``CATEGORIES``.
 
-    The package's own kernels, Inductor's and moves of memory say by name what they are. For the others the operator that launched
-    them is surer than the name, which stays where there is none: in the replay of a CUDA graph.
+    The package's own kernels, Inductor's and moves of memory say by name what they are. For the
+    others the operator that launched them is surer than the name, which stays where there is none:
+    in the replay of a CUDA graph.
 
     Args:
-        kernel_name: as the profiler gives it, demangled; empty for an operator that runs on the CPU.
-        op_name: of the operator that launched it, such as ``aten::cudnn_convolution``; empty where that is not known.
+        kernel_name: as the profiler gives it; empty for an operator on the CPU.
+        op_name: of the operator that launched it; empty where that is not known.
     """
     return (
         kernels_of_the_package().get(kernel_name)

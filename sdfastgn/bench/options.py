@@ -1,6 +1,6 @@
 """Options of the command line and the scripts, checked before anything is built.
 
-Every check raises :class:`OptionError` with one line that names the option, quotes the value and lists what is allowed.
+A check raises OptionError with one line: the option, the value, and what is allowed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sdfastgn.bench.models.variants import PARTS, VARIANTS, Variant
 from sdfastgn.bench.models.workload import DTYPES, BenchConfig
 from sdfastgn.bench.tables.plots import plot_reason
 
-# Where the user names none: images of a call (a UNet step has two for classifier-free guidance), and timed calls.
+# Where the user names none: images of a call (two with guidance), and timed calls.
 DEFAULT_BATCH = {"unet": 2, "vae": 1, "pipeline": 1, "train": 1}
 DEFAULT_REPEATS = {"unet": 50, "vae": 30, "pipeline": 5, "train": 30}
 CPU_REPEATS = {"unet": 5, "vae": 5, "pipeline": 2, "train": 3}
@@ -60,10 +60,9 @@ def split(text: str) -> list[str]:
     return [entry.strip() for entry in text.split(",") if entry.strip()]
 
 
-def positive(option: str, value: int, *, multiple: int = 1) -> int:
-    if value < 1 or value % multiple:
-        wanted = "whole number" if multiple == 1 else f"multiple of {multiple}"
-        raise OptionError(f"{option}: must be a positive {wanted}, got {value}")
+def positive(option: str, value: int) -> int:
+    if value < 1:
+        raise OptionError(f"{option}: must be a positive whole number, got {value}")
     return value
 
 
@@ -87,7 +86,7 @@ def device_name(option: str, value: str | None) -> str:
 
 
 def weights_source(option: str, value: str, *, words: Sequence[str] = ("random",)) -> str:
-    """One of ``words``, an existing folder or file, or the id of a repository on the Hugging Face Hub."""
+    """One of ``words``, an existing folder or file, or the id of a repository on the Hub."""
     if value in words or Path(value).expanduser().exists():
         return value
     if _HUB_ID.fullmatch(value) and not value.startswith("."):
@@ -97,7 +96,7 @@ def weights_source(option: str, value: str, *, words: Sequence[str] = ("random",
 
 
 def json_path(option: str, value: Path | None) -> Path | None:
-    """``value``, where a file can be written; its folder is made. To be asked last, but before the work."""
+    """``value``, if a file can be written there; its folder is made. Ask last, before the work."""
     if value is not None:
         try:
             _try_writing(value)
@@ -108,7 +107,7 @@ def json_path(option: str, value: Path | None) -> Path | None:
 
 
 def folder_path(option: str, value: Path, names: Iterable[str]) -> Path:
-    """``value``, a folder where files of these ``names`` can be written; it is made. To be asked last, but before the work."""
+    """``value``, if files of these ``names`` can be written into it; it is made."""
     # Found by name: pathlib's own questions fail where a folder may not be looked into.
     if any(os.path.lexists(place) and not os.path.isdir(place) for place in (value, *value.parents)):
         raise OptionError(f"{option}: {str(value)!r} is not a folder")
@@ -119,7 +118,7 @@ def folder_path(option: str, value: Path, names: Iterable[str]) -> Path:
 
 @dataclass(frozen=True)
 class _Subject:
-    """What is benchmarked: its name, the size that it was made for, pixels of a latent, a UNet step's batch."""
+    """What is benchmarked: name, native size, pixels of a latent, a UNet step's batch."""
 
     model: str
     size: int
@@ -128,7 +127,7 @@ class _Subject:
 
 
 def _subject(model: str | None, weights: str, parts: Sequence[str]) -> _Subject:
-    """``model``, or what ``weights`` are by their own configuration, if these parts of it can be made of ``weights``."""
+    """``model``, or what ``weights`` are by their configuration, if they have these parts."""
     if weights == "random":
         name = model or DEFAULT_MODEL
         return _Subject(name, VAES[name]["sample_size"])
@@ -176,7 +175,7 @@ def _pipeline_reason(weights: str, config: Mapping[str, Any]) -> str:
 
 
 def _try_writing(path: Path) -> None:
-    """Raises OSError unless a file can be written at ``path``; one that is there keeps its bytes, one that is not is not made."""
+    """Raises OSError unless a file can be written at ``path``. Leaves no trace of the try."""
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if path.is_file():
@@ -189,7 +188,7 @@ def _try_writing(path: Path) -> None:
 
 
 def png_path(option: str, value: Path | None, unless: str = "") -> Path | None:
-    """``value``, where a picture can be written. ``unless``: why there is no picture; empty where there is one."""
+    """``value``, if a PNG can be written there. ``unless`` says why there is no picture."""
     if value is None:
         return None
     if unless:
@@ -223,7 +222,7 @@ def bench_configs(
     fp32_reference: bool = False,
     profile: bool = False,
 ) -> list[BenchConfig]:
-    """One checked config for each part; without a model the weights' own, or ``DEFAULT_MODEL``. Raises OptionError."""
+    """One checked config for each part. Without a model it is the weights' own. Raises OptionError."""
     if model is not None:
         one_of("--model", model, MODELS)
     chosen = some_of("--part", parts, PARTS)
@@ -286,7 +285,7 @@ def kernel_configs(
     repeats: int | None = None,
     seed: int = 0,
 ) -> list[KernelConfig]:
-    """One checked config of ``sdfastgn kernels`` for each dtype of a comma list. Raises OptionError."""
+    """One checked config for each dtype of a comma list. Raises OptionError."""
     chosen = SUITES[one_of("--suite", suite, SUITES)]
     providers = list(chosen.default_names)
     if names is not None:
@@ -307,6 +306,15 @@ def kernel_configs(
     ]
 
 
-def for_dtype(path: Path | None, dtype: str) -> Path | None:
-    """``path`` with the dtype in its name, for one of several files."""
-    return None if path is None else path.with_stem(f"{path.stem}_{dtype}")
+def kernel_places(
+    configs: Sequence[KernelConfig], *, json: Path | None, plot: Path | None
+) -> list[tuple[Path | None, Path | None]]:
+    """Where each config's JSON and picture go: names hold the dtype where there are several."""
+    suite = configs[0].suite
+    unless = "" if suite == INFERENCE else f"only the suite {INFERENCE} has a picture, got {{}} for {suite}"
+    places = []
+    for config in configs:
+        suffix = f"_{config.dtype}" if len(configs) > 1 else ""
+        path, picture = (each and each.with_stem(each.stem + suffix) for each in (json, plot))
+        places.append((json_path("--json", path), png_path("--plot", picture, unless)))
+    return places

@@ -1,4 +1,4 @@
-"""One run of the harness as a user sees it: progress, tables, the gate in words, JSON, exit code."""
+"""One run as a user sees it: progress, tables, the gate in words, JSON, exit code."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def run_bench(
     json: Path | None = None,
     plot: Path | None = None,
 ) -> int:
-    """Measures, prints and writes; returns the exit code: 0, or 1 where an output was wrong or no variant ran at all.
+    """Measures, prints and writes; returns 0, or 1 where an output was wrong or none ran.
 
     The JSON is written after each row, so that a run which is cut off leaves what it has measured.
     """
@@ -102,7 +102,7 @@ def run_bench(
 
 
 def run_kernels(config: KernelConfig, *, json: Path | None = None, plot: Path | None = None) -> int:
-    """Times a suite, prints and writes; returns the exit code: 0, or 1 where an output was wrong or nothing was timed."""
+    """Times a suite, prints and writes; returns 0, or 1 where an output was wrong or none timed."""
     out, suite = console(), SUITES[config.suite]
     where = end_to_end.current_environment(config.torch_device)
     with watched(len(config.shapes) * len(suite.cells_of(config.providers))) as (on_start, on_done):
@@ -140,12 +140,18 @@ def run_kernels(config: KernelConfig, *, json: Path | None = None, plot: Path | 
 
 
 def run_warm_up(config: BenchConfig, new_size: int, *, json: Path | None) -> int:
-    """Times first images, prints and writes; returns the exit code: 0, or 1 where an image was wrong."""
+    """Times first images, prints and writes; returns 0, or 1 where an image was wrong."""
     out = console()
     rows = warm_up.run(config, new_size)
-    what = f"{config.model} pipeline, {config.size}x{config.size}, {config.steps} steps, then {new_size}x{new_size}"
+    what = f"{config.model} pipeline, {config.size}x{config.size}, {config.steps} steps"
     body = [warm_up_tables.cells(row, rows[0]) if row.status == OK else [row.variant] for row in rows]
-    out.print(Blocks(warm_up_tables.HEADERS, body, f"{what}, {config.dtype} on {config.device}"))
+    out.print(
+        Blocks(
+            warm_up_tables.HEADERS,
+            body,
+            f"{what}, then {new_size}x{new_size}, {config.dtype} on {config.device}",
+        )
+    )
     notes = [": ".join(warm_up_tables.cells(row, rows[0])) for row in rows if row.status != OK]
     print_lines(out, [*notes, f"correctness gate, before any time: {workloads.gate_text(config)}"])
     if json is not None:

@@ -1,4 +1,4 @@
-"""The peer stable-fast: whether it can run, and how to run its compiler and its kernel without side effects on others."""
+"""The peer stable-fast: whether it can run, and how it runs without side effects."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _folder() -> Path | None:
 
 
 def _has_extension(folder: Path) -> bool:
-    """Whether the C++ extension is built. Importing sfast without it fails, and says so on standard output."""
+    """Whether the C++ extension is built, without which importing sfast fails."""
     return any(path.suffix in (".so", ".pyd") for path in folder.glob("_C*"))
 
 
@@ -40,11 +40,11 @@ def reason(device: torch.device) -> str | None:
 
 
 def kernel_reason(device: torch.device) -> str | None:
-    """Why stable-fast's Triton kernel cannot run here; None where it can. The kernel does without the C++ extension."""
+    """Why stable-fast's kernel, which needs no extension, cannot run here; None where it can."""
     return _needs_cuda(device) if _folder() else "package sfast (stable-fast) is not installed"
 
 
-# Triton's launch functions as sfast wraps them at import, for the whole process: that would slow everyone's launches.
+# Triton's launch functions as sfast wraps them at import, slowing everyone's launches.
 _wrapped: dict[type, Any] = {}
 
 
@@ -72,7 +72,7 @@ def launch_functions() -> Iterator[None]:
 
 
 def compile_target(target: Any, part: str) -> None:
-    """stable-fast's public compiler on a UNet, a VAE or a pipeline, in place, with its fastest documented settings."""
+    """stable-fast's compiler on a UNet, a VAE or a pipeline, with its fastest settings."""
     compiler = importlib.import_module("sfast.compilers.diffusion_pipeline_compiler")
     config = compiler.CompilationConfig.Default()
     config.enable_xformers = False

@@ -1,4 +1,4 @@
-"""What a person sees of a run: tables that fit any width, lines of text, and what is being measured now."""
+"""What a person sees of a run: tables that fit any width, notes, progress."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from rich.text import Text
 
 # A file or a pipe has no width: wide enough for a table of many columns in one block.
 PIPE_WIDTH = 160
-# Columns of text that a table's frame takes: two spaces and a line for each column, and the line at its end.
+# Characters that a table's frame takes: for each column, and at its end.
 COLUMN_FRAME, TABLE_FRAME = 3, 1
 
 
 def console() -> Console:
-    """Standard output: a terminal, or what ``COLUMNS`` names, as wide as it is, anything else wide enough."""
+    """Standard output, as wide as the terminal or ``COLUMNS``, or wide enough for any table."""
     out = Console(highlight=False)
     return out if out.is_terminal or "COLUMNS" in os.environ else Console(highlight=False, width=PIPE_WIDTH)
 
@@ -68,7 +68,7 @@ class Blocks:
         columns = [[row[i] for row in rows if i < len(row)] for i in range(len(self.header))]
         widths = [max(map(cell_len, column)) for column in columns]
         if _total(widths) > options.max_width:
-            # Text is folded between words, numbers are not, and a single cell wider than a line is folded anywhere.
+            # Text is folded between words, numbers are not, a cell wider than a line anywhere.
             for i, column in enumerate(columns):
                 words = max(map(_longest_word, column if i < self.left else column[:1]))
                 share = options.max_width // (2 * self.left)
@@ -117,10 +117,10 @@ def _progress() -> Progress:
 
 @contextlib.contextmanager
 def watched(total: int) -> Iterator[tuple[Callable[[str], None], Callable[[str], None]]]:
-    """``(on_start, on_done)`` of ``total`` measurements: what runs now and how much is left, and a line for each result.
+    """``(on_start, on_done)`` of ``total`` measurements, for a progress bar and a line each.
 
-    ``on_start`` gets a measurement's name, ``on_done`` its line; an empty one is not shown. Without a terminal there are
-    the lines alone.
+    ``on_start`` gets a measurement's name, ``on_done`` its line; an empty one is not shown. Without
+    a terminal there are the lines alone.
     """
     with _progress() as progress:
         task = progress.add_task("building", total=total)

@@ -1,7 +1,7 @@
-"""Clocks of the harness: one call, many calls, a captured CUDA graph, and microsecond kernels with a hot or a cold L2.
+"""Clocks: one call, many calls, a captured CUDA graph, kernels with a hot or a cold L2.
 
-Times on CUDA come from events, on the CPU from ``time.perf_counter``. A time is the median; its spread is the 10th and
-90th percentile. Nothing here knows a model or a variant.
+Times on CUDA come from events, on the CPU from ``time.perf_counter``. A time is the median; its
+spread is the 10th and 90th percentile. Nothing here knows a model or a variant.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 T = TypeVar("T")
 
-# Bytes that a cold measurement walks through at least: more than twice the L2 of any GPU of 2026 (H200: 60 MB).
+# Least bytes that a cold measurement walks through, several times an H200's L2 of 60 MB.
 COLD_BYTES = 256 * 2**20
 # Input sets of a cold measurement at most: small inputs would need thousands.
 MAX_COLD_SETS = 512
@@ -29,8 +29,8 @@ SPIN_UP_SECONDS = 0.3
 class Timing:
     """Median and spread of repeated calls, milliseconds a call.
 
-    ``peak_mib`` is the highest number of MiB that PyTorch's CUDA allocator held during the calls, weights and inputs
-    included; None on the CPU.
+    ``peak_mib`` is the highest number of MiB that PyTorch's CUDA allocator held during the calls,
+    weights and inputs included; None on the CPU.
     """
 
     median_ms: float
@@ -53,7 +53,7 @@ class Timing:
 def global_switches(
     *, cudnn_benchmark: bool = True, cudnn_tf32: bool = True, matmul_tf32: bool = False
 ) -> Iterator[dict[str, bool]]:
-    """Sets PyTorch's process-wide speed switches for the body, the same for every variant, and puts them back.
+    """Sets PyTorch's process-wide speed switches for the body, and puts them back.
 
     The TF32 defaults are PyTorch's own, made explicit. Yields what is in force, for the record.
     """
@@ -71,7 +71,7 @@ def global_switches(
 
 
 def device_scope(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Makes ``device`` the current CUDA device, which events, streams and graphs belong to; nothing on the CPU."""
+    """Makes ``device`` the current CUDA device; does nothing on the CPU."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
@@ -81,7 +81,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def spin_up(device: torch.device) -> None:
-    """Creates the CUDA context, loads cuBLAS and cuDNN, raises the clocks: no variant pays for being the first."""
+    """Loads CUDA's libraries and raises the clocks: no variant pays for being the first."""
     if device.type != "cuda":
         return
     a = torch.randn(2048, 2048, device=device, dtype=torch.float16)
@@ -105,7 +105,7 @@ def time_once(fn: Callable[[], T], device: torch.device) -> tuple[float, T]:
 
 
 def _event_samples(fn: Callable[[], object], repeats: int) -> list[float]:
-    # The calls are not synchronized with each other, as in a denoising loop: a GPU that waits for the CPU shows.
+    # Not synchronized, as in a denoising loop: a GPU that waits for the CPU shows.
     pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
     for start, end in pairs:
         start.record()
@@ -143,13 +143,13 @@ def capture_graph(fn: Callable[[], T], *, warmup: int = 3) -> tuple[Callable[[],
         The replay function, and the captured call's result: each replay writes its values anew.
 
     Raises:
-        RuntimeError: the call cannot be captured (it synchronises, allocates through another allocator, uses the
-            default stream).
+        RuntimeError: the call cannot be captured (it synchronizes, allocates through another
+            allocator, uses the default stream).
     """
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    # Lazy initialisation and autotuning are not allowed under capture, and happen once a stream.
+    # Lazy initialization and autotuning are not allowed under capture, and happen once a stream.
     with torch.cuda.stream(side):
         for _ in range(warmup):
             fn()
@@ -162,12 +162,12 @@ def capture_graph(fn: Callable[[], T], *, warmup: int = 3) -> tuple[Callable[[],
 
 
 def cold_sets(bytes_a_call: int) -> int:
-    """How many input sets make every call find L2 cold, where one call touches ``bytes_a_call`` bytes."""
+    """How many input sets make every call, of ``bytes_a_call`` bytes, find L2 cold."""
     return max(2, min(MAX_COLD_SETS, -(-COLD_BYTES // max(1, bytes_a_call))))
 
 
 def _rotate(fn: Callable[[T], object], inputs: Sequence[T], calls: int) -> list[object]:
-    # The outputs of a round stay alive: freed at once, every call would write to the same, hot, memory.
+    # A round's outputs stay alive: freed at once, all calls would write to hot memory.
     outputs: list[object] = [None] * len(inputs)
     for call in range(calls):
         slot = call % len(inputs)
@@ -187,10 +187,10 @@ def time_kernel(
 ) -> float:
     """Microseconds of one call of ``fn``, median over ``repeats`` rounds of many calls each.
 
-    On CUDA the calls of a round are one CUDA graph, so the time holds no launch cost of the CPU. Hot: every call gets
-    ``inputs[0]`` and reuses one output. Cold: the calls rotate among all ``inputs`` (:func:`cold_sets` says how many it
-    takes), each with an output of its own. On the CPU a round is a loop on the wall clock, and ``cold`` only rotates
-    the inputs.
+    On CUDA the calls of a round are one CUDA graph, so the time holds no launch cost of the CPU.
+    Hot: every call gets ``inputs[0]`` and reuses one output. Cold: the calls rotate among all
+    ``inputs`` (:func:`cold_sets` says how many it takes), each with an output of its own. On the
+    CPU a round is a loop on the wall clock, and ``cold`` only rotates the inputs.
 
     Raises:
         ValueError: no inputs, or ``calls`` or ``repeats`` is not positive.
@@ -217,7 +217,7 @@ def time_kernel(
 
 
 def time_host(fn: Callable[[], object], device: torch.device, *, calls: int = 100, repeats: int = 9) -> float:
-    """Microseconds of CPU time of one call of ``fn``, median over bursts of ``calls`` that the CUDA device may lag behind."""
+    """Microseconds of CPU time of one call of ``fn``, median over bursts of ``calls``."""
     with device_scope(device):
         samples = []
         for _ in range(repeats + 1):

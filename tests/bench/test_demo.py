@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import io
 
+import pytest
 from PIL import Image
 from rich.console import Console
 
 import sdfastgn
 from sdfastgn.bench import demo
+
+
+@pytest.fixture(autouse=True)
+def smaller(monkeypatch):
+    monkeypatch.setattr(demo, "SIZE", 64)
+    monkeypatch.setattr(demo, "STEPS", 1)
 
 
 def run(tmp_path) -> tuple[int, str]:
@@ -21,7 +28,7 @@ def test_it_shows_the_main_job(tmp_path):
     assert code == 0
     for expected in ("same image", "bit-identical", "resnet_block", "transformer_2d", "conv_norm_out"):
         assert expected in text
-    assert all(Image.open(tmp_path / name).size == (384, 384) for name in ("stock.png", "optimized.png"))
+    assert all(Image.open(tmp_path / name).size == (192, 192) for name in ("stock.png", "optimized.png"))
 
 
 def test_it_fails_when_restore_does_nothing(tmp_path, monkeypatch):

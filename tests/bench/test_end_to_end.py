@@ -1,4 +1,4 @@
-"""The harness on tiny models on the CPU: rows, references, environment; above all, no time without a correct output."""
+"""The harness on the CPU: rows, references, and no time without a correct output."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from sdfastgn.bench.models.run import Row
 from sdfastgn.bench.models.variants import PARTS, VARIANTS, Variant
 from sdfastgn.bench.models.workload import BenchConfig, Workload
 from sdfastgn.bench.tables.end_to_end import end_to_end_table, row_notes
+from tests.bench.cases import SMALL, broken_variant, failing, scaled
 
 TIMES = ("ready_s", "median_ms", "p10_ms", "p90_ms", "graph_ms", "its", "peak_mib")
 
@@ -34,25 +35,6 @@ def config(part: str, **changes: Any) -> BenchConfig:
 
 def times_of(row: Row) -> list[Any]:
     return [getattr(row, name) for name in TIMES]
-
-
-def broken_variant(how: str) -> Variant:
-    """A variant that is fast and wrong, or that raises."""
-
-    @contextlib.contextmanager
-    def applied(target: Any, part: str) -> Iterator[None]:
-        if how == "raises":
-            raise RuntimeError("no such\nkernel")
-        factor = {"wrong": 1.5, "not_finite": math.nan}[how]
-        handle = target.register_forward_hook(lambda module, args, output: output * factor)
-        yield
-        handle.remove()
-
-    return Variant("broken", "broken", lambda device: None, applied)
-
-
-MODEL, X = torch.nn.Conv2d(3, 3, 1), torch.randn(1, 3, 4, 4)
-SMALL = Workload(MODEL, lambda: MODEL(X), None)
 
 
 # ---- rows
@@ -108,15 +90,15 @@ def test_pipeline_rows_have_images() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "status", "words"),
+    ("broken", "status", "words"),
     [
-        pytest.param("wrong", WRONG, "is above 0.001", id="wrong"),
-        pytest.param("not_finite", WRONG, "relative error nan", id="not-finite"),
-        pytest.param("raises", FAILED, "RuntimeError: no such", id="raises"),
+        pytest.param(scaled(1.5), WRONG, "is above 0.001", id="wrong"),
+        pytest.param(scaled(math.nan), WRONG, "relative error nan", id="not-finite"),
+        pytest.param(broken_variant(failing), FAILED, "RuntimeError: no such", id="raises"),
     ],
 )
-def test_a_red_gate_gives_no_time(how: str, status: str, words: str) -> None:
-    variants = [VARIANTS["eager"], broken_variant(how), VARIANTS["channels_last"]]
+def test_a_red_gate_gives_no_time(broken: Variant, status: str, words: str) -> None:
+    variants = [VARIANTS["eager"], broken, VARIANTS["channels_last"]]
     rows = end_to_end.run(config("unet"), variants, workload=SMALL)
     # The next variant starts from the stock model.
     assert [row.status for row in rows] == [OK, status, OK]
@@ -222,7 +204,7 @@ def test_a_run_that_is_cut_off_has_told_and_written_what_it_has_measured(
     path = tmp_path / "out.json"
     stop = Variant("stop", "stop", lambda device: None, applied)
     with pytest.raises(KeyboardInterrupt):
-        session.run_bench([config("vae")], [VARIANTS["eager"], stop, VARIANTS["sdfastgn"]], json=path)
+        session.run_bench([config("vae")], [VARIANTS["eager"], stop, VARIANTS["channels_last"]], json=path)
     rows = json.loads(path.read_text())["rows"]
     assert [(row["variant"], row["status"]) for row in rows] == [("eager", OK)]
     # Without a terminal there are plain lines.

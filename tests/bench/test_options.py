@@ -1,4 +1,4 @@
-"""Options checked before any work: above all, places that can be written later, of which the check leaves no trace."""
+"""Options are checked before any work; a try at writing leaves no trace."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def compiled(call: Call) -> Call:
 
 
 def inductor(call: Call, name: str = "inductor", *, channels_last: bool = True) -> Provider:
-    """``call`` under torch.compile, run only where it is named: a compilation takes seconds a shape."""
+    """``call`` under torch.compile. It runs only where it is named: compiling takes seconds."""
 
     def build(*operands: Tensor) -> Call:
         import torch._functorch.config as config
@@ -34,7 +34,7 @@ def inductor(call: Call, name: str = "inductor", *, channels_last: bool = True) 
         ready = compiled(call)
 
         def run(*tensors: Tensor) -> Any:
-            # A backward that is timed alone runs many times over one forward, whose saved tensors must survive it.
+            # A backward that is timed alone needs its forward's saved tensors many times.
             with config.patch(donated_buffer=False):
                 return ready(*tensors)
 

@@ -1,4 +1,4 @@
-"""What the rows of a suite say: ratios, the best peer, cells in which a peer is faster, geometric means."""
+"""What the rows of a suite say: ratios, the best peer, lost cells, geometric means."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Line = dict[str, KernelRow]
 
 
 def lines(rows: Iterable[KernelRow]) -> dict[tuple[Shape, str], Line]:
-    """Rows of each shape and task by provider. The copy is in every line of its shape and has none of its own."""
+    """Rows of each shape and task by provider, the copy of the shape among them."""
     rows = list(rows)
     copies = {row.shape: row for row in rows if row.provider == COPY}
     found: dict[tuple[Shape, str], Line] = {}
@@ -39,7 +39,7 @@ def ratio(line: Line, name: str, over: str | None, *, cold: bool = False) -> flo
 
 
 def best_peer(line: Line, *, cold: bool = False) -> str | None:
-    """The fastest correct provider that is neither the copy nor ours, quoted ones too; None where there is none."""
+    """The fastest correct provider that is neither the copy nor ours; None where there is none."""
     peers = [
         row
         for name, row in line.items()
@@ -50,7 +50,7 @@ def best_peer(line: Line, *, cold: bool = False) -> str | None:
 
 
 def is_lost(line: Line, name: str, *, cold: bool = False) -> bool:
-    """Whether a peer is faster than our ``name``, or has a time where that was measured and has none."""
+    """Whether a peer is faster than our ``name``, or is alone in having a time."""
     peer = best_peer(line, cold=cold)
     if peer is None or name not in line:
         return False
@@ -59,7 +59,7 @@ def is_lost(line: Line, name: str, *, cold: bool = False) -> bool:
 
 
 def means(suite: Suite, rows: Iterable[KernelRow], over: str) -> dict[str, dict[str, dict[str, Any]]]:
-    """Geometric means of time over that of ``over``, by set of shapes, task and provider, with the number of shapes."""
+    """Geometric means of time over that of ``over``, by set of shapes, task and provider."""
     by_line = lines(rows)
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for set_name, shapes in suite.shape_sets.items():
@@ -77,7 +77,7 @@ def means(suite: Suite, rows: Iterable[KernelRow], over: str) -> dict[str, dict[
 
 
 def extra_ratios(suite: Suite, rows: Iterable[KernelRow]) -> dict[str, dict[Shape, tuple[float, float]]]:
-    """Time over that of the plain op, hot and cold, of each of the suite's extras, by provider and shape."""
+    """Time of each extra over its plain op's, hot and cold, by provider and shape."""
     found: dict[str, dict[Shape, tuple[float, float]]] = {}
     for (shape, task), line in lines(rows).items():
         for operation in suite.extras:

@@ -1,4 +1,4 @@
-"""Times suites: each provider in each task on each shape, checked against fp64 first, with a hot and with a cold L2."""
+"""Times suites with a hot and a cold L2. Every output is checked against fp64 first."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ CPU_CALLS = CPU_REPEATS = 3
 
 @dataclass
 class _Inputs:
-    """What one call gets. ``recorded``: leaves and outputs of forwards whose backwards are timed alone, by CUDA stream."""
+    """What one call gets, and by CUDA stream the forwards whose backwards are timed alone."""
 
     operands: Tensors
     grads: Tensors = ()
@@ -64,8 +64,8 @@ def _tuple(outputs: Any) -> Tensors:
 def _record(call: Call, operands: Tensors) -> tuple[Tensors, Tensors]:
     """Leaves and outputs of a forward that autograd records.
 
-    The leaves are new at each call: autograd remembers the stream on which a leaf was first used, and a leaf of the
-    warm-up, on another stream, would break the capture of a CUDA graph.
+    The leaves are new at each call: autograd remembers the stream on which a leaf was first used,
+    and a leaf of the warm-up, on another stream, would break the capture of a CUDA graph.
     """
     leaves = tuple(t.detach().requires_grad_() for t in operands)
     with torch.enable_grad():
@@ -86,7 +86,7 @@ def _gradients(call: Call, inputs: _Inputs) -> Tensors:
 
 
 def _backward(call: Call, inputs: _Inputs) -> Tensors:
-    # A backward runs on the stream of its forward, so the capture needs one recorded on the capturing stream.
+    # A backward runs on its forward's stream, so a capture needs one of its own stream.
     stream = torch.cuda.current_stream().cuda_stream if inputs.operands[0].is_cuda else 0
     if stream not in inputs.recorded:
         inputs.recorded[stream] = _record(call, inputs.operands)
@@ -108,7 +108,7 @@ def _laid_out(t: Tensor, channels_last: bool) -> Tensor:
 
 
 class _Case:
-    """One operation on one shape: operands, gradients of the outputs, and the fp64 truth of outputs and gradients."""
+    """One operation on one shape: operands, gradients of the outputs, and the fp64 truth."""
 
     def __init__(self, operation: Operation, shape: Shape, config: KernelConfig) -> None:
         device, dtype = config.torch_device, DTYPES[config.dtype]
@@ -148,7 +148,7 @@ class _Case:
         return dict(zip((*names, *self._gradient_names), (*outputs, *timed), strict=True))
 
     def _judge(self, row: KernelRow, outputs: dict[str, Tensor]) -> bool:
-        """Whether every output is within its bound of the fp64 truth; ``row`` gets the errors, and why not."""
+        """Whether every output is within its bound; ``row`` gets the errors, and why not."""
         errors = {name: relative_error(output, self._truth[name]) for name, output in outputs.items()}
         row.errors = {name: error for name, error in errors.items() if math.isfinite(error)}
         row.error = max(errors.values()) if len(row.errors) == len(errors) else None
@@ -213,12 +213,13 @@ def _unavailable(provider: Provider, shape: Shape, config: KernelConfig) -> str 
 
 @contextlib.contextmanager
 def _measuring(device: torch.device) -> Iterator[None]:
-    """What holds for a whole run: the device, the global switches, no gradients, cheap garbage collections."""
+    """What holds for a whole run: device, switches, no gradients, cheap collections."""
     with timing.device_scope(device), timing.global_switches(), torch.no_grad():
         timing.spin_up(device)
-        # Every graph capture collects garbage, which takes a third of a second once PyTorch's modules are loaded.
-        gc.collect()
-        gc.freeze()
+        if device.type == "cuda":
+            # A graph capture collects garbage, a third of a second with PyTorch's modules.
+            gc.collect()
+            gc.freeze()
         try:
             yield
         finally:
@@ -234,14 +235,14 @@ def run(
 ) -> list[KernelRow]:
     """Times every provider of the config in every task of the suite on every shape.
 
-    The copy is measured first, also where the config does not name it: ratios need it. ``on_cell`` is called before
-    each cell is measured, ``on_row`` with what came of it, before the ratios are known.
+    The copy is measured first, also where the config does not name it: ratios need it. ``on_cell``
+    is called before each cell is measured, ``on_row`` with what came of it, before the ratios are
+    known.
     """
     rows: list[KernelRow] = []
     with _measuring(config.torch_device):
         for shape in config.shapes:
-            # One operation's data at a time, made for the first provider that can run.
-            case = functools.lru_cache(maxsize=1)(lambda operation, at=shape: _Case(operation, at, config))
+            cases: dict[Operation, _Case] = {}
             for operation, provider, what in suite.cells_of(config.providers):
                 on_cell(shape, provider.name)
                 row = KernelRow(shape, provider.name, OK, task=operation.label(what))
@@ -250,12 +251,15 @@ def run(
                     row.status, row.reason = UNAVAILABLE, reason
                 else:
                     try:
-                        case(operation).measure(row, provider, what, suite, config)
+                        if operation not in cases:
+                            cases.clear()  # one operation's data at a time
+                            cases[operation] = _Case(operation, shape, config)
+                        cases[operation].measure(row, provider, what, suite, config)
                     except Exception as error:  # a provider that breaks on a shape is a row of the table
                         row.status, row.reason = FAILED, one_line(error)
                 rows.append(row)
                 on_row(row)
-            del case
+            cases.clear()
             if config.torch_device.type == "cuda":
                 torch.cuda.empty_cache()
     _add_ratios(rows)

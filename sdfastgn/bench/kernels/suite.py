@@ -1,7 +1,8 @@
-"""What a suite of kernel benchmarks consists of: operations, the providers that compute them, shapes, configs and rows.
+"""What a suite of kernel benchmarks consists of: operations, providers, shapes, rows.
 
-The suites themselves are in ``suites.py``. GB/s and the ideal ratio to the copy count the tensors of the image's size that a
-pass has to move: a forward two (x and y), a backward three (x, dy and dx), both together five.
+The suites themselves are in ``suites.py``. GB/s and the ideal ratio to the copy count the tensors
+of the image's size that a pass has to move: a forward two (x and y), a backward three (x, dy and
+dx), both together five.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ INFERENCE = "inference"
 # The status of a time that someone else published.
 QUOTED = "quoted"
 
-# What is timed of an operation. A forward may save more, or take another way, where autograd records it.
+# What is timed of an operation. A forward may save more where autograd records it.
 FORWARD, TRAINING, BACKWARD, BOTH = "forward", "forward in training", "backward", "forward + backward"
 DIFFERENTIATED = (BACKWARD, BOTH)
 
-# Largest relative error of an output against fp64. One rounding costs 3e-4 in fp16 and 2e-3 in bf16; fp16 statistics,
-# as stable-fast's, the same again.
+# Largest relative error of an output against fp64. One rounding costs 3e-4 in fp16 and 2e-3 in
+# bf16; fp16 statistics, as stable-fast's, the same again.
 ERROR_BOUNDS = {"fp16": 5e-3, "bf16": 4e-2, "fp32": 1e-4}
-# The same of a gradient, which sees two roundings more: eager keeps mean, rstd and the activation's argument in the
-# input's dtype. Gradients of weight and bias are sums of up to 10^7 terms in fp32.
+# The same of a gradient, which sees two roundings more: eager keeps mean, rstd and the activation's
+# argument in the input's dtype. Gradients of weight and bias are sums of up to 10^7 terms in fp32.
 GRADIENT_BOUNDS = {"fp16": 1e-2, "bf16": 8e-2, "fp32": 1e-3}
 
 
@@ -47,7 +48,7 @@ class Provider:
 
     Attributes:
         name: what the command line, the JSON and the tables call it.
-        build: takes the operation's operands; returns a call that takes such operands and returns its outputs.
+        build: takes the operation's operands; returns a call of such operands.
         reason: None where it can run on the device, else why not, in one line.
         channels_last: the layout of the operands that it is given.
         by_default: run where the user names no providers.
@@ -65,7 +66,7 @@ class Operation:
     """What several providers compute.
 
     Attributes:
-        sizes: of the operands by name, in the order in which a call takes them, for a shape of the suite.
+        sizes: of the operands by name, in a call's order, for a shape of the suite.
         reference: the same in plain PyTorch, for operands of any dtype.
         providers: its implementations.
         passes: what is timed of it.
@@ -104,7 +105,7 @@ class Suite:
         shape_sets: names that ``--shapes`` knows, ``all`` among them.
         operations: what providers compete in. A copy of the first operand is timed beside them.
         baseline: the provider that speed-ups are over.
-        extras: operations that compete with no peer, shown beside their ``baseline`` in a table of their own.
+        extras: operations without a peer, shown beside their ``baseline`` in another table.
         dtype: where the user names none.
         fits: whether a shape with the right number of axes can be run.
         rule: what ``fits`` asks for, in words; empty where every shape can be run.
@@ -175,7 +176,7 @@ class Suite:
         return ", ".join([f"{ERROR_BOUNDS[dtype]:g}", *own])
 
     def cells_of(self, names: Iterable[str]) -> list[tuple[Operation, Provider, str]]:
-        """What is measured on each shape: operation, provider, pass. The copy comes first, named or not."""
+        """What is measured on each shape. The copy comes first, named or not."""
         chosen = {COPY, *names}
         return [
             (operation, provider, what)
@@ -188,7 +189,7 @@ class Suite:
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """What to time. On the CPU only where ``wall_clock`` says that launch cost and caches may be in the times."""
+    """What to time. On a CPU only with ``wall_clock``: launch cost and caches are in the times."""
 
     suite: str
     shapes: tuple[Shape, ...]
@@ -206,12 +207,12 @@ class KernelConfig:
 
 @dataclass
 class KernelRow:
-    """One provider in one task on one shape. Times are None unless ``status`` is ``"ok"`` or ``"quoted"``.
+    """One provider in one task on one shape, with times if ``status`` is ok or quoted.
 
     Attributes:
-        hot_us, cold_us: microseconds of a call that finds its operands in L2, and of one that does not.
+        hot_us, cold_us: microseconds of a call with its operands in L2, and without.
         hot_ratio, cold_ratio: the same over the copy's.
-        error: the largest of ``errors``, which has one for each output and gradient; None where one is not finite.
+        error: the largest of ``errors``; None where one is not finite.
         cpu_us: what a call costs the CPU, where the suite times that and there is a GPU.
     """
 
@@ -235,7 +236,7 @@ class KernelRow:
 
 
 def rows_of(suite: Suite, content: Mapping[str, Any]) -> list[KernelRow]:
-    """The rows of a run's JSON. Those of old or quoted runs name no task, and their provider says it."""
+    """The rows of a run's JSON. In old or quoted ones the provider tells the task."""
     tasks = {
         provider.name: op.label(op.passes[0])
         for op in (*suite.operations, suite.copy, *suite.extras)

@@ -1,4 +1,4 @@
-"""The suites of ``sdfastgn kernels``, one entry of ``SUITES`` each, and their providers, one entry of an operation each."""
+"""The suites of ``sdfastgn kernels``, each an entry of ``SUITES``, and their providers."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _divisible(shape: Shape) -> bool:
     return shape[1] % GROUPS == 0
 
 
-# Inputs of GroupNorms in the UNets of SD1.5 at 512^2 and SDXL at 1024^2 with guidance, and in the VAE's deeper blocks.
+# Of the UNets of SD1.5 at 512^2 and SDXL at 1024^2 with guidance, and of the VAE's depth.
 _UNET: tuple[Shape, ...] = (
     *((2, C, 8, 8) for C in (1280, 2560)),
     *((2, C, 16, 16) for C in (1280, 1920, 2560)),
@@ -101,6 +101,12 @@ _LARGE: tuple[Shape, ...] = ((1, 256, 512, 512), (1, 512, 512, 512), (1, 128, 10
 _GROUP_NORM_SHAPES = {"unet": _UNET, "large": _LARGE, "all": _UNET + _LARGE}
 _DIVISIBLE = f"with C divisible by {GROUPS}"
 
+
+def _rivals(reference: Call, ours: Call) -> tuple[Provider, ...]:
+    """Eager PyTorch on both layouts, ours, and torch.compile."""
+    return (*both_layouts("eager", reference), Provider("sdfastgn", fixed(ours)), inductor(reference))
+
+
 _INFERENCE = Suite(
     name=INFERENCE,
     title=f"GroupNorm({GROUPS}) + SiLU",
@@ -111,9 +117,7 @@ _INFERENCE = Suite(
             _group_norm_sizes,
             _group_norm_silu,
             (
-                *both_layouts("eager", _group_norm_silu),
-                Provider("sdfastgn", fixed(_our_group_norm_silu)),
-                inductor(_group_norm_silu),
+                *_rivals(_group_norm_silu, _our_group_norm_silu),
                 # Last, because its import touches Triton.
                 Provider("stable_fast", _stable_fast, stable_fast.kernel_reason),
             ),
@@ -167,11 +171,7 @@ _TRAINING = Suite(
         Operation(
             _group_norm_sizes,
             _group_norm_silu,
-            (
-                *both_layouts("eager", _group_norm_silu),
-                Provider("sdfastgn", fixed(_our_group_norm_silu)),
-                inductor(_group_norm_silu),
-            ),
+            _rivals(_group_norm_silu, _our_group_norm_silu),
             (TRAINING, BOTH),
         ),
     ),
@@ -350,22 +350,14 @@ _UPSAMPLE = Suite(
         Operation(
             lambda shape: {"x": shape},
             _upsample,
-            (
-                *both_layouts("eager", _upsample),
-                Provider("sdfastgn", fixed(upsample_nearest_2x)),
-                inductor(_upsample),
-            ),
+            _rivals(_upsample, upsample_nearest_2x),
             task="upsample",
             tensors=5,
         ),
         Operation(
             _conv_sizes,
             _upsample_conv,
-            (
-                *both_layouts("eager", _upsample_conv),
-                Provider("sdfastgn", fixed(upsample_conv2d)),
-                inductor(_upsample_conv),
-            ),
+            _rivals(_upsample_conv, upsample_conv2d),
             task="upsample + conv",
             tensors=5,
             # Convolutions of fp32 run in TF32, whose mantissa is that of fp16.

@@ -1,7 +1,8 @@
-"""The networks of ``configurations.py``, built with random weights, their inputs, and what a saved configuration is.
+"""The networks of ``configurations.py`` with random weights, and their inputs.
 
-No pretrained weights are needed to time a network. Weights are drawn so that activations stay of order one (normal with variance
-1 / fan_in; norms with a random affine, so that a forgotten weight or bias shows), which keeps every output finite in fp16.
+No pretrained weights are needed to time a network. Weights are drawn so that activations stay of
+order one (normal with variance 1 / fan_in; norms with a random affine, so that a forgotten weight
+or bias shows), which keeps every output finite in fp16.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ def check_model(call: str, model: str) -> None:
 
 
 def check_size(call: str, size: int, scale: int = 8) -> None:
-    """Raise ValueError in the name of ``call`` unless ``size`` pixels are a positive multiple of ``scale``."""
+    """Raise ValueError in the name of ``call`` unless ``size`` is a positive multiple of ``scale``."""
     if size <= 0 or size % scale:
         raise ValueError(f"{call}: size={size} must be a positive multiple of {scale}")
 
 
 def load_unet_config(weights: str) -> dict[str, Any]:
-    """The UNet's configuration in a pipeline's folder or repository, defaults left out, without its weights.
+    """The UNet's configuration in a pipeline's folder or repository, without defaults.
 
     Raises ValueError, in the name of no call, where there is none.
     """
@@ -77,12 +78,12 @@ def unet_reason(config: Mapping[str, Any]) -> str:
 
 
 def latent_scale(vae: Mapping[str, Any] | None) -> int:
-    """Pixels on a side for one latent, of a VAE's configuration; 1 without a VAE, where the UNet works on pixels."""
+    """Pixels on a side of a latent; 1 without a VAE, where the UNet works on pixels."""
     return 1 if vae is None else 2 ** (len(vae.get("block_out_channels", VAE["block_out_channels"])) - 1)
 
 
 def unet_difference(config: Mapping[str, Any], model: str) -> str:
-    """What first sets a UNet of ``config`` apart from that of ``model``; empty for the same blocks, whatever the weights.
+    """What first sets a UNet of ``config`` apart from that of ``model``; empty for the same blocks.
 
     Sizes of images and channels of the input, of which inpainting has more, are no part of it.
     """
@@ -114,7 +115,7 @@ def _entry(config: Mapping[str, Any], key: str) -> Any:
 def build_unet(
     model: str, dtype: torch.dtype, device: torch.device | str, *, seed: int = 0
 ) -> UNet2DConditionModel:
-    """The UNet of ``model`` in eval mode with random weights; the same ones for the same seed, dtype and device.
+    """The UNet of ``model`` in eval mode, with random weights drawn from ``seed``.
 
     Raises ValueError for an unknown model.
     """
@@ -125,7 +126,7 @@ def build_unet(
 
 
 def build_vae(model: str, dtype: torch.dtype, device: torch.device | str, *, seed: int = 0) -> AutoencoderKL:
-    """The VAE of ``model`` in eval mode with random weights, without SDXL's upcast to fp32, as SDXL's fp16 VAE has it.
+    """The VAE of ``model`` in eval mode with random weights, without SDXL's upcast to fp32.
 
     Raises ValueError for an unknown model.
     """
@@ -138,7 +139,7 @@ def build_vae(model: str, dtype: torch.dtype, device: torch.device | str, *, see
 def build_controlnet(
     model: str, dtype: torch.dtype, device: torch.device | str, *, seed: int = 0
 ) -> ControlNetModel:
-    """A ControlNet for the UNet of ``model``, in eval mode with random weights. Raises ValueError for an unknown model."""
+    """A ControlNet for the UNet of ``model``. Raises ValueError for an unknown model."""
     from diffusers import ControlNetModel
 
     check_model("build_controlnet", model)
@@ -158,10 +159,11 @@ def unet_inputs(
     seed: int,
     scale: int = 8,
 ) -> dict[str, Any]:
-    """Keyword arguments of one UNet step: latents, timestep, 77 text tokens, and the embeddings that its configuration asks for.
+    """Keyword arguments of one UNet step, with the embeddings that its configuration asks for.
 
-    ``model`` is a name or the configuration of a UNet that was loaded; ``size`` in pixels of the square image, of which a latent has
-    ``scale`` on a side. Raises ValueError for an unknown model or a size that is not a multiple of ``scale``.
+    ``model`` is a name or the configuration of a UNet that was loaded; ``size`` in pixels of the
+    square image, of which a latent has ``scale`` on a side. Raises ValueError for an unknown model
+    or a size that is not a multiple of ``scale``.
     """
     if isinstance(model, str):
         check_model("unet_inputs", model)
@@ -199,7 +201,7 @@ def vae_latents(
     device: torch.device | str,
     seed: int,
 ) -> Tensor:
-    """Latents for one decode to ``size`` pixels square by a VAE of this name or configuration. Errors: ``unet_inputs``."""
+    """Latents for one decode to ``size`` pixels square. Raises as :func:`unet_inputs`."""
     if isinstance(model, str):
         check_model("vae_latents", model)
     config = VAES[model] if isinstance(model, str) else model
@@ -217,7 +219,7 @@ def _randn(*shape: int, dtype: torch.dtype, device: torch.device | str, seed: in
 def _build(
     cls: Any, config: dict[str, Any], dtype: torch.dtype, device: torch.device | str, seed: int
 ) -> Any:
-    # By way of the meta device: initialising 2.6 billion parameters on the CPU would take minutes.
+    # By way of the meta device: initializing 2.6 billion parameters on the CPU would take minutes.
     with torch.device("meta"):
         model = cls(**config)
     nn.Module.to(
@@ -229,7 +231,8 @@ def _build(
 
 
 def randomise(module: nn.Module, seed: int) -> Any:
-    """Random weights in place, in the parameters' own dtype and on their device; returns ``module``."""
+    """Random weights in place, in the parameters' own dtype and on their device; returns
+    ``module``."""
     norms = {
         id(p) for m in module.modules() if isinstance(m, (nn.GroupNorm, nn.LayerNorm)) for p in [m.weight]
     }

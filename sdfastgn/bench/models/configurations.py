@@ -1,7 +1,8 @@
-"""The architectures that are timed, written down once, by the name of the model. Importable without torch.
+"""The architectures that are timed, by the name of the model. Importable without torch.
 
-Source: the public model configurations of runwayml/stable-diffusion-v1-5 and stabilityai/stable-diffusion-xl-base-1.0.
-``tiny`` and ``tiny_xl`` have the same kinds of blocks at a size for tests, with channels per group that are no power of two.
+Source: the public model configurations of runwayml/stable-diffusion-v1-5 and
+stabilityai/stable-diffusion-xl-base-1.0. ``tiny`` and ``tiny_xl`` have the same kinds of blocks at
+a size for tests, with channels per group that are no power of two.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whole pipelines for the benchmark: built offline from configuration, or loaded from a path or the Hub."""
+"""Whole pipelines: built offline from configuration, or loaded from a path or the Hub."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from sdfastgn.bench.models import architectures, configurations
 
 
 def build_pipeline(model: str, *, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> Any:
-    """A complete text-to-image pipeline of ``model`` with random weights, built without any download.
+    """A complete text-to-image pipeline of ``model`` with random weights, built without any
+    download.
 
-    Every component has its real architecture; only the tokenizer's vocabulary is made up (single bytes), so that prompts cost the
-    real 77 tokens. It can be saved and loaded again. Raises ValueError for an unknown model.
+    Every component has its real architecture; only the tokenizer's vocabulary is made up (single
+    bytes), so that prompts cost the real 77 tokens. It can be saved and loaded again. Raises
+    ValueError for an unknown model.
     """
     architectures.check_model("build_pipeline", model)
     scheduler, options = configurations.SCHEDULERS[model]
@@ -48,11 +50,11 @@ def load_pipeline(weights: str, model: str | None, dtype: torch.dtype, device: t
     """The pipeline that ``weights`` names, on ``device`` in ``dtype``.
 
     Args:
-        weights: ``random`` (then ``model`` is built from configuration), a folder that ``save_pretrained`` wrote, or a Hub id.
+        weights: ``random``, a folder that ``save_pretrained`` wrote, or a Hub id.
         model: a name of ``architectures.MODELS``; only used with ``random``.
 
     Raises:
-        ValueError: ``random`` without a known model; or what ``weights`` names cannot be loaded, with diffusers' own words.
+        ValueError: an unknown model, or weights that cannot be loaded, in diffusers' words.
     """
     if weights == "random":
         return build_pipeline(model or "", dtype=dtype, device=device)
@@ -68,7 +70,7 @@ def load_pipeline(weights: str, model: str | None, dtype: torch.dtype, device: t
 
 
 def build_tokenizer() -> CLIPTokenizer:
-    """A CLIP tokenizer whose vocabulary is the 256 bytes, inside and at the end of a word, and the two special tokens."""
+    """A CLIP tokenizer of the 256 bytes, inside and at the end of a word, and two special tokens."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in printable]
     # CLIP's byte-level alphabet: bytes that do not print stand at 256 and after.
@@ -81,7 +83,7 @@ def _text_encoder(
     cls: Any, config: dict[str, Any], dtype: torch.dtype, device: torch.device | str, seed: int
 ) -> CLIPTextModel:
     tokens = {"bos_token_id": 512, "eos_token_id": 513, "pad_token_id": 513}
-    # Built where it will run: unlike the other components it has buffers, which the meta device would leave empty.
+    # Built where it runs: the meta device would leave its buffers empty.
     with torch.device(device):
         encoder = cls(CLIPTextConfig(**config, **tokens))
     return architectures.randomise(encoder.to(dtype), seed).eval()

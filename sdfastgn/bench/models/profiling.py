@@ -1,14 +1,17 @@
-"""Where one call's time goes: kernels recorded by torch's profiler (CUPTI), summed by category, and the gaps between them.
+"""Where one call's time goes: recorded kernels by category, and the gaps between them.
 
-A breakdown takes two recordings. The first, of the plain call with its operators, tells which operator launches the kernels of each
-name; recording operators makes the CPU slow, so that its gaps mean nothing. The second, of the device alone, is what is shown: of
-the CUDA graph's replay where the call could be captured, else of the plain call. A replay knows no operators; it runs the kernels of
-the plain call, so what the first recording told of a name holds there too. Names that it never saw speak for themselves.
+A breakdown takes two recordings. The first, of the plain call with its operators, tells which
+operator launches the kernels of each name; recording operators makes the CPU slow, so that its gaps
+mean nothing. The second, of the device alone, is what is shown: of the CUDA graph's replay where
+the call could be captured, else of the plain call. A replay knows no operators; it runs the kernels
+of the plain call, so what the first recording told of a name holds there too. Names that it never
+saw speak for themselves.
 
-Categories and launch gaps add up to the time from the start of the first kernel to the end of the last. Where two kernels run at once
-(two streams, programmatic dependent launch) the time that they share is that of the one that started first.
+Categories and launch gaps add up to the time from the start of the first kernel to the end of the
+last. Where two kernels run at once (two streams, programmatic dependent launch) the time that they
+share is that of the one that started first.
 
-On the CPU it is the operators' own time, and the gaps are the time between operators, which Python takes.
+On the CPU it is the operators' own time, and the gaps are Python's.
 """
 
 from __future__ import annotations
@@ -49,16 +52,16 @@ class Breakdown:
     """One call by category, in milliseconds.
 
     Attributes:
-        source: what was recorded: ``"replay"`` (of a CUDA graph), ``"call"`` or, without a GPU, ``"CPU operators"``.
-        categories: by the names in ``kernel_categories.CATEGORIES`` and ``"launch gaps"``; they add up to ``total_ms``.
-        total_ms: from the start of the first kernel to the end of the last, while the profiler records.
+        source: what was recorded: ``"replay"``, ``"call"`` or ``"CPU operators"``.
+        categories: ``CATEGORIES`` and ``"launch gaps"``; they add up to ``total_ms``.
+        total_ms: from the first kernel's start to the last one's end, while recorded.
         timed_ms: the same call or replay on the clock, without a profiler.
         floor_ms: convolution, GEMM and attention: what is left if everything else took no time.
-        call_gaps_ms: of the plain call, its time on the clock less the time that its kernels take: no profiler slows it down.
-            None on the CPU.
+        call_gaps_ms: of the plain call, its time on the clock less the time that its kernels take:
+            no profiler slows it down. None on the CPU.
         kernels: launches in the recording, memory copies and fills included; on the CPU operators.
-        top: the ten names that take longest, each with its ``name``, ``category``, ``calls`` and ``ms``.
-        other: the same of all names that no rule knows, of which ``categories["other"]`` is the sum.
+        top: the ten longest, each with its ``name``, ``category``, ``calls`` and ``ms``.
+        other: the same of all names that no rule knows.
     """
 
     source: str
@@ -81,7 +84,7 @@ _Part = tuple[str, str, float, float]
 
 
 def _alone(intervals: Iterable[tuple[float, float]]) -> list[float]:
-    """Of each interval, sorted by start, what lies after the end of all before it. The sum is the length of their union."""
+    """What of each interval, sorted by start, lies after the end of all before it."""
     covered = -math.inf
     lengths = []
     for start, end in intervals:
@@ -96,7 +99,7 @@ def _span(events: Sequence[Any]) -> float:
 
 def _launches(events: Iterable[Any]) -> list[Any]:
     """Kernels, copies and fills on the device, in the order of their starts."""
-    # Ranges named by record_function are shown on the device as well, over the kernels that they hold.
+    # Ranges named by record_function lie on the device too, over their kernels.
     found = [event for event in events if event.device_type.name == "CUDA" and not event.is_user_annotation]
     return sorted(found, key=lambda event: (event.time_range.start, event.time_range.end))
 
@@ -104,8 +107,8 @@ def _launches(events: Iterable[Any]) -> list[Any]:
 def _operator(event: Any) -> str:
     """The operator that speaks for what ``event`` launches or does.
 
-    Its own, but for what attention or a norm is made of, such as ``aten::bmm``: there the outer one does. A copy remains a copy:
-    stock GroupNorm makes one of channels-last input.
+    Its own, but for what attention or a norm is made of, such as ``aten::bmm``: there the outer one
+    does. A copy remains a copy: stock GroupNorm makes one of channels-last input.
     """
     if operator_category(event.name) != COPIES:
         outer = event
@@ -117,7 +120,7 @@ def _operator(event: Any) -> str:
 
 
 def shares_by_name(events: Iterable[Any]) -> Shares:
-    """Categories by kernel name, weighted by time, of a recording that holds operators and the kernels that they launched."""
+    """Categories by kernel name, weighted by time, of a recording that holds operators."""
     sums: Shares = defaultdict(lambda: defaultdict(float))
     for event in events:
         for kernel in event.kernels:
@@ -144,7 +147,7 @@ def _listed(parts: Iterable[_Part]) -> list[dict[str, Any]]:
 
 
 def _breakdown(parts: Sequence[_Part], span: float, **values: Any) -> Breakdown:
-    """``values`` are the fields that do not follow from the parts and the microseconds that they span."""
+    """``values`` are the fields that do not follow from parts and span (microseconds)."""
     sums = dict.fromkeys(CATEGORIES, 0.0)
     for _, found, microseconds, _ in parts:
         sums[found] += microseconds / 1e3
@@ -204,7 +207,7 @@ def of_kernels(
 
 
 def of_cpu_operators(events: Iterable[Any], *, timed_ms: float) -> Breakdown:
-    """The breakdown of a call on the CPU: own time of the operators of the thread that makes the call.
+    """The breakdown of a call on the CPU: own time of the calling thread's operators.
 
     Raises:
         RuntimeError: there is no operator.
@@ -243,7 +246,7 @@ def measure(
 
     Args:
         call: the plain call.
-        replay: the replay of the call in a CUDA graph; None where it has none, or replays graphs itself: then the call is recorded.
+        replay: the replay of the call in a CUDA graph; without one the call is recorded.
         call_ms, replay_ms: milliseconds of each on the clock.
         recordings: how often the device is recorded; the recording of median length counts.
 

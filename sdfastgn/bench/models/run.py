@@ -1,6 +1,6 @@
-"""Variants on a workload: correctness first, then ready time, median and spread, CUDA-graph replay, memory.
+"""Variants on a workload: correctness first, then times and memory.
 
-A variant that cannot run, raises, or fails the correctness gate is a row with a reason and without any time.
+A variant that cannot run, raises, or is wrong is a row with a reason and no time.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ class Row:
     """One variant on one part. Times are None unless ``status`` is ``"ok"``.
 
     Attributes:
-        ready_s: seconds from preparing the variant to the end of its first call. Eager's holds cuDNN's autotuning.
+        ready_s: seconds from preparing to the first call's end. Eager's holds cuDNN's tuning.
         median_ms, p10_ms, p90_ms: milliseconds of one call.
-        graph_ms: milliseconds of one replay of the call captured in a CUDA graph; where None, ``graph_reason`` says
-            why.
+        graph_ms: milliseconds of one replay of the call captured in a CUDA graph; where None,
+            ``graph_reason`` says why.
         its: iterations a second: UNet steps (also of a pipeline), or decodes of a VAE.
-        peak_mib: MiB that PyTorch's CUDA allocator held at most during the timed calls, weights included.
+        peak_mib: MiB that the CUDA allocator held at most during the timed calls.
         error_eager: ||y - eager|| / ||eager||.
-        error_fp32: the same against the same weights in fp32 without TF32, where that was asked for.
+        error_fp32: the same against fp32 without TF32, where that was asked for.
         psnr_db: images of a pipeline against eager's.
-        step_mib: of a training step, what PyTorch's CUDA allocator held at most over what the model and its inputs
-            occupy: all that is kept for the backward, temporaries, gradients.
-        saved_mib: of a training step, the tensors that autograd keeps from the forward for the backward.
-        profile: a ``profiling.Breakdown`` as a dict, where that was asked for; where it could not be had, ``profile_reason`` says
-            why.
+        step_mib: of a training step, what PyTorch's CUDA allocator held at most over what the model
+            and its inputs occupy: all that is kept for the backward, temporaries, gradients.
+        saved_mib: of a training step, what autograd keeps for the backward.
+        profile: a ``profiling.Breakdown`` as a dict, where that was asked for; where it could not
+            be had, ``profile_reason`` says why.
     """
 
     model: str
@@ -84,7 +84,7 @@ class Row:
 class _Replay:
     """A call captured in a CUDA graph, judged and timed; where there is none, ``reason`` says why.
 
-    ``output`` is the captured call's result: each ``call`` writes to its memory, which must not be freed before.
+    Each ``call`` writes to the memory of ``output``, which must not be freed before.
     """
 
     median_ms: float | None = None
@@ -95,7 +95,8 @@ class _Replay:
 
 @dataclass
 class _References:
-    """Stock eager's output, the seconds of its first call, and the fp32 output where that was asked for or is the gate.
+    """Stock eager's output, the seconds of its first call, and the fp32 output where that was asked
+    for or is the gate.
 
     Where nothing can be compared with it, ``status`` is not ``"ok"`` and ``reason`` says why.
     """
@@ -119,8 +120,9 @@ def _row(config: BenchConfig, variant: Variant, status: str, **values: Any) -> R
 
 
 def _free(device: torch.device) -> None:
-    gc.collect()
+    """Gives the GPU's memory back. On a CPU a full collection would only take half a second."""
     if device.type == "cuda":
+        gc.collect()
         torch.cuda.empty_cache()
 
 
@@ -173,7 +175,7 @@ def _no_graph_reason(config: BenchConfig, variant: Variant) -> str:
 
 
 def _graph(config: BenchConfig, variant: Variant, workload: Workload, stock: _References) -> _Replay:
-    """A replay of the call, or why there is none. A replay is judged like a call: a wrong one gets no time."""
+    """A replay of the call, or why there is none. A wrong replay gets no time."""
     reason = _no_graph_reason(config, variant)
     if reason:
         return _Replay(reason=reason)
@@ -191,10 +193,10 @@ def _graph(config: BenchConfig, variant: Variant, workload: Workload, stock: _Re
 
 
 def _profile(config: BenchConfig, workload: Workload, call_ms: float, replay: _Replay) -> dict[str, Any]:
-    """The row's fields ``profile`` or ``profile_reason``: a profiler that does not work costs no variant its time."""
+    """The row's ``profile``, or ``profile_reason`` where the profiler does not work."""
     if not config.profile:
         return {}
-    # A pipeline is tens of thousands of kernels, and one recording of it is minutes of work for the profiler.
+    # Recording the tens of thousands of kernels of a pipeline takes minutes.
     recordings = 1 if config.part == "pipeline" else profiling.RECORDINGS
     try:
         found = profiling.measure(
@@ -274,7 +276,7 @@ def run(
     on_variant: Callable[[str], object] = lambda name: None,
     on_row: Callable[[Row], object] = lambda row: None,
 ) -> list[Row]:
-    """Measures ``variants`` one after the other on one workload, all under the same global switches.
+    """Measures ``variants`` on one workload, all under the same global switches.
 
     Args:
         workload: an already built one, instead of building the config's.
@@ -302,7 +304,7 @@ def run(
 
 
 def tries_algorithms(config: BenchConfig) -> bool:
-    """Whether cuDNN times its algorithms: not in training, whose peak memory would be the workspace of those that it tries."""
+    """Whether cuDNN tries its algorithms: in training their workspaces would be the peak memory."""
     return config.part != "train"
 
 
@@ -315,7 +317,7 @@ def describe(configs: Sequence[BenchConfig]) -> dict[str, Any]:
 
 
 def current_environment(device: torch.device, configs: Sequence[BenchConfig] = ()) -> dict[str, Any]:
-    """:func:`environment` with the switches that :func:`run` measures under: the first config's where they differ."""
+    """:func:`environment` with the switches that :func:`run` sets for the first config."""
     tries = tries_algorithms(configs[0]) if configs else True
     with timing.global_switches(cudnn_benchmark=tries) as switches:
         return environment(device, switches)

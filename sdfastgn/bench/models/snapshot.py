@@ -1,14 +1,13 @@
-"""What a variant may change on a model, remembered and put back: the next variant starts from the stock model."""
+"""What a variant may change on a model, remembered and put back."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-# nn.Module keeps these in dicts of its own, which a shallow copy of vars() would share with the module.
+# Dicts of nn.Module, which a shallow copy of vars() would share with the module.
 _REGISTRIES = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
 
 
@@ -24,36 +23,16 @@ def modules_of(target: object) -> dict[str, nn.Module]:
     return {name: part for name, part in components.items() if isinstance(part, nn.Module)}
 
 
-@dataclass
-class _Saved:
-    owner: Any
-    kind: type
-    attributes: dict[str, Any]
-    registries: dict[str, dict[str, Any]]
-
-    @classmethod
-    def of(cls, owner: Any) -> _Saved:
-        attributes = dict(vars(owner))
-        registries = {name: dict(attributes[name]) for name in _REGISTRIES if name in attributes}
-        return cls(owner, type(owner), attributes, registries)
-
-    def restore(self) -> None:
-        if type(self.owner) is not self.kind:
-            self.owner.__class__ = self.kind
-        current = vars(self.owner)
-        current.clear()
-        current.update(self.attributes)
-        for name, entries in self.registries.items():
-            registry = current[name]
-            registry.clear()
-            registry.update(entries)
+def _registries(owner: Any) -> dict[str, dict[str, Any]]:
+    return {name: dict(vars(owner)[name]) for name in _REGISTRIES if name in vars(owner)}
 
 
 class Snapshot:
-    """Classes, attributes, hooks and tensor strides of a model or pipeline at one moment. It copies no tensor.
+    """Classes, attributes, hooks and tensor strides of a model or pipeline at one moment. It copies
+    no tensor.
 
-    Weights are expected to keep their values and may change their memory format; :meth:`restore` gives the old one
-    back.
+    Weights are expected to keep their values and may change their memory format; :meth:`restore`
+    gives the old one back.
     """
 
     def __init__(self, target: object) -> None:
@@ -62,7 +41,9 @@ class Snapshot:
         if not isinstance(target, nn.Module):
             processor = getattr(target, "image_processor", None)
             owners.update({id(owner): owner for owner in (target, processor) if owner is not None})
-        self._saved = [_Saved.of(owner) for owner in owners.values()]
+        self._saved = [
+            (owner, type(owner), dict(vars(owner)), _registries(owner)) for owner in owners.values()
+        ]
         tensors = {
             id(tensor): tensor for root in roots.values() for tensor in (*root.parameters(), *root.buffers())
         }
@@ -70,8 +51,14 @@ class Snapshot:
 
     def restore(self) -> None:
         """Puts everything back. Calling it on an unchanged model changes nothing."""
-        for saved in self._saved:
-            saved.restore()
+        for owner, kind, attributes, registries in self._saved:
+            if type(owner) is not kind:
+                owner.__class__ = kind
+            vars(owner).clear()
+            vars(owner).update(attributes)
+            for name, entries in registries.items():
+                vars(owner)[name].clear()
+                vars(owner)[name].update(entries)
         with torch.no_grad():
             for tensor, stride in self._strides:
                 if tensor.stride() != stride:

@@ -1,7 +1,9 @@
-"""One training step of a UNet as a workload: forward, mean squared error against noise, backward; judged by its gradients.
+"""One training step of a UNet as a workload: forward, mean squared error against noise, backward;
+judged by its gradients.
 
-Weights are in the config's dtype and nothing is checkpointed. There is no optimizer, whose state and time are the same for every
-variant. Gradients are dropped before each step, as ``zero_grad`` does.
+Weights are in the config's dtype and nothing is checkpointed. There is no optimizer, whose state
+and time are the same for every variant. Gradients are dropped before each step, as ``zero_grad``
+does.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from sdfastgn.bench.models.workload import (
 
 @dataclass(frozen=True)
 class Gradients:
-    """Gradients by parameter. Compared as one long vector, one parameter after the other: SDXL has 2.6 billion values."""
+    """Gradients by parameter. Compared as one long vector, one parameter after the other: SDXL has
+    2.6 billion values."""
 
     tensors: dict[str, Tensor]
 
@@ -43,7 +46,8 @@ class Gradients:
         return Gradients({name: t.detach().to("cpu", copy=True) for name, t in self.tensors.items()})
 
     def relative_error(self, reference: Gradients) -> float:
-        """||g - reference|| / ||reference|| in fp64; nan if anything is, or where they are not of the same parameters."""
+        """||g - reference|| / ||reference|| in fp64; nan if anything is, or where they are not of
+        the same parameters."""
         if self.tensors.keys() != reference.tensors.keys():
             return float("nan")
         difference = norm = 0.0
@@ -63,7 +67,8 @@ class Gradients:
 
 
 def judge(config: BenchConfig, gradients: Gradients, reference: Gradients, limit: float) -> Judgement:
-    """Against stock fp32 gradients; ``limit`` is what :func:`error_limit` made of stock eager's own error."""
+    """Against stock fp32 gradients; ``limit`` is what :func:`error_limit` made of stock eager's own
+    error."""
     error = gradients.relative_error(reference)
     # `not <=` because a NaN is neither above nor below.
     reason = f"the gradients' relative error {error:.3g} against fp32 is above {limit:.3g}"
@@ -71,13 +76,15 @@ def judge(config: BenchConfig, gradients: Gradients, reference: Gradients, limit
 
 
 def error_limit(config: BenchConfig, stock_error: float) -> float:
-    """Largest relative error against fp32, where stock eager's own is ``stock_error``: next to nothing in fp32 without TF32."""
+    """Largest relative error against fp32, where stock eager's own is ``stock_error``: next to
+    nothing in fp32 without TF32."""
     least = ERROR_BOUNDS["fp32"] if config.dtype == "fp32" else 0.0
     return max(GRADIENT_FACTOR * stock_error, least)
 
 
 def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
-    """Bytes of the tensors that autograd keeps from ``forward`` for the backward, parameters left out, shared memory counted once."""
+    """Bytes of the tensors that autograd keeps from ``forward`` for the backward, parameters left
+    out, shared memory counted once."""
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     found: dict[int, int] = {}
 
@@ -89,7 +96,8 @@ def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
         return tensor.detach()
 
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        # Bound to a name: what the graph keeps must not be freed, or its addresses would be used again.
+        # Bound to a name: what the graph keeps must not be freed, or its addresses would be used
+        # again.
         output = forward()
     del output
     return sum(found.values())
@@ -101,7 +109,8 @@ def _drop_gradients(model: nn.Module) -> None:
 
 
 def build(config: BenchConfig) -> Workload:
-    """One step with fixed latents, timestep, text and noise; ``call`` returns its :class:`Gradients`."""
+    """One step with fixed latents, timestep, text and noise; ``call`` returns its
+    :class:`Gradients`."""
     unet, scale = component(config, "unet")
     unet.train()
     kwargs = step_inputs(config, unet, scale)

@@ -1,7 +1,7 @@
-"""The benchmark's variants: ways to run one and the same stock model. One variant is one entry of ``VARIANTS``.
+"""The benchmark's variants: ways to run one stock model. Each is an entry of ``VARIANTS``.
 
-A variant is applied in place to a model or pipeline and undone afterwards, so that all of them run the same weights,
-and SDXL is in memory once.
+A variant is applied in place to a model or pipeline and undone afterwards, so that all of them run
+the same weights, and SDXL is in memory once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # the command line's help names the variants, and answers bef
     import torch
     from torch import nn
 
-# What the harness times, and the modules of a target that a variant prepares, by their names in a pipeline.
+# What the harness times, and by their names in a pipeline the modules that a variant prepares.
 PARTS = ("unet", "vae", "pipeline", "train")
 TIMED_MODULES = ("", "unet", "vae")
 
@@ -35,10 +35,11 @@ class Variant:
         name: what the command line and the JSON call it.
         label: what tables call it.
         available: None where it can run on the device, else the reason why not, in one line.
-        applied: a context of ``(target, part)`` in which ``target`` (an nn.Module, or a pipeline for the part
-            ``"pipeline"``) runs the variant's way. On leaving it takes back what a :class:`Snapshot` cannot see.
+        applied: a context of ``(target, part)`` in which ``target`` (an nn.Module, or a pipeline
+            for the part ``"pipeline"``) runs the variant's way. On leaving it takes back what a
+            :class:`Snapshot` cannot see.
         describe: what the variant did to a prepared target, for the table's note.
-        replays_graph: it replays CUDA graphs of its own, so its calls cannot be captured into another one.
+        replays_graph: it replays CUDA graphs itself, so its calls cannot be captured.
     """
 
     name: str
@@ -51,7 +52,7 @@ class Variant:
 
 @contextlib.contextmanager
 def prepared(variant: Variant, target: Any, part: str) -> Iterator[None]:
-    """``target`` as ``variant`` runs it; stock again afterwards, also where preparing or the body raises."""
+    """``target`` as ``variant`` runs it; stock again afterwards, whatever raises."""
     from sdfastgn.bench.models.snapshot import Snapshot
 
     snapshot = Snapshot(target)
@@ -82,7 +83,8 @@ def _channels_last(target: Any, part: str) -> Iterator[None]:
     import torch
 
     for module in _timed_modules(target):
-        module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # missing in torch's stubs
+        # mypy: missing in torch's stubs.
+        module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     yield
 
 
@@ -135,7 +137,7 @@ def _compiled(target: Any, part: str, *, mode: str | None = None) -> Iterator[No
     dynamo = importlib.import_module("torch._dynamo")
     dynamo.reset()
     for module in _timed_modules(target):
-        # A VAE is used through decode(), which module.compile() does not reach; nearly all its work is in the decoder.
+        # A VAE is used through decode(), which module.compile() does not reach.
         decoder = getattr(module, "decoder", None)
         (decoder if isinstance(decoder, nn.Module) else module).compile(mode=mode)
     try:
@@ -186,5 +188,5 @@ VARIANTS: dict[str, Variant] = {variant.name: variant for variant in _EVERY}
 
 
 def label(name: str) -> str:
-    """What tables call a variant: the registry's label, or the name of one that the registry no longer has."""
+    """What tables call a variant; the name of one that the registry no longer has."""
     return VARIANTS[name].label if name in VARIANTS else name

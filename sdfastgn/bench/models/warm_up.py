@@ -1,8 +1,9 @@
-"""How long a user waits: a pipeline's first images, a new resolution and peak memory, each way in a process of its own.
+"""How long a user waits: a pipeline's first images, a new resolution, peak memory.
 
-The clock starts with the pipeline in memory and stops with an image on the host; ``optimize`` is within it. PyTorch's
-switches stay as they are by default, as for a user: cuDNN tries no algorithms. Stock runs first, then sdfastgn with an empty
-Triton cache, then again with what that run left in the cache.
+The clock starts with the pipeline in memory and stops with an image on the host; ``optimize`` is
+within it. PyTorch's switches stay as they are by default, as for a user: cuDNN tries no algorithms.
+Stock runs first, then sdfastgn with an empty Triton cache, then again with what that run left in
+the cache.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class WaitRow:
         variant: a row of ``WAYS``.
         image_s: seconds of each of the first images, ``optimize`` in the first.
         new_size_s: seconds of each of the first UNet steps at a size like none before.
-        peak_mib, reserved_mib: most that PyTorch's CUDA allocator handed out, and held, during the images; None on the CPU.
+        peak_mib, reserved_mib: most that the CUDA allocator handed out, and held; None on the CPU.
         psnr_db: last image against stock's; None for stock or where they are equal.
         status, reason: ``"ok"``, or ``"wrong"`` and why; then there is no time.
     """
@@ -98,7 +99,7 @@ def measure(config: BenchConfig, new_size: int, *, optimize: bool) -> tuple[Wait
 def _worker(
     config: BenchConfig, new_size: int, optimize: bool, cache: Path, folder: Path
 ) -> tuple[WaitRow, np.ndarray]:
-    """``measure`` in a fresh process. Raises with its last line where it fails: WeightsError for bad input, else RuntimeError."""
+    """``measure`` in a fresh process. Raises WeightsError or RuntimeError with its last line."""
     request = json_format.dumps(
         {"config": asdict(config), "new_size": new_size, "optimize": optimize, "folder": str(folder)}
     )
@@ -116,7 +117,7 @@ def _worker(
 
 
 def run(config: BenchConfig, new_size: int) -> list[WaitRow]:
-    """All ways of ``WAYS`` one after the other, each in a process of its own and judged by its image."""
+    """All ``WAYS``, each in a process of its own and judged by its image."""
     rows: list[WaitRow] = []
     stock = None
     with tempfile.TemporaryDirectory() as scratch:

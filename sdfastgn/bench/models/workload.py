@@ -1,4 +1,4 @@
-"""What is timed: a UNet step, a VAE decode, a full pipeline, a training step, each as a target and a zero-argument call of it."""
+"""What is timed: a UNet step, a VAE decode, a full pipeline, each as a target and a call of it."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ DTYPES: dict[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16,
 PROMPT = "a photograph of an astronaut riding a horse"
 GUIDANCE = 7.5
 
-# Largest relative error of a variant's output against stock eager's. Two roundings of a deep network differ by about
-# 0.2 % in fp16 and eight times that in bf16; stable-fast, with fp16 accumulation, by 1.2 %.
+# Largest relative error of a variant's output against stock eager's. Two roundings of a deep
+# network differ by about 0.2 % in fp16 and eight times that in bf16; stable-fast, with fp16
+# accumulation, by 1.2 %.
 ERROR_BOUNDS = {"fp16": 2e-2, "bf16": 1e-1, "fp32": 1e-3}
 # The same in fp32 on a GPU, whose convolutions run in TF32 with 10 bits of mantissa.
 TF32_BOUND = 1e-2
-# Least PSNR in dB of a pipeline's images: steps with guidance amplify a rounding, so images are compared as images.
+# Least PSNR in dB of a pipeline's images: steps with guidance amplify a rounding.
 PSNR_BOUNDS = {"fp16": 30.0, "bf16": 25.0, "fp32": 40.0}
-# How much worse than stock eager's a variant's gradients may be against fp32: those of two roundings differ by as much
-# as each from the truth.
+# How much worse than stock eager's a variant's gradients may be against fp32: those of two
+# roundings differ by as much as each from the truth.
 GRADIENT_FACTOR = 1.05
 
 
@@ -42,10 +43,10 @@ class BenchConfig:
 
     Attributes:
         model: a name of ``architectures.MODELS``.
-        part: ``"unet"`` (one step), ``"vae"`` (one decode), ``"pipeline"`` (text encoder, ``steps`` steps, decode) or
-            ``"train"`` (forward and backward of the UNet).
+        part: ``"unet"`` (one step), ``"vae"`` (one decode), ``"pipeline"`` (text encoder, ``steps``
+            steps, decode) or ``"train"`` (forward and backward of the UNet).
         size: pixels of the square image, divisible by 8.
-        batch: the UNet's or VAE's batch, or the pipeline's images a call (its UNet then sees twice as many).
+        batch: of the UNet or the VAE, or the pipeline's images a call.
         dtype: ``"fp16"``, ``"bf16"`` or ``"fp32"``.
         weights: ``"random"``, a local path or a Hub id.
         profile: also record where a call's time goes, once it is timed.
@@ -79,8 +80,8 @@ class Workload:
 
     Attributes:
         target: what variants are applied to.
-        call: runs ``target`` on fixed inputs; returns a tensor (N, C, H, W), images (N, H, W, 3) in [0, 1], or the
-            ``training.Gradients`` of a training step.
+        call: runs ``target`` on fixed inputs; returns a tensor (N, C, H, W), images (N, H, W, 3) in
+            [0, 1], or the ``training.Gradients`` of a training step.
         fp32_output: the same weights and inputs in fp32 without TF32; None for pipelines.
         memory: of a training step, values for the row's fields ``step_mib`` and ``saved_mib``.
     """
@@ -153,8 +154,8 @@ def to_fp32(value: Any) -> Any:
 
 
 def load(option: str, weights: str, model: str | None, dtype: torch.dtype, device: torch.device) -> Any:
-    """A pipeline from a path or a Hub id, in eval mode. Raises WeightsError with one line that names ``option``."""
-    # Pipelines bring in all of transformers, which a UNet or a VAE with random weights can do without.
+    """A pipeline from a path or a Hub id. Raises WeightsError with one line that names ``option``."""
+    # Pipelines import transformers, which random weights of one network do without.
     from sdfastgn.bench.models import pipelines
 
     try:
@@ -165,7 +166,7 @@ def load(option: str, weights: str, model: str | None, dtype: torch.dtype, devic
 
 
 def component(config: BenchConfig, name: str) -> tuple[Any, int]:
-    """The pipeline's module ``name``, ``"unet"`` or ``"vae"``, with the config's weights; and the pixels of a latent."""
+    """The module ``"unet"`` or ``"vae"`` with the config's weights, and the pixels of a latent."""
     dtype, device = config.torch_dtype, config.torch_device
     if config.weights == "random":
         build = architectures.build_unet if name == "unet" else architectures.build_vae

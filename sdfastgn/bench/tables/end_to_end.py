@@ -1,4 +1,4 @@
-"""End-to-end times as tables: in the terminal, and in Markdown from all committed runs, whole and as a front page's few columns."""
+"""End-to-end times as tables: in the terminal, and in Markdown from committed runs."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from sdfastgn.bench.terminal import Blocks
 
 QUOTATION = "‡"
 _Group = tuple[int, str, int, int, str]
-# Variants with a column for their time in the harness's own CUDA graph. sdfastgn has one in runs from before `optimize` captured graphs.
+# Variants with a column for their time in the harness's CUDA graph; sdfastgn in old runs.
 GRAPHED = ("eager", "compile", "sdfastgn", "sdfastgn_eager", "sdfastgn_compile")
-# (title, variants of which the first that there is a time for is shown, and whether it is the time of the harness's graph)
+# (title, choices of (variant, in the harness's graph), of which the first with a time is shown)
 HEADLINE = (
     ("eager", (("eager", False),)),
     ("stable-fast", (("stable_fast", False),)),
@@ -50,7 +50,7 @@ def _mebibytes(value: float | None) -> str:
 
 
 def end_to_end_table(rows: Sequence[Row], title: str) -> Blocks:
-    """One part's rows. Columns that no row has a value for are left out. :func:`row_notes` say why a time is missing."""
+    """One part's rows, without empty columns. :func:`row_notes` say why a time is missing."""
     eager = next((row for row in rows if row.variant == "eager" and row.status == OK), None)
     columns: list[tuple[str, Callable[[Row], str]]] = [
         ("ready s", lambda row: number(row.ready_s)),
@@ -77,7 +77,7 @@ def end_to_end_table(rows: Sequence[Row], title: str) -> Blocks:
 
 
 def row_notes(rows: Iterable[Row]) -> list[str]:
-    """What a variant did to the model, or why there is no time, one line for each that has something to say."""
+    """What variants did to the model, or why there is no time."""
     texts = [(row.variant, row.note if row.status == OK else f"{row.status}: {row.reason}") for row in rows]
     return [f"{label(name)}: {text}" for name, text in texts if text]
 
@@ -102,7 +102,7 @@ def graph_notes(rows: Iterable[Row]) -> list[str]:
 
 @dataclass(frozen=True)
 class _Results:
-    """All rows of all runs by what they are about, times that others measured where nothing ran, and where both come from."""
+    """All rows of all runs by what was timed, others' times where nothing ran, and the sources."""
 
     groups: dict[_Group, dict[str, Row]]
     quoted: dict[_Group, dict[str, float]]
@@ -140,8 +140,8 @@ def _read(results: Path) -> _Results:
 def _untouched(rows: Sequence[Row]) -> list[Row]:
     """Rows of a run with profiles without the times that these may have changed.
 
-    Once it has recorded, the profiler's library costs the CPU time at each launch. What a graph replays has none; before a part's first
-    recording there is nothing to change.
+    Once it has recorded, the profiler's library costs the CPU time at each launch. What a graph
+    replays has none; before a part's first recording there is nothing to change.
     """
     replays = {variant.name for variant in VARIANTS.values() if variant.replays_graph}
     parts: set[str] = set()
@@ -185,7 +185,7 @@ def results_markdown(results: Path) -> str:
         for group, by_variant in read.groups.items()
     ]
     reasons = dict.fromkeys(
-        f"{labels[row.variant]} {row.status}: {row.reason}" for row in rows if row.status != OK
+        f"{label(row.variant)} {row.status}: {row.reason}" for row in rows if row.status != OK
     )
     return _blocks(header, body, [*reasons, *read.quotations, *read.sources])
 

@@ -1,4 +1,4 @@
-"""The suites of ``sdfastgn kernels`` as tables: in the terminal, and in Markdown from committed JSON."""
+"""Suites as tables: in the terminal, and in Markdown from committed JSON."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _COLD = (False, True)
 
 
 def cell_line(row: KernelRow) -> str:
-    """A cell as soon as it is measured; empty where it cannot be, which is told once for all shapes."""
+    """A cell as soon as it is measured; empty where it cannot be."""
     if row.status == UNAVAILABLE:
         return ""
     times = f"{number(row.hot_us)} us ({number(row.cold_us)})"
@@ -88,7 +88,7 @@ def _ratios(suite: Suite, line: Line, name: str) -> dict[str, tuple[float | None
 
 
 def _mean_lines(suite: Suite, rows: Sequence[KernelRow], over: str) -> list[tuple[str, str, list[str]]]:
-    """Geometric means of time over that of ``over``: set of shapes, task, and a cell for each provider."""
+    """Geometric means over ``over``: set of shapes, task, and a cell for each provider."""
     found = []
     for set_name, by_task in means(suite, rows, over).items():
         for task, by_name in by_task.items():
@@ -107,7 +107,7 @@ def _legend(suite: Suite) -> str:
 
 
 def suite_table(suite: Suite, rows: Sequence[KernelRow], title: str) -> Blocks:
-    """Shapes and tasks x providers, microseconds hot (cold), our ratios with a hot L2, geometric means at the end."""
+    """Shapes and tasks x providers: microseconds hot (cold), our ratios, geometric means."""
     rows = _competing(suite, rows)
     names = timed_names(rows)
     ours = [name for name in names if name.startswith(OURS)]
@@ -144,15 +144,16 @@ def _extras(suite: Suite, rows: Sequence[KernelRow]) -> tuple[list[str], list[li
     """Header and body of shapes x extras: microseconds hot, and their ratio to the plain op's."""
     ratios = extra_ratios(suite, rows)
     baselines = {op.providers[-1].name: op.baseline for op in suite.extras}
-    times = {(row.provider, row.shape): row.hot_us for row in rows}
+    hot = {(row.provider, row.shape): row.hot_us for row in rows}
     names = [name for name in baselines if name in ratios]
     body = []
     for shape in dict.fromkeys(row.shape for row in rows):
-        pairs = {name: ratios[name].get(shape) for name in names}
-        body.append([
-            shape_text(shape),
-            *(f"{number(times[name, shape])}: {p[0]:.2f} ({p[1]:.2f})" if p else NOTHING for name, p in pairs.items()),
-        ])  # fmt: skip
+        line = [shape_text(shape)]
+        for name in names:
+            pair = ratios[name].get(shape)
+            times = f"{number(hot[name, shape])}: {pair[0]:.2f} ({pair[1]:.2f})" if pair else NOTHING
+            line.append(times)
+        body.append(line)
     return [_spaced(suite.axes), *(f"{name} / {baselines[name]}" for name in names)], body
 
 
@@ -166,7 +167,7 @@ def _spaced(axes: str) -> str:
 def _with_quoted(
     suite: Suite, rows: list[KernelRow], results: Path, dtype: str
 ) -> tuple[list[KernelRow], list[str]]:
-    """``rows`` with others' published times where a provider did not run, and where those come from."""
+    """``rows`` with published times where a provider did not run, and their sources."""
     ran = {(row.provider, row.shape) for row in rows if row.status == OK}
     shapes = {row.shape for row in rows}
     sources = []
@@ -216,10 +217,10 @@ def _full_table(suite: Suite, rows: Sequence[KernelRow]) -> str:
     ours = [name for name in names if name.startswith(OURS)]
     header = [suite.axes, "what", *names]
     header += [f"{name} / {over}" for name in ours for over in (COPY, suite.baseline, "best peer")]
-    body = [
-        [shape_text(shape), task, *_marked(line, names), *(_pair(p) for name in ours for p in _ratios(suite, line, name).values())]
-        for (shape, task), line in lines(rows).items()
-    ]  # fmt: skip
+    body = []
+    for (shape, task), line in lines(rows).items():
+        pairs = [_pair(pair) for name in ours for pair in _ratios(suite, line, name).values()]
+        body.append([shape_text(shape), task, *_marked(line, names), *pairs])
     for over in (COPY, suite.baseline):
         for set_name, task, texts in _mean_lines(suite, rows, over):
             body.append([f"mean / {over}, {set_name}", task, *texts, *[""] * (len(header) - len(texts) - 2)])

@@ -1,7 +1,8 @@
 """Results as tables in Markdown files, from committed JSON.
 
-``python -m sdfastgn.bench.tables.pages --write README.md`` renews what lies between ``<!-- table:NAME -->`` and
-``<!-- /table:NAME -->``; ``--check README.md`` exits with 1 where that would change the file.
+``python -m sdfastgn.bench.tables.pages --write README.md`` renews what lies between ``<!--
+table:NAME -->`` and ``<!-- /table:NAME -->``; ``--check README.md`` exits with 1 where that would
+change the file.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def filled(text: str, results: Path) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code: 0, 1 where a checked file is stale, 2 where it cannot be filled."""
+    """Returns the exit code: 0, 1 where a checked file is stale, 2 where it cannot be filled."""
     parser = argparse.ArgumentParser(
         prog="python -m sdfastgn.bench.tables.pages", description=__doc__.splitlines()[0]
     )

@@ -1,6 +1,7 @@
-"""Pictures of results: the roofline of ``sdfastgn kernels``, the breakdown of ``sdfastgn bench --profile``.
+"""Pictures of results: the roofline of kernels, the breakdown of ``--profile``.
 
-``python -m sdfastgn.bench.tables.plots RESULT.json PICTURE.png`` draws a committed run again. Needs matplotlib (the extra ``plot``).
+``python -m sdfastgn.bench.tables.plots RESULT.json PICTURE.png`` draws a committed run again. Needs
+matplotlib (the extra ``plot``).
 """
 
 from __future__ import annotations
@@ -35,41 +36,37 @@ def plot_reason() -> str | None:
     return None
 
 
+def _save(figure: Any, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
 def roofline(rows: Sequence[KernelRow], path: Path, title: str) -> None:
-    """Writes a PNG: gigabytes a second that each provider reaches, over the bytes that a call has to move, hot and cold.
+    """Writes a PNG: gigabytes a second of each provider over the bytes that a call has to move.
 
-    The roof is what a copy reaches, the most that any kernel can which reads x once and writes y once.
-
-    Args:
-        rows: of one run of ``kernels.run``.
-        path: of the PNG; its folder is made.
-        title: above the picture.
+    The roof is what a copy reaches, which reads x once and writes y once.
     """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     rows = [row for row in rows if row.status == OK and row.task in (COPY, FORWARD)]
-    timed = {row.provider for row in rows}
-    names = [name for name in dict.fromkeys((COPY, OURS, *(row.provider for row in rows))) if name in timed]
-    for axes, attribute, label in zip(
-        figure.subplots(1, 2, sharey=True), ("hot_gbps", "cold_gbps"), ("hot L2", "cold L2"), strict=True
-    ):
+    timed = dict.fromkeys(row.provider for row in rows)
+    names = sorted(timed, key=lambda name: (name != COPY, name != OURS))
+    every = figure.subplots(1, 2, sharey=True)
+    for axes, kind in zip(every, ("hot", "cold"), strict=True):
         for colour, name in zip(itertools.cycle(_COLOURS), names, strict=False):
             points = sorted(
-                (_megabytes(row), value)
-                for row in rows
-                if row.provider == name and (value := getattr(row, attribute)) is not None
+                (_megabytes(row), getattr(row, f"{kind}_gbps")) for row in rows if row.provider == name
             )
             style = "k--" if name == COPY else "o-" if name == OURS else "."
             options = {} if name == COPY else {"color": colour}
             axes.plot(*zip(*points, strict=True), style, markersize=4, linewidth=1.2, label=name, **options)
-        axes.set(xscale="log", yscale="log", xlabel="MB read and written at least", title=label)
+        axes.set(xscale="log", yscale="log", xlabel="MB read and written at least", title=f"{kind} L2")
         axes.grid(True, which="both", linewidth=0.3)
-    figure.axes[0].set_ylabel("GB/s")
-    figure.axes[0].legend(fontsize="small")
+    every[0].set_ylabel("GB/s")
+    every[0].legend(fontsize="small")
     figure.suptitle(title)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    _save(figure, path)
 
 
 def _megabytes(row: KernelRow) -> float:
@@ -78,17 +75,11 @@ def _megabytes(row: KernelRow) -> float:
 
 
 def breakdown(rows: Sequence[Row], path: Path, title: str) -> None:
-    """Writes a PNG: where the time of one call goes, a stacked bar for each variant, a panel for each part.
+    """Writes a PNG: where a call's time goes, a stacked bar a variant, a panel a part.
 
-    Convolution, GEMM and attention stand first; a stroke marks their end, the variant's floor, and a dashed line the lowest floor.
+    A stroke marks the variant's floor, a dashed line the lowest of all.
 
-    Args:
-        rows: of one run with ``--profile``; those without a breakdown are left out.
-        path: of the PNG; its folder is made.
-        title: above the picture.
-
-    Raises:
-        ValueError: no row has a breakdown.
+    Rows without a breakdown are left out. Raises ValueError where no row has one.
     """
     from matplotlib.figure import Figure
 
@@ -108,8 +99,7 @@ def breakdown(rows: Sequence[Row], path: Path, title: str) -> None:
     handles, labels = every[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize="small")
     figure.suptitle(title, fontsize="medium")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    _save(figure, path)
 
 
 def _stacked_bars(axes: Any, rows: Sequence[Row]) -> None:

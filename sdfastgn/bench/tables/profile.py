@@ -1,4 +1,4 @@
-"""Breakdowns of ``sdfastgn bench --profile`` as tables: in the terminal, and in Markdown from committed JSON."""
+"""Breakdowns of ``--profile`` as tables: in the terminal, and in Markdown."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _found(rows: Sequence[Row]) -> list[tuple[str, Breakdown]]:
 
 
 def lowest_floor(rows: Sequence[Row]) -> tuple[str, float] | None:
-    """The variant with the least time in convolution, GEMM and attention, and that time; None where there is no breakdown."""
+    """The variant with the lowest floor, and that floor; None where there is no breakdown."""
     floors = [(label, found.floor_ms) for label, found in _found(rows)]
     return min(floors, key=lambda pair: pair[1], default=None)
 
@@ -53,7 +53,7 @@ def _category_cell(name: str, found: Breakdown) -> str:
 
 
 def _cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """Header and body; the columns ``other`` and the plain call's gaps are there where some row has a value."""
+    """Header and body, without columns in which no row has a value."""
     found = _found(rows)
     columns: list[tuple[str, Callable[[Breakdown], str]]] = [("recorded", lambda one: one.source)]
     for name in (*CATEGORIES, GAPS):
@@ -94,7 +94,7 @@ def _floor_line(rows: Sequence[Row]) -> list[str]:
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
-    """Lines under the table: the lowest floor of all variants, what no category has, and why a breakdown is missing."""
+    """Lines under the table: the lowest floor, uncategorized names, missing breakdowns."""
     lines = _floor_line(rows)
     for name, found in _found(rows):
         for entry in found.other[:_OTHERS_SHOWN]:

@@ -1,4 +1,4 @@
-"""Runs of ``scripts/time_warm_up.py`` as tables: in the terminal, and in Markdown from committed JSON."""
+"""Runs of ``scripts/time_warm_up.py`` as tables, in the terminal and in Markdown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Suites of the kernel benchmark, on the CPU: every one end to end, the gate, layouts, what rows say, a new provider."""
+"""Kernel suites on the CPU: every one, the gate, layouts, what rows say, a new provider."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def rows_of(suite: Suite, names: tuple[str, ...] = (), **changes: Any) -> list[K
 
 
 def with_call(suite: Suite, call: Callable[..., Any], *passes: str) -> Suite:
-    """``suite`` with one operation, in these passes, and one provider of it, ``sdfastgn``, that is ``call``."""
+    """``suite`` with one operation, in these passes, and ``call`` as its only provider."""
     operation = suite.operations[0]
     ours = Provider("sdfastgn", fixed(call))
     passes = passes or operation.passes

@@ -1,11 +1,10 @@
-"""Breakdowns: from made-up recordings of a GPU, of torch's own event classes, and from real recordings on the CPU."""
+"""Breakdowns of made-up recordings of a GPU and of real ones on the CPU."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -31,8 +30,9 @@ from sdfastgn.bench.kernel_categories import (
 from sdfastgn.bench.models import profiling
 from sdfastgn.bench.models import run as end_to_end
 from sdfastgn.bench.models.profiling import CALL, CPU, REPLAY, Breakdown
-from sdfastgn.bench.models.variants import VARIANTS, Variant
+from sdfastgn.bench.models.variants import VARIANTS
 from sdfastgn.bench.models.workload import BenchConfig, Workload
+from tests.bench.cases import MODEL, SMALL, scaled
 
 CONV_KERNEL = "sm90_xmma_fprop_implicit_gemm_f16f16_f16f32_f32_nhwckrsc_nhwc"
 GEMM_KERNEL = "nvjet_hsh_128x256_64x4_2x1_v_bz_coopA_TNN"
@@ -64,7 +64,7 @@ def launching(operator: Any, *launched: tuple[str, float]) -> Any:
 
 
 def plain_call() -> Any:
-    """Convolution with a layout change, its bias, attention as a product, and a kernel that no operator launched."""
+    """Convolution, its layout change and bias, attention as a product, and a foreign kernel."""
     operators = [
         event("aten::convolution", 0, 20),
         launching(
@@ -178,17 +178,11 @@ def test_ranges_named_by_the_user_are_no_kernels() -> None:
     assert (found.total_ms, found.kernels) == (0.1, 1)
 
 
-@pytest.mark.parametrize(
-    ("plain", "replay", "words"),
-    [
-        pytest.param(False, True, "no kernel of the plain call", id="call"),
-        pytest.param(True, False, "no kernel of the replay", id="replay"),
-    ],
-)
-def test_recordings_without_kernels_are_an_error(plain: bool, replay: bool, words: str) -> None:
-    launches = kernels((CONV_KERNEL, 0, 100)) if replay else [event("cudaGraphLaunch", 0, 5)]
-    with pytest.raises(RuntimeError, match=words):
-        profiling.of_kernels(plain_call() if plain else [], launches, source=REPLAY, timed_ms=1, call_ms=1)
+def test_recordings_without_kernels_are_an_error() -> None:
+    none, some = [event("cudaGraphLaunch", 0, 5)], kernels((CONV_KERNEL, 0, 100))
+    for plain, replay, what in (([], some, "the plain call"), (plain_call(), none, "the replay")):
+        with pytest.raises(RuntimeError, match=f"no kernel of {what}"):
+            profiling.of_kernels(plain, replay, source=REPLAY, timed_ms=1, call_ms=1)
 
 
 @pytest.mark.parametrize("captured", [True, False], ids=["graph", "no-graph"])
@@ -262,9 +256,6 @@ def test_nothing_recorded_is_an_error() -> None:
 
 # ---- in the harness
 
-MODEL, X = torch.nn.Conv2d(3, 3, 1), torch.randn(1, 3, 4, 4)
-SMALL = Workload(MODEL, lambda: MODEL(X), None)
-
 
 def test_rows_have_a_breakdown_where_it_was_asked_for() -> None:
     rows = end_to_end.run(config(), [VARIANTS["eager"], VARIANTS["channels_last"]], workload=SMALL)
@@ -279,21 +270,11 @@ def test_rows_have_a_breakdown_where_it_was_asked_for() -> None:
     assert (plain.profile, plain.profile_reason) == (None, "")
 
 
-def wrong_variant() -> Variant:
-    @contextlib.contextmanager
-    def applied(target: Any, part: str) -> Iterator[None]:
-        handle = target.register_forward_hook(lambda module, args, output: output * 1.5)
-        yield
-        handle.remove()
-
-    return Variant("broken", "broken", lambda device: None, applied)
-
-
 def test_a_red_gate_and_a_model_that_fails_show_no_breakdown() -> None:
     def call() -> torch.Tensor:
         raise RuntimeError("no")
 
-    (wrong,) = end_to_end.run(config(), [wrong_variant()], workload=SMALL)
+    (wrong,) = end_to_end.run(config(), [scaled(1.5)], workload=SMALL)
     (failed,) = end_to_end.run(config(), [VARIANTS["eager"]], workload=Workload(MODEL, call, None))
     assert [(row.status, row.profile) for row in (wrong, failed)] == [(WRONG, None), (FAILED, None)]
 

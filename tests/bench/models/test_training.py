@@ -1,13 +1,11 @@
-"""The training step as a workload: rows, memory, and a gate over gradients that wrong ones do not pass."""
+"""The training step as a workload: rows, memory, and the gate over gradients."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import gc
 import math
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,8 +18,9 @@ from sdfastgn.bench.models import training
 from sdfastgn.bench.models import workload as workloads
 from sdfastgn.bench.models.run import Row
 from sdfastgn.bench.models.training import Gradients
-from sdfastgn.bench.models.variants import VARIANTS, Variant
+from sdfastgn.bench.models.variants import VARIANTS
 from sdfastgn.bench.models.workload import BenchConfig
+from tests.bench.cases import broken_variant
 
 CONFIG = BenchConfig("tiny", "train", 64, 1, "fp32", "cpu", repeats=1)
 OURS = [VARIANTS[name] for name in ("eager", "channels_last", "sdfastgn")]
@@ -29,7 +28,7 @@ OURS = [VARIANTS[name] for name in ("eager", "channels_last", "sdfastgn")]
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_rows(dtype: str) -> None:
-    # In bf16 stock's own channels-last convolutions may be the less exact ones, as on the processor of an H200's host.
+    # In bf16 stock's own channels-last convolutions may be less exact on some processors.
     variants = OURS if dtype == "fp32" else [VARIANTS["eager"], VARIANTS["sdfastgn"]]
     rows = end_to_end.run(dataclasses.replace(CONFIG, dtype=dtype), variants)
     assert [(row.status, row.reason) for row in rows] == [(OK, "")] * len(variants)
@@ -47,22 +46,14 @@ def test_rows(dtype: str) -> None:
     assert eager.error_eager == 0
 
 
-def wrong_backward(factor: float) -> Variant:
-    """The right output, and the gradient of what enters the last convolution scaled."""
-
-    @contextlib.contextmanager
-    def applied(target: Any, part: str) -> Iterator[None]:
-        handle = target.conv_out.register_full_backward_hook(lambda module, dx, dy: (dx[0] * factor,))
-        yield
-        handle.remove()
-
-    return Variant("broken", "broken", lambda device: None, applied)
-
-
 @pytest.mark.parametrize(("dtype", "factor"), [("fp32", math.nan), ("bf16", 0.9)], ids=["nan", "scaled"])
 def test_wrong_gradients_get_no_time(dtype: str, factor: float) -> None:
+    def attach(unet: Any) -> Any:
+        """The right output, and the gradient of what enters the last convolution scaled."""
+        return unet.conv_out.register_full_backward_hook(lambda module, dx, dy: (dx[0] * factor,))
+
     config = dataclasses.replace(CONFIG, dtype=dtype)
-    rows = end_to_end.run(config, [wrong_backward(factor), VARIANTS["eager"]])
+    rows = end_to_end.run(config, [broken_variant(attach), VARIANTS["eager"]])
     assert [row.status for row in rows] == [WRONG, OK]
     assert "gradients' relative error" in rows[0].reason
     assert rows[0].median_ms is rows[0].saved_mib is None
@@ -113,7 +104,7 @@ def test_saved_bytes_count_shared_memory_once_and_no_parameter() -> None:
 
 
 def test_saved_bytes_leaves_no_graph_behind() -> None:
-    """``exp`` keeps its own result: a graph that refers to itself is never freed, and adds to every later peak."""
+    """``exp`` keeps its own result, and a graph that refers to itself is never freed."""
 
     class Held:
         pass

@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 class Block(nn.Module):
-    """A stock module with what variants touch: 4-D weights, a GroupNorm with its activation, a decoder of its own."""
+    """A stock module with what variants touch: 4-D weights, a GroupNorm, a decoder."""
 
     def __init__(self) -> None:
         super().__init__()

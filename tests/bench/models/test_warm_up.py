@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import runpy
 import subprocess
+import sys
 from pathlib import Path
 from unittest import mock
 
@@ -58,8 +60,20 @@ def test_a_wrong_image_gets_no_time(which):
     assert cells(row, ROW) == [row.variant, f"wrong output: {row.reason}"]
 
 
-def test_each_way_runs_in_a_process_of_its_own(tmp_path):
-    row, image = warm_up._worker(CONFIG, 48, True, tmp_path / "triton", tmp_path)
+def test_a_process_hands_back_its_row_and_image(tmp_path, monkeypatch):
+    """What ``python -m`` would run in a process of its own runs in this one."""
+
+    def run(command, *, env, **options):
+        assert command[:2] == [sys.executable, "-m"]
+        assert env["TRITON_CACHE_DIR"] == str(tmp_path / "triton")
+        monkeypatch.setattr(sys, "argv", command[2:])
+        runpy.run_module(command[2], run_name="__main__")
+        return subprocess.CompletedProcess(command, 0)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(warm_up.subprocess, "run", run)
+        patch.delitem(sys.modules, warm_up.__name__)  # as in a fresh process
+        row, image = warm_up._worker(CONFIG, 48, True, tmp_path / "triton", tmp_path)
     assert (len(row.image_s), len(row.new_size_s)) == (warm_up.IMAGES, warm_up.STEPS_AT_NEW_SIZE)
     assert min(*row.image_s, *row.new_size_s) > 0
     assert image.shape == (1, 64, 64, 3)

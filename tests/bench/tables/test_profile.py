@@ -172,7 +172,7 @@ def test_a_picture_of_a_committed_run(tmp_path: Path) -> None:
 
 def test_from_the_command_line_to_table_json_and_picture(tmp_path: Path) -> None:
     result, picture = tmp_path / "profile.json", tmp_path / "profile.png"
-    chosen = ["--part", "unet", "--part", "vae", "--variants", "eager,sdfastgn", "--repeats", "1"]
+    chosen = ["--part", "unet", "--part", "vae", "--variants", "eager", "--repeats", "1"]
     written = ["--json", str(result), "--plot", str(picture)]
     done = CliRunner().invoke(app, ["bench", *chosen, "--device", "cpu", "--profile", *written])
     assert done.exit_code == 0, done.output
@@ -181,8 +181,7 @@ def test_from_the_command_line_to_table_json_and_picture(tmp_path: Path) -> None
     content = json.loads(result.read_text())
     assert content["kind"] == "profile"
     assert [part["profile"] for part in content["config"]["parts"]] == [True, True]
-    cells = [(part, variant) for part in ("unet", "vae") for variant in ("eager", "sdfastgn")]
-    assert [(one["part"], one["variant"]) for one in content["rows"]] == cells
+    assert [(one["part"], one["variant"]) for one in content["rows"]] == [("unet", "eager"), ("vae", "eager")]
     for one in content["rows"]:
         found = Breakdown(**one["profile"])
         assert sum(found.categories.values()) == pytest.approx(found.total_ms)
