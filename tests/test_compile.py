@@ -1,4 +1,6 @@
-"""Patched models under torch.compile, torch.export and diffusers' regional compilation: no graph break, no layout copy, same results."""
+"""Patched models under torch.compile, torch.export and diffusers' regional compilation: no graph
+break, no layout copy, same results.
+"""
 
 from __future__ import annotations
 
@@ -104,7 +106,9 @@ def built(name: str) -> tuple[nn.Module, Call]:
 
 @dataclass
 class Compiled:
-    """What a model gave compiled and as it is, and the graphs that were compiled: the forward's, the backward's, ..."""
+    """What a model gave compiled and as it is, and the graphs that were compiled: the forward's,
+    the backward's, ...
+    """
 
     outputs: list[tuple[Tensor, Tensor]]
     gradients: list[tuple[dict[str, Tensor], dict[str, Tensor]]]
@@ -123,7 +127,8 @@ def run(
     return y.detach(), {k: p.grad.clone() for k, p in model.named_parameters() if p.grad is not None}
 
 
-# What is run of each: sizes (N, H), and whether the backward too. Tracing a backward with symbols takes most of a minute for a model.
+# What is run of each: sizes (N, H), and whether the backward too. Tracing a backward with symbols
+# takes most of a minute for a model.
 STATIC = ([(2, 8)], True)
 DYNAMIC = {
     "group_norm": ([(2, 8), (3, 12)], True),
@@ -182,7 +187,7 @@ def test_sizes_share_their_graphs(name: str, graphs: int) -> None:
     assert len(compiled(name, True).graphs) == graphs
 
 
-# --- layout copies ------------------------------------------------------------------------------------------------------------
+# --- layout copies --------------------------------------------------------------------------------
 
 OPS = "sdfastgn.group_norm"  # the forward's, and any op that its backward may have
 VIEWS = (
@@ -213,7 +218,10 @@ def layout(node: fx.Node) -> Any:
 
 
 def is_layout_copy(node: fx.Node) -> bool:
-    """A copy to other strides. Dropout leaves clones with the same strides in a graph, which no backend carries out."""
+    """A copy to other strides.
+
+    Dropout leaves clones with the same strides in a graph, which no backend carries out.
+    """
     return (
         node.op == "call_function"
         and op_of(node) in COPIES
@@ -246,7 +254,7 @@ def norms(graph: fx.GraphModule) -> int:
 
 
 @pytest.mark.parametrize(("name", "dynamic"), CASES)
-def test_no_layout_copy_beside_a_normalisation(name: str, dynamic: bool) -> None:
+def test_no_layout_copy_beside_a_normalization(name: str, dynamic: bool) -> None:
     graphs = compiled(name, dynamic).graphs
     assert norms(graphs[0]) >= {"group_norm": 1, "up_block": 3}.get(name, 8)
     assert [copy for graph in graphs for copy in layout_copies(graph)] == []
@@ -268,7 +276,7 @@ def test_a_layout_copy_would_be_found() -> None:
     assert len(layout_copies(graphs[0])) == 2
 
 
-# --- inductor -----------------------------------------------------------------------------------------------------------------
+# --- inductor -------------------------------------------------------------------------------------
 
 _REASON = by_name("compile").available(torch.device("cpu"))
 
@@ -317,7 +325,7 @@ def test_inductor(device: str, bound: float, monkeypatch: pytest.MonkeyPatch) ->
     assert not set(seen) & set(COPIES)
 
 
-# --- export -------------------------------------------------------------------------------------------------------------------
+# --- export ---------------------------------------------------------------------------------------
 
 
 def test_export_of_a_vae_decoder_saved_and_loaded() -> None:
@@ -341,7 +349,7 @@ def test_export_of_a_vae_decoder_saved_and_loaded() -> None:
                 torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
 
-# --- compile() methods of modules --------------------------------------------------------------------------------------------
+# --- compile() methods of modules -----------------------------------------------------------------
 
 
 WAYS = {

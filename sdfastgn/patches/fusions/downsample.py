@@ -1,7 +1,6 @@
 """diffusers' ``Downsample2D``: the convolution's bias in a kernel that stores statistics.
 
-cuDNN adds the bias in a pass of its own in any case; the ResNet block that follows begins with a
-norm.
+cuDNN would add the bias in a pass of its own; the ResNet block that follows begins with a norm.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
 """diffusers' ``Upsample2D``: upsampling by two and the convolution behind it, as one where that is faster.
 
-Elsewhere it is nearest-neighbour upsampling that reads and writes channels-last in vectors, then
-the convolution as it is: in training, under autocast to another dtype, where the convolution is not
-a plain one (LoRA layers, hooks), and where images are small. Only what the usual UNet or decoder
-calls is fused: no norm before it, no transposed convolution, twice the size. PyTorch's own
-channels-last kernel goes element by element, and fails for large tensors, for which upstream makes
-the image channels-first.
+Elsewhere it upsamples in a kernel that reads and writes channels-last in vectors, then calls the
+convolution: in training, under autocast to another dtype, where the convolution is not a plain one (LoRA
+layers, hooks), and where images are small. Only the usual call of a UNet or decoder is fused: no norm
+before it, no transposed convolution, twice the size. PyTorch's own channels-last kernel goes element by
+element and fails for large tensors, for which upstream makes the image channels-first.
 
-What adds the bias hands over the statistics of what it writes. Nothing is kept between calls: the
-low resolution's weights are made from the convolution's at each.
+What adds the bias stores the statistics of what it writes. Nothing is kept between calls: each makes the
+weights at low resolution from the convolution's.
 """
 
 from __future__ import annotations

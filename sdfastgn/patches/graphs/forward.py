@@ -1,8 +1,7 @@
 """The forward of one instance with CUDA graphs: replay where a graph fits, else capture or run eager.
 
-A call is replayed only if a graph was captured for the same arguments (``graph_call``) and nothing
-has changed in the model since (``graph_state``). For everything else the reason is kept for the
-report.
+A call is replayed only if a graph was captured for the same arguments (``arguments.py``) and nothing
+has changed in the model since (``watch.py``). Every other call runs eager, with a reason in the report.
 """
 
 from __future__ import annotations

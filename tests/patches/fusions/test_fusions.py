@@ -106,7 +106,8 @@ def test_copies_of_a_fused_module_are_fused_and_can_be_restored(build, call, twi
     module, before = stock_and_output(build, call)
     sdfastgn.optimize(module)
     other = twin(module)
-    # Not always the same bits: an attention that was unpickled runs its products one by one until it moves.
+    # Not always the same bits: an attention that was unpickled runs its products one by one until
+    # it moves.
     torch.testing.assert_close(output(other, call), output(module, call), atol=2e-6, rtol=2e-6)
     sdfastgn.restore(other)
     assert torch.equal(output(other, call), before)
@@ -134,7 +135,9 @@ def test_gradients_of_a_fused_module(build, call):
 
 @each_sample
 def test_hooks_on_inner_modules_see_what_they_saw(build, call):
-    """A hook on a norm or an activation gets the stock value, although the two run as one otherwise."""
+    """A hook on a norm or an activation gets the stock value, although the two run as one
+    otherwise.
+    """
     module = samples.randomise(build())
     watched = {
         n: m
@@ -268,7 +271,9 @@ def test_a_patch_of_upstream_is_not_kept_alive(monkeypatch):
 
 
 def test_tested_sources_are_those_of_the_installed_diffusers():
-    """When this fails after an upgrade: read what upstream changed, adapt the fused forward, then add the new hash."""
+    """When this fails after an upgrade: read what upstream changed, adapt the fused forward, then
+    add the new hash.
+    """
     for fusion in (*FUSIONS, *OBJECT_FUSIONS):
         assert unknown_source(*fusion.sources) is None
         assert fusion.sources or fusion.name in ("group_norm", "sequential", "cross_attention")

@@ -1,4 +1,6 @@
-"""Where no kernel runs, as on a CPU, an optimized module is stock's code: the same bits, layouts and exports."""
+"""Where no kernel runs, as on a CPU, an optimized module is stock's code: the same bits, layouts
+and exports.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,9 @@ def test_an_optimized_module_runs_stocks_ops(build, call):
 @pytest.mark.parametrize("frozen", [False, True], ids=["x-needs-a-gradient", "x-needs-none"])
 @pytest.mark.parametrize("shape", [(2, 8, 5, 6), (2, 8, 3, 5, 6)], ids=["image", "video"])
 def test_a_channels_last_norm_is_exact_far_from_zero(shape, frozen):
-    """PyTorch's own channels-last kernel for CPUs is not, and crashes in its backward where x needs no gradient."""
+    """PyTorch's own channels-last kernel for CPUs is not, and crashes in its backward where x needs
+    no gradient.
+    """
     x = (torch.randn(shape) + 1e3).movedim(1, -1).contiguous().movedim(-1, 1).requires_grad_(not frozen)
     norm = sdfastgn.optimize(samples.randomise(nn.GroupNorm(2, 8)))
     y = norm(x)
@@ -153,7 +157,7 @@ def test_an_export_to_onnx_on_a_gpu_finds_no_kernel(monkeypatch):
     assert dispatch.has_kernels(x)  # outside of a trace
 
 
-# --- what is said about it --------------------------------------------------------------------------------------------------------
+# --- what is said about it ------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -192,7 +196,7 @@ def test_the_report_says_what_runs_and_why():
     assert sdfastgn.report(nn.GroupNorm(2, 8, device="meta")).backend == ""  # nothing runs
 
 
-# --- layout -----------------------------------------------------------------------------------------------------------------------
+# --- layout ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture

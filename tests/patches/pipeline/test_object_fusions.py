@@ -66,8 +66,11 @@ def test_optimize_and_restore(pipe):
     assert np.array_equal(picture(pipe), before)
 
 
-@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))],
-                         ids=["copy", "deepcopy", "pickle"])  # fmt: skip
+@pytest.mark.parametrize(
+    "duplicate",
+    [copy.copy, copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))],
+    ids=["copy", "deepcopy", "pickle"],
+)
 def test_copies_are_their_own(pipe, duplicate):
     sdfastgn.optimize(pipe)
     before = picture(pipe)
