@@ -40,13 +40,14 @@ def noise(*shape: int, seed: int = 0) -> Tensor:
 
 
 def unet() -> tuple[nn.Module, Call]:
-    """One level only: every further one adds seconds of tracing and no new operation."""
+    """One level and no middle: more adds seconds of tracing and no new operation."""
     model = UNet2DConditionModel(
         block_out_channels=(12,),
         norm_num_groups=3,
         layers_per_block=1,
         down_block_types=("CrossAttnDownBlock2D",),
         up_block_types=("CrossAttnUpBlock2D",),
+        mid_block_type=None,
         cross_attention_dim=8,
         attention_head_dim=2,
     )
@@ -89,11 +90,22 @@ def norm() -> tuple[nn.Module, Call]:
     return module, lambda m, N, H: m(noise(N, 6, H, 5).contiguous(memory_format=torch.channels_last))
 
 
+def encoder() -> tuple[nn.Module, Call]:
+    return vae()[0].encoder, lambda m, N, H: m(noise(N, 3, H, 4))
+
+
 def decoder() -> tuple[nn.Module, Call]:
     return vae()[0].decoder, lambda m, N, H: m(noise(N, 4, H, 6))
 
 
-BUILDERS = {"unet": unet, "up_block": up_block, "vae": vae, "decoder": decoder, "group_norm": norm}
+BUILDERS = {
+    "unet": unet,
+    "up_block": up_block,
+    "vae": vae,
+    "encoder": encoder,
+    "decoder": decoder,
+    "group_norm": norm,
+}
 
 
 def built(name: str) -> tuple[nn.Module, Call]:
@@ -161,7 +173,7 @@ CASES = [
     pytest.param("group_norm", True, id="group_norm-dynamic"),
     pytest.param("unet", False, id="unet"),
     pytest.param("up_block", True, id="up_block-dynamic"),
-    pytest.param("vae", False, id="vae"),
+    pytest.param("encoder", False, id="encoder"),
     pytest.param("decoder", True, id="decoder-dynamic"),
 ]
 
@@ -359,12 +371,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize(
-    ("way", "order"),
-    [
-        ("regional", "optimize-first"),
-        ("regional", "compile-called-first"),
-        ("whole", "compile-called-first"),
-    ],
+    ("way", "order"), [("regional", "optimize-first"), ("whole", "compile-called-first")]
 )
 def test_compiled_modules_can_be_optimized_and_restored(way: str, order: str) -> None:
     model, call = unet()
@@ -386,9 +393,7 @@ def test_compiled_modules_can_be_optimized_and_restored(way: str, order: str) ->
 
 
 @pytest.mark.parametrize(
-    ("eps", "fullgraph"),
-    [(1, True), (True, True), (np.float64(0.5), True), (np.float32(0.5), False), (torch.tensor(0.5), False)],
-    ids=repr,
+    ("eps", "fullgraph"), [(True, True), (np.float32(0.5), False), (torch.tensor(0.5), False)], ids=repr
 )
 def test_a_number_that_pytorch_takes_breaks_no_more_graphs_than_stock(eps, fullgraph):
     stock = nn.Sequential(nn.GroupNorm(2, 8, eps), nn.SiLU())

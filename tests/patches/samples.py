@@ -34,9 +34,8 @@ def image(*shape: int, seed: int = 0) -> Tensor:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).contiguous(
         memory_format=torch.channels_last
     )
-    return (
-        x.requires_grad_()
-    )  # stock PyTorch crashes on a channels-last norm of which only the weights need a gradient
+    # Stock PyTorch crashes on a channels-last norm of which only the weights need a gradient.
+    return x.requires_grad_()
 
 
 def randomise(module: nn.Module) -> nn.Module:
@@ -319,21 +318,9 @@ SAMPLES: list[Sample] = [
         lambda: _block(double_self_attention=True),
         lambda m: m(tokens(2, 7, 20)),
     ),
-    (
-        "transformer_block-numpy",
-        lambda: _block(norm_eps=np.float32(0.5)),
-        _with_states,
-    ),
-    (
-        "transformer_block-only-cross",
-        lambda: _block(only_cross_attention=True),
-        _with_states,
-    ),
-    (
-        "transformer_block-no-affine",
-        lambda: _block(norm_elementwise_affine=False),
-        _with_states,
-    ),
+    ("transformer_block-numpy", lambda: _block(norm_eps=np.float32(0.5)), _with_states),
+    ("transformer_block-only-cross", lambda: _block(only_cross_attention=True), _with_states),
+    ("transformer_block-no-affine", lambda: _block(norm_elementwise_affine=False), _with_states),
 ]
 
 

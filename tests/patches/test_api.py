@@ -380,17 +380,3 @@ def test_works_without_diffusers(monkeypatch):
     before = net(x)
     torch.testing.assert_close(sdfastgn.optimize(net)(x), before)
     assert torch.equal(sdfastgn.restore(net)(x), before)
-
-
-@pytest.mark.parametrize("order", ["compile-then-optimize", "optimize-then-compile"])
-def test_torch_compile_in_either_order(order):
-    net, x = Net().eval(), torch.randn(1, 3, 8, 8)
-    with torch.no_grad():
-        before = net(x)
-        if order == "optimize-then-compile":
-            sdfastgn.optimize(net)
-        compiled = torch.compile(net, backend="aot_eager")
-        compiled(x)
-        if order == "compile-then-optimize":
-            sdfastgn.optimize(net)
-        torch.testing.assert_close(compiled(x), before)

@@ -18,6 +18,7 @@ __all__ = ["change_class", "class_forward", "has_foreign_forward"]
 
 _CALLABLES = (types.MethodType, types.FunctionType, functools.partial)
 _OPAQUE = (nn.Module, Tensor, type, types.ModuleType, str, int, float, type(None))
+# Objects that are looked through for a kept ``forward``: hooks and wrappers keep it near.
 _MAX_OBJECTS = 1000
 
 

@@ -48,9 +48,8 @@ class FusedResnetBlock2D(ResnetBlock2D):
         resample = self.upsample if self.upsample is not None else self.downsample
         if resample is None:
             return input_tensor, h
-        if (
-            self.upsample is not None and h.shape[0] >= 64
-        ):  # diffusers' guard: channels-last upsampling failed for large batches
+        # diffusers' guard: channels-last upsampling failed for large batches.
+        if self.upsample is not None and h.shape[0] >= 64:
             input_tensor, h = input_tensor.contiguous(), h.contiguous()
         return resample(input_tensor), resample(h)
 

@@ -146,9 +146,8 @@ def _add_feed_forward(ff: Any, norm: Any, x: Tensor, residual: Tensor) -> Tensor
     h, total = add_layer_norm(x, residual, norm.weight, norm.bias, norm.eps, total_bias=last.bias)
     for module in others:
         h = module(h)
-    if (
-        h.dtype != total.dtype or h.shape[:-1] != total.shape[:-1]
-    ):  # a hook or a replaced layer: as the add would have it
+    # After a hook or a replaced layer the add may promote or broadcast.
+    if h.dtype != total.dtype or h.shape[:-1] != total.shape[:-1]:
         return F.linear(h, last.weight) + total
     total.view(-1, total.shape[-1]).addmm_(h.reshape(-1, h.shape[-1]), last.weight.t())
     return total

@@ -42,12 +42,9 @@ class FusedUpsample2D(Upsample2D):
             return super().forward(hidden_states, output_size, *args, **kwargs)
         conv = _conv_of(self)
         if conv is None:
-            # Autocast takes what interpolates to fp32; a convolution behind it takes that back.
-            return (
-                super().forward(hidden_states)
-                if torch.is_autocast_enabled("cuda")
-                else upsample_nearest_2x(hidden_states)
-            )
+            if torch.is_autocast_enabled("cuda"):  # it interpolates in fp32
+                return super().forward(hidden_states)
+            return upsample_nearest_2x(hidden_states)
         if not convolves_at_low_resolution(conv, hidden_states):
             return add_bias(*conv_without_bias(conv, upsample_nearest_2x(hidden_states)))
         if not emits(conv.out_channels, 4 * math.prod(hidden_states.shape[2:])):

@@ -34,11 +34,13 @@ from sdfastgn.patches.graphs.watch import Watch
 
 __all__ = ["MAX_GRAPHS", "GraphedForward"]
 
+# Graphs of one module. Each is a kind of call; the least recent one goes first.
 MAX_GRAPHS = 8
+# Kinds of calls, and reasons, that are remembered: more come only from calls that never repeat.
 _MAX_REMEMBERED = 64
-# A capture pays for itself with the third replay. Models that change sooner are left alone for
-# longer and longer, counted in calls.
+# Replays after which a capture has paid for itself.
 _WORTHWHILE = 3
+# Calls for which a model that changes sooner is left alone, at most; the pause doubles each time.
 _MAX_PAUSE = 256
 
 
@@ -158,9 +160,8 @@ class GraphedForward:
         except torch.OutOfMemoryError:
             reason = _NO_MEMORY
             _give_memory_back()
-        self.eager[
-            reason if reason in self.eager or len(self.eager) < _MAX_REMEMBERED else "other reasons"
-        ] += 1
+        is_counted = reason in self.eager or len(self.eager) < _MAX_REMEMBERED
+        self.eager[reason if is_counted else "other reasons"] += 1
         containers = contents_of(args, kwargs)
         try:
             return type(module).forward(module, *args, **kwargs)

@@ -33,26 +33,18 @@ __all__ = ["Watch"]
 # closures or globals.
 _TRUSTED = sys.stdlib_module_names | {"torch", "diffusers", "peft", "accelerate", "transformers", "sdfastgn"}
 _TENSOR_TYPES = (Tensor, nn.Parameter)
-_LEAVES = (
-    *(
-        bool,
-        int,
-        float,
-        complex,
-        str,
-        bytes,
-        type(None),
-        type,
-        range,
-        types.BuiltinFunctionType,
-        types.ModuleType,
-    ),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format, weakref.ref),
-)
+_NUMBERS_AND_NAMES = (bool, int, float, complex, str, bytes, range, type(None))
+_CODE = (type, types.BuiltinFunctionType, types.ModuleType)
+_KINDS_OF_TENSORS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+# Compared by value, and hold nothing else that would have to be watched.
+_LEAVES = (*_NUMBERS_AND_NAMES, *_CODE, *_KINDS_OF_TENSORS, weakref.ref)
 _FUNCTIONS = (types.FunctionType, types.MethodType)
+# What methods and partials hold besides their ``__dict__``.
 _PARTS = ("__self__", "func", "args", "keywords")
+# Objects of one model, a bound on the time of a check.
 _MAX_OBJECTS = 50_000
-_FEW = 16  # elements that are compared one by one
+# Elements up to which a tensor on the CPU is compared by value; larger ones by their count of writes.
+_FEW = 16
 
 _data_ptr: Callable[[Tensor], int] = Tensor.data_ptr
 _version_of = operator.attrgetter("_version")

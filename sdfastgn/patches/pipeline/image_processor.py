@@ -20,6 +20,7 @@ from sdfastgn.patches.pipeline.object_fusion import ObjectFusion
 
 __all__ = ["FUSION"]
 
+# On a CPU there is nothing to copy.
 _DEVICES = ("cuda",)
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _SOURCE = tested(

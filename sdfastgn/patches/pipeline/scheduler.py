@@ -26,6 +26,7 @@ from sdfastgn.patches.pipeline.object_fusion import ObjectFusion
 
 __all__ = ["FUSION"]
 
+# Devices for whose kernels the host waits when it reads a number.
 _WAITED_FOR = ("cuda",)
 
 

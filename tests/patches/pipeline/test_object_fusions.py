@@ -55,9 +55,8 @@ def test_optimize_and_restore(pipe):
     sdfastgn.optimize(pipe, strict=True)
     assert parts_of(pipe) == dict.fromkeys(STOCK, "fused")
     after = picture(pipe)
-    assert (
-        np.abs(after.astype(int) - before.astype(int)).max() <= 1
-    )  # of fp32 norms that add in another order
+    # fp32 norms add in another order.
+    assert np.abs(after.astype(int) - before.astype(int)).max() <= 1
     assert "host_timesteps" in str(sdfastgn.report(pipe))
     sdfastgn.restore(pipe)
     assert type(pipe) is StableDiffusionPipeline

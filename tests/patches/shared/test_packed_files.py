@@ -37,9 +37,8 @@ def test_copies_have_memory_of_their_own(duplicate):
     model, stock = attention(), attention()
     twin = duplicate(sdfastgn.optimize(model))
     check(twin, stock)
-    assert is_packed(twin) == (
-        duplicate is copy.deepcopy
-    )  # others when they move: the unpickler holds their tensors
+    # Others when they move: the unpickler holds their tensors.
+    assert is_packed(twin) == (duplicate is copy.deepcopy)
     twin.to(torch.float64).to(torch.float32)
     assert is_packed(twin)
     assert is_packed(model)

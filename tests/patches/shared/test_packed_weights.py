@@ -179,9 +179,8 @@ def test_the_next_move_packs_again(change):
     change(model)
     assert not is_packed(model)
     call(model)
-    assert not is_packed(
-        model
-    )  # not in a call: a CUDA graph may have been captured with the weights where they are
+    # Not in a call: a CUDA graph may have been captured with the weights where they are.
+    assert not is_packed(model)
     model.to(torch.float64)
     assert is_packed(model)
 
