@@ -123,7 +123,7 @@ class FusedAttention(Attention):
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """scaled_dot_product_attention of (N, heads, tokens, channels), with kernels for few keys and wide heads."""
+    """scaled_dot_product_attention of (N, heads, tokens, channels); kernels for few keys and wide heads."""
     if dispatch.is_plain_inference(query, (key, value)) and not torch.is_autocast_enabled(query.device.type):
         found = attend_to_few(query, key, value)
         if found is not None:

@@ -76,9 +76,9 @@ class GraphedForward:
     # No __dict__: functools.update_wrapper (accelerate's hooks use it) would copy it into the
     # wrapper.
     __slots__ = (
-        "__weakref__", "_backend", "_graphs", "_module", "_pause", "_refused", "_rehearsed", "_replays_of_watch",
-        "_seen", "_short_lives", "_used_backend", "_watch", "captured", "dropped", "eager", "mode", "replays",
-        "stands_over_own",
+        "__weakref__", "_backend", "_graphs", "_module", "_pause", "_refused", "_rehearsed",
+        "_replays_of_watch", "_seen", "_short_lives", "_used_backend", "_watch", "captured", "dropped",
+        "eager", "mode", "replays", "stands_over_own",
     )  # fmt: skip
 
     def __init__(
