@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
+from diffusers.models.autoencoders.vae import Decoder
 from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.unets.unet_2d_blocks import CrossAttnUpBlock2D
 from functorch.compile import make_boxed_func
@@ -46,7 +47,7 @@ def unet() -> tuple[nn.Module, Call]:
         norm_num_groups=3,
         layers_per_block=1,
         down_block_types=("CrossAttnDownBlock2D",),
-        up_block_types=("CrossAttnUpBlock2D",),
+        up_block_types=("UpBlock2D",),
         mid_block_type=None,
         cross_attention_dim=8,
         attention_head_dim=2,
@@ -95,7 +96,10 @@ def encoder() -> tuple[nn.Module, Call]:
 
 
 def decoder() -> tuple[nn.Module, Call]:
-    return vae()[0].decoder, lambda m, N, H: m(noise(N, 4, H, 6))
+    model = Decoder(
+        up_block_types=("UpDecoderBlock2D",), block_out_channels=(8,), layers_per_block=1, norm_num_groups=4
+    )
+    return model, lambda m, N, H: m(noise(N, 3, H, 6))
 
 
 BUILDERS = {

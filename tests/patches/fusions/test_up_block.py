@@ -34,7 +34,7 @@ SIZES = {
 def up_block(cross: bool, **options: Any) -> nn.Module:
     if cross:
         options = {"num_attention_heads": 2, "cross_attention_dim": 12, **options}
-    return (CrossAttnUpBlock2D if cross else UpBlock2D)(**SIZES, num_layers=1, **options)
+    return (CrossAttnUpBlock2D if cross else UpBlock2D)(**SIZES, num_layers=1, add_upsample=False, **options)
 
 
 def up_inputs(cross: bool) -> dict[str, Any]:
