@@ -1,6 +1,7 @@
-"""One process of a distributed training step: ``python ddp_worker.py RANK WORLD BACKEND STORE RESULT``; test_training.py starts it.
+"""One process of a distributed training step: ``python ddp_worker.py RANK WORLD BACKEND STORE
+RESULT``; test_training.py starts it.
 
-Rank 0 writes the averaged gradients of an optimised model.
+Rank 0 writes the averaged gradients of an optimized model.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The relatives of SD1.5 and SDXL: video UNets and VAEs (5-D tensors), scale-shift UNets, IP-Adapter, CPU offload."""
+"""The relatives of SD1.5 and SDXL: video UNets and VAEs (5-D tensors), scale-shift UNets,
+IP-Adapter, CPU offload.
+"""
 
 from __future__ import annotations
 
@@ -109,7 +111,9 @@ def test_same_output_and_exact_restore(build, fusions):
 
 
 def ip_adapter_weights(unet):
-    """What ``load_ip_adapter`` would read from a file: an image projection, and a key and value for each cross-attention."""
+    """What ``load_ip_adapter`` would read from a file: an image projection, and a key and value for
+    each cross-attention.
+    """
     keys = {}
     dim = unet.config.cross_attention_dim
     cross = [m for name, m in unet.attn_processors.items() if "attn2" in name]

@@ -1,4 +1,6 @@
-"""optimize and restore on whole diffusers pipelines, and beside the features that people use with them."""
+"""optimize and restore on whole diffusers pipelines, and beside the features that people use with
+them.
+"""
 
 from __future__ import annotations
 
@@ -121,7 +123,7 @@ def test_pipelines_that_share_components_share_the_state():
     assert not sdfastgn.report(sdfastgn.restore(first)).fused
 
 
-# --- the layout of real architectures --------------------------------------------------------------------------------------------
+# --- the layout of real architectures -------------------------------------------------------------
 
 
 def channels_first_inputs(root, call) -> tuple[int, int]:
@@ -146,10 +148,13 @@ NARROW = {"norm_num_groups": 8, "attention_head_dim": 4}
 NARROW_UNETS = {
     "sd15": {**UNETS["sd15"], **NARROW, "block_out_channels": (16, 32, 40, 40), "cross_attention_dim": 8},
     "sdxl": {
-        **UNETS["sdxl"], **NARROW, "block_out_channels": (16, 32, 40), "cross_attention_dim": 8,
+        **UNETS["sdxl"],
+        **NARROW,
+        "block_out_channels": (16, 32, 40),
+        "cross_attention_dim": 8,
         "projection_class_embeddings_input_dim": 6 * 256 + 8,
     },
-}  # fmt: skip
+}
 NARROW_VAE = {**VAES["sd15"], "block_out_channels": (16, 32, 40, 40), "norm_num_groups": 8}
 
 
@@ -195,7 +200,7 @@ def test_no_convolution_sees_a_channels_first_input(build, convolutions):
     assert by_memory_format_alone > 0  # so that the test can fail
 
 
-# --- beside other features --------------------------------------------------------------------------------------------------------
+# --- beside other features ------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -255,7 +260,9 @@ def test_change_of_dtype_after_optimize(twins):
 
 
 def test_accelerate_offload_hooks_that_were_there_before(twins):
-    """Sequential offload puts a forward into every module with weights, whose weights are on meta between calls."""
+    """Sequential offload puts a forward into every module with weights, whose weights are on meta
+    between calls.
+    """
     unet, stock, call = twins
     cpu_offload(unet, execution_device=torch.device("cpu"), offload_buffers=True)
     sdfastgn.optimize(unet)

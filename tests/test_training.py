@@ -1,4 +1,6 @@
-"""Training with patched models: autocast, checkpointing, function transforms, several processes; always against stock gradients."""
+"""Training with patched models: autocast, checkpointing, function transforms, several processes;
+always against stock gradients.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ def agree(ours: dict[str, Tensor], stock: dict[str, Tensor], bound: float = 1e-4
         assert (ours[key] - gradient).norm() <= bound * (gradient.norm() + 1e-3 * largest), key
 
 
-# --- autocast -----------------------------------------------------------------------------------------------------------------
+# --- autocast -------------------------------------------------------------------------------------
 
 DTYPES = [
     pytest.param(torch.float32, torch.float32, id="fp32"),
@@ -95,7 +97,7 @@ def test_a_model_under_autocast_is_no_less_exact_than_stock(device: str) -> None
     assert 1e-4 < errors[0] <= 1.25 * errors[1]
 
 
-# --- gradient checkpointing ---------------------------------------------------------------------------------------------------
+# --- gradient checkpointing -----------------------------------------------------------------------
 
 
 def reentrant(module: nn.Module, *args: Any) -> Any:
@@ -152,10 +154,11 @@ def test_gradient_checkpointing(step: Any, function: Any) -> None:
     agree(checkpointed, expected)
 
 
-# --- function transforms ------------------------------------------------------------------------------------------------------
+# --- function transforms --------------------------------------------------------------------------
 
-# torch.library.register_autograd makes an autograd.Function without setup_context, which torch.func refuses, and forward-mode AD
-# passes by in silence: tangents are lost. Plain PyTorch under a transform would be right.
+# torch.library.register_autograd makes an autograd.Function without setup_context, which torch.func
+# refuses, and forward-mode AD passes by in silence: tangents are lost. Plain PyTorch under a
+# transform would be right.
 
 
 def ours(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -199,28 +202,32 @@ def of_module(f: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         pytest.param(double_backward, id="double-backward"),
         pytest.param(lambda f, x, w, b: torch.func.vmap(f, (0, None, None))(x[:, None], w, b), id="vmap-x"),
         pytest.param(
-            lambda f, x, w, b: torch.func.vmap(f, (None, 0, 1))(x, torch.stack([w, b]), torch.stack([b, w], 1)),
+            lambda f, x, w, b: torch.func.vmap(f, (None, 0, 1))(
+                x, torch.stack([w, b]), torch.stack([b, w], 1)
+            ),
             id="vmap-weights",
         ),
         pytest.param(lambda f, *a: torch.func.grad(functools.partial(energy, f), (0, 1, 2))(*a), id="grad"),
         pytest.param(lambda f, *a: torch.func.jacrev(f)(*a), id="jacrev"),
         pytest.param(lambda f, *a: torch.func.hessian(functools.partial(energy, f))(*a), id="hessian"),
         pytest.param(
-            lambda f, x, w, b: torch.func.vmap(torch.func.grad(functools.partial(energy, f), 1), (0, None, None))(x[:, None], w, b),
+            lambda f, x, w, b: torch.func.vmap(
+                torch.func.grad(functools.partial(energy, f), 1), (0, None, None)
+            )(x[:, None], w, b),
             id="gradients-per-sample",
         ),
         pytest.param(lambda f, *a: torch.func.jacfwd(f)(*a), id="jacfwd"),
         pytest.param(lambda f, *a: torch.func.jvp(functools.partial(energy, f), a, a), id="jvp"),
         pytest.param(dual, id="dual-numbers"),
     ],
-)  # fmt: skip
+)
 def test_function_transforms(transformed: Any, layout: torch.memory_format) -> None:
     x = noise(2, 6, 2, 3, dtype=torch.float64).contiguous(memory_format=layout)
     weight, bias = noise(6, seed=1, dtype=torch.float64), noise(6, seed=2, dtype=torch.float64)
     torch.testing.assert_close(transformed(ours, x, weight, bias), transformed(stock, x, weight, bias))
 
 
-# --- several processes --------------------------------------------------------------------------------------------------------
+# --- several processes ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -269,18 +276,19 @@ def process_group(tmp_path: Path) -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("inner", [pytest.param(False, id="wrapper"), pytest.param(True, id="wrapped-model")])
 @pytest.mark.usefixtures("process_group")
-def test_the_layout_is_not_changed_under_ddp(inner: bool) -> None:
-    """Its buckets have the weights' former strides, and would hand out the gradients' values in another order."""
+def test_the_layout_is_not_changed_under_ddp() -> None:
+    """Its buckets have the weights' former strides, and would hand out the gradients' values in
+    another order.
+    """
     model = worker.build()
     strides = [p.stride() for p in model.parameters()]
     wrapper = DistributedDataParallel(model)
-    target = model if inner else wrapper
-    with pytest.raises(
-        ValueError, match=r"sdfastgn\.optimize: .* is in a DistributedDataParallel.*before it is wrapped"
-    ):
-        sdfastgn.optimize(target)
+    for target in (wrapper, model):
+        with pytest.raises(
+            ValueError, match=r"sdfastgn\.optimize: .* is in a DistributedDataParallel.*before it is wrapped"
+        ):
+            sdfastgn.optimize(target)
     assert not sdfastgn.report(model).fused
     assert [p.stride() for p in model.parameters()] == strides
     sdfastgn.restore(target)  # nothing to do

@@ -6,7 +6,8 @@ A fixture is taken into a test module by its name: ``on_each_device = cases.on_e
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 import sdfastgn
 from sdfastgn.kernels.common.launch import Launch
+from sdfastgn.patches.core import statistics
 from tests.kernels import samples as kernels
 
 # Where tests with ``on_each_device`` make their tensors.
@@ -23,7 +25,9 @@ WHERE = {"device": "cpu"}
 
 @pytest.fixture(autouse=True, params=kernels.DEVICES)
 def on_each_device(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Kernels are launched without PyTorch's dispatcher, as in plain inference on a GPU; a CPU interprets them."""
+    """Kernels are launched without PyTorch's dispatcher, as in plain inference on a GPU; a CPU
+    interprets them.
+    """
     monkeypatch.setitem(WHERE, "device", request.param)
     with kernels.kernels(direct=True):
         yield
@@ -111,3 +115,27 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
 
     monkeypatch.setattr(Launch, "__call__", note)
     return found
+
+
+def passes(launches: Launches) -> Counter[str]:
+    """GroupNorm's passes over memory; sums and concatenations with statistics, or alone."""
+    names: Counter[str] = Counter()
+    uses = {"residual_ptr": "add", "tail_ptr": "cat", "bias_ptr": "bias"}
+    for name, _, pointers in launches:
+        if name == "statistics":
+            name = next((use for p, use in uses.items() if pointers[p] is not None), name)
+            name += "" if pointers["statistics_ptr"] is not None else " alone"
+        names[name] += 1
+    return names
+
+
+@pytest.fixture
+def ran(launches: Launches) -> Callable[[str], int]:
+    """``ran(name)``: how often that was launched."""
+    return lambda name: passes(launches)[name]
+
+
+@pytest.fixture(autouse=True)
+def statistics_always_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However small the tensor is."""
+    monkeypatch.setattr(statistics, "statistics_pay", lambda C, HW: True)

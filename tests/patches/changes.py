@@ -1,4 +1,7 @@
-"""What people do to a linear layer. Each change takes the module and the layer's path in it, and shows in its output."""
+"""What people do to a linear layer.
+
+Each change takes the module and the layer's path in it, and shows in its output.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from torch.nn.utils import parametrize
 Change = Callable[[nn.Module, str], None]
 
 
-# --- the layer stays a plain one, with other numbers ---------------------------------------------
+# --- the layer stays a plain one, with other numbers ----------------------------------------------
 
 
 @torch.no_grad()
@@ -64,7 +67,7 @@ def merged_safely(module: nn.Module, path: str) -> None:
 MOVED: list[Change] = [replaced_data, replaced_parameter, assigned, merged_safely]
 
 
-# --- it is not plain, and has to be called -------------------------------------------------------
+# --- it is not plain, and has to be called --------------------------------------------------------
 
 
 class Doubled(nn.Linear):
@@ -72,7 +75,7 @@ class Doubled(nn.Linear):
         return 2 * super().forward(x)
 
 
-class Quantised(Tensor):
+class Quantized(Tensor):
     """Stands for the weights of torchao: a parameter by another class."""
 
 
@@ -99,13 +102,13 @@ def subclass(module: nn.Module, path: str) -> None:
     module.get_submodule(path).__class__ = Doubled
 
 
-def parametrised(module: nn.Module, path: str) -> None:
+def parametrized(module: nn.Module, path: str) -> None:
     parametrize.register_parametrization(module.get_submodule(path), "weight", Half())
 
 
-def quantised(module: nn.Module, path: str) -> None:
+def quantized(module: nn.Module, path: str) -> None:
     layer = module.get_submodule(path)
-    layer.weight = nn.Parameter((layer.weight.detach() * 2).as_subclass(Quantised))
+    layer.weight = nn.Parameter((layer.weight.detach() * 2).as_subclass(Quantized))
 
 
 def lora(module: nn.Module, path: str) -> None:
@@ -114,4 +117,4 @@ def lora(module: nn.Module, path: str) -> None:
     inject_adapter_in_model(config, module)
 
 
-NOT_PLAIN: list[Change] = [hooked, pre_hooked, overridden, subclass, parametrised, quantised, lora]
+NOT_PLAIN: list[Change] = [hooked, pre_hooked, overridden, subclass, parametrized, quantized, lora]

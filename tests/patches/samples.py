@@ -1,4 +1,7 @@
-"""One sample per fusion of the registry: a small module that it claims, and how to call it. A new fusion adds its line here."""
+"""One sample per fusion of the registry: a small module that it claims, and how to call it.
+
+A new fusion adds its line here.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +34,8 @@ def image(*shape: int, seed: int = 0) -> Tensor:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).contiguous(
         memory_format=torch.channels_last
     )
-    return (
-        x.requires_grad_()
-    )  # stock PyTorch crashes on a channels-last norm of which only the weights need a gradient
+    # Stock PyTorch crashes on a channels-last norm of which only the weights need a gradient.
+    return x.requires_grad_()
 
 
 def randomise(module: nn.Module) -> nn.Module:
@@ -47,7 +49,7 @@ def randomise(module: nn.Module) -> nn.Module:
 
 
 def twins_of(module: nn.Module, device: str, dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
-    """(optimised, stock) with the same random weights."""
+    """(optimized, stock) with the same random weights."""
     stock = randomise(module).to(device, dtype)
     return sdfastgn.optimize(copy.deepcopy(stock)), stock
 
@@ -117,34 +119,53 @@ Sample = tuple[str, Build, Call]
 
 _TEMB = image(2, 16, 1, 1, seed=1)[:, :, 0, 0]
 
+
+def _on_image(module: Any) -> Tensor:
+    return module(image(2, 12, 5, 6))
+
+
+def _with_temb(module: Any) -> Tensor:
+    return module(image(2, 20, 6, 8), _TEMB)
+
+
+def _with_states(module: Any) -> Tensor:
+    return module(tokens(2, 7, 20), encoder_hidden_states=tokens(2, 5, 12))
+
+
 # (id, builder, call); the id starts with the fusion's name.
 SAMPLES: list[Sample] = [
-    ("group_norm", lambda: nn.GroupNorm(3, 12), lambda m: m(image(2, 12, 5, 6))),
+    ("group_norm", lambda: nn.GroupNorm(3, 12), _on_image),
     ("group_norm-channels-first", lambda: nn.GroupNorm(3, 12), lambda m: m(image(2, 12, 5, 6).contiguous())),
-    ("group_norm-no-affine", lambda: nn.GroupNorm(3, 12, affine=False), lambda m: m(image(2, 12, 5, 6))),
-    ("group_norm-numpy", lambda: nn.GroupNorm(np.int64(3), np.int64(12), np.float32(0.5)), lambda m: m(image(2, 12, 5, 6))),
-    ("group_norm-tensor-eps", lambda: nn.GroupNorm(3, 12, torch.tensor(0.5)), lambda m: m(image(2, 12, 5, 6))),
-    ("sequential", lambda: nn.Sequential(nn.GroupNorm(3, 12), nn.SiLU(), nn.Conv2d(12, 8, 3)), lambda m: m(image(2, 12, 5, 6))),
+    ("group_norm-no-affine", lambda: nn.GroupNorm(3, 12, affine=False), _on_image),
+    ("group_norm-numpy", lambda: nn.GroupNorm(np.int64(3), np.int64(12), np.float32(0.5)), _on_image),
+    ("group_norm-tensor-eps", lambda: nn.GroupNorm(3, 12, torch.tensor(0.5)), _on_image),
+    ("sequential", lambda: nn.Sequential(nn.GroupNorm(3, 12), nn.SiLU(), nn.Conv2d(12, 8, 3)), _on_image),
     (
         "sequential-two-pairs",
-        lambda: nn.Sequential(nn.Conv2d(12, 8, 1), nn.GroupNorm(2, 8), nn.GELU("tanh"), nn.GroupNorm(4, 8), nn.ReLU()),
-        lambda m: m(image(2, 12, 5, 6)),
+        lambda: nn.Sequential(
+            nn.Conv2d(12, 8, 1), nn.GroupNorm(2, 8), nn.GELU("tanh"), nn.GroupNorm(4, 8), nn.ReLU()
+        ),
+        _on_image,
     ),
-    ("resnet_block", _resnet, lambda m: m(image(2, 20, 6, 8), _TEMB)),
+    ("resnet_block", _resnet, _with_temb),
     ("resnet_block-by-name", _resnet, lambda m: m(input_tensor=image(2, 20, 6, 8), temb=_TEMB)),
-    ("resnet_block-scale-shift", lambda: _resnet(time_embedding_norm="scale_shift"), lambda m: m(image(2, 20, 6, 8), _TEMB)),
+    ("resnet_block-scale-shift", lambda: _resnet(time_embedding_norm="scale_shift"), _with_temb),
     ("resnet_block-no-temb", lambda: _resnet(temb_channels=None), lambda m: m(image(2, 20, 6, 8), None)),
-    ("resnet_block-up", lambda: _resnet(up=True), lambda m: m(image(2, 20, 6, 8), _TEMB)),
-    ("resnet_block-down", lambda: _resnet(down=True), lambda m: m(image(2, 20, 6, 8), _TEMB)),
-    ("resnet_block-skip-time-act", lambda: _resnet(skip_time_act=True), lambda m: m(image(2, 20, 6, 8), _TEMB)),
-    ("resnet_block-output-scale", lambda: _resnet(output_scale_factor=1.4), lambda m: m(image(2, 20, 6, 8), _TEMB)),
+    ("resnet_block-up", lambda: _resnet(up=True), _with_temb),
+    ("resnet_block-down", lambda: _resnet(down=True), _with_temb),
+    ("resnet_block-skip-time-act", lambda: _resnet(skip_time_act=True), _with_temb),
+    ("resnet_block-output-scale", lambda: _resnet(output_scale_factor=1.4), _with_temb),
     (
         "resnet_block-numpy",
         lambda: _resnet(groups=np.int64(5), eps=np.float32(0.5), output_scale_factor=np.float32(1.4)),
-        lambda m: m(image(2, 20, 6, 8), _TEMB),
+        _with_temb,
     ),
-    ("resnet_block-gelu", lambda: _resnet(non_linearity="gelu"), lambda m: m(image(2, 20, 6, 8), _TEMB)),
-    ("resnet_block-batch-64", lambda: _resnet(up=True), lambda m: m(image(64, 20, 2, 2), _TEMB[:1].expand(64, -1))),
+    ("resnet_block-gelu", lambda: _resnet(non_linearity="gelu"), _with_temb),
+    (
+        "resnet_block-batch-64",
+        lambda: _resnet(up=True),
+        lambda m: m(image(64, 20, 2, 2), _TEMB[:1].expand(64, -1)),
+    ),
     (
         "temporal_resnet_block",
         lambda: TemporalResnetBlock(32, 64, temb_channels=16),
@@ -161,19 +182,41 @@ SAMPLES: list[Sample] = [
         lambda m: m(image(2, 20, 4, 6), image(2, 3, 12, 1)[..., 0]).sample,
     ),
     ("timestep_embedding", lambda: TimestepEmbedding(16, 20), lambda m: m(_TEMB)),
-    ("timestep_embedding-by-name", lambda: TimestepEmbedding(16, 20, out_dim=9), lambda m: m(sample=_TEMB, condition=None)),
+    (
+        "timestep_embedding-by-name",
+        lambda: TimestepEmbedding(16, 20, out_dim=9),
+        lambda m: m(sample=_TEMB, condition=None),
+    ),
     (
         "timestep_embedding-condition",
-        lambda: TimestepEmbedding(16, 20, act_fn="gelu", post_act_fn="silu", cond_proj_dim=12, sample_proj_bias=False),
+        lambda: TimestepEmbedding(
+            16, 20, act_fn="gelu", post_act_fn="silu", cond_proj_dim=12, sample_proj_bias=False
+        ),
         lambda m: m(_TEMB, tokens(2, 12)),
     ),
     ("timestep_embedding-mish", lambda: TimestepEmbedding(16, 20, "mish"), lambda m: m(_TEMB)),
     ("ada_group_norm", lambda: AdaGroupNorm(16, 12, 3), lambda m: m(image(2, 12, 5, 6), _TEMB)),
-    ("ada_group_norm-act", lambda: AdaGroupNorm(16, 12, 3, act_fn="silu"), lambda m: m(image(2, 12, 5, 6), _TEMB)),
-    ("ada_group_norm-numpy", lambda: AdaGroupNorm(16, 12, np.int64(3), eps=np.float32(0.5)), lambda m: m(image(2, 12, 5, 6), _TEMB)),
+    (
+        "ada_group_norm-act",
+        lambda: AdaGroupNorm(16, 12, 3, act_fn="silu"),
+        lambda m: m(image(2, 12, 5, 6), _TEMB),
+    ),
+    (
+        "ada_group_norm-numpy",
+        lambda: AdaGroupNorm(16, 12, np.int64(3), eps=np.float32(0.5)),
+        lambda m: m(image(2, 12, 5, 6), _TEMB),
+    ),
     ("attention", lambda: _attention(), lambda m: m(tokens(2, 7, 16))),
-    ("attention-cross", lambda: _attention(cross_attention_dim=12), lambda m: m(tokens(2, 7, 16), tokens(2, 5, 12))),
-    ("attention-by-name", lambda: _attention(bias=True), lambda m: m(hidden_states=tokens(2, 7, 16), encoder_hidden_states=None)),
+    (
+        "attention-cross",
+        lambda: _attention(cross_attention_dim=12),
+        lambda m: m(tokens(2, 7, 16), tokens(2, 5, 12)),
+    ),
+    (
+        "attention-by-name",
+        lambda: _attention(bias=True),
+        lambda m: m(hidden_states=tokens(2, 7, 16), encoder_hidden_states=None),
+    ),
     ("attention-mask", lambda: _attention(), lambda m: m(tokens(2, 7, 16), None, -image(2, 1, 7, 1)[..., 0])),
     (
         "attention-vae",
@@ -188,73 +231,97 @@ SAMPLES: list[Sample] = [
     (
         "conv_norm_out-unet2d",
         lambda: UNet2DModel(
-            sample_size=8, block_out_channels=(32, 64), layers_per_block=1,
-            down_block_types=("DownBlock2D", "AttnDownBlock2D"), up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+            sample_size=8,
+            block_out_channels=(32, 64),
+            layers_per_block=1,
+            down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+            up_block_types=("AttnUpBlock2D", "UpBlock2D"),
         ),
         lambda m: m(image(2, 3, 8, 8), 10).sample,
     ),
     (
         "conv_norm_out-encoder",
-        lambda: Encoder(block_out_channels=(20, 40), down_block_types=("DownEncoderBlock2D",) * 2, norm_num_groups=5),
+        lambda: Encoder(
+            block_out_channels=(20, 40), down_block_types=("DownEncoderBlock2D",) * 2, norm_num_groups=5
+        ),
         lambda m: m(image(1, 3, 16, 16)),
     ),
     (
         "conv_norm_out-decoder",
-        lambda: Decoder(block_out_channels=(20, 40), up_block_types=("UpDecoderBlock2D",) * 2, norm_num_groups=5),
+        lambda: Decoder(
+            block_out_channels=(20, 40), up_block_types=("UpDecoderBlock2D",) * 2, norm_num_groups=5
+        ),
         lambda m: m(image(1, 3, 8, 8)),
     ),
-    ("downsample", lambda: Downsample2D(12, use_conv=True, out_channels=8, name="op"), lambda m: m(image(2, 12, 5, 6))),
-    ("downsample-padding-0", lambda: Downsample2D(12, use_conv=True, padding=0), lambda m: m(image(2, 12, 5, 6))),
+    ("downsample", lambda: Downsample2D(12, use_conv=True, out_channels=8, name="op"), _on_image),
+    ("downsample-padding-0", lambda: Downsample2D(12, use_conv=True, padding=0), _on_image),
     (
-        "downsample-norm", lambda: Downsample2D(12, True, norm_type="ln_norm", eps=1e-5, elementwise_affine=True),
-        lambda m: m(image(2, 12, 5, 6)),
+        "downsample-norm",
+        lambda: Downsample2D(12, True, norm_type="ln_norm", eps=1e-5, elementwise_affine=True),
+        _on_image,
     ),
-    ("downsample-no-bias", lambda: Downsample2D(12, use_conv=True, bias=False), lambda m: m(hidden_states=image(2, 12, 5, 6))),
+    (
+        "downsample-no-bias",
+        lambda: Downsample2D(12, use_conv=True, bias=False),
+        lambda m: m(hidden_states=image(2, 12, 5, 6)),
+    ),
     ("up_block", lambda: _up_block(UpBlock2D), lambda m: m(image(2, 30, 4, 6), skips(), _TEMB)),
     (
         "up_block-by-name",
         lambda: _up_block(UpBlock2D, add_upsample=False, output_scale_factor=2**0.5),
-        lambda m: m(hidden_states=image(2, 30, 4, 6), res_hidden_states_tuple=skips(), temb=_TEMB, upsample_size=None),
+        lambda m: m(
+            hidden_states=image(2, 30, 4, 6), res_hidden_states_tuple=skips(), temb=_TEMB, upsample_size=None
+        ),
     ),
     (
-        "up_block-to-a-size", lambda: _up_block(UpBlock2D),
+        "up_block-to-a-size",
+        lambda: _up_block(UpBlock2D),
         lambda m: m(image(2, 30, 4, 6), skips(), _TEMB, upsample_size=(7, 11)),
     ),
     (
-        "cross_attn_up_block", _cross_up_block,
+        "cross_attn_up_block",
+        _cross_up_block,
         lambda m: m(image(2, 30, 4, 6), skips(), _TEMB, image(2, 3, 12, 1)[..., 0]),
     ),
     (
-        "cross_attn_up_block-by-name", lambda: _cross_up_block(use_linear_projection=True),
+        "cross_attn_up_block-by-name",
+        lambda: _cross_up_block(use_linear_projection=True),
         lambda m: m(
-            hidden_states=image(2, 30, 4, 6), temb=_TEMB, res_hidden_states_tuple=skips(), upsample_size=(8, 12),
-            encoder_hidden_states=image(2, 3, 12, 1)[..., 0], encoder_attention_mask=torch.tensor([[[0.0, 0.0, -1e4]]] * 2),
+            hidden_states=image(2, 30, 4, 6),
+            temb=_TEMB,
+            res_hidden_states_tuple=skips(),
+            upsample_size=(8, 12),
+            encoder_hidden_states=image(2, 3, 12, 1)[..., 0],
+            encoder_attention_mask=torch.tensor([[[0.0, 0.0, -1e4]]] * 2),
         ),
     ),
-    ("upsample_2d", lambda: Upsample2D(12, use_conv=True), lambda m: m(image(2, 12, 5, 6))),
-    ("upsample_2d-no-conv", lambda: Upsample2D(12), lambda m: m(image(2, 12, 5, 6))),
-    ("upsample_2d-more-channels", lambda: Upsample2D(12, use_conv=True, out_channels=20, bias=False), lambda m: m(image(2, 12, 5, 6))),
-    ("upsample_2d-other-name", lambda: Upsample2D(12, use_conv=True, name="Conv2d_0"), lambda m: m(image(2, 12, 5, 6))),
-    ("upsample_2d-size", lambda: Upsample2D(12, use_conv=True), lambda m: m(image(2, 12, 5, 6), output_size=(9, 11))),
+    ("upsample_2d", lambda: Upsample2D(12, use_conv=True), _on_image),
+    ("upsample_2d-no-conv", lambda: Upsample2D(12), _on_image),
+    (
+        "upsample_2d-more-channels",
+        lambda: Upsample2D(12, use_conv=True, out_channels=20, bias=False),
+        _on_image,
+    ),
+    ("upsample_2d-other-name", lambda: Upsample2D(12, use_conv=True, name="Conv2d_0"), _on_image),
+    (
+        "upsample_2d-size",
+        lambda: Upsample2D(12, use_conv=True),
+        lambda m: m(image(2, 12, 5, 6), output_size=(9, 11)),
+    ),
     ("upsample_2d-batch-64", lambda: Upsample2D(12, use_conv=True), lambda m: m(image(64, 12, 2, 3))),
     ("cross_attention", _unet, lambda m: m(image(2, 4, 8, 8), 3, tokens(2, 5, 12)).sample),
-    ("transformer_block", _block, lambda m: m(tokens(2, 7, 20), encoder_hidden_states=tokens(2, 5, 12))),
+    ("transformer_block", _block, _with_states),
     ("transformer_block-by-position", _block, lambda m: m(tokens(2, 7, 20), None, tokens(2, 5, 12))),
     ("transformer_block-self-only", lambda: _block(cross_attention_dim=None), lambda m: m(tokens(2, 7, 20))),
-    ("transformer_block-double-self", lambda: _block(double_self_attention=True), lambda m: m(tokens(2, 7, 20))),
     (
-        "transformer_block-numpy", lambda: _block(norm_eps=np.float32(0.5)),
-        lambda m: m(tokens(2, 7, 20), encoder_hidden_states=tokens(2, 5, 12)),
+        "transformer_block-double-self",
+        lambda: _block(double_self_attention=True),
+        lambda m: m(tokens(2, 7, 20)),
     ),
-    (
-        "transformer_block-only-cross", lambda: _block(only_cross_attention=True),
-        lambda m: m(tokens(2, 7, 20), encoder_hidden_states=tokens(2, 5, 12)),
-    ),
-    (
-        "transformer_block-no-affine", lambda: _block(norm_elementwise_affine=False),
-        lambda m: m(tokens(2, 7, 20), encoder_hidden_states=tokens(2, 5, 12)),
-    ),
-]  # fmt: skip
+    ("transformer_block-numpy", lambda: _block(norm_eps=np.float32(0.5)), _with_states),
+    ("transformer_block-only-cross", lambda: _block(only_cross_attention=True), _with_states),
+    ("transformer_block-no-affine", lambda: _block(norm_elementwise_affine=False), _with_states),
+]
 
 
 def _each(samples: Iterable[Sample]) -> pytest.MarkDecorator:

@@ -137,15 +137,15 @@ def test_the_with_block_restores_after_an_exception():
     assert not sdfastgn.report(net).fused
 
 
-def pipeline_with_an_optimised_unet():
-    """As a ControlNet's pipeline made of the parts of one that is optimised."""
+def pipeline_with_an_optimized_unet():
+    """As a ControlNet's pipeline made of the parts of one that is optimized."""
     unet = sdfastgn.optimize(build_unet("tiny", torch.float32, "cpu"), cuda_graphs=True)
     return SimpleNamespace(
         components={"unet": unet, "controlnet": build_controlnet("tiny", torch.float32, "cpu")}
     )
 
 
-def assert_only_the_unet_is_optimised(pipe):
+def assert_only_the_unet_is_optimized(pipe):
     report = sdfastgn.report(pipe)
     assert {e.component for e in report.fused} == {"unet"}
     assert {e.component for e in report.fusable} == {"controlnet"}
@@ -158,17 +158,17 @@ def assert_only_the_unet_is_optimised(pipe):
 
 @pytest.mark.parametrize("mode", ["auto", True, False])
 def test_the_with_block_leaves_each_component_as_it_was(mode):
-    pipe = pipeline_with_an_optimised_unet()
+    pipe = pipeline_with_an_optimized_unet()
     forward = pipe.components["unet"].forward
     with sdfastgn.optimized(pipe, cuda_graphs=mode):
         assert {e.component for e in sdfastgn.report(pipe).fused} == {"unet", "controlnet"}
         assert {g.mode for g in sdfastgn.report(pipe).graphs} == {str(mode)}
-    assert_only_the_unet_is_optimised(pipe)
+    assert_only_the_unet_is_optimized(pipe)
     assert (pipe.components["unet"].forward is forward) == (mode is True)  # with its graphs
 
 
 def test_a_failure_leaves_each_component_as_it_was(monkeypatch):
-    pipe = pipeline_with_an_optimised_unet()
+    pipe = pipeline_with_an_optimized_unet()
 
     def fail_on_the_controlnet(root, mode, install=cuda_graphs.install):
         if root is pipe.components["controlnet"] and mode is not False:
@@ -178,7 +178,7 @@ def test_a_failure_leaves_each_component_as_it_was(monkeypatch):
     monkeypatch.setattr(cuda_graphs, "install", fail_on_the_controlnet)
     with pytest.raises(RuntimeError, match="no"):
         sdfastgn.optimize(pipe)
-    assert_only_the_unet_is_optimised(pipe)
+    assert_only_the_unet_is_optimized(pipe)
 
 
 def test_the_with_block_keeps_a_component_in_which_nothing_could_be_fused():
@@ -380,17 +380,3 @@ def test_works_without_diffusers(monkeypatch):
     before = net(x)
     torch.testing.assert_close(sdfastgn.optimize(net)(x), before)
     assert torch.equal(sdfastgn.restore(net)(x), before)
-
-
-@pytest.mark.parametrize("order", ["compile-then-optimize", "optimize-then-compile"])
-def test_torch_compile_in_either_order(order):
-    net, x = Net().eval(), torch.randn(1, 3, 8, 8)
-    with torch.no_grad():
-        before = net(x)
-        if order == "optimize-then-compile":
-            sdfastgn.optimize(net)
-        compiled = torch.compile(net, backend="aot_eager")
-        compiled(x)
-        if order == "compile-then-optimize":
-            sdfastgn.optimize(net)
-        torch.testing.assert_close(compiled(x), before)

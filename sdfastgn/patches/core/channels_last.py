@@ -1,14 +1,14 @@
 """Channels-last layout for a whole model: weights once, images at its first and last convolution.
 
-Weights of 2-D and 3-D convolutions are laid out channels-last in place (same Parameter objects,
-same values) and their former shapes and strides remembered on the convolution. A hook on the first
-convolution of each model converts what comes in from outside; one on the last gives the output back
-channels-first, which is what callers of the stock model get.
+Weights of 2-D and 3-D convolutions become channels-last in place: the same Parameter objects with the
+same values. Their former shapes and strides are remembered on the convolution. A hook on the first
+convolution of a model converts its input; one on the last returns the output channels-first, as callers
+of the stock model get it.
 
-Only where kernels run does any of it pay. So weights are laid out when they are on a GPU, in a
-dtype that has kernels: at once, or when the model is moved there (an ``_apply`` in the root's
-``__dict__``, which ``.to()`` and its like call). Weights that leave keep their layout, because most
-are only parked. The first forward on a device without kernels gives them their former layout back.
+The layout pays only where kernels run. So weights are converted once they are on a GPU in a dtype that
+has kernels: at once, or when the model is moved there (an ``_apply`` in the root's ``__dict__``, which
+``.to()`` and its like call). Weights that leave the GPU keep it, because most are only parked there. The
+first forward on a device without kernels restores their former layout.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def _new_format(module: nn.Module) -> torch.memory_format | None:
         weight.dim() != (5 if memory_format is torch.channels_last_3d else 4)
         or not weight.is_floating_point()
     ):
-        return None  # quantised weights are stored in other shapes
+        return None  # quantized weights are stored in other shapes
     return None if weight.is_contiguous(memory_format=memory_format) else memory_format
 
 

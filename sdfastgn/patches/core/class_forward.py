@@ -1,8 +1,8 @@
 """The ``forward`` of a module's class, bound to the instance and kept somewhere, follows a change of class.
 
 Hooks that were taken off leave it in the instance. Hooks that are on (accelerate's, diffusers') and
-wrappers of any kind keep it to call it. Bound to a class that the instance no longer has, it would
-run what was undone, and its ``super()`` fails.
+wrappers of any kind keep it to call it. Bound to the former class it would run what was undone, and its
+``super()`` would fail.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ __all__ = ["change_class", "class_forward", "has_foreign_forward"]
 
 _CALLABLES = (types.MethodType, types.FunctionType, functools.partial)
 _OPAQUE = (nn.Module, Tensor, type, types.ModuleType, str, int, float, type(None))
+# Objects that are looked through for a kept ``forward``: hooks and wrappers keep it near.
 _MAX_OBJECTS = 1000
 
 

@@ -1,7 +1,7 @@
 """Convolutions whose bias another kernel adds, which saves the pass in which cuDNN would add it.
 
-Both only in plain inference on a GPU, and only for a plain ``nn.Conv2d``: a LoRA layer or a hooked
-convolution is called as ever.
+Only in plain inference on a GPU, and only for a plain ``nn.Conv2d``. Anything else, such as a LoRA layer
+or a hooked convolution, is called.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Models in DistributedDataParallel: their weights must keep the layout that they had when wrapped.
 
-DDP's buckets hold gradients as views with the strides that the weights had then. With other strides
-on the weights (PyTorch 2.13) the averaged values end up in other places of the gradient, and only a
-warning about performance is shown.
+DDP's buckets hold gradients as views with the weights' strides of that time. With other strides (PyTorch
+2.13) the averaged values end up in other places of the gradient, and DDP only warns about performance.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Linear layers of few rows, as in a time embedding, in one kernel with the activation before them.
 
-Only in plain inference on a GPU, and only for a plain ``nn.Linear`` behind a plain activation:
-anything else is called as ever.
+Only in plain inference on a GPU, and only for a plain ``nn.Linear`` behind a plain activation. Anything
+else is called.
 """
 
 from __future__ import annotations

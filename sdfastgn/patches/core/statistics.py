@@ -1,17 +1,16 @@
 """Statistics that a tensor's producer had in registers, for the next GroupNorm; and these producers.
 
-A block's last sum writes the tensor that the next block normalises. Where that pays, the sum's
-kernel takes the statistics too (``statistics/op.py``) and ``store_statistics`` files them under the
-tensor; the norm that gets the same tensor takes them out again. Neither knows of the other:
-whatever happens in between, the norm finds nothing or the truth.
+A block's last sum writes the tensor that the next block normalizes. Where that pays, the sum's kernel
+computes the statistics too (``statistics/op.py``) and ``store_statistics`` keeps them under the tensor;
+the norm that gets the same tensor takes them out. Producer and norm do not know each other: whatever
+happens in between, the norm finds valid statistics or none.
 
-They are kept beside the tensor, not on it: what is on a tensor goes into pickles, ``torch.save``
-and deepcopies. They die with it, or when they are taken. They are true as long as the tensor is the
-same object at the same address with the same version, which every write that PyTorch knows of
-counts up, those through views too. It does not count writes through ``x.data``, and diffusers makes
-none to what flows between its blocks; inference tensors have no version, and hand nothing over. A
-CUDA graph takes only what was handed over within a capture: its replays would read the statistics
-of the tensor that stood there when it was captured.
+They are kept beside the tensor, because attributes of a tensor go into pickles, ``torch.save`` and
+deepcopies. They go with the tensor, or when they are taken. They are valid as long as the tensor is the
+same object at the same address with the same version, which every write counts up, through views too.
+Writes through ``x.data`` are not counted; diffusers makes none to what flows between its blocks.
+Inference tensors have no version, so nothing is stored for them. Within a capture only statistics that
+were stored in it are taken: a replay would read those of the captured call's tensor.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,14 +38,20 @@ class _Key(weakref.ref[Tensor]):
     id: int
 
 
-# id of a tensor -> (reference to it, what must not have changed, its statistics).
-_handed: dict[int, tuple[_Key, tuple[Any, ...], Tensor]] = {}
+class _Entry(NamedTuple):
+    key: _Key
+    state: tuple[Any, ...]  # of the tensor; must not have changed
+    statistics: Tensor
+
+
+# By the id of a tensor. torch's WeakTensorKeyDictionary takes 20 times as long.
+_stored: dict[int, _Entry] = {}
 
 
 def _forget(key: _Key) -> None:
-    entry = _handed.get(key.id)
-    if entry is not None and entry[0] is key:
-        del _handed[key.id]
+    entry = _stored.get(key.id)
+    if entry is not None and entry.key is key:
+        del _stored[key.id]
 
 
 def state_of(x: Tensor) -> tuple[Any, ...]:
@@ -56,27 +61,21 @@ def state_of(x: Tensor) -> tuple[Any, ...]:
 
 
 def store_statistics(x: Tensor, statistics: Tensor) -> Tensor:
-    """Files the ``statistics`` of ``x``, (2, N, P, C) fp32, under it, and returns ``x``.
-
-    Only where ``emits`` is true.
-    """
+    """Keep the ``statistics`` of ``x``, (2, N, P, C) fp32, and return ``x``. Only where ``emits`` is true."""
     key = _Key(x, _forget)
     key.id = id(x)
-    _handed[key.id] = key, state_of(x), statistics
+    _stored[key.id] = _Entry(key, state_of(x), statistics)
     return x
 
 
 def take_statistics(x: Tensor) -> Tensor | None:
-    """The statistics of ``x`` if they were handed over and are still true, else None.
-
-    They are there once: the second call gets None.
-    """
-    if torch.compiler.is_compiling() or id(x) not in _handed:
+    """The statistics of ``x`` if they were stored and are still valid, else None. A second call gets None."""
+    if torch.compiler.is_compiling() or id(x) not in _stored:
         return None
-    entry = _handed.pop(id(x), None)
-    if entry is None or entry[0]() is not x or x.requires_grad or not dispatch.is_plain(x, ()):
+    entry = _stored.pop(id(x), None)
+    if entry is None or entry.key() is not x or x.requires_grad or not dispatch.is_plain(x, ()):
         return None
-    return entry[2] if entry[1] == state_of(x) else None
+    return entry.statistics if entry.state == state_of(x) else None
 
 
 def emits(C: int, HW: int) -> bool:

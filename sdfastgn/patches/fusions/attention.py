@@ -1,25 +1,21 @@
 """diffusers' ``Attention``: queries, keys and values in one matrix product, and less around it.
 
-What ``AttnProcessor2_0`` does, with four differences.
+It computes what ``AttnProcessor2_0`` does, with four differences.
 
-- Self-attention computes q, k and v in one product. Cross-attention computes k and v in one, shared
-  by all blocks that read the same states (``shared/one_product.py``). The parameters stay what and
-  where they are (``shared/packed_weights.py``).
+- Self-attention computes q, k and v in one product. Cross-attention computes k and v in one, shared by
+  all blocks that read the same states (``shared/one_product.py``). The parameters stay what and where
+  they are (``shared/packed_weights.py``).
 - A prompt's few keys and a VAE's wide heads have kernels of their own.
-- A division by an output factor of 1 is left out: it is a pass over the tensor with the same
-  values.
-- The processor's signature is not inspected at each call, which takes more CPU time than launching
-  a product.
+- A division by an output factor of 1 is left out: it is a pass over the tensor.
+- The processor's signature is not inspected at each call, which takes longer than launching a product.
 
-One product wins where each alone leaves a GPU idle: 2048 tokens of 1280 channels are 80 tiles of
-128 x 256, less than one for each of an H200's 132 multiprocessors, three times one after the other;
-together they are 240, in two rounds instead of three. Products that are large gain only the second
-and third read of the hidden states, and those of a prompt's 77 tokens a launch.
+One product wins where each alone leaves a GPU idle. 2048 tokens of 1280 channels are 80 tiles of
+128 x 256, for 132 multiprocessors of an H200: three rounds. Together they are 240, in two rounds.
 
-Everything else is diffusers' own forward: other processors (IP-Adapter's, xformers', sliced, those
-of ``fuse_qkv_projections``), masks, arguments that the processor has words about, and every call
-under a compiler. With gradients, under autocast and in traces the three layers are called one by
-one, as they are where one of them is not plain (LoRA, hooks, quantised weights).
+Everything else is diffusers' own forward: other processors (IP-Adapter's, xformers', sliced, those of
+``fuse_qkv_projections``), masks, arguments that the processor warns about, and every call under a
+compiler. With gradients, under autocast, in traces, and where a layer is not plain (LoRA, hooks,
+quantized weights) the three layers are called one by one.
 """
 
 from __future__ import annotations
@@ -127,7 +123,7 @@ class FusedAttention(Attention):
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """scaled_dot_product_attention of (N, heads, tokens, channels), with kernels for few keys and wide heads."""
+    """scaled_dot_product_attention of (N, heads, tokens, channels); kernels for few keys and wide heads."""
     if dispatch.is_plain_inference(query, (key, value)) and not torch.is_autocast_enabled(query.device.type):
         found = attend_to_few(query, key, value)
         if found is not None:

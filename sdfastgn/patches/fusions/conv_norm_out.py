@@ -1,9 +1,9 @@
 """The last norm of a UNet, encoder or decoder: ``conv_norm_out`` and ``conv_act`` as one kernel.
 
-Both are called by the parent's long forward, which is not ours to repeat. So the norm computes the
-activation too and hands the result over; the activation lets exactly that tensor pass. It does so
-only while the parent's forward runs (hooks on the parent arm it), so that calling ``conv_norm_out``
-by itself gives what its name says. The hand-off is per thread and holds no reference.
+Both are called by the parent's long forward, which is not repeated here. The norm computes the activation
+too and hands the result over; the activation lets exactly that tensor pass. Hooks on the parent arm the
+norm while the parent's forward runs, so that ``conv_norm_out`` called by itself is only a norm. The
+hand-off is per thread and holds no reference.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """diffusers' ``Downsample2D``: the convolution's bias in a kernel that stores statistics.
 
-cuDNN adds the bias in a pass of its own in any case; the ResNet block that follows begins with a
-norm.
+cuDNN would add the bias in a pass of its own; the ResNet block that follows begins with a norm.
 """
 
 from __future__ import annotations
@@ -27,11 +26,10 @@ class FusedDownsample2D(Downsample2D):
     """
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        # Upstream warns about deprecated arguments, and refuses other channels.
         is_usual = not (args or kwargs) and self.norm is None and hidden_states.shape[1] == self.channels
         if not (is_usual and dispatch.has_kernels(hidden_states)):
-            return super().forward(
-                hidden_states, *args, **kwargs
-            )  # of unusual arguments upstream's own words
+            return super().forward(hidden_states, *args, **kwargs)
         if self.padding == 0:
             hidden_states = nn.functional.pad(hidden_states, (0, 1, 0, 1))
         return add_bias(*conv_without_bias(self.conv, hidden_states))

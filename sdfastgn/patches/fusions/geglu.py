@@ -1,9 +1,8 @@
 """diffusers' ``GEGLU``, the first part of ``FeedForward``: bias, GELU and product in one kernel.
 
-Upstream's linear layer writes (..., 2D), GELU reads a half of it and writes, the product reads both
-and writes. Here the kernel reads what the matrix product left, adds the layer's bias by the way,
-and writes (..., D). The rest of ``FeedForward`` (dropout, the second linear layer, chunks of
-tokens) stays as it is.
+Upstream's linear layer writes (..., 2D), GELU reads half of it and writes, the product reads both and
+writes. The kernel reads what the matrix product left, adds the layer's bias, and writes (..., D). The
+rest of ``FeedForward`` (dropout, the second linear layer, chunks of tokens) stays as it is.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ class FusedGEGLU(GEGLU):
     """
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        # Deprecated arguments: upstream's own words about them. A compiler makes the same kernel by
-        # itself.
+        # Upstream warns about deprecated arguments. A compiler makes the same kernel by itself.
         if args or kwargs or torch.compiler.is_compiling() or not dispatch.has_kernels(hidden_states):
             return super().forward(hidden_states, *args, **kwargs)
         if is_plain_linear(self.proj):

@@ -1,10 +1,10 @@
 """diffusers' ``ResnetBlock2D``: both norms with their activations, and the sum at its end.
 
-conv1's bias and the time embedding are constants per (n, c), which the kernel adds while it reads:
-two passes over the tensor less. The two come out of one kernel (``act_linear``), with the
-embedding's activation and projection. The sum at the end takes conv2's bias and the output scale,
-and hands over the statistics of what it writes. ``nonlinearity`` stays what it is, since the block
-applies it to the time embedding too.
+conv1's bias and the time embedding are constants per (n, c). norm2's kernel adds them while it reads,
+which saves two passes over the tensor. One kernel (``act_linear``) activates and projects the embedding
+and adds the bias to it. The sum at the end takes conv2's bias and the output scale, and stores the
+statistics of what it writes. ``nonlinearity`` stays a module of its own, since the block also applies it
+to the time embedding.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ __all__ = ["FUSION", "FusedResnetBlock2D"]
 
 
 class FusedResnetBlock2D(ResnetBlock2D):
-    """``ResnetBlock2D`` with fused normalisations.
+    """``ResnetBlock2D`` with fused normalizations.
 
     input_tensor (N, C, H, W), temb (N, temb_channels) or None -> (N, C_out, H', W').
     """
 
     def forward(self, input_tensor: Tensor, temb: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
-        # Of deprecated arguments: upstream's own words about them.
+        # Upstream warns about deprecated arguments.
         if args or kwargs or not dispatch.has_kernels(input_tensor):
             return super().forward(input_tensor, temb, *args, **kwargs)
         h = norm_act(self.norm1, self.nonlinearity, input_tensor)
@@ -48,9 +48,8 @@ class FusedResnetBlock2D(ResnetBlock2D):
         resample = self.upsample if self.upsample is not None else self.downsample
         if resample is None:
             return input_tensor, h
-        if (
-            self.upsample is not None and h.shape[0] >= 64
-        ):  # diffusers' guard: channels-last upsampling failed for large batches
+        # diffusers' guard: channels-last upsampling failed for large batches.
+        if self.upsample is not None and h.shape[0] >= 64:
             input_tensor, h = input_tensor.contiguous(), h.contiguous()
         return resample(input_tensor), resample(h)
 
@@ -59,7 +58,7 @@ class FusedResnetBlock2D(ResnetBlock2D):
         N, C = h.shape[0], self.out_channels  # not conv1's: a LoRA layer may stand in its place
         scale_shift = self.time_embedding_norm == "scale_shift"
         fuses = can_fuse(self.norm2, self.nonlinearity)
-        # cuDNN adds a bias in a pass of its own; the normalisation adds it for nothing.
+        # cuDNN adds a bias in a pass of its own; the normalization adds it for nothing.
         bias = self.conv1.bias if fuses and dispatch.runs_in_triton(h) and bias_can_move(self.conv1) else None
         temb, has_bias = self._project(temb, h, bias)
         if self.time_embedding_norm not in ("default", "scale_shift"):

@@ -1,7 +1,6 @@
 """diffusers' ``TemporalResnetBlock`` (Stable Video Diffusion): both norms with their activations, in 5-D.
 
-The time embedding differs from frame to frame here, so that it is no constant per (n, c) and stays
-an addition of its own.
+The time embedding differs from frame to frame, so it is no constant per (n, c) and stays an addition.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ __all__ = ["FUSION", "FusedTemporalResnetBlock"]
 
 
 class FusedTemporalResnetBlock(TemporalResnetBlock):
-    """``TemporalResnetBlock`` with fused normalisations.
+    """``TemporalResnetBlock`` with fused normalizations.
 
     input_tensor (N, C, F, H, W), temb (N, F, temb_channels) or None.
     """

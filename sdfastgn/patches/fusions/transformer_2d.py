@@ -1,8 +1,8 @@
 """diffusers' ``Transformer2DModel``: tokens become images as a channels-last view, without a copy.
 
-Upstream ends a block with ``.permute(0, 3, 1, 2).contiguous()``, which undoes channels-last for
-everything that follows. The sum with the residual hands over the statistics of what it writes, and
-1x1 convolutions around the tokens are the matrix products that they are.
+Upstream ends a block with ``.permute(0, 3, 1, 2).contiguous()``, which undoes channels-last for all that
+follows. The sum with the residual stores the statistics of what it writes, and 1x1 convolutions around
+the tokens run as matrix products.
 """
 
 from __future__ import annotations

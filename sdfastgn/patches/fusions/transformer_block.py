@@ -2,15 +2,14 @@
 
     norm1 - attn1 - (add, norm2) - attn2 - (add, norm3) - ff - add
 
-The add writes the sum that its norm would then read again: four transfers of a tensor instead of
-five, and one launch instead of two. In plain inference on a GPU the last add is none: the
-feed-forward's last matrix product adds itself to the sum where that lies, which already has the
-layer's bias (``total_bias`` of ``add_layer_norm``). A kernel less, and one rounding less than
-stock. The bias of an attention's last linear layer stays there: on a GPU the matrix product adds it
-before it writes, so that it is no pass of its own, and leaving it out would take a copy of the
-attention processor's code or a change to the layer in the middle of a call. Under a compiler the
-block is diffusers' own, since the compiler makes the same kernel and puts more into it: the
-division by ``rescale_output_factor``, which eager runs as a pass over the tensor.
+The kernel writes the sum that the norm would read again: four transfers of a tensor instead of five, and
+one launch instead of two. In plain inference on a GPU the last add is no kernel: the feed-forward's last
+matrix product adds itself to the sum in place, which already has the layer's bias (``total_bias`` of
+``add_layer_norm``). That is also one rounding less than stock. The bias of an attention's last linear
+layer stays in its matrix product, which adds it before it writes.
+
+Under a compiler the block is diffusers' own: the compiler makes the same kernel, and puts the division by
+``rescale_output_factor`` into it.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ class FusedBasicTransformerBlock(BasicTransformerBlock):
             or hidden_states.dim() != 3
             or self._chunk_size is not None
             or "gligen" in options
-            or "scale" in options  # deprecated: upstream's own words about it
+            or "scale" in options  # deprecated: upstream warns
             or not _has_layer_norms(self)
         )
 
@@ -147,9 +146,8 @@ def _add_feed_forward(ff: Any, norm: Any, x: Tensor, residual: Tensor) -> Tensor
     h, total = add_layer_norm(x, residual, norm.weight, norm.bias, norm.eps, total_bias=last.bias)
     for module in others:
         h = module(h)
-    if (
-        h.dtype != total.dtype or h.shape[:-1] != total.shape[:-1]
-    ):  # a hook or a replaced layer: as the add would have it
+    # After a hook or a replaced layer the add may promote or broadcast.
+    if h.dtype != total.dtype or h.shape[:-1] != total.shape[:-1]:
         return F.linear(h, last.weight) + total
     total.view(-1, total.shape[-1]).addmm_(h.reshape(-1, h.shape[-1]), last.weight.t())
     return total

@@ -1,9 +1,9 @@
 """diffusers' ``UpBlock2D`` and ``CrossAttnUpBlock2D``: the concatenation stores statistics.
 
-torch.cat of channels-last tensors copies with short strides and takes two to three times as long;
-the ResNet block that follows begins with a norm of what it wrote. Calls that are not plain
-inference run upstream's forward: gradients, checkpointing, FreeU (which changes both halves first),
-deprecated arguments, compilers.
+torch.cat of channels-last tensors copies with short strides and takes two to three times as long as the
+kernel. The ResNet block that follows begins with a norm of the result. Calls that are not plain inference
+run upstream's forward: gradients, checkpointing, FreeU (which changes both halves first), deprecated
+arguments, compilers.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
 """diffusers' ``Upsample2D``: upsampling by two and the convolution behind it, as one where that is faster.
 
-Elsewhere it is nearest-neighbour upsampling that reads and writes channels-last in vectors, then
-the convolution as it is: in training, under autocast to another dtype, where the convolution is not
-a plain one (LoRA layers, hooks), and where images are small. Only what the usual UNet or decoder
-calls is fused: no norm before it, no transposed convolution, twice the size. PyTorch's own
-channels-last kernel goes element by element, and fails for large tensors, for which upstream makes
-the image channels-first.
+Elsewhere it upsamples in a kernel that reads and writes channels-last in vectors, then calls the
+convolution: in training, under autocast to another dtype, where the convolution is not a plain one (LoRA
+layers, hooks), and where images are small. Only the usual call of a UNet or decoder is fused: no norm
+before it, no transposed convolution, twice the size. PyTorch's own channels-last kernel goes element by
+element and fails for large tensors, for which upstream makes the image channels-first.
 
-What adds the bias hands over the statistics of what it writes. Nothing is kept between calls: the
-low resolution's weights are made from the convolution's at each.
+What adds the bias stores the statistics of what it writes. Nothing is kept between calls: each makes the
+weights at low resolution from the convolution's.
 """
 
 from __future__ import annotations
@@ -43,12 +42,9 @@ class FusedUpsample2D(Upsample2D):
             return super().forward(hidden_states, output_size, *args, **kwargs)
         conv = _conv_of(self)
         if conv is None:
-            # Autocast takes what interpolates to fp32; a convolution behind it takes that back.
-            return (
-                super().forward(hidden_states)
-                if torch.is_autocast_enabled("cuda")
-                else upsample_nearest_2x(hidden_states)
-            )
+            if torch.is_autocast_enabled("cuda"):  # it interpolates in fp32
+                return super().forward(hidden_states)
+            return upsample_nearest_2x(hidden_states)
         if not convolves_at_low_resolution(conv, hidden_states):
             return add_bias(*conv_without_bias(conv, upsample_nearest_2x(hidden_states)))
         if not emits(conv.out_channels, 4 * math.prod(hidden_states.shape[2:])):

@@ -25,8 +25,9 @@ __all__ = [
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _CONTAINERS = (list, tuple, dict)
 
+# (backend, operation) of each switch for fp32 arithmetic, TF32 among them.
 _PRECISIONS = (("generic", "all"), ("cuda", "all"), ("cuda", "matmul"), ("cuda", "conv"))
-# Not in every version of PyTorch; ``tuple`` stands for those that are not.
+# Switches that not every version of PyTorch has; ``tuple`` stands for a missing one.
 _SWITCHES: tuple[Callable[[], Any], ...] = tuple(
     getattr(torch._C, f"_get_{name}", tuple)
     for name in (
@@ -134,9 +135,8 @@ class Call:
         kind = type(value)
         if number is not None:
             if kind is Tensor and value.device.type == "cpu" and value.dim() == 0:
-                return self._slot(
-                    value.item(), _Spec((), (), value.dtype), tokens
-                )  # on the CPU: nothing waits
+                # On the CPU, so nothing waits.
+                return self._slot(value.item(), _Spec((), (), value.dtype), tokens)
             if kind in (int, float):  # as diffusers makes them
                 dtype = torch.int64 if kind is int else number.float_dtype
                 spec = _Spec((), (), dtype)

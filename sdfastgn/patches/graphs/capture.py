@@ -116,7 +116,7 @@ class CudaBackend:
         try:
             graph.capture_end()
         except RuntimeError:
-            # What CUDA has invalidated (a synchronisation does) ends halfway in PyTorch: its
+            # What CUDA has invalidated (a synchronization does) ends halfway in PyTorch: its
             # allocator still believes in the capture, and would refuse to empty its cache from now
             # on, and the pool's graphs to be joined by another.
             self._pool = None

@@ -1,8 +1,7 @@
 """The forward of one instance with CUDA graphs: replay where a graph fits, else capture or run eager.
 
-A call is replayed only if a graph was captured for the same arguments (``graph_call``) and nothing
-has changed in the model since (``graph_state``). For everything else the reason is kept for the
-report.
+A call is replayed only if a graph was captured for the same arguments (``arguments.py``) and nothing
+has changed in the model since (``watch.py``). Every other call runs eager, with a reason in the report.
 """
 
 from __future__ import annotations
@@ -35,11 +34,13 @@ from sdfastgn.patches.graphs.watch import Watch
 
 __all__ = ["MAX_GRAPHS", "GraphedForward"]
 
+# Graphs of one module. Each is a kind of call; the least recent one goes first.
 MAX_GRAPHS = 8
+# Kinds of calls, and reasons, that are remembered: more come only from calls that never repeat.
 _MAX_REMEMBERED = 64
-# A capture pays for itself with the third replay. Models that change sooner are left alone for
-# longer and longer, counted in calls.
+# Replays after which a capture has paid for itself.
 _WORTHWHILE = 3
+# Calls for which a model that changes sooner is left alone, at most; the pause doubles each time.
 _MAX_PAUSE = 256
 
 
@@ -75,9 +76,9 @@ class GraphedForward:
     # No __dict__: functools.update_wrapper (accelerate's hooks use it) would copy it into the
     # wrapper.
     __slots__ = (
-        "__weakref__", "_backend", "_graphs", "_module", "_pause", "_refused", "_rehearsed", "_replays_of_watch",
-        "_seen", "_short_lives", "_used_backend", "_watch", "captured", "dropped", "eager", "mode", "replays",
-        "stands_over_own",
+        "__weakref__", "_backend", "_graphs", "_module", "_pause", "_refused", "_rehearsed",
+        "_replays_of_watch", "_seen", "_short_lives", "_used_backend", "_watch", "captured", "dropped",
+        "eager", "mode", "replays", "stands_over_own",
     )  # fmt: skip
 
     def __init__(
@@ -159,9 +160,8 @@ class GraphedForward:
         except torch.OutOfMemoryError:
             reason = _NO_MEMORY
             _give_memory_back()
-        self.eager[
-            reason if reason in self.eager or len(self.eager) < _MAX_REMEMBERED else "other reasons"
-        ] += 1
+        is_counted = reason in self.eager or len(self.eager) < _MAX_REMEMBERED
+        self.eager[reason if is_counted else "other reasons"] += 1
         containers = contents_of(args, kwargs)
         try:
             return type(module).forward(module, *args, **kwargs)

@@ -1,8 +1,7 @@
 """Gives UNets, ControlNets, halves of autoencoders and CLIP text encoders CUDA graphs.
 
-A ``GraphedForward`` in the instance's ``__dict__`` stands before the class's ``forward``. It has to
-be the instance's: a subclass would change the class name that ``save_pretrained`` writes, and the
-class that pipelines look up.
+A ``GraphedForward`` in the instance's ``__dict__`` takes the place of the class's ``forward``. A
+subclass would change the class name that ``save_pretrained`` writes and that pipelines look up.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ def install(root: nn.Module, mode: str | bool, backend: Backend | None = None) -
     """
     for _, module in list(_outermost(root)):
         for inner in module.modules():
-            if inner is not module and _graphed(inner) is not None:  # it was optimised by itself before
+            if inner is not module and _graphed(inner) is not None:  # it was optimized by itself before
                 _take_off(inner)
         graphed = _graphed(module)
         if mode is False or (graphed is not None and (graphed.mode, backend) != (mode, None)):

@@ -1,15 +1,14 @@
 """What a captured graph took from a model's Python state, and a quick check that none of it changed.
 
-A CUDA graph repeats kernels with the addresses and numbers of its capture. Whatever decides these
-is watched: which modules there are and their classes; every attribute of each; hooks; parameters
-and buffers by identity, storage and address; and what hangs on the attributes (attention
-processors, LoRA's dicts of scales, lists), as deep as it goes. Values that are written into a
-tensor in place need no watch: a replay reads them, but for tensors that stay on the CPU, whose
-values Python or a kernel's arguments have taken over. What cannot be watched (code of unknown
-origin, which may keep its state anywhere) makes a model unfit for capture.
+A CUDA graph repeats kernels with the addresses and numbers of its capture. Whatever decides these is
+watched: the modules and their classes; every attribute of each; hooks; parameters and buffers by
+identity, storage and address; and what hangs on the attributes (attention processors, LoRA's dicts of
+scales, lists), as deep as it goes. A replay reads what is written into tensors in place, so that needs
+no watch. Tensors that stay on the CPU do: Python or a kernel's arguments have taken their values over.
+A model with code of unknown origin is not captured, because that may keep its state anywhere.
 
-Not seen: class attributes and module-level functions that are replaced, and a ``.data`` that
-becomes another view of the same memory.
+Not seen: class attributes and module-level functions that are replaced, and a ``.data`` that becomes
+another view of the same memory.
 """
 
 from __future__ import annotations
@@ -34,26 +33,18 @@ __all__ = ["Watch"]
 # closures or globals.
 _TRUSTED = sys.stdlib_module_names | {"torch", "diffusers", "peft", "accelerate", "transformers", "sdfastgn"}
 _TENSOR_TYPES = (Tensor, nn.Parameter)
-_LEAVES = (
-    *(
-        bool,
-        int,
-        float,
-        complex,
-        str,
-        bytes,
-        type(None),
-        type,
-        range,
-        types.BuiltinFunctionType,
-        types.ModuleType,
-    ),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format, weakref.ref),
-)
+_NUMBERS_AND_NAMES = (bool, int, float, complex, str, bytes, range, type(None))
+_CODE = (type, types.BuiltinFunctionType, types.ModuleType)
+_KINDS_OF_TENSORS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+# Compared by value, and hold nothing else that would have to be watched.
+_LEAVES = (*_NUMBERS_AND_NAMES, *_CODE, *_KINDS_OF_TENSORS, weakref.ref)
 _FUNCTIONS = (types.FunctionType, types.MethodType)
+# What methods and partials hold besides their ``__dict__``.
 _PARTS = ("__self__", "func", "args", "keywords")
+# Objects of one model, a bound on the time of a check.
 _MAX_OBJECTS = 50_000
-_FEW = 16  # elements that are compared one by one
+# Elements up to which a tensor on the CPU is compared by value; larger ones by their count of writes.
+_FEW = 16
 
 _data_ptr: Callable[[Tensor], int] = Tensor.data_ptr
 _version_of = operator.attrgetter("_version")
@@ -269,7 +260,7 @@ def _reason_of(path: str, module: nn.Module, *, is_root: bool) -> str | None:
 
 
 def _own_values(root: nn.Module) -> list[Any]:
-    # Not through a kept reference to the dict: a model that is dropped is to go at once, not with
+    # Not through a kept reference to the dict: a dropped model has to go at once, not with
     # the next garbage collection.
     return [v for pair in vars(root).items() if pair[0] != _OUR_ENTRY and pair[0] not in _INERT for v in pair]
 

@@ -1,8 +1,8 @@
 """diffusers' ``VaeImageProcessor``: images become bytes on the GPU, so less memory is copied to the CPU.
 
-Upstream copies half or single precision and multiplies, rounds and converts in numpy: by itself 6
-ms for 512^2 and 21 for 1024^2 on an H200's host, where this takes 0.6 and 1.4. The same fp32
-product, rounded to the nearest even and converted, is the same bytes on the GPU.
+Upstream copies half or single precision and multiplies, rounds and converts in numpy: 6 ms for 512^2 and
+21 for 1024^2 on an H200's host, where this takes 0.6 and 1.4. The same fp32 product, rounded to the
+nearest even and converted, gives the same bytes on the GPU.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from sdfastgn.patches.pipeline.object_fusion import ObjectFusion
 
 __all__ = ["FUSION"]
 
+# On a CPU there is nothing to copy.
 _DEVICES = ("cuda",)
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _SOURCE = tested(
@@ -43,9 +44,9 @@ def _is_ours(processor: Any, image: Any, output_type: Any, do_denormalize: Any) 
     if any(name in vars(processor) for name in _SOURCE.hashes):  # other code replaced one since
         return False
     # What is not brought to [0, 1] overflows a byte, in each compiler's own way.
-    is_denormalised = processor.config.do_normalize if do_denormalize is None else all(do_denormalize)
+    is_denormalized = processor.config.do_normalize if do_denormalize is None else all(do_denormalize)
     return (
-        bool(is_denormalised)
+        bool(is_denormalized)
         and image.dtype in _DTYPES
         and image.dim() == 4
         and image.shape[1] == 3

@@ -1,21 +1,21 @@
 """PNDM and DDIM schedulers that do not wait for the GPU to read which timestep it is.
 
-A pipeline hands ``step`` an element of ``scheduler.timesteps``, which lies on the GPU. PNDM and
-DDIM index a table on the CPU with it and ask whether the one before is negative, so that the host
-waits for the UNet at every step, and the GPU then for the host. Here ``step`` gets the same number
-from a copy on the CPU that ``set_timesteps`` makes. These two only index and compare with it, so
-that the samples are the same bits.
+A pipeline hands ``step`` an element of ``scheduler.timesteps``, which lies on the GPU. PNDM and DDIM
+index a table on the CPU with it and ask whether the previous one is negative. So the host waits for the
+UNet at every step, and the GPU then for the host. Here ``step`` gets the same number from a copy on the
+CPU that ``set_timesteps`` makes. These two only index and compare with it, so the samples are the same
+bits.
 
-Schedulers that calculate on the GPU with the timestep (LCM, TCD) would round otherwise and are left
-alone; Euler and DPM++ wait once an image, not at each step. Not seen: what is written into
-``timesteps.data`` in place, which nothing counts.
+Schedulers that compute on the GPU with the timestep (LCM, TCD) would round differently and are left
+alone; Euler and DPM++ wait once an image. Not seen: in-place writes to ``timesteps.data``, which nothing
+counts.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from diffusers import DDIMScheduler, PNDMScheduler
@@ -26,14 +26,21 @@ from sdfastgn.patches.pipeline.object_fusion import ObjectFusion
 
 __all__ = ["FUSION"]
 
+# Devices for whose kernels the host waits when it reads a number.
 _WAITED_FOR = ("cuda",)
 
-# By scheduler: (timesteps, its storage, how often it was written, its copy on the CPU). In no
-# __dict__: a deepcopy's tensors begin to count anew. The storage is held so that no other comes to
-# lie at its address.
-_copies: weakref.WeakKeyDictionary[Any, tuple[Tensor, torch.UntypedStorage, int, Tensor]] = (
-    weakref.WeakKeyDictionary()
-)
+
+class _Copy(NamedTuple):
+    """A scheduler's timesteps on the CPU, and what they were copied from."""
+
+    on_host: Tensor
+    table: Tensor
+    version: int
+    storage: torch.UntypedStorage  # held, so that no other gets its address
+
+
+# By scheduler. In no __dict__: a deepcopy's tensors count their writes from zero.
+_copies: weakref.WeakKeyDictionary[Any, _Copy] = weakref.WeakKeyDictionary()
 
 
 def _copy_of(scheduler: Any, table: Any) -> Tensor | None:
@@ -45,13 +52,12 @@ def _copy_of(scheduler: Any, table: Any) -> Tensor | None:
     version, storage = table._version, table.untyped_storage()
     known = _copies.get(scheduler)
     if known is not None:
-        kept, memory, count, copy = known
-        same = kept is table and count == version and memory.data_ptr() == storage.data_ptr()
-        if same and len(copy) == len(table):
-            return copy
-    copy = table.to("cpu", copy=True)
-    _copies[scheduler] = table, storage, version, copy
-    return copy
+        same = known.table is table and known.version == version
+        if same and known.storage.data_ptr() == storage.data_ptr() and len(known.on_host) == len(table):
+            return known.on_host
+    on_host = table.to("cpu", copy=True)
+    _copies[scheduler] = _Copy(on_host, table, version, storage)
+    return on_host
 
 
 def _on_host(scheduler: Any, timestep: Any) -> Any:
@@ -89,7 +95,7 @@ def _overrides(stock: Any) -> dict[str, Any]:
         with torch.inference_mode(False):  # its tensors count how often they are written
             result = stock.set_timesteps(self, *args, **kwargs)
         if not torch.compiler.is_compiling():
-            _copy_of(self, self.timesteps)  # it has just waited for the GPU in any case
+            _copy_of(self, self.timesteps)  # it has just waited for the GPU anyway
         return result
 
     return {"step": step, "set_timesteps": set_timesteps}

@@ -1,18 +1,16 @@
 """Linear layers that read the same tensor, as one matrix product: parameters packed in one allocation.
 
-Each parameter stays what it was: the same object, contiguous, and alone in a storage of exactly its
-size. Only the addresses follow each other, because these storages are slices of one allocation,
-which lives as long as any of them. So nobody who looks for parameters that share a storage finds
-any: ``torch.save`` and pickle write each by itself, and accelerate's ``save_model``, which drops
-all parameters of a storage but the first, drops none.
+Each parameter stays what it was: the same object, contiguous, alone in a storage of exactly its size.
+These storages are slices of one allocation, so the addresses follow each other. Code that looks for
+parameters in one storage finds none: ``torch.save`` and pickle write each by itself, and accelerate's
+``save_model``, which keeps one parameter of each storage, drops none.
 
-The joined tensor is not kept. It is made anew at each call, over the allocation as it is, if all
-parameters still lie in it where they were put: what is written into one of them is seen, and one
-that lies elsewhere by now (``.to()``, ``param.data = ...``, ``load_state_dict(assign=True)``,
-offloading) is noticed. Only a weak reference to the allocation is held, by which nothing is kept
-alive.
+The joined tensor is not kept. Each call makes it over the allocation, if all parameters still lie where
+they were put. So writes into a parameter are seen, and one that was moved (``.to()``,
+``param.data = ...``, ``load_state_dict(assign=True)``, offloading) is noticed. The allocation is
+referred to weakly, and lives as long as any of the parameters in it.
 
-Nothing is packed while a model computes. A CUDA graph that was captured before would go on reading
+Nothing is packed while a model computes: a CUDA graph that was captured before would go on reading
 memory that packing has given up.
 """
 
@@ -131,7 +129,7 @@ def pack_together(owners: Sequence[nn.Module], parameters: Parameters) -> None:
 
     For each of the owners, those of its own that follow each other can be joined too. Values,
     strides and identities stay. What is not memory of its own stays where it is: parameters that
-    share a storage with anything else (tied weights, a state_dict that somebody holds), quantised
+    share a storage with anything else (tied weights, a state_dict that somebody holds), quantized
     or offloaded ones.
     """
     parts = [*parameters.weights, *parameters.biases]

@@ -20,7 +20,9 @@ from tests.patches.graphs.cases import agree
 
 
 def adapted():
-    """A UNet with LoRAs on 3x3 convolutions, and with a copy of one that is trained and saved as a whole."""
+    """A UNet with LoRAs on 3x3 convolutions, and with a copy of one that is trained and saved as a
+    whole.
+    """
     unet = samples._unet().eval()
     config = {
         "target_modules": ["to_q", "conv1"],

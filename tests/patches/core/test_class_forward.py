@@ -1,4 +1,6 @@
-"""Whoever keeps a module's own ``forward`` while ``optimize`` and ``restore`` change its class: offload hooks, wrappers."""
+"""Whoever keeps a module's own ``forward`` while ``optimize`` and ``restore`` change its class:
+offload hooks, wrappers.
+"""
 
 from __future__ import annotations
 
@@ -119,7 +121,7 @@ KEEPERS = [
 
 
 def twins_with(change):
-    """(optimised, stock) with the same weights, both changed afterwards."""
+    """(optimized, stock) with the same weights, both changed afterwards."""
     model = samples.randomise(samples._unet())
     stock = copy.deepcopy(model)
     change(sdfastgn.optimize(model)), change(stock)
@@ -155,7 +157,7 @@ REMOVED = [
 
 
 @pytest.mark.parametrize("hooks", REMOVED)
-def test_hooks_that_came_and_went_while_it_was_optimised(hooks):
+def test_hooks_that_came_and_went_while_it_was_optimized(hooks):
     model, stock = twins_with(hooks)
     torch.testing.assert_close(output(model), output(stock), atol=2e-5, rtol=2e-5)
     assert not sdfastgn.report(model).skipped
@@ -178,7 +180,9 @@ def test_hooks_that_go_after_restore_leave_the_stock_forward():
 
 
 def offloaded_before(recurse):
-    """A UNet whose offload hooks were taken off: accelerate leaves each module's own forward in the instance."""
+    """A UNet whose offload hooks were taken off: accelerate leaves each module's own forward in the
+    instance.
+    """
     unet = build_unet("tiny", torch.float32, "cpu")
     stock = copy.deepcopy(unet)
     cpu_offload(unet, CPU) if recurse else cpu_offload_with_hook(unet, CPU)

@@ -1,4 +1,6 @@
-"""Classes that are not ours: subclasses of blocks, and what other patchers put over ours or under it."""
+"""Classes that are not ours: subclasses of blocks, and what other patchers put over ours or under
+it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Linear layers of a time embedding: when they run in one kernel with what stands around them, and when as they are."""
+"""Linear layers of a time embedding: when they run in one kernel with what stands around them, and
+when as they are.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ launches, linear_calls = cases.launches, cases.linear_calls
 
 @pytest.fixture
 def ran(launches):
-    """``ran()``: (rows of x, of the weight, activation, number of biases) of each product that was launched."""
+    """``ran()``: (rows of x, of the weight, activation, number of biases) of each product that was
+    launched.
+    """
     return lambda: [
         (
             pointers["x_ptr"].shape[0],
@@ -216,11 +220,19 @@ def test_under_a_compiler_the_graph_is_diffusers_own():
 
 def test_both_embeddings_of_sdxl():
     unet = UNet2DConditionModel(
-        sample_size=8, block_out_channels=(20, 40), norm_num_groups=5, layers_per_block=1, cross_attention_dim=12,
-        down_block_types=("DownBlock2D",) * 2, up_block_types=("UpBlock2D",) * 2, attention_head_dim=2,
-        mid_block_type=None, addition_embed_type="text_time", addition_time_embed_dim=4,
+        sample_size=8,
+        block_out_channels=(20, 40),
+        norm_num_groups=5,
+        layers_per_block=1,
+        cross_attention_dim=12,
+        down_block_types=("DownBlock2D",) * 2,
+        up_block_types=("UpBlock2D",) * 2,
+        attention_head_dim=2,
+        mid_block_type=None,
+        addition_embed_type="text_time",
+        addition_time_embed_dim=4,
         projection_class_embeddings_input_dim=40,
-    )  # fmt: skip
+    )
     sdfastgn.optimize(unet)
     assert {type(m) for m in (unet.time_embedding, unet.add_embedding)} == {FusedTimestepEmbedding}
     sdfastgn.restore(unet)

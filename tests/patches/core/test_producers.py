@@ -1,10 +1,11 @@
-"""Blocks whose last kernel hands statistics on: same values as stock, fewer passes, and upstream's own way where something is unusual."""
+"""Blocks whose last kernel hands statistics on: same values as stock, fewer passes, and upstream's
+own way where something is unusual.
+"""
 
 from __future__ import annotations
 
 import copy
 import itertools
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -13,7 +14,6 @@ from diffusers import AutoencoderKL, UNet2DConditionModel
 from diffusers.models.downsampling import Downsample2D
 from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
-from diffusers.models.unets.unet_2d_blocks import CrossAttnUpBlock2D, UpBlock2D
 from diffusers.models.upsampling import Upsample2D
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
@@ -28,31 +28,7 @@ from tests.patches.cases import WHERE, agree, image, noise
 from tests.patches.samples import twins_of
 
 on_each_device, without_gradients = cases.on_each_device, cases.without_gradients
-launches = cases.launches
-
-
-@pytest.fixture(autouse=True)
-def statistics_always_pay(monkeypatch):
-    """However small the tensor is."""
-    monkeypatch.setattr(statistics, "statistics_pay", lambda C, HW: True)
-
-
-def counted(launches: cases.Launches) -> Counter[str]:
-    """GroupNorm's passes over memory; sums and concatenations with statistics, or alone."""
-    names: Counter[str] = Counter()
-    uses = {"residual_ptr": "add", "tail_ptr": "cat", "bias_ptr": "bias"}
-    for name, _, pointers in launches:
-        if name == "statistics":
-            name = next((use for p, use in uses.items() if pointers[p] is not None), name)
-            name += "" if pointers["statistics_ptr"] is not None else " alone"
-        names[name] += 1
-    return names
-
-
-@pytest.fixture
-def ran(launches):
-    """``ran(name)``: how often that was launched."""
-    return lambda name: counted(launches)[name]
+launches, ran, statistics_always_pay = cases.launches, cases.ran, cases.statistics_always_pay
 
 
 def twins(module: nn.Module, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn.Module]:
@@ -68,21 +44,44 @@ def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     return image(2, 4, 3, 4, dtype=dtype), noise(2, 8, dtype=dtype)
 
 
-# --- ResNet blocks --------------------------------------------------------------------------------------------------------------------
+# --- ResNet blocks --------------------------------------------------------------------------------
 
 RESNETS: dict[str, dict[str, Any]] = {
-    "shortcut": {}, "no-shortcut": {"out_channels": 4}, "shortcut-without-bias": {"conv_shortcut_bias": False},
-    "output-scale": {"output_scale_factor": 2**0.5}, "one-channel-a-group": {"groups": 4, "groups_out": 6},
-    "other-output-channels": {"conv_2d_out_channels": 5}, "up": {"up": True}, "down": {"down": True},
-}  # fmt: skip
+    "shortcut": {},
+    "no-shortcut": {"out_channels": 4},
+    "shortcut-without-bias": {"conv_shortcut_bias": False},
+    "output-scale": {"output_scale_factor": 2**0.5},
+    "one-channel-a-group": {"groups": 4, "groups_out": 6},
+    "other-output-channels": {"conv_2d_out_channels": 5},
+    "up": {"up": True},
+    "down": {"down": True},
+}
+
+
+def biases_moved(monkeypatch) -> list[nn.Module]:
+    """The convolutions that left their bias to another kernel."""
+    moved = []
+    inner = nn.Conv2d._conv_forward
+
+    def forward(conv, x, weight, bias):
+        if bias is None and conv.bias is not None:
+            moved.append(conv)
+        return inner(conv, x, weight, bias)
+
+    monkeypatch.setattr(nn.Conv2d, "_conv_forward", forward)
+    return moved
 
 
 @pytest.mark.parametrize("options", RESNETS.values(), ids=RESNETS)
-def test_a_resnet_ends_in_one_sum(ran, options):
+def test_a_resnet_ends_in_one_sum(ran, options, monkeypatch):
+    """It takes the bias of the second convolution."""
     fused, stock = twins(resnet(**options))
+    moved = biases_moved(monkeypatch)
     y = fused(*inputs())
     agree(y, stock(*inputs()), 5e-5)
     assert ran("add") == 1
+    assert fused.conv2 in moved
+    assert fused.conv_shortcut not in moved
     assert statistics.take_statistics(y) is not None
 
 
@@ -101,28 +100,6 @@ def test_a_small_resnet_ends_in_a_sum_without_statistics(ran, monkeypatch):
     assert (ran("add"), ran("add alone")) == (0, 1)
 
 
-def biases_moved(monkeypatch) -> list[nn.Module]:
-    """The convolutions that left their bias to another kernel."""
-    moved = []
-    inner = nn.Conv2d._conv_forward
-
-    def forward(conv, x, weight, bias):
-        if bias is None and conv.bias is not None:
-            moved.append(conv)
-        return inner(conv, x, weight, bias)
-
-    monkeypatch.setattr(nn.Conv2d, "_conv_forward", forward)
-    return moved
-
-
-def test_the_bias_of_the_second_convolution_goes_into_the_sum(monkeypatch):
-    fused, stock = twins(resnet())
-    moved = biases_moved(monkeypatch)
-    agree(fused(*inputs()), stock(*inputs()), 5e-5)
-    assert fused.conv2 in moved
-    assert fused.conv_shortcut not in moved
-
-
 def test_a_watched_convolution_is_called(ran, monkeypatch):
     fused, stock = twins(resnet())
     seen = {}
@@ -138,19 +115,18 @@ def test_a_watched_convolution_is_called(ran, monkeypatch):
     assert ran("add") == 1
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_lora(when, monkeypatch):
+def test_lora(monkeypatch):
     targets = ["conv1", "conv2", "conv_shortcut"]
-    config = LoraConfig(r=2, lora_alpha=4, target_modules=targets, init_lora_weights=False)
-    fused, stock = twins(inject_adapter_in_model(config, resnet()) if when == "before" else resnet())
-    if when == "after":
-        before = fused(*inputs())
-        for model in (fused, stock):
-            torch.manual_seed(3)
-            inject_adapter_in_model(config, model).to(WHERE["device"])
-        assert not torch.allclose(stock(*inputs()), before, atol=1e-3)
+    fused, stock = twins(resnet())
+    before = fused(*inputs())
+    for model in (fused, stock):
+        torch.manual_seed(3)
+        config = LoraConfig(r=2, lora_alpha=4, target_modules=targets, init_lora_weights=False)
+        inject_adapter_in_model(config, model).to(WHERE["device"])
     moved = biases_moved(monkeypatch)
-    agree(fused(*inputs()), stock(*inputs()), 5e-5)
+    after = fused(*inputs())
+    agree(after, stock(*inputs()), 5e-5)
+    assert not torch.allclose(after, before, atol=1e-3)
     assert not {fused.get_submodule(f"{t}.base_layer") for t in targets} & set(moved)
 
 
@@ -161,14 +137,7 @@ def test_gradients_run_stocks_operations(ran):
     assert not ran("add") + ran("add alone")
 
 
-def test_autocast():
-    fused, stock = twins(resnet())
-    with torch.autocast(WHERE["device"], torch.bfloat16):
-        y, expected = fused(*inputs()), stock(*inputs())
-    torch.testing.assert_close(y.float(), expected.float(), atol=0.06, rtol=0.02)
-
-
-# --- transformers ------------------------------------------------------------------------------------------------------------------------
+# --- transformers ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -196,7 +165,7 @@ def test_a_transformer_ends_in_a_sum_with_statistics(ran, products, linear):
     assert y.is_contiguous(memory_format=torch.channels_last)
 
 
-# --- downsamplers ------------------------------------------------------------------------------------------------------------------------
+# --- downsamplers ---------------------------------------------------------------------------------
 
 
 NORM = {"norm_type": "ln_norm", "eps": 1e-5, "elementwise_affine": True}
@@ -235,7 +204,7 @@ def test_downsamplers_refuse_what_upstream_refuses():
         fused(image(2, 12, 5, 7), scale=1.0)
 
 
-# --- upsamplers --------------------------------------------------------------------------------------------------------------------------
+# --- upsamplers -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("pays", [True, False], ids=["emits", "does-not-emit"])
@@ -255,126 +224,31 @@ def test_an_upsampler_ends_in_the_bias(ran, low, pays, monkeypatch):
         torch.testing.assert_close(found.double(), expected, atol=1e-4, rtol=1e-5)
 
 
-# --- up blocks --------------------------------------------------------------------------------------------------------------------------
-
-SIZES = {
-    "in_channels": 4,
-    "prev_output_channel": 8,
-    "out_channels": 6,
-    "temb_channels": 8,
-    "resnet_groups": 2,
-}
-
-
-def up_block(cross: bool, **options: Any) -> nn.Module:
-    if cross:
-        options = {"num_attention_heads": 2, "cross_attention_dim": 12, **options}
-    return (CrossAttnUpBlock2D if cross else UpBlock2D)(**SIZES, num_layers=1, **options)
-
-
-def up_inputs(cross: bool) -> dict[str, Any]:
-    skips = image(2, 5, 2, 3), image(2, 4, 2, 3, seed=2)
-    inputs = {
-        "hidden_states": image(2, 8, 2, 3, seed=4),
-        "res_hidden_states_tuple": skips,
-        "temb": noise(2, 8),
-    }
-    return inputs | ({"encoder_hidden_states": noise(2, 3, 12, seed=5)} if cross else {})
-
-
-both = pytest.mark.parametrize("cross", [False, True], ids=["up", "cross-attention"])
-
-
-@both
-def test_an_up_block_concatenates_with_statistics(ran, cross):
-    fused, stock = twins(up_block(cross))
-    agree(fused(**up_inputs(cross)), stock(**up_inputs(cross)), 5e-5)
-    assert ran("cat") == 1
-    assert ran("statistics") == 0
-
-
-@pytest.mark.parametrize(("cross", "stage"), [(False, 2), (True, 0)])
-def test_freeu(ran, launches, cross, stage):
-    """Its writes in place take the statistics away, and the block is upstream's."""
-    fused, stock = twins(up_block(cross, resolution_idx=stage))
-    plain = fused(**up_inputs(cross))
-    for model in (fused, stock):
-        model.s1, model.s2, model.b1, model.b2 = 0.9, 0.2, 1.4, 1.6
-    launches.clear()
-    inputs, expected = up_inputs(cross), stock(**up_inputs(cross))
-    inputs["hidden_states"] = statistics.add(*[inputs["hidden_states"] / 2] * 2)
-    got = fused(**inputs)
-    agree(got, expected, 5e-5)
-    assert ran("cat") == 0
-    assert torch.allclose(got, plain, atol=1e-3) == (stage == 2)
-    for model in (fused, stock):
-        model.s1 = model.s2 = model.b1 = model.b2 = None
-    agree(fused(**up_inputs(cross)), plain, 5e-5)
-    assert ran("cat") == 1
-
-
-@both
-def test_gradient_checkpointing_of_up_blocks(ran, cross):
-    fused, stock = twins(up_block(cross))
-    checkpoints = []
-    for model in (fused, stock):
-        model.gradient_checkpointing = True
-        model._gradient_checkpointing_func = lambda f, *args: checkpoints.append(f) or f(*args)
-    agree(fused(**up_inputs(cross)), stock(**up_inputs(cross)), 5e-5)
-    assert not checkpoints
-    assert ran("cat") == 1
-    with torch.enable_grad():
-        agree(fused(**up_inputs(cross)).detach(), stock(**up_inputs(cross)).detach(), 5e-5)
-    assert len(checkpoints) == 2
-    assert ran("cat") == 1
-
-
-@both
-def test_gradients_of_an_up_block_run_upstreams_forward(ran, cross):
-    fused, _ = twins(up_block(cross))
-    inputs = up_inputs(cross)
-    inputs["res_hidden_states_tuple"][-1].requires_grad_()
-    with torch.enable_grad():
-        fused(**inputs).sum().backward()
-    assert ran("cat") == 0
-    assert inputs["res_hidden_states_tuple"][-1].grad is not None
-
-
-@both
-def test_too_few_skips_are_an_error(cross):
-    fused, _ = twins(up_block(cross))
-    inputs = up_inputs(cross)
-    inputs["res_hidden_states_tuple"] = ()
-    with pytest.raises(IndexError, match="tuple index out of range"):
-        fused(**inputs)
-
-
-def test_deprecated_arguments_run_upstreams_forward(ran):
-    fused, stock = twins(up_block(True))
-    options = {"cross_attention_kwargs": {"scale": 0.5}}
-    agree(fused(**up_inputs(True), **options), stock(**up_inputs(True), **options), 5e-5)
-    fused, stock = twins(up_block(False))
-    with pytest.warns(FutureWarning, match="scale"):
-        agree(fused(**up_inputs(False), scale=1.0), stock(**up_inputs(False)), 5e-5)
-    assert ran("cat") == 0
-
-
-# --- whole models -------------------------------------------------------------------------------------------------------------------------
+# --- whole models ---------------------------------------------------------------------------------
 
 
 def unet() -> nn.Module:
     return UNet2DConditionModel(
-        sample_size=32, block_out_channels=(8, 16), norm_num_groups=1, layers_per_block=1, cross_attention_dim=12,
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        sample_size=32,
+        block_out_channels=(8, 16),
+        norm_num_groups=1,
+        layers_per_block=1,
+        cross_attention_dim=12,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
         attention_head_dim=4,
-    )  # fmt: skip
+    )
 
 
 def vae() -> nn.Module:
     return AutoencoderKL(
-        block_out_channels=(8, 8), norm_num_groups=1, layers_per_block=1, latent_channels=4,
-        down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
-    )  # fmt: skip
+        block_out_channels=(8, 8),
+        norm_num_groups=1,
+        layers_per_block=1,
+        latent_channels=4,
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+    )
 
 
 def call(model: nn.Module, size: int) -> Tensor:
@@ -404,14 +278,16 @@ def test_a_whole_model(ran, build):
     ],
 )
 def test_fewer_passes_for_statistics_in_a_whole_model(build, alone, handed, monkeypatch, launches):
-    """Nothing is launched, so that the sizes may be those at which a norm reads x for its statistics and once more."""
+    """Nothing is launched, so that the sizes may be those at which a norm reads x for its
+    statistics and once more.
+    """
     fused = sdfastgn.optimize(build().to(WHERE["device"]))
     counts, launches.runs = [], False
     for pays in (False, True):
         monkeypatch.setattr(statistics, "statistics_pay", lambda C, HW, pays=pays: pays)
         launches.clear()
         call(fused, 64)
-        counts.append(counted(launches))
+        counts.append(cases.passes(launches))
     assert [c["statistics"] for c in counts] == [alone, handed]
     plain, told = counts
     assert (plain["add"], plain["cat"], told["add alone"], told["cat alone"]) == (0, 0, 0, 0)

@@ -26,12 +26,7 @@ from tests.patches.cases import WHERE
 
 SHAPE = (2, 30, 3, 5)
 on_each_device, without_gradients = cases.on_each_device, cases.without_gradients
-
-
-@pytest.fixture(autouse=True)
-def statistics_always_pay(monkeypatch):
-    """However small the tensor is."""
-    monkeypatch.setattr(statistics, "statistics_pay", lambda C, HW: True)
+statistics_always_pay = cases.statistics_always_pay
 
 
 def image(*shape, **options) -> Tensor:
@@ -59,7 +54,7 @@ def is_true(found: Tensor | None, y: Tensor) -> bool:
     return torch.allclose(found.double(), expected, atol=1e-4, rtol=1e-5)
 
 
-# --- the sum and the concatenation ------------------------------------------------------------------------------------------------
+# --- the sum and the concatenation ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -168,7 +163,7 @@ def test_shapes_that_pytorch_refuses_are_refused():
         add(image(), image(2, 5, 3, 5))
 
 
-# --- true or absent -----------------------------------------------------------------------------------------------------------------
+# --- true or absent -------------------------------------------------------------------------------
 
 
 def test_they_are_there_once():
@@ -298,7 +293,7 @@ def test_under_a_compiler():
     torch.testing.assert_close(got, block(image(), image(seed=1))[0])
 
 
-# --- memory -------------------------------------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------
 
 
 def test_they_die_with_their_tensor():
@@ -329,7 +324,7 @@ def test_a_tensor_at_the_same_place_has_none():
     pytest.skip("Python gave no object the same place")
 
 
-# --- norms take them --------------------------------------------------------------------------------------------------------------------
+# --- norms take them ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -29,16 +29,27 @@ def context(seed: int = 1) -> Tensor:
 
 
 SIZES: dict[str, Any] = {
-    "block_out_channels": (20, 40), "norm_num_groups": 5, "layers_per_block": 1, "cross_attention_dim": TEXT, "attention_head_dim": 2,
-}  # fmt: skip
+    "block_out_channels": (20, 40),
+    "norm_num_groups": 5,
+    "layers_per_block": 1,
+    "cross_attention_dim": TEXT,
+    "attention_head_dim": 2,
+}
 SD = {
-    **SIZES, "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"), "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
-}  # fmt: skip
+    **SIZES,
+    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+}
 SDXL = {
-    **SIZES, "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"), "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
-    "transformer_layers_per_block": (1, 2), "use_linear_projection": True, "addition_embed_type": "text_time",
-    "addition_time_embed_dim": 4, "projection_class_embeddings_input_dim": 6 * 4 + 8,
-}  # fmt: skip
+    **SIZES,
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+    "transformer_layers_per_block": (1, 2),
+    "use_linear_projection": True,
+    "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 4,
+    "projection_class_embeddings_input_dim": 6 * 4 + 8,
+}
 XL_INPUTS = {"added_cond_kwargs": {"text_embeds": noise(2, 8), "time_ids": torch.ones(2, 6)}}
 
 
@@ -48,7 +59,7 @@ def unet(sizes: dict[str, Any] = SD) -> Any:
 
 
 def twins(sizes: dict[str, Any] = SD) -> tuple[Any, Any]:
-    """(optimised, stock) with the same weights."""
+    """(optimized, stock) with the same weights."""
     stock = unet(sizes)
     return sdfastgn.optimize(copy.deepcopy(stock), cuda_graphs=False), stock
 
@@ -69,7 +80,9 @@ def widths(model: nn.Module) -> list[int]:
 
 
 class Products:
-    """Columns of each product with a tensor of a prompt's width, which nothing else in these models has."""
+    """Columns of each product with a tensor of a prompt's width, which nothing else in these models
+    has.
+    """
 
     def __init__(self) -> None:
         self.found: list[int] = []

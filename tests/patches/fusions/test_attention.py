@@ -273,7 +273,7 @@ def test_a_prompts_few_keys_have_their_own_kernel(autocast, gradients, tokens, f
     assert kernel_samples.error(y, truth) < 1.1 * kernel_samples.error(call(stock, x, context), truth)
 
 
-# --- GPU -----------------------------------------------------------------------------------------------------------------------
+# --- GPU ------------------------------------------------------------------------------------------
 
 HALVES = [pytest.param(torch.float16, id="fp16"), pytest.param(torch.bfloat16, id="bf16")]
 
@@ -299,7 +299,9 @@ def test_on_a_gpu(called, dtype):
 
 @pytest.mark.gpu
 def test_no_copy_of_queries_keys_and_values():
-    """Attention's kernel reads them where the product has left them: two products and one attention, nothing else."""
+    """Attention's kernel reads them where the product has left them: two products and one
+    attention, nothing else.
+    """
     fused, _ = large(out_bias=False)
     x = noise(2, 1024, 640).to("cuda", torch.float16)
     call(fused, x)

@@ -1,4 +1,6 @@
-"""The fused ``Attention`` with one wide head, as in the middle of a VAE: it attends in chunks, and only where stock would be the same."""
+"""The fused ``Attention`` with one wide head, as in the middle of a VAE: it attends in chunks, and
+only where stock would be the same.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def image(device: str, dtype: torch.dtype = torch.float16) -> Tensor:
 
 @pytest.fixture
 def launches(monkeypatch):
-    """One entry for each attention in chunks, which small images have here too, and on a CPU in the interpreter."""
+    """One entry for each attention in chunks, which small images have here too, and on a CPU in the
+    interpreter.
+    """
     found = []
     monkeypatch.setattr(dispatch, "runs_in_triton", lambda x: True)
     monkeypatch.setattr(wide_attention, "pays", lambda L, keys, D: D > 256)

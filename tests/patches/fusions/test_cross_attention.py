@@ -1,4 +1,6 @@
-"""One product for all cross-attentions of a call: how many there are, where, and what is left of it."""
+"""One product for all cross-attentions of a call: how many there are, where, and what is left of
+it.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,15 @@ from tests.patches.fusions import prompt_cases as cases
 
 SD, SDXL, X, XL_INPUTS = cases.SD, cases.SDXL, cases.X, cases.XL_INPUTS
 agree, call, context, members, noise, twins, unet, widths = (
-    cases.agree, cases.call, cases.context, cases.members, cases.noise, cases.twins, cases.unet, cases.widths,
-)  # fmt: skip
+    cases.agree,
+    cases.call,
+    cases.context,
+    cases.members,
+    cases.noise,
+    cases.twins,
+    cases.unet,
+    cases.widths,
+)
 
 
 @pytest.fixture
@@ -82,7 +91,7 @@ def test_many_rows_run_apart(products, monkeypatch, is_few):
     assert products.of(fused, context()) == ([sum(widths(fused))] if is_few else widths(fused))
 
 
-# --- memory ---------------------------------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------
 
 
 def test_the_product_goes_with_the_last_slice(products):
@@ -172,7 +181,7 @@ def test_a_hook_that_was_there_when_it_was_optimized(products):
     assert products.of(fused, context()) == [sum(widths(fused))]
 
 
-# --- modes, copies, threads -----------------------------------------------------------------------------------------------------
+# --- modes, copies, threads -----------------------------------------------------------------------
 
 
 def test_with_gradients_each_runs_alone():

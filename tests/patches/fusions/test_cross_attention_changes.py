@@ -1,4 +1,6 @@
-"""Keys and values from a product that cross-attentions share are never stale: whatever changes between or within calls."""
+"""Keys and values from a product that cross-attentions share are never stale: whatever changes
+between or within calls.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,14 @@ from tests.patches.fusions import prompt_cases as cases
 
 SDXL, TEXT, XL_INPUTS = cases.SDXL, cases.TEXT, cases.XL_INPUTS
 agree, call, context, members, noise, twins, widths = (
-    cases.agree, cases.call, cases.context, cases.members, cases.noise, cases.twins, cases.widths,
-)  # fmt: skip
+    cases.agree,
+    cases.call,
+    cases.context,
+    cases.members,
+    cases.noise,
+    cases.twins,
+    cases.widths,
+)
 
 
 @pytest.fixture
@@ -27,7 +35,7 @@ def products():
     return cases.Products()
 
 
-# --- never stale ----------------------------------------------------------------------------------------------------------------
+# --- never stale ----------------------------------------------------------------------------------
 
 
 def of_all(change, layer):
@@ -139,7 +147,7 @@ def test_another_processor_on_one_leaves_the_others_theirs(products):
 WRITE = of_all(changes.through_data, "to_v")
 
 
-# --- within a call --------------------------------------------------------------------------------------------------------------
+# --- within a call --------------------------------------------------------------------------------
 
 
 def of_the_last(change):
@@ -234,7 +242,7 @@ def test_another_stream_or_a_capture_takes_nothing(products, monkeypatch):
     assert products.of(fused, states).count(sum(widths(fused))) == 3
 
 
-# --- calls that are broken off, or leave blocks out -----------------------------------------------------------------------------
+# --- calls that are broken off, or leave blocks out -----------------------------------------------
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])

@@ -1,4 +1,6 @@
-"""The last add of ``BasicTransformerBlock``: inside the feed-forward's last matrix product where that is plain, else as ever."""
+"""The last add of ``BasicTransformerBlock``: inside the feed-forward's last matrix product where
+that is plain, else as ever.
+"""
 
 from __future__ import annotations
 
@@ -124,7 +126,7 @@ def test_edits_between_calls_count(products, change):
     assert all(products)
 
 
-# --- where it is not ---------------------------------------------------------------------------------------------------------------------
+# --- where it is not ------------------------------------------------------------------------------
 
 
 def of(change, path):
@@ -214,7 +216,9 @@ def test_gradients_wanted(products):
 
 
 def test_gradients_of_the_first_layer_alone(products, monkeypatch):
-    """All else is frozen, so that up to there nothing wants a gradient; autograd knows additions in place."""
+    """All else is frozen, so that up to there nothing wants a gradient; autograd knows additions in
+    place.
+    """
     monkeypatch.setattr(transformer_block, "_TRAINING_ELEMENTS", 0)
     fused, stock = twins()
     found = []

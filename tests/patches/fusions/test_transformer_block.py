@@ -1,4 +1,6 @@
-"""The fused ``BasicTransformerBlock``: where it fuses, where it must be diffusers' own, and its error."""
+"""The fused ``BasicTransformerBlock``: where it fuses, where it must be diffusers' own, and its
+error.
+"""
 
 from __future__ import annotations
 
@@ -330,7 +332,8 @@ HALVES = [pytest.param(torch.float16, id="fp16"), pytest.param(torch.bfloat16, i
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_error_is_not_above_stocks(dtype, device):
     ours, stock = _errors(dtype, device)
-    # As for whole models. The sum is rounded with the last bias in it, which now and then is in the next power of two.
+    # As for whole models. The sum is rounded with the last bias in it, which now and then is in the
+    # next power of two.
     assert 0 < ours**0.5 <= stock**0.5 * 1.05
 
 

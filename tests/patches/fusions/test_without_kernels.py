@@ -1,4 +1,6 @@
-"""Where no kernel runs, as on a CPU, an optimized module is stock's code: the same bits, layouts and exports."""
+"""Where no kernel runs, as on a CPU, an optimized module is stock's code: the same bits, layouts
+and exports.
+"""
 
 from __future__ import annotations
 
@@ -58,18 +60,13 @@ HEAVY = {
 }
 
 
-def ops_of(module, call):
-    """How often PyTorch ran what takes time."""
+def run(module, call):
+    """How often PyTorch ran what takes time, forward and backward; the output and all gradients."""
     with torch.profiler.profile() as profile:
-        call(module).square().mean().backward()
-    return Counter(event.name for event in profile.events() if event.name in HEAVY)
-
-
-def results(module, call):
-    module.zero_grad()
-    y = call(module)
-    y.square().mean().backward()
-    return [y.detach(), *(p.grad.clone() for p in module.parameters() if p.grad is not None)]
+        y = call(module)
+        y.square().mean().backward()
+    gradients = [p.grad for p in module.parameters() if p.grad is not None]
+    return Counter(event.name for event in profile.events() if event.name in HEAVY), [y.detach(), *gradients]
 
 
 @each_sample
@@ -79,8 +76,8 @@ def test_an_optimized_module_runs_stocks_ops(build, call):
     stock = samples.randomise(build())
     fused = sdfastgn.optimize(copy.deepcopy(stock))
     assert sdfastgn.report(fused).fused
-    assert ops_of(fused, call) == ops_of(stock, call)
-    got, want = results(fused, call), results(stock, call)
+    (ops, got), (stock_ops, want) = run(fused, call), run(stock, call)
+    assert ops == stock_ops
     assert len(got) == len(want)
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a, b)
@@ -90,7 +87,9 @@ def test_an_optimized_module_runs_stocks_ops(build, call):
 @pytest.mark.parametrize("frozen", [False, True], ids=["x-needs-a-gradient", "x-needs-none"])
 @pytest.mark.parametrize("shape", [(2, 8, 5, 6), (2, 8, 3, 5, 6)], ids=["image", "video"])
 def test_a_channels_last_norm_is_exact_far_from_zero(shape, frozen):
-    """PyTorch's own channels-last kernel for CPUs is not, and crashes in its backward where x needs no gradient."""
+    """PyTorch's own channels-last kernel for CPUs is not, and crashes in its backward where x needs
+    no gradient.
+    """
     x = (torch.randn(shape) + 1e3).movedim(1, -1).contiguous().movedim(-1, 1).requires_grad_(not frozen)
     norm = sdfastgn.optimize(samples.randomise(nn.GroupNorm(2, 8)))
     y = norm(x)
@@ -153,7 +152,7 @@ def test_an_export_to_onnx_on_a_gpu_finds_no_kernel(monkeypatch):
     assert dispatch.has_kernels(x)  # outside of a trace
 
 
-# --- what is said about it --------------------------------------------------------------------------------------------------------
+# --- what is said about it ------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -192,7 +191,7 @@ def test_the_report_says_what_runs_and_why():
     assert sdfastgn.report(nn.GroupNorm(2, 8, device="meta")).backend == ""  # nothing runs
 
 
-# --- layout -----------------------------------------------------------------------------------------------------------------------
+# --- layout ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture

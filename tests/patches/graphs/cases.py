@@ -1,8 +1,11 @@
-"""What the tests of CUDA graphs share: models side by side with stock ones, and changes to a model that must show in its next call."""
+"""What the tests of CUDA graphs share: models side by side with stock ones, and changes to a model
+that must show in its next call.
+"""
 
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -27,10 +30,15 @@ def optimized(model, mode="auto", backend=None):
     return model
 
 
+@functools.cache
+def built(model, device):
+    """A UNet of which tests take copies."""
+    return build_unet(model, torch.float32, device)
+
+
 def make(device="cpu", mode="auto", model="tiny", backend=None):
-    """(optimised UNet, the same one stock, arguments)"""
-    unet = build_unet(model, torch.float32, device)
-    stock = copy.deepcopy(unet)
+    """(optimized UNet, the same one stock, arguments)"""
+    unet, stock = (copy.deepcopy(built(model, device)) for _ in range(2))
     inputs = unet_inputs(model, size=64, batch=1, dtype=torch.float32, device=device, seed=0)
     return optimized(unet, mode, backend), stock, inputs
 
@@ -110,7 +118,9 @@ def scaled_weights(unet):
 
 
 def weights_elsewhere(unet):
-    """As ``.to`` another device and back may leave them: each where another one was, or where it was itself."""
+    """As ``.to`` another device and back may leave them: each where another one was, or where it
+    was itself.
+    """
     kept = [p.data.clone() for p in unet.parameters()]
     for p in unet.parameters():
         p.data = torch.empty(0, device=p.device)
@@ -159,12 +169,18 @@ CHANGES = {
     "lora-hotswap": (lora_with_scales_on_the_cpu, fill_scales),
     "ip-adapter-scale": (ip_adapter, ip_adapter_scale),
     "freeu-on": (nothing, lambda u: u.enable_freeu(s1=0.9, s2=0.2, b1=1.5, b2=1.6)),
-    "freeu-values": (lambda u: u.enable_freeu(0.9, 0.2, 1.5, 1.6), lambda u: u.enable_freeu(0.9, 0.2, 1.1, 1.6)),
+    "freeu-values": (
+        lambda u: u.enable_freeu(0.9, 0.2, 1.5, 1.6),
+        lambda u: u.enable_freeu(0.9, 0.2, 1.1, 1.6),
+    ),
     "freeu-off": (lambda u: u.enable_freeu(0.9, 0.2, 1.5, 1.6), lambda u: u.disable_freeu()),
     "weights-data": (nothing, scaled_weights),
     "weights-elsewhere": (nothing, weights_elsewhere),
     "weights-replaced": (nothing, replaced_parameter),
-    "weights-assigned": (nothing, lambda u: u.load_state_dict({k: v * 1.1 for k, v in u.state_dict().items()}, assign=True)),
+    "weights-assigned": (
+        nothing,
+        lambda u: u.load_state_dict({k: v * 1.1 for k, v in u.state_dict().items()}, assign=True),
+    ),
     "module-replaced": (nothing, other_module),
     "modules-removed": (nothing, fewer_modules),
     "attribute": (nothing, lambda u: setattr(u.mid_block.resnets[0], "output_scale_factor", 2.0)),
@@ -173,7 +189,7 @@ CHANGES = {
     "attention-scale": (nothing, attention_scale),
     "inner-hook": (nothing, lambda u: u.mid_block.register_forward_hook(lambda m, i, o: o * 2)),
     "inner-forward": (nothing, lambda u: setattr(u.mid_block, "forward", lambda h, *a, **k: h)),
-}  # fmt: skip
+}
 # Changes of the model that leave a graph right, or right numbers by another way.
 HARMLESS = {
     "in-place": in_place,

@@ -1,6 +1,8 @@
-"""A CUDA graph for the CPU: the operations of a call on the memory that it had, repeated without the Python that made them.
+"""A CUDA graph for the CPU: the operations of a call on the memory that it had, repeated without
+the Python that made them.
 
-Tensors without dimensions that the call finds are taken by value, as a graph takes those that are not on the GPU.
+Tensors without dimensions that the call finds are taken by value, as a graph takes those that are
+not on the GPU.
 """
 
 from __future__ import annotations
@@ -14,7 +16,10 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 
 class _Tape(TorchDispatchMode):
-    """Records every operation. Tensors are kept as aliases: a parameter that gets another storage later is the old one here."""
+    """Records every operation.
+
+    Tensors are kept as aliases: a parameter that gets another storage later is the old one here.
+    """
 
     def __init__(self, allocated):
         super().__init__()
@@ -67,7 +72,9 @@ class TapeHandle:
 
 
 class TapeBackend:
-    """``Backend`` for the CPU; ``captures`` and ``rehearsals`` count, ``fail`` is raised by the next captures."""
+    """``Backend`` for the CPU; ``captures`` and ``rehearsals`` count, ``fail`` is raised by the
+    next captures.
+    """
 
     def __init__(self):
         self.lock = threading.RLock()

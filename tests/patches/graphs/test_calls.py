@@ -142,7 +142,9 @@ def test_vae_and_controlnet(device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["text_encoder", "text_encoder_2"])
 def test_text_encoders(name, device):
-    """Hidden states are collected by hooks that transformers puts in at the first call which asks for them."""
+    """Hidden states are collected by hooks that transformers puts in at the first call which asks
+    for them.
+    """
     encoder = getattr(build_pipeline("tiny_xl", dtype=torch.float32, device=device), name)
     stock = copy.deepcopy(encoder)
     optimized(encoder)
@@ -164,7 +166,7 @@ def test_text_encoders(name, device):
     assert "forward" not in vars(encoder)
 
 
-def test_a_model_that_was_optimised_before_the_one_around_it():
+def test_a_model_that_was_optimized_before_the_one_around_it():
     encoder = build_pipeline("tiny_xl", dtype=torch.float32, device="cpu").text_encoder_2
     optimized(encoder.text_model)
     optimized(encoder)

@@ -41,17 +41,43 @@ class Odd:
     ("spoil", "reason"),
     [
         pytest.param(lambda u: u.train(), "training mode", id="training"),
-        pytest.param(lambda u: u.mid_block.register_forward_pre_hook(lambda m, a: None), "a forward hook on mid_block", id="hook"),
+        pytest.param(
+            lambda u: u.mid_block.register_forward_pre_hook(lambda m, a: None),
+            "a forward hook on mid_block",
+            id="hook",
+        ),
         pytest.param(lambda u: cpu_offload(u, torch.device("cpu")), "accelerate's hooks", id="offload"),
-        pytest.param(lambda u: setattr(u.mid_block, "forward", u.mid_block.forward.__call__), "replaced the forward of", id="forward"),
+        pytest.param(
+            lambda u: setattr(u.mid_block, "forward", u.mid_block.forward.__call__),
+            "replaced the forward of",
+            id="forward",
+        ),
         pytest.param(lambda u: u.add_module("extra", Foreign()), "extra has Foreign of ", id="foreign"),
-        pytest.param(lambda u: setattr(u, "extra", Odd()), "its state cannot be watched: LookupError: not now", id="odd"),
-        pytest.param(lambda u: setattr(u, "extra", memoryview(b"1")), "extra has a memoryview", id="no-attributes"),
-        pytest.param(lambda u: u.mid_block.compile(backend="eager"), "mid_block is compiled by torch.compile", id="compiled-block"),
-        pytest.param(lambda u: u.add_module("extra", torch.jit.script(nn.Identity())), "extra is compiled by TorchScript", id="scripted"),
-        pytest.param(lambda u: u.register_buffer("extra", torch.empty(1, device="meta")), "extra is a Tensor on meta", id="meta"),
+        pytest.param(
+            lambda u: setattr(u, "extra", Odd()),
+            "its state cannot be watched: LookupError: not now",
+            id="odd",
+        ),
+        pytest.param(
+            lambda u: setattr(u, "extra", memoryview(b"1")), "extra has a memoryview", id="no-attributes"
+        ),
+        pytest.param(
+            lambda u: u.mid_block.compile(backend="eager"),
+            "mid_block is compiled by torch.compile",
+            id="compiled-block",
+        ),
+        pytest.param(
+            lambda u: u.add_module("extra", torch.jit.script(nn.Identity())),
+            "extra is compiled by TorchScript",
+            id="scripted",
+        ),
+        pytest.param(
+            lambda u: u.register_buffer("extra", torch.empty(1, device="meta")),
+            "extra is a Tensor on meta",
+            id="meta",
+        ),
     ],
-)  # fmt: skip
+)
 def test_not_captured_with_a_reason(spoil, reason):
     unet, stock, inputs = make(mode=True)
     spoil(unet)
@@ -64,8 +90,18 @@ def test_not_captured_with_a_reason(spoil, reason):
 
 @pytest.mark.parametrize("how", ["compile", "wrapper", "blocks"])
 def test_compiled_models(how):
-    unet, stock, inputs = make(mode=True)
-    compiled = unet
+    stock = UNet2DConditionModel(
+        block_out_channels=(8,),
+        norm_num_groups=4,
+        layers_per_block=1,
+        cross_attention_dim=8,
+        attention_head_dim=2,
+        down_block_types=("CrossAttnDownBlock2D",),
+        up_block_types=("UpBlock2D",),
+        mid_block_type=None,
+    ).eval()
+    compiled = unet = optimized(copy.deepcopy(stock), mode=True)
+    inputs = {"sample": torch.randn(1, 4, 4, 4), "timestep": 3, "encoder_hidden_states": torch.randn(1, 2, 8)}
     if how == "compile":
         unet.compile(backend="eager", fullgraph=True)
     elif how == "wrapper":
@@ -89,11 +125,23 @@ def test_gradients_are_as_without_graphs():
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        pytest.param(lambda v: v["encoder_hidden_states"].to("meta"), "encoder_hidden_states has a tensor on meta", id="device"),
-        pytest.param(lambda v: v["encoder_hidden_states"].to_sparse(), "a tensor of layout torch.sparse_coo", id="layout"),
-        pytest.param(lambda v: v["encoder_hidden_states"].as_subclass(Marked), "encoder_hidden_states has a Marked", id="type"),
+        pytest.param(
+            lambda v: v["encoder_hidden_states"].to("meta"),
+            "encoder_hidden_states has a tensor on meta",
+            id="device",
+        ),
+        pytest.param(
+            lambda v: v["encoder_hidden_states"].to_sparse(),
+            "a tensor of layout torch.sparse_coo",
+            id="layout",
+        ),
+        pytest.param(
+            lambda v: v["encoder_hidden_states"].as_subclass(Marked),
+            "encoder_hidden_states has a Marked",
+            id="type",
+        ),
     ],
-)  # fmt: skip
+)
 def test_arguments_that_no_graph_takes(change, reason):
     unet, _, inputs = make(mode=True)
     with contextlib.suppress(RuntimeError, NotImplementedError):  # what the stock model does with it
@@ -254,7 +302,9 @@ def test_memory_of_graphs_is_given_up_where_it_is_short(monkeypatch):
 
 
 def test_a_call_made_again_has_the_arguments_of_the_first(monkeypatch):
-    """Both take from what they are given: a T2I-Adapter's residuals are popped from the caller's list."""
+    """Both take from what they are given: a T2I-Adapter's residuals are popped from the caller's
+    list.
+    """
     unet, stock, inputs = make()
     twin = with_a_graph(stock, inputs)
     forward, failed = UNet2DConditionModel.forward, []

@@ -1,4 +1,7 @@
-"""CUDA graphs on a GPU: what no tape can stand for. Memory, streams, failed captures, random numbers, Triton."""
+"""CUDA graphs on a GPU: what no tape can stand for.
+
+Memory, streams, failed captures, random numbers, Triton.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,9 @@ def settled():
 
 
 def test_a_denoising_loop():
-    """30 calls of one kind: one eager, one captured, 29 replayed; each with values of its own, none overwritten by the next."""
+    """30 calls of one kind: one eager, one captured, 29 replayed; each with values of its own, none
+    overwritten by the next.
+    """
     unet, stock, inputs = make("cuda")
     outputs, expected = [], []
     for t in range(999, 0, -34):
@@ -234,7 +239,9 @@ def test_in_a_capture_of_ones_own():
 
 
 def test_a_model_that_moves_away_and_back():
-    """To the CPU and back: the allocator gives the same addresses, and the layout of the weights may be another."""
+    """To the CPU and back: the allocator gives the same addresses, and the layout of the weights
+    may be another.
+    """
     unet, stock, inputs = make("cuda")
     for _ in range(3):
         run(unet, inputs)

@@ -1,4 +1,7 @@
-"""CUDA graphs are never stale. On the CPU a tape of operations stands for a graph, on a GPU it is one."""
+"""CUDA graphs are never stale.
+
+On the CPU a tape of operations stands for a graph, on a GPU it is one.
+"""
 
 from __future__ import annotations
 
@@ -27,35 +30,31 @@ from tests.patches.graphs.cases import (
     state,
 )
 
-CASES = [pytest.param(before, change, id=name) for name, (before, change) in CHANGES.items()]
-ALL = [*CASES, *(pytest.param(nothing, change, id=name) for name, change in HARMLESS.items())]
+CASES = [
+    *(pytest.param(before, change, True, id=name) for name, (before, change) in CHANGES.items()),
+    *(pytest.param(nothing, change, False, id=name) for name, change in HARMLESS.items()),
+]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("before", "change"), ALL)
-def test_never_stale(before, change, device):
+@pytest.mark.parametrize(("before", "change", "shows"), CASES)
+def test_never_stale(before, change, shows, device, monkeypatch):
+    """``shows``: without the watch a replay is wrong by much, so that the test can fail."""
     unet, stock, inputs = make(device)
     before(unet), before(stock)
     inputs = inputs_after(before, inputs)
+    expected = run(stock, inputs)
     for _ in range(3):
-        agree(run(unet, inputs), run(stock, inputs))
+        agree(run(unet, inputs), expected)
     assert state(unet).replays == 2
     change(unet), change(stock)
+    expected = run(stock, inputs)
+    if shows and device == "cpu":  # a graph would read memory that is gone
+        with monkeypatch.context() as unwatched:
+            unwatched.setattr(graph_state.Watch, "unchanged", lambda self, root: True)
+            assert (run(unet, inputs) - expected).abs().max() > 5e-3
     for _ in range(3):
-        agree(run(unet, inputs), run(stock, inputs))
-
-
-@pytest.mark.parametrize(("before", "change"), CASES)
-def test_the_changes_show_without_the_watch(before, change, monkeypatch):
-    """So that the test above can fail."""
-    unet, stock, inputs = make()
-    before(unet), before(stock)
-    inputs = inputs_after(before, inputs)
-    for _ in range(3):
-        run(unet, inputs)
-    monkeypatch.setattr(graph_state.Watch, "unchanged", lambda self, root: True)
-    change(unet), change(stock)
-    assert (run(unet, inputs) - run(stock, inputs)).abs().max() > 5e-3
+        agree(run(unet, inputs), expected)
 
 
 def test_weights_changed_in_place_are_read_by_the_replay():
@@ -77,7 +76,9 @@ def test_a_change_of_the_model_is_captured_anew():
 
 
 def test_a_change_before_the_capture_costs_nothing():
-    """A module that packs its weights at its first call, or a LoRA that is loaded after the first step."""
+    """A module that packs its weights at its first call, or a LoRA that is loaded after the first
+    step.
+    """
     unet, _, inputs = make()
     run(unet, inputs)
     replaced_parameter(unet)
@@ -87,7 +88,7 @@ def test_a_change_before_the_capture_costs_nothing():
 
 def test_a_model_that_changes_at_each_call_is_left_alone():
     unet, _, inputs = make(mode=True)
-    for _ in range(40):
+    for _ in range(24):
         replaced_parameter(unet)
         run(unet, inputs)
     assert state(unet).captured < 8

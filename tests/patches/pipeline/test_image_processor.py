@@ -1,4 +1,6 @@
-"""Images that become bytes on the GPU: the same bytes, and upstream's own way wherever it is not the plain case."""
+"""Images that become bytes on the GPU: the same bytes, and upstream's own way wherever it is not
+the plain case.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,7 @@ def test_pictures_are_the_same_bytes(monkeypatch, kind, dtype, device):
     [
         pytest.param(torch.rand(2, 3, 4, 4), {"output_type": "np"}, id="np"),
         pytest.param(torch.rand(2, 3, 4, 4), {"output_type": "pt"}, id="pt"),
-        pytest.param(torch.rand(2, 3, 4, 4), {"do_denormalize": [True, False]}, id="not-all-denormalised"),
+        pytest.param(torch.rand(2, 3, 4, 4), {"do_denormalize": [True, False]}, id="not-all-denormalized"),
         pytest.param(torch.rand(2, 1, 4, 4), {}, id="grey"),
         pytest.param(torch.rand(2, 3, 4, 4).double(), {}, id="fp64"),
     ],
@@ -64,7 +66,7 @@ def test_everything_else_is_upstreams(monkeypatch, image, options):
     assert not image_bytes._is_ours(processor, torch.rand(1, 3, 4, 4).requires_grad_(), "pil", None)
 
 
-def test_a_processor_that_does_not_normalise():
+def test_a_processor_that_does_not_normalize():
     image = torch.rand(1, 3, 4, 4)
     before = VaeImageProcessor(do_normalize=False).postprocess(image)[0]
     after = applied(VaeImageProcessor(do_normalize=False)).postprocess(image)[0]

@@ -55,9 +55,8 @@ def test_optimize_and_restore(pipe):
     sdfastgn.optimize(pipe, strict=True)
     assert parts_of(pipe) == dict.fromkeys(STOCK, "fused")
     after = picture(pipe)
-    assert (
-        np.abs(after.astype(int) - before.astype(int)).max() <= 1
-    )  # of fp32 norms that add in another order
+    # fp32 norms add in another order.
+    assert np.abs(after.astype(int) - before.astype(int)).max() <= 1
     assert "host_timesteps" in str(sdfastgn.report(pipe))
     sdfastgn.restore(pipe)
     assert type(pipe) is StableDiffusionPipeline
@@ -66,8 +65,11 @@ def test_optimize_and_restore(pipe):
     assert np.array_equal(picture(pipe), before)
 
 
-@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))],
-                         ids=["copy", "deepcopy", "pickle"])  # fmt: skip
+@pytest.mark.parametrize(
+    "duplicate",
+    [copy.copy, copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))],
+    ids=["copy", "deepcopy", "pickle"],
+)
 def test_copies_are_their_own(pipe, duplicate):
     sdfastgn.optimize(pipe)
     before = picture(pipe)

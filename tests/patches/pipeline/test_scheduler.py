@@ -1,4 +1,6 @@
-"""Schedulers that get their timesteps from the CPU: the same samples, and the right timestep whatever happens to the list of them."""
+"""Schedulers that get their timesteps from the CPU: the same samples, and the right timestep
+whatever happens to the list of them.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +39,21 @@ def sampled(scheduler, device, steps=7, **options):
 
 
 SCHEDULERS = [
-    pytest.param(PNDMScheduler, {**SD15, "skip_prk_steps": True, "set_alpha_to_one": False}, {}, id="pndm-sd15"),
+    pytest.param(
+        PNDMScheduler, {**SD15, "skip_prk_steps": True, "set_alpha_to_one": False}, {}, id="pndm-sd15"
+    ),
     pytest.param(PNDMScheduler, {"prediction_type": "v_prediction"}, {"steps": 15}, id="pndm-prk-v"),
     pytest.param(DDIMScheduler, {**SD15, "clip_sample": False}, {}, id="ddim"),
-    pytest.param(DDIMScheduler, {"timestep_spacing": "trailing", "thresholding": True}, {"eta": 0.7}, id="ddim-eta"),
-    pytest.param(DDIMScheduler, {"rescale_betas_zero_snr": True, "prediction_type": "v_prediction"}, {}, id="ddim-zero-snr"),
-]  # fmt: skip
+    pytest.param(
+        DDIMScheduler, {"timestep_spacing": "trailing", "thresholding": True}, {"eta": 0.7}, id="ddim-eta"
+    ),
+    pytest.param(
+        DDIMScheduler,
+        {"rescale_betas_zero_snr": True, "prediction_type": "v_prediction"},
+        {},
+        id="ddim-zero-snr",
+    ),
+]
 
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])
@@ -142,7 +153,9 @@ def test_changed_timesteps_are_seen(monkeypatch, change, inference):
     ],
 )
 def test_copies_of_changed_timesteps(monkeypatch, duplicate):
-    """A copied tensor counts its writes from the beginning, perhaps to the number that was noted of the original."""
+    """A copied tensor counts its writes from the beginning, perhaps to the number that was noted of
+    the original.
+    """
     scheduler = applied(DDIMScheduler())
     seen = received(scheduler, monkeypatch)
     x = torch.randn(1, 4, 2, 2)

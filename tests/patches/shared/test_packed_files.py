@@ -1,4 +1,6 @@
-"""Models with packed weights in copies and in files: nothing is missing, nothing is larger, nothing is shared."""
+"""Models with packed weights in copies and in files: nothing is missing, nothing is larger, nothing
+is shared.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,8 @@ def test_copies_have_memory_of_their_own(duplicate):
     model, stock = attention(), attention()
     twin = duplicate(sdfastgn.optimize(model))
     check(twin, stock)
-    assert is_packed(twin) == (
-        duplicate is copy.deepcopy
-    )  # others when they move: the unpickler holds their tensors
+    # Others when they move: the unpickler holds their tensors.
+    assert is_packed(twin) == (duplicate is copy.deepcopy)
     twin.to(torch.float64).to(torch.float32)
     assert is_packed(twin)
     assert is_packed(model)
@@ -68,9 +69,14 @@ def test_files_are_no_larger(write):
 def _unet():
     torch.manual_seed(3)
     return UNet2DConditionModel(
-        sample_size=8, block_out_channels=(32, 32), layers_per_block=1, down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"), cross_attention_dim=16, attention_head_dim=2,
-    )  # fmt: skip
+        sample_size=8,
+        block_out_channels=(32, 32),
+        layers_per_block=1,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        cross_attention_dim=16,
+        attention_head_dim=2,
+    )
 
 
 @pytest.mark.parametrize(

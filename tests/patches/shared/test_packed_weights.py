@@ -50,7 +50,7 @@ def test_parameters_are_what_they_were_but_for_their_addresses(bias):
     assert torch.equal(call(model), call(stock))
 
 
-# --- changes after which the weights are still side by side ------------------------------------------------------------------------
+# --- changes after which the weights are still side by side ---------------------------------------
 
 
 def of_all(change):
@@ -112,7 +112,7 @@ def test_what_is_written_into_the_weights_is_seen(change):
     assert torch.equal(call(model), call(stock))
 
 
-# --- changes after which they are not ----------------------------------------------------------------------------------------------
+# --- changes after which they are not -------------------------------------------------------------
 
 
 def of(change):
@@ -149,8 +149,9 @@ def transposed(model):
         m.weight.data = m.weight.data.T
 
 
-# What makes it a layer that has to be called, but for a tensor subclass, which ``.to()`` does not know.
-CALLED = [of(change) for change in changes.NOT_PLAIN if change is not changes.quantised]
+# What makes it a layer that has to be called, but for a tensor subclass, which ``.to()`` does not
+# know.
+CALLED = [of(change) for change in changes.NOT_PLAIN if change is not changes.quantized]
 MOVED = [of(change) for change in changes.MOVED]
 APART = [*MOVED, *CALLED, replaced_bias, replaced_layer, removed_bias, swapped, transposed]
 
@@ -178,9 +179,8 @@ def test_the_next_move_packs_again(change):
     change(model)
     assert not is_packed(model)
     call(model)
-    assert not is_packed(
-        model
-    )  # not in a call: a CUDA graph may have been captured with the weights where they are
+    # Not in a call: a CUDA graph may have been captured with the weights where they are.
+    assert not is_packed(model)
     model.to(torch.float64)
     assert is_packed(model)
 
@@ -202,7 +202,7 @@ def test_dtypes_change_to_and_fro():
         torch.testing.assert_close(call(model, x), call(stock, x), atol=bound, rtol=bound)
 
 
-# --- memory ------------------------------------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------
 
 
 def test_nothing_keeps_the_allocation():
@@ -228,7 +228,7 @@ def test_a_tensor_of_it_stays_valid_when_the_model_is_gone():
     assert all(map(torch.equal, kept.values(), stock.state_dict().values()))
 
 
-# --- what is not packed ------------------------------------------------------------------------------------------------------------
+# --- what is not packed ---------------------------------------------------------------------------
 
 
 def tied_parameter(model):
@@ -265,7 +265,7 @@ def out_of_inference_mode(model):
 
 NOT_PACKED = [
     *CALLED,
-    of(changes.quantised),
+    of(changes.quantized),
     tied_parameter,
     tied_storage,
     held_elsewhere,
