@@ -1,4 +1,4 @@
-"""Sums over columns of partial sums, (partials, D) in fp32, in a fixed order: the end of many backward passes."""
+"""Sums over the columns of fp32 partial sums, in a fixed order: the end of many backward passes."""
 
 from __future__ import annotations
 

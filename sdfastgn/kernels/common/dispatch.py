@@ -35,7 +35,7 @@ def runs_in_triton(x: Tensor) -> bool:
 
 
 def has_kernels(x: Tensor) -> bool:
-    """True if a kernel of this package is for tensors like ``x``, and may be called now: ONNX knows PyTorch's ops alone.
+    """True if a kernel of this package takes tensors like ``x`` now; ONNX knows PyTorch's ops alone.
 
     Where it is false, public functions are PyTorch's own ops and optimized modules run their stock forward.
     """
@@ -46,7 +46,7 @@ def has_kernels(x: Tensor) -> bool:
 
 
 def needs_op(x: Tensor) -> bool:
-    """True if a call that is not plain has to be the registered op; else it is PyTorch's own ops, under PyTorch's own autograd."""
+    """True if a call that is not plain is the registered op; else it is PyTorch's own ops and autograd."""
     return has_kernels(x) and (torch.compiler.is_compiling() or not is_transformed())
 
 
@@ -80,7 +80,7 @@ def is_plain(x: Tensor, others: Iterable[Any]) -> bool:
 
 
 def is_untraced(x: Tensor, others: Iterable[Any]) -> bool:
-    """True if these are memory and numbers and nothing else: no tracing, modes, tensor subclasses or transforms."""
+    """True if these are just memory and numbers: no tracing, modes, tensor subclasses or transforms."""
     if torch.compiler.is_compiling() or type(x) not in _TENSORS:
         return False
     for t in others:
@@ -95,7 +95,7 @@ def is_untraced(x: Tensor, others: Iterable[Any]) -> bool:
 
 
 def is_transformed() -> bool:
-    """True within torch.func transforms and forward-mode AD, which differentiate PyTorch's ops but not those of a library."""
+    """True in torch.func transforms and forward-mode AD, which cannot differentiate ops of a library."""
     return (
         torch._C._functorch.peek_interpreter_stack() is not None
         or torch.autograd.forward_ad._current_level >= 0

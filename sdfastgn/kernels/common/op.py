@@ -136,7 +136,7 @@ class PlannedOp(Op):
         return self._returned(self.through_dispatcher(call))
 
     def directly(self, call: Any, name: str | None = None) -> Any:
-        """Launches where PyTorch's dispatcher is of no use; None where it is, or where nothing is to be launched."""
+        """Launches, where the call is plain and not empty; else None."""
         kind = dispatch.plain_kind(call[0], call)
         if kind is None or call[0].numel() == 0:
             return None

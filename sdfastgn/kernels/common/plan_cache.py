@@ -27,7 +27,7 @@ class PlanCache(dict[tuple[Any, ...], Plan]):
 
 
 def plan_key(arguments: Iterable[Any], *more: Any) -> tuple[Any, ...]:
-    """Hashable summary of a call: shape, strides, dtype and device of tensors, and every other value as it is."""
+    """Hashable summary of a call: shape, strides, dtype and device of tensors, other values as they are."""
     return (
         *[(t.shape, t.stride(), t.dtype, t.device) if isinstance(t, Tensor) else t for t in arguments],
         *more,

@@ -1,20 +1,23 @@
-"""Triton kernels of the backward of GroupNorm + activation. The op and the formulas: ``group_norm/backward.py``, the launchers:
-``group_norm/backward_plans.py``.
+"""Triton kernels of the backward of GroupNorm + activation; formulas: ``group_norm/backward.py``.
 
-Layout: x as in ``group_norm/kernels.py``; the incoming gradient dy is read where it lies, in the layout of x or in the other one; dx has
-the layout of x.
+Layout: x as in ``group_norm/kernels.py``; the incoming gradient dy is read where it lies, in the
+layout of x or in the other one; dx has the layout of x.
 
 The ways of the forward, by the same function of sizes:
 
-- *small*: one program holds a group of x and of dy in registers: dx, and two or three sums per sample and channel;
+- *small*: one program holds a group of x and of dy in registers: dx, and two or three sums per
+  sample and channel;
 - *walk* (``group_norm/walk_kernels.py``): the same with a group that one program reads twice;
-- *split*: ``sums_kernel`` leaves these sums per channel and chunk, ``merge_sums_kernel`` brings them together and writes what dx is
-  made of per channel, ``apply_grad_kernel`` makes dx. Its first programs turn the sums into the gradients of the parameters, which
-  after the other two is a launch of its own.
+- *split*: ``sums_kernel`` leaves these sums per channel and chunk, ``merge_sums_kernel`` brings
+  them together and writes what dx is made of per channel, ``apply_grad_kernel`` makes dx. Its first
+  programs turn the sums into the gradients of the parameters, which after the other two is a launch
+  of its own.
 
-Programmatic dependent launch as in the forward: the sums kernel lets its successors start when x and dy are complete.
+Programmatic dependent launch as in the forward: the sums kernel lets its successors start when x
+and dy are complete.
 
-Numerics: fp32, one rounding at the store; sums in a fixed order without atomics, so that gradients are the same at each run.
+Numerics: fp32, one rounding at the store; sums in a fixed order without atomics, so that gradients
+are the same at each run.
 """
 
 from __future__ import annotations
@@ -70,9 +73,10 @@ if triton is not None:
 
     @triton.jit
     def store_totals(
-        totals, plane, in_range, along_z, along_x, sum_x, positions, rstd, scale, along_mean, along_var, SHIFT_GRAD: tl.constexpr
+        totals, plane, in_range, along_z, along_x, sum_x, positions, rstd, scale, along_mean, along_var,
+        SHIFT_GRAD: tl.constexpr,
     ):  # fmt: skip
-        """Sums of a sample over ``positions``: of dz, of dz * xhat, and the gradient of the shift, for which ``sum_x`` is that of xhat."""
+        """Sums of a sample: of dz, of dz * xhat, and the shift's gradient (``sum_x``: the sum of xhat)."""
         tl.store(totals, along_z, mask=in_range)
         tl.store(totals + plane, along_x, mask=in_range)
         if SHIFT_GRAD:
@@ -81,13 +85,15 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=[*STRIDES, "HW", "plane"])
     def small_grad_kernel(
-        x_ptr, dy_ptr, dx_ptr, totals_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr, ada_shift_ptr,
+        x_ptr, dy_ptr, dx_ptr, totals_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr,
+        ada_shift_ptr,
         shift_stride, ada_scale_stride, ada_shift_stride, HW, plane,
-        C: tl.constexpr, CG: tl.constexpr, ACTIVATION: tl.constexpr, SHIFT_GRAD: tl.constexpr, CHANNELS_LAST: tl.constexpr,
-        DY_LAST: tl.constexpr, PDL: tl.constexpr, PAIRS: tl.constexpr, CHANNELS: tl.constexpr, EACH_CHANNEL: tl.constexpr,
-        LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
+        C: tl.constexpr, CG: tl.constexpr, ACTIVATION: tl.constexpr, SHIFT_GRAD: tl.constexpr,
+        CHANNELS_LAST: tl.constexpr, DY_LAST: tl.constexpr, PDL: tl.constexpr, PAIRS: tl.constexpr,
+        CHANNELS: tl.constexpr, EACH_CHANNEL: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr,
+        STEPS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        """x, dy -> dx, and per sample and channel the sums of dz, of dz * xhat and (``SHIFT_GRAD``) the gradient of the shift."""
+        """x, dy -> dx; and by sample and channel sums of dz, dz * xhat, and the gradient of the shift."""
         PARTS: tl.constexpr = (C + CHANNELS - 1) // CHANNELS
         n = (tl.program_id(0) // PARTS).to(tl.int64)
         outer = (along_steps(STEPS) * WARPS + along_warps(WARPS)) * LANES + along_lanes(LANES)
@@ -109,16 +115,9 @@ if triton is not None:
             n, c, n * (C // CG) + c // CG, in_range, mean_ptr, rstd_ptr, shift_ptr, shift_stride
         )
         scale, offset = channel_affine(
-            n,
-            c,
-            in_range,
-            weight_ptr,
-            bias_ptr,
-            ada_scale_ptr,
-            ada_shift_ptr,
-            ada_scale_stride,
+            n, c, in_range, weight_ptr, bias_ptr, ada_scale_ptr, ada_shift_ptr, ada_scale_stride,
             ada_shift_stride,
-        )
+        )  # fmt: skip
         xhat = tl.where(mask, (x - centre) * rstd, 0.0)
         dz = activation_grad(dy, xhat * scale + offset, ACTIVATION, PAIRS)
         along_z = _channel_sum(dz, CHANNELS_LAST)
@@ -134,13 +133,15 @@ if triton is not None:
         if totals_ptr is not None:
             sum_x = _channel_sum(xhat, CHANNELS_LAST) if SHIFT_GRAD else along_x
             store_totals(
-                totals_ptr + n * C + c, plane, in_range, along_z, along_x, sum_x, positions, rstd, scale, along_mean, along_var, SHIFT_GRAD
+                totals_ptr + n * C + c, plane, in_range, along_z, along_x, sum_x, positions, rstd, scale,
+                along_mean, along_var, SHIFT_GRAD,
             )  # fmt: skip
 
     @triton.jit
     def grad_tile(
-        x_ptr, dy_ptr, x_offsets, dy_offsets, mask, centre, rstd, scale, offset, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr,
-        EVICTION: tl.constexpr,
+        x_ptr, dy_ptr,
+        x_offsets, dy_offsets, mask, centre, rstd, scale, offset,
+        ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, EVICTION: tl.constexpr,
     ):  # fmt: skip
         """(dz, xhat) of a tile, 0 where masked."""
         if mask is None:
@@ -156,11 +157,13 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=[*STRIDES, "HW", "rows", "chunks", "plane"])
     def sums_kernel(
-        x_ptr, dy_ptr, sums_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr, ada_shift_ptr,
+        x_ptr, dy_ptr, sums_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr,
+        ada_shift_ptr,
         shift_stride, ada_scale_stride, ada_shift_stride, HW, rows, chunks, plane,
-        C: tl.constexpr, CG: tl.constexpr, ACTIVATION: tl.constexpr, SHIFT_GRAD: tl.constexpr, CHANNELS_LAST: tl.constexpr,
-        DY_LAST: tl.constexpr, PDL: tl.constexpr, PAIRS: tl.constexpr, EVEN: tl.constexpr, LOOP: tl.constexpr, HW_FACTOR: tl.constexpr,
-        LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
+        C: tl.constexpr, CG: tl.constexpr, ACTIVATION: tl.constexpr, SHIFT_GRAD: tl.constexpr,
+        CHANNELS_LAST: tl.constexpr, DY_LAST: tl.constexpr, PDL: tl.constexpr, PAIRS: tl.constexpr,
+        EVEN: tl.constexpr, LOOP: tl.constexpr, HW_FACTOR: tl.constexpr, LANES: tl.constexpr,
+        WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         """For each channel and chunk of positions, the sums of dz, of dz * xhat and (``SHIFT_GRAD``) of xhat."""
         TILE: tl.constexpr = (LANES if CHANNELS_LAST else BLOCK) * STEPS
@@ -189,16 +192,9 @@ if triton is not None:
             n, c, n * (C // CG) + c // CG, in_range, mean_ptr, rstd_ptr, shift_ptr, shift_stride
         )
         scale, offset = channel_affine(
-            n,
-            c,
-            in_range,
-            weight_ptr,
-            bias_ptr,
-            ada_scale_ptr,
-            ada_shift_ptr,
-            ada_scale_stride,
+            n, c, in_range, weight_ptr, bias_ptr, ada_scale_ptr, ada_shift_ptr, ada_scale_stride,
             ada_shift_stride,
-        )
+        )  # fmt: skip
         mask = None
         if not EVEN:
             mask = (position < count) & in_range
@@ -214,8 +210,9 @@ if triton is not None:
                     mask = (start + position < count) & in_range
                 step = tl.cast(start, tl.int64)
                 dz, xhat = grad_tile(
-                    x_ptr, dy_ptr, x_offsets + step * (C if CHANNELS_LAST else 1), dy_offsets + step * (C if DY_LAST else 1), mask,
-                    centre, rstd, scale, offset, ACTIVATION, PAIRS, "",
+                    x_ptr, dy_ptr, x_offsets + step * (C if CHANNELS_LAST else 1),
+                    dy_offsets + step * (C if DY_LAST else 1), mask, centre, rstd, scale, offset, ACTIVATION,
+                    PAIRS, "",
                 )  # fmt: skip
                 along_z += tl.sum(dz, STEP_AXIS, keep_dims=True)
                 along_x += tl.sum(dz * xhat, STEP_AXIS, keep_dims=True)
@@ -232,13 +229,16 @@ if triton is not None:
     )
     def merge_sums_kernel(
         scratch_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr, ada_shift_ptr,
-        shift_stride, ada_scale_stride, ada_shift_stride, HW, chunks, plane, totals_offset, table_offset, table_plane,
-        C: tl.constexpr, CG: tl.constexpr, CHANNELS: tl.constexpr, EACH_CHANNEL: tl.constexpr, SHIFT_GRAD: tl.constexpr,
-        LOOP: tl.constexpr, PDL: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
+        shift_stride, ada_scale_stride, ada_shift_stride, HW, chunks, plane, totals_offset, table_offset,
+        table_plane,
+        C: tl.constexpr, CG: tl.constexpr, CHANNELS: tl.constexpr, EACH_CHANNEL: tl.constexpr,
+        SHIFT_GRAD: tl.constexpr, LOOP: tl.constexpr, PDL: tl.constexpr, BLOCK_P: tl.constexpr,
+        BLOCK_C: tl.constexpr,
     ):  # fmt: skip
         """Sums of each chunk -> sums of each sample, and the table for dx.
 
-        dx = dz * scale - (x - centre) * slope - level, where the activation's argument is (x - centre) * scale + offset.
+        dx = dz * scale - (x - centre) * slope - level, where the activation's argument is (x -
+        centre) * scale + offset.
         """
         PARTS: tl.constexpr = (C + CHANNELS - 1) // CHANNELS
         n = (tl.program_id(0) // PARTS).to(tl.int64)
@@ -252,16 +252,9 @@ if triton is not None:
             n, c, n * (C // CG) + c // CG, in_range, mean_ptr, rstd_ptr, shift_ptr, shift_stride
         )
         scale, offset = channel_affine(
-            n,
-            c,
-            in_range,
-            weight_ptr,
-            bias_ptr,
-            ada_scale_ptr,
-            ada_shift_ptr,
-            ada_scale_stride,
+            n, c, in_range, weight_ptr, bias_ptr, ada_scale_ptr, ada_shift_ptr, ada_scale_stride,
             ada_shift_stride,
-        )
+        )  # fmt: skip
         p = tl.arange(0, BLOCK_P)[:, None]
         at = scratch_ptr + n * chunks * C + (p * C + c[None, :])
         mask = (p < chunks) & in_range[None, :]
@@ -304,9 +297,11 @@ if triton is not None:
 
     @triton.jit
     def _add_samples(
-        grad_ptr, at, mask, values, total, STRIDED: tl.constexpr
+        grad_ptr,
+        at, mask, values, total,
+        STRIDED: tl.constexpr,
     ):  # fmt: skip
-        """Stores per-sample gradients, or adds them up where one operand serves every sample (``grad_ptr`` None: neither)."""
+        """Stores per-sample gradients, or adds them up where one operand serves every sample."""
         if grad_ptr is not None:
             if STRIDED:
                 tl.store(grad_ptr + at, values.to(grad_ptr.dtype.element_ty), mask=mask)
@@ -321,11 +316,14 @@ if triton is not None:
 
     @triton.jit
     def _parameter_grads(
-        program, totals_ptr, weight_ptr, bias_ptr, ada_scale_ptr, dweight_ptr, dbias_ptr, dshift_ptr, dada_scale_ptr, dada_shift_ptr,
-        ada_scale_stride, N, plane, C: tl.constexpr, SHIFT_ROWS: tl.constexpr, SCALE_ROWS: tl.constexpr, OFFSET_ROWS: tl.constexpr,
+        program,
+        totals_ptr, weight_ptr, bias_ptr, ada_scale_ptr, dweight_ptr, dbias_ptr, dshift_ptr, dada_scale_ptr,
+        dada_shift_ptr,
+        ada_scale_stride, N, plane,
+        C: tl.constexpr, SHIFT_ROWS: tl.constexpr, SCALE_ROWS: tl.constexpr, OFFSET_ROWS: tl.constexpr,
         BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
     ):  # fmt: skip
-        """Sums per sample and channel -> gradients of everything that is per channel, or per sample and channel (``*_ROWS``)."""
+        """Sums by sample and channel -> gradients of what is per channel, or per sample too (``*_ROWS``)."""
         c = program * BLOCK_C + tl.arange(0, BLOCK_C)
         in_range = c < C
         weight = tl.full((BLOCK_C,), 1.0, tl.float32)
@@ -365,35 +363,39 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["ada_scale_stride", "N", "totals_offset", "plane"])
     def parameter_grad_kernel(
-        scratch_ptr, weight_ptr, bias_ptr, ada_scale_ptr, dweight_ptr, dbias_ptr, dshift_ptr, dada_scale_ptr, dada_shift_ptr,
-        ada_scale_stride, N, totals_offset, plane, C: tl.constexpr, SHIFT_ROWS: tl.constexpr, SCALE_ROWS: tl.constexpr,
-        OFFSET_ROWS: tl.constexpr, PDL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+        scratch_ptr, weight_ptr, bias_ptr, ada_scale_ptr, dweight_ptr, dbias_ptr, dshift_ptr, dada_scale_ptr,
+        dada_shift_ptr,
+        ada_scale_stride, N, totals_offset, plane,
+        C: tl.constexpr, SHIFT_ROWS: tl.constexpr, SCALE_ROWS: tl.constexpr, OFFSET_ROWS: tl.constexpr,
+        PDL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
     ):  # fmt: skip
         if PDL:
             gdc_wait()
         _parameter_grads(
-            tl.program_id(0), scratch_ptr + totals_offset, weight_ptr, bias_ptr, ada_scale_ptr, dweight_ptr, dbias_ptr, dshift_ptr,
-            dada_scale_ptr, dada_shift_ptr, ada_scale_stride, N, plane, C, SHIFT_ROWS, SCALE_ROWS, OFFSET_ROWS, BLOCK_N, BLOCK_C,
+            tl.program_id(0), scratch_ptr + totals_offset, weight_ptr, bias_ptr, ada_scale_ptr, dweight_ptr,
+            dbias_ptr, dshift_ptr, dada_scale_ptr, dada_shift_ptr, ada_scale_stride, N, plane, C, SHIFT_ROWS,
+            SCALE_ROWS, OFFSET_ROWS, BLOCK_N, BLOCK_C,
         )  # fmt: skip
 
     @triton.jit(do_not_specialize=["ada_scale_stride", "N", "totals_offset", "plane", "HW", "table_offset"])
     def apply_grad_kernel(
-        x_ptr, dy_ptr, dx_ptr, scratch_ptr, weight_ptr, bias_ptr, ada_scale_ptr,
-        dweight_ptr, dbias_ptr, dshift_ptr, dada_scale_ptr, dada_shift_ptr,
+        x_ptr, dy_ptr, dx_ptr, scratch_ptr, weight_ptr, bias_ptr, ada_scale_ptr, dweight_ptr, dbias_ptr,
+        dshift_ptr, dada_scale_ptr, dada_shift_ptr,
         ada_scale_stride, N, totals_offset, plane, HW, table_offset,
-        C: tl.constexpr, SHIFT_ROWS: tl.constexpr, SCALE_ROWS: tl.constexpr, OFFSET_ROWS: tl.constexpr, PDL: tl.constexpr,
-        BLOCK_N: tl.constexpr, BLOCK_PARAMETERS: tl.constexpr, PARAMETER_PROGRAMS: tl.constexpr, CHANNELS_LAST: tl.constexpr,
-        DY_LAST: tl.constexpr, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, EVEN: tl.constexpr, HW_FACTOR: tl.constexpr,
+        C: tl.constexpr, SHIFT_ROWS: tl.constexpr, SCALE_ROWS: tl.constexpr, OFFSET_ROWS: tl.constexpr,
+        PDL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_PARAMETERS: tl.constexpr,
+        PARAMETER_PROGRAMS: tl.constexpr, CHANNELS_LAST: tl.constexpr, DY_LAST: tl.constexpr,
+        ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, EVEN: tl.constexpr, HW_FACTOR: tl.constexpr,
         BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr,
     ):  # fmt: skip
-        """x, dy and the table of ``merge_sums_kernel`` -> dx; the first programs: its totals -> gradients of the parameters."""
+        """x, dy and the table of ``merge_sums_kernel`` -> dx; the first programs: gradients of parameters."""
         if tl.program_id(0) < PARAMETER_PROGRAMS:
             if PDL:
                 gdc_wait()
             _parameter_grads(
-                tl.program_id(0), scratch_ptr + totals_offset, weight_ptr, bias_ptr, ada_scale_ptr, dweight_ptr, dbias_ptr,
-                dshift_ptr, dada_scale_ptr, dada_shift_ptr, ada_scale_stride, N, plane, C, SHIFT_ROWS, SCALE_ROWS, OFFSET_ROWS,
-                BLOCK_N, BLOCK_PARAMETERS,
+                tl.program_id(0), scratch_ptr + totals_offset, weight_ptr, bias_ptr, ada_scale_ptr,
+                dweight_ptr, dbias_ptr, dshift_ptr, dada_scale_ptr, dada_shift_ptr, ada_scale_stride, N,
+                plane, C, SHIFT_ROWS, SCALE_ROWS, OFFSET_ROWS, BLOCK_N, BLOCK_PARAMETERS,
             )  # fmt: skip
         else:
             # Last rows first: they are what the sums kernel left in L2.

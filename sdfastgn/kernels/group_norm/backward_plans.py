@@ -1,4 +1,4 @@
-"""How gradients of ``group_norm`` are launched: which kernels of ``group_norm/backward_kernels.py`` run, and in what memory."""
+"""How gradients of ``group_norm`` are launched: which of ``backward_kernels.py``, in what memory."""
 
 from __future__ import annotations
 
@@ -127,8 +127,8 @@ class _GradPlan:
     """
 
     __slots__ = (
-        "apply", "copies_dy", "copies_x", "has_gaps", "merge", "parameters", "plane", "scratch",
-        "single", "sums", "totals",
+        "apply", "copies_dy", "copies_x", "has_gaps", "merge", "parameters", "plane", "scratch", "single",
+        "sums", "totals",
     )  # fmt: skip
 
     def __init__(self, call: GroupNormGradCall) -> None:
@@ -160,7 +160,7 @@ class _GradPlan:
         self._plan_rest(call, sizes, sms)
 
     def _plan_rest(self, call: GroupNormGradCall, sizes: _Sizes, sms: int) -> None:
-        """``apply``, whose first programs make the gradients of parameters, or ``parameters`` if there is none."""
+        """``apply``, whose first programs make the gradients of parameters, or ``parameters`` without it."""
         N, C, HW = sizes.N, sizes.C, sizes.HW
         block_n, block_c = parameter_config(N, C)
         programs = ceil_div(C, block_c) if any(call.wanted[1:]) else 0
@@ -272,7 +272,7 @@ class _GradPlan:
         return Launch(kernel, programs, numbers, constants, blocks.num_warps, pdl=sizes.pdl)
 
     def launch(self, call: GroupNormGradCall, grads: GroupNormGrads) -> None:
-        """On the current device, which must be that of ``call``, whose tensors have no gaps."""
+        """On the current device, that of ``call``, whose tensors have no gaps."""
         dy, x, mean, rstd, weight, bias, shift, ada_scale, ada_shift, *_ = call
         dx, *parameter_grads = grads
         stream = gpu.current_stream(x.device)

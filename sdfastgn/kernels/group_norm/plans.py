@@ -1,4 +1,4 @@
-"""How calls of ``group_norm`` are launched: which kernels of ``group_norm/kernels.py`` run, and in what memory."""
+"""How ``group_norm`` is launched: which of ``group_norm/kernels.py`` run, and in what memory."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class GroupNormCall(NamedTuple):
 
 
 class GroupNormPlan:
-    """The launches for one combination of shapes, strides, dtypes and device: ``small``, or statistics, merge and apply.
+    """The launches of one kind of call: ``small``, or ``statistics``, ``merge`` and ``apply``.
 
     ``scratch``: fp32 values that pass between the latter.
     """
@@ -89,7 +89,8 @@ class GroupNormPlan:
             chunks = self.statistics.chunks
         else:
             chunks = call.statistics.shape[2]
-        # The statistics come first in the scratch memory, unless they are given, then the table of scales and offsets.
+        # The statistics come first in the scratch memory, unless they are given, then the table of
+        # scales and offsets.
         plane, table_plane = N * chunks * C, ceil_div(N * C, ALIGNED) * ALIGNED
         table = ceil_div(2 * plane, ALIGNED) * ALIGNED if call.statistics is None else 0
         folds = x.dtype != torch.float32

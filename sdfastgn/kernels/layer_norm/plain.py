@@ -15,7 +15,9 @@ __all__ = ["plain_layer_norm"]
 
 
 def plain_layer_norm(u: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """LayerNorm of ``u`` (..., D), contiguous. Parameters (D,) of the dtype of u, or None. Only where ``is_untraced``."""
+    """LayerNorm of ``u`` (..., D), contiguous. Parameters (D,) of the dtype of u, or None. Only where
+    ``is_untraced``.
+    """
     return _LayerNorm.apply(
         u.contiguous(), *(None if t is None else t.contiguous() for t in (weight, bias)), eps
     )

@@ -1,4 +1,4 @@
-"""How calls of ``layer_norm`` and ``add_layer_norm`` are launched: which kernels of ``layer_norm/kernels.py`` run, and in what memory."""
+"""How LayerNorm is launched: which of ``layer_norm/kernels.py`` run, and in what memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ class LayerNormCall(NamedTuple):
 
 
 class AddCall(NamedTuple):
-    """The arguments of the op ``sdfastgn::add_layer_norm``, and ``total_bias``. Shapes: residual as x, biases (D,)."""
+    """The arguments of the op ``sdfastgn::add_layer_norm``, and ``total_bias``. Shapes: residual as x,
+    biases (D,).
+    """
 
     x: Tensor
     residual: Tensor
@@ -49,7 +51,7 @@ class AddCall(NamedTuple):
 
 
 class LayerNormPlan:
-    """The launches for one combination of shapes, strides, dtypes and device: ``rows``, or chunk, merge and normalise."""
+    """The launches of one kind of call: ``rows``, or ``chunk``, ``merge`` and ``normalise``."""
 
     __slots__ = ("chunk", "copies", "is_contiguous", "merge", "normalise", "partials", "row_count", "rows")
 
@@ -97,7 +99,7 @@ class LayerNormPlan:
         tile = {"VECTOR": vector, "PDL": pdl, "BLOCK": config.block}
         numbers: tuple[int | float, ...]
         numbers = (
-            config.chunks, config.length // config.block, d_parts, x_parts, residual_parts, self.partials
+            config.chunks, config.length // config.block, d_parts, x_parts, residual_parts, self.partials,
         )  # fmt: skip
         self.chunk = Launch(kernels._chunk_kernel, self.partials, numbers, tile, warps, pdl=pdl)
         block = next_power_of_2(config.chunks)
