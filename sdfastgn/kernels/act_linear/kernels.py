@@ -4,6 +4,8 @@ One launch and one read of the weight; x is small, and read and activated again 
 From sm_90 on the kernel starts while the one before it still runs (``PDL``), and waits before it
 touches memory.
 
+Pointers: ``x`` (N, K), ``weight`` (C, K), ``bias`` and ``extra_bias`` (C,) or None, ``y`` (N, C).
+
 Numerics: fp32 throughout, the activation too, one rounding at the store. Sums are of a fixed order:
 the same bits at each run. Offsets that can pass 2^31 are int64.
 """

@@ -84,7 +84,7 @@ def _splits(rows: int, keys: int, D: int, num_sms: int) -> int:
 
 
 def softmax_config(keys: int) -> tuple[int, int, bool]:
-    """(block, warps, whether the block is the whole row) of the kernel that makes weights of a row of scores."""
+    """(block, warps, whether the block is a whole row) of the kernel that makes weights of scores."""
     whole = next_power_of_2(keys) <= _MAX_IN_REGISTERS
     block = next_power_of_2(keys) if whole else _LONG_ROW_BLOCK
     return block, max(1, min(_MAX_WARPS, block // _PER_WARP)), whole

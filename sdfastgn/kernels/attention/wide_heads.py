@@ -46,8 +46,9 @@ def reference_wide_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> T
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """``scaled_dot_product_attention(q, k, v)``, in chunks where that is faster, without checks."""
-    fits = (q.dtype, q.shape[:-2], k.shape) == (k.dtype, k.shape[:-2], v.shape) and q.dtype == v.dtype
-    if fits and _runs_in_chunks(q, k, v):
+    if _runs_in_chunks(q, k, v) and (
+        (q.dtype, q.shape[:-2], k.shape) == (k.dtype, k.shape[:-2], v.shape) and q.dtype == v.dtype
+    ):
         return launch_wide_attention(q, k, v, q.shape[-1] ** -0.5)
     return F.scaled_dot_product_attention(q, k, v)
 

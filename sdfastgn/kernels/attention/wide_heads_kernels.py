@@ -62,7 +62,7 @@ if triton is not None:
         keys, parts, scale,
         VECTOR: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        """Weights of one row of scores, and their sum. ``WHOLE``: the row is one block, which is read once."""
+        """Weights of a row of scores, and their sum. ``WHOLE``: the row is one block, and read once."""
         row = tl.program_id(0).to(tl.int64)
         pitch = parts * VECTOR
         scores = scores_ptr + row * pitch

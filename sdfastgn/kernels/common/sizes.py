@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 __all__ = [
     "WARP",
     "WARP_LOAD",
@@ -9,6 +11,7 @@ __all__ = [
     "next_power_of_2",
     "power_of_2_below",
     "row_factor",
+    "tile_constants",
     "vector_width",
 ]
 
@@ -47,3 +50,13 @@ def vector_width(itemsize: int, *strides: int) -> int:
     while any(stride % width for stride in strides):
         width //= 2
     return width
+
+
+def tile_constants(config: Any) -> dict[str, int]:
+    """The constants of a register tile of four axes, (lanes, warps, steps, block)."""
+    return {
+        "LANES": config.lanes,
+        "WARPS": config.num_warps,
+        "STEPS": config.steps,
+        "BLOCK": config.block,
+    }

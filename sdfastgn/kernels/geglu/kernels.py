@@ -5,6 +5,9 @@ of dx. Where the bias wants a gradient, each program adds up its rows in registe
 fp32 partial sum a column, which a second launch adds up in a fixed order: no atomics, the same bits
 at each run.
 
+Pointers: ``x``, ``dx`` (rows, 2D), values then gates; ``bias``, ``dbias`` (2D,) or None; ``y``, ``dy``
+(rows, D); ``partials`` fp32 (groups, 2D), or None where the bias wants no gradient.
+
 From sm_90 on each kernel starts while the one before it still runs (``PDL``), and waits before it
 touches memory.
 

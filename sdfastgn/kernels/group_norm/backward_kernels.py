@@ -3,6 +3,15 @@
 Layout: x as in ``group_norm/kernels.py``; the incoming gradient dy is read where it lies, in the
 layout of x or in the other one; dx has the layout of x.
 
+Pointers, beside those of ``group_norm/kernels.py``:
+
+- ``dy``, ``dx``: gradients of y and x; ``dx`` is None where it is not wanted;
+- ``dweight``, ``dbias``, ``dshift``, ``dada_scale``, ``dada_shift``: gradients, in the shapes of
+  their tensors, or None;
+- ``scratch``: fp32. ``sums``: planes (N, P, C) of sums of chunks. From ``totals_offset`` on
+  ``totals``: planes (N, C) of sums of samples. From ``table_offset`` on the table for dx, planes
+  (N, C) of scale, offset, slope, level and centre.
+
 The ways of the forward, by the same function of sizes:
 
 - *small*: one program holds a group of x and of dy in registers: dx, and two or three sums per
@@ -39,13 +48,19 @@ if triton is not None:
         map_tile,
         multiple_of,
     )
-    from sdfastgn.kernels.group_norm.kernels import channel_affine, channel_sum
+    from sdfastgn.kernels.group_norm.channels import channel_affine, channel_sum
+    from sdfastgn.kernels.group_norm.parameter_kernels import parameter_grads
     from sdfastgn.kernels.statistics.kernels import positions_of_channels, rows_of_channels
 
 __all__ = [
-    "STRIDES", "apply_grad_kernel", "grad_tile", "merge_sums_kernel", "parameter_grad_kernel", "small_grad_kernel", "store_totals",
+    "STRIDES",
+    "apply_grad_kernel",
+    "grad_tile",
+    "merge_sums_kernel",
+    "small_grad_kernel",
+    "store_totals",
     "sums_kernel",
-]  # fmt: skip
+]
 
 if triton is not None:
     STRIDES = ["shift_stride", "ada_scale_stride", "ada_shift_stride"]
@@ -115,9 +130,8 @@ if triton is not None:
             n, c, n * (C // CG) + c // CG, in_range, mean_ptr, rstd_ptr, shift_ptr, shift_stride
         )
         scale, offset = channel_affine(
-            n, c, in_range, weight_ptr, bias_ptr, ada_scale_ptr, ada_shift_ptr, ada_scale_stride,
-            ada_shift_stride,
-        )  # fmt: skip
+            n, c, in_range, weight_ptr, bias_ptr, ada_scale_ptr, ada_shift_ptr,
+            ada_scale_stride, ada_shift_stride)  # fmt: skip
         xhat = tl.where(mask, (x - centre) * rstd, 0.0)
         dz = activation_grad(dy, xhat * scale + offset, ACTIVATION, PAIRS)
         along_z = _channel_sum(dz, CHANNELS_LAST)
@@ -155,6 +169,15 @@ if triton is not None:
             xhat = tl.where(mask, xhat, 0.0)
         return activation_grad(dy.to(tl.float32), xhat * scale + offset, ACTIVATION, PAIRS), xhat
 
+    @triton.jit
+    def _store_sums(
+        out, plane, mask, along_z, along_x, sum_x, SHIFT_GRAD: tl.constexpr, REDUCED: tl.constexpr
+    ):
+        tl.store(out, tl.sum(along_z, REDUCED, keep_dims=True), mask=mask)
+        tl.store(out + plane, tl.sum(along_x, REDUCED, keep_dims=True), mask=mask)
+        if SHIFT_GRAD:
+            tl.store(out + 2 * plane, tl.sum(sum_x, REDUCED, keep_dims=True), mask=mask)
+
     @triton.jit(do_not_specialize=[*STRIDES, "HW", "rows", "chunks", "plane"])
     def sums_kernel(
         x_ptr, dy_ptr, sums_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr,
@@ -165,9 +188,8 @@ if triton is not None:
         EVEN: tl.constexpr, LOOP: tl.constexpr, HW_FACTOR: tl.constexpr, LANES: tl.constexpr,
         WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        """For each channel and chunk of positions, the sums of dz, of dz * xhat and (``SHIFT_GRAD``) of xhat."""
+        """For each channel and chunk, the sums of dz, of dz * xhat and (``SHIFT_GRAD``) of xhat."""
         TILE: tl.constexpr = (LANES if CHANNELS_LAST else BLOCK) * STEPS
-        REDUCED: tl.constexpr = LANE_AXIS if CHANNELS_LAST else 3
         if CHANNELS_LAST:
             n, chunk, c, position, x_offsets, _, _ = rows_of_channels(
                 HW, rows, chunks, False, C, C, LANES, WARPS, STEPS, BLOCK
@@ -177,12 +199,11 @@ if triton is not None:
             n, chunk, c, position, x_offsets, _, _ = positions_of_channels(
                 HW, rows, chunks, C, WARPS, STEPS, BLOCK
             )
-        first = chunk.to(tl.int64) * rows
         dy_offsets = x_offsets
         if DY_LAST and not CHANNELS_LAST:
-            dy_offsets = (n * HW + first + position) * C + c
+            dy_offsets = (n * HW + chunk.to(tl.int64) * rows + position) * C + c
         if CHANNELS_LAST and not DY_LAST:
-            dy_offsets = (n * C + c) * HW + first + position
+            dy_offsets = (n * C + c) * HW + chunk.to(tl.int64) * rows + position
         count = tl.maximum(tl.minimum(rows, HW - chunk.to(tl.int64) * rows), 0).to(tl.int32)
         in_range = c < C
         if PDL:
@@ -192,9 +213,8 @@ if triton is not None:
             n, c, n * (C // CG) + c // CG, in_range, mean_ptr, rstd_ptr, shift_ptr, shift_stride
         )
         scale, offset = channel_affine(
-            n, c, in_range, weight_ptr, bias_ptr, ada_scale_ptr, ada_shift_ptr, ada_scale_stride,
-            ada_shift_stride,
-        )  # fmt: skip
+            n, c, in_range, weight_ptr, bias_ptr, ada_scale_ptr, ada_shift_ptr,
+            ada_scale_stride, ada_shift_stride)  # fmt: skip
         mask = None
         if not EVEN:
             mask = (position < count) & in_range
@@ -219,10 +239,7 @@ if triton is not None:
                 sum_x += tl.sum(xhat, STEP_AXIS, keep_dims=True)
         out = sums_ptr + (n * chunks + chunk) * C + c
         mask = (chunk < chunks) & in_range
-        tl.store(out, tl.sum(along_z, REDUCED, keep_dims=True), mask=mask)
-        tl.store(out + plane, tl.sum(along_x, REDUCED, keep_dims=True), mask=mask)
-        if SHIFT_GRAD:
-            tl.store(out + 2 * plane, tl.sum(sum_x, REDUCED, keep_dims=True), mask=mask)
+        _store_sums(out, plane, mask, along_z, along_x, sum_x, SHIFT_GRAD, LANE_AXIS if CHANNELS_LAST else 3)
 
     @triton.jit(
         do_not_specialize=[*STRIDES, "HW", "chunks", "plane", "totals_offset", "table_offset", "table_plane"]
@@ -252,9 +269,8 @@ if triton is not None:
             n, c, n * (C // CG) + c // CG, in_range, mean_ptr, rstd_ptr, shift_ptr, shift_stride
         )
         scale, offset = channel_affine(
-            n, c, in_range, weight_ptr, bias_ptr, ada_scale_ptr, ada_shift_ptr, ada_scale_stride,
-            ada_shift_stride,
-        )  # fmt: skip
+            n, c, in_range, weight_ptr, bias_ptr, ada_scale_ptr, ada_shift_ptr,
+            ada_scale_stride, ada_shift_stride)  # fmt: skip
         p = tl.arange(0, BLOCK_P)[:, None]
         at = scratch_ptr + n * chunks * C + (p * C + c[None, :])
         mask = (p < chunks) & in_range[None, :]
@@ -279,12 +295,10 @@ if triton is not None:
             along_var = tl.sum(along_var, 0) + tl.zeros_like(scale)
         along_mean /= count
         along_var /= count
-        totals = scratch_ptr + totals_offset + n * C + c
-        tl.store(totals, along_z, mask=in_range)
-        tl.store(totals + table_plane, along_x, mask=in_range)
-        if SHIFT_GRAD:
-            shift_grad = rstd * (scale * along_z - positions * along_mean - tl.sum(sum_tile, 0) * along_var)
-            tl.store(totals + 2 * table_plane, shift_grad, mask=in_range)
+        sum_x = tl.sum(sum_tile, 0) if SHIFT_GRAD else along_x
+        store_totals(
+            scratch_ptr + totals_offset + n * C + c, table_plane, in_range, along_z, along_x, sum_x,
+            positions, rstd, scale, along_mean, along_var, SHIFT_GRAD)  # fmt: skip
         scale *= rstd
         slope = rstd * rstd * along_var
         level = rstd * along_mean
@@ -294,88 +308,6 @@ if triton is not None:
         tl.store(table + 2 * table_plane, slope, mask=in_range)
         tl.store(table + 3 * table_plane, level, mask=in_range)
         tl.store(table + 4 * table_plane, centre, mask=in_range)
-
-    @triton.jit
-    def _add_samples(
-        grad_ptr,
-        at, mask, values, total,
-        STRIDED: tl.constexpr,
-    ):  # fmt: skip
-        """Stores per-sample gradients, or adds them up where one operand serves every sample."""
-        if grad_ptr is not None:
-            if STRIDED:
-                tl.store(grad_ptr + at, values.to(grad_ptr.dtype.element_ty), mask=mask)
-            else:
-                total += values
-        return total
-
-    @triton.jit
-    def _store_total(grad_ptr, c, in_range, total, STRIDED: tl.constexpr):
-        if grad_ptr is not None and not STRIDED:
-            tl.store(grad_ptr + c, tl.sum(total, 0).to(grad_ptr.dtype.element_ty), mask=in_range)
-
-    @triton.jit
-    def _parameter_grads(
-        program,
-        totals_ptr, weight_ptr, bias_ptr, ada_scale_ptr, dweight_ptr, dbias_ptr, dshift_ptr, dada_scale_ptr,
-        dada_shift_ptr,
-        ada_scale_stride, N, plane,
-        C: tl.constexpr, SHIFT_ROWS: tl.constexpr, SCALE_ROWS: tl.constexpr, OFFSET_ROWS: tl.constexpr,
-        BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
-    ):  # fmt: skip
-        """Sums by sample and channel -> gradients of what is per channel, or per sample too (``*_ROWS``)."""
-        c = program * BLOCK_C + tl.arange(0, BLOCK_C)
-        in_range = c < C
-        weight = tl.full((BLOCK_C,), 1.0, tl.float32)
-        bias = tl.zeros((BLOCK_C,), tl.float32)
-        if weight_ptr is not None:
-            weight = tl.load(weight_ptr + c, mask=in_range, other=0.0).to(tl.float32)
-        if bias_ptr is not None:
-            bias = tl.load(bias_ptr + c, mask=in_range, other=0.0).to(tl.float32)
-        dweight = tl.zeros((BLOCK_N, BLOCK_C), tl.float32)
-        dbias, dshift, dscale, doffset = dweight, dweight, dweight, dweight
-        for start in range(0, N, BLOCK_N):
-            n = (start + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]
-            mask = (n < N) & in_range[None, :]
-            at = n * C + c[None, :]
-            along_z = tl.load(totals_ptr + at, mask=mask, other=0.0)
-            along_x = tl.load(totals_ptr + plane + at, mask=mask, other=0.0)
-            dscale = _add_samples(
-                dada_scale_ptr, at, mask, along_x * weight + along_z * bias, dscale, SCALE_ROWS
-            )
-            doffset = _add_samples(dada_shift_ptr, at, mask, along_z, doffset, OFFSET_ROWS)
-            if dshift_ptr is not None:
-                shift_grad = tl.load(totals_ptr + 2 * plane + at, mask=mask, other=0.0)
-                dshift = _add_samples(dshift_ptr, at, mask, shift_grad, dshift, SHIFT_ROWS)
-            if ada_scale_ptr is not None:
-                factor = 1 + tl.load(
-                    ada_scale_ptr + n * ada_scale_stride + c[None, :], mask=mask, other=0.0
-                ).to(tl.float32)
-                along_z *= factor
-                along_x *= factor
-            dweight += along_x
-            dbias += along_z
-        _store_total(dweight_ptr, c, in_range, dweight, False)
-        _store_total(dbias_ptr, c, in_range, dbias, False)
-        _store_total(dshift_ptr, c, in_range, dshift, SHIFT_ROWS)
-        _store_total(dada_scale_ptr, c, in_range, dscale, SCALE_ROWS)
-        _store_total(dada_shift_ptr, c, in_range, doffset, OFFSET_ROWS)
-
-    @triton.jit(do_not_specialize=["ada_scale_stride", "N", "totals_offset", "plane"])
-    def parameter_grad_kernel(
-        scratch_ptr, weight_ptr, bias_ptr, ada_scale_ptr, dweight_ptr, dbias_ptr, dshift_ptr, dada_scale_ptr,
-        dada_shift_ptr,
-        ada_scale_stride, N, totals_offset, plane,
-        C: tl.constexpr, SHIFT_ROWS: tl.constexpr, SCALE_ROWS: tl.constexpr, OFFSET_ROWS: tl.constexpr,
-        PDL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
-    ):  # fmt: skip
-        if PDL:
-            gdc_wait()
-        _parameter_grads(
-            tl.program_id(0), scratch_ptr + totals_offset, weight_ptr, bias_ptr, ada_scale_ptr, dweight_ptr,
-            dbias_ptr, dshift_ptr, dada_scale_ptr, dada_shift_ptr, ada_scale_stride, N, plane, C, SHIFT_ROWS,
-            SCALE_ROWS, OFFSET_ROWS, BLOCK_N, BLOCK_C,
-        )  # fmt: skip
 
     @triton.jit(do_not_specialize=["ada_scale_stride", "N", "totals_offset", "plane", "HW", "table_offset"])
     def apply_grad_kernel(
@@ -392,7 +324,7 @@ if triton is not None:
         if tl.program_id(0) < PARAMETER_PROGRAMS:
             if PDL:
                 gdc_wait()
-            _parameter_grads(
+            parameter_grads(
                 tl.program_id(0), scratch_ptr + totals_offset, weight_ptr, bias_ptr, ada_scale_ptr,
                 dweight_ptr, dbias_ptr, dshift_ptr, dada_scale_ptr, dada_shift_ptr, ada_scale_stride, N,
                 plane, C, SHIFT_ROWS, SCALE_ROWS, OFFSET_ROWS, BLOCK_N, BLOCK_PARAMETERS,

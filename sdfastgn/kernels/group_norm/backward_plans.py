@@ -19,7 +19,7 @@ from sdfastgn.kernels.common.layout import (
     is_dense,
 )
 from sdfastgn.kernels.common.plan_cache import PlanCache, plan_key
-from sdfastgn.kernels.common.sizes import ceil_div, row_factor
+from sdfastgn.kernels.common.sizes import ceil_div, row_factor, tile_constants
 from sdfastgn.kernels.group_norm import backward_kernels as kernels
 from sdfastgn.kernels.group_norm.config import (
     ApplyConfig,
@@ -31,6 +31,7 @@ from sdfastgn.kernels.group_norm.config import (
     parameter_config,
     walk_config,
 )
+from sdfastgn.kernels.group_norm.parameter_kernels import parameter_grad_kernel
 from sdfastgn.kernels.group_norm.plans import ALIGNED, has_gaps, row_stride, vector
 from sdfastgn.kernels.group_norm.walk_kernels import walk_grad_kernel
 from sdfastgn.kernels.statistics.config import StatisticsConfig
@@ -174,7 +175,7 @@ class _GradPlan:
             self.apply = self._plan_apply(call, sizes, blocks, numbers, constants)
         elif programs:
             constants["BLOCK_C"] = block_c
-            kernel = kernels.parameter_grad_kernel
+            kernel = parameter_grad_kernel
             self.parameters = Launch(kernel, programs, numbers, constants, _PARAMETER_WARPS, pdl=sizes.pdl)
 
     def _plan_small(self, call: GroupNormGradCall, sizes: _Sizes, config: SmallConfig) -> Launch:
@@ -183,10 +184,7 @@ class _GradPlan:
             "PAIRS": _pairs(call, config.block),
             "CHANNELS": config.channels,
             "EACH_CHANNEL": config.each_channel,
-            "LANES": config.lanes,
-            "WARPS": config.num_warps,
-            "STEPS": config.steps,
-            "BLOCK": config.block,
+            **tile_constants(config),
         }
         programs = sizes.N * ceil_div(sizes.C, config.channels)
         numbers = (*sizes.strides, sizes.HW, self.plane)
@@ -213,10 +211,7 @@ class _GradPlan:
             "EVEN": is_even(config, C, HW, sizes.channels_last),
             "LOOP": config.rows > config.tile_rows,
             "HW_FACTOR": row_factor(sizes.channels_last, HW, config.rows),
-            "LANES": config.lanes,
-            "WARPS": config.num_warps,
-            "STEPS": config.steps,
-            "BLOCK": config.block,
+            **tile_constants(config),
         }
         programs = config.programs(N, C, sizes.channels_last)
         numbers = (*sizes.strides, HW, config.rows, config.chunks, N * config.chunks * C)

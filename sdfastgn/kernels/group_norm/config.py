@@ -99,7 +99,7 @@ class ApplyConfig:
 
 @dataclass(frozen=True)
 class MergeConfig:
-    """One program for ``channels`` of a sample (as in SmallConfig), in tiles of (block_p, block_c) partials."""
+    """One program for ``channels`` of a sample, as in SmallConfig, in (block_p, block_c) partials."""
 
     channels: int
     each_channel: bool

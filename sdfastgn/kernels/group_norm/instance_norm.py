@@ -56,7 +56,8 @@ def instance_norm(
     if not fits:
         check_input(name, "x", x)
         raise ValueError(
-            f"{name}: x must be (N, C, *spatial) with more than one spatial element, got shape {tuple(x.shape)}"
+            f"{name}: x must be (N, C, *spatial) with more than one spatial element, "
+            f"got shape {tuple(x.shape)}"
         )
     operands = (None,) * 4
     eps = eps if type(eps) is float else as_eps(name, eps)

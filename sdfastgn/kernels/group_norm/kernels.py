@@ -3,6 +3,17 @@
 Layout: the kernels read (N, HW, C) or (N, C, HW) without gaps; the output has the input's strides,
 or is (N, HW, C) tokens.
 
+Pointers, which mean the same in every kernel; each but x, y, statistics and table may be None:
+
+- ``x``, ``y``: input and output;
+- ``mean``, ``rstd``: (N, G) fp32, what the backward takes, stored if it is wanted;
+- ``weight``, ``bias``: (C,);
+- ``shift``, ``ada_scale``, ``ada_shift``: (N, C), rows ``*_stride`` elements apart, or (C,) with a
+  stride of 0;
+- ``statistics``: (2, N, P, C) fp32, mean and M2 of each channel and chunk;
+- ``table``: fp32 scratch memory. From ``table_offset`` on it has planes of ``table_plane`` values,
+  one for each sample and channel: scale, offset and, without ``FOLD``, mean.
+
 Two ways, chosen by ``launch_config`` from sizes alone:
 
 - *small*: one program holds a whole group in registers: one read, one write, one launch;
@@ -43,8 +54,9 @@ if triton is not None:
         map_tile,
         multiple_of,
     )
+    from sdfastgn.kernels.group_norm.channels import channel_affine, channel_sum
 
-__all__ = ["apply_kernel", "channel_affine", "channel_sum", "channels_kernel", "merge_kernel", "small_kernel"]
+__all__ = ["apply_kernel", "channels_kernel", "merge_kernel", "small_kernel"]
 
 # --- kernels --------------------------------------------------------------------------------------
 
@@ -55,30 +67,6 @@ if triton is not None:
     # Square of the pivot's distance from the mean, over the variance, from which on the variance is
     # summed by itself.
     _FAR = tl.constexpr(64.0)
-
-    @triton.jit
-    def channel_affine(
-        n, c, in_range, weight_ptr, bias_ptr, ada_scale_ptr, ada_shift_ptr, ada_scale_stride, ada_shift_stride
-    ):
-        """(scale, offset) of channels ``c``: the activation's argument is xhat * scale + offset."""
-        # Called before the sums, so that the loads are under way while they run.
-        offset = tl.zeros_like(c).to(tl.float32)
-        scale = offset + 1
-        if weight_ptr is not None:
-            scale *= tl.load(weight_ptr + c, mask=in_range, other=0.0).to(tl.float32)
-        if bias_ptr is not None:
-            offset += tl.load(bias_ptr + c, mask=in_range, other=0.0).to(tl.float32)
-        if ada_scale_ptr is not None:
-            ada_scale = 1 + tl.load(ada_scale_ptr + n * ada_scale_stride + c, mask=in_range, other=0.0).to(
-                tl.float32
-            )
-            scale *= ada_scale
-            offset *= ada_scale
-        if ada_shift_ptr is not None:
-            offset += tl.load(ada_shift_ptr + n * ada_shift_stride + c, mask=in_range, other=0.0).to(
-                tl.float32
-            )
-        return scale, offset
 
     @triton.jit
     def _flat(d):
@@ -143,9 +131,8 @@ if triton is not None:
             d += shift - first_shift
             pivot += first_shift
         scale, offset = channel_affine(
-            n, c, in_range, weight_ptr, bias_ptr, ada_scale_ptr, ada_shift_ptr, ada_scale_stride,
-            ada_shift_stride,
-        )  # fmt: skip
+            n, c, in_range, weight_ptr, bias_ptr, ada_scale_ptr, ada_shift_ptr,
+            ada_scale_stride, ada_shift_stride)  # fmt: skip
         return tl.where(mask, d, 0.0), pivot, scale, offset, mask, base + (last if OUT_LAST else first)
 
     @triton.jit(do_not_specialize=[*_STRIDES, "HW", "eps"])
@@ -182,18 +169,15 @@ if triton is not None:
                 CHANNELS_LAST, OUT_LAST, TAIL_LANES, WARPS, TAIL_STEPS, TAIL,
             )  # fmt: skip
         share = 1 / (HW * CHANNELS).to(tl.float32)
-        # fma is explicit: ptxas would contract product and difference here, but not where the mean
-        # is stored too: other bits.
+        # An explicit fma: ptxas contracts this only where the mean is not stored, and the bits differ.
         if EXACT and not TAIL:
             total = _tile_sum(d)
             d = tl.where(mask, tl.fma(total, -share, d), 0.0)
             variance = _tile_sum(d * d) * share
         else:
             if TAIL:
-                sums, squares = (
-                    _in_warps(d) + _in_warps(tail_d),
-                    _in_warps(d * d) + _in_warps(tail_d * tail_d),
-                )
+                sums = _in_warps(d) + _in_warps(tail_d)
+                squares = _in_warps(d * d) + _in_warps(tail_d * tail_d)
             else:
                 sums, squares = d, d * d
             total, square = _tile_sums(sums, squares)
@@ -202,8 +186,7 @@ if triton is not None:
                 tail_d = tl.where(tail_mask, tl.fma(total, -share, tail_d), 0.0)
             mean = total * share
             variance = tl.fma(mean, -mean, square * share)
-            # An outlier for a pivot: what is left of the difference has too few bits, or the
-            # squares passed the largest number.
+            # The pivot is an outlier: the difference has too few bits left, or the squares are inf.
             again = (mean * mean > _FAR * variance) | (square == float("inf"))
             if EXACT:
                 again = True
@@ -218,12 +201,6 @@ if triton is not None:
         if TAIL:
             tail_y = activate(tail_d * (tail_scale * rstd) + tail_offset, ACTIVATION, PAIRS)
             tl.store(y_ptr + tail_out, tail_y.to(y_ptr.dtype.element_ty), mask=tail_mask)
-
-    @triton.jit
-    def channel_sum(d):
-        """Over a (lanes, warps, steps, block) tile, but for the block, which are channels."""
-        d = tl.sum(d, STEP_AXIS, keep_dims=True)
-        return tl.sum(tl.sum(d, LANE_AXIS, keep_dims=True), 1, keep_dims=True)
 
     @triton.jit(do_not_specialize=[*_STRIDES, "HW", "eps"])
     def channels_kernel(
@@ -254,14 +231,12 @@ if triton is not None:
         if shift_ptr is not None:
             d += tl.load(shift_ptr + n * shift_stride + c, mask=in_range, other=0.0).to(tl.float32)
         scale, offset = channel_affine(
-            n, c, in_range, weight_ptr, bias_ptr, ada_scale_ptr, ada_shift_ptr, ada_scale_stride,
-            ada_shift_stride,
-        )  # fmt: skip
+            n, c, in_range, weight_ptr, bias_ptr, ada_scale_ptr, ada_shift_ptr,
+            ada_scale_stride, ada_shift_stride)  # fmt: skip
         share = 1 / HW.to(tl.float32)
         d = tl.where(mask, d, 0.0)
         total = channel_sum(d)
-        # Explicit: ptxas would contract product and difference here, but not where the mean is
-        # stored too, and other bits come out.
+        # An explicit fma: ptxas contracts this only where the mean is not stored, and the bits differ.
         d = tl.where(mask, tl.fma(total, -share, d), 0.0)
         rstd = inverse_deviation(channel_sum(d * d) * share, eps)
         _save(mean_ptr, rstd_ptr, tl.fma(total, share, pivot), rstd, n * C + c, in_range)
@@ -286,6 +261,26 @@ if triton is not None:
         # Channels first where they are summed: a scalar a warp then passes through shared memory,
         # not a row of channels.
         return tl.sum(partials, axis=0) if EACH_CHANNEL else tl.sum(tl.sum(partials, axis=1), axis=0)
+
+    @triton.jit
+    def _wait(COMPLETE: tl.constexpr):
+        """Waits for the statistics; the next kernel may start when x is complete, which it may be already."""
+        if COMPLETE:
+            gdc_launch_dependents()
+        gdc_wait()
+        if not COMPLETE:
+            gdc_launch_dependents()
+
+    @triton.jit
+    def _write_table(out, plane, in_range, scale, offset, centre, is_constant, FOLD: tl.constexpr):
+        """What ``apply_kernel`` reads of a group's channels."""
+        if FOLD:
+            scale = tl.where(is_constant, 0.0, scale)
+            tl.store(out + plane, offset - centre * scale, mask=in_range)
+        else:
+            tl.store(out + plane, offset, mask=in_range)
+            tl.store(out + 2 * plane, centre, mask=in_range)
+        tl.store(out, scale, mask=in_range)
 
     @triton.jit(
         do_not_specialize=[*_STRIDES, "HW", "rows", "chunks", "plane", "table_offset", "table_plane", "eps"]
@@ -319,21 +314,15 @@ if triton is not None:
         base = statistics_ptr + n * chunks * C
         share = 1 / (HW.to(tl.float32) * (1 if EACH_CHANNEL else CHANNELS))
         if PDL:
-            if COMPLETE:
-                gdc_launch_dependents()
-            gdc_wait()
-            if not COMPLETE:
-                gdc_launch_dependents()
-        # Means are merged as deviations from the first one: their sum is then exact to the last bit
-        # of the data.
+            _wait(COMPLETE)
+        # Means are merged as deviations from the first: their sum is then exact to the data's last bit.
         pivot = tl.load(base + c, mask=in_range, other=0.0) if EACH_CHANNEL else tl.load(base + first_c)
         shift = tl.zeros((BLOCK_C,), tl.float32)
         if shift_ptr is not None:
             shift += tl.load(shift_ptr + n * shift_stride + c, mask=in_range, other=0.0).to(tl.float32)
         scale, offset = channel_affine(
-            n, c, in_range, weight_ptr, bias_ptr, ada_scale_ptr, ada_shift_ptr, ada_scale_stride,
-            ada_shift_stride,
-        )  # fmt: skip
+            n, c, in_range, weight_ptr, bias_ptr, ada_scale_ptr, ada_shift_ptr,
+            ada_scale_stride, ada_shift_stride)  # fmt: skip
         to_pivot = shift - pivot
         d, part_m2, weight = _partials(base, plane, 0, chunks, rows, HW, c, in_range, to_pivot, C, BLOCK_P)
         total = d * weight
@@ -357,17 +346,11 @@ if triton is not None:
         groups, mask = (n * C + c, in_range) if EACH_CHANNEL else (part, None)
         _save(mean_ptr, rstd_ptr, mean + pivot, rstd, groups, mask)
         scale *= rstd
-        # x comes without the shift: the mean is taken of x + shift, so what is subtracted from x is
-        # mean - shift.
+        # The mean is that of x + shift, and x comes without: mean - shift is subtracted from it.
         centre = mean - to_pivot
         out = table_ptr + table_offset + n * C + c
-        if FOLD:
-            scale = tl.where((m2 == 0) & (eps > 0), 0.0, scale)
-            tl.store(out + table_plane, offset - centre * scale, mask=in_range)
-        else:
-            tl.store(out + table_plane, offset, mask=in_range)
-            tl.store(out + 2 * table_plane, centre, mask=in_range)
-        tl.store(out, scale, mask=in_range)
+        is_constant = (m2 == 0) & (eps > 0)
+        _write_table(out, table_plane, in_range, scale, offset, centre, is_constant, FOLD)
 
     @triton.jit(do_not_specialize=["HW", "table_offset", "table_plane"])
     def apply_kernel(

@@ -123,7 +123,8 @@ def _check(name: str, call: GroupNormCall) -> None:
     N, C = x.shape[:2]
     if num_groups < 0 or C % num_groups:
         raise ValueError(
-            f"{name}: num_groups={num_groups} must be a positive divisor of C={C}, x has shape {tuple(x.shape)}"
+            f"{name}: num_groups={num_groups} must be a positive divisor of C={C}, "
+            f"x has shape {tuple(x.shape)}"
         )
     check_activation(name, call.activation)
     for label in ("weight", "bias"):

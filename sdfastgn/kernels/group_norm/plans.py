@@ -12,7 +12,7 @@ from sdfastgn.kernels.common import gpu
 from sdfastgn.kernels.common.activations import PAIRED
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.common.layout import dense, dense_is_channels_last, empty_dense_like, is_dense
-from sdfastgn.kernels.common.sizes import ceil_div, row_factor
+from sdfastgn.kernels.common.sizes import ceil_div, row_factor, tile_constants
 from sdfastgn.kernels.group_norm import kernels
 from sdfastgn.kernels.group_norm.config import (
     ApplyConfig,
@@ -153,10 +153,7 @@ def _small(call: GroupNormCall, config: SmallConfig, HW: int, channels_last: boo
         "ACTIVATION": call.activation,
         "PAIRS": pairs,
         "PDL": pdl,
-        "LANES": config.lanes,
-        "WARPS": config.num_warps,
-        "STEPS": config.steps,
-        "BLOCK": config.block,
+        **tile_constants(config),
         **({} if config.each_channel else tail),
     }
     kernel = kernels.channels_kernel if config.each_channel else kernels.small_kernel
@@ -223,7 +220,7 @@ def vector(operand: Tensor | None) -> Tensor | None:
 
 
 def row_stride(operand: Tensor | None, C: int) -> int:
-    """Elements from one sample's row of ``vector(operand)`` to the next; 0 where one row serves all samples."""
+    """Elements from a sample's row of ``vector(operand)`` to the next; 0 where one serves all samples."""
     if operand is None or operand.dim() == 1 or operand.shape[0] == 1:
         return 0
     return operand.stride(0) if operand.stride(1) == 1 else C

@@ -16,7 +16,7 @@ if triton is not None:
 
     from sdfastgn.kernels.common.tiles import multiple_of
     from sdfastgn.kernels.group_norm.backward_kernels import STRIDES, grad_tile, store_totals
-    from sdfastgn.kernels.group_norm.kernels import channel_affine
+    from sdfastgn.kernels.group_norm.channels import channel_affine
 
 __all__ = ["walk_grad_kernel"]
 
@@ -95,9 +95,8 @@ if triton is not None:
         if shift_ptr is not None:
             centre -= tl.load(shift_ptr + n * shift_stride + c, mask=in_range, other=0.0).to(tl.float32)
         scale, offset = channel_affine(
-            n, c, in_range, weight_ptr, bias_ptr, ada_scale_ptr, ada_shift_ptr, ada_scale_stride,
-            ada_shift_stride,
-        )  # fmt: skip
+            n, c, in_range, weight_ptr, bias_ptr, ada_scale_ptr, ada_shift_ptr,
+            ada_scale_stride, ada_shift_stride)  # fmt: skip
         walked = HW - KEPT_HW
         along_z, along_x, sum_x = _walk_there(
             x_ptr, dy_ptr, offsets, row, walked, in_range, centre, rstd, scale, offset, STEP, ACTIVATION,
@@ -105,33 +104,24 @@ if triton is not None:
         )  # fmt: skip
         kept_row = walked + tl.arange(0, KEPT_HW)[:, None]
         kept_at = kept_row * C + c if CHANNELS_LAST else c * HW + kept_row
-        kept_mask = (kept_row < HW) & in_range
+        mask = (kept_row < HW) & in_range
         kept_z, kept_x = grad_tile(
-            x_ptr, dy_ptr, kept_at, kept_at, kept_mask, centre, rstd, scale, offset, ACTIVATION, PAIRS,
-            "evict_first",
-        )  # fmt: skip
+            x_ptr, dy_ptr, kept_at, kept_at, mask, centre, rstd, scale, offset,
+            ACTIVATION, PAIRS, "evict_first")  # fmt: skip
         along_z = tl.sum(along_z, 0, keep_dims=True) + tl.sum(kept_z, 0, keep_dims=True)
         along_x = tl.sum(along_x, 0, keep_dims=True) + tl.sum(kept_z * kept_x, 0, keep_dims=True)
         positions = HW.to(tl.float32)
         along_mean = tl.sum(scale * along_z, 1, keep_dims=True) / (positions * CG)
         along_var = tl.sum(scale * along_x, 1, keep_dims=True) / (positions * CG)
         if totals_ptr is not None:
-            sum_x = (
-                tl.sum(sum_x, 0, keep_dims=True) + tl.sum(kept_x, 0, keep_dims=True)
-                if SHIFT_GRAD
-                else along_x
-            )
+            if SHIFT_GRAD:
+                sum_x = tl.sum(sum_x, 0, keep_dims=True) + tl.sum(kept_x, 0, keep_dims=True)
             store_totals(
                 totals_ptr + n * C + c, plane, in_range, along_z, along_x, sum_x, positions, rstd, scale,
                 along_mean, along_var, SHIFT_GRAD,
             )  # fmt: skip
-        kept_dx = rstd * (kept_z * scale - along_mean - kept_x * along_var)
-        tl.store(
-            dx_ptr + kept_at,
-            kept_dx.to(dx_ptr.dtype.element_ty),
-            mask=kept_mask,
-            eviction_policy="evict_first",
-        )
+        dx = (rstd * (kept_z * scale - along_mean - kept_x * along_var)).to(dx_ptr.dtype.element_ty)
+        tl.store(dx_ptr + kept_at, dx, mask=mask, eviction_policy="evict_first")
         _walk_back(
             x_ptr, dy_ptr, dx_ptr, offsets, row, walked, in_range, centre, rstd, scale, offset, along_mean,
             along_var, STEP, ACTIVATION, PAIRS, BLOCK_HW,

@@ -8,6 +8,11 @@ Two ways, as forward:
 - *chunks*: ``_chunk_sums_kernel`` leaves each chunk's share of the two sums that a row's dx needs,
   ``_chunk_grad_kernel`` takes a block of columns through many rows.
 
+Pointers, beside those of ``layer_norm/kernels.py``: ``dy``, ``dx`` (rows, D), contiguous; ``dtotal``
+(rows, D), the gradient of the sum from elsewhere, or None; ``sums`` fp32 (2, rows, chunks), summed
+over the chunks when ``_chunk_grad_kernel`` reads it; ``partials`` fp32 (3, programs, D); ``dweight``,
+``dbias``, ``dadded`` (D,) or None.
+
 Column sums are fp32 partials, one for each program in a fixed order, which ``_column_sum_kernel``
 adds up: no atomics, the same bits at each run. Every kernel waits (``PDL``) before it touches
 memory.

@@ -149,7 +149,7 @@ def _chunks_config(rows: int, D: int, num_sms: int) -> ChunksConfig:
 
 
 def column_groups(rows: int, D: int, block: int, num_sms: int) -> int:
-    """Groups of rows, one a program and block of columns, over which long rows are added up column by column."""
+    """Groups of rows over which long rows are added up, one a program and block of columns."""
     return max(
         1, min(ceil_div(rows, _BACKWARD_TILES), num_sms * _CHUNK_PROGRAMS_PER_SM // ceil_div(D, block))
     )

@@ -8,6 +8,16 @@ Two ways, chosen by ``forward_config`` from sizes alone:
   deviations (M2) per chunk, ``_merge_chunks_kernel`` brings them together per row,
   ``_normalise_kernel`` applies them. Ten rows then fill a GPU as well.
 
+Pointers, which mean the same in every kernel; each but x, y and the scratch memory may be None:
+
+- ``x``, ``residual``: (rows, D), rows a known stride apart; ``y``: (rows, D), contiguous;
+- ``weight``, ``bias``: (D,); ``add_bias``: (D,), added to the sum; ``total_bias``: (D,), added to
+  what is kept of it;
+- ``total``: (rows, D), the sum that is normalized, and in the rows kernel with total_bias on top;
+  ``kept``: the same with total_bias, in the chunk kernel;
+- ``centre``, ``rstd``: (rows,) fp32;
+- ``partials``: fp32 (2, rows, chunks), mean less the row's first element, and M2.
+
 With a residual, the kernel that reads x first also writes the sum, and takes the statistics of what
 it wrote, as rounded. With a ``total_bias`` what is kept is another tensor than what is normalised:
 rows have both in registers, chunks write both.
@@ -57,7 +67,7 @@ if triton is not None:
 
     @triton.jit
     def row_sum(x, WIDE: tl.constexpr):
-        """Sum of each row: in registers, in shuffles, and through shared memory only where warps share a row."""
+        """Sum of each row: in registers, in shuffles, and where warps share a row in shared memory."""
         total = tl.sum(tl.sum(x, STEP_AXIS, keep_dims=True), 3, keep_dims=True)
         if WIDE:
             total = tl.sum(total, 1, keep_dims=True)

@@ -63,7 +63,7 @@ def _reference(call: LayerNormCall) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def reference_add(x: Tensor, residual: Tensor, *biases: Tensor | None) -> Tensor:
-    """x + residual + biases, each of these (D,) or None, in plain PyTorch: rounded once, to the dtype of x."""
+    """x + residual + biases, (D,) or None each, in plain PyTorch: rounded once, to the dtype of x."""
     wide = torch.promote_types(x.dtype, torch.float32)
     total = x.to(wide) + residual.to(wide)
     for bias in biases:

@@ -24,7 +24,7 @@ def plain_layer_norm(u: Tensor, weight: Tensor | None, bias: Tensor | None, eps:
 
 
 class _LayerNorm(torch.autograd.Function):
-    """PyTorch's own, but for derivatives of its derivative, which PyTorch 2.13 has wrong from the fourth on."""
+    """PyTorch's own, but for higher derivatives: PyTorch 2.13 has them wrong from the fourth on."""
 
     @staticmethod
     def forward(ctx: Any, u: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:

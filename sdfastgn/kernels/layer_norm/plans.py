@@ -10,7 +10,7 @@ from torch import Tensor
 from sdfastgn.kernels.common import gpu
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.common.layout import row_stride
-from sdfastgn.kernels.common.sizes import WARP, ceil_div, next_power_of_2, vector_width
+from sdfastgn.kernels.common.sizes import WARP, ceil_div, next_power_of_2, tile_constants, vector_width
 from sdfastgn.kernels.layer_norm import kernels
 from sdfastgn.kernels.layer_norm.config import ChunksConfig, RowsConfig, forward_config
 
@@ -179,8 +179,5 @@ def rows_constants(config: RowsConfig) -> dict[str, Any]:
     """The last constants of every kernel that holds rows in registers."""
     return {
         "WIDE": config.wide,
-        "LANES": config.lanes,
-        "WARPS": config.num_warps,
-        "STEPS": config.steps,
-        "BLOCK": config.block,
+        **tile_constants(config),
     }

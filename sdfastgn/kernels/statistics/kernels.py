@@ -5,6 +5,9 @@ of P chunks of ``ceil(HW / P)`` positions: fp32 (2, N, P, C), which ``merge`` in
 ``group_norm/kernels.py`` brings together per group. One kernel reads a tensor, or adds two, or
 concatenates two, and takes the statistics of what it writes on the way.
 
+Pointers: ``x``, ``residual``, ``tail`` as above, the latter two or None; ``bias`` (C,) or None;
+``y``: where the sum or concatenation goes, or None; ``statistics``, or None where not wanted.
+
 Numerics: fp32. Deviations are from the mean of the chunk's first tile, never raw squares; sums run
 in a fixed order without atomics.
 
@@ -15,14 +18,13 @@ variances", 1979.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from sdfastgn.kernels.common import gpu
 from sdfastgn.kernels.common.launch import Launch
-from sdfastgn.kernels.common.sizes import row_factor
+from sdfastgn.kernels.common.sizes import row_factor, tile_constants
 from sdfastgn.kernels.common.tiles import triton
 from sdfastgn.kernels.statistics.config import StatisticsConfig, statistics_config
 
@@ -155,15 +157,12 @@ if triton is not None:
         WHOLE: tl.constexpr, LOOP: tl.constexpr, EXACT: tl.constexpr, HW_FACTOR: tl.constexpr,
         PDL: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        """x (N, HW, C) or (N, C, HW) -> y, and mean and M2 of each channel and chunk; each of the two
-        only if there is a place for it.
+        """x (N, HW, C) or (N, C, HW) -> y, and mean and M2 of each channel and chunk, where wanted.
 
         ``HEAD``: channels of x, ``C``: of x and tail together.
         """
         TILE: tl.constexpr = (LANES if CHANNELS_LAST else BLOCK) * STEPS
         REDUCED: tl.constexpr = LANE_AXIS if CHANNELS_LAST else 3
-        STRIDE: tl.constexpr = HEAD if CHANNELS_LAST else 1
-        OUT_STRIDE: tl.constexpr = C if CHANNELS_LAST else 1
         if CHANNELS_LAST:
             n, chunk, c, position, x_offsets, tail_offsets, y_offsets = rows_of_channels(
                 HW, rows, chunks, tail_ptr is not None, C, HEAD, LANES, WARPS, STEPS, BLOCK
@@ -176,8 +175,7 @@ if triton is not None:
         count = tl.maximum(tl.minimum(rows, HW - chunk.to(tl.int64) * rows), 0).to(tl.int32)
         bias = 0.0
         if PDL:
-            # Whatever follows may start once every program is past the wait: x is then complete,
-            # and may be read ahead.
+            # What follows may start once every program is past the wait: x is then complete.
             gdc_wait()
             gdc_launch_dependents()
         if bias_ptr is not None:
@@ -198,8 +196,9 @@ if triton is not None:
                 if not EVEN:
                     mask = (start + position < count) & (c < C)
                 x = _tile(
-                    x_ptr, residual_ptr, bias_ptr, tail_ptr, y_ptr, bias, scale, x_offsets + start * STRIDE,
-                    tail_offsets + start * (C - HEAD), y_offsets + start * OUT_STRIDE, c, mask, HEAD,
+                    x_ptr, residual_ptr, bias_ptr, tail_ptr, y_ptr, bias, scale,
+                    x_offsets + start * (HEAD if CHANNELS_LAST else 1), tail_offsets + start * (C - HEAD),
+                    y_offsets + start * (C if CHANNELS_LAST else 1), c, mask, HEAD,
                 )  # fmt: skip
                 if statistics_ptr is not None:
                     d1, d2 = _deviations(x, mean, mask)
@@ -210,8 +209,7 @@ if triton is not None:
             if LOOP or EXACT:
                 # The first mean is off by its rounding, or by what the other tiles say.
                 mean, m2 = _corrected(mean, m2, tl.sum(s1, REDUCED, keep_dims=True), count)
-            # Partials stay apart by warp: sums over the warps of a program cost more here than
-            # merging more chunks does later.
+            # Partials stay apart by warp: sums over warps cost more than merging more chunks later.
             out = statistics_ptr + (n * chunks + chunk) * C + c
             mask = (chunk < chunks) & (c < C)
             tl.store(out, mean, mask=mask)
@@ -244,12 +242,18 @@ class StatisticsLaunch:
         self.chunks = config.chunks
         self.shape = (2, N, config.chunks, C)
         pdl = gpu.has_programmatic_launch(x.device)
-        constants: dict[str, Any] = {
-            "C": C, "HEAD": head, "CHANNELS_LAST": channels_last, "EVEN": not tail and is_even(config, C, HW, channels_last),
-            "WHOLE": has_whole_tiles(config, HW), "LOOP": config.rows > config.tile_rows, "EXACT": x.dtype == torch.float32,
-            "HW_FACTOR": row_factor(channels_last, HW, config.rows), "PDL": pdl, "LANES": config.lanes,
-            "WARPS": config.num_warps, "STEPS": config.steps, "BLOCK": config.block,
-        }  # fmt: skip
+        constants = {
+            "C": C,
+            "HEAD": head,
+            "CHANNELS_LAST": channels_last,
+            "EVEN": not tail and is_even(config, C, HW, channels_last),
+            "WHOLE": has_whole_tiles(config, HW),
+            "LOOP": config.rows > config.tile_rows,
+            "EXACT": x.dtype == torch.float32,
+            "HW_FACTOR": row_factor(channels_last, HW, config.rows),
+            "PDL": pdl,
+            **tile_constants(config),
+        }
         programs = config.programs(N, C, channels_last)
         numbers = (HW, config.rows, config.chunks, N * config.chunks * C, scale)
         self._launch = Launch(_statistics_kernel, programs, numbers, constants, config.num_warps, pdl=pdl)

@@ -329,7 +329,8 @@ def add_with_statistics(
         check_floating(name, "bias", bias)
         if tuple(bias.shape) != (x.shape[1],) or bias.device != x.device:
             raise ValueError(
-                f"{name}: bias must be ({x.shape[1]},) on {x.device}, got {tuple(bias.shape)} on {bias.device}"
+                f"{name}: bias must be ({x.shape[1]},) on {x.device}, "
+                f"got {tuple(bias.shape)} on {bias.device}"
             )
     call = _Add(x, residual, bias, as_float(name, "scale", scale))
     if dispatch.is_plain_inference(x, call):

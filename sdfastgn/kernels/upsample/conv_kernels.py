@@ -18,6 +18,7 @@ from sdfastgn.kernels.common import gpu
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.common.layout import is_channels_last
 from sdfastgn.kernels.common.plan_cache import PlanCache
+from sdfastgn.kernels.common.sizes import tile_constants
 from sdfastgn.kernels.common.tiles import triton
 from sdfastgn.kernels.statistics.config import statistics_config
 from sdfastgn.kernels.statistics.kernels import is_even
@@ -238,7 +239,7 @@ def _interleave_with_statistics(y: Tensor) -> Launch:
     pdl = gpu.has_programmatic_launch(y.device)
     constants = {
         "C": C, "EVEN": is_even(config, C, H * W, True), "LOOP": config.rows > config.tile_rows, "PDL": pdl,
-        "LANES": config.lanes, "WARPS": config.num_warps, "STEPS": config.steps, "BLOCK": config.block,
+        **tile_constants(config),
     }  # fmt: skip
     numbers = (H * W, config.rows, config.chunks, N * config.chunks * C, H // 2, W // 2)
     programs = config.programs(N, C, True)
