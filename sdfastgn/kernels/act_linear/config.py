@@ -13,13 +13,20 @@ from sdfastgn.kernels.common.sizes import WARP, ceil_div, next_power_of_2
 
 __all__ = ["TileConfig", "has_few_rows", "tile_config"]
 
-# Rows of x up to which this is no slower than a matrix product and the kernels around it, which
-# read the weight once for all of them.
+# Rows of x up to which this is no slower than a matrix product and the kernels around it.
 _FEW_ROWS = 16
-_BLOCK_N, _BLOCK_C, _MAX_WARPS = 4, 8, 4
-# Elements of a row of the weight that a thread reads at a time, at most and (where K allows) at
-# least; sums that it keeps.
-_MAX_VECTOR, _MIN_VECTOR, _MAX_SUMS = 4, 2, 64
+# Rows of x of a tile, at most.
+_BLOCK_N = 4
+# Rows of the weight of a tile, at most.
+_BLOCK_C = 8
+# Warps of a program, at most: they share each row.
+_MAX_WARPS = 4
+# Elements of a row of the weight that a thread reads at a time, at most.
+_MAX_VECTOR = 4
+# And at least, where K allows.
+_MIN_VECTOR = 2
+# Sums that a thread keeps, at most.
+_MAX_SUMS = 64
 # Bytes of the weight that a thread reads before it turns to the next columns.
 _BYTES_UNDER_WAY = 256
 

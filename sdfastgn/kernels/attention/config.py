@@ -17,16 +17,26 @@ __all__ = ["VECTOR", "Chunk", "ChunksConfig", "chunks_config", "divide_config", 
 
 # Elements of 16 bit in a load of 16 bytes: rows of scores and weights start at multiples of it.
 VECTOR = 8
+# Bytes of a chunk's scores: few beside a model's memory, enough to fill a GPU.
 _MAX_SCORE_BYTES = 64 * 2**20
+# Rows and columns of a tile of cuBLAS's products.
 _TILE = 128
 # Keys below which a part of the second product is not worth its partial result.
 _MIN_KEYS_OF_A_PART = 512
-# A row of scores in one program's registers, a block of one that does not fit, and what a warp
-# holds at least.
-_MAX_IN_REGISTERS, _LONG_ROW_BLOCK, _MAX_WARPS, _PER_WARP = 16384, 8192, 16, 512
-_DIVIDE_BLOCK, _DIVIDE_PER_WARP = 1024, 256
-# Channels of a head up to which there are flash kernels; tokens from which four launches a chunk pay.
-_MAX_FLASH_CHANNELS, _MIN_TOKENS = 256, 1024
+# Scores of a row that one program keeps in registers.
+_MAX_IN_REGISTERS = 16384
+# Scores of a block of a longer row.
+_LONG_ROW_BLOCK = 8192
+# Warps of a program of the softmax, at most, and the scores that each has at least.
+_MAX_WARPS = 16
+_PER_WARP = 512
+# Sums of a block that is divided, at most, and those of a warp.
+_DIVIDE_BLOCK = 1024
+_DIVIDE_PER_WARP = 256
+# Channels of a head up to which there are flash kernels.
+_MAX_FLASH_CHANNELS = 256
+# Tokens from which on four launches a chunk pay.
+_MIN_TOKENS = 1024
 
 # Of the matrices (all samples' heads one after the other) from the first up to the second, the
 # queries from the third up to the fourth.

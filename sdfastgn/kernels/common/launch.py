@@ -1,8 +1,8 @@
 """Launch a compiled Triton kernel with little CPU time.
 
-``kernel[grid](...)`` binds, specialises and hashes every argument at each call, which costs more
+``kernel[grid](...)`` binds, specializes and hashes every argument at each call, which costs more
 CPU time than the small kernels of a UNet take on the GPU. A ``Launch`` does that once and then
-calls the compiled kernel's own launcher. What Triton specialises on must therefore be the same at
+calls the compiled kernel's own launcher. What Triton specializes on must therefore be the same at
 each call of one ``Launch``: the dtypes of the tensors and which of them are None (the caller keeps
 one ``Launch`` per combination and device), and whether every pointer is a multiple of 16 (checked
 here; if not, Triton's own path runs). Kernels exempt their run-time integers with

@@ -66,7 +66,7 @@ def dense(x: Tensor) -> Tensor:
 
 
 def empty_dense_like(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Uninitialised tensor with the shape of ``x`` and the strides of ``dense(x)``."""
+    """Uninitialized tensor with the shape of ``x`` and the strides of ``dense(x)``."""
     if is_dense(x):
         return torch.empty_like(x, dtype=dtype)
     if _keeps_channels_innermost(x):

@@ -14,12 +14,14 @@ from sdfastgn.kernels.common.sizes import WARP, ceil_div, next_power_of_2
 
 __all__ = ["TileConfig", "backward_config", "forward_config"]
 
-# Rows of a tile: two loads a row and thread are under way in the forward, three in the backward.
+# Rows of a tile: a thread has two loads a row in flight in the forward, three in the backward.
 _ROWS = 2
+# Warps of a tile, at most.
 _MAX_WARPS = 4
-# Warps a multiprocessor that add up columns, as many as their registers allow, and the fewest tiles
-# for which a program leaves a sum.
-_WARPS_PER_SM, _MIN_TILES = 16, 4
+# Warps per multiprocessor that add up columns: as many as their registers allow.
+_WARPS_PER_SM = 16
+# Tiles of a program that leaves a partial sum, at least.
+_MIN_TILES = 4
 # Offsets within a tile are int32.
 _MAX_OFFSET = 2**31 - 1
 

@@ -45,8 +45,7 @@ def reference_group_norm_grads(call: GroupNormGradCall) -> GroupNormGrads:
     """
     x, weight, bias, shift = call.x, call.weight, call.bias, call.shift
     num_groups, wanted = call.num_groups, call.wanted
-    N, C = x.shape[:2]
-    dtype = torch.promote_types(x.dtype, torch.float32)
+    (N, C), dtype = x.shape[:2], torch.promote_types(x.dtype, torch.float32)
     grouped = (N, num_groups, C // num_groups, math.prod(x.shape[2:]))
 
     def per_channel(t: Tensor) -> Tensor:

@@ -29,41 +29,68 @@ __all__ = [
     "walk_config",
 ]
 
-# Elements of a group, padded to powers of 2, that one program keeps in registers; rather more where
-# rows are as long as memory likes.
-_SMALL_MAX_ELEMENTS, _SMALL_MAX_ELEMENTS_OF_LONG_ROWS, _SMALL_LONG_ROW = 16384, 20480, 128
+# --- small: a group in one program's registers
+# Elements of a group, padded to powers of 2, above which three launches are faster.
+_SMALL_MAX_ELEMENTS = 16384
+# The same where a row of a group has at least ``_SMALL_LONG_ROW`` bytes, a whole line of memory.
+_SMALL_MAX_ELEMENTS_OF_LONG_ROWS = 20480
+_SMALL_LONG_ROW = 128
+# The same in the backward, which holds x and dy.
 _SMALL_BACKWARD_MAX_ELEMENTS = 4096
-# How many of them a warp has: forward and channels-last, by how many there are (up to so many,
-# these), and elsewhere.
-_SMALL_PER_WARP, _SMALL_OTHER_PER_WARP = ((4096, 512), (8192, 1024), (32768, 2048)), 1024
+# (largest group, elements per warp) of the forward in channels-last; other cases use the constant below.
+_SMALL_PER_WARP = ((4096, 512), (8192, 1024), (32768, 2048))
+_SMALL_OTHER_PER_WARP = 1024
+# Elements per warp above which its registers spill.
 _SMALL_MAX_PER_WARP = 2048
-# Channels from which on a tile of their own is read in 16-byte loads, in 16 bits.
+# Channels that a tile of the rest needs: in 16 bits, fewer are less than a 16-byte load.
 _SMALL_MIN_TAIL = 8
-# Elements of a tile of the elementwise kernels.
+
+# --- apply: elementwise
+# Elements of a tile.
 _APPLY_TILE = 2048
-# Warps of a tile: 32 elements a thread hide the latency of many tiles, 16 that of few.
-_APPLY_WARPS, _APPLY_WARPS_OF_FEW_TILES = 2, 4
+# Warps of a tile: 32 elements a thread hide the latency where there are many tiles.
+_APPLY_WARPS = 2
+# Warps of a tile where there are few: 16 elements a thread.
+_APPLY_WARPS_OF_FEW_TILES = 4
 # Tiles a multiprocessor up to which they are few.
 _APPLY_FEW_TILES = 12
-# Channels of a tile. The backward keeps five values of each channel beside x and dy: 128 channels
-# took 71 registers a thread and a second wave of programs, 64 take 48.
-_APPLY_CHANNELS, _APPLY_BACKWARD_CHANNELS = 128, 64
+# Channels of a tile in the forward.
+_APPLY_CHANNELS = 128
+# And in the backward, which keeps five values of each channel beside x and dy. 128 channels took 71
+# registers a thread and a second wave of programs, 64 take 48.
+_APPLY_BACKWARD_CHANNELS = 64
+
+# --- merge, and gradients of parameters
 # Samples x channels of one program that sums parameter gradients over samples.
 _PARAMETER_TILE = (32, 32)
-# Channels a program where each is a group, so that a program still reads what memory delivers at once.
+# Channels a program where each is a group: their rows are then whole 32-byte sectors of memory.
 _EACH_CHANNEL_BLOCK = 32
-_MERGE_TILE, _MERGE_PER_WARP, _MERGE_BACKWARD_PER_WARP = 4096, 256, 1024
-# Bytes of x from which on the split backward finds nothing of its first read in an L2 of 50 MB,
-# bytes of a group of which that L2 holds most for as many groups as there are multiprocessors,
-# contiguous bytes that memory delivers well, and groups a multiprocessor that make up for an uneven
-# end.
-_WALK_MIN_BYTES, _WALK_MAX_GROUP_BYTES, _WALK_MIN_RUN, _WALK_MIN_GROUPS = 64 * 2**20, 220 * 2**10, 64, 8
-# (elements of a tile, elements kept, warps) of groups of at least so many elements, which have a
-# multiprocessor each: by what the activation's derivative leaves of the registers. That of SiLU in
-# channels-first rows is in between. And of smaller groups.
+# Partial results of a tile.
+_MERGE_TILE = 4096
+# Partial results per warp.
+_MERGE_PER_WARP = 256
+# The same in the backward, whose sums over warps cost more than its additions.
+_MERGE_BACKWARD_PER_WARP = 1024
+
+# --- walk: a group per program that is read twice, the second time from L2
+# Bytes of x above which the first read of three launches has left a 50 MB L2.
+_WALK_MIN_BYTES = 64 * 2**20
+# Bytes of a group of which a 50 MB L2 holds most, if each multiprocessor has one.
+_WALK_MAX_GROUP_BYTES = 220 * 2**10
+# Contiguous bytes of a row that memory delivers well.
+_WALK_MIN_RUN = 64
+# Groups per multiprocessor that make up for an uneven end.
+_WALK_MIN_GROUPS = 8
+# Elements of a group from which on it has a multiprocessor for itself.
 _WALK_LARGE_ELEMENTS = 32768
-_WALK_CHEAP, _WALK_SILU_FIRST, _WALK_LARGE = (16384, 16384, 16), (8192, 16384, 32), (8192, 8192, 32)
+# (elements of a tile, elements kept, warps) of such groups, by the registers that the activation's
+# derivative leaves: of a cheap one, of SiLU in channels-first rows, and of any other.
+_WALK_CHEAP = (16384, 16384, 16)
+_WALK_SILU_FIRST = (8192, 16384, 32)
+_WALK_LARGE = (8192, 8192, 32)
+# The same of smaller groups.
 _WALK_OTHER = (4096, 4096, 8)
+# Activations whose derivative takes few registers.
 _CHEAP = ("identity", "relu")
 
 

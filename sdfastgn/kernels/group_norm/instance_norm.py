@@ -1,7 +1,7 @@
 """InstanceNorm with a fused activation: GroupNorm with one channel a group (``each_channel``).
 
-Formula, layout and numerics: ``group_norm/op.py``. Channels-last, a program normalises a block of
-neighbouring channels side by side; one channel a program would use two bytes of every 32 that
+Formula, layout and numerics: ``group_norm/op.py``. Channels-last, a program normalizes a block of
+neighboring channels side by side; one channel a program would use two bytes of every 32 that
 memory delivers.
 
 Source: Ulyanov, Vedaldi and Lempitsky, "Instance Normalization: The Missing Ingredient for Fast

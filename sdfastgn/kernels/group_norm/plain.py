@@ -39,8 +39,8 @@ def plain_group_norm(
     if is_far(u, mean, rstd):
         # A constant: no derivative of the result with respect to it is other than zero.
         centre = mean.detach()
-        centred = (u.view(*mean.shape, -1) - centre[..., None]).view(u.shape)
-        z, mean, rstd = _native_group_norm(centred, num_groups, weight, bias, eps)
+        centered = (u.view(*mean.shape, -1) - centre[..., None]).view(u.shape)
+        z, mean, rstd = _native_group_norm(centered, num_groups, weight, bias, eps)
         mean = mean + centre
     return z, mean, rstd
 

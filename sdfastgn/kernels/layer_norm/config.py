@@ -21,25 +21,42 @@ __all__ = [
     "forward_config",
 ]
 
-# Elements of a row, padded, that one program keeps in registers; in a backward that also keeps
-# column sums there, half as many.
-_MAX_IN_REGISTERS, _MAX_WITH_SUMS = 16384, 8192
-_MAX_WARPS, _NARROW_WARPS = 16, 4
-# Elements a thread: one warp takes a row of up to the first, a row spread over warps gets the
-# second, short rows are gathered up to the third. The backward holds two tensors and up to three
-# column sums: a warp takes rows of the first size, and gathers up to the second.
-_NARROW_PER_THREAD, _WIDE_PER_THREAD, _GATHERED_PER_THREAD = 64, 16, 32
-_BACKWARD_PER_THREAD, _BACKWARD_GATHERED = 16, 8
+# Elements of a row, padded, that one program keeps in registers.
+_MAX_IN_REGISTERS = 16384
+# The same in a backward that keeps column sums there too.
+_MAX_WITH_SUMS = 8192
+# Warps of a program whose warps share a row, at most.
+_MAX_WARPS = 16
+# Warps of a program whose warps have rows of their own, at most.
+_NARROW_WARPS = 4
+# Elements per thread up to which one warp takes a row.
+_NARROW_PER_THREAD = 64
+# Elements per thread of a row that is spread over warps.
+_WIDE_PER_THREAD = 16
+# Elements per thread up to which a warp gathers short rows.
+_GATHERED_PER_THREAD = 32
+# Elements per thread up to which one warp takes a row in the backward: two tensors, three column sums.
+_BACKWARD_PER_THREAD = 16
+# Elements per thread up to which a warp gathers short rows in the backward.
+_BACKWARD_GATHERED = 8
 # Bytes of a block below which a row's part is no whole line of memory.
 _LINE_BYTES = 128
-# Warps a multiprocessor: below the first a row is spread over warps, above the second each warp
-# takes more rows.
-_FEW_WARPS_PER_SM, _MANY_WARPS_PER_SM = 4, 16
-# Elements a multiprocessor, in those of one lane of each warp, that a backward with column sums
-# keeps under way; and tiles that a program should have at least, because each leaves its partial
-# sums in memory.
-_BACKWARD_PER_SM, _BACKWARD_TILES = 256, 4
-_CHUNK_BLOCK, _CHUNK_WARPS, _CHUNK_PROGRAMS_PER_SM, _MAX_CHUNKS = 2048, 4, 8, 2048
+# Warps per multiprocessor below which a row is spread over warps.
+_FEW_WARPS_PER_SM = 4
+# Warps per multiprocessor above which each warp takes more rows.
+_MANY_WARPS_PER_SM = 16
+# Elements per multiprocessor, counted for one lane of each warp, that a backward with column sums
+# keeps in flight.
+_BACKWARD_PER_SM = 256
+# Tiles that its programs should have at least, because each leaves partial sums in memory.
+_BACKWARD_TILES = 4
+# Elements of a block of a long row, and the warps that walk it.
+_CHUNK_BLOCK = 2048
+_CHUNK_WARPS = 4
+# Programs per multiprocessor that keep memory busy.
+_CHUNK_PROGRAMS_PER_SM = 8
+# Chunks of a row that one program can merge.
+_MAX_CHUNKS = 2048
 
 
 @dataclass(frozen=True)

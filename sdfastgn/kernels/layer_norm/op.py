@@ -5,7 +5,7 @@ Formula, with u of shape (..., D), u = x or u = x + residual + add_bias as round
 
     y = (u - mean(u)) / sqrt(var(u) + eps) * weight + bias          (per row of D; var divided by D)
 
-The sum is returned beside y: as it was normalised, or with a bias on top (``total_bias``), of which
+The sum is returned beside y: as it was normalized, or with a bias on top (``total_bias``), of which
 the norm knows nothing. Whatever is added to the sum next then needs no pass for its bias. Only the
 kernels know of it; the op does not, and where the op is called or a gradient is wanted, plain
 PyTorch makes that sum.
@@ -96,7 +96,7 @@ def _fake_of_sum(call: AddCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return y, total, centre, rstd
 
 
-def _keep(ctx: Any, call: LayerNormCall | AddCall, normalised: Tensor, centre: Tensor, rstd: Tensor) -> None:
+def _keep(ctx: Any, call: LayerNormCall | AddCall, normalized: Tensor, centre: Tensor, rstd: Tensor) -> None:
     """What the backward needs; of the bias and of what is added, only the dtype."""
     ctx.eps = call.eps
     ctx.dtypes = tuple(
@@ -104,7 +104,7 @@ def _keep(ctx: Any, call: LayerNormCall | AddCall, normalised: Tensor, centre: T
     )
     ctx.mark_non_differentiable(centre, rstd)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(normalised, centre, rstd, call.weight)
+    ctx.save_for_backward(normalized, centre, rstd, call.weight)
 
 
 def _save(ctx: Any, call: LayerNormCall, results: tuple[Tensor, ...]) -> None:

@@ -10,15 +10,16 @@ from sdfastgn.kernels.common.sizes import WARP_LOAD, ceil_div, next_power_of_2, 
 
 __all__ = ["StatisticsConfig", "statistics_config", "statistics_pay"]
 
+# Warps of a program.
 _STATISTICS_WARPS = 4
-# Warps of a reduction a multiprocessor, and the least and the most steps of its tiles, which are
-# loads in flight: enough to keep the memory system busy, few enough to leave little to merge. A
-# kernel that also writes, or reads two tensors, has more in flight with more and smaller ones.
+# (warps per multiprocessor, fewest steps, most steps) of a reduction. Steps of a tile are loads in
+# flight: enough to keep memory busy, few enough chunks to merge. A kernel that also writes, or reads
+# two tensors, has more in flight with more and smaller tiles.
 _REDUCTIONS = {"read": (8, 8, 16), "write": (16, 8, 8), "backward": (16, 4, 4)}
-# Groups that a norm is taken to have where it is not known yet, and the padded elements of a group
-# from which on it gains by statistics from the producer: with fewer, its one launch is shorter than
-# the two that read them.
-_USUAL_GROUPS, _STATISTICS_MIN_ELEMENTS = 32, 16384
+# Groups that a norm is taken to have where that is not known yet.
+_USUAL_GROUPS = 32
+# Padded elements of a group below which its one launch is shorter than two that read statistics.
+_STATISTICS_MIN_ELEMENTS = 16384
 
 
 @dataclass(frozen=True)

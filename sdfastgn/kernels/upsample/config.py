@@ -10,16 +10,21 @@ from sdfastgn.kernels.common.sizes import ceil_div, next_power_of_2
 
 __all__ = ["TileConfig", "phases_pay", "tile_config", "weights_config"]
 
-# Elements of a tile, the most and the least, and those of one warp: two 16-byte loads a lane in fp16.
-_TILE_MAX, _TILE_MIN, _PER_WARP = 2048, 512, 512
+# Elements of a tile, at most and at least.
+_TILE_MAX = 2048
+_TILE_MIN = 512
+# Elements of a warp: two 16-byte loads a lane in fp16.
+_PER_WARP = 512
+# Weights of a tile: one warp and one load a lane, because each is read nine and written sixteen times.
 _WEIGHTS_TILE = 256
-# Programs a multiprocessor below which tiles shrink.
+# Programs per multiprocessor below which tiles shrink.
 _PROGRAMS_PER_SM = 4
-
-# What an H200 does in practice: multiplications and additions a second of a convolution, by bytes
-# of an element (fp32 in TF32), bytes a second, seconds from a kernel to the next.
+# Multiplications and additions a second of an H200's convolutions, by bytes of an element (fp32 in TF32).
 _FLOPS = {2: 600e12, 4: 300e12}
-_BYTES, _LAUNCH = 3.5e12, 1.5e-6
+# Bytes a second of its memory.
+_BYTES = 3.5e12
+# Seconds from the start of a kernel to the next.
+_LAUNCH = 1.5e-6
 
 
 @dataclass(frozen=True)

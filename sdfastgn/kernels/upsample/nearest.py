@@ -1,4 +1,4 @@
-"""Nearest-neighbour upsampling of images by two, the op ``sdfastgn::upsample_nearest_2x``, and its adjoint.
+"""Nearest-neighbor upsampling of images by two, the op ``sdfastgn::upsample_nearest_2x``, and its adjoint.
 
 Formula, for x (N, C, H, W) and y (N, C, 2H, 2W):
 
@@ -50,7 +50,7 @@ def reference_upsample_nearest_2x_grad(dy: Tensor) -> Tensor:
 
 
 def empty_image(like: Tensor, C: int, H: int, W: int) -> Tensor:
-    """Uninitialised (N, C, H, W), with the N and the layout of ``dense(like)``."""
+    """Uninitialized (N, C, H, W), with the N and the layout of ``dense(like)``."""
     N = like.shape[0]
     if dense_is_channels_last(like):
         return like.new_empty((N, H, W, C)).movedim(-1, 1)
@@ -118,7 +118,7 @@ _UPSAMPLE_BACKWARD = Op(
 
 
 def upsample_nearest_2x(x: Tensor) -> Tensor:
-    """Each pixel four times: nearest-neighbour upsampling by two, at the speed at which the GPU writes.
+    """Each pixel four times: nearest-neighbor upsampling by two, at the speed at which the GPU writes.
 
     Args:
         x: (N, C, H, W).
