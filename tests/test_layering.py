@@ -139,9 +139,9 @@ def test_no_file_is_long() -> None:
 
 
 def function_lines(function: Function) -> int:
-    """Lines from ``def`` to the end, without the docstring: a documented signature is not a long function."""
-    total = (function.end_lineno or function.lineno) - function.lineno + 1
+    """Lines of the body, without the docstring: a documented signature is not a long function."""
     first = function.body[0]
+    total = (function.end_lineno or first.lineno) - first.lineno + 1
     if ast.get_docstring(function) is not None:
         total -= (first.end_lineno or first.lineno) - first.lineno + 1
     return total

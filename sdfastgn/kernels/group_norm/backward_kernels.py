@@ -169,15 +169,6 @@ if triton is not None:
             xhat = tl.where(mask, xhat, 0.0)
         return activation_grad(dy.to(tl.float32), xhat * scale + offset, ACTIVATION, PAIRS), xhat
 
-    @triton.jit
-    def _store_sums(
-        out, plane, mask, along_z, along_x, sum_x, SHIFT_GRAD: tl.constexpr, REDUCED: tl.constexpr
-    ):
-        tl.store(out, tl.sum(along_z, REDUCED, keep_dims=True), mask=mask)
-        tl.store(out + plane, tl.sum(along_x, REDUCED, keep_dims=True), mask=mask)
-        if SHIFT_GRAD:
-            tl.store(out + 2 * plane, tl.sum(sum_x, REDUCED, keep_dims=True), mask=mask)
-
     @triton.jit(do_not_specialize=[*STRIDES, "HW", "rows", "chunks", "plane"])
     def sums_kernel(
         x_ptr, dy_ptr, sums_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr,
@@ -190,6 +181,7 @@ if triton is not None:
     ):  # fmt: skip
         """For each channel and chunk, the sums of dz, of dz * xhat and (``SHIFT_GRAD``) of xhat."""
         TILE: tl.constexpr = (LANES if CHANNELS_LAST else BLOCK) * STEPS
+        REDUCED: tl.constexpr = LANE_AXIS if CHANNELS_LAST else 3
         if CHANNELS_LAST:
             n, chunk, c, position, x_offsets, _, _ = rows_of_channels(
                 HW, rows, chunks, False, C, C, LANES, WARPS, STEPS, BLOCK
@@ -199,11 +191,12 @@ if triton is not None:
             n, chunk, c, position, x_offsets, _, _ = positions_of_channels(
                 HW, rows, chunks, C, WARPS, STEPS, BLOCK
             )
+        first = chunk.to(tl.int64) * rows
         dy_offsets = x_offsets
         if DY_LAST and not CHANNELS_LAST:
-            dy_offsets = (n * HW + chunk.to(tl.int64) * rows + position) * C + c
+            dy_offsets = (n * HW + first + position) * C + c
         if CHANNELS_LAST and not DY_LAST:
-            dy_offsets = (n * C + c) * HW + chunk.to(tl.int64) * rows + position
+            dy_offsets = (n * C + c) * HW + first + position
         count = tl.maximum(tl.minimum(rows, HW - chunk.to(tl.int64) * rows), 0).to(tl.int32)
         in_range = c < C
         if PDL:
@@ -239,7 +232,10 @@ if triton is not None:
                 sum_x += tl.sum(xhat, STEP_AXIS, keep_dims=True)
         out = sums_ptr + (n * chunks + chunk) * C + c
         mask = (chunk < chunks) & in_range
-        _store_sums(out, plane, mask, along_z, along_x, sum_x, SHIFT_GRAD, LANE_AXIS if CHANNELS_LAST else 3)
+        tl.store(out, tl.sum(along_z, REDUCED, keep_dims=True), mask=mask)
+        tl.store(out + plane, tl.sum(along_x, REDUCED, keep_dims=True), mask=mask)
+        if SHIFT_GRAD:
+            tl.store(out + 2 * plane, tl.sum(sum_x, REDUCED, keep_dims=True), mask=mask)
 
     @triton.jit(
         do_not_specialize=[*STRIDES, "HW", "chunks", "plane", "totals_offset", "table_offset", "table_plane"]
@@ -295,10 +291,12 @@ if triton is not None:
             along_var = tl.sum(along_var, 0) + tl.zeros_like(scale)
         along_mean /= count
         along_var /= count
-        sum_x = tl.sum(sum_tile, 0) if SHIFT_GRAD else along_x
-        store_totals(
-            scratch_ptr + totals_offset + n * C + c, table_plane, in_range, along_z, along_x, sum_x,
-            positions, rstd, scale, along_mean, along_var, SHIFT_GRAD)  # fmt: skip
+        totals = scratch_ptr + totals_offset + n * C + c
+        tl.store(totals, along_z, mask=in_range)
+        tl.store(totals + table_plane, along_x, mask=in_range)
+        if SHIFT_GRAD:
+            shift_grad = rstd * (scale * along_z - positions * along_mean - tl.sum(sum_tile, 0) * along_var)
+            tl.store(totals + 2 * table_plane, shift_grad, mask=in_range)
         scale *= rstd
         slope = rstd * rstd * along_var
         level = rstd * along_mean

@@ -262,26 +262,6 @@ if triton is not None:
         # not a row of channels.
         return tl.sum(partials, axis=0) if EACH_CHANNEL else tl.sum(tl.sum(partials, axis=1), axis=0)
 
-    @triton.jit
-    def _wait(COMPLETE: tl.constexpr):
-        """Waits for the statistics; the next kernel may start when x is complete, which it may be already."""
-        if COMPLETE:
-            gdc_launch_dependents()
-        gdc_wait()
-        if not COMPLETE:
-            gdc_launch_dependents()
-
-    @triton.jit
-    def _write_table(out, plane, in_range, scale, offset, centre, is_constant, FOLD: tl.constexpr):
-        """What ``apply_kernel`` reads of a group's channels."""
-        if FOLD:
-            scale = tl.where(is_constant, 0.0, scale)
-            tl.store(out + plane, offset - centre * scale, mask=in_range)
-        else:
-            tl.store(out + plane, offset, mask=in_range)
-            tl.store(out + 2 * plane, centre, mask=in_range)
-        tl.store(out, scale, mask=in_range)
-
     @triton.jit(
         do_not_specialize=[*_STRIDES, "HW", "rows", "chunks", "plane", "table_offset", "table_plane", "eps"]
     )
@@ -314,7 +294,11 @@ if triton is not None:
         base = statistics_ptr + n * chunks * C
         share = 1 / (HW.to(tl.float32) * (1 if EACH_CHANNEL else CHANNELS))
         if PDL:
-            _wait(COMPLETE)
+            if COMPLETE:
+                gdc_launch_dependents()
+            gdc_wait()
+            if not COMPLETE:
+                gdc_launch_dependents()
         # Means are merged as deviations from the first: their sum is then exact to the data's last bit.
         pivot = tl.load(base + c, mask=in_range, other=0.0) if EACH_CHANNEL else tl.load(base + first_c)
         shift = tl.zeros((BLOCK_C,), tl.float32)
@@ -349,8 +333,13 @@ if triton is not None:
         # The mean is that of x + shift, and x comes without: mean - shift is subtracted from it.
         centre = mean - to_pivot
         out = table_ptr + table_offset + n * C + c
-        is_constant = (m2 == 0) & (eps > 0)
-        _write_table(out, table_plane, in_range, scale, offset, centre, is_constant, FOLD)
+        if FOLD:
+            scale = tl.where((m2 == 0) & (eps > 0), 0.0, scale)
+            tl.store(out + table_plane, offset - centre * scale, mask=in_range)
+        else:
+            tl.store(out + table_plane, offset, mask=in_range)
+            tl.store(out + 2 * table_plane, centre, mask=in_range)
+        tl.store(out, scale, mask=in_range)
 
     @triton.jit(do_not_specialize=["HW", "table_offset", "table_plane"])
     def apply_kernel(

@@ -98,7 +98,6 @@ def _fake(call: GroupNormCall) -> tuple[Tensor, Tensor, Tensor]:
 
 def _save(ctx: Any, call: GroupNormCall, results: tuple[Tensor, Tensor, Tensor]) -> None:
     _, mean, rstd = results
-    ctx.mark_non_differentiable(mean, rstd)
     ctx.set_materialize_grads(False)
     ctx.settings = call.num_groups, call.eps, call.activation, call.tokens
     operands = (call.weight, call.bias, call.shift, call.ada_scale, call.ada_shift)
@@ -162,7 +161,7 @@ GROUP_NORM = PlannedOp(
     save=_save,
     backward=_backward,
     check=_check,
-    returned=lambda results: results[0],
+    hidden=2,
 )
 
 

@@ -102,7 +102,6 @@ def _keep(ctx: Any, call: LayerNormCall | AddCall, normalized: Tensor, centre: T
     ctx.dtypes = tuple(
         None if t is None else t.dtype for t in (call.x, call.weight, call.bias, call.add_bias)
     )
-    ctx.mark_non_differentiable(centre, rstd)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(normalized, centre, rstd, call.weight)
 
@@ -194,7 +193,7 @@ _LAYER_NORM = PlannedOp(
     save=_save,
     backward=_backward,
     check=_check,
-    returned=lambda results: results[0],
+    hidden=2,
     plain=_plain,
 )
 _ADD_LAYER_NORM = PlannedOp(
@@ -208,7 +207,7 @@ _ADD_LAYER_NORM = PlannedOp(
     save=_save_of_sum,
     backward=_backward_of_sum,
     check=_check_sum,
-    returned=lambda results: results[:2],
+    hidden=2,
     plain=_plain_of_sum,
 )
 
@@ -288,13 +287,9 @@ def add_layer_norm(
     if type(eps) is not float:
         eps = as_eps(name, eps)
     call = AddCall(x, residual, weight, bias, add_bias, eps, _autocast_dtype(x), total_bias)
-    if total_bias is None:
-        return _ADD_LAYER_NORM(call)
     # Only the kernels know of a total_bias, and only in inference.
-    trains = torch.is_grad_enabled() and not dispatch.is_plain_inference(x, call)
-    found = None if trains else _ADD_LAYER_NORM.directly(call)
-    if found is not None:
-        return found
+    if total_bias is None or (dispatch.is_plain_inference(x, call) and x.numel()):
+        return _ADD_LAYER_NORM(call)
     _check_sum(name, call)
     y, _ = _ADD_LAYER_NORM(call._replace(total_bias=None))
     return y, reference_add(x, residual, add_bias, total_bias)

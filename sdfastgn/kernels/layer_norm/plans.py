@@ -113,33 +113,33 @@ class LayerNormPlan:
         numbers = (self.row_count, d_parts, x_parts if is_complete else d_parts)
         self.normalise = Launch(kernels._normalise_kernel, programs, numbers, tile, warps, pdl=pdl)
 
-    def run(self, call: LayerNormCall | AddCall) -> Tensor | tuple[Tensor, Tensor]:
-        return self._launch(call, None, None)
-
     def run_and_save(self, call: LayerNormCall | AddCall) -> tuple[Tensor, ...]:
         centre, rstd = empty_saved(call.x), empty_saved(call.x)
-        found = self._launch(call, centre, rstd)
+        found = self.run(call, centre, rstd)
         return (found, centre, rstd) if isinstance(found, Tensor) else (*found, centre, rstd)
 
-    def _launch(
-        self, call: LayerNormCall | AddCall, centre: Tensor | None, rstd: Tensor | None
+    def run(
+        self, call: LayerNormCall | AddCall, centre: Tensor | None = None, rstd: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """y, or y and total: in memory that nobody else has."""
+        """y, or y and total in memory that nobody else has. Also fills ``centre`` and ``rstd``, both or none."""
         x = call.x
+        stream = gpu.stream_on(x.device)
+        if stream is None:
+            with torch.cuda.device(x.device):
+                return self.run(call, centre, rstd)
         like = torch.preserve_format if self.is_contiguous else torch.contiguous_format
         y = torch.empty_like(x, dtype=call.out_dtype, memory_format=like)
         total = None if call.residual is None else torch.empty_like(x, memory_format=like)
         if self.copies:
             call = call._replace(**{name: getattr(call, name).contiguous() for name in self.copies})
-        stream = gpu.stream_on(x.device)
-        if stream is not None:
-            self._launch_on(stream, call, y, total, centre, rstd)
+        if self.rows is None:
+            self._launch_chunks(stream, call, y, total, centre, rstd)
         else:
-            with torch.cuda.device(x.device):
-                self._launch_on(gpu.current_stream(x.device), call, y, total, centre, rstd)
+            added = (call.residual, call.add_bias, call.total_bias)
+            self.rows(stream, call.x, *added, call.weight, call.bias, total, y, centre, rstd)
         return y if total is None else (y, total)
 
-    def _launch_on(
+    def _launch_chunks(
         self,
         stream: int,
         call: LayerNormCall | AddCall,
@@ -148,20 +148,16 @@ class LayerNormPlan:
         centre: Tensor | None,
         rstd: Tensor | None,
     ) -> None:
-        x, weight, bias = call.x, call.weight, call.bias
-        added = (call.residual, call.add_bias, call.total_bias)
-        if self.rows is not None:
-            self.rows(stream, x, *added, weight, bias, total, y, centre, rstd)
-            return
+        x = call.x
         if centre is None:
             centre, rstd = torch.empty((2, self.row_count), dtype=torch.float32, device=x.device)
         partials = torch.empty(2 * self.partials, dtype=torch.float32, device=x.device)
         kept = None
         if total is not None and call.total_bias is not None:
             total, kept = torch.empty_like(total), total
-        self.chunk(stream, x, *added, total, kept, partials)
+        self.chunk(stream, x, call.residual, call.add_bias, call.total_bias, total, kept, partials)
         self.merge(stream, partials, centre, rstd)
-        self.normalise(stream, x if total is None else total, weight, bias, centre, rstd, y)
+        self.normalise(stream, x if total is None else total, call.weight, call.bias, centre, rstd, y)
 
 
 def call_tensors(call: LayerNormCall | AddCall) -> dict[str, Tensor | None]:
