@@ -1,7 +1,8 @@
-"""How a linear layer of few rows is launched: pure functions of sizes and the GPU's number of multiprocessors, without autotuning.
+"""How a linear layer of few rows is launched: pure functions of sizes and the number of multiprocessors.
 
-What takes time is reading the weight once, from memory far away. A program takes few rows of it, all of K at once where K fits into
-registers, and its warps share each row: then x, which every program activates for itself, is activated once for all its rows of the weight.
+What takes time is reading the weight once, from memory far away. A program takes few rows of it,
+all of K at once where K fits into registers, and its warps share each row: then x, which every
+program activates for itself, is activated once for all its rows of the weight.
 """
 
 from __future__ import annotations
@@ -12,18 +13,27 @@ from sdfastgn.kernels.common.sizes import WARP, ceil_div, next_power_of_2
 
 __all__ = ["TileConfig", "has_few_rows", "tile_config"]
 
-# Rows of x up to which this is no slower than a matrix product and the kernels around it, which read the weight once for all of them.
+# Rows of x up to which this is no slower than a matrix product and the kernels around it.
 _FEW_ROWS = 16
-_BLOCK_N, _BLOCK_C, _MAX_WARPS = 4, 8, 4
-# Elements of a row of the weight that a thread reads at a time, at most and (where K allows) at least; sums that it keeps.
-_MAX_VECTOR, _MIN_VECTOR, _MAX_SUMS = 4, 2, 64
+# Rows of x of a tile, at most.
+_BLOCK_N = 4
+# Rows of the weight of a tile, at most.
+_BLOCK_C = 8
+# Warps of a program, at most: they share each row.
+_MAX_WARPS = 4
+# Elements of a row of the weight that a thread reads at a time, at most.
+_MAX_VECTOR = 4
+# And at least, where K allows.
+_MIN_VECTOR = 2
+# Sums that a thread keeps, at most.
+_MAX_SUMS = 64
 # Bytes of the weight that a thread reads before it turns to the next columns.
 _BYTES_UNDER_WAY = 256
 
 
 @dataclass(frozen=True)
 class TileConfig:
-    """Tiles of ``block_n`` rows of x and ``block_c`` rows of the weight, walked ``steps`` blocks of ``block_k`` columns at a time."""
+    """(block_n, block_c) results a program, in ``steps`` blocks of ``block_k`` columns at a time."""
 
     block_n: int
     block_c: int
@@ -51,7 +61,7 @@ def has_few_rows(N: int) -> bool:
 
 
 def tile_config(N: int, C: int, K: int, itemsize: int, vector: int, num_sms: int) -> TileConfig:
-    """How to multiply (N, K) by (C, K), all at least 1; ``vector`` elements of ``itemsize`` bytes are one load of a thread."""
+    """How to multiply (N, K) by (C, K); ``vector`` elements of ``itemsize`` bytes are a thread's load."""
     block_n = min(_BLOCK_N, next_power_of_2(N))
     block_c = min(_BLOCK_C, next_power_of_2(C))
     while block_c > 1 and ceil_div(N, block_n) * ceil_div(C, block_c) < num_sms:
@@ -66,7 +76,7 @@ def tile_config(N: int, C: int, K: int, itemsize: int, vector: int, num_sms: int
 
 
 def _fitting_block(K: int, widest: int, narrowest: int) -> int:
-    """The widest that leaves not many more lanes idle at the end of a row than the narrowest: fewer and wider loads come sooner."""
+    """The widest block, and so the fewest loads, that leaves few lanes idle at the end of a row."""
     if narrowest >= K:
         return next_power_of_2(K)
     best = ceil_div(K, narrowest) * narrowest

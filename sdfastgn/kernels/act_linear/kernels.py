@@ -1,10 +1,13 @@
-"""Triton kernel of a linear layer of few rows with the activation before it, The function: ``act_linear/op.py``.
+"""Triton kernel of a linear layer of few rows, the activation before it included: ``act_linear``.
 
-One launch and one read of the weight; x is small, and read and activated again by each program. From sm_90 on the kernel starts while the
-one before it still runs (``PDL``), and waits before it touches memory.
+One launch and one read of the weight; x is small, and read and activated again by each program.
+From sm_90 on the kernel starts while the one before it still runs (``PDL``), and waits before it
+touches memory.
 
-Numerics: fp32 throughout, the activation too, one rounding at the store. Sums are of a fixed order: the same bits at each run. Offsets
-that can pass 2^31 are int64.
+Pointers: ``x`` (N, K), ``weight`` (C, K), ``bias`` and ``extra_bias`` (C,) or None, ``y`` (N, C).
+
+Numerics: fp32 throughout, the activation too, one rounding at the store. Sums are of a fixed order:
+the same bits at each run. Offsets that can pass 2^31 are int64.
 """
 
 from __future__ import annotations
@@ -17,15 +20,17 @@ if triton is not None:
 
     from sdfastgn.kernels.common.activations import activate
 
-# --- kernel -------------------------------------------------------------------------------------------------------------------
+# --- kernel ---------------------------------------------------------------------------------------
 
 if triton is not None:
 
     @triton.jit(do_not_specialize=["N"])
     def _act_linear_kernel(
-        x_ptr, weight_ptr, bias_ptr, extra_bias_ptr, y_ptr, N,
+        x_ptr, weight_ptr, bias_ptr, extra_bias_ptr, y_ptr,
+        N,
         C: tl.constexpr, K: tl.constexpr, ACTIVATION: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
-        BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, STEPS: tl.constexpr, VECTOR: tl.constexpr,
+        BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, STEPS: tl.constexpr,
+        VECTOR: tl.constexpr,
     ):  # fmt: skip
         blocks = tl.cdiv(C, BLOCK_C)
         n = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -47,8 +52,9 @@ if triton is not None:
             for step in tl.static_range(STEPS):
                 at = start + step * BLOCK_K + k
                 mask = None if EVEN else at < K
-                # All threads side by side along K in both: else Triton reads several rows of the weight at a time, where x is one row,
-                # and each step waits for an exchange through shared memory.
+                # All threads side by side along K in both: else Triton reads several rows of the
+                # weight at a time, where x is one row, and each step waits for an exchange through
+                # shared memory.
                 x_at = tl.max_contiguous(x_row + at, [1, 1, VECTOR])
                 weight_at = tl.max_contiguous(weight_row + at, [1, 1, VECTOR])
                 x = tl.load(x_at, mask=mask, other=None if EVEN else 0.0).to(tl.float32)

@@ -4,8 +4,9 @@ Formula, with x (N, K), weight (C, K), and either bias (C,) or nothing:
 
     y[n, c] = sum_k act(x[n, k]) * weight[c, k] + bias[c] + extra_bias[c]
 
-This is what a diffusion model does with its time embedding, some twenty times a step with N as small as 1 or 2. On a GPU the kernel of
-``act_linear/kernels.py`` runs; everywhere else, and with gradients, ``reference_act_linear``. Layout and numerics contract: there.
+This is what a diffusion model does with its time embedding, some twenty times a step with N as
+small as 1 or 2. On a GPU the kernel of ``act_linear/kernels.py`` runs; everywhere else, and with
+gradients, ``reference_act_linear``. Layout and numerics contract: there.
 
 Source: torch.nn.functional.linear for the interface.
 """
@@ -37,7 +38,7 @@ def reference_act_linear(
     activation: str = "identity",
     extra_bias: Tensor | None = None,
 ) -> Tensor:
-    """The same function in plain PyTorch, in fp32 (fp64 for fp64 input): fallback without a GPU and truth of the tests (in fp64)."""
+    """The same function in plain PyTorch, in fp32 (fp64 for fp64 input): fallback, and truth of the tests."""
     wide = torch.promote_types(x.dtype, torch.float32)
     bias, extra_bias = (None if b is None else b.to(wide) for b in (bias, extra_bias))
     y = F.linear(ACTIVATIONS[activation](x.to(wide)), weight.to(wide), bias)
@@ -97,7 +98,7 @@ class _Plan:
 _plans: PlanCache[_Plan] = PlanCache()
 
 
-# --- public function ------------------------------------------------------------------------------------------------------------
+# --- public function ------------------------------------------------------------------------------
 
 
 def act_linear(
@@ -108,7 +109,8 @@ def act_linear(
     *,
     extra_bias: Tensor | None = None,
 ) -> Tensor:
-    """``linear(act(x), weight, bias) + extra_bias`` in one kernel, which reads the weight once: for few rows, as of a time embedding.
+    """``linear(act(x), weight, bias) + extra_bias`` in one kernel, which reads the weight once: for
+    few rows, as of a time embedding.
 
     Args:
         x: (N, K). Any N is right; for more than some 16 rows a matrix product is faster.
@@ -118,10 +120,12 @@ def act_linear(
         extra_bias: as bias: something else that is added to every row, such as the bias of a convolution.
 
     Shapes: the output is (N, C).
-    Dtypes: x fp16, bf16 or fp32 (fp64 runs in plain PyTorch). The activation is not rounded, and products and sums are in fp32, without
-        TF32. The output has the dtype of x. Under autocast PyTorch's own linear layer runs, in the dtype that autocast chooses.
+    Dtypes: x fp16, bf16 or fp32 (fp64 runs in plain PyTorch). The activation is not rounded, and
+        products and sums are in fp32, without TF32. The output has the dtype of x. Under autocast
+        PyTorch's own linear layer runs, in the dtype that autocast chooses.
     Layout: the output is contiguous; what is not contiguous is copied first.
-    Grad: with respect to every tensor, any number of times, in plain PyTorch, as are the transforms of torch.func and forward-mode AD.
+    Grad: with respect to every tensor, any number of times, in plain PyTorch, as are the transforms
+    of torch.func and forward-mode AD.
     Raises:
         TypeError: a tensor is not dense, or none of these dtypes, or the dtypes of x and weight differ.
         ValueError: a shape, a device or the activation's name does not fit.

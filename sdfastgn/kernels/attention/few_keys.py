@@ -1,18 +1,22 @@
-"""Attention to few keys: ``softmax(q k^T scale) v`` where all keys of a head fit one tile, as those of a prompt's 77 tokens do.
+"""Attention to few keys: ``softmax(q k^T scale) v`` where all keys of a head fit one tile, as of a prompt.
 
 Formula, for each sample, head and query l:
 
-    p[s] = exp(scale * (q[l] . k[s]) - m)        m = max_s of the exponents        y[l] = sum_s p[s] v[s] / sum_s p[s]
+    p[s] = exp(scale * (q[l] . k[s]) - m),  m = max_s of the exponents
+    y[l] = sum_s p[s] v[s] / sum_s p[s]
 
-PyTorch's kernels walk over keys in steps and are made for many; with 77 of them they take 10 to 15 us where reading q and writing y is 3.
-Here a program reads its queries and all keys at once, the keys as two tiles (77 = 64 + 13, so that little is computed for nothing), and
-writes y as (N, L, H, D), which the linear layer behind it takes without a copy.
+PyTorch's kernels walk over keys in steps and are made for many; with 77 of them they take 10 to 15
+us where reading q and writing y is 3. Here a program reads its queries and all keys at once, the
+keys as two tiles (77 = 64 + 13, so that little is computed for nothing), and writes y as (N, L, H,
+D), which the linear layer behind it takes without a copy.
 
-Numerics: products are accumulated in fp32, the softmax is fp32, p is rounded to the dtype of v before the second product as in every flash
-kernel, and y is rounded once. Inference only: there is no op and no backward; callers ask ``fits`` first and have
+Numerics: products are accumulated in fp32, the softmax is fp32, p is rounded to the dtype of v
+before the second product as in every flash kernel, and y is rounded once. Inference only: there is
+no op and no backward; callers ask ``fits`` first and have
 ``torch.nn.functional.scaled_dot_product_attention`` for everything else.
 
-Source: Vaswani et al., 2017; Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Dao et al., "FlashAttention", 2022.
+Source: Vaswani et al., 2017; Milakov and Gimelshein, "Online normalizer calculation for softmax",
+2018; Dao et al., "FlashAttention", 2022.
 """
 
 from __future__ import annotations
@@ -40,12 +44,12 @@ _MAX_HEAD_DIM = 256
 _LEAST = 16  # of a matrix product's sides
 _VECTOR = 8  # elements of a 16-byte load
 
-# --- launch configuration -----------------------------------------------------------------------------------------------------
+# --- launch configuration -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """Tiles of ``block_m`` queries; keys in a first tile of ``head`` and a second of ``tail`` (0: none), powers of two."""
+    """Tiles of ``block_m`` queries, keys in tiles of ``head`` and ``tail`` (0: none), powers of two."""
 
     block_m: int
     block_d: int
@@ -61,12 +65,13 @@ def attention_config(D: int, S: int) -> AttentionConfig:
     tail = max(_LEAST, next_power_of_2(S - head)) if head < S else 0
     if head == tail:
         head, tail = 2 * head, 0
-    # 64 queries are what one group of four warps multiplies at once. With 128 a thread had 195 registers, and SDXL's 320 programs were two
-    # rounds on an H200. Of the widest heads the result's tile alone, fp32 in registers, wants eight warps.
+    # 64 queries are what one group of four warps multiplies at once. With 128 a thread had 195
+    # registers, and SDXL's 320 programs were two rounds on an H200. Of the widest heads the
+    # result's tile alone, fp32 in registers, wants eight warps.
     return AttentionConfig(64, block_d, head, tail, 8 if block_d > 128 else 4)
 
 
-# --- kernel -------------------------------------------------------------------------------------------------------------------
+# --- kernel ---------------------------------------------------------------------------------------
 
 if triton is not None:
 
@@ -90,16 +95,19 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["L", "q_n", "k_n", "v_n", "scale"])
     def _short_attention_kernel(
-        q_ptr, k_ptr, v_ptr, y_ptr, L, q_n, k_n, v_n, scale,
-        H: tl.constexpr, S: tl.constexpr, D: tl.constexpr, Q_H: tl.constexpr, Q_L: tl.constexpr, K_H: tl.constexpr, K_L: tl.constexpr,
-        V_H: tl.constexpr, V_L: tl.constexpr, VECTOR: tl.constexpr, PDL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
-        HEAD: tl.constexpr, TAIL: tl.constexpr,
+        q_ptr, k_ptr, v_ptr, y_ptr,
+        L, q_n, k_n, v_n, scale,
+        H: tl.constexpr, S: tl.constexpr, D: tl.constexpr, Q_H: tl.constexpr, Q_L: tl.constexpr,
+        K_H: tl.constexpr, K_L: tl.constexpr, V_H: tl.constexpr, V_L: tl.constexpr, VECTOR: tl.constexpr,
+        PDL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, HEAD: tl.constexpr,
+        TAIL: tl.constexpr,
     ):  # fmt: skip
         blocks = tl.cdiv(L, BLOCK_M)
         first = (tl.program_id(0) % blocks) * BLOCK_M
         h = ((tl.program_id(0) // blocks) % H).to(tl.int64)
         n = (tl.program_id(0) // blocks // H).to(tl.int64)
-        # Samples' strides come in loads of 16 bytes: so Triton knows that rows begin at a multiple of one, and loads vectors.
+        # Samples' strides come in loads of 16 bytes: so Triton knows that rows begin at a multiple
+        # of one, and loads vectors.
         q_ptr += n * q_n * VECTOR + h * Q_H
         k_ptr += n * k_n * VECTOR + h * K_H
         v_ptr += n * v_n * VECTOR + h * V_H
@@ -132,14 +140,14 @@ if triton is not None:
         )
 
 
-# --- launcher -----------------------------------------------------------------------------------------------------------------
+# --- launcher -------------------------------------------------------------------------------------
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """True if ``attend_to_few`` takes these, (N, H, L, D) and twice (N, H, S, D), and is faster than what PyTorch has.
+    """True if ``attend_to_few`` takes q (N, H, L, D), k and v (N, H, S, D), and is faster than PyTorch.
 
-    16-bit tensors on a GPU from sm_80 on (heads of more than 128 channels: sm_90 and sm_100), or anywhere under Triton's interpreter; at
-    most ``MAX_KEYS`` keys; rows of whole 16-byte loads.
+    16-bit tensors on a GPU from sm_80 on (heads of more than 128 channels: sm_90 and sm_100), or
+    anywhere under Triton's interpreter; at most ``MAX_KEYS`` keys; rows of whole 16-byte loads.
     """
     return (
         q.dtype in (torch.float16, torch.bfloat16)
@@ -157,7 +165,8 @@ def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def _runs_on(capability: tuple[int, int], D: int) -> bool:
-    # Without Hopper's and Blackwell's products from shared memory both operands are in registers too, and the largest heads spill.
+    # Without Hopper's and Blackwell's products from shared memory both operands are in registers
+    # too, and the largest heads spill.
     return capability >= (8, 0) if D <= 128 else (9, 0) <= capability < (12, 0)
 
 
@@ -170,10 +179,22 @@ def _make_launch(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Launch:
     config = attention_config(D, k.shape[2])
     pdl = gpu.has_programmatic_launch(q.device)
     constants = {
-        "H": H, "S": k.shape[2], "D": D, "Q_H": q.stride(1), "Q_L": q.stride(2), "K_H": k.stride(1), "K_L": k.stride(2),
-        "V_H": v.stride(1), "V_L": v.stride(2), "VECTOR": _VECTOR, "PDL": pdl, "BLOCK_M": config.block_m, "BLOCK_D": config.block_d,
-        "HEAD": config.head, "TAIL": config.tail,
-    }  # fmt: skip
+        "H": H,
+        "S": k.shape[2],
+        "D": D,
+        "Q_H": q.stride(1),
+        "Q_L": q.stride(2),
+        "K_H": k.stride(1),
+        "K_L": k.stride(2),
+        "V_H": v.stride(1),
+        "V_L": v.stride(2),
+        "VECTOR": _VECTOR,
+        "PDL": pdl,
+        "BLOCK_M": config.block_m,
+        "BLOCK_D": config.block_d,
+        "HEAD": config.head,
+        "TAIL": config.tail,
+    }
     numbers = (L, *(t.stride(0) // _VECTOR for t in (q, k, v)), scale * math.log2(math.e))
     programs = N * H * ceil_div(L, config.block_m)
     return Launch(_short_attention_kernel, programs, numbers, constants, config.num_warps, pdl=pdl)

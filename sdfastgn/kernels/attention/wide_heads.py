@@ -1,18 +1,20 @@
-"""Attention with heads of more than 256 channels: ``wide_attention``, and ``attend``, which is that without checks.
+"""Attention with heads of more than 256 channels: ``wide_attention``, and ``attend`` without its checks.
 
 Formula, for each sample and head, with q of shape (L, D), k and v of (keys, D):
 
     y = softmax(q k^T * scale) v,  softmax over the keys
 
-Flash kernels keep tiles of queries, keys and values on the chip, which heads wider than 256 channels leave no room for. What PyTorch
-runs for those reaches a fifth of what an H200's products do (130 TFLOP/s with the 512 channels of a VAE's mid block), so that two products
-with a softmax between them, in chunks of queries, may move far more memory. Chunks bound that: ``_MAX_SCORE_BYTES`` of
-``attention/config.py``, and half as much again for the weights.
+Flash kernels keep tiles of queries, keys and values on the chip, which heads wider than 256
+channels leave no room for. What PyTorch runs for those reaches a fifth of what an H200's products
+do (130 TFLOP/s with the 512 channels of a VAE's mid block), so that two products with a softmax
+between them, in chunks of queries, may move far more memory. Chunks bound that:
+``_MAX_SCORE_BYTES`` of ``attention/config.py``, and half as much again for the weights.
 
-Layout and numerics contract: ``attention/wide_heads_kernels.py``. Where the chunks cannot run or do not pay, PyTorch's
-``scaled_dot_product_attention`` does.
+Layout and numerics contract: ``attention/wide_heads_kernels.py``. Where the chunks cannot run or do
+not pay, PyTorch's ``scaled_dot_product_attention`` does.
 
-Source: Vaswani et al., "Attention is all you need", 2017; Rabe and Staats, "Self-attention does not need O(n^2) memory", 2021, for chunks.
+Source: Vaswani et al., "Attention is all you need", 2017; Rabe and Staats, "Self-attention does not
+need O(n^2) memory", 2021, for chunks.
 """
 
 from __future__ import annotations
@@ -35,23 +37,24 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 def reference_wide_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """The same function as PyTorch has it: fallback, baseline of the benchmark and, in fp64, truth of the tests."""
+    """PyTorch's own attention: fallback, baseline of the benchmark and truth of the tests (fp64)."""
     return F.scaled_dot_product_attention(q, k, v, scale=scale)
 
 
-# --- the public functions -------------------------------------------------------------------------------------------------------
+# --- the public functions -------------------------------------------------------------------------
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """``scaled_dot_product_attention(q, k, v)``, in chunks where that is faster. Checks nothing: not for users."""
-    fits = (q.dtype, q.shape[:-2], k.shape) == (k.dtype, k.shape[:-2], v.shape) and q.dtype == v.dtype
-    if fits and _runs_in_chunks(q, k, v):
+    """``scaled_dot_product_attention(q, k, v)``, in chunks where that is faster, without checks."""
+    if _runs_in_chunks(q, k, v) and (
+        (q.dtype, q.shape[:-2], k.shape) == (k.dtype, k.shape[:-2], v.shape) and q.dtype == v.dtype
+    ):
         return launch_wide_attention(q, k, v, q.shape[-1] ** -0.5)
     return F.scaled_dot_product_attention(q, k, v)
 
 
 def wide_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:
-    """Attention of wide heads, without mask: softmax(q k^T * scale) v, as two matrix products a chunk of queries.
+    """``softmax(q k^T * scale) v`` of wide heads, without mask: two matrix products a chunk of queries.
 
     Args:
         q: (N, heads, L, D), queries.
@@ -63,15 +66,18 @@ def wide_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = Non
     Dtypes: fp16, bf16, fp32 or fp64, the same for all. fp16 and bf16 run in chunks. The others, autocast
         to another dtype, and whatever chunks would not make faster (D up to 256 or no multiple of 8,
         fewer than 1024 queries or keys) run in PyTorch's attention.
-    Layout: any; tensors whose channels are not next to each other are copied first. The output is contiguous, but under autocast and
-        where gradients are wanted whatever PyTorch's attention gives.
-    Grad: with respect to q, k and v, by PyTorch's attention, which is also what the transforms of torch.func and forward-mode AD see.
+    Layout: any; tensors whose channels are not next to each other are copied first. The output is
+        contiguous, but under autocast and where gradients are wanted whatever PyTorch's attention
+        gives.
+    Grad: with respect to q, k and v, by PyTorch's attention, which is also what the transforms of
+    torch.func and forward-mode AD see.
     Memory: 96 MiB beside output and copies for up to 131072 keys, in proportion to them beyond.
     Raises:
         TypeError: a tensor is not dense, or none of these dtypes, or the dtypes differ; scale is no number.
         ValueError: a shape, a device or the scale does not fit.
 
-    Source: Vaswani et al., 2017; Rabe and Staats, 2021; torch.nn.functional.scaled_dot_product_attention for the interface.
+    Source: Vaswani et al., 2017; Rabe and Staats, 2021;
+    torch.nn.functional.scaled_dot_product_attention for the interface.
     """
     _check(q, k, v)
     scale = q.shape[-1] ** -0.5 if scale is None else _as_scale(scale)

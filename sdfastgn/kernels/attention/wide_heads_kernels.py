@@ -2,15 +2,19 @@
 
 The function is in ``wide_heads.py``.
 
-A chunk is four launches: scores = queries x keys in fp32, weights = exp(scores - largest of the row) with their sums, products of weights
-and values in fp32, division by the sums. One workspace serves all chunks, one after the other on one stream; the second product lies where
-the scores were. Nothing waits for the GPU, so that a CUDA graph can record it.
+A chunk is four launches: scores = queries x keys in fp32, weights = exp(scores - largest of the
+row) with their sums, products of weights and values in fp32, division by the sums. One workspace
+serves all chunks, one after the other on one stream; the second product lies where the scores were.
+Nothing waits for the GPU, so that a CUDA graph can record it.
 
-From sm_90 on the Triton kernels start while the product before them still runs (``PDL``), and wait before they touch memory.
+From sm_90 on the Triton kernels start while the product before them still runs (``PDL``), and wait
+before they touch memory.
 
-Numerics: scores, sums and products are fp32. Weights lie in [0, 1], 1 for the largest, and are rounded to 16 bit. Each row is divided by
-the sum of its *rounded* weights: their errors then cost nothing of what all values have in common, and a fifth of what they cost with the
-sum of the weights as they were, where the values' mean is five times their spread. The result is rounded once. NaN and inf as in softmax.
+Numerics: scores, sums and products are fp32. Weights lie in [0, 1], 1 for the largest, and are
+rounded to 16 bit. Each row is divided by the sum of its *rounded* weights. Their errors then cost
+nothing of what all values have in common: a fifth of the error with the sum of the exact weights,
+where the values' mean is five times their spread. The result is rounded once. NaN and inf as in
+softmax.
 """
 
 from __future__ import annotations
@@ -33,14 +37,15 @@ if triton is not None:
 
 __all__ = ["launch_wide_attention"]
 
-# --- kernels ------------------------------------------------------------------------------------------------------------------
+# --- kernels --------------------------------------------------------------------------------------
 
 if triton is not None:
 
     @triton.jit
     def _read_scores(scores, c, keys, pitch):
         """Scores of the columns ``c``, fp32; -inf behind the last key."""
-        # Masked by the pitch, whose divisor the compiler knows: a mask that may end anywhere would be loaded element by element.
+        # Masked by the pitch, whose divisor the compiler knows: a mask that may end anywhere would
+        # be loaded element by element.
         return tl.where(c < keys, tl.load(scores + c, mask=c < pitch, other=0.0), float("-inf"))
 
     @triton.jit
@@ -53,10 +58,11 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["keys", "parts", "scale"])
     def _softmax_kernel(
-        scores_ptr, weights_ptr, sums_ptr, keys, parts, scale,
+        scores_ptr, weights_ptr, sums_ptr,
+        keys, parts, scale,
         VECTOR: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        """Weights of one row of scores, and their sum. ``WHOLE``: the row is one block, which is read once."""
+        """Weights of a row of scores, and their sum. ``WHOLE``: the row is one block, and read once."""
         row = tl.program_id(0).to(tl.int64)
         pitch = parts * VECTOR
         scores = scores_ptr + row * pitch
@@ -80,10 +86,11 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["rows"])
     def _divide_kernel(
-        products_ptr, sums_ptr, y_ptr, rows,
+        products_ptr, sums_ptr, y_ptr,
+        rows,
         D: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        """A block of one row of y: the products (SPLITS, rows, D), added up in their order and divided by the row's sum."""
+        """A block of one row of y: the products (SPLITS, rows, D), added up and divided by the row's sum."""
         blocks = tl.cdiv(D, BLOCK)
         row = (tl.program_id(0) // blocks).to(tl.int64)
         c = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
@@ -98,7 +105,7 @@ if triton is not None:
         tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-# --- launchers ----------------------------------------------------------------------------------------------------------------
+# --- launchers ------------------------------------------------------------------------------------
 
 
 class _Plan:
@@ -135,9 +142,11 @@ _plans: PlanCache[_Plan] = PlanCache()
 
 
 def launch_wide_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """softmax(q k^T * scale) v, (N, heads, L, D) and contiguous. q: (N, heads, L, D), k and v: (N, heads, keys, D).
+    """softmax(q k^T * scale) v, (N, heads, L, D) and contiguous. q: (N, heads, L, D), k and v: (N,
+    heads, keys, D).
 
-    None of them is empty; all are fp16 or all bf16, on a GPU, or anywhere under Triton's interpreter. scale > 0.
+    None of them is empty; all are fp16 or all bf16, on a GPU, or anywhere under Triton's
+    interpreter. scale > 0.
     """
     y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     # cuBLAS wants channels side by side, here once instead of in each chunk.

@@ -54,7 +54,8 @@ def _silu_grad(dy: Tensor, z: Tensor) -> Tensor:
     return dy * s * (1 + z * (1 - s))
 
 
-# (gradient of the output, pre-activation) -> gradient of the pre-activation. Each is differentiable once more.
+# (gradient of the output, pre-activation) -> gradient of the pre-activation. Each is differentiable
+# once more.
 ACTIVATION_GRADS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "identity": lambda dy, z: dy,
     "relu": lambda dy, z: torch.ops.aten.threshold_backward(dy, z, 0),
@@ -82,10 +83,11 @@ if triton is not None:
 
     @triton.jit
     def _sigmoid(z, PAIRS: tl.constexpr):
-        """In special-function instructions, whose rate bounds this kernel where x is in L2: two an element, or three a pair.
+        """Two special-function instructions an element, or three a pair: their rate is the bound in L2.
 
-        ``PAIRS``: two neighbours share a reciprocal, 1/a = b/(ab). The exponential is cut at 2^60, so that ab stays finite: below
-        z = -41 the result is 2^-60 instead of less, which 16-bit results of usual size do not show.
+        ``PAIRS``: two neighbours share a reciprocal, 1/a = b/(ab). The exponential is cut at 2^60,
+        so that ab stays finite: below z = -41 the result is 2^-60 instead of less, which 16-bit
+        results of usual size do not show.
         """
         if not COMPILED:
             s = 1 / (1 + tl.exp(-z))
@@ -103,12 +105,13 @@ if triton is not None:
 
     @triton.jit
     def _sigmoid_and_rest(z, PAIRS: tl.constexpr):
-        """(sigmoid, 1 - sigmoid) for derivatives, which multiply the rest by powers of z: in fp32 it must not come of a difference."""
+        """(sigmoid, 1 - sigmoid). The latter is multiplied by powers of z, so in fp32 it is no difference."""
         if PAIRS or not COMPILED:
             s = _sigmoid(z, PAIRS)
             rest = 1 - s
         else:
-            # log2(e) in two parts, and the rounding error of the first product: the exponent is then exact to the last bit.
+            # log2(e) in two parts, and the rounding error of the first product: the exponent is
+            # then exact to the last bit.
             t = tl.minimum(z * -1.4426950408889634, 126.0)
             low = tl.fma(z, -1.4426950216293335, -t) + z * -1.92596298909109e-08
             e = _exp2(t)
@@ -149,11 +152,12 @@ if triton is not None:
 
     @triton.jit
     def normal_cdf(z, HALF: tl.constexpr):
-        """(P(z), exp(-z * z / 2)), where P is the normal distribution and the other a multiple of its derivative.
+        """(P(z), exp(-z * z / 2)), P being the normal distribution; the other is a multiple of P'.
 
-        ``HALF``: for 16-bit results, in half the instructions, which bound a kernel that applies this to a matrix product at 40 an
-        element. exp(z * z / 2) * P(-z) is a polynomial in 1 / (1 + 0.3 z), fitted for 0 <= z <= 14 to a relative error of 8e-6: a
-        thirtieth of a rounding to fp16, and unlike 1 + erf(z) no difference where the gate is closed.
+        ``HALF``: for 16-bit results, in half the instructions, which bound a kernel that applies
+        this to a matrix product at 40 an element. exp(z * z / 2) * P(-z) is a polynomial in 1 / (1
+        + 0.3 z), fitted for 0 <= z <= 14 to a relative error of 8e-6: a thirtieth of a rounding to
+        fp16, and unlike 1 + erf(z) no difference where the gate is closed.
         """
         if HALF:
             e, t = z * z * -0.7213475204444817, 1 + 0.3 * tl.abs(z)

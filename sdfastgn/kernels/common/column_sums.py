@@ -1,4 +1,4 @@
-"""Sums over columns of partial sums, (partials, D) in fp32, in a fixed order: the end of many backward passes."""
+"""Sums over the columns of fp32 partial sums, in a fixed order: the end of many backward passes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if triton is not None:
 
     @triton.jit
     def sum_columns(partials, out_ptr, count, D, c, BLOCK_P: tl.constexpr):
-        """Adds up the columns ``c`` of (count, D) in a fixed order; nothing to do where ``out_ptr`` is None."""
+        """Adds up the columns ``c`` of (count, D) in a fixed order, unless ``out_ptr`` is None."""
         if out_ptr is not None:
             p = tl.arange(0, BLOCK_P)[:, None]
             total = tl.zeros((BLOCK_P, c.shape[0]), tl.float32)

@@ -22,7 +22,7 @@ _MAX_THREADS = 16
 
 
 def rehearse(call: Callable[[], object], device: torch.device) -> None:
-    """Run ``call`` without those kernels on ``device`` that are not compiled yet, and compile these, in threads beside each other.
+    """Compile the kernels of ``call`` on ``device`` that are not compiled yet, in parallel threads.
 
     So what ``call`` computes is of no use. A kernel that cannot be compiled says so when it is launched.
 

@@ -15,7 +15,7 @@ if triton is not None:
 
     @triton.jit
     def inverse_deviation(variance, eps):
-        """1 / sqrt(variance + eps), by an instruction: ``tl.sqrt`` has a library linked, a fifth of a merge's compilation."""
+        """1 / sqrt(variance + eps), by an instruction: ``tl.sqrt`` links a library, and compiles longer."""
         root = variance + eps
         if COMPILED:
             root = tl.inline_asm_elementwise(

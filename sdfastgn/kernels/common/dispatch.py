@@ -18,7 +18,6 @@ __all__ = [
     "is_transformed",
     "is_untraced",
     "needs_op",
-    "plain_kind",
     "runs_in_triton",
     "wants_gradient",
 ]
@@ -28,6 +27,13 @@ _TENSORS = (Tensor, torch.nn.Parameter)
 # Arguments that no mode and no subclass has a say in.
 _PLAIN_TYPES = frozenset((*_TENSORS, type(None), int, float, bool, str, torch.dtype))
 
+# Each look-up of an attribute is CPU time of every call.
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_in_function_mode = torch._C._is_torch_function_mode_enabled
+_tracing_state = torch._C._get_tracing_state
+_functorch_level = torch._C._functorch.peek_interpreter_stack
+_forward_ad = torch.autograd.forward_ad
+
 
 def runs_in_triton(x: Tensor) -> bool:
     """True if an op of this package on ``x`` launches Triton kernels, false if it runs in plain PyTorch."""
@@ -35,7 +41,7 @@ def runs_in_triton(x: Tensor) -> bool:
 
 
 def has_kernels(x: Tensor) -> bool:
-    """True if a kernel of this package is for tensors like ``x``, and may be called now: ONNX knows PyTorch's ops alone.
+    """True if a kernel of this package takes tensors like ``x`` now; ONNX knows PyTorch's ops alone.
 
     Where it is false, public functions are PyTorch's own ops and optimized modules run their stock forward.
     """
@@ -46,15 +52,8 @@ def has_kernels(x: Tensor) -> bool:
 
 
 def needs_op(x: Tensor) -> bool:
-    """True if a call that is not plain has to be the registered op; else it is PyTorch's own ops, under PyTorch's own autograd."""
+    """True if a call that is not plain is the registered op; else it is PyTorch's own ops and autograd."""
     return has_kernels(x) and (torch.compiler.is_compiling() or not is_transformed())
-
-
-def plain_kind(x: Tensor, others: Iterable[Any]) -> str | None:
-    """``inference`` or ``training`` where the call ``is_plain``, else None."""
-    if not is_plain(x, others):
-        return None
-    return "training" if wants_gradient(x, others) else "inference"
 
 
 def is_plain_inference(x: Tensor, others: Iterable[Any]) -> bool:
@@ -65,38 +64,34 @@ def is_plain_inference(x: Tensor, others: Iterable[Any]) -> bool:
 def wants_gradient(x: Tensor, others: Iterable[Any]) -> bool:
     """True if autograd records an operation on these tensors."""
     return torch.is_grad_enabled() and (
-        x.requires_grad or any(isinstance(t, Tensor) and t.requires_grad for t in others)
+        x.requires_grad or any(t is not None and isinstance(t, Tensor) and t.requires_grad for t in others)
     )
 
 
 def is_plain(x: Tensor, others: Iterable[Any]) -> bool:
     """True if nothing would come of the dispatcher but autograd: Triton runs, and ``is_untraced``."""
     return (
-        not torch.compiler.is_compiling()
-        and type(x) is Tensor
-        and runs_in_triton(x)
-        and is_untraced(x, others)
+        not torch.compiler.is_compiling() and type(x) is Tensor and runs_in_triton(x) and _are_values(others)
     )
 
 
 def is_untraced(x: Tensor, others: Iterable[Any]) -> bool:
-    """True if these are memory and numbers and nothing else: no tracing, modes, tensor subclasses or transforms."""
-    if torch.compiler.is_compiling() or type(x) not in _TENSORS:
-        return False
-    for t in others:
-        if type(t) not in _PLAIN_TYPES:
-            return False
+    """True if these are just memory and numbers: no tracing, modes, tensor subclasses or transforms."""
+    return not torch.compiler.is_compiling() and type(x) in _TENSORS and _are_values(others)
+
+
+def _are_values(others: Iterable[Any]) -> bool:
     return (
-        torch._C._len_torch_dispatch_stack() == 0
-        and not torch._C._is_torch_function_mode_enabled()
-        and torch._C._get_tracing_state() is None
-        and not is_transformed()
+        _PLAIN_TYPES.issuperset(map(type, others))
+        and _dispatch_modes() == 0
+        and not _in_function_mode()
+        and _tracing_state() is None
+        # ``is_transformed``, without the call
+        and _functorch_level() is None
+        and _forward_ad._current_level < 0
     )
 
 
 def is_transformed() -> bool:
-    """True within torch.func transforms and forward-mode AD, which differentiate PyTorch's ops but not those of a library."""
-    return (
-        torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.autograd.forward_ad._current_level >= 0
-    )
+    """True in torch.func transforms and forward-mode AD, which cannot differentiate ops of a library."""
+    return _functorch_level() is not None or _forward_ad._current_level >= 0

@@ -1,8 +1,8 @@
 """Whether the mean is so far above the spread that PyTorch's own norms lose digits.
 
-PyTorch computes x * a + b with a = weight / deviation and b = bias - mean * a. Both products are as large as
-|mean| / deviation, and so is the rounding error of their difference: 0.5 where all values of a group are 3e4, in
-fp32. Such an input is centred first.
+PyTorch computes x * a + b with a = weight / deviation and b = bias - mean * a. Both products are as
+large as |mean| / deviation, and so is the rounding error of their difference: 0.5 where all values
+of a group are 3e4, in fp32. Such an input is centered first.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from sdfastgn.kernels.common import dispatch
 
 __all__ = ["is_far"]
 
-# Deviations between the mean and zero from which on the input is centred. Below it, the error is a few units in the last place.
+# Deviations between the mean and zero from which on the input is centered. Below it, the error is a
+# few units in the last place.
 _FAR = 16.0
 
 

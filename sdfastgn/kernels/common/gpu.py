@@ -39,7 +39,7 @@ def has_programmatic_launch(device: torch.device) -> bool:
 
 
 def is_current(device: torch.device) -> bool:
-    """True if kernels launched now run on ``device``; else the caller makes it current first. Costs less than making sure."""
+    """True if kernels launched now run on ``device``; else the caller makes it current first."""
     return device.type != "cuda" or device.index == torch._C._cuda_getDevice()
 
 

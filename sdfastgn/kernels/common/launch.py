@@ -1,10 +1,12 @@
 """Launch a compiled Triton kernel with little CPU time.
 
-``kernel[grid](...)`` binds, specialises and hashes every argument at each call, which costs more CPU time than the small kernels of a
-UNet take on the GPU. A ``Launch`` does that once and then calls the compiled kernel's own launcher. What Triton specialises on must
-therefore be the same at each call of one ``Launch``: the dtypes of the tensors and which of them are None (the caller keeps one
-``Launch`` per combination and device), and whether every pointer is a multiple of 16 (checked here; if not, Triton's own path runs).
-Kernels exempt their run-time integers with ``do_not_specialize``.
+``kernel[grid](...)`` binds, specializes and hashes every argument at each call, which costs more
+CPU time than the small kernels of a UNet take on the GPU. A ``Launch`` does that once and then
+calls the compiled kernel's own launcher. What Triton specializes on must therefore be the same at
+each call of one ``Launch``: the dtypes of the tensors and which of them are None (the caller keeps
+one ``Launch`` per combination and device), and whether every pointer is a multiple of 16 (checked
+here; if not, Triton's own path runs). Kernels exempt their run-time integers with
+``do_not_specialize``.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ __all__ = ["Launch"]
 
 
 class Launch:
-    """One kernel with everything fixed but its tensors: a one-dimensional grid, numbers, constants, warps, on one device.
+    """One kernel on one device with everything fixed but its tensors: grid, numbers, constants, warps.
 
     Args:
         kernel: the ``@triton.jit`` function. Its parameters are tensors, then numbers, then constexpr.
@@ -30,8 +32,9 @@ class Launch:
         numbers: the run-time ints and floats, in the order of the signature.
         constants: the constexpr parameters, in the order of the signature.
         num_warps: warps per program.
-        pdl: programmatic dependent launch: may start before the kernel ahead of it in the stream has ended, and then must wait by
-            itself (``gdc_wait``) before it touches what that one writes. Needs sm_90.
+        pdl: programmatic dependent launch: may start before the kernel ahead of it in the stream
+            has ended, and then must wait by itself (``gdc_wait``) before it touches what that one
+            writes. Needs sm_90.
     """
 
     __slots__ = ("_bound", "_run", "_values", "constants", "kernel", "numbers", "options", "programs")
@@ -91,13 +94,14 @@ class Launch:
 
 
 def _direct_launcher(compiled: Any) -> tuple[Any, tuple[Any, ...]]:
-    """The launcher of a compiled kernel and what it takes between the stream and the kernel's own arguments."""
+    """A compiled kernel's launcher, and what it takes between the stream and the kernel's own arguments."""
     run = compiled.run
     bound = (compiled.function, compiled.packed_metadata, None, None, None)
     parameters = list(inspect.signature(type(run).__call__).parameters)
     if parameters == ["self", "gridX", "gridY", "gridZ", "stream", "function", "args"] and not (
         run.global_scratch_size or run.profile_scratch_size
     ):
-        # Triton 3.6: the launcher's Python part only looks for scratch memory, which these kernels do not have.
+        # Triton 3.6: the launcher's Python part only looks for scratch memory, which these kernels
+        # do not have.
         return run.launch, (bound[0], run.launch_cooperative_grid, run.launch_pdl, None, None, *bound[1:])
     return run, bound

@@ -1,8 +1,10 @@
 """Memory layouts of (N, C, *spatial) tensors, decided once and in one place.
 
-A tensor is *channels-last* when its memory order is (N, *spatial, C) without gaps, and *channels-first* when it is (N, C, *spatial)
-without gaps. Rank 3 is included: the (N, C, L) view that attention blocks make of (N, L, C) tokens is channels-last too. Some shapes
-are both (C == 1, or one spatial position): either kernel is right for those, and outputs keep the input's exact strides anyway.
+A tensor is *channels-last* when its memory order is (N, *spatial, C) without gaps, and
+*channels-first* when it is (N, C, *spatial) without gaps. Rank 3 is included: the (N, C, L) view
+that attention blocks make of (N, L, C) tokens is channels-last too. Some shapes are both (C == 1,
+or one spatial position): either kernel is right for those, and outputs keep the input's exact
+strides anyway.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ _MAX_STRIDE = 1 << 20
 
 
 def is_channels_last(x: Tensor) -> bool:
-    """True if (N, C, *spatial) ``x`` lies as (N, *spatial, C) without gaps; always false for rank 2, where there is no space."""
+    """True if ``x`` (N, C, *spatial) lies as (N, *spatial, C) without gaps; never at rank 2."""
     return x.dim() > 2 and x.movedim(1, -1).is_contiguous()
 
 
@@ -55,7 +57,7 @@ def dense_is_channels_last(x: Tensor) -> bool:
 
 
 def dense(x: Tensor) -> Tensor:
-    """``x`` itself if it is channels-last or channels-first, else a copy that is: channels-last if C has the smallest stride."""
+    """``x`` if it is without gaps, else a copy that is: channels-last if C has the smallest stride."""
     if is_dense(x):
         return x
     if _keeps_channels_innermost(x):
@@ -64,7 +66,7 @@ def dense(x: Tensor) -> Tensor:
 
 
 def empty_dense_like(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Uninitialised tensor with the shape of ``x`` and the strides of ``dense(x)``."""
+    """Uninitialized tensor with the shape of ``x`` and the strides of ``dense(x)``."""
     if is_dense(x):
         return torch.empty_like(x, dtype=dtype)
     if _keeps_channels_innermost(x):
@@ -74,7 +76,7 @@ def empty_dense_like(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def like_dense(y: Tensor, x: Tensor) -> Tensor:
-    """``y``, which has the shape of ``x``, with the strides of ``dense(x)``. Differentiable; a copy only where it lies otherwise."""
+    """``y`` (as ``x`` in shape) with the strides of ``dense(x)``. Differentiable; copies only if needed."""
     if y.stride() == x.stride() and y.is_contiguous():
         return y
     is_last = is_channels_last(x) if is_dense(x) else _keeps_channels_innermost(x)
@@ -100,5 +102,6 @@ def row_stride(x: Tensor) -> int | None:
         if stride != found * rows:
             return None
         rows *= size
-    # Far or overlapping rows, which no view of a model's tokens has, would ask for int64 offsets inside a tile.
+    # Far or overlapping rows, which no view of a model's tokens has, would ask for int64 offsets
+    # inside a tile.
     return found if found is not None and x.shape[-1] <= found <= _MAX_STRIDE else None

@@ -36,6 +36,7 @@ class Op:
         save: ``(ctx, arguments, results)`` keeps what ``backward`` takes.
         backward: ``(ctx, needs, *gradients of the results) -> gradients by argument``. ``needs`` are
             arguments too, each True where its gradient is wanted. None: the op has no gradient.
+        hidden: so many of the last results are for the backward alone.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Op:
         fake: Callable[[Any], Any],
         save: Callable[[Any, Any, Any], None] = lambda ctx, call, results: None,
         backward: Callable[..., dict[str, Tensor | None]] | None = None,
+        hidden: int = 0,
     ) -> None:
         name = schema.partition("(")[0]
         self.name, self.arguments, self.save = f"sdfastgn.{name}", arguments, save
@@ -58,15 +60,28 @@ class Op:
             torch.library.register_autograd(
                 f"sdfastgn::{name}",
                 lambda ctx, *grads: self.gradients(ctx, ctx.needs_input_grad, *grads),
-                setup_context=lambda ctx, inputs, output: save(ctx, arguments(*inputs), output),
+                setup_context=self._save_registered,
                 lib=_LIBRARY,
             )
+        self._hidden = hidden
         self._registered = getattr(torch.ops.sdfastgn, name).default
         self._count = len(self._registered._schema.arguments)
 
     def through_dispatcher(self, call: Any) -> Any:
         """The results for ``call``, an instance of ``arguments``."""
         return self._registered(*call[: self._count])
+
+    def _save_registered(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        if self._hidden:
+            ctx.mark_non_differentiable(*output[-self._hidden :])
+        self.save(ctx, self.arguments(*inputs), output)
+
+    def returned(self, results: Any) -> Any:
+        """What the caller gets of the op's results."""
+        if not self._hidden:
+            return results
+        shown = results[: -self._hidden]
+        return shown[0] if len(shown) == 1 else shown
 
     def gradients(self, ctx: Any, needs: tuple[bool, ...], *grads: Any) -> tuple[Tensor | None, ...]:
         """What ``backward`` finds, one value for each of ``needs``, as autograd takes it."""
@@ -88,12 +103,12 @@ class PlannedOp(Op):
     """An op that is launched by a plan, made once for each kind of call.
 
     Args:
-        schema, arguments, fake, save, backward: as in ``Op``.
+        schema, arguments, fake, save, backward, hidden: as in ``Op``.
         plan: ``arguments -> Plan``.
         reference: ``arguments -> results`` in plain PyTorch.
         check: ``(public name, arguments)``, raises where an argument is wrong.
-        returned: ``results -> what the caller gets``; the others are for the backward.
         plain: ``arguments -> what the caller gets``, where PyTorch's own autograd sees every step.
+            None: what it gets of ``reference``.
     """
 
     def __init__(
@@ -107,59 +122,52 @@ class PlannedOp(Op):
         save: Callable[[Any, Any, Any], None],
         backward: Callable[..., dict[str, Tensor | None]],
         check: Callable[[str, Any], None],
-        returned: Callable[[Any], Any] = lambda results: results,
+        hidden: int = 0,
         plain: Callable[[Any], Any] | None = None,
     ) -> None:
         def run(call: Any) -> Any:
             if call[0].numel() == 0:
                 return torch.utils._pytree.tree_map_only(Tensor, Tensor.zero_, fake(call))
-            return (
-                self._planned(call).run_and_save(call)
-                if dispatch.runs_in_triton(call[0])
-                else reference(call)
-            )
+            if dispatch.runs_in_triton(call[0]):
+                return self._planned(call, True).run_and_save(call)
+            return reference(call)
 
-        super().__init__(schema, arguments, run, fake, save, backward)
+        super().__init__(schema, arguments, run, fake, save, backward, hidden)
         self._plans: PlanCache[Plan] = PlanCache()
-        self._plan, self._check, self._returned = plan, check, returned
-        self._plain = plain or (lambda call: returned(reference(call)))
-        self._training = _training_function(self, returned)
+        self._plan, self._check = plan, check
+        self._plain = plain or (lambda call: self.returned(reference(call)))
+        self._train = _training_function(self).apply
 
     def __call__(self, call: Any, name: str | None = None) -> Any:
         """What the public function ``name`` returns: the cheapest way that is right for ``call``."""
-        found = self.directly(call, name)
-        if found is not None:
-            return found
-        self._check(name or self.name, call)
-        if not dispatch.needs_op(call[0]):
-            return self._plain(call)
-        return self._returned(self.through_dispatcher(call))
-
-    def directly(self, call: Any, name: str | None = None) -> Any:
-        """Launches where PyTorch's dispatcher is of no use; None where it is, or where nothing is to be launched."""
-        kind = dispatch.plain_kind(call[0], call)
-        if kind is None or call[0].numel() == 0:
-            return None
-        try:
-            # What is wrong finds no plan, and is then checked.
-            plan = self._plans.get(plan_key(call, kind))
-            if plan is None:
+        x = call[0]
+        if dispatch.is_plain(x, call):
+            trains = torch.is_grad_enabled() and dispatch.wants_gradient(x, call)
+            try:
+                # What is wrong finds no plan, and is then checked.
+                plan = self._plans.get(plan_key(call, trains))
+                if plan is None:
+                    self._check(name or self.name, call)
+                    plan = self._planned(call, trains) if x.numel() else None
+                if plan is not None:
+                    return self._train(*call, plan) if trains else plan.run(call)
+            except RuntimeError:  # a tensor that has no strides or no memory
                 self._check(name or self.name, call)
-                plan = self._planned(call, kind)
-            return plan.run(call) if kind == "inference" else self._training.apply(*call, plan)
-        except RuntimeError:  # a tensor that has no strides or no memory
-            self._check(name or self.name, call)
-            raise
+                raise
+        self._check(name or self.name, call)
+        if not dispatch.needs_op(x):
+            return self._plain(call)
+        return self.returned(self.through_dispatcher(call))
 
-    def _planned(self, call: Any, kind: str = "training") -> Plan:
-        key = plan_key(call, kind)
+    def _planned(self, call: Any, saves: bool) -> Plan:
+        key = plan_key(call, saves)
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plans[key] = self._plan(call)
         return plan
 
 
-def _training_function(op: PlannedOp, returned: Callable[[Any], Any]) -> Any:
+def _training_function(op: PlannedOp) -> Any:
     class Training(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *inputs: Any) -> Any:
@@ -167,7 +175,7 @@ def _training_function(op: PlannedOp, returned: Callable[[Any], Any]) -> Any:
             call = op.arguments(*arguments)
             results = plan.run_and_save(call)
             op.save(ctx, call, results)
-            return returned(results)
+            return op.returned(results)
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

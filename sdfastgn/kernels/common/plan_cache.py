@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
-from torch import Tensor
+import torch
 
 __all__ = ["PlanCache", "plan_key"]
 
 # Plans kept: a server that sees ever new shapes must not leak.
 _MAX_PLANS = 4096
+# Types of arguments other than tensors.
+_VALUES = frozenset((type(None), int, float, bool, str, torch.dtype))
 Plan = TypeVar("Plan")
 
 
@@ -27,8 +29,8 @@ class PlanCache(dict[tuple[Any, ...], Plan]):
 
 
 def plan_key(arguments: Iterable[Any], *more: Any) -> tuple[Any, ...]:
-    """Hashable summary of a call: shape, strides, dtype and device of tensors, and every other value as it is."""
+    """Hashable summary of a call: shape, strides, dtype and device of tensors, other values as they are."""
     return (
-        *[(t.shape, t.stride(), t.dtype, t.device) if isinstance(t, Tensor) else t for t in arguments],
+        *[t if type(t) in _VALUES else (t.shape, t.stride(), t.dtype, t.device) for t in arguments],
         *more,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 __all__ = [
     "WARP",
     "WARP_LOAD",
@@ -9,6 +11,7 @@ __all__ = [
     "next_power_of_2",
     "power_of_2_below",
     "row_factor",
+    "tile_constants",
     "vector_width",
 ]
 
@@ -33,16 +36,27 @@ def power_of_2_below(n: int) -> int:
 
 
 def row_factor(channels_last: bool, *sizes: int) -> int:
-    """What a kernel is compiled to know that numbers of positions are multiples of, for whole loads along channels-first rows.
+    """A known divisor of numbers of positions, so that loads along channels-first rows are whole vectors.
 
-    Nothing in channels-last, where loads run along the channels: one compiled kernel serves every number of positions.
+    Nothing in channels-last, where loads run along the channels: one compiled kernel serves every
+    number of positions.
     """
     return 16 if not channels_last and not any(size % 16 for size in sizes) else 1
 
 
 def vector_width(itemsize: int, *strides: int) -> int:
-    """Elements that one load takes from rows which start at multiples of ``strides``, in memory that starts at multiples of 16."""
+    """Elements of one load from rows that start at multiples of ``strides``, in memory aligned to 16."""
     width = _LOAD_BYTES // itemsize
     while any(stride % width for stride in strides):
         width //= 2
     return width
+
+
+def tile_constants(config: Any) -> dict[str, int]:
+    """The constants of a register tile of four axes, (lanes, warps, steps, block)."""
+    return {
+        "LANES": config.lanes,
+        "WARPS": config.num_warps,
+        "STEPS": config.steps,
+        "BLOCK": config.block,
+    }

@@ -1,11 +1,13 @@
-"""The four axes of a tile in registers: which of them Triton gives to the lanes, to the warps, and to one thread's registers.
+"""The four axes of a register tile: which Triton gives to lanes, to warps, and to a thread's registers.
 
-A tile's last axis is contiguous in memory. Of the other three, Triton fills a warp's lanes from one end, then the warps, and keeps what
-is left in registers: from the first axis in Triton 3.6, from the third since 3.7. Reductions over the register axis are plain additions,
-over the lanes' axis shuffles; the wrong way round they go through shared memory and spill. The warps' axis is the second in both.
+A tile's last axis is contiguous in memory. Of the other three, Triton fills a warp's lanes from one
+end, then the warps, and keeps what is left in registers: from the first axis in Triton 3.6, from
+the third since 3.7. Reductions over the register axis are plain additions, over the lanes' axis
+shuffles; the wrong way round they go through shared memory and spill. The warps' axis is the second
+in both.
 
-Where an axis stands changes no result. ``tests/kernels/test_compile_only.py`` fails where it costs registers. Elementwise kernels have
-plain tiles of two axes (``map_tile``).
+Where an axis stands changes no result. ``tests/kernels/test_compile_only.py`` fails where it costs
+registers. Elementwise kernels have plain tiles of two axes (``map_tile``).
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ if triton is not None:
 
     @triton.jit
     def multiple_of(value, FACTOR: tl.constexpr):
-        """``value``, which is a multiple of ``FACTOR``, in a form that tells the compiler so: loads along it are vectors then.
+        """``value``, a multiple of ``FACTOR``, in a form that tells the compiler so: loads are vectors then.
 
         Of a kernel's argument ``tl.multiple_of`` says it to no effect (Triton 3.6 and 3.9).
         """
@@ -63,7 +65,7 @@ if triton is not None:
 
     @triton.jit
     def map_tile(pid, HW, C: tl.constexpr, BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr):
-        """(sample, channels, positions, channels-last offsets, channels-first offsets) of a tile of an elementwise kernel."""
+        """(sample, channels, positions, channels-last and channels-first offsets) of an elementwise tile."""
         COLUMNS: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
         tiles = tl.cdiv(HW, BLOCK_HW)
         first_row = pid // COLUMNS % tiles * BLOCK_HW

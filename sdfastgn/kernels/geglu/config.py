@@ -1,8 +1,9 @@
-"""How the GEGLU kernels are launched: pure functions of sizes and the GPU's number of multiprocessors, without autotuning.
+"""How the GEGLU kernels are launched: pure functions of sizes and the number of multiprocessors.
 
-A tile is (rows, columns of the output). Its warps lie side by side, each with one load a lane in every row: a thread then has the same
-columns of all rows, so that the bias is read once and column sums are additions in registers. The backward takes tiles in groups, one
-below the other, and leaves one partial sum of the bias's gradient for each group.
+A tile is (rows, columns of the output). Its warps lie side by side, each with one load a lane in
+every row: a thread then has the same columns of all rows, so that the bias is read once and column
+sums are additions in registers. The backward takes tiles in groups, one below the other, and leaves
+one partial sum of the bias's gradient for each group.
 """
 
 from __future__ import annotations
@@ -13,18 +14,21 @@ from sdfastgn.kernels.common.sizes import WARP, ceil_div, next_power_of_2
 
 __all__ = ["TileConfig", "backward_config", "forward_config"]
 
-# Rows of a tile: two loads a row and thread are under way in the forward, three in the backward.
+# Rows of a tile: a thread has two loads a row in flight in the forward, three in the backward.
 _ROWS = 2
+# Warps of a tile, at most.
 _MAX_WARPS = 4
-# Warps a multiprocessor that add up columns, as many as their registers allow, and the fewest tiles for which a program leaves a sum.
-_WARPS_PER_SM, _MIN_TILES = 16, 4
+# Warps per multiprocessor that add up columns: as many as their registers allow.
+_WARPS_PER_SM = 16
+# Tiles of a program that leaves a partial sum, at least.
+_MIN_TILES = 4
 # Offsets within a tile are int32.
 _MAX_OFFSET = 2**31 - 1
 
 
 @dataclass(frozen=True)
 class TileConfig:
-    """Tiles of ``block_r`` rows and ``block_d`` columns. Each of ``groups`` x (blocks of columns) programs takes ``tiles`` of them."""
+    """Tiles of (block_r, block_d); each of ``groups`` x (blocks of columns) programs takes ``tiles``."""
 
     block_r: int
     block_d: int
@@ -42,14 +46,14 @@ class TileConfig:
 
 
 def forward_config(rows: int, D: int, vector: int, stride: int) -> TileConfig:
-    """How to compute (rows, D), both at least 1; ``vector`` elements are one load of a thread, and ``stride`` lie between rows of x."""
+    """How to compute (rows, D); ``vector`` elements are a thread's load, rows of x are ``stride`` apart."""
     return _config(rows, D, vector, stride)
 
 
 def backward_config(
     rows: int, D: int, vector: int, stride: int, num_sms: int, *, column_sums: bool
 ) -> TileConfig:
-    """How to go back through (rows, D); with ``column_sums`` each program adds up its tiles and leaves few partial sums."""
+    """How to take gradients of (rows, D); with ``column_sums`` each program adds up its tiles."""
     config = _config(rows, D, vector, stride)
     if not column_sums:
         return config

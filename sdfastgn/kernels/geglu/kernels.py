@@ -1,13 +1,18 @@
-"""Triton kernels of GEGLU and of its backward. Formulas and ops: ``geglu/op.py``, launches: ``geglu/plans.py``.
+"""Triton kernels of GEGLU and of its backward. Ops: ``geglu/op.py``, launches: ``geglu/plans.py``.
 
-Forward: one launch, one read of x and one write of y. Backward: one read of dy and x and one write of dx; where the bias wants a gradient,
-each program adds up its rows in registers and leaves one fp32 partial sum a column, which a second launch adds up in a fixed order: no
-atomics, the same bits at each run.
+Forward: one launch, one read of x and one write of y. Backward: one read of dy and x and one write
+of dx. Where the bias wants a gradient, each program adds up its rows in registers and leaves one
+fp32 partial sum a column, which a second launch adds up in a fixed order: no atomics, the same bits
+at each run.
 
-From sm_90 on each kernel starts while the one before it still runs (``PDL``), and waits before it touches memory.
+Pointers: ``x``, ``dx`` (rows, 2D), values then gates; ``bias``, ``dbias`` (2D,) or None; ``y``, ``dy``
+(rows, D); ``partials`` fp32 (groups, 2D), or None where the bias wants no gradient.
 
-Numerics: fp32 throughout, one rounding at each store; the normal distribution of a 16-bit x as ``normal_cdf`` says. Offsets that can
-pass 2^31 are int64.
+From sm_90 on each kernel starts while the one before it still runs (``PDL``), and waits before it
+touches memory.
+
+Numerics: fp32 throughout, one rounding at each store; the normal distribution of a 16-bit x as
+``normal_cdf`` says. Offsets that can pass 2^31 are int64.
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ if triton is not None:
     from sdfastgn.kernels.common.activations import normal_cdf
     from sdfastgn.kernels.common.column_sums import sum_columns
 
-# --- kernels ------------------------------------------------------------------------------------------------------------------
+# --- kernels --------------------------------------------------------------------------------------
 
 if triton is not None:
 
@@ -37,8 +42,10 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["rows"])
     def _geglu_kernel(
-        x_ptr, bias_ptr, y_ptr, rows,
-        D: tl.constexpr, X_STRIDE: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+        x_ptr, bias_ptr, y_ptr,
+        rows,
+        D: tl.constexpr, X_STRIDE: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, BLOCK_R: tl.constexpr,
+        BLOCK_D: tl.constexpr,
     ):  # fmt: skip
         columns = tl.cdiv(D, BLOCK_D)
         first = (tl.program_id(0) // columns).to(tl.int64) * BLOCK_R
@@ -64,8 +71,10 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["rows", "tiles"])
     def _geglu_grad_kernel(
-        dy_ptr, x_ptr, bias_ptr, dx_ptr, partials_ptr, rows, tiles,
-        D: tl.constexpr, X_STRIDE: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+        dy_ptr, x_ptr, bias_ptr, dx_ptr, partials_ptr,
+        rows, tiles,
+        D: tl.constexpr, X_STRIDE: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, BLOCK_R: tl.constexpr,
+        BLOCK_D: tl.constexpr,
     ):  # fmt: skip
         """dx of a block of columns in a group of tiles, and the group's column sums."""
         columns = tl.cdiv(D, BLOCK_D)

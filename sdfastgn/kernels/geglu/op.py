@@ -1,15 +1,19 @@
-"""GEGLU, a linear layer's output gated by GELU, with that layer's bias: the ops ``sdfastgn::geglu`` and ``sdfastgn::geglu_backward``.
+"""GEGLU, a linear layer's output and its bias, gated by GELU: ``sdfastgn::geglu`` and its backward.
 
-Formula, with x of shape (..., 2D), value = x[..., :D] + bias[:D], gate = x[..., D:] + bias[D:], and P the normal distribution:
+Formula, with x of shape (..., 2D), value = x[..., :D] + bias[:D], gate = x[..., D:] + bias[D:], and
+P the normal distribution:
 
     y = value * gelu(gate)        gelu(z) = z * P(z) = 0.5 * z * (1 + erf(z / sqrt(2)))
 
-    dvalue = dy * gelu(gate)        dgate = dy * value * (P(gate) + gate * P'(gate))        dbias = sum_rows (dvalue, dgate)
+    dvalue = dy * gelu(gate)
+    dgate = dy * value * (P(gate) + gate * P'(gate))
+    dbias = sum_rows (dvalue, dgate)
 
-On a GPU the kernels of ``geglu/kernels.py`` run; everywhere else, and for a second derivative, ``reference_geglu`` and
-``reference_geglu_grads``. Layout and numerics contract: there.
+On a GPU the kernels of ``geglu/kernels.py`` run; everywhere else, and for a second derivative,
+``reference_geglu`` and ``reference_geglu_grads``. Layout and numerics contract: there.
 
-Source: Shazeer, "GLU Variants Improve Transformer", 2020; Hendrycks and Gimpel, "Gaussian Error Linear Units", 2016; the chain rule.
+Source: Shazeer, "GLU Variants Improve Transformer", 2020; Hendrycks and Gimpel, "Gaussian Error
+Linear Units", 2016; the chain rule.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ __all__ = ["geglu", "geglu_grads", "reference_geglu", "reference_geglu_grads"]
 
 
 def reference_geglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The same function in plain PyTorch, in fp32 (fp64 for fp64 input): fallback without a GPU and truth of the tests."""
+    """The same function in plain PyTorch, in fp32 (fp64 for fp64 input): fallback, and truth of the tests."""
     value, gate = _halves(x, bias)
     return (value * F.gelu(gate)).to(x.dtype).contiguous()
 
@@ -133,26 +137,29 @@ def geglu_grads(call: GegluGradCall) -> GegluGrads:
     return GegluGrads(dx, dbias)
 
 
-# --- public function ------------------------------------------------------------------------------------------------------------
+# --- public function ------------------------------------------------------------------------------
 
 
 def geglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``value * gelu(gate)`` of the two halves of x + bias, with the exact (erf) GELU, in one pass over memory.
+    """``value * gelu(gate)`` of the two halves of x + bias, with the exact (erf) GELU, in one pass.
 
     Args:
-        x: (..., 2D), at least rank 1: values, then gates. Usually the output of a linear layer without its bias.
+        x: (..., 2D), at least rank 1: values, then gates. Usually the output of a linear layer
+            without its bias.
         bias: (2D,) or None: that layer's bias.
 
     Shapes: the output is (..., D).
     Dtypes: x fp16, bf16 or fp32 (fp64 runs in plain PyTorch); bias any of these. The output has the
         dtype of x.
-    Layout: rows are read where they lie if they are without gaps and equally far apart, else from a copy. The output is contiguous.
-    Grad: with respect to both. Between forward and backward x and bias are kept, nothing else. A second derivative, the transforms of
-        torch.func and forward-mode AD run in plain PyTorch.
+    Layout: rows are read where they lie if they are without gaps and equally far apart, else from a
+    copy. The output is contiguous.
+    Grad: with respect to both. Between forward and backward x and bias are kept, nothing else. A
+        second derivative, the transforms of torch.func and forward-mode AD run in plain PyTorch.
     Raises:
         TypeError: an argument is not a dense tensor of one of these dtypes.
         ValueError: a shape or a device does not fit.
 
-    Source: Shazeer, "GLU Variants Improve Transformer", 2020; the order of the halves is that of diffusers' GEGLU.
+    Source: Shazeer, "GLU Variants Improve Transformer", 2020; the order of the halves is that of
+    diffusers' GEGLU.
     """
     return _GEGLU(GegluCall(x, bias))

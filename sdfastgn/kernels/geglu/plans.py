@@ -1,4 +1,4 @@
-"""How calls of ``geglu`` and their gradients are launched: which kernels of ``geglu/kernels.py`` run, and in what memory."""
+"""How ``geglu`` and its gradients are launched: which kernels of ``geglu/kernels.py``, in what memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class GegluCall(NamedTuple):
 
 
 class GegluGradCall(NamedTuple):
-    """The arguments of the op ``sdfastgn::geglu_backward``. Shapes: dy (..., D), the others as in ``GegluCall``.
+    """The arguments of ``sdfastgn::geglu_backward``. Shapes: dy (..., D), the others as in ``GegluCall``.
 
     dx and dbias are the dtypes of the gradients; None for each that is not wanted.
     """

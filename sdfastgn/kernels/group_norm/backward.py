@@ -1,16 +1,18 @@
 """Backward of GroupNorm + activation: the op ``sdfastgn::group_norm_backward``.
 
-With u, z, y as in ``group_norm/op.py``, a = 1 + ada_scale, dz the gradient of the activation's argument, xhat = (u - mean) * rstd and
-w' = weight * a:
+With u, z, y as in ``group_norm/op.py``, a = 1 + ada_scale, dz the gradient of the activation's
+argument, xhat = (u - mean) * rstd and w' = weight * a:
 
     d ada_shift = sum_hw dz                     d bias   = sum_n,hw dz * a
     d ada_scale = sum_hw dz * (xhat * weight + bias)   d weight = sum_n,hw dz * a * xhat
     du = rstd * (dz w' - mean_group(dz w') - xhat * mean_group(dz w' xhat)),   d shift = sum_hw du
 
-On a GPU the kernels of ``group_norm/backward_kernels.py`` run, from x and the mean and rstd that the forward saved; everywhere else,
-and for a second derivative, ``reference_group_norm_grads``, which takes the statistics of x again.
+On a GPU the kernels of ``group_norm/backward_kernels.py`` run, from x and the mean and rstd that
+the forward saved; everywhere else, and for a second derivative, ``reference_group_norm_grads``,
+which takes the statistics of x again.
 
-Source: the chain rule; the grouping of sums is that of Wu and He, "Group Normalization", 2018, as PyTorch implements it.
+Source: the chain rule; the grouping of sums is that of Wu and He, "Group Normalization", 2018, as
+PyTorch implements it.
 """
 
 from __future__ import annotations
@@ -43,8 +45,7 @@ def reference_group_norm_grads(call: GroupNormGradCall) -> GroupNormGrads:
     """
     x, weight, bias, shift = call.x, call.weight, call.bias, call.shift
     num_groups, wanted = call.num_groups, call.wanted
-    N, C = x.shape[:2]
-    dtype = torch.promote_types(x.dtype, torch.float32)
+    (N, C), dtype = x.shape[:2], torch.promote_types(x.dtype, torch.float32)
     grouped = (N, num_groups, C // num_groups, math.prod(x.shape[2:]))
 
     def per_channel(t: Tensor) -> Tensor:

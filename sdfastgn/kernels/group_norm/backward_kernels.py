@@ -1,20 +1,32 @@
-"""Triton kernels of the backward of GroupNorm + activation. The op and the formulas: ``group_norm/backward.py``, the launchers:
-``group_norm/backward_plans.py``.
+"""Triton kernels of the backward of GroupNorm + activation; formulas: ``group_norm/backward.py``.
 
-Layout: x as in ``group_norm/kernels.py``; the incoming gradient dy is read where it lies, in the layout of x or in the other one; dx has
-the layout of x.
+Layout: x as in ``group_norm/kernels.py``; the incoming gradient dy is read where it lies, in the
+layout of x or in the other one; dx has the layout of x.
+
+Pointers, beside those of ``group_norm/kernels.py``:
+
+- ``dy``, ``dx``: gradients of y and x; ``dx`` is None where it is not wanted;
+- ``dweight``, ``dbias``, ``dshift``, ``dada_scale``, ``dada_shift``: gradients, in the shapes of
+  their tensors, or None;
+- ``scratch``: fp32. ``sums``: planes (N, P, C) of sums of chunks. From ``totals_offset`` on
+  ``totals``: planes (N, C) of sums of samples. From ``table_offset`` on the table for dx, planes
+  (N, C) of scale, offset, slope, level and centre.
 
 The ways of the forward, by the same function of sizes:
 
-- *small*: one program holds a group of x and of dy in registers: dx, and two or three sums per sample and channel;
+- *small*: one program holds a group of x and of dy in registers: dx, and two or three sums per
+  sample and channel;
 - *walk* (``group_norm/walk_kernels.py``): the same with a group that one program reads twice;
-- *split*: ``sums_kernel`` leaves these sums per channel and chunk, ``merge_sums_kernel`` brings them together and writes what dx is
-  made of per channel, ``apply_grad_kernel`` makes dx. Its first programs turn the sums into the gradients of the parameters, which
-  after the other two is a launch of its own.
+- *split*: ``sums_kernel`` leaves these sums per channel and chunk, ``merge_sums_kernel`` brings
+  them together and writes what dx is made of per channel, ``apply_grad_kernel`` makes dx. Its first
+  programs turn the sums into the gradients of the parameters, which after the other two is a launch
+  of its own.
 
-Programmatic dependent launch as in the forward: the sums kernel lets its successors start when x and dy are complete.
+Programmatic dependent launch as in the forward: the sums kernel lets its successors start when x
+and dy are complete.
 
-Numerics: fp32, one rounding at the store; sums in a fixed order without atomics, so that gradients are the same at each run.
+Numerics: fp32, one rounding at the store; sums in a fixed order without atomics, so that gradients
+are the same at each run.
 """
 
 from __future__ import annotations
@@ -36,13 +48,19 @@ if triton is not None:
         map_tile,
         multiple_of,
     )
-    from sdfastgn.kernels.group_norm.kernels import channel_affine, channel_sum
+    from sdfastgn.kernels.group_norm.channels import channel_affine, channel_sum
+    from sdfastgn.kernels.group_norm.parameter_kernels import parameter_grads
     from sdfastgn.kernels.statistics.kernels import positions_of_channels, rows_of_channels
 
 __all__ = [
-    "STRIDES", "apply_grad_kernel", "grad_tile", "merge_sums_kernel", "parameter_grad_kernel", "small_grad_kernel", "store_totals",
+    "STRIDES",
+    "apply_grad_kernel",
+    "grad_tile",
+    "merge_sums_kernel",
+    "small_grad_kernel",
+    "store_totals",
     "sums_kernel",
-]  # fmt: skip
+]
 
 if triton is not None:
     STRIDES = ["shift_stride", "ada_scale_stride", "ada_shift_stride"]
@@ -70,9 +88,10 @@ if triton is not None:
 
     @triton.jit
     def store_totals(
-        totals, plane, in_range, along_z, along_x, sum_x, positions, rstd, scale, along_mean, along_var, SHIFT_GRAD: tl.constexpr
+        totals, plane, in_range, along_z, along_x, sum_x, positions, rstd, scale, along_mean, along_var,
+        SHIFT_GRAD: tl.constexpr,
     ):  # fmt: skip
-        """Sums of a sample over ``positions``: of dz, of dz * xhat, and the gradient of the shift, for which ``sum_x`` is that of xhat."""
+        """Sums of a sample: of dz, of dz * xhat, and the shift's gradient (``sum_x``: the sum of xhat)."""
         tl.store(totals, along_z, mask=in_range)
         tl.store(totals + plane, along_x, mask=in_range)
         if SHIFT_GRAD:
@@ -81,13 +100,15 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=[*STRIDES, "HW", "plane"])
     def small_grad_kernel(
-        x_ptr, dy_ptr, dx_ptr, totals_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr, ada_shift_ptr,
+        x_ptr, dy_ptr, dx_ptr, totals_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr,
+        ada_shift_ptr,
         shift_stride, ada_scale_stride, ada_shift_stride, HW, plane,
-        C: tl.constexpr, CG: tl.constexpr, ACTIVATION: tl.constexpr, SHIFT_GRAD: tl.constexpr, CHANNELS_LAST: tl.constexpr,
-        DY_LAST: tl.constexpr, PDL: tl.constexpr, PAIRS: tl.constexpr, CHANNELS: tl.constexpr, EACH_CHANNEL: tl.constexpr,
-        LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
+        C: tl.constexpr, CG: tl.constexpr, ACTIVATION: tl.constexpr, SHIFT_GRAD: tl.constexpr,
+        CHANNELS_LAST: tl.constexpr, DY_LAST: tl.constexpr, PDL: tl.constexpr, PAIRS: tl.constexpr,
+        CHANNELS: tl.constexpr, EACH_CHANNEL: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr,
+        STEPS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        """x, dy -> dx, and per sample and channel the sums of dz, of dz * xhat and (``SHIFT_GRAD``) the gradient of the shift."""
+        """x, dy -> dx; and by sample and channel sums of dz, dz * xhat, and the gradient of the shift."""
         PARTS: tl.constexpr = (C + CHANNELS - 1) // CHANNELS
         n = (tl.program_id(0) // PARTS).to(tl.int64)
         outer = (along_steps(STEPS) * WARPS + along_warps(WARPS)) * LANES + along_lanes(LANES)
@@ -109,16 +130,8 @@ if triton is not None:
             n, c, n * (C // CG) + c // CG, in_range, mean_ptr, rstd_ptr, shift_ptr, shift_stride
         )
         scale, offset = channel_affine(
-            n,
-            c,
-            in_range,
-            weight_ptr,
-            bias_ptr,
-            ada_scale_ptr,
-            ada_shift_ptr,
-            ada_scale_stride,
-            ada_shift_stride,
-        )
+            n, c, in_range, weight_ptr, bias_ptr, ada_scale_ptr, ada_shift_ptr,
+            ada_scale_stride, ada_shift_stride)  # fmt: skip
         xhat = tl.where(mask, (x - centre) * rstd, 0.0)
         dz = activation_grad(dy, xhat * scale + offset, ACTIVATION, PAIRS)
         along_z = _channel_sum(dz, CHANNELS_LAST)
@@ -134,13 +147,15 @@ if triton is not None:
         if totals_ptr is not None:
             sum_x = _channel_sum(xhat, CHANNELS_LAST) if SHIFT_GRAD else along_x
             store_totals(
-                totals_ptr + n * C + c, plane, in_range, along_z, along_x, sum_x, positions, rstd, scale, along_mean, along_var, SHIFT_GRAD
+                totals_ptr + n * C + c, plane, in_range, along_z, along_x, sum_x, positions, rstd, scale,
+                along_mean, along_var, SHIFT_GRAD,
             )  # fmt: skip
 
     @triton.jit
     def grad_tile(
-        x_ptr, dy_ptr, x_offsets, dy_offsets, mask, centre, rstd, scale, offset, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr,
-        EVICTION: tl.constexpr,
+        x_ptr, dy_ptr,
+        x_offsets, dy_offsets, mask, centre, rstd, scale, offset,
+        ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, EVICTION: tl.constexpr,
     ):  # fmt: skip
         """(dz, xhat) of a tile, 0 where masked."""
         if mask is None:
@@ -156,13 +171,15 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=[*STRIDES, "HW", "rows", "chunks", "plane"])
     def sums_kernel(
-        x_ptr, dy_ptr, sums_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr, ada_shift_ptr,
+        x_ptr, dy_ptr, sums_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr,
+        ada_shift_ptr,
         shift_stride, ada_scale_stride, ada_shift_stride, HW, rows, chunks, plane,
-        C: tl.constexpr, CG: tl.constexpr, ACTIVATION: tl.constexpr, SHIFT_GRAD: tl.constexpr, CHANNELS_LAST: tl.constexpr,
-        DY_LAST: tl.constexpr, PDL: tl.constexpr, PAIRS: tl.constexpr, EVEN: tl.constexpr, LOOP: tl.constexpr, HW_FACTOR: tl.constexpr,
-        LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
+        C: tl.constexpr, CG: tl.constexpr, ACTIVATION: tl.constexpr, SHIFT_GRAD: tl.constexpr,
+        CHANNELS_LAST: tl.constexpr, DY_LAST: tl.constexpr, PDL: tl.constexpr, PAIRS: tl.constexpr,
+        EVEN: tl.constexpr, LOOP: tl.constexpr, HW_FACTOR: tl.constexpr, LANES: tl.constexpr,
+        WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        """For each channel and chunk of positions, the sums of dz, of dz * xhat and (``SHIFT_GRAD``) of xhat."""
+        """For each channel and chunk, the sums of dz, of dz * xhat and (``SHIFT_GRAD``) of xhat."""
         TILE: tl.constexpr = (LANES if CHANNELS_LAST else BLOCK) * STEPS
         REDUCED: tl.constexpr = LANE_AXIS if CHANNELS_LAST else 3
         if CHANNELS_LAST:
@@ -189,16 +206,8 @@ if triton is not None:
             n, c, n * (C // CG) + c // CG, in_range, mean_ptr, rstd_ptr, shift_ptr, shift_stride
         )
         scale, offset = channel_affine(
-            n,
-            c,
-            in_range,
-            weight_ptr,
-            bias_ptr,
-            ada_scale_ptr,
-            ada_shift_ptr,
-            ada_scale_stride,
-            ada_shift_stride,
-        )
+            n, c, in_range, weight_ptr, bias_ptr, ada_scale_ptr, ada_shift_ptr,
+            ada_scale_stride, ada_shift_stride)  # fmt: skip
         mask = None
         if not EVEN:
             mask = (position < count) & in_range
@@ -214,8 +223,9 @@ if triton is not None:
                     mask = (start + position < count) & in_range
                 step = tl.cast(start, tl.int64)
                 dz, xhat = grad_tile(
-                    x_ptr, dy_ptr, x_offsets + step * (C if CHANNELS_LAST else 1), dy_offsets + step * (C if DY_LAST else 1), mask,
-                    centre, rstd, scale, offset, ACTIVATION, PAIRS, "",
+                    x_ptr, dy_ptr, x_offsets + step * (C if CHANNELS_LAST else 1),
+                    dy_offsets + step * (C if DY_LAST else 1), mask, centre, rstd, scale, offset, ACTIVATION,
+                    PAIRS, "",
                 )  # fmt: skip
                 along_z += tl.sum(dz, STEP_AXIS, keep_dims=True)
                 along_x += tl.sum(dz * xhat, STEP_AXIS, keep_dims=True)
@@ -232,13 +242,16 @@ if triton is not None:
     )
     def merge_sums_kernel(
         scratch_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr, ada_shift_ptr,
-        shift_stride, ada_scale_stride, ada_shift_stride, HW, chunks, plane, totals_offset, table_offset, table_plane,
-        C: tl.constexpr, CG: tl.constexpr, CHANNELS: tl.constexpr, EACH_CHANNEL: tl.constexpr, SHIFT_GRAD: tl.constexpr,
-        LOOP: tl.constexpr, PDL: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
+        shift_stride, ada_scale_stride, ada_shift_stride, HW, chunks, plane, totals_offset, table_offset,
+        table_plane,
+        C: tl.constexpr, CG: tl.constexpr, CHANNELS: tl.constexpr, EACH_CHANNEL: tl.constexpr,
+        SHIFT_GRAD: tl.constexpr, LOOP: tl.constexpr, PDL: tl.constexpr, BLOCK_P: tl.constexpr,
+        BLOCK_C: tl.constexpr,
     ):  # fmt: skip
         """Sums of each chunk -> sums of each sample, and the table for dx.
 
-        dx = dz * scale - (x - centre) * slope - level, where the activation's argument is (x - centre) * scale + offset.
+        dx = dz * scale - (x - centre) * slope - level, where the activation's argument is (x -
+        centre) * scale + offset.
         """
         PARTS: tl.constexpr = (C + CHANNELS - 1) // CHANNELS
         n = (tl.program_id(0) // PARTS).to(tl.int64)
@@ -252,16 +265,8 @@ if triton is not None:
             n, c, n * (C // CG) + c // CG, in_range, mean_ptr, rstd_ptr, shift_ptr, shift_stride
         )
         scale, offset = channel_affine(
-            n,
-            c,
-            in_range,
-            weight_ptr,
-            bias_ptr,
-            ada_scale_ptr,
-            ada_shift_ptr,
-            ada_scale_stride,
-            ada_shift_stride,
-        )
+            n, c, in_range, weight_ptr, bias_ptr, ada_scale_ptr, ada_shift_ptr,
+            ada_scale_stride, ada_shift_stride)  # fmt: skip
         p = tl.arange(0, BLOCK_P)[:, None]
         at = scratch_ptr + n * chunks * C + (p * C + c[None, :])
         mask = (p < chunks) & in_range[None, :]
@@ -302,98 +307,25 @@ if triton is not None:
         tl.store(table + 3 * table_plane, level, mask=in_range)
         tl.store(table + 4 * table_plane, centre, mask=in_range)
 
-    @triton.jit
-    def _add_samples(
-        grad_ptr, at, mask, values, total, STRIDED: tl.constexpr
-    ):  # fmt: skip
-        """Stores per-sample gradients, or adds them up where one operand serves every sample (``grad_ptr`` None: neither)."""
-        if grad_ptr is not None:
-            if STRIDED:
-                tl.store(grad_ptr + at, values.to(grad_ptr.dtype.element_ty), mask=mask)
-            else:
-                total += values
-        return total
-
-    @triton.jit
-    def _store_total(grad_ptr, c, in_range, total, STRIDED: tl.constexpr):
-        if grad_ptr is not None and not STRIDED:
-            tl.store(grad_ptr + c, tl.sum(total, 0).to(grad_ptr.dtype.element_ty), mask=in_range)
-
-    @triton.jit
-    def _parameter_grads(
-        program, totals_ptr, weight_ptr, bias_ptr, ada_scale_ptr, dweight_ptr, dbias_ptr, dshift_ptr, dada_scale_ptr, dada_shift_ptr,
-        ada_scale_stride, N, plane, C: tl.constexpr, SHIFT_ROWS: tl.constexpr, SCALE_ROWS: tl.constexpr, OFFSET_ROWS: tl.constexpr,
-        BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
-    ):  # fmt: skip
-        """Sums per sample and channel -> gradients of everything that is per channel, or per sample and channel (``*_ROWS``)."""
-        c = program * BLOCK_C + tl.arange(0, BLOCK_C)
-        in_range = c < C
-        weight = tl.full((BLOCK_C,), 1.0, tl.float32)
-        bias = tl.zeros((BLOCK_C,), tl.float32)
-        if weight_ptr is not None:
-            weight = tl.load(weight_ptr + c, mask=in_range, other=0.0).to(tl.float32)
-        if bias_ptr is not None:
-            bias = tl.load(bias_ptr + c, mask=in_range, other=0.0).to(tl.float32)
-        dweight = tl.zeros((BLOCK_N, BLOCK_C), tl.float32)
-        dbias, dshift, dscale, doffset = dweight, dweight, dweight, dweight
-        for start in range(0, N, BLOCK_N):
-            n = (start + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]
-            mask = (n < N) & in_range[None, :]
-            at = n * C + c[None, :]
-            along_z = tl.load(totals_ptr + at, mask=mask, other=0.0)
-            along_x = tl.load(totals_ptr + plane + at, mask=mask, other=0.0)
-            dscale = _add_samples(
-                dada_scale_ptr, at, mask, along_x * weight + along_z * bias, dscale, SCALE_ROWS
-            )
-            doffset = _add_samples(dada_shift_ptr, at, mask, along_z, doffset, OFFSET_ROWS)
-            if dshift_ptr is not None:
-                shift_grad = tl.load(totals_ptr + 2 * plane + at, mask=mask, other=0.0)
-                dshift = _add_samples(dshift_ptr, at, mask, shift_grad, dshift, SHIFT_ROWS)
-            if ada_scale_ptr is not None:
-                factor = 1 + tl.load(
-                    ada_scale_ptr + n * ada_scale_stride + c[None, :], mask=mask, other=0.0
-                ).to(tl.float32)
-                along_z *= factor
-                along_x *= factor
-            dweight += along_x
-            dbias += along_z
-        _store_total(dweight_ptr, c, in_range, dweight, False)
-        _store_total(dbias_ptr, c, in_range, dbias, False)
-        _store_total(dshift_ptr, c, in_range, dshift, SHIFT_ROWS)
-        _store_total(dada_scale_ptr, c, in_range, dscale, SCALE_ROWS)
-        _store_total(dada_shift_ptr, c, in_range, doffset, OFFSET_ROWS)
-
-    @triton.jit(do_not_specialize=["ada_scale_stride", "N", "totals_offset", "plane"])
-    def parameter_grad_kernel(
-        scratch_ptr, weight_ptr, bias_ptr, ada_scale_ptr, dweight_ptr, dbias_ptr, dshift_ptr, dada_scale_ptr, dada_shift_ptr,
-        ada_scale_stride, N, totals_offset, plane, C: tl.constexpr, SHIFT_ROWS: tl.constexpr, SCALE_ROWS: tl.constexpr,
-        OFFSET_ROWS: tl.constexpr, PDL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
-    ):  # fmt: skip
-        if PDL:
-            gdc_wait()
-        _parameter_grads(
-            tl.program_id(0), scratch_ptr + totals_offset, weight_ptr, bias_ptr, ada_scale_ptr, dweight_ptr, dbias_ptr, dshift_ptr,
-            dada_scale_ptr, dada_shift_ptr, ada_scale_stride, N, plane, C, SHIFT_ROWS, SCALE_ROWS, OFFSET_ROWS, BLOCK_N, BLOCK_C,
-        )  # fmt: skip
-
     @triton.jit(do_not_specialize=["ada_scale_stride", "N", "totals_offset", "plane", "HW", "table_offset"])
     def apply_grad_kernel(
-        x_ptr, dy_ptr, dx_ptr, scratch_ptr, weight_ptr, bias_ptr, ada_scale_ptr,
-        dweight_ptr, dbias_ptr, dshift_ptr, dada_scale_ptr, dada_shift_ptr,
+        x_ptr, dy_ptr, dx_ptr, scratch_ptr, weight_ptr, bias_ptr, ada_scale_ptr, dweight_ptr, dbias_ptr,
+        dshift_ptr, dada_scale_ptr, dada_shift_ptr,
         ada_scale_stride, N, totals_offset, plane, HW, table_offset,
-        C: tl.constexpr, SHIFT_ROWS: tl.constexpr, SCALE_ROWS: tl.constexpr, OFFSET_ROWS: tl.constexpr, PDL: tl.constexpr,
-        BLOCK_N: tl.constexpr, BLOCK_PARAMETERS: tl.constexpr, PARAMETER_PROGRAMS: tl.constexpr, CHANNELS_LAST: tl.constexpr,
-        DY_LAST: tl.constexpr, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, EVEN: tl.constexpr, HW_FACTOR: tl.constexpr,
+        C: tl.constexpr, SHIFT_ROWS: tl.constexpr, SCALE_ROWS: tl.constexpr, OFFSET_ROWS: tl.constexpr,
+        PDL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_PARAMETERS: tl.constexpr,
+        PARAMETER_PROGRAMS: tl.constexpr, CHANNELS_LAST: tl.constexpr, DY_LAST: tl.constexpr,
+        ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, EVEN: tl.constexpr, HW_FACTOR: tl.constexpr,
         BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr,
     ):  # fmt: skip
-        """x, dy and the table of ``merge_sums_kernel`` -> dx; the first programs: its totals -> gradients of the parameters."""
+        """x, dy and the table of ``merge_sums_kernel`` -> dx; the first programs: gradients of parameters."""
         if tl.program_id(0) < PARAMETER_PROGRAMS:
             if PDL:
                 gdc_wait()
-            _parameter_grads(
-                tl.program_id(0), scratch_ptr + totals_offset, weight_ptr, bias_ptr, ada_scale_ptr, dweight_ptr, dbias_ptr,
-                dshift_ptr, dada_scale_ptr, dada_shift_ptr, ada_scale_stride, N, plane, C, SHIFT_ROWS, SCALE_ROWS, OFFSET_ROWS,
-                BLOCK_N, BLOCK_PARAMETERS,
+            parameter_grads(
+                tl.program_id(0), scratch_ptr + totals_offset, weight_ptr, bias_ptr, ada_scale_ptr,
+                dweight_ptr, dbias_ptr, dshift_ptr, dada_scale_ptr, dada_shift_ptr, ada_scale_stride, N,
+                plane, C, SHIFT_ROWS, SCALE_ROWS, OFFSET_ROWS, BLOCK_N, BLOCK_PARAMETERS,
             )  # fmt: skip
         else:
             # Last rows first: they are what the sums kernel left in L2.

@@ -1,4 +1,4 @@
-"""How gradients of ``group_norm`` are launched: which kernels of ``group_norm/backward_kernels.py`` run, and in what memory."""
+"""How gradients of ``group_norm`` are launched: which of ``backward_kernels.py``, in what memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sdfastgn.kernels.common.layout import (
     is_dense,
 )
 from sdfastgn.kernels.common.plan_cache import PlanCache, plan_key
-from sdfastgn.kernels.common.sizes import ceil_div, row_factor
+from sdfastgn.kernels.common.sizes import ceil_div, row_factor, tile_constants
 from sdfastgn.kernels.group_norm import backward_kernels as kernels
 from sdfastgn.kernels.group_norm.config import (
     ApplyConfig,
@@ -31,6 +31,7 @@ from sdfastgn.kernels.group_norm.config import (
     parameter_config,
     walk_config,
 )
+from sdfastgn.kernels.group_norm.parameter_kernels import parameter_grad_kernel
 from sdfastgn.kernels.group_norm.plans import ALIGNED, has_gaps, row_stride, vector
 from sdfastgn.kernels.group_norm.walk_kernels import walk_grad_kernel
 from sdfastgn.kernels.statistics.config import StatisticsConfig
@@ -127,8 +128,8 @@ class _GradPlan:
     """
 
     __slots__ = (
-        "apply", "copies_dy", "copies_x", "has_gaps", "merge", "parameters", "plane", "scratch",
-        "single", "sums", "totals",
+        "apply", "copies_dy", "copies_x", "has_gaps", "merge", "parameters", "plane", "scratch", "single",
+        "sums", "totals",
     )  # fmt: skip
 
     def __init__(self, call: GroupNormGradCall) -> None:
@@ -160,7 +161,7 @@ class _GradPlan:
         self._plan_rest(call, sizes, sms)
 
     def _plan_rest(self, call: GroupNormGradCall, sizes: _Sizes, sms: int) -> None:
-        """``apply``, whose first programs make the gradients of parameters, or ``parameters`` if there is none."""
+        """``apply``, whose first programs make the gradients of parameters, or ``parameters`` without it."""
         N, C, HW = sizes.N, sizes.C, sizes.HW
         block_n, block_c = parameter_config(N, C)
         programs = ceil_div(C, block_c) if any(call.wanted[1:]) else 0
@@ -174,7 +175,7 @@ class _GradPlan:
             self.apply = self._plan_apply(call, sizes, blocks, numbers, constants)
         elif programs:
             constants["BLOCK_C"] = block_c
-            kernel = kernels.parameter_grad_kernel
+            kernel = parameter_grad_kernel
             self.parameters = Launch(kernel, programs, numbers, constants, _PARAMETER_WARPS, pdl=sizes.pdl)
 
     def _plan_small(self, call: GroupNormGradCall, sizes: _Sizes, config: SmallConfig) -> Launch:
@@ -183,10 +184,7 @@ class _GradPlan:
             "PAIRS": _pairs(call, config.block),
             "CHANNELS": config.channels,
             "EACH_CHANNEL": config.each_channel,
-            "LANES": config.lanes,
-            "WARPS": config.num_warps,
-            "STEPS": config.steps,
-            "BLOCK": config.block,
+            **tile_constants(config),
         }
         programs = sizes.N * ceil_div(sizes.C, config.channels)
         numbers = (*sizes.strides, sizes.HW, self.plane)
@@ -213,10 +211,7 @@ class _GradPlan:
             "EVEN": is_even(config, C, HW, sizes.channels_last),
             "LOOP": config.rows > config.tile_rows,
             "HW_FACTOR": row_factor(sizes.channels_last, HW, config.rows),
-            "LANES": config.lanes,
-            "WARPS": config.num_warps,
-            "STEPS": config.steps,
-            "BLOCK": config.block,
+            **tile_constants(config),
         }
         programs = config.programs(N, C, sizes.channels_last)
         numbers = (*sizes.strides, HW, config.rows, config.chunks, N * config.chunks * C)
@@ -272,7 +267,7 @@ class _GradPlan:
         return Launch(kernel, programs, numbers, constants, blocks.num_warps, pdl=sizes.pdl)
 
     def launch(self, call: GroupNormGradCall, grads: GroupNormGrads) -> None:
-        """On the current device, which must be that of ``call``, whose tensors have no gaps."""
+        """On the current device, that of ``call``, whose tensors have no gaps."""
         dy, x, mean, rstd, weight, bias, shift, ada_scale, ada_shift, *_ = call
         dx, *parameter_grads = grads
         stream = gpu.current_stream(x.device)
@@ -315,7 +310,7 @@ _plans: PlanCache[_GradPlan] = PlanCache()
 
 def launch_group_norm_grads(call: GroupNormGradCall) -> GroupNormGrads:
     """Gradients by Triton kernels. Arguments are valid, and not empty."""
-    key = plan_key(call)
+    key = plan_key(call[:-1], call.wanted)
     plan = _plans.get(key)
     if plan is None:
         plan = _plans[key] = _GradPlan(call)

@@ -1,11 +1,12 @@
-"""How the kernels are launched: pure functions of sizes and the GPU's number of multiprocessors, without autotuning.
+"""How the kernels are launched: pure functions of sizes and the number of multiprocessors.
 
-The constants were chosen on an H200 (docs/adr/0006-group-norm-kernels.md, 0007-programmatic-dependent-launch.md); none of them
-assumes one.
+The constants were chosen on an H200 (docs/adr/0006-group-norm-kernels.md,
+0007-programmatic-dependent-launch.md); none of them assumes one.
 
-Tiles of reductions have four axes, (lanes, warps, steps, block), the block contiguous in memory and the steps in one thread's registers
-(``common/tiles.py``). Sums over steps are then plain additions, and sums over lanes are shuffles. Only a last scalar or vector passes
-between warps through shared memory, whose bank conflicts cost more than the reading.
+Tiles of reductions have four axes, (lanes, warps, steps, block), the block contiguous in memory and
+the steps in one thread's registers (``common/tiles.py``). Sums over steps are then plain additions,
+and sums over lanes are shuffles. Only a last scalar or vector passes between warps through shared
+memory, whose bank conflicts cost more than the reading.
 """
 
 from __future__ import annotations
@@ -28,47 +29,79 @@ __all__ = [
     "walk_config",
 ]
 
-# Elements of a group, padded to powers of 2, that one program keeps in registers; rather more where rows are as long as memory likes.
-_SMALL_MAX_ELEMENTS, _SMALL_MAX_ELEMENTS_OF_LONG_ROWS, _SMALL_LONG_ROW = 16384, 20480, 128
+# --- small: a group in one program's registers
+# Elements of a group, padded to powers of 2, above which three launches are faster.
+_SMALL_MAX_ELEMENTS = 16384
+# The same where a row of a group has at least ``_SMALL_LONG_ROW`` bytes, a whole line of memory.
+_SMALL_MAX_ELEMENTS_OF_LONG_ROWS = 20480
+_SMALL_LONG_ROW = 128
+# The same in the backward, which holds x and dy.
 _SMALL_BACKWARD_MAX_ELEMENTS = 4096
-# How many of them a warp has: forward and channels-last, by how many there are (up to so many, these), and elsewhere.
-_SMALL_PER_WARP, _SMALL_OTHER_PER_WARP = ((4096, 512), (8192, 1024), (32768, 2048)), 1024
+# (largest group, elements per warp) of the forward in channels-last; other cases use the constant below.
+_SMALL_PER_WARP = ((4096, 512), (8192, 1024), (32768, 2048))
+_SMALL_OTHER_PER_WARP = 1024
+# Elements per warp above which its registers spill.
 _SMALL_MAX_PER_WARP = 2048
-# Channels from which on a tile of their own is read in 16-byte loads, in 16 bits.
+# Channels that a tile of the rest needs: in 16 bits, fewer are less than a 16-byte load.
 _SMALL_MIN_TAIL = 8
-# Elements of a tile of the elementwise kernels.
+
+# --- apply: elementwise
+# Elements of a tile.
 _APPLY_TILE = 2048
-# Warps of a tile: 32 elements a thread hide the latency of many tiles, 16 that of few.
-_APPLY_WARPS, _APPLY_WARPS_OF_FEW_TILES = 2, 4
+# Warps of a tile: 32 elements a thread hide the latency where there are many tiles.
+_APPLY_WARPS = 2
+# Warps of a tile where there are few: 16 elements a thread.
+_APPLY_WARPS_OF_FEW_TILES = 4
 # Tiles a multiprocessor up to which they are few.
 _APPLY_FEW_TILES = 12
-# Channels of a tile. The backward keeps five values of each channel beside x and dy: 128 channels took 71 registers a thread and
-# a second wave of programs, 64 take 48.
-_APPLY_CHANNELS, _APPLY_BACKWARD_CHANNELS = 128, 64
+# Channels of a tile in the forward.
+_APPLY_CHANNELS = 128
+# And in the backward, which keeps five values of each channel beside x and dy. 128 channels took 71
+# registers a thread and a second wave of programs, 64 take 48.
+_APPLY_BACKWARD_CHANNELS = 64
+
+# --- merge, and gradients of parameters
 # Samples x channels of one program that sums parameter gradients over samples.
 _PARAMETER_TILE = (32, 32)
-# Channels a program where each is a group, so that a program still reads what memory delivers at once.
+# Channels a program where each is a group: their rows are then whole 32-byte sectors of memory.
 _EACH_CHANNEL_BLOCK = 32
-_MERGE_TILE, _MERGE_PER_WARP, _MERGE_BACKWARD_PER_WARP = 4096, 256, 1024
-# Bytes of x from which on the split backward finds nothing of its first read in an L2 of 50 MB, bytes of a group of which that L2 holds
-# most for as many groups as there are multiprocessors, contiguous bytes that memory delivers well, and groups a multiprocessor that make
-# up for an uneven end.
-_WALK_MIN_BYTES, _WALK_MAX_GROUP_BYTES, _WALK_MIN_RUN, _WALK_MIN_GROUPS = 64 * 2**20, 220 * 2**10, 64, 8
-# (elements of a tile, elements kept, warps) of groups of at least so many elements, which have a multiprocessor each: by what the
-# activation's derivative leaves of the registers. That of SiLU in channels-first rows is in between. And of smaller groups.
+# Partial results of a tile.
+_MERGE_TILE = 4096
+# Partial results per warp.
+_MERGE_PER_WARP = 256
+# The same in the backward, whose sums over warps cost more than its additions.
+_MERGE_BACKWARD_PER_WARP = 1024
+
+# --- walk: a group per program that is read twice, the second time from L2
+# Bytes of x above which the first read of three launches has left a 50 MB L2.
+_WALK_MIN_BYTES = 64 * 2**20
+# Bytes of a group of which a 50 MB L2 holds most, if each multiprocessor has one.
+_WALK_MAX_GROUP_BYTES = 220 * 2**10
+# Contiguous bytes of a row that memory delivers well.
+_WALK_MIN_RUN = 64
+# Groups per multiprocessor that make up for an uneven end.
+_WALK_MIN_GROUPS = 8
+# Elements of a group from which on it has a multiprocessor for itself.
 _WALK_LARGE_ELEMENTS = 32768
-_WALK_CHEAP, _WALK_SILU_FIRST, _WALK_LARGE = (16384, 16384, 16), (8192, 16384, 32), (8192, 8192, 32)
+# (elements of a tile, elements kept, warps) of such groups, by the registers that the activation's
+# derivative leaves: of a cheap one, of SiLU in channels-first rows, and of any other.
+_WALK_CHEAP = (16384, 16384, 16)
+_WALK_SILU_FIRST = (8192, 16384, 32)
+_WALK_LARGE = (8192, 8192, 32)
+# The same of smaller groups.
 _WALK_OTHER = (4096, 4096, 8)
+# Activations whose derivative takes few registers.
 _CHEAP = ("identity", "relu")
 
 
 @dataclass(frozen=True)
 class SmallConfig:
-    """One launch: each program holds ``channels`` of one sample in registers, as a (lanes, num_warps, steps, block) tile.
+    """One launch: a program has ``channels`` of a sample in a (lanes, num_warps, steps, block) tile.
 
-    They are one group, or groups of one channel each (``each_channel``). ``block`` covers what is contiguous in memory: the channels
-    in channels-last, the positions in channels-first. The last ``tail`` channels of a group may be a tile of their own, of (tail_lanes,
-    num_warps, tail_steps, tail).
+    They are one group, or groups of one channel each (``each_channel``). ``block`` covers what is
+    contiguous in memory: the channels in channels-last, the positions in channels-first. The last
+    ``tail`` channels of a group may be a tile of their own, of (tail_lanes, num_warps, tail_steps,
+    tail).
     """
 
     channels: int
@@ -93,7 +126,7 @@ class ApplyConfig:
 
 @dataclass(frozen=True)
 class MergeConfig:
-    """One program for ``channels`` of a sample (as in SmallConfig), in tiles of (block_p, block_c) partials."""
+    """One program for ``channels`` of a sample, as in SmallConfig, in (block_p, block_c) partials."""
 
     channels: int
     each_channel: bool
@@ -104,8 +137,9 @@ class MergeConfig:
 
 @dataclass(frozen=True)
 class WalkConfig:
-    """One launch: each program keeps the last ``kept_hw`` positions of a group in registers, and reads the others twice in
-    (block_hw, block_c) tiles, the second time backwards and in part from L2."""
+    """One launch: each program keeps the last ``kept_hw`` positions of a group in registers, and reads
+    the others twice in (block_hw, block_c) tiles, the second time backwards and in part from L2.
+    """
 
     block_hw: int
     kept_hw: int
@@ -132,7 +166,7 @@ def launch_config(
     itemsize: int = 2,
     backward: bool = False,
 ) -> SmallConfig | SplitConfig:
-    """How to normalise x of (N, C, HW), or to take gradients: a function of sizes and the GPU's number of multiprocessors.
+    """How to normalize x of (N, C, HW), or to take gradients: a function of sizes and the GPU.
 
     ``itemsize``: bytes of an element of x.
     """
@@ -140,7 +174,8 @@ def launch_config(
     elements = small.lanes * small.num_warps * small.steps * small.block + next_power_of_2(HW) * small.tail
     long_rows = channels_last and small.channels * itemsize >= _SMALL_LONG_ROW
     largest = _SMALL_MAX_ELEMENTS_OF_LONG_ROWS if long_rows else _SMALL_MAX_ELEMENTS
-    # Channels-first, a warp has whole channels: a few long ones would not fit into its registers. Offsets within a sample are 32-bit.
+    # Channels-first, a warp has whole channels: a few long ones would not fit into its registers.
+    # Offsets within a sample are 32-bit.
     fits = (
         elements <= (_SMALL_BACKWARD_MAX_ELEMENTS if backward else largest)
         and elements <= small.num_warps * _SMALL_MAX_PER_WARP
@@ -163,10 +198,10 @@ def walk_config(
     activation: str,
     shift_grad: bool = False,
 ) -> WalkConfig | None:
-    """How to take gradients of more data than caches hold, in groups that they do hold; None where three launches are faster.
+    """How to take gradients of more data than caches hold; None where three launches are faster.
 
-    ``itemsize``: bytes of an element of x, and about as many of an element of the gradient, which has the layout of x. ``shift_grad``: the
-    shift's is wanted too.
+    ``itemsize``: bytes of an element of x, and about as many of an element of the gradient, which
+    has the layout of x. ``shift_grad``: the shift's is wanted too.
     """
     CG = C // num_groups
     group, block_c = CG * HW, next_power_of_2(CG)

@@ -1,9 +1,11 @@
-"""InstanceNorm with a fused activation: GroupNorm with one channel a group, which the kernels know (``each_channel``).
+"""InstanceNorm with a fused activation: GroupNorm with one channel a group (``each_channel``).
 
-Formula, layout and numerics: ``group_norm/op.py``. Channels-last, a program normalises a block of neighbouring channels side by side; one
-channel a program would use two bytes of every 32 that memory delivers.
+Formula, layout and numerics: ``group_norm/op.py``. Channels-last, a program normalizes a block of
+neighboring channels side by side; one channel a program would use two bytes of every 32 that
+memory delivers.
 
-Source: Ulyanov, Vedaldi and Lempitsky, "Instance Normalization: The Missing Ingredient for Fast Stylization", 2016.
+Source: Ulyanov, Vedaldi and Lempitsky, "Instance Normalization: The Missing Ingredient for Fast
+Stylization", 2016.
 """
 
 from __future__ import annotations
@@ -40,9 +42,11 @@ def instance_norm(
     Layout, Grad: as ``sdfastgn.group_norm``.
     Raises:
         TypeError: a tensor is not dense, or none of these dtypes, or another argument has the wrong type.
-        ValueError: a shape, a device or the activation's name does not fit, or there is one position only, as in PyTorch.
+        ValueError: a shape, a device or the activation's name does not fit, or there is one
+            position only, as in PyTorch.
 
-    Source: torch.nn.functional.instance_norm (without running statistics) for the interface; Ulyanov et al., 2016, for the formula.
+    Source: torch.nn.functional.instance_norm (without running statistics) for the interface;
+    Ulyanov et al., 2016, for the formula.
     """
     name = "sdfastgn.instance_norm"
     try:
@@ -52,7 +56,8 @@ def instance_norm(
     if not fits:
         check_input(name, "x", x)
         raise ValueError(
-            f"{name}: x must be (N, C, *spatial) with more than one spatial element, got shape {tuple(x.shape)}"
+            f"{name}: x must be (N, C, *spatial) with more than one spatial element, "
+            f"got shape {tuple(x.shape)}"
         )
     operands = (None,) * 4
     eps = eps if type(eps) is float else as_eps(name, eps)

@@ -1,20 +1,36 @@
-"""Triton kernels of GroupNorm + activation. The op is in ``group_norm/op.py``, their launchers in ``group_norm/plans.py``.
+"""Triton kernels of GroupNorm + activation. Op: ``group_norm/op.py``, launches: ``group_norm/plans.py``.
 
-Layout: the kernels read (N, HW, C) or (N, C, HW) without gaps; the output has the input's strides, or is (N, HW, C) tokens.
+Layout: the kernels read (N, HW, C) or (N, C, HW) without gaps; the output has the input's strides,
+or is (N, HW, C) tokens.
+
+Pointers, which mean the same in every kernel; each but x, y, statistics and table may be None:
+
+- ``x``, ``y``: input and output;
+- ``mean``, ``rstd``: (N, G) fp32, what the backward takes, stored if it is wanted;
+- ``weight``, ``bias``: (C,);
+- ``shift``, ``ada_scale``, ``ada_shift``: (N, C), rows ``*_stride`` elements apart, or (C,) with a
+  stride of 0;
+- ``statistics``: (2, N, P, C) fp32, mean and M2 of each channel and chunk;
+- ``table``: fp32 scratch memory. From ``table_offset`` on it has planes of ``table_plane`` values,
+  one for each sample and channel: scale, offset and, without ``FOLD``, mean.
 
 Two ways, chosen by ``launch_config`` from sizes alone:
 
 - *small*: one program holds a whole group in registers: one read, one write, one launch;
-- *split*: the kernel of ``statistics/kernels.py`` leaves a mean and a sum of squared deviations (M2) per channel and chunk of rows,
-  ``merge_kernel`` brings them together per group and writes what each channel is scaled and moved by, ``apply_kernel`` does that.
-  The reduction over HW is spread over the whole GPU. Where a producer gave the statistics, the first of the three falls away.
+- *split*: the kernel of ``statistics/kernels.py`` leaves a mean and a sum of squared deviations
+  (M2) per channel and chunk of rows, ``merge_kernel`` brings them together per group and writes
+  what each channel is scaled and moved by, ``apply_kernel`` does that. The reduction over HW is
+  spread over the whole GPU. Where a producer gave the statistics, the first of the three falls
+  away.
 
-From sm_90 on (``PDL``) a kernel starts while the one before still runs, and waits before it reads what that one writes (programmatic
-dependent launch). ``apply_kernel`` reads its tile of x before the wait, which is right because none of the two kernels before it lets
-a successor start until x is complete.
+From sm_90 on (``PDL``) a kernel starts while the one before still runs, and waits before it reads
+what that one writes (programmatic dependent launch). ``apply_kernel`` reads its tile of x before
+the wait, which is right because none of the two kernels before it lets a successor start until x is
+complete.
 
-Numerics: fp32 throughout, one rounding at the store. Sums are of deviations, never of raw squares, and are merged by Chan's formula in
-a fixed order without atomics, so that results are the same at each run. Offsets that can pass 2^31 are int64.
+Numerics: fp32 throughout, one rounding at the store. Sums are of deviations, never of raw squares,
+and are merged by Chan's formula in a fixed order without atomics, so that results are the same at
+each run. Offsets that can pass 2^31 are int64.
 """
 
 from __future__ import annotations
@@ -38,40 +54,19 @@ if triton is not None:
         map_tile,
         multiple_of,
     )
+    from sdfastgn.kernels.group_norm.channels import channel_affine, channel_sum
 
-__all__ = ["apply_kernel", "channel_affine", "channel_sum", "channels_kernel", "merge_kernel", "small_kernel"]
+__all__ = ["apply_kernel", "channels_kernel", "merge_kernel", "small_kernel"]
 
-# --- kernels ------------------------------------------------------------------------------------------------------------------
+# --- kernels --------------------------------------------------------------------------------------
 
 if triton is not None:
-    # Sizes are not specialised on: a new resolution never compiles anything. What matters of them is passed as a constant.
+    # Sizes are not specialised on: a new resolution never compiles anything. What matters of them
+    # is passed as a constant.
     _STRIDES = ["shift_stride", "ada_scale_stride", "ada_shift_stride"]
-    # Square of the pivot's distance from the mean, over the variance, from which on the variance is summed by itself.
+    # Square of the pivot's distance from the mean, over the variance, from which on the variance is
+    # summed by itself.
     _FAR = tl.constexpr(64.0)
-
-    @triton.jit
-    def channel_affine(
-        n, c, in_range, weight_ptr, bias_ptr, ada_scale_ptr, ada_shift_ptr, ada_scale_stride, ada_shift_stride
-    ):
-        """(scale, offset) of channels ``c`` such that the activation's argument is (u - mean) / deviation * scale + offset."""
-        # Called before the sums, so that the loads are under way while they run.
-        offset = tl.zeros_like(c).to(tl.float32)
-        scale = offset + 1
-        if weight_ptr is not None:
-            scale *= tl.load(weight_ptr + c, mask=in_range, other=0.0).to(tl.float32)
-        if bias_ptr is not None:
-            offset += tl.load(bias_ptr + c, mask=in_range, other=0.0).to(tl.float32)
-        if ada_scale_ptr is not None:
-            ada_scale = 1 + tl.load(ada_scale_ptr + n * ada_scale_stride + c, mask=in_range, other=0.0).to(
-                tl.float32
-            )
-            scale *= ada_scale
-            offset *= ada_scale
-        if ada_shift_ptr is not None:
-            offset += tl.load(ada_shift_ptr + n * ada_shift_stride + c, mask=in_range, other=0.0).to(
-                tl.float32
-            )
-        return scale, offset
 
     @triton.jit
     def _flat(d):
@@ -109,11 +104,12 @@ if triton is not None:
 
     @triton.jit
     def _small_tile(
-        x_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr, ada_shift_ptr, shift_stride, ada_scale_stride, ada_shift_stride,
-        n, group_c, first_c, HW, C: tl.constexpr, CHANNELS: tl.constexpr, CHANNELS_LAST: tl.constexpr, OUT_LAST: tl.constexpr,
+        x_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr, ada_shift_ptr,
+        shift_stride, ada_scale_stride, ada_shift_stride, n, group_c, first_c, HW,
+        C: tl.constexpr, CHANNELS: tl.constexpr, CHANNELS_LAST: tl.constexpr, OUT_LAST: tl.constexpr,
         LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        """(x less the pivot, pivot, scale, offset, mask, offsets in y) of ``CHANNELS`` channels from ``first_c``."""
+        """(x less the pivot, pivot, scale, offset, mask, offsets in y) of channels from ``first_c`` on."""
         outer = (along_steps(STEPS) * WARPS + along_warps(WARPS)) * LANES + along_lanes(LANES)
         inner = along_block(BLOCK)
         row = outer if CHANNELS_LAST else inner
@@ -125,7 +121,8 @@ if triton is not None:
         last = row * C + c
         first = c * HW + row
         x = tl.load(x_ptr + base + (last if CHANNELS_LAST else first), mask=mask, other=0.0).to(tl.float32)
-        # Sums are of differences from the first element: rounded at the size of the deviations, not of the data.
+        # Sums are of differences from the first element: rounded at the size of the deviations, not
+        # of the data.
         pivot = tl.load(x_ptr + base + group_c * (1 if CHANNELS_LAST else HW)).to(tl.float32)
         d = x - pivot
         if shift_ptr is not None:
@@ -134,29 +131,23 @@ if triton is not None:
             d += shift - first_shift
             pivot += first_shift
         scale, offset = channel_affine(
-            n,
-            c,
-            in_range,
-            weight_ptr,
-            bias_ptr,
-            ada_scale_ptr,
-            ada_shift_ptr,
-            ada_scale_stride,
-            ada_shift_stride,
-        )
+            n, c, in_range, weight_ptr, bias_ptr, ada_scale_ptr, ada_shift_ptr,
+            ada_scale_stride, ada_shift_stride)  # fmt: skip
         return tl.where(mask, d, 0.0), pivot, scale, offset, mask, base + (last if OUT_LAST else first)
 
     @triton.jit(do_not_specialize=[*_STRIDES, "HW", "eps"])
     def small_kernel(
         x_ptr, y_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr, ada_shift_ptr,
         shift_stride, ada_scale_stride, ada_shift_stride, HW, eps,
-        C: tl.constexpr, CHANNELS: tl.constexpr, CHANNELS_LAST: tl.constexpr, OUT_LAST: tl.constexpr, ACTIVATION: tl.constexpr,
-        PAIRS: tl.constexpr, PDL: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
-        TAIL: tl.constexpr, TAIL_LANES: tl.constexpr, TAIL_STEPS: tl.constexpr,
+        C: tl.constexpr, CHANNELS: tl.constexpr, CHANNELS_LAST: tl.constexpr, OUT_LAST: tl.constexpr,
+        ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, PDL: tl.constexpr, LANES: tl.constexpr,
+        WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr,
+        TAIL_LANES: tl.constexpr, TAIL_STEPS: tl.constexpr,
     ):  # fmt: skip
         """A group of ``CHANNELS`` a program.
 
-        ``TAIL``: the last so many channels of a group are a tile of their own, where one tile would be a power of 2 too large.
+        ``TAIL``: the last so many channels of a group are a tile of their own, where one tile would
+        be a power of 2 too large.
         """
         # Two sums one after the other where both at once would cost the last bits of the result.
         EXACT: tl.constexpr = y_ptr.dtype.element_ty == tl.float32
@@ -167,26 +158,26 @@ if triton is not None:
         if PDL:
             gdc_wait()
         d, pivot, scale, offset, mask, out = _small_tile(
-            x_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr, ada_shift_ptr, shift_stride, ada_scale_stride, ada_shift_stride,
-            n, group_c, group_c, HW, C, CHANNELS - TAIL, CHANNELS_LAST, OUT_LAST, LANES, WARPS, STEPS, BLOCK,
+            x_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr, ada_shift_ptr, shift_stride,
+            ada_scale_stride, ada_shift_stride, n, group_c, group_c, HW, C, CHANNELS - TAIL, CHANNELS_LAST,
+            OUT_LAST, LANES, WARPS, STEPS, BLOCK,
         )  # fmt: skip
         if TAIL:
             tail_d, _, tail_scale, tail_offset, tail_mask, tail_out = _small_tile(
-                x_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr, ada_shift_ptr, shift_stride, ada_scale_stride, ada_shift_stride,
-                n, group_c, group_c + (CHANNELS - TAIL), HW, C, TAIL, CHANNELS_LAST, OUT_LAST, TAIL_LANES, WARPS, TAIL_STEPS, TAIL,
+                x_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr, ada_shift_ptr, shift_stride,
+                ada_scale_stride, ada_shift_stride, n, group_c, group_c + (CHANNELS - TAIL), HW, C, TAIL,
+                CHANNELS_LAST, OUT_LAST, TAIL_LANES, WARPS, TAIL_STEPS, TAIL,
             )  # fmt: skip
         share = 1 / (HW * CHANNELS).to(tl.float32)
-        # fma is explicit: ptxas would contract product and difference here, but not where the mean is stored too: other bits.
+        # An explicit fma: ptxas contracts this only where the mean is not stored, and the bits differ.
         if EXACT and not TAIL:
             total = _tile_sum(d)
             d = tl.where(mask, tl.fma(total, -share, d), 0.0)
             variance = _tile_sum(d * d) * share
         else:
             if TAIL:
-                sums, squares = (
-                    _in_warps(d) + _in_warps(tail_d),
-                    _in_warps(d * d) + _in_warps(tail_d * tail_d),
-                )
+                sums = _in_warps(d) + _in_warps(tail_d)
+                squares = _in_warps(d * d) + _in_warps(tail_d * tail_d)
             else:
                 sums, squares = d, d * d
             total, square = _tile_sums(sums, squares)
@@ -195,7 +186,7 @@ if triton is not None:
                 tail_d = tl.where(tail_mask, tl.fma(total, -share, tail_d), 0.0)
             mean = total * share
             variance = tl.fma(mean, -mean, square * share)
-            # An outlier for a pivot: what is left of the difference has too few bits, or the squares passed the largest number.
+            # The pivot is an outlier: the difference has too few bits left, or the squares are inf.
             again = (mean * mean > _FAR * variance) | (square == float("inf"))
             if EXACT:
                 again = True
@@ -211,18 +202,12 @@ if triton is not None:
             tail_y = activate(tail_d * (tail_scale * rstd) + tail_offset, ACTIVATION, PAIRS)
             tl.store(y_ptr + tail_out, tail_y.to(y_ptr.dtype.element_ty), mask=tail_mask)
 
-    @triton.jit
-    def channel_sum(d):
-        """Over a (lanes, warps, steps, block) tile, but for the block, which are channels."""
-        d = tl.sum(d, STEP_AXIS, keep_dims=True)
-        return tl.sum(tl.sum(d, LANE_AXIS, keep_dims=True), 1, keep_dims=True)
-
     @triton.jit(do_not_specialize=[*_STRIDES, "HW", "eps"])
     def channels_kernel(
         x_ptr, y_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr, ada_shift_ptr,
         shift_stride, ada_scale_stride, ada_shift_stride, HW, eps,
-        C: tl.constexpr, CHANNELS: tl.constexpr, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, PDL: tl.constexpr,
-        LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
+        C: tl.constexpr, CHANNELS: tl.constexpr, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr,
+        PDL: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         """``CHANNELS`` of a sample a program, channels-last; each is normalised by itself."""
         PARTS: tl.constexpr = (C + CHANNELS - 1) // CHANNELS
@@ -239,26 +224,19 @@ if triton is not None:
         if PDL:
             gdc_wait()
         x = tl.load(x_ptr + base + last, mask=mask, other=0.0).to(tl.float32)
-        # Sums are of differences from the first element: rounded at the size of the deviations, not of the data.
+        # Sums are of differences from the first element: rounded at the size of the deviations, not
+        # of the data.
         pivot = tl.load(x_ptr + base + c, mask=in_range, other=0.0).to(tl.float32)
         d = x - pivot
         if shift_ptr is not None:
             d += tl.load(shift_ptr + n * shift_stride + c, mask=in_range, other=0.0).to(tl.float32)
         scale, offset = channel_affine(
-            n,
-            c,
-            in_range,
-            weight_ptr,
-            bias_ptr,
-            ada_scale_ptr,
-            ada_shift_ptr,
-            ada_scale_stride,
-            ada_shift_stride,
-        )
+            n, c, in_range, weight_ptr, bias_ptr, ada_scale_ptr, ada_shift_ptr,
+            ada_scale_stride, ada_shift_stride)  # fmt: skip
         share = 1 / HW.to(tl.float32)
         d = tl.where(mask, d, 0.0)
         total = channel_sum(d)
-        # Explicit: ptxas would contract product and difference here, but not where the mean is stored too, and other bits come out.
+        # An explicit fma: ptxas contracts this only where the mean is not stored, and the bits differ.
         d = tl.where(mask, tl.fma(total, -share, d), 0.0)
         rstd = inverse_deviation(channel_sum(d * d) * share, eps)
         _save(mean_ptr, rstd_ptr, tl.fma(total, share, pivot), rstd, n * C + c, in_range)
@@ -269,7 +247,7 @@ if triton is not None:
     def _partials(
         base, plane, start, chunks, rows, HW, c, in_range, shift, C: tl.constexpr, BLOCK_P: tl.constexpr
     ):
-        """(mean + shift, M2, number of positions) of the channels ``c`` in a block of chunks; no positions outside."""
+        """(mean + shift, M2, count) of the channels ``c`` in a block of chunks; count is 0 outside."""
         p = start + tl.arange(0, BLOCK_P)[:, None]
         count = tl.minimum(rows, HW - p.to(tl.int64) * rows).to(tl.int32)
         mask = (p < chunks) & (count > 0) & in_range[None, :]
@@ -280,26 +258,31 @@ if triton is not None:
 
     @triton.jit
     def _merged(partials, EACH_CHANNEL: tl.constexpr):
-        # Channels first where they are summed: a scalar a warp then passes through shared memory, not a row of channels.
+        # Channels first where they are summed: a scalar a warp then passes through shared memory,
+        # not a row of channels.
         return tl.sum(partials, axis=0) if EACH_CHANNEL else tl.sum(tl.sum(partials, axis=1), axis=0)
 
     @triton.jit(
         do_not_specialize=[*_STRIDES, "HW", "rows", "chunks", "plane", "table_offset", "table_plane", "eps"]
     )
     def merge_kernel(
-        statistics_ptr, table_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr, ada_shift_ptr,
-        shift_stride, ada_scale_stride, ada_shift_stride, HW, rows, chunks, plane, table_offset, table_plane, eps,
-        C: tl.constexpr, CHANNELS: tl.constexpr, EACH_CHANNEL: tl.constexpr, FOLD: tl.constexpr, LOOP: tl.constexpr, PDL: tl.constexpr,
-        COMPLETE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
+        statistics_ptr, table_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr,
+        ada_shift_ptr,
+        shift_stride, ada_scale_stride, ada_shift_stride, HW, rows, chunks, plane, table_offset, table_plane,
+        eps,
+        C: tl.constexpr, CHANNELS: tl.constexpr, EACH_CHANNEL: tl.constexpr, FOLD: tl.constexpr,
+        LOOP: tl.constexpr, PDL: tl.constexpr, COMPLETE: tl.constexpr, BLOCK_P: tl.constexpr,
+        BLOCK_C: tl.constexpr,
     ):  # fmt: skip
-        """Chan's formula over the channels and chunks of a group: statistics -> (scale, offset, mean) of each of its channels.
+        """Chan's formula over a group: statistics -> (scale, offset, mean) of each of its channels.
 
-        ``CHANNELS`` of a sample a program: a group, or groups of one channel (``EACH_CHANNEL``). ``COMPLETE``: x is, when this kernel
-        starts.
+        ``CHANNELS`` of a sample a program: a group, or groups of one channel (``EACH_CHANNEL``).
+        ``COMPLETE``: x is, when this kernel starts.
 
-        ``FOLD``, for 16-bit x: the mean goes into the offset, which saves the apply pass registers and a load. The offset is then
-        rounded at the size of mean / deviation, as PyTorch's own is. A group of equal values would get an offset that is wrong by
-        0.5, so its scale is 0 and its offset stays as it is.
+        ``FOLD``, for 16-bit x: the mean goes into the offset, which saves the apply pass registers
+        and a load. The offset is then rounded at the size of mean / deviation, as PyTorch's own is.
+        A group of equal values would get an offset that is wrong by 0.5, so its scale is 0 and its
+        offset stays as it is.
         """
         PARTS: tl.constexpr = (C + CHANNELS - 1) // CHANNELS
         part = tl.program_id(0)
@@ -316,22 +299,14 @@ if triton is not None:
             gdc_wait()
             if not COMPLETE:
                 gdc_launch_dependents()
-        # Means are merged as deviations from the first one: their sum is then exact to the last bit of the data.
+        # Means are merged as deviations from the first: their sum is then exact to the data's last bit.
         pivot = tl.load(base + c, mask=in_range, other=0.0) if EACH_CHANNEL else tl.load(base + first_c)
         shift = tl.zeros((BLOCK_C,), tl.float32)
         if shift_ptr is not None:
             shift += tl.load(shift_ptr + n * shift_stride + c, mask=in_range, other=0.0).to(tl.float32)
         scale, offset = channel_affine(
-            n,
-            c,
-            in_range,
-            weight_ptr,
-            bias_ptr,
-            ada_scale_ptr,
-            ada_shift_ptr,
-            ada_scale_stride,
-            ada_shift_stride,
-        )
+            n, c, in_range, weight_ptr, bias_ptr, ada_scale_ptr, ada_shift_ptr,
+            ada_scale_stride, ada_shift_stride)  # fmt: skip
         to_pivot = shift - pivot
         d, part_m2, weight = _partials(base, plane, 0, chunks, rows, HW, c, in_range, to_pivot, C, BLOCK_P)
         total = d * weight
@@ -355,7 +330,7 @@ if triton is not None:
         groups, mask = (n * C + c, in_range) if EACH_CHANNEL else (part, None)
         _save(mean_ptr, rstd_ptr, mean + pivot, rstd, groups, mask)
         scale *= rstd
-        # x comes without the shift: the mean is taken of x + shift, so what is subtracted from x is mean - shift.
+        # The mean is that of x + shift, and x comes without: mean - shift is subtracted from it.
         centre = mean - to_pivot
         out = table_ptr + table_offset + n * C + c
         if FOLD:
@@ -368,9 +343,11 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["HW", "table_offset", "table_plane"])
     def apply_kernel(
-        x_ptr, y_ptr, table_ptr, HW, table_offset, table_plane,
-        C: tl.constexpr, CHANNELS_LAST: tl.constexpr, OUT_LAST: tl.constexpr, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr,
-        FOLD: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, HW_FACTOR: tl.constexpr, BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr,
+        x_ptr, y_ptr, table_ptr,
+        HW, table_offset, table_plane,
+        C: tl.constexpr, CHANNELS_LAST: tl.constexpr, OUT_LAST: tl.constexpr, ACTIVATION: tl.constexpr,
+        PAIRS: tl.constexpr, FOLD: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+        HW_FACTOR: tl.constexpr, BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr,
     ):  # fmt: skip
         # Last rows first: they are what the statistics pass left in L2.
         pid = tl.num_programs(0) - 1 - tl.program_id(0)

@@ -1,4 +1,4 @@
-"""GroupNorm with a fused activation, for channels-last and channels-first tensors: the op ``sdfastgn::group_norm``.
+"""GroupNorm with a fused activation, channels-last or channels-first: ``sdfastgn::group_norm``.
 
 Formula, with x of shape (N, C, *spatial), HW = product of the spatial sizes, G groups of CG = C / G channels:
 
@@ -6,7 +6,8 @@ Formula, with x of shape (N, C, *spatial), HW = product of the spatial sizes, G 
     z = (u - mean(u)) / sqrt(var(u) + eps) * weight[c] + bias[c]          (per (n, g); var divided by CG * HW)
     y = activation(z * (1 + ada_scale[n, c]) + ada_shift[n, c])
 
-On a GPU the kernels of ``group_norm/kernels.py`` run; everywhere else ``reference_group_norm``. Layout and numerics contract: there.
+On a GPU the kernels of ``group_norm/kernels.py`` run; everywhere else ``reference_group_norm``.
+Layout and numerics contract: there.
 
 Source: Wu and He, "Group Normalization", 2018. The interface follows torch.nn.functional.group_norm.
 """
@@ -54,7 +55,7 @@ def reference_group_norm(
     tokens: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The same function in plain PyTorch: fallback without a GPU, truth of the tests (in fp64) and baseline of the benchmarks.
+    """The same function in plain PyTorch: fallback, truth of the tests (fp64), baseline of the benchmarks.
 
     Computes in fp32 (fp64 for fp64 input).
     """
@@ -97,7 +98,6 @@ def _fake(call: GroupNormCall) -> tuple[Tensor, Tensor, Tensor]:
 
 def _save(ctx: Any, call: GroupNormCall, results: tuple[Tensor, Tensor, Tensor]) -> None:
     _, mean, rstd = results
-    ctx.mark_non_differentiable(mean, rstd)
     ctx.set_materialize_grads(False)
     ctx.settings = call.num_groups, call.eps, call.activation, call.tokens
     operands = (call.weight, call.bias, call.shift, call.ada_scale, call.ada_shift)
@@ -122,7 +122,8 @@ def _check(name: str, call: GroupNormCall) -> None:
     N, C = x.shape[:2]
     if num_groups < 0 or C % num_groups:
         raise ValueError(
-            f"{name}: num_groups={num_groups} must be a positive divisor of C={C}, x has shape {tuple(x.shape)}"
+            f"{name}: num_groups={num_groups} must be a positive divisor of C={C}, "
+            f"x has shape {tuple(x.shape)}"
         )
     check_activation(name, call.activation)
     for label in ("weight", "bias"):
@@ -160,7 +161,7 @@ GROUP_NORM = PlannedOp(
     save=_save,
     backward=_backward,
     check=_check,
-    returned=lambda results: results[0],
+    hidden=2,
 )
 
 
@@ -189,20 +190,27 @@ def group_norm(
         weight, bias: (C,) or None, independently of each other.
         eps: added to the variance: a number of Python or NumPy, or a tensor without dimensions.
         activation: any of ``sdfastgn.kernels.common.activations.ACTIVATIONS``.
-        shift: (N, C), (1, C) or (C,), added to x before the statistics (a convolution's bias, a time embedding).
-        ada_scale, ada_shift: like shift; adaptive GroupNorm: ``z * (1 + ada_scale) + ada_shift`` before the activation.
-        statistics: (2, N, P, C) fp32, P >= 1: ``sdfastgn.channel_statistics(x)`` or what ``add_with_statistics`` or
-            ``cat_with_statistics`` returned beside x. They must be those of x, without ``shift``; that is not checked. They save the
-            pass over x that would compute them. Plain PyTorch (no GPU, fp64) computes its own instead.
-        tokens: return (N, HW, C) tokens, contiguous, as attention takes them; HW is the product of the spatial sizes.
+        shift: (N, C), (1, C) or (C,), added to x before the statistics (a convolution's bias, a
+            time embedding).
+        ada_scale, ada_shift: like shift; adaptive GroupNorm: ``z * (1 + ada_scale) + ada_shift``
+            before the activation.
+        statistics: (2, N, P, C) fp32, P >= 1: ``sdfastgn.channel_statistics(x)`` or what
+            ``add_with_statistics`` or ``cat_with_statistics`` returned beside x. They must be those
+            of x, without ``shift``; that is not checked. They save the pass over x that would
+            compute them. Plain PyTorch (no GPU, fp64) computes its own instead.
+        tokens: return (N, HW, C) tokens, contiguous, as attention takes them; HW is the product of
+            the spatial sizes.
 
     Shapes: the output has the shape of x, or (N, HW, C).
-    Dtypes: x fp16, bf16 or fp32 (fp64 runs in plain PyTorch); every other tensor any of these. The output has the dtype of x,
-        or fp32 under CUDA autocast, as torch.nn.functional.group_norm has.
-    Layout: the output has the strides of x if x is without gaps, channels-last or channels-first; else C stays innermost if it was.
-    Grad: with respect to every tensor but ``statistics``, which count as the function of x that they are. Between forward and
-        backward x is kept and two fp32 values a group. A second derivative, the transforms of torch.func (vmap, jacrev) and
-        forward-mode AD run in plain PyTorch.
+    Dtypes: x fp16, bf16 or fp32 (fp64 runs in plain PyTorch); every other tensor any of these. The
+        output has the dtype of x, or fp32 under CUDA autocast, as torch.nn.functional.group_norm
+        has.
+    Layout: the output has the strides of x if x is without gaps, channels-last or channels-first;
+    else C stays innermost if it was.
+    Grad: with respect to every tensor but ``statistics``, which count as the function of x that
+        they are. Between forward and backward x is kept and two fp32 values a group. A second
+        derivative, the transforms of torch.func (vmap, jacrev) and forward-mode AD run in plain
+        PyTorch.
     Raises:
         TypeError: a tensor is not dense, or none of these dtypes, or another argument has the wrong type.
         ValueError: a shape, the number of groups, a device or the activation's name does not fit.

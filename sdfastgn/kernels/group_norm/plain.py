@@ -1,7 +1,8 @@
 """PyTorch's own GroupNorm, and also right where the mean is far above the spread (``common/far_mean.py``).
 
-Its channels-last kernel for CPUs takes the variance as a difference of squares, which is worse (PyTorch 2.13), and its
-backward crashes where x needs no gradient and a parameter does. So an input goes through a channels-first copy.
+Its channels-last kernel for CPUs takes the variance as a difference of squares, which is worse
+(PyTorch 2.13), and its backward crashes where x needs no gradient and a parameter does. So an input
+goes through a channels-first copy.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ __all__ = ["channels_last_group_norm", "is_channels_last_to_pytorch", "plain_gro
 def plain_group_norm(
     u: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(z, mean, rstd): z as ``u`` (N, C, *spatial), channels-first, mean and rstd (N, G). Parameters (C,) of the dtype of u, or None."""
+    """(z, mean, rstd): z as ``u`` (N, C, *spatial), channels-first, mean and rstd (N, G). Parameters
+    (C,) of the dtype of u, or None.
+    """
     if weight is None and bias is not None:
         weight = torch.ones_like(bias)  # PyTorch's backward fails with a bias and no weight
     # PyTorch reads parameters as if they were contiguous.
@@ -36,8 +39,8 @@ def plain_group_norm(
     if is_far(u, mean, rstd):
         # A constant: no derivative of the result with respect to it is other than zero.
         centre = mean.detach()
-        centred = (u.view(*mean.shape, -1) - centre[..., None]).view(u.shape)
-        z, mean, rstd = _native_group_norm(centred, num_groups, weight, bias, eps)
+        centered = (u.view(*mean.shape, -1) - centre[..., None]).view(u.shape)
+        z, mean, rstd = _native_group_norm(centered, num_groups, weight, bias, eps)
         mean = mean + centre
     return z, mean, rstd
 
@@ -45,7 +48,8 @@ def plain_group_norm(
 def channels_last_group_norm(
     u: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """What a stock ``nn.GroupNorm`` computes of a channels-last ``u`` on a CPU; None where that is far from right, or cannot be.
+    """What a stock ``nn.GroupNorm`` computes of a channels-last ``u`` on a CPU; None where that is far
+    from right, or cannot be.
 
     Less exact than ``plain_group_norm``, and faster by the copies: for who wants stock's own bits.
     """
@@ -60,7 +64,7 @@ def channels_last_group_norm(
 
 
 def is_channels_last_to_pytorch(u: Tensor) -> bool:
-    """True if ``u`` lies so that PyTorch picks a channels-last kernel on a CPU: asked of strides alone, those of one sample too."""
+    """True if PyTorch picks a channels-last kernel for ``u`` on a CPU: strides alone decide."""
     if u.is_contiguous() or u.dim() not in (4, 5):
         return False
     return suggest_memory_format(u) is not torch.contiguous_format

@@ -1,4 +1,4 @@
-"""How calls of ``group_norm`` are launched: which kernels of ``group_norm/kernels.py`` run, and in what memory."""
+"""How ``group_norm`` is launched: which of ``group_norm/kernels.py`` run, and in what memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sdfastgn.kernels.common import gpu
 from sdfastgn.kernels.common.activations import PAIRED
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.common.layout import dense, dense_is_channels_last, empty_dense_like, is_dense
-from sdfastgn.kernels.common.sizes import ceil_div, row_factor
+from sdfastgn.kernels.common.sizes import ceil_div, row_factor, tile_constants
 from sdfastgn.kernels.group_norm import kernels
 from sdfastgn.kernels.group_norm.config import (
     ApplyConfig,
@@ -52,7 +52,7 @@ class GroupNormCall(NamedTuple):
 
 
 class GroupNormPlan:
-    """The launches for one combination of shapes, strides, dtypes and device: ``small``, or statistics, merge and apply.
+    """The launches of one kind of call: ``small``, or ``statistics``, ``merge`` and ``apply``.
 
     ``scratch``: fp32 values that pass between the latter.
     """
@@ -89,7 +89,8 @@ class GroupNormPlan:
             chunks = self.statistics.chunks
         else:
             chunks = call.statistics.shape[2]
-        # The statistics come first in the scratch memory, unless they are given, then the table of scales and offsets.
+        # The statistics come first in the scratch memory, unless they are given, then the table of
+        # scales and offsets.
         plane, table_plane = N * chunks * C, ceil_div(N * C, ALIGNED) * ALIGNED
         table = ceil_div(2 * plane, ALIGNED) * ALIGNED if call.statistics is None else 0
         folds = x.dtype != torch.float32
@@ -99,44 +100,37 @@ class GroupNormPlan:
         blocks = apply_config(N, C, HW, channels_last, gpu.num_sms(x.device))
         self.apply = _apply(call, blocks, channels_last, (HW, table, table_plane))
 
-    def run(self, call: GroupNormCall) -> Tensor:
-        return self._launch(call, None, None)
-
     def run_and_save(self, call: GroupNormCall) -> tuple[Tensor, Tensor, Tensor]:
         mean, rstd = empty_saved(call), empty_saved(call)
-        return self._launch(call, mean, rstd), mean, rstd
+        return self.run(call, mean, rstd), mean, rstd
 
-    def _launch(self, call: GroupNormCall, mean: Tensor | None, rstd: Tensor | None) -> Tensor:
-        x = call.x
+    def run(self, call: GroupNormCall, mean: Tensor | None = None, rstd: Tensor | None = None) -> Tensor:
+        """Also fills ``mean`` and ``rstd``, both or none of them."""
+        stream = gpu.stream_on(call.x.device)
+        if stream is None:
+            with torch.cuda.device(call.x.device):
+                return self.run(call, mean, rstd)
+        x, _, weight, bias, _, _, shift, ada_scale, ada_shift, statistics, _, out_dtype = call
         if self.tokens is not None:
-            y = torch.empty(self.tokens, dtype=call.out_dtype or x.dtype, device=x.device)
+            y = torch.empty(self.tokens, dtype=out_dtype or x.dtype, device=x.device)
         elif self.has_gaps:
-            y = empty_dense_like(x, call.out_dtype or x.dtype)
+            y = empty_dense_like(x, out_dtype or x.dtype)
         else:
-            y = torch.empty_like(x, dtype=call.out_dtype)
+            y = torch.empty_like(x, dtype=out_dtype)
         if self.has_gaps:
-            call = _without_gaps(call)
-        stream = gpu.stream_on(x.device)
-        if stream is not None:
-            self._launch_on(stream, call, y, mean, rstd)
-        else:
-            with torch.cuda.device(x.device):
-                self._launch_on(gpu.current_stream(x.device), call, y, mean, rstd)
-        return y
-
-    def _launch_on(
-        self, stream: int, call: GroupNormCall, y: Tensor, mean: Tensor | None, rstd: Tensor | None
-    ) -> None:
-        x, _, weight, bias, _, _, shift, ada_scale, ada_shift, statistics, _, _ = call
+            x, statistics = dense(x), None if statistics is None else statistics.contiguous()
+            weight, bias = vector(weight), vector(bias)
+            shift, ada_scale, ada_shift = vector(shift), vector(ada_scale), vector(ada_shift)
         if self.small is not None:
             self.small(stream, x, y, mean, rstd, weight, bias, shift, ada_scale, ada_shift)
-            return
+            return y
         scratch = torch.empty(self.scratch, dtype=torch.float32, device=x.device)
         if self.statistics is not None:
             statistics = scratch
             self.statistics.on_stream(stream, x, statistics)
         self.merge(stream, statistics, scratch, mean, rstd, weight, bias, shift, ada_scale, ada_shift)
         self.apply(stream, x, y, scratch)
+        return y
 
 
 def _small(call: GroupNormCall, config: SmallConfig, HW: int, channels_last: bool) -> Launch:
@@ -152,10 +146,7 @@ def _small(call: GroupNormCall, config: SmallConfig, HW: int, channels_last: boo
         "ACTIVATION": call.activation,
         "PAIRS": pairs,
         "PDL": pdl,
-        "LANES": config.lanes,
-        "WARPS": config.num_warps,
-        "STEPS": config.steps,
-        "BLOCK": config.block,
+        **tile_constants(config),
         **({} if config.each_channel else tail),
     }
     kernel = kernels.channels_kernel if config.each_channel else kernels.small_kernel
@@ -222,7 +213,7 @@ def vector(operand: Tensor | None) -> Tensor | None:
 
 
 def row_stride(operand: Tensor | None, C: int) -> int:
-    """Elements from one sample's row of ``vector(operand)`` to the next; 0 where one row serves all samples."""
+    """Elements from a sample's row of ``vector(operand)`` to the next; 0 where one serves all samples."""
     if operand is None or operand.dim() == 1 or operand.shape[0] == 1:
         return 0
     return operand.stride(0) if operand.stride(1) == 1 else C
@@ -231,15 +222,3 @@ def row_stride(operand: Tensor | None, C: int) -> int:
 def _strides(call: GroupNormCall) -> tuple[int, ...]:
     C = call.x.shape[1]
     return row_stride(call.shift, C), row_stride(call.ada_scale, C), row_stride(call.ada_shift, C)
-
-
-def _without_gaps(call: GroupNormCall) -> GroupNormCall:
-    return call._replace(
-        x=dense(call.x),
-        weight=vector(call.weight),
-        bias=vector(call.bias),
-        shift=vector(call.shift),
-        ada_scale=vector(call.ada_scale),
-        ada_shift=vector(call.ada_shift),
-        statistics=None if call.statistics is None else call.statistics.contiguous(),
-    )

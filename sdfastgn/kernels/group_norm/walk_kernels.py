@@ -1,9 +1,9 @@
-"""The Triton kernel of GroupNorm's backward for more data than caches hold, in groups that they do hold. Its launcher:
-``group_norm/backward_plans.py``.
+"""The Triton kernel of GroupNorm's backward for more data than caches hold, in groups that they hold.
 
-One program has a group of x and of dy. It reads all of it for the sums, keeps the positions that it read last in registers, and for
-dx reads only the others again, backwards: L2 then still has most of them. Three launches read everything twice from memory. dy has
-the layout of x; sums and numerics as in ``small_grad_kernel``.
+One program has a group of x and of dy. It reads all of it for the sums, keeps the positions that it
+read last in registers, and for dx reads only the others again, backwards: L2 then still has most of
+them. Three launches read everything twice from memory. dy has the layout of x; sums and numerics as
+in ``small_grad_kernel``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if triton is not None:
 
     from sdfastgn.kernels.common.tiles import multiple_of
     from sdfastgn.kernels.group_norm.backward_kernels import STRIDES, grad_tile, store_totals
-    from sdfastgn.kernels.group_norm.kernels import channel_affine
+    from sdfastgn.kernels.group_norm.channels import channel_affine
 
 __all__ = ["walk_grad_kernel"]
 
@@ -24,10 +24,12 @@ if triton is not None:
 
     @triton.jit
     def _walk_there(
-        x_ptr, dy_ptr, offsets, row, walked, in_range, centre, rstd, scale, offset, STEP: tl.constexpr, ACTIVATION: tl.constexpr,
-        SHIFT_GRAD: tl.constexpr, PAIRS: tl.constexpr, BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr,
+        x_ptr, dy_ptr,
+        offsets, row, walked, in_range, centre, rstd, scale, offset,
+        STEP: tl.constexpr, ACTIVATION: tl.constexpr, SHIFT_GRAD: tl.constexpr, PAIRS: tl.constexpr,
+        BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr,
     ):  # fmt: skip
-        """Over the first ``walked`` positions, in tiles: of dz, dz * xhat and (``SHIFT_GRAD``) xhat what a tile's threads each sum."""
+        """Each thread's sums of dz, dz * xhat and (``SHIFT_GRAD``) xhat in the first ``walked`` positions."""
         tiles = tl.cdiv(walked, BLOCK_HW)
         along_z = tl.zeros((BLOCK_HW, BLOCK_C), tl.float32)
         along_x, sum_x = along_z, along_z
@@ -47,7 +49,8 @@ if triton is not None:
 
     @triton.jit
     def _walk_back(
-        x_ptr, dy_ptr, dx_ptr, offsets, row, walked, in_range, centre, rstd, scale, offset, along_mean, along_var,
+        x_ptr, dy_ptr, dx_ptr,
+        offsets, row, walked, in_range, centre, rstd, scale, offset, along_mean, along_var,
         STEP: tl.constexpr, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, BLOCK_HW: tl.constexpr,
     ):  # fmt: skip
         """dx of the first ``walked`` positions, the last ones first."""
@@ -64,11 +67,12 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=[*STRIDES, "HW", "plane"])
     def walk_grad_kernel(
-        x_ptr, dy_ptr, dx_ptr, totals_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr, ada_shift_ptr,
+        x_ptr, dy_ptr, dx_ptr, totals_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr,
+        ada_shift_ptr,
         shift_stride, ada_scale_stride, ada_shift_stride, HW, plane,
-        C: tl.constexpr, CG: tl.constexpr, ACTIVATION: tl.constexpr, SHIFT_GRAD: tl.constexpr, CHANNELS_LAST: tl.constexpr,
-        PDL: tl.constexpr, PAIRS: tl.constexpr, HW_FACTOR: tl.constexpr, BLOCK_HW: tl.constexpr, KEPT_HW: tl.constexpr,
-        BLOCK_C: tl.constexpr,
+        C: tl.constexpr, CG: tl.constexpr, ACTIVATION: tl.constexpr, SHIFT_GRAD: tl.constexpr,
+        CHANNELS_LAST: tl.constexpr, PDL: tl.constexpr, PAIRS: tl.constexpr, HW_FACTOR: tl.constexpr,
+        BLOCK_HW: tl.constexpr, KEPT_HW: tl.constexpr, BLOCK_C: tl.constexpr,
     ):  # fmt: skip
         STEP: tl.constexpr = C if CHANNELS_LAST else 1
         group = tl.program_id(0)
@@ -91,60 +95,34 @@ if triton is not None:
         if shift_ptr is not None:
             centre -= tl.load(shift_ptr + n * shift_stride + c, mask=in_range, other=0.0).to(tl.float32)
         scale, offset = channel_affine(
-            n,
-            c,
-            in_range,
-            weight_ptr,
-            bias_ptr,
-            ada_scale_ptr,
-            ada_shift_ptr,
-            ada_scale_stride,
-            ada_shift_stride,
-        )
+            n, c, in_range, weight_ptr, bias_ptr, ada_scale_ptr, ada_shift_ptr,
+            ada_scale_stride, ada_shift_stride)  # fmt: skip
         walked = HW - KEPT_HW
         along_z, along_x, sum_x = _walk_there(
-            x_ptr, dy_ptr, offsets, row, walked, in_range, centre, rstd, scale, offset,
-            STEP, ACTIVATION, SHIFT_GRAD, PAIRS, BLOCK_HW, BLOCK_C,
+            x_ptr, dy_ptr, offsets, row, walked, in_range, centre, rstd, scale, offset, STEP, ACTIVATION,
+            SHIFT_GRAD, PAIRS, BLOCK_HW, BLOCK_C,
         )  # fmt: skip
         kept_row = walked + tl.arange(0, KEPT_HW)[:, None]
         kept_at = kept_row * C + c if CHANNELS_LAST else c * HW + kept_row
-        kept_mask = (kept_row < HW) & in_range
+        mask = (kept_row < HW) & in_range
         kept_z, kept_x = grad_tile(
-            x_ptr,
-            dy_ptr,
-            kept_at,
-            kept_at,
-            kept_mask,
-            centre,
-            rstd,
-            scale,
-            offset,
-            ACTIVATION,
-            PAIRS,
-            "evict_first",
-        )
+            x_ptr, dy_ptr, kept_at, kept_at, mask, centre, rstd, scale, offset,
+            ACTIVATION, PAIRS, "evict_first")  # fmt: skip
         along_z = tl.sum(along_z, 0, keep_dims=True) + tl.sum(kept_z, 0, keep_dims=True)
         along_x = tl.sum(along_x, 0, keep_dims=True) + tl.sum(kept_z * kept_x, 0, keep_dims=True)
         positions = HW.to(tl.float32)
         along_mean = tl.sum(scale * along_z, 1, keep_dims=True) / (positions * CG)
         along_var = tl.sum(scale * along_x, 1, keep_dims=True) / (positions * CG)
         if totals_ptr is not None:
-            sum_x = (
-                tl.sum(sum_x, 0, keep_dims=True) + tl.sum(kept_x, 0, keep_dims=True)
-                if SHIFT_GRAD
-                else along_x
-            )
+            if SHIFT_GRAD:
+                sum_x = tl.sum(sum_x, 0, keep_dims=True) + tl.sum(kept_x, 0, keep_dims=True)
             store_totals(
-                totals_ptr + n * C + c, plane, in_range, along_z, along_x, sum_x, positions, rstd, scale, along_mean, along_var, SHIFT_GRAD
+                totals_ptr + n * C + c, plane, in_range, along_z, along_x, sum_x, positions, rstd, scale,
+                along_mean, along_var, SHIFT_GRAD,
             )  # fmt: skip
-        kept_dx = rstd * (kept_z * scale - along_mean - kept_x * along_var)
-        tl.store(
-            dx_ptr + kept_at,
-            kept_dx.to(dx_ptr.dtype.element_ty),
-            mask=kept_mask,
-            eviction_policy="evict_first",
-        )
+        dx = (rstd * (kept_z * scale - along_mean - kept_x * along_var)).to(dx_ptr.dtype.element_ty)
+        tl.store(dx_ptr + kept_at, dx, mask=mask, eviction_policy="evict_first")
         _walk_back(
-            x_ptr, dy_ptr, dx_ptr, offsets, row, walked, in_range, centre, rstd, scale, offset, along_mean, along_var,
-            STEP, ACTIVATION, PAIRS, BLOCK_HW,
+            x_ptr, dy_ptr, dx_ptr, offsets, row, walked, in_range, centre, rstd, scale, offset, along_mean,
+            along_var, STEP, ACTIVATION, PAIRS, BLOCK_HW,
         )  # fmt: skip

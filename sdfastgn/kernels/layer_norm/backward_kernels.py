@@ -1,14 +1,21 @@
-"""Triton kernels of LayerNorm's backward, and their launchers. Formula and op are in ``layer_norm/backward.py``.
+"""Triton kernels of LayerNorm's backward. Formula and op: ``layer_norm/backward.py``.
 
 Two ways, as forward:
 
-- *rows*: a program holds rows of dy and x in registers, writes dx, and goes on to its next rows while what the columns get (dweight,
-  dbias, the gradient of a bias that was added to x) adds up in registers. One read of dy and x, one write of dx;
-- *chunks*: ``_chunk_sums_kernel`` leaves each chunk's share of the two sums that a row's dx needs, ``_chunk_grad_kernel`` takes a block of
-  columns through many rows.
+- *rows*: a program holds rows of dy and x in registers, writes dx, and goes on to its next rows
+  while what the columns get (dweight, dbias, the gradient of a bias that was added to x) adds up in
+  registers. One read of dy and x, one write of dx;
+- *chunks*: ``_chunk_sums_kernel`` leaves each chunk's share of the two sums that a row's dx needs,
+  ``_chunk_grad_kernel`` takes a block of columns through many rows.
 
-Column sums are fp32 partials, one for each program in a fixed order, which ``_column_sum_kernel`` adds up: no atomics, the same bits at
-each run. Every kernel waits (``PDL``) before it touches memory.
+Pointers, beside those of ``layer_norm/kernels.py``: ``dy``, ``dx`` (rows, D), contiguous; ``dtotal``
+(rows, D), the gradient of the sum from elsewhere, or None; ``sums`` fp32 (2, rows, chunks), summed
+over the chunks when ``_chunk_grad_kernel`` reads it; ``partials`` fp32 (3, programs, D); ``dweight``,
+``dbias``, ``dadded`` (D,) or None.
+
+Column sums are fp32 partials, one for each program in a fixed order, which ``_column_sum_kernel``
+adds up: no atomics, the same bits at each run. Every kernel waits (``PDL``) before it touches
+memory.
 """
 
 from __future__ import annotations
@@ -24,7 +31,7 @@ if triton is not None:
     from sdfastgn.kernels.layer_norm.kernels import row_sum, tile_column, tile_row
 
 
-# --- kernels ------------------------------------------------------------------------------------------------------------------
+# --- kernels --------------------------------------------------------------------------------------
 
 if triton is not None:
 
@@ -37,10 +44,11 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["rows", "plane"])
     def _rows_grad_kernel(
-        dy_ptr, dtotal_ptr, x_ptr, centre_ptr, rstd_ptr, weight_ptr, dx_ptr, partials_ptr, rows, plane,
-        D: tl.constexpr, X_STRIDE: tl.constexpr, ROW_SUMS: tl.constexpr, WEIGHT_GRAD: tl.constexpr, BIAS_GRAD: tl.constexpr,
-        ADDED_GRAD: tl.constexpr, PDL: tl.constexpr,
-        WIDE: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
+        dy_ptr, dtotal_ptr, x_ptr, centre_ptr, rstd_ptr, weight_ptr, dx_ptr, partials_ptr,
+        rows, plane,
+        D: tl.constexpr, X_STRIDE: tl.constexpr, ROW_SUMS: tl.constexpr, WEIGHT_GRAD: tl.constexpr,
+        BIAS_GRAD: tl.constexpr, ADDED_GRAD: tl.constexpr, PDL: tl.constexpr, WIDE: tl.constexpr,
+        LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         ROWS: tl.constexpr = LANES if WIDE else LANES * WARPS
         r = tile_row(WIDE, LANES, WARPS)
@@ -88,7 +96,8 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["chunks", "blocks", "d_parts", "x_parts", "plane"])
     def _chunk_sums_kernel(
-        dy_ptr, x_ptr, centre_ptr, rstd_ptr, weight_ptr, sums_ptr, chunks, blocks, d_parts, x_parts, plane,
+        dy_ptr, x_ptr, centre_ptr, rstd_ptr, weight_ptr, sums_ptr,
+        chunks, blocks, d_parts, x_parts, plane,
         VECTOR: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         """Sums of dy * weight and of dy * weight * xhat over each chunk of each row."""
@@ -168,7 +177,8 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["count", "D", "plane"])
     def _column_sum_kernel(
-        partials_ptr, dweight_ptr, dbias_ptr, dadded_ptr, count, D, plane,
+        partials_ptr, dweight_ptr, dbias_ptr, dadded_ptr,
+        count, D, plane,
         PDL: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
     ):  # fmt: skip
         """One block of columns of one of the three sums."""

@@ -1,4 +1,4 @@
-"""How gradients of LayerNorm are launched: which kernels of ``layer_norm/backward_kernels.py`` run, and in what memory."""
+"""How gradients of LayerNorm are launched: which of ``backward_kernels.py``, in what memory."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class _GradPlan:
         )
 
     def launch(self, call: LayerNormGradCall, grads: LayerNormGrads) -> None:
-        """On the current device, which must be that of ``call``, whose tensors have no gaps but between rows of x."""
+        """On the current device, that of ``call``, whose tensors have no gaps but between rows of x."""
         dy, dtotal, x, centre, rstd, weight, *_ = call
         stream = gpu.current_stream(x.device)
         partials = sums = None

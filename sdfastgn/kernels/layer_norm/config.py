@@ -1,8 +1,10 @@
-"""How the LayerNorm kernels are launched: pure functions of sizes and the GPU's number of multiprocessors, without autotuning.
+"""How the LayerNorm kernels are launched: pure functions of sizes and the number of multiprocessors.
 
-A row of up to ``_MAX_IN_REGISTERS`` padded elements is held in registers, in a tile of four axes (lanes, warps, steps, block) as in
-``group_norm/config.py``. The block is what one load instruction of a warp takes of a row, or less where the row is shorter; lanes left
-over by a short block take further rows. Longer rows are cut into chunks, so that ten rows of ten million elements fill a GPU too.
+A row of up to ``_MAX_IN_REGISTERS`` padded elements is held in registers, in a tile of four axes
+(lanes, warps, steps, block) as in ``group_norm/config.py``. The block is what one load instruction
+of a warp takes of a row, or less where the row is shorter; lanes left over by a short block take
+further rows. Longer rows are cut into chunks, so that ten rows of ten million elements fill a GPU
+too.
 """
 
 from __future__ import annotations
@@ -19,26 +21,47 @@ __all__ = [
     "forward_config",
 ]
 
-# Elements of a row, padded, that one program keeps in registers; in a backward that also keeps column sums there, half as many.
-_MAX_IN_REGISTERS, _MAX_WITH_SUMS = 16384, 8192
-_MAX_WARPS, _NARROW_WARPS = 16, 4
-# Elements a thread: one warp takes a row of up to the first, a row spread over warps gets the second, short rows are gathered up to the
-# third. The backward holds two tensors and up to three column sums: a warp takes rows of the first size, and gathers up to the second.
-_NARROW_PER_THREAD, _WIDE_PER_THREAD, _GATHERED_PER_THREAD = 64, 16, 32
-_BACKWARD_PER_THREAD, _BACKWARD_GATHERED = 16, 8
+# Elements of a row, padded, that one program keeps in registers.
+_MAX_IN_REGISTERS = 16384
+# The same in a backward that keeps column sums there too.
+_MAX_WITH_SUMS = 8192
+# Warps of a program whose warps share a row, at most.
+_MAX_WARPS = 16
+# Warps of a program whose warps have rows of their own, at most.
+_NARROW_WARPS = 4
+# Elements per thread up to which one warp takes a row.
+_NARROW_PER_THREAD = 64
+# Elements per thread of a row that is spread over warps.
+_WIDE_PER_THREAD = 16
+# Elements per thread up to which a warp gathers short rows.
+_GATHERED_PER_THREAD = 32
+# Elements per thread up to which one warp takes a row in the backward: two tensors, three column sums.
+_BACKWARD_PER_THREAD = 16
+# Elements per thread up to which a warp gathers short rows in the backward.
+_BACKWARD_GATHERED = 8
 # Bytes of a block below which a row's part is no whole line of memory.
 _LINE_BYTES = 128
-# Warps a multiprocessor: below the first a row is spread over warps, above the second each warp takes more rows.
-_FEW_WARPS_PER_SM, _MANY_WARPS_PER_SM = 4, 16
-# Elements a multiprocessor, in those of one lane of each warp, that a backward with column sums keeps under way; and tiles that a program
-# should have at least, because each leaves its partial sums in memory.
-_BACKWARD_PER_SM, _BACKWARD_TILES = 256, 4
-_CHUNK_BLOCK, _CHUNK_WARPS, _CHUNK_PROGRAMS_PER_SM, _MAX_CHUNKS = 2048, 4, 8, 2048
+# Warps per multiprocessor below which a row is spread over warps.
+_FEW_WARPS_PER_SM = 4
+# Warps per multiprocessor above which each warp takes more rows.
+_MANY_WARPS_PER_SM = 16
+# Elements per multiprocessor, counted for one lane of each warp, that a backward with column sums
+# keeps in flight.
+_BACKWARD_PER_SM = 256
+# Tiles that its programs should have at least, because each leaves partial sums in memory.
+_BACKWARD_TILES = 4
+# Elements of a block of a long row, and the warps that walk it.
+_CHUNK_BLOCK = 2048
+_CHUNK_WARPS = 4
+# Programs per multiprocessor that keep memory busy.
+_CHUNK_PROGRAMS_PER_SM = 8
+# Chunks of a row that one program can merge.
+_MAX_CHUNKS = 2048
 
 
 @dataclass(frozen=True)
 class RowsConfig:
-    """Whole rows in registers. ``wide``: the warps of a program share one row; else each has ``lanes`` rows of its own.
+    """Whole rows in registers. ``wide``: a program's warps share one row; else each has ``lanes`` rows.
 
     ``programs`` take turns over all tiles of ``rows`` rows, one tile each in a forward.
     """
@@ -58,7 +81,7 @@ class RowsConfig:
 
 @dataclass(frozen=True)
 class ChunksConfig:
-    """Each row in ``chunks`` parts of ``length`` elements, the last one shorter; programs walk theirs in blocks of ``block``."""
+    """Each row in ``chunks`` parts of ``length`` elements, walked in blocks of ``block``."""
 
     block: int
     num_warps: int
@@ -67,7 +90,7 @@ class ChunksConfig:
 
 
 def forward_config(rows: int, D: int, itemsize: int, vector: int, num_sms: int) -> RowsConfig | ChunksConfig:
-    """How to normalise (rows, D), both at least 1; ``vector`` elements of ``itemsize`` bytes are one load of a thread."""
+    """How to normalize (rows, D); ``vector`` elements of ``itemsize`` bytes are one load of a thread."""
     if next_power_of_2(D) > _MAX_IN_REGISTERS:
         return _chunks_config(rows, D, num_sms)
     load = WARP * vector
@@ -89,7 +112,7 @@ def forward_config(rows: int, D: int, itemsize: int, vector: int, num_sms: int) 
 def backward_config(
     rows: int, D: int, vector: int, num_sms: int, *, column_sums: bool
 ) -> RowsConfig | ChunksConfig:
-    """How to go back through (rows, D); with ``column_sums`` each program adds up its rows and leaves few partial sums."""
+    """How to take gradients of (rows, D); with ``column_sums`` each program adds up its rows."""
     if next_power_of_2(D) > (_MAX_WITH_SUMS if column_sums else _MAX_IN_REGISTERS):
         return _chunks_config(rows, D, num_sms)
     load = WARP * vector
@@ -116,7 +139,7 @@ def _wide_config(rows: int, D: int, load: int, vector: int, programs: int) -> Ro
 
 
 def _backward_programs(config: RowsConfig, tiles: int, num_sms: int, column_sums: bool) -> int:
-    """As many as a GPU runs at a time; fewer where that would leave more partial sums than there are rows to add."""
+    """As many as a GPU runs at a time; fewer where there would be more partial sums than rows to add."""
     if not column_sums:
         return tiles
     per_thread = max(_BACKWARD_GATHERED, config.lanes * config.steps * config.block // WARP)
@@ -125,7 +148,7 @@ def _backward_programs(config: RowsConfig, tiles: int, num_sms: int, column_sums
 
 
 def _fitting_block(D: int, load: int, line: int) -> int:
-    """The largest power of 2 up to ``load`` that leaves (nearly) the fewest idle lanes in a row of ``D``, and fills lines of memory."""
+    """The largest power of 2 up to ``load`` that leaves few lanes idle in a row of ``D`` and fills lines."""
     if load >= D:
         return next_power_of_2(D)
     sizes = [load]
@@ -143,7 +166,7 @@ def _chunks_config(rows: int, D: int, num_sms: int) -> ChunksConfig:
 
 
 def column_groups(rows: int, D: int, block: int, num_sms: int) -> int:
-    """Groups of rows, one a program and block of columns, over which long rows are added up column by column."""
+    """Groups of rows over which long rows are added up, one a program and block of columns."""
     return max(
         1, min(ceil_div(rows, _BACKWARD_TILES), num_sms * _CHUNK_PROGRAMS_PER_SM // ceil_div(D, block))
     )

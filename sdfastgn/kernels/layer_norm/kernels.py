@@ -1,22 +1,35 @@
-"""Triton kernels of LayerNorm and of residual add + LayerNorm, and their launchers. The op is in ``layer_norm/op.py``.
+"""Triton kernels of LayerNorm and of residual add + LayerNorm. Op: ``layer_norm/op.py``.
 
 Two ways, chosen by ``forward_config`` from sizes alone:
 
-- *rows*: one program holds whole rows in registers: one read, one write, one launch. A warp takes a row, or several short ones by
-  itself, or the warps of a program share a long one;
-- *chunks*: for rows that do not fit. ``_chunk_kernel`` leaves a mean and a sum of squared deviations (M2) per chunk,
-  ``_merge_chunks_kernel`` brings them together per row, ``_normalise_kernel`` applies them. Ten rows then fill a GPU as well.
+- *rows*: one program holds whole rows in registers: one read, one write, one launch. A warp takes a
+  row, or several short ones by itself, or the warps of a program share a long one;
+- *chunks*: for rows that do not fit. ``_chunk_kernel`` leaves a mean and a sum of squared
+  deviations (M2) per chunk, ``_merge_chunks_kernel`` brings them together per row,
+  ``_normalise_kernel`` applies them. Ten rows then fill a GPU as well.
 
-With a residual, the kernel that reads x first also writes the sum, and takes the statistics of what it wrote, as rounded. With a
-``total_bias`` what is kept is another tensor than what is normalised: rows have both in registers, chunks write both.
+Pointers, which mean the same in every kernel; each but x, y and the scratch memory may be None:
 
-Launched dependent on each other from sm_90 on (``PDL``), by the rules of ADR 7: nothing is read or written before ``gdc_wait`` but x,
-and x only where no kernel of this call writes it.
+- ``x``, ``residual``: (rows, D), rows a known stride apart; ``y``: (rows, D), contiguous;
+- ``weight``, ``bias``: (D,); ``add_bias``: (D,), added to the sum; ``total_bias``: (D,), added to
+  what is kept of it;
+- ``total``: (rows, D), the sum that is normalized, and in the rows kernel with total_bias on top;
+  ``kept``: the same with total_bias, in the chunk kernel;
+- ``centre``, ``rstd``: (rows,) fp32;
+- ``partials``: fp32 (2, rows, chunks), mean less the row's first element, and M2.
 
-Numerics: fp32 throughout, one rounding at each store. Sums are of deviations from the row's first element or a tile's mean, never of raw
-squares, merged by Chan's formula in a fixed order without atomics. Means stay what they are found as, differences from the row's first
-element (``centre``), which fp32 holds to the last bit where it would round the mean at the size of the data. Offsets that can
-pass 2^31 are int64.
+With a residual, the kernel that reads x first also writes the sum, and takes the statistics of what
+it wrote, as rounded. With a ``total_bias`` what is kept is another tensor than what is normalised:
+rows have both in registers, chunks write both.
+
+Launched dependent on each other from sm_90 on (``PDL``), by the rules of ADR 7: nothing is read or
+written before ``gdc_wait`` but x, and x only where no kernel of this call writes it.
+
+Numerics: fp32 throughout, one rounding at each store. Sums are of deviations from the row's first
+element or a tile's mean, never of raw squares, merged by Chan's formula in a fixed order without
+atomics. Means stay what they are found as, differences from the row's first element (``centre``),
+which fp32 holds to the last bit where it would round the mean at the size of the data. Offsets that
+can pass 2^31 are int64.
 """
 
 from __future__ import annotations
@@ -32,7 +45,7 @@ if triton is not None:
 
 __all__ = ["row_sum", "tile_column", "tile_row"]
 
-# --- kernels ------------------------------------------------------------------------------------------------------------------
+# --- kernels --------------------------------------------------------------------------------------
 
 if triton is not None:
 
@@ -54,7 +67,7 @@ if triton is not None:
 
     @triton.jit
     def row_sum(x, WIDE: tl.constexpr):
-        """Sum of each row: in registers, in shuffles, and through shared memory only where warps share a row."""
+        """Sum of each row: in registers, in shuffles, and where warps share a row in shared memory."""
         total = tl.sum(tl.sum(x, STEP_AXIS, keep_dims=True), 3, keep_dims=True)
         if WIDE:
             total = tl.sum(total, 1, keep_dims=True)
@@ -74,7 +87,9 @@ if triton is not None:
 
     @triton.jit
     def _affine(weight_ptr, bias_ptr, c, in_row):
-        """(scale, offset) of the columns ``c``. Called before the sums, so that the loads are under way while they run."""
+        """(scale, offset) of the columns ``c``. Called before the sums, so that the loads are under
+        way while they run.
+        """
         scale = 1.0
         offset = 0.0
         if weight_ptr is not None:
@@ -85,9 +100,12 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["rows", "eps"])
     def _rows_kernel(
-        x_ptr, residual_ptr, add_bias_ptr, total_bias_ptr, weight_ptr, bias_ptr, total_ptr, y_ptr, centre_ptr, rstd_ptr, rows, eps,
-        D: tl.constexpr, X_STRIDE: tl.constexpr, RESIDUAL_STRIDE: tl.constexpr, ONE_ROW: tl.constexpr, PDL: tl.constexpr,
-        WIDE: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
+        x_ptr, residual_ptr, add_bias_ptr, total_bias_ptr, weight_ptr, bias_ptr, total_ptr, y_ptr, centre_ptr,
+        rstd_ptr,
+        rows, eps,
+        D: tl.constexpr, X_STRIDE: tl.constexpr, RESIDUAL_STRIDE: tl.constexpr, ONE_ROW: tl.constexpr,
+        PDL: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr,
+        BLOCK: tl.constexpr,
     ):  # fmt: skip
         ROWS: tl.constexpr = LANES if WIDE else LANES * WARPS
         first = tl.program_id(0).to(tl.int64) * ROWS
@@ -101,11 +119,14 @@ if triton is not None:
         if PDL:
             gdc_wait()
         x, kept = _read(x_ptr, residual_ptr, add_bias_ptr, x_row + c, residual_row + c, c, mask)
-        # Sums are of differences from the row's first element: rounded at the size of the deviations, not of the data.
+        # Sums are of differences from the row's first element: rounded at the size of the
+        # deviations, not of the data.
         pivot, _ = _read(x_ptr, residual_ptr, add_bias_ptr, x_row, residual_row, r * 0, is_row)
-        # Where a thread has one row, it reads its own columns: a broadcast would send the whole tile through shared memory.
+        # Where a thread has one row, it reads its own columns: a broadcast would send the whole
+        # tile through shared memory.
         if total_bias_ptr is not None:
-            # Before the affine: after it, ptxas holds 168 registers a thread instead of 128, and three programs fit instead of four.
+            # Before the affine: after it, ptxas holds 168 registers a thread instead of 128, and
+            # three programs fit instead of four.
             kept += tl.load(total_bias_ptr + (c + r * 0 if ONE_ROW else c), mask=in_row, other=0.0).to(
                 tl.float32
             )
@@ -115,7 +136,8 @@ if triton is not None:
             tl.store(total_ptr + out, kept.to(total_ptr.dtype.element_ty), mask=mask)
         d = tl.where(in_row, x - pivot, 0.0)
         total = row_sum(d, WIDE)
-        # Explicit: ptxas would contract product and difference here, but not where the centre is stored too, and other bits come out.
+        # Explicit: ptxas would contract product and difference here, but not where the centre is
+        # stored too, and other bits come out.
         d = tl.where(in_row, tl.fma(total, -1 / D, d), 0.0)
         rstd = inverse_deviation(row_sum(d * d, WIDE) / D, eps)
         y = d * rstd * scale + offset
@@ -126,11 +148,12 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["chunks", "blocks", "d_parts", "x_parts", "residual_parts", "plane"])
     def _chunk_kernel(
-        x_ptr, residual_ptr, add_bias_ptr, total_bias_ptr, total_ptr, kept_ptr, partials_ptr, chunks, blocks, d_parts, x_parts,
-        residual_parts, plane,
+        x_ptr, residual_ptr, add_bias_ptr, total_bias_ptr, total_ptr, kept_ptr, partials_ptr,
+        chunks, blocks, d_parts, x_parts, residual_parts, plane,
         VECTOR: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        """Mean, less the row's first element, and M2 of each chunk of each row; and the sum that x is part of.
+        """Mean, less the row's first element, and M2 of each chunk of each row; and the sum that x
+        is part of.
 
         ``kept_ptr``: the sum and total_bias, where there is one.
         """
@@ -143,10 +166,12 @@ if triton is not None:
         total_row = row * d_parts * VECTOR + start
         i = tl.arange(0, BLOCK)
         if PDL:
-            # Whatever follows may start once every program is past the wait: x is then complete, and may be read ahead.
+            # Whatever follows may start once every program is past the wait: x is then complete,
+            # and may be read ahead.
             gdc_wait()
             gdc_launch_dependents()
-        # All means of a row are taken from its first element: rounded at the size of the deviations, not of the data.
+        # All means of a row are taken from its first element: rounded at the size of the
+        # deviations, not of the data.
         first, _ = _read(
             x_ptr, residual_ptr, add_bias_ptr, x_row - start, residual_row - start, row * 0, row >= 0
         )
@@ -176,7 +201,9 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["chunks", "length", "D", "plane", "eps"])
     def _merge_chunks_kernel(
-        partials_ptr, centre_ptr, rstd_ptr, chunks, length, D, plane, eps, PDL: tl.constexpr, BLOCK: tl.constexpr,
+        partials_ptr, centre_ptr, rstd_ptr,
+        chunks, length, D, plane, eps,
+        PDL: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         """Chan's formula over the chunks of a row."""
         if PDL:
@@ -197,10 +224,13 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["rows", "d_parts", "x_parts"])
     def _normalise_kernel(
-        x_ptr, weight_ptr, bias_ptr, centre_ptr, rstd_ptr, y_ptr, rows, d_parts, x_parts,
+        x_ptr, weight_ptr, bias_ptr, centre_ptr, rstd_ptr, y_ptr,
+        rows, d_parts, x_parts,
         VECTOR: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        """One block of one row. ``AHEAD``: x is complete when this kernel starts, and may be read before the wait."""
+        """One block of one row. ``AHEAD``: x is complete when this kernel starts, and may be read
+        before the wait.
+        """
         # Neighbours have the same columns of neighbouring rows: weight and bias are read from memory once.
         row = (tl.program_id(0) % rows).to(tl.int64)
         c = (tl.program_id(0) // rows).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

@@ -1,16 +1,20 @@
-"""LayerNorm over the last dimension, alone and after a residual add: the ops ``sdfastgn::layer_norm`` and ``sdfastgn::add_layer_norm``.
+"""LayerNorm over the last dimension, alone and after a residual add: the ops ``sdfastgn::layer_norm``
+and ``sdfastgn::add_layer_norm``.
 
 Formula, with u of shape (..., D), u = x or u = x + residual + add_bias as rounded to the dtype of x:
 
     y = (u - mean(u)) / sqrt(var(u) + eps) * weight + bias          (per row of D; var divided by D)
 
-The sum is returned beside y: as it was normalised, or with a bias on top (``total_bias``), of which the norm knows nothing. Whatever is
-added to the sum next then needs no pass for its bias. Only the kernels know of it; the op does not, and where the op is called or a
-gradient is wanted, plain PyTorch makes that sum.
+The sum is returned beside y: as it was normalized, or with a bias on top (``total_bias``), of which
+the norm knows nothing. Whatever is added to the sum next then needs no pass for its bias. Only the
+kernels know of it; the op does not, and where the op is called or a gradient is wanted, plain
+PyTorch makes that sum.
 
-On a GPU the kernels of ``layer_norm/kernels.py`` run; everywhere else ``reference_layer_norm``. Layout and numerics contract: there.
+On a GPU the kernels of ``layer_norm/kernels.py`` run; everywhere else ``reference_layer_norm``.
+Layout and numerics contract: there.
 
-Source: Ba, Kiros and Hinton, "Layer Normalization", 2016. The interface follows torch.nn.functional.layer_norm.
+Source: Ba, Kiros and Hinton, "Layer Normalization", 2016. The interface follows
+torch.nn.functional.layer_norm.
 """
 
 from __future__ import annotations
@@ -39,7 +43,7 @@ def reference_layer_norm(
     *,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The same function in plain PyTorch, in fp32 (fp64 for fp64 input): fallback without a GPU and truth of the tests (in fp64)."""
+    """The same function in plain PyTorch, in fp32 (fp64 for fp64 input): fallback, and truth of the tests."""
     return _reference(LayerNormCall(x, weight, bias, eps, out_dtype))[0]
 
 
@@ -59,7 +63,7 @@ def _reference(call: LayerNormCall) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def reference_add(x: Tensor, residual: Tensor, *biases: Tensor | None) -> Tensor:
-    """x + residual + biases, each of these (D,) or None, in plain PyTorch: rounded once, to the dtype of x."""
+    """x + residual + biases, (D,) or None each, in plain PyTorch: rounded once, to the dtype of x."""
     wide = torch.promote_types(x.dtype, torch.float32)
     total = x.to(wide) + residual.to(wide)
     for bias in biases:
@@ -92,15 +96,14 @@ def _fake_of_sum(call: AddCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return y, total, centre, rstd
 
 
-def _keep(ctx: Any, call: LayerNormCall | AddCall, normalised: Tensor, centre: Tensor, rstd: Tensor) -> None:
+def _keep(ctx: Any, call: LayerNormCall | AddCall, normalized: Tensor, centre: Tensor, rstd: Tensor) -> None:
     """What the backward needs; of the bias and of what is added, only the dtype."""
     ctx.eps = call.eps
     ctx.dtypes = tuple(
         None if t is None else t.dtype for t in (call.x, call.weight, call.bias, call.add_bias)
     )
-    ctx.mark_non_differentiable(centre, rstd)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(normalised, centre, rstd, call.weight)
+    ctx.save_for_backward(normalized, centre, rstd, call.weight)
 
 
 def _save(ctx: Any, call: LayerNormCall, results: tuple[Tensor, ...]) -> None:
@@ -190,7 +193,7 @@ _LAYER_NORM = PlannedOp(
     save=_save,
     backward=_backward,
     check=_check,
-    returned=lambda results: results[0],
+    hidden=2,
     plain=_plain,
 )
 _ADD_LAYER_NORM = PlannedOp(
@@ -204,12 +207,12 @@ _ADD_LAYER_NORM = PlannedOp(
     save=_save_of_sum,
     backward=_backward_of_sum,
     check=_check_sum,
-    returned=lambda results: results[:2],
+    hidden=2,
     plain=_plain_of_sum,
 )
 
 
-# --- public functions -----------------------------------------------------------------------------------------------------------
+# --- public functions -----------------------------------------------------------------------------
 
 
 def layer_norm(
@@ -223,11 +226,14 @@ def layer_norm(
         eps: added to the variance: a number of Python or NumPy, or a tensor without dimensions.
 
     Shapes: the output has the shape of x.
-    Dtypes: x fp16, bf16 or fp32 (fp64 runs in plain PyTorch); weight and bias any of these. The output has the dtype of x, or
-        fp32 under CUDA autocast, as torch.nn.functional.layer_norm has.
-    Layout: rows are read where they lie if they are without gaps and equally far apart, else from a copy. The output is contiguous.
-    Grad: with respect to every tensor. Between forward and backward x is kept and two fp32 values a row. A second derivative, the
-        transforms of torch.func and forward-mode AD run in plain PyTorch.
+    Dtypes: x fp16, bf16 or fp32 (fp64 runs in plain PyTorch); weight and bias any of these. The
+        output has the dtype of x, or fp32 under CUDA autocast, as torch.nn.functional.layer_norm
+        has.
+    Layout: rows are read where they lie if they are without gaps and equally far apart, else from a
+    copy. The output is contiguous.
+    Grad: with respect to every tensor. Between forward and backward x is kept and two fp32 values a
+        row. A second derivative, the transforms of torch.func and forward-mode AD run in plain
+        PyTorch.
     Raises:
         TypeError: a tensor is not dense, or none of these dtypes, or another argument has the wrong type.
         ValueError: a shape or a device does not fit.
@@ -249,7 +255,8 @@ def add_layer_norm(
     add_bias: Tensor | None = None,
     total_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """x + residual + add_bias and its LayerNorm in one pass over memory: what stands between two parts of a transformer block.
+    """x + residual + add_bias and its LayerNorm in one pass over memory: what stands between two parts
+    of a transformer block.
 
     Args:
         x: (..., D), at least rank 1.
@@ -260,30 +267,29 @@ def add_layer_norm(
             not see it.
 
     Returns:
-        (y, total): y is the ``layer_norm`` of the sum as rounded to the dtype of x. total is the sum and total_bias, rounded once from
-        fp32 to the dtype of x, in memory of its own: it may be written to.
+        (y, total): y is the ``layer_norm`` of the sum as rounded to the dtype of x. total is the
+        sum and total_bias, rounded once from fp32 to the dtype of x, in memory of its own: it may
+        be written to.
 
-    Shapes: both have the shape of x. Dtypes: total has that of x, y too, or fp32 under CUDA autocast. Layout: both are contiguous; x
-        and residual are read as in ``layer_norm``.
-    Grad: with respect to every tensor, through both results, as in ``layer_norm``; the sum is kept for the backward. A total_bias then
-        costs passes in plain PyTorch, and memory for a second sum.
+    Shapes: both have the shape of x. Dtypes: total has that of x, y too, or fp32 under CUDA
+        autocast. Layout: both are contiguous; x and residual are read as in ``layer_norm``.
+    Grad: with respect to every tensor, through both results, as in ``layer_norm``; the sum is kept
+        for the backward. A total_bias then costs passes in plain PyTorch, and memory for a second
+        sum.
     Raises:
         TypeError: a tensor is not dense, or none of these dtypes, or the dtypes of x and residual differ.
         ValueError: a shape or a device does not fit.
 
-    Source: as ``layer_norm``; the sum goes with the norm since the first pre-norm transformers' fused kernels.
+    Source: as ``layer_norm``; the sum goes with the norm since the first pre-norm transformers'
+    fused kernels.
     """
     name = _ADD_LAYER_NORM.name
     if type(eps) is not float:
         eps = as_eps(name, eps)
     call = AddCall(x, residual, weight, bias, add_bias, eps, _autocast_dtype(x), total_bias)
-    if total_bias is None:
-        return _ADD_LAYER_NORM(call)
     # Only the kernels know of a total_bias, and only in inference.
-    trains = torch.is_grad_enabled() and not dispatch.is_plain_inference(x, call)
-    found = None if trains else _ADD_LAYER_NORM.directly(call)
-    if found is not None:
-        return found
+    if total_bias is None or (dispatch.is_plain_inference(x, call) and x.numel()):
+        return _ADD_LAYER_NORM(call)
     _check_sum(name, call)
     y, _ = _ADD_LAYER_NORM(call._replace(total_bias=None))
     return y, reference_add(x, residual, add_bias, total_bias)

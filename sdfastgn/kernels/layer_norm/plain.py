@@ -15,14 +15,16 @@ __all__ = ["plain_layer_norm"]
 
 
 def plain_layer_norm(u: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """LayerNorm of ``u`` (..., D), contiguous. Parameters (D,) of the dtype of u, or None. Only where ``is_untraced``."""
+    """LayerNorm of ``u`` (..., D), contiguous. Parameters (D,) of the dtype of u, or None. Only where
+    ``is_untraced``.
+    """
     return _LayerNorm.apply(
         u.contiguous(), *(None if t is None else t.contiguous() for t in (weight, bias)), eps
     )
 
 
 class _LayerNorm(torch.autograd.Function):
-    """PyTorch's own, but for derivatives of its derivative, which PyTorch 2.13 has wrong from the fourth on."""
+    """PyTorch's own, but for higher derivatives: PyTorch 2.13 has them wrong from the fourth on."""
 
     @staticmethod
     def forward(ctx: Any, u: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""How calls of ``layer_norm`` and ``add_layer_norm`` are launched: which kernels of ``layer_norm/kernels.py`` run, and in what memory."""
+"""How LayerNorm is launched: which of ``layer_norm/kernels.py`` run, and in what memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from sdfastgn.kernels.common import gpu
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.common.layout import row_stride
-from sdfastgn.kernels.common.sizes import WARP, ceil_div, next_power_of_2, vector_width
+from sdfastgn.kernels.common.sizes import WARP, ceil_div, next_power_of_2, tile_constants, vector_width
 from sdfastgn.kernels.layer_norm import kernels
 from sdfastgn.kernels.layer_norm.config import ChunksConfig, RowsConfig, forward_config
 
@@ -36,7 +36,9 @@ class LayerNormCall(NamedTuple):
 
 
 class AddCall(NamedTuple):
-    """The arguments of the op ``sdfastgn::add_layer_norm``, and ``total_bias``. Shapes: residual as x, biases (D,)."""
+    """The arguments of the op ``sdfastgn::add_layer_norm``, and ``total_bias``. Shapes: residual as x,
+    biases (D,).
+    """
 
     x: Tensor
     residual: Tensor
@@ -49,7 +51,7 @@ class AddCall(NamedTuple):
 
 
 class LayerNormPlan:
-    """The launches for one combination of shapes, strides, dtypes and device: ``rows``, or chunk, merge and normalise."""
+    """The launches of one kind of call: ``rows``, or ``chunk``, ``merge`` and ``normalise``."""
 
     __slots__ = ("chunk", "copies", "is_contiguous", "merge", "normalise", "partials", "row_count", "rows")
 
@@ -97,7 +99,7 @@ class LayerNormPlan:
         tile = {"VECTOR": vector, "PDL": pdl, "BLOCK": config.block}
         numbers: tuple[int | float, ...]
         numbers = (
-            config.chunks, config.length // config.block, d_parts, x_parts, residual_parts, self.partials
+            config.chunks, config.length // config.block, d_parts, x_parts, residual_parts, self.partials,
         )  # fmt: skip
         self.chunk = Launch(kernels._chunk_kernel, self.partials, numbers, tile, warps, pdl=pdl)
         block = next_power_of_2(config.chunks)
@@ -111,33 +113,33 @@ class LayerNormPlan:
         numbers = (self.row_count, d_parts, x_parts if is_complete else d_parts)
         self.normalise = Launch(kernels._normalise_kernel, programs, numbers, tile, warps, pdl=pdl)
 
-    def run(self, call: LayerNormCall | AddCall) -> Tensor | tuple[Tensor, Tensor]:
-        return self._launch(call, None, None)
-
     def run_and_save(self, call: LayerNormCall | AddCall) -> tuple[Tensor, ...]:
         centre, rstd = empty_saved(call.x), empty_saved(call.x)
-        found = self._launch(call, centre, rstd)
+        found = self.run(call, centre, rstd)
         return (found, centre, rstd) if isinstance(found, Tensor) else (*found, centre, rstd)
 
-    def _launch(
-        self, call: LayerNormCall | AddCall, centre: Tensor | None, rstd: Tensor | None
+    def run(
+        self, call: LayerNormCall | AddCall, centre: Tensor | None = None, rstd: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """y, or y and total: in memory that nobody else has."""
+        """y, or y and total in memory that nobody else has. Also fills ``centre`` and ``rstd``, both or none."""
         x = call.x
+        stream = gpu.stream_on(x.device)
+        if stream is None:
+            with torch.cuda.device(x.device):
+                return self.run(call, centre, rstd)
         like = torch.preserve_format if self.is_contiguous else torch.contiguous_format
         y = torch.empty_like(x, dtype=call.out_dtype, memory_format=like)
         total = None if call.residual is None else torch.empty_like(x, memory_format=like)
         if self.copies:
             call = call._replace(**{name: getattr(call, name).contiguous() for name in self.copies})
-        stream = gpu.stream_on(x.device)
-        if stream is not None:
-            self._launch_on(stream, call, y, total, centre, rstd)
+        if self.rows is None:
+            self._launch_chunks(stream, call, y, total, centre, rstd)
         else:
-            with torch.cuda.device(x.device):
-                self._launch_on(gpu.current_stream(x.device), call, y, total, centre, rstd)
+            added = (call.residual, call.add_bias, call.total_bias)
+            self.rows(stream, call.x, *added, call.weight, call.bias, total, y, centre, rstd)
         return y if total is None else (y, total)
 
-    def _launch_on(
+    def _launch_chunks(
         self,
         stream: int,
         call: LayerNormCall | AddCall,
@@ -146,20 +148,16 @@ class LayerNormPlan:
         centre: Tensor | None,
         rstd: Tensor | None,
     ) -> None:
-        x, weight, bias = call.x, call.weight, call.bias
-        added = (call.residual, call.add_bias, call.total_bias)
-        if self.rows is not None:
-            self.rows(stream, x, *added, weight, bias, total, y, centre, rstd)
-            return
+        x = call.x
         if centre is None:
             centre, rstd = torch.empty((2, self.row_count), dtype=torch.float32, device=x.device)
         partials = torch.empty(2 * self.partials, dtype=torch.float32, device=x.device)
         kept = None
         if total is not None and call.total_bias is not None:
             total, kept = torch.empty_like(total), total
-        self.chunk(stream, x, *added, total, kept, partials)
+        self.chunk(stream, x, call.residual, call.add_bias, call.total_bias, total, kept, partials)
         self.merge(stream, partials, centre, rstd)
-        self.normalise(stream, x if total is None else total, weight, bias, centre, rstd, y)
+        self.normalise(stream, x if total is None else total, call.weight, call.bias, centre, rstd, y)
 
 
 def call_tensors(call: LayerNormCall | AddCall) -> dict[str, Tensor | None]:
@@ -177,8 +175,5 @@ def rows_constants(config: RowsConfig) -> dict[str, Any]:
     """The last constants of every kernel that holds rows in registers."""
     return {
         "WIDE": config.wide,
-        "LANES": config.lanes,
-        "WARPS": config.num_warps,
-        "STEPS": config.steps,
-        "BLOCK": config.block,
+        **tile_constants(config),
     }

@@ -1,4 +1,6 @@
-"""How the kernels of statistics are launched: pure functions of sizes and the GPU's number of multiprocessors."""
+"""How the kernels of statistics are launched: pure functions of sizes and the GPU's number of
+multiprocessors.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +10,26 @@ from sdfastgn.kernels.common.sizes import WARP_LOAD, ceil_div, next_power_of_2, 
 
 __all__ = ["StatisticsConfig", "statistics_config", "statistics_pay"]
 
+# Warps of a program.
 _STATISTICS_WARPS = 4
-# Warps of a reduction a multiprocessor, and the least and the most steps of its tiles, which are loads in flight: enough to keep the
-# memory system busy, few enough to leave little to merge. A kernel that also writes, or reads two tensors, has more in flight with
-# more and smaller ones.
+# (warps per multiprocessor, fewest steps, most steps) of a reduction. Steps of a tile are loads in
+# flight: enough to keep memory busy, few enough chunks to merge. A kernel that also writes, or reads
+# two tensors, has more in flight with more and smaller tiles.
 _REDUCTIONS = {"read": (8, 8, 16), "write": (16, 8, 8), "backward": (16, 4, 4)}
-# Groups that a norm is taken to have where it is not known yet, and the padded elements of a group from which on it gains by statistics
-# from the producer: with fewer, its one launch is shorter than the two that read them.
-_USUAL_GROUPS, _STATISTICS_MIN_ELEMENTS = 32, 16384
+# Groups that a norm is taken to have where that is not known yet.
+_USUAL_GROUPS = 32
+# Padded elements of a group below which its one launch is shorter than two that read statistics.
+_STATISTICS_MIN_ELEMENTS = 16384
 
 
 @dataclass(frozen=True)
 class StatisticsConfig:
     """Mean and M2 of every channel over ``chunks`` of ``rows`` positions each, one chunk a warp.
 
-    Each warp walks its chunk by itself, in (lanes, steps, block) tiles of ``tile_rows`` positions. Channels-last: ``block`` channels
-    of each position, and the warps of a program have neighbouring chunks. Channels-first: ``block`` positions of one channel, and
-    the warps have neighbouring channels.
+    Each warp walks its chunk by itself, in (lanes, steps, block) tiles of ``tile_rows`` positions.
+    Channels-last: ``block`` channels of each position, and the warps of a program have neighbouring
+    chunks. Channels-first: ``block`` positions of one channel, and the warps have neighbouring
+    channels.
     """
 
     lanes: int
@@ -47,7 +52,8 @@ def statistics_config(
 ) -> StatisticsConfig:
     """How to reduce (N, C, HW) to values per channel and chunk.
 
-    ``kind``: the kernel reads x (``read``), makes x and writes it (``write``), or reads x and a gradient (``backward``).
+    ``kind``: the kernel reads x (``read``), makes x and writes it (``write``), or reads x and a
+    gradient (``backward``).
     """
     warps_per_sm, steps_min, steps_max = _REDUCTIONS[kind]
     if channels_last:
@@ -62,7 +68,8 @@ def statistics_config(
     steps = max(steps_min, min(steps_max, power_of_2_below(wanted // step_rows)))
     steps = min(steps, next_power_of_2(ceil_div(HW, step_rows)))
     tile_rows = step_rows * steps
-    # Each warp of a program wants a chunk, also where the samples are so many that one warp could take a whole one.
+    # Each warp of a program wants a chunk, also where the samples are so many that one warp could
+    # take a whole one.
     most = ceil_div(ceil_div(HW, tile_rows), warps if channels_last else 1)
     chunks = ceil_div(HW, _whole_chunks(HW, tile_rows, min(max(1, wanted // tile_rows), most)))
     # Chunks as equal as can be: their number alone then says how many rows each has.
@@ -70,12 +77,16 @@ def statistics_config(
 
 
 def statistics_pay(C: int, HW: int) -> bool:
-    """True if the GroupNorm of a tensor of C channels and HW positions is quicker with statistics from whatever writes the tensor."""
+    """True if the GroupNorm of a tensor of C channels and HW positions is quicker with statistics from
+    whatever writes the tensor.
+    """
     return next_power_of_2(ceil_div(C, _USUAL_GROUPS)) * next_power_of_2(HW) >= _STATISTICS_MIN_ELEMENTS
 
 
 def _whole_chunks(HW: int, tile_rows: int, tiles: int) -> int:
-    """Rows of a chunk of about ``tiles`` tiles; such that chunks fill HW without a rest if one up to half as long does."""
+    """Rows of a chunk of about ``tiles`` tiles; such that chunks fill HW without a rest if one up to
+    half as long does.
+    """
     for count in range(tiles, max(1, tiles // 2) - 1, -1):
         if HW % (tile_rows * count) == 0:
             return tile_rows * count

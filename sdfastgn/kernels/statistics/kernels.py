@@ -1,25 +1,30 @@
 """Triton kernels of per-channel statistics, and their launchers. The ops are in ``statistics/op.py``.
 
-Statistics of x (N, C, HW) are a mean and a sum of squared deviations (M2) of each channel over each of P chunks of
-``ceil(HW / P)`` positions: fp32 (2, N, P, C), which ``merge`` in ``group_norm/kernels.py`` brings together per group. One kernel reads
-a tensor, or adds two, or concatenates two, and takes the statistics of what it writes on the way.
+Statistics of x (N, C, HW) are a mean and a sum of squared deviations (M2) of each channel over each
+of P chunks of ``ceil(HW / P)`` positions: fp32 (2, N, P, C), which ``merge`` in
+``group_norm/kernels.py`` brings together per group. One kernel reads a tensor, or adds two, or
+concatenates two, and takes the statistics of what it writes on the way.
 
-Numerics: fp32. Deviations are from the mean of the chunk's first tile, never raw squares; sums run in a fixed order without atomics.
+Pointers: ``x``, ``residual``, ``tail`` as above, the latter two or None; ``bias`` (C,) or None;
+``y``: where the sum or concatenation goes, or None; ``statistics``, or None where not wanted.
 
-Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979.
+Numerics: fp32. Deviations are from the mean of the chunk's first tile, never raw squares; sums run
+in a fixed order without atomics.
+
+Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample
+variances", 1979.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from sdfastgn.kernels.common import gpu
 from sdfastgn.kernels.common.launch import Launch
-from sdfastgn.kernels.common.sizes import row_factor
+from sdfastgn.kernels.common.sizes import row_factor, tile_constants
 from sdfastgn.kernels.common.tiles import triton
 from sdfastgn.kernels.statistics.config import StatisticsConfig, statistics_config
 
@@ -53,9 +58,13 @@ if triton is not None:
 
     @triton.jit
     def _tile(
-        x_ptr, residual_ptr, bias_ptr, tail_ptr, y_ptr, bias, scale, x_offsets, tail_offsets, y_offsets, c, mask, HEAD: tl.constexpr,
+        x_ptr, residual_ptr, bias_ptr, tail_ptr, y_ptr,
+        bias, scale, x_offsets, tail_offsets, y_offsets, c, mask,
+        HEAD: tl.constexpr,
     ):  # fmt: skip
-        """One tile in fp32: of x, of (x + residual + bias) * scale, or of cat(x, tail); stored at y, and rounded as it is stored."""
+        """One tile in fp32: of x, of (x + residual + bias) * scale, or of cat(x, tail); stored at y,
+        and rounded as it is stored.
+        """
         if tail_ptr is not None:
             x = tl.load(x_ptr + x_offsets, mask=mask & (c < HEAD), other=0.0).to(tl.float32)
             x += tl.load(tail_ptr + tail_offsets, mask=mask & (c >= HEAD), other=0.0).to(tl.float32)
@@ -73,10 +82,13 @@ if triton is not None:
 
     @triton.jit
     def rows_of_channels(
-        HW, rows, chunks, has_tail: tl.constexpr, C: tl.constexpr, HEAD: tl.constexpr,
-        LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
+        HW, rows, chunks,
+        has_tail: tl.constexpr, C: tl.constexpr, HEAD: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr,
+        STEPS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        """Channels-last: (sample, chunk, channel, position in the chunk, offsets in x, in the tail and in y) of this program's tile."""
+        """Channels-last: (sample, chunk, channel, position in the chunk, offsets in x, in the tail and
+        in y) of this program's tile.
+        """
         COLUMNS: tl.constexpr = (C + BLOCK - 1) // BLOCK
         programs = tl.cdiv(chunks, WARPS)
         n = (tl.program_id(0) // COLUMNS // programs).to(tl.int64)
@@ -92,7 +104,8 @@ if triton is not None:
 
     @triton.jit
     def positions_of_channels(
-        HW, rows, chunks, C: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr
+        HW, rows, chunks,
+        C: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         """Channels-first: the same."""
         COLUMNS: tl.constexpr = (C + WARPS - 1) // WARPS
@@ -107,9 +120,10 @@ if triton is not None:
     def tile_mean(total, count, TILE: tl.constexpr, WHOLE: tl.constexpr):
         """Mean of a chunk's first tile, of ``TILE`` values or all ``count`` of the chunk, from their sum.
 
-        16-bit values that are all equal have themselves for a mean: fp32 holds their sum exactly, and the quotient is exact too.
-        A whole tile is a power of 2. Else the remainder corrects the quotient, which Triton's own division has wrong by two units
-        in the last place; in a whole tile that would cost registers, and 5 % of the time of large tensors.
+        16-bit values that are all equal have themselves for a mean: fp32 holds their sum exactly,
+        and the quotient is exact too. A whole tile is a power of 2. Else the remainder corrects the
+        quotient, which Triton's own division has wrong by two units in the last place; in a whole
+        tile that would cost registers, and 5 % of the time of large tensors.
         """
         if WHOLE:
             mean = total * (1 / TILE)
@@ -128,26 +142,27 @@ if triton is not None:
 
     @triton.jit
     def _corrected(mean, m2, s1, count):
-        """Mean and M2 of ``count`` values, from M2 around what was taken for their mean and the sum of deviations from it."""
+        """Mean and M2 of ``count`` values, from M2 around what was taken for their mean and the sum of
+        deviations from it.
+        """
         total = tl.maximum(count, 1).to(tl.float32)
         delta = s1 / total
         return mean + delta, tl.maximum(m2 - delta * delta * total, 0.0)
 
     @triton.jit(do_not_specialize=["HW", "rows", "chunks", "plane", "scale"])
     def _statistics_kernel(
-        x_ptr, residual_ptr, bias_ptr, tail_ptr, y_ptr, statistics_ptr, HW, rows, chunks, plane, scale,
-        C: tl.constexpr, HEAD: tl.constexpr, CHANNELS_LAST: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr, LOOP: tl.constexpr,
-        EXACT: tl.constexpr, HW_FACTOR: tl.constexpr, PDL: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr,
-        STEPS: tl.constexpr, BLOCK: tl.constexpr,
+        x_ptr, residual_ptr, bias_ptr, tail_ptr, y_ptr, statistics_ptr,
+        HW, rows, chunks, plane, scale,
+        C: tl.constexpr, HEAD: tl.constexpr, CHANNELS_LAST: tl.constexpr, EVEN: tl.constexpr,
+        WHOLE: tl.constexpr, LOOP: tl.constexpr, EXACT: tl.constexpr, HW_FACTOR: tl.constexpr,
+        PDL: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        """x (N, HW, C) or (N, C, HW) -> y, and mean and M2 of each channel and chunk; each of the two only if there is a place for it.
+        """x (N, HW, C) or (N, C, HW) -> y, and mean and M2 of each channel and chunk, where wanted.
 
         ``HEAD``: channels of x, ``C``: of x and tail together.
         """
         TILE: tl.constexpr = (LANES if CHANNELS_LAST else BLOCK) * STEPS
         REDUCED: tl.constexpr = LANE_AXIS if CHANNELS_LAST else 3
-        STRIDE: tl.constexpr = HEAD if CHANNELS_LAST else 1
-        OUT_STRIDE: tl.constexpr = C if CHANNELS_LAST else 1
         if CHANNELS_LAST:
             n, chunk, c, position, x_offsets, tail_offsets, y_offsets = rows_of_channels(
                 HW, rows, chunks, tail_ptr is not None, C, HEAD, LANES, WARPS, STEPS, BLOCK
@@ -160,7 +175,7 @@ if triton is not None:
         count = tl.maximum(tl.minimum(rows, HW - chunk.to(tl.int64) * rows), 0).to(tl.int32)
         bias = 0.0
         if PDL:
-            # Whatever follows may start once every program is past the wait: x is then complete, and may be read ahead.
+            # What follows may start once every program is past the wait: x is then complete.
             gdc_wait()
             gdc_launch_dependents()
         if bias_ptr is not None:
@@ -169,7 +184,8 @@ if triton is not None:
         if not EVEN:
             mask = (position < count) & (c < C)
         x = _tile(
-            x_ptr, residual_ptr, bias_ptr, tail_ptr, y_ptr, bias, scale, x_offsets, tail_offsets, y_offsets, c, mask, HEAD,
+            x_ptr, residual_ptr, bias_ptr, tail_ptr, y_ptr, bias, scale, x_offsets, tail_offsets, y_offsets,
+            c, mask, HEAD,
         )  # fmt: skip
         if statistics_ptr is not None:
             total = tl.sum(tl.sum(x, STEP_AXIS, keep_dims=True), REDUCED, keep_dims=True)
@@ -180,8 +196,9 @@ if triton is not None:
                 if not EVEN:
                     mask = (start + position < count) & (c < C)
                 x = _tile(
-                    x_ptr, residual_ptr, bias_ptr, tail_ptr, y_ptr, bias, scale, x_offsets + start * STRIDE,
-                    tail_offsets + start * (C - HEAD), y_offsets + start * OUT_STRIDE, c, mask, HEAD,
+                    x_ptr, residual_ptr, bias_ptr, tail_ptr, y_ptr, bias, scale,
+                    x_offsets + start * (HEAD if CHANNELS_LAST else 1), tail_offsets + start * (C - HEAD),
+                    y_offsets + start * (C if CHANNELS_LAST else 1), c, mask, HEAD,
                 )  # fmt: skip
                 if statistics_ptr is not None:
                     d1, d2 = _deviations(x, mean, mask)
@@ -192,7 +209,7 @@ if triton is not None:
             if LOOP or EXACT:
                 # The first mean is off by its rounding, or by what the other tiles say.
                 mean, m2 = _corrected(mean, m2, tl.sum(s1, REDUCED, keep_dims=True), count)
-            # Partials stay apart by warp: sums over the warps of a program cost more here than merging more chunks does later.
+            # Partials stay apart by warp: sums over warps cost more than merging more chunks later.
             out = statistics_ptr + (n * chunks + chunk) * C + c
             mask = (chunk < chunks) & (c < C)
             tl.store(out, mean, mask=mask)
@@ -225,12 +242,18 @@ class StatisticsLaunch:
         self.chunks = config.chunks
         self.shape = (2, N, config.chunks, C)
         pdl = gpu.has_programmatic_launch(x.device)
-        constants: dict[str, Any] = {
-            "C": C, "HEAD": head, "CHANNELS_LAST": channels_last, "EVEN": not tail and is_even(config, C, HW, channels_last),
-            "WHOLE": has_whole_tiles(config, HW), "LOOP": config.rows > config.tile_rows, "EXACT": x.dtype == torch.float32,
-            "HW_FACTOR": row_factor(channels_last, HW, config.rows), "PDL": pdl, "LANES": config.lanes,
-            "WARPS": config.num_warps, "STEPS": config.steps, "BLOCK": config.block,
-        }  # fmt: skip
+        constants = {
+            "C": C,
+            "HEAD": head,
+            "CHANNELS_LAST": channels_last,
+            "EVEN": not tail and is_even(config, C, HW, channels_last),
+            "WHOLE": has_whole_tiles(config, HW),
+            "LOOP": config.rows > config.tile_rows,
+            "EXACT": x.dtype == torch.float32,
+            "HW_FACTOR": row_factor(channels_last, HW, config.rows),
+            "PDL": pdl,
+            **tile_constants(config),
+        }
         programs = config.programs(N, C, channels_last)
         numbers = (HW, config.rows, config.chunks, N * config.chunks * C, scale)
         self._launch = Launch(_statistics_kernel, programs, numbers, constants, config.num_warps, pdl=pdl)

@@ -1,13 +1,17 @@
-"""Statistics from the producer: ops that write GroupNorm's input and hand out its statistics, which the write had in registers.
+"""Statistics from the producer: ops that write GroupNorm's input and hand out its statistics, which
+the write had in registers.
 
-Statistics of x (N, C, *spatial) are fp32 (2, N, P, C): the mean and the sum of squared deviations (M2) of each channel over P chunks of
-``ceil(HW / P)`` positions each, HW being the product of the spatial sizes; the last chunks may be shorter or empty. They serve any
-number of groups: ``sdfastgn.group_norm(x, ..., statistics=statistics)`` then reads x once instead of twice.
+Statistics of x (N, C, *spatial) are fp32 (2, N, P, C): the mean and the sum of squared deviations
+(M2) of each channel over P chunks of ``ceil(HW / P)`` positions each, HW being the product of the
+spatial sizes; the last chunks may be shorter or empty. They serve any number of groups:
+``sdfastgn.group_norm(x, ..., statistics=statistics)`` then reads x once instead of twice.
 
-The ops are ``sdfastgn::channel_statistics``, ``sdfastgn::add_with_statistics`` and ``sdfastgn::cat_with_statistics``.
+The ops are ``sdfastgn::channel_statistics``, ``sdfastgn::add_with_statistics`` and
+``sdfastgn::cat_with_statistics``.
 
-Source: the idea of partial statistics in a producer's epilogue is that of fused batch normalisation (Jung et al., "Restructuring batch
-normalization to accelerate CNN training", 2019); the formulas are those of ``statistics/kernels.py``.
+Source: the idea of partial statistics in a producer's epilogue is that of fused batch normalisation
+(Jung et al., "Restructuring batch normalization to accelerate CNN training", 2019); the formulas
+are those of ``statistics/kernels.py``.
 """
 
 from __future__ import annotations
@@ -37,7 +41,9 @@ __all__ = ["add_with_statistics", "cat_with_statistics", "channel_statistics", "
 
 
 def reference_channel_statistics(x: Tensor, chunks: int) -> Tensor:
-    """Statistics of ``x`` over ``chunks`` chunks in plain PyTorch, in fp64 for fp64 input: fallback and truth of the tests."""
+    """Statistics of ``x`` over ``chunks`` chunks in plain PyTorch, in fp64 for fp64 input: fallback
+    and truth of the tests.
+    """
     N, C = x.shape[:2]
     dtype = torch.promote_types(x.dtype, torch.float32)
     u = x.to(dtype).reshape(N, C, -1)
@@ -99,7 +105,8 @@ def add_kernel(
 
     Args:
         residual: may be None here, for a bias alone.
-        emits: the statistics are wanted; else None is returned for them, and the kernel does not compute them.
+        emits: the statistics are wanted; else None is returned for them, and the kernel does not
+            compute them.
         out: where the sum goes, instead of new memory: dense with the strides of x, or x itself.
     """
     strides = (
@@ -126,7 +133,9 @@ def add_kernel(
 
 
 def cat_kernel(a: Tensor, b: Tensor, *, emits: bool = True) -> tuple[Tensor, Any]:
-    """``cat_with_statistics`` in Triton, on valid channels-last arguments that are not empty. ``emits`` as in ``add_kernel``."""
+    """``cat_with_statistics`` in Triton, on valid channels-last arguments that are not empty.
+    ``emits`` as in ``add_kernel``.
+    """
     key = ("cat", a.shape, b.shape, a.dtype, a.device, emits)
     launch = _launches.get(key)
     if launch is None:
@@ -258,7 +267,7 @@ _CAT_WITH_STATISTICS = Op(
 )
 
 
-# --- public functions -----------------------------------------------------------------------------------------------------------
+# --- public functions -----------------------------------------------------------------------------
 
 
 def channel_statistics(x: Tensor) -> Tensor:
@@ -268,7 +277,8 @@ def channel_statistics(x: Tensor) -> Tensor:
         x: (N, C, *spatial), at least rank 3.
 
     Returns:
-        (2, N, P, C) fp32: mean and M2 of each channel over P chunks of ceil(HW / P) positions; P follows from the sizes and the GPU.
+        (2, N, P, C) fp32: mean and M2 of each channel over P chunks of ceil(HW / P) positions; P
+        follows from the sizes and the GPU.
 
     Dtypes: x fp16, bf16, fp32 or fp64. Layout: any; channels-last and channels-first are read where they lie.
     Grad: none. The backward of ``group_norm`` goes through x whole.
@@ -292,7 +302,8 @@ def channel_statistics(x: Tensor) -> Tensor:
 def add_with_statistics(
     x: Tensor, residual: Tensor, bias: Tensor | None = None, *, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """(x + residual + bias) * scale and its statistics, in one pass: what ends a ResNet block, and feeds the next GroupNorm.
+    """(x + residual + bias) * scale and its statistics, in one pass: what ends a ResNet block, and
+    feeds the next GroupNorm.
 
     Args:
         x: (N, C, *spatial), at least rank 3.
@@ -318,7 +329,8 @@ def add_with_statistics(
         check_floating(name, "bias", bias)
         if tuple(bias.shape) != (x.shape[1],) or bias.device != x.device:
             raise ValueError(
-                f"{name}: bias must be ({x.shape[1]},) on {x.device}, got {tuple(bias.shape)} on {bias.device}"
+                f"{name}: bias must be ({x.shape[1]},) on {x.device}, "
+                f"got {tuple(bias.shape)} on {bias.device}"
             )
     call = _Add(x, residual, bias, as_float(name, "scale", scale))
     if dispatch.is_plain_inference(x, call):
@@ -330,14 +342,16 @@ def add_with_statistics(
 
 
 def cat_with_statistics(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """torch.cat((a, b), dim=1) and its statistics, in one pass: what joins the skip connection of an up block.
+    """torch.cat((a, b), dim=1) and its statistics, in one pass: what joins the skip connection of
+    an up block.
 
     Args:
         a: (N, Ca, *spatial), at least rank 3.
         b: (N, Cb, *spatial), dtype and device of a.
 
     Returns:
-        (N, Ca + Cb, *spatial) in the layout of a; and (2, N, P, Ca + Cb) fp32 as ``channel_statistics`` gives for it.
+        (N, Ca + Cb, *spatial) in the layout of a; and (2, N, P, Ca + Cb) fp32 as
+        ``channel_statistics`` gives for it.
 
     Layout: one pass if both are channels-last; else torch.cat and a pass for the statistics.
     Grad: of a and b; the statistics carry none.

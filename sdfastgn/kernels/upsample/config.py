@@ -1,4 +1,6 @@
-"""How the upsampling kernels are launched, and when the convolution behind them is cheaper at low resolution: pure functions of sizes."""
+"""How the upsampling kernels are launched, and when the convolution behind them is cheaper at low
+resolution: pure functions of sizes.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +10,28 @@ from sdfastgn.kernels.common.sizes import ceil_div, next_power_of_2
 
 __all__ = ["TileConfig", "phases_pay", "tile_config", "weights_config"]
 
-# Elements of a tile, the most and the least, and those of one warp: two 16-byte loads a lane in fp16.
-_TILE_MAX, _TILE_MIN, _PER_WARP = 2048, 512, 512
+# Elements of a tile, at most and at least.
+_TILE_MAX = 2048
+_TILE_MIN = 512
+# Elements of a warp: two 16-byte loads a lane in fp16.
+_PER_WARP = 512
+# Weights of a tile: one warp and one load a lane, because each is read nine and written sixteen times.
 _WEIGHTS_TILE = 256
-# Programs a multiprocessor below which tiles shrink.
+# Programs per multiprocessor below which tiles shrink.
 _PROGRAMS_PER_SM = 4
-
-# What an H200 does in practice: multiplications and additions a second of a convolution, by bytes of an element (fp32 in TF32), bytes
-# a second, seconds from a kernel to the next.
+# Multiplications and additions a second of an H200's convolutions, by bytes of an element (fp32 in TF32).
 _FLOPS = {2: 600e12, 4: 300e12}
-_BYTES, _LAUNCH = 3.5e12, 1.5e-6
+# Bytes a second of its memory.
+_BYTES = 3.5e12
+# Seconds from the start of a kernel to the next.
+_LAUNCH = 1.5e-6
 
 
 @dataclass(frozen=True)
 class TileConfig:
-    """One tile of (block_rows, block_c) elements a program: rows are pixels of all samples one after the other, or output channels."""
+    """One tile of (block_rows, block_c) elements a program: rows are pixels of all samples one after
+    the other, or output channels.
+    """
 
     block_rows: int
     block_c: int
@@ -40,7 +49,9 @@ def tile_config(pixels: int, C: int, num_sms: int) -> TileConfig:
 
 
 def weights_config(C_out: int, C_in: int) -> TileConfig:
-    """How to map (C_out, C_in), of which a program reads nine and writes sixteen times its tile: one warp and one load a lane each."""
+    """How to map (C_out, C_in), of which a program reads nine and writes sixteen times its tile: one
+    warp and one load a lane each.
+    """
     return _tiles(C_out, C_in, _WEIGHTS_TILE, 1)
 
 
@@ -56,8 +67,9 @@ def _tiles(rows: int, C: int, tile: int, num_warps: int) -> TileConfig:
 def phases_pay(N: int, C_in: int, C_out: int, H: int, W: int, itemsize: int) -> bool:
     """Whether four 2 x 2 convolutions of (N, C_in, H, W) are cheaper than a 3 x 3 one of the upsampled image.
 
-    They save 5/9 of the multiplications, and writing and reading the upsampled image. They cost weights that are made at each call,
-    and one more row and column of pixels. The pass that interleaves them stands for the one that adds the bias.
+    They save 5/9 of the multiplications, and writing and reading the upsampled image. They cost
+    weights that are made at each call, and one more row and column of pixels. The pass that
+    interleaves them stands for the one that adds the bias.
     """
     if N * 4 * C_out * (H + 1) * (W + 1) >= 2**31:
         return False  # beyond what cuDNN indexes

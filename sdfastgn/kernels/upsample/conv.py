@@ -1,20 +1,26 @@
-"""A 3 x 3 convolution of an image upsampled by two, at low resolution: ``upsample_conv2d``, also with statistics.
+"""A 3 x 3 convolution of an image upsampled by two, at low resolution: ``upsample_conv2d``, also with
+statistics.
 
-Formula: y = conv2d(upsample_nearest_2x(x), weight, bias, padding=1). Row i of y sees rows i - 1, i and i + 1 of the upsampled image,
+Formula: y = conv2d(upsample_nearest_2x(x), weight, bias, padding=1). Row i of y sees rows i - 1, i
+and i + 1 of the upsampled image,
 which are two rows of x: with i = 2h + a and w the rows of the weight,
 
     a = 0:  w0 x[h - 1] + (w1 + w2) x[h],        a = 1:  (w0 + w1) x[h] + w2 x[h + 1],
 
-and columns alike. So pixels of each of four phases (a, b) are a 2 x 2 convolution of x: 4/9 of the multiplications, and no upsampled
-image. All four run as one convolution with padding 1, t (N, 4 C_out, H + 1, W + 1), whose phases a kernel then interleaves while it adds
-the bias: y[n, c, 2h + a, 2w + b] = t[n, (2a + b) C_out + c, h + a, w + b] + bias[c]. The weights of the phases are made at each call: they
-are stored nowhere, so that they are never stale. Where that costs more than it saves (``phases_pay``), and everywhere but on
-channels-last images on a GPU, the image is upsampled and convolved.
+and columns alike. So pixels of each of four phases (a, b) are a 2 x 2 convolution of x: 4/9 of the
+multiplications, and no upsampled image. All four run as one convolution with padding 1, t (N, 4
+C_out, H + 1, W + 1), whose phases a kernel then interleaves while it adds the bias: y[n, c, 2h + a,
+2w + b] = t[n, (2a + b) C_out + c, h + a, w + b] + bias[c]. The weights of the phases are made at
+each call: they are stored nowhere, so that they are never stale. Where that costs more than it
+saves (``phases_pay``), and everywhere but on channels-last images on a GPU, the image is upsampled
+and convolved.
 
-Numerics: sums of weights in fp32, rounded once to the weight's dtype, which is one rounding more than stock has; t is rounded where a
-convolution's result before its bias is; the bias is added in fp32.
+Numerics: sums of weights in fp32, rounded once to the weight's dtype, which is one rounding more
+than stock has; t is rounded where a convolution's result before its bias is; the bias is added in
+fp32.
 
-Source: Shi et al., "Is the deconvolution layer the same as a convolutional layer?", 2016, for resizing as convolutions of phases.
+Source: Shi et al., "Is the deconvolution layer the same as a convolutional layer?", 2016, for
+resizing as convolutions of phases.
 """
 
 from __future__ import annotations
@@ -43,13 +49,17 @@ __all__ = [
 
 
 def reference_upsample_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The same function at high resolution, in PyTorch's convolution: fallback, and truth of the tests (in fp64)."""
+    """The same function at high resolution, in PyTorch's convolution: fallback, and truth of the tests
+    (in fp64).
+    """
     y = F.conv2d(upsample_nearest_2x(x), weight, bias, padding=1)
     return y.movedim(1, -1).contiguous().movedim(-1, 1) if dense_is_channels_last(x) else y.contiguous()
 
 
 def reference_phase_weights(weight: Tensor) -> Tensor:
-    """(C_out, C_in, 3, 3) -> (4 C_out, C_in, 2, 2) in plain PyTorch, summed in fp32 (fp64 for fp64): truth of the tests."""
+    """(C_out, C_in, 3, 3) -> (4 C_out, C_in, 2, 2) in plain PyTorch, summed in fp32 (fp64 for fp64):
+    truth of the tests.
+    """
     wide = torch.promote_types(weight.dtype, torch.float32)
     taps = torch.tensor([[[1, 0, 0], [0, 1, 1]], [[1, 1, 0], [0, 0, 1]]], dtype=wide, device=weight.device)
     found = torch.einsum("ari,bsj,ocij->abocrs", taps, taps, weight.to(wide))
@@ -85,7 +95,7 @@ def convolve_phases(
     return y, statistics
 
 
-# --- the public function --------------------------------------------------------------------------------------------------------
+# --- the public function --------------------------------------------------------------------------
 
 
 @overload
@@ -103,7 +113,8 @@ def upsample_conv2d(
 def upsample_conv2d(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, with_statistics: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """A 3 x 3 convolution of the image upsampled by two, with 4/9 of the multiplications where that is faster.
+    """A 3 x 3 convolution of the image upsampled by two, with 4/9 of the multiplications where that
+    is faster.
 
     Args:
         x: (N, C_in, H, W).
@@ -112,14 +123,17 @@ def upsample_conv2d(
         with_statistics: return those of the result too, for ``sdfastgn.group_norm(y, ..., statistics=...)``.
 
     Returns:
-        conv2d(interpolate(x, scale_factor=2, mode="nearest"), weight, bias, padding=1); with ``with_statistics`` also (2, N, P, C_out)
-        fp32 as ``sdfastgn.channel_statistics`` gives for it, in the same pass where the convolution runs at low resolution.
+        conv2d(interpolate(x, scale_factor=2, mode="nearest"), weight, bias, padding=1); with
+        ``with_statistics`` also (2, N, P, C_out) fp32 as ``sdfastgn.channel_statistics`` gives for
+        it, in the same pass where the convolution runs at low resolution.
 
     Shapes: the output is (N, C_out, 2H, 2W).
-    Dtypes: fp16, bf16, fp32 or fp64, the same for all; under autocast all are cast to autocast's first, as conv2d's are.
-    Layout: the output is channels-last if x is, which is what can run at low resolution, and channels-first otherwise.
-    Grad: with respect to x, weight and bias, any number of times; the statistics carry none. Within the transforms of torch.func and
-        forward-mode AD it runs in plain PyTorch.
+    Dtypes: fp16, bf16, fp32 or fp64, the same for all; under autocast all are cast to autocast's
+    first, as conv2d's are.
+    Layout: the output is channels-last if x is, which is what can run at low resolution, and
+    channels-first otherwise.
+    Grad: with respect to x, weight and bias, any number of times; the statistics carry none. Within
+        the transforms of torch.func and forward-mode AD it runs in plain PyTorch.
     Raises:
         TypeError: a tensor is not dense, or none of these dtypes, or the dtypes differ.
         ValueError: a shape or a device does not fit.

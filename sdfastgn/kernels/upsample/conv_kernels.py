@@ -1,8 +1,10 @@
-"""Triton kernels around a convolution of an upsampled image at low resolution, and their launchers. The op is in ``upsample/conv.py``.
+"""Triton kernels around a convolution of an upsampled image at low resolution, and their launchers.
+The op is in ``upsample/conv.py``.
 
-``_phase_weights_kernel`` makes the weights (4 C_out, 2, 2, C_in) of the four phases out of (C_out, 3, 3, C_in). The convolution leaves
-t (N, H + 1, W + 1, 4 C_out); the interleave kernels take pixel (i, j) of y (N, 2H, 2W, C_out) from phase (i % 2, j % 2) of t at
-((i + 1) // 2, (j + 1) // 2), add the bias, and one of them takes statistics of y, per channel and chunk, on the way
+``_phase_weights_kernel`` makes the weights (4 C_out, 2, 2, C_in) of the four phases out of (C_out,
+3, 3, C_in). The convolution leaves t (N, H + 1, W + 1, 4 C_out); the interleave kernels take pixel
+(i, j) of y (N, 2H, 2W, C_out) from phase (i % 2, j % 2) of t at ((i + 1) // 2, (j + 1) // 2), add
+the bias, and one of them takes statistics of y, per channel and chunk, on the way
 (``statistics/kernels.py``).
 
 Numerics: sums in fp32, in a fixed order, rounded once at each store. Offsets that can pass 2^31 are int64.
@@ -16,6 +18,7 @@ from sdfastgn.kernels.common import gpu
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.common.layout import is_channels_last
 from sdfastgn.kernels.common.plan_cache import PlanCache
+from sdfastgn.kernels.common.sizes import tile_constants
 from sdfastgn.kernels.common.tiles import triton
 from sdfastgn.kernels.statistics.config import statistics_config
 from sdfastgn.kernels.statistics.kernels import is_even
@@ -35,12 +38,16 @@ if triton is not None:
 
     @triton.jit
     def _two_phases(w0, w1, w2):
-        """Along one axis: the two taps of phase 0, which lie on the pixel before and on this one, and of phase 1, on this and the next."""
+        """Along one axis: the two taps of phase 0, which lie on the pixel before and on this one, and
+        of phase 1, on this and the next.
+        """
         return w0, w1 + w2, w0 + w1, w2
 
     @triton.jit
     def _store_phases(out, plane, w0, w1, w2, mask, B: tl.constexpr, S: tl.constexpr, C: tl.constexpr):
-        """Column tap S of phases (0, B) and (1, B), from the three rows of that tap. ``plane``: elements from a phase to the next."""
+        """Column tap S of phases (0, B) and (1, B), from the three rows of that tap. ``plane``:
+        elements from a phase to the next.
+        """
         first0, first1, second0, second1 = _two_phases(w0, w1, w2)
         tl.store(out + B * plane + S * C, first0.to(out.dtype.element_ty), mask=mask)
         tl.store(out + B * plane + (2 + S) * C, first1.to(out.dtype.element_ty), mask=mask)
@@ -57,8 +64,10 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["C_out"])
     def _phase_weights_kernel(
-        weight_ptr, out_ptr, C_out,
-        C: tl.constexpr, CHANNELS_LAST: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_C: tl.constexpr,
+        weight_ptr, out_ptr,
+        C_out,
+        C: tl.constexpr, CHANNELS_LAST: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+        BLOCK_O: tl.constexpr, BLOCK_C: tl.constexpr,
     ):  # fmt: skip
         TAP: tl.constexpr = C if CHANNELS_LAST else 1
         first, i, c = tile_of_pixels(C, BLOCK_O, BLOCK_C)
@@ -86,7 +95,8 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["pixels", "H", "W"])
     def _interleave_kernel(
-        t_ptr, bias_ptr, y_ptr, pixels, H, W,
+        t_ptr, bias_ptr, y_ptr,
+        pixels, H, W,
         C: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr,
     ):  # fmt: skip
         first, i, c = tile_of_pixels(C, BLOCK_HW, BLOCK_C)
@@ -123,9 +133,10 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["HW", "rows", "chunks", "plane", "H", "W"])
     def _interleave_statistics_kernel(
-        t_ptr, bias_ptr, y_ptr, statistics_ptr, HW, rows, chunks, plane, H, W,
-        C: tl.constexpr, EVEN: tl.constexpr, LOOP: tl.constexpr, PDL: tl.constexpr,
-        LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
+        t_ptr, bias_ptr, y_ptr, statistics_ptr,
+        HW, rows, chunks, plane, H, W,
+        C: tl.constexpr, EVEN: tl.constexpr, LOOP: tl.constexpr, PDL: tl.constexpr, LANES: tl.constexpr,
+        WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         """The same, with mean and M2 of each channel and chunk of y. HW: pixels of y."""
         TILE: tl.constexpr = LANES * STEPS
@@ -167,7 +178,7 @@ if triton is not None:
         tl.store(out + plane, tl.maximum(m2 - delta * delta * total, 0.0), mask=mask)
 
 
-# --- launchers ----------------------------------------------------------------------------------------------------------------
+# --- launchers ------------------------------------------------------------------------------------
 
 _launches: PlanCache[Launch] = PlanCache()
 
@@ -197,7 +208,9 @@ def statistics_chunks(y: Tensor) -> int:
 
 
 def launch_interleave(t: Tensor, bias: Tensor | None, y: Tensor, statistics: Tensor | None = None) -> None:
-    """Fills y (N, C_out, 2H, 2W), and its statistics (2, N, P, C_out), from t (N, 4 C_out, H + 1, W + 1); both channels-last."""
+    """Fills y (N, C_out, 2H, 2W), and its statistics (2, N, P, C_out), from t (N, 4 C_out, H + 1, W +
+    1); both channels-last.
+    """
     key = (y.shape, y.dtype, y.device, None if bias is None else bias.dtype, statistics is None)
     found = _launches.get(key)
     if found is None:
@@ -226,7 +239,7 @@ def _interleave_with_statistics(y: Tensor) -> Launch:
     pdl = gpu.has_programmatic_launch(y.device)
     constants = {
         "C": C, "EVEN": is_even(config, C, H * W, True), "LOOP": config.rows > config.tile_rows, "PDL": pdl,
-        "LANES": config.lanes, "WARPS": config.num_warps, "STEPS": config.steps, "BLOCK": config.block,
+        **tile_constants(config),
     }  # fmt: skip
     numbers = (H * W, config.rows, config.chunks, N * config.chunks * C, H // 2, W // 2)
     programs = config.programs(N, C, True)

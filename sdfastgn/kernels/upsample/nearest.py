@@ -1,11 +1,11 @@
-"""Nearest-neighbour upsampling of images by two, the op ``sdfastgn::upsample_nearest_2x``, and its adjoint.
+"""Nearest-neighbor upsampling of images by two, the op ``sdfastgn::upsample_nearest_2x``, and its adjoint.
 
 Formula, for x (N, C, H, W) and y (N, C, 2H, 2W):
 
     y[n, c, i, j] = x[n, c, i // 2, j // 2],        dx[n, c, h, w] = sum of dy[n, c, 2h + (0, 1), 2w + (0, 1)]
 
-Channels-last tensors on a GPU go through the kernels of ``nearest_kernels.py``, everything else through PyTorch. Numerics: the forward
-copies, the sum is in fp32 (fp64 for fp64) and rounded once.
+Channels-last tensors on a GPU go through the kernels of ``nearest_kernels.py``, everything else
+through PyTorch. Numerics: the forward copies, the sum is in fp32 (fp64 for fp64) and rounded once.
 
 Source: torch.nn.functional.interpolate, whose channels-last kernel writes element by element.
 """
@@ -34,21 +34,23 @@ __all__ = [
 
 def reference_upsample_nearest_2x(x: Tensor) -> Tensor:
     """The same function in plain PyTorch: fallback without a GPU and truth of the tests."""
-    # On a GPU channels-first: PyTorch's channels-last kernel fails from 2^31 elements on, and did so for batches of 64 (pytorch #81665,
-    # #141831).
+    # On a GPU channels-first: PyTorch's channels-last kernel fails from 2^31 elements on, and did
+    # so for batches of 64 (pytorch #81665, #141831).
     y = F.interpolate(x if x.is_cpu else x.contiguous(), scale_factor=2.0, mode="nearest").to(x.dtype)
     return y.movedim(1, -1).contiguous().movedim(-1, 1) if dense_is_channels_last(x) else y.contiguous()
 
 
 def reference_upsample_nearest_2x_grad(dy: Tensor) -> Tensor:
-    """The adjoint in plain PyTorch, summed in fp32 (fp64 for fp64 input): fallback without a GPU and truth of the tests."""
+    """The adjoint in plain PyTorch, summed in fp32 (fp64 for fp64 input): fallback without a GPU and
+    truth of the tests.
+    """
     N, C, H, W = dy.shape
     wide = torch.promote_types(dy.dtype, torch.float32)
     return dy.reshape(N, C, H // 2, 2, W // 2, 2).sum((3, 5), dtype=wide).to(dy.dtype)
 
 
 def empty_image(like: Tensor, C: int, H: int, W: int) -> Tensor:
-    """Uninitialised (N, C, H, W), with the N and the layout of ``dense(like)``."""
+    """Uninitialized (N, C, H, W), with the N and the layout of ``dense(like)``."""
     N = like.shape[0]
     if dense_is_channels_last(like):
         return like.new_empty((N, H, W, C)).movedim(-1, 1)
@@ -112,20 +114,22 @@ _UPSAMPLE_BACKWARD = Op(
 )
 
 
-# --- the public function --------------------------------------------------------------------------------------------------------
+# --- the public function --------------------------------------------------------------------------
 
 
 def upsample_nearest_2x(x: Tensor) -> Tensor:
-    """Each pixel four times: nearest-neighbour upsampling by two, at the speed at which the GPU writes.
+    """Each pixel four times: nearest-neighbor upsampling by two, at the speed at which the GPU writes.
 
     Args:
         x: (N, C, H, W).
 
     Shapes: the output is (N, C, 2H, 2W).
     Dtypes: x fp16, bf16, fp32 or fp64, which the output has too.
-    Layout: channels-last stays channels-last, and is what has a kernel; channels-first stays channels-first and runs in PyTorch. A
-        tensor with gaps is copied first, to channels-last if its channels have the smallest stride.
-    Grad: with respect to x, any number of times; the transforms of torch.func and forward-mode AD run in plain PyTorch.
+    Layout: channels-last stays channels-last, and is what has a kernel; channels-first stays
+        channels-first and runs in PyTorch. A tensor with gaps is copied first, to channels-last if
+        its channels have the smallest stride.
+    Grad: with respect to x, any number of times; the transforms of torch.func and forward-mode AD
+    run in plain PyTorch.
     Raises:
         TypeError: x is not a dense tensor of one of these dtypes.
         ValueError: x is not of rank 4.

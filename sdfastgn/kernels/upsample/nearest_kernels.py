@@ -1,11 +1,14 @@
-"""Triton kernels of nearest-neighbour upsampling by two, and their launchers. The ops are in ``upsample/nearest.py``.
+"""Triton kernels of nearest-neighbour upsampling by two, and their launchers. The ops are in
+``upsample/nearest.py``.
 
-Channels-last, x (N, H, W, C) and y (N, 2H, 2W, C): a program has some pixels of x and some of their channels, and the four pixels of y
-that belong to each. So each element of x is read once and each of y written once, in vectors; the backward is the same the other way
-round. Rows of all samples are one sequence, of which only W has to be known: pixel i of x lies in row r = i // W, and its first pixel of
-y is 2 * (i + r * W).
+Channels-last, x (N, H, W, C) and y (N, 2H, 2W, C): a program has some pixels of x and some of their
+channels, and the four pixels of y that belong to each. So each element of x is read once and each
+of y written once, in vectors; the backward is the same the other way round. Rows of all samples are
+one sequence, of which only W has to be known: pixel i of x lies in row r = i // W, and its first
+pixel of y is 2 * (i + r * W).
 
-Numerics: the forward copies. The backward adds four values in fp32, in a fixed order, and rounds once. Offsets are int64.
+Numerics: the forward copies. The backward adds four values in fp32, in a fixed order, and rounds
+once. Offsets are int64.
 """
 
 from __future__ import annotations
@@ -39,14 +42,17 @@ if triton is not None:
 
     @triton.jit
     def first_of_four(first, i, W, C: tl.constexpr):
-        """Offset of the first pixel of y that belongs to each pixel of x; the others are C, 2 W C and (2 W + 1) C further."""
+        """Offset of the first pixel of y that belongs to each pixel of x; the others are C, 2 W C and
+        (2 W + 1) C further.
+        """
         row = (first % W).to(tl.int32) + i
         row = first // W + row // W
         return (first + i + row * W) * (2 * C)
 
     @triton.jit(do_not_specialize=["pixels", "W"])
     def _upsample_kernel(
-        x_ptr, y_ptr, pixels, W,
+        x_ptr, y_ptr,
+        pixels, W,
         C: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr,
     ):  # fmt: skip
         first, i, c = tile_of_pixels(C, BLOCK_HW, BLOCK_C)
@@ -66,7 +72,8 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["pixels", "W"])
     def _upsample_grad_kernel(
-        dy_ptr, dx_ptr, pixels, W,
+        dy_ptr, dx_ptr,
+        pixels, W,
         C: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr,
     ):  # fmt: skip
         first, i, c = tile_of_pixels(C, BLOCK_HW, BLOCK_C)

@@ -236,16 +236,6 @@ def test_empty(shape, device, in_phases):
         assert call(x, weight).shape == (0, 5, 8, 8)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_the_direct_way_is_the_same(device, in_phases):
-    in_phases()
-    tensors = operands((2, 6, 5, 4), 7, torch.float16, device)
-    with kernels(direct=True), torch.no_grad():
-        direct = sdfastgn.upsample_conv2d(*tensors), *sdfastgn.upsample_conv2d(*tensors, with_statistics=True)
-    expected = call(*tensors), *call(*tensors, with_statistics=True)
-    assert all(torch.equal(a, b) for a, b in zip(direct, expected, strict=True))
-
-
 # --- when it pays -------------------------------------------------------------------------------------------------------------------
 
 
@@ -333,7 +323,7 @@ def test_first_and_second_derivative(statistics, layout):
 @interpreted
 @pytest.mark.parametrize("wanted", ["x", "weight", "bias"])
 def test_frozen_operands_get_no_gradient(wanted, in_phases):
-    runs = in_phases()
+    runs = in_phases()  # of no use: gradients are taken at high resolution
     tensors = dict(zip(("x", "weight", "bias"), operands((2, 6, 5, 4), 7), strict=True))
     tensors[wanted].requires_grad_()
     y, statistics = call(*tensors.values(), with_statistics=True)
@@ -344,7 +334,7 @@ def test_frozen_operands_get_no_gradient(wanted, in_phases):
     twin[wanted].requires_grad_()
     truth(*twin.values()).square().sum().backward()
     assert error(tensors[wanted].grad, twin[wanted].grad) < 1e-5
-    assert len(runs) == 1
+    assert not runs
 
 
 @interpreted
@@ -388,8 +378,8 @@ def test_autocast_is_that_of_conv2d(dtype, in_phases):
     with torch.autocast("cpu", torch.bfloat16):
         y, (recorded, _) = call(*tensors), call(*(t.requires_grad_() for t in tensors), with_statistics=True)
     assert y.dtype is recorded.dtype is torch.bfloat16
-    assert torch.equal(y, recorded)
     assert error(y, truth(*tensors)) < 2e-2
+    assert error(recorded, truth(*tensors)) < 2e-2
 
 
 # --- GPU ------------------------------------------------------------------------------------------------------------------------
