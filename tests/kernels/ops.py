@@ -226,7 +226,7 @@ OPS: dict[str, Op] = {
     ),
     "upsample_conv2d": Op(
         upsample_conv2d, true_upsample_conv2d, {"x": IMAGE, "weight": (4, 6, 3, 3), "bias": (4,)},
-        differentiable=False, on_gpu=({"x": (1, 256, 64, 64), "weight": (256, 256, 3, 3), "bias": (256,)},),
+        on_gpu=({"x": (1, 256, 64, 64), "weight": (256, 256, 3, 3), "bias": (256,)},),
     ),
     "wide_attention": Op(
         wide_attention, true_attention, dict.fromkeys("qkv", (2, 2, 5, 8)), differentiable=False,

@@ -11,9 +11,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import sdfastgn
 from sdfastgn.kernels.common import dispatch
+from sdfastgn.kernels.common.activations import ACTIVATIONS
 from tests.kernels.ops import OPS, Op, as_tuple, each_derivative, each_function, each_op
-from tests.kernels.samples import interpreted, kernels
+from tests.kernels.samples import BOUNDS, interpreted, kernels
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -229,6 +231,91 @@ def test_recorded_and_plain_calls_give_the_same_bits_and_leave_operands_alone(op
             # A bias of the total is added in PyTorch under autograd.
             assert all(torch.equal(y, e) for y, e in zip(results, expected, strict=True))
     assert all(torch.equal(t, before[name]) for name, t in operands.items())
+
+
+@pytest.mark.parametrize("place", [expanded, transposed, every_second])
+@each_derivative
+@interpreted
+def test_gradients_may_arrive_in_any_layout(op, place):
+    operands = op.operands(torch.float32)
+
+    def gradients(call, dtype):
+        leaves = {name: t.to(dtype).requires_grad_() for name, t in operands.items()}
+        results = call(**leaves)
+        g = torch.Generator().manual_seed(1)
+        dys = [place(torch.randn(y.shape, generator=g)).to(dtype) for y in results]
+        return torch.autograd.grad(results, list(leaves.values()), dys)
+
+    with kernels(direct=True):
+        got = gradients(op.call, torch.float32)
+    for a, b in zip(got, gradients(op.true, torch.float64), strict=True):
+        assert (a - b).norm() <= 3e-5 * b.norm() + 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@each_function
+def test_plain_pytorch_rounds_its_results_once(op, dtype):
+    operands = op.operands(dtype)
+    for y, exact in zip(
+        op.call(**operands), op.true(**{n: t.double() for n, t in operands.items()}), strict=True
+    ):
+        assert y.dtype in (dtype, torch.float32)  # statistics
+        assert (y - exact).norm() <= 2 * BOUNDS[dtype] * exact.norm()
+
+
+@pytest.mark.parametrize("name", ["group_norm", "instance_norm", "layer_norm"])
+def test_plain_pytorch_keeps_the_variance_when_the_mean_is_large(name):
+    """PyTorch's own CPU kernel for channels-last images is off by hundreds here."""
+    op = OPS[name]
+    operands = op.operands(torch.float32)
+    operands["x"] = channels_last(operands["x"] + 1000)
+    exact = op.true(**{n: t.double() for n, t in operands.items()})[0]
+    assert (op.call(**operands)[0] - exact).abs().max() < 2e-3
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_first_and_second_derivative_of_every_activation(activation):
+    x = torch.randn(2, 6, 3, dtype=torch.float64, requires_grad=True)
+    with registered():
+        for check in (torch.autograd.gradcheck, torch.autograd.gradgradcheck):
+            assert check(lambda x: sdfastgn.group_norm(x, 3, activation=activation), x, fast_mode=True)
+
+
+def normalized(x: Tensor) -> Tensor:
+    d = x - x.mean(-1, keepdim=True)
+    return d / torch.sqrt(d.square().mean(-1, keepdim=True) + 0.1)
+
+
+def gated(x: Tensor) -> Tensor:
+    value, gate = x.chunk(2, -1)
+    return value * 0.5 * gate * (1 + torch.erf(gate / 2**0.5))
+
+
+@each_way_in_pytorch
+@pytest.mark.parametrize(
+    ("f", "written_out"),
+    [
+        pytest.param(lambda x: sdfastgn.layer_norm(x, eps=0.1), normalized, id="layer_norm"),
+        pytest.param(
+            lambda x: sdfastgn.add_layer_norm(x, torch.zeros_like(x), eps=0.1)[0],
+            normalized,
+            id="add_layer_norm",
+        ),
+        pytest.param(sdfastgn.geglu, gated, id="geglu"),
+    ],
+)
+def test_derivatives_of_derivatives(f, written_out, way):
+    """The fourth one. PyTorch 2.13's own of layer_norm is wrong by 6 %."""
+    x = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
+
+    def thrice(f):
+        g = f(x).pow(3).sum()
+        for _ in range(3):
+            (g,) = torch.autograd.grad(g.square().sum(), x, create_graph=True)
+        return g
+
+    with way():
+        torch.testing.assert_close(thrice(f), thrice(written_out))
 
 
 # --- tracing ----------------------------------------------------------------------------------------------

@@ -5,13 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-import sdfastgn
-from sdfastgn.kernels.attention import wide_heads as wide_attention
-from sdfastgn.kernels.attention import wide_heads_kernels as wide_attention_kernels
+from sdfastgn.kernels.attention import wide_heads, wide_heads_kernels
 from sdfastgn.kernels.attention.config import ChunksConfig
-from sdfastgn.kernels.attention.wide_heads import attend
+from sdfastgn.kernels.attention.wide_heads import attend, wide_attention
 from sdfastgn.kernels.common.launch import Launch
 from tests.kernels.samples import DEVICES, error, interpreted, kernels
 
@@ -38,22 +35,20 @@ each_device = pytest.mark.parametrize("device", DEVICES)
 @pytest.fixture(autouse=True)
 def in_chunks(monkeypatch):
     """In chunks whatever the sizes; ``in_chunks((rows, splits))``, or with matrices in front, makes them small."""
-    monkeypatch.setattr(wide_attention, "pays", lambda *sizes: True)
-    monkeypatch.setattr(wide_attention_kernels, "_plans", {})
+    monkeypatch.setattr(wide_heads, "pays", lambda *sizes: True)
+    monkeypatch.setattr(wide_heads_kernels, "_plans", {})
 
     def patch(chunks, block=None):
-        monkeypatch.setattr(wide_attention_kernels, "_plans", {})
+        monkeypatch.setattr(wide_heads_kernels, "_plans", {})
         if chunks is not None:
             matrices, rows, splits = (1, *chunks)[-3:]
             monkeypatch.setattr(
-                wide_attention_kernels,
+                wide_heads_kernels,
                 "chunks_config",
                 lambda count, L, keys, *_: ChunksConfig(matrices, rows, -(-keys // 8) * 8, splits),
             )
         if block is not None:
-            monkeypatch.setattr(
-                wide_attention_kernels, "softmax_config", lambda keys: (block, 1, keys <= block)
-            )
+            monkeypatch.setattr(wide_heads_kernels, "softmax_config", lambda keys: (block, 1, keys <= block))
 
     return patch
 
@@ -66,9 +61,9 @@ def make(shape, keys, dtype=torch.float16, device="cpu", mean=1.0, std=1.0, seed
     return [t.to(dtype).to(device) for t in (q * std, k, v + mean)]
 
 
-def run(q, k, v, scale=None, *, direct=False):
-    with kernels(direct=direct):
-        return sdfastgn.wide_attention(q, k, v, scale=scale)
+def run(q, k, v, scale=None):
+    with kernels(direct=True):
+        return wide_attention(q, k, v, scale=scale)
 
 
 def truth(q, k, v, scale=None):
@@ -80,8 +75,8 @@ def truth(q, k, v, scale=None):
 def launches(monkeypatch):
     """One entry a call that runs in chunks."""
     found = []
-    stock = wide_attention_kernels.launch_wide_attention
-    monkeypatch.setattr(wide_attention, "launch_wide_attention", lambda *a: found.append(1) or stock(*a))
+    stock = wide_heads_kernels.launch_wide_attention
+    monkeypatch.setattr(wide_heads, "launch_wide_attention", lambda *a: found.append(1) or stock(*a))
     return found
 
 
@@ -94,12 +89,11 @@ def launches(monkeypatch):
 def test_every_way(in_chunks, launches, shape, keys, chunks, dtype, device):
     in_chunks(chunks)
     tensors = make(shape, keys, dtype, device)
-    for direct in (False, True):
-        y = run(*tensors, direct=direct)
-        assert (y.shape, y.dtype) == (torch.Size(shape), dtype)
-        assert y.is_contiguous()
-        assert error(y, truth(*tensors)) < BOUNDS[dtype]
-    assert len(launches) == 2
+    y = run(*tensors)
+    assert (y.shape, y.dtype) == (torch.Size(shape), dtype)
+    assert y.is_contiguous()
+    assert error(y, truth(*tensors)) < BOUNDS[dtype]
+    assert len(launches) == 1
     assert error(run(*tensors, 0.3), truth(*tensors, 0.3)) < 2 * BOUNDS[dtype]
 
 
@@ -146,7 +140,7 @@ def test_sums_are_of_the_rounded_weights(in_chunks, monkeypatch, block, device):
             super().__call__(stream, *tensors)
             arguments.append([t.clone() for t in tensors])
 
-    monkeypatch.setattr(wide_attention_kernels, "Launch", Recorded)
+    monkeypatch.setattr(wide_heads_kernels, "Launch", Recorded)
     run(*make((1, 1, 9, 264), 51, device=device, std=3.0))
     scores, weights, sums = arguments[0]
     scores, weights = (t[: 9 * 56].view(9, 56)[:, :51].double() for t in (scores, weights))
@@ -214,7 +208,7 @@ def test_memory_is_one_chunks(in_chunks, monkeypatch, device):
     made = []
     stock = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, **o: made.append(stock(*a, **o)) or made[-1])
-    run(*make((2, 1, 64, 264), 1056, device=device), direct=True)
+    run(*make((2, 1, 64, 264), 1056, device=device))
     own = sorted(t.numel() for t in made if t.numel() != 2 * 64 * 264)
     assert own == [4, 4 * 1056, 4 * 1056]
 
@@ -225,8 +219,8 @@ def test_memory_is_one_chunks(in_chunks, monkeypatch, device):
 @interpreted
 def test_what_does_not_pay_is_pytorchs(launches, monkeypatch):
     tensors = make((1, 2, 5, 264), 7)
-    assert torch.equal(sdfastgn.wide_attention(*tensors), F.scaled_dot_product_attention(*tensors))
-    monkeypatch.setattr(wide_attention, "pays", lambda L, keys, D: L > 5)
+    assert torch.equal(wide_attention(*tensors), F.scaled_dot_product_attention(*tensors))
+    monkeypatch.setattr(wide_heads, "pays", lambda L, keys, D: L > 5)
     run(*tensors)
     run(*(t.float() for t in make((1, 2, 6, 264), 7)))
     assert not launches
@@ -245,7 +239,7 @@ def test_attend_is_traced_as_pytorchs(launches, recwarn):
 
 @interpreted
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-@pytest.mark.parametrize("f", [attend, sdfastgn.wide_attention], ids=["attend", "wide_attention"])
+@pytest.mark.parametrize("f", [attend, wide_attention], ids=["attend", "wide_attention"])
 def test_gradients_transforms_and_autocast_are_pytorchs(launches, f):
     tensors = make((1, 1, 5, 264), 7)
     with kernels(direct=True):
@@ -279,84 +273,10 @@ def test_attend_is_pytorchs_where_shapes_or_dtypes_differ(launches):
         assert launches
 
 
-ONE = torch.ones(1, 1, 2, 4)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "kind", "message"),
-    [
-        pytest.param(([1.0], ONE, ONE), TypeError, "q must be a floating torch.Tensor, got list", id="list"),
-        pytest.param((ONE, ONE.int(), ONE), TypeError, "k must be a floating torch.Tensor, got torch.int32", id="integers"),
-        pytest.param((ONE, ONE, ONE.half()), TypeError, "v must have the dtype of q, torch.float32, got torch.float16", id="dtypes"),
-        pytest.param((ONE[0], ONE, ONE), ValueError, "q must be (N, heads, L, D), D at least 1, got shape (1, 2, 4)", id="rank"),
-        pytest.param((ONE, ONE.mT, ONE), ValueError, "k must be (1, 1, keys, 4), keys at least 1, got shape (1, 1, 4, 2)", id="channels"),
-        pytest.param((ONE, ONE[:, :, :0], ONE), ValueError, "got shape (1, 1, 0, 4)", id="no-keys"),
-        pytest.param((ONE, ONE, ONE[:, :, :1]), ValueError, "v must have the shape of k, (1, 1, 2, 4), got (1, 1, 1, 4)", id="values"),
-        pytest.param((ONE, ONE, ONE.to("meta")), ValueError, "v is on meta, q on cpu", id="device"),
-    ],
-)  # fmt: skip
-def test_errors_name_the_call_and_the_value(arguments, kind, message):
-    with pytest.raises(kind) as caught:
-        sdfastgn.wide_attention(*arguments)
-    assert str(caught.value).startswith("sdfastgn.wide_attention: ")
-    assert message in str(caught.value)
-
-
-@pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), float("nan")])
-def test_scales_that_turn_the_largest_into_something_else(scale):
-    with pytest.raises(
-        ValueError, match=r"^sdfastgn\.wide_attention: scale must be positive and finite, got "
-    ):
-        sdfastgn.wide_attention(*make((1, 1, 2, 8), 2), scale=scale)
-
-
 @each_device
 @pytest.mark.parametrize("shape", [(0, 1, 3, 8), (1, 1, 0, 8)], ids=str)
 def test_empty_tensors(shape, device):
     assert run(*make(shape, 4, device=device)).shape == shape
-
-
-# --- tracing ----------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_opcheck(dtype):
-    tensors = [t.requires_grad_() for t in make((1, 2, 3, 8), 5, dtype)]
-    torch.library.opcheck(torch.ops.sdfastgn.wide_attention, (*tensors, 0.4))
-
-
-@interpreted
-def test_the_op_in_chunks_passes_opcheck():
-    with kernels():
-        torch.library.opcheck(torch.ops.sdfastgn.wide_attention, (*make((1, 2, 3, 8), 5), 0.4))
-
-
-def test_the_ops_own_derivatives():
-    tensors = [t.requires_grad_() for t in make((1, 1, 3, 2), 4, torch.float64)]
-    for check in (torch.autograd.gradcheck, torch.autograd.gradgradcheck):
-        assert check(torch.ops.sdfastgn.wide_attention, (*tensors, 0.7))
-
-
-def test_the_op_under_autocast_keeps_its_dtype():
-    with torch.autocast("cpu", torch.bfloat16):
-        y = torch.ops.sdfastgn.wide_attention(*make((1, 1, 3, 8), 4, torch.float32), 0.4)
-    assert y.dtype is torch.float32
-
-
-@pytest.mark.parametrize("heads", [1, 2])
-def test_fake_tensors_have_the_real_strides(heads):
-    tensors = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in make((2, heads, 3, 8), 5)]
-    with FakeTensorMode() as mode:
-        fake = torch.ops.sdfastgn.wide_attention(*map(mode.from_tensor, tensors), 0.4)
-    real = torch.ops.sdfastgn.wide_attention(*tensors, 0.4)
-    assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
-
-
-def test_compiles_without_a_graph_break_and_with_any_size():
-    compiled = torch.compile(sdfastgn.wide_attention, fullgraph=True, backend="aot_eager", dynamic=True)
-    for L in (3, 4, 9):
-        tensors = make((1, 1, L, 8), L + 2, torch.float32)
-        torch.testing.assert_close(compiled(*tensors), F.scaled_dot_product_attention(*tensors))
 
 
 # --- GPU -----------------------------------------------------------------------------------------------------------------------
@@ -374,7 +294,7 @@ def test_real_shapes_on_the_gpu(shape, std, dtype):
     g = torch.Generator("cuda").manual_seed(0)
     q, k, v = (torch.randn(shape, generator=g, device="cuda") for _ in range(3))
     q, k, v = (q * std).to(dtype), k.to(dtype), (v + 2).to(dtype)
-    y, stock = sdfastgn.wide_attention(q, k, v), F.scaled_dot_product_attention(q, k, v)
+    y, stock = wide_attention(q, k, v), F.scaled_dot_product_attention(q, k, v)
     some = torch.arange(
         0, shape[2], max(1, shape[2] // 500), device="cuda"
     )  # all of them in fp64 take gigabytes
@@ -385,21 +305,9 @@ def test_real_shapes_on_the_gpu(shape, std, dtype):
 @pytest.mark.gpu
 def test_peak_memory():
     q, k, v = (torch.randn((1, 1, 16384, 512), device="cuda").half() for _ in range(3))
-    sdfastgn.wide_attention(q, k, v)
+    wide_attention(q, k, v)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    y = sdfastgn.wide_attention(q, k, v)
+    y = wide_attention(q, k, v)
     assert torch.cuda.max_memory_allocated() - before - y.nbytes < 100 * 2**20
-
-
-@pytest.mark.gpu
-def test_cuda_graph_replays_on_new_data():
-    q, k, v = (torch.randn((1, 1, 9216, 512), device="cuda").half() for _ in range(3))
-    sdfastgn.wide_attention(q, k, v)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = sdfastgn.wide_attention(q, k, v)
-    v.add_(1)
-    graph.replay()
-    torch.testing.assert_close(y, F.scaled_dot_product_attention(q, k, v), atol=2e-3, rtol=2e-3)

@@ -174,33 +174,6 @@ def test_eps(shape, eps, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    "view",
-    [
-        pytest.param(lambda t: t[:, :, :40], id="part-of-wider-rows"),
-        pytest.param(lambda t: t[:, ::2, :40], id="every-second-row"),
-        pytest.param(lambda t: t[:, 1:3, 3:44], id="uneven-rows"),
-        pytest.param(lambda t: t.transpose(0, 2), id="transposed"),
-        pytest.param(lambda t: t[:1, :1].expand(3, 4, 96), id="the-same-row"),
-        pytest.param(lambda t: t.flatten()[1:961].view(2, 5, 96), id="unaligned"),
-    ],
-)
-def test_views(view, device):
-    """Read where they lie or copied; the results are contiguous and right either way."""
-    x, residual = (view(t) for t in make((3, 5, 96), device=device)[:2])
-    weight = torch.randn(2 * x.shape[-1], device=device)[::2]
-    for direct in (False, True):
-        y = run(x, weight, direct=direct)
-        assert y.is_contiguous()
-        assert error(y, truth(x, weight)) < 2e-6
-        y, total = run_add(x, residual, add_bias=weight, direct=direct)
-        assert y.is_contiguous()
-        assert total.is_contiguous()
-        assert torch.equal(total, x + residual + weight)
-        assert error(y, truth(total)) < 2e-6
-
-
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shape", WAYS)
 def test_nothing_else_is_written(shape, device):
     """Between the rows of a wider tensor lies what must neither be read into the result nor be changed."""
@@ -209,19 +182,6 @@ def test_nothing_else_is_written(shape, device):
     before = buffer.clone()
     assert run(buffer[:, : shape[1]]).isfinite().all()
     assert torch.equal(buffer.nan_to_num(7.0), before.nan_to_num(7.0))
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("shape", WAYS)
-def test_both_ways_through_pytorch_agree(shape, device):
-    """Straight to the kernels, by the dispatcher, and under autograd in both."""
-    x, residual, weight, bias, add_bias = make(shape, device=device)
-    expected = run_add(x, residual, weight, bias, add_bias=add_bias)
-    for leaf in (x, x.clone().requires_grad_()):
-        for direct in (False, True):
-            assert torch.equal(run(leaf, weight, bias, direct=direct), run(x, weight, bias))
-            found = run_add(leaf, residual, weight, bias, add_bias=add_bias, direct=direct)
-            assert all(map(torch.equal, found, expected))
 
 
 # --- backward ------------------------------------------------------------------------------------------------------------------
@@ -292,9 +252,7 @@ def test_gradients_no_less_exact_than_eager(shape, dtype, mean, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    "needs", ["x", "residual", "weight", "bias", "add_bias", "weight bias", "x add_bias"]
-)
+@pytest.mark.parametrize("needs", ["x", "weight", "bias", "weight bias", "x add_bias"])
 @pytest.mark.parametrize("shape", WAYS)
 def test_only_what_is_needed(shape, needs, device):
     names = ("x", "residual", "weight", "bias", "add_bias")
@@ -331,33 +289,6 @@ def test_gradients_of_one_result(shape, device):
     u = (leaves[0] + leaves[1] + leaves[4]).double().requires_grad_()
     (want,) = torch.autograd.grad(truth(u, leaves[2], leaves[3]), u, dy.double())
     assert error(dx, want) < 2e-6
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    "dy",
-    [
-        pytest.param(lambda s, d: torch.randn((), device=d).expand(s), id="expanded"),
-        pytest.param(lambda s, d: torch.randn(s[::-1], device=d).T, id="transposed"),
-        pytest.param(lambda s, d: torch.randn(s[-1], device=d).expand(s), id="row-for-all"),
-    ],
-)
-@pytest.mark.parametrize("shape", WAYS)
-def test_gradients_that_arrive_in_any_layout(shape, dy, device):
-    x, _, weight, bias, _ = make(shape, device=device)
-    dy = dy(shape, device)
-    ours = grads_of(sdfastgn.layer_norm, (x, weight, bias), (dy,), torch.float32)
-    for got, want in zip(ours, grads_of(truth, (x, weight, bias), (dy,), torch.float64), strict=True):
-        assert (got - want).norm() < 1e-5 * dy.norm()
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("shape", [(600, 10), (40, 320), (3, 17000)], ids=str)
-def test_same_bits_at_each_run(shape, device):
-    leaves = make(shape, device=device)
-    dys = make(shape, device=device, seed=1)[:2]
-    first, second = (grads_of(add, leaves, dys, torch.float32) for _ in range(2))
-    assert all(map(torch.equal, first, second))
 
 
 # --- GPU -----------------------------------------------------------------------------------------------------------------------
