@@ -108,6 +108,15 @@ ERRORS = [
         for scale in (0.0, -1.0, float("inf"), float("nan"))
     ),
 ]  # fmt: skip
+
+
+@functools.cache
+def make_a_plan(name: str) -> None:
+    """So that it is in the cache, where a wrong argument must not find it."""
+    with kernels(direct=True):
+        FUNCTIONS[name].call(**FUNCTIONS[name].operands(torch.float32))
+
+
 each_path = pytest.mark.parametrize(
     "path", [nullcontext, functools.partial(kernels, direct=True)], ids=["pytorch", "kernels"]
 )
@@ -117,11 +126,9 @@ each_path = pytest.mark.parametrize(
 @pytest.mark.parametrize(("name", "changes", "kind", "message"), ERRORS)
 def test_errors_name_the_call_and_the_value(name, changes, kind, message, path):
     op = FUNCTIONS[name]
-    good = op.operands(torch.float32)
-    with path():
-        op.call(**good)  # so that its plan is in the cache, which a wrong argument must not find
-        with pytest.raises(kind) as caught:
-            op.function(**{**good, **op.options, **changes})
+    make_a_plan(name)
+    with path(), pytest.raises(kind) as caught:
+        op.function(**{**op.operands(torch.float32), **op.options, **changes})
     assert str(caught.value).startswith(f"sdfastgn.{name}: ")
     assert message in str(caught.value)
 
