@@ -25,6 +25,21 @@ DTYPES = [
     pytest.param(d, id=str(d).removeprefix("torch.")) for d in (torch.float16, torch.bfloat16, torch.float32)
 ]
 LAYOUTS = ["channels_last", "channels_first"]
+
+
+def first_alone(values):
+    """All values on a GPU; in the interpreter the first one, because the others walk the same code."""
+    first, *others = values
+    return [
+        first,
+        *(pytest.param(*as_param(v).values, id=as_param(v).id, marks=pytest.mark.gpu) for v in others),
+    ]
+
+
+def as_param(value):
+    return value if hasattr(value, "values") and hasattr(value, "marks") else pytest.param(value)
+
+
 # A result rounded once: half a unit in the last place of the largest values, with room for fp32 sums.
 BOUNDS = {torch.float16: 5e-4, torch.bfloat16: 4e-3, torch.float32: 2e-6}
 

@@ -8,35 +8,45 @@ import torch.nn.functional as F
 
 import sdfastgn
 from sdfastgn.kernels.common import gpu
+from sdfastgn.kernels.common.activations import ACTIVATIONS
 from sdfastgn.kernels.group_norm import backward_plans as group_norm_backward_plans
 from sdfastgn.kernels.group_norm import config as group_norm_config
 from sdfastgn.kernels.group_norm.config import SmallConfig, launch_config, merge_config
 from sdfastgn.kernels.group_norm.op import reference_group_norm
 from sdfastgn.kernels.statistics.config import statistics_config
 from tests.kernels.gradients import check, expected_grads, grads_of, leaves_of, relative
-from tests.kernels.samples import BOUNDS, DEVICES, DTYPES, LAYOUTS, interpreted, kernels, make, to_layout
+from tests.kernels.samples import (
+    BOUNDS,
+    DEVICES,
+    DTYPES,
+    LAYOUTS,
+    first_alone,
+    interpreted,
+    kernels,
+    make,
+    to_layout,
+)
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
-ACTIVATIONS = ["identity", "relu", "silu", "gelu", "gelu_tanh"]
 # (shape, groups), the name says CG; small: a group of x and of dy fits into registers, split: it does not.
 SMALL = [
-    pytest.param((2, 40, 8, 8), 10, id="cg4"),
+    pytest.param((1, 12, 8, 8), 3, id="cg4"),
     pytest.param((2, 30, 7, 9), 3, id="cg10-odd-hw"),
     pytest.param((2, 60, 5, 3), 2, id="cg30"),
     pytest.param((2, 160, 3, 3), 2, id="cg80"),
-    pytest.param((3, 37, 4, 4), 37, id="cg1"),
-    pytest.param((3, 24, 1, 1), 3, id="one-pixel"),
-    pytest.param((2, 12, 33), 4, id="rank3"),
+    pytest.param((1, 37, 4, 4), 37, id="cg1"),
+    pytest.param((2, 24, 1, 1), 3, id="one-pixel"),
+    pytest.param((1, 12, 33), 4, id="rank3"),
     pytest.param((2, 6, 3, 4, 5), 2, id="rank5"),
-    pytest.param((40, 12), 4, id="rank2-many-samples"),
+    pytest.param((40, 8), 1, id="rank2-many-samples"),
 ]
 SPLIT = [
-    pytest.param((1, 40, 30, 31), 1, id="cg40-odd-hw"),
-    pytest.param((2, 66, 37, 29), 2, id="c-not-a-multiple-of-the-block"),
-    pytest.param((2, 66, 37, 29), 66, id="cg1-odd"),
-    pytest.param((1, 64, 1050), 1, id="rank3-c64"),
-    pytest.param((1, 32, 11, 10, 13), 1, id="rank5"),
+    pytest.param((1, 40, 9, 11), 1, id="cg40-odd-hw"),
+    pytest.param((2, 66, 9, 11), 2, id="c-not-a-multiple-of-the-block"),
+    pytest.param((2, 34, 11, 13), 34, id="cg1-odd"),
+    pytest.param((1, 64, 90), 1, id="rank3-c64"),
+    pytest.param((1, 32, 5, 6, 7), 1, id="rank5"),
 ]
 GPU_SHAPES = [
     pytest.param((2, 1280, 8, 8), 32, id="2x1280x8x8"),
@@ -72,7 +82,7 @@ def test_every_shape_and_layout(shape, groups, layout, dy_layout, device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize(("shape", "groups"), [SMALL[1], SPLIT[0]])
+@pytest.mark.parametrize(("shape", "groups"), first_alone([SMALL[1], SPLIT[0]]))
 def test_every_activation_and_dtype(shape, groups, activation, dtype, device):
     if device == "cpu" and dtype is torch.bfloat16:
         pytest.skip("Triton's interpreter truncates to bf16 where a GPU rounds")
@@ -92,7 +102,7 @@ def test_real_shapes_on_the_gpu(shape, groups, dtype, layout):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", first_alone(LAYOUTS))
 @pytest.mark.parametrize("rows", ["sample", "one-row", "flat"])
 @pytest.mark.parametrize(("shape", "groups"), [SMALL[1], SPLIT[1]])
 def test_operands(shape, groups, rows, layout, device):
@@ -156,7 +166,7 @@ GRADIENTS = {
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", GRADIENTS)
-@pytest.mark.parametrize(("shape", "groups"), [SMALL[1], SPLIT[0]])
+@pytest.mark.parametrize(("shape", "groups"), first_alone([SPLIT[0], SMALL[1]]))
 def test_any_incoming_gradient(shape, groups, name, device):
     x, weight, bias = make(shape, device=device)
     dy = GRADIENTS[name](shape).to(device)
@@ -240,8 +250,8 @@ def test_no_less_exact_than_eager_far_from_zero(shape, groups, dtype, mean, devi
 @pytest.mark.parametrize(
     ("layout", "shape", "num_sms"),
     [
-        pytest.param("channels_last", (35, 9, 29, 37), 2, id="channels_last"),
-        pytest.param("channels_first", (35, 3, 50, 100), 16, id="channels_first"),
+        pytest.param("channels_last", (33, 5, 5, 103), 1, id="channels_last"),
+        pytest.param("channels_first", (33, 5, 15, 137), 8, id="channels_first"),
     ],
 )
 def test_many_chunks_and_samples(layout, shape, num_sms, device, monkeypatch):

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 
 import sdfastgn
+from sdfastgn.kernels.common.activations import ACTIVATIONS
 from sdfastgn.kernels.group_norm.config import SmallConfig, SplitConfig, launch_config
-from tests.kernels.samples import BOUNDS, DEVICES, DTYPES, LAYOUTS, error, make, run, truth
+from tests.kernels.samples import BOUNDS, DEVICES, DTYPES, LAYOUTS, error, first_alone, make, run, truth
 
 OPERANDS = ("shift", "ada_scale", "ada_shift")
 
@@ -16,20 +17,20 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 # (shape, groups); small: a group fits into registers, split: it does not.
 SMALL = [
-    pytest.param((2, 40, 8, 8), 8, id="power-of-two-hw"),
+    pytest.param((1, 12, 8, 8), 2, id="power-of-two-hw"),
     pytest.param((2, 30, 7, 9), 3, id="cg10-odd-hw"),
-    pytest.param((3, 6, 1, 1), 3, id="one-pixel"),
+    pytest.param((2, 6, 1, 1), 3, id="one-pixel"),
     pytest.param((2, 5, 4, 4), 5, id="instance-norm"),
     pytest.param((1, 7, 3, 5), 1, id="one-group"),
     pytest.param((2, 12, 33), 4, id="rank3"),
     pytest.param((2, 6, 3, 4, 5), 2, id="rank5"),
-    pytest.param((5, 64, 2, 2), 32, id="many-groups"),
+    pytest.param((1, 64, 2, 2), 32, id="many-groups"),
 ]
 SPLIT = [
-    pytest.param((1, 40, 30, 31), 1, id="c40-odd-hw"),
-    pytest.param((2, 66, 37, 29), 2, id="c-not-a-multiple-of-the-block"),
-    pytest.param((1, 64, 1050), 1, id="rank3-c64"),
-    pytest.param((1, 32, 11, 10, 13), 1, id="rank5"),
+    pytest.param((1, 40, 20, 21), 1, id="c40-odd-hw"),
+    pytest.param((2, 66, 20, 21), 2, id="c-not-a-multiple-of-the-block"),
+    pytest.param((1, 64, 330), 1, id="rank3-c64"),
+    pytest.param((1, 32, 9, 8, 8), 1, id="rank5"),
 ]
 GPU_SHAPES = [
     pytest.param((2, 1280, 8, 8), 32, id="2x1280x8x8"),
@@ -79,9 +80,9 @@ def test_the_shapes_take_both_ways():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("activation", ["identity", "relu", "silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("shape", "groups"), [SMALL[1], SPLIT[0]])
+@pytest.mark.parametrize(("shape", "groups"), first_alone([SMALL[1], SPLIT[0]]))
 def test_every_activation_and_dtype(shape, groups, dtype, activation, device):
     x, weight, bias = make(shape, dtype, device)
     y = run(x, groups, weight, bias, activation=activation)
@@ -90,7 +91,7 @@ def test_every_activation_and_dtype(shape, groups, dtype, activation, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("activation", ["identity", "silu"])
+@pytest.mark.parametrize("activation", first_alone(["identity", "silu"]))
 @pytest.mark.parametrize(
     ("dtype", "mean"),
     [
@@ -158,7 +159,7 @@ def test_empty(shape, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")], ids=str)
+@pytest.mark.parametrize("value", first_alone([float("nan"), float("inf"), float("-inf")]), ids=str)
 @pytest.mark.parametrize(("shape", "groups"), [SMALL[1], SPLIT[1]])
 def test_nan_and_inf_stay_in_their_group(shape, groups, value, device):
     x, weight, bias = make(shape, device=device)

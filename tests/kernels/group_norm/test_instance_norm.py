@@ -14,10 +14,10 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 SHAPES = [
     pytest.param((2, 37, 5, 9), id="2d-small"),
-    pytest.param((2, 66, 23, 29), id="2d-split"),
-    pytest.param((3, 5, 3, 4, 5), id="3d-small"),
-    pytest.param((2, 70, 7, 9, 11), id="3d-split"),
-    pytest.param((2, 32, 21), id="1d"),
+    pytest.param((2, 34, 23, 29), id="2d-split"),
+    pytest.param((2, 5, 3, 4, 5), id="3d-small"),
+    pytest.param((2, 34, 7, 9, 11), id="3d-split"),
+    pytest.param((1, 5, 21), id="1d"),
     pytest.param((1, 1, 40, 41), id="one-channel"),
 ]
 GPU_SHAPES = [
@@ -80,7 +80,7 @@ def test_real_shapes_on_the_gpu(shape, dtype, layout):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("shape", [(2, 37, 5, 9), (2, 66, 23, 29)], ids=["small", "split"])
+@pytest.mark.parametrize("shape", [(2, 37, 5, 9), (2, 34, 23, 29)], ids=["small", "split"])
 def test_each_channel_has_its_own_scale(shape, device):
     """Neighbouring channels of very different sizes, one of them NaN, lie in one program's tile."""
     x = make(shape, device=device)[0]

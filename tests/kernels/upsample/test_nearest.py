@@ -10,7 +10,17 @@ import sdfastgn
 from sdfastgn.kernels.upsample import nearest as upsample
 from sdfastgn.kernels.upsample import nearest_kernels as upsample_kernels
 from sdfastgn.kernels.upsample.config import tile_config
-from tests.kernels.samples import BOUNDS, DEVICES, DTYPES, LAYOUTS, error, kernels, make, to_layout
+from tests.kernels.samples import (
+    BOUNDS,
+    DEVICES,
+    DTYPES,
+    LAYOUTS,
+    error,
+    first_alone,
+    kernels,
+    make,
+    to_layout,
+)
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -22,7 +32,7 @@ SHAPES = [
     pytest.param((1, 130, 1, 13), id="one-row"),
     pytest.param((1, 130, 13, 1), id="one-column"),
     pytest.param((2, 128, 8, 8), id="whole-tiles"),
-    pytest.param((64, 4, 3, 2), id="batch-64"),
+    pytest.param((64, 4, 2, 1), id="batch-64"),
 ]
 
 
@@ -58,7 +68,7 @@ def launched(monkeypatch):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", first_alone(DTYPES))
 @pytest.mark.parametrize("shape", SHAPES)
 def test_forward(shape, dtype, device, launched):
     x = make(shape, dtype, device)[0]
@@ -70,7 +80,7 @@ def test_forward(shape, dtype, device, launched):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", first_alone(DTYPES))
 @pytest.mark.parametrize("shape", SHAPES)
 def test_adjoint(shape, dtype, device, launched):
     dy = make((*shape[:2], 2 * shape[2], 2 * shape[3]), dtype, device)[0]
