@@ -58,6 +58,41 @@ def make(
     return x, weight, bias
 
 
+# --- where an operand may lie ---------------------------------------------------------------------------
+
+
+def every_second(t: Tensor) -> Tensor:
+    return torch.stack((t, t + 100), -1).flatten(-2)[..., ::2]
+
+
+def expanded(t: Tensor) -> Tensor:
+    return t[..., :1].expand(t.shape)
+
+
+def expanded_from_the_first(t: Tensor) -> Tensor:
+    return t[:1].expand(t.shape)
+
+
+def offset(t: Tensor) -> Tensor:
+    return torch.cat((torch.full((3,), 100.0, dtype=t.dtype), t.flatten()))[3:].view(t.shape)
+
+
+def transposed(t: Tensor) -> Tensor:
+    # A vector becomes a column of a matrix.
+    return (
+        t.transpose(0, -1).contiguous().transpose(0, -1)
+        if t.dim() > 1
+        else torch.stack((t + 100, t), -1)[:, 1]
+    )
+
+
+def channels_last(t: Tensor) -> Tensor:
+    return t.movedim(1, -1).contiguous().movedim(-1, 1) if t.dim() > 2 else t
+
+
+PLACES = [every_second, expanded, expanded_from_the_first, offset, transposed, channels_last]
+
+
 # --- the kernels, whatever the device: the public functions take CPU tensors to PyTorch ---------------------------------------
 
 
