@@ -74,7 +74,7 @@ def random_operands(shapes: Shapes, *dtypes: torch.dtype, batch: int | None = No
     return made
 
 
-# --- what the ops compute ---------------------------------------------------------------------------------
+# --- what the ops compute -----------------------------------------------------
 
 
 def per_channel(t: Tensor, x: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ def of_module(module: nn.Module) -> Callable[..., Any]:
     return call
 
 
-# --- the registry -----------------------------------------------------------------------------------------
+# --- the registry -------------------------------------------------------------
 
 
 def affine(*shape: int) -> Shapes:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import sdfastgn
-from sdfastgn.kernels.common import dispatch
+from sdfastgn.kernels.common import dispatch, gpu
 from sdfastgn.kernels.common.dispatch import KERNEL_DTYPES
 from sdfastgn.kernels.group_norm.op import reference_group_norm
 
@@ -58,7 +58,7 @@ def make(
     return x, weight, bias
 
 
-# --- where an operand may lie ---------------------------------------------------------------------------
+# --- where an operand may lie -------------------------------------------------
 
 
 def every_second(t: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ def channels_last(t: Tensor) -> Tensor:
 PLACES = [every_second, expanded, expanded_from_the_first, offset, transposed, channels_last]
 
 
-# --- the kernels, whatever the device: the public functions take CPU tensors to PyTorch ---------------------------------------
+# --- the kernels, whatever the device: the public functions take CPU tensors to PyTorch
 
 
 @contextmanager
@@ -134,7 +134,18 @@ def run_cat(a, b):
         return sdfastgn.cat_with_statistics(a, b)
 
 
-# --- the truth ------------------------------------------------------------------------------------------------------------------
+def multiprocessors(count: int):
+    """A fixture: in the interpreter, a nominal GPU that is small enough for small shapes to fill."""
+
+    @pytest.fixture
+    def few_multiprocessors(monkeypatch):
+        if not torch.cuda.is_available():
+            monkeypatch.setattr(gpu, "num_sms", lambda device: count)
+
+    return few_multiprocessors
+
+
+# --- the truth ----------------------------------------------------------------
 
 
 def truth(x, num_groups, weight=None, bias=None, eps=1e-5, activation="identity", **operands):

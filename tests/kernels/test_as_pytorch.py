@@ -51,7 +51,7 @@ each_slow_way = pytest.mark.parametrize("way", [interpreter, direct])
 each_way_in_pytorch = pytest.mark.parametrize("way", [plain, op_way])
 
 
-# --- operands anywhere, of any dtype ----------------------------------------------------------------------
+# --- operands anywhere, of any dtype ------------------------------------------
 
 
 each_place = pytest.mark.parametrize("place", PLACES)
@@ -92,9 +92,9 @@ def test_operands_may_lie_anywhere(op, place, way):
     operands = op.operands(torch.float32)
     with way():
         compare(op, {name: place(t) for name, t in operands.items()}, 3e-5)
-        if way is contextlib.nullcontext:
-            for name, t in operands.items():
-                compare(op, {**operands, name: place(t)}, 3e-5)
+        # One at a time too: a copy for the sake of one operand may hide what another one needs.
+        for name in operands if way is contextlib.nullcontext else list(operands)[:1]:
+            compare(op, {**operands, name: place(operands[name])}, 3e-5)
 
 
 @each_place
@@ -122,7 +122,7 @@ def test_operands_may_have_other_dtypes(op, dtypes, bound, way):
             compare(op, {name: place(t) for name, t in operands.items()}, bound)
 
 
-# --- autograd ---------------------------------------------------------------------------------------------
+# --- autograd -----------------------------------------------------------------
 
 
 @each_way
@@ -297,7 +297,7 @@ def test_derivatives_of_derivatives(f, written_out, way):
         torch.testing.assert_close(thrice(f), thrice(written_out))
 
 
-# --- tracing ----------------------------------------------------------------------------------------------
+# --- tracing ------------------------------------------------------------------
 
 
 class Recorder(TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""The kernel of ``sdfastgn.act_linear`` against fp64: interpreted, and on a GPU where there is one."""
+"""The kernel of ``act_linear`` against fp64."""
 
 from __future__ import annotations
 
@@ -8,21 +8,16 @@ import torch.nn.functional as F
 
 from sdfastgn.kernels.act_linear.config import tile_config
 from sdfastgn.kernels.act_linear.op import act_linear
-from sdfastgn.kernels.common import gpu
 from sdfastgn.kernels.common.activations import ACTIVATIONS
 from sdfastgn.kernels.common.sizes import vector_width
-from tests.kernels.samples import BOUNDS, DEVICES, DTYPES, error, kernels
+from tests.kernels.samples import BOUNDS, DEVICES, DTYPES, error, kernels, multiprocessors
 
 NUM_SMS = 2
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "few_multiprocessors")
 
 
-@pytest.fixture
-def few_multiprocessors(monkeypatch):
-    """The interpreter is slow: a nominal GPU for which few channels make tiles as large as on a real one."""
-    if not torch.cuda.is_available():
-        monkeypatch.setattr(gpu, "num_sms", lambda device: NUM_SMS)
+few_multiprocessors = multiprocessors(NUM_SMS)
 
 
 # (N, C, K)
@@ -150,7 +145,7 @@ def test_nothing_else_is_read_or_written(shape, device):
     assert expected.isfinite().all()
 
 
-# --- GPU -----------------------------------------------------------------------------------------------------------------------
+# --- GPU ----------------------------------------------------------------------
 
 
 @pytest.mark.gpu

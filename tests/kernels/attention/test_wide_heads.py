@@ -1,4 +1,4 @@
-"""Wide attention in chunks against fp64, its Triton kernels interpreted where there is no GPU; and the op as a PyTorch citizen."""
+"""Wide attention in chunks against fp64, and where it leaves the work to PyTorch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 HALVES = [pytest.param(torch.float16, id="float16"), pytest.param(torch.bfloat16, id="bfloat16")]
 # Weights and result are rounded; Triton's interpreter cuts bf16 off instead.
 BOUNDS = {torch.float16: 6e-4, torch.bfloat16: 8e-3}
-# (N, heads, L, D), keys, chunks: rows of a chunk, splits; None as on a GPU, with its 132 multiprocessors.
+# (N, heads, L, D), keys, (rows of a chunk, splits of the keys) or None for those of an H200.
 CASES = [
     pytest.param((1, 1, 7, 264), 16, None, id="one-chunk"),
     pytest.param((1, 1, 21, 264), 33, (8, 1), id="odd-keys-and-a-shorter-last-chunk"),
@@ -34,7 +34,7 @@ each_device = pytest.mark.parametrize("device", DEVICES)
 
 @pytest.fixture(autouse=True)
 def in_chunks(monkeypatch):
-    """In chunks whatever the sizes; ``in_chunks((rows, splits))``, or with matrices in front, makes them small."""
+    """Every size runs in chunks; ``in_chunks((rows, splits))`` makes them small."""
     monkeypatch.setattr(wide_heads, "pays", lambda *sizes: True)
     monkeypatch.setattr(wide_heads_kernels, "_plans", {})
 
@@ -80,7 +80,7 @@ def launches(monkeypatch):
     return found
 
 
-# --- the kernels ------------------------------------------------------------------------------------------------------------------
+# --- the kernels --------------------------------------------------------------
 
 
 @each_device
@@ -213,7 +213,7 @@ def test_memory_is_one_chunks(in_chunks, monkeypatch, device):
     assert own == [4, 4 * 1056, 4 * 1056]
 
 
-# --- the public function ------------------------------------------------------------------------------------------------------------
+# --- the public function ------------------------------------------------------
 
 
 @interpreted
@@ -279,7 +279,7 @@ def test_empty_tensors(shape, device):
     assert run(*make(shape, 4, device=device)).shape == shape
 
 
-# --- GPU -----------------------------------------------------------------------------------------------------------------------
+# --- GPU ----------------------------------------------------------------------
 
 
 @pytest.mark.gpu

@@ -19,7 +19,7 @@ from tests.kernels.samples import interpreted, kernels
 pytestmark = interpreted  # tensors lie on the CPU; the GPU's path runs in the interpreter
 
 
-# Op -> (its tensors, its other arguments). All ones, so that any of them may be what a test changes.
+# Op -> (its tensors, all ones; its other arguments).
 CALLS = {
     name: ({label: torch.ones(shape) for label, shape in op.shapes.items()}, op.options)
     for name, op in FUNCTIONS.items()
@@ -41,7 +41,7 @@ def call(op, **changes):
     return FUNCTIONS[op].function(**{**tensors, **others, **changes})
 
 
-# --- tensors --------------------------------------------------------------------------------------
+# --- tensors ------------------------------------------------------------------
 
 # How to make of a good tensor one that no op takes, and what the error ends with.
 REFUSED = [
@@ -87,7 +87,7 @@ def test_meta_tensors_go_through(op):
         assert (y.is_meta, y.shape, y.dtype) == (True, wanted.shape, wanted.dtype)
 
 
-# --- numbers --------------------------------------------------------------------------------------
+# --- numbers ------------------------------------------------------------------
 
 NUMBERS = [
     *(np.float16(0.25), np.float32(0.25), np.float64(0.25), torch.tensor(0.25)),
@@ -152,7 +152,7 @@ def test_what_is_no_index_is_no_number_of_groups(number, path):
             sdfastgn.group_norm(x, number)
 
 
-# --- what equals a valid argument of another type -------------------------------------------------
+# --- what equals a valid argument of another type -----------------------------
 
 
 @each_path

@@ -7,20 +7,15 @@ import torch
 import torch.nn.functional as F
 
 import sdfastgn
-from sdfastgn.kernels.common import gpu
 from sdfastgn.kernels.common.sizes import vector_width
 from sdfastgn.kernels.geglu.config import backward_config, forward_config
-from tests.kernels.samples import BOUNDS, DEVICES, DTYPES, error, kernels
+from tests.kernels.samples import BOUNDS, DEVICES, DTYPES, error, kernels, multiprocessors
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "few_multiprocessors")
 NUM_SMS = 1
 
 
-@pytest.fixture
-def few_multiprocessors(monkeypatch):
-    """The interpreter is slow: a nominal GPU that few rows fill, so that programs take several tiles as on a real one."""
-    if not torch.cuda.is_available():
-        monkeypatch.setattr(gpu, "num_sms", lambda device: NUM_SMS)
+few_multiprocessors = multiprocessors(NUM_SMS)
 
 
 # Of x, (..., 2D).
@@ -71,7 +66,7 @@ def grads_of(f, leaves, dy, dtype=None, *, direct=False):
         return torch.autograd.grad(y, leaves, dy.to(y.dtype))
 
 
-# --- forward -------------------------------------------------------------------------------------------------------------------
+# --- forward ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -123,7 +118,7 @@ def test_no_less_exact_than_eager(dtype, mean, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_every_half_precision_gate(device):
-    """16-bit inputs have a normal distribution of their own: one rounding and a little, for closed gates too."""
+    """In 16 bits the normal distribution is approximated: one rounding, for closed gates too."""
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.float16)
     gate = every[every.isfinite() & (every.abs() <= 16)].view(2, -1).to(device)
     x = torch.cat((torch.full_like(gate, 3.0), gate), -1)
@@ -174,7 +169,7 @@ def test_nothing_else_is_read_or_written(shape, device):
     assert torch.equal(buffer.nan_to_num(7.0), before.nan_to_num(7.0))
 
 
-# --- backward ------------------------------------------------------------------------------------------------------------------
+# --- backward -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -216,7 +211,7 @@ def test_a_bias_that_is_not_finite_stays_in_its_column(device):
     torch.testing.assert_close(dbias, want.float(), equal_nan=True)
 
 
-# --- GPU -----------------------------------------------------------------------------------------------------------------------
+# --- GPU ----------------------------------------------------------------------
 
 GPU_SHAPES = [
     pytest.param(s, id="x".join(map(str, s)))

@@ -1,4 +1,4 @@
-"""Gradients of ``sdfastgn.group_norm`` by the Triton kernels, against fp64: in the interpreter, and on a GPU where there is one."""
+"""Gradients of ``sdfastgn.group_norm`` by the Triton kernels, against fp64."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.kernels.samples import (
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
-# (shape, groups), the name says CG; small: a group of x and of dy fits into registers, split: it does not.
+# (shape, groups); the name says CG. Small: a group of x and of dy fits into registers.
 SMALL = [
     pytest.param((1, 12, 8, 8), 3, id="cg4"),
     pytest.param((2, 30, 7, 9), 3, id="cg10-odd-hw"),
@@ -98,7 +98,7 @@ def test_real_shapes_on_the_gpu(shape, groups, dtype, layout):
     check(shape, groups, dtype, "cuda", layout, "silu", layout, direct=True, dy_mean=0.0)
 
 
-# --- operands -------------------------------------------------------------------------------------------------------------------
+# --- operands -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -151,7 +151,7 @@ def test_only_what_is_wanted(shape, groups, wanted, device):
         assert relative(g, w) < 1e-5
 
 
-# --- incoming gradients ---------------------------------------------------------------------------------------------------------
+# --- incoming gradients -------------------------------------------------------
 
 GRADIENTS = {
     "expanded": lambda shape: torch.randn(1).expand(shape),
@@ -226,7 +226,7 @@ def test_empty(shape):
     assert torch.equal(dweight, torch.zeros(6))
 
 
-# --- numerics -------------------------------------------------------------------------------------------------------------------
+# --- numerics -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", DEVICES)

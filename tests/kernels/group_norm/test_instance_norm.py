@@ -1,4 +1,4 @@
-"""``sdfastgn.instance_norm`` and its kernels, which normalise channels side by side, against fp64."""
+"""The kernels of ``sdfastgn.instance_norm`` against fp64."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_shapes_take_both_ways():
 
 def check(shape, dtype, device, layout, activation):
     x, weight, bias = (t.requires_grad_() for t in make(shape, dtype, device, layout))
-    # Of mean 0: the gradient of the weight is else a small difference of large sums, which the rounding of the mean decides.
+    # Of mean 0, else the weight's gradient is a small difference of large sums.
     dy = make(shape, dtype, device, layout, mean=0.0, seed=5)[0]
     with kernels():
         y = sdfastgn.instance_norm(x, weight, bias, 1e-4, activation)

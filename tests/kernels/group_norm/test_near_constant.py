@@ -1,4 +1,4 @@
-"""``sdfastgn.group_norm`` in plain PyTorch where the mean is far above the spread, down to no spread at all, against fp64."""
+"""``sdfastgn.group_norm`` in plain PyTorch, where the mean is far above the spread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``sdfastgn.group_norm`` on groups whose values are all equal, or nearly: a saturated channel, a black border."""
+"""The kernels on groups of equal or nearly equal values: a saturated channel, a black border."""
 
 from __future__ import annotations
 

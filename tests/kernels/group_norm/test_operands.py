@@ -41,7 +41,7 @@ def test_the_shapes_take_both_ways_and_the_chunks_leave_some_empty():
         assert not all(empty)
 
 
-# --- statistics -----------------------------------------------------------------------------------------------------------------
+# --- statistics ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -107,7 +107,7 @@ def test_statistics_that_are_views(shape, groups, view, device):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("shape", "groups"), [SMALL, SPLIT])
 def test_the_statistics_given_are_the_ones_used(shape, groups, layout, device):
-    """Those of another tensor normalise x by the mean and the deviation of that one: nothing is computed behind one's back."""
+    """Those of another tensor normalise x by that one's mean and deviation."""
     x, weight, bias = make(shape, device=device, layout=layout)
     other = make(shape, device=device, seed=5, mean=-4.0)[0] * 3
     y = run(x, groups, weight, bias, statistics=poisoned_statistics(other, 7))
@@ -122,7 +122,7 @@ def test_the_statistics_given_are_the_ones_used(shape, groups, layout, device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("shape", "groups"), [SMALL, SPLIT])
 def test_statistics_of_chunks_of_different_means(shape, groups, device):
-    """What the chunks and channels differ in is most of the variance, which Chan's formula must bring together."""
+    """Most of the variance is between chunks and channels, which Chan's formula must add."""
     x, weight, bias = make(shape, device=device)
     x += torch.linspace(-50, 50, shape[2], device=device)[:, None]
     x += torch.linspace(0, 30, shape[1], device=device)[:, None, None]
@@ -138,7 +138,7 @@ def test_statistics_of_an_empty_tensor(device):
         assert run(torch.empty(shape, device=device), 4, statistics=statistics).shape == shape
 
 
-# --- tokens ---------------------------------------------------------------------------------------------------------------------
+# --- tokens -------------------------------------------------------------------
 
 
 TOKENS = [

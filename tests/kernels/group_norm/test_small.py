@@ -1,4 +1,4 @@
-"""Groups that one program holds: 16-bit ones are summed in one go, and those a little over a power of 2 are two tiles."""
+"""Groups that one program holds, in one pass and in two tiles."""
 
 from __future__ import annotations
 

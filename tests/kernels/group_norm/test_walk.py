@@ -1,4 +1,4 @@
-"""The backward of GroupNorm in one program a group, which reads it twice: for more data than caches hold."""
+"""The backward of GroupNorm in one program a group, for more data than caches hold."""
 
 from __future__ import annotations
 

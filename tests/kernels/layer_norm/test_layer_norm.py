@@ -1,4 +1,4 @@
-"""The kernels of ``sdfastgn.layer_norm`` and ``sdfastgn.add_layer_norm`` against fp64: interpreted, and on a GPU where there is one."""
+"""The kernels of ``sdfastgn.layer_norm`` and ``sdfastgn.add_layer_norm`` against fp64."""
 
 from __future__ import annotations
 
@@ -7,20 +7,15 @@ import torch
 import torch.nn.functional as F
 
 import sdfastgn
-from sdfastgn.kernels.common import gpu
 from sdfastgn.kernels.common.sizes import vector_width
 from sdfastgn.kernels.layer_norm.config import ChunksConfig, backward_config, forward_config
-from tests.kernels.samples import BOUNDS, DEVICES, DTYPES, error, kernels
+from tests.kernels.samples import BOUNDS, DEVICES, DTYPES, error, kernels, multiprocessors
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "few_multiprocessors")
 NUM_SMS = 4
 
 
-@pytest.fixture
-def few_multiprocessors(monkeypatch):
-    """The interpreter is slow: a nominal GPU that few rows fill, so that they take every way that many do on a real one."""
-    if not torch.cuda.is_available():
-        monkeypatch.setattr(gpu, "num_sms", lambda device: NUM_SMS)
+few_multiprocessors = multiprocessors(NUM_SMS)
 
 
 SHAPES = [
@@ -75,7 +70,7 @@ def add(x, residual, weight, bias, add_bias):
     return sdfastgn.add_layer_norm(x, residual, weight, bias, add_bias=add_bias)
 
 
-# --- forward -------------------------------------------------------------------------------------------------------------------
+# --- forward ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -137,7 +132,7 @@ def test_no_less_exact_than_eager(shape, dtype, mean, device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shape", WAYS)
 def test_far_means_and_outliers(shape, device):
-    """The sums' pivot is the first element: what stands there must not matter, nor how far all are from 0."""
+    """The pivot of the sums is the first element: its value must not matter."""
     x, _, weight, bias, _ = make(shape, device=device, mean=1500.0)
     assert error(run(x, weight, bias), truth(x, weight, bias)) < 2e-6
     x[:, 0] = -1e6
@@ -184,7 +179,7 @@ def test_nothing_else_is_written(shape, device):
     assert torch.equal(buffer.nan_to_num(7.0), before.nan_to_num(7.0))
 
 
-# --- backward ------------------------------------------------------------------------------------------------------------------
+# --- backward -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -291,7 +286,7 @@ def test_gradients_of_one_result(shape, device):
     assert error(dx, want) < 2e-6
 
 
-# --- GPU -----------------------------------------------------------------------------------------------------------------------
+# --- GPU ----------------------------------------------------------------------
 
 GPU_SHAPES = [
     pytest.param(s, id="x".join(map(str, s)))

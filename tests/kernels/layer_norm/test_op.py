@@ -1,4 +1,4 @@
-"""``sdfastgn.layer_norm`` and ``sdfastgn.add_layer_norm`` as PyTorch citizens: fallback, errors, gradients, fake tensors, compile."""
+"""``sdfastgn.layer_norm`` on the largest shapes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def ours(x, residual, weight, bias, add_bias, eps=1e-5):
     return sdfastgn.add_layer_norm(x, residual, weight, bias, eps, add_bias=add_bias)
 
 
-# --- GPU -----------------------------------------------------------------------------------------------------------------------
+# --- GPU ----------------------------------------------------------------------
 
 GPU_SHAPES = [pytest.param((512, 320), id="rows"), pytest.param((3, 40000), id="chunks")]
 

@@ -1,4 +1,4 @@
-"""The kernels that take statistics while they read, add or concatenate, against fp64: interpreted on the CPU, compiled on a GPU."""
+"""The kernels that take statistics while they read, add or concatenate, against fp64."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.kernels.samples import (
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
-# (shape, multiprocessors): few make chunks of several tiles out of small tensors, which the interpreter is quick enough for.
+# (shape, multiprocessors): with few, small tensors have chunks of several tiles.
 CASES = [
     pytest.param((2, 10, 7, 9), 132, id="odd"),
     pytest.param((1, 66, 5, 7), 132, id="c-not-a-multiple-of-the-block"),
@@ -128,7 +128,7 @@ def test_the_reference_by_the_definition(chunks):
             assert (statistics[:, :, p] == 0).all()
 
 
-# --- the three kernels ------------------------------------------------------------------------------------------------------------
+# --- the three kernels --------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -343,7 +343,7 @@ def test_empty(shape, device):
     assert torch.equal(run_cat(one, one[:, :0])[0], one)
 
 
-# --- into GroupNorm ----------------------------------------------------------------------------------------------------------------
+# --- into GroupNorm -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", DEVICES)

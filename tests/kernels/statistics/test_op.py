@@ -1,4 +1,4 @@
-"""The producers of statistics as PyTorch citizens: fallback, errors, gradients, fake tensors, compile."""
+"""The producers of statistics in front of a norm: gradients and compile."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def image(*shape, dtype=torch.float32, last=True, seed=0, device="cpu"):
     return x.movedim(1, -1).contiguous().movedim(-1, 1) if last else x
 
 
-# --- gradients ------------------------------------------------------------------------------------------------------------------
+# --- gradients ----------------------------------------------------------------
 
 
 def test_the_gradient_of_a_bias_of_another_dtype():
@@ -54,7 +54,7 @@ def test_gradients_through_a_norm_that_is_given_statistics_are_whole():
     torch.testing.assert_close(given, taken)
 
 
-# --- tracing --------------------------------------------------------------------------------------------------------------------
+# --- tracing ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("last", LAYOUTS)

@@ -1,4 +1,4 @@
-"""The convolution of an upsampled image at low resolution: its kernels against fp64, and the op as a PyTorch citizen."""
+"""The convolution of an upsampled image at low resolution, against fp64."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.kernels.samples import (
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
-# Three roundings, of weights, of t and of y; Triton's interpreter cuts bf16 off instead of rounding.
+# Three roundings: weights, t and y. Triton's interpreter cuts bf16 off instead.
 BOUNDS = {torch.float16: 6e-4, torch.bfloat16: 1e-2, torch.float32: 2e-6}
 # (x, C_out, multiprocessors): few make chunks of several tiles.
 CASES = [
@@ -49,7 +49,7 @@ each_case = pytest.mark.parametrize(("shape", "C_out", "num_sms"), CASES)
 
 @pytest.fixture
 def in_phases(monkeypatch):
-    """At low resolution whatever the sizes, as on a GPU with this number of multiprocessors; counts the interleavings."""
+    """Every size runs at low resolution, on a GPU of ``num_sms``; counts the interleavings."""
     runs = []
     monkeypatch.setattr(upsample_conv, "phases_pay", lambda *sizes: True)
     monkeypatch.setattr(
@@ -87,7 +87,7 @@ def truth(x, weight, bias=None):
     return F.conv2d(high, weight.double(), None if bias is None else bias.double(), padding=1)
 
 
-# --- the algebra ------------------------------------------------------------------------------------------------------------------
+# --- the algebra --------------------------------------------------------------
 
 
 def interleaved(t):
@@ -108,7 +108,7 @@ def test_the_phases_are_the_convolution(shape, C_out, num_sms):
     torch.testing.assert_close(y, reference_upsample_conv2d(x, weight, bias), atol=1e-13, rtol=1e-13)
 
 
-# --- the kernels ------------------------------------------------------------------------------------------------------------------
+# --- the kernels --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -245,7 +245,7 @@ def test_empty(shape, device, in_phases):
         assert call(x, weight).shape == (0, 5, 8, 8)
 
 
-# --- when it pays -------------------------------------------------------------------------------------------------------------------
+# --- when it pays -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
@@ -286,7 +286,7 @@ def test_tiles_cover_the_weights(channels):
     assert config.num_warps == 1
 
 
-# --- the op -------------------------------------------------------------------------------------------------------------------------
+# --- the op -------------------------------------------------------------------
 
 
 @interpreted
@@ -301,7 +301,7 @@ def test_autocast_is_that_of_conv2d(dtype, in_phases):
     assert error(y, truth(*tensors)) < 2e-2
 
 
-# --- GPU ------------------------------------------------------------------------------------------------------------------------
+# --- GPU ----------------------------------------------------------------------
 
 
 @pytest.mark.gpu

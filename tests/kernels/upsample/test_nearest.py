@@ -1,4 +1,4 @@
-"""Nearest-neighbour upsampling by two and its adjoint: the kernels (interpreted on the CPU, compiled on a GPU), and the ops."""
+"""Nearest-neighbour upsampling by two and its adjoint: the kernels."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def by_index(x):
     return x[:, :, rows][:, :, :, columns]
 
 
-# --- the kernels ------------------------------------------------------------------------------------------------------------------
+# --- the kernels --------------------------------------------------------------
 
 
 @pytest.fixture
@@ -145,7 +145,7 @@ def test_empty(shape, layout, device):
     assert summed(y).shape == shape
 
 
-# --- launch configuration -----------------------------------------------------------------------------------------------------------
+# --- launch configuration -----------------------------------------------------
 
 
 @pytest.mark.parametrize("C", [1, 3, 30, 33, 64, 66, 130, 320, 512, 1280])
@@ -171,7 +171,7 @@ def test_small_images_get_smaller_tiles():
     assert tiles == {128: 512, 512: 1024, 131072: 2048}
 
 
-# --- GPU ------------------------------------------------------------------------------------------------------------------------
+# --- GPU ----------------------------------------------------------------------
 
 
 @pytest.mark.gpu
