@@ -1,5 +1,6 @@
 """Shared set-up: kernels run in Triton's interpreter where there is no GPU."""
 
+import importlib.util
 import os
 import warnings
 
@@ -8,6 +9,10 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
+    if importlib.util.find_spec("triton") is not None:
+        from tests.interpreter import make_quick
+
+        make_quick()
 
 # Two workers on two cores: more threads only wait for each other.
 torch.set_num_threads(1)

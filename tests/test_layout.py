@@ -1,4 +1,4 @@
-"""The repository's layout: links at the root, namespace folders, and wheels that hold the package and nothing else."""
+"""The repository's layout: links at the root, namespace folders, what a wheel holds."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_linked_folders_are_namespaces(folder: str) -> None:
 
 
 def test_installed_package_wins_over_the_links(tmp_path: Path) -> None:
-    """diffusers imports the Hugging Face ``kernels`` distribution; the repository's root may come first on sys.path."""
+    """diffusers imports Hugging Face's ``kernels``; this root may come first on sys.path."""
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels" / "__init__.py").touch()
     code = "import sys; sys.path[:0] = sys.argv[1:]; import kernels; print(kernels.__file__)"
@@ -76,7 +76,7 @@ def test_installed_package_wins_over_the_links(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the tree, because a build writes build/ and egg-info into its source and would reuse stale ones."""
+    """A copy of the tree: a build writes into its source and would reuse what is stale."""
     copy = tmp_path_factory.mktemp("source")
     for path in ROOT.iterdir():
         made = path.name.startswith(".") or path.suffix == ".egg-info" or path.name in MADE

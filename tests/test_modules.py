@@ -64,7 +64,7 @@ def test_errors(arguments, activation, kind, message):
     assert message in str(caught.value)
 
 
-# --- InstanceNorm -----------------------------------------------------------------------------------------------------------------
+# --- InstanceNorm -------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import sdfastgn
-from sdfastgn.kernels.common import dispatch
+from sdfastgn.kernels.common import dispatch, gpu
 from sdfastgn.kernels.common.dispatch import KERNEL_DTYPES
 from sdfastgn.kernels.group_norm.op import reference_group_norm
 
@@ -25,6 +25,21 @@ DTYPES = [
     pytest.param(d, id=str(d).removeprefix("torch.")) for d in (torch.float16, torch.bfloat16, torch.float32)
 ]
 LAYOUTS = ["channels_last", "channels_first"]
+
+
+def first_alone(values):
+    """All values on a GPU; in the interpreter the first one, because the others walk the same code."""
+    first, *others = values
+    return [
+        first,
+        *(pytest.param(*as_param(v).values, id=as_param(v).id, marks=pytest.mark.gpu) for v in others),
+    ]
+
+
+def as_param(value):
+    return value if hasattr(value, "values") and hasattr(value, "marks") else pytest.param(value)
+
+
 # A result rounded once: half a unit in the last place of the largest values, with room for fp32 sums.
 BOUNDS = {torch.float16: 5e-4, torch.bfloat16: 4e-3, torch.float32: 2e-6}
 
@@ -43,7 +58,42 @@ def make(
     return x, weight, bias
 
 
-# --- the kernels, whatever the device: the public functions take CPU tensors to PyTorch ---------------------------------------
+# --- where an operand may lie -------------------------------------------------
+
+
+def every_second(t: Tensor) -> Tensor:
+    return torch.stack((t, t + 100), -1).flatten(-2)[..., ::2]
+
+
+def expanded(t: Tensor) -> Tensor:
+    return t[..., :1].expand(t.shape)
+
+
+def expanded_from_the_first(t: Tensor) -> Tensor:
+    return t[:1].expand(t.shape)
+
+
+def offset(t: Tensor) -> Tensor:
+    return torch.cat((torch.full((3,), 100.0, dtype=t.dtype), t.flatten()))[3:].view(t.shape)
+
+
+def transposed(t: Tensor) -> Tensor:
+    # A vector becomes a column of a matrix.
+    return (
+        t.transpose(0, -1).contiguous().transpose(0, -1)
+        if t.dim() > 1
+        else torch.stack((t + 100, t), -1)[:, 1]
+    )
+
+
+def channels_last(t: Tensor) -> Tensor:
+    return t.movedim(1, -1).contiguous().movedim(-1, 1) if t.dim() > 2 else t
+
+
+PLACES = [every_second, expanded, expanded_from_the_first, offset, transposed, channels_last]
+
+
+# --- the kernels, whatever the device: the public functions take CPU tensors to PyTorch
 
 
 @contextmanager
@@ -84,7 +134,18 @@ def run_cat(a, b):
         return sdfastgn.cat_with_statistics(a, b)
 
 
-# --- the truth ------------------------------------------------------------------------------------------------------------------
+def multiprocessors(count: int):
+    """A fixture: in the interpreter, a nominal GPU that is small enough for small shapes to fill."""
+
+    @pytest.fixture
+    def few_multiprocessors(monkeypatch):
+        if not torch.cuda.is_available():
+            monkeypatch.setattr(gpu, "num_sms", lambda device: count)
+
+    return few_multiprocessors
+
+
+# --- the truth ----------------------------------------------------------------
 
 
 def truth(x, num_groups, weight=None, bias=None, eps=1e-5, activation="identity", **operands):

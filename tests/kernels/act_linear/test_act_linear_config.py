@@ -1,4 +1,4 @@
-"""The launch configuration of linear layers of few rows: pure Python, checked over many sizes without a GPU."""
+"""The launch configuration of linear layers of few rows, checked over many sizes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_tiles_cover_everything_and_fit(itemsize, num_sms):
                 threads = WARP * config.num_warps
                 assert config.block_n * config.block_c * ceil_div(config.block_k, threads) <= 64
                 assert config.steps * config.block_c * config.vector * itemsize <= 256
-                # Columns that are not there: less than two blocks, and of rows longer than a block no more than a half.
+                # Idle columns: less than two blocks, at most half of a row longer than a block.
                 turns = ceil_div(K, config.block_k * config.steps)
                 idle = turns * config.steps * config.block_k - K
                 assert 0 <= idle < config.block_k * max(2, turns)

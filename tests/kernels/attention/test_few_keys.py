@@ -133,12 +133,12 @@ def test_config(S, D, expected):
     assert attention_config(D, S) == expected
 
 
-@pytest.mark.parametrize("S", range(1, MAX_KEYS + 1))
-def test_tiles_hold_all_keys(S):
-    config = attention_config(64, S)
-    assert config.head + config.tail >= S
-    assert config.tail == 0 or config.head < S
-    assert config.head + config.tail < 2 * max(S, 16)
+def test_tiles_hold_all_keys():
+    for S in range(1, MAX_KEYS + 1):
+        config = attention_config(64, S)
+        assert config.head + config.tail >= S
+        assert config.tail == 0 or config.head < S
+        assert config.head + config.tail < 2 * max(S, 16)
 
 
 Q, (K, V) = heads(1, 2, 20, 64)[0], heads(1, 2, 77, 64, parts=2)

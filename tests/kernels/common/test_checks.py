@@ -13,49 +13,23 @@ import torch
 from torch import Tensor
 
 import sdfastgn
+from tests.kernels.ops import FUNCTIONS
 from tests.kernels.samples import interpreted, kernels
 
 pytestmark = interpreted  # tensors lie on the CPU; the GPU's path runs in the interpreter
 
 
-def ones(*shape: int) -> Tensor:
-    return torch.ones(shape)
-
-
-# Op -> (its tensors, its other required arguments).
+# Op -> (its tensors, all ones; its other arguments).
 CALLS = {
-    "group_norm": (
-        {
-            "x": ones(2, 8, 2, 3),
-            **{name: ones(8) for name in ("weight", "bias")},
-            **{name: ones(2, 8) for name in ("shift", "ada_scale", "ada_shift")},
-            "statistics": ones(2, 2, 1, 8),
-        },
-        {"num_groups": 2},
-    ),
-    "instance_norm": ({"x": ones(1, 2, 4), "weight": ones(2), "bias": ones(2)}, {}),
-    "layer_norm": ({"x": ones(3, 8), "weight": ones(8), "bias": ones(8)}, {}),
-    "add_layer_norm": (
-        {
-            **{name: ones(3, 8) for name in ("x", "residual")},
-            **{name: ones(8) for name in ("weight", "bias", "add_bias", "total_bias")},
-        },
-        {},
-    ),
-    "geglu": ({"x": ones(3, 8), "bias": ones(8)}, {}),
-    "act_linear": ({"x": ones(2, 16), "weight": ones(8, 16), "bias": ones(8), "extra_bias": ones(8)}, {}),
-    "channel_statistics": ({"x": ones(2, 8, 2, 3)}, {}),
-    "add_with_statistics": ({"x": ones(2, 8, 2, 3), "residual": ones(2, 8, 2, 3), "bias": ones(8)}, {}),
-    "cat_with_statistics": ({"a": ones(2, 8, 2, 3), "b": ones(2, 8, 2, 3)}, {}),
-    "upsample_nearest_2x": ({"x": ones(2, 8, 2, 3)}, {}),
-    "upsample_conv2d": ({"x": ones(2, 8, 2, 3), "weight": ones(4, 8, 3, 3), "bias": ones(4)}, {}),
-    "wide_attention": ({name: ones(1, 2, 4, 8) for name in "qkv"}, {}),
+    name: ({label: torch.ones(shape) for label, shape in op.shapes.items()}, op.options)
+    for name, op in FUNCTIONS.items()
 }
+CALLS["group_norm"][0]["statistics"] = torch.ones(2, 2, 1, 6)
 OPERANDS = [(op, label) for op, (tensors, _) in CALLS.items() for label in tensors]
 REQUIRED = [
     (op, label)
     for op, label in OPERANDS
-    if inspect.signature(getattr(sdfastgn, op)).parameters[label].default is inspect.Parameter.empty
+    if inspect.signature(FUNCTIONS[op].function).parameters[label].default is inspect.Parameter.empty
 ]
 each_path = pytest.mark.parametrize(
     "path", [nullcontext, functools.partial(kernels, direct=True)], ids=["pytorch", "kernels"]
@@ -64,10 +38,10 @@ each_path = pytest.mark.parametrize(
 
 def call(op, **changes):
     tensors, others = CALLS[op]
-    return getattr(sdfastgn, op)(**{**tensors, **others, **changes})
+    return FUNCTIONS[op].function(**{**tensors, **others, **changes})
 
 
-# --- tensors --------------------------------------------------------------------------------------
+# --- tensors ------------------------------------------------------------------
 
 # How to make of a good tensor one that no op takes, and what the error ends with.
 REFUSED = [
@@ -77,7 +51,7 @@ REFUSED = [
     (lambda t: t.to(torch.complex64), "torch.complex64"),
     (lambda t: t.to(torch.float8_e4m3fn), "torch.float8_e4m3fn"),
     (Tensor.to_sparse, "layout torch.sparse_coo"),
-    (lambda t: t.reshape(-1, 2).to_sparse_csr(), "layout torch.sparse_csr"),
+    (lambda t: t.reshape(-1, 1).to_sparse_csr(), "layout torch.sparse_csr"),
     (Tensor.to_mkldnn, "layout torch._mkldnn"),
     (lambda t: torch.nested.nested_tensor([t, t]), "a nested tensor"),
     (lambda t: torch.nested.nested_tensor([t, t], layout=torch.jagged), "a nested tensor"),
@@ -113,7 +87,7 @@ def test_meta_tensors_go_through(op):
         assert (y.is_meta, y.shape, y.dtype) == (True, wanted.shape, wanted.dtype)
 
 
-# --- numbers --------------------------------------------------------------------------------------
+# --- numbers ------------------------------------------------------------------
 
 NUMBERS = [
     *(np.float16(0.25), np.float32(0.25), np.float64(0.25), torch.tensor(0.25)),
@@ -178,7 +152,7 @@ def test_what_is_no_index_is_no_number_of_groups(number, path):
             sdfastgn.group_norm(x, number)
 
 
-# --- what equals a valid argument of another type -------------------------------------------------
+# --- what equals a valid argument of another type -----------------------------
 
 
 @each_path

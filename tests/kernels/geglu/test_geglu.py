@@ -7,20 +7,15 @@ import torch
 import torch.nn.functional as F
 
 import sdfastgn
-from sdfastgn.kernels.common import gpu
 from sdfastgn.kernels.common.sizes import vector_width
 from sdfastgn.kernels.geglu.config import backward_config, forward_config
-from tests.kernels.samples import BOUNDS, DEVICES, DTYPES, error, kernels
+from tests.kernels.samples import BOUNDS, DEVICES, DTYPES, error, kernels, multiprocessors
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "few_multiprocessors")
 NUM_SMS = 1
 
 
-@pytest.fixture
-def few_multiprocessors(monkeypatch):
-    """The interpreter is slow: a nominal GPU that few rows fill, so that programs take several tiles as on a real one."""
-    if not torch.cuda.is_available():
-        monkeypatch.setattr(gpu, "num_sms", lambda device: NUM_SMS)
+few_multiprocessors = multiprocessors(NUM_SMS)
 
 
 # Of x, (..., 2D).
@@ -71,7 +66,7 @@ def grads_of(f, leaves, dy, dtype=None, *, direct=False):
         return torch.autograd.grad(y, leaves, dy.to(y.dtype))
 
 
-# --- forward -------------------------------------------------------------------------------------------------------------------
+# --- forward ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -123,7 +118,7 @@ def test_no_less_exact_than_eager(dtype, mean, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_every_half_precision_gate(device):
-    """16-bit inputs have a normal distribution of their own: one rounding and a little, for closed gates too."""
+    """In 16 bits the normal distribution is approximated: one rounding, for closed gates too."""
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.float16)
     gate = every[every.isfinite() & (every.abs() <= 16)].view(2, -1).to(device)
     x = torch.cat((torch.full_like(gate, 3.0), gate), -1)
@@ -159,34 +154,6 @@ def test_not_finite_values_are_as_eagers(shape, dtype, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    "view",
-    [
-        pytest.param(lambda t: t[:, :, :40], id="part-of-wider-rows"),
-        pytest.param(lambda t: t[:, ::2, :40], id="every-second-row"),
-        pytest.param(lambda t: t[:, 1:3, 3:45], id="uneven-rows"),
-        pytest.param(lambda t: t.transpose(1, 2)[..., :4], id="transposed"),
-        pytest.param(lambda t: t[:1, :1].expand(3, 4, 96), id="the-same-row"),
-        pytest.param(lambda t: t.flatten()[1:961].view(2, 5, 96), id="unaligned"),
-    ],
-)
-def test_views(view, device):
-    """Read where they lie or copied; results and gradients are right either way."""
-    x = view(make((3, 5, 96), device=device)[0])
-    bias = torch.randn(2 * x.shape[-1], device=device)[::2]
-    dy = gradient(x.shape, device=device)
-    for direct in (False, True):
-        y = run(x, bias, direct=direct)
-        assert y.is_contiguous()
-        assert error(y, truth(x, bias)) < 2e-6
-        with kernels(direct=direct):
-            leaf = x.detach().requires_grad_()
-            (dx,) = torch.autograd.grad(sdfastgn.geglu(leaf, bias), leaf, dy)
-        (want,) = grads_of(lambda x: truth(x, bias), (x,), dy, torch.float64)
-        assert error(dx, want) < 2e-6
-
-
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shape", WAYS)
 def test_nothing_else_is_read_or_written(shape, device):
     """Between the rows of a wider tensor lies what must neither be read into the result nor be changed."""
@@ -202,18 +169,7 @@ def test_nothing_else_is_read_or_written(shape, device):
     assert torch.equal(buffer.nan_to_num(7.0), before.nan_to_num(7.0))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("shape", WAYS)
-def test_all_ways_through_pytorch_agree(shape, device):
-    """Straight to the kernels, by the dispatcher, and under autograd in both."""
-    x, bias = make(shape, device=device)
-    expected = run(x, bias)
-    for leaf in (x, x.clone().requires_grad_()):
-        for direct in (False, True):
-            assert torch.equal(run(leaf, bias, direct=direct), expected)
-
-
-# --- backward ------------------------------------------------------------------------------------------------------------------
+# --- backward -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -242,25 +198,6 @@ def test_gradients_no_less_exact_than_eager(dtype, mean, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("direct", [False, True], ids=["dispatcher", "direct"])
-@pytest.mark.parametrize("needs", ["x", "bias", "x without bias"])
-@pytest.mark.parametrize("shape", WAYS)
-def test_only_what_is_needed(shape, needs, direct, device):
-    x, bias = make(shape, device=device)
-    bias = None if needs == "x without bias" else bias
-    leaf = bias if needs == "bias" else x
-    leaf.requires_grad_()
-    dy = gradient(shape, device=device)
-    with kernels(direct=direct):
-        y = sdfastgn.geglu(x, bias)
-        y.backward(dy)
-    twin = leaf.detach().double().requires_grad_()
-    truth(*((x, twin) if needs == "bias" else (twin, bias))).backward(dy.double())
-    assert error(leaf.grad, twin.grad) < 2e-6
-    assert all(t is None or t.grad is None for t in (x, bias) if t is not leaf)
-
-
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, under the interpreter
 def test_a_bias_that_is_not_finite_stays_in_its_column(device):
     """Rows of a tile that are not there must not make 0 * inf."""
@@ -274,33 +211,7 @@ def test_a_bias_that_is_not_finite_stays_in_its_column(device):
     torch.testing.assert_close(dbias, want.float(), equal_nan=True)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    "dy",
-    [
-        pytest.param(lambda s, d: torch.randn((), device=d).expand(s), id="expanded"),
-        pytest.param(lambda s, d: torch.randn(s[::-1], device=d).T, id="transposed"),
-        pytest.param(lambda s, d: torch.randn(s[-1], device=d).expand(s), id="row-for-all"),
-    ],
-)
-@pytest.mark.parametrize("shape", WAYS)
-def test_gradients_that_arrive_in_any_layout(shape, dy, device):
-    leaves = make(shape, device=device)
-    dy = dy((shape[0], shape[1] // 2), device)
-    ours = grads_of(sdfastgn.geglu, leaves, dy)
-    for got, want in zip(ours, grads_of(truth, leaves, dy, torch.float64), strict=True):
-        assert (got - want).norm() < 1e-5 * dy.norm()
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("shape", [(300, 20), (64, 512)], ids=str)
-def test_same_bits_at_each_run(shape, device):
-    leaves, dy = make(shape, device=device), gradient(shape, device=device)
-    first, second = (grads_of(sdfastgn.geglu, leaves, dy) for _ in range(2))
-    assert all(map(torch.equal, first, second))
-
-
-# --- GPU -----------------------------------------------------------------------------------------------------------------------
+# --- GPU ----------------------------------------------------------------------
 
 GPU_SHAPES = [
     pytest.param(s, id="x".join(map(str, s)))
@@ -329,26 +240,3 @@ def test_more_than_two_to_the_31_elements(shape):
     y = run(x)
     assert torch.equal(y[-1, -4:], eager(x[-1:].unflatten(-1, (2, -1))[..., -4:].flatten(-2))[0])
     assert (y[0, :4] == y[0, 0]).all()
-
-
-@pytest.mark.gpu
-def test_unaligned_data():
-    """A kernel compiled for 16-byte aligned pointers must not get others, in either order of calls."""
-    aligned, bias = make((512, 640), device="cuda")
-    buffer = torch.empty(aligned.numel() + 1, device="cuda")
-    unaligned = buffer[1:].view(aligned.shape).copy_(aligned)
-    assert unaligned.data_ptr() % 16
-    for x in (unaligned, aligned, unaligned):
-        torch.testing.assert_close(sdfastgn.geglu(x, bias), eager(aligned, bias))
-
-
-@pytest.mark.gpu
-def test_cuda_graph_replays_on_new_data():
-    x, bias = make((512, 640), device="cuda")
-    sdfastgn.geglu(x, bias)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = sdfastgn.geglu(x, bias)
-    x.copy_(torch.randn_like(x) * 3)
-    graph.replay()
-    assert torch.equal(y, sdfastgn.geglu(x, bias))

@@ -1,4 +1,4 @@
-"""Gradients of ``sdfastgn.group_norm`` by the Triton kernels, against fp64: in the interpreter, and on a GPU where there is one."""
+"""Gradients of ``sdfastgn.group_norm`` by the Triton kernels, against fp64."""
 
 from __future__ import annotations
 
@@ -8,35 +8,45 @@ import torch.nn.functional as F
 
 import sdfastgn
 from sdfastgn.kernels.common import gpu
+from sdfastgn.kernels.common.activations import ACTIVATIONS
 from sdfastgn.kernels.group_norm import backward_plans as group_norm_backward_plans
 from sdfastgn.kernels.group_norm import config as group_norm_config
 from sdfastgn.kernels.group_norm.config import SmallConfig, launch_config, merge_config
 from sdfastgn.kernels.group_norm.op import reference_group_norm
 from sdfastgn.kernels.statistics.config import statistics_config
 from tests.kernels.gradients import check, expected_grads, grads_of, leaves_of, relative
-from tests.kernels.samples import BOUNDS, DEVICES, DTYPES, LAYOUTS, interpreted, kernels, make, to_layout
+from tests.kernels.samples import (
+    BOUNDS,
+    DEVICES,
+    DTYPES,
+    LAYOUTS,
+    first_alone,
+    interpreted,
+    kernels,
+    make,
+    to_layout,
+)
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
-ACTIVATIONS = ["identity", "relu", "silu", "gelu", "gelu_tanh"]
-# (shape, groups), the name says CG; small: a group of x and of dy fits into registers, split: it does not.
+# (shape, groups); the name says CG. Small: a group of x and of dy fits into registers.
 SMALL = [
-    pytest.param((2, 40, 8, 8), 10, id="cg4"),
+    pytest.param((1, 12, 8, 8), 3, id="cg4"),
     pytest.param((2, 30, 7, 9), 3, id="cg10-odd-hw"),
     pytest.param((2, 60, 5, 3), 2, id="cg30"),
     pytest.param((2, 160, 3, 3), 2, id="cg80"),
-    pytest.param((3, 37, 4, 4), 37, id="cg1"),
-    pytest.param((3, 24, 1, 1), 3, id="one-pixel"),
-    pytest.param((2, 12, 33), 4, id="rank3"),
+    pytest.param((1, 37, 4, 4), 37, id="cg1"),
+    pytest.param((2, 24, 1, 1), 3, id="one-pixel"),
+    pytest.param((1, 12, 33), 4, id="rank3"),
     pytest.param((2, 6, 3, 4, 5), 2, id="rank5"),
-    pytest.param((40, 12), 4, id="rank2-many-samples"),
+    pytest.param((40, 8), 1, id="rank2-many-samples"),
 ]
 SPLIT = [
-    pytest.param((1, 40, 30, 31), 1, id="cg40-odd-hw"),
-    pytest.param((2, 66, 37, 29), 2, id="c-not-a-multiple-of-the-block"),
-    pytest.param((2, 66, 37, 29), 66, id="cg1-odd"),
-    pytest.param((1, 64, 1050), 1, id="rank3-c64"),
-    pytest.param((1, 32, 11, 10, 13), 1, id="rank5"),
+    pytest.param((1, 40, 9, 11), 1, id="cg40-odd-hw"),
+    pytest.param((2, 66, 9, 11), 2, id="c-not-a-multiple-of-the-block"),
+    pytest.param((2, 34, 11, 13), 34, id="cg1-odd"),
+    pytest.param((1, 64, 90), 1, id="rank3-c64"),
+    pytest.param((1, 32, 5, 6, 7), 1, id="rank5"),
 ]
 GPU_SHAPES = [
     pytest.param((2, 1280, 8, 8), 32, id="2x1280x8x8"),
@@ -72,7 +82,7 @@ def test_every_shape_and_layout(shape, groups, layout, dy_layout, device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize(("shape", "groups"), [SMALL[1], SPLIT[0]])
+@pytest.mark.parametrize(("shape", "groups"), first_alone([SMALL[1], SPLIT[0]]))
 def test_every_activation_and_dtype(shape, groups, activation, dtype, device):
     if device == "cpu" and dtype is torch.bfloat16:
         pytest.skip("Triton's interpreter truncates to bf16 where a GPU rounds")
@@ -88,29 +98,11 @@ def test_real_shapes_on_the_gpu(shape, groups, dtype, layout):
     check(shape, groups, dtype, "cuda", layout, "silu", layout, direct=True, dy_mean=0.0)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("shape", "groups"), [SMALL[1], SPLIT[1]])
-def test_the_way_around_the_dispatcher_gives_the_same_bits(shape, groups, device):
-    x, weight, bias = make(shape, torch.float16, device)
-    dy = make(shape, torch.float16, device, seed=3)[0]
-    call = lambda x, w, b: sdfastgn.group_norm(x, groups, w, b, 1e-5, "silu")  # noqa: E731
-    leaves = leaves_of(x, weight, bias)
-    with kernels(direct=True):
-        y = call(*leaves)
-    assert "_GroupNorm" in type(y.grad_fn).__name__
-    through_op = torch.ops.sdfastgn.group_norm
-    op = lambda x, w, b: through_op(x, groups, w, b, 1e-5, "silu", None, None, None, None, False, None)[0]  # noqa: E731
-    for direct, dispatched in zip(
-        grads_of(call, leaves, dy, direct=True), grads_of(op, leaves, dy), strict=True
-    ):
-        assert torch.equal(direct, dispatched)
-
-
-# --- operands -------------------------------------------------------------------------------------------------------------------
+# --- operands -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", first_alone(LAYOUTS))
 @pytest.mark.parametrize("rows", ["sample", "one-row", "flat"])
 @pytest.mark.parametrize(("shape", "groups"), [SMALL[1], SPLIT[1]])
 def test_operands(shape, groups, rows, layout, device):
@@ -159,41 +151,7 @@ def test_only_what_is_wanted(shape, groups, wanted, device):
         assert relative(g, w) < 1e-5
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("without", ["weight", "bias", "both"])
-@pytest.mark.parametrize(("shape", "groups"), [SMALL[1], SPLIT[0]])
-def test_without_weight_or_bias(shape, groups, without, device):
-    x, weight, bias = make(shape, device=device)
-    dy = make(shape, device=device, seed=4)[0]
-    kept = [t for name, t in (("weight", weight), ("bias", bias)) if without not in (name, "both")]
-
-    def call(function):
-        def with_kept(x, *kept):
-            w, b = {"weight": (None, *kept), "bias": (*kept, None), "both": (None, None)}[without]
-            return function(x, groups, w, b, 1e-5, "silu")
-
-        return with_kept
-
-    leaves = leaves_of(x, *kept)
-    got = grads_of(call(sdfastgn.group_norm), leaves, dy)
-    for g, w in zip(got, expected_grads(call(reference_group_norm), leaves, dy), strict=True):
-        assert relative(g, w) < 1e-5
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("param_dtype", DTYPES)
-def test_parameters_of_another_dtype(param_dtype, device):
-    x, weight, bias = make((2, 30, 7, 9), torch.float16, device, param_dtype=param_dtype)
-    dy = make((2, 30, 7, 9), torch.float16, device, seed=4)[0]
-    leaves = leaves_of(x, weight, bias)
-    got = grads_of(lambda x, w, b: sdfastgn.group_norm(x, 3, w, b), leaves, dy)
-    want = expected_grads(lambda x, w, b: reference_group_norm(x, 3, w, b), leaves, dy)
-    assert [g.dtype for g in got] == [torch.float16, param_dtype, param_dtype]
-    for g, w in zip(got, want, strict=True):
-        assert relative(g, w) < 8e-3
-
-
-# --- incoming gradients ---------------------------------------------------------------------------------------------------------
+# --- incoming gradients -------------------------------------------------------
 
 GRADIENTS = {
     "expanded": lambda shape: torch.randn(1).expand(shape),
@@ -208,7 +166,7 @@ GRADIENTS = {
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", GRADIENTS)
-@pytest.mark.parametrize(("shape", "groups"), [SMALL[1], SPLIT[0]])
+@pytest.mark.parametrize(("shape", "groups"), first_alone([SPLIT[0], SMALL[1]]))
 def test_any_incoming_gradient(shape, groups, name, device):
     x, weight, bias = make(shape, device=device)
     dy = GRADIENTS[name](shape).to(device)
@@ -259,19 +217,6 @@ def test_tokens(shape, groups, layout, contiguous, device):
     assert got[0].stride() == x.stride()
 
 
-@interpreted
-def test_input_with_gaps():
-    x = torch.randn(2, 7, 9, 35).movedim(-1, 1)[:, :30] + 3
-    weight, bias = torch.randn(30), torch.randn(30)
-    dy = torch.randn(2, 30, 7, 9)
-    leaves = leaves_of(weight, bias)
-    x.requires_grad_()
-    got = grads_of(lambda x, w, b: sdfastgn.group_norm(x, 3, w, b, 1e-5, "silu"), [x, *leaves], dy)
-    want = expected_grads(lambda x, w, b: reference_group_norm(x, 3, w, b, 1e-5, "silu"), [x, *leaves], dy)
-    for g, w in zip(got, want, strict=True):
-        assert relative(g, w) < 1e-5
-
-
 @pytest.mark.parametrize("shape", [(0, 6, 4, 4), (2, 6, 0, 4)], ids=["no-samples", "no-positions"])
 def test_empty(shape):
     x, weight, bias = torch.ones(shape, requires_grad=True), torch.ones(6, requires_grad=True), torch.ones(6)
@@ -281,7 +226,7 @@ def test_empty(shape):
     assert torch.equal(dweight, torch.zeros(6))
 
 
-# --- numerics -------------------------------------------------------------------------------------------------------------------
+# --- numerics -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -305,8 +250,8 @@ def test_no_less_exact_than_eager_far_from_zero(shape, groups, dtype, mean, devi
 @pytest.mark.parametrize(
     ("layout", "shape", "num_sms"),
     [
-        pytest.param("channels_last", (35, 9, 29, 37), 2, id="channels_last"),
-        pytest.param("channels_first", (35, 3, 50, 100), 16, id="channels_first"),
+        pytest.param("channels_last", (33, 5, 5, 103), 1, id="channels_last"),
+        pytest.param("channels_first", (33, 5, 15, 137), 8, id="channels_first"),
     ],
 )
 def test_many_chunks_and_samples(layout, shape, num_sms, device, monkeypatch):
@@ -322,20 +267,6 @@ def test_many_chunks_and_samples(layout, shape, num_sms, device, monkeypatch):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_same_bits_at_each_run(device):
-    x, weight, bias = make((2, 66, 37, 29), device=device)
-    dy = make((2, 66, 37, 29), device=device, seed=4)[0]
-    runs = [
-        grads_of(
-            lambda x, w, b: sdfastgn.group_norm(x, 2, w, b, 1e-5, "silu"), leaves_of(x, weight, bias), dy
-        )
-        for _ in range(2)
-    ]
-    for first, second in zip(*runs, strict=True):
-        assert torch.equal(first, second)
-
-
-@pytest.mark.parametrize("device", DEVICES)
 def test_nan_stays_in_its_sample(device):
     x, weight, bias = make((2, 30, 7, 9), device=device)
     x[0, 0, 0, 0] = float("nan")
@@ -344,71 +275,3 @@ def test_nan_stays_in_its_sample(device):
     assert dx[0, :10].isnan().all()
     assert dx[0, 10:].isfinite().all()
     assert dx[1].isfinite().all()
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("direct", [True, False], ids=["direct", "dispatched"])
-def test_second_derivative_after_the_kernels(direct, device):
-    """The incoming gradient depends on x too, as in a gradient penalty."""
-    tensors = make((2, 30, 7, 9), device=device)
-
-    def penalty(function, leaves):
-        energy = function(leaves[0], 3, *leaves[1:], 1e-5, "silu").square().sum()
-        first = torch.autograd.grad(energy, leaves, create_graph=True)
-        return torch.autograd.grad(sum(g.square().sum() for g in first), leaves)
-
-    with kernels(direct=direct):
-        got = penalty(sdfastgn.group_norm, leaves_of(*tensors))
-    want = penalty(reference_group_norm, leaves_of(*tensors, dtype=torch.float64))
-    for g, w in zip(got, want, strict=True):
-        assert relative(g, w) < 1e-5
-
-
-# --- what is kept ---------------------------------------------------------------------------------------------------------------
-
-
-@interpreted
-@pytest.mark.parametrize("direct", [True, False], ids=["direct", "dispatched"])
-def test_what_is_saved_for_the_backward(direct):
-    x, weight, bias = leaves_of(*make((2, 30, 7, 9), torch.float16))
-    saved = []
-    with (
-        torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t),
-        kernels(direct=direct),
-    ):
-        sdfastgn.group_norm(x, 3, weight, bias, 1e-5, "silu")
-    beside = [t for t in saved if t.data_ptr() not in {x.data_ptr(), weight.data_ptr(), bias.data_ptr()}]
-    assert [(tuple(t.shape), t.dtype) for t in beside] == [((2, 3), torch.float32)] * 2
-
-
-@pytest.mark.parametrize("tokens", [False, True], ids=["image", "tokens"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_opcheck(layout, tokens):
-    # fp64: sums in another order differ by less than opcheck allows.
-    x, weight, _ = leaves_of(*make((2, 6, 4, 5), torch.float64, layout=layout))
-    shift = torch.randn(2, 6, dtype=torch.float64, requires_grad=True)
-    dy = (
-        torch.randn(2, 20, 6).double()
-        if tokens
-        else make((2, 6, 4, 5), torch.float64, layout=layout, seed=1)[0]
-    )
-    mean, rstd = torch.ops.sdfastgn.group_norm(
-        x, 3, weight, None, 1e-5, "silu", shift, None, None, None, tokens, None
-    )[1:]
-    arguments = (
-        dy.requires_grad_(),
-        x,
-        mean.detach(),
-        rstd.detach(),
-        weight,
-        None,
-        shift,
-        None,
-        None,
-        3,
-        1e-5,
-        "silu",
-        tokens,
-    )
-    for wanted in ([True] * 2 + [False] + [True] + [False] * 2, [False, True] + [False] * 4):
-        torch.library.opcheck(torch.ops.sdfastgn.group_norm_backward, (*arguments, wanted))

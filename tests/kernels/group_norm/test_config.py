@@ -28,8 +28,10 @@ SIZES = [
     for C in (1, 4, 7, 30, 66, 128, 320, 960, 1280, 2560)
     for HW in (1, 3, 63, 64, 77, 1000, 4096, 9409, 65536, 66049, 999983, 1 << 22)
 ]
-# Threads of a block on every GPU, and elements of a tile that leave each thread a sensible number of registers.
-MAX_THREADS, MAX_TILE = 1024, 1 << 17
+# Threads of a block on every GPU.
+MAX_THREADS = 1024
+# Elements of a tile that leave each thread enough registers.
+MAX_TILE = 1 << 17
 
 each_gpu = pytest.mark.parametrize("num_sms", [14, 132], ids=lambda n: f"{n}sms")
 each_layout = pytest.mark.parametrize("channels_last", [True, False], ids=["channels_last", "channels_first"])
@@ -95,7 +97,7 @@ def test_chunks_cover_every_position_once(channels_last, num_sms, kind):
     for N, C, HW in SIZES:
         config = statistics_config(N, C, HW, channels_last, num_sms, kind=kind)
         assert (config.chunks - 1) * config.rows < HW <= config.chunks * config.rows
-        # What is handed on is P alone: whoever merges the statistics takes chunks of this many positions.
+        # Only P is handed on: the merge takes chunks of this many positions.
         assert config.rows == ceil_div(HW, config.chunks)
         # A warp's tile, of which one program has num_warps side by side.
         assert config.tile_rows == config.steps * (config.lanes if channels_last else config.block)
@@ -200,7 +202,7 @@ def test_the_way_taken(sizes, kind):
     ],
 )
 def test_a_large_reduction_fills_the_gpu_and_no_more(sizes, channels_last, num_sms):
-    """Warps of all programs to a multiprocessor, which holds 32 to 64: some, so that loads overlap, but few chunks to merge."""
+    """A multiprocessor holds 32 to 64 warps. Some let loads overlap; more leave chunks to merge."""
     N, C, _ = sizes
     config = statistics_config(*sizes, channels_last, num_sms)
     warps = N * (ceil_div(C, config.block) if channels_last else C) * config.chunks
@@ -216,7 +218,7 @@ def test_the_same_sizes_give_the_same_configuration():
 
 @pytest.mark.parametrize("kind", [ApplyConfig, MergeConfig, SmallConfig, StatisticsConfig])
 def test_configurations_are_plain_integers(kind):
-    """They are constants of compiled kernels: a float, or a bool in one place and an int in another, would compile another one."""
+    """As constants of kernels: a float, or a bool in place of an int, would compile another one."""
     samples = [
         apply_config(2, 320, 4096, True, 132),
         merge_config(128, 320, 32),
@@ -299,7 +301,7 @@ def test_constants_come_last_so_that_a_compiled_kernel_can_be_called_by_position
     ],
 )
 def test_statistics_pay_where_the_sum_and_the_norm_together_were_quicker_on_an_h200(C, size, pays):
-    """docs/benchmarks.md, statistics from the producer: time of norm and sum, with statistics handed over and without."""
+    """docs/benchmarks.md: time of norm and sum, with statistics handed over and without."""
     assert statistics_pay(C, size * size) is pays
 
 

@@ -1,4 +1,4 @@
-"""The kernels of ``sdfastgn.group_norm`` against fp64: in Triton's interpreter on the CPU, and on a GPU where there is one."""
+"""The forward kernels of ``sdfastgn.group_norm`` against fp64."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 
 import sdfastgn
+from sdfastgn.kernels.common.activations import ACTIVATIONS
 from sdfastgn.kernels.group_norm.config import SmallConfig, SplitConfig, launch_config
-from tests.kernels.samples import BOUNDS, DEVICES, DTYPES, LAYOUTS, error, make, run, truth
+from tests.kernels.samples import BOUNDS, DEVICES, DTYPES, LAYOUTS, error, first_alone, make, run, truth
 
 OPERANDS = ("shift", "ada_scale", "ada_shift")
 
@@ -16,20 +17,20 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 # (shape, groups); small: a group fits into registers, split: it does not.
 SMALL = [
-    pytest.param((2, 40, 8, 8), 8, id="power-of-two-hw"),
+    pytest.param((1, 12, 8, 8), 2, id="power-of-two-hw"),
     pytest.param((2, 30, 7, 9), 3, id="cg10-odd-hw"),
-    pytest.param((3, 6, 1, 1), 3, id="one-pixel"),
+    pytest.param((2, 6, 1, 1), 3, id="one-pixel"),
     pytest.param((2, 5, 4, 4), 5, id="instance-norm"),
     pytest.param((1, 7, 3, 5), 1, id="one-group"),
     pytest.param((2, 12, 33), 4, id="rank3"),
     pytest.param((2, 6, 3, 4, 5), 2, id="rank5"),
-    pytest.param((5, 64, 2, 2), 32, id="many-groups"),
+    pytest.param((1, 64, 2, 2), 32, id="many-groups"),
 ]
 SPLIT = [
-    pytest.param((1, 40, 30, 31), 1, id="c40-odd-hw"),
-    pytest.param((2, 66, 37, 29), 2, id="c-not-a-multiple-of-the-block"),
-    pytest.param((1, 64, 1050), 1, id="rank3-c64"),
-    pytest.param((1, 32, 11, 10, 13), 1, id="rank5"),
+    pytest.param((1, 40, 20, 21), 1, id="c40-odd-hw"),
+    pytest.param((2, 66, 20, 21), 2, id="c-not-a-multiple-of-the-block"),
+    pytest.param((1, 64, 330), 1, id="rank3-c64"),
+    pytest.param((1, 32, 9, 8, 8), 1, id="rank5"),
 ]
 GPU_SHAPES = [
     pytest.param((2, 1280, 8, 8), 32, id="2x1280x8x8"),
@@ -79,9 +80,9 @@ def test_the_shapes_take_both_ways():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("activation", ["identity", "relu", "silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("shape", "groups"), [SMALL[1], SPLIT[0]])
+@pytest.mark.parametrize(("shape", "groups"), first_alone([SMALL[1], SPLIT[0]]))
 def test_every_activation_and_dtype(shape, groups, dtype, activation, device):
     x, weight, bias = make(shape, dtype, device)
     y = run(x, groups, weight, bias, activation=activation)
@@ -90,7 +91,7 @@ def test_every_activation_and_dtype(shape, groups, dtype, activation, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("activation", ["identity", "silu"])
+@pytest.mark.parametrize("activation", first_alone(["identity", "silu"]))
 @pytest.mark.parametrize(
     ("dtype", "mean"),
     [
@@ -126,14 +127,6 @@ def test_an_outlier_in_the_first_pixel(shape, groups, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("shape", "groups"), [SMALL[1], SPLIT[0]])
-def test_deterministic(shape, groups, device):
-    x, weight, bias = make(shape, torch.float16, device)
-    first = run(x, groups, weight, bias, activation="silu")
-    assert all(torch.equal(first, run(x, groups, weight, bias, activation="silu")) for _ in range(3))
-
-
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "rows",
     [pytest.param(lambda n: n, id="NxC"), pytest.param(lambda n: 1, id="1xC"), pytest.param(None, id="C")],
@@ -150,34 +143,12 @@ def test_operands(shape, groups, names, rows, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("shape", "groups"), [SMALL[1], SPLIT[1]])
-def test_operands_that_are_views(shape, groups, device):
-    """Halves of one projection, as AdaGN has them, and a strided weight."""
-    x, _, bias = make(shape, device=device)
-    g = torch.Generator().manual_seed(1)
-    halves = torch.randn(shape[0], 2 * shape[1], generator=g).to(device).chunk(2, dim=1)
-    strided = torch.randn(shape[1], 2, generator=g).to(device)[:, 0]
-    operands = {"shift": strided, "ada_scale": halves[0], "ada_shift": halves[1]}
-    y = run(x, groups, strided, bias, **operands)
-    assert error(y, truth(x, groups, strided, bias, **operands)) < BOUNDS[torch.float32]
-
-
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("has", ["none", "weight", "bias"])
 @pytest.mark.parametrize(("shape", "groups"), [SMALL[1], SPLIT[0]])
 def test_affine_parts_are_independent(shape, groups, has, device):
     x, weight, bias = make(shape, device=device)
     args = (weight if has == "weight" else None, bias if has == "bias" else None)
     assert error(run(x, groups, *args), truth(x, groups, *args)) < BOUNDS[torch.float32]
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("param_dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_parameters_of_another_dtype(param_dtype, device):
-    x, weight, bias = make((2, 30, 7, 9), torch.float16, device, param_dtype=param_dtype)
-    y = run(x, 3, weight, bias)
-    assert y.dtype is torch.float16
-    assert error(y, truth(x, 3, weight, bias)) < BOUNDS[torch.float16]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -188,7 +159,7 @@ def test_empty(shape, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")], ids=str)
+@pytest.mark.parametrize("value", first_alone([float("nan"), float("inf"), float("-inf")]), ids=str)
 @pytest.mark.parametrize(("shape", "groups"), [SMALL[1], SPLIT[1]])
 def test_nan_and_inf_stay_in_their_group(shape, groups, value, device):
     x, weight, bias = make(shape, device=device)
@@ -205,7 +176,7 @@ def test_nan_and_inf_stay_in_their_group(shape, groups, value, device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
 def test_nan_stays_on_its_side_of_a_pair(value, device):
-    """On a GPU two neighbours share a reciprocal in the sigmoid; channels 4 and 5 are neighbours in two groups."""
+    """Two neighbours share a reciprocal in the sigmoid; channels 4 and 5 are in two groups."""
     x, weight, bias = make((1, 15, 60, 61), torch.float16, device)
     assert isinstance(launch_config(1, 15, 60 * 61, 3, True, 132), SplitConfig)
     x[0, 4, 1, 1] = value

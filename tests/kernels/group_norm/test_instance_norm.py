@@ -1,4 +1,4 @@
-"""``sdfastgn.instance_norm`` and its kernels, which normalise channels side by side, against fp64."""
+"""The kernels of ``sdfastgn.instance_norm`` against fp64."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 SHAPES = [
     pytest.param((2, 37, 5, 9), id="2d-small"),
-    pytest.param((2, 66, 23, 29), id="2d-split"),
-    pytest.param((3, 5, 3, 4, 5), id="3d-small"),
-    pytest.param((2, 70, 7, 9, 11), id="3d-split"),
-    pytest.param((2, 32, 21), id="1d"),
+    pytest.param((2, 34, 23, 29), id="2d-split"),
+    pytest.param((2, 5, 3, 4, 5), id="3d-small"),
+    pytest.param((2, 34, 7, 9, 11), id="3d-split"),
+    pytest.param((1, 5, 21), id="1d"),
     pytest.param((1, 1, 40, 41), id="one-channel"),
 ]
 GPU_SHAPES = [
@@ -50,7 +50,7 @@ def test_the_shapes_take_both_ways():
 
 def check(shape, dtype, device, layout, activation):
     x, weight, bias = (t.requires_grad_() for t in make(shape, dtype, device, layout))
-    # Of mean 0: the gradient of the weight is else a small difference of large sums, which the rounding of the mean decides.
+    # Of mean 0, else the weight's gradient is a small difference of large sums.
     dy = make(shape, dtype, device, layout, mean=0.0, seed=5)[0]
     with kernels():
         y = sdfastgn.instance_norm(x, weight, bias, 1e-4, activation)
@@ -80,7 +80,7 @@ def test_real_shapes_on_the_gpu(shape, dtype, layout):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("shape", [(2, 37, 5, 9), (2, 66, 23, 29)], ids=["small", "split"])
+@pytest.mark.parametrize("shape", [(2, 37, 5, 9), (2, 34, 23, 29)], ids=["small", "split"])
 def test_each_channel_has_its_own_scale(shape, device):
     """Neighbouring channels of very different sizes, one of them NaN, lie in one program's tile."""
     x = make(shape, device=device)[0]
@@ -93,30 +93,3 @@ def test_each_channel_has_its_own_scale(shape, device):
     assert y[0, 3].isnan().all()
     rest = [c for c in range(shape[1]) if c != 3]
     assert (y[:, rest].double() - expected[:, rest]).abs().max() < 2e-5
-
-
-def test_on_the_cpu_it_is_pytorchs():
-    x, weight, bias = make((2, 12, 5, 6), torch.float64)
-    torch.testing.assert_close(sdfastgn.instance_norm(x, weight, bias), stock(x.contiguous(), weight, bias))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "kind", "message"),
-    [
-        pytest.param(([1.0],), TypeError, "x must be a torch.Tensor, got list", id="list"),
-        pytest.param((torch.ones(2, 3),), ValueError, "got shape (2, 3)", id="no-space"),
-        pytest.param((torch.ones(2, 3, 1, 1),), ValueError, "got shape (2, 3, 1, 1)", id="one-position"),
-        pytest.param(
-            (torch.ones(2, 3, 4), torch.ones(4)),
-            ValueError,
-            "weight must have shape (3,), got (4,)",
-            id="weight",
-        ),
-        pytest.param((torch.ones(2, 3, 4), None, None, 1e-5, "mish"), ValueError, "'mish'", id="activation"),
-    ],
-)
-def test_errors_name_the_call_and_the_value(arguments, kind, message):
-    with pytest.raises(kind) as caught:
-        sdfastgn.instance_norm(*arguments)
-    assert str(caught.value).startswith("sdfastgn.instance_norm: ")
-    assert message in str(caught.value)

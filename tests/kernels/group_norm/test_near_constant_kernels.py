@@ -1,4 +1,4 @@
-"""``sdfastgn.group_norm`` on groups whose values are all equal, or nearly: a saturated channel, a black border."""
+"""The kernels on groups of equal or nearly equal values: a saturated channel, a black border."""
 
 from __future__ import annotations
 
@@ -10,15 +10,25 @@ import sdfastgn
 from sdfastgn.kernels.common.activations import ACTIVATIONS
 from sdfastgn.kernels.group_norm.op import reference_group_norm
 from tests.kernels.gradients import expected_grads, grads_of, leaves_of
-from tests.kernels.samples import DEVICES, DTYPES, LAYOUTS, make, run, run_statistics, to_layout, truth
+from tests.kernels.samples import (
+    DEVICES,
+    DTYPES,
+    LAYOUTS,
+    first_alone,
+    make,
+    run,
+    run_statistics,
+    to_layout,
+    truth,
+)
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 # (shape, groups): a group in the registers of one program, three launches, and InstanceNorm.
 SHAPES = [
-    pytest.param((2, 30, 7, 9), 3, id="small"),
-    pytest.param((1, 40, 30, 31), 1, id="split"),
-    pytest.param((2, 6, 7, 9), 6, id="one-channel"),
+    pytest.param((1, 20, 7, 9), 2, id="small"),
+    pytest.param((1, 40, 20, 21), 1, id="split"),
+    pytest.param((1, 6, 7, 9), 6, id="one-channel"),
 ]
 GPU_SHAPES = [
     pytest.param((2, 320, 64, 64), 32, id="2x320x64x64"),
@@ -35,7 +45,7 @@ RATIO = 3e4
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("value", [1e4, -2.3e4, 0.1])
+@pytest.mark.parametrize("value", first_alone([1e4, -2.3e4, 0.1]))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("device", "shape", "groups"), CASES)
 def test_equal_values_give_exactly_the_bias(shape, groups, dtype, value, layout, device):
@@ -47,10 +57,10 @@ def test_equal_values_give_exactly_the_bias(shape, groups, dtype, value, layout,
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", first_alone(ACTIVATIONS))
 def test_equal_values_give_exactly_the_activation_of_the_bias(activation, dtype, device):
     """Also with statistics from a producer, and beside a group that is not constant."""
-    x, weight, bias = make((1, 80, 30, 31), dtype, device)
+    x, weight, bias = make((1, 80, 20, 21), dtype, device)
     x[:, :40] = 2.5e4
     y = run(x, 2, weight, bias, activation=activation, statistics=run_statistics(x))
     # What a group of zeros gives, which has nothing to round.
@@ -60,7 +70,7 @@ def test_equal_values_give_exactly_the_activation_of_the_bias(activation, dtype,
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", first_alone(DTYPES))
 @pytest.mark.parametrize(("device", "shape", "groups"), CASES)
 def test_equal_values_and_an_equal_gradient_give_x_no_gradient(shape, groups, dtype, layout, device):
     x = to_layout(torch.full(shape, 1e4, dtype=dtype, device=device), layout)
@@ -82,8 +92,8 @@ def _nearly_constant(shape, dtype, device, layout):
     return to_layout(x.to(dtype), layout).to(device)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("activation", ["identity", "silu"])
+@pytest.mark.parametrize("layout", first_alone(LAYOUTS))
+@pytest.mark.parametrize("activation", first_alone(["silu", "identity"]))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("device", "shape", "groups"), CASES)
 def test_nearly_equal_values_are_no_less_exact_than_eager(shape, groups, dtype, activation, layout, device):

@@ -8,13 +8,13 @@ import torch
 from sdfastgn.kernels.common.sizes import ceil_div
 from sdfastgn.kernels.group_norm.config import SmallConfig, launch_config
 from sdfastgn.kernels.statistics.op import reference_channel_statistics
-from tests.kernels.samples import BOUNDS, DEVICES, DTYPES, LAYOUTS, error, make, run, truth
+from tests.kernels.samples import BOUNDS, DEVICES, DTYPES, LAYOUTS, error, first_alone, make, run, truth
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 SMALL = pytest.param((2, 30, 7, 9), 3, id="small")
-SPLIT = pytest.param((1, 40, 30, 31), 1, id="split")
-# P of statistics of 63 and of 930 positions, with (whole, short, empty) chunks.
+SPLIT = pytest.param((1, 40, 20, 21), 1, id="split")
+# P of statistics of 63 and of 420 positions, with (whole, short, empty) chunks.
 CHUNKS = [
     pytest.param(1, id="one-chunk"),
     pytest.param(7, id="7-chunks"),  # (7, 0, 0) and (6, 1, 0)
@@ -41,12 +41,12 @@ def test_the_shapes_take_both_ways_and_the_chunks_leave_some_empty():
         assert not all(empty)
 
 
-# --- statistics -----------------------------------------------------------------------------------------------------------------
+# --- statistics ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", first_alone(DTYPES))
 @pytest.mark.parametrize("chunks", CHUNKS)
 @pytest.mark.parametrize(("shape", "groups"), [SMALL, SPLIT])
 def test_statistics_of_any_number_of_chunks(shape, groups, chunks, dtype, layout, device):
@@ -73,7 +73,7 @@ def test_statistics_of_any_rank(shape, device):
 @pytest.mark.parametrize(
     "names", [("shift",), ("ada_scale", "ada_shift"), ("shift", "ada_scale", "ada_shift")], ids="+".join
 )
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", first_alone(DTYPES))
 @pytest.mark.parametrize(("shape", "groups"), [SMALL, SPLIT])
 def test_statistics_are_those_of_x_without_the_shift(shape, groups, dtype, names, device):
     x, weight, bias = make(shape, dtype, device)
@@ -107,7 +107,7 @@ def test_statistics_that_are_views(shape, groups, view, device):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("shape", "groups"), [SMALL, SPLIT])
 def test_the_statistics_given_are_the_ones_used(shape, groups, layout, device):
-    """Those of another tensor normalise x by the mean and the deviation of that one: nothing is computed behind one's back."""
+    """Those of another tensor normalise x by that one's mean and deviation."""
     x, weight, bias = make(shape, device=device, layout=layout)
     other = make(shape, device=device, seed=5, mean=-4.0)[0] * 3
     y = run(x, groups, weight, bias, statistics=poisoned_statistics(other, 7))
@@ -122,7 +122,7 @@ def test_the_statistics_given_are_the_ones_used(shape, groups, layout, device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("shape", "groups"), [SMALL, SPLIT])
 def test_statistics_of_chunks_of_different_means(shape, groups, device):
-    """What the chunks and channels differ in is most of the variance, which Chan's formula must bring together."""
+    """Most of the variance is between chunks and channels, which Chan's formula must add."""
     x, weight, bias = make(shape, device=device)
     x += torch.linspace(-50, 50, shape[2], device=device)[:, None]
     x += torch.linspace(0, 30, shape[1], device=device)[:, None, None]
@@ -138,17 +138,17 @@ def test_statistics_of_an_empty_tensor(device):
         assert run(torch.empty(shape, device=device), 4, statistics=statistics).shape == shape
 
 
-# --- tokens ---------------------------------------------------------------------------------------------------------------------
+# --- tokens -------------------------------------------------------------------
 
 
 TOKENS = [
     pytest.param((2, 12, 33), 4, id="rank3-small"),
     pytest.param((2, 30, 7, 9), 3, id="rank4-small"),
     pytest.param((2, 6, 3, 4, 5), 2, id="rank5-small"),
-    pytest.param((3, 6, 1, 1), 3, id="one-pixel"),
-    pytest.param((1, 64, 1050), 1, id="rank3-split"),
-    pytest.param((2, 66, 37, 29), 2, id="rank4-split"),
-    pytest.param((1, 32, 11, 10, 13), 1, id="rank5-split"),
+    pytest.param((2, 6, 1, 1), 3, id="one-pixel"),
+    pytest.param((1, 64, 330), 1, id="rank3-split"),
+    pytest.param((2, 66, 20, 21), 2, id="rank4-split"),
+    pytest.param((1, 32, 9, 8, 8), 1, id="rank5-split"),
 ]
 
 
@@ -169,7 +169,7 @@ def test_tokens_of_every_shape_and_layout(shape, groups, layout, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", first_alone(DTYPES))
 @pytest.mark.parametrize(("shape", "groups"), [SMALL, SPLIT])
 def test_tokens_from_statistics(shape, groups, dtype, layout, device):
     x, weight, bias = make(shape, dtype, device, layout)

@@ -1,4 +1,4 @@
-"""The backward of GroupNorm in one program a group, which reads it twice: for more data than caches hold."""
+"""The backward of GroupNorm in one program a group, for more data than caches hold."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import sdfastgn
+from sdfastgn.kernels.common.activations import ACTIVATIONS
 from sdfastgn.kernels.common.sizes import next_power_of_2
 from sdfastgn.kernels.group_norm import backward_plans as plans
 from sdfastgn.kernels.group_norm import config as group_norm_config
@@ -16,11 +17,11 @@ from tests.kernels.gradients import check, expected_grads, grads_of, leaves_of, 
 from tests.kernels.samples import DEVICES, DTYPES, LAYOUTS, make
 
 SHAPES = [
-    pytest.param((2, 64, 37, 29), 8, id="cg8-odd-hw"),
-    pytest.param((2, 60, 40, 30), 4, id="cg15"),
-    pytest.param((3, 32, 48, 64), 2, id="cg16-whole-tiles"),
-    pytest.param((3, 5, 5000), 5, id="cg1-rank3"),
-    pytest.param((1, 32, 11, 20, 13), 4, id="rank5"),
+    pytest.param((2, 16, 23, 29), 2, id="cg8-odd-hw"),
+    pytest.param((1, 30, 20, 30), 2, id="cg15"),
+    pytest.param((1, 32, 16, 32), 2, id="cg16-whole-tiles"),
+    pytest.param((1, 2, 5000), 2, id="cg1-rank3"),
+    pytest.param((1, 16, 7, 10, 13), 2, id="rank5"),
 ]
 
 
@@ -56,11 +57,11 @@ def test_every_shape_and_layout(shape, groups, layout, device, walked):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", ["identity", "relu", "silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_every_activation_and_dtype(activation, dtype, device, walked):
     if device == "cpu" and dtype is torch.bfloat16:
         pytest.skip("Triton's interpreter truncates to bf16 where a GPU rounds")
-    check((2, 64, 37, 29), 8, dtype, device, "channels_last", activation, "channels_last")
+    check((2, 16, 23, 29), 2, dtype, device, "channels_last", activation, "channels_last")
     assert walk_grad_kernel in walked
 
 
@@ -68,7 +69,7 @@ def test_every_activation_and_dtype(activation, dtype, device, walked):
 @pytest.mark.parametrize("wanted", ["all", "x", "x+shift", "x+weight"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_operands(layout, wanted, device, walked):
-    shape, groups = (2, 60, 40, 30), 4
+    shape, groups = (1, 30, 20, 30), 2
     x, weight, bias = make(shape, device=device, layout=layout)
     dy = make(shape, device=device, layout=layout, seed=4)[0]
     operands = [

@@ -1,4 +1,4 @@
-"""The kernels of ``sdfastgn.layer_norm`` and ``sdfastgn.add_layer_norm`` against fp64: interpreted, and on a GPU where there is one."""
+"""The kernels of ``sdfastgn.layer_norm`` and ``sdfastgn.add_layer_norm`` against fp64."""
 
 from __future__ import annotations
 
@@ -7,20 +7,15 @@ import torch
 import torch.nn.functional as F
 
 import sdfastgn
-from sdfastgn.kernels.common import gpu
 from sdfastgn.kernels.common.sizes import vector_width
 from sdfastgn.kernels.layer_norm.config import ChunksConfig, backward_config, forward_config
-from tests.kernels.samples import BOUNDS, DEVICES, DTYPES, error, kernels
+from tests.kernels.samples import BOUNDS, DEVICES, DTYPES, error, kernels, multiprocessors
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "few_multiprocessors")
 NUM_SMS = 4
 
 
-@pytest.fixture
-def few_multiprocessors(monkeypatch):
-    """The interpreter is slow: a nominal GPU that few rows fill, so that they take every way that many do on a real one."""
-    if not torch.cuda.is_available():
-        monkeypatch.setattr(gpu, "num_sms", lambda device: NUM_SMS)
+few_multiprocessors = multiprocessors(NUM_SMS)
 
 
 SHAPES = [
@@ -28,7 +23,7 @@ SHAPES = [
     pytest.param((600, 10), id="many-short-rows"),
     pytest.param((5, 33), id="odd"),
     pytest.param((2, 3, 320), id="rank3-320"),
-    pytest.param((70, 320), id="a-warp-a-row"),
+    pytest.param((66, 320), id="a-warp-a-row"),
     pytest.param((3, 1280), id="warps-share-a-row"),
     pytest.param((2, 2, 3, 100), id="rank4"),
     pytest.param((40,), id="rank1"),
@@ -75,7 +70,7 @@ def add(x, residual, weight, bias, add_bias):
     return sdfastgn.add_layer_norm(x, residual, weight, bias, add_bias=add_bias)
 
 
-# --- forward -------------------------------------------------------------------------------------------------------------------
+# --- forward ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -137,7 +132,7 @@ def test_no_less_exact_than_eager(shape, dtype, mean, device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shape", WAYS)
 def test_far_means_and_outliers(shape, device):
-    """The sums' pivot is the first element: what stands there must not matter, nor how far all are from 0."""
+    """The pivot of the sums is the first element: its value must not matter."""
     x, _, weight, bias, _ = make(shape, device=device, mean=1500.0)
     assert error(run(x, weight, bias), truth(x, weight, bias)) < 2e-6
     x[:, 0] = -1e6
@@ -174,33 +169,6 @@ def test_eps(shape, eps, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    "view",
-    [
-        pytest.param(lambda t: t[:, :, :40], id="part-of-wider-rows"),
-        pytest.param(lambda t: t[:, ::2, :40], id="every-second-row"),
-        pytest.param(lambda t: t[:, 1:3, 3:44], id="uneven-rows"),
-        pytest.param(lambda t: t.transpose(0, 2), id="transposed"),
-        pytest.param(lambda t: t[:1, :1].expand(3, 4, 96), id="the-same-row"),
-        pytest.param(lambda t: t.flatten()[1:961].view(2, 5, 96), id="unaligned"),
-    ],
-)
-def test_views(view, device):
-    """Read where they lie or copied; the results are contiguous and right either way."""
-    x, residual = (view(t) for t in make((3, 5, 96), device=device)[:2])
-    weight = torch.randn(2 * x.shape[-1], device=device)[::2]
-    for direct in (False, True):
-        y = run(x, weight, direct=direct)
-        assert y.is_contiguous()
-        assert error(y, truth(x, weight)) < 2e-6
-        y, total = run_add(x, residual, add_bias=weight, direct=direct)
-        assert y.is_contiguous()
-        assert total.is_contiguous()
-        assert torch.equal(total, x + residual + weight)
-        assert error(y, truth(total)) < 2e-6
-
-
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shape", WAYS)
 def test_nothing_else_is_written(shape, device):
     """Between the rows of a wider tensor lies what must neither be read into the result nor be changed."""
@@ -211,20 +179,7 @@ def test_nothing_else_is_written(shape, device):
     assert torch.equal(buffer.nan_to_num(7.0), before.nan_to_num(7.0))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("shape", WAYS)
-def test_both_ways_through_pytorch_agree(shape, device):
-    """Straight to the kernels, by the dispatcher, and under autograd in both."""
-    x, residual, weight, bias, add_bias = make(shape, device=device)
-    expected = run_add(x, residual, weight, bias, add_bias=add_bias)
-    for leaf in (x, x.clone().requires_grad_()):
-        for direct in (False, True):
-            assert torch.equal(run(leaf, weight, bias, direct=direct), run(x, weight, bias))
-            found = run_add(leaf, residual, weight, bias, add_bias=add_bias, direct=direct)
-            assert all(map(torch.equal, found, expected))
-
-
-# --- backward ------------------------------------------------------------------------------------------------------------------
+# --- backward -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -292,9 +247,7 @@ def test_gradients_no_less_exact_than_eager(shape, dtype, mean, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    "needs", ["x", "residual", "weight", "bias", "add_bias", "weight bias", "x add_bias"]
-)
+@pytest.mark.parametrize("needs", ["x", "weight", "bias", "weight bias", "x add_bias"])
 @pytest.mark.parametrize("shape", WAYS)
 def test_only_what_is_needed(shape, needs, device):
     names = ("x", "residual", "weight", "bias", "add_bias")
@@ -333,34 +286,7 @@ def test_gradients_of_one_result(shape, device):
     assert error(dx, want) < 2e-6
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    "dy",
-    [
-        pytest.param(lambda s, d: torch.randn((), device=d).expand(s), id="expanded"),
-        pytest.param(lambda s, d: torch.randn(s[::-1], device=d).T, id="transposed"),
-        pytest.param(lambda s, d: torch.randn(s[-1], device=d).expand(s), id="row-for-all"),
-    ],
-)
-@pytest.mark.parametrize("shape", WAYS)
-def test_gradients_that_arrive_in_any_layout(shape, dy, device):
-    x, _, weight, bias, _ = make(shape, device=device)
-    dy = dy(shape, device)
-    ours = grads_of(sdfastgn.layer_norm, (x, weight, bias), (dy,), torch.float32)
-    for got, want in zip(ours, grads_of(truth, (x, weight, bias), (dy,), torch.float64), strict=True):
-        assert (got - want).norm() < 1e-5 * dy.norm()
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("shape", [(600, 10), (40, 320), (3, 17000)], ids=str)
-def test_same_bits_at_each_run(shape, device):
-    leaves = make(shape, device=device)
-    dys = make(shape, device=device, seed=1)[:2]
-    first, second = (grads_of(add, leaves, dys, torch.float32) for _ in range(2))
-    assert all(map(torch.equal, first, second))
-
-
-# --- GPU -----------------------------------------------------------------------------------------------------------------------
+# --- GPU ----------------------------------------------------------------------
 
 GPU_SHAPES = [
     pytest.param(s, id="x".join(map(str, s)))

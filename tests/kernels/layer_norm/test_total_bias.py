@@ -1,4 +1,4 @@
-"""The sum that ``sdfastgn.add_layer_norm`` returns with a bias of its own, of which the norm knows nothing."""
+"""The bias that ``sdfastgn.add_layer_norm`` adds to the sum, but not to the norm."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import torch
 import torch.nn.functional as F
 
 import sdfastgn
-from sdfastgn.kernels.common import gpu
 from sdfastgn.kernels.layer_norm import op as layer_norm
-from tests.kernels.samples import BOUNDS, DEVICES, DTYPES, error, kernels
+from tests.kernels.samples import BOUNDS, DEVICES, DTYPES, error, kernels, multiprocessors
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "few_multiprocessors")
 
@@ -24,11 +23,7 @@ SHAPES = [
 ]
 
 
-@pytest.fixture
-def few_multiprocessors(monkeypatch):
-    """The interpreter is slow: a nominal GPU that few rows fill, so that they take every way that many do on a real one."""
-    if not torch.cuda.is_available():
-        monkeypatch.setattr(gpu, "num_sms", lambda device: 4)
+few_multiprocessors = multiprocessors(4)
 
 
 def make(shape, dtype=torch.float32, device="cpu", seed=0):
@@ -68,7 +63,7 @@ def test_the_norm_does_not_see_it(shape, with_add_bias, device):
     add_bias = add_bias if with_add_bias else None
     y, total = run(*operands, add_bias, total_bias)
     expected, plain = run(*operands, add_bias)
-    # Two kernels, of which a GPU's compiler may fuse other multiplications and additions; the bias is of the size of 30.
+    # Two kernels: a GPU's compiler may fuse other multiplications and additions.
     torch.testing.assert_close(y, expected, atol=1e-5, rtol=1e-5)
     assert torch.equal(total, plain + total_bias)
     assert total.is_contiguous()

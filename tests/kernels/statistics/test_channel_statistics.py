@@ -1,4 +1,4 @@
-"""The kernels that take statistics while they read, add or concatenate, against fp64: interpreted on the CPU, compiled on a GPU."""
+"""The kernels that take statistics while they read, add or concatenate, against fp64."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from tests.kernels.samples import (
     DTYPES,
     LAYOUTS,
     error,
+    first_alone,
     make,
     run,
     run_add,
@@ -28,15 +29,15 @@ from tests.kernels.samples import (
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
-# (shape, multiprocessors): few make chunks of several tiles out of small tensors, which the interpreter is quick enough for.
+# (shape, multiprocessors): with few, small tensors have chunks of several tiles.
 CASES = [
-    pytest.param((2, 30, 7, 9), 132, id="odd"),
-    pytest.param((2, 66, 5, 7), 132, id="c-not-a-multiple-of-the-block"),
+    pytest.param((2, 10, 7, 9), 132, id="odd"),
+    pytest.param((1, 66, 5, 7), 132, id="c-not-a-multiple-of-the-block"),
     pytest.param((3, 1, 4, 5), 132, id="one-channel"),
     pytest.param((2, 6, 1, 1), 132, id="one-pixel"),
-    pytest.param((2, 128, 16), 132, id="rank3"),
+    pytest.param((1, 64, 16), 132, id="rank3"),
     pytest.param((1, 10, 3, 4, 5), 132, id="rank5"),
-    pytest.param((2, 64, 16, 16), 132, id="whole-tiles"),
+    pytest.param((1, 64, 16, 16), 132, id="whole-tiles"),
     pytest.param((1, 66, 37, 29), 1, id="long-odd"),
     pytest.param((1, 64, 1024), 1, id="long-whole-channels-last"),
     pytest.param((1, 8, 8192), 1, id="long-whole-channels-first"),
@@ -127,12 +128,12 @@ def test_the_reference_by_the_definition(chunks):
             assert (statistics[:, :, p] == 0).all()
 
 
-# --- the three kernels ------------------------------------------------------------------------------------------------------------
+# --- the three kernels --------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", first_alone(DTYPES[::-1]))
 @pytest.mark.parametrize(("shape", "num_sms"), CASES)
 def test_statistics(shape, num_sms, dtype, layout, device, few_sms):
     few_sms(num_sms)
@@ -144,7 +145,7 @@ def test_statistics(shape, num_sms, dtype, layout, device, few_sms):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", first_alone(DTYPES))
 @pytest.mark.parametrize(("shape", "num_sms"), CASES)
 def test_add(shape, num_sms, dtype, layout, device, few_sms):
     few_sms(num_sms)
@@ -157,8 +158,8 @@ def test_add(shape, num_sms, dtype, layout, device, few_sms):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tail", [1, 5, 64])
+@pytest.mark.parametrize("dtype", first_alone(DTYPES))
+@pytest.mark.parametrize("tail", first_alone([5, 1, 64]))
 @pytest.mark.parametrize(("shape", "num_sms"), CASES)
 def test_cat(shape, num_sms, tail, dtype, device, few_sms):
     few_sms(num_sms)
@@ -172,7 +173,7 @@ def test_cat(shape, num_sms, tail, dtype, device, few_sms):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("shape", "num_sms"), [CASES[i] for i in (0, 1, 3, 7, 8, 10)])
+@pytest.mark.parametrize(("shape", "num_sms"), first_alone([CASES[i] for i in (7, 0, 1, 3, 8, 10)]))
 def test_sums_and_concatenations_without_statistics(shape, num_sms, layout, device, few_sms):
     """The same bits as with them."""
     few_sms(num_sms)
@@ -190,7 +191,7 @@ def test_sums_and_concatenations_without_statistics(shape, num_sms, layout, devi
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("in_place", [True, False], ids=["in-place", "out-of-place"])
-@pytest.mark.parametrize(("shape", "num_sms"), [CASES[i] for i in (0, 1, 3, 7, 8, 10)])
+@pytest.mark.parametrize(("shape", "num_sms"), first_alone([CASES[i] for i in (7, 0, 1, 3, 8, 10)]))
 def test_a_bias_alone(shape, num_sms, in_place, layout, device, few_sms):
     few_sms(num_sms)
     x, _, bias = inputs(shape, torch.float16, device, layout)
@@ -315,18 +316,6 @@ def test_nan_and_inf_stay_in_their_channel_and_chunk(value, layout, device, few_
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("shape", "num_sms"), [CASES[0], CASES[7]])
-def test_deterministic(shape, num_sms, device, few_sms):
-    few_sms(num_sms)
-    x, residual, bias = inputs(shape, torch.float16, device)
-    calls = (lambda: (run_statistics(x),), lambda: run_add(x, residual, bias), lambda: run_cat(x, residual))
-    for call in calls:
-        first = call()
-        for _ in range(3):
-            assert all(torch.equal(a, b) for a, b in zip(first, call(), strict=True))
-
-
-@pytest.mark.parametrize("device", DEVICES)
 def test_the_scale_is_part_of_the_launch(device):
     """Launches are cached: one for another scale or bias must not serve."""
     x, residual, bias = inputs((2, 30, 7, 9), device=device)
@@ -350,23 +339,16 @@ def test_empty(shape, device):
     y, statistics = run_cat(x, x)
     assert y.shape == (shape[0], 2 * shape[1], *shape[2:])
     assert statistics.shape == (2, shape[0], 1, 2 * shape[1])
+    one = torch.ones((2, 3, 4, 4), device=device)
+    assert torch.equal(run_cat(one, one[:, :0])[0], one)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_cat_with_no_channels(device):
-    a, b = make((2, 30, 7, 9), device=device)[0], torch.empty((2, 0, 7, 9), device=device)
-    for pair in ((a, b), (b, a)):
-        y, statistics = run_cat(*pair)
-        assert torch.equal(y, a)
-        assert_statistics(statistics, y)
-
-
-# --- into GroupNorm ----------------------------------------------------------------------------------------------------------------
+# --- into GroupNorm -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", first_alone(DTYPES))
 @pytest.mark.parametrize(("shape", "num_sms"), [CASES[0], CASES[5], CASES[7]])
 def test_what_producers_hand_out_feeds_group_norm(shape, num_sms, dtype, layout, device, few_sms):
     few_sms(num_sms)
@@ -410,18 +392,3 @@ def test_real_shapes_on_the_gpu(shape, tail, dtype, layout):
             error(run(t, groups, activation="silu", statistics=s), truth(t, groups, activation="silu"))
             < BOUNDS[dtype]
         )
-
-
-@pytest.mark.gpu
-def test_unaligned_data():
-    """A kernel compiled for 16-byte aligned pointers must not get others, in either order of calls."""
-    x, residual, bias = inputs((2, 320, 32, 32), torch.float16, "cuda")
-    buffer = torch.empty(x.numel() + 1, dtype=x.dtype, device="cuda")
-    unaligned = buffer[1:].as_strided(x.shape, x.stride(), 1).copy_(x)
-    assert unaligned.data_ptr() % 16
-    for t in (unaligned, x, unaligned):
-        assert_statistics(run_statistics(t), x)
-        y, statistics = run_add(t, residual, bias)
-        assert error(y, sum_of(x, residual, bias)) < BOUNDS[torch.float16]
-        assert_statistics(statistics, y)
-        assert_statistics(run_cat(t, residual)[1], torch.cat((x, residual), 1))

@@ -1,11 +1,10 @@
-"""The convolution of an upsampled image at low resolution: its kernels against fp64, and the op as a PyTorch citizen."""
+"""The convolution of an upsampled image at low resolution, against fp64."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sdfastgn
 from sdfastgn.kernels.common import gpu
@@ -18,11 +17,21 @@ from sdfastgn.kernels.upsample.config import phases_pay, weights_config
 from sdfastgn.kernels.upsample.conv import reference_phase_weights, reference_upsample_conv2d
 from sdfastgn.kernels.upsample.conv_kernels import launch_interleave, launch_phase_weights
 from tests.kernels import samples
-from tests.kernels.samples import DEVICES, DTYPES, LAYOUTS, error, interpreted, kernels, make, to_layout
+from tests.kernels.samples import (
+    DEVICES,
+    DTYPES,
+    LAYOUTS,
+    error,
+    first_alone,
+    interpreted,
+    kernels,
+    make,
+    to_layout,
+)
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
-# Three roundings, of weights, of t and of y; Triton's interpreter cuts bf16 off instead of rounding.
+# Three roundings: weights, t and y. Triton's interpreter cuts bf16 off instead.
 BOUNDS = {torch.float16: 6e-4, torch.bfloat16: 1e-2, torch.float32: 2e-6}
 # (x, C_out, multiprocessors): few make chunks of several tiles.
 CASES = [
@@ -40,7 +49,7 @@ each_case = pytest.mark.parametrize(("shape", "C_out", "num_sms"), CASES)
 
 @pytest.fixture
 def in_phases(monkeypatch):
-    """At low resolution whatever the sizes, as on a GPU with this number of multiprocessors; counts the interleavings."""
+    """Every size runs at low resolution, on a GPU of ``num_sms``; counts the interleavings."""
     runs = []
     monkeypatch.setattr(upsample_conv, "phases_pay", lambda *sizes: True)
     monkeypatch.setattr(
@@ -78,7 +87,7 @@ def truth(x, weight, bias=None):
     return F.conv2d(high, weight.double(), None if bias is None else bias.double(), padding=1)
 
 
-# --- the algebra ------------------------------------------------------------------------------------------------------------------
+# --- the algebra --------------------------------------------------------------
 
 
 def interleaved(t):
@@ -99,12 +108,12 @@ def test_the_phases_are_the_convolution(shape, C_out, num_sms):
     torch.testing.assert_close(y, reference_upsample_conv2d(x, weight, bias), atol=1e-13, rtol=1e-13)
 
 
-# --- the kernels ------------------------------------------------------------------------------------------------------------------
+# --- the kernels --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", first_alone(DTYPES))
 @pytest.mark.parametrize("channels", [(30, 5), (70, 66), (8, 128), (1, 1), (3, 130)], ids=str)
 def test_phase_weights(channels, dtype, layout, device):
     C_out, C_in = channels
@@ -120,7 +129,7 @@ def test_phase_weights(channels, dtype, layout, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", first_alone(DTYPES))
 @each_case
 def test_against_fp64(shape, C_out, num_sms, dtype, device, in_phases):
     runs = in_phases(num_sms)
@@ -135,21 +144,21 @@ def test_against_fp64(shape, C_out, num_sms, dtype, device, in_phases):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", first_alone(DTYPES))
 @each_case
 def test_statistics_are_those_of_the_result(shape, C_out, num_sms, dtype, device, in_phases):
     runs = in_phases(num_sms)
     x, weight, bias = operands(shape, C_out, dtype, device)
     for b in (bias, None):
         y, statistics = call(x, weight, b, with_statistics=True)
-        assert torch.equal(y, call(x, weight, b))
         mean, m2 = statistics.double()
         expected_mean, expected_m2 = reference_channel_statistics(y.double(), statistics.shape[2])
         rows = -(-y.shape[2] * y.shape[3] // statistics.shape[2])
         slack = 4 * torch.finfo(torch.float32).eps * (expected_mean.abs() + (expected_m2 / rows).sqrt())
         assert ((mean - expected_mean).abs() <= slack).all()
         assert ((m2 - expected_m2).abs() <= 1e-5 * expected_m2 + rows * slack**2).all()
-    assert len(runs) == 4
+    assert torch.equal(y, call(x, weight))
+    assert len(runs) == 3
 
 
 def test_the_cases_take_every_way_through_the_kernel():
@@ -236,7 +245,7 @@ def test_empty(shape, device, in_phases):
         assert call(x, weight).shape == (0, 5, 8, 8)
 
 
-# --- when it pays -------------------------------------------------------------------------------------------------------------------
+# --- when it pays -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
@@ -277,97 +286,7 @@ def test_tiles_cover_the_weights(channels):
     assert config.num_warps == 1
 
 
-# --- the op -------------------------------------------------------------------------------------------------------------------------
-
-X, WEIGHT, BIAS = torch.ones(2, 6, 5, 4), torch.ones(7, 6, 3, 3), torch.ones(7)
-
-
-@pytest.mark.parametrize(
-    ("tensors", "kind", "message"),
-    [
-        pytest.param(([1.0], WEIGHT), TypeError, "x must be a floating torch.Tensor, got list", id="x-list"),
-        pytest.param((X, None), TypeError, "weight must be a floating torch.Tensor, got NoneType", id="weight-none"),
-        pytest.param((X, WEIGHT, BIAS.long()), TypeError, "bias must be a floating torch.Tensor, got torch.int64", id="bias-integers"),
-        pytest.param((X[0], WEIGHT), ValueError, "x must be (N, C_in, H, W), got shape (6, 5, 4)", id="rank3"),
-        pytest.param((X, WEIGHT[:, :5]), ValueError, "weight must be (C_out, 6, 3, 3), got shape (7, 5, 3, 3)", id="weight-channels"),
-        pytest.param((X, WEIGHT[..., :1]), ValueError, "got shape (7, 6, 3, 1)", id="weight-taps"),
-        pytest.param((X, WEIGHT, BIAS[:3]), ValueError, "bias must be (7,), got shape (3,)", id="bias-shape"),
-        pytest.param((X, WEIGHT.to("meta")), ValueError, "weight is on meta, x on cpu", id="weight-device"),
-        pytest.param((X, WEIGHT, BIAS.to("meta")), ValueError, "bias is on meta, x on cpu", id="bias-device"),
-        pytest.param((X, WEIGHT.half()), TypeError, "weight must have the dtype of x, torch.float32, got torch.float16", id="weight-dtype"),
-        pytest.param((X, WEIGHT, BIAS.double()), TypeError, "bias must have the dtype of x", id="bias-dtype"),
-    ],
-)  # fmt: skip
-def test_errors_name_the_call_and_the_value(tensors, kind, message):
-    with pytest.raises(kind) as caught:
-        sdfastgn.upsample_conv2d(*tensors)
-    assert str(caught.value).startswith("sdfastgn.upsample_conv2d: ")
-    assert message in str(caught.value)
-
-
-def leaves(dtype=torch.float64, layout="channels_last", shape=(2, 3, 3, 2), C_out=4):
-    return tuple(t.requires_grad_() for t in operands(shape, C_out, dtype, layout=layout))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("statistics", [False, True])
-def test_first_and_second_derivative(statistics, layout):
-    def f(x, weight, bias):
-        y = sdfastgn.upsample_conv2d(x, weight, bias, with_statistics=statistics)
-        return y[0] if statistics else y
-
-    assert torch.autograd.gradcheck(f, leaves(layout=layout))
-    assert torch.autograd.gradgradcheck(f, leaves(layout=layout, shape=(1, 2, 2, 2), C_out=2))
-
-
-@interpreted
-@pytest.mark.parametrize("wanted", ["x", "weight", "bias"])
-def test_frozen_operands_get_no_gradient(wanted, in_phases):
-    runs = in_phases()  # of no use: gradients are taken at high resolution
-    tensors = dict(zip(("x", "weight", "bias"), operands((2, 6, 5, 4), 7), strict=True))
-    tensors[wanted].requires_grad_()
-    y, statistics = call(*tensors.values(), with_statistics=True)
-    assert not statistics.requires_grad
-    y.square().sum().backward()
-    assert {name for name, t in tensors.items() if t.grad is not None} == {wanted}
-    twin = {name: t.detach().double() for name, t in tensors.items()}
-    twin[wanted].requires_grad_()
-    truth(*twin.values()).square().sum().backward()
-    assert error(tensors[wanted].grad, twin[wanted].grad) < 1e-5
-    assert not runs
-
-
-@interpreted
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_fake_tensors_have_the_real_strides_and_chunks(layout):
-    x, weight, bias = operands((2, 6, 5, 4), 7, layout=layout)
-    for view in (x, x[..., ::2], x[:, :, :1]):
-        real = call(view, weight, bias, with_statistics=True)
-        with FakeTensorMode() as mode:
-            fake = call(*(mode.from_tensor(t) for t in (view, weight, bias)), with_statistics=True)
-        assert [(t.shape, t.stride(), t.dtype) for t in fake] == [
-            (t.shape, t.stride(), t.dtype) for t in real
-        ]
-
-
-def test_compiles_without_a_graph_break():
-    def block(x, weight, bias):
-        y, statistics = sdfastgn.upsample_conv2d(x, weight, bias, with_statistics=True)
-        return sdfastgn.group_norm(y, 2, statistics=statistics) + sdfastgn.upsample_conv2d(x, weight)
-
-    tensors = leaves(torch.float32)
-    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(*tensors), block(*tensors))
-    found, expected = (torch.autograd.grad(f(*tensors).pow(3).sum(), tensors) for f in (compiled, block))
-    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-4)
-
-
-def test_torch_func():
-    x, weight, bias = operands((1, 3, 2, 3), 4)
-    _, tangent = torch.func.jvp(lambda x: sdfastgn.upsample_conv2d(x, weight, bias), (x,), (x * 2,))
-    torch.testing.assert_close(tangent, truth(x * 2, weight).float())
-    with pytest.raises(NotImplementedError):
-        torch.func.jvp(lambda x: sdfastgn.upsample_conv2d(x, weight, with_statistics=True), (x,), (x,))
+# --- the op -------------------------------------------------------------------
 
 
 @interpreted
@@ -378,11 +297,11 @@ def test_autocast_is_that_of_conv2d(dtype, in_phases):
     with torch.autocast("cpu", torch.bfloat16):
         y, (recorded, _) = call(*tensors), call(*(t.requires_grad_() for t in tensors), with_statistics=True)
     assert y.dtype is recorded.dtype is torch.bfloat16
+    assert torch.equal(y, recorded)
     assert error(y, truth(*tensors)) < 2e-2
-    assert error(recorded, truth(*tensors)) < 2e-2
 
 
-# --- GPU ------------------------------------------------------------------------------------------------------------------------
+# --- GPU ----------------------------------------------------------------------
 
 
 @pytest.mark.gpu
@@ -393,20 +312,3 @@ def test_error_on_a_gpu_beside_stocks(dtype):
     expected = truth(x, weight, bias)
     stock = F.conv2d(F.interpolate(x, scale_factor=2, mode="nearest"), weight, bias, padding=1)
     assert error(sdfastgn.upsample_conv2d(x, weight, bias), expected) < 1.35 * error(stock, expected)
-
-
-@pytest.mark.gpu
-def test_cuda_graph_replays_on_new_data_and_weights():
-    x, weight, bias = operands((1, 256, 64, 64), 256, torch.float16, "cuda")
-    sdfastgn.upsample_conv2d(x, weight, bias, with_statistics=True)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y, statistics = sdfastgn.upsample_conv2d(x, weight, bias, with_statistics=True)
-    for t, other in zip(
-        (x, weight, bias), operands((1, 256, 64, 64), 256, torch.float16, "cuda", seed=3), strict=True
-    ):
-        t.copy_(other)
-    graph.replay()
-    torch.testing.assert_close(y, sdfastgn.upsample_conv2d(x, weight, bias), atol=1e-2, rtol=1e-2)
-    expected = reference_channel_statistics(y.double(), statistics.shape[2])
-    torch.testing.assert_close(statistics.double(), expected, atol=1e-4, rtol=1e-4)

@@ -1,18 +1,26 @@
-"""Nearest-neighbour upsampling by two and its adjoint: the kernels (interpreted on the CPU, compiled on a GPU), and the ops."""
+"""Nearest-neighbour upsampling by two and its adjoint: the kernels."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sdfastgn
 from sdfastgn.kernels.upsample import nearest as upsample
 from sdfastgn.kernels.upsample import nearest_kernels as upsample_kernels
 from sdfastgn.kernels.upsample.config import tile_config
-from sdfastgn.kernels.upsample.nearest import reference_upsample_nearest_2x_grad
-from tests.kernels.samples import BOUNDS, DEVICES, DTYPES, LAYOUTS, error, kernels, make, to_layout
+from tests.kernels.samples import (
+    BOUNDS,
+    DEVICES,
+    DTYPES,
+    LAYOUTS,
+    error,
+    first_alone,
+    kernels,
+    make,
+    to_layout,
+)
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -24,7 +32,7 @@ SHAPES = [
     pytest.param((1, 130, 1, 13), id="one-row"),
     pytest.param((1, 130, 13, 1), id="one-column"),
     pytest.param((2, 128, 8, 8), id="whole-tiles"),
-    pytest.param((64, 4, 3, 2), id="batch-64"),
+    pytest.param((64, 4, 2, 1), id="batch-64"),
 ]
 
 
@@ -44,7 +52,7 @@ def by_index(x):
     return x[:, :, rows][:, :, :, columns]
 
 
-# --- the kernels ------------------------------------------------------------------------------------------------------------------
+# --- the kernels --------------------------------------------------------------
 
 
 @pytest.fixture
@@ -60,7 +68,7 @@ def launched(monkeypatch):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", first_alone(DTYPES))
 @pytest.mark.parametrize("shape", SHAPES)
 def test_forward(shape, dtype, device, launched):
     x = make(shape, dtype, device)[0]
@@ -72,7 +80,7 @@ def test_forward(shape, dtype, device, launched):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", first_alone(DTYPES))
 @pytest.mark.parametrize("shape", SHAPES)
 def test_adjoint(shape, dtype, device, launched):
     dy = make((*shape[:2], 2 * shape[2], 2 * shape[3]), dtype, device)[0]
@@ -137,14 +145,7 @@ def test_empty(shape, layout, device):
     assert summed(y).shape == shape
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_the_direct_way_is_the_same(device):
-    x = make((2, 30, 7, 9), torch.float16, device)[0]
-    with kernels(direct=True), torch.no_grad():
-        assert torch.equal(sdfastgn.upsample_nearest_2x(x), upsampled(x))
-
-
-# --- launch configuration -----------------------------------------------------------------------------------------------------------
+# --- launch configuration -----------------------------------------------------
 
 
 @pytest.mark.parametrize("C", [1, 3, 30, 33, 64, 66, 130, 320, 512, 1280])
@@ -170,99 +171,7 @@ def test_small_images_get_smaller_tiles():
     assert tiles == {128: 512, 512: 1024, 131072: 2048}
 
 
-# --- the op -------------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("x", "kind", "message"),
-    [
-        pytest.param([1.0], TypeError, "x must be a floating torch.Tensor, got list", id="list"),
-        pytest.param(torch.ones(1, 1, 1, 1).long(), TypeError, "got torch.int64", id="integers"),
-        pytest.param(
-            torch.ones(2, 3, 4), ValueError, "x must be (N, C, H, W), got shape (2, 3, 4)", id="rank3"
-        ),
-        pytest.param(torch.ones(1, 2, 3, 4, 5), ValueError, "got shape (1, 2, 3, 4, 5)", id="rank5"),
-    ],
-)
-def test_errors_name_the_call_and_the_value(x, kind, message):
-    for direct in (False, True):
-        with pytest.raises(kind) as caught, kernels(direct=direct):
-            sdfastgn.upsample_nearest_2x(x)
-        assert str(caught.value).startswith("sdfastgn.upsample_nearest_2x: ")
-        assert message in str(caught.value)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_without_triton(dtype, layout):
-    x = make((2, 5, 3, 4), dtype, layout=layout)[0]
-    y = sdfastgn.upsample_nearest_2x(x)
-    assert torch.equal(y, by_index(x))
-    assert y.stride() == to_layout(y, layout).stride()
-    wide = y.double().unfold(2, 2, 2).unfold(3, 2, 2).sum((-1, -2))
-    assert error(reference_upsample_nearest_2x_grad(y), wide) < BOUNDS.get(dtype, 1e-15)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_first_and_second_derivative(layout):
-    x = make((2, 3, 2, 3), torch.float64, layout=layout)[0].requires_grad_()
-    dy = make((2, 3, 4, 6), torch.float64, layout=layout)[0].requires_grad_()
-    for f, leaf in ((sdfastgn.upsample_nearest_2x, x), (torch.ops.sdfastgn.upsample_nearest_2x_backward, dy)):
-        assert torch.autograd.gradcheck(f, (leaf,))
-        assert torch.autograd.gradgradcheck(f, (leaf,))
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients_by_autograd(layout, device):
-    x = make((2, 30, 7, 9), device=device, layout=layout)[0].requires_grad_()
-    twin = x.detach().clone().requires_grad_()
-    with kernels():
-        sdfastgn.upsample_nearest_2x(x).pow(3).sum().backward()
-    by_index(twin).pow(3).sum().backward()
-    torch.testing.assert_close(x.grad, twin.grad)
-
-
-def test_torch_func():
-    x, v = make((1, 3, 2, 2))[0], make((1, 3, 2, 2), seed=1)[0]
-    y, tangent = torch.func.jvp(sdfastgn.upsample_nearest_2x, (x,), (v,))
-    assert torch.equal(y, by_index(x))
-    assert torch.equal(tangent, by_index(v))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("shape", [(2, 6, 4, 5), (1, 1, 3, 3), (2, 6, 1, 1)], ids=str)
-def test_opcheck(shape, layout):
-    x = make(shape, layout=layout)[0].requires_grad_()
-    dy = by_index(x.detach()).requires_grad_()
-    torch.library.opcheck(torch.ops.sdfastgn.upsample_nearest_2x, (x,))
-    torch.library.opcheck(torch.ops.sdfastgn.upsample_nearest_2x_backward, (to_layout(dy, layout),))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_fake_tensors_have_the_real_strides(layout):
-    x = make((2, 6, 4, 8), layout=layout)[0]
-    for view in (x, x[:, :3], x[:, ::2], x[..., ::2], x[:1].expand(3, *x.shape[1:])):
-        for f in (sdfastgn.upsample_nearest_2x, torch.ops.sdfastgn.upsample_nearest_2x_backward):
-            with FakeTensorMode() as mode:
-                fake = f(mode.from_tensor(view))
-            real = f(view)
-            assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_compiles_without_a_graph_break(layout):
-    def block(x):
-        return sdfastgn.upsample_nearest_2x(x.sin()).square()
-
-    x = make((2, 6, 4, 5), layout=layout)[0].requires_grad_()
-    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(x), block(x))
-    found, expected = (torch.autograd.grad(f(x).sum(), x)[0] for f in (compiled, block))
-    torch.testing.assert_close(found, expected)
-
-
-# --- GPU ------------------------------------------------------------------------------------------------------------------------
+# --- GPU ----------------------------------------------------------------------
 
 
 @pytest.mark.gpu
@@ -276,15 +185,3 @@ def test_more_than_2_to_the_31_elements():
             assert torch.equal(y[:, :, a::2, b::2], x)
     dx = torch.ops.sdfastgn.upsample_nearest_2x_backward(y)
     assert torch.equal(dx, x * 4)
-
-
-@pytest.mark.gpu
-def test_cuda_graph_replays_on_new_data():
-    x = make((2, 320, 16, 16), torch.float16, "cuda")[0]
-    sdfastgn.upsample_nearest_2x(x)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = sdfastgn.upsample_nearest_2x(x)
-    x.copy_(make((2, 320, 16, 16), torch.float16, "cuda", seed=5)[0])
-    graph.replay()
-    assert torch.equal(y, by_index(x))
