@@ -99,4 +99,4 @@ bench: $(STAMP)  ## time the UNets, the VAEs and the kernels on the GPU; JSON go
 	done
 
 clean:  ## remove what the targets made
-	rm -rf $(VENV) build dist demo-output digits-output *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) build dist demo-output *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -58,10 +58,11 @@ def poisoned_memory():
     torch.use_deterministic_algorithms(before)
 
 
-# Here, because pytest's importlib mode forgets a folder's own conftest.py when files of other folders are named in between.
+# These two stand here because pytest's importlib mode forgets a folder's own conftest.py when files
+# of other folders are named in between.
 @pytest.fixture(autouse=True)
 def packed_on_the_cpu_too(request, monkeypatch):
-    """Weights are packed on GPUs alone, where it is of use; what packing must not break breaks on a CPU too."""
+    """Weights are packed on CPUs as on GPUs: what packing must not break breaks there too."""
     if "patches" in request.path.parts:
         monkeypatch.setattr("sdfastgn.patches.shared.packed_weights.PACKED_DEVICES", ("cuda", "cpu"))
 
@@ -78,9 +79,9 @@ _FUSED = (
 
 @pytest.fixture(autouse=True)
 def fused_on_the_cpu_too(request, monkeypatch):
-    """Optimized modules run their fused forwards on CPU tensors, in plain PyTorch, where they would run stock's.
+    """Optimized modules run their fused forwards on CPU tensors, in plain PyTorch.
 
-    Not in tests with ``@pytest.mark.without_kernels``.
+    ``@pytest.mark.without_kernels`` leaves them stock's forwards, as users have them on a CPU.
     """
     about_fusions = "patches" in request.path.parts or request.path.name in _FUSED
     if about_fusions and request.node.get_closest_marker("without_kernels") is None:

@@ -24,7 +24,7 @@ def functions(code: str) -> Iterator[Function]:
 
 
 def function_lines(function: Function) -> int:
-    """Lines from ``def`` to the end without the docstring, and of a kernel without its parameters: it has dozens."""
+    """Lines without the docstring. A kernel's parameters do not count either: it has dozens."""
     total = (function.end_lineno or function.lineno) - function.lineno + 1
     first = function.body[0]
     if ast.get_docstring(function) is not None:

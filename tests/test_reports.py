@@ -14,7 +14,9 @@ from sdfastgn.bench.models.architectures import build_unet
 from sdfastgn.patches.graphs.install import Graphs
 from sdfastgn.reports import Entry, Report
 
-LONG = "other code replaced this instance's forward, which is told in a sentence that is far longer than a line of 80"
+LONG = (
+    "other code replaced this instance's forward, " + "which is told in a sentence longer than a line of 80"
+)
 PATHS = [f"down_blocks.{i}.resnets.{j}" for i in range(4) for j in range(8)]
 REPORT = Report(
     entries=(
