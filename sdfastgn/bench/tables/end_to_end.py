@@ -29,6 +29,7 @@ GRAPHED = ("eager", "compile", "sdfastgn", "sdfastgn_eager", "sdfastgn_compile")
 # (title, choices of (variant, in the harness's graph), of which the first with a time is shown)
 HEADLINE = (
     ("eager", (("eager", False),)),
+    ("eager + graph", (("eager", True),)),
     ("stable-fast", (("stable_fast", False),)),
     ("torch.compile", (("compile", False),)),
     ("torch.compile + graph", (("compile", True), ("compile_graphs", False))),
