@@ -97,6 +97,7 @@ bench: $(STAMP)  ## time the UNets, the VAEs and the kernels on the GPU; JSON go
 	for suite in attention instance_norm issue_28201 layer_norm; do \
 	  $(BIN)/sdfastgn kernels --suite $$suite --json $(RESULTS)/kernels_$$suite.json || exit 1; \
 	done
+	$(BIN)/python -m sdfastgn.bench.tables.plots $(RESULTS) docs/images/times.png
 
 clean:  ## remove what the targets made
 	rm -rf $(VENV) build dist demo-output *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -110,12 +110,20 @@ class _Results:
     quotations: list[str]
     sources: list[str]
 
-    def cell(self, group: _Group, name: str, *, graph: bool = False) -> str:
-        """Milliseconds of a variant, and how many times eager's they are where both ran together."""
-        row, eager = self.groups[group].get(name), self.groups[group].get("eager")
+    def milliseconds(self, group: _Group, name: str, *, graph: bool = False) -> tuple[float | None, bool]:
+        """(the time of a variant, whether it is quoted)"""
+        row = self.groups[group].get(name)
         value = None if row is None else row.graph_ms if graph else row.median_ms
         if value is None and not graph and name in self.quoted[group]:
-            return f"{number(self.quoted[group][name])}{QUOTATION}"
+            return self.quoted[group][name], True
+        return value, False
+
+    def cell(self, group: _Group, name: str, *, graph: bool = False) -> str:
+        """Milliseconds of a variant, and how many times eager's they are where both ran together."""
+        value, is_quoted = self.milliseconds(group, name, graph=graph)
+        eager = self.groups[group].get("eager")
+        if is_quoted:
+            return f"{number(value)}{QUOTATION}"
         return _milliseconds(value, eager.median_ms if eager is not None else None)
 
 
@@ -189,6 +197,18 @@ def results_markdown(results: Path) -> str:
         f"{label(row.variant)} {row.status}: {row.reason}" for row in rows if row.status != OK
     )
     return _blocks(header, body, [*reasons, *read.quotations, *read.sources])
+
+
+def headline_times(results: Path) -> dict[str, list[tuple[str, float, bool]]]:
+    """{what is timed: [(column, milliseconds, whether they are quoted)]} of the columns with a time."""
+    read = _read(results)
+    found: dict[str, list[tuple[str, float, bool]]] = {}
+    for group, by_variant in read.groups.items():
+        times = found.setdefault(_title(by_variant), []) if _ran(by_variant.get("sdfastgn")) else []
+        for title, choices in HEADLINE:
+            cells = [read.milliseconds(group, name, graph=graph) for name, graph in choices]
+            times += [(title.strip("*"), value, quoted) for value, quoted in cells if value is not None][:1]
+    return found
 
 
 def headline_markdown(results: Path) -> str:

@@ -1,13 +1,14 @@
-"""Pictures of results: the roofline of kernels, the breakdown of ``--profile``.
+"""Pictures of results: the times of whole models, the roofline of kernels, the breakdown of ``--profile``.
 
-``python -m sdfastgn.bench.tables.plots RESULT.json PICTURE.png`` draws a committed run again. Needs
-matplotlib (the extra ``plot``).
+``python -m sdfastgn.bench.tables.plots RESULT.json PICTURE.png`` draws a committed run again, and
+``... FOLDER PICTURE.png`` the times of all runs in a folder. Needs matplotlib (the extra ``plot``).
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +19,8 @@ from sdfastgn.bench.kernel_categories import CATEGORIES, GAPS, OTHER
 from sdfastgn.bench.kernels.suite import COPY, FORWARD, INFERENCE, OURS, KernelRow, rows_of
 from sdfastgn.bench.kernels.suites import SUITES
 from sdfastgn.bench.models.run import Row
-from sdfastgn.bench.tables.markdown import source_line
+from sdfastgn.bench.tables.end_to_end import headline_times
+from sdfastgn.bench.tables.markdown import number, source_line
 from sdfastgn.bench.tables.profile import breakdown_of, lowest_floor, row_title
 
 # Colours that stay apart in print and for the colour-blind (Okabe and Ito).
@@ -39,6 +41,34 @@ def plot_reason() -> str | None:
 def _save(figure: Any, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
+
+
+def headline(results: Path, path: Path) -> None:
+    """Writes a PNG: milliseconds of each way to run a model, a panel for each part of ``headline_times``.
+
+    Pale bars are quoted times.
+    """
+    from matplotlib.figure import Figure
+
+    panels = headline_times(results)
+    figure = Figure(figsize=(11, 1.75 * math.ceil(len(panels) / 2)), layout="constrained")
+    every = list(figure.subplots(math.ceil(len(panels) / 2), 2, squeeze=False).flat)
+    for axes in every[len(panels) :]:
+        axes.set_visible(False)
+    for axes, (title, times) in zip(every, panels.items(), strict=False):
+        names, values, quoted = zip(*times, strict=True)
+        colours = [_COLOURS[0] if name == OURS else _COLOURS[-1] for name in names]
+        for bar, is_quoted in zip(axes.barh(names, values, color=colours), quoted, strict=True):
+            bar.set_alpha(0.4 if is_quoted else 1)
+        for place, value in enumerate(values):
+            axes.text(value, place, f" {number(value)}", va="center", fontsize="small")
+        axes.set_title(title, fontsize="small")
+        axes.tick_params(labelsize="small")
+        axes.invert_yaxis()
+        axes.margins(x=0.15)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.supxlabel("milliseconds; pale: quoted from another run", fontsize="small")
+    _save(figure, path)
 
 
 def roofline(rows: Sequence[KernelRow], path: Path, title: str) -> None:
@@ -124,10 +154,13 @@ def _stacked_bars(axes: Any, rows: Sequence[Row]) -> None:
 def main(arguments: Sequence[str]) -> int:
     if len(arguments) != 2 or plot_reason() is not None:
         print(
-            plot_reason() or "usage: python -m sdfastgn.bench.tables.plots RESULT.json PICTURE.png",
+            plot_reason() or "usage: python -m sdfastgn.bench.tables.plots RESULT.json|FOLDER PICTURE.png",
             file=sys.stderr,
         )
         return 2
+    if Path(arguments[0]).is_dir():
+        headline(Path(arguments[0]), Path(arguments[1]))
+        return 0
     content: dict[str, Any] = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
     if content["kind"] == "profile":
         breakdown([Row(**values) for values in content["rows"]], Path(arguments[1]), source_line(content))

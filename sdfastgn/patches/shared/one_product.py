@@ -173,6 +173,8 @@ def form(model: nn.Module, attentions: Iterable[Any]) -> None:
     Moves nothing.
     """
     members = [attention for attention in attentions if _can_share(attention)]
+    # A product is of one tensor, which has one width.
+    members = [m for m in members if m.to_k.in_features == members[0].to_k.in_features]
     _groups[model] = _Group(model, members) if len(members) > 1 else None
     group = _groups[model]
     if group is not None:
@@ -180,8 +182,12 @@ def form(model: nn.Module, attentions: Iterable[Any]) -> None:
 
 
 def _can_share(attention: Any) -> bool:
-    """False if queries are as wide: they may read the same tensor, and join keys and values themselves."""
-    return attention.to_k.in_features != attention.to_q.in_features
+    """False if queries are as wide: they may read the same tensor, and join keys and values themselves.
+
+    A layer that other code has wrapped may have no width at all.
+    """
+    width = getattr(attention.to_k, "in_features", None)
+    return width is not None and width != getattr(attention.to_q, "in_features", None)
 
 
 def dissolve(model: nn.Module) -> None:

@@ -12,9 +12,9 @@ from sdfastgn.bench.documents import OK, UNAVAILABLE, WRONG
 from sdfastgn.bench.kernels.suite import COPY, FORWARD, KernelRow
 from sdfastgn.bench.kernels.suites import SUITES
 from sdfastgn.bench.models.variants import VARIANTS
-from sdfastgn.bench.tables import end_to_end, kernels, pages
+from sdfastgn.bench.tables import end_to_end, kernels, pages, plots
 from sdfastgn.bench.terminal import Blocks
-from tests.bench.tables.cases import SOURCE, cells_of, row, save, text_of
+from tests.bench.tables.cases import SOURCE, cells_of, is_png, row, save, text_of
 
 SLOT = "before\n<!-- table:results -->\nold\n<!-- /table:results -->\nafter\n"
 UNET = [
@@ -154,10 +154,21 @@ def test_the_headline_has_the_peers_at_their_best(tmp_path: Path) -> None:
     save(tmp_path, "quoted.json", "end_to_end_quoted", quoted, source="a paper")
     text = end_to_end.headline_markdown(tmp_path)
     assert cells_of(text, "| SD1.5") == [
-        ["20 (1.00x)", "-", "15 (0.75x)", "6 (0.30x)", "16 (0.80x)"],
-        ["600 (1.00x)", "-", "-", "206‡", "150 (0.25x)"],
+        ["20 (1.00x)", "-", "-", "15 (0.75x)", "6 (0.30x)", "16 (0.80x)"],
+        ["600 (1.00x)", "-", "-", "-", "206‡", "150 (0.25x)"],
     ]
     assert "VAE" not in text  # sdfastgn did not run
+    unet, whole = end_to_end.headline_times(tmp_path).items()
+    ours = ("sdfastgn", 16.0, False)
+    assert unet[1] == [
+        ("eager", 20.0, False),
+        ("torch.compile", 15.0, False),
+        ("torch.compile + graph", 6.0, False),
+        ours,
+    ]
+    assert whole[1][1:] == [("torch.compile + graph", 206.0, True), ("sdfastgn", 150.0, False)]
+    assert plots.main([str(tmp_path), str(tmp_path / "times.png")]) == 0
+    assert is_png(tmp_path / "times.png")
 
 
 @pytest.mark.parametrize("name", pages.TABLES)

@@ -292,3 +292,32 @@ def test_parts_called_by_themselves_share_nothing(products):
                 return fused.forward(*args)
 
     assert products.of(Part(), states) == [widths(fused)[1], *widths(fused)]
+
+
+# --- wrapped by a module that is no layer -----------------------------------------------------------
+
+
+class Wrapped(nn.Module):
+    """What adapters and quantizers put around a layer: it has no ``in_features``."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return 2 * self.layer(x)
+
+
+@pytest.mark.parametrize("layers", [("to_q",), ("to_k", "to_v")], ids="-".join)
+@pytest.mark.parametrize("of_a_copy", [False, True], ids=["before", "copy"])
+def test_a_wrapped_layer_leaves_its_attention_out(of_a_copy, layers):
+    stock = cases.unet(SDXL)
+    fused = copy.deepcopy(stock)
+    if of_a_copy:
+        fused = copy.deepcopy(sdfastgn.optimize(fused, cuda_graphs=False))
+    for model in (stock, fused):
+        for layer in layers:
+            setattr(members(model)[0], layer, Wrapped(getattr(members(model)[0], layer)))
+    if not of_a_copy:
+        sdfastgn.optimize(fused, cuda_graphs=False)
+    agree(call(fused, context(), **XL_INPUTS), call(stock, context(), **XL_INPUTS))
