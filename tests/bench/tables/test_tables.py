@@ -154,7 +154,7 @@ def test_the_headline_has_the_peers_at_their_best(tmp_path: Path) -> None:
     save(tmp_path, "quoted.json", "end_to_end_quoted", quoted, source="a paper")
     text = end_to_end.headline_markdown(tmp_path)
     assert cells_of(text, "| SD1.5") == [
-        ["20 (1.00x)", "-", "-", "15 (0.75x)", "6 (0.30x)", "16 (0.80x)"],
+        ["20 (1.00x)", "10 (0.50x)", "-", "15 (0.75x)", "6 (0.30x)", "16 (0.80x)"],
         ["600 (1.00x)", "-", "-", "-", "206‡", "150 (0.25x)"],
     ]
     assert "VAE" not in text  # sdfastgn did not run
@@ -162,6 +162,7 @@ def test_the_headline_has_the_peers_at_their_best(tmp_path: Path) -> None:
     ours = ("sdfastgn", 16.0, False)
     assert unet[1] == [
         ("eager", 20.0, False),
+        ("eager + graph", 10.0, False),
         ("torch.compile", 15.0, False),
         ("torch.compile + graph", 6.0, False),
         ours,
