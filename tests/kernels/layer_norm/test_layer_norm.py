@@ -310,3 +310,16 @@ def test_real_shapes_on_the_gpu(shape, dtype):
     ours = grads_of(sdfastgn.layer_norm, (x, weight, bias), dys, dtype)
     for got, want in zip(ours, grads_of(truth, (x, weight, bias), dys, torch.float64), strict=True):
         assert error(got, want) < 4 * BOUNDS[dtype]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(10, 10**7), (10**7, 10)], ids=["columns", "rows"])
+def test_ten_million_columns_or_rows(shape):
+    x, _, weight, bias, _ = (t.requires_grad_() for t in make(shape, torch.float16, "cuda"))
+    y = sdfastgn.layer_norm(x, weight, bias)
+    expected = F.layer_norm(x.detach().float(), shape[-1:], weight.detach().float(), bias.detach().float())
+    torch.testing.assert_close(y.detach(), expected.half(), atol=4e-3, rtol=2e-3)
+    # A power of 2, so that each sum is exact, and small enough for fp16.
+    dx, dbias = torch.autograd.grad(y, (x, bias), torch.full_like(y, 2**-10))
+    assert dx.isfinite().all()
+    torch.testing.assert_close(dbias, torch.full_like(dbias, shape[0] / 2**10))
