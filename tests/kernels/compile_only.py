@@ -1,4 +1,4 @@
-"""Compiles the kernels for a GPU that need not be there, and prints what each asks of it: one JSON object a line.
+"""Compiles the kernels for a GPU that need not be there: one JSON object a kernel with what it asks of it.
 
 A program of its own, because Triton decides at import whether kernels are interpreted.
 Usage: ``compile_only.py 90``, for sm_90.

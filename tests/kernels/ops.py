@@ -190,13 +190,15 @@ OPS: dict[str, Op] = {
         sdfastgn.group_norm, true_group_norm, affine(*IMAGE), {"num_groups": 3, **SILU, "tokens": True},
     ),
     "group_norm-bias-alone": Op(
-        sdfastgn.group_norm, true_group_norm, {"x": IMAGE, "bias": (6,)}, {"num_groups": 3, **SILU}, mixed=True,
+        sdfastgn.group_norm, true_group_norm, {"x": IMAGE, "bias": (6,)}, {"num_groups": 3, **SILU},
+        mixed=True,
     ),
     "instance_norm": Op(
         sdfastgn.instance_norm, true_instance_norm, affine(*IMAGE), mixed=True, on_gpu=NORMS_ON_GPU,
     ),
     "layer_norm": Op(
-        sdfastgn.layer_norm, true_layer_norm, rows(3, 5, 8), mixed=True, on_gpu=(rows(512, 320), rows(3, 40000)),
+        sdfastgn.layer_norm, true_layer_norm, rows(3, 5, 8), mixed=True,
+        on_gpu=(rows(512, 320), rows(3, 40000)),
     ),
     "add_layer_norm": Op(
         sdfastgn.add_layer_norm, true_add_layer_norm, add_rows(3, 5, 8, total=True),
@@ -207,7 +209,8 @@ OPS: dict[str, Op] = {
         on_gpu=({"x": (512, 640), "bias": (640,)},),
     ),
     "act_linear": Op(
-        act_linear, true_act_linear, linear(3, 10, 8), SILU, differentiable=False, on_gpu=(linear(2, 1280, 1280),),
+        act_linear, true_act_linear, linear(3, 10, 8), SILU, differentiable=False,
+        on_gpu=(linear(2, 1280, 1280),),
     ),
     "channel_statistics": Op(
         sdfastgn.channel_statistics, true_statistics, {"x": IMAGE}, differentiable=False,
@@ -218,7 +221,8 @@ OPS: dict[str, Op] = {
         on_gpu=(pair(*SPLIT_ON_GPU),),
     ),
     "cat_with_statistics": Op(
-        sdfastgn.cat_with_statistics, lambda a, b: torch.cat((a, b), 1), {"a": IMAGE, "b": (2, 5, 3, 4)}, compared=1,
+        sdfastgn.cat_with_statistics, lambda a, b: torch.cat((a, b), 1), {"a": IMAGE, "b": (2, 5, 3, 4)},
+        compared=1,
         on_gpu=({"a": SPLIT_ON_GPU, "b": (2, 64, 64, 64)},),
     ),
     "upsample_nearest_2x": Op(
@@ -234,7 +238,8 @@ OPS: dict[str, Op] = {
     ),
     "GroupNorm": Op(
         of_module(sdfastgn.GroupNorm(3, 6, activation="silu")),
-        lambda **operands: true_group_norm(**operands, num_groups=3, activation="silu"), affine(*IMAGE), mixed=True,
+        lambda **operands: true_group_norm(**operands, num_groups=3, activation="silu"),
+        affine(*IMAGE), mixed=True,
     ),
     "InstanceNorm": Op(
         of_module(sdfastgn.InstanceNorm(6, affine=True)), true_instance_norm, affine(*IMAGE), mixed=True,

@@ -77,6 +77,11 @@ def offset(t: Tensor) -> Tensor:
     return torch.cat((torch.full((3,), 100.0, dtype=t.dtype), t.flatten()))[3:].view(t.shape)
 
 
+def narrowed(t: Tensor) -> Tensor:
+    """Rows that are further apart than they are long."""
+    return torch.cat((t, t + 100), -1)[..., : t.shape[-1]]
+
+
 def transposed(t: Tensor) -> Tensor:
     # A vector becomes a column of a matrix.
     return (
@@ -90,7 +95,7 @@ def channels_last(t: Tensor) -> Tensor:
     return t.movedim(1, -1).contiguous().movedim(-1, 1) if t.dim() > 2 else t
 
 
-PLACES = [every_second, expanded, expanded_from_the_first, offset, transposed, channels_last]
+PLACES = [every_second, expanded, expanded_from_the_first, offset, narrowed, transposed, channels_last]
 
 
 # --- the kernels, whatever the device: the public functions take CPU tensors to PyTorch

@@ -169,6 +169,8 @@ def test_second_derivative_after_the_kernels(op, way):
 @each_derivative
 def test_little_is_kept_for_the_backward(op, way):
     """Operands, results, and at most two values a row or group."""
+    if op is OPS["upsample_conv2d"]:
+        pytest.skip("PyTorch's own ops run under autograd")
     operands = {name: t.requires_grad_() for name, t in op.operands(torch.float32).items()}
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t), way():

@@ -25,7 +25,9 @@ def make(shapes, dtype=torch.float16, seed=0) -> dict[str, Tensor]:
     """Operands on the GPU, images channels-last."""
     return {
         name: (t + seed).to("cuda").contiguous(
-            memory_format=torch.channels_last if t.dim() == 4 and name in ("x", "a", "b", "residual") else torch.contiguous_format
+            memory_format=torch.channels_last
+            if t.dim() == 4 and name in ("x", "a", "b", "residual")
+            else torch.contiguous_format
         )
         for name, t in random_operands(shapes, dtype).items()
     }  # fmt: skip

@@ -202,15 +202,6 @@ def test_views_with_gaps_keep_the_innermost_axis(device):
         assert y.stride().index(min(y.stride())) == x.stride().index(min(s for s in x.stride() if s))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_tokens_of_an_attention_block(device):
-    """The (N, C, L) view of (N, L, C) tokens is channels-last in disguise, and comes out as one."""
-    tokens = torch.randn(2, 20, 12, generator=torch.Generator().manual_seed(0)).to(device)
-    y = run(tokens.transpose(1, 2), 3)
-    assert y.transpose(1, 2).is_contiguous()
-    assert error(y, truth(tokens.transpose(1, 2), 3)) < BOUNDS[torch.float32]
-
-
 @pytest.mark.gpu
 def test_more_than_2_to_the_31_elements():
     C, H, W = 64, 8192, 4100

@@ -99,7 +99,8 @@ def _nearly_constant(shape, dtype, device, layout):
 def test_nearly_equal_values_are_no_less_exact_than_eager(shape, groups, dtype, activation, layout, device):
     """Output and gradients of x, weight and bias, against fp64.
 
-    Twice eager's error is allowed: both keep the mean as one fp32 number, and which of the two is rounded by less is luck.
+    Twice eager's error is allowed: both keep the mean as one fp32 number, and luck decides
+    which of the two is rounded by less.
     """
     x = _nearly_constant(shape, dtype, device, layout)
     _, weight, bias = make(shape, dtype, device, layout)

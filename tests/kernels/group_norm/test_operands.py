@@ -195,15 +195,6 @@ def test_tokens_with_every_operand(shape, groups, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_tokens_of_views_with_gaps(device):
-    base = make((2, 24, 6, 7), device=device)[0]
-    for x in (base[:, :12], base[..., ::2], base.contiguous()[:, ::2], base[:1].expand(3, -1, -1, -1)):
-        y = run(x, 4, tokens=True)
-        assert y.is_contiguous()
-        assert error(y, to_tokens(truth(x, 4))) < BOUNDS[torch.float32]
-
-
-@pytest.mark.parametrize("device", DEVICES)
 def test_empty_tokens(device):
     assert run(torch.empty((0, 8, 4, 4), device=device), 4, tokens=True).shape == (0, 16, 8)
     assert run(torch.empty((2, 8, 0, 4), device=device), 4, tokens=True).shape == (2, 0, 8)

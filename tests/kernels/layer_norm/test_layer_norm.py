@@ -291,7 +291,8 @@ def test_gradients_of_one_result(shape, device):
 GPU_SHAPES = [
     pytest.param(s, id="x".join(map(str, s)))
     for s in [
-        (8192, 320), (2048, 640), (2, 1024, 1280), (512, 768), (4096, 1000), (4096, 1001), (33, 16384), (64, 40000), (10, 10**6 + 3),
+        (8192, 320), (2048, 640), (2, 1024, 1280), (512, 768), (4096, 1000), (4096, 1001), (33, 16384), (64, 40000),
+        (10, 10**6 + 3),
         (10**6 + 1, 10), (3 * 10**5, 100),
     ]
 ]  # fmt: skip
@@ -310,3 +311,16 @@ def test_real_shapes_on_the_gpu(shape, dtype):
     ours = grads_of(sdfastgn.layer_norm, (x, weight, bias), dys, dtype)
     for got, want in zip(ours, grads_of(truth, (x, weight, bias), dys, torch.float64), strict=True):
         assert error(got, want) < 4 * BOUNDS[dtype]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(10, 10**7), (10**7, 10)], ids=["columns", "rows"])
+def test_ten_million_columns_or_rows(shape):
+    x, _, weight, bias, _ = (t.requires_grad_() for t in make(shape, torch.float16, "cuda"))
+    y = sdfastgn.layer_norm(x, weight, bias)
+    expected = F.layer_norm(x.detach().float(), shape[-1:], weight.detach().float(), bias.detach().float())
+    torch.testing.assert_close(y.detach(), expected.half(), atol=4e-3, rtol=2e-3)
+    # A power of 2, so that each sum is exact, and small enough for fp16.
+    dx, dbias = torch.autograd.grad(y, (x, bias), torch.full_like(y, 2**-10))
+    assert dx.isfinite().all()
+    torch.testing.assert_close(dbias, torch.full_like(dbias, shape[0] / 2**10))

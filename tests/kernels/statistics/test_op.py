@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sdfastgn
 
 LAYOUTS = [pytest.param(True, id="channels_last"), pytest.param(False, id="channels_first")]
 
 
-def image(*shape, dtype=torch.float32, last=True, seed=0, device="cpu"):
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype) * 1.5 + 2
+def image(*shape, dtype=torch.float32, last=True, seed=0):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype) * 1.5 + 2
     return x.movedim(1, -1).contiguous().movedim(-1, 1) if last else x
 
 
@@ -55,6 +56,16 @@ def test_gradients_through_a_norm_that_is_given_statistics_are_whole():
 
 
 # --- tracing ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("last", LAYOUTS)
+def test_fake_tensors_have_the_real_number_of_chunks(last):
+    x = image(1, 6, 90, 100, last=last)
+    for f in (sdfastgn.channel_statistics, lambda x: sdfastgn.add_with_statistics(x, x)[1]):
+        with FakeTensorMode() as mode:
+            fake = f(mode.from_tensor(x))
+        assert fake.shape == f(x).shape
+        assert fake.shape[2] > 1
 
 
 @pytest.mark.parametrize("last", LAYOUTS)
