@@ -195,7 +195,7 @@ def _training_function(op: PlannedOp, names: tuple[str, ...]) -> Any:
     class Training(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *inputs: Any) -> Any:
-            """``inputs``: the tensors among the arguments, for autograd to see, all arguments, and their plan."""
+            """``inputs``: the tensors, for autograd to see; all arguments; and their plan."""
             call, plan = inputs[-2:]
             results = plan.run_and_save(call)
             op.save(ctx, call, results)
