@@ -12,6 +12,7 @@ from sdfastgn.kernels.common.tiles import triton
 
 __all__ = [
     "KERNEL_DTYPES",
+    "autocast_dtype",
     "has_kernels",
     "is_plain",
     "is_plain_inference",
@@ -49,6 +50,13 @@ def has_kernels(x: Tensor) -> bool:
         (torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None)
         and torch.onnx.is_in_onnx_export()
     )
+
+
+def autocast_dtype(x: Any) -> torch.dtype | None:
+    """Eager's rule for norms: under CUDA autocast they compute in and return fp32. None: the dtype of x."""
+    if torch.is_autocast_enabled("cuda") and isinstance(x, Tensor) and runs_in_triton(x):
+        return torch.float32
+    return None
 
 
 def needs_op(x: Tensor) -> bool:

@@ -21,7 +21,9 @@ def save_all(ctx: Any, call: Any, results: Any) -> None:
     ctx.save_for_backward(*(t if isinstance(t, Tensor) else None for t in call))
 
 
-def derivative_of(gradients: Callable[[Any], Sequence[Tensor]]) -> Callable[..., dict[str, Tensor | None]]:
+def derivative_of(
+    gradients: Callable[[Any], Sequence[Tensor | None]],
+) -> Callable[..., dict[str, Tensor | None]]:
     """The ``backward`` of an op that computes ``gradients(arguments)``, which is differentiable PyTorch.
 
     What the arguments have from a forward (statistics) counts as the function of x that it is, where
@@ -38,7 +40,7 @@ def derivative_of(gradients: Callable[[Any], Sequence[Tensor]]) -> Callable[...,
                     for value, t in zip(ctx.call, ctx.saved_tensors, strict=True)
                 )
             )
-            made = gradients(call)
+            made = [g for g in gradients(call) if g is not None]
             pairs = [(g, d) for g, d in zip(made, dgrads, strict=True) if d is not None and g.requires_grad]
         wanted = [name for name, need in zip(call._fields, needs, strict=True) if need is True]
         if not pairs or not wanted:

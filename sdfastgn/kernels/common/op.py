@@ -11,13 +11,14 @@ call has no use for the dispatcher, which costs more CPU time than a small kerne
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from sdfastgn.kernels.common import dispatch
-from sdfastgn.kernels.common.plan_cache import PlanCache, plan_key
+from sdfastgn.kernels.common.plan_cache import PlanCache
 
 __all__ = ["Op", "Plan", "PlannedOp"]
 
@@ -59,7 +60,7 @@ class Op:
         if backward is not None:
             torch.library.register_autograd(
                 f"sdfastgn::{name}",
-                lambda ctx, *grads: self.gradients(ctx, ctx.needs_input_grad, *grads),
+                lambda ctx, *grads: self.gradients(ctx, arguments._fields[: self._count], grads),
                 setup_context=self._save_registered,
                 lib=_LIBRARY,
             )
@@ -83,10 +84,12 @@ class Op:
         shown = results[: -self._hidden]
         return shown[0] if len(shown) == 1 else shown
 
-    def gradients(self, ctx: Any, needs: tuple[bool, ...], *grads: Any) -> tuple[Tensor | None, ...]:
-        """What ``backward`` finds, one value for each of ``needs``, as autograd takes it."""
-        found = self._backward(ctx, self.arguments(*needs), *grads)
-        return tuple(map(found.get, self.arguments._fields[: len(needs)]))
+    def gradients(self, ctx: Any, names: tuple[str, ...], grads: Any) -> tuple[Tensor | None, ...]:
+        """What ``backward`` finds for the arguments ``names``, which are those that autograd asks about."""
+        wanted = dict(zip(names, ctx.needs_input_grad, strict=False))
+        needs = self.arguments(*(wanted.get(name, False) for name in self.arguments._fields))
+        found = self._backward(ctx, needs, *grads)
+        return tuple(map(found.get, names))
 
 
 class Plan(Protocol):
@@ -135,23 +138,29 @@ class PlannedOp(Op):
         super().__init__(schema, arguments, run, fake, save, backward, hidden)
         self._plans: PlanCache[Plan] = PlanCache()
         self._plan, self._check = plan, check
+        kinds = [str(argument.type) for argument in self._registered._schema.arguments]
+        values = [i for i, kind in enumerate(kinds) if "Tensor" not in kind]
+        self._values = _picker(values)
+        tensors = [i for i in range(len(arguments._fields)) if i not in values]
+        self._tensors = _picker(tensors)
+        self._train = _training_function(self, tuple(arguments._fields[i] for i in tensors)).apply
         self._plain = plain or (lambda call: self.returned(reference(call)))
-        self._train = _training_function(self).apply
 
     def __call__(self, call: Any, name: str | None = None) -> Any:
         """What the public function ``name`` returns: the cheapest way that is right for ``call``."""
         x = call[0]
-        if dispatch.is_plain(x, call):
-            trains = torch.is_grad_enabled() and dispatch.wants_gradient(x, call)
+        # The compiler first: it cannot trace how tensors are picked.
+        if not torch.compiler.is_compiling() and dispatch.is_plain(x, tensors := self._tensors(call)):
+            trains = torch.is_grad_enabled() and dispatch.wants_gradient(x, tensors)
             try:
                 # What is wrong finds no plan, and is then checked.
-                plan = self._plans.get(plan_key(call, trains))
+                plan = self._plans.get(self._key(call, tensors, trains))
                 if plan is None:
                     self._check(name or self.name, call)
                     plan = self._planned(call, trains) if x.numel() else None
                 if plan is not None:
-                    return self._train(*call, plan) if trains else plan.run(call)
-            except RuntimeError:  # a tensor that has no strides or no memory
+                    return self._train(*tensors, call, plan) if trains else plan.run(call)
+            except (RuntimeError, TypeError):  # a tensor without strides or memory; a value without a hash
                 self._check(name or self.name, call)
                 raise
         self._check(name or self.name, call)
@@ -159,26 +168,41 @@ class PlannedOp(Op):
             return self._plain(call)
         return self.returned(self.through_dispatcher(call))
 
+    def _key(self, call: Any, tensors: tuple[Tensor | None, ...], saves: bool) -> tuple[Any, ...]:
+        """``plan_key``, in less time."""
+        return (
+            *[None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors],
+            *self._values(call),
+            saves,
+        )
+
     def _planned(self, call: Any, saves: bool) -> Plan:
-        key = plan_key(call, saves)
+        key = self._key(call, self._tensors(call), saves)
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plans[key] = self._plan(call)
         return plan
 
 
-def _training_function(op: PlannedOp) -> Any:
+def _picker(places: list[int]) -> Callable[[Any], tuple[Any, ...]]:
+    """``call -> the arguments at these places``."""
+    if not places:
+        return lambda call: ()
+    return itemgetter(*places) if len(places) > 1 else lambda call: (call[places[0]],)
+
+
+def _training_function(op: PlannedOp, names: tuple[str, ...]) -> Any:
     class Training(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *inputs: Any) -> Any:
-            *arguments, plan = inputs
-            call = op.arguments(*arguments)
+            """``inputs``: the tensors, for autograd to see; all arguments; and their plan."""
+            call, plan = inputs[-2:]
             results = plan.run_and_save(call)
             op.save(ctx, call, results)
             return op.returned(results)
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-            return *op.gradients(ctx, ctx.needs_input_grad[:-1], *grads), None
+            return *op.gradients(ctx, names, grads), None, None
 
     return Training

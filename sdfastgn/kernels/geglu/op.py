@@ -105,11 +105,7 @@ def _run_backward(call: GegluGradCall) -> list[Tensor]:
     if call.x.numel() == 0:
         return [grad.zero_() for grad in _fake_backward(call)]
     grads = launch_geglu_grads if dispatch.runs_in_triton(call.x) else reference_geglu_grads
-    return [grad.contiguous() for grad in _found(grads(call))]
-
-
-def _found(grads: GegluGrads) -> list[Tensor]:
-    return [grad for grad in grads if grad is not None]
+    return [grad.contiguous() for grad in grads(call) if grad is not None]
 
 
 def _fake_backward(call: GegluGradCall) -> list[Tensor]:
@@ -124,7 +120,7 @@ _GEGLU_BACKWARD = Op(
     _run_backward,
     _fake_backward,
     save=save_all,
-    backward=derivative_of(lambda call: _found(reference_geglu_grads(call))),
+    backward=derivative_of(reference_geglu_grads),
 )
 
 

@@ -102,11 +102,7 @@ def _run(call: GroupNormGradCall) -> list[Tensor]:
         return [grad.zero_() for grad in _fake(call)]
     call = call._replace(wanted=Wanted(*call.wanted))
     grads = launch_group_norm_grads if dispatch.runs_in_triton(call.x) else reference_group_norm_grads
-    return _found(grads(call))
-
-
-def _found(grads: tuple[Tensor | None, ...]) -> list[Tensor]:
-    return [grad for grad in grads if grad is not None]
+    return [grad for grad in grads(call) if grad is not None]
 
 
 def _fake(call: GroupNormGradCall) -> list[Tensor]:
@@ -116,8 +112,8 @@ def _fake(call: GroupNormGradCall) -> list[Tensor]:
     return [grad for grad, want in zip(found, call.wanted, strict=True) if want and grad is not None]
 
 
-def _gradients(call: GroupNormGradCall) -> list[Tensor]:
-    return _found(reference_group_norm_grads(call._replace(wanted=Wanted(*call.wanted))))
+def _gradients(call: GroupNormGradCall) -> GroupNormGrads:
+    return reference_group_norm_grads(call._replace(wanted=Wanted(*call.wanted)))
 
 
 _GROUP_NORM_BACKWARD = Op(

@@ -222,29 +222,10 @@ def group_norm(
     if type(num_groups) is not int or type(eps) is not float:
         check_input(name, "x", x)
         num_groups, eps = as_index(name, "num_groups", num_groups), as_eps(name, eps)
+    dtype = dispatch.autocast_dtype(x)
     call = GroupNormCall(
-        x,
-        num_groups,
-        weight,
-        bias,
-        eps,
-        activation,
-        shift,
-        ada_scale,
-        ada_shift,
-        statistics,
-        tokens,
-        _autocast_dtype(x),
+        x, num_groups, weight, bias, eps, activation, shift, ada_scale, ada_shift, statistics, tokens, dtype
     )
     if type(tokens) is not bool:  # in a plan's key, 1 would be True
         _check(name, call)
     return GROUP_NORM(call)
-
-
-def _autocast_dtype(x: Any) -> torch.dtype | None:
-    """Eager's rule: under CUDA autocast GroupNorm computes in and returns fp32."""
-    return (
-        torch.float32
-        if torch.is_autocast_enabled("cuda") and isinstance(x, Tensor) and dispatch.runs_in_triton(x)
-        else None
-    )

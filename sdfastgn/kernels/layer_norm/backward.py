@@ -67,11 +67,7 @@ def _run(call: LayerNormGradCall) -> list[Tensor]:
     if call.x.numel() == 0:
         return [grad.zero_() for grad in _fake(call)]
     grads = launch_layer_norm_grads if dispatch.runs_in_triton(call.x) else reference_layer_norm_grads
-    return [grad.contiguous() for grad in _found(grads(call))]
-
-
-def _found(grads: LayerNormGrads) -> list[Tensor]:
-    return [grad for grad in grads if grad is not None]
+    return [grad.contiguous() for grad in grads(call) if grad is not None]
 
 
 def _fake(call: LayerNormGradCall) -> list[Tensor]:
@@ -91,7 +87,7 @@ _LAYER_NORM_BACKWARD = Op(
     _run,
     _fake,
     save=save_all,
-    backward=derivative_of(lambda call: _found(reference_layer_norm_grads(call))),
+    backward=derivative_of(reference_layer_norm_grads),
 )
 
 

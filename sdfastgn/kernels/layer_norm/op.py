@@ -242,7 +242,7 @@ def layer_norm(
     """
     if type(eps) is not float:
         eps = as_eps(_LAYER_NORM.name, eps)
-    return _LAYER_NORM(LayerNormCall(x, weight, bias, eps, _autocast_dtype(x)))
+    return _LAYER_NORM(LayerNormCall(x, weight, bias, eps, dispatch.autocast_dtype(x)))
 
 
 def add_layer_norm(
@@ -286,19 +286,10 @@ def add_layer_norm(
     name = _ADD_LAYER_NORM.name
     if type(eps) is not float:
         eps = as_eps(name, eps)
-    call = AddCall(x, residual, weight, bias, add_bias, eps, _autocast_dtype(x), total_bias)
+    call = AddCall(x, residual, weight, bias, add_bias, eps, dispatch.autocast_dtype(x), total_bias)
     # Only the kernels know of a total_bias, and only in inference.
     if total_bias is None or (dispatch.is_plain_inference(x, call) and x.numel()):
         return _ADD_LAYER_NORM(call)
     _check_sum(name, call)
     y, _ = _ADD_LAYER_NORM(call._replace(total_bias=None))
     return y, reference_add(x, residual, add_bias, total_bias)
-
-
-def _autocast_dtype(x: Any) -> torch.dtype | None:
-    """Eager's rule: under CUDA autocast LayerNorm computes in and returns fp32."""
-    return (
-        torch.float32
-        if torch.is_autocast_enabled("cuda") and isinstance(x, Tensor) and dispatch.runs_in_triton(x)
-        else None
-    )

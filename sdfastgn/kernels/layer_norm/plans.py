@@ -121,7 +121,7 @@ class LayerNormPlan:
     def run(
         self, call: LayerNormCall | AddCall, centre: Tensor | None = None, rstd: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """y, or y and total in memory that nobody else has. Also fills ``centre`` and ``rstd``, both or none."""
+        """y, or y and total, in memory of their own. Also fills ``centre`` and ``rstd``, both or none."""
         x = call.x
         stream = gpu.stream_on(x.device)
         if stream is None:
