@@ -32,6 +32,7 @@ from sdfastgn.kernels.attention.few_keys import attend_to_few
 from sdfastgn.kernels.attention.wide_heads import wide_attention
 from sdfastgn.kernels.common import dispatch, gpu
 from sdfastgn.kernels.common.launch import Launch
+from sdfastgn.kernels.geglu.op import geglu
 from sdfastgn.kernels.statistics.config import statistics_pay
 from sdfastgn.kernels.statistics.op import add_kernel, cat_kernel
 from sdfastgn.kernels.upsample.conv_kernels import launch_interleave, launch_phase_weights
@@ -176,9 +177,9 @@ def _few_keys(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 def _gated(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = torch.empty((shape[0], 2 * shape[1]), dtype=dtype)
     bias = x.new_empty(2 * shape[1])
-    sdfastgn.geglu(x)
+    geglu(x)
     for wanted in ((0, 1), (0,), (1,)):
-        _differentiate(sdfastgn.geglu, x, bias, wanted=wanted)
+        _differentiate(geglu, x, bias, wanted=wanted)
 
 
 def _few_rows(shape: tuple[int, ...], dtype: torch.dtype) -> None:

@@ -15,6 +15,7 @@ import sdfastgn
 from sdfastgn.kernels.act_linear.op import act_linear
 from sdfastgn.kernels.attention.wide_heads import wide_attention
 from sdfastgn.kernels.common.activations import ACTIVATIONS
+from sdfastgn.kernels.geglu.op import geglu
 from sdfastgn.kernels.statistics.op import reference_channel_statistics
 from sdfastgn.kernels.upsample.conv import upsample_conv2d
 from sdfastgn.kernels.upsample.nearest import upsample_nearest_2x
@@ -205,7 +206,7 @@ OPS: dict[str, Op] = {
         on_gpu=(add_rows(512, 320), add_rows(3, 40000)),
     ),
     "geglu": Op(
-        sdfastgn.geglu, true_geglu, {"x": (3, 5, 8), "bias": (8,)}, mixed=True,
+        geglu, true_geglu, {"x": (3, 5, 8), "bias": (8,)}, mixed=True,
         on_gpu=({"x": (512, 640), "bias": (640,)},),
     ),
     "act_linear": Op(

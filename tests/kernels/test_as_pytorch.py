@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import sdfastgn
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.activations import ACTIVATIONS
+from sdfastgn.kernels.geglu.op import geglu
 from tests.kernels.ops import OPS, Op, as_tuple, each_derivative, each_function, each_op
 from tests.kernels.samples import (
     BOUNDS,
@@ -282,7 +283,7 @@ def gated(x: Tensor) -> Tensor:
             normalized,
             id="add_layer_norm",
         ),
-        pytest.param(sdfastgn.geglu, gated, id="geglu"),
+        pytest.param(geglu, gated, id="geglu"),
     ],
 )
 def test_derivatives_of_derivatives(f, written_out, way):

@@ -1,4 +1,4 @@
-"""The kernels of ``sdfastgn.geglu`` against fp64: interpreted, and on a GPU where there is one."""
+"""The kernels of ``geglu`` against fp64: interpreted, and on a GPU where there is one."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import sdfastgn
 from sdfastgn.kernels.common.sizes import vector_width
 from sdfastgn.kernels.geglu.config import backward_config, forward_config
+from sdfastgn.kernels.geglu.op import geglu
 from tests.kernels.samples import BOUNDS, DEVICES, DTYPES, error, kernels, multiprocessors
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "few_multiprocessors")
@@ -47,7 +47,7 @@ def gradient(shape, dtype=torch.float32, device="cpu"):
 
 def run(x, bias=None, *, direct=False):
     with kernels(direct=direct):
-        return sdfastgn.geglu(x, bias)
+        return geglu(x, bias)
 
 
 def eager(x, bias=None):
@@ -129,7 +129,7 @@ def test_every_half_precision_gate(device):
         <= 0.53 * (expected.abs() * spacing.eps + spacing.smallest_normal * spacing.eps)
     ).all()
     dy = torch.ones_like(gate)
-    (dx,), (want,) = grads_of(sdfastgn.geglu, (x,), dy), grads_of(truth, (x,), dy, torch.float64)
+    (dx,), (want,) = grads_of(geglu, (x,), dy), grads_of(truth, (x,), dy, torch.float64)
     assert (
         (dx - want).abs() <= 0.53 * want.abs() * spacing.eps + 2e-6
     ).all()  # P + zP' is a difference near its zero
@@ -177,7 +177,7 @@ def test_nothing_else_is_read_or_written(shape, device):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_gradients(shape, direct, device):
     leaves, dy = make(shape, device=device), gradient(shape, device=device)
-    ours = grads_of(sdfastgn.geglu, leaves, dy, direct=direct)
+    ours = grads_of(geglu, leaves, dy, direct=direct)
     for got, want in zip(ours, grads_of(truth, leaves, dy, torch.float64), strict=True):
         assert got.shape == want.shape
         assert (got - want).norm() <= 2e-6 * want.norm() + 1e-6
@@ -191,7 +191,7 @@ def test_gradients_no_less_exact_than_eager(dtype, mean, device):
         pytest.skip("Triton's interpreter truncates to bf16 where a GPU rounds")
     leaves, dy = make((9, 330), dtype, device, mean), gradient((9, 330), dtype, device)
     expected, stock = grads_of(eager, leaves, dy, torch.float64), grads_of(eager, leaves, dy)
-    for ours, theirs, want in zip(grads_of(sdfastgn.geglu, leaves, dy), stock, expected, strict=True):
+    for ours, theirs, want in zip(grads_of(geglu, leaves, dy), stock, expected, strict=True):
         assert ours.dtype is dtype
         slack = 0.5 * torch.finfo(dtype).eps * want.norm()
         assert (ours - want).norm() <= (theirs - want).norm() * 1.05 + slack
@@ -205,7 +205,7 @@ def test_a_bias_that_is_not_finite_stays_in_its_column(device):
     bias[[3, 165 + 7]] = float("inf")
     dy = gradient((9, 330), device=device).abs()
     x[:, 7] = x[:, 165 + 3] = 2.0  # so that the products are infinite, not NaN
-    dbias = grads_of(sdfastgn.geglu, (x, bias), dy)[1]
+    dbias = grads_of(geglu, (x, bias), dy)[1]
     want = grads_of(truth, (x, bias), dy, torch.float64)[1]
     assert want.isinf().sum() == 2  # the values' gradient and the gates' of the two columns
     torch.testing.assert_close(dbias, want.float(), equal_nan=True)
@@ -227,7 +227,7 @@ def test_real_shapes_on_the_gpu(shape, dtype):
     assert error(run(x, bias), truth(x, bias)) < BOUNDS[dtype]
     # Of mean 0: sums over a million gradients of one sign would not fit into fp16.
     dy = torch.randn(truth(x).shape, device="cuda").to(dtype)
-    ours = grads_of(sdfastgn.geglu, (x, bias), dy)
+    ours = grads_of(geglu, (x, bias), dy)
     for got, want in zip(ours, grads_of(truth, (x, bias), dy, torch.float64), strict=True):
         assert error(got, want) < 4 * BOUNDS[dtype]
 

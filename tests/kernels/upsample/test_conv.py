@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import sdfastgn
 from sdfastgn.kernels.common import gpu
 from sdfastgn.kernels.statistics.config import statistics_config
 from sdfastgn.kernels.statistics.kernels import is_even
@@ -14,7 +13,7 @@ from sdfastgn.kernels.statistics.op import reference_channel_statistics
 from sdfastgn.kernels.upsample import conv as upsample_conv
 from sdfastgn.kernels.upsample import conv_kernels as upsample_conv_kernels
 from sdfastgn.kernels.upsample.config import phases_pay, weights_config
-from sdfastgn.kernels.upsample.conv import reference_phase_weights, reference_upsample_conv2d
+from sdfastgn.kernels.upsample.conv import reference_phase_weights, reference_upsample_conv2d, upsample_conv2d
 from sdfastgn.kernels.upsample.conv_kernels import launch_interleave, launch_phase_weights
 from tests.kernels import samples
 from tests.kernels.samples import (
@@ -78,7 +77,7 @@ def operands(shape, C_out, dtype=torch.float32, device="cpu", layout="channels_l
 
 def call(*tensors, **options):
     with kernels(direct=True):
-        return sdfastgn.upsample_conv2d(*tensors, **options)
+        return upsample_conv2d(*tensors, **options)
 
 
 def truth(x, weight, bias=None):
@@ -311,4 +310,4 @@ def test_error_on_a_gpu_beside_stocks(dtype):
     assert upsample_conv.runs_in_phases(x, weight)
     expected = truth(x, weight, bias)
     stock = F.conv2d(F.interpolate(x, scale_factor=2, mode="nearest"), weight, bias, padding=1)
-    assert error(sdfastgn.upsample_conv2d(x, weight, bias), expected) < 1.35 * error(stock, expected)
+    assert error(upsample_conv2d(x, weight, bias), expected) < 1.35 * error(stock, expected)

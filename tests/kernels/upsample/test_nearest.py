@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import sdfastgn
 from sdfastgn.kernels.upsample import nearest as upsample
 from sdfastgn.kernels.upsample import nearest_kernels as upsample_kernels
 from sdfastgn.kernels.upsample.config import tile_config
+from sdfastgn.kernels.upsample.nearest import upsample_nearest_2x
 from tests.kernels.samples import (
     BOUNDS,
     DEVICES,
@@ -38,7 +38,7 @@ SHAPES = [
 
 def upsampled(x):
     with kernels():
-        return sdfastgn.upsample_nearest_2x(x)
+        return upsample_nearest_2x(x)
 
 
 def summed(dy):
@@ -178,7 +178,7 @@ def test_small_images_get_smaller_tiles():
 def test_more_than_2_to_the_31_elements():
     x = torch.randn((1, 2048, 4096, 65), dtype=torch.float16, device="cuda").movedim(-1, 1)
     x = x.contiguous(memory_format=torch.channels_last)
-    y = sdfastgn.upsample_nearest_2x(x)
+    y = upsample_nearest_2x(x)
     assert y.numel() > 2**31
     for a in (0, 1):
         for b in (0, 1):
