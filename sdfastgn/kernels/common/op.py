@@ -149,8 +149,8 @@ class PlannedOp(Op):
     def __call__(self, call: Any, name: str | None = None) -> Any:
         """What the public function ``name`` returns: the cheapest way that is right for ``call``."""
         x = call[0]
-        # The compiler first: it cannot trace how tensors are picked.
-        if not torch.compiler.is_compiling() and dispatch.is_plain(x, tensors := self._tensors(call)):
+        if dispatch.is_plain(x, call):
+            tensors = self._tensors(call)
             trains = torch.is_grad_enabled() and dispatch.wants_gradient(x, tensors)
             try:
                 # What is wrong finds no plan, and is then checked.
