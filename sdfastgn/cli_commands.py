@@ -230,7 +230,7 @@ def inspect(
     out = terminal.console()
     for name, found in reports.items():
         out.print(f"{model}: {name}", style="bold")
-        out.print(str(found), markup=False)
+        out.print(found.details(), markup=False)
     if json is not None:
         documents.write_json(json, {name: found.to_dict() for name, found in reports.items()})
 

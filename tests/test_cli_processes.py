@@ -59,6 +59,8 @@ def interrupted(*command: str, waits_for: str, **environment: str) -> tuple[int,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # Shells start background jobs, and so whoever runs these tests in one, with SIGINT ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert running.stdout is not None
     assert running.stdout.readline().startswith(waits_for)

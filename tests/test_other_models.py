@@ -21,6 +21,7 @@ import sdfastgn
 from sdfastgn.bench.images import psnr
 from sdfastgn.bench.models.architectures import build_unet, randomise, unet_inputs
 from sdfastgn.bench.models.pipelines import build_pipeline
+from tests.patches.cases import ip_adapter_weights
 
 SMALL = {"sample_size": 8, "block_out_channels": (32, 64), "layers_per_block": 1, "cross_attention_dim": 16}
 
@@ -108,30 +109,6 @@ def test_same_output_and_exact_restore(build, fusions):
         assert after.stride() == before.stride()
         sdfastgn.restore(model)
         assert torch.equal(call(), before)
-
-
-def ip_adapter_weights(unet):
-    """What ``load_ip_adapter`` would read from a file: an image projection, and a key and value for
-    each cross-attention.
-    """
-    keys = {}
-    dim = unet.config.cross_attention_dim
-    cross = [m for name, m in unet.attn_processors.items() if "attn2" in name]
-    channels = [a.to_k.weight.shape[0] for n, a in unet.named_modules() if n.endswith("attn2")]
-    assert len(cross) == len(channels)
-    order = [n for n in unet.attn_processors if "attn2" in n]
-    attention = dict(unet.named_modules())
-    for i, name in enumerate(order):
-        out = attention[name.removesuffix(".processor")].to_k.weight.shape[0]
-        keys[f"{2 * i + 1}.to_k_ip.weight"] = noise(out, dim, seed=i) * dim**-0.5
-        keys[f"{2 * i + 1}.to_v_ip.weight"] = noise(out, dim, seed=i + 50) * dim**-0.5
-    projection = {
-        "proj.weight": noise(4 * dim, 24, seed=98) / 5,
-        "proj.bias": noise(4 * dim, seed=97),
-        "norm.weight": torch.ones(dim),
-        "norm.bias": torch.zeros(dim),
-    }
-    return {"image_proj": projection, "ip_adapter": keys}
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

@@ -199,9 +199,14 @@ def test_no_samples(op, way):
 
 
 @each_slow_way
-@each_op
+@pytest.mark.parametrize(
+    "op", [pytest.param(op, id=name) for name, op in OPS.items() if name != "act_linear"]
+)
 def test_recorded_and_plain_calls_give_the_same_bits_and_leave_operands_alone(op, way):
-    """Straight to the kernels or by the dispatcher, twice, and under autograd."""
+    """Straight to the kernels or by the dispatcher, twice, and under autograd.
+
+    Not ``act_linear``, which is PyTorch's own there.
+    """
     operands = {name: channels_last(t) for name, t in op.operands(torch.float32).items()}
     before = {name: t.clone() for name, t in operands.items()}
     with kernels(direct=True), torch.no_grad():

@@ -139,3 +139,27 @@ def ran(launches: Launches) -> Callable[[str], int]:
 def statistics_always_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     """However small the tensor is."""
     monkeypatch.setattr(statistics, "statistics_pay", lambda C, HW: True)
+
+
+def ip_adapter_weights(unet: Any) -> dict[str, dict[str, Tensor]]:
+    """What ``load_ip_adapter`` would read from a file: an image projection, and a key and value for
+    each cross-attention.
+    """
+    keys = {}
+    dim = unet.config.cross_attention_dim
+    cross = [m for name, m in unet.attn_processors.items() if "attn2" in name]
+    channels = [a.to_k.weight.shape[0] for n, a in unet.named_modules() if n.endswith("attn2")]
+    assert len(cross) == len(channels)
+    order = [n for n in unet.attn_processors if "attn2" in n]
+    attention = dict(unet.named_modules())
+    for i, name in enumerate(order):
+        out = attention[name.removesuffix(".processor")].to_k.weight.shape[0]
+        keys[f"{2 * i + 1}.to_k_ip.weight"] = noise(out, dim, seed=i, mean=0.0) * dim**-0.5
+        keys[f"{2 * i + 1}.to_v_ip.weight"] = noise(out, dim, seed=i + 50, mean=0.0) * dim**-0.5
+    projection = {
+        "proj.weight": noise(4 * dim, 24, seed=98, mean=0.0) / 5,
+        "proj.bias": noise(4 * dim, seed=97, mean=0.0),
+        "norm.weight": torch.ones(dim),
+        "norm.bias": torch.zeros(dim),
+    }
+    return {"image_proj": projection, "ip_adapter": keys}

@@ -83,7 +83,8 @@ def wide_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = Non
     scale = q.shape[-1] ** -0.5 if scale is None else _as_scale(scale)
     if _runs_in_chunks(q, k, v):
         return launch_wide_attention(q, k, v, scale)
-    return reference_wide_attention(q, k, v, scale)
+    y = reference_wide_attention(q, k, v, scale)
+    return y.contiguous() if dispatch.is_plain_inference(q, (k, v)) and not _is_cast(q) else y
 
 
 def _runs_in_chunks(q: Tensor, k: Tensor, v: Tensor) -> bool:

@@ -53,6 +53,7 @@ class Op:
         name = schema.partition("(")[0]
         self.name, self.arguments, self.save = f"sdfastgn.{name}", arguments, save
         self._backward: Any = backward
+        self._none_needed = arguments(*[False] * len(arguments._fields))
         _LIBRARY.define(schema)
         for device in ("CPU", "CUDA"):
             _LIBRARY.impl(name, lambda *args: run(arguments(*args)), device)
@@ -86,10 +87,8 @@ class Op:
 
     def gradients(self, ctx: Any, names: tuple[str, ...], grads: Any) -> tuple[Tensor | None, ...]:
         """What ``backward`` finds for the arguments ``names``, which are those that autograd asks about."""
-        wanted = dict(zip(names, ctx.needs_input_grad, strict=False))
-        needs = self.arguments(*(wanted.get(name, False) for name in self.arguments._fields))
-        found = self._backward(ctx, needs, *grads)
-        return tuple(map(found.get, names))
+        needs = self._none_needed._replace(**dict(zip(names, ctx.needs_input_grad, strict=False)))
+        return tuple(map(self._backward(ctx, needs, *grads).get, names))
 
 
 class Plan(Protocol):
@@ -160,7 +159,8 @@ class PlannedOp(Op):
                     plan = self._planned(call, trains) if x.numel() else None
                 if plan is not None:
                     return self._train(*tensors, call, plan) if trains else plan.run(call)
-            except (RuntimeError, TypeError):  # a tensor without strides or memory; a value without a hash
+            # A number for a tensor; a tensor without strides or memory; a value without a hash.
+            except (AttributeError, RuntimeError, TypeError):
                 self._check(name or self.name, call)
                 raise
         self._check(name or self.name, call)
@@ -205,4 +205,5 @@ def _training_function(op: PlannedOp, names: tuple[str, ...]) -> Any:
         def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
             return *op.gradients(ctx, names, grads), None, None
 
-    return Training
+    # Profiles and anomaly mode show the name.
+    return type(op.name.replace(".", "_"), (Training,), {})

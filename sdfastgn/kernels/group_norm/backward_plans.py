@@ -21,6 +21,7 @@ from sdfastgn.kernels.common.layout import (
 from sdfastgn.kernels.common.plan_cache import PlanCache, plan_key
 from sdfastgn.kernels.common.sizes import ceil_div, row_factor, tile_constants
 from sdfastgn.kernels.group_norm import backward_kernels as kernels
+from sdfastgn.kernels.group_norm import parameter_kernels, walk_kernels
 from sdfastgn.kernels.group_norm.config import (
     ApplyConfig,
     SmallConfig,
@@ -31,9 +32,7 @@ from sdfastgn.kernels.group_norm.config import (
     parameter_config,
     walk_config,
 )
-from sdfastgn.kernels.group_norm.parameter_kernels import parameter_grad_kernel
 from sdfastgn.kernels.group_norm.plans import ALIGNED, has_gaps, row_stride, vector
-from sdfastgn.kernels.group_norm.walk_kernels import walk_grad_kernel
 from sdfastgn.kernels.statistics.config import StatisticsConfig
 from sdfastgn.kernels.statistics.kernels import is_even
 
@@ -175,7 +174,7 @@ class _GradPlan:
             self.apply = self._plan_apply(call, sizes, blocks, numbers, constants)
         elif programs:
             constants["BLOCK_C"] = block_c
-            kernel = parameter_grad_kernel
+            kernel = parameter_kernels.parameter_grad_kernel
             self.parameters = Launch(kernel, programs, numbers, constants, _PARAMETER_WARPS, pdl=sizes.pdl)
 
     def _plan_small(self, call: GroupNormGradCall, sizes: _Sizes, config: SmallConfig) -> Launch:
@@ -201,7 +200,9 @@ class _GradPlan:
         }
         del constants["DY_LAST"]  # as x
         programs, numbers = sizes.N * call.num_groups, (*sizes.strides, sizes.HW, self.plane)
-        return Launch(walk_grad_kernel, programs, numbers, constants, config.num_warps, pdl=sizes.pdl)
+        return Launch(
+            walk_kernels.walk_grad_kernel, programs, numbers, constants, config.num_warps, pdl=sizes.pdl
+        )
 
     def _plan_sums(self, call: GroupNormGradCall, sizes: _Sizes, config: StatisticsConfig) -> Launch:
         N, C, HW = sizes.N, sizes.C, sizes.HW
@@ -310,14 +311,15 @@ _plans: PlanCache[_GradPlan] = PlanCache()
 
 def launch_group_norm_grads(call: GroupNormGradCall) -> GroupNormGrads:
     """Gradients by Triton kernels. Arguments are valid, and not empty."""
-    key = plan_key(call[:-1], call.wanted)
+    # mean, rstd and eps decide nothing.
+    key = plan_key((*call[:2], *call[4:10]), call.activation, call.tokens, call.wanted)
     plan = _plans.get(key)
     if plan is None:
         plan = _plans[key] = _GradPlan(call)
     x, dy, wanted = call.x, call.dy, call.wanted
     operands = (call.weight, call.bias, call.shift, call.ada_scale, call.ada_shift)
     grads = GroupNormGrads(
-        empty_dense_like(x, x.dtype) if wanted.x else None,
+        (empty_dense_like(x, x.dtype) if plan.copies_x else torch.empty_like(x)) if wanted.x else None,
         *(
             torch.empty(t.shape, dtype=t.dtype, device=t.device) if t is not None and want else None
             for t, want in zip(operands, wanted[1:], strict=True)

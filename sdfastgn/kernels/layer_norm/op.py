@@ -125,8 +125,9 @@ def _grads(ctx: Any, dy: Tensor | None, dtotal: Tensor | None, wanted: tuple[boo
     if dtotal is None:
         return LayerNormGrads()
     added = dtypes[-1]
-    rows = dtotal.reshape(-1, x.shape[-1])
-    return LayerNormGrads(dtotal, added=None if added is None else rows.sum(0, dtype=rstd.dtype).to(added))
+    if added is None:
+        return LayerNormGrads(dtotal)
+    return LayerNormGrads(dtotal, added=dtotal.flatten(0, -2).sum(0, dtype=rstd.dtype).to(added))
 
 
 def _backward(ctx: Any, needs: Any, dy: Tensor | None, *_: None) -> dict[str, Tensor | None]:

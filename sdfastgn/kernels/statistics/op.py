@@ -332,7 +332,9 @@ def add_with_statistics(
                 f"{name}: bias must be ({x.shape[1]},) on {x.device}, "
                 f"got {tuple(bias.shape)} on {bias.device}"
             )
-    call = _Add(x, residual, bias, as_float(name, "scale", scale))
+    if type(scale) is not float:
+        scale = as_float(name, "scale", scale)
+    call = _Add(x, residual, bias, scale)
     if dispatch.is_plain_inference(x, call):
         return _add(call)
     _refuse_transforms(name)

@@ -296,8 +296,9 @@ def test_autocast_is_that_of_conv2d(dtype, in_phases):
     with torch.autocast("cpu", torch.bfloat16):
         y, (recorded, _) = call(*tensors), call(*(t.requires_grad_() for t in tensors), with_statistics=True)
     assert y.dtype is recorded.dtype is torch.bfloat16
-    assert torch.equal(y, recorded)
+    # One in phases, one at the high resolution.
     assert error(y, truth(*tensors)) < 2e-2
+    assert error(recorded, truth(*tensors)) < 2e-2
 
 
 # --- GPU ----------------------------------------------------------------------

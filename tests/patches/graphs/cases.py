@@ -16,8 +16,8 @@ from torch import nn
 import sdfastgn
 from sdfastgn.bench.models.architectures import build_unet, unet_inputs
 from sdfastgn.patches.graphs import install as cuda_graphs
+from tests.patches.cases import ip_adapter_weights
 from tests.patches.graphs.tape import TapeBackend
-from tests.test_other_models import ip_adapter_weights
 
 DEVICES = [pytest.param("cpu", id="tape"), pytest.param("cuda", id="graph", marks=pytest.mark.gpu)]
 

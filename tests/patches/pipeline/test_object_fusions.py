@@ -57,7 +57,7 @@ def test_optimize_and_restore(pipe):
     after = picture(pipe)
     # fp32 norms add in another order.
     assert np.abs(after.astype(int) - before.astype(int)).max() <= 1
-    assert "host_timesteps" in str(sdfastgn.report(pipe))
+    assert "host_timesteps" in sdfastgn.report(pipe).details()
     sdfastgn.restore(pipe)
     assert type(pipe) is StableDiffusionPipeline
     assert {name: type(getattr(pipe, name)) for name in STOCK} == STOCK
