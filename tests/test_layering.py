@@ -11,6 +11,8 @@ SOURCES = sorted(path for folder in ("sdfastgn", "scripts") for path in (ROOT / 
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 50
+# A kernel's body may be longer: cut in two, some compile to other code.
+MAX_KERNEL_LINES = 60
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -49,7 +51,7 @@ def test_no_function_is_long() -> None:
         f"{name_of(path)}:{function.lineno} {function.name}": function_lines(function)
         for path in SOURCES
         for function in functions(path.read_text(encoding="utf-8"))
-        if function_lines(function) > MAX_FUNCTION_LINES
+        if function_lines(function) > (MAX_KERNEL_LINES if is_kernel(function) else MAX_FUNCTION_LINES)
     }
 
 

@@ -15,7 +15,7 @@ import sdfastgn
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.activations import ACTIVATIONS
 from sdfastgn.kernels.geglu.op import geglu
-from tests.kernels.ops import OPS, Op, as_tuple, each_derivative, each_function, each_op
+from tests.kernels.ops import OPS, Op, as_tuple, each_derivative, each_function, each_op, each_op_where
 from tests.kernels.samples import (
     BOUNDS,
     PLACES,
@@ -115,7 +115,7 @@ MIXED = {
 
 @each_code
 @pytest.mark.parametrize(("dtypes", "bound"), MIXED.values(), ids=MIXED)
-@pytest.mark.parametrize("op", [pytest.param(op, id=name) for name, op in OPS.items() if op.mixed])
+@each_op_where(lambda op: op.mixed)
 def test_operands_may_have_other_dtypes(op, dtypes, bound, way):
     operands = op.operands(*dtypes)
     with way():
@@ -199,9 +199,7 @@ def test_no_samples(op, way):
 
 
 @each_slow_way
-@pytest.mark.parametrize(
-    "op", [pytest.param(op, id=name) for name, op in OPS.items() if name != "act_linear"]
-)
+@each_op_where(lambda op: op is not OPS["act_linear"])
 def test_recorded_and_plain_calls_give_the_same_bits_and_leave_operands_alone(op, way):
     """Straight to the kernels or by the dispatcher, twice, and under autograd.
 
@@ -386,10 +384,7 @@ def test_compiles_without_a_graph_break_and_with_any_size(op):
 
 
 @each_way_in_pytorch
-@pytest.mark.parametrize(
-    "op",
-    [pytest.param(op, id=name) for name, op in OPS.items() if op.differentiable and op.compared is None],
-)
+@each_op_where(lambda op: op.differentiable and op.compared is None)
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_functional_transforms(op, way):
     """vmap and forward-mode AD over the first operand."""
