@@ -228,6 +228,11 @@ def test_what_does_not_pay_is_pytorchs(launches, monkeypatch):
     assert launches
 
 
+def test_the_result_is_contiguous_also_where_pytorchs_is_not():
+    q, k, v = (torch.randn(1, 30, 4, 8).transpose(1, 2) for _ in range(3))
+    assert run(q, k, v).is_contiguous()
+
+
 def test_attend_is_traced_as_pytorchs(launches, recwarn):
     tensors = make((1, 1, 5, 264), 7)
     with kernels(direct=True):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import sdfastgn
 from sdfastgn.kernels.common.sizes import vector_width
 from sdfastgn.kernels.layer_norm.config import ChunksConfig, backward_config, forward_config
-from tests.kernels.samples import BOUNDS, DEVICES, DTYPES, error, kernels, multiprocessors
+from tests.kernels.samples import BOUNDS, DEVICES, DTYPES, error, interpreted, kernels, multiprocessors
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "few_multiprocessors")
 NUM_SMS = 4
@@ -284,6 +284,15 @@ def test_gradients_of_one_result(shape, device):
     u = (leaves[0] + leaves[1] + leaves[4]).double().requires_grad_()
     (want,) = torch.autograd.grad(truth(u, leaves[2], leaves[3]), u, dy.double())
     assert error(dx, want) < 2e-6
+
+
+@interpreted
+@pytest.mark.parametrize("direct", [False, True], ids=["dispatcher", "direct"])
+def test_rows_without_elements(direct):
+    z = torch.randn(2, 0, requires_grad=True)
+    with kernels(direct=direct):
+        total = sdfastgn.add_layer_norm(z, z)[1]
+        assert torch.autograd.grad(total.sum(), z)[0].shape == (2, 0)
 
 
 # --- GPU ----------------------------------------------------------------------
