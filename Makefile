@@ -52,7 +52,7 @@ demo: $(STAMP)  ## build, optimize, compare and time a small pipeline; needs no 
 # One thread a worker: two workers share two cores, and torch would start two threads in each. No test may need the network.
 QUIET_PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 
-test: $(STAMP)  ## all quick tests that need no GPU
+test: $(STAMP)  ## the tests that need no GPU
 	$(QUIET_PYTEST) -m "not gpu and not every_gpu" -n 2 --durations=10 $(PYTEST_ARGS)
 
 test-compile: $(STAMP)  ## compile every kernel for every generation of GPUs; needs none

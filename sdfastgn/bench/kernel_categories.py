@@ -25,7 +25,6 @@ _OWN_FILES = (
     ("attention", ATTENTION),  # of a wide one what stands between its products, which themselves are cuBLAS's
     ("statistics", NORMALISATION),
     ("linear", GEMM),
-    ("activation", POINTWISE),
     ("geglu", POINTWISE),
     ("upsample", POINTWISE),  # also those around its convolution, which itself is cuDNN's
 )

@@ -45,11 +45,9 @@ POINTERS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp
 FLOATS = {"eps", "scale"}
 HALF = torch.float16
 
-# Shapes by what takes them. The first list of each pair is compiled for the oldest capability and
-# for the H200's; ``REPRESENTATIVE`` for every other one; ``ONLY_H200`` for the H200's alone.
+# Shapes by what takes them: all for the oldest capability and for the H200's, a few for the others.
 
-# Images of sdfastgn.bench.kernels.run.UNET_SHAPES: small and split ones, the last two with chunks
-# of several tiles.
+# Images of a UNet: small and split ones, the last two with chunks of several tiles.
 IMAGES = [
     (2, 1280, 8, 8),
     (2, 2560, 16, 16),

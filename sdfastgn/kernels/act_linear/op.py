@@ -23,7 +23,7 @@ from sdfastgn.kernels.act_linear import kernels
 from sdfastgn.kernels.act_linear.config import tile_config
 from sdfastgn.kernels.common import dispatch, gpu
 from sdfastgn.kernels.common.activations import ACTIVATIONS
-from sdfastgn.kernels.common.checks import check_device, check_floating, check_operand
+from sdfastgn.kernels.common.checks import check_activation, check_device, check_floating, check_operand
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.common.plan_cache import PlanCache, plan_key
 from sdfastgn.kernels.common.sizes import vector_width
@@ -38,7 +38,7 @@ def reference_act_linear(
     activation: str = "identity",
     extra_bias: Tensor | None = None,
 ) -> Tensor:
-    """The same function in plain PyTorch, in fp32 (fp64 for fp64 input): fallback, and truth of the tests."""
+    """The same function in plain PyTorch, in fp32 (fp64 for fp64 input): the fallback."""
     wide = torch.promote_types(x.dtype, torch.float32)
     bias, extra_bias = (None if b is None else b.to(wide) for b in (bias, extra_bias))
     y = F.linear(ACTIVATIONS[activation](x.to(wide)), weight.to(wide), bias)
@@ -169,7 +169,4 @@ def _check(call: _Call) -> None:
         raise ValueError(f"{name}: weight must be (C, {x.shape[1]}), got shape {tuple(weight.shape)}")
     for label in ("bias", "extra_bias"):
         check_operand(name, label, getattr(call, label), x, (weight.shape[0],))
-    if not isinstance(call.activation, str) or call.activation not in ACTIVATIONS:
-        raise ValueError(
-            f"{name}: activation must be one of {', '.join(ACTIVATIONS)}, got {call.activation!r}"
-        )
+    check_activation(name, call.activation)

@@ -37,7 +37,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 def reference_wide_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """PyTorch's own attention: fallback, baseline of the benchmark and truth of the tests (fp64)."""
+    """PyTorch's own attention: the fallback."""
     return F.scaled_dot_product_attention(q, k, v, scale=scale)
 
 

@@ -169,7 +169,7 @@ class PlannedOp(Op):
         return self.returned(self.through_dispatcher(call))
 
     def _key(self, call: Any, tensors: tuple[Tensor | None, ...], saves: bool) -> tuple[Any, ...]:
-        """``plan_key``, in less time."""
+        """As ``plan_key``, with the tensors first: less time."""
         return (
             *[None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors],
             *self._values(call),

@@ -1,6 +1,6 @@
 """Launch plans by everything that they depend on but the data.
 
-``plans.get(key)`` finds a plan whose arguments have run before, and so are known to be valid.
+``plans.get(key)`` finds a plan that was made from valid arguments.
 """
 
 from __future__ import annotations

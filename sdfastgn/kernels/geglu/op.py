@@ -34,7 +34,7 @@ __all__ = ["geglu", "geglu_grads", "reference_geglu", "reference_geglu_grads"]
 
 
 def reference_geglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The same function in plain PyTorch, in fp32 (fp64 for fp64 input): fallback, and truth of the tests."""
+    """The same function in plain PyTorch, in fp32 (fp64 for fp64 input): the fallback."""
     value, gate = _halves(x, bias)
     return (value * F.gelu(gate)).to(x.dtype).contiguous()
 

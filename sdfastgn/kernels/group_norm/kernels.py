@@ -16,7 +16,8 @@ Pointers, which mean the same in every kernel; each but x, y, statistics and tab
 
 Two ways, chosen by ``launch_config`` from sizes alone:
 
-- *small*: one program holds a whole group in registers: one read, one write, one launch;
+- *small*: one program holds a whole group in registers: one read, one write, one launch. Groups of
+  one channel lie several to a program, in ``channels_kernel`` if channels-last;
 - *split*: the kernel of ``statistics/kernels.py`` leaves a mean and a sum of squared deviations
   (M2) per channel and chunk of rows, ``merge_kernel`` brings them together per group and writes
   what each channel is scaled and moved by, ``apply_kernel`` does that. The reduction over HW is

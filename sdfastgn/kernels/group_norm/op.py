@@ -55,7 +55,7 @@ def reference_group_norm(
     tokens: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The same function in plain PyTorch: fallback, truth of the tests (fp64), baseline of the benchmarks.
+    """The same function in plain PyTorch: the fallback, and truth of the tests (fp64).
 
     Computes in fp32 (fp64 for fp64 input).
     """

@@ -99,7 +99,7 @@ def forward_config(rows: int, D: int, itemsize: int, vector: int, num_sms: int) 
     lanes = load // block
     per_thread = ceil_div(D, block) * vector
     if load < D and (per_thread > _NARROW_PER_THREAD or ceil_div(rows, lanes) < num_sms * _FEW_WARPS_PER_SM):
-        return _wide_config(rows, D, load, vector, rows)
+        return _wide_config(D, load, vector, rows)
     while (
         steps * vector * lanes * block // load * 2 <= _GATHERED_PER_THREAD
         and ceil_div(rows, 2 * lanes) >= num_sms * _MANY_WARPS_PER_SM
@@ -119,7 +119,7 @@ def backward_config(
     block = min(load, next_power_of_2(D))
     steps = next_power_of_2(ceil_div(D, block))
     if steps * vector > _BACKWARD_PER_THREAD:
-        wide = _wide_config(rows, D, load, vector, rows)
+        wide = _wide_config(D, load, vector, rows)
         return replace(wide, programs=_backward_programs(wide, rows, num_sms, column_sums))
     lanes = load // block
     while steps * vector * lanes * block // load * 2 <= _BACKWARD_GATHERED and ceil_div(rows, 2 * lanes) >= (
@@ -132,7 +132,7 @@ def backward_config(
     return replace(narrow, programs=_backward_programs(narrow, tiles, num_sms, column_sums))
 
 
-def _wide_config(rows: int, D: int, load: int, vector: int, programs: int) -> RowsConfig:
+def _wide_config(D: int, load: int, vector: int, programs: int) -> RowsConfig:
     parts = next_power_of_2(ceil_div(D, load))
     num_warps = min(_MAX_WARPS, parts, max(1, parts * vector // _WIDE_PER_THREAD))
     return RowsConfig(1, num_warps, parts // num_warps, load, True, programs)

@@ -43,7 +43,7 @@ def reference_layer_norm(
     *,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The same function in plain PyTorch, in fp32 (fp64 for fp64 input): fallback, and truth of the tests."""
+    """The same function in plain PyTorch, in fp32 (fp64 for fp64 input): the fallback."""
     return _reference(LayerNormCall(x, weight, bias, eps, out_dtype))[0]
 
 

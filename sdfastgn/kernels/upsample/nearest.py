@@ -33,7 +33,7 @@ __all__ = [
 
 
 def reference_upsample_nearest_2x(x: Tensor) -> Tensor:
-    """The same function in plain PyTorch: fallback without a GPU and truth of the tests."""
+    """The same function in plain PyTorch: the fallback."""
     # On a GPU channels-first: PyTorch's channels-last kernel fails from 2^31 elements on, and did
     # so for batches of 64 (pytorch #81665, #141831).
     y = F.interpolate(x if x.is_cpu else x.contiguous(), scale_factor=2.0, mode="nearest").to(x.dtype)

@@ -17,14 +17,11 @@ _OPTION_DICTS = (
 )
 
 
-def remove_hooks(module: nn.Module, *functions: Callable[..., Any]) -> int:
-    """Remove every forward hook and pre-hook that is one of ``functions``; returns how many there were."""
-    removed = 0
+def remove_hooks(module: nn.Module, *functions: Callable[..., Any]) -> None:
+    """Remove every forward hook and pre-hook that is one of ``functions``."""
     for name in _HOOK_DICTS:
         hooks = getattr(module, name)
         for key in [k for k, hook in hooks.items() if hook in functions]:
             del hooks[key]
             for option in _OPTION_DICTS:
                 getattr(module, option).pop(key, None)
-            removed += 1
-    return removed
