@@ -136,7 +136,11 @@ class Report:
             found.append((f"{weights}, layout copies removed per call: {self.layout_copies_removed}", []))
         for g in self.graphs:
             if g.replays or g.eager:
-                eager = [f"{count} calls without: {reason}" for reason, count in g.eager.items()]
+                # A state that rules graphs out comes with no calls.
+                calls = {
+                    reason: f"{count} calls without: " if count else "" for reason, count in g.eager.items()
+                }
+                eager = [f"{words}{reason}" for reason, words in calls.items()]
                 state = f"{g.alive} alive, {g.replays} calls replayed"
                 found.append((f"CUDA graphs of {g.path or g.kind}: {state}", eager))
         if self.graph_memory_bytes:
