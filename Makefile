@@ -53,7 +53,7 @@ demo: $(STAMP)  ## build, optimize, compare and time a small pipeline; needs no 
 QUIET_PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 
 test: $(STAMP)  ## the tests that need no GPU
-	$(QUIET_PYTEST) -m "not gpu and not every_gpu" -n 2 --durations=10 $(PYTEST_ARGS)
+	$(QUIET_PYTEST) -m "not gpu and not every_gpu" -n 2 --dist worksteal --durations=10 $(PYTEST_ARGS)
 
 test-compile: $(STAMP)  ## compile every kernel for every generation of GPUs; needs none
 	$(QUIET_PYTEST) -m every_gpu -n 2 $(PYTEST_ARGS)
