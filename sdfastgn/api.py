@@ -289,10 +289,10 @@ def _roots(call: str, obj: Any) -> dict[str, nn.Module]:
 
 
 def _parts(obj: Any) -> dict[str, Any]:
-    """What a pipeline consists of besides modules, by attribute; the pipeline itself is ``"pipeline"``."""
+    """What a pipeline consists of besides modules, by attribute."""
     if isinstance(obj, nn.Module):
         return {}
-    parts = {**obj.components, "image_processor": getattr(obj, "image_processor", None), "pipeline": obj}
+    parts = {**obj.components, "image_processor": getattr(obj, "image_processor", None)}
     return {name: part for name, part in parts.items() if not isinstance(part, nn.Module)}
 
 

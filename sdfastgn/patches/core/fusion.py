@@ -194,12 +194,14 @@ def is_unhooked(module: nn.Module) -> bool:
 _ACTIVATION_NAMES: dict[type[nn.Module], str] = {nn.SiLU: "silu", nn.ReLU: "relu", nn.Identity: "identity"}
 
 
-def activation_of(module: nn.Module) -> str | None:
+def activation_of(module: nn.Module, stock: type[nn.Module] | None = None) -> str | None:
     """Name under which an activation module can be fused, or None.
 
-    Exact types only: a subclass may compute something else.
+    Exact types only: a subclass may compute something else. ``stock``: the type that the module's own
+    stands for.
     """
-    name = _ACTIVATION_NAMES.get(type(module))
-    if name is None and type(module) is nn.GELU:
+    kind = stock or type(module)
+    name = _ACTIVATION_NAMES.get(kind)
+    if name is None and kind is nn.GELU:
         name = {"none": "gelu", "tanh": "gelu_tanh"}.get(str(module.approximate))
     return name

@@ -116,10 +116,12 @@ for _stock, _fused in {nn.GroupNorm: FusedNormOut, **_PASS}.items():
     register_fused(_fused, _stock)
 
 
+_STOCK_OF_PASS = {fused: stock for stock, fused in _PASS.items()}
+
+
 def _activation_of_pass(act: nn.Module) -> str | None:
-    if type(act) is PassGELU:
-        return {"none": "gelu", "tanh": "gelu_tanh"}.get(str(act.approximate))
-    return "silu" if type(act) is PassSiLU else "relu" if type(act) is PassReLU else None
+    stock = _STOCK_OF_PASS.get(type(act))
+    return None if stock is None else activation_of(act, stock)
 
 
 def arm(parent: Any, args: Any) -> None:
