@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 if TYPE_CHECKING:  # diffusers takes seconds to import, and the names of the models are asked for without it
     from diffusers import AutoencoderKL, ControlNetModel, UNet2DConditionModel
+from sdfastgn import model_inputs
 from sdfastgn.bench.documents import first_line
 from sdfastgn.bench.models.configurations import MODELS, UNETS, VAE, VAES
 
@@ -169,27 +170,9 @@ def unet_inputs(
         check_model("unet_inputs", model)
     check_size("unet_inputs", size, scale)
     config = UNETS[model] if isinstance(model, str) else model
-    draw = functools.partial(_randn, batch, dtype=dtype, device=device)
-    inputs: dict[str, Any] = {
-        "sample": draw(config.get("in_channels", 4), size // scale, size // scale, seed=seed),
-        "timestep": torch.tensor(500, device=device),
-    }
-    if config.get("_class_name") != "UNet2DModel":
-        width = config.get("encoder_hid_dim") or config["cross_attention_dim"]
-        width = width if isinstance(width, int) else width[0]
-        inputs["encoder_hidden_states"] = draw(77, width, seed=seed + 1)
-    if config.get("addition_embed_type") == "text_time":
-        pooled = config["projection_class_embeddings_input_dim"] - 6 * config["addition_time_embed_dim"]
-        time_ids = torch.tensor([size, size, 0, 0, size, size], dtype=dtype, device=device).repeat(batch, 1)
-        inputs["added_cond_kwargs"] = {"text_embeds": draw(pooled, seed=seed + 2), "time_ids": time_ids}
-    if config.get("time_cond_proj_dim"):
-        inputs["timestep_cond"] = draw(config["time_cond_proj_dim"], seed=seed + 4)
-    kind = config.get("class_embed_type")
-    if kind in ("projection", "simple_projection"):
-        inputs["class_labels"] = draw(config["projection_class_embeddings_input_dim"], seed=seed + 5)
-    elif kind == "timestep" or config.get("num_class_embeds"):
-        inputs["class_labels"] = torch.zeros(batch, dtype=torch.long, device=device)
-    return inputs
+    return model_inputs.unet_inputs(
+        config, size=size, batch=batch, dtype=dtype, device=device, seed=seed, scale=scale
+    )
 
 
 def vae_latents(
@@ -208,12 +191,9 @@ def vae_latents(
     scale = latent_scale(config)
     check_size("vae_latents", size, scale)
     pixels = size // scale
-    return _randn(batch, config["latent_channels"], pixels, pixels, dtype=dtype, device=device, seed=seed)
-
-
-def _randn(*shape: int, dtype: torch.dtype, device: torch.device | str, seed: int) -> Tensor:
-    # Drawn on the CPU: the same inputs on every device.
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+    return model_inputs.randn(
+        batch, config["latent_channels"], pixels, pixels, dtype=dtype, device=device, seed=seed
+    )
 
 
 def _build(
