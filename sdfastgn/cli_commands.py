@@ -1,4 +1,4 @@
-"""The commands: ``bench``, ``kernels``, ``inspect``, ``info``, ``demo``, and those of the scripts.
+"""The commands, ``bench`` to ``demo``, and those of the scripts.
 
 What imports torch is imported inside a command: ``--help`` answers at once.
 """
@@ -237,6 +237,33 @@ def inspect(
         out.print(found.details(), markup=False)
     if json is not None:
         documents.write_json(json, {name: found.to_dict() for name, found in reports.items()})
+
+
+@app.command()
+def verify(
+    path: Annotated[str, typer.Argument(help="a saved pipeline: a path, or a Hub id")],
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+) -> None:
+    """Compare each fused part of a pipeline with stock's code; 1 if one is wrong and was put back."""
+    import torch
+
+    from sdfastgn import api, verification
+    from sdfastgn.bench import options, terminal
+    from sdfastgn.bench.models.workload import DTYPES, load
+    from sdfastgn.bench.tables import verification as tables
+
+    with _one_line_errors():
+        options.weights_source("PATH", path, words=())
+        device = options.device_name("--device", device)
+        weights = DTYPES[options.dtype_name("--dtype", dtype, device)]
+        pipe = load("PATH", path, None, weights, torch.device(device))
+    api.optimize(pipe, cuda_graphs=False)
+    found = api.verdicts(pipe)
+    out = terminal.console()
+    out.print(tables.verification_table(found))
+    terminal.print_lines(out, tables.notes(found))
+    raise typer.Exit(int(any(v.status == verification.PUT_BACK for v in found)))
 
 
 @app.command()
