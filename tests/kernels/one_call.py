@@ -2,7 +2,8 @@
 
 A program of its own, because Triton decides at import whether kernels are interpreted. Prints JSON:
 the warnings, whether the result is right, and the hash of what was compiled.
-Usage: ``one_call.py kernel`` or ``one_call.py launcher``, the C code for which Triton 3.6 needs a compiler.
+Usage: ``one_call.py kernel`` or ``one_call.py launcher``, the C code for which Triton 3.6 needs a compiler;
+``one_call.py gpu`` runs it on a GPU.
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ def main(what: str) -> None:
         launch = Launch(kernel, *grid, args[len(tensors) :], constants, num_warps)
         hashes.append(compiled_for(90, launch, tensors).hash)
 
-    triton.JITFunction.run = run
-    dispatch.is_plain = dispatch.runs_in_triton = lambda x, *_: dispatch.why_off is None
-    x = torch.randn(3, 16)
+    x = torch.randn(3, 16, device="cuda" if what == "gpu" else "cpu")
+    if what != "gpu":
+        triton.JITFunction.run = run
+        dispatch.is_plain = dispatch.runs_in_triton = lambda x, *_: dispatch.why_off is None
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         found = [geglu(x) for _ in range(2)]

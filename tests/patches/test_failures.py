@@ -11,7 +11,7 @@ import sdfastgn
 from sdfastgn.kernels.common import dispatch
 from tests.kernels.samples import interpreted, kernels
 from tests.patches.cases import agree, statistics_always_pay  # noqa: F401
-from tests.patches.samples import each_fusion, output, stock_and_output
+from tests.patches.samples import SAMPLES, each_part, output, stock_and_output
 
 
 class NoKernels:
@@ -30,9 +30,19 @@ class NoKernels:
         return self.launch(*args, **kwargs)
 
 
-@each_fusion
+@each_part
 @interpreted
-def test_the_output_is_right(build, call, monkeypatch):
+def test_a_part_is_right(build, call, monkeypatch):
+    go_on(build, call, monkeypatch)
+
+
+@interpreted
+def test_a_unet_is_right(monkeypatch):
+    _, build, call = next(sample for sample in SAMPLES if sample[0].startswith("conv_norm_out"))
+    go_on(build, call, monkeypatch)
+
+
+def go_on(build, call, monkeypatch):
     monkeypatch.setattr(dispatch, "why_off", None)
     module, expected = stock_and_output(build, call)
     sdfastgn.optimize(module, cuda_graphs=False)

@@ -260,8 +260,11 @@ def finish(process: subprocess.Popen[str]) -> dict[str, object]:
     [
         ("launcher", {"PATH": "", "TRITON_CACHE_DIR": "{folder}/cache"}, "Failed to find C compiler"),
         ("kernel", {"TRITON_CACHE_DIR": "{folder}/file/cache"}, "Not a directory"),
+        pytest.param(
+            "gpu", {"TRITON_CACHE_DIR": "{folder}/file/cache"}, "Not a directory", marks=pytest.mark.gpu
+        ),
     ],
-    ids=["no C compiler", "no folder for the cache"],
+    ids=["no C compiler", "no folder for the cache", "no folder for the cache of a GPU"],
 )
 def test_a_machine_without_what_triton_needs(what, environment, says, tmp_path):
     (tmp_path / "file").touch()
