@@ -61,6 +61,8 @@ def verify(root: nn.Module, prefix: str = "") -> list[Verdict]:
     for finding in patcher.inspect(root, prefix):
         if finding.status == "fused":
             fusions[finding.module].append(finding)
+    if not fusions:
+        return []
     with torch.no_grad(), _evaluating(root):
         recorded, reason = _recorded(root, list(fusions))
         verdicts = []
@@ -114,13 +116,15 @@ def _judge(module: nn.Module, inputs: Inputs) -> tuple[Any, ...]:
     """(status, reason, error, stock's error)"""
     images = [t for t in tree_leaves(inputs) if isinstance(t, Tensor) and t.is_floating_point()]
     if not any(map(dispatch.has_kernels, images)):
-        return UNVERIFIED, "no kernel takes its inputs"
+        return UNVERIFIED, f"no kernel runs: {dispatch.why_off or 'none takes its inputs'}"
     try:
         error, stock_error, bound = compare(module, inputs)
     except _FusedError as failure:
         return PUT_BACK, f"verification: it raises {_line(failure.__cause__)}"
     except Exception as failure:  # too little memory for a wider copy, weights that are elsewhere
         return UNVERIFIED, f"stock's code fails: {_line(failure)}"
+    if dispatch.why_off is not None:
+        return UNVERIFIED, f"no kernel runs: {dispatch.why_off}"
     if not bound < float("inf"):
         return UNVERIFIED, "stock's own output is not finite", error, stock_error
     if error <= bound:  # false for a NaN

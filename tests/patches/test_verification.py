@@ -195,6 +195,24 @@ def test_what_cannot_be_verified_is_said():
     assert len(sdfastgn.report(model).fused) == 2
 
 
+def test_kernels_that_fail_meanwhile_are_no_verdict(monkeypatch):
+    """Plain PyTorch ran, and the report must not call it right."""
+    forward = FusedGEGLU.forward
+    monkeypatch.setattr(dispatch, "why_off", None)
+
+    def turned_off(self, x):
+        if dispatch.why_off is None:
+            dispatch.turn_off("no C compiler")
+        return forward(self, x)
+
+    monkeypatch.setattr(FusedGEGLU, "forward", turned_off)
+    model = sdfastgn.optimize(unet())
+    with pytest.warns(UserWarning, match="no C compiler"):
+        found = api.verdicts(model)
+    assert {v.reason for v in found if v.status != RIGHT} == {"no kernel runs: no C compiler"}
+    assert {v.status for v in found if v.path.endswith("ff.net.0")} == {UNVERIFIED}
+
+
 def test_a_model_with_dropout_in_training_keeps_its_mode():
     model = unet(dropout=0.5).train()
     sdfastgn.optimize(model, verify=True)

@@ -67,7 +67,7 @@ def turn_off(reason: str) -> KernelError:
 
 @contextlib.contextmanager
 def stock_code() -> Iterator[None]:
-    """Inside, no kernel runs, and optimized modules run their stock forwards."""
+    """Inside, no kernel runs in this process, and optimized modules run their stock forwards."""
     global why_off
     before, why_off = why_off, why_off or "stock's code was asked for"
     try:
