@@ -23,6 +23,7 @@ __all__ = [
     "is_unhooked",
     "register_fused",
     "restore_class",
+    "stock_class",
 ]
 
 
@@ -125,6 +126,11 @@ def register_fused(fused: type[nn.Module], stock: type[nn.Module]) -> None:
     """
     fused.__name__ = stock.__name__
     _stock_of[fused] = stock
+
+
+def stock_class(module: nn.Module) -> type[nn.Module]:
+    """The class of ``module``, or the one that a fused class stands for."""
+    return _stock_of.get(type(module), type(module))
 
 
 def restore_class(module: nn.Module) -> None:

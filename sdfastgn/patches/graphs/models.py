@@ -10,6 +10,7 @@ from torch.nn.modules import module as nn_module
 
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.patches.core import channels_last
+from sdfastgn.patches.core.fusion import stock_class
 from sdfastgn.patches.graphs.arguments import Number
 
 __all__ = ["is_graphable", "is_harmless", "numbers_of", "reason_now"]
@@ -21,6 +22,8 @@ _GRAPHABLE: dict[str, dict[str, Number]] = {
     "diffusers.models.controlnets.controlnet.ControlNetModel": {"timestep": Number(1, torch.float64)},
     "diffusers.models.autoencoders.vae.Encoder": {},
     "diffusers.models.autoencoders.vae.Decoder": {},
+    "diffusers.models.autoencoders.vae.EncoderTiny": {},
+    "diffusers.models.autoencoders.vae.DecoderTiny": {},
     "transformers.models.clip.modeling_clip.CLIPTextModel": {},
     "transformers.models.clip.modeling_clip.CLIPTextModelWithProjection": {},
 }
@@ -43,7 +46,7 @@ def is_graphable(module: nn.Module) -> bool:
 
 def numbers_of(module: nn.Module) -> dict[str, Number] | None:
     """The arguments of ``module`` that may be numbers, by name; None if its calls are not captured."""
-    kind = type(module)
+    kind = stock_class(module)
     return _GRAPHABLE.get(f"{kind.__module__}.{kind.__qualname__}")
 
 
