@@ -106,18 +106,18 @@ BLOCK = ClassSwap(
     "autoencoder_tiny_block",
     AutoencoderTinyBlock,
     FusedTinyBlock,
-    sources=(tested(AutoencoderTinyBlock, __init__="701459189f43fe35", forward="6473c63cd79416a5"),),
+    sources=(tested(AutoencoderTinyBlock, __init__="12cd64b18c2567e8", forward="ae3c9e84163373f7"),),
     check=_check,
 )
 ENCODER = ClassSwap(
     "encoder_tiny",
     EncoderTiny,
     FusedEncoderTiny,
-    sources=(tested(EncoderTiny, __init__="2a4221900c73e00b", forward="2afae0bc8c5bf6b2"),),
+    sources=(tested(EncoderTiny, __init__="76a4ddb9ae8147d6", forward="d58556c056a3813f"),),
 )
 DECODER = ClassSwap(
     "decoder_tiny",
     DecoderTiny,
     FusedDecoderTiny,
-    sources=(tested(DecoderTiny, __init__="de099cc1c4d41270", forward="68158784a07e00bf"),),
+    sources=(tested(DecoderTiny, __init__="782f02c7c5f4b5f5", forward="d50c780fe9a4a7aa"),),
 )
