@@ -46,6 +46,8 @@ _MAX_OBJECTS = 50_000
 # Elements up to which a tensor on the CPU is compared by value; larger ones by their count of writes.
 _FEW = 16
 
+# Python 3.10 has no operator.call.
+_call: Callable[..., Any] = getattr(operator, "call", lambda function, argument: function(argument))
 _data_ptr: Callable[[Tensor], int] = Tensor.data_ptr
 _version_of = operator.attrgetter("_version")
 _is_expired: Callable[[int], bool] = torch.UntypedStorage._expired  # type: ignore[assignment]
@@ -106,7 +108,7 @@ class Watch:
         self._root_values = _own_values(root)
         self._types = list(map(type, self._modules))
         self._lengths = list(map(len, self._dicts))
-        self._values = list(map(operator.call, self._getters, self._dicts))
+        self._values = list(map(_call, self._getters, self._dicts))
         self._plain_values = list(chain.from_iterable(self._plain))
         self._kept = [*chain.from_iterable(self._held), _END]
         if self.reason is not None:  # some of them may have no address
@@ -136,7 +138,7 @@ class Watch:
                 and list(map(_version_of, self._counted)) == self._versions
                 and list(map(len, self._dicts)) == self._lengths
                 # One by one: two thousand tuples at once would set off the garbage collector.
-                and all(map(operator.eq, map(operator.call, self._getters, self._dicts), self._values))
+                and all(map(operator.eq, map(_call, self._getters, self._dicts), self._values))
                 and list(chain.from_iterable(self._plain)) == self._plain_values
                 and _same(_own_values(root), self._root_values)
             )
