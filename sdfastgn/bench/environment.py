@@ -94,7 +94,7 @@ def environment(device: torch.device, switches: dict[str, bool] | None = None) -
         "packages": {name: package_version(name) for name in PACKAGES},
         "git": _git(),
         "source_sha256": source_hash(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "triton_cache": _triton_cache(),
         "switches": switches or {},
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from sdfastgn.bench.kernels.suite import Call, Provider
@@ -18,10 +19,8 @@ def fixed(call: Call) -> Callable[..., Call]:
 
 def compiled(call: Call) -> Call:
     """``call`` under torch.compile, for one shape."""
-    import torch._dynamo
-
     # Every shape is a compilation of its own; without a reset the tenth would fall back to eager.
-    torch._dynamo.reset()
+    torch.compiler.reset()
     return torch.compile(call, dynamic=False)
 
 

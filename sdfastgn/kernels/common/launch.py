@@ -22,6 +22,10 @@ from sdfastgn.kernels.common.compile_ahead import wanted_kernels
 
 __all__ = ["Launch"]
 
+# Parameters of the launchers that are known: what they launch, and what they pass to hooks.
+_LAUNCHED = ("self", "gridX", "gridY", "gridZ", "stream", "function")
+_REPORTED = ("kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook")
+
 
 class Launch:
     """One kernel on one device with everything fixed but its tensors: grid, numbers, constants, warps.
@@ -94,14 +98,24 @@ class Launch:
 
 
 def _direct_launcher(compiled: Any) -> tuple[Any, tuple[Any, ...]]:
-    """A compiled kernel's launcher, and what it takes between the stream and the kernel's own arguments."""
-    run = compiled.run
-    bound = (compiled.function, compiled.packed_metadata, None, None, None)
-    parameters = list(inspect.signature(type(run).__call__).parameters)
-    if parameters == ["self", "gridX", "gridY", "gridZ", "stream", "function", "args"] and not (
-        run.global_scratch_size or run.profile_scratch_size
-    ):
-        # Triton 3.6: the launcher's Python part only looks for scratch memory, which these kernels
-        # do not have.
-        return run.launch, (bound[0], run.launch_cooperative_grid, run.launch_pdl, None, None, *bound[1:])
-    return run, bound
+    """A compiled kernel's launcher, and what it takes between the stream and the kernel's own arguments.
+
+    The launcher is None if this Triton's is not one of those known here: Triton's own path then runs.
+    """
+    try:
+        run = compiled.run
+        bound = (compiled.function, compiled.packed_metadata, None, None, None)
+        parameters = tuple(inspect.signature(type(run).__call__).parameters)
+        if parameters == (*_LAUNCHED, "args"):  # up to Triton 3.6
+            kinds = [kind for kind in ("global", "profile") if hasattr(run, f"{kind}_scratch_size")]
+            if any(getattr(run, f"{kind}_scratch_size") for kind in kinds):
+                return run, bound
+            # The launcher's Python part only looks for scratch memory, which these kernels do not
+            # have. Triton 3.4 knows one kind of it.
+            flags = (run.launch_cooperative_grid, run.launch_pdl, *[None] * len(kinds))
+            return run.launch, (compiled.function, *flags, *bound[1:])
+        if parameters == (*_LAUNCHED, *_REPORTED, "args"):  # since Triton 3.7
+            return run, bound
+    except AttributeError:
+        pass
+    return None, ()

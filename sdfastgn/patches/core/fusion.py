@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import nn
-from torch.nn.modules import module as nn_module
 
+from sdfastgn.kernels.common.private import has_any_global_hook
 from sdfastgn.patches.core.class_forward import change_class, has_foreign_forward
 from sdfastgn.patches.core.tested_sources import TestedSource, unknown_source
 
@@ -193,7 +193,7 @@ def is_unhooked(module: nn.Module) -> bool:
         or module._backward_hooks
         or module._backward_pre_hooks
         or has_foreign_forward(module)
-        or nn_module._has_any_global_hook()
+        or has_any_global_hook()
     )
 
 

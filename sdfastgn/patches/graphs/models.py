@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules import module as nn_module
 
-from sdfastgn.kernels.common import dispatch
+from sdfastgn.kernels.common import dispatch, private
 from sdfastgn.patches.core import channels_last
 from sdfastgn.patches.core.fusion import stock_class
 from sdfastgn.patches.graphs.arguments import Number
@@ -56,12 +55,12 @@ def reason_now(module: nn.Module) -> str | None:
         return "gradients are enabled"
     if module.training:
         return "it is in training mode"
-    if module._compiled_call_impl is not None:
+    if private.is_compiled(module):
         return "it is compiled by torch.compile"
-    if torch._C._get_tracing_state() is not None or dispatch.is_transformed():
+    if private.is_tracing() or dispatch.is_transformed():
         return "the call is traced or transformed"
-    if torch._C._len_torch_dispatch_stack() or torch._C._is_torch_function_mode_enabled():
+    if private.dispatch_modes() or private.in_function_mode():
         return "a dispatch or function mode is active"
-    if nn_module._has_any_global_hook():
+    if private.has_any_global_hook():
         return "there are global module hooks"
     return None

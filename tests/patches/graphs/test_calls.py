@@ -257,7 +257,7 @@ def test_cudnn_first_by_pytorch_itself_is_no_change(monkeypatch):
     unet, stock, inputs = make()
     initial = graph_call._INITIAL_ORDER
     orders = iter([initial, *[(3, *(b for b in initial if b != 3))] * 5])
-    monkeypatch.setattr(graph_call, "_sdp_priority_order", lambda: next(orders))
+    monkeypatch.setattr(graph_call, "sdp_priority_order", lambda: next(orders))
     for _ in range(3):
         agree(run(unet, inputs), run(stock, inputs))
     assert (state(unet).captured, state(unet).replays) == (1, 2)
