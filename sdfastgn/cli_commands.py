@@ -309,27 +309,3 @@ def warm_up(
         options.json_path("--json", json)
         code = session.run_warm_up(config, new_size, json=json)
     raise typer.Exit(code)
-
-
-@app.command(name="train-digits", hidden=True)
-def train_digits(
-    steps: Annotated[int, typer.Option("--steps", help="optimizer steps of each run")] = 1000,
-    batch_size: Annotated[int, typer.Option("--batch-size", help="images a step")] = 64,
-    device: DeviceOption = None,
-    json: JsonOption = None,
-    seed: SeedOption = 0,
-) -> None:
-    """Train a small diffusion model, stock and optimized, from one seed: do they agree?"""
-    from sdfastgn.bench import digits, options
-
-    with _one_line_errors():
-        config = digits.DigitsConfig(
-            steps=options.positive("--steps", steps),
-            batch_size=options.positive("--batch-size", batch_size),
-            device=options.device_name("--device", device),
-            seed=seed,
-        )
-        options.json_path("--json", json)
-        images = digits.load_images(config.torch_device)
-        code = digits.run(config, images, json=json)
-    raise typer.Exit(code)
