@@ -16,27 +16,21 @@ def fixed(call: Call) -> Callable[..., Call]:
     return lambda *operands: call
 
 
-def compiled(call: Call) -> Call:
-    """``call`` under torch.compile, for one shape."""
-    import torch._dynamo
-
-    # Every shape is a compilation of its own; without a reset the tenth would fall back to eager.
-    torch._dynamo.reset()
-    return torch.compile(call, dynamic=False)
-
-
 def inductor(call: Call, name: str = "inductor", *, channels_last: bool = True) -> Provider:
     """``call`` under torch.compile. It runs only where it is named: compiling takes seconds."""
 
     def build(*operands: Tensor) -> Call:
+        import torch._dynamo
         import torch._functorch.config as config
 
-        ready = compiled(call)
+        # Every shape is a compilation of its own; without a reset the tenth would fall back to eager.
+        torch._dynamo.reset()
+        compiled = torch.compile(call, dynamic=False)
 
         def run(*tensors: Tensor) -> Any:
             # A backward that is timed alone needs its forward's saved tensors many times.
             with config.patch(donated_buffer=False):
-                return ready(*tensors)
+                return compiled(*tensors)
 
         return run
 
@@ -47,3 +41,8 @@ def both_layouts(name: str, call: Call, *suffixes: str) -> tuple[Provider, Provi
     """``call`` on the standard layout and channels-last, named by the two suffixes."""
     standard, channels_last = (f"{name}_{suffix}" for suffix in suffixes or ("nchw", "nhwc"))
     return Provider(standard, fixed(call), channels_last=False), Provider(channels_last, fixed(call))
+
+
+def rivals(reference: Call, ours: Call) -> tuple[Provider, ...]:
+    """Eager PyTorch on both layouts, ours, and torch.compile."""
+    return (*both_layouts("eager", reference), Provider("sdfastgn", fixed(ours)), inductor(reference))

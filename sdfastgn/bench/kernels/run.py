@@ -188,7 +188,7 @@ class _Case:
             timing.time_kernel(timed, inputs, device, cold=cold, calls=calls, repeats=repeats)
             for cold in (False, True)
         )
-        if device.type == "cuda" and suite.times_cpu:
+        if device.type == "cuda" and suite.is_inference:
             row.cpu_us = timing.time_host(lambda: call(*operands), device)
         row.hot_us, row.cold_us = hot, cold
         row.hot_gbps, row.cold_gbps = moved / 1e3 / hot, moved / 1e3 / cold

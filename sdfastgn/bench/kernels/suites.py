@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 import sdfastgn
 from sdfastgn.bench import stable_fast
-from sdfastgn.bench.kernels.providers import both_layouts, fixed, inductor
+from sdfastgn.bench.kernels.providers import both_layouts, fixed, inductor, rivals
 from sdfastgn.bench.kernels.suite import (
     BACKWARD,
     BOTH,
@@ -34,11 +35,16 @@ GROUPS = 32
 EPS = 1e-5
 
 
+def _of_channels(shape: Shape, *names: str, channels: int) -> dict[str, Shape]:
+    """``x`` and one value a channel of each of the names."""
+    return {"x": shape, **dict.fromkeys(names, (channels,))}
+
+
 # ---- GroupNorm
 
 
 def _group_norm_sizes(shape: Shape) -> dict[str, Shape]:
-    return {"x": shape, "weight": (shape[1],), "bias": (shape[1],)}
+    return _of_channels(shape, "weight", "bias", channels=shape[1])
 
 
 def _group_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -49,20 +55,16 @@ def _group_norm_silu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.silu(_group_norm(x, weight, bias))
 
 
-def _our_group_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def _ours(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return sdfastgn.group_norm(x, GROUPS, weight, bias, EPS)
 
 
-def _our_group_norm_silu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return sdfastgn.group_norm(x, GROUPS, weight, bias, EPS, activation="silu")
+def _ours_silu(x: Tensor, weight: Tensor, bias: Tensor, statistics: Any = None) -> Tensor:
+    return sdfastgn.group_norm(x, GROUPS, weight, bias, EPS, activation="silu", statistics=statistics)
 
 
 def _given_statistics(x: Tensor, weight: Tensor, bias: Tensor) -> Call:
-    return functools.partial(_normalize, statistics=sdfastgn.channel_statistics(x))
-
-
-def _normalize(x: Tensor, weight: Tensor, bias: Tensor, *, statistics: Any) -> Tensor:
-    return sdfastgn.group_norm(x, GROUPS, weight, bias, EPS, activation="silu", statistics=statistics)
+    return functools.partial(_ours_silu, statistics=sdfastgn.channel_statistics(x))
 
 
 def _stable_fast(x: Tensor, weight: Tensor, bias: Tensor) -> Call:
@@ -70,21 +72,12 @@ def _stable_fast(x: Tensor, weight: Tensor, bias: Tensor) -> Call:
     return lambda x, weight, bias: forward(x, GROUPS, weight, bias, EPS)
 
 
-def _pair_sizes(shape: Shape) -> dict[str, Shape]:
-    return {"x": shape, "residual": shape}
-
-
 def _half_sizes(shape: Shape) -> dict[str, Shape]:
-    half = (shape[0], shape[1] // 2, *shape[2:])
-    return {"x": half, "skip": half}
+    return dict.fromkeys(("x", "skip"), (shape[0], shape[1] // 2, *shape[2:]))
 
 
 def _cat(a: Tensor, b: Tensor) -> Tensor:
     return torch.cat((a, b), dim=1)
-
-
-def _divisible(shape: Shape) -> bool:
-    return shape[1] % GROUPS == 0
 
 
 # Of the UNets of SD1.5 at 512^2 and SDXL at 1024^2 with guidance, and of the VAE's depth.
@@ -98,32 +91,36 @@ _UNET: tuple[Shape, ...] = (
 )
 # The VAE's large images, and a large batch.
 _LARGE: tuple[Shape, ...] = ((1, 256, 512, 512), (1, 512, 512, 512), (1, 128, 1024, 1024), (16, 320, 64, 64))
-_GROUP_NORM_SHAPES = {"unet": _UNET, "large": _LARGE, "all": _UNET + _LARGE}
-_DIVISIBLE = f"with C divisible by {GROUPS}"
 
+_TRAINING = Suite(
+    name="training",
+    title=f"GroupNorm({GROUPS}) + SiLU with gradients of x, weight and bias",
+    axes="NxCxHxW",
+    shape_sets={"unet": _UNET, "large": _LARGE, "all": _UNET + _LARGE},
+    operations=(
+        Operation(
+            _group_norm_sizes, _group_norm_silu, rivals(_group_norm_silu, _ours_silu), (TRAINING, BOTH)
+        ),
+    ),
+    baseline="eager_nchw",
+    divisor=GROUPS,
+)
 
-def _rivals(reference: Call, ours: Call) -> tuple[Provider, ...]:
-    """Eager PyTorch on both layouts, ours, and torch.compile."""
-    return (*both_layouts("eager", reference), Provider("sdfastgn", fixed(ours)), inductor(reference))
-
-
-_INFERENCE = Suite(
+_INFERENCE = replace(
+    _TRAINING,
     name=INFERENCE,
     title=f"GroupNorm({GROUPS}) + SiLU",
-    axes="NxCxHxW",
-    shape_sets=_GROUP_NORM_SHAPES,
     operations=(
         Operation(
             _group_norm_sizes,
             _group_norm_silu,
+            # stable-fast is last, because its import touches Triton.
             (
-                *_rivals(_group_norm_silu, _our_group_norm_silu),
-                # Last, because its import touches Triton.
+                *rivals(_group_norm_silu, _ours_silu),
                 Provider("stable_fast", _stable_fast, stable_fast.kernel_reason),
             ),
         ),
     ),
-    baseline="eager_nchw",
     extras=(
         Operation(
             _group_norm_sizes,
@@ -133,7 +130,7 @@ _INFERENCE = Suite(
             baseline=COPY,
         ),
         Operation(
-            _pair_sizes,
+            lambda shape: dict.fromkeys(("x", "residual"), shape),
             torch.add,
             (
                 Provider("add", fixed(torch.add)),
@@ -154,37 +151,15 @@ _INFERENCE = Suite(
             baseline="cat",
         ),
     ),
-    fits=_divisible,
-    rule=_DIVISIBLE,
     repeats=20,
     round_seconds=0.05,
-    times_cpu=True,
-    in_brief=True,
-)
-
-_TRAINING = Suite(
-    name="training",
-    title=f"GroupNorm({GROUPS}) + SiLU with gradients of x, weight and bias",
-    axes="NxCxHxW",
-    shape_sets=_GROUP_NORM_SHAPES,
-    operations=(
-        Operation(
-            _group_norm_sizes,
-            _group_norm_silu,
-            _rivals(_group_norm_silu, _our_group_norm_silu),
-            (TRAINING, BOTH),
-        ),
-    ),
-    baseline="eager_nchw",
-    fits=_divisible,
-    rule=_DIVISIBLE,
 )
 
 # The two shapes of PyTorch's issue of that number, on the slowness of channels-last GroupNorm.
-_ISSUE_28201 = Suite(
+_ISSUE_28201 = replace(
+    _TRAINING,
     name="issue_28201",
     title=f"GroupNorm({GROUPS}) of PyTorch's issue 28201",
-    axes="NxCxHxW",
     shape_sets={"all": ((128, 256, 28, 28), (256, 512, 56, 56))},
     operations=(
         Operation(
@@ -192,17 +167,14 @@ _ISSUE_28201 = Suite(
             _group_norm,
             (
                 *both_layouts("eager", _group_norm),
-                *both_layouts("sdfastgn", _our_group_norm),
+                *both_layouts("sdfastgn", _ours),
                 inductor(_group_norm, "inductor_nchw", channels_last=False),
                 inductor(_group_norm, "inductor_nhwc"),
             ),
             (TRAINING, BACKWARD, BOTH),
         ),
     ),
-    baseline="eager_nchw",
     dtype="fp32",
-    fits=_divisible,
-    rule=_DIVISIBLE,
 )
 
 
@@ -211,15 +183,11 @@ _ISSUE_28201 = Suite(
 
 def _instance_norm_sizes(shape: Shape) -> dict[str, Shape]:
     N, *spatial, C = shape
-    return {"x": (N, C, *spatial), "weight": (C,), "bias": (C,)}
+    return _of_channels((N, C, *spatial), "weight", "bias", channels=C)
 
 
 def _instance_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.instance_norm(x, weight=weight, bias=bias, eps=EPS)
-
-
-def _our_instance_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return sdfastgn.instance_norm(x, weight, bias, EPS)
 
 
 _INSTANCE_NORM = Suite(
@@ -235,7 +203,9 @@ _INSTANCE_NORM = Suite(
             _instance_norm,
             (
                 *both_layouts("eager", _instance_norm, "ncdhw", "ndhwc"),
-                *both_layouts("sdfastgn", _our_instance_norm, "ncdhw", "ndhwc"),
+                *both_layouts(
+                    "sdfastgn", functools.partial(sdfastgn.instance_norm, eps=EPS), "ncdhw", "ndhwc"
+                ),
                 inductor(_instance_norm, "inductor_ndhwc"),
             ),
             (FORWARD, BOTH),
@@ -248,20 +218,8 @@ _INSTANCE_NORM = Suite(
 # ---- LayerNorm
 
 
-def _layer_norm_sizes(shape: Shape) -> dict[str, Shape]:
-    return {"x": shape, "weight": shape[-1:], "bias": shape[-1:]}
-
-
-def _add_sizes(shape: Shape) -> dict[str, Shape]:
-    return {"x": shape, "residual": shape, "weight": shape[-1:], "bias": shape[-1:], "add_bias": shape[-1:]}
-
-
 def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.layer_norm(x, weight.shape, weight, bias, EPS)
-
-
-def _our_layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return sdfastgn.layer_norm(x, weight, bias, EPS)
 
 
 def _add_layer_norm(
@@ -275,6 +233,15 @@ def _our_add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tenso
     return sdfastgn.add_layer_norm(x, residual, weight, bias, EPS, add_bias=add_bias)
 
 
+def _add_sizes(shape: Shape) -> dict[str, Shape]:
+    of_rows = _of_channels(shape, "weight", "bias", "add_bias", channels=shape[-1])
+    return {"x": shape, "residual": shape, **of_rows}
+
+
+def _without_layouts(reference: Call, ours: Call) -> tuple[Provider, ...]:
+    return Provider("eager", fixed(reference)), Provider("sdfastgn", fixed(ours)), inductor(reference)
+
+
 # From few long rows to many short ones, and the tokens of SD1.5's and SDXL's UNets.
 _ROWS: tuple[Shape, ...] = tuple((10**power, 10 ** (8 - power)) for power in range(1, 8))
 _TOKENS: tuple[Shape, ...] = ((8192, 320), (2048, 640), (8192, 640), (2048, 1280))
@@ -286,23 +253,15 @@ _LAYER_NORM = Suite(
     shape_sets={"rows": _ROWS, "unet": _TOKENS, "all": _ROWS + _TOKENS},
     operations=(
         Operation(
-            _layer_norm_sizes,
+            lambda shape: _of_channels(shape, "weight", "bias", channels=shape[-1]),
             _layer_norm,
-            (
-                Provider("eager", fixed(_layer_norm)),
-                Provider("sdfastgn", fixed(_our_layer_norm)),
-                inductor(_layer_norm),
-            ),
+            _without_layouts(_layer_norm, functools.partial(sdfastgn.layer_norm, eps=EPS)),
             (FORWARD, BOTH),
         ),
         Operation(
             _add_sizes,
             _add_layer_norm,
-            (
-                Provider("eager", fixed(_add_layer_norm)),
-                Provider("sdfastgn", fixed(_our_add_layer_norm)),
-                inductor(_add_layer_norm),
-            ),
+            _without_layouts(_add_layer_norm, _our_add_layer_norm),
             task="add",
             outputs=("y", "total"),
             tensors=4,
@@ -334,11 +293,8 @@ _DECODER: tuple[Shape, ...] = (
     *((1, 256, pixels, pixels) for pixels in (256, 512)),
 )
 _DOUBLED: tuple[Shape, ...] = (
-    (2, 1280, 8, 8),
-    (2, 1280, 16, 16),
-    (2, 640, 32, 32),
-    (2, 1280, 32, 32),
-    (2, 640, 64, 64),
+    *((2, 1280, pixels, pixels) for pixels in (8, 16, 32)),
+    *((2, 640, pixels, pixels) for pixels in (32, 64)),
 )
 
 _UPSAMPLE = Suite(
@@ -350,14 +306,14 @@ _UPSAMPLE = Suite(
         Operation(
             lambda shape: {"x": shape},
             _upsample,
-            _rivals(_upsample, upsample_nearest_2x),
+            rivals(_upsample, upsample_nearest_2x),
             task="upsample",
             tensors=5,
         ),
         Operation(
             _conv_sizes,
             _upsample_conv,
-            _rivals(_upsample_conv, upsample_conv2d),
+            rivals(_upsample_conv, upsample_conv2d),
             task="upsample + conv",
             tensors=5,
             # Convolutions of fp32 run in TF32, whose mantissa is that of fp16.
