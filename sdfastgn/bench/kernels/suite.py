@@ -22,8 +22,6 @@ COPY = "copy"
 OURS = "sdfastgn"
 # The suite that runs where the user names none.
 INFERENCE = "inference"
-# The status of a time that someone else published.
-QUOTED = "quoted"
 
 # What is timed of an operation. A forward may save more where autograd records it.
 FORWARD, TRAINING, BACKWARD, BOTH = "forward", "forward in training", "backward", "forward + backward"

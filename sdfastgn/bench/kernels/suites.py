@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,6 @@ from torch import Tensor
 
 import sdfastgn
 from sdfastgn.bench import stable_fast
-from sdfastgn.bench.kernels.providers import both_layouts, fixed, inductor, rivals
 from sdfastgn.bench.kernels.suite import (
     BACKWARD,
     BOTH,
@@ -27,6 +27,7 @@ from sdfastgn.bench.kernels.suite import (
     Shape,
     Suite,
 )
+from sdfastgn.bench.models.variants import compile_reason
 from sdfastgn.kernels.attention.wide_heads import wide_attention
 from sdfastgn.kernels.upsample.conv import upsample_conv2d
 from sdfastgn.kernels.upsample.nearest import upsample_nearest_2x
@@ -35,16 +36,59 @@ GROUPS = 32
 EPS = 1e-5
 
 
-def _of_channels(shape: Shape, *names: str, channels: int) -> dict[str, Shape]:
-    """``x`` and one value a channel of each of the names."""
-    return {"x": shape, **dict.fromkeys(names, (channels,))}
+# ---- ways to make a provider of a callable
+
+
+def inductor(call: Call, name: str = "inductor", *, channels_last: bool = True) -> Provider:
+    """``call`` under torch.compile. It runs only where it is named: compiling takes seconds."""
+
+    def build(*operands: Tensor) -> Call:
+        import torch._dynamo
+        import torch._functorch.config as config
+
+        # Every shape is a compilation of its own; without a reset the tenth would fall back to eager.
+        torch._dynamo.reset()
+        # A backward that is timed alone needs its forward's saved tensors many times.
+        return config.patch(donated_buffer=False)(torch.compile(call, dynamic=False))
+
+    return Provider(name, build, compile_reason, channels_last, by_default=False)
+
+
+def fixed(name: str, call: Call, *, channels_last: bool = True) -> Provider:
+    """A call that needs no preparation."""
+    return Provider(name, lambda *operands: call, channels_last=channels_last)
+
+
+def both_layouts(name: str, call: Call, *suffixes: str) -> tuple[Provider, Provider]:
+    """``call`` on the standard layout and channels-last, named by the two suffixes."""
+    standard, channels_last = suffixes or ("nchw", "nhwc")
+    return fixed(f"{name}_{standard}", call, channels_last=False), fixed(f"{name}_{channels_last}", call)
+
+
+def rivals(reference: Call, ours: Call) -> tuple[Provider, ...]:
+    """Eager PyTorch on both layouts, ours, and torch.compile."""
+    return (*both_layouts("eager", reference), fixed("sdfastgn", ours), inductor(reference))
+
+
+def _with_statistics(
+    task: str, sizes: Callable[[Shape], dict[str, Shape]], plain: Call, ours: Call
+) -> Operation:
+    """An op that leaves statistics behind, beside the plain one."""
+    others = fixed(f"{task}_with_statistics", lambda *pair: ours(*pair)[0])
+    tensors = 3 if task == "add" else 2
+    return Operation(sizes, plain, (fixed(task, plain), others), task=task, tensors=tensors, baseline=task)
+
+
+def _per_channel(shape: Shape, channels: int, *more: str) -> dict[str, Shape]:
+    """Sizes of x, and of what has one value a channel."""
+    return {"x": shape, **dict.fromkeys(("weight", "bias", *more), (channels,))}
 
 
 # ---- GroupNorm
 
 
 def _group_norm_sizes(shape: Shape) -> dict[str, Shape]:
-    return _of_channels(shape, "weight", "bias", channels=shape[1])
+    return _per_channel(shape, shape[1])
 
 
 def _group_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -70,6 +114,10 @@ def _given_statistics(x: Tensor, weight: Tensor, bias: Tensor) -> Call:
 def _stable_fast(x: Tensor, weight: Tensor, bias: Tensor) -> Call:
     forward = stable_fast.group_norm_silu()
     return lambda x, weight, bias: forward(x, GROUPS, weight, bias, EPS)
+
+
+def _pair_sizes(shape: Shape) -> dict[str, Shape]:
+    return dict.fromkeys(("x", "residual"), shape)
 
 
 def _half_sizes(shape: Shape) -> dict[str, Shape]:
@@ -129,27 +177,8 @@ _INFERENCE = replace(
             task="statistics given",
             baseline=COPY,
         ),
-        Operation(
-            lambda shape: dict.fromkeys(("x", "residual"), shape),
-            torch.add,
-            (
-                Provider("add", fixed(torch.add)),
-                Provider("add_with_statistics", fixed(lambda *pair: sdfastgn.add_with_statistics(*pair)[0])),
-            ),
-            task="add",
-            tensors=3,
-            baseline="add",
-        ),
-        Operation(
-            _half_sizes,
-            _cat,
-            (
-                Provider("cat", fixed(_cat)),
-                Provider("cat_with_statistics", fixed(lambda *pair: sdfastgn.cat_with_statistics(*pair)[0])),
-            ),
-            task="cat",
-            baseline="cat",
-        ),
+        _with_statistics("add", _pair_sizes, torch.add, sdfastgn.add_with_statistics),
+        _with_statistics("cat", _half_sizes, _cat, sdfastgn.cat_with_statistics),
     ),
     repeats=20,
     round_seconds=0.05,
@@ -183,7 +212,7 @@ _ISSUE_28201 = replace(
 
 def _instance_norm_sizes(shape: Shape) -> dict[str, Shape]:
     N, *spatial, C = shape
-    return _of_channels((N, C, *spatial), "weight", "bias", channels=C)
+    return _per_channel((N, C, *spatial), C)
 
 
 def _instance_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -234,12 +263,11 @@ def _our_add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tenso
 
 
 def _add_sizes(shape: Shape) -> dict[str, Shape]:
-    of_rows = _of_channels(shape, "weight", "bias", "add_bias", channels=shape[-1])
-    return {"x": shape, "residual": shape, **of_rows}
+    return {"x": shape, "residual": shape, **_per_channel(shape, shape[-1], "add_bias")}
 
 
 def _without_layouts(reference: Call, ours: Call) -> tuple[Provider, ...]:
-    return Provider("eager", fixed(reference)), Provider("sdfastgn", fixed(ours)), inductor(reference)
+    return fixed("eager", reference), fixed("sdfastgn", ours), inductor(reference)
 
 
 # From few long rows to many short ones, and the tokens of SD1.5's and SDXL's UNets.
@@ -253,7 +281,7 @@ _LAYER_NORM = Suite(
     shape_sets={"rows": _ROWS, "unet": _TOKENS, "all": _ROWS + _TOKENS},
     operations=(
         Operation(
-            lambda shape: _of_channels(shape, "weight", "bias", channels=shape[-1]),
+            lambda shape: _per_channel(shape, shape[-1]),
             _layer_norm,
             _without_layouts(_layer_norm, functools.partial(sdfastgn.layer_norm, eps=EPS)),
             (FORWARD, BOTH),
@@ -336,8 +364,8 @@ _ATTENTION = Suite(
             lambda shape: dict.fromkeys(("x", "key", "value"), shape),
             F.scaled_dot_product_attention,
             (
-                Provider("sdpa", fixed(F.scaled_dot_product_attention), channels_last=False),
-                Provider("sdfastgn", fixed(wide_attention), channels_last=False),
+                fixed("sdpa", F.scaled_dot_product_attention, channels_last=False),
+                fixed("sdfastgn", wide_attention, channels_last=False),
             ),
             tensors=4,
         ),

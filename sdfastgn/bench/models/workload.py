@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from sdfastgn.bench.documents import OptionError
 from sdfastgn.bench.models import architectures
@@ -75,13 +76,9 @@ class Workload:
     memory: Callable[[], tuple[float, float | None]] | None = None
 
 
-def to_fp32(value: Any) -> Any:
+def to_fp32(values: Any) -> Any:
     """Floating tensors, also those in dicts, as fp32."""
-    if isinstance(value, torch.Tensor):
-        return value.float() if value.is_floating_point() else value
-    if isinstance(value, dict):
-        return {key: to_fp32(entry) for key, entry in value.items()}
-    return value
+    return tree_map_only(torch.Tensor, lambda t: t.float() if t.is_floating_point() else t, values)
 
 
 def load(config: BenchConfig) -> Any:

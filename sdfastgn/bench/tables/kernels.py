@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from sdfastgn.bench.documents import OK, UNAVAILABLE
+from sdfastgn.bench.documents import OK, QUOTED, UNAVAILABLE
 from sdfastgn.bench.kernels.ratios import (
     Line,
     best_peer,
@@ -17,7 +17,7 @@ from sdfastgn.bench.kernels.ratios import (
     ratio,
     timed_names,
 )
-from sdfastgn.bench.kernels.suite import COPY, OURS, QUOTED, KernelRow, Shape, Suite, rows_of, shape_text
+from sdfastgn.bench.kernels.suite import COPY, OURS, KernelRow, Shape, Suite, rows_of, shape_text
 from sdfastgn.bench.tables.markdown import (
     LOSS,
     NO_RESULTS,

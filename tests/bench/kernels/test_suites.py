@@ -13,16 +13,14 @@ import torch
 import torch.nn.functional as F
 from typer.testing import CliRunner
 
-from sdfastgn.bench.documents import FAILED, OK, UNAVAILABLE, WRONG
+from sdfastgn.bench.documents import FAILED, OK, QUOTED, UNAVAILABLE, WRONG
 from sdfastgn.bench.kernels import ratios
-from sdfastgn.bench.kernels.providers import fixed
 from sdfastgn.bench.kernels.run import calls_a_round, run
 from sdfastgn.bench.kernels.suite import (
     BACKWARD,
     BOTH,
     ERROR_BOUNDS,
     FORWARD,
-    QUOTED,
     TRAINING,
     KernelConfig,
     KernelRow,
@@ -30,7 +28,7 @@ from sdfastgn.bench.kernels.suite import (
     Shape,
     Suite,
 )
-from sdfastgn.bench.kernels.suites import EPS, GROUPS, SUITES
+from sdfastgn.bench.kernels.suites import EPS, GROUPS, SUITES, fixed
 from sdfastgn.bench.models.workload import DTYPES
 from sdfastgn.cli_commands import app
 
@@ -57,7 +55,7 @@ def rows_of(suite: Suite, names: tuple[str, ...] = (), **changes: Any) -> list[K
 def with_call(suite: Suite, call: Callable[..., Any], *passes: str) -> Suite:
     """``suite`` with one operation, in these passes, and ``call`` as its only provider."""
     operation = suite.operations[0]
-    ours = Provider("sdfastgn", fixed(call))
+    ours = fixed("sdfastgn", call)
     passes = passes or operation.passes
     return replace(suite, operations=(replace(operation, providers=(ours,), passes=passes),), extras=())
 
@@ -170,7 +168,7 @@ def test_a_wrong_output_fails_every_pass_and_leaves_json_ready_values(factor: fl
 @pytest.mark.parametrize("index", range(3), ids=["given", "add", "cat"])
 def test_a_wrong_op_with_statistics_gets_no_time(index: int) -> None:
     extra = INFER.extras[index]
-    wrong = Provider(extra.providers[-1].name, fixed(lambda *operands: torch.zeros(TINY["inference"])))
+    wrong = fixed(extra.providers[-1].name, lambda *operands: torch.zeros(TINY["inference"]))
     suite = replace(INFER, extras=(replace(extra, providers=(wrong,)),))
     assert [row.status for row in rows_of(suite, (wrong.name,))] == [OK, WRONG]
 
@@ -243,7 +241,7 @@ def test_each_provider_gets_its_layout() -> None:
             layouts[name].add(x.is_contiguous(memory_format=torch.channels_last))
             return group_norm_silu(x, weight, bias)
 
-        return Provider(name, fixed(call), channels_last=name == "nhwc")
+        return fixed(name, call, channels_last=name == "nhwc")
 
     operation = replace(INFER.operations[0], providers=(noting("nchw"), noting("nhwc")))
     rows_of(replace(INFER, operations=(operation,)), ("nchw", "nhwc"))
@@ -347,7 +345,7 @@ def test_ops_with_statistics_are_measured_by_the_plain_ones() -> None:
 
 def test_a_new_provider_is_in_help_table_and_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     operation = INFER.operations[0]
-    new = Provider("thrown_away", fixed(group_norm_silu))
+    new = fixed("thrown_away", group_norm_silu)
     suite = replace(INFER, operations=(replace(operation, providers=(*operation.providers, new)),))
     monkeypatch.setitem(SUITES, "inference", suite)
     path = tmp_path / "out.json"

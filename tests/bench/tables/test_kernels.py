@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from sdfastgn.bench.documents import OK, UNAVAILABLE
-from sdfastgn.bench.kernels.suite import BOTH, COPY, FORWARD, QUOTED, TRAINING, KernelRow, Shape
+from sdfastgn.bench.documents import OK, QUOTED, UNAVAILABLE
+from sdfastgn.bench.kernels.suite import BOTH, COPY, FORWARD, TRAINING, KernelRow, Shape
 from sdfastgn.bench.kernels.suites import SUITES
 from sdfastgn.bench.tables import kernels as kernel_tables
 from sdfastgn.bench.tables import plots
