@@ -12,12 +12,13 @@ from diffusers import DDIMScheduler, DiffusionPipeline
 from torch import nn
 
 import sdfastgn
-from sdfastgn.bench.models.architectures import build_controlnet, build_unet, build_vae
+from sdfastgn.bench.models.architectures import build_unet, build_vae
 from sdfastgn.bench.models.pipelines import build_pipeline
 from sdfastgn.patches import patcher
 from sdfastgn.patches.core import channels_last
 from sdfastgn.patches.fusions import sequential
 from sdfastgn.patches.graphs import install as cuda_graphs
+from tests.controlnet import build_controlnet
 
 
 class Net(nn.Module):

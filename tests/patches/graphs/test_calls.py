@@ -12,11 +12,12 @@ from diffusers import StableDiffusionImg2ImgPipeline, UNet2DModel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sdfastgn
-from sdfastgn.bench.models.architectures import build_controlnet, build_vae, unet_inputs
+from sdfastgn.bench.models.architectures import build_vae, unet_inputs
 from sdfastgn.bench.models.pipelines import build_pipeline
 from sdfastgn.patches.graphs import arguments as graph_call
 from sdfastgn.patches.graphs import install as cuda_graphs
 from sdfastgn.patches.graphs.arguments import global_state
+from tests.controlnet import build_controlnet
 from tests.patches.graphs.cases import DEVICES, agree, lora, make, optimized, run, state
 from tests.patches.graphs.tape import TapeBackend
 
