@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from sdfastgn.kernels.common import dispatch
+
 PACKAGES = ("torch", "triton", "diffusers", "transformers", "accelerate", "stable-fast")
 PACKAGE_ROOT = Path(__file__).resolve().parents[1]
 
@@ -66,6 +68,12 @@ def _gpu(device: torch.device) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
     }
+
+
+def check_kernels_ran(device: torch.device) -> None:
+    """Raises where what was called on ``device`` was plain PyTorch, whose time is not this package's."""
+    if device.type == "cuda" and dispatch.why_off is not None:
+        raise RuntimeError(f"plain PyTorch ran and no kernel: {dispatch.why_off}")
 
 
 def environment(device: torch.device, switches: dict[str, bool] | None = None) -> dict[str, Any]:

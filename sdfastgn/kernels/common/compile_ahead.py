@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from sdfastgn.kernels.common.failures import forget
+
 __all__ = ["rehearse", "wanted_kernels"]
 
 _Wanted = list[tuple[Any, tuple[torch.dtype | None, ...]]]
@@ -53,7 +55,11 @@ def rehearse(call: Callable[[], object], device: torch.device) -> None:
 
 def _compile(launch: Any, dtypes: tuple[torch.dtype | None, ...], device: torch.device) -> None:
     with torch.cuda.device(device):  # each thread has a current one of its own
-        # ``run``: the launcher, for which Triton 3.6 runs a C compiler, and the code on the device.
-        _ = launch.kernel.warmup(
+        compiled = launch.kernel.warmup(
             *dtypes, *launch.numbers, grid=(1,), **launch.constants, **launch.options
-        ).run
+        )
+        try:  # the launcher, for which Triton 3.6 runs a C compiler, and the code on the device
+            _ = compiled.run
+        except Exception:
+            forget(launch.kernel, device)
+            raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,6 +20,7 @@ from sdfastgn.kernels.common.tiles import triton
 
 __all__ = [
     "KERNEL_DTYPES",
+    "KernelError",
     "autocast_dtype",
     "has_kernels",
     "is_plain",
@@ -27,18 +29,43 @@ __all__ = [
     "is_untraced",
     "needs_op",
     "runs_in_triton",
+    "turn_off",
     "wants_gradient",
+    "why_off",
 ]
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+# Why no kernel runs in this process, or None. ``turn_off`` sets it.
+why_off: str | None = "triton is not installed" if triton is None else None
+
 _TENSORS = (Tensor, torch.nn.Parameter)
 # Arguments that no mode and no subclass has a say in.
 _PLAIN_TYPES = frozenset((*_TENSORS, type(None), int, float, bool, str, torch.dtype))
 
 
+class KernelError(Exception):
+    """A kernel could not be compiled, and from now on none is launched.
+
+    An op catches it and makes its call again, which then runs in plain PyTorch.
+    """
+
+
+def turn_off(reason: str) -> KernelError:
+    """Let all calls of this process run in plain PyTorch from now on. Warns once. Returns what to raise."""
+    global why_off
+    if why_off is None:
+        why_off = reason
+        warnings.warn(
+            f"sdfastgn: {reason}. From now on this process runs plain PyTorch: the same results, at "
+            "stock's speed. Remedies: docs/troubleshooting.md",
+            stacklevel=2,
+        )
+    return KernelError(f"sdfastgn: {reason}")
+
+
 def runs_in_triton(x: Tensor) -> bool:
     """True if an op of this package on ``x`` launches Triton kernels, false if it runs in plain PyTorch."""
-    return triton is not None and x.is_cuda and x.dtype in KERNEL_DTYPES
+    return why_off is None and x.is_cuda and x.dtype in KERNEL_DTYPES
 
 
 def has_kernels(x: Tensor) -> bool:

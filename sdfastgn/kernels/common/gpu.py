@@ -12,7 +12,18 @@ import torch
 
 from sdfastgn.kernels.common.private import current_device, current_raw_stream
 
-__all__ = ["current_stream", "has_programmatic_launch", "is_current", "num_sms", "on_device", "stream_on"]
+__all__ = [
+    "current_stream",
+    "has_programmatic_launch",
+    "is_current",
+    "num_sms",
+    "on_device",
+    "stream_on",
+    "unsupported",
+]
+
+# Compute capability of the oldest GPUs for which the kernels are known to compile: Turing.
+_OLDEST = (7, 5)
 
 
 def current_stream(device: torch.device) -> int:
@@ -38,6 +49,14 @@ def num_sms(device: torch.device) -> int:
 def has_programmatic_launch(device: torch.device) -> bool:
     """True if kernels on ``device`` can start while the one before them still runs: from sm_90 on."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def unsupported(device: torch.device) -> str | None:
+    """Why no kernel runs on ``device``; None where they do."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) >= _OLDEST:
+        return None
+    sm = "".join(map(str, torch.cuda.get_device_capability(device)))
+    return f"{torch.cuda.get_device_name(device)} is sm_{sm}, and the kernels need sm_75 or later"
 
 
 def is_current(device: torch.device) -> bool:

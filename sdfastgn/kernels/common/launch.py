@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sdfastgn.kernels.common import gpu
+from sdfastgn.kernels.common import failures, gpu
 from sdfastgn.kernels.common.compile_ahead import wanted_kernels
 
 __all__ = ["Launch"]
@@ -62,7 +62,10 @@ class Launch:
         self._run: Any = None
 
     def __call__(self, stream: int, *tensors: Tensor | None) -> None:
-        """Launch on ``current_stream`` of the current device, which must be that of the tensors."""
+        """Launch on ``current_stream`` of the current device, which must be that of the tensors.
+
+        Raises ``dispatch.KernelError`` where the kernel cannot be compiled.
+        """
         pointers: list[int | None] = []
         bits = 0
         for t in tensors:  # one loop: every microsecond is one of each kernel of an eager step
@@ -79,13 +82,22 @@ class Launch:
                 if aligned:
                     wanted.append((self, tuple(None if t is None else t.dtype for t in tensors)))
                 return
-            compiled = self.kernel[(self.programs,)](
-                *tensors, *self.numbers, **self.constants, **self.options
-            )
+            compiled = self._through_triton(tensors)
             if aligned and hasattr(compiled, "packed_metadata"):  # the interpreter compiles nothing
                 self._run, self._bound = _direct_launcher(compiled)
             return
         self._run(self.programs, 1, 1, stream, *self._bound, *pointers, *self._values)
+
+    def _through_triton(self, tensors: tuple[Tensor | None, ...]) -> Any:
+        """The compiled kernel, after a launch."""
+        device = next(t.device for t in tensors if t is not None)
+        if self._run is None:
+            failures.check_gpu(device)
+        try:
+            return self.kernel[(self.programs,)](*tensors, *self.numbers, **self.constants, **self.options)
+        except Exception as error:
+            failures.check_error(error, self.kernel, device)
+            raise
 
     def run(self, first: Tensor, *others: Tensor | None) -> None:
         """Launch on the current stream of the device of ``first``, whichever device is current."""

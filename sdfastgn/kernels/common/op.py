@@ -136,7 +136,10 @@ class PlannedOp(Op):
                     result.zero_()
                 return results
             if dispatch.runs_in_triton(call[0]):
-                return self._planned(call, True).run_and_save(call)
+                try:
+                    return self._planned(call, True).run_and_save(call)
+                except dispatch.KernelError:
+                    return reference(call)
             return reference(call)
 
         super().__init__(schema, arguments, run, fake, save, backward, hidden)
@@ -163,6 +166,8 @@ class PlannedOp(Op):
                     plan = self._planned(call, trains) if x.numel() else None
                 if plan is not None:
                     return self._train(*tensors, call, plan) if trains else plan.run(call)
+            except dispatch.KernelError:
+                return self(call, name)
             # A number for a tensor; a tensor without strides or memory; a value without a hash.
             except (AttributeError, RuntimeError, TypeError):
                 self._check(name or self.name, call)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -156,6 +157,20 @@ class CudaBackend:
 
 _backends: dict[torch.device, CudaBackend] = {}
 _backends_lock = threading.Lock()
+
+
+def _free_locks() -> None:
+    """In a forked process, where nobody is left who would release them.
+
+    CUDA itself says that it cannot run there.
+    """
+    global _backends_lock
+    _backends_lock = threading.Lock()
+    for backend in _backends.values():
+        backend.lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_free_locks)
 
 
 def backend_of(device: torch.device) -> Backend | None:
