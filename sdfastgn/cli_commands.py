@@ -1,4 +1,4 @@
-"""The commands: ``bench``, ``kernels``, ``inspect``, ``info``, ``demo``, and those of the scripts.
+"""The commands: ``bench``, ``kernels``, ``inspect``, ``sources``, ``info``, ``demo``, and the scripts' own.
 
 What imports torch is imported inside a command: ``--help`` answers at once.
 """
@@ -237,6 +237,25 @@ def inspect(
         out.print(found.details(), markup=False)
     if json is not None:
         documents.write_json(json, {name: found.to_dict() for name, found in reports.items()})
+
+
+@app.command()
+def sources(
+    context: typer.Context,
+    against: Annotated[
+        Path | None, typer.Option("--against", help="a release's wheel or folder: show what changed since")
+    ] = None,
+) -> None:
+    """List the methods of diffusers that the fusions rely upon, and whether they are known."""
+    from sdfastgn.bench import light_imports, terminal
+
+    if context.obj == OWN_PROCESS:
+        light_imports.import_model_classes()
+    from sdfastgn.bench.sources import print_sources
+
+    with _one_line_errors():
+        code = print_sources(terminal.console(), against)
+    raise typer.Exit(code)
 
 
 @app.command()

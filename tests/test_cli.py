@@ -69,6 +69,7 @@ BAD_INPUT = {
     "inspect /no/such/folder": "MODEL: no such path '/no/such/folder'; give tiny, tiny_xl,",
     "inspect tests": "MODEL: cannot load 'tests'",
     "inspect tiny --json /proc/x.json": "--json: cannot write a file at '/proc/x.json'",
+    "sources --against tests": "--against: no wheel of diffusers and no folder that has one, got 'tests'",
     "demo --output pyproject.toml": "--output: 'pyproject.toml' is not a folder",
     "demo --output /proc/x": "--output: cannot write a file at '/proc/x/stock.png'",
     # typer's own checks
