@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from sdfastgn.bench.kernels.suite import Call, Provider
@@ -19,8 +18,10 @@ def fixed(call: Call) -> Callable[..., Call]:
 
 def compiled(call: Call) -> Call:
     """``call`` under torch.compile, for one shape."""
+    import torch._dynamo
+
     # Every shape is a compilation of its own; without a reset the tenth would fall back to eager.
-    torch.compiler.reset()
+    torch._dynamo.reset()
     return torch.compile(call, dynamic=False)
 
 
