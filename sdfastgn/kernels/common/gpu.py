@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from sdfastgn.kernels.common.private import current_device, current_raw_stream
+from sdfastgn.kernels.common.tiles import HAS_GDC
 
 __all__ = ["current_stream", "has_programmatic_launch", "is_current", "num_sms", "on_device", "stream_on"]
 
@@ -37,7 +38,7 @@ def num_sms(device: torch.device) -> int:
 
 def has_programmatic_launch(device: torch.device) -> bool:
     """True if kernels on ``device`` can start while the one before them still runs: from sm_90 on."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+    return HAS_GDC and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def is_current(device: torch.device) -> bool:
