@@ -266,6 +266,7 @@ def info(device: DeviceOption = None) -> None:
     from sdfastgn import __version__
     from sdfastgn.bench import environment, options, terminal
     from sdfastgn.bench.kernels.suites import SUITES
+    from sdfastgn.versions import never_run
 
     with _one_line_errors():
         where = torch.device(options.device_name("--device", device))
@@ -276,6 +277,8 @@ def info(device: DeviceOption = None) -> None:
     out.print(f"GPU: {facts['gpu'] or 'none that torch can use'}, driver: {facts['driver'] or 'none'}")
     for name, version in facts["packages"].items():
         out.print(f"{name}: {version or 'not installed'}")
+        if version and (note := never_run(name, version)):
+            out.print(f"  {note}", markup=False)
     out.print(f"runs on {where}:", style="bold")
     reasons = {f"variant {each.name}": each.available(where) for each in VARIANTS.values()}
     reasons |= {f"kernel {name}": each.reason(where) for name, each in providers.items()}

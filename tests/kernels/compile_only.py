@@ -32,6 +32,7 @@ from sdfastgn.kernels.attention.few_keys import attend_to_few
 from sdfastgn.kernels.attention.wide_heads import wide_attention
 from sdfastgn.kernels.common import dispatch, gpu
 from sdfastgn.kernels.common.launch import Launch
+from sdfastgn.kernels.common.tiles import HAS_GDC
 from sdfastgn.kernels.geglu.op import geglu
 from sdfastgn.kernels.statistics.config import statistics_pay
 from sdfastgn.kernels.statistics.op import add_kernel, cat_kernel
@@ -332,7 +333,7 @@ def main(capability: int) -> None:
     dispatch.runs_in_triton = lambda x: True
     dispatch.has_kernels = lambda x: True
     dispatch.is_plain = lambda x, others: True
-    gpu.has_programmatic_launch = lambda device: capability >= 90
+    gpu.has_programmatic_launch = lambda device: HAS_GDC and capability >= 90
     distinct: dict[tuple[Any, ...], tuple[Launch, tuple[Tensor | None, ...], list[str]]] = {}
     for shape, dtype, kind in cases(capability):
         use = f"{'x'.join(map(str, shape))} {str(dtype).removeprefix('torch.')} {kind}"

@@ -118,16 +118,16 @@ def _direct_launcher(compiled: Any) -> tuple[Any, tuple[Any, ...]]:
         run = compiled.run
         bound = (compiled.function, compiled.packed_metadata, None, None, None)
         parameters = tuple(inspect.signature(type(run).__call__).parameters)
-        if parameters == (*_LAUNCHED, "args"):  # up to Triton 3.6
-            kinds = [kind for kind in ("global", "profile") if hasattr(run, f"{kind}_scratch_size")]
-            if any(getattr(run, f"{kind}_scratch_size") for kind in kinds):
-                return run, bound
-            # The launcher's Python part only looks for scratch memory, which these kernels do not
-            # have. Triton 3.4 knows one kind of it.
-            flags = (run.launch_cooperative_grid, run.launch_pdl, *[None] * len(kinds))
-            return run.launch, (compiled.function, *flags, *bound[1:])
-        if parameters == (*_LAUNCHED, *_REPORTED, "args"):  # since Triton 3.7
-            return run, bound
     except AttributeError:
-        pass
-    return None, ()
+        return None, ()
+    if parameters == (*_LAUNCHED, *_REPORTED, "args"):  # since Triton 3.7
+        return run, bound
+    if parameters != (*_LAUNCHED, "args"):  # up to Triton 3.6
+        return None, ()
+    sizes = [getattr(run, f"{kind}_scratch_size", None) for kind in ("global", "profile")]
+    if any(sizes) or not hasattr(run, "launch_pdl"):  # AMD's
+        return run, bound
+    # NVIDIA's: its Python part only looks for scratch memory, which these kernels do not have. Triton
+    # 3.4 knows one kind of it.
+    scratch = [None for size in sizes if size is not None]
+    return run.launch, (compiled.function, run.launch_cooperative_grid, run.launch_pdl, *scratch, *bound[1:])
