@@ -1,4 +1,4 @@
-"""The commands: ``bench``, ``kernels``, ``inspect``, ``sources``, ``info``, ``demo``, and the scripts' own.
+"""The commands, ``bench`` to ``demo``, and those of the scripts.
 
 What imports torch is imported inside a command: ``--help`` answers at once.
 """
@@ -256,6 +256,34 @@ def sources(
     with _one_line_errors():
         code = print_sources(terminal.console(), against)
     raise typer.Exit(code)
+
+
+@app.command()
+def verify(
+    path: Annotated[str, typer.Argument(help="a saved pipeline: a path, or a Hub id")],
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+) -> None:
+    """Compare each fused part of a pipeline with stock's code; 1 if one is wrong and was put back."""
+    import torch
+
+    from sdfastgn import api, verification
+    from sdfastgn.bench import options, terminal
+    from sdfastgn.bench.models.pipelines import load_pipeline
+    from sdfastgn.bench.models.workload import DTYPES
+    from sdfastgn.bench.tables import verification as tables
+
+    with _one_line_errors():
+        options.weights_source("PATH", path, words=())
+        device = options.device_name("--device", device)
+        weights = DTYPES[options.dtype_name("--dtype", dtype, device)]
+        pipe = load_pipeline("PATH", path, weights, torch.device(device))
+    api.optimize(pipe, cuda_graphs=False)
+    found = api.verdicts(pipe)
+    out = terminal.console()
+    out.print(tables.verification_table(found))
+    terminal.print_lines(out, tables.notes(found))
+    raise typer.Exit(int(any(v.status == verification.PUT_BACK for v in found)))
 
 
 @app.command()
