@@ -213,8 +213,9 @@ class KernelRow:
     task: str = ""
     errors: dict[str, float] = field(default_factory=dict)
 
-    def microseconds(self, cold: bool) -> float | None:
-        return self.cold_us if cold else self.hot_us
+    @property
+    def times(self) -> tuple[float | None, float | None]:
+        return self.hot_us, self.cold_us
 
 
 def rows_of(suite: Suite, content: Mapping[str, Any]) -> list[KernelRow]:
