@@ -1,11 +1,10 @@
 """Where one call's time goes: recorded kernels by category, and the gaps between them.
 
 A breakdown takes two recordings. The first, of the plain call with its operators, tells which
-operator launches the kernels of each name; recording operators makes the CPU slow, so that its gaps
-mean nothing. The second, of the device alone, is what is shown: of the CUDA graph's replay where
-the call could be captured, else of the plain call. A replay knows no operators; it runs the kernels
-of the plain call, so what the first recording told of a name holds there too. Names that it never
-saw speak for themselves.
+operator launches the kernels of each name. The second, of the device alone, is what is shown: of
+the CUDA graph's replay where the call could be captured, else of the plain call. Recording
+operators would slow the CPU, and a replay knows none. Names that the first recording never saw
+speak for themselves.
 
 Categories and launch gaps add up to the time from the start of the first kernel to the end of the
 last. Where two kernels run at once (two streams, programmatic dependent launch) the time that they
@@ -52,7 +51,6 @@ class Breakdown:
     """One call by category, in milliseconds.
 
     Attributes:
-        source: what was recorded: ``"replay"``, ``"call"`` or ``"CPU operators"``.
         categories: ``CATEGORIES`` and ``"launch gaps"``; they add up to ``total_ms``.
         total_ms: from the first kernel's start to the last one's end, while recorded.
         timed_ms: the same call or replay on the clock, without a profiler.
@@ -170,13 +168,8 @@ def of_kernels(
 ) -> Breakdown:
     """The breakdown of a call on the GPU.
 
-    Args:
-        with_operators: events of the plain call, operators and kernels (``profile.events()``).
-        device_only: events of the replay or the call, kernels alone.
-        source: ``REPLAY`` or ``CALL``.
-        timed_ms: what ``source`` takes without a profiler.
-        call_ms: what the plain call takes without a profiler.
-
+    ``with_operators`` are events of the plain call, operators and kernels, and ``device_only`` of
+    the ``source``. ``timed_ms`` is what the source takes without a profiler, ``call_ms`` the call.
     Raises RuntimeError where a recording holds no kernel, as where CUPTI may not be used.
     """
     events = list(with_operators)
