@@ -48,8 +48,8 @@ class Blocks:
     """A table that is never cut: columns that find no room stand in a further block below it.
 
     Attributes:
+        body: rows, which may be shorter than the header.
         left: number of the first columns that are text. They stand in every block.
-        means: rows below a rule. A row may be shorter than the header.
     """
 
     header: Sequence[str]
@@ -57,7 +57,6 @@ class Blocks:
     title: str = ""
     caption: str = ""
     left: int = 1
-    means: Sequence[Sequence[str]] = ()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         widths = self._widths(options.max_width)
@@ -75,7 +74,7 @@ class Blocks:
 
     def _widths(self, room: int) -> list[int]:
         """Of the columns. Text is folded between words, numbers where a cell is wider than a line."""
-        rows = [self.header, *self.body, *self.means]
+        rows = [self.header, *self.body]
         columns = [[row[i] for row in rows if i < len(row)] for i in range(len(self.header))]
         widths = [max(map(cell_len, column)) for column in columns]
         if _total(widths) <= room:
@@ -93,10 +92,8 @@ class Blocks:
             name = Text(self.header[index])
             justify: Literal["left", "right"] = "left" if index < self.left else "right"
             table.add_column(name, justify=justify, width=widths[index], overflow="fold")
-        for rows in (self.body, self.means):
-            for row in rows:
-                table.add_row(*(Text(row[index] if index < len(row) else "") for index in block))
-            table.add_section()
+        for row in self.body:
+            table.add_row(*(Text(row[index] if index < len(row) else "") for index in block))
         return table
 
 

@@ -77,14 +77,9 @@ class Breakdown:
         return self.floor_ms / self.total_ms
 
 
-@dataclass(frozen=True)
-class _Part:
+def _part(name: str, found: str, microseconds: float, calls: float = 1.0) -> dict[str, Any]:
     """One launch, or the share of it that belongs to a category."""
-
-    name: str
-    category: str
-    microseconds: float
-    calls: float = 1.0
+    return {"name": name, "category": found, "calls": calls, "ms": microseconds / 1e3}
 
 
 def _alone(events: Iterable[Any]) -> list[float]:
@@ -131,26 +126,19 @@ def shares_by_name(events: Iterable[Any]) -> Shares:
     }
 
 
-def _listed(parts: Iterable[_Part]) -> list[dict[str, Any]]:
-    """Parts joined by name and category, longest first."""
-    found: dict[tuple[str, str], dict[str, Any]] = {}
-    for part in parts:
-        start = {"name": part.name, "category": part.category, "calls": 0.0, "ms": 0.0}
-        entry = found.setdefault((part.name, part.category), start)
-        entry["calls"] += part.calls
-        entry["ms"] += part.microseconds / 1e3
-    longest = sorted(found.items(), key=lambda item: (-item[1]["ms"], item[0]))
-    return [{**entry, "calls": round(entry["calls"], 2)} for _, entry in longest]
-
-
-def _breakdown(parts: Sequence[_Part], events: Sequence[Any], **values: Any) -> Breakdown:
+def _breakdown(parts: Sequence[dict[str, Any]], events: Sequence[Any], **values: Any) -> Breakdown:
     """``values`` are the fields that do not follow from parts and events."""
     times = [event.time_range for event in events]
     total_ms = (max(time.end for time in times) - min(time.start for time in times)) / 1e3
     sums = dict.fromkeys(CATEGORIES, 0.0)
+    joined: dict[tuple[str, str], dict[str, Any]] = {}
     for part in parts:
-        sums[part.category] += part.microseconds / 1e3
-    listed = _listed(parts)
+        sums[part["category"]] += part["ms"]
+        entry = joined.setdefault((part["name"], part["category"]), {**part, "calls": 0.0, "ms": 0.0})
+        entry["calls"] += part["calls"]
+        entry["ms"] += part["ms"]
+    longest = [entry for _, entry in sorted(joined.items(), key=lambda item: (-item[1]["ms"], item[0]))]
+    listed = [{**entry, "calls": round(entry["calls"], 2)} for entry in longest]
     return Breakdown(
         # Sums of many floats: without gaps the difference may be a little below nothing.
         categories={**sums, GAPS: max(0.0, total_ms - sum(sums.values()))},
@@ -179,7 +167,7 @@ def of_kernels(
         raise RuntimeError(f"the profiler recorded no kernel of {what}: CUPTI does not work here")
     shares = shares_by_name(events)
     parts = [
-        _Part(event.name, found, length * share, share)
+        _part(event.name, found, length * share, share)
         for event, length in zip(launches, _alone(launches), strict=True)
         for found, share in (shares.get(event.name) or {category(event.name): 1.0}).items()
     ]
@@ -198,7 +186,7 @@ def of_cpu_operators(events: Iterable[Any], *, timed_ms: float) -> Breakdown:
     # The thread of the first operator makes the call; others only help it.
     thread = min(found, key=lambda event: event.time_range.start).thread
     own = [event for event in found if event.thread == thread]
-    parts = [_Part(event.name, category("", _operator(event)), event.self_cpu_time_total) for event in own]
+    parts = [_part(event.name, category("", _operator(event)), event.self_cpu_time_total) for event in own]
     return _breakdown(parts, own, source=CPU, timed_ms=timed_ms, call_gaps_ms=None)
 
 

@@ -90,7 +90,6 @@ def _table(suite: Suite, rows: Sequence[KernelRow], *, bold: bool = False) -> Bl
         cells = [f"**{_cell(line, name)}**" if name == best else _cell(line, name) for name in names]
         cells += [_pair(ratio(line, name, over)) for name in ours for over in (COPY, suite.baseline, peers)]
         body.append([shape_text(shape), task, *cells])
-    found = []
     # Others' published times have another run's copy.
     ran = [row for row in rows if row.status == OK]
     for over in (COPY, suite.baseline):
@@ -100,8 +99,8 @@ def _table(suite: Suite, rows: Sequence[KernelRow], *, bold: bool = False) -> Bl
                     name: f"{e['hot']:.2f} ({e['cold']:.2f}) on {e['shapes']}" for name, e in by_name.items()
                 }
                 cells = [mean.get(name, NOTHING) for name in names]
-                found.append([f"mean / {over}, {set_name}", task, *cells, *[""] * 3 * len(ours)])
-    return Blocks(header, body, left=2, means=found)
+                body.append([f"mean / {over}, {set_name}", task, *cells, *[""] * 3 * len(ours)])
+    return Blocks(header, body, left=2)
 
 
 def _legend(suite: Suite) -> str:
@@ -178,23 +177,21 @@ def suite_markdown(suite: Suite, results: Path) -> str:
         who = f"{LOSS}: a peer is faster than sdfastgn" if suite.is_inference else _legend(suite)
         notes = (*quoted, *missing, f"{dtype}, {source_line(content)}")
         legend = f"Microseconds, hot L2 (cold L2); bold: the best peer; {who}."
-        blocks += [_brief(table) if suite.is_inference else _whole(table), legend]
+        blocks += [_brief(table) if suite.is_inference else markdown_table(table.header, table.body), legend]
         blocks += [f"{note}." for note in notes]
     return "\n\n".join(blocks) or NO_RESULTS
 
 
-def _whole(table: Blocks) -> str:
-    return markdown_table(table.header, [*table.body, *table.means])
-
-
 def _brief(table: Blocks) -> str:
     """A suite with one task and one provider of ours, with no ratio but that to the best peer."""
-    label = f"mean / {COPY}"
-    found = [[line[0].replace(label, f"mean of time / {COPY}"), *line[1:]] for line in table.means]
-    kept = [*table.body, *(line for line in found if line[0].startswith("mean of"))]
+    rows = [
+        [name.replace("mean /", "mean of time /"), *cells]
+        for name, *cells in table.body
+        if name.startswith(f"mean / {COPY},") or not name.startswith("mean")
+    ]
     header = [_spaced(table.header[0]), *table.header[1:]]
-    short, *body = ([line[0], *line[2:-3], line[-1]] for line in (header, *kept))
-    return markdown_table(short, body)
+    header, *body = ([row[0], *row[2:-3], row[-1]] for row in (header, *rows))
+    return markdown_table(header, body)
 
 
 def extras_markdown(suite: Suite, results: Path) -> str:
