@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import sdfastgn
-from sdfastgn.bench.models.architectures import build_controlnet, build_unet, build_vae
+from sdfastgn.bench.models.architectures import build_unet, build_vae
 from sdfastgn.patches.core import tested_sources
 from sdfastgn.patches.core.tested_sources import unknown_source
 from sdfastgn.patches.registry import FUSIONS, OBJECT_FUSIONS
+from tests.controlnet import build_controlnet
 
 
 @pytest.mark.parametrize("fusion", [*FUSIONS, *OBJECT_FUSIONS], ids=lambda fusion: fusion.name)

@@ -105,45 +105,26 @@ def build_vae(model: str, dtype: torch.dtype, device: torch.device | str, *, see
 
 
 def unet_inputs(
-    model: str | Mapping[str, Any],
-    *,
-    size: int,
-    batch: int,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    seed: int,
-    scale: int = 8,
+    model: str | Mapping[str, Any], *, size: int, batch: int, seed: int, scale: int = 8, **where: Any
 ) -> dict[str, Any]:
     """Keyword arguments of one UNet step, with the embeddings that its configuration asks for.
 
     ``model`` is a name or the configuration of a UNet that was loaded; ``size`` in pixels of the
-    square image, of which a latent has ``scale`` on a side.
+    square image, of which a latent has ``scale`` on a side; ``where`` are dtype and device.
     """
     config = UNETS[model] if isinstance(model, str) else model
-    return model_inputs.unet_inputs(
-        config, size=size, batch=batch, dtype=dtype, device=device, seed=seed, scale=scale
-    )
+    return model_inputs.unet_inputs(config, size=size, batch=batch, seed=seed, scale=scale, **where)
 
 
-def vae_latents(
-    model: str | Mapping[str, Any],
-    *,
-    size: int,
-    batch: int,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    seed: int,
-) -> Tensor:
-    """Latents for one decode to ``size`` pixels square."""
+def vae_latents(model: str | Mapping[str, Any], *, size: int, batch: int, seed: int, **where: Any) -> Tensor:
+    """Latents for one decode to ``size`` pixels square; ``where`` are dtype and device."""
     config = VAES[model] if isinstance(model, str) else model
     pixels = size // latent_scale(config)
     channels = config.get("latent_channels", 4)
-    return model_inputs.randn(batch, channels, pixels, pixels, dtype=dtype, device=device, seed=seed)
+    return model_inputs.randn(batch, channels, pixels, pixels, seed=seed, **where)
 
 
-def _build(
-    cls: Any, config: dict[str, Any], dtype: torch.dtype, device: torch.device | str, seed: int
-) -> Any:
+def _build(cls: Any, config: dict[str, Any], dtype: torch.dtype, device: Any, seed: int) -> Any:
     # By way of the meta device: initializing 2.6 billion parameters on the CPU would take minutes.
     with torch.device("meta"):
         model = cls(**config)
