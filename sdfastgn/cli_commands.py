@@ -14,7 +14,7 @@ import typer
 
 from sdfastgn.bench.models.configurations import MODELS
 from sdfastgn.bench.models.variants import PARTS, VARIANTS
-from sdfastgn.program import program
+from sdfastgn.program import OWN_PROCESS, program
 
 HELP_OPTIONS: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
 # Seeds of 64 bits: inputs are drawn from those that follow too.
@@ -216,15 +216,18 @@ def _inspected(model: str) -> dict[str, Any]:
 
 @app.command()
 def inspect(
+    context: typer.Context,
     model: Annotated[str, typer.Argument(help=f"{', '.join(MODELS)}, a path, or a Hub id")],
     json: JsonOption = None,
 ) -> None:
     """Report what would be fused in a model, what not, and why."""
-    from sdfastgn.bench import documents, options, terminal
+    from sdfastgn.bench import documents, light_imports, options, terminal
 
     with _one_line_errors():
         options.weights_source("MODEL", model, words=MODELS)
         options.json_path("--json", json)
+        if context.obj == OWN_PROCESS and model in MODELS:
+            light_imports.import_model_classes()
         from sdfastgn import report
 
         reports = {name: report(target) for name, target in _inspected(model).items()}
@@ -238,12 +241,16 @@ def inspect(
 
 @app.command()
 def sources(
+    context: typer.Context,
     against: Annotated[
         Path | None, typer.Option("--against", help="a release's wheel or folder: show what changed since")
     ] = None,
 ) -> None:
     """List the methods of diffusers that the fusions rely upon, and whether they are known."""
-    from sdfastgn.bench import terminal
+    from sdfastgn.bench import light_imports, terminal
+
+    if context.obj == OWN_PROCESS:
+        light_imports.import_model_classes()
     from sdfastgn.bench.sources import print_sources
 
     with _one_line_errors():
