@@ -35,7 +35,9 @@ def num_sms(device: torch.device) -> int:
 
 def has_programmatic_launch(device: torch.device) -> bool:
     """True if kernels on ``device`` can start while the one before them still runs: from sm_90 on."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+    if device.type != "cuda" or torch.version.hip is not None:  # AMD's call themselves cuda
+        return False
+    return torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def is_current(device: torch.device) -> bool:

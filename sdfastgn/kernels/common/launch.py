@@ -22,6 +22,9 @@ from sdfastgn.kernels.common.compile_ahead import wanted_kernels
 
 __all__ = ["Launch"]
 
+# Warps of a program, at most: an AMD warp can have 64 threads, and a program 1024.
+_MAX_WARPS = 32 if torch.version.hip is None else 16
+
 
 class Launch:
     """One kernel on one device with everything fixed but its tensors: grid, numbers, constants, warps.
@@ -53,7 +56,7 @@ class Launch:
         self.programs = programs
         self.numbers = numbers
         self.constants = constants
-        self.options = {"num_warps": num_warps, **({"launch_pdl": True} if pdl else {})}
+        self.options = {"num_warps": min(num_warps, _MAX_WARPS), **({"launch_pdl": True} if pdl else {})}
         self._values = (*numbers, *constants.values())
         self._run: Any = None
 
