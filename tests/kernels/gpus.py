@@ -23,22 +23,21 @@ SHARED_KIB = {
 class Gpu(NamedTuple):
     generation: str
     multiprocessors: int
-    l2_mib: int
 
 
 GPUS = {
-    "T4": Gpu("sm_75", 40, 4),
-    "A100": Gpu("sm_80", 108, 40),
-    "RTX 3060": Gpu("sm_86", 28, 3),
-    "A10": Gpu("sm_86", 72, 6),
-    "RTX 4090": Gpu("sm_89", 128, 72),
-    "L40S": Gpu("sm_89", 142, 96),
-    "H100": Gpu("sm_90", 132, 50),
-    "H200": Gpu("sm_90", 132, 50),
-    "B200": Gpu("sm_100", 148, 126),
-    "RTX 5090": Gpu("sm_120", 170, 96),
-    "MI300X": Gpu("gfx942", 304, 4),
-    "RX 7900 XTX": Gpu("gfx1100", 48, 6),
+    "T4": Gpu("sm_75", 40),
+    "A100": Gpu("sm_80", 108),
+    "RTX 3060": Gpu("sm_86", 28),
+    "A10": Gpu("sm_86", 72),
+    "RTX 4090": Gpu("sm_89", 128),
+    "L40S": Gpu("sm_89", 142),
+    "H100": Gpu("sm_90", 132),
+    "H200": Gpu("sm_90", 132),
+    "B200": Gpu("sm_100", 148),
+    "RTX 5090": Gpu("sm_120", 170),
+    "MI300X": Gpu("gfx942", 304),
+    "RX 7900 XTX": Gpu("gfx1100", 48),
 }
 
 

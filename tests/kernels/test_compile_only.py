@@ -50,9 +50,7 @@ def kernels(generation: str) -> set[str]:
     is_amd = generation.startswith("gfx")
     few_keys = {"_short_attention_kernel"} if is_amd or generation == "sm_75" else set()
     wide_heads = {"_softmax_kernel", "_divide_kernel"} if is_amd else set()
-    # Compiled for one generation: its shapes are large.
-    elsewhere = {"walk_grad_kernel"} if generation != "sm_90" else set()
-    return found - few_keys - wide_heads - elsewhere
+    return found - few_keys - wide_heads
 
 
 @pytest.mark.every_gpu
