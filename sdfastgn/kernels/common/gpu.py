@@ -49,7 +49,9 @@ def num_sms(device: torch.device) -> int:
 
 def has_programmatic_launch(device: torch.device) -> bool:
     """True if kernels on ``device`` can start while the one before them still runs: from sm_90 on."""
-    return HAS_GDC and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+    if not HAS_GDC or device.type != "cuda" or torch.version.hip is not None:  # AMD's call themselves cuda
+        return False
+    return torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def unsupported(device: torch.device) -> str | None:

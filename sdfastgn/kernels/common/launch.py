@@ -25,6 +25,8 @@ __all__ = ["Launch"]
 # Parameters of the launchers that are known: what they launch, and what they pass to hooks.
 _LAUNCHED = ("self", "gridX", "gridY", "gridZ", "stream", "function")
 _REPORTED = ("kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook")
+# Warps of a program, at most: an AMD warp can have 64 threads, and a program 1024.
+_MAX_WARPS = 32 if torch.version.hip is None else 16
 
 
 class Launch:
@@ -57,7 +59,7 @@ class Launch:
         self.programs = programs
         self.numbers = numbers
         self.constants = constants
-        self.options = {"num_warps": num_warps, **({"launch_pdl": True} if pdl else {})}
+        self.options = {"num_warps": min(num_warps, _MAX_WARPS), **({"launch_pdl": True} if pdl else {})}
         self._values = (*numbers, *constants.values())
         self._run: Any = None
 
