@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
+from sdfastgn.kernels.common import dispatch, gpu
 from sdfastgn.kernels.common.dispatch import KERNEL_DTYPES
 from sdfastgn.kernels.common.tiles import triton
 from sdfastgn.patches import patcher
@@ -300,12 +301,15 @@ _STOCK_CODE = "plain PyTorch, stock's own code at stock's speed"
 
 
 def _backend(roots: list[nn.Module]) -> str:
-    if triton is None:
-        return f"{_STOCK_CODE} (triton is not installed)"
+    if triton is None or dispatch.why_off is not None:
+        return f"{_STOCK_CODE} ({dispatch.why_off})"
     tensors = [p for root in roots for p in root.parameters()]
     if any(p.is_meta for p in tensors):
         return ""  # nothing runs
     devices = {p.device.type for p in tensors}
+    unsupported = next(filter(None, map(gpu.unsupported, {p.device for p in tensors})), None)
+    if unsupported is not None:
+        return f"{_STOCK_CODE} ({unsupported})"
     if "cuda" not in devices:
         where = ", ".join(sorted(devices)) or "no device"
         return f"{_STOCK_CODE} (weights on {where}; the kernels need an NVIDIA GPU)"

@@ -91,12 +91,11 @@ def options_of_all(
 @contextlib.contextmanager
 def _one_line_errors() -> Iterator[None]:
     """Bad options and weights that cannot be loaded end in one line and exit code 2."""
-    from sdfastgn.bench.models.workload import WeightsError
-    from sdfastgn.bench.options import OptionError
+    from sdfastgn.bench.documents import OptionError
 
     try:
         yield
-    except (OptionError, WeightsError) as error:
+    except OptionError as error:
         typer.echo(f"{program()}: {error}", err=True)
         raise typer.Exit(2) from None
 
@@ -111,7 +110,7 @@ def _suites() -> Mapping[str, Any]:
 _LISTS: dict[str, Callable[[], Iterable[str]]] = {
     "{variants}": lambda: VARIANTS,
     "{suites}": _suites,
-    "{providers}": lambda: dict.fromkeys(name for each in _suites().values() for name in each.provider_names),
+    "{providers}": lambda: dict.fromkeys(name for each in _suites().values() for name in each.providers),
 }
 
 
@@ -206,10 +205,11 @@ def _inspected(model: str) -> dict[str, Any]:
     import torch
 
     from sdfastgn.bench.models.architectures import build_unet, build_vae
-    from sdfastgn.bench.models.workload import load
 
     if model not in MODELS:
-        return {"pipeline": load("MODEL", model, None, torch.float32, torch.device("cpu"))}
+        from sdfastgn.bench.models.pipelines import load_pipeline
+
+        return {"pipeline": load_pipeline("MODEL", model, torch.float32, "cpu")}
     meta = torch.device("meta")
     return {"unet": build_unet(model, torch.float16, meta), "vae": build_vae(model, torch.float16, meta)}
 
@@ -251,7 +251,7 @@ def info(device: DeviceOption = None) -> None:
     with _one_line_errors():
         where = torch.device(options.device_name("--device", device))
     facts = environment.environment(where)
-    providers = {each.name: each for suite in SUITES.values() for each in suite.providers}
+    providers = {name: each for suite in SUITES.values() for name, each in suite.providers.items()}
     out = terminal.console()
     out.print(f"sdfastgn {__version__}, Python {facts['python']}, {facts['machine']}")
     out.print(f"GPU: {facts['gpu'] or 'none that torch can use'}, driver: {facts['driver'] or 'none'}")
@@ -308,28 +308,4 @@ def warm_up(
         options.image_size("--new-size", new_size)
         options.json_path("--json", json)
         code = session.run_warm_up(config, new_size, json=json)
-    raise typer.Exit(code)
-
-
-@app.command(name="train-digits", hidden=True)
-def train_digits(
-    steps: Annotated[int, typer.Option("--steps", help="optimizer steps of each run")] = 1000,
-    batch_size: Annotated[int, typer.Option("--batch-size", help="images a step")] = 64,
-    device: DeviceOption = None,
-    json: JsonOption = None,
-    seed: SeedOption = 0,
-) -> None:
-    """Train a small diffusion model, stock and optimized, from one seed: do they agree?"""
-    from sdfastgn.bench import digits, options
-
-    with _one_line_errors():
-        config = digits.DigitsConfig(
-            steps=options.positive("--steps", steps),
-            batch_size=options.positive("--batch-size", batch_size),
-            device=options.device_name("--device", device),
-            seed=seed,
-        )
-        options.json_path("--json", json)
-        images = digits.load_images(config.torch_device)
-        code = digits.run(config, images, json=json)
     raise typer.Exit(code)

@@ -125,7 +125,7 @@ def test_every_command_has_both_helps(command: str) -> None:
         pytest.param("bench", PARTS, id="parts"),
         pytest.param("bench", configurations.MODELS, id="models"),
         pytest.param("kernels", SUITES, id="suites"),
-        pytest.param("kernels", SUITES["layer_norm"].provider_names, id="providers"),
+        pytest.param("kernels", SUITES["layer_norm"].providers, id="providers"),
     ],
 )
 def test_the_help_names_all_of(command: str, names: tuple[str, ...]) -> None:
@@ -169,7 +169,7 @@ def test_a_new_variant_is_one_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_wrong_variant_fails_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sdfastgn.bench.models.workload.ERROR_BOUNDS", {"fp32": -1.0})
+    monkeypatch.setattr("sdfastgn.bench.models.gate.ERROR_BOUNDS", {"fp32": -1.0})
     result = invoke("bench", "--part", "vae", *ON_CPU, "--variants", "eager,channels_last")
     assert result.exit_code == 1
     assert "wrong output" in result.stdout
@@ -294,7 +294,7 @@ def test_info_names_what_runs_and_why_the_rest_does_not() -> None:
     result = invoke("info", "--device", "cpu", COLUMNS="60")
     assert result.exit_code == 0, result.output
     shown = " ".join(result.stdout.split())
-    providers = {name for suite in SUITES.values() for name in suite.provider_names}
+    providers = {name for suite in SUITES.values() for name in suite.providers}
     names = [f"variant {name}:" for name in VARIANTS] + [f"kernel {name}:" for name in providers]
     assert all(name in shown for name in (*names, "torch:", "GPU:"))
     assert "variant stable_fast: package sfast (stable-fast) is not installed" in shown

@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from diffusers import DiffusionPipeline
 from rich.console import Console
 from rich.table import Table
 
 import sdfastgn
 from sdfastgn.bench.images import psnr, write_png
-from sdfastgn.bench.models.pipelines import build_pipeline, load_pipeline
+from sdfastgn.bench.models.pipelines import build_pipeline
 
 PROMPT = "a photograph of an astronaut riding a horse"
 SIZE, STEPS = 128, 8
@@ -37,7 +38,7 @@ def run_demo(output_dir: Path, console: Console) -> int:
             "1. A small but complete StableDiffusionPipeline, built offline, saved, and loaded again."
         )
         build_pipeline("tiny", dtype=torch.float32, device="cpu").save_pretrained(folder)
-        pipe = load_pipeline(folder, "tiny", torch.float32, device)
+        pipe = DiffusionPipeline.from_pretrained(folder).to(device)
     pipe.set_progress_bar_config(disable=True)
     _generate(pipe)  # the first call pays for lazy imports and allocations
 

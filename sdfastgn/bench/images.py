@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -23,11 +24,23 @@ def psnr(a: ArrayLike, b: ArrayLike) -> float:
     return math.inf if error == 0 else -10 * math.log10(error) if math.isfinite(error) else math.nan
 
 
-def relative_error(a: Tensor, b: Tensor) -> float:
-    """‖a - b‖ / ‖b‖ in fp64; nan if anything is. Raises ValueError if the shapes differ."""
-    if a.shape != b.shape:
-        raise ValueError(f"relative_error: shapes differ: {tuple(a.shape)} and {tuple(b.shape)}")
-    return float((a.double() - b.double()).norm() / b.double().norm())
+def relative_error(a: Tensor | Mapping[str, Tensor], b: Tensor | Mapping[str, Tensor]) -> float:
+    """‖a - b‖ / ‖b‖ in fp64, of tensors by name over all of them; nan if anything is.
+
+    Raises ValueError if the shapes differ.
+    """
+    ours, theirs = ({"": each} if isinstance(each, Tensor) else each for each in (a, b))
+    difference = norm = 0.0
+    for name, expected in theirs.items():  # one after the other: SDXL's gradients have 2.6 billion values
+        found = ours[name]
+        if found.shape != expected.shape:
+            raise ValueError(
+                f"relative_error: shapes differ: {tuple(found.shape)} and {tuple(expected.shape)}"
+            )
+        truth = expected.to(found.device).double()
+        difference += float((found.double() - truth).square().sum())
+        norm += float(truth.square().sum())
+    return math.sqrt(difference / norm) if norm else math.nan
 
 
 def write_png(images: ArrayLike, path: Path | str, *, scale: int = 1) -> Path:

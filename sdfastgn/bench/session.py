@@ -17,9 +17,8 @@ from sdfastgn.bench.kernels import run as kernels
 from sdfastgn.bench.kernels.ratios import summary
 from sdfastgn.bench.kernels.suite import COPY, KernelConfig, shape_text
 from sdfastgn.bench.kernels.suites import SUITES
+from sdfastgn.bench.models import gate, warm_up
 from sdfastgn.bench.models import run as end_to_end
-from sdfastgn.bench.models import warm_up
-from sdfastgn.bench.models import workload as workloads
 from sdfastgn.bench.models.run import Row
 from sdfastgn.bench.models.variants import Variant
 from sdfastgn.bench.models.workload import BenchConfig
@@ -44,8 +43,8 @@ def _print_part(out: Console, config: BenchConfig, rows: Sequence[Row]) -> None:
     what = f"{config.model} {config.part}, {config.size}x{config.size}, batch {config.batch}{steps}"
     title = f"{what}, {config.dtype} on {config.device}, {config.weights} weights"
     out.print(end_to_end_tables.end_to_end_table(rows, title))
-    gate = f"correctness gate, before any time: {workloads.gate_text(config)}"
-    notes = [*end_to_end_tables.row_notes(rows), gate]
+    what = f"correctness gate, before any time: {gate.gate_text(config)}"
+    notes = [*end_to_end_tables.row_notes(rows), what]
     if config.fp32_reference and config.part == "pipeline":
         notes.append("no fp32 reference: a full pipeline is compared with eager only")
     print_lines(out, [*notes, *end_to_end_tables.graph_notes(rows)])
@@ -120,7 +119,7 @@ def run_kernels(config: KernelConfig, *, json: Path | None = None, plot: Path | 
         if extras is not None:
             out.print(extras)
         lines = kernel_tables.missing_cells(rows)
-        left_out = [name for name in suite.provider_names if name not in (COPY, *config.providers)]
+        left_out = [name for name in suite.providers if name not in (COPY, *config.providers)]
         if left_out:
             lines.append(f"not run (name them in --providers): {', '.join(left_out)}")
         lines.append(f"gate: relative error against fp64 at most {suite.gate(config.dtype)}")
@@ -153,7 +152,7 @@ def run_warm_up(config: BenchConfig, new_size: int, *, json: Path | None) -> int
         )
     )
     notes = [": ".join(warm_up_tables.cells(row, rows[0])) for row in rows if row.status != OK]
-    print_lines(out, [*notes, f"correctness gate, before any time: {workloads.gate_text(config)}"])
+    print_lines(out, [*notes, f"correctness gate, before any time: {gate.gate_text(config)}"])
     if json is not None:
         # Not what `sdfastgn bench` would have set: these processes leave it alone.
         tries = torch.backends.cudnn.benchmark

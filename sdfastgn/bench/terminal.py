@@ -64,19 +64,7 @@ class Blocks:
     means: Sequence[Sequence[str]] = ()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        rows = [self.header, *self.body, *self.means]
-        columns = [[row[i] for row in rows if i < len(row)] for i in range(len(self.header))]
-        widths = [max(map(cell_len, column)) for column in columns]
-        if _total(widths) > options.max_width:
-            # Text is folded between words, numbers are not, a cell wider than a line anywhere.
-            for i, column in enumerate(columns):
-                words = max(map(_longest_word, column if i < self.left else column[:1]))
-                share = options.max_width // (2 * self.left)
-                widths[i] = max(
-                    words, min(widths[i], share) if i < self.left else max(map(cell_len, column[1:]))
-                )
-            room = options.max_width - _total(widths[: self.left]) - COLUMN_FRAME
-            widths[self.left :] = (min(width, max(1, room)) for width in widths[self.left :])
+        widths = self._widths(options.max_width)
         yield Text(self.title, style="italic")
         shared = list(range(self.left))
         block = shared.copy()
@@ -88,6 +76,24 @@ class Blocks:
         yield self._table(block, widths)
         if self.caption:
             yield Text(self.caption, style="dim italic")
+
+    def _widths(self, room: int) -> list[int]:
+        """Of the columns. Text is folded between words, numbers are not, a cell wider than a line is."""
+        rows = [self.header, *self.body, *self.means]
+        columns = [[row[i] for row in rows if i < len(row)] for i in range(len(self.header))]
+        widths = [max(map(cell_len, column)) for column in columns]
+        if _total(widths) > room:
+            for i, column in enumerate(columns):
+                words = max(map(_longest_word, column if i < self.left else column[:1]))
+                whole = (
+                    min(widths[i], room // (2 * self.left))
+                    if i < self.left
+                    else max(map(cell_len, column[1:]))
+                )
+                widths[i] = max(words, whole)
+            room -= _total(widths[: self.left]) + COLUMN_FRAME
+            widths[self.left :] = (min(width, max(1, room)) for width in widths[self.left :])
+        return widths
 
     def _table(self, block: Sequence[int], widths: Sequence[int]) -> Table:
         table = Table()
@@ -102,19 +108,6 @@ class Blocks:
         return table
 
 
-def _progress() -> Progress:
-    # On standard error, so that a redirected standard output holds the tables only.
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    errors = Console(stderr=True, highlight=False)
-    return Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal)
-
-
 @contextlib.contextmanager
 def watched(total: int) -> Iterator[tuple[Callable[[str], None], Callable[[str], None]]]:
     """``(on_start, on_done)`` of ``total`` measurements, for a progress bar and a line each.
@@ -122,7 +115,12 @@ def watched(total: int) -> Iterator[tuple[Callable[[str], None], Callable[[str],
     ``on_start`` gets a measurement's name, ``on_done`` its line; an empty one is not shown. Without
     a terminal there are the lines alone.
     """
-    with _progress() as progress:
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn()
+    times = TimeElapsedColumn(), TimeRemainingColumn()
+    # On standard error, so that a redirected standard output holds the tables only.
+    errors = Console(stderr=True, highlight=False)
+    shown = Progress(*columns, *times, console=errors, transient=True, disable=not errors.is_terminal)
+    with shown as progress:
         task = progress.add_task("building", total=total)
 
         def on_done(line: str) -> None:

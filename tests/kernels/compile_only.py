@@ -276,11 +276,8 @@ def _compiled_by(launch: Launch, tensors: tuple[Tensor | None, ...]) -> tuple[An
     return launch.kernel, dtypes, tuple(launch.constants.items()), tuple(launch.options.items())
 
 
-def resources(launch: Launch, tensors: tuple[Tensor | None, ...], capability: int) -> dict[str, int]:
-    """Registers, stack (where spilled registers go), shared memory and the widest load of a kernel.
-
-    Shared memory, stack and load are in bytes.
-    """
+def compiled_for(capability: int, launch: Launch, tensors: tuple[Tensor | None, ...]) -> Any:
+    """What Triton makes of a launch."""
     names = launch.kernel.arg_names
     pointers = dict(zip(names, tensors, strict=False))
     constants = {**launch.constants, **{name: None for name, tensor in pointers.items() if tensor is None}}
@@ -294,7 +291,15 @@ def resources(launch: Launch, tensors: tuple[Tensor | None, ...], capability: in
     source = ASTSource(
         launch.kernel, signature, {(names.index(k),): v for k, v in constants.items()}, attributes
     )
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=launch.options)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=launch.options)
+
+
+def resources(launch: Launch, tensors: tuple[Tensor | None, ...], capability: int) -> dict[str, int]:
+    """Registers, stack (where spilled registers go), shared memory and the widest load of a kernel.
+
+    Shared memory, stack and load are in bytes.
+    """
+    compiled = compiled_for(capability, launch, tensors)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
         cubin.flush()

@@ -7,8 +7,8 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from sdfastgn.bench.documents import OK
-from sdfastgn.bench.kernels.suite import COPY, OURS, QUOTED, KernelRow, Shape, Suite, shape_text
+from sdfastgn.bench.documents import OK, QUOTED
+from sdfastgn.bench.kernels.suite import COPY, OURS, KernelRow, Shape, Suite, shape_text
 
 # A line of a table: rows of one shape and task by provider, the copy among them.
 Line = dict[str, KernelRow]

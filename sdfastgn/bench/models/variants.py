@@ -63,8 +63,8 @@ def prepared(variant: Variant, target: Any, part: str) -> Iterator[None]:
         snapshot.restore()
 
 
-def _always(device: torch.device) -> str | None:
-    return None
+def _always(device: torch.device) -> None:
+    """The reason of a variant that runs everywhere."""
 
 
 def _timed_modules(target: Any) -> list[nn.Module]:
@@ -94,12 +94,15 @@ def _channels_last(target: Any, part: str) -> Iterator[None]:
 @contextlib.contextmanager
 def _optimized(target: Any, part: str, *, cuda_graphs: Literal["auto"] | bool) -> Iterator[None]:
     import sdfastgn
+    from sdfastgn.bench.environment import check_kernels_ran
 
     sdfastgn.optimize(target, cuda_graphs=cuda_graphs)
     try:
         yield
     finally:
         sdfastgn.restore(target)
+    for parameter in (p for module in _timed_modules(target) for p in module.parameters()):
+        check_kernels_ran(parameter.device)
 
 
 _sdfastgn = functools.partial(_optimized, cuda_graphs="auto")

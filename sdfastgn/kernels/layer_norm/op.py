@@ -161,7 +161,10 @@ def _plain(call: LayerNormCall) -> Tensor:
 
 def _plain_of_sum(call: AddCall) -> tuple[Tensor, Tensor]:
     total = reference_add(call.x, call.residual, call.add_bias)
-    return _plain(_norm_of(total, call)), total
+    y = _plain(_norm_of(total, call))
+    if call.total_bias is None:
+        return y, total
+    return y, reference_add(call.x, call.residual, call.add_bias, call.total_bias)
 
 
 def _check(name: str, call: LayerNormCall | AddCall) -> None:

@@ -1,13 +1,14 @@
 """Which upstream methods a fusion replaces, and whether they are the versions that it was tested with.
 
 A fused ``forward`` repeats what the stock one does. When upstream changes that, repeating the old
-one would change pixels; so the source of each replaced (or relied upon) method is compared with the
-versions tested, and an unknown source means: skip, with a reason. Each fusion's file says which
+one would change pixels; so the code of each replaced (or relied upon) method is compared with the
+versions tested, and unknown code means: skip, with a reason. Each fusion's file says which
 these are.
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import inspect
 import textwrap
@@ -19,14 +20,14 @@ __all__ = ["TestedSource", "source_hash", "tested", "unknown_source"]
 
 
 class TestedSource(NamedTuple):
-    """An upstream class, and per method the ``source_hash`` of each diffusers release tested (0.42.1)."""
+    """An upstream class, and per method the ``source_hash`` of each version of it that was tested."""
 
     cls: type
     hashes: dict[str, tuple[str, ...]]
 
 
 def tested(cls: type, **hashes: str) -> TestedSource:
-    """``tested(GEGLU, forward="dc945fffaaaf023e")``. Spaces separate the hashes of several releases."""
+    """``tested(GEGLU, forward="2749119a143f533a")``. Spaces separate the hashes of several versions."""
     return TestedSource(cls, {method: tuple(found.split()) for method, found in hashes.items()})
 
 
@@ -35,11 +36,11 @@ _hashes: weakref.WeakKeyDictionary[types.FunctionType, str | None] = weakref.Wea
 
 
 def source_hash(cls: type, method: str) -> str | None:
-    """First 16 hexadecimal digits of the SHA-256 of the dedented source of a method or property.
+    """First 16 hexadecimal digits of the SHA-256 of the ``outline`` of a method or property.
 
     None if that is not upstream's or cannot be read.
 
-    Below upstream's own decorators, whose lines are part of the source. Any other wrapper, as
+    Below upstream's own decorators, which are part of the outline. Any other wrapper, as
     ``functools.wraps`` makes them look like what they wrap, is None.
     """
     function = getattr(cls, method, None)
@@ -56,13 +57,37 @@ def _hash_of(function: types.FunctionType) -> str | None:
     wrappers: list[Any] = []
     try:
         inner = inspect.unwrap(function, stop=wrappers.append)
-        source = textwrap.dedent(inspect.getsource(inner))
-    except (OSError, TypeError, ValueError):
+        [definition] = ast.parse(textwrap.dedent(inspect.getsource(inner))).body
+    except (OSError, TypeError, ValueError, SyntaxError):
         return None
-    decorators = sum(line.startswith("@") for line in source.splitlines())
-    if len(wrappers) > decorators or not all(map(_is_upstreams, (*wrappers, inner))):
+    if not isinstance(definition, ast.FunctionDef) or len(wrappers) > len(definition.decorator_list):
         return None
-    return hashlib.sha256(source.encode()).hexdigest()[:16]
+    if not all(map(_is_upstreams, (*wrappers, inner))):
+        return None
+    return hashlib.sha256(outline(definition).encode()).hexdigest()[:16]
+
+
+def outline(part: Any) -> str:
+    """Syntax as text, without what computes nothing: comments, docstrings, annotations, layout.
+
+    The same in every version of Python, as ``ast.dump`` and ``ast.unparse`` are not.
+    """
+    if isinstance(part, list):
+        return f"[{','.join(outline(each) for each in part if not _is_docstring(each))}]"
+    if not isinstance(part, ast.AST):
+        return ascii(part)
+    fields = {name: value for name, value in ast.iter_fields(part) if name not in _NOT_COMPUTED}
+    # Newer versions of Python have more fields, which are empty without their syntax.
+    shown = (f"{name}={outline(value)}" for name, value in fields.items() if value not in (None, []))
+    return f"{type(part).__name__}({','.join(shown)})"
+
+
+# Fields of ``ast``'s classes: annotations of arguments and variables, and of what is returned.
+_NOT_COMPUTED = ("annotation", "returns")
+
+
+def _is_docstring(part: Any) -> bool:
+    return isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant)
 
 
 def _is_upstreams(link: Any) -> bool:

@@ -71,7 +71,7 @@ WIDE = [
 ]  # fmt: skip
 LONG_CELLS = [
     KernelRow((16, 1280, 128, 128), name, OK, "", 123.4, 124.5, task=COPY if name == COPY else FORWARD)
-    for name in SUITES["inference"].provider_names
+    for name in SUITES["inference"].providers
 ]
 NARROW_TABLES = {
     "bench": end_to_end.end_to_end_table(WIDE, "t"),

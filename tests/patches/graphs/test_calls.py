@@ -12,11 +12,12 @@ from diffusers import StableDiffusionImg2ImgPipeline, UNet2DModel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sdfastgn
-from sdfastgn.bench.models.architectures import build_controlnet, build_vae, unet_inputs
+from sdfastgn.bench.models.architectures import build_vae, unet_inputs
 from sdfastgn.bench.models.pipelines import build_pipeline
 from sdfastgn.patches.graphs import arguments as graph_call
 from sdfastgn.patches.graphs import install as cuda_graphs
 from sdfastgn.patches.graphs.arguments import global_state
+from tests.controlnet import build_controlnet
 from tests.patches.graphs.cases import DEVICES, agree, lora, make, optimized, run, state
 from tests.patches.graphs.tape import TapeBackend
 
@@ -257,7 +258,7 @@ def test_cudnn_first_by_pytorch_itself_is_no_change(monkeypatch):
     unet, stock, inputs = make()
     initial = graph_call._INITIAL_ORDER
     orders = iter([initial, *[(3, *(b for b in initial if b != 3))] * 5])
-    monkeypatch.setattr(graph_call, "_sdp_priority_order", lambda: next(orders))
+    monkeypatch.setattr(graph_call, "sdp_priority_order", lambda: next(orders))
     for _ in range(3):
         agree(run(unet, inputs), run(stock, inputs))
     assert (state(unet).captured, state(unet).replays) == (1, 2)
