@@ -24,6 +24,7 @@ from sdfastgn.patches.graphs import install as graphs
 from sdfastgn.patches.graphs.models import is_graphable
 from sdfastgn.reports import Entry, Report
 from sdfastgn.verification import Verdict
+from sdfastgn.versions import never_run
 
 __all__ = ["optimize", "optimized", "report", "restore"]
 
@@ -241,6 +242,7 @@ def _optimize(
         )
         raise ValueError(f"sdfastgn.{call}: strict=True and {len(skipped)} parts cannot be fused: {reasons}")
     warn_where_nothing_is_gained()
+    warn_of_versions_never_run()
     before = [_before(name, root, findings[name]) for name, root in roots.items()]
     try:
         for name, root in roots.items():
@@ -373,3 +375,11 @@ def warn_where_nothing_is_gained() -> None:
             "own code at stock's speed",
             stacklevel=4,
         )
+
+
+@functools.cache  # once a process
+def warn_of_versions_never_run() -> None:
+    versions = {"torch": torch.__version__, "triton": None if triton is None else triton.__version__}
+    notes = [never_run(name, version) for name, version in versions.items() if version is not None]
+    if any(notes):
+        warnings.warn(f"sdfastgn.optimize: {'; '.join(filter(None, notes))}", stacklevel=4)

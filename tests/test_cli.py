@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +71,7 @@ BAD_INPUT = {
     "inspect /no/such/folder": "MODEL: no such path '/no/such/folder'; give tiny, tiny_xl,",
     "inspect tests": "MODEL: cannot load 'tests'",
     "inspect tiny --json /proc/x.json": "--json: cannot write a file at '/proc/x.json'",
+    "sources --against tests": "--against: no wheel of diffusers and no folder that has one, got 'tests'",
     "demo --output pyproject.toml": "--output: 'pyproject.toml' is not a folder",
     "demo --output /proc/x": "--output: cannot write a file at '/proc/x/stock.png'",
     # typer's own checks
@@ -129,7 +128,7 @@ def test_every_command_has_both_helps(command: str) -> None:
         pytest.param("bench", PARTS, id="parts"),
         pytest.param("bench", configurations.MODELS, id="models"),
         pytest.param("kernels", SUITES, id="suites"),
-        pytest.param("kernels", SUITES["layer_norm"].provider_names, id="providers"),
+        pytest.param("kernels", SUITES["layer_norm"].providers, id="providers"),
     ],
 )
 def test_the_help_names_all_of(command: str, names: tuple[str, ...]) -> None:
@@ -155,13 +154,8 @@ def test_bench_prints_checks_and_writes(tmp_path: Path) -> None:
         assert words in shown
 
 
-@contextlib.contextmanager
-def untouched(target: Any, part: str) -> Iterator[None]:
-    yield
-
-
 def test_a_new_variant_is_one_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    new = Variant("thrown_away", "thrown away", lambda device: None, untouched)
+    new = Variant("thrown_away", "thrown away", lambda device: None, lambda *arguments: None)
     monkeypatch.setitem(VARIANTS, new.name, new)
     path = tmp_path / "out.json"
     result = invoke("bench", "--part", "vae", *ON_CPU, "--variants", "thrown_away", "--json", str(path))
@@ -173,7 +167,7 @@ def test_a_new_variant_is_one_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_wrong_variant_fails_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sdfastgn.bench.models.workload.ERROR_BOUNDS", {"fp32": -1.0})
+    monkeypatch.setattr("sdfastgn.bench.models.gate.ERROR_BOUNDS", {"fp32": -1.0})
     result = invoke("bench", "--part", "vae", *ON_CPU, "--variants", "eager,channels_last")
     assert result.exit_code == 1
     assert "wrong output" in result.stdout
@@ -327,7 +321,7 @@ def test_info_names_what_runs_and_why_the_rest_does_not() -> None:
     result = invoke("info", "--device", "cpu", COLUMNS="60")
     assert result.exit_code == 0, result.output
     shown = " ".join(result.stdout.split())
-    providers = {name for suite in SUITES.values() for name in suite.provider_names}
+    providers = {name for suite in SUITES.values() for name in suite.providers}
     names = [f"variant {name}:" for name in VARIANTS] + [f"kernel {name}:" for name in providers]
     assert all(name in shown for name in (*names, "torch:", "GPU:"))
     assert "variant stable_fast: package sfast (stable-fast) is not installed" in shown

@@ -14,7 +14,7 @@ import warnings
 from typing import Any
 
 # First: it makes Triton compile.
-from tests.kernels.compile_only import compiled_for  # isort: skip
+from tests.kernels.compile_only import compiled  # isort: skip
 
 import torch
 import triton
@@ -34,7 +34,7 @@ def main(what: str) -> None:
             compile_module_from_src("int launch(void) { return 0; }", "launcher")
         tensors = tuple(t for t in args if t is None or isinstance(t, Tensor))
         launch = Launch(kernel, *grid, args[len(tensors) :], constants, num_warps)
-        hashes.append(compiled_for(90, launch, tensors).hash)
+        hashes.append(compiled(launch, tensors, "sm_90").hash)
 
     x = torch.randn(3, 16, device="cuda" if what == "gpu" else "cpu")
     if what != "gpu":

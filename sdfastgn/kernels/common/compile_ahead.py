@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import os
 from collections.abc import Callable
@@ -42,7 +43,8 @@ def rehearse(call: Callable[[], object], device: torch.device) -> None:
         for launch, dtypes in wanted
     }.values()
     for launch, _ in distinct:  # made by the first who asks, and not twice by two threads
-        launch.kernel.device_caches[device.index]
+        with contextlib.suppress(AttributeError):  # a private name
+            launch.kernel.device_caches[device.index]
     pool = ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1), "sdfastgn-compile")
     try:
         done = [pool.submit(_compile, launch, dtypes, device) for launch, dtypes in distinct]

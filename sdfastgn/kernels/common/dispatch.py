@@ -10,6 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sdfastgn.kernels.common.private import (
+    dispatch_modes,
+    forward_ad,
+    in_function_mode,
+    in_transform,
+    is_tracing,
+)
 from sdfastgn.kernels.common.tiles import triton
 
 __all__ = [
@@ -36,13 +43,6 @@ why_off: str | None = "triton is not installed" if triton is None else None
 _TENSORS = (Tensor, torch.nn.Parameter)
 # Arguments that no mode and no subclass has a say in.
 _PLAIN_TYPES = frozenset((*_TENSORS, type(None), int, float, bool, str, torch.dtype))
-
-# Each look-up of an attribute is CPU time of every call.
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_in_function_mode = torch._C._is_torch_function_mode_enabled
-_tracing_state = torch._C._get_tracing_state
-_functorch_level = torch._C._functorch.peek_interpreter_stack
-_forward_ad = torch.autograd.forward_ad
 
 
 class KernelError(Exception):
@@ -87,8 +87,7 @@ def has_kernels(x: Tensor) -> bool:
     Where it is false, public functions are PyTorch's own ops and optimized modules run their stock forward.
     """
     return runs_in_triton(x) and not (
-        (torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None)
-        and torch.onnx.is_in_onnx_export()
+        (torch.compiler.is_compiling() or is_tracing()) and torch.onnx.is_in_onnx_export()
     )
 
 
@@ -131,15 +130,15 @@ def is_untraced(x: Tensor, others: Iterable[Any]) -> bool:
 def _are_values(others: Iterable[Any]) -> bool:
     return (
         _PLAIN_TYPES.issuperset(map(type, others))
-        and _dispatch_modes() == 0
-        and not _in_function_mode()
-        and _tracing_state() is None
+        and dispatch_modes() == 0
+        and not in_function_mode()
+        and not is_tracing()
         # ``is_transformed``, without the call
-        and _functorch_level() is None
-        and _forward_ad._current_level < 0
+        and in_transform() is None
+        and forward_ad._current_level < 0
     )
 
 
 def is_transformed() -> bool:
     """True in torch.func transforms and forward-mode AD, which cannot differentiate ops of a library."""
-    return _functorch_level() is not None or _forward_ad._current_level >= 0
+    return in_transform() is not None or forward_ad._current_level >= 0

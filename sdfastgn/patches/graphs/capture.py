@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from sdfastgn.kernels.common.compile_ahead import rehearse
+from sdfastgn.kernels.common.private import end_pool
 
 __all__ = ["Backend", "CudaBackend", "Handle", "backend_of"]
 
@@ -121,11 +122,8 @@ class CudaBackend:
             # allocator still believes in the capture, and would refuse to empty its cache from now
             # on, and the pool's graphs to be joined by another.
             self._pool = None
-            try:
-                torch._C._cuda_endAllocateToPool(self._device.index, pool)
-            except RuntimeError:
+            if not end_pool(self._device.index, pool):
                 return  # the end came as far as this, and the graph releases its pool itself
-            torch._C._cuda_releasePool(self._device.index, pool)
             self._broken.append(graph)  # the allocator of pinned memory keeps a function that looks into it
             self._free_generator()
 
