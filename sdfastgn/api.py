@@ -56,7 +56,7 @@ def optimize(
             its graphs. What cannot be captured runs eagerly, and ``report`` says why.
         missing_ok: return ``obj`` unchanged, without a warning, if there is nothing to optimize. By
             default that is an error for a module and a warning for a pipeline.
-        verify: then run each fused part of the UNets, ControlNets and KL autoencoders once, on its
+        verify: then run each fused part of the UNets, ControlNets and image autoencoders once, on its
             own weights and small random inputs, and put back any that is further from the same part
             in fp32 (fp64 for fp32) than four times stock's own error and one unit of rounding. A
             UserWarning and ``report`` name these, and the warning what could not be verified. Takes

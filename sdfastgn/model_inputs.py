@@ -63,6 +63,9 @@ def small_inputs(model: nn.Module, dtype: torch.dtype, device: torch.device) -> 
     if kind == "AutoencoderKL":
         side = _LATENTS * 2 ** (len(config["block_out_channels"]) - 1)
         return {"sample": draw(1, config["in_channels"], side, side, seed=0), "sample_posterior": False}
+    if kind == "AutoencoderTiny":
+        side = _LATENTS * 2 ** (len(config["encoder_block_out_channels"]) - 1)
+        return {"sample": draw(1, config["in_channels"], side, side, seed=0)}
     if kind not in _UNETS:
         return None
     config["_class_name"] = kind

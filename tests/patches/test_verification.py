@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from diffusers import AutoencoderKL, ControlNetModel, UNet2DConditionModel, UNet2DModel
+from diffusers import AutoencoderKL, AutoencoderTiny, ControlNetModel, UNet2DConditionModel, UNet2DModel
 from torch import nn
 
 import sdfastgn
@@ -91,7 +91,13 @@ def plain_unet():
     )
 
 
-MODELS = [unet, lambda: unet(**SDXL), vae, plain_unet, lambda: randomise(ControlNetModel(**UNET))]
+def tiny_vae():
+    blocks = {f"{half}_block_out_channels": (16, 16) for half in ("encoder", "decoder")}
+    counts = {f"num_{half}_blocks": (1, 1) for half in ("encoder", "decoder")}
+    return randomise(AutoencoderTiny(**blocks, **counts))
+
+
+MODELS = [unet, lambda: unet(**SDXL), vae, tiny_vae, plain_unet, lambda: randomise(ControlNetModel(**UNET))]
 
 
 def statuses(model):
@@ -103,7 +109,7 @@ def output(model, inputs):
         return model(**inputs)[0]
 
 
-@pytest.mark.parametrize("build", MODELS, ids=["unet", "sdxl", "vae", "unet-2d", "controlnet"])
+@pytest.mark.parametrize("build", MODELS, ids=["unet", "sdxl", "vae", "tiny-vae", "unet-2d", "controlnet"])
 def test_a_healthy_model_stays_fused(build, recwarn):
     model = build()
     before = snapshot(model)
@@ -230,7 +236,7 @@ def test_where_no_kernel_runs_there_is_nothing_to_verify():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("build", MODELS, ids=["unet", "sdxl", "vae", "unet-2d", "controlnet"])
+@pytest.mark.parametrize("build", MODELS, ids=["unet", "sdxl", "vae", "tiny-vae", "unet-2d", "controlnet"])
 def test_kernels_on_a_gpu_are_right(build, dtype):
     model = sdfastgn.optimize(build().to("cuda", dtype), verify=True)
     assert set(statuses(model).values()) == {"fused"}
