@@ -1,4 +1,4 @@
-"""The commands: ``bench``, ``kernels``, ``inspect``, ``info``, ``demo``, and those of the scripts.
+"""The commands, ``bench`` to ``demo``, and those of the scripts.
 
 What imports torch is imported inside a command: ``--help`` answers at once.
 """
@@ -91,12 +91,11 @@ def options_of_all(
 @contextlib.contextmanager
 def _one_line_errors() -> Iterator[None]:
     """Bad options and weights that cannot be loaded end in one line and exit code 2."""
-    from sdfastgn.bench.models.workload import WeightsError
-    from sdfastgn.bench.options import OptionError
+    from sdfastgn.bench.documents import OptionError
 
     try:
         yield
-    except (OptionError, WeightsError) as error:
+    except OptionError as error:
         typer.echo(f"{program()}: {error}", err=True)
         raise typer.Exit(2) from None
 
@@ -111,7 +110,7 @@ def _suites() -> Mapping[str, Any]:
 _LISTS: dict[str, Callable[[], Iterable[str]]] = {
     "{variants}": lambda: VARIANTS,
     "{suites}": _suites,
-    "{providers}": lambda: dict.fromkeys(name for each in _suites().values() for name in each.provider_names),
+    "{providers}": lambda: dict.fromkeys(name for each in _suites().values() for name in each.providers),
 }
 
 
@@ -206,10 +205,11 @@ def _inspected(model: str) -> dict[str, Any]:
     import torch
 
     from sdfastgn.bench.models.architectures import build_unet, build_vae
-    from sdfastgn.bench.models.workload import load
 
     if model not in MODELS:
-        return {"pipeline": load("MODEL", model, None, torch.float32, torch.device("cpu"))}
+        from sdfastgn.bench.models.pipelines import load_pipeline
+
+        return {"pipeline": load_pipeline("MODEL", model, torch.float32, "cpu")}
     meta = torch.device("meta")
     return {"unet": build_unet(model, torch.float16, meta), "vae": build_vae(model, torch.float16, meta)}
 
@@ -240,6 +240,54 @@ def inspect(
 
 
 @app.command()
+def sources(
+    context: typer.Context,
+    against: Annotated[
+        Path | None, typer.Option("--against", help="a release's wheel or folder: show what changed since")
+    ] = None,
+) -> None:
+    """List the methods of diffusers that the fusions rely upon, and whether they are known."""
+    from sdfastgn.bench import light_imports, terminal
+
+    if context.obj == OWN_PROCESS:
+        light_imports.import_model_classes()
+    from sdfastgn.bench.sources import print_sources
+
+    with _one_line_errors():
+        code = print_sources(terminal.console(), against)
+    raise typer.Exit(code)
+
+
+@app.command()
+def verify(
+    path: Annotated[str, typer.Argument(help="a saved pipeline: a path, or a Hub id")],
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+) -> None:
+    """Compare each fused part of a pipeline with stock's code; 1 if one is wrong and was put back."""
+    import torch
+
+    from sdfastgn import api, verification
+    from sdfastgn.bench import options, terminal
+    from sdfastgn.bench.models.pipelines import load_pipeline
+    from sdfastgn.bench.models.workload import DTYPES
+    from sdfastgn.bench.tables import verification as tables
+
+    with _one_line_errors():
+        options.weights_source("PATH", path, words=())
+        device = options.device_name("--device", device)
+        name = dtype or ("fp32" if device == "cpu" else "fp16")
+        weights = DTYPES[options.one_of("--dtype", name, DTYPES)]
+        pipe = load_pipeline("PATH", path, weights, torch.device(device))
+    api.optimize(pipe, cuda_graphs=False)
+    found = api.verdicts(pipe)
+    out = terminal.console()
+    out.print(tables.verification_table(found))
+    terminal.print_lines(out, tables.notes(found))
+    raise typer.Exit(int(any(v.status == verification.PUT_BACK for v in found)))
+
+
+@app.command()
 def info(device: DeviceOption = None) -> None:
     """Versions, the GPU, and what can run here, with the reasons why the rest cannot."""
     import torch
@@ -247,16 +295,19 @@ def info(device: DeviceOption = None) -> None:
     from sdfastgn import __version__
     from sdfastgn.bench import environment, options, terminal
     from sdfastgn.bench.kernels.suites import SUITES
+    from sdfastgn.versions import never_run
 
     with _one_line_errors():
         where = torch.device(options.device_name("--device", device))
     facts = environment.environment(where)
-    providers = {each.name: each for suite in SUITES.values() for each in suite.providers}
+    providers = {name: each for suite in SUITES.values() for name, each in suite.providers.items()}
     out = terminal.console()
     out.print(f"sdfastgn {__version__}, Python {facts['python']}, {facts['machine']}")
     out.print(f"GPU: {facts['gpu'] or 'none that torch can use'}, driver: {facts['driver'] or 'none'}")
     for name, version in facts["packages"].items():
         out.print(f"{name}: {version or 'not installed'}")
+        if version and (note := never_run(name, version)):
+            out.print(f"  {note}", markup=False)
     out.print(f"runs on {where}:", style="bold")
     reasons = {f"variant {each.name}": each.available(where) for each in VARIANTS.values()}
     reasons |= {f"kernel {name}": each.reason(where) for name, each in providers.items()}
@@ -308,28 +359,4 @@ def warm_up(
         options.image_size("--new-size", new_size)
         options.json_path("--json", json)
         code = session.run_warm_up(config, new_size, json=json)
-    raise typer.Exit(code)
-
-
-@app.command(name="train-digits", hidden=True)
-def train_digits(
-    steps: Annotated[int, typer.Option("--steps", help="optimizer steps of each run")] = 1000,
-    batch_size: Annotated[int, typer.Option("--batch-size", help="images a step")] = 64,
-    device: DeviceOption = None,
-    json: JsonOption = None,
-    seed: SeedOption = 0,
-) -> None:
-    """Train a small diffusion model, stock and optimized, from one seed: do they agree?"""
-    from sdfastgn.bench import digits, options
-
-    with _one_line_errors():
-        config = digits.DigitsConfig(
-            steps=options.positive("--steps", steps),
-            batch_size=options.positive("--batch-size", batch_size),
-            device=options.device_name("--device", device),
-            seed=seed,
-        )
-        options.json_path("--json", json)
-        images = digits.load_images(config.torch_device)
-        code = digits.run(config, images, json=json)
     raise typer.Exit(code)

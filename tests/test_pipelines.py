@@ -28,13 +28,13 @@ from sdfastgn.bench.images import psnr, relative_error
 from sdfastgn.bench.models.architectures import (
     UNETS,
     VAES,
-    build_controlnet,
     build_unet,
     build_vae,
     unet_inputs,
     vae_latents,
 )
 from sdfastgn.bench.models.pipelines import build_pipeline
+from tests.controlnet import build_controlnet
 from tests.patches import cases
 
 OPTIONS = {"num_inference_steps": 3, "guidance_scale": 5.0, "output_type": "np"}

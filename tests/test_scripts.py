@@ -9,10 +9,7 @@ import pytest
 
 from sdfastgn.bench import session
 from sdfastgn.bench.models.variants import VARIANTS
-from tests.command_line import ROOT, exit_code
-
-SCRIPTS = sorted(path.name for path in (ROOT / "scripts").glob("*.py"))
-
+from tests.command_line import exit_code
 
 # What each times where its user says nothing: model, part, size, batch, dtype and variants.
 EVERY = list(VARIANTS)
@@ -23,6 +20,8 @@ TIMED = {
     "time_training.py": ("sdxl", "train", 512, 1, "bf16", EVERY),
     "compare_stable_fast.py": ("sd15", "pipeline", 512, 1, "fp32", ["eager", "sdfastgn", "stable_fast"]),
 }
+# Those that are commands of the command line.
+SCRIPTS = [*TIMED, "time_warm_up.py"]
 
 
 @pytest.mark.parametrize(("script", "expected"), TIMED.items(), ids=TIMED)

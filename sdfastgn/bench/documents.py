@@ -11,16 +11,18 @@ from typing import Any
 
 SCHEMA = 1
 OK, UNAVAILABLE, FAILED, WRONG = "ok", "unavailable", "failed", "wrong output"
+# The status of a time that someone else published.
+QUOTED = "quoted"
 
 
-def first_line(error: BaseException) -> str:
-    """What ``error`` says, in one line."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
+class OptionError(ValueError):
+    """A user's option that cannot be used, in one line: the option, the value, and what is allowed."""
 
 
 def one_line(error: BaseException, limit: int = 300) -> str:
     """An exception as one line: its type and the first line that says something."""
-    return f"{type(error).__name__}: {first_line(error)}"[:limit]
+    lines = (line.strip() for line in str(error).splitlines())
+    return f"{type(error).__name__}: {next(filter(None, lines), 'no message')}"[:limit]
 
 
 def document(

@@ -7,19 +7,19 @@ import hashlib
 import importlib.metadata
 import os
 import platform
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from sdfastgn.kernels.common import dispatch
+
 PACKAGES = ("torch", "triton", "diffusers", "transformers", "accelerate", "stable-fast")
 PACKAGE_ROOT = Path(__file__).resolve().parents[1]
 
 
-def package_version(name: str) -> str | None:
-    """The installed distribution's version; None where it is not installed."""
+def _version(name: str) -> str | None:
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -27,11 +27,9 @@ def package_version(name: str) -> str | None:
 
 
 def _output_of(*command: str) -> str | None:
-    if shutil.which(command[0]) is None:
-        return None
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=PACKAGE_ROOT)
-    except (OSError, subprocess.SubprocessError):
+    except (OSError, subprocess.SubprocessError):  # not installed, among others
         return None
     return done.stdout.strip() if done.returncode == 0 else None
 
@@ -43,10 +41,8 @@ def _git() -> dict[str, Any]:
     # Without safe.directory, git refuses a checkout that belongs to another user, as in containers.
     git = ("git", "-c", f"safe.directory={PACKAGE_ROOT.parent}")
     commit = _output_of(*git, "rev-parse", "HEAD")
-    if commit is None:
-        return {"commit": None, "dirty": None}
     changes = _output_of(*git, "status", "--porcelain", "--", str(PACKAGE_ROOT))
-    return {"commit": commit, "dirty": bool(changes)}
+    return {"commit": commit, "dirty": None if commit is None else bool(changes)}
 
 
 def source_hash() -> str:
@@ -73,12 +69,10 @@ def _gpu(device: torch.device) -> dict[str, Any]:
     }
 
 
-def _triton_cache() -> dict[str, Any]:
-    folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
-    return {
-        "folder": str(folder),
-        "entries_at_start": sum(1 for _ in folder.iterdir()) if folder.is_dir() else 0,
-    }
+def check_kernels_ran(device: torch.device) -> None:
+    """Raises where what was called on ``device`` was plain PyTorch, whose time is not this package's."""
+    if device.type == "cuda" and dispatch.why_off is not None:
+        raise RuntimeError(f"plain PyTorch ran and no kernel: {dispatch.why_off}")
 
 
 def environment(device: torch.device, switches: dict[str, bool] | None = None) -> dict[str, Any]:
@@ -86,15 +80,17 @@ def environment(device: torch.device, switches: dict[str, bool] | None = None) -
 
     Call it before measuring: how full Triton's cache is decides what a first call costs.
     """
+    cache = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
+    entries = sum(1 for _ in cache.iterdir()) if cache.is_dir() else 0
     return {
         **_gpu(device),
         "device": str(device),
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs",
-        "packages": {name: package_version(name) for name in PACKAGES},
+        "packages": {name: _version(name) for name in PACKAGES},
         "git": _git(),
         "source_sha256": source_hash(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "triton_cache": _triton_cache(),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "triton_cache": {"folder": str(cache), "entries_at_start": entries},
         "switches": switches or {},
     }

@@ -8,8 +8,9 @@ from __future__ import annotations
 import functools
 import importlib
 import re
-from collections.abc import Iterator
 from pathlib import Path
+
+import sdfastgn.kernels
 
 CONVOLUTION, GEMM, ATTENTION = "convolution", "GEMM", "attention"
 # Pointwise holds reductions and concatenations too, layout copies also changes of dtype.
@@ -106,16 +107,6 @@ def _first(rules: _Rules, name: str) -> str | None:
     return next((found for found, pattern in rules if pattern.search(name)), None)
 
 
-def _modules() -> Iterator[tuple[str, object]]:
-    import sdfastgn.kernels
-
-    # Not pkgutil's walk: the rooms are namespace folders, into which it does not look.
-    for folder in map(Path, sdfastgn.kernels.__path__):
-        for file in sorted(folder.rglob("*.py")):
-            name = ".".join(file.relative_to(folder).with_suffix("").parts)
-            yield name, importlib.import_module(f"sdfastgn.kernels.{name}")
-
-
 @functools.cache
 def kernels_of_the_package() -> dict[str, str | None]:
     """The package's own Triton kernels and their categories; None where no rule names one.
@@ -123,12 +114,15 @@ def kernels_of_the_package() -> dict[str, str | None]:
     Empty where Triton is not installed.
     """
     found: dict[str, str | None] = {}
-    for file, module in _modules():
-        own = next((name for word, name in _OWN_FILES if word in file), None)
-        for name, value in vars(module).items():
-            home = getattr(getattr(value, "fn", None), "__module__", None)
-            if name.endswith("_kernel") and home == f"sdfastgn.kernels.{file}":
-                found[name] = own
+    # Not pkgutil's walk: the rooms are namespace folders, into which it does not look.
+    for folder in map(Path, sdfastgn.kernels.__path__):
+        for file in sorted(folder.rglob("*.py")):
+            name = ".".join((sdfastgn.kernels.__name__, *file.relative_to(folder).with_suffix("").parts))
+            own = next((category for word, category in _OWN_FILES if word in name), None)
+            for attribute, value in vars(importlib.import_module(name)).items():
+                home = getattr(getattr(value, "fn", None), "__module__", None)
+                if attribute.endswith("_kernel") and home == name:
+                    found[attribute] = own
     return found
 
 

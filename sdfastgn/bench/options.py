@@ -1,22 +1,20 @@
 """Options of the command line and the scripts, checked before anything is built.
 
-A check raises OptionError with one line: the option, the value, and what is allowed.
+A check raises OptionError.
 """
 
 from __future__ import annotations
 
-import errno
 import inspect
-import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from sdfastgn.bench.documents import OptionError, one_line
 from sdfastgn.bench.kernels.suite import INFERENCE, KernelConfig, Shape, Suite
 from sdfastgn.bench.kernels.suites import SUITES
 from sdfastgn.bench.models import architectures
@@ -36,27 +34,21 @@ _SHAPE = re.compile(r"\d+(x\d+)+")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-class OptionError(ValueError):
-    """A user's option that cannot be used."""
-
-
-def one_of(option: str, value: str, allowed: Iterable[str]) -> str:
-    names = list(allowed)
-    if value not in names:
-        raise OptionError(f"{option}: unknown value {value!r}; choose from {', '.join(names)}")
+def one_of(option: str, value: str, allowed: Collection[str]) -> str:
+    if value not in allowed:
+        raise OptionError(f"{option}: unknown value {value!r}; choose from {', '.join(allowed)}")
     return value
 
 
-def some_of(option: str, values: Sequence[str], allowed: Iterable[str]) -> list[str]:
-    """Values without doubles, each one of ``allowed``."""
+def some_of(option: str, values: str | Sequence[str], allowed: Collection[str]) -> list[str]:
+    """Values, or the entries of a comma-separated list, without doubles, each one of ``allowed``."""
+    values = split(values) if isinstance(values, str) else values
     if not values:
         raise OptionError(f"{option}: no value given; choose from {', '.join(allowed)}")
-    names = list(allowed)
-    return [one_of(option, value, names) for value in dict.fromkeys(values)]
+    return [one_of(option, value, allowed) for value in dict.fromkeys(values)]
 
 
 def split(text: str) -> list[str]:
-    """The entries of a comma-separated list."""
     return [entry.strip() for entry in text.split(",") if entry.strip()]
 
 
@@ -91,18 +83,25 @@ def weights_source(option: str, value: str, *, words: Sequence[str] = ("random",
         return value
     if _HUB_ID.fullmatch(value) and not value.startswith("."):
         return value
-    choice = f"{', '.join(words)}, a path, or a Hub id (owner/name)"
+    choice = ", ".join((*words, "a path", "or a Hub id (owner/name)"))
     raise OptionError(f"{option}: no such path {value!r}; give {choice}")
 
 
 def json_path(option: str, value: Path | None) -> Path | None:
     """``value``, if a file can be written there; its folder is made. Ask last, before the work."""
-    if value is not None:
-        try:
-            _try_writing(value)
-        except OSError as error:
-            why = error.strerror or error
-            raise OptionError(f"{option}: cannot write a file at {str(value)!r}: {why}") from None
+    if value is None:
+        return None
+    real = Path(os.path.realpath(value))  # of a link that leads nowhere yet
+    try:
+        if real.is_file() or real.is_dir():
+            real.open("ab").close()
+        elif not real.exists():  # a pipe's reader would take the try for the end
+            real.parent.mkdir(parents=True, exist_ok=True)
+            real.open("xb").close()
+            real.unlink()
+    except OSError as error:
+        why = error.strerror or error
+        raise OptionError(f"{option}: cannot write a file at {str(value)!r}: {why}") from None
     return value
 
 
@@ -116,25 +115,20 @@ def folder_path(option: str, value: Path, names: Iterable[str]) -> Path:
     return value
 
 
-@dataclass(frozen=True)
-class _Subject:
-    """What is benchmarked: name, native size, pixels of a latent, a UNet step's batch."""
+def _subject(model: str | None, weights: str, parts: Sequence[str]) -> tuple[str, int, int, int]:
+    """``model``, or what ``weights`` are by their configuration, if they have these parts.
 
-    model: str
-    size: int
-    scale: int = 8
-    unet_batch: int = DEFAULT_BATCH["unet"]
-
-
-def _subject(model: str | None, weights: str, parts: Sequence[str]) -> _Subject:
-    """``model``, or what ``weights`` are by their configuration, if they have these parts."""
+    Returns its name, native size, pixels of a latent, and a UNet step's batch.
+    """
     if weights == "random":
         name = model or DEFAULT_MODEL
-        return _Subject(name, VAES[name]["sample_size"])
+        return name, VAES[name]["sample_size"], 8, DEFAULT_BATCH["unet"]
     try:
-        config = architectures.load_unet_config(weights)
-    except ValueError as error:
-        raise OptionError(f"--weights: {error}") from None
+        config = architectures.load_config(weights, "unet")
+    except Exception as error:  # whatever the client meets on the network, besides OSError
+        raise OptionError(
+            f"--weights: no configuration of a UNet in {weights!r}: {one_line(error)}"
+        ) from None
     same = [known for known in MODELS if not architectures.unet_difference(config, known)]
     if model is not None and model not in same:
         difference = architectures.unet_difference(config, model)
@@ -153,7 +147,7 @@ def _subject(model: str | None, weights: str, parts: Sequence[str]) -> _Subject:
     # Without text, or with its guidance within, a UNet gets each image once.
     is_guided = config.get("_class_name") != "UNet2DModel" and not config.get("time_cond_proj_dim")
     name = model or (same[0] if same else Path(weights).expanduser().resolve().name)
-    return _Subject(name, latents * scale, scale, DEFAULT_BATCH["unet"] if is_guided else 1)
+    return name, latents * scale, scale, DEFAULT_BATCH["unet"] if is_guided else 1
 
 
 def _pipeline_reason(weights: str, config: Mapping[str, Any]) -> str:
@@ -174,19 +168,6 @@ def _pipeline_reason(weights: str, config: Mapping[str, Any]) -> str:
     return f"a pipeline of text to image, {kind} of {weights!r} takes {needs[0]!r}" if needs else ""
 
 
-def _try_writing(path: Path) -> None:
-    """Raises OSError unless a file can be written at ``path``. Leaves no trace of the try."""
-    if path.is_dir():
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    if path.is_file():
-        path.open("ab").close()
-    elif not path.exists():  # a pipe's reader would take the try for the end
-        real = Path(os.path.realpath(path))  # of a link that leads nowhere yet
-        real.parent.mkdir(parents=True, exist_ok=True)
-        real.open("xb").close()
-        real.unlink()
-
-
 def png_path(option: str, value: Path | None, unless: str = "") -> Path | None:
     """``value``, if a PNG can be written there. ``unless`` says why there is no picture."""
     if value is None:
@@ -200,13 +181,6 @@ def png_path(option: str, value: Path | None, unless: str = "") -> Path | None:
     return json_path(option, value)
 
 
-def dtype_name(option: str, value: str | None, device: str) -> str:
-    """``value``; without one fp16 on a GPU and fp32 on the CPU."""
-    if value is None:
-        return "fp32" if device == "cpu" else "fp16"
-    return one_of(option, value, DTYPES)
-
-
 def bench_configs(
     *,
     model: str | None,
@@ -218,35 +192,35 @@ def bench_configs(
     device: str | None = None,
     weights: str = "random",
     repeats: int | None = None,
-    seed: int = 0,
-    fp32_reference: bool = False,
-    profile: bool = False,
+    **others: Any,
 ) -> list[BenchConfig]:
-    """One checked config for each part. Without a model it is the weights' own. Raises OptionError."""
+    """One checked config for each part; ``others`` are fields of it that need no check.
+
+    Without a model it is the weights' own, without a dtype fp16 on a GPU and fp32 on the CPU.
+    """
     if model is not None:
         one_of("--model", model, MODELS)
     chosen = some_of("--part", parts, PARTS)
     device = device_name("--device", device)
-    dtype = dtype_name("--dtype", dtype, device)
+    on_cpu = device == "cpu"
+    dtype = one_of("--dtype", ("fp32" if on_cpu else "fp16") if dtype is None else dtype, DTYPES)
     positive("--steps", steps)
-    subject = _subject(model, weights_source("--weights", weights), chosen)
-    size = image_size("--size", subject.size if size is None else size, subject.scale)
-    batches = {**DEFAULT_BATCH, "unet": subject.unet_batch}
-    default_repeats = CPU_REPEATS if device == "cpu" else DEFAULT_REPEATS
+    name, native, scale, unet_batch = _subject(model, weights_source("--weights", weights), chosen)
+    size = image_size("--size", native if size is None else size, scale)
+    batches = {**DEFAULT_BATCH, "unet": unet_batch}
+    counts = CPU_REPEATS if on_cpu else DEFAULT_REPEATS
     return [
         BenchConfig(
-            model=subject.model,
-            part=part,
-            size=size,
-            batch=positive("--batch", batches[part] if batch is None else batch),
-            dtype=dtype,
-            device=device,
-            repeats=positive("--repeats", default_repeats[part] if repeats is None else repeats),
+            name,
+            part,
+            size,
+            positive("--batch", batches[part] if batch is None else batch),
+            dtype,
+            device,
+            repeats=positive("--repeats", counts[part] if repeats is None else repeats),
             steps=steps,
             weights=weights,
-            seed=seed,
-            fp32_reference=fp32_reference,
-            profile=profile,
+            **others,
         )
         for part in chosen
     ]
@@ -254,20 +228,21 @@ def bench_configs(
 
 def variant_list(option: str, text: str) -> list[Variant]:
     """Registry entries in the registry's order; ``all`` names every one."""
-    names = list(VARIANTS) if text == "all" else some_of(option, split(text), VARIANTS)
+    names = list(VARIANTS) if text == "all" else some_of(option, text, VARIANTS)
     return [variant for name, variant in VARIANTS.items() if name in names]
 
 
 def shape_list(option: str, text: str, suite: Suite) -> tuple[Shape, ...]:
     """A comma list of the suite's shapes and names of sets."""
-    wanted = f"{suite.axes}{' ' if suite.rule else ''}{suite.rule}, or one of {', '.join(suite.shape_sets)}"
+    rule = f" with C divisible by {suite.divisor}" if suite.divisor > 1 else ""
+    wanted = f"{suite.axes}{rule}, or one of {', '.join(suite.shape_sets)}"
     shapes: list[Shape] = []
     for entry in split(text):
         if entry in suite.shape_sets:
             shapes += suite.shape_sets[entry]
             continue
         shape = tuple(map(int, entry.split("x"))) if _SHAPE.fullmatch(entry) else ()
-        if len(shape) != len(suite.axes.split("x")) or math.prod(shape) == 0 or not suite.fits(shape):
+        if len(shape) != len(suite.axes.split("x")) or 0 in shape or shape[1] % suite.divisor:
             raise OptionError(f"{option}: cannot use shape {entry!r}; give {wanted}")
         shapes.append(shape)
     if not shapes:
@@ -287,22 +262,22 @@ def kernel_configs(
 ) -> list[KernelConfig]:
     """One checked config for each dtype of a comma list. Raises OptionError."""
     chosen = SUITES[one_of("--suite", suite, SUITES)]
-    providers = list(chosen.default_names)
-    if names is not None:
-        known = chosen.provider_names
-        providers = list(known) if names == "all" else some_of("--providers", split(names), known)
+    known = chosen.providers
+    providers = [name for name in known if known[name].by_default or names == "all"]
+    if names is not None and names != "all":
+        providers = some_of("--providers", names, known)
     return [
         KernelConfig(
-            suite=suite,
-            shapes=shape_list("--shapes", shapes, chosen),
-            providers=tuple(providers),
-            dtype=dtype,
-            device=device_name("--device", device),
-            repeats=positive("--repeats", chosen.repeats if repeats is None else repeats),
-            seed=seed,
+            suite,
+            shape_list("--shapes", shapes, chosen),
+            tuple(providers),
+            dtype,
+            device_name("--device", device),
+            positive("--repeats", chosen.repeats if repeats is None else repeats),
+            seed,
             wall_clock=device == "cpu",
         )
-        for dtype in some_of("--dtype", split(dtypes or chosen.dtype), DTYPES)
+        for dtype in some_of("--dtype", dtypes or chosen.dtype, DTYPES)
     ]
 
 

@@ -15,10 +15,6 @@ if TYPE_CHECKING:
     import torch
 
 
-def _needs_cuda(device: torch.device) -> str | None:
-    return None if device.type == "cuda" else f"stable-fast needs CUDA; the device is {device}"
-
-
 def _folder() -> Path | None:
     """Of an importable ``sfast``, found without importing it; None where there is none."""
     spec = importlib.util.find_spec("sfast")
@@ -41,7 +37,9 @@ def reason(device: torch.device) -> str | None:
 
 def kernel_reason(device: torch.device) -> str | None:
     """Why stable-fast's kernel, which needs no extension, cannot run here; None where it can."""
-    return _needs_cuda(device) if _folder() else "package sfast (stable-fast) is not installed"
+    if _folder() is None:
+        return "package sfast (stable-fast) is not installed"
+    return None if device.type == "cuda" else f"stable-fast needs CUDA; the device is {device}"
 
 
 # Triton's launch functions as sfast wraps them at import, slowing everyone's launches.
@@ -93,9 +91,4 @@ def group_norm_silu() -> Callable[..., torch.Tensor]:
     with launch_functions():
         forward = importlib.import_module("sfast.triton.ops.group_norm").group_norm_silu_forward
 
-    def call(
-        x: torch.Tensor, num_groups: int, weight: torch.Tensor, bias: torch.Tensor, eps: float
-    ) -> torch.Tensor:
-        return forward(x, num_groups, weight, bias, eps, output_mean=False, output_rstd=False)[0]
-
-    return call
+    return lambda *arguments: forward(*arguments, output_mean=False, output_rstd=False)[0]

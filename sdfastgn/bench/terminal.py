@@ -39,10 +39,6 @@ def print_lines(out: Console, lines: Iterable[str]) -> None:
         out.print(Text(line, style="dim", overflow="fold"))
 
 
-def _longest_word(text: str) -> int:
-    return max(map(cell_len, text.split()), default=0)
-
-
 def _total(widths: Sequence[int]) -> int:
     return sum(widths) + COLUMN_FRAME * len(widths) + TABLE_FRAME
 
@@ -52,8 +48,8 @@ class Blocks:
     """A table that is never cut: columns that find no room stand in a further block below it.
 
     Attributes:
+        body: rows, which may be shorter than the header.
         left: number of the first columns that are text. They stand in every block.
-        means: rows below a rule. A row may be shorter than the header.
     """
 
     header: Sequence[str]
@@ -61,22 +57,9 @@ class Blocks:
     title: str = ""
     caption: str = ""
     left: int = 1
-    means: Sequence[Sequence[str]] = ()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        rows = [self.header, *self.body, *self.means]
-        columns = [[row[i] for row in rows if i < len(row)] for i in range(len(self.header))]
-        widths = [max(map(cell_len, column)) for column in columns]
-        if _total(widths) > options.max_width:
-            # Text is folded between words, numbers are not, a cell wider than a line anywhere.
-            for i, column in enumerate(columns):
-                words = max(map(_longest_word, column if i < self.left else column[:1]))
-                share = options.max_width // (2 * self.left)
-                widths[i] = max(
-                    words, min(widths[i], share) if i < self.left else max(map(cell_len, column[1:]))
-                )
-            room = options.max_width - _total(widths[: self.left]) - COLUMN_FRAME
-            widths[self.left :] = (min(width, max(1, room)) for width in widths[self.left :])
+        widths = self._widths(options.max_width)
         yield Text(self.title, style="italic")
         shared = list(range(self.left))
         block = shared.copy()
@@ -89,30 +72,29 @@ class Blocks:
         if self.caption:
             yield Text(self.caption, style="dim italic")
 
+    def _widths(self, room: int) -> list[int]:
+        """Of the columns. Text is folded between words, numbers where a cell is wider than a line."""
+        rows = [self.header, *self.body]
+        columns = [[row[i] for row in rows if i < len(row)] for i in range(len(self.header))]
+        widths = [max(map(cell_len, column)) for column in columns]
+        if _total(widths) <= room:
+            return widths
+        words = [max(map(cell_len, " ".join(column).split())) for column in columns[: self.left]]
+        share = room // (2 * self.left)
+        texts = [max(word, min(width, share)) for word, width in zip(words, widths, strict=False)]
+        room = max(1, room - _total(texts) - COLUMN_FRAME)
+        numbers = [max(map(cell_len, (*name.split(), *cells))) for name, *cells in columns[self.left :]]
+        return [*texts, *(min(number, room) for number in numbers)]
+
     def _table(self, block: Sequence[int], widths: Sequence[int]) -> Table:
         table = Table()
         for index in block:
             name = Text(self.header[index])
             justify: Literal["left", "right"] = "left" if index < self.left else "right"
             table.add_column(name, justify=justify, width=widths[index], overflow="fold")
-        for rows in (self.body, self.means):
-            for row in rows:
-                table.add_row(*(Text(row[index] if index < len(row) else "") for index in block))
-            table.add_section()
+        for row in self.body:
+            table.add_row(*(Text(row[index] if index < len(row) else "") for index in block))
         return table
-
-
-def _progress() -> Progress:
-    # On standard error, so that a redirected standard output holds the tables only.
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    errors = Console(stderr=True, highlight=False)
-    return Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal)
 
 
 @contextlib.contextmanager
@@ -122,7 +104,12 @@ def watched(total: int) -> Iterator[tuple[Callable[[str], None], Callable[[str],
     ``on_start`` gets a measurement's name, ``on_done`` its line; an empty one is not shown. Without
     a terminal there are the lines alone.
     """
-    with _progress() as progress:
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn()
+    times = TimeElapsedColumn(), TimeRemainingColumn()
+    # On standard error, so that a redirected standard output holds the tables only.
+    errors = Console(stderr=True, highlight=False)
+    shown = Progress(*columns, *times, console=errors, transient=True, disable=not errors.is_terminal)
+    with shown as progress:
         task = progress.add_task("building", total=total)
 
         def on_done(line: str) -> None:

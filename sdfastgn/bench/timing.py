@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 T = TypeVar("T")
@@ -36,17 +37,12 @@ class Timing:
     median_ms: float
     p10_ms: float
     p90_ms: float
-    repeats: int
     peak_mib: float | None = None
 
     @classmethod
     def of(cls, samples_ms: Sequence[float], peak_mib: float | None = None) -> Timing:
-        if not samples_ms:
-            raise ValueError("Timing.of: no samples")
-        if len(samples_ms) == 1:
-            return cls(samples_ms[0], samples_ms[0], samples_ms[0], 1, peak_mib)
-        tenths = statistics.quantiles(samples_ms, n=10, method="inclusive")
-        return cls(statistics.median(samples_ms), tenths[0], tenths[-1], len(samples_ms), peak_mib)
+        median_ms, p10_ms, p90_ms = map(float, np.percentile(samples_ms, (50, 10, 90)))
+        return cls(median_ms, p10_ms, p90_ms, peak_mib)
 
 
 @contextlib.contextmanager
@@ -104,27 +100,8 @@ def time_once(fn: Callable[[], T], device: torch.device) -> tuple[float, T]:
     return time.perf_counter() - start, result
 
 
-def _event_samples(fn: Callable[[], object], repeats: int) -> list[float]:
-    # Not synchronized, as in a denoising loop: a GPU that waits for the CPU shows.
-    pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
-    for start, end in pairs:
-        start.record()
-        fn()
-        end.record()
-    torch.cuda.synchronize()
-    return [start.elapsed_time(end) for start, end in pairs]
-
-
 def time_callable(fn: Callable[[], object], device: torch.device, *, repeats: int, warmup: int = 2) -> Timing:
-    """Times ``repeats`` calls of ``fn`` after ``warmup`` calls that do not count.
-
-    Raises:
-        ValueError: ``repeats`` is not positive or ``warmup`` is negative.
-    """
-    if repeats < 1:
-        raise ValueError(f"time_callable: repeats must be positive, got {repeats}")
-    if warmup < 0:
-        raise ValueError(f"time_callable: warmup must not be negative, got {warmup}")
+    """Times ``repeats`` calls of ``fn`` after ``warmup`` calls that do not count."""
     for _ in range(warmup):
         fn()
     if device.type != "cuda":
@@ -132,19 +109,21 @@ def time_callable(fn: Callable[[], object], device: torch.device, *, repeats: in
     with device_scope(device):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        samples = _event_samples(fn, repeats)
+        pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+        # Not synchronized, as in a denoising loop: a GPU that waits for the CPU shows.
+        for start, end in pairs:
+            start.record()
+            fn()
+            end.record()
+        torch.cuda.synchronize()
+        samples = [start.elapsed_time(end) for start, end in pairs]
         return Timing.of(samples, torch.cuda.max_memory_allocated() / 2**20)
 
 
 def capture_graph(fn: Callable[[], T], *, warmup: int = 3) -> tuple[Callable[[], None], T]:
-    """Captures one call of ``fn`` on the current CUDA device.
+    """Captures one call of ``fn`` on the current CUDA device. Raises what the capture raises.
 
-    Returns:
-        The replay function, and the captured call's result: each replay writes its values anew.
-
-    Raises:
-        RuntimeError: the call cannot be captured (it synchronizes, allocates through another
-            allocator, uses the default stream).
+    Returns the replay function, and the captured call's result, into which each replay writes.
     """
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
@@ -166,16 +145,6 @@ def cold_sets(bytes_a_call: int) -> int:
     return max(2, min(MAX_COLD_SETS, -(-COLD_BYTES // max(1, bytes_a_call))))
 
 
-def _rotate(fn: Callable[[T], object], inputs: Sequence[T], calls: int) -> list[object]:
-    # A round's outputs stay alive: freed at once, all calls would write to hot memory.
-    outputs: list[object] = [None] * len(inputs)
-    for call in range(calls):
-        slot = call % len(inputs)
-        outputs[slot] = None
-        outputs[slot] = fn(inputs[slot])
-    return outputs
-
-
 def time_kernel(
     fn: Callable[[T], object],
     inputs: Sequence[T],
@@ -191,18 +160,18 @@ def time_kernel(
     Hot: every call gets ``inputs[0]`` and reuses one output. Cold: the calls rotate among all
     ``inputs`` (:func:`cold_sets` says how many it takes), each with an output of its own. On the
     CPU a round is a loop on the wall clock, and ``cold`` only rotates the inputs.
-
-    Raises:
-        ValueError: no inputs, or ``calls`` or ``repeats`` is not positive.
-        RuntimeError: ``fn`` cannot be captured.
     """
-    if not inputs or calls < 1 or repeats < 1:
-        raise ValueError(f"time_kernel: needs inputs, calls, repeats; got {len(inputs)}, {calls}, {repeats}")
     chosen = list(inputs) if cold else [inputs[0]]
     calls = max(calls, len(chosen))
 
     def many() -> list[object]:
-        return _rotate(fn, chosen, calls)
+        # A round's outputs stay alive: freed at once, all calls would write to hot memory.
+        outputs: list[object] = [None] * len(chosen)
+        for call in range(calls):
+            slot = call % len(chosen)
+            outputs[slot] = None
+            outputs[slot] = fn(chosen[slot])
+        return outputs
 
     if device.type != "cuda":
         return time_callable(many, device, repeats=repeats, warmup=1).median_ms * 1e3 / calls

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import math
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ import torch
 
 from sdfastgn.bench import documents, environment, session
 from sdfastgn.bench.documents import FAILED, OK, UNAVAILABLE, WRONG
+from sdfastgn.bench.models import gate
 from sdfastgn.bench.models import run as end_to_end
 from sdfastgn.bench.models import workload as workloads
 from sdfastgn.bench.models.run import Row
@@ -83,7 +82,7 @@ def test_pipeline_rows_have_images() -> None:
     assert rows[0].psnr_db is None  # identical images: infinite, which JSON cannot say
     assert rows[0].median_ms is not None
     assert rows[0].its == pytest.approx(2 * 1e3 / rows[0].median_ms)
-    assert workloads.judge(config("pipeline"), images + 1e-4, images).psnr_db == pytest.approx(80)
+    assert gate.judge(config("pipeline"), images + 1e-4, gate.Reference(images)).psnr_db == pytest.approx(80)
 
 
 # ---- the gate
@@ -142,14 +141,14 @@ def test_a_stock_model_that_fails_is_a_row() -> None:
     ],
 )
 def test_judgement(part: str, output: torch.Tensor, reason: str) -> None:
-    judged = workloads.judge(config(part), output, torch.ones(2, 2))
+    judged = gate.judge(config(part), output, gate.Reference(torch.ones(2, 2)))
     assert (reason in judged.reason) if reason else not judged.reason
 
 
 @pytest.mark.parametrize("part", ["unet", "pipeline"])
 def test_the_gate_is_stated(part: str) -> None:
     described = end_to_end.describe([config(part)])["parts"][0]
-    assert described["gate"] == workloads.gate_text(config(part))
+    assert described["gate"] == gate.gate_text(config(part))
     assert any(character.isdigit() for character in described["gate"])
 
 
@@ -157,7 +156,7 @@ def test_the_gate_is_stated(part: str) -> None:
 
 
 def test_weights_that_cannot_be_loaded(tmp_path: Path) -> None:
-    with pytest.raises(workloads.WeightsError, match="--weights: cannot load"):
+    with pytest.raises(documents.OptionError, match="--weights: cannot load"):
         workloads.build_unet(config("unet", weights=str(tmp_path)))
 
 
@@ -196,13 +195,11 @@ def test_the_commit_can_be_told_where_the_checkout_is_of_another(monkeypatch: py
 def test_a_run_that_is_cut_off_has_told_and_written_what_it_has_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    @contextlib.contextmanager
-    def applied(target: Any, part: str) -> Iterator[None]:
+    def apply(*arguments: object) -> None:
         raise KeyboardInterrupt
-        yield
 
     path = tmp_path / "out.json"
-    stop = Variant("stop", "stop", lambda device: None, applied)
+    stop = Variant("stop", "stop", lambda device: None, apply)
     with pytest.raises(KeyboardInterrupt):
         session.run_bench([config("vae")], [VARIANTS["eager"], stop, VARIANTS["channels_last"]], json=path)
     rows = json.loads(path.read_text())["rows"]

@@ -43,26 +43,15 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_summary_of_samples(samples: list[float], expected: tuple[float, float, float]) -> None:
     result = timing.Timing.of(samples)
     assert (result.median_ms, result.p10_ms, result.p90_ms) == pytest.approx(expected)
-    assert result.repeats == len(samples)
 
 
 def test_calls_are_counted_and_timed(clock: Clock) -> None:
     calls = []
     result = timing.time_callable(lambda: (calls.append(1), clock.sleep(1 / 64)), CPU, repeats=4, warmup=3)
     assert len(calls) == 7
-    assert result.repeats == 4
     assert result.median_ms > 9.0
     assert result.p10_ms <= result.median_ms <= result.p90_ms
     assert result.peak_mib is None
-
-
-def test_impossible_counts_are_errors() -> None:
-    with pytest.raises(ValueError, match="repeats"):
-        timing.time_callable(lambda: None, CPU, repeats=0)
-    with pytest.raises(ValueError, match="warmup"):
-        timing.time_callable(lambda: None, CPU, repeats=1, warmup=-1)
-    with pytest.raises(ValueError, match="no samples"):
-        timing.Timing.of([])
 
 
 def test_one_call_is_timed_and_its_result_returned(clock: Clock) -> None:
@@ -127,12 +116,6 @@ def test_outputs_of_a_cold_round_live_together() -> None:
 
     timing.time_kernel(call, [torch.empty(1)] * 3, CPU, cold=True, calls=3, repeats=1)
     assert max(map(len, addresses)) == 3
-
-
-@pytest.mark.parametrize(("inputs", "calls", "repeats"), [([], 1, 1), ([1], 0, 1), ([1], 1, 0)])
-def test_kernel_needs_inputs_calls_and_repeats(inputs: list[int], calls: int, repeats: int) -> None:
-    with pytest.raises(ValueError, match="time_kernel"):
-        timing.time_kernel(lambda x: x, inputs, CPU, cold=False, calls=calls, repeats=repeats)
 
 
 @pytest.mark.gpu

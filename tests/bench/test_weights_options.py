@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from sdfastgn.bench import options
-from sdfastgn.bench.models.architectures import MODELS, UNETS, build_unet, unet_difference
+from sdfastgn.bench.models.architectures import build_unet, unet_difference
+from sdfastgn.bench.models.configurations import MODELS, UNETS
 from sdfastgn.bench.options import OptionError
 
 # As published: tuples are lists, and there are keys of no matter here.

@@ -29,6 +29,7 @@ from triton.compiler import ASTSource
 
 from sdfastgn.kernels.common import dispatch, gpu
 from sdfastgn.kernels.common.launch import Launch
+from sdfastgn.kernels.common.tiles import HAS_GDC
 from tests.kernels.gpus import smallest
 from tests.kernels.launch_cases import cases, launches
 
@@ -110,7 +111,7 @@ def main(generation: str) -> None:
     dispatch.runs_in_triton = lambda x: True
     dispatch.has_kernels = lambda x: True
     dispatch.is_plain = lambda x, others: True
-    is_hopper = generation.startswith("sm_") and int(generation.removeprefix("sm_")) >= 90
+    is_hopper = HAS_GDC and generation.startswith("sm_") and int(generation.removeprefix("sm_")) >= 90
     gpu.has_programmatic_launch = lambda device: is_hopper
     gpu.num_sms = lambda device: smallest(generation).multiprocessors
     distinct: dict[tuple[Any, ...], tuple[Launch, tuple[Tensor | None, ...], list[str]]] = {}

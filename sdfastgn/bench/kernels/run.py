@@ -15,10 +15,10 @@ from torch import Tensor
 
 from sdfastgn.bench import timing
 from sdfastgn.bench.documents import FAILED, OK, UNAVAILABLE, WRONG, one_line
+from sdfastgn.bench.environment import check_kernels_ran
 from sdfastgn.bench.images import relative_error
 from sdfastgn.bench.kernels.suite import (
     BACKWARD,
-    BOTH,
     COPY,
     DIFFERENTIATED,
     FORWARD,
@@ -53,8 +53,7 @@ class _Inputs:
     recorded: dict[int, tuple[Tensors, Tensors]] = field(default_factory=dict)
 
     def clone(self) -> _Inputs:
-        operands, grads = (tuple(t.clone() for t in tensors) for tensors in (self.operands, self.grads))
-        return _Inputs(operands, grads)
+        return _Inputs(tuple(t.clone() for t in self.operands), tuple(t.clone() for t in self.grads))
 
 
 def _tuple(outputs: Any) -> Tensors:
@@ -72,39 +71,25 @@ def _record(call: Call, operands: Tensors) -> tuple[Tensors, Tensors]:
         return leaves, _tuple(call(*leaves))
 
 
-def _forward(call: Call, inputs: _Inputs) -> Tensors:
-    return _tuple(call(*inputs.operands))
-
-
-def _training_forward(call: Call, inputs: _Inputs) -> Tensors:
-    return tuple(output.detach() for output in _record(call, inputs.operands)[1])
-
-
-def _gradients(call: Call, inputs: _Inputs) -> Tensors:
-    leaves, outputs = _record(call, inputs.operands)
-    return torch.autograd.grad(outputs, leaves, inputs.grads)
-
-
-def _backward(call: Call, inputs: _Inputs) -> Tensors:
-    # A backward runs on its forward's stream, so a capture needs one of its own stream.
+def _run(what: str, call: Call, inputs: _Inputs) -> Tensors:
+    """One pass: the outputs, or the gradients of the operands."""
+    if what == FORWARD:
+        return _tuple(call(*inputs.operands))
+    # A backward alone runs on its forward's stream, so a capture needs one of its own stream.
     stream = torch.cuda.current_stream().cuda_stream if inputs.operands[0].is_cuda else 0
-    if stream not in inputs.recorded:
-        inputs.recorded[stream] = _record(call, inputs.operands)
-    leaves, outputs = inputs.recorded[stream]
-    return torch.autograd.grad(outputs, leaves, inputs.grads, retain_graph=True)
-
-
-_PASSES: dict[str, Callable[[Call, _Inputs], Tensors]] = {
-    FORWARD: _forward,
-    TRAINING: _training_forward,
-    BACKWARD: _backward,
-    BOTH: _gradients,
-}
+    again = what == BACKWARD
+    recorded = inputs.recorded.get(stream) if again else None
+    leaves, outputs = recorded or _record(call, inputs.operands)
+    if what == TRAINING:
+        return tuple(output.detach() for output in outputs)
+    if again:
+        inputs.recorded[stream] = leaves, outputs
+    return torch.autograd.grad(outputs, leaves, inputs.grads, retain_graph=again)
 
 
 def _laid_out(t: Tensor, channels_last: bool) -> Tensor:
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    return t.contiguous(memory_format=formats.get(t.dim(), torch.contiguous_format)) if channels_last else t
+    return t.contiguous(memory_format=formats[t.dim()]) if channels_last and t.dim() in formats else t
 
 
 class _Case:
@@ -117,8 +102,7 @@ class _Case:
         def draw(size: Sequence[int]) -> Tensor:
             return torch.randn(tuple(size), generator=generator, device=device)
 
-        self._operation, self._dtype = operation, config.dtype
-        self._elements = math.prod(shape)
+        self._operation, self._config, self._elements = operation, config, math.prod(shape)
         sizes = operation.sizes(shape)
         self._operands = tuple(draw(size).to(dtype) for size in sizes.values())
         self._operands[0].mul_(1.5).add_(0.5)
@@ -130,68 +114,65 @@ class _Case:
             self._grads = tuple(draw(output.shape).to(dtype) for output in outputs)
             gradients = torch.autograd.grad(outputs, leaves, tuple(t.double() for t in self._grads))
             self._truth.update(zip(self._gradient_names, gradients, strict=True))
-        self._built: tuple[Provider, Call] | None = None
+        self._last: tuple[Provider, Call] | None = None
 
-    def _call(self, provider: Provider, operands: Tensors) -> Call:
-        # All passes of one provider share one: compiling takes seconds.
-        if self._built is None or self._built[0] is not provider:
-            self._built = provider, provider.build(*operands)
-        return self._built[1]
+    def _built(self, provider: Provider, operands: Tensors) -> Call:
+        # All passes of one provider share one call: compiling takes seconds.
+        if self._last is None or self._last[0] is not provider:
+            self._last = provider, provider.build(*operands)
+        return self._last[1]
 
     def _outputs(self, what: str, call: Call, inputs: _Inputs) -> dict[str, Tensor]:
         """What a pass is judged by: its outputs, and its gradients if it has any."""
-        timed = _PASSES[what](call, inputs)
+        timed = _run(what, call, inputs)
         names = self._operation.outputs
         if what not in DIFFERENTIATED:
             return dict(zip(names, timed, strict=True))
-        outputs = _training_forward(call, inputs)
+        outputs = _run(TRAINING, call, inputs)
         return dict(zip((*names, *self._gradient_names), (*outputs, *timed), strict=True))
 
-    def _judge(self, row: KernelRow, outputs: dict[str, Tensor]) -> bool:
-        """Whether every output is within its bound; ``row`` gets the errors, and why not."""
+    def _judge(self, row: KernelRow, outputs: dict[str, Tensor]) -> None:
+        """Fills in the row's errors, and why it is wrong where one is out of its bound."""
         errors = {name: relative_error(output, self._truth[name]) for name, output in outputs.items()}
         row.errors = {name: error for name, error in errors.items() if math.isfinite(error)}
         row.error = max(errors.values()) if len(row.errors) == len(errors) else None
         for name, error in errors.items():
             bounds = self._operation.bounds if name in self._operation.outputs else GRADIENT_BOUNDS
+            bound = bounds[self._config.dtype]
             # `not <=` because a NaN is neither above nor below.
-            if not error <= bounds[self._dtype]:
+            if row.status == OK and not error <= bound:
                 row.status = WRONG
-                row.reason = (
-                    f"relative error of {name} {error:.3g} against fp64 is above {bounds[self._dtype]:g}"
-                )
-                return False
-        return True
+                row.reason = f"relative error of {name} {error:.3g} against fp64 is above {bound:g}"
 
-    def measure(
-        self, row: KernelRow, provider: Provider, what: str, suite: Suite, config: KernelConfig
-    ) -> None:
-        """Fills ``row`` with errors and, if these are within their bounds, with times."""
-        device = config.torch_device
+    def measure(self, row: KernelRow, provider: Provider, what: str, suite: Suite) -> None:
+        """Fills in the row's errors and, if these are within their bounds, its times."""
+        device, repeats = self._config.torch_device, self._config.repeats
         operands = tuple(_laid_out(t, provider.channels_last) for t in self._operands)
-        call = self._call(provider, operands)
+        call = self._built(provider, operands)
         first = _Inputs(operands)
         if what in DIFFERENTIATED:
-            layouts = zip(_training_forward(call, first), self._grads, strict=True)
+            layouts = zip(_run(TRAINING, call, first), self._grads, strict=True)
             first.grads = tuple(torch.empty_like(y).copy_(dy) for y, dy in layouts)
-        if not self._judge(row, self._outputs(what, call, first)):
+        self._judge(row, self._outputs(what, call, first))
+        if row.status != OK:
             return
+        if provider.is_ours:
+            check_kernels_ran(device)
         moved = self._operation.moved_tensors(what) * self._elements * operands[0].element_size()
-        timed = functools.partial(_PASSES[what], call)
-        sets, calls, repeats = 2, CPU_CALLS, min(config.repeats, CPU_REPEATS)
+        timed = functools.partial(_run, what, call)
+        sets, calls, repeats = 2, CPU_CALLS, min(repeats, CPU_REPEATS)
         if device.type == "cuda":
             seconds, _ = timing.time_once(lambda: timed(first), device)
-            sets, repeats = timing.cold_sets(moved), config.repeats
+            sets, repeats = timing.cold_sets(moved), self._config.repeats
             calls = calls_a_round(moved, seconds, suite.round_seconds)
         inputs = [first, *(first.clone() for _ in range(sets - 1))]
-        hot, cold = (
+        row.hot_us, row.cold_us = (
             timing.time_kernel(timed, inputs, device, cold=cold, calls=calls, repeats=repeats)
             for cold in (False, True)
         )
-        if device.type == "cuda" and suite.times_cpu:
+        row.hot_gbps, row.cold_gbps = moved / 1e3 / row.hot_us, moved / 1e3 / row.cold_us
+        if device.type == "cuda" and suite.is_inference:
             row.cpu_us = timing.time_host(lambda: call(*operands), device)
-        row.hot_us, row.cold_us = hot, cold
-        row.hot_gbps, row.cold_gbps = moved / 1e3 / hot, moved / 1e3 / cold
 
 
 def calls_a_round(moved: int, seconds: float, round_seconds: float) -> int:
@@ -235,40 +216,34 @@ def run(
 ) -> list[KernelRow]:
     """Times every provider of the config in every task of the suite on every shape.
 
-    The copy is measured first, also where the config does not name it: ratios need it. ``on_cell``
-    is called before each cell is measured, ``on_row`` with what came of it, before the ratios are
-    known.
+    The copy is measured first, also where the config does not name it: ratios need it. ``on_row``
+    gets a cell before its ratios are known.
     """
     rows: list[KernelRow] = []
     with _measuring(config.torch_device):
         for shape in config.shapes:
-            cases: dict[Operation, _Case] = {}
+            case: tuple[Operation, _Case] | None = None  # one operation's data at a time
             for operation, provider, what in suite.cells_of(config.providers):
                 on_cell(shape, provider.name)
                 row = KernelRow(shape, provider.name, OK, task=operation.label(what))
-                reason = _unavailable(provider, shape, config)
-                if reason is not None:
+                if (reason := _unavailable(provider, shape, config)) is not None:
                     row.status, row.reason = UNAVAILABLE, reason
                 else:
                     try:
-                        if operation not in cases:
-                            cases.clear()  # one operation's data at a time
-                            cases[operation] = _Case(operation, shape, config)
-                        cases[operation].measure(row, provider, what, suite, config)
+                        if case is None or case[0] is not operation:
+                            case = None
+                            case = operation, _Case(operation, shape, config)
+                        case[1].measure(row, provider, what, suite)
                     except Exception as error:  # a provider that breaks on a shape is a row of the table
                         row.status, row.reason = FAILED, one_line(error)
                 rows.append(row)
                 on_row(row)
-            cases.clear()
+            case = None
             if config.torch_device.type == "cuda":
                 torch.cuda.empty_cache()
-    _add_ratios(rows)
-    return rows
-
-
-def _add_ratios(rows: Sequence[KernelRow]) -> None:
     copies = {row.shape: row for row in rows if row.provider == COPY and row.status == OK}
     for row in rows:
         copy = copies.get(row.shape)
         if copy is not None and row.hot_us and row.cold_us and copy.hot_us and copy.cold_us:
             row.hot_ratio, row.cold_ratio = row.hot_us / copy.hot_us, row.cold_us / copy.cold_us
+    return rows

@@ -22,8 +22,6 @@ COPY = "copy"
 OURS = "sdfastgn"
 # The suite that runs where the user names none.
 INFERENCE = "inference"
-# The status of a time that someone else published.
-QUOTED = "quoted"
 
 # What is timed of an operation. A forward may save more where autograd records it.
 FORWARD, TRAINING, BACKWARD, BOTH = "forward", "forward in training", "backward", "forward + backward"
@@ -37,28 +35,24 @@ ERROR_BOUNDS = {"fp16": 5e-3, "bf16": 4e-2, "fp32": 1e-4}
 GRADIENT_BOUNDS = {"fp16": 1e-2, "bf16": 8e-2, "fp32": 1e-3}
 
 
-def always(device: torch.device) -> str | None:
-    """The reason of a provider that runs everywhere: None."""
-    return None
-
-
 @dataclass(frozen=True)
 class Provider:
-    """One implementation of an operation.
+    """One implementation of an operation, given operands in its layout.
 
-    Attributes:
-        name: what the command line, the JSON and the tables call it.
-        build: takes the operation's operands; returns a call of such operands.
-        reason: None where it can run on the device, else why not, in one line.
-        channels_last: the layout of the operands that it is given.
-        by_default: run where the user names no providers.
+    ``build`` takes operands and returns a call of such. ``reason`` is None where it can run on the
+    device, else one line. It runs ``by_default`` where the user names no providers.
     """
 
     name: str
     build: Callable[..., Call]
-    reason: Callable[[torch.device], str | None] = always
+    reason: Callable[[torch.device], str | None] = lambda device: None
     channels_last: bool = True
     by_default: bool = True
+
+    @property
+    def is_ours(self) -> bool:
+        """True if this package's kernels are what is timed."""
+        return self.name.startswith(OURS) or self.name.endswith("_with_statistics")
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,10 +62,7 @@ class Operation:
     Attributes:
         sizes: of the operands by name, in a call's order, for a shape of the suite.
         reference: the same in plain PyTorch, for operands of any dtype.
-        providers: its implementations.
-        passes: what is timed of it.
         task: what a row's task begins with; empty where the pass says it all.
-        outputs: names of what it returns.
         tensors: of the image's size that a forward has to move.
         bounds: largest relative error of an output by dtype.
         baseline: of one of a suite's ``extras``, the provider that its last one is compared with.
@@ -100,19 +91,13 @@ class Suite:
     """A table of its own: ``sdfastgn kernels --suite NAME``.
 
     Attributes:
-        title: above the table.
-        axes: of a shape, as ``"NxCxHxW"``.
         shape_sets: names that ``--shapes`` knows, ``all`` among them.
         operations: what providers compete in. A copy of the first operand is timed beside them.
         baseline: the provider that speed-ups are over.
         extras: operations without a peer, shown beside their ``baseline`` in another table.
-        dtype: where the user names none.
-        fits: whether a shape with the right number of axes can be run.
-        rule: what ``fits`` asks for, in words; empty where every shape can be run.
+        divisor: of the second axis of every shape that can be run.
         repeats: timed rounds of each cell, where the user names no number.
         round_seconds: how long a round lasts at most. Suites with several passes have many cells.
-        times_cpu: also time what a call costs the CPU.
-        in_brief: its Markdown has one line a shape and no ratio but that to the best peer.
     """
 
     name: str
@@ -123,40 +108,33 @@ class Suite:
     baseline: str
     extras: tuple[Operation, ...] = ()
     dtype: str = "fp16"
-    fits: Callable[[Shape], bool] = lambda shape: True
-    rule: str = ""
+    divisor: int = 1
     repeats: int = 10
     round_seconds: float = 0.02
-    times_cpu: bool = False
-    in_brief: bool = False
+
+    @property
+    def is_inference(self) -> bool:
+        """The CPU's time is taken too, Markdown is brief, and there is a picture."""
+        return self.name == INFERENCE
 
     @property
     def kind(self) -> str:
         """Of the JSON of a run."""
-        return "kernels" if self.name == INFERENCE else f"kernels_{self.name}"
+        return "kernels" if self.is_inference else f"kernels_{self.name}"
 
     @property
-    def copy(self) -> Operation:
-        """The yardstick: one read and one write of the first operand."""
+    def every(self) -> tuple[Operation, ...]:
+        """All operations. The copy, one read and one write of the first operand, comes first."""
         sizes = self.operations[0].sizes
         provider = Provider(COPY, lambda x: lambda x: torch.empty_like(x).copy_(x))
-        return Operation(
+        copy = Operation(
             lambda shape: {"x": next(iter(sizes(shape).values()))}, lambda x: x, (provider,), task=COPY
         )
+        return (copy, *self.operations, *self.extras)
 
     @property
-    def providers(self) -> tuple[Provider, ...]:
-        every = (self.copy, *self.operations, *self.extras)
-        return tuple(provider for operation in every for provider in operation.providers)
-
-    @property
-    def provider_names(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(provider.name for provider in self.providers))
-
-    @property
-    def default_names(self) -> tuple[str, ...]:
-        """Providers that run where the user names none."""
-        return tuple(dict.fromkeys(each.name for each in self.providers if each.by_default))
+    def providers(self) -> dict[str, Provider]:
+        return {provider.name: provider for operation in self.every for provider in operation.providers}
 
     @property
     def ideals(self) -> dict[str, float]:
@@ -169,9 +147,8 @@ class Suite:
 
     def gate(self, dtype: str) -> str:
         """The largest errors that are let through, in words."""
-        every = (*self.operations, *self.extras)
-        own = [f"of {op.task} {op.bounds[dtype]:g}" for op in every if op.bounds is not ERROR_BOUNDS]
-        if any(what in DIFFERENTIATED for op in every for what in op.passes):
+        own = [f"of {op.task} {op.bounds[dtype]:g}" for op in self.every if op.bounds is not ERROR_BOUNDS]
+        if any(what in DIFFERENTIATED for op in self.every for what in op.passes):
             own.append(f"of gradients {GRADIENT_BOUNDS[dtype]:g}")
         return ", ".join([f"{ERROR_BOUNDS[dtype]:g}", *own])
 
@@ -180,7 +157,7 @@ class Suite:
         chosen = {COPY, *names}
         return [
             (operation, provider, what)
-            for operation in (self.copy, *self.operations, *self.extras)
+            for operation in self.every
             for provider in operation.providers
             if provider.name in chosen
             for what in operation.passes
@@ -231,17 +208,14 @@ class KernelRow:
     task: str = ""
     errors: dict[str, float] = field(default_factory=dict)
 
-    def microseconds(self, cold: bool) -> float | None:
-        return self.cold_us if cold else self.hot_us
+    @property
+    def times(self) -> tuple[float | None, float | None]:
+        return self.hot_us, self.cold_us
 
 
 def rows_of(suite: Suite, content: Mapping[str, Any]) -> list[KernelRow]:
     """The rows of a run's JSON. In old or quoted ones the provider tells the task."""
-    tasks = {
-        provider.name: op.label(op.passes[0])
-        for op in (*suite.operations, suite.copy, *suite.extras)
-        for provider in op.providers
-    }
+    tasks = {provider.name: op.label(op.passes[0]) for op in suite.every for provider in op.providers}
     competing = suite.operations[0].label(suite.operations[0].passes[0])
     return [
         KernelRow(**{"task": tasks.get(row["provider"], competing), **row, "shape": tuple(row["shape"])})

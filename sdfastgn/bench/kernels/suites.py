@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +13,6 @@ from torch import Tensor
 
 import sdfastgn
 from sdfastgn.bench import stable_fast
-from sdfastgn.bench.kernels.providers import both_layouts, fixed, inductor
 from sdfastgn.bench.kernels.suite import (
     BACKWARD,
     BOTH,
@@ -26,6 +27,7 @@ from sdfastgn.bench.kernels.suite import (
     Shape,
     Suite,
 )
+from sdfastgn.bench.models.variants import compile_reason
 from sdfastgn.kernels.attention.wide_heads import wide_attention
 from sdfastgn.kernels.upsample.conv import upsample_conv2d
 from sdfastgn.kernels.upsample.nearest import upsample_nearest_2x
@@ -34,11 +36,59 @@ GROUPS = 32
 EPS = 1e-5
 
 
+# ---- ways to make a provider of a callable
+
+
+def inductor(call: Call, name: str = "inductor", *, channels_last: bool = True) -> Provider:
+    """``call`` under torch.compile. It runs only where it is named: compiling takes seconds."""
+
+    def build(*operands: Tensor) -> Call:
+        import torch._functorch.config as config
+
+        # Every shape is a compilation of its own; without a reset the tenth would fall back to eager.
+        torch.compiler.reset()
+        # A backward that is timed alone needs its forward's saved tensors many times.
+        return config.patch(donated_buffer=False)(torch.compile(call, dynamic=False))
+
+    return Provider(name, build, compile_reason, channels_last, by_default=False)
+
+
+def fixed(name: str, call: Call, *, channels_last: bool = True) -> Provider:
+    """A call that needs no preparation."""
+    return Provider(name, lambda *operands: call, channels_last=channels_last)
+
+
+def both_layouts(name: str, call: Call, *suffixes: str) -> tuple[Provider, Provider]:
+    """``call`` on the standard layout and channels-last, named by the two suffixes."""
+    standard, channels_last = suffixes or ("nchw", "nhwc")
+    return fixed(f"{name}_{standard}", call, channels_last=False), fixed(f"{name}_{channels_last}", call)
+
+
+def rivals(reference: Call, ours: Call, *, layouts: bool = True) -> tuple[Provider, ...]:
+    """Eager PyTorch, on both layouts where there are some, ours, and torch.compile."""
+    eager = both_layouts("eager", reference) if layouts else (fixed("eager", reference),)
+    return (*eager, fixed("sdfastgn", ours), inductor(reference))
+
+
+def _with_statistics(
+    task: str, sizes: Callable[[Shape], dict[str, Shape]], plain: Call, ours: Call
+) -> Operation:
+    """An op that leaves statistics behind, beside the plain one."""
+    others = fixed(f"{task}_with_statistics", lambda *pair: ours(*pair)[0])
+    tensors = 3 if task == "add" else 2
+    return Operation(sizes, plain, (fixed(task, plain), others), task=task, tensors=tensors, baseline=task)
+
+
+def _per_channel(shape: Shape, channels: int, *more: str) -> dict[str, Shape]:
+    """Sizes of x, and of what has one value a channel."""
+    return {"x": shape, **dict.fromkeys(("weight", "bias", *more), (channels,))}
+
+
 # ---- GroupNorm
 
 
 def _group_norm_sizes(shape: Shape) -> dict[str, Shape]:
-    return {"x": shape, "weight": (shape[1],), "bias": (shape[1],)}
+    return _per_channel(shape, shape[1])
 
 
 def _group_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -49,42 +99,21 @@ def _group_norm_silu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.silu(_group_norm(x, weight, bias))
 
 
-def _our_group_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def _ours(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return sdfastgn.group_norm(x, GROUPS, weight, bias, EPS)
 
 
-def _our_group_norm_silu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return sdfastgn.group_norm(x, GROUPS, weight, bias, EPS, activation="silu")
+def _ours_silu(x: Tensor, weight: Tensor, bias: Tensor, statistics: Any = None) -> Tensor:
+    return sdfastgn.group_norm(x, GROUPS, weight, bias, EPS, activation="silu", statistics=statistics)
 
 
 def _given_statistics(x: Tensor, weight: Tensor, bias: Tensor) -> Call:
-    return functools.partial(_normalize, statistics=sdfastgn.channel_statistics(x))
-
-
-def _normalize(x: Tensor, weight: Tensor, bias: Tensor, *, statistics: Any) -> Tensor:
-    return sdfastgn.group_norm(x, GROUPS, weight, bias, EPS, activation="silu", statistics=statistics)
+    return functools.partial(_ours_silu, statistics=sdfastgn.channel_statistics(x))
 
 
 def _stable_fast(x: Tensor, weight: Tensor, bias: Tensor) -> Call:
     forward = stable_fast.group_norm_silu()
     return lambda x, weight, bias: forward(x, GROUPS, weight, bias, EPS)
-
-
-def _pair_sizes(shape: Shape) -> dict[str, Shape]:
-    return {"x": shape, "residual": shape}
-
-
-def _half_sizes(shape: Shape) -> dict[str, Shape]:
-    half = (shape[0], shape[1] // 2, *shape[2:])
-    return {"x": half, "skip": half}
-
-
-def _cat(a: Tensor, b: Tensor) -> Tensor:
-    return torch.cat((a, b), dim=1)
-
-
-def _divisible(shape: Shape) -> bool:
-    return shape[1] % GROUPS == 0
 
 
 # Of the UNets of SD1.5 at 512^2 and SDXL at 1024^2 with guidance, and of the VAE's depth.
@@ -98,32 +127,36 @@ _UNET: tuple[Shape, ...] = (
 )
 # The VAE's large images, and a large batch.
 _LARGE: tuple[Shape, ...] = ((1, 256, 512, 512), (1, 512, 512, 512), (1, 128, 1024, 1024), (16, 320, 64, 64))
-_GROUP_NORM_SHAPES = {"unet": _UNET, "large": _LARGE, "all": _UNET + _LARGE}
-_DIVISIBLE = f"with C divisible by {GROUPS}"
 
+_TRAINING = Suite(
+    name="training",
+    title=f"GroupNorm({GROUPS}) + SiLU with gradients of x, weight and bias",
+    axes="NxCxHxW",
+    shape_sets={"unet": _UNET, "large": _LARGE, "all": _UNET + _LARGE},
+    operations=(
+        Operation(
+            _group_norm_sizes, _group_norm_silu, rivals(_group_norm_silu, _ours_silu), (TRAINING, BOTH)
+        ),
+    ),
+    baseline="eager_nchw",
+    divisor=GROUPS,
+)
 
-def _rivals(reference: Call, ours: Call) -> tuple[Provider, ...]:
-    """Eager PyTorch on both layouts, ours, and torch.compile."""
-    return (*both_layouts("eager", reference), Provider("sdfastgn", fixed(ours)), inductor(reference))
-
-
-_INFERENCE = Suite(
+_INFERENCE = replace(
+    _TRAINING,
     name=INFERENCE,
     title=f"GroupNorm({GROUPS}) + SiLU",
-    axes="NxCxHxW",
-    shape_sets=_GROUP_NORM_SHAPES,
     operations=(
         Operation(
             _group_norm_sizes,
             _group_norm_silu,
+            # stable-fast is last, because its import touches Triton.
             (
-                *_rivals(_group_norm_silu, _our_group_norm_silu),
-                # Last, because its import touches Triton.
+                *rivals(_group_norm_silu, _ours_silu),
                 Provider("stable_fast", _stable_fast, stable_fast.kernel_reason),
             ),
         ),
     ),
-    baseline="eager_nchw",
     extras=(
         Operation(
             _group_norm_sizes,
@@ -132,59 +165,28 @@ _INFERENCE = Suite(
             task="statistics given",
             baseline=COPY,
         ),
-        Operation(
-            _pair_sizes,
+        _with_statistics(
+            "add",
+            lambda shape: dict.fromkeys(("x", "residual"), shape),
             torch.add,
-            (
-                Provider("add", fixed(torch.add)),
-                Provider("add_with_statistics", fixed(lambda *pair: sdfastgn.add_with_statistics(*pair)[0])),
-            ),
-            task="add",
-            tensors=3,
-            baseline="add",
+            sdfastgn.add_with_statistics,
         ),
-        Operation(
-            _half_sizes,
-            _cat,
-            (
-                Provider("cat", fixed(_cat)),
-                Provider("cat_with_statistics", fixed(lambda *pair: sdfastgn.cat_with_statistics(*pair)[0])),
-            ),
-            task="cat",
-            baseline="cat",
+        _with_statistics(
+            "cat",
+            lambda shape: dict.fromkeys(("x", "skip"), (shape[0], shape[1] // 2, *shape[2:])),
+            lambda *pair: torch.cat(pair, dim=1),
+            sdfastgn.cat_with_statistics,
         ),
     ),
-    fits=_divisible,
-    rule=_DIVISIBLE,
     repeats=20,
     round_seconds=0.05,
-    times_cpu=True,
-    in_brief=True,
-)
-
-_TRAINING = Suite(
-    name="training",
-    title=f"GroupNorm({GROUPS}) + SiLU with gradients of x, weight and bias",
-    axes="NxCxHxW",
-    shape_sets=_GROUP_NORM_SHAPES,
-    operations=(
-        Operation(
-            _group_norm_sizes,
-            _group_norm_silu,
-            _rivals(_group_norm_silu, _our_group_norm_silu),
-            (TRAINING, BOTH),
-        ),
-    ),
-    baseline="eager_nchw",
-    fits=_divisible,
-    rule=_DIVISIBLE,
 )
 
 # The two shapes of PyTorch's issue of that number, on the slowness of channels-last GroupNorm.
-_ISSUE_28201 = Suite(
+_ISSUE_28201 = replace(
+    _TRAINING,
     name="issue_28201",
     title=f"GroupNorm({GROUPS}) of PyTorch's issue 28201",
-    axes="NxCxHxW",
     shape_sets={"all": ((128, 256, 28, 28), (256, 512, 56, 56))},
     operations=(
         Operation(
@@ -192,34 +194,22 @@ _ISSUE_28201 = Suite(
             _group_norm,
             (
                 *both_layouts("eager", _group_norm),
-                *both_layouts("sdfastgn", _our_group_norm),
+                *both_layouts("sdfastgn", _ours),
                 inductor(_group_norm, "inductor_nchw", channels_last=False),
                 inductor(_group_norm, "inductor_nhwc"),
             ),
             (TRAINING, BACKWARD, BOTH),
         ),
     ),
-    baseline="eager_nchw",
     dtype="fp32",
-    fits=_divisible,
-    rule=_DIVISIBLE,
 )
 
 
 # ---- InstanceNorm
 
 
-def _instance_norm_sizes(shape: Shape) -> dict[str, Shape]:
-    N, *spatial, C = shape
-    return {"x": (N, C, *spatial), "weight": (C,), "bias": (C,)}
-
-
 def _instance_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.instance_norm(x, weight=weight, bias=bias, eps=EPS)
-
-
-def _our_instance_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return sdfastgn.instance_norm(x, weight, bias, EPS)
 
 
 _INSTANCE_NORM = Suite(
@@ -231,11 +221,13 @@ _INSTANCE_NORM = Suite(
     },
     operations=(
         Operation(
-            _instance_norm_sizes,
+            lambda shape: _per_channel((shape[0], shape[-1], *shape[1:-1]), shape[-1]),
             _instance_norm,
             (
                 *both_layouts("eager", _instance_norm, "ncdhw", "ndhwc"),
-                *both_layouts("sdfastgn", _our_instance_norm, "ncdhw", "ndhwc"),
+                *both_layouts(
+                    "sdfastgn", functools.partial(sdfastgn.instance_norm, eps=EPS), "ncdhw", "ndhwc"
+                ),
                 inductor(_instance_norm, "inductor_ndhwc"),
             ),
             (FORWARD, BOTH),
@@ -248,20 +240,8 @@ _INSTANCE_NORM = Suite(
 # ---- LayerNorm
 
 
-def _layer_norm_sizes(shape: Shape) -> dict[str, Shape]:
-    return {"x": shape, "weight": shape[-1:], "bias": shape[-1:]}
-
-
-def _add_sizes(shape: Shape) -> dict[str, Shape]:
-    return {"x": shape, "residual": shape, "weight": shape[-1:], "bias": shape[-1:], "add_bias": shape[-1:]}
-
-
 def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.layer_norm(x, weight.shape, weight, bias, EPS)
-
-
-def _our_layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return sdfastgn.layer_norm(x, weight, bias, EPS)
 
 
 def _add_layer_norm(
@@ -269,10 +249,6 @@ def _add_layer_norm(
 ) -> tuple[Tensor, Tensor]:
     total = x + residual + add_bias
     return _layer_norm(total, weight, bias), total
-
-
-def _our_add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, add_bias: Tensor) -> Any:
-    return sdfastgn.add_layer_norm(x, residual, weight, bias, EPS, add_bias=add_bias)
 
 
 # From few long rows to many short ones, and the tokens of SD1.5's and SDXL's UNets.
@@ -286,22 +262,20 @@ _LAYER_NORM = Suite(
     shape_sets={"rows": _ROWS, "unet": _TOKENS, "all": _ROWS + _TOKENS},
     operations=(
         Operation(
-            _layer_norm_sizes,
+            lambda shape: _per_channel(shape, shape[-1]),
             _layer_norm,
-            (
-                Provider("eager", fixed(_layer_norm)),
-                Provider("sdfastgn", fixed(_our_layer_norm)),
-                inductor(_layer_norm),
-            ),
+            rivals(_layer_norm, functools.partial(sdfastgn.layer_norm, eps=EPS), layouts=False),
             (FORWARD, BOTH),
         ),
         Operation(
-            _add_sizes,
+            lambda shape: {"x": shape, "residual": shape, **_per_channel(shape, shape[-1], "add_bias")},
             _add_layer_norm,
-            (
-                Provider("eager", fixed(_add_layer_norm)),
-                Provider("sdfastgn", fixed(_our_add_layer_norm)),
-                inductor(_add_layer_norm),
+            rivals(
+                _add_layer_norm,
+                lambda x, residual, weight, bias, add_bias: sdfastgn.add_layer_norm(
+                    x, residual, weight, bias, EPS, add_bias=add_bias
+                ),
+                layouts=False,
             ),
             task="add",
             outputs=("y", "total"),
@@ -313,11 +287,6 @@ _LAYER_NORM = Suite(
 
 
 # ---- upsampling by two, and the convolution behind it
-
-
-def _conv_sizes(shape: Shape) -> dict[str, Shape]:
-    C = shape[1]
-    return {"x": shape, "weight": (C, C, 3, 3), "bias": (C,)}
 
 
 def _upsample(x: Tensor) -> Tensor:
@@ -334,11 +303,8 @@ _DECODER: tuple[Shape, ...] = (
     *((1, 256, pixels, pixels) for pixels in (256, 512)),
 )
 _DOUBLED: tuple[Shape, ...] = (
-    (2, 1280, 8, 8),
-    (2, 1280, 16, 16),
-    (2, 640, 32, 32),
-    (2, 1280, 32, 32),
-    (2, 640, 64, 64),
+    *((2, 1280, pixels, pixels) for pixels in (8, 16, 32)),
+    *((2, 640, pixels, pixels) for pixels in (32, 64)),
 )
 
 _UPSAMPLE = Suite(
@@ -350,14 +316,14 @@ _UPSAMPLE = Suite(
         Operation(
             lambda shape: {"x": shape},
             _upsample,
-            _rivals(_upsample, upsample_nearest_2x),
+            rivals(_upsample, upsample_nearest_2x),
             task="upsample",
             tensors=5,
         ),
         Operation(
-            _conv_sizes,
+            lambda shape: {"x": shape, "weight": (shape[1], shape[1], 3, 3), "bias": (shape[1],)},
             _upsample_conv,
-            _rivals(_upsample_conv, upsample_conv2d),
+            rivals(_upsample_conv, upsample_conv2d),
             task="upsample + conv",
             tensors=5,
             # Convolutions of fp32 run in TF32, whose mantissa is that of fp16.
@@ -380,8 +346,8 @@ _ATTENTION = Suite(
             lambda shape: dict.fromkeys(("x", "key", "value"), shape),
             F.scaled_dot_product_attention,
             (
-                Provider("sdpa", fixed(F.scaled_dot_product_attention), channels_last=False),
-                Provider("sdfastgn", fixed(wide_attention), channels_last=False),
+                fixed("sdpa", F.scaled_dot_product_attention, channels_last=False),
+                fixed("sdfastgn", wide_attention, channels_last=False),
             ),
             tensors=4,
         ),

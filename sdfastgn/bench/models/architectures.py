@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from sdfastgn import model_inputs
+from sdfastgn.bench.models.configurations import UNETS, VAES
+
 if TYPE_CHECKING:  # diffusers takes seconds to import, and the names of the models are asked for without it
-    from diffusers import AutoencoderKL, ControlNetModel, UNet2DConditionModel
-from sdfastgn.bench.documents import first_line
-from sdfastgn.bench.models.configurations import MODELS, UNETS, VAE, VAES
+    from diffusers import AutoencoderKL, UNet2DConditionModel
 
 # What each block may have of its own, or all blocks in common.
 _PER_BLOCK = ("layers_per_block", "cross_attention_dim", "attention_head_dim", "transformer_layers_per_block")
@@ -30,31 +31,6 @@ _KNOWN_EMBEDDINGS = {
     "class_embed_type": (None, "timestep", "projection", "simple_projection"),
     "encoder_hid_dim_type": (None, "text_proj"),
 }
-
-
-def check_model(call: str, model: str) -> None:
-    """Raise ValueError in the name of ``call`` unless ``model`` is one of ``MODELS``."""
-    if model not in UNETS:
-        raise ValueError(f"{call}: unknown model {model!r}; known: {', '.join(MODELS)}")
-
-
-def check_size(call: str, size: int, scale: int = 8) -> None:
-    """Raise ValueError in the name of ``call`` unless ``size`` is a positive multiple of ``scale``."""
-    if size <= 0 or size % scale:
-        raise ValueError(f"{call}: size={size} must be a positive multiple of {scale}")
-
-
-def load_unet_config(weights: str) -> dict[str, Any]:
-    """The UNet's configuration in a pipeline's folder or repository, without defaults.
-
-    Raises ValueError, in the name of no call, where there is none.
-    """
-    try:
-        return load_config(weights, "unet")
-    except Exception as error:  # whatever the client meets on the network, besides OSError
-        raise ValueError(
-            f"no configuration of a UNet in {weights!r}: {type(error).__name__}: {first_line(error)}"
-        ) from error
 
 
 def load_config(weights: str, component: str) -> dict[str, Any]:
@@ -79,7 +55,7 @@ def unet_reason(config: Mapping[str, Any]) -> str:
 
 def latent_scale(vae: Mapping[str, Any] | None) -> int:
     """Pixels on a side of a latent; 1 without a VAE, where the UNet works on pixels."""
-    return 1 if vae is None else 2 ** (len(vae.get("block_out_channels", VAE["block_out_channels"])) - 1)
+    return 1 if vae is None else 2 ** (len(vae["block_out_channels"]) - 1)
 
 
 def unet_difference(config: Mapping[str, Any], model: str) -> str:
@@ -115,127 +91,53 @@ def _entry(config: Mapping[str, Any], key: str) -> Any:
 def build_unet(
     model: str, dtype: torch.dtype, device: torch.device | str, *, seed: int = 0
 ) -> UNet2DConditionModel:
-    """The UNet of ``model`` in eval mode, with random weights drawn from ``seed``.
-
-    Raises ValueError for an unknown model.
-    """
-    check_model("build_unet", model)
+    """The UNet of ``model`` in eval mode, with random weights drawn from ``seed``."""
     from diffusers import UNet2DConditionModel
 
     return _build(UNet2DConditionModel, UNETS[model], dtype, device, seed)
 
 
 def build_vae(model: str, dtype: torch.dtype, device: torch.device | str, *, seed: int = 0) -> AutoencoderKL:
-    """The VAE of ``model`` in eval mode with random weights, without SDXL's upcast to fp32.
-
-    Raises ValueError for an unknown model.
-    """
-    check_model("build_vae", model)
+    """The VAE of ``model`` in eval mode with random weights, without SDXL's upcast to fp32."""
     from diffusers import AutoencoderKL
 
     return _build(AutoencoderKL, {**VAES[model], "force_upcast": False}, dtype, device, seed)
 
 
-def build_controlnet(
-    model: str, dtype: torch.dtype, device: torch.device | str, *, seed: int = 0
-) -> ControlNetModel:
-    """A ControlNet for the UNet of ``model``. Raises ValueError for an unknown model."""
-    from diffusers import ControlNetModel
-
-    check_model("build_controlnet", model)
-    config = {k: v for k, v in UNETS[model].items() if k not in ("sample_size", "up_block_types")}
-    if model.startswith("tiny"):
-        config["conditioning_embedding_out_channels"] = (8, 8, 16, 16)
-    return _build(ControlNetModel, config, dtype, device, seed)
-
-
 def unet_inputs(
-    model: str | Mapping[str, Any],
-    *,
-    size: int,
-    batch: int,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    seed: int,
-    scale: int = 8,
+    model: str | Mapping[str, Any], *, size: int, batch: int, seed: int, scale: int = 8, **where: Any
 ) -> dict[str, Any]:
     """Keyword arguments of one UNet step, with the embeddings that its configuration asks for.
 
     ``model`` is a name or the configuration of a UNet that was loaded; ``size`` in pixels of the
-    square image, of which a latent has ``scale`` on a side. Raises ValueError for an unknown model
-    or a size that is not a multiple of ``scale``.
+    square image, of which a latent has ``scale`` on a side; ``where`` are dtype and device.
     """
-    if isinstance(model, str):
-        check_model("unet_inputs", model)
-    check_size("unet_inputs", size, scale)
     config = UNETS[model] if isinstance(model, str) else model
-    draw = functools.partial(_randn, batch, dtype=dtype, device=device)
-    inputs: dict[str, Any] = {
-        "sample": draw(config.get("in_channels", 4), size // scale, size // scale, seed=seed),
-        "timestep": torch.tensor(500, device=device),
-    }
-    if config.get("_class_name") != "UNet2DModel":
-        width = config.get("encoder_hid_dim") or config["cross_attention_dim"]
-        width = width if isinstance(width, int) else width[0]
-        inputs["encoder_hidden_states"] = draw(77, width, seed=seed + 1)
-    if config.get("addition_embed_type") == "text_time":
-        pooled = config["projection_class_embeddings_input_dim"] - 6 * config["addition_time_embed_dim"]
-        time_ids = torch.tensor([size, size, 0, 0, size, size], dtype=dtype, device=device).repeat(batch, 1)
-        inputs["added_cond_kwargs"] = {"text_embeds": draw(pooled, seed=seed + 2), "time_ids": time_ids}
-    if config.get("time_cond_proj_dim"):
-        inputs["timestep_cond"] = draw(config["time_cond_proj_dim"], seed=seed + 4)
-    kind = config.get("class_embed_type")
-    if kind in ("projection", "simple_projection"):
-        inputs["class_labels"] = draw(config["projection_class_embeddings_input_dim"], seed=seed + 5)
-    elif kind == "timestep" or config.get("num_class_embeds"):
-        inputs["class_labels"] = torch.zeros(batch, dtype=torch.long, device=device)
-    return inputs
+    return model_inputs.unet_inputs(config, size=size, batch=batch, seed=seed, scale=scale, **where)
 
 
-def vae_latents(
-    model: str | Mapping[str, Any],
-    *,
-    size: int,
-    batch: int,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    seed: int,
-) -> Tensor:
-    """Latents for one decode to ``size`` pixels square. Raises as :func:`unet_inputs`."""
-    if isinstance(model, str):
-        check_model("vae_latents", model)
+def vae_latents(model: str | Mapping[str, Any], *, size: int, batch: int, seed: int, **where: Any) -> Tensor:
+    """Latents for one decode to ``size`` pixels square; ``where`` are dtype and device."""
     config = VAES[model] if isinstance(model, str) else model
-    scale = latent_scale(config)
-    check_size("vae_latents", size, scale)
-    pixels = size // scale
-    return _randn(batch, config["latent_channels"], pixels, pixels, dtype=dtype, device=device, seed=seed)
+    pixels = size // latent_scale(config)
+    channels = config.get("latent_channels", 4)
+    return model_inputs.randn(batch, channels, pixels, pixels, seed=seed, **where)
 
 
-def _randn(*shape: int, dtype: torch.dtype, device: torch.device | str, seed: int) -> Tensor:
-    # Drawn on the CPU: the same inputs on every device.
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
-
-
-def _build(
-    cls: Any, config: dict[str, Any], dtype: torch.dtype, device: torch.device | str, seed: int
-) -> Any:
+def _build(cls: Any, config: dict[str, Any], dtype: torch.dtype, device: Any, seed: int) -> Any:
     # By way of the meta device: initializing 2.6 billion parameters on the CPU would take minutes.
     with torch.device("meta"):
         model = cls(**config)
-    nn.Module.to(
-        model, dtype
-    )  # diffusers' own ``to`` warns about a list of fp32 modules, which is empty here
+    # diffusers' own ``to`` warns about a list of fp32 modules, which is empty here.
+    nn.Module.to(model, dtype)
     if torch.device(device).type == "meta":
         return model.eval()
     return randomise(model.to_empty(device=device), seed).eval()
 
 
 def randomise(module: nn.Module, seed: int) -> Any:
-    """Random weights in place, in the parameters' own dtype and on their device; returns
-    ``module``."""
-    norms = {
-        id(p) for m in module.modules() if isinstance(m, (nn.GroupNorm, nn.LayerNorm)) for p in [m.weight]
-    }
+    """Random weights in place, in the parameters' own dtype and on their device; returns ``module``."""
+    norms = {id(m.weight) for m in module.modules() if isinstance(m, (nn.GroupNorm, nn.LayerNorm))}
     generators: dict[torch.device, torch.Generator] = {}
     with torch.no_grad():
         for p in module.parameters():

@@ -2,7 +2,8 @@
 
 Source: the public model configurations of runwayml/stable-diffusion-v1-5 and
 stabilityai/stable-diffusion-xl-base-1.0. ``tiny`` and ``tiny_xl`` have the same kinds of blocks at
-a size for tests, with channels per group that are no power of two.
+a size for tests, with channels per group that are no power of two. What diffusers and transformers
+have as the default is left out: the UNet's defaults are those of SD1.5.
 """
 
 from __future__ import annotations
@@ -35,19 +36,10 @@ UNETS: dict[str, dict[str, Any]] = {
         "addition_time_embed_dim": 8,
         "projection_class_embeddings_input_dim": 6 * 8 + 32,
     },
-    "sd15": {
-        "sample_size": 64,
-        "block_out_channels": (320, 640, 1280, 1280),
-        "layers_per_block": 2,
-        "down_block_types": (*("CrossAttnDownBlock2D",) * 3, "DownBlock2D"),
-        "up_block_types": ("UpBlock2D", *("CrossAttnUpBlock2D",) * 3),
-        "cross_attention_dim": 768,
-        "attention_head_dim": 8,
-    },
+    "sd15": {"sample_size": 64, "cross_attention_dim": 768},
     "sdxl": {
         "sample_size": 128,
         "block_out_channels": (320, 640, 1280),
-        "layers_per_block": 2,
         "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
         "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
         "transformer_layers_per_block": [1, 2, 10],
@@ -60,16 +52,14 @@ UNETS: dict[str, dict[str, Any]] = {
     },
 }
 MODELS = tuple(UNETS)
-VAE: dict[str, Any] = {
+_VAE: dict[str, Any] = {
     "block_out_channels": (128, 256, 512, 512),
     "down_block_types": ("DownEncoderBlock2D",) * 4,
     "up_block_types": ("UpDecoderBlock2D",) * 4,
     "layers_per_block": 2,
-    "latent_channels": 4,
-    "norm_num_groups": 32,
 }
 _TINY_VAE = {
-    **VAE,
+    **_VAE,
     "block_out_channels": (12, 12, 24, 24),
     "layers_per_block": 1,
     "norm_num_groups": 4,
@@ -78,38 +68,19 @@ _TINY_VAE = {
 VAES: dict[str, dict[str, Any]] = {
     "tiny": {**_TINY_VAE, "scaling_factor": 0.18215},
     "tiny_xl": {**_TINY_VAE, "scaling_factor": 0.13025},
-    "sd15": {**VAE, "sample_size": 512, "scaling_factor": 0.18215},
-    "sdxl": {**VAE, "sample_size": 1024, "scaling_factor": 0.13025},
+    "sd15": {**_VAE, "sample_size": 512, "scaling_factor": 0.18215},
+    "sdxl": {**_VAE, "sample_size": 1024, "scaling_factor": 0.13025},
 }
 
-_CLIP_L = {
-    "vocab_size": 49408,
-    "hidden_size": 768,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "max_position_embeddings": 77,
-    "hidden_act": "quick_gelu",
-    "projection_dim": 768,
-}
-_CLIP_BIG_G = {
-    **_CLIP_L,
-    "hidden_size": 1280,
-    "intermediate_size": 5120,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 20,
-    "hidden_act": "gelu",
-    "projection_dim": 1280,
-}
-_TINY_CLIP = {
-    **_CLIP_L,
-    "vocab_size": 514,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "projection_dim": 32,
-}
+
+def _clip(width: int, layers: int, heads: int, **others: Any) -> dict[str, Any]:
+    sizes = {"hidden_size": width, "projection_dim": width, "num_hidden_layers": layers}
+    return {**sizes, "num_attention_heads": heads, **others}
+
+
+_TINY_CLIP = _clip(32, 2, 4, intermediate_size=64, vocab_size=514)
+_CLIP_L = _clip(768, 12, 12, intermediate_size=3072)
+_CLIP_BIG_G = _clip(1280, 32, 20, intermediate_size=5120, hidden_act="gelu")
 # SDXL's second encoder has a projection, whose output is its pooled embedding.
 TEXT_ENCODERS: dict[str, tuple[dict[str, Any], ...]] = {
     "tiny": (_TINY_CLIP,),

@@ -2,43 +2,45 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import diffusers
 import torch
 from diffusers import DiffusionPipeline, StableDiffusionPipeline, StableDiffusionXLPipeline
+from packaging.version import Version
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
+from sdfastgn.bench.documents import OptionError, one_line
 from sdfastgn.bench.models import architectures, configurations
+
+# What ``from_pretrained`` calls the dtype: 0.40 deprecated the older name, and older ones ignore the new.
+_DTYPE = "dtype" if Version(diffusers.__version__) >= Version("0.40.0") else "torch_dtype"
 
 
 def build_pipeline(model: str, *, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> Any:
-    """A complete text-to-image pipeline of ``model`` with random weights, built without any
-    download.
+    """A complete text-to-image pipeline of ``model`` with random weights, without any download.
 
     Every component has its real architecture; only the tokenizer's vocabulary is made up (single
-    bytes), so that prompts cost the real 77 tokens. It can be saved and loaded again. Raises
-    ValueError for an unknown model.
+    bytes), so that prompts cost the real 77 tokens. It can be saved and loaded again.
     """
-    architectures.check_model("build_pipeline", model)
     scheduler, options = configurations.SCHEDULERS[model]
-    encoders = configurations.TEXT_ENCODERS[model]
+    first, *second = configurations.TEXT_ENCODERS[model]
     components: dict[str, Any] = {
         "vae": architectures.build_vae(model, dtype, device, seed=seed),
         "unet": architectures.build_unet(model, dtype, device, seed=seed),
         "scheduler": getattr(diffusers, scheduler)(**options),
         "tokenizer": build_tokenizer(),
+        "text_encoder": _text_encoder(CLIPTextModel, first, dtype, device, seed),
     }
     pipe: Any
-    if len(encoders) == 2:
-        components["text_encoder"] = _text_encoder(CLIPTextModel, encoders[0], dtype, device, seed)
-        components["text_encoder_2"] = _text_encoder(
-            CLIPTextModelWithProjection, encoders[1], dtype, device, seed + 1
-        )
-        components["tokenizer_2"] = build_tokenizer()
+    if second:
+        encoder = _text_encoder(CLIPTextModelWithProjection, second[0], dtype, device, seed + 1)
+        components |= {"text_encoder_2": encoder, "tokenizer_2": build_tokenizer()}
         pipe = StableDiffusionXLPipeline(**components, add_watermarker=False)
     else:
-        components["text_encoder"] = _text_encoder(CLIPTextModel, encoders[0], dtype, device, seed)
         pipe = StableDiffusionPipeline(
             **components, safety_checker=None, feature_extractor=None, requires_safety_checker=False
         )
@@ -46,26 +48,15 @@ def build_pipeline(model: str, *, dtype: torch.dtype, device: torch.device | str
     return pipe
 
 
-def load_pipeline(weights: str, model: str | None, dtype: torch.dtype, device: torch.device | str) -> Any:
-    """The pipeline that ``weights`` names, on ``device`` in ``dtype``.
+def load_pipeline(option: str, weights: str, dtype: torch.dtype, device: torch.device | str) -> Any:
+    """The pipeline in a folder that ``save_pretrained`` wrote or of a Hub id, which ``option`` named.
 
-    Args:
-        weights: ``random``, a folder that ``save_pretrained`` wrote, or a Hub id.
-        model: a name of ``architectures.MODELS``; only used with ``random``.
-
-    Raises:
-        ValueError: an unknown model, or weights that cannot be loaded, in diffusers' words.
+    Raises OptionError where it cannot be loaded, in diffusers' words.
     """
-    if weights == "random":
-        return build_pipeline(model or "", dtype=dtype, device=device)
     try:
-        pipe = DiffusionPipeline.from_pretrained(weights, dtype=dtype)
-    except (
-        Exception
-    ) as error:  # a folder that is no pipeline gives KeyError, AttributeError and more, besides OSError
-        raise ValueError(
-            f"load_pipeline: cannot load {weights!r}: {type(error).__name__}: {error}"
-        ) from error
+        pipe = DiffusionPipeline.from_pretrained(weights, **{_DTYPE: dtype})
+    except Exception as error:  # a folder that is no pipeline gives KeyError and more, besides OSError
+        raise OptionError(f"{option}: cannot load {weights!r}: {one_line(error)}") from error
     return pipe.to(device)
 
 
@@ -76,7 +67,11 @@ def build_tokenizer() -> CLIPTokenizer:
     # CLIP's byte-level alphabet: bytes that do not print stand at 256 and after.
     alphabet = [chr(b) for b in printable] + [chr(256 + i) for i in range(len(others))]
     tokens = [*alphabet, *(c + "</w>" for c in alphabet), "<|startoftext|>", "<|endoftext|>"]
-    return CLIPTokenizer(vocab={t: i for i, t in enumerate(tokens)}, merges=[], model_max_length=77)
+    # Through files: the constructors of transformers 4 and 5 share no argument.
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "vocab.json").write_text(json.dumps({t: i for i, t in enumerate(tokens)}))
+        Path(folder, "merges.txt").write_text("")
+        return CLIPTokenizer.from_pretrained(folder, model_max_length=77)
 
 
 def _text_encoder(

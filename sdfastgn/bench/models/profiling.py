@@ -1,11 +1,10 @@
 """Where one call's time goes: recorded kernels by category, and the gaps between them.
 
 A breakdown takes two recordings. The first, of the plain call with its operators, tells which
-operator launches the kernels of each name; recording operators makes the CPU slow, so that its gaps
-mean nothing. The second, of the device alone, is what is shown: of the CUDA graph's replay where
-the call could be captured, else of the plain call. A replay knows no operators; it runs the kernels
-of the plain call, so what the first recording told of a name holds there too. Names that it never
-saw speak for themselves.
+operator launches the kernels of each name. The second, of the device alone, is what is shown: of
+the CUDA graph's replay where the call could be captured, else of the plain call. Recording
+operators would slow the CPU, and a replay knows none. Names that the first recording never saw
+speak for themselves.
 
 Categories and launch gaps add up to the time from the start of the first kernel to the end of the
 last. Where two kernels run at once (two streams, programmatic dependent launch) the time that they
@@ -52,7 +51,6 @@ class Breakdown:
     """One call by category, in milliseconds.
 
     Attributes:
-        source: what was recorded: ``"replay"``, ``"call"`` or ``"CPU operators"``.
         categories: ``CATEGORIES`` and ``"launch gaps"``; they add up to ``total_ms``.
         total_ms: from the first kernel's start to the last one's end, while recorded.
         timed_ms: the same call or replay on the clock, without a profiler.
@@ -79,22 +77,19 @@ class Breakdown:
         return self.floor_ms / self.total_ms
 
 
-# Name, category, microseconds and calls of one launch, or of a share of it.
-_Part = tuple[str, str, float, float]
+def _part(name: str, found: str, microseconds: float, calls: float = 1.0) -> dict[str, Any]:
+    """One launch, or the share of it that belongs to a category."""
+    return {"name": name, "category": found, "calls": calls, "ms": microseconds / 1e3}
 
 
-def _alone(intervals: Iterable[tuple[float, float]]) -> list[float]:
-    """What of each interval, sorted by start, lies after the end of all before it."""
+def _alone(events: Iterable[Any]) -> list[float]:
+    """Microseconds of each event, sorted by start, after the end of all before it."""
     covered = -math.inf
     lengths = []
-    for start, end in intervals:
-        lengths.append(max(0.0, end - max(start, covered)))
-        covered = max(covered, end)
+    for time in (event.time_range for event in events):
+        lengths.append(max(0.0, time.end - max(time.start, covered)))
+        covered = max(covered, time.end)
     return lengths
-
-
-def _span(events: Sequence[Any]) -> float:
-    return max(event.time_range.end for event in events) - min(event.time_range.start for event in events)
 
 
 def _launches(events: Iterable[Any]) -> list[Any]:
@@ -110,12 +105,11 @@ def _operator(event: Any) -> str:
     Its own, but for what attention or a norm is made of, such as ``aten::bmm``: there the outer one
     does. A copy remains a copy: stock GroupNorm makes one of channels-last input.
     """
-    if operator_category(event.name) != COPIES:
-        outer = event
-        while outer is not None:
-            if operator_category(outer.name) in (ATTENTION, NORMALISATION):
-                return str(outer.name)
-            outer = outer.cpu_parent
+    outer = None if operator_category(event.name) == COPIES else event
+    while outer is not None:
+        if operator_category(outer.name) in (ATTENTION, NORMALISATION):
+            return str(outer.name)
+        outer = outer.cpu_parent
     return str(event.name)
 
 
@@ -132,47 +126,29 @@ def shares_by_name(events: Iterable[Any]) -> Shares:
     }
 
 
-def _listed(parts: Iterable[_Part]) -> list[dict[str, Any]]:
-    """Parts joined by name and category, longest first."""
-    sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for name, found, microseconds, calls in parts:
-        entry = sums[name, found]
-        entry[0] += calls
-        entry[1] += microseconds
-    ordered = sorted(sums.items(), key=lambda item: (-item[1][1], item[0]))
-    return [
-        {"name": name, "category": found, "calls": round(calls, 2), "ms": microseconds / 1e3}
-        for (name, found), (calls, microseconds) in ordered
-    ]
-
-
-def _breakdown(parts: Sequence[_Part], span: float, **values: Any) -> Breakdown:
-    """``values`` are the fields that do not follow from parts and span (microseconds)."""
+def _breakdown(parts: Sequence[dict[str, Any]], events: Sequence[Any], **values: Any) -> Breakdown:
+    """``values`` are the fields that do not follow from parts and events."""
+    times = [event.time_range for event in events]
+    total_ms = (max(time.end for time in times) - min(time.start for time in times)) / 1e3
     sums = dict.fromkeys(CATEGORIES, 0.0)
-    for _, found, microseconds, _ in parts:
-        sums[found] += microseconds / 1e3
-    listed = _listed(parts)
+    joined: dict[tuple[str, str], dict[str, Any]] = {}
+    for part in parts:
+        sums[part["category"]] += part["ms"]
+        entry = joined.setdefault((part["name"], part["category"]), {**part, "calls": 0.0, "ms": 0.0})
+        entry["calls"] += part["calls"]
+        entry["ms"] += part["ms"]
+    longest = [entry for _, entry in sorted(joined.items(), key=lambda item: (-item[1]["ms"], item[0]))]
+    listed = [{**entry, "calls": round(entry["calls"], 2)} for entry in longest]
     return Breakdown(
         # Sums of many floats: without gaps the difference may be a little below nothing.
-        categories={**sums, GAPS: max(0.0, span / 1e3 - sum(sums.values()))},
-        total_ms=span / 1e3,
+        categories={**sums, GAPS: max(0.0, total_ms - sum(sums.values()))},
+        total_ms=total_ms,
         floor_ms=sum(sums[name] for name in FLOOR),
+        kernels=len(events),
         top=listed[:TOP],
         other=[entry for entry in listed if entry["category"] == OTHER],
         **values,
     )
-
-
-def _intervals(launches: Iterable[Any]) -> list[tuple[float, float]]:
-    return [(event.time_range.start, event.time_range.end) for event in launches]
-
-
-def _parts(launches: Sequence[Any], shares: Shares) -> list[_Part]:
-    return [
-        (event.name, found, length * share, share)
-        for event, length in zip(launches, _alone(_intervals(launches)), strict=True)
-        for found, share in (shares.get(event.name) or {category(event.name): 1.0}).items()
-    ]
 
 
 def of_kernels(
@@ -180,37 +156,29 @@ def of_kernels(
 ) -> Breakdown:
     """The breakdown of a call on the GPU.
 
-    Args:
-        with_operators: events of the plain call, operators and kernels (``profile.events()``).
-        device_only: events of the replay or the call, kernels alone.
-        source: ``REPLAY`` or ``CALL``.
-        timed_ms: what ``source`` takes without a profiler.
-        call_ms: what the plain call takes without a profiler.
-
-    Raises:
-        RuntimeError: one of the recordings holds no kernel, as where CUPTI may not be used.
+    ``with_operators`` are events of the plain call, operators and kernels, and ``device_only`` of
+    the ``source``. ``timed_ms`` is what the source takes without a profiler, ``call_ms`` the call.
+    Raises RuntimeError where a recording holds no kernel, as where CUPTI may not be used.
     """
     events = list(with_operators)
     plain, launches = _launches(events), _launches(device_only)
     if not plain or not launches:
         what = "the plain call" if not plain else f"the {source}"
         raise RuntimeError(f"the profiler recorded no kernel of {what}: CUPTI does not work here")
-    busy_ms = sum(_alone(_intervals(plain))) / 1e3
-    return _breakdown(
-        _parts(launches, shares_by_name(events)),
-        _span(launches),
-        source=source,
-        timed_ms=timed_ms,
-        call_gaps_ms=max(0.0, call_ms - busy_ms),
-        kernels=len(launches),
-    )
+    shares = shares_by_name(events)
+    parts = [
+        _part(event.name, found, length * share, share)
+        for event, length in zip(launches, _alone(launches), strict=True)
+        for found, share in (shares.get(event.name) or {category(event.name): 1.0}).items()
+    ]
+    gaps_ms = max(0.0, call_ms - sum(_alone(plain)) / 1e3)
+    return _breakdown(parts, launches, source=source, timed_ms=timed_ms, call_gaps_ms=gaps_ms)
 
 
 def of_cpu_operators(events: Iterable[Any], *, timed_ms: float) -> Breakdown:
     """The breakdown of a call on the CPU: own time of the calling thread's operators.
 
-    Raises:
-        RuntimeError: there is no operator.
+    Raises RuntimeError where there is none.
     """
     found = [event for event in events if event.device_type.name == "CPU" and not event.is_async]
     if not found:
@@ -218,8 +186,8 @@ def of_cpu_operators(events: Iterable[Any], *, timed_ms: float) -> Breakdown:
     # The thread of the first operator makes the call; others only help it.
     thread = min(found, key=lambda event: event.time_range.start).thread
     own = [event for event in found if event.thread == thread]
-    parts = [(event.name, category("", _operator(event)), event.self_cpu_time_total, 1.0) for event in own]
-    return _breakdown(parts, _span(own), source=CPU, timed_ms=timed_ms, call_gaps_ms=None, kernels=len(own))
+    parts = [_part(event.name, category("", _operator(event)), event.self_cpu_time_total) for event in own]
+    return _breakdown(parts, own, source=CPU, timed_ms=timed_ms, call_gaps_ms=None)
 
 
 def _recorded(
@@ -242,16 +210,10 @@ def measure(
     replay_ms: float | None,
     recordings: int = RECORDINGS,
 ) -> Breakdown:
-    """Records a warm call, and the breakdown of its time.
+    """Records a warm call, or its replay where there is one; the recording of median length counts.
 
-    Args:
-        call: the plain call.
-        replay: the replay of the call in a CUDA graph; without one the call is recorded.
-        call_ms, replay_ms: milliseconds of each on the clock.
-        recordings: how often the device is recorded; the recording of median length counts.
-
-    Raises:
-        RuntimeError: the profiler recorded nothing.
+    ``call_ms`` and ``replay_ms`` are milliseconds of each on the clock. Raises RuntimeError where
+    the profiler recorded nothing.
     """
     with timing.device_scope(device):
         if device.type != "cuda":

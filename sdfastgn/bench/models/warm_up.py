@@ -8,19 +8,19 @@ the cache.
 
 from __future__ import annotations
 
-import json as json_format
+import math
+import multiprocessing
 import os
-import subprocess
-import sys
 import tempfile
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from sdfastgn.bench import documents, timing
+from sdfastgn.bench.models import gate
 from sdfastgn.bench.models import workload as workloads
 from sdfastgn.bench.models.workload import BenchConfig
 
@@ -32,15 +32,13 @@ WAYS = (("eager", False), ("sdfastgn, cold cache", True), ("sdfastgn, warm cache
 
 @dataclass(frozen=True)
 class WaitRow:
-    """What one process measured.
+    """What one process measured; without a time where the last image is wrong.
 
     Attributes:
-        variant: a row of ``WAYS``.
         image_s: seconds of each of the first images, ``optimize`` in the first.
         new_size_s: seconds of each of the first UNet steps at a size like none before.
         peak_mib, reserved_mib: most that the CUDA allocator handed out, and held; None on the CPU.
         psnr_db: last image against stock's; None for stock or where they are equal.
-        status, reason: ``"ok"``, or ``"wrong"`` and why; then there is no time.
     """
 
     variant: str
@@ -63,8 +61,11 @@ class WaitRow:
         return sum(self.new_size_s) - len(self.new_size_s) * self.new_size_s[-1]
 
 
-def measure(config: BenchConfig, new_size: int, *, optimize: bool) -> tuple[WaitRow, np.ndarray]:
+def measure(
+    config: BenchConfig, new_size: int, *, optimize: bool, triton_cache: str
+) -> tuple[WaitRow, np.ndarray]:
     """One way in this process: the row without a name, and the last image (N, H, W, 3)."""
+    os.environ["TRITON_CACHE_DIR"] = triton_cache
     device = config.torch_device
     workload = workloads.build_pipeline(config)
     pipe = workload.target
@@ -80,10 +81,7 @@ def measure(config: BenchConfig, new_size: int, *, optimize: bool) -> tuple[Wait
             sdfastgn.optimize(pipe)
         return workload.call()
 
-    image_s, image = [], None
-    for call in (first_image, *[workload.call] * (IMAGES - 1)):
-        seconds, image = timing.time_once(call, device)
-        image_s.append(seconds)
+    timed = [timing.time_once(call, device) for call in (first_image, *[workload.call] * (IMAGES - 1))]
     most = (torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved)
     mib = [counted(device) / 2**20 if on_gpu else None for counted in most]
     scale = workloads.latent_scale(pipe)
@@ -93,63 +91,31 @@ def measure(config: BenchConfig, new_size: int, *, optimize: bool) -> tuple[Wait
             timing.time_once(lambda: pipe.unet(**inputs, return_dict=False), device)[0]
             for _ in range(STEPS_AT_NEW_SIZE)
         ]
-    return WaitRow("", image_s, new_size_s, mib[0], mib[1]), np.asarray(image)
+    image_s = [seconds for seconds, _ in timed]
+    return WaitRow("", image_s, new_size_s, mib[0], mib[1]), np.asarray(timed[-1][1])
 
 
-def _worker(
-    config: BenchConfig, new_size: int, optimize: bool, cache: Path, folder: Path
-) -> tuple[WaitRow, np.ndarray]:
-    """``measure`` in a fresh process. Raises WeightsError or RuntimeError with its last line."""
-    request = json_format.dumps(
-        {"config": asdict(config), "new_size": new_size, "optimize": optimize, "folder": str(folder)}
-    )
-    done = subprocess.run(
-        [sys.executable, "-m", __name__, "--worker", request],
-        env={**os.environ, "TRITON_CACHE_DIR": str(cache)},
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode:
-        error = workloads.WeightsError if done.returncode == 2 else RuntimeError
-        raise error((done.stderr.strip().splitlines() or ["no message"])[-1])
-    row = json_format.loads((folder / "row.json").read_text())
-    return WaitRow(**row), np.load(folder / "image.npy")
+def _in_a_process(*arguments: Any, **options: Any) -> tuple[WaitRow, np.ndarray]:
+    """:func:`measure` in a fresh process, whose errors are raised here."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(measure, *arguments, **options).result()
 
 
 def run(config: BenchConfig, new_size: int) -> list[WaitRow]:
     """All ``WAYS``, each in a process of its own and judged by its image."""
     rows: list[WaitRow] = []
     stock = None
-    with tempfile.TemporaryDirectory() as scratch:
-        cache = Path(scratch, "triton")
+    with tempfile.TemporaryDirectory() as cache:
         for name, optimize in WAYS:
-            row, image = _worker(config, new_size, optimize, cache, Path(scratch))
-            values = {**asdict(row), "variant": name}
+            row, image = _in_a_process(config, new_size, optimize=optimize, triton_cache=cache)
+            row = replace(row, variant=name)
             if stock is None:
-                stock = image
-                reason = workloads.usable_reference(config, image)
+                stock, reason = gate.Reference(image), gate.problem(config, image)
             else:
-                judged = workloads.judge(config, image, stock)
-                reason, decibel = judged.reason, judged.psnr_db
-                values["psnr_db"] = decibel if decibel is not None and np.isfinite(decibel) else None
+                judged = gate.judge(config, image, stock)
+                decibel, reason = judged.psnr_db, judged.reason
+                row = replace(row, psnr_db=decibel if decibel and math.isfinite(decibel) else None)
             if reason:
-                values |= {"status": documents.WRONG, "reason": reason, "image_s": [], "new_size_s": []}
-            rows.append(WaitRow(**values))
+                row = replace(row, status=documents.WRONG, reason=reason, image_s=[], new_size_s=[])
+            rows.append(row)
     return rows
-
-
-def _work(request: dict[str, Any]) -> None:
-    try:
-        row, image = measure(
-            BenchConfig(**request["config"]), request["new_size"], optimize=request["optimize"]
-        )
-    except workloads.WeightsError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
-    folder = Path(request["folder"])
-    np.save(folder / "image.npy", image)
-    (folder / "row.json").write_text(json_format.dumps(asdict(row)))
-
-
-if __name__ == "__main__":
-    _work(json_format.loads(sys.argv[2]))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from sdfastgn.bench.documents import OK
+from sdfastgn.bench.documents import OK, QUOTED
 from sdfastgn.bench.models.run import Row
 from sdfastgn.bench.models.variants import PARTS, VARIANTS, label
 from sdfastgn.bench.tables.markdown import (
@@ -18,6 +17,7 @@ from sdfastgn.bench.tables.markdown import (
     markdown_table,
     number,
     source_line,
+    without_empty_columns,
 )
 from sdfastgn.bench.tables.profile import row_title
 from sdfastgn.bench.terminal import Blocks
@@ -40,41 +40,28 @@ HEADLINE = (
 # ---- the terminal
 
 
-def _speed_up(row: Row, eager: Row | None) -> str:
-    if eager is None or row.median_ms is None or eager.median_ms is None:
-        return NOTHING
-    return f"{eager.median_ms / row.median_ms:.2f}x"
-
-
-def _mebibytes(value: float | None) -> str:
-    return NOTHING if value is None else f"{value:.0f}" if value >= 100 else f"{value:.2f}"
-
-
 def end_to_end_table(rows: Sequence[Row], title: str) -> Blocks:
     """One part's rows, without empty columns. :func:`row_notes` say why a time is missing."""
-    eager = next((row for row in rows if row.variant == "eager" and row.status == OK), None)
-    columns: list[tuple[str, Callable[[Row], str]]] = [
-        ("ready s", lambda row: number(row.ready_s)),
-        ("median ms", lambda row: number(row.median_ms, 4)),
-        (
-            "p10-p90 ms",
-            lambda row: NOTHING if row.p10_ms is None else f"{number(row.p10_ms)}-{number(row.p90_ms)}",
-        ),
-        ("speed-up", lambda row: _speed_up(row, eager)),
-        ("graph ms", lambda row: number(row.graph_ms, 4)),
-        ("it/s", lambda row: number(row.its)),
-        ("peak MiB", lambda row: number(row.peak_mib, 5)),
-        ("error, eager", lambda row: error_text(row.error_eager)),
-        ("error, fp32", lambda row: error_text(row.error_fp32)),
-        ("PSNR dB", lambda row: number(row.psnr_db)),
+    eager = next((row.median_ms for row in rows if row.variant == "eager" and row.status == OK), None)
+    cells = [
+        {
+            "variant": label(row.variant),
+            "ready s": number(row.ready_s),
+            "median ms": number(row.median_ms, 4),
+            "p10-p90 ms": NOTHING if row.p10_ms is None else f"{number(row.p10_ms)}-{number(row.p90_ms)}",
+            "speed-up": f"{eager / row.median_ms:.2f}x" if eager and row.median_ms else NOTHING,
+            "graph ms": number(row.graph_ms, 4),
+            "it/s": number(row.its),
+            "peak MiB": number(row.peak_mib, 5),
+            "error, eager": error_text(row.error_eager),
+            "error, fp32": error_text(row.error_fp32),
+            "PSNR dB": number(row.psnr_db),
+            "step MiB": number(row.step_mib),
+            "saved MiB": number(row.saved_mib),
+        }
+        for row in rows
     ]
-    columns += [
-        ("step MiB", lambda row: _mebibytes(row.step_mib)),
-        ("saved MiB", lambda row: _mebibytes(row.saved_mib)),
-    ]
-    shown = [(name, cell) for name, cell in columns if any(cell(row) != NOTHING for row in rows)]
-    body = [[label(row.variant), *(cell(row) for _, cell in shown)] for row in rows]
-    return Blocks(["variant", *(name for name, _ in shown)], body, title)
+    return Blocks(*without_empty_columns(cells), title)
 
 
 def row_notes(rows: Iterable[Row]) -> list[str]:
@@ -101,49 +88,40 @@ def graph_notes(rows: Iterable[Row]) -> list[str]:
 # ---- Markdown
 
 
-@dataclass(frozen=True)
-class _Results:
-    """All rows of all runs by what was timed, others' times where nothing ran, and the sources."""
-
-    groups: dict[_Group, dict[str, Row]]
-    quoted: dict[_Group, dict[str, float]]
-    quotations: list[str]
-    sources: list[str]
-
-    def milliseconds(self, group: _Group, name: str, *, graph: bool = False) -> tuple[float | None, bool]:
-        """(the time of a variant, whether it is quoted)"""
-        row = self.groups[group].get(name)
-        value = None if row is None else row.graph_ms if graph else row.median_ms
-        if value is None and not graph and name in self.quoted[group]:
-            return self.quoted[group][name], True
-        return value, False
-
-    def cell(self, group: _Group, name: str, *, graph: bool = False) -> str:
-        """Milliseconds of a variant, and how many times eager's they are where both ran together."""
-        value, is_quoted = self.milliseconds(group, name, graph=graph)
-        eager = self.groups[group].get("eager")
-        if is_quoted:
-            return f"{number(value)}{QUOTATION}"
-        return _milliseconds(value, eager.median_ms if eager is not None else None)
+# Rows of each line by variant, in the order of the lines.
+_Groups = dict[_Group, dict[str, Row]]
 
 
-def _read(results: Path) -> _Results:
+def _group(row: Row) -> _Group:
+    """What one line of the end-to-end table is about, in the order of its lines."""
+    return PARTS.index(row.part), row.model, row.size, row.batch, row.dtype
+
+
+def _read(results: Path) -> tuple[_Groups, list[str]]:
+    """All rows of all runs, others' times where nothing ran, and the sources of both."""
     runs = [*documents(results, "end_to_end"), *documents(results, "profile")]
-    groups: dict[_Group, dict[str, Row]] = {}
+    groups: _Groups = {}
     # Timed by a run without a profile, which comes first: two runs' times are not mixed in a line.
     timed: set[_Group] = set()
     for content in runs:
         rows = [Row(**values) for values in content["rows"]]
         if content["kind"] == "profile":
-            rows = [row for row in _untouched(rows) if _group(vars(row)) not in timed]
+            rows = [row for row in _untouched(rows) if _group(row) not in timed]
         else:
-            timed |= {_group(vars(row)) for row in rows}
+            timed |= set(map(_group, rows))
         for row in rows:
-            groups.setdefault(_group(vars(row)), {})[row.variant] = row
-    quoted, quotations = _quoted_times(results, groups)
-    return _Results(
-        dict(sorted(groups.items())), quoted, quotations, list(dict.fromkeys(map(source_line, runs)))
-    )
+            groups.setdefault(_group(row), {})[row.variant] = row
+    quotations = []
+    for content in documents(results, "end_to_end_quoted"):
+        rows = [Row(**values, status=QUOTED) for values in content["rows"]]
+        rows = [
+            row for row in rows if _group(row) in groups and not _ran(groups[_group(row)].get(row.variant))
+        ]
+        for row in rows:
+            groups[_group(row)][row.variant] = row
+        if rows:
+            quotations.append(f"{QUOTATION}: quoted, not run here: {content['source']}")
+    return dict(sorted(groups.items())), [*quotations, *dict.fromkeys(map(source_line, runs))]
 
 
 def _untouched(rows: Sequence[Row]) -> list[Row]:
@@ -153,110 +131,92 @@ def _untouched(rows: Sequence[Row]) -> list[Row]:
     replays has none; before a part's first recording there is nothing to change.
     """
     replays = {variant.name for variant in VARIANTS.values() if variant.replays_graph}
-    parts: set[str] = set()
-    kept = []
-    for row in rows:
-        is_first = row.part not in parts
-        parts.add(row.part)
-        kept.append(row if is_first or row.variant in replays else replace(row, median_ms=None))
-    return kept
+    first = {row.part: row for row in reversed(rows)}
+    return [
+        row if row is first[row.part] or row.variant in replays else replace(row, median_ms=None)
+        for row in rows
+    ]
 
 
-def _title(by_variant: dict[str, Row]) -> str:
-    return row_title(next(iter(by_variant.values())))
+def _ran(row: Row | None) -> bool:
+    return row is not None and row.median_ms is not None and row.status != QUOTED
+
+
+def _milliseconds(rows: dict[str, Row], name: str, graph: bool = False) -> float | None:
+    row = rows.get(name)
+    return None if row is None else row.graph_ms if graph else row.median_ms
+
+
+def _cell(rows: dict[str, Row], name: str, graph: bool = False) -> str:
+    """Milliseconds of a variant, and how many times eager's they are where both ran together."""
+    value, eager = _milliseconds(rows, name, graph), _milliseconds(rows, "eager")
+    if value is None:
+        return NOTHING
+    if rows[name].status == QUOTED:
+        return f"{number(value)}{QUOTATION}"
+    return f"{number(value)} ({value / eager:.2f}x)" if eager else number(value)
+
+
+def _title(rows: dict[str, Row]) -> str:
+    return row_title(next(iter(rows.values())))
 
 
 def _blocks(header: Sequence[str], body: list[list[str]], lines: Sequence[str]) -> str:
-    return "\n\n".join([markdown_table(list(header), body), *(f"{line}." for line in lines)])
+    if not body:
+        return NO_RESULTS
+    header = ["milliseconds (time over eager's)", *header]
+    return "\n\n".join([markdown_table(header, body), *(f"{line}." for line in lines)])
 
 
 def results_markdown(results: Path) -> str:
     """Every variant of every part."""
-    read = _read(results)
-    if not read.groups:
-        return NO_RESULTS
-    shown = {name for group in read.groups for name in (*read.groups[group], *read.quoted[group])}
+    groups, sources = _read(results)
+    rows = [row for group in groups.values() for row in group.values()]
+    shown = {row.variant for row in rows}
     labels = {name: variant.label for name, variant in VARIANTS.items() if name in shown}
-    rows = [row for by_variant in read.groups.values() for row in by_variant.values()]
     with_graph = {row.variant for row in rows if row.graph_ms is not None}
     graphed = [name for name in GRAPHED if name in labels and (name != "sdfastgn" or name in with_graph)]
-    header = [
-        "milliseconds (time over eager's)",
-        *labels.values(),
-        *(f"{labels[name]} + graph" for name in graphed),
-    ]
-    body = [
-        [
-            _title(by_variant),
-            *(read.cell(group, name) for name in labels),
-            *(read.cell(group, name, graph=True) for name in graphed),
-        ]
-        for group, by_variant in read.groups.items()
-    ]
+    columns = [*((name, False) for name in labels), *((name, True) for name in graphed)]
+    header = [labels[name] + " + graph" * graph for name, graph in columns]
+    body = [[_title(group), *(_cell(group, *column) for column in columns)] for group in groups.values()]
     reasons = dict.fromkeys(
-        f"{label(row.variant)} {row.status}: {row.reason}" for row in rows if row.status != OK
+        f"{label(row.variant)} {row.status}: {row.reason}" for row in rows if row.status not in (OK, QUOTED)
     )
-    return _blocks(header, body, [*reasons, *read.quotations, *read.sources])
+    return _blocks(header, body, [*reasons, *sources])
+
+
+def _headline(groups: _Groups) -> dict[str, tuple[dict[str, Row], list[tuple[str, bool]]]]:
+    """{what is timed: (its rows, the choice for each column of ``HEADLINE``)}"""
+    return {
+        _title(rows): (
+            rows,
+            [
+                next((each for each in choices if _milliseconds(rows, *each) is not None), choices[0])
+                for _, choices in HEADLINE
+            ],
+        )
+        for rows in groups.values()
+        if _ran(rows.get("sdfastgn"))
+    }
 
 
 def headline_times(results: Path) -> dict[str, list[tuple[str, float, bool]]]:
     """{what is timed: [(column, milliseconds, whether they are quoted)]} of the columns with a time."""
-    read = _read(results)
-    found: dict[str, list[tuple[str, float, bool]]] = {}
-    for group, by_variant in read.groups.items():
-        times = found.setdefault(_title(by_variant), []) if _ran(by_variant.get("sdfastgn")) else []
-        for title, choices in HEADLINE:
-            cells = [read.milliseconds(group, name, graph=graph) for name, graph in choices]
-            times += [(title.strip("*"), value, quoted) for value, quoted in cells if value is not None][:1]
-    return found
+    return {
+        title: [
+            (column.strip("*"), value, rows[name].status == QUOTED)
+            for (column, _), (name, graph) in zip(HEADLINE, chosen, strict=True)
+            if (value := _milliseconds(rows, name, graph)) is not None
+        ]
+        for title, (rows, chosen) in _headline(_read(results)[0]).items()
+    }
 
 
 def headline_markdown(results: Path) -> str:
     """What sdfastgn is there for beside its peers, in few columns."""
-    read = _read(results)
-    groups = {group: rows for group, rows in read.groups.items() if _ran(rows.get("sdfastgn"))}
-    if not groups:
-        return NO_RESULTS
-    body = []
-    for group, by_variant in groups.items():
-        line = [_title(by_variant)]
-        for _, choices in HEADLINE:
-            cells = [read.cell(group, name, graph=graph) for name, graph in choices]
-            line.append(next((cell for cell in cells if cell != NOTHING), NOTHING))
-        body.append(line)
-    header = ["milliseconds (time over eager's)", *(title for title, _ in HEADLINE)]
-    return _blocks(header, body, [*read.quotations, *read.sources])
-
-
-def _milliseconds(value: float | None, eager: float | None) -> str:
-    if value is None:
-        return NOTHING
-    return f"{number(value)} ({value / eager:.2f}x)" if eager else number(value)
-
-
-def _group(values: dict[str, Any]) -> _Group:
-    """What one line of the end-to-end table is about, in the order of its lines."""
-    return PARTS.index(values["part"]), values["model"], values["size"], values["batch"], values["dtype"]
-
-
-def _ran(row: Row | None) -> bool:
-    return row is not None and row.median_ms is not None
-
-
-def _quoted_times(
-    results: Path, groups: dict[_Group, dict[str, Row]]
-) -> tuple[dict[_Group, dict[str, float]], list[str]]:
-    """Milliseconds that others measured, by variant, of what was not run; and where they come from."""
-    found: dict[_Group, dict[str, float]] = {group: {} for group in groups}
-    sources = []
-    for content in documents(results, "end_to_end_quoted"):
-        rows = [
-            v
-            for v in content["rows"]
-            if _group(v) in groups and not _ran(groups[_group(v)].get(v["variant"]))
-        ]
-        for values in rows:
-            found[_group(values)][values["variant"]] = values["median_ms"]
-        if rows:
-            sources.append(f"{QUOTATION}: quoted, not run here: {content['source']}")
-    return found, sources
+    groups, sources = _read(results)
+    body = [
+        [title, *(_cell(rows, *choice) for choice in chosen)]
+        for title, (rows, chosen) in _headline(groups).items()
+    ]
+    return _blocks([title for title, _ in HEADLINE], body, sources)

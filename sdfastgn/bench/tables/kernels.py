@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from sdfastgn.bench.documents import OK, UNAVAILABLE
+from sdfastgn.bench.documents import OK, QUOTED, UNAVAILABLE
 from sdfastgn.bench.kernels.ratios import (
     Line,
-    best_peer,
+    Pair,
+    best_peers,
     extra_ratios,
-    is_lost,
     lines,
+    lost,
     means,
     ratio,
     timed_names,
 )
-from sdfastgn.bench.kernels.suite import COPY, OURS, QUOTED, KernelRow, Shape, Suite, rows_of, shape_text
+from sdfastgn.bench.kernels.suite import COPY, OURS, KernelRow, Shape, Suite, rows_of, shape_text
 from sdfastgn.bench.tables.markdown import (
     LOSS,
     NO_RESULTS,
@@ -30,15 +32,13 @@ from sdfastgn.bench.terminal import Blocks
 
 # One launch, and three: small enough that the CPU never waits for the GPU.
 _HOST_SHAPES: tuple[Shape, ...] = ((2, 1280, 8, 8), (2, 1280, 16, 16), (2, 640, 32, 32), (2, 320, 64, 64))
-_COLD = (False, True)
 
 
 def cell_line(row: KernelRow) -> str:
     """A cell as soon as it is measured; empty where it cannot be."""
     if row.status == UNAVAILABLE:
         return ""
-    times = f"{number(row.hot_us)} us ({number(row.cold_us)})"
-    found = times if row.status == OK else f"{row.status}: {row.reason}"
+    found = f"{_pair(row.times)} us" if row.status == OK else f"{row.status}: {row.reason}"
     return f"{shape_text(row.shape)} {row.provider}, {row.task}: {found}"
 
 
@@ -61,41 +61,46 @@ def missing_cells(rows: Iterable[KernelRow]) -> list[str]:
 
 def _competing(suite: Suite, rows: Iterable[KernelRow]) -> list[KernelRow]:
     """The copy's rows and those of the suite's operations, without its extras."""
-    tasks = {COPY, *(op.label(what) for op in suite.operations for what in op.passes)}
-    return [row for row in rows if row.task in tasks]
+    return [row for row in rows if row.task in (COPY, *suite.ideals)]
 
 
 def _cell(line: Line, name: str) -> str:
     row = line.get(name)
     if row is None or row.status not in (OK, QUOTED):
         return NOTHING
-    lost = name.startswith(OURS) and any(is_lost(line, name, cold=cold) for cold in _COLD)
-    return f"{number(row.hot_us)} ({number(row.cold_us)}){LOSS if lost else ''}"
+    mark = LOSS if name.startswith(OURS) and any(lost(line, name)) else ""
+    return _pair(row.times) + mark
 
 
-def _ratios(suite: Suite, line: Line, name: str) -> dict[str, tuple[float | None, float | None]]:
-    """Hot and cold times of ``name`` over those of the copy, of the baseline and of the best peer."""
-    peers = [best_peer(line, cold=cold) for cold in _COLD]
-    overs: dict[str, list[str | None]] = {
-        COPY: [COPY, COPY],
-        suite.baseline: [suite.baseline, suite.baseline],
-        "best peer": peers,
-    }
-    return {
-        label: (ratio(line, name, hot), ratio(line, name, cold, cold=True))
-        for label, (hot, cold) in overs.items()
-    }
+def _pair(pair: Pair) -> str:
+    """``hot (cold)``"""
+    return f"{number(pair[0])} ({number(pair[1])})" if all(pair) else NOTHING
 
 
-def _mean_lines(suite: Suite, rows: Sequence[KernelRow], over: str) -> list[tuple[str, str, list[str]]]:
-    """Geometric means over ``over``: set of shapes, task, and a cell for each provider."""
-    found = []
-    for set_name, by_task in means(suite, rows, over).items():
-        for task, by_name in by_task.items():
-            entries = [by_name.get(name) for name in timed_names(rows)]
-            texts = [f"{e['hot']:.2f} ({e['cold']:.2f}) on {e['shapes']}" if e else NOTHING for e in entries]
-            found.append((set_name, task, texts))
-    return found
+def _table(suite: Suite, rows: Sequence[KernelRow], *, bold: bool = False) -> Blocks:
+    """Shapes and tasks x providers: microseconds hot (cold), ratios of ours, geometric means."""
+    names = timed_names(rows)
+    ours = [name for name in names if name.startswith(OURS)]
+    header = [suite.axes, "what", *names]
+    header += [f"{name} / {over}" for name in ours for over in (COPY, suite.baseline, "best peer")]
+    body = []
+    for (shape, task), line in lines(rows).items():
+        peers = best_peers(line)
+        best = peers[0] if bold else None
+        cells = [f"**{_cell(line, name)}**" if name == best else _cell(line, name) for name in names]
+        cells += [_pair(ratio(line, name, over)) for name in ours for over in (COPY, suite.baseline, peers)]
+        body.append([shape_text(shape), task, *cells])
+    # Others' published times have another run's copy.
+    ran = [row for row in rows if row.status == OK]
+    for over in (COPY, suite.baseline):
+        for set_name, by_task in means(suite, ran, over).items():
+            for task, by_name in by_task.items():
+                mean = {
+                    name: f"{e['hot']:.2f} ({e['cold']:.2f}) on {e['shapes']}" for name, e in by_name.items()
+                }
+                cells = [mean.get(name, NOTHING) for name in names]
+                body.append([f"mean / {over}, {set_name}", task, *cells, *[""] * 3 * len(ours)])
+    return Blocks(header, body, left=2)
 
 
 def _legend(suite: Suite) -> str:
@@ -106,38 +111,13 @@ def _legend(suite: Suite) -> str:
 # ---- the terminal
 
 
-def suite_table(suite: Suite, rows: Sequence[KernelRow], title: str) -> Blocks:
-    """Shapes and tasks x providers: microseconds hot (cold), our ratios, geometric means."""
-    rows = _competing(suite, rows)
-    names = timed_names(rows)
-    ours = [name for name in names if name.startswith(OURS)]
-    header = [suite.axes, "what", *names]
-    for name in ours:
-        header += [f"{name} / {', '.join((COPY, suite.baseline, 'best peer'))}", f"{name} GB/s"]
-        header += [f"{name} CPU us"] * suite.times_cpu
-    body = []
-    for (shape, task), line in lines(rows).items():
-        texts = [shape_text(shape), task, *(_cell(line, name) for name in names)]
-        for name in ours:
-            row = line.get(name)
-            texts.append(", ".join(number(hot) for hot, _ in _ratios(suite, line, name).values()))
-            texts.append(number(row.hot_gbps if row else None, 4))
-            texts += [number(row.cpu_us if row else None)] * suite.times_cpu
-        body.append(texts)
-    mean_rows = [
-        [f"mean / {over}, {set_name}", task, *texts]
-        for over in (COPY, suite.baseline)
-        for set_name, task, texts in _mean_lines(suite, rows, over)
-    ]
+def suite_tables(suite: Suite, rows: Sequence[KernelRow], title: str) -> list[Blocks]:
+    """What the suite's operations took, and its extras beside the plain ops where one was timed."""
     caption = f"microseconds, hot L2 (cold L2); {_legend(suite)}"
-    return Blocks(header, body, title, caption, left=2, means=mean_rows)
-
-
-def extras_table(suite: Suite, rows: Sequence[KernelRow]) -> Blocks | None:
-    """The suite's extras beside the plain ops; None where none was timed."""
+    tables = [replace(_table(suite, _competing(suite, rows)), title=title, caption=caption)]
     header, body = _extras(suite, rows)
     caption = "microseconds: time over the plain op's, hot L2 (cold L2)"
-    return Blocks(header, body, caption=caption) if len(header) > 1 else None
+    return [*tables, Blocks(header, body, caption=caption)] if len(header) > 1 else tables
 
 
 def _extras(suite: Suite, rows: Sequence[KernelRow]) -> tuple[list[str], list[list[str]]]:
@@ -146,14 +126,13 @@ def _extras(suite: Suite, rows: Sequence[KernelRow]) -> tuple[list[str], list[li
     baselines = {op.providers[-1].name: op.baseline for op in suite.extras}
     hot = {(row.provider, row.shape): row.hot_us for row in rows}
     names = [name for name in baselines if name in ratios]
-    body = []
-    for shape in dict.fromkeys(row.shape for row in rows):
-        line = [shape_text(shape)]
-        for name in names:
-            pair = ratios[name].get(shape)
-            times = f"{number(hot[name, shape])}: {pair[0]:.2f} ({pair[1]:.2f})" if pair else NOTHING
-            line.append(times)
-        body.append(line)
+
+    def cell(name: str, shape: Shape) -> str:
+        pair = ratios[name].get(shape)
+        return f"{number(hot[name, shape])}: {pair[0]:.2f} ({pair[1]:.2f})" if pair else NOTHING
+
+    shapes = dict.fromkeys(row.shape for row in rows)
+    body = [[shape_text(shape), *(cell(name, shape) for name in names)] for shape in shapes]
     return [_spaced(suite.axes), *(f"{name} / {baselines[name]}" for name in names)], body
 
 
@@ -194,50 +173,25 @@ def suite_markdown(suite: Suite, results: Path) -> str:
         rows, quoted = _with_quoted(suite, rows_of(suite, content), results, dtype)
         missing = missing_cells(rows)
         rows = _competing(suite, rows)
-        table = _brief_table(suite, rows) if suite.in_brief else _full_table(suite, rows)
-        who = f"{LOSS}: a peer is faster than sdfastgn" if suite.in_brief else _legend(suite)
+        table = _table(suite, rows, bold=True)
+        who = f"{LOSS}: a peer is faster than sdfastgn" if suite.is_inference else _legend(suite)
         notes = (*quoted, *missing, f"{dtype}, {source_line(content)}")
         legend = f"Microseconds, hot L2 (cold L2); bold: the best peer; {who}."
-        blocks += [table, legend, *(f"{note}." for note in notes)]
+        blocks += [_brief(table) if suite.is_inference else markdown_table(table.header, table.body), legend]
+        blocks += [f"{note}." for note in notes]
     return "\n\n".join(blocks) or NO_RESULTS
 
 
-def _marked(line: Line, names: Sequence[str]) -> list[str]:
-    """A cell for each provider, the best peer's in bold."""
-    best = best_peer(line)
-    return [f"**{_cell(line, name)}**" if name == best else _cell(line, name) for name in names]
-
-
-def _pair(pair: tuple[float | None, float | None]) -> str:
-    return f"{number(pair[0])} ({number(pair[1])})" if all(pair) else NOTHING
-
-
-def _full_table(suite: Suite, rows: Sequence[KernelRow]) -> str:
-    names = timed_names(rows)
-    ours = [name for name in names if name.startswith(OURS)]
-    header = [suite.axes, "what", *names]
-    header += [f"{name} / {over}" for name in ours for over in (COPY, suite.baseline, "best peer")]
-    body = []
-    for (shape, task), line in lines(rows).items():
-        pairs = [_pair(pair) for name in ours for pair in _ratios(suite, line, name).values()]
-        body.append([shape_text(shape), task, *_marked(line, names), *pairs])
-    for over in (COPY, suite.baseline):
-        for set_name, task, texts in _mean_lines(suite, rows, over):
-            body.append([f"mean / {over}, {set_name}", task, *texts, *[""] * (len(header) - len(texts) - 2)])
-    return markdown_table(header, body)
-
-
-def _brief_table(suite: Suite, rows: Sequence[KernelRow]) -> str:
-    names = timed_names(rows)
-    body = [
-        [shape_text(shape), *_marked(line, names), _pair(_ratios(suite, line, OURS)["best peer"])]
-        for (shape, _), line in lines(rows).items()
+def _brief(table: Blocks) -> str:
+    """A suite with one task and one provider of ours, with no ratio but that to the best peer."""
+    rows = [
+        [name.replace("mean /", "mean of time /"), *cells]
+        for name, *cells in table.body
+        if name.startswith(f"mean / {COPY},") or not name.startswith("mean")
     ]
-    for set_name, _, texts in _mean_lines(suite, [row for row in rows if row.status == OK], COPY):
-        # Others' published times have another run's copy.
-        by_name = dict(zip(timed_names([row for row in rows if row.status == OK]), texts, strict=True))
-        body.append([f"mean of time / copy, {set_name}", *(by_name.get(name, NOTHING) for name in names), ""])
-    return markdown_table([_spaced(suite.axes), *names, f"{OURS} / best peer"], body)
+    header = [_spaced(table.header[0]), *table.header[1:]]
+    header, *body = ([row[0], *row[2:-3], row[-1]] for row in (header, *rows))
+    return markdown_table(header, body)
 
 
 def extras_markdown(suite: Suite, results: Path) -> str:

@@ -25,6 +25,12 @@ def error_text(value: float | None) -> str:
     return NOTHING if value is None else f"{value:.1e}"
 
 
+def without_empty_columns(rows: Sequence[dict[str, str]]) -> tuple[list[str], list[list[str]]]:
+    """Header and body of a table, without columns in which no row has a value."""
+    header = [name for name in (rows[0] if rows else ()) if any(row[name] != NOTHING for row in rows)]
+    return header, [[row[name] for name in header] for row in rows]
+
+
 def markdown_table(header: Sequence[str], body: Iterable[Sequence[str]]) -> str:
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *body]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -21,8 +21,6 @@ from sdfastgn.bench.tables.kernels import extras_markdown, host_markdown, suite_
 from sdfastgn.bench.tables.profile import profile_markdown
 from sdfastgn.bench.tables.warm_up import warm_up_markdown
 
-RESULTS = Path("benchmarks")
-
 TABLES: dict[str, Callable[[Path], str]] = {
     "headline": headline_markdown,
     "results": results_markdown,
@@ -40,8 +38,7 @@ _SLOT = re.compile(r"(<!-- table:(?P<name>[\w-]+) -->)(?P<body>.*?)(<!-- /table:
 def filled(text: str, results: Path) -> str:
     """``text`` with every table slot filled from the JSON files under ``results``.
 
-    Raises:
-        ValueError: a slot has a name that no table has, or is not closed.
+    Raises ValueError where a slot has a name that no table has, or is not closed.
     """
     opened = re.findall(r"<!-- table:([\w-]+) -->", text)
     unknown = sorted(set(opened) - set(TABLES))
@@ -55,15 +52,11 @@ def filled(text: str, results: Path) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0, 1 where a checked file is stale, 2 where it cannot be filled."""
-    parser = argparse.ArgumentParser(
-        prog="python -m sdfastgn.bench.tables.pages", description=__doc__.splitlines()[0]
-    )
+    parser = argparse.ArgumentParser("python -m sdfastgn.bench.tables.pages", description=__doc__)
     mode = parser.add_mutually_exclusive_group(required=True)
     mode.add_argument("--write", type=Path, metavar="FILE", help="renew the tables in FILE")
     mode.add_argument("--check", type=Path, metavar="FILE", help="exit with 1 where FILE's tables are stale")
-    parser.add_argument(
-        "--results", type=Path, default=RESULTS, help="folder of the JSON files (default: benchmarks)"
-    )
+    parser.add_argument("--results", type=Path, default=Path("benchmarks"), help="folder of the JSON files")
     options = parser.parse_args(arguments)
     path = options.write or options.check
     # An empty folder has no results yet; one that is not there is somewhere else.
@@ -79,10 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"tables: {path}: {error}", file=sys.stderr)
         return 2
     if options.check and new != old:
-        print(
-            f"tables: {path} is stale; run: python -m sdfastgn.bench.tables.pages --write {path}",
-            file=sys.stderr,
-        )
+        run = f"python -m sdfastgn.bench.tables.pages --write {path}"
+        print(f"tables: {path} is stale; run: {run}", file=sys.stderr)
         return 1
     return 0
 

@@ -57,11 +57,12 @@ def headline(results: Path, path: Path) -> None:
         axes.set_visible(False)
     for axes, (title, times) in zip(every, panels.items(), strict=False):
         names, values, quoted = zip(*times, strict=True)
-        colours = [_COLOURS[0] if name == OURS else _COLOURS[-1] for name in names]
-        for bar, is_quoted in zip(axes.barh(names, values, color=colours), quoted, strict=True):
-            bar.set_alpha(0.4 if is_quoted else 1)
-        for place, value in enumerate(values):
-            axes.text(value, place, f" {number(value)}", va="center", fontsize="small")
+        colours = [
+            (_COLOURS[0] if name == OURS else _COLOURS[-1], 0.4 if is_quoted else 1)
+            for name, is_quoted in zip(names, quoted, strict=True)
+        ]
+        bars = axes.barh(names, values, color=colours)
+        axes.bar_label(bars, list(map(number, values)), padding=3, fontsize="small")
         axes.set_title(title, fontsize="small")
         axes.tick_params(labelsize="small")
         axes.invert_yaxis()
@@ -153,20 +154,19 @@ def _stacked_bars(axes: Any, rows: Sequence[Row]) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     if len(arguments) != 2 or plot_reason() is not None:
-        print(
-            plot_reason() or "usage: python -m sdfastgn.bench.tables.plots RESULT.json|FOLDER PICTURE.png",
-            file=sys.stderr,
-        )
+        usage = "usage: python -m sdfastgn.bench.tables.plots RESULT.json|FOLDER PICTURE.png"
+        print(plot_reason() or usage, file=sys.stderr)
         return 2
-    if Path(arguments[0]).is_dir():
-        headline(Path(arguments[0]), Path(arguments[1]))
+    source, picture = map(Path, arguments)
+    if source.is_dir():
+        headline(source, picture)
         return 0
-    content: dict[str, Any] = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
+    content: dict[str, Any] = json.loads(source.read_text(encoding="utf-8"))
     if content["kind"] == "profile":
-        breakdown([Row(**values) for values in content["rows"]], Path(arguments[1]), source_line(content))
-        return 0
-    title = f"{content['config']['dtype']}, {source_line(content)}"
-    roofline(rows_of(SUITES[INFERENCE], content), Path(arguments[1]), title)
+        breakdown([Row(**values) for values in content["rows"]], picture, source_line(content))
+    else:
+        title = f"{content['config']['dtype']}, {source_line(content)}"
+        roofline(rows_of(SUITES[INFERENCE], content), picture, title)
     return 0
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from sdfastgn.bench.documents import OK
@@ -11,7 +10,14 @@ from sdfastgn.bench.kernel_categories import CATEGORIES, FLOOR, GAPS, OTHER
 from sdfastgn.bench.models.profiling import CPU, Breakdown
 from sdfastgn.bench.models.run import Row
 from sdfastgn.bench.models.variants import PARTS, label
-from sdfastgn.bench.tables.markdown import NO_RESULTS, NOTHING, documents, markdown_table, number, source_line
+from sdfastgn.bench.tables.markdown import (
+    NO_RESULTS,
+    documents,
+    markdown_table,
+    number,
+    source_line,
+    without_empty_columns,
+)
 from sdfastgn.bench.terminal import Blocks
 
 FLOOR_NAMES = " + ".join(FLOOR)
@@ -48,35 +54,30 @@ def lowest_floor(rows: Sequence[Row]) -> tuple[str, float] | None:
     return min(floors, key=lambda pair: pair[1], default=None)
 
 
-def _category_cell(name: str, found: Breakdown) -> str:
-    return number(found.categories[name])
-
-
 def _cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     """Header and body, without columns in which no row has a value."""
     found = _found(rows)
-    columns: list[tuple[str, Callable[[Breakdown], str]]] = [("recorded", lambda one: one.source)]
-    for name in (*CATEGORIES, GAPS):
-        if name != OTHER or any(one.categories[OTHER] for _, one in found):
-            columns.append((name, functools.partial(_category_cell, name)))
-    columns += [
-        ("total", lambda one: number(one.total_ms, 4)),
-        ("timed", lambda one: number(one.timed_ms, 4)),
-        ("floor", lambda one: number(one.floor_ms, 4)),
-        ("floor share", lambda one: f"{100 * one.floor_share:.0f} %"),
-        ("call's gaps", lambda one: number(one.call_gaps_ms)),
+    shown = [name for name in (*CATEGORIES, GAPS) if name != OTHER or any(one.other for _, one in found)]
+    cells = [
+        {
+            "ms": name,
+            "recorded": one.source,
+            **{category: number(one.categories[category]) for category in shown},
+            "total": number(one.total_ms, 4),
+            "timed": number(one.timed_ms, 4),
+            "floor": number(one.floor_ms, 4),
+            "floor share": f"{100 * one.floor_share:.0f} %",
+            "call's gaps": number(one.call_gaps_ms),
+        }
+        for name, one in found
     ]
-    shown = [(name, cell) for name, cell in columns if any(cell(one) != NOTHING for _, one in found)]
-    body = [[label, *(cell(one) for _, cell in shown)] for label, one in found]
-    return ["ms", *(name for name, _ in shown)], body
+    return without_empty_columns(cells)
 
 
 def profile_table(rows: Sequence[Row], title: str) -> Blocks | None:
     """One part's variants x categories; None where there is no breakdown."""
     header, body = _cells(rows)
-    if not body:
-        return None
-    return Blocks(header, body, title, _legend(rows), left=2)
+    return Blocks(header, body, title, _legend(rows), left=2) if body else None
 
 
 def _legend(rows: Sequence[Row]) -> str:
@@ -112,7 +113,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
 
 def profile_markdown(results: Path) -> str:
     """The breakdowns of all committed runs with ``--profile``, a table for each part of a model."""
-    blocks: list[tuple[tuple[int, str, int], list[str]]] = []
+    blocks: dict[tuple[int, str, int], str] = {}
     for content in documents(results, "profile"):
         parts: dict[tuple[int, str, int], list[Row]] = {}
         for row in (Row(**values) for values in content["rows"]):
@@ -120,10 +121,7 @@ def profile_markdown(results: Path) -> str:
         for key, rows in parts.items():
             header, body = _cells(rows)
             if body:
-                heading = f"{row_title(rows[0])}: {_legend(rows)}."
                 lines = [f"{line}." for line in (*_floor_line(rows), source_line(content))]
-                blocks.append((key, [heading, markdown_table(header, body), *lines]))
-    return (
-        "\n\n".join(line for _, block in sorted(blocks, key=lambda pair: pair[0]) for line in block)
-        or NO_RESULTS
-    )
+                heading = f"{row_title(rows[0])}: {_legend(rows)}."
+                blocks[key] = "\n\n".join([heading, markdown_table(header, body), *lines])
+    return "\n\n".join(blocks[key] for key in sorted(blocks)) or NO_RESULTS

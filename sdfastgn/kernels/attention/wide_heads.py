@@ -51,7 +51,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if _runs_in_chunks(q, k, v) and (
         (q.dtype, q.shape[:-2], k.shape) == (k.dtype, k.shape[:-2], v.shape) and q.dtype == v.dtype
     ):
-        return launch_wide_attention(q, k, v, q.shape[-1] ** -0.5)
+        try:
+            return launch_wide_attention(q, k, v, q.shape[-1] ** -0.5)
+        except dispatch.KernelError:
+            return attend(q, k, v)
     return F.scaled_dot_product_attention(q, k, v)
 
 
@@ -84,7 +87,10 @@ def wide_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = Non
     _check(q, k, v)
     scale = q.shape[-1] ** -0.5 if scale is None else _as_scale(scale)
     if _runs_in_chunks(q, k, v):
-        return launch_wide_attention(q, k, v, scale)
+        try:
+            return launch_wide_attention(q, k, v, scale)
+        except dispatch.KernelError:
+            return wide_attention(q, k, v, scale=scale)
     y = reference_wide_attention(q, k, v, scale)
     return y.contiguous() if dispatch.is_plain_inference(q, (k, v)) and not _is_cast(q) else y
 

@@ -20,7 +20,12 @@ try:
 except ImportError:  # every call then runs in plain PyTorch
     triton = None
 
+_VERSION = tuple(map(int, triton.__version__.split(".")[:2])) if triton is not None else (0, 0)
+# Triton 3.4 cannot compile its own instruction that waits for the kernel before.
+HAS_GDC = _VERSION >= (3, 5)
+
 __all__ = [
+    "HAS_GDC",
     "LANE_AXIS",
     "PTX",
     "STEP_AXIS",
@@ -34,7 +39,7 @@ __all__ = [
 ]
 
 if triton is not None:
-    _LANES_FIRST = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
+    _LANES_FIRST = _VERSION < (3, 7)
     LANE_AXIS = tl.constexpr(0 if _LANES_FIRST else 2)
     STEP_AXIS = tl.constexpr(2 if _LANES_FIRST else 0)
     # Whether kernels may have inline assembly, which the interpreter and AMD's compiler do not know.

@@ -47,28 +47,3 @@ def test_norms_of_tiny_models_have_random_affines_and_groups_of_odd_sizes():
     assert all(m.weight.std() > 0.01 and m.bias.std() > 0.01 for m in norms)
     per_group = {m.num_channels // m.num_groups for m in norms}
     assert any(n & (n - 1) for n in per_group)
-
-
-def test_controlnet_fits_its_unet():
-    unet = architectures.build_unet("tiny", torch.float32, "cpu")
-    controlnet = architectures.build_controlnet("tiny", torch.float32, "cpu")
-    inputs = architectures.unet_inputs("tiny", size=64, batch=1, dtype=torch.float32, device="cpu", seed=0)
-    with torch.no_grad():
-        down, mid = controlnet(**inputs, controlnet_cond=torch.rand(1, 3, 64, 64), return_dict=False)
-        sample = unet(
-            **inputs, down_block_additional_residuals=down, mid_block_additional_residual=mid
-        ).sample
-    assert not torch.allclose(sample, unet(**inputs).sample)
-
-
-@pytest.mark.parametrize("call", ["build_unet", "build_vae", "build_controlnet"])
-def test_unknown_model(call):
-    with pytest.raises(ValueError, match=rf"^{call}: unknown model 'sd3'; known: tiny, tiny_xl, sd15, sdxl"):
-        getattr(architectures, call)("sd3", torch.float32, "cpu")
-
-
-@pytest.mark.parametrize("size", [0, -8, 63, 500])
-@pytest.mark.parametrize("call", ["unet_inputs", "vae_latents"])
-def test_size_that_does_not_fit(call, size):
-    with pytest.raises(ValueError, match=rf"^{call}: size={size} must be a positive multiple of 8"):
-        getattr(architectures, call)("tiny", size=size, batch=1, dtype=torch.float32, device="cpu", seed=0)

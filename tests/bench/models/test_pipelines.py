@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from sdfastgn.bench.documents import OptionError
 from sdfastgn.bench.models.pipelines import build_pipeline, build_tokenizer, load_pipeline
 
 
@@ -23,7 +24,7 @@ def test_from_pretrained_gives_the_same_image(model, tmp_path):
     assert before.shape == (1, 64, 64, 3)
     assert before.std() > 0.05
     pipe.save_pretrained(tmp_path)
-    loaded = load_pipeline(str(tmp_path), None, torch.float32, "cpu")
+    loaded = load_pipeline("--weights", str(tmp_path), torch.float32, "cpu")
     assert type(loaded) is type(pipe)
     assert np.array_equal(generate(loaded), before)
 
@@ -48,11 +49,5 @@ def test_tokenizer_pads_prompts_to_77_tokens():
 )
 def test_a_folder_that_is_no_pipeline_is_named(index, words, tmp_path):
     (tmp_path / "model_index.json").write_text(index)
-    with pytest.raises(ValueError, match=rf"^load_pipeline: cannot load '{tmp_path}': .*{words}"):
-        load_pipeline(str(tmp_path), None, torch.float32, "cpu")
-
-
-@pytest.mark.parametrize("weights", ["/no/such/folder", "random"])
-def test_what_cannot_be_loaded_is_named(weights):
-    with pytest.raises(ValueError, match="no/such/folder" if weights != "random" else "unknown model ''"):
-        load_pipeline(weights, None, torch.float32, "cpu")
+    with pytest.raises(OptionError, match=rf"^--weights: cannot load '{tmp_path}': .*{words}"):
+        load_pipeline("--weights", str(tmp_path), torch.float32, "cpu")

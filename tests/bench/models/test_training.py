@@ -13,11 +13,9 @@ import torch
 from torch import nn
 
 from sdfastgn.bench.documents import OK, WRONG
+from sdfastgn.bench.models import gate, training
 from sdfastgn.bench.models import run as end_to_end
-from sdfastgn.bench.models import training
-from sdfastgn.bench.models import workload as workloads
 from sdfastgn.bench.models.run import Row
-from sdfastgn.bench.models.training import Gradients
 from sdfastgn.bench.models.variants import VARIANTS
 from sdfastgn.bench.models.workload import BenchConfig
 from tests.bench.cases import broken_variant
@@ -60,12 +58,12 @@ def test_wrong_gradients_get_no_time(dtype: str, factor: float) -> None:
 
 
 def test_the_gate_is_stated() -> None:
-    assert "1.05 times stock eager's" in workloads.gate_text(dataclasses.replace(CONFIG, dtype="bf16"))
-    assert "0.001" in workloads.gate_text(CONFIG)
+    assert "1.05 times stock eager's" in gate.gate_text(dataclasses.replace(CONFIG, dtype="bf16"))
+    assert "0.001" in gate.gate_text(CONFIG)
 
 
-def gradients(**tensors: list[float]) -> Gradients:
-    return Gradients({name: torch.tensor(values) for name, values in tensors.items()})
+def gradients(**tensors: list[float]) -> dict[str, torch.Tensor]:
+    return {name: torch.tensor(values) for name, values in tensors.items()}
 
 
 @pytest.mark.parametrize(
@@ -77,23 +75,26 @@ def gradients(**tensors: list[float]) -> Gradients:
         pytest.param(gradients(a=[3.0], b=[math.nan]), math.nan, id="nan"),
     ],
 )
-def test_error_over_all_parameters(ours: Gradients, error: float) -> None:
+def test_error_over_all_parameters(ours: dict[str, torch.Tensor], error: float) -> None:
     reference = gradients(a=[3.0], b=[4.0])
-    assert ours.relative_error(reference) == pytest.approx(error, nan_ok=True)
-    judged = training.judge(CONFIG, ours, reference, 0.05)
+    judged = gate.judge(CONFIG, ours, gate.Reference(reference, fp32=reference, fp32_error=0.05))
+    assert judged.error == pytest.approx(error, nan_ok=True)
     assert bool(judged.reason) is not (error <= 0.05)
+    # The same without fp32 gradients is no gate at all.
+    assert gate.judge(CONFIG, ours, gate.Reference(reference)).reason
 
 
 @pytest.mark.parametrize(
-    ("ours", "words"),
+    ("stock", "words"),
     [
         pytest.param(gradients(a=[1.0], b=[0.0]), "", id="usable"),
         pytest.param(gradients(a=[1.0], b=[math.inf]), "not finite", id="infinite"),
-        pytest.param(gradients(a=[0.0]), "zero", id="zero"),
+        pytest.param(gradients(a=[0.0]), "constant", id="zero"),
     ],
 )
-def test_stock_gradients_that_are_no_reference(ours: Gradients, words: str) -> None:
-    assert (words in ours.problem()) if words else not ours.problem()
+def test_stock_gradients_that_are_no_reference(stock: dict[str, torch.Tensor], words: str) -> None:
+    problem = gate.problem(CONFIG, stock)
+    assert (words in problem) if words else not problem
 
 
 def test_saved_bytes_count_shared_memory_once_and_no_parameter() -> None:

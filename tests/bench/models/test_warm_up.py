@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import runpy
-import subprocess
-import sys
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
@@ -14,12 +13,13 @@ import numpy as np
 import pytest
 
 from sdfastgn.bench import documents
+from sdfastgn.bench.documents import OptionError
 from sdfastgn.bench.models import run as end_to_end
 from sdfastgn.bench.models import warm_up
 from sdfastgn.bench.models.warm_up import WaitRow
-from sdfastgn.bench.models.workload import BenchConfig, WeightsError
+from sdfastgn.bench.models.workload import BenchConfig
 from sdfastgn.bench.tables import pages
-from sdfastgn.bench.tables.warm_up import cells
+from sdfastgn.bench.tables.warm_up import warm_up_table
 from tests.bench.tables.cases import save
 from tests.command_line import exit_code
 
@@ -34,7 +34,7 @@ def test_figures_of_a_row():
 
 def _images(*images):
     """Stands for the processes, which return these."""
-    return mock.patch.object(warm_up, "_worker", side_effect=[(ROW, image) for image in images])
+    return mock.patch.object(warm_up, "_in_a_process", side_effect=[(ROW, image) for image in images])
 
 
 def test_ways_share_one_cache_that_is_empty_at_first():
@@ -42,8 +42,8 @@ def test_ways_share_one_cache_that_is_empty_at_first():
     with _images(image, image, image) as worker:
         rows = warm_up.run(CONFIG, 48)
     assert [row.variant for row in rows] == ["eager", "sdfastgn, cold cache", "sdfastgn, warm cache"]
-    assert [call.args[2] for call in worker.call_args_list] == [False, True, True]
-    assert len({call.args[3] for call in worker.call_args_list}) == 1
+    assert [call.kwargs["optimize"] for call in worker.call_args_list] == [False, True, True]
+    assert len({call.kwargs["triton_cache"] for call in worker.call_args_list}) == 1
     assert all(row.status == documents.OK for row in rows)
 
 
@@ -57,45 +57,27 @@ def test_a_wrong_image_gets_no_time(which):
     assert row.status == documents.WRONG
     assert "below 40 dB" in row.reason
     assert row.image_s == row.new_size_s == []
-    assert cells(row, ROW) == [row.variant, f"wrong output: {row.reason}"]
+    assert warm_up_table([ROW, row]).body[1] == [row.variant, "wrong output"]
 
 
 def test_a_process_hands_back_its_row_and_image(tmp_path, monkeypatch):
-    """What ``python -m`` would run in a process of its own runs in this one."""
-
-    def run(command, *, env, **options):
-        assert command[:2] == [sys.executable, "-m"]
-        assert env["TRITON_CACHE_DIR"] == str(tmp_path / "triton")
-        monkeypatch.setattr(sys, "argv", command[2:])
-        runpy.run_module(command[2], run_name="__main__")
-        return subprocess.CompletedProcess(command, 0)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(warm_up.subprocess, "run", run)
-        patch.delitem(sys.modules, warm_up.__name__)  # as in a fresh process
-        row, image = warm_up._worker(CONFIG, 48, True, tmp_path / "triton", tmp_path)
+    """What runs in a process of its own runs in this one."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", "another")
+    row, image = warm_up.measure(CONFIG, 48, optimize=True, triton_cache=str(tmp_path))
+    assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path)
     assert (len(row.image_s), len(row.new_size_s)) == (warm_up.IMAGES, warm_up.STEPS_AT_NEW_SIZE)
     assert min(*row.image_s, *row.new_size_s) > 0
     assert image.shape == (1, 64, 64, 3)
     assert 0 < image.std() < 1
 
 
-@pytest.mark.parametrize(("code", "error"), [(2, WeightsError), (1, RuntimeError)])
-def test_a_process_that_fails_says_why(code, error, tmp_path, monkeypatch):
-    done = subprocess.CompletedProcess([], code, "", "Traceback\nno such device\n")
-    monkeypatch.setattr(warm_up.subprocess, "run", lambda *args, **kwargs: done)
-    with pytest.raises(error, match=r"^no such device$"):
-        warm_up._worker(CONFIG, 48, False, tmp_path, tmp_path)
-
-
-def test_weights_that_cannot_be_loaded_end_the_process_in_one_line(tmp_path, capsys):
-    config = dataclasses.asdict(dataclasses.replace(CONFIG, weights=str(tmp_path)))
-    with pytest.raises(SystemExit) as caught:
-        warm_up._work({"config": config, "new_size": 48, "optimize": False, "folder": str(tmp_path)})
-    assert caught.value.code == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"--weights: cannot load '{tmp_path}'")
-    assert error.count("\n") == 1
+def test_weights_that_cannot_be_loaded_are_told_by_the_process(tmp_path, monkeypatch):
+    pool = mock.Mock(side_effect=lambda workers, mp_context: ThreadPoolExecutor(workers))
+    monkeypatch.setattr(warm_up, "ProcessPoolExecutor", pool)
+    config = dataclasses.replace(CONFIG, weights=str(tmp_path))
+    with pytest.raises(OptionError, match=f"^--weights: cannot load '{tmp_path}'"):
+        warm_up._in_a_process(config, 48, optimize=False, triton_cache=str(tmp_path))
+    assert pool.call_args.kwargs["mp_context"].get_start_method() == "spawn"  # with nothing imported
 
 
 TINY = ("time_warm_up.py", "--model", "tiny", "--device", "cpu")
