@@ -50,7 +50,7 @@ def _target(generation: str) -> GPUTarget:
     return GPUTarget("hip", generation, 64 if generation.startswith("gfx9") else 32)
 
 
-def compiled_for(generation: str, launch: Launch, tensors: tuple[Tensor | None, ...]) -> Any:
+def compiled(launch: Launch, tensors: tuple[Tensor | None, ...], generation: str) -> Any:
     """What Triton makes of a launch. ptxas refuses instructions that the generation lacks."""
     names = launch.kernel.arg_names
     pointers = dict(zip(names, tensors, strict=False))
@@ -123,7 +123,7 @@ def main(generation: str) -> None:
             *_, uses = distinct.setdefault(_compiled_by(launch, bare), (launch, bare, []))
             uses.append(use)
     for launch, tensors, uses in distinct.values():
-        found = resources(compiled_for(generation, launch, tensors))
+        found = resources(compiled(launch, tensors, generation))
         label = {"kernel": operation(launch, tensors), "uses": sorted(set(uses))}
         print(json.dumps({**label, **found, **launch.options, "pdl": launch.constants["PDL"]}), flush=True)
 
