@@ -19,7 +19,7 @@ os.environ.pop("TRITON_INTERPRET", None)
 
 import torch
 
-if sys.argv[1].startswith("gfx"):
+if sys.argv[-1].startswith("gfx"):
     torch.version.hip = "compiled for only"
 
 import triton
