@@ -40,6 +40,7 @@ if importlib.util.find_spec("diffusers") is not None:
     FUSIONS += (
         resnet_block.FUSION,
         temporal_resnet_block.FUSION,
+        temporal_resnet_block.CAUSAL,
         timestep_embedding.FUSION,
         transformer_2d.FUSION,
         transformer_block.FUSION,

@@ -142,10 +142,16 @@ def _left(obj: Any, report: Any, stock: _Stock) -> Iterable[str]:
         modules = dict(root.named_modules(prefix=name))
         if stock.called.isdisjoint(modules.values()):
             continue
-        if stock.passes.keys().isdisjoint(modules.values()):
+        if stock.passes.keys().isdisjoint(modules.values()) and not _is_inside(root, name, report.fused):
             found = ", ".join(sorted(set().union(*(known.get(path, set()) for path in modules))))
             yield f"`{type(root).__name__}` has no GroupNorm" + (f" (fused: {found})" if found else "")
         yield from _left_of_norms(modules, known, stock.passes)
+
+
+def _is_inside(root: nn.Module, name: str, fused: Iterable[Any]) -> bool:
+    """True if every parameter of ``root`` belongs to a fused part."""
+    parts = tuple(f"{entry.path}." for entry in fused)
+    return all(f"{name}.{path}".startswith(parts) for path, _ in root.named_parameters())
 
 
 def _left_of_norms(

@@ -16,6 +16,7 @@ from diffusers.models import AutoencoderTiny, UNet2DConditionModel, UNet2DModel
 from diffusers.models.activations import GEGLU
 from diffusers.models.attention import BasicTransformerBlock, FeedForward
 from diffusers.models.attention_processor import Attention
+from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import HunyuanVideoResnetBlockCausal3D
 from diffusers.models.autoencoders.vae import Decoder, Encoder
 from diffusers.models.downsampling import Downsample2D
 from diffusers.models.embeddings import TimestepEmbedding
@@ -173,6 +174,11 @@ SAMPLES: list[Sample] = [
         "resnet_block-batch-64",
         lambda: _resnet(up=True),
         lambda m: m(image(64, 20, 2, 2), _TEMB[:1].expand(64, -1)),
+    ),
+    (
+        "causal_resnet_block",
+        lambda: HunyuanVideoResnetBlockCausal3D(32, 64, groups=8),
+        lambda m: m(image(2, 32, 12, 5).reshape(2, 32, 3, 4, 5)),
     ),
     (
         "temporal_resnet_block",

@@ -14,10 +14,16 @@ from typing import Any
 
 import torch
 from diffusers.models import UNet2DConditionModel, UNet2DModel, UNet3DConditionModel, UNetMotionModel
+from diffusers.models.autoencoders.autoencoder_kl_allegro import AllegroDecoder3D, AllegroEncoder3D
+from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import (
+    HunyuanVideoDecoder3D,
+    HunyuanVideoEncoder3D,
+)
 from diffusers.models.autoencoders.autoencoder_kl_temporal_decoder import TemporalDecoder
-from diffusers.models.autoencoders.vae import Decoder, Encoder
+from diffusers.models.autoencoders.vae import Decoder, Encoder, MaskConditionDecoder
 from diffusers.models.unets.unet_i2vgen_xl import I2VGenXLUNet
 from diffusers.models.unets.unet_spatio_temporal_condition import UNetSpatioTemporalConditionModel
+from diffusers.pipelines.audioldm2.modeling_audioldm2 import AudioLDM2UNet2DConditionModel
 from torch import Tensor, nn
 
 from sdfastgn.kernels.common import dispatch
@@ -53,6 +59,12 @@ _SOURCES: dict[type[nn.Module], TestedSource] = {
         tested(Encoder, forward="e48fee8c32766a71"),
         tested(Decoder, forward="97047ade02b3933c 03f2b9f37b0d6cb9"),
         tested(TemporalDecoder, forward="81428d3064c20ab6"),
+        tested(MaskConditionDecoder, forward="bb893df0701937cc"),
+        tested(AudioLDM2UNet2DConditionModel, forward="a1713f8710cd7230"),
+        tested(HunyuanVideoEncoder3D, forward="34de5dcd23f1a895"),
+        tested(HunyuanVideoDecoder3D, forward="69cc74a7447f9670"),
+        tested(AllegroEncoder3D, forward="7921b379e8ba8b44"),
+        tested(AllegroDecoder3D, forward="260673ba2f399843"),
     )
 }
 PARENTS: tuple[type[nn.Module], ...] = tuple(_SOURCES)

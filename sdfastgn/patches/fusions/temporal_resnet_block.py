@@ -1,19 +1,21 @@
-"""diffusers' ``TemporalResnetBlock`` (Stable Video Diffusion): both norms with their activations, in 5-D.
+"""diffusers' residual blocks of 5-D tensors: both norms with their activations.
 
-The time embedding differs from frame to frame, so it is no constant per (n, c) and stays an addition.
+``TemporalResnetBlock`` is of Stable Video Diffusion, ``HunyuanVideoResnetBlockCausal3D`` of HunyuanVideo's
+VAE. A time embedding differs from frame to frame, so it is no constant per (n, c) and stays an addition.
 """
 
 from __future__ import annotations
 
+from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import HunyuanVideoResnetBlockCausal3D
 from diffusers.models.resnet import TemporalResnetBlock
 from torch import Tensor
 
 from sdfastgn.kernels.common import dispatch
-from sdfastgn.patches.core.fusion import ClassSwap
+from sdfastgn.patches.core.fusion import ClassSwap, activation_of
 from sdfastgn.patches.core.tested_sources import tested
 from sdfastgn.patches.fusions.group_norm import norm_act
 
-__all__ = ["FUSION", "FusedTemporalResnetBlock"]
+__all__ = ["CAUSAL", "FUSION", "FusedCausalResnetBlock", "FusedTemporalResnetBlock"]
 
 
 class FusedTemporalResnetBlock(TemporalResnetBlock):
@@ -37,4 +39,33 @@ FUSION = ClassSwap(
     TemporalResnetBlock,
     FusedTemporalResnetBlock,
     sources=(tested(TemporalResnetBlock, __init__="10dc3eb120f73c58", forward="cb41e04a61aa231a"),),
+)
+
+
+class FusedCausalResnetBlock(HunyuanVideoResnetBlockCausal3D):
+    """``HunyuanVideoResnetBlockCausal3D`` with fused normalizations. hidden_states (N, C, F, H, W)."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        if not dispatch.has_kernels(hidden_states):
+            return super().forward(hidden_states)
+        residual = hidden_states.contiguous()
+        h = self.conv1(norm_act(self.norm1, self.nonlinearity, residual))
+        h = self.conv2(self.dropout(norm_act(self.norm2, self.nonlinearity, h)))
+        return h + (residual if self.conv_shortcut is None else self.conv_shortcut(residual))
+
+
+def _check(block: HunyuanVideoResnetBlockCausal3D) -> str | None:
+    if activation_of(block.nonlinearity):
+        return None
+    return f"activation {type(block.nonlinearity).__name__} has no fused form"
+
+
+CAUSAL = ClassSwap(
+    "causal_resnet_block",
+    HunyuanVideoResnetBlockCausal3D,
+    FusedCausalResnetBlock,
+    sources=(
+        tested(HunyuanVideoResnetBlockCausal3D, __init__="e45974e1ceff28c7", forward="fed59704419cc349"),
+    ),
+    check=_check,
 )
