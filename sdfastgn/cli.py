@@ -8,7 +8,7 @@ import signal
 import sys
 from typing import Any, cast
 
-from sdfastgn.program import program
+from sdfastgn.program import OWN_PROCESS, program
 
 # The exit code after Ctrl-C, as shells and typer have it: 128 and the signal's number.
 INTERRUPTED = 130
@@ -17,8 +17,8 @@ INTERRUPTED = 130
 def main(doc: str | None = None, command: str = "", **defaults: Any) -> None:
     """Run the command line and exit.
 
-    The exit code is 0, 1 where an output was wrong or nothing could be measured, 2 for bad input,
-    which is named in one line, and 130 after Ctrl-C.
+    The exit code is 0, 1 where an output was wrong, nothing could be measured or a source is
+    unknown, 2 for bad input, which is named in one line, and 130 after Ctrl-C.
 
     Args:
         doc: of a script, shown by ``--help``.
@@ -65,7 +65,9 @@ def _run(doc: str | None, command: str, defaults: dict[str, Any]) -> Any:
     # Typer has a copy of click in some versions; its own name reaches both.
     usage_error = cast("type[Exception]", typer.BadParameter.__mro__[1])
     try:
-        return chosen.main(prog_name=program(), standalone_mode=False, default_map=defaults, **HELP_OPTIONS)
+        return chosen.main(
+            prog_name=program(), standalone_mode=False, obj=OWN_PROCESS, default_map=defaults, **HELP_OPTIONS
+        )
     except usage_error as error:
         # Without a command typer has shown the help, and the error has no message.
         message = cast(Any, error).format_message()

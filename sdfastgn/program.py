@@ -1,11 +1,14 @@
-"""What runs: the name that the command line's messages begin with."""
+"""What runs: the command line's own process, and the name that its messages begin with."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-__all__ = ["program"]
+__all__ = ["OWN_PROCESS", "program"]
+
+# What a command's context holds where the whole process is there for that command.
+OWN_PROCESS = "own process"
 
 
 def program() -> str:

@@ -107,9 +107,9 @@ class Report:
         return f"{', '.join(parts) or 'nothing to fuse'}, {len(self.skipped)} skipped, graphs: {graphs}"
 
     def _counts(self) -> list[tuple[str, ...]]:
-        counts = Counter((e.component, e.fusion, e.status) for e in self.entries)
-        pairs = dict.fromkeys((component, fusion) for component, fusion, _ in counts)
-        return [(*pair, *(str(counts[*pair, status]) for status in STATUSES)) for pair in pairs]
+        counts = Counter(((e.component, e.fusion), e.status) for e in self.entries)
+        pairs = dict.fromkeys(pair for pair, _ in counts)
+        return [(*pair, *(str(counts[pair, status]) for status in STATUSES)) for pair in pairs]
 
     def _lines(self, max_paths: int) -> list[str]:
         lines = _wrapped(self._summary())

@@ -32,12 +32,13 @@ def no_terminal(monkeypatch):
 
 @pytest.fixture(scope="session", autouse=True)
 def warned_once():
-    """``optimize`` says once a process that a machine has no kernel: not in whichever test comes first."""
+    """``optimize`` says once a process what a machine lacks: not in whichever test comes first."""
     from sdfastgn import api
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         api.warn_where_nothing_is_gained()
+        api.warn_of_versions_never_run()
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +71,7 @@ def packed_on_the_cpu_too(request, monkeypatch):
 # Files outside of tests/patches that are about what fused modules compute.
 _FUSED = (
     "test_compile.py",
+    "test_coverage.py",
     "test_other_models.py",
     "test_pipelines.py",
     "test_train_digits.py",
@@ -85,11 +87,17 @@ def fused_on_the_cpu_too(request, monkeypatch):
     """
     about_fusions = "patches" in request.path.parts or request.path.name in _FUSED
     if about_fusions and request.node.get_closest_marker("without_kernels") is None:
-        from sdfastgn.kernels.common import dispatch
+        run_fused_on_the_cpu(monkeypatch)
 
-        has_kernels = dispatch.has_kernels
-        monkeypatch.setattr(
-            dispatch,
-            "has_kernels",
-            lambda x: x.dtype in dispatch.KERNEL_DTYPES if x.is_cpu else has_kernels(x),
-        )
+
+def run_fused_on_the_cpu(monkeypatch):
+    from sdfastgn.kernels.common import dispatch
+
+    has_kernels = dispatch.has_kernels
+    monkeypatch.setattr(
+        dispatch,
+        "has_kernels",
+        lambda x: (
+            dispatch.why_off is None and x.dtype in dispatch.KERNEL_DTYPES if x.is_cpu else has_kernels(x)
+        ),
+    )

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.command_line import ROOT
+from tests.command_line import ROOT, invoke
 
 SCRIPT = Path(sys.executable).with_name("sdfastgn")
-# Modules that take seconds to import, and that help and info do without.
+# Modules that take seconds to import, and that info and inspect do without.
 HEAVY = ("accelerate", "matplotlib", "peft", "scipy", "sklearn", "torch._dynamo", "transformers")
 
 
@@ -38,6 +38,7 @@ def test_help_lists_the_commands(command: list[str]) -> None:
     [
         pytest.param(["bench", "--help"], ("torch", "triton", "numpy", "diffusers", *HEAVY), id="help"),
         pytest.param(["info"], ("diffusers", *HEAVY), id="info"),
+        pytest.param(["inspect", "tiny"], HEAVY, id="inspect"),
     ],
 )
 def test_what_a_command_does_not_import(arguments: list[str], heavy: tuple[str, ...]) -> None:
@@ -48,6 +49,14 @@ def test_what_a_command_does_not_import(arguments: list[str], heavy: tuple[str, 
     )
     done = process(sys.executable, "-c", code)
     assert done.stdout.splitlines()[-1] == "[]", done.stdout + done.stderr
+
+
+def test_inspect_reports_the_same_with_and_without_all_imports(tmp_path: Path) -> None:
+    path = tmp_path / "light.json"
+    done = process(sys.executable, "-m", "sdfastgn", "inspect", "tiny", "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    assert invoke("inspect", "tiny", "--json", str(tmp_path / "full.json")).exit_code == 0
+    assert path.read_text() == (tmp_path / "full.json").read_text()
 
 
 def interrupted(*command: str, waits_for: str, **environment: str) -> tuple[int, list[str]]:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from sdfastgn.kernels.common import dispatch
+
 PACKAGES = ("torch", "triton", "diffusers", "transformers", "accelerate", "stable-fast")
 PACKAGE_ROOT = Path(__file__).resolve().parents[1]
 
@@ -67,6 +69,12 @@ def _gpu(device: torch.device) -> dict[str, Any]:
     }
 
 
+def check_kernels_ran(device: torch.device) -> None:
+    """Raises where what was called on ``device`` was plain PyTorch, whose time is not this package's."""
+    if device.type == "cuda" and dispatch.why_off is not None:
+        raise RuntimeError(f"plain PyTorch ran and no kernel: {dispatch.why_off}")
+
+
 def environment(device: torch.device, switches: dict[str, bool] | None = None) -> dict[str, Any]:
     """GPU, driver, versions, source, date and the global switches in force, as JSON-ready values.
 
@@ -82,7 +90,7 @@ def environment(device: torch.device, switches: dict[str, bool] | None = None) -
         "packages": {name: _version(name) for name in PACKAGES},
         "git": _git(),
         "source_sha256": source_hash(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "triton_cache": {"folder": str(cache), "entries_at_start": entries},
         "switches": switches or {},
     }

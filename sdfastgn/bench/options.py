@@ -81,7 +81,7 @@ def weights_source(option: str, value: str, *, words: Sequence[str] = ("random",
         return value
     if _HUB_ID.fullmatch(value) and not value.startswith("."):
         return value
-    choice = f"{', '.join(words)}, a path, or a Hub id (owner/name)"
+    choice = ", ".join((*words, "a path", "or a Hub id (owner/name)"))
     raise OptionError(f"{option}: no such path {value!r}; give {choice}")
 
 

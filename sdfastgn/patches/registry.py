@@ -22,6 +22,7 @@ if importlib.util.find_spec("diffusers") is not None:
     from sdfastgn.patches.fusions import (
         ada_group_norm,
         attention,
+        autoencoder_tiny,
         conv_norm_out,
         cross_attention,
         downsample,
@@ -51,5 +52,8 @@ if importlib.util.find_spec("diffusers") is not None:
         ada_group_norm.FUSION,
         geglu.FUSION,
         conv_norm_out.FUSION,
+        autoencoder_tiny.BLOCK,
+        autoencoder_tiny.ENCODER,
+        autoencoder_tiny.DECODER,
     )
     OBJECT_FUSIONS += (scheduler.FUSION, image_processor.FUSION)

@@ -131,12 +131,14 @@ def test_eps_may_be_an_int_in_either_order_of_calls(op, shapes):
 
 
 @each_norm
-def test_norms_under_autocast_return_fp32_as_pytorchs(op, shapes):
+def test_norms_under_autocast_return_the_dtype_of_pytorchs(op, shapes):
+    """fp32 of GroupNorm and LayerNorm; InstanceNorm's is that of x."""
     operands = make(shapes)
     with torch.autocast("cuda", torch.float16):
         y, expected = call(op, operands)[0], op.truth(**operands, **(op.gpu_options or op.options))
-    assert y.dtype is expected.dtype is torch.float32
-    torch.testing.assert_close(y, expected, atol=1e-4, rtol=1e-4)
+    assert y.dtype is expected.dtype
+    tolerance = 1e-4 if y.dtype is torch.float32 else 2e-3
+    torch.testing.assert_close(y, expected, atol=tolerance, rtol=tolerance)
 
 
 def test_autocast_of_the_sum_before_a_norm():

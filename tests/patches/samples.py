@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusers.models import UNet2DConditionModel, UNet2DModel
+from diffusers.models import AutoencoderTiny, UNet2DConditionModel, UNet2DModel
 from diffusers.models.activations import GEGLU
 from diffusers.models.attention import BasicTransformerBlock, FeedForward
 from diffusers.models.attention_processor import Attention
@@ -22,7 +22,7 @@ from diffusers.models.embeddings import TimestepEmbedding
 from diffusers.models.normalization import AdaGroupNorm
 from diffusers.models.resnet import ResnetBlock2D, TemporalResnetBlock
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
-from diffusers.models.unets.unet_2d_blocks import CrossAttnUpBlock2D, UpBlock2D
+from diffusers.models.unets.unet_2d_blocks import AutoencoderTinyBlock, CrossAttnUpBlock2D, UpBlock2D
 from diffusers.models.upsampling import Upsample2D
 from torch import Tensor, nn
 
@@ -112,6 +112,14 @@ def _unet() -> nn.Module:
         attention_head_dim=2,
     )
 
+
+# AutoencoderTiny's halves, with channels that vectors do not divide.
+_TINY: dict[str, Any] = {
+    "encoder_block_out_channels": (12, 12),
+    "decoder_block_out_channels": (12, 12),
+    "num_encoder_blocks": (1, 2),
+    "num_decoder_blocks": (2, 1),
+}
 
 Build = Callable[[], nn.Module]
 Call = Callable[[nn.Module], Tensor]
@@ -252,6 +260,20 @@ SAMPLES: list[Sample] = [
             block_out_channels=(20, 40), up_block_types=("UpDecoderBlock2D",) * 2, norm_num_groups=5
         ),
         lambda m: m(image(1, 3, 8, 8)),
+    ),
+    ("autoencoder_tiny_block", lambda: AutoencoderTinyBlock(12, 20, "relu"), _on_image),
+    ("autoencoder_tiny_block-no-skip", lambda: AutoencoderTinyBlock(12, 12, "relu"), _on_image),
+    ("encoder_tiny", lambda: AutoencoderTiny(**_TINY).encoder, lambda m: m(image(2, 3, 16, 24))),
+    ("decoder_tiny", lambda: AutoencoderTiny(**_TINY).decoder, lambda m: m(image(2, 4, 3, 5))),
+    (
+        "decoder_tiny-bilinear",
+        lambda: AutoencoderTiny(**_TINY, upsample_fn="bilinear").decoder,
+        lambda m: m(image(2, 4, 3, 5)),
+    ),
+    (
+        "decoder_tiny-by-four",
+        lambda: AutoencoderTiny(**_TINY, upsampling_scaling_factor=4).decoder,
+        lambda m: m(image(2, 4, 3, 5)),
     ),
     ("downsample", lambda: Downsample2D(12, use_conv=True, out_channels=8, name="op"), _on_image),
     ("downsample-padding-0", lambda: Downsample2D(12, use_conv=True, padding=0), _on_image),

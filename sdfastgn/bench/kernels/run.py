@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sdfastgn.bench import timing
 from sdfastgn.bench.documents import FAILED, OK, UNAVAILABLE, WRONG, one_line
+from sdfastgn.bench.environment import check_kernels_ran
 from sdfastgn.bench.images import relative_error
 from sdfastgn.bench.kernels.suite import (
     BACKWARD,
@@ -155,6 +156,8 @@ class _Case:
         self._judge(row, self._outputs(what, call, first))
         if row.status != OK:
             return
+        if provider.is_ours:
+            check_kernels_ran(device)
         moved = self._operation.moved_tensors(what) * self._elements * operands[0].element_size()
         timed = functools.partial(_run, what, call)
         sets, calls, repeats = 2, CPU_CALLS, min(repeats, CPU_REPEATS)

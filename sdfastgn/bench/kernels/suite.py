@@ -49,6 +49,11 @@ class Provider:
     channels_last: bool = True
     by_default: bool = True
 
+    @property
+    def is_ours(self) -> bool:
+        """True if this package's kernels are what is timed."""
+        return self.name.startswith(OURS) or self.name.endswith("_with_statistics")
+
 
 @dataclass(frozen=True, eq=False)
 class Operation:

@@ -43,11 +43,10 @@ def inductor(call: Call, name: str = "inductor", *, channels_last: bool = True) 
     """``call`` under torch.compile. It runs only where it is named: compiling takes seconds."""
 
     def build(*operands: Tensor) -> Call:
-        import torch._dynamo
         import torch._functorch.config as config
 
         # Every shape is a compilation of its own; without a reset the tenth would fall back to eager.
-        torch._dynamo.reset()
+        torch.compiler.reset()
         # A backward that is timed alone needs its forward's saved tensors many times.
         return config.patch(donated_buffer=False)(torch.compile(call, dynamic=False))
 

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import diffusers
 import torch
 from diffusers import DiffusionPipeline, StableDiffusionPipeline, StableDiffusionXLPipeline
+from packaging.version import Version
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 from sdfastgn.bench.documents import OptionError, one_line
 from sdfastgn.bench.models import architectures, configurations
+
+# What ``from_pretrained`` calls the dtype: 0.40 deprecated the older name, and older ones ignore the new.
+_DTYPE = "dtype" if Version(diffusers.__version__) >= Version("0.40.0") else "torch_dtype"
 
 
 def build_pipeline(model: str, *, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> Any:
@@ -47,7 +54,7 @@ def load_pipeline(option: str, weights: str, dtype: torch.dtype, device: torch.d
     Raises OptionError where it cannot be loaded, in diffusers' words.
     """
     try:
-        pipe = DiffusionPipeline.from_pretrained(weights, dtype=dtype)
+        pipe = DiffusionPipeline.from_pretrained(weights, **{_DTYPE: dtype})
     except Exception as error:  # a folder that is no pipeline gives KeyError and more, besides OSError
         raise OptionError(f"{option}: cannot load {weights!r}: {one_line(error)}") from error
     return pipe.to(device)
@@ -60,7 +67,11 @@ def build_tokenizer() -> CLIPTokenizer:
     # CLIP's byte-level alphabet: bytes that do not print stand at 256 and after.
     alphabet = [chr(b) for b in printable] + [chr(256 + i) for i in range(len(others))]
     tokens = [*alphabet, *(c + "</w>" for c in alphabet), "<|startoftext|>", "<|endoftext|>"]
-    return CLIPTokenizer(vocab={t: i for i, t in enumerate(tokens)}, merges=[], model_max_length=77)
+    # Through files: the constructors of transformers 4 and 5 share no argument.
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "vocab.json").write_text(json.dumps({t: i for i, t in enumerate(tokens)}))
+        Path(folder, "merges.txt").write_text("")
+        return CLIPTokenizer.from_pretrained(folder, model_max_length=77)
 
 
 def _text_encoder(

@@ -87,7 +87,16 @@ def _sdfastgn(
     import sdfastgn
 
     sdfastgn.optimize(target, cuda_graphs=cuda_graphs)
+    # Undone in reverse: stock again, then the question.
+    undo.callback(_check_kernels_ran, target)
     undo.callback(sdfastgn.restore, target)
+
+
+def _check_kernels_ran(target: Any) -> None:
+    from sdfastgn.bench.environment import check_kernels_ran
+
+    for device in {p.device for module in _timed_modules(target) for p in module.parameters()}:
+        check_kernels_ran(device)
 
 
 _sdfastgn_eager = functools.partial(_sdfastgn, cuda_graphs=False)

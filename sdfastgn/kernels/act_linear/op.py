@@ -145,6 +145,8 @@ def act_linear(
                     plan = _plans[key] = _Plan(call)
             if plan is not None:
                 return plan.run(call)
+        except dispatch.KernelError:
+            return act_linear(x, weight, bias, activation, extra_bias=extra_bias)
         except RuntimeError:  # a tensor that has no strides or no memory
             _check(call)
             raise

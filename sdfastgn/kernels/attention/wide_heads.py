@@ -38,7 +38,9 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 def reference_wide_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """PyTorch's own attention: the fallback."""
-    return F.scaled_dot_product_attention(q, k, v, scale=scale)
+    y = F.scaled_dot_product_attention(q, k, v, scale=scale)
+    # For an empty batch PyTorch 2.11's attention on a GPU returns None.
+    return q.clone() if y is None else y
 
 
 # --- the public functions -------------------------------------------------------------------------
@@ -49,7 +51,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if _runs_in_chunks(q, k, v) and (
         (q.dtype, q.shape[:-2], k.shape) == (k.dtype, k.shape[:-2], v.shape) and q.dtype == v.dtype
     ):
-        return launch_wide_attention(q, k, v, q.shape[-1] ** -0.5)
+        try:
+            return launch_wide_attention(q, k, v, q.shape[-1] ** -0.5)
+        except dispatch.KernelError:
+            return attend(q, k, v)
     return F.scaled_dot_product_attention(q, k, v)
 
 
@@ -64,8 +69,8 @@ def wide_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = Non
 
     Shapes: the output is (N, heads, L, D).
     Dtypes: fp16, bf16, fp32 or fp64, the same for all. fp16 and bf16 run in chunks. The others, autocast
-        to another dtype, and whatever chunks would not make faster (D up to 256 or no multiple of 8,
-        fewer than 1024 queries or keys) run in PyTorch's attention.
+        to another dtype, whatever chunks would not make faster (D up to 256 or no multiple of 8,
+        fewer than 1024 queries or keys), and AMD's GPUs run in PyTorch's attention.
     Layout: any; tensors whose channels are not next to each other are copied first. The output is
         contiguous, but under autocast and where gradients are wanted whatever PyTorch's attention
         gives.
@@ -82,7 +87,10 @@ def wide_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = Non
     _check(q, k, v)
     scale = q.shape[-1] ** -0.5 if scale is None else _as_scale(scale)
     if _runs_in_chunks(q, k, v):
-        return launch_wide_attention(q, k, v, scale)
+        try:
+            return launch_wide_attention(q, k, v, scale)
+        except dispatch.KernelError:
+            return wide_attention(q, k, v, scale=scale)
     y = reference_wide_attention(q, k, v, scale)
     return y.contiguous() if dispatch.is_plain_inference(q, (k, v)) and not _is_cast(q) else y
 
@@ -90,6 +98,7 @@ def wide_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = Non
 def _runs_in_chunks(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return (
         not torch.jit.is_tracing()  # where sizes are no numbers
+        and torch.version.hip is None  # the products of 16 bits into fp32 are cuBLAS's
         # Sizes first: of a UNet's many attentions none has such heads.
         and pays(q.shape[-2], k.shape[-2], q.shape[-1])
         and q.dtype in _HALVES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import os
 from collections.abc import Callable
@@ -9,6 +10,8 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
+
+from sdfastgn.kernels.common.failures import forget
 
 __all__ = ["rehearse", "wanted_kernels"]
 
@@ -40,7 +43,8 @@ def rehearse(call: Callable[[], object], device: torch.device) -> None:
         for launch, dtypes in wanted
     }.values()
     for launch, _ in distinct:  # made by the first who asks, and not twice by two threads
-        launch.kernel.device_caches[device.index]
+        with contextlib.suppress(AttributeError):  # a private name
+            launch.kernel.device_caches[device.index]
     pool = ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1), "sdfastgn-compile")
     try:
         done = [pool.submit(_compile, launch, dtypes, device) for launch, dtypes in distinct]
@@ -51,7 +55,11 @@ def rehearse(call: Callable[[], object], device: torch.device) -> None:
 
 def _compile(launch: Any, dtypes: tuple[torch.dtype | None, ...], device: torch.device) -> None:
     with torch.cuda.device(device):  # each thread has a current one of its own
-        # ``run``: the launcher, for which Triton 3.6 runs a C compiler, and the code on the device.
-        _ = launch.kernel.warmup(
+        compiled = launch.kernel.warmup(
             *dtypes, *launch.numbers, grid=(1,), **launch.constants, **launch.options
-        ).run
+        )
+        try:  # the launcher, for which Triton 3.6 runs a C compiler, and the code on the device
+            _ = compiled.run
+        except Exception:
+            forget(launch.kernel, device)
+            raise

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import warnings
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from sdfastgn.kernels.common.private import (
+    dispatch_modes,
+    forward_ad,
+    in_function_mode,
+    in_transform,
+    is_tracing,
+)
 from sdfastgn.kernels.common.tiles import triton
 
 __all__ = [
     "KERNEL_DTYPES",
+    "KernelError",
     "autocast_dtype",
     "has_kernels",
     "is_plain",
@@ -20,25 +30,55 @@ __all__ = [
     "is_untraced",
     "needs_op",
     "runs_in_triton",
+    "stock_code",
+    "turn_off",
     "wants_gradient",
+    "why_off",
 ]
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+# Why no kernel runs in this process, or None. ``turn_off`` sets it.
+why_off: str | None = "triton is not installed" if triton is None else None
+
 _TENSORS = (Tensor, torch.nn.Parameter)
 # Arguments that no mode and no subclass has a say in.
 _PLAIN_TYPES = frozenset((*_TENSORS, type(None), int, float, bool, str, torch.dtype))
 
-# Each look-up of an attribute is CPU time of every call.
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_in_function_mode = torch._C._is_torch_function_mode_enabled
-_tracing_state = torch._C._get_tracing_state
-_functorch_level = torch._C._functorch.peek_interpreter_stack
-_forward_ad = torch.autograd.forward_ad
+
+class KernelError(Exception):
+    """A kernel could not be compiled, and from now on none is launched.
+
+    An op catches it and makes its call again, which then runs in plain PyTorch.
+    """
+
+
+def turn_off(reason: str) -> KernelError:
+    """Let all calls of this process run in plain PyTorch from now on. Warns once. Returns what to raise."""
+    global why_off
+    if why_off is None:
+        why_off = reason
+        warnings.warn(
+            f"sdfastgn: {reason}. From now on this process runs plain PyTorch: the same results, at "
+            "stock's speed. Remedies: docs/troubleshooting.md",
+            stacklevel=2,
+        )
+    return KernelError(f"sdfastgn: {reason}")
+
+
+@contextlib.contextmanager
+def stock_code() -> Iterator[None]:
+    """Inside, no kernel runs, and optimized modules run their stock forwards."""
+    global why_off
+    before, why_off = why_off, why_off or "stock's code was asked for"
+    try:
+        yield
+    finally:
+        why_off = before
 
 
 def runs_in_triton(x: Tensor) -> bool:
     """True if an op of this package on ``x`` launches Triton kernels, false if it runs in plain PyTorch."""
-    return triton is not None and x.is_cuda and x.dtype in KERNEL_DTYPES
+    return why_off is None and x.is_cuda and x.dtype in KERNEL_DTYPES
 
 
 def has_kernels(x: Tensor) -> bool:
@@ -47,8 +87,7 @@ def has_kernels(x: Tensor) -> bool:
     Where it is false, public functions are PyTorch's own ops and optimized modules run their stock forward.
     """
     return runs_in_triton(x) and not (
-        (torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None)
-        and torch.onnx.is_in_onnx_export()
+        (torch.compiler.is_compiling() or is_tracing()) and torch.onnx.is_in_onnx_export()
     )
 
 
@@ -91,15 +130,15 @@ def is_untraced(x: Tensor, others: Iterable[Any]) -> bool:
 def _are_values(others: Iterable[Any]) -> bool:
     return (
         _PLAIN_TYPES.issuperset(map(type, others))
-        and _dispatch_modes() == 0
-        and not _in_function_mode()
-        and _tracing_state() is None
+        and dispatch_modes() == 0
+        and not in_function_mode()
+        and not is_tracing()
         # ``is_transformed``, without the call
-        and _functorch_level() is None
-        and _forward_ad._current_level < 0
+        and in_transform() is None
+        and forward_ad._current_level < 0
     )
 
 
 def is_transformed() -> bool:
     """True in torch.func transforms and forward-mode AD, which cannot differentiate ops of a library."""
-    return _functorch_level() is not None or _forward_ad._current_level >= 0
+    return in_transform() is not None or forward_ad._current_level >= 0

@@ -10,21 +10,35 @@ from typing import Any
 
 import torch
 
-__all__ = ["current_stream", "has_programmatic_launch", "is_current", "num_sms", "on_device", "stream_on"]
+from sdfastgn.kernels.common.private import current_device, current_raw_stream
+from sdfastgn.kernels.common.tiles import HAS_GDC
+
+__all__ = [
+    "current_stream",
+    "has_programmatic_launch",
+    "is_current",
+    "num_sms",
+    "on_device",
+    "stream_on",
+    "unsupported",
+]
+
+# Compute capability of the oldest GPUs for which the kernels are known to compile: Turing.
+_OLDEST = (7, 5)
 
 
 def current_stream(device: torch.device) -> int:
     """Raw handle of PyTorch's current stream on ``device``; 0 on a CPU (the interpreter)."""
-    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+    return current_raw_stream(device.index) if device.type == "cuda" else 0
 
 
 def stream_on(device: torch.device) -> int | None:
     """``current_stream``; None where ``device`` is not current, and the caller has to make it so first."""
     if device.type != "cuda":
         return 0
-    if device.index != torch._C._cuda_getDevice():
+    if device.index != current_device():
         return None
-    return torch._C._cuda_getCurrentRawStream(device.index)
+    return current_raw_stream(device.index)
 
 
 def num_sms(device: torch.device) -> int:
@@ -35,12 +49,22 @@ def num_sms(device: torch.device) -> int:
 
 def has_programmatic_launch(device: torch.device) -> bool:
     """True if kernels on ``device`` can start while the one before them still runs: from sm_90 on."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+    if not HAS_GDC or device.type != "cuda" or torch.version.hip is not None:  # AMD's call themselves cuda
+        return False
+    return torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def unsupported(device: torch.device) -> str | None:
+    """Why no kernel runs on ``device``; None where they do."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) >= _OLDEST:
+        return None
+    sm = "".join(map(str, torch.cuda.get_device_capability(device)))
+    return f"{torch.cuda.get_device_name(device)} is sm_{sm}, and the kernels need sm_75 or later"
 
 
 def is_current(device: torch.device) -> bool:
     """True if kernels launched now run on ``device``; else the caller makes it current first."""
-    return device.type != "cuda" or device.index == torch._C._cuda_getDevice()
+    return device.type != "cuda" or device.index == current_device()
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -17,10 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sdfastgn.kernels.common import gpu
+from sdfastgn.kernels.common import failures, gpu
 from sdfastgn.kernels.common.compile_ahead import wanted_kernels
 
 __all__ = ["Launch"]
+
+# Parameters of the launchers that are known: what they launch, and what they pass to hooks.
+_LAUNCHED = ("self", "gridX", "gridY", "gridZ", "stream", "function")
+_REPORTED = ("kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook")
+# Warps of a program, at most: an AMD warp can have 64 threads, and a program 1024.
+_MAX_WARPS = 32 if torch.version.hip is None else 16
 
 
 class Launch:
@@ -53,12 +59,15 @@ class Launch:
         self.programs = programs
         self.numbers = numbers
         self.constants = constants
-        self.options = {"num_warps": num_warps, **({"launch_pdl": True} if pdl else {})}
+        self.options = {"num_warps": min(num_warps, _MAX_WARPS), **({"launch_pdl": True} if pdl else {})}
         self._values = (*numbers, *constants.values())
         self._run: Any = None
 
     def __call__(self, stream: int, *tensors: Tensor | None) -> None:
-        """Launch on ``current_stream`` of the current device, which must be that of the tensors."""
+        """Launch on ``current_stream`` of the current device, which must be that of the tensors.
+
+        Raises ``dispatch.KernelError`` where the kernel cannot be compiled.
+        """
         pointers: list[int | None] = []
         bits = 0
         for t in tensors:  # one loop: every microsecond is one of each kernel of an eager step
@@ -75,13 +84,22 @@ class Launch:
                 if aligned:
                     wanted.append((self, tuple(None if t is None else t.dtype for t in tensors)))
                 return
-            compiled = self.kernel[(self.programs,)](
-                *tensors, *self.numbers, **self.constants, **self.options
-            )
+            compiled = self._through_triton(tensors)
             if aligned and hasattr(compiled, "packed_metadata"):  # the interpreter compiles nothing
                 self._run, self._bound = _direct_launcher(compiled)
             return
         self._run(self.programs, 1, 1, stream, *self._bound, *pointers, *self._values)
+
+    def _through_triton(self, tensors: tuple[Tensor | None, ...]) -> Any:
+        """The compiled kernel, after a launch."""
+        device = next(t.device for t in tensors if t is not None)
+        if self._run is None:
+            failures.check_gpu(device)
+        try:
+            return self.kernel[(self.programs,)](*tensors, *self.numbers, **self.constants, **self.options)
+        except Exception as error:
+            failures.check_error(error, self.kernel, device)
+            raise
 
     def run(self, first: Tensor, *others: Tensor | None) -> None:
         """Launch on the current stream of the device of ``first``, whichever device is current."""
@@ -94,14 +112,24 @@ class Launch:
 
 
 def _direct_launcher(compiled: Any) -> tuple[Any, tuple[Any, ...]]:
-    """A compiled kernel's launcher, and what it takes between the stream and the kernel's own arguments."""
-    run = compiled.run
-    bound = (compiled.function, compiled.packed_metadata, None, None, None)
-    parameters = list(inspect.signature(type(run).__call__).parameters)
-    if parameters == ["self", "gridX", "gridY", "gridZ", "stream", "function", "args"] and not (
-        run.global_scratch_size or run.profile_scratch_size
-    ):
-        # Triton 3.6: the launcher's Python part only looks for scratch memory, which these kernels
-        # do not have.
-        return run.launch, (bound[0], run.launch_cooperative_grid, run.launch_pdl, None, None, *bound[1:])
-    return run, bound
+    """A compiled kernel's launcher, and what it takes between the stream and the kernel's own arguments.
+
+    The launcher is None if this Triton's is not one of those known here: Triton's own path then runs.
+    """
+    try:
+        run = compiled.run
+        bound = (compiled.function, compiled.packed_metadata, None, None, None)
+        parameters = tuple(inspect.signature(type(run).__call__).parameters)
+    except AttributeError:
+        return None, ()
+    if parameters == (*_LAUNCHED, *_REPORTED, "args"):  # since Triton 3.7
+        return run, bound
+    if parameters != (*_LAUNCHED, "args"):  # up to Triton 3.6
+        return None, ()
+    sizes = [getattr(run, f"{kind}_scratch_size", None) for kind in ("global", "profile")]
+    if any(sizes) or not hasattr(run, "launch_pdl"):  # AMD's
+        return run, bound
+    # NVIDIA's: its Python part only looks for scratch memory, which these kernels do not have. Triton
+    # 3.4 knows one kind of it.
+    scratch = [None for size in sizes if size is not None]
+    return run.launch, (compiled.function, run.launch_cooperative_grid, run.launch_pdl, *scratch, *bound[1:])

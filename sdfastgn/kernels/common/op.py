@@ -67,11 +67,15 @@ class Op:
             )
         self._hidden = hidden
         self._registered = getattr(torch.ops.sdfastgn, name).default
-        self._count = len(self._registered._schema.arguments)
+        # "Tensor", "float" ... of each argument
+        self._kinds = [text.split()[0] for text in schema.partition("(")[2].partition(")")[0].split(", ")]
+        self._count = len(self._kinds)
 
     def through_dispatcher(self, call: Any) -> Any:
         """The results for ``call``, an instance of ``arguments``."""
-        return self._registered(*call[: self._count])
+        return self._registered(
+            *tuple(call)[: self._count]
+        )  # torch.compile of PyTorch 2.8 slices no NamedTuple
 
     def _save_registered(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         if self._hidden:
@@ -129,16 +133,21 @@ class PlannedOp(Op):
     ) -> None:
         def run(call: Any) -> Any:
             if call[0].numel() == 0:
-                return torch.utils._pytree.tree_map_only(Tensor, Tensor.zero_, fake(call))
+                results = fake(call)
+                for result in (results,) if isinstance(results, Tensor) else results:
+                    result.zero_()
+                return results
             if dispatch.runs_in_triton(call[0]):
-                return self._planned(call, True).run_and_save(call)
+                try:
+                    return self._planned(call, True).run_and_save(call)
+                except dispatch.KernelError:
+                    return reference(call)
             return reference(call)
 
         super().__init__(schema, arguments, run, fake, save, backward, hidden)
         self._plans: PlanCache[Plan] = PlanCache()
         self._plan, self._check = plan, check
-        kinds = [str(argument.type) for argument in self._registered._schema.arguments]
-        values = [i for i, kind in enumerate(kinds) if "Tensor" not in kind]
+        values = [i for i, kind in enumerate(self._kinds) if "Tensor" not in kind]
         self._values = _picker(values)
         tensors = [i for i in range(len(arguments._fields)) if i not in values]
         self._tensors = _picker(tensors)
@@ -159,6 +168,8 @@ class PlannedOp(Op):
                     plan = self._planned(call, trains) if x.numel() else None
                 if plan is not None:
                     return self._train(*tensors, call, plan) if trains else plan.run(call)
+            except dispatch.KernelError:
+                return self(call, name)
             # A number for a tensor; a tensor without strides or memory; a value without a hash.
             except (AttributeError, RuntimeError, TypeError):
                 self._check(name or self.name, call)

@@ -102,7 +102,11 @@ def _run(call: GroupNormGradCall) -> list[Tensor]:
         return [grad.zero_() for grad in _fake(call)]
     call = call._replace(wanted=Wanted(*call.wanted))
     grads = launch_group_norm_grads if dispatch.runs_in_triton(call.x) else reference_group_norm_grads
-    return [grad for grad in grads(call) if grad is not None]
+    try:
+        found = grads(call)
+    except dispatch.KernelError:
+        found = reference_group_norm_grads(call)
+    return [grad for grad in found if grad is not None]
 
 
 def _fake(call: GroupNormGradCall) -> list[Tensor]:
@@ -134,7 +138,10 @@ def group_norm_grads(call: GroupNormGradCall) -> GroupNormGrads:
     if not any(call.wanted):
         return GroupNormGrads(*[None] * len(call.wanted))
     if call.x.numel() and dispatch.is_plain_inference(call.x, call[:-1]):
-        return launch_group_norm_grads(call)
+        try:
+            return launch_group_norm_grads(call)
+        except dispatch.KernelError:
+            return group_norm_grads(call)
     *arguments, wanted = call
     found = iter(_GROUP_NORM_BACKWARD.through_dispatcher((*arguments, list(wanted))))
     return GroupNormGrads(*(next(found) if want else None for want in wanted))

@@ -11,10 +11,10 @@ import math
 
 import torch
 from torch import Tensor
-from torch._prims_common import suggest_memory_format
 
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.far_mean import is_far
+from sdfastgn.kernels.common.private import suggest_memory_format
 
 __all__ = ["channels_last_group_norm", "is_channels_last_to_pytorch", "plain_group_norm"]
 

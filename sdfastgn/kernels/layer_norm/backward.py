@@ -67,7 +67,11 @@ def _run(call: LayerNormGradCall) -> list[Tensor]:
     if call.x.numel() == 0:
         return [grad.zero_() for grad in _fake(call)]
     grads = launch_layer_norm_grads if dispatch.runs_in_triton(call.x) else reference_layer_norm_grads
-    return [grad.contiguous() for grad in grads(call) if grad is not None]
+    try:
+        found = grads(call)
+    except dispatch.KernelError:
+        found = reference_layer_norm_grads(call)
+    return [grad.contiguous() for grad in found if grad is not None]
 
 
 def _fake(call: LayerNormGradCall) -> list[Tensor]:
@@ -96,6 +100,9 @@ def layer_norm_grads(call: LayerNormGradCall) -> LayerNormGrads:
     if not any(call.dtypes):
         return LayerNormGrads()
     if call.x.numel() and dispatch.is_plain_inference(call.x, call):
-        return launch_layer_norm_grads(call)
+        try:
+            return launch_layer_norm_grads(call)
+        except dispatch.KernelError:
+            return layer_norm_grads(call)
     found = iter(_LAYER_NORM_BACKWARD.through_dispatcher(call))
     return LayerNormGrads(*(None if dtype is None else next(found) for dtype in call.dtypes))

@@ -81,7 +81,8 @@ if triton is not None:
         if residual_ptr is not None:
             total += tl.load(residual_ptr + residual_at, mask=mask, other=0.0).to(tl.float32)
             if add_bias_ptr is not None:
-                total += tl.load(add_bias_ptr + c, mask=mask, other=0.0).to(tl.float32)
+                columns, mask = tl.broadcast(add_bias_ptr + c, mask)  # Triton 3.4 widens the mask alone
+                total += tl.load(columns, mask=mask, other=0.0).to(tl.float32)
             x = total.to(x.dtype)
         return x.to(tl.float32), total
 

@@ -161,7 +161,10 @@ def _plain(call: LayerNormCall) -> Tensor:
 
 def _plain_of_sum(call: AddCall) -> tuple[Tensor, Tensor]:
     total = reference_add(call.x, call.residual, call.add_bias)
-    return _plain(_norm_of(total, call)), total
+    y = _plain(_norm_of(total, call))
+    if call.total_bias is None:
+        return y, total
+    return y, reference_add(call.x, call.residual, call.add_bias, call.total_bias)
 
 
 def _check(name: str, call: LayerNormCall | AddCall) -> None:
@@ -292,5 +295,5 @@ def add_layer_norm(
     if total_bias is None or (dispatch.is_plain_inference(x, call) and x.numel()):
         return _ADD_LAYER_NORM(call)
     _check_sum(name, call)
-    y, _ = _ADD_LAYER_NORM(call._replace(total_bias=None))
+    y, _ = _ADD_LAYER_NORM(AddCall(x, residual, weight, bias, add_bias, eps, call.out_dtype))
     return y, reference_add(x, residual, add_bias, total_bias)

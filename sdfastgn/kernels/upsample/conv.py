@@ -148,8 +148,11 @@ def upsample_conv2d(
         bias = None if bias is None else bias.to(dtype)
     _check_dtypes(x, weight, bias)
     if dispatch.is_plain_inference(x, (weight, bias)) and runs_in_phases(x, weight):
-        y, statistics = convolve_phases(x, weight, bias, with_statistics=with_statistics)
-        return (y, statistics) if with_statistics else y
+        try:
+            y, statistics = convolve_phases(x, weight, bias, with_statistics=with_statistics)
+            return (y, statistics) if with_statistics else y
+        except dispatch.KernelError:
+            pass
     y = reference_upsample_conv2d(x, weight, bias)
     return (y, channel_statistics(y)) if with_statistics else y
 

@@ -1,4 +1,4 @@
-"""Convolutions whose bias another kernel adds, which saves the pass in which cuDNN would add it.
+"""Convolutions without the passes around them: a bias that another kernel adds, a ReLU that cuDNN applies.
 
 Only in plain inference on a GPU, and only for a plain ``nn.Conv2d``. Anything else, such as a LoRA layer
 or a hooked convolution, is called.
@@ -15,7 +15,10 @@ from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.layout import is_channels_last
 from sdfastgn.patches.core.fusion import is_unhooked
 
-__all__ = ["bias_can_move", "conv_without_bias", "pointwise"]
+__all__ = ["bias_can_move", "conv_relu", "conv_without_bias", "keeps_size", "pointwise"]
+
+# cuDNN fuses convolution, bias and ReLU for channels in vectors of 16 bytes.
+_CUDNN_CHANNELS = 8
 
 
 def bias_can_move(conv: nn.Module) -> bool:
@@ -23,11 +26,49 @@ def bias_can_move(conv: nn.Module) -> bool:
     return type(conv) is nn.Conv2d and conv.bias is not None and is_unhooked(conv)
 
 
+def keeps_size(conv: nn.Conv2d) -> bool:
+    """True for a 3 x 3 convolution with stride 1 and one pixel of zeros around the image."""
+    sizes = conv.kernel_size, conv.stride, conv.padding, conv.dilation
+    return sizes == ((3, 3), (1, 1), (1, 1), (1, 1)) and conv.padding_mode == "zeros"
+
+
 def conv_without_bias(conv: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
     """(conv(x) less its bias, the bias) where another kernel may add it, else (conv(x), None)."""
     if bias_can_move(conv) and dispatch.is_plain_inference(x, (conv.weight, conv.bias)):
         return conv._conv_forward(x, conv.weight, None), conv.bias
     return conv(x), None
+
+
+def conv_relu(conv: Any, relu: nn.Module, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    """``relu(conv(x) + residual)``, in one call of cuDNN where that is allowed."""
+    if not (_fits_cudnn(conv, x, residual) and type(relu) is nn.ReLU and is_unhooked(relu)):
+        y = conv(x)
+        return relu(y if residual is None else y + residual)
+    where = conv.stride, conv.padding, conv.dilation, conv.groups
+    if residual is None:
+        return torch.cudnn_convolution_relu(x, conv.weight, conv.bias, *where)
+    return torch.cudnn_convolution_add_relu(x, conv.weight, residual, 1.0, conv.bias, *where)
+
+
+def _fits_cudnn(conv: Any, x: Tensor, residual: Tensor | None) -> bool:
+    return (
+        type(conv) is nn.Conv2d
+        and is_unhooked(conv)
+        and x.is_cuda
+        and dispatch.is_plain_inference(x, (conv.weight, conv.bias, residual))
+        and x.dtype in (torch.float16, torch.bfloat16)
+        and all(t is None or t.dtype == x.dtype for t in (conv.weight, conv.bias, residual))
+        and (x.dim(), x.shape[1]) == (4, conv.in_channels)
+        and (residual is None or keeps_size(conv))
+        and (residual is None or residual.shape == (len(x), conv.out_channels, *x.shape[2:]))
+        and (conv.padding_mode, type(conv.padding)) == ("zeros", tuple)
+        and conv.in_channels % _CUDNN_CHANNELS == conv.out_channels % _CUDNN_CHANNELS == 0
+        and x.numel() > 0
+        and not torch.is_autocast_enabled("cuda")
+        and torch.backends.cudnn.enabled
+        and not (torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled())
+        and hasattr(torch, "cudnn_convolution_add_relu")  # a build with cuDNN
+    )
 
 
 def pointwise(conv: Any, x: Tensor) -> Tensor:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import nn
-from torch.nn.modules import module as nn_module
 
+from sdfastgn.kernels.common.private import has_any_global_hook
 from sdfastgn.patches.core.class_forward import change_class, has_foreign_forward
 from sdfastgn.patches.core.tested_sources import TestedSource, unknown_source
 
@@ -23,6 +23,7 @@ __all__ = [
     "is_unhooked",
     "register_fused",
     "restore_class",
+    "stock_class",
 ]
 
 
@@ -127,6 +128,11 @@ def register_fused(fused: type[nn.Module], stock: type[nn.Module]) -> None:
     _stock_of[fused] = stock
 
 
+def stock_class(module: nn.Module) -> type[nn.Module]:
+    """The class of ``module``, or the one that a fused class stands for."""
+    return _stock_of.get(type(module), type(module))
+
+
 def restore_class(module: nn.Module) -> None:
     """Give ``module`` its stock class again, if its class is a fused one."""
     stock = _stock_of.get(type(module))
@@ -187,7 +193,7 @@ def is_unhooked(module: nn.Module) -> bool:
         or module._backward_hooks
         or module._backward_pre_hooks
         or has_foreign_forward(module)
-        or nn_module._has_any_global_hook()
+        or has_any_global_hook()
     )
 
 

@@ -91,9 +91,12 @@ def add(x: Tensor, residual: Tensor, bias: Tensor | None = None, divisor: float 
         bias: (C,) or None: of the convolution that made x, which left it to this sum.
     """
     if dispatch.is_plain_inference(x, (residual, bias)) and _fits(x, bias) and _is_alike(x, residual):
-        y, statistics = add_kernel(
-            x, residual, bias, float(1 / divisor), emits=emits(x.shape[1], math.prod(x.shape[2:]))
-        )
+        try:
+            y, statistics = add_kernel(
+                x, residual, bias, float(1 / divisor), emits=emits(x.shape[1], math.prod(x.shape[2:]))
+            )
+        except dispatch.KernelError:
+            return add(x, residual, bias, divisor)
         return y if statistics is None else store_statistics(y, statistics)
     total = _with_bias(x, bias) + residual
     return total if divisor == 1 else total / divisor
@@ -106,7 +109,10 @@ def add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
     """
     if bias is None or not (dispatch.is_plain_inference(x, (bias,)) and _fits(x, bias) and is_dense(x)):
         return _with_bias(x, bias)
-    y, statistics = add_kernel(x, None, bias, 1.0, emits=emits(x.shape[1], math.prod(x.shape[2:])), out=x)
+    try:
+        y, statistics = add_kernel(x, None, bias, 1.0, emits=emits(x.shape[1], math.prod(x.shape[2:])), out=x)
+    except dispatch.KernelError:
+        return add_bias(x, bias)
     return y if statistics is None else store_statistics(y, statistics)
 
 
@@ -130,7 +136,10 @@ def cat(a: Tensor, b: Tensor) -> Tensor:
     """
     if not (dispatch.is_plain_inference(a, (b,)) and _join(a, b)):
         return torch.cat((a, b), dim=1)
-    y, statistics = cat_kernel(a, b, emits=emits(a.shape[1] + b.shape[1], math.prod(a.shape[2:])))
+    try:
+        y, statistics = cat_kernel(a, b, emits=emits(a.shape[1] + b.shape[1], math.prod(a.shape[2:])))
+    except dispatch.KernelError:
+        return cat(a, b)
     return y if statistics is None else store_statistics(y, statistics)
 
 

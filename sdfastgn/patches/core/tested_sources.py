@@ -1,13 +1,14 @@
 """Which upstream methods a fusion replaces, and whether they are the versions that it was tested with.
 
 A fused ``forward`` repeats what the stock one does. When upstream changes that, repeating the old
-one would change pixels; so the source of each replaced (or relied upon) method is compared with the
-versions tested, and an unknown source means: skip, with a reason. Each fusion's file says which
+one would change pixels; so the code of each replaced (or relied upon) method is compared with the
+versions tested, and unknown code means: skip, with a reason. Each fusion's file says which
 these are.
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import inspect
 import textwrap
@@ -15,18 +16,26 @@ import types
 import weakref
 from typing import Any, NamedTuple
 
-__all__ = ["TestedSource", "source_hash", "tested", "unknown_source"]
+__all__ = [
+    "TestedSource",
+    "computed",
+    "hash_of",
+    "source_hash",
+    "tested",
+    "unknown_source",
+    "upstream_definition",
+]
 
 
 class TestedSource(NamedTuple):
-    """An upstream class, and per method the ``source_hash`` of each diffusers release tested (0.42.1)."""
+    """An upstream class, and per method the ``source_hash`` of each version of it that was tested."""
 
     cls: type
     hashes: dict[str, tuple[str, ...]]
 
 
 def tested(cls: type, **hashes: str) -> TestedSource:
-    """``tested(GEGLU, forward="dc945fffaaaf023e")``. Spaces separate the hashes of several releases."""
+    """``tested(GEGLU, forward="2749119a143f533a")``. Spaces separate the hashes of several versions."""
     return TestedSource(cls, {method: tuple(found.split()) for method, found in hashes.items()})
 
 
@@ -35,11 +44,9 @@ _hashes: weakref.WeakKeyDictionary[types.FunctionType, str | None] = weakref.Wea
 
 
 def source_hash(cls: type, method: str) -> str | None:
-    """First 16 hexadecimal digits of the SHA-256 of the dedented source of a method or property.
+    """``hash_of`` a method or property. None if that is not upstream's or cannot be read.
 
-    None if that is not upstream's or cannot be read.
-
-    Below upstream's own decorators, whose lines are part of the source. Any other wrapper, as
+    Below upstream's own decorators, which are part of the hash. Any other wrapper, as
     ``functools.wraps`` makes them look like what they wrap, is None.
     """
     function = getattr(cls, method, None)
@@ -48,21 +55,57 @@ def source_hash(cls: type, method: str) -> str | None:
     if not isinstance(function, types.FunctionType):
         return None
     if function not in _hashes:
-        _hashes[function] = _hash_of(function)
+        definition = upstream_definition(function)
+        _hashes[function] = None if definition is None else hash_of(definition)
     return _hashes[function]
 
 
-def _hash_of(function: types.FunctionType) -> str | None:
+def upstream_definition(function: types.FunctionType) -> ast.FunctionDef | None:
+    """The definition of upstream's ``function``, below its decorators. None as in ``source_hash``."""
     wrappers: list[Any] = []
     try:
         inner = inspect.unwrap(function, stop=wrappers.append)
-        source = textwrap.dedent(inspect.getsource(inner))
-    except (OSError, TypeError, ValueError):
+        [definition] = ast.parse(textwrap.dedent(inspect.getsource(inner))).body
+    except (OSError, TypeError, ValueError, SyntaxError):
         return None
-    decorators = sum(line.startswith("@") for line in source.splitlines())
-    if len(wrappers) > decorators or not all(map(_is_upstreams, (*wrappers, inner))):
+    if not isinstance(definition, ast.FunctionDef) or len(wrappers) > len(definition.decorator_list):
         return None
-    return hashlib.sha256(source.encode()).hexdigest()[:16]
+    return definition if all(map(_is_upstreams, (*wrappers, inner))) else None
+
+
+def hash_of(definition: ast.FunctionDef) -> str:
+    """First 16 hexadecimal digits of the SHA-256 of what ``definition`` computes.
+
+    No layout, comment, docstring or annotation is in it. It is the same in every version of Python.
+    """
+    return hashlib.sha256(_dump(computed(definition)).encode()).hexdigest()[:16]
+
+
+def computed(definition: ast.FunctionDef) -> ast.FunctionDef:
+    """``definition`` itself, after docstrings and the annotations of signatures are removed from it."""
+    for node in ast.walk(definition):
+        if isinstance(node, ast.arg):
+            node.annotation = None
+        elif isinstance(node, ast.FunctionDef):
+            node.returns = None
+        for value in vars(node).values():
+            if isinstance(value, list):
+                value[:] = [each for each in value if not _is_docstring(each)]
+    return definition
+
+
+def _is_docstring(part: Any) -> bool:
+    return isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant)
+
+
+def _dump(part: Any) -> str:
+    """As ``ast.dump``, which shows empty fields in some versions of Python, and fields that others lack."""
+    if isinstance(part, list):
+        return f"[{','.join(map(_dump, part))}]"
+    if not isinstance(part, ast.AST):
+        return ascii(part)
+    fields = (f"{name}={_dump(value)}" for name, value in ast.iter_fields(part) if value not in (None, []))
+    return f"{type(part).__name__}({','.join(fields)})"
 
 
 def _is_upstreams(link: Any) -> bool:

@@ -166,8 +166,8 @@ FUSION = _AttentionFusion(
     Attention,
     FusedAttention,
     sources=(
-        tested(Attention, __init__="b7c2f3fbb206ac90", forward="d3822449559212cb"),
-        tested(AttnProcessor2_0, __call__="d5a292e89ccd77a2"),
+        tested(Attention, __init__="f5c7f870edd4bc50", forward="a7e1787d5cdc0060"),
+        tested(AttnProcessor2_0, __call__="34f76e0296143ecd"),
     ),
     covers=_covers,
 )

@@ -40,19 +40,19 @@ from sdfastgn.patches.fusions.group_norm import FusedGroupNorm
 __all__ = ["FUSION", "PARENTS"]
 
 # Models whose forward calls conv_norm_out and, directly after it, conv_act on its result -> that
-# forward's source.
+# forward's source. Versions differ in LoRA scales, the timestep's dtype and a decoder's dtype.
 _SOURCES: dict[type[nn.Module], TestedSource] = {
     source.cls: source
     for source in (
-        tested(UNet2DConditionModel, forward="5b3a99d99574b3bd"),
-        tested(UNet2DModel, forward="416dcd70b296edcf"),
-        tested(UNet3DConditionModel, forward="1384218106603cc9"),
-        tested(UNetMotionModel, forward="95182a44ff659fc6"),
-        tested(UNetSpatioTemporalConditionModel, forward="da12e98000e96d72"),
-        tested(I2VGenXLUNet, forward="9cdf621795dabf2b"),
-        tested(Encoder, forward="629b31442a1244ee"),
-        tested(Decoder, forward="f745d319263a350b"),
-        tested(TemporalDecoder, forward="109d26246c2932a4"),
+        tested(UNet2DConditionModel, forward="731b505df059e628 3f57cd2fd26248e7"),
+        tested(UNet2DModel, forward="88aeba15fccdfc7e"),
+        tested(UNet3DConditionModel, forward="7b7739e20e1561db ddfcdc041c8fb6ba"),
+        tested(UNetMotionModel, forward="20bf8ac292996f10 44a01cb8fa235f28 47a777cff5d911fd"),
+        tested(UNetSpatioTemporalConditionModel, forward="afef74a33acd5adc 7aa42ac586442070"),
+        tested(I2VGenXLUNet, forward="8be9f9efd0f366c5 959f6f0ba268969a"),
+        tested(Encoder, forward="e48fee8c32766a71"),
+        tested(Decoder, forward="97047ade02b3933c 03f2b9f37b0d6cb9"),
+        tested(TemporalDecoder, forward="81428d3064c20ab6"),
     )
 }
 PARENTS: tuple[type[nn.Module], ...] = tuple(_SOURCES)

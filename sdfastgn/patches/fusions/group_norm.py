@@ -51,7 +51,8 @@ def norm_act(norm: Any, act: nn.Module, x: Tensor, **operands: Any) -> Tensor:
 
     ``operands``: keyword operands of ``sdfastgn.group_norm``, only if ``can_fuse(norm, act)``.
     """
-    if not (can_fuse(norm, act) and dispatch.has_kernels(x)):
+    # With operands it is ``group_norm``'s to compute, also where kernels were turned off since.
+    if not (can_fuse(norm, act) and (operands or dispatch.has_kernels(x))):
         return act(norm(x))
     name = activation_of(act) or "identity"
     statistics = take_statistics(x)

@@ -36,5 +36,5 @@ FUSION = ClassSwap(
     "temporal_resnet_block",
     TemporalResnetBlock,
     FusedTemporalResnetBlock,
-    sources=(tested(TemporalResnetBlock, __init__="b235523b2eb0d715", forward="9ee5cc0c501029a5"),),
+    sources=(tested(TemporalResnetBlock, __init__="10dc3eb120f73c58", forward="cb41e04a61aa231a"),),
 )

@@ -36,5 +36,5 @@ FUSION = ClassSwap(
     "timestep_embedding",
     TimestepEmbedding,
     FusedTimestepEmbedding,
-    sources=(tested(TimestepEmbedding, __init__="13426e64f404ff7a", forward="1a6552976377391f"),),
+    sources=(tested(TimestepEmbedding, __init__="7731fa596524f3ae", forward="2d40b4b0dc81cf90"),),
 )

@@ -70,9 +70,9 @@ FUSION = ClassSwap(
     sources=(
         tested(
             Transformer2DModel,
-            forward="7a3829f24ddbfdf3",
-            _operate_on_continuous_inputs="c70791c2fc29f747",
-            _get_output_for_continuous_inputs="49624b91ccd36058",
+            forward="aba71789c6abaab3",
+            _operate_on_continuous_inputs="95cbe74f99f3886e",
+            _get_output_for_continuous_inputs="83e18030710bbd44",
         ),
     ),
     check=_check,

@@ -158,8 +158,8 @@ FUSION = ClassSwap(
     BasicTransformerBlock,
     FusedBasicTransformerBlock,
     sources=(
-        tested(BasicTransformerBlock, __init__="2312e74f52516ed7", forward="9cfc6111a7fd5580"),
-        tested(FeedForward, __init__="b58ae97ef816bb76", forward="2534be46672c7017"),
+        tested(BasicTransformerBlock, __init__="b7f87cf60dcd5e5e", forward="93553781856362db"),
+        tested(FeedForward, __init__="6223e1c70dbf9b4c", forward="ce319c1e7f26d21f"),
     ),
     # Blocks with adaptive norms or positional embeddings have no add directly before a plain
     # LayerNorm.

@@ -102,11 +102,11 @@ FUSION = ClassSwap(
     "up_block",
     UpBlock2D,
     FusedUpBlock2D,
-    sources=(tested(UpBlock2D, __init__="353a0e9bf7f554a0", forward="6bb70123f800ce81"),),
+    sources=(tested(UpBlock2D, __init__="ed4153ab3dfff402", forward="2dc243cc7cf97ba7"),),
 )
 CROSS_ATTENTION = ClassSwap(
     "cross_attn_up_block",
     CrossAttnUpBlock2D,
     FusedCrossAttnUpBlock2D,
-    sources=(tested(CrossAttnUpBlock2D, __init__="7672079edf682c68", forward="adf5503c7fbaf510"),),
+    sources=(tested(CrossAttnUpBlock2D, __init__="756935e50b1ea7d2", forward="204e75086aced749"),),
 )

@@ -23,7 +23,7 @@ from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.layout import is_channels_last
 from sdfastgn.kernels.upsample.conv import runs_in_phases, upsample_conv2d
 from sdfastgn.kernels.upsample.nearest import upsample_nearest_2x
-from sdfastgn.patches.core.convolution import conv_without_bias
+from sdfastgn.patches.core.convolution import conv_without_bias, keeps_size
 from sdfastgn.patches.core.fusion import ClassSwap, is_unhooked
 from sdfastgn.patches.core.statistics import add_bias, emits, store_statistics
 from sdfastgn.patches.core.tested_sources import tested
@@ -57,8 +57,8 @@ def convolves_at_low_resolution(conv: Any, x: Tensor) -> bool:
     return (
         type(conv) is nn.Conv2d
         and is_unhooked(conv)
-        and (conv.kernel_size, conv.stride, conv.padding, conv.dilation) == ((3, 3), (1, 1), (1, 1), (1, 1))
-        and (conv.groups, conv.padding_mode, conv.in_channels) == (1, "zeros", x.shape[1])
+        and keeps_size(conv)
+        and (conv.groups, conv.in_channels) == (1, x.shape[1])
         and conv.weight.dtype == x.dtype
         and (conv.bias is None or conv.bias.dtype == x.dtype)
         and not (torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") != x.dtype)
@@ -94,6 +94,6 @@ FUSION = ClassSwap(
     "upsample_2d",
     Upsample2D,
     FusedUpsample2D,
-    sources=(tested(Upsample2D, __init__="27a7eec34213dd30", forward="fde16958d16c179e"),),
+    sources=(tested(Upsample2D, __init__="8be1e93fd9fb5c47", forward="a7b7f16a892af3a3"),),
     covers=_is_nearest,
 )

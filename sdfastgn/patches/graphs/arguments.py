@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from sdfastgn.kernels.common.private import copy_each, sdp_priority_order, switches
+
 __all__ = [
     "Call",
     "Number",
@@ -25,21 +27,7 @@ __all__ = [
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _CONTAINERS = (list, tuple, dict)
 
-# (backend, operation) of each switch for fp32 arithmetic, TF32 among them.
-_PRECISIONS = (("generic", "all"), ("cuda", "all"), ("cuda", "matmul"), ("cuda", "conv"))
-# Switches that not every version of PyTorch has; ``tuple`` stands for a missing one.
-_SWITCHES: tuple[Callable[[], Any], ...] = tuple(
-    getattr(torch._C, f"_get_{name}", tuple)
-    for name in (
-        "cublas_allow_fp16_accumulation",
-        "blas_preferred_backend",
-        "math_sdp_allow_fp16_bf16_reduction",
-        "overrideable_sdp_enabled",
-        "fa3_sdp_enabled",
-    )
-)
-_sdp_priority_order: Callable[[], Any] = getattr(torch._C, "_get_sdp_priority_order", tuple)
-_INITIAL_ORDER = tuple(_sdp_priority_order())
+_INITIAL_ORDER = tuple(sdp_priority_order())
 _CUDNN = SDPBackend.CUDNN_ATTENTION.value
 # PyTorch itself puts cuDNN first, at the first attention on a GPU for which it is fast.
 _UNTOUCHED_ORDERS = (_INITIAL_ORDER, (_CUDNN, *(backend for backend in _INITIAL_ORDER if backend != _CUDNN)))
@@ -122,7 +110,7 @@ class Call:
             else:
                 buffer.fill_(value)
         if targets:
-            torch._foreach_copy_(targets, sources)
+            copy_each(targets, sources)
 
     def rebuild(self, buffers: list[Tensor]) -> tuple[list[Any], dict[str, Any]]:
         """The arguments with ``buffers`` for tensors, in containers of their own."""
@@ -207,19 +195,8 @@ def global_state(device: torch.device) -> tuple[Any, ...]:
         torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
-        torch._C._get_cudnn_enabled(),
-        torch._C._get_cudnn_benchmark(),
-        torch._C._get_cudnn_deterministic(),
-        # Not allow_tf32, which raises once someone has set the newer fp32_precision.
-        *[torch._C._get_fp32_precision_getter(*names) for names in _PRECISIONS],
-        torch._C._get_cublas_allow_fp16_reduced_precision_reduction(),
-        torch._C._get_cublas_allow_bf16_reduced_precision_reduction(),
-        torch._C._get_flash_sdp_enabled(),
-        torch._C._get_mem_efficient_sdp_enabled(),
-        torch._C._get_math_sdp_enabled(),
-        torch._C._get_cudnn_sdp_enabled(),
-        None if (order := tuple(_sdp_priority_order())) in _UNTOUCHED_ORDERS else order,
-        *[switch() for switch in _SWITCHES],
+        None if (order := tuple(sdp_priority_order())) in _UNTOUCHED_ORDERS else order,
+        *[switch() for switch in switches],
     )
 
 

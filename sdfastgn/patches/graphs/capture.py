@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from sdfastgn.kernels.common.compile_ahead import rehearse
+from sdfastgn.kernels.common.private import end_pool
 
 __all__ = ["Backend", "CudaBackend", "Handle", "backend_of"]
 
@@ -120,11 +122,8 @@ class CudaBackend:
             # allocator still believes in the capture, and would refuse to empty its cache from now
             # on, and the pool's graphs to be joined by another.
             self._pool = None
-            try:
-                torch._C._cuda_endAllocateToPool(self._device.index, pool)
-            except RuntimeError:
+            if not end_pool(self._device.index, pool):
                 return  # the end came as far as this, and the graph releases its pool itself
-            torch._C._cuda_releasePool(self._device.index, pool)
             self._broken.append(graph)  # the allocator of pinned memory keeps a function that looks into it
             self._free_generator()
 
@@ -158,6 +157,20 @@ class CudaBackend:
 
 _backends: dict[torch.device, CudaBackend] = {}
 _backends_lock = threading.Lock()
+
+
+def _free_locks() -> None:
+    """In a forked process, where nobody is left who would release them.
+
+    CUDA itself says that it cannot run there.
+    """
+    global _backends_lock
+    _backends_lock = threading.Lock()
+    for backend in _backends.values():
+        backend.lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_free_locks)
 
 
 def backend_of(device: torch.device) -> Backend | None:

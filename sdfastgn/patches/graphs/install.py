@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from sdfastgn.kernels.common.private import is_compiled
 from sdfastgn.patches.core.class_forward import class_forward, has_foreign_forward
 from sdfastgn.patches.graphs.capture import Backend
 from sdfastgn.patches.graphs.forward import GraphedForward
@@ -70,7 +71,7 @@ def inspect(root: nn.Module, prefix: str = "") -> Iterator[tuple[Graphs, Graphed
     """The state of every graphable module below ``root``. Changes nothing."""
     for path, module in _outermost(root, prefix):
         graphed, kind = _graphed(module), type(module).__name__
-        reasons = {"it is compiled by torch.compile": 0} if module._compiled_call_impl is not None else {}
+        reasons = {"it is compiled by torch.compile": 0} if is_compiled(module) else {}
         if graphed is not None:
             counts = graphed.captured, graphed.alive, graphed.replays, graphed.dropped
             yield Graphs(path, kind, str(graphed.mode), *counts, {**reasons, **graphed.eager}), graphed

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules import module as nn_module
 
-from sdfastgn.kernels.common import dispatch
+from sdfastgn.kernels.common import dispatch, private
 from sdfastgn.patches.core import channels_last
+from sdfastgn.patches.core.fusion import stock_class
 from sdfastgn.patches.graphs.arguments import Number
 
 __all__ = ["is_graphable", "is_harmless", "numbers_of", "reason_now"]
@@ -21,6 +21,8 @@ _GRAPHABLE: dict[str, dict[str, Number]] = {
     "diffusers.models.controlnets.controlnet.ControlNetModel": {"timestep": Number(1, torch.float64)},
     "diffusers.models.autoencoders.vae.Encoder": {},
     "diffusers.models.autoencoders.vae.Decoder": {},
+    "diffusers.models.autoencoders.vae.EncoderTiny": {},
+    "diffusers.models.autoencoders.vae.DecoderTiny": {},
     "transformers.models.clip.modeling_clip.CLIPTextModel": {},
     "transformers.models.clip.modeling_clip.CLIPTextModelWithProjection": {},
 }
@@ -43,7 +45,7 @@ def is_graphable(module: nn.Module) -> bool:
 
 def numbers_of(module: nn.Module) -> dict[str, Number] | None:
     """The arguments of ``module`` that may be numbers, by name; None if its calls are not captured."""
-    kind = type(module)
+    kind = stock_class(module)
     return _GRAPHABLE.get(f"{kind.__module__}.{kind.__qualname__}")
 
 
@@ -53,12 +55,12 @@ def reason_now(module: nn.Module) -> str | None:
         return "gradients are enabled"
     if module.training:
         return "it is in training mode"
-    if module._compiled_call_impl is not None:
+    if private.is_compiled(module):
         return "it is compiled by torch.compile"
-    if torch._C._get_tracing_state() is not None or dispatch.is_transformed():
+    if private.is_tracing() or dispatch.is_transformed():
         return "the call is traced or transformed"
-    if torch._C._len_torch_dispatch_stack() or torch._C._is_torch_function_mode_enabled():
+    if private.dispatch_modes() or private.in_function_mode():
         return "a dispatch or function mode is active"
-    if nn_module._has_any_global_hook():
+    if private.has_any_global_hook():
         return "there are global module hooks"
     return None

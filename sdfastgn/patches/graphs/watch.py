@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from sdfastgn.kernels.common.private import expiring, is_expired
 from sdfastgn.patches.core.class_forward import has_foreign_forward
 
 __all__ = ["Watch"]
@@ -46,9 +47,10 @@ _MAX_OBJECTS = 50_000
 # Elements up to which a tensor on the CPU is compared by value; larger ones by their count of writes.
 _FEW = 16
 
+# Python 3.10 has no operator.call.
+_call: Callable[..., Any] = getattr(operator, "call", lambda function, argument: function(argument))
 _data_ptr: Callable[[Tensor], int] = Tensor.data_ptr
 _version_of = operator.attrgetter("_version")
-_is_expired: Callable[[int], bool] = torch.UntypedStorage._expired  # type: ignore[assignment]
 
 _OUR_ENTRY = "forward"
 _FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
@@ -106,7 +108,7 @@ class Watch:
         self._root_values = _own_values(root)
         self._types = list(map(type, self._modules))
         self._lengths = list(map(len, self._dicts))
-        self._values = list(map(operator.call, self._getters, self._dicts))
+        self._values = list(map(_call, self._getters, self._dicts))
         self._plain_values = list(chain.from_iterable(self._plain))
         self._kept = [*chain.from_iterable(self._held), _END]
         if self.reason is not None:  # some of them may have no address
@@ -116,7 +118,7 @@ class Watch:
         self._number_values = list(map(Tensor.tolist, self._numbers))
         self._versions = list(map(_version_of, self._counted))
         self._storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in self._tensors]
-        self._storage_ids = [storage.cdata for storage in self._storages]
+        self._storage_ids = list(map(expiring, self._storages))
 
     def unchanged(self, root: nn.Module) -> bool:
         """True if everything is as it was.
@@ -130,13 +132,13 @@ class Watch:
                 and list(map(type, self._modules)) == self._types
                 # _END stands for the end of either side.
                 and all(map(operator.is_, chain(chain.from_iterable(self._held), (_END,)), self._kept))
-                and not any(map(_is_expired, self._storage_ids))
+                and not any(map(is_expired, self._storage_ids))
                 and list(map(_data_ptr, self._tensors)) == self._pointers
                 and list(map(Tensor.tolist, self._numbers)) == self._number_values
                 and list(map(_version_of, self._counted)) == self._versions
                 and list(map(len, self._dicts)) == self._lengths
                 # One by one: two thousand tuples at once would set off the garbage collector.
-                and all(map(operator.eq, map(operator.call, self._getters, self._dicts), self._values))
+                and all(map(operator.eq, map(_call, self._getters, self._dicts), self._values))
                 and list(chain.from_iterable(self._plain)) == self._plain_values
                 and _same(_own_values(root), self._root_values)
             )

@@ -25,11 +25,11 @@ _DEVICES = ("cuda",)
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _SOURCE = tested(
     VaeImageProcessor,
-    postprocess="bcc760d7b09d1403",
-    _denormalize_conditionally="a3abcda15d2e5619",
-    denormalize="28a40648bfbf6129",
-    pt_to_numpy="4879b336bc4066c2",
-    numpy_to_pil="de0fda29bfeb858b",
+    postprocess="0ac58845282a1cb2",
+    _denormalize_conditionally="052d0a9bcc1b2764",
+    denormalize="8f03d58b480f3be0",
+    pt_to_numpy="cebd8ae71baad2a0",
+    numpy_to_pil="20e42162f4d94abe",
 )
 
 

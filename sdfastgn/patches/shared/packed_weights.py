@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sdfastgn.kernels.common import dispatch
+from sdfastgn.kernels.common.private import is_alone, revived
 from sdfastgn.patches.core.fusion import is_unhooked
 
 __all__ = ["Parameters", "is_one_product", "joined", "pack", "pack_together", "plain_parameters", "unpack"]
@@ -33,9 +34,6 @@ __all__ = ["Parameters", "is_one_product", "joined", "pack", "pack_together", "p
 PACKED_DEVICES = ("cuda",)
 # Bytes: matrix products read 16 at a time, so every part must begin at a multiple.
 _ALIGNMENT = 16
-# A storage that belongs to one tensor alone: that one, and the Python object through which the
-# count is asked.
-_UNSHARED = 2
 
 # By the module whose linear layers they are. In no __dict__: nothing to copy, pickle or take away
 # again.
@@ -92,7 +90,7 @@ def joined(owner: nn.Module, parameters: Parameters) -> tuple[Tensor, Tensor | N
 
 def _allocation(owner: nn.Module) -> torch.UntypedStorage | None:
     reference = _allocations.get(owner)
-    return None if reference is None else torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+    return None if reference is None else revived(reference)
 
 
 def _span(allocation: torch.UntypedStorage, parts: list[Tensor]) -> Tensor | None:
@@ -146,13 +144,12 @@ def pack_together(owners: Sequence[nn.Module], parameters: Parameters) -> None:
 
 
 def _fits(part: Tensor, first: Tensor) -> bool:
-    storage = part.untyped_storage()
     return (
         part.device.type in PACKED_DEVICES
         and (part.device, part.dtype) == (first.device, first.dtype)
         and part.is_contiguous()
         and part.nbytes % _ALIGNMENT == 0
-        and torch._C._storage_Use_Count(storage._cdata) == _UNSHARED
+        and is_alone(part)
         and not part.is_inference()
     )
 

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from sdfastgn.bench.documents import FAILED, OK, QUOTED, UNAVAILABLE, WRONG
 from sdfastgn.bench.kernels import ratios
+from sdfastgn.bench.kernels import run as kernel_run
 from sdfastgn.bench.kernels.run import calls_a_round, run
 from sdfastgn.bench.kernels.suite import (
     BACKWARD,
@@ -371,3 +372,14 @@ def test_a_new_provider_is_in_help_table_and_json(tmp_path: Path, monkeypatch: p
         ("thrown_away", OK),
     ]
     assert ERROR_BOUNDS["fp16"] >= json.loads(path.read_text())["rows"][1]["error"]
+
+
+def test_plain_pytorch_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    def plain(device: torch.device) -> None:
+        raise RuntimeError("plain PyTorch ran")
+
+    monkeypatch.setattr(kernel_run, "check_kernels_ran", plain)
+    for row in rows_of(INFER):
+        ours = row.provider.startswith("sdfastgn") or row.provider.endswith("_with_statistics")
+        assert row.reason.endswith("plain PyTorch ran") is ours
+        assert not (ours and row.hot_us)

@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 import sdfastgn
-from sdfastgn.bench import stable_fast
+from sdfastgn.bench import environment, stable_fast
 from sdfastgn.bench.models.architectures import build_vae
 from sdfastgn.bench.models.snapshot import Snapshot, modules_of
 from sdfastgn.bench.models.variants import VARIANTS, Variant, prepared
+from sdfastgn.kernels.common import dispatch
 
 CPU = torch.device("cpu")
 
@@ -210,3 +211,16 @@ def test_launch_functions_are_put_back(tmp_path: Path, monkeypatch: pytest.Monke
         for name in ("sfast", "sfast.triton"):
             sys.modules.pop(name, None)
     assert seen[0] is seen[1] is not stock
+
+
+def test_plain_pytorch_gets_no_time(module: Block, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "why_off", "no C compiler")
+    environment.check_kernels_ran(CPU)
+    with pytest.raises(RuntimeError, match="plain PyTorch ran and no kernel: no C compiler"):
+        environment.check_kernels_ran(torch.device("cuda"))
+    check, cuda = environment.check_kernels_ran, torch.device("cuda")
+    monkeypatch.setattr(environment, "check_kernels_ran", lambda device: check(cuda))
+    for name in ("sdfastgn", "sdfastgn_eager", "sdfastgn_compile"):
+        with pytest.raises(RuntimeError, match="no C compiler"), prepared(VARIANTS[name], module, "vae"):
+            pass
+        assert not sdfastgn.report(module).fused

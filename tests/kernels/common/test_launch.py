@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import types
 from collections import defaultdict
 
 import pytest
@@ -26,13 +27,14 @@ def without_gpu(monkeypatch):
 class Kernel:
     """Notes how it is called. ``gate``: compilations wait for each other there."""
 
-    def __init__(self, gate=None, fails=False):
+    def __init__(self, gate=None, fails=False, made=None):
         self.launched, self.compiled, self.loaded = [], [], []
+        self.made = made  # what a launch returns
         self.device_caches = defaultdict(dict)
         self.gate, self.fails = gate, fails
 
     def __getitem__(self, grid):
-        return lambda *args, **options: self.launched.append((args, options))
+        return lambda *args, **options: self.launched.append((args, options)) or self.made
 
     def warmup(self, *args, grid, **options):
         if self.gate is not None:
@@ -125,6 +127,70 @@ def test_other_threads_launch(without_gpu):
 
     rehearse(meanwhile, CPU)
     assert (len(kernel.compiled), len(kernel.launched)) == (0, 1)
+
+
+class LauncherOfAMD:
+    """``calls`` notes what reaches the GPU's."""
+
+    profile_scratch_size = 0
+
+    def __init__(self):
+        self.calls = []
+
+    def launch(self, *args):
+        self.calls.append(args)
+
+    def __call__(self, gridX, gridY, gridZ, stream, function, *args):
+        self.launch(gridX, gridY, gridZ, stream, function, "checked", *args)
+
+
+class Launcher36(LauncherOfAMD):
+    launch_cooperative_grid, launch_pdl = False, True
+    global_scratch_size = 0
+
+
+class Launcher34(Launcher36):
+    profile_scratch_size = None
+
+
+class Launcher37(Launcher36):
+    def __call__(
+        self, gridX, gridY, gridZ, stream, function,
+        kernel_metadata, launch_metadata, launch_enter_hook, launch_exit_hook, *args,
+    ):  # fmt: skip
+        metadata = (kernel_metadata, launch_metadata, launch_enter_hook, launch_exit_hook)
+        self.launch(gridX, gridY, gridZ, stream, function, *metadata, *args)
+
+
+class UnknownLauncher(Launcher36):
+    def __call__(self, grid, stream, function, args): ...
+
+
+@pytest.mark.parametrize(
+    ("launcher", "between"),
+    [
+        (Launcher34(), (False, True, None)),
+        (Launcher36(), (False, True, None, None)),
+        (Launcher37(), ()),
+        (LauncherOfAMD(), ("checked",)),
+        (UnknownLauncher(), None),
+        (object(), None),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_launchers_of_each_triton(launcher, between):
+    """The second call goes to the compiled kernel's own launcher if that is known."""
+    compiled = types.SimpleNamespace(run=launcher, function="f", packed_metadata="m")
+    kernel, launch = made(kernel=Kernel(made=compiled))
+    for _ in range(2):
+        launch.run(X, None)
+    if between is None:
+        assert len(kernel.launched) == 2
+    else:
+        assert len(kernel.launched) == 1
+        assert launcher.calls == [
+            (3, 1, 1, 0, "f", *between, "m", None, None, None, X.data_ptr(), None, 7, 16)
+        ]
 
 
 @triton.jit

@@ -15,6 +15,7 @@ from tests.kernels.samples import (
     DTYPES,
     LAYOUTS,
     first_alone,
+    interpreted,
     make,
     run,
     run_statistics,
@@ -37,7 +38,7 @@ GPU_SHAPES = [
     pytest.param((1, 512, 256, 256), 32, id="1x512x256x256"),
     pytest.param((34, 512, 56, 56), 32, id="34x512x56x56"),
 ]
-CASES = [pytest.param("cpu", *p.values, id=f"cpu-{p.id}") for p in SHAPES] + [
+CASES = [pytest.param("cpu", *p.values, id=f"cpu-{p.id}", marks=interpreted) for p in SHAPES] + [
     pytest.param("cuda", *p.values, id=f"cuda-{p.id}", marks=pytest.mark.gpu) for p in SHAPES + GPU_SHAPES
 ]
 # The mean over the spread of a nearly constant group.

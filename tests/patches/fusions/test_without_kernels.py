@@ -9,8 +9,11 @@ import gc
 import importlib.util
 import io
 import pickle
+import subprocess
+import sys
 import weakref
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +27,7 @@ from sdfastgn.kernels.common import dispatch
 from tests.patches import samples
 from tests.patches.samples import each_sample
 
+ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.without_kernels
 
 
@@ -182,13 +186,39 @@ def test_a_model_on_the_cpu_of_a_machine_with_a_gpu_is_not_warned_of(forgotten, 
     assert not recwarn.list
 
 
-def test_the_report_says_what_runs_and_why():
+def test_without_triton_a_model_is_stocks():
+    code = (
+        "import sys, warnings; sys.modules['triton'] = None\n"
+        "import torch, sdfastgn\n"
+        "from sdfastgn.bench import light_imports\n"
+        "light_imports.import_model_classes()\n"
+        "from torch import nn\n"
+        "model, x = nn.Sequential(nn.GroupNorm(2, 8), nn.SiLU()), torch.randn(2, 8, 4, 4)\n"
+        "expected = model(x)\n"
+        "with warnings.catch_warnings(record=True) as seen:\n"
+        "    warnings.simplefilter('always')\n"
+        "    same = [torch.equal(sdfastgn.optimize(model)(x), expected) for _ in range(2)]\n"
+        "print(same, *[w.message for w in seen])\n"
+        "print(sdfastgn.report(model).backend)\n"
+    )
+    output = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert output.stdout.startswith(
+        "[True, True] sdfastgn.optimize: no kernel runs on this machine (triton is"
+    )
+    assert output.stdout.count("triton is not installed") == 2
+
+
+def test_the_report_says_what_runs_and_why(monkeypatch):
     backend = sdfastgn.report(nn.GroupNorm(2, 8)).backend
     assert (
         backend
         == "plain PyTorch, stock's own code at stock's speed (weights on cpu; the kernels need an NVIDIA GPU)"
     )
     assert sdfastgn.report(nn.GroupNorm(2, 8, device="meta")).backend == ""  # nothing runs
+    monkeypatch.setattr(dispatch, "why_off", "no C compiler")
+    assert sdfastgn.report(nn.GroupNorm(2, 8)).backend.endswith("at stock's speed (no C compiler)")
 
 
 # --- layout ---------------------------------------------------------------------------------------

@@ -1,0 +1,38 @@
+"""diffusers' model classes without most of what importing them imports.
+
+With its first model class diffusers imports accelerate, peft, transformers, SciPy and torch's
+compiler, which is seven of nine seconds. A process without them can neither load an adapter nor
+compile. So this is for a process that only looks at models.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from typing import Any
+
+__all__ = ["import_model_classes"]
+
+_NEEDLESS = ("accelerate", "peft", "scipy", "sklearn", "transformers")
+
+
+def _undecorated(function: Any = None, *_: Any, **__: Any) -> Any:
+    return function if function is not None else _undecorated
+
+
+def import_model_classes() -> None:
+    """Import diffusers and the fusions. Does nothing in a process that has diffusers already."""
+    if "diffusers" in sys.modules:
+        return
+    # All that diffusers' decorators ask of the compiler when its modules are imported.
+    compiler: Any = types.ModuleType("torch._dynamo")
+    compiler.allow_in_graph = compiler.disable = _undecorated
+    stand_ins: dict[str, Any] = {**dict.fromkeys(_NEEDLESS), compiler.__name__: compiler}
+    stand_ins = {name: module for name, module in stand_ins.items() if name not in sys.modules}
+    sys.modules.update(stand_ins)
+    try:
+        importlib.import_module("sdfastgn.patches.registry")
+    finally:
+        for name in stand_ins:
+            sys.modules.pop(name, None)

@@ -1,0 +1,28 @@
+"""Statistics in plain PyTorch."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from sdfastgn.kernels.common.sizes import ceil_div
+
+__all__ = ["reference_channel_statistics"]
+
+
+def reference_channel_statistics(x: Tensor, chunks: int) -> Tensor:
+    """Statistics of ``x`` over ``chunks`` chunks in plain PyTorch, in fp64 for fp64 input: fallback
+    and truth of the tests.
+    """
+    N, C = x.shape[:2]
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    u = x.to(dtype).reshape(N, C, -1)
+    rows = ceil_div(u.shape[2], chunks)
+    u = torch.nn.functional.pad(u, (0, rows * chunks - u.shape[2])).view(N, C, chunks, rows)
+    inside = (torch.arange(rows * chunks, device=x.device) < math.prod(x.shape[2:])).view(chunks, rows)
+    count = inside.sum(1)
+    mean = u.sum(3) / count.clamp(min=1)
+    m2 = torch.where(inside, u - mean[..., None], 0).square().sum(3)
+    return torch.stack((mean, m2)).transpose(2, 3).contiguous()

@@ -1,0 +1,123 @@
+"""diffusers' ``AutoencoderTiny`` (TAESD): channels-last, and convolutions with ReLU and skip in one call.
+
+It has no norms. What costs time beside its convolutions is one pass each for bias, ReLU and the skip sum,
+and upsampled images. cuDNN adds the bias and the skip and applies ReLU before it writes; an upsampled
+image is convolved at low resolution (``upsample_2d``'s kernel).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from diffusers.models.autoencoders.vae import DecoderTiny, EncoderTiny
+from diffusers.models.unets.unet_2d_blocks import AutoencoderTinyBlock
+from torch import Tensor, nn
+
+from sdfastgn.kernels.common import dispatch
+from sdfastgn.kernels.upsample.conv import upsample_conv2d
+from sdfastgn.kernels.upsample.nearest import upsample_nearest_2x
+from sdfastgn.patches.core.convolution import conv_relu
+from sdfastgn.patches.core.fusion import ClassSwap, is_unhooked
+from sdfastgn.patches.core.tested_sources import tested
+from sdfastgn.patches.fusions.upsample_2d import convolves_at_low_resolution
+
+__all__ = ["BLOCK", "DECODER", "ENCODER", "FusedDecoderTiny", "FusedEncoderTiny", "FusedTinyBlock"]
+
+
+def _runs_fused(module: Any, x: Tensor, layers: nn.Module) -> bool:
+    checkpointed = torch.is_grad_enabled() and getattr(module, "gradient_checkpointing", False)
+    return (
+        not checkpointed
+        and x.dim() == 4
+        and dispatch.has_kernels(x)
+        and not torch.compiler.is_compiling()
+        and is_unhooked(layers)
+    )
+
+
+def _chain(layers: Iterable[nn.Module], x: Tensor) -> Tensor:
+    """``layers`` in order; a convolution together with the ReLU behind it or the upsampling before it."""
+    todo = list(layers)
+    while todo:
+        layer, following = todo.pop(0), todo[0] if todo else None
+        if _is_relu(following) and isinstance(layer, nn.Conv2d):
+            x = conv_relu(layer, todo.pop(0), x)
+        elif not _is_upsampling(layer):
+            x = layer(x)
+        elif following is not None and convolves_at_low_resolution(following, x):
+            conv: Any = todo.pop(0)
+            x = upsample_conv2d(x, conv.weight, conv.bias)
+        else:
+            x = upsample_nearest_2x(x)
+    return x
+
+
+def _is_relu(module: nn.Module | None) -> bool:
+    return type(module) is nn.ReLU
+
+
+def _is_upsampling(module: Any) -> bool:
+    return (
+        type(module) is nn.Upsample
+        and (module.mode, module.size) == ("nearest", None)
+        and module.scale_factor == 2
+        and is_unhooked(module)
+    )
+
+
+class FusedTinyBlock(AutoencoderTinyBlock):
+    """``AutoencoderTinyBlock`` in one call a convolution. x (N, C, H, W) -> (N, C_out, H, W)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not _runs_fused(self, x, self.conv):
+            return super().forward(x)
+        *inner, last = self.conv
+        return conv_relu(last, self.fuse, _chain(inner, x), self.skip(x))
+
+
+class FusedEncoderTiny(EncoderTiny):
+    """``EncoderTiny``, channels-last within. x (N, 3, H, W) -> (N, latent channels, H / 8, W / 8)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not _runs_fused(self, x, self.layers):
+            return super().forward(x)
+        x = x.add(1).div(2).contiguous(memory_format=torch.channels_last)
+        return _chain(self.layers, x).contiguous()
+
+
+class FusedDecoderTiny(DecoderTiny):
+    """``DecoderTiny``, channels-last within. x (N, latent channels, H, W) -> (N, 3, 8 H, 8 W)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not _runs_fused(self, x, self.layers):
+            return super().forward(x)
+        x = (torch.tanh(x / 3) * 3).contiguous(memory_format=torch.channels_last)
+        return _chain(self.layers, x).mul(2).sub(1).contiguous()
+
+
+def _check(block: AutoencoderTinyBlock) -> str | None:
+    act = block.conv[1]
+    return None if type(act) is nn.ReLU else f"activation {type(act).__name__} has no fused form"
+
+
+BLOCK = ClassSwap(
+    "autoencoder_tiny_block",
+    AutoencoderTinyBlock,
+    FusedTinyBlock,
+    sources=(tested(AutoencoderTinyBlock, __init__="12cd64b18c2567e8", forward="ae3c9e84163373f7"),),
+    check=_check,
+)
+ENCODER = ClassSwap(
+    "encoder_tiny",
+    EncoderTiny,
+    FusedEncoderTiny,
+    sources=(tested(EncoderTiny, __init__="76a4ddb9ae8147d6", forward="d58556c056a3813f"),),
+)
+DECODER = ClassSwap(
+    "decoder_tiny",
+    DecoderTiny,
+    FusedDecoderTiny,
+    sources=(tested(DecoderTiny, __init__="782f02c7c5f4b5f5", forward="d50c780fe9a4a7aa"),),
+)

@@ -1,0 +1,75 @@
+"""The page on coverage, written from a run: ``python -m tests.coverage.page --write docs/coverage.md``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from pathlib import Path
+
+import diffusers
+import pytest
+
+from tests.conftest import run_fused_on_the_cpu
+from tests.coverage import networks, relatives, stable_diffusion
+from tests.coverage.parts import Rows
+from tests.coverage.run import Result, run
+
+SECTIONS: tuple[Rows, ...] = (
+    *stable_diffusion.SECTIONS,
+    *relatives.SECTIONS,
+    *networks.SECTIONS,
+)
+_HEAD = """# Coverage
+
+What `sdfastgn.optimize` does to pipelines and models of diffusers {version}. A test builds each row
+with tiny random weights and runs it stock, optimized and restored. The optimized output equals
+stock's within the dtype's rounding, and the restored one bit by bit, in every row. The table is
+what that run found: `python -m tests.coverage.page --write docs/coverage.md` renews it.
+
+- **fused**: every GroupNorm and what follows it runs fused, in each of diffusers' models.
+- **partly**: the last column says what keeps stock's code or a pass of its own, and why.
+- **left alone**: nothing is fused, and the call is stock's.
+
+Text encoders and vocoders have no GroupNorm and no row of their own. [Fusions](fusions.md) explains
+the parts, and what is left alone on purpose.
+"""
+_COLUMNS = ("", "class", "result", "fused", "CUDA graphs", "what is not fused, and why")
+
+
+def line(result: Result) -> str:
+    """The row of the table for ``result``."""
+    cells = (
+        result.name,
+        f"`{result.kind}`",
+        result.verdict,
+        ", ".join(f"`{name}`" for name in result.fused) or "-",
+        ", ".join(f"`{name}`" for name in result.graphs) or "-",
+        "; ".join(result.left) or "-",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def page(results: Iterable[Iterable[Result]]) -> str:
+    """The whole page for the results of each section."""
+    parts = [_HEAD.format(version=diffusers.__version__)]
+    for section, found in zip(SECTIONS, results, strict=True):
+        rows = [
+            f"| {' | '.join(_COLUMNS)} |",
+            "| " + " | ".join(["---"] * len(_COLUMNS)) + " |",
+            *map(line, found),
+        ]
+        parts.append(f"## {section.title}\n\n" + "\n".join(rows) + "\n")
+    return "\n".join(parts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.coverage.page", description=__doc__)
+    parser.add_argument("--write", type=Path, metavar="FILE", required=True)
+    path = parser.parse_args().write
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        run_fused_on_the_cpu(monkeypatch)
+        path.write_text(page([run(row) for row in section] for section in SECTIONS), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""Runs a row of the coverage table stock, optimized and restored, and notes what was left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+
+import sdfastgn
+from sdfastgn.bench.images import relative_error
+from tests.coverage.parts import Row
+
+# What may follow a norm, by the name of the function.
+_PASSES = {
+    **dict.fromkeys(("mul", "__mul__"), "scale"),
+    **dict.fromkeys(("add", "__add__"), "shift"),
+    **dict.fromkeys(("silu", "gelu", "relu", "mish", "sigmoid"), "activation"),
+}
+_COPIES = ("contiguous", "cat")
+
+
+@dataclass(frozen=True)
+class Result:
+    """``fused``, ``graphs``: names of components. ``left``: what is not fused, and why.
+
+    ``error``: of the optimized output, relative to stock's.
+    """
+
+    name: str
+    kind: str
+    fused: tuple[str, ...]
+    graphs: tuple[str, ...]
+    left: tuple[str, ...]
+    error: float
+    restored: bool
+
+    @property
+    def verdict(self) -> str:
+        if not self.fused:
+            return "left alone"
+        return "partly" if self.left else "fused"
+
+
+class _Stock(TorchFunctionMode):
+    """Notes which modules are called, and the passes behind the result of each ``group_norm``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: set[nn.Module] = set()
+        self.passes: dict[nn.Module, set[str]] = {}
+        self._inside: list[nn.Module] = []
+        self._last: tuple[nn.Module, Any] | None = None
+
+    def __enter__(self) -> _Stock:
+        self._hooks = [
+            register_module_forward_pre_hook(lambda module, _: self._enter_module(module)),
+            register_module_forward_hook(lambda *_: self._leave_module(), always_call=True),
+        ]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for hook in self._hooks:
+            hook.remove()
+
+    def _enter_module(self, module: nn.Module) -> None:
+        self.called.add(module)
+        self._inside.append(module)
+
+    def _leave_module(self) -> None:
+        self._inside.pop()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is F.group_norm:
+            self._last = self._inside[-1], result
+            self.passes.setdefault(self._inside[-1], set())
+        elif self._last is not None and args and isinstance(result, Tensor):
+            norm, tensor = self._last
+            taken = args[0][0] if isinstance(args[0], list | tuple) and args[0] else args[0]
+            if taken is tensor:
+                self._follow(norm, func.__name__, tensor, result)
+        return result
+
+    def _follow(self, norm: nn.Module, name: str, tensor: Tensor, result: Tensor) -> None:
+        kind = _PASSES.get(name)
+        if kind == "shift" and "scale" not in self.passes[norm]:
+            return  # a residual sum
+        if kind is not None:
+            self.passes[norm].add(kind)
+        same_memory = result.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+        if kind in ("scale", "shift") or name in _COPIES or same_memory:
+            self._last = norm, result
+
+
+def run(row: Row) -> Result:
+    """Raises what the pipeline or sdfastgn raises."""
+    obj, call = row.build()
+    with torch.no_grad():
+        with _Stock() as stock:
+            expected = _output(call)
+        sdfastgn.optimize(obj, missing_ok=isinstance(obj, nn.Module))
+        report = sdfastgn.report(obj)
+        found = _output(call)
+        restored = torch.equal(_output(call, sdfastgn.restore(obj)), expected)
+    assert expected.double().std() > 0
+    return Result(
+        row.name,
+        type(obj).__name__,
+        tuple(dict.fromkeys(e.component for e in report.fused)),
+        tuple(dict.fromkeys((g.path or g.kind).partition(".")[0] for g in report.graphs)),
+        tuple(dict.fromkeys(_left(obj, report, stock))),
+        relative_error(found, expected),
+        restored,
+    )
+
+
+def _output(call: Any, _: Any = None) -> Tensor:
+    torch.manual_seed(0)  # for what takes no generator
+    output = call()
+    return torch.as_tensor(np.stack(output) if isinstance(output, list) else output)
+
+
+def _left(obj: Any, report: Any, stock: _Stock) -> Iterable[str]:
+    """One reason for each part that was called and is not fused."""
+    known: dict[str, set[str]] = {}
+    for entry in report.entries:
+        known.setdefault(entry.path, set()).add(entry.fusion)
+        if entry.status == "skipped":
+            yield f"`{entry.kind}`: {entry.reason}"
+    for name, root in {"": obj}.items() if isinstance(obj, nn.Module) else obj.components.items():
+        # Text encoders and vocoders are not diffusers'.
+        if not isinstance(root, nn.Module) or type(root).__module__.startswith("transformers."):
+            continue
+        modules = dict(root.named_modules(prefix=name))
+        if stock.called.isdisjoint(modules.values()):
+            continue
+        if stock.passes.keys().isdisjoint(modules.values()):
+            found = ", ".join(sorted(set().union(*(known.get(path, set()) for path in modules))))
+            yield f"`{type(root).__name__}` has no GroupNorm" + (f" (fused: {found})" if found else "")
+        yield from _left_of_norms(modules, known, stock.passes)
+
+
+def _left_of_norms(
+    modules: dict[str, nn.Module], known: dict[str, set[str]], passes: dict[nn.Module, set[str]]
+) -> Iterable[str]:
+    """``known``: the fusions about each path."""
+    found: dict[str, set[str]] = {}
+    for path, module in modules.items():
+        own, parent = known.get(path, set()), path.rpartition(".")[0]
+        if module not in passes or parent in known:
+            continue
+        if not own:
+            yield f"`{type(module).__name__}` is a norm without a fusion"
+        kept = passes[module] - ({"scale", "shift"} if "ada_group_norm" in own else set())
+        if kept:
+            found.setdefault(type(modules[parent]).__name__, set()).update(kept)
+    for name, kept in found.items():
+        words = ", ".join(word for word in ("scale", "shift", "activation") if word in kept)
+        yield f"`{name}`: norm fused, not the {words} behind it"

@@ -1,0 +1,279 @@
+"""Where Triton cannot compile: one warning with the cause, and every call right in plain PyTorch."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+import warnings
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from triton.compiler.errors import CompilationError
+from triton.runtime import interpreter
+from triton.runtime.errors import InterpreterError, OutOfResources, PTXASError
+
+import sdfastgn
+from sdfastgn.kernels.attention import wide_heads
+from sdfastgn.kernels.attention.few_keys import attend_to_few
+from sdfastgn.kernels.attention.wide_heads import wide_attention
+from sdfastgn.kernels.common import compile_ahead, dispatch, failures, gpu
+from sdfastgn.kernels.common.launch import Launch
+from sdfastgn.kernels.upsample import conv
+from tests.kernels.ops import Op, as_tuple, each_derivative, each_op
+from tests.kernels.samples import channels_last, interpreted, kernels
+
+ROOT = Path(__file__).parents[3]
+NO_COMPILER = RuntimeError("Failed to find C compiler. Please specify via CC environment variable")
+
+
+@pytest.fixture(autouse=True)
+def kernels_on_again(monkeypatch):
+    monkeypatch.setattr(dispatch, "why_off", None)
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    """``broken(error, after)``: so many launches work, and then all raise."""
+    launch = interpreter.GridExecutor.__call__
+
+    def break_it(error, after=0):
+        count = iter(range(10**6))
+
+        def call(self, *args, **kwargs):
+            if next(count) >= after:
+                raise error
+            return launch(self, *args, **kwargs)
+
+        monkeypatch.setattr(interpreter.GridExecutor, "__call__", call)
+
+    return break_it
+
+
+def norm(size=4, **operands):
+    x = torch.randn(2, 6, size, size)
+    with kernels(direct=True):
+        y = sdfastgn.group_norm(x, 3, **operands)
+    torch.testing.assert_close(y, torch.nn.functional.group_norm(x, 3))
+
+
+def norm_twice():
+    for _ in range(2):
+        norm()
+
+
+# --- what is a failure, and what is not -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (NO_COMPILER, "C compiler"),
+        (subprocess.CalledProcessError(1, ["gcc", "launcher.c"]), "gcc"),
+        (CompilationError("x = 1", ast.parse("x = 1"), "no such shape"), "no such shape"),
+        (OutOfResources(300_000, 232_448, "shared memory"), "shared memory"),
+        (PTXASError("Internal Triton PTX codegen error"), "PTX codegen"),
+        (NotADirectoryError(20, "Not a directory", "/dev/null/cache"), "/dev/null/cache"),
+        (ImportError("launcher.so: failed to map segment"), "failed to map"),
+        (RuntimeError("PassManager::run failed"), "PassManager"),
+        (RuntimeError("Triton Error [CUDA]: device kernel image is invalid"), "kernel image"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+@interpreted
+def test_a_kernel_that_cannot_be_compiled(error, says, broken):
+    broken(error)
+    with pytest.warns(UserWarning, match=r"Triton cannot compile \w+_kernel here .*" + says) as seen:
+        norm_twice()
+    assert len(seen) == 1
+    assert says in dispatch.why_off
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        TypeError("a bug"),
+        RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
+        RuntimeError("Global variable X has changed since we compiled this kernel"),
+        InterpreterError("a bug"),
+        torch.OutOfMemoryError("CUDA out of memory"),
+    ],
+    ids=repr,
+)
+@interpreted
+def test_any_other_error_comes_through(error, broken, recwarn):
+    broken(error)
+    with pytest.raises(type(error)) as seen:
+        norm()
+    assert seen.value is error
+    assert (dispatch.why_off, recwarn.list) == (None, [])
+
+
+@interpreted
+def test_a_gpu_that_is_too_old(monkeypatch):
+    monkeypatch.setattr(gpu, "unsupported", lambda device: "GTX 1080 is sm_61, and the kernels need sm_75")
+    with pytest.warns(UserWarning, match="GTX 1080 is sm_61") as seen:
+        norm_twice()
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize(("capability", "supported"), [((6, 1), False), ((7, 0), False), ((7, 5), True)])
+def test_the_oldest_gpu(capability, supported, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    reason = gpu.unsupported(torch.device("cuda", 0))
+    assert (reason is None) is supported
+    assert supported or f"sm_{capability[0]}{capability[1]}" in reason
+
+
+# --- every op, whichever of its kernels it is -----------------------------------------------------
+
+
+@pytest.fixture
+def however_small(monkeypatch):
+    """Kernels that pay for large images alone run here too."""
+    monkeypatch.setattr(wide_heads, "pays", lambda *sizes: True)
+    monkeypatch.setattr(conv, "phases_pay", lambda *sizes: True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@each_op
+@interpreted
+def test_every_op_is_right(op: Op, dtype, broken, however_small):
+    operands = {name: channels_last(t) for name, t in op.operands(dtype).items()}
+    with kernels(direct=True):
+        expected = op.call(**operands)
+        for after in range(3):
+            dispatch.why_off = None
+            broken(NO_COMPILER, after)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                torch.testing.assert_close(op.call(**operands), expected, atol=5e-3, rtol=5e-3)
+            # fp32 attention has no kernel.
+            assert after or dispatch.why_off or (dtype, op.function) == (torch.float32, wide_attention)
+
+
+@pytest.mark.parametrize("direct", [True, False], ids=["direct", "dispatcher"])
+@each_derivative
+@interpreted
+def test_every_gradient_is_right(op: Op, direct, broken):
+    def gradients():
+        operands = {name: t.requires_grad_() for name, t in op.operands(torch.float32).items()}
+        outputs = [y for y in as_tuple(op.call(**operands)) if y.requires_grad]
+        dy = [torch.linspace(-1, 1, y.numel()).view(y.shape) for y in outputs]
+        return torch.autograd.grad(outputs, operands.values(), dy)
+
+    expected = gradients()
+    with kernels(direct=direct):
+        for after in range(4):  # in the forward, and in the backward
+            dispatch.why_off = None
+            broken(NO_COMPILER, after)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                torch.testing.assert_close(gradients(), expected, atol=1e-4, rtol=1e-4)
+
+
+@interpreted
+def test_attention_to_few_keys_is_left_to_pytorch(broken):
+    q, k = torch.randn(1, 2, 64, 40).half(), torch.randn(1, 2, 77, 40).half()
+    broken(NO_COMPILER)
+    with kernels(direct=True), pytest.warns(UserWarning, match="C compiler"):
+        assert attend_to_few(q, k, k) is None
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+@interpreted
+def test_memory_that_is_short_is_the_callers_error(broken, monkeypatch):
+    with monkeypatch.context() as short:
+        short.setattr(
+            torch, "empty_like", lambda *_, **__: (_ for _ in ()).throw(torch.OutOfMemoryError("x"))
+        )
+        with pytest.raises(torch.OutOfMemoryError, match="x"):
+            norm(64)
+    norm(64)
+    norm(4)
+
+
+class Kernel:
+    """Compiled once for each device, and its code finds no memory while ``is_short``."""
+
+    __name__ = "a_kernel"
+
+    def __init__(self):
+        self.device_caches, self.is_short, self.launched = {None: "compiled"}, True, 0
+
+    def __getitem__(self, grid):
+        return self.warmup
+
+    def warmup(self, *_, **__):
+        self.device_caches[None] = "compiled"
+        return self
+
+    @property
+    def run(self):
+        if self.is_short:
+            raise RuntimeError("Triton Error [CUDA]: out of memory")
+        return None
+
+
+def test_a_kernel_whose_code_finds_no_memory_is_loaded_again(monkeypatch):
+    """Triton takes what it failed to load for loaded, and would launch nothing."""
+    kernel = Kernel()
+    with pytest.raises(torch.OutOfMemoryError, match="code of a kernel") as seen:
+        failures.check_error(RuntimeError("Triton Error [CUDA]: out of memory"), kernel, torch.device("cpu"))
+    assert isinstance(seen.value.__cause__ or seen.value.__context__, RuntimeError)
+    assert (kernel.device_caches, dispatch.why_off) == ({}, None)
+
+
+def test_a_rehearsal_forgets_a_kernel_that_was_not_loaded(monkeypatch):
+    monkeypatch.setattr(compile_ahead.torch.cuda, "device", lambda device: nullcontext())
+    kernel, device = Kernel(), torch.device("cpu", 0)
+    kernel.device_caches = {0: "compiled"}
+    launch = Launch(kernel, 1, (), {}, 1)
+    compile_ahead.rehearse(lambda: launch.run(torch.zeros(1)), device)
+    assert 0 not in kernel.device_caches
+
+
+# --- the machine ----------------------------------------------------------------------------------
+
+
+def start(what: str, **environment: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tests.kernels.one_call", what]
+    return subprocess.Popen(
+        command, cwd=ROOT, env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> dict[str, object]:
+    output, _ = process.communicate(timeout=300)
+    return json.loads(output)
+
+
+@pytest.mark.parametrize(
+    ("what", "environment", "says"),
+    [
+        ("launcher", {"PATH": "", "TRITON_CACHE_DIR": "{folder}/cache"}, "Failed to find C compiler"),
+        ("kernel", {"TRITON_CACHE_DIR": "{folder}/file/cache"}, "Not a directory"),
+    ],
+    ids=["no C compiler", "no folder for the cache"],
+)
+def test_a_machine_without_what_triton_needs(what, environment, says, tmp_path):
+    (tmp_path / "file").touch()
+    environment = {name: value.format(folder=tmp_path) for name, value in environment.items()}
+    found = finish(start(what, **environment))
+    assert found["right"]
+    assert len(found["warnings"]) == 1
+    assert says in found["warnings"][0]
+
+
+def test_two_processes_compile_at_once(tmp_path):
+    processes = [start("kernel", TRITON_CACHE_DIR=str(tmp_path)) for _ in range(2)]
+    first, second = map(finish, processes)
+    assert first["warnings"] == second["warnings"] == []
+    assert first["hashes"] == second["hashes"] != []

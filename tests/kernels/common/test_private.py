@@ -1,0 +1,146 @@
+"""Without a private name of PyTorch its stand-in says the same, or what costs speed alone."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules import module as nn_module
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sdfastgn.kernels.common import private
+
+
+@pytest.fixture(params=["private", "public"])
+def names(request):
+    """The module as it is, and as it is where PyTorch has none of the names."""
+    if request.param == "private":
+        return private
+    spec = importlib.util.spec_from_file_location("private_without_names", private.__file__)
+    module = importlib.util.module_from_spec(spec)
+    module.getattr, module.hasattr = lambda owner, name, otherwise: otherwise, lambda owner, name: False
+    spec.loader.exec_module(module)
+    del module.getattr, module.hasattr
+    return module
+
+
+def test_modes(names):
+    assert not names.in_function_mode()
+    with TorchFunctionMode():
+        assert names.in_function_mode()
+    with TorchDispatchMode():
+        assert names.dispatch_modes() > 0
+    assert names is not private or names.dispatch_modes() == 0
+
+
+def test_transforms_and_tracing(names):
+    seen = []
+
+    def look(x):
+        seen.append((names.in_transform() is not None, bool(names.is_tracing())))
+        return x * 2
+
+    look(torch.ones(2))
+    for transform in (torch.func.vmap, torch.func.grad):
+        transform(lambda x: look(x).sum())(torch.ones(2))
+    torch.jit.trace(look, torch.ones(2), check_trace=False)
+    assert seen == [(False, False), (True, False), (True, False), (False, True)]
+
+
+def test_forward_mode_ad(names):
+    assert names.forward_ad._current_level < 0
+    with forward_ad.dual_level():
+        assert names.forward_ad._current_level >= 0
+    assert names.forward_ad._current_level < 0
+
+
+def test_global_hooks_and_compiled_modules(names):
+    assert not names.has_any_global_hook()
+    handle = nn_module.register_module_forward_hook(lambda *_: None)
+    assert names.has_any_global_hook()
+    handle.remove()
+    assert not names.has_any_global_hook()
+    module = nn.Linear(2, 2)
+    assert not names.is_compiled(module)
+    module.compile(backend="eager")
+    assert names.is_compiled(module)
+
+
+def test_memory(names):
+    tensor = torch.empty(4)
+    assert names.is_alone(tensor) == (names is private)  # what nobody knows stays where it is
+    view = tensor[:2]
+    assert not names.is_alone(tensor)
+    reference = StorageWeakRef(tensor.untyped_storage())
+    found = names.revived(reference)
+    assert found is None if names is not private else found.data_ptr() == tensor.data_ptr()
+    held = names.expiring(reference)
+    assert not names.is_expired(held)
+    del tensor, view, found
+    assert names.is_expired(held)
+
+
+def test_a_pool_that_cannot_be_ended(monkeypatch):
+    monkeypatch.delattr(torch._C, "_cuda_endAllocateToPool", raising=False)
+    assert private.end_pool(0, (0, 0)) is False
+
+
+def test_copies(names):
+    targets, sources = [torch.zeros(2), torch.zeros(3)], [torch.ones(2), torch.arange(3.0)]
+    names.copy_each(targets, sources)
+    assert all(map(torch.equal, targets, sources))
+
+
+def test_memory_formats(names):
+    x = torch.empty(2, 8, 4, 4)
+    assert names.suggest_memory_format(x) is torch.contiguous_format
+    assert names.suggest_memory_format(x.to(memory_format=torch.channels_last)) is torch.channels_last
+    video = torch.empty(2, 8, 2, 4, 4, memory_format=torch.channels_last_3d)
+    assert names.suggest_memory_format(video) is torch.channels_last_3d
+
+
+def state(names):
+    return [switch() for switch in names.switches]
+
+
+@contextlib.contextmanager
+def changed(owner, name, value):
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    yield
+    setattr(owner, name, before)
+
+
+@pytest.mark.parametrize(
+    "switch",
+    [
+        pytest.param(lambda: changed(torch.backends.cudnn, "enabled", False), id="cudnn"),
+        pytest.param(lambda: changed(torch.backends.cuda.matmul, "allow_tf32", True), id="tf32"),
+        pytest.param(
+            lambda: changed(torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction", False),
+            id="fp16-sums",
+        ),
+        pytest.param(lambda: sdpa_kernel(SDPBackend.MATH), id="sdpa"),
+    ],
+)
+def test_switches(names, switch):
+    before = state(names)
+    with switch():
+        assert state(names) != before
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.backends, "fp32_precision"), reason="PyTorch has the older switch alone"
+)
+def test_the_newer_switch_of_tf32(names):
+    before = state(names)
+    with changed(torch.backends.cuda.matmul, "fp32_precision", "tf32"):
+        assert state(names) != before
+        hash(tuple(state(names)))

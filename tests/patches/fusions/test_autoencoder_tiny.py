@@ -1,0 +1,138 @@
+"""The fused ``AutoencoderTiny``: which calls its convolutions become, and against fp64 on a GPU."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from diffusers.models import AutoencoderTiny
+from torch import nn
+
+import sdfastgn
+from sdfastgn.patches.core import convolution
+from sdfastgn.patches.fusions import autoencoder_tiny
+
+
+def twins(device: str = "cpu", dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Any, Any]:
+    """(optimized, stock) with the same weights."""
+    torch.manual_seed(0)
+    stock = AutoencoderTiny(**options).eval().to(device, dtype)
+    return sdfastgn.optimize(copy.deepcopy(stock), strict=True), stock
+
+
+@pytest.fixture
+def as_cudnn(monkeypatch):
+    """cuDNN's calls in plain PyTorch, wherever they would be made on a GPU; returns how often."""
+    calls = {"relu": 0, "add_relu": 0}
+
+    def relu(x, weight, bias, *where):
+        calls["relu"] += 1
+        return F.conv2d(x, weight, bias, *where).relu()
+
+    def add_relu(x, weight, z, alpha, bias, *where):
+        calls["add_relu"] += 1
+        return (F.conv2d(x, weight, bias, *where) + alpha * z).relu()
+
+    def allowed(conv, x, residual):
+        return type(conv) is nn.Conv2d and conv.in_channels % 8 == conv.out_channels % 8 == 0
+
+    monkeypatch.setattr(torch, "cudnn_convolution_relu", relu, raising=False)
+    monkeypatch.setattr(torch, "cudnn_convolution_add_relu", add_relu, raising=False)
+    monkeypatch.setattr(convolution, "_fits_cudnn", allowed)
+    return calls
+
+
+@torch.no_grad()
+def test_each_block_is_three_calls(as_cudnn):
+    fused, stock = twins()
+    latents, image = torch.randn(1, 4, 4, 4), torch.rand(1, 3, 32, 32)
+    torch.testing.assert_close(fused.decode(latents).sample, stock.decode(latents).sample)
+    assert as_cudnn == {"relu": 20, "add_relu": 10}  # the first convolution has 4 channels
+    torch.testing.assert_close(fused.encode(image).latents, stock.encode(image).latents)
+    assert as_cudnn == {"relu": 40, "add_relu": 20}
+
+
+@torch.no_grad()
+def test_output_lies_as_stocks():
+    fused, stock = twins()
+    for call in (lambda m: m.decode(torch.randn(1, 4, 4, 4)), lambda m: m.encode(torch.rand(1, 3, 32, 32))):
+        ours, theirs = (next(iter(call(m).values())) for m in (fused, stock))
+        assert ours.stride() == theirs.stride()
+
+
+def test_another_activation_is_skipped():
+    module = AutoencoderTiny(act_fn="mish")
+    skipped = {e.reason for e in sdfastgn.report(sdfastgn.optimize(module)).skipped}
+    assert skipped == {"activation Mish has no fused form"}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("where", ["decoder.layers", "decoder.layers.2.conv", "decoder.layers.2.conv.1"])
+def test_hooks_within_are_called(where, as_cudnn):
+    fused, stock = twins()
+    seen = []
+    fused.get_submodule(where).register_forward_hook(lambda m, args, y: seen.append(y.shape) or 2 * y)
+    stock.get_submodule(where).register_forward_hook(lambda m, args, y: 2 * y)
+    latents = torch.randn(1, 4, 4, 4)
+    torch.testing.assert_close(fused.decode(latents).sample, stock.decode(latents).sample)
+    assert seen
+
+
+def test_gradients_and_checkpointing():
+    fused, stock = twins()
+    latents = torch.randn(1, 4, 4, 4)
+    for checkpointing in (False, True):
+        grads = []
+        for model in (fused, stock):
+            model.train()
+            if checkpointing:
+                model.enable_gradient_checkpointing()
+            model.zero_grad()
+            model.decode(latents).sample.square().sum().backward()
+            grads.append([p.grad for p in model.decoder.parameters()])
+        for ours, theirs in zip(*grads, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("size", [(64, 64), (17, 23)], ids=str)
+def test_no_less_exact_than_stock(dtype, size, monkeypatch):
+    fused, stock = twins("cuda", dtype)
+    calls = []
+    conv_relu = autoencoder_tiny.conv_relu
+    monkeypatch.setattr(
+        autoencoder_tiny,
+        "conv_relu",
+        lambda conv, relu, x, *z: (
+            calls.append(convolution._fits_cudnn(conv, x, *(z or (None,)))) or conv_relu(conv, relu, x, *z)
+        ),
+    )
+    exact = copy.deepcopy(stock).double()
+    latents = torch.randn(2, 4, *size, device="cuda", dtype=dtype)
+    pixels = torch.rand(2, 3, 8 * size[0], 8 * size[1], device="cuda", dtype=dtype)
+    for name, x in (("decode", latents), ("encode", pixels)):
+        truth = next(iter(getattr(exact, name)(x.double()).values()))
+        errors = []
+        for model in (fused, stock):
+            y = next(iter(getattr(model, name)(x).values()))
+            errors.append(float((y.double() - truth).norm() / truth.norm()))
+        assert errors[0] <= 1.1 * errors[1] + 1e-6
+    assert any(calls) is (dtype is not torch.float32)
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_replayed_as_a_graph():
+    fused, _ = twins("cuda", torch.float16)
+    latents = torch.randn(1, 4, 32, 32, device="cuda", dtype=torch.float16)
+    first = fused.decode(latents).sample
+    for _ in range(3):
+        again = fused.decode(latents).sample
+    assert torch.equal(first, again)
+    graphs = {g.kind: g for g in sdfastgn.report(fused).graphs}
+    assert graphs["DecoderTiny"].replays >= 2

@@ -1,0 +1,49 @@
+"""A fused module whose kernels cannot be compiled goes on in plain PyTorch, wherever it is by then."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+from triton.runtime import interpreter
+
+import sdfastgn
+from sdfastgn.kernels.common import dispatch
+from tests.kernels.samples import interpreted, kernels
+from tests.patches.cases import agree, statistics_always_pay  # noqa: F401
+from tests.patches.samples import each_fusion, output, stock_and_output
+
+
+class NoKernels:
+    """Stands for Triton's launches: ``works`` of them work, and those that follow find no C compiler."""
+
+    def __init__(self, monkeypatch):
+        self.launch, self.works, self.count = interpreter.GridExecutor.__call__, 10**6, 0
+        monkeypatch.setattr(
+            interpreter.GridExecutor, "__call__", lambda *args, **kwargs: self(*args, **kwargs)
+        )
+
+    def __call__(self, *args, **kwargs):
+        self.count += 1
+        if self.count > self.works:
+            raise RuntimeError("Failed to find C compiler.")
+        return self.launch(*args, **kwargs)
+
+
+@each_fusion
+@interpreted
+def test_the_output_is_right(build, call, monkeypatch):
+    monkeypatch.setattr(dispatch, "why_off", None)
+    module, expected = stock_and_output(build, call)
+    sdfastgn.optimize(module, cuda_graphs=False)
+    launches = NoKernels(monkeypatch)
+    with kernels(direct=True):
+        agree(output(module, call), expected)
+        middle, last = launches.count // 2, launches.count - 1
+        for works in {middle} if last > 20 else {0, 1, middle, last} & set(range(last + 1)):
+            dispatch.why_off, launches.works, launches.count = None, works, 0
+            with pytest.warns(UserWarning, match="C compiler"):
+                agree(output(module, call), expected)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", UserWarning)
+                agree(output(module, call), expected)

@@ -1,0 +1,99 @@
+"""The installed diffusers: all that the fusions rely upon is known, and nothing of its models is left out."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+import torch
+
+import sdfastgn
+from sdfastgn.bench.models.architectures import build_unet, build_vae
+from sdfastgn.patches.core import tested_sources
+from sdfastgn.patches.core.tested_sources import unknown_source
+from sdfastgn.patches.registry import FUSIONS, OBJECT_FUSIONS
+from tests.controlnet import build_controlnet
+
+
+@pytest.mark.parametrize("fusion", [*FUSIONS, *OBJECT_FUSIONS], ids=lambda fusion: fusion.name)
+def test_every_source_is_known(fusion):
+    """When this fails after an upgrade: read what upstream changed, adapt the fused forward, then
+    add the new hash.
+    """
+    assert [unknown_source(source) for source in fusion.sources] == [None] * len(fusion.sources)
+    assert fusion.sources or fusion.name in ("group_norm", "sequential", "cross_attention")
+
+
+# (builder, model) -> parts that are fused in every release.
+PARTS = {
+    (build_unet, "sd15"): 176,
+    (build_unet, "sdxl"): 365,
+    (build_controlnet, "sd15"): 77,
+    (build_controlnet, "sdxl"): 175,
+    (build_vae, "sd15"): 86,
+    (build_vae, "sdxl"): 86,
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "parts"), PARTS.items(), ids=[f"{build.__name__}-{model}" for build, model in PARTS]
+)
+def test_every_part_of_a_model_is_fused(case, parts):
+    build, model = case
+    report = sdfastgn.report(build(model, torch.float16, "meta"))
+    assert (len(report.fusable), report.skipped) == (parts, ())
+
+
+DEFINITION = """
+@torch.no_grad()
+def f(self, x, *, scale=1.5, **options):
+    if not (y := x * self.weight[..., None]).is_cuda:
+        raise ValueError(f"{x.shape!r:>5} {{of}} {options['name']}" " is {no} é")
+    return [*y, lambda: None, -1, b"", True, {**options}]
+"""
+
+
+def hash_of(source: str) -> str:
+    [definition] = ast.parse(source).body
+    return tested_sources.hash_of(definition)
+
+
+def test_a_hash_is_the_same_in_every_python():
+    assert hash_of(DEFINITION) == "e3324aa2beb0bed3"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        pytest.param("x, *", "x: 'Tensor', *", id="annotation"),
+        pytest.param("options):", "options) -> list[int]:", id="annotation-of-what-is-returned"),
+        pytest.param("options):", 'options):\n    """Says what it does."""', id="docstring"),
+        pytest.param("options):", "options):  # says why", id="comment"),
+        pytest.param("is_cuda:", "is_cuda:\n\n    ", id="layout"),
+    ],
+)
+def test_what_computes_nothing_is_in_no_hash(old, new):
+    assert DEFINITION.count(old) == 1
+    assert hash_of(DEFINITION.replace(old, new)) == hash_of(DEFINITION)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("1.5", "1.25"),
+        ("True", "1"),
+        ('b""', '""'),
+        ("é", "e"),
+        ("return", "yield"),
+        ("-1", "+1"),
+        ("lambda: None", "lambda: 0"),
+        ("None]", "..., None]"),
+        ("@torch.no_grad()", ""),
+        ("*, scale", "scale"),
+        ("{{of}}", "{{{of}}}"),
+        ("!r", "!s"),
+    ],
+)
+def test_what_computes_something_is_in_the_hash(old, new):
+    assert DEFINITION.count(old) == 1
+    assert hash_of(DEFINITION.replace(old, new)) != hash_of(DEFINITION)
