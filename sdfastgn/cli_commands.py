@@ -326,7 +326,8 @@ def demo(
     from sdfastgn.bench.demo import PICTURES, run_demo
 
     with _one_line_errors():
-        options.folder_path("--output", output, PICTURES)
+        for name in PICTURES:
+            options.json_path("--output", output / name)
     raise typer.Exit(run_demo(output, terminal.console()))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,10 @@ from sdfastgn.bench.models.variants import PARTS, VARIANTS, Variant
 from sdfastgn.bench.models.workload import DTYPES, BenchConfig
 from sdfastgn.bench.tables.plots import plot_reason
 
-# Where the user names none: images of a call (two with guidance), and timed calls.
-DEFAULT_BATCH = {"unet": 2, "vae": 1, "pipeline": 1, "train": 1}
-DEFAULT_REPEATS = {"unet": 50, "vae": 30, "pipeline": 5, "train": 30}
+# Where the user names none: timed calls of each part. A UNet step has two images, for guidance.
+GPU_REPEATS = {"unet": 50, "vae": 30, "pipeline": 5, "train": 30}
 CPU_REPEATS = {"unet": 5, "vae": 5, "pipeline": 2, "train": 3}
-DEFAULT_STEPS = 30
-DEFAULT_MODEL = "tiny"
+GUIDED_BATCH = 2
 
 _SHAPE = re.compile(r"\d+(x\d+)+")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -105,24 +103,14 @@ def json_path(option: str, value: Path | None) -> Path | None:
     return value
 
 
-def folder_path(option: str, value: Path, names: Iterable[str]) -> Path:
-    """``value``, if files of these ``names`` can be written into it; it is made."""
-    # Found by name: pathlib's own questions fail where a folder may not be looked into.
-    if any(os.path.lexists(place) and not os.path.isdir(place) for place in (value, *value.parents)):
-        raise OptionError(f"{option}: {str(value)!r} is not a folder")
-    for name in names:
-        json_path(option, value / name)
-    return value
-
-
 def _subject(model: str | None, weights: str, parts: Sequence[str]) -> tuple[str, int, int, int]:
     """``model``, or what ``weights`` are by their configuration, if they have these parts.
 
     Returns its name, native size, pixels of a latent, and a UNet step's batch.
     """
     if weights == "random":
-        name = model or DEFAULT_MODEL
-        return name, VAES[name]["sample_size"], 8, DEFAULT_BATCH["unet"]
+        name = model or "tiny"
+        return name, VAES[name]["sample_size"], 8, GUIDED_BATCH
     try:
         config = architectures.load_config(weights, "unet")
     except Exception as error:  # whatever the client meets on the network, besides OSError
@@ -147,7 +135,7 @@ def _subject(model: str | None, weights: str, parts: Sequence[str]) -> tuple[str
     # Without text, or with its guidance within, a UNet gets each image once.
     is_guided = config.get("_class_name") != "UNet2DModel" and not config.get("time_cond_proj_dim")
     name = model or (same[0] if same else Path(weights).expanduser().resolve().name)
-    return name, latents * scale, scale, DEFAULT_BATCH["unet"] if is_guided else 1
+    return name, latents * scale, scale, GUIDED_BATCH if is_guided else 1
 
 
 def _pipeline_reason(weights: str, config: Mapping[str, Any]) -> str:
@@ -187,7 +175,7 @@ def bench_configs(
     parts: Sequence[str],
     size: int | None = None,
     batch: int | None = None,
-    steps: int = DEFAULT_STEPS,
+    steps: int = 30,
     dtype: str | None = None,
     device: str | None = None,
     weights: str = "random",
@@ -207,14 +195,13 @@ def bench_configs(
     positive("--steps", steps)
     name, native, scale, unet_batch = _subject(model, weights_source("--weights", weights), chosen)
     size = image_size("--size", native if size is None else size, scale)
-    batches = {**DEFAULT_BATCH, "unet": unet_batch}
-    counts = CPU_REPEATS if on_cpu else DEFAULT_REPEATS
+    counts = CPU_REPEATS if on_cpu else GPU_REPEATS
     return [
         BenchConfig(
             name,
             part,
             size,
-            positive("--batch", batches[part] if batch is None else batch),
+            positive("--batch", (unet_batch if part == "unet" else 1) if batch is None else batch),
             dtype,
             device,
             repeats=positive("--repeats", counts[part] if repeats is None else repeats),

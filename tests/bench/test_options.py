@@ -54,17 +54,3 @@ def test_a_pipe_is_not_opened(tmp_path: Path) -> None:
 def test_no_place_for_a_file(path: str, why: str) -> None:
     with pytest.raises(OptionError, match=rf"^--json: cannot write a file at '{path}': ({why})$"):
         options.json_path("--json", Path(path))
-
-
-def test_a_folder_for_pictures(tmp_path: Path) -> None:
-    folder = tmp_path / "new"
-    assert options.folder_path("--output", folder, ("a.png",)) == folder
-    assert folder.is_dir()
-    assert not list(folder.iterdir())
-    (folder / "a.png").mkdir()
-    with pytest.raises(
-        OptionError, match=rf"^--output: cannot write a file at '{folder}/a.png': Is a directory$"
-    ):
-        options.folder_path("--output", folder, ("b.png", "a.png"))
-    with pytest.raises(OptionError, match=r"^--output: '.*' is not a folder$"):
-        options.folder_path("--output", Path(__file__, "folder"), ("a.png",))
