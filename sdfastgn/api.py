@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
+from sdfastgn import verification
 from sdfastgn.kernels.common import dispatch, gpu
 from sdfastgn.kernels.common.dispatch import KERNEL_DTYPES
 from sdfastgn.kernels.common.tiles import triton
@@ -22,6 +23,8 @@ from sdfastgn.patches.core.ddp import is_in_ddp
 from sdfastgn.patches.graphs import install as graphs
 from sdfastgn.patches.graphs.models import is_graphable
 from sdfastgn.reports import Entry, Report
+from sdfastgn.verification import Verdict
+from sdfastgn.versions import never_run
 
 __all__ = ["optimize", "optimized", "report", "restore"]
 
@@ -31,7 +34,12 @@ _WITH = 3
 
 
 def optimize(
-    obj: T, *, strict: bool = False, cuda_graphs: Literal["auto"] | bool = "auto", missing_ok: bool = False
+    obj: T,
+    *,
+    strict: bool = False,
+    cuda_graphs: Literal["auto"] | bool = "auto",
+    missing_ok: bool = False,
+    verify: bool = False,
 ) -> T:
     """Make a diffusers pipeline or model channels-last and fuse its norms, in place.
 
@@ -48,6 +56,11 @@ def optimize(
             its graphs. What cannot be captured runs eagerly, and ``report`` says why.
         missing_ok: return ``obj`` unchanged, without a warning, if there is nothing to optimize. By
             default that is an error for a module and a warning for a pipeline.
+        verify: then run each fused part of the UNets, ControlNets and KL autoencoders once, on its
+            own weights and small random inputs, and put back any that is further from the same part
+            in fp32 (fp64 for fp32) than four times stock's own error and one unit of rounding. A
+            UserWarning and ``report`` name these, and the warning what could not be verified. Takes
+            memory for one part in fp32, and as long as compiling its kernels for small images.
 
     Returns:
         ``obj`` itself. Fused modules get subclasses of their own classes, with the same names.
@@ -63,7 +76,7 @@ def optimize(
             or with ``strict`` in a pipeline. Or something must be skipped with ``strict``; the message
             says what and why. Or the model is wrapped in DistributedDataParallel: optimize it first.
     """
-    before, _ = _optimize("optimize", obj, strict, cuda_graphs, missing_ok)
+    before, _ = _optimize("optimize", obj, strict, cuda_graphs, missing_ok, verify)
     if not (before or missing_ok):
         warnings.warn(f"sdfastgn.optimize: {_nothing_in(obj)}", stacklevel=2)
     return obj
@@ -118,6 +131,20 @@ def optimized(
         left = _put_back(before, [(name, part) for name, part in others if id(part) not in kept])
         if left:
             warnings.warn(_left_over("optimized", left), stacklevel=_WITH)
+
+
+def verdicts(obj: Any) -> list[Verdict]:
+    """Compare every fused part of ``obj`` with stock's code, and put back what is wrong.
+
+    Drops the CUDA graphs of ``obj`` and turns them off.
+    """
+    found = []
+    for name, root in _roots("verify", obj).items():
+        graphs.remove(root)
+        found += verification.verify(root, name)
+    if hasattr(obj, "maybe_free_model_hooks"):
+        obj.maybe_free_model_hooks()  # what offloading has brought to the GPU
+    return found
 
 
 def report(obj: Any) -> Report:
@@ -190,7 +217,7 @@ def _put_back(before: list[_Before], parts: list[tuple[str, Any]]) -> list[tuple
 
 
 def _optimize(
-    call: str, obj: Any, strict: bool, cuda_graphs: str | bool, missing_ok: bool
+    call: str, obj: Any, strict: bool, cuda_graphs: str | bool, missing_ok: bool, verified: bool = False
 ) -> tuple[list[_Before], list[patcher.Finding]]:
     """Carry it out. Returns what each component was before, and the other parts.
 
@@ -215,10 +242,13 @@ def _optimize(
         )
         raise ValueError(f"sdfastgn.{call}: strict=True and {len(skipped)} parts cannot be fused: {reasons}")
     warn_where_nothing_is_gained()
+    warn_of_versions_never_run()
     before = [_before(name, root, findings[name]) for name, root in roots.items()]
     try:
         for name, root in roots.items():
             patcher.apply(root, findings[name])
+        if verified:
+            _tell(call, verdicts(obj), strict)
         for root in roots.values():
             graphs.install(root, cuda_graphs)
         patcher.apply_parts(parts)
@@ -226,6 +256,26 @@ def _optimize(
         _put_back(before, [(f.path, f.module) for f in parts if f.status == "fusable"])
         raise
     return before, parts
+
+
+def _tell(call: str, found: list[Verdict], strict: bool) -> None:
+    """What is not right, in a warning for each kind; with ``strict`` what was put back is an error."""
+    for status in (verification.PUT_BACK, verification.UNVERIFIED):
+        parts = [v for v in found if v.status == status]
+        if not parts:
+            continue
+        paths: dict[str, list[str]] = {}
+        for v in parts:
+            paths.setdefault(v.reason, []).append(v.path or v.kind)
+        reasons = "; ".join(f"{reason} ({_some(paths[reason])})" for reason in paths)
+        text = f"sdfastgn.{call}: verify=True, {len(parts)} of {len(found)} parts {status}: {reasons}"
+        if strict and status == verification.PUT_BACK:
+            raise ValueError(text)
+        warnings.warn(text, stacklevel=4)
+
+
+def _some(paths: list[str]) -> str:
+    return ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
 
 
 def _refuse_in_ddp(call: str, obj: Any, roots: Iterable[nn.Module]) -> None:
@@ -252,10 +302,7 @@ def _left_over(call: str, left: list[tuple[str, Any]]) -> str:
     for path, part in left:
         cls = type(part)
         paths.setdefault(f"{cls.__module__}.{cls.__qualname__}", []).append(path or cls.__name__)
-    named = "; ".join(
-        f"{name} at {', '.join(found[:3])}" + (f" and {len(found) - 3} more" if len(found) > 3 else "")
-        for name, found in paths.items()
-    )
+    named = "; ".join(f"{name} at {_some(found)}" for name, found in paths.items())
     return (
         f"sdfastgn.{call}: {len(left)} parts could not be restored, because other code has put a class "
         f"of its own over the fused one: {named}. Undo that, then call sdfastgn.restore again. "
@@ -328,3 +375,11 @@ def warn_where_nothing_is_gained() -> None:
             "own code at stock's speed",
             stacklevel=4,
         )
+
+
+@functools.cache  # once a process
+def warn_of_versions_never_run() -> None:
+    versions = {"torch": torch.__version__, "triton": None if triton is None else triton.__version__}
+    notes = [never_run(name, version) for name, version in versions.items() if version is not None]
+    if any(notes):
+        warnings.warn(f"sdfastgn.optimize: {'; '.join(filter(None, notes))}", stacklevel=4)

@@ -17,8 +17,8 @@ INTERRUPTED = 130
 def main(doc: str | None = None, command: str = "", **defaults: Any) -> None:
     """Run the command line and exit.
 
-    The exit code is 0, 1 where an output was wrong or nothing could be measured, 2 for bad input,
-    which is named in one line, and 130 after Ctrl-C.
+    The exit code is 0, 1 where an output was wrong, nothing could be measured or a source is
+    unknown, 2 for bad input, which is named in one line, and 130 after Ctrl-C.
 
     Args:
         doc: of a script, shown by ``--help``.

@@ -1,4 +1,4 @@
-"""The commands: ``bench``, ``kernels``, ``inspect``, ``info``, ``demo``, and those of the scripts.
+"""The commands, ``bench`` to ``demo``, and those of the scripts.
 
 What imports torch is imported inside a command: ``--help`` answers at once.
 """
@@ -240,6 +240,54 @@ def inspect(
 
 
 @app.command()
+def sources(
+    context: typer.Context,
+    against: Annotated[
+        Path | None, typer.Option("--against", help="a release's wheel or folder: show what changed since")
+    ] = None,
+) -> None:
+    """List the methods of diffusers that the fusions rely upon, and whether they are known."""
+    from sdfastgn.bench import light_imports, terminal
+
+    if context.obj == OWN_PROCESS:
+        light_imports.import_model_classes()
+    from sdfastgn.bench.sources import print_sources
+
+    with _one_line_errors():
+        code = print_sources(terminal.console(), against)
+    raise typer.Exit(code)
+
+
+@app.command()
+def verify(
+    path: Annotated[str, typer.Argument(help="a saved pipeline: a path, or a Hub id")],
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+) -> None:
+    """Compare each fused part of a pipeline with stock's code; 1 if one is wrong and was put back."""
+    import torch
+
+    from sdfastgn import api, verification
+    from sdfastgn.bench import options, terminal
+    from sdfastgn.bench.models.pipelines import load_pipeline
+    from sdfastgn.bench.models.workload import DTYPES
+    from sdfastgn.bench.tables import verification as tables
+
+    with _one_line_errors():
+        options.weights_source("PATH", path, words=())
+        device = options.device_name("--device", device)
+        name = dtype or ("fp32" if device == "cpu" else "fp16")
+        weights = DTYPES[options.one_of("--dtype", name, DTYPES)]
+        pipe = load_pipeline("PATH", path, weights, torch.device(device))
+    api.optimize(pipe, cuda_graphs=False)
+    found = api.verdicts(pipe)
+    out = terminal.console()
+    out.print(tables.verification_table(found))
+    terminal.print_lines(out, tables.notes(found))
+    raise typer.Exit(int(any(v.status == verification.PUT_BACK for v in found)))
+
+
+@app.command()
 def info(device: DeviceOption = None) -> None:
     """Versions, the GPU, and what can run here, with the reasons why the rest cannot."""
     import torch
@@ -247,6 +295,7 @@ def info(device: DeviceOption = None) -> None:
     from sdfastgn import __version__
     from sdfastgn.bench import environment, options, terminal
     from sdfastgn.bench.kernels.suites import SUITES
+    from sdfastgn.versions import never_run
 
     with _one_line_errors():
         where = torch.device(options.device_name("--device", device))
@@ -257,6 +306,8 @@ def info(device: DeviceOption = None) -> None:
     out.print(f"GPU: {facts['gpu'] or 'none that torch can use'}, driver: {facts['driver'] or 'none'}")
     for name, version in facts["packages"].items():
         out.print(f"{name}: {version or 'not installed'}")
+        if version and (note := never_run(name, version)):
+            out.print(f"  {note}", markup=False)
     out.print(f"runs on {where}:", style="bold")
     reasons = {f"variant {each.name}": each.available(where) for each in VARIANTS.values()}
     reasons |= {f"kernel {name}": each.reason(where) for name, each in providers.items()}

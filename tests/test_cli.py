@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +18,14 @@ from sdfastgn.bench.models import architectures, configurations
 from sdfastgn.bench.models.pipelines import build_pipeline
 from sdfastgn.bench.models.variants import PARTS, VARIANTS, Variant
 from sdfastgn.cli_commands import app
+from sdfastgn.kernels.common import dispatch
+from sdfastgn.patches.fusions.timestep_embedding import FusedTimestepEmbedding
 from tests.command_line import ROOT, exit_code, invoke
 
 # As the entry point sets it. transformers would keep the first runner's standard error.
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
+FORWARD = FusedTimestepEmbedding.forward
 ON_CPU = ("--device", "cpu", "--repeats", "1")
 
 
@@ -49,6 +50,7 @@ BAD_INPUT = {
     "bench --weights /no/such/folder": "--weights: no such path '/no/such/folder'",
     "bench --weights model": "--weights: no such path 'model'; give random, a path, or a Hub id",
     "bench --weights tests": "--weights: no configuration of a UNet in 'tests'",
+    "verify tiny": "PATH: no such path 'tiny'; give a path, or a Hub id",
     "bench --json tests": "--json: cannot write a file at 'tests': Is a directory",
     "bench --json /proc/x.json": "--json: cannot write a file at '/proc/x.json'",
     "bench --plot out.png": "--plot: only --profile has a picture, got 'out.png' without it",
@@ -69,6 +71,7 @@ BAD_INPUT = {
     "inspect /no/such/folder": "MODEL: no such path '/no/such/folder'; give tiny, tiny_xl,",
     "inspect tests": "MODEL: cannot load 'tests'",
     "inspect tiny --json /proc/x.json": "--json: cannot write a file at '/proc/x.json'",
+    "sources --against tests": "--against: no wheel of diffusers and no folder that has one, got 'tests'",
     "demo --output pyproject.toml": "--output: 'pyproject.toml' is not a folder",
     "demo --output /proc/x": "--output: cannot write a file at '/proc/x/stock.png'",
     # typer's own checks
@@ -151,13 +154,8 @@ def test_bench_prints_checks_and_writes(tmp_path: Path) -> None:
         assert words in shown
 
 
-@contextlib.contextmanager
-def untouched(target: Any, part: str) -> Iterator[None]:
-    yield
-
-
 def test_a_new_variant_is_one_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    new = Variant("thrown_away", "thrown away", lambda device: None, untouched)
+    new = Variant("thrown_away", "thrown away", lambda device: None, lambda *arguments: None)
     monkeypatch.setitem(VARIANTS, new.name, new)
     path = tmp_path / "out.json"
     result = invoke("bench", "--part", "vae", *ON_CPU, "--variants", "thrown_away", "--json", str(path))
@@ -213,6 +211,35 @@ def test_weights_of_any_pipeline_with_a_unet(tmp_path: Path, monkeypatch: pytest
     assert result.exit_code == 0, result.output
     found = {(row["part"], row["model"], row["size"], row["status"]) for row in rows_of(path)}
     assert found == {(part, "other", 64, OK) for part in PARTS}
+
+
+# ---- verify
+
+
+@pytest.mark.parametrize(
+    ("wrong", "code", "says"),
+    [
+        (None, 0, "not verified: no kernel runs"),
+        (False, 0, "right"),
+        (True, 1, "put back: verification: its error"),
+    ],
+    ids=["without kernels", "right", "wrong"],
+)
+def test_a_saved_pipeline_is_verified(
+    wrong: bool | None, code: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build_pipeline("tiny", dtype=torch.float32, device="cpu").save_pretrained(tmp_path)
+    if wrong is not None:
+        monkeypatch.setattr(dispatch, "has_kernels", lambda x: dispatch.why_off is None)
+    if wrong:
+        monkeypatch.setattr(
+            FusedTimestepEmbedding,
+            "forward",
+            lambda self, *x: self.linear_1(*x[:1]) if dispatch.has_kernels(x[0]) else FORWARD(self, *x),
+        )
+    result = invoke("verify", str(tmp_path), "--device", "cpu")
+    assert (result.exit_code, says in result.output) == (code, True), result.output
+    assert "group_norm" in result.output
 
 
 # ---- kernels

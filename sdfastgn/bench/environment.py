@@ -19,8 +19,7 @@ PACKAGES = ("torch", "triton", "diffusers", "transformers", "accelerate", "stabl
 PACKAGE_ROOT = Path(__file__).resolve().parents[1]
 
 
-def package_version(name: str) -> str | None:
-    """The installed distribution's version; None where it is not installed."""
+def _version(name: str) -> str | None:
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -88,7 +87,7 @@ def environment(device: torch.device, switches: dict[str, bool] | None = None) -
         "device": str(device),
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs",
-        "packages": {name: package_version(name) for name in PACKAGES},
+        "packages": {name: _version(name) for name in PACKAGES},
         "git": _git(),
         "source_sha256": source_hash(),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),

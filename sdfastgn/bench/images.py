@@ -1,14 +1,12 @@
-"""Comparing and writing images."""
+"""Comparing images and tensors."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import ArrayLike
-from PIL import Image
 from torch import Tensor
 
 
@@ -41,19 +39,3 @@ def relative_error(a: Tensor | Mapping[str, Tensor], b: Tensor | Mapping[str, Te
         difference += float((found.double() - truth).square().sum())
         norm += float(truth.square().sum())
     return math.sqrt(difference / norm) if norm else math.nan
-
-
-def write_png(images: ArrayLike, path: Path | str, *, scale: int = 1) -> Path:
-    """Write a batch (N, H, W, 3) of floats in [0, 1] side by side into one PNG, enlarged.
-
-    Makes missing folders; returns the path. Raises ValueError for another shape.
-    """
-    x = np.asarray(images, dtype=np.float64)
-    if x.ndim != 4 or x.shape[-1] != 3:
-        raise ValueError(f"write_png: images must be (N, H, W, 3), got {x.shape}")
-    row = np.concatenate(list(np.nan_to_num(x).clip(0, 1)), axis=1)
-    pixels = (row * 255).round().astype(np.uint8).repeat(scale, axis=0).repeat(scale, axis=1)
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(pixels).save(path)
-    return path

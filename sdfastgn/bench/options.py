@@ -40,15 +40,15 @@ def one_of(option: str, value: str, allowed: Collection[str]) -> str:
     return value
 
 
-def some_of(option: str, values: Sequence[str], allowed: Collection[str]) -> list[str]:
-    """Values without doubles, each one of ``allowed``."""
+def some_of(option: str, values: str | Sequence[str], allowed: Collection[str]) -> list[str]:
+    """Values, or the entries of a comma-separated list, without doubles, each one of ``allowed``."""
+    values = split(values) if isinstance(values, str) else values
     if not values:
         raise OptionError(f"{option}: no value given; choose from {', '.join(allowed)}")
     return [one_of(option, value, allowed) for value in dict.fromkeys(values)]
 
 
 def split(text: str) -> list[str]:
-    """The entries of a comma-separated list."""
     return [entry.strip() for entry in text.split(",") if entry.strip()]
 
 
@@ -83,7 +83,7 @@ def weights_source(option: str, value: str, *, words: Sequence[str] = ("random",
         return value
     if _HUB_ID.fullmatch(value) and not value.startswith("."):
         return value
-    choice = f"{', '.join(words)}, a path, or a Hub id (owner/name)"
+    choice = ", ".join((*words, "a path", "or a Hub id (owner/name)"))
     raise OptionError(f"{option}: no such path {value!r}; give {choice}")
 
 
@@ -228,7 +228,7 @@ def bench_configs(
 
 def variant_list(option: str, text: str) -> list[Variant]:
     """Registry entries in the registry's order; ``all`` names every one."""
-    names = list(VARIANTS) if text == "all" else some_of(option, split(text), VARIANTS)
+    names = list(VARIANTS) if text == "all" else some_of(option, text, VARIANTS)
     return [variant for name, variant in VARIANTS.items() if name in names]
 
 
@@ -264,20 +264,20 @@ def kernel_configs(
     chosen = SUITES[one_of("--suite", suite, SUITES)]
     known = chosen.providers
     providers = [name for name in known if known[name].by_default or names == "all"]
-    if names not in (None, "all"):
-        providers = some_of("--providers", split(names or ""), known)
+    if names is not None and names != "all":
+        providers = some_of("--providers", names, known)
     return [
         KernelConfig(
-            suite=suite,
-            shapes=shape_list("--shapes", shapes, chosen),
-            providers=tuple(providers),
-            dtype=dtype,
-            device=device_name("--device", device),
-            repeats=positive("--repeats", chosen.repeats if repeats is None else repeats),
-            seed=seed,
+            suite,
+            shape_list("--shapes", shapes, chosen),
+            tuple(providers),
+            dtype,
+            device_name("--device", device),
+            positive("--repeats", chosen.repeats if repeats is None else repeats),
+            seed,
             wall_clock=device == "cpu",
         )
-        for dtype in some_of("--dtype", split(dtypes or chosen.dtype), DTYPES)
+        for dtype in some_of("--dtype", dtypes or chosen.dtype, DTYPES)
     ]
 
 

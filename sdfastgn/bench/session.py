@@ -3,39 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
-from sdfastgn.bench import documents
-from sdfastgn.bench.documents import OK, WRONG
+from sdfastgn.bench.documents import OK, WRONG, document, write_json
 from sdfastgn.bench.environment import environment
 from sdfastgn.bench.kernels import run as kernels
 from sdfastgn.bench.kernels.ratios import summary
 from sdfastgn.bench.kernels.suite import COPY, KernelConfig, shape_text
 from sdfastgn.bench.kernels.suites import SUITES
-from sdfastgn.bench.models import gate, warm_up
 from sdfastgn.bench.models import run as end_to_end
+from sdfastgn.bench.models import warm_up
+from sdfastgn.bench.models.gate import gate_text
 from sdfastgn.bench.models.run import Row
 from sdfastgn.bench.models.variants import Variant
 from sdfastgn.bench.models.workload import BenchConfig
 from sdfastgn.bench.tables import end_to_end as end_to_end_tables
 from sdfastgn.bench.tables import kernels as kernel_tables
-from sdfastgn.bench.tables import markdown, plots
+from sdfastgn.bench.tables import plots
 from sdfastgn.bench.tables import profile as profile_tables
-from sdfastgn.bench.tables import warm_up as warm_up_tables
-from sdfastgn.bench.terminal import Blocks, console, print_lines, watched
+from sdfastgn.bench.tables.markdown import package_versions, source_line
+from sdfastgn.bench.tables.warm_up import warm_up_table
+from sdfastgn.bench.terminal import console, print_lines, watched
 
 NO_GPU = "no GPU: sdfastgn runs stock's own code here, so its times should be about eager's (1x)"
+GATE = "correctness gate, before any time"
 
 
 def _where(environment: dict[str, Any]) -> str:
     switches = ", ".join(f"{name}={value}" for name, value in environment["switches"].items())
     machine = environment["gpu"] or environment["machine"]
-    return f"{machine}, {markdown.package_versions(environment)}; for every variant {switches}"
+    return f"{machine}, {package_versions(environment)}; for every variant {switches}"
 
 
 def _print_part(out: Console, config: BenchConfig, rows: Sequence[Row]) -> None:
@@ -43,8 +45,7 @@ def _print_part(out: Console, config: BenchConfig, rows: Sequence[Row]) -> None:
     what = f"{config.model} {config.part}, {config.size}x{config.size}, batch {config.batch}{steps}"
     title = f"{what}, {config.dtype} on {config.device}, {config.weights} weights"
     out.print(end_to_end_tables.end_to_end_table(rows, title))
-    what = f"correctness gate, before any time: {gate.gate_text(config)}"
-    notes = [*end_to_end_tables.row_notes(rows), what]
+    notes = [*end_to_end_tables.row_notes(rows), f"{GATE}: {gate_text(config)}"]
     if config.fp32_reference and config.part == "pipeline":
         notes.append("no fp32 reference: a full pipeline is compared with eager only")
     print_lines(out, [*notes, *end_to_end_tables.graph_notes(rows)])
@@ -70,19 +71,17 @@ def run_bench(
     out = console()
     where = end_to_end.current_environment(torch.device(configs[0].device), configs)
     kind = "profile" if any(config.profile for config in configs) else "end_to_end"
+    content = document(kind, where, end_to_end.describe(configs), [])
     rows: list[Row] = []
-
-    def content() -> dict[str, Any]:
-        return documents.document(kind, where, end_to_end.describe(configs), rows)
-
     if configs[0].torch_device.type == "cpu":
         print_lines(out, [NO_GPU])
     with watched(len(configs) * len(variants)) as (on_start, on_done):
 
         def on_row(row: Row) -> None:
             rows.append(row)
+            content["rows"].append(asdict(row))
             if json is not None:
-                documents.write_json(json, content())
+                write_json(json, content)
             on_done(end_to_end_tables.row_line(row))
 
         for config in configs:
@@ -93,11 +92,16 @@ def run_bench(
             _print_part(out, config, end_to_end.run(config, variants, on_variant=on_variant, on_row=on_row))
     print_lines(out, [_where(where)])
     if plot is not None and any(row.profile for row in rows):
-        plots.breakdown(rows, plot, markdown.source_line(content()))
+        plots.breakdown(rows, plot, source_line(content))
         print_lines(out, [f"wrote {plot}"])
     if json is not None:
         print_lines(out, [f"wrote {json}"])
-    return 1 if any(row.status == WRONG for row in rows) or not any(row.status == OK for row in rows) else 0
+    return _code(rows)
+
+
+def _code(rows: Sequence[Any]) -> int:
+    statuses = {row.status for row in rows}
+    return 0 if OK in statuses and WRONG not in statuses else 1
 
 
 def run_kernels(config: KernelConfig, *, json: Path | None = None, plot: Path | None = None) -> int:
@@ -111,13 +115,10 @@ def run_kernels(config: KernelConfig, *, json: Path | None = None, plot: Path | 
             on_cell=lambda shape, name: on_start(f"{shape_text(shape)} {name}"),
             on_row=lambda row: on_done(kernel_tables.cell_line(row)),
         )
-    timed, wrong = (any(row.status == status for row in rows) for status in (OK, WRONG))
-    if timed or wrong:
+    if any(row.status in (OK, WRONG) for row in rows):
         title = f"{suite.title}, {config.dtype} on {config.device}"
-        out.print(kernel_tables.suite_table(suite, rows, title))
-        extras = kernel_tables.extras_table(suite, rows)
-        if extras is not None:
-            out.print(extras)
+        for table in kernel_tables.suite_tables(suite, rows, title):
+            out.print(table)
         lines = kernel_tables.missing_cells(rows)
         left_out = [name for name in suite.providers if name not in (COPY, *config.providers)]
         if left_out:
@@ -127,15 +128,15 @@ def run_kernels(config: KernelConfig, *, json: Path | None = None, plot: Path | 
         if plot is not None:
             plots.roofline(rows, plot, f"{title}, {where['gpu'] or where['machine']}")
             print_lines(out, [f"wrote {plot}"])
-    if json is not None:
-        content = documents.document(suite.kind, where, asdict(config), rows)
-        documents.write_json(json, {**content, "summary": summary(suite, rows)})
-        print_lines(out, [f"wrote {json}"])
-    if not timed and not wrong:
+    else:
         # A copy can be timed wherever anything can, so its reason is everyone's.
         reason = next(row.reason for row in rows if row.provider == COPY)
         out.print(f"nothing was timed: {reason}", markup=False)
-    return 0 if timed and not wrong else 1
+    if json is not None:
+        content = document(suite.kind, where, asdict(config), rows)
+        write_json(json, {**content, "summary": summary(suite, rows)})
+        print_lines(out, [f"wrote {json}"])
+    return _code(rows)
 
 
 def run_warm_up(config: BenchConfig, new_size: int, *, json: Path | None) -> int:
@@ -143,22 +144,16 @@ def run_warm_up(config: BenchConfig, new_size: int, *, json: Path | None) -> int
     out = console()
     rows = warm_up.run(config, new_size)
     what = f"{config.model} pipeline, {config.size}x{config.size}, {config.steps} steps"
-    body = [warm_up_tables.cells(row, rows[0]) if row.status == OK else [row.variant] for row in rows]
-    out.print(
-        Blocks(
-            warm_up_tables.HEADERS,
-            body,
-            f"{what}, then {new_size}x{new_size}, {config.dtype} on {config.device}",
-        )
-    )
-    notes = [": ".join(warm_up_tables.cells(row, rows[0])) for row in rows if row.status != OK]
-    print_lines(out, [*notes, f"correctness gate, before any time: {gate.gate_text(config)}"])
+    title = f"{what}, then {new_size}x{new_size}, {config.dtype} on {config.device}"
+    out.print(replace(warm_up_table(rows), title=title))
+    notes = [f"{row.variant}: {row.status}: {row.reason}" for row in rows if row.status != OK]
+    print_lines(out, [*notes, f"{GATE}: {gate_text(config)}"])
     if json is not None:
         # Not what `sdfastgn bench` would have set: these processes leave it alone.
         tries = torch.backends.cudnn.benchmark
-        (part,) = end_to_end.describe([config])["parts"]
-        described = {"parts": [{**part, "cudnn_benchmark": tries}], "new_size": new_size}
+        described = {**end_to_end.describe([config]), "new_size": new_size}
+        described["parts"][0]["cudnn_benchmark"] = tries
         where = environment(config.torch_device, {"cudnn.benchmark": tries})
-        documents.write_json(json, documents.document("warm_up", where, described, rows))
+        write_json(json, document("warm_up", where, described, rows))
         print_lines(out, [f"wrote {json}"])
-    return 1 if any(row.status != OK for row in rows) else 0
+    return _code(rows)

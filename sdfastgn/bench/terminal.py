@@ -39,10 +39,6 @@ def print_lines(out: Console, lines: Iterable[str]) -> None:
         out.print(Text(line, style="dim", overflow="fold"))
 
 
-def _longest_word(text: str) -> int:
-    return max(map(cell_len, text.split()), default=0)
-
-
 def _total(widths: Sequence[int]) -> int:
     return sum(widths) + COLUMN_FRAME * len(widths) + TABLE_FRAME
 
@@ -52,8 +48,8 @@ class Blocks:
     """A table that is never cut: columns that find no room stand in a further block below it.
 
     Attributes:
+        body: rows, which may be shorter than the header.
         left: number of the first columns that are text. They stand in every block.
-        means: rows below a rule. A row may be shorter than the header.
     """
 
     header: Sequence[str]
@@ -61,7 +57,6 @@ class Blocks:
     title: str = ""
     caption: str = ""
     left: int = 1
-    means: Sequence[Sequence[str]] = ()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         widths = self._widths(options.max_width)
@@ -78,22 +73,18 @@ class Blocks:
             yield Text(self.caption, style="dim italic")
 
     def _widths(self, room: int) -> list[int]:
-        """Of the columns. Text is folded between words, numbers are not, a cell wider than a line is."""
-        rows = [self.header, *self.body, *self.means]
+        """Of the columns. Text is folded between words, numbers where a cell is wider than a line."""
+        rows = [self.header, *self.body]
         columns = [[row[i] for row in rows if i < len(row)] for i in range(len(self.header))]
         widths = [max(map(cell_len, column)) for column in columns]
-        if _total(widths) > room:
-            for i, column in enumerate(columns):
-                words = max(map(_longest_word, column if i < self.left else column[:1]))
-                whole = (
-                    min(widths[i], room // (2 * self.left))
-                    if i < self.left
-                    else max(map(cell_len, column[1:]))
-                )
-                widths[i] = max(words, whole)
-            room -= _total(widths[: self.left]) + COLUMN_FRAME
-            widths[self.left :] = (min(width, max(1, room)) for width in widths[self.left :])
-        return widths
+        if _total(widths) <= room:
+            return widths
+        words = [max(map(cell_len, " ".join(column).split())) for column in columns[: self.left]]
+        share = room // (2 * self.left)
+        texts = [max(word, min(width, share)) for word, width in zip(words, widths, strict=False)]
+        room = max(1, room - _total(texts) - COLUMN_FRAME)
+        numbers = [max(map(cell_len, (*name.split(), *cells))) for name, *cells in columns[self.left :]]
+        return [*texts, *(min(number, room) for number in numbers)]
 
     def _table(self, block: Sequence[int], widths: Sequence[int]) -> Table:
         table = Table()
@@ -101,10 +92,8 @@ class Blocks:
             name = Text(self.header[index])
             justify: Literal["left", "right"] = "left" if index < self.left else "right"
             table.add_column(name, justify=justify, width=widths[index], overflow="fold")
-        for rows in (self.body, self.means):
-            for row in rows:
-                table.add_row(*(Text(row[index] if index < len(row) else "") for index in block))
-            table.add_section()
+        for row in self.body:
+            table.add_row(*(Text(row[index] if index < len(row) else "") for index in block))
         return table
 
 

@@ -5,6 +5,7 @@ Knows modules and the registry, no model.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,20 @@ from sdfastgn.patches.pipeline.object_fusion import ObjectFusion
 from sdfastgn.patches.registry import FUSIONS, OBJECT_FUSIONS
 from sdfastgn.patches.shared.packed_weights import unpack
 
-__all__ = ["Finding", "apply", "apply_parts", "has_fusions", "inspect", "inspect_parts", "undo", "undo_parts"]
+__all__ = [
+    "Finding",
+    "apply",
+    "apply_parts",
+    "has_fusions",
+    "inspect",
+    "inspect_parts",
+    "put_back",
+    "undo",
+    "undo_parts",
+]
+
+# Modules that were put back, and why. Not in their ``__dict__``: a stock module has nothing of ours.
+_put_back: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -84,6 +98,13 @@ def apply_parts(findings: list[Finding]) -> None:
             finding.fusion.apply(finding.module)
 
 
+def put_back(findings: list[Finding], reason: str) -> None:
+    """Undo these of one module, which are skipped for ``reason`` from then on, until ``undo``."""
+    for finding in findings:
+        finding.fusion.undo(finding.module)
+        _put_back[finding.module] = reason
+
+
 def undo_parts(parts: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
     """Every one of ``parts``, (path, part), as before ``apply_parts``.
 
@@ -101,7 +122,7 @@ def undo_parts(parts: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
 def _finding(path: str, module: Any, fusion: Fusion | ObjectFusion) -> Finding:
     if fusion.is_applied(module):
         return Finding(path, module, fusion, "fused")
-    reason = fusion.reason_to_skip(module)
+    reason = (isinstance(module, nn.Module) and _put_back.get(module)) or fusion.reason_to_skip(module)
     return Finding(path, module, fusion, "skipped" if reason else "fusable", reason or "")
 
 
@@ -116,6 +137,7 @@ def undo(root: nn.Module, prefix: str = "") -> list[tuple[str, Any]]:
             if fusion.is_applied(module):
                 fusion.undo(module)
     for module in root.modules():
+        _put_back.pop(module, None)
         restore_class(module)  # other code has moved it to where its fusion does not look
         channels_last.restore(module)
         unpack(module)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,13 +19,10 @@ SMALL = Workload(MODEL, lambda: MODEL(X), None)
 def broken_variant(attach: Callable[[Any], Any]) -> Variant:
     """Fast and wrong: ``attach`` hooks into the target, and returns the hook's handle."""
 
-    @contextlib.contextmanager
-    def applied(target: Any, part: str) -> Iterator[None]:
-        handle = attach(target)
-        yield
-        handle.remove()
+    def apply(target: Any, part: str, undo: contextlib.ExitStack) -> None:
+        undo.callback(attach(target).remove)
 
-    return Variant("broken", "broken", lambda device: None, applied)
+    return Variant("broken", "broken", lambda device: None, apply)
 
 
 def scaled(factor: float) -> Variant:

@@ -1,4 +1,4 @@
-"""Image comparison and PNG output."""
+"""Comparison of images and tensors."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
-from sdfastgn.bench.images import psnr, relative_error, write_png
+from sdfastgn.bench.images import psnr, relative_error
 
 
 def test_psnr_of_a_known_difference():
@@ -33,15 +32,3 @@ def test_relative_error_of_a_known_difference():
 def test_shapes_must_agree(call):
     with pytest.raises(ValueError, match="shapes differ"):
         call()
-
-
-def test_png_holds_the_images_side_by_side(tmp_path):
-    images = np.zeros((2, 4, 6, 3))
-    images[1] = 1.0
-    path = write_png(images, tmp_path / "new" / "pair.png", scale=2)
-    pixels = np.asarray(Image.open(path))
-    assert pixels.shape == (8, 24, 3)
-    assert pixels[:, :12].max() == 0
-    assert pixels[:, 12:].min() == 255
-    with pytest.raises(ValueError, match=r"write_png: images must be \(N, H, W, 3\)"):
-        write_png(images[0], tmp_path / "bad.png")

@@ -1,273 +1,41 @@
 """Compiles the kernels for a GPU that need not be there: one JSON object a kernel with what it asks of it.
 
-A program of its own, because Triton decides at import whether kernels are interpreted.
-Usage: ``compile_only.py 90``, for sm_90.
+A program of its own, because Triton decides at import whether kernels are interpreted, and the
+kernels for whose GPUs they are.
+Usage: ``python -m tests.kernels.compile_only sm_90``, or ``gfx942`` for one of AMD's.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 os.environ.pop("TRITON_INTERPRET", None)
 
 import torch
+
+if sys.argv[1].startswith("gfx"):
+    torch.version.hip = "compiled for only"
+
 import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-import sdfastgn
-from sdfastgn.kernels.act_linear.op import act_linear
-from sdfastgn.kernels.attention import wide_heads_kernels
-from sdfastgn.kernels.attention.few_keys import attend_to_few
-from sdfastgn.kernels.attention.wide_heads import wide_attention
 from sdfastgn.kernels.common import dispatch, gpu
 from sdfastgn.kernels.common.launch import Launch
-from sdfastgn.kernels.geglu.op import geglu
-from sdfastgn.kernels.statistics.config import statistics_pay
-from sdfastgn.kernels.statistics.op import add_kernel, cat_kernel
-from sdfastgn.kernels.upsample.conv_kernels import launch_interleave, launch_phase_weights
-from sdfastgn.kernels.upsample.nearest import upsample_nearest_2x
-
-Case = tuple[tuple[int, ...], torch.dtype, str]
+from sdfastgn.kernels.common.tiles import HAS_GDC
+from tests.kernels.gpus import smallest
+from tests.kernels.launch_cases import cases, launches
 
 POINTERS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 # Numbers of the kernels that are floats; all others are integers.
 FLOATS = {"eps", "scale"}
-HALF = torch.float16
-
-# Shapes by what takes them: all for the oldest capability and for the H200's, a few for the others.
-
-# Images of a UNet: small and split ones, the last two with chunks of several tiles.
-IMAGES = [
-    (2, 1280, 8, 8),
-    (2, 2560, 16, 16),
-    (2, 640, 32, 32),
-    (2, 320, 64, 64),
-    (2, 960, 128, 128),
-    (1, 512, 256, 256),
-]
-SMALL, SPLIT = IMAGES[0], IMAGES[3]
-# Groups of one channel each, small and split.
-ONE_CHANNEL = [(2, 64, 16, 16), (2, 64, 128, 128)]
-# Enough of large groups that the backward walks through each.
-WALKED = (34, 512, 56, 56)
-# Rows that are no whole number of tiles.
-ODD_ROWS = (2, 320, 56, 56)
-# (rows, D) of LayerNorm: tokens of a UNet, rows that are far too short or too long for a warp.
-TOKENS = [(8192, 320), (2048, 1280), (10**7, 10), (10, 10**7)]
-# A text encoder's, and the longest rows that stay in registers.
-MORE_TOKENS = [(154, 768), (4096, 1000), (64, 8192), (64, 16384), (2048, 333)]
-# (rows, D) of the first feed-forward layers of SD1.5 and of SDXL's most frequent block.
-GATED = [(8192, 1280), (2048, 5120)]
-# Odd and short rows.
-MORE_GATED = [(77, 333), (10**6, 10)]
-# (N, C, K) of time embeddings: SD1.5's and SDXL's in a ResNet block, with the most rows, and the
-# longest ones.
-FEW_ROWS = [(2, 1280, 1280), (2, 320, 1280), (16, 1280, 1280), (2, 1280, 2816)]
-MORE_FEW_ROWS = [(1, 640, 1280), (2, 2560, 1280), (3, 1280, 320), (4, 77, 333), (4, 1280, 8192)]
-# (queries, keys, channels of a head): SD1.5's and SDXL's cross-attention.
-PROMPTS = [(4096, 77, 40), (1024, 77, 64), (64, 77, 80), (64, 128, 128)]
-# Heads that need products from shared memory.
-MORE_PROMPTS = [(256, 77, 160), (256, 128, 256)]
-# (tokens, channels) of a VAE's mid block at 512^2, at 1024^2, and at 2048^2, where a row of scores
-# does not fit into registers.
-ATTENDED = [(4096, 512), (16384, 512), (65536, 512)]
-
-
-def cases(capability: int) -> list[Case]:
-    """(shape, dtype, kind) of what is compiled; ``kind`` is a key of ``KINDS``."""
-    found = [(shape, HALF, kind) for shape, kind in _shapes(every=capability in (75, 90))]
-    if capability in (75, 90):
-        found += [(SPLIT, torch.float32, "channels_last"), (SPLIT, HALF, "channels_first")]
-    if capability >= 80:
-        found += [(shape, HALF, "attention") for shape in PROMPTS]
-    if 90 <= capability < 120:
-        found += [(shape, torch.bfloat16, "attention") for shape in MORE_PROMPTS]
-    return found + (_only_on_the_h200() if capability == 90 else [])
-
-
-def _shapes(*, every: bool) -> Iterator[tuple[tuple[int, ...], str]]:
-    """What is compiled in fp16: every shape, or one for each way through the kernels."""
-    lists = {
-        "channels_last": (IMAGES, [SMALL, SPLIT]),
-        "one_channel": (ONE_CHANNEL, ONE_CHANNEL[:1]),
-        "tokens": (TOKENS, [TOKENS[0], TOKENS[-1]]),
-        "gated": (GATED, GATED[:1]),
-        "few_rows": (FEW_ROWS, FEW_ROWS[:1]),
-        "wide": (ATTENDED, ATTENDED[1:]),
-    }
-    for kind, (all_shapes, representative) in lists.items():
-        for shape in all_shapes if every else representative:
-            yield shape, kind
-
-
-def _only_on_the_h200() -> list[Case]:
-    """Other dtypes and odd sizes: what they compile differs between generations as the rest does."""
-    full, brain = torch.float32, torch.bfloat16
-    return [
-        (SMALL, HALF, "autocast"),
-        (SMALL, HALF, "channels_first"),
-        (SPLIT, brain, "channels_last"),
-        (ONE_CHANNEL[0], full, "one_channel"),
-        *((WALKED, dtype, "walked") for dtype in (full, HALF)),
-        *((ODD_ROWS, dtype, "channels_first") for dtype in (HALF, full)),
-        *((shape, HALF, "few_rows") for shape in MORE_FEW_ROWS),
-        *((shape, full, "few_rows") for shape in FEW_ROWS),
-        (FEW_ROWS[0], brain, "few_rows"),
-        (ATTENDED[1], brain, "wide"),
-        ((1111, 264), HALF, "wide"),
-        *((shape, HALF, "tokens") for shape in MORE_TOKENS),
-        *((shape, full, "tokens") for shape in (TOKENS[1], TOKENS[2], MORE_TOKENS[2])),
-        *((shape, HALF, "gated") for shape in MORE_GATED),
-        *((GATED[0], dtype, "gated") for dtype in (brain, full)),
-    ]
-
-
-def launches(
-    shape: tuple[int, ...], dtype: torch.dtype, kind: str
-) -> Iterator[tuple[Launch, tuple[Tensor | None, ...]]]:
-    """(launch, its tensors) of every kernel that the public functions launch; nothing runs."""
-    made: list[tuple[Launch, tuple[Tensor | None, ...]]] = []
-    with mock.patch.object(Launch, "__call__", lambda self, stream, *tensors: made.append((self, tensors))):
-        KINDS[kind](shape, dtype)
-    yield from made
-
-
-def _differentiate(call: Callable[..., Any], *operands: Tensor, wanted: tuple[int, ...]) -> None:
-    """Runs ``call`` and its backward, with gradients of the operands at ``wanted``."""
-    operands = tuple(t.detach().requires_grad_(i in wanted) for i, t in enumerate(operands))
-    results = call(*operands)
-    results = results if isinstance(results, tuple) else (results,)
-    results = tuple(y for y in results if y.requires_grad)
-    dys = [torch.empty_like(y) for y in results]
-    torch.autograd.grad(results, [operands[i] for i in wanted], dys)
-
-
-def _layer_norms(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    x = torch.empty(shape, dtype=dtype)
-    weight = x.new_empty(shape[1])
-    sdfastgn.layer_norm(x.detach().requires_grad_(), weight, weight)
-    sdfastgn.add_layer_norm(x, x, weight, weight, total_bias=weight)
-
-    def add(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, add_bias: Tensor) -> Any:
-        return sdfastgn.add_layer_norm(x, residual, weight, bias, add_bias=add_bias)
-
-    for wanted in ((0, 2, 3, 4), (0,)):
-        _differentiate(add, x, x, weight, weight, weight, wanted=wanted)
-
-
-def _few_keys(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    L, S, D = shape
-    q, k = (torch.empty((2, rows, 8, D), dtype=dtype).transpose(1, 2) for rows in (L, S))
-    assert attend_to_few(q, k, k) is not None
-
-
-def _gated(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    x = torch.empty((shape[0], 2 * shape[1]), dtype=dtype)
-    bias = x.new_empty(2 * shape[1])
-    geglu(x)
-    for wanted in ((0, 1), (0,), (1,)):
-        _differentiate(geglu, x, bias, wanted=wanted)
-
-
-def _few_rows(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    N, C, K = shape
-    x, weight, bias = (torch.empty(size, dtype=dtype) for size in ((N, K), (C, K), (C,)))
-    act_linear(x, weight, bias)
-    act_linear(x, weight, bias, "silu", extra_bias=bias)
-
-
-def _wide_heads(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    q = torch.empty((1, 1, *shape), dtype=dtype)
-    with mock.patch.object(wide_heads_kernels, "_multiply"):  # cuBLAS's
-        wide_attention(q, q, q)
-
-
-def _group_norms(shape: tuple[int, ...], dtype: torch.dtype, memory_format: torch.memory_format) -> None:
-    x, head, tail = (
-        torch.empty((shape[0], C, *shape[2:]), dtype=dtype).to(memory_format=memory_format)
-        # The skip connection of an up block: 2x960x64x64 is 640 + 320 channels.
-        for C in (shape[1], shape[1] - shape[1] // 3 // 8 * 8, shape[1] // 3 // 8 * 8)
-    )
-    weight = x.new_empty(shape[1])
-
-    def norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return sdfastgn.group_norm(x, 32, weight, bias, activation="silu")
-
-    if statistics_pay(shape[1], math.prod(shape[2:])):
-        sdfastgn.add_with_statistics(x, x, weight)
-        sdfastgn.cat_with_statistics(head, tail)
-        add_kernel(x, None, weight, 1.0, out=x)
-    add_kernel(x, x, weight, 1.0, emits=False)
-    if memory_format is torch.channels_last:
-        cat_kernel(head, tail, emits=False)
-        _around_an_upsampled_convolution(x)
-        _differentiate(upsample_nearest_2x, x, wanted=(0,))
-    _differentiate(norm, x, weight, weight, wanted=(0, 1, 2))
-
-
-def _in_both_layouts(
-    shape: tuple[int, ...], dtype: torch.dtype, groups: int, activations: tuple[str, ...], *, shift: bool
-) -> None:
-    """Gradients in both layouts, with every activation; with ``shift`` also those of a shift."""
-    weight = torch.empty(shape[1], dtype=dtype)
-    for memory_format in (torch.channels_last, torch.contiguous_format):
-        x = torch.empty(shape, dtype=dtype, memory_format=memory_format)
-        for activation in activations:
-
-            def norm(x: Tensor, w: Tensor, b: Tensor, activation: str = activation) -> Tensor:
-                return sdfastgn.group_norm(x, groups, w, b, activation=activation)
-
-            _differentiate(norm, x, weight, weight, wanted=(0, 1, 2))
-        if shift:
-
-            def shifted(x: Tensor, w: Tensor, b: Tensor, shift: Tensor) -> Tensor:
-                return sdfastgn.group_norm(x, groups, w, b, shift=shift)
-
-            _differentiate(shifted, x, weight, weight, weight, wanted=(0, 1, 2, 3))
-
-
-def _fp32_results(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    x = torch.empty(shape, dtype=dtype, memory_format=torch.channels_last)
-    with mock.patch.object(torch, "is_autocast_enabled", return_value=True):
-        sdfastgn.group_norm(x.requires_grad_(), 32, activation="silu")
-
-
-def _around_an_upsampled_convolution(x: Tensor) -> None:
-    """What runs before and behind the convolution, which would take long here."""
-    N, C, H, W = x.shape
-    weight, bias = x.new_empty((C, C, 3, 3)), x.new_empty(C)
-    for w in (weight, weight.to(memory_format=torch.channels_last)):
-        launch_phase_weights(w, x.new_empty((4 * C, 2, 2, C)))
-    y = x.new_empty((N, C, 2 * H, 2 * W))
-    for statistics in (None, bias):
-        launch_interleave(x.new_empty((N, H + 1, W + 1, 4 * C)), bias, y, statistics)
-
-
-KINDS: dict[str, Callable[[tuple[int, ...], torch.dtype], None]] = {
-    "channels_last": lambda shape, dtype: _group_norms(shape, dtype, torch.channels_last),
-    "channels_first": lambda shape, dtype: _group_norms(shape, dtype, torch.contiguous_format),
-    "one_channel": lambda shape, dtype: _in_both_layouts(shape, dtype, shape[1], ("silu",), shift=False),
-    "walked": lambda shape, dtype: _in_both_layouts(
-        shape, dtype, 32, ("identity", "silu", "gelu"), shift=True
-    ),
-    "autocast": _fp32_results,
-    "tokens": _layer_norms,
-    "gated": _gated,
-    "few_rows": _few_rows,
-    "attention": _few_keys,
-    "wide": _wide_heads,
-}
 
 
 def _compiled_by(launch: Launch, tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
@@ -276,8 +44,14 @@ def _compiled_by(launch: Launch, tensors: tuple[Tensor | None, ...]) -> tuple[An
     return launch.kernel, dtypes, tuple(launch.constants.items()), tuple(launch.options.items())
 
 
-def compiled_for(capability: int, launch: Launch, tensors: tuple[Tensor | None, ...]) -> Any:
-    """What Triton makes of a launch."""
+def _target(generation: str) -> GPUTarget:
+    if generation.startswith("sm_"):
+        return GPUTarget("cuda", int(generation.removeprefix("sm_")), 32)
+    return GPUTarget("hip", generation, 64 if generation.startswith("gfx9") else 32)
+
+
+def compiled(launch: Launch, tensors: tuple[Tensor | None, ...], generation: str) -> Any:
+    """What Triton makes of a launch. ptxas refuses instructions that the generation lacks."""
     names = launch.kernel.arg_names
     pointers = dict(zip(names, tensors, strict=False))
     constants = {**launch.constants, **{name: None for name, tensor in pointers.items() if tensor is None}}
@@ -291,28 +65,33 @@ def compiled_for(capability: int, launch: Launch, tensors: tuple[Tensor | None, 
     source = ASTSource(
         launch.kernel, signature, {(names.index(k),): v for k, v in constants.items()}, attributes
     )
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=launch.options)
+    return triton.compile(source, target=_target(generation), options=launch.options)
 
 
-def resources(launch: Launch, tensors: tuple[Tensor | None, ...], capability: int) -> dict[str, int]:
-    """Registers, stack (where spilled registers go), shared memory and the widest load of a kernel.
+def resources(kernel: Any) -> dict[str, int]:
+    """Threads, stack (where spilled registers go), shared memory and the widest load of a kernel.
 
     Shared memory, stack and load are in bytes.
     """
-    compiled = compiled_for(capability, launch, tensors)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        cubin.write(compiled.asm["cubin"])
-        cubin.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", cubin.name]
-        report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)", report)
-    if found is None:
-        raise ValueError(f"no resource usage in {report!r}")
-    loads = re.findall(r"ld\.global[\w.:]*?(?:\.v(\d))?\.b(\d+)", compiled.asm["ptx"])
-    widest = max((int(count or 1) * int(bits) // 8 for count, bits in loads), default=0)
-    registers, stack, shared = map(int, found.groups())
-    shared = max(shared, compiled.metadata.shared)
-    return {"registers": registers, "stack": stack, "shared": shared, "widest_load": widest}
+    if "amdgcn" in kernel.asm:
+        code = kernel.asm["amdgcn"]
+        (stack,) = map(int, re.findall(r"\.private_segment_fixed_size:\s*(\d+)", code))
+        shared, widest = 0, 16 * bool(re.search(r"_load_(dwordx4|b128)\b", code))
+    else:
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+            cubin.write(kernel.asm["cubin"])
+            cubin.flush()
+            command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", cubin.name]
+            report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        found = re.search(r"STACK:(\d+) SHARED:(\d+)", report)
+        if found is None:
+            raise ValueError(f"no resource usage in {report!r}")
+        stack, shared = map(int, found.groups())
+        loads = re.findall(r"ld\.global[\w.:]*?(?:\.v(\d))?\.b(\d+)", kernel.asm["ptx"])
+        widest = max((int(count or 1) * int(bits) // 8 for count, bits in loads), default=0)
+    threads = kernel.metadata.num_warps * kernel.metadata.target.warp_size
+    shared = max(shared, kernel.metadata.shared)
+    return {"threads": threads, "stack": stack, "shared": shared, "widest_load": widest}
 
 
 def operation(launch: Launch, tensors: tuple[Tensor | None, ...]) -> str:
@@ -327,14 +106,16 @@ def operation(launch: Launch, tensors: tuple[Tensor | None, ...]) -> str:
     return launch.kernel.__name__ + (f"[{use}]" if use else "")
 
 
-def main(capability: int) -> None:
-    # As on such a GPU, but for the number of multiprocessors: on the CPU that is an H200's.
+def main(generation: str) -> None:
+    # As on such a GPU.
     dispatch.runs_in_triton = lambda x: True
     dispatch.has_kernels = lambda x: True
     dispatch.is_plain = lambda x, others: True
-    gpu.has_programmatic_launch = lambda device: capability >= 90
+    is_hopper = HAS_GDC and generation.startswith("sm_") and int(generation.removeprefix("sm_")) >= 90
+    gpu.has_programmatic_launch = lambda device: is_hopper
+    gpu.num_sms = lambda device: smallest(generation).multiprocessors
     distinct: dict[tuple[Any, ...], tuple[Launch, tuple[Tensor | None, ...], list[str]]] = {}
-    for shape, dtype, kind in cases(capability):
+    for shape, dtype, kind in cases(generation):
         use = f"{'x'.join(map(str, shape))} {str(dtype).removeprefix('torch.')} {kind}"
         for launch, tensors in launches(shape, dtype, kind):
             # The tensors' dtypes are all that compiling needs; their memory is given back.
@@ -342,10 +123,10 @@ def main(capability: int) -> None:
             *_, uses = distinct.setdefault(_compiled_by(launch, bare), (launch, bare, []))
             uses.append(use)
     for launch, tensors, uses in distinct.values():
-        found = resources(launch, tensors, capability)
+        found = resources(compiled(launch, tensors, generation))
         label = {"kernel": operation(launch, tensors), "uses": sorted(set(uses))}
         print(json.dumps({**label, **found, **launch.options, "pdl": launch.constants["PDL"]}), flush=True)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(sys.argv[1])

@@ -13,7 +13,7 @@ import warnings
 from typing import Any
 
 # First: it makes Triton compile.
-from tests.kernels.compile_only import compiled_for  # isort: skip
+from tests.kernels.compile_only import compiled  # isort: skip
 
 import torch
 import triton
@@ -33,7 +33,7 @@ def main(what: str) -> None:
             compile_module_from_src("int launch(void) { return 0; }", "launcher")
         tensors = tuple(t for t in args if t is None or isinstance(t, Tensor))
         launch = Launch(kernel, *grid, args[len(tensors) :], constants, num_warps)
-        hashes.append(compiled_for(90, launch, tensors).hash)
+        hashes.append(compiled(launch, tensors, "sm_90").hash)
 
     triton.JITFunction.run = run
     dispatch.is_plain = dispatch.runs_in_triton = lambda x, *_: dispatch.why_off is None

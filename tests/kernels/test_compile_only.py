@@ -1,4 +1,4 @@
-"""Every kernel compiles for every supported GPU, without one, and keeps its tile in registers."""
+"""Every kernel compiles for every supported GPU, without one, fits, and keeps its tile in registers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,15 +14,17 @@ from pathlib import Path
 import pytest
 
 from sdfastgn.kernels.common import launch
+from sdfastgn.kernels.common.tiles import HAS_GDC
+from tests.kernels.gpus import SHARED_KIB
 
-SCRIPT = Path(__file__).with_name("compile_only.py")
+ROOT = Path(__file__).parents[2]
 KERNELS = Path(launch.__file__).parents[1]
 # Bytes. ptxas moves up to eight registers of the concatenation to the stack on sm_86 and sm_89,
 # whose multiprocessors hold 1536 threads. A tile that does not fit, or lies the wrong way round,
 # spills hundreds of bytes.
 MAX_STACK = 32
-# Registers of a thread; the hardware's limit.
-MAX_REGISTERS = 255
+# Threads of a program on every GPU.
+MAX_THREADS = 1024
 # Bytes. A scalar a warp, and what the compiler reserves. A row of channels a warp made the three
 # launches up to 2.7 times as slow.
 MAX_SHARED_OF_A_MERGE = 1024
@@ -35,7 +38,7 @@ USES = {
 }
 
 
-def kernels(capability: int) -> set[str]:
+def kernels(generation: str) -> set[str]:
     """Names of the ``@triton.jit`` functions that are launched on such a GPU."""
     found = {
         node.name
@@ -45,30 +48,32 @@ def kernels(capability: int) -> set[str]:
         and node.name.endswith("_kernel")
         and any(ast.unparse(decorator).startswith("triton.jit") for decorator in node.decorator_list)
     }
-    before_ampere = {"_short_attention_kernel"} if capability < 80 else set()
-    # Compiled for one capability: its shapes are large.
-    elsewhere = {"walk_grad_kernel"} if capability != 90 else set()
-    return found - before_ampere - elsewhere
+    is_amd = generation.startswith("gfx")
+    few_keys = {"_short_attention_kernel"} if is_amd or generation == "sm_75" else set()
+    wide_heads = {"_softmax_kernel", "_divide_kernel"} if is_amd else set()
+    return found - few_keys - wide_heads
 
 
 @pytest.mark.every_gpu
 @pytest.mark.timeout(3600)  # some twenty times what it takes on an idle core
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 # The longest first: two workers then end at about the same time.
-@pytest.mark.parametrize("capability", [90, 75, 80, 86, 89, 100, 120], ids=lambda c: f"sm_{c}")
-def test_kernels_compile_and_do_not_spill(capability):
+@pytest.mark.parametrize("generation", sorted(SHARED_KIB, key=["sm_75", "sm_90"].__contains__, reverse=True))
+def test_kernels_compile_fit_and_do_not_spill(generation):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, str(SCRIPT), str(capability)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=3000)
+    command = [sys.executable, "-m", "tests.kernels.compile_only", generation]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=3000)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     compiled = {row["kernel"] for row in rows}
-    assert {name.partition("[")[0] for name in compiled} == kernels(capability)
+    assert {name.partition("[")[0] for name in compiled} == kernels(generation)
     assert compiled >= USES
-    # Programmatic dependent launch is an instruction that older GPUs do not have.
-    assert {row["pdl"] for row in rows} == {capability >= 90}
-    assert {row.get("launch_pdl", False) for row in rows} == {capability >= 90}
-    assert not [row for row in rows if row["stack"] > MAX_STACK or row["registers"] > MAX_REGISTERS]
+    # Programmatic dependent launch is an instruction that older GPUs and AMD's do not have.
+    is_hopper = HAS_GDC and generation in ("sm_90", "sm_100", "sm_120")
+    assert {row["pdl"] for row in rows} == {is_hopper}
+    assert {row.get("launch_pdl", False) for row in rows} == {is_hopper}
+    assert not [row for row in rows if row["stack"] > MAX_STACK or row["threads"] > MAX_THREADS]
+    assert not [row for row in rows if row["shared"] > 1024 * SHARED_KIB[generation]]
     merges = [
         row for row in rows if row["kernel"] == "merge_kernel" and "one_channel" not in str(row["uses"])
     ]
@@ -78,3 +83,9 @@ def test_kernels_compile_and_do_not_spill(capability):
     larger = [row for row in streaming if not all(use.split()[0].endswith("x8x8") for use in row["uses"])]
     assert larger
     assert not [row for row in larger if row["widest_load"] < 16]
+
+
+def test_the_page_of_gpus_lists_what_is_compiled():
+    page = (ROOT / "docs" / "gpus.md").read_text()
+    listed = re.findall(r"^\| (\w+) \| .*? \| (\d+) KiB \|", page, re.MULTILINE)
+    assert {name: int(kib) for name, kib in listed} == SHARED_KIB

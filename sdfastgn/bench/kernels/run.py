@@ -19,7 +19,6 @@ from sdfastgn.bench.environment import check_kernels_ran
 from sdfastgn.bench.images import relative_error
 from sdfastgn.bench.kernels.suite import (
     BACKWARD,
-    BOTH,
     COPY,
     DIFFERENTIATED,
     FORWARD,
@@ -72,34 +71,20 @@ def _record(call: Call, operands: Tensors) -> tuple[Tensors, Tensors]:
         return leaves, _tuple(call(*leaves))
 
 
-def _forward(call: Call, inputs: _Inputs) -> Tensors:
-    return _tuple(call(*inputs.operands))
-
-
-def _training_forward(call: Call, inputs: _Inputs) -> Tensors:
-    return tuple(output.detach() for output in _record(call, inputs.operands)[1])
-
-
-def _gradients(call: Call, inputs: _Inputs) -> Tensors:
-    leaves, outputs = _record(call, inputs.operands)
-    return torch.autograd.grad(outputs, leaves, inputs.grads)
-
-
-def _backward(call: Call, inputs: _Inputs) -> Tensors:
-    # A backward runs on its forward's stream, so a capture needs one of its own stream.
+def _run(what: str, call: Call, inputs: _Inputs) -> Tensors:
+    """One pass: the outputs, or the gradients of the operands."""
+    if what == FORWARD:
+        return _tuple(call(*inputs.operands))
+    # A backward alone runs on its forward's stream, so a capture needs one of its own stream.
     stream = torch.cuda.current_stream().cuda_stream if inputs.operands[0].is_cuda else 0
-    if stream not in inputs.recorded:
-        inputs.recorded[stream] = _record(call, inputs.operands)
-    leaves, outputs = inputs.recorded[stream]
-    return torch.autograd.grad(outputs, leaves, inputs.grads, retain_graph=True)
-
-
-_PASSES: dict[str, Callable[[Call, _Inputs], Tensors]] = {
-    FORWARD: _forward,
-    TRAINING: _training_forward,
-    BACKWARD: _backward,
-    BOTH: _gradients,
-}
+    again = what == BACKWARD
+    recorded = inputs.recorded.get(stream) if again else None
+    leaves, outputs = recorded or _record(call, inputs.operands)
+    if what == TRAINING:
+        return tuple(output.detach() for output in outputs)
+    if again:
+        inputs.recorded[stream] = leaves, outputs
+    return torch.autograd.grad(outputs, leaves, inputs.grads, retain_graph=again)
 
 
 def _laid_out(t: Tensor, channels_last: bool) -> Tensor:
@@ -139,11 +124,11 @@ class _Case:
 
     def _outputs(self, what: str, call: Call, inputs: _Inputs) -> dict[str, Tensor]:
         """What a pass is judged by: its outputs, and its gradients if it has any."""
-        timed = _PASSES[what](call, inputs)
+        timed = _run(what, call, inputs)
         names = self._operation.outputs
         if what not in DIFFERENTIATED:
             return dict(zip(names, timed, strict=True))
-        outputs = _training_forward(call, inputs)
+        outputs = _run(TRAINING, call, inputs)
         return dict(zip((*names, *self._gradient_names), (*outputs, *timed), strict=True))
 
     def _judge(self, row: KernelRow, outputs: dict[str, Tensor]) -> None:
@@ -166,7 +151,7 @@ class _Case:
         call = self._built(provider, operands)
         first = _Inputs(operands)
         if what in DIFFERENTIATED:
-            layouts = zip(_training_forward(call, first), self._grads, strict=True)
+            layouts = zip(_run(TRAINING, call, first), self._grads, strict=True)
             first.grads = tuple(torch.empty_like(y).copy_(dy) for y, dy in layouts)
         self._judge(row, self._outputs(what, call, first))
         if row.status != OK:
@@ -174,7 +159,7 @@ class _Case:
         if provider.is_ours:
             check_kernels_ran(device)
         moved = self._operation.moved_tensors(what) * self._elements * operands[0].element_size()
-        timed = functools.partial(_PASSES[what], call)
+        timed = functools.partial(_run, what, call)
         sets, calls, repeats = 2, CPU_CALLS, min(repeats, CPU_REPEATS)
         if device.type == "cuda":
             seconds, _ = timing.time_once(lambda: timed(first), device)
@@ -231,9 +216,8 @@ def run(
 ) -> list[KernelRow]:
     """Times every provider of the config in every task of the suite on every shape.
 
-    The copy is measured first, also where the config does not name it: ratios need it. ``on_cell``
-    is called before each cell is measured, ``on_row`` with what came of it, before the ratios are
-    known.
+    The copy is measured first, also where the config does not name it: ratios need it. ``on_row``
+    gets a cell before its ratios are known.
     """
     rows: list[KernelRow] = []
     with _measuring(config.torch_device):

@@ -37,14 +37,10 @@ GRADIENT_BOUNDS = {"fp16": 1e-2, "bf16": 8e-2, "fp32": 1e-3}
 
 @dataclass(frozen=True)
 class Provider:
-    """One implementation of an operation.
+    """One implementation of an operation, given operands in its layout.
 
-    Attributes:
-        name: what the command line, the JSON and the tables call it.
-        build: takes the operation's operands; returns a call of such operands.
-        reason: None where it can run on the device, else why not, in one line.
-        channels_last: the layout of the operands that it is given.
-        by_default: run where the user names no providers.
+    ``build`` takes operands and returns a call of such. ``reason`` is None where it can run on the
+    device, else one line. It runs ``by_default`` where the user names no providers.
     """
 
     name: str
@@ -66,10 +62,7 @@ class Operation:
     Attributes:
         sizes: of the operands by name, in a call's order, for a shape of the suite.
         reference: the same in plain PyTorch, for operands of any dtype.
-        providers: its implementations.
-        passes: what is timed of it.
         task: what a row's task begins with; empty where the pass says it all.
-        outputs: names of what it returns.
         tensors: of the image's size that a forward has to move.
         bounds: largest relative error of an output by dtype.
         baseline: of one of a suite's ``extras``, the provider that its last one is compared with.
@@ -98,13 +91,10 @@ class Suite:
     """A table of its own: ``sdfastgn kernels --suite NAME``.
 
     Attributes:
-        title: above the table.
-        axes: of a shape, as ``"NxCxHxW"``.
         shape_sets: names that ``--shapes`` knows, ``all`` among them.
         operations: what providers compete in. A copy of the first operand is timed beside them.
         baseline: the provider that speed-ups are over.
         extras: operations without a peer, shown beside their ``baseline`` in another table.
-        dtype: where the user names none.
         divisor: of the second axis of every shape that can be run.
         repeats: timed rounds of each cell, where the user names no number.
         round_seconds: how long a round lasts at most. Suites with several passes have many cells.
@@ -218,8 +208,9 @@ class KernelRow:
     task: str = ""
     errors: dict[str, float] = field(default_factory=dict)
 
-    def microseconds(self, cold: bool) -> float | None:
-        return self.cold_us if cold else self.hot_us
+    @property
+    def times(self) -> tuple[float | None, float | None]:
+        return self.hot_us, self.cold_us
 
 
 def rows_of(suite: Suite, content: Mapping[str, Any]) -> list[KernelRow]:

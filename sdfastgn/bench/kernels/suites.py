@@ -64,9 +64,10 @@ def both_layouts(name: str, call: Call, *suffixes: str) -> tuple[Provider, Provi
     return fixed(f"{name}_{standard}", call, channels_last=False), fixed(f"{name}_{channels_last}", call)
 
 
-def rivals(reference: Call, ours: Call) -> tuple[Provider, ...]:
-    """Eager PyTorch on both layouts, ours, and torch.compile."""
-    return (*both_layouts("eager", reference), fixed("sdfastgn", ours), inductor(reference))
+def rivals(reference: Call, ours: Call, *, layouts: bool = True) -> tuple[Provider, ...]:
+    """Eager PyTorch, on both layouts where there are some, ours, and torch.compile."""
+    eager = both_layouts("eager", reference) if layouts else (fixed("eager", reference),)
+    return (*eager, fixed("sdfastgn", ours), inductor(reference))
 
 
 def _with_statistics(
@@ -113,18 +114,6 @@ def _given_statistics(x: Tensor, weight: Tensor, bias: Tensor) -> Call:
 def _stable_fast(x: Tensor, weight: Tensor, bias: Tensor) -> Call:
     forward = stable_fast.group_norm_silu()
     return lambda x, weight, bias: forward(x, GROUPS, weight, bias, EPS)
-
-
-def _pair_sizes(shape: Shape) -> dict[str, Shape]:
-    return dict.fromkeys(("x", "residual"), shape)
-
-
-def _half_sizes(shape: Shape) -> dict[str, Shape]:
-    return dict.fromkeys(("x", "skip"), (shape[0], shape[1] // 2, *shape[2:]))
-
-
-def _cat(a: Tensor, b: Tensor) -> Tensor:
-    return torch.cat((a, b), dim=1)
 
 
 # Of the UNets of SD1.5 at 512^2 and SDXL at 1024^2 with guidance, and of the VAE's depth.
@@ -176,8 +165,18 @@ _INFERENCE = replace(
             task="statistics given",
             baseline=COPY,
         ),
-        _with_statistics("add", _pair_sizes, torch.add, sdfastgn.add_with_statistics),
-        _with_statistics("cat", _half_sizes, _cat, sdfastgn.cat_with_statistics),
+        _with_statistics(
+            "add",
+            lambda shape: dict.fromkeys(("x", "residual"), shape),
+            torch.add,
+            sdfastgn.add_with_statistics,
+        ),
+        _with_statistics(
+            "cat",
+            lambda shape: dict.fromkeys(("x", "skip"), (shape[0], shape[1] // 2, *shape[2:])),
+            lambda *pair: torch.cat(pair, dim=1),
+            sdfastgn.cat_with_statistics,
+        ),
     ),
     repeats=20,
     round_seconds=0.05,
@@ -209,11 +208,6 @@ _ISSUE_28201 = replace(
 # ---- InstanceNorm
 
 
-def _instance_norm_sizes(shape: Shape) -> dict[str, Shape]:
-    N, *spatial, C = shape
-    return _per_channel((N, C, *spatial), C)
-
-
 def _instance_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.instance_norm(x, weight=weight, bias=bias, eps=EPS)
 
@@ -227,7 +221,7 @@ _INSTANCE_NORM = Suite(
     },
     operations=(
         Operation(
-            _instance_norm_sizes,
+            lambda shape: _per_channel((shape[0], shape[-1], *shape[1:-1]), shape[-1]),
             _instance_norm,
             (
                 *both_layouts("eager", _instance_norm, "ncdhw", "ndhwc"),
@@ -257,18 +251,6 @@ def _add_layer_norm(
     return _layer_norm(total, weight, bias), total
 
 
-def _our_add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, add_bias: Tensor) -> Any:
-    return sdfastgn.add_layer_norm(x, residual, weight, bias, EPS, add_bias=add_bias)
-
-
-def _add_sizes(shape: Shape) -> dict[str, Shape]:
-    return {"x": shape, "residual": shape, **_per_channel(shape, shape[-1], "add_bias")}
-
-
-def _without_layouts(reference: Call, ours: Call) -> tuple[Provider, ...]:
-    return fixed("eager", reference), fixed("sdfastgn", ours), inductor(reference)
-
-
 # From few long rows to many short ones, and the tokens of SD1.5's and SDXL's UNets.
 _ROWS: tuple[Shape, ...] = tuple((10**power, 10 ** (8 - power)) for power in range(1, 8))
 _TOKENS: tuple[Shape, ...] = ((8192, 320), (2048, 640), (8192, 640), (2048, 1280))
@@ -282,13 +264,19 @@ _LAYER_NORM = Suite(
         Operation(
             lambda shape: _per_channel(shape, shape[-1]),
             _layer_norm,
-            _without_layouts(_layer_norm, functools.partial(sdfastgn.layer_norm, eps=EPS)),
+            rivals(_layer_norm, functools.partial(sdfastgn.layer_norm, eps=EPS), layouts=False),
             (FORWARD, BOTH),
         ),
         Operation(
-            _add_sizes,
+            lambda shape: {"x": shape, "residual": shape, **_per_channel(shape, shape[-1], "add_bias")},
             _add_layer_norm,
-            _without_layouts(_add_layer_norm, _our_add_layer_norm),
+            rivals(
+                _add_layer_norm,
+                lambda x, residual, weight, bias, add_bias: sdfastgn.add_layer_norm(
+                    x, residual, weight, bias, EPS, add_bias=add_bias
+                ),
+                layouts=False,
+            ),
             task="add",
             outputs=("y", "total"),
             tensors=4,
@@ -299,11 +287,6 @@ _LAYER_NORM = Suite(
 
 
 # ---- upsampling by two, and the convolution behind it
-
-
-def _conv_sizes(shape: Shape) -> dict[str, Shape]:
-    C = shape[1]
-    return {"x": shape, "weight": (C, C, 3, 3), "bias": (C,)}
 
 
 def _upsample(x: Tensor) -> Tensor:
@@ -338,7 +321,7 @@ _UPSAMPLE = Suite(
             tensors=5,
         ),
         Operation(
-            _conv_sizes,
+            lambda shape: {"x": shape, "weight": (shape[1], shape[1], 3, 3), "bias": (shape[1],)},
             _upsample_conv,
             rivals(_upsample_conv, upsample_conv2d),
             task="upsample + conv",

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from sdfastgn import model_inputs
 from sdfastgn.bench.models.configurations import UNETS, VAES
 
 if TYPE_CHECKING:  # diffusers takes seconds to import, and the names of the models are asked for without it
@@ -104,68 +105,26 @@ def build_vae(model: str, dtype: torch.dtype, device: torch.device | str, *, see
 
 
 def unet_inputs(
-    model: str | Mapping[str, Any],
-    *,
-    size: int,
-    batch: int,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    seed: int,
-    scale: int = 8,
+    model: str | Mapping[str, Any], *, size: int, batch: int, seed: int, scale: int = 8, **where: Any
 ) -> dict[str, Any]:
     """Keyword arguments of one UNet step, with the embeddings that its configuration asks for.
 
     ``model`` is a name or the configuration of a UNet that was loaded; ``size`` in pixels of the
-    square image, of which a latent has ``scale`` on a side.
+    square image, of which a latent has ``scale`` on a side; ``where`` are dtype and device.
     """
     config = UNETS[model] if isinstance(model, str) else model
-    draw = functools.partial(_randn, batch, dtype=dtype, device=device)
-    inputs: dict[str, Any] = {
-        "sample": draw(config.get("in_channels", 4), size // scale, size // scale, seed=seed),
-        "timestep": torch.tensor(500, device=device),
-    }
-    if config.get("_class_name") != "UNet2DModel":
-        width = config.get("encoder_hid_dim") or config["cross_attention_dim"]
-        width = width if isinstance(width, int) else width[0]
-        inputs["encoder_hidden_states"] = draw(77, width, seed=seed + 1)
-    if config.get("addition_embed_type") == "text_time":
-        pooled = config["projection_class_embeddings_input_dim"] - 6 * config["addition_time_embed_dim"]
-        time_ids = torch.tensor([size, size, 0, 0, size, size], dtype=dtype, device=device).repeat(batch, 1)
-        inputs["added_cond_kwargs"] = {"text_embeds": draw(pooled, seed=seed + 2), "time_ids": time_ids}
-    if config.get("time_cond_proj_dim"):
-        inputs["timestep_cond"] = draw(config["time_cond_proj_dim"], seed=seed + 4)
-    kind = config.get("class_embed_type")
-    if kind in ("projection", "simple_projection"):
-        inputs["class_labels"] = draw(config["projection_class_embeddings_input_dim"], seed=seed + 5)
-    elif kind == "timestep" or config.get("num_class_embeds"):
-        inputs["class_labels"] = torch.zeros(batch, dtype=torch.long, device=device)
-    return inputs
+    return model_inputs.unet_inputs(config, size=size, batch=batch, seed=seed, scale=scale, **where)
 
 
-def vae_latents(
-    model: str | Mapping[str, Any],
-    *,
-    size: int,
-    batch: int,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    seed: int,
-) -> Tensor:
-    """Latents for one decode to ``size`` pixels square."""
+def vae_latents(model: str | Mapping[str, Any], *, size: int, batch: int, seed: int, **where: Any) -> Tensor:
+    """Latents for one decode to ``size`` pixels square; ``where`` are dtype and device."""
     config = VAES[model] if isinstance(model, str) else model
     pixels = size // latent_scale(config)
     channels = config.get("latent_channels", 4)
-    return _randn(batch, channels, pixels, pixels, dtype=dtype, device=device, seed=seed)
+    return model_inputs.randn(batch, channels, pixels, pixels, seed=seed, **where)
 
 
-def _randn(*shape: int, dtype: torch.dtype, device: torch.device | str, seed: int) -> Tensor:
-    # Drawn on the CPU: the same inputs on every device.
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
-
-
-def _build(
-    cls: Any, config: dict[str, Any], dtype: torch.dtype, device: torch.device | str, seed: int
-) -> Any:
+def _build(cls: Any, config: dict[str, Any], dtype: torch.dtype, device: Any, seed: int) -> Any:
     # By way of the meta device: initializing 2.6 billion parameters on the CPU would take minutes.
     with torch.device("meta"):
         model = cls(**config)

@@ -1,11 +1,10 @@
 """Where one call's time goes: recorded kernels by category, and the gaps between them.
 
 A breakdown takes two recordings. The first, of the plain call with its operators, tells which
-operator launches the kernels of each name; recording operators makes the CPU slow, so that its gaps
-mean nothing. The second, of the device alone, is what is shown: of the CUDA graph's replay where
-the call could be captured, else of the plain call. A replay knows no operators; it runs the kernels
-of the plain call, so what the first recording told of a name holds there too. Names that it never
-saw speak for themselves.
+operator launches the kernels of each name. The second, of the device alone, is what is shown: of
+the CUDA graph's replay where the call could be captured, else of the plain call. Recording
+operators would slow the CPU, and a replay knows none. Names that the first recording never saw
+speak for themselves.
 
 Categories and launch gaps add up to the time from the start of the first kernel to the end of the
 last. Where two kernels run at once (two streams, programmatic dependent launch) the time that they
@@ -52,7 +51,6 @@ class Breakdown:
     """One call by category, in milliseconds.
 
     Attributes:
-        source: what was recorded: ``"replay"``, ``"call"`` or ``"CPU operators"``.
         categories: ``CATEGORIES`` and ``"launch gaps"``; they add up to ``total_ms``.
         total_ms: from the first kernel's start to the last one's end, while recorded.
         timed_ms: the same call or replay on the clock, without a profiler.
@@ -79,14 +77,9 @@ class Breakdown:
         return self.floor_ms / self.total_ms
 
 
-@dataclass(frozen=True)
-class _Part:
+def _part(name: str, found: str, microseconds: float, calls: float = 1.0) -> dict[str, Any]:
     """One launch, or the share of it that belongs to a category."""
-
-    name: str
-    category: str
-    microseconds: float
-    calls: float = 1.0
+    return {"name": name, "category": found, "calls": calls, "ms": microseconds / 1e3}
 
 
 def _alone(events: Iterable[Any]) -> list[float]:
@@ -133,26 +126,19 @@ def shares_by_name(events: Iterable[Any]) -> Shares:
     }
 
 
-def _listed(parts: Iterable[_Part]) -> list[dict[str, Any]]:
-    """Parts joined by name and category, longest first."""
-    found: dict[tuple[str, str], dict[str, Any]] = {}
-    for part in parts:
-        start = {"name": part.name, "category": part.category, "calls": 0.0, "ms": 0.0}
-        entry = found.setdefault((part.name, part.category), start)
-        entry["calls"] += part.calls
-        entry["ms"] += part.microseconds / 1e3
-    longest = sorted(found.items(), key=lambda item: (-item[1]["ms"], item[0]))
-    return [{**entry, "calls": round(entry["calls"], 2)} for _, entry in longest]
-
-
-def _breakdown(parts: Sequence[_Part], events: Sequence[Any], **values: Any) -> Breakdown:
+def _breakdown(parts: Sequence[dict[str, Any]], events: Sequence[Any], **values: Any) -> Breakdown:
     """``values`` are the fields that do not follow from parts and events."""
     times = [event.time_range for event in events]
     total_ms = (max(time.end for time in times) - min(time.start for time in times)) / 1e3
     sums = dict.fromkeys(CATEGORIES, 0.0)
+    joined: dict[tuple[str, str], dict[str, Any]] = {}
     for part in parts:
-        sums[part.category] += part.microseconds / 1e3
-    listed = _listed(parts)
+        sums[part["category"]] += part["ms"]
+        entry = joined.setdefault((part["name"], part["category"]), {**part, "calls": 0.0, "ms": 0.0})
+        entry["calls"] += part["calls"]
+        entry["ms"] += part["ms"]
+    longest = [entry for _, entry in sorted(joined.items(), key=lambda item: (-item[1]["ms"], item[0]))]
+    listed = [{**entry, "calls": round(entry["calls"], 2)} for entry in longest]
     return Breakdown(
         # Sums of many floats: without gaps the difference may be a little below nothing.
         categories={**sums, GAPS: max(0.0, total_ms - sum(sums.values()))},
@@ -170,13 +156,8 @@ def of_kernels(
 ) -> Breakdown:
     """The breakdown of a call on the GPU.
 
-    Args:
-        with_operators: events of the plain call, operators and kernels (``profile.events()``).
-        device_only: events of the replay or the call, kernels alone.
-        source: ``REPLAY`` or ``CALL``.
-        timed_ms: what ``source`` takes without a profiler.
-        call_ms: what the plain call takes without a profiler.
-
+    ``with_operators`` are events of the plain call, operators and kernels, and ``device_only`` of
+    the ``source``. ``timed_ms`` is what the source takes without a profiler, ``call_ms`` the call.
     Raises RuntimeError where a recording holds no kernel, as where CUPTI may not be used.
     """
     events = list(with_operators)
@@ -186,7 +167,7 @@ def of_kernels(
         raise RuntimeError(f"the profiler recorded no kernel of {what}: CUPTI does not work here")
     shares = shares_by_name(events)
     parts = [
-        _Part(event.name, found, length * share, share)
+        _part(event.name, found, length * share, share)
         for event, length in zip(launches, _alone(launches), strict=True)
         for found, share in (shares.get(event.name) or {category(event.name): 1.0}).items()
     ]
@@ -205,7 +186,7 @@ def of_cpu_operators(events: Iterable[Any], *, timed_ms: float) -> Breakdown:
     # The thread of the first operator makes the call; others only help it.
     thread = min(found, key=lambda event: event.time_range.start).thread
     own = [event for event in found if event.thread == thread]
-    parts = [_Part(event.name, category("", _operator(event)), event.self_cpu_time_total) for event in own]
+    parts = [_part(event.name, category("", _operator(event)), event.self_cpu_time_total) for event in own]
     return _breakdown(parts, own, source=CPU, timed_ms=timed_ms, call_gaps_ms=None)
 
 

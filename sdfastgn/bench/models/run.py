@@ -39,19 +39,15 @@ class Row:
 
     Attributes:
         ready_s: seconds from preparing to the first call's end. Eager's holds cuDNN's tuning.
-        median_ms, p10_ms, p90_ms: milliseconds of one call.
-        graph_ms: milliseconds of one replay of the call captured in a CUDA graph; where None,
-            ``graph_reason`` says why.
+        graph_ms: of one replay of the call captured in a CUDA graph, or ``graph_reason`` says why not.
         its: iterations a second: UNet steps (also of a pipeline), or decodes of a VAE.
         peak_mib: MiB that the CUDA allocator held at most during the timed calls.
         error_eager: ||y - eager|| / ||eager||.
         error_fp32: the same against fp32 without TF32, where that was asked for.
-        psnr_db: images of a pipeline against eager's.
         step_mib: of a training step, what PyTorch's CUDA allocator held at most over what the model
             and its inputs occupy: all that is kept for the backward, temporaries, gradients.
         saved_mib: of a training step, what autograd keeps for the backward.
-        profile: a ``profiling.Breakdown`` as a dict, where that was asked for; where it could not
-            be had, ``profile_reason`` says why.
+        profile: a ``profiling.Breakdown`` as a dict, or ``profile_reason`` says why not.
     """
 
     model: str
@@ -100,7 +96,7 @@ def _reference(config: BenchConfig, workload: Workload) -> Reference:
             return Reference(status=WRONG, reason=problem)
         stock = Reference(output, first_call_s)
         if workload.fp32_output is not None and (config.fp32_reference or config.part == "train"):
-            fp32 = workload.fp32_output()
+            fp32 = gate.kept(workload.fp32_output())
             stock = replace(stock, fp32=fp32, fp32_error=relative_error(output, fp32))
         return stock
     except Exception as error:  # too little memory, or weights of another architecture
@@ -215,10 +211,8 @@ def run(
 ) -> list[Row]:
     """Measures ``variants`` on one workload, all under the same global switches.
 
-    Args:
-        workload: an already built one, instead of building the config's.
-        on_variant: called with a variant's name before it starts, for a progress bar.
-        on_row: called with each row as soon as there is one, for whoever must not lose it.
+    ``workload`` is an already built one. ``on_variant`` gets a variant's name before it starts,
+    ``on_row`` each row as soon as there is one.
     """
     device = config.torch_device
     with (

@@ -23,31 +23,25 @@ def modules_of(target: object) -> dict[str, nn.Module]:
     return {name: part for name, part in components.items() if isinstance(part, nn.Module)}
 
 
-def _registries(owner: Any) -> dict[str, dict[str, Any]]:
-    return {name: dict(vars(owner)[name]) for name in _REGISTRIES if name in vars(owner)}
-
-
 class Snapshot:
-    """Classes, attributes, hooks and tensor strides of a model or pipeline at one moment. It copies
-    no tensor.
+    """Classes, attributes, hooks and tensor strides of a model or pipeline; it copies no tensor.
 
     Weights are expected to keep their values and may change their memory format; :meth:`restore`
     gives the old one back.
     """
 
     def __init__(self, target: object) -> None:
-        roots = modules_of(target)
-        owners: dict[int, Any] = {id(module): module for root in roots.values() for module in root.modules()}
+        modules = [module for root in modules_of(target).values() for module in root.modules()]
+        owners: list[Any] = list({id(module): module for module in modules}.values())
         if not isinstance(target, nn.Module):
             processor = getattr(target, "image_processor", None)
-            owners.update({id(owner): owner for owner in (target, processor) if owner is not None})
-        self._saved = [
-            (owner, type(owner), dict(vars(owner)), _registries(owner)) for owner in owners.values()
-        ]
-        tensors = {
-            id(tensor): tensor for root in roots.values() for tensor in (*root.parameters(), *root.buffers())
-        }
-        self._strides = [(tensor, tensor.stride()) for tensor in tensors.values()]
+            owners += [target] if processor is None else [target, processor]
+        self._saved = []
+        for owner in owners:
+            registries = {name: dict(vars(owner)[name]) for name in _REGISTRIES if name in vars(owner)}
+            self._saved.append((owner, type(owner), dict(vars(owner)), registries))
+        tensors = [each for m in modules for each in (*m.parameters(False), *m.buffers(False))]
+        self._strides = [(tensor, tensor.stride()) for tensor in tensors]
 
     def restore(self) -> None:
         """Puts everything back. Calling it on an unchanged model changes nothing."""

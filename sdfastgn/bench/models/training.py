@@ -8,14 +8,14 @@ does.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sdfastgn.bench.models.gate import kept
-from sdfastgn.bench.models.workload import BenchConfig, Workload, component, in_fp32, step_inputs, to_fp32
+from sdfastgn.bench.models.workload import BenchConfig, Workload, component, step_inputs, workload_of
 
 
 def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
@@ -57,10 +57,6 @@ def build(config: BenchConfig) -> Workload:
             loss_of(model, inputs).backward()
         return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
-    def fp32_gradients() -> dict[str, Tensor]:
-        unet.zero_grad()
-        return in_fp32(unet, lambda exact: kept(step(exact, to_fp32(kwargs))))
-
     def memory() -> tuple[float, float | None]:
         unet.zero_grad()
         saved_mib, step_mib = saved_bytes(lambda: loss_of(unet, kwargs), unet) / 2**20, None
@@ -73,4 +69,4 @@ def build(config: BenchConfig) -> Workload:
         unet.zero_grad()
         return saved_mib, step_mib
 
-    return Workload(unet, lambda: step(unet, kwargs), fp32_gradients, memory)
+    return replace(workload_of(unet, kwargs, step), memory=memory)

@@ -32,12 +32,10 @@ class Variant:
     """One way to run a model.
 
     Attributes:
-        name: what the command line and the JSON call it.
-        label: what tables call it.
+        name, label: what the command line and the JSON, and what tables call it.
         available: None where it can run on the device, else the reason why not, in one line.
-        applied: a context of ``(target, part)`` in which ``target`` (an nn.Module, or a pipeline
-            for the part ``"pipeline"``) runs the variant's way. On leaving it takes back what a
-            :class:`Snapshot` cannot see.
+        apply: makes a target (an nn.Module, or a pipeline) run the variant's way; gets the part
+            too, and a stack for what takes back that which a :class:`Snapshot` cannot see.
         describe: what the variant did to a prepared target, for the table's note.
         replays_graph: it replays CUDA graphs itself, so its calls cannot be captured.
     """
@@ -45,7 +43,7 @@ class Variant:
     name: str
     label: str
     available: Callable[[torch.device], str | None]
-    applied: Callable[[Any, str], contextlib.AbstractContextManager[None]]
+    apply: Callable[[Any, str, contextlib.ExitStack], object]
     describe: Callable[[Any], str] = lambda target: ""
     replays_graph: bool = False
 
@@ -55,16 +53,14 @@ def prepared(variant: Variant, target: Any, part: str) -> Iterator[None]:
     """``target`` as ``variant`` runs it; stock again afterwards, whatever raises."""
     from sdfastgn.bench.models.snapshot import Snapshot
 
-    snapshot = Snapshot(target)
-    try:
-        with variant.applied(target, part):
-            yield
-    finally:
-        snapshot.restore()
+    with contextlib.ExitStack() as undo:
+        undo.callback(Snapshot(target).restore)
+        variant.apply(target, part, undo)
+        yield
 
 
-def _always(device: torch.device) -> None:
-    """The reason of a variant that runs everywhere."""
+def _always(device: torch.device) -> str | None:
+    return None
 
 
 def _timed_modules(target: Any) -> list[nn.Module]:
@@ -73,40 +69,37 @@ def _timed_modules(target: Any) -> list[nn.Module]:
     return [module for name, module in modules_of(target).items() if name in TIMED_MODULES]
 
 
-@contextlib.contextmanager
-def _eager(target: Any, part: str) -> Iterator[None]:
-    yield
+def _eager(target: Any, part: str, undo: contextlib.ExitStack) -> None:
+    """Stock as it is."""
 
 
-@contextlib.contextmanager
-def _channels_last(target: Any, part: str) -> Iterator[None]:
+def _channels_last(target: Any, part: str, undo: contextlib.ExitStack) -> None:
     import torch
 
     for module in _timed_modules(target):
         # mypy: missing in torch's stubs.
         module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    yield
 
 
-# ---- sdfastgn
-
-
-@contextlib.contextmanager
-def _optimized(target: Any, part: str, *, cuda_graphs: Literal["auto"] | bool) -> Iterator[None]:
+def _sdfastgn(
+    target: Any, part: str, undo: contextlib.ExitStack, cuda_graphs: Literal["auto"] | bool = "auto"
+) -> None:
     import sdfastgn
-    from sdfastgn.bench.environment import check_kernels_ran
 
     sdfastgn.optimize(target, cuda_graphs=cuda_graphs)
-    try:
-        yield
-    finally:
-        sdfastgn.restore(target)
-    for parameter in (p for module in _timed_modules(target) for p in module.parameters()):
-        check_kernels_ran(parameter.device)
+    # Undone in reverse: stock again, then the question.
+    undo.callback(_check_kernels_ran, target)
+    undo.callback(sdfastgn.restore, target)
 
 
-_sdfastgn = functools.partial(_optimized, cuda_graphs="auto")
-_sdfastgn_eager = functools.partial(_optimized, cuda_graphs=False)
+def _check_kernels_ran(target: Any) -> None:
+    from sdfastgn.bench.environment import check_kernels_ran
+
+    for device in {p.device for module in _timed_modules(target) for p in module.parameters()}:
+        check_kernels_ran(device)
+
+
+_sdfastgn_eager = functools.partial(_sdfastgn, cuda_graphs=False)
 
 
 def _describe_sdfastgn(target: Any) -> str:
@@ -121,9 +114,6 @@ def _describe_sdfastgn(target: Any) -> str:
     return f"{fused}, no CUDA graph: {'; '.join(reasons)}" if reasons else fused
 
 
-# ---- torch.compile
-
-
 def compile_reason(device: torch.device) -> str | None:
     """Why torch.compile cannot run on the device; None where it can."""
     if device.type == "cuda":
@@ -133,38 +123,31 @@ def compile_reason(device: torch.device) -> str | None:
     return None if any(map(shutil.which, compilers)) else "torch.compile needs a C++ compiler on the CPU"
 
 
-@contextlib.contextmanager
-def _compiled(target: Any, part: str, *, mode: str | None = None) -> Iterator[None]:
+def _compiled(target: Any, part: str, undo: contextlib.ExitStack, mode: str | None = None) -> None:
     from torch import nn
 
     dynamo = importlib.import_module("torch._dynamo")
     dynamo.reset()
+    undo.callback(dynamo.reset)
     for module in _timed_modules(target):
         # A VAE is used through decode(), which module.compile() does not reach.
         decoder = getattr(module, "decoder", None)
         (decoder if isinstance(decoder, nn.Module) else module).compile(mode=mode)
-    try:
-        yield
-    finally:
-        dynamo.reset()
 
 
 _compiled_graphs = functools.partial(_compiled, mode="reduce-overhead")
 
 
-@contextlib.contextmanager
-def _sdfastgn_compiled(target: Any, part: str) -> Iterator[None]:
-    with _sdfastgn_eager(target, part), _compiled(target, part):
-        yield
+def _sdfastgn_compiled(target: Any, part: str, undo: contextlib.ExitStack) -> None:
+    _sdfastgn_eager(target, part, undo)
+    _compiled(target, part, undo)
 
 
-@contextlib.contextmanager
-def _stable_fast(target: Any, part: str) -> Iterator[None]:
+def _stable_fast(target: Any, part: str, undo: contextlib.ExitStack) -> None:
     if part == "train":
         raise RuntimeError("stable-fast traces inference, and has no backward")
-    with stable_fast.launch_functions():
-        stable_fast.compile_target(target, part)
-        yield
+    undo.enter_context(stable_fast.launch_functions())
+    stable_fast.compile_target(target, part)
 
 
 # Each is also timed under a CUDA graph, in a column of its own, unless it replays graphs itself.

@@ -32,15 +32,13 @@ WAYS = (("eager", False), ("sdfastgn, cold cache", True), ("sdfastgn, warm cache
 
 @dataclass(frozen=True)
 class WaitRow:
-    """What one process measured.
+    """What one process measured; without a time where the last image is wrong.
 
     Attributes:
-        variant: a row of ``WAYS``.
         image_s: seconds of each of the first images, ``optimize`` in the first.
         new_size_s: seconds of each of the first UNet steps at a size like none before.
         peak_mib, reserved_mib: most that the CUDA allocator handed out, and held; None on the CPU.
         psnr_db: last image against stock's; None for stock or where they are equal.
-        status, reason: ``"ok"``, or ``"wrong"`` and why; then there is no time.
     """
 
     variant: str

@@ -26,12 +26,10 @@ class BenchConfig:
     """One part of one model at one size.
 
     Attributes:
-        model: a name of ``architectures.MODELS``.
         part: ``"unet"`` (one step), ``"vae"`` (one decode), ``"pipeline"`` (text encoder, ``steps``
             steps, decode) or ``"train"`` (forward and backward of the UNet).
-        size: pixels of the square image, divisible by 8.
+        size: pixels of the square image.
         batch: of the UNet or the VAE, or the pipeline's images a call.
-        dtype: ``"fp16"``, ``"bf16"`` or ``"fp32"``.
         weights: ``"random"``, a local path or a Hub id.
         profile: also record where a call's time goes, once it is timed.
     """
@@ -76,11 +74,6 @@ class Workload:
     memory: Callable[[], tuple[float, float | None]] | None = None
 
 
-def to_fp32(values: Any) -> Any:
-    """Floating tensors, also those in dicts, as fp32."""
-    return tree_map_only(torch.Tensor, lambda t: t.float() if t.is_floating_point() else t, values)
-
-
 def load(config: BenchConfig) -> Any:
     """The pipeline of the config's weights."""
     # Pipelines import transformers, which random weights of one network do without.
@@ -123,33 +116,29 @@ def _drawn(config: BenchConfig) -> dict[str, Any]:
     return {"dtype": config.torch_dtype, "device": config.torch_device, "seed": config.seed}
 
 
-def in_fp32(module: Any, call: Callable[[Any], T]) -> T:
-    """``call`` of a copy of ``module`` in fp32 without TF32."""
-    with global_switches(cudnn_tf32=False, matmul_tf32=False):
-        return call(copy.deepcopy(module).float())
+def workload_of(module: Any, inputs: T, run: Callable[[Any, T], Any]) -> Workload:
+    """``run`` of the module and the inputs, and of a copy of both in fp32 without TF32."""
+
+    def fp32_output() -> Any:
+        exact = tree_map_only(torch.Tensor, lambda t: t.float() if t.is_floating_point() else t, inputs)
+        with global_switches(cudnn_tf32=False, matmul_tf32=False):
+            return run(copy.deepcopy(module).float(), exact)
+
+    return Workload(module, lambda: run(module, inputs), fp32_output)
 
 
 def build_unet(config: BenchConfig) -> Workload:
     """One step of the UNet."""
     unet, scale = component(config, "unet")
-    unet.eval()
     inputs = step_inputs(config, unet, scale)
-
-    def fp32_output() -> torch.Tensor:
-        return in_fp32(unet, lambda exact: exact(**to_fp32(inputs), return_dict=False)[0])
-
-    return Workload(unet, lambda: unet(**inputs, return_dict=False)[0], fp32_output)
+    return workload_of(unet.eval(), inputs, lambda unet, inputs: unet(**inputs, return_dict=False)[0])
 
 
 def build_vae(config: BenchConfig) -> Workload:
     """One decode by the VAE."""
-    vae = component(config, "vae")[0].eval()
+    vae, _ = component(config, "vae")
     latents = architectures.vae_latents(vae.config, size=config.size, batch=config.batch, **_drawn(config))
-
-    def fp32_output() -> torch.Tensor:
-        return in_fp32(vae, lambda exact: exact.decode(latents.float(), return_dict=False)[0])
-
-    return Workload(vae, lambda: vae.decode(latents, return_dict=False)[0], fp32_output)
+    return workload_of(vae.eval(), latents, lambda vae, latents: vae.decode(latents, return_dict=False)[0])
 
 
 def build_pipeline(config: BenchConfig) -> Workload:

@@ -40,34 +40,24 @@ HEADLINE = (
 # ---- the terminal
 
 
-def _speed_up(row: Row, eager: Row | None) -> str:
-    if eager is None or row.median_ms is None or eager.median_ms is None:
-        return NOTHING
-    return f"{eager.median_ms / row.median_ms:.2f}x"
-
-
-def _mebibytes(value: float | None) -> str:
-    return NOTHING if value is None else f"{value:.0f}" if value >= 100 else f"{value:.2f}"
-
-
 def end_to_end_table(rows: Sequence[Row], title: str) -> Blocks:
     """One part's rows, without empty columns. :func:`row_notes` say why a time is missing."""
-    eager = next((row for row in rows if row.variant == "eager" and row.status == OK), None)
+    eager = next((row.median_ms for row in rows if row.variant == "eager" and row.status == OK), None)
     cells = [
         {
             "variant": label(row.variant),
             "ready s": number(row.ready_s),
             "median ms": number(row.median_ms, 4),
             "p10-p90 ms": NOTHING if row.p10_ms is None else f"{number(row.p10_ms)}-{number(row.p90_ms)}",
-            "speed-up": _speed_up(row, eager),
+            "speed-up": f"{eager / row.median_ms:.2f}x" if eager and row.median_ms else NOTHING,
             "graph ms": number(row.graph_ms, 4),
             "it/s": number(row.its),
             "peak MiB": number(row.peak_mib, 5),
             "error, eager": error_text(row.error_eager),
             "error, fp32": error_text(row.error_fp32),
             "PSNR dB": number(row.psnr_db),
-            "step MiB": _mebibytes(row.step_mib),
-            "saved MiB": _mebibytes(row.saved_mib),
+            "step MiB": number(row.step_mib),
+            "saved MiB": number(row.saved_mib),
         }
         for row in rows
     ]

@@ -9,10 +9,11 @@ from pathlib import Path
 from sdfastgn.bench.documents import OK, QUOTED, UNAVAILABLE
 from sdfastgn.bench.kernels.ratios import (
     Line,
-    best_peer,
+    Pair,
+    best_peers,
     extra_ratios,
-    is_lost,
     lines,
+    lost,
     means,
     ratio,
     timed_names,
@@ -31,15 +32,13 @@ from sdfastgn.bench.terminal import Blocks
 
 # One launch, and three: small enough that the CPU never waits for the GPU.
 _HOST_SHAPES: tuple[Shape, ...] = ((2, 1280, 8, 8), (2, 1280, 16, 16), (2, 640, 32, 32), (2, 320, 64, 64))
-_COLD = (False, True)
 
 
 def cell_line(row: KernelRow) -> str:
     """A cell as soon as it is measured; empty where it cannot be."""
     if row.status == UNAVAILABLE:
         return ""
-    times = f"{number(row.hot_us)} us ({number(row.cold_us)})"
-    found = times if row.status == OK else f"{row.status}: {row.reason}"
+    found = f"{_pair(row.times)} us" if row.status == OK else f"{row.status}: {row.reason}"
     return f"{shape_text(row.shape)} {row.provider}, {row.task}: {found}"
 
 
@@ -62,20 +61,19 @@ def missing_cells(rows: Iterable[KernelRow]) -> list[str]:
 
 def _competing(suite: Suite, rows: Iterable[KernelRow]) -> list[KernelRow]:
     """The copy's rows and those of the suite's operations, without its extras."""
-    tasks = {COPY, *(op.label(what) for op in suite.operations for what in op.passes)}
-    return [row for row in rows if row.task in tasks]
+    return [row for row in rows if row.task in (COPY, *suite.ideals)]
 
 
 def _cell(line: Line, name: str) -> str:
     row = line.get(name)
     if row is None or row.status not in (OK, QUOTED):
         return NOTHING
-    lost = name.startswith(OURS) and any(is_lost(line, name, cold=cold) for cold in _COLD)
-    return f"{number(row.hot_us)} ({number(row.cold_us)}){LOSS if lost else ''}"
+    mark = LOSS if name.startswith(OURS) and any(lost(line, name)) else ""
+    return _pair(row.times) + mark
 
 
-def _pair(line: Line, name: str, hot: str | None, cold: str | None) -> str:
-    pair = ratio(line, name, hot), ratio(line, name, cold, cold=True)
+def _pair(pair: Pair) -> str:
+    """``hot (cold)``"""
     return f"{number(pair[0])} ({number(pair[1])})" if all(pair) else NOTHING
 
 
@@ -87,12 +85,11 @@ def _table(suite: Suite, rows: Sequence[KernelRow], *, bold: bool = False) -> Bl
     header += [f"{name} / {over}" for name in ours for over in (COPY, suite.baseline, "best peer")]
     body = []
     for (shape, task), line in lines(rows).items():
-        hot, cold = (best_peer(line, cold=cold) for cold in _COLD)
-        cells = [f"**{_cell(line, name)}**" if bold and name == hot else _cell(line, name) for name in names]
-        overs = ((COPY, COPY), (suite.baseline, suite.baseline), (hot, cold))
-        cells += [_pair(line, name, *over) for name in ours for over in overs]
+        peers = best_peers(line)
+        best = peers[0] if bold else None
+        cells = [f"**{_cell(line, name)}**" if name == best else _cell(line, name) for name in names]
+        cells += [_pair(ratio(line, name, over)) for name in ours for over in (COPY, suite.baseline, peers)]
         body.append([shape_text(shape), task, *cells])
-    found = []
     # Others' published times have another run's copy.
     ran = [row for row in rows if row.status == OK]
     for over in (COPY, suite.baseline):
@@ -102,8 +99,8 @@ def _table(suite: Suite, rows: Sequence[KernelRow], *, bold: bool = False) -> Bl
                     name: f"{e['hot']:.2f} ({e['cold']:.2f}) on {e['shapes']}" for name, e in by_name.items()
                 }
                 cells = [mean.get(name, NOTHING) for name in names]
-                found.append([f"mean / {over}, {set_name}", task, *cells, *[""] * 3 * len(ours)])
-    return Blocks(header, body, left=2, means=found)
+                body.append([f"mean / {over}, {set_name}", task, *cells, *[""] * 3 * len(ours)])
+    return Blocks(header, body, left=2)
 
 
 def _legend(suite: Suite) -> str:
@@ -114,17 +111,13 @@ def _legend(suite: Suite) -> str:
 # ---- the terminal
 
 
-def suite_table(suite: Suite, rows: Sequence[KernelRow], title: str) -> Blocks:
-    """What the suite's operations took, and what that is over the copy, eager and the best peer."""
+def suite_tables(suite: Suite, rows: Sequence[KernelRow], title: str) -> list[Blocks]:
+    """What the suite's operations took, and its extras beside the plain ops where one was timed."""
     caption = f"microseconds, hot L2 (cold L2); {_legend(suite)}"
-    return replace(_table(suite, _competing(suite, rows)), title=title, caption=caption)
-
-
-def extras_table(suite: Suite, rows: Sequence[KernelRow]) -> Blocks | None:
-    """The suite's extras beside the plain ops; None where none was timed."""
+    tables = [replace(_table(suite, _competing(suite, rows)), title=title, caption=caption)]
     header, body = _extras(suite, rows)
     caption = "microseconds: time over the plain op's, hot L2 (cold L2)"
-    return Blocks(header, body, caption=caption) if len(header) > 1 else None
+    return [*tables, Blocks(header, body, caption=caption)] if len(header) > 1 else tables
 
 
 def _extras(suite: Suite, rows: Sequence[KernelRow]) -> tuple[list[str], list[list[str]]]:
@@ -184,23 +177,21 @@ def suite_markdown(suite: Suite, results: Path) -> str:
         who = f"{LOSS}: a peer is faster than sdfastgn" if suite.is_inference else _legend(suite)
         notes = (*quoted, *missing, f"{dtype}, {source_line(content)}")
         legend = f"Microseconds, hot L2 (cold L2); bold: the best peer; {who}."
-        blocks += [_brief(table) if suite.is_inference else _whole(table), legend]
+        blocks += [_brief(table) if suite.is_inference else markdown_table(table.header, table.body), legend]
         blocks += [f"{note}." for note in notes]
     return "\n\n".join(blocks) or NO_RESULTS
 
 
-def _whole(table: Blocks) -> str:
-    return markdown_table(table.header, [*table.body, *table.means])
-
-
 def _brief(table: Blocks) -> str:
     """A suite with one task and one provider of ours, with no ratio but that to the best peer."""
-    label = f"mean / {COPY}"
-    found = [[line[0].replace(label, f"mean of time / {COPY}"), *line[1:]] for line in table.means]
-    kept = [*table.body, *(line for line in found if line[0].startswith("mean of"))]
+    rows = [
+        [name.replace("mean /", "mean of time /"), *cells]
+        for name, *cells in table.body
+        if name.startswith(f"mean / {COPY},") or not name.startswith("mean")
+    ]
     header = [_spaced(table.header[0]), *table.header[1:]]
-    short, *body = ([line[0], *line[2:-3], line[-1]] for line in (header, *kept))
-    return markdown_table(short, body)
+    header, *body = ([row[0], *row[2:-3], row[-1]] for row in (header, *rows))
+    return markdown_table(header, body)
 
 
 def extras_markdown(suite: Suite, results: Path) -> str:

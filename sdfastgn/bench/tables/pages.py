@@ -38,8 +38,7 @@ _SLOT = re.compile(r"(<!-- table:(?P<name>[\w-]+) -->)(?P<body>.*?)(<!-- /table:
 def filled(text: str, results: Path) -> str:
     """``text`` with every table slot filled from the JSON files under ``results``.
 
-    Raises:
-        ValueError: a slot has a name that no table has, or is not closed.
+    Raises ValueError where a slot has a name that no table has, or is not closed.
     """
     opened = re.findall(r"<!-- table:([\w-]+) -->", text)
     unknown = sorted(set(opened) - set(TABLES))

@@ -57,10 +57,11 @@ def headline(results: Path, path: Path) -> None:
         axes.set_visible(False)
     for axes, (title, times) in zip(every, panels.items(), strict=False):
         names, values, quoted = zip(*times, strict=True)
-        colours = [_COLOURS[0] if name == OURS else _COLOURS[-1] for name in names]
+        colours = [
+            (_COLOURS[0] if name == OURS else _COLOURS[-1], 0.4 if is_quoted else 1)
+            for name, is_quoted in zip(names, quoted, strict=True)
+        ]
         bars = axes.barh(names, values, color=colours)
-        for bar, is_quoted in zip(bars, quoted, strict=True):
-            bar.set_alpha(0.4 if is_quoted else 1)
         axes.bar_label(bars, list(map(number, values)), padding=3, fontsize="small")
         axes.set_title(title, fontsize="small")
         axes.tick_params(labelsize="small")

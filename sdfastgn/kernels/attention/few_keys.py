@@ -146,8 +146,9 @@ if triton is not None:
 def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """True if ``attend_to_few`` takes q (N, H, L, D), k and v (N, H, S, D), and is faster than PyTorch.
 
-    16-bit tensors on a GPU from sm_80 on (heads of more than 128 channels: sm_90 and sm_100), or
-    anywhere under Triton's interpreter; at most ``MAX_KEYS`` keys; rows of whole 16-byte loads.
+    16-bit tensors on an NVIDIA GPU from sm_80 on (heads of more than 128 channels: sm_90 and
+    sm_100), or anywhere under Triton's interpreter; at most ``MAX_KEYS`` keys; rows of whole 16-byte
+    loads.
     """
     return (
         q.dtype in (torch.float16, torch.bfloat16)
@@ -166,7 +167,9 @@ def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 def _runs_on(capability: tuple[int, int], D: int) -> bool:
     # Without Hopper's and Blackwell's products from shared memory both operands are in registers
-    # too, and the largest heads spill.
+    # too, and the largest heads spill. On AMD's RDNA 3 heads of 80 do.
+    if torch.version.hip is not None:
+        return False
     return capability >= (8, 0) if D <= 128 else (9, 0) <= capability < (12, 0)
 
 

@@ -69,8 +69,8 @@ def wide_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = Non
 
     Shapes: the output is (N, heads, L, D).
     Dtypes: fp16, bf16, fp32 or fp64, the same for all. fp16 and bf16 run in chunks. The others, autocast
-        to another dtype, and whatever chunks would not make faster (D up to 256 or no multiple of 8,
-        fewer than 1024 queries or keys) run in PyTorch's attention.
+        to another dtype, whatever chunks would not make faster (D up to 256 or no multiple of 8,
+        fewer than 1024 queries or keys), and AMD's GPUs run in PyTorch's attention.
     Layout: any; tensors whose channels are not next to each other are copied first. The output is
         contiguous, but under autocast and where gradients are wanted whatever PyTorch's attention
         gives.
@@ -98,6 +98,7 @@ def wide_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = Non
 def _runs_in_chunks(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return (
         not torch.jit.is_tracing()  # where sizes are no numbers
+        and torch.version.hip is None  # the products of 16 bits into fp32 are cuBLAS's
         # Sizes first: of a UNet's many attentions none has such heads.
         and pays(q.shape[-2], k.shape[-2], q.shape[-1])
         and q.dtype in _HALVES

@@ -22,7 +22,7 @@ from sdfastgn.kernels.common.tiles import triton
 if triton is not None:
     import triton.language as tl
 
-    from sdfastgn.kernels.common.tiles import COMPILED
+    from sdfastgn.kernels.common.tiles import PTX
 
 __all__ = ["ACTIVATIONS", "ACTIVATION_GRADS", "PAIRED", "activate", "activation_grad", "normal_cdf"]
 
@@ -89,7 +89,7 @@ if triton is not None:
         so that ab stays finite: below z = -41 the result is 2^-60 instead of less, which 16-bit
         results of usual size do not show.
         """
-        if not COMPILED:
+        if not PTX:
             s = 1 / (1 + tl.exp(-z))
         elif PAIRS:
             e = 1 + _exp2(tl.minimum(z * -1.4426950408889634, 60.0))
@@ -106,7 +106,7 @@ if triton is not None:
     @triton.jit
     def _sigmoid_and_rest(z, PAIRS: tl.constexpr):
         """(sigmoid, 1 - sigmoid). The latter is multiplied by powers of z, so in fp32 it is no difference."""
-        if PAIRS or not COMPILED:
+        if PAIRS or not PTX:
             s = _sigmoid(z, PAIRS)
             rest = 1 - s
         else:
@@ -161,7 +161,7 @@ if triton is not None:
         """
         if HALF:
             e, t = z * z * -0.7213475204444817, 1 + 0.3 * tl.abs(z)
-            if COMPILED:
+            if PTX:
                 e, t = _exp2(e), _reciprocal(t)
             else:
                 e, t = tl.exp2(e), 1 / t

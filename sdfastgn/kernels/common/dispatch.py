@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ __all__ = [
     "is_untraced",
     "needs_op",
     "runs_in_triton",
+    "stock_code",
     "turn_off",
     "wants_gradient",
     "why_off",
@@ -61,6 +63,17 @@ def turn_off(reason: str) -> KernelError:
             stacklevel=2,
         )
     return KernelError(f"sdfastgn: {reason}")
+
+
+@contextlib.contextmanager
+def stock_code() -> Iterator[None]:
+    """Inside, no kernel runs, and optimized modules run their stock forwards."""
+    global why_off
+    before, why_off = why_off, why_off or "stock's code was asked for"
+    try:
+        yield
+    finally:
+        why_off = before
 
 
 def runs_in_triton(x: Tensor) -> bool:

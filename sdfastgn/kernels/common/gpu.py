@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from sdfastgn.kernels.common.private import current_device, current_raw_stream
+from sdfastgn.kernels.common.tiles import HAS_GDC
 
 __all__ = [
     "current_stream",
@@ -48,7 +49,9 @@ def num_sms(device: torch.device) -> int:
 
 def has_programmatic_launch(device: torch.device) -> bool:
     """True if kernels on ``device`` can start while the one before them still runs: from sm_90 on."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+    if not HAS_GDC or device.type != "cuda" or torch.version.hip is not None:  # AMD's call themselves cuda
+        return False
+    return torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def unsupported(device: torch.device) -> str | None:

@@ -25,6 +25,8 @@ __all__ = ["Launch"]
 # Parameters of the launchers that are known: what they launch, and what they pass to hooks.
 _LAUNCHED = ("self", "gridX", "gridY", "gridZ", "stream", "function")
 _REPORTED = ("kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook")
+# Warps of a program, at most: an AMD warp can have 64 threads, and a program 1024.
+_MAX_WARPS = 32 if torch.version.hip is None else 16
 
 
 class Launch:
@@ -57,7 +59,7 @@ class Launch:
         self.programs = programs
         self.numbers = numbers
         self.constants = constants
-        self.options = {"num_warps": num_warps, **({"launch_pdl": True} if pdl else {})}
+        self.options = {"num_warps": min(num_warps, _MAX_WARPS), **({"launch_pdl": True} if pdl else {})}
         self._values = (*numbers, *constants.values())
         self._run: Any = None
 
@@ -118,16 +120,16 @@ def _direct_launcher(compiled: Any) -> tuple[Any, tuple[Any, ...]]:
         run = compiled.run
         bound = (compiled.function, compiled.packed_metadata, None, None, None)
         parameters = tuple(inspect.signature(type(run).__call__).parameters)
-        if parameters == (*_LAUNCHED, "args"):  # up to Triton 3.6
-            kinds = [kind for kind in ("global", "profile") if hasattr(run, f"{kind}_scratch_size")]
-            if any(getattr(run, f"{kind}_scratch_size") for kind in kinds):
-                return run, bound
-            # The launcher's Python part only looks for scratch memory, which these kernels do not
-            # have. Triton 3.4 knows one kind of it.
-            flags = (run.launch_cooperative_grid, run.launch_pdl, *[None] * len(kinds))
-            return run.launch, (compiled.function, *flags, *bound[1:])
-        if parameters == (*_LAUNCHED, *_REPORTED, "args"):  # since Triton 3.7
-            return run, bound
     except AttributeError:
-        pass
-    return None, ()
+        return None, ()
+    if parameters == (*_LAUNCHED, *_REPORTED, "args"):  # since Triton 3.7
+        return run, bound
+    if parameters != (*_LAUNCHED, "args"):  # up to Triton 3.6
+        return None, ()
+    sizes = [getattr(run, f"{kind}_scratch_size", None) for kind in ("global", "profile")]
+    if any(sizes) or not hasattr(run, "launch_pdl"):  # AMD's
+        return run, bound
+    # NVIDIA's: its Python part only looks for scratch memory, which these kernels do not have. Triton
+    # 3.4 knows one kind of it.
+    scratch = [None for size in sizes if size is not None]
+    return run.launch, (compiled.function, run.launch_cooperative_grid, run.launch_pdl, *scratch, *bound[1:])

@@ -73,7 +73,9 @@ class Op:
 
     def through_dispatcher(self, call: Any) -> Any:
         """The results for ``call``, an instance of ``arguments``."""
-        return self._registered(*call[: self._count])
+        return self._registered(
+            *tuple(call)[: self._count]
+        )  # torch.compile of PyTorch 2.8 slices no NamedTuple
 
     def _save_registered(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         if self._hidden:

@@ -12,15 +12,22 @@ registers. Elementwise kernels have plain tiles of two axes (``map_tile``).
 
 from __future__ import annotations
 
+import torch
+
 try:
     import triton
     import triton.language as tl
 except ImportError:  # every call then runs in plain PyTorch
     triton = None
 
+_VERSION = tuple(map(int, triton.__version__.split(".")[:2])) if triton is not None else (0, 0)
+# Triton 3.4 cannot compile its own instruction that waits for the kernel before.
+HAS_GDC = _VERSION >= (3, 5)
+
 __all__ = [
-    "COMPILED",
+    "HAS_GDC",
     "LANE_AXIS",
+    "PTX",
     "STEP_AXIS",
     "along_block",
     "along_lanes",
@@ -32,10 +39,11 @@ __all__ = [
 ]
 
 if triton is not None:
-    _LANES_FIRST = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
+    _LANES_FIRST = _VERSION < (3, 7)
     LANE_AXIS = tl.constexpr(0 if _LANES_FIRST else 2)
     STEP_AXIS = tl.constexpr(2 if _LANES_FIRST else 0)
-    COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter knows no inline assembly
+    # Whether kernels may have inline assembly, which the interpreter and AMD's compiler do not know.
+    PTX = tl.constexpr(torch.version.hip is None and not triton.knobs.runtime.interpret)
 
     @triton.jit
     def multiple_of(value, FACTOR: tl.constexpr):

@@ -45,8 +45,8 @@ if triton is not None:
     from sdfastgn.kernels.common.activations import activate
     from sdfastgn.kernels.common.deviation import inverse_deviation
     from sdfastgn.kernels.common.tiles import (
-        COMPILED,
         LANE_AXIS,
+        PTX,
         STEP_AXIS,
         along_block,
         along_lanes,
@@ -94,7 +94,7 @@ if triton is not None:
         """Over two whole tiles, which pass through shared memory together: half of the way there and back."""
         d, squares = _flat(d), _flat(squares)
         # In the interpreter ``tl.reduce`` calls a function of ours for each element.
-        return tl.reduce((d, squares), 0, _add_pairs) if COMPILED else (tl.sum(d, 0), tl.sum(squares, 0))
+        return tl.reduce((d, squares), 0, _add_pairs) if PTX else (tl.sum(d, 0), tl.sum(squares, 0))
 
     @triton.jit
     def _save(mean_ptr, rstd_ptr, mean, rstd, groups, mask):

@@ -295,5 +295,5 @@ def add_layer_norm(
     if total_bias is None or (dispatch.is_plain_inference(x, call) and x.numel()):
         return _ADD_LAYER_NORM(call)
     _check_sum(name, call)
-    y, _ = _ADD_LAYER_NORM(call._replace(total_bias=None))
+    y, _ = _ADD_LAYER_NORM(AddCall(x, residual, weight, bias, add_bias, eps, call.out_dtype))
     return y, reference_add(x, residual, add_bias, total_bias)

@@ -16,7 +16,15 @@ import types
 import weakref
 from typing import Any, NamedTuple
 
-__all__ = ["TestedSource", "source_hash", "tested", "unknown_source"]
+__all__ = [
+    "TestedSource",
+    "computed",
+    "hash_of",
+    "source_hash",
+    "tested",
+    "unknown_source",
+    "upstream_definition",
+]
 
 
 class TestedSource(NamedTuple):
@@ -36,11 +44,9 @@ _hashes: weakref.WeakKeyDictionary[types.FunctionType, str | None] = weakref.Wea
 
 
 def source_hash(cls: type, method: str) -> str | None:
-    """First 16 hexadecimal digits of the SHA-256 of the ``outline`` of a method or property.
+    """``hash_of`` a method or property. None if that is not upstream's or cannot be read.
 
-    None if that is not upstream's or cannot be read.
-
-    Below upstream's own decorators, which are part of the outline. Any other wrapper, as
+    Below upstream's own decorators, which are part of the hash. Any other wrapper, as
     ``functools.wraps`` makes them look like what they wrap, is None.
     """
     function = getattr(cls, method, None)
@@ -49,11 +55,13 @@ def source_hash(cls: type, method: str) -> str | None:
     if not isinstance(function, types.FunctionType):
         return None
     if function not in _hashes:
-        _hashes[function] = _hash_of(function)
+        definition = upstream_definition(function)
+        _hashes[function] = None if definition is None else hash_of(definition)
     return _hashes[function]
 
 
-def _hash_of(function: types.FunctionType) -> str | None:
+def upstream_definition(function: types.FunctionType) -> ast.FunctionDef | None:
+    """The definition of upstream's ``function``, below its decorators. None as in ``source_hash``."""
     wrappers: list[Any] = []
     try:
         inner = inspect.unwrap(function, stop=wrappers.append)
@@ -62,32 +70,42 @@ def _hash_of(function: types.FunctionType) -> str | None:
         return None
     if not isinstance(definition, ast.FunctionDef) or len(wrappers) > len(definition.decorator_list):
         return None
-    if not all(map(_is_upstreams, (*wrappers, inner))):
-        return None
-    return hashlib.sha256(outline(definition).encode()).hexdigest()[:16]
+    return definition if all(map(_is_upstreams, (*wrappers, inner))) else None
 
 
-def outline(part: Any) -> str:
-    """Syntax as text, without what computes nothing: comments, docstrings, annotations, layout.
+def hash_of(definition: ast.FunctionDef) -> str:
+    """First 16 hexadecimal digits of the SHA-256 of what ``definition`` computes.
 
-    The same in every version of Python, as ``ast.dump`` and ``ast.unparse`` are not.
+    No layout, comment, docstring or annotation is in it. It is the same in every version of Python.
     """
-    if isinstance(part, list):
-        return f"[{','.join(outline(each) for each in part if not _is_docstring(each))}]"
-    if not isinstance(part, ast.AST):
-        return ascii(part)
-    fields = {name: value for name, value in ast.iter_fields(part) if name not in _NOT_COMPUTED}
-    # Newer versions of Python have more fields, which are empty without their syntax.
-    shown = (f"{name}={outline(value)}" for name, value in fields.items() if value not in (None, []))
-    return f"{type(part).__name__}({','.join(shown)})"
+    return hashlib.sha256(_dump(computed(definition)).encode()).hexdigest()[:16]
 
 
-# Fields of ``ast``'s classes: annotations of arguments and variables, and of what is returned.
-_NOT_COMPUTED = ("annotation", "returns")
+def computed(definition: ast.FunctionDef) -> ast.FunctionDef:
+    """``definition`` itself, after docstrings and the annotations of signatures are removed from it."""
+    for node in ast.walk(definition):
+        if isinstance(node, ast.arg):
+            node.annotation = None
+        elif isinstance(node, ast.FunctionDef):
+            node.returns = None
+        for value in vars(node).values():
+            if isinstance(value, list):
+                value[:] = [each for each in value if not _is_docstring(each)]
+    return definition
 
 
 def _is_docstring(part: Any) -> bool:
     return isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant)
+
+
+def _dump(part: Any) -> str:
+    """As ``ast.dump``, which shows empty fields in some versions of Python, and fields that others lack."""
+    if isinstance(part, list):
+        return f"[{','.join(map(_dump, part))}]"
+    if not isinstance(part, ast.AST):
+        return ascii(part)
+    fields = (f"{name}={_dump(value)}" for name, value in ast.iter_fields(part) if value not in (None, []))
+    return f"{type(part).__name__}({','.join(fields)})"
 
 
 def _is_upstreams(link: Any) -> bool:

@@ -46,7 +46,7 @@ from sdfastgn.patches.fusions.group_norm import FusedGroupNorm
 __all__ = ["FUSION", "PARENTS"]
 
 # Models whose forward calls conv_norm_out and, directly after it, conv_act on its result -> that
-# forward's source.
+# forward's source. Versions differ in LoRA scales, the timestep's dtype and a decoder's dtype.
 _SOURCES: dict[type[nn.Module], TestedSource] = {
     source.cls: source
     for source in (

@@ -124,6 +124,7 @@ FUSION = ClassSwap(
     "resnet_block",
     ResnetBlock2D,
     FusedResnetBlock2D,
+    # Before 0.37 the shortcut's input becomes channels-first, with the same values.
     sources=(
         tested(ResnetBlock2D, __init__="f6111697ab9ce6fc", forward="27d3601251620ffd 8d4e47f410843292"),
     ),

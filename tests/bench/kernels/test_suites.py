@@ -298,25 +298,25 @@ def test_a_line_has_one_task_and_the_copy() -> None:
 
 def test_lost_cells_and_ratios_hot_and_cold() -> None:
     line = line_of(ROWS)
-    assert (ratios.best_peer(line), ratios.is_lost(line, "sdfastgn")) == ("apex", False)
-    assert ratios.is_lost(line, "sdfastgn", cold=True)
+    assert (ratios.best_peers(line), ratios.lost(line, "sdfastgn")) == (("apex", "apex"), (False, True))
     found = ratios.summary(TRAIN, ROWS)
     assert found["slower_than_best_peer"] == {"hot": [], "cold": [["2x320x64x64", BOTH, "sdfastgn"]]}
-    assert found["ratio_to_best_peer"] == {"sdfastgn": {BOTH: {"2x320x64x64": [0.8, 1.125]}}}
+    assert found["ratio_to_best_peer"] == {"sdfastgn": {BOTH: {"2x320x64x64": (0.8, 1.125)}}}
     assert found["ideal_ratio_to_copy"] == {TRAINING: 1, BOTH: 2.5}
 
 
 def test_the_best_peer_may_be_quoted_and_is_neither_the_copy_nor_ours() -> None:
     quoted = KernelRow(UNET, "gnnhwc", QUOTED, hot_us=3.0, cold_us=30.0, task=BOTH)
     line = line_of([*ROWS, quoted])
-    assert (ratios.best_peer(line), ratios.best_peer(line, cold=True)) == ("gnnhwc", "apex")
-    assert ratios.is_lost(line, "sdfastgn")
-    assert ratios.best_peer(line_of([ROWS[0], ROWS[3]])) is None
+    assert ratios.best_peers(line) == ("gnnhwc", "apex")
+    assert ratios.lost(line, "sdfastgn")[0]
+    assert ratios.best_peers(line_of([ROWS[0], ROWS[3]])) == (None, None)
 
 
 def test_ours_without_a_time_is_lost_and_without_a_peer_is_not() -> None:
-    assert ratios.is_lost(line_of([*ROWS[:3], KernelRow(UNET, "sdfastgn", WRONG, task=BOTH)]), "sdfastgn")
-    assert not ratios.is_lost(line_of([ROWS[0], ROWS[3]]), "sdfastgn")
+    wrong = KernelRow(UNET, "sdfastgn", WRONG, task=BOTH)
+    assert ratios.lost(line_of([*ROWS[:3], wrong]), "sdfastgn") == (True, True)
+    assert ratios.lost(line_of([ROWS[0], ROWS[3]]), "sdfastgn") == (False, False)
 
 
 def test_means_over_the_copy_and_over_the_baseline() -> None:

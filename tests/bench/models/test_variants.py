@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -125,17 +124,15 @@ def test_who_replays_graphs(name: str, mode: str) -> None:
 
 
 def _breaking(where: str) -> Variant:
-    @contextlib.contextmanager
-    def applied(target: Any, part: str) -> Iterator[None]:
+    def apply(target: Any, part: str, undo: contextlib.ExitStack) -> None:
         target.decoder.forward = lambda x: x
         target.decoder.extra = 1
         target.to(memory_format=torch.channels_last)
         target.decoder[1].register_forward_hook(lambda *args: None)
         if where == "apply":
             raise RuntimeError("broken")
-        yield
 
-    return Variant("breaking", "breaking", lambda device: None, applied)
+    return Variant("breaking", "breaking", lambda device: None, apply)
 
 
 @pytest.mark.parametrize("where", ["apply", "body"])

@@ -81,14 +81,14 @@ def test_every_run_of_the_suite_and_no_other_is_shown(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("ours", "marked"), [(4, False), (25, True)], ids=["won", "lost"])
 def test_lost_cells_are_marked(ours: float, marked: bool, tmp_path: Path) -> None:
     rows = [*TRAINING_ROWS[:4], row("sdfastgn", ours, BOTH)]
-    shown = text_of(kernel_tables.suite_table(TRAIN, rows, "t"))
+    shown = text_of(kernel_tables.suite_tables(TRAIN, rows, "t")[0])
     assert (LOSS in shown.split("microseconds")[0]) == marked
     save(tmp_path, "kernels.json", "kernels_training", rows)
     assert (LOSS in TABLES["training"](tmp_path).split("Microseconds")[0]) == marked
 
 
 def test_the_terminal_has_our_ratios_the_means_and_no_column_without_a_time() -> None:
-    text = text_of(kernel_tables.suite_table(TRAIN, TRAINING_ROWS, "t"))
+    text = text_of(kernel_tables.suite_tables(TRAIN, TRAINING_ROWS, "t")[0])
     assert "│ 4 (2.5) │ 0.211 (0.25) │ 0.211 (0.25) │" in " ".join(text.split())
     assert "mean / eager_nchw, unet" in text
     assert "apex" not in text

@@ -17,7 +17,7 @@ from sdfastgn.kernels.attention.few_keys import (
     attention_config,
     fits,
 )
-from sdfastgn.kernels.common import dispatch
+from sdfastgn.kernels.common import dispatch, gpu
 from tests.kernels.samples import DEVICES, error
 
 DTYPES = [pytest.param(torch.float16, id="fp16"), pytest.param(torch.bfloat16, id="bf16")]
@@ -182,3 +182,12 @@ def test_without_triton(monkeypatch):
 )
 def test_gpus(capability, D, expected):
     assert short_attention._runs_on(capability, D) is expected
+
+
+def test_what_is_left_to_pytorch_on_amd(monkeypatch):
+    """Its GPUs are called cuda too, and gfx942 has the capability 9.4."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
+    assert gpu.has_programmatic_launch(torch.device("cuda"))
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert not gpu.has_programmatic_launch(torch.device("cuda"))
+    assert not short_attention._runs_on((9, 4), 64)

@@ -223,6 +223,9 @@ def test_what_does_not_pay_is_pytorchs(launches, monkeypatch):
     monkeypatch.setattr(wide_heads, "pays", lambda L, keys, D: L > 5)
     run(*tensors)
     run(*(t.float() for t in make((1, 2, 6, 264), 7)))
+    with monkeypatch.context() as amd:
+        amd.setattr(torch.version, "hip", "7.0")
+        run(*make((1, 2, 6, 264), 7))
     assert not launches
     run(*make((1, 2, 6, 264), 7))
     assert launches

@@ -129,11 +129,10 @@ def test_other_threads_launch(without_gpu):
     assert (len(kernel.compiled), len(kernel.launched)) == (0, 1)
 
 
-class Launcher:
-    """What the launchers of all Tritons have; ``calls`` notes what reaches the GPU's."""
+class LauncherOfAMD:
+    """``calls`` notes what reaches the GPU's."""
 
-    launch_cooperative_grid, launch_pdl = False, True
-    global_scratch_size = 0
+    profile_scratch_size = 0
 
     def __init__(self):
         self.calls = []
@@ -141,16 +140,20 @@ class Launcher:
     def launch(self, *args):
         self.calls.append(args)
 
-
-class Launcher34(Launcher):
-    def __call__(self, gridX, gridY, gridZ, stream, function, *args): ...
-
-
-class Launcher36(Launcher34):
-    profile_scratch_size = 0
+    def __call__(self, gridX, gridY, gridZ, stream, function, *args):
+        self.launch(gridX, gridY, gridZ, stream, function, "checked", *args)
 
 
-class Launcher37(Launcher):
+class Launcher36(LauncherOfAMD):
+    launch_cooperative_grid, launch_pdl = False, True
+    global_scratch_size = 0
+
+
+class Launcher34(Launcher36):
+    profile_scratch_size = None
+
+
+class Launcher37(Launcher36):
     def __call__(
         self, gridX, gridY, gridZ, stream, function,
         kernel_metadata, launch_metadata, launch_enter_hook, launch_exit_hook, *args,
@@ -159,7 +162,7 @@ class Launcher37(Launcher):
         self.launch(gridX, gridY, gridZ, stream, function, *metadata, *args)
 
 
-class UnknownLauncher(Launcher):
+class UnknownLauncher(Launcher36):
     def __call__(self, grid, stream, function, args): ...
 
 
@@ -169,6 +172,7 @@ class UnknownLauncher(Launcher):
         (Launcher34(), (False, True, None)),
         (Launcher36(), (False, True, None, None)),
         (Launcher37(), ()),
+        (LauncherOfAMD(), ("checked",)),
         (UnknownLauncher(), None),
         (object(), None),
     ],

@@ -10,6 +10,7 @@ import pytest
 import torch
 from diffusers import StableDiffusionImg2ImgPipeline, UNet2DModel
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import CLIPTextModel
 
 import sdfastgn
 from sdfastgn.bench.models.architectures import build_vae, unet_inputs
@@ -169,6 +170,8 @@ def test_text_encoders(name, device):
 
 def test_a_model_that_was_optimized_before_the_one_around_it():
     encoder = build_pipeline("tiny_xl", dtype=torch.float32, device="cpu").text_encoder_2
+    if not isinstance(encoder.text_model, CLIPTextModel):
+        pytest.skip("this transformers has no model of its own inside of that one")
     optimized(encoder.text_model)
     optimized(encoder)
     assert "forward" not in vars(encoder.text_model)

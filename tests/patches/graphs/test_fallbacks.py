@@ -111,6 +111,8 @@ def test_compiled_models(how):
     elif how == "wrapper":
         compiled = torch.compile(unet, backend="eager", fullgraph=True)
     else:
+        if not hasattr(unet, "compile_repeated_blocks"):
+            pytest.skip("diffusers 0.34 compiles no blocks")
         unet.compile_repeated_blocks(backend="eager", fullgraph=True)
     for _ in range(2):
         agree(run(compiled, inputs), run(stock, inputs))

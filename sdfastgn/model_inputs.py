@@ -1,0 +1,79 @@
+"""Random inputs for a model of diffusers, by its configuration."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["randn", "small_inputs", "unet_inputs"]
+
+# Of the model whose class it is; others have no inputs here.
+_UNETS = ("UNet2DConditionModel", "UNet2DModel", "ControlNetModel")
+# Pixels of an image for each of its latents' in ControlNet's embedding.
+_CONTROL_SCALE = 8
+# Latents on a side where the autoencoder's middle sees them.
+_LATENTS = 8
+
+
+def unet_inputs(
+    config: Mapping[str, Any],
+    *,
+    size: int,
+    batch: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    seed: int,
+    scale: int = 8,
+) -> dict[str, Any]:
+    """Keyword arguments of one UNet step, with the embeddings that its configuration asks for.
+
+    ``size``: pixels of the square image, of which a latent has ``scale`` on a side.
+    """
+    draw = functools.partial(randn, batch, dtype=dtype, device=device)
+    inputs: dict[str, Any] = {
+        "sample": draw(config.get("in_channels", 4), size // scale, size // scale, seed=seed),
+        "timestep": torch.tensor(500, device=device),
+    }
+    if config.get("_class_name") != "UNet2DModel":
+        width = config.get("encoder_hid_dim") or config["cross_attention_dim"]
+        width = width if isinstance(width, int) else width[0]
+        inputs["encoder_hidden_states"] = draw(77, width, seed=seed + 1)
+    if config.get("addition_embed_type") == "text_time":
+        pooled = config["projection_class_embeddings_input_dim"] - 6 * config["addition_time_embed_dim"]
+        time_ids = torch.tensor([size, size, 0, 0, size, size], dtype=dtype, device=device).repeat(batch, 1)
+        inputs["added_cond_kwargs"] = {"text_embeds": draw(pooled, seed=seed + 2), "time_ids": time_ids}
+    if config.get("time_cond_proj_dim"):
+        inputs["timestep_cond"] = draw(config["time_cond_proj_dim"], seed=seed + 4)
+    kind = config.get("class_embed_type")
+    if kind in ("projection", "simple_projection"):
+        inputs["class_labels"] = draw(config["projection_class_embeddings_input_dim"], seed=seed + 5)
+    elif kind == "timestep" or config.get("num_class_embeds"):
+        inputs["class_labels"] = torch.zeros(batch, dtype=torch.long, device=device)
+    return inputs
+
+
+def small_inputs(model: nn.Module, dtype: torch.dtype, device: torch.device) -> dict[str, Any] | None:
+    """Keyword arguments of a call of ``model`` on the smallest images; None where its class is not known."""
+    kind, config = type(model).__name__, dict(getattr(model, "config", {}))
+    draw = functools.partial(randn, dtype=dtype, device=device)
+    if kind == "AutoencoderKL":
+        side = _LATENTS * 2 ** (len(config["block_out_channels"]) - 1)
+        return {"sample": draw(1, config["in_channels"], side, side, seed=0), "sample_posterior": False}
+    if kind not in _UNETS:
+        return None
+    config["_class_name"] = kind
+    side = 2 ** len(config["block_out_channels"])
+    inputs = unet_inputs(config, size=side, batch=2, dtype=dtype, device=device, seed=0, scale=1)
+    if kind == "ControlNetModel":
+        pixels, channels = _CONTROL_SCALE * side, config["conditioning_channels"]
+        inputs["controlnet_cond"] = draw(2, channels, pixels, pixels, seed=9)
+    return inputs
+
+
+def randn(*shape: int, dtype: torch.dtype, device: torch.device | str, seed: int) -> Tensor:
+    """Drawn on the CPU: the same on every device."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)

@@ -1,0 +1,206 @@
+"""Each fused part of a model against stock's code, on the model's own weights and small random inputs.
+
+The inputs of a part are those that it gets in one small call of the whole model. Its error, and that
+of stock's code, is the relative one against stock's code in a wider dtype. No image is made. Larger
+images may take other ways through a kernel; those are the tests' to check.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from sdfastgn.kernels.common import dispatch
+from sdfastgn.model_inputs import small_inputs
+from sdfastgn.patches import patcher
+from sdfastgn.patches.core import channels_last
+
+__all__ = ["PUT_BACK", "RIGHT", "UNVERIFIED", "Verdict", "compare", "record", "verify"]
+
+RIGHT, PUT_BACK, UNVERIFIED = "right", "put back", "not verified"
+# A fused part rounds less often than stock's, but in another order. Four times stock's error leaves
+# room for that at some hundred elements; what is broken is off by far more.
+_FACTOR = 4.0
+# And by so many units of rounding, where stock's error happens to be nothing.
+_UNITS = 1.0
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of one part. ``error`` and ``stock_error``: relative, None where it could not be compared.
+
+    ``reason`` is empty for ``RIGHT``.
+    """
+
+    path: str
+    kind: str
+    fusions: tuple[str, ...]
+    status: str
+    reason: str = ""
+    error: float | None = None
+    stock_error: float | None = None
+
+
+def verify(root: nn.Module, prefix: str = "") -> list[Verdict]:
+    """Compare the fused parts below ``root``, inner ones first, and put back those that are wrong.
+
+    A part is right if its error is at most four times stock's and one unit of rounding. Graphs must
+    have been removed.
+    """
+    fusions: dict[nn.Module, list[patcher.Finding]] = defaultdict(list)
+    for finding in patcher.inspect(root, prefix):
+        if finding.status == "fused":
+            fusions[finding.module].append(finding)
+    with torch.no_grad(), _evaluating(root):
+        recorded, reason = _recorded(root, list(fusions))
+        verdicts = []
+        for module in sorted(fusions, key=lambda module: -fusions[module][0].path.count(".")):
+            path, names = fusions[module][0].path, tuple(f.fusion.name for f in fusions[module])
+            status, why, *errors = UNVERIFIED, reason or "the small call does not reach it"
+            if module in recorded:
+                status, why, *errors = _judge(module, recorded.pop(module))
+                channels_last.apply(root)  # which stock's code has undone
+            verdicts.append(Verdict(path, type(module).__name__, names, status, why, *errors))
+            if status == PUT_BACK:
+                patcher.put_back(fusions[module], why)
+    return verdicts
+
+
+def _recorded(root: nn.Module, modules: list[nn.Module]) -> tuple[dict[nn.Module, Inputs], str]:
+    """What ``modules`` get in a small call of stock's code, or nothing and the reason."""
+    weight = next((p for p in root.parameters() if p.is_floating_point()), None)
+    if weight is None or weight.is_meta or not (dispatch.has_kernels(weight) or hasattr(root, "_hf_hook")):
+        return {}, f"no kernel runs: {dispatch.why_off or 'its weights are on no GPU, or of another dtype'}"
+    try:
+        inputs = small_inputs(root, weight.dtype, weight.device)
+        if inputs is None:
+            return {}, f"there are no inputs for a {type(root).__name__}"
+        return record(modules, lambda: root(**inputs)), ""
+    except Exception as error:  # whatever a model of a configuration that nobody has seen may raise
+        return {}, f"the small call fails: {_line(error)}"
+    finally:
+        channels_last.apply(root)
+
+
+def record(modules: list[nn.Module], call: Callable[[], object]) -> dict[nn.Module, Inputs]:
+    """The arguments of the first call of each of ``modules`` while ``call`` runs stock's code."""
+    found: dict[nn.Module, Inputs] = {}
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if module not in found:
+            found[module] = _copied((args, kwargs))
+
+    hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in modules]
+    try:
+        with dispatch.stock_code():
+            call()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def _judge(module: nn.Module, inputs: Inputs) -> tuple[Any, ...]:
+    """(status, reason, error, stock's error)"""
+    images = [t for t in tree_leaves(inputs) if isinstance(t, Tensor) and t.is_floating_point()]
+    if not any(map(dispatch.has_kernels, images)):
+        return UNVERIFIED, "no kernel takes its inputs"
+    try:
+        error, stock_error, bound = compare(module, inputs)
+    except _FusedError as failure:
+        return PUT_BACK, f"verification: it raises {_line(failure.__cause__)}"
+    except Exception as failure:  # too little memory for a wider copy, weights that are elsewhere
+        return UNVERIFIED, f"stock's code fails: {_line(failure)}"
+    if not bound < float("inf"):
+        return UNVERIFIED, "stock's own output is not finite", error, stock_error
+    if error <= bound:  # false for a NaN
+        return RIGHT, "", error, stock_error
+    why = f"verification: its error is {error:.2g}, stock's {stock_error:.2g}"
+    return PUT_BACK, why, error, stock_error
+
+
+class _FusedError(Exception):
+    """The fused part has raised the cause."""
+
+
+def compare(module: nn.Module, inputs: Inputs) -> tuple[float, float, float]:
+    """(error, stock's error, bound) of the output that is furthest beyond its bound.
+
+    Raises ``_FusedError`` where the fused part raises, and what stock's code raises.
+    """
+    try:
+        fused = _outputs(module, _copied(inputs, channels_last=True))
+    except Exception as error:
+        raise _FusedError from error
+    with dispatch.stock_code():
+        stock = _outputs(module, _copied(inputs))
+        wide = torch.float64 if stock[0].dtype is torch.float32 else torch.float32
+        with _no_tf32():
+            truth = _outputs(copy.deepcopy(module).to(wide), _copied(inputs, dtype=wide))
+    found = []
+    for y, expected, true in zip(fused, stock, truth, strict=True):
+        stock_error = _relative_error(expected, true)
+        bound = _FACTOR * stock_error + _UNITS * torch.finfo(expected.dtype).eps
+        found.append((_relative_error(y, true), stock_error, bound))
+    # ``not <=``: a NaN is worse than any number.
+    return max(found, key=lambda each: (not each[0] <= each[2], each[0] - each[2]))
+
+
+def _outputs(module: nn.Module, inputs: Inputs) -> list[Tensor]:
+    args, kwargs = inputs
+    found = tree_leaves(module(*args, **kwargs))
+    return [t for t in found if isinstance(t, Tensor) and t.is_floating_point()]
+
+
+def _relative_error(y: Tensor, truth: Tensor) -> float:
+    norm = truth.norm().clamp(min=torch.finfo(truth.dtype).tiny)
+    return float((y.to(truth.dtype) - truth).norm() / norm)
+
+
+def _copied(inputs: Inputs, *, dtype: torch.dtype | None = None, channels_last: bool = False) -> Inputs:
+    """``inputs`` in memory of their own: floats in ``dtype``, images as the fused model hands them on."""
+
+    def copied(t: Tensor) -> Tensor:
+        t = t.to(dtype) if dtype is not None and t.is_floating_point() else t
+        is_image = channels_last and t.dim() == 4
+        return t.clone(memory_format=torch.channels_last if is_image else torch.preserve_format)
+
+    return tree_map_only(Tensor, copied, inputs)
+
+
+@contextlib.contextmanager
+def _evaluating(root: nn.Module) -> Iterator[None]:
+    """Without dropout, which would differ from call to call."""
+    training = [module for module in root.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextlib.contextmanager
+def _no_tf32() -> Iterator[None]:
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    before = cudnn.allow_tf32, matmul.allow_tf32
+    cudnn.allow_tf32 = matmul.allow_tf32 = False
+    try:
+        yield
+    finally:
+        cudnn.allow_tf32, matmul.allow_tf32 = before
+
+
+def _line(error: BaseException | None) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"

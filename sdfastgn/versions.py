@@ -1,0 +1,20 @@
+"""The versions of PyTorch and Triton that this package was run on, and what to say of another."""
+
+from __future__ import annotations
+
+__all__ = ["RUN", "never_run"]
+
+# Each torch with the Triton that it brings. Kernels ran on an H200 with torch 2.11, in Triton's
+# interpreter with the others.
+RUN = {
+    "torch": ("2.8", "2.10", "2.13", "2.15"),
+    "triton": ("3.4", "3.6", "3.9"),
+}
+
+
+def never_run(package: str, version: str) -> str | None:
+    """A note on a ``version`` that the tests were not run on; None if they were, or for other packages."""
+    run = RUN.get(package)
+    if run is None or ".".join(version.split(".")[:2]) in run:
+        return None
+    return f"{package} {version} was never run with this sdfastgn ({', '.join(run)} were)"

@@ -1,0 +1,198 @@
+"""``optimize(verify=True)``: what is right stays, what is wrong is put back with its error."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from diffusers import AutoencoderKL, ControlNetModel, UNet2DConditionModel, UNet2DModel
+from torch import nn
+
+import sdfastgn
+from sdfastgn import api, verification
+from sdfastgn.kernels.common import dispatch
+from sdfastgn.model_inputs import small_inputs
+from sdfastgn.patches import patcher
+from sdfastgn.patches.fusions.geglu import FusedGEGLU
+from sdfastgn.patches.fusions.resnet_block import FusedResnetBlock2D
+from sdfastgn.verification import PUT_BACK, RIGHT, UNVERIFIED
+from tests.patches.samples import each_sample, randomise, snapshot
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def in_dtype(module, call, dtype):
+    """``call`` with floats in ``dtype``."""
+
+    def cast(t):
+        return t.detach().to(dtype) if isinstance(t, torch.Tensor) and t.is_floating_point() else t
+
+    def called(*args, **kwargs):
+        return module(*torch.utils._pytree.tree_map(cast, args), **torch.utils._pytree.tree_map(cast, kwargs))
+
+    with torch.no_grad():
+        return call(called)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each_sample
+def test_every_fusion_is_right(build, call, dtype):
+    module = sdfastgn.optimize(randomise(build()).to(dtype), cuda_graphs=False)
+    fused = list(dict.fromkeys(f.module for f in patcher.inspect(module)))
+    recorded = verification.record(fused, lambda: in_dtype(module, call, dtype))
+    for part, inputs in recorded.items():
+        with torch.no_grad():
+            error, stock_error, bound = verification.compare(part, inputs)
+        assert error <= bound, (type(part), error, stock_error)
+    assert module in recorded or fused[0] is not module
+
+
+UNET = {
+    "in_channels": 4, "block_out_channels": (32, 64), "layers_per_block": 1, "cross_attention_dim": 24,
+    "attention_head_dim": 8, "norm_num_groups": 8, "transformer_layers_per_block": 1,
+    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+}  # fmt: skip
+UP = {"up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D")}
+SDXL = {
+    "addition_embed_type": "text_time", "addition_time_embed_dim": 8,
+    "projection_class_embeddings_input_dim": 80,
+}  # fmt: skip
+
+
+def unet(**options):
+    return randomise(UNet2DConditionModel(**UNET, **UP, **options))
+
+
+def vae():
+    blocks = {"down_block_types": ["DownEncoderBlock2D"] * 2, "up_block_types": ["UpDecoderBlock2D"] * 2}
+    return randomise(AutoencoderKL(block_out_channels=(16, 32), norm_num_groups=8, **blocks))
+
+
+def plain_unet():
+    blocks = {
+        "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
+        "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
+    }
+    return randomise(
+        UNet2DModel(block_out_channels=(32, 64), layers_per_block=1, norm_num_groups=8, **blocks)
+    )
+
+
+MODELS = [unet, lambda: unet(**SDXL), vae, plain_unet, lambda: randomise(ControlNetModel(**UNET))]
+
+
+def statuses(model):
+    return {e.path: e.status for e in sdfastgn.report(model).entries}
+
+
+def output(model, inputs):
+    with torch.no_grad():
+        return model(**inputs)[0]
+
+
+@pytest.mark.parametrize("build", MODELS, ids=["unet", "sdxl", "vae", "unet-2d", "controlnet"])
+def test_a_healthy_model_stays_fused(build, recwarn):
+    model = build()
+    before = snapshot(model)
+    sdfastgn.optimize(model, verify=True)
+    assert not [w for w in recwarn if "verify" in str(w.message)]
+    assert set(statuses(model).values()) == {"fused"}
+    found = api.verdicts(model)
+    assert {v.status for v in found} == {RIGHT}
+    assert {v.path for v in found} == set(statuses(model))
+    sdfastgn.restore(model)
+    assert snapshot(model) == before
+
+
+def scaled(forward):
+    return lambda *args, **kwargs: forward(*args, **kwargs) * 1.02
+
+
+def not_a_number(forward):
+    return lambda *args, **kwargs: forward(*args, **kwargs) * torch.nan
+
+
+def failing(forward):
+    def fail(*args, **kwargs):
+        raise TypeError("a bug")
+
+    return fail
+
+
+@pytest.fixture(params=[scaled, not_a_number, failing])
+def broken(request, monkeypatch):
+    """GEGLU's fused forward."""
+    forward = FusedGEGLU.forward
+    broken = request.param(forward)
+    stock = FusedGEGLU.__mro__[1].forward
+    monkeypatch.setattr(
+        FusedGEGLU, "forward", lambda self, x: (broken if dispatch.has_kernels(x) else stock)(self, x)
+    )
+
+
+def test_a_wrong_part_is_put_back(broken):
+    model = unet()
+    stock, inputs = copy.deepcopy(model), small_inputs(model, torch.float32, torch.device("cpu"))
+    before = snapshot(model)
+    with pytest.warns(
+        UserWarning, match=r"sdfastgn.optimize: verify=True, \d of \d+ parts put back: verif"
+    ) as seen:
+        sdfastgn.optimize(model, verify=True)
+    assert [w.filename for w in seen] == [__file__]
+    gates = {path for path, status in statuses(model).items() if status == "skipped"}
+    assert gates
+    assert all(path.endswith("ff.net.0") for path in gates)
+    assert "verification: it" in str(sdfastgn.report(model))
+    assert len(sdfastgn.report(model).fused) > 20
+    torch.testing.assert_close(output(model, inputs), output(stock, inputs), atol=2e-5, rtol=2e-5)
+    sdfastgn.optimize(model)  # remembers
+    assert gates == {path for path, status in statuses(model).items() if status == "skipped"}
+    sdfastgn.restore(model)
+    assert snapshot(model) == before
+    assert set(statuses(model).values()) == {"fusable"}
+
+
+def test_strict_is_an_error_and_changes_nothing(broken):
+    model = unet()
+    before = snapshot(model)
+    with pytest.raises(ValueError, match=r"sdfastgn.optimize: verify=True.* put back"):
+        sdfastgn.optimize(model, verify=True, strict=True)
+    assert snapshot(model) == before
+
+
+def test_a_wrong_container_alone_is_put_back(monkeypatch):
+    forward, stock = FusedResnetBlock2D.forward, FusedResnetBlock2D.__mro__[1].forward
+
+    def wrong_forward(self, x, *args, **kwargs):
+        if not dispatch.has_kernels(x):
+            return stock(self, x, *args, **kwargs)
+        return forward(self, x, *args, **kwargs) + 0.1
+
+    monkeypatch.setattr(FusedResnetBlock2D, "forward", wrong_forward)
+    model = sdfastgn.optimize(vae())
+    wrong = [v for v in api.verdicts(model) if v.status == PUT_BACK]
+    assert {v.kind for v in wrong} == {"ResnetBlock2D"}
+    assert all(v.error > 4 * v.stock_error for v in wrong)
+
+
+def test_what_cannot_be_verified_is_said():
+    model = nn.Sequential(nn.GroupNorm(2, 8), nn.SiLU())
+    with pytest.warns(UserWarning, match="2 of 2 parts not verified: there are no inputs for a Sequential"):
+        sdfastgn.optimize(model, verify=True)
+    assert len(sdfastgn.report(model).fused) == 2
+
+
+def test_a_model_with_dropout_in_training_keeps_its_mode():
+    model = unet(dropout=0.5).train()
+    sdfastgn.optimize(model, verify=True)
+    assert all(m.training for m in model.modules())
+    assert set(statuses(model).values()) == {"fused"}
+
+
+@pytest.mark.without_kernels
+def test_where_no_kernel_runs_there_is_nothing_to_verify():
+    model = vae()
+    with pytest.warns(UserWarning, match="not verified: no kernel runs: its weights are on no GPU"):
+        sdfastgn.optimize(model, verify=True)
+    assert {v.status for v in api.verdicts(model)} == {UNVERIFIED}
