@@ -68,7 +68,8 @@ def model(cls: str | type, *config: Any, **options: Any) -> Any:
 
 def pipeline(name: str, parts: dict[str, Any], **inputs: Any) -> Built:
     """A pipeline of diffusers, and its call with two steps for a short prompt."""
-    pipe = getattr(diffusers, name)(**parts)
+    # Some pipelines make networks of their own from these parts.
+    pipe = getattr(diffusers, name)(**parts).to(**WHERE)
     pipe.set_progress_bar_config(disable=True)
     taken = inspect.signature(type(pipe).__call__).parameters
     inputs = {**{k: v for k, v in PROMPT.items() if k in taken}, **inputs}
