@@ -12,6 +12,7 @@ BENCH := $(BIN)/sdfastgn bench --fp32-reference
 BENCH_ARGS ?=
 TRAINING := copy,eager_nchw,eager_nhwc,sdfastgn,inductor
 PYTEST_ARGS ?=
+NOX_ARGS ?=
 
 # The first interpreter that runs and is of a supported version: pyenv's shims exist for versions that it does not have.
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
@@ -24,7 +25,7 @@ TORCH_LACKS_TRITON := import importlib.metadata as m, sys; sys.exit(any(r.starts
 PIP := env -u PIP_TARGET -u PIP_PREFIX -u PIP_ROOT -u PIP_CONSTRAINT -u PIP_REQUIREMENT -u PIP_DRY_RUN -u PIP_NO_DEPS \
        -u PIP_REQUIRE_HASHES -u PYTHONPATH -u PYTHONHOME PIP_USER=0 PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
 
-.PHONY: help demo test test-compile test-gpu check bench lint types format format-check install clean
+.PHONY: help demo test test-compile test-gpu matrix check bench lint types format format-check install clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## */\1\t/' | expand -t 14
@@ -60,6 +61,10 @@ test-compile: $(STAMP)  ## compile every kernel for every generation of GPUs; ne
 
 test-gpu: $(STAMP)  ## the tests that need an NVIDIA GPU
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+
+matrix: $(STAMP)  ## tests beside other releases of Python, torch and diffusers; an hour, and 40 GB of downloads
+	@$(PIP) install --quiet 'nox[uv]==2026.10.20'
+	$(BIN)/nox $(NOX_ARGS)
 
 format-check: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["randn", "small_inputs", "unet_inputs"]
+__all__ = ["randn", "small_call", "unet_inputs"]
 
 # Of the model whose class it is; others have no inputs here.
 _UNETS = ("UNet2DConditionModel", "UNet2DModel", "ControlNetModel")
@@ -56,16 +56,16 @@ def unet_inputs(
     return inputs
 
 
-def small_inputs(model: nn.Module, dtype: torch.dtype, device: torch.device) -> dict[str, Any] | None:
-    """Keyword arguments of a call of ``model`` on the smallest images; None where its class is not known."""
+def small_call(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Callable[[], object] | None:
+    """A call of ``model`` on the smallest images; None where its class is not known."""
     kind, config = type(model).__name__, dict(getattr(model, "config", {}))
     draw = functools.partial(randn, dtype=dtype, device=device)
     if kind == "AutoencoderKL":
         side = _LATENTS * 2 ** (len(config["block_out_channels"]) - 1)
-        return {"sample": draw(1, config["in_channels"], side, side, seed=0), "sample_posterior": False}
+        image = draw(1, config["in_channels"], side, side, seed=0)
+        return functools.partial(model, sample=image, sample_posterior=False)
     if kind == "AutoencoderTiny":
-        side = _LATENTS * 2 ** (len(config["encoder_block_out_channels"]) - 1)
-        return {"sample": draw(1, config["in_channels"], side, side, seed=0)}
+        return functools.partial(_encode_and_decode, model, config, draw)
     if kind not in _UNETS:
         return None
     config["_class_name"] = kind
@@ -74,7 +74,14 @@ def small_inputs(model: nn.Module, dtype: torch.dtype, device: torch.device) -> 
     if kind == "ControlNetModel":
         pixels, channels = _CONTROL_SCALE * side, config["conditioning_channels"]
         inputs["controlnet_cond"] = draw(2, channels, pixels, pixels, seed=9)
-    return inputs
+    return functools.partial(model, **inputs)
+
+
+def _encode_and_decode(model: Any, config: dict[str, Any], draw: Callable[..., Tensor]) -> None:
+    # AutoencoderTiny's own forward hands fp32 to the decoder, whatever its dtype.
+    side = _LATENTS * 2 ** (len(config["encoder_block_out_channels"]) - 1)
+    model.encode(draw(1, config["in_channels"], side, side, seed=0))
+    model.decode(draw(1, config["latent_channels"], _LATENTS, _LATENTS, seed=1))
 
 
 def randn(*shape: int, dtype: torch.dtype, device: torch.device | str, seed: int) -> Tensor:

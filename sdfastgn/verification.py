@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from sdfastgn.kernels.common import dispatch
-from sdfastgn.model_inputs import small_inputs
+from sdfastgn.model_inputs import small_call
 from sdfastgn.patches import patcher
 from sdfastgn.patches.core import channels_last
 
@@ -84,10 +84,10 @@ def _recorded(root: nn.Module, modules: list[nn.Module]) -> tuple[dict[nn.Module
     if weight is None or weight.is_meta or not (dispatch.has_kernels(weight) or hasattr(root, "_hf_hook")):
         return {}, f"no kernel runs: {dispatch.why_off or 'its weights are on no GPU, or of another dtype'}"
     try:
-        inputs = small_inputs(root, weight.dtype, weight.device)
-        if inputs is None:
+        call = small_call(root, weight.dtype, weight.device)
+        if call is None:
             return {}, f"there are no inputs for a {type(root).__name__}"
-        return record(modules, lambda: root(**inputs)), ""
+        return record(modules, call), ""
     except Exception as error:  # whatever a model of a configuration that nobody has seen may raise
         return {}, f"the small call fails: {_line(error)}"
     finally:

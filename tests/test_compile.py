@@ -369,6 +369,8 @@ def test_export_of_a_vae_decoder_saved_and_loaded() -> None:
 def test_compiled_modules_can_be_optimized_and_restored(way: str) -> None:
     """Optimized before its blocks are compiled, and between two calls of a model compiled as a whole."""
     model, call = unet()
+    if not hasattr(model, way):
+        pytest.skip(f"this diffusers has no {way}")
     randomise(model, 3).eval()
     stock = copy.deepcopy(model)
     with torch.no_grad():

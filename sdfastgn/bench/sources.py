@@ -13,9 +13,9 @@ from typing import Any
 import diffusers
 from rich.console import Console
 
-from sdfastgn.bench.options import OptionError
+from sdfastgn.bench.documents import OptionError
 from sdfastgn.patches.core.tested_sources import computed, hash_of, source_hash, upstream_definition
-from sdfastgn.patches.registry import FUSIONS, OBJECT_FUSIONS
+from sdfastgn.patches.registry import FUSIONS, MISSING, OBJECT_FUSIONS
 
 # A release of which every method is known.
 KNOWN_RELEASE = "0.42.1"
@@ -27,7 +27,9 @@ def print_sources(out: Console, against: Path | None) -> int:
     Returns 0 if all are known, else 1.
     """
     files = None if against is None else _release(against)
-    unknown = 0
+    for file, reason in MISSING.items():
+        _print(out, f"{file}: left out, {reason}")
+    unknown = len(MISSING)
     for fusion in (*FUSIONS, *OBJECT_FUSIONS):
         for cls, hashes in fusion.sources:
             for method, known in hashes.items():

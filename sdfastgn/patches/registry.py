@@ -5,56 +5,66 @@ The patcher knows no model but through this.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import warnings
+from typing import Any
 
 from sdfastgn.patches.core.fusion import Fusion
-from sdfastgn.patches.fusions import group_norm, sequential
 from sdfastgn.patches.pipeline.object_fusion import ObjectFusion
 
-__all__ = ["FUSIONS", "OBJECT_FUSIONS"]
+__all__ = ["FUSIONS", "MISSING", "OBJECT_FUSIONS"]
+
+# (file below ``patches``, its fusions)
+_FUSIONS = (
+    ("fusions.group_norm", "FUSION"),
+    ("fusions.sequential", "FUSION"),
+)
+_OF_DIFFUSERS = (
+    ("fusions.resnet_block", "FUSION"),
+    ("fusions.temporal_resnet_block", "FUSION", "CAUSAL"),
+    ("fusions.timestep_embedding", "FUSION"),
+    ("fusions.transformer_2d", "FUSION"),
+    ("fusions.transformer_block", "FUSION"),
+    ("fusions.attention", "FUSION"),
+    ("fusions.cross_attention", "FUSION"),
+    ("fusions.up_block", "FUSION", "CROSS_ATTENTION"),
+    ("fusions.downsample", "FUSION"),
+    ("fusions.upsample_2d", "FUSION"),
+    ("fusions.ada_group_norm", "FUSION"),
+    ("fusions.geglu", "FUSION"),
+    ("fusions.conv_norm_out", "FUSION"),
+    ("fusions.autoencoder_tiny", "BLOCK", "ENCODER", "DECODER"),
+)
+_OF_PIPELINES = (
+    ("pipeline.scheduler", "FUSION"),
+    ("pipeline.image_processor", "FUSION"),
+)
+
+# File -> why this diffusers has no such fusions: a class that they replace is gone or elsewhere.
+MISSING: dict[str, str] = {}
 
 
-FUSIONS: tuple[Fusion, ...] = (group_norm.FUSION, sequential.FUSION)
+def _fusions(*entries: tuple[str, ...]) -> tuple[Any, ...]:
+    found: list[Any] = []
+    for file, *names in entries:
+        try:
+            module = importlib.import_module(f"sdfastgn.patches.{file}")
+        except ImportError as error:
+            MISSING[file] = str(error)
+        else:
+            found += (getattr(module, name) for name in names)
+    return tuple(found)
+
+
+_has_diffusers = importlib.util.find_spec("diffusers") is not None
+FUSIONS: tuple[Fusion, ...] = _fusions(*_FUSIONS, *(_OF_DIFFUSERS if _has_diffusers else ()))
 # Of a pipeline, for what is no module.
-OBJECT_FUSIONS: tuple[ObjectFusion, ...] = ()
+OBJECT_FUSIONS: tuple[ObjectFusion, ...] = _fusions(*(_OF_PIPELINES if _has_diffusers else ()))
 
-if importlib.util.find_spec("diffusers") is not None:
-    from sdfastgn.patches.fusions import (
-        ada_group_norm,
-        attention,
-        autoencoder_tiny,
-        conv_norm_out,
-        cross_attention,
-        downsample,
-        geglu,
-        resnet_block,
-        temporal_resnet_block,
-        timestep_embedding,
-        transformer_2d,
-        transformer_block,
-        up_block,
-        upsample_2d,
+if MISSING:
+    left_out = "; ".join(f"{file} ({reason})" for file, reason in MISSING.items())
+    warnings.warn(
+        f"sdfastgn: this diffusers lacks what some fusions replace, and they are left out: {left_out}",
+        stacklevel=2,
     )
-    from sdfastgn.patches.pipeline import image_processor, scheduler
-
-    FUSIONS += (
-        resnet_block.FUSION,
-        temporal_resnet_block.FUSION,
-        temporal_resnet_block.CAUSAL,
-        timestep_embedding.FUSION,
-        transformer_2d.FUSION,
-        transformer_block.FUSION,
-        attention.FUSION,
-        cross_attention.FUSION,
-        up_block.FUSION,
-        up_block.CROSS_ATTENTION,
-        downsample.FUSION,
-        upsample_2d.FUSION,
-        ada_group_norm.FUSION,
-        geglu.FUSION,
-        conv_norm_out.FUSION,
-        autoencoder_tiny.BLOCK,
-        autoencoder_tiny.ENCODER,
-        autoencoder_tiny.DECODER,
-    )
-    OBJECT_FUSIONS += (scheduler.FUSION, image_processor.FUSION)

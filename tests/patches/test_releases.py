@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -42,6 +44,34 @@ def test_every_part_of_a_model_is_fused(case, parts):
     build, model = case
     report = sdfastgn.report(build(model, torch.float16, "meta"))
     assert (len(report.fusable), report.skipped) == (parts, ())
+
+
+@pytest.mark.parametrize("gone", ["diffusers.models.resnet:ResnetBlock2D", "diffusers.models.downsampling"])
+def test_a_class_that_a_release_lacks_costs_its_own_fusions_alone(gone):
+    """In a process of its own, because fusions are imported once."""
+    code = f"""
+import sys, warnings, importlib
+module, _, name = {gone!r}.partition(":")
+import diffusers.models.unets.unet_2d_condition
+if name:
+    delattr(importlib.import_module(module), name)
+else:
+    sys.modules[module] = None
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import sdfastgn
+    sdfastgn.optimize
+from sdfastgn.patches.registry import FUSIONS, MISSING
+print([str(w.message) for w in caught if "left out" in str(w.message)])
+print(*MISSING, len(FUSIONS))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    warning, rest = done.stdout.strip().splitlines()[-2:]
+    *missing, count = rest.split()
+    assert all(file in warning for file in missing)
+    assert warning.count("this diffusers lacks what some fusions replace") == 1
+    assert 0 < len(missing) < 4
+    assert int(count) >= len(FUSIONS) - 5
 
 
 DEFINITION = """

@@ -6,7 +6,6 @@ PyTorch's own functions take as such: Python's, NumPy's, and tensors without dim
 
 from __future__ import annotations
 
-import contextlib
 import operator
 from typing import Any
 
@@ -29,11 +28,14 @@ __all__ = [
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
+# ``try``, not ``contextlib.suppress``: torch.compile before 2.10 breaks the graph at the latter.
 def as_index(name: str, label: str, value: Any) -> int:
     """``value`` as an int. A bool is none, as in PyTorch."""
-    with contextlib.suppress(TypeError):
+    try:
         if not isinstance(value, bool):
             return operator.index(value)
+    except TypeError:
+        pass
     raise TypeError(f"{name}: {label} must be an int, got {value!r}")
 
 
@@ -42,10 +44,12 @@ def as_float(name: str, label: str, value: Any) -> float:
     if isinstance(value, Tensor):
         is_number = value.dim() == 0 and not value.is_complex() and not value.requires_grad
     else:
-        is_number = hasattr(value, "__float__") or hasattr(value, "__index__")
-    with contextlib.suppress(TypeError):
-        if is_number and not isinstance(value, bool):
+        is_number = not isinstance(value, (bool, str, bytes, bytearray))
+    try:
+        if is_number:
             return float(value)
+    except TypeError:
+        pass
     raise TypeError(f"{name}: {label} must be a number, got {value!r}")
 
 
