@@ -5,10 +5,10 @@ from __future__ import annotations
 __all__ = ["RUN", "never_run"]
 
 # The kernels ran on an H200 with torch 2.11 and Triton 3.6, and in Triton's interpreter with the
-# others.
+# others (docs/compatibility.md).
 RUN = {
-    "torch": ("2.8", "2.10", "2.11", "2.13", "2.15"),
-    "triton": ("3.4", "3.6", "3.9"),
+    "torch": ("2.8", "2.9", "2.10", "2.11", "2.12", "2.13", "2.14", "2.15"),
+    "triton": ("3.4", "3.5", "3.6", "3.7", "3.8", "3.9"),
 }
 
 
