@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from sdfastgn.bench.models.configurations import MODELS
+from sdfastgn.bench.models.presets import PRESETS
 from sdfastgn.bench.models.variants import PARTS, VARIANTS
 from sdfastgn.program import OWN_PROCESS, program
 
@@ -39,17 +40,24 @@ DeviceOption = Annotated[
 ]
 JsonOption = Annotated[Path | None, typer.Option("--json", help="also write everything to this file")]
 WeightsOption = Annotated[str, typer.Option("--weights", help="random, a path, or a Hub id")]
-StepsOption = Annotated[int, typer.Option("--steps", help="UNet steps of a pipeline")]
+StepsOption = Annotated[int | None, typer.Option("--steps", help="UNet steps of a pipeline; 30")]
 SizeOption = Annotated[
     int | None, typer.Option("--size", help="pixels of the square image; what the model was made for")
 ]
 
 
+PresetOption = Annotated[
+    str | None, typer.Option("--preset", help=f"settings of others: {', '.join(PRESETS)}")
+]
+SchedulerOption = Annotated[
+    str | None, typer.Option("--scheduler", help="of a pipeline, a class of diffusers; the model's own")
+]
+HtmlOption = Annotated[Path | None, typer.Option("--html", help="also write one page to this file")]
 PartOption = Annotated[
     list[str] | None, typer.Option("--part", help=f"{', '.join(PARTS)}; repeat for several")
 ]
 Fp32Option = Annotated[
-    bool, typer.Option("--fp32-reference", help="also compare unet and vae with the same weights in fp32")
+    bool, typer.Option("--fp32-reference", help="also compare with the same weights in fp32")
 ]
 ShapesOption = Annotated[
     str, typer.Option("--shapes", help="all, a set of the suite such as unet, or a list such as NxCxHxW,...")
@@ -127,11 +135,15 @@ class _Listing(typer.core.TyperCommand):
 
 @app.command(cls=_Listing)
 def bench(
+    preset: PresetOption = None,
     model: ModelOption = None,
     part: PartOption = None,
     size: SizeOption = None,
     batch: Annotated[int | None, typer.Option("--batch", help="2 for unet (guidance), else 1")] = None,
-    steps: StepsOption = 30,
+    steps: StepsOption = None,
+    scheduler: SchedulerOption = None,
+    guidance: Annotated[float | None, typer.Option("--guidance", help="of a pipeline; 7.5")] = None,
+    prompt: Annotated[str | None, typer.Option("--prompt", help="of a pipeline")] = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
     weights: WeightsOption = "random",
@@ -141,18 +153,23 @@ def bench(
     profile: Annotated[bool, typer.Option("--profile", help="also show where the time goes")] = False,
     plot: Annotated[Path | None, typer.Option(help="write the breakdown of --profile as a PNG")] = None,
     json: JsonOption = None,
+    html: HtmlOption = None,
     seed: SeedOption = 0,
 ) -> None:
     """Time a UNet step, a VAE decode, a pipeline or a training step, checked against eager first."""
     from sdfastgn.bench import options, session
 
     with _one_line_errors():
-        configs = options.bench_configs(
+        configs = options.preset_configs(
+            preset,
             model=model,
-            parts=part or ["unet"],
+            parts=part or None,
             size=size,
             batch=batch,
             steps=steps,
+            scheduler=scheduler,
+            guidance=guidance,
+            prompt=prompt,
             dtype=dtype,
             device=device,
             weights=weights,
@@ -165,8 +182,22 @@ def bench(
         without = "" if profile else "only --profile has a picture, got {} without it"
         options.png_path("--plot", plot, without)
         options.json_path("--json", json)
-        code = session.run_bench(configs, chosen, json=json, plot=plot)
+        options.json_path("--html", html)
+        code = session.run_bench(configs, chosen, json=json, plot=plot, html=html)
     raise typer.Exit(code)
+
+
+@app.command()
+def report(
+    results: Annotated[list[Path], typer.Argument(help="JSON of bench or kernels; two are compared")],
+    html: HtmlOption = None,
+) -> None:
+    """Show results that --json wrote, or compare them with the first one, and write them as a page."""
+    from sdfastgn.bench import options, session
+
+    with _one_line_errors():
+        options.json_path("--html", html)
+        session.show_results(results, html=html)
 
 
 @app.command(cls=_Listing)
@@ -336,7 +367,7 @@ def warm_up(
     model: ModelOption = "sdxl",
     size: SizeOption = None,
     new_size: Annotated[int | None, typer.Option(help="of the UNet steps after the images")] = None,
-    steps: StepsOption = 30,
+    steps: StepsOption = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
     weights: WeightsOption = "random",

@@ -35,7 +35,7 @@ def test_what_a_script_times(
     (config,), variants = ran.call_args.args
     found = (config.model, config.part, config.size, config.batch, config.dtype)
     assert (*found, [variant.name for variant in variants]) == expected
-    assert ran.call_args.kwargs == {"json": path, "plot": None}
+    assert ran.call_args.kwargs == {"json": path, "plot": None, "html": None}
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

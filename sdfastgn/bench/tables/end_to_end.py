@@ -56,6 +56,8 @@ def end_to_end_table(rows: Sequence[Row], title: str) -> Blocks:
             "error, eager": error_text(row.error_eager),
             "error, fp32": error_text(row.error_fp32),
             "PSNR dB": number(row.psnr_db),
+            "PSNR dB, fp32": number(row.psnr_fp32_db),
+            "SSIM, fp32": number(row.ssim_fp32, 4),
             "step MiB": number(row.step_mib),
             "saved MiB": number(row.saved_mib),
         }
@@ -106,7 +108,7 @@ def _read(results: Path) -> tuple[_Groups, list[str]]:
     for content in runs:
         rows = [Row(**values) for values in content["rows"]]
         if content["kind"] == "profile":
-            rows = [row for row in _untouched(rows) if _group(row) not in timed]
+            rows = [row for row in untouched(rows) if _group(row) not in timed]
         else:
             timed |= set(map(_group, rows))
         for row in rows:
@@ -124,7 +126,7 @@ def _read(results: Path) -> tuple[_Groups, list[str]]:
     return dict(sorted(groups.items())), [*quotations, *dict.fromkeys(map(source_line, runs))]
 
 
-def _untouched(rows: Sequence[Row]) -> list[Row]:
+def untouched(rows: Sequence[Row]) -> list[Row]:
     """Rows of a run with profiles without the times that these may have changed.
 
     Once it has recorded, the profiler's library costs the CPU time at each launch. What a graph
