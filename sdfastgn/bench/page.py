@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jinja2
 import numpy as np
@@ -47,31 +46,27 @@ def write_page(
 
     ``pictures`` has the images of each case of the first result, by variant and ``"fp32"``.
     """
-    cases = [cases_of(result) for result in results]
-    titles = dict.fromkeys(title for each in cases for title in each)
-    parts = [
-        _together([(i, row) for i, each in enumerate(cases) for row in each.get(title, [])])
-        for title in titles
-    ]
-    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    found = [cases_of(result) for result in results]
+    cases = []
+    for title in dict.fromkeys(title for each in found for title in each):
+        part = _together([(i, row) for i, each in enumerate(found) for row in each.get(title, [])])
+        images = (pictures or {}).get(title, {})
+        stacks, figures = list(_stacks(part, results)), _figures([row for _, row in part], images)
+        cases.append(
+            {"title": title, "bars": list(_bars(part, results)), "stacks": stacks, "figures": figures}
+        )
     environment = jinja2.Environment(
-        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     shown = environment.get_template("report.html").render(
-        results=[(result, source_line(result.content)) for result in results],
-        bars={title: list(_bars(part, results)) for title, part in zip(titles, parts, strict=True)},
-        profiles={
-            title: stacks
-            for title, part in zip(titles, parts, strict=True)
-            if (stacks := list(_stacks(part, results)))
-        },
+        results=[(result, source_line(result.content), tables_of(result)) for result in results],
+        cases=cases,
         colours=CATEGORY_COLOURS,
-        pictures={
-            title: _figures(cases[0][title], images) for title, images in (pictures or {}).items() if images
-        },
         comparison=comparison(results),
-        tables=[(result, tables_of(result)) for result in results],
-        facts=_facts(results),
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(shown, encoding="utf-8")
@@ -116,7 +111,9 @@ def _figures(rows: Sequence[Row], images: Mapping[str, np.ndarray]) -> list[tupl
 
     Differences are against fp32, or where there is none against stock, and all amplified alike.
     """
-    of_variant = {row.variant: row for row in rows}
+    if not images:
+        return []
+    of_variant = {row.variant: row for row in reversed(rows)}
     names = {"eager": f"stock {rows[0].dtype}"}
     ours = next((name for name in _OURS if name in images), None)
     if ours is not None:
@@ -153,20 +150,3 @@ def _png(image: np.ndarray) -> str:
     buffer = io.BytesIO()
     picture.save(buffer, "PNG")
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
-
-
-def _facts(results: Sequence[Result]) -> dict[str, list[str]]:
-    """What each result's environment says, by its name; nothing where one does not say it."""
-    flat: list[dict[str, Any]] = []
-    for result in results:
-        flat.append({})
-        for name, value in result.content["environment"].items():
-            inner = {f"{name} {key}": each for key, each in value.items()} if isinstance(value, dict) else {}
-            flat[-1] |= inner or {name: value}
-    names = dict.fromkeys(name for each in flat for name in each)
-    return {
-        name.removeprefix("packages ").replace("_", " "): [
-            "-" if (value := each.get(name)) is None else str(value) for each in flat
-        ]
-        for name in names
-    }

@@ -64,7 +64,7 @@ def test_the_page_holds_what_was_measured(written: Path) -> None:
         "PSNR 54.0 dB, SSIM 0.99934",
         "convolution: 3 ms",
         "optimized fp16 - fp32| x 64",  # the largest power of two that takes 0.01 to at most 1
-        "torch</th><td>2.11.0</td>",
+        "packages torch</th><td>2.11.0</td>",
     ):
         assert words in text, words
     assert text.count("data:image/png;base64,") == 5

@@ -110,10 +110,7 @@ def preset_tables(result: Result) -> list[Blocks]:
         for case in preset.cases:
             fixed = {key: value for key, value in case.settings.items() if key not in _FREE_SETTINGS}
             if fixed.items() <= part.items():
-                body += [
-                    [each.what, f"{each.gpu}, {OTHER_MACHINE}", number(each.value, 4)]
-                    for each in case.published
-                ]
+                body += [[name, OTHER_MACHINE, number(value, 4)] for name, value in case.published.items()]
                 note = f"published: {preset.source}, {preset.date}" if case.published else "not published"
         header = ("what ran", "machine", preset.unit)
         title = f"preset {preset.name}: {title}"
