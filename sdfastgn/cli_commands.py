@@ -150,7 +150,9 @@ def bench(
     variants: Annotated[str, typer.Option("--variants", help="all, or a list of {variants}")] = "all",
     repeats: Annotated[int | None, typer.Option("--repeats", help="timed calls of each variant")] = None,
     fp32_reference: Fp32Option = False,
-    profile: Annotated[bool, typer.Option("--profile", help="also show where the time goes")] = False,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="also show where the time goes; of a pipeline, if alone")
+    ] = False,
     plot: Annotated[Path | None, typer.Option(help="write the breakdown of --profile as a PNG")] = None,
     json: JsonOption = None,
     html: HtmlOption = None,
@@ -179,12 +181,10 @@ def bench(
             profile=profile,
         )
         chosen = options.variant_list("--variants", variants)
-        without = "" if profile else "only --profile has a picture, got {} without it"
-        options.png_path("--plot", plot, without)
+        options.png_path("--plot", plot, "" if profile else "only --profile has a picture, got {} without it")
         options.json_path("--json", json)
         options.json_path("--html", html)
-        code = session.run_bench(configs, chosen, json=json, plot=plot, html=html)
-    raise typer.Exit(code)
+        raise typer.Exit(session.run_bench(configs, chosen, json=json, plot=plot, html=html))
 
 
 @app.command()

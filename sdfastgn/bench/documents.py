@@ -12,6 +12,8 @@ from typing import Any
 # 2: pipelines are compared with fp32 too, and a config has a scheduler, a prompt and guidance.
 # Versions so far only add fields, so that one reader reads them all.
 SCHEMA = 2
+# What the file beside a run's JSON is called that has its images, for pages of ``report``.
+IMAGES = ".images"
 OK, UNAVAILABLE, FAILED, WRONG = "ok", "unavailable", "failed", "wrong output"
 # The status of a time that someone else published.
 QUOTED = "quoted"
@@ -40,12 +42,17 @@ def document(
     }
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A run that :func:`write_json` wrote. Raises OptionError, which names the file."""
+def load(path: Path) -> Any:
+    """What a JSON file holds. Raises OptionError, which names it."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise OptionError(f"cannot read {str(path)!r}: {one_line(error)}") from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A run that :func:`write_json` wrote. Raises OptionError, which names the file."""
+    content = load(path)
     if not isinstance(content, dict) or "kind" not in content or "rows" not in content:
         raise OptionError(f"{str(path)!r} holds no result of sdfastgn")
     version = content.get("schema", 1)

@@ -183,6 +183,7 @@ def bench_configs(
     weights: str = "random",
     repeats: int | None = None,
     scheduler: str | None = None,
+    profile: bool = False,
     **others: Any,
 ) -> list[BenchConfig]:
     """One checked config for each part; ``others`` are fields of it that need no check.
@@ -218,6 +219,8 @@ def bench_configs(
             steps=steps,
             weights=weights,
             scheduler=scheduler or "",
+            # Recording all of a pipeline takes minutes, and its steps are in the other parts.
+            profile=profile and (part != "pipeline" or len(chosen) == 1),
             **{field: value for field, value in others.items() if value is not None},
         )
         for part in chosen

@@ -39,22 +39,17 @@ class Bar:
     is_ours: bool
 
 
-def write_page(
-    path: Path, results: Sequence[Result], pictures: Mapping[str, Mapping[str, np.ndarray]] | None = None
-) -> None:
-    """Writes one file that needs no other.
-
-    ``pictures`` has the images of each case of the first result, by variant and ``"fp32"``.
-    """
+def write_page(path: Path, results: Sequence[Result]) -> None:
+    """Writes one file that needs no other."""
     found = [cases_of(result) for result in results]
     cases = []
     for title in dict.fromkeys(title for each in found for title in each):
         part = _together([(i, row) for i, each in enumerate(found) for row in each.get(title, [])])
-        images = (pictures or {}).get(title, {})
-        stacks, figures = list(_stacks(part, results)), _figures([row for _, row in part], images)
-        cases.append(
-            {"title": title, "bars": list(_bars(part, results)), "stacks": stacks, "figures": figures}
-        )
+        # Whose row it is, where several have one.
+        names = [f" ({result.name})" * (len({i for i, _ in part}) > 1) for result in results]
+        bars, stacks = list(_bars(part, names)), list(_stacks(part, names))
+        images = [figure for result in results for figure in result.figures.get(title, [])]
+        cases.append({"title": title, "bars": bars, "stacks": stacks, "figures": images})
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -78,14 +73,10 @@ def _together(part: list[tuple[int, Row]]) -> list[tuple[int, Row]]:
     return sorted(part, key=lambda pair: variants.index(pair[1].variant))
 
 
-def _name(row: Row, index: int, results: Sequence[Result]) -> str:
-    return label(row.variant) + (f" ({results[index].name})" if len(results) > 1 else "")
-
-
-def _bars(part: Sequence[tuple[int, Row]], results: Sequence[Result]) -> Iterator[Bar]:
+def _bars(part: Sequence[tuple[int, Row]], names: Sequence[str]) -> Iterator[Bar]:
     times = [time for _, row in part for time in (row.median_ms, row.graph_ms) if time is not None]
     for index, row in part:
-        name, is_ours = _name(row, index, results), row.variant in _OURS
+        name, is_ours = label(row.variant) + names[index], row.variant in _OURS
         eager = next((each.median_ms for i, each in part if i == index and each.variant == "eager"), None)
         if row.status != OK:
             yield Bar(name, "", 0.0, f"{row.status}: {row.reason}", is_ours)
@@ -96,17 +87,19 @@ def _bars(part: Sequence[tuple[int, Row]], results: Sequence[Result]) -> Iterato
 
 
 def _stacks(
-    part: Sequence[tuple[int, Row]], results: Sequence[Result]
+    part: Sequence[tuple[int, Row]], names: Sequence[str]
 ) -> Iterator[tuple[str, str, list[tuple[str, str, float]]]]:
     """(name, total, [(category, milliseconds, percent of the longest bar)])"""
-    found = [(_name(row, i, results), one) for i, row in part if (one := breakdown_of(row)) is not None]
+    found = [
+        (label(row.variant) + names[i], one) for i, row in part if (one := breakdown_of(row)) is not None
+    ]
     for name, one in found:
         scale = 100 / max(each.total_ms for _, each in found)
         lengths = [(each, one.categories[each]) for each in (*CATEGORIES, GAPS)]
         yield name, number(one.total_ms, 4), [(each, number(ms), ms * scale) for each, ms in lengths if ms]
 
 
-def _figures(rows: Sequence[Row], images: Mapping[str, np.ndarray]) -> list[tuple[str, str, str]]:
+def figures(rows: Sequence[Row], images: Mapping[str, np.ndarray]) -> list[tuple[str, str, str]]:
     """(caption, note, data URI) of stock's image, the optimized one, fp32's, and of what differs.
 
     Differences are against fp32, or where there is none against stock, and all amplified alike.
@@ -120,7 +113,7 @@ def _figures(rows: Sequence[Row], images: Mapping[str, np.ndarray]) -> list[tupl
         names[ours] = f"optimized {rows[0].dtype}"
     names = {name: text for name, text in names.items() if name in images}
     truth = "fp32" if "fp32" in images else "eager"
-    figures = []
+    found = []
     for name, text in names.items():
         row, note = of_variant[name], ""
         if row.psnr_fp32_db is not None:
@@ -129,18 +122,16 @@ def _figures(rows: Sequence[Row], images: Mapping[str, np.ndarray]) -> list[tupl
             note = f"against stock: PSNR {row.psnr_db:.1f} dB"
         elif name != truth and np.array_equal(images[name], images[truth]):
             note = "the same to the last bit"
-        figures.append((text, note, _png(images[name])))
+        found.append((text, note, _png(images[name])))
     if "fp32" in images:
-        figures.append(("fp32 reference", "same weights, without TF32", _png(images["fp32"])))
+        found.append(("fp32 reference", "same weights, without TF32", _png(images["fp32"])))
     maps = {text: np.abs(images[name] - images[truth]) for name, text in names.items() if name != truth}
     largest = max((float(each.max()) for each in maps.values()), default=0.0)
     factor = 2 ** math.floor(-math.log2(largest)) if largest else 1
     for text, difference in maps.items():
         other = "fp32" if truth == "fp32" else names["eager"]
-        figures.append(
-            (f"|{text} - {other}| x {factor:g}", "difference, amplified", _png(difference * factor))
-        )
-    return figures
+        found.append((f"|{text} - {other}| x {factor:g}", "difference, amplified", _png(difference * factor)))
+    return found
 
 
 def _png(image: np.ndarray) -> str:

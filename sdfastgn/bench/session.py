@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from sdfastgn.bench import page
-from sdfastgn.bench.documents import OK, WRONG, document, read_json, write_json
+from sdfastgn.bench.documents import IMAGES, OK, WRONG, document, load, read_json, write_json
 from sdfastgn.bench.environment import environment
 from sdfastgn.bench.kernels import run as kernels
 from sdfastgn.bench.kernels.ratios import summary
@@ -73,8 +73,8 @@ def run_bench(
     where = end_to_end.current_environment(torch.device(configs[0].device), configs)
     kind = "profile" if any(config.profile for config in configs) else "end_to_end"
     content = document("preset" if configs[0].preset else kind, where, end_to_end.describe(configs), [])
+    result = Result(where["gpu"] or where["machine"], content)
     rows: list[Row] = []
-    pictures: dict[str, dict[str, Any]] = {}
     if configs[0].torch_device.type == "cpu":
         print_lines(out, [NO_GPU])
     with watched(len(configs) * len(variants)) as (on_start, on_done):
@@ -94,8 +94,8 @@ def run_bench(
             images: dict[str, Any] = {}
             found = end_to_end.run(config, variants, on_variant=on_variant, on_row=on_row, images=images)
             _print_part(out, config, found)
-            pictures[case_title(found[0], content)] = images
-    result = Result(where["gpu"] or where["machine"], content)
+            if html is not None and images:
+                result.figures[case_title(found[0], content)] = page.figures(found, images)
     for table in preset_tables(result):
         out.print(table)
     print_lines(out, [_where(where)])
@@ -103,7 +103,9 @@ def run_bench(
         plots.breakdown(rows, plot, source_line(content))
         print_lines(out, [f"wrote {plot}"])
     if html is not None:
-        page.write_page(html, [result], pictures)
+        page.write_page(html, [result])
+        if json is not None and result.figures:
+            write_json(json.with_suffix(IMAGES), result.figures)
     print_lines(out, [f"wrote {path}" for path in (json, html) if path is not None])
     return _code(rows)
 
@@ -113,6 +115,9 @@ def show_results(paths: Sequence[Path], *, html: Path | None = None) -> None:
     out = console()
     same_names = len({path.name for path in paths}) < len(paths)
     results = [Result(str(path) if same_names else path.name, read_json(path)) for path in paths]
+    for path, result in zip(paths, results, strict=True):
+        if path.with_suffix(IMAGES).exists():
+            result.figures.update(load(path.with_suffix(IMAGES)))
     tables = [table for result in results for table in tables_of(result)]
     compared = comparison(results)
     for table in [compared] if compared.body else tables:

@@ -14,7 +14,7 @@ import pytest
 from sdfastgn.bench import page
 from sdfastgn.bench.documents import WRONG
 from sdfastgn.bench.kernel_categories import CATEGORIES, GAPS
-from sdfastgn.bench.tables.results import Result
+from sdfastgn.bench.tables.results import Result, cases_of
 from tests.bench.tables.cases import ENVIRONMENT, row, save
 from tests.command_line import ROOT
 
@@ -46,10 +46,12 @@ def result_at(path: Path, **environment: Any) -> Result:
 @pytest.fixture
 def written(tmp_path: Path) -> Path:
     """Two results of two machines, the first with images, on one page."""
-    results = [result_at(tmp_path / "a.json"), result_at(tmp_path / "b.json", gpu="NVIDIA L4")]
+    first, second = result_at(tmp_path / "a.json"), result_at(tmp_path / "b.json", gpu="NVIDIA L4")
     truth = np.random.default_rng(0).uniform(0.2, 0.8, (64, 48, 3))
     images = {"fp32": truth, "eager": truth + 0.01, "sdfastgn": truth - 0.005}
-    page.write_page(tmp_path / "page.html", results, {"SD1.5 UNet step 512², batch 2, fp16": images})
+    for title, rows in cases_of(first).items():
+        first.figures[title] = page.figures(rows, images)
+    page.write_page(tmp_path / "page.html", [first, second])
     return tmp_path / "page.html"
 
 

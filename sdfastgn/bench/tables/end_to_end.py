@@ -130,13 +130,16 @@ def untouched(rows: Sequence[Row]) -> list[Row]:
     """Rows of a run with profiles without the times that these may have changed.
 
     Once it has recorded, the profiler's library costs the CPU time at each launch. What a graph
-    replays has none; before a part's first recording there is nothing to change.
+    replays has none; before a part's first recording there is next to nothing to change.
     """
     replays = {variant.name for variant in VARIANTS.values() if variant.replays_graph}
     first = {row.part: row for row in reversed(rows)}
+    recorded = next((i for i, row in enumerate(rows) if row.profile is not None), len(rows))
     return [
-        row if row is first[row.part] or row.variant in replays else replace(row, median_ms=None)
-        for row in rows
+        row
+        if i <= recorded or row is first[row.part] or row.variant in replays
+        else replace(row, median_ms=None, p10_ms=None, p90_ms=None, its=None)
+        for i, row in enumerate(rows)
     ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sdfastgn.bench.documents import OK, OptionError
@@ -30,10 +30,11 @@ _FREE_SETTINGS = ("repeats",)
 
 @dataclass(frozen=True)
 class Result:
-    """A run's JSON, and what tables call it."""
+    """A run's JSON, what tables call it, and the ``page.figures`` of its pipelines by case."""
 
     name: str
     content: dict[str, Any]
+    figures: dict[str, list[tuple[str, str, str]]] = field(default_factory=dict)
 
     @property
     def machine(self) -> str:
@@ -61,9 +62,7 @@ def cases_of(result: Result) -> dict[str, list[Row]]:
     """Rows of ``bench`` by what they are times of; times that a profiler has changed are left out."""
     if result.content["kind"] not in BENCH_KINDS:
         return {}
-    rows = [Row(**values) for values in result.content["rows"]]
-    if any(row.profile is not None for row in rows):
-        rows = untouched(rows)
+    rows = untouched([Row(**values) for values in result.content["rows"]])
     cases: dict[str, list[Row]] = {}
     for row in rows:
         cases.setdefault(case_title(row, result.content), []).append(row)

@@ -7,7 +7,10 @@ import pytest
 import torch
 
 from sdfastgn.bench.documents import OptionError
+from sdfastgn.bench.images import psnr
 from sdfastgn.bench.models.pipelines import build_pipeline, build_tokenizer, load_pipeline
+from sdfastgn.bench.models.workload import BenchConfig
+from sdfastgn.bench.models.workload import build_pipeline as build_workload
 
 
 def generate(pipe):
@@ -51,3 +54,28 @@ def test_a_folder_that_is_no_pipeline_is_named(index, words, tmp_path):
     (tmp_path / "model_index.json").write_text(index)
     with pytest.raises(OptionError, match=rf"^--weights: cannot load '{tmp_path}': .*{words}"):
         load_pipeline("--weights", str(tmp_path), torch.float32, "cpu")
+
+
+def pipeline_config(**changes):
+    return BenchConfig("tiny", "pipeline", 64, 1, "bf16", "cpu", repeats=1, steps=1, **changes)
+
+
+def test_the_fp32_pipeline_has_the_same_weights_and_leaves_them():
+    workload = build_workload(pipeline_config())
+    before = workload.call()
+    exact = workload.fp32_output()
+    assert 20 < psnr(before, exact) < 100
+    assert {p.dtype for p in workload.target.unet.parameters()} == {torch.bfloat16}
+    assert np.array_equal(workload.call(), before)
+
+
+def test_large_batches_are_decoded_one_by_one(monkeypatch):
+    assert not build_workload(pipeline_config()).target.vae.use_slicing
+    monkeypatch.setattr("sdfastgn.bench.models.workload.MOST_DECODED_PIXELS", 64 * 64 - 1)
+    assert build_workload(pipeline_config()).target.vae.use_slicing
+
+
+def test_a_pipeline_has_the_scheduler_prompt_and_guidance_that_were_asked_for():
+    plain = build_workload(pipeline_config()).call()
+    for changes in ({"scheduler": "DDIMScheduler"}, {"prompt": "a dog"}, {"guidance": 1.0}):
+        assert not np.array_equal(build_workload(pipeline_config(**changes)).call(), plain), changes

@@ -12,7 +12,7 @@ from sdfastgn.bench import documents, options
 from sdfastgn.bench.documents import OptionError
 from sdfastgn.bench.models.presets import PRESETS
 from sdfastgn.bench.models.run import describe
-from sdfastgn.bench.tables.results import Result, comparison, preset_tables, tables_of
+from sdfastgn.bench.tables.results import Result, cases_of, comparison, preset_tables, tables_of
 from tests.bench.tables.cases import ENVIRONMENT, row, save, text_of
 from tests.command_line import ROOT, invoke
 
@@ -60,6 +60,24 @@ def test_committed_results_are_read(path: Path) -> None:
             tables_of(result)
     else:
         assert all(table.body for table in tables_of(result))
+
+
+def test_times_that_a_profiler_may_have_changed_are_left_out() -> None:
+    recorded = {"part": "unet", "profile": {"source": "call"}}
+    rows = [row("compile", 290.0, part="pipeline"), row("eager", 25.0, **recorded), row("compile", 12.0)]
+    content = {"kind": "profile", "environment": ENVIRONMENT, "config": {}, "rows": [*map(vars, rows)]}
+    shown = {
+        (r.part, r.variant): r.median_ms for each in cases_of(Result("", content)).values() for r in each
+    }
+    assert shown == {("pipeline", "compile"): 290.0, ("unet", "eager"): 25.0, ("unet", "compile"): None}
+
+
+@pytest.mark.parametrize(
+    ("parts", "profiled"), [(["pipeline"], [True]), (["pipeline", "vae"], [False, True])]
+)
+def test_a_pipeline_is_profiled_alone(parts: list[str], profiled: list[bool]) -> None:
+    configs = options.bench_configs(model="tiny", parts=parts, device="cpu", profile=True)
+    assert [config.profile for config in configs] == profiled
 
 
 # ---- compared
@@ -168,3 +186,6 @@ def test_a_preset_runs_with_its_scheduler_and_a_page(tmp_path: Path) -> None:
     text = files["html"].read_text(encoding="utf-8")
     assert text.count("data:image/png") == 5
     assert "EulerAncestralDiscreteScheduler" in text
+    # The images lie beside the JSON, so that a later page has them too.
+    assert invoke("report", str(files["json"]), "--html", str(tmp_path / "later.html")).exit_code == 0
+    assert (tmp_path / "later.html").read_text(encoding="utf-8").count("data:image/png") == 5
