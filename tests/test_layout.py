@@ -16,6 +16,7 @@ LINKS = {"kernels": "sdfastgn/kernels", "patches": "sdfastgn/patches"}
 SHIPPED = {
     "sdfastgn/__init__.py",
     "sdfastgn/__main__.py",
+    "sdfastgn/bench/report.html",
     "sdfastgn/kernels/group_norm/op.py",
     "sdfastgn/py.typed",
 }
