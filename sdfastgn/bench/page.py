@@ -104,9 +104,7 @@ def figures(rows: Sequence[Row], images: Mapping[str, np.ndarray]) -> list[tuple
 
     Differences are against fp32, or where there is none against stock, and all amplified alike.
     """
-    if not images:
-        return []
-    of_variant = {row.variant: row for row in reversed(rows)}
+    of_variant = {row.variant: row for row in rows}
     names = {"eager": f"stock {rows[0].dtype}"}
     ours = next((name for name in _OURS if name in images), None)
     if ours is not None:
@@ -115,10 +113,10 @@ def figures(rows: Sequence[Row], images: Mapping[str, np.ndarray]) -> list[tuple
     truth = "fp32" if "fp32" in images else "eager"
     found = []
     for name, text in names.items():
-        row, note = of_variant[name], ""
-        if row.psnr_fp32_db is not None:
+        row, note = of_variant.get(name), ""
+        if row is not None and row.psnr_fp32_db is not None:
             note = f"against fp32: PSNR {row.psnr_fp32_db:.1f} dB, SSIM {number(row.ssim_fp32, 5)}"
-        elif name != "eager" and row.psnr_db is not None:
+        elif row is not None and name != truth and row.psnr_db is not None:
             note = f"against stock: PSNR {row.psnr_db:.1f} dB"
         elif name != truth and np.array_equal(images[name], images[truth]):
             note = "the same to the last bit"

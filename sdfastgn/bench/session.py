@@ -75,6 +75,8 @@ def run_bench(
     content = document("preset" if configs[0].preset else kind, where, end_to_end.describe(configs), [])
     result = Result(where["gpu"] or where["machine"], content)
     rows: list[Row] = []
+    if json is not None:
+        json.with_suffix(IMAGES).unlink(missing_ok=True)  # of an earlier run
     if configs[0].torch_device.type == "cpu":
         print_lines(out, [NO_GPU])
     with watched(len(configs) * len(variants)) as (on_start, on_done):

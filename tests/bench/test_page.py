@@ -83,6 +83,22 @@ def test_a_page_without_images_or_profiles(tmp_path: Path) -> None:
     assert "<h2>Where the time goes</h2>" not in text
 
 
+@pytest.mark.parametrize("without", ["eager", "fp32", "sdfastgn"])
+def test_figures_of_what_there_is(without: str) -> None:
+    images = {name: np.full((16, 16, 3), v) for name, v in (("eager", 0.5), ("fp32", 0.4), ("sdfastgn", 0.6))}
+    del images[without]
+    rows = [row(name, 1.0) for name in images if name != "fp32"]
+    shown = [caption for caption, _, _ in page.figures(rows, images)]
+    assert (
+        shown[-1]
+        == {
+            "eager": "|optimized fp16 - fp32| x 4",
+            "fp32": "|optimized fp16 - stock fp16| x 8",
+            "sdfastgn": "|stock fp16 - fp32| x 8",
+        }[without]
+    )
+
+
 def test_large_images_are_shown_smaller(written: Path) -> None:
     small, large = page._png(np.zeros((64, 64, 3))), page._png(np.zeros((4 * page.SHOWN, page.SHOWN, 3)))
     assert page._png(np.full((64, 64, 3), 2.0)) != small

@@ -98,6 +98,8 @@ def _reference(config: BenchConfig, workload: Workload, images: dict[str, Any]) 
         output = gate.kept(output)
         if problem := gate.problem(config, output):
             return Reference(status=WRONG, reason=problem)
+        if config.part == "pipeline":
+            images["eager"] = output[0]
         stock = Reference(output, first_call_s, images=images)
         if workload.fp32_output is not None and (config.fp32_reference or config.part == "train"):
             fp32 = gate.kept(workload.fp32_output())
