@@ -97,16 +97,13 @@ def reference_group_norm_grads(call: GroupNormGradCall) -> GroupNormGrads:
 # --- op ---------------------------------------------------------------------------------------------
 
 
+@dispatch.retried
 def _run(call: GroupNormGradCall) -> list[Tensor]:
     if call.x.numel() == 0:
         return [grad.zero_() for grad in _fake(call)]
     call = call._replace(wanted=Wanted(*call.wanted))
     grads = launch_group_norm_grads if dispatch.runs_in_triton(call.x) else reference_group_norm_grads
-    try:
-        found = grads(call)
-    except dispatch.KernelError:
-        found = reference_group_norm_grads(call)
-    return [grad for grad in found if grad is not None]
+    return [grad for grad in grads(call) if grad is not None]
 
 
 def _fake(call: GroupNormGradCall) -> list[Tensor]:
@@ -133,15 +130,13 @@ _GROUP_NORM_BACKWARD = Op(
 )
 
 
+@dispatch.retried
 def group_norm_grads(call: GroupNormGradCall) -> GroupNormGrads:
     """The gradients that are wanted, by the kernels where they run."""
     if not any(call.wanted):
         return GroupNormGrads(*[None] * len(call.wanted))
     if call.x.numel() and dispatch.is_plain_inference(call.x, call[:-1]):
-        try:
-            return launch_group_norm_grads(call)
-        except dispatch.KernelError:
-            return group_norm_grads(call)
+        return launch_group_norm_grads(call)
     *arguments, wanted = call
     found = iter(_GROUP_NORM_BACKWARD.through_dispatcher((*arguments, list(wanted))))
     return GroupNormGrads(*(next(found) if want else None for want in wanted))

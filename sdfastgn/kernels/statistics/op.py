@@ -152,12 +152,10 @@ class _Cat(NamedTuple):
     b: Tensor
 
 
+@dispatch.retried
 def _add(call: _Add) -> tuple[Tensor, Tensor]:
     if dispatch.runs_in_triton(call.x) and call.x.numel() > 0:
-        try:
-            return add_kernel(*call)
-        except dispatch.KernelError:
-            return _add(call)
+        return add_kernel(*call)
     return _plain_add(call)
 
 
@@ -171,12 +169,10 @@ def _plain_add(call: _Add) -> tuple[Tensor, Tensor]:
     return y, _reference_statistics(y.detach(), _chunks(y, producer=True))
 
 
+@dispatch.retried
 def _cat(call: _Cat) -> tuple[Tensor, Tensor]:
     if _in_one_pass(call) and dispatch.runs_in_triton(call.a):
-        try:
-            return cat_kernel(*call)
-        except dispatch.KernelError:
-            return _cat(call)
+        return cat_kernel(*call)
     return _plain_cat(call)
 
 
