@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from sdfastgn.bench.documents import OptionError, one_line
+from sdfastgn.bench.documents import OptionError
 from sdfastgn.bench.kernels.suite import INFERENCE, KernelConfig, Shape, Suite
 from sdfastgn.bench.kernels.suites import SUITES
 from sdfastgn.bench.models import architectures
@@ -22,6 +22,7 @@ from sdfastgn.bench.models.configurations import MODELS, UNETS, VAES
 from sdfastgn.bench.models.variants import PARTS, VARIANTS, Variant
 from sdfastgn.bench.models.workload import DTYPES, BenchConfig
 from sdfastgn.bench.tables.plots import plot_reason
+from sdfastgn.kernels.common.failures import one_line
 
 # Where the user names none: timed calls of each part. A UNet step has two images, for guidance.
 GPU_REPEATS = {"unet": 50, "vae": 30, "pipeline": 5, "train": 30}
