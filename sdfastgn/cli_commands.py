@@ -276,8 +276,7 @@ def verify(
     with _one_line_errors():
         options.weights_source("PATH", path, words=())
         device = options.device_name("--device", device)
-        name = dtype or ("fp32" if device == "cpu" else "fp16")
-        weights = DTYPES[options.one_of("--dtype", name, DTYPES)]
+        weights = DTYPES[options.dtype_name("--dtype", dtype, device)]
         pipe = load_pipeline("PATH", path, weights, torch.device(device))
     api.optimize(pipe, cuda_graphs=False)
     found = api.verdicts(pipe)

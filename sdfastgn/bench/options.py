@@ -76,6 +76,11 @@ def device_name(option: str, value: str | None) -> str:
     return value
 
 
+def dtype_name(option: str, value: str | None, device: str) -> str:
+    """``value``, one of ``DTYPES``; without one, fp16 on a GPU and fp32 on the CPU."""
+    return one_of(option, ("fp32" if device == "cpu" else "fp16") if value is None else value, DTYPES)
+
+
 def weights_source(option: str, value: str, *, words: Sequence[str] = ("random",)) -> str:
     """One of ``words``, an existing folder or file, or the id of a repository on the Hub."""
     if value in words or Path(value).expanduser().exists():
@@ -185,14 +190,14 @@ def bench_configs(
 ) -> list[BenchConfig]:
     """One checked config for each part; ``others`` are fields of it that need no check.
 
-    Without a model it is the weights' own, without a dtype fp16 on a GPU and fp32 on the CPU.
+    Without a model it is the weights' own.
     """
     if model is not None:
         one_of("--model", model, MODELS)
     chosen = some_of("--part", parts, PARTS)
     device = device_name("--device", device)
     on_cpu = device == "cpu"
-    dtype = one_of("--dtype", ("fp32" if on_cpu else "fp16") if dtype is None else dtype, DTYPES)
+    dtype = dtype_name("--dtype", dtype, device)
     positive("--steps", steps)
     name, native, scale, unet_batch = _subject(model, weights_source("--weights", weights), chosen)
     size = image_size("--size", native if size is None else size, scale)
