@@ -91,7 +91,7 @@ def weights_source(option: str, value: str, *, words: Sequence[str] = ("random",
     raise OptionError(f"{option}: no such path {value!r}; give {choice}")
 
 
-def json_path(option: str, value: Path | None) -> Path | None:
+def file_path(option: str, value: Path | None) -> Path | None:
     """``value``, if a file can be written there; its folder is made. Ask last, before the work."""
     if value is None:
         return None
@@ -172,7 +172,7 @@ def png_path(option: str, value: Path | None, unless: str = "") -> Path | None:
         raise OptionError(f"{option}: must end in .png, got {str(value)!r}")
     if (reason := plot_reason()) is not None:
         raise OptionError(f"{option}: {reason}")
-    return json_path(option, value)
+    return file_path(option, value)
 
 
 def bench_configs(
@@ -284,5 +284,5 @@ def kernel_places(
     for config in configs:
         suffix = f"_{config.dtype}" if len(configs) > 1 else ""
         path, picture = (each and each.with_stem(each.stem + suffix) for each in (json, plot))
-        places.append((json_path("--json", path), png_path("--plot", picture, unless)))
+        places.append((file_path("--json", path), png_path("--plot", picture, unless)))
     return places
