@@ -115,7 +115,7 @@ def _is_cast(q: Tensor) -> bool:
     return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != q.dtype
 
 
-_NAME = "sdfastgn.wide_attention"
+_NAME = f"{__name__}.wide_attention"
 
 
 def _check(q: Any, k: Any, v: Any) -> None:

@@ -137,6 +137,8 @@ def geglu_grads(call: GegluGradCall) -> GegluGrads:
 
 # --- public function ------------------------------------------------------------------------------
 
+_NAME = f"{__name__}.geglu"
+
 
 def geglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
     """``value * gelu(gate)`` of the two halves of x + bias, with the exact (erf) GELU, in one pass.
@@ -160,4 +162,4 @@ def geglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
     Source: Shazeer, "GLU Variants Improve Transformer", 2020; the order of the halves is that of
     diffusers' GEGLU.
     """
-    return _GEGLU(GegluCall(x, bias))
+    return _GEGLU(GegluCall(x, bias), _NAME)

@@ -157,7 +157,7 @@ def upsample_conv2d(
     return (y, channel_statistics(y)) if with_statistics else y
 
 
-_NAME = "sdfastgn.upsample_conv2d"
+_NAME = f"{__name__}.upsample_conv2d"
 
 
 def _check(x: Any, weight: Any, bias: Any) -> None:

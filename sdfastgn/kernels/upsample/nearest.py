@@ -118,6 +118,8 @@ _UPSAMPLE_BACKWARD = Op(
 
 # --- the public function --------------------------------------------------------------------------
 
+_NAME = f"{__name__}.upsample_nearest_2x"
+
 
 def upsample_nearest_2x(x: Tensor) -> Tensor:
     """Each pixel four times: nearest-neighbor upsampling by two, at the speed at which the GPU writes.
@@ -138,9 +140,9 @@ def upsample_nearest_2x(x: Tensor) -> Tensor:
 
     Source: torch.nn.functional.interpolate(x, scale_factor=2, mode="nearest").
     """
-    check_floating(_UPSAMPLE.name, "x", x)
+    check_floating(_NAME, "x", x)
     if x.dim() != 4:
-        raise ValueError(f"{_UPSAMPLE.name}: x must be (N, C, H, W), got shape {tuple(x.shape)}")
+        raise ValueError(f"{_NAME}: x must be (N, C, H, W), got shape {tuple(x.shape)}")
     if dispatch.is_plain_inference(x, ()):
         return _upsample(_Upsample(x))
     if not dispatch.needs_op(x):
