@@ -25,7 +25,7 @@ from torch import Tensor
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.activations import ACTIVATION_GRADS
 from sdfastgn.kernels.common.double_backward import derivative_of, save_all
-from sdfastgn.kernels.common.layout import dense_is_channels_last, empty_dense_like
+from sdfastgn.kernels.common.layout import dense_is_channels_last, empty_dense_like, laid_out
 from sdfastgn.kernels.common.op import Op
 from sdfastgn.kernels.group_norm.backward_plans import (
     GroupNormGradCall,
@@ -83,7 +83,7 @@ def reference_group_norm_grads(call: GroupNormGradCall) -> GroupNormGrads:
     if wanted.x and du is not None:
         dx = du.reshape(x.shape).to(x.dtype)
         # Sums and products have the strides of dy.
-        dx = dx.movedim(1, -1).contiguous().movedim(-1, 1) if dense_is_channels_last(x) else dx.contiguous()
+        dx = laid_out(dx, dense_is_channels_last(x))
     return GroupNormGrads(
         dx,
         summed(d_affine * xhat, weight) if wanted.weight else None,

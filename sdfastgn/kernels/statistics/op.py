@@ -29,6 +29,7 @@ from sdfastgn.kernels.common.layout import (
     dense_is_channels_last,
     empty_dense_like,
     is_channels_last,
+    laid_out,
     like_dense,
 )
 from sdfastgn.kernels.common.op import Op
@@ -177,8 +178,7 @@ def _cat(call: _Cat) -> tuple[Tensor, Tensor]:
 
 
 def _plain_cat(call: _Cat) -> tuple[Tensor, Tensor]:
-    y = torch.cat(call, dim=1)
-    y = y.movedim(1, -1).contiguous().movedim(-1, 1) if is_channels_last(call.a) else y.contiguous()
+    y = laid_out(torch.cat(call, dim=1), is_channels_last(call.a))
     if _in_one_pass(call):
         return y, _reference_statistics(y.detach(), _chunks(y, producer=True))
     return y, _statistics_of(y.detach())

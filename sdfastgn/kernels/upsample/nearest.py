@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.checks import check_floating
-from sdfastgn.kernels.common.layout import dense, dense_is_channels_last
+from sdfastgn.kernels.common.layout import dense, dense_is_channels_last, laid_out
 from sdfastgn.kernels.common.op import Op
 from sdfastgn.kernels.upsample.nearest_kernels import launch_upsample, launch_upsample_grad
 
@@ -37,7 +37,7 @@ def reference_upsample_nearest_2x(x: Tensor) -> Tensor:
     # On a GPU channels-first: PyTorch's channels-last kernel fails from 2^31 elements on, and did
     # so for batches of 64 (pytorch #81665, #141831).
     y = F.interpolate(x if x.is_cpu else x.contiguous(), scale_factor=2.0, mode="nearest").to(x.dtype)
-    return y.movedim(1, -1).contiguous().movedim(-1, 1) if dense_is_channels_last(x) else y.contiguous()
+    return laid_out(y, dense_is_channels_last(x))
 
 
 def reference_upsample_nearest_2x_grad(dy: Tensor) -> Tensor:
