@@ -50,28 +50,21 @@ class Settings:
         return {**size, "num_inference_steps": self.steps, "guidance_scale": self.guidance}
 
 
-# The types that JSON may have for a setting, and what an error calls them; whole numbers else.
-_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
-    "prompt": ((str,), "text"),
-    "negative_prompt": ((str, type(None)), "text or null"),
-    "guidance": ((int, float), "a number"),
-}
+# What JSON may have where a field has this type. A bool is an int too, and no number of steps.
+_KINDS = {"str": (str,), "str | None": (str, type(None)), "int": (int,), "float": (int, float)}
 
 
 def _settings(given: Any, defaults: Mapping[str, Any], scale: int) -> Settings:
     """Of one line. Raises ValueError, which says what is wrong with it."""
-    if not isinstance(given, dict):
-        raise ValueError(f"must be a JSON object, got {given!r}")
-    names = [field.name for field in fields(Settings)]
+    kinds = {field.name: str(field.type) for field in fields(Settings)}
+    if not isinstance(given, dict) or "prompt" not in given:
+        raise ValueError(f"must be an object with a prompt, got {given!r}")
     for name in given:
-        options.one_of("setting", name, names)
-    if "prompt" not in given:
-        raise ValueError("has no prompt")
+        options.one_of("setting", name, kinds)
     values = {**defaults, **given}
-    for name in names:
-        kinds, text = _KINDS.get(name, ((int,), "a whole number"))
-        if type(values[name]) not in kinds:  # bool is an int, and no number of steps
-            raise ValueError(f"{name}: must be {text}, got {values[name]!r}")
+    for name, kind in kinds.items():
+        if type(values[name]) not in _KINDS[kind]:
+            raise ValueError(f"{name}: must be of type {kind}, got {values[name]!r}")
     options.image_size("width", values["width"], scale)
     options.image_size("height", values["height"], scale)
     options.positive("steps", values["steps"])
@@ -97,11 +90,9 @@ def read_prompts(
     found, problems = {}, {}
     for number, line in enumerate(lines, 1):
         try:
-            text = line.decode("utf-8-sig").strip()
-            if text:
+            if text := line.decode("utf-8-sig").strip():
                 given = json.loads(text) if path.suffix == ".jsonl" else {"prompt": text}
-                seeded = {**defaults, "seed": defaults["seed"] + number}
-                found[number] = _settings(given, seeded, scale)
+                found[number] = _settings(given, {**defaults, "seed": defaults["seed"] + number}, scale)
         except json.JSONDecodeError as error:
             problems[number] = f"no JSON: {error.msg} at column {error.colno}"
         except (ValueError, OverflowError) as error:
@@ -132,11 +123,9 @@ def _is_finished(path: Path, settings: Mapping[str, Any]) -> bool:
         return False
     other = [name for name, value in settings.items() if found.get(name, ...) != value]
     if other:
-        was = repr(found[other[0]]) if other[0] in found else "unknown"
-        raise OptionError(
-            f"--out: {str(path)!r} has another image, whose {other[0]} is {was} and not "
-            f"{settings[other[0]]!r}; choose another folder, or delete it"
-        )
+        was, now = found.get(other[0], "unknown"), settings[other[0]]
+        why = f"has another image, whose {other[0]} is {was!r} and not {now!r}"
+        raise OptionError(f"--out: {str(path)!r} {why}; choose another folder, or delete it")
     return True
 
 
@@ -147,7 +136,7 @@ def _save(picture: Image.Image, path: Path, text: str) -> None:
     part = path.with_suffix(".part")
     try:
         picture.save(part, format="PNG", pnginfo=info)
-        os.replace(part, path)
+        part.replace(path)
     finally:
         part.unlink(missing_ok=True)
 
@@ -208,14 +197,14 @@ class _Run:
     def _pictures(self, pipe: Any, lines: Sequence[int]) -> list[Image.Image]:
         each = [self.wanted[line] for line in lines]
         negative = None if each[0].negative_prompt is None else [one.negative_prompt for one in each]
-        result = pipe(
+        images: list[Image.Image] = pipe(
             prompt=[one.prompt for one in each],
             negative_prompt=negative,
             # One for each image, on the CPU: the same noise in any batch and on any device.
             generator=[torch.Generator("cpu").manual_seed(one.seed) for one in each],
             **each[0].shared(),
-        )
-        return list(result.images)
+        ).images
+        return images
 
 
 def run(
@@ -247,9 +236,8 @@ def run(
     options.json_path("--out", out / f"{os.getpid()}.part")  # each process tries a file of its own
     job = _Run(prompts, out, wanted, batch_size, model, variant, dtype, stock)
     todo = [line for line in wanted if not _is_finished(job.path(line), job.asked(line))]
-    if processes.is_main():
-        for line, problem in problems.items():
-            job.complain(line, problem)
+    for line in problems if processes.is_main() else ():
+        job.complain(line, problems[line])
     with processes.joined(device) as (state, own_device):
         from accelerate.utils import gather_object
 

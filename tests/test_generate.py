@@ -107,12 +107,12 @@ def test_what_is_finished_is_not_drawn_again(tiny: str, tmp_path: Path) -> None:
 
 
 BAD_LINES = {
-    "no prompt": ('{"width": 64}', "has no prompt"),
+    "no prompt": ('{"width": 64}', "must be an object with a prompt, got {'width': 64}"),
     "json": ("{", "no JSON: Expecting property name"),
-    "list": ("[]", "must be a JSON object, got []"),
+    "list": ("[]", "must be an object with a prompt, got []"),
     "unknown": ('{"prompt": "a", "size": 64}', "setting: unknown value 'size'; choose from prompt,"),
-    "text": ('{"prompt": 1}', "prompt: must be text, got 1"),
-    "whole": ('{"prompt": "a", "steps": true}', "steps: must be a whole number, got True"),
+    "text": ('{"prompt": 1}', "prompt: must be of type str, got 1"),
+    "whole": ('{"prompt": "a", "steps": true}', "steps: must be of type int, got True"),
     "steps": ('{"prompt": "a", "steps": 0}', "steps: must be a positive whole number, got 0"),
     "width": ('{"prompt": "a", "width": 100}', "width: must be a positive multiple of 8"),
     "height": ('{"prompt": "a", "height": 0}', "height: must be a positive multiple of 8"),
