@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
@@ -113,6 +114,12 @@ def batches(wanted: Mapping[int, Settings], lines: Iterable[int], size: int) -> 
         yield from (same[first : first + size] for first in range(0, len(same), size))
 
 
+def shares(wanted: Mapping[int, Settings], lines: Iterable[int], count: int) -> list[int]:
+    """``lines`` in an order of which ``count`` equal parts have as many images of each size."""
+    ordered = [line for (line,) in batches(wanted, lines, 1)]
+    return [line for first in range(count) for line in ordered[first::count]]
+
+
 def _is_finished(path: Path, settings: Mapping[str, Any]) -> bool:
     """Whether the image is there. Raises OptionError where another is."""
     try:
@@ -121,11 +128,10 @@ def _is_finished(path: Path, settings: Mapping[str, Any]) -> bool:
             found = json.loads(picture.info.get(METADATA, "{}")).get("settings", {})
     except Exception:  # missing or cut off, for which Pillow has many errors
         return False
-    other = [name for name, value in settings.items() if found.get(name, ...) != value]
-    if other:
-        was, now = found.get(other[0], "unknown"), settings[other[0]]
-        why = f"has another image, whose {other[0]} is {was!r} and not {now!r}"
-        raise OptionError(f"--out: {str(path)!r} {why}; choose another folder, or delete it")
+    for name, now in settings.items():
+        if (was := found.get(name, "unknown")) != now:
+            why = f"has another image, whose {name} is {was!r} and not {now!r}"
+            raise OptionError(f"--out: {str(path)!r} {why}; choose another folder, or delete it")
     return True
 
 
@@ -164,11 +170,6 @@ class _Run:
 
     def complain(self, line: int, problem: str) -> None:
         print(f"{program()}: {self.prompts}:{line}: {problem}", file=sys.stderr)
-
-    def shares(self, lines: Iterable[int], processes: int) -> list[int]:
-        """``lines`` in an order whose equal parts, one a process, have as many images of each size."""
-        ordered = [line for (line,) in batches(self.wanted, lines, 1)]
-        return [line for first in range(processes) for line in ordered[first::processes]]
 
     def draw(self, lines: Sequence[int], device: str) -> int:
         """Returns how many could not be drawn."""
@@ -239,13 +240,11 @@ def run(
     for line in problems if processes.is_main() else ():
         job.complain(line, problems[line])
     with processes.joined(device) as (state, own_device):
-        from accelerate.utils import gather_object
-
         state.wait_for_everyone()  # all have looked for finished images before the first is written
-        with state.split_between_processes(job.shares(todo, state.num_processes)) as share:
+        with state.split_between_processes(shares(wanted, todo, state.num_processes)) as share:
             failed = job.draw(share, own_device) if share else 0
         failed = sum(gather_object([failed]))
     if processes.is_main():
         there, bad = len(wanted) - len(todo), len(problems) + failed
-        print(f"{len(todo) - failed} images drawn, {there} were there, {bad} lines could not be drawn: {out}")
+        print(f"{len(todo) - failed} images drawn, {there} were there, {bad} lines failed: {out}")
     return 1 if problems or failed else 0

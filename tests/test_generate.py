@@ -18,7 +18,7 @@ from diffusers import DiffusionPipeline, StableDiffusionPipeline
 from PIL import Image
 
 from sdfastgn.bench.models.pipelines import build_pipeline
-from sdfastgn.generate import METADATA, Settings, batches
+from sdfastgn.generate import METADATA, Settings, batches, shares
 from tests.command_line import ROOT, exit_code, invoke
 
 LINES = [
@@ -61,7 +61,7 @@ def names(folder: Path) -> list[str]:
 def test_images_are_those_of_the_pipeline(model: str, tmp_path: Path) -> None:
     result = invoke(*command(model, LINES, tmp_path, "--batch-size", "2", "--seed", "40"))
     assert result.exit_code == 0, result.output
-    assert "4 images drawn, 0 were there, 0 lines could not be drawn" in result.output
+    assert "4 images drawn, 0 were there, 0 lines failed" in result.output
     pipe = DiffusionPipeline.from_pretrained(model)
     pipe.set_progress_bar_config(disable=True)
     for number, line in enumerate(LINES, 1):
@@ -128,7 +128,7 @@ def test_bad_lines_are_named_and_the_others_drawn(tiny: str, tmp_path: Path) -> 
     assert result.exit_code == 1
     for number, (_, words) in enumerate(BAD_LINES.values(), 1):
         assert f"sdfastgn: {tmp_path / 'prompts.jsonl'}:{number}: {words}" in result.output
-    assert f"1 images drawn, 0 were there, {len(BAD_LINES)} lines could not be drawn" in result.output
+    assert f"1 images drawn, 0 were there, {len(BAD_LINES)} lines failed" in result.output
     assert names(tmp_path / "out") == [f"{len(lines):05}.png"]
 
 
@@ -198,11 +198,14 @@ def test_bad_options_are_one_line_before_anything_is_drawn(
     assert result.output.splitlines()[-1].startswith(f"sdfastgn: {words}")
 
 
-def test_a_batch_has_images_of_equal_calls_alone() -> None:
+def test_a_batch_has_images_of_equal_calls_and_a_process_its_share_of_them() -> None:
     plain = Settings("", None, 64, 64, 2, 7.5, 0)
     wanted = {1: plain, 2: Settings("", "", 64, 64, 2, 7.5, 0), 3: Settings("", None, 72, 64, 2, 7.5, 0)}
     wanted |= dict.fromkeys((4, 5, 6), plain)
     assert list(batches(wanted, wanted, 3)) == [[1, 4, 5], [6], [2], [3]]
+    # Accelerate gives each process the next part of the list.
+    wide = dict.fromkeys((7, 8, 9), wanted[3])
+    assert shares({**wanted, **wide}, [1, 3, 4, 7, 5, 8, 6, 9], 2) == [1, 5, 3, 8, 4, 6, 7, 9]
 
 
 def test_two_processes_draw_what_one_draws(tiny: str, tmp_path: Path) -> None:

@@ -87,6 +87,7 @@ def _run_bench(
     out = Console(quiet=True) if quiet else console()
     where = end_to_end.current_environment(torch.device(configs[0].device), configs)
     kind = "profile" if any(config.profile for config in configs) else "end_to_end"
+    kind = "processes" if processes.launched() else kind  # GPUs that share a host: of no table of one
     content = document(kind, where, end_to_end.describe(configs), [])
     rows: list[Row] = []
     if configs[0].torch_device.type == "cpu":

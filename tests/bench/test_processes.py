@@ -109,8 +109,9 @@ def test_the_main_process_alone_prints_and_writes(
     assert result.exit_code == 0, result.output
     assert ("images/s" in result.output, path.exists()) == (main, main)
     if main:
-        (row,) = json.loads(path.read_text())["rows"]
-        assert len(row["process_images_s"]) == 2
+        content = json.loads(path.read_text())
+        assert content["kind"] == "processes"
+        assert len(content["rows"][0]["process_images_s"]) == 2
     else:
         assert result.output == ""
 
