@@ -22,11 +22,12 @@ from PIL.PngImagePlugin import PngInfo
 
 import sdfastgn
 from sdfastgn.bench import options, processes, terminal
-from sdfastgn.bench.documents import OptionError, one_line
+from sdfastgn.bench.documents import OptionError
 from sdfastgn.bench.environment import installed_versions
 from sdfastgn.bench.models.configurations import SEEDS
 from sdfastgn.bench.models.pipelines import load_pipeline
 from sdfastgn.bench.models.workload import DTYPES
+from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.program import program
 
 # The key of a PNG's text chunk. It holds JSON: the settings and the versions of the packages.
@@ -227,14 +228,14 @@ def run(
     options.weights_source("--model", model, words=())
     native, scale = options.text_to_image("--model", model)
     device = options.device_name("--device", device)
-    dtype = options.one_of("--dtype", dtype or ("fp32" if device == "cpu" else "fp16"), DTYPES)
+    dtype = options.dtype_name("--dtype", dtype, device)
     options.positive("--batch-size", batch_size)
     sizes = {name: native if settings[name] is None else settings[name] for name in ("width", "height")}
     for name, size in sizes.items():
         options.image_size(f"--{name}", size, scale)
     options.positive("--steps", settings["steps"])
     wanted, problems = read_prompts(prompts, {**settings, **sizes}, scale)
-    options.json_path("--out", out / f"{os.getpid()}.part")  # each process tries a file of its own
+    options.file_path("--out", out / f"{os.getpid()}.part")  # each process tries a file of its own
     job = _Run(prompts, out, wanted, batch_size, model, variant, dtype, stock)
     todo = [line for line in wanted if not _is_finished(job.path(line), job.asked(line))]
     for line in problems if processes.is_main() else ():

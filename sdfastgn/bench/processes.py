@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from sdfastgn.bench.documents import OptionError, one_line
+from sdfastgn.bench.documents import OptionError
 from sdfastgn.bench.timing import time_once
+from sdfastgn.kernels.common.failures import one_line
 
 # How long a process waits for the slowest: its compiling, or its share of a day's images. NCCL
 # would give up after ten minutes.
