@@ -44,7 +44,7 @@ def test_what_a_script_times(
     config = configs[-1]
     found = (config.model, parts, config.size, config.batch, config.dtype)
     assert (*found, [variant.name for variant in variants]) == expected
-    assert ran.call_args.kwargs == {"json": path, "plot": None}
+    assert ran.call_args.kwargs == {"json": path, "plot": None, "html": None}
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -19,6 +19,7 @@ from sdfastgn.bench.kernels.suite import INFERENCE, KernelConfig, Shape, Suite
 from sdfastgn.bench.kernels.suites import SUITES
 from sdfastgn.bench.models import architectures
 from sdfastgn.bench.models.configurations import MODELS, UNETS, VAES
+from sdfastgn.bench.models.presets import PRESETS
 from sdfastgn.bench.models.variants import PARTS, VARIANTS, Variant
 from sdfastgn.bench.models.workload import DTYPES, BenchConfig
 from sdfastgn.bench.tables.plots import plot_reason
@@ -28,6 +29,7 @@ from sdfastgn.kernels.common.failures import one_line
 GPU_REPEATS = {"unet": 50, "vae": 30, "pipeline": 5, "train": 30}
 CPU_REPEATS = {"unet": 5, "vae": 5, "pipeline": 2, "train": 3}
 GUIDED_BATCH = 2
+STEPS = 30
 
 _SHAPE = re.compile(r"\d+(x\d+)+")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -195,16 +197,17 @@ def bench_configs(
     parts: Sequence[str],
     size: int | None = None,
     batch: int | None = None,
-    steps: int = 30,
+    steps: int | None = None,
     dtype: str | None = None,
     device: str | None = None,
     weights: str = "random",
     repeats: int | None = None,
+    scheduler: str | None = None,
     **others: Any,
 ) -> list[BenchConfig]:
     """One checked config for each part; ``others`` are fields of it that need no check.
 
-    Without a model it is the weights' own.
+    Without a model it is the weights' own. None in ``others`` stands for the field's default.
     """
     if model is not None:
         one_of("--model", model, MODELS)
@@ -212,7 +215,13 @@ def bench_configs(
     device = device_name("--device", device)
     on_cpu = device == "cpu"
     dtype = dtype_name("--dtype", dtype, device)
-    positive("--steps", steps)
+    steps = positive("--steps", STEPS if steps is None else steps)
+    if scheduler:
+        import diffusers
+
+        if not (scheduler.endswith("Scheduler") and hasattr(diffusers, scheduler)):
+            such = "give one like EulerDiscreteScheduler"
+            raise OptionError(f"--scheduler: diffusers has no {scheduler!r}; {such}")
     name, native, scale, unet_batch = _subject(model, weights_source("--weights", weights), chosen)
     size = image_size("--size", native if size is None else size, scale)
     counts = CPU_REPEATS if on_cpu else GPU_REPEATS
@@ -227,10 +236,33 @@ def bench_configs(
             repeats=positive("--repeats", counts[part] if repeats is None else repeats),
             steps=steps,
             weights=weights,
-            **others,
+            scheduler=scheduler or "",
+            **{field: value for field, value in others.items() if value is not None},
         )
         for part in chosen
     ]
+
+
+def preset_configs(name: str | None, **given: Any) -> list[BenchConfig]:
+    """The configs of a preset's cases, or without one that of the options alone.
+
+    Options that are not None replace the preset's. A model picks among its cases, or takes the
+    place of the first one's. ``parts`` stand in for a UNet step.
+    """
+    given = {option: value for option, value in given.items() if value is not None}
+    if name is None:
+        return bench_configs(**{"model": None, "parts": ["unet"], **given})
+    cases = [case.settings for case in PRESETS[one_of("--preset", name, PRESETS)].cases]
+    model = given.get("model")
+    if model is not None:
+        one_of("--model", model, MODELS)
+        cases = [each for each in cases if each["model"] == model] or cases[:1]
+    configs = []
+    for case in cases:
+        settings = {"parts": [case["part"]], **case, **given, "preset": name}
+        settings.pop("part")
+        configs += bench_configs(**settings)
+    return configs
 
 
 def variant_list(option: str, text: str) -> list[Variant]:

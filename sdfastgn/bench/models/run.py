@@ -48,6 +48,8 @@ class Row:
         peak_mib: MiB that the CUDA allocator held at most during the timed calls.
         error_eager: ||y - eager|| / ||eager||.
         error_fp32: the same against fp32 without TF32, where that was asked for.
+        psnr_db: of a pipeline's images, against eager's.
+        psnr_fp32_db, ssim_fp32: of a pipeline's images, against those of the fp32 pipeline.
         step_mib: of a training step, what PyTorch's CUDA allocator held at most over what the model
             and its inputs occupy: all that is kept for the backward, temporaries, gradients.
         saved_mib: of a training step, what autograd keeps for the backward.
@@ -80,6 +82,8 @@ class Row:
     saved_mib: float | None = None
     profile: dict[str, Any] | None = None
     profile_reason: str = ""
+    psnr_fp32_db: float | None = None
+    ssim_fp32: float | None = None
 
 
 def _finite(value: float | None) -> float | None:
@@ -94,16 +98,19 @@ def _free(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _reference(config: BenchConfig, workload: Workload) -> Reference:
+def _reference(config: BenchConfig, workload: Workload, images: dict[str, Any]) -> Reference:
     try:
         first_call_s, output = timing.time_once(workload.call, config.torch_device)
         output = gate.kept(output)
         if problem := gate.problem(config, output):
             return Reference(status=WRONG, reason=problem)
-        stock = Reference(output, first_call_s)
+        stock = Reference(output, first_call_s, images=images)
         if workload.fp32_output is not None and (config.fp32_reference or config.part == "train"):
             fp32 = gate.kept(workload.fp32_output())
-            stock = replace(stock, fp32=fp32, fp32_error=relative_error(output, fp32))
+            if config.part == "pipeline":
+                images["fp32"] = fp32[0]
+            error = relative_error(gate.tensors(output), gate.tensors(fp32))
+            stock = replace(stock, fp32=fp32, fp32_error=error)
         return stock
     except Exception as error:  # too little memory, or weights of another architecture
         return Reference(status=FAILED, reason=f"stock eager fails: {one_line(error)}")
@@ -179,10 +186,13 @@ def _measure(
         call_s, output = timing.time_once(workload.call, device)
         judgement = gate.judge(config, output, stock)
         row.error_eager, row.error_fp32 = _finite(judgement.error), _finite(judgement.fp32_error)
-        row.psnr_db = _finite(judgement.psnr_db)
+        row.psnr_db, row.psnr_fp32_db = _finite(judgement.psnr_db), _finite(judgement.fp32_psnr_db)
+        row.ssim_fp32 = _finite(judgement.fp32_ssim)
         if judgement.reason:
             row.status, row.reason, row.note = WRONG, judgement.reason, variant.describe(workload.target)
             return
+        if config.part == "pipeline":
+            stock.images[variant.name] = output[0]
         del output
         timed = timing.time_callable(workload.call, device, repeats=config.repeats)
         seconds = meeting.seconds(workload.call, config.repeats, device)
@@ -228,11 +238,13 @@ def run(
     workload: Workload | None = None,
     on_variant: Callable[[str], object] = lambda name: None,
     on_row: Callable[[Row], object] = lambda row: None,
+    images: dict[str, Any] | None = None,
 ) -> list[Row]:
     """Measures ``variants`` on one workload, all under the same global switches.
 
     ``workload`` is an already built one. ``on_variant`` gets a variant's name before it starts,
-    ``on_row`` each row as soon as there is one.
+    ``on_row`` each row as soon as there is one, ``images`` a pipeline's first right image by
+    variant and, where that was asked for, under ``"fp32"``.
     """
     device = config.torch_device
     with (
@@ -243,7 +255,7 @@ def run(
         timing.spin_up(device)
         if workload is None:
             workload = BUILDERS[config.part](config)
-        stock = _reference(config, workload)
+        stock = _reference(config, workload, {} if images is None else images)
         rows = []
         for variant in variants:
             on_variant(variant.name)

@@ -26,7 +26,7 @@ from sdfastgn.bench.tables.profile import breakdown_of, lowest_floor, row_title
 # Colours that stay apart in print and for the colour-blind (Okabe and Ito).
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999")
 # The same colour for a category in every picture. What is not in a kernel of known use is pale.
-_CATEGORY_COLOURS = {**dict(zip(CATEGORIES, _COLOURS, strict=False)), OTHER: "#555555", GAPS: "#DDDDDD"}
+CATEGORY_COLOURS = {**dict(zip(CATEGORIES, _COLOURS, strict=False)), OTHER: "#555555", GAPS: "#DDDDDD"}
 
 
 def plot_reason() -> str | None:
@@ -133,7 +133,7 @@ def _stacked_bars(axes: Any, rows: Sequence[Row]) -> None:
     ends = [0.0] * len(rows)
     for name in (*CATEGORIES, GAPS):
         lengths = [one.categories[name] for one in found]
-        axes.barh(places, lengths, left=ends, color=_CATEGORY_COLOURS[name], label=name, height=0.7)
+        axes.barh(places, lengths, left=ends, color=CATEGORY_COLOURS[name], label=name, height=0.7)
         ends = [end + length for end, length in zip(ends, lengths, strict=True)]
     for place, one in zip(places, found, strict=True):
         axes.vlines(one.floor_ms, place - 0.42, place + 0.42, color="black", linewidth=2)
