@@ -81,7 +81,7 @@ format: $(STAMP)  ## rewrite the files in the house format
 	$(BIN)/ruff check --fix .
 
 docs: $(STAMP)  ## the documentation site, in build/site; stops at the first warning
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 # The wheel is built from the sdist. Build isolation is off because it would fetch its own setuptools.
 dist: $(STAMP)  ## the sdist and the wheel of a release, in dist
