@@ -13,7 +13,9 @@ import click
 import pytest
 import tomllib
 import torch
+import torch.distributed.run
 import typer
+from accelerate.commands.launch import launch_command_parser
 from packaging.requirements import Requirement
 
 import sdfastgn
@@ -82,22 +84,25 @@ def test_no_fence_is_overlooked():
 
 # ---- commands
 
-# Subcommands that check all that they are given before they work, and need no file for it.
+# Subcommands that check all that they are given before they work.
 QUICK = {"bench", "kernels", "demo", "info", "sources"}
+# Options whose values a reader has: files, and what is written in capitals.
 NEED_FILES = {"--weights", "--against"}
 
 
 def _sdfastgn(monkeypatch, *arguments):
     """Run where that is cheap; else the options are parsed. See ``quick`` for what stands for the work."""
     name, *options = arguments
-    if name in QUICK and not NEED_FILES & {*options}:
+    is_complete = not any(word in NEED_FILES or word.isupper() for word in options)
+    if name in QUICK and is_complete:
         result = invoke(*arguments)
         assert result.exit_code == 0, result.output
         return
     group = typer.main.get_command(app)
     subcommand = group.get_command(click.Context(group), name)
     assert subcommand is not None, name
-    subcommand.make_context(name, options)
+    if options:  # a name alone may lack what the command needs
+        subcommand.make_context(name, options)
 
 
 def _make(monkeypatch, *arguments):
@@ -122,18 +127,50 @@ def _pip(monkeypatch, action, *arguments):
 
 def _python(monkeypatch, first, *arguments):
     """A script or a module that exists; those of the command line have their options checked too."""
-    if first == "-m":
+    if first == "-m" and arguments[0] == "sdfastgn" and arguments[1:]:
+        _sdfastgn(monkeypatch, *arguments[1:])
+    elif first == "-m":
         assert importlib.util.find_spec(arguments[0]) is not None
         assert all((ROOT / word).exists() for word in arguments if word.endswith(".py"))
-        return
-    text = (ROOT / first).read_text(encoding="utf-8")
-    if "sdfastgn.cli import main" in text:
+    elif "sdfastgn.cli import main" in (text := (ROOT / first).read_text(encoding="utf-8")):
         assert exit_code(monkeypatch, Path(first).name, *arguments) == 0
     else:
         assert all(f'"{option}"' in text for option in arguments if option.startswith("--"))
 
 
-PROGRAMS = {"sdfastgn": _sdfastgn, "make": _make, "pip": _pip, "python": _python}
+def _launcher(parser, words, monkeypatch):
+    """A launcher's own options, and what it launches."""
+    found = parser.parse_args(words)
+    module = ["-m"] if found.module else []
+    _python(monkeypatch, *module, found.training_script, *found.training_script_args)
+
+
+def _accelerate(monkeypatch, launch, *words):
+    assert launch == "launch"
+    _launcher(launch_command_parser(), list(words), monkeypatch)
+
+
+def _torchrun(monkeypatch, *words):
+    _launcher(torch.distributed.run.get_args_parser(), list(words), monkeypatch)
+
+
+def _uvicorn(monkeypatch, *words):
+    """The function that makes the app is in the example."""
+    [folder] = [after for word, after in itertools.pairwise(words) if word == "--app-dir"]
+    file, _, function = words[-1].partition(":")
+    assert f"def {function}(" in (ROOT / folder / f"{file}.py").read_text(encoding="utf-8")
+
+
+PROGRAMS = {
+    "accelerate": _accelerate,
+    "curl": lambda *words: None,  # of the example server, which has tests of its own
+    "make": _make,
+    "pip": _pip,
+    "python": _python,
+    "sdfastgn": _sdfastgn,
+    "torchrun": _torchrun,
+    "uvicorn": _uvicorn,
+}
 
 
 @pytest.fixture
