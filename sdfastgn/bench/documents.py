@@ -11,8 +11,6 @@ from typing import Any
 
 SCHEMA = 1
 OK, UNAVAILABLE, FAILED, WRONG = "ok", "unavailable", "failed", "wrong output"
-# The status of a time that someone else published.
-QUOTED = "quoted"
 
 
 class OptionError(ValueError):

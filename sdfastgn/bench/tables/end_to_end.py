@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
-from sdfastgn.bench.documents import OK, QUOTED
+from sdfastgn.bench.documents import OK
 from sdfastgn.bench.models.run import Row
 from sdfastgn.bench.models.variants import PARTS, VARIANTS, label
 from sdfastgn.bench.tables.markdown import (
@@ -22,7 +21,6 @@ from sdfastgn.bench.tables.markdown import (
 from sdfastgn.bench.tables.profile import row_title
 from sdfastgn.bench.terminal import Blocks
 
-QUOTATION = "‡"
 _Group = tuple[int, str, int, int, str]
 # Variants with a column for their time in the harness's CUDA graph; sdfastgn in old runs.
 GRAPHED = ("eager", "compile", "sdfastgn", "sdfastgn_eager", "sdfastgn_compile")
@@ -98,48 +96,13 @@ def _group(row: Row) -> _Group:
 
 
 def _read(results: Path) -> tuple[_Groups, list[str]]:
-    """All rows of all runs, others' times where nothing ran, and the sources of both."""
-    runs = [*documents(results, "end_to_end"), *documents(results, "profile")]
+    """All rows of all runs, and the lines that name the runs."""
+    runs = documents(results, "end_to_end")
     groups: _Groups = {}
-    # Timed by a run without a profile, which comes first: two runs' times are not mixed in a line.
-    timed: set[_Group] = set()
     for content in runs:
-        rows = [Row(**values) for values in content["rows"]]
-        if content["kind"] == "profile":
-            rows = [row for row in _untouched(rows) if _group(row) not in timed]
-        else:
-            timed |= set(map(_group, rows))
-        for row in rows:
+        for row in (Row(**values) for values in content["rows"]):
             groups.setdefault(_group(row), {})[row.variant] = row
-    quotations = []
-    for content in documents(results, "end_to_end_quoted"):
-        rows = [Row(**values, status=QUOTED) for values in content["rows"]]
-        rows = [
-            row for row in rows if _group(row) in groups and not _ran(groups[_group(row)].get(row.variant))
-        ]
-        for row in rows:
-            groups[_group(row)][row.variant] = row
-        if rows:
-            quotations.append(f"{QUOTATION}: quoted, not run here: {content['source']}")
-    return dict(sorted(groups.items())), [*quotations, *dict.fromkeys(map(source_line, runs))]
-
-
-def _untouched(rows: Sequence[Row]) -> list[Row]:
-    """Rows of a run with profiles without the times that these may have changed.
-
-    Once it has recorded, the profiler's library costs the CPU time at each launch. What a graph
-    replays has none; before a part's first recording there is nothing to change.
-    """
-    replays = {variant.name for variant in VARIANTS.values() if variant.replays_graph}
-    first = {row.part: row for row in reversed(rows)}
-    return [
-        row if row is first[row.part] or row.variant in replays else replace(row, median_ms=None)
-        for row in rows
-    ]
-
-
-def _ran(row: Row | None) -> bool:
-    return row is not None and row.median_ms is not None and row.status != QUOTED
+    return dict(sorted(groups.items())), list(dict.fromkeys(map(source_line, runs)))
 
 
 def _milliseconds(rows: dict[str, Row], name: str, graph: bool = False) -> float | None:
@@ -152,8 +115,6 @@ def _cell(rows: dict[str, Row], name: str, graph: bool = False) -> str:
     value, eager = _milliseconds(rows, name, graph), _milliseconds(rows, "eager")
     if value is None:
         return NOTHING
-    if rows[name].status == QUOTED:
-        return f"{number(value)}{QUOTATION}"
     return f"{number(value)} ({value / eager:.2f}x)" if eager else number(value)
 
 
@@ -180,7 +141,7 @@ def results_markdown(results: Path) -> str:
     header = [labels[name] + " + graph" * graph for name, graph in columns]
     body = [[_title(group), *(_cell(group, *column) for column in columns)] for group in groups.values()]
     reasons = dict.fromkeys(
-        f"{label(row.variant)} {row.status}: {row.reason}" for row in rows if row.status not in (OK, QUOTED)
+        f"{label(row.variant)} {row.status}: {row.reason}" for row in rows if row.status != OK
     )
     return _blocks(header, body, [*reasons, *sources])
 
@@ -196,15 +157,15 @@ def _headline(groups: _Groups) -> dict[str, tuple[dict[str, Row], list[tuple[str
             ],
         )
         for rows in groups.values()
-        if _ran(rows.get("sdfastgn"))
+        if _milliseconds(rows, "sdfastgn") is not None
     }
 
 
-def headline_times(results: Path) -> dict[str, list[tuple[str, float, bool]]]:
-    """{what is timed: [(column, milliseconds, whether they are quoted)]} of the columns with a time."""
+def headline_times(results: Path) -> dict[str, list[tuple[str, float]]]:
+    """{what is timed: [(column, milliseconds)]} of the columns with a time."""
     return {
         title: [
-            (column.strip("*"), value, rows[name].status == QUOTED)
+            (column.strip("*"), value)
             for (column, _), (name, graph) in zip(HEADLINE, chosen, strict=True)
             if (value := _milliseconds(rows, name, graph)) is not None
         ]
