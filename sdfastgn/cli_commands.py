@@ -164,7 +164,7 @@ def bench(
         chosen = options.variant_list("--variants", variants)
         without = "" if profile else "only --profile has a picture, got {} without it"
         options.png_path("--plot", plot, without)
-        options.json_path("--json", json)
+        options.file_path("--json", json)
         code = session.run_bench(configs, chosen, json=json, plot=plot)
     raise typer.Exit(code)
 
@@ -225,7 +225,7 @@ def inspect(
 
     with _one_line_errors():
         options.weights_source("MODEL", model, words=MODELS)
-        options.json_path("--json", json)
+        options.file_path("--json", json)
         if context.obj == OWN_PROCESS and model in MODELS:
             light_imports.import_model_classes()
         from sdfastgn import report
@@ -276,8 +276,7 @@ def verify(
     with _one_line_errors():
         options.weights_source("PATH", path, words=())
         device = options.device_name("--device", device)
-        name = dtype or ("fp32" if device == "cpu" else "fp16")
-        weights = DTYPES[options.one_of("--dtype", name, DTYPES)]
+        weights = DTYPES[options.dtype_name("--dtype", dtype, device)]
         pipe = load_pipeline("PATH", path, weights, torch.device(device))
     api.optimize(pipe, cuda_graphs=False)
     found = api.verdicts(pipe)
@@ -327,7 +326,7 @@ def demo(
 
     with _one_line_errors():
         for name in PICTURES:
-            options.json_path("--output", output / name)
+            options.file_path("--output", output / name)
     raise typer.Exit(run_demo(output, terminal.console()))
 
 
@@ -358,6 +357,6 @@ def warm_up(
         )
         new_size = config.size * 3 // 32 * 8 if new_size is None else new_size
         options.image_size("--new-size", new_size)
-        options.json_path("--json", json)
+        options.file_path("--json", json)
         code = session.run_warm_up(config, new_size, json=json)
     raise typer.Exit(code)

@@ -17,12 +17,6 @@ class OptionError(ValueError):
     """A user's option that cannot be used, in one line: the option, the value, and what is allowed."""
 
 
-def one_line(error: BaseException, limit: int = 300) -> str:
-    """An exception as one line: its type and the first line that says something."""
-    lines = (line.strip() for line in str(error).splitlines())
-    return f"{type(error).__name__}: {next(filter(None, lines), 'no message')}"[:limit]
-
-
 def document(
     kind: str, environment: dict[str, Any], config: dict[str, Any], rows: Iterable[Any]
 ) -> dict[str, Any]:

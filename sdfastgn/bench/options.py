@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from sdfastgn.bench.documents import OptionError, one_line
+from sdfastgn.bench.documents import OptionError
 from sdfastgn.bench.kernels.suite import INFERENCE, KernelConfig, Shape, Suite
 from sdfastgn.bench.kernels.suites import SUITES
 from sdfastgn.bench.models import architectures
@@ -22,6 +22,7 @@ from sdfastgn.bench.models.configurations import MODELS, UNETS, VAES
 from sdfastgn.bench.models.variants import PARTS, VARIANTS, Variant
 from sdfastgn.bench.models.workload import DTYPES, BenchConfig
 from sdfastgn.bench.tables.plots import plot_reason
+from sdfastgn.kernels.common.failures import one_line
 
 # Where the user names none: timed calls of each part. A UNet step has two images, for guidance.
 GPU_REPEATS = {"unet": 50, "vae": 30, "pipeline": 5, "train": 30}
@@ -75,6 +76,11 @@ def device_name(option: str, value: str | None) -> str:
     return value
 
 
+def dtype_name(option: str, value: str | None, device: str) -> str:
+    """``value``, one of ``DTYPES``; without one, fp16 on a GPU and fp32 on the CPU."""
+    return one_of(option, ("fp32" if device == "cpu" else "fp16") if value is None else value, DTYPES)
+
+
 def weights_source(option: str, value: str, *, words: Sequence[str] = ("random",)) -> str:
     """One of ``words``, an existing folder or file, or the id of a repository on the Hub."""
     if value in words or Path(value).expanduser().exists():
@@ -85,7 +91,7 @@ def weights_source(option: str, value: str, *, words: Sequence[str] = ("random",
     raise OptionError(f"{option}: no such path {value!r}; give {choice}")
 
 
-def json_path(option: str, value: Path | None) -> Path | None:
+def file_path(option: str, value: Path | None) -> Path | None:
     """``value``, if a file can be written there; its folder is made. Ask last, before the work."""
     if value is None:
         return None
@@ -166,7 +172,7 @@ def png_path(option: str, value: Path | None, unless: str = "") -> Path | None:
         raise OptionError(f"{option}: must end in .png, got {str(value)!r}")
     if (reason := plot_reason()) is not None:
         raise OptionError(f"{option}: {reason}")
-    return json_path(option, value)
+    return file_path(option, value)
 
 
 def bench_configs(
@@ -184,14 +190,14 @@ def bench_configs(
 ) -> list[BenchConfig]:
     """One checked config for each part; ``others`` are fields of it that need no check.
 
-    Without a model it is the weights' own, without a dtype fp16 on a GPU and fp32 on the CPU.
+    Without a model it is the weights' own.
     """
     if model is not None:
         one_of("--model", model, MODELS)
     chosen = some_of("--part", parts, PARTS)
     device = device_name("--device", device)
     on_cpu = device == "cpu"
-    dtype = one_of("--dtype", ("fp32" if on_cpu else "fp16") if dtype is None else dtype, DTYPES)
+    dtype = dtype_name("--dtype", dtype, device)
     positive("--steps", steps)
     name, native, scale, unet_batch = _subject(model, weights_source("--weights", weights), chosen)
     size = image_size("--size", native if size is None else size, scale)
@@ -278,5 +284,5 @@ def kernel_places(
     for config in configs:
         suffix = f"_{config.dtype}" if len(configs) > 1 else ""
         path, picture = (each and each.with_stem(each.stem + suffix) for each in (json, plot))
-        places.append((json_path("--json", path), png_path("--plot", picture, unless)))
+        places.append((file_path("--json", path), png_path("--plot", picture, unless)))
     return places

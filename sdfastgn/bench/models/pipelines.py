@@ -13,8 +13,9 @@ from diffusers import DiffusionPipeline, StableDiffusionPipeline, StableDiffusio
 from packaging.version import Version
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
-from sdfastgn.bench.documents import OptionError, one_line
+from sdfastgn.bench.documents import OptionError
 from sdfastgn.bench.models import architectures, configurations
+from sdfastgn.kernels.common.failures import one_line
 
 # What ``from_pretrained`` calls the dtype: 0.40 deprecated the older name, and older ones ignore the new.
 _DTYPE = "dtype" if Version(diffusers.__version__) >= Version("0.40.0") else "torch_dtype"

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from sdfastgn.bench import timing
-from sdfastgn.bench.documents import FAILED, OK, UNAVAILABLE, WRONG, one_line
+from sdfastgn.bench.documents import FAILED, OK, UNAVAILABLE, WRONG
 from sdfastgn.bench.environment import environment
 from sdfastgn.bench.images import relative_error
 from sdfastgn.bench.models import gate, profiling, training
@@ -23,6 +23,7 @@ from sdfastgn.bench.models import workload as workloads
 from sdfastgn.bench.models.gate import Reference
 from sdfastgn.bench.models.variants import Variant, prepared
 from sdfastgn.bench.models.workload import BenchConfig, Workload
+from sdfastgn.kernels.common.failures import one_line
 
 # How each part's workload is made.
 BUILDERS: dict[str, Callable[[BenchConfig], Workload]] = {

@@ -35,6 +35,15 @@ HEADLINE = (
 )
 
 
+# What a comparison with one peer shows, by title: a field of ``Row``.
+COMPARED = {
+    "milliseconds": "median_ms",
+    "seconds until ready": "ready_s",
+    "error against fp32": "error_fp32",
+    "peak MiB": "peak_mib",
+}
+
+
 # ---- the terminal
 
 
@@ -181,3 +190,28 @@ def headline_markdown(results: Path) -> str:
         for title, (rows, chosen) in _headline(groups).items()
     ]
     return _blocks([title for title, _ in HEADLINE], body, sources)
+
+
+def peer_markdown(results: Path, peer: str) -> str:
+    """Eager, one peer and sdfastgn side by side in all that was measured, where the peer was tried."""
+    groups, sources = _read(results)
+    names = ("eager", peer, "sdfastgn")
+    tried = [rows for rows in groups.values() if set(names) <= set(rows)]
+    body = [
+        [
+            _title(rows),
+            *(" / ".join(_measured(rows[name], field) for name in names) for field in COMPARED.values()),
+        ]
+        for rows in tried
+    ]
+    if not body:
+        return NO_RESULTS
+    order = " / ".join(map(label, names))
+    reasons = [f"{_title(rows)}: {note}" for rows in tried for note in row_notes([rows[peer]])]
+    header = [order, *COMPARED]
+    return "\n\n".join([markdown_table(header, body), *(f"{line}." for line in (*reasons, *sources))])
+
+
+def _measured(row: Row, field: str) -> str:
+    value = getattr(row, field)
+    return error_text(value) if field.startswith("error") else number(value)

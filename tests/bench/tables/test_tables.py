@@ -129,6 +129,27 @@ def test_one_size_in_two_dtypes_is_two_lines(tmp_path: Path) -> None:
     assert [line[0] for line in lines] == ["20 (1.00x)", "90 (1.00x)"]
 
 
+def test_one_peer_is_compared_in_all_that_was_measured(tmp_path: Path) -> None:
+    unet = [
+        row("eager", 20.0, ready_s=1.0, error_fp32=2e-3, peak_mib=900.0),
+        row("stable_fast", 12.0, ready_s=15.0, error_fp32=1.1e-2, peak_mib=800.0, note="traced"),
+        row("sdfastgn", 5.0, ready_s=3.0, error_fp32=1.7e-3, peak_mib=700.0),
+    ]
+    wrong = row("stable_fast", part="vae", status=WRONG, reason="off by 3")
+    vae = [row("eager", 9.0, part="vae"), wrong, row("sdfastgn", 4.0, part="vae")]
+    pipeline = [row("eager", 9.0, part="pipeline"), row("sdfastgn", 4.0, part="pipeline")]  # not tried
+    save(tmp_path, "a.json", "end_to_end", [*unet, *vae, *pipeline])
+    text = end_to_end.peer_markdown(tmp_path, "stable_fast")
+    assert "| eager / stable-fast / sdfastgn | milliseconds | seconds until ready |" in text
+    assert cells_of(text, "| SD1.5") == [
+        ["20 / 12 / 5", "1 / 15 / 3", "2.0e-03 / 1.1e-02 / 1.7e-03", "900 / 800 / 700"]
+    ]
+    assert cells_of(text, "| VAE")[0][0] == "9 / - / 4"
+    assert "fp16: stable-fast: traced." in text
+    assert "fp16: stable-fast: wrong output: off by 3." in text
+    assert "No results" in end_to_end.peer_markdown(tmp_path, "compile")
+
+
 def test_the_headline_has_the_peers_at_their_best(tmp_path: Path) -> None:
     save(tmp_path, "a.json", "end_to_end", UNET)
     save(tmp_path, "b.json", "end_to_end", [row("eager", 60.0, part="vae"), row("compile", 50.0, part="vae")])
