@@ -12,13 +12,11 @@ from typing import Annotated, Any
 
 import typer
 
-from sdfastgn.bench.models.configurations import MODELS
+from sdfastgn.bench.models.configurations import MODELS, SEEDS
 from sdfastgn.bench.models.variants import PARTS, VARIANTS
 from sdfastgn.program import OWN_PROCESS, program
 
 HELP_OPTIONS: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
-# Seeds of 64 bits: inputs are drawn from those that follow too.
-SEEDS = range(-(2**63), 2**63)
 
 app = typer.Typer(
     help="Make Stable Diffusion in diffusers faster, and measure by how much.",
@@ -144,8 +142,10 @@ def bench(
     seed: SeedOption = 0,
 ) -> None:
     """Time a UNet step, a VAE decode, a pipeline or a training step, checked against eager first."""
-    from sdfastgn.bench import options, session
+    from sdfastgn.bench import options, processes, session
 
+    if not processes.is_main():
+        json = plot = None
     with _one_line_errors():
         configs = options.bench_configs(
             model=model,
@@ -166,6 +166,34 @@ def bench(
         options.png_path("--plot", plot, without)
         options.file_path("--json", json)
         code = session.run_bench(configs, chosen, json=json, plot=plot)
+    raise typer.Exit(code)
+
+
+@app.command()
+def generate(
+    model: Annotated[str, typer.Option(help="a saved pipeline of text to image: a path, or a Hub id")],
+    prompts: Annotated[Path, typer.Option(help="a prompt a line, or in a .jsonl an object of settings")],
+    out: Annotated[Path, typer.Option(help="folder for the images, each named by its line's number")],
+    negative_prompt: Annotated[str | None, typer.Option(help="of lines that have none")] = None,
+    batch_size: Annotated[int, typer.Option(help="images a call, at most; of equal size and steps")] = 1,
+    width: Annotated[int | None, typer.Option(help="pixels; what the model was made for")] = None,
+    height: Annotated[int | None, typer.Option(help="pixels; what the model was made for")] = None,
+    steps: StepsOption = 30,
+    guidance: Annotated[float, typer.Option(help="guidance scale")] = 7.5,
+    seed: Annotated[int, typer.Option(callback=_seed, help="a line's seed is this and its number")] = 0,
+    variant: Annotated[str | None, typer.Option(help="of the model's files, such as fp16")] = None,
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+    stock: Annotated[bool, typer.Option("--stock", help="without sdfastgn.optimize")] = False,
+) -> None:
+    """Draw an image for each line of a file; accelerate launch and torchrun spread them over GPUs."""
+    from sdfastgn.generate import run
+
+    line: dict[str, Any] = {"negative_prompt": negative_prompt, "width": width, "height": height}
+    line |= {"steps": steps, "guidance": guidance, "seed": seed}
+    where: dict[str, Any] = {"variant": variant, "dtype": dtype, "device": device, "stock": stock}
+    with _one_line_errors():
+        code = run(model=model, prompts=prompts, out=out, settings=line, batch_size=batch_size, **where)
     raise typer.Exit(code)
 
 

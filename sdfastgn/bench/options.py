@@ -117,12 +117,7 @@ def _subject(model: str | None, weights: str, parts: Sequence[str]) -> tuple[str
     if weights == "random":
         name = model or "tiny"
         return name, VAES[name]["sample_size"], 8, GUIDED_BATCH
-    try:
-        config = architectures.load_config(weights, "unet")
-    except Exception as error:  # whatever the client meets on the network, besides OSError
-        raise OptionError(
-            f"--weights: no configuration of a UNet in {weights!r}: {one_line(error)}"
-        ) from None
+    config = _unet_config("--weights", weights)
     same = [known for known in MODELS if not architectures.unet_difference(config, known)]
     if model is not None and model not in same:
         difference = architectures.unet_difference(config, model)
@@ -132,16 +127,35 @@ def _subject(model: str | None, weights: str, parts: Sequence[str]) -> tuple[str
         raise OptionError(f"--weights: the UNet of {weights!r} cannot be timed: {reason}")
     if "pipeline" in parts and (reason := _pipeline_reason(weights, config)):
         raise OptionError(f"--part: 'pipeline' needs {reason}")
-    try:
-        scale = architectures.latent_scale(architectures.load_config(weights, "vae"))
-    except Exception:  # there is none, or what the client met is told when the pipeline is loaded
-        scale = 8 if same else 1
-    latents = config.get("sample_size") or UNETS["sd15"]["sample_size"]
-    latents = latents if isinstance(latents, int) else max(latents)
+    native, scale = _native_size(weights, config, without_vae=8 if same else 1)
     # Without text, or with its guidance within, a UNet gets each image once.
     is_guided = config.get("_class_name") != "UNet2DModel" and not config.get("time_cond_proj_dim")
     name = model or (same[0] if same else Path(weights).expanduser().resolve().name)
-    return name, latents * scale, scale, GUIDED_BATCH if is_guided else 1
+    return name, native, scale, GUIDED_BATCH if is_guided else 1
+
+
+def text_to_image(option: str, weights: str) -> tuple[int, int]:
+    """The native size of a pipeline of text to image and the pixels of a latent, before it is loaded."""
+    config = _unet_config(option, weights)
+    if reason := _pipeline_reason(weights, config):
+        raise OptionError(f"{option}: must be {reason}")
+    return _native_size(weights, config, without_vae=8)
+
+
+def _unet_config(option: str, weights: str) -> dict[str, Any]:
+    try:
+        return architectures.load_config(weights, "unet")
+    except Exception as error:  # whatever the client meets on the network, besides OSError
+        raise OptionError(f"{option}: no configuration of a UNet in {weights!r}: {one_line(error)}") from None
+
+
+def _native_size(weights: str, config: Mapping[str, Any], without_vae: int) -> tuple[int, int]:
+    try:
+        scale = architectures.latent_scale(architectures.load_config(weights, "vae"))
+    except Exception:  # there is none, or what the client met is told when the pipeline is loaded
+        scale = without_vae
+    latents = config.get("sample_size") or UNETS["sd15"]["sample_size"]
+    return (latents if isinstance(latents, int) else max(latents)) * scale, scale
 
 
 def _pipeline_reason(weights: str, config: Mapping[str, Any]) -> str:

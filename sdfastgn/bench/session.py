@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from sdfastgn.bench.documents import OK, WRONG, document, write_json
+from sdfastgn.bench import processes
+from sdfastgn.bench.documents import OK, WRONG, OptionError, document, write_json
 from sdfastgn.bench.environment import environment
 from sdfastgn.bench.kernels import run as kernels
 from sdfastgn.bench.kernels.ratios import summary
@@ -67,15 +68,31 @@ def run_bench(
     """Measures, prints and writes; returns 0, or 1 where an output was wrong or none ran.
 
     The JSON is written after each row, so that a run which is cut off leaves what it has measured.
+    Processes of a launcher run pipelines at the same time; give ``json`` and ``plot`` to the main
+    one, which alone prints.
     """
-    out = console()
+    if not processes.launched():
+        return _run_bench(configs, variants, json, plot)
+    others = [config.part for config in configs if config.part != "pipeline"]
+    if others:
+        raise OptionError(f"--part: several processes time 'pipeline' alone, got {others[0]!r}")
+    with processes.joined(configs[0].device) as (_, device):
+        return _run_bench([replace(config, device=device) for config in configs], variants, json, plot)
+
+
+def _run_bench(
+    configs: Sequence[BenchConfig], variants: Sequence[Variant], json: Path | None, plot: Path | None
+) -> int:
+    quiet = not processes.is_main()
+    out = Console(quiet=True) if quiet else console()
     where = end_to_end.current_environment(torch.device(configs[0].device), configs)
     kind = "profile" if any(config.profile for config in configs) else "end_to_end"
+    kind = "processes" if processes.launched() else kind  # GPUs that share a host: of no table of one
     content = document(kind, where, end_to_end.describe(configs), [])
     rows: list[Row] = []
     if configs[0].torch_device.type == "cpu":
         print_lines(out, [NO_GPU])
-    with watched(len(configs) * len(variants)) as (on_start, on_done):
+    with watched(len(configs) * len(variants), quiet=quiet) as (on_start, on_done):
 
         def on_row(row: Row) -> None:
             rows.append(row)

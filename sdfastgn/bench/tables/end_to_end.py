@@ -59,6 +59,7 @@ def end_to_end_table(rows: Sequence[Row], title: str) -> Blocks:
             "speed-up": f"{eager / row.median_ms:.2f}x" if eager and row.median_ms else NOTHING,
             "graph ms": number(row.graph_ms, 4),
             "it/s": number(row.its),
+            "images/s": number(row.images_s),
             "peak MiB": number(row.peak_mib, 5),
             "error, eager": error_text(row.error_eager),
             "error, fp32": error_text(row.error_fp32),
@@ -72,8 +73,12 @@ def end_to_end_table(rows: Sequence[Row], title: str) -> Blocks:
 
 
 def row_notes(rows: Iterable[Row]) -> list[str]:
-    """What variants did to the model, or why there is no time."""
-    texts = [(row.variant, row.note if row.status == OK else f"{row.status}: {row.reason}") for row in rows]
+    """What variants did to the model, each process's images/s, or why there is no time."""
+    texts = []
+    for row in rows:
+        texts.append((row.variant, row.note if row.status == OK else f"{row.status}: {row.reason}"))
+        each = ", ".join(map(number, row.process_images_s or ()))
+        texts.append((row.variant, each and f"images/s of each process, all at the same time: {each}"))
     return [f"{label(name)}: {text}" for name, text in texts if text]
 
 
