@@ -85,12 +85,10 @@ def bench(
             profile=profile,
         )
         chosen = options.variant_list("--variants", variants)
-        without = "" if profile else "only --profile has a picture, got {} without it"
-        options.png_path("--plot", plot, without)
+        options.png_path("--plot", plot, "" if profile else "only --profile has a picture, got {} without it")
         options.file_path("--json", json)
         options.file_path("--html", html)
-        code = session.run_bench(configs, chosen, json=json, plot=plot, html=html)
-    raise typer.Exit(code)
+        raise typer.Exit(session.run_bench(configs, chosen, json=json, plot=plot, html=html))
 
 
 @app.command()
