@@ -9,24 +9,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from sdfastgn.kernels.common.failures import one_line
+
 # 2: pipelines are compared with fp32 too, and a config has a scheduler, a prompt and guidance.
 # Versions so far only add fields, so that one reader reads them all.
 SCHEMA = 2
 # What the file beside a run's JSON is called that has its images, for pages of ``report``.
 IMAGES = ".images"
 OK, UNAVAILABLE, FAILED, WRONG = "ok", "unavailable", "failed", "wrong output"
-# The status of a time that someone else published.
-QUOTED = "quoted"
 
 
 class OptionError(ValueError):
     """A user's option that cannot be used, in one line: the option, the value, and what is allowed."""
-
-
-def one_line(error: BaseException, limit: int = 300) -> str:
-    """An exception as one line: its type and the first line that says something."""
-    lines = (line.strip() for line in str(error).splitlines())
-    return f"{type(error).__name__}: {next(filter(None, lines), 'no message')}"[:limit]
 
 
 def document(

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from sdfastgn.bench import page
-from sdfastgn.bench.documents import IMAGES, OK, WRONG, document, load, read_json, write_json
+from sdfastgn.bench import page, processes
+from sdfastgn.bench.documents import IMAGES, OK, WRONG, OptionError, document, load, read_json, write_json
 from sdfastgn.bench.environment import environment
 from sdfastgn.bench.kernels import run as kernels
 from sdfastgn.bench.kernels.ratios import summary
@@ -68,18 +68,45 @@ def run_bench(
     """Measures, prints and writes; returns 0, or 1 where an output was wrong or none ran.
 
     The JSON is written after each row, so that a run which is cut off leaves what it has measured.
+    Processes of a launcher run pipelines at the same time; give the files to the main one, which
+    alone prints.
     """
-    out = console()
+    if not processes.launched():
+        return _run_bench(configs, variants, json, plot, html)
+    others = [config.part for config in configs if config.part != "pipeline"]
+    if others:
+        raise OptionError(f"--part: several processes time 'pipeline' alone, got {others[0]!r}")
+    with processes.joined(configs[0].device) as (_, device):
+        here = [replace(config, device=device) for config in configs]
+        return _run_bench(here, variants, json, plot, html)
+
+
+def _kind(configs: Sequence[BenchConfig]) -> str:
+    if processes.launched():
+        return "processes"  # GPUs that share a host: of no table of one
+    if configs[0].preset:
+        return "preset"
+    return "profile" if any(config.profile for config in configs) else "end_to_end"
+
+
+def _run_bench(
+    configs: Sequence[BenchConfig],
+    variants: Sequence[Variant],
+    json: Path | None,
+    plot: Path | None,
+    html: Path | None,
+) -> int:
+    quiet = not processes.is_main()
+    out = Console(quiet=True) if quiet else console()
     where = end_to_end.current_environment(torch.device(configs[0].device), configs)
-    kind = "profile" if any(config.profile for config in configs) else "end_to_end"
-    content = document("preset" if configs[0].preset else kind, where, end_to_end.describe(configs), [])
+    content = document(_kind(configs), where, end_to_end.describe(configs), [])
     result = Result(where["gpu"] or where["machine"], content)
     rows: list[Row] = []
     if json is not None:
         json.with_suffix(IMAGES).unlink(missing_ok=True)  # of an earlier run
     if configs[0].torch_device.type == "cpu":
         print_lines(out, [NO_GPU])
-    with watched(len(configs) * len(variants)) as (on_start, on_done):
+    with watched(len(configs) * len(variants), quiet=quiet) as (on_start, on_done):
 
         def on_row(row: Row) -> None:
             rows.append(row)

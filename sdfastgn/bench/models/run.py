@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from sdfastgn.bench import timing
-from sdfastgn.bench.documents import FAILED, OK, UNAVAILABLE, WRONG, one_line
+from sdfastgn.bench.documents import FAILED, OK, UNAVAILABLE, WRONG
 from sdfastgn.bench.environment import environment
 from sdfastgn.bench.images import relative_error
 from sdfastgn.bench.models import gate, profiling, training
@@ -23,6 +23,8 @@ from sdfastgn.bench.models import workload as workloads
 from sdfastgn.bench.models.gate import Reference
 from sdfastgn.bench.models.variants import Variant, prepared
 from sdfastgn.bench.models.workload import BenchConfig, Workload
+from sdfastgn.bench.processes import Meeting
+from sdfastgn.kernels.common.failures import one_line
 
 # How each part's workload is made.
 BUILDERS: dict[str, Callable[[BenchConfig], Workload]] = {
@@ -41,6 +43,8 @@ class Row:
         ready_s: seconds from preparing to the first call's end. Eager's holds cuDNN's tuning.
         graph_ms: of one replay of the call captured in a CUDA graph, or ``graph_reason`` says why not.
         its: iterations a second: UNet steps (also of a pipeline), or decodes of a VAE.
+        images_s: of all processes together, by the slowest, where a launcher has started several.
+        process_images_s: of each process.
         peak_mib: MiB that the CUDA allocator held at most during the timed calls.
         error_eager: ||y - eager|| / ||eager||.
         error_fp32: the same against fp32 without TF32, where that was asked for.
@@ -68,6 +72,8 @@ class Row:
     graph_ms: float | None = None
     graph_reason: str = ""
     its: float | None = None
+    images_s: float | None = None
+    process_images_s: list[float] | None = None
     peak_mib: float | None = None
     error_eager: float | None = None
     error_fp32: float | None = None
@@ -166,7 +172,14 @@ def _profile(row: Row, config: BenchConfig, call: Callable[[], Any], replay: Any
         row.profile_reason = one_line(error)
 
 
-def _measure(row: Row, config: BenchConfig, variant: Variant, workload: Workload, stock: Reference) -> None:
+def _measure(
+    row: Row,
+    config: BenchConfig,
+    variant: Variant,
+    workload: Workload,
+    stock: Reference,
+    meeting: Meeting,
+) -> None:
     """Fills in the row: errors and, if these are within their bounds, times."""
     device = config.torch_device
     with contextlib.ExitStack() as stack:
@@ -184,6 +197,11 @@ def _measure(row: Row, config: BenchConfig, variant: Variant, workload: Workload
             stock.images[variant.name] = output[0]
         del output
         timed = timing.time_callable(workload.call, device, repeats=config.repeats)
+        seconds = meeting.seconds(workload.call, config.repeats, device)
+        if seconds:
+            images = config.batch * config.repeats
+            row.process_images_s = [images / each for each in seconds]
+            row.images_s = len(seconds) * images / max(seconds)
         # After all calls: a variant may do something at its second.
         row.note = variant.describe(workload.target)
         row.ready_s = stock.first_call_s if variant.name == "eager" else prepare_s + call_s
@@ -198,14 +216,16 @@ def _measure(row: Row, config: BenchConfig, variant: Variant, workload: Workload
             _profile(row, config, workload.call, replay)
 
 
-def _attempt(config: BenchConfig, variant: Variant, workload: Workload, stock: Reference) -> Row:
+def _attempt(
+    config: BenchConfig, variant: Variant, workload: Workload, stock: Reference, meeting: Meeting
+) -> Row:
     what = (config.model, config.part, config.size, config.batch, config.dtype, variant.name)
     if (reason := variant.available(config.torch_device)) is not None:
         return Row(*what, UNAVAILABLE, reason)
     row = Row(*what, stock.status, stock.reason)
     if stock.status == OK:
         try:
-            _measure(row, config, variant, workload, stock)
+            _measure(row, config, variant, workload, stock, meeting)
         except Exception as error:  # a variant that breaks is a row of the table, without times
             row = Row(*what, FAILED, one_line(error))
         finally:
@@ -241,7 +261,9 @@ def run(
         rows = []
         for variant in variants:
             on_variant(variant.name)
-            rows.append(_attempt(config, variant, workload, stock))
+            meeting = Meeting()
+            rows.append(_attempt(config, variant, workload, stock, meeting))
+            meeting.leave(rows[-1].reason)
             on_row(rows[-1])
     del workload, stock
     _free(device)

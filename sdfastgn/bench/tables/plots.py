@@ -44,10 +44,7 @@ def _save(figure: Any, path: Path) -> None:
 
 
 def headline(results: Path, path: Path) -> None:
-    """Writes a PNG: milliseconds of each way to run a model, a panel for each part of ``headline_times``.
-
-    Pale bars are quoted times.
-    """
+    """Writes a PNG: milliseconds of each way to run a model, a panel for each part of ``headline_times``."""
     from matplotlib.figure import Figure
 
     panels = headline_times(results)
@@ -56,11 +53,8 @@ def headline(results: Path, path: Path) -> None:
     for axes in every[len(panels) :]:
         axes.set_visible(False)
     for axes, (title, times) in zip(every, panels.items(), strict=False):
-        names, values, quoted = zip(*times, strict=True)
-        colours = [
-            (_COLOURS[0] if name == OURS else _COLOURS[-1], 0.4 if is_quoted else 1)
-            for name, is_quoted in zip(names, quoted, strict=True)
-        ]
+        names, values = zip(*times, strict=True)
+        colours = [_COLOURS[0] if name == OURS else _COLOURS[-1] for name in names]
         bars = axes.barh(names, values, color=colours)
         axes.bar_label(bars, list(map(number, values)), padding=3, fontsize="small")
         axes.set_title(title, fontsize="small")
@@ -68,7 +62,7 @@ def headline(results: Path, path: Path) -> None:
         axes.invert_yaxis()
         axes.margins(x=0.15)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.supxlabel("milliseconds; pale: quoted from another run", fontsize="small")
+    figure.supxlabel("milliseconds", fontsize="small")
     _save(figure, path)
 
 

@@ -22,7 +22,7 @@ from sdfastgn.bench.tables.warm_up import warm_up_table
 from sdfastgn.bench.terminal import Blocks
 
 # Kinds of results that hold rows of ``bench``.
-BENCH_KINDS = ("end_to_end", "profile", "preset")
+BENCH_KINDS = ("end_to_end", "profile", "preset", "processes")
 OTHER_MACHINE = "other machine"
 # Settings of a preset that change no number.
 _FREE_SETTINGS = ("repeats",)
@@ -52,10 +52,11 @@ def _part_of(row: Row, content: dict[str, Any]) -> dict[str, Any]:
 def case_title(row: Row, content: dict[str, Any]) -> str:
     """What a row is a time of, with all that decides it; results are compared where this is equal."""
     part = _part_of(row, content)
+    processes = f", {len(row.process_images_s)} processes" if row.process_images_s else ""
     if row.part != "pipeline" or not part:
         return row_title(row)
     scheduler = f", {part['scheduler']}" if part.get("scheduler") else ""
-    return f"{row_title(row)}, {part['steps']} steps{scheduler}"
+    return f"{row_title(row)}, {part['steps']} steps{scheduler}{processes}"
 
 
 def cases_of(result: Result) -> dict[str, list[Row]]:
@@ -95,7 +96,8 @@ def tables_of(result: Result) -> list[Blocks]:
 def preset_tables(result: Result) -> list[Blocks]:
     """Our numbers beside the published ones in their unit, for each part that ran as a preset."""
     tables = []
-    for title, rows in cases_of(result).items():
+    cases = cases_of(result) if result.content["kind"] == "preset" else {}
+    for title, rows in cases.items():
         part = _part_of(rows[0], result.content)
         preset = PRESETS.get(part.get("preset", ""))
         if preset is None:

@@ -80,6 +80,16 @@ def test_a_pipeline_is_profiled_alone(parts: list[str], profiled: list[bool]) ->
     assert [config.profile for config in configs] == profiled
 
 
+def test_several_processes_have_a_report_and_are_compared_with_as_many() -> None:
+    one, two = (pipeline_result(name, 30, eager=800.0) for name in "ab")
+    two.content["kind"] = "processes"
+    two.content["rows"][0] |= {"images_s": 4.0, "process_images_s": [2.0, 2.0]}
+    (table,) = tables_of(two)
+    assert table.title == "SD1.5 pipeline 512², batch 2, fp16, 30 steps, 2 processes"
+    assert "images/s" in table.header
+    assert comparison([one, two]).body == []
+
+
 # ---- compared
 
 
