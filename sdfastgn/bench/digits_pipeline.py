@@ -23,7 +23,7 @@ INKS = {
     "red": (0.85, 0.1, 0.1),
     "green": (0.05, 0.55, 0.15),
     "blue": (0.1, 0.25, 0.85),
-    "orange": (0.95, 0.5, 0.05),
+    "brown": (0.55, 0.3, 0.05),
     "purple": (0.55, 0.15, 0.7),
 }
 WORDS = ("handwritten", *NUMERALS, *filter(None, INKS))
