@@ -253,7 +253,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder for the pipeline")
     parser.add_argument("--digits", type=Path, help="npz of images and target, where scikit-learn is missing")
-    parser.add_argument("--steps", type=int, default=5000, help="of the UNet; the others take a share of it")
+    parser.add_argument("--steps", type=int, default=4500, help="of the UNet; the others take a share of it")
     parser.add_argument("--batch-size", type=int, default=1024, help="latents a step, divisible by 4")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)

@@ -23,7 +23,7 @@ INKS = {
     "red": (0.85, 0.1, 0.1),
     "green": (0.05, 0.55, 0.15),
     "blue": (0.1, 0.25, 0.85),
-    "brown": (0.55, 0.3, 0.05),
+    "orange": (0.95, 0.5, 0.05),
     "purple": (0.55, 0.15, 0.7),
 }
 WORDS = ("handwritten", *NUMERALS, *filter(None, INKS))
@@ -34,7 +34,10 @@ GUIDANCE = 3.0
 
 
 def prompt_of(digit: int, ink: str = "") -> str:
-    """What to ask for: ``"a red handwritten seven"``, or of black ink ``"a handwritten seven"``."""
+    """What to ask for: ``"a red handwritten seven"``, or of black ink ``"a handwritten seven"``.
+
+    Orange has the article ``a``, too: the pipeline was trained on no other.
+    """
     return " ".join(filter(None, ("a", ink, "handwritten", NUMERALS[digit])))
 
 
