@@ -25,7 +25,7 @@ TORCH_LACKS_TRITON := import importlib.metadata as m, sys; sys.exit(any(r.starts
 PIP := env -u PIP_TARGET -u PIP_PREFIX -u PIP_ROOT -u PIP_CONSTRAINT -u PIP_REQUIREMENT -u PIP_DRY_RUN -u PIP_NO_DEPS \
        -u PIP_REQUIRE_HASHES -u PYTHONPATH -u PYTHONHOME PIP_USER=0 PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
 
-.PHONY: help demo test test-compile test-gpu matrix check bench lint types format format-check install clean
+.PHONY: help demo test test-compile test-gpu matrix check docs dist bench lint types format format-check install clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## */\1\t/' | expand -t 14
@@ -47,7 +47,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 install: $(STAMP)  ## create .venv with everything that the other targets need
 
-demo: $(STAMP)  ## build, optimize, compare and time a small pipeline; needs no GPU
+demo: $(STAMP)  ## draw digits with a small trained pipeline, stock and optimized, and compare; needs no GPU
 	$(BIN)/sdfastgn demo --output demo-output
 
 # One thread a worker: two workers share two cores, and torch would start two threads in each. No test may need the network.
@@ -80,7 +80,15 @@ format: $(STAMP)  ## rewrite the files in the house format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-check: format-check lint types test test-compile  ## all that CI looks at
+docs: $(STAMP)  ## the documentation site, in build/site; stops at the first warning
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
+# The wheel is built from the sdist. Build isolation is off because it would fetch its own setuptools.
+dist: $(STAMP)  ## the sdist and the wheel of a release, in dist
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist .
+
+check: format-check lint types docs dist test test-compile  ## all that CI looks at
 
 bench: $(STAMP)  ## time the UNets, the VAEs and the kernels on the GPU; JSON goes to RESULTS=benchmarks/h200
 	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \

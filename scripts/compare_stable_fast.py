@@ -1,9 +1,18 @@
-"""Full pipelines of stock eager, sdfastgn and the stable-fast package side by side.
+"""Stock eager, torch.compile, stable-fast and sdfastgn: UNet, VAE and pipeline in one run.
 
 python scripts/compare_stable_fast.py --model sdxl
+
+The errors are against the same call in fp32.
 """
 
 from sdfastgn.cli import main
 
 if __name__ == "__main__":
-    main(__doc__, "bench", model="sd15", part=["pipeline"], variants="eager,sdfastgn,stable_fast")
+    main(
+        __doc__,
+        "bench",
+        model="sd15",
+        part=["unet", "vae", "pipeline"],
+        variants="eager,compile,sdfastgn,stable_fast",
+        fp32_reference=True,
+    )

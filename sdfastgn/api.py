@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import textwrap
 import warnings
 from collections.abc import Iterable, Iterator
@@ -29,8 +28,8 @@ from sdfastgn.versions import never_run
 __all__ = ["optimize", "optimized", "report", "restore"]
 
 T = TypeVar("T")
-# Stack level of a warning that points at the user's ``with``: contextlib is in between.
-_WITH = 3
+# Frames of contextlib's between ``optimized`` and the user's ``with``, for a warning that points there.
+_WITH = 1
 
 
 def optimize(
@@ -118,7 +117,7 @@ def optimized(
     before, parts = _optimize("optimized", obj, strict, cuda_graphs, missing_ok)
     if not before:
         if not missing_ok:
-            warnings.warn(f"sdfastgn.optimized: {_nothing_in(obj)}", stacklevel=_WITH)
+            warnings.warn(f"sdfastgn.optimized: {_nothing_in(obj)}", stacklevel=2 + _WITH)
         yield obj
         return
     kept = {id(f.module): f.module for f in parts if f.status == "fused"}
@@ -130,7 +129,7 @@ def optimized(
         others = [*_parts(obj).items(), *((f.path, f.module) for f in parts)]
         left = _put_back(before, [(name, part) for name, part in others if id(part) not in kept])
         if left:
-            warnings.warn(_left_over("optimized", left), stacklevel=_WITH)
+            warnings.warn(_left_over("optimized", left), stacklevel=2 + _WITH)
 
 
 def verdicts(obj: Any) -> list[Verdict]:
@@ -241,8 +240,7 @@ def _optimize(
             f"{f.path or type(f.module).__name__} ({f.fusion.name}): {f.reason}" for f in skipped
         )
         raise ValueError(f"sdfastgn.{call}: strict=True and {len(skipped)} parts cannot be fused: {reasons}")
-    warn_where_nothing_is_gained()
-    warn_of_versions_never_run()
+    warn_of_machine(call)
     before = [_before(name, root, findings[name]) for name, root in roots.items()]
     try:
         for name, root in roots.items():
@@ -366,20 +364,24 @@ def _backend(roots: list[nn.Module]) -> str:
     return f"Triton {triton.__version__} on {torch.cuda.get_device_name()}"
 
 
-@functools.cache  # once a process
-def warn_where_nothing_is_gained() -> None:
-    missing = "triton is not installed" if triton is None else "no CUDA GPU"
+# Notes on this machine that were given: each once a process.
+noted: set[str] = set()
+
+
+def warn_of_machine(call: str) -> None:
+    """Say what keeps this machine from gaining anything, and which versions were never run."""
+    for note in _machine_notes():
+        if note not in noted:
+            noted.add(note)
+            warnings.warn(f"sdfastgn.{call}: {note}", stacklevel=4 + (_WITH if call == "optimized" else 0))
+
+
+def _machine_notes() -> Iterator[str]:
     if triton is None or not torch.cuda.is_available():
-        warnings.warn(
-            f"sdfastgn.optimize: no kernel runs on this machine ({missing}); here the model runs stock's "
-            "own code at stock's speed",
-            stacklevel=4,
-        )
-
-
-@functools.cache  # once a process
-def warn_of_versions_never_run() -> None:
+        missing = "triton is not installed" if triton is None else "no CUDA GPU"
+        cost = "here the model runs stock's own code at stock's speed"
+        yield f"no kernel runs on this machine ({missing}); {cost}"
     versions = {"torch": torch.__version__, "triton": None if triton is None else triton.__version__}
     notes = [never_run(name, version) for name, version in versions.items() if version is not None]
     if any(notes):
-        warnings.warn(f"sdfastgn.optimize: {'; '.join(filter(None, notes))}", stacklevel=4)
+        yield "; ".join(filter(None, notes))

@@ -53,7 +53,8 @@ def _run(doc: str | None, command: str, defaults: dict[str, Any]) -> Any:
         import typer
     except ImportError as error:
         sys.exit(f"sdfastgn: the command line needs {error.name}: pip install 'sdfastgn[bench]'")
-    from sdfastgn.cli_commands import HELP_OPTIONS, app
+    from sdfastgn.cli_commands import app
+    from sdfastgn.cli_options import HELP_OPTIONS
 
     # transformers would advise on optional packages at import.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

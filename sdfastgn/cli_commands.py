@@ -5,133 +5,49 @@ What imports torch is imported inside a command: ``--help`` answers at once.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from sdfastgn.bench.models.configurations import MODELS
-from sdfastgn.bench.models.variants import PARTS, VARIANTS
-from sdfastgn.program import OWN_PROCESS, program
-
-HELP_OPTIONS: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
-# Seeds of 64 bits: inputs are drawn from those that follow too.
-SEEDS = range(-(2**63), 2**63)
-
-app = typer.Typer(
-    help="Make Stable Diffusion in diffusers faster, and measure by how much.",
-    context_settings=HELP_OPTIONS,
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
+from sdfastgn.bench.models.variants import VARIANTS
+from sdfastgn.cli_options import (
+    DeviceOption,
+    DtypeOption,
+    DtypesOption,
+    Fp32Option,
+    HtmlOption,
+    JsonOption,
+    Listing,
+    ModelOption,
+    PartOption,
+    PresetOption,
+    ProvidersOption,
+    SchedulerOption,
+    SeedOption,
+    ShapesOption,
+    SizeOption,
+    StepsOption,
+    WeightsOption,
+    app,
+    checked_seed,
+    one_line_errors,
 )
-
-ModelOption = Annotated[
-    str | None, typer.Option("--model", help=f"{', '.join(MODELS)}; what --weights are, or tiny")
-]
-DtypeOption = Annotated[
-    str | None, typer.Option("--dtype", help="fp16, bf16 or fp32; fp16 on a GPU, fp32 on the CPU")
-]
-DeviceOption = Annotated[
-    str | None, typer.Option("--device", help="cuda, cuda:N or cpu; cuda where there is a GPU")
-]
-JsonOption = Annotated[Path | None, typer.Option("--json", help="also write everything to this file")]
-WeightsOption = Annotated[str, typer.Option("--weights", help="random, a path, or a Hub id")]
-StepsOption = Annotated[int, typer.Option("--steps", help="UNet steps of a pipeline")]
-SizeOption = Annotated[
-    int | None, typer.Option("--size", help="pixels of the square image; what the model was made for")
-]
+from sdfastgn.program import OWN_PROCESS
 
 
-PartOption = Annotated[
-    list[str] | None, typer.Option("--part", help=f"{', '.join(PARTS)}; repeat for several")
-]
-Fp32Option = Annotated[
-    bool, typer.Option("--fp32-reference", help="also compare unet and vae with the same weights in fp32")
-]
-ShapesOption = Annotated[
-    str, typer.Option("--shapes", help="all, a set of the suite such as unet, or a list such as NxCxHxW,...")
-]
-ProvidersOption = Annotated[
-    str | None, typer.Option("--providers", help="all, or a list of {providers}; all but inductor")
-]
-DtypesOption = Annotated[
-    str | None, typer.Option("--dtype", help="fp16, bf16, fp32, or a list; fp16, for issue_28201 fp32")
-]
-
-
-def _seed(value: int) -> int:
-    if value not in SEEDS:
-        raise typer.BadParameter(f"{value} is not a whole number of 64 bits, from {SEEDS[0]} to {SEEDS[-1]}")
-    return value
-
-
-SeedOption = Annotated[int, typer.Option("--seed", callback=_seed, help="of weights, inputs and noise")]
-
-
-def _version(asked: bool) -> None:
-    if asked:
-        from sdfastgn import __version__
-
-        typer.echo(f"sdfastgn {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def options_of_all(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version")
-    ] = False,
-) -> None:
-    pass
-
-
-@contextlib.contextmanager
-def _one_line_errors() -> Iterator[None]:
-    """Bad options and weights that cannot be loaded end in one line and exit code 2."""
-    from sdfastgn.bench.documents import OptionError
-
-    try:
-        yield
-    except OptionError as error:
-        typer.echo(f"{program()}: {error}", err=True)
-        raise typer.Exit(2) from None
-
-
-def _suites() -> Mapping[str, Any]:
-    from sdfastgn.bench.kernels.suites import SUITES
-
-    return SUITES
-
-
-# What stands for a registry's names in help texts, filled in when shown: suites import torch.
-_LISTS: dict[str, Callable[[], Iterable[str]]] = {
-    "{variants}": lambda: VARIANTS,
-    "{suites}": _suites,
-    "{providers}": lambda: dict.fromkeys(name for each in _suites().values() for name in each.providers),
-}
-
-
-class _Listing(typer.core.TyperCommand):
-    """A command whose help lists registries."""
-
-    def get_help(self, ctx: Any) -> str:
-        for option in map(vars, self.params):
-            for word, names in _LISTS.items():
-                if word in (option.get("help") or ""):
-                    option["help"] = option["help"].replace(word, ", ".join(names()))
-        return str(super().get_help(ctx))
-
-
-@app.command(cls=_Listing)
+@app.command(cls=Listing)
 def bench(
+    preset: PresetOption = None,
     model: ModelOption = None,
     part: PartOption = None,
     size: SizeOption = None,
     batch: Annotated[int | None, typer.Option("--batch", help="2 for unet (guidance), else 1")] = None,
-    steps: StepsOption = 30,
+    steps: StepsOption = None,
+    scheduler: SchedulerOption = None,
+    guidance: Annotated[float | None, typer.Option("--guidance", help="of a pipeline; 7.5")] = None,
+    prompt: Annotated[str | None, typer.Option("--prompt", help="of a pipeline")] = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
     weights: WeightsOption = "random",
@@ -141,18 +57,25 @@ def bench(
     profile: Annotated[bool, typer.Option("--profile", help="also show where the time goes")] = False,
     plot: Annotated[Path | None, typer.Option(help="write the breakdown of --profile as a PNG")] = None,
     json: JsonOption = None,
+    html: HtmlOption = None,
     seed: SeedOption = 0,
 ) -> None:
     """Time a UNet step, a VAE decode, a pipeline or a training step, checked against eager first."""
-    from sdfastgn.bench import options, session
+    from sdfastgn.bench import options, processes, session
 
-    with _one_line_errors():
-        configs = options.bench_configs(
+    if not processes.is_main():
+        json = plot = html = None
+    with one_line_errors():
+        configs = options.preset_configs(
+            preset,
             model=model,
-            parts=part or ["unet"],
+            parts=part or None,
             size=size,
             batch=batch,
             steps=steps,
+            scheduler=scheduler,
+            guidance=guidance,
+            prompt=prompt,
             dtype=dtype,
             device=device,
             weights=weights,
@@ -162,14 +85,56 @@ def bench(
             profile=profile,
         )
         chosen = options.variant_list("--variants", variants)
-        without = "" if profile else "only --profile has a picture, got {} without it"
-        options.png_path("--plot", plot, without)
-        options.json_path("--json", json)
-        code = session.run_bench(configs, chosen, json=json, plot=plot)
+        options.png_path("--plot", plot, "" if profile else "only --profile has a picture, got {} without it")
+        options.file_path("--json", json)
+        options.file_path("--html", html)
+        raise typer.Exit(session.run_bench(configs, chosen, json=json, plot=plot, html=html))
+
+
+@app.command()
+def generate(
+    model: Annotated[str, typer.Option(help="a saved pipeline of text to image: a path, or a Hub id")],
+    prompts: Annotated[Path, typer.Option(help="a prompt a line, or in a .jsonl an object of settings")],
+    out: Annotated[Path, typer.Option(help="folder for the images, each named by its line's number")],
+    negative_prompt: Annotated[str | None, typer.Option(help="of lines that have none")] = None,
+    batch_size: Annotated[int, typer.Option(help="images a call, at most; of equal size and steps")] = 1,
+    width: Annotated[int | None, typer.Option(help="pixels; what the model was made for")] = None,
+    height: Annotated[int | None, typer.Option(help="pixels; what the model was made for")] = None,
+    steps: StepsOption = 30,
+    guidance: Annotated[float, typer.Option(help="guidance scale")] = 7.5,
+    seed: Annotated[
+        int, typer.Option(callback=checked_seed, help="a line's seed is this and its number")
+    ] = 0,
+    variant: Annotated[str | None, typer.Option(help="of the model's files, such as fp16")] = None,
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+    stock: Annotated[bool, typer.Option("--stock", help="without sdfastgn.optimize")] = False,
+) -> None:
+    """Draw an image for each line of a file; accelerate launch and torchrun spread them over GPUs."""
+    from sdfastgn.generate import run
+
+    line: dict[str, Any] = {"negative_prompt": negative_prompt, "width": width, "height": height}
+    line |= {"steps": steps, "guidance": guidance, "seed": seed}
+    where: dict[str, Any] = {"variant": variant, "dtype": dtype, "device": device, "stock": stock}
+    with one_line_errors():
+        code = run(model=model, prompts=prompts, out=out, settings=line, batch_size=batch_size, **where)
     raise typer.Exit(code)
 
 
-@app.command(cls=_Listing)
+@app.command()
+def report(
+    results: Annotated[list[Path], typer.Argument(help="JSON of bench or kernels; two are compared")],
+    html: HtmlOption = None,
+) -> None:
+    """Show results that --json wrote, or compare them with the first one, and write them as a page."""
+    from sdfastgn.bench import options, session
+
+    with one_line_errors():
+        options.file_path("--html", html)
+        session.show_results(results, html=html)
+
+
+@app.command(cls=Listing)
 def kernels(
     suite: Annotated[str, typer.Option("--suite", help="one of {suites}")] = "inference",
     shapes: ShapesOption = "all",
@@ -184,7 +149,7 @@ def kernels(
     """Time a suite of kernels beside a copy, with a hot and a cold L2, checked against fp64 first."""
     from sdfastgn.bench import options, session
 
-    with _one_line_errors():
+    with one_line_errors():
         configs = options.kernel_configs(
             suite=suite,
             shapes=shapes,
@@ -223,9 +188,9 @@ def inspect(
     """Report what would be fused in a model, what not, and why."""
     from sdfastgn.bench import documents, light_imports, options, terminal
 
-    with _one_line_errors():
+    with one_line_errors():
         options.weights_source("MODEL", model, words=MODELS)
-        options.json_path("--json", json)
+        options.file_path("--json", json)
         if context.obj == OWN_PROCESS and model in MODELS:
             light_imports.import_model_classes()
         from sdfastgn import report
@@ -253,7 +218,7 @@ def sources(
         light_imports.import_model_classes()
     from sdfastgn.bench.sources import print_sources
 
-    with _one_line_errors():
+    with one_line_errors():
         code = print_sources(terminal.console(), against)
     raise typer.Exit(code)
 
@@ -273,11 +238,10 @@ def verify(
     from sdfastgn.bench.models.workload import DTYPES
     from sdfastgn.bench.tables import verification as tables
 
-    with _one_line_errors():
+    with one_line_errors():
         options.weights_source("PATH", path, words=())
         device = options.device_name("--device", device)
-        name = dtype or ("fp32" if device == "cpu" else "fp16")
-        weights = DTYPES[options.one_of("--dtype", name, DTYPES)]
+        weights = DTYPES[options.dtype_name("--dtype", dtype, device)]
         pipe = load_pipeline("PATH", path, weights, torch.device(device))
     api.optimize(pipe, cuda_graphs=False)
     found = api.verdicts(pipe)
@@ -297,7 +261,7 @@ def info(device: DeviceOption = None) -> None:
     from sdfastgn.bench.kernels.suites import SUITES
     from sdfastgn.versions import never_run
 
-    with _one_line_errors():
+    with one_line_errors():
         where = torch.device(options.device_name("--device", device))
     facts = environment.environment(where)
     providers = {name: each for suite in SUITES.values() for name, each in suite.providers.items()}
@@ -325,8 +289,8 @@ def demo(
     from sdfastgn.bench import options, terminal
     from sdfastgn.bench.demo import PICTURE, run_demo
 
-    with _one_line_errors():
-        options.json_path("--output", output / PICTURE)
+    with one_line_errors():
+        options.file_path("--output", output / PICTURE)
     raise typer.Exit(run_demo(output, terminal.console()))
 
 
@@ -335,7 +299,7 @@ def warm_up(
     model: ModelOption = "sdxl",
     size: SizeOption = None,
     new_size: Annotated[int | None, typer.Option(help="of the UNet steps after the images")] = None,
-    steps: StepsOption = 30,
+    steps: StepsOption = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
     weights: WeightsOption = "random",
@@ -344,7 +308,7 @@ def warm_up(
     """Time a pipeline's first images and a new resolution, each way in a process of its own."""
     from sdfastgn.bench import options, session
 
-    with _one_line_errors():
+    with one_line_errors():
         (config,) = options.bench_configs(
             model=model,
             parts=["pipeline"],
@@ -357,6 +321,6 @@ def warm_up(
         )
         new_size = config.size * 3 // 32 * 8 if new_size is None else new_size
         options.image_size("--new-size", new_size)
-        options.json_path("--json", json)
+        options.file_path("--json", json)
         code = session.run_warm_up(config, new_size, json=json)
     raise typer.Exit(code)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from sdfastgn.kernels.common import dispatch
+from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.model_inputs import small_call
 from sdfastgn.patches import patcher
 from sdfastgn.patches.core import channels_last
@@ -89,7 +90,7 @@ def _recorded(root: nn.Module, modules: list[nn.Module]) -> tuple[dict[nn.Module
             return {}, f"there are no inputs for a {type(root).__name__}"
         return record(modules, call), ""
     except Exception as error:  # whatever a model of a configuration that nobody has seen may raise
-        return {}, f"the small call fails: {_line(error)}"
+        return {}, f"the small call fails: {one_line(error)}"
     finally:
         channels_last.apply(root)
 
@@ -120,9 +121,9 @@ def _judge(module: nn.Module, inputs: Inputs) -> tuple[Any, ...]:
     try:
         error, stock_error, bound = compare(module, inputs)
     except _FusedError as failure:
-        return PUT_BACK, f"verification: it raises {_line(failure.__cause__)}"
+        return PUT_BACK, f"verification: it raises {one_line(failure.__cause__ or failure)}"
     except Exception as failure:  # too little memory for a wider copy, weights that are elsewhere
-        return UNVERIFIED, f"stock's code fails: {_line(failure)}"
+        return UNVERIFIED, f"stock's code fails: {one_line(failure)}"
     if dispatch.why_off is not None:
         return UNVERIFIED, f"no kernel runs: {dispatch.why_off}"
     if not bound < float("inf"):
@@ -204,7 +205,3 @@ def _no_tf32() -> Iterator[None]:
         yield
     finally:
         cudnn.allow_tf32, matmul.allow_tf32 = before
-
-
-def _line(error: BaseException | None) -> str:
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"

@@ -37,8 +37,7 @@ def warned_once():
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        api.warn_where_nothing_is_gained()
-        api.warn_of_versions_never_run()
+        api.warn_of_machine("optimize")
 
 
 @pytest.fixture(autouse=True)

@@ -65,6 +65,7 @@ def interrupted(*command: str, waits_for: str, **environment: str) -> tuple[int,
         [sys.executable, *command],
         cwd=ROOT,
         env={**os.environ, **environment},
+        stdin=subprocess.PIPE,  # open until the end: reading it waits
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -90,8 +91,8 @@ def test_an_interrupt_while_it_measures_is_one_line(tmp_path: Path) -> None:
 def test_an_interrupt_while_torch_is_imported_is_one_line(becomes: str, tmp_path: Path) -> None:
     """Whatever the import makes of it."""
     (tmp_path / "torch.py").write_text(
-        "import time\nprint('importing', flush=True)\n"
-        f"try:\n    time.sleep(600)\nexcept KeyboardInterrupt:\n    {becomes}\n"
+        "import sys\ntry:\n    print('importing', flush=True)\n    sys.stdin.read()\n"
+        f"except KeyboardInterrupt:\n    {becomes}\n"
     )
     path = f"{tmp_path}{os.pathsep}{ROOT}"
     code, error = interrupted("-m", "sdfastgn", "info", waits_for="importing", PYTHONPATH=path)

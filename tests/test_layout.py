@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
+import venv
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
+
+import sdfastgn
 
 ROOT = Path(__file__).resolve().parents[1]
 LINKS = {"kernels": "sdfastgn/kernels", "patches": "sdfastgn/patches"}
@@ -24,6 +31,15 @@ SHIPPED = {
 }
 MADE = {"build", "dist", "demo-output"}
 BUILD = "import sys, setuptools.build_meta as backend; getattr(backend, 'build_' + sys.argv[1])(sys.argv[2])"
+
+SMOKE = """
+import importlib.metadata, torch, sdfastgn
+print(sdfastgn.__file__)
+print(importlib.metadata.version("sdfastgn"))
+x = torch.randn(2, 8, 4, 4)
+norm, stock = sdfastgn.GroupNorm(4, 8), torch.nn.GroupNorm(4, 8)
+print(torch.allclose(norm(x), stock(x), atol=1e-6))
+"""
 
 
 def python(code: str, *args: str, cwd: Path = ROOT) -> str:
@@ -74,6 +90,13 @@ def test_installed_package_wins_over_the_links(tmp_path: Path) -> None:
     assert Path(python(code, str(ROOT), str(tmp_path), cwd=tmp_path)) == tmp_path / "kernels" / "__init__.py"
 
 
+@pytest.mark.parametrize(
+    "path", [ROOT / "CITATION.cff", *(ROOT / ".github").rglob("*.yml")], ids=lambda path: path.name
+)
+def test_what_github_reads_can_be_read(path: Path) -> None:
+    assert isinstance(yaml.safe_load(path.read_text(encoding="utf-8")), dict)
+
+
 # ---- what is built from it
 
 
@@ -104,14 +127,18 @@ def sdist(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wheel_files(source: Path, tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    return _wheel_files(source, tmp_path_factory.mktemp("wheel"))
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _wheel(source, tmp_path_factory.mktemp("wheel"))
 
 
-def _wheel_files(source: Path, out: Path) -> set[str]:
+@pytest.fixture(scope="module")
+def wheel_files(wheel: Path) -> set[str]:
+    return set(zipfile.ZipFile(wheel).namelist())
+
+
+def _wheel(source: Path, out: Path) -> Path:
     python(BUILD, "wheel", str(out), cwd=source)
-    with zipfile.ZipFile(next(out.glob("*.whl"))) as wheel:
-        return set(wheel.namelist())
+    return next(out.glob("*.whl"))
 
 
 def test_wheel_has_only_the_package_at_its_top(wheel_files: set[str]) -> None:
@@ -120,11 +147,10 @@ def test_wheel_has_only_the_package_at_its_top(wheel_files: set[str]) -> None:
     assert len(tops) == 2
 
 
-def test_wheel_has_every_module(wheel_files: set[str], source: Path) -> None:
-    modules = {path.relative_to(source).as_posix() for path in (source / "sdfastgn").rglob("*.py")}
-    assert wheel_files >= modules | SHIPPED
-    for folder in ("kernels", "patches", "bench"):
-        assert any(name.startswith(f"sdfastgn/{folder}/") for name in wheel_files), folder
+def test_wheel_has_every_file_of_the_package(wheel_files: set[str], source: Path) -> None:
+    files = {p.relative_to(source).as_posix() for p in (source / "sdfastgn").rglob("*") if p.is_file()}
+    assert {name for name in wheel_files if name.startswith("sdfastgn/")} == files
+    assert files >= SHIPPED
 
 
 def test_wheel_carries_the_licence(wheel_files: set[str]) -> None:
@@ -135,7 +161,40 @@ def test_sdist_builds_the_same_wheel(sdist: Path, wheel_files: set[str], tmp_pat
     with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path, filter="data")
     unpacked = tmp_path / sdist.name.removesuffix(".tar.gz")
-    assert _wheel_files(unpacked, tmp_path / "wheel") == wheel_files
+    assert not (unpacked / "tests").exists()
+    assert set(zipfile.ZipFile(_wheel(unpacked, tmp_path / "wheel")).namelist()) == wheel_files
+
+
+def test_the_wheel_works_in_an_environment_of_its_own(wheel: Path, tmp_path: Path) -> None:
+    """What it depends on is this environment's, behind its own: nothing is downloaded."""
+    venv.create(tmp_path / "clean")
+    own = Path(sysconfig.get_path("purelib", vars={"base": str(tmp_path / "clean")}))
+    (own / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    programs = tmp_path / "clean" / "bin"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+    def run(*command: str | Path) -> str:
+        options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 300}
+        done = subprocess.run(command, cwd=tmp_path, env=environment, **options)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    run(
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        programs / "python",
+        "install",
+        "--no-deps",
+        "--no-index",
+        wheel,
+    )
+    found, version, agrees = run(programs / "python", "-c", SMOKE).splitlines()
+    assert Path(found).is_relative_to(own)
+    assert version == sdfastgn.__version__
+    assert agrees == "True"
+    assert f"sdfastgn {version}, Python" in run(programs / "sdfastgn", "info")
 
 
 # ---- importing it

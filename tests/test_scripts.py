@@ -11,14 +11,21 @@ from sdfastgn.bench import session
 from sdfastgn.bench.models.variants import VARIANTS
 from tests.command_line import exit_code
 
-# What each times where its user says nothing: model, part, size, batch, dtype and variants.
+# What each times where its user says nothing: model, parts, size, batch, dtype and variants.
 EVERY = list(VARIANTS)
 TIMED = {
     "time_sd15.py": ("sd15", "pipeline", 512, 1, "fp32", EVERY),
     "time_sdxl.py": ("sdxl", "pipeline", 1024, 1, "fp32", EVERY),
     "time_vae.py": ("sd15", "vae", 512, 1, "fp32", EVERY),
     "time_training.py": ("sdxl", "train", 512, 1, "bf16", EVERY),
-    "compare_stable_fast.py": ("sd15", "pipeline", 512, 1, "fp32", ["eager", "sdfastgn", "stable_fast"]),
+    "compare_stable_fast.py": (
+        "sd15",
+        "unet, vae, pipeline",
+        512,
+        1,
+        "fp32",
+        ["eager", "sdfastgn", "compile", "stable_fast"],
+    ),
 }
 # Those that are commands of the command line.
 SCRIPTS = [*TIMED, "time_warm_up.py"]
@@ -32,10 +39,12 @@ def test_what_a_script_times(
     monkeypatch.setattr(session, "run_bench", ran)
     path = tmp_path / "out.json"
     assert exit_code(monkeypatch, script, "--device", "cpu", "--json", str(path)) == 0
-    (config,), variants = ran.call_args.args
-    found = (config.model, config.part, config.size, config.batch, config.dtype)
+    configs, variants = ran.call_args.args
+    parts = ", ".join(config.part for config in configs)
+    config = configs[-1]
+    found = (config.model, parts, config.size, config.batch, config.dtype)
     assert (*found, [variant.name for variant in variants]) == expected
-    assert ran.call_args.kwargs == {"json": path, "plot": None}
+    assert ran.call_args.kwargs == {"json": path, "plot": None, "html": None}
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

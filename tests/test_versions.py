@@ -28,9 +28,8 @@ def test_what_was_run_has_no_note(package, version, is_run):
 def newer(monkeypatch):
     """This PyTorch was never run, and nothing has been said of it yet."""
     monkeypatch.setitem(versions.RUN, "torch", ("1.13", "2.0"))
-    api.warn_of_versions_never_run.cache_clear()
-    yield "was never run with this sdfastgn (1.13, 2.0 were)"
-    api.warn_of_versions_never_run.cache_clear()
+    monkeypatch.setattr(api, "noted", set(api.noted))
+    return "was never run with this sdfastgn (1.13, 2.0 were)"
 
 
 def test_the_first_optimize_warns_and_goes_on(newer):
@@ -39,6 +38,15 @@ def test_the_first_optimize_warns_and_goes_on(newer):
         for _ in range(2):
             assert "GroupNorm" in repr(sdfastgn.optimize(nn.GroupNorm(2, 8)))
     assert [str(each.message) for each in seen] == [f"sdfastgn.optimize: torch {torch.__version__} {newer}"]
+    assert seen[0].filename == __file__
+
+
+def test_a_with_statement_warns_in_its_own_name(newer):
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        with sdfastgn.optimized(nn.GroupNorm(2, 8)):
+            pass
+    assert [str(each.message) for each in seen] == [f"sdfastgn.optimized: torch {torch.__version__} {newer}"]
     assert seen[0].filename == __file__
 
 

@@ -9,20 +9,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-SCHEMA = 1
+from sdfastgn.kernels.common.failures import one_line
+
+# 2: pipelines are compared with fp32 too, and a config has a scheduler, a prompt and guidance.
+# Versions so far only add fields, so that one reader reads them all.
+SCHEMA = 2
 OK, UNAVAILABLE, FAILED, WRONG = "ok", "unavailable", "failed", "wrong output"
-# The status of a time that someone else published.
-QUOTED = "quoted"
 
 
 class OptionError(ValueError):
     """A user's option that cannot be used, in one line: the option, the value, and what is allowed."""
-
-
-def one_line(error: BaseException, limit: int = 300) -> str:
-    """An exception as one line: its type and the first line that says something."""
-    lines = (line.strip() for line in str(error).splitlines())
-    return f"{type(error).__name__}: {next(filter(None, lines), 'no message')}"[:limit]
 
 
 def document(
@@ -36,6 +32,21 @@ def document(
         "config": config,
         "rows": [asdict(row) for row in rows],
     }
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A run that :func:`write_json` wrote. Raises OptionError, which names the file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise OptionError(f"cannot read {str(path)!r}: {one_line(error)}") from None
+    if not isinstance(content, dict) or "kind" not in content or "rows" not in content:
+        raise OptionError(f"{str(path)!r} holds no result of sdfastgn")
+    version = content.get("schema", 1)
+    if version not in range(1, SCHEMA + 1):
+        known = f"this sdfastgn reads 1 to {SCHEMA}"
+        raise OptionError(f"{str(path)!r} has results in schema {version!r}; {known}")
+    return content
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

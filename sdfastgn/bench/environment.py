@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import importlib.metadata
@@ -19,11 +20,13 @@ PACKAGES = ("torch", "triton", "diffusers", "transformers", "accelerate", "stabl
 PACKAGE_ROOT = Path(__file__).resolve().parents[1]
 
 
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+def installed_versions() -> dict[str, str | None]:
+    """Of the packages that decide a result; None of one that is not installed."""
+    found: dict[str, str | None] = dict.fromkeys(PACKAGES)
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def _output_of(*command: str) -> str | None:
@@ -87,7 +90,7 @@ def environment(device: torch.device, switches: dict[str, bool] | None = None) -
         "device": str(device),
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs",
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": installed_versions(),
         "git": _git(),
         "source_sha256": source_hash(),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),

@@ -6,8 +6,15 @@ import math
 from collections.abc import Mapping
 
 import numpy as np
+import torch
+import torch.nn.functional as F
 from numpy.typing import ArrayLike
 from torch import Tensor
+
+# Of the authors of SSIM: pixels on a side of the window, and its standard deviation.
+WINDOW, SIGMA = 11, 1.5
+# Theirs too, for values in [0, 1]: what keeps the quotients steady where an image is flat.
+C1, C2 = 0.01**2, 0.03**2
 
 
 def psnr(a: ArrayLike, b: ArrayLike) -> float:
@@ -20,6 +27,35 @@ def psnr(a: ArrayLike, b: ArrayLike) -> float:
         raise ValueError(f"psnr: shapes differ: {x.shape} and {y.shape}")
     error = float(np.mean((x - y) ** 2))
     return math.inf if error == 0 else -10 * math.log10(error) if math.isfinite(error) else math.nan
+
+
+def ssim(a: ArrayLike, b: ArrayLike) -> float:
+    """Mean SSIM of two float images or batches (..., H, W, channels) in [0, 1]; 1 if equal.
+
+    The channels count alike. Windows lie within the image. Raises ValueError if the shapes differ
+    or an image is smaller than a window.
+
+    Source: Wang, Bovik, Sheikh and Simoncelli, "Image Quality Assessment: From Error Visibility to
+    Structural Similarity", 2004.
+    """
+    x, y = (torch.as_tensor(np.asarray(each, dtype=np.float64)) for each in (a, b))
+    if x.shape != y.shape:
+        raise ValueError(f"ssim: shapes differ: {tuple(x.shape)} and {tuple(y.shape)}")
+    if x.ndim < 3 or min(x.shape[-3:-1]) < WINDOW:
+        wanted = f"images of at least {WINDOW}x{WINDOW} pixels"
+        raise ValueError(f"ssim: expected {wanted} with channels, got shape {tuple(x.shape)}")
+    weights = torch.exp(-((torch.arange(WINDOW, dtype=x.dtype) - WINDOW // 2) ** 2) / (2 * SIGMA**2))
+    weights /= weights.sum()
+
+    def mean(values: Tensor) -> Tensor:
+        planes = values.movedim(-1, -3).reshape(-1, 1, *values.shape[-3:-1])
+        return F.conv2d(F.conv2d(planes, weights.view(1, 1, -1, 1)), weights.view(1, 1, 1, -1))
+
+    mean_x, mean_y = mean(x), mean(y)
+    variances = mean(x * x) - mean_x**2 + mean(y * y) - mean_y**2
+    covariance = mean(x * y) - mean_x * mean_y
+    luminance = (2 * mean_x * mean_y + C1) / (mean_x**2 + mean_y**2 + C1)
+    return float((luminance * (2 * covariance + C2) / (variances + C2)).mean())
 
 
 def relative_error(a: Tensor | Mapping[str, Tensor], b: Tensor | Mapping[str, Tensor]) -> float:

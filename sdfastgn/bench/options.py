@@ -14,19 +14,22 @@ from typing import Any
 
 import torch
 
-from sdfastgn.bench.documents import OptionError, one_line
+from sdfastgn.bench.documents import OptionError
 from sdfastgn.bench.kernels.suite import INFERENCE, KernelConfig, Shape, Suite
 from sdfastgn.bench.kernels.suites import SUITES
 from sdfastgn.bench.models import architectures
 from sdfastgn.bench.models.configurations import MODELS, UNETS, VAES
+from sdfastgn.bench.models.presets import PRESETS
 from sdfastgn.bench.models.variants import PARTS, VARIANTS, Variant
 from sdfastgn.bench.models.workload import DTYPES, BenchConfig
 from sdfastgn.bench.tables.plots import plot_reason
+from sdfastgn.kernels.common.failures import one_line
 
 # Where the user names none: timed calls of each part. A UNet step has two images, for guidance.
 GPU_REPEATS = {"unet": 50, "vae": 30, "pipeline": 5, "train": 30}
 CPU_REPEATS = {"unet": 5, "vae": 5, "pipeline": 2, "train": 3}
 GUIDED_BATCH = 2
+STEPS = 30
 
 _SHAPE = re.compile(r"\d+(x\d+)+")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -75,6 +78,11 @@ def device_name(option: str, value: str | None) -> str:
     return value
 
 
+def dtype_name(option: str, value: str | None, device: str) -> str:
+    """``value``, one of ``DTYPES``; without one, fp16 on a GPU and fp32 on the CPU."""
+    return one_of(option, ("fp32" if device == "cpu" else "fp16") if value is None else value, DTYPES)
+
+
 def weights_source(option: str, value: str, *, words: Sequence[str] = ("random",)) -> str:
     """One of ``words``, an existing folder or file, or the id of a repository on the Hub."""
     if value in words or Path(value).expanduser().exists():
@@ -85,7 +93,7 @@ def weights_source(option: str, value: str, *, words: Sequence[str] = ("random",
     raise OptionError(f"{option}: no such path {value!r}; give {choice}")
 
 
-def json_path(option: str, value: Path | None) -> Path | None:
+def file_path(option: str, value: Path | None) -> Path | None:
     """``value``, if a file can be written there; its folder is made. Ask last, before the work."""
     if value is None:
         return None
@@ -111,12 +119,7 @@ def _subject(model: str | None, weights: str, parts: Sequence[str]) -> tuple[str
     if weights == "random":
         name = model or "tiny"
         return name, VAES[name]["sample_size"], 8, GUIDED_BATCH
-    try:
-        config = architectures.load_config(weights, "unet")
-    except Exception as error:  # whatever the client meets on the network, besides OSError
-        raise OptionError(
-            f"--weights: no configuration of a UNet in {weights!r}: {one_line(error)}"
-        ) from None
+    config = _unet_config("--weights", weights)
     same = [known for known in MODELS if not architectures.unet_difference(config, known)]
     if model is not None and model not in same:
         difference = architectures.unet_difference(config, model)
@@ -126,16 +129,35 @@ def _subject(model: str | None, weights: str, parts: Sequence[str]) -> tuple[str
         raise OptionError(f"--weights: the UNet of {weights!r} cannot be timed: {reason}")
     if "pipeline" in parts and (reason := _pipeline_reason(weights, config)):
         raise OptionError(f"--part: 'pipeline' needs {reason}")
-    try:
-        scale = architectures.latent_scale(architectures.load_config(weights, "vae"))
-    except Exception:  # there is none, or what the client met is told when the pipeline is loaded
-        scale = 8 if same else 1
-    latents = config.get("sample_size") or UNETS["sd15"]["sample_size"]
-    latents = latents if isinstance(latents, int) else max(latents)
+    native, scale = _native_size(weights, config, without_vae=8 if same else 1)
     # Without text, or with its guidance within, a UNet gets each image once.
     is_guided = config.get("_class_name") != "UNet2DModel" and not config.get("time_cond_proj_dim")
     name = model or (same[0] if same else Path(weights).expanduser().resolve().name)
-    return name, latents * scale, scale, GUIDED_BATCH if is_guided else 1
+    return name, native, scale, GUIDED_BATCH if is_guided else 1
+
+
+def text_to_image(option: str, weights: str) -> tuple[int, int]:
+    """The native size of a pipeline of text to image and the pixels of a latent, before it is loaded."""
+    config = _unet_config(option, weights)
+    if reason := _pipeline_reason(weights, config):
+        raise OptionError(f"{option}: must be {reason}")
+    return _native_size(weights, config, without_vae=8)
+
+
+def _unet_config(option: str, weights: str) -> dict[str, Any]:
+    try:
+        return architectures.load_config(weights, "unet")
+    except Exception as error:  # whatever the client meets on the network, besides OSError
+        raise OptionError(f"{option}: no configuration of a UNet in {weights!r}: {one_line(error)}") from None
+
+
+def _native_size(weights: str, config: Mapping[str, Any], without_vae: int) -> tuple[int, int]:
+    try:
+        scale = architectures.latent_scale(architectures.load_config(weights, "vae"))
+    except Exception:  # there is none, or what the client met is told when the pipeline is loaded
+        scale = without_vae
+    latents = config.get("sample_size") or UNETS["sd15"]["sample_size"]
+    return (latents if isinstance(latents, int) else max(latents)) * scale, scale
 
 
 def _pipeline_reason(weights: str, config: Mapping[str, Any]) -> str:
@@ -166,7 +188,7 @@ def png_path(option: str, value: Path | None, unless: str = "") -> Path | None:
         raise OptionError(f"{option}: must end in .png, got {str(value)!r}")
     if (reason := plot_reason()) is not None:
         raise OptionError(f"{option}: {reason}")
-    return json_path(option, value)
+    return file_path(option, value)
 
 
 def bench_configs(
@@ -175,24 +197,31 @@ def bench_configs(
     parts: Sequence[str],
     size: int | None = None,
     batch: int | None = None,
-    steps: int = 30,
+    steps: int | None = None,
     dtype: str | None = None,
     device: str | None = None,
     weights: str = "random",
     repeats: int | None = None,
+    scheduler: str | None = None,
     **others: Any,
 ) -> list[BenchConfig]:
     """One checked config for each part; ``others`` are fields of it that need no check.
 
-    Without a model it is the weights' own, without a dtype fp16 on a GPU and fp32 on the CPU.
+    Without a model it is the weights' own. None in ``others`` stands for the field's default.
     """
     if model is not None:
         one_of("--model", model, MODELS)
     chosen = some_of("--part", parts, PARTS)
     device = device_name("--device", device)
     on_cpu = device == "cpu"
-    dtype = one_of("--dtype", ("fp32" if on_cpu else "fp16") if dtype is None else dtype, DTYPES)
-    positive("--steps", steps)
+    dtype = dtype_name("--dtype", dtype, device)
+    steps = positive("--steps", STEPS if steps is None else steps)
+    if scheduler:
+        import diffusers
+
+        if not (scheduler.endswith("Scheduler") and hasattr(diffusers, scheduler)):
+            such = "give one like EulerDiscreteScheduler"
+            raise OptionError(f"--scheduler: diffusers has no {scheduler!r}; {such}")
     name, native, scale, unet_batch = _subject(model, weights_source("--weights", weights), chosen)
     size = image_size("--size", native if size is None else size, scale)
     counts = CPU_REPEATS if on_cpu else GPU_REPEATS
@@ -207,10 +236,33 @@ def bench_configs(
             repeats=positive("--repeats", counts[part] if repeats is None else repeats),
             steps=steps,
             weights=weights,
-            **others,
+            scheduler=scheduler or "",
+            **{field: value for field, value in others.items() if value is not None},
         )
         for part in chosen
     ]
+
+
+def preset_configs(name: str | None, **given: Any) -> list[BenchConfig]:
+    """The configs of a preset's cases, or without one that of the options alone.
+
+    Options that are not None replace the preset's. A model picks among its cases, or takes the
+    place of the first one's. ``parts`` stand in for a UNet step.
+    """
+    given = {option: value for option, value in given.items() if value is not None}
+    if name is None:
+        return bench_configs(**{"model": None, "parts": ["unet"], **given})
+    cases = [case.settings for case in PRESETS[one_of("--preset", name, PRESETS)].cases]
+    model = given.get("model")
+    if model is not None:
+        one_of("--model", model, MODELS)
+        cases = [each for each in cases if each["model"] == model] or cases[:1]
+    configs = []
+    for case in cases:
+        settings = {"parts": [case["part"]], **case, **given, "preset": name}
+        settings.pop("part")
+        configs += bench_configs(**settings)
+    return configs
 
 
 def variant_list(option: str, text: str) -> list[Variant]:
@@ -278,5 +330,5 @@ def kernel_places(
     for config in configs:
         suffix = f"_{config.dtype}" if len(configs) > 1 else ""
         path, picture = (each and each.with_stem(each.stem + suffix) for each in (json, plot))
-        places.append((json_path("--json", path), png_path("--plot", picture, unless)))
+        places.append((file_path("--json", path), png_path("--plot", picture, unless)))
     return places

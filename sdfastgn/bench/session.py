@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from sdfastgn.bench.documents import OK, WRONG, document, write_json
+from sdfastgn.bench import page, processes
+from sdfastgn.bench.documents import OK, WRONG, OptionError, document, read_json, write_json
 from sdfastgn.bench.environment import environment
 from sdfastgn.bench.kernels import run as kernels
 from sdfastgn.bench.kernels.ratios import summary
@@ -27,6 +28,7 @@ from sdfastgn.bench.tables import kernels as kernel_tables
 from sdfastgn.bench.tables import plots
 from sdfastgn.bench.tables import profile as profile_tables
 from sdfastgn.bench.tables.markdown import package_versions, source_line
+from sdfastgn.bench.tables.results import Result, case_title, comparison, preset_tables, tables_of
 from sdfastgn.bench.tables.warm_up import warm_up_table
 from sdfastgn.bench.terminal import console, print_lines, watched
 
@@ -46,8 +48,6 @@ def _print_part(out: Console, config: BenchConfig, rows: Sequence[Row]) -> None:
     title = f"{what}, {config.dtype} on {config.device}, {config.weights} weights"
     out.print(end_to_end_tables.end_to_end_table(rows, title))
     notes = [*end_to_end_tables.row_notes(rows), f"{GATE}: {gate_text(config)}"]
-    if config.fp32_reference and config.part == "pipeline":
-        notes.append("no fp32 reference: a full pipeline is compared with eager only")
     print_lines(out, [*notes, *end_to_end_tables.graph_notes(rows)])
     if config.profile:
         title = f"where the time of {profile_tables.row_title(rows[0])} goes"
@@ -63,19 +63,42 @@ def run_bench(
     *,
     json: Path | None = None,
     plot: Path | None = None,
+    html: Path | None = None,
 ) -> int:
     """Measures, prints and writes; returns 0, or 1 where an output was wrong or none ran.
 
     The JSON is written after each row, so that a run which is cut off leaves what it has measured.
+    Processes of a launcher run pipelines at the same time; give the files to the main one, which
+    alone prints.
     """
-    out = console()
+    if not processes.launched():
+        return _run_bench(configs, variants, json, plot, html)
+    others = [config.part for config in configs if config.part != "pipeline"]
+    if others:
+        raise OptionError(f"--part: several processes time 'pipeline' alone, got {others[0]!r}")
+    with processes.joined(configs[0].device) as (_, device):
+        here = [replace(config, device=device) for config in configs]
+        return _run_bench(here, variants, json, plot, html)
+
+
+def _run_bench(
+    configs: Sequence[BenchConfig],
+    variants: Sequence[Variant],
+    json: Path | None,
+    plot: Path | None,
+    html: Path | None,
+) -> int:
+    quiet = not processes.is_main()
+    out = Console(quiet=True) if quiet else console()
     where = end_to_end.current_environment(torch.device(configs[0].device), configs)
     kind = "profile" if any(config.profile for config in configs) else "end_to_end"
-    content = document(kind, where, end_to_end.describe(configs), [])
+    kind = "processes" if processes.launched() else kind  # GPUs that share a host: of no table of one
+    content = document("preset" if configs[0].preset else kind, where, end_to_end.describe(configs), [])
     rows: list[Row] = []
+    pictures: dict[str, dict[str, Any]] = {}
     if configs[0].torch_device.type == "cpu":
         print_lines(out, [NO_GPU])
-    with watched(len(configs) * len(variants)) as (on_start, on_done):
+    with watched(len(configs) * len(variants), quiet=quiet) as (on_start, on_done):
 
         def on_row(row: Row) -> None:
             rows.append(row)
@@ -89,14 +112,36 @@ def run_bench(
             def on_variant(name: str, part: str = config.part) -> None:
                 on_start(f"{part}: {name}")
 
-            _print_part(out, config, end_to_end.run(config, variants, on_variant=on_variant, on_row=on_row))
+            images: dict[str, Any] = {}
+            found = end_to_end.run(config, variants, on_variant=on_variant, on_row=on_row, images=images)
+            _print_part(out, config, found)
+            pictures[case_title(found[0], content)] = images
+    result = Result(where["gpu"] or where["machine"], content)
+    for table in preset_tables(result):
+        out.print(table)
     print_lines(out, [_where(where)])
     if plot is not None and any(row.profile for row in rows):
         plots.breakdown(rows, plot, source_line(content))
         print_lines(out, [f"wrote {plot}"])
-    if json is not None:
-        print_lines(out, [f"wrote {json}"])
+    if html is not None:
+        page.write_page(html, [result], pictures)
+    print_lines(out, [f"wrote {path}" for path in (json, html) if path is not None])
     return _code(rows)
+
+
+def show_results(paths: Sequence[Path], *, html: Path | None = None) -> None:
+    """Prints results side by side where they share something, else all their tables; writes a page."""
+    out = console()
+    same_names = len({path.name for path in paths}) < len(paths)
+    results = [Result(str(path) if same_names else path.name, read_json(path)) for path in paths]
+    tables = [table for result in results for table in tables_of(result)]
+    compared = comparison(results)
+    for table in [compared] if compared.body else tables:
+        out.print(table)
+    print_lines(out, [f"{result.name}: {source_line(result.content)}" for result in results])
+    if html is not None:
+        page.write_page(html, results)
+        print_lines(out, [f"wrote {html}"])
 
 
 def _code(rows: Sequence[Any]) -> int:

@@ -98,16 +98,18 @@ class Blocks:
 
 
 @contextlib.contextmanager
-def watched(total: int) -> Iterator[tuple[Callable[[str], None], Callable[[str], None]]]:
+def watched(
+    total: int, *, quiet: bool = False
+) -> Iterator[tuple[Callable[[str], None], Callable[[str], None]]]:
     """``(on_start, on_done)`` of ``total`` measurements, for a progress bar and a line each.
 
     ``on_start`` gets a measurement's name, ``on_done`` its line; an empty one is not shown. Without
-    a terminal there are the lines alone.
+    a terminal there are the lines alone, and nothing if ``quiet``.
     """
     columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn()
     times = TimeElapsedColumn(), TimeRemainingColumn()
     # On standard error, so that a redirected standard output holds the tables only.
-    errors = Console(stderr=True, highlight=False)
+    errors = Console(stderr=True, highlight=False, quiet=quiet)
     shown = Progress(*columns, *times, console=errors, transient=True, disable=not errors.is_terminal)
     with shown as progress:
         task = progress.add_task("building", total=total)

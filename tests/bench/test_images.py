@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from sdfastgn.bench.images import psnr, relative_error
+from sdfastgn.bench.images import psnr, relative_error, ssim
 
 
 def test_psnr_of_a_known_difference():
@@ -24,10 +24,47 @@ def test_relative_error_of_a_known_difference():
     assert math.isnan(relative_error(b * math.nan, b))
 
 
+def test_ssim_of_what_is_known():
+    a = np.random.default_rng(0).uniform(0, 1, (2, 16, 12, 3))
+    assert ssim(a, a) == pytest.approx(1, abs=1e-12)
+    assert ssim(a, 1 - a) < 0
+    # Flat images differ in luminance alone: (2xy + C1) / (x^2 + y^2 + C1).
+    flat = np.ones((16, 12, 3))
+    assert ssim(0.5 * flat, 0.25 * flat) == pytest.approx((0.25 + 1e-4) / (0.3125 + 1e-4))
+    assert math.isnan(ssim(a * math.nan, a))
+
+
+def test_ssim_is_the_published_formula():
+    """Window by window in NumPy, as equations 13 to 16 of the paper have it."""
+    rng = np.random.default_rng(1)
+    a = rng.uniform(0, 1, (14, 13, 2))
+    b = np.clip(a + rng.normal(0, 0.1, a.shape), 0, 1)
+    axis = np.exp(-((np.arange(11) - 5) ** 2) / (2 * 1.5**2))
+    weights = np.outer(axis, axis) / np.outer(axis, axis).sum()
+    values = []
+    for top, left, channel in np.ndindex(14 - 10, 13 - 10, 2):
+        x, y = (each[top : top + 11, left : left + 11, channel] for each in (a, b))
+        mean_x, mean_y = (weights * x).sum(), (weights * y).sum()
+        variance_x, variance_y = (weights * (x - mean_x) ** 2).sum(), (weights * (y - mean_y) ** 2).sum()
+        covariance = (weights * (x - mean_x) * (y - mean_y)).sum()
+        top_part = (2 * mean_x * mean_y + 0.01**2) * (2 * covariance + 0.03**2)
+        values.append(top_part / ((mean_x**2 + mean_y**2 + 0.01**2) * (variance_x + variance_y + 0.03**2)))
+    assert ssim(a, b) == pytest.approx(np.mean(values), rel=1e-9)
+
+
+def test_ssim_needs_a_window():
+    with pytest.raises(ValueError, match=r"ssim: expected images of at least 11x11 pixels.*\(10, 20, 3\)"):
+        ssim(np.zeros((10, 20, 3)), np.zeros((10, 20, 3)))
+
+
 @pytest.mark.parametrize(
     "call",
-    [lambda: psnr(np.zeros(3), np.zeros(4)), lambda: relative_error(torch.ones(3), torch.ones(4))],
-    ids=["psnr", "relative"],
+    [
+        lambda: psnr(np.zeros(3), np.zeros(4)),
+        lambda: ssim(np.zeros((11, 11, 3)), np.zeros((11, 11, 1))),
+        lambda: relative_error(torch.ones(3), torch.ones(4)),
+    ],
+    ids=["psnr", "ssim", "relative"],
 )
 def test_shapes_must_agree(call):
     with pytest.raises(ValueError, match="shapes differ"):

@@ -13,7 +13,7 @@ from sdfastgn.bench.options import OptionError
 
 def test_a_new_file_is_not_made_but_its_folder_is(tmp_path: Path) -> None:
     path = tmp_path / "new" / "folder" / "out.json"
-    assert options.json_path("--json", path) == path
+    assert options.file_path("--json", path) == path
     assert path.parent.is_dir()
     assert not list(path.parent.iterdir())
 
@@ -22,14 +22,14 @@ def test_an_old_file_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     path.write_text("old")
     os.utime(path, (1, 1))
-    options.json_path("--json", path)
+    options.file_path("--json", path)
     assert (path.read_text(), path.stat().st_mtime) == ("old", 1)
 
 
 def test_a_link_that_leads_nowhere_yet_stays_one(tmp_path: Path) -> None:
     link = tmp_path / "link.json"
     link.symlink_to(tmp_path / "folder" / "out.json")
-    options.json_path("--json", link)
+    options.file_path("--json", link)
     assert link.is_symlink()
     assert not link.exists()
 
@@ -37,7 +37,7 @@ def test_a_link_that_leads_nowhere_yet_stays_one(tmp_path: Path) -> None:
 def test_a_pipe_is_not_opened(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    options.json_path("--json", pipe)  # opening it would wait for a reader
+    options.file_path("--json", pipe)  # opening it would wait for a reader
 
 
 @pytest.mark.parametrize(
@@ -53,4 +53,4 @@ def test_a_pipe_is_not_opened(tmp_path: Path) -> None:
 )
 def test_no_place_for_a_file(path: str, why: str) -> None:
     with pytest.raises(OptionError, match=rf"^--json: cannot write a file at '{path}': ({why})$"):
-        options.json_path("--json", Path(path))
+        options.file_path("--json", Path(path))

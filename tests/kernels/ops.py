@@ -49,6 +49,12 @@ class Op:
     on_gpu: tuple[Shapes, ...] = ()
     gpu_options: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def name(self) -> str:
+        """What errors call it: as users import it."""
+        name = self.function.__name__
+        return f"sdfastgn.{name}" if hasattr(sdfastgn, name) else f"{self.function.__module__}.{name}"
+
     def call(self, **operands: Tensor) -> tuple[Tensor, ...]:
         return as_tuple(self.function(**operands, **self.options))[: self.compared]
 

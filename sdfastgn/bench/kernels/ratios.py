@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from sdfastgn.bench.documents import OK, QUOTED
+from sdfastgn.bench.documents import OK
 from sdfastgn.bench.kernels.suite import COPY, OURS, KernelRow, Shape, Suite, shape_text
 
 # A line of a table: rows of one shape and task by provider, the copy among them.
@@ -31,7 +31,7 @@ def lines(rows: Iterable[KernelRow]) -> dict[tuple[Shape, str], Line]:
 
 def timed_names(rows: Iterable[KernelRow]) -> list[str]:
     """Providers with at least one time, ours last."""
-    names = dict.fromkeys(row.provider for row in rows if row.status in (OK, QUOTED))
+    names = dict.fromkeys(row.provider for row in rows if row.status == OK)
     return sorted(names, key=lambda name: name.startswith(OURS))
 
 
@@ -49,7 +49,7 @@ def best_peers(line: Line) -> Overs:
     peers = [
         (row.times, name)
         for name, row in line.items()
-        if name != COPY and not name.startswith(OURS) and row.status in (OK, QUOTED)
+        if name != COPY and not name.startswith(OURS) and row.status == OK
     ]
     hot, cold = (
         min(((times[index] or math.inf, i, name) for i, (times, name) in enumerate(peers)), default=None)

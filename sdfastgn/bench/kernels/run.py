@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sdfastgn.bench import timing
-from sdfastgn.bench.documents import FAILED, OK, UNAVAILABLE, WRONG, one_line
+from sdfastgn.bench.documents import FAILED, OK, UNAVAILABLE, WRONG
 from sdfastgn.bench.environment import check_kernels_ran
 from sdfastgn.bench.images import relative_error
 from sdfastgn.bench.kernels.suite import (
@@ -33,6 +33,7 @@ from sdfastgn.bench.kernels.suite import (
     Suite,
 )
 from sdfastgn.bench.models.workload import DTYPES
+from sdfastgn.kernels.common.failures import one_line
 
 Tensors = tuple[Tensor, ...]
 

@@ -184,7 +184,7 @@ class KernelConfig:
 
 @dataclass
 class KernelRow:
-    """One provider in one task on one shape, with times if ``status`` is ok or quoted.
+    """One provider in one task on one shape, with times if ``status`` is ok.
 
     Attributes:
         hot_us, cold_us: microseconds of a call with its operands in L2, and without.
@@ -214,7 +214,7 @@ class KernelRow:
 
 
 def rows_of(suite: Suite, content: Mapping[str, Any]) -> list[KernelRow]:
-    """The rows of a run's JSON. In old or quoted ones the provider tells the task."""
+    """The rows of a run's JSON. In old ones the provider tells the task."""
     tasks = {provider.name: op.label(op.passes[0]) for op in suite.every for provider in op.providers}
     competing = suite.operations[0].label(suite.operations[0].passes[0])
     return [

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import sdfastgn
 from sdfastgn.bench import stable_fast
+from sdfastgn.bench.kernels import peers
 from sdfastgn.bench.kernels.suite import (
     BACKWARD,
     BOTH,
@@ -153,6 +154,15 @@ _INFERENCE = replace(
             # stable-fast is last, because its import touches Triton.
             (
                 *rivals(_group_norm_silu, _ours_silu),
+                Provider(
+                    "gnnhwc",
+                    lambda *operands: peers.gnnhwc(GROUPS, EPS),
+                    peers.needs("gnnhwc"),
+                    by_default=False,
+                ),
+                Provider(
+                    "apex", lambda x, *_: peers.apex(x, GROUPS, EPS), peers.needs("apex"), by_default=False
+                ),
                 Provider("stable_fast", _stable_fast, stable_fast.kernel_reason),
             ),
         ),

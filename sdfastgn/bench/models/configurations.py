@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
+# Seeds of 64 bits: inputs are drawn from those that follow too.
+SEEDS = range(-(2**63), 2**63)
 UNETS: dict[str, dict[str, Any]] = {
     "tiny": {
         "sample_size": 8,

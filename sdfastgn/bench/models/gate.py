@@ -6,7 +6,7 @@ Outputs are a tensor, images, or the gradients of a training step by parameter.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,7 +34,8 @@ class Reference:
     for or is the gate.
 
     ``fp32_error`` is stock eager's own error against it. Where nothing can be compared with the
-    output, ``status`` is not ``"ok"`` and ``reason`` says why.
+    output, ``status`` is not ``"ok"`` and ``reason`` says why. ``images`` gets a pipeline's first
+    image by variant, and ``"fp32"``.
     """
 
     output: Any = None
@@ -43,16 +44,22 @@ class Reference:
     fp32_error: float = math.nan
     status: str = OK
     reason: str = ""
+    images: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """A variant's errors against stock eager's. ``reason`` is empty where it is within the bound."""
+    """A variant's errors against stock eager's. ``reason`` is empty where it is within the bound.
+
+    Those named fp32 are against the fp32 output, where there is one.
+    """
 
     error: float
     psnr_db: float | None
     reason: str
     fp32_error: float = math.nan
+    fp32_psnr_db: float | None = None
+    fp32_ssim: float | None = None
 
 
 def gate_text(config: BenchConfig) -> str:
@@ -71,7 +78,8 @@ def _error_bound(config: BenchConfig) -> float:
     return TF32_BOUND if tf32 else ERROR_BOUNDS[config.dtype]
 
 
-def _tensors(output: Any) -> dict[str, torch.Tensor]:
+def tensors(output: Any) -> dict[str, torch.Tensor]:
+    """An output by name: of gradients their parameters', else one that is empty."""
     return output if isinstance(output, dict) else {"": torch.as_tensor(output)}
 
 
@@ -84,7 +92,7 @@ def kept(output: Any) -> Any:
 
 def problem(config: BenchConfig, output: Any) -> str:
     """Why stock eager's own output cannot be compared with; empty where it can."""
-    ends = [torch.stack(tensor.float().aminmax()) for tensor in _tensors(output).values()]
+    ends = [torch.stack(tensor.float().aminmax()) for tensor in tensors(output).values()]
     lowest, highest = min(float(each[0]) for each in ends), max(float(each[1]) for each in ends)
     whose = "gradients are" if config.part == "train" else f"output in {config.dtype} is"
     if not all(bool(torch.isfinite(each).all()) for each in ends):
@@ -96,15 +104,18 @@ def problem(config: BenchConfig, output: Any) -> str:
 
 def judge(config: BenchConfig, output: Any, stock: Reference) -> Judgement:
     """Compares with the config's bound. Not-finite values are never within it."""
-    ours, theirs = _tensors(output), _tensors(stock.output)
+    ours, theirs = tensors(output), tensors(stock.output)
     for name in {**theirs, **ours}:
         found, expected = (tuple(each[name].shape) if name in each else None for each in (ours, theirs))
         if found != expected:
             of = name and f" of {name}"
             return Judgement(math.nan, None, f"shape{of} {found}, eager's is {expected}")
     error = images.relative_error(ours, theirs)
-    exact = math.nan if stock.fp32 is None else images.relative_error(ours, _tensors(stock.fp32))
+    exact = math.nan if stock.fp32 is None else images.relative_error(ours, tensors(stock.fp32))
     decibel = images.psnr(ours[""], theirs[""]) if config.part == "pipeline" else None
+    fp32_psnr_db = fp32_ssim = None
+    if decibel is not None and stock.fp32 is not None:
+        fp32_psnr_db, fp32_ssim = images.psnr(output, stock.fp32), images.ssim(output, stock.fp32)
     # `not <=` because a NaN is neither above nor below.
     reason = ""
     if decibel is not None:
@@ -119,4 +130,4 @@ def judge(config: BenchConfig, output: Any, stock: Reference) -> Judgement:
         bound = max(GRADIENT_FACTOR * stock.fp32_error, least)
         what = f"the gradients' relative error {exact:.3g} against fp32"
         reason = "" if exact <= bound else f"{what} is above {bound:.3g}"
-    return Judgement(error, decibel, reason, exact)
+    return Judgement(error, decibel, reason, exact, fp32_psnr_db, fp32_ssim)

@@ -14,8 +14,9 @@ from diffusers import DiffusionPipeline, StableDiffusionPipeline, StableDiffusio
 from packaging.version import Version
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
-from sdfastgn.bench.documents import OptionError, one_line
+from sdfastgn.bench.documents import OptionError
 from sdfastgn.bench.models import architectures, configurations
+from sdfastgn.kernels.common.failures import one_line
 
 # What ``from_pretrained`` calls the dtype: 0.40 deprecated the older name, and older ones ignore the new.
 _DTYPE = "dtype" if Version(diffusers.__version__) >= Version("0.40.0") else "torch_dtype"
@@ -49,13 +50,21 @@ def build_pipeline(model: str, *, dtype: torch.dtype, device: torch.device | str
     return pipe
 
 
-def load_pipeline(option: str, weights: str, dtype: torch.dtype, device: torch.device | str) -> Any:
+def load_pipeline(
+    option: str,
+    weights: str,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    variant: str | None = None,
+) -> Any:
     """The pipeline in a folder that ``save_pretrained`` wrote or of a Hub id, which ``option`` named.
+
+    ``variant`` is that of its files, such as fp16.
 
     Raises OptionError where it cannot be loaded, in diffusers' words.
     """
     try:
-        pipe = DiffusionPipeline.from_pretrained(weights, **{_DTYPE: dtype})
+        pipe = DiffusionPipeline.from_pretrained(weights, variant=variant, **{_DTYPE: dtype})
     except Exception as error:  # a folder that is no pipeline gives KeyError and more, besides OSError
         raise OptionError(f"{option}: cannot load {weights!r}: {one_line(error)}") from error
     return pipe.to(device)

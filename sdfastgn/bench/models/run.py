@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from sdfastgn.bench import timing
-from sdfastgn.bench.documents import FAILED, OK, UNAVAILABLE, WRONG, one_line
+from sdfastgn.bench.documents import FAILED, OK, UNAVAILABLE, WRONG
 from sdfastgn.bench.environment import environment
 from sdfastgn.bench.images import relative_error
 from sdfastgn.bench.models import gate, profiling, training
@@ -23,6 +23,8 @@ from sdfastgn.bench.models import workload as workloads
 from sdfastgn.bench.models.gate import Reference
 from sdfastgn.bench.models.variants import Variant, prepared
 from sdfastgn.bench.models.workload import BenchConfig, Workload
+from sdfastgn.bench.processes import Meeting
+from sdfastgn.kernels.common.failures import one_line
 
 # How each part's workload is made.
 BUILDERS: dict[str, Callable[[BenchConfig], Workload]] = {
@@ -41,9 +43,13 @@ class Row:
         ready_s: seconds from preparing to the first call's end. Eager's holds cuDNN's tuning.
         graph_ms: of one replay of the call captured in a CUDA graph, or ``graph_reason`` says why not.
         its: iterations a second: UNet steps (also of a pipeline), or decodes of a VAE.
+        images_s: of all processes together, by the slowest, where a launcher has started several.
+        process_images_s: of each process.
         peak_mib: MiB that the CUDA allocator held at most during the timed calls.
         error_eager: ||y - eager|| / ||eager||.
         error_fp32: the same against fp32 without TF32, where that was asked for.
+        psnr_db: of a pipeline's images, against eager's.
+        psnr_fp32_db, ssim_fp32: of a pipeline's images, against those of the fp32 pipeline.
         step_mib: of a training step, what PyTorch's CUDA allocator held at most over what the model
             and its inputs occupy: all that is kept for the backward, temporaries, gradients.
         saved_mib: of a training step, what autograd keeps for the backward.
@@ -66,6 +72,8 @@ class Row:
     graph_ms: float | None = None
     graph_reason: str = ""
     its: float | None = None
+    images_s: float | None = None
+    process_images_s: list[float] | None = None
     peak_mib: float | None = None
     error_eager: float | None = None
     error_fp32: float | None = None
@@ -74,6 +82,8 @@ class Row:
     saved_mib: float | None = None
     profile: dict[str, Any] | None = None
     profile_reason: str = ""
+    psnr_fp32_db: float | None = None
+    ssim_fp32: float | None = None
 
 
 def _finite(value: float | None) -> float | None:
@@ -88,16 +98,19 @@ def _free(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _reference(config: BenchConfig, workload: Workload) -> Reference:
+def _reference(config: BenchConfig, workload: Workload, images: dict[str, Any]) -> Reference:
     try:
         first_call_s, output = timing.time_once(workload.call, config.torch_device)
         output = gate.kept(output)
         if problem := gate.problem(config, output):
             return Reference(status=WRONG, reason=problem)
-        stock = Reference(output, first_call_s)
+        stock = Reference(output, first_call_s, images=images)
         if workload.fp32_output is not None and (config.fp32_reference or config.part == "train"):
             fp32 = gate.kept(workload.fp32_output())
-            stock = replace(stock, fp32=fp32, fp32_error=relative_error(output, fp32))
+            if config.part == "pipeline":
+                images["fp32"] = fp32[0]
+            error = relative_error(gate.tensors(output), gate.tensors(fp32))
+            stock = replace(stock, fp32=fp32, fp32_error=error)
         return stock
     except Exception as error:  # too little memory, or weights of another architecture
         return Reference(status=FAILED, reason=f"stock eager fails: {one_line(error)}")
@@ -157,7 +170,14 @@ def _profile(row: Row, config: BenchConfig, call: Callable[[], Any], replay: Any
         row.profile_reason = one_line(error)
 
 
-def _measure(row: Row, config: BenchConfig, variant: Variant, workload: Workload, stock: Reference) -> None:
+def _measure(
+    row: Row,
+    config: BenchConfig,
+    variant: Variant,
+    workload: Workload,
+    stock: Reference,
+    meeting: Meeting,
+) -> None:
     """Fills in the row: errors and, if these are within their bounds, times."""
     device = config.torch_device
     with contextlib.ExitStack() as stack:
@@ -166,12 +186,20 @@ def _measure(row: Row, config: BenchConfig, variant: Variant, workload: Workload
         call_s, output = timing.time_once(workload.call, device)
         judgement = gate.judge(config, output, stock)
         row.error_eager, row.error_fp32 = _finite(judgement.error), _finite(judgement.fp32_error)
-        row.psnr_db = _finite(judgement.psnr_db)
+        row.psnr_db, row.psnr_fp32_db = _finite(judgement.psnr_db), _finite(judgement.fp32_psnr_db)
+        row.ssim_fp32 = _finite(judgement.fp32_ssim)
         if judgement.reason:
             row.status, row.reason, row.note = WRONG, judgement.reason, variant.describe(workload.target)
             return
+        if config.part == "pipeline":
+            stock.images[variant.name] = output[0]
         del output
         timed = timing.time_callable(workload.call, device, repeats=config.repeats)
+        seconds = meeting.seconds(workload.call, config.repeats, device)
+        if seconds:
+            images = config.batch * config.repeats
+            row.process_images_s = [images / each for each in seconds]
+            row.images_s = len(seconds) * images / max(seconds)
         # After all calls: a variant may do something at its second.
         row.note = variant.describe(workload.target)
         row.ready_s = stock.first_call_s if variant.name == "eager" else prepare_s + call_s
@@ -186,14 +214,16 @@ def _measure(row: Row, config: BenchConfig, variant: Variant, workload: Workload
             _profile(row, config, workload.call, replay)
 
 
-def _attempt(config: BenchConfig, variant: Variant, workload: Workload, stock: Reference) -> Row:
+def _attempt(
+    config: BenchConfig, variant: Variant, workload: Workload, stock: Reference, meeting: Meeting
+) -> Row:
     what = (config.model, config.part, config.size, config.batch, config.dtype, variant.name)
     if (reason := variant.available(config.torch_device)) is not None:
         return Row(*what, UNAVAILABLE, reason)
     row = Row(*what, stock.status, stock.reason)
     if stock.status == OK:
         try:
-            _measure(row, config, variant, workload, stock)
+            _measure(row, config, variant, workload, stock, meeting)
         except Exception as error:  # a variant that breaks is a row of the table, without times
             row = Row(*what, FAILED, one_line(error))
         finally:
@@ -208,11 +238,13 @@ def run(
     workload: Workload | None = None,
     on_variant: Callable[[str], object] = lambda name: None,
     on_row: Callable[[Row], object] = lambda row: None,
+    images: dict[str, Any] | None = None,
 ) -> list[Row]:
     """Measures ``variants`` on one workload, all under the same global switches.
 
     ``workload`` is an already built one. ``on_variant`` gets a variant's name before it starts,
-    ``on_row`` each row as soon as there is one.
+    ``on_row`` each row as soon as there is one, ``images`` a pipeline's first right image by
+    variant and, where that was asked for, under ``"fp32"``.
     """
     device = config.torch_device
     with (
@@ -223,11 +255,13 @@ def run(
         timing.spin_up(device)
         if workload is None:
             workload = BUILDERS[config.part](config)
-        stock = _reference(config, workload)
+        stock = _reference(config, workload, {} if images is None else images)
         rows = []
         for variant in variants:
             on_variant(variant.name)
-            rows.append(_attempt(config, variant, workload, stock))
+            meeting = Meeting()
+            rows.append(_attempt(config, variant, workload, stock, meeting))
+            meeting.leave(rows[-1].reason)
             on_row(rows[-1])
     del workload, stock
     _free(device)

@@ -19,6 +19,8 @@ T = TypeVar("T")
 DTYPES: dict[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 PROMPT = "a photograph of an astronaut riding a horse"
 GUIDANCE = 7.5
+# Most pixels that a VAE decodes in one call: of more, activations have over 2**31 elements.
+MOST_DECODED_PIXELS = 4 * 1024**2
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class BenchConfig:
         batch: of the UNet or the VAE, or the pipeline's images a call.
         weights: ``"random"``, a local path or a Hub id.
         profile: also record where a call's time goes, once it is timed.
+        scheduler: of a pipeline, a class of diffusers; empty for the pipeline's own.
+        preset: the entry of ``PRESETS`` that these settings are of, or empty.
     """
 
     model: str
@@ -46,6 +50,10 @@ class BenchConfig:
     seed: int = 0
     fp32_reference: bool = False
     profile: bool = False
+    scheduler: str = ""
+    guidance: float = GUIDANCE
+    prompt: str = PROMPT
+    preset: str = ""
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -64,7 +72,7 @@ class Workload:
         target: what variants are applied to.
         call: runs ``target`` on fixed inputs; returns a tensor (N, C, H, W), images (N, H, W, 3) in
             [0, 1], or the gradients of a training step by parameter.
-        fp32_output: the same weights and inputs in fp32 without TF32; None for pipelines.
+        fp32_output: of the same weights and inputs in fp32 without TF32.
         memory: of a training step, values for the row's fields ``saved_mib`` and ``step_mib``.
     """
 
@@ -145,12 +153,19 @@ def build_pipeline(config: BenchConfig) -> Workload:
     """From prompt to image."""
     pipe = load(config)
     pipe.set_progress_bar_config(disable=True)
+    if config.scheduler:
+        import diffusers
+
+        pipe.scheduler = getattr(diffusers, config.scheduler).from_config(pipe.scheduler.config)
+    if config.batch * config.size**2 > MOST_DECODED_PIXELS:
+        pipe.vae.enable_slicing()
     # A distilled UNet has its guidance within, and its pipeline a default that it was made for.
-    guidance = {} if getattr(pipe.unet.config, "time_cond_proj_dim", None) else {"guidance_scale": GUIDANCE}
+    distilled = getattr(pipe.unet.config, "time_cond_proj_dim", None)
+    guidance = {} if distilled else {"guidance_scale": config.guidance}
 
     def call() -> Any:
         return pipe(
-            prompt=[PROMPT] * config.batch,
+            prompt=[config.prompt] * config.batch,
             num_inference_steps=config.steps,
             height=config.size,
             width=config.size,
@@ -160,4 +175,13 @@ def build_pipeline(config: BenchConfig) -> Workload:
             **guidance,
         ).images
 
-    return Workload(pipe, call, None)
+    def fp32_output() -> Any:
+        # In place, because SDXL twice is much memory. fp16 and bf16 come back as they were.
+        try:
+            with global_switches(cudnn_tf32=False, matmul_tf32=False):
+                pipe.to(torch.float32)
+                return call()
+        finally:
+            pipe.to(config.torch_dtype)
+
+    return Workload(pipe, call, fp32_output)

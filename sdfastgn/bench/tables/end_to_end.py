@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from sdfastgn.bench.documents import OK, QUOTED
+from sdfastgn.bench.documents import OK
 from sdfastgn.bench.models.run import Row
 from sdfastgn.bench.models.variants import PARTS, VARIANTS, label
 from sdfastgn.bench.tables.markdown import (
@@ -22,7 +22,6 @@ from sdfastgn.bench.tables.markdown import (
 from sdfastgn.bench.tables.profile import row_title
 from sdfastgn.bench.terminal import Blocks
 
-QUOTATION = "‡"
 _Group = tuple[int, str, int, int, str]
 # Variants with a column for their time in the harness's CUDA graph; sdfastgn in old runs.
 GRAPHED = ("eager", "compile", "sdfastgn", "sdfastgn_eager", "sdfastgn_compile")
@@ -35,6 +34,15 @@ HEADLINE = (
     ("torch.compile + graph", (("compile", True), ("compile_graphs", False))),
     ("**sdfastgn**", (("sdfastgn", False),)),
 )
+
+
+# What a comparison with one peer shows, by title: a field of ``Row``.
+COMPARED = {
+    "milliseconds": "median_ms",
+    "seconds until ready": "ready_s",
+    "error against fp32": "error_fp32",
+    "peak MiB": "peak_mib",
+}
 
 
 # ---- the terminal
@@ -52,10 +60,13 @@ def end_to_end_table(rows: Sequence[Row], title: str) -> Blocks:
             "speed-up": f"{eager / row.median_ms:.2f}x" if eager and row.median_ms else NOTHING,
             "graph ms": number(row.graph_ms, 4),
             "it/s": number(row.its),
+            "images/s": number(row.images_s),
             "peak MiB": number(row.peak_mib, 5),
             "error, eager": error_text(row.error_eager),
             "error, fp32": error_text(row.error_fp32),
             "PSNR dB": number(row.psnr_db),
+            "PSNR dB, fp32": number(row.psnr_fp32_db),
+            "SSIM, fp32": number(row.ssim_fp32, 4),
             "step MiB": number(row.step_mib),
             "saved MiB": number(row.saved_mib),
         }
@@ -65,8 +76,12 @@ def end_to_end_table(rows: Sequence[Row], title: str) -> Blocks:
 
 
 def row_notes(rows: Iterable[Row]) -> list[str]:
-    """What variants did to the model, or why there is no time."""
-    texts = [(row.variant, row.note if row.status == OK else f"{row.status}: {row.reason}") for row in rows]
+    """What variants did to the model, each process's images/s, or why there is no time."""
+    texts = []
+    for row in rows:
+        texts.append((row.variant, row.note if row.status == OK else f"{row.status}: {row.reason}"))
+        each = ", ".join(map(number, row.process_images_s or ()))
+        texts.append((row.variant, each and f"images/s of each process, all at the same time: {each}"))
     return [f"{label(name)}: {text}" for name, text in texts if text]
 
 
@@ -98,33 +113,16 @@ def _group(row: Row) -> _Group:
 
 
 def _read(results: Path) -> tuple[_Groups, list[str]]:
-    """All rows of all runs, others' times where nothing ran, and the sources of both."""
-    runs = [*documents(results, "end_to_end"), *documents(results, "profile")]
+    """All rows of all runs, and the lines that name the runs."""
+    runs = documents(results, "end_to_end")
     groups: _Groups = {}
-    # Timed by a run without a profile, which comes first: two runs' times are not mixed in a line.
-    timed: set[_Group] = set()
     for content in runs:
-        rows = [Row(**values) for values in content["rows"]]
-        if content["kind"] == "profile":
-            rows = [row for row in _untouched(rows) if _group(row) not in timed]
-        else:
-            timed |= set(map(_group, rows))
-        for row in rows:
+        for row in (Row(**values) for values in content["rows"]):
             groups.setdefault(_group(row), {})[row.variant] = row
-    quotations = []
-    for content in documents(results, "end_to_end_quoted"):
-        rows = [Row(**values, status=QUOTED) for values in content["rows"]]
-        rows = [
-            row for row in rows if _group(row) in groups and not _ran(groups[_group(row)].get(row.variant))
-        ]
-        for row in rows:
-            groups[_group(row)][row.variant] = row
-        if rows:
-            quotations.append(f"{QUOTATION}: quoted, not run here: {content['source']}")
-    return dict(sorted(groups.items())), [*quotations, *dict.fromkeys(map(source_line, runs))]
+    return dict(sorted(groups.items())), list(dict.fromkeys(map(source_line, runs)))
 
 
-def _untouched(rows: Sequence[Row]) -> list[Row]:
+def untouched(rows: Sequence[Row]) -> list[Row]:
     """Rows of a run with profiles without the times that these may have changed.
 
     Once it has recorded, the profiler's library costs the CPU time at each launch. What a graph
@@ -138,10 +136,6 @@ def _untouched(rows: Sequence[Row]) -> list[Row]:
     ]
 
 
-def _ran(row: Row | None) -> bool:
-    return row is not None and row.median_ms is not None and row.status != QUOTED
-
-
 def _milliseconds(rows: dict[str, Row], name: str, graph: bool = False) -> float | None:
     row = rows.get(name)
     return None if row is None else row.graph_ms if graph else row.median_ms
@@ -152,8 +146,6 @@ def _cell(rows: dict[str, Row], name: str, graph: bool = False) -> str:
     value, eager = _milliseconds(rows, name, graph), _milliseconds(rows, "eager")
     if value is None:
         return NOTHING
-    if rows[name].status == QUOTED:
-        return f"{number(value)}{QUOTATION}"
     return f"{number(value)} ({value / eager:.2f}x)" if eager else number(value)
 
 
@@ -180,7 +172,7 @@ def results_markdown(results: Path) -> str:
     header = [labels[name] + " + graph" * graph for name, graph in columns]
     body = [[_title(group), *(_cell(group, *column) for column in columns)] for group in groups.values()]
     reasons = dict.fromkeys(
-        f"{label(row.variant)} {row.status}: {row.reason}" for row in rows if row.status not in (OK, QUOTED)
+        f"{label(row.variant)} {row.status}: {row.reason}" for row in rows if row.status != OK
     )
     return _blocks(header, body, [*reasons, *sources])
 
@@ -196,15 +188,15 @@ def _headline(groups: _Groups) -> dict[str, tuple[dict[str, Row], list[tuple[str
             ],
         )
         for rows in groups.values()
-        if _ran(rows.get("sdfastgn"))
+        if _milliseconds(rows, "sdfastgn") is not None
     }
 
 
-def headline_times(results: Path) -> dict[str, list[tuple[str, float, bool]]]:
-    """{what is timed: [(column, milliseconds, whether they are quoted)]} of the columns with a time."""
+def headline_times(results: Path) -> dict[str, list[tuple[str, float]]]:
+    """{what is timed: [(column, milliseconds)]} of the columns with a time."""
     return {
         title: [
-            (column.strip("*"), value, rows[name].status == QUOTED)
+            (column.strip("*"), value)
             for (column, _), (name, graph) in zip(HEADLINE, chosen, strict=True)
             if (value := _milliseconds(rows, name, graph)) is not None
         ]
@@ -220,3 +212,28 @@ def headline_markdown(results: Path) -> str:
         for title, (rows, chosen) in _headline(groups).items()
     ]
     return _blocks([title for title, _ in HEADLINE], body, sources)
+
+
+def peer_markdown(results: Path, peer: str) -> str:
+    """Eager, one peer and sdfastgn side by side in all that was measured, where the peer was tried."""
+    groups, sources = _read(results)
+    names = ("eager", peer, "sdfastgn")
+    tried = [rows for rows in groups.values() if set(names) <= set(rows)]
+    body = [
+        [
+            _title(rows),
+            *(" / ".join(_measured(rows[name], field) for name in names) for field in COMPARED.values()),
+        ]
+        for rows in tried
+    ]
+    if not body:
+        return NO_RESULTS
+    order = " / ".join(map(label, names))
+    reasons = [f"{_title(rows)}: {note}" for rows in tried for note in row_notes([rows[peer]])]
+    header = [order, *COMPARED]
+    return "\n\n".join([markdown_table(header, body), *(f"{line}." for line in (*reasons, *sources))])
+
+
+def _measured(row: Row, field: str) -> str:
+    value = getattr(row, field)
+    return error_text(value) if field.startswith("error") else number(value)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from sdfastgn.bench.documents import OK, QUOTED, UNAVAILABLE
+from sdfastgn.bench.documents import OK, UNAVAILABLE
 from sdfastgn.bench.kernels.ratios import (
     Line,
     Pair,
@@ -47,7 +47,7 @@ def missing_cells(rows: Iterable[KernelRow]) -> list[str]:
     # Keys of a dict: a shape may have several rows, one for each task.
     by_reason: dict[tuple[str, str], dict[str, None]] = {}
     for row in rows:
-        if row.status not in (OK, QUOTED):
+        if row.status != OK:
             shapes = by_reason.setdefault((row.provider, f"{row.status}: {row.reason}"), {})
             shapes[shape_text(row.shape)] = None
     return [
@@ -66,7 +66,7 @@ def _competing(suite: Suite, rows: Iterable[KernelRow]) -> list[KernelRow]:
 
 def _cell(line: Line, name: str) -> str:
     row = line.get(name)
-    if row is None or row.status not in (OK, QUOTED):
+    if row is None or row.status != OK:
         return NOTHING
     mark = LOSS if name.startswith(OURS) and any(lost(line, name)) else ""
     return _pair(row.times) + mark
@@ -90,10 +90,8 @@ def _table(suite: Suite, rows: Sequence[KernelRow], *, bold: bool = False) -> Bl
         cells = [f"**{_cell(line, name)}**" if name == best else _cell(line, name) for name in names]
         cells += [_pair(ratio(line, name, over)) for name in ours for over in (COPY, suite.baseline, peers)]
         body.append([shape_text(shape), task, *cells])
-    # Others' published times have another run's copy.
-    ran = [row for row in rows if row.status == OK]
     for over in (COPY, suite.baseline):
-        for set_name, by_task in means(suite, ran, over).items():
+        for set_name, by_task in means(suite, rows, over).items():
             for task, by_name in by_task.items():
                 mean = {
                     name: f"{e['hot']:.2f} ({e['cold']:.2f}) on {e['shapes']}" for name, e in by_name.items()
@@ -143,39 +141,17 @@ def _spaced(axes: str) -> str:
 # ---- Markdown
 
 
-def _with_quoted(
-    suite: Suite, rows: list[KernelRow], results: Path, dtype: str
-) -> tuple[list[KernelRow], list[str]]:
-    """``rows`` with published times where a provider did not run, and their sources."""
-    ran = {(row.provider, row.shape) for row in rows if row.status == OK}
-    shapes = {row.shape for row in rows}
-    sources = []
-    for content in documents(results, f"{suite.kind}_quoted"):
-        quoted = [
-            row
-            for row in rows_of(suite, content)
-            if row.shape in shapes and (row.provider, row.shape) not in ran
-        ]
-        if content["dtype"] != dtype or not quoted:
-            continue
-        replaced = {(row.provider, row.shape) for row in quoted}
-        rows = [row for row in rows if (row.provider, row.shape) not in replaced] + quoted
-        names = ", ".join(dict.fromkeys(row.provider for row in quoted))
-        sources.append(f"Quoted, not run here: {names}: {content['source']}")
-    return rows, sources
-
-
 def suite_markdown(suite: Suite, results: Path) -> str:
     """The table of each committed run of the suite."""
     blocks = []
     for content in documents(results, suite.kind):
         dtype = content["config"]["dtype"]
-        rows, quoted = _with_quoted(suite, rows_of(suite, content), results, dtype)
+        rows = rows_of(suite, content)
         missing = missing_cells(rows)
         rows = _competing(suite, rows)
         table = _table(suite, rows, bold=True)
         who = f"{LOSS}: a peer is faster than sdfastgn" if suite.is_inference else _legend(suite)
-        notes = (*quoted, *missing, f"{dtype}, {source_line(content)}")
+        notes = (*missing, f"{dtype}, {source_line(content)}")
         legend = f"Microseconds, hot L2 (cold L2); bold: the best peer; {who}."
         blocks += [_brief(table) if suite.is_inference else markdown_table(table.header, table.body), legend]
         blocks += [f"{note}." for note in notes]

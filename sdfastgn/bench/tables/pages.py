@@ -16,7 +16,7 @@ from pathlib import Path
 
 from sdfastgn.bench.kernels.suite import INFERENCE
 from sdfastgn.bench.kernels.suites import SUITES
-from sdfastgn.bench.tables.end_to_end import headline_markdown, results_markdown
+from sdfastgn.bench.tables.end_to_end import headline_markdown, peer_markdown, results_markdown
 from sdfastgn.bench.tables.kernels import extras_markdown, host_markdown, suite_markdown
 from sdfastgn.bench.tables.profile import profile_markdown
 from sdfastgn.bench.tables.warm_up import warm_up_markdown
@@ -24,6 +24,7 @@ from sdfastgn.bench.tables.warm_up import warm_up_markdown
 TABLES: dict[str, Callable[[Path], str]] = {
     "headline": headline_markdown,
     "results": results_markdown,
+    "stable_fast": functools.partial(peer_markdown, peer="stable_fast"),
     "warm_up": warm_up_markdown,
     "profile": profile_markdown,
     "kernels": functools.partial(suite_markdown, SUITES[INFERENCE]),

@@ -26,7 +26,7 @@ from sdfastgn.bench.tables.profile import breakdown_of, lowest_floor, row_title
 # Colours that stay apart in print and for the colour-blind (Okabe and Ito).
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999")
 # The same colour for a category in every picture. What is not in a kernel of known use is pale.
-_CATEGORY_COLOURS = {**dict(zip(CATEGORIES, _COLOURS, strict=False)), OTHER: "#555555", GAPS: "#DDDDDD"}
+CATEGORY_COLOURS = {**dict(zip(CATEGORIES, _COLOURS, strict=False)), OTHER: "#555555", GAPS: "#DDDDDD"}
 
 
 def plot_reason() -> str | None:
@@ -44,10 +44,7 @@ def _save(figure: Any, path: Path) -> None:
 
 
 def headline(results: Path, path: Path) -> None:
-    """Writes a PNG: milliseconds of each way to run a model, a panel for each part of ``headline_times``.
-
-    Pale bars are quoted times.
-    """
+    """Writes a PNG: milliseconds of each way to run a model, a panel for each part of ``headline_times``."""
     from matplotlib.figure import Figure
 
     panels = headline_times(results)
@@ -56,11 +53,8 @@ def headline(results: Path, path: Path) -> None:
     for axes in every[len(panels) :]:
         axes.set_visible(False)
     for axes, (title, times) in zip(every, panels.items(), strict=False):
-        names, values, quoted = zip(*times, strict=True)
-        colours = [
-            (_COLOURS[0] if name == OURS else _COLOURS[-1], 0.4 if is_quoted else 1)
-            for name, is_quoted in zip(names, quoted, strict=True)
-        ]
+        names, values = zip(*times, strict=True)
+        colours = [_COLOURS[0] if name == OURS else _COLOURS[-1] for name in names]
         bars = axes.barh(names, values, color=colours)
         axes.bar_label(bars, list(map(number, values)), padding=3, fontsize="small")
         axes.set_title(title, fontsize="small")
@@ -68,7 +62,7 @@ def headline(results: Path, path: Path) -> None:
         axes.invert_yaxis()
         axes.margins(x=0.15)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.supxlabel("milliseconds; pale: quoted from another run", fontsize="small")
+    figure.supxlabel("milliseconds", fontsize="small")
     _save(figure, path)
 
 
@@ -139,7 +133,7 @@ def _stacked_bars(axes: Any, rows: Sequence[Row]) -> None:
     ends = [0.0] * len(rows)
     for name in (*CATEGORIES, GAPS):
         lengths = [one.categories[name] for one in found]
-        axes.barh(places, lengths, left=ends, color=_CATEGORY_COLOURS[name], label=name, height=0.7)
+        axes.barh(places, lengths, left=ends, color=CATEGORY_COLOURS[name], label=name, height=0.7)
         ends = [end + length for end, length in zip(ends, lengths, strict=True)]
     for place, one in zip(places, found, strict=True):
         axes.vlines(one.floor_ms, place - 0.42, place + 0.42, color="black", linewidth=2)

@@ -159,7 +159,7 @@ def act_linear(
 
 def _check(call: _Call) -> None:
     x, weight = call.x, call.weight
-    name = "sdfastgn.act_linear"
+    name = f"{__name__}.act_linear"
     check_floating(name, "x", x)
     check_floating(name, "weight", weight)
     check_device(name, "weight", weight, x)

@@ -51,10 +51,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if _runs_in_chunks(q, k, v) and (
         (q.dtype, q.shape[:-2], k.shape) == (k.dtype, k.shape[:-2], v.shape) and q.dtype == v.dtype
     ):
-        try:
-            return launch_wide_attention(q, k, v, q.shape[-1] ** -0.5)
-        except dispatch.KernelError:
-            return attend(q, k, v)
+        return _in_chunks(q, k, v, q.shape[-1] ** -0.5)
     return F.scaled_dot_product_attention(q, k, v)
 
 
@@ -87,10 +84,7 @@ def wide_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = Non
     _check(q, k, v)
     scale = q.shape[-1] ** -0.5 if scale is None else _as_scale(scale)
     if _runs_in_chunks(q, k, v):
-        try:
-            return launch_wide_attention(q, k, v, scale)
-        except dispatch.KernelError:
-            return wide_attention(q, k, v, scale=scale)
+        return _in_chunks(q, k, v, scale)
     y = reference_wide_attention(q, k, v, scale)
     return y.contiguous() if dispatch.is_plain_inference(q, (k, v)) and not _is_cast(q) else y
 
@@ -108,13 +102,20 @@ def _runs_in_chunks(q: Tensor, k: Tensor, v: Tensor) -> bool:
     )
 
 
+def _in_chunks(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    try:
+        return launch_wide_attention(q, k, v, scale)
+    except dispatch.KernelError:
+        return reference_wide_attention(q, k, v, scale)
+
+
 def _is_cast(q: Tensor) -> bool:
     """True under autocast to another dtype, which is PyTorch's attention's to follow."""
     kind = q.device.type
     return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != q.dtype
 
 
-_NAME = "sdfastgn.wide_attention"
+_NAME = f"{__name__}.wide_attention"
 
 
 def _check(q: Any, k: Any, v: Any) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ __all__ = [
     "is_transformed",
     "is_untraced",
     "needs_op",
+    "retried",
     "runs_in_triton",
     "stock_code",
     "turn_off",
@@ -40,6 +42,9 @@ KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Why no kernel runs in this process, or None. ``turn_off`` sets it.
 why_off: str | None = "triton is not installed" if triton is None else None
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 _TENSORS = (Tensor, torch.nn.Parameter)
 # Arguments that no mode and no subclass has a say in.
 _PLAIN_TYPES = frozenset((*_TENSORS, type(None), int, float, bool, str, torch.dtype))
@@ -50,6 +55,22 @@ class KernelError(Exception):
 
     An op catches it and makes its call again, which then runs in plain PyTorch.
     """
+
+
+def retried(function: Callable[P, T]) -> Callable[P, T]:
+    """``function``, which asks whether Triton runs: called again where a kernel cannot be compiled.
+
+    Not for what torch.compile traces: it would trace the ``try`` too.
+    """
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except KernelError:
+            return function(*args, **kwargs)
+
+    return call
 
 
 def turn_off(reason: str) -> KernelError:

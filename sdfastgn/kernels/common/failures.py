@@ -10,7 +10,7 @@ import torch
 
 from sdfastgn.kernels.common import dispatch, gpu
 
-__all__ = ["check_error", "check_gpu", "forget"]
+__all__ = ["check_error", "check_gpu", "forget", "one_line"]
 
 # What a plain RuntimeError of Triton's says where it finds no C compiler, ptxas, driver or folder
 # for its cache, where a pass of its compiler fails, and where the GPU or its driver refuses the
@@ -19,6 +19,12 @@ _WORDS = ("compiler", "ptxas", "active drivers", "cache dir", "PassManager", "ke
 _NO_MEMORY = "Triton Error [CUDA]: out of memory"
 # Characters of what an error says: a reason is a line of a report.
 _MAX_TEXT = 300
+
+
+def one_line(error: BaseException) -> str:
+    """An exception as one line: its type and the first line that says something."""
+    lines = (line.strip() for line in str(error).splitlines())
+    return f"{type(error).__name__}: {next(filter(None, lines), 'no message')}"[:_MAX_TEXT]
 
 
 def check_gpu(device: torch.device) -> None:

@@ -21,6 +21,7 @@ __all__ = [
     "is_channels_first",
     "is_channels_last",
     "is_dense",
+    "laid_out",
     "like_dense",
     "row_stride",
 ]
@@ -60,9 +61,12 @@ def dense(x: Tensor) -> Tensor:
     """``x`` if it is without gaps, else a copy that is: channels-last if C has the smallest stride."""
     if is_dense(x):
         return x
-    if _keeps_channels_innermost(x):
-        return x.movedim(1, -1).contiguous().movedim(-1, 1)
-    return x.contiguous()
+    return laid_out(x, _keeps_channels_innermost(x))
+
+
+def laid_out(y: Tensor, channels_last: bool) -> Tensor:
+    """``y``, channels-last or else channels-first. Differentiable; copies only if needed."""
+    return y.movedim(1, -1).contiguous().movedim(-1, 1) if channels_last else y.contiguous()
 
 
 def empty_dense_like(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -80,7 +84,7 @@ def like_dense(y: Tensor, x: Tensor) -> Tensor:
     if y.stride() == x.stride() and y.is_contiguous():
         return y
     is_last = is_channels_last(x) if is_dense(x) else _keeps_channels_innermost(x)
-    y = y.movedim(1, -1).contiguous().movedim(-1, 1) if is_last else y.contiguous()
+    y = laid_out(y, is_last)
     # One channel or one position lies both ways, with other strides.
     return y.as_strided(x.shape, x.stride()) if is_dense(x) and y.stride() != x.stride() else y
 

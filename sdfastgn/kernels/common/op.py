@@ -131,6 +131,7 @@ class PlannedOp(Op):
         hidden: int = 0,
         plain: Callable[[Any], Any] | None = None,
     ) -> None:
+        @dispatch.retried
         def run(call: Any) -> Any:
             if call[0].numel() == 0:
                 results = fake(call)
@@ -138,10 +139,7 @@ class PlannedOp(Op):
                     result.zero_()
                 return results
             if dispatch.runs_in_triton(call[0]):
-                try:
-                    return self._planned(call, True).run_and_save(call)
-                except dispatch.KernelError:
-                    return reference(call)
+                return self._planned(call, True).run_and_save(call)
             return reference(call)
 
         super().__init__(schema, arguments, run, fake, save, backward, hidden)

@@ -101,15 +101,12 @@ _GEGLU = PlannedOp(
 )
 
 
+@dispatch.retried
 def _run_backward(call: GegluGradCall) -> list[Tensor]:
     if call.x.numel() == 0:
         return [grad.zero_() for grad in _fake_backward(call)]
     grads = launch_geglu_grads if dispatch.runs_in_triton(call.x) else reference_geglu_grads
-    try:
-        found = grads(call)
-    except dispatch.KernelError:
-        found = reference_geglu_grads(call)
-    return [grad.contiguous() for grad in found if grad is not None]
+    return [grad.contiguous() for grad in grads(call) if grad is not None]
 
 
 def _fake_backward(call: GegluGradCall) -> list[Tensor]:
@@ -128,19 +125,19 @@ _GEGLU_BACKWARD = Op(
 )
 
 
+@dispatch.retried
 def geglu_grads(call: GegluGradCall) -> GegluGrads:
     """The gradients whose dtypes are given, by the kernels where they run."""
     if call.x.numel() and dispatch.is_plain_inference(call.x, call):
-        try:
-            return launch_geglu_grads(call)
-        except dispatch.KernelError:
-            return geglu_grads(call)
+        return launch_geglu_grads(call)
     found = iter(_GEGLU_BACKWARD.through_dispatcher(call))
     dx, dbias = (None if dtype is None else next(found) for dtype in (call.dx, call.dbias))
     return GegluGrads(dx, dbias)
 
 
 # --- public function ------------------------------------------------------------------------------
+
+_NAME = f"{__name__}.geglu"
 
 
 def geglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -165,4 +162,4 @@ def geglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
     Source: Shazeer, "GLU Variants Improve Transformer", 2020; the order of the halves is that of
     diffusers' GEGLU.
     """
-    return _GEGLU(GegluCall(x, bias))
+    return _GEGLU(GegluCall(x, bias), _NAME)

@@ -25,7 +25,7 @@ from torch import Tensor
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.activations import ACTIVATION_GRADS
 from sdfastgn.kernels.common.double_backward import derivative_of, save_all
-from sdfastgn.kernels.common.layout import dense_is_channels_last, empty_dense_like
+from sdfastgn.kernels.common.layout import dense_is_channels_last, empty_dense_like, laid_out
 from sdfastgn.kernels.common.op import Op
 from sdfastgn.kernels.group_norm.backward_plans import (
     GroupNormGradCall,
@@ -83,7 +83,7 @@ def reference_group_norm_grads(call: GroupNormGradCall) -> GroupNormGrads:
     if wanted.x and du is not None:
         dx = du.reshape(x.shape).to(x.dtype)
         # Sums and products have the strides of dy.
-        dx = dx.movedim(1, -1).contiguous().movedim(-1, 1) if dense_is_channels_last(x) else dx.contiguous()
+        dx = laid_out(dx, dense_is_channels_last(x))
     return GroupNormGrads(
         dx,
         summed(d_affine * xhat, weight) if wanted.weight else None,
@@ -97,16 +97,13 @@ def reference_group_norm_grads(call: GroupNormGradCall) -> GroupNormGrads:
 # --- op ---------------------------------------------------------------------------------------------
 
 
+@dispatch.retried
 def _run(call: GroupNormGradCall) -> list[Tensor]:
     if call.x.numel() == 0:
         return [grad.zero_() for grad in _fake(call)]
     call = call._replace(wanted=Wanted(*call.wanted))
     grads = launch_group_norm_grads if dispatch.runs_in_triton(call.x) else reference_group_norm_grads
-    try:
-        found = grads(call)
-    except dispatch.KernelError:
-        found = reference_group_norm_grads(call)
-    return [grad for grad in found if grad is not None]
+    return [grad for grad in grads(call) if grad is not None]
 
 
 def _fake(call: GroupNormGradCall) -> list[Tensor]:
@@ -133,15 +130,13 @@ _GROUP_NORM_BACKWARD = Op(
 )
 
 
+@dispatch.retried
 def group_norm_grads(call: GroupNormGradCall) -> GroupNormGrads:
     """The gradients that are wanted, by the kernels where they run."""
     if not any(call.wanted):
         return GroupNormGrads(*[None] * len(call.wanted))
     if call.x.numel() and dispatch.is_plain_inference(call.x, call[:-1]):
-        try:
-            return launch_group_norm_grads(call)
-        except dispatch.KernelError:
-            return group_norm_grads(call)
+        return launch_group_norm_grads(call)
     *arguments, wanted = call
     found = iter(_GROUP_NORM_BACKWARD.through_dispatcher((*arguments, list(wanted))))
     return GroupNormGrads(*(next(found) if want else None for want in wanted))

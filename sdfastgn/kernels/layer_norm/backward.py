@@ -63,15 +63,12 @@ def reference_layer_norm_grads(call: LayerNormGradCall) -> LayerNormGrads:
 # --- op ---------------------------------------------------------------------------------------------
 
 
+@dispatch.retried
 def _run(call: LayerNormGradCall) -> list[Tensor]:
     if call.x.numel() == 0:
         return [grad.zero_() for grad in _fake(call)]
     grads = launch_layer_norm_grads if dispatch.runs_in_triton(call.x) else reference_layer_norm_grads
-    try:
-        found = grads(call)
-    except dispatch.KernelError:
-        found = reference_layer_norm_grads(call)
-    return [grad.contiguous() for grad in found if grad is not None]
+    return [grad.contiguous() for grad in grads(call) if grad is not None]
 
 
 def _fake(call: LayerNormGradCall) -> list[Tensor]:
@@ -95,14 +92,12 @@ _LAYER_NORM_BACKWARD = Op(
 )
 
 
+@dispatch.retried
 def layer_norm_grads(call: LayerNormGradCall) -> LayerNormGrads:
     """The gradients whose dtypes are given, by the kernels where they run."""
     if not any(call.dtypes):
         return LayerNormGrads()
     if call.x.numel() and dispatch.is_plain_inference(call.x, call):
-        try:
-            return launch_layer_norm_grads(call)
-        except dispatch.KernelError:
-            return layer_norm_grads(call)
+        return launch_layer_norm_grads(call)
     found = iter(_LAYER_NORM_BACKWARD.through_dispatcher(call))
     return LayerNormGrads(*(None if dtype is None else next(found) for dtype in call.dtypes))

@@ -29,6 +29,7 @@ from sdfastgn.kernels.common.layout import (
     dense_is_channels_last,
     empty_dense_like,
     is_channels_last,
+    laid_out,
     like_dense,
 )
 from sdfastgn.kernels.common.op import Op
@@ -152,12 +153,10 @@ class _Cat(NamedTuple):
     b: Tensor
 
 
+@dispatch.retried
 def _add(call: _Add) -> tuple[Tensor, Tensor]:
     if dispatch.runs_in_triton(call.x) and call.x.numel() > 0:
-        try:
-            return add_kernel(*call)
-        except dispatch.KernelError:
-            return _add(call)
+        return add_kernel(*call)
     return _plain_add(call)
 
 
@@ -171,18 +170,15 @@ def _plain_add(call: _Add) -> tuple[Tensor, Tensor]:
     return y, _reference_statistics(y.detach(), _chunks(y, producer=True))
 
 
+@dispatch.retried
 def _cat(call: _Cat) -> tuple[Tensor, Tensor]:
     if _in_one_pass(call) and dispatch.runs_in_triton(call.a):
-        try:
-            return cat_kernel(*call)
-        except dispatch.KernelError:
-            return _cat(call)
+        return cat_kernel(*call)
     return _plain_cat(call)
 
 
 def _plain_cat(call: _Cat) -> tuple[Tensor, Tensor]:
-    y = torch.cat(call, dim=1)
-    y = y.movedim(1, -1).contiguous().movedim(-1, 1) if is_channels_last(call.a) else y.contiguous()
+    y = laid_out(torch.cat(call, dim=1), is_channels_last(call.a))
     if _in_one_pass(call):
         return y, _reference_statistics(y.detach(), _chunks(y, producer=True))
     return y, _statistics_of(y.detach())

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.checks import check_device, check_floating
-from sdfastgn.kernels.common.layout import dense, dense_is_channels_last, is_channels_last
+from sdfastgn.kernels.common.layout import dense, dense_is_channels_last, is_channels_last, laid_out
 from sdfastgn.kernels.statistics.op import channel_statistics
 from sdfastgn.kernels.upsample.config import phases_pay
 from sdfastgn.kernels.upsample.conv_kernels import launch_interleave, launch_phase_weights, statistics_chunks
@@ -53,7 +53,7 @@ def reference_upsample_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None = N
     (in fp64).
     """
     y = F.conv2d(upsample_nearest_2x(x), weight, bias, padding=1)
-    return y.movedim(1, -1).contiguous().movedim(-1, 1) if dense_is_channels_last(x) else y.contiguous()
+    return laid_out(y, dense_is_channels_last(x))
 
 
 def reference_phase_weights(weight: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ def upsample_conv2d(
     return (y, channel_statistics(y)) if with_statistics else y
 
 
-_NAME = "sdfastgn.upsample_conv2d"
+_NAME = f"{__name__}.upsample_conv2d"
 
 
 def _check(x: Any, weight: Any, bias: Any) -> None:

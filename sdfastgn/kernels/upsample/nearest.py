@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.checks import check_floating
-from sdfastgn.kernels.common.layout import dense, dense_is_channels_last
+from sdfastgn.kernels.common.layout import dense, dense_is_channels_last, laid_out
 from sdfastgn.kernels.common.op import Op
 from sdfastgn.kernels.upsample.nearest_kernels import launch_upsample, launch_upsample_grad
 
@@ -37,7 +37,7 @@ def reference_upsample_nearest_2x(x: Tensor) -> Tensor:
     # On a GPU channels-first: PyTorch's channels-last kernel fails from 2^31 elements on, and did
     # so for batches of 64 (pytorch #81665, #141831).
     y = F.interpolate(x if x.is_cpu else x.contiguous(), scale_factor=2.0, mode="nearest").to(x.dtype)
-    return y.movedim(1, -1).contiguous().movedim(-1, 1) if dense_is_channels_last(x) else y.contiguous()
+    return laid_out(y, dense_is_channels_last(x))
 
 
 def reference_upsample_nearest_2x_grad(dy: Tensor) -> Tensor:
@@ -77,13 +77,11 @@ def _upsample_fake(call: _Upsample) -> Tensor:
     return empty_image(x, x.shape[1], 2 * x.shape[2], 2 * x.shape[3])
 
 
+@dispatch.retried
 def _upsample(call: _Upsample) -> Tensor:
     x, y = call.x, _upsample_fake(call)
     if _runs_kernel(x):
-        try:
-            launch_upsample(dense(x), y)
-        except dispatch.KernelError:
-            return _upsample(call)
+        launch_upsample(dense(x), y)
         return y
     return y.copy_(reference_upsample_nearest_2x(x)) if x.numel() else y
 
@@ -93,13 +91,11 @@ def _grad_fake(call: _Grad) -> Tensor:
     return empty_image(dy, dy.shape[1], dy.shape[2] // 2, dy.shape[3] // 2)
 
 
+@dispatch.retried
 def _grad(call: _Grad) -> Tensor:
     dy, dx = call.dy, _grad_fake(call)
     if _runs_kernel(dy):
-        try:
-            launch_upsample_grad(dense(dy), dx)
-        except dispatch.KernelError:
-            return _grad(call)
+        launch_upsample_grad(dense(dy), dx)
         return dx
     return dx.copy_(reference_upsample_nearest_2x_grad(dy))
 
@@ -122,6 +118,8 @@ _UPSAMPLE_BACKWARD = Op(
 
 # --- the public function --------------------------------------------------------------------------
 
+_NAME = f"{__name__}.upsample_nearest_2x"
+
 
 def upsample_nearest_2x(x: Tensor) -> Tensor:
     """Each pixel four times: nearest-neighbor upsampling by two, at the speed at which the GPU writes.
@@ -142,9 +140,9 @@ def upsample_nearest_2x(x: Tensor) -> Tensor:
 
     Source: torch.nn.functional.interpolate(x, scale_factor=2, mode="nearest").
     """
-    check_floating(_UPSAMPLE.name, "x", x)
+    check_floating(_NAME, "x", x)
     if x.dim() != 4:
-        raise ValueError(f"{_UPSAMPLE.name}: x must be (N, C, H, W), got shape {tuple(x.shape)}")
+        raise ValueError(f"{_NAME}: x must be (N, C, H, W), got shape {tuple(x.shape)}")
     if dispatch.is_plain_inference(x, ()):
         return _upsample(_Upsample(x))
     if not dispatch.needs_op(x):

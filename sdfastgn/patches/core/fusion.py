@@ -16,6 +16,7 @@ __all__ = [
     "ClassSwap",
     "Fusion",
     "activation_of",
+    "activation_reason",
     "foreign_class",
     "foreign_override",
     "is_about",
@@ -211,3 +212,10 @@ def activation_of(module: nn.Module, stock: type[nn.Module] | None = None) -> st
     if name is None and kind is nn.GELU:
         name = {"none": "gelu", "tanh": "gelu_tanh"}.get(str(module.approximate))
     return name
+
+
+def activation_reason(act: nn.Module, *kinds: type[nn.Module]) -> str | None:
+    """Why an activation module cannot be fused, or None. ``kinds``: those that alone can be here."""
+    if activation_of(act) is not None and (not kinds or type(act) in kinds):
+        return None
+    return f"activation {type(act).__name__} has no fused form"

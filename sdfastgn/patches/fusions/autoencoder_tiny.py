@@ -19,7 +19,7 @@ from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.upsample.conv import upsample_conv2d
 from sdfastgn.kernels.upsample.nearest import upsample_nearest_2x
 from sdfastgn.patches.core.convolution import conv_relu
-from sdfastgn.patches.core.fusion import ClassSwap, is_unhooked
+from sdfastgn.patches.core.fusion import ClassSwap, activation_reason, is_unhooked
 from sdfastgn.patches.core.tested_sources import tested
 from sdfastgn.patches.fusions.upsample_2d import convolves_at_low_resolution
 
@@ -97,17 +97,12 @@ class FusedDecoderTiny(DecoderTiny):
         return _chain(self.layers, x).mul(2).sub(1).contiguous()
 
 
-def _check(block: AutoencoderTinyBlock) -> str | None:
-    act = block.conv[1]
-    return None if type(act) is nn.ReLU else f"activation {type(act).__name__} has no fused form"
-
-
 BLOCK = ClassSwap(
     "autoencoder_tiny_block",
     AutoencoderTinyBlock,
     FusedTinyBlock,
     sources=(tested(AutoencoderTinyBlock, __init__="12cd64b18c2567e8", forward="ae3c9e84163373f7"),),
-    check=_check,
+    check=lambda block: activation_reason(block.conv[1], nn.ReLU),
 )
 ENCODER = ClassSwap(
     "encoder_tiny",

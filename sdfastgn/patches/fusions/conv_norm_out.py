@@ -31,6 +31,7 @@ from sdfastgn.kernels.group_norm.op import group_norm
 from sdfastgn.patches.core.class_forward import change_class
 from sdfastgn.patches.core.fusion import (
     activation_of,
+    activation_reason,
     foreign_class,
     foreign_override,
     is_about,
@@ -167,9 +168,12 @@ class _NormOutFusion:
         norm, act = module.conv_norm_out, module.conv_act
         if type(norm) not in (nn.GroupNorm, FusedGroupNorm):
             return f"its norm is a {type(norm).__name__}"
-        if type(act) not in _PASS or activation_of(act) is None:
-            return f"activation {type(act).__name__} has no fused form"
-        return foreign_override(norm) or foreign_override(act) or unknown_source(_SOURCES[type(module)])
+        return (
+            activation_reason(act, *_PASS)
+            or foreign_override(norm)
+            or foreign_override(act)
+            or unknown_source(_SOURCES[type(module)])
+        )
 
     def apply(self, module: Any) -> None:
         change_class(module.conv_norm_out, FusedNormOut)

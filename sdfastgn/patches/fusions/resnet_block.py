@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.patches.core.convolution import bias_can_move, conv_without_bias, pointwise
-from sdfastgn.patches.core.fusion import ClassSwap, activation_of
+from sdfastgn.patches.core.fusion import ClassSwap, activation_reason
 from sdfastgn.patches.core.linear import fused_linear, linear_of
 from sdfastgn.patches.core.statistics import add
 from sdfastgn.patches.core.tested_sources import tested
@@ -112,14 +112,6 @@ class FusedResnetBlock2D(ResnetBlock2D):
         return norm_act(self.norm2, self.nonlinearity, h if temb is None else h + temb)
 
 
-def _check(block: ResnetBlock2D) -> str | None:
-    return (
-        None
-        if activation_of(block.nonlinearity)
-        else f"activation {type(block.nonlinearity).__name__} has no fused form"
-    )
-
-
 FUSION = ClassSwap(
     "resnet_block",
     ResnetBlock2D,
@@ -128,5 +120,5 @@ FUSION = ClassSwap(
     sources=(
         tested(ResnetBlock2D, __init__="f6111697ab9ce6fc", forward="27d3601251620ffd 8d4e47f410843292"),
     ),
-    check=_check,
+    check=lambda block: activation_reason(block.nonlinearity),
 )

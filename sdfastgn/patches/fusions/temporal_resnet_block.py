@@ -11,7 +11,7 @@ from diffusers.models.resnet import TemporalResnetBlock
 from torch import Tensor
 
 from sdfastgn.kernels.common import dispatch
-from sdfastgn.patches.core.fusion import ClassSwap, activation_of
+from sdfastgn.patches.core.fusion import ClassSwap, activation_reason
 from sdfastgn.patches.core.tested_sources import tested
 from sdfastgn.patches.fusions.group_norm import norm_act
 
@@ -54,12 +54,6 @@ class FusedCausalResnetBlock(HunyuanVideoResnetBlockCausal3D):
         return h + (residual if self.conv_shortcut is None else self.conv_shortcut(residual))
 
 
-def _check(block: HunyuanVideoResnetBlockCausal3D) -> str | None:
-    if activation_of(block.nonlinearity):
-        return None
-    return f"activation {type(block.nonlinearity).__name__} has no fused form"
-
-
 CAUSAL = ClassSwap(
     "causal_resnet_block",
     HunyuanVideoResnetBlockCausal3D,
@@ -67,5 +61,5 @@ CAUSAL = ClassSwap(
     sources=(
         tested(HunyuanVideoResnetBlockCausal3D, __init__="e45974e1ceff28c7", forward="fed59704419cc349"),
     ),
-    check=_check,
+    check=lambda block: activation_reason(block.nonlinearity),
 )

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.patches.core.class_forward import class_forward
 from sdfastgn.patches.graphs.arguments import (
     Call,
@@ -292,9 +293,7 @@ class GraphedForward:
             try:
                 self._watch = Watch(module, is_harmless, device)
             except Exception as error:  # whatever a property or a comparison of someone else's raises
-                raise Unsupported(
-                    f"its state cannot be watched: {type(error).__name__}: {_line(error)}"
-                ) from error
+                raise Unsupported(f"its state cannot be watched: {one_line(error)}") from error
             self._replays_of_watch = 0
         if self._watch.reason is not None:
             raise Unsupported(self._watch.reason)
@@ -332,7 +331,7 @@ class GraphedForward:
         except Exception as error:
             if is_warm:  # it was not: the model has changed since, or a tensor has another alignment
                 return self._capture(module, call, backend, is_warm=False)
-            raise Unsupported(f"capture failed: {type(error).__name__}: {_line(error)}") from error
+            raise Unsupported(f"capture failed: {one_line(error)}") from error
         if not watch.unchanged(module):
             raise Unsupported("its forward changes the model")
         if versions != [buffer._version for buffer in buffers]:
@@ -364,7 +363,7 @@ def _buffers_of(call: Call, backend: Backend) -> list[torch.Tensor]:
             buffers = call.buffers()
             call.fill(buffers)
     except RuntimeError as error:
-        raise Unsupported(f"its arguments cannot be copied: {_line(error)}") from error
+        raise Unsupported(f"its arguments cannot be copied: {one_line(error)}") from error
     return buffers
 
 
@@ -372,10 +371,6 @@ def _remember(memory: OrderedDict[Any, Any], key: Any, value: Any) -> None:
     memory[key] = value
     if len(memory) > _MAX_REMEMBERED:
         memory.popitem(last=False)
-
-
-def _line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [""])[0][:200]
 
 
 @contextlib.contextmanager

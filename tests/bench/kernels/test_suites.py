@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from typer.testing import CliRunner
 
-from sdfastgn.bench.documents import FAILED, OK, QUOTED, UNAVAILABLE, WRONG
+from sdfastgn.bench.documents import FAILED, OK, UNAVAILABLE, WRONG
 from sdfastgn.bench.kernels import ratios
 from sdfastgn.bench.kernels import run as kernel_run
 from sdfastgn.bench.kernels.run import calls_a_round, run
@@ -305,9 +305,9 @@ def test_lost_cells_and_ratios_hot_and_cold() -> None:
     assert found["ideal_ratio_to_copy"] == {TRAINING: 1, BOTH: 2.5}
 
 
-def test_the_best_peer_may_be_quoted_and_is_neither_the_copy_nor_ours() -> None:
-    quoted = KernelRow(UNET, "gnnhwc", QUOTED, hot_us=3.0, cold_us=30.0, task=BOTH)
-    line = line_of([*ROWS, quoted])
+def test_the_best_peer_is_neither_the_copy_nor_ours() -> None:
+    other = KernelRow(UNET, "gnnhwc", OK, hot_us=3.0, cold_us=30.0, task=BOTH)
+    line = line_of([*ROWS, other])
     assert ratios.best_peers(line) == ("gnnhwc", "apex")
     assert ratios.lost(line, "sdfastgn")[0]
     assert ratios.best_peers(line_of([ROWS[0], ROWS[3]])) == (None, None)

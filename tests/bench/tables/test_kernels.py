@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sdfastgn.bench.documents import OK, QUOTED, UNAVAILABLE
+from sdfastgn.bench.documents import OK, UNAVAILABLE
 from sdfastgn.bench.kernels.suite import BOTH, COPY, FORWARD, TRAINING, KernelRow, Shape
 from sdfastgn.bench.kernels.suites import SUITES
 from sdfastgn.bench.tables import kernels as kernel_tables
@@ -104,8 +104,7 @@ def test_two_layouts_of_ours_are_two_columns(tmp_path: Path) -> None:
 
 
 def test_missing_cells_say_why() -> None:
-    quoted = KernelRow(UNET, "gnnhwc", QUOTED, hot_us=3.0, cold_us=3.0)  # its cell is not empty
-    found = kernel_tables.missing_cells([*INFERENCE, quoted])
+    found = kernel_tables.missing_cells(INFERENCE)
     assert found == ["apex: unavailable: not installed (2x320x64x64)"]
 
 
@@ -119,16 +118,6 @@ def test_extras_have_a_table_of_their_own(tmp_path: Path) -> None:
     assert "| N x C x H x W | sdfastgn_given / copy | add_with_statistics / add |" in text
     assert "| 2x320x64x64 | 2.5: 1.25 (1.17) | 5: 1.25 (1.20) |" in text
     assert "add" not in TABLES["kernels"](tmp_path)
-
-
-def test_quoted_times_fill_what_did_not_run_and_say_so(tmp_path: Path) -> None:
-    rows = [row("copy", 2, COPY), row("apex", None), row("gnnhwc", 9), row("sdfastgn", 6)]
-    save(tmp_path, "kernels.json", "kernels", rows)
-    quoted = [KernelRow(UNET, name, QUOTED, "", 5.0, 5.5, task=FORWARD) for name in ("apex", "gnnhwc")]
-    save(tmp_path, "quoted.json", "kernels_quoted", quoted, dtype="fp16", source="a paper")
-    text = TABLES["kernels"](tmp_path)
-    assert "| 2x320x64x64 | 2 (3) | 9 (10) | **5 (5.5)** | 6 (7)† | 1.2 (1.27) |" in text
-    assert "Quoted, not run here: apex: a paper." in text
 
 
 def test_cpu_time_of_a_call(tmp_path: Path) -> None:

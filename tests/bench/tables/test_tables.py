@@ -105,8 +105,6 @@ def test_graph_notes_join_the_variants_of_one_reason() -> None:
 
 # ---- Markdown
 
-PIPELINE = {"model": "sd15", "part": "pipeline", "size": 512, "batch": 2, "dtype": "fp16"}
-
 
 def test_results_hold_times_ratios_reasons_and_sources(tmp_path: Path) -> None:
     save(tmp_path / "h200", "unet_sd15.json", "end_to_end", UNET)
@@ -131,43 +129,49 @@ def test_one_size_in_two_dtypes_is_two_lines(tmp_path: Path) -> None:
     assert [line[0] for line in lines] == ["20 (1.00x)", "90 (1.00x)"]
 
 
-def test_quoted_peers_stand_where_nothing_ran(tmp_path: Path) -> None:
-    save(tmp_path, "unet_sd15.json", "end_to_end", UNET)
-    rows = [
-        {**PIPELINE, "part": "unet", "variant": "stable_fast", "median_ms": 8.44},
-        {**PIPELINE, "part": "unet", "variant": "compile", "median_ms": 1.0},
-        {**PIPELINE, "variant": "compile", "median_ms": 2.0},
+def test_one_peer_is_compared_in_all_that_was_measured(tmp_path: Path) -> None:
+    unet = [
+        row("eager", 20.0, ready_s=1.0, error_fp32=2e-3, peak_mib=900.0),
+        row("stable_fast", 12.0, ready_s=15.0, error_fp32=1.1e-2, peak_mib=800.0, note="traced"),
+        row("sdfastgn", 5.0, ready_s=3.0, error_fp32=1.7e-3, peak_mib=700.0),
     ]
-    save(tmp_path, "quoted.json", "end_to_end_quoted", rows, source="a paper")
-    text = end_to_end.results_markdown(tmp_path)
-    (line,) = cells_of(text, "| SD1.5")
-    assert line[2:4] == ["15 (0.75x)", "8.44‡"]
-    assert "‡: quoted, not run here: a paper." in text
+    wrong = row("stable_fast", part="vae", status=WRONG, reason="off by 3")
+    vae = [row("eager", 9.0, part="vae"), wrong, row("sdfastgn", 4.0, part="vae")]
+    pipeline = [row("eager", 9.0, part="pipeline"), row("sdfastgn", 4.0, part="pipeline")]  # not tried
+    save(tmp_path, "a.json", "end_to_end", [*unet, *vae, *pipeline])
+    text = end_to_end.peer_markdown(tmp_path, "stable_fast")
+    assert "| eager / stable-fast / sdfastgn | milliseconds | seconds until ready |" in text
+    assert cells_of(text, "| SD1.5") == [
+        ["20 / 12 / 5", "1 / 15 / 3", "2.0e-03 / 1.1e-02 / 1.7e-03", "900 / 800 / 700"]
+    ]
+    assert cells_of(text, "| VAE")[0][0] == "9 / - / 4"
+    assert "fp16: stable-fast: traced." in text
+    assert "fp16: stable-fast: wrong output: off by 3." in text
+    assert "No results" in end_to_end.peer_markdown(tmp_path, "compile")
 
 
 def test_the_headline_has_the_peers_at_their_best(tmp_path: Path) -> None:
     save(tmp_path, "a.json", "end_to_end", UNET)
     save(tmp_path, "b.json", "end_to_end", [row("eager", 60.0, part="vae"), row("compile", 50.0, part="vae")])
-    pipeline = [row("eager", 600.0, part="pipeline"), row("sdfastgn", 150.0, part="pipeline")]
+    times = {"eager": 600.0, "compile_graphs": 206.0, "sdfastgn": 150.0}
+    pipeline = [row(name, time, part="pipeline") for name, time in times.items()]
     save(tmp_path, "c.json", "end_to_end", pipeline)
-    quoted = [{**PIPELINE, "variant": "compile_graphs", "median_ms": 206.0}]
-    save(tmp_path, "quoted.json", "end_to_end_quoted", quoted, source="a paper")
     text = end_to_end.headline_markdown(tmp_path)
     assert cells_of(text, "| SD1.5") == [
         ["20 (1.00x)", "10 (0.50x)", "-", "15 (0.75x)", "6 (0.30x)", "16 (0.80x)"],
-        ["600 (1.00x)", "-", "-", "-", "206‡", "150 (0.25x)"],
+        ["600 (1.00x)", "-", "-", "-", "206 (0.34x)", "150 (0.25x)"],
     ]
     assert "VAE" not in text  # sdfastgn did not run
     unet, whole = end_to_end.headline_times(tmp_path).items()
-    ours = ("sdfastgn", 16.0, False)
+    ours = ("sdfastgn", 16.0)
     assert unet[1] == [
-        ("eager", 20.0, False),
-        ("eager + graph", 10.0, False),
-        ("torch.compile", 15.0, False),
-        ("torch.compile + graph", 6.0, False),
+        ("eager", 20.0),
+        ("eager + graph", 10.0),
+        ("torch.compile", 15.0),
+        ("torch.compile + graph", 6.0),
         ours,
     ]
-    assert whole[1][1:] == [("torch.compile + graph", 206.0, True), ("sdfastgn", 150.0, False)]
+    assert whole[1][1:] == [("torch.compile + graph", 206.0), ("sdfastgn", 150.0)]
     assert plots.main([str(tmp_path), str(tmp_path / "times.png")]) == 0
     assert is_png(tmp_path / "times.png")
 

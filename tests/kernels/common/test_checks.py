@@ -68,14 +68,14 @@ def test_what_is_no_dense_floating_tensor_is_named(op, path):
         for (label, good), (make, found) in itertools.product(CALLS[op][0].items(), REFUSED):
             with pytest.raises(TypeError) as caught:
                 call(op, **{label: make(good)})
-            assert str(caught.value).startswith(f"sdfastgn.{op}: {label} must be ")
+            assert str(caught.value).startswith(f"{FUNCTIONS[op].name}: {label} must be ")
             assert str(caught.value).endswith(f", got {found}")
 
 
 @each_path
 @pytest.mark.parametrize(("op", "label"), REQUIRED)
 def test_a_missing_tensor_is_named(op, label, path):
-    message = rf"^sdfastgn\.{op}: {label} must be a (floating )?torch\.Tensor, got NoneType$"
+    message = rf"^{FUNCTIONS[op].name}: {label} must be a (floating )?torch\.Tensor, got NoneType$"
     with path(), pytest.raises(TypeError, match=message):
         call(op, **{label: None})
 
@@ -123,7 +123,7 @@ def test_every_kind_of_number_is_taken(op, label, number, path):
 @pytest.mark.parametrize(("op", "label"), TAKES)
 @pytest.mark.parametrize("number", NO_NUMBERS, ids=repr)
 def test_what_is_no_number_is_named(op, label, number, path):
-    with path(), pytest.raises(TypeError, match=rf"^sdfastgn\.{op}: {label} must be a number, got "):
+    with path(), pytest.raises(TypeError, match=rf"^{FUNCTIONS[op].name}: {label} must be a number, got "):
         call(op, **{label: number})
 
 

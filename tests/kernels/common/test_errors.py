@@ -129,7 +129,7 @@ def test_errors_name_the_call_and_the_value(name, changes, kind, message, path):
     make_a_plan(name)
     with path(), pytest.raises(kind) as caught:
         op.function(**{**op.operands(torch.float32), **op.options, **changes})
-    assert str(caught.value).startswith(f"sdfastgn.{name}: ")
+    assert str(caught.value).startswith(f"{op.name}: ")
     assert message in str(caught.value)
 
 
@@ -140,7 +140,7 @@ def test_errors_name_the_call_and_the_value(name, changes, kind, message, path):
 def test_another_device_is_named(name, label, path):
     op = FUNCTIONS[name]
     operands = op.operands(torch.float32)
-    with path(), pytest.raises(ValueError, match=rf"^sdfastgn\.{name}: {label} .* on meta"):
+    with path(), pytest.raises(ValueError, match=rf"^{op.name}: {label} .* on meta"):
         op.call(**{**operands, label: operands[label].to("meta")})
 
 
@@ -157,5 +157,5 @@ def test_the_statistics_device_is_named():
 def test_a_value_where_a_tensor_belongs(name, label, value, path):
     op = FUNCTIONS[name]
     make_a_plan(name)
-    with path(), pytest.raises(TypeError, match=rf"^sdfastgn\.{name}: {label} must be a .*Tensor, got"):
+    with path(), pytest.raises(TypeError, match=rf"^{op.name}: {label} must be a .*Tensor, got"):
         op.call(**{**op.operands(torch.float32), label: value})

@@ -1,0 +1,144 @@
+"""Benchmarks that others publish, by name: their settings and their numbers. Importable without torch.
+
+Each number was read at its source. A case without numbers is one for which none was found there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of a preset: fields of a BenchConfig, and published numbers by what ran where."""
+
+    settings: dict[str, Any]
+    published: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A benchmark of others.
+
+    Attributes:
+        unit: that its numbers are quoted in: it/s, images/s, s or ms.
+        source, date: where the numbers stand, and of when that text is.
+        differs: in what our run is another.
+    """
+
+    name: str
+    unit: str
+    source: str
+    date: str
+    differs: str
+    cases: tuple[Case, ...]
+
+    def value(self, median_ms: float, batch: int, steps: int) -> float:
+        """A call's time in the preset's unit."""
+        s = median_ms / 1e3
+        return {"it/s": steps / s, "images/s": batch / s, "s": s, "ms": median_ms}[self.unit]
+
+
+def _pipeline(model: str, size: int, steps: int, **others: Any) -> dict[str, Any]:
+    what = {"model": model, "part": "pipeline", "size": size, "batch": 1, "steps": steps}
+    return {**what, "dtype": "fp16", **others}
+
+
+_CAT = {"prompt": "A photo of a cat"}
+_CASTLES = {"prompt": "ghibli style, a fantasy landscape with castles"}
+_EULER_A = {"scheduler": "EulerAncestralDiscreteScheduler"}
+# diffusers' own for SDXL, which those who name no guidance run with.
+_SDXL_GUIDANCE = {"guidance": 5.0}
+_COMPILED = "compiled, channels last, A100 80GB"
+_EVERY = (
+    Preset(
+        "fal",
+        "it/s",
+        "https://github.com/fal-ai/stable-diffusion-benchmarks",
+        "2023-12-21",
+        "SDXL's VAE decodes in fp32 there, in fp16 here; both count the whole call",
+        (
+            Case(
+                _pipeline("sd15", 512, 50, **_CAT),
+                {
+                    "Diffusers, A100 80GB": 31.19,
+                    _COMPILED: 47.29,
+                    "stable-fast, A100 80GB": 55.51,
+                    "TensorRT 9.0, A100 80GB": 61.14,
+                },
+            ),
+            Case(
+                _pipeline("sdxl", 1024, 50, **_CAT, **_SDXL_GUIDANCE),
+                {
+                    "Diffusers, A100 80GB": 8.43,
+                    _COMPILED: 9.73,
+                    "stable-fast, A100 80GB": 12.05,
+                    "TensorRT 9.0, A100 80GB": 12.18,
+                },
+            ),
+        ),
+    ),
+    Preset(
+        "diffusion-fast",
+        "s",
+        "https://github.com/huggingface/diffusers/blob/v0.30.0/docs/source/en/tutorials/fast_diffusion.md",
+        "2024-08-02",
+        "fused projections and int8 change the model there; here it stays",
+        (
+            Case(
+                _pipeline("sdxl", 1024, 30, dtype="bf16", **_CASTLES, **_SDXL_GUIDANCE),
+                {
+                    "Diffusers, A100 80GB": 3.31,
+                    "compiled, A100 80GB": 2.54,
+                    "and fused projections, A100 80GB": 2.52,
+                    "and int8, A100 80GB": 2.43,
+                },
+            ),
+        ),
+    ),
+    Preset(
+        "stable-fast",
+        "it/s",
+        "https://github.com/chengzeyi/stable-fast",
+        "2025-03-27",
+        "the time between steps alone counts there, the whole call with text encoder and VAE here",
+        (
+            Case(
+                _pipeline("sd15", 512, 30, **_EULER_A),
+                {"PyTorch 2.1, H100": 54.5, "compiled, H100": 66.0, "stable-fast, H100": 104.6},
+            ),
+            Case(
+                _pipeline("sdxl", 1024, 30, **_EULER_A, **_SDXL_GUIDANCE),
+                {"PyTorch 2.1, H100": 14.9, "compiled, H100": 18.5, "stable-fast, H100": 21.6},
+            ),
+        ),
+    ),
+    Preset(
+        "mlperf",
+        "images/s",
+        "https://github.com/mlcommons/inference_results_v4.1/tree/main/closed/NVIDIA/results",
+        "2024-08-28",
+        "scenario Offline; TensorRT runs the UNet in FP8 and many captions; here one prompt in fp16",
+        (
+            Case(
+                # TensorRT's UNet gets 32 images too, and their guidance.
+                {**_pipeline("sdxl", 1024, 20, guidance=8.0), "batch": 32, "repeats": 2},
+                {
+                    "TensorRT, one of 8 H200": 17.4186 / 8,
+                    "TensorRT, one of 8 H100": 16.3484 / 8,
+                    "TensorRT, GH200 144GB": 2.30033,
+                },
+            ),
+        ),
+    ),
+    Preset(
+        "diffusers",
+        "ms",
+        "https://github.com/huggingface/diffusers/blob/main/benchmarks/benchmarking_sdxl.py",
+        "2025-07-04",
+        "weights are random here",
+        (Case({"model": "sdxl", "part": "unet", "size": 1024, "batch": 1, "dtype": "bf16"}),),
+    ),
+)
+PRESETS: dict[str, Preset] = {preset.name: preset for preset in _EVERY}

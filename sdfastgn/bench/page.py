@@ -1,0 +1,152 @@
+"""One HTML page of results. This file gathers what ``report.html`` shows."""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jinja2
+import numpy as np
+from PIL import Image
+
+from sdfastgn.bench.documents import OK
+from sdfastgn.bench.kernel_categories import CATEGORIES, GAPS
+from sdfastgn.bench.models.run import Row
+from sdfastgn.bench.models.variants import label
+from sdfastgn.bench.tables.markdown import number, source_line
+from sdfastgn.bench.tables.plots import CATEGORY_COLOURS
+from sdfastgn.bench.tables.profile import breakdown_of
+from sdfastgn.bench.tables.results import Result, cases_of, comparison, tables_of
+
+# Pixels of an image's side on the page: a PNG of 1024x1024 is several MB. Numbers are of the whole image.
+SHOWN = 512
+# Of these the first with an image stands for the optimized pipeline.
+_OURS = ("sdfastgn", "sdfastgn_eager", "sdfastgn_compile")
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A time: ``width`` in percent of the longest, ``note`` behind it. Without a time ``ms`` is empty."""
+
+    name: str
+    ms: str
+    width: float
+    note: str
+    is_ours: bool
+
+
+def write_page(
+    path: Path, results: Sequence[Result], pictures: Mapping[str, Mapping[str, np.ndarray]] | None = None
+) -> None:
+    """Writes one file that needs no other.
+
+    ``pictures`` has the images of each case of the first result, by variant and ``"fp32"``.
+    """
+    found = [cases_of(result) for result in results]
+    cases = []
+    for title in dict.fromkeys(title for each in found for title in each):
+        part = _together([(i, row) for i, each in enumerate(found) for row in each.get(title, [])])
+        images = (pictures or {}).get(title, {})
+        stacks, figures = list(_stacks(part, results)), _figures([row for _, row in part], images)
+        cases.append(
+            {"title": title, "bars": list(_bars(part, results)), "stacks": stacks, "figures": figures}
+        )
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    shown = environment.get_template("report.html").render(
+        results=[(result, source_line(result.content), tables_of(result)) for result in results],
+        cases=cases,
+        colours=CATEGORY_COLOURS,
+        comparison=comparison(results),
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(shown, encoding="utf-8")
+
+
+def _together(part: list[tuple[int, Row]]) -> list[tuple[int, Row]]:
+    """A variant's rows of all results behind one another."""
+    variants = list(dict.fromkeys(row.variant for _, row in part))
+    return sorted(part, key=lambda pair: variants.index(pair[1].variant))
+
+
+def _name(row: Row, index: int, results: Sequence[Result]) -> str:
+    return label(row.variant) + (f" ({results[index].name})" if len(results) > 1 else "")
+
+
+def _bars(part: Sequence[tuple[int, Row]], results: Sequence[Result]) -> Iterator[Bar]:
+    times = [time for _, row in part for time in (row.median_ms, row.graph_ms) if time is not None]
+    for index, row in part:
+        name, is_ours = _name(row, index, results), row.variant in _OURS
+        eager = next((each.median_ms for i, each in part if i == index and each.variant == "eager"), None)
+        if row.status != OK:
+            yield Bar(name, "", 0.0, f"{row.status}: {row.reason}", is_ours)
+        for suffix, time in (("", row.median_ms), (" + graph", row.graph_ms)):
+            if time is not None:
+                ratio = f"{eager / time:.2f}x" if eager else ""
+                yield Bar(name + suffix, number(time, 4), 100 * time / max(times), ratio, is_ours)
+
+
+def _stacks(
+    part: Sequence[tuple[int, Row]], results: Sequence[Result]
+) -> Iterator[tuple[str, str, list[tuple[str, str, float]]]]:
+    """(name, total, [(category, milliseconds, percent of the longest bar)])"""
+    found = [(_name(row, i, results), one) for i, row in part if (one := breakdown_of(row)) is not None]
+    for name, one in found:
+        scale = 100 / max(each.total_ms for _, each in found)
+        lengths = [(each, one.categories[each]) for each in (*CATEGORIES, GAPS)]
+        yield name, number(one.total_ms, 4), [(each, number(ms), ms * scale) for each, ms in lengths if ms]
+
+
+def _figures(rows: Sequence[Row], images: Mapping[str, np.ndarray]) -> list[tuple[str, str, str]]:
+    """(caption, note, data URI) of stock's image, the optimized one, fp32's, and of what differs.
+
+    Differences are against fp32, or where there is none against stock, and all amplified alike.
+    """
+    if not images:
+        return []
+    of_variant = {row.variant: row for row in reversed(rows)}
+    names = {"eager": f"stock {rows[0].dtype}"}
+    ours = next((name for name in _OURS if name in images), None)
+    if ours is not None:
+        names[ours] = f"optimized {rows[0].dtype}"
+    names = {name: text for name, text in names.items() if name in images}
+    truth = "fp32" if "fp32" in images else "eager"
+    figures = []
+    for name, text in names.items():
+        row, note = of_variant[name], ""
+        if row.psnr_fp32_db is not None:
+            note = f"against fp32: PSNR {row.psnr_fp32_db:.1f} dB, SSIM {number(row.ssim_fp32, 5)}"
+        elif name != "eager" and row.psnr_db is not None:
+            note = f"against stock: PSNR {row.psnr_db:.1f} dB"
+        elif name != truth and np.array_equal(images[name], images[truth]):
+            note = "the same to the last bit"
+        figures.append((text, note, _png(images[name])))
+    if "fp32" in images:
+        figures.append(("fp32 reference", "same weights, without TF32", _png(images["fp32"])))
+    maps = {text: np.abs(images[name] - images[truth]) for name, text in names.items() if name != truth}
+    largest = max((float(each.max()) for each in maps.values()), default=0.0)
+    factor = 2 ** math.floor(-math.log2(largest)) if largest else 1
+    for text, difference in maps.items():
+        other = "fp32" if truth == "fp32" else names["eager"]
+        figures.append(
+            (f"|{text} - {other}| x {factor:g}", "difference, amplified", _png(difference * factor))
+        )
+    return figures
+
+
+def _png(image: np.ndarray) -> str:
+    """A float image in [0, 1] as a data URI."""
+    picture = Image.fromarray((image.clip(0, 1) * 255).round().astype(np.uint8))
+    picture.thumbnail((SHOWN, SHOWN), Image.Resampling.BOX)
+    buffer = io.BytesIO()
+    picture.save(buffer, "PNG")
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()

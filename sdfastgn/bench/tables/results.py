@@ -1,0 +1,150 @@
+"""Results of any kind as tables, each on its own, beside one another, and beside published numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sdfastgn.bench.documents import OK, OptionError
+from sdfastgn.bench.kernels.suite import KernelRow, Suite, rows_of, shape_text
+from sdfastgn.bench.kernels.suites import SUITES
+from sdfastgn.bench.models.presets import PRESETS
+from sdfastgn.bench.models.run import Row
+from sdfastgn.bench.models.variants import label
+from sdfastgn.bench.models.warm_up import WaitRow
+from sdfastgn.bench.tables.end_to_end import end_to_end_table, untouched
+from sdfastgn.bench.tables.kernels import suite_tables
+from sdfastgn.bench.tables.markdown import NOTHING, number
+from sdfastgn.bench.tables.profile import profile_table, row_title
+from sdfastgn.bench.tables.warm_up import warm_up_table
+from sdfastgn.bench.terminal import Blocks
+
+# Kinds of results that hold rows of ``bench``.
+BENCH_KINDS = ("end_to_end", "profile", "preset")
+OTHER_MACHINE = "other machine"
+# Settings of a preset that change no number.
+_FREE_SETTINGS = ("repeats",)
+
+
+@dataclass(frozen=True)
+class Result:
+    """A run's JSON, and what tables call it."""
+
+    name: str
+    content: dict[str, Any]
+
+    @property
+    def machine(self) -> str:
+        environment = self.content["environment"]
+        return str(environment.get("gpu") or environment.get("machine"))
+
+
+def _part_of(row: Row, content: dict[str, Any]) -> dict[str, Any]:
+    """The config that a row was measured with; empty where the run does not tell."""
+    names = ("model", "part", "size", "batch", "dtype")
+    parts = content["config"].get("parts", [])
+    return next((each for each in parts if all(each[name] == getattr(row, name) for name in names)), {})
+
+
+def case_title(row: Row, content: dict[str, Any]) -> str:
+    """What a row is a time of, with all that decides it; results are compared where this is equal."""
+    part = _part_of(row, content)
+    if row.part != "pipeline" or not part:
+        return row_title(row)
+    scheduler = f", {part['scheduler']}" if part.get("scheduler") else ""
+    return f"{row_title(row)}, {part['steps']} steps{scheduler}"
+
+
+def cases_of(result: Result) -> dict[str, list[Row]]:
+    """Rows of ``bench`` by what they are times of; times that a profiler has changed are left out."""
+    if result.content["kind"] not in BENCH_KINDS:
+        return {}
+    rows = [Row(**values) for values in result.content["rows"]]
+    if any(row.profile is not None for row in rows):
+        rows = untouched(rows)
+    cases: dict[str, list[Row]] = {}
+    for row in rows:
+        cases.setdefault(case_title(row, result.content), []).append(row)
+    return cases
+
+
+def _kernels_of(result: Result) -> tuple[Suite, list[KernelRow]] | None:
+    suite = next((each for each in SUITES.values() if each.kind == result.content["kind"]), None)
+    return None if suite is None else (suite, rows_of(suite, result.content))
+
+
+def tables_of(result: Result) -> list[Blocks]:
+    """Everything that a result holds. Raises OptionError for a kind that has no table."""
+    kind, config = result.content["kind"], result.content.get("config", {})
+    if kind in BENCH_KINDS:
+        tables = []
+        for title, rows in cases_of(result).items():
+            profile = profile_table(rows, f"where the time of {title} goes")
+            tables += [end_to_end_table(rows, title), *([profile] if profile else [])]
+        return tables + preset_tables(result)
+    if kind == "warm_up":
+        rows_of_waits = [WaitRow(**values) for values in result.content["rows"]]
+        (part,) = config["parts"]
+        return [replace(warm_up_table(rows_of_waits), title=f"first images, {part['model']} {part['size']}²")]
+    if found := _kernels_of(result):
+        return suite_tables(*found, f"{found[0].title}, {config['dtype']}")
+    raise OptionError(f"{result.name!r} has results of the kind {kind!r}, which has no report")
+
+
+def preset_tables(result: Result) -> list[Blocks]:
+    """Our numbers beside the published ones in their unit, for each part that ran as a preset."""
+    tables = []
+    for title, rows in cases_of(result).items():
+        part = _part_of(rows[0], result.content)
+        preset = PRESETS.get(part.get("preset", ""))
+        if preset is None:
+            continue
+        times = {label(row.variant): row.median_ms for row in rows if row.status == OK and row.median_ms}
+        body = [
+            [name, result.machine, number(preset.value(ms, part["batch"], part["steps"]), 4)]
+            for name, ms in times.items()
+        ]
+        note = "published numbers are left out: other settings than the preset's"
+        for case in preset.cases:
+            fixed = {key: value for key, value in case.settings.items() if key not in _FREE_SETTINGS}
+            if fixed.items() <= part.items():
+                body += [[name, OTHER_MACHINE, number(value, 4)] for name, value in case.published.items()]
+                note = f"published: {preset.source}, {preset.date}" if case.published else "not published"
+        header = ("what ran", "machine", preset.unit)
+        title = f"preset {preset.name}: {title}"
+        tables.append(Blocks(header, body, title, f"{note}; {preset.differs}", left=2))
+    return tables
+
+
+def _times_of(result: Result) -> dict[tuple[str, str], float]:
+    """Milliseconds of models, or microseconds of kernels with a hot L2, by what and who."""
+    if found := _kernels_of(result):
+        rows = [row for row in found[1] if row.status == OK]
+        return {(f"{shape_text(row.shape)} {row.task}", row.provider): row.times[0] or 0.0 for row in rows}
+    return {
+        (title, label(row.variant)): row.median_ms
+        for title, rows in cases_of(result).items()
+        for row in rows
+        if row.status == OK and row.median_ms is not None
+    }
+
+
+def comparison(results: Sequence[Result]) -> Blocks:
+    """The times of all results side by side, and each over the first one's, of what several have."""
+    first, *others = results
+    times = [_times_of(result) for result in results]
+    marks = [result.name + f", {OTHER_MACHINE}" * (result.machine != first.machine) for result in results]
+    header = ["what", "variant", *marks, *(f"{result.name} / {first.name}" for result in others)]
+    keys = dict.fromkeys(key for each in times for key in each)
+    owners = Counter(title for each in times for title in {title for title, _ in each})
+    titles = [title for title in dict.fromkeys(title for title, _ in keys) if owners[title] > 1]
+    body = []
+    for key in (key for title in titles for key in keys if key[0] == title):
+        values = [each.get(key) for each in times]
+        ratios = [f"{value / values[0]:.2f}" if value and values[0] else NOTHING for value in values[1:]]
+        body.append([*key, *(number(value, 4) for value in values), *ratios])
+    unit = "microseconds, hot L2" if _kernels_of(first) else "milliseconds"
+    caption = f"{unit}; {OTHER_MACHINE}: its GPU is not that of {first.name}"
+    return Blocks(header, body, "comparison", caption, left=2)

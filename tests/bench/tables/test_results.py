@@ -1,0 +1,170 @@
+"""Results read again: their versions, beside one another, and beside published numbers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sdfastgn.bench import documents, options
+from sdfastgn.bench.documents import OptionError
+from sdfastgn.bench.models.presets import PRESETS
+from sdfastgn.bench.models.run import describe
+from sdfastgn.bench.tables.results import Result, comparison, preset_tables, tables_of
+from tests.bench.tables.cases import ENVIRONMENT, row, save, text_of
+from tests.command_line import ROOT, invoke
+
+H200 = ROOT / "benchmarks" / "h200"
+
+
+def pipeline_result(name: str, steps: int, gpu: str = "NVIDIA H200", **times: float) -> Result:
+    part = {"model": "sd15", "part": "pipeline", "size": 512, "batch": 2, "dtype": "fp16", "steps": steps}
+    rows = [vars(row(variant, ms, part="pipeline")) for variant, ms in times.items()]
+    content = {"kind": "end_to_end", "environment": {**ENVIRONMENT, "gpu": gpu}, "config": {"parts": [part]}}
+    return Result(name, {**content, "rows": rows})
+
+
+# ---- versions
+
+
+def test_a_result_without_a_version_is_of_the_first(tmp_path: Path) -> None:
+    path = save(tmp_path, "old.json", "end_to_end", [row("eager", 25.0)])
+    content = json.loads(path.read_text())
+    del content["schema"]
+    path.write_text(json.dumps(content))
+    assert documents.read_json(path) == content
+
+
+@pytest.mark.parametrize("version", [documents.SCHEMA + 1, 0, "1", None])
+def test_an_unknown_version_is_refused_by_name(version: Any, tmp_path: Path) -> None:
+    path = save(tmp_path, "new.json", "end_to_end", [row("eager", 25.0)], schema=version)
+    result = invoke("report", str(path))
+    assert result.exit_code == 2
+    assert f"new.json' has results in schema {version!r}; this sdfastgn reads 1 to" in result.stderr
+
+
+def test_what_is_no_result_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "list.json"
+    path.write_text("[1]")
+    with pytest.raises(OptionError, match=r"list.json' holds no result"):
+        documents.read_json(path)
+
+
+@pytest.mark.parametrize("path", sorted(H200.glob("*.json")), ids=lambda path: path.stem)
+def test_committed_results_are_read(path: Path) -> None:
+    result = Result(path.name, documents.read_json(path))
+    if path.stem.endswith("_quoted"):
+        with pytest.raises(OptionError, match="has no report"):
+            tables_of(result)
+    else:
+        assert all(table.body for table in tables_of(result))
+
+
+# ---- compared
+
+
+def test_two_results_side_by_side() -> None:
+    here = pipeline_result("a.json", 30, eager=800.0, sdfastgn=200.0)
+    there = pipeline_result("b.json", 30, gpu="NVIDIA L4", eager=1200.0, compile=900.0)
+    table = comparison([here, there])
+    assert table.header == ["what", "variant", "a.json", "b.json, other machine", "b.json / a.json"]
+    what = "SD1.5 pipeline 512², batch 2, fp16, 30 steps"
+    assert table.body == [
+        [what, "eager", "800", "1200", "1.50"],
+        [what, "sdfastgn", "200", "-", "-"],
+        [what, "torch.compile", "-", "900", "-"],
+    ]
+
+
+def test_pipelines_of_other_steps_are_not_compared() -> None:
+    results = [pipeline_result("a", 30, eager=800.0), pipeline_result("b", 50, eager=1300.0)]
+    assert comparison(results).body == []
+
+
+def test_results_that_share_nothing_are_shown_one_by_one() -> None:
+    result = invoke("report", *(str(H200 / f"{name}.json") for name in ("warm_up_sdxl", "train_sdxl")))
+    assert result.exit_code == 0, result.output
+    assert all(words in result.stdout for words in ("first images, sdxl 1024²", "SDXL training step 512²"))
+
+
+def test_the_command_compares_and_writes_a_page(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    files = [str(H200 / f"{name}.json") for name in ("kernels", "kernels_bf16")]
+    result = invoke("report", *files, "--html", str(page))
+    assert result.exit_code == 0, result.output
+    assert "kernels_bf16.json / kernels.json" in " ".join(result.stdout.split())
+    assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+# ---- presets
+
+
+def preset_result(name: str, ms: float, **given: Any) -> Result:
+    configs = options.preset_configs(name, device="cpu", **given)
+    rows = [
+        vars(row("sdfastgn", ms, part=each.part)) | {key: getattr(each, key) for key in ("model", "size")}
+        | {"batch": each.batch, "dtype": each.dtype}
+        for each in configs
+    ]  # fmt: skip
+    content = {"kind": "preset", "environment": ENVIRONMENT, "config": describe(configs)}
+    return Result("here", {**content, "rows": rows})
+
+
+@pytest.mark.parametrize(
+    ("name", "ms", "ours", "theirs"),
+    [
+        ("fal", 1000.0, "50", ["31.19", "8.43"]),
+        ("stable-fast", 1000.0, "30", ["104.6", "21.6"]),
+        ("diffusion-fast", 1500.0, "1.5", ["2.54"]),
+        ("mlperf", 16000.0, "2", ["2.177", "2.044", "2.3"]),
+        ("diffusers", 12.3, "12.3", ["not published"]),
+    ],
+)
+def test_a_preset_in_its_unit_beside_published_numbers(
+    name: str, ms: float, ours: str, theirs: list[str]
+) -> None:
+    tables = preset_tables(preset_result(name, ms))
+    assert len(tables) == len(PRESETS[name].cases)
+    for table in tables:
+        assert table.header[-1] == PRESETS[name].unit
+        assert table.body[0] == ["sdfastgn", "NVIDIA H200", ours]
+        assert all(line[1] == "other machine" for line in table.body[1:])
+    shown = " ".join(text_of(table) for table in tables)
+    for number in theirs:
+        assert number in shown
+
+
+def test_other_settings_have_no_published_number() -> None:
+    (table,) = preset_tables(preset_result("mlperf", 1000.0, batch=4))
+    assert len(table.body) == 1
+    assert "published numbers are left out" in table.caption
+
+
+def test_options_replace_a_presets_settings() -> None:
+    first, second = options.preset_configs("fal", device="cpu", steps=2)
+    assert (first.model, first.size, first.steps, first.prompt) == ("sd15", 512, 2, "A photo of a cat")
+    assert (second.model, second.guidance, second.dtype) == ("sdxl", 5.0, "fp16")
+    (one,) = options.preset_configs("fal", device="cpu", model="sdxl")
+    assert (one.model, one.preset) == ("sdxl", "fal")
+    (tiny,) = options.preset_configs("stable-fast", device="cpu", model="tiny", size=64)
+    assert (tiny.model, tiny.size, tiny.scheduler) == ("tiny", 64, "EulerAncestralDiscreteScheduler")
+
+
+def test_a_preset_runs_with_its_scheduler_and_a_page(tmp_path: Path) -> None:
+    files = {name: tmp_path / f"out.{name}" for name in ("json", "html")}
+    small = ("--model", "tiny", "--size", "64", "--steps", "2", "--dtype", "fp32")
+    command = ("bench", "--preset", "stable-fast", *small, "--device", "cpu", "--repeats", "1")
+    places = [word for name, path in files.items() for word in (f"--{name}", str(path))]
+    result = invoke(*command, "--variants", "eager,sdfastgn", "--fp32-reference", *places)
+    assert result.exit_code == 0, result.output
+    content = documents.read_json(files["json"])
+    assert (content["schema"], content["kind"]) == (documents.SCHEMA, "preset")
+    (part,) = content["config"]["parts"]
+    assert (part["preset"], part["scheduler"]) == ("stable-fast", "EulerAncestralDiscreteScheduler")
+    assert all(each["ssim_fp32"] > 0.999 for each in content["rows"])
+    assert "preset stable-fast: tiny pipeline" in result.stdout
+    text = files["html"].read_text(encoding="utf-8")
+    assert text.count("data:image/png") == 5
+    assert "EulerAncestralDiscreteScheduler" in text

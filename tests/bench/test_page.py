@@ -1,0 +1,165 @@
+"""The HTML page of results: what it shows, and how a browser shows it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sdfastgn.bench import page
+from sdfastgn.bench.documents import WRONG
+from sdfastgn.bench.kernel_categories import CATEGORIES, GAPS
+from sdfastgn.bench.tables.results import Result
+from tests.bench.tables.cases import ENVIRONMENT, row, save
+from tests.command_line import ROOT
+
+LONG_NAME = "a_kernel_whose_reason_goes_on_and_on_" * 8
+# As wide as a small phone, and as a desk.
+WIDTHS = (360, 1280)
+CHROMIUM_OPTIONS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+)
+
+
+def profile(scale: float) -> dict[str, Any]:
+    categories = dict.fromkeys((*CATEGORIES, GAPS), scale)
+    times = dict.fromkeys(("total_ms", "timed_ms", "floor_ms", "call_gaps_ms"), 8 * scale)
+    return {"source": "call", "categories": categories, **times, "kernels": 9, "top": [], "other": []}
+
+
+def result_at(path: Path, **environment: Any) -> Result:
+    rows = [
+        row("eager", 25.0, graph_ms=12.0, profile=profile(3.0), psnr_fp32_db=52.0, ssim_fp32=0.99912),
+        row("sdfastgn", 5.0, profile=profile(1.0), psnr_fp32_db=54.0, ssim_fp32=0.99934, psnr_db=51.0),
+        row("compile", status=WRONG, reason=f"<script>alert(1)</script> {LONG_NAME}"),
+    ]
+    save(path.parent, path.name, "profile", rows, environment={**ENVIRONMENT, **environment})
+    return Result(path.name, json.loads(path.read_text()))
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    """Two results of two machines, the first with images, on one page."""
+    results = [result_at(tmp_path / "a.json"), result_at(tmp_path / "b.json", gpu="NVIDIA L4")]
+    truth = np.random.default_rng(0).uniform(0.2, 0.8, (64, 48, 3))
+    images = {"fp32": truth, "eager": truth + 0.01, "sdfastgn": truth - 0.005}
+    page.write_page(tmp_path / "page.html", results, {"SD1.5 UNet step 512², batch 2, fp16": images})
+    return tmp_path / "page.html"
+
+
+def test_the_page_holds_what_was_measured(written: Path) -> None:
+    text = written.read_text(encoding="utf-8")
+    for words in (
+        "25 ms, 1.00x",
+        "eager (a.json) + graph",
+        "5 ms, 5.00x",
+        "b.json, other machine",
+        "PSNR 52.0 dB, SSIM 0.99912",
+        "PSNR 54.0 dB, SSIM 0.99934",
+        "convolution: 3 ms",
+        "optimized fp16 - fp32| x 64",  # the largest power of two that takes 0.01 to at most 1
+        "packages torch</th><td>2.11.0</td>",
+    ):
+        assert words in text, words
+    assert text.count("data:image/png;base64,") == 5
+    assert "<script" not in text
+    assert "&lt;script&gt;" in text
+
+
+def test_a_page_without_images_or_profiles(tmp_path: Path) -> None:
+    path = save(tmp_path, "a.json", "end_to_end", [row("eager", 25.0)])
+    page.write_page(tmp_path / "p.html", [Result("a.json", json.loads(path.read_text()))])
+    text = (tmp_path / "p.html").read_text(encoding="utf-8")
+    assert "<h2>Times</h2>" in text
+    assert "<h2>Images</h2>" not in text
+    assert "<h2>Where the time goes</h2>" not in text
+
+
+def test_large_images_are_shown_smaller(written: Path) -> None:
+    small, large = page._png(np.zeros((64, 64, 3))), page._png(np.zeros((4 * page.SHOWN, page.SHOWN, 3)))
+    assert page._png(np.full((64, 64, 3), 2.0)) != small
+    assert len(large) < 20 * len(small)
+
+
+# ---- in a browser
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    webdriver = pytest.importorskip("selenium.webdriver")
+    programs = [shutil.which(name) for name in ("chromium", "chromedriver")]
+    if None in programs:
+        pytest.skip("the page is opened in chromium, with chromedriver; one of them is not installed")
+    options = webdriver.ChromeOptions()
+    options.binary_location = programs[0]
+    for option in (*CHROMIUM_OPTIONS, f"--user-data-dir={tmp_path_factory.mktemp('browser')}"):
+        options.add_argument(option)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    service = webdriver.ChromeService(executable_path=programs[1])
+    driver = webdriver.Chrome(options=options, service=service)
+    driver.get("about:blank")  # the browser's own first tab fetches things
+    driver.get_log("performance")
+    yield driver
+    driver.quit()
+
+
+def open_at(browser: Any, path: Path, width: int) -> None:
+    metrics = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    browser.get(path.as_uri())
+    assert browser.execute_script("return innerWidth") == width
+
+
+def faults(browser: Any) -> dict[str, Any]:
+    """What a reader would see broken, or the page fetch."""
+    messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+    requests = [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
+    wide, broken = browser.execute_script(
+        "return [document.documentElement.scrollWidth - document.documentElement.clientWidth,"
+        " [...document.images].filter(i => !i.complete || i.naturalWidth == 0).map(i => i.alt)]"
+    )
+    return {
+        "pixels too wide": max(0, wide),
+        "broken images": broken,
+        "requests": [url for url in requests if not url.startswith(("file:", "data:", "chrome"))],
+        "console": browser.get_log("browser"),
+    }
+
+
+NONE = {"pixels too wide": 0, "broken images": [], "requests": [], "console": []}
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_browser_shows_the_whole_page(browser: Any, written: Path, width: int) -> None:
+    open_at(browser, written, width)
+    assert browser.execute_script("return document.images.length") == 5
+    assert faults(browser) == NONE
+
+
+@pytest.mark.parametrize("name", ["warm_up_sdxl", "profile_sd15", "kernels"])
+def test_a_browser_shows_committed_results(browser: Any, tmp_path: Path, name: str) -> None:
+    content = json.loads((ROOT / "benchmarks" / "h200" / f"{name}.json").read_text())
+    page.write_page(tmp_path / "page.html", [Result(name, content)])
+    open_at(browser, tmp_path / "page.html", WIDTHS[0])
+    assert faults(browser) == NONE
+
+
+def test_a_broken_page_is_noticed(browser: Any, tmp_path: Path) -> None:
+    broken = tmp_path / "page.html"
+    broken.write_text(
+        "<!doctype html><link rel='icon' href='data:,'><div style='width: 999px'>wide</div>"
+        "<img alt='gone' src='data:image/png,x'>"
+        "<img src='http://127.0.0.1:9/x.png' alt='far'><script>console.error('no')</script>"
+    )
+    open_at(browser, broken, WIDTHS[0])
+    found = faults(browser)
+    assert found["pixels too wide"] > 600
+    assert found["broken images"] == ["gone", "far"]
+    assert found["requests"] == ["http://127.0.0.1:9/x.png"]
+    assert found["console"]

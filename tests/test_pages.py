@@ -1,0 +1,235 @@
+"""The pages: their code runs, their commands are right, their links lead somewhere, their prose wraps."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import re
+import runpy
+from pathlib import Path
+from unittest import mock
+
+import click
+import pytest
+import tomllib
+import torch
+import torch.distributed.run
+import typer
+from accelerate.commands.launch import launch_command_parser
+from packaging.requirements import Requirement
+
+import sdfastgn
+from sdfastgn.bench import demo, session
+from sdfastgn.cli_commands import app
+from sdfastgn.kernels.common import op as ops
+from sdfastgn.patches.registry import FUSIONS
+from tests.command_line import ROOT, exit_code, invoke
+from tests.pages import BLOCKS, LANGUAGES, PAGES, commands, python_of, substitute
+
+README = PAGES["README.md"]
+COMMANDS = commands()
+PYTHON_PAGES = list(dict.fromkeys(block.page for block in BLOCKS if block.language == "python"))
+
+
+# ---- blocks
+
+
+@pytest.fixture
+def library(monkeypatch):
+    """Ops that a page defines are gone after the test."""
+    library = torch.library.Library("sdfastgn", "FRAGMENT")
+    monkeypatch.setattr(ops, "_LIBRARY", library)
+    yield
+    library._destroy()
+
+
+def of_the_readme(names, asked, printed):
+    assert asked == ["stabilityai/stable-diffusion-xl-base-1.0"]
+    assert names["image"].size == (64, 64)
+    assert "parts fused, 0 skipped" in printed
+
+
+def of_the_page_on_ops(names, asked, printed):
+    norm, y = names["norm"], names["y"]
+    expected = torch.nn.functional.group_norm(names["x"].contiguous(), 32, norm.weight, norm.bias)
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(names["tokens"].movedim(-1, 1).reshape(y.shape), expected)
+
+
+# What a page shows beyond its own assertions.
+CHECKS = {"README.md": of_the_readme, "docs/ops.md": of_the_page_on_ops}
+
+
+@pytest.mark.parametrize("page", PYTHON_PAGES)
+def test_the_python_of_a_page_runs(page, monkeypatch, tmp_path, capsys, library):
+    asked = substitute(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    module = tmp_path / "page.py"  # a file, because Triton reads a kernel's source
+    module.write_text(python_of(page), encoding="utf-8")
+    names = runpy.run_path(str(module))
+    if page in CHECKS:
+        CHECKS[page](names, asked, capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("block", [b for b in BLOCKS if b.why_not], ids=lambda block: block.id)
+def test_what_is_not_run(block):
+    pytest.skip(block.why_not)
+
+
+def test_no_fence_is_overlooked():
+    assert {block.language for block in BLOCKS if not block.why_not} <= LANGUAGES
+    fences = sum(len(re.findall(r"^ *```", text, re.MULTILINE)) for text in PAGES.values())
+    assert fences == 2 * len(BLOCKS)
+
+
+# ---- commands
+
+# Subcommands that check all that they are given before they work.
+QUICK = {"bench", "kernels", "demo", "info", "sources"}
+# Options whose values a reader has: files, and what is written in capitals.
+NEED_FILES = {"--weights", "--against"}
+
+
+def _sdfastgn(monkeypatch, *arguments):
+    """Run where that is cheap; else the options are parsed. See ``quick`` for what stands for the work."""
+    name, *options = arguments
+    is_complete = not any(word in NEED_FILES or word.isupper() for word in options)
+    if name in QUICK and is_complete:
+        result = invoke(*arguments)
+        assert result.exit_code == 0, result.output
+        return
+    group = typer.main.get_command(app)
+    subcommand = group.get_command(click.Context(group), name)
+    assert subcommand is not None, name
+    if options:  # a name alone may lack what the command needs
+        subcommand.make_context(name, options)
+
+
+def _make(monkeypatch, *arguments):
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for word in arguments:
+        name, is_variable, _ = word.partition("=")
+        pattern = rf"^{name} \??:?=" if is_variable else rf"^{name}:"
+        assert re.search(pattern, makefile, re.MULTILINE), word
+
+
+def _pip(monkeypatch, action, *arguments):
+    """Requirements can be read, and extras of this package exist."""
+    assert action in ("install", "download", "uninstall")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    for word in arguments:
+        if word.startswith("-"):
+            continue
+        requirement = Requirement(re.sub(r"^\.", "sdfastgn", word))
+        if requirement.name == "sdfastgn":
+            assert requirement.extras <= set(project["optional-dependencies"])
+
+
+def _python(monkeypatch, first, *arguments):
+    """A script or a module that exists; those of the command line have their options checked too."""
+    if first == "-m" and arguments[0] == "sdfastgn" and arguments[1:]:
+        _sdfastgn(monkeypatch, *arguments[1:])
+    elif first == "-m":
+        assert importlib.util.find_spec(arguments[0]) is not None
+        assert all((ROOT / word).exists() for word in arguments if word.endswith(".py"))
+    elif "sdfastgn.cli import main" in (text := (ROOT / first).read_text(encoding="utf-8")):
+        assert exit_code(monkeypatch, Path(first).name, *arguments) == 0
+    else:
+        assert all(f'"{option}"' in text for option in arguments if option.startswith("--"))
+
+
+def _launcher(parser, words, monkeypatch):
+    """A launcher's own options, and what it launches."""
+    found = parser.parse_args(words)
+    module = ["-m"] if found.module else []
+    _python(monkeypatch, *module, found.training_script, *found.training_script_args)
+
+
+def _accelerate(monkeypatch, launch, *words):
+    assert launch == "launch"
+    _launcher(launch_command_parser(), list(words), monkeypatch)
+
+
+def _torchrun(monkeypatch, *words):
+    _launcher(torch.distributed.run.get_args_parser(), list(words), monkeypatch)
+
+
+def _uvicorn(monkeypatch, *words):
+    """The function that makes the app is in the example."""
+    [folder] = [after for word, after in itertools.pairwise(words) if word == "--app-dir"]
+    file, _, function = words[-1].partition(":")
+    assert f"def {function}(" in (ROOT / folder / f"{file}.py").read_text(encoding="utf-8")
+
+
+PROGRAMS = {
+    "accelerate": _accelerate,
+    "curl": lambda *words: None,  # of the example server, which has tests of its own
+    "make": _make,
+    "pip": _pip,
+    "python": _python,
+    "sdfastgn": _sdfastgn,
+    "torchrun": _torchrun,
+    "uvicorn": _uvicorn,
+}
+
+
+@pytest.fixture
+def quick(monkeypatch, tmp_path):
+    """Commands check their options and then return, in a folder of their own."""
+    for name in ("run_bench", "run_kernels", "run_warm_up"):
+        monkeypatch.setattr(session, name, mock.Mock(return_value=0))
+    monkeypatch.setattr(demo, "run_demo", mock.Mock(return_value=0))
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_is_right(command, monkeypatch, quick):
+    words = list(itertools.dropwhile(re.compile(r"\w+=").match, COMMANDS[command]))
+    assert words[0] in PROGRAMS, "add a check of this program here, or mark the block as not run"
+    PROGRAMS[words[0]](monkeypatch, *words[1:])
+
+
+# ---- text
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_leads_to_a_file_and_a_heading(page):
+    text = re.sub(r"`[^`]*`", "", PAGES[page])
+    for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", text):
+        name, _, anchor = target.partition("#")
+        path = (ROOT / page).parent / name if name else ROOT / page
+        assert path.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w -]", "", h).strip().lower().replace(" ", "-") for h in headings}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_prose_wraps_at_100(page):
+    text = re.sub(r"```.*?```|<!-- table:(.*?) -->.*?<!-- /table:\1 -->", "", PAGES[page], flags=re.DOTALL)
+    assert [line for line in text.splitlines() if len(line) > 100 and not line.startswith("|")] == []
+
+
+def test_the_first_code_block_is_eight_lines():
+    block = re.search(r"```python\n(.*?)```", README, re.DOTALL)
+    assert block is not None
+    assert len([line for line in block[1].splitlines() if line.strip()]) <= 8
+
+
+def test_every_fusion_is_in_the_table():
+    table = PAGES["docs/fusions.md"].partition("## Fusions")[2].partition("\n## ")[0]
+    cells = (line.split("|")[1] for line in table.splitlines() if line.startswith("|"))
+    assert {name for cell in cells for name in re.findall(r"`(\w+)`", cell)} == {
+        fusion.name for fusion in FUSIONS
+    }
+
+
+def test_the_api_page_has_every_public_name():
+    names = re.findall(r"^::: sdfastgn\.(\w+)$", PAGES["docs/api.md"], re.MULTILINE)
+    assert sorted(names) == sorted({*sdfastgn.__all__} - {"__version__"})
+
+
+@pytest.mark.parametrize("folder", ["docs/adr", "docs/measurements"])
+def test_an_index_names_every_note(folder):
+    linked = re.findall(r"\]\(([\w-]+\.md)\)", PAGES[f"{folder}/README.md"])
+    assert sorted(linked) == sorted(
+        path.name for path in (ROOT / folder).glob("*.md") if path.name != "README.md"
+    )

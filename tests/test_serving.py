@@ -1,0 +1,112 @@
+"""The serving example: requests that fit are drawn together, and the image is a direct call's."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import io
+import sys
+import types
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import sdfastgn
+from sdfastgn.bench.models.pipelines import build_pipeline
+from tests.command_line import ROOT
+
+pytest.importorskip("fastapi")
+httpx = pytest.importorskip("httpx")
+
+CAT = {"prompt": "a cat", "width": 64, "height": 64, "steps": 2, "seed": 3}
+DOG = {**CAT, "prompt": "a dog", "seed": 4}
+WIDE = {**CAT, "width": 72}
+WRONG = {**CAT, "prompt": "wrong"}
+
+
+class Watched:
+    """A pipeline that keeps the prompts of each call, and that a prompt makes fail."""
+
+    def __init__(self) -> None:
+        self.pipe = build_pipeline("tiny", dtype=torch.float32, device="cpu")
+        sdfastgn.optimize(self.pipe)
+        self.calls: list[list[str]] = []
+
+    def __call__(self, prompt: list[str], **options: Any) -> Any:
+        self.calls.append(prompt)
+        if "wrong" in prompt:
+            raise ValueError("no such prompt")
+        return self.pipe(prompt=prompt, **options)
+
+
+@pytest.fixture(scope="module")
+def example() -> types.ModuleType:
+    spec = importlib.util.spec_from_file_location("serve", ROOT / "docs" / "examples" / "serve.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["serve"] = module  # where dataclasses and pydantic look for annotations
+    spec.loader.exec_module(module)
+    module.WAIT_S = 0.2  # on a busy machine too, what is sent together arrives within it
+    return module
+
+
+@pytest.fixture
+def watched() -> Watched:
+    return Watched()
+
+
+def answers(app: Any, *bodies: dict[str, Any]) -> list[Any]:
+    """Of clients that ask at the same time."""
+
+    async def ask() -> list[Any]:
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://server", timeout=60) as client:
+            return await asyncio.gather(*(client.post("/images", json=body) for body in bodies))
+
+    return asyncio.run(ask())
+
+
+def test_requests_that_fit_are_drawn_together(example: types.ModuleType, watched: Watched) -> None:
+    found = answers(example.serve(watched), CAT, DOG, WIDE)
+    assert sorted(map(len, watched.calls)) == [1, 2]
+    for body, answer in zip((CAT, DOG, WIDE), found, strict=True):
+        assert (answer.status_code, answer.headers["content-type"]) == (200, "image/png")
+        direct = watched.pipe(
+            body["prompt"],
+            width=body["width"],
+            height=64,
+            num_inference_steps=2,
+            generator=torch.Generator().manual_seed(body["seed"]),
+        ).images[0]
+        image = np.asarray(Image.open(io.BytesIO(answer.content)), dtype=np.int16)
+        # In a batch of another size fp32 rounds otherwise: one of 255 levels.
+        assert np.abs(image - np.asarray(direct, dtype=np.int16)).max() <= 1
+
+
+def test_a_batch_has_its_most_images(
+    example: types.ModuleType, watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(example, "MAX_BATCH", 2)
+    assert [answer.status_code for answer in answers(example.serve(watched), CAT, DOG, CAT)] == [200] * 3
+    assert sorted(map(len, watched.calls)) == [1, 2]
+
+
+def test_an_error_is_answered_and_the_server_goes_on(example: types.ModuleType, watched: Watched) -> None:
+    app = example.serve(watched)
+    wrong, right = answers(app, WRONG, CAT)
+    assert (wrong.status_code, wrong.json()) == (500, {"detail": "ValueError: no such prompt"})
+    assert right.status_code == 200  # alone, after both together have failed
+    assert answers(app, {**CAT, "width": 100})[0].status_code == 422
+    assert answers(app, DOG)[0].status_code == 200
+
+
+def test_what_nobody_waits_for_is_not_drawn(example: types.ModuleType, watched: Watched) -> None:
+    batcher = example.Batcher(watched)
+    gone, kept = (batcher.submit(example.Wanted(**body)) for body in (DOG, CAT))
+    assert gone.cancel()
+    assert kept.result(timeout=60).size == (64, 64)
+    assert watched.calls == [["a cat"]]
