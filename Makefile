@@ -47,7 +47,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 install: $(STAMP)  ## create .venv with everything that the other targets need
 
-demo: $(STAMP)  ## build, optimize, compare and time a small pipeline; needs no GPU
+demo: $(STAMP)  ## draw digits with a small trained pipeline, stock and optimized, and compare; needs no GPU
 	$(BIN)/sdfastgn demo --output demo-output
 
 # One thread a worker: two workers share two cores, and torch would start two threads in each. No test may need the network.

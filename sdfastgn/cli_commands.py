@@ -284,15 +284,14 @@ def info(device: DeviceOption = None) -> None:
 
 @app.command()
 def demo(
-    output: Annotated[Path, typer.Option("--output", help="folder for the images")] = Path("demo-output"),
+    output: Annotated[Path, typer.Option("--output", help="folder for the picture")] = Path("demo-output"),
 ) -> None:
-    """Build a small pipeline, optimize it, compare images, restore it; needs no GPU and no network."""
+    """Draw digits with a small trained pipeline, optimize, compare, restore; needs no GPU and no network."""
     from sdfastgn.bench import options, terminal
-    from sdfastgn.bench.demo import PICTURES, run_demo
+    from sdfastgn.bench.demo import PICTURE, run_demo
 
     with one_line_errors():
-        for name in PICTURES:
-            options.file_path("--output", output / name)
+        options.file_path("--output", output / PICTURE)
     raise typer.Exit(run_demo(output, terminal.console()))
 
 

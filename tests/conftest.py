@@ -71,6 +71,7 @@ def packed_on_the_cpu_too(request, monkeypatch):
 _FUSED = (
     "test_compile.py",
     "test_coverage.py",
+    "test_digits_pipeline.py",
     "test_other_models.py",
     "test_pipelines.py",
     "test_train_digits.py",

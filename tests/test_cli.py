@@ -78,8 +78,8 @@ BAD_INPUT = {
     "inspect tests": "MODEL: cannot load 'tests'",
     "inspect tiny --json /proc/x.json": "--json: cannot write a file at '/proc/x.json'",
     "sources --against tests": "--against: no wheel of diffusers and no folder that has one, got 'tests'",
-    "demo --output pyproject.toml": "--output: cannot write a file at 'pyproject.toml/stock.png'",
-    "demo --output /proc/x": "--output: cannot write a file at '/proc/x/stock.png'",
+    "demo --output pyproject.toml": "--output: cannot write a file at 'pyproject.toml/demo.png'",
+    "demo --output /proc/x": "--output: cannot write a file at '/proc/x/demo.png'",
     # typer's own checks
     "bench --batch two": "Invalid value for '--batch': Input should be a valid integer",
     "bench --colour": "No such option: --colour",

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import io
 
+import numpy as np
 import pytest
 from PIL import Image
 from rich.console import Console
 
 import sdfastgn
 from sdfastgn.bench import demo
+from sdfastgn.bench.demo import CELL, DIGITS, LABEL_HEIGHT, LABEL_WIDTH
 
 
 @pytest.fixture(autouse=True)
-def smaller(monkeypatch):
-    monkeypatch.setattr(demo, "SIZE", 64)
+def fewer_steps(monkeypatch):
     monkeypatch.setattr(demo, "STEPS", 1)
 
 
@@ -26,9 +27,11 @@ def run(tmp_path) -> tuple[int, str]:
 def test_it_shows_the_main_job(tmp_path):
     code, text = run(tmp_path)
     assert code == 0
-    for expected in ("same image", "bit-identical", "parts fused", "0 skipped", "runs in: "):
+    for expected in ("same images", "bit-identical", "parts fused", "0 skipped", "runs in: ", " of 10"):
         assert expected in text
-    assert all(Image.open(tmp_path / name).size == (192, 192) for name in ("stock.png", "optimized.png"))
+    assert ("No kernel runs on this machine" in text) == (not demo.torch.cuda.is_available())
+    size = (LABEL_WIDTH + len(DIGITS) * CELL, LABEL_HEIGHT + 3 * CELL)
+    assert Image.open(tmp_path / demo.PICTURE).size == size
 
 
 def test_it_fails_when_restore_does_nothing(tmp_path, monkeypatch):
@@ -36,3 +39,21 @@ def test_it_fails_when_restore_does_nothing(tmp_path, monkeypatch):
     code, text = run(tmp_path)
     assert code == 1
     assert "DIFFERS" in text
+
+
+def test_it_fails_when_optimized_images_differ(tmp_path, monkeypatch):
+    def broken(pipe):
+        pipe.vae.decoder.conv_out.weight.data.mul_(1.1)
+
+    monkeypatch.setattr(sdfastgn, "optimize", broken)
+    code, text = run(tmp_path)
+    assert code == 1
+    assert "DIFFERS" in text
+
+
+def test_the_difference_is_amplified():
+    first = np.full((1, 8, 8, 3), 0.5)
+    second = first + 0.004
+    picture = np.asarray(demo.grid(["a handwritten one"], {"first": first, "second": second}))
+    row = [picture[LABEL_HEIGHT + (2 * i + 1) * CELL // 2, LABEL_WIDTH + CELL // 2, 0] for i in range(3)]
+    assert row == [128, 129, 102]  # 0.004 times 100

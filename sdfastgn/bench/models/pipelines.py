@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -70,17 +71,35 @@ def load_pipeline(
 
 
 def build_tokenizer() -> CLIPTokenizer:
-    """A CLIP tokenizer of the 256 bytes, inside and at the end of a word, and two special tokens."""
+    """A CLIP tokenizer of single bytes, see :func:`write_tokenizer`."""
+    # Through files: the constructors of transformers 4 and 5 share no argument.
+    with tempfile.TemporaryDirectory() as folder:
+        write_tokenizer(Path(folder))
+        return CLIPTokenizer.from_pretrained(folder)
+
+
+def write_tokenizer(folder: Path, words: Iterable[str] = ()) -> int:
+    """Writes the files of a CLIP tokenizer into ``folder`` and returns how many tokens it has.
+
+    They are the 256 bytes, inside and at the end of a word, two special tokens, and ``words``,
+    each with its beginnings.
+    """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in printable]
     # CLIP's byte-level alphabet: bytes that do not print stand at 256 and after.
     alphabet = [chr(b) for b in printable] + [chr(256 + i) for i in range(len(others))]
-    tokens = [*alphabet, *(c + "</w>" for c in alphabet), "<|startoftext|>", "<|endoftext|>"]
-    # Through files: the constructors of transformers 4 and 5 share no argument.
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "vocab.json").write_text(json.dumps({t: i for i, t in enumerate(tokens)}))
-        Path(folder, "merges.txt").write_text("")
-        return CLIPTokenizer.from_pretrained(folder, model_max_length=77)
+    merges = {}
+    for word in words:
+        first, *letters = [*word[:-1], f"{word[-1]}</w>"]
+        for letter in letters:
+            merges[f"{first} {letter}"] = first = first + letter
+    ends = [c + "</w>" for c in alphabet]
+    tokens = [*alphabet, *ends, "<|startoftext|>", "<|endoftext|>", *merges.values()]
+    (folder / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(tokens)}))
+    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]))
+    config = {"tokenizer_class": "CLIPTokenizer", "model_max_length": 77}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return len(tokens)
 
 
 def _text_encoder(
