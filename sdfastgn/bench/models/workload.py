@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils._pytree import tree_map_only
 
+from sdfastgn import model_inputs
 from sdfastgn.bench.documents import OptionError
 from sdfastgn.bench.models import architectures
 from sdfastgn.bench.timing import global_switches
@@ -163,13 +164,20 @@ def build_pipeline(config: BenchConfig) -> Workload:
     distilled = getattr(pipe.unet.config, "time_cond_proj_dim", None)
     guidance = {} if distilled else {"guidance_scale": config.guidance}
 
+    pixels = config.size // pipe.vae_scale_factor
+    shape = (config.batch, pipe.unet.config.in_channels, pixels, pixels)
+
     def call() -> Any:
+        # Drawn in fp32: PyTorch's generators give other numbers in fp16, and the fp32 reference would
+        # be another image.
+        noise = model_inputs.randn(*shape, dtype=pipe.unet.dtype, device=config.device, seed=config.seed)
         return pipe(
             prompt=[config.prompt] * config.batch,
+            latents=noise,
             num_inference_steps=config.steps,
             height=config.size,
             width=config.size,
-            # A CPU generator gives the same initial noise on every device.
+            # For schedulers that draw more; a CPU generator gives the same on every device.
             generator=torch.Generator("cpu").manual_seed(config.seed),
             output_type="np",
             **guidance,

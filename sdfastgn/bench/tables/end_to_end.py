@@ -36,6 +36,9 @@ HEADLINE = (
 )
 
 
+# Parts and dtype of the front page.
+HEADLINE_PARTS = ("unet", "vae", "pipeline")
+HEADLINE_DTYPE = "fp16"
 # What a comparison with one peer shows, by title: a field of ``Row``.
 COMPARED = {
     "milliseconds": "median_ms",
@@ -105,6 +108,8 @@ def graph_notes(rows: Iterable[Row]) -> list[str]:
 
 # Rows of each line by variant, in the order of the lines.
 _Groups = dict[_Group, dict[str, Row]]
+# The lines that name a group's runs, in order.
+_Sources = dict[_Group, dict[str, None]]
 
 
 def _group(row: Row) -> _Group:
@@ -112,14 +117,19 @@ def _group(row: Row) -> _Group:
     return PARTS.index(row.part), row.model, row.size, row.batch, row.dtype
 
 
-def _read(results: Path) -> tuple[_Groups, list[str]]:
-    """All rows of all runs, and the lines that name the runs."""
-    runs = documents(results, "end_to_end")
+def _read(results: Path) -> tuple[_Groups, _Sources]:
+    """Rows of all runs, and the lines that name their runs."""
     groups: _Groups = {}
-    for content in runs:
+    sources: _Sources = {}
+    for content in documents(results, "end_to_end"):
         for row in (Row(**values) for values in content["rows"]):
             groups.setdefault(_group(row), {})[row.variant] = row
-    return dict(sorted(groups.items())), list(dict.fromkeys(map(source_line, runs)))
+            sources.setdefault(_group(row), {})[source_line(content)] = None
+    return dict(sorted(groups.items())), sources
+
+
+def _lines_of(sources: _Sources, groups: Iterable[_Group]) -> list[str]:
+    return list(dict.fromkeys(line for group in groups for line in sources[group]))
 
 
 def untouched(rows: Sequence[Row]) -> list[Row]:
@@ -177,64 +187,66 @@ def results_markdown(results: Path) -> str:
     reasons = dict.fromkeys(
         f"{label(row.variant)} {row.status}: {row.reason}" for row in rows if row.status != OK
     )
-    return _blocks(header, body, [*reasons, *sources])
+    return _blocks(header, body, [*reasons, *_lines_of(sources, groups)])
 
 
-def _headline(groups: _Groups) -> dict[str, tuple[dict[str, Row], list[tuple[str, bool]]]]:
-    """{what is timed: (its rows, the choice for each column of ``HEADLINE``)}"""
-    return {
-        _title(rows): (
-            rows,
-            [
+def _headline(groups: _Groups) -> dict[_Group, list[tuple[str, bool]]]:
+    """The choice for each column of ``HEADLINE``, for what the front page shows."""
+    found = {}
+    for group, rows in groups.items():
+        one = next(iter(rows.values()))
+        is_shown = one.part in HEADLINE_PARTS and one.dtype == HEADLINE_DTYPE
+        if is_shown and _milliseconds(rows, "sdfastgn") is not None:
+            found[group] = [
                 next((each for each in choices if _milliseconds(rows, *each) is not None), choices[0])
                 for _, choices in HEADLINE
-            ],
-        )
-        for rows in groups.values()
-        if _milliseconds(rows, "sdfastgn") is not None
-    }
+            ]
+    return found
 
 
 def headline_times(results: Path) -> dict[str, list[tuple[str, float]]]:
     """{what is timed: [(column, milliseconds)]} of the columns with a time."""
+    groups, _ = _read(results)
     return {
-        title: [
+        _title(groups[group]): [
             (column.strip("*"), value)
             for (column, _), (name, graph) in zip(HEADLINE, chosen, strict=True)
-            if (value := _milliseconds(rows, name, graph)) is not None
+            if (value := _milliseconds(groups[group], name, graph)) is not None
         ]
-        for title, (rows, chosen) in _headline(_read(results)[0]).items()
+        for group, chosen in _headline(groups).items()
     }
 
 
 def headline_markdown(results: Path) -> str:
     """What sdfastgn is there for beside its peers, in few columns."""
     groups, sources = _read(results)
+    shown = _headline(groups)
     body = [
-        [title, *(_cell(rows, *choice) for choice in chosen)]
-        for title, (rows, chosen) in _headline(groups).items()
+        [_title(groups[group]), *(_cell(groups[group], *choice) for choice in chosen)]
+        for group, chosen in shown.items()
     ]
-    return _blocks([title for title, _ in HEADLINE], body, sources)
+    return _blocks([title for title, _ in HEADLINE], body, _lines_of(sources, shown))
 
 
 def peer_markdown(results: Path, peer: str) -> str:
     """Eager, one peer and sdfastgn side by side in all that was measured, where the peer was tried."""
     groups, sources = _read(results)
     names = ("eager", peer, "sdfastgn")
-    tried = [rows for rows in groups.values() if set(names) <= set(rows)]
+    tried = {group: rows for group, rows in groups.items() if set(names) <= set(rows)}
     body = [
         [
             _title(rows),
             *(" / ".join(_measured(rows[name], field) for name in names) for field in COMPARED.values()),
         ]
-        for rows in tried
+        for rows in tried.values()
     ]
     if not body:
         return NO_RESULTS
     order = " / ".join(map(label, names))
-    reasons = [f"{_title(rows)}: {note}" for rows in tried for note in row_notes([rows[peer]])]
+    reasons = [f"{_title(rows)}: {note}" for rows in tried.values() for note in row_notes([rows[peer]])]
+    lines = [*reasons, *_lines_of(sources, tried)]
     header = [order, *COMPARED]
-    return "\n\n".join([markdown_table(header, body), *(f"{line}." for line in (*reasons, *sources))])
+    return "\n\n".join([markdown_table(header, body), *(f"{line}." for line in lines)])
 
 
 def _measured(row: Row, field: str) -> str:

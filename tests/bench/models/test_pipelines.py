@@ -69,6 +69,22 @@ def test_the_fp32_pipeline_has_the_same_weights_and_leaves_them():
     assert np.array_equal(workload.call(), before)
 
 
+def test_the_fp32_pipeline_starts_from_the_same_noise(monkeypatch):
+    workload = build_workload(pipeline_config())
+    found, stock = [], workload.target.prepare_latents
+
+    def prepare_latents(*args, **kwargs):
+        found.append(kwargs["latents"] if "latents" in kwargs else args[-1])
+        return stock(*args, **kwargs)
+
+    monkeypatch.setattr(workload.target, "prepare_latents", prepare_latents)
+    workload.call()
+    workload.fp32_output()
+    half, full = found
+    assert (half.dtype, full.dtype) == (torch.bfloat16, torch.float32)
+    assert torch.equal(half, full.to(torch.bfloat16))
+
+
 def test_large_batches_are_decoded_one_by_one(monkeypatch):
     assert not build_workload(pipeline_config()).target.vae.use_slicing
     monkeypatch.setattr("sdfastgn.bench.models.workload.MOST_DECODED_PIXELS", 64 * 64 - 1)

@@ -156,7 +156,12 @@ def test_the_headline_has_the_peers_at_their_best(tmp_path: Path) -> None:
     times = {"eager": 600.0, "compile_graphs": 206.0, "sdfastgn": 150.0}
     pipeline = [row(name, time, part="pipeline") for name, time in times.items()]
     save(tmp_path, "c.json", "end_to_end", pipeline)
+    others = [row("sdfastgn", 7.0, part="train"), replace(row("sdfastgn", 9.0), dtype="fp32")]
+    save(tmp_path, "d.json", "end_to_end", others, environment={"gpu": "another GPU"})
     text = end_to_end.headline_markdown(tmp_path)
+    assert "training" not in text
+    assert "fp32" not in text
+    assert "another GPU" not in text  # the lines below are those of the runs above
     assert cells_of(text, "| SD1.5") == [
         ["20 (1.00x)", "10 (0.50x)", "-", "15 (0.75x)", "6 (0.30x)", "16 (0.80x)"],
         ["600 (1.00x)", "-", "-", "-", "206 (0.34x)", "150 (0.25x)"],
