@@ -70,7 +70,7 @@ class InstanceNorm(_InstanceNorm):
 
     Args:
         num_features, eps, momentum, affine, device, dtype: as in ``torch.nn.InstanceNorm2d``.
-        track_running_stats: must be False; each sample is normalised by its own statistics.
+        track_running_stats: must be False; each sample is normalized by its own statistics.
         activation: any of ``sdfastgn.kernels.common.activations.ACTIVATIONS``.
 
     Shapes: (N, C, *spatial) -> the same.

@@ -51,7 +51,7 @@ def no_tf32(request):
 
 @pytest.fixture
 def poisoned_memory():
-    """Uninitialised memory is NaN: an element that no kernel writes shows."""
+    """Uninitialized memory is NaN: an element that no kernel writes shows."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield

@@ -8,7 +8,7 @@ import torch
 from diffusers import ControlNetModel
 from torch import nn
 
-from sdfastgn.bench.models.architectures import build_unet, randomise
+from sdfastgn.bench.models.architectures import build_unet, randomize
 
 
 def build_controlnet(model: str, dtype: torch.dtype, device: torch.device | str) -> Any:
@@ -21,4 +21,4 @@ def build_controlnet(model: str, dtype: torch.dtype, device: torch.device | str)
     nn.Module.to(controlnet, dtype)
     if torch.device(device).type == "meta":
         return controlnet.eval()
-    return randomise(controlnet.to_empty(device=device), 0).eval()
+    return randomize(controlnet.to_empty(device=device), 0).eval()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import sdfastgn
-from sdfastgn.bench.models.architectures import randomise
+from sdfastgn.bench.models.architectures import randomize
 
 N = 4
 
@@ -32,7 +32,7 @@ def build() -> nn.Module:
         down_block_types=("DownBlock2D", "AttnDownBlock2D"),
         up_block_types=("AttnUpBlock2D", "UpBlock2D"),
     )
-    return randomise(model, 3).train()
+    return randomize(model, 3).train()
 
 
 def gradients(model: nn.Module, rows: slice, device: str) -> dict[str, Tensor]:

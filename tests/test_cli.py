@@ -82,7 +82,7 @@ BAD_INPUT = {
     "demo --output /proc/x": "--output: cannot write a file at '/proc/x/demo.png'",
     # typer's own checks
     "bench --batch two": "Invalid value for '--batch': Input should be a valid integer",
-    "bench --colour": "No such option: --colour",
+    "bench --color": "No such option: --color",
     f"bench --seed {2**64}": f"Invalid value for '--seed': {2**64} is not a whole number of 64 bits",
     f"kernels --seed {-(2**64)}": f"Invalid value for '--seed': {-(2**64)} is not a whole number of 64 bits",
     "paint": "No such command 'paint'.",

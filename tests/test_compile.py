@@ -23,7 +23,7 @@ from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 
 import sdfastgn
-from sdfastgn.bench.models.architectures import randomise
+from sdfastgn.bench.models.architectures import randomize
 from sdfastgn.bench.models.variants import VARIANTS
 
 Call = Callable[[Any, int, int], Tensor]  # (model, N, H) -> output
@@ -114,7 +114,7 @@ BUILDERS = {
 
 def built(name: str) -> tuple[nn.Module, Call]:
     model, call = BUILDERS[name]()
-    randomise(model, 3)
+    randomize(model, 3)
     if name != "group_norm":
         sdfastgn.optimize(model, strict=True)
     return model.eval(), call
@@ -245,11 +245,11 @@ def is_layout_copy(node: fx.Node) -> bool:
     )
 
 
-def neighbours(node: fx.Node, step: Callable[[fx.Node], Any]) -> Iterator[fx.Node]:
+def neighbors(node: fx.Node, step: Callable[[fx.Node], Any]) -> Iterator[fx.Node]:
     """The nodes before or after ``node``, views seen through."""
     for other in step(node):
         if other.op == "call_function" and op_of(other) in VIEWS:
-            yield from neighbours(other, step)
+            yield from neighbors(other, step)
         else:
             yield other
 
@@ -260,7 +260,7 @@ def layout_copies(graph: fx.GraphModule) -> list[str]:
         for node in graph.graph.nodes
         if str(node.target).startswith(OPS)
         for step in (lambda n: n.all_input_nodes, lambda n: list(n.users))
-        for other in neighbours(node, step)
+        for other in neighbors(node, step)
         if is_layout_copy(other)
     ]
 
@@ -298,7 +298,7 @@ _REASON = VARIANTS["compile"].available(torch.device("cpu"))
 
 
 def resnet() -> nn.Module:
-    block = randomise(ResnetBlock2D(in_channels=8, out_channels=12, groups=4, temb_channels=16), 3)
+    block = randomize(ResnetBlock2D(in_channels=8, out_channels=12, groups=4, temb_channels=16), 3)
     return sdfastgn.optimize(block.to(memory_format=torch.channels_last), strict=True)
 
 
@@ -371,7 +371,7 @@ def test_compiled_modules_can_be_optimized_and_restored(way: str) -> None:
     model, call = unet()
     if not hasattr(model, way):
         pytest.skip(f"this diffusers has no {way}")
-    randomise(model, 3).eval()
+    randomize(model, 3).eval()
     stock = copy.deepcopy(model)
     with torch.no_grad():
         expected = call(stock, 2, 8)

@@ -19,7 +19,7 @@ from diffusers import (
 
 import sdfastgn
 from sdfastgn.bench.images import psnr
-from sdfastgn.bench.models.architectures import build_unet, randomise, unet_inputs
+from sdfastgn.bench.models.architectures import build_unet, randomize, unet_inputs
 from sdfastgn.bench.models.pipelines import build_pipeline
 from tests.patches.cases import ip_adapter_weights
 
@@ -98,7 +98,7 @@ def scale_shift():
 )
 def test_same_output_and_exact_restore(build, fusions):
     model, call = build()
-    randomise(model, 3).eval()
+    randomize(model, 3).eval()
     with torch.no_grad():
         before = call()
         sdfastgn.optimize(model)

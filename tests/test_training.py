@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import sdfastgn
-from sdfastgn.bench.models.architectures import randomise
+from sdfastgn.bench.models.architectures import randomize
 from tests import ddp_worker as worker
 
 WORKER = Path(__file__).with_name("ddp_worker.py")
@@ -62,7 +62,7 @@ DTYPES = [
 def test_autocast_follows_eager(
     device: str, layout: torch.memory_format, dtype: torch.dtype, weights: torch.dtype
 ) -> None:
-    ours = randomise(sdfastgn.GroupNorm(3, 30, activation="silu"), 3).to(device, weights)
+    ours = randomize(sdfastgn.GroupNorm(3, 30, activation="silu"), 3).to(device, weights)
     stock = nn.GroupNorm(3, 30).to(device, weights)
     stock.load_state_dict(ours.state_dict())
     x, dy = (noise(2, 30, 9, 7, seed=seed).to(device, dtype) for seed in (0, 1))
@@ -135,7 +135,7 @@ def vae_step() -> tuple[nn.Module, Any]:
 @pytest.mark.parametrize("step", [pytest.param(unet_step, id="unet"), pytest.param(vae_step, id="vae")])
 def test_gradient_checkpointing(step: Any, function: Any) -> None:
     stock, call = step()
-    randomise(stock, 3).train()
+    randomize(stock, 3).train()
     ours = sdfastgn.optimize(copy.deepcopy(stock), strict=True)
     calls = []
 

@@ -14,17 +14,17 @@ import sdfastgn.kernels
 
 CONVOLUTION, GEMM, ATTENTION = "convolution", "GEMM", "attention"
 # Pointwise holds reductions and concatenations too, layout copies also changes of dtype.
-NORMALISATION, POINTWISE, COPIES, OTHER = "normalisation", "pointwise", "layout copies", "other"
+NORMALIZATION, POINTWISE, COPIES, OTHER = "normalization", "pointwise", "layout copies", "other"
 GAPS = "launch gaps"
 # What no fusion of norms, copies and launches can take away: the first three.
 FLOOR = (CONVOLUTION, GEMM, ATTENTION)
-CATEGORIES = (*FLOOR, NORMALISATION, POINTWISE, COPIES, OTHER)
+CATEGORIES = (*FLOOR, NORMALIZATION, POINTWISE, COPIES, OTHER)
 
 # Of the package's own kernels, by what the name of their room and file holds.
 _OWN_FILES = (
-    ("norm", NORMALISATION),
+    ("norm", NORMALIZATION),
     ("attention", ATTENTION),  # of a wide one what stands between its products, which themselves are cuBLAS's
-    ("statistics", NORMALISATION),
+    ("statistics", NORMALIZATION),
     ("linear", GEMM),
     ("geglu", POINTWISE),
     ("upsample", POINTWISE),  # also those around its convolution, which itself is cuDNN's
@@ -43,7 +43,7 @@ def _rules(*rules: tuple[str, str]) -> _Rules:
 _INDUCTOR = _rules(
     (CONVOLUTION, r"^triton_tem_\w*convolution"),
     (GEMM, r"^triton_(tem|mm|bmm)_"),
-    (NORMALISATION, r"^triton_[a-z]+_fused_\w*(group|layer|batch|rms)_norm"),
+    (NORMALIZATION, r"^triton_[a-z]+_fused_\w*(group|layer|batch|rms)_norm"),
     (ATTENTION, r"^triton_[a-z]+_fused_\w*softmax"),
     (
         COPIES,
@@ -67,7 +67,7 @@ _NAMES = _rules(
     # Before convolutions: cuDNN's attention is called flash_fprop.
     (ATTENTION, r"flash|fmha|sdpa|MemEffAttention|efficient_attention|_mha|softmax"),
     (
-        NORMALISATION,
+        NORMALIZATION,
         r"""(group|layer|batch|instance|rms)_?norm|\bbn_(fw|bw)|RowwiseMoments|ComputeFusedParams
         |ComputeInternalGradients|ComputeBackwardFusedParams|GammaBeta""",
     ),
@@ -87,7 +87,7 @@ _NAMES = _rules(
 
 _OPERATORS = _rules(
     (ATTENTION, r"scaled_dot_product|(flash|efficient|cudnn)_attention|softmax|multi_head_attention"),
-    (NORMALISATION, r"(group|layer|batch|instance|rms)_norm|^sdfastgn::\w*(norm|statistics)"),
+    (NORMALIZATION, r"(group|layer|batch|instance|rms)_norm|^sdfastgn::\w*(norm|statistics)"),
     (CONVOLUTION, r"convolution|conv_transpose|conv[0-9]?d|conv_depthwise"),
     (GEMM, r"::(\w*_)?(addmm|addbmm|baddbmm|bmm|mm|addmv|mv|dot|matmul|linear)(_\w+)?$"),
     (COPIES, r"^aten::(copy_?|_to_copy|to|clone|contiguous)$"),

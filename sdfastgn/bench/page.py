@@ -18,7 +18,7 @@ from sdfastgn.bench.kernel_categories import CATEGORIES, GAPS
 from sdfastgn.bench.models.run import Row
 from sdfastgn.bench.models.variants import label
 from sdfastgn.bench.tables.markdown import number, source_line
-from sdfastgn.bench.tables.plots import CATEGORY_COLOURS
+from sdfastgn.bench.tables.plots import CATEGORY_COLORS
 from sdfastgn.bench.tables.profile import breakdown_of
 from sdfastgn.bench.tables.results import Result, cases_of, comparison, tables_of
 
@@ -60,7 +60,7 @@ def write_page(path: Path, results: Sequence[Result]) -> None:
     shown = environment.get_template("report.html").render(
         results=[(result, source_line(result.content), tables_of(result)) for result in results],
         cases=cases,
-        colours=CATEGORY_COLOURS,
+        colors=CATEGORY_COLORS,
         comparison=comparison(results),
     )
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
-from sdfastgn.bench.models.architectures import randomise
+from sdfastgn.bench.models.architectures import randomize
 from sdfastgn.bench.models.configurations import SCHEDULERS, TEXT_ENCODERS, UNETS, VAES
 from sdfastgn.bench.models.pipelines import build_tokenizer
 
@@ -63,7 +63,7 @@ def image(channels: int = 3, size: int = 64) -> Tensor:
 def model(cls: str | type, *config: Any, **options: Any) -> Any:
     """A network with random weights; a class of diffusers may be given by its name."""
     cls = getattr(diffusers, cls) if isinstance(cls, str) else cls
-    return randomise(cls(*config, **options), 3).to(**WHERE).eval()
+    return randomize(cls(*config, **options), 3).to(**WHERE).eval()
 
 
 def pipeline(name: str, parts: dict[str, Any], **inputs: Any) -> Built:

@@ -58,7 +58,7 @@ def compiled(launch: Launch, tensors: tuple[Tensor | None, ...], generation: str
     signature = {name: "fp32" if name in FLOATS else "i32" for name in names}
     signature |= {name: POINTERS[tensor.dtype] for name, tensor in pointers.items() if tensor is not None}
     signature |= dict.fromkeys(constants, "constexpr")
-    # PyTorch's memory starts at multiples of 16 bytes; Triton specialises on that.
+    # PyTorch's memory starts at multiples of 16 bytes; Triton specializes on that.
     attributes = {
         (i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")
     }

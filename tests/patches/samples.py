@@ -39,7 +39,7 @@ def image(*shape: int, seed: int = 0) -> Tensor:
     return x.requires_grad_()
 
 
-def randomise(module: nn.Module) -> nn.Module:
+def randomize(module: nn.Module) -> nn.Module:
     """Random affine everywhere, so that a forgotten weight or bias shows."""
     g = torch.Generator().manual_seed(7)
     with torch.no_grad():
@@ -51,7 +51,7 @@ def randomise(module: nn.Module) -> nn.Module:
 
 def twins_of(module: nn.Module, device: str, dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
     """(optimized, stock) with the same random weights."""
-    stock = randomise(module).to(device, dtype)
+    stock = randomize(module).to(device, dtype)
     return sdfastgn.optimize(copy.deepcopy(stock)), stock
 
 
@@ -377,7 +377,7 @@ def snapshot(root: nn.Module) -> dict[str, Any]:
 
 
 def stock_and_output(build: Build, call: Call) -> tuple[nn.Module, Tensor]:
-    module = randomise(build())
+    module = randomize(build())
     return module, output(module, call)
 
 

@@ -18,7 +18,7 @@ from sdfastgn.patches.fusions.geglu import FusedGEGLU
 from sdfastgn.patches.fusions.resnet_block import FusedResnetBlock2D
 from sdfastgn.verification import PUT_BACK, RIGHT, UNVERIFIED
 from tests.kernels.samples import interpreted, kernels
-from tests.patches.samples import each_part, each_sample, randomise, snapshot
+from tests.patches.samples import each_part, each_sample, randomize, snapshot
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -37,7 +37,7 @@ def in_dtype(module, call, dtype):
 
 
 def check(build, call, dtype):
-    module = sdfastgn.optimize(randomise(build()).to(dtype), cuda_graphs=False)
+    module = sdfastgn.optimize(randomize(build()).to(dtype), cuda_graphs=False)
     fused = list(dict.fromkeys(f.module for f in patcher.inspect(module)))
     recorded = verification.record(fused, lambda: in_dtype(module, call, dtype))
     for part, inputs in recorded.items():
@@ -73,12 +73,12 @@ SDXL = {
 
 
 def unet(**options):
-    return randomise(UNet2DConditionModel(**UNET, **UP, **options))
+    return randomize(UNet2DConditionModel(**UNET, **UP, **options))
 
 
 def vae():
     blocks = {"down_block_types": ["DownEncoderBlock2D"] * 2, "up_block_types": ["UpDecoderBlock2D"] * 2}
-    return randomise(AutoencoderKL(block_out_channels=(16, 32), norm_num_groups=8, **blocks))
+    return randomize(AutoencoderKL(block_out_channels=(16, 32), norm_num_groups=8, **blocks))
 
 
 def plain_unet():
@@ -86,7 +86,7 @@ def plain_unet():
         "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
         "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
     }
-    return randomise(
+    return randomize(
         UNet2DModel(block_out_channels=(32, 64), layers_per_block=1, norm_num_groups=8, **blocks)
     )
 
@@ -94,10 +94,10 @@ def plain_unet():
 def tiny_vae():
     blocks = {f"{half}_block_out_channels": (16, 16) for half in ("encoder", "decoder")}
     counts = {f"num_{half}_blocks": (1, 1) for half in ("encoder", "decoder")}
-    return randomise(AutoencoderTiny(**blocks, **counts))
+    return randomize(AutoencoderTiny(**blocks, **counts))
 
 
-MODELS = [unet, lambda: unet(**SDXL), vae, tiny_vae, plain_unet, lambda: randomise(ControlNetModel(**UNET))]
+MODELS = [unet, lambda: unet(**SDXL), vae, tiny_vae, plain_unet, lambda: randomize(ControlNetModel(**UNET))]
 
 
 def statuses(model):

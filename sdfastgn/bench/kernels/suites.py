@@ -319,7 +319,7 @@ _DOUBLED: tuple[Shape, ...] = (
 
 _UPSAMPLE = Suite(
     name="upsample",
-    title="Nearest-neighbour upsampling by two, alone and with a 3 x 3 convolution behind it",
+    title="Nearest-neighbor upsampling by two, alone and with a 3 x 3 convolution behind it",
     axes="NxCxHxW",
     shape_sets={"vae": _DECODER, "unet": _DOUBLED, "all": (*_DOUBLED, *_DECODER, (2, 320, 128, 128))},
     operations=(

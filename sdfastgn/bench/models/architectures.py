@@ -132,10 +132,10 @@ def _build(cls: Any, config: dict[str, Any], dtype: torch.dtype, device: Any, se
     nn.Module.to(model, dtype)
     if torch.device(device).type == "meta":
         return model.eval()
-    return randomise(model.to_empty(device=device), seed).eval()
+    return randomize(model.to_empty(device=device), seed).eval()
 
 
-def randomise(module: nn.Module, seed: int) -> Any:
+def randomize(module: nn.Module, seed: int) -> Any:
     """Random weights in place, in the parameters' own dtype and on their device; returns ``module``."""
     norms = {id(m.weight) for m in module.modules() if isinstance(m, (nn.GroupNorm, nn.LayerNorm))}
     generators: dict[torch.device, torch.Generator] = {}

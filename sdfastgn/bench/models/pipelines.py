@@ -109,4 +109,4 @@ def _text_encoder(
     # Built where it runs: the meta device would leave its buffers empty.
     with torch.device(device):
         encoder = cls(CLIPTextConfig(**config, **tokens))
-    return architectures.randomise(encoder.to(dtype), seed).eval()
+    return architectures.randomize(encoder.to(dtype), seed).eval()

@@ -31,7 +31,7 @@ from sdfastgn.bench.kernel_categories import (
     COPIES,
     FLOOR,
     GAPS,
-    NORMALISATION,
+    NORMALIZATION,
     OTHER,
     category,
     operator_category,
@@ -107,7 +107,7 @@ def _operator(event: Any) -> str:
     """
     outer = None if operator_category(event.name) == COPIES else event
     while outer is not None:
-        if operator_category(outer.name) in (ATTENTION, NORMALISATION):
+        if operator_category(outer.name) in (ATTENTION, NORMALIZATION):
             return str(outer.name)
         outer = outer.cpu_parent
     return str(event.name)

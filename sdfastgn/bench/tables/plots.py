@@ -23,10 +23,10 @@ from sdfastgn.bench.tables.end_to_end import headline_times
 from sdfastgn.bench.tables.markdown import number, source_line
 from sdfastgn.bench.tables.profile import breakdown_of, lowest_floor, row_title
 
-# Colours that stay apart in print and for the colour-blind (Okabe and Ito).
-_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999")
-# The same colour for a category in every picture. What is not in a kernel of known use is pale.
-CATEGORY_COLOURS = {**dict(zip(CATEGORIES, _COLOURS, strict=False)), OTHER: "#555555", GAPS: "#DDDDDD"}
+# Colors that stay apart in print and for the color-blind (Okabe and Ito).
+_COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999")
+# The same color for a category in every picture. What is not in a kernel of known use is pale.
+CATEGORY_COLORS = {**dict(zip(CATEGORIES, _COLORS, strict=False)), OTHER: "#555555", GAPS: "#DDDDDD"}
 
 
 def plot_reason() -> str | None:
@@ -54,8 +54,8 @@ def headline(results: Path, path: Path) -> None:
         axes.set_visible(False)
     for axes, (title, times) in zip(every, panels.items(), strict=False):
         names, values = zip(*times, strict=True)
-        colours = [_COLOURS[0] if name == OURS else _COLOURS[-1] for name in names]
-        bars = axes.barh(names, values, color=colours)
+        colors = [_COLORS[0] if name == OURS else _COLORS[-1] for name in names]
+        bars = axes.barh(names, values, color=colors)
         axes.bar_label(bars, list(map(number, values)), padding=3, fontsize="small")
         axes.set_title(title, fontsize="small")
         axes.tick_params(labelsize="small")
@@ -79,12 +79,12 @@ def roofline(rows: Sequence[KernelRow], path: Path, title: str) -> None:
     names = sorted(timed, key=lambda name: (name != COPY, name != OURS))
     every = figure.subplots(1, 2, sharey=True)
     for axes, kind in zip(every, ("hot", "cold"), strict=True):
-        for colour, name in zip(itertools.cycle(_COLOURS), names, strict=False):
+        for color, name in zip(itertools.cycle(_COLORS), names, strict=False):
             points = sorted(
                 (_megabytes(row), getattr(row, f"{kind}_gbps")) for row in rows if row.provider == name
             )
             style = "k--" if name == COPY else "o-" if name == OURS else "."
-            options = {} if name == COPY else {"color": colour}
+            options = {} if name == COPY else {"color": color}
             axes.plot(*zip(*points, strict=True), style, markersize=4, linewidth=1.2, label=name, **options)
         axes.set(xscale="log", yscale="log", xlabel="MB read and written at least", title=f"{kind} L2")
         axes.grid(True, which="both", linewidth=0.3)
@@ -133,7 +133,7 @@ def _stacked_bars(axes: Any, rows: Sequence[Row]) -> None:
     ends = [0.0] * len(rows)
     for name in (*CATEGORIES, GAPS):
         lengths = [one.categories[name] for one in found]
-        axes.barh(places, lengths, left=ends, color=CATEGORY_COLOURS[name], label=name, height=0.7)
+        axes.barh(places, lengths, left=ends, color=CATEGORY_COLORS[name], label=name, height=0.7)
         ends = [end + length for end, length in zip(ends, lengths, strict=True)]
     for place, one in zip(places, found, strict=True):
         axes.vlines(one.floor_ms, place - 0.42, place + 0.42, color="black", linewidth=2)

@@ -76,7 +76,7 @@ def is_one_product(x: Tensor, parameters: Parameters) -> bool:
 def joined(owner: nn.Module, parameters: Parameters) -> tuple[Tensor, Tensor | None] | None:
     """Weight and bias of the layer that computes what the layers of ``parameters`` do.
 
-    Each is one tensor over neighbours among those packed for ``owner``. None if any lie apart.
+    Each is one tensor over neighbors among those packed for ``owner``. None if any lie apart.
     """
     allocation = _allocation(owner)
     if allocation is None:

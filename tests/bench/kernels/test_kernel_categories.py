@@ -11,7 +11,7 @@ from sdfastgn.bench.kernel_categories import (
     COPIES,
     FLOOR,
     GEMM,
-    NORMALISATION,
+    NORMALIZATION,
     OTHER,
     POINTWISE,
     category,
@@ -51,7 +51,7 @@ BY_NAME = {
         "void (anonymous namespace)::softmax_warp_forward<c10::Half, c10::Half, float, 10, false>(...)",
         "triton_red_fused__softmax_mul_4",
     ],
-    NORMALISATION: [
+    NORMALIZATION: [
         "void at::native::(anonymous namespace)::RowwiseMomentsCUDAKernel<c10::Half>(long, float)",
         "void at::native::elementwise_kernel<128, 4, (anonymous namespace)::GroupNormKernelImpl",
         "void at::native::(anonymous namespace)::GammaBetaBackwardCUDAKernel<c10::Half>",
@@ -93,7 +93,7 @@ WITH_OPERATOR = {
     ("nvjet_hsh_128x128_64x4_1x2_h_bz_TNN", "aten::cudnn_convolution"): CONVOLUTION,
     ("void cutlass::Kernel2<cutlass_80_tensorop_f16_s16816gemm>", "aten::convolution_backward"): CONVOLUTION,
     ("nvjet_hsh_128x128_64x4_1x2_h_bz_TNN", "aten::_scaled_dot_product_attention_math"): ATTENTION,
-    ("void at::native::vectorized_elementwise_kernel<4>", "aten::native_group_norm"): NORMALISATION,
+    ("void at::native::vectorized_elementwise_kernel<4>", "aten::native_group_norm"): NORMALIZATION,
     ("Memset (Device)", "aten::addmm"): GEMM,
     (MYSTERY, "sfast::cublas_lowp_linear"): GEMM,
     (MYSTERY, "aten::add_"): POINTWISE,
@@ -101,8 +101,8 @@ WITH_OPERATOR = {
     # the name says more than the operator
     ("void cudnn::ops::nchwToNhwcKernel<__half, __half>(...)", "aten::cudnn_convolution"): COPIES,
     ("Memcpy DtoD (Device -> Device)", "aten::cat"): COPIES,
-    ("triton_red_fused_native_group_norm_0", "triton_red_fused_native_group_norm_0"): NORMALISATION,
-    ("apply_kernel", "aten::convolution"): NORMALISATION,
+    ("triton_red_fused_native_group_norm_0", "triton_red_fused_native_group_norm_0"): NORMALIZATION,
+    ("apply_kernel", "aten::convolution"): NORMALIZATION,
     # an operator that says nothing leaves it to the name
     ("nvjet_hsh_128x128_64x4_1x2_h_bz_TNN", "Torch-Compiled Region: 0/0"): GEMM,
     (MYSTERY, "aten::view"): OTHER,
@@ -114,9 +114,9 @@ OPERATORS = {
     "aten::linear": GEMM,
     "aten::_addmm_activation": GEMM,
     "aten::_scaled_dot_product_flash_attention_for_cpu": ATTENTION,
-    "aten::native_layer_norm": NORMALISATION,
-    "sdfastgn::group_norm": NORMALISATION,
-    "sdfastgn::cat_with_statistics": NORMALISATION,
+    "aten::native_layer_norm": NORMALIZATION,
+    "sdfastgn::group_norm": NORMALIZATION,
+    "sdfastgn::cat_with_statistics": NORMALIZATION,
     "aten::silu": POINTWISE,
     "aten::upsample_bilinear2d": POINTWISE,  # not a linear
     "aten::clone": COPIES,
@@ -153,4 +153,4 @@ def test_the_packages_kernels_are_found_with_a_category() -> None:
     without = [name for name, own in found.items() if own is None]
     assert not without, f"say in kernel_categories._OWN_FILES what the kernels of a new file are: {without}"
     norms = ("apply_kernel", "small_kernel", "channels_kernel", "merge_kernel", "_statistics_kernel")
-    assert {category(name) for name in norms} == {NORMALISATION}
+    assert {category(name) for name in norms} == {NORMALIZATION}

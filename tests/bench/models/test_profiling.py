@@ -23,7 +23,7 @@ from sdfastgn.bench.kernel_categories import (
     FLOOR,
     GAPS,
     GEMM,
-    NORMALISATION,
+    NORMALIZATION,
     OTHER,
     POINTWISE,
 )
@@ -104,7 +104,7 @@ def test_kernels_take_the_category_of_the_operator_that_launched_them() -> None:
     assert shares[CONV_KERNEL] == {CONVOLUTION: 1.0}
     assert shares[NHWC_KERNEL] == {COPIES: 1.0}
     assert shares[ADD_KERNEL] == {POINTWISE: 1.0}
-    assert shares["norm_part"] == {NORMALISATION: 1.0}  # what a norm is made of belongs to it
+    assert shares["norm_part"] == {NORMALIZATION: 1.0}  # what a norm is made of belongs to it
     assert shares[UNKNOWN] == {COPIES: 1.0}  # but not the copy of its input
     assert shares[GEMM_KERNEL] == pytest.approx({CONVOLUTION: 0.75, ATTENTION: 0.25})
 
@@ -231,7 +231,7 @@ def test_operators_of_a_call_on_the_cpu() -> None:
         found = profiling.measure(call, None, torch.device("cpu"), call_ms=2.0, replay_ms=None)
     assert (found.source, found.timed_ms, found.call_gaps_ms) == (CPU, 2.0, None)
     assert all(
-        found.categories[name] > 0 for name in (CONVOLUTION, GEMM, ATTENTION, NORMALISATION, POINTWISE)
+        found.categories[name] > 0 for name in (CONVOLUTION, GEMM, ATTENTION, NORMALIZATION, POINTWISE)
     )
     assert sum(found.categories.values()) == pytest.approx(found.total_ms)
     assert found.floor_ms == pytest.approx(sum(found.categories[name] for name in FLOOR))

@@ -40,7 +40,7 @@ def test_rows(dtype: str) -> None:
         assert row.saved_mib is not None
     assert ours.saved_mib is not None
     assert eager.saved_mib is not None
-    assert 0 < ours.saved_mib < eager.saved_mib  # one tensor less for each normalisation and activation
+    assert 0 < ours.saved_mib < eager.saved_mib  # one tensor less for each normalization and activation
     assert eager.error_eager == 0
 
 

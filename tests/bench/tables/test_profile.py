@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from sdfastgn.bench.documents import OK, WRONG
-from sdfastgn.bench.kernel_categories import CATEGORIES, CONVOLUTION, GAPS, GEMM, NORMALISATION, OTHER
+from sdfastgn.bench.kernel_categories import CATEGORIES, CONVOLUTION, GAPS, GEMM, NORMALIZATION, OTHER
 from sdfastgn.bench.models.profiling import CALL, CPU, REPLAY, Breakdown
 from sdfastgn.bench.models.run import Row
 from sdfastgn.bench.tables import end_to_end, pages, plots
@@ -25,7 +25,7 @@ SLOT = "<!-- table:profile -->\n<!-- /table:profile -->\n"
 def breakdown(
     convolution: float, *, norms: float = 1.0, other: float = 0.0, source: str = REPLAY
 ) -> Breakdown:
-    values = {CONVOLUTION: convolution, GEMM: 2.0, NORMALISATION: norms, OTHER: other, GAPS: 0.5}
+    values = {CONVOLUTION: convolution, GEMM: 2.0, NORMALIZATION: norms, OTHER: other, GAPS: 0.5}
     unknown = [{"name": MYSTERY, "category": OTHER, "calls": 3, "ms": other}] if other else []
     return Breakdown(
         source=source,

@@ -176,7 +176,7 @@ def test_nan_and_inf_stay_in_their_group(shape, groups, value, device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
 def test_nan_stays_on_its_side_of_a_pair(value, device):
-    """Two neighbours share a reciprocal in the sigmoid; channels 4 and 5 are in two groups."""
+    """Two neighbors share a reciprocal in the sigmoid; channels 4 and 5 are in two groups."""
     x, weight, bias = make((1, 15, 60, 61), torch.float16, device)
     assert isinstance(launch_config(1, 15, 60 * 61, 3, True, 132), SplitConfig)
     x[0, 4, 1, 1] = value

@@ -82,7 +82,7 @@ def test_real_shapes_on_the_gpu(shape, dtype, layout):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shape", [(2, 37, 5, 9), (2, 34, 23, 29)], ids=["small", "split"])
 def test_each_channel_has_its_own_scale(shape, device):
-    """Neighbouring channels of very different sizes, one of them NaN, lie in one program's tile."""
+    """Neighboring channels of very different sizes, one of them NaN, lie in one program's tile."""
     x = make(shape, device=device)[0]
     factors = (10.0 ** torch.linspace(-2, 4, shape[1], device=device)).reshape(1, -1, 1, 1)
     x = (x * factors).to(memory_format=torch.channels_last)

@@ -107,7 +107,7 @@ def test_statistics_that_are_views(shape, groups, view, device):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("shape", "groups"), [SMALL, SPLIT])
 def test_the_statistics_given_are_the_ones_used(shape, groups, layout, device):
-    """Those of another tensor normalise x by that one's mean and deviation."""
+    """Those of another tensor normalize x by that one's mean and deviation."""
     x, weight, bias = make(shape, device=device, layout=layout)
     other = make(shape, device=device, seed=5, mean=-4.0)[0] * 3
     y = run(x, groups, weight, bias, statistics=poisoned_statistics(other, 7))

@@ -1,4 +1,4 @@
-"""Nearest-neighbour upsampling by two and its adjoint: the kernels."""
+"""Nearest-neighbor upsampling by two and its adjoint: the kernels."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ KEEPERS = [
 
 def twins_with(change):
     """(optimized, stock) with the same weights, both changed afterwards."""
-    model = samples.randomise(samples._unet())
+    model = samples.randomize(samples._unet())
     stock = copy.deepcopy(model)
     change(sdfastgn.optimize(model)), change(stock)
     return model, stock
@@ -178,7 +178,7 @@ def test_hooks_that_came_and_went_while_it_was_optimized(hooks):
 
 
 def test_hooks_that_go_after_restore_leave_the_stock_forward():
-    model = samples.randomise(samples._unet())
+    model = samples.randomize(samples._unet())
     before = output(model)
     cpu_offload(sdfastgn.optimize(model), CPU)
     sdfastgn.restore(model)
@@ -238,7 +238,7 @@ def test_a_copy_with_graphs_is_restored_to_what_was_there(copied, has_own):
 
 
 def test_compilers_see_through_an_own_forward():
-    stock = samples.randomise(samples._resnet())
+    stock = samples.randomize(samples._resnet())
     x, temb = samples.image(2, 20, 6, 8), samples.image(2, 16, 1, 1)[:, :, 0, 0]
     fused = copy.deepcopy(stock)
     for module in fused.modules():

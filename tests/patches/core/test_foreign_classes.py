@@ -117,7 +117,7 @@ def test_subclasses_are_reported_and_left_alone(build, call):
 
 @each_fusion
 def test_a_class_over_ours_is_reported(build, call):
-    module = sdfastgn.optimize(samples.randomise(build()))
+    module = sdfastgn.optimize(samples.randomize(build()))
     fused = found(module, "fused")
     for path, _ in fused:
         if type(module.get_submodule(path)).__name__ != "Over":
@@ -216,7 +216,7 @@ def test_a_class_over_a_model_may_use_its_last_norm_alone():
         def forward(self, x):
             return self.conv_norm_out(x)
 
-    unet, x = samples.randomise(samples._unet()), samples.image(2, 20, 8, 8)
+    unet, x = samples.randomize(samples._unet()), samples.image(2, 20, 8, 8)
     expected = unet.conv_norm_out(x)
     sdfastgn.optimize(unet, cuda_graphs=False)
     unet.__class__ = NormOut
@@ -262,7 +262,7 @@ def test_a_subclass_that_computes_something_else():
         def forward(self, *args):
             return super().forward(*args) / 2
 
-    block = samples.randomise(Halved(in_channels=20, groups=5, temb_channels=None))
+    block = samples.randomize(Halved(in_channels=20, groups=5, temb_channels=None))
     x = samples.image(2, 20, 6, 8)
     before = block(x, None)
     sdfastgn.optimize(block)

@@ -130,7 +130,7 @@ def test_edits_between_calls_count(products, change):
 
 
 def of(change, path):
-    """A change of the feed-forward or of one of its neighbours."""
+    """A change of the feed-forward or of one of its neighbors."""
     return pytest.param(lambda model: change(model, path), id=f"{path}-{change.__name__}")
 
 

@@ -75,7 +75,7 @@ def test_same_output_fused_and_bit_identical_after_restore(build, call, request)
 @each_fusion
 def test_twice_is_once(build, call):
     module, before = stock_and_output(build, call)
-    other = samples.randomise(build())
+    other = samples.randomize(build())
     stock, others = snapshot(module), snapshot(other)
     sdfastgn.optimize(module)
     once = snapshot(module)
@@ -90,7 +90,7 @@ def test_twice_is_once(build, call):
 
 @each_fusion
 def test_weights_that_are_loaded_stay(build, call):
-    module = samples.randomise(build())
+    module = samples.randomize(build())
     before = {k: v.clone() for k, v in module.state_dict().items()}
     sdfastgn.optimize(module).load_state_dict({k: v * 2 for k, v in before.items()})
     sdfastgn.restore(module)
@@ -117,7 +117,7 @@ def test_copies_of_a_fused_module_are_fused_and_can_be_restored(build, call, twi
 @each_sample
 def test_gradients_of_a_fused_module(build, call):
     """In train mode too: dropout is 0 in all samples."""
-    module = samples.randomise(build()).train()
+    module = samples.randomize(build()).train()
 
     def gradients():
         module.zero_grad()
@@ -137,7 +137,7 @@ def test_hooks_on_inner_modules_see_what_they_saw(build, call):
     """A hook on a norm or an activation gets the stock value, although the two run as one
     otherwise.
     """
-    module = samples.randomise(build())
+    module = samples.randomize(build())
     watched = {
         n: m
         for n, m in module.named_modules()
@@ -179,7 +179,7 @@ def test_edits_after_optimize_count(build, call):
 
 @each_fusion
 def test_a_foreign_forward_is_left_alone_and_reported(build, call):
-    module = samples.randomise(build())
+    module = samples.randomize(build())
     claimed = [f for f in patcher.inspect(module) if isinstance(f.fusion, ClassSwap)]
     for finding in claimed:
         finding.module.forward = functools.partial(finding.module.forward)
@@ -216,7 +216,7 @@ def test_an_own_forward_in_the_instance_changes_nothing(build, call):
 
 
 def test_an_unknown_upstream_source_is_left_alone(monkeypatch):
-    module = samples.randomise(samples._resnet())
+    module = samples.randomize(samples._resnet())
     samples.make_unknown(monkeypatch, "ResnetBlock2D.forward")
     sdfastgn.optimize(module)
     skipped = {e.fusion: e.reason for e in sdfastgn.report(module).skipped}
@@ -245,7 +245,7 @@ def unlike(forward):
     ],
 )
 def test_a_patched_upstream_class_is_left_alone(patch, monkeypatch):
-    module = samples.randomise(samples._resnet())
+    module = samples.randomize(samples._resnet())
     sdfastgn.optimize(copy.deepcopy(module))  # what an earlier call found says nothing about this one
     monkeypatch.setattr(ResnetBlock2D, "forward", patch(ResnetBlock2D.forward))
     assert (
@@ -270,7 +270,7 @@ def test_a_patch_of_upstream_is_not_kept_alive(monkeypatch):
 
 
 def test_an_activation_without_a_fused_form_keeps_the_norms_fused():
-    module = samples.randomise(samples._resnet(non_linearity="mish"))
+    module = samples.randomize(samples._resnet(non_linearity="mish"))
     sdfastgn.optimize(module)
     report = sdfastgn.report(module)
     assert [e.fusion for e in report.fused] == ["group_norm", "group_norm"]
@@ -278,7 +278,7 @@ def test_an_activation_without_a_fused_form_keeps_the_norms_fused():
 
 
 def test_conv_norm_out_called_by_itself_is_only_a_norm():
-    unet = samples.randomise(samples._unet())
+    unet = samples.randomize(samples._unet())
     x = samples.image(2, 20, 8, 8)
     norm, act = unet.conv_norm_out(x), unet.conv_act(x)
     sdfastgn.optimize(unet)
@@ -287,7 +287,7 @@ def test_conv_norm_out_called_by_itself_is_only_a_norm():
 
 
 def test_conv_norm_out_is_disarmed_after_an_exception():
-    unet = sdfastgn.optimize(samples.randomise(samples._unet()))
+    unet = sdfastgn.optimize(samples.randomize(samples._unet()))
     with pytest.raises(Exception, match=r"."):
         unet(torch.randn(2, 3, 8, 8), 10, torch.randn(2, 3, 12))
     x = samples.image(2, 20, 8, 8)

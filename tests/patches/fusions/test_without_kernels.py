@@ -78,7 +78,7 @@ def run(module, call):
 def test_an_optimized_module_runs_stocks_ops(build, call):
     """The very ops in the same layouts, forward and backward: no copy more, and the same bits."""
     call = channels_first(call)
-    stock = samples.randomise(build())
+    stock = samples.randomize(build())
     fused = sdfastgn.optimize(copy.deepcopy(stock))
     assert sdfastgn.report(fused).fused
     (ops, got), (stock_ops, want) = run(fused, call), run(stock, call)
@@ -96,7 +96,7 @@ def test_a_channels_last_norm_is_exact_far_from_zero(shape, frozen):
     no gradient.
     """
     x = (torch.randn(shape) + 1e3).movedim(1, -1).contiguous().movedim(-1, 1).requires_grad_(not frozen)
-    norm = sdfastgn.optimize(samples.randomise(nn.GroupNorm(2, 8)))
+    norm = sdfastgn.optimize(samples.randomize(nn.GroupNorm(2, 8)))
     y = norm(x)
     assert y.stride() == x.stride()
     truth = nn.functional.group_norm(
@@ -125,7 +125,7 @@ def test_a_norms_parameters_may_lie_anywhere(view, layout):
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
 def test_an_optimized_unet_is_exported_to_onnx(monkeypatch):
     """As TorchScript, in which an op of ours would be an unknown one."""
-    unet = sdfastgn.optimize(samples.randomise(samples._unet()))
+    unet = sdfastgn.optimize(samples.randomize(samples._unet()))
     inputs = (torch.randn(1, 4, 8, 8), torch.tensor(3), torch.randn(1, 5, 12))
     if importlib.util.find_spec("onnx") is None:
         # It only adds functions of onnxscript to a model that is already exported.
@@ -244,7 +244,7 @@ def is_laid_out(unet):
     "arrive", [nn.Module.half, lambda m: m.to(torch.float16), lambda m: nn.Sequential(m).half()[0]]
 )
 def test_weights_are_laid_out_where_that_pays(gpu, arrive):
-    unet = samples.randomise(samples._unet())
+    unet = samples.randomize(samples._unet())
     before = strides(unet)
     sdfastgn.optimize(unet)
     assert strides(unet) == before
@@ -269,7 +269,7 @@ def test_weights_that_are_there_are_laid_out_at_once(gpu):
 
 
 def test_a_forward_where_no_kernel_runs_is_in_stocks_layout(gpu):
-    unet = samples.randomise(samples._unet())
+    unet = samples.randomize(samples._unet())
     stock = copy.deepcopy(unet)
     sdfastgn.optimize(unet).half().float()
     other = sdfastgn.optimize(samples._unet()).half()

@@ -21,7 +21,7 @@ applied = functools.partial(cases.applied, image_bytes.FUSION)
 
 
 def images(kind, dtype, device):
-    if kind == "edges":  # every value at which rounding decides, and its neighbours
+    if kind == "edges":  # every value at which rounding decides, and its neighbors
         middle = (torch.arange(-3, 514) / 255 - 1).double()
         around = torch.stack([middle + d for d in (-1e-3, -1e-6, 0, 1e-6, 1e-3)]).flatten()
         values = around[: len(around) // 12 * 12].reshape(2, 3, -1, 2)
