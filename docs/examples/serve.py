@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from diffusers import DiffusionPipeline
 from fastapi import FastAPI, HTTPException, Response
+from fastapi.concurrency import run_in_threadpool
 from pydantic import BaseModel, Field
 
 import sdfastgn
@@ -31,11 +32,11 @@ WAIT_S = 0.005
 
 
 class Wanted(BaseModel):
-    """One image. What is outside of these limits is answered with 422."""
+    """One image; without a size, of the model's own. Outside of these limits the answer is 422."""
 
     prompt: str = Field(max_length=2000)
-    width: int = Field(1024, ge=64, le=2048, multiple_of=8)
-    height: int = Field(1024, ge=64, le=2048, multiple_of=8)
+    width: int | None = Field(None, ge=64, le=2048, multiple_of=8)
+    height: int | None = Field(None, ge=64, le=2048, multiple_of=8)
     steps: int = Field(30, ge=1, le=100)
     guidance: float = Field(7.5, ge=0, le=50)
     seed: int = Field(0, ge=0, lt=2**63)
@@ -111,6 +112,12 @@ class Batcher:
                 each.image.set_result(image)
 
 
+def _png(image: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
 def serve(pipe: Any) -> FastAPI:
     """The application around a pipeline that is ready."""
     app, batcher = FastAPI(), Batcher(pipe)
@@ -121,14 +128,14 @@ def serve(pipe: Any) -> FastAPI:
             image = await asyncio.wrap_future(batcher.submit(wanted))
         except Exception as error:
             raise HTTPException(500, f"{type(error).__name__}: {error}") from error
-        png = io.BytesIO()
-        image.save(png, format="PNG")
-        return Response(png.getvalue(), media_type="image/png")
+        # In a thread: a PNG takes long enough that other requests would wait for it.
+        return Response(await run_in_threadpool(_png, image), media_type="image/png")
 
     return app
 
 
 def create_app() -> FastAPI:
+    # dtype is torch_dtype before diffusers 0.40.
     pipe = DiffusionPipeline.from_pretrained(os.environ["MODEL"], dtype=torch.float16).to("cuda")
     pipe.set_progress_bar_config(disable=True)
     sdfastgn.optimize(pipe)

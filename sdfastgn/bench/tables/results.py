@@ -146,7 +146,7 @@ def comparison(results: Sequence[Result]) -> Blocks:
         values = [each.get(key) for each in times]
         ratios = [f"{value / values[0]:.2f}" if value and values[0] else NOTHING for value in values[1:]]
         body.append([*key, *(number(value, 4) for value in values), *ratios])
-    caption = (
-        f"milliseconds; of kernels microseconds, hot L2; {OTHER_MACHINE}: its GPU is not that of {first.name}"
-    )
+    caption = "milliseconds; of kernels microseconds, hot L2"
+    if any(result.machine != first.machine for result in results):
+        caption += f"; {OTHER_MACHINE}: its GPU is not that of {first.name}"
     return Blocks(header, body, "comparison", caption, left=2)
