@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import hashlib
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import subprocess
@@ -27,6 +28,13 @@ def installed_versions() -> dict[str, str | None]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found
+
+
+def cuda_package_reason(package: str, device: torch.device, title: str = "") -> str | None:
+    """Why a package of CUDA kernels, which people call ``title``, cannot run; None where it can."""
+    if importlib.util.find_spec(package) is None:
+        return f"package {package}{title and f' ({title})'} is not installed"
+    return None if device.type == "cuda" else f"{title or package} needs CUDA; the device is {device}"
 
 
 def _output_of(*command: str) -> str | None:

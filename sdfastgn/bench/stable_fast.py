@@ -37,9 +37,10 @@ def reason(device: torch.device) -> str | None:
 
 def kernel_reason(device: torch.device) -> str | None:
     """Why stable-fast's kernel, which needs no extension, cannot run here; None where it can."""
-    if _folder() is None:
-        return "package sfast (stable-fast) is not installed"
-    return None if device.type == "cuda" else f"stable-fast needs CUDA; the device is {device}"
+    # Here, because it imports torch, and help texts list the variants.
+    from sdfastgn.bench.environment import cuda_package_reason
+
+    return cuda_package_reason("sfast", device, "stable-fast")
 
 
 # Triton's launch functions as sfast wraps them at import, slowing everyone's launches.

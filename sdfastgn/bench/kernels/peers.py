@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
-from collections.abc import Callable
 from typing import Any
-
-import torch
 
 from sdfastgn.bench.kernels.suite import Call
 
@@ -15,18 +11,6 @@ from sdfastgn.bench.kernels.suite import Call
 _GNNHWC_SILU = 2
 # Largest image, in pixels, for which apex's layer takes its one-pass kernel on sm_80 and later.
 _APEX_ONE_PASS = 1024
-
-
-def needs(package: str) -> Callable[[torch.device], str | None]:
-    """Why ``package``, a package of CUDA kernels, cannot run on a device; None where it can."""
-
-    def reason(device: torch.device) -> str | None:
-        top = package.split(".")[0]
-        if importlib.util.find_spec(top) is None:
-            return f"package {top} is not installed"
-        return None if device.type == "cuda" else f"{top} needs CUDA; the device is {device}"
-
-    return reason
 
 
 def gnnhwc(groups: int, eps: float) -> Call:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import sdfastgn
 from sdfastgn.bench import stable_fast
+from sdfastgn.bench.environment import cuda_package_reason
 from sdfastgn.bench.kernels import peers
 from sdfastgn.bench.kernels.suite import (
     BACKWARD,
@@ -157,11 +158,14 @@ _INFERENCE = replace(
                 Provider(
                     "gnnhwc",
                     lambda *operands: peers.gnnhwc(GROUPS, EPS),
-                    peers.needs("gnnhwc"),
+                    functools.partial(cuda_package_reason, "gnnhwc"),
                     by_default=False,
                 ),
                 Provider(
-                    "apex", lambda x, *_: peers.apex(x, GROUPS, EPS), peers.needs("apex"), by_default=False
+                    "apex",
+                    lambda x, *_: peers.apex(x, GROUPS, EPS),
+                    functools.partial(cuda_package_reason, "apex"),
+                    by_default=False,
                 ),
                 Provider("stable_fast", _stable_fast, stable_fast.kernel_reason),
             ),

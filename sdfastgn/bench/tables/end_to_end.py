@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from sdfastgn.bench.documents import OK
@@ -130,23 +129,6 @@ def _read(results: Path) -> tuple[_Groups, _Sources]:
 
 def _lines_of(sources: _Sources, groups: Iterable[_Group]) -> list[str]:
     return list(dict.fromkeys(line for group in groups for line in sources[group]))
-
-
-def untouched(rows: Sequence[Row]) -> list[Row]:
-    """Rows of a run with profiles without the times that these may have changed.
-
-    Once it has recorded, the profiler's library costs the CPU time at each launch. What a graph
-    replays has none; before a part's first recording there is next to nothing to change.
-    """
-    replays = {variant.name for variant in VARIANTS.values() if variant.replays_graph}
-    first = {row.part: row for row in reversed(rows)}
-    recorded = next((i for i, row in enumerate(rows) if row.profile is not None), len(rows))
-    return [
-        row
-        if i <= recorded or row is first[row.part] or row.variant in replays
-        else replace(row, median_ms=None, p10_ms=None, p90_ms=None, its=None)
-        for i, row in enumerate(rows)
-    ]
 
 
 def _milliseconds(rows: dict[str, Row], name: str, graph: bool = False) -> float | None:

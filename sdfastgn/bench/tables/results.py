@@ -12,9 +12,9 @@ from sdfastgn.bench.kernels.suite import KernelRow, Suite, rows_of, shape_text
 from sdfastgn.bench.kernels.suites import SUITES
 from sdfastgn.bench.models.presets import PRESETS
 from sdfastgn.bench.models.run import Row
-from sdfastgn.bench.models.variants import label
+from sdfastgn.bench.models.variants import VARIANTS, label
 from sdfastgn.bench.models.warm_up import WaitRow
-from sdfastgn.bench.tables.end_to_end import end_to_end_table, untouched
+from sdfastgn.bench.tables.end_to_end import end_to_end_table
 from sdfastgn.bench.tables.kernels import suite_tables
 from sdfastgn.bench.tables.markdown import NOTHING, number
 from sdfastgn.bench.tables.profile import profile_table, row_title
@@ -59,11 +59,28 @@ def case_title(row: Row, content: dict[str, Any]) -> str:
     return f"{row_title(row)}, {part['steps']} steps{scheduler}{processes}"
 
 
+def _untouched(rows: Sequence[Row]) -> list[Row]:
+    """Rows of a run with profiles without the times that these may have changed.
+
+    Once it has recorded, the profiler's library costs the CPU time at each launch. What a graph
+    replays has none; before a part's first recording there is next to nothing to change.
+    """
+    replays = {variant.name for variant in VARIANTS.values() if variant.replays_graph}
+    first = {row.part: row for row in reversed(rows)}
+    recorded = next((i for i, row in enumerate(rows) if row.profile is not None), len(rows))
+    return [
+        row
+        if i <= recorded or row is first[row.part] or row.variant in replays
+        else replace(row, median_ms=None, p10_ms=None, p90_ms=None, its=None)
+        for i, row in enumerate(rows)
+    ]
+
+
 def cases_of(result: Result) -> dict[str, list[Row]]:
     """Rows of ``bench`` by what they are times of; times that a profiler has changed are left out."""
     if result.content["kind"] not in BENCH_KINDS:
         return {}
-    rows = untouched([Row(**values) for values in result.content["rows"]])
+    rows = _untouched([Row(**values) for values in result.content["rows"]])
     cases: dict[str, list[Row]] = {}
     for row in rows:
         cases.setdefault(case_title(row, result.content), []).append(row)

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from sdfastgn.bench.kernels import peers
 from sdfastgn.bench.kernels.suites import EPS, GROUPS, SUITES
 
 X, WEIGHT, BIAS = torch.randn(2, 64, 4, 4), torch.randn(64), torch.randn(64)
@@ -27,9 +26,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> None
 
 
 def test_why_a_package_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    reason = peers.needs("gnnhwc")
+    reason = SUITES["inference"].providers["gnnhwc"].reason
     assert reason(torch.device("cuda")) == "package gnnhwc is not installed"
-    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: name)  # type: ignore[attr-defined]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     assert reason(torch.device("cuda")) is None
     assert reason(torch.device("cpu")) == "gnnhwc needs CUDA; the device is cpu"
 
