@@ -39,6 +39,7 @@ def optimize(
     cuda_graphs: Literal["auto"] | bool = "auto",
     missing_ok: bool = False,
     verify: bool = False,
+    fold_batch_norm: bool = False,
 ) -> T:
     """Make a diffusers pipeline or model channels-last and fuse its norms, in place.
 
@@ -60,6 +61,10 @@ def optimize(
             in fp32 (fp64 for fp32) than four times stock's own error and one unit of rounding. A
             UserWarning and ``report`` name these, and the warning what could not be verified. Takes
             memory for one part in fp32, and as long as compiling its kernels for small images.
+        fold_batch_norm: fold each BatchNorm2d that directly follows a Conv2d in an ``nn.Sequential``
+            into that convolution, in eval and without gradients. Parameters stay as they are. A
+            change to one is seen if it is replaced or changed in place; after a write through
+            ``.data`` call ``restore`` and ``optimize`` again. Takes memory for the folded weights.
 
     Returns:
         ``obj`` itself. Fused modules get subclasses of their own classes, with the same names.
@@ -75,7 +80,8 @@ def optimize(
             or with ``strict`` in a pipeline. Or something must be skipped with ``strict``; the message
             says what and why. Or the model is wrapped in DistributedDataParallel: optimize it first.
     """
-    before, _ = _optimize("optimize", obj, strict, cuda_graphs, missing_ok, verify)
+    asked = ("batch_norm",) if fold_batch_norm else ()
+    before, _ = _optimize("optimize", obj, strict, cuda_graphs, missing_ok, verify, asked)
     if not (before or missing_ok):
         warnings.warn(f"sdfastgn.optimize: {_nothing_in(obj)}", stacklevel=2)
     return obj
@@ -216,7 +222,13 @@ def _put_back(before: list[_Before], parts: list[tuple[str, Any]]) -> list[tuple
 
 
 def _optimize(
-    call: str, obj: Any, strict: bool, cuda_graphs: str | bool, missing_ok: bool, verified: bool = False
+    call: str,
+    obj: Any,
+    strict: bool,
+    cuda_graphs: str | bool,
+    missing_ok: bool,
+    verified: bool = False,
+    asked: tuple[str, ...] = (),
 ) -> tuple[list[_Before], list[patcher.Finding]]:
     """Carry it out. Returns what each component was before, and the other parts.
 
@@ -225,14 +237,14 @@ def _optimize(
     # 0 and numpy's False are equal to False and are not it.
     if type(cuda_graphs) not in (bool, str) or cuda_graphs not in graphs.MODES:
         raise ValueError(f'sdfastgn.{call}: cuda_graphs={cuda_graphs!r} must be "auto", True or False')
-    roots = _roots(call, obj)
+    roots = _roots(call, obj, asked)
     if not roots:
         if not missing_ok and (strict or isinstance(obj, nn.Module)):
             raise ValueError(f"sdfastgn.{call}: {_nothing_in(obj)} (missing_ok=True returns it as it is)")
         return [], []
     if any(channels_last.unconverted_weights(root) for root in roots.values()) and is_in_ddp(roots.values()):
         raise ValueError(_in_ddp(call, obj, "optimize it before it is wrapped"))
-    findings = {name: patcher.inspect(root, name) for name, root in roots.items()}
+    findings = {name: patcher.inspect(root, name, asked) for name, root in roots.items()}
     parts = patcher.inspect_parts(_parts(obj))
     skipped = [f for found in (*findings.values(), parts) for f in found if f.status == "skipped"]
     if strict and skipped:
@@ -308,7 +320,7 @@ def _left_over(call: str, left: list[tuple[str, Any]]) -> str:
     )
 
 
-def _roots(call: str, obj: Any) -> dict[str, nn.Module]:
+def _roots(call: str, obj: Any, asked: tuple[str, ...] = ()) -> dict[str, nn.Module]:
     """Modules to work on by component name ("" for a bare module).
 
     Each object once, as part of the outermost component that has it; those without anything to fuse left out.
@@ -327,7 +339,7 @@ def _roots(call: str, obj: Any) -> dict[str, nn.Module]:
         if (
             isinstance(module, nn.Module)
             and all(module is not r for r in roots.values())
-            and (patcher.has_fusions(module) or graphs.has_graphable(module))
+            and (patcher.has_fusions(module, asked) or graphs.has_graphable(module))
         ):
             roots[name] = module
     inner = {id(module) for root in roots.values() for module in root.modules() if module is not root}

@@ -6,7 +6,7 @@ Knows modules and the registry, no model.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import nn
 from sdfastgn.patches.core import channels_last
 from sdfastgn.patches.core.fusion import Fusion, is_over_fused, restore_class
 from sdfastgn.patches.pipeline.object_fusion import ObjectFusion
-from sdfastgn.patches.registry import FUSIONS, OBJECT_FUSIONS
+from sdfastgn.patches.registry import ASKED_FUSIONS, FUSIONS, OBJECT_FUSIONS
 from sdfastgn.patches.shared.packed_weights import unpack
 
 __all__ = [
@@ -48,11 +48,18 @@ class Finding:
     reason: str = ""
 
 
-def inspect(root: nn.Module, prefix: str = "") -> list[Finding]:
-    """What each fusion of the registry says about each module below ``root``. Changes nothing."""
+def inspect(root: nn.Module, prefix: str = "", asked: Collection[str] = ()) -> list[Finding]:
+    """What each fusion of the registry says about each module below ``root``. Changes nothing.
+
+    ``asked``: names of ``ASKED_FUSIONS``; one that is applied to any module counts as asked for.
+    """
+    fusions = [*FUSIONS]
+    for name, fusion in ASKED_FUSIONS.items():
+        if name in asked or any(map(fusion.is_applied, root.modules())):
+            fusions.append(fusion)
     findings = []
     for path, module in root.named_modules(prefix=prefix):
-        for fusion in FUSIONS:
+        for fusion in fusions:
             if fusion.claims(module):
                 findings.append(_finding(path, module, fusion))
     return findings
@@ -68,9 +75,10 @@ def inspect_parts(parts: dict[str, Any]) -> list[Finding]:
     return list(found.values())
 
 
-def has_fusions(root: nn.Module) -> bool:
-    """True if there is anything below ``root`` that a fusion is about."""
-    return any(fusion.claims(module) for module in root.modules() for fusion in FUSIONS)
+def has_fusions(root: nn.Module, asked: Collection[str] = ()) -> bool:
+    """True if there is anything below ``root`` that a fusion is about, one of ``asked`` included."""
+    fusions = (*FUSIONS, *(ASKED_FUSIONS[name] for name in asked))
+    return any(fusion.claims(module) for module in root.modules() for fusion in fusions)
 
 
 def apply(root: nn.Module, findings: list[Finding]) -> None:
@@ -79,7 +87,7 @@ def apply(root: nn.Module, findings: list[Finding]) -> None:
     Undoes itself if anything fails.
     """
     try:
-        for fusion in FUSIONS:
+        for fusion in (*FUSIONS, *ASKED_FUSIONS.values()):
             for finding in findings:
                 if finding.fusion is not fusion or finding.status != "fusable":
                     continue
@@ -132,7 +140,7 @@ def undo(root: nn.Module, prefix: str = "") -> list[tuple[str, Any]]:
     Returns (path, module) of those of which that is impossible: other code has put a class of its
     own over the fused one. Once that code has taken it away, ``undo`` finds the fused one.
     """
-    for fusion in reversed(FUSIONS):
+    for fusion in reversed((*FUSIONS, *ASKED_FUSIONS.values())):
         for module in root.modules():
             if fusion.is_applied(module):
                 fusion.undo(module)

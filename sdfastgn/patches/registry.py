@@ -13,13 +13,14 @@ from typing import Any
 from sdfastgn.patches.core.fusion import Fusion
 from sdfastgn.patches.pipeline.object_fusion import ObjectFusion
 
-__all__ = ["FUSIONS", "MISSING", "OBJECT_FUSIONS"]
+__all__ = ["ASKED_FUSIONS", "FUSIONS", "MISSING", "OBJECT_FUSIONS"]
 
 # (file below ``patches``, its fusions)
 _FUSIONS = (
     ("fusions.group_norm", "FUSION"),
     ("fusions.sequential", "FUSION"),
 )
+_ASKED = (("fusions.sequential", "FOLD_BATCH_NORM"),)
 _OF_DIFFUSERS = (
     ("fusions.resnet_block", "FUSION"),
     ("fusions.temporal_resnet_block", "FUSION", "CAUSAL"),
@@ -59,6 +60,8 @@ def _fusions(*entries: tuple[str, ...]) -> tuple[Any, ...]:
 
 _has_diffusers = importlib.util.find_spec("diffusers") is not None
 FUSIONS: tuple[Fusion, ...] = _fusions(*_FUSIONS, *(_OF_DIFFUSERS if _has_diffusers else ()))
+# Of any model, where they are asked for: by name.
+ASKED_FUSIONS: dict[str, Fusion] = {fusion.name: fusion for fusion in _fusions(*_ASKED)}
 # Of a pipeline, for what is no module.
 OBJECT_FUSIONS: tuple[ObjectFusion, ...] = _fusions(*(_OF_PIPELINES if _has_diffusers else ()))
 

@@ -1,4 +1,6 @@
-"""``nn.Sequential`` with a GroupNorm directly before an activation: the pair runs as one kernel."""
+"""``nn.Sequential`` with pairs that run as one: a GroupNorm directly before an activation as one
+kernel, and where that is asked for a BatchNorm2d in eval as part of the convolution before it.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +9,19 @@ from itertools import pairwise
 from torch import Tensor, nn
 
 from sdfastgn.kernels.common import dispatch
-from sdfastgn.patches.core.fusion import ClassSwap, activation_of
+from sdfastgn.patches.core.class_forward import change_class
+from sdfastgn.patches.core.fusion import ClassSwap, activation_of, foreign_override, restore_class
+from sdfastgn.patches.core.tested_sources import TestedSource
+from sdfastgn.patches.fusions.batch_norm import fold_into, foldable, folded_conv, is_folded, unfold
 from sdfastgn.patches.fusions.group_norm import can_fuse, norm_act
 
-__all__ = ["FUSION", "FusedSequential"]
+__all__ = ["FOLD_BATCH_NORM", "FUSION", "FusedSequential"]
 
 
 class FusedSequential(nn.Sequential):
-    """``nn.Sequential`` that runs each (GroupNorm, activation) pair as one kernel."""
+    """``nn.Sequential`` that runs each (GroupNorm, activation) pair as one kernel, and each pair of a
+    convolution and a ``FoldedBatchNorm2d`` as one convolution.
+    """
 
     def forward(self, input: Tensor) -> Tensor:
         if not (isinstance(input, Tensor) and dispatch.has_kernels(input)):
@@ -22,11 +29,15 @@ class FusedSequential(nn.Sequential):
         modules = list(self)
         i = 0
         while i < len(modules):
-            if i + 1 < len(modules) and can_fuse(modules[i], modules[i + 1]):
-                input = norm_act(modules[i], modules[i + 1], input)
+            first, second = modules[i], modules[i + 1] if i + 1 < len(modules) else None
+            if second is not None and can_fuse(first, second):
+                input = norm_act(first, second, input)
+                i += 2
+            elif second is not None and (folded := folded_conv(first, second, input)) is not None:
+                input = folded
                 i += 2
             else:
-                input = modules[i](input)
+                input = first(input)
                 i += 1
         return input
 
@@ -37,3 +48,37 @@ def _has_pair(module: nn.Module) -> bool:
 
 
 FUSION = ClassSwap("sequential", nn.Sequential, FusedSequential, covers=_has_pair)
+
+
+class _FoldBatchNorm:
+    """Fusion of every module with a BatchNorm2d of its own: only an ``nn.Sequential`` says in which
+    order its parts run.
+    """
+
+    name = "batch_norm"
+    sources: tuple[TestedSource, ...] = ()
+
+    def claims(self, module: nn.Module) -> bool:
+        return any(isinstance(child, nn.BatchNorm2d) for child in module.children())
+
+    def is_applied(self, module: nn.Module) -> bool:
+        return is_folded(module)
+
+    def reason_to_skip(self, module: nn.Module) -> str | None:
+        if type(module) not in (nn.Sequential, FusedSequential):
+            return f"BatchNorm2d is folded in an nn.Sequential alone, and this is a {type(module).__name__}"
+        if not any(True for _ in foldable(module)):
+            return "no BatchNorm2d with running averages is directly behind a Conv2d"
+        return foreign_override(module)
+
+    def apply(self, module: nn.Module) -> None:
+        fold_into(module)
+        change_class(module, FusedSequential)
+
+    def undo(self, module: nn.Module) -> None:
+        unfold(module)
+        if not _has_pair(module):
+            restore_class(module)
+
+
+FOLD_BATCH_NORM = _FoldBatchNorm()

@@ -1,0 +1,116 @@
+"""A ``nn.BatchNorm2d`` in eval, folded into the convolution directly before it in an ``nn.Sequential``.
+
+The parameters stay as they are, and with them the state_dict. The folded weight and bias are made
+at the first call, beside the module, and again when a tensor that they come from was replaced or
+changed in place.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from itertools import pairwise
+from operator import is_
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sdfastgn.kernels.common import dispatch
+from sdfastgn.patches.core.class_forward import change_class
+from sdfastgn.patches.core.fusion import foreign_override, is_unhooked, register_fused, restore_class
+
+__all__ = ["FoldedBatchNorm2d", "fold_into", "foldable", "folded_conv", "is_folded", "unfold"]
+
+
+class FoldedBatchNorm2d(nn.BatchNorm2d):
+    """Says that the ``FusedSequential`` around it may fold it; called by itself it is stock's."""
+
+
+register_fused(FoldedBatchNorm2d, nn.BatchNorm2d)
+
+
+class _Folded(NamedTuple):
+    """What a convolution and a norm come to, and what that was made of."""
+
+    sources: tuple[Tensor | None, ...]
+    states: tuple[Any, ...]
+    weight: Tensor
+    bias: Tensor
+
+
+# By convolution. In no __dict__: nothing to copy, pickle or take away again.
+_folded: weakref.WeakKeyDictionary[nn.Module, _Folded] = weakref.WeakKeyDictionary()
+
+
+def foldable(module: nn.Module) -> Iterator[nn.Module]:
+    """The norms directly behind convolutions among the children of a Sequential."""
+    children = [child for child in module._modules.values() if child is not None]
+    for conv, norm in pairwise(children):
+        if type(conv) is not nn.Conv2d or type(norm) not in (nn.BatchNorm2d, FoldedBatchNorm2d):
+            continue
+        fits = conv.out_channels == norm.num_features and conv.padding_mode == "zeros"
+        if fits and norm.running_mean is not None and foreign_override(norm) is None:
+            yield norm
+
+
+def is_folded(module: nn.Module) -> bool:
+    """True if a norm among the children of ``module`` may be folded."""
+    return any(type(child) is FoldedBatchNorm2d for child in module.children())
+
+
+def fold_into(module: nn.Module) -> None:
+    """Let the norms that are ``foldable`` in ``module`` be folded."""
+    for norm in list(foldable(module)):
+        change_class(norm, FoldedBatchNorm2d)
+
+
+def unfold(module: nn.Module) -> None:
+    for child in module.children():
+        if type(child) is FoldedBatchNorm2d:
+            restore_class(child)
+        _folded.pop(child, None)
+
+
+def folded_conv(conv: Any, norm: Any, x: Tensor) -> Tensor | None:
+    """``norm(conv(x))`` as one convolution; None where it is two."""
+    if type(norm) is not FoldedBatchNorm2d or type(conv) is not nn.Conv2d:
+        return None
+    if norm.training or norm.running_mean is None or norm.running_var is None:
+        return None
+    sources: tuple[Any, ...] = (
+        conv.weight,
+        conv.bias,
+        norm.weight,
+        norm.bias,
+        norm.running_mean,
+        norm.running_var,
+    )
+    if not (is_unhooked(conv) and is_unhooked(norm) and dispatch.is_untraced(x, sources)):
+        return None
+    # A graph would replay the folded weight that it has seen, whatever became of the parameters.
+    is_captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
+    if is_captured or dispatch.wants_gradient(x, sources) or torch.is_autocast_enabled(x.device.type):
+        return None
+    if any(t is not None and t.is_inference() for t in sources):  # which count no changes
+        return None
+    states = (norm.eps, *(None if t is None else (t.data_ptr(), t._version, t.dtype) for t in sources))
+    found = _folded.get(conv)
+    if found is None or found.states != states or not all(map(is_, found.sources, sources)):
+        found = _folded[conv] = _Folded(sources, states, *_fold(norm.eps, *sources))
+    return F.conv2d(x, found.weight, found.bias, conv.stride, conv.padding, conv.dilation, conv.groups)
+
+
+@torch.no_grad()
+def _fold(
+    eps: float, weight: Tensor, bias: Tensor | None, scale: Tensor | None, offset: Tensor | None,
+    mean: Tensor, var: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Weight and bias of the convolution, in fp64 until the one rounding at the end."""
+    factor = torch.rsqrt(var.double() + eps)
+    factor = factor if scale is None else factor * scale.double()
+    shift = -mean.double() if bias is None else bias.double() - mean.double()
+    shift = shift * factor if offset is None else shift * factor + offset.double()
+    folded = weight.double() * factor.view(-1, 1, 1, 1)
+    return folded.to(weight.dtype), shift.to(weight.dtype)

@@ -1,0 +1,189 @@
+"""``optimize(..., fold_batch_norm=True)``: what is folded, when, and the exact way back."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import sdfastgn
+from sdfastgn.patches.fusions import batch_norm
+
+
+class Block(nn.Module):
+    """A convolution and a norm that no Sequential holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bn(self.conv(x))
+
+
+def model() -> nn.Sequential:
+    found = nn.Sequential(
+        nn.Sequential(nn.Conv2d(3, 8, 3, padding=1, stride=2, bias=False), nn.BatchNorm2d(8), nn.ReLU()),
+        nn.Sequential(
+            nn.Conv2d(8, 8, 3, groups=2), nn.BatchNorm2d(8, affine=False),
+            nn.Conv2d(8, 8, 1), nn.GroupNorm(2, 8), nn.SiLU(),
+        ),
+        Block(),
+    )  # fmt: skip
+    for m in found.modules():
+        if isinstance(m, nn.BatchNorm2d):
+            m.running_mean.normal_()
+            m.running_var.uniform_(0.5, 2)
+            for p in m.parameters():
+                nn.init.normal_(p)
+    return found.eval()
+
+
+X = torch.randn(2, 3, 9, 11, generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def compare(ours: nn.Module, stock: nn.Module) -> int:
+    """Asserts that both give the same, and returns how many norms ran by themselves."""
+    with mock.patch.object(
+        nn.BatchNorm2d, "forward", autospec=True, side_effect=nn.BatchNorm2d.forward
+    ) as norm:
+        y = ours(X)
+    torch.testing.assert_close(y, stock(X), atol=2e-5, rtol=2e-5)
+    return norm.call_count
+
+
+def folded(**options: object) -> tuple[nn.Module, nn.Module]:
+    stock = model()
+    return sdfastgn.optimize(copy.deepcopy(stock), fold_batch_norm=True, **options), stock
+
+
+def test_norms_behind_convolutions_of_a_sequential_are_folded():
+    assert compare(*folded()) == 1  # the block's own
+    report = sdfastgn.report(folded()[0])
+    assert [e.path for e in report.fused if e.fusion == "batch_norm"] == ["0", "1"]
+    (skipped,) = report.skipped
+    assert (skipped.path, skipped.fusion) == ("2", "batch_norm")
+    assert skipped.reason == "BatchNorm2d is folded in an nn.Sequential alone, and this is a Block"
+
+
+def test_nothing_is_folded_unless_asked():
+    stock = model()
+    ours = sdfastgn.optimize(copy.deepcopy(stock))
+    assert compare(ours, stock) == 3
+    assert not [e for e in sdfastgn.report(ours).entries if e.fusion == "batch_norm"]
+
+
+def test_parameters_stay_and_restore_is_exact():
+    ours = model()
+    stock = copy.deepcopy(ours)
+    state, classes = {k: (t, t.clone()) for k, t in ours.state_dict(keep_vars=True).items()}, kinds(ours)
+    attributes = [set(vars(m)) for m in ours.modules()]
+    sdfastgn.optimize(ours, fold_batch_norm=True)
+    compare(ours, stock)
+    for key, t in ours.state_dict(keep_vars=True).items():
+        assert t is state[key][0]
+        assert torch.equal(t, state[key][1])
+    assert sdfastgn.restore(ours) is ours
+    assert kinds(ours) == classes
+    assert [set(vars(m)) for m in ours.modules()] == attributes
+    assert not any(conv in batch_norm._folded for conv in ours.modules())
+    assert torch.equal(ours(X), stock(X))
+
+
+def kinds(module: nn.Module) -> list[type]:
+    return [type(m) for m in module.modules()]
+
+
+def test_copies_fold_for_themselves():
+    ours, stock = folded()
+    compare(ours, stock)
+    assert kinds(copy.deepcopy(ours)) == kinds(ours)
+    assert kinds(pickle.loads(pickle.dumps(ours[0]))) == kinds(ours[0])
+    twin = copy.deepcopy(ours)
+    with torch.no_grad():
+        twin[0][1].weight.mul_(2)
+    assert compare(ours, stock) == 1
+
+
+CHANGES = {
+    "in place": lambda m: m[0][1].weight.mul_(2),
+    "averages": lambda m: m[0][1].running_mean.add_(1),
+    "eps": lambda m: setattr(m[0][1], "eps", 0.5),
+    "replaced": lambda m: setattr(m[0][0], "weight", nn.Parameter(m[0][0].weight * 2)),
+    "moved": lambda m: setattr(m[0][0].weight, "data", m[0][0].weight.data * 2),
+    "loaded": lambda m: m[0].load_state_dict({k: t * 2 for k, t in m[0].state_dict().items()}),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_changes_are_seen(change):
+    ours, stock = folded()
+    compare(ours, stock)
+    before = ours(X)
+    with torch.no_grad():
+        change(ours)
+        change(stock)
+        assert compare(ours, stock) == 1
+        assert not torch.equal(before, ours(X))
+
+
+def test_in_training_and_under_hooks_and_gradients_stock_runs():
+    ours, stock = folded()
+    ours.train(), stock.train()
+    assert compare(ours, stock) == 3
+    ours.eval(), stock.eval()
+    handle = ours[0][1].register_forward_hook(lambda module, args, output: output + 1)
+    stock[0][1].register_forward_hook(lambda module, args, output: output + 1)
+    assert compare(ours, stock) == 2
+    handle.remove()
+    loss = ours(X).sum()
+    loss.backward()
+    assert ours[0][1].weight.grad is not None
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        pytest.param((nn.Conv2d(3, 8, 1), nn.ReLU(), nn.BatchNorm2d(8)), id="something between"),
+        pytest.param(
+            (nn.Conv2d(3, 8, 1, padding=1, padding_mode="reflect"), nn.BatchNorm2d(8)), id="padding"
+        ),
+        pytest.param((nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8, track_running_stats=False)), id="no averages"),
+        pytest.param((nn.ConvTranspose2d(3, 8, 1), nn.BatchNorm2d(8)), id="transposed"),
+    ],
+)
+def test_what_is_not_known_to_be_safe_is_skipped_with_a_reason(parts):
+    ours = nn.Sequential(*parts).eval()
+    message = "no BatchNorm2d with running averages is directly behind a Conv2d"
+    with pytest.raises(ValueError, match=message):
+        sdfastgn.optimize(ours, fold_batch_norm=True, strict=True)
+    stock = copy.deepcopy(ours)
+    assert compare(sdfastgn.optimize(ours, fold_batch_norm=True), stock) == 1
+    assert kinds(ours) == kinds(stock)
+
+
+def test_a_subclass_of_sequential_is_left_alone():
+    class Twice(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + F.relu(x).sum()
+
+    ours = Twice(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8)).eval()
+    stock = copy.deepcopy(ours)
+    assert compare(sdfastgn.optimize(ours, fold_batch_norm=True), stock) == 1
+
+
+def test_a_half_precision_convolution_is_folded_in_fp64():
+    conv, norm = nn.Conv2d(3, 8, 3).half(), nn.BatchNorm2d(8)
+    norm.running_var.fill_(1e-6)
+    ours = sdfastgn.optimize(nn.Sequential(conv, norm).eval(), fold_batch_norm=True)
+    with torch.no_grad():
+        y = ours(X.half())
+        exact = norm.double()(conv.double()(X.half().double()))
+    assert y.dtype is torch.float16
+    assert (y - exact).norm() < 2e-3 * exact.norm()
