@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from sdfastgn.kernels.batch_norm import backward_kernels as kernels
-from sdfastgn.kernels.batch_norm.config import Rows, SmallConfig, small_config
+from sdfastgn.kernels.batch_norm.config import Rows, SmallConfig, merge_config, small_config
 from sdfastgn.kernels.batch_norm.plans import like, pairs_of, rows_of, vector
 from sdfastgn.kernels.common import gpu
-from sdfastgn.kernels.common.column_sums import SUM_WARPS, column_sum_block
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.common.layout import dense, empty_dense_like
 from sdfastgn.kernels.common.plan_cache import PlanCache, plan_key
@@ -170,10 +169,10 @@ def _sums(call: BatchNormGradCall, rows: Rows, config: StatisticsConfig) -> Laun
 
 def _merge(call: BatchNormGradCall, partials: int) -> Launch:
     C, pdl = call.x.shape[1], gpu.has_programmatic_launch(call.x.device)
-    block_p, block_c = column_sum_block(partials, C)
+    block_p, block_c, num_warps = merge_config(partials, C)
     constants = {"C": C, "PDL": pdl, "BLOCK_P": block_p, "BLOCK_C": block_c}
     programs, numbers = 2 * ceil_div(C, block_c), (partials, partials * C)
-    return Launch(kernels.batch_merge_sums_kernel, programs, numbers, constants, SUM_WARPS, pdl=pdl)
+    return Launch(kernels.batch_merge_sums_kernel, programs, numbers, constants, num_warps, pdl=pdl)
 
 
 def _apply(call: BatchNormGradCall, rows: Rows, count: int, *, behind: bool) -> Launch:

@@ -7,10 +7,12 @@ from typing import NamedTuple
 
 from sdfastgn.kernels.common.sizes import WARP_LOAD, ceil_div, next_power_of_2
 
-__all__ = ["MERGED_CHANNELS", "Rows", "SmallConfig", "as_rows", "merge_config", "small_config"]
+__all__ = ["Rows", "SmallConfig", "as_rows", "merge_config", "small_config"]
 
-# Columns up to which neighboring positions of few channels are put side by side: what one warp's tile
-# of the statistics has.
+# Columns of a row that are whole 16-byte loads in 16 bits.
+_LOADED = 8
+# Columns up to which neighboring positions are put side by side for that: what a warp's tile of the
+# statistics has. Each column leaves partial results of its own, so there are no more than needed.
 _SIDE_BY_SIDE = 64
 
 # --- small: all positions of a few channels in one program's registers
@@ -26,20 +28,19 @@ _SMALL_CHANNELS_FIRST = 8
 _SMALL_PER_WARP = 1024
 
 # --- merge
-# Channels of a program: a whole 32-byte sector of fp32.
-MERGED_CHANNELS = 8
-# Partial results of one channel in a tile.
-_MERGE_ROWS = 512
-# Partial results of a warp.
-_MERGE_PER_WARP = 256
-_MERGE_MAX_WARPS = 8
+# Channels of a program at most: a whole 32-byte sector of fp32.
+_MERGE_CHANNELS = 8
+# Partial results of a tile at most: one after the other, tiles wait for memory.
+_MERGE_TILE = 8192
+# Partial results of a warp: 16 of a lane.
+_MERGE_PER_WARP = 512
 
 
 class Rows(NamedTuple):
     """x as reductions see it: ``samples`` times ``rows`` positions of ``width`` columns.
 
-    Channels-last, the positions of all samples follow each other, so there is one sample. Of few
-    channels ``width // C`` positions count as one, so that rows are long enough to be read well.
+    Channels-last, the positions of all samples follow each other, so there is one sample. Where a
+    position is no whole number of 16-byte loads, ``width // C`` neighbors count as one.
     """
 
     samples: int
@@ -58,7 +59,7 @@ def as_rows(N: int, C: int, HW: int, channels_last: bool) -> Rows:
     if not channels_last and HW > 1:
         return Rows(N, HW, C, False)
     positions, together = N * HW, 1
-    while 2 * together * C <= _SIDE_BY_SIDE and positions % (2 * together) == 0:
+    while together * C % _LOADED and 2 * together * C <= _SIDE_BY_SIDE and positions % (2 * together) == 0:
         together *= 2
     return Rows(1, positions // together, together * C, True)
 
@@ -87,7 +88,8 @@ def small_config(
     return SmallConfig(lanes, num_warps, outer // (lanes * num_warps), block)
 
 
-def merge_config(partials: int) -> tuple[int, int]:
-    """(partials of a channel in a tile, warps) of the program that merges them."""
-    block = min(next_power_of_2(partials), _MERGE_ROWS)
-    return block, max(1, min(_MERGE_MAX_WARPS, block * MERGED_CHANNELS // _MERGE_PER_WARP))
+def merge_config(partials: int, C: int) -> tuple[int, int, int]:
+    """(partial results, channels, warps) of the tile in which those of C channels are brought together."""
+    channels = min(_MERGE_CHANNELS, next_power_of_2(C))
+    block = min(next_power_of_2(partials), _MERGE_TILE // channels)
+    return block, channels, max(1, block * channels // _MERGE_PER_WARP)

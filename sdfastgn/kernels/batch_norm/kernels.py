@@ -152,33 +152,29 @@ if triton is not None:
             gdc_launch_dependents()
             gdc_wait()
         # Means are merged as deviations from the first: their sum is then exact to the data's last bit.
-        pivot = tl.load(statistics_ptr + c, mask=in_range, other=0.0)
-        m, part_m2, weight = _partials(
+        pivot = tl.load(statistics_ptr + c, mask=in_range, other=0.0)[None, :]
+        mean, m2, weight = _partials(
             statistics_ptr, plane, 0, partials, chunks, rows, HW, c, in_range, C, TOGETHER, BLOCK_P
         )
-        d = m - pivot[None, :]
-        total = d * weight
+        mean -= pivot
         if LOOP:
-            for start in range(BLOCK_P, partials, BLOCK_P):
-                m, _, w = _partials(
-                    statistics_ptr, plane, start, partials, chunks, rows, HW, c, in_range, C, TOGETHER,
-                    BLOCK_P,
-                )  # fmt: skip
-                total += (m - pivot[None, :]) * w
-        total = tl.sum(total, 0)
-        d -= (total * share)[None, :]
-        m2 = part_m2 + d * d * weight
-        if LOOP:
+            # Element by element, so that one pass over memory is enough.
             for start in range(BLOCK_P, partials, BLOCK_P):
                 m, part_m2, w = _partials(
                     statistics_ptr, plane, start, partials, chunks, rows, HW, c, in_range, C, TOGETHER,
                     BLOCK_P,
                 )  # fmt: skip
-                d = (m - pivot[None, :]) - (total * share)[None, :]
-                m2 += part_m2 + d * d * w
+                d = m - pivot - mean
+                share_of_w = w / tl.maximum(weight + w, 1.0)
+                mean += d * share_of_w
+                m2 += part_m2 + d * d * weight * share_of_w
+                weight += w
+        shift = (tl.sum(mean * weight, 0) * share)[None, :]
+        d = mean - shift
+        m2 = tl.sum(m2 + d * d * weight, 0, keep_dims=True)
         _store_moments(
-            mean_ptr, var_ptr, running_mean_ptr, running_var_ptr, c, in_range, tl.fma(total, share, pivot),
-            tl.sum(m2, 0), positions, momentum,
+            mean_ptr, var_ptr, running_mean_ptr, running_var_ptr, c[None, :], in_range[None, :],
+            pivot + shift, m2, positions, momentum,
         )  # fmt: skip
 
     @triton.jit(do_not_specialize=["HW", "eps"])

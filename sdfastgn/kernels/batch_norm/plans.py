@@ -10,7 +10,6 @@ from torch import Tensor
 
 from sdfastgn.kernels.batch_norm import kernels
 from sdfastgn.kernels.batch_norm.config import (
-    MERGED_CHANNELS,
     Rows,
     SmallConfig,
     as_rows,
@@ -77,7 +76,7 @@ class Moments:
         self._statistics = StatisticsLaunch(x.new_empty(()).expand(rows.shape), rows.channels_last)
         chunks, together = self._statistics.chunks, rows.width // self.C
         partials = rows.samples * chunks * together
-        block_p, num_warps = merge_config(partials)
+        block_p, block_c, num_warps = merge_config(partials, self.C)
         positions = x.numel() // self.C
         numbers = (
             rows.rows, ceil_div(rows.rows, chunks), chunks, partials, partials * self.C, positions, momentum
@@ -88,9 +87,9 @@ class Moments:
             "LOOP": partials > block_p,
             "PDL": pdl,
             "BLOCK_P": block_p,
-            "BLOCK_C": MERGED_CHANNELS,
+            "BLOCK_C": block_c,
         }
-        programs = ceil_div(self.C, MERGED_CHANNELS)
+        programs = ceil_div(self.C, block_c)
         self._merge = Launch(kernels.batch_merge_kernel, programs, numbers, constants, num_warps, pdl=pdl)
 
     def on_stream(

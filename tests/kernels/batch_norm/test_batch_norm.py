@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import sdfastgn
-from sdfastgn.kernels.batch_norm.plans import BatchNormCall, BatchNormPlan
+from sdfastgn.kernels.batch_norm import config
+from sdfastgn.kernels.batch_norm.plans import BatchNormCall, BatchNormPlan, Moments
 from sdfastgn.kernels.common.activations import ACTIVATIONS
 from sdfastgn.kernels.common.dispatch import turn_off
 from tests.kernels.samples import (
@@ -140,6 +141,22 @@ def test_every_activation_and_dtype(shape, activation, dtype, device):
 @pytest.mark.parametrize("shape", [(2, 64, 48, 32), (3, 20, 37, 29)], ids=["whole", "odd"])
 def test_chunks_of_several_tiles(shape, layout, device):
     check(shape, torch.float32, device, layout, "silu")
+
+
+@each_device
+@each_layout
+@pytest.mark.parametrize("shape", [(3, 34, 37, 31), (5, 3, 41, 40)], ids=["many", "few-channels"])
+def test_merges_of_several_tiles(shape, layout, device, monkeypatch):
+    """In the forward and in the backward; also of equal values, and with a mean far above the spread."""
+    monkeypatch.setattr(config, "_MERGE_TILE", 16)
+    x = make(shape, device=device, layout=layout)[0]
+    assert Moments(x)._merge.constants["LOOP"]
+    check(shape, torch.float32, device, layout, "silu")
+    assert not ours(torch.full_like(x, 0.1)).any()
+    far = x + 3e3
+    exact = stock(far.double())
+    one_rounding = exact.abs().max() * torch.finfo(torch.float32).eps
+    assert (ours(far) - exact).abs().max() <= 2 * (stock(far) - exact).abs().max() + one_rounding
 
 
 @pytest.mark.gpu

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sdfastgn.kernels.batch_norm.config import MERGED_CHANNELS, as_rows, merge_config, small_config
+from sdfastgn.kernels.batch_norm.config import as_rows, merge_config, small_config
 
 SIZES = [
     (N, C, HW)
@@ -23,8 +23,9 @@ def test_rows_are_all_of_the_tensor(N, C, HW, channels_last):
     assert rows.width % C == 0
     if rows.channels_last:
         assert rows.samples == 1
-        # Twice as many positions side by side would be too wide, or leave a rest.
-        assert 2 * rows.width > 64 or rows.rows % 2
+        # Rows are whole loads, or twice as many positions side by side would be too wide, or leave a rest.
+        assert rows.width % 8 == 0 or 2 * rows.width > 64 or rows.rows % 2
+        assert rows.width == C or rows.width % 16
     else:
         assert (rows.samples, rows.width) == (N, C)
 
@@ -44,9 +45,12 @@ def test_a_small_tile_has_all_positions_and_fits_into_registers(N, C, HW, backwa
     assert positions * config.block // (32 * config.num_warps) <= 32 or config.num_warps == positions
 
 
+@pytest.mark.parametrize("C", [1, 2, 3, 64, 2048])
 @pytest.mark.parametrize("partials", [1, 2, 66, 1056, 10**5])
-def test_a_merge_has_warps_for_its_tile(partials):
-    block, num_warps = merge_config(partials)
-    assert block >= min(partials, 512)
-    assert block & (block - 1) == num_warps & (num_warps - 1) == 0
-    assert num_warps == 1 or block * MERGED_CHANNELS // num_warps >= 256
+def test_a_merge_fits_into_registers(partials, C):
+    block, channels, num_warps = merge_config(partials, C)
+    assert channels <= 8
+    assert channels >= min(C, 8)
+    assert all(n & (n - 1) == 0 for n in (block, channels, num_warps))
+    assert num_warps <= 16
+    assert block * channels <= 512 * num_warps
