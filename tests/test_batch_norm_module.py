@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import sdfastgn
+from sdfastgn.kernels.common import dispatch
 
 KINDS = {"1d": (nn.BatchNorm1d, (9,)), "2d": (nn.BatchNorm2d, (5, 6)), "3d": (nn.BatchNorm3d, (3, 4, 5))}
 OPTIONS: list[dict[str, object]] = [
@@ -91,6 +92,20 @@ def test_made_from_a_module_it_shares_parameters_and_buffers(kind, size, options
     assert norm.process_group == ("world" if kind is nn.SyncBatchNorm else None)
     x = torch.randn(3, 6, *size)
     torch.testing.assert_close(norm(x), nn.functional.silu(stock(x)))
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
+def test_it_compiles_without_a_graph_break(training, monkeypatch):
+    """The op changes nothing, so that the averages are updated behind it."""
+    monkeypatch.setattr(dispatch, "has_kernels", lambda x: True)
+    torch.compiler.reset()
+    ours, stock = sdfastgn.BatchNorm(6).train(training), nn.BatchNorm2d(6).train(training)
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    for seed in range(2):
+        x = torch.randn(4, 6, 5, 5, generator=torch.Generator().manual_seed(seed))
+        torch.testing.assert_close(compiled(x), stock(x))
+    for mine, right in zip(ours.state_dict().values(), stock.state_dict().values(), strict=True):
+        torch.testing.assert_close(mine, right)
 
 
 class Other(nn.BatchNorm2d):

@@ -47,13 +47,13 @@ def _ours(
 def _stock_add(
     x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor, *, averages: tuple[Tensor, Tensor]
 ) -> Tensor:
-    return F.relu(F.batch_norm(x, *averages, weight, bias, True) + residual)
+    return F.silu(F.batch_norm(x, *averages, weight, bias, True) + residual)
 
 
 def _ours_add(
     x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor, *, averages: tuple[Tensor, Tensor]
 ) -> Tensor:
-    return sdfastgn.batch_norm(x, *averages, weight, bias, True, activation="relu", residual=residual)
+    return sdfastgn.batch_norm(x, *averages, weight, bias, True, activation="silu", residual=residual)
 
 
 def _with_averages(call: Call, **options: bool) -> Call:
@@ -109,18 +109,20 @@ _GRID: tuple[Shape, ...] = (
 
 BATCH_NORM = Suite(
     name="batch_norm",
-    title="BatchNorm, alone and with a residual add and ReLU; weight and bias in fp32",
+    title="BatchNorm, alone and with a residual add and SiLU; weight and bias in fp32",
     axes="NxCxHxW",
     shape_sets={"resnet50": _RESNET, "grid": _GRID, "all": _RESNET + _GRID},
     operations=(
         _operation(True, (TRAINING, BACKWARD)),
         _operation(False, (FORWARD,), task="inference"),
+        # Not ReLU: at its kink the rounding of stock's sum decides over a whole element of the gradient,
+        # which in fp16 is an error of 1 %, the gate's bound.
         Operation(
             lambda shape: {**per_channel(shape, shape[1]), "residual": shape},
             _with_averages(_stock_add),
             _providers(_stock_add, _ours_add, "nhwc"),
             (TRAINING, BACKWARD),
-            task="add + relu",
+            task="add + silu",
             tensors=3,
             full=("weight", "bias"),
         ),

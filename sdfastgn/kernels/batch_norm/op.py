@@ -86,7 +86,7 @@ def check_batch_norm(name: str, call: BatchNormCall) -> None:
 
 def _check(name: str, call: BatchNormCall) -> None:
     check_batch_norm(name, call)
-    if call.mean is None and call.x.numel() == call.x.shape[1]:
+    if call.mean is None and 0 < call.x.numel() == call.x.shape[1]:
         raise ValueError(
             f"{name}: training needs more than one value of each channel, x has shape {tuple(call.x.shape)}"
         )
