@@ -24,6 +24,7 @@ from sdfastgn.cli_commands import app
 from sdfastgn.kernels.common import op as ops
 from sdfastgn.patches.registry import FUSIONS
 from tests.command_line import ROOT, exit_code, invoke
+from tests.conftest import run_fused_on_the_cpu
 from tests.pages import BLOCKS, LANGUAGES, PAGES, commands, python_of, substitute
 
 README = PAGES["README.md"]
@@ -54,6 +55,12 @@ def of_the_page_on_the_kernel_hub(names, asked, printed):
     assert printed.endswith(expected)
 
 
+def of_the_page_on_other_models(names, asked, printed):
+    [expected] = [b.code for b in BLOCKS if (b.page, b.language) == ("docs/other-models.md", "text")]
+    assert printed.startswith(expected)
+    assert printed.endswith(".Louder is a subclass of GroupNorm\n")
+
+
 def of_the_page_on_ops(names, asked, printed):
     norm, y = names["norm"], names["y"]
     expected = torch.nn.functional.group_norm(names["x"].contiguous(), 32, norm.weight, norm.bias)
@@ -71,12 +78,13 @@ def for_the_kernel_hub(monkeypatch):
 
 
 # What a page needs before it runs.
-BEFORE = {"docs/hub-kernels.md": for_the_kernel_hub}
+BEFORE = {"docs/hub-kernels.md": for_the_kernel_hub, "docs/other-models.md": run_fused_on_the_cpu}
 # What a page shows beyond its own assertions.
 CHECKS = {
     "README.md": of_the_readme,
     "docs/hub-kernels.md": of_the_page_on_the_kernel_hub,
     "docs/ops.md": of_the_page_on_ops,
+    "docs/other-models.md": of_the_page_on_other_models,
 }
 
 
