@@ -111,7 +111,7 @@ bench: $(STAMP)  ## time the UNets, the VAEs and the kernels on the GPU; JSON go
 	$(BIN)/sdfastgn kernels --dtype bf16,fp32 --json $(RESULTS)/kernels.json
 	$(BIN)/sdfastgn kernels --suite training --providers $(TRAINING) --json $(RESULTS)/kernels_training.json
 	$(BIN)/sdfastgn kernels --suite training --providers $(TRAINING) --dtype bf16 --json $(RESULTS)/kernels_training_bf16.json
-	for suite in attention instance_norm issue_28201 layer_norm; do \
+	for suite in attention batch_norm instance_norm issue_28201 layer_norm; do \
 	  $(BIN)/sdfastgn kernels --suite $$suite --json $(RESULTS)/kernels_$$suite.json || exit 1; \
 	done
 	$(BIN)/python -m sdfastgn.bench.tables.plots $(RESULTS) docs/images/times.png
