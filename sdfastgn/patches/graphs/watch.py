@@ -32,7 +32,15 @@ __all__ = ["Watch"]
 
 # Packages whose classes keep the state of a call in tensors and attributes. Others may keep it in
 # closures or globals.
-_TRUSTED = sys.stdlib_module_names | {"torch", "diffusers", "peft", "accelerate", "transformers", "sdfastgn"}
+_TRUSTED = sys.stdlib_module_names | {
+    "torch",
+    "diffusers",
+    "peft",
+    "accelerate",
+    "transformers",
+    "comfy",
+    "sdfastgn",
+}
 _TENSOR_TYPES = (Tensor, nn.Parameter)
 _NUMBERS_AND_NAMES = (bool, int, float, complex, str, bytes, range, type(None))
 _CODE = (type, types.BuiltinFunctionType, types.ModuleType)
