@@ -25,7 +25,7 @@ TORCH_LACKS_TRITON := import importlib.metadata as m, sys; sys.exit(any(r.starts
 PIP := env -u PIP_TARGET -u PIP_PREFIX -u PIP_ROOT -u PIP_CONSTRAINT -u PIP_REQUIREMENT -u PIP_DRY_RUN -u PIP_NO_DEPS \
        -u PIP_REQUIRE_HASHES -u PYTHONPATH -u PYTHONHOME PIP_USER=0 PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
 
-.PHONY: help demo test test-compile test-gpu matrix check docs dist bench lint types format format-check install clean
+.PHONY: help demo test test-compile test-gpu matrix check docs dist hub-kernels bench lint types format format-check install clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## */\1\t/' | expand -t 14
@@ -87,6 +87,12 @@ docs: $(STAMP)  ## the documentation site, in build/site; stops at the first war
 dist: $(STAMP)  ## the sdist and the wheel of a release, in dist
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation --outdir dist .
+
+# The repository on the Hub that the card and build.toml name.
+HUB_REPO ?= sdfastgn/sdfastgn
+
+hub-kernels: $(STAMP)  ## the kernels as a package for Hugging Face's Kernel Hub, in build/hub-kernels
+	$(BIN)/python scripts/build_hub_kernels.py --output build/hub-kernels --repo-id $(HUB_REPO)
 
 check: format-check lint types docs dist test test-compile  ## all that CI looks at
 

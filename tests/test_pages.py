@@ -49,6 +49,11 @@ def of_the_readme(names, asked, printed):
     assert "parts fused, 0 skipped" in printed
 
 
+def of_the_page_on_the_kernel_hub(names, asked, printed):
+    [expected] = [b.code for b in BLOCKS if (b.page, b.language) == ("docs/hub-kernels.md", "text")]
+    assert printed.endswith(expected)
+
+
 def of_the_page_on_ops(names, asked, printed):
     norm, y = names["norm"], names["y"]
     expected = torch.nn.functional.group_norm(names["x"].contiguous(), 32, norm.weight, norm.bias)
@@ -56,14 +61,31 @@ def of_the_page_on_ops(names, asked, printed):
     torch.testing.assert_close(names["tokens"].movedim(-1, 1).reshape(y.shape), expected)
 
 
+def for_the_kernel_hub(monkeypatch):
+    """The build that the page loads. What it tells PyTorch's own class is gone after the test."""
+    if getattr(importlib.util.find_spec("kernels"), "origin", None) is None:
+        pytest.skip("Hugging Face's package kernels is not installed")
+    assert exit_code(monkeypatch, "build_hub_kernels.py") == 0
+    for name in ("kernel_layer_name", "kernel_condition"):
+        monkeypatch.setattr(torch.nn.GroupNorm, name, None, raising=False)
+
+
+# What a page needs before it runs.
+BEFORE = {"docs/hub-kernels.md": for_the_kernel_hub}
 # What a page shows beyond its own assertions.
-CHECKS = {"README.md": of_the_readme, "docs/ops.md": of_the_page_on_ops}
+CHECKS = {
+    "README.md": of_the_readme,
+    "docs/hub-kernels.md": of_the_page_on_the_kernel_hub,
+    "docs/ops.md": of_the_page_on_ops,
+}
 
 
 @pytest.mark.parametrize("page", PYTHON_PAGES)
 def test_the_python_of_a_page_runs(page, monkeypatch, tmp_path, capsys, library):
     asked = substitute(monkeypatch)
     monkeypatch.chdir(tmp_path)
+    if page in BEFORE:
+        BEFORE[page](monkeypatch)
     module = tmp_path / "page.py"  # a file, because Triton reads a kernel's source
     module.write_text(python_of(page), encoding="utf-8")
     names = runpy.run_path(str(module))

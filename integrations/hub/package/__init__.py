@@ -1,0 +1,26 @@
+"""GroupNorm, InstanceNorm, LayerNorm and GEGLU as Triton kernels, channels-last and channels-first.
+
+Written by sdfastgn's scripts/build_hub_kernels.py. Each function's docstring has its contract. Where no
+kernel runs (a CPU, fp64) they are plain PyTorch.
+"""
+
+from . import layers
+from .geglu.op import geglu
+from .group_norm.instance_norm import instance_norm
+from .group_norm.op import group_norm
+from .layer_norm.op import add_layer_norm, layer_norm
+from .statistics.op import add_with_statistics, cat_with_statistics, channel_statistics
+from .upsample.nearest import upsample_nearest_2x
+
+__all__ = [
+    "add_layer_norm",
+    "add_with_statistics",
+    "cat_with_statistics",
+    "channel_statistics",
+    "geglu",
+    "group_norm",
+    "instance_norm",
+    "layer_norm",
+    "layers",
+    "upsample_nearest_2x",
+]
