@@ -107,13 +107,17 @@ bench: $(STAMP)  ## time the UNets, the VAEs and the kernels on the GPU; JSON go
 	  $(BENCH) --model $$model --part pipeline --json $(RESULTS)/pipeline_$$model.json $(BENCH_ARGS) && \
 	  $(BIN)/python scripts/time_warm_up.py --model $$model --json $(RESULTS)/warm_up_$$model.json || exit 1; \
 	done
+	mkdir -p $(RESULTS)/presets
+	for preset in diffusers diffusion-fast fal mlperf stable-fast; do \
+	  $(BIN)/sdfastgn bench --preset $$preset --variants eager,sdfastgn --json $(RESULTS)/presets/$$preset.json || exit 1; \
+	done
 	$(BENCH) --model sdxl --part vae --dtype fp32 --json $(RESULTS)/vae_1024_fp32.json $(BENCH_ARGS)
 	$(BENCH) --model sdxl --part train --size 512 --json $(RESULTS)/train_sdxl.json $(BENCH_ARGS)
 	$(BIN)/sdfastgn kernels --providers all --json $(RESULTS)/kernels.json
 	$(BIN)/sdfastgn kernels --dtype bf16,fp32 --json $(RESULTS)/kernels.json
 	$(BIN)/sdfastgn kernels --suite training --providers $(TRAINING) --json $(RESULTS)/kernels_training.json
 	$(BIN)/sdfastgn kernels --suite training --providers $(TRAINING) --dtype bf16 --json $(RESULTS)/kernels_training_bf16.json
-	for suite in attention instance_norm issue_28201 layer_norm; do \
+	for suite in attention batch_norm instance_norm issue_28201 layer_norm; do \
 	  $(BIN)/sdfastgn kernels --suite $$suite --json $(RESULTS)/kernels_$$suite.json || exit 1; \
 	done
 	$(BIN)/python -m sdfastgn.bench.tables.plots $(RESULTS) docs/images/times.png

@@ -40,6 +40,7 @@ _OF_DIFFUSERS = (
 _OF_PIPELINES = (
     ("pipeline.scheduler", "FUSION"),
     ("pipeline.image_processor", "FUSION"),
+    ("pipeline.device", "FUSION"),
 )
 
 # File -> why this diffusers has no such fusions: a class that they replace is gone or elsewhere.
