@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import sdfastgn
 from tests.command_line import ROOT, exit_code
 
 # Without the package, its name is that of the root's link, which is a namespace without a file.
@@ -103,6 +104,8 @@ def test_the_card_has_every_name_and_the_measured_times(hub):
     layers = re.findall(r"^class (\w+)", (hub / "torch-ext/sdfastgn/layers.py").read_text(), re.MULTILINE)
     named = set(re.findall(r"^\| `(\w+)` \|", card, re.MULTILINE))
     assert named == {*ast.literal_eval(public), *layers} - {"layers"}
+    functions = (getattr(sdfastgn, name) for name in sdfastgn.__all__ if name != "__version__")
+    assert {f.__name__ for f in functions if f.__module__.startswith("sdfastgn.kernels.")} < named
     assert re.search(r"^\| 2x320x64x64 \|.*NVIDIA H200", card, re.MULTILINE | re.DOTALL)
     assert "$" not in card
     assert (hub / "build/CARD.md").read_text("utf-8") == card
