@@ -28,6 +28,9 @@ STREAMING = {
     "_interleave_kernel",
     "_rows_kernel",
     "_geglu_kernel",
+    "batch_apply_kernel",
+    "batch_sums_kernel",
+    "batch_apply_grad_kernel",
 }
 TILE = ("LANES", "WARPS", "STEPS", "BLOCK")
 COUNTS = {"one": 1, "odd": 1001, **{name: each.multiprocessors for name, each in GPUS.items()}}
@@ -41,6 +44,8 @@ def calls():
         yield (2, *sizes), torch.float16, "channels_first"
     for shape in SUITES["layer_norm"].shape_sets["all"]:
         yield shape, torch.float16, "tokens"
+    for shape in SUITES["batch_norm"].shape_sets["all"]:
+        yield shape, torch.float16, "batch"
     yield from cases("sm_90")
 
 

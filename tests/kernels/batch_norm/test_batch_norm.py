@@ -198,6 +198,23 @@ def test_some_gradients_alone(shape, wanted, training, device):
         assert error(mine, right) < 2 * BOUNDS[torch.float32]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_more_than_2_to_the_31_elements(layout):
+    shape = (5, 64, 2600, 2600)
+    x = torch.empty(shape, dtype=torch.float16, device="cuda", memory_format=torch.channels_last)
+    x = to_layout(x.normal_(2.0, 1.5), layout).requires_grad_()
+    assert x.numel() > 2**31
+    y = sdfastgn.batch_norm(x, training=True)
+    (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    for c in (0, 63):
+        part = x.detach()[:, c].float()
+        var, mean = torch.var_mean(part, correction=0)
+        expected = (part[-1, -3:].double() - mean) * torch.rsqrt(var + 1e-5)
+        assert error(y.detach()[-1, c, -3:], expected) < BOUNDS[torch.float16]
+    assert dx.abs().max() < 1e-3  # an equal gradient is none
+
+
 # --- running averages ---------------------------------------------------------
 
 
