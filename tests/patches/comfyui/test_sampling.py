@@ -9,7 +9,7 @@ import torch
 
 from tests.patches.comfyui import comfy_checkout
 
-comfy_checkout.import_comfyui("--cpu")
+comfy_checkout.import_for_cpu()
 
 from comfy import model_management  # noqa: E402
 
