@@ -162,8 +162,10 @@ def test_what_graphs_have_to_be(model: Any, mode: Any) -> None:
 
 
 @pytest.fixture
-def tape(monkeypatch: pytest.MonkeyPatch) -> TapeBackend:
+def tape(model: Any, monkeypatch: pytest.MonkeyPatch) -> TapeBackend:
     """Graphs on the CPU."""
+    if unet_of(model).training:
+        pytest.skip("this ComfyUI leaves UNets in training mode, for which there are no graphs")
     backend = TapeBackend()
     monkeypatch.setattr(forward, "backend_of", lambda device: backend)
     # A tape holds the weights that it has seen, a graph does not.
