@@ -47,7 +47,8 @@ def optimize(
     Args:
         obj: a diffusers pipeline, or any ``torch.nn.Module``. Of a pipeline every component with a
             GroupNorm or a transformer block is optimized: UNet, VAE, ControlNets and others. Also
-            optimizes PNDM and DDIM schedulers and the image processor.
+            optimizes PNDM, DDIM, LCM, Euler, Euler a, DPM++ 2M and UniPC schedulers, the image
+            processor and the search for its device.
         strict: raise if anything must be skipped.
         cuda_graphs: replay calls of UNets, ControlNets, VAEs and CLIP text encoders as CUDA graphs.
             ``"auto"`` captures the second call of a kind (shapes, dtypes, arguments) and replays it
@@ -335,10 +336,10 @@ def _roots(call: str, obj: Any) -> dict[str, nn.Module]:
 
 
 def _parts(obj: Any) -> dict[str, Any]:
-    """What a pipeline consists of besides modules, by attribute."""
+    """What a pipeline consists of besides modules, by attribute; ``"pipeline"`` is itself."""
     if isinstance(obj, nn.Module):
         return {}
-    parts = {**obj.components, "image_processor": getattr(obj, "image_processor", None)}
+    parts = {**obj.components, "image_processor": getattr(obj, "image_processor", None), "pipeline": obj}
     return {name: part for name, part in parts.items() if not isinstance(part, nn.Module)}
 
 

@@ -18,6 +18,7 @@ __all__ = ["FUSIONS", "MISSING", "OBJECT_FUSIONS"]
 # (file below ``patches``, its fusions)
 _FUSIONS = (
     ("fusions.group_norm", "FUSION"),
+    ("fusions.group_norm_subclass", "FUSION"),
     ("fusions.sequential", "FUSION"),
 )
 _OF_DIFFUSERS = (
@@ -39,6 +40,7 @@ _OF_DIFFUSERS = (
 _OF_PIPELINES = (
     ("pipeline.scheduler", "FUSION"),
     ("pipeline.image_processor", "FUSION"),
+    ("pipeline.device", "FUSION"),
 )
 
 # File -> why this diffusers has no such fusions: a class that they replace is gone or elsewhere.

@@ -114,7 +114,8 @@ def run(row: Row) -> Result:
     return Result(
         row.name,
         type(obj).__name__,
-        tuple(dict.fromkeys(e.component for e in report.fused)),
+        # The search for the device is every pipeline's.
+        tuple(dict.fromkeys(e.component for e in report.fused if e.fusion != "execution_device")),
         tuple(dict.fromkeys((g.path or g.kind).partition(".")[0] for g in report.graphs)),
         tuple(dict.fromkeys(_left(obj, report, stock))),
         relative_error(found, expected),

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 __all__ = [
     "TestedSource",
     "computed",
+    "definition_of",
     "hash_of",
     "source_hash",
     "tested",
@@ -71,12 +72,21 @@ def upstream_definition(function: types.FunctionType) -> ast.FunctionDef | None:
     wrappers: list[Any] = []
     try:
         inner = inspect.unwrap(function, stop=wrappers.append)
-        [definition] = ast.parse(textwrap.dedent(inspect.getsource(inner))).body
-    except (OSError, TypeError, ValueError, SyntaxError):
+    except ValueError:
         return None
-    if not isinstance(definition, ast.FunctionDef) or len(wrappers) > len(definition.decorator_list):
+    definition = definition_of(inner)
+    if definition is None or len(wrappers) > len(definition.decorator_list):
         return None
     return definition if all(map(_is_upstreams, (*wrappers, inner))) else None
+
+
+def definition_of(function: Any) -> ast.FunctionDef | None:
+    """The definition of anyone's ``function``, which wraps no other. None if it cannot be read."""
+    try:
+        [definition] = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+    except (OSError, TypeError, ValueError, SyntaxError):
+        return None
+    return definition if isinstance(definition, ast.FunctionDef) else None
 
 
 def hash_of(definition: ast.FunctionDef) -> str:

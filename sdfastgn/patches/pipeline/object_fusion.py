@@ -22,7 +22,7 @@ _MARK = "_sdfastgn_fusion"  # in the subclass: the name of its fusion
 
 @dataclass(frozen=True)
 class ObjectFusion:
-    """A fusion of instances of exactly the classes in ``sources``.
+    """A fusion of instances of exactly the classes in ``sources``, or of heirs too.
 
     Args:
         name: in reports.
@@ -30,17 +30,19 @@ class ObjectFusion:
             look there.
         sources: the stock classes, with what is replaced or relied upon; it must be known.
         overrides: of a stock class: the attributes of the subclass that takes its place.
+        heirs: also of classes that inherit everything that ``sources`` name.
     """
 
     name: str
     module: str
     sources: tuple[TestedSource, ...]
     overrides: Callable[[Any], dict[str, Any]]
+    heirs: bool = False
     _class_of: dict[type, type] = field(default_factory=dict)  # stock class -> its subclass
 
     def claims(self, part: object) -> bool:
         """True if this is about ``part``, changed or not."""
-        is_stock = any(type(part) is source.cls for source in self.sources)
+        is_stock = self._source_of(type(part)) is not None
         return is_stock or self.is_applied(part) or self.is_over_applied(part)
 
     def is_applied(self, part: object) -> bool:
@@ -57,7 +59,7 @@ class ObjectFusion:
         """
         if self.is_over_applied(part):
             return f"other code changed its class to {type(part).__module__}.{type(part).__qualname__}"
-        source = self._source_of(type(part))
+        source: Any = self._source_of(type(part))
         replaced = [name for name in source.hashes if name in vars(part)]
         return f"other code replaced this instance's {replaced[0]}" if replaced else unknown_source(source)
 
@@ -69,8 +71,15 @@ class ObjectFusion:
         if self.is_applied(part):
             part.__class__ = type(part).__base__
 
-    def _source_of(self, stock: type) -> TestedSource:
-        return next(source for source in self.sources if source.cls is stock)
+    def _source_of(self, stock: type) -> TestedSource | None:
+        return next(
+            (source for source in self.sources if stock is source.cls or self._is_heir(stock, source)), None
+        )
+
+    def _is_heir(self, stock: type, source: TestedSource) -> bool:
+        if not (self.heirs and issubclass(stock, source.cls)):
+            return False
+        return all(getattr(stock, name) is getattr(source.cls, name) for name in source.hashes)
 
     def _class_for(self, stock: Any) -> type:
         if stock not in self._class_of:
@@ -101,5 +110,6 @@ def _new(module: str, stock: type) -> Any:
     A stock one where upstream is not what was tested.
     """
     fusion: ObjectFusion = importlib.import_module(module).FUSION
-    cls: Any = stock if unknown_source(fusion._source_of(stock)) else fusion._class_for(stock)
+    source = fusion._source_of(stock)
+    cls: Any = stock if source is None or unknown_source(source) else fusion._class_for(stock)
     return cls.__new__(cls)

@@ -1,33 +1,44 @@
-"""PNDM and DDIM schedulers that do not wait for the GPU to read which timestep it is.
+"""Schedulers whose steps do not wait for the GPU: PNDM, DDIM, LCM, Euler, Euler a, DPM++ 2M and UniPC.
 
-A pipeline hands ``step`` an element of ``scheduler.timesteps``, which lies on the GPU. PNDM and DDIM
-index a table on the CPU with it and ask whether the previous one is negative. So the host waits for the
-UNet at every step, and the GPU then for the host. Here ``step`` gets the same number from a copy on the
-CPU that ``set_timesteps`` makes. These two only index and compare with it, so the samples are the same
-bits.
+A pipeline hands ``step`` an element of ``scheduler.timesteps``, which lies on the GPU. PNDM, DDIM and LCM
+index a table on the CPU with it, the others look for it among the timesteps. So the host waits for the
+UNet, and the GPU then for the host. Here they get the same number from a copy on the CPU that
+``set_timesteps`` keeps. LCM also computes with it, and does that with the element on the GPU: a number of
+the host would be rounded in another way. So the samples are the same bits. What goes to the GPU in a step,
+goes there as in ``pinned_copies.py``.
 
-Schedulers that compute on the GPU with the timestep (LCM, TCD) would round differently and are left
-alone; Euler and DPM++ wait once an image. Not seen: in-place writes to ``timesteps.data``, which nothing
-counts.
+Not seen: in-place writes to ``timesteps.data``, which nothing counts. Dynamic thresholding waits as before.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from diffusers import DDIMScheduler, PNDMScheduler
+from diffusers import (
+    DDIMScheduler,
+    DPMSolverMultistepScheduler,
+    EulerAncestralDiscreteScheduler,
+    EulerDiscreteScheduler,
+    LCMScheduler,
+    PNDMScheduler,
+    UniPCMultistepScheduler,
+)
 from torch import Tensor
 
 from sdfastgn.patches.core.tested_sources import tested
+from sdfastgn.patches.pipeline import pinned_copies
 from sdfastgn.patches.pipeline.object_fusion import ObjectFusion
+from sdfastgn.patches.pipeline.pinned_copies import PinnedCopies
 
 __all__ = ["FUSION"]
 
-# Devices for whose kernels the host waits when it reads a number.
-_WAITED_FOR = ("cuda",)
+# Their ``step`` indexes with the timestep.
+_INDEX_WITH_IT = (PNDMScheduler, DDIMScheduler, LCMScheduler)
 
 
 class _Copy(NamedTuple):
@@ -43,9 +54,12 @@ class _Copy(NamedTuple):
 _copies: weakref.WeakKeyDictionary[Any, _Copy] = weakref.WeakKeyDictionary()
 
 
-def _copy_of(scheduler: Any, table: Any) -> Tensor | None:
-    """The scheduler's timesteps ``table`` on the CPU, copied again if it changed. None if that is unknown."""
-    if type(table) is not Tensor or table.device.type not in _WAITED_FOR or table.is_inference():
+def _copy_of(scheduler: Any, table: Any, on_host: Tensor | None = None) -> Tensor | None:
+    """The scheduler's timesteps ``table`` on the CPU, copied again if it changed. None if that is unknown.
+
+    ``on_host``: what ``table`` was just made of.
+    """
+    if type(table) is not Tensor or table.device.type not in pinned_copies.WAITED_FOR or table.is_inference():
         return None
     if table.dim() != 1 or table.stride(0) != 1:
         return None
@@ -55,50 +69,102 @@ def _copy_of(scheduler: Any, table: Any) -> Tensor | None:
         same = known.table is table and known.version == version
         if same and known.storage.data_ptr() == storage.data_ptr() and len(known.on_host) == len(table):
             return known.on_host
-    on_host = table.to("cpu", copy=True)
+    if on_host is None:
+        on_host = table.to("cpu", copy=True)
     _copies[scheduler] = _Copy(on_host, table, version, storage)
     return on_host
 
 
+def _index(element: Any, table: Tensor) -> int | None:
+    """Where in ``table``, of stride 1, ``element`` lies as a 0-d view. None if it is no such view."""
+    if type(element) is not Tensor or element.dim():
+        return None
+    if (element.dtype, element.device) != (table.dtype, table.device):
+        return None
+    if element.untyped_storage().data_ptr() != table.untyped_storage().data_ptr():
+        return None
+    index = int(element.storage_offset() - table.storage_offset())
+    return index if 0 <= index < len(table) else None
+
+
 def _on_host(scheduler: Any, timestep: Any) -> Any:
     """``timestep`` on the CPU if it is an element of ``scheduler.timesteps``, else itself."""
-    if (
-        type(timestep) is not Tensor
-        or timestep.dim()
-        or torch.compiler.is_compiling()
-        or torch.jit.is_tracing()
-    ):
+    table = scheduler.timesteps
+    if type(timestep) is not Tensor or (copy := _copy_of(scheduler, table)) is None:
         return timestep
+    index = _index(timestep, table)
+    return timestep if index is None else copy[index]
+
+
+def _on_device(scheduler: Any, timestep: Any) -> Any:
+    """``timestep`` on the GPU if ``_on_host`` gave it, else itself."""
+    known = _copies.get(scheduler)
+    index = None if known is None else _index(timestep, known.on_host)
+    return timestep if known is None or index is None else known.table[index]
+
+
+@contextlib.contextmanager
+def _timesteps_on_host(scheduler: Any) -> Iterator[None]:
+    """LCM's ``step`` reads the next timestep by itself."""
     table = scheduler.timesteps
     copy = _copy_of(scheduler, table)
-    if copy is None or (timestep.dtype, timestep.device) != (table.dtype, table.device):
-        return timestep
-    index = timestep.storage_offset() - table.storage_offset()
-    is_element = (
-        timestep.untyped_storage().data_ptr() == table.untyped_storage().data_ptr()
-        and 0 <= index < len(table)
-    )
-    return copy[index] if is_element else timestep
+    scheduler.timesteps = table if copy is None else copy
+    try:
+        yield
+    finally:
+        scheduler.timesteps = table
+
+
+def _is_recorded() -> bool:
+    """True while a graph of the call is made, in which timesteps are arguments."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
 def _overrides(stock: Any) -> dict[str, Any]:
     @functools.wraps(stock.step)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if "timestep" in kwargs:
-            kwargs["timestep"] = _on_host(self, kwargs["timestep"])
-        elif len(args) > 1:
-            args = (args[0], _on_host(self, args[1]), *args[2:])
-        return stock.step(self, *args, **kwargs)
+        if _is_recorded():
+            return stock.step(self, *args, **kwargs)
+        if stock in _INDEX_WITH_IT:
+            if "timestep" in kwargs:
+                kwargs["timestep"] = _on_host(self, kwargs["timestep"])
+            elif len(args) > 1:
+                args = (args[0], _on_host(self, args[1]), *args[2:])
+        with PinnedCopies(), _timesteps_on_host(self) if stock is LCMScheduler else contextlib.nullcontext():
+            return stock.step(self, *args, **kwargs)
 
     @functools.wraps(stock.set_timesteps)
     def set_timesteps(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with torch.inference_mode(False):  # its tensors count how often they are written
+        if _is_recorded():
+            return stock.set_timesteps(self, *args, **kwargs)
+        # Tensors of inference mode do not count how often they are written.
+        with torch.inference_mode(False), PinnedCopies() as copies:
             result = stock.set_timesteps(self, *args, **kwargs)
-        if not torch.compiler.is_compiling():
-            _copy_of(self, self.timesteps)  # it has just waited for the GPU anyway
+        _copy_of(self, self.timesteps, copies.on_host(self.timesteps))
         return result
 
-    return {"step": step, "set_timesteps": set_timesteps}
+    overrides = {"step": step, "set_timesteps": set_timesteps}
+    if stock is LCMScheduler:
+        name = "get_scalings_for_boundary_condition_discrete"
+        scalings = getattr(stock, name)
+
+        @functools.wraps(scalings)
+        def get_scalings(self: Any, timestep: Any) -> Any:
+            return scalings(self, _on_device(self, timestep))
+
+        overrides[name] = get_scalings
+    elif stock not in _INDEX_WITH_IT:
+
+        @functools.wraps(stock.index_for_timestep)
+        def index_for_timestep(self: Any, timestep: Any, schedule_timesteps: Any = None) -> Any:
+            if schedule_timesteps is None and not _is_recorded():
+                on_host = _on_host(self, timestep)
+                if on_host is not timestep:
+                    timestep, schedule_timesteps = on_host, _copy_of(self, self.timesteps)
+            return stock.index_for_timestep(self, timestep, schedule_timesteps)
+
+        overrides["index_for_timestep"] = index_for_timestep
+    return overrides
 
 
 FUSION = ObjectFusion(
@@ -119,6 +185,44 @@ FUSION = ObjectFusion(
             set_timesteps="44e806504d93aecc",
             step="6943fa91a35dc5fe",
             _get_variance="11bc68662774a3fb",
+        ),
+        tested(
+            LCMScheduler,
+            set_timesteps="c9052fd332ae6fa3",
+            step="16ca591368a322fe",
+            index_for_timestep="654886dae88594f8",
+            _init_step_index="a4c036fe61f19e3d",
+            get_scalings_for_boundary_condition_discrete="ff61670fd9720b23",
+        ),
+        tested(
+            EulerDiscreteScheduler,
+            set_timesteps="8e90ad00ece4eaa3",
+            step="72cb538a13db06e9",
+            index_for_timestep="654886dae88594f8",
+            _init_step_index="a4c036fe61f19e3d",
+        ),
+        tested(
+            EulerAncestralDiscreteScheduler,
+            set_timesteps="505f3a71a99e3ea6",
+            step="9499ce95551785b0",
+            index_for_timestep="654886dae88594f8",
+            _init_step_index="a4c036fe61f19e3d",
+        ),
+        tested(
+            DPMSolverMultistepScheduler,
+            set_timesteps="bfa3e88eb5b3d505 e2978aec04d00346",
+            step="8963ffaeaa8f2058",
+            index_for_timestep="e4a33e2a1f4ab334",
+            _init_step_index="a4c036fe61f19e3d",
+        ),
+        tested(
+            UniPCMultistepScheduler,
+            set_timesteps="432e8b792e4ccb00 020c590efc2b1534 5f74ebf55682c986",
+            step="1b9028b3b413eb92",
+            index_for_timestep="e4a33e2a1f4ab334",
+            _init_step_index="a4c036fe61f19e3d",
+            multistep_uni_p_bh_update="ad780f060df87dc8 9117fe22e01d2cfd",
+            multistep_uni_c_bh_update="21f591ad5425823a 2957ff66788fd609",
         ),
     ),
     overrides=_overrides,

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
-from sdfastgn.patches.pipeline import image_processor, scheduler
+from sdfastgn.patches.pipeline import image_processor, pinned_copies
 from sdfastgn.patches.pipeline.object_fusion import ObjectFusion
 
 CUDA = pytest.param("cuda", id="gpu", marks=pytest.mark.gpu)
@@ -15,7 +17,9 @@ CUDA = pytest.param("cuda", id="gpu", marks=pytest.mark.gpu)
 @pytest.fixture(autouse=True)
 def on_the_cpu_too(monkeypatch):
     """On the CPU there is nothing to wait for; that the numbers stay the same shows there as well."""
-    monkeypatch.setattr(scheduler, "_WAITED_FOR", ("cuda", "cpu"))
+    monkeypatch.setattr(pinned_copies, "WAITED_FOR", ("cuda", "cpu", "meta"))
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(pinned_copies, "_pinned", Tensor.clone)
     monkeypatch.setattr(image_processor, "_DEVICES", ("cuda", "cpu"))
 
 

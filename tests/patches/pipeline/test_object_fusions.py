@@ -17,7 +17,7 @@ from diffusers import (
     AutoPipelineForImage2Image,
     DDIMScheduler,
     DiffusionPipeline,
-    EulerDiscreteScheduler,
+    HeunDiscreteScheduler,
     PNDMScheduler,
     StableDiffusionPipeline,
 )
@@ -32,6 +32,7 @@ from tests.patches.pipeline import cases
 
 applied, on_the_cpu_too = cases.applied, cases.on_the_cpu_too
 STOCK = {"scheduler": PNDMScheduler, "image_processor": VaeImageProcessor}
+PARTS = (*STOCK, "pipeline")
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ def pipe():
 
 
 def parts_of(pipe):
-    return {e.path: e.status for e in sdfastgn.report(pipe).entries if e.path in STOCK}
+    return {e.path: e.status for e in sdfastgn.report(pipe).entries if e.path in PARTS}
 
 
 def picture(pipe):
@@ -53,7 +54,7 @@ def test_optimize_and_restore(pipe):
     attributes = set(vars(pipe.scheduler)), set(vars(pipe))
     assert set(parts_of(pipe).values()) == {"fusable"}
     sdfastgn.optimize(pipe, strict=True)
-    assert parts_of(pipe) == dict.fromkeys(STOCK, "fused")
+    assert parts_of(pipe) == dict.fromkeys(PARTS, "fused")
     after = picture(pipe)
     # fp32 norms add in another order.
     assert np.abs(after.astype(int) - before.astype(int)).max() <= 1
@@ -153,13 +154,15 @@ def test_a_scheduler_that_comes_later(pipe):
     picture(pipe)
     sdfastgn.optimize(pipe)
     assert parts_of(pipe)["scheduler"] == "fused"
-    pipe.scheduler = EulerDiscreteScheduler.from_config(pipe.scheduler.config)
+    pipe.scheduler = HeunDiscreteScheduler.from_config(pipe.scheduler.config)
     assert "scheduler" not in parts_of(pipe)
     sdfastgn.restore(pipe)
-    assert type(pipe.scheduler) is EulerDiscreteScheduler
+    assert type(pipe.scheduler) is HeunDiscreteScheduler
 
 
-@pytest.mark.parametrize("name", ["PNDMScheduler.step_plms", "VaeImageProcessor.denormalize"])
+@pytest.mark.parametrize(
+    "name", ["PNDMScheduler.step_plms", "VaeImageProcessor.denormalize", "DiffusionPipeline.device"]
+)
 def test_a_source_that_was_not_tested(pipe, monkeypatch, name):
     samples.make_unknown(monkeypatch, name)
     with pytest.raises(
@@ -168,7 +171,7 @@ def test_a_source_that_was_not_tested(pipe, monkeypatch, name):
         sdfastgn.optimize(pipe, strict=True)
     assert set(parts_of(pipe).values()) == {"fusable", "skipped"}
     sdfastgn.optimize(pipe)
-    assert sorted(parts_of(pipe).values()) == ["fused", "skipped"]
+    assert sorted(parts_of(pipe).values()) == ["fused", "fused", "skipped"]
     picture(pipe)
 
 

@@ -6,13 +6,26 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import pickle
 import warnings
 
 import pytest
 import torch
-from diffusers import DDIMScheduler, EulerDiscreteScheduler, LCMScheduler, PNDMScheduler
+from diffusers import (
+    DDIMScheduler,
+    DPMSolverMultistepScheduler,
+    EulerAncestralDiscreteScheduler,
+    EulerDiscreteScheduler,
+    HeunDiscreteScheduler,
+    LCMScheduler,
+    PNDMScheduler,
+    TCDScheduler,
+    UniPCMultistepScheduler,
+)
+from torch.overrides import TorchFunctionMode
 
+from sdfastgn.patches.pipeline import pinned_copies
 from sdfastgn.patches.pipeline import scheduler as scheduler_fusion
 from tests.patches.pipeline import cases as cases
 
@@ -21,21 +34,30 @@ applied = functools.partial(cases.applied, scheduler_fusion.FUSION)
 SD15 = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}
 
 
-def sampled(scheduler, device, steps=7, **options):
-    """The samples of each step with a made-up model, which depends on the timestep."""
+def steps_of(scheduler, sample, timesteps, generator=None, **options):
+    """The sample of each step with a made-up model, which depends on the timestep."""
+    if "generator" in inspect.signature(scheduler.step).parameters:
+        options["generator"] = generator
+    for t in timesteps:
+        scaled = scheduler.scale_model_input(sample, t)
+        output = scaled * 0.9 + torch.sin(t.float()).to(sample.dtype)
+        sample = scheduler.step(output, t, sample, return_dict=False, **options)[0]
+        yield sample
+
+
+def sampled(scheduler, device, steps=7, begin=0, noise="cpu", **options):
+    """All samples, from step ``begin`` on, stacked; ``noise`` is the generator's device."""
     scheduler.set_timesteps(steps, device=device)
+    if begin:
+        scheduler.set_begin_index(begin)
     generator = torch.Generator("cpu").manual_seed(0)
     sample = torch.randn(2, 4, 5, 3, generator=generator).to(
         device, torch.float16 if device == "cuda" else torch.float32
     )
-    noise = torch.Generator(device).manual_seed(1) if "eta" in options else None
-    samples = []
-    for t in scheduler.timesteps:
-        output = sample * 0.9 + torch.sin(t.float()).to(sample.dtype)
-        extra = {**options, "generator": noise} if noise is not None else options
-        sample = scheduler.step(output, t, sample, return_dict=False, **extra)[0]
-        samples.append(sample)
-    return torch.stack(samples)
+    drawn = torch.Generator(noise if device == "cuda" else "cpu").manual_seed(1)
+    return torch.stack(
+        list(steps_of(scheduler, sample, scheduler.timesteps[begin:], generator=drawn, **options))
+    )
 
 
 SCHEDULERS = [
@@ -53,6 +75,22 @@ SCHEDULERS = [
         {},
         id="ddim-zero-snr",
     ),
+    pytest.param(LCMScheduler, {**SD15}, {"steps": 4}, id="lcm"),
+    pytest.param(LCMScheduler, {**SD15, "prediction_type": "v_prediction"}, {"begin": 3}, id="lcm-v-img2img"),
+    pytest.param(EulerDiscreteScheduler, {**SD15}, {}, id="euler"),
+    pytest.param(EulerDiscreteScheduler, {**SD15, "use_karras_sigmas": True}, {"s_churn": 1.0}, id="churn"),
+    pytest.param(EulerAncestralDiscreteScheduler, {"timestep_spacing": "trailing"}, {"steps": 1}, id="turbo"),
+    pytest.param(EulerAncestralDiscreteScheduler, {**SD15}, {"noise": "cuda"}, id="euler-a"),
+    pytest.param(DPMSolverMultistepScheduler, {**SD15}, {}, id="dpm"),
+    pytest.param(DPMSolverMultistepScheduler, {**SD15, "use_karras_sigmas": True}, {}, id="dpm-karras"),
+    pytest.param(
+        DPMSolverMultistepScheduler, {**SD15, "algorithm_type": "sde-dpmsolver++"}, {"begin": 2}, id="dpm-sde"
+    ),
+    pytest.param(UniPCMultistepScheduler, {**SD15}, {}, id="unipc"),
+    pytest.param(UniPCMultistepScheduler, {**SD15, "solver_order": 3}, {"steps": 12}, id="unipc-3"),
+    pytest.param(
+        UniPCMultistepScheduler, {**SD15, "prediction_type": "v_prediction"}, {"begin": 2}, id="unipc-img2img"
+    ),
 ]
 
 
@@ -66,18 +104,67 @@ def test_the_samples_are_the_same_bits(cls, config, options, device):
     assert stock.isfinite().all()
 
 
+class Waits(TorchFunctionMode):
+    """Notes what waits for a GPU: copies to it from memory that is not pinned, and checked solutions."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        moved = func is torch.Tensor.to and args[0].device.type == "cpu" and result.device.type != "cpu"
+        made = func is torch.tensor and result.device.type != "cpu"
+        if (moved and not kwargs.get("non_blocking")) or made or func is torch.linalg.solve:
+            self.found.append(func)
+        return result
+
+
+def waits_on_meta(scheduler, steps=7, begin=0, noise="cpu", **options):
+    """What waits in the steps: on the device "meta" no tensor has values, and to read one is an error."""
+    scheduler.set_timesteps(steps, device="cpu")
+    values = vars(scheduler).copy()
+    scheduler.timesteps = scheduler.timesteps.to("meta")
+    if scheduler_fusion.FUSION.is_applied(scheduler):
+        scheduler.set_timesteps(steps, device="meta")
+        assert all(
+            torch.equal(value, values[name])
+            for name, value in vars(scheduler).items()
+            if isinstance(value, torch.Tensor) and name != "timesteps"
+        )
+    if begin:
+        scheduler.set_begin_index(begin)
+    sample = torch.empty(2, 4, 5, 3, device="meta")
+    with Waits() as waits:
+        try:
+            steps = scheduler.timesteps[begin:]
+            list(steps_of(scheduler, sample, steps, generator=torch.Generator("cpu"), **options))
+        except (RuntimeError, NotImplementedError) as error:
+            waits.found.append(error)
+    return waits.found
+
+
+@pytest.mark.parametrize(("cls", "config", "options"), SCHEDULERS)
+def test_no_step_reads_from_the_gpu_or_copies_from_pageable_memory(cls, config, options):
+    if config.get("thresholding"):
+        pytest.skip("its quantile waits")
+    assert waits_on_meta(cls(**config), **options)
+    assert not waits_on_meta(applied(cls(**config)), **options)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("cls", "config", "options"), SCHEDULERS)
 def test_steps_do_not_wait_for_the_gpu(cls, config, options):
-    def fails_to_run_ahead(scheduler):
-        scheduler.set_timesteps(options.get("steps", 7), device="cuda")
-        extra = {name: value for name, value in options.items() if name != "steps"}
+    def fails_to_run_ahead(scheduler, steps=7, begin=0, noise="cpu", **extra):
+        scheduler.set_timesteps(steps, device="cuda")
+        if begin:
+            scheduler.set_begin_index(begin)
         sample = torch.randn(1, 4, 8, 8, device="cuda")
-        steps = list(scheduler.timesteps)
+        generator = torch.Generator("cpu").manual_seed(0)
         torch.cuda.set_sync_debug_mode("error")
         try:
-            for t in steps:
-                sample = scheduler.step(sample, t, sample, **extra)[0]
+            list(steps_of(scheduler, sample, scheduler.timesteps[begin:], generator=generator, **extra))
         except RuntimeError as error:
             return str(error)
         finally:
@@ -86,8 +173,8 @@ def test_steps_do_not_wait_for_the_gpu(cls, config, options):
 
     if config.get("thresholding"):
         pytest.skip("its quantile waits")
-    assert "synchroniz" in fails_to_run_ahead(cls(**config))
-    assert not fails_to_run_ahead(applied(cls(**config)))
+    assert "synchroniz" in fails_to_run_ahead(cls(**config), **options)
+    assert not fails_to_run_ahead(applied(cls(**config)), **options)
 
 
 def received(scheduler, monkeypatch):
@@ -233,6 +320,52 @@ def test_a_pipeline_that_shares_the_memory_of_its_timesteps(monkeypatch):
     assert [int(t) for t in seen] == [801, 601, 401, 201]
 
 
-def test_schedulers_that_calculate_with_the_timestep_are_left_alone():
-    for scheduler in (LCMScheduler(), EulerDiscreteScheduler()):
-        assert not scheduler_fusion.FUSION.claims(scheduler)
+def test_lcm_calculates_with_the_timestep_on_the_gpu(monkeypatch):
+    """A number of the host would be rounded in another way in half precision."""
+    scheduler = applied(LCMScheduler())
+    stock, seen = LCMScheduler.get_scalings_for_boundary_condition_discrete, []
+
+    def noting(self, timestep):
+        seen.append(timestep)
+        return stock(self, timestep)
+
+    monkeypatch.setattr(LCMScheduler, "get_scalings_for_boundary_condition_discrete", noting)
+    scheduler.__class__ = scheduler_fusion.FUSION._make_class(LCMScheduler)
+    x = torch.randn(1, 4, 2, 2)
+    scheduler.set_timesteps(4)
+    for t in scheduler.timesteps:
+        table = scheduler.timesteps
+        scheduler.step(x, t, x)
+        assert scheduler.timesteps is table
+        assert seen[-1].data_ptr() == t.data_ptr()
+
+
+def test_timesteps_are_put_back_when_a_step_fails():
+    scheduler = applied(LCMScheduler())
+    scheduler.set_timesteps(4)
+    table, x = scheduler.timesteps, torch.randn(1, 4, 2, 2)
+    with pytest.raises(RuntimeError):
+        scheduler.step(x, table[0], torch.randn(1, 4, 3, 3))
+    assert scheduler.timesteps is table
+
+
+def test_what_moves_in_a_step_is_what_it_was(monkeypatch):
+    monkeypatch.setattr(pinned_copies, "WAITED_FOR", ("meta",))
+    values = torch.tensor([0.1, 2.0], dtype=torch.float64)
+    with pinned_copies.PinnedCopies() as copies:
+        there = values.to("meta", torch.float16)
+        by_name = values.to(device="meta", dtype=torch.float16)
+        made = torch.tensor([1, 2], device="meta", dtype=torch.int32)
+        here = values.to("cpu")
+        changed = values.to(torch.float32)
+    assert {t.dtype for t in (there, by_name)} == {torch.float16}
+    assert (made.device.type, made.dtype) == ("meta", torch.int32)
+    assert here is values
+    assert (changed.device.type, changed.dtype) == ("cpu", torch.float32)
+    assert torch.equal(copies.on_host(by_name), values.half())
+    assert copies.on_host(values) is None
+
+
+@pytest.mark.parametrize("cls", [TCDScheduler, HeunDiscreteScheduler])
+def test_other_schedulers_are_left_alone(cls):
+    assert not scheduler_fusion.FUSION.claims(cls())

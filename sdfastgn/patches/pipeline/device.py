@@ -1,0 +1,74 @@
+"""diffusers' ``DiffusionPipeline``: the device on which it works, found in one walk over its modules.
+
+``_execution_device``, with which every image begins, looks for offload hooks by ``modules()`` of each model,
+whose generators go through all levels of the tree. That is half of what the CPU does around SDXL's models.
+Here one walk is done in C, level by level. Without hooks and with all models on one device, that device is
+the answer. Anything else is upstream's to decide.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline
+from torch import nn
+
+from sdfastgn.patches.core.tested_sources import tested
+from sdfastgn.patches.pipeline.object_fusion import ObjectFusion
+
+__all__ = ["FUSION"]
+
+# Where a model's ``device`` is that of its first parameter.
+_FIRST_PARAMETER = ("diffusers.models.modeling_utils", "transformers.modeling_utils")
+
+
+def _says_first_parameter(cls: type) -> bool:
+    getter = getattr(getattr(cls, "device", None), "fget", None)
+    return getattr(getter, "__globals__", {}).get("__name__") in _FIRST_PARAMETER
+
+
+def _device_without_hooks(pipe: Any) -> torch.device | None:
+    """The device of all models of ``pipe``. None if a module has a hook, or the models several devices."""
+    roots = {part for part in vars(pipe).values() if isinstance(part, nn.Module)}
+    devices = set()
+    for root in roots:
+        first = next(root.parameters(), None)
+        if first is None or not _says_first_parameter(type(root)):
+            return None
+        devices.add(first.device)
+    if len(devices) != 1:
+        return None
+    seen: set[nn.Module | None] = {None}
+    level: set[nn.Module | None] = {*roots}
+    while level:
+        seen |= level
+        attributes = list(map(vars, level))
+        if any("_hf_hook" in names or "_diffusers_hook" in names for names in attributes):
+            return None  # accelerate's offloading, or diffusers'
+        level = set(chain.from_iterable(names["_modules"].values() for names in attributes)) - seen
+    return devices.pop()
+
+
+def _overrides(stock: Any) -> dict[str, Any]:
+    def _execution_device(self: Any) -> Any:
+        device = _device_without_hooks(self)
+        return stock._execution_device.__get__(self) if device is None else device
+
+    return {"_execution_device": property(_execution_device, doc=stock._execution_device.__doc__)}
+
+
+FUSION = ObjectFusion(
+    "execution_device",
+    module=__name__,
+    sources=(
+        tested(
+            DiffusionPipeline,
+            _execution_device="c7f40ce3e7f8bf43",
+            device="8749a847398169b1 c3f972456a8ca593",
+        ),
+    ),
+    overrides=_overrides,
+    heirs=True,
+)

@@ -1,0 +1,67 @@
+"""Small tensors that diffusers moves to the GPU, without waiting for it.
+
+A copy from pageable memory waits until the GPU has done all that it was given before. In a step that is
+the UNet: noise of a CPU generator (Euler a, LCM) and sigmas (UniPC) are such copies. From pinned memory the
+same bytes are copied in the GPU's own order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["WAITED_FOR", "PinnedCopies"]
+
+# Devices for which the host waits when it copies to them or reads from them.
+WAITED_FOR = ("cuda",)
+
+
+class PinnedCopies(TorchFunctionMode):
+    """While active, ``to`` and ``torch.tensor`` copy to the GPU by way of pinned memory.
+
+    What was copied is known: ``to("cpu")`` of it costs nothing. ``torch.linalg.solve`` does not look
+    whether there is a solution, which would wait; without one its values are not finite.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: dict[int, tuple[Tensor, Tensor]] = {}  # id of the copy -> copy, pinned tensor
+
+    def on_host(self, copy: Any) -> Tensor | None:
+        """The pinned tensor from which ``copy`` was made here; None if it was not."""
+        known = self._known.get(id(copy))
+        return None if known is None else known[1]
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.to:
+            return self._moved(*args, **kwargs)
+        if func is torch.tensor and "device" in kwargs:
+            device = kwargs.pop("device")
+            return self._moved(torch.tensor(*args, **kwargs), device=device)
+        if func is torch.linalg.solve:
+            return torch.linalg.solve_ex(*args, **kwargs).result
+        return func(*args, **kwargs)
+
+    def _moved(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        known = self.on_host(tensor)
+        if known is not None and args == ("cpu",) and not kwargs:
+            return known.clone()
+        device = kwargs.get("device", args[0] if args else None)
+        goes_there = isinstance(device, str | torch.device) and torch.device(device).type in WAITED_FOR
+        if not goes_there or tensor.device.type != "cpu":
+            return tensor.to(*args, **kwargs)
+        pinned: Any = _pinned(tensor.to(kwargs.pop("dtype", tensor.dtype)))
+        copy = pinned.to(*args, **kwargs, non_blocking=True)
+        self._known[id(copy)] = (copy, pinned)
+        return copy
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    return tensor.pin_memory()
