@@ -18,13 +18,19 @@ from sdfastgn.patches.core import channels_last
 from sdfastgn.patches.core.fusion import Fusion, restore_class
 from sdfastgn.patches.fusions import group_norm, sequential
 
-__all__ = ["CLAIMING", "drop_graphs", "eject", "inject", "is_loaded"]
+__all__ = ["CLAIMING", "drop_graphs", "eject", "has_blocks", "inject", "is_loaded"]
 
-_BLOCKS: tuple[Fusion, ...] = (*unet.BLOCKS, *vae.BLOCKS, graphs.UNET)
+_BLOCKS = (*unet.BLOCKS, *vae.BLOCKS, graphs.UNET)
 # Those that know ComfyUI's classes, and say what can be fused in a model that is not injected too.
 CLAIMING: tuple[Fusion, ...] = (*LAYERS, *_BLOCKS)
 # In the order in which they are applied: all others ask for PyTorch's layers.
 _STAGES: tuple[tuple[Any, ...], ...] = (LAYERS, (group_norm.FUSION, sequential.FUSION, *_BLOCKS))
+
+
+def has_blocks(root: nn.Module) -> bool:
+    """True if there is any block below ``root`` that is known. Other models stay ComfyUI's altogether."""
+    known = tuple(fusion.stock for fusion in _BLOCKS)
+    return any(isinstance(module, known) for module in root.modules())
 
 
 @functools.cache
@@ -35,6 +41,8 @@ def _about(cls: Any, stage: int) -> tuple[Any, ...]:
 
 def inject(root: nn.Module, cuda_graphs: str | bool = "auto") -> None:
     """Fuse what can be fused below ``root``. Undoes itself if anything fails. Idempotent."""
+    if not has_blocks(root):
+        return
     try:
         for stage in range(len(_STAGES)):
             for module in root.modules():

@@ -18,9 +18,11 @@ comfy_checkout.import_for_cpu()
 from comfy.ldm.modules.attention import BasicTransformerBlock, SpatialTransformer  # noqa: E402
 from comfy.ldm.modules.diffusionmodules import model as vae  # noqa: E402
 from comfy.ldm.modules.diffusionmodules.openaimodel import Downsample, ResBlock, Upsample  # noqa: E402
+from comfy.ops import disable_weight_init  # noqa: E402
 
 from sdfastgn.patches.comfyui.inject import eject, inject  # noqa: E402
 from sdfastgn.patches.comfyui.report import text_of  # noqa: E402
+from sdfastgn.patches.core import channels_last  # noqa: E402
 
 # ComfyUI takes PyTorch's attention on a GPU; on a CPU it is asked for.
 pytestmark = pytest.mark.usefixtures("attention_of_pytorch")
@@ -145,3 +147,20 @@ def test_a_convolution_adds_no_bias_and_hands_statistics_over(ran: Callable[[str
         cases.agree(decoder(latent), stock(latent), 2e-4)
     # Of four residual blocks and one attention each sum has the statistics for the norm behind it.
     assert (ran("add"), ran("add alone")) == (5, 0)
+
+
+def test_a_model_without_known_blocks_stays_as_it_is() -> None:
+    model = nn.Sequential(disable_weight_init.Linear(4, 4), disable_weight_init.GroupNorm(2, 4), nn.SiLU())
+    classes = [type(module) for module in model.modules()]
+    inject(model)
+    assert [type(module) for module in model.modules()] == classes
+    assert text_of(model) == "Sequential: nothing that sdfastgn knows, stock's code"
+
+
+def test_a_failure_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ResBlock(C, 20, 0.0)
+    classes = [type(module) for module in model.modules()]
+    monkeypatch.setattr(channels_last, "apply", lambda root: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        inject(model)
+    assert [type(module) for module in model.modules()] == classes
