@@ -62,7 +62,12 @@ def optimize_model(model: Any, cuda_graphs: str | bool = "auto") -> Any:
 
 
 def optimize_vae(vae: Any) -> Any:
-    """A copy of ComfyUI's VAE on a patcher of its own; ``vae`` stays stock."""
+    """A copy of ComfyUI's VAE on a patcher of its own; ``vae`` stays stock.
+
+    Raises TypeError for anything else, and for a VAE without weights.
+    """
+    if not hasattr(vae, "patcher"):
+        raise TypeError(f"sdfastgn: expected a VAE of ComfyUI with weights, got {type(vae).__name__}")
     optimized = copy.copy(vae)
     optimized.patcher = optimize_model(vae.patcher, False)
     return optimized

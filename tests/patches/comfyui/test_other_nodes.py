@@ -11,10 +11,15 @@ from tests.patches.comfyui import comfy_checkout
 
 comfy_checkout.import_for_cpu()
 
+import comfy.sd  # noqa: E402
 from comfy.ldm.modules.diffusionmodules.openaimodel import ResBlock  # noqa: E402
 
 from sdfastgn.patches.comfyui.graphs import graphs_of  # noqa: E402
-from sdfastgn.patches.comfyui.model_patcher import optimize_model, text_of_model  # noqa: E402
+from sdfastgn.patches.comfyui.model_patcher import (  # noqa: E402
+    optimize_model,
+    optimize_vae,
+    text_of_model,
+)
 from sdfastgn.patches.core import channels_last  # noqa: E402
 from sdfastgn.patches.graphs import forward  # noqa: E402
 from tests.patches.comfyui import comfy_models  # noqa: E402
@@ -153,6 +158,8 @@ def test_an_unknown_release_is_left_alone(model: Any, monkeypatch: pytest.Monkey
 def test_what_a_model_has_to_be() -> None:
     with pytest.raises(TypeError, match="expected a MODEL of ComfyUI, got dict"):
         optimize_model({})
+    with pytest.raises(TypeError, match="expected a VAE of ComfyUI with weights, got VAE"):
+        optimize_vae(comfy.sd.VAE(sd={}))  # of a checkpoint without one
 
 
 @pytest.mark.parametrize("mode", ["on", 1, None])
