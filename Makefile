@@ -12,6 +12,9 @@ BENCH := $(BIN)/sdfastgn bench --fp32-reference
 BENCH_ARGS ?=
 TRAINING := copy,eager_nchw,eager_nhwc,sdfastgn,inductor
 PYTEST_ARGS ?=
+# A checkout of ComfyUI, from the environment or the command line.
+COMFYUI ?=
+COMFYUI_NEEDS := einops==0.8.2 torchsde==0.2.6 aiohttp==3.14.5 av==18.1.0
 NOX_ARGS ?=
 
 # The first interpreter that runs and is of a supported version: pyenv's shims exist for versions that it does not have.
@@ -25,7 +28,7 @@ TORCH_LACKS_TRITON := import importlib.metadata as m, sys; sys.exit(any(r.starts
 PIP := env -u PIP_TARGET -u PIP_PREFIX -u PIP_ROOT -u PIP_CONSTRAINT -u PIP_REQUIREMENT -u PIP_DRY_RUN -u PIP_NO_DEPS \
        -u PIP_REQUIRE_HASHES -u PYTHONPATH -u PYTHONHOME PIP_USER=0 PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
 
-.PHONY: help demo test test-compile test-gpu matrix check docs dist hub-kernels bench lint types format format-check install clean
+.PHONY: help demo test test-compile test-gpu test-comfyui matrix check docs dist hub-kernels bench lint types format format-check install clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## */\1\t/' | expand -t 14
@@ -54,13 +57,19 @@ demo: $(STAMP)  ## draw digits with a small trained pipeline, stock and optimize
 QUIET_PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 
 test: $(STAMP)  ## the tests that need no GPU
-	$(QUIET_PYTEST) -m "not gpu and not every_gpu" -n 2 --dist worksteal --durations=10 $(PYTEST_ARGS)
+	COMFYUI= $(QUIET_PYTEST) -m "not gpu and not every_gpu" -n 2 --dist worksteal --durations=10 $(PYTEST_ARGS)
 
 test-compile: $(STAMP)  ## compile every kernel for every generation of GPUs; needs none
 	$(QUIET_PYTEST) -m every_gpu -n 2 $(PYTEST_ARGS)
 
 test-gpu: $(STAMP)  ## the tests that need an NVIDIA GPU
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+
+# Of what ComfyUI needs, constraints.txt has most.
+test-comfyui: $(STAMP)  ## the ComfyUI node beside a checkout: make test-comfyui COMFYUI=path
+	@if [ -z "$(COMFYUI)" ] || [ ! -d "$(COMFYUI)/comfy" ]; then echo "skipped, no ComfyUI (COMFYUI=path names a checkout)"; exit; fi; \
+	  $(PIP) install --quiet -c $(PINS) $(COMFYUI_NEEDS) && \
+	  COMFYUI="$(abspath $(COMFYUI))" $(QUIET_PYTEST) tests/patches/comfyui -n 2 $(PYTEST_ARGS)
 
 matrix: $(STAMP)  ## tests beside other releases of Python, torch and diffusers; an hour, and 40 GB of downloads
 	@$(PIP) install --quiet 'nox[uv]==2026.10.20'

@@ -7,34 +7,48 @@ of every layer is fixed in between.
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 from torch import nn
 
 from sdfastgn.patches.comfyui import graphs, unet, vae
 from sdfastgn.patches.comfyui.layers import LAYERS
 from sdfastgn.patches.core import channels_last
-from sdfastgn.patches.core.fusion import Fusion
+from sdfastgn.patches.core.fusion import Fusion, restore_class
 from sdfastgn.patches.fusions import group_norm, sequential
 
-__all__ = ["CLAIMING", "drop_graphs", "eject", "inject", "is_loaded"]
+__all__ = ["CLAIMING", "drop_graphs", "eject", "has_blocks", "inject", "is_loaded"]
 
-_BLOCKS: tuple[Fusion, ...] = (*unet.BLOCKS, *vae.BLOCKS, graphs.UNET)
+_BLOCKS = (*unet.BLOCKS, *vae.BLOCKS, graphs.UNET)
 # Those that know ComfyUI's classes, and say what can be fused in a model that is not injected too.
 CLAIMING: tuple[Fusion, ...] = (*LAYERS, *_BLOCKS)
 # In the order in which they are applied: all others ask for PyTorch's layers.
-_FUSIONS: tuple[Fusion, ...] = (*LAYERS, group_norm.FUSION, sequential.FUSION, *_BLOCKS)
+_STAGES: tuple[tuple[Any, ...], ...] = (LAYERS, (group_norm.FUSION, sequential.FUSION, *_BLOCKS))
+
+
+def has_blocks(root: nn.Module) -> bool:
+    """True if there is any block below ``root`` that is known. Other models stay ComfyUI's altogether."""
+    known = tuple(fusion.stock for fusion in _BLOCKS)
+    return any(isinstance(module, known) for module in root.modules())
+
+
+@functools.cache
+def _about(cls: Any, stage: int) -> tuple[Any, ...]:
+    """Those of a stage that may be about modules of a class: a UNet has two thousand to ask for."""
+    return tuple(fusion for fusion in _STAGES[stage] if issubclass(cls, fusion.stock))
 
 
 def inject(root: nn.Module, cuda_graphs: str | bool = "auto") -> None:
     """Fuse what can be fused below ``root``. Undoes itself if anything fails. Idempotent."""
+    if not has_blocks(root):
+        return
     try:
-        for fusion in _FUSIONS:
+        for stage in range(len(_STAGES)):
             for module in root.modules():
-                if (
-                    fusion.claims(module)
-                    and not fusion.is_applied(module)
-                    and fusion.reason_to_skip(module) is None
-                ):
-                    fusion.apply(module)
+                kind: Any = type(module)
+                for fusion in _about(kind, stage):
+                    _apply(fusion, module)
         channels_last.apply(root)
         for module in root.modules():
             if graphs.UNET.is_applied(module):
@@ -44,12 +58,19 @@ def inject(root: nn.Module, cuda_graphs: str | bool = "auto") -> None:
         raise
 
 
+def _apply(fusion: Fusion, module: nn.Module) -> None:
+    is_new = fusion.claims(module) and not fusion.is_applied(module)
+    if is_new and fusion.reason_to_skip(module) is None:
+        fusion.apply(module)
+
+
 def eject(root: nn.Module) -> None:
     """Everything below ``root`` as it was before ``inject``, strides of weights too. Idempotent."""
     for module in root.modules():
-        for fusion in reversed(_FUSIONS):
-            if fusion.is_applied(module):
-                fusion.undo(module)
+        restore_class(module)
+        for layer in LAYERS:
+            if layer.is_applied(module):
+                layer.undo(module)
         channels_last.restore(module)
 
 

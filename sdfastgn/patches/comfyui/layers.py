@@ -36,24 +36,24 @@ class _PlainLayer:
     def __init__(self, stock: type[nn.Module], plain: type[nn.Module]) -> None:
         self.name = f"plain_{plain.__name__.lower()}"
         self.sources: tuple[TestedSource, ...] = (tested(stock, forward=_FORWARD),)
-        self._stock, self._plain = stock, plain
+        self.stock, self._plain = stock, plain
 
     def claims(self, module: nn.Module) -> bool:
-        return self.is_applied(module) or isinstance(module, self._stock)
+        return self.is_applied(module) or isinstance(module, self.stock)
 
     def is_applied(self, module: nn.Module) -> bool:
-        return vars(module).get(_STOCK_CLASS) is self._stock
+        return vars(module).get(_STOCK_CLASS) is self.stock
 
     def reason_to_skip(self, module: Any) -> str | None:
         if module.comfy_cast_weights or module.weight_function or module.bias_function:
             return "casts its weights at each call"
-        if type(module) is not self._stock:
-            return f"its class {type(module).__qualname__} is a subclass of ComfyUI's {self._stock.__name__}"
+        if type(module) is not self.stock:
+            return f"its class {type(module).__qualname__} is a subclass of ComfyUI's {self.stock.__name__}"
         return foreign_override(module) or unknown_source(*self.sources)
 
     def apply(self, module: nn.Module) -> None:
         change_class(module, self._plain)
-        vars(module)[_STOCK_CLASS] = self._stock
+        vars(module)[_STOCK_CLASS] = self.stock
 
     def undo(self, module: nn.Module) -> None:
         change_class(module, vars(module).pop(_STOCK_CLASS))

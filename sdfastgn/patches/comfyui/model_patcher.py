@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
-import logging
+import sys
+from collections.abc import Callable
 from typing import Any
 
 from comfy.patcher_extension import CallbacksMP, PatcherInjection
 from torch import nn
 
+from sdfastgn.patches.comfyui.graphs import UNET
 from sdfastgn.patches.comfyui.inject import drop_graphs, eject, inject
 from sdfastgn.patches.comfyui.report import text_of
 from sdfastgn.patches.graphs.install import MODES
@@ -37,18 +39,22 @@ def optimize_model(model: Any, cuda_graphs: str | bool = "auto") -> Any:
 
     def put_in(patcher: Any) -> None:
         inject(_root(patcher), cuda_graphs)
-        logging.info(text_of_model(patcher))
+
+    def take_out(patcher: Any, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        # ModelPatchers that are alive when Python ends eject then, with half of the modules gone.
+        if not is_finalizing():
+            eject(_root(patcher))
 
     def heal(patcher: Any) -> None:
         # A clone that was made while its model was injected says so too, and ejects when it dies.
-        if patcher.is_injected:
+        if patcher.is_injected and not UNET.is_applied(_root(patcher)):
             inject(_root(patcher), cuda_graphs)
 
     def let_go(patcher: Any, unpatch_all: bool) -> None:
         if unpatch_all:
             drop_graphs(_root(patcher))
 
-    clone.set_injections(_KEY, [PatcherInjection(put_in, lambda patcher: eject(_root(patcher)))])
+    clone.set_injections(_KEY, [PatcherInjection(put_in, take_out)])
     for kind, callback in ((CallbacksMP.ON_PRE_RUN, heal), (CallbacksMP.ON_DETACH, let_go)):
         clone.remove_callbacks_with_key(kind, _KEY)
         clone.add_callback_with_key(kind, _KEY, callback)
@@ -56,7 +62,12 @@ def optimize_model(model: Any, cuda_graphs: str | bool = "auto") -> Any:
 
 
 def optimize_vae(vae: Any) -> Any:
-    """A copy of ComfyUI's VAE on a patcher of its own; ``vae`` stays stock."""
+    """A copy of ComfyUI's VAE on a patcher of its own; ``vae`` stays stock.
+
+    Raises TypeError for anything else, and for a VAE without weights.
+    """
+    if not hasattr(vae, "patcher"):
+        raise TypeError(f"sdfastgn: expected a VAE of ComfyUI with weights, got {type(vae).__name__}")
     optimized = copy.copy(vae)
     optimized.patcher = optimize_model(vae.patcher, False)
     return optimized

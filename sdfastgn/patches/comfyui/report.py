@@ -9,7 +9,7 @@ from torch import nn
 
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.patches.comfyui import graphs
-from sdfastgn.patches.comfyui.inject import CLAIMING, is_loaded
+from sdfastgn.patches.comfyui.inject import CLAIMING, has_blocks, is_loaded
 
 __all__ = ["text_of"]
 
@@ -19,6 +19,9 @@ def text_of(root: nn.Module) -> str:
 
     Before a model is loaded, what will run fused if all of it fits the GPU.
     """
+    title = f"{type(root).__name__}: "
+    if not has_blocks(root):
+        return title + "nothing that sdfastgn knows, stock's code"
     fused: Counter[str] = Counter()
     stock: Counter[tuple[str, str]] = Counter()
     applied = 0
@@ -32,9 +35,6 @@ def text_of(root: nn.Module) -> str:
                     fused[fusion.name] += 1
                 else:
                     stock[type(module).__name__, reason] += 1
-    title = f"{type(root).__name__}: "
-    if not fused and not stock:
-        return title + "nothing that sdfastgn knows, stock's code"
     state = "fused" if applied else "to be fused once it is loaded"
     parts = ", ".join(f"{count} {name}" for name, count in fused.items()) or "nothing"
     lines = [f"{title}{state}: {parts}"]

@@ -1,8 +1,7 @@
 """Fusions for the blocks of ComfyUI's image autoencoders (SD 1.5, SD 2, SDXL, SD3, Flux).
 
-Encoder and decoder themselves only leave inference mode, in which ComfyUI runs everything: there no
-tensor counts how often it is written, and without that count no statistics are handed from the producer
-of a tensor to the norm that reads it.
+Encoder and decoder themselves only leave inference mode (``inference_mode.py``). The activation behind
+their last norm is a function that their forward calls, and stays a pass of its own.
 """
 
 from __future__ import annotations
@@ -60,7 +59,8 @@ class FusedAttnBlock(AttnBlock):
             return super().forward(x)
         h = self.norm(x)
         q, k, v = (_to_tokens(pointwise(conv, h)) for conv in (self.q, self.k, self.v))
-        h = attend(q, k, v).squeeze(1).transpose(1, 2).reshape(x.shape)
+        N, _, H, W = x.shape
+        h = attend(q, k, v).reshape(N, H, W, -1).permute(0, 3, 1, 2)
         return add(pointwise(self.proj_out, h), x)
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import comfy.sd
 import nodes
 import torch
-from comfy.ldm.models.autoencoder import AutoencoderKL
-from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 from torch import Tensor, nn
+
+from sdfastgn.bench import comfyui
 
 __all__ = [
     "KINDS",
@@ -27,10 +26,6 @@ __all__ = [
 
 logging.disable(logging.INFO)  # ComfyUI tells of every model that it loads
 
-_UNET = {
-    "image_size": 32, "in_channels": 4, "out_channels": 4, "model_channels": 320,
-    "use_spatial_transformer": True, "legacy": False,
-}  # fmt: skip
 # What ComfyUI's model detection asks for, and as few blocks as it lets pass. SDXL's is that of Segmind
 # Vega, an SDXL with fewer transformer blocks.
 KINDS: dict[str, dict[str, Any]] = {
@@ -46,55 +41,28 @@ KINDS: dict[str, dict[str, Any]] = {
         "num_classes": "sequential", "adm_in_channels": 2816,
     },
 }  # fmt: skip
-_VAE = {
-    "double_z": True, "z_channels": 4, "resolution": 64, "in_channels": 3, "out_ch": 3, "ch": 32,
-    "ch_mult": [1, 2], "num_res_blocks": 1, "attn_resolutions": [], "dropout": 0.0,
-}  # fmt: skip
-
-
-def _random(module: nn.Module, prefix: str = "") -> dict[str, Tensor]:
-    """Weights that keep the scale of what goes through."""
-    g = torch.Generator().manual_seed(0)
-    return {
-        prefix + name: torch.randn(w.shape, generator=g) * (max(w[0].numel(), 4) ** -0.5)
-        + (w.dim() == 1 and name.endswith("weight"))
-        for name, w in module.state_dict().items()
-    }
+_VAE = {**comfyui.VAE, "resolution": 64, "ch": 32, "ch_mult": [1, 2], "num_res_blocks": 1}
 
 
 def load_model(kind: str, **options: Any) -> Any:
     """A ``ModelPatcher``, by ComfyUI's own loader. options: its ``model_options``."""
-    with torch.device("meta"):
-        unet = UNetModel(**_UNET, **KINDS[kind])
-    weights = _random(unet, "model.diffusion_model.")
-    with torch.inference_mode():  # as ComfyUI runs every node
-        found = comfy.sd.load_state_dict_guess_config(
-            weights, output_vae=False, output_clip=False, model_options=options
-        )
-    assert type(found[0].model).__name__ == {"sd15": "BaseModel", "sdxl": "SDXL"}[kind]
-    return found[0]
+    found = comfyui.load_model(KINDS[kind], **options)
+    assert type(found.model).__name__ == {"sd15": "BaseModel", "sdxl": "SDXL"}[kind]
+    return found
 
 
 def load_vae() -> Any:
-    config = {"ddconfig": _VAE, "embed_dim": 4}
-    return comfy.sd.VAE(sd=_random(AutoencoderKL(**config)), config={"params": {**config}})
+    return comfyui.load_vae(_VAE)
 
 
-def _conditioning(kind: str, seed: int) -> list[Any]:
-    g = torch.Generator().manual_seed(seed)
-    pooled = {"pooled_output": torch.randn(1, 1280, generator=g)} if kind == "sdxl" else {}
-    return [[torch.randn(1, 77, KINDS[kind]["context_dim"], generator=g), pooled]]
-
-
-def latent_of(model: Any, kind: str, steps: int = 2, **conditioning: Any) -> Tensor:
-    """What the node KSampler makes of an empty latent. conditioning: for the positive prompt."""
-    positive = _conditioning(kind, 5)
-    positive[0][1].update(conditioning)
+def latent_of(model: Any, kind: str, steps: int = 2) -> Tensor:
+    """What the node KSampler makes of an empty latent."""
+    positive, negative = (comfyui.conditioning(KINDS[kind], seed) for seed in (5, 6))
     with torch.inference_mode():
         latent = {"samples": torch.zeros(1, 4, 16, 16)}
-        return nodes.KSampler().sample(
-            model, 3, steps, 4.0, "euler", "normal", positive, _conditioning(kind, 6), latent
-        )[0]["samples"]
+        return nodes.KSampler().sample(model, 3, steps, 4.0, "euler", "normal", positive, negative, latent)[
+            0
+        ]["samples"]
 
 
 def image_of(vae: Any, latent: Tensor) -> Tensor:

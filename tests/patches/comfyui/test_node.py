@@ -12,7 +12,7 @@ import torch
 import sdfastgn
 from tests.patches.comfyui import comfy_checkout
 
-comfy_checkout.import_comfyui("--cpu")
+comfy_checkout.import_for_cpu()
 
 import nodes  # noqa: E402
 import tomllib  # noqa: E402  # Python 3.10, which has none, skips before this

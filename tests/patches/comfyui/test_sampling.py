@@ -9,7 +9,7 @@ import torch
 
 from tests.patches.comfyui import comfy_checkout
 
-comfy_checkout.import_comfyui("--cpu")
+comfy_checkout.import_for_cpu()
 
 from comfy import model_management  # noqa: E402
 
@@ -146,7 +146,7 @@ def test_another_model_in_between(model: Any, kind: str) -> None:
 
 def test_a_model_that_casts_its_weights_runs_as_stock(kind: str) -> None:
     """Weights in fp16, computed in fp32."""
-    model = comfy_models.load_model(kind, dtype=torch.float16)
+    model = comfy_models.load_model(kind, weight_dtype=torch.float16)
     stock = latent_of(model, kind)
     optimized = optimize_model(model)
     assert "Linear: casts its weights at each call" in text_of_model(optimized)

@@ -1,0 +1,124 @@
+"""Iterations per second of ComfyUI's sampler and its VAE's milliseconds: stock, channels-last, sdfastgn.
+
+python scripts/time_comfyui.py build/ComfyUI --model sdxl --json benchmarks/h200/comfyui/sdxl.json
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from sdfastgn.bench import comfyui
+
+# Variant -> ComfyUI's arguments for it.
+VARIANTS = {"stock": [], "channels_last": ["--force-channels-last"], "sdfastgn": []}
+WARM_UP_RUNS = 2
+TIMED_RUNS = 5
+
+
+def main(
+    folder: Annotated[Path, typer.Argument(help="a checkout of ComfyUI")],
+    model: Annotated[str, typer.Option(help=" or ".join(comfyui.MODELS))] = "sd15",
+    size: Annotated[int, typer.Option(help="pixels; 0: 512, SDXL 1024")] = 0,
+    steps: Annotated[int, typer.Option(help="of the sampler, each a call with guidance")] = 30,
+    json_path: Annotated[Path | None, typer.Option("--json", help="where the results go")] = None,
+    variant: Annotated[str, typer.Option(help="only this one, in this process")] = "",
+) -> None:
+    """Random weights in fp16; each variant in a process of its own."""
+    if model not in comfyui.MODELS:
+        raise typer.BadParameter(f"{model!r} is none of {', '.join(comfyui.MODELS)}", param_hint="--model")
+    if not (folder / "comfy").is_dir():
+        raise typer.BadParameter(f"{str(folder)!r} is no checkout of ComfyUI", param_hint="folder")
+    size = size or {"sd15": 512, "sdxl": 1024}[model]
+    if variant:
+        print(json.dumps(times_of(variant, folder, model, size, steps)))
+        return
+    results: dict[str, Any] = {"model": model, "size": size, "steps": steps, "variants": {}}
+    for name in VARIANTS:
+        command = [sys.executable, __file__, str(folder), "--model", model, "--size", str(size)]
+        done = subprocess.run(
+            [*command, "--steps", str(steps), "--variant", name],
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+        results["variants"][name] = found = json.loads(done.stdout.splitlines()[-1])
+        print(f"{name}: {found['it_per_s']:.2f} it/s, VAE decode {found['decode_ms']:.1f} ms")
+    if json_path is not None:
+        json_path.parent.mkdir(parents=True, exist_ok=True)
+        json_path.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+
+
+def times_of(variant: str, folder: Path, name: str, size: int, steps: int) -> dict[str, Any]:
+    """One variant's; of sdfastgn also how far its images are from stock's, and whether ejection is exact."""
+    version = comfyui.import_comfyui(str(folder), *VARIANTS[variant])
+    import comfy.sample
+
+    config = comfyui.MODELS[name]
+    model = comfyui.load_model(config, torch.float16, "cuda")
+    vae = comfyui.load_vae(comfyui.VAE, "cuda")
+    prompts = [comfyui.conditioning(config, seed) for seed in (5, 6)]
+    latent = torch.zeros(1, 4, size // 8, size // 8)
+    noise = comfy.sample.prepare_noise(latent, 3)
+
+    @torch.inference_mode()
+    def sample(patcher: Any) -> torch.Tensor:
+        return comfy.sample.sample(
+            patcher, noise, steps, 4.0, "euler", "normal", *prompts, latent, disable_pbar=True, seed=3
+        )
+
+    @torch.inference_mode()
+    def decode(which: Any, latents: torch.Tensor) -> torch.Tensor:
+        return which.decode(latents)
+
+    found: dict[str, Any] = {"comfyui": version, "torch": torch.__version__}
+    found["gpu"] = torch.cuda.get_device_name()
+    patcher, decoder = model, vae
+    if variant == "sdfastgn":
+        from sdfastgn.patches.comfyui.model_patcher import optimize_model, optimize_vae, text_of_model
+
+        stock = sample(model)
+        image = decode(vae, stock)
+        patcher, decoder = optimize_model(model), optimize_vae(vae)
+        found["latent_difference"] = relative(sample(patcher), stock)
+        found["image_difference"] = float((decode(decoder, stock) - image).abs().max())
+        found["report"] = text_of_model(patcher).splitlines()
+        found["exact_after_ejection"] = torch.equal(sample(model), stock) and torch.equal(
+            decode(vae, stock), image
+        )
+    latents = sample(patcher)
+    found["it_per_s"] = steps / seconds_of(lambda: sample(patcher))
+    found["decode_ms"] = 1000 * seconds_of(lambda: decode(decoder, latents))
+    found["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+    return found
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Root mean square of the difference over that of ``b``."""
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+def seconds_of(call: Callable[[], Any]) -> float:
+    """Median of ``TIMED_RUNS``, whole calls with all that ComfyUI does around them."""
+    times = []
+    for run in range(WARM_UP_RUNS + TIMED_RUNS):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        if run >= WARM_UP_RUNS:
+            times.append(time.perf_counter() - begin)
+    return statistics.median(times)
+
+
+if __name__ == "__main__":
+    typer.run(main)

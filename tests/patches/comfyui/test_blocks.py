@@ -1,0 +1,166 @@
+"""Each of ComfyUI's blocks with the kernels that run on a GPU, in Triton's interpreter, beside stock."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.patches import cases
+from tests.patches.comfyui import comfy_checkout
+
+comfy_checkout.import_for_cpu()
+
+from comfy.ldm.modules.attention import BasicTransformerBlock, SpatialTransformer  # noqa: E402
+from comfy.ldm.modules.diffusionmodules import model as vae  # noqa: E402
+from comfy.ldm.modules.diffusionmodules.openaimodel import Downsample, ResBlock, Upsample  # noqa: E402
+from comfy.ops import disable_weight_init  # noqa: E402
+
+from sdfastgn.patches.comfyui.inject import eject, inject  # noqa: E402
+from sdfastgn.patches.comfyui.report import text_of  # noqa: E402
+from sdfastgn.patches.core import channels_last  # noqa: E402
+
+# ComfyUI takes PyTorch's attention on a GPU; on a CPU it is asked for.
+pytestmark = pytest.mark.usefixtures("attention_of_pytorch")
+on_each_device, without_gradients = cases.on_each_device, cases.without_gradients
+statistics_always_pay = cases.statistics_always_pay
+launches, ran = cases.launches, cases.ran
+
+
+@pytest.fixture
+def attention_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vae, "vae_attention", lambda: vae.pytorch_attention)
+
+
+C = 32
+CONFIG: dict[str, Any] = {
+    "z_channels": 4, "resolution": 64, "in_channels": 3, "out_ch": 3, "attn_resolutions": [], "dropout": 0.0,
+}  # fmt: skip
+IMAGE, EMB, TOKENS, TEXT = (2, C, 6, 4), (2, 20), (2, 24, C), (2, 5, 12)
+
+
+def shapes(*inputs: tuple[int, ...]) -> Callable[[], list[Tensor]]:
+    return lambda: [cases.noise(*shape, seed=i) for i, shape in enumerate(inputs)]
+
+
+BLOCKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Tensor]]]] = {
+    "resblock": (lambda: ResBlock(C, 20, 0.0), shapes(IMAGE, EMB)),
+    "resblock-wider": (lambda: ResBlock(C, 20, 0.0, out_channels=2 * C), shapes(IMAGE, EMB)),
+    "resblock-conv": (lambda: ResBlock(C, 20, 0.0, out_channels=2 * C, use_conv=True), shapes(IMAGE, EMB)),
+    "resblock-scale": (lambda: ResBlock(C, 20, 0.0, use_scale_shift_norm=True), shapes(IMAGE, EMB)),
+    "resblock-up": (lambda: ResBlock(C, 20, 0.0, up=True), shapes(IMAGE, EMB)),
+    "resblock-down": (lambda: ResBlock(C, 20, 0.0, down=True), shapes(IMAGE, EMB)),
+    "resblock-no-emb": (lambda: ResBlock(C, 20, 0.0, skip_t_emb=True), shapes(IMAGE, EMB)),
+    "transformer": (lambda: SpatialTransformer(C, 2, 16, context_dim=12), shapes(IMAGE, TEXT)),
+    "transformer-linear": (
+        lambda: SpatialTransformer(C, 2, 16, depth=2, context_dim=12, use_linear=True),
+        shapes(IMAGE, TEXT),
+    ),
+    "tokens": (lambda: BasicTransformerBlock(C, 2, 16, context_dim=12), shapes(TOKENS, TEXT)),
+    "tokens-cross": (
+        lambda: BasicTransformerBlock(C, 2, 16, context_dim=12, disable_self_attn=True),
+        shapes(TOKENS, TEXT),
+    ),
+    "tokens-gelu": (
+        lambda: BasicTransformerBlock(C, 2, 16, context_dim=12, gated_ff=False),
+        shapes(TOKENS, TEXT),
+    ),
+    "upsample": (lambda: Upsample(C, True), shapes(IMAGE)),
+    "downsample": (lambda: Downsample(C, True), shapes(IMAGE)),
+    "vae-resnet": (lambda: vae.ResnetBlock(in_channels=C, temb_channels=0), shapes(IMAGE)),
+    "vae-resnet-wider": (
+        lambda: vae.ResnetBlock(in_channels=C, out_channels=2 * C, temb_channels=0),
+        shapes(IMAGE),
+    ),
+    "vae-resnet-conv": (
+        lambda: vae.ResnetBlock(in_channels=C, out_channels=2 * C, conv_shortcut=True, temb_channels=0),
+        shapes(IMAGE),
+    ),
+    "vae-attention": (lambda: vae.AttnBlock(C), shapes(IMAGE)),
+    "vae-upsample": (lambda: vae.Upsample(C, True), shapes(IMAGE)),
+    "vae-downsample": (lambda: vae.Downsample(C, True), shapes(IMAGE)),
+}
+
+
+def twins(name: str) -> tuple[Any, nn.Module, list[Tensor]]:
+    """(injected, stock, inputs); the image is channels-last, as it is within a model."""
+    make, inputs = BLOCKS[name]
+    torch.manual_seed(1)
+    stock = make().eval().to(cases.WHERE["device"])
+    for p in stock.parameters():
+        nn.init.normal_(p, std=0.3, mean=float(p.dim() == 1))
+    fused = copy.deepcopy(stock)
+    inject(fused)
+    tensors = inputs()
+    if tensors[0].dim() == 4:
+        tensors[0] = tensors[0].contiguous(memory_format=torch.channels_last)
+    return fused, stock, tensors
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_as_stock(name: str, launches: cases.Launches) -> None:
+    fused, stock, tensors = twins(name)
+    assert type(fused) is not type(stock)
+    assert "as stock" not in text_of(fused)
+    found = fused(*tensors)
+    assert launches
+    cases.agree(found, stock(*tensors), 2e-4)
+    if found.dim() == 4:
+        assert found.is_contiguous(memory_format=torch.channels_last)
+    eject(fused)
+    assert torch.equal(fused(*tensors), stock(*tensors))
+    assert [type(m) for m in fused.modules()] == [type(m) for m in stock.modules()]
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("casts", ["all", "norms"])
+def test_layers_that_cast_are_called(name: str, casts: str, launches: cases.Launches) -> None:
+    _, stock, tensors = twins(name)
+    stock.double()
+    for module in stock.modules():
+        if hasattr(module, "comfy_cast_weights"):
+            is_norm = type(module).__name__ in ("GroupNorm", "LayerNorm")
+            module.comfy_cast_weights = casts == "all" or is_norm
+            if not module.comfy_cast_weights:
+                module.float()
+    fused = copy.deepcopy(stock)
+    inject(fused)
+    has_any = any(getattr(module, "comfy_cast_weights", False) for module in stock.modules())
+    assert ("casts its weights at each call" in text_of(fused)) is has_any
+    cases.agree(fused(*tensors), stock(*tensors), 2e-4)
+
+
+def test_a_convolution_adds_no_bias_and_hands_statistics_over(ran: Callable[[str], int]) -> None:
+    """Two blocks in inference mode, as in ComfyUI: the second takes the statistics of the first's sum."""
+    decoder = vae.Decoder(**{**CONFIG, "ch": C, "ch_mult": [1], "num_res_blocks": 1}).eval()
+    decoder.to(cases.WHERE["device"])
+    for p in decoder.parameters():
+        nn.init.normal_(p, std=0.1, mean=float(p.dim() == 1))
+    stock = copy.deepcopy(decoder)
+    inject(decoder)
+    latent = cases.noise(1, 4, 6, 4)
+    with torch.inference_mode():
+        cases.agree(decoder(latent), stock(latent), 2e-4)
+    # Of four residual blocks and one attention each sum has the statistics for the norm behind it.
+    assert (ran("add"), ran("add alone")) == (5, 0)
+
+
+def test_a_model_without_known_blocks_stays_as_it_is() -> None:
+    model = nn.Sequential(disable_weight_init.Linear(4, 4), disable_weight_init.GroupNorm(2, 4), nn.SiLU())
+    classes = [type(module) for module in model.modules()]
+    inject(model)
+    assert [type(module) for module in model.modules()] == classes
+    assert text_of(model) == "Sequential: nothing that sdfastgn knows, stock's code"
+
+
+def test_a_failure_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ResBlock(C, 20, 0.0)
+    classes = [type(module) for module in model.modules()]
+    monkeypatch.setattr(channels_last, "apply", lambda root: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        inject(model)
+    assert [type(module) for module in model.modules()] == classes

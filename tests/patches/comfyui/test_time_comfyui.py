@@ -1,0 +1,44 @@
+"""The script that times ComfyUI: its measurements on tiny models, and bad input."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+
+from sdfastgn.bench import comfyui
+from tests.command_line import exit_code
+from tests.patches.comfyui import comfy_checkout
+
+comfy_checkout.import_for_cpu()
+
+from tests.patches.comfyui import comfy_models  # noqa: E402
+
+SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "time_comfyui.py"
+
+
+@pytest.mark.parametrize("variant", ["stock", "sdfastgn"])
+def test_what_it_measures(variant: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    model, vae = comfy_models.load_model("sd15"), comfy_models.load_vae()
+    monkeypatch.setattr(comfyui, "import_comfyui", lambda folder, *arguments: "0")
+    monkeypatch.setattr(comfyui, "load_model", lambda *_: model)
+    monkeypatch.setattr(comfyui, "load_vae", lambda *_: vae)
+    for name, value in {"synchronize": None, "get_device_name": "CPU", "max_memory_allocated": 2e9}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    script = runpy.run_path(str(SCRIPT))
+    script["seconds_of"].__globals__.update(WARM_UP_RUNS=0, TIMED_RUNS=1)
+    found = script["times_of"](variant, tmp_path, "sd15", 64, 1)
+    assert found["it_per_s"] > 0 < found["decode_ms"]
+    assert (found["comfyui"], found["gpu"], found["peak_gb"]) == ("0", "CPU", 2.0)
+    if variant == "sdfastgn":
+        assert found["exact_after_ejection"]
+        assert 0 < found["latent_difference"] < 1e-4
+        assert 0 < found["image_difference"] < 1e-4
+        assert "UNetModel: fused" in found["report"][0]
+
+
+@pytest.mark.parametrize("arguments", [("nowhere",), (".", "--model", "sd3")])
+def test_bad_input(arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert exit_code(monkeypatch, "time_comfyui.py", *arguments) == 2
