@@ -99,7 +99,15 @@ def check(shape, dtype, device, layout, activation, *, training=True, with_resid
     assert got[0].stride() == got[1].stride() == leaves[0].stride()
     for mine, right in zip(got, want, strict=True):
         assert mine.dtype is dtype
-        assert error(mine, right.detach()) < 2 * BOUNDS[dtype]
+        assert off(mine, right.detach(), leaves[0]) < 2 * BOUNDS[dtype]
+
+
+def off(mine, right, x):
+    """The error; of a sum over channels of x, over what such a sum of random terms is at least."""
+    if mine.dim() > 1:
+        return error(mine, right)
+    random = (x.numel() // x.shape[1]) ** 0.5
+    return float((mine.double() - right).abs().max() / right.abs().max().clamp(min=random))
 
 
 def test_the_shapes_take_both_ways():
