@@ -13,9 +13,11 @@ import typer
 from sdfastgn.bench.models.configurations import MODELS
 from sdfastgn.bench.models.variants import VARIANTS
 from sdfastgn.cli_options import (
+    BatchesOption,
     DeviceOption,
     DtypeOption,
     DtypesOption,
+    EveryStepsOption,
     Fp32Option,
     HtmlOption,
     JsonOption,
@@ -44,8 +46,8 @@ def bench(
     model: ModelOption = None,
     part: PartOption = None,
     size: SizeOption = None,
-    batch: Annotated[int | None, typer.Option("--batch", help="2 for unet (guidance), else 1")] = None,
-    steps: StepsOption = None,
+    batch: BatchesOption = None,
+    steps: EveryStepsOption = None,
     scheduler: SchedulerOption = None,
     guidance: Annotated[float | None, typer.Option("--guidance", help="of a pipeline; 7.5")] = None,
     prompt: Annotated[str | None, typer.Option("--prompt", help="of a pipeline")] = None,

@@ -86,7 +86,9 @@ def _kind(configs: Sequence[BenchConfig]) -> str:
         return "processes"  # GPUs that share a host: of no table of one
     if configs[0].preset:
         return "preset"
-    return "profile" if any(config.profile for config in configs) else "end_to_end"
+    if any(config.profile for config in configs):
+        return "profile"
+    return "sweep" if len(configs) > len({config.part for config in configs}) else "end_to_end"
 
 
 def _run_bench(
