@@ -25,7 +25,7 @@ TORCH_LACKS_TRITON := import importlib.metadata as m, sys; sys.exit(any(r.starts
 PIP := env -u PIP_TARGET -u PIP_PREFIX -u PIP_ROOT -u PIP_CONSTRAINT -u PIP_REQUIREMENT -u PIP_DRY_RUN -u PIP_NO_DEPS \
        -u PIP_REQUIRE_HASHES -u PYTHONPATH -u PYTHONHOME PIP_USER=0 PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
 
-.PHONY: help demo test test-compile test-gpu matrix check docs dist bench lint types format format-check install clean
+.PHONY: help demo test test-compile test-gpu matrix check docs dist hub-kernels bench lint types format format-check install clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## */\1\t/' | expand -t 14
@@ -88,6 +88,12 @@ dist: $(STAMP)  ## the sdist and the wheel of a release, in dist
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation --outdir dist .
 
+# The repository on the Hub that the card and build.toml name.
+HUB_REPO ?= sdfastgn/sdfastgn
+
+hub-kernels: $(STAMP)  ## the kernels as a package for Hugging Face's Kernel Hub, in build/hub-kernels
+	$(BIN)/python scripts/build_hub_kernels.py --output build/hub-kernels --repo-id $(HUB_REPO)
+
 check: format-check lint types docs dist test test-compile  ## all that CI looks at
 
 bench: $(STAMP)  ## time the UNets, the VAEs and the kernels on the GPU; JSON goes to RESULTS=benchmarks/h200
@@ -109,13 +115,17 @@ bench: $(STAMP)  ## time the UNets, the VAEs and the kernels on the GPU; JSON go
 	  $(BIN)/sdfastgn bench --model $$model --guidance 0 --part pipeline --steps 1,4 --repeats 200 \
 	    --variants eager,sdfastgn --json $(RESULTS)/latency_$${model%% *}.json $(BENCH_ARGS) || exit 1; \
 	done
+	mkdir -p $(RESULTS)/presets
+	for preset in diffusers diffusion-fast fal mlperf stable-fast; do \
+	  $(BIN)/sdfastgn bench --preset $$preset --variants eager,sdfastgn --json $(RESULTS)/presets/$$preset.json || exit 1; \
+	done
 	$(BENCH) --model sdxl --part vae --dtype fp32 --json $(RESULTS)/vae_1024_fp32.json $(BENCH_ARGS)
 	$(BENCH) --model sdxl --part train --size 512 --json $(RESULTS)/train_sdxl.json $(BENCH_ARGS)
 	$(BIN)/sdfastgn kernels --providers all --json $(RESULTS)/kernels.json
 	$(BIN)/sdfastgn kernels --dtype bf16,fp32 --json $(RESULTS)/kernels.json
 	$(BIN)/sdfastgn kernels --suite training --providers $(TRAINING) --json $(RESULTS)/kernels_training.json
 	$(BIN)/sdfastgn kernels --suite training --providers $(TRAINING) --dtype bf16 --json $(RESULTS)/kernels_training_bf16.json
-	for suite in attention instance_norm issue_28201 layer_norm; do \
+	for suite in attention batch_norm instance_norm issue_28201 layer_norm; do \
 	  $(BIN)/sdfastgn kernels --suite $$suite --json $(RESULTS)/kernels_$$suite.json || exit 1; \
 	done
 	$(BIN)/python -m sdfastgn.bench.tables.plots $(RESULTS) docs/images/times.png

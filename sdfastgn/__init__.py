@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # "as" says to type checkers that a name is public
     from sdfastgn.api import optimized as optimized
     from sdfastgn.api import report as report
     from sdfastgn.api import restore as restore
+    from sdfastgn.kernels.batch_norm.op import batch_norm as batch_norm
     from sdfastgn.kernels.group_norm.instance_norm import instance_norm as instance_norm
     from sdfastgn.kernels.group_norm.op import group_norm as group_norm
     from sdfastgn.kernels.layer_norm.op import add_layer_norm as add_layer_norm
@@ -22,6 +23,7 @@ if TYPE_CHECKING:  # "as" says to type checkers that a name is public
     from sdfastgn.kernels.statistics.op import add_with_statistics as add_with_statistics
     from sdfastgn.kernels.statistics.op import cat_with_statistics as cat_with_statistics
     from sdfastgn.kernels.statistics.op import channel_statistics as channel_statistics
+    from sdfastgn.modules import BatchNorm as BatchNorm
     from sdfastgn.modules import GroupNorm as GroupNorm
     from sdfastgn.modules import InstanceNorm as InstanceNorm
     from sdfastgn.modules import LayerNorm as LayerNorm
@@ -30,11 +32,13 @@ __version__ = "0.1.0"
 
 # Public name -> the module that holds it, imported at first use (PEP 562).
 _HOMES = {
+    "BatchNorm": "sdfastgn.modules",
     "GroupNorm": "sdfastgn.modules",
     "InstanceNorm": "sdfastgn.modules",
     "LayerNorm": "sdfastgn.modules",
     "add_layer_norm": "sdfastgn.kernels.layer_norm.op",
     "add_with_statistics": "sdfastgn.kernels.statistics.op",
+    "batch_norm": "sdfastgn.kernels.batch_norm.op",
     "cat_with_statistics": "sdfastgn.kernels.statistics.op",
     "channel_statistics": "sdfastgn.kernels.statistics.op",
     "group_norm": "sdfastgn.kernels.group_norm.op",

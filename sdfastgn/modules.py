@@ -1,4 +1,4 @@
-"""The module forms of ``sdfastgn.group_norm``, ``sdfastgn.instance_norm`` and ``sdfastgn.layer_norm``."""
+"""The module forms of ``sdfastgn.group_norm``, ``instance_norm``, ``batch_norm`` and ``layer_norm``."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from sdfastgn.kernels.common.checks import as_eps, as_index, check_activation, check_input
+from sdfastgn.kernels.batch_norm.op import batch_norm_call, normalize
+from sdfastgn.kernels.batch_norm.sync import WORLD, group_of, normalize_in_group
+from sdfastgn.kernels.common.checks import as_eps, as_float, as_index, check_activation, check_input
 from sdfastgn.kernels.group_norm.instance_norm import instance_norm
 from sdfastgn.kernels.group_norm.op import group_norm
 from sdfastgn.kernels.layer_norm.op import add_layer_norm, layer_norm
 
-__all__ = ["GroupNorm", "InstanceNorm", "LayerNorm"]
+__all__ = ["BatchNorm", "GroupNorm", "InstanceNorm", "LayerNorm"]
 
 
 class GroupNorm(nn.GroupNorm):
@@ -111,6 +114,115 @@ class InstanceNorm(_InstanceNorm):
                 f"got shape {tuple(input.shape)}"
             )
         return instance_norm(input, self.weight, self.bias, self.eps, self.activation)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, activation={self.activation!r}"
+
+
+class BatchNorm(_NormBase):
+    """``torch.nn.BatchNorm1d``, ``2d`` and ``3d`` with a fused residual add and activation.
+
+    The constructor, the attributes and the state_dict are the same, and so is what training, eval,
+    momentum and running averages mean.
+
+    Args:
+        num_features, eps, momentum, affine, track_running_stats, device, dtype, bias: as in
+            ``torch.nn.BatchNorm2d``.
+        activation: any of ``sdfastgn.kernels.common.activations.ACTIVATIONS``.
+        process_group: the processes that share a batch's statistics in training, as in
+            ``torch.nn.SyncBatchNorm``: a group of torch.distributed, or "world" for all processes.
+            None: this one alone.
+
+    ``norm(input)`` is ``activation(norm)``, ``norm(input, residual)`` is ``activation(norm + residual)``.
+    It is no ``nn.BatchNorm2d``: ``nn.SyncBatchNorm.convert_sync_batchnorm`` would drop the activation.
+
+    Shapes: (N, C, *spatial) -> the same.
+    Dtypes, layout, gradients and errors of the call: ``sdfastgn.batch_norm``. With a process group
+        there is no second derivative.
+    Raises: ValueError if the activation or the process group is unknown; TypeError if a number is not
+        one.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        bias: bool = True,
+        activation: str = "identity",
+        process_group: Any = None,
+    ) -> None:
+        name = "sdfastgn.BatchNorm"
+        check_activation(name, activation)
+        if isinstance(process_group, str) and process_group != WORLD:
+            raise ValueError(f'{name}: process_group must be a group or "{WORLD}", got {process_group!r}')
+        num_features = as_index(name, "num_features", num_features)
+        momentum = None if momentum is None else as_float(name, "momentum", momentum)
+        super().__init__(
+            num_features, as_eps(name, eps), momentum, affine, track_running_stats, device, dtype
+        )
+        if not bias:  # torch 2.8's constructor has no such argument
+            self.register_parameter("bias", None)
+        self.activation = activation
+        self.process_group = process_group
+
+    @classmethod
+    def from_module(cls, module: nn.Module, activation: str = "identity") -> BatchNorm:
+        """``module`` with an activation, and with its own parameters and buffers, not copies.
+
+        Args:
+            module: an ``nn.BatchNorm1d``, ``2d``, ``3d`` or an ``nn.SyncBatchNorm``, whose process
+                group is kept.
+        Raises: TypeError if it is of another class, of which the forward may be another too.
+        """
+        kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+        if type(module) not in kinds:
+            known = ", ".join(kind.__name__ for kind in kinds)
+            raise TypeError(f"sdfastgn.BatchNorm: module must be one of {known}, got {type(module).__name__}")
+        stock: Any = module
+        group = (stock.process_group or WORLD) if type(module) is nn.SyncBatchNorm else None
+        sizes = stock.num_features, stock.eps, stock.momentum, stock.affine, stock.track_running_stats
+        made = cls(*sizes, "meta", activation=activation, process_group=group)
+        made._parameters.update(stock._parameters)
+        made._buffers.update(stock._buffers)
+        return made.train(stock.training)
+
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        name = "sdfastgn.BatchNorm"
+        try:
+            fits = input.dim() >= 2 and input.shape[1] == self.num_features
+        except (AttributeError, RuntimeError):  # no tensor, or a nested one
+            fits = False
+        if not fits:
+            check_input(name, "input", input)
+            raise ValueError(
+                f"{name}: input must be (N, {self.num_features}, *spatial), got shape {tuple(input.shape)}"
+            )
+        counts = self.num_batches_tracked if self.training and self.track_running_stats else None
+        running = (self.running_mean, self.running_var)
+        if self.training and not self.track_running_stats:
+            running = (None, None)
+        momentum = self.momentum
+        if momentum is None:  # the average of all batches
+            momentum = 0.0 if counts is None else 1 / (float(counts) + 1)
+        trains = self.training or (self.running_mean is None and self.running_var is None)
+        call = batch_norm_call(
+            name, input, *running, self.weight, self.bias, trains, momentum, self.eps, self.activation,
+            residual,
+        )  # fmt: skip
+        group = group_of(self.process_group) if self.training else None
+        if group is not None:
+            y = normalize_in_group(name, call, group)
+        else:
+            y = normalize(name, call, fused=self.momentum is not None)
+        if counts is not None:
+            counts.add_(1)
+        return y
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, activation={self.activation!r}"

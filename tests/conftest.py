@@ -49,6 +49,14 @@ def no_tf32(request):
     torch.backends.cudnn.allow_tf32 = before
 
 
+@pytest.fixture(autouse=True)
+def memory_given_back():
+    """Test processes share one GPU, and PyTorch keeps what a test has freed for its own process."""
+    yield
+    if torch.cuda.is_available() and torch.cuda.memory_reserved() > 2**30:
+        torch.cuda.empty_cache()
+
+
 @pytest.fixture
 def poisoned_memory():
     """Uninitialized memory is NaN: an element that no kernel writes shows."""

@@ -116,6 +116,11 @@ def test_instance_norm_errors():
             id="instance-list",
         ),
         pytest.param(
+            lambda: sdfastgn.BatchNorm(4)(None),
+            "BatchNorm: input must be a torch.Tensor, got NoneType",
+            id="batch",
+        ),
+        pytest.param(
             lambda: sdfastgn.LayerNorm(4)(None),
             "LayerNorm: input must be a torch.Tensor, got NoneType",
             id="layer",
@@ -143,6 +148,7 @@ def test_no_tensor_is_named(call, message):
         (sdfastgn.GroupNorm, nn.GroupNorm, (np.int64(2), np.int64(8))),
         (sdfastgn.GroupNorm, nn.GroupNorm, (torch.tensor(2), np.int32(8))),
         (sdfastgn.InstanceNorm, nn.InstanceNorm2d, (np.int64(8),)),
+        (sdfastgn.BatchNorm, nn.BatchNorm2d, (np.int64(8),)),
         (sdfastgn.LayerNorm, nn.LayerNorm, (np.int64(8),)),
         (sdfastgn.LayerNorm, nn.LayerNorm, ((np.int64(8),),)),
         (sdfastgn.LayerNorm, nn.LayerNorm, (np.array([8]),)),

@@ -24,6 +24,7 @@ from sdfastgn.cli_commands import app
 from sdfastgn.kernels.common import op as ops
 from sdfastgn.patches.registry import FUSIONS
 from tests.command_line import ROOT, exit_code, invoke
+from tests.conftest import run_fused_on_the_cpu
 from tests.pages import BLOCKS, LANGUAGES, PAGES, commands, python_of, substitute
 
 README = PAGES["README.md"]
@@ -49,6 +50,17 @@ def of_the_readme(names, asked, printed):
     assert "parts fused, 0 skipped" in printed
 
 
+def of_the_page_on_the_kernel_hub(names, asked, printed):
+    [expected] = [b.code for b in BLOCKS if (b.page, b.language) == ("docs/hub-kernels.md", "text")]
+    assert printed.endswith(expected)
+
+
+def of_the_page_on_other_models(names, asked, printed):
+    [expected] = [b.code for b in BLOCKS if (b.page, b.language) == ("docs/other-models.md", "text")]
+    assert printed.startswith(expected)
+    assert printed.endswith(".Louder is a subclass of GroupNorm\n")
+
+
 def of_the_page_on_ops(names, asked, printed):
     norm, y = names["norm"], names["y"]
     expected = torch.nn.functional.group_norm(names["x"].contiguous(), 32, norm.weight, norm.bias)
@@ -56,14 +68,32 @@ def of_the_page_on_ops(names, asked, printed):
     torch.testing.assert_close(names["tokens"].movedim(-1, 1).reshape(y.shape), expected)
 
 
+def for_the_kernel_hub(monkeypatch):
+    """The build that the page loads. What it tells PyTorch's own class is gone after the test."""
+    if getattr(importlib.util.find_spec("kernels"), "origin", None) is None:
+        pytest.skip("Hugging Face's package kernels is not installed")
+    assert exit_code(monkeypatch, "build_hub_kernels.py") == 0
+    for name in ("kernel_layer_name", "kernel_condition"):
+        monkeypatch.setattr(torch.nn.GroupNorm, name, None, raising=False)
+
+
+# What a page needs before it runs.
+BEFORE = {"docs/hub-kernels.md": for_the_kernel_hub, "docs/other-models.md": run_fused_on_the_cpu}
 # What a page shows beyond its own assertions.
-CHECKS = {"README.md": of_the_readme, "docs/ops.md": of_the_page_on_ops}
+CHECKS = {
+    "README.md": of_the_readme,
+    "docs/hub-kernels.md": of_the_page_on_the_kernel_hub,
+    "docs/ops.md": of_the_page_on_ops,
+    "docs/other-models.md": of_the_page_on_other_models,
+}
 
 
 @pytest.mark.parametrize("page", PYTHON_PAGES)
 def test_the_python_of_a_page_runs(page, monkeypatch, tmp_path, capsys, library):
     asked = substitute(monkeypatch)
     monkeypatch.chdir(tmp_path)
+    if page in BEFORE:
+        BEFORE[page](monkeypatch)
     module = tmp_path / "page.py"  # a file, because Triton reads a kernel's source
     module.write_text(python_of(page), encoding="utf-8")
     names = runpy.run_path(str(module))

@@ -18,6 +18,7 @@ __all__ = ["FUSIONS", "MISSING", "OBJECT_FUSIONS"]
 # (file below ``patches``, its fusions)
 _FUSIONS = (
     ("fusions.group_norm", "FUSION"),
+    ("fusions.group_norm_subclass", "FUSION"),
     ("fusions.sequential", "FUSION"),
 )
 _OF_DIFFUSERS = (

@@ -12,6 +12,7 @@ import torch
 from sdfastgn.bench import options
 from sdfastgn.bench.models.architectures import build_unet, unet_difference
 from sdfastgn.bench.models.configurations import MODELS, UNETS
+from sdfastgn.bench.models.pipelines import load_pipeline
 from sdfastgn.bench.options import OptionError
 
 # As published: tuples are lists, and there are keys of no matter here.
@@ -156,3 +157,9 @@ def test_a_folder_without_a_unet(tmp_path: Path) -> None:
 
 def test_without_weights_the_model_is_tiny() -> None:
     assert model_of("random", None) == "tiny"
+
+
+def test_a_file_is_no_pipeline(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(OptionError, match=r"PATH: '.*model.safetensors' is a file; expected"):
+        load_pipeline("PATH", str(tmp_path / "model.safetensors"), torch.float32, "cpu")

@@ -35,7 +35,7 @@ from tests.kernels.launch_cases import cases, launches
 
 POINTERS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 # Numbers of the kernels that are floats; all others are integers.
-FLOATS = {"eps", "scale"}
+FLOATS = {"eps", "momentum", "scale"}
 
 
 def _compiled_by(launch: Launch, tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -44,6 +45,9 @@ ONE_CHANNEL = [(2, 64, 16, 16), (2, 64, 128, 128)]
 WALKED = (80, 512, 56, 56)
 # Rows that are no whole number of tiles.
 ODD_ROWS = (2, 320, 56, 56)
+# Batches: a small one, ResNet-50's, one of few channels, and rows that are no whole number of tiles.
+BATCHES = [(2, 64, 8, 8), (32, 256, 56, 56), (8, 2, 320, 320)]
+ODD_BATCH = (33, 96, 28, 28)
 # (rows, D) of LayerNorm: tokens of a UNet, rows that are far too short or too long for a warp.
 TOKENS = [(8192, 320), (2048, 1280), (10**7, 10), (10, 10**7)]
 # A text encoder's, and the longest rows that stay in registers.
@@ -92,6 +96,7 @@ def _shapes(*, every: bool) -> Iterator[tuple[tuple[int, ...], str]]:
         "few_rows": (FEW_ROWS, FEW_ROWS[:1]),
         "wide": (ATTENDED, ATTENDED[1:]),
         "walked": ([WALKED], [WALKED]),
+        "batch": (BATCHES, BATCHES[:2]),
     }
     for kind, (all_shapes, representative) in lists.items():
         for shape in all_shapes if every else representative:
@@ -107,6 +112,7 @@ def _only_on_the_h200() -> list[Case]:
         (SPLIT, brain, "channels_last"),
         (ONE_CHANNEL[0], full, "one_channel"),
         (WALKED, full, "walked"),
+        *((shape, dtype, "batch") for shape in (BATCHES[1], ODD_BATCH) for dtype in (brain, full)),
         *((ODD_ROWS, dtype, "channels_first") for dtype in (HALF, full)),
         *((shape, HALF, "few_rows") for shape in MORE_FEW_ROWS),
         *((shape, full, "few_rows") for shape in FEW_ROWS),
@@ -224,6 +230,23 @@ def _in_both_layouts(
             _differentiate(shifted, x, weight, weight, weight, wanted=(0, 1, 2, 3))
 
 
+def _batch_norms(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """In training and in eval, with and without a residual."""
+    weight = torch.empty(shape[1])  # fp32 as a rule, whatever x is
+    x = torch.empty(shape, dtype=dtype, memory_format=torch.channels_last)
+
+    def norm(training: bool, activation: str, x: Tensor, w: Tensor, b: Tensor, *residual: Tensor) -> Tensor:
+        (added,) = residual or (None,)
+        averages = weight, weight
+        return sdfastgn.batch_norm(x, *averages, w, b, training, 0.1, 1e-5, activation, residual=added)
+
+    relu_in_training = functools.partial(norm, True, "relu")
+    for image in (x, x.contiguous()):
+        _differentiate(relu_in_training, image, weight, weight, image, wanted=(0, 1, 2, 3))
+    _differentiate(functools.partial(norm, True, "silu"), x, weight, weight, wanted=(0, 1, 2))
+    _differentiate(functools.partial(norm, False, "relu"), x, weight, weight, x, wanted=(0,))
+
+
 def _fp32_results(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = torch.empty(shape, dtype=dtype, memory_format=torch.channels_last)
     with mock.patch.object(torch, "is_autocast_enabled", return_value=True):
@@ -248,6 +271,7 @@ KINDS: dict[str, Callable[[tuple[int, ...], torch.dtype], None]] = {
     "walked": lambda shape, dtype: _in_both_layouts(
         shape, dtype, 32, ("identity", "silu", "gelu"), shift=True
     ),
+    "batch": _batch_norms,
     "autocast": _fp32_results,
     "tokens": _layer_norms,
     "gated": _gated,

@@ -106,6 +106,24 @@ def true_instance_norm(x, weight=None, bias=None, eps=1e-5, activation="identity
     return ACTIVATIONS[activation](F.instance_norm(x.contiguous(), None, None, weight, bias, eps=eps))
 
 
+def true_batch_norm(
+    x, running_mean=None, running_var=None, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5,
+    activation="identity", *, residual=None,
+):  # fmt: skip
+    z = F.batch_norm(x.contiguous(), running_mean, running_var, weight, bias, training, momentum, eps)
+    return ACTIVATIONS[activation](z if residual is None else z + residual)
+
+
+def in_eval(batch_norm: Callable[..., Any]) -> Callable[..., Any]:
+    """With running averages of the dtype and on the device of x."""
+
+    def call(x, weight, bias, residual, **options):
+        channels = torch.arange(x.shape[1], dtype=x.dtype, device=x.device)
+        return batch_norm(x, channels / 4, channels / 8 + 0.5, weight, bias, residual=residual, **options)
+
+    return call
+
+
 def true_layer_norm(x, weight=None, bias=None, eps=1e-5):
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
@@ -182,6 +200,10 @@ def pair(*shape: int) -> Shapes:
     return {"x": shape, "residual": shape, "bias": shape[1:2]}
 
 
+def added(*shape: int) -> Shapes:
+    return {**affine(*shape), "residual": shape}
+
+
 IMAGE = (2, 6, 3, 4)
 SMALL_ON_GPU, SPLIT_ON_GPU = (2, 320, 16, 16), (2, 320, 64, 64)
 NORMS_ON_GPU = (affine(*SMALL_ON_GPU), affine(*SPLIT_ON_GPU))
@@ -202,6 +224,14 @@ OPS: dict[str, Op] = {
     ),
     "instance_norm": Op(
         sdfastgn.instance_norm, true_instance_norm, affine(*IMAGE), mixed=True, on_gpu=NORMS_ON_GPU,
+    ),
+    "batch_norm": Op(
+        sdfastgn.batch_norm, true_batch_norm, added(*IMAGE), {"training": True, **SILU}, mixed=True,
+        on_gpu=(added(2, 64, 8, 8), added(*SPLIT_ON_GPU), added(16, 2, 64, 64)),
+    ),
+    "batch_norm-alone": Op(sdfastgn.batch_norm, true_batch_norm, {"x": IMAGE}, {"training": True}),
+    "batch_norm-eval": Op(
+        in_eval(sdfastgn.batch_norm), in_eval(true_batch_norm), added(*IMAGE), SILU, mixed=True,
     ),
     "layer_norm": Op(
         sdfastgn.layer_norm, true_layer_norm, rows(3, 5, 8), mixed=True,
@@ -250,6 +280,11 @@ OPS: dict[str, Op] = {
     ),
     "InstanceNorm": Op(
         of_module(sdfastgn.InstanceNorm(6, affine=True)), true_instance_norm, affine(*IMAGE), mixed=True,
+    ),
+    "BatchNorm": Op(
+        of_module(sdfastgn.BatchNorm(6, track_running_stats=False, activation="relu")),
+        lambda **operands: true_batch_norm(**operands, training=True, activation="relu"),
+        affine(*IMAGE), mixed=True,
     ),
     "LayerNorm": Op(of_module(sdfastgn.LayerNorm(8)), true_layer_norm, rows(3, 5, 8), mixed=True),
 }  # fmt: skip

@@ -248,7 +248,7 @@ def test_plain_pytorch_rounds_its_results_once(op, dtype):
         assert (y - exact).norm() <= 2 * BOUNDS[dtype] * exact.norm()
 
 
-@pytest.mark.parametrize("name", ["group_norm", "instance_norm", "layer_norm"])
+@pytest.mark.parametrize("name", ["group_norm", "instance_norm", "batch_norm", "layer_norm"])
 def test_plain_pytorch_keeps_the_variance_when_the_mean_is_large(name):
     """PyTorch's own CPU kernel for channels-last images is off by hundreds here."""
     op = OPS[name]

@@ -30,7 +30,10 @@ MAX_THREADS = 1024
 MAX_SHARED_OF_A_MERGE = 1024
 # Kernels that stream whole rows: they loaded element by element where the compiler was not told
 # that rows begin at multiples of 16 bytes.
-STREAMING = {"_statistics_kernel", "apply_kernel", "sums_kernel", "apply_grad_kernel", "walk_grad_kernel"}
+STREAMING = {
+    *("_statistics_kernel", "apply_kernel", "sums_kernel", "apply_grad_kernel", "walk_grad_kernel"),
+    *("batch_apply_kernel", "batch_sums_kernel", "batch_apply_grad_kernel"),
+}
 # What one kernel does beside its plain use.
 USES = {
     *(f"_statistics_kernel[{use}]" for use in ("add", "cat", "bias", "add alone", "cat alone")),

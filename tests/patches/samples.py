@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 import sdfastgn
 from sdfastgn.patches.core import tested_sources
+from tests.patches.group_norm_32 import GroupNorm32
 
 
 def image(*shape: int, seed: int = 0) -> Tensor:
@@ -153,6 +154,8 @@ SAMPLES: list[Sample] = [
     ("group_norm-no-affine", lambda: nn.GroupNorm(3, 12, affine=False), _on_image),
     ("group_norm-numpy", lambda: nn.GroupNorm(np.int64(3), np.int64(12), np.float32(0.5)), _on_image),
     ("group_norm-tensor-eps", lambda: nn.GroupNorm(3, 12, torch.tensor(0.5)), _on_image),
+    ("group_norm_subclass", lambda: GroupNorm32(3, 12), lambda m: m(x=image(2, 12, 5, 6))),
+    ("group_norm_subclass-sequential", lambda: nn.Sequential(GroupNorm32(3, 12), nn.SiLU()), _on_image),
     ("sequential", lambda: nn.Sequential(nn.GroupNorm(3, 12), nn.SiLU(), nn.Conv2d(12, 8, 3)), _on_image),
     (
         "sequential-two-pairs",

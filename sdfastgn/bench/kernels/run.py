@@ -105,7 +105,9 @@ class _Case:
 
         self._operation, self._config, self._elements = operation, config, math.prod(shape)
         sizes = operation.sizes(shape)
-        self._operands = tuple(draw(size).to(dtype) for size in sizes.values())
+        self._operands = tuple(
+            draw(size).to(torch.float32 if name in operation.full else dtype) for name, size in sizes.items()
+        )
         self._operands[0].mul_(1.5).add_(0.5)
         leaves, outputs = _record(operation.reference, tuple(t.double() for t in self._operands))
         self._gradient_names = [f"d{name}" for name in sizes]

@@ -65,6 +65,7 @@ class Operation:
         task: what a row's task begins with; empty where the pass says it all.
         tensors: of the image's size that a forward has to move.
         bounds: largest relative error of an output by dtype.
+        full: names of operands that are fp32, whatever the dtype of the others.
         baseline: of one of a suite's ``extras``, the provider that its last one is compared with.
     """
 
@@ -76,6 +77,7 @@ class Operation:
     outputs: tuple[str, ...] = ("y",)
     tensors: int = 2
     bounds: Mapping[str, float] = field(default_factory=lambda: ERROR_BOUNDS)
+    full: tuple[str, ...] = ()
     baseline: str = ""
 
     def label(self, what: str) -> str:

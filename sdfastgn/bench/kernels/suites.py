@@ -15,6 +15,8 @@ import sdfastgn
 from sdfastgn.bench import stable_fast
 from sdfastgn.bench.environment import cuda_package_reason
 from sdfastgn.bench.kernels import peers
+from sdfastgn.bench.kernels.batch_norm import BATCH_NORM
+from sdfastgn.bench.kernels.providers import both_layouts, fixed, inductor, per_channel, rivals
 from sdfastgn.bench.kernels.suite import (
     BACKWARD,
     BOTH,
@@ -29,47 +31,12 @@ from sdfastgn.bench.kernels.suite import (
     Shape,
     Suite,
 )
-from sdfastgn.bench.models.variants import compile_reason
 from sdfastgn.kernels.attention.wide_heads import wide_attention
 from sdfastgn.kernels.upsample.conv import upsample_conv2d
 from sdfastgn.kernels.upsample.nearest import upsample_nearest_2x
 
 GROUPS = 32
 EPS = 1e-5
-
-
-# ---- ways to make a provider of a callable
-
-
-def inductor(call: Call, name: str = "inductor", *, channels_last: bool = True) -> Provider:
-    """``call`` under torch.compile. It runs only where it is named: compiling takes seconds."""
-
-    def build(*operands: Tensor) -> Call:
-        import torch._functorch.config as config
-
-        # Every shape is a compilation of its own; without a reset the tenth would fall back to eager.
-        torch.compiler.reset()
-        # A backward that is timed alone needs its forward's saved tensors many times.
-        return config.patch(donated_buffer=False)(torch.compile(call, dynamic=False))
-
-    return Provider(name, build, compile_reason, channels_last, by_default=False)
-
-
-def fixed(name: str, call: Call, *, channels_last: bool = True) -> Provider:
-    """A call that needs no preparation."""
-    return Provider(name, lambda *operands: call, channels_last=channels_last)
-
-
-def both_layouts(name: str, call: Call, *suffixes: str) -> tuple[Provider, Provider]:
-    """``call`` on the standard layout and channels-last, named by the two suffixes."""
-    standard, channels_last = suffixes or ("nchw", "nhwc")
-    return fixed(f"{name}_{standard}", call, channels_last=False), fixed(f"{name}_{channels_last}", call)
-
-
-def rivals(reference: Call, ours: Call, *, layouts: bool = True) -> tuple[Provider, ...]:
-    """Eager PyTorch, on both layouts where there are some, ours, and torch.compile."""
-    eager = both_layouts("eager", reference) if layouts else (fixed("eager", reference),)
-    return (*eager, fixed("sdfastgn", ours), inductor(reference))
 
 
 def _with_statistics(
@@ -81,16 +48,11 @@ def _with_statistics(
     return Operation(sizes, plain, (fixed(task, plain), others), task=task, tensors=tensors, baseline=task)
 
 
-def _per_channel(shape: Shape, channels: int, *more: str) -> dict[str, Shape]:
-    """Sizes of x, and of what has one value a channel."""
-    return {"x": shape, **dict.fromkeys(("weight", "bias", *more), (channels,))}
-
-
 # ---- GroupNorm
 
 
 def _group_norm_sizes(shape: Shape) -> dict[str, Shape]:
-    return _per_channel(shape, shape[1])
+    return per_channel(shape, shape[1])
 
 
 def _group_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -235,7 +197,7 @@ _INSTANCE_NORM = Suite(
     },
     operations=(
         Operation(
-            lambda shape: _per_channel((shape[0], shape[-1], *shape[1:-1]), shape[-1]),
+            lambda shape: per_channel((shape[0], shape[-1], *shape[1:-1]), shape[-1]),
             _instance_norm,
             (
                 *both_layouts("eager", _instance_norm, "ncdhw", "ndhwc"),
@@ -276,13 +238,13 @@ _LAYER_NORM = Suite(
     shape_sets={"rows": _ROWS, "unet": _TOKENS, "all": _ROWS + _TOKENS},
     operations=(
         Operation(
-            lambda shape: _per_channel(shape, shape[-1]),
+            lambda shape: per_channel(shape, shape[-1]),
             _layer_norm,
             rivals(_layer_norm, functools.partial(sdfastgn.layer_norm, eps=EPS), layouts=False),
             (FORWARD, BOTH),
         ),
         Operation(
-            lambda shape: {"x": shape, "residual": shape, **_per_channel(shape, shape[-1], "add_bias")},
+            lambda shape: {"x": shape, "residual": shape, **per_channel(shape, shape[-1], "add_bias")},
             _add_layer_norm,
             rivals(
                 _add_layer_norm,
@@ -369,7 +331,5 @@ _ATTENTION = Suite(
     baseline="sdpa",
 )
 
-SUITES: dict[str, Suite] = {
-    suite.name: suite
-    for suite in (_INFERENCE, _TRAINING, _INSTANCE_NORM, _LAYER_NORM, _ISSUE_28201, _UPSAMPLE, _ATTENTION)
-}
+_EVERY = (_INFERENCE, _TRAINING, _INSTANCE_NORM, _LAYER_NORM, BATCH_NORM, _ISSUE_28201, _UPSAMPLE, _ATTENTION)
+SUITES: dict[str, Suite] = {suite.name: suite for suite in _EVERY}

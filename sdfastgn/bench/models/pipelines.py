@@ -71,6 +71,8 @@ def load_pipeline(
 
     Raises OptionError where it cannot be loaded, in diffusers' words.
     """
+    if Path(weights).is_file():  # which diffusers would look for on the Hub
+        raise OptionError(f"{option}: {weights!r} is a file; expected a saved pipeline's folder or a Hub id")
     try:
         pipe = DiffusionPipeline.from_pretrained(weights, variant=variant, **{_DTYPE: dtype})
     except Exception as error:  # a folder that is no pipeline gives KeyError and more, besides OSError

@@ -19,6 +19,7 @@ from sdfastgn.bench.kernels.suites import SUITES
 from sdfastgn.bench.tables.end_to_end import headline_markdown, peer_markdown, results_markdown
 from sdfastgn.bench.tables.kernels import extras_markdown, host_markdown, suite_markdown
 from sdfastgn.bench.tables.profile import profile_markdown
+from sdfastgn.bench.tables.results import presets_markdown, processes_markdown
 from sdfastgn.bench.tables.sweeps import batches_markdown, latency_markdown
 from sdfastgn.bench.tables.warm_up import warm_up_markdown
 
@@ -27,6 +28,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "results": results_markdown,
     "stable_fast": functools.partial(peer_markdown, peer="stable_fast"),
     "warm_up": warm_up_markdown,
+    "presets": presets_markdown,
+    "processes": processes_markdown,
     "profile": profile_markdown,
     "batches": batches_markdown,
     "latency": latency_markdown,

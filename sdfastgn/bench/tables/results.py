@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from sdfastgn.bench.documents import OK, OptionError
@@ -16,7 +17,14 @@ from sdfastgn.bench.models.variants import VARIANTS, label
 from sdfastgn.bench.models.warm_up import WaitRow
 from sdfastgn.bench.tables.end_to_end import end_to_end_table
 from sdfastgn.bench.tables.kernels import suite_tables
-from sdfastgn.bench.tables.markdown import NOTHING, number
+from sdfastgn.bench.tables.markdown import (
+    NO_RESULTS,
+    NOTHING,
+    documents,
+    markdown_table,
+    number,
+    source_line,
+)
 from sdfastgn.bench.tables.profile import profile_table, row_title
 from sdfastgn.bench.tables.warm_up import warm_up_table
 from sdfastgn.bench.terminal import Blocks
@@ -135,6 +143,40 @@ def preset_tables(result: Result) -> list[Blocks]:
         title = f"preset {preset.name}: {title}"
         tables.append(Blocks(header, body, title, f"{note}; {preset.differs}", left=2))
     return tables
+
+
+def presets_markdown(results: Path) -> str:
+    """What others publish beside ours, a line for each of their rows."""
+    found = [Result("", content) for content in documents(results, "preset")]
+    body, notes = [], []
+    for table in (table for result in found for table in preset_tables(result)):
+        published = [f"{name}: {value}" for name, where, value in table.body if where == OTHER_MACHINE]
+        ours = [f"{name}: {value}" for name, where, value in table.body if where != OTHER_MACHINE]
+        title = f"{table.title.removeprefix('preset ')}, {table.header[-1]}"
+        body.append([title, "<br>".join(ours), "<br>".join(published) or NOTHING])
+        notes.append(f"- {table.title.removeprefix('preset ').partition(':')[0]}: {table.caption}.")
+    if not body:
+        return NO_RESULTS
+    header = ["preset, unit", "measured here", f"published, {OTHER_MACHINE}"]
+    sources = dict.fromkeys(f"{source_line(result.content)}." for result in found)
+    return "\n\n".join([markdown_table(header, body), "\n".join(dict.fromkeys(notes)), *sources])
+
+
+def processes_markdown(results: Path) -> str:
+    """Images a second of one process and of several, each with a GPU of its own."""
+    found = documents(results, "processes")
+    rows = [(content, Row(**values)) for content in found for values in content["rows"]]
+    measured = [(content, row) for content, row in rows if row.status == OK and row.process_images_s]
+    alone = {row.variant: row.images_s for _, row in measured if len(row.process_images_s or ()) == 1}
+    body = []
+    for _, row in measured:
+        count, one = len(row.process_images_s or ()), alone.get(row.variant)
+        share = number(row.images_s / (count * one)) if row.images_s and one else NOTHING
+        body.append([f"{row_title(row)}, {label(row.variant)}", str(count), number(row.images_s), share])
+    if not body:
+        return NO_RESULTS
+    sources = dict.fromkeys(f"{source_line(content)}." for content, _ in measured)
+    return "\n\n".join([markdown_table(["", "GPUs", "images/s", "of linear"], body), *sources])
 
 
 def _times_of(result: Result) -> dict[tuple[str, str], float]:

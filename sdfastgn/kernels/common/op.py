@@ -17,12 +17,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from sdfastgn.kernels._ops import add_op_namespace_prefix, ops
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.plan_cache import PlanCache
 
 __all__ = ["Op", "Plan", "PlannedOp"]
 
-_LIBRARY = torch.library.Library("sdfastgn", "FRAGMENT")
+_LIBRARY = torch.library.Library(add_op_namespace_prefix("").removesuffix("::"), "FRAGMENT")
 
 
 class Op:
@@ -57,16 +58,17 @@ class Op:
         _LIBRARY.define(schema)
         for device in ("CPU", "CUDA"):
             _LIBRARY.impl(name, lambda *args: run(arguments(*args)), device)
-        torch.library.register_fake(f"sdfastgn::{name}", lambda *args: fake(arguments(*args)), lib=_LIBRARY)
+        qualified = add_op_namespace_prefix(name)
+        torch.library.register_fake(qualified, lambda *args: fake(arguments(*args)), lib=_LIBRARY)
         if backward is not None:
             torch.library.register_autograd(
-                f"sdfastgn::{name}",
+                qualified,
                 lambda ctx, *grads: self.gradients(ctx, arguments._fields[: self._count], grads),
                 setup_context=self._save_registered,
                 lib=_LIBRARY,
             )
         self._hidden = hidden
-        self._registered = getattr(torch.ops.sdfastgn, name).default
+        self._registered = getattr(ops, name).default
         # "Tensor", "float" ... of each argument
         self._kinds = [text.split()[0] for text in schema.partition("(")[2].partition(")")[0].split(", ")]
         self._count = len(self._kinds)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from sdfastgn.kernels.common import dispatch
+from sdfastgn.kernels.common.private import is_alone
 from sdfastgn.patches.core.hooks import remove_hooks
 
 __all__ = [
@@ -44,10 +45,10 @@ _FORMATS: dict[type[nn.Module], torch.memory_format] = {
     nn.Conv3d: torch.channels_last_3d,
     nn.ConvTranspose3d: torch.channels_last_3d,
 }
-# diffusers' names for the convolutions through which a tensor enters a model or its autoencoder's
-# middle, and leaves it.
-_ENTRIES = ("conv_in", "quant_conv", "post_quant_conv")
-_EXITS = ("conv_out", "quant_conv")
+# How paths end of the convolutions through which a tensor enters a model or its autoencoder's middle, and
+# leaves it: diffusers' names, and those of a UNet in CompVis' layout (ComfyUI).
+_ENTRIES = (".conv_in", ".quant_conv", ".post_quant_conv", ".input_blocks.0.0")
+_EXITS = (".conv_out", ".quant_conv", ".out.2")
 # peft's names for the layer of the model within an adapter; beside it is what the adapter has added
 # or trains.
 _ADAPTED = ("base_layer", "original_module")
@@ -71,12 +72,12 @@ def leave(conv: Any, args: Any, output: Any) -> Any:
 
 def is_entry(path: str, module: nn.Module) -> bool:
     """True if ``module`` is a 2-D convolution through which images come in. ``path`` is dotted."""
-    return isinstance(module, nn.Conv2d) and path.rpartition(".")[2] in _ENTRIES
+    return isinstance(module, nn.Conv2d) and f".{path}".endswith(_ENTRIES)
 
 
 def is_exit(path: str, module: nn.Module) -> bool:
     """True if ``module`` is a 2-D convolution through which images go out. ``path`` is dotted."""
-    return isinstance(module, nn.Conv2d) and path.rpartition(".")[2] in _EXITS
+    return isinstance(module, nn.Conv2d) and f".{path}".endswith(_EXITS)
 
 
 def without_adapters(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -148,7 +149,7 @@ def _convert(module: nn.Module) -> None:
     if memory_format is None or not dispatch.has_kernels(weight):
         return
     vars(module)[_STOCK_LAYOUT] = (weight.shape, weight.stride())
-    weight.data = weight.data.contiguous(memory_format=memory_format)
+    _lay_out(weight, torch.empty_like(weight, device="meta", memory_format=memory_format).stride())
 
 
 def _new_format(module: nn.Module) -> torch.memory_format | None:
@@ -199,8 +200,22 @@ def _unconvert(module: nn.Module) -> None:
         # One that was widened since (inpainting, more channels) is not ours: in the old strides its
         # elements would lie on each other.
         if weight is not None and weight.shape == layout[0] and weight.stride() != layout[1]:
-            stock = torch.empty_strided(*layout, dtype=weight.dtype, device=weight.device)
-            weight.data = stock.copy_(weight.data)
+            _lay_out(weight, layout[1])
+
+
+def _lay_out(weight: Tensor, stride: tuple[int, ...]) -> None:
+    """Give a dense ``weight`` these strides: in its own memory, unless something else has that too.
+
+    A CUDA graph that was captured with them is right again once they come back (ComfyUI ejects and
+    injects before every run).
+    """
+    in_place = is_alone(weight)
+    # An inference tensor may be written to in inference mode alone, and memory made there would turn
+    # any other into one.
+    with torch.inference_mode(weight.is_inference()), torch.no_grad():
+        data = weight.data
+        laid_out = torch.empty_strided(data.shape, stride, dtype=data.dtype, device=data.device).copy_(data)
+        weight.data = data.as_strided(data.shape, stride).copy_(laid_out) if in_place else laid_out
 
 
 def _offloaded(module: nn.Module) -> Tensor | None:

@@ -150,7 +150,7 @@ def is_over_fused(module: nn.Module) -> bool:
 def is_about(module: nn.Module, *stock: type[nn.Module]) -> bool:
     """True if ``module`` is of a ``stock`` class or of one that other code derived from it.
 
-    diffusers' own subclasses of its classes are other models and their parts: nobody expects them
+    Upstream's own subclasses of its classes are other models and their parts: nobody expects them
     to be fused, and a report that lists them would say nothing.
     """
     cls = type(module)
@@ -160,7 +160,7 @@ def is_about(module: nn.Module, *stock: type[nn.Module]) -> bool:
 
 
 def _is_upstreams(cls: type) -> bool:
-    return cls.__module__.startswith("diffusers.")
+    return cls.__module__.startswith(("diffusers.", "comfy."))
 
 
 def foreign_class(module: nn.Module, *stock: type[nn.Module]) -> str | None:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 __all__ = [
     "TestedSource",
     "computed",
+    "definition_of",
     "hash_of",
     "source_hash",
     "tested",
@@ -28,22 +29,28 @@ __all__ = [
 
 
 class TestedSource(NamedTuple):
-    """An upstream class, and per method the ``source_hash`` of each version of it that was tested."""
+    """An upstream class, and per method the ``source_hash`` of each version of it that was tested.
 
-    cls: type
+    ``cls`` may be a module: its functions stand for methods then.
+    """
+
+    cls: Any
     hashes: dict[str, tuple[str, ...]]
 
 
-def tested(cls: type, **hashes: str) -> TestedSource:
+def tested(cls: Any, **hashes: str) -> TestedSource:
     """``tested(GEGLU, forward="2749119a143f533a")``. Spaces separate the hashes of several versions."""
     return TestedSource(cls, {method: tuple(found.split()) for method, found in hashes.items()})
 
+
+# Package -> its name in reasons.
+_UPSTREAM = {"diffusers": "diffusers", "comfy": "ComfyUI", "torch": "PyTorch"}
 
 # By the function itself: a class may get another one between two calls of ``optimize``.
 _hashes: weakref.WeakKeyDictionary[types.FunctionType, str | None] = weakref.WeakKeyDictionary()
 
 
-def source_hash(cls: type, method: str) -> str | None:
+def source_hash(cls: Any, method: str) -> str | None:
     """``hash_of`` a method or property. None if that is not upstream's or cannot be read.
 
     Below upstream's own decorators, which are part of the hash. Any other wrapper, as
@@ -65,12 +72,21 @@ def upstream_definition(function: types.FunctionType) -> ast.FunctionDef | None:
     wrappers: list[Any] = []
     try:
         inner = inspect.unwrap(function, stop=wrappers.append)
-        [definition] = ast.parse(textwrap.dedent(inspect.getsource(inner))).body
-    except (OSError, TypeError, ValueError, SyntaxError):
+    except ValueError:
         return None
-    if not isinstance(definition, ast.FunctionDef) or len(wrappers) > len(definition.decorator_list):
+    definition = definition_of(inner)
+    if definition is None or len(wrappers) > len(definition.decorator_list):
         return None
     return definition if all(map(_is_upstreams, (*wrappers, inner))) else None
+
+
+def definition_of(function: Any) -> ast.FunctionDef | None:
+    """The definition of anyone's ``function``, which wraps no other. None if it cannot be read."""
+    try:
+        [definition] = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+    except (OSError, TypeError, ValueError, SyntaxError):
+        return None
+    return definition if isinstance(definition, ast.FunctionDef) else None
 
 
 def hash_of(definition: ast.FunctionDef) -> str:
@@ -111,7 +127,12 @@ def _dump(part: Any) -> str:
 def _is_upstreams(link: Any) -> bool:
     # Not its __module__, which functools.wraps copies.
     module = getattr(link, "__globals__", {}).get("__name__", "")
-    return module.partition(".")[0] in ("diffusers", "torch")
+    return module.partition(".")[0] in _UPSTREAM
+
+
+def _package_of(cls: Any) -> str:
+    """Of a class, or of a module with functions in the place of methods."""
+    return getattr(cls, "__module__", cls.__name__).partition(".")[0]
 
 
 def unknown_source(*sources: TestedSource) -> str | None:
@@ -119,6 +140,7 @@ def unknown_source(*sources: TestedSource) -> str | None:
     for cls, hashes in sources:
         for method, known in hashes.items():
             if source_hash(cls, method) not in known:
+                package = _UPSTREAM.get(_package_of(cls), "diffusers")
                 name = f"{cls.__name__}.{method}"
-                return f"{name} of this diffusers is not a version that sdfastgn was tested with"
+                return f"{name} of this {package} is not a version that sdfastgn was tested with"
     return None

@@ -21,7 +21,7 @@ from sdfastgn.kernels.upsample.nearest import upsample_nearest_2x
 from sdfastgn.patches.core.convolution import conv_relu
 from sdfastgn.patches.core.fusion import ClassSwap, activation_reason, is_unhooked
 from sdfastgn.patches.core.tested_sources import tested
-from sdfastgn.patches.fusions.upsample_2d import convolves_at_low_resolution
+from sdfastgn.patches.fusions.upsampling import convolves_at_low_resolution
 
 __all__ = ["BLOCK", "DECODER", "ENCODER", "FusedDecoderTiny", "FusedEncoderTiny", "FusedTinyBlock"]
 

@@ -10,16 +10,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from diffusers.models.activations import GEGLU
 from diffusers.utils import is_torch_npu_available
 from torch import Tensor
 
 from sdfastgn.kernels.common import dispatch
-from sdfastgn.kernels.geglu.op import geglu
 from sdfastgn.patches.core.fusion import ClassSwap
-from sdfastgn.patches.core.linear import is_plain_linear
 from sdfastgn.patches.core.tested_sources import tested
+from sdfastgn.patches.fusions.tokens import linear_geglu
 
 __all__ = ["FUSION", "FusedGEGLU"]
 
@@ -34,9 +32,7 @@ class FusedGEGLU(GEGLU):
         # Upstream warns about deprecated arguments. A compiler makes the same kernel by itself.
         if args or kwargs or torch.compiler.is_compiling() or not dispatch.has_kernels(hidden_states):
             return super().forward(hidden_states, *args, **kwargs)
-        if is_plain_linear(self.proj):
-            return geglu(F.linear(hidden_states, self.proj.weight), self.proj.bias)
-        return geglu(self.proj(hidden_states))
+        return linear_geglu(self.proj, hidden_states)
 
 
 def _check(_: GEGLU) -> str | None:

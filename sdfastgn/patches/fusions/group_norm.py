@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.group_norm.op import group_norm, reference_group_norm
 from sdfastgn.kernels.group_norm.plain import channels_last_group_norm, is_channels_last_to_pytorch
-from sdfastgn.patches.core.fusion import ClassSwap, activation_of, is_unhooked
+from sdfastgn.patches.core.fusion import ClassSwap, activation_of, is_unhooked, stock_class
+from sdfastgn.patches.core.known_norms import known_base
 from sdfastgn.patches.core.statistics import take_statistics
 
-__all__ = ["FUSION", "FusedGroupNorm", "can_fuse", "norm_act"]
+__all__ = ["FUSION", "FusedGroupNorm", "can_fuse", "norm_act", "only_norms"]
 
 
 class FusedGroupNorm(nn.GroupNorm):
@@ -22,27 +23,30 @@ class FusedGroupNorm(nn.GroupNorm):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        if not dispatch.has_kernels(input):
-            return self._in_pytorch(input)
-        statistics = take_statistics(input)
-        return group_norm(input, self.num_groups, self.weight, self.bias, self.eps, statistics=statistics)
+        return self._fused(input, "identity") if dispatch.has_kernels(input) else self._in_pytorch(input)
+
+    def _fused(self, x: Tensor, activation: str, **operands: Any) -> Tensor:
+        """Norm and activation in one kernel. ``operands``: keyword operands of ``sdfastgn.group_norm``."""
+        norm = self.num_groups, self.weight, self.bias, self.eps
+        return group_norm(x, *norm, activation, statistics=take_statistics(x), **operands)
 
     def _in_pytorch(self, input: Tensor) -> Tensor:
         if not (input.is_cpu and is_channels_last_to_pytorch(input)):
-            return super().forward(input)
+            return nn.GroupNorm.forward(self, input)
         operands = input, self.num_groups, self.weight, self.bias, self.eps
         # Stock's kernel for CPUs, but where that is wrong.
         found = channels_last_group_norm(*operands)
         return reference_group_norm(*operands) if found is None else found[0]
 
 
+# Fused classes that compute a norm and nothing behind it.
+only_norms: set[type[nn.Module]] = {FusedGroupNorm}
+
+
 def can_fuse(norm: nn.Module, act: nn.Module) -> bool:
     """True if ``act(norm(x))`` may run as one kernel: both are known, and neither has hooks."""
     return (
-        type(norm) is FusedGroupNorm
-        and activation_of(act) is not None
-        and is_unhooked(norm)
-        and is_unhooked(act)
+        type(norm) in only_norms and activation_of(act) is not None and is_unhooked(norm) and is_unhooked(act)
     )
 
 
@@ -54,11 +58,11 @@ def norm_act(norm: Any, act: nn.Module, x: Tensor, **operands: Any) -> Tensor:
     # With operands it is ``group_norm``'s to compute, also where kernels were turned off since.
     if not (can_fuse(norm, act) and (operands or dispatch.has_kernels(x))):
         return act(norm(x))
-    name = activation_of(act) or "identity"
-    statistics = take_statistics(x)
-    return group_norm(
-        x, norm.num_groups, norm.weight, norm.bias, norm.eps, name, statistics=statistics, **operands
-    )
+    return norm._fused(x, activation_of(act) or "identity", **operands)
 
 
-FUSION = ClassSwap("group_norm", nn.GroupNorm, FusedGroupNorm)
+def _has_no_other_fusion(norm: nn.Module) -> bool:
+    return stock_class(norm) is type(norm) and known_base(type(norm)) is None
+
+
+FUSION = ClassSwap("group_norm", nn.GroupNorm, FusedGroupNorm, covers=_has_no_other_fusion)

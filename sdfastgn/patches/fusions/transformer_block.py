@@ -17,15 +17,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from diffusers.models.attention import BasicTransformerBlock, FeedForward
 from torch import Tensor, nn
 
 from sdfastgn.kernels.common import dispatch
-from sdfastgn.kernels.layer_norm.op import add_layer_norm, layer_norm
 from sdfastgn.patches.core.fusion import ClassSwap, is_unhooked
-from sdfastgn.patches.core.linear import is_plain_linear
 from sdfastgn.patches.core.tested_sources import tested
+from sdfastgn.patches.fusions.tokens import add_feed_forward, add_norm, norm
 
 __all__ = ["FUSION", "FusedBasicTransformerBlock"]
 
@@ -61,23 +59,20 @@ class FusedBasicTransformerBlock(BasicTransformerBlock):
                 added_cond_kwargs,
             )
         h = self.attn1(
-            _norm(self.norm1, hidden_states),
+            norm(self.norm1, hidden_states),
             encoder_hidden_states=encoder_hidden_states if self.only_cross_attention else None,
             attention_mask=attention_mask,
             **options,
         )
         if self.attn2 is not None:
-            h, hidden_states = _add_norm(self.norm2, h, hidden_states)
+            h, hidden_states = add_norm(self.norm2, h, hidden_states)
             h = self.attn2(
                 h,
                 encoder_hidden_states=encoder_hidden_states,
                 attention_mask=encoder_attention_mask,
                 **options,
             )
-        if _adds_in_product(self.ff, self.norm3, h, hidden_states):
-            return _add_feed_forward(self.ff, self.norm3, h, hidden_states)
-        h, hidden_states = _add_norm(self.norm3, h, hidden_states)
-        return self.ff(h) + hidden_states
+        return add_feed_forward(self.ff, _layers_of(self.ff), self.norm3, h, hidden_states)
 
     def _runs_fused(self, hidden_states: Tensor, options: dict[str, Any]) -> bool:
         return not (
@@ -96,61 +91,10 @@ def _has_layer_norms(block: Any) -> bool:
     return block.norm_type == "layer_norm" and block.pos_embed is None
 
 
-# A node of autograd written in Python costs the CPU 0.1 to 0.3 ms on an H200's host, PyTorch's own
-# norm 0.05. With fewer elements the GPU does not make up for that.
-_TRAINING_ELEMENTS = 2**24
-
-
-def _can_fuse(norm: nn.Module, x: Tensor) -> bool:
-    return (
-        type(norm) is nn.LayerNorm
-        and norm.normalized_shape == x.shape[-1:]
-        and is_unhooked(norm)
-        and (x.numel() >= _TRAINING_ELEMENTS or not torch.is_grad_enabled())
-    )
-
-
-def _norm(norm: Any, x: Tensor) -> Tensor:
-    return layer_norm(x, norm.weight, norm.bias, norm.eps) if _can_fuse(norm, x) else norm(x)
-
-
-def _add_norm(norm: Any, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """(norm(x + residual), x + residual) in one kernel where that is allowed."""
-    # Two dtypes, as under autocast or with an attention in fp32, promote; another shape broadcasts.
-    if x.dtype == residual.dtype and x.shape == residual.shape and _can_fuse(norm, x):
-        return add_layer_norm(x, residual, norm.weight, norm.bias, norm.eps)
-    total = x + residual
-    return norm(total), total
-
-
-def _adds_in_product(ff: Any, norm: Any, x: Tensor, residual: Tensor) -> bool:
-    """True if ``ff`` ends with a plain linear layer that may be added in place to a sum like x."""
-    if type(ff) is not FeedForward or not is_unhooked(ff) or type(ff.net) is not nn.ModuleList:
-        return False
-    last: Any = ff.net[-1]
-    return (
-        is_plain_linear(last)
-        and _can_fuse(norm, x)
-        and x.shape == residual.shape
-        and x.dtype is residual.dtype is last.weight.dtype
-        and last.out_features == x.shape[-1]
-        and not torch.is_autocast_enabled(x.device.type)
-        and dispatch.is_plain_inference(x, (residual, norm.weight, norm.bias, last.weight, last.bias))
-    )
-
-
-def _add_feed_forward(ff: Any, norm: Any, x: Tensor, residual: Tensor) -> Tensor:
-    """total + ff(norm(total)) with total = x + residual."""
-    *others, last = ff.net
-    # The sum is memory that nobody else has seen: it may be written to.
-    h, total = add_layer_norm(x, residual, norm.weight, norm.bias, norm.eps, total_bias=last.bias)
-    for module in others:
-        h = module(h)
-    # After a hook or a replaced layer the add may promote or broadcast.
-    if h.dtype != total.dtype or h.shape[:-1] != total.shape[:-1]:
-        return F.linear(h, last.weight) + total
-    total.view(-1, total.shape[-1]).addmm_(h.reshape(-1, h.shape[-1]), last.weight.t())
-    return total
+def _layers_of(ff: Any) -> list[Any] | None:
+    """The layers that calling ``ff`` calls one after the other, if that is all that it does."""
+    is_known = type(ff) is FeedForward and is_unhooked(ff) and type(ff.net) is nn.ModuleList
+    return list(ff.net) if is_known else None
 
 
 FUSION = ClassSwap(

@@ -1,34 +1,26 @@
 """diffusers' ``Upsample2D``: upsampling by two and the convolution behind it, as one where that is faster.
 
-Elsewhere it upsamples in a kernel that reads and writes channels-last in vectors, then calls the
-convolution: in training, under autocast to another dtype, where the convolution is not a plain one (LoRA
-layers, hooks), and where images are small. Only the usual call of a UNet or decoder is fused: no norm
-before it, no transposed convolution, twice the size. PyTorch's own channels-last kernel goes element by
-element and fails for large tensors, for which upstream makes the image channels-first.
-
-What adds the bias stores the statistics of what it writes. Nothing is kept between calls: each makes the
-weights at low resolution from the convolution's.
+Only the usual call of a UNet or decoder is fused: no norm before it, no transposed convolution, twice
+the size. PyTorch's own channels-last kernel goes element by element and fails for large tensors, for
+which upstream makes the image channels-first.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from diffusers.models.upsampling import Upsample2D
-from torch import Tensor, nn
+from torch import Tensor
 
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.layout import is_channels_last
-from sdfastgn.kernels.upsample.conv import runs_in_phases, upsample_conv2d
 from sdfastgn.kernels.upsample.nearest import upsample_nearest_2x
-from sdfastgn.patches.core.convolution import conv_without_bias, keeps_size
-from sdfastgn.patches.core.fusion import ClassSwap, is_unhooked
-from sdfastgn.patches.core.statistics import add_bias, emits, store_statistics
+from sdfastgn.patches.core.fusion import ClassSwap
 from sdfastgn.patches.core.tested_sources import tested
+from sdfastgn.patches.fusions.upsampling import conv_of_upsampled
 
-__all__ = ["FUSION", "FusedUpsample2D", "convolves_at_low_resolution"]
+__all__ = ["FUSION", "FusedUpsample2D"]
 
 
 class FusedUpsample2D(Upsample2D):
@@ -45,26 +37,7 @@ class FusedUpsample2D(Upsample2D):
             if torch.is_autocast_enabled("cuda"):  # it interpolates in fp32
                 return super().forward(hidden_states)
             return upsample_nearest_2x(hidden_states)
-        if not convolves_at_low_resolution(conv, hidden_states):
-            return add_bias(*conv_without_bias(conv, upsample_nearest_2x(hidden_states)))
-        if not emits(conv.out_channels, 4 * math.prod(hidden_states.shape[2:])):
-            return upsample_conv2d(hidden_states, conv.weight, conv.bias)
-        return store_statistics(*upsample_conv2d(hidden_states, conv.weight, conv.bias, with_statistics=True))
-
-
-def convolves_at_low_resolution(conv: Any, x: Tensor) -> bool:
-    """True if ``upsample_conv2d`` computes what ``conv`` makes of the upsampled x, and faster."""
-    return (
-        type(conv) is nn.Conv2d
-        and is_unhooked(conv)
-        and keeps_size(conv)
-        and (conv.groups, conv.in_channels) == (1, x.shape[1])
-        and conv.weight.dtype == x.dtype
-        and (conv.bias is None or conv.bias.dtype == x.dtype)
-        and not (torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") != x.dtype)
-        and dispatch.is_plain_inference(x, (conv.weight, conv.bias))
-        and runs_in_phases(x, conv.weight)
-    )
+        return conv_of_upsampled(conv, hidden_states)
 
 
 def _conv_of(module: Any) -> Any:

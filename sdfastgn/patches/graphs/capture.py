@@ -14,7 +14,7 @@ import torch
 from sdfastgn.kernels.common.compile_ahead import rehearse
 from sdfastgn.kernels.common.private import end_pool
 
-__all__ = ["Backend", "CudaBackend", "Handle", "backend_of"]
+__all__ = ["Backend", "CudaBackend", "Handle", "backend_of", "no_autocast_cache"]
 
 
 class Handle(Protocol):
@@ -153,6 +153,17 @@ class CudaBackend:
         return sum(
             s["total_size"] for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) in pools
         )
+
+
+@contextmanager
+def no_autocast_cache() -> Iterator[None]:
+    """No autocast cache in a graph: it is emptied with its context, and a replay would read freed memory."""
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
 
 
 _backends: dict[torch.device, CudaBackend] = {}

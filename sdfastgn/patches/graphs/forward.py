@@ -1,7 +1,9 @@
 """The forward of one instance with CUDA graphs: replay where a graph fits, else capture or run eager.
 
-A call is replayed only if a graph was captured for the same arguments (``arguments.py``) and nothing
-has changed in the model since (``watch.py``). Every other call runs eager, with a reason in the report.
+A call is answered by a replay only if a graph was captured for the same arguments (``arguments.py``)
+and nothing has changed in the model since (``watch.py``). A replay starts as soon as it is safe; whether
+it was right is checked while the GPU runs, and a result that was not is dropped. Every other call runs
+eager, with a reason in the report.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import threading
 import types
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,7 +31,7 @@ from sdfastgn.patches.graphs.arguments import (
     static_copy,
     structure_of,
 )
-from sdfastgn.patches.graphs.capture import Backend, Handle, backend_of
+from sdfastgn.patches.graphs.capture import Backend, Handle, backend_of, no_autocast_cache
 from sdfastgn.patches.graphs.models import is_harmless, numbers_of, reason_now
 from sdfastgn.patches.graphs.watch import Watch
 
@@ -206,14 +208,30 @@ class GraphedForward:
             raise Unsupported("the call is being captured by other code")
         key = (call.key, global_state(call.device))  # type: ignore[arg-type]
         with backend.lock:
-            graph = self._graph_for(module, call, backend, key)
-            if graph is not None:
-                output = graph.run(call, backend)
+            output = self._started_at_once(module, call, backend, key)
+            if output is None:
+                graph = self._graph_for(module, call, backend, key)
+                output = graph and graph.run(call, backend)
+            if output is not None:
                 self.replays += 1
                 self._replays_of_watch += 1
                 return output
         self._rehearse(module, call, backend, key)  # outside the lock: other threads go on
         raise Unsupported("first call of its kind")
+
+    def _started_at_once(self, module: nn.Module, call: Call, backend: Backend, key: Any) -> Any:
+        """The result of a replay that began before the watch had looked at everything.
+
+        None where there is no graph, or the model has changed: whatever ran then is nobody's result.
+        """
+        graph, watch = self._graphs.get(key), self._watch
+        if graph is None or watch is None or backend is not self._used_backend or not watch.is_in_place():
+            return None
+        output = graph.run(call, backend)
+        if not watch.unchanged(module):
+            return None
+        self._graphs.move_to_end(key)
+        return output
 
     def _graph_for(self, module: nn.Module, call: Call, backend: Backend, key: Any) -> _Graph | None:
         """The graph for ``call``, captured if it is time; None for a first call of its kind.
@@ -312,7 +330,7 @@ class GraphedForward:
             before = structure_of(args, kwargs)
             # Not in inference mode, where no tensor counts how often it was written; copies of the
             # result are in the caller's mode.
-            with torch.inference_mode(False), torch.no_grad(), _no_autocast_cache():
+            with torch.inference_mode(False), torch.no_grad(), no_autocast_cache():
                 output = type(module).forward(module, *args, **kwargs)
             if structure_of(args, kwargs) != before:
                 raise Unsupported("its forward changes the lists or dicts that it is given")
@@ -322,7 +340,7 @@ class GraphedForward:
             with backend.ordered():
                 run()
         watch = self._watch_of(module, call.device)
-        versions = [buffer._version for buffer in buffers]
+        versions, writes = [buffer._version for buffer in buffers], watch.writes()
         try:
             with backend.ordered():
                 graph = _Graph(buffers, backend.capture(run))
@@ -334,6 +352,8 @@ class GraphedForward:
             raise Unsupported(f"capture failed: {one_line(error)}") from error
         if not watch.unchanged(module):
             raise Unsupported("its forward changes the model")
+        if watch.writes() != writes:  # a replay whose result is dropped would write, too
+            raise Unsupported("its forward writes into its own tensors")
         if versions != [buffer._version for buffer in buffers]:
             raise Unsupported("its forward writes into its arguments")
         return graph
@@ -371,14 +391,3 @@ def _remember(memory: OrderedDict[Any, Any], key: Any, value: Any) -> None:
     memory[key] = value
     if len(memory) > _MAX_REMEMBERED:
         memory.popitem(last=False)
-
-
-@contextlib.contextmanager
-def _no_autocast_cache() -> Iterator[None]:
-    """No autocast cache in a graph: it is emptied with its context, and a replay would read freed memory."""
-    enabled = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(enabled)

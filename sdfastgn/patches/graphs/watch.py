@@ -32,7 +32,15 @@ __all__ = ["Watch"]
 
 # Packages whose classes keep the state of a call in tensors and attributes. Others may keep it in
 # closures or globals.
-_TRUSTED = sys.stdlib_module_names | {"torch", "diffusers", "peft", "accelerate", "transformers", "sdfastgn"}
+_TRUSTED = sys.stdlib_module_names | {
+    "torch",
+    "diffusers",
+    "peft",
+    "accelerate",
+    "transformers",
+    "comfy",
+    "sdfastgn",
+}
 _TENSOR_TYPES = (Tensor, nn.Parameter)
 _NUMBERS_AND_NAMES = (bool, int, float, complex, str, bytes, range, type(None))
 _CODE = (type, types.BuiltinFunctionType, types.ModuleType)
@@ -120,6 +128,17 @@ class Watch:
         self._storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in self._tensors]
         self._storage_ids = list(map(expiring, self._storages))
 
+    def is_in_place(self) -> bool:
+        """True if all memory that a graph reads is there: no other change makes a replay unsafe.
+
+        Tensors are held, so what lies at the address of one is its own.
+        """
+        return list(map(_data_ptr, self._tensors)) == self._pointers
+
+    def writes(self) -> list[int]:
+        """How often each tensor was written into; inference tensors, which do not count it, left out."""
+        return [tensor._version for tensor in self._tensors if not tensor.is_inference()]
+
     def unchanged(self, root: nn.Module) -> bool:
         """True if everything is as it was.
 
@@ -133,7 +152,7 @@ class Watch:
                 # _END stands for the end of either side.
                 and all(map(operator.is_, chain(chain.from_iterable(self._held), (_END,)), self._kept))
                 and not any(map(is_expired, self._storage_ids))
-                and list(map(_data_ptr, self._tensors)) == self._pointers
+                and self.is_in_place()
                 and list(map(Tensor.tolist, self._numbers)) == self._number_values
                 and list(map(_version_of, self._counted)) == self._versions
                 and list(map(len, self._dicts)) == self._lengths

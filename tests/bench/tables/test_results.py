@@ -12,6 +12,8 @@ from sdfastgn.bench import documents, options
 from sdfastgn.bench.documents import OptionError
 from sdfastgn.bench.models.presets import PRESETS
 from sdfastgn.bench.models.run import describe
+from sdfastgn.bench.tables import results
+from sdfastgn.bench.tables.markdown import NO_RESULTS
 from sdfastgn.bench.tables.results import Result, cases_of, comparison, preset_tables, tables_of
 from tests.bench.tables.cases import ENVIRONMENT, row, save, text_of
 from tests.command_line import ROOT, invoke
@@ -168,6 +170,23 @@ def test_other_settings_have_no_published_number() -> None:
     (table,) = preset_tables(preset_result("mlperf", 1000.0, batch=4))
     assert len(table.body) == 1
     assert "published numbers are left out" in table.caption
+
+
+def test_presets_and_processes_in_markdown(tmp_path: Path) -> None:
+    assert results.presets_markdown(tmp_path) == results.processes_markdown(tmp_path) == NO_RESULTS
+    content = preset_result("mlperf", 16000.0).content
+    documents.write_json(tmp_path / "preset.json", content)
+    text = results.presets_markdown(tmp_path)
+    assert "| mlperf: SDXL pipeline 1024², batch 32, fp16, 20 steps, images/s | sdfastgn: 2 |" in text
+    assert "TensorRT, GH200 144GB: 2.3" in text
+    assert "- mlperf: published: https://github.com/mlcommons" in text
+    for count, each in ((1, [0.5]), (2, [0.49, 0.47])):
+        rows = [{**content["rows"][0], "images_s": sum(each), "process_images_s": each}]
+        several = {**content, "kind": "processes", "rows": rows}
+        documents.write_json(tmp_path / f"{count}.json", several)
+    text = results.processes_markdown(tmp_path)
+    assert "sdfastgn | 1 | 0.5 | 1 |" in text
+    assert "sdfastgn | 2 | 0.96 | 0.96 |" in text
 
 
 def test_options_replace_a_presets_settings() -> None:

@@ -97,8 +97,13 @@ NO_NUMBERS = [
     *("0.25", b"1", 1j, np.ones(2)),
     *(torch.ones(2), torch.tensor(1.0, requires_grad=True), torch.tensor(1j)),
 ]
-NORMS = ["group_norm", "instance_norm", "layer_norm", "add_layer_norm"]
-TAKES = [*((op, "eps") for op in NORMS), ("add_with_statistics", "scale"), ("wide_attention", "scale")]
+NORMS = ["group_norm", "instance_norm", "batch_norm", "layer_norm", "add_layer_norm"]
+TAKES = [
+    *((op, "eps") for op in NORMS),
+    ("batch_norm", "momentum"),
+    ("add_with_statistics", "scale"),
+    ("wide_attention", "scale"),
+]
 
 
 def same(found, expected) -> bool:

@@ -97,6 +97,25 @@ def test_a_weight_of_another_shape_survives_restore(shape, layout):
     assert not [name for name in vars(unet.conv_in) if "sdfastgn" in name]
 
 
+@pytest.mark.parametrize("mode", [False, True], ids=["normal", "inference_mode"])
+@pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
+def test_a_weight_stays_in_its_memory_unless_that_is_shared(shared, mode):
+    with torch.inference_mode(mode):
+        conv = torch.nn.Conv2d(4, 6, 3)
+    alias = conv.weight.detach() if shared else None
+    value, address, strides = conv.weight.detach().clone(), conv.weight.data_ptr(), conv.weight.stride()
+    with torch.inference_mode(not mode):  # whatever the caller's mode
+        channels_last.apply(conv)
+        assert conv.weight.is_contiguous(memory_format=torch.channels_last)
+        assert torch.equal(conv.weight, value)
+        assert (conv.weight.data_ptr() == address) is not shared
+        channels_last.restore(conv)
+    assert (torch.equal(conv.weight, value), conv.weight.stride()) == (True, strides)
+    assert (conv.weight.data_ptr() == address) is not shared
+    assert conv.weight.is_inference() is mode
+    assert alias is None or torch.equal(alias, value)
+
+
 def channels_last_unet():
     """As ``optimize`` leaves it for a GPU."""
     unet = sdfastgn.optimize(samples._unet())

@@ -14,7 +14,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 
 import sdfastgn
-from sdfastgn.patches.fusions import geglu, transformer_block
+from sdfastgn.patches.fusions import geglu, tokens, transformer_block
 from tests.kernels import samples
 from tests.patches import cases, changes
 from tests.patches.cases import WHERE, noise
@@ -27,10 +27,8 @@ on_each_device, linear_calls = cases.on_each_device, cases.linear_calls
 def products(monkeypatch):
     """Of each call of a block: True if its last product was to be added to the sum in place."""
     found: list[bool] = []
-    asked = transformer_block._adds_in_product
-    monkeypatch.setattr(
-        transformer_block, "_adds_in_product", lambda *a: found.append(asked(*a)) or found[-1]
-    )
+    asked = tokens._adds_in_product
+    monkeypatch.setattr(tokens, "_adds_in_product", lambda *a: found.append(asked(*a)) or found[-1])
     return found
 
 
@@ -219,7 +217,7 @@ def test_gradients_of_the_first_layer_alone(products, monkeypatch):
     """All else is frozen, so that up to there nothing wants a gradient; autograd knows additions in
     place.
     """
-    monkeypatch.setattr(transformer_block, "_TRAINING_ELEMENTS", 0)
+    monkeypatch.setattr(tokens, "_TRAINING_ELEMENTS", 0)
     fused, stock = twins()
     found = []
     for model in (fused, stock):

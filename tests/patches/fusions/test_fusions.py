@@ -17,6 +17,7 @@ import sdfastgn
 from sdfastgn.patches import patcher
 from sdfastgn.patches.core import fusion as fusion_module
 from sdfastgn.patches.core.fusion import ClassSwap
+from sdfastgn.patches.fusions.group_norm_subclass import SubclassSwap
 from sdfastgn.patches.registry import FUSIONS
 from tests.patches import samples
 from tests.patches.samples import each_fusion, each_sample, output, snapshot, stock_and_output
@@ -180,7 +181,7 @@ def test_edits_after_optimize_count(build, call):
 @each_fusion
 def test_a_foreign_forward_is_left_alone_and_reported(build, call):
     module = samples.randomize(build())
-    claimed = [f for f in patcher.inspect(module) if isinstance(f.fusion, ClassSwap)]
+    claimed = [f for f in patcher.inspect(module) if isinstance(f.fusion, (ClassSwap, SubclassSwap))]
     for finding in claimed:
         finding.module.forward = functools.partial(finding.module.forward)
     state, before = snapshot(module), output(module, call)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import sdfastgn
-from sdfastgn.patches.fusions import transformer_block
+from sdfastgn.patches.fusions import tokens, transformer_block
 from tests.patches import cases
 from tests.patches.cases import agree
 
@@ -86,8 +86,8 @@ def ran(monkeypatch):
         ran.note("add ", weight)
         return sdfastgn.add_layer_norm(x, residual, weight, bias, eps)
 
-    monkeypatch.setattr(transformer_block, "layer_norm", layer_norm)
-    monkeypatch.setattr(transformer_block, "add_layer_norm", add_layer_norm)
+    monkeypatch.setattr(tokens, "layer_norm", layer_norm)
+    monkeypatch.setattr(tokens, "add_layer_norm", add_layer_norm)
     return ran
 
 
@@ -276,7 +276,7 @@ def test_lora_and_a_norm_that_is_trained_with_it(ran, when):
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_training_and_checkpointing(dropout, is_large, ran, monkeypatch):
     """Small ones are not worth a node of autograd in Python."""
-    monkeypatch.setattr(transformer_block, "_TRAINING_ELEMENTS", X.numel() + (not is_large))
+    monkeypatch.setattr(tokens, "_TRAINING_ELEMENTS", X.numel() + (not is_large))
     fused, stock = (model.train() for model in twins(dropout=dropout, final_dropout=dropout > 0))
 
     def gradients(model, wrap):

@@ -18,7 +18,7 @@ import sdfastgn
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.dispatch import KERNEL_DTYPES
 from sdfastgn.kernels.upsample import conv as upsample_conv
-from sdfastgn.patches.fusions import upsample_2d
+from sdfastgn.patches.fusions import upsample_2d, upsampling
 from tests.kernels import samples as kernel_samples
 from tests.patches.cases import agree, image
 
@@ -43,8 +43,9 @@ def ran(monkeypatch):
         return lambda *args, **kwargs: (ways.append(way), function(*args, **kwargs))[1]
 
     monkeypatch.setattr(dispatch, "runs_in_triton", lambda x: x.dtype in KERNEL_DTYPES)
-    monkeypatch.setattr(upsample_2d, "upsample_nearest_2x", note("op", upsample_2d.upsample_nearest_2x))
-    monkeypatch.setattr(upsample_2d, "upsample_conv2d", note("phases", upsample_2d.upsample_conv2d))
+    for module in (upsample_2d, upsampling):
+        monkeypatch.setattr(module, "upsample_nearest_2x", note("op", module.upsample_nearest_2x))
+    monkeypatch.setattr(upsampling, "upsample_conv2d", note("phases", upsampling.upsample_conv2d))
     monkeypatch.setattr(F, "interpolate", note("interpolate", F.interpolate))
     with kernel_samples.kernels(direct=True):
         yield ways
@@ -118,7 +119,8 @@ def test_fp64_runs_upstreams_forward(ran):
 
 def test_without_a_gpu_it_is_upstreams_forward(monkeypatch):
     fused, stock = twins()
-    monkeypatch.setattr(upsample_2d, "upsample_nearest_2x", lambda x: pytest.fail("ran in the op"))
+    for module in (upsample_2d, upsampling):
+        monkeypatch.setattr(module, "upsample_nearest_2x", lambda x: pytest.fail("ran in the op"))
     assert torch.equal(fused(X), stock.to(memory_format=torch.channels_last)(X))
 
 

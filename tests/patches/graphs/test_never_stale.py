@@ -5,6 +5,7 @@ On the CPU a tape of operations stands for a graph, on a GPU it is one.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -27,7 +28,9 @@ from tests.patches.graphs.cases import (
     reasons_of,
     replaced_parameter,
     run,
+    scaled_weights,
     state,
+    weights_elsewhere,
 )
 
 CASES = [
@@ -64,6 +67,9 @@ def test_weights_changed_in_place_are_read_by_the_replay():
     in_place(unet), in_place(stock)
     agree(run(unet, inputs), run(stock, inputs))
     assert (state(unet).captured, state(unet).replays) == (1, 2)
+    for _ in range(2):  # another kind of call is captured with the same watch
+        run(unet, {**inputs, "sample": inputs["sample"].repeat(1, 1, 2, 1)})
+    assert (state(unet).captured, state(unet).replays) == (2, 3)
 
 
 def test_a_change_of_the_model_is_captured_anew():
@@ -201,3 +207,75 @@ def test_an_autoencoder_cast_up_and_down_leaves_the_unet_alone():
     assert decoder.captured < 4
     assert "the model changes too often" in decoder.eager
     assert (state(unet).captured, state(unet).replays) == (1, 11)
+
+
+def replays_of(unet, monkeypatch):
+    """What happens from now on, in its order: "replay" and "watch"."""
+    (graph,) = unet.forward._graphs.values()
+    events, replay, unchanged = [], graph.handle.replay, graph_state.Watch.unchanged
+    monkeypatch.setattr(graph.handle, "replay", lambda: (events.append("replay"), replay()))
+    monkeypatch.setattr(
+        graph_state.Watch, "unchanged", lambda *args: (events.append("watch"), unchanged(*args))[1]
+    )
+    return events
+
+
+def test_the_model_is_looked_at_while_the_gpu_runs(monkeypatch):
+    unet, _, inputs = make()
+    for _ in range(2):
+        run(unet, inputs)
+    events = replays_of(unet, monkeypatch)
+    run(unet, inputs)
+    assert events == ["replay", "watch"]
+
+
+def test_the_result_of_a_replay_that_was_wrong_is_dropped(monkeypatch):
+    unet, stock, inputs = make()
+    for _ in range(2):
+        run(unet, inputs)
+    events = replays_of(unet, monkeypatch)
+    for model in (unet, stock):
+        model.mid_block.resnets[0].output_scale_factor = 3.0
+    agree(run(unet, inputs), run(stock, inputs))
+    assert events[:2] == ["replay", "watch"]
+    assert (state(unet).replays, state(unet).dropped) == (1, 1)
+
+
+def emptied_storage(unet):
+    unet.conv_in.weight.untyped_storage().resize_(0)
+
+
+@pytest.mark.parametrize("change", [weights_elsewhere, scaled_weights, emptied_storage])
+def test_nothing_is_replayed_whose_memory_is_gone(change, monkeypatch):
+    unet, _, inputs = make()
+    for _ in range(2):
+        run(unet, inputs)
+    events = replays_of(unet, monkeypatch)
+    change(unet)
+    with contextlib.suppress(RuntimeError):  # stock's, of a weight without memory
+        run(unet, inputs)
+    assert "replay" not in events
+
+
+class Counting(nn.Identity):
+    """Counts its calls in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(17))
+
+    def forward(self, x):
+        self.calls.add_(1)
+        return x
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_model_that_writes_into_itself_is_left_alone(device, monkeypatch):
+    """A replay whose result is dropped would have written there."""
+    unet, _, inputs = make(device)
+    monkeypatch.setattr(Counting, "__module__", "torch.counting")
+    unet.mid_block.resnets[0].dropout = Counting().to(device)
+    for _ in range(3):
+        run(unet, inputs)
+    assert state(unet).replays == 0
+    assert "writes into its own tensors" in reasons_of(unet)

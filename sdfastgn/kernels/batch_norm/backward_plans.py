@@ -1,0 +1,225 @@
+"""How gradients of ``batch_norm`` are launched: which of ``backward_kernels.py``, in what memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sdfastgn.kernels.batch_norm import backward_kernels as kernels
+from sdfastgn.kernels.batch_norm.config import Rows, SmallConfig, small_config
+from sdfastgn.kernels.batch_norm.plans import like, pairs_of, rows_of, vector
+from sdfastgn.kernels.common import gpu
+from sdfastgn.kernels.common.column_sums import SUM_WARPS, column_sum_block
+from sdfastgn.kernels.common.launch import Launch
+from sdfastgn.kernels.common.layout import dense, empty_dense_like
+from sdfastgn.kernels.common.plan_cache import PlanCache, plan_key
+from sdfastgn.kernels.common.sizes import ceil_div, row_factor, tile_constants
+from sdfastgn.kernels.group_norm.config import apply_config
+from sdfastgn.kernels.statistics.config import StatisticsConfig, statistics_config
+from sdfastgn.kernels.statistics.kernels import is_even
+
+__all__ = ["BatchNormGradCall", "BatchNormGrads", "Shared", "Wanted", "launch_batch_norm_grads"]
+
+
+class Wanted(NamedTuple):
+    """Which gradients are wanted."""
+
+    x: bool
+    weight: bool
+    bias: bool
+    residual: bool
+
+
+class BatchNormGrads(NamedTuple):
+    """Gradients, each in its tensor's shape and dtype; None where not wanted."""
+
+    x: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    residual: Tensor | None
+
+
+class BatchNormGradCall(NamedTuple):
+    """The arguments of the op ``sdfastgn::batch_norm_backward``, in its schema's order.
+
+    Shapes: dy and residual as x; mean and var (C,), of the batch if ``training``. The residual is None
+    where there is no activation: its gradient is then dy.
+    """
+
+    dy: Tensor
+    x: Tensor
+    mean: Tensor
+    var: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    residual: Tensor | None
+    eps: float
+    activation: str
+    training: bool
+    wanted: Wanted  # of the op's call, a list
+
+
+class Shared(NamedTuple):
+    """What processes that share the statistics of a batch have in common.
+
+    Args:
+        positions: values of a channel in all of them.
+        total: (dweight, dbias) of this process -> those of all.
+    """
+
+    positions: int
+    total: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class _GradPlan:
+    """The launches for one kind of call: ``small``; or ``sums`` and ``merge`` where the sums or dz are
+    wanted, and ``apply`` for dx.
+    """
+
+    __slots__ = ("apply", "chunks", "merge", "plane", "small", "sums")
+
+    def __init__(self, call: BatchNormGradCall, count: int | None = None) -> None:
+        """``count``: values of a channel where more than x decided mean and var."""
+        x, wanted = call.x, call.wanted
+        C = x.shape[1]
+        rows = rows_of(x)
+        self.small: Launch | None = None
+        self.sums: Launch | None = None
+        self.merge: Launch | None = None
+        self.apply: Launch | None = None
+        needs_sums = wanted.weight or wanted.bias or (wanted.x and call.training)
+        config = small_config(x.numel() // C, C, rows.channels_last, backward=True)
+        if config is not None and count is None and (needs_sums or wanted.residual):
+            self.small = _small(call, rows, config)
+            return
+        if needs_sums or wanted.residual:
+            sms = gpu.num_sms(x.device)
+            statistics = statistics_config(*rows.shape, rows.channels_last, sms, kind="backward")
+            self.plane = rows.samples * statistics.chunks * rows.width
+            self.sums = _sums(call, rows, statistics)
+        if needs_sums:
+            self.merge = _merge(call, self.plane // C)
+        if wanted.x:
+            self.apply = _apply(call, rows, count or x.numel() // C, behind=self.sums is not None)
+
+    def launch(
+        self, call: BatchNormGradCall, dx: Tensor | None, dz: Tensor | None, shared: Shared | None
+    ) -> tuple[Any, Any]:
+        """Fills ``dx`` and ``dz`` on the current device; returns the sums (dweight, dbias) in fp32."""
+        dy, x, mean, var, weight, bias, residual, *_ = call
+        stream = gpu.current_stream(x.device)
+        operands = mean, var, weight, bias
+        dweight = dbias = None
+        if self.small is not None or self.merge is not None:
+            dweight, dbias = (x.new_empty(x.shape[1], dtype=torch.float32) for _ in range(2))
+        if self.small is not None:
+            self.small(stream, x, dy, residual, dx, dz, dweight, dbias, *operands)
+            return dweight, dbias
+        if self.sums is not None:
+            sums = x.new_empty(2 * self.plane, dtype=torch.float32)
+            self.sums(stream, x, dy, residual, dz, sums, *operands)
+            if self.merge is not None:
+                self.merge(stream, sums, dweight, dbias)
+        if self.apply is not None:
+            sums_of = (dweight, dbias) if call.training else (None, None)
+            if shared is not None and dweight is not None and dbias is not None:
+                sums_of = shared.total(dweight, dbias)
+            dy, residual = (dy, residual) if dz is None else (dz, None)
+            self.apply(stream, x, dy, residual, dx, *sums_of, *operands)
+        return dweight, dbias
+
+
+def _small(call: BatchNormGradCall, rows: Rows, config: SmallConfig) -> Launch:
+    x, pdl = call.x, gpu.has_programmatic_launch(call.x.device)
+    C = x.shape[1]
+    constants = {
+        "C": C,
+        "CHANNELS_LAST": rows.channels_last,
+        "ACTIVATION": call.activation,
+        "TRAINING": call.training,
+        "PAIRS": pairs_of(x, config.block),
+        "PDL": pdl,
+        **tile_constants(config),
+    }
+    numbers, programs = (rows.rows, x.numel() // C, call.eps), ceil_div(C, config.block)
+    return Launch(kernels.batch_small_grad_kernel, programs, numbers, constants, config.num_warps, pdl=pdl)
+
+
+def _sums(call: BatchNormGradCall, rows: Rows, config: StatisticsConfig) -> Launch:
+    pdl = gpu.has_programmatic_launch(call.x.device)
+    constants = {
+        "C": call.x.shape[1],
+        "WIDTH": rows.width,
+        "CHANNELS_LAST": rows.channels_last,
+        "ACTIVATION": call.activation,
+        "PAIRS": pairs_of(call.x, config.block),
+        "EVEN": is_even(config, rows.width, rows.rows, rows.channels_last),
+        "LOOP": config.rows > config.tile_rows,
+        "HW_FACTOR": row_factor(rows.channels_last, rows.rows, config.rows),
+        "PDL": pdl,
+        **tile_constants(config),
+    }
+    plane = rows.samples * config.chunks * rows.width
+    numbers = (rows.rows, config.rows, config.chunks, plane, call.eps)
+    programs = config.programs(rows.samples, rows.width, rows.channels_last)
+    return Launch(kernels.batch_sums_kernel, programs, numbers, constants, config.num_warps, pdl=pdl)
+
+
+def _merge(call: BatchNormGradCall, partials: int) -> Launch:
+    C, pdl = call.x.shape[1], gpu.has_programmatic_launch(call.x.device)
+    block_p, block_c = column_sum_block(partials, C)
+    constants = {"C": C, "PDL": pdl, "BLOCK_P": block_p, "BLOCK_C": block_c}
+    programs, numbers = 2 * ceil_div(C, block_c), (partials, partials * C)
+    return Launch(kernels.batch_merge_sums_kernel, programs, numbers, constants, SUM_WARPS, pdl=pdl)
+
+
+def _apply(call: BatchNormGradCall, rows: Rows, count: int, *, behind: bool) -> Launch:
+    """``behind``: the sums kernel ran before."""
+    x, pdl = call.x, gpu.has_programmatic_launch(call.x.device)
+    blocks = apply_config(*rows.shape, rows.channels_last, gpu.num_sms(x.device), backward=True)
+    constants = {
+        "C": x.shape[1],
+        "WIDTH": rows.width,
+        "CHANNELS_LAST": rows.channels_last,
+        "ACTIVATION": "identity" if call.wanted.residual else call.activation,
+        "PAIRS": rows.channels_last and pairs_of(x, blocks.block_c),
+        "EVEN": rows.width % blocks.block_c == 0 and rows.rows % blocks.block_hw == 0,
+        "PDL": pdl,
+        "WAITS": not behind or call.wanted.residual,
+        "HW_FACTOR": row_factor(rows.channels_last, rows.rows),
+        "BLOCK_HW": blocks.block_hw,
+        "BLOCK_C": blocks.block_c,
+    }
+    programs = rows.samples * ceil_div(rows.width, blocks.block_c) * ceil_div(rows.rows, blocks.block_hw)
+    numbers = (rows.rows, count, call.eps)
+    return Launch(kernels.batch_apply_grad_kernel, programs, numbers, constants, blocks.num_warps, pdl=pdl)
+
+
+_plans: PlanCache[_GradPlan] = PlanCache()
+
+
+def launch_batch_norm_grads(call: BatchNormGradCall, shared: Shared | None = None) -> BatchNormGrads:
+    """Gradients by Triton kernels. Arguments are valid, and not empty."""
+    count = None if shared is None else shared.positions
+    key = plan_key(call[:-1], call.wanted, count)
+    plan = _plans.get(key)
+    if plan is None:
+        plan = _plans[key] = _GradPlan(call, count)
+    x, residual, wanted = call.x, call.residual, call.wanted
+    dx = empty_dense_like(x, x.dtype) if wanted.x else None
+    dz = empty_dense_like(x, residual.dtype) if wanted.residual and residual is not None else None
+    call = call._replace(
+        x=dense(x), dy=like(call.dy, x), residual=like(residual, x), mean=vector(call.mean),
+        var=vector(call.var), weight=vector(call.weight), bias=vector(call.bias),
+    )  # fmt: skip
+    with gpu.on_device(x.device):
+        dweight, dbias = plan.launch(call, dx, dz, shared)
+    return BatchNormGrads(
+        dx,
+        dweight.to(call.weight.dtype) if wanted.weight and call.weight is not None else None,
+        dbias.to(call.bias.dtype) if wanted.bias and call.bias is not None else None,
+        dz,
+    )

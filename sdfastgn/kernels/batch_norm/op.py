@@ -1,0 +1,226 @@
+"""BatchNorm with a fused residual add and activation: the op ``sdfastgn::batch_norm``.
+
+Formula, with x of shape (N, C, *spatial), mean and var over all but C, or given:
+
+    z = (x - mean[c]) / sqrt(var[c] + eps) * weight[c] + bias[c]          (var divided by the count)
+    y = activation(z + residual)
+
+On a GPU the kernels of ``batch_norm/kernels.py`` run; everywhere else ``reference_batch_norm``.
+Layout and numerics contract: there.
+
+Source: Ioffe and Szegedy, "Batch Normalization: Accelerating Deep Network Training by Reducing
+Internal Covariate Shift", 2015. The interface follows torch.nn.functional.batch_norm.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sdfastgn.kernels.batch_norm.backward import batch_norm_grads
+from sdfastgn.kernels.batch_norm.backward_plans import BatchNormGradCall, Wanted
+from sdfastgn.kernels.batch_norm.plain import reference_batch_norm
+from sdfastgn.kernels.batch_norm.plans import BatchNormCall, BatchNormPlan, empty_moments
+from sdfastgn.kernels.common import dispatch
+from sdfastgn.kernels.common.checks import (
+    as_eps,
+    as_float,
+    check_activation,
+    check_input,
+    check_operand,
+)
+from sdfastgn.kernels.common.layout import empty_dense_like
+from sdfastgn.kernels.common.op import PlannedOp
+
+__all__ = ["BATCH_NORM", "batch_norm", "batch_norm_call", "check_batch_norm", "normalize", "update_average"]
+
+
+# --- op ---------------------------------------------------------------------------------------------
+
+
+def _fake(call: BatchNormCall) -> tuple[Tensor, Tensor, Tensor]:
+    x = call.x
+    return empty_dense_like(x, x.dtype), *empty_moments(x, x.shape[1] if call.mean is None else 0)
+
+
+def _save(ctx: Any, call: BatchNormCall, results: tuple[Tensor, Tensor, Tensor]) -> None:
+    moments = results[1:] if call.mean is None else (call.mean, call.var)
+    ctx.mark_non_differentiable(*results[1:])
+    ctx.set_materialize_grads(False)
+    ctx.settings = call.eps, call.activation, call.mean is None
+    ctx.residual_dtype = None if call.residual is None else call.residual.dtype
+    residual = None if call.activation == "identity" else call.residual
+    ctx.save_for_backward(call.x, *moments, call.weight, call.bias, residual)
+
+
+def _backward(ctx: Any, needs: Any, dy: Tensor | None, *_: None) -> dict[str, Tensor | None]:
+    if dy is None:
+        return {}
+    passes_on = ctx.settings[1] == "identity"
+    wanted = Wanted(needs.x, needs.weight, needs.bias, needs.residual and not passes_on)
+    grads = batch_norm_grads(BatchNormGradCall._make((dy, *ctx.saved_tensors, *ctx.settings, wanted)))
+    if needs.residual and passes_on:
+        grads = grads._replace(residual=dy.to(ctx.residual_dtype))
+    return grads._asdict()
+
+
+def check_batch_norm(name: str, call: BatchNormCall) -> None:
+    """All but the number of values."""
+    x = call.x
+    check_input(name, "x", x)
+    if x.dim() < 2:
+        raise ValueError(f"{name}: x must be (N, C, *spatial), got shape {tuple(x.shape)}")
+    check_activation(name, call.activation)
+    channels = {
+        "weight": call.weight,
+        "bias": call.bias,
+        "running_mean": call.running_mean if call.mean is None else call.mean,
+        "running_var": call.running_var if call.var is None else call.var,
+    }
+    for label, t in channels.items():
+        check_operand(name, label, t, x, (x.shape[1],))
+    check_operand(name, "residual", call.residual, x, tuple(x.shape))
+
+
+def _check(name: str, call: BatchNormCall) -> None:
+    check_batch_norm(name, call)
+    if call.mean is None and call.x.numel() == call.x.shape[1]:
+        raise ValueError(
+            f"{name}: training needs more than one value of each channel, x has shape {tuple(call.x.shape)}"
+        )
+
+
+BATCH_NORM = PlannedOp(
+    # y, then mean and var of the batch, (C,) in fp32 (fp64 for fp64 input); empty where they are given.
+    "batch_norm(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? mean, Tensor? var, "
+    "float eps, float momentum, str activation) -> (Tensor, Tensor, Tensor)",
+    BatchNormCall,
+    plan=BatchNormPlan,
+    reference=reference_batch_norm,
+    fake=_fake,
+    save=_save,
+    backward=_backward,
+    check=_check,
+)
+
+
+def batch_norm_call(
+    name: str,
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    activation: str,
+    residual: Tensor | None,
+) -> BatchNormCall:
+    """The call for the arguments of ``batch_norm``, of which numbers are checked here."""
+    if type(eps) is not float or type(momentum) is not float or type(training) is not bool:
+        check_input(name, "x", x)
+        eps, momentum = as_eps(name, eps), as_float(name, "momentum", momentum)
+        if not isinstance(training, bool):
+            raise TypeError(f"{name}: training must be a bool, got {training!r}")
+    if (running_mean is None) is not (running_var is None):
+        given, missing = ("running_var", "running_mean")[:: 1 if running_mean is None else -1]
+        raise ValueError(f"{name}: {given} is given, and {missing} must be too, got None")
+    if training:
+        momentum = 0.0 if running_mean is None else momentum
+        moments = None, None, eps, momentum, activation, running_mean, running_var
+        return BatchNormCall(x, weight, bias, residual, *moments)
+    if running_mean is None:
+        check_input(name, "x", x)
+        raise ValueError(f"{name}: running_mean and running_var must be given unless training, got None")
+    return BatchNormCall(x, weight, bias, residual, running_mean, running_var, eps, 0.0, activation)
+
+
+def normalize(name: str, call: BatchNormCall, *, fused: bool = True) -> Tensor:
+    """y of ``call``. The kernels update its running averages if ``fused``, and where they can."""
+    running = call.running_mean, call.running_var
+    if call.running_mean is None:
+        return BATCH_NORM(call, name)[0]
+    fused = fused and dispatch.is_plain(call.x, call) and all(map(_is_contiguous, running))
+    if fused:
+        y, mean, var = BATCH_NORM(call, name)
+    else:
+        _check(name, call)
+        y, mean, var = BATCH_NORM(call._replace(running_mean=None, running_var=None, momentum=0.0), name)
+    if not fused or dispatch.why_off is not None:  # what began with kernels may have ended without
+        _update_running(call, mean, var)
+    return y
+
+
+def _is_contiguous(t: Any) -> bool:
+    try:
+        return bool(t.is_contiguous())
+    except (AttributeError, RuntimeError):  # no tensor, or one without strides
+        return False
+
+
+def _update_running(call: BatchNormCall, mean: Tensor, var: Tensor) -> None:
+    count = call.x.numel() // call.x.shape[1] if call.x.shape[1] else 0
+    if count:  # no values change nothing
+        update_average(call.running_mean, mean, call.momentum)
+        update_average(call.running_var, var * (count / (count - 1)), call.momentum)
+
+
+@torch.no_grad()
+def update_average(running: Tensor | None, value: Tensor, momentum: float) -> None:
+    """``value`` into the running average, in place."""
+    if running is not None:
+        running.copy_((1 - momentum) * running.to(value.dtype) + momentum * value.detach())
+
+
+# --- public function --------------------------------------------------------------------------------
+
+
+def batch_norm(
+    x: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    activation: str = "identity",
+    *,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """BatchNorm, a residual add and an activation, fused into Triton kernels on NVIDIA GPUs.
+
+    Args:
+        x: (N, C, *spatial), N from 0 up, any number of spatial dimensions.
+        running_mean, running_var: (C,), both or neither. In training they are updated in place,
+            the variance without bias. Else they are what x is normalized with, and must be given.
+        weight, bias: (C,) or None, independently of each other.
+        training: normalize with mean and variance of this batch.
+        momentum: how far the running averages go, from 0 to 1. Each value of it makes plans of its own.
+        eps: added to the variance: a number of Python or NumPy, or a tensor without dimensions.
+        activation: any of ``sdfastgn.kernels.common.activations.ACTIVATIONS``.
+        residual: of the shape of x, added before the activation.
+
+    Shapes: the output has the shape of x.
+    Dtypes: x fp16, bf16 or fp32 (fp64 runs in plain PyTorch); every other tensor any of these. The
+        output has the dtype of x, under autocast too, as torch.nn.functional.batch_norm has.
+    Layout: the output has the strides of x if x is without gaps, channels-last or channels-first;
+        else C stays innermost if it was.
+    Grad: with respect to x, weight, bias and residual. Between forward and backward x is kept, two
+        fp32 values a channel, and the residual if there is an activation. A second derivative, the
+        transforms of torch.func and forward-mode AD run in plain PyTorch.
+    Raises:
+        TypeError: a tensor is not dense, or none of these dtypes, or another argument has the wrong type.
+        ValueError: a shape, a device or the activation's name does not fit; one of running_mean and
+            running_var is missing; there is one value of each channel in training, as in PyTorch.
+
+    Source: torch.nn.functional.batch_norm for the interface; Ioffe and Szegedy, 2015, for the formula.
+    """
+    name = "sdfastgn.batch_norm"
+    call = batch_norm_call(
+        name, x, running_mean, running_var, weight, bias, training, momentum, eps, activation, residual
+    )
+    return normalize(name, call)

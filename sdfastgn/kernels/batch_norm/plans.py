@@ -1,0 +1,227 @@
+"""How ``batch_norm`` is launched: which of ``batch_norm/kernels.py`` run, and in what memory."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sdfastgn.kernels.batch_norm import kernels
+from sdfastgn.kernels.batch_norm.config import (
+    MERGED_CHANNELS,
+    Rows,
+    SmallConfig,
+    as_rows,
+    merge_config,
+    small_config,
+)
+from sdfastgn.kernels.common import gpu
+from sdfastgn.kernels.common.activations import PAIRED
+from sdfastgn.kernels.common.launch import Launch
+from sdfastgn.kernels.common.layout import (
+    dense,
+    dense_is_channels_last,
+    empty_dense_like,
+    is_channels_first,
+    is_channels_last,
+    is_dense,
+    laid_out,
+)
+from sdfastgn.kernels.common.plan_cache import PlanCache, plan_key
+from sdfastgn.kernels.common.sizes import ceil_div, row_factor, tile_constants
+from sdfastgn.kernels.group_norm.config import ApplyConfig, apply_config
+from sdfastgn.kernels.statistics.kernels import StatisticsLaunch
+
+__all__ = [
+    "BatchNormCall", "BatchNormPlan", "Moments", "empty_moments", "launch_moments", "like", "pairs_of",
+    "rows_of", "vector",
+]  # fmt: skip
+
+
+class BatchNormCall(NamedTuple):
+    """The arguments of the op ``sdfastgn::batch_norm``, in its schema's order, and what the kernels
+    update on the way.
+
+    Shapes: x (N, C, *spatial); residual as x; all others (C,). Without mean and var those of the batch
+    are taken. ``momentum``: of the update.
+    """
+
+    x: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    residual: Tensor | None
+    mean: Tensor | None
+    var: Tensor | None
+    eps: float
+    momentum: float
+    activation: str
+    running_mean: Tensor | None = None
+    running_var: Tensor | None = None
+
+
+def rows_of(x: Tensor) -> Rows:
+    """Of ``dense(x)``."""
+    return as_rows(x.shape[0], x.shape[1], math.prod(x.shape[2:]), dense_is_channels_last(x))
+
+
+class Moments:
+    """Mean and variance of each channel of x, on its way through two launches."""
+
+    __slots__ = ("C", "_merge", "_statistics")
+
+    def __init__(self, x: Tensor, momentum: float = 0.0) -> None:
+        rows, pdl = rows_of(x), gpu.has_programmatic_launch(x.device)
+        self.C = x.shape[1]
+        self._statistics = StatisticsLaunch(x.new_empty(()).expand(rows.shape), rows.channels_last)
+        chunks, together = self._statistics.chunks, rows.width // self.C
+        partials = rows.samples * chunks * together
+        block_p, num_warps = merge_config(partials)
+        positions = x.numel() // self.C
+        numbers = (
+            rows.rows, ceil_div(rows.rows, chunks), chunks, partials, partials * self.C, positions, momentum
+        )  # fmt: skip
+        constants = {
+            "C": self.C,
+            "TOGETHER": together,
+            "LOOP": partials > block_p,
+            "PDL": pdl,
+            "BLOCK_P": block_p,
+            "BLOCK_C": MERGED_CHANNELS,
+        }
+        programs = ceil_div(self.C, MERGED_CHANNELS)
+        self._merge = Launch(kernels.batch_merge_kernel, programs, numbers, constants, num_warps, pdl=pdl)
+
+    def on_stream(
+        self, stream: int, x: Tensor, running_mean: Tensor | None = None, running_var: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(mean, var) of ``x``, which has no gaps, on ``stream`` of the current device."""
+        statistics = torch.empty(self._statistics.shape, dtype=torch.float32, device=x.device)
+        mean, var = empty_moments(x, self.C)
+        self._statistics.on_stream(stream, x, statistics)
+        self._merge(stream, statistics, mean, var, running_mean, running_var)
+        return mean, var
+
+
+_moments: PlanCache[Moments] = PlanCache()
+
+
+def launch_moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(mean, var) of each channel of ``x``, which is not empty, by Triton kernels."""
+    key = plan_key((x,))
+    found = _moments.get(key)
+    if found is None:
+        found = _moments[key] = Moments(x)
+    with gpu.on_device(x.device):
+        return found.on_stream(gpu.current_stream(x.device), dense(x))
+
+
+class BatchNormPlan:
+    """The launches of one kind of call: ``small``, or ``moments`` and ``apply``, or ``apply`` alone."""
+
+    __slots__ = ("apply", "has_gaps", "moments", "small")
+
+    def __init__(self, call: BatchNormCall) -> None:
+        x = call.x
+        vectors = (call.weight, call.bias, call.mean, call.var)
+        self.has_gaps = (
+            not is_dense(x) or like(call.residual, x) is not call.residual
+            or any(vector(t) is not t for t in vectors)
+        )  # fmt: skip
+        rows, is_given = rows_of(x), call.mean is not None
+        self.small: Launch | None = None
+        self.moments: Moments | None = None
+        config = small_config(x.numel() // x.shape[1], x.shape[1], rows.channels_last)
+        if config is not None and not is_given:
+            self.small = _small(call, rows, config)
+            return
+        if not is_given:
+            self.moments = Moments(x, call.momentum)
+        blocks = apply_config(*rows.shape, rows.channels_last, gpu.num_sms(x.device))
+        self.apply = _apply(call, rows, blocks)
+
+    def run(self, call: BatchNormCall) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """(y, and the batch's mean and var where they are taken)."""
+        stream = gpu.stream_on(call.x.device)
+        if stream is None:
+            with torch.cuda.device(call.x.device):
+                return self.run(call)
+        x, weight, bias, residual, mean, var, *_ = call
+        y = empty_dense_like(x, x.dtype) if self.has_gaps else torch.empty_like(x)
+        if self.has_gaps:
+            x, residual = dense(x), like(residual, x)
+            weight, bias, mean, var = vector(weight), vector(bias), vector(mean), vector(var)
+        running = (call.running_mean, call.running_var)
+        if self.small is not None:
+            mean, var = empty_moments(x, x.shape[1])
+            self.small(stream, x, residual, y, mean, var, weight, bias, *running)
+            return y, mean, var
+        if self.moments is not None:
+            mean, var = self.moments.on_stream(stream, x, *running)
+        self.apply(stream, x, residual, y, mean, var, weight, bias)
+        return (y, None, None) if self.moments is None else (y, mean, var)
+
+    def run_and_save(self, call: BatchNormCall) -> tuple[Tensor, Tensor, Tensor]:
+        y, mean, var = self.run(call)
+        return (y, *empty_moments(y, 0)) if mean is None or var is None else (y, mean, var)
+
+
+def _small(call: BatchNormCall, rows: Rows, config: SmallConfig) -> Launch:
+    x, pdl = call.x, gpu.has_programmatic_launch(call.x.device)
+    C = x.shape[1]
+    constants = {
+        "C": C,
+        "CHANNELS_LAST": rows.channels_last,
+        "ACTIVATION": call.activation,
+        "PAIRS": pairs_of(x, config.block),
+        "PDL": pdl,
+        **tile_constants(config),
+    }
+    numbers = (rows.rows, x.numel() // C, call.eps, call.momentum)
+    programs = ceil_div(C, config.block)
+    return Launch(kernels.batch_small_kernel, programs, numbers, constants, config.num_warps, pdl=pdl)
+
+
+def _apply(call: BatchNormCall, rows: Rows, blocks: ApplyConfig) -> Launch:
+    pdl = gpu.has_programmatic_launch(call.x.device)
+    constants: dict[str, Any] = {
+        "C": call.x.shape[1],
+        "WIDTH": rows.width,
+        "CHANNELS_LAST": rows.channels_last,
+        "ACTIVATION": call.activation,
+        "PAIRS": rows.channels_last and pairs_of(call.x, blocks.block_c),
+        "EVEN": rows.width % blocks.block_c == 0 and rows.rows % blocks.block_hw == 0,
+        "PDL": pdl,
+        "ALONE": call.mean is not None,
+        "HW_FACTOR": row_factor(rows.channels_last, rows.rows),
+        "BLOCK_HW": blocks.block_hw,
+        "BLOCK_C": blocks.block_c,
+    }
+    programs = rows.samples * ceil_div(rows.width, blocks.block_c) * ceil_div(rows.rows, blocks.block_hw)
+    numbers = (rows.rows, call.eps)
+    return Launch(kernels.batch_apply_kernel, programs, numbers, constants, blocks.num_warps, pdl=pdl)
+
+
+def pairs_of(x: Tensor, block: int) -> bool:
+    """Whether neighbors may share an instruction of their activation."""
+    return x.dtype != torch.float32 and block >= PAIRED
+
+
+def empty_moments(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Memory for mean and variance of the batch: (size,) in fp32, fp64 for fp64 input."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return x.new_empty(size, dtype=dtype), x.new_empty(size, dtype=dtype)
+
+
+def vector(t: Any) -> Any:
+    """``t``, None or (C,), with its channels next to each other."""
+    return t if t is None or t.is_contiguous() else t.contiguous()
+
+
+def like(t: Any, x: Tensor) -> Any:
+    """``t``, None or as ``x`` in shape, in the layout of ``dense(x)``; copies only if needed."""
+    is_last = dense_is_channels_last(x)
+    if t is None or (is_channels_last(t) if is_last else is_channels_first(t)):
+        return t
+    return laid_out(t, is_last)

@@ -1,0 +1,121 @@
+"""BatchNorm in training, with the statistics of the batch of all processes of a group.
+
+Each process takes mean and variance of what it has; one all-gather tells all processes those of
+all, and Chan's formula merges them. In the backward one all-reduce adds up the two sums that dx
+depends on. The gradients of weight and bias are those of a process's own samples, as in
+``torch.nn.SyncBatchNorm``: DistributedDataParallel averages them.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from sdfastgn.kernels.batch_norm.backward import reference_batch_norm_grads
+from sdfastgn.kernels.batch_norm.backward_plans import (
+    BatchNormGradCall,
+    BatchNormGrads,
+    Shared,
+    Wanted,
+    launch_batch_norm_grads,
+)
+from sdfastgn.kernels.batch_norm.op import BATCH_NORM, check_batch_norm, update_average
+from sdfastgn.kernels.batch_norm.plain import centered
+from sdfastgn.kernels.batch_norm.plans import BatchNormCall, launch_moments
+from sdfastgn.kernels.common import dispatch
+
+__all__ = ["WORLD", "group_of", "normalize_in_group"]
+
+# What stands for all processes, also before there are any.
+WORLD = "world"
+
+
+def group_of(process_group: Any) -> Any:
+    """The group to share statistics with; None where this process is alone."""
+    if process_group is None or not (dist.is_available() and dist.is_initialized()):
+        return None
+    group = dist.group.WORLD if process_group == WORLD else process_group
+    return group if dist.get_world_size(group) > 1 else None
+
+
+@dispatch.retried
+def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(mean, var) of what this process has."""
+    if x.numel() == 0:
+        return x.new_zeros(x.shape[1]), x.new_zeros(x.shape[1])
+    if dispatch.runs_in_triton(x):
+        return launch_moments(x)
+    _, mean, var = centered(x, None, None)
+    return mean.reshape(-1), var.reshape(-1)
+
+
+def _moments_of_all(x: Tensor, group: Any) -> tuple[Tensor, Tensor, int]:
+    """(mean, var, values of a channel) of all processes, the same bits in each of them."""
+    C = x.shape[1]
+    mean, var = _moments(x)
+    # In fp64: it holds every count, and the merge then rounds nothing.
+    own = torch.cat((mean.double(), var.double(), mean.new_full((1,), x.numel() // C).double()))
+    every = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, own, group=group)
+    means, variances, counts = torch.stack(every).split((C, C, 1), dim=1)
+    total = counts.sum()
+    mean = (means * counts).sum(0) / total
+    var = ((variances + (means - mean).square()) * counts).sum(0) / total
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return mean.to(dtype), var.to(dtype), int(total)
+
+
+def _total(group: Any, dweight: Tensor, dbias: Tensor) -> tuple[Tensor, Tensor]:
+    both = torch.stack((dweight, dbias))
+    dist.all_reduce(both, group=group)
+    return both[0], both[1]
+
+
+@dispatch.retried
+def _grads(call: BatchNormGradCall, shared: Shared) -> BatchNormGrads:
+    if call.x.numel() and dispatch.runs_in_triton(call.x):
+        return launch_batch_norm_grads(call, shared)
+    return reference_batch_norm_grads(call, shared)
+
+
+class _InGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Any, bias: Any, residual: Any, call: BatchNormCall, group: Any
+    ) -> tuple[Tensor, Tensor, Tensor, int]:
+        mean, var, count = _moments_of_all(x, group)
+        y, *_ = BATCH_NORM(call._replace(mean=mean, var=var, running_mean=None, running_var=None))
+        ctx.group, ctx.count, ctx.settings = group, count, (call.eps, call.activation, True)
+        ctx.residual_dtype = None if residual is None else residual.dtype
+        ctx.save_for_backward(x, mean, var, weight, bias, None if call.activation == "identity" else residual)
+        ctx.mark_non_differentiable(mean, var)
+        return y, mean, var, count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
+        _, weight, bias, residual, *_ = ctx.needs_input_grad
+        passes_on = ctx.settings[1] == "identity"
+        # Every process takes part in the sum, whether it wants dx or not.
+        wanted = Wanted(True, weight, bias, residual and not passes_on)
+        shared = Shared(ctx.count, functools.partial(_total, ctx.group))
+        grads = _grads(BatchNormGradCall._make((dy, *ctx.saved_tensors, *ctx.settings, wanted)), shared)
+        if residual and passes_on:
+            grads = grads._replace(residual=dy.to(ctx.residual_dtype))
+        return *grads, None, None
+
+
+@torch.compiler.disable
+def normalize_in_group(name: str, call: BatchNormCall, group: Any) -> Tensor:
+    """``normalize`` of ``batch_norm/op.py``, with mean and variance over all processes of ``group``."""
+    check_batch_norm(name, call)
+    y, mean, var, count = _InGroup.apply(call.x, call.weight, call.bias, call.residual, call, group)
+    if count > 1:
+        update_average(call.running_mean, mean, call.momentum)
+        update_average(call.running_var, var * (count / (count - 1)), call.momentum)
+    return y

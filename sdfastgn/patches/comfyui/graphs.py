@@ -1,0 +1,104 @@
+"""ComfyUI's ``UNetModel``: outside of inference mode, and by CUDA graphs where nothing else has a say.
+
+Other nodes reach into a UNet through ``transformer_options``: patches, replaced attentions, wrappers. With
+any of these, or with a ControlNet, a call runs eager. What is left in the options then only tells such
+nodes about the call, and a graph does without it. Wrappers of other nodes run before this.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from comfy.ldm.modules.attention import CrossAttention
+from comfy.ldm.modules.diffusionmodules import openaimodel
+from comfy.ldm.modules.diffusionmodules.openaimodel import TimestepEmbedSequential, UNetModel
+from torch import Tensor, nn
+
+from sdfastgn.patches.comfyui.inference_mode import outside_inference_mode
+from sdfastgn.patches.core.fusion import ClassSwap
+from sdfastgn.patches.core.tested_sources import tested
+from sdfastgn.patches.graphs.forward import GraphedForward
+
+__all__ = ["UNET", "FusedUNetModel", "graphs_of", "install"]
+
+# What ComfyUI's own sampling puts into ``transformer_options``, and what a UNet's forward writes there.
+_HARMLESS = frozenset(
+    (
+        "activations_shape", "block", "block_index", "callbacks", "cond_or_uncond", "original_shape",
+        "patches", "patches_replace", "sample_sigmas", "sigmas", "transformer_index", "uuids", "wrappers",
+    )
+)  # fmt: skip
+
+# By UNet. In no __dict__: they outlive ejection, so that the next run goes on with the same graphs.
+_graphs: weakref.WeakKeyDictionary[nn.Module, GraphedForward] = weakref.WeakKeyDictionary()
+
+
+def install(unet: nn.Module, mode: str | bool) -> None:
+    """Let calls of ``unet`` become graphs: ``"auto"`` at the second of a kind; False: none, and drop all."""
+    graphed = _graphs.setdefault(unet, GraphedForward(unet, mode))
+    graphed.mode = mode
+    if mode is False:
+        graphed.clear()
+
+
+def graphs_of(unet: nn.Module) -> GraphedForward | None:
+    """What became of the calls of ``unet``, or None if it was never injected."""
+    return _graphs.get(unet)
+
+
+class FusedUNetModel(UNetModel):
+    """``UNetModel``. x (N, C, H, W), timesteps (N,), context (N, tokens, D) -> (N, C_out, H, W)."""
+
+    def forward(
+        self,
+        x: Tensor,
+        timesteps: Tensor | None = None,
+        context: Any = None,
+        y: Tensor | None = None,
+        control: Any = None,
+        transformer_options: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        if transformer_options is None:  # the call that a graph stands for
+            return super()._forward(x, timesteps, context, y, control, {}, **kwargs)
+        return super().forward(x, timesteps, context, y, control, transformer_options, **kwargs)
+
+    def _forward(
+        self,
+        x: Tensor,
+        timesteps: Tensor | None = None,
+        context: Any = None,
+        y: Tensor | None = None,
+        control: Any = None,
+        transformer_options: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        options = {} if transformer_options is None else transformer_options
+        # Patches may write in place into tensors of the caller, which have to stay in inference mode.
+        if not _is_alone(options):
+            return super()._forward(x, timesteps, context, y, control, options, **kwargs)
+        with outside_inference_mode():
+            graphed = _graphs.get(self)
+            # Its forward takes a ControlNet's tensors out of the caller's lists.
+            if graphed is None or control is not None:
+                return super()._forward(x, timesteps, context, y, control, options, **kwargs)
+            return graphed(x, timesteps, context=context, y=y, **kwargs)
+
+
+def _is_alone(options: dict[str, Any]) -> bool:
+    """True if no other node runs anything inside of the UNet."""
+    return _HARMLESS.issuperset(options) and not (options.get("patches") or options.get("patches_replace"))
+
+
+UNET = ClassSwap(
+    "comfyui_unet",
+    UNetModel,
+    FusedUNetModel,
+    sources=(
+        tested(UNetModel, forward="8c683f3a768a6c78", _forward="4c8d6ed4b1ab0411"),
+        tested(TimestepEmbedSequential, forward="feaad14759e26ed8"),
+        tested(openaimodel, forward_timestep_embed="747c62ef999d60ae", apply_control="ac91c535b7aa8336"),
+        tested(CrossAttention, forward="d004bfc6727f14e7"),
+    ),
+)

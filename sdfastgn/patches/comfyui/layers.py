@@ -1,0 +1,65 @@
+"""ComfyUI's layers, which may cast their weights at each call, as PyTorch's own while they do not.
+
+Every fusion asks for exact types, and for ``nn.Conv2d`` it knows what a call computes. ComfyUI's
+``disable_weight_init.Conv2d`` is that and a switch: with ``comfy_cast_weights`` (low VRAM, another
+dtype) or functions on its weights (LoRA in low VRAM) a call moves and changes them first. A layer whose
+switch is off gets PyTorch's class. The switch is set only when weights are loaded or unloaded, and
+ComfyUI ejects before that.
+
+ComfyUI's layers also look for an interruption by the user at each call. These do not: it is noticed at
+the next step, or at the next layer that stays ComfyUI's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import comfy.ops
+from torch import nn
+
+from sdfastgn.patches.core.class_forward import change_class
+from sdfastgn.patches.core.fusion import foreign_override
+from sdfastgn.patches.core.tested_sources import TestedSource, tested, unknown_source
+
+__all__ = ["LAYERS"]
+
+_ops: Any = comfy.ops.disable_weight_init
+# In the layer's __dict__ while it has PyTorch's class: ComfyUI's.
+_STOCK_CLASS = "_sdfastgn_stock_class"
+# Where weights need no casting, this and the four below are all that ComfyUI's layers do.
+_FORWARD = "b35303de9b079f11 4e4f3f4cdcd06fa9"
+
+
+class _PlainLayer:
+    """One of ComfyUI's layer classes -> the class of PyTorch that it derives from."""
+
+    def __init__(self, stock: type[nn.Module], plain: type[nn.Module]) -> None:
+        self.name = f"plain_{plain.__name__.lower()}"
+        self.sources: tuple[TestedSource, ...] = (tested(stock, forward=_FORWARD),)
+        self._stock, self._plain = stock, plain
+
+    def claims(self, module: nn.Module) -> bool:
+        return self.is_applied(module) or isinstance(module, self._stock)
+
+    def is_applied(self, module: nn.Module) -> bool:
+        return vars(module).get(_STOCK_CLASS) is self._stock
+
+    def reason_to_skip(self, module: Any) -> str | None:
+        if module.comfy_cast_weights or module.weight_function or module.bias_function:
+            return "casts its weights at each call"
+        if type(module) is not self._stock:
+            return f"its class {type(module).__qualname__} is a subclass of ComfyUI's {self._stock.__name__}"
+        return foreign_override(module) or unknown_source(*self.sources)
+
+    def apply(self, module: nn.Module) -> None:
+        change_class(module, self._plain)
+        vars(module)[_STOCK_CLASS] = self._stock
+
+    def undo(self, module: nn.Module) -> None:
+        change_class(module, vars(module).pop(_STOCK_CLASS))
+
+
+LAYERS = tuple(
+    _PlainLayer(getattr(_ops, plain.__name__), plain)
+    for plain in (nn.Conv2d, nn.Linear, nn.GroupNorm, nn.LayerNorm)
+)

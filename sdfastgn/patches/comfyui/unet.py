@@ -1,0 +1,217 @@
+"""Fusions for the blocks of ComfyUI's UNet (SD 1.5, SD 2, SDXL).
+
+The kernels and what is around them are those of diffusers' blocks; here is only which part of a block is
+what. ``layers.py`` has made PyTorch's layers of ComfyUI's before. A layer that casts its weights is
+called as it is, within a fused block too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from comfy.ldm.modules.attention import (
+    GEGLU,
+    BasicTransformerBlock,
+    CrossAttention,
+    FeedForward,
+    SpatialTransformer,
+)
+from comfy.ldm.modules.diffusionmodules.openaimodel import Downsample, ResBlock, Upsample
+from torch import Tensor, nn
+
+from sdfastgn.kernels.common import dispatch
+from sdfastgn.kernels.common.layout import is_channels_last
+from sdfastgn.patches.core.convolution import conv_without_bias, pointwise
+from sdfastgn.patches.core.fusion import ClassSwap, is_unhooked
+from sdfastgn.patches.core.statistics import add, add_bias
+from sdfastgn.patches.core.tested_sources import tested
+from sdfastgn.patches.fusions.group_norm import norm_act
+from sdfastgn.patches.fusions.residual import NO_EMBEDDING, Embedding, conv_norm_act
+from sdfastgn.patches.fusions.tokens import add_feed_forward, add_norm, linear_geglu, norm
+from sdfastgn.patches.fusions.upsampling import conv_of_upsampled
+
+__all__ = ["BLOCKS"]
+
+
+class FusedResBlock(ResBlock):
+    """``ResBlock``. x (N, C, H, W), emb (N, emb_channels) -> (N, C_out, H', W')."""
+
+    def forward(self, x: Tensor, emb: Tensor) -> Tensor:
+        if not _runs_fused_resblock(self, x, emb):
+            return super().forward(x, emb)
+        first_norm, first_act, conv = self.in_layers
+        second_norm, second_act, dropout, last = self.out_layers
+        h = norm_act(first_norm, first_act, x)
+        if self.updown:
+            h, x = self.h_upd(h), self.x_upd(x)
+        embedding = NO_EMBEDDING
+        if not self.skip_t_emb:
+            act, linear = self.emb_layers
+            embedding = Embedding(emb, linear, act, self.use_scale_shift_norm)
+        h = conv_norm_act(h, conv, second_norm, second_act, self.out_channels, embedding)
+        h, bias = conv_without_bias(last, dropout(h))
+        return add(h, pointwise(self.skip_connection, x), bias)
+
+
+def _runs_fused_resblock(block: Any, x: Tensor, emb: Tensor) -> bool:
+    return (
+        dispatch.has_kernels(x)
+        and x.dim() == 4
+        and (block.skip_t_emb or emb.dtype == x.dtype)
+        and not (block.use_checkpoint and torch.is_grad_enabled())
+        and is_unhooked(block.in_layers)
+        and is_unhooked(block.out_layers)
+        and (block.skip_t_emb or is_unhooked(block.emb_layers))
+    )
+
+
+def _is_image_resblock(block: Any) -> bool:
+    """False for video models' blocks over frames."""
+    return isinstance(block.in_layers[-1], nn.Conv2d) and not block.exchange_temb_dims
+
+
+class FusedSpatialTransformer(SpatialTransformer):
+    """``SpatialTransformer`` whose output is channels-last. x (N, C, H, W) -> the same.
+
+    Stock ends with ``.contiguous()``, which undoes channels-last for all that follows.
+    """
+
+    def forward(self, x: Tensor, context: Any = None, transformer_options: Any = None) -> Tensor:
+        options = {} if transformer_options is None else transformer_options
+        if not (dispatch.has_kernels(x) and x.dim() == 4):
+            return super().forward(x, context, options)
+        contexts = context if isinstance(context, list) else [context] * len(self.transformer_blocks)
+        options["activations_shape"] = list(x.shape)  # patches look for it, and for the index
+        _, _, H, W = x.shape
+        h = self.norm(x)
+        if not self.use_linear:
+            h = pointwise(self.proj_in, h)
+        h = h.permute(0, 2, 3, 1).flatten(1, 2)
+        if self.use_linear:
+            h = self.proj_in(h)
+        for i, block in enumerate(self.transformer_blocks):
+            options["block_index"] = i
+            h = block(h, context=contexts[i], transformer_options=options)
+        if self.use_linear:
+            h = self.proj_out(h)
+        h = h.reshape(h.shape[0], H, W, h.shape[-1]).permute(0, 3, 1, 2)
+        if not self.use_linear:
+            h = pointwise(self.proj_out, h)
+        return add(h, x)
+
+
+class FusedBasicTransformerBlock(BasicTransformerBlock):
+    """``BasicTransformerBlock``. x (N, tokens, C) -> the same. With patches inside it, stock's forward."""
+
+    def forward(self, x: Tensor, context: Tensor | None = None, transformer_options: Any = None) -> Tensor:
+        options = {} if transformer_options is None else transformer_options
+        if not (dispatch.has_kernels(x) and x.dim() == 3 and _has_no_patches(options)):
+            return super().forward(x, context, options)
+        own = context if self.disable_self_attn else None
+        h = self.attn1(norm(self.norm1, x), context=own, transformer_options=options)
+        h, x = add_norm(self.norm2, h, x)
+        h = self.attn2(h, context=context, transformer_options=options)
+        is_known = type(self.ff) is FeedForward and type(self.ff.net) is nn.Sequential
+        is_known = is_known and is_unhooked(self.ff) and is_unhooked(self.ff.net)
+        return add_feed_forward(self.ff, list(self.ff.net) if is_known else None, self.norm3, h, x)
+
+
+# What other nodes put into ``transformer_options`` to run inside of this block.
+_INNER_PATCHES = {"attn1_patch", "attn1_output_patch", "middle_patch", "attn2_patch", "attn2_output_patch"}
+
+
+def _has_no_patches(options: dict[str, Any]) -> bool:
+    replaced = options.get("patches_replace", {})
+    return _INNER_PATCHES.isdisjoint(options.get("patches", ())) and not (
+        replaced.get("attn1") or replaced.get("attn2")
+    )
+
+
+def _is_plain_block(block: Any) -> bool:
+    """False for video models' blocks over frames."""
+    is_video = block.ff_in or block.attn2 is None or block.switch_temporal_ca_to_sa
+    return block.is_res and not is_video
+
+
+class FusedGEGLU(GEGLU):
+    """``GEGLU`` in one kernel after the matrix product. x (..., dim_in) -> (..., dim_out)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear_geglu(self.proj, x) if dispatch.has_kernels(x) else super().forward(x)
+
+
+class FusedUpsample(Upsample):
+    """``Upsample`` with its convolution. x (N, C, H, W) -> (N, C_out, 2H, 2W)."""
+
+    def forward(self, x: Tensor, output_shape: Any = None) -> Tensor:
+        is_double = output_shape is None or tuple(output_shape[2:4]) == (2 * x.shape[2], 2 * x.shape[3])
+        fits = x.dim() == 4 and x.shape[1] == self.channels and dispatch.runs_in_triton(x)
+        if not (is_double and fits and dispatch.has_kernels(x) and is_channels_last(x)):
+            return super().forward(x, output_shape)
+        return conv_of_upsampled(self.conv, x)
+
+
+class FusedDownsample(Downsample):
+    """``Downsample`` with its convolution. x (N, C, H, W) -> (N, C_out, H', W')."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not (x.shape[1] == self.channels and dispatch.has_kernels(x)):
+            return super().forward(x)
+        return add_bias(*conv_without_bias(self.op, x))
+
+
+def _has_conv(module: Any) -> bool:
+    return bool(module.use_conv and module.dims == 2)
+
+
+BLOCKS = (
+    ClassSwap(
+        "resblock",
+        ResBlock,
+        FusedResBlock,
+        sources=(
+            tested(
+                ResBlock, __init__="78516e93cc2d5cc2", forward="1cceba321b821da9", _forward="10ca6ee8b771ae4b"
+            ),
+        ),
+        covers=_is_image_resblock,
+    ),
+    ClassSwap(
+        "spatial_transformer",
+        SpatialTransformer,
+        FusedSpatialTransformer,
+        sources=(tested(SpatialTransformer, __init__="4a6783d6b6be1366", forward="2b86114dcc24f9a0"),),
+    ),
+    ClassSwap(
+        "comfyui_transformer_block",
+        BasicTransformerBlock,
+        FusedBasicTransformerBlock,
+        sources=(
+            tested(BasicTransformerBlock, __init__="183c8ba7551fac9c", forward="c37f168e84e4c034"),
+            tested(CrossAttention, forward="d004bfc6727f14e7"),
+            tested(FeedForward, __init__="ff570a415504000e", forward="70b36ac0bb1af082"),
+        ),
+        covers=_is_plain_block,
+    ),
+    ClassSwap(
+        "comfyui_geglu",
+        GEGLU,
+        FusedGEGLU,
+        sources=(tested(GEGLU, __init__="df3ec914f1bfbd9d", forward="1b7f621f55a37244"),),
+    ),
+    ClassSwap(
+        "comfyui_upsample",
+        Upsample,
+        FusedUpsample,
+        sources=(tested(Upsample, __init__="6b6bbf73ff48f562", forward="e30c4d4164a8ca75"),),
+        covers=_has_conv,
+    ),
+    ClassSwap(
+        "comfyui_downsample",
+        Downsample,
+        FusedDownsample,
+        sources=(tested(Downsample, __init__="da8b38f1aca25351", forward="d0f38ae61d4246e4"),),
+        covers=_has_conv,
+    ),
+)

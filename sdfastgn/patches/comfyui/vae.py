@@ -1,0 +1,178 @@
+"""Fusions for the blocks of ComfyUI's image autoencoders (SD 1.5, SD 2, SDXL, SD3, Flux).
+
+Encoder and decoder themselves only leave inference mode, in which ComfyUI runs everything: there no
+tensor counts how often it is written, and without that count no statistics are handed from the producer
+of a tensor to the norm that reads it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from comfy.ldm.modules.diffusionmodules import model as comfy_model
+from comfy.ldm.modules.diffusionmodules.model import (
+    AttnBlock,
+    Decoder,
+    Downsample,
+    Encoder,
+    ResnetBlock,
+    Upsample,
+)
+from torch import Tensor, nn
+
+from sdfastgn.kernels.attention.wide_heads import attend
+from sdfastgn.kernels.common import dispatch
+from sdfastgn.kernels.common.layout import is_channels_last
+from sdfastgn.patches.comfyui.inference_mode import outside_inference_mode
+from sdfastgn.patches.core.convolution import conv_without_bias, pointwise
+from sdfastgn.patches.core.fusion import ClassSwap
+from sdfastgn.patches.core.statistics import add, add_bias
+from sdfastgn.patches.core.tested_sources import tested
+from sdfastgn.patches.fusions.group_norm import norm_act
+from sdfastgn.patches.fusions.residual import conv_norm_act
+from sdfastgn.patches.fusions.upsampling import conv_of_upsampled
+
+__all__ = ["BLOCKS"]
+
+
+class FusedResnetBlock(ResnetBlock):
+    """``ResnetBlock`` of an image autoencoder. x (N, C, H, W) -> (N, C_out, H, W)."""
+
+    def forward(self, x: Tensor, temb: Tensor | None = None, *carried: Any) -> Tensor:
+        is_usual = temb is None and not any(part is not None for part in carried)
+        if not (is_usual and dispatch.has_kernels(x)):
+            return super().forward(x, temb, *carried)
+        h = norm_act(self.norm1, self.swish, x)
+        h = conv_norm_act(h, self.conv1, self.norm2, self.swish, self.out_channels)
+        h, bias = conv_without_bias(self.conv2, self.dropout(h))
+        if self.in_channels != self.out_channels:
+            x = self.conv_shortcut(x) if self.use_conv_shortcut else pointwise(self.nin_shortcut, x)
+        return add(h, x, bias)
+
+
+class FusedAttnBlock(AttnBlock):
+    """``AttnBlock``: one wide head over all pixels. x (N, C, H, W) -> the same."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        # xformers' and the sliced attention stay what they are.
+        is_plain = self.optimized_attention is comfy_model.pytorch_attention
+        if not (is_plain and dispatch.has_kernels(x) and x.dim() == 4):
+            return super().forward(x)
+        h = self.norm(x)
+        q, k, v = (_to_tokens(pointwise(conv, h)) for conv in (self.q, self.k, self.v))
+        h = attend(q, k, v).squeeze(1).transpose(1, 2).reshape(x.shape)
+        return add(pointwise(self.proj_out, h), x)
+
+
+def _to_tokens(image: Tensor) -> Tensor:
+    """(N, C, H, W) -> (N, 1, H * W, C)."""
+    return image.permute(0, 2, 3, 1).flatten(1, 2).unsqueeze(1)
+
+
+class FusedUpsample(Upsample):
+    """``Upsample`` by two with its convolution. x (N, C, H, W) -> (N, C, 2H, 2W)."""
+
+    def forward(self, x: Tensor, *carried: Any) -> Tensor:
+        is_usual = x.dim() == 4 and dispatch.runs_in_triton(x) and dispatch.has_kernels(x)
+        if not (is_usual and is_channels_last(x)):
+            return super().forward(x, *carried)
+        return conv_of_upsampled(self.conv, x)
+
+
+class FusedDownsample(Downsample):
+    """``Downsample`` with its convolution. x (N, C, H, W) -> (N, C, H', W')."""
+
+    def forward(self, x: Tensor, *carried: Any) -> Tensor:
+        if not (x.dim() == 4 and dispatch.has_kernels(x)):
+            return super().forward(x, *carried)
+        return add_bias(*conv_without_bias(self.conv, nn.functional.pad(x, (0, 1, 0, 1))))
+
+
+class FusedEncoder(Encoder):
+    """``Encoder`` outside of inference mode. x (N, 3, H, W) -> (N, latent channels, H / 8, W / 8)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with outside_inference_mode():
+            return super().forward(x)
+
+
+class FusedDecoder(Decoder):
+    """``Decoder`` outside of inference mode. z (N, latent channels, H, W) -> (N, 3, 8 H, 8 W)."""
+
+    def forward(self, z: Tensor, **kwargs: Any) -> Tensor:
+        with outside_inference_mode():
+            return super().forward(z, **kwargs)
+
+
+def _is_image_block(block: Any) -> bool:
+    return isinstance(block.conv1, nn.Conv2d)
+
+
+def _is_image_conv(block: Any) -> bool:
+    """True if it convolves an image, with the factor of an image autoencoder."""
+    is_double = getattr(block, "scale_factor", 2.0) == 2.0
+    return bool(block.with_conv and isinstance(block.conv, nn.Conv2d) and is_double)
+
+
+def _is_image_attention(block: Any) -> bool:
+    return isinstance(block.q, nn.Conv2d)
+
+
+def _is_image_model(model: Any) -> bool:
+    return isinstance(model.conv_in, nn.Conv2d)
+
+
+BLOCKS = (
+    ClassSwap(
+        "comfyui_resnet_block",
+        ResnetBlock,
+        FusedResnetBlock,
+        sources=(
+            tested(ResnetBlock, __init__="136d5ccd14b4cf72", forward="699e7e03cf099075 d318027ed9ca8a9d"),
+        ),
+        covers=_is_image_block,
+    ),
+    ClassSwap(
+        "comfyui_attn_block",
+        AttnBlock,
+        FusedAttnBlock,
+        sources=(
+            tested(AttnBlock, __init__="23b863f1244ae920", forward="a4d2600bebf13d5e"),
+            tested(comfy_model, pytorch_attention="3ab34fef3dbd30e0 e14a5e1003545df4"),
+        ),
+        covers=_is_image_attention,
+    ),
+    ClassSwap(
+        "comfyui_vae_upsample",
+        Upsample,
+        FusedUpsample,
+        sources=(
+            tested(Upsample, __init__="0e5fde4b156bc080", forward="180d6b8c9a0fb548 138b6e949590dcc2"),
+            tested(comfy_model, interpolate_up="0518b2a0c42bf576"),
+        ),
+        covers=_is_image_conv,
+    ),
+    ClassSwap(
+        "comfyui_vae_downsample",
+        Downsample,
+        FusedDownsample,
+        sources=(
+            tested(Downsample, __init__="fe4a4f9ed9f1864e", forward="8163d4a3630ed923 7a2875aecd306758"),
+        ),
+        covers=_is_image_conv,
+    ),
+    ClassSwap(
+        "comfyui_encoder",
+        Encoder,
+        FusedEncoder,
+        sources=(tested(Encoder, forward="d3afaed123ca2638 85e37b5487ee936e"),),
+        covers=_is_image_model,
+    ),
+    ClassSwap(
+        "comfyui_decoder",
+        Decoder,
+        FusedDecoder,
+        sources=(tested(Decoder, forward="a4ce885a72eeacea 38fd7a0e3c6935d1"),),
+        covers=_is_image_model,
+    ),
+)

@@ -1,0 +1,130 @@
+"""Known subclasses of ``nn.GroupNorm``: GroupNorm32's cast to fp32, and timm's GroupNormAct.
+
+Each class gets a fused subclass of its own when the first of its instances is optimized, so that it stays
+an instance of its class.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+from torch import Tensor, nn
+
+from sdfastgn.kernels.common import dispatch
+from sdfastgn.patches.core.class_forward import change_class
+from sdfastgn.patches.core.fusion import (
+    activation_of,
+    foreign_class,
+    foreign_override,
+    is_unhooked,
+    register_fused,
+    restore_class,
+    stock_class,
+)
+from sdfastgn.patches.core.known_norms import CAST, NORM_ACT, kind_of, known_base
+from sdfastgn.patches.core.tested_sources import TestedSource
+from sdfastgn.patches.fusions.group_norm import FusedGroupNorm, only_norms
+
+__all__ = ["FUSION", "FusedGroupNorm32", "FusedGroupNormAct", "SubclassSwap"]
+
+
+class _MadeLater(FusedGroupNorm):
+    """Base of classes that are made at run time. Pickle finds them by the class that they stand for."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced: Any = super().__reduce_ex__(max(protocol, 2))
+        make, args, *state = reduced
+        stock = stock_class(self)
+        return (make, args, *state) if stock is type(self) else (_new, (stock,), *state)
+
+
+class FusedGroupNorm32(_MadeLater):
+    """GroupNorm32 on sdfastgn's kernel, which computes in fp32 and rounds once. x (N, C, *spatial)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+    def _fused(self, x: Tensor, activation: str, **operands: Any) -> Tensor:
+        # Under autocast the kernel's result is fp32.
+        return super()._fused(x, activation, **operands).to(x.dtype)
+
+    def _in_pytorch(self, input: Tensor) -> Tensor:
+        return super()._in_pytorch(input.float()).to(input.dtype)
+
+
+class FusedGroupNormAct(_MadeLater):
+    """timm's ``GroupNormAct``: one kernel, unless something is dropped between the norm and the activation.
+
+    x (N, C, *spatial) -> the same.
+    """
+
+    drop: nn.Module
+    act: nn.Module
+    _fast_norm: bool
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self._fast_norm:
+            return super(FusedGroupNorm, self).forward(x)  # timm's own
+        name = activation_of(self.act)
+        drops = type(self.drop) is not nn.Identity or not is_unhooked(self.drop)
+        if name is None or drops or not (is_unhooked(self.act) and dispatch.has_kernels(x)):
+            return self.act(self.drop(super().forward(x)))
+        return self._fused(x, name)
+
+
+_FUSED: dict[str, type[FusedGroupNorm]] = {CAST: FusedGroupNorm32, NORM_ACT: FusedGroupNormAct}
+# Stock class -> its fused subclass.
+_made: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _fused_class(stock: type[nn.Module]) -> type[nn.Module]:
+    """The fused subclass of ``stock``, or ``stock`` itself where its ``forward`` is not known."""
+    kind = kind_of(stock)
+    if kind is None:
+        return stock
+    if stock not in _made:
+        names = {"__module__": __name__, "__qualname__": f"Fused{stock.__qualname__}"}
+        fused = types.new_class(
+            stock.__name__, (_FUSED[kind], stock), exec_body=lambda body: body.update(names)
+        )
+        register_fused(fused, stock)
+        if kind == CAST:
+            only_norms.add(fused)
+        _made[stock] = fused
+    return _made[stock]
+
+
+def _new(stock: type[nn.Module]) -> Any:
+    cls: Any = _fused_class(stock)
+    return cls.__new__(cls)
+
+
+class SubclassSwap:
+    """As ``ClassSwap``, for classes that are known by their code alone."""
+
+    name = "group_norm_subclass"
+    # Known by the code of a ``forward`` in any module: ``core/known_norms.py``.
+    sources: tuple[TestedSource, ...] = ()
+
+    def claims(self, module: nn.Module) -> bool:
+        return self.is_applied(module) or known_base(type(module)) is not None
+
+    def is_applied(self, module: nn.Module) -> bool:
+        return type(module) in _made.values()
+
+    def reason_to_skip(self, module: nn.Module) -> str | None:
+        base: Any = known_base(type(module))
+        reason = foreign_class(module, base) or foreign_override(module)
+        if reason is None and getattr(module, "_fast_norm", False):
+            return "timm's fast norm is on, which computes in autocast's dtype"
+        return reason
+
+    def apply(self, module: nn.Module) -> None:
+        change_class(module, _fused_class(type(module)))
+
+    def undo(self, module: nn.Module) -> None:
+        restore_class(module)
+
+
+FUSION = SubclassSwap()

@@ -1,0 +1,95 @@
+"""A residual block from its first convolution to its second: bias, time embedding, norm and activation.
+
+The first convolution's bias and the time embedding are constants per (n, c). The norm's kernel adds them
+while it reads, which saves two passes over the tensor. One kernel (``act_linear``) activates and
+projects the embedding and adds the bias to it. The blocks of diffusers and of ComfyUI are built on this.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from sdfastgn.kernels.common import dispatch
+from sdfastgn.patches.core.convolution import bias_can_move
+from sdfastgn.patches.core.linear import fused_linear, linear_of
+from sdfastgn.patches.fusions.group_norm import can_fuse, norm_act
+
+__all__ = ["NO_EMBEDDING", "Embedding", "conv_norm_act"]
+
+
+class Embedding(NamedTuple):
+    """A time embedding and what a block does with it.
+
+    Attributes:
+        value: (N, K), or None.
+        linear: projects it to (N, C), with ``scales`` to (N, 2C); None: it is used as it is.
+        act: the activation before the projection, or None.
+        scales: True: scale and shift after the norm. False: a shift before it.
+    """
+
+    value: Tensor | None = None
+    linear: Any = None
+    act: nn.Module | None = None
+    scales: bool = False
+
+
+NO_EMBEDDING = Embedding()
+
+
+def conv_norm_act(
+    h: Tensor, conv: Any, norm: Any, act: nn.Module, C: int, embedding: Embedding = NO_EMBEDDING
+) -> Tensor:
+    """``act(norm(conv(h)))`` with the time embedding in it.
+
+    h: (N, C_in, *spatial). C: channels of what ``conv`` returns.
+    """
+    N, scales = h.shape[0], embedding.scales
+    fuses = can_fuse(norm, act)
+    # cuDNN adds a bias in a pass of its own; the normalization adds it for nothing.
+    bias = conv.bias if fuses and dispatch.runs_in_triton(h) and bias_can_move(conv) else None
+    temb, has_bias = _project(embedding, h, bias)
+    fits = temb is None or (temb.dtype == h.dtype and tuple(temb.shape) == (N, 2 * C if scales else C))
+    if not (fits and fuses):
+        return _unfused(conv(h), norm, act, embedding, temb)
+    operands: dict[str, Tensor | None] = {}
+    if scales and temb is not None:
+        operands["ada_scale"], operands["ada_shift"] = torch.chunk(temb, 2, dim=1)
+    else:
+        operands["shift"] = temb
+    if bias is None:
+        h = conv(h)
+    else:
+        h = conv._conv_forward(h, conv.weight, None)
+        if not has_bias:
+            shift = operands.get("shift")
+            operands["shift"] = bias if shift is None else shift + bias
+    return norm_act(norm, act, h, **operands)
+
+
+def _project(embedding: Embedding, h: Tensor, bias: Tensor | None) -> tuple[Tensor | None, bool]:
+    """The projected time embedding, and whether ``bias`` is in it. h: the convolution's input."""
+    temb, linear, act, scales = embedding
+    if linear is None:
+        return temb, False
+    if (
+        bias is not None
+        and temb is not None
+        and not scales
+        and (temb.dtype, temb.shape[0]) == (h.dtype, h.shape[0])
+    ):
+        shift = fused_linear(linear, act, temb, bias)
+        if shift is not None:
+            return shift, True
+    return linear_of(linear, act, temb), False
+
+
+def _unfused(h: Tensor, norm: Any, act: nn.Module, embedding: Embedding, temb: Tensor | None) -> Tensor:
+    if temb is not None and embedding.linear is not None:
+        temb = temb[:, :, None, None]
+    if embedding.scales and temb is not None:
+        ada_scale, ada_shift = torch.chunk(temb, 2, dim=1)
+        return act(norm(h) * (1 + ada_scale) + ada_shift)
+    return norm_act(norm, act, h if temb is None else h + temb)

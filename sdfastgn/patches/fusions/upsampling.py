@@ -1,0 +1,50 @@
+"""A convolution of an image upsampled by two, at low resolution where that is faster.
+
+Elsewhere a kernel that reads and writes channels-last in vectors upsamples, then the convolution is
+called: in training, under autocast to another dtype, where the convolution is not a plain one (LoRA
+layers, hooks), and where images are small. The blocks of diffusers and of ComfyUI are built on this.
+
+What adds the bias stores the statistics of what it writes. Nothing is kept between calls: each makes the
+weights at low resolution from the convolution's.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sdfastgn.kernels.common import dispatch
+from sdfastgn.kernels.upsample.conv import runs_in_phases, upsample_conv2d
+from sdfastgn.kernels.upsample.nearest import upsample_nearest_2x
+from sdfastgn.patches.core.convolution import conv_without_bias, keeps_size
+from sdfastgn.patches.core.fusion import is_unhooked
+from sdfastgn.patches.core.statistics import add_bias, emits, store_statistics
+
+__all__ = ["conv_of_upsampled", "convolves_at_low_resolution"]
+
+
+def conv_of_upsampled(conv: Any, x: Tensor) -> Tensor:
+    """``conv`` of x (N, C, H, W), channels-last, upsampled to (2H, 2W) by nearest neighbors."""
+    if not convolves_at_low_resolution(conv, x):
+        return add_bias(*conv_without_bias(conv, upsample_nearest_2x(x)))
+    if not emits(conv.out_channels, 4 * math.prod(x.shape[2:])):
+        return upsample_conv2d(x, conv.weight, conv.bias)
+    return store_statistics(*upsample_conv2d(x, conv.weight, conv.bias, with_statistics=True))
+
+
+def convolves_at_low_resolution(conv: Any, x: Tensor) -> bool:
+    """True if ``upsample_conv2d`` computes what ``conv`` makes of the upsampled x, and faster."""
+    return (
+        type(conv) is nn.Conv2d
+        and is_unhooked(conv)
+        and keeps_size(conv)
+        and (conv.groups, conv.in_channels) == (1, x.shape[1])
+        and conv.weight.dtype == x.dtype
+        and (conv.bias is None or conv.bias.dtype == x.dtype)
+        and not (torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") != x.dtype)
+        and dispatch.is_plain_inference(x, (conv.weight, conv.bias))
+        and runs_in_phases(x, conv.weight)
+    )

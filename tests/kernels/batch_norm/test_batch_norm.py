@@ -1,0 +1,293 @@
+"""The kernels of ``sdfastgn.batch_norm`` against fp64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import sdfastgn
+from sdfastgn.kernels.batch_norm.plans import BatchNormCall, BatchNormPlan
+from sdfastgn.kernels.common.activations import ACTIVATIONS
+from sdfastgn.kernels.common.dispatch import turn_off
+from tests.kernels.samples import (
+    BOUNDS,
+    DEVICES,
+    DTYPES,
+    LAYOUTS,
+    error,
+    first_alone,
+    interpreted,
+    kernels,
+    make,
+    multiprocessors,
+    to_layout,
+)
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+one_multiprocessor = multiprocessors(1)
+
+SMALL = [
+    pytest.param((2, 37, 5, 9), id="2d"),
+    pytest.param((2, 5, 3, 4, 5), id="3d"),
+    pytest.param((3, 5, 21), id="1d"),
+    pytest.param((7, 19), id="no-positions"),
+    pytest.param((7, 19, 1, 1), id="one-position"),
+    pytest.param((2, 1, 7, 9), id="one-channel"),
+]
+SPLIT = [
+    pytest.param((3, 34, 31, 29), id="split"),
+    # Sixteen positions side by side, and four.
+    pytest.param((6, 3, 40, 40), id="few-channels"),
+    pytest.param((3, 10, 36, 39), id="ten-channels"),
+    pytest.param((9001, 2), id="no-positions-split"),
+    pytest.param((1, 1, 131, 129), id="one-channel-split"),
+    pytest.param((3, 17, 9, 11, 13), id="3d-split"),
+]
+GPU_SHAPES = [
+    pytest.param((32, 64, 112, 112), id="32x64x112x112"),
+    pytest.param((32, 2048, 7, 7), id="32x2048x7x7"),
+    pytest.param((8, 2, 320, 320), id="8x2x320x320"),
+    pytest.param((128, 1024, 4, 4), id="128x1024x4x4"),
+    pytest.param((4, 99, 133, 35), id="odd"),
+]
+each_device = pytest.mark.parametrize("device", DEVICES)
+each_layout = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+def stock(
+    x, weight=None, bias=None, residual=None, *, training=True, activation="identity", running=(None, None)
+):
+    z = F.batch_norm(x.contiguous(), *running, weight, bias, training, 0.1, 1e-4)
+    return ACTIVATIONS[activation](z if residual is None else z + residual)
+
+
+def ours(
+    x, weight=None, bias=None, residual=None, *, training=True, activation="identity", running=(None, None)
+):
+    with kernels():
+        return sdfastgn.batch_norm(
+            x, *running, weight, bias, training, 0.1, 1e-4, activation, residual=residual
+        )
+
+
+def operands(shape, dtype, device, layout):
+    x, weight, bias = make(shape, dtype, device, layout)
+    return x, weight, bias, make(shape, dtype, device, layout, mean=0.0, seed=9)[0]
+
+
+def check(shape, dtype, device, layout, activation, *, training=True, with_residual=True):
+    leaves = [t.requires_grad_() for t in operands(shape, dtype, device, layout)[: 3 + with_residual]]
+    # Of mean 0, else the weight's gradient is a small difference of large sums.
+    dy = make(shape, dtype, device, layout, mean=0.0, seed=5)[0]
+    channels = torch.arange(shape[1], device=device).double()
+    moments = (channels % 7 / 4 + 1, channels % 5 / 8 + 0.5)
+    running = (None, None) if training else tuple(t.float() for t in moments)
+    doubles = [t.detach().double().requires_grad_() for t in leaves]
+    exact = stock(
+        *doubles, training=training, activation=activation, running=(None, None) if training else moments
+    )
+    if activation == "relu":  # at its kink a rounding decides between two right answers
+        z = stock(*doubles, training=training, running=(None, None) if training else moments)
+        dy = torch.where(z.abs() < 0.02, 0, dy)
+    y = ours(*leaves, training=training, activation=activation, running=running)
+    with kernels():
+        got = (y, *torch.autograd.grad(y, leaves, dy))
+    want = (exact, *torch.autograd.grad(exact, doubles, dy.double()))
+    assert got[0].stride() == got[1].stride() == leaves[0].stride()
+    for mine, right in zip(got, want, strict=True):
+        assert mine.dtype is dtype
+        assert error(mine, right.detach()) < 2 * BOUNDS[dtype]
+
+
+def test_the_shapes_take_both_ways():
+    for params, is_small in ((SMALL, True), (SPLIT, False)):
+        for param in params:
+            for layout in LAYOUTS:
+                x = to_layout(torch.empty(param.values[0]), layout)
+                plan = BatchNormPlan(BatchNormCall(x, *[None] * 5, 1e-5, 0.0, "identity"))
+                assert (plan.small is not None) is is_small, param.id
+
+
+@each_device
+@each_layout
+@pytest.mark.parametrize("shape", SMALL + SPLIT)
+def test_forward_and_backward_in_training(shape, layout, device):
+    check(shape, torch.float32, device, layout, "silu")
+
+
+@each_device
+@each_layout
+@pytest.mark.parametrize("shape", [SMALL[0], SPLIT[0], SPLIT[1]])
+@pytest.mark.parametrize("activation", first_alone(["relu", "identity", "gelu"]))
+def test_forward_and_backward_in_eval(shape, activation, layout, device):
+    check(shape, torch.float32, device, layout, activation, training=False)
+
+
+@each_device
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("shape", [(2, 24, 5, 9), (2, 24, 23, 29)], ids=["small", "split"])
+def test_every_activation_and_dtype(shape, activation, dtype, device):
+    check(shape, dtype, device, "channels_last", activation)
+    check(shape, dtype, device, "channels_last", activation, with_residual=False)
+
+
+@each_device
+@each_layout
+@pytest.mark.usefixtures("one_multiprocessor")
+@pytest.mark.parametrize("shape", [(2, 64, 48, 32), (3, 20, 37, 29)], ids=["whole", "odd"])
+def test_chunks_of_several_tiles(shape, layout, device):
+    check(shape, torch.float32, device, layout, "silu")
+
+
+@pytest.mark.gpu
+@each_layout
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", GPU_SHAPES)
+def test_real_shapes_on_the_gpu(shape, dtype, layout):
+    check(shape, dtype, "cuda", layout, "relu")
+
+
+WANTED = [(True, *rest) for rest in ((False,) * 3, (True, False, False), (False, False, True))] + [
+    (False, *rest) for rest in ((True, False, False), (False, False, True), (False, True, True))
+]
+
+
+@each_device
+@pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
+@pytest.mark.parametrize("wanted", WANTED, ids=str)
+@pytest.mark.parametrize("shape", [(2, 6, 5, 7), (2, 6, 43, 101)], ids=["small", "split"])
+def test_some_gradients_alone(shape, wanted, training, device):
+    """Each leaves out other kernels."""
+    tensors = operands(shape, torch.float32, device, "channels_last")
+    dy = make(shape, device=device, mean=0.0, seed=5)[0]
+    ones = torch.ones(shape[1], device=device)
+
+    def grads(call, dtype):
+        leaves = [t.detach().to(dtype).requires_grad_(on) for t, on in zip(tensors, wanted, strict=True)]
+        y = call(*leaves, training=training, activation="silu", running=() if training else (ones, ones))
+        with kernels():
+            return torch.autograd.grad(y, [t for t in leaves if t.requires_grad], dy.to(dtype))
+
+    def in_fp64(*leaves, running, **options):
+        return stock(*leaves, **options, running=tuple(t.double() for t in running) or (None, None))
+
+    def in_fp32(*leaves, running, **options):
+        return ours(*leaves, **options, running=running or (None, None))
+
+    for mine, right in zip(grads(in_fp32, torch.float32), grads(in_fp64, torch.float64), strict=True):
+        assert error(mine, right) < 2 * BOUNDS[torch.float32]
+
+
+# --- running averages ---------------------------------------------------------
+
+
+@each_device
+@pytest.mark.parametrize("direct", [True, False], ids=["direct", "dispatcher"])
+@pytest.mark.parametrize("dtype", first_alone([torch.float32, torch.float16]))
+@pytest.mark.parametrize("shape", [SMALL[0], SPLIT[0], SPLIT[1]])
+def test_running_averages_follow_the_batches(shape, dtype, direct, device):
+    mine = [
+        torch.linspace(0, 1, shape[1]).to(device, dtype),
+        torch.linspace(1, 2, shape[1]).to(device, dtype),
+    ]
+    right = [t.double() for t in mine]
+    for seed in range(2):
+        x = make(shape, device=device, seed=seed)[0]
+        with kernels(direct=direct), torch.no_grad():
+            y = sdfastgn.batch_norm(x, *mine, training=True, momentum=0.25)
+        expected = F.batch_norm(x.double().contiguous(), *right, training=True, momentum=0.25)
+        assert error(y, expected) < 2 * BOUNDS[torch.float32]
+    for t, exact in zip(mine, right, strict=True):
+        assert error(t, exact) < 4 * BOUNDS[dtype]
+
+
+@each_device
+def test_running_averages_that_lie_apart_are_updated_in_place(device):
+    both = torch.zeros(6, 2, device=device)
+    x = make((4, 6, 5, 5), device=device)[0]
+    with kernels(direct=True):
+        sdfastgn.batch_norm(x, both[:, 0], both[:, 1], training=True, momentum=1.0)
+    torch.testing.assert_close(both[:, 0], x.mean((0, 2, 3)))
+    torch.testing.assert_close(both[:, 1], x.var((0, 2, 3)))
+
+
+def test_running_averages_stay_where_there_are_no_samples():
+    mean, var = torch.ones(3), torch.ones(3)
+    for path in (kernels(direct=True), kernels()):
+        with path:
+            y = sdfastgn.batch_norm(torch.ones(0, 3, 4, 4), mean, var, training=True)
+        assert y.shape == (0, 3, 4, 4)
+    assert torch.equal(torch.stack((mean, var)), torch.ones(2, 3))
+
+
+@interpreted
+def test_running_averages_are_updated_once_where_a_kernel_cannot_be_compiled(monkeypatch):
+    from sdfastgn.kernels.common import dispatch
+
+    def fails(*args):
+        raise turn_off("no compiler")
+
+    mean, var, x = torch.zeros(3), torch.zeros(3), make((4, 3, 5, 5))[0]
+    monkeypatch.setattr(dispatch, "why_off", None)
+    monkeypatch.setattr("sdfastgn.kernels.batch_norm.plans.BatchNormPlan.run", fails)
+    with kernels(direct=True), pytest.warns(UserWarning, match="no compiler"):
+        y = sdfastgn.batch_norm(x, mean, var, training=True, momentum=0.5)
+    torch.testing.assert_close(mean, x.mean((0, 2, 3)) / 2)
+    torch.testing.assert_close(y, F.batch_norm(x, None, None, training=True))
+
+
+# --- numerics -----------------------------------------------------------------
+
+
+@each_device
+@each_layout
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("value", first_alone([-2.3e4, 1e4, 0.1]))
+@pytest.mark.parametrize("shape", [SMALL[0], SPLIT[0], SPLIT[1]])
+def test_equal_values_give_exactly_the_bias(shape, value, dtype, layout, device):
+    x, weight, bias, _ = operands(shape, dtype, device, layout)
+    x = torch.full_like(x, value)
+    y = ours(x, weight, bias)
+    assert torch.equal(y, bias.view(-1, *[1] * (x.dim() - 2)).expand(shape))
+
+
+@each_device
+@each_layout
+@pytest.mark.parametrize("shape", [SMALL[0], SPLIT[0], SPLIT[1]])
+def test_a_mean_far_above_the_spread_is_no_less_exact_than_eager(shape, layout, device):
+    x = make(shape, device=device, layout=layout)[0] + 3e3
+    mine, eager, exact = ours(x), stock(x), stock(x.double())
+    one_rounding = exact.abs().max() * torch.finfo(torch.float32).eps
+    assert (mine - exact).abs().max() <= 2 * (eager - exact).abs().max() + one_rounding
+
+
+@each_device
+@pytest.mark.parametrize("shape", [SMALL[0], SPLIT[0]])
+def test_each_channel_has_its_own_scale(shape, device):
+    """Neighboring channels of very different sizes, one of them NaN, lie in one program's tile."""
+    x = make(shape, device=device)[0]
+    x = x * (10.0 ** torch.linspace(-2, 4, shape[1], device=device)).reshape(1, -1, 1, 1)
+    x = to_layout(x, "channels_last")
+    x[0, 3, 2, 2] = float("nan")
+    y, expected = ours(x), stock(x.double())
+    assert y[:, 3].isnan().all()
+    rest = [c for c in range(shape[1]) if c != 3]
+    assert error(y[:, rest], expected[:, rest]) < 1e-5
+
+
+@each_device
+@pytest.mark.parametrize("shape", [SMALL[0], SPLIT[0]])
+def test_the_same_bits_at_each_run(shape, device):
+    x, weight, bias, residual = (
+        t.requires_grad_() for t in operands(shape, torch.float32, device, "channels_last")
+    )
+
+    def results() -> list[Tensor]:
+        y = ours(x, weight, bias, residual, activation="silu")
+        with kernels():
+            return [y, *torch.autograd.grad(y, (x, weight, bias, residual), torch.ones_like(y))]
+
+    assert all(map(torch.equal, results(), results()))

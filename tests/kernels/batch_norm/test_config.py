@@ -1,0 +1,52 @@
+"""The launch configuration of BatchNorm: pure Python, checked over many sizes without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from sdfastgn.kernels.batch_norm.config import MERGED_CHANNELS, as_rows, merge_config, small_config
+
+SIZES = [
+    (N, C, HW)
+    for N in (1, 3, 8, 128)
+    for C in (1, 2, 3, 30, 64, 66, 1024, 2048)
+    for HW in (1, 16, 49, 3136, 102400)
+]
+each_layout = pytest.mark.parametrize("channels_last", [True, False], ids=["channels_last", "channels_first"])
+
+
+@each_layout
+@pytest.mark.parametrize(("N", "C", "HW"), SIZES)
+def test_rows_are_all_of_the_tensor(N, C, HW, channels_last):
+    rows = as_rows(N, C, HW, channels_last)
+    assert rows.samples * rows.rows * rows.width == N * C * HW
+    assert rows.width % C == 0
+    if rows.channels_last:
+        assert rows.samples == 1
+        # Twice as many positions side by side would be too wide, or leave a rest.
+        assert 2 * rows.width > 64 or rows.rows % 2
+    else:
+        assert (rows.samples, rows.width) == (N, C)
+
+
+@each_layout
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize(("N", "C", "HW"), SIZES)
+def test_a_small_tile_has_all_positions_and_fits_into_registers(N, C, HW, backward, channels_last):
+    config = small_config(N * HW, C, channels_last, backward=backward)
+    if config is None:
+        assert N * HW > 256
+        return
+    positions = config.lanes * config.num_warps * config.steps
+    assert N * HW <= positions < 2 * max(N * HW, 2)
+    assert config.block <= 16
+    assert config.num_warps <= 16
+    assert positions * config.block // (32 * config.num_warps) <= 32 or config.num_warps == positions
+
+
+@pytest.mark.parametrize("partials", [1, 2, 66, 1056, 10**5])
+def test_a_merge_has_warps_for_its_tile(partials):
+    block, num_warps = merge_config(partials)
+    assert block >= min(partials, 512)
+    assert block & (block - 1) == num_warps & (num_warps - 1) == 0
+    assert num_warps == 1 or block * MERGED_CHANNELS // num_warps >= 256

@@ -1,0 +1,64 @@
+"""Two processes that normalize a batch together compute what one process does with all of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import sdfastgn
+from sdfastgn.kernels.batch_norm.sync import group_of
+from sdfastgn.kernels.common.activations import ACTIVATIONS
+from tests.kernels.batch_norm import sync_worker as worker
+from tests.kernels.samples import interpreted
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module", params=["plain", pytest.param("kernels", marks=interpreted)])
+def results(request, tmp_path_factory):
+    """What each of the two processes found."""
+    folder = tmp_path_factory.mktemp("sync")
+    command = [sys.executable, "-m", "tests.kernels.batch_norm.sync_worker"]
+    files = [folder / f"{rank}.pt" for rank in range(2)]
+    processes = [
+        subprocess.Popen(
+            [*command, str(rank), str(folder / "store"), str(file), request.param],
+            cwd=ROOT, stderr=subprocess.PIPE, text=True,
+        )
+        for rank, file in enumerate(files)
+    ]  # fmt: skip
+    for process in processes:
+        _, said = process.communicate(timeout=300)
+        assert process.returncode == 0, said[-3000:]
+    return [torch.load(file) for file in files]
+
+
+@pytest.mark.parametrize("activation", worker.ACTIVATIONS)
+@pytest.mark.parametrize("shape", worker.SPLITS, ids=str)
+def test_two_processes_are_as_one(results, shape, activation):
+    x, residual, dy = (t.double() for t in worker.batch(shape))
+    norm = worker.stock().double()
+    leaves = [x.requires_grad_(), residual.requires_grad_(), *norm.parameters()]
+    running = norm.running_mean, norm.running_var
+    z = F.batch_norm(x.contiguous(), *running, norm.weight, norm.bias, True, 1.0)
+    y = ACTIVATIONS[activation](z + residual)
+    expected = [y.detach(), *torch.autograd.grad(y, leaves, dy), *running]
+    first, second = (found[shape, activation] for found in results)
+    ours = [torch.cat(pair) for pair in zip(first[:3], second[:3], strict=True)]
+    # Each has the gradients of its own samples, and the running averages of all.
+    ours += [a + b for a, b in zip(first[3:5], second[3:5], strict=True)]
+    assert all(map(torch.equal, first[5:], second[5:]))
+    for mine, right in zip([*ours, *first[5:]], expected, strict=True):
+        torch.testing.assert_close(mine.double(), right, atol=3e-5, rtol=1e-4)
+
+
+def test_without_other_processes_it_is_plain_batch_norm():
+    x = torch.randn(4, 6, 5)
+    assert group_of("world") is None
+    norms = [sdfastgn.BatchNorm(6, process_group=group) for group in (None, "world")]
+    assert torch.equal(*(norm(x) for norm in norms))

@@ -1,0 +1,147 @@
+"""Tiny checkpoints in ComfyUI's own format, with random weights, and runs of them through its nodes."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import comfy.sd
+import nodes
+import torch
+from comfy.ldm.models.autoencoder import AutoencoderKL
+from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
+from torch import Tensor, nn
+
+__all__ = [
+    "KINDS",
+    "close",
+    "image_of",
+    "latent_of",
+    "load_model",
+    "load_vae",
+    "lora_of",
+    "snapshot",
+    "step",
+    "unet_of",
+]
+
+logging.disable(logging.INFO)  # ComfyUI tells of every model that it loads
+
+_UNET = {
+    "image_size": 32, "in_channels": 4, "out_channels": 4, "model_channels": 320,
+    "use_spatial_transformer": True, "legacy": False,
+}  # fmt: skip
+# What ComfyUI's model detection asks for, and as few blocks as it lets pass. SDXL's is that of Segmind
+# Vega, an SDXL with fewer transformer blocks.
+KINDS: dict[str, dict[str, Any]] = {
+    "sd15": {
+        "num_res_blocks": [1, 1], "channel_mult": [1, 1], "transformer_depth": [1, 1],
+        "transformer_depth_output": [1, 1, 1, 1], "transformer_depth_middle": 1, "context_dim": 768,
+        "num_heads": 8,
+    },
+    "sdxl": {
+        "num_res_blocks": [2, 2, 2], "channel_mult": [1, 1, 1], "transformer_depth": [0, 0, 1, 1, 2, 2],
+        "transformer_depth_output": [0, 0, 0, 1, 1, 1, 2, 2, 2], "transformer_depth_middle": -1,
+        "context_dim": 2048, "num_head_channels": 64, "use_linear_in_transformer": True,
+        "num_classes": "sequential", "adm_in_channels": 2816,
+    },
+}  # fmt: skip
+_VAE = {
+    "double_z": True, "z_channels": 4, "resolution": 64, "in_channels": 3, "out_ch": 3, "ch": 32,
+    "ch_mult": [1, 2], "num_res_blocks": 1, "attn_resolutions": [], "dropout": 0.0,
+}  # fmt: skip
+
+
+def _random(module: nn.Module, prefix: str = "") -> dict[str, Tensor]:
+    """Weights that keep the scale of what goes through."""
+    g = torch.Generator().manual_seed(0)
+    return {
+        prefix + name: torch.randn(w.shape, generator=g) * (max(w[0].numel(), 4) ** -0.5)
+        + (w.dim() == 1 and name.endswith("weight"))
+        for name, w in module.state_dict().items()
+    }
+
+
+def load_model(kind: str, **options: Any) -> Any:
+    """A ``ModelPatcher``, by ComfyUI's own loader. options: its ``model_options``."""
+    with torch.device("meta"):
+        unet = UNetModel(**_UNET, **KINDS[kind])
+    weights = _random(unet, "model.diffusion_model.")
+    with torch.inference_mode():  # as ComfyUI runs every node
+        found = comfy.sd.load_state_dict_guess_config(
+            weights, output_vae=False, output_clip=False, model_options=options
+        )
+    assert type(found[0].model).__name__ == {"sd15": "BaseModel", "sdxl": "SDXL"}[kind]
+    return found[0]
+
+
+def load_vae() -> Any:
+    config = {"ddconfig": _VAE, "embed_dim": 4}
+    return comfy.sd.VAE(sd=_random(AutoencoderKL(**config)), config={"params": {**config}})
+
+
+def _conditioning(kind: str, seed: int) -> list[Any]:
+    g = torch.Generator().manual_seed(seed)
+    pooled = {"pooled_output": torch.randn(1, 1280, generator=g)} if kind == "sdxl" else {}
+    return [[torch.randn(1, 77, KINDS[kind]["context_dim"], generator=g), pooled]]
+
+
+def latent_of(model: Any, kind: str, steps: int = 2, **conditioning: Any) -> Tensor:
+    """What the node KSampler makes of an empty latent. conditioning: for the positive prompt."""
+    positive = _conditioning(kind, 5)
+    positive[0][1].update(conditioning)
+    with torch.inference_mode():
+        latent = {"samples": torch.zeros(1, 4, 16, 16)}
+        return nodes.KSampler().sample(
+            model, 3, steps, 4.0, "euler", "normal", positive, _conditioning(kind, 6), latent
+        )[0]["samples"]
+
+
+def image_of(vae: Any, latent: Tensor) -> Tensor:
+    """What the node VAEDecode makes of it. (1, H, W, 3)"""
+    with torch.inference_mode():
+        return nodes.VAEDecode().decode(vae, {"samples": latent})[0]
+
+
+def unet_of(model: Any) -> Any:
+    return model.model.diffusion_model
+
+
+def step(model: Any, kind: str, **options: Any) -> Tensor:
+    """One call of the UNet, as it is now."""
+    g = torch.Generator().manual_seed(2)
+    x = torch.randn(2, 4, 16, 16, generator=g)
+    context = torch.randn(2, 77, KINDS[kind]["context_dim"], generator=g)
+    y = torch.randn(2, 2816, generator=g) if kind == "sdxl" else None
+    options = {"transformer_options": {}, **options}
+    with torch.inference_mode():
+        return unet_of(model)(x, torch.tensor([5.0, 5.0]), context, y=y, **options)
+
+
+def close(a: Tensor, b: Tensor) -> None:
+    """To fp32's rounding through a few dozen blocks and steps, relative to the largest values."""
+    assert (a - b).abs().max() < 2e-5 * b.abs().max()
+    assert not torch.equal(a, b), "nothing ran fused"
+
+
+def lora_of(model: Any) -> dict[str, Any]:
+    """Patches for some convolutions, linear layers and norms."""
+    g = torch.Generator().manual_seed(1)
+    names = ("in_layers.2.weight", "attn1.to_q.weight", "ff.net.2.weight", "out_layers.0.weight")
+    return {
+        name: (torch.randn(weight.shape, generator=g) * 0.02,)
+        for name, weight in model.model.state_dict().items()
+        if name.endswith(names)
+    }
+
+
+def snapshot(root: nn.Module) -> list[Any]:
+    """Everything that ejection gives back: classes, attributes, hooks, and weights with their strides."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks")
+    return [
+        (path, type(module), sorted(vars(module)), *(dict(vars(module)[name]) for name in hooks))
+        for path, module in root.named_modules()
+    ] + [
+        (name, id(weight), weight.stride(), weight.is_inference(), weight.sum().item())
+        for name, weight in root.named_parameters()
+    ]

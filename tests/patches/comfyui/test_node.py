@@ -1,0 +1,81 @@
+"""The nodes, as ComfyUI itself loads them from ``custom_nodes``."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import sdfastgn
+from tests.patches.comfyui import comfy_checkout
+
+comfy_checkout.import_comfyui("--cpu")
+
+import nodes  # noqa: E402
+import tomllib  # noqa: E402  # Python 3.10, which has none, skips before this
+
+from tests.patches.comfyui import comfy_models  # noqa: E402
+from tests.patches.comfyui.comfy_models import close, image_of, latent_of  # noqa: E402
+
+FOLDER = Path(__file__).resolve().parents[3] / "integrations" / "comfyui"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loaded() -> None:
+    assert asyncio.run(nodes.load_custom_node(str(FOLDER)))
+
+
+def node(name: str) -> Any:
+    """A call of the node, as the executor makes it: arguments by the names of its inputs."""
+    kind = nodes.NODE_CLASS_MAPPINGS[name]
+
+    def call(**inputs: Any) -> Any:
+        asked = kind.INPUT_TYPES()
+        assert asked["required"].keys() <= inputs.keys() <= {*asked["required"], *asked.get("optional", ())}
+        with torch.inference_mode():
+            return getattr(kind(), kind.FUNCTION)(**inputs)
+
+    return call
+
+
+@pytest.mark.parametrize("cuda_graphs", ["auto", "at once", "never"])
+def test_a_workflow(cuda_graphs: str) -> None:
+    model, vae = comfy_models.load_model("sd15"), comfy_models.load_vae()
+    latent = latent_of(model, "sd15")
+    image = image_of(vae, latent)
+    faster, faster_vae, text = node("SdfastgnOptimize")(model=model, vae=vae, cuda_graphs=cuda_graphs)
+    assert text.count("to be fused once it is loaded") == 2
+    assert (
+        cuda_graphs
+        in nodes.NODE_CLASS_MAPPINGS["SdfastgnOptimize"].INPUT_TYPES()["required"]["cuda_graphs"][0]
+    )
+    found = latent_of(faster, "sd15")
+    close(found, latent)
+    close(image_of(faster_vae, latent), image)
+    report = node("SdfastgnReport")(model=faster, latent={"samples": found})
+    assert report["result"][0]["samples"] is found
+    assert "UNetModel: fused: " in report["result"][1]
+    assert report["ui"] == {"text": [report["result"][1]]}
+
+
+def test_without_a_vae() -> None:
+    model = comfy_models.load_model("sd15")
+    faster, vae, text = node("SdfastgnOptimize")(model=model, cuda_graphs="auto")
+    assert (faster.model is model.model, vae, text.count("\n")) == (True, None, 1)
+
+
+def test_outputs_are_named() -> None:
+    for kind in (nodes.NODE_CLASS_MAPPINGS[name] for name in ("SdfastgnOptimize", "SdfastgnReport")):
+        assert len(kind.RETURN_TYPES) == len(kind.RETURN_NAMES)
+        assert nodes.NODE_DISPLAY_NAME_MAPPINGS[f"Sdfastgn{kind.__name__}"] == f"sdfastgn {kind.__name__}"
+
+
+def test_its_version_is_the_packages() -> None:
+    project = tomllib.loads((FOLDER / "pyproject.toml").read_text(encoding="utf-8"))
+    requirements = (FOLDER / "requirements.txt").read_text(encoding="utf-8").split()
+    assert project["project"]["version"] == sdfastgn.__version__
+    assert project["project"]["dependencies"] == requirements == [f"sdfastgn>={sdfastgn.__version__}"]
+    assert project["tool"]["comfy"]["DisplayName"] == "sdfastgn"

@@ -1,0 +1,179 @@
+"""ComfyUI's own nodes on tiny models: stock against injected, from KSampler to the decoded image."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.patches.comfyui import comfy_checkout
+
+comfy_checkout.import_comfyui("--cpu")
+
+from comfy import model_management  # noqa: E402
+
+from sdfastgn.patches.comfyui import graphs  # noqa: E402
+from sdfastgn.patches.comfyui.model_patcher import (  # noqa: E402
+    optimize_model,
+    optimize_vae,
+    text_of_model,
+)
+from tests.patches.comfyui import comfy_models  # noqa: E402
+from tests.patches.comfyui.comfy_models import (  # noqa: E402
+    close,
+    image_of,
+    latent_of,
+    lora_of,
+    snapshot,
+    step,
+    unet_of,
+)
+
+
+@pytest.fixture(scope="module", params=comfy_models.KINDS)
+def kind(request: Any) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def model(kind: str) -> Any:
+    return comfy_models.load_model(kind)
+
+
+@pytest.fixture(scope="module")
+def stock(model: Any, kind: str) -> torch.Tensor:
+    return latent_of(model, kind)
+
+
+@pytest.fixture(autouse=True)
+def nothing_loaded() -> Any:
+    yield
+    model_management.unload_all_models()
+
+
+def test_from_ksampler_to_the_image(model: Any, kind: str, stock: torch.Tensor) -> None:
+    vae = comfy_models.load_vae()
+    picture = image_of(vae, stock)
+    optimized, optimized_vae = optimize_model(model), optimize_vae(vae)
+    found = latent_of(optimized, kind)
+    close(found, stock)
+    close(image_of(optimized_vae, stock), picture)
+    assert "as stock" not in text_of_model(optimized) + text_of_model(optimized_vae.patcher)
+    # The patchers that came in are stock's, also right after the others ran.
+    assert torch.equal(latent_of(model, kind), stock)
+    assert torch.equal(image_of(vae, stock), picture)
+    assert torch.equal(latent_of(optimized, kind), found)
+
+
+def test_everything_is_fused(model: Any, kind: str) -> None:
+    optimized = optimize_model(model)
+    assert "to be fused once it is loaded" in text_of_model(optimized)
+    latent_of(optimized, kind, steps=1)
+    blocks = sum(type(m).__name__ == "ResBlock" for m in unet_of(model).modules())
+    assert f" {blocks} resblock" in text_of_model(optimized)
+    stock_classes = {type(m).__name__ for m in unet_of(model).modules() if type(m).__module__[:6] == "comfy."}
+    assert stock_classes == {"TimestepEmbedSequential", "CrossAttention", "FeedForward"}
+
+
+def test_ejection_gives_everything_back(model: Any, kind: str) -> None:
+    before = snapshot(model.model)
+    optimized = optimize_model(model)
+    latent_of(optimized, kind, steps=1)
+    assert type(unet_of(model)) is graphs.FusedUNetModel
+    assert snapshot(model.model) != before
+    optimized.detach()
+    assert snapshot(model.model) == before
+
+
+def test_ejection_of_channels_last_weights(kind: str) -> None:
+    """--force-channels-last"""
+    model = comfy_models.load_model(kind)
+    with torch.inference_mode():
+        unet_of(model).to(memory_format=torch.channels_last)
+    stock = latent_of(model, kind)
+    model.detach()
+    before = snapshot(model.model)
+    optimized = optimize_model(model)
+    close(latent_of(optimized, kind), stock)
+    optimized.detach()
+    assert snapshot(model.model) == before
+
+
+def test_clones_carry_it(model: Any, kind: str, stock: torch.Tensor) -> None:
+    optimized = optimize_model(optimize_model(model))
+    found = latent_of(optimized, kind)
+    clone = optimized.clone()
+    assert torch.equal(latent_of(clone, kind), found)
+    assert type(unet_of(model)) is graphs.FusedUNetModel
+    assert torch.equal(latent_of(model, kind), stock)
+    assert torch.equal(latent_of(clone, kind), found)
+
+
+def test_a_clone_that_dies_does_not_end_it(model: Any, kind: str) -> None:
+    optimized = optimize_model(model)
+    latent_of(optimized, kind, steps=1)
+    clone = optimized.clone()
+    del clone  # ejects what it never injected
+    assert type(unet_of(model)) is not graphs.FusedUNetModel
+    optimized.pre_run()
+    assert type(unet_of(model)) is graphs.FusedUNetModel
+
+
+def test_a_lora_and_back(model: Any, kind: str, stock: torch.Tensor) -> None:
+    def with_lora(patcher: Any) -> Any:
+        clone = patcher.clone()
+        assert clone.add_patches(lora_of(model), 1.0)
+        return clone
+
+    expected = latent_of(with_lora(model), kind)
+    assert (expected - stock).abs().max() > 1e-3 * stock.abs().max()
+    optimized = optimize_model(model)
+    plain = latent_of(optimized, kind)
+    close(latent_of(with_lora(optimized), kind), expected)  # cloned while injected
+    assert torch.equal(latent_of(optimized, kind), plain)
+    assert torch.equal(latent_of(model, kind), stock)
+
+
+def test_another_model_in_between(model: Any, kind: str) -> None:
+    optimized = optimize_model(model)
+    found = latent_of(optimized, kind)
+    other = comfy_models.load_model(kind)
+    latent_of(other, kind, steps=1)
+    model_management.unload_all_models()
+    assert torch.equal(latent_of(optimized, kind), found)
+
+
+def test_a_model_that_casts_its_weights_runs_as_stock(kind: str) -> None:
+    """Weights in fp16, computed in fp32."""
+    model = comfy_models.load_model(kind, dtype=torch.float16)
+    stock = latent_of(model, kind)
+    optimized = optimize_model(model)
+    assert "Linear: casts its weights at each call" in text_of_model(optimized)
+    found = latent_of(optimized, kind)
+    assert (found - stock).abs().max() < 1e-4 * stock.abs().max()
+    text = text_of_model(optimized)
+    assert "Conv2d: casts its weights at each call" in text
+    assert "no CUDA graphs while layers cast their weights" in text
+    assert torch.equal(latent_of(model, kind), stock)
+
+
+def test_low_vram(model: Any, kind: str) -> None:
+    """Part of the weights stays where it is and is moved and patched at each call."""
+    device = torch.device("cpu")
+    patched = model.clone()
+    patched.add_patches(lora_of(model), 1.0)
+    patched.patch_model(device)
+    expected = step(patched, kind)
+    patched.detach()
+    optimized = optimize_model(patched)
+    optimized.patch_model(device, lowvram_model_memory=model.model_size() // 2)
+    text = text_of_model(optimized)
+    assert "fused:" in text
+    assert "Linear: casts its weights at each call" in text
+    assert "plain_linear" in text
+    close(step(optimized, kind), expected)
+    optimized.partially_unload(device, model.model_size())
+    assert "plain_linear" not in text_of_model(optimized)
+    assert (step(optimized, kind) - expected).abs().max() < 2e-5 * expected.abs().max()
+    optimized.detach()

@@ -1,0 +1,114 @@
+"""A model that a thread and a hook change at any moment: every result is that of a state that it had."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+import time
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch import nn
+
+from tests.patches.graphs.cases import make, run, state
+
+# Calls, and seconds between two changes at most.
+SIZES = [
+    pytest.param("cpu", 150, 0.5, id="tape"),
+    pytest.param("cuda", 10_000, 0.3, id="graph", marks=pytest.mark.gpu),
+]
+VALUES = (0, 1)
+
+
+def prepared(unet):
+    """``unet`` with a LoRA, and a function for each of its three settings, each of which is set at once."""
+    torch.manual_seed(5)
+    unet.add_adapter(
+        LoraConfig(r=2, target_modules=["mid_block.resnets.0.conv1"], init_lora_weights=False),
+        adapter_name="a",
+    )
+    block = unet.mid_block.resnets[0]
+    weights = [unet.conv_in.weight.data.clone() * factor for factor in (1.0, 1.3)]
+
+    def set_weight(value, *, between_calls=True):
+        if between_calls:
+            unet.conv_in.weight.data = weights[value].clone()  # the old memory is given back
+        else:  # a convolution that is under way goes on with the old one
+            unet.conv_in.weight = nn.Parameter(weights[value].clone(), requires_grad=False)
+
+    def set_scale(value, **_):
+        block.conv1.scaling["a"] = (1.0, 9.0)[value]
+
+    def set_factor(value, **_):
+        block.output_scale_factor = (1.0, 1.5)[value]
+
+    setters = [set_weight, set_scale, set_factor]
+    for setter in setters:
+        setter(0)
+    return setters
+
+
+class Changes:
+    """Settings with what each was: its values in order, the first ``done`` of them certainly set."""
+
+    def __init__(self, setters):
+        self.setters = setters
+        self.history = [[0] for _ in setters]
+        self.done = [1 for _ in setters]
+        self.lock = threading.Lock()
+
+    def one(self, chance, **moment):
+        with self.lock:
+            i = chance.randrange(len(self.setters))
+            value = 1 - self.history[i][-1]
+            self.history[i].append(value)
+            self.setters[i](value, **moment)
+            self.done[i] += 1
+
+    def since(self, done):
+        """Each combination of values that there may have been since ``done`` were set."""
+        return itertools.product(
+            *(set(values[n - 1 :]) for values, n in zip(self.history, done, strict=True))
+        )
+
+
+@pytest.mark.parametrize(("device", "calls", "pause"), SIZES)
+def test_no_result_is_stale_or_mixed(device, calls, pause):
+    unet, stock, inputs = make(device)
+    changes, of_stock = Changes(prepared(unet)), prepared(stock)
+    expected = {}
+    for values in itertools.product(VALUES, repeat=len(of_stock)):
+        for setter, value in zip(of_stock, values, strict=True):
+            setter(value)
+        expected[values] = run(stock, inputs)
+    outputs = torch.stack(list(expected.values()))
+    apart = (outputs[:, None] - outputs[None]).flatten(2).abs().amax(2) + torch.eye(8, device=device)
+    assert apart.min() > 0.02  # a wrong one is seen
+
+    chance, begun, ended = random.Random(1), [], threading.Event()
+    hook = random.Random(2)
+    unet.register_forward_pre_hook(lambda *_: changes.one(hook) if hook.random() < 2 / calls else None)
+    unet.register_forward_pre_hook(lambda *_: begun.__setitem__(slice(None), changes.done))
+
+    def keep_changing():
+        while not ended.is_set():
+            time.sleep(chance.random() * pause)
+            changes.one(chance, between_calls=False)
+
+    thread = threading.Thread(target=keep_changing)
+    thread.start()
+    try:
+        for _ in range(calls):
+            output = run(unet, inputs)
+            possible = set(changes.since(begun))
+            distances = (outputs - output).flatten(1).abs().amax(1)
+            nearest = list(expected)[int(distances.argmin())]
+            assert distances.min() < 5e-3  # not mixed
+            assert nearest in possible  # not stale
+    finally:
+        ended.set()
+        thread.join()
+    assert state(unet).captured > 2
+    assert state(unet).replays > calls / 2

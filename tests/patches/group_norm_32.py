@@ -1,0 +1,12 @@
+"""The norm of pixel-space U-Nets and of latent diffusion."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+
+class GroupNorm32(nn.GroupNorm):
+    """GroupNorm in fp32, cast back."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.float()).type(x.dtype)
