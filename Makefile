@@ -112,6 +112,8 @@ bench: $(STAMP)  ## time the UNets, the VAEs and the kernels on the GPU; JSON go
 	    --variants eager,compile,sdfastgn --json $(RESULTS)/batches_$$model.json $(BENCH_ARGS) || exit 1; \
 	done
 	for model in "sdxl --size 512 --scheduler EulerAncestralDiscreteScheduler" lcm sd_turbo; do \
+	  $(BIN)/python scripts/profile_host.py --model $$model --guidance 0 --steps 4 --repeats 10 \
+	    --json $(RESULTS)/host_$${model%% *}.json && \
 	  $(BIN)/sdfastgn bench --model $$model --guidance 0 --part pipeline --steps 1,4 --repeats 200 \
 	    --variants eager,sdfastgn --json $(RESULTS)/latency_$${model%% *}.json $(BENCH_ARGS) || exit 1; \
 	done

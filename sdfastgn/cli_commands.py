@@ -297,6 +297,30 @@ def demo(
     raise typer.Exit(run_demo(output, terminal.console()))
 
 
+@app.command(name="profile-host", hidden=True)
+def profile_host(
+    model: ModelOption = "sdxl",
+    size: SizeOption = None,
+    steps: StepsOption = 1,
+    scheduler: SchedulerOption = None,
+    guidance: Annotated[float | None, typer.Option("--guidance", help="of the pipeline; 7.5")] = None,
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+    repeats: Annotated[int | None, typer.Option("--repeats", help="images of each way")] = None,
+    json: JsonOption = None,
+) -> None:
+    """Profile what a pipeline does on the CPU around its models, stock and optimized."""
+    from sdfastgn.bench import options, session
+
+    with one_line_errors():
+        given: dict[str, Any] = {"size": size, "steps": steps, "scheduler": scheduler, "guidance": guidance}
+        given |= {"dtype": dtype, "device": device, "repeats": repeats}
+        (config,) = options.bench_configs(model=model, parts=["pipeline"], **given)
+        options.file_path("--json", json)
+        code = session.run_host(config, json=json)
+    raise typer.Exit(code)
+
+
 @app.command(name="warm-up", hidden=True)
 def warm_up(
     model: ModelOption = "sdxl",
