@@ -116,6 +116,16 @@ bench: $(STAMP)  ## time the UNets, the VAEs and the kernels on the GPU; JSON go
 	  $(BENCH) --model $$model --part pipeline --json $(RESULTS)/pipeline_$$model.json $(BENCH_ARGS) && \
 	  $(BIN)/python scripts/time_warm_up.py --model $$model --json $(RESULTS)/warm_up_$$model.json || exit 1; \
 	done
+	for model in sd15 sdxl; do \
+	  $(BIN)/sdfastgn bench --model $$model --part unet --batch 1,2,4,8,16,32,64 --repeats 10 \
+	    --variants eager,compile,sdfastgn --json $(RESULTS)/batches_$$model.json $(BENCH_ARGS) || exit 1; \
+	done
+	for model in "sdxl --size 512 --scheduler EulerAncestralDiscreteScheduler" lcm sd_turbo; do \
+	  $(BIN)/python scripts/profile_host.py --model $$model --guidance 0 --steps 4 --repeats 10 \
+	    --json $(RESULTS)/host_$${model%% *}.json && \
+	  $(BIN)/sdfastgn bench --model $$model --guidance 0 --part pipeline --steps 1,4 --repeats 200 \
+	    --variants eager,sdfastgn --json $(RESULTS)/latency_$${model%% *}.json $(BENCH_ARGS) || exit 1; \
+	done
 	mkdir -p $(RESULTS)/presets
 	for preset in diffusers diffusion-fast fal mlperf stable-fast; do \
 	  $(BIN)/sdfastgn bench --preset $$preset --variants eager,sdfastgn --json $(RESULTS)/presets/$$preset.json || exit 1; \

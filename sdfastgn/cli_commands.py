@@ -13,9 +13,11 @@ import typer
 from sdfastgn.bench.models.configurations import MODELS
 from sdfastgn.bench.models.variants import VARIANTS
 from sdfastgn.cli_options import (
+    BatchesOption,
     DeviceOption,
     DtypeOption,
     DtypesOption,
+    EveryStepsOption,
     Fp32Option,
     HtmlOption,
     JsonOption,
@@ -44,8 +46,8 @@ def bench(
     model: ModelOption = None,
     part: PartOption = None,
     size: SizeOption = None,
-    batch: Annotated[int | None, typer.Option("--batch", help="2 for unet (guidance), else 1")] = None,
-    steps: StepsOption = None,
+    batch: BatchesOption = None,
+    steps: EveryStepsOption = None,
     scheduler: SchedulerOption = None,
     guidance: Annotated[float | None, typer.Option("--guidance", help="of a pipeline; 7.5")] = None,
     prompt: Annotated[str | None, typer.Option("--prompt", help="of a pipeline")] = None,
@@ -293,6 +295,30 @@ def demo(
     with one_line_errors():
         options.file_path("--output", output / PICTURE)
     raise typer.Exit(run_demo(output, terminal.console()))
+
+
+@app.command(name="profile-host", hidden=True)
+def profile_host(
+    model: ModelOption = "sdxl",
+    size: SizeOption = None,
+    steps: StepsOption = 1,
+    scheduler: SchedulerOption = None,
+    guidance: Annotated[float | None, typer.Option("--guidance", help="of the pipeline; 7.5")] = None,
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+    repeats: Annotated[int | None, typer.Option("--repeats", help="images of each way")] = None,
+    json: JsonOption = None,
+) -> None:
+    """Profile what a pipeline does on the CPU around its models, stock and optimized."""
+    from sdfastgn.bench import options, session
+
+    with one_line_errors():
+        given: dict[str, Any] = {"size": size, "steps": steps, "scheduler": scheduler, "guidance": guidance}
+        given |= {"dtype": dtype, "device": device, "repeats": repeats}
+        (config,) = options.bench_configs(model=model, parts=["pipeline"], **given)
+        options.file_path("--json", json)
+        code = session.run_host(config, json=json)
+    raise typer.Exit(code)
 
 
 @app.command(name="warm-up", hidden=True)

@@ -36,6 +36,12 @@ DeviceOption = Annotated[
 JsonOption = Annotated[Path | None, typer.Option("--json", help="also write everything to this file")]
 WeightsOption = Annotated[str, typer.Option("--weights", help="random, a path, or a Hub id")]
 StepsOption = Annotated[int | None, typer.Option("--steps", help="UNet steps of a pipeline; 30")]
+EveryStepsOption = Annotated[
+    str | None, typer.Option("--steps", help="UNet steps of a pipeline, or a list such as 1,4; 30")
+]
+BatchesOption = Annotated[
+    str | None, typer.Option("--batch", help="2 for unet (guidance), else 1; or a list such as 1,8")
+]
 SizeOption = Annotated[
     int | None, typer.Option("--size", help="pixels of the square image; what the model was made for")
 ]

@@ -50,6 +50,9 @@ BAD_INPUT = {
     "report pyproject.toml": "cannot read 'pyproject.toml': JSONDecodeError",
     "report benchmarks/notes/ablation.json": "'ablation.json' has results of the kind 'ablation', which has",
     "bench --steps 0": "--steps: must be a positive whole number, got 0",
+    "bench --batch two": "--batch: must be a positive whole number or a list such as 1,4, got 'two'",
+    "bench --steps 1,-4": "--steps: must be a positive whole number, got -4",
+    "bench --steps ,": "--steps: must be a positive whole number or a list such as 1,4, got ','",
     "bench --batch 0": "--batch: must be a positive whole number, got 0",
     "bench --repeats -1": "--repeats: must be a positive whole number, got -1",
     "bench --device tpu": "--device: cannot use 'tpu'; choose from cpu",
@@ -81,7 +84,7 @@ BAD_INPUT = {
     "demo --output pyproject.toml": "--output: cannot write a file at 'pyproject.toml/demo.png'",
     "demo --output /proc/x": "--output: cannot write a file at '/proc/x/demo.png'",
     # typer's own checks
-    "bench --batch two": "Invalid value for '--batch': Input should be a valid integer",
+    "bench --repeats two": "Invalid value for '--repeats': Input should be a valid integer",
     "bench --color": "No such option: --color",
     f"bench --seed {2**64}": f"Invalid value for '--seed': {2**64} is not a whole number of 64 bits",
     f"kernels --seed {-(2**64)}": f"Invalid value for '--seed': {-(2**64)} is not a whole number of 64 bits",
@@ -179,6 +182,20 @@ def test_a_wrong_variant_fails_the_command(monkeypatch: pytest.MonkeyPatch) -> N
     assert "wrong output" in result.stdout
     assert "median ms" not in result.stdout
     assert "speed-up" not in result.stdout
+
+
+def test_batches_and_steps_are_lists(tmp_path: Path) -> None:
+    path = tmp_path / "sweep.json"
+    lists = ("--part", "vae", "--part", "pipeline", "--batch", "1,2", "--steps", "2,1", "--size", "32")
+    result = invoke("bench", *lists, *ON_CPU, "--variants", "eager", "--json", str(path))
+    assert result.exit_code == 0, result.output
+    assert json.loads(path.read_text())["kind"] == "sweep"
+    found = [(row["part"], row["batch"], row["steps"]) for row in rows_of(path)]
+    pipelines = [("pipeline", batch, steps) for batch in (1, 2) for steps in (2, 1)]
+    assert found == [("vae", 1, None), ("vae", 2, None), *pipelines]
+    shown = invoke("report", str(path))
+    assert shown.exit_code == 0, shown.output
+    assert all(f"{steps} steps" in shown.stdout for steps in (1, 2))
 
 
 def test_a_bench_without_any_result_fails() -> None:

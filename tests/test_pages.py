@@ -206,7 +206,7 @@ PROGRAMS = {
 @pytest.fixture
 def quick(monkeypatch, tmp_path):
     """Commands check their options and then return, in a folder of their own."""
-    for name in ("run_bench", "run_kernels", "run_warm_up"):
+    for name in ("run_bench", "run_host", "run_kernels", "run_warm_up"):
         monkeypatch.setattr(session, name, mock.Mock(return_value=0))
     monkeypatch.setattr(demo, "run_demo", mock.Mock(return_value=0))
     monkeypatch.chdir(tmp_path)

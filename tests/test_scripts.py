@@ -28,7 +28,7 @@ TIMED = {
     ),
 }
 # Those that are commands of the command line.
-SCRIPTS = [*TIMED, "time_warm_up.py"]
+SCRIPTS = [*TIMED, "profile_host.py", "time_warm_up.py"]
 
 
 @pytest.mark.parametrize(("script", "expected"), TIMED.items(), ids=TIMED)

@@ -12,8 +12,9 @@ from typing import Any
 from sdfastgn.kernels.common.failures import one_line
 
 # 2: pipelines are compared with fp32 too, and a config has a scheduler, a prompt and guidance.
+# 3: the 99th percentile, the time of a pipeline's graphs, reserved memory, and the kind "sweep".
 # Versions so far only add fields, so that one reader reads them all.
-SCHEMA = 2
+SCHEMA = 3
 # What the file beside a run's JSON is called that has its images, for pages of ``report``.
 IMAGES = ".images"
 OK, UNAVAILABLE, FAILED, WRONG = "ok", "unavailable", "failed", "wrong output"

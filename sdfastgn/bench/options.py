@@ -18,7 +18,7 @@ from sdfastgn.bench.documents import OptionError
 from sdfastgn.bench.kernels.suite import INFERENCE, KernelConfig, Shape, Suite
 from sdfastgn.bench.kernels.suites import SUITES
 from sdfastgn.bench.models import architectures
-from sdfastgn.bench.models.configurations import MODELS, UNETS, VAES
+from sdfastgn.bench.models.configurations import IMAGE_TO_IMAGE, MODELS, UNETS, VAES
 from sdfastgn.bench.models.presets import PRESETS
 from sdfastgn.bench.models.variants import PARTS, VARIANTS, Variant
 from sdfastgn.bench.models.workload import DTYPES, BenchConfig
@@ -31,6 +31,7 @@ CPU_REPEATS = {"unet": 5, "vae": 5, "pipeline": 2, "train": 3}
 GUIDED_BATCH = 2
 STEPS = 30
 
+_NUMBER = re.compile(r"-?\d+")
 _SHAPE = re.compile(r"\d+(x\d+)+")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -57,6 +58,14 @@ def positive(option: str, value: int) -> int:
     if value < 1:
         raise OptionError(f"{option}: must be a positive whole number, got {value}")
     return value
+
+
+def whole_numbers(option: str, value: int | str) -> list[int]:
+    """A positive number, or those of a comma-separated list without doubles."""
+    entries = split(str(value))
+    if not entries or not all(_NUMBER.fullmatch(entry) for entry in entries):
+        raise OptionError(f"{option}: must be a positive whole number or a list such as 1,4, got {value!r}")
+    return [positive(option, int(entry)) for entry in dict.fromkeys(entries)]
 
 
 def image_size(option: str, value: int, scale: int = 8) -> int:
@@ -118,9 +127,12 @@ def _subject(model: str | None, weights: str, parts: Sequence[str]) -> tuple[str
     """
     if weights == "random":
         name = model or "tiny"
-        return name, VAES[name]["sample_size"], 8, GUIDED_BATCH
+        is_guided = not UNETS[name].get("time_cond_proj_dim")
+        return name, VAES[name]["sample_size"], 8, GUIDED_BATCH if is_guided else 1
     config = _unet_config("--weights", weights)
-    same = [known for known in MODELS if not architectures.unet_difference(config, known)]
+    # SD-Turbo has the UNet of all of SD2: who means it, names it.
+    named = [known for known in MODELS if known == model or known not in IMAGE_TO_IMAGE]
+    same = [known for known in named if not architectures.unet_difference(config, known)]
     if model is not None and model not in same:
         difference = architectures.unet_difference(config, model)
         hint = f"; --model {same[0]} fits" if same else ""
@@ -178,6 +190,17 @@ def _pipeline_reason(weights: str, config: Mapping[str, Any]) -> str:
     return f"a pipeline of text to image, {kind} of {weights!r} takes {needs[0]!r}" if needs else ""
 
 
+def scheduler_name(option: str, value: str) -> str:
+    """``value``, a class of diffusers, or empty."""
+    if value:
+        import diffusers
+
+        if not (value.endswith("Scheduler") and hasattr(diffusers, value)):
+            such = "give one like EulerDiscreteScheduler"
+            raise OptionError(f"{option}: diffusers has no {value!r}; {such}")
+    return value
+
+
 def png_path(option: str, value: Path | None, unless: str = "") -> Path | None:
     """``value``, if a PNG can be written there. ``unless`` says why there is no picture."""
     if value is None:
@@ -196,8 +219,8 @@ def bench_configs(
     model: str | None,
     parts: Sequence[str],
     size: int | None = None,
-    batch: int | None = None,
-    steps: int | None = None,
+    batch: int | str | None = None,
+    steps: int | str | None = None,
     dtype: str | None = None,
     device: str | None = None,
     weights: str = "random",
@@ -206,9 +229,10 @@ def bench_configs(
     profile: bool = False,
     **others: Any,
 ) -> list[BenchConfig]:
-    """One checked config for each part; ``others`` are fields of it that need no check.
+    """A checked config for each part, batch and of a pipeline steps, of which there may be lists.
 
-    Without a model it is the weights' own. None in ``others`` stands for the field's default.
+    ``others`` are fields that need no check. Without a model it is the weights' own. None in
+    ``others`` stands for the field's default.
     """
     if model is not None:
         one_of("--model", model, MODELS)
@@ -216,13 +240,8 @@ def bench_configs(
     device = device_name("--device", device)
     on_cpu = device == "cpu"
     dtype = dtype_name("--dtype", dtype, device)
-    steps = positive("--steps", STEPS if steps is None else steps)
-    if scheduler:
-        import diffusers
-
-        if not (scheduler.endswith("Scheduler") and hasattr(diffusers, scheduler)):
-            such = "give one like EulerDiscreteScheduler"
-            raise OptionError(f"--scheduler: diffusers has no {scheduler!r}; {such}")
+    every_steps = whole_numbers("--steps", STEPS if steps is None else steps)
+    scheduler = scheduler_name("--scheduler", scheduler or "")
     name, native, scale, unet_batch = _subject(model, weights_source("--weights", weights), chosen)
     size = image_size("--size", native if size is None else size, scale)
     counts = CPU_REPEATS if on_cpu else GPU_REPEATS
@@ -231,18 +250,22 @@ def bench_configs(
             name,
             part,
             size,
-            positive("--batch", (unet_batch if part == "unet" else 1) if batch is None else batch),
+            images,
             dtype,
             device,
             repeats=positive("--repeats", counts[part] if repeats is None else repeats),
-            steps=steps,
+            steps=count,
             weights=weights,
-            scheduler=scheduler or "",
+            scheduler=scheduler,
             # Recording all of a pipeline takes minutes, and its steps are in the other parts.
             profile=profile and (part != "pipeline" or len(chosen) == 1),
             **{field: value for field, value in others.items() if value is not None},
         )
         for part in chosen
+        for images in whole_numbers(
+            "--batch", (unet_batch if part == "unet" else 1) if batch is None else batch
+        )
+        for count in (every_steps if part == "pipeline" else every_steps[:1])
     ]
 
 

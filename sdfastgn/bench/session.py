@@ -17,8 +17,8 @@ from sdfastgn.bench.kernels import run as kernels
 from sdfastgn.bench.kernels.ratios import summary
 from sdfastgn.bench.kernels.suite import COPY, KernelConfig, shape_text
 from sdfastgn.bench.kernels.suites import SUITES
+from sdfastgn.bench.models import host, warm_up
 from sdfastgn.bench.models import run as end_to_end
-from sdfastgn.bench.models import warm_up
 from sdfastgn.bench.models.gate import gate_text
 from sdfastgn.bench.models.run import Row
 from sdfastgn.bench.models.variants import Variant
@@ -27,6 +27,7 @@ from sdfastgn.bench.tables import end_to_end as end_to_end_tables
 from sdfastgn.bench.tables import kernels as kernel_tables
 from sdfastgn.bench.tables import plots
 from sdfastgn.bench.tables import profile as profile_tables
+from sdfastgn.bench.tables.host import host_table
 from sdfastgn.bench.tables.markdown import package_versions, source_line
 from sdfastgn.bench.tables.results import Result, case_title, comparison, preset_tables, tables_of
 from sdfastgn.bench.tables.warm_up import warm_up_table
@@ -86,7 +87,9 @@ def _kind(configs: Sequence[BenchConfig]) -> str:
         return "processes"  # GPUs that share a host: of no table of one
     if configs[0].preset:
         return "preset"
-    return "profile" if any(config.profile for config in configs) else "end_to_end"
+    if any(config.profile for config in configs):
+        return "profile"
+    return "sweep" if len(configs) > len({config.part for config in configs}) else "end_to_end"
 
 
 def _run_bench(
@@ -195,6 +198,19 @@ def run_kernels(config: KernelConfig, *, json: Path | None = None, plot: Path | 
         write_json(json, {**content, "summary": summary(suite, rows)})
         print_lines(out, [f"wrote {json}"])
     return _code(rows)
+
+
+def run_host(config: BenchConfig, *, json: Path | None) -> int:
+    """Profiles what the CPU does around a pipeline's models, prints and writes; returns 0."""
+    out = console()
+    rows = host.run(config)
+    what = f"{config.model} pipeline, {config.size}x{config.size}, {config.steps} steps, {config.dtype}"
+    out.print(replace(host_table(rows), title=f"what the pipeline calls: {what} on {config.device}"))
+    if json is not None:
+        where = environment(config.torch_device, {"cudnn.benchmark": torch.backends.cudnn.benchmark})
+        write_json(json, document("host", where, end_to_end.describe([config]), rows))
+        print_lines(out, [f"wrote {json}"])
+    return 0
 
 
 def run_warm_up(config: BenchConfig, new_size: int, *, json: Path | None) -> int:

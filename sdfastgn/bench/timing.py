@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -30,19 +32,21 @@ SPIN_UP_SECONDS = 0.3
 class Timing:
     """Median and spread of repeated calls, milliseconds a call.
 
-    ``peak_mib`` is the highest number of MiB that PyTorch's CUDA allocator held during the calls,
-    weights and inputs included; None on the CPU.
+    ``peak_mib`` is the highest number of MiB that tensors held during the calls, weights and inputs
+    included. ``reserved_mib`` is what PyTorch's CUDA allocator took from the GPU for that, memory of
+    CUDA graphs included. Both are None on the CPU.
     """
 
     median_ms: float
     p10_ms: float
     p90_ms: float
+    p99_ms: float
     peak_mib: float | None = None
+    reserved_mib: float | None = None
 
     @classmethod
-    def of(cls, samples_ms: Sequence[float], peak_mib: float | None = None) -> Timing:
-        median_ms, p10_ms, p90_ms = map(float, np.percentile(samples_ms, (50, 10, 90)))
-        return cls(median_ms, p10_ms, p90_ms, peak_mib)
+    def of(cls, samples_ms: Sequence[float], **memory: float) -> Timing:
+        return cls(*map(float, np.percentile(samples_ms, (50, 10, 90, 99))), **memory)
 
 
 @contextlib.contextmanager
@@ -102,6 +106,8 @@ def time_once(fn: Callable[[], T], device: torch.device) -> tuple[float, T]:
 
 def time_callable(fn: Callable[[], object], device: torch.device, *, repeats: int, warmup: int = 2) -> Timing:
     """Times ``repeats`` calls of ``fn`` after ``warmup`` calls that do not count."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # of what was tried before; a call takes again what it needs
     for _ in range(warmup):
         fn()
     if device.type != "cuda":
@@ -117,7 +123,26 @@ def time_callable(fn: Callable[[], object], device: torch.device, *, repeats: in
             end.record()
         torch.cuda.synchronize()
         samples = [start.elapsed_time(end) for start, end in pairs]
-        return Timing.of(samples, torch.cuda.max_memory_allocated() / 2**20)
+        most = torch.cuda.max_memory_allocated() / 2**20, torch.cuda.max_memory_reserved() / 2**20
+        return Timing.of(samples, peak_mib=most[0], reserved_mib=most[1])
+
+
+def time_graphs(fn: Callable[[], object], device: torch.device, *, repeats: int) -> float | None:
+    """Milliseconds of the CUDA graphs that one call of ``fn`` replays, each timed alone; None without.
+
+    A graph that is replayed n times counts n times.
+    """
+    replay, found = torch.cuda.CUDAGraph.replay, []
+
+    def noting(graph: torch.cuda.CUDAGraph) -> None:
+        found.append(graph)
+        replay(graph)
+
+    with patch.object(torch.cuda.CUDAGraph, "replay", noting):
+        fn()
+    counts = Counter(found)
+    times = {graph: time_callable(graph.replay, device, repeats=repeats).median_ms for graph in counts}
+    return sum(count * times[graph] for graph, count in counts.items()) if counts else None
 
 
 def capture_graph(fn: Callable[[], T], *, warmup: int = 3) -> tuple[Callable[[], None], T]:

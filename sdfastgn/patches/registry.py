@@ -36,6 +36,7 @@ _OF_DIFFUSERS = (
     ("fusions.ada_group_norm", "FUSION"),
     ("fusions.geglu", "FUSION"),
     ("fusions.conv_norm_out", "FUSION"),
+    ("fusions.decoder_slices", "FUSION"),
     ("fusions.autoencoder_tiny", "BLOCK", "ENCODER", "DECODER"),
 )
 _OF_PIPELINES = (

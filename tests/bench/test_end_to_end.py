@@ -52,7 +52,8 @@ def test_rows_of_a_part(part: str) -> None:
         assert row.median_ms is not None
         assert row.p10_ms is not None
         assert row.p90_ms is not None
-        assert 0 < row.p10_ms <= row.median_ms <= row.p90_ms
+        assert row.p99_ms is not None
+        assert 0 < row.p10_ms <= row.median_ms <= row.p90_ms <= row.p99_ms
         assert row.its == pytest.approx(1e3 / row.median_ms)
         assert row.ready_s is not None
         assert row.ready_s > 0
@@ -79,6 +80,7 @@ def test_pipeline_rows_have_images() -> None:
     workload = Workload(torch.nn.Identity(), lambda: images, None)
     rows = end_to_end.run(config("pipeline"), [VARIANTS["eager"]], workload=workload)
     assert (rows[0].status, rows[0].reason) == (OK, "")
+    assert rows[0].steps == 2
     assert rows[0].psnr_db is None  # identical images: infinite, which JSON cannot say
     assert rows[0].median_ms is not None
     assert rows[0].its == pytest.approx(2 * 1e3 / rows[0].median_ms)
@@ -128,6 +130,19 @@ def test_a_stock_model_that_fails_is_a_row() -> None:
     )
     assert (rows[0].status, rows[0].median_ms) == (FAILED, None)
     assert "stock eager fails: RuntimeError: mat1" in rows[0].reason
+
+
+def test_a_model_that_does_not_fit_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(config: BenchConfig) -> Workload:
+        raise torch.OutOfMemoryError("tried to allocate\n80 GiB")
+
+    monkeypatch.setitem(end_to_end.BUILDERS, "unet", build)
+    rows = end_to_end.run(config("unet"), [VARIANTS["eager"], VARIANTS["sdfastgn"]])
+    assert [(row.variant, row.status, row.median_ms) for row in rows] == [
+        ("eager", FAILED, None),
+        ("sdfastgn", FAILED, None),
+    ]
+    assert rows[0].reason == "stock eager fails: OutOfMemoryError: tried to allocate"
 
 
 @pytest.mark.parametrize(

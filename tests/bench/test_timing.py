@@ -35,14 +35,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 @pytest.mark.parametrize(
     ("samples", "expected"),
     [
-        pytest.param([3.0], (3.0, 3.0, 3.0), id="one"),
-        pytest.param([5.0, 1.0, 3.0], (3.0, 1.4, 4.6), id="odd"),
-        pytest.param([float(i) for i in range(101)], (50.0, 10.0, 90.0), id="many"),
+        pytest.param([3.0], (3.0, 3.0, 3.0, 3.0), id="one"),
+        pytest.param([5.0, 1.0, 3.0], (3.0, 1.4, 4.6, 4.96), id="odd"),
+        pytest.param([float(i) for i in range(101)], (50.0, 10.0, 90.0, 99.0), id="many"),
     ],
 )
-def test_summary_of_samples(samples: list[float], expected: tuple[float, float, float]) -> None:
+def test_summary_of_samples(samples: list[float], expected: tuple[float, ...]) -> None:
     result = timing.Timing.of(samples)
-    assert (result.median_ms, result.p10_ms, result.p90_ms) == pytest.approx(expected)
+    assert (result.median_ms, result.p10_ms, result.p90_ms, result.p99_ms) == pytest.approx(expected)
 
 
 def test_calls_are_counted_and_timed(clock: Clock) -> None:
@@ -52,6 +52,27 @@ def test_calls_are_counted_and_timed(clock: Clock) -> None:
     assert result.median_ms > 9.0
     assert result.p10_ms <= result.median_ms <= result.p90_ms
     assert result.peak_mib is None
+    assert result.reserved_mib is None
+
+
+def test_the_graphs_of_a_call_are_timed_alone(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Graph:
+        def __init__(self, seconds: float) -> None:
+            self.seconds = seconds
+
+        def replay(self) -> None:
+            clock.sleep(self.seconds)
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    text, unet = Graph(0.001), Graph(0.25)
+
+    def call() -> None:
+        clock.sleep(2.0)  # of the CPU
+        for graph in (text, unet, unet):
+            graph.replay()
+
+    assert timing.time_graphs(call, CPU, repeats=3) == pytest.approx(501.0)
+    assert timing.time_graphs(lambda: clock.sleep(1.0), CPU, repeats=3) is None
 
 
 def test_one_call_is_timed_and_its_result_returned(clock: Clock) -> None:
@@ -138,4 +159,15 @@ def test_peak_memory_counts_the_call() -> None:
         lambda: torch.empty(64 * 2**20, device="cuda"), torch.device("cuda"), repeats=2
     )
     assert timed.peak_mib is not None
-    assert timed.peak_mib >= 256
+    assert timed.reserved_mib is not None
+    assert timed.reserved_mib >= timed.peak_mib >= 256
+
+
+@pytest.mark.gpu
+def test_memory_of_a_graph_is_reserved() -> None:
+    x = torch.ones(64 * 2**20, device="cuda")
+    replay, _ = timing.capture_graph(lambda: (x + 1).sum())  # the sum of memory that no tensor holds
+    timed = timing.time_callable(replay, torch.device("cuda"), repeats=2)
+    assert timed.reserved_mib is not None
+    assert timed.reserved_mib >= 512
+    assert timing.time_graphs(lambda: None, torch.device("cuda"), repeats=2) is None

@@ -48,10 +48,15 @@ RELATIVES = {
     "sd15": (SD15, "sd15"),
     "lists": ({**SD15, "attention_head_dim": [8] * 4, "transformer_layers_per_block": [1] * 4}, "sd15"),
     "inpainting": ({**SD15, "in_channels": 9}, "sd15"),
-    "distilled": ({**SD15, "time_cond_proj_dim": 256}, "sd15"),
+    "distilled": ({**SD15, "time_cond_proj_dim": 256}, "lcm"),
     "sdxl": (SDXL, "sdxl"),
     "turbo": ({**SDXL, "sample_size": 64}, "sdxl"),
 }
+
+
+def test_sd_turbo_is_sd2_until_it_is_named(tmp_path: Path) -> None:
+    weights = folder(tmp_path, dict(build_unet("sd_turbo", torch.float16, "meta").config))
+    assert [model_of(weights, name) for name in (None, "sd_turbo")] == [tmp_path.name, "sd_turbo"]
 
 
 @pytest.mark.parametrize(("config", "model"), RELATIVES.values(), ids=RELATIVES)

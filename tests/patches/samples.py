@@ -56,6 +56,11 @@ def twins_of(module: nn.Module, device: str, dtype: torch.dtype) -> tuple[nn.Mod
     return sdfastgn.optimize(copy.deepcopy(stock)), stock
 
 
+def _decoder() -> nn.Module:
+    types = ("UpDecoderBlock2D",) * 2
+    return Decoder(block_out_channels=(20, 40), up_block_types=types, norm_num_groups=5)
+
+
 def _resnet(**options: Any) -> nn.Module:
     return ResnetBlock2D(
         **{"in_channels": 20, "out_channels": 30, "groups": 5, "temb_channels": 16, "eps": 1e-5, **options}
@@ -263,13 +268,8 @@ SAMPLES: list[Sample] = [
         ),
         lambda m: m(image(1, 3, 16, 16)),
     ),
-    (
-        "conv_norm_out-decoder",
-        lambda: Decoder(
-            block_out_channels=(20, 40), up_block_types=("UpDecoderBlock2D",) * 2, norm_num_groups=5
-        ),
-        lambda m: m(image(1, 3, 8, 8)),
-    ),
+    ("conv_norm_out-decoder", _decoder, lambda m: m(image(1, 3, 8, 8))),
+    ("decoder_slices", _decoder, lambda m: m(image(2, 3, 8, 8))),
     ("autoencoder_tiny_block", lambda: AutoencoderTinyBlock(12, 20, "relu"), _on_image),
     ("autoencoder_tiny_block-no-skip", lambda: AutoencoderTinyBlock(12, 12, "relu"), _on_image),
     ("encoder_tiny", lambda: AutoencoderTiny(**_TINY).encoder, lambda m: m(image(2, 3, 16, 24))),

@@ -33,8 +33,8 @@ PARTS = {
     (build_unet, "sdxl"): 365,
     (build_controlnet, "sd15"): 77,
     (build_controlnet, "sdxl"): 175,
-    (build_vae, "sd15"): 86,
-    (build_vae, "sdxl"): 86,
+    (build_vae, "sd15"): 87,
+    (build_vae, "sdxl"): 87,
 }
 
 

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from sdfastgn import model_inputs
-from sdfastgn.bench.models.configurations import UNETS, VAES
+from sdfastgn.bench.models.configurations import TINY_AUTOENCODERS, UNETS, VAES
 
 if TYPE_CHECKING:  # diffusers takes seconds to import, and the names of the models are asked for without it
-    from diffusers import AutoencoderKL, UNet2DConditionModel
+    from diffusers import AutoencoderKL, AutoencoderTiny, UNet2DConditionModel
 
 # What each block may have of its own, or all blocks in common.
 _PER_BLOCK = ("layers_per_block", "cross_attention_dim", "attention_head_dim", "transformer_layers_per_block")
@@ -97,10 +97,14 @@ def build_unet(
     return _build(UNet2DConditionModel, UNETS[model], dtype, device, seed)
 
 
-def build_vae(model: str, dtype: torch.dtype, device: torch.device | str, *, seed: int = 0) -> AutoencoderKL:
+def build_vae(
+    model: str, dtype: torch.dtype, device: torch.device | str, *, seed: int = 0
+) -> AutoencoderKL | AutoencoderTiny:
     """The VAE of ``model`` in eval mode with random weights, without SDXL's upcast to fp32."""
-    from diffusers import AutoencoderKL
+    from diffusers import AutoencoderKL, AutoencoderTiny
 
+    if model in TINY_AUTOENCODERS:
+        return _build(AutoencoderTiny, {}, dtype, device, seed)
     return _build(AutoencoderKL, {**VAES[model], "force_upcast": False}, dtype, device, seed)
 
 

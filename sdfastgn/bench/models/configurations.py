@@ -1,9 +1,11 @@
 """The architectures that are timed, by the name of the model. Importable without torch.
 
-Source: the public model configurations of runwayml/stable-diffusion-v1-5 and
-stabilityai/stable-diffusion-xl-base-1.0. ``tiny`` and ``tiny_xl`` have the same kinds of blocks at
-a size for tests, with channels per group that are no power of two. What diffusers and transformers
-have as the default is left out: the UNet's defaults are those of SD1.5.
+Source: the public model configurations of runwayml/stable-diffusion-v1-5,
+stabilityai/stable-diffusion-xl-base-1.0, SimianLuo/LCM_Dreamshaper_v7 (SD1.5 with its guidance
+embedded, here at 512 pixels) and stabilityai/sd-turbo, from image to image with madebyollin/taesd's
+autoencoder. ``tiny`` and ``tiny_xl`` have the same kinds of blocks at a size for tests, with channels
+per group that are no power of two. What diffusers and transformers have as the default is left out:
+the UNet's defaults are those of SD1.5.
 """
 
 from __future__ import annotations
@@ -52,6 +54,13 @@ UNETS: dict[str, dict[str, Any]] = {
         "addition_time_embed_dim": 256,
         "projection_class_embeddings_input_dim": 2816,
     },
+    "lcm": {"sample_size": 64, "cross_attention_dim": 768, "time_cond_proj_dim": 256},
+    "sd_turbo": {
+        "sample_size": 64,
+        "cross_attention_dim": 1024,
+        "attention_head_dim": [5, 10, 20, 20],
+        "use_linear_projection": True,
+    },
 }
 MODELS = tuple(UNETS)
 _VAE: dict[str, Any] = {
@@ -72,7 +81,13 @@ VAES: dict[str, dict[str, Any]] = {
     "tiny_xl": {**_TINY_VAE, "scaling_factor": 0.13025},
     "sd15": {**_VAE, "sample_size": 512, "scaling_factor": 0.18215},
     "sdxl": {**_VAE, "sample_size": 1024, "scaling_factor": 0.13025},
+    "lcm": {**_VAE, "sample_size": 512, "scaling_factor": 0.18215},
+    "sd_turbo": {"sample_size": 512, "block_out_channels": (64,) * 4},
 }
+# Models whose autoencoder is diffusers' AutoencoderTiny as it is by default.
+TINY_AUTOENCODERS = ("sd_turbo",)
+# Models whose pipeline is from image to image.
+IMAGE_TO_IMAGE = ("sd_turbo",)
 
 
 def _clip(width: int, layers: int, heads: int, **others: Any) -> dict[str, Any]:
@@ -89,6 +104,8 @@ TEXT_ENCODERS: dict[str, tuple[dict[str, Any], ...]] = {
     "tiny_xl": (_TINY_CLIP, _TINY_CLIP),
     "sd15": (_CLIP_L,),
     "sdxl": (_CLIP_L, _CLIP_BIG_G),
+    "lcm": (_CLIP_L,),
+    "sd_turbo": (_clip(1024, 23, 16, intermediate_size=4096, hidden_act="gelu"),),
 }
 
 _BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}
@@ -99,4 +116,6 @@ SCHEDULERS: dict[str, tuple[str, dict[str, Any]]] = {
     "tiny_xl": _EULER,
     "sd15": _PNDM,
     "sdxl": _EULER,
+    "lcm": ("LCMScheduler", _BETAS),
+    "sd_turbo": ("EulerDiscreteScheduler", {**_BETAS, "timestep_spacing": "trailing"}),
 }

@@ -10,7 +10,12 @@ from typing import Any
 
 import diffusers
 import torch
-from diffusers import DiffusionPipeline, StableDiffusionPipeline, StableDiffusionXLPipeline
+from diffusers import (
+    DiffusionPipeline,
+    StableDiffusionImg2ImgPipeline,
+    StableDiffusionPipeline,
+    StableDiffusionXLPipeline,
+)
 from packaging.version import Version
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
@@ -23,7 +28,7 @@ _DTYPE = "dtype" if Version(diffusers.__version__) >= Version("0.40.0") else "to
 
 
 def build_pipeline(model: str, *, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> Any:
-    """A complete text-to-image pipeline of ``model`` with random weights, without any download.
+    """A complete pipeline of ``model`` with random weights, without any download.
 
     Every component has its real architecture; only the tokenizer's vocabulary is made up (single
     bytes), so that prompts cost the real 77 tokens. It can be saved and loaded again.
@@ -43,9 +48,12 @@ def build_pipeline(model: str, *, dtype: torch.dtype, device: torch.device | str
         components |= {"text_encoder_2": encoder, "tokenizer_2": build_tokenizer()}
         pipe = StableDiffusionXLPipeline(**components, add_watermarker=False)
     else:
-        pipe = StableDiffusionPipeline(
-            **components, safety_checker=None, feature_extractor=None, requires_safety_checker=False
+        kind = (
+            StableDiffusionImg2ImgPipeline
+            if model in configurations.IMAGE_TO_IMAGE
+            else StableDiffusionPipeline
         )
+        pipe = kind(**components, safety_checker=None, feature_extractor=None, requires_safety_checker=False)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 

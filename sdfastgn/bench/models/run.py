@@ -35,6 +35,10 @@ BUILDERS: dict[str, Callable[[BenchConfig], Workload]] = {
 }
 
 
+# Replays of each of a pipeline's graphs: a graph alone takes the same time again and again.
+GRAPH_REPEATS = 20
+
+
 @dataclass
 class Row:
     """One variant on one part. Times are None unless ``status`` is ``"ok"``.
@@ -45,7 +49,11 @@ class Row:
         its: iterations a second: UNet steps (also of a pipeline), or decodes of a VAE.
         images_s: of all processes together, by the slowest, where a launcher has started several.
         process_images_s: of each process.
-        peak_mib: MiB that the CUDA allocator held at most during the timed calls.
+        p99_ms: the 99th percentile; with few calls it is next to the slowest.
+        graphs_ms: of the CUDA graphs that a call of a pipeline replays, each timed alone.
+        steps: of a pipeline.
+        peak_mib: MiB that tensors held at most during the timed calls.
+        reserved_mib: MiB that the CUDA allocator took for them, memory of CUDA graphs included.
         error_eager: ||y - eager|| / ||eager||.
         error_fp32: the same against fp32 without TF32, where that was asked for.
         psnr_db: of a pipeline's images, against eager's.
@@ -84,6 +92,10 @@ class Row:
     profile_reason: str = ""
     psnr_fp32_db: float | None = None
     ssim_fp32: float | None = None
+    p99_ms: float | None = None
+    graphs_ms: float | None = None
+    reserved_mib: float | None = None
+    steps: int | None = None
 
 
 def _finite(value: float | None) -> float | None:
@@ -118,6 +130,18 @@ def _reference(config: BenchConfig, workload: Workload, images: dict[str, Any]) 
         return Reference(status=FAILED, reason=f"stock eager fails: {one_line(error)}")
     finally:
         _free(config.torch_device)
+
+
+def _stock(
+    config: BenchConfig, workload: Workload | None, images: dict[str, Any]
+) -> tuple[Workload, Reference]:
+    """The workload, built if there is none, and stock's output. What does not fit fails as stock's call."""
+    try:
+        workload = workload or BUILDERS[config.part](config)
+    except torch.OutOfMemoryError as error:
+        reason = f"stock eager fails: {one_line(error)}"
+        return Workload(None, lambda: None, None), Reference(status=FAILED, reason=reason)
+    return workload, _reference(config, workload, images)
 
 
 def _no_graph_reason(config: BenchConfig, variant: Variant) -> str:
@@ -206,7 +230,10 @@ def _measure(
         row.note = variant.describe(workload.target)
         row.ready_s = stock.first_call_s if variant.name == "eager" else prepare_s + call_s
         row.median_ms, row.p10_ms, row.p90_ms = timed.median_ms, timed.p10_ms, timed.p90_ms
-        row.peak_mib = timed.peak_mib
+        row.p99_ms, row.peak_mib, row.reserved_mib = timed.p99_ms, timed.peak_mib, timed.reserved_mib
+        if config.part == "pipeline" and device.type == "cuda":
+            repeats = min(config.repeats, GRAPH_REPEATS)
+            row.graphs_ms = timing.time_graphs(workload.call, device, repeats=repeats)
         row.its = 1e3 * (config.steps if config.part == "pipeline" else 1) / timed.median_ms
         if workload.memory is not None:
             row.saved_mib, row.step_mib = workload.memory()
@@ -220,14 +247,15 @@ def _attempt(
     config: BenchConfig, variant: Variant, workload: Workload, stock: Reference, meeting: Meeting
 ) -> Row:
     what = (config.model, config.part, config.size, config.batch, config.dtype, variant.name)
+    steps = config.steps if config.part == "pipeline" else None
     if (reason := variant.available(config.torch_device)) is not None:
-        return Row(*what, UNAVAILABLE, reason)
-    row = Row(*what, stock.status, stock.reason)
+        return Row(*what, UNAVAILABLE, reason, steps=steps)
+    row = Row(*what, stock.status, stock.reason, steps=steps)
     if stock.status == OK:
         try:
             _measure(row, config, variant, workload, stock, meeting)
         except Exception as error:  # a variant that breaks is a row of the table, without times
-            row = Row(*what, FAILED, one_line(error))
+            row = Row(*what, FAILED, one_line(error), steps=steps)
         finally:
             _free(config.torch_device)
     return row
@@ -255,9 +283,7 @@ def run(
         torch.no_grad(),
     ):
         timing.spin_up(device)
-        if workload is None:
-            workload = BUILDERS[config.part](config)
-        stock = _reference(config, workload, {} if images is None else images)
+        workload, stock = _stock(config, workload, {} if images is None else images)
         rows = []
         for variant in variants:
             on_variant(variant.name)

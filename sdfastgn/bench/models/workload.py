@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -150,6 +151,19 @@ def build_vae(config: BenchConfig) -> Workload:
     return workload_of(vae.eval(), latents, lambda vae, latents: vae.decode(latents, return_dict=False)[0])
 
 
+def _start(config: BenchConfig, pipe: Any) -> dict[str, Any]:
+    """What a pipeline starts from: noise, or images of noise that all steps change."""
+    # Drawn in fp32: PyTorch's generators give other numbers in fp16, and the fp32 reference would be
+    # another image.
+    where = {"dtype": pipe.unet.dtype, "device": config.device, "seed": config.seed}
+    if "strength" in inspect.signature(pipe.__call__).parameters:
+        images = model_inputs.randn(config.batch, 3, config.size, config.size, **where)
+        return {"image": images.sigmoid(), "strength": 1.0}
+    pixels = config.size // pipe.vae_scale_factor
+    noise = model_inputs.randn(config.batch, pipe.unet.config.in_channels, pixels, pixels, **where)
+    return {"latents": noise, "height": config.size, "width": config.size}
+
+
 def build_pipeline(config: BenchConfig) -> Workload:
     """From prompt to image."""
     pipe = load(config)
@@ -164,19 +178,11 @@ def build_pipeline(config: BenchConfig) -> Workload:
     distilled = getattr(pipe.unet.config, "time_cond_proj_dim", None)
     guidance = {} if distilled else {"guidance_scale": config.guidance}
 
-    pixels = config.size // pipe.vae_scale_factor
-    shape = (config.batch, pipe.unet.config.in_channels, pixels, pixels)
-
     def call() -> Any:
-        # Drawn in fp32: PyTorch's generators give other numbers in fp16, and the fp32 reference would
-        # be another image.
-        noise = model_inputs.randn(*shape, dtype=pipe.unet.dtype, device=config.device, seed=config.seed)
         return pipe(
             prompt=[config.prompt] * config.batch,
-            latents=noise,
             num_inference_steps=config.steps,
-            height=config.size,
-            width=config.size,
+            **_start(config, pipe),
             # For schedulers that draw more; a CPU generator gives the same on every device.
             generator=torch.Generator("cpu").manual_seed(config.seed),
             output_type="np",

@@ -17,9 +17,11 @@ from pathlib import Path
 from sdfastgn.bench.kernels.suite import INFERENCE
 from sdfastgn.bench.kernels.suites import SUITES
 from sdfastgn.bench.tables.end_to_end import headline_markdown, peer_markdown, results_markdown
+from sdfastgn.bench.tables.host import host_calls_markdown
 from sdfastgn.bench.tables.kernels import extras_markdown, host_markdown, suite_markdown
 from sdfastgn.bench.tables.profile import profile_markdown
 from sdfastgn.bench.tables.results import presets_markdown, processes_markdown
+from sdfastgn.bench.tables.sweeps import batches_markdown, latency_markdown
 from sdfastgn.bench.tables.warm_up import warm_up_markdown
 
 TABLES: dict[str, Callable[[Path], str]] = {
@@ -30,6 +32,9 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "presets": presets_markdown,
     "processes": processes_markdown,
     "profile": profile_markdown,
+    "batches": batches_markdown,
+    "latency": latency_markdown,
+    "host_calls": host_calls_markdown,
     "kernels": functools.partial(suite_markdown, SUITES[INFERENCE]),
     "producers": functools.partial(extras_markdown, SUITES[INFERENCE]),
     "host": functools.partial(host_markdown, SUITES[INFERENCE]),

@@ -22,7 +22,7 @@ from sdfastgn.bench.terminal import Blocks
 
 FLOOR_NAMES = " + ".join(FLOOR)
 
-MODEL_LABELS = {"sd15": "SD1.5", "sdxl": "SDXL"}
+MODEL_LABELS = {"sd15": "SD1.5", "sdxl": "SDXL", "lcm": "LCM", "sd_turbo": "SD-Turbo"}
 PART_LABELS = {"unet": "UNet step", "vae": "VAE decode", "pipeline": "pipeline", "train": "training step"}
 
 # C++ templates make names of a thousand characters; the JSON has them whole.

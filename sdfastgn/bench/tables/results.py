@@ -30,7 +30,7 @@ from sdfastgn.bench.tables.warm_up import warm_up_table
 from sdfastgn.bench.terminal import Blocks
 
 # Kinds of results that hold rows of ``bench``.
-BENCH_KINDS = ("end_to_end", "profile", "preset", "processes")
+BENCH_KINDS = ("end_to_end", "profile", "preset", "processes", "sweep")
 OTHER_MACHINE = "other machine"
 # Settings of a preset that change no number.
 _FREE_SETTINGS = ("repeats",)
@@ -54,7 +54,8 @@ def _part_of(row: Row, content: dict[str, Any]) -> dict[str, Any]:
     """The config that a row was measured with; empty where the run does not tell."""
     names = ("model", "part", "size", "batch", "dtype")
     parts = content["config"].get("parts", [])
-    return next((each for each in parts if all(each[name] == getattr(row, name) for name in names)), {})
+    found = [each for each in parts if all(each[name] == getattr(row, name) for name in names)]
+    return next((each for each in found if row.steps in (None, each["steps"])), {})
 
 
 def case_title(row: Row, content: dict[str, Any]) -> str:

@@ -38,6 +38,7 @@ from sdfastgn.patches.core.fusion import (
     is_unhooked,
     register_fused,
     restore_class,
+    stock_class,
 )
 from sdfastgn.patches.core.hooks import remove_hooks
 from sdfastgn.patches.core.statistics import take_statistics
@@ -139,7 +140,8 @@ def _activation_of_pass(act: nn.Module) -> str | None:
 
 def arm(parent: Any, args: Any) -> None:
     """Forward pre-hook of the parent, whose class other code may have changed: its forward counts."""
-    if not torch.compiler.is_compiling() and type(parent).forward in _FORWARDS:
+    runs_it = type(parent).forward in _FORWARDS or stock_class(parent) in PARENTS
+    if runs_it and not torch.compiler.is_compiling():
         _hand_off.armed[id(parent.conv_norm_out)] = parent.conv_act
 
 
@@ -172,7 +174,7 @@ class _NormOutFusion:
             activation_reason(act, *_PASS)
             or foreign_override(norm)
             or foreign_override(act)
-            or unknown_source(_SOURCES[type(module)])
+            or unknown_source(_SOURCES[stock_class(module)])
         )
 
     def apply(self, module: Any) -> None:

@@ -115,6 +115,13 @@ def _timesteps_on_host(scheduler: Any) -> Iterator[None]:
         scheduler.timesteps = table
 
 
+def _copies_to_it(stock: Any, generator: Any) -> bool:
+    """True if a step copies to the GPU. To look at every call for that costs as much as the step."""
+    generators = generator if isinstance(generator, list) else [generator]
+    on_host = any(isinstance(each, torch.Generator) and each.device.type == "cpu" for each in generators)
+    return on_host or stock is UniPCMultistepScheduler
+
+
 def _is_recorded() -> bool:
     """True while a graph of the call is made, in which timesteps are arguments."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
@@ -130,7 +137,11 @@ def _overrides(stock: Any) -> dict[str, Any]:
                 kwargs["timestep"] = _on_host(self, kwargs["timestep"])
             elif len(args) > 1:
                 args = (args[0], _on_host(self, args[1]), *args[2:])
-        with PinnedCopies(), _timesteps_on_host(self) if stock is LCMScheduler else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            if _copies_to_it(stock, kwargs.get("generator")):
+                stack.enter_context(PinnedCopies())
+            if stock is LCMScheduler:
+                stack.enter_context(_timesteps_on_host(self))
             return stock.step(self, *args, **kwargs)
 
     @functools.wraps(stock.set_timesteps)

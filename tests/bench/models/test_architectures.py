@@ -20,6 +20,9 @@ def parameters(module: nn.Module) -> int:
         pytest.param(architectures.build_unet, "sdxl", 2_567_463_684, id="unet-sdxl"),
         pytest.param(architectures.build_vae, "sd15", 83_653_863, id="vae-sd15"),
         pytest.param(architectures.build_vae, "sdxl", 83_653_863, id="vae-sdxl"),
+        pytest.param(architectures.build_unet, "lcm", 859_520_964 + 256 * 320, id="unet-lcm"),
+        pytest.param(architectures.build_unet, "sd_turbo", 865_910_724, id="unet-sd-turbo"),
+        pytest.param(architectures.build_vae, "sd_turbo", 2_445_063, id="vae-sd-turbo"),
     ],
 )
 def test_parameter_counts(build, model, count):

@@ -8,7 +8,10 @@ import torch
 
 from sdfastgn.bench.documents import OptionError
 from sdfastgn.bench.images import psnr
+from sdfastgn.bench.models import configurations
 from sdfastgn.bench.models.pipelines import build_pipeline, build_tokenizer, load_pipeline
+from sdfastgn.bench.models.run import run
+from sdfastgn.bench.models.variants import VARIANTS
 from sdfastgn.bench.models.workload import BenchConfig
 from sdfastgn.bench.models.workload import build_pipeline as build_workload
 
@@ -83,6 +86,33 @@ def test_the_fp32_pipeline_starts_from_the_same_noise(monkeypatch):
     half, full = found
     assert (half.dtype, full.dtype) == (torch.bfloat16, torch.float32)
     assert torch.equal(half, full.to(torch.bfloat16))
+
+
+FEW_STEPS = {
+    "lcm": ({"time_cond_proj_dim": 16}, "StableDiffusionPipeline", "AutoencoderKL"),
+    "sd_turbo": ({}, "StableDiffusionImg2ImgPipeline", "AutoencoderTiny"),
+}
+
+
+@pytest.mark.parametrize(("name", "changes", "kind", "vae"), [(k, *v) for k, v in FEW_STEPS.items()])
+def test_pipelines_of_few_steps(name, changes, kind, vae, monkeypatch):
+    for table in (configurations.UNETS, configurations.TEXT_ENCODERS):
+        monkeypatch.setitem(table, name, table["tiny"])
+    monkeypatch.setitem(configurations.UNETS, name, {**configurations.UNETS["tiny"], **changes})
+    if vae == "AutoencoderKL":
+        monkeypatch.setitem(configurations.VAES, name, configurations.VAES["tiny"])
+    config = BenchConfig(name, "pipeline", 64, 2, "fp32", "cpu", repeats=1, steps=2, guidance=0.0)
+    workload = build_workload(config)
+    assert type(workload.target).__name__ == kind
+    assert type(workload.target.vae).__name__ == vae
+    calls = []
+    workload.target.unet.register_forward_hook(lambda *call: calls.append(1))
+    images = workload.call()
+    assert images.shape == (2, 64, 64, 3)
+    assert len(calls) == 2  # as many as steps
+    assert np.array_equal(workload.call(), images)
+    (row,) = run(config, [VARIANTS["sdfastgn"]], workload=workload)
+    assert (row.status, row.reason, row.steps) == ("ok", "", 2)
 
 
 def test_large_batches_are_decoded_one_by_one(monkeypatch):

@@ -153,6 +153,19 @@ def test_no_step_reads_from_the_gpu_or_copies_from_pageable_memory(cls, config, 
     assert not waits_on_meta(applied(cls(**config)), **options)
 
 
+def test_noise_of_a_generator_for_each_image_waits_for_nothing():
+    def found(scheduler):
+        scheduler.set_timesteps(4, device="cpu")
+        timesteps = scheduler.timesteps
+        generators = [torch.Generator("cpu").manual_seed(seed) for seed in (1, 2)]
+        with Waits() as waits:
+            list(steps_of(scheduler, torch.empty(2, 4, 5, 3, device="meta"), timesteps, generator=generators))
+        return waits.found
+
+    assert found(EulerAncestralDiscreteScheduler())
+    assert not found(applied(EulerAncestralDiscreteScheduler()))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("cls", "config", "options"), SCHEDULERS)
 def test_steps_do_not_wait_for_the_gpu(cls, config, options):

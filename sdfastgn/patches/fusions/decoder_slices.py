@@ -1,0 +1,49 @@
+"""diffusers' VAE ``Decoder``: a large batch in slices, so that memory does not grow with it.
+
+Every convolution and norm works on each image by itself. One image of 1024^2 pixels keeps a GPU busy: an
+H200 decodes it in as much time as four of 512^2 one by one (``docs/benchmarks.md``). More at a time gains
+nothing, and each image needs activations of 256 channels at full resolution. Within a CUDA graph the
+slices use the same memory in turn.
+"""
+
+from __future__ import annotations
+
+import torch
+from diffusers.models.autoencoders.vae import Decoder
+from torch import Tensor
+
+from sdfastgn.kernels.common import dispatch
+from sdfastgn.patches.core.fusion import ClassSwap
+from sdfastgn.patches.core.tested_sources import tested
+
+__all__ = ["FUSION", "MOST_PIXELS", "FusedDecoder"]
+
+# Pixels of the images that are decoded at once; of a larger image one.
+MOST_PIXELS = 1024**2
+
+
+class FusedDecoder(Decoder):
+    """``Decoder``. sample (N, C, H, W) latents -> (N, 3, 8 H, 8 W) with as many levels as usual."""
+
+    def forward(self, sample: Tensor, latent_embeds: Tensor | None = None) -> Tensor:
+        most = None if latent_embeds is not None else self._images_at_once(sample)
+        if most is None or most >= len(sample):
+            return super().forward(sample, latent_embeds)
+        return torch.cat([super(FusedDecoder, self).forward(part) for part in sample.split(most)])
+
+    def _images_at_once(self, sample: Tensor) -> int | None:
+        """How many images are decoded together; None for all of them: outside of plain inference."""
+        if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch.is_grad_enabled():
+            return None
+        if sample.dim() != 4 or not dispatch.has_kernels(sample):
+            return None
+        scale = 2 ** (len(self.up_blocks) - 1)
+        return max(1, MOST_PIXELS // (sample.shape[2] * sample.shape[3] * scale**2))
+
+
+FUSION = ClassSwap(
+    "decoder_slices",
+    Decoder,
+    FusedDecoder,
+    sources=(tested(Decoder, forward="97047ade02b3933c 03f2b9f37b0d6cb9"),),
+)

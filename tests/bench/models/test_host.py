@@ -1,0 +1,69 @@
+"""What a pipeline does on the CPU: by function, stock and optimized."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from sdfastgn.bench.models.host import HostRow, profiled
+from sdfastgn.bench.tables.host import host_table
+from sdfastgn.bench.tables.pages import TABLES
+from tests.bench.tables.cases import SOURCE, save
+from tests.command_line import invoke
+
+
+def slow() -> None:
+    time.sleep(0.02)
+
+
+def fast() -> None:
+    slow_inside()
+
+
+def slow_inside() -> None:
+    time.sleep(0.005)
+
+
+def pipeline() -> None:
+    slow()
+    fast()
+
+
+def test_functions_by_their_time() -> None:
+    total, found = profiled(lambda: pipeline(), pipeline, repeats=2)
+    assert list(found) == ["slow", "fast"]  # what is below a function is within it
+    assert 20 <= found["slow"] < total
+    assert 5 <= found["fast"] < 20
+    assert total == pytest.approx(sum(found.values()), rel=0.1)
+
+
+def test_a_run_and_its_table(tmp_path: Path) -> None:
+    path = tmp_path / "host.json"
+    options = ("--model", "tiny", "--size", "32", "--device", "cpu", "--repeats", "2", "--json", str(path))
+    result = invoke("profile-host", *options)
+    assert result.exit_code == 0, result.output
+    content = json.loads(path.read_text())
+    assert content["kind"] == "host"
+    rows = [HostRow(**values) for values in content["rows"]]
+    assert [row.variant for row in rows] == ["eager", "sdfastgn"]
+    for row in rows:
+        assert {"encode_prompt", "postprocess", "_execution_device"} <= set(row.functions)
+        assert max(row.functions.values()) <= row.total_ms
+    # One walk over the modules, where upstream goes through each model's.
+    ours, stock = (row.functions["_execution_device"] for row in reversed(rows))
+    assert ours < stock
+    assert f"| {rows[0].variant} | {rows[1].variant} |" in TABLES["host_calls"](tmp_path)
+
+
+def test_the_table_leaves_out_what_takes_no_time(tmp_path: Path) -> None:
+    rows = [HostRow("eager", 30.0, {"decode": 12.0, "size": 0.01}), HostRow("sdfastgn", 9.0, {})]
+    assert host_table(rows).body == [
+        ["the image", "30", "9"],
+        ["`decode`", "12", "-"],
+    ]
+    part = {"model": "sdxl", "size": 512, "steps": 1, "dtype": "fp16"}
+    save(tmp_path, "host.json", "host", rows, config={"parts": [part]})
+    assert TABLES["host_calls"](tmp_path).endswith(f"SDXL pipeline 512², 1 steps, fp16. {SOURCE}")
