@@ -6,4 +6,4 @@ python scripts/time_warm_up.py --model sdxl --json benchmarks/h200/warm_up_sdxl.
 from sdfastgn.cli import main
 
 if __name__ == "__main__":
-    main(__doc__, "warm-up")
+    main(__doc__, "time-warm-up")

@@ -321,8 +321,27 @@ def profile_host(
     raise typer.Exit(code)
 
 
-@app.command(name="warm-up", hidden=True)
+@app.command(name="warm-up")
 def warm_up(
+    model: Annotated[str, typer.Argument(help=f"{', '.join(MODELS)}, a saved pipeline's path, or a Hub id")],
+    size: Annotated[
+        list[str] | None,
+        typer.Option("--size", help="of the images, 512 or 768x512; repeat for several; the model's own"),
+    ] = None,
+    batch: Annotated[int, typer.Option("--batch", help="images a call")] = 1,
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+) -> None:
+    """Compile a model's kernels into Triton's cache, which a container can then bring along."""
+    from sdfastgn.warm_up import run
+
+    with one_line_errors():
+        code = run(model=model, sizes=size or (), batch=batch, dtype=dtype, device=device)
+    raise typer.Exit(code)
+
+
+@app.command(name="time-warm-up", hidden=True)
+def time_warm_up(
     model: ModelOption = "sdxl",
     size: SizeOption = None,
     new_size: Annotated[int | None, typer.Option(help="of the UNet steps after the images")] = None,

@@ -86,12 +86,18 @@ def check_kernels_ran(device: torch.device) -> None:
         raise RuntimeError(f"plain PyTorch ran and no kernel: {dispatch.why_off}")
 
 
+def triton_cache() -> Path:
+    """The folder where Triton keeps what it has compiled."""
+    home = Path(os.environ.get("TRITON_HOME") or Path.home())
+    return Path(os.environ.get("TRITON_CACHE_DIR") or home / ".triton" / "cache")
+
+
 def environment(device: torch.device, switches: dict[str, bool] | None = None) -> dict[str, Any]:
     """GPU, driver, versions, source, date and the global switches in force, as JSON-ready values.
 
     Call it before measuring: how full Triton's cache is decides what a first call costs.
     """
-    cache = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
+    cache = triton_cache()
     entries = sum(1 for _ in cache.iterdir()) if cache.is_dir() else 0
     return {
         **_gpu(device),

@@ -37,6 +37,8 @@ if triton is not None:
     import triton.language as tl
     from triton.language.extra.cuda import gdc_wait
 
+    from sdfastgn.kernels.common.activations import exp2
+
 __all__ = ["MAX_KEYS", "AttentionConfig", "attend_to_few", "attention_config", "fits"]
 
 MAX_KEYS = 128
@@ -125,11 +127,11 @@ if triton is not None:
         if TAIL > 0:
             more = _scores(q, last_key, HEAD, S, TAIL, scale)
             highest = tl.maximum(highest, tl.max(more, 1))
-        p = tl.exp2(scores - highest[:, None])
+        p = exp2(scores - highest[:, None])
         total = tl.sum(p, 1)
         y = tl.dot(p.to(value.dtype), value)
         if TAIL > 0:
-            p = tl.exp2(more - highest[:, None])
+            p = exp2(more - highest[:, None])
             total += tl.sum(p, 1)
             y = tl.dot(p.to(last_value.dtype), last_value, y)
         r = first + tl.arange(0, BLOCK_M)

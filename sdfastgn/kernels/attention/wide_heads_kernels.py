@@ -35,6 +35,8 @@ if triton is not None:
     import triton.language as tl
     from triton.language.extra.cuda import gdc_wait
 
+    from sdfastgn.kernels.common.activations import exp2
+
 __all__ = ["launch_wide_attention"]
 
 # --- kernels --------------------------------------------------------------------------------------
@@ -52,7 +54,7 @@ if triton is not None:
     def _write_weights(weights, scores, top, scale, c, pitch):
         """Writes exp2((scores - top) * scale), rounded, and returns what was written, in fp32."""
         # The difference before the product: exact where it is small, which is where the weight is not.
-        rounded = tl.exp2((scores - top) * scale).to(weights.dtype.element_ty)
+        rounded = exp2((scores - top) * scale).to(weights.dtype.element_ty)
         tl.store(weights + c, rounded, mask=c < pitch)
         return rounded.to(tl.float32)
 

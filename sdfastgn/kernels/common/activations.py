@@ -24,7 +24,7 @@ if triton is not None:
 
     from sdfastgn.kernels.common.tiles import PTX
 
-__all__ = ["ACTIVATIONS", "ACTIVATION_GRADS", "PAIRED", "activate", "activation_grad", "normal_cdf"]
+__all__ = ["ACTIVATIONS", "ACTIVATION_GRADS", "PAIRED", "activate", "activation_grad", "exp2", "normal_cdf"]
 
 # Neighbors in memory that one thread holds, at least, where pairs of them need no exchange.
 PAIRED = 8
@@ -70,10 +70,15 @@ ACTIVATION_GRADS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 if triton is not None:
 
     @triton.jit
-    def _exp2(x):
-        return tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
+    def exp2(x):
+        """2^x in fp32, 0 below 2^-126, by an instruction: ``tl.exp2`` links a library, which takes long."""
+        if PTX:
+            power = tl.inline_asm_elementwise(
+                "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+            )
+        else:
+            power = tl.exp2(x)
+        return power
 
     @triton.jit
     def _reciprocal(x):
@@ -92,7 +97,7 @@ if triton is not None:
         if not PTX:
             s = 1 / (1 + tl.exp(-z))
         elif PAIRS:
-            e = 1 + _exp2(tl.minimum(z * -1.4426950408889634, 60.0))
+            e = 1 + exp2(tl.minimum(z * -1.4426950408889634, 60.0))
             if len(e.shape) == 2:
                 a, b = tl.split(tl.reshape(e, (e.shape[0], e.shape[1] // 2, 2)))
             else:
@@ -100,7 +105,7 @@ if triton is not None:
             r = _reciprocal(a * b)
             s = tl.reshape(tl.join(r * b, r * a), e.shape)
         else:
-            s = _reciprocal(1 + _exp2(z * -1.4426950408889634))
+            s = _reciprocal(1 + exp2(z * -1.4426950408889634))
         return s
 
     @triton.jit
@@ -114,7 +119,7 @@ if triton is not None:
             # then exact to the last bit.
             t = tl.minimum(z * -1.4426950408889634, 126.0)
             low = tl.fma(z, -1.4426950216293335, -t) + z * -1.92596298909109e-08
-            e = _exp2(t)
+            e = exp2(t)
             e = tl.where(t < 126.0, tl.fma(e, low * 0.6931471805599453, e), e)
             s = _reciprocal(1 + e)
             rest = e * s
@@ -161,10 +166,7 @@ if triton is not None:
         """
         if HALF:
             e, t = z * z * -0.7213475204444817, 1 + 0.3 * tl.abs(z)
-            if PTX:
-                e, t = _exp2(e), _reciprocal(t)
-            else:
-                e, t = tl.exp2(e), 1 / t
+            e, t = exp2(e), _reciprocal(t) if PTX else 1 / t
             tail = 0.21603576202407757 - 0.0770970478463818 * t
             tail = -0.016946425204208193 + tail * t
             tail = 0.14419541896976898 + tail * t

@@ -24,10 +24,11 @@ wanted_kernels: contextvars.ContextVar[_Wanted | None] = contextvars.ContextVar(
 _MAX_THREADS = 16
 
 
-def rehearse(call: Callable[[], object], device: torch.device) -> None:
+def rehearse(call: Callable[[], object], device: torch.device) -> int:
     """Compile the kernels of ``call`` on ``device`` that are not compiled yet, in parallel threads.
 
     So what ``call`` computes is of no use. A kernel that cannot be compiled says so when it is launched.
+    Returns how many kernels they are; those that this process has launched before are not among them.
 
     Raises whatever ``call`` raises.
     """
@@ -51,6 +52,7 @@ def rehearse(call: Callable[[], object], device: torch.device) -> None:
         wait(done)
     finally:  # an interrupt waits for no more than what has begun
         pool.shutdown(cancel_futures=True)
+    return len(distinct)
 
 
 def _compile(launch: Any, dtypes: tuple[torch.dtype | None, ...], device: torch.device) -> None:

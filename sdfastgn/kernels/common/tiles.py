@@ -72,13 +72,13 @@ if triton is not None:
         return tl.arange(0, SIZE)[None, None, None, :]
 
     @triton.jit
-    def map_tile(pid, HW, C: tl.constexpr, BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr):
+    def map_tile(pid, HW, C, BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr):
         """(sample, channels, positions, channels-last and channels-first offsets) of an elementwise tile."""
-        COLUMNS: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
+        columns = tl.cdiv(C, BLOCK_C)
         tiles = tl.cdiv(HW, BLOCK_HW)
-        first_row = pid // COLUMNS % tiles * BLOCK_HW
-        n = (pid // COLUMNS // tiles).to(tl.int64)
-        c = pid % COLUMNS * BLOCK_C + tl.arange(0, BLOCK_C)
+        first_row = pid // columns % tiles * BLOCK_HW
+        n = (pid // columns // tiles).to(tl.int64)
+        c = pid % columns * BLOCK_C + tl.arange(0, BLOCK_C)
         row = tl.arange(0, BLOCK_HW)[:, None]
         last = (n * HW + first_row) * C + (row * C + c[None, :])
         first = n * C * HW + first_row + (row + c[None, :].to(tl.int64) * HW)

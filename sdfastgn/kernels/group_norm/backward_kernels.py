@@ -183,14 +183,12 @@ if triton is not None:
         TILE: tl.constexpr = (LANES if CHANNELS_LAST else BLOCK) * STEPS
         REDUCED: tl.constexpr = LANE_AXIS if CHANNELS_LAST else 3
         if CHANNELS_LAST:
-            n, chunk, c, position, x_offsets, _, _ = rows_of_channels(
-                HW, rows, chunks, False, C, C, LANES, WARPS, STEPS, BLOCK
-            )
+            n, chunk, c, position, row = rows_of_channels(HW, rows, chunks, C, LANES, WARPS, STEPS, BLOCK)
+            x_offsets = row * C + (position * C + c)
         else:
             HW, rows = multiple_of(HW, HW_FACTOR), multiple_of(rows, HW_FACTOR)
-            n, chunk, c, position, x_offsets, _, _ = positions_of_channels(
-                HW, rows, chunks, C, WARPS, STEPS, BLOCK
-            )
+            n, chunk, c, position, start = positions_of_channels(HW, rows, chunks, C, WARPS, STEPS, BLOCK)
+            x_offsets = start + position
         first = chunk.to(tl.int64) * rows
         dy_offsets = x_offsets
         if DY_LAST and not CHANNELS_LAST:

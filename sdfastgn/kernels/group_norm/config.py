@@ -123,6 +123,11 @@ class ApplyConfig:
     block_c: int
     num_warps: int
 
+    @property
+    def few(self) -> bool:
+        """True if there are so few tiles that registers do not limit the programs at a time."""
+        return self.num_warps == _APPLY_WARPS_OF_FEW_TILES
+
 
 @dataclass(frozen=True)
 class MergeConfig:

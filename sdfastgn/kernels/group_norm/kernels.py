@@ -62,8 +62,9 @@ __all__ = ["apply_kernel", "channels_kernel", "merge_kernel", "small_kernel"]
 # --- kernels --------------------------------------------------------------------------------------
 
 if triton is not None:
-    # Sizes are not specialised on: a new resolution never compiles anything. What matters of them
-    # is passed as a constant.
+    # Sizes are not specialised on: a new resolution compiles little. What matters of them is passed
+    # as a constant. Channels are such a size where their number decides no tile: what the compiler
+    # has to know is which power of 2 divides it (``C_FACTOR``).
     _STRIDES = ["shift_stride", "ada_scale_stride", "ada_shift_stride"]
     # Square of the pivot's distance from the mean, over the variance, from which on the variance is
     # summed by itself.
@@ -245,9 +246,7 @@ if triton is not None:
         tl.store(y_ptr + base + last, y.to(y_ptr.dtype.element_ty), mask=mask)
 
     @triton.jit
-    def _partials(
-        base, plane, start, chunks, rows, HW, c, in_range, shift, C: tl.constexpr, BLOCK_P: tl.constexpr
-    ):
+    def _partials(base, plane, start, chunks, rows, HW, c, in_range, shift, C, BLOCK_P: tl.constexpr):
         """(mean + shift, M2, count) of the channels ``c`` in a block of chunks; count is 0 outside."""
         p = start + tl.arange(0, BLOCK_P)[:, None]
         count = tl.minimum(rows, HW - p.to(tl.int64) * rows).to(tl.int32)
@@ -264,41 +263,43 @@ if triton is not None:
         return tl.sum(partials, axis=0) if EACH_CHANNEL else tl.sum(tl.sum(partials, axis=1), axis=0)
 
     @triton.jit(
-        do_not_specialize=[*_STRIDES, "HW", "rows", "chunks", "plane", "table_offset", "table_plane", "eps"]
-    )
+        do_not_specialize=[
+            *_STRIDES, "C", "CHANNELS", "parts", "complete", "HW", "rows", "chunks", "plane", "table_offset",
+            "table_plane", "eps",
+        ]
+    )  # fmt: skip
     def merge_kernel(
         statistics_ptr, table_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr,
         ada_shift_ptr,
-        shift_stride, ada_scale_stride, ada_shift_stride, HW, rows, chunks, plane, table_offset, table_plane,
-        eps,
-        C: tl.constexpr, CHANNELS: tl.constexpr, EACH_CHANNEL: tl.constexpr, FOLD: tl.constexpr,
-        LOOP: tl.constexpr, PDL: tl.constexpr, COMPLETE: tl.constexpr, BLOCK_P: tl.constexpr,
-        BLOCK_C: tl.constexpr,
+        shift_stride, ada_scale_stride, ada_shift_stride, C, CHANNELS, parts, complete, HW, rows, chunks,
+        plane, table_offset, table_plane, eps,
+        EACH_CHANNEL: tl.constexpr, FOLD: tl.constexpr, LOOP: tl.constexpr, PDL: tl.constexpr,
+        C_FACTOR: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
     ):  # fmt: skip
         """Chan's formula over a group: statistics -> (scale, offset, mean) of each of its channels.
 
         ``CHANNELS`` of a sample a program: a group, or groups of one channel (``EACH_CHANNEL``).
-        ``COMPLETE``: x is, when this kernel starts.
+        ``parts``: programs of a sample. ``complete``: 1 if x is when this kernel starts, else 0.
 
         ``FOLD``, for 16-bit x: the mean goes into the offset, which saves the apply pass registers
         and a load. The offset is then rounded at the size of mean / deviation, as PyTorch's own is.
         A group of equal values would get an offset that is wrong by 0.5, so its scale is 0 and its
         offset stays as it is.
         """
-        PARTS: tl.constexpr = (C + CHANNELS - 1) // CHANNELS
+        C, CHANNELS = multiple_of(C, C_FACTOR), multiple_of(CHANNELS, C_FACTOR)
         part = tl.program_id(0)
-        n = (part // PARTS).to(tl.int64)
+        n = (part // parts).to(tl.int64)
         j = tl.arange(0, BLOCK_C)
-        first_c = part % PARTS * CHANNELS
+        first_c = part % parts * CHANNELS
         c = first_c + j
         in_range = (j < CHANNELS) & (c < C)
         base = statistics_ptr + n * chunks * C
         share = 1 / (HW.to(tl.float32) * (1 if EACH_CHANNEL else CHANNELS))
         if PDL:
-            if COMPLETE:
+            if complete != 0:
                 gdc_launch_dependents()
             gdc_wait()
-            if not COMPLETE:
+            if complete == 0:
                 gdc_launch_dependents()
         # Means are merged as deviations from the first: their sum is then exact to the data's last bit.
         pivot = tl.load(base + c, mask=in_range, other=0.0) if EACH_CHANNEL else tl.load(base + first_c)
@@ -342,16 +343,18 @@ if triton is not None:
             tl.store(out + 2 * table_plane, centre, mask=in_range)
         tl.store(out, scale, mask=in_range)
 
-    @triton.jit(do_not_specialize=["HW", "table_offset", "table_plane"])
+    @triton.jit(do_not_specialize=["C", "activates", "HW", "table_offset", "table_plane"])
     def apply_kernel(
         x_ptr, y_ptr, table_ptr,
-        HW, table_offset, table_plane,
-        C: tl.constexpr, CHANNELS_LAST: tl.constexpr, OUT_LAST: tl.constexpr, ACTIVATION: tl.constexpr,
+        C, activates, HW, table_offset, table_plane,
+        CHANNELS_LAST: tl.constexpr, OUT_LAST: tl.constexpr, ACTIVATION: tl.constexpr, OPTIONAL: tl.constexpr,
         PAIRS: tl.constexpr, FOLD: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
-        HW_FACTOR: tl.constexpr, BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr,
+        C_FACTOR: tl.constexpr, HW_FACTOR: tl.constexpr, BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr,
     ):  # fmt: skip
+        """``OPTIONAL``: the activation is left out where ``activates`` is 0, and not 1."""
         # Last rows first: they are what the statistics pass left in L2.
         pid = tl.num_programs(0) - 1 - tl.program_id(0)
+        C = multiple_of(C, C_FACTOR)
         if not (CHANNELS_LAST and OUT_LAST):
             HW = multiple_of(HW, HW_FACTOR)
         n, c, position, last, first = map_tile(pid, HW, C, BLOCK_HW, BLOCK_C)
@@ -369,5 +372,10 @@ if triton is not None:
         offset = tl.load(table + table_plane, mask=in_range)
         if not FOLD:
             x -= tl.load(table + 2 * table_plane, mask=in_range)[None, :]
-        y = activate(x * scale[None, :] + offset[None, :], ACTIVATION, PAIRS)
+        y = x * scale[None, :] + offset[None, :]
+        if OPTIONAL:
+            if activates != 0:
+                y = activate(y, ACTIVATION, PAIRS)
+        else:
+            y = activate(y, ACTIVATION, PAIRS)
         tl.store(y_ptr + (last if OUT_LAST else first), y.to(y_ptr.dtype.element_ty), mask=mask)

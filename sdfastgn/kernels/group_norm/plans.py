@@ -12,7 +12,7 @@ from sdfastgn.kernels.common import gpu
 from sdfastgn.kernels.common.activations import PAIRED
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.common.layout import dense, dense_is_channels_last, empty_dense_like, is_dense
-from sdfastgn.kernels.common.sizes import ceil_div, row_factor, tile_constants
+from sdfastgn.kernels.common.sizes import ceil_div, row_factor, tile_constants, vector_width
 from sdfastgn.kernels.group_norm import kernels
 from sdfastgn.kernels.group_norm.config import (
     ApplyConfig,
@@ -158,19 +158,17 @@ def _merge(call: GroupNormCall, tile: MergeConfig, chunks: int, numbers: tuple[i
     N, C = call.x.shape[:2]
     pdl = gpu.has_programmatic_launch(call.x.device)
     constants = {
-        "C": C,
-        "CHANNELS": tile.channels,
         "EACH_CHANNEL": tile.each_channel,
         "FOLD": call.x.dtype != torch.float32,
         "LOOP": chunks > tile.block_p,
         "PDL": pdl,
-        "COMPLETE": call.statistics is None,
+        "C_FACTOR": vector_width(4, C, tile.channels),
         "BLOCK_P": tile.block_p,
         "BLOCK_C": tile.block_c,
     }
-    programs = N * ceil_div(C, tile.channels)
-    numbers = (*_strides(call), *numbers)
-    return Launch(kernels.merge_kernel, programs, numbers, constants, tile.num_warps, pdl=pdl)
+    parts = ceil_div(C, tile.channels)
+    numbers = (*_strides(call), C, tile.channels, parts, int(call.statistics is None), *numbers)
+    return Launch(kernels.merge_kernel, N * parts, numbers, constants, tile.num_warps, pdl=pdl)
 
 
 def _apply(call: GroupNormCall, blocks: ApplyConfig, channels_last: bool, numbers: tuple[int, ...]) -> Launch:
@@ -179,20 +177,25 @@ def _apply(call: GroupNormCall, blocks: ApplyConfig, channels_last: bool, number
     pdl = gpu.has_programmatic_launch(call.x.device)
     folds = call.x.dtype != torch.float32
     out_last = channels_last or call.tokens
+    # A norm without activation shares SiLU's kernel where tiles are few; where they are many, a
+    # program more a multiprocessor counts, and a branch takes registers.
+    optional = blocks.few and call.activation in ("identity", "silu")
     constants = {
-        "C": C,
         "CHANNELS_LAST": channels_last,
         "OUT_LAST": out_last,
-        "ACTIVATION": call.activation,
+        "ACTIVATION": "silu" if optional else call.activation,
+        "OPTIONAL": optional,
         "PAIRS": folds and channels_last and blocks.block_c >= PAIRED,
         "FOLD": folds,
         "EVEN": C % blocks.block_c == 0 and HW % blocks.block_hw == 0,
         "PDL": pdl,
+        "C_FACTOR": vector_width(call.x.itemsize, C),
         "HW_FACTOR": row_factor(channels_last and out_last, HW),
         "BLOCK_HW": blocks.block_hw,
         "BLOCK_C": blocks.block_c,
     }
     programs = N * ceil_div(C, blocks.block_c) * ceil_div(HW, blocks.block_hw)
+    numbers = (C, int(call.activation != "identity"), *numbers)
     return Launch(kernels.apply_kernel, programs, numbers, constants, blocks.num_warps, pdl=pdl)
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from sdfastgn.kernels.common import gpu
 from sdfastgn.kernels.common.launch import Launch
-from sdfastgn.kernels.common.sizes import row_factor, tile_constants
+from sdfastgn.kernels.common.sizes import row_factor, tile_constants, vector_width
 from sdfastgn.kernels.common.tiles import triton
 from sdfastgn.kernels.statistics.config import StatisticsConfig, statistics_config
 
@@ -59,8 +59,7 @@ if triton is not None:
     @triton.jit
     def _tile(
         x_ptr, residual_ptr, bias_ptr, tail_ptr, y_ptr,
-        bias, scale, x_offsets, tail_offsets, y_offsets, c, mask,
-        HEAD: tl.constexpr,
+        bias, scale, x_offsets, tail_offsets, y_offsets, c, HEAD, mask,
     ):  # fmt: skip
         """One tile in fp32: of x, of (x + residual + bias) * scale, or of cat(x, tail); stored at y,
         and rounded as it is stored.
@@ -82,39 +81,41 @@ if triton is not None:
 
     @triton.jit
     def rows_of_channels(
-        HW, rows, chunks,
-        has_tail: tl.constexpr, C: tl.constexpr, HEAD: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr,
-        STEPS: tl.constexpr, BLOCK: tl.constexpr,
+        HW, rows, chunks, C,
+        LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        """Channels-last: (sample, chunk, channel, position in the chunk, offsets in x, in the tail and
-        in y) of this program's tile.
+        """Channels-last: (sample, chunk, channel, position in the chunk, the chunk's first row) of this
+        program's tile. Rows are those of all samples, in int64; channel and position are int32.
         """
-        COLUMNS: tl.constexpr = (C + BLOCK - 1) // BLOCK
+        columns = tl.cdiv(C, BLOCK)
         programs = tl.cdiv(chunks, WARPS)
-        n = (tl.program_id(0) // COLUMNS // programs).to(tl.int64)
-        chunk = tl.program_id(0) // COLUMNS % programs * WARPS + along_warps(WARPS)
-        c = tl.program_id(0) % COLUMNS * BLOCK + along_block(BLOCK)
+        n = (tl.program_id(0) // columns // programs).to(tl.int64)
+        chunk = tl.program_id(0) // columns % programs * WARPS + along_warps(WARPS)
+        c = tl.program_id(0) % columns * BLOCK + along_block(BLOCK)
         position = along_steps(STEPS) * LANES + along_lanes(LANES)
-        first = n * HW + chunk.to(tl.int64) * rows
-        x_offsets = first * HEAD + (position * HEAD + c)
-        tail_offsets = x_offsets
-        if has_tail:
-            tail_offsets = first * (C - HEAD) + (position * (C - HEAD) + c - HEAD)
-        return n, chunk, c, position, x_offsets, tail_offsets, first * C + (position * C + c)
+        return n, chunk, c, position, n * HW + chunk.to(tl.int64) * rows
 
     @triton.jit
     def positions_of_channels(
         HW, rows, chunks,
-        C: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
+        C, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        """Channels-first: the same."""
-        COLUMNS: tl.constexpr = (C + WARPS - 1) // WARPS
-        n = (tl.program_id(0) // COLUMNS // chunks).to(tl.int64)
-        chunk = tl.program_id(0) // COLUMNS % chunks + tl.zeros((1, 1, 1, 1), tl.int32)
-        c = tl.program_id(0) % COLUMNS * WARPS + along_warps(WARPS)
+        """Channels-first: the same, but for the offset of the chunk's first element instead of its row."""
+        columns = tl.cdiv(C, WARPS)
+        n = (tl.program_id(0) // columns // chunks).to(tl.int64)
+        chunk = tl.program_id(0) // columns % chunks + tl.zeros((1, 1, 1, 1), tl.int32)
+        c = tl.program_id(0) % columns * WARPS + along_warps(WARPS)
         position = along_steps(STEPS) * BLOCK + along_block(BLOCK)
-        x_offsets = (n * C + c) * HW + chunk.to(tl.int64) * rows + position
-        return n, chunk, c, position, x_offsets, x_offsets, x_offsets
+        return n, chunk, c, position, (n * C + c) * HW + chunk.to(tl.int64) * rows
+
+    @triton.jit
+    def _offsets(position, c, C, HEAD, CHANNELS_LAST: tl.constexpr):
+        """From a chunk's begin to a position and channel of it: in x, in the tail and in y."""
+        if CHANNELS_LAST:
+            x, tail, y = position * HEAD + c, position * (C - HEAD) + (c - HEAD), position * C + c
+        else:
+            x, tail, y = position, position, position
+        return x, tail, y
 
     @triton.jit
     def tile_mean(total, count, TILE: tl.constexpr, WHOLE: tl.constexpr):
@@ -149,29 +150,41 @@ if triton is not None:
         delta = s1 / total
         return mean + delta, tl.maximum(m2 - delta * delta * total, 0.0)
 
-    @triton.jit(do_not_specialize=["HW", "rows", "chunks", "plane", "scale"])
+    @triton.jit(do_not_specialize=["C", "HEAD", "biased", "HW", "rows", "chunks", "plane", "scale"])
     def _statistics_kernel(
         x_ptr, residual_ptr, bias_ptr, tail_ptr, y_ptr, statistics_ptr,
-        HW, rows, chunks, plane, scale,
-        C: tl.constexpr, HEAD: tl.constexpr, CHANNELS_LAST: tl.constexpr, EVEN: tl.constexpr,
-        WHOLE: tl.constexpr, LOOP: tl.constexpr, EXACT: tl.constexpr, HW_FACTOR: tl.constexpr,
-        PDL: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
+        C, HEAD, biased, HW, rows, chunks, plane, scale,
+        KNOWN_C: tl.constexpr, KNOWN_HEAD: tl.constexpr, CHANNELS_LAST: tl.constexpr, EVEN: tl.constexpr,
+        WHOLE: tl.constexpr, LOOP: tl.constexpr, EXACT: tl.constexpr, C_FACTOR: tl.constexpr,
+        HW_FACTOR: tl.constexpr, PDL: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr,
+        STEPS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         """x (N, HW, C) or (N, C, HW) -> y, and mean and M2 of each channel and chunk, where wanted.
 
-        ``HEAD``: channels of x, ``C``: of x and tail together.
+        ``C``: channels of x and tail together, ``HEAD``: of x; ``KNOWN_*``: where the compiler is to
+        know them, else 0. ``biased``: 1 if there is a bias in ``bias``, else 0.
         """
         TILE: tl.constexpr = (LANES if CHANNELS_LAST else BLOCK) * STEPS
         REDUCED: tl.constexpr = LANE_AXIS if CHANNELS_LAST else 3
+        C = KNOWN_C if KNOWN_C else multiple_of(C, C_FACTOR)
+        # One offset for x and y where they have the same channels.
+        HEAD = C if tail_ptr is None else KNOWN_HEAD if KNOWN_C else multiple_of(HEAD, C_FACTOR)
+        x_step = HEAD if CHANNELS_LAST else 1
+        y_step = C if CHANNELS_LAST else 1
         if CHANNELS_LAST:
-            n, chunk, c, position, x_offsets, tail_offsets, y_offsets = rows_of_channels(
-                HW, rows, chunks, tail_ptr is not None, C, HEAD, LANES, WARPS, STEPS, BLOCK
-            )
+            n, chunk, c, position, first = rows_of_channels(HW, rows, chunks, C, LANES, WARPS, STEPS, BLOCK)
         else:
             HW, rows = multiple_of(HW, HW_FACTOR), multiple_of(rows, HW_FACTOR)
-            n, chunk, c, position, x_offsets, tail_offsets, y_offsets = positions_of_channels(
-                HW, rows, chunks, C, WARPS, STEPS, BLOCK
-            )
+            n, chunk, c, position, first = positions_of_channels(HW, rows, chunks, C, WARPS, STEPS, BLOCK)
+        # Pointers move to the chunk in int64, offsets in it are int32: fewer registers.
+        x_offsets, tail_offsets, y_offsets = _offsets(position, c, C, HEAD, CHANNELS_LAST)
+        x_ptr += first * x_step
+        if residual_ptr is not None:
+            residual_ptr += first * x_step
+        if tail_ptr is not None:
+            tail_ptr += first * (C - HEAD)
+        if y_ptr is not None:
+            y_ptr += first * y_step
         count = tl.maximum(tl.minimum(rows, HW - chunk.to(tl.int64) * rows), 0).to(tl.int32)
         bias = 0.0
         if PDL:
@@ -179,13 +192,13 @@ if triton is not None:
             gdc_wait()
             gdc_launch_dependents()
         if bias_ptr is not None:
-            bias = tl.load(bias_ptr + c, mask=c < C, other=0.0).to(tl.float32)
+            bias = tl.load(bias_ptr + c, mask=c < C * biased, other=0.0).to(tl.float32)
         mask = None
         if not EVEN:
             mask = (position < count) & (c < C)
         x = _tile(
             x_ptr, residual_ptr, bias_ptr, tail_ptr, y_ptr, bias, scale, x_offsets, tail_offsets, y_offsets,
-            c, mask, HEAD,
+            c, HEAD, mask,
         )  # fmt: skip
         if statistics_ptr is not None:
             total = tl.sum(tl.sum(x, STEP_AXIS, keep_dims=True), REDUCED, keep_dims=True)
@@ -196,14 +209,12 @@ if triton is not None:
                 if not EVEN:
                     mask = (start + position < count) & (c < C)
                 x = _tile(
-                    x_ptr, residual_ptr, bias_ptr, tail_ptr, y_ptr, bias, scale,
-                    x_offsets + start * (HEAD if CHANNELS_LAST else 1), tail_offsets + start * (C - HEAD),
-                    y_offsets + start * (C if CHANNELS_LAST else 1), c, mask, HEAD,
+                    x_ptr, residual_ptr, bias_ptr, tail_ptr, y_ptr, bias, scale, x_offsets + start * x_step,
+                    tail_offsets + start * (C - HEAD), y_offsets + start * y_step, c, HEAD, mask,
                 )  # fmt: skip
                 if statistics_ptr is not None:
                     d1, d2 = _deviations(x, mean, mask)
-                    s1 += d1
-                    s2 += d2
+                    s1, s2 = s1 + d1, s2 + d2
         if statistics_ptr is not None:
             m2 = tl.sum(s2, REDUCED, keep_dims=True)
             if LOOP or EXACT:
@@ -211,9 +222,8 @@ if triton is not None:
                 mean, m2 = _corrected(mean, m2, tl.sum(s1, REDUCED, keep_dims=True), count)
             # Partials stay apart by warp: sums over warps cost more than merging more chunks later.
             out = statistics_ptr + (n * chunks + chunk) * C + c
-            mask = (chunk < chunks) & (c < C)
-            tl.store(out, mean, mask=mask)
-            tl.store(out + plane, m2, mask=mask)
+            tl.store(out, mean, mask=(chunk < chunks) & (c < C))
+            tl.store(out + plane, m2, mask=(chunk < chunks) & (c < C))
 
 
 class StatisticsLaunch:
@@ -225,6 +235,7 @@ class StatisticsLaunch:
         tail: channels of the second tensor of a concatenation.
         producer: the kernel writes the tensor whose statistics it takes.
         scale: factor of a sum.
+        has_bias: a bias is added too.
 
     ``shape`` is that of the statistics, ``chunks`` their P.
     """
@@ -232,7 +243,14 @@ class StatisticsLaunch:
     __slots__ = ("_launch", "chunks", "shape")
 
     def __init__(
-        self, x: Tensor, channels_last: bool, *, tail: int = 0, producer: bool = False, scale: float = 1.0
+        self,
+        x: Tensor,
+        channels_last: bool,
+        *,
+        tail: int = 0,
+        producer: bool = False,
+        scale: float = 1.0,
+        has_bias: bool = False,
     ) -> None:
         N, head = x.shape[:2]
         HW, C = math.prod(x.shape[2:]), head + tail
@@ -242,20 +260,24 @@ class StatisticsLaunch:
         self.chunks = config.chunks
         self.shape = (2, N, config.chunks, C)
         pdl = gpu.has_programmatic_launch(x.device)
+        loops = config.rows > config.tile_rows
+        # Sums, and loops over tiles, would hold offsets in registers: a program less a multiprocessor.
+        known = loops or (producer and not tail)
         constants = {
-            "C": C,
-            "HEAD": head,
+            "KNOWN_C": C if known else 0,
+            "KNOWN_HEAD": head if known else 0,
             "CHANNELS_LAST": channels_last,
             "EVEN": not tail and is_even(config, C, HW, channels_last),
             "WHOLE": has_whole_tiles(config, HW),
-            "LOOP": config.rows > config.tile_rows,
+            "LOOP": loops,
             "EXACT": x.dtype == torch.float32,
+            "C_FACTOR": vector_width(x.itemsize, C, head),
             "HW_FACTOR": row_factor(channels_last, HW, config.rows),
             "PDL": pdl,
             **tile_constants(config),
         }
         programs = config.programs(N, C, channels_last)
-        numbers = (HW, config.rows, config.chunks, N * config.chunks * C, scale)
+        numbers = (C, head, int(has_bias), HW, config.rows, config.chunks, N * config.chunks * C, scale)
         self._launch = Launch(_statistics_kernel, programs, numbers, constants, config.num_warps, pdl=pdl)
 
     def on_stream(self, stream: int, x: Tensor, statistics: Tensor) -> None:
@@ -272,6 +294,8 @@ class StatisticsLaunch:
         tail: Tensor | None = None,
         y: Tensor | None = None,
     ) -> None:
+        if residual is not None and bias is None:
+            bias = x  # any memory: no channel of it is read, and sums with and without one share a kernel
         self._launch.run(x, residual, bias, tail, y, statistics)
 
 

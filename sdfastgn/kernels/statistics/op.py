@@ -112,7 +112,8 @@ def add_kernel(
         if whole is not x or like is not residual or has_gaps:
             bias = None if bias is None else bias.contiguous()
             return add_kernel(whole, like, bias, scale, emits=emits, out=out)
-        launch = StatisticsLaunch(x, is_channels_last(x), producer=True, scale=scale)
+        options: dict[str, Any] = {"scale": scale, "has_bias": bias is not None}
+        launch = StatisticsLaunch(x, is_channels_last(x), producer=True, **options)
         _launches[key] = launch
     y = torch.empty_like(x) if out is None else out
     statistics = torch.empty(launch.shape, dtype=torch.float32, device=x.device) if emits else None

@@ -18,7 +18,7 @@ from sdfastgn.kernels.common import gpu
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.common.layout import is_channels_last
 from sdfastgn.kernels.common.plan_cache import PlanCache
-from sdfastgn.kernels.common.sizes import tile_constants
+from sdfastgn.kernels.common.sizes import tile_constants, vector_width
 from sdfastgn.kernels.common.tiles import triton
 from sdfastgn.kernels.statistics.config import statistics_config
 from sdfastgn.kernels.statistics.kernels import is_even
@@ -28,7 +28,7 @@ if triton is not None:
     import triton.language as tl
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-    from sdfastgn.kernels.common.tiles import LANE_AXIS, STEP_AXIS
+    from sdfastgn.kernels.common.tiles import LANE_AXIS, STEP_AXIS, multiple_of
     from sdfastgn.kernels.statistics.kernels import rows_of_channels, tile_mean
     from sdfastgn.kernels.upsample.nearest_kernels import tile_of_pixels
 
@@ -44,7 +44,7 @@ if triton is not None:
         return w0, w1 + w2, w0 + w1, w2
 
     @triton.jit
-    def _store_phases(out, plane, w0, w1, w2, mask, B: tl.constexpr, S: tl.constexpr, C: tl.constexpr):
+    def _store_phases(out, plane, w0, w1, w2, mask, B: tl.constexpr, S: tl.constexpr, C):
         """Column tap S of phases (0, B) and (1, B), from the three rows of that tap. ``plane``:
         elements from a phase to the next.
         """
@@ -55,21 +55,22 @@ if triton is not None:
         tl.store(out + (2 + B) * plane + (2 + S) * C, second1.to(out.dtype.element_ty), mask=mask)
 
     @triton.jit
-    def _row_of_weights(weight, mask, TAP: tl.constexpr):
+    def _row_of_weights(weight, mask, TAP):
         """The column taps of the two phases, of one row of the 3 x 3 weights."""
         w0 = tl.load(weight, mask=mask).to(tl.float32)
         w1 = tl.load(weight + TAP, mask=mask).to(tl.float32)
         w2 = tl.load(weight + 2 * TAP, mask=mask).to(tl.float32)
         return _two_phases(w0, w1, w2)
 
-    @triton.jit(do_not_specialize=["C_out"])
+    @triton.jit(do_not_specialize=["C_out", "C"])
     def _phase_weights_kernel(
         weight_ptr, out_ptr,
-        C_out,
-        C: tl.constexpr, CHANNELS_LAST: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+        C_out, C,
+        CHANNELS_LAST: tl.constexpr, EVEN: tl.constexpr, C_FACTOR: tl.constexpr, PDL: tl.constexpr,
         BLOCK_O: tl.constexpr, BLOCK_C: tl.constexpr,
     ):  # fmt: skip
-        TAP: tl.constexpr = C if CHANNELS_LAST else 1
+        C = multiple_of(C, C_FACTOR)
+        TAP = C if CHANNELS_LAST else 1
         first, i, c = tile_of_pixels(C, BLOCK_O, BLOCK_C)
         mask = None
         if not EVEN:
@@ -89,7 +90,7 @@ if triton is not None:
         _store_phases(out, plane, a3, b3, c3, mask, 1, 1, C)
 
     @triton.jit
-    def _phase_offset(n, i, j, H, W, C: tl.constexpr):
+    def _phase_offset(n, i, j, H, W, C):
         """Offset in t of the first channel of pixel (i, j) of y."""
         return ((n * (H + 1) + (i + 1) // 2) * (W + 1) + (j + 1) // 2) * (4 * C) + (i % 2 * 2 + j % 2) * C
 
@@ -118,7 +119,7 @@ if triton is not None:
         tl.store(y_ptr + (first + i) * C + c, y.to(y_ptr.dtype.element_ty), mask=mask)
 
     @triton.jit
-    def _tile_of_y(t_ptr, y_ptr, bias, n, pixel, y_offsets, c, mask, H, W, C: tl.constexpr):
+    def _tile_of_y(t_ptr, y_ptr, bias, n, pixel, y_offsets, c, mask, H, W, C):
         """One tile of y, stored, and in fp32 as it was rounded; zero where it is masked."""
         t = t_ptr + _phase_offset(n, pixel // (2 * W), pixel % (2 * W), H, W, C) + c
         y = (tl.load(t, mask=mask).to(tl.float32) + bias).to(y_ptr.dtype.element_ty)
@@ -131,18 +132,18 @@ if triton is not None:
         d = y - mean
         return d if mask is None else tl.where(mask, d, 0.0)
 
-    @triton.jit(do_not_specialize=["HW", "rows", "chunks", "plane", "H", "W"])
+    @triton.jit(do_not_specialize=["C", "HW", "rows", "chunks", "plane", "H", "W"])
     def _interleave_statistics_kernel(
         t_ptr, bias_ptr, y_ptr, statistics_ptr,
-        HW, rows, chunks, plane, H, W,
-        C: tl.constexpr, EVEN: tl.constexpr, LOOP: tl.constexpr, PDL: tl.constexpr, LANES: tl.constexpr,
-        WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
+        C, HW, rows, chunks, plane, H, W,
+        KNOWN_C: tl.constexpr, EVEN: tl.constexpr, LOOP: tl.constexpr, C_FACTOR: tl.constexpr,
+        PDL: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         """The same, with mean and M2 of each channel and chunk of y. HW: pixels of y."""
+        C = KNOWN_C if KNOWN_C else multiple_of(C, C_FACTOR)
         TILE: tl.constexpr = LANES * STEPS
-        n, chunk, c, position, _, _, y_offsets = rows_of_channels(
-            HW, rows, chunks, False, C, C, LANES, WARPS, STEPS, BLOCK
-        )
+        n, chunk, c, position, first = rows_of_channels(HW, rows, chunks, C, LANES, WARPS, STEPS, BLOCK)
+        y_offsets = first * C + (position * C + c)
         count = tl.maximum(tl.minimum(rows, HW - chunk * rows), 0)
         pixel = chunk * rows + position
         bias = 0.0
@@ -193,10 +194,11 @@ def launch_phase_weights(weight: Tensor, phases: Tensor) -> None:
         config = weights_config(C_out, C)
         pdl = gpu.has_programmatic_launch(weight.device)
         constants = {
-            "C": C, "CHANNELS_LAST": channels_last, "EVEN": config.even, "PDL": pdl,
-            "BLOCK_O": config.block_rows, "BLOCK_C": config.block_c,
+            "CHANNELS_LAST": channels_last, "EVEN": config.even, "C_FACTOR": vector_width(weight.itemsize, C),
+            "PDL": pdl, "BLOCK_O": config.block_rows, "BLOCK_C": config.block_c,
         }  # fmt: skip
-        found = Launch(_phase_weights_kernel, config.programs, (C_out,), constants, config.num_warps, pdl=pdl)
+        numbers = (C_out, C)
+        found = Launch(_phase_weights_kernel, config.programs, numbers, constants, config.num_warps, pdl=pdl)
         _launches[key] = found
     found.run(weight, phases)
 
@@ -237,10 +239,11 @@ def _interleave_with_statistics(y: Tensor) -> Launch:
     N, C, H, W = y.shape
     config = statistics_config(N, C, H * W, True, gpu.num_sms(y.device), kind="write")
     pdl = gpu.has_programmatic_launch(y.device)
+    loops = config.rows > config.tile_rows  # where the compiler knows C, as in ``StatisticsLaunch``
     constants = {
-        "C": C, "EVEN": is_even(config, C, H * W, True), "LOOP": config.rows > config.tile_rows, "PDL": pdl,
-        **tile_constants(config),
+        "KNOWN_C": C if loops else 0, "EVEN": is_even(config, C, H * W, True), "LOOP": loops,
+        "C_FACTOR": vector_width(y.itemsize, C), "PDL": pdl, **tile_constants(config),
     }  # fmt: skip
-    numbers = (H * W, config.rows, config.chunks, N * config.chunks * C, H // 2, W // 2)
+    numbers = (C, H * W, config.rows, config.chunks, N * config.chunks * C, H // 2, W // 2)
     programs = config.programs(N, C, True)
     return Launch(_interleave_statistics_kernel, programs, numbers, constants, config.num_warps, pdl=pdl)

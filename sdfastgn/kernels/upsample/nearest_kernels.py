@@ -32,12 +32,12 @@ __all__ = ["launch_upsample", "launch_upsample_grad", "tile_of_pixels"]
 if triton is not None:
 
     @triton.jit
-    def tile_of_pixels(C: tl.constexpr, BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr):
+    def tile_of_pixels(C, BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr):
         """(first pixel, (BLOCK_HW, 1) pixels after it, (1, BLOCK_C) channels) of this program's tile."""
-        COLUMNS: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
-        first = (tl.program_id(0) // COLUMNS).to(tl.int64) * BLOCK_HW
+        columns = tl.cdiv(C, BLOCK_C)
+        first = (tl.program_id(0) // columns).to(tl.int64) * BLOCK_HW
         i = tl.arange(0, BLOCK_HW)[:, None]
-        c = tl.program_id(0) % COLUMNS * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
+        c = tl.program_id(0) % columns * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
         return first, i, c
 
     @triton.jit

@@ -1,0 +1,79 @@
+"""How many kernels the models compile, and how many of them they share, counted without a GPU."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import sdfastgn
+from sdfastgn.bench.models import architectures
+from sdfastgn.kernels.attention import wide_heads_kernels
+from sdfastgn.kernels.common import dispatch, gpu
+from sdfastgn.kernels.common.launch import Launch
+from tests.kernels.gpus import GPUS
+
+HALF = {"dtype": torch.float16, "device": "meta"}
+# (model, part, pixels, batch, kernels at most that none before has compiled): a ratchet.
+CALLS = [
+    ("sd15", "unet", 512, 2, 56),
+    ("sd15", "vae", 512, 1, 18),
+    ("sdxl", "unet", 1024, 2, 21),
+    ("sdxl", "vae", 1024, 1, 5),
+    ("sd15", "unet", 768, 2, 13),
+    ("sdxl", "unet", 768, 2, 0),
+    ("sdxl", "vae", 768, 1, 1),
+    ("sd15", "unet", 512, 8, 9),
+]
+
+
+@pytest.fixture
+def as_on_an_h200(monkeypatch):
+    """Tensors have no memory, launches are noted instead of made, and convolutions keep channels-last."""
+    noted = []
+    convolve = F.conv2d
+
+    def conv2d(*args, **kwargs):
+        return convolve(*args, **kwargs).to(memory_format=torch.channels_last)
+
+    for name in ("runs_in_triton", "has_kernels"):
+        monkeypatch.setattr(dispatch, name, lambda x: True)
+    monkeypatch.setattr(gpu, "num_sms", lambda device: GPUS["H200"].multiprocessors)
+    monkeypatch.setattr(Launch, "__call__", lambda launch, stream, *tensors: noted.append((launch, tensors)))
+    monkeypatch.setattr(wide_heads_kernels, "_multiply", mock.Mock())  # cuBLAS's
+    monkeypatch.setattr(F, "conv2d", conv2d)
+    # They know no such device.
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *kind: False)
+    return noted
+
+
+def kernels_of(noted, model, part, size, batch):
+    """What decides the compiled code of each launch in a call."""
+    noted.clear()
+    build = architectures.build_unet if part == "unet" else architectures.build_vae
+    network = sdfastgn.optimize(build(model, **HALF), cuda_graphs=False)
+    with torch.no_grad():
+        if part == "unet":
+            network(**architectures.unet_inputs(model, size=size, batch=batch, seed=0, **HALF))
+        else:
+            network.decode(architectures.vae_latents(model, size=size, batch=batch, seed=0, **HALF))
+    return {
+        (
+            launch.kernel,
+            tuple(None if t is None else t.dtype for t in tensors),
+            *launch.constants.items(),
+            *launch.options.items(),
+        )
+        for launch, tensors in noted
+    }
+
+
+def test_models_and_sizes_share_kernels(as_on_an_h200):
+    known = set()
+    for *call, most in CALLS:
+        kernels = kernels_of(as_on_an_h200, *call)
+        assert len(kernels) >= 15
+        assert len(kernels - known) <= most, call
+        known |= kernels
