@@ -50,6 +50,18 @@ def no_tf32(request):
 
 
 @pytest.fixture(autouse=True)
+def kernels_stay_on(monkeypatch):
+    """A kernel that does not compile turns all off, and plain PyTorch would pass whatever comes next."""
+    from sdfastgn.kernels.common import dispatch
+
+    before = dispatch.why_off
+    yield
+    monkeypatch.undo()
+    after, dispatch.why_off = dispatch.why_off, before
+    assert after == before
+
+
+@pytest.fixture(autouse=True)
 def memory_given_back():
     """Test processes share one GPU, and PyTorch keeps what a test has freed for its own process."""
     yield

@@ -99,14 +99,16 @@ if triton is not None:
         TILE: tl.constexpr = (LANES if CHANNELS_LAST else BLOCK) * STEPS
         REDUCED: tl.constexpr = LANE_AXIS if CHANNELS_LAST else 3
         if CHANNELS_LAST:
-            n, chunk, column, position, at, _, _ = rows_of_channels(
-                HW, rows, chunks, False, WIDTH, WIDTH, LANES, WARPS, STEPS, BLOCK
+            n, chunk, column, position, row = rows_of_channels(
+                HW, rows, chunks, WIDTH, LANES, WARPS, STEPS, BLOCK
             )
+            at = row * WIDTH + (position * WIDTH + column)
         else:
             HW, rows = multiple_of(HW, HW_FACTOR), multiple_of(rows, HW_FACTOR)
-            n, chunk, column, position, at, _, _ = positions_of_channels(
+            n, chunk, column, position, start = positions_of_channels(
                 HW, rows, chunks, WIDTH, WARPS, STEPS, BLOCK
             )
+            at = start + position
         count = tl.maximum(tl.minimum(rows, HW - chunk.to(tl.int64) * rows), 0).to(tl.int32)
         in_range = column < WIDTH
         c = column if WIDTH == C else column % C
