@@ -247,4 +247,5 @@ def test_a_network_of_timm():
 def test_the_example_of_the_page():
     timms()
     [block] = [b for b in BLOCKS if b.page == "docs/other-models.md" and "timm" in b.code]
-    exec(block.code, {"torch": torch, "sdfastgn": sdfastgn})
+    with torch.device(WHERE["device"]):
+        exec(block.code, {"torch": torch, "sdfastgn": sdfastgn})
