@@ -80,7 +80,7 @@ BAD_INPUT = {
     "inspect /no/such/folder": "MODEL: no such path '/no/such/folder'; give tiny, tiny_xl,",
     "inspect tests": "MODEL: cannot load 'tests'",
     "inspect tiny --json /proc/x.json": "--json: cannot write a file at '/proc/x.json'",
-    "warm-up sd3": "MODEL: no such path 'sd3'; give tiny, tiny_xl, sd15, sdxl, a path, or a Hub id",
+    "warm-up sd3": f"MODEL: no such path 'sd3'; give {', '.join(configurations.MODELS)}, a path, or a Hub id",
     "warm-up tests": "MODEL: no configuration of a UNet in 'tests'",
     "warm-up tiny --batch 0": "--batch: must be a positive whole number, got 0",
     "warm-up tiny --size 1,2": "--size: must be like 512 or 768x512 (width first), got '1,2'",
