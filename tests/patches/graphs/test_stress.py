@@ -14,10 +14,10 @@ from torch import nn
 
 from tests.patches.graphs.cases import make, run, state
 
-# Calls, and seconds between two changes at most.
+# Calls, and the most of them between two changes of the thread.
 SIZES = [
-    pytest.param("cpu", 150, 0.5, id="tape"),
-    pytest.param("cuda", 10_000, 0.3, id="graph", marks=pytest.mark.gpu),
+    pytest.param("cpu", 150, 24, id="tape"),
+    pytest.param("cuda", 10_000, 120, id="graph", marks=pytest.mark.gpu),
 ]
 VALUES = (0, 1)
 
@@ -74,8 +74,8 @@ class Changes:
         )
 
 
-@pytest.mark.parametrize(("device", "calls", "pause"), SIZES)
-def test_no_result_is_stale_or_mixed(device, calls, pause):
+@pytest.mark.parametrize(("device", "calls", "between"), SIZES)
+def test_no_result_is_stale_or_mixed(device, calls, between):
     unet, stock, inputs = make(device)
     changes, of_stock = Changes(prepared(unet)), prepared(stock)
     expected = {}
@@ -87,14 +87,16 @@ def test_no_result_is_stale_or_mixed(device, calls, pause):
     apart = (outputs[:, None] - outputs[None]).flatten(2).abs().amax(2) + torch.eye(8, device=device)
     assert apart.min() > 0.02  # a wrong one is seen
 
-    chance, begun, ended = random.Random(1), [], threading.Event()
+    chance, begun, made, ended = random.Random(1), [], [0], threading.Event()
     hook = random.Random(2)
     unet.register_forward_pre_hook(lambda *_: changes.one(hook) if hook.random() < 2 / calls else None)
     unet.register_forward_pre_hook(lambda *_: begun.__setitem__(slice(None), changes.done))
 
     def keep_changing():
         while not ended.is_set():
-            time.sleep(chance.random() * pause)
+            until = made[0] + chance.randint(1, between)
+            while made[0] < until and not ended.is_set():
+                time.sleep(chance.random() * 0.01)  # at any moment of a call
             changes.one(chance, between_calls=False)
 
     thread = threading.Thread(target=keep_changing)
@@ -107,6 +109,7 @@ def test_no_result_is_stale_or_mixed(device, calls, pause):
             nearest = list(expected)[int(distances.argmin())]
             assert distances.min() < 5e-3  # not mixed
             assert nearest in possible  # not stale
+            made[0] += 1
     finally:
         ended.set()
         thread.join()
