@@ -22,8 +22,10 @@ PAGE = Path("docs/compatibility.md")
 TESTS = (
     "tests/patches/test_releases.py",
     "tests/patches/fusions/test_fusions.py",
+    "tests/patches/pipeline",
     "tests/test_pipelines.py",
     "tests/test_compile.py",
+    "tests/test_batch_norm_module.py",
     "tests/kernels/common/test_private.py",
     "tests/kernels/common/test_launch.py",
 )

@@ -148,7 +148,9 @@ def normalize(name: str, call: BatchNormCall, *, fused: bool = True) -> Tensor:
         y, mean, var = BATCH_NORM(call, name)
     else:
         _check(name, call)
-        y, mean, var = BATCH_NORM(call._replace(running_mean=None, running_var=None, momentum=0.0), name)
+        # Not ``_replace``, at which torch.compile stops before PyTorch 2.9.
+        operands = call.x, call.weight, call.bias, call.residual, call.mean, call.var
+        y, mean, var = BATCH_NORM(BatchNormCall(*operands, call.eps, 0.0, call.activation), name)
     if not fused or dispatch.why_off is not None:  # what began with kernels may have ended without
         _update_running(call, mean, var)
     return y

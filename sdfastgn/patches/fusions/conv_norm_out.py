@@ -140,8 +140,9 @@ def _activation_of_pass(act: nn.Module) -> str | None:
 
 def arm(parent: Any, args: Any) -> None:
     """Forward pre-hook of the parent, whose class other code may have changed: its forward counts."""
-    runs_it = type(parent).forward in _FORWARDS or stock_class(parent) in PARENTS
-    if runs_it and not torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        return
+    if type(parent).forward in _FORWARDS or stock_class(parent) in PARENTS:
         _hand_off.armed[id(parent.conv_norm_out)] = parent.conv_act
 
 

@@ -13,7 +13,7 @@ from sdfastgn.patches.core.fusion import ClassSwap, activation_of, is_unhooked, 
 from sdfastgn.patches.core.known_norms import known_base
 from sdfastgn.patches.core.statistics import take_statistics
 
-__all__ = ["FUSION", "FusedGroupNorm", "can_fuse", "norm_act", "only_norms"]
+__all__ = ["FUSION", "FusedGroupNorm", "can_fuse", "norm_act"]
 
 
 class FusedGroupNorm(nn.GroupNorm):
@@ -21,6 +21,10 @@ class FusedGroupNorm(nn.GroupNorm):
 
     Shapes, dtypes and errors: ``sdfastgn.group_norm``.
     """
+
+    # The class itself where it computes a norm and nothing behind it. Heirs have another's, so that they
+    # are told apart by an attribute, which torch.compile follows in all releases.
+    norm_alone: type[nn.Module] | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         return self._fused(input, "identity") if dispatch.has_kernels(input) else self._in_pytorch(input)
@@ -39,14 +43,17 @@ class FusedGroupNorm(nn.GroupNorm):
         return reference_group_norm(*operands) if found is None else found[0]
 
 
-# Fused classes that compute a norm and nothing behind it.
-only_norms: set[type[nn.Module]] = {FusedGroupNorm}
+FusedGroupNorm.norm_alone = FusedGroupNorm
 
 
 def can_fuse(norm: nn.Module, act: nn.Module) -> bool:
     """True if ``act(norm(x))`` may run as one kernel: both are known, and neither has hooks."""
     return (
-        type(norm) in only_norms and activation_of(act) is not None and is_unhooked(norm) and is_unhooked(act)
+        isinstance(norm, FusedGroupNorm)
+        and norm.norm_alone is type(norm)
+        and activation_of(act) is not None
+        and is_unhooked(norm)
+        and is_unhooked(act)
     )
 
 

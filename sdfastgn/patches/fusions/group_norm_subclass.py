@@ -25,7 +25,7 @@ from sdfastgn.patches.core.fusion import (
 )
 from sdfastgn.patches.core.known_norms import CAST, NORM_ACT, kind_of, known_base
 from sdfastgn.patches.core.tested_sources import TestedSource
-from sdfastgn.patches.fusions.group_norm import FusedGroupNorm, only_norms
+from sdfastgn.patches.fusions.group_norm import FusedGroupNorm
 
 __all__ = ["FUSION", "FusedGroupNorm32", "FusedGroupNormAct", "SubclassSwap"]
 
@@ -88,12 +88,12 @@ def _fused_class(stock: type[nn.Module]) -> type[nn.Module]:
         return stock
     if stock not in _made:
         names = {"__module__": __name__, "__qualname__": f"Fused{stock.__qualname__}"}
-        fused = types.new_class(
+        fused: Any = types.new_class(
             stock.__name__, (_FUSED[kind], stock), exec_body=lambda body: body.update(names)
         )
         register_fused(fused, stock)
         if kind == CAST:
-            only_norms.add(fused)
+            fused.norm_alone = fused
         _made[stock] = fused
     return _made[stock]
 
