@@ -28,7 +28,8 @@ TORCH_LACKS_TRITON := import importlib.metadata as m, sys; sys.exit(any(r.starts
 PIP := env -u PIP_TARGET -u PIP_PREFIX -u PIP_ROOT -u PIP_CONSTRAINT -u PIP_REQUIREMENT -u PIP_DRY_RUN -u PIP_NO_DEPS \
        -u PIP_REQUIRE_HASHES -u PYTHONPATH -u PYTHONHOME PIP_USER=0 PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
 
-.PHONY: help demo test test-compile test-gpu test-comfyui matrix check docs dist hub-kernels bench lint types format format-check install clean
+.PHONY: help demo test test-compile test-gpu test-comfyui matrix check docs dist hub-kernels bench lint types \
+  format format-check install clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## */\1\t/' | expand -t 14
@@ -67,7 +68,8 @@ test-gpu: $(STAMP)  ## the tests that need an NVIDIA GPU
 
 # Of what ComfyUI needs, constraints.txt has most.
 test-comfyui: $(STAMP)  ## the ComfyUI node beside a checkout: make test-comfyui COMFYUI=path
-	@if [ -z "$(COMFYUI)" ] || [ ! -d "$(COMFYUI)/comfy" ]; then echo "skipped, no ComfyUI (COMFYUI=path names a checkout)"; exit; fi; \
+	@if [ -z "$(COMFYUI)" ] || [ ! -d "$(COMFYUI)/comfy" ]; then \
+	  echo "skipped, no ComfyUI (COMFYUI=path names a checkout)"; exit; fi; \
 	  $(PIP) install --quiet -c $(PINS) $(COMFYUI_NEEDS) && \
 	  COMFYUI="$(abspath $(COMFYUI))" $(QUIET_PYTEST) tests/patches/comfyui -n 2 $(PYTEST_ARGS)
 
@@ -128,7 +130,8 @@ bench: $(STAMP)  ## time the UNets, the VAEs and the kernels on the GPU; JSON go
 	done
 	mkdir -p $(RESULTS)/presets
 	for preset in diffusers diffusion-fast fal mlperf stable-fast; do \
-	  $(BIN)/sdfastgn bench --preset $$preset --variants eager,sdfastgn --json $(RESULTS)/presets/$$preset.json || exit 1; \
+	  $(BIN)/sdfastgn bench --preset $$preset --variants eager,sdfastgn \
+	    --json $(RESULTS)/presets/$$preset.json || exit 1; \
 	done
 	$(BENCH) --model sdxl --part vae --dtype fp32 --json $(RESULTS)/vae_1024_fp32.json $(BENCH_ARGS)
 	$(BENCH) --model sdxl --part train --size 512 --json $(RESULTS)/train_sdxl.json $(BENCH_ARGS)

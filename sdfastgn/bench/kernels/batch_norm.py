@@ -29,7 +29,8 @@ _MEAN, _VAR = 0.5, 2.0
 
 def _averages(x: Tensor) -> tuple[Tensor, Tensor]:
     dtype = torch.promote_types(x.dtype, torch.float32)
-    return tuple(torch.full(x.shape[1:2], value, dtype=dtype, device=x.device) for value in (_MEAN, _VAR))  # type: ignore[return-value]
+    mean, var = (torch.full(x.shape[1:2], value, dtype=dtype, device=x.device) for value in (_MEAN, _VAR))
+    return mean, var
 
 
 def _stock(

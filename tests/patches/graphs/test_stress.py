@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 import threading
-import time
 
 import pytest
 import torch
@@ -95,8 +94,8 @@ def test_no_result_is_stale_or_mixed(device, calls, between):
     def keep_changing():
         while not ended.is_set():
             until = made[0] + chance.randint(1, between)
-            while made[0] < until and not ended.is_set():
-                time.sleep(chance.random() * 0.01)  # at any moment of a call
+            while made[0] < until and not ended.wait(chance.random() * 0.01):
+                pass  # so that it happens at any moment of a call
             changes.one(chance, between_calls=False)
 
     thread = threading.Thread(target=keep_changing)
