@@ -68,7 +68,7 @@ def run_bench(
 ) -> int:
     """Measures, prints and writes; returns 0, or 1 where an output was wrong or none ran.
 
-    The JSON is written after each row, so that a run which is cut off leaves what it has measured.
+    JSON and page are written after each row: a run that is cut off leaves what it has measured.
     Processes of a launcher run pipelines at the same time; give the files to the main one, which
     alone prints.
     """
@@ -110,36 +110,43 @@ def _run_bench(
     if configs[0].torch_device.type == "cpu":
         print_lines(out, [NO_GPU])
     with watched(len(configs) * len(variants), quiet=quiet) as (on_start, on_done):
-
-        def on_row(row: Row) -> None:
-            rows.append(row)
-            content["rows"].append(asdict(row))
-            if json is not None:
-                write_json(json, content)
-            on_done(end_to_end_tables.row_line(row))
-
         for config in configs:
 
             def on_variant(name: str, part: str = config.part) -> None:
                 on_start(f"{part}: {name}")
 
             images: dict[str, Any] = {}
-            found = end_to_end.run(config, variants, on_variant=on_variant, on_row=on_row, images=images)
+            found: list[Row] = []
+
+            def on_row(row: Row, found: list[Row] = found, images: dict[str, Any] = images) -> None:
+                found.append(row)
+                content["rows"].append(asdict(row))
+                if html is not None and images:
+                    result.figures[case_title(row, content)] = page.figures(found, images)
+                _write(result, json, html)
+                on_done(end_to_end_tables.row_line(row))
+
+            end_to_end.run(config, variants, on_variant=on_variant, on_row=on_row, images=images)
             _print_part(out, config, found)
-            if html is not None and images:
-                result.figures[case_title(found[0], content)] = page.figures(found, images)
+            rows += found
     for table in preset_tables(result):
         out.print(table)
     print_lines(out, [_where(where)])
     if plot is not None and any(row.profile for row in rows):
         plots.breakdown(rows, plot, source_line(content))
         print_lines(out, [f"wrote {plot}"])
+    print_lines(out, [f"wrote {path}" for path in (json, html) if path is not None])
+    return _code(rows)
+
+
+def _write(result: Result, json: Path | None, html: Path | None) -> None:
+    """A run's files with the rows so far."""
+    if json is not None:
+        write_json(json, result.content)
     if html is not None:
         page.write_page(html, [result])
         if json is not None and result.figures:
             write_json(json.with_suffix(IMAGES), result.figures)
-    print_lines(out, [f"wrote {path}" for path in (json, html) if path is not None])
-    return _code(rows)
 
 
 def show_results(paths: Sequence[Path], *, html: Path | None = None) -> None:

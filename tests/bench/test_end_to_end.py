@@ -213,11 +213,14 @@ def test_a_run_that_is_cut_off_has_told_and_written_what_it_has_measured(
     def apply(*arguments: object) -> None:
         raise KeyboardInterrupt
 
-    path = tmp_path / "out.json"
+    path, html = tmp_path / "out.json", tmp_path / "out.html"
     stop = Variant("stop", "stop", lambda device: None, apply)
+    variants = [VARIANTS["eager"], stop, VARIANTS["channels_last"]]
     with pytest.raises(KeyboardInterrupt):
-        session.run_bench([config("vae")], [VARIANTS["eager"], stop, VARIANTS["channels_last"]], json=path)
+        session.run_bench([config("pipeline")], variants, json=path, html=html)
     rows = json.loads(path.read_text())["rows"]
     assert [(row["variant"], row["status"]) for row in rows] == [("eager", OK)]
+    assert "data:image/png" in html.read_text()
+    assert path.with_suffix(documents.IMAGES).exists()
     # Without a terminal there are plain lines.
-    assert re.fullmatch(r"vae: eager: [\d.]+ ms\n", capsys.readouterr().err)
+    assert re.fullmatch(r"pipeline: eager: [\d.]+ ms\n", capsys.readouterr().err)
