@@ -13,6 +13,7 @@ import torch
 
 import sdfastgn
 from sdfastgn.bench.documents import OK
+from sdfastgn.bench.kernels.suite import KernelRow
 from sdfastgn.bench.kernels.suites import SUITES
 from sdfastgn.bench.models import architectures, configurations
 from sdfastgn.bench.models.pipelines import build_pipeline
@@ -324,6 +325,23 @@ def test_kernels_say_once_why_nothing_is_timed(arguments: tuple[str, ...], tmp_p
     assert line.startswith("nothing was timed: ")
     assert why in line
     assert {row["status"] for row in rows_of(path)} == {"unavailable"}
+
+
+def test_kernels_that_are_cut_off_leave_the_shapes_that_were_timed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def line(row: KernelRow) -> str:
+        if row.shape == (2, 32, 5, 3):
+            raise KeyboardInterrupt
+        return ""
+
+    monkeypatch.setattr("sdfastgn.bench.tables.kernels.cell_line", line)
+    path = tmp_path / "out.json"
+    shapes = ("--shapes", "2x32x3x5,2x32x5x3", "--providers", "eager_nchw")
+    assert invoke("kernels", *shapes, *ON_CPU, "--json", str(path)).exit_code != 0
+    rows = rows_of(path)
+    assert {tuple(row["shape"]) for row in rows} == {(2, 32, 3, 5)}
+    assert all(row["hot_ratio"] for row in rows)
 
 
 def test_a_wrong_gradient_fails_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

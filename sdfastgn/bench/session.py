@@ -15,7 +15,7 @@ from sdfastgn.bench.documents import IMAGES, OK, WRONG, OptionError, document, l
 from sdfastgn.bench.environment import environment
 from sdfastgn.bench.kernels import run as kernels
 from sdfastgn.bench.kernels.ratios import summary
-from sdfastgn.bench.kernels.suite import COPY, KernelConfig, shape_text
+from sdfastgn.bench.kernels.suite import COPY, KernelConfig, KernelRow, shape_text
 from sdfastgn.bench.kernels.suites import SUITES
 from sdfastgn.bench.models import host, warm_up
 from sdfastgn.bench.models import run as end_to_end
@@ -173,15 +173,25 @@ def _code(rows: Sequence[Any]) -> int:
 
 
 def run_kernels(config: KernelConfig, *, json: Path | None = None, plot: Path | None = None) -> int:
-    """Times a suite, prints and writes; returns 0, or 1 where an output was wrong or none timed."""
+    """Times a suite, prints and writes; returns 0, or 1 where an output was wrong or none timed.
+
+    The JSON is written after each shape: a run that is cut off leaves what it has measured.
+    """
     out, suite = console(), SUITES[config.suite]
     where = end_to_end.current_environment(config.torch_device)
+
+    def write(rows: Sequence[KernelRow]) -> None:
+        if json is not None:
+            content = document(suite.kind, where, asdict(config), rows)
+            write_json(json, {**content, "summary": summary(suite, rows)})
+
     with watched(len(config.shapes) * len(suite.cells_of(config.providers))) as (on_start, on_done):
         rows = kernels.run(
             suite,
             config,
             on_cell=lambda shape, name: on_start(f"{shape_text(shape)} {name}"),
             on_row=lambda row: on_done(kernel_tables.cell_line(row)),
+            on_shape=write,
         )
     if any(row.status in (OK, WRONG) for row in rows):
         title = f"{suite.title}, {config.dtype} on {config.device}"
@@ -201,8 +211,6 @@ def run_kernels(config: KernelConfig, *, json: Path | None = None, plot: Path | 
         reason = next(row.reason for row in rows if row.provider == COPY)
         out.print(f"nothing was timed: {reason}", markup=False)
     if json is not None:
-        content = document(suite.kind, where, asdict(config), rows)
-        write_json(json, {**content, "summary": summary(suite, rows)})
         print_lines(out, [f"wrote {json}"])
     return _code(rows)
 

@@ -113,6 +113,16 @@ def test_a_red_gate_gives_no_time(broken: Variant, status: str, words: str) -> N
     assert words in note
 
 
+def test_a_gpu_that_a_peer_has_broken_keeps_no_row_from_being_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken() -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", broken)
+    end_to_end._free(torch.device("cuda"))
+
+
 def test_a_reference_that_is_not_finite_is_no_reference() -> None:
     workload = Workload(torch.nn.Conv2d(1, 1, 1), lambda: torch.full((1, 1, 2, 2), math.inf), None)
     rows = end_to_end.run(config("unet"), [VARIANTS["eager"]], workload=workload)

@@ -216,16 +216,18 @@ def run(
     *,
     on_cell: Callable[[Shape, str], object] = lambda shape, name: None,
     on_row: Callable[[KernelRow], object] = lambda row: None,
+    on_shape: Callable[[list[KernelRow]], object] = lambda rows: None,
 ) -> list[KernelRow]:
     """Times every provider of the config in every task of the suite on every shape.
 
     The copy is measured first, also where the config does not name it: ratios need it. ``on_row``
-    gets a cell before its ratios are known.
+    gets a cell before its ratios are known, ``on_shape`` all rows so far, with theirs.
     """
     rows: list[KernelRow] = []
     with _measuring(config.torch_device):
         for shape in config.shapes:
             case: tuple[Operation, _Case] | None = None  # one operation's data at a time
+            first = len(rows)
             for operation, provider, what in suite.cells_of(config.providers):
                 on_cell(shape, provider.name)
                 row = KernelRow(shape, provider.name, OK, task=operation.label(what))
@@ -244,9 +246,14 @@ def run(
             case = None
             if config.torch_device.type == "cuda":
                 torch.cuda.empty_cache()
-    copies = {row.shape: row for row in rows if row.provider == COPY and row.status == OK}
+            _add_ratios(rows[first:])
+            on_shape(rows)
+    return rows
+
+
+def _add_ratios(rows: Sequence[KernelRow]) -> None:
+    """Times over the copy's, for the rows of one shape."""
+    copy = next((row for row in rows if row.provider == COPY and row.status == OK), None)
     for row in rows:
-        copy = copies.get(row.shape)
         if copy is not None and row.hot_us and row.cold_us and copy.hot_us and copy.cold_us:
             row.hot_ratio, row.cold_ratio = row.hot_us / copy.hot_us, row.cold_us / copy.cold_us
-    return rows
