@@ -87,6 +87,15 @@ def test_pipeline_rows_have_images() -> None:
     assert gate.judge(config("pipeline"), images + 1e-4, gate.Reference(images)).psnr_db == pytest.approx(80)
 
 
+@pytest.mark.gpu
+def test_only_graphs_that_stand_alone_are_replayed_alone() -> None:
+    ours = VARIANTS["sdfastgn"]
+    others = dataclasses.replace(ours, name="others", graphs_stand_alone=False)
+    rows = end_to_end.run(config("pipeline", device="cuda", dtype="fp16"), [ours, others])
+    assert [row.status for row in rows] == [OK, OK]
+    assert [row.graphs_ms is None for row in rows] == [False, True]
+
+
 # ---- the gate
 
 

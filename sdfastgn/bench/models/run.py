@@ -50,7 +50,8 @@ class Row:
         images_s: of all processes together, by the slowest, where a launcher has started several.
         process_images_s: of each process.
         p99_ms: the 99th percentile; with few calls it is next to the slowest.
-        graphs_ms: of the CUDA graphs that a call of a pipeline replays, each timed alone.
+        graphs_ms: of the CUDA graphs that a call of a pipeline replays, each timed alone, for variants
+            whose graphs can be.
         steps: of a pipeline.
         peak_mib: MiB that tensors held at most during the timed calls.
         reserved_mib: MiB that the CUDA allocator took for them, memory of CUDA graphs included.
@@ -233,7 +234,7 @@ def _measure(
         row.ready_s = stock.first_call_s if variant.name == "eager" else prepare_s + call_s
         row.median_ms, row.p10_ms, row.p90_ms = timed.median_ms, timed.p10_ms, timed.p90_ms
         row.p99_ms, row.peak_mib, row.reserved_mib = timed.p99_ms, timed.peak_mib, timed.reserved_mib
-        if config.part == "pipeline" and device.type == "cuda":
+        if variant.graphs_stand_alone and config.part == "pipeline" and device.type == "cuda":
             repeats = min(config.repeats, GRAPH_REPEATS)
             row.graphs_ms = timing.time_graphs(workload.call, device, repeats=repeats)
         row.its = 1e3 * (config.steps if config.part == "pipeline" else 1) / timed.median_ms
