@@ -18,6 +18,7 @@ import torch
 import typer
 
 from sdfastgn.bench import comfyui
+from sdfastgn.bench.documents import write_json
 
 # Variant -> ComfyUI's arguments for it.
 VARIANTS = {"stock": [], "channels_last": ["--force-channels-last"], "sdfastgn": []}
@@ -53,9 +54,8 @@ def main(
         )
         results["variants"][name] = found = json.loads(done.stdout.splitlines()[-1])
         print(f"{name}: {found['it_per_s']:.2f} it/s, VAE decode {found['decode_ms']:.1f} ms")
-    if json_path is not None:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
-        json_path.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+        if json_path is not None:
+            write_json(json_path, results)
 
 
 def times_of(variant: str, folder: Path, name: str, size: int, steps: int) -> dict[str, Any]:
