@@ -140,11 +140,11 @@ def _milliseconds(rows: dict[str, Row], name: str, graph: bool = False) -> float
 
 
 def _cell(rows: dict[str, Row], name: str, graph: bool = False) -> str:
-    """Milliseconds of a variant, and how many times eager's they are where both ran together."""
+    """Milliseconds of a variant, and how many times eager's speed that is where both ran together."""
     value, eager = _milliseconds(rows, name, graph), _milliseconds(rows, "eager")
     if value is None:
         return NOTHING
-    return f"{number(value)} ({value / eager:.2f}x)" if eager else number(value)
+    return f"{number(value)} ({eager / value:.2f}x)" if eager else number(value)
 
 
 def _title(rows: dict[str, Row]) -> str:
@@ -154,7 +154,7 @@ def _title(rows: dict[str, Row]) -> str:
 def _blocks(header: Sequence[str], body: list[list[str]], lines: Sequence[str]) -> str:
     if not body:
         return NO_RESULTS
-    header = ["milliseconds (time over eager's)", *header]
+    header = ["milliseconds (speed-up over eager)", *header]
     return "\n\n".join([markdown_table(header, body), *(f"{line}." for line in lines)])
 
 

@@ -132,7 +132,7 @@ def test_runs_with_a_profiler_give_the_results_table_no_time_that_it_may_have_ch
     rows = [profiled(name, breakdown(3.0), 90.0) for name in ("eager", "sdfastgn", "compile")]
     save(tmp_path, "b.json", "profile", rows)
     text = end_to_end.results_markdown(tmp_path)
-    assert cells_of(text, "| SD1.5")[0][:2] == ["20 (1.00x)", "5 (0.25x)"]
+    assert cells_of(text, "| SD1.5")[0][:2] == ["20 (1.00x)", "5 (4.00x)"]
     assert "90" not in text
 
 

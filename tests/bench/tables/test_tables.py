@@ -114,9 +114,9 @@ def test_results_hold_times_ratios_reasons_and_sources(tmp_path: Path) -> None:
     columns = ("eager", "sdfastgn", "torch.compile", "stable-fast")
     graphs = ("eager + graph", "torch.compile + graph", "sdfastgn + graph")
     assert cells_of(text, "| milliseconds") == [[*columns, *graphs]]
-    times = ["20 (1.00x)", "16 (0.80x)", "15 (0.75x)", "-", "10 (0.50x)", "6 (0.30x)", "8 (0.40x)"]
+    times = ["20 (1.00x)", "16 (1.25x)", "15 (1.33x)", "-", "10 (2.00x)", "6 (3.33x)", "8 (2.50x)"]
     assert cells_of(text, "| SD1.5") == [times]
-    assert cells_of(text, "| VAE")[0][:2] == ["22 (1.00x)", "8.8 (0.40x)"]
+    assert cells_of(text, "| VAE")[0][:2] == ["22 (1.00x)", "8.8 (2.50x)"]
     assert "stable-fast unavailable: package sfast is not installed." in text
     assert text.endswith(SOURCE)
 
@@ -163,8 +163,8 @@ def test_the_headline_has_the_peers_at_their_best(tmp_path: Path) -> None:
     assert "fp32" not in text
     assert "another GPU" not in text  # the lines below are those of the runs above
     assert cells_of(text, "| SD1.5") == [
-        ["20 (1.00x)", "10 (0.50x)", "-", "15 (0.75x)", "6 (0.30x)", "16 (0.80x)"],
-        ["600 (1.00x)", "-", "-", "-", "206 (0.34x)", "150 (0.25x)"],
+        ["20 (1.00x)", "10 (2.00x)", "-", "15 (1.33x)", "6 (3.33x)", "16 (1.25x)"],
+        ["600 (1.00x)", "-", "-", "-", "206 (2.91x)", "150 (4.00x)"],
     ]
     assert "VAE" not in text  # sdfastgn did not run
     unet, whole = end_to_end.headline_times(tmp_path).items()
@@ -200,7 +200,7 @@ def test_write_then_check(tmp_path: Path) -> None:
     written = readme.read_text()
     assert written.startswith("before\n")
     assert written.endswith("\nafter\n")
-    assert "0.80x" in written
+    assert "1.25x" in written
     assert "old" not in written
     save(tmp_path / "benchmarks", "a.json", "end_to_end", [row("eager", 30.0)])
     assert pages.main(["--check", str(readme), *results]) == 1
