@@ -71,7 +71,7 @@ class Batcher:
     def _run(self) -> None:
         while True:
             batch = self._next_batch()
-            # Those whose client has gone are not drawn; the others can no longer be cancelled.
+            # Those that were cancelled are not drawn; the others can no longer be.
             self._draw([each for each in batch if each.image.set_running_or_notify_cancel()])
 
     def _next_batch(self) -> list[Request]:
