@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from sdfastgn.kernels.batch_norm import backward_kernels as kernels
-from sdfastgn.kernels.batch_norm.config import Rows, SmallConfig, merge_config, small_config
-from sdfastgn.kernels.batch_norm.plans import like, pairs_of, rows_of, vector
+from sdfastgn.kernels.batch_norm.config import Rows, TileConfig, chunk_config, merge_config, small_config
+from sdfastgn.kernels.batch_norm.plans import chunk_launch, like, pairs_of, rows_of, vector
 from sdfastgn.kernels.common import gpu
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.common.layout import dense, empty_dense_like
@@ -96,9 +96,14 @@ class _GradPlan:
             return
         if needs_sums or wanted.residual:
             sms = gpu.num_sms(x.device)
-            statistics = statistics_config(*rows.shape, rows.channels_last, sms, kind="backward")
-            self.plane = rows.samples * statistics.chunks * rows.width
-            self.sums = _sums(call, rows, statistics)
+            tile = chunk_config(rows, sms, backward=True)
+            if tile is None:
+                statistics = statistics_config(*rows.shape, rows.channels_last, sms, kind="backward")
+                self.plane = rows.samples * statistics.chunks * rows.width
+                self.sums = _sums(call, rows, statistics)
+            else:
+                self.plane = ceil_div(x.numel() // C, tile.positions) * C
+                self.sums = _chunk_sums(call, rows, tile)
         if needs_sums:
             self.merge = _merge(call, self.plane // C)
         if wanted.x:
@@ -131,7 +136,7 @@ class _GradPlan:
         return dweight, dbias
 
 
-def _small(call: BatchNormGradCall, rows: Rows, config: SmallConfig) -> Launch:
+def _small(call: BatchNormGradCall, rows: Rows, config: TileConfig) -> Launch:
     x, pdl = call.x, gpu.has_programmatic_launch(call.x.device)
     C = x.shape[1]
     constants = {
@@ -145,6 +150,11 @@ def _small(call: BatchNormGradCall, rows: Rows, config: SmallConfig) -> Launch:
     }
     numbers, programs = (rows.rows, x.numel() // C, call.eps), ceil_div(C, config.block)
     return Launch(kernels.batch_small_grad_kernel, programs, numbers, constants, config.num_warps, pdl=pdl)
+
+
+def _chunk_sums(call: BatchNormGradCall, rows: Rows, tile: TileConfig) -> Launch:
+    constants = {"ACTIVATION": call.activation, "PAIRS": pairs_of(call.x, tile.block)}
+    return chunk_launch(kernels.batch_chunk_sums_kernel, call.x, rows, tile, call.eps, **constants)
 
 
 def _sums(call: BatchNormGradCall, rows: Rows, config: StatisticsConfig) -> Launch:

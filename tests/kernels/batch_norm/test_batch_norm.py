@@ -45,12 +45,14 @@ SPLIT = [
     pytest.param((9001, 2), id="no-positions-split"),
     pytest.param((1, 1, 131, 129), id="one-channel-split"),
     pytest.param((3, 17, 9, 11, 13), id="3d-split"),
+    pytest.param((71, 11, 6, 7), id="small-images"),
 ]
 GPU_SHAPES = [
     pytest.param((32, 64, 112, 112), id="32x64x112x112"),
     pytest.param((32, 2048, 7, 7), id="32x2048x7x7"),
     pytest.param((8, 2, 320, 320), id="8x2x320x320"),
     pytest.param((128, 1024, 4, 4), id="128x1024x4x4"),
+    pytest.param((32, 256, 14, 14), id="32x256x14x14"),
     pytest.param((4, 99, 133, 35), id="odd"),
 ]
 each_device = pytest.mark.parametrize("device", DEVICES)
