@@ -4,7 +4,8 @@ Layout and pointers as in ``batch_norm/kernels.py``, and beside those:
 
 - ``dy``, ``dx``, ``dz``: gradients of y, x and of the activation's argument, which is the residual's
   gradient too, in the layout of x; the latter two may be None;
-- ``sums``: (2, samples, P, width) fp32, sums of dz and of dz * xhat by column and chunk;
+- ``sums``: (2, samples, P, width) fp32, sums of dz and of dz * xhat by column and chunk,
+  channels-last by column and program;
 - ``dbias``, ``dweight``: (C,) fp32, the same by channel; None where the batch decided nothing.
 
 The ways of the forward, by the same functions of sizes: *small*, or ``batch_sums_kernel`` or
@@ -122,7 +123,7 @@ if triton is not None:
         PAIRS: tl.constexpr, EVEN: tl.constexpr, LOOP: tl.constexpr, HW_FACTOR: tl.constexpr,
         PDL: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        """For each column and chunk, the sums of dz and of dz * xhat."""
+        """The sums of dz and of dz * xhat, as ``sums`` has them."""
         TILE: tl.constexpr = (LANES if CHANNELS_LAST else BLOCK) * STEPS
         REDUCED: tl.constexpr = LANE_AXIS if CHANNELS_LAST else 3
         if CHANNELS_LAST:
@@ -163,10 +164,16 @@ if triton is not None:
                 )  # fmt: skip
                 along_z += tl.sum(dz, STEP_AXIS, keep_dims=True)
                 along_x += tl.sum(dz * xhat, STEP_AXIS, keep_dims=True)
+        along_z, along_x = tl.sum(along_z, REDUCED, keep_dims=True), tl.sum(along_x, REDUCED, keep_dims=True)
+        if CHANNELS_LAST:
+            # Few channels have many chunks. Merging a program's here takes less than merging them later.
+            along_z, along_x = tl.sum(along_z, 1, keep_dims=True), tl.sum(along_x, 1, keep_dims=True)
+            chunks = tl.cdiv(chunks, WARPS)
+            chunk = (tl.program_id(0) // tl.cdiv(WIDTH, BLOCK) % chunks) + tl.zeros((1, 1, 1, 1), tl.int32)
         out = sums_ptr + (n * chunks + chunk) * WIDTH + column
         mask = (chunk < chunks) & in_range
-        tl.store(out, tl.sum(along_z, REDUCED, keep_dims=True), mask=mask)
-        tl.store(out + plane, tl.sum(along_x, REDUCED, keep_dims=True), mask=mask)
+        tl.store(out, along_z, mask=mask)
+        tl.store(out + plane, along_x, mask=mask)
 
     @triton.jit(do_not_specialize=["partials", "plane"])
     def batch_merge_sums_kernel(

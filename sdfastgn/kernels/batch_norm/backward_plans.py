@@ -99,8 +99,9 @@ class _GradPlan:
             tile = chunk_config(rows, sms, backward=True)
             if tile is None:
                 statistics = statistics_config(*rows.shape, rows.channels_last, sms, kind="backward")
-                self.plane = rows.samples * statistics.chunks * rows.width
-                self.sums = _sums(call, rows, statistics)
+                together = statistics.num_warps if rows.channels_last else 1
+                self.plane = rows.samples * ceil_div(statistics.chunks, together) * rows.width
+                self.sums = _sums(call, rows, statistics, self.plane)
             else:
                 self.plane = ceil_div(x.numel() // C, tile.positions) * C
                 self.sums = _chunk_sums(call, rows, tile)
@@ -157,7 +158,7 @@ def _chunk_sums(call: BatchNormGradCall, rows: Rows, tile: TileConfig) -> Launch
     return chunk_launch(kernels.batch_chunk_sums_kernel, call.x, rows, tile, call.eps, **constants)
 
 
-def _sums(call: BatchNormGradCall, rows: Rows, config: StatisticsConfig) -> Launch:
+def _sums(call: BatchNormGradCall, rows: Rows, config: StatisticsConfig, plane: int) -> Launch:
     pdl = gpu.has_programmatic_launch(call.x.device)
     constants = {
         "C": call.x.shape[1],
@@ -171,7 +172,6 @@ def _sums(call: BatchNormGradCall, rows: Rows, config: StatisticsConfig) -> Laun
         "PDL": pdl,
         **tile_constants(config),
     }
-    plane = rows.samples * config.chunks * rows.width
     numbers = (rows.rows, config.rows, config.chunks, plane, call.eps)
     programs = config.programs(rows.samples, rows.width, rows.channels_last)
     return Launch(kernels.batch_sums_kernel, programs, numbers, constants, config.num_warps, pdl=pdl)

@@ -41,6 +41,8 @@ _CHUNK_PROGRAMS = 2
 # --- merge
 # Channels of a program at most: a whole 32-byte sector of fp32.
 _MERGE_CHANNELS = 8
+# And at least, where there are many partial results.
+_MERGE_MIN_CHANNELS = 2
 # Partial results of a tile at most: one after the other, tiles wait for memory.
 _MERGE_TILE = 8192
 # Partial results of a warp: 16 of a lane.
@@ -124,5 +126,8 @@ def chunk_config(rows: Rows, num_sms: int, *, backward: bool = False) -> TileCon
 def merge_config(partials: int, C: int) -> tuple[int, int, int]:
     """(partial results, channels, warps) of the tile in which those of C channels are brought together."""
     channels = min(_MERGE_CHANNELS, next_power_of_2(C))
+    # A second tile waits for memory again. Half sectors, which several programs read, take less time.
+    while channels > _MERGE_MIN_CHANNELS and partials * channels > _MERGE_TILE:
+        channels //= 2
     block = min(next_power_of_2(partials), _MERGE_TILE // channels)
     return block, channels, max(1, block * channels // _MERGE_PER_WARP)

@@ -158,7 +158,7 @@ def test_chunks_of_several_tiles(shape, layout, device):
 @pytest.mark.parametrize("shape", [(3, 34, 37, 31), (5, 3, 41, 40)], ids=["many", "few-channels"])
 def test_merges_of_several_tiles(shape, layout, device, monkeypatch):
     """In the forward and in the backward; also of equal values, and with a mean far above the spread."""
-    monkeypatch.setattr(config, "_MERGE_TILE", 16)
+    monkeypatch.setattr(config, "_MERGE_TILE", 4)
     x = make(shape, device=device, layout=layout)[0]
     assert Moments(x)._merge.constants["LOOP"]
     check(shape, torch.float32, device, layout, "silu")
