@@ -81,6 +81,8 @@ def optimize(
             or with ``strict`` in a pipeline. Or something must be skipped with ``strict``; the message
             says what and why. Or the model is wrapped in DistributedDataParallel: optimize it first.
     """
+    if type(fold_batch_norm) is not bool:
+        raise ValueError(f"sdfastgn.optimize: fold_batch_norm={fold_batch_norm!r} must be True or False")
     asked = ("batch_norm",) if fold_batch_norm else ()
     before, _ = _optimize("optimize", obj, strict, cuda_graphs, missing_ok, verify, asked)
     if not (before or missing_ok):

@@ -178,13 +178,24 @@ class BatchNorm(_NormBase):
         Args:
             module: an ``nn.BatchNorm1d``, ``2d``, ``3d`` or an ``nn.SyncBatchNorm``, whose process
                 group is kept.
-        Raises: TypeError if it is of another class, of which the forward may be another too.
+        Raises: TypeError if it is of another class, or has hooks, a forward or parameters of its own:
+            what it computes may be something else.
         """
         kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
         if type(module) not in kinds:
             known = ", ".join(kind.__name__ for kind in kinds)
             raise TypeError(f"sdfastgn.BatchNorm: module must be one of {known}, got {type(module).__name__}")
         stock: Any = module
+        hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+        if (
+            any(getattr(stock, each) for each in hooks)
+            or "forward" in vars(stock)
+            or not {*stock._parameters, *stock._modules} <= {"weight", "bias"}
+        ):
+            raise TypeError(
+                "sdfastgn.BatchNorm: module must have no hooks and no forward or parameters of its own, "
+                f"got {type(module).__name__} with {', '.join(stock._parameters)}"
+            )
         group = (stock.process_group or WORLD) if type(module) is nn.SyncBatchNorm else None
         sizes = stock.num_features, stock.eps, stock.momentum, stock.affine, stock.track_running_stats
         made = cls(*sizes, "meta", activation=activation, process_group=group)

@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+import torch.nn.utils.prune
 from torch import Tensor, nn
 
 import sdfastgn
@@ -112,6 +113,16 @@ class Other(nn.BatchNorm2d):
     pass
 
 
+def _hooked() -> nn.Module:
+    norm = nn.BatchNorm2d(6)
+    norm.register_forward_hook(lambda module, args, output: output * 2)
+    return norm
+
+
+def _pruned() -> nn.Module:
+    return nn.utils.prune.random_unstructured(nn.BatchNorm2d(6), "weight", 0.5)
+
+
 def test_errors():
     for call, kind, message in (
         (lambda: sdfastgn.BatchNorm(6, activation="swish"), ValueError, "unknown activation 'swish'"),
@@ -119,6 +130,12 @@ def test_errors():
         (lambda: sdfastgn.BatchNorm(6, momentum="0.1"), TypeError, "momentum must be a number, got '0.1'"),
         (lambda: sdfastgn.BatchNorm(6, process_group="all"), ValueError, "got 'all'"),
         (lambda: sdfastgn.BatchNorm.from_module(Other(6)), TypeError, "got Other"),
+        (lambda: sdfastgn.BatchNorm.from_module(_hooked()), TypeError, "no hooks"),
+        (
+            lambda: sdfastgn.BatchNorm.from_module(_pruned()),
+            TypeError,
+            "got BatchNorm2d with bias, weight_orig",
+        ),
         (
             lambda: sdfastgn.BatchNorm(6)(torch.ones(2, 5, 3)),
             ValueError,

@@ -14,6 +14,7 @@ from torch import nn
 
 from sdfastgn.patches.core import channels_last
 from sdfastgn.patches.core.fusion import Fusion, is_over_fused, restore_class
+from sdfastgn.patches.fusions import batch_norm
 from sdfastgn.patches.pipeline.object_fusion import ObjectFusion
 from sdfastgn.patches.registry import ASKED_FUSIONS, FUSIONS, OBJECT_FUSIONS
 from sdfastgn.patches.shared.packed_weights import unpack
@@ -76,9 +77,13 @@ def inspect_parts(parts: dict[str, Any]) -> list[Finding]:
 
 
 def has_fusions(root: nn.Module, asked: Collection[str] = ()) -> bool:
-    """True if there is anything below ``root`` that a fusion is about, one of ``asked`` included."""
+    """True if there is anything below ``root`` that a fusion is about, one of ``asked`` included, or if
+    it is optimized.
+    """
     fusions = (*FUSIONS, *(ASKED_FUSIONS[name] for name in asked))
-    return any(fusion.claims(module) for module in root.modules() for fusion in fusions)
+    return channels_last.is_applied(root) or any(
+        fusion.claims(module) for module in root.modules() for fusion in fusions
+    )
 
 
 def apply(root: nn.Module, findings: list[Finding]) -> None:
@@ -149,4 +154,5 @@ def undo(root: nn.Module, prefix: str = "") -> list[tuple[str, Any]]:
         restore_class(module)  # other code has moved it to where its fusion does not look
         channels_last.restore(module)
         unpack(module)
+        batch_norm.forget(module)
     return [(path, module) for path, module in root.named_modules(prefix=prefix) if is_over_fused(module)]

@@ -46,7 +46,8 @@ def _fake(call: BatchNormCall) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _save(ctx: Any, call: BatchNormCall, results: tuple[Tensor, Tensor, Tensor]) -> None:
-    moments = results[1:] if call.mean is None else (call.mean, call.var)
+    # Running averages go on after the forward, and the backward wants those of the forward.
+    moments = results[1:] if call.mean is None or call.var is None else (call.mean.clone(), call.var.clone())
     ctx.mark_non_differentiable(*results[1:])
     ctx.set_materialize_grads(False)
     ctx.settings = call.eps, call.activation, call.mean is None

@@ -14,14 +14,13 @@ from operator import is_
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.patches.core.class_forward import change_class
 from sdfastgn.patches.core.fusion import foreign_override, is_unhooked, register_fused, restore_class
 
-__all__ = ["FoldedBatchNorm2d", "fold_into", "foldable", "folded_conv", "is_folded", "unfold"]
+__all__ = ["FoldedBatchNorm2d", "fold_into", "foldable", "folded_conv", "forget", "is_folded", "unfold"]
 
 
 class FoldedBatchNorm2d(nn.BatchNorm2d):
@@ -70,23 +69,22 @@ def unfold(module: nn.Module) -> None:
     for child in module.children():
         if type(child) is FoldedBatchNorm2d:
             restore_class(child)
-        _folded.pop(child, None)
+
+
+def forget(conv: nn.Module) -> None:
+    """Drop what ``conv`` was folded into, also where its norm is no longer there."""
+    _folded.pop(conv, None)
 
 
 def folded_conv(conv: Any, norm: Any, x: Tensor) -> Tensor | None:
     """``norm(conv(x))`` as one convolution; None where it is two."""
     if type(norm) is not FoldedBatchNorm2d or type(conv) is not nn.Conv2d:
         return None
-    if norm.training or norm.running_mean is None or norm.running_var is None:
+    if norm.training or norm.running_mean is None or norm.running_var is None or x.dim() != 4:
         return None
-    sources: tuple[Any, ...] = (
-        conv.weight,
-        conv.bias,
-        norm.weight,
-        norm.bias,
-        norm.running_mean,
-        norm.running_var,
-    )
+    made_of = conv.weight, conv.bias, norm.weight, norm.bias, norm.running_mean, norm.running_var
+    # PyTorch's training does not count what it writes into the averages. It counts the batches.
+    sources: tuple[Any, ...] = (*made_of, norm.num_batches_tracked)
     if not (is_unhooked(conv) and is_unhooked(norm) and dispatch.is_untraced(x, sources)):
         return None
     # A graph would replay the folded weight that it has seen, whatever became of the parameters.
@@ -98,8 +96,8 @@ def folded_conv(conv: Any, norm: Any, x: Tensor) -> Tensor | None:
     states = (norm.eps, *(None if t is None else (t.data_ptr(), t._version, t.dtype) for t in sources))
     found = _folded.get(conv)
     if found is None or found.states != states or not all(map(is_, found.sources, sources)):
-        found = _folded[conv] = _Folded(sources, states, *_fold(norm.eps, *sources))
-    return F.conv2d(x, found.weight, found.bias, conv.stride, conv.padding, conv.dilation, conv.groups)
+        found = _folded[conv] = _Folded(sources, states, *_fold(norm.eps, *made_of))
+    return conv._conv_forward(x, found.weight, found.bias)
 
 
 @torch.no_grad()

@@ -146,6 +146,19 @@ def test_every_activation_and_dtype(shape, activation, dtype, device):
 
 
 @each_device
+def test_the_backward_in_eval_takes_the_averages_of_the_forward(device):
+    x, weight, bias = make((3, 5, 6, 7), device=device)
+    running = torch.zeros(5, device=device), torch.ones(5, device=device)
+    x.requires_grad_()
+    (want,) = torch.autograd.grad(ours(x, weight, bias, training=False, running=running).square().sum(), x)
+    loss = ours(x, weight, bias, training=False, running=running).square().sum()
+    for average in running:
+        average.add_(1)
+    (got,) = torch.autograd.grad(loss, x)
+    assert torch.equal(got, want)
+
+
+@each_device
 @each_layout
 @pytest.mark.usefixtures("one_multiprocessor")
 @pytest.mark.parametrize("shape", [(2, 64, 48, 32), (3, 20, 37, 29)], ids=["whole", "odd"])

@@ -96,6 +96,37 @@ def test_parameters_stay_and_restore_is_exact():
     assert torch.equal(ours(X), stock(X))
 
 
+def test_restore_forgets_a_convolution_whose_norm_was_replaced():
+    ours, stock = folded()
+    compare(ours, stock)
+    conv = ours[0][0]
+    assert conv in batch_norm._folded
+    ours[0][1] = nn.BatchNorm2d(8).eval()
+    sdfastgn.restore(ours)
+    assert conv not in batch_norm._folded
+
+
+def test_restore_finds_a_model_in_which_nothing_could_be_folded():
+    ours = model()[2]  # a block of its own
+    before = [set(vars(m)) for m in ours.modules()], [t.stride() for t in ours.state_dict().values()]
+    sdfastgn.optimize(ours, fold_batch_norm=True)
+    sdfastgn.restore(ours)
+    after = [set(vars(m)) for m in ours.modules()], [t.stride() for t in ours.state_dict().values()]
+    assert after == before
+
+
+def test_an_image_without_a_batch_is_stocks_error():
+    ours, stock = folded()
+    for module in (ours, stock):
+        with pytest.raises(ValueError, match="expected 4D input"), torch.no_grad():
+            module(X[0])
+
+
+def test_the_switch_is_a_bool():
+    with pytest.raises(ValueError, match="fold_batch_norm='yes' must be True or False"):
+        sdfastgn.optimize(model(), fold_batch_norm="yes")
+
+
 def kinds(module: nn.Module) -> list[type]:
     return [type(m) for m in module.modules()]
 
@@ -111,7 +142,22 @@ def test_copies_fold_for_themselves():
     assert compare(ours, stock) == 1
 
 
+def _calibrate(model):
+    """Running averages of other data, no parameter touched."""
+    model.train()
+    model(X * 2 + 1)
+    model.eval()
+
+
+def _wrap_around(model):
+    """As "seamless tiling" does it."""
+    conv = model[0][0]
+    conv.padding_mode, conv._reversed_padding_repeated_twice = "circular", [1, 1, 1, 1]
+
+
 CHANGES = {
+    "calibrated": _calibrate,
+    "padding mode": _wrap_around,
     "in place": lambda m: m[0][1].weight.mul_(2),
     "averages": lambda m: m[0][1].running_mean.add_(1),
     "eps": lambda m: setattr(m[0][1], "eps", 0.5),
