@@ -120,8 +120,8 @@ def optimized(
     """``with sdfastgn.optimized(pipe):`` optimizes inside and restores afterwards.
 
     A component that was optimized before stays optimized, with the ``cuda_graphs`` that it had. All
-    others are restored, also those that joined the pipeline inside. Arguments, errors and warnings:
-    ``optimize`` and ``restore``.
+    others are restored, also a scheduler that joined the pipeline inside. A model that joined stays as
+    it is. Arguments, errors and warnings: ``optimize`` and ``restore``.
     """
     before, parts = _optimize("optimized", obj, strict, cuda_graphs, missing_ok)
     if not before:

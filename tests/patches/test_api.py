@@ -107,6 +107,15 @@ def test_a_pipeline_with_nothing_to_optimize(recwarn):
     assert not recwarn
 
 
+def test_a_traced_part_is_left_as_it_is():
+    x = torch.randn(1, 8, 6, 6)
+    traced = torch.jit.trace(nn.Conv2d(8, 8, 3, padding=1).eval(), x)
+    net = nn.Sequential(nn.GroupNorm(2, 8), nn.SiLU(), nn.Conv2d(8, 8, 1), traced).eval()
+    expected = net(x)
+    torch.testing.assert_close(sdfastgn.optimize(sdfastgn.optimize(net))(x), expected)
+    assert torch.equal(sdfastgn.restore(net)(x), expected)
+
+
 def test_the_with_block_on_nothing_keeps_parts_that_were_optimized_before():
     pipe = PlainPipeline(convolutions(), DDIMScheduler())
     other = SimpleNamespace(components={"unet": Net(), "scheduler": pipe.scheduler})

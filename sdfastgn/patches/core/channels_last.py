@@ -145,8 +145,10 @@ def is_applied(root: nn.Module) -> bool:
 def _convert(module: nn.Module) -> None:
     """Make one convolution channels-last, if it is one that is not and gains by it."""
     memory_format = _new_format(module)
-    weight: Any = module._parameters.get("weight")
-    if memory_format is None or not dispatch.has_kernels(weight):
+    if memory_format is None:
+        return
+    weight: Any = module._parameters["weight"]
+    if not dispatch.has_kernels(weight):
         return
     vars(module)[_STOCK_LAYOUT] = (weight.shape, weight.stride())
     _lay_out(weight, torch.empty_like(weight, device="meta", memory_format=memory_format).stride())
@@ -155,8 +157,10 @@ def _convert(module: nn.Module) -> None:
 def _new_format(module: nn.Module) -> torch.memory_format | None:
     """The format in which the weight of ``module`` gains on a GPU; None where it stays as it is."""
     memory_format = next((f for kind, f in _FORMATS.items() if isinstance(module, kind)), None)
+    if memory_format is None or _STOCK_LAYOUT in vars(module):
+        return None
     weight = module._parameters.get("weight")
-    if memory_format is None or weight is None or _STOCK_LAYOUT in vars(module):
+    if weight is None:
         return None
     if (
         weight.dim() != (5 if memory_format is torch.channels_last_3d else 4)

@@ -47,6 +47,8 @@ def _device_without_hooks(pipe: Any) -> torch.device | None:
         attributes = list(map(vars, level))
         if any("_hf_hook" in names or "_diffusers_hook" in names for names in attributes):
             return None  # accelerate's offloading, or diffusers'
+        if any("_modules" not in names for names in attributes):
+            return None  # TorchScript's
         level = set(chain.from_iterable(names["_modules"].values() for names in attributes)) - seen
     return devices.pop()
 

@@ -23,8 +23,8 @@ WAITED_FOR = ("cuda",)
 class PinnedCopies(TorchFunctionMode):
     """While active, ``to`` and ``torch.tensor`` copy to the GPU by way of pinned memory.
 
-    What was copied is known: ``to("cpu")`` of it costs nothing. ``torch.linalg.solve`` does not look
-    whether there is a solution, which would wait; without one its values are not finite.
+    What was copied is known: ``to("cpu")`` of it costs nothing. On the GPU ``torch.linalg.solve`` does
+    not look whether there is a solution, which would wait; without one its values are not finite.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class PinnedCopies(TorchFunctionMode):
         if func is torch.tensor and "device" in kwargs:
             device = kwargs.pop("device")
             return self._moved(torch.tensor(*args, **kwargs), device=device)
-        if func is torch.linalg.solve:
+        if func is torch.linalg.solve and args and args[0].device.type in WAITED_FOR:
             return torch.linalg.solve_ex(*args, **kwargs).result
         return func(*args, **kwargs)
 

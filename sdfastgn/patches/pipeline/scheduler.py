@@ -148,8 +148,9 @@ def _overrides(stock: Any) -> dict[str, Any]:
     def set_timesteps(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _is_recorded():
             return stock.set_timesteps(self, *args, **kwargs)
-        # Tensors of inference mode do not count how often they are written.
-        with torch.inference_mode(False), PinnedCopies() as copies:
+        # Tensors of inference mode do not count how often they are written. Leaving it turns gradients on.
+        grad = torch.is_grad_enabled()
+        with torch.inference_mode(False), torch.set_grad_enabled(grad), PinnedCopies() as copies:
             result = stock.set_timesteps(self, *args, **kwargs)
         _copy_of(self, self.timesteps, copies.on_host(self.timesteps))
         return result

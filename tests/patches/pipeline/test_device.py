@@ -56,6 +56,12 @@ class Own(nn.Linear):
         pytest.param(lambda p: p.unet.to("meta"), id="unet-elsewhere"),
         pytest.param(lambda p: setattr(p, "text_encoder", Own(2, 2)), id="own-model"),
         pytest.param(lambda p: setattr(p, "text_encoder", nn.Identity()), id="no-parameters"),
+        pytest.param(
+            lambda p: setattr(
+                p.vae, "post_quant_conv", torch.jit.trace(nn.Conv2d(4, 4, 1).eval(), torch.ones(1, 4, 8, 8))
+            ),
+            id="torchscript",
+        ),
     ],
 )
 def test_whatever_is_not_plain_is_upstreams_to_decide(pipe, change):

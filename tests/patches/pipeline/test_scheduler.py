@@ -382,3 +382,23 @@ def test_what_moves_in_a_step_is_what_it_was(monkeypatch):
 @pytest.mark.parametrize("cls", [TCDScheduler, HeunDiscreteScheduler])
 def test_other_schedulers_are_left_alone(cls):
     assert not scheduler_fusion.FUSION.claims(cls())
+
+
+def test_timesteps_are_set_without_gradients_where_stock_has_none():
+    scheduler = EulerDiscreteScheduler(**SD15)
+    scheduler.alphas_cumprod.requires_grad_()
+    applied(scheduler)
+    with torch.no_grad():
+        scheduler.set_timesteps(5)
+
+
+def test_on_the_cpu_equations_without_a_solution_are_stocks_error(monkeypatch):
+    monkeypatch.setattr(pinned_copies, "WAITED_FOR", ("cuda",))
+    scheduler = UniPCMultistepScheduler(solver_order=3, lower_order_final=False)
+    applied(scheduler)
+    scheduler.set_timesteps(8)
+    sample = torch.ones(1, 4, 8, 8)
+    for t in scheduler.timesteps[:-1]:
+        sample = scheduler.step(sample, t, sample).prev_sample
+    with pytest.raises(torch.linalg.LinAlgError, match="singular"):
+        scheduler.step(sample, scheduler.timesteps[-1], sample)
