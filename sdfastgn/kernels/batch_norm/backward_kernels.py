@@ -4,8 +4,7 @@ Layout and pointers as in ``batch_norm/kernels.py``, and beside those:
 
 - ``dy``, ``dx``, ``dz``: gradients of y, x and of the activation's argument, which is the residual's
   gradient too, in the layout of x; the latter two may be None;
-- ``sums``: (2, samples, P, width) fp32, sums of dz and of dz * xhat by column and chunk,
-  channels-last by column and program;
+- ``sums``: (2, samples, P, width) fp32, sums of dz and of dz * xhat by column and chunk;
 - ``dbias``, ``dweight``: (C,) fp32, the same by channel; None where the batch decided nothing.
 
 The ways of the forward, by the same functions of sizes: *small*, or ``batch_sums_kernel`` or
@@ -68,12 +67,12 @@ if triton is not None:
         bias_ptr,
         HW, positions, eps,
         C: tl.constexpr, CHANNELS_LAST: tl.constexpr, ACTIVATION: tl.constexpr, TRAINING: tl.constexpr,
-        PAIRS: tl.constexpr, PDL: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr,
-        STEPS: tl.constexpr, BLOCK: tl.constexpr,
+        PAIRS: tl.constexpr, HW_FACTOR: tl.constexpr, PDL: tl.constexpr, LANES: tl.constexpr,
+        WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         """``BLOCK`` channels at all positions a program."""
         _, c, in_range, mask, at, _ = positions_of_chunk(
-            HW, positions, C, CHANNELS_LAST, LANES, WARPS, STEPS, BLOCK
+            HW, positions, C, CHANNELS_LAST, HW_FACTOR, LANES, WARPS, STEPS, BLOCK
         )
         if PDL:
             gdc_wait()
@@ -101,7 +100,7 @@ if triton is not None:
     ):  # fmt: skip
         """The sums of dz and of dz * xhat of ``BLOCK`` channels over the positions of a chunk."""
         chunk, c, in_range, mask, at, _ = positions_of_chunk(
-            HW, positions, C, CHANNELS_LAST, LANES, WARPS, STEPS, BLOCK
+            HW, positions, C, CHANNELS_LAST, 1, LANES, WARPS, STEPS, BLOCK
         )
         if PDL:
             gdc_wait()
@@ -121,9 +120,14 @@ if triton is not None:
         HW, rows, chunks, plane, eps,
         C: tl.constexpr, WIDTH: tl.constexpr, CHANNELS_LAST: tl.constexpr, ACTIVATION: tl.constexpr,
         PAIRS: tl.constexpr, EVEN: tl.constexpr, LOOP: tl.constexpr, HW_FACTOR: tl.constexpr,
-        PDL: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
+        ADDED: tl.constexpr, PDL: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr,
+        BLOCK: tl.constexpr,
     ):  # fmt: skip
-        """The sums of dz and of dz * xhat, as ``sums`` has them."""
+        """The sums of dz and of dz * xhat by column and chunk.
+
+        ``ADDED``: by column and program instead. Few channels have so many chunks that to merge them
+        takes longer than for the warps of a program, channels-last, to add up theirs.
+        """
         TILE: tl.constexpr = (LANES if CHANNELS_LAST else BLOCK) * STEPS
         REDUCED: tl.constexpr = LANE_AXIS if CHANNELS_LAST else 3
         if CHANNELS_LAST:
@@ -165,8 +169,7 @@ if triton is not None:
                 along_z += tl.sum(dz, STEP_AXIS, keep_dims=True)
                 along_x += tl.sum(dz * xhat, STEP_AXIS, keep_dims=True)
         along_z, along_x = tl.sum(along_z, REDUCED, keep_dims=True), tl.sum(along_x, REDUCED, keep_dims=True)
-        if CHANNELS_LAST:
-            # Few channels have many chunks. Merging a program's here takes less than merging them later.
+        if ADDED:
             along_z, along_x = tl.sum(along_z, 1, keep_dims=True), tl.sum(along_x, 1, keep_dims=True)
             chunks = tl.cdiv(chunks, WARPS)
             chunk = (tl.program_id(0) // tl.cdiv(WIDTH, BLOCK) % chunks) + tl.zeros((1, 1, 1, 1), tl.int32)

@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from sdfastgn.kernels.batch_norm import backward_kernels as kernels
-from sdfastgn.kernels.batch_norm.config import Rows, TileConfig, chunk_config, merge_config, small_config
+from sdfastgn.kernels.batch_norm.config import (
+    MERGED_AT_ONCE,
+    Rows,
+    TileConfig,
+    chunk_config,
+    merge_config,
+    position_factor,
+    small_config,
+)
 from sdfastgn.kernels.batch_norm.plans import chunk_launch, like, pairs_of, rows_of, vector
 from sdfastgn.kernels.common import gpu
 from sdfastgn.kernels.common.launch import Launch
@@ -90,7 +98,7 @@ class _GradPlan:
         self.merge: Launch | None = None
         self.apply: Launch | None = None
         needs_sums = wanted.weight or wanted.bias or (wanted.x and call.training)
-        config = small_config(x.numel() // C, C, rows.channels_last, backward=True)
+        config = small_config(rows, C, gpu.num_sms(x.device), backward=True)
         if config is not None and count is None and (needs_sums or wanted.residual):
             self.small = _small(call, rows, config)
             return
@@ -99,9 +107,11 @@ class _GradPlan:
             tile = chunk_config(rows, sms, backward=True)
             if tile is None:
                 statistics = statistics_config(*rows.shape, rows.channels_last, sms, kind="backward")
-                together = statistics.num_warps if rows.channels_last else 1
-                self.plane = rows.samples * ceil_div(statistics.chunks, together) * rows.width
-                self.sums = _sums(call, rows, statistics, self.plane)
+                self.plane = rows.samples * statistics.chunks * rows.width
+                added = rows.channels_last and self.plane // C > MERGED_AT_ONCE
+                if added:
+                    self.plane = ceil_div(statistics.chunks, statistics.num_warps) * rows.width
+                self.sums = _sums(call, rows, statistics, self.plane, added=added)
             else:
                 self.plane = ceil_div(x.numel() // C, tile.positions) * C
                 self.sums = _chunk_sums(call, rows, tile)
@@ -146,6 +156,7 @@ def _small(call: BatchNormGradCall, rows: Rows, config: TileConfig) -> Launch:
         "ACTIVATION": call.activation,
         "TRAINING": call.training,
         "PAIRS": pairs_of(x, config.block),
+        "HW_FACTOR": position_factor(rows),
         "PDL": pdl,
         **tile_constants(config),
     }
@@ -158,7 +169,9 @@ def _chunk_sums(call: BatchNormGradCall, rows: Rows, tile: TileConfig) -> Launch
     return chunk_launch(kernels.batch_chunk_sums_kernel, call.x, rows, tile, call.eps, **constants)
 
 
-def _sums(call: BatchNormGradCall, rows: Rows, config: StatisticsConfig, plane: int) -> Launch:
+def _sums(
+    call: BatchNormGradCall, rows: Rows, config: StatisticsConfig, plane: int, *, added: bool
+) -> Launch:
     pdl = gpu.has_programmatic_launch(call.x.device)
     constants = {
         "C": call.x.shape[1],
@@ -169,6 +182,7 @@ def _sums(call: BatchNormGradCall, rows: Rows, config: StatisticsConfig, plane: 
         "EVEN": is_even(config, rows.width, rows.rows, rows.channels_last),
         "LOOP": config.rows > config.tile_rows,
         "HW_FACTOR": row_factor(rows.channels_last, rows.rows, config.rows),
+        "ADDED": added,
         "PDL": pdl,
         **tile_constants(config),
     }

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from sdfastgn.kernels.common.sizes import WARP_LOAD, ceil_div, next_power_of_2
 
-__all__ = ["Rows", "TileConfig", "as_rows", "chunk_config", "merge_config", "small_config"]
+__all__ = [
+    "MERGED_AT_ONCE", "Rows", "TileConfig", "as_rows", "chunk_config", "merge_config", "position_factor",
+    "small_config",
+]  # fmt: skip
 
 # Columns of a row that are whole 16-byte loads in 16 bits.
 _LOADED = 8
@@ -18,16 +22,21 @@ _SIDE_BY_SIDE = 64
 # --- small: all positions of a few channels in one program's registers
 # Elements of a program, padded to powers of 2, above which three launches are faster.
 _SMALL_MAX_ELEMENTS = 16384
+# The same where a program of each multiprocessor, for which it leaves no room for a second, is all.
+_SMALL_MAX_ALONE = 32768
+# The part of the multiprocessors that have a program then, at least: 1 of 3.
+_SMALL_ALONE_PART = 3
 # The same in the backward, which holds x and dy.
 _SMALL_BACKWARD_MAX_ELEMENTS = 8192
-# Channels of a program, channels-last: a whole 32-byte sector of memory in 16 bits.
+# Channels of a program, channels-last: a whole 32-byte sector of memory in 16 bits. Channels-first
+# it is one, whose positions follow each other in memory.
 _SMALL_CHANNELS_LAST = 16
-# The same channels-first, where a warp's lanes then have neighboring positions.
-_SMALL_CHANNELS_FIRST = 8
 # Elements of a warp: 32 of a lane.
 _SMALL_PER_WARP = 1024
 
 # --- chunks: the same tile of a part of the positions, for images of few pixels channels-first
+# Channels of a program: a warp's lanes then have neighboring positions.
+_CHUNK_CHANNELS = 8
 # Pixels of an image from which on a warp reads whole rows of it instead.
 _LONG_ROW = WARP_LOAD
 # Elements of a program at most; the backward holds x and dy.
@@ -47,6 +56,8 @@ _MERGE_MIN_CHANNELS = 2
 _MERGE_TILE = 8192
 # Partial results of a warp: 16 of a lane.
 _MERGE_PER_WARP = 512
+# Partial results of a channel that a merge reads as one tile of whole sectors, at most.
+MERGED_AT_ONCE = _MERGE_TILE // _MERGE_CHANNELS
 
 
 class Rows(NamedTuple):
@@ -91,14 +102,23 @@ class TileConfig:
         return self.lanes * self.num_warps * self.steps
 
 
-def small_config(positions: int, C: int, channels_last: bool, *, backward: bool = False) -> TileConfig | None:
-    """How to normalize ``positions`` of each of C channels in one launch; None where three are faster."""
-    block = min(next_power_of_2(C), _SMALL_CHANNELS_LAST if channels_last else _SMALL_CHANNELS_FIRST)
-    outer = next_power_of_2(positions)
-    most = _SMALL_BACKWARD_MAX_ELEMENTS if backward else _SMALL_MAX_ELEMENTS
+def small_config(rows: Rows, C: int, num_sms: int, *, backward: bool = False) -> TileConfig | None:
+    """How to normalize each of C channels in one launch; None where three are faster."""
+    positions = rows.samples * rows.rows * rows.width // C
+    block = min(next_power_of_2(C), _SMALL_CHANNELS_LAST) if rows.channels_last else 1
+    outer, most = next_power_of_2(positions), _SMALL_MAX_ELEMENTS
+    if backward:
+        most = _SMALL_BACKWARD_MAX_ELEMENTS
+    elif num_sms <= _SMALL_ALONE_PART * ceil_div(C, block) <= _SMALL_ALONE_PART * num_sms:
+        most = _SMALL_MAX_ALONE
     if outer * block > most or positions * C >= 2**31:  # offsets are 32-bit
         return None
     return _tile(outer, block)
+
+
+def position_factor(rows: Rows) -> int:
+    """A divisor of an image's positions, such that loads along them are vectors: channels-first only."""
+    return 1 if rows.channels_last else math.gcd(rows.rows, _LOADED)
 
 
 def _tile(positions: int, block: int) -> TileConfig:
@@ -116,7 +136,7 @@ def chunk_config(rows: Rows, num_sms: int, *, backward: bool = False) -> TileCon
     positions = samples * HW
     if rows.channels_last or HW >= _LONG_ROW or positions * C >= 2**31:  # offsets are 32-bit
         return None
-    block = min(next_power_of_2(C), _SMALL_CHANNELS_FIRST)
+    block = min(next_power_of_2(C), _CHUNK_CHANNELS)
     most = (_CHUNK_BACKWARD_ELEMENTS if backward else _CHUNK_ELEMENTS) // block
     spread = _CHUNK_PROGRAMS * num_sms // ceil_div(C, block)  # chunks that give each its programs
     wanted = next_power_of_2(ceil_div(positions, max(1, spread)))

@@ -56,12 +56,13 @@ if triton is not None:
     @triton.jit
     def positions_of_chunk(
         HW, positions,
-        C: tl.constexpr, CHANNELS_LAST: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr,
-        STEPS: tl.constexpr, BLOCK: tl.constexpr,
+        C: tl.constexpr, CHANNELS_LAST: tl.constexpr, HW_FACTOR: tl.constexpr, LANES: tl.constexpr,
+        WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         """(chunk, channels, which of them exist, mask, offsets, the chunk's first offsets) of this
         program's tile of x. A chunk is a tile of positions of all samples; *small* has one.
         """
+        HW, positions = multiple_of(HW, HW_FACTOR), multiple_of(positions, HW_FACTOR)
         columns = tl.cdiv(C, BLOCK)
         chunk = tl.program_id(0) // columns
         start = chunk * (LANES * WARPS * STEPS)
@@ -121,11 +122,12 @@ if triton is not None:
         running_var_ptr,
         HW, positions, eps, momentum,
         C: tl.constexpr, CHANNELS_LAST: tl.constexpr, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr,
-        PDL: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
+        HW_FACTOR: tl.constexpr, PDL: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr,
+        STEPS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         """``BLOCK`` channels at all positions a program."""
         _, c, in_range, mask, at, first = positions_of_chunk(
-            HW, positions, C, CHANNELS_LAST, LANES, WARPS, STEPS, BLOCK
+            HW, positions, C, CHANNELS_LAST, HW_FACTOR, LANES, WARPS, STEPS, BLOCK
         )
         if PDL:
             gdc_wait()
@@ -148,7 +150,7 @@ if triton is not None:
     ):  # fmt: skip
         """Mean and M2 of ``BLOCK`` channels at the positions of a chunk."""
         chunk, c, in_range, mask, at, first = positions_of_chunk(
-            HW, positions, C, CHANNELS_LAST, LANES, WARPS, STEPS, BLOCK
+            HW, positions, C, CHANNELS_LAST, 1, LANES, WARPS, STEPS, BLOCK
         )
         if PDL:
             gdc_wait()

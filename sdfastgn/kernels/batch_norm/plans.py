@@ -16,6 +16,7 @@ from sdfastgn.kernels.batch_norm.config import (
     as_rows,
     chunk_config,
     merge_config,
+    position_factor,
     small_config,
 )
 from sdfastgn.kernels.common import gpu
@@ -167,7 +168,7 @@ class BatchNormPlan:
         rows, is_given = rows_of(x), call.mean is not None
         self.small: Launch | None = None
         self.moments: Moments | None = None
-        config = small_config(x.numel() // x.shape[1], x.shape[1], rows.channels_last)
+        config = small_config(rows, x.shape[1], gpu.num_sms(x.device))
         if config is not None and not is_given:
             self.small = _small(call, rows, config)
             return
@@ -210,6 +211,7 @@ def _small(call: BatchNormCall, rows: Rows, config: TileConfig) -> Launch:
         "CHANNELS_LAST": rows.channels_last,
         "ACTIVATION": call.activation,
         "PAIRS": pairs_of(x, config.block),
+        "HW_FACTOR": position_factor(rows),
         "PDL": pdl,
         **tile_constants(config),
     }

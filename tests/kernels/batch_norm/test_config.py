@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from sdfastgn.kernels.batch_norm.config import as_rows, chunk_config, merge_config, small_config
+from sdfastgn.kernels.batch_norm.config import (
+    as_rows,
+    chunk_config,
+    merge_config,
+    position_factor,
+    small_config,
+)
 from tests.kernels.gpus import GPUS
 
 SIZES = [
@@ -31,22 +37,29 @@ def test_rows_are_all_of_the_tensor(N, C, HW, channels_last):
         assert (rows.samples, rows.width) == (N, C)
 
 
+MULTIPROCESSORS = sorted({gpu.multiprocessors for gpu in GPUS.values()})
+
+
 @each_layout
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize(("N", "C", "HW"), SIZES)
 def test_a_small_tile_has_all_positions_and_fits_into_registers(N, C, HW, backward, channels_last):
-    config = small_config(N * HW, C, channels_last, backward=backward)
-    if config is None:
-        assert N * HW > 256
-        return
-    positions = config.lanes * config.num_warps * config.steps
-    assert N * HW <= positions < 2 * max(N * HW, 2)
-    assert config.block <= 16
-    assert config.num_warps <= 16
-    assert positions * config.block // (32 * config.num_warps) <= 32 or config.num_warps == positions
+    rows = as_rows(N, C, HW, channels_last)
+    assert rows.rows % position_factor(rows) == 0
+    for sms in MULTIPROCESSORS:
+        config = small_config(rows, C, sms, backward=backward)
+        if config is None:
+            assert N * HW > 256
+            continue
+        positions = config.lanes * config.num_warps * config.steps
+        assert N * HW <= positions < 2 * max(N * HW, 2)
+        assert config.block <= 16
+        # So many warps leave no room for another program on a multiprocessor.
+        assert config.num_warps <= 16 or (not backward and -(-C // config.block) <= sms)
+        assert positions * config.block // (32 * config.num_warps) <= 32 or config.num_warps == positions
 
 
-@pytest.mark.parametrize("sms", sorted({gpu.multiprocessors for gpu in GPUS.values()}))
+@pytest.mark.parametrize("sms", MULTIPROCESSORS)
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize(("N", "C", "HW"), SIZES)
 def test_a_chunk_fits_into_registers_and_chunks_fill_the_gpu(N, C, HW, backward, sms):
