@@ -19,6 +19,7 @@ import typer
 
 from sdfastgn.bench import comfyui
 from sdfastgn.bench.documents import write_json
+from sdfastgn.bench.environment import environment
 
 # Variant -> ComfyUI's arguments for it.
 VARIANTS = {"stock": [], "channels_last": ["--force-channels-last"], "sdfastgn": []}
@@ -43,7 +44,8 @@ def main(
     if variant:
         print(json.dumps(times_of(variant, folder, model, size, steps)))
         return
-    results: dict[str, Any] = {"model": model, "size": size, "steps": steps, "variants": {}}
+    results: dict[str, Any] = {"environment": environment(torch.device("cuda"))}
+    results.update(model=model, size=size, steps=steps, variants={})
     for name in VARIANTS:
         command = [sys.executable, __file__, str(folder), "--model", model, "--size", str(size)]
         done = subprocess.run(
