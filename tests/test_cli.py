@@ -361,7 +361,9 @@ def test_inspect_reports_without_weights(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "resnet_block" in result.stdout
     assert "optimize would fuse" in result.stdout
-    assert "runs in" not in result.stdout
+    assert "graphs: none yet" in result.stdout
+    assert "would be CUDA graphs on an NVIDIA GPU: UNet2DConditionModel" in result.stdout
+    assert ("would run in: plain PyTorch, stock's own code" in result.stdout) != torch.cuda.is_available()
     assert set(json.loads(path.read_text())) == {"unet", "vae"}
 
 
