@@ -64,7 +64,7 @@ def bench(
     seed: SeedOption = 0,
 ) -> None:
     """Time a UNet step, a VAE decode, a pipeline or a training step, checked against eager first."""
-    from sdfastgn.bench import options, processes, session
+    from sdfastgn.bench import documents, options, processes, session
 
     if not processes.is_main():
         json = plot = html = None
@@ -89,8 +89,8 @@ def bench(
         )
         chosen = options.variant_list("--variants", variants)
         options.png_path("--plot", plot, "" if profile else "only --profile has a picture, got {} without it")
-        options.file_path("--json", json)
-        options.file_path("--html", html)
+        images = json and html and documents.images_path(json)
+        options.file_paths({"--json": json, "--json's images": images, "--html": html, "--plot": plot})
         raise typer.Exit(session.run_bench(configs, chosen, json=json, plot=plot, html=html))
 
 
@@ -130,10 +130,10 @@ def report(
     html: HtmlOption = None,
 ) -> None:
     """Show results that --json wrote, or compare them with the first one, and write them as a page."""
-    from sdfastgn.bench import options, session
+    from sdfastgn.bench import documents, options, session
 
     with one_line_errors():
-        options.file_path("--html", html)
+        options.file_paths({"--html": html}, read=[*results, *map(documents.images_path, results)])
         session.show_results(results, html=html)
 
 

@@ -68,6 +68,7 @@ BAD_INPUT = {
     "bench --profile --plot out.svg": "--plot: must end in .png, got 'out.svg'",
     "kernels --json /proc/x/y.json": "--json: cannot write a file at '/proc/x/y.json'",
     "kernels --dtype bf16,fp32 --json /proc/x.json": "--json: cannot write a file at '/proc/x_bf16.json'",
+    "kernels --dtype bf16,fp32 --json .": "--json: cannot write a file at '.': Is a directory",
     "kernels --plot roof.svg": "--plot: must end in .png, got 'roof.svg'",
     "kernels --suite training --plot x.png": "--plot: only the suite inference has a picture, got 'x.png'",
     "kernels --shapes 2x320x64": "--shapes: cannot use shape '2x320x64'; give NxCxHxW with C divisible by 32",
