@@ -93,6 +93,8 @@ BAD_INPUT = {
     "demo --output pyproject.toml": "--output: cannot write a file at 'pyproject.toml/demo.png'",
     "demo --output /proc/x": "--output: cannot write a file at '/proc/x/demo.png'",
     # typer's own checks
+    "bench --guidance inf": "Invalid value for '--guidance': inf is not finite",
+    "generate --model m --prompts p --out o --guidance nan": "Invalid value for '--guidance': nan is not",
     "bench --repeats two": "Invalid value for '--repeats': Input should be a valid integer",
     "bench --color": "No such option: --color",
     f"bench --seed {2**64}": f"Invalid value for '--seed': {2**64} is not a whole number of 64 bits",

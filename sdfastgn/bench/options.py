@@ -132,6 +132,13 @@ def file_paths(outputs: Mapping[str, Path | None], read: Iterable[Path] = ()) ->
         taken[real] = option
 
 
+def folder(option: str, value: str) -> Path:
+    """``value``; an empty one would be the working directory."""
+    if not value:
+        raise OptionError(f"{option}: must be a folder, got ''; give . for this one")
+    return Path(value)
+
+
 def _subject(model: str | None, weights: str, parts: Sequence[str]) -> tuple[str, int, int, int]:
     """``model``, or what ``weights`` are by their configuration, if they have these parts.
 
