@@ -173,9 +173,7 @@ def report(obj: Any) -> Report:
         for component, f in findings
     )
     found = [pair for name, root in roots.items() for pair in graphs.inspect(root, name)]
-    pools: dict[int, int] = {}
-    for _, graphed in found:
-        pools.update(graphed.pool_bytes() if graphed is not None else {})
+    pools = {k: v for _, graphed in found if graphed is not None for k, v in graphed.pool_bytes().items()}
     return Report(
         entries=entries,
         backend=_backend(list(roots.values())) if roots else f"stock code ({_nothing_in(obj)})",
@@ -364,8 +362,8 @@ def _backend(roots: list[nn.Module]) -> str:
     if triton is None or dispatch.why_off is not None:
         return f"{_STOCK_CODE} ({dispatch.why_off})"
     tensors = [p for root in roots for p in root.parameters()]
-    if any(p.is_meta for p in tensors):
-        return ""  # nothing runs
+    if any(p.is_meta for p in tensors):  # what runs is decided where the weights go
+        return "" if torch.cuda.is_available() else f"{_STOCK_CODE} (no CUDA GPU)"
     devices = {p.device.type for p in tensors}
     unsupported = next(filter(None, map(gpu.unsupported, {p.device for p in tensors})), None)
     if unsupported is not None:

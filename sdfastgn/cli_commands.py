@@ -19,6 +19,7 @@ from sdfastgn.cli_options import (
     DtypesOption,
     EveryStepsOption,
     Fp32Option,
+    GuidanceOption,
     HtmlOption,
     JsonOption,
     Listing,
@@ -49,7 +50,7 @@ def bench(
     batch: BatchesOption = None,
     steps: EveryStepsOption = None,
     scheduler: SchedulerOption = None,
-    guidance: Annotated[float | None, typer.Option("--guidance", help="of a pipeline; 7.5")] = None,
+    guidance: GuidanceOption = None,
     prompt: Annotated[str | None, typer.Option("--prompt", help="of a pipeline")] = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
@@ -64,7 +65,7 @@ def bench(
     seed: SeedOption = 0,
 ) -> None:
     """Time a UNet step, a VAE decode, a pipeline or a training step, checked against eager first."""
-    from sdfastgn.bench import options, processes, session
+    from sdfastgn.bench import documents, options, processes, session
 
     if not processes.is_main():
         json = plot = html = None
@@ -89,8 +90,8 @@ def bench(
         )
         chosen = options.variant_list("--variants", variants)
         options.png_path("--plot", plot, "" if profile else "only --profile has a picture, got {} without it")
-        options.file_path("--json", json)
-        options.file_path("--html", html)
+        images = json and html and documents.images_path(json)
+        options.file_paths({"--json": json, "--json's images": images, "--html": html, "--plot": plot})
         raise typer.Exit(session.run_bench(configs, chosen, json=json, plot=plot, html=html))
 
 
@@ -98,13 +99,13 @@ def bench(
 def generate(
     model: Annotated[str, typer.Option(help="a saved pipeline of text to image: a path, or a Hub id")],
     prompts: Annotated[Path, typer.Option(help="a prompt a line, or in a .jsonl an object of settings")],
-    out: Annotated[Path, typer.Option(help="folder for the images, each named by its line's number")],
+    out: Annotated[str, typer.Option(help="folder for the images, each named by its line's number")],
     negative_prompt: Annotated[str | None, typer.Option(help="of lines that have none")] = None,
     batch_size: Annotated[int, typer.Option(help="images a call, at most; of equal size and steps")] = 1,
     width: Annotated[int | None, typer.Option(help="pixels; what the model was made for")] = None,
     height: Annotated[int | None, typer.Option(help="pixels; what the model was made for")] = None,
     steps: StepsOption = 30,
-    guidance: Annotated[float, typer.Option(help="guidance scale")] = 7.5,
+    guidance: GuidanceOption = 7.5,
     seed: Annotated[
         int, typer.Option(callback=checked_seed, help="a line's seed is this and its number")
     ] = 0,
@@ -114,13 +115,15 @@ def generate(
     stock: Annotated[bool, typer.Option("--stock", help="without sdfastgn.optimize")] = False,
 ) -> None:
     """Draw an image for each line of a file; accelerate launch and torchrun spread them over GPUs."""
+    from sdfastgn.bench import options
     from sdfastgn.generate import run
 
     line: dict[str, Any] = {"negative_prompt": negative_prompt, "width": width, "height": height}
     line |= {"steps": steps, "guidance": guidance, "seed": seed}
     where: dict[str, Any] = {"variant": variant, "dtype": dtype, "device": device, "stock": stock}
     with one_line_errors():
-        code = run(model=model, prompts=prompts, out=out, settings=line, batch_size=batch_size, **where)
+        place = options.folder("--out", out)
+        code = run(model=model, prompts=prompts, out=place, settings=line, batch_size=batch_size, **where)
     raise typer.Exit(code)
 
 
@@ -130,10 +133,10 @@ def report(
     html: HtmlOption = None,
 ) -> None:
     """Show results that --json wrote, or compare them with the first one, and write them as a page."""
-    from sdfastgn.bench import options, session
+    from sdfastgn.bench import documents, options, session
 
     with one_line_errors():
-        options.file_path("--html", html)
+        options.file_paths({"--html": html}, read=[*results, *map(documents.images_path, results)])
         session.show_results(results, html=html)
 
 
@@ -286,15 +289,16 @@ def info(device: DeviceOption = None) -> None:
 
 @app.command()
 def demo(
-    output: Annotated[Path, typer.Option("--output", help="folder for the picture")] = Path("demo-output"),
+    output: Annotated[str, typer.Option("--output", help="folder for the picture")] = "demo-output",
 ) -> None:
     """Draw digits with a small trained pipeline, optimize, compare, restore; needs no GPU and no network."""
     from sdfastgn.bench import options, terminal
     from sdfastgn.bench.demo import PICTURE, run_demo
 
     with one_line_errors():
-        options.file_path("--output", output / PICTURE)
-    raise typer.Exit(run_demo(output, terminal.console()))
+        folder = options.folder("--output", output)
+        options.file_path("--output", folder / PICTURE)
+    raise typer.Exit(run_demo(folder, terminal.console()))
 
 
 @app.command(name="profile-host", hidden=True)
@@ -303,7 +307,7 @@ def profile_host(
     size: SizeOption = None,
     steps: StepsOption = 1,
     scheduler: SchedulerOption = None,
-    guidance: Annotated[float | None, typer.Option("--guidance", help="of the pipeline; 7.5")] = None,
+    guidance: GuidanceOption = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
     repeats: Annotated[int | None, typer.Option("--repeats", help="images of each way")] = None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -78,6 +79,15 @@ def checked_seed(value: int) -> int:
     return value
 
 
+def checked_guidance(value: float | None) -> float | None:
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is not finite")
+    return value
+
+
+GuidanceOption = Annotated[
+    float | None, typer.Option("--guidance", callback=checked_guidance, help="of a pipeline; 7.5")
+]
 SeedOption = Annotated[
     int, typer.Option("--seed", callback=checked_seed, help="of weights, inputs and noise")
 ]

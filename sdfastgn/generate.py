@@ -93,7 +93,7 @@ def read_prompts(
     for number, line in enumerate(lines, 1):
         try:
             if text := line.decode("utf-8-sig").strip():
-                given = json.loads(text) if path.suffix == ".jsonl" else {"prompt": text}
+                given = json.loads(text) if path.suffix.lower() == ".jsonl" else {"prompt": text}
                 found[number] = _settings(given, {**defaults, "seed": defaults["seed"] + number}, scale)
         except json.JSONDecodeError as error:
             problems[number] = f"no JSON: {error.msg} at column {error.colno}"
@@ -122,17 +122,29 @@ def shares(wanted: Mapping[int, Settings], lines: Iterable[int], count: int) -> 
 
 
 def _is_finished(path: Path, settings: Mapping[str, Any]) -> bool:
-    """Whether the image is there. Raises OptionError where another is."""
+    """Whether the whole image is there. Raises OptionError where another is, or no image of ours."""
+    if not path.exists() or not path.stat().st_size:  # a machine that goes down may leave it empty
+        return False
+    what = "cannot be read as an image"
     try:
         with Image.open(path) as picture:
-            picture.verify()
-            found = json.loads(picture.info.get(METADATA, "{}")).get("settings", {})
-    except Exception:  # missing or cut off, for which Pillow has many errors
-        return False
+            what = f"is a {picture.format} without sdfastgn's settings"
+            found = dict(json.loads(picture.info[METADATA])["settings"])  # of a PNG before its pixels
+            is_whole = _is_whole(picture)
+    except Exception:  # Pillow has many errors
+        raise OptionError(f"--out: {str(path)!r} {what}; choose another folder, or move it") from None
     for name, now in settings.items():
         if (was := found.get(name, "unknown")) != now:
             why = f"has another image, whose {name} is {was!r} and not {now!r}"
             raise OptionError(f"--out: {str(path)!r} {why}; choose another folder, or delete it")
+    return is_whole
+
+
+def _is_whole(picture: Image.Image) -> bool:
+    try:
+        picture.verify()
+    except Exception:  # cut off, for which Pillow has many errors
+        return False
     return True
 
 
@@ -185,7 +197,8 @@ class _Run:
                 left = list(batch)
                 try:
                     for line, picture in zip(batch, self._pictures(pipe, batch), strict=True):
-                        content = {"settings": self.asked(line), "versions": installed_versions()}
+                        versions = {"sdfastgn": sdfastgn.__version__, **installed_versions()}
+                        content = {"settings": self.asked(line), "versions": versions}
                         _save(picture, self.path(line), json.dumps(content, ensure_ascii=False))
                         left.remove(line)
                         on_done(f"wrote {self.path(line)}")
@@ -236,6 +249,8 @@ def run(
     options.positive("--steps", settings["steps"])
     wanted, problems = read_prompts(prompts, {**settings, **sizes}, scale)
     options.file_path("--out", out / f"{os.getpid()}.part")  # each process tries a file of its own
+    if (where := Path(model).expanduser()).exists():
+        model = str(where.resolve())  # one name, however the path is spelled
     job = _Run(prompts, out, wanted, batch_size, model, variant, dtype, stock)
     todo = [line for line in wanted if not _is_finished(job.path(line), job.asked(line))]
     for line in problems if processes.is_main() else ():

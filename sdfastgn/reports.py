@@ -39,7 +39,8 @@ class Entry:
 class Report:
     """State of a pipeline or module. ``print`` it for a summary, ``print(report.details())`` for all of it.
 
-    ``backend``: what runs the fused calls where the weights are now; empty on the meta device.
+    ``backend``: what runs the fused calls where the weights are now; for the meta device what would run
+    them on this machine, empty if it has a GPU.
     ``channels_last_weights``: convolutions whose weights became channels-last.
     ``layout_copies_removed``: copies to channels-first a call that stock makes and this model does not.
     ``graphs``: the state of each module whose calls can be CUDA graphs.
@@ -103,8 +104,14 @@ class Report:
         if self.fusable:
             parts.append(f"optimize would fuse {_parts(self.fusable)}")
         alive, replays = (sum(getattr(g, name) for g in self.graphs) for name in ("alive", "replays"))
-        graphs = f"{alive} alive, {replays} calls replayed" if alive or replays else "none"
+        none = "none yet" if self._graphable() else "none"
+        graphs = f"{alive} alive, {replays} calls replayed" if alive or replays else none
         return f"{', '.join(parts) or 'nothing to fuse'}, {len(self.skipped)} skipped, graphs: {graphs}"
+
+    def _graphable(self) -> list[str]:
+        """Modules of a stock model whose calls ``optimize`` would make CUDA graphs of, on a GPU."""
+        stock = () if self.fused else self.graphs
+        return [g.path or g.kind for g in stock if g.mode == "False" and not g.eager]
 
     def _counts(self) -> list[tuple[str, ...]]:
         counts = Counter(((e.component, e.fusion), e.status) for e in self.entries)
@@ -128,6 +135,8 @@ class Report:
             counts = Counter(entry.component for entry in entries)
             if counts:
                 found.append((f"{status}: {', '.join(f'{n} in {name}' for name, n in counts.items())}", []))
+        if graphable := self._graphable():
+            found.append((f"would be CUDA graphs on an NVIDIA GPU: {', '.join(graphable)}", []))
         for reason, paths in self._skipped_by_reason().items():
             rest = f" and {len(paths) - max_paths} more" if len(paths) > max_paths else ""
             found.append((f"skipped: {reason}", [", ".join(paths[:max_paths]) + rest]))

@@ -68,6 +68,7 @@ BAD_INPUT = {
     "bench --profile --plot out.svg": "--plot: must end in .png, got 'out.svg'",
     "kernels --json /proc/x/y.json": "--json: cannot write a file at '/proc/x/y.json'",
     "kernels --dtype bf16,fp32 --json /proc/x.json": "--json: cannot write a file at '/proc/x_bf16.json'",
+    "kernels --dtype bf16,fp32 --json .": "--json: cannot write a file at '.': Is a directory",
     "kernels --plot roof.svg": "--plot: must end in .png, got 'roof.svg'",
     "kernels --suite training --plot x.png": "--plot: only the suite inference has a picture, got 'x.png'",
     "kernels --shapes 2x320x64": "--shapes: cannot use shape '2x320x64'; give NxCxHxW with C divisible by 32",
@@ -92,6 +93,8 @@ BAD_INPUT = {
     "demo --output pyproject.toml": "--output: cannot write a file at 'pyproject.toml/demo.png'",
     "demo --output /proc/x": "--output: cannot write a file at '/proc/x/demo.png'",
     # typer's own checks
+    "bench --guidance inf": "Invalid value for '--guidance': inf is not finite",
+    "generate --model m --prompts p --out o --guidance nan": "Invalid value for '--guidance': nan is not",
     "bench --repeats two": "Invalid value for '--repeats': Input should be a valid integer",
     "bench --color": "No such option: --color",
     f"bench --seed {2**64}": f"Invalid value for '--seed': {2**64} is not a whole number of 64 bits",
@@ -361,7 +364,9 @@ def test_inspect_reports_without_weights(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "resnet_block" in result.stdout
     assert "optimize would fuse" in result.stdout
-    assert "runs in" not in result.stdout
+    assert "graphs: none yet" in result.stdout
+    assert "would be CUDA graphs on an NVIDIA GPU: UNet2DConditionModel" in result.stdout
+    assert ("would run in: plain PyTorch, stock's own code" in result.stdout) != torch.cuda.is_available()
     assert set(json.loads(path.read_text())) == {"unet", "vae"}
 
 

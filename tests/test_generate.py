@@ -17,8 +17,9 @@ import torch
 from diffusers import DiffusionPipeline, StableDiffusionPipeline
 from PIL import Image
 
+import sdfastgn
 from sdfastgn.bench.models.pipelines import build_pipeline
-from sdfastgn.generate import METADATA, Settings, batches, shares
+from sdfastgn.generate import METADATA, Settings, batches, read_prompts, shares
 from tests.command_line import ROOT, exit_code, invoke
 
 LINES = [
@@ -81,22 +82,24 @@ def test_images_are_those_of_the_pipeline(model: str, tmp_path: Path) -> None:
         content = json.loads(Image.open(path).info[METADATA])
         assert (content["settings"]["prompt"], content["settings"]["seed"]) == (line["prompt"], seed)
         assert content["settings"]["model"] == model
+        assert content["versions"]["sdfastgn"] == sdfastgn.__version__
         assert content["versions"]["diffusers"]
 
 
 def test_what_is_finished_is_not_drawn_again(tiny: str, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
-    prompts.write_text("a cat\n\ntwo dogs\na bird\n")
+    prompts.write_text("a cat\n\ntwo dogs\na bird\na fish\n")
     out = tmp_path / "out"
     start = ["generate", "--model", tiny, "--prompts", str(prompts), "--out", str(out), "--device", "cpu"]
     assert invoke(*start, "--steps", "1").exit_code == 0
-    assert names(out) == ["00001.png", "00003.png", "00004.png"]  # an empty line is no prompt
+    assert names(out) == [f"{line:05}.png" for line in (1, 3, 4, 5)]  # an empty line is no prompt
     before = {path.name: path.read_bytes() for path in out.iterdir()}
     (out / "00001.png").unlink()
     (out / "00003.png").write_bytes(before["00003.png"][:-40])
+    (out / "00005.png").write_bytes(b"")
     untouched = (out / "00004.png").stat().st_mtime_ns
     result = invoke(*start, "--steps", "1")
-    assert "2 images drawn, 1 were there" in result.output
+    assert "3 images drawn, 1 were there" in result.output
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
     assert (out / "00004.png").stat().st_mtime_ns == untouched
     # With other settings it is another image, which stays.
@@ -104,6 +107,44 @@ def test_what_is_finished_is_not_drawn_again(tiny: str, tmp_path: Path) -> None:
     assert result.exit_code == 2
     assert "00001.png' has another image, whose steps is 1 and not 2" in result.output
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        ("TXT", "cannot be read as an image"),
+        ("PNG", "is a PNG without sdfastgn's settings"),
+        ("JPEG", "is a JPEG without sdfastgn's settings"),
+    ],
+)
+def test_a_file_of_others_stays(kind: str, what: str, tiny: str, tmp_path: Path) -> None:
+    path = tmp_path / "out" / "00002.png"
+    path.parent.mkdir()
+    path.write_text("mine") if kind == "TXT" else Image.new("RGB", (8, 8)).save(path, kind)
+    before = path.read_bytes()
+    result = invoke(*command(tiny, LINES, tmp_path))
+    assert result.exit_code == 2
+    says = f"sdfastgn: --out: {str(path)!r} {what}; choose another folder, or move it"
+    assert result.output.splitlines()[-1] == says
+    assert (names(path.parent), path.read_bytes()) == ([path.name], before)
+
+
+def test_the_same_model_goes_on_by_any_path(
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert invoke(*command(tiny, LINES[:1], tmp_path)).exit_code == 0
+    monkeypatch.chdir(tmp_path)
+    for spelled in (os.path.relpath(tiny), f"{tiny}/"):
+        result = invoke(*command(spelled, LINES[:1], tmp_path))
+        assert "0 images drawn, 1 were there, 0 lines failed" in result.output
+
+
+def test_the_ending_of_objects_may_be_in_capitals(tmp_path: Path) -> None:
+    path = tmp_path / "PROMPTS.JSONL"
+    path.write_text('{"prompt": "a cat"}')
+    defaults = {"negative_prompt": None, "width": 64, "height": 64, "steps": 1, "guidance": 1.0, "seed": 0}
+    found, problems = read_prompts(path, defaults, 8)
+    assert (found[1].prompt, problems) == ("a cat", {})
 
 
 BAD_LINES = {
@@ -181,6 +222,7 @@ def test_an_interrupt_leaves_no_half_image(
         pytest.param(("--model", "tests"), "--model: no configuration of a UNet in 'tests'", id="no-unet"),
         pytest.param(("--prompts", "/no/such"), "--prompts: cannot read '/no/such'", id="prompts"),
         pytest.param(("--prompts", os.devnull), "--prompts: no prompt in '/dev/null'", id="empty"),
+        pytest.param(("--out", ""), "--out: must be a folder, got ''", id="no-out"),
         pytest.param(("--out", "/proc/x"), "--out: cannot write a file at '/proc/x", id="out"),
         pytest.param(("--width", "100"), "--width: must be a positive multiple of 8", id="width"),
         pytest.param(("--steps", "0"), "--steps: must be a positive whole number", id="steps"),

@@ -95,15 +95,25 @@ def test_a_report_is_still_data() -> None:
 
 
 @pytest.mark.parametrize("device", ["meta", "cpu"])
-def test_what_is_not_fused_yet_claims_no_backend(device: str) -> None:
+@pytest.mark.parametrize("has_gpu", [False, True], ids=["no GPU", "GPU"])
+def test_what_is_not_fused_yet_says_what_would_be(
+    device: str, has_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     unet = build_unet("tiny", torch.float32, device)
     text = str(sdfastgn.report(unet))
     assert text.startswith(f"optimize would fuse {len(sdfastgn.report(unet).fusable)} parts, 0 skipped")
     assert "\nruns in" not in text
-    assert ("would run in: " in text) == (device == "cpu")  # on meta there is nothing that could run
+    # Weights on meta may go to the GPU.
+    stock = "would run in: plain PyTorch, stock's own code at stock's speed"
+    assert (stock in text, "would run in" in text) == ((device, has_gpu) != ("meta", True),) * 2
+    assert "graphs: none yet\n" in text
+    assert "would be CUDA graphs on an NVIDIA GPU: UNet2DConditionModel" in text
 
 
 def test_what_is_fused_says_where_it_runs() -> None:
     report = sdfastgn.report(sdfastgn.optimize(build_unet("tiny", torch.float32, "cpu")))
     assert f"\nruns in: {report.backend[:20]}" in str(report)
     assert "optimize would" not in str(report)
+    assert "graphs: none\n" in str(report)
+    assert "would be" not in str(report)

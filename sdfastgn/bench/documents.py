@@ -15,8 +15,8 @@ from sdfastgn.kernels.common.failures import one_line
 # 3: the 99th percentile, the time of a pipeline's graphs, reserved memory, and the kind "sweep".
 # Versions so far only add fields, so that one reader reads them all.
 SCHEMA = 3
-# What the file beside a run's JSON is called that has its images, for pages of ``report``.
-IMAGES = ".images"
+# What a run's JSON has in any schema.
+_TYPES = {"kind": str, "environment": dict, "config": dict, "rows": list}
 OK, UNAVAILABLE, FAILED, WRONG = "ok", "unavailable", "failed", "wrong output"
 
 
@@ -37,19 +37,32 @@ def document(
     }
 
 
+def images_path(path: Path) -> Path:
+    """The file beside a run's JSON that has its images, for pages of ``report``."""
+    return path.parent / f"{path.stem}.images"
+
+
 def load(path: Path) -> Any:
     """What a JSON file holds. Raises OptionError, which names it."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise OptionError(f"cannot read {str(path)!r}: {one_line(error)}") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """A run that :func:`write_json` wrote. Raises OptionError, which names the file."""
-    content = load(path)
-    if not isinstance(content, dict) or "kind" not in content or "rows" not in content:
-        raise OptionError(f"{str(path)!r} holds no result of sdfastgn")
+    return checked(path, load(path))
+
+
+def checked(path: Path, content: Any) -> dict[str, Any]:
+    """``content`` of the file at ``path``, if it is a run. Raises OptionError, which names the file."""
+    if not isinstance(content, dict):
+        raise OptionError(f"{str(path)!r} holds no result of sdfastgn: it is no JSON object")
+    for name, kind in _TYPES.items():
+        if not isinstance(content.get(name), kind):
+            lacks = f"it has no {name!r} of type {kind.__name__}"
+            raise OptionError(f"{str(path)!r} holds no result of sdfastgn: {lacks}")
     version = content.get("schema", 1)
     if version not in range(1, SCHEMA + 1):
         known = f"this sdfastgn reads 1 to {SCHEMA}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +120,25 @@ def file_path(option: str, value: Path | None) -> Path | None:
     return value
 
 
+def file_paths(outputs: Mapping[str, Path | None], read: Iterable[Path] = ()) -> None:
+    """Checks that each output, by option, can be written and is no other one and no file that is read."""
+    taken = {os.path.realpath(path): "RESULTS" for path in read}
+    for option, path in outputs.items():
+        if file_path(option, path) is None:
+            continue
+        real = os.path.realpath(str(path))
+        if real in taken:
+            raise OptionError(f"{option}: {str(path)!r} is the file of {taken[real]} too; give another path")
+        taken[real] = option
+
+
+def folder(option: str, value: str) -> Path:
+    """``value``; an empty one would be the working directory."""
+    if not value:
+        raise OptionError(f"{option}: must be a folder, got ''; give . for this one")
+    return Path(value)
+
+
 def _subject(model: str | None, weights: str, parts: Sequence[str]) -> tuple[str, int, int, int]:
     """``model``, or what ``weights`` are by their configuration, if they have these parts.
 
@@ -202,7 +221,7 @@ def scheduler_name(option: str, value: str) -> str:
 
 
 def png_path(option: str, value: Path | None, unless: str = "") -> Path | None:
-    """``value``, if a PNG can be written there. ``unless`` says why there is no picture."""
+    """``value``, if it may be a PNG. ``unless`` says why there is no picture."""
     if value is None:
         return None
     if unless:
@@ -211,7 +230,7 @@ def png_path(option: str, value: Path | None, unless: str = "") -> Path | None:
         raise OptionError(f"{option}: must end in .png, got {str(value)!r}")
     if (reason := plot_reason()) is not None:
         raise OptionError(f"{option}: {reason}")
-    return file_path(option, value)
+    return value
 
 
 def bench_configs(
@@ -355,6 +374,9 @@ def kernel_places(
     places = []
     for config in configs:
         suffix = f"_{config.dtype}" if len(configs) > 1 else ""
-        path, picture = (each and each.with_stem(each.stem + suffix) for each in (json, plot))
-        places.append((file_path("--json", path), png_path("--plot", picture, unless)))
+        path, picture = (
+            each.with_stem(each.stem + suffix) if each and each.name else each for each in (json, plot)
+        )
+        file_paths({"--json": path, "--plot": png_path("--plot", picture, unless)})
+        places.append((path, picture))
     return places

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from sdfastgn.bench import page, processes
-from sdfastgn.bench.documents import IMAGES, OK, WRONG, OptionError, document, load, read_json, write_json
+from sdfastgn.bench.documents import OK, WRONG, OptionError, document, images_path, write_json
 from sdfastgn.bench.environment import environment
 from sdfastgn.bench.kernels import run as kernels
 from sdfastgn.bench.kernels.ratios import summary
@@ -29,7 +29,15 @@ from sdfastgn.bench.tables import plots
 from sdfastgn.bench.tables import profile as profile_tables
 from sdfastgn.bench.tables.host import host_table
 from sdfastgn.bench.tables.markdown import package_versions, source_line
-from sdfastgn.bench.tables.results import Result, case_title, comparison, preset_tables, tables_of
+from sdfastgn.bench.tables.results import (
+    Result,
+    case_title,
+    comparison,
+    preset_tables,
+    read_result,
+    tables_of,
+    times_of,
+)
 from sdfastgn.bench.tables.warm_up import warm_up_table
 from sdfastgn.bench.terminal import console, print_lines, watched
 
@@ -106,7 +114,7 @@ def _run_bench(
     result = Result(where["gpu"] or where["machine"], content)
     rows: list[Row] = []
     if json is not None:
-        json.with_suffix(IMAGES).unlink(missing_ok=True)  # of an earlier run
+        images_path(json).unlink(missing_ok=True)  # of an earlier run
     if configs[0].torch_device.type == "cpu":
         print_lines(out, [NO_GPU])
     with watched(len(configs) * len(variants), quiet=quiet) as (on_start, on_done):
@@ -146,21 +154,21 @@ def _write(result: Result, json: Path | None, html: Path | None) -> None:
     if html is not None:
         page.write_page(html, [result])
         if json is not None and result.figures:
-            write_json(json.with_suffix(IMAGES), result.figures)
+            write_json(images_path(json), result.figures)
 
 
 def show_results(paths: Sequence[Path], *, html: Path | None = None) -> None:
-    """Prints results side by side where they share something, else all their tables; writes a page."""
+    """Prints results side by side where they share something, the others' tables, and writes a page."""
     out = console()
     same_names = len({path.name for path in paths}) < len(paths)
-    results = [Result(str(path) if same_names else path.name, read_json(path)) for path in paths]
-    for path, result in zip(paths, results, strict=True):
-        if path.with_suffix(IMAGES).exists():
-            result.figures.update(load(path.with_suffix(IMAGES)))
-    tables = [table for result in results for table in tables_of(result)]
+    results = [read_result(path, str(path) if same_names else path.name) for path in paths]
     compared = comparison(results)
-    for table in [compared] if compared.body else tables:
-        out.print(table)
+    if compared.body:
+        out.print(compared)
+    for result in results:
+        if not (compared.body and times_of(result)):
+            for table in tables_of(result):
+                out.print(table)
     print_lines(out, [f"{result.name}: {source_line(result.content)}" for result in results])
     if html is not None:
         page.write_page(html, results)

@@ -12,6 +12,7 @@ from rich.console import Console
 import sdfastgn
 from sdfastgn.bench import demo
 from sdfastgn.bench.demo import CELL, DIGITS, LABEL_HEIGHT, LABEL_WIDTH
+from tests.command_line import invoke
 
 
 @pytest.fixture(autouse=True)
@@ -22,6 +23,11 @@ def fewer_steps(monkeypatch):
 def run(tmp_path) -> tuple[int, str]:
     console = Console(file=io.StringIO(), width=120)
     return demo.run_demo(tmp_path, console), console.file.getvalue()
+
+
+def test_no_folder_is_not_this_one() -> None:
+    result = invoke("demo", "--output", "")
+    assert (result.exit_code, "--output: must be a folder, got ''" in result.output) == (2, True)
 
 
 def test_it_shows_the_main_job(tmp_path):

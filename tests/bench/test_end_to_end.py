@@ -240,6 +240,6 @@ def test_a_run_that_is_cut_off_has_told_and_written_what_it_has_measured(
     rows = json.loads(path.read_text())["rows"]
     assert [(row["variant"], row["status"]) for row in rows] == [("eager", OK)]
     assert "data:image/png" in html.read_text()
-    assert path.with_suffix(documents.IMAGES).exists()
+    assert documents.images_path(path).exists()
     # Without a terminal there are plain lines.
     assert re.fullmatch(r"pipeline: eager: [\d.]+ ms\n", capsys.readouterr().err)

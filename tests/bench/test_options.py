@@ -9,6 +9,7 @@ import pytest
 
 from sdfastgn.bench import options
 from sdfastgn.bench.options import OptionError
+from tests.command_line import invoke
 
 
 def test_a_new_file_is_not_made_but_its_folder_is(tmp_path: Path) -> None:
@@ -38,6 +39,34 @@ def test_a_pipe_is_not_opened(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     options.file_path("--json", pipe)  # opening it would wait for a reader
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("bench --json a --html a", "--html: 'a' is the file of --json too; give another path"),
+        ("bench --json a --html ../here/a", "--html: '../here/a' is the file of --json too"),
+        ("bench --json a.png --profile --plot link.png", "--plot: 'link.png' is the file of --json too"),
+        ("bench --json a.json --html a.images", "--html: 'a.images' is the file of --json's images too"),
+        ("kernels --json a.png --plot a.png", "--plot: 'a.png' is the file of --json too"),
+        ("report b.json --html ./b.json", "--html: 'b.json' is the file of RESULTS too"),
+        ("report c.json b.json --html b.images", "--html: 'b.images' is the file of RESULTS too"),
+    ],
+)
+def test_no_file_is_written_over_another(
+    command: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    (here / "link.png").symlink_to("a.png")
+    for name in ("b.json", "b.images"):
+        (here / name).write_text("old")
+    result = invoke(*command.split())
+    assert result.exit_code == 2
+    assert result.output.startswith(f"sdfastgn: {message}")
+    assert {path.name for path in here.iterdir()} == {"link.png", "b.json", "b.images"}
+    assert (here / "b.json").read_text() == (here / "b.images").read_text() == "old"
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ Each number was read at its source. A case without numbers is one for which none
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,10 +35,12 @@ class Preset:
     differs: str
     cases: tuple[Case, ...]
 
-    def value(self, median_ms: float, batch: int, steps: int) -> float:
-        """A call's time in the preset's unit."""
-        s = median_ms / 1e3
-        return {"it/s": steps / s, "images/s": batch / s, "s": s, "ms": median_ms}[self.unit]
+    def value(self, median_ms: float, config: Mapping[str, Any]) -> float | None:
+        """A call's time in the preset's unit; None for images a second of what makes no image."""
+        s, part = median_ms / 1e3, config["part"]
+        iterations = config["steps"] if part == "pipeline" else 1
+        images = config["batch"] / s if part in ("pipeline", "vae") else None
+        return {"it/s": iterations / s, "images/s": images, "s": s, "ms": median_ms}[self.unit]
 
 
 def _pipeline(model: str, size: int, steps: int, **others: Any) -> dict[str, Any]:

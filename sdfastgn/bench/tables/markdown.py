@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+from sdfastgn.bench.documents import checked, load
 
 NOTHING = "-"
 LOSS = "†"
@@ -37,8 +38,11 @@ def markdown_table(header: Sequence[str], body: Iterable[Sequence[str]]) -> str:
 
 
 def documents(results: Path, kind: str) -> list[dict[str, Any]]:
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.rglob("*.json"))]
-    return [content for content in found if isinstance(content, dict) and content.get("kind") == kind]
+    """The runs of a kind in a folder. Raises OptionError, which names a damaged file."""
+    found = [(path, load(path)) for path in sorted(results.rglob("*.json"))]
+    return [
+        checked(path, each) for path, each in found if isinstance(each, dict) and each.get("kind") == kind
+    ]
 
 
 def package_versions(environment: dict[str, Any]) -> str:

@@ -7,14 +7,13 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sdfastgn.bench.documents import OK
+from sdfastgn.bench.documents import OK, OptionError, read_json
 from sdfastgn.bench.kernel_categories import CATEGORIES, GAPS, OTHER
 from sdfastgn.bench.kernels.suite import COPY, FORWARD, INFERENCE, OURS, KernelRow, rows_of
 from sdfastgn.bench.kernels.suites import SUITES
@@ -152,16 +151,20 @@ def main(arguments: Sequence[str]) -> int:
         print(plot_reason() or usage, file=sys.stderr)
         return 2
     source, picture = map(Path, arguments)
-    if source.is_dir():
-        headline(source, picture)
-        return 0
-    content: dict[str, Any] = json.loads(source.read_text(encoding="utf-8"))
+    try:
+        headline(source, picture) if source.is_dir() else _draw(read_json(source), picture)
+    except OptionError as error:
+        print(f"plots: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _draw(content: dict[str, Any], picture: Path) -> None:
     if content["kind"] == "profile":
         breakdown([Row(**values) for values in content["rows"]], picture, source_line(content))
     else:
         title = f"{content['config']['dtype']}, {source_line(content)}"
         roofline(rows_of(SUITES[INFERENCE], content), picture, title)
-    return 0
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from sdfastgn.bench.documents import OK, OptionError
+from sdfastgn.bench.documents import OK, OptionError, images_path, load, read_json
 from sdfastgn.bench.kernels.suite import KernelRow, Suite, rows_of, shape_text
 from sdfastgn.bench.kernels.suites import SUITES
 from sdfastgn.bench.models.presets import PRESETS
@@ -28,6 +28,7 @@ from sdfastgn.bench.tables.markdown import (
 from sdfastgn.bench.tables.profile import profile_table, row_title
 from sdfastgn.bench.tables.warm_up import warm_up_table
 from sdfastgn.bench.terminal import Blocks
+from sdfastgn.kernels.common.failures import one_line
 
 # Kinds of results that hold rows of ``bench``.
 BENCH_KINDS = ("end_to_end", "profile", "preset", "processes", "sweep")
@@ -48,6 +49,22 @@ class Result:
     def machine(self) -> str:
         environment = self.content["environment"]
         return str(environment.get("gpu") or environment.get("machine"))
+
+
+def read_result(path: Path, name: str) -> Result:
+    """The run at ``path`` with its images. Raises OptionError, which names the file that is damaged."""
+    result, images = Result(name, read_json(path)), images_path(path)
+    damaged = path
+    try:
+        tables_of(result), times_of(result), source_line(result.content)
+        damaged = images
+        for title, shown in (load(images) if images.exists() else {}).items():
+            result.figures[title] = [(caption, note, source) for caption, note, source in shown]
+    except OptionError:
+        raise
+    except Exception as error:  # JSON can have anything at any place
+        raise OptionError(f"{str(damaged)!r} holds no whole result of sdfastgn: {one_line(error)}") from None
+    return result
 
 
 def _part_of(row: Row, content: dict[str, Any]) -> dict[str, Any]:
@@ -129,10 +146,7 @@ def preset_tables(result: Result) -> list[Blocks]:
         if preset is None:
             continue
         times = {label(row.variant): row.median_ms for row in rows if row.status == OK and row.median_ms}
-        body = [
-            [name, result.machine, number(preset.value(ms, part["batch"], part["steps"]), 4)]
-            for name, ms in times.items()
-        ]
+        body = [[name, result.machine, number(preset.value(ms, part), 4)] for name, ms in times.items()]
         note = "published numbers are left out: other settings than the preset's"
         for case in preset.cases:
             fixed = {key: value for key, value in case.settings.items() if key not in _FREE_SETTINGS}
@@ -179,7 +193,7 @@ def processes_markdown(results: Path) -> str:
     return "\n\n".join([markdown_table(["", "GPUs", "images/s", "of linear"], body), *sources])
 
 
-def _times_of(result: Result) -> dict[tuple[str, str], float]:
+def times_of(result: Result) -> dict[tuple[str, str], float]:
     """Milliseconds of models, or microseconds of kernels with a hot L2, by what and who."""
     if found := _kernels_of(result):
         rows = [row for row in found[1] if row.status == OK]
@@ -193,14 +207,14 @@ def _times_of(result: Result) -> dict[tuple[str, str], float]:
 
 
 def comparison(results: Sequence[Result]) -> Blocks:
-    """The times of all results side by side, and each over the first one's, of what several have."""
+    """The times of all results side by side, and each over the first one's; empty if none share anything."""
     first, *others = results
-    times = [_times_of(result) for result in results]
+    times = [times_of(result) for result in results]
     marks = [result.name + f", {OTHER_MACHINE}" * (result.machine != first.machine) for result in results]
     header = ["what", "variant", *marks, *(f"{result.name} / {first.name}" for result in others)]
     keys = dict.fromkeys(key for each in times for key in each)
-    owners = Counter(title for each in times for title in {title for title, _ in each})
-    titles = [title for title in dict.fromkeys(title for title, _ in keys) if owners[title] > 1]
+    owners = Counter(title for each in times for title in dict.fromkeys(title for title, _ in each))
+    titles = list(owners) if max(owners.values(), default=0) > 1 else []
     body = []
     for key in (key for title in titles for key in keys if key[0] == title):
         values = [each.get(key) for each in times]

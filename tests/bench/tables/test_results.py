@@ -12,7 +12,7 @@ from sdfastgn.bench import documents, options
 from sdfastgn.bench.documents import OptionError
 from sdfastgn.bench.models.presets import PRESETS
 from sdfastgn.bench.models.run import describe
-from sdfastgn.bench.tables import results
+from sdfastgn.bench.tables import plots, results
 from sdfastgn.bench.tables.markdown import NO_RESULTS
 from sdfastgn.bench.tables.results import Result, cases_of, comparison, preset_tables, tables_of
 from tests.bench.tables.cases import ENVIRONMENT, row, save, text_of
@@ -52,6 +52,53 @@ def test_what_is_no_result_is_refused(tmp_path: Path) -> None:
     path.write_text("[1]")
     with pytest.raises(OptionError, match=r"list.json' holds no result"):
         documents.read_json(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "cannot read 'x.json': JSONDecodeError: Expecting property name"),
+        ("[" * 100_000, "cannot read 'x.json': RecursionError"),
+        ("[1]", "'x.json' holds no result of sdfastgn: it is no JSON object"),
+        ("{}", "'x.json' holds no result of sdfastgn: it has no 'kind' of type str"),
+        ('{"kind": "profile", "config": {}, "rows": []}', "it has no 'environment' of type dict"),
+        ('{"environment": {}, "kind": "profile", "config": {}, "rows": 5}', "it has no 'rows' of type list"),
+        ('{"environment": {}, "kind": "profile", "config": {}, "rows": [{"a": 1}]}', "argument 'a'"),
+        ('{"environment": {"git": 5}, "kind": "profile", "config": {}, "rows": []}', "no attribute 'get'"),
+        ('{"environment": {}, "kind": "warm_up", "config": {}, "rows": []}', "KeyError: 'parts'"),
+    ],
+    ids=["cut off", "deep", "list", "empty", "no machine", "no rows", "no row", "odd machine", "no parts"],
+)
+def test_a_damaged_result_is_one_line(
+    text: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("x.json").write_text(text)
+    result = invoke("report", "x.json")
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert result.stderr.startswith("sdfastgn: ")
+    assert "'x.json'" in result.stderr
+    assert words in result.stderr
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", '{"case": ["a"]}'])
+def test_damaged_images_are_one_line(text: str, tmp_path: Path) -> None:
+    path = save(tmp_path, "x.json", "end_to_end", [row("eager", 25.0)])
+    documents.images_path(path).write_text(text)
+    result = invoke("report", str(path))
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert "x.images'" in result.stderr
+
+
+@pytest.mark.parametrize("text", ["{", '{"kind": "preset"}'])
+def test_a_damaged_result_is_named_where_tables_are_made(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(OptionError, match=r"x.json'"):
+        results.presets_markdown(tmp_path)
+    assert plots.main([str(tmp_path / "x.json"), str(tmp_path / "x.png")]) == 2
+    assert capsys.readouterr().err.startswith("plots: ")
 
 
 @pytest.mark.parametrize("path", sorted(H200.glob("*.json")), ids=lambda path: path.stem)
@@ -106,6 +153,20 @@ def test_two_results_side_by_side() -> None:
         [what, "sdfastgn", "200", "-", "-"],
         [what, "torch.compile", "-", "900", "-"],
     ]
+
+
+def test_what_one_result_alone_has_is_shown_too(tmp_path: Path) -> None:
+    unet, vae = row("eager", 25.0), row("eager", 17.0, part="vae")
+    first, second = save(tmp_path, "a.json", "end_to_end", [unet]), tmp_path / "b.json"
+    save(tmp_path, second.name, "end_to_end", [unet, vae])
+    files = [str(path) for path in (first, second, H200 / "warm_up_sdxl.json")]
+    result = invoke("report", *files)
+    assert result.exit_code == 0, result.output
+    assert "first images, sdxl 1024²" in result.stdout
+    for order in (files[:2], files[1::-1]):
+        lines = invoke("report", *order, COLUMNS="200").stdout.splitlines()
+        (line,) = (line for line in lines if "VAE decode" in line)
+        assert sorted(cell.strip() for cell in line.split("│")[3:-1]) == ["-", "-", "17"]
 
 
 def test_pipelines_of_other_steps_are_not_compared() -> None:
@@ -170,6 +231,14 @@ def test_other_settings_have_no_published_number() -> None:
     (table,) = preset_tables(preset_result("mlperf", 1000.0, batch=4))
     assert len(table.body) == 1
     assert "published numbers are left out" in table.caption
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "value"), [("fal", "unet", "4"), ("mlperf", "unet", "-"), ("mlperf", "vae", "128")]
+)
+def test_a_part_alone_in_a_presets_unit(name: str, part: str, value: str) -> None:
+    for table in preset_tables(preset_result(name, 250.0, parts=[part])):
+        assert [line[2] for line in table.body] == [value]
 
 
 def test_presets_and_processes_in_markdown(tmp_path: Path) -> None:
