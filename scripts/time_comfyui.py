@@ -18,7 +18,7 @@ import torch
 import typer
 
 from sdfastgn.bench import comfyui
-from sdfastgn.bench.documents import write_json
+from sdfastgn.bench.documents import document, write_json
 from sdfastgn.bench.environment import environment
 
 # Variant -> ComfyUI's arguments for it.
@@ -44,8 +44,8 @@ def main(
     if variant:
         print(json.dumps(times_of(variant, folder, model, size, steps)))
         return
-    results: dict[str, Any] = {"environment": environment(torch.device("cuda"))}
-    results.update(model=model, size=size, steps=steps, variants={})
+    config = {"model": model, "size": size, "steps": steps}
+    content = document("comfyui", environment(torch.device("cuda")), config, [])
     for name in VARIANTS:
         command = [sys.executable, __file__, str(folder), "--model", model, "--size", str(size)]
         done = subprocess.run(
@@ -54,10 +54,11 @@ def main(
             text=True,
             check=True,
         )
-        results["variants"][name] = found = json.loads(done.stdout.splitlines()[-1])
+        found = json.loads(done.stdout.splitlines()[-1])
+        content["rows"].append({"variant": name, **found})
         print(f"{name}: {found['it_per_s']:.2f} it/s, VAE decode {found['decode_ms']:.1f} ms")
         if json_path is not None:
-            write_json(json_path, results)
+            write_json(json_path, content)
 
 
 def times_of(variant: str, folder: Path, name: str, size: int, steps: int) -> dict[str, Any]:

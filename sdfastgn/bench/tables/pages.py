@@ -16,6 +16,7 @@ from pathlib import Path
 
 from sdfastgn.bench.kernels.suite import INFERENCE
 from sdfastgn.bench.kernels.suites import SUITES
+from sdfastgn.bench.tables.comfyui import comfyui_markdown
 from sdfastgn.bench.tables.end_to_end import headline_markdown, peer_markdown, results_markdown
 from sdfastgn.bench.tables.host import host_calls_markdown
 from sdfastgn.bench.tables.kernels import extras_markdown, host_markdown, suite_markdown
@@ -34,6 +35,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "profile": profile_markdown,
     "batches": batches_markdown,
     "latency": latency_markdown,
+    "comfyui": comfyui_markdown,
     "host_calls": host_calls_markdown,
     "kernels": functools.partial(suite_markdown, SUITES[INFERENCE]),
     "producers": functools.partial(extras_markdown, SUITES[INFERENCE]),

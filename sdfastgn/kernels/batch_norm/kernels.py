@@ -11,7 +11,7 @@ Pointers, which mean the same in every kernel; all but x, y, mean, var and stati
 - ``running_mean``, ``running_var``: (C,), updated in place;
 - ``statistics``: (2, samples, P, width) fp32, mean and M2 of each column and chunk.
 
-Two ways, chosen by ``small_config`` from sizes alone:
+Two ways, chosen by ``small_config``:
 
 - *small*: a program holds all positions of a few channels in registers: one launch;
 - *split*: the kernel of ``statistics/kernels.py``, or ``batch_chunk_kernel`` for images of few
