@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from sdfastgn.kernels.common.private import is_compiled
-from sdfastgn.patches.core.class_forward import class_forward, has_foreign_forward
+from sdfastgn.patches.core.class_forward import class_forward, has_foreign_forward, replace_kept
 from sdfastgn.patches.graphs.capture import Backend
 from sdfastgn.patches.graphs.forward import GraphedForward
 from sdfastgn.patches.graphs.models import is_graphable
@@ -109,13 +109,10 @@ def _graphed(module: nn.Module) -> GraphedForward | None:
 
 
 def _take_off(module: Any) -> None:
-    for graphed in GraphedForward.of(module):
-        graphed.mode = False  # one that other code keeps calls the class's forward from now on
-        graphed.clear()
     forward = vars(module).get("forward")
     if isinstance(forward, GraphedForward) and not forward.stands_over_own:
         del module.forward
-    elif isinstance(forward, GraphedForward):
-        module.forward = class_forward(module)
-    if isinstance(vars(module).get("_old_forward"), GraphedForward):
-        module._old_forward = class_forward(module)
+    for graphed in GraphedForward.of(module):
+        graphed.mode = False  # where it is not found it calls the class's forward from now on
+        graphed.clear()
+        replace_kept(module, graphed, class_forward(module))  # hooks put back what they found

@@ -83,13 +83,13 @@ def test_restore_beneath_offload_hooks(order):
 
 def test_restore_below_a_wrapper_of_other_code():
     unet, stock, inputs = make(mode=True)
-    graphed = unet.forward
-    unet.forward = lambda *args, **kwargs: graphed(*args, **kwargs)
+    kept = (unet.forward,)  # where nobody looks for it
+    unet.forward = lambda *args, **kwargs: kept[0](*args, **kwargs)
     run(unet, inputs)
     sdfastgn.restore(unet)
     replaced_parameter(unet), replaced_parameter(stock)
     agree(run(unet, inputs), run(stock, inputs))
-    assert graphed.eager["they are turned off"] == 1
+    assert kept[0].eager["they are turned off"] == 1
 
 
 def test_a_dropped_model_goes_at_once():
