@@ -14,6 +14,7 @@ from torch import nn
 
 from sdfastgn.kernels.common.private import is_compiled
 from sdfastgn.patches.core.class_forward import class_forward, has_foreign_forward, replace_kept
+from sdfastgn.patches.core.instance_entries import guard, unguard
 from sdfastgn.patches.graphs.capture import Backend
 from sdfastgn.patches.graphs.forward import GraphedForward
 from sdfastgn.patches.graphs.models import is_graphable
@@ -60,6 +61,7 @@ def install(root: nn.Module, mode: str | bool, backend: Backend | None = None) -
             graphed = None
         if mode is not False and graphed is None and not has_foreign_forward(module):
             module.forward = GraphedForward(module, mode, backend, stands_over_own="forward" in vars(module))
+            guard(module)
 
 
 def remove(root: nn.Module) -> None:
@@ -116,3 +118,4 @@ def _take_off(module: Any) -> None:
         graphed.mode = False  # where it is not found it calls the class's forward from now on
         graphed.clear()
         replace_kept(module, graphed, class_forward(module))  # hooks put back what they found
+    unguard(module)
