@@ -93,6 +93,9 @@ def optimize(
 def restore(obj: T) -> T:
     """Undo ``optimize`` in place: the same classes, strides, attributes and outputs. Returns ``obj``.
 
+    So it does for a scheduler or image processor that was exchanged since. A model that was taken out
+    of a pipeline stays optimized: ``restore`` it by itself.
+
     A stock pipeline or module stays as it is. Other code (tomesd, parametrizations, FSDP) may have put
     a class of its own over a fused one, and only that code can take it away. All else is restored, and
     a UserWarning names these modules: undo that, then call ``restore`` again.
@@ -107,7 +110,7 @@ def restore(obj: T) -> T:
     for name, root in roots.items():
         graphs.remove(root)
         left += patcher.undo(root, name)
-    left += patcher.undo_parts(_parts(obj).items())
+    left += patcher.undo_parts(patcher.parts_ever_of(obj))
     if left:
         warnings.warn(_left_over("restore", left), stacklevel=2)
     return obj
@@ -135,7 +138,7 @@ def optimized(
     finally:
         _refuse_in_ddp("optimized", obj, [was.root for was in before if was.is_stock])
         # Those that came meanwhile were not there before either.
-        others = [*_parts(obj).items(), *((f.path, f.module) for f in parts)]
+        others = [*patcher.parts_ever_of(obj), *((f.path, f.module) for f in parts)]
         left = _put_back(before, [(name, part) for name, part in others if id(part) not in kept])
         if left:
             warnings.warn(_left_over("optimized", left), stacklevel=2 + _WITH)
@@ -167,7 +170,7 @@ def report(obj: Any) -> Report:
     findings = [
         (name or type(root).__name__, f) for name, root in roots.items() for f in patcher.inspect(root, name)
     ]
-    findings += [(f.path, f) for f in patcher.inspect_parts(_parts(obj) if roots else {})]
+    findings += [(f.path, f) for f in patcher.inspect_parts(patcher.parts_of(obj) if roots else {})]
     entries = tuple(
         Entry(component, f.path, f.fusion.name, type(f.module).__name__, f.status, f.reason)
         for component, f in findings
@@ -248,7 +251,7 @@ def _optimize(
     if any(channels_last.unconverted_weights(root) for root in roots.values()) and is_in_ddp(roots.values()):
         raise ValueError(_in_ddp(call, obj, "optimize it before it is wrapped"))
     findings = {name: patcher.inspect(root, name, asked) for name, root in roots.items()}
-    parts = patcher.inspect_parts(_parts(obj))
+    parts = patcher.inspect_parts(patcher.parts_of(obj))
     skipped = [f for found in (*findings.values(), parts) for f in found if f.status == "skipped"]
     if strict and skipped:
         reasons = "; ".join(
@@ -264,7 +267,7 @@ def _optimize(
             _tell(call, verdicts(obj), strict)
         for root in roots.values():
             graphs.install(root, cuda_graphs)
-        patcher.apply_parts(parts)
+        patcher.apply_parts(parts, obj)
     except BaseException:
         _put_back(before, [(f.path, f.module) for f in parts if f.status == "fusable"])
         raise
@@ -347,14 +350,6 @@ def _roots(call: str, obj: Any, asked: tuple[str, ...] = ()) -> dict[str, nn.Mod
             roots[name] = module
     inner = {id(module) for root in roots.values() for module in root.modules() if module is not root}
     return {name: root for name, root in roots.items() if id(root) not in inner}
-
-
-def _parts(obj: Any) -> dict[str, Any]:
-    """What a pipeline consists of besides modules, by attribute; ``"pipeline"`` is itself."""
-    if isinstance(obj, nn.Module):
-        return {}
-    parts = {**obj.components, "image_processor": getattr(obj, "image_processor", None), "pipeline": obj}
-    return {name: part for name, part in parts.items() if not isinstance(part, nn.Module)}
 
 
 _STOCK_CODE = "plain PyTorch, stock's own code at stock's speed"
