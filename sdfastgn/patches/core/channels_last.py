@@ -192,7 +192,8 @@ def _unconvert(module: nn.Module) -> None:
     layout = vars(module).pop(_STOCK_LAYOUT, None)
     if layout is None:
         return
-    for weight in (module._parameters.get("weight"), _offloaded(module)):
+    # Parametrizations, pruning and weight_norm keep the weight by another name.
+    for weight in (*module.parameters(), _offloaded(module)):
         # One that was widened since (inpainting, more channels) is not ours: in the old strides its
         # elements would lie on each other.
         if weight is not None and weight.shape == layout[0] and weight.stride() != layout[1]:
