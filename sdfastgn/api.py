@@ -77,14 +77,12 @@ def optimize(
 
     Raises:
         TypeError: ``obj`` is neither a pipeline nor a module.
-        ValueError: ``cuda_graphs`` is none of the three. Or there is nothing to optimize in a module,
-            or with ``strict`` in a pipeline. Or something must be skipped with ``strict``; the message
-            says what and why. Or the model is wrapped in DistributedDataParallel: optimize it first.
+        ValueError: ``cuda_graphs`` is none of the three, or another option no bool. Or there is nothing to
+            optimize in a module, or with ``strict`` in a pipeline. Or something must be skipped with
+            ``strict``; the message says what and why. Or the model is wrapped in
+            DistributedDataParallel: optimize it first.
     """
-    if type(fold_batch_norm) is not bool:
-        raise ValueError(f"sdfastgn.optimize: fold_batch_norm={fold_batch_norm!r} must be True or False")
-    asked = ("batch_norm",) if fold_batch_norm else ()
-    before, _ = _optimize("optimize", obj, strict, cuda_graphs, missing_ok, verify, asked)
+    before, _ = _optimize("optimize", obj, strict, cuda_graphs, missing_ok, verify, fold_batch_norm)
     if not (before or missing_ok):
         warnings.warn(f"sdfastgn.optimize: {_nothing_in(obj)}", stacklevel=2)
     return obj
@@ -233,8 +231,8 @@ def _optimize(
     strict: bool,
     cuda_graphs: str | bool,
     missing_ok: bool,
-    verified: bool = False,
-    asked: tuple[str, ...] = (),
+    verify: bool = False,
+    fold_batch_norm: bool = False,
 ) -> tuple[list[_Before], list[patcher.Finding]]:
     """Carry it out. Returns what each component was before, and the other parts.
 
@@ -243,6 +241,11 @@ def _optimize(
     # 0 and numpy's False are equal to False and are not it.
     if type(cuda_graphs) not in (bool, str) or cuda_graphs not in graphs.MODES:
         raise ValueError(f'sdfastgn.{call}: cuda_graphs={cuda_graphs!r} must be "auto", True or False')
+    flags = {"strict": strict, "missing_ok": missing_ok, "verify": verify, "fold_batch_norm": fold_batch_norm}
+    for name, flag in flags.items():
+        if type(flag) is not bool:
+            raise ValueError(f"sdfastgn.{call}: {name}={flag!r} must be True or False")
+    asked = ("batch_norm",) if fold_batch_norm else ()
     roots = _roots(call, obj, asked)
     if not roots:
         if not missing_ok and (strict or isinstance(obj, nn.Module)):
@@ -263,7 +266,7 @@ def _optimize(
     try:
         for name, root in roots.items():
             patcher.apply(root, findings[name])
-        if verified:
+        if verify:
             _tell(call, verdicts(obj), strict)
         for root in roots.values():
             graphs.install(root, cuda_graphs)
