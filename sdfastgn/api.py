@@ -77,14 +77,12 @@ def optimize(
 
     Raises:
         TypeError: ``obj`` is neither a pipeline nor a module.
-        ValueError: ``cuda_graphs`` is none of the three. Or there is nothing to optimize in a module,
-            or with ``strict`` in a pipeline. Or something must be skipped with ``strict``; the message
-            says what and why. Or the model is wrapped in DistributedDataParallel: optimize it first.
+        ValueError: ``cuda_graphs`` is none of the three, or another option no bool. Or there is nothing to
+            optimize in a module, or with ``strict`` in a pipeline. Or something must be skipped with
+            ``strict``; the message says what and why. Or the model is wrapped in
+            DistributedDataParallel: optimize it first.
     """
-    if type(fold_batch_norm) is not bool:
-        raise ValueError(f"sdfastgn.optimize: fold_batch_norm={fold_batch_norm!r} must be True or False")
-    asked = ("batch_norm",) if fold_batch_norm else ()
-    before, _ = _optimize("optimize", obj, strict, cuda_graphs, missing_ok, verify, asked)
+    before, _ = _optimize("optimize", obj, strict, cuda_graphs, missing_ok, verify, fold_batch_norm)
     if not (before or missing_ok):
         warnings.warn(f"sdfastgn.optimize: {_nothing_in(obj)}", stacklevel=2)
     return obj
@@ -92,6 +90,9 @@ def optimize(
 
 def restore(obj: T) -> T:
     """Undo ``optimize`` in place: the same classes, strides, attributes and outputs. Returns ``obj``.
+
+    So it does for a scheduler or image processor that was exchanged since. A model that was taken out
+    of a pipeline stays optimized: ``restore`` it by itself.
 
     A stock pipeline or module stays as it is. Other code (tomesd, parametrizations, FSDP) may have put
     a class of its own over a fused one, and only that code can take it away. All else is restored, and
@@ -107,7 +108,7 @@ def restore(obj: T) -> T:
     for name, root in roots.items():
         graphs.remove(root)
         left += patcher.undo(root, name)
-    left += patcher.undo_parts(_parts(obj).items())
+    left += patcher.undo_parts(patcher.parts_ever_of(obj))
     if left:
         warnings.warn(_left_over("restore", left), stacklevel=2)
     return obj
@@ -135,7 +136,7 @@ def optimized(
     finally:
         _refuse_in_ddp("optimized", obj, [was.root for was in before if was.is_stock])
         # Those that came meanwhile were not there before either.
-        others = [*_parts(obj).items(), *((f.path, f.module) for f in parts)]
+        others = [*patcher.parts_ever_of(obj), *((f.path, f.module) for f in parts)]
         left = _put_back(before, [(name, part) for name, part in others if id(part) not in kept])
         if left:
             warnings.warn(_left_over("optimized", left), stacklevel=2 + _WITH)
@@ -167,7 +168,7 @@ def report(obj: Any) -> Report:
     findings = [
         (name or type(root).__name__, f) for name, root in roots.items() for f in patcher.inspect(root, name)
     ]
-    findings += [(f.path, f) for f in patcher.inspect_parts(_parts(obj) if roots else {})]
+    findings += [(f.path, f) for f in patcher.inspect_parts(patcher.parts_of(obj) if roots else {})]
     entries = tuple(
         Entry(component, f.path, f.fusion.name, type(f.module).__name__, f.status, f.reason)
         for component, f in findings
@@ -228,8 +229,8 @@ def _optimize(
     strict: bool,
     cuda_graphs: str | bool,
     missing_ok: bool,
-    verified: bool = False,
-    asked: tuple[str, ...] = (),
+    verify: bool = False,
+    fold_batch_norm: bool = False,
 ) -> tuple[list[_Before], list[patcher.Finding]]:
     """Carry it out. Returns what each component was before, and the other parts.
 
@@ -238,6 +239,11 @@ def _optimize(
     # 0 and numpy's False are equal to False and are not it.
     if type(cuda_graphs) not in (bool, str) or cuda_graphs not in graphs.MODES:
         raise ValueError(f'sdfastgn.{call}: cuda_graphs={cuda_graphs!r} must be "auto", True or False')
+    flags = {"strict": strict, "missing_ok": missing_ok, "verify": verify, "fold_batch_norm": fold_batch_norm}
+    for name, flag in flags.items():
+        if type(flag) is not bool:
+            raise ValueError(f"sdfastgn.{call}: {name}={flag!r} must be True or False")
+    asked = ("batch_norm",) if fold_batch_norm else ()
     roots = _roots(call, obj, asked)
     if not roots:
         if not missing_ok and (strict or isinstance(obj, nn.Module)):
@@ -246,7 +252,7 @@ def _optimize(
     if any(channels_last.unconverted_weights(root) for root in roots.values()) and is_in_ddp(roots.values()):
         raise ValueError(_in_ddp(call, obj, "optimize it before it is wrapped"))
     findings = {name: patcher.inspect(root, name, asked) for name, root in roots.items()}
-    parts = patcher.inspect_parts(_parts(obj))
+    parts = patcher.inspect_parts(patcher.parts_of(obj))
     skipped = [f for found in (*findings.values(), parts) for f in found if f.status == "skipped"]
     if strict and skipped:
         reasons = "; ".join(
@@ -258,11 +264,11 @@ def _optimize(
     try:
         for name, root in roots.items():
             patcher.apply(root, findings[name])
-        if verified:
+        if verify:
             _tell(call, verdicts(obj), strict)
         for root in roots.values():
             graphs.install(root, cuda_graphs)
-        patcher.apply_parts(parts)
+        patcher.apply_parts(parts, obj)
     except BaseException:
         _put_back(before, [(f.path, f.module) for f in parts if f.status == "fusable"])
         raise
@@ -345,14 +351,6 @@ def _roots(call: str, obj: Any, asked: tuple[str, ...] = ()) -> dict[str, nn.Mod
             roots[name] = module
     inner = {id(module) for root in roots.values() for module in root.modules() if module is not root}
     return {name: root for name, root in roots.items() if id(root) not in inner}
-
-
-def _parts(obj: Any) -> dict[str, Any]:
-    """What a pipeline consists of besides modules, by attribute; ``"pipeline"`` is itself."""
-    if isinstance(obj, nn.Module):
-        return {}
-    parts = {**obj.components, "image_processor": getattr(obj, "image_processor", None), "pipeline": obj}
-    return {name: part for name, part in parts.items() if not isinstance(part, nn.Module)}
 
 
 _STOCK_CODE = "plain PyTorch, stock's own code at stock's speed"

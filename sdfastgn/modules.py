@@ -10,8 +10,15 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from sdfastgn.kernels.batch_norm.op import batch_norm_call, normalize
-from sdfastgn.kernels.batch_norm.sync import WORLD, group_of, normalize_in_group
-from sdfastgn.kernels.common.checks import as_eps, as_float, as_index, check_activation, check_input
+from sdfastgn.kernels.batch_norm.sync import WORLD, check_group, group_of, normalize_in_group
+from sdfastgn.kernels.common.checks import (
+    as_eps,
+    as_float,
+    as_index,
+    as_size,
+    check_activation,
+    check_input,
+)
 from sdfastgn.kernels.group_norm.instance_norm import instance_norm
 from sdfastgn.kernels.group_norm.op import group_norm
 from sdfastgn.kernels.layer_norm.op import add_layer_norm, layer_norm
@@ -28,8 +35,9 @@ class GroupNorm(nn.GroupNorm):
 
     Shapes: (N, C, *spatial) -> the same.
     Dtypes, layout, gradients and errors of the call: ``sdfastgn.group_norm``.
-    Raises: ValueError if num_groups does not divide num_channels or the activation is unknown;
-        TypeError if a number is not one; ZeroDivisionError, as in PyTorch, if num_groups is 0.
+    Raises: ValueError if num_groups does not divide num_channels, one of them is negative or the
+        activation is unknown; TypeError if a number is not one; ZeroDivisionError, as in PyTorch, if
+        num_groups is 0.
     """
 
     def __init__(
@@ -47,7 +55,7 @@ class GroupNorm(nn.GroupNorm):
         name = "sdfastgn.GroupNorm"
         check_activation(name, activation)
         num_groups = as_index(name, "num_groups", num_groups)
-        num_channels = as_index(name, "num_channels", num_channels)
+        num_channels = as_size(name, "num_channels", num_channels)
         if num_groups == 0:
             raise ZeroDivisionError(f"{name}: num_groups must be positive, got 0")
         if num_groups < 0 or num_channels % num_groups:
@@ -78,8 +86,8 @@ class InstanceNorm(_InstanceNorm):
 
     Shapes: (N, C, *spatial) -> the same.
     Dtypes, layout, gradients and errors of the call: ``sdfastgn.instance_norm``.
-    Raises: ValueError if track_running_stats is True or the activation is unknown; TypeError if a
-        number is not one.
+    Raises: ValueError if track_running_stats is True, num_features is negative or the activation is
+        unknown; TypeError if a number is not one.
     """
 
     def __init__(
@@ -98,7 +106,7 @@ class InstanceNorm(_InstanceNorm):
         check_activation(name, activation)
         if track_running_stats:
             raise ValueError(f"{name}: track_running_stats=True is not supported")
-        num_features = as_index(name, "num_features", num_features)
+        num_features = as_size(name, "num_features", num_features)
         super().__init__(num_features, as_eps(name, eps), momentum, affine, False, device, dtype)
         self.activation = activation
 
@@ -139,8 +147,8 @@ class BatchNorm(_NormBase):
     Shapes: (N, C, *spatial) -> the same.
     Dtypes, layout, gradients and errors of the call: ``sdfastgn.batch_norm``. With a process group
         there is no second derivative.
-    Raises: ValueError if the activation or the process group is unknown; TypeError if a number is not
-        one.
+    Raises: ValueError if num_features is negative, the activation is unknown or the process group is
+        none; TypeError if a number is not one.
     """
 
     def __init__(
@@ -159,9 +167,8 @@ class BatchNorm(_NormBase):
     ) -> None:
         name = "sdfastgn.BatchNorm"
         check_activation(name, activation)
-        if isinstance(process_group, str) and process_group != WORLD:
-            raise ValueError(f'{name}: process_group must be a group or "{WORLD}", got {process_group!r}')
-        num_features = as_index(name, "num_features", num_features)
+        check_group(name, process_group)
+        num_features = as_size(name, "num_features", num_features)
         momentum = None if momentum is None else as_float(name, "momentum", momentum)
         super().__init__(
             num_features, as_eps(name, eps), momentum, affine, track_running_stats, device, dtype
@@ -253,8 +260,8 @@ class LayerNorm(nn.LayerNorm):
 
     Shapes: (..., D) -> the same. Dtypes, layout, gradients and errors of the call:
         ``sdfastgn.layer_norm``, ``sdfastgn.add_layer_norm``.
-    Raises: ValueError if normalized_shape is not one dimension, or add_bias comes without a residual;
-        TypeError if a number is not one.
+    Raises: ValueError if normalized_shape is not one dimension or negative, or add_bias comes without
+        a residual; TypeError if a number is not one.
     """
 
     def __init__(
@@ -270,7 +277,7 @@ class LayerNorm(nn.LayerNorm):
         sizes = tuple(normalized_shape) if isinstance(normalized_shape, Iterable) else (normalized_shape,)
         if len(sizes) != 1:
             raise ValueError(f"{name}: normalized_shape must be one dimension, got {normalized_shape!r}")
-        size = as_index(name, "normalized_shape", sizes[0])
+        size = as_size(name, "normalized_shape", sizes[0])
         super().__init__([size], as_eps(name, eps), elementwise_affine, bias, device, dtype)
 
     def forward(self, input: Tensor, residual: Tensor | None = None, add_bias: Tensor | None = None) -> Any:

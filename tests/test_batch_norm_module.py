@@ -128,7 +128,9 @@ def test_errors():
         (lambda: sdfastgn.BatchNorm(6, activation="swish"), ValueError, "unknown activation 'swish'"),
         (lambda: sdfastgn.BatchNorm("6"), TypeError, "num_features must be an int, got '6'"),
         (lambda: sdfastgn.BatchNorm(6, momentum="0.1"), TypeError, "momentum must be a number, got '0.1'"),
+        (lambda: sdfastgn.BatchNorm(-1), ValueError, "num_features must not be negative, got -1"),
         (lambda: sdfastgn.BatchNorm(6, process_group="all"), ValueError, "got 'all'"),
+        (lambda: sdfastgn.BatchNorm(6, process_group=3), ValueError, "process_group must be a group or"),
         (lambda: sdfastgn.BatchNorm.from_module(Other(6)), TypeError, "got Other"),
         (lambda: sdfastgn.BatchNorm.from_module(_hooked()), TypeError, "no hooks"),
         (

@@ -47,6 +47,7 @@ def test_copies_keep_the_activation():
         pytest.param((5, 12), "silu", ValueError, "num_groups=5", id="indivisible"),
         pytest.param((-4, 12), "silu", ValueError, "num_groups=-4", id="negative"),
         pytest.param((0, 12), "silu", ZeroDivisionError, "got 0", id="zero"),
+        pytest.param((4, -12), "silu", ValueError, "num_channels must not be negative, got -12", id="size"),
         pytest.param((4, 12), "swish", ValueError, "'swish'", id="activation"),
         pytest.param((4, 12), ["silu"], ValueError, "['silu']", id="activation-list"),
         pytest.param(("4", 12), "silu", TypeError, "num_groups must be an int, got '4'", id="groups-text"),
@@ -89,6 +90,8 @@ def test_instance_norm_is_a_drop_in(kind, size, affine):
 def test_instance_norm_errors():
     with pytest.raises(ValueError, match=r"^sdfastgn\.InstanceNorm: track_running_stats=True"):
         sdfastgn.InstanceNorm(4, track_running_stats=True)
+    with pytest.raises(ValueError, match=r"^sdfastgn\.InstanceNorm: num_features must not be .* got -4"):
+        sdfastgn.InstanceNorm(-4)
     with pytest.raises(ValueError, match=r"^sdfastgn\.InstanceNorm: unknown activation 'swish'"):
         sdfastgn.InstanceNorm(4, activation="swish")
     with pytest.raises(

@@ -5,6 +5,7 @@ Knows modules and the registry, no model.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ __all__ = [
     "has_fusions",
     "inspect",
     "inspect_parts",
+    "parts_ever_of",
+    "parts_of",
     "put_back",
     "undo",
     "undo_parts",
@@ -33,6 +36,8 @@ __all__ = [
 
 # Modules that were put back, and why. Not in their ``__dict__``: a stock module has nothing of ours.
 _put_back: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+# By part that was changed: where it was in which pipeline. One that is exchanged is found nowhere else.
+_found_at: weakref.WeakKeyDictionary[Any, tuple[str, weakref.ref[Any]]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,22 @@ def inspect(root: nn.Module, prefix: str = "", asked: Collection[str] = ()) -> l
             if fusion.claims(module):
                 findings.append(_finding(path, module, fusion))
     return findings
+
+
+def parts_of(obj: Any) -> dict[str, Any]:
+    """What a pipeline consists of besides modules, by attribute; ``"pipeline"`` is itself."""
+    if isinstance(obj, nn.Module):
+        return {}
+    parts = {**obj.components, "image_processor": getattr(obj, "image_processor", None), "pipeline": obj}
+    return {name: part for name, part in parts.items() if not isinstance(part, nn.Module)}
+
+
+def parts_ever_of(obj: Any) -> list[tuple[str, Any]]:
+    """(path, part) of ``parts_of(obj)`` and of those that were exchanged after ``apply_parts``."""
+    now = parts_of(obj)
+    ids = set(map(id, now.values()))
+    then = [(path, part) for part, (path, ref) in list(_found_at.items()) if ref() is obj]
+    return [*now.items(), *((path, part) for path, part in then if id(part) not in ids)]
 
 
 def inspect_parts(parts: dict[str, Any]) -> list[Finding]:
@@ -104,11 +125,13 @@ def apply(root: nn.Module, findings: list[Finding]) -> None:
         raise
 
 
-def apply_parts(findings: list[Finding]) -> None:
+def apply_parts(findings: list[Finding], pipeline: Any) -> None:
     """Carry out the ``fusable`` ones of ``inspect_parts``."""
     for finding in findings:
         if finding.status == "fusable":
             finding.fusion.apply(finding.module)
+        with contextlib.suppress(TypeError):  # not every class allows weak references
+            _found_at[finding.module] = finding.path, weakref.ref(pipeline)
 
 
 def put_back(findings: list[Finding], reason: str) -> None:

@@ -224,12 +224,19 @@ def test_the_with_block_restores_what_was_taken_out_of_the_pipeline_meanwhile():
     [
         pytest.param(3, {}, TypeError, id="type"),
         pytest.param(Net(), {"cuda_graphs": 0}, ValueError, id="mode"),
+        pytest.param(Net(), {"strict": "no"}, ValueError, id="strict"),
         pytest.param(nn.Linear(2, 2), {}, ValueError, id="nothing"),
     ],
 )
 def test_the_with_block_is_named_in_its_errors(obj, options, error):
     with pytest.raises(error, match=r"^sdfastgn\.optimized: "), sdfastgn.optimized(obj, **options):
         pass
+
+
+@pytest.mark.parametrize("name", ["strict", "missing_ok", "verify", "fold_batch_norm"])
+def test_options_that_are_no_bools(name):
+    with pytest.raises(ValueError, match=rf"^sdfastgn\.optimize: {name}='no' must be True or False"):
+        sdfastgn.optimize(Net(), **{name: "no"})
 
 
 def test_a_failure_half_way_leaves_the_module_as_it_was(monkeypatch):

@@ -93,12 +93,33 @@ def _check(name: str, call: BatchNormCall) -> None:
         )
 
 
+class _FirstRun(BatchNormPlan):
+    """A plan until it has run once, and all its kernels are compiled.
+
+    Running averages are updated by one kernel, and the next may be one that cannot be compiled. The
+    call is then made again, and would update them again. So the first run updates copies.
+    """
+
+    __slots__ = ()
+
+    def run(self, call: BatchNormCall) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        mean, var = call.running_mean, call.running_var
+        if mean is None or var is None:
+            return super().run(call)
+        copies = mean.clone(), var.clone()
+        results = super().run(call._replace(running_mean=copies[0], running_var=copies[1]))
+        mean.copy_(copies[0])
+        var.copy_(copies[1])
+        self.__class__ = BatchNormPlan  # type: ignore[assignment]
+        return results
+
+
 BATCH_NORM = PlannedOp(
     # y, then mean and var of the batch, (C,) in fp32 (fp64 for fp64 input); empty where they are given.
     "batch_norm(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? mean, Tensor? var, "
     "float eps, float momentum, str activation) -> (Tensor, Tensor, Tensor)",
     BatchNormCall,
-    plan=BatchNormPlan,
+    plan=_FirstRun,
     reference=reference_batch_norm,
     fake=_fake,
     save=_save,

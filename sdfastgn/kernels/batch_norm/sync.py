@@ -29,10 +29,21 @@ from sdfastgn.kernels.batch_norm.plain import centered
 from sdfastgn.kernels.batch_norm.plans import BatchNormCall, launch_moments
 from sdfastgn.kernels.common import dispatch
 
-__all__ = ["WORLD", "group_of", "normalize_in_group"]
+__all__ = ["WORLD", "check_group", "group_of", "normalize_in_group"]
 
 # What stands for all processes, also before there are any.
 WORLD = "world"
+
+
+def check_group(name: str, process_group: Any) -> None:
+    """``process_group`` is None, ``WORLD``, or what ``torch.distributed.new_group`` returns."""
+    if process_group is None or (isinstance(process_group, str) and process_group == WORLD):
+        return
+    if dist.is_available():
+        outside = dist.GroupMember.NON_GROUP_MEMBER  # for processes that are not in the new group
+        if process_group == outside or isinstance(process_group, dist.ProcessGroup):
+            return
+    raise ValueError(f'{name}: process_group must be a group or "{WORLD}", got {process_group!r}')
 
 
 def group_of(process_group: Any) -> Any:

@@ -18,6 +18,7 @@ __all__ = [
     "as_eps",
     "as_float",
     "as_index",
+    "as_size",
     "check_activation",
     "check_device",
     "check_floating",
@@ -37,6 +38,14 @@ def as_index(name: str, label: str, value: Any) -> int:
     except TypeError:
         pass
     raise TypeError(f"{name}: {label} must be an int, got {value!r}")
+
+
+def as_size(name: str, label: str, value: Any) -> int:
+    """``value`` as a number of elements. Zero is one, as in PyTorch."""
+    size = as_index(name, label, value)
+    if size < 0:
+        raise ValueError(f"{name}: {label} must not be negative, got {value!r}")
+    return size
 
 
 def as_float(name: str, label: str, value: Any) -> float:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.private import is_alone
 from sdfastgn.patches.core.hooks import remove_hooks
+from sdfastgn.patches.core.instance_entries import InstanceEntry, guard, unguard
 
 __all__ = [
     "apply",
@@ -96,28 +97,17 @@ def without_adapters(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 _living: weakref.WeakSet[_Apply] = weakref.WeakSet()
 
 
-class _Apply:
+class _Apply(InstanceEntry):
     """Stands for the ``_apply`` of one root: lays out the convolutions that a move has brought to a GPU."""
 
+    __slots__ = ()
+
     def __init__(self, root: nn.Module) -> None:
-        self._root = weakref.ref(root)  # which owns this object
+        super().__init__(root)
         _living.add(self)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Apply, (self.root,)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Apply:
-        return _Apply(memo.get(id(self.root), self.root))
-
-    @property
-    def root(self) -> nn.Module:
-        root = self._root()
-        if root is None:
-            raise ReferenceError("sdfastgn: the module of this _apply is gone")
-        return root
-
     def __call__(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        root = self.root
+        root = self.module
         type(root)._apply(root, fn, recurse)
         if recurse:
             for _, module in without_adapters(root):
@@ -135,6 +125,7 @@ def apply(root: nn.Module) -> None:
         _convert(module)
     if "_apply" not in vars(root) and any(isinstance(module, tuple(_FORMATS)) for module in root.modules()):
         vars(root)["_apply"] = _Apply(root)
+        guard(root)
 
 
 def is_applied(root: nn.Module) -> bool:
@@ -185,13 +176,14 @@ def restore(module: nn.Module) -> None:
     remove_hooks(module, enter, leave)
     if isinstance(vars(module).get("_apply"), _Apply):
         del vars(module)["_apply"]
+    unguard(module)
     _unconvert(module)
 
 
 def _lay_out_as_stock(conv: nn.Module) -> None:
     """Give all weights of the model of ``conv`` their former layout, until the model moves again."""
     # Not the roots of which nothing is left but this object.
-    roots = [root for own in list(_living) if (root := own._root()) is not None]
+    roots = [root for own in list(_living) if (root := own._module()) is not None]
     for module in {conv, *(m for root in roots if conv in set(root.modules()) for m in root.modules())}:
         _unconvert(module)
 
@@ -200,7 +192,8 @@ def _unconvert(module: nn.Module) -> None:
     layout = vars(module).pop(_STOCK_LAYOUT, None)
     if layout is None:
         return
-    for weight in (module._parameters.get("weight"), _offloaded(module)):
+    # Parametrizations, pruning and weight_norm keep the weight by another name.
+    for weight in (*module.parameters(), _offloaded(module)):
         # One that was widened since (inpainting, more channels) is not ours: in the old strides its
         # elements would lie on each other.
         if weight is not None and weight.shape == layout[0] and weight.stride() != layout[1]:

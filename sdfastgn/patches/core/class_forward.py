@@ -10,11 +10,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["change_class", "class_forward", "has_foreign_forward"]
+__all__ = ["change_class", "class_forward", "has_foreign_forward", "replace_kept"]
+
+# A bound method, or what stands for one.
+Forward = Callable[..., Any]
 
 _CALLABLES = (types.MethodType, types.FunctionType, functools.partial)
 _OPAQUE = (nn.Module, Tensor, type, types.ModuleType, str, int, float, type(None))
@@ -42,8 +46,12 @@ def change_class(module: nn.Module, cls: type[nn.Module]) -> None:
     old = class_forward(module)
     module.__class__ = cls
     new = class_forward(module)
-    if new == old:
-        return
+    if new != old:
+        replace_kept(module, old, new)
+
+
+def replace_kept(module: nn.Module, old: Forward, new: Forward) -> None:
+    """Put ``new`` where ``module``, its hooks or what wraps its ``forward`` keep ``old``."""
     attributes = vars(module)
     _replace(attributes, old, new)
     todo = [value for name, value in attributes.items() if name == "forward" or isinstance(value, _CALLABLES)]
@@ -54,7 +62,7 @@ def change_class(module: nn.Module, cls: type[nn.Module]) -> None:
             todo += _rebound(value, old, new)
 
 
-def _rebound(value: Any, old: types.MethodType, new: types.MethodType) -> list[Any]:
+def _rebound(value: Any, old: Forward, new: Forward) -> list[Any]:
     """What ``value`` keeps, with ``new`` for ``old``."""
     if isinstance(value, types.MethodType):
         return [value.__self__, value.__func__]
@@ -81,12 +89,12 @@ def _rebound(value: Any, old: types.MethodType, new: types.MethodType) -> list[A
     return kept + _replace(attributes, old, new) if isinstance(attributes, dict) else kept
 
 
-def _replace(values: dict[Any, Any], old: types.MethodType, new: types.MethodType) -> list[Any]:
+def _replace(values: dict[Any, Any], old: Forward, new: Forward) -> list[Any]:
     """The values of a dict, in which ``new`` takes the place of ``old``."""
     for key in [key for key, value in values.items() if _same(value, old)]:
         values[key] = new
     return list(values.values())
 
 
-def _same(value: Any, method: types.MethodType) -> bool:
-    return type(value) is types.MethodType and value == method
+def _same(value: Any, forward: Forward) -> bool:
+    return type(value) is type(forward) and bool(value == forward)

@@ -32,10 +32,12 @@ class FusedDecoder(Decoder):
         return torch.cat([super(FusedDecoder, self).forward(part) for part in sample.split(most)])
 
     def _images_at_once(self, sample: Tensor) -> int | None:
-        """How many images are decoded together; None for all of them: outside of plain inference."""
+        """How many images are decoded together; None for all of them: outside of plain inference, or
+        where there is no pixel.
+        """
         if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch.is_grad_enabled():
             return None
-        if sample.dim() != 4 or not dispatch.has_kernels(sample):
+        if sample.dim() != 4 or sample.numel() == 0 or not dispatch.has_kernels(sample):
             return None
         scale = 2 ** (len(self.up_blocks) - 1)
         return max(1, MOST_PIXELS // (sample.shape[2] * sample.shape[3] * scale**2))

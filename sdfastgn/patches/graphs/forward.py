@@ -21,6 +21,7 @@ from torch import nn
 
 from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.patches.core.class_forward import class_forward
+from sdfastgn.patches.core.instance_entries import InstanceEntry
 from sdfastgn.patches.graphs.arguments import (
     Call,
     Unsupported,
@@ -65,11 +66,11 @@ class _Graph:
 _living: weakref.WeakSet[GraphedForward] = weakref.WeakSet()
 
 
-class GraphedForward:
+class GraphedForward(InstanceEntry):
     """Stands for the ``forward`` of one instance. Copies and pickles begin without graphs.
 
     Args:
-        module: the instance; referred to weakly, because it owns this object.
+        module: the instance.
         mode: ``"auto"`` captures at the second call of a kind, True at the first.
         backend: what captures, for tests; else that of the device of the arguments.
         stands_over_own: true if the instance had its class's ``forward`` in its ``__dict__``, which
@@ -79,7 +80,7 @@ class GraphedForward:
     # No __dict__: functools.update_wrapper (accelerate's hooks use it) would copy it into the
     # wrapper.
     __slots__ = (
-        "__weakref__", "_backend", "_graphs", "_module", "_pause", "_refused", "_rehearsed",
+        "_backend", "_graphs", "_pause", "_refused", "_rehearsed",
         "_replays_of_watch", "_seen", "_short_lives", "_used_backend", "_watch", "captured", "dropped",
         "eager", "mode", "replays", "stands_over_own",
     )  # fmt: skip
@@ -91,7 +92,7 @@ class GraphedForward:
         backend: Backend | None = None,
         stands_over_own: bool = False,
     ) -> None:
-        self._module = weakref.ref(module)
+        super().__init__(module)
         self.mode = mode
         self.stands_over_own = stands_over_own
         self._backend = backend
@@ -114,14 +115,6 @@ class GraphedForward:
     def __deepcopy__(self, memo: dict[int, Any]) -> GraphedForward:
         module = memo.get(id(self.module), self.module)
         return GraphedForward(module, self.mode, self._backend, self.stands_over_own)
-
-    @property
-    def module(self) -> nn.Module:
-        """The instance. Raises ReferenceError when it is gone."""
-        module = self._module()
-        if module is None:
-            raise ReferenceError("sdfastgn: the module of this forward is gone")
-        return module
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:

@@ -13,7 +13,8 @@ from typing import Any
 from torch import nn
 
 from sdfastgn.kernels.common.private import is_compiled
-from sdfastgn.patches.core.class_forward import class_forward, has_foreign_forward
+from sdfastgn.patches.core.class_forward import class_forward, has_foreign_forward, replace_kept
+from sdfastgn.patches.core.instance_entries import guard, unguard
 from sdfastgn.patches.graphs.capture import Backend
 from sdfastgn.patches.graphs.forward import GraphedForward
 from sdfastgn.patches.graphs.models import is_graphable
@@ -60,6 +61,7 @@ def install(root: nn.Module, mode: str | bool, backend: Backend | None = None) -
             graphed = None
         if mode is not False and graphed is None and not has_foreign_forward(module):
             module.forward = GraphedForward(module, mode, backend, stands_over_own="forward" in vars(module))
+            guard(module)
 
 
 def remove(root: nn.Module) -> None:
@@ -109,13 +111,11 @@ def _graphed(module: nn.Module) -> GraphedForward | None:
 
 
 def _take_off(module: Any) -> None:
-    for graphed in GraphedForward.of(module):
-        graphed.mode = False  # one that other code keeps calls the class's forward from now on
-        graphed.clear()
     forward = vars(module).get("forward")
     if isinstance(forward, GraphedForward) and not forward.stands_over_own:
         del module.forward
-    elif isinstance(forward, GraphedForward):
-        module.forward = class_forward(module)
-    if isinstance(vars(module).get("_old_forward"), GraphedForward):
-        module._old_forward = class_forward(module)
+    for graphed in GraphedForward.of(module):
+        graphed.mode = False  # where it is not found it calls the class's forward from now on
+        graphed.clear()
+        replace_kept(module, graphed, class_forward(module))  # hooks put back what they found
+    unguard(module)

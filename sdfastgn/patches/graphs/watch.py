@@ -64,8 +64,8 @@ _OUR_ENTRY = "forward"
 _FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 # Every module has these. Of them only three matter to a forward without gradients besides the
 # hooks, which are watched as dicts. What stands for ``_apply`` (core/channels_last.py) moves
-# weights, and their new memory is seen.
-_INERT = frozenset((*vars(nn.Module()), "_apply")) - {"training", "_parameters", "_modules"}
+# weights, and their new memory is seen; what stands for ``__getstate__`` is for copies.
+_INERT = frozenset((*vars(nn.Module()), "_apply", "__getstate__")) - {"training", "_parameters", "_modules"}
 _END = object()
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 import sdfastgn
@@ -62,3 +63,14 @@ def test_without_other_processes_it_is_plain_batch_norm():
     assert group_of("world") is None
     norms = [sdfastgn.BatchNorm(6, process_group=group) for group in (None, "world")]
     assert torch.equal(*(norm(x) for norm in norms))
+
+
+def test_a_group_is_what_torch_distributed_gives(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        x = torch.randn(4, 6, 5)
+        for group in (dist.group.WORLD, dist.GroupMember.NON_GROUP_MEMBER):
+            norm = sdfastgn.BatchNorm(6, process_group=group)
+            assert torch.equal(norm(x), sdfastgn.BatchNorm(6)(x))
+    finally:
+        dist.destroy_process_group()

@@ -10,10 +10,12 @@ from diffusers import StableDiffusionPipeline
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
+from torch.nn.utils import parametrizations, parametrize, prune
 
 import sdfastgn
 from sdfastgn.patches.core import channels_last
 from tests.patches import samples
+from tests.patches.changes import Half
 from tests.patches.graphs.cases import agree
 
 (CALL,) = (call for name, _, call in samples.SAMPLES if name == "conv_norm_out-unet")
@@ -95,6 +97,24 @@ def test_a_weight_of_another_shape_survives_restore(shape, layout):
     assert torch.equal(unet.conv_in.weight, value)
     assert unet.conv_in.weight.stride() == value.stride()
     assert not [name for name in vars(unet.conv_in) if "sdfastgn" in name]
+
+
+@pytest.mark.parametrize(
+    "rename",
+    [
+        lambda conv: parametrize.register_parametrization(conv, "weight", Half()),
+        lambda conv: prune.random_structured(conv, "weight", 0.5, dim=0),
+        parametrizations.weight_norm,
+    ],
+    ids=["parametrized", "pruned", "weight-norm"],
+)
+def test_a_weight_by_another_name_is_laid_out_as_before(rename):
+    stock = samples._unet()
+    unet = sdfastgn.optimize(copy.deepcopy(stock))
+    for model in (unet, stock):
+        rename(model.conv_in)
+    sdfastgn.restore(unet)
+    assert [p.stride() for p in unet.parameters()] == [p.stride() for p in stock.parameters()]
 
 
 @pytest.mark.parametrize("mode", [False, True], ids=["normal", "inference_mode"])

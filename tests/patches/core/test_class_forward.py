@@ -187,6 +187,26 @@ def test_hooks_that_go_after_restore_leave_the_stock_forward():
     assert all(m.forward == type(m).forward.__get__(m) for m in model.modules())
 
 
+class Around(ModelHook):
+    def new_forward(self, module, *args, **kwargs):
+        return self.fn_ref.original_forward(*args, **kwargs)
+
+
+def test_diffusers_hooks_that_go_after_restore_leave_the_stock_forward():
+    """They kept what stood for the forward of a model with graphs."""
+    model = samples.randomize(samples._unet())
+    before = output(model)
+    registry = HookRegistry.check_if_exists_or_initialize(sdfastgn.optimize(model))
+    for name, hook in (("first", ModelHook()), ("around", Around()), ("last", ModelHook())):
+        registry.register_hook(hook, name)
+    sdfastgn.restore(model)
+    assert torch.equal(output(model), before)
+    for name in ("around", "first", "last"):
+        registry.remove_hook(name)
+    assert torch.equal(output(model), before)
+    assert model.forward == type(model).forward.__get__(model)
+
+
 def offloaded_before(recurse):
     """A UNet whose offload hooks were taken off: accelerate leaves each module's own forward in the
     instance.

@@ -66,6 +66,16 @@ def test_training_and_tracing_take_the_batch_as_it_is(stock, monkeypatch):
             assert slices_of(vae, lambda: torch.jit.trace(vae.decoder, z, check_trace=False)) == [3]
 
 
+@pytest.mark.parametrize("shape", [(2, 4, 0, 2), (2, 4, 2, 0)])
+def test_a_latent_without_pixels_is_stocks_error(stock, shape):
+    with torch.no_grad():
+        with pytest.raises(RuntimeError) as expected:
+            stock.decoder(torch.zeros(shape))
+        with pytest.raises(RuntimeError) as found:
+            sdfastgn.optimize(copy.deepcopy(stock)).decoder(torch.zeros(shape))
+    assert str(found.value) == str(expected.value)
+
+
 @pytest.mark.without_kernels
 def test_without_kernels_the_batch_stays_whole(stock, monkeypatch):
     monkeypatch.setattr(decoder_slices, "MOST_PIXELS", 16**2)

@@ -13,6 +13,7 @@ import torch
 from accelerate import cpu_offload
 from accelerate.hooks import remove_hook_from_submodules
 from diffusers import UNet2DConditionModel
+from torch import nn
 
 import sdfastgn
 from sdfastgn.patches.graphs import forward as graphed_forward
@@ -45,6 +46,39 @@ def test_a_copy_is_independent(copied):
         agree(run(twin, inputs), run(stock, inputs))
     assert unet.forward.module is unet
     assert twin.forward.module is twin
+
+
+def test_a_shallow_copy_runs_itself(monkeypatch):
+    unet, stock, inputs = make()
+    run(unet, inputs)
+    ran, forward = [], UNet2DConditionModel.forward
+    twin = copy.copy(unet)
+    monkeypatch.setattr(
+        UNet2DConditionModel, "forward", lambda self, *a, **k: ran.append(self) or forward(self, *a, **k)
+    )
+    agree(run(twin, inputs), run(stock, inputs))
+    assert ran == [twin, stock]
+    ran.clear()
+    del unet
+    agree(run(copy.deepcopy(twin.to("cpu")), inputs), run(stock, inputs))
+    sdfastgn.optimize(twin)
+    assert twin.forward.module is twin
+    assert set(vars(sdfastgn.restore(twin))) == set(vars(stock))
+
+
+class Counted(nn.Sequential):
+    copies = 0
+
+    def __getstate__(self):
+        self.copies += 1
+        return super().__getstate__()
+
+
+@pytest.mark.parametrize("copied", [*COPIES, pytest.param(copy.copy, id="copy")])
+def test_a_state_of_its_own_is_asked_for(copied):
+    model = sdfastgn.optimize(Counted(nn.Conv2d(4, 4, 1), nn.GroupNorm(2, 4)))
+    copied(model)
+    assert model.copies == 1
 
 
 def test_saved_models_are_stock(tmp_path):
@@ -83,13 +117,13 @@ def test_restore_beneath_offload_hooks(order):
 
 def test_restore_below_a_wrapper_of_other_code():
     unet, stock, inputs = make(mode=True)
-    graphed = unet.forward
-    unet.forward = lambda *args, **kwargs: graphed(*args, **kwargs)
+    kept = (unet.forward,)  # where nobody looks for it
+    unet.forward = lambda *args, **kwargs: kept[0](*args, **kwargs)
     run(unet, inputs)
     sdfastgn.restore(unet)
     replaced_parameter(unet), replaced_parameter(stock)
     agree(run(unet, inputs), run(stock, inputs))
-    assert graphed.eager["they are turned off"] == 1
+    assert kept[0].eager["they are turned off"] == 1
 
 
 def test_a_dropped_model_goes_at_once():

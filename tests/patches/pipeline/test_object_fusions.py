@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
 import importlib
 import inspect
 import json
 import pickle
 import sys
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -158,6 +160,33 @@ def test_a_scheduler_that_comes_later(pipe):
     assert "scheduler" not in parts_of(pipe)
     sdfastgn.restore(pipe)
     assert type(pipe.scheduler) is HeunDiscreteScheduler
+
+
+def test_what_was_exchanged_is_restored(pipe):
+    scheduler, processor = sdfastgn.optimize(pipe).scheduler, pipe.image_processor
+    pipe.scheduler = DDIMScheduler.from_config(scheduler.config)
+    pipe.image_processor = VaeImageProcessor()
+    sdfastgn.restore(pipe)
+    assert (type(scheduler), type(processor)) == (PNDMScheduler, VaeImageProcessor)
+
+
+def test_what_was_exchanged_stays_in_another_pipeline_that_is_optimized(pipe):
+    scheduler = sdfastgn.optimize(pipe).scheduler
+    other = sdfastgn.optimize(StableDiffusionPipeline(**pipe.components, requires_safety_checker=False))
+    pipe.scheduler = DDIMScheduler.from_config(scheduler.config)
+    sdfastgn.restore(pipe)
+    assert parts_of(other)["scheduler"] == "fused"
+    sdfastgn.restore(other)
+    assert type(scheduler) is PNDMScheduler
+
+
+def test_a_pipeline_goes_though_its_scheduler_stays():
+    pipe = sdfastgn.optimize(build_pipeline("tiny", dtype=torch.float32, device="cpu"))
+    scheduler, gone = pipe.scheduler, weakref.ref(pipe)
+    del pipe
+    gc.collect()
+    assert gone() is None
+    assert type(scheduler) is not PNDMScheduler
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,79 @@
+"""What stands in the ``__dict__`` of one module and belongs to that module alone.
+
+``copy.copy`` of a module takes over its ``__dict__``. With an entry that belongs to the original the
+copy would run the original, and fail once that is gone. So a shallow copy gets none of them: it has
+stock's methods. Deep copies and pickles have their own.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from typing import Any
+
+from torch import nn
+
+__all__ = ["InstanceEntry", "guard", "unguard"]
+
+# Python asks the instance for its state.
+_GET_STATE = "__getstate__"
+
+
+class InstanceEntry:
+    """An entry of one module's ``__dict__``, which refers to the module weakly: that owns it."""
+
+    __slots__ = ("__weakref__", "_module")
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    @property
+    def module(self) -> nn.Module:
+        """The instance. Raises ReferenceError when it is gone."""
+        module = self._module()
+        if module is None:
+            raise ReferenceError(f"sdfastgn: the module of this {type(self).__name__} is gone")
+        return module
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.module,)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return type(self)(memo.get(id(self.module), self.module))
+
+
+class _State(dict[str, Any]):
+    """A module's state without its entries, for a shallow copy; ``whole`` is for any other."""
+
+    def __init__(self, whole: dict[str, Any]) -> None:
+        super().__init__({k: v for k, v in whole.items() if not isinstance(v, InstanceEntry)})
+        self.whole = whole
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (self.whole,)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return copy.deepcopy(self.whole, memo)
+
+
+class _GetState(InstanceEntry):
+    """Stands for the ``__getstate__`` of its module."""
+
+    __slots__ = ()
+
+    def __call__(self) -> Any:
+        module = self.module
+        state = type(module).__getstate__(module)
+        return _State(state) if type(state) is dict else state
+
+
+def guard(module: nn.Module) -> None:
+    """Keep the entries of ``module`` out of shallow copies."""
+    vars(module).setdefault(_GET_STATE, _GetState(module))
+
+
+def unguard(module: nn.Module) -> None:
+    """Undo ``guard`` if no other entry is left."""
+    entries = [name for name, value in vars(module).items() if isinstance(value, InstanceEntry)]
+    if entries == [_GET_STATE]:
+        del vars(module)[_GET_STATE]
