@@ -218,7 +218,11 @@ def test_the_report_says_what_runs_and_why(monkeypatch):
         backend
         == "plain PyTorch, stock's own code at stock's speed (weights on cpu; the kernels need an NVIDIA GPU)"
     )
-    assert sdfastgn.report(nn.GroupNorm(2, 8, device="meta")).backend == ""  # nothing runs
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    on_meta = nn.GroupNorm(2, 8, device="meta")
+    assert sdfastgn.report(on_meta).backend.endswith("at stock's speed (no CUDA GPU)")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert sdfastgn.report(on_meta).backend == ""  # where the weights go decides what runs
     monkeypatch.setattr(dispatch, "why_off", "no C compiler")
     assert sdfastgn.report(nn.GroupNorm(2, 8)).backend.endswith("at stock's speed (no C compiler)")
 
