@@ -7,10 +7,9 @@ Layout and pointers as in ``batch_norm/kernels.py``, and beside those:
 - ``sums``: (2, samples, P, width) fp32, sums of dz and of dz * xhat by column and chunk;
 - ``dbias``, ``dweight``: (C,) fp32, the same by channel; None where the batch decided nothing.
 
-The ways of the forward, by the same functions of sizes: *small*, or ``batch_sums_kernel`` or
-``batch_chunk_sums_kernel``, ``batch_merge_sums_kernel`` and ``batch_apply_grad_kernel``. Where the
-residual wants a gradient the first of the three stores dz, and the last one reads that instead of
-dy and the residual.
+The ways of the forward, by the same function of sizes: *small*, or ``batch_sums_kernel``,
+``batch_merge_sums_kernel`` and ``batch_apply_grad_kernel``. Where the residual wants a gradient the
+first of the three stores dz, and the last one reads that instead of dy and the residual.
 
 Numerics: fp32, one rounding at the store; sums in a fixed order without atomics.
 """
@@ -23,7 +22,7 @@ if triton is not None:
     import triton.language as tl
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-    from sdfastgn.kernels.batch_norm.kernels import given_moments, positions_of_chunk
+    from sdfastgn.kernels.batch_norm.kernels import all_positions, given_moments
     from sdfastgn.kernels.common.activations import activation_grad
     from sdfastgn.kernels.common.column_sums import sum_columns
     from sdfastgn.kernels.common.tiles import LANE_AXIS, STEP_AXIS, map_tile, multiple_of
@@ -31,8 +30,7 @@ if triton is not None:
     from sdfastgn.kernels.statistics.kernels import positions_of_channels, rows_of_channels
 
 __all__ = [
-    "batch_apply_grad_kernel", "batch_chunk_sums_kernel", "batch_merge_sums_kernel",
-    "batch_small_grad_kernel", "batch_sums_kernel",
+    "batch_apply_grad_kernel", "batch_merge_sums_kernel", "batch_small_grad_kernel", "batch_sums_kernel",
 ]  # fmt: skip
 
 if triton is not None:
@@ -71,7 +69,7 @@ if triton is not None:
         WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         """``BLOCK`` channels at all positions a program."""
-        _, c, in_range, mask, at, _ = positions_of_chunk(
+        c, in_range, mask, at = all_positions(
             HW, positions, C, CHANNELS_LAST, HW_FACTOR, LANES, WARPS, STEPS, BLOCK
         )
         if PDL:
@@ -90,29 +88,6 @@ if triton is not None:
                 share = 1 / positions.to(tl.float32)
                 dx = dz - along_z * share - xhat * (along_x * share)
             tl.store(dx_ptr + at, (dx * (scale * rstd)).to(dx_ptr.dtype.element_ty), mask=mask)
-
-    @triton.jit(do_not_specialize=["HW", "positions", "plane", "eps"])
-    def batch_chunk_sums_kernel(
-        x_ptr, dy_ptr, residual_ptr, dz_ptr, sums_ptr, mean_ptr, var_ptr, weight_ptr, bias_ptr,
-        HW, positions, plane, eps,
-        C: tl.constexpr, CHANNELS_LAST: tl.constexpr, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr,
-        PDL: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
-    ):  # fmt: skip
-        """The sums of dz and of dz * xhat of ``BLOCK`` channels over the positions of a chunk."""
-        chunk, c, in_range, mask, at, _ = positions_of_chunk(
-            HW, positions, C, CHANNELS_LAST, 1, LANES, WARPS, STEPS, BLOCK
-        )
-        if PDL:
-            gdc_wait()
-            gdc_launch_dependents()
-        mean, rstd = given_moments(c, in_range, mean_ptr, var_ptr, eps)
-        scale, offset = channel_affine(0, c, in_range, weight_ptr, bias_ptr, None, None, 0, 0)
-        dz, xhat = _grad_tile(
-            x_ptr, dy_ptr, residual_ptr, dz_ptr, at, mask, mean, rstd, scale, offset, ACTIVATION, PAIRS
-        )
-        out = sums_ptr + chunk * C + c
-        tl.store(out, channel_sum(dz), mask=in_range)
-        tl.store(out + plane, channel_sum(dz * xhat), mask=in_range)
 
     @triton.jit(do_not_specialize=["HW", "rows", "chunks", "plane", "eps"])
     def batch_sums_kernel(

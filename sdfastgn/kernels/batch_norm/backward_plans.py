@@ -12,13 +12,12 @@ from sdfastgn.kernels.batch_norm import backward_kernels as kernels
 from sdfastgn.kernels.batch_norm.config import (
     MERGED_AT_ONCE,
     Rows,
-    TileConfig,
-    chunk_config,
+    SmallConfig,
     merge_config,
     position_factor,
     small_config,
 )
-from sdfastgn.kernels.batch_norm.plans import chunk_launch, like, pairs_of, rows_of, vector
+from sdfastgn.kernels.batch_norm.plans import like, pairs_of, rows_of, vector
 from sdfastgn.kernels.common import gpu
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.common.layout import dense, empty_dense_like
@@ -104,17 +103,12 @@ class _GradPlan:
             return
         if needs_sums or wanted.residual:
             sms = gpu.num_sms(x.device)
-            tile = chunk_config(rows, sms, backward=True)
-            if tile is None:
-                statistics = statistics_config(*rows.shape, rows.channels_last, sms, kind="backward")
-                self.plane = rows.samples * statistics.chunks * rows.width
-                added = rows.channels_last and self.plane // C > MERGED_AT_ONCE
-                if added:
-                    self.plane = ceil_div(statistics.chunks, statistics.num_warps) * rows.width
-                self.sums = _sums(call, rows, statistics, self.plane, added=added)
-            else:
-                self.plane = ceil_div(x.numel() // C, tile.positions) * C
-                self.sums = _chunk_sums(call, rows, tile)
+            statistics = statistics_config(*rows.shape, rows.channels_last, sms, kind="backward")
+            self.plane = rows.samples * statistics.chunks * rows.width
+            added = rows.channels_last and self.plane // C > MERGED_AT_ONCE
+            if added:
+                self.plane = ceil_div(statistics.chunks, statistics.num_warps) * rows.width
+            self.sums = _sums(call, rows, statistics, self.plane, added=added)
         if needs_sums:
             self.merge = _merge(call, self.plane // C)
         if wanted.x:
@@ -147,7 +141,7 @@ class _GradPlan:
         return dweight, dbias
 
 
-def _small(call: BatchNormGradCall, rows: Rows, config: TileConfig) -> Launch:
+def _small(call: BatchNormGradCall, rows: Rows, config: SmallConfig) -> Launch:
     x, pdl = call.x, gpu.has_programmatic_launch(call.x.device)
     C = x.shape[1]
     constants = {
@@ -162,11 +156,6 @@ def _small(call: BatchNormGradCall, rows: Rows, config: TileConfig) -> Launch:
     }
     numbers, programs = (rows.rows, x.numel() // C, call.eps), ceil_div(C, config.block)
     return Launch(kernels.batch_small_grad_kernel, programs, numbers, constants, config.num_warps, pdl=pdl)
-
-
-def _chunk_sums(call: BatchNormGradCall, rows: Rows, tile: TileConfig) -> Launch:
-    constants = {"ACTIVATION": call.activation, "PAIRS": pairs_of(call.x, tile.block)}
-    return chunk_launch(kernels.batch_chunk_sums_kernel, call.x, rows, tile, call.eps, **constants)
 
 
 def _sums(

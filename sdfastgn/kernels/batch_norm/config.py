@@ -9,8 +9,7 @@ from typing import NamedTuple
 from sdfastgn.kernels.common.sizes import WARP_LOAD, ceil_div, next_power_of_2
 
 __all__ = [
-    "MERGED_AT_ONCE", "Rows", "TileConfig", "as_rows", "chunk_config", "merge_config", "position_factor",
-    "small_config",
+    "MERGED_AT_ONCE", "Rows", "SmallConfig", "as_rows", "merge_config", "position_factor", "small_config",
 ]  # fmt: skip
 
 # Columns of a row that are whole 16-byte loads in 16 bits.
@@ -33,19 +32,6 @@ _SMALL_BACKWARD_MAX_ELEMENTS = 8192
 _SMALL_CHANNELS_LAST = 16
 # Elements of a warp: 32 of a lane.
 _SMALL_PER_WARP = 1024
-
-# --- chunks: the same tile of a part of the positions, for images of few pixels channels-first
-# Channels of a program: a warp's lanes then have neighboring positions.
-_CHUNK_CHANNELS = 8
-# Pixels of an image from which on a warp reads whole rows of it instead.
-_LONG_ROW = WARP_LOAD
-# Elements of a program at most; the backward holds x and dy.
-_CHUNK_ELEMENTS = 8192
-_CHUNK_BACKWARD_ELEMENTS = 4096
-# Positions of a program at least: fewer are more partial results than they save time.
-_CHUNK_MIN_POSITIONS = 128
-# Programs of a multiprocessor for which chunks get that small.
-_CHUNK_PROGRAMS = 2
 
 # --- merge
 # Channels of a program at most: a whole 32-byte sector of fp32.
@@ -89,58 +75,36 @@ def as_rows(N: int, C: int, HW: int, channels_last: bool) -> Rows:
 
 
 @dataclass(frozen=True)
-class TileConfig:
-    """A program has ``block`` channels at (lanes, num_warps, steps) positions."""
+class SmallConfig:
+    """One launch: a program has ``block`` channels at all positions, (lanes, num_warps, steps) of them."""
 
     lanes: int
     num_warps: int
     steps: int
     block: int
 
-    @property
-    def positions(self) -> int:
-        return self.lanes * self.num_warps * self.steps
 
-
-def small_config(rows: Rows, C: int, num_sms: int, *, backward: bool = False) -> TileConfig | None:
+def small_config(rows: Rows, C: int, num_sms: int, *, backward: bool = False) -> SmallConfig | None:
     """How to normalize each of C channels in one launch; None where three are faster."""
     positions = rows.samples * rows.rows * rows.width // C
     block = min(next_power_of_2(C), _SMALL_CHANNELS_LAST) if rows.channels_last else 1
     outer, most = next_power_of_2(positions), _SMALL_MAX_ELEMENTS
-    if backward:
-        most = _SMALL_BACKWARD_MAX_ELEMENTS
-    elif num_sms <= _SMALL_ALONE_PART * ceil_div(C, block) <= _SMALL_ALONE_PART * num_sms:
+    are_alone = num_sms <= _SMALL_ALONE_PART * ceil_div(C, block) <= _SMALL_ALONE_PART * num_sms
+    # Of images of few pixels channels-first, three launches take a warp for each short row.
+    if (are_alone and not backward) or (not rows.channels_last and rows.rows < WARP_LOAD):
         most = _SMALL_MAX_ALONE
+    elif backward:
+        most = _SMALL_BACKWARD_MAX_ELEMENTS
     if outer * block > most or positions * C >= 2**31:  # offsets are 32-bit
         return None
-    return _tile(outer, block)
+    lanes = min(outer, WARP_LOAD // block)
+    num_warps = min(next_power_of_2(ceil_div(outer * block, _SMALL_PER_WARP)), outer // lanes)
+    return SmallConfig(lanes, num_warps, outer // (lanes * num_warps), block)
 
 
 def position_factor(rows: Rows) -> int:
     """A divisor of an image's positions, such that loads along them are vectors: channels-first only."""
     return 1 if rows.channels_last else math.gcd(rows.rows, _LOADED)
-
-
-def _tile(positions: int, block: int) -> TileConfig:
-    lanes = min(positions, WARP_LOAD // block)
-    num_warps = min(next_power_of_2(ceil_div(positions * block, _SMALL_PER_WARP)), positions // lanes)
-    return TileConfig(lanes, num_warps, positions // (lanes * num_warps), block)
-
-
-def chunk_config(rows: Rows, num_sms: int, *, backward: bool = False) -> TileConfig | None:
-    """How to reduce images of few pixels channels-first, some channels of many samples a program.
-
-    None where rows are long enough for a warp each, or all of channels-last.
-    """
-    samples, C, HW = rows.shape
-    positions = samples * HW
-    if rows.channels_last or HW >= _LONG_ROW or positions * C >= 2**31:  # offsets are 32-bit
-        return None
-    block = min(next_power_of_2(C), _CHUNK_CHANNELS)
-    most = (_CHUNK_BACKWARD_ELEMENTS if backward else _CHUNK_ELEMENTS) // block
-    spread = _CHUNK_PROGRAMS * num_sms // ceil_div(C, block)  # chunks that give each its programs
-    wanted = next_power_of_2(ceil_div(positions, max(1, spread)))
-    return _tile(min(next_power_of_2(positions), most, max(_CHUNK_MIN_POSITIONS, wanted)), block)
 
 
 def merge_config(partials: int, C: int) -> tuple[int, int, int]:

@@ -14,10 +14,9 @@ Pointers, which mean the same in every kernel; all but x, y, mean, var and stati
 Two ways, chosen by ``small_config``:
 
 - *small*: a program holds all positions of a few channels in registers: one launch;
-- *split*: the kernel of ``statistics/kernels.py``, or ``batch_chunk_kernel`` for images of few
-  pixels channels-first, leaves a mean and a sum of squared deviations (M2) per column and chunk,
-  ``batch_merge_kernel`` brings them together per channel, and ``batch_apply_kernel`` normalizes.
-  With given mean and var the last one runs alone.
+- *split*: the kernel of ``statistics/kernels.py`` leaves a mean and a sum of squared deviations (M2)
+  per column and chunk, ``batch_merge_kernel`` brings them together per channel, and
+  ``batch_apply_kernel`` normalizes. With given mean and var the last one runs alone.
 
 Programmatic dependent launch as in ``group_norm/kernels.py``: ``batch_apply_kernel`` behind the
 other two reads x before its wait, because none of them lets a successor start until x is complete.
@@ -46,48 +45,23 @@ if triton is not None:
     )
     from sdfastgn.kernels.group_norm.channels import channel_affine, channel_sum
 
-__all__ = [
-    "batch_apply_kernel", "batch_chunk_kernel", "batch_merge_kernel", "batch_small_kernel", "given_moments",
-    "positions_of_chunk",
-]  # fmt: skip
+__all__ = ["all_positions", "batch_apply_kernel", "batch_merge_kernel", "batch_small_kernel", "given_moments"]
 
 if triton is not None:
 
     @triton.jit
-    def positions_of_chunk(
+    def all_positions(
         HW, positions,
         C: tl.constexpr, CHANNELS_LAST: tl.constexpr, HW_FACTOR: tl.constexpr, LANES: tl.constexpr,
         WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        """(chunk, channels, which of them exist, mask, offsets, the chunk's first offsets) of this
-        program's tile of x. A chunk is a tile of positions of all samples; *small* has one.
-        """
+        """(channels, which of them exist, mask, offsets) of this program's tile of x."""
         HW, positions = multiple_of(HW, HW_FACTOR), multiple_of(positions, HW_FACTOR)
-        columns = tl.cdiv(C, BLOCK)
-        chunk = tl.program_id(0) // columns
-        start = chunk * (LANES * WARPS * STEPS)
-        row = start + (along_steps(STEPS) * WARPS + along_warps(WARPS)) * LANES + along_lanes(LANES)
-        c = tl.program_id(0) % columns * BLOCK + along_block(BLOCK)
+        row = (along_steps(STEPS) * WARPS + along_warps(WARPS)) * LANES + along_lanes(LANES)
+        c = tl.program_id(0) * BLOCK + along_block(BLOCK)
         in_range = c < C
-        if CHANNELS_LAST:
-            at, first = row * C + c, start * C + c
-        else:
-            at = row // HW * HW * C + c * HW + row % HW
-            first = start // HW * HW * C + c * HW + start % HW
-        return chunk, c, in_range, (row < positions) & in_range, at, first
-
-    @triton.jit
-    def _moments(x_ptr, at, first, mask, in_range, count):
-        """(mean, deviations, M2) of the ``count`` positions of a tile."""
-        x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        # Sums are of differences from the first element: rounded at the size of the deviations.
-        pivot = tl.load(x_ptr + first, mask=in_range, other=0.0).to(tl.float32)
-        share = 1 / count.to(tl.float32)
-        d = tl.where(mask, x - pivot, 0.0)
-        total = channel_sum(d)
-        # Explicit fmas: whether ptxas contracts these depends on what else is stored, and the bits differ.
-        d = tl.where(mask, tl.fma(total, -share, d), 0.0)
-        return tl.fma(total, share, pivot), d, channel_sum(d * d)
+        at = row * C + c if CHANNELS_LAST else row // HW * HW * C + c * HW + row % HW
+        return c, in_range, (row < positions) & in_range, at
 
     @triton.jit
     def given_moments(c, in_range, mean_ptr, var_ptr, eps):
@@ -126,40 +100,28 @@ if triton is not None:
         STEPS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         """``BLOCK`` channels at all positions a program."""
-        _, c, in_range, mask, at, first = positions_of_chunk(
+        c, in_range, mask, at = all_positions(
             HW, positions, C, CHANNELS_LAST, HW_FACTOR, LANES, WARPS, STEPS, BLOCK
         )
         if PDL:
             gdc_wait()
+        x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        # Sums are of differences from the first element: rounded at the size of the deviations.
+        pivot = tl.load(x_ptr + c * (1 if CHANNELS_LAST else HW), mask=in_range, other=0.0).to(tl.float32)
         scale, offset = channel_affine(0, c, in_range, weight_ptr, bias_ptr, None, None, 0, 0)
-        mean, d, m2 = _moments(x_ptr, at, first, mask, in_range, positions)
+        share = 1 / positions.to(tl.float32)
+        d = tl.where(mask, x - pivot, 0.0)
+        total = channel_sum(d)
+        # Explicit fmas: whether ptxas contracts these depends on what else is stored, and the bits differ.
+        d = tl.where(mask, tl.fma(total, -share, d), 0.0)
         var = _store_moments(
-            mean_ptr, var_ptr, running_mean_ptr, running_var_ptr, c, in_range, mean, m2, positions, momentum
-        )
+            mean_ptr, var_ptr, running_mean_ptr, running_var_ptr, c, in_range, tl.fma(total, share, pivot),
+            channel_sum(d * d), positions, momentum,
+        )  # fmt: skip
         z = tl.fma(d, scale * inverse_deviation(var, eps), offset)
         if residual_ptr is not None:
             z += tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
         tl.store(y_ptr + at, activate(z, ACTIVATION, PAIRS).to(y_ptr.dtype.element_ty), mask=mask)
-
-    @triton.jit(do_not_specialize=["HW", "positions", "plane"])
-    def batch_chunk_kernel(
-        x_ptr, statistics_ptr,
-        HW, positions, plane,
-        C: tl.constexpr, CHANNELS_LAST: tl.constexpr, PDL: tl.constexpr, LANES: tl.constexpr,
-        WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
-    ):  # fmt: skip
-        """Mean and M2 of ``BLOCK`` channels at the positions of a chunk."""
-        chunk, c, in_range, mask, at, first = positions_of_chunk(
-            HW, positions, C, CHANNELS_LAST, 1, LANES, WARPS, STEPS, BLOCK
-        )
-        if PDL:
-            gdc_wait()
-            gdc_launch_dependents()
-        count = tl.minimum(LANES * WARPS * STEPS, positions - chunk * (LANES * WARPS * STEPS))
-        mean, _, m2 = _moments(x_ptr, at, first, mask, in_range, count)
-        out = statistics_ptr + chunk * C + c
-        tl.store(out, mean, mask=in_range)
-        tl.store(out + plane, m2, mask=in_range)
 
     @triton.jit
     def _partials(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -12,9 +11,8 @@ from torch import Tensor
 from sdfastgn.kernels.batch_norm import kernels
 from sdfastgn.kernels.batch_norm.config import (
     Rows,
-    TileConfig,
+    SmallConfig,
     as_rows,
-    chunk_config,
     merge_config,
     position_factor,
     small_config,
@@ -37,8 +35,8 @@ from sdfastgn.kernels.group_norm.config import ApplyConfig, apply_config
 from sdfastgn.kernels.statistics.kernels import StatisticsLaunch
 
 __all__ = [
-    "BatchNormCall", "BatchNormPlan", "Moments", "chunk_launch", "empty_moments", "launch_moments", "like",
-    "pairs_of", "rows_of", "vector",
+    "BatchNormCall", "BatchNormPlan", "Moments", "empty_moments", "launch_moments", "like", "pairs_of",
+    "rows_of", "vector",
 ]  # fmt: skip
 
 
@@ -71,26 +69,19 @@ def rows_of(x: Tensor) -> Rows:
 class Moments:
     """Mean and variance of each channel of x, on its way through two launches."""
 
-    __slots__ = ("C", "_floats", "_merge", "_read")
+    __slots__ = ("C", "_merge", "_statistics")
 
     def __init__(self, x: Tensor, momentum: float = 0.0) -> None:
         rows, pdl = rows_of(x), gpu.has_programmatic_launch(x.device)
         self.C = x.shape[1]
-        positions = x.numel() // self.C
-        tile = chunk_config(rows, gpu.num_sms(x.device))
-        self._read: Callable[[int, Tensor, Tensor], object]
-        if tile is None:
-            statistics = StatisticsLaunch(x.new_empty(()).expand(rows.shape), rows.channels_last)
-            self._read = statistics.on_stream
-            chunks, together = statistics.chunks, rows.width // self.C
-            numbers = (rows.rows, ceil_div(rows.rows, chunks), chunks)
-        else:
-            self._read = chunk_launch(kernels.batch_chunk_kernel, x, rows, tile)
-            chunks, together = ceil_div(positions, tile.positions), 1
-            numbers = (positions, tile.positions, chunks)
-        partials = chunks * together * (rows.samples if tile is None else 1)
-        self._floats = 2 * partials * self.C
+        self._statistics = StatisticsLaunch(x.new_empty(()).expand(rows.shape), rows.channels_last)
+        chunks, together = self._statistics.chunks, rows.width // self.C
+        partials = rows.samples * chunks * together
         block_p, block_c, num_warps = merge_config(partials, self.C)
+        positions = x.numel() // self.C
+        numbers = (
+            rows.rows, ceil_div(rows.rows, chunks), chunks, partials, partials * self.C, positions, momentum
+        )  # fmt: skip
         constants = {
             "C": self.C,
             "TOGETHER": together,
@@ -99,45 +90,18 @@ class Moments:
             "BLOCK_P": block_p,
             "BLOCK_C": block_c,
         }
-        self._merge = Launch(
-            kernels.batch_merge_kernel,
-            ceil_div(self.C, block_c),
-            (*numbers, partials, partials * self.C, positions, momentum),
-            constants,
-            num_warps,
-            pdl=pdl,
-        )
+        programs = ceil_div(self.C, block_c)
+        self._merge = Launch(kernels.batch_merge_kernel, programs, numbers, constants, num_warps, pdl=pdl)
 
     def on_stream(
         self, stream: int, x: Tensor, running_mean: Tensor | None = None, running_var: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """(mean, var) of ``x``, which has no gaps, on ``stream`` of the current device."""
-        statistics = torch.empty(self._floats, dtype=torch.float32, device=x.device)
+        statistics = torch.empty(self._statistics.shape, dtype=torch.float32, device=x.device)
         mean, var = empty_moments(x, self.C)
-        self._read(stream, x, statistics)
+        self._statistics.on_stream(stream, x, statistics)
         self._merge(stream, statistics, mean, var, running_mean, running_var)
         return mean, var
-
-
-def chunk_launch(
-    kernel: Any, x: Tensor, rows: Rows, tile: TileConfig, *numbers: float, **constants: Any
-) -> Launch:
-    """A kernel that reduces x by chunks of positions.
-
-    ``numbers`` follow the sizes in its signature, ``constants`` the layout.
-    """
-    C, pdl = x.shape[1], gpu.has_programmatic_launch(x.device)
-    chunks = ceil_div(x.numel() // C, tile.positions)
-    all_constants = {
-        "C": C,
-        "CHANNELS_LAST": rows.channels_last,
-        **constants,
-        "PDL": pdl,
-        **tile_constants(tile),
-    }
-    sizes = (rows.rows, x.numel() // C, chunks * C)
-    programs = ceil_div(C, tile.block) * chunks
-    return Launch(kernel, programs, (*sizes, *numbers), all_constants, tile.num_warps, pdl=pdl)
 
 
 _moments: PlanCache[Moments] = PlanCache()
@@ -203,7 +167,7 @@ class BatchNormPlan:
         return (y, *empty_moments(y, 0)) if mean is None or var is None else (y, mean, var)
 
 
-def _small(call: BatchNormCall, rows: Rows, config: TileConfig) -> Launch:
+def _small(call: BatchNormCall, rows: Rows, config: SmallConfig) -> Launch:
     x, pdl = call.x, gpu.has_programmatic_launch(call.x.device)
     C = x.shape[1]
     constants = {

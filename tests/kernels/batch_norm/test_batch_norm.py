@@ -56,6 +56,7 @@ GPU_SHAPES = [
     pytest.param((8, 2, 320, 320), id="8x2x320x320"),
     pytest.param((128, 1024, 4, 4), id="128x1024x4x4"),
     pytest.param((32, 256, 14, 14), id="32x256x14x14"),
+    pytest.param((128, 64, 14, 14), id="128x64x14x14"),
     pytest.param((4, 99, 133, 35), id="odd"),
 ]
 each_device = pytest.mark.parametrize("device", DEVICES)

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sdfastgn.kernels.batch_norm.config import (
-    as_rows,
-    chunk_config,
-    merge_config,
-    position_factor,
-    small_config,
-)
+from sdfastgn.kernels.batch_norm.config import as_rows, merge_config, position_factor, small_config
 from tests.kernels.gpus import GPUS
 
 SIZES = [
@@ -55,25 +49,9 @@ def test_a_small_tile_has_all_positions_and_fits_into_registers(N, C, HW, backwa
         assert N * HW <= positions < 2 * max(N * HW, 2)
         assert config.block <= 16
         # So many warps leave no room for another program on a multiprocessor.
-        assert config.num_warps <= 16 or (not backward and -(-C // config.block) <= sms)
+        is_alone = not backward and -(-C // config.block) <= sms
+        assert config.num_warps <= 16 or is_alone or (not channels_last and HW < 256)
         assert positions * config.block // (32 * config.num_warps) <= 32 or config.num_warps == positions
-
-
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize(("N", "C", "HW"), SIZES)
-def test_a_chunk_fits_into_registers_and_chunks_fill_the_gpu(N, C, HW, backward):
-    rows = as_rows(N, C, HW, channels_last=False)
-    for sms in MULTIPROCESSORS:
-        config = chunk_config(rows, sms, backward=backward)
-        if config is None:
-            assert rows.channels_last or HW >= 512
-            continue
-        elements = config.positions * config.block
-        assert config.positions < 2 * N * HW
-        assert elements <= (4096 if backward else 8192)
-        assert elements // (32 * config.num_warps) <= 32
-        programs = -(-C // config.block) * -(-N * HW // config.positions)
-        assert programs >= sms or config.positions <= 128
 
 
 @pytest.mark.parametrize("C", [1, 2, 3, 64, 2048])
