@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import io
+import json
 import sys
+import threading
 import types
 from typing import Any
 
@@ -18,7 +20,7 @@ import sdfastgn
 from sdfastgn.bench.models.pipelines import build_pipeline
 from tests.command_line import ROOT
 
-pytest.importorskip("fastapi")
+TestClient = pytest.importorskip("fastapi.testclient").TestClient
 httpx = pytest.importorskip("httpx")
 
 CAT = {"prompt": "a cat", "width": 64, "height": 64, "steps": 2, "seed": 3}
@@ -34,9 +36,12 @@ class Watched:
         self.pipe = build_pipeline("tiny", dtype=torch.float32, device="cpu")
         sdfastgn.optimize(self.pipe)
         self.calls: list[list[str]] = []
+        self.free = threading.Event()  # calls wait for it
+        self.free.set()
 
     def __call__(self, prompt: list[str], **options: Any) -> Any:
         self.calls.append(prompt)
+        assert self.free.wait(60)
         if "wrong" in prompt:
             raise ValueError("no such prompt")
         return self.pipe(prompt=prompt, **options)
@@ -95,12 +100,14 @@ def test_a_batch_has_its_most_images(
     assert sorted(map(len, watched.calls)) == [1, 2]
 
 
-def test_an_error_is_answered_and_the_server_goes_on(example: types.ModuleType, watched: Watched) -> None:
+def test_an_error_is_answered_and_the_server_goes_on(
+    example: types.ModuleType, watched: Watched, caplog: pytest.LogCaptureFixture
+) -> None:
     app = example.serve(watched)
     wrong, right = answers(app, WRONG, CAT)
-    assert (wrong.status_code, wrong.json()) == (500, {"detail": "ValueError: no such prompt"})
+    assert (wrong.status_code, wrong.json()) == (500, {"detail": "the image could not be drawn"})
     assert right.status_code == 200  # alone, after both together have failed
-    assert answers(app, {**CAT, "width": 100})[0].status_code == 422
+    assert "ValueError: no such prompt" in caplog.text
     assert answers(app, DOG)[0].status_code == 200
 
 
@@ -110,3 +117,79 @@ def test_what_nobody_waits_for_is_not_drawn(example: types.ModuleType, watched: 
     assert gone.cancel()
     assert kept.result(timeout=60).size == (64, 64)
     assert watched.calls == [["a cat"]]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("width", "100"), ("guidance", "NaN"), ("guidance", "Infinity"), ("seed", "NaN"), ("cfg", "1")],
+)
+def test_a_wrong_field_is_refused_by_name(
+    example: types.ModuleType, watched: Watched, name: str, value: str
+) -> None:
+    body = {key: given for key, given in CAT.items() if key != name}
+    text = json.dumps(body)[:-1] + f', "{name}": {value}}}'
+    with TestClient(example.serve(watched)) as client:
+        answer = client.post("/images", content=text, headers={"content-type": "application/json"})
+    assert answer.status_code == 422
+    assert answer.json()["detail"][0]["loc"] == ["body", name]
+    assert watched.calls == []
+
+
+def test_a_negative_prompt_is_drawn_with(example: types.ModuleType, watched: Watched) -> None:
+    plain, other, both = answers(
+        example.serve(watched), CAT, {**CAT, "negative_prompt": "a dog"}, {**DOG, "negative_prompt": "a dog"}
+    )
+    assert [each.status_code for each in (plain, other, both)] == [200] * 3
+    assert sorted(map(len, watched.calls)) == [1, 2]
+    assert plain.content != other.content
+
+
+def test_requests_beyond_the_limit_are_answered_with_503(
+    example: types.ModuleType, watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(example, "MAX_WAITING", 0)
+    app = example.serve(watched)
+    assert answers(app, CAT)[0].status_code == 503
+    with TestClient(app) as client:
+        assert client.get("/health").json() == {"status": "ok"}
+
+
+def test_a_request_whose_client_has_gone_is_not_drawn(example: types.ModuleType, watched: Watched) -> None:
+    watched.free.clear()
+    app = example.serve(watched)
+    scope = {"type": "http", "method": "POST", "path": "/images", "query_string": b"", "http_version": "1.1"}
+    headers = [(b"content-type", b"application/json")]
+
+    async def ask(body: dict[str, Any], gone: asyncio.Event) -> None:
+        sent = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+
+        async def receive() -> dict[str, Any]:
+            if sent:
+                return sent.pop()
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: dict[str, Any]) -> None:
+            pass
+
+        await app({**scope, "headers": headers}, receive, send)
+
+    async def both() -> None:
+        stays, leaves = asyncio.Event(), asyncio.Event()
+        first = asyncio.create_task(ask(CAT, stays))
+        while not watched.calls:
+            await asyncio.sleep(0.01)
+        leaves.set()
+        await ask(WIDE, leaves)  # returns though the first is still drawn
+        watched.free.set()
+        await first
+        await ask({**CAT, "prompt": "a bird"}, stays)
+
+    asyncio.run(asyncio.wait_for(both(), 60))
+    assert watched.calls == [["a cat"], ["a bird"]]
+
+
+def test_a_missing_model_is_named(example: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MODEL", raising=False)
+    with pytest.raises(SystemExit, match="MODEL"):
+        example.create_app()

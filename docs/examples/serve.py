@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import logging
 import os
 import queue
 import threading
@@ -19,9 +20,11 @@ from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline
-from fastapi import FastAPI, HTTPException, Response
+from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.concurrency import run_in_threadpool
-from pydantic import BaseModel, Field
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field
 
 import sdfastgn
 
@@ -29,12 +32,21 @@ import sdfastgn
 MAX_BATCH = 4
 # Seconds that a request waits for others that fit: little beside the seconds of an image.
 WAIT_S = 0.005
+# Requests that may wait; further ones are answered with 503.
+MAX_WAITING = 64
+# Seconds between two looks at whether a client is still there.
+LOOK_S = 0.1
+
+log = logging.getLogger("uvicorn.error")
 
 
 class Wanted(BaseModel):
     """One image; without a size, of the model's own. Outside of these limits the answer is 422."""
 
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
     prompt: str = Field(max_length=2000)
+    negative_prompt: str | None = Field(None, max_length=2000)
     width: int | None = Field(None, ge=64, le=2048, multiple_of=8)
     height: int | None = Field(None, ge=64, le=2048, multiple_of=8)
     steps: int = Field(30, ge=1, le=100)
@@ -44,11 +56,12 @@ class Wanted(BaseModel):
     def call(self) -> dict[str, Any]:
         """The arguments that all images of a call share."""
         size = {"width": self.width, "height": self.height}
-        return {**size, "num_inference_steps": self.steps, "guidance_scale": self.guidance}
+        options = {"num_inference_steps": self.steps, "guidance_scale": self.guidance}
+        return {**size, **options, "negative_prompt": self.negative_prompt}
 
 
 @dataclass(eq=False)
-class Request:
+class Waiting:
     wanted: Wanted
     image: Future[Any] = field(default_factory=Future)
 
@@ -58,13 +71,15 @@ class Batcher:
 
     def __init__(self, pipe: Any) -> None:
         self._pipe = pipe
-        self._queue: queue.SimpleQueue[Request] = queue.SimpleQueue()
-        self._waiting: list[Request] = []  # in the order in which they came
+        self._queue: queue.SimpleQueue[Waiting] = queue.SimpleQueue()
+        self._waiting: list[Waiting] = []  # in the order in which they came
         threading.Thread(target=self._run, daemon=True).start()
 
     def submit(self, wanted: Wanted) -> Future[Any]:
-        """The image, or what the pipeline raised, as soon as there is one."""
-        request = Request(wanted)
+        """The image, or what the pipeline raised, as soon as there is one. queue.Full: too many wait."""
+        if self._queue.qsize() + len(self._waiting) >= MAX_WAITING:
+            raise queue.Full
+        request = Waiting(wanted)
         self._queue.put(request)
         return request.image
 
@@ -74,7 +89,7 @@ class Batcher:
             # Those that were cancelled are not drawn; the others can no longer be.
             self._draw([each for each in batch if each.image.set_running_or_notify_cancel()])
 
-    def _next_batch(self) -> list[Request]:
+    def _next_batch(self) -> list[Waiting]:
         """The request that came first, and those that fit with it."""
         if not self._waiting:
             self._waiting.append(self._queue.get())
@@ -91,15 +106,18 @@ class Batcher:
         self._waiting = [each for each in self._waiting if each not in batch]
         return batch
 
-    def _draw(self, batch: list[Request]) -> None:
+    def _draw(self, batch: list[Waiting]) -> None:
         if not batch:
             return
+        call = batch[0].wanted.call()
+        if call["negative_prompt"] is not None:
+            call["negative_prompt"] = [call["negative_prompt"]] * len(batch)
         try:
             images = self._pipe(
                 prompt=[each.wanted.prompt for each in batch],
                 # One for each image, on the CPU: the same noise in any batch.
                 generator=[torch.Generator("cpu").manual_seed(each.wanted.seed) for each in batch],
-                **batch[0].wanted.call(),
+                **call,
             ).images
         except Exception as error:
             if len(batch) == 1:
@@ -122,21 +140,42 @@ def serve(pipe: Any) -> FastAPI:
     """The application around a pipeline that is ready."""
     app, batcher = FastAPI(), Batcher(pipe)
 
+    @app.exception_handler(RequestValidationError)
+    async def refuse(_: Request, error: RequestValidationError) -> Response:
+        # FastAPI's own answer repeats the value, and fails at NaN.
+        detail = [{"loc": each["loc"], "msg": each["msg"]} for each in error.errors()]
+        return JSONResponse({"detail": detail}, 422)
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
     @app.post("/images")
-    async def images(wanted: Wanted) -> Response:
+    async def images(wanted: Wanted, request: Request) -> Response:
         try:
-            image = await asyncio.wrap_future(batcher.submit(wanted))
-        except Exception as error:
-            raise HTTPException(500, f"{type(error).__name__}: {error}") from error
+            drawn = asyncio.wrap_future(batcher.submit(wanted))
+        except queue.Full:
+            raise HTTPException(503, "too many requests are waiting") from None
+        while not (await asyncio.wait([drawn], timeout=LOOK_S))[0]:
+            if await request.is_disconnected():
+                drawn.cancel()  # not drawn, unless its call has begun
+                return Response(status_code=499)
+        if drawn.exception() is not None:
+            log.error("an image could not be drawn", exc_info=drawn.exception())
+            raise HTTPException(500, "the image could not be drawn")
         # In a thread: a PNG takes long enough that other requests would wait for it.
-        return Response(await run_in_threadpool(_png, image), media_type="image/png")
+        png = await run_in_threadpool(_png, drawn.result())
+        return Response(png, media_type="image/png")
 
     return app
 
 
 def create_app() -> FastAPI:
+    model = os.environ.get("MODEL")
+    if not model:
+        raise SystemExit("serve.py: set the environment variable MODEL to a pipeline's path or name")
     # dtype is torch_dtype before diffusers 0.40.
-    pipe = DiffusionPipeline.from_pretrained(os.environ["MODEL"], dtype=torch.float16).to("cuda")
+    pipe = DiffusionPipeline.from_pretrained(model, dtype=torch.float16).to("cuda")
     pipe.set_progress_bar_config(disable=True)
     sdfastgn.optimize(pipe)
     # Compile the kernels and capture the graphs of each number of images before the first request.
