@@ -23,6 +23,8 @@ KERNELS = Path(launch.__file__).parents[1]
 # whose multiprocessors hold 1536 threads. A tile that does not fit, or lies the wrong way round,
 # spills hundreds of bytes.
 MAX_STACK = 32
+# BatchNorm in one launch with 1024 threads: spilling costs less than reading x twice.
+MAX_STACK_OF = {"batch_small_kernel": 160}
 # Threads of a program on every GPU.
 MAX_THREADS = 1024
 # Bytes. A scalar a warp, and what the compiler reserves. A row of channels a warp made the three
@@ -75,7 +77,9 @@ def test_kernels_compile_fit_and_do_not_spill(generation):
     is_hopper = HAS_GDC and generation in ("sm_90", "sm_100", "sm_120")
     assert {row["pdl"] for row in rows} == {is_hopper}
     assert {row.get("launch_pdl", False) for row in rows} == {is_hopper}
-    assert not [row for row in rows if row["stack"] > MAX_STACK or row["threads"] > MAX_THREADS]
+    most = [MAX_STACK_OF.get(row["kernel"].partition("[")[0], MAX_STACK) for row in rows]
+    assert not [row for row, stack in zip(rows, most, strict=True) if row["stack"] > stack]
+    assert not [row for row in rows if row["threads"] > MAX_THREADS]
     assert not [row for row in rows if row["shared"] > 1024 * SHARED_KIB[generation]]
     merges = [
         row for row in rows if row["kernel"] == "merge_kernel" and "one_channel" not in str(row["uses"])

@@ -22,6 +22,7 @@ _SIDE_BY_SIDE = 64
 # Elements of a program, padded to powers of 2, above which three launches are faster.
 _SMALL_MAX_ELEMENTS = 16384
 # The same where a program of each multiprocessor, for which it leaves no room for a second, is all.
+# The 64 registers that a thread then has are too few, by less than a second pass over x costs.
 _SMALL_MAX_ALONE = 32768
 # The part of the multiprocessors that have a program then, at least: 1 of 3.
 _SMALL_ALONE_PART = 3
@@ -89,12 +90,12 @@ def small_config(rows: Rows, C: int, num_sms: int, *, backward: bool = False) ->
     positions = rows.samples * rows.rows * rows.width // C
     block = min(next_power_of_2(C), _SMALL_CHANNELS_LAST) if rows.channels_last else 1
     outer, most = next_power_of_2(positions), _SMALL_MAX_ELEMENTS
-    are_alone = num_sms <= _SMALL_ALONE_PART * ceil_div(C, block) <= _SMALL_ALONE_PART * num_sms
-    # Of images of few pixels channels-first, three launches take a warp for each short row.
-    if (are_alone and not backward) or (not rows.channels_last and rows.rows < WARP_LOAD):
-        most = _SMALL_MAX_ALONE
-    elif backward:
+    # Of images of few pixels channels-first, three launches would take a warp for each short row.
+    has_short_rows = not rows.channels_last and rows.rows < WARP_LOAD
+    if backward and not has_short_rows:
         most = _SMALL_BACKWARD_MAX_ELEMENTS
+    elif not backward and num_sms <= _SMALL_ALONE_PART * ceil_div(C, block) <= _SMALL_ALONE_PART * num_sms:
+        most = _SMALL_MAX_ALONE
     if outer * block > most or positions * C >= 2**31:  # offsets are 32-bit
         return None
     lanes = min(outer, WARP_LOAD // block)
