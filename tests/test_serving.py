@@ -154,6 +154,23 @@ def test_requests_beyond_the_limit_are_answered_with_503(
         assert client.get("/health").json() == {"status": "ok"}
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_server_whose_thread_has_ended_is_not_healthy(example: types.ModuleType) -> None:
+    ended = threading.Event()
+
+    def interrupted(prompt: list[str], **options: Any) -> Any:
+        assert "negative_prompt" not in options  # not every pipeline has one
+        ended.set()
+        raise KeyboardInterrupt
+
+    batcher = example.Batcher(interrupted)
+    assert batcher.is_alive()
+    batcher.submit(example.Wanted(**CAT))
+    assert ended.wait(60)
+    batcher._thread.join(60)
+    assert not batcher.is_alive()
+
+
 def test_a_request_whose_client_has_gone_is_not_drawn(example: types.ModuleType, watched: Watched) -> None:
     watched.free.clear()
     app = example.serve(watched)

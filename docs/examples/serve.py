@@ -57,7 +57,8 @@ class Wanted(BaseModel):
         """The arguments that all images of a call share."""
         size = {"width": self.width, "height": self.height}
         options = {"num_inference_steps": self.steps, "guidance_scale": self.guidance}
-        return {**size, **options, "negative_prompt": self.negative_prompt}
+        negative = {} if self.negative_prompt is None else {"negative_prompt": self.negative_prompt}
+        return {**size, **options, **negative}
 
 
 @dataclass(eq=False)
@@ -73,7 +74,11 @@ class Batcher:
         self._pipe = pipe
         self._queue: queue.SimpleQueue[Waiting] = queue.SimpleQueue()
         self._waiting: list[Waiting] = []  # in the order in which they came
-        threading.Thread(target=self._run, daemon=True).start()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
 
     def submit(self, wanted: Wanted) -> Future[Any]:
         """The image, or what the pipeline raised, as soon as there is one. queue.Full: too many wait."""
@@ -110,7 +115,7 @@ class Batcher:
         if not batch:
             return
         call = batch[0].wanted.call()
-        if call["negative_prompt"] is not None:
+        if "negative_prompt" in call:
             call["negative_prompt"] = [call["negative_prompt"]] * len(batch)
         try:
             images = self._pipe(
@@ -148,6 +153,8 @@ def serve(pipe: Any) -> FastAPI:
 
     @app.get("/health")
     async def health() -> dict[str, str]:
+        if not batcher.is_alive():
+            raise HTTPException(503, "the thread that draws has ended")
         return {"status": "ok"}
 
     @app.post("/images")
