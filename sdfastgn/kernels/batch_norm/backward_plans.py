@@ -97,12 +97,12 @@ class _GradPlan:
         self.merge: Launch | None = None
         self.apply: Launch | None = None
         needs_sums = wanted.weight or wanted.bias or (wanted.x and call.training)
-        config = small_config(rows, C, gpu.num_sms(x.device), backward=True)
+        sms = gpu.num_sms(x.device)
+        config = small_config(rows, C, sms, backward=True)
         if config is not None and count is None and (needs_sums or wanted.residual):
             self.small = _small(call, rows, config)
             return
         if needs_sums or wanted.residual:
-            sms = gpu.num_sms(x.device)
             statistics = statistics_config(*rows.shape, rows.channels_last, sms, kind="backward")
             self.plane = rows.samples * statistics.chunks * rows.width
             added = rows.channels_last and self.plane // C > MERGED_AT_ONCE
