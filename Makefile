@@ -28,7 +28,7 @@ TORCH_LACKS_TRITON := import importlib.metadata as m, sys; sys.exit(any(r.starts
 PIP := env -u PIP_TARGET -u PIP_PREFIX -u PIP_ROOT -u PIP_CONSTRAINT -u PIP_REQUIREMENT -u PIP_DRY_RUN -u PIP_NO_DEPS \
        -u PIP_REQUIRE_HASHES -u PYTHONPATH -u PYTHONHOME PIP_USER=0 PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
 
-.PHONY: help demo test test-compile test-gpu test-comfyui matrix check docs dist hub-kernels bench lint types \
+.PHONY: help demo test test-slow test-compile test-gpu test-comfyui matrix check docs dist hub-kernels bench lint types \
   format format-check install clean
 
 help:  ## list the targets
@@ -57,8 +57,11 @@ demo: $(STAMP)  ## draw digits with a small trained pipeline, stock and optimize
 # One thread a worker: two workers share two cores, and torch would start two threads in each. No test may need the network.
 QUIET_PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 
-test: $(STAMP)  ## the tests that need no GPU
-	COMFYUI= $(QUIET_PYTEST) -m "not gpu and not every_gpu" -n 2 --dist worksteal --durations=10 $(PYTEST_ARGS)
+test: $(STAMP)  ## the quick tests that need no GPU
+	COMFYUI= $(QUIET_PYTEST) -m "not gpu and not every_gpu and not slow" -n 2 --dist worksteal --durations=10 $(PYTEST_ARGS)
+
+test-slow: $(STAMP)  ## the tests that start processes and build packages; need no GPU
+	COMFYUI= $(QUIET_PYTEST) -m "slow and not gpu" -n 2 --dist worksteal $(PYTEST_ARGS)
 
 test-compile: $(STAMP)  ## compile every kernel for every generation of GPUs; needs none
 	$(QUIET_PYTEST) -m every_gpu -n 2 $(PYTEST_ARGS)
@@ -105,7 +108,7 @@ HUB_REPO ?= sdfastgn/sdfastgn
 hub-kernels: $(STAMP)  ## the kernels as a package for Hugging Face's Kernel Hub, in build/hub-kernels
 	$(BIN)/python scripts/build_hub_kernels.py --output build/hub-kernels --repo-id $(HUB_REPO)
 
-check: format-check lint types docs dist test test-compile  ## all that CI looks at
+check: format-check lint types docs dist test test-slow test-compile  ## all that CI looks at
 
 bench: $(STAMP)  ## time the UNets, the VAEs and the kernels on the GPU; JSON goes to RESULTS=benchmarks/h200
 	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \

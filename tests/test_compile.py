@@ -308,7 +308,7 @@ def resnet() -> nn.Module:
         pytest.param(
             "cpu",
             1e-4,
-            marks=pytest.mark.skipif(_REASON is not None, reason=str(_REASON)),
+            marks=[pytest.mark.slow, pytest.mark.skipif(_REASON is not None, reason=str(_REASON))],
         ),
         pytest.param("cuda", 1e-2, marks=pytest.mark.gpu),  # convolutions may run in TF32
     ],

@@ -250,6 +250,7 @@ def test_a_batch_has_images_of_equal_calls_and_a_process_its_share_of_them() -> 
     assert shares({**wanted, **wide}, [1, 3, 4, 7, 5, 8, 6, 9], 2) == [1, 5, 3, 8, 4, 6, 7, 9]
 
 
+@pytest.mark.slow
 def test_two_processes_draw_what_one_draws(tiny: str, tmp_path: Path) -> None:
     lines = [*LINES, "not JSON"]
     for folder in ("one", "two"):

@@ -127,6 +127,7 @@ def test_a_repository_without_an_owner_is_refused(monkeypatch, capsys, tmp_path)
 # ---- what ``kernels`` says to it
 
 
+@pytest.mark.slow
 @needs_kernels
 def test_its_validators_accept_it(hub):
     code = """
@@ -158,6 +159,7 @@ def interpret(*packages):
 """
 
 
+@pytest.mark.slow
 @needs_kernels
 def test_it_computes_what_the_package_computes(hub):
     """Bit for bit, beside the package and another build in one process."""
@@ -230,6 +232,7 @@ agrees(torch.compile(model, backend="aot_eager", fullgraph=True))
 """
 
 
+@pytest.mark.slow
 @needs_kernels
 def test_kernelize_gives_its_layers_to_a_model(hub):
     code = """
@@ -251,6 +254,7 @@ def test_kernelized_layers_on_the_gpu(hub):
     python(hub, MODEL)
 
 
+@pytest.mark.slow
 @needs_kernels
 def test_the_code_of_the_card_runs(hub):
     """``LOCAL_KERNELS`` has the build stand for the repository. Its version is a branch there."""

@@ -142,22 +142,26 @@ def _wheel(source: Path, out: Path) -> Path:
     return next(out.glob("*.whl"))
 
 
+@pytest.mark.slow
 def test_wheel_has_only_the_package_at_its_top(wheel_files: set[str]) -> None:
     tops = {name.split("/")[0] for name in wheel_files}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"sdfastgn"}
     assert len(tops) == 2
 
 
+@pytest.mark.slow
 def test_wheel_has_every_file_of_the_package(wheel_files: set[str], source: Path) -> None:
     files = {p.relative_to(source).as_posix() for p in (source / "sdfastgn").rglob("*") if p.is_file()}
     assert {name for name in wheel_files if name.startswith("sdfastgn/")} == files
     assert files >= SHIPPED
 
 
+@pytest.mark.slow
 def test_wheel_carries_the_licence(wheel_files: set[str]) -> None:
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in wheel_files)
 
 
+@pytest.mark.slow
 def test_sdist_builds_the_same_wheel(sdist: Path, wheel_files: set[str], tmp_path: Path) -> None:
     with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path, filter="data")
@@ -166,6 +170,7 @@ def test_sdist_builds_the_same_wheel(sdist: Path, wheel_files: set[str], tmp_pat
     assert set(zipfile.ZipFile(_wheel(unpacked, tmp_path / "wheel")).namelist()) == wheel_files
 
 
+@pytest.mark.slow
 def test_the_wheel_works_in_an_environment_of_its_own(wheel: Path, tmp_path: Path) -> None:
     """What it depends on is this environment's, behind its own: nothing is downloaded."""
     venv.create(tmp_path / "clean")

@@ -233,7 +233,7 @@ def test_function_transforms(transformed: Any, layout: torch.memory_format) -> N
 @pytest.mark.parametrize(
     "backend",
     [
-        "gloo",
+        pytest.param("gloo", marks=pytest.mark.slow),
         pytest.param(
             "nccl",
             marks=[

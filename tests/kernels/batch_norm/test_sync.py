@@ -39,6 +39,7 @@ def results(request, tmp_path_factory):
     return [torch.load(file) for file in files]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activation", worker.ACTIVATIONS)
 @pytest.mark.parametrize("shape", worker.SPLITS, ids=str)
 def test_two_processes_are_as_one(results, shape, activation):

@@ -275,6 +275,7 @@ def test_a_machine_without_what_triton_needs(what, environment, says, tmp_path):
     assert says in found["warnings"][0]
 
 
+@pytest.mark.slow
 def test_two_processes_compile_at_once(tmp_path):
     processes = [start("kernel", TRITON_CACHE_DIR=str(tmp_path)) for _ in range(2)]
     first, second = map(finish, processes)
