@@ -9,7 +9,6 @@ import json
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,9 +16,10 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from sdfastgn.bench import comfyui
+from sdfastgn.bench import comfyui, timing
 from sdfastgn.bench.documents import document, write_json
 from sdfastgn.bench.environment import environment
+from sdfastgn.bench.images import relative_error
 
 # Variant -> ComfyUI's arguments for it.
 VARIANTS = {"stock": [], "channels_last": ["--force-channels-last"], "sdfastgn": []}
@@ -103,7 +103,7 @@ def times_of(variant: str, folder: Path, name: str, size: int, steps: int) -> di
 
         found["stock_repeats_itself"] = repeated()
         patcher, decoder = optimize_model(model), optimize_vae(vae)
-        found["latent_difference"] = relative(sample(patcher), stock)
+        found["latent_difference"] = relative_error(sample(patcher), stock)
         found["image_difference"] = float((decode(decoder, stock) - image).abs().max())
         found["report"] = text_of_model(patcher).splitlines()
         found["exact_after_ejection"] = repeated()
@@ -114,22 +114,11 @@ def times_of(variant: str, folder: Path, name: str, size: int, steps: int) -> di
     return found
 
 
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Root mean square of the difference over that of ``b``."""
-    return float((a.double() - b.double()).norm() / b.double().norm())
-
-
 def seconds_of(call: Callable[[], Any]) -> float:
     """Median of ``TIMED_RUNS``, whole calls with all that ComfyUI does around them."""
-    times = []
-    for run in range(WARM_UP_RUNS + TIMED_RUNS):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        call()
-        torch.cuda.synchronize()
-        if run >= WARM_UP_RUNS:
-            times.append(time.perf_counter() - begin)
-    return statistics.median(times)
+    device = torch.device("cuda")
+    times = [timing.time_once(call, device)[0] for _ in range(WARM_UP_RUNS + TIMED_RUNS)]
+    return statistics.median(times[WARM_UP_RUNS:])
 
 
 if __name__ == "__main__":

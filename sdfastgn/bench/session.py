@@ -27,8 +27,8 @@ from sdfastgn.bench.tables import end_to_end as end_to_end_tables
 from sdfastgn.bench.tables import kernels as kernel_tables
 from sdfastgn.bench.tables import plots
 from sdfastgn.bench.tables import profile as profile_tables
-from sdfastgn.bench.tables.host import host_table
 from sdfastgn.bench.tables.markdown import package_versions, source_line
+from sdfastgn.bench.tables.pipelines import host_table, warm_up_table
 from sdfastgn.bench.tables.results import (
     Result,
     case_title,
@@ -38,7 +38,6 @@ from sdfastgn.bench.tables.results import (
     tables_of,
     times_of,
 )
-from sdfastgn.bench.tables.warm_up import warm_up_table
 from sdfastgn.bench.terminal import console, print_lines, watched
 
 NO_GPU = "no GPU: sdfastgn runs stock's own code here, so its times should be about eager's (1x)"

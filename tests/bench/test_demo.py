@@ -49,18 +49,13 @@ def test_it_shows_the_main_job(tmp_path):
     assert Image.open(tmp_path / demo.PICTURE).size == size
 
 
-def test_it_fails_when_restore_does_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(sdfastgn, "restore", lambda pipe: pipe)
-    code, text = run(tmp_path)
-    assert code == 1
-    assert "DIFFERS" in text
+def broken(pipe):
+    pipe.vae.decoder.conv_out.weight.data.mul_(1.1)
 
 
-def test_it_fails_when_optimized_images_differ(tmp_path, monkeypatch):
-    def broken(pipe):
-        pipe.vae.decoder.conv_out.weight.data.mul_(1.1)
-
-    monkeypatch.setattr(sdfastgn, "optimize", broken)
+@pytest.mark.parametrize(("name", "stand_in"), [("restore", lambda pipe: pipe), ("optimize", broken)])
+def test_it_fails_when_images_or_the_restored_pipeline_differ(name, stand_in, tmp_path, monkeypatch):
+    monkeypatch.setattr(sdfastgn, name, stand_in)
     code, text = run(tmp_path)
     assert code == 1
     assert "DIFFERS" in text

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,60 +36,49 @@ def _averages(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _stock(
-    x: Tensor, weight: Tensor, bias: Tensor, *, averages: tuple[Tensor, Tensor], training: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    residual: Tensor | None = None,
+    *,
+    averages: tuple[Tensor, Tensor],
+    training: bool,
 ) -> Tensor:
-    return F.batch_norm(x, *averages, weight, bias, training)
+    y = F.batch_norm(x, *averages, weight, bias, training)
+    # Not ReLU: at its kink the rounding of stock's sum decides over a whole element of the gradient,
+    # which in fp16 is an error of 1 %, the gate's bound.
+    return y if residual is None else F.silu(y + residual)
 
 
-def _ours(
-    x: Tensor, weight: Tensor, bias: Tensor, *, averages: tuple[Tensor, Tensor], training: bool
-) -> Tensor:
-    return sdfastgn.batch_norm(x, *averages, weight, bias, training)
+def _ours(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None = None, **options: Any) -> Tensor:
+    mean, var = options["averages"]
+    activation = "identity" if residual is None else "silu"
+    return sdfastgn.batch_norm(
+        x, mean, var, weight, bias, options["training"], activation=activation, residual=residual
+    )
 
 
-def _stock_add(
-    x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor, *, averages: tuple[Tensor, Tensor]
-) -> Tensor:
-    return F.silu(F.batch_norm(x, *averages, weight, bias, True) + residual)
-
-
-def _ours_add(
-    x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor, *, averages: tuple[Tensor, Tensor]
-) -> Tensor:
-    return sdfastgn.batch_norm(x, *averages, weight, bias, True, activation="silu", residual=residual)
-
-
-def _with_averages(call: Call, **options: bool) -> Call:
-    """``call`` with averages of its own: the reference of every dtype."""
-    return lambda x, *others: call(x, *others, averages=_averages(x), **options)
-
-
-def _without_cudnn(call: Call) -> Call:
-    # The backward is that of the forward which ran.
-    return torch.backends.cudnn.flags(enabled=False)(call)
-
-
-def _providers(stock: Call, ours: Call, *layouts: str, **options: bool) -> tuple[Provider, ...]:
+def _operation(
+    task: str, passes: tuple[str, ...], *layouts: str, training: bool = True, residual: bool = False
+) -> Operation:
     """cuDNN, ATen and this package in each of ``layouts``, each with averages that its calls update."""
 
-    def provider(name: str, call: Call, layout: str) -> Provider:
-        return Provider(
-            f"{name}_{layout}",
-            lambda x, *_: functools.partial(call, averages=_averages(x), **options),
-            channels_last=layout == "nhwc",
-        )
+    def with_averages(call: Call) -> Callable[..., Call]:
+        return lambda x, *_: functools.partial(call, averages=_averages(x), training=training)
 
-    calls = {"cudnn": stock, "aten": _without_cudnn(stock), "sdfastgn": ours}
-    return tuple(provider(name, call, layout) for layout in layouts for name, call in calls.items())
-
-
-def _operation(training: bool, passes: tuple[str, ...], task: str = "") -> Operation:
+    # ATen's backward is that of the forward which ran.
+    calls = {"cudnn": _stock, "aten": torch.backends.cudnn.flags(enabled=False)(_stock), "sdfastgn": _ours}
     return Operation(
-        lambda shape: per_channel(shape, shape[1]),
-        _with_averages(_stock, training=training),
-        _providers(_stock, _ours, "nhwc", "nchw", training=training),
+        lambda shape: {**per_channel(shape, shape[1]), **({"residual": shape} if residual else {})},
+        lambda x, *others: with_averages(_stock)(x)(x, *others),
+        tuple(
+            Provider(f"{name}_{layout}", with_averages(call), channels_last=layout == "nhwc")
+            for layout in layouts
+            for name, call in calls.items()
+        ),
         passes,
         task=task,
+        tensors=3 if residual else 2,
         full=("weight", "bias"),
     )
 
@@ -114,19 +105,9 @@ BATCH_NORM = Suite(
     axes="NxCxHxW",
     shape_sets={"resnet50": _RESNET, "grid": _GRID, "all": _RESNET + _GRID},
     operations=(
-        _operation(True, (TRAINING, BACKWARD)),
-        _operation(False, (FORWARD,), task="inference"),
-        # Not ReLU: at its kink the rounding of stock's sum decides over a whole element of the gradient,
-        # which in fp16 is an error of 1 %, the gate's bound.
-        Operation(
-            lambda shape: {**per_channel(shape, shape[1]), "residual": shape},
-            _with_averages(_stock_add),
-            _providers(_stock_add, _ours_add, "nhwc"),
-            (TRAINING, BACKWARD),
-            task="add + silu",
-            tensors=3,
-            full=("weight", "bias"),
-        ),
+        _operation("", (TRAINING, BACKWARD), "nhwc", "nchw"),
+        _operation("inference", (FORWARD,), "nhwc", "nchw", training=False),
+        _operation("add + silu", (TRAINING, BACKWARD), "nhwc", residual=True),
     ),
     baseline="cudnn_nhwc",
     round_seconds=0.01,

@@ -13,7 +13,7 @@ _GNNHWC_SILU = 2
 _APEX_ONE_PASS = 1024
 
 
-def gnnhwc(groups: int, eps: float) -> Call:
+def gnnhwc(x: Any, groups: int, eps: float) -> Call:
     """channels-last-groupnorm's kernel, whose package compiles itself at its first import."""
     apply = importlib.import_module("gnnhwc").GN_NHWC_Func.apply
     return lambda x, weight, bias: apply(x, weight, bias, groups, eps, _GNNHWC_SILU)

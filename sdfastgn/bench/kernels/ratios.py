@@ -47,15 +47,13 @@ def ratio(line: Line, name: str, over: str | Overs) -> Pair:
 def best_peers(line: Line) -> Overs:
     """The fastest correct provider, hot and cold, that is neither the copy nor ours; None without one."""
     peers = [
-        (row.times, name)
-        for name, row in line.items()
-        if name != COPY and not name.startswith(OURS) and row.status == OK
+        row for name, row in line.items() if name != COPY and not name.startswith(OURS) and row.status == OK
     ]
-    hot, cold = (
-        min(((times[index] or math.inf, i, name) for i, (times, name) in enumerate(peers)), default=None)
-        for index in (0, 1)
-    )
-    return hot and hot[-1], cold and cold[-1]
+    if not peers:
+        return None, None
+    hot = min(peers, key=lambda row: row.times[0] or math.inf)
+    cold = min(peers, key=lambda row: row.times[1] or math.inf)
+    return hot.provider, cold.provider
 
 
 def lost(line: Line, name: str) -> tuple[bool, bool]:

@@ -80,6 +80,11 @@ def _stable_fast(x: Tensor, weight: Tensor, bias: Tensor) -> Call:
     return lambda x, weight, bias: forward(x, GROUPS, weight, bias, EPS)
 
 
+def _peer(name: str, build: Callable[[Tensor, int, float], Call]) -> Provider:
+    reason = functools.partial(cuda_package_reason, name)
+    return Provider(name, lambda x, *_: build(x, GROUPS, EPS), reason, by_default=False)
+
+
 # Of the UNets of SD1.5 at 512^2 and SDXL at 1024^2 with guidance, and of the VAE's depth.
 _UNET: tuple[Shape, ...] = (
     *((2, C, 8, 8) for C in (1280, 2560)),
@@ -117,18 +122,8 @@ _INFERENCE = replace(
             # stable-fast is last, because its import touches Triton.
             (
                 *rivals(_group_norm_silu, _ours_silu),
-                Provider(
-                    "gnnhwc",
-                    lambda *operands: peers.gnnhwc(GROUPS, EPS),
-                    functools.partial(cuda_package_reason, "gnnhwc"),
-                    by_default=False,
-                ),
-                Provider(
-                    "apex",
-                    lambda x, *_: peers.apex(x, GROUPS, EPS),
-                    functools.partial(cuda_package_reason, "apex"),
-                    by_default=False,
-                ),
+                _peer("gnnhwc", peers.gnnhwc),
+                _peer("apex", peers.apex),
                 Provider("stable_fast", _stable_fast, stable_fast.kernel_reason),
             ),
         ),

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from sdfastgn.bench.documents import OK
 from sdfastgn.bench.models.run import Row
 from sdfastgn.bench.models.variants import PARTS, VARIANTS, label
 from sdfastgn.bench.tables.markdown import (
-    NO_RESULTS,
     NOTHING,
     documents,
     error_text,
-    markdown_table,
+    markdown,
     number,
     source_line,
     without_empty_columns,
@@ -111,51 +110,51 @@ def graph_notes(rows: Iterable[Row]) -> list[str]:
 # Rows of each line by variant, in the order of the lines.
 _Groups = dict[_Group, dict[str, Row]]
 # The lines that name a group's runs, in order.
-_Sources = dict[_Group, dict[str, None]]
+_Sources = dict[_Group, list[str]]
 
 
-def _group(row: Row) -> _Group:
-    """What one line of the end-to-end table is about, in the order of its lines."""
-    return PARTS.index(row.part), row.model, row.size, row.batch, row.dtype
+def rows_of_runs(results: Path, kind: str) -> list[tuple[Row, str]]:
+    """The rows of all runs of a kind, each with the line that names its run."""
+    found = documents(results, kind)
+    return [(Row(**values), source_line(content)) for content in found for values in content["rows"]]
 
 
 def _read(results: Path) -> tuple[_Groups, _Sources]:
-    """Rows of all runs, and the lines that name their runs."""
+    """What each line of the end-to-end table is about, in the order of its lines."""
     groups: _Groups = {}
     sources: _Sources = {}
-    for content in documents(results, "end_to_end"):
-        for row in (Row(**values) for values in content["rows"]):
-            groups.setdefault(_group(row), {})[row.variant] = row
-            sources.setdefault(_group(row), {})[source_line(content)] = None
+    for row, source in rows_of_runs(results, "end_to_end"):
+        group = PARTS.index(row.part), row.model, row.size, row.batch, row.dtype
+        groups.setdefault(group, {})[row.variant] = row
+        sources.setdefault(group, []).append(source)
     return dict(sorted(groups.items())), sources
 
 
 def _lines_of(sources: _Sources, groups: Iterable[_Group]) -> list[str]:
-    return list(dict.fromkeys(line for group in groups for line in sources[group]))
+    return [line for group in groups for line in sources[group]]
 
 
-def _milliseconds(rows: dict[str, Row], name: str, graph: bool = False) -> float | None:
-    row = rows.get(name)
-    return None if row is None else row.graph_ms if graph else row.median_ms
+def milliseconds(rows: Mapping[str, Row], *choices: tuple[str, bool]) -> float | None:
+    """The first time that there is, of (variant, in the harness's graph)."""
+    found = [(rows[name], graph) for name, graph in choices if name in rows]
+    times = (row.graph_ms if graph else row.median_ms for row, graph in found)
+    return next((time for time in times if time is not None), None)
 
 
-def _cell(rows: dict[str, Row], name: str, graph: bool = False) -> str:
+def _cell(rows: Mapping[str, Row], *choices: tuple[str, bool]) -> str:
     """Milliseconds of a variant, and how many times eager's speed that is where both ran together."""
-    value, eager = _milliseconds(rows, name, graph), _milliseconds(rows, "eager")
+    value, eager = milliseconds(rows, *choices), milliseconds(rows, ("eager", False))
     if value is None:
         return NOTHING
     return f"{number(value)} ({eager / value:.2f}x)" if eager else number(value)
 
 
-def _title(rows: dict[str, Row]) -> str:
+def _title(rows: Mapping[str, Row]) -> str:
     return row_title(next(iter(rows.values())))
 
 
-def _blocks(header: Sequence[str], body: list[list[str]], lines: Sequence[str]) -> str:
-    if not body:
-        return NO_RESULTS
-    header = ["milliseconds (speed-up over eager)", *header]
-    return "\n\n".join([markdown_table(header, body), *(f"{line}." for line in lines)])
+def _times(header: Iterable[str], body: list[list[str]], lines: Iterable[str]) -> str:
+    return markdown(["milliseconds (speed-up over eager)", *header], body, lines)
 
 
 def results_markdown(results: Path) -> str:
@@ -168,37 +167,31 @@ def results_markdown(results: Path) -> str:
     graphed = [name for name in GRAPHED if name in labels and (name != "sdfastgn" or name in with_graph)]
     columns = [*((name, False) for name in labels), *((name, True) for name in graphed)]
     header = [labels[name] + " + graph" * graph for name, graph in columns]
-    body = [[_title(group), *(_cell(group, *column) for column in columns)] for group in groups.values()]
-    reasons = dict.fromkeys(
-        f"{label(row.variant)} {row.status}: {row.reason}" for row in rows if row.status != OK
-    )
-    return _blocks(header, body, [*reasons, *_lines_of(sources, groups)])
+    body = [[_title(group), *(_cell(group, column) for column in columns)] for group in groups.values()]
+    reasons = [f"{label(row.variant)} {row.status}: {row.reason}" for row in rows if row.status != OK]
+    return _times(header, body, [*reasons, *_lines_of(sources, groups)])
 
 
-def _headline(groups: _Groups) -> dict[_Group, list[tuple[str, bool]]]:
-    """The choice for each column of ``HEADLINE``, for what the front page shows."""
-    found = {}
-    for group, rows in groups.items():
-        one = next(iter(rows.values()))
-        is_shown = one.part in HEADLINE_PARTS and one.dtype == HEADLINE_DTYPE
-        if is_shown and _milliseconds(rows, "sdfastgn") is not None:
-            found[group] = [
-                next((each for each in choices if _milliseconds(rows, *each) is not None), choices[0])
-                for _, choices in HEADLINE
-            ]
-    return found
+def _headline(groups: _Groups) -> _Groups:
+    """What the front page shows."""
+    return {
+        group: rows
+        for group, rows in groups.items()
+        if PARTS[group[0]] in HEADLINE_PARTS
+        and group[-1] == HEADLINE_DTYPE
+        and milliseconds(rows, ("sdfastgn", False)) is not None
+    }
 
 
 def headline_times(results: Path) -> dict[str, list[tuple[str, float]]]:
     """{what is timed: [(column, milliseconds)]} of the columns with a time."""
-    groups, _ = _read(results)
     return {
-        _title(groups[group]): [
+        _title(rows): [
             (column.strip("*"), value)
-            for (column, _), (name, graph) in zip(HEADLINE, chosen, strict=True)
-            if (value := _milliseconds(groups[group], name, graph)) is not None
+            for column, choices in HEADLINE
+            if (value := milliseconds(rows, *choices)) is not None
         ]
-        for group, chosen in _headline(groups).items()
+        for rows in _headline(_read(results)[0]).values()
     }
 
 
@@ -206,11 +199,8 @@ def headline_markdown(results: Path) -> str:
     """What sdfastgn is there for beside its peers, in few columns."""
     groups, sources = _read(results)
     shown = _headline(groups)
-    body = [
-        [_title(groups[group]), *(_cell(groups[group], *choice) for choice in chosen)]
-        for group, chosen in shown.items()
-    ]
-    return _blocks([title for title, _ in HEADLINE], body, _lines_of(sources, shown))
+    body = [[_title(rows), *(_cell(rows, *choices) for _, choices in HEADLINE)] for rows in shown.values()]
+    return _times((title for title, _ in HEADLINE), body, _lines_of(sources, shown))
 
 
 def peer_markdown(results: Path, peer: str) -> str:
@@ -225,13 +215,9 @@ def peer_markdown(results: Path, peer: str) -> str:
         ]
         for rows in tried.values()
     ]
-    if not body:
-        return NO_RESULTS
     order = " / ".join(map(label, names))
     reasons = [f"{_title(rows)}: {note}" for rows in tried.values() for note in row_notes([rows[peer]])]
-    lines = [*reasons, *_lines_of(sources, tried)]
-    header = [order, *COMPARED]
-    return "\n\n".join([markdown_table(header, body), *(f"{line}." for line in lines)])
+    return markdown([order, *COMPARED], body, [*reasons, *_lines_of(sources, tried)])
 
 
 def _measured(row: Row, field: str) -> str:

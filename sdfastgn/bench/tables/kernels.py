@@ -24,6 +24,7 @@ from sdfastgn.bench.tables.markdown import (
     NO_RESULTS,
     NOTHING,
     documents,
+    markdown,
     markdown_table,
     number,
     source_line,
@@ -113,13 +114,11 @@ def suite_tables(suite: Suite, rows: Sequence[KernelRow], title: str) -> list[Bl
     """What the suite's operations took, and its extras beside the plain ops where one was timed."""
     caption = f"microseconds, hot L2 (cold L2); {_legend(suite)}"
     tables = [replace(_table(suite, _competing(suite, rows)), title=title, caption=caption)]
-    header, body = _extras(suite, rows)
-    caption = "microseconds: time over the plain op's, hot L2 (cold L2)"
-    return [*tables, Blocks(header, body, caption=caption)] if len(header) > 1 else tables
+    return tables + _extras(suite, rows)
 
 
-def _extras(suite: Suite, rows: Sequence[KernelRow]) -> tuple[list[str], list[list[str]]]:
-    """Header and body of shapes x extras: microseconds hot, and their ratio to the plain op's."""
+def _extras(suite: Suite, rows: Sequence[KernelRow]) -> list[Blocks]:
+    """Shapes x extras: microseconds hot, and their ratio to the plain op's; none if none was timed."""
     ratios = extra_ratios(suite, rows)
     baselines = {op.providers[-1].name: op.baseline for op in suite.extras}
     hot = {(row.provider, row.shape): row.hot_us for row in rows}
@@ -131,7 +130,9 @@ def _extras(suite: Suite, rows: Sequence[KernelRow]) -> tuple[list[str], list[li
 
     shapes = dict.fromkeys(row.shape for row in rows)
     body = [[shape_text(shape), *(cell(name, shape) for name in names)] for shape in shapes]
-    return [_spaced(suite.axes), *(f"{name} / {baselines[name]}" for name in names)], body
+    header = [_spaced(suite.axes), *(f"{name} / {baselines[name]}" for name in names)]
+    caption = "microseconds: time over the plain op's, hot L2 (cold L2)"
+    return [Blocks(header, body, caption=caption)] if names else []
 
 
 def _spaced(axes: str) -> str:
@@ -151,32 +152,31 @@ def suite_markdown(suite: Suite, results: Path) -> str:
         rows = _competing(suite, rows)
         table = _table(suite, rows, bold=True)
         who = f"{LOSS}: a peer is faster than sdfastgn" if suite.is_inference else _legend(suite)
-        notes = (*missing, f"{dtype}, {source_line(content)}")
-        legend = f"Microseconds, hot L2 (cold L2); bold: the best peer; {who}."
-        blocks += [_brief(table) if suite.is_inference else markdown_table(table.header, table.body), legend]
-        blocks += [f"{note}." for note in notes]
+        legend = f"Microseconds, hot L2 (cold L2); bold: the best peer; {who}"
+        header, body = _brief(table) if suite.is_inference else (table.header, table.body)
+        blocks.append(markdown(header, body, [legend, *missing, f"{dtype}, {source_line(content)}"]))
     return "\n\n".join(blocks) or NO_RESULTS
 
 
-def _brief(table: Blocks) -> str:
-    """A suite with one task and one provider of ours, with no ratio but that to the best peer."""
+def _brief(table: Blocks) -> tuple[list[str], list[list[str]]]:
+    """Header and body of a suite with one task and one of ours, with no ratio but to the best peer."""
+    axes, *names = table.header
     rows = [
         [name.replace("mean /", "mean of time /"), *cells]
         for name, *cells in table.body
         if name.startswith(f"mean / {COPY},") or not name.startswith("mean")
     ]
-    header = [_spaced(table.header[0]), *table.header[1:]]
-    header, *body = ([row[0], *row[2:-3], row[-1]] for row in (header, *rows))
-    return markdown_table(header, body)
+    header, *body = ([row[0], *row[2:-3], row[-1]] for row in ([_spaced(axes), *names], *rows))
+    return header, body
 
 
 def extras_markdown(suite: Suite, results: Path) -> str:
     """The suite's extras in each committed run."""
-    blocks = []
-    for content in documents(results, suite.kind):
-        header, body = _extras(suite, rows_of(suite, content))
-        if len(header) > 1:
-            blocks += [markdown_table(header, body), f"{content['config']['dtype']}, {source_line(content)}."]
+    blocks = [
+        markdown(table.header, table.body, [f"{content['config']['dtype']}, {source_line(content)}"])
+        for content in documents(results, suite.kind)
+        for table in _extras(suite, rows_of(suite, content))
+    ]
     return "\n\n".join(blocks) or NO_RESULTS
 
 

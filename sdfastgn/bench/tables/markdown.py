@@ -37,6 +37,13 @@ def markdown_table(header: Sequence[str], body: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def markdown(header: Sequence[str], body: Sequence[Sequence[str]], lines: Iterable[str]) -> str:
+    """A table and the ``lines`` below it, each once; without a body that there are no results."""
+    if not body:
+        return NO_RESULTS
+    return "\n\n".join([markdown_table(header, body), *(f"{line}." for line in dict.fromkeys(lines))])
+
+
 def documents(results: Path, kind: str) -> list[dict[str, Any]]:
     """The runs of a kind in a folder. Raises OptionError, which names a damaged file."""
     found = [(path, load(path)) for path in sorted(results.rglob("*.json"))]

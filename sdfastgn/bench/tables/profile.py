@@ -13,7 +13,7 @@ from sdfastgn.bench.models.variants import PARTS, label
 from sdfastgn.bench.tables.markdown import (
     NO_RESULTS,
     documents,
-    markdown_table,
+    markdown,
     number,
     source_line,
     without_empty_columns,
@@ -121,7 +121,6 @@ def profile_markdown(results: Path) -> str:
         for key, rows in parts.items():
             header, body = _cells(rows)
             if body:
-                lines = [f"{line}." for line in (*_floor_line(rows), source_line(content))]
-                heading = f"{row_title(rows[0])}: {_legend(rows)}."
-                blocks[key] = "\n\n".join([heading, markdown_table(header, body), *lines])
+                table = markdown(header, body, [*_floor_line(rows), source_line(content)])
+                blocks[key] = f"{row_title(rows[0])}: {_legend(rows)}.\n\n{table}"
     return "\n\n".join(blocks[key] for key in sorted(blocks)) or NO_RESULTS

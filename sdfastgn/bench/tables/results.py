@@ -15,18 +15,19 @@ from sdfastgn.bench.models.presets import PRESETS
 from sdfastgn.bench.models.run import Row
 from sdfastgn.bench.models.variants import VARIANTS, label
 from sdfastgn.bench.models.warm_up import WaitRow
-from sdfastgn.bench.tables.end_to_end import end_to_end_table
+from sdfastgn.bench.tables.end_to_end import end_to_end_table, rows_of_runs
 from sdfastgn.bench.tables.kernels import suite_tables
 from sdfastgn.bench.tables.markdown import (
     NO_RESULTS,
     NOTHING,
     documents,
+    markdown,
     markdown_table,
     number,
     source_line,
 )
+from sdfastgn.bench.tables.pipelines import warm_up_table
 from sdfastgn.bench.tables.profile import profile_table, row_title
-from sdfastgn.bench.tables.warm_up import warm_up_table
 from sdfastgn.bench.terminal import Blocks
 from sdfastgn.kernels.common.failures import one_line
 
@@ -178,19 +179,15 @@ def presets_markdown(results: Path) -> str:
 
 def processes_markdown(results: Path) -> str:
     """Images a second of one process and of several, each with a GPU of its own."""
-    found = documents(results, "processes")
-    rows = [(content, Row(**values)) for content in found for values in content["rows"]]
-    measured = [(content, row) for content, row in rows if row.status == OK and row.process_images_s]
-    alone = {row.variant: row.images_s for _, row in measured if len(row.process_images_s or ()) == 1}
+    found = rows_of_runs(results, "processes")
+    measured = [(row, source) for row, source in found if row.status == OK and row.process_images_s]
+    alone = {row.variant: row.images_s for row, _ in measured if len(row.process_images_s or ()) == 1}
     body = []
-    for _, row in measured:
+    for row, _ in measured:
         count, one = len(row.process_images_s or ()), alone.get(row.variant)
         share = number(row.images_s / (count * one)) if row.images_s and one else NOTHING
         body.append([f"{row_title(row)}, {label(row.variant)}", str(count), number(row.images_s), share])
-    if not body:
-        return NO_RESULTS
-    sources = dict.fromkeys(f"{source_line(content)}." for content, _ in measured)
-    return "\n\n".join([markdown_table(["", "GPUs", "images/s", "of linear"], body), *sources])
+    return markdown(["", "GPUs", "images/s", "of linear"], body, [source for _, source in measured])
 
 
 def times_of(result: Result) -> dict[tuple[str, str], float]:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from sdfastgn.bench.models.host import HostRow, profiled
-from sdfastgn.bench.tables.host import host_table
 from sdfastgn.bench.tables.pages import TABLES
+from sdfastgn.bench.tables.pipelines import host_table
 from tests.bench.tables.cases import SOURCE, save
 from tests.command_line import invoke
 

@@ -19,7 +19,7 @@ from sdfastgn.bench.models import warm_up
 from sdfastgn.bench.models.warm_up import WaitRow
 from sdfastgn.bench.models.workload import BenchConfig
 from sdfastgn.bench.tables import pages
-from sdfastgn.bench.tables.warm_up import warm_up_table
+from sdfastgn.bench.tables.pipelines import warm_up_table
 from tests.bench.tables.cases import save
 from tests.command_line import exit_code
 

@@ -139,21 +139,16 @@ def test_runs_with_a_profiler_give_the_results_table_no_time_that_it_may_have_ch
 # ---- pictures
 
 
-def test_a_breakdown_is_a_picture(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "profile.png"
-    plots.breakdown([*ROWS, profiled("eager", breakdown(9.0), part="vae")], path, "title")
+def test_breakdowns_of_a_committed_run_are_a_picture(tmp_path: Path) -> None:
+    rows = [*ROWS, profiled("eager", breakdown(9.0), part="vae")]
+    result, path = save(tmp_path, "profile.json", "profile", rows), tmp_path / "new" / "profile.png"
+    assert plots.main([str(result), str(path)]) == 0
     assert is_png(path)
 
 
 def test_a_picture_of_nothing_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no row has a breakdown"):
         plots.breakdown([ROWS[2]], tmp_path / "profile.png", "title")
-
-
-def test_a_picture_of_a_committed_run(tmp_path: Path) -> None:
-    result = save(tmp_path, "profile.json", "profile", ROWS)
-    assert plots.main([str(result), str(tmp_path / "out.png")]) == 0
-    assert is_png(tmp_path / "out.png")
 
 
 # ---- the command line

@@ -47,13 +47,6 @@ def test_an_unknown_version_is_refused_by_name(version: Any, tmp_path: Path) -> 
     assert f"new.json' has results in schema {version!r}; this sdfastgn reads 1 to" in result.stderr
 
 
-def test_what_is_no_result_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "list.json"
-    path.write_text("[1]")
-    with pytest.raises(OptionError, match=r"list.json' holds no result"):
-        documents.read_json(path)
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [
