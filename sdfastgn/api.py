@@ -21,7 +21,7 @@ from sdfastgn.patches.core import channels_last
 from sdfastgn.patches.core.ddp import is_in_ddp
 from sdfastgn.patches.graphs import install as graphs
 from sdfastgn.patches.graphs.models import is_graphable
-from sdfastgn.reports import Entry, Report
+from sdfastgn.reports import Entry, Report, grouped, some
 from sdfastgn.verification import Verdict
 from sdfastgn.versions import never_run
 
@@ -281,18 +281,12 @@ def _tell(call: str, found: list[Verdict], strict: bool) -> None:
         parts = [v for v in found if v.status == status]
         if not parts:
             continue
-        paths: dict[str, list[str]] = {}
-        for v in parts:
-            paths.setdefault(v.reason, []).append(v.path or v.kind)
-        reasons = "; ".join(f"{reason} ({_some(paths[reason])})" for reason in paths)
+        paths = grouped((v.reason, v.path or v.kind) for v in parts)
+        reasons = "; ".join(f"{reason} ({some(paths[reason])})" for reason in paths)
         text = f"sdfastgn.{call}: verify=True, {len(parts)} of {len(found)} parts {status}: {reasons}"
         if strict and status == verification.PUT_BACK:
             raise ValueError(text)
         warnings.warn(text, stacklevel=4)
-
-
-def _some(paths: list[str]) -> str:
-    return ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
 
 
 def _refuse_in_ddp(call: str, obj: Any, roots: Iterable[nn.Module]) -> None:
@@ -315,11 +309,9 @@ def _nothing_in(obj: Any) -> str:
 
 def _left_over(call: str, left: list[tuple[str, Any]]) -> str:
     """The warning for what cannot be undone, [(path, module or part)]."""
-    paths: dict[str, list[str]] = {}
-    for path, part in left:
-        cls = type(part)
-        paths.setdefault(f"{cls.__module__}.{cls.__qualname__}", []).append(path or cls.__name__)
-    named = "; ".join(f"{name} at {_some(found)}" for name, found in paths.items())
+    found = [(path, type(part)) for path, part in left]
+    paths = grouped((f"{cls.__module__}.{cls.__qualname__}", path or cls.__name__) for path, cls in found)
+    named = "; ".join(f"{name} at {some(paths[name])}" for name in paths)
     return (
         f"sdfastgn.{call}: {len(left)} parts could not be restored, because other code has put a class "
         f"of its own over the fused one: {named}. Undo that, then call sdfastgn.restore again. "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -116,11 +116,7 @@ class InstanceNorm(_InstanceNorm):
         except (AttributeError, RuntimeError):  # no tensor, or a nested one
             fits = False
         if not fits:
-            check_input("sdfastgn.InstanceNorm", "input", input)
-            raise ValueError(
-                f"sdfastgn.InstanceNorm: input must be (N, {self.num_features}, *spatial), "
-                f"got shape {tuple(input.shape)}"
-            )
+            _refuse("sdfastgn.InstanceNorm", input, f"(N, {self.num_features}, *spatial)")
         return instance_norm(input, self.weight, self.bias, self.eps, self.activation)
 
     def extra_repr(self) -> str:
@@ -217,10 +213,7 @@ class BatchNorm(_NormBase):
         except (AttributeError, RuntimeError):  # no tensor, or a nested one
             fits = False
         if not fits:
-            check_input(name, "input", input)
-            raise ValueError(
-                f"{name}: input must be (N, {self.num_features}, *spatial), got shape {tuple(input.shape)}"
-            )
+            _refuse(name, input, f"(N, {self.num_features}, *spatial)")
         counts = self.num_batches_tracked if self.training and self.track_running_stats else None
         running = (self.running_mean, self.running_var)
         if self.training and not self.track_running_stats:
@@ -286,11 +279,7 @@ class LayerNorm(nn.LayerNorm):
         except (AttributeError, RuntimeError):
             fits = False
         if not fits:
-            check_input("sdfastgn.LayerNorm", "input", input)
-            raise ValueError(
-                f"sdfastgn.LayerNorm: input must be (..., {self.normalized_shape[0]}), "
-                f"got shape {tuple(input.shape)}"
-            )
+            _refuse("sdfastgn.LayerNorm", input, f"(..., {self.normalized_shape[0]})")
         if residual is not None:
             return add_layer_norm(input, residual, self.weight, self.bias, self.eps, add_bias=add_bias)
         if add_bias is not None:
@@ -300,3 +289,9 @@ class LayerNorm(nn.LayerNorm):
                 f"got add_bias of shape {tuple(add_bias.shape)}"
             )
         return layer_norm(input, self.weight, self.bias, self.eps)
+
+
+def _refuse(name: str, input: Any, expected: str) -> NoReturn:
+    """Raises TypeError for what is no tensor, and else ValueError for its shape."""
+    check_input(name, "input", input)
+    raise ValueError(f"{name}: input must be {expected}, got shape {tuple(input.shape)}")

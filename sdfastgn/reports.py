@@ -5,13 +5,14 @@ from __future__ import annotations
 import html
 import textwrap
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sdfastgn.patches.graphs.install import Graphs
 
-__all__ = ["Entry", "Report"]
+__all__ = ["Entry", "Report", "grouped", "some"]
 
 # Columns of the printed report: the narrowest usual terminal.
 WIDTH = 80
@@ -137,9 +138,9 @@ class Report:
                 found.append((f"{status}: {', '.join(f'{n} in {name}' for name, n in counts.items())}", []))
         if graphable := self._graphable():
             found.append((f"would be CUDA graphs on an NVIDIA GPU: {', '.join(graphable)}", []))
-        for reason, paths in self._skipped_by_reason().items():
-            rest = f" and {len(paths) - max_paths} more" if len(paths) > max_paths else ""
-            found.append((f"skipped: {reason}", [", ".join(paths[:max_paths]) + rest]))
+        reasons = grouped((f"{e.reason} ({e.fusion})", e.path or e.kind) for e in self.skipped)
+        for reason, paths in reasons.items():
+            found.append((f"skipped: {reason}", [some(paths, max_paths)]))
         if self.fused:
             weights = f"channels-last weights: {self.channels_last_weights}"
             found.append((f"{weights}, layout copies removed per call: {self.layout_copies_removed}", []))
@@ -156,11 +157,17 @@ class Report:
             found.append((f"memory of CUDA graphs: {self.graph_memory_bytes / 2**20:.0f} MiB", []))
         return found
 
-    def _skipped_by_reason(self) -> dict[str, list[str]]:
-        groups: dict[str, list[str]] = {}
-        for entry in self.skipped:
-            groups.setdefault(f"{entry.reason} ({entry.fusion})", []).append(entry.path or entry.kind)
-        return groups
+
+def grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    """The paths of each reason, of [(reason, path)]."""
+    groups: dict[str, list[str]] = {}
+    for reason, path in pairs:
+        groups.setdefault(reason, []).append(path)
+    return groups
+
+
+def some(paths: list[str], most: int = _SHOWN_PATHS) -> str:
+    return ", ".join(paths[:most]) + (f" and {len(paths) - most} more" if len(paths) > most else "")
 
 
 def _parts(entries: tuple[Entry, ...]) -> str:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
+from functools import partial
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 import torch
 from diffusers import (
@@ -19,14 +18,7 @@ from diffusers import (
 import sdfastgn
 from sdfastgn.bench.images import psnr
 from sdfastgn.bench.models.architectures import UNETS, randomize
-from sdfastgn.bench.models.pipelines import build_pipeline
-
-SIZE = {"height": 64, "width": 64}
-IMAGE = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(3))
-
-
-def pipeline(model="tiny"):
-    return build_pipeline(model, dtype=torch.float32, device="cpu")
+from tests.small_pipelines import IMAGE, SIZE, generate, pipeline, same_image_and_exact_restore, waits
 
 
 def sdxl_turbo():
@@ -67,34 +59,10 @@ PIPELINES = [
 ]
 
 
-def generate(pipe, extra):
-    generator = torch.Generator().manual_seed(0)
-    return pipe("a cat", generator=generator, output_type="np", **extra).images
-
-
 @pytest.mark.parametrize(("build", "extra"), PIPELINES)
 def test_same_image_and_exact_restore(build, extra):
-    pipe = build()
-    before = generate(pipe, extra)
-    assert before.std() > 0.02
-    sdfastgn.optimize(pipe, strict=True)
-    fused = {e.component for e in sdfastgn.report(pipe).fused}
-    assert fused == {"unet", "vae", "image_processor", "scheduler", "pipeline"}
-    assert psnr(generate(pipe, extra), before) > 80
-    sdfastgn.restore(pipe)
-    assert np.array_equal(generate(pipe, extra), before)
-
-
-def waits(pipe, extra):
-    """How often the host waits for the GPU while an image is made."""
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            generate(pipe, extra)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    return sum("synchroniz" in str(w.message) for w in caught)
+    components = {"unet", "vae", "image_processor", "scheduler", "pipeline"}
+    same_image_and_exact_restore(build(), extra, components)
 
 
 @pytest.mark.gpu
@@ -106,10 +74,10 @@ def test_no_step_waits_for_the_gpu(build):
     pipe = sdfastgn.optimize(build().to("cuda", torch.float16))
     counts = []
     for steps in (2, 6):
-        extra = {**SIZE, "num_inference_steps": steps}
+        call = partial(generate, pipe, **SIZE, num_inference_steps=steps)
         for _ in range(3):
-            generate(pipe, extra)
-        counts.append(waits(pipe, extra))
+            call()
+        counts.append(waits(call))
     assert counts[0] == counts[1]
 
 
@@ -117,7 +85,7 @@ def test_no_step_waits_for_the_gpu(build):
 @pytest.mark.parametrize(("build", "extra"), PIPELINES)
 def test_same_image_on_the_gpu_in_fp16(build, extra):
     pipe = build().to("cuda", torch.float16)
-    before = generate(pipe, extra)
+    before = generate(pipe, **extra)
     sdfastgn.optimize(pipe)
     for _ in range(3):  # eager, captured, replayed
-        assert psnr(generate(pipe, extra), before) > 35
+        assert psnr(generate(pipe, **extra), before) > 35

@@ -22,6 +22,7 @@ from sdfastgn.bench.images import psnr
 from sdfastgn.bench.models.architectures import build_unet, randomize, unet_inputs
 from sdfastgn.bench.models.pipelines import build_pipeline
 from tests.patches.cases import ip_adapter_weights
+from tests.small_pipelines import SIZE, generate
 
 SMALL = {"sample_size": 8, "block_out_channels": (32, 64), "layers_per_block": 1, "cross_attention_dim": 16}
 
@@ -142,20 +143,14 @@ def test_ip_adapter_and_its_scale(when):
 @pytest.mark.parametrize("offload", ["enable_model_cpu_offload", "enable_sequential_cpu_offload"])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_cpu_offload_on_the_gpu(offload, when):
-    def generate(pipe):
-        generator = torch.Generator().manual_seed(0)
-        return pipe(
-            "a cat", num_inference_steps=3, height=64, width=64, generator=generator, output_type="np"
-        ).images
-
     pipe = build_pipeline("tiny", dtype=torch.float16, device="cuda")
-    expected = generate(pipe)
+    expected = generate(pipe, **SIZE)
     pipe.to("cpu")
     if when == "after":
         sdfastgn.optimize(pipe)
     getattr(pipe, offload)()
     if when == "before":
         sdfastgn.optimize(pipe)
-    image = generate(pipe)
+    image = generate(pipe, **SIZE)
     assert np.isfinite(image).all()
     assert psnr(image, expected) > 35

@@ -5,7 +5,7 @@ them.
 from __future__ import annotations
 
 import copy
-import warnings
+from functools import partial
 
 import numpy as np
 import pytest
@@ -35,17 +35,7 @@ from sdfastgn.bench.models.architectures import (
 from sdfastgn.bench.models.pipelines import build_pipeline
 from tests.controlnet import build_controlnet
 from tests.patches import cases
-
-OPTIONS = {"num_inference_steps": 3, "guidance_scale": 5.0, "output_type": "np"}
-IMAGE = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(3))
-
-
-def pipeline(model="tiny"):
-    return build_pipeline(model, dtype=torch.float32, device="cpu")
-
-
-def components(pipe):
-    return {k: v for k, v in pipe.components.items() if k != "feature_extractor"}
+from tests.small_pipelines import IMAGE, SIZE, generate, pipeline, same_image_and_exact_restore, waits
 
 
 def controlnet_pipeline():
@@ -63,12 +53,6 @@ def derived(cls):
     return pipe
 
 
-def generate(pipe, **extra):
-    generator = torch.Generator().manual_seed(0)
-    return pipe("a cat", generator=generator, **OPTIONS, **extra).images
-
-
-SIZE = {"height": 64, "width": 64}
 PIPELINES = [
     pytest.param(pipeline, SIZE, {"unet", "vae"}, id="text2img"),
     pytest.param(
@@ -86,16 +70,8 @@ PIPELINES = [
 
 @pytest.mark.parametrize(("build", "extra", "patched"), PIPELINES)
 def test_same_image_and_exact_restore(build, extra, patched):
-    pipe = build()
-    before = generate(pipe, **extra)
-    assert before.std() > 0.02
-    sdfastgn.optimize(pipe)
-    report = sdfastgn.report(pipe)
-    assert {e.component for e in report.fused} == patched | {"image_processor", "scheduler", "pipeline"}
-    assert not report.skipped
-    assert psnr(generate(pipe, **extra), before) > 80
-    sdfastgn.restore(pipe)
-    assert np.array_equal(generate(pipe, **extra), before)
+    components = patched | {"image_processor", "scheduler", "pipeline"}
+    same_image_and_exact_restore(build(), extra, components)
 
 
 def test_an_optimized_pipeline_saves_a_stock_one(tmp_path):
@@ -306,29 +282,18 @@ def test_pipeline_on_the_gpu_in_fp16(model):
     assert np.array_equal(generate(pipe, **SIZE), before)
 
 
-def _waits(pipe):
-    """How often the host waits for the GPU while an image is made."""
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            generate(pipe, **SIZE)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    return sum("synchroniz" in str(w.message) for w in caught)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("model", ["tiny", "tiny_xl"])
 def test_the_host_waits_no_more_often_than_in_diffusers(model):
     pipe = build_pipeline(model, dtype=torch.float16, device="cuda")
-    generate(pipe, **SIZE)
-    stock = _waits(pipe)
+    call = partial(generate, pipe, **SIZE)
+    call()
+    stock = waits(call)
     assert stock > 0  # the image has to be fetched
     sdfastgn.optimize(pipe)
     for _ in range(3):
-        generate(pipe, **SIZE)
-    assert _waits(pipe) <= stock
+        call()
+    assert waits(call) <= stock
 
 
 @pytest.mark.gpu

@@ -32,21 +32,20 @@ def newer(monkeypatch):
     return "was never run with this sdfastgn (1.13, 2.0 were)"
 
 
-def test_the_first_optimize_warns_and_goes_on(newer):
+def optimized():
+    with sdfastgn.optimized(nn.GroupNorm(2, 8)) as norm:
+        return norm
+
+
+@pytest.mark.parametrize(
+    ("name", "call"), [("optimize", lambda: sdfastgn.optimize(nn.GroupNorm(2, 8))), ("optimized", optimized)]
+)
+def test_the_first_call_warns_in_its_own_name_and_goes_on(name, call, newer):
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         for _ in range(2):
-            assert "GroupNorm" in repr(sdfastgn.optimize(nn.GroupNorm(2, 8)))
-    assert [str(each.message) for each in seen] == [f"sdfastgn.optimize: torch {torch.__version__} {newer}"]
-    assert seen[0].filename == __file__
-
-
-def test_a_with_statement_warns_in_its_own_name(newer):
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        with sdfastgn.optimized(nn.GroupNorm(2, 8)):
-            pass
-    assert [str(each.message) for each in seen] == [f"sdfastgn.optimized: torch {torch.__version__} {newer}"]
+            assert "GroupNorm" in repr(call())
+    assert [str(each.message) for each in seen] == [f"sdfastgn.{name}: torch {torch.__version__} {newer}"]
     assert seen[0].filename == __file__
 
 
