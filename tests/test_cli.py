@@ -20,13 +20,13 @@ from sdfastgn.bench.models.pipelines import build_pipeline
 from sdfastgn.bench.models.variants import PARTS, VARIANTS, Variant
 from sdfastgn.cli_commands import app
 from sdfastgn.kernels.common import dispatch
-from sdfastgn.patches.fusions.timestep_embedding import FusedTimestepEmbedding
+from sdfastgn.patches.fusions.geglu import FusedGEGLU
 from tests.command_line import ROOT, exit_code, invoke
 
 # As the entry point sets it. transformers would keep the first runner's standard error.
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
-FORWARD = FusedTimestepEmbedding.forward
+FORWARD = FusedGEGLU.forward
 ON_CPU = ("--device", "cpu", "--repeats", "1")
 
 
@@ -267,9 +267,9 @@ def test_a_saved_pipeline_is_verified(
         monkeypatch.setattr(dispatch, "has_kernels", lambda x: dispatch.why_off is None)
     if wrong:
         monkeypatch.setattr(
-            FusedTimestepEmbedding,
+            FusedGEGLU,
             "forward",
-            lambda self, *x: self.linear_1(*x[:1]) if dispatch.has_kernels(x[0]) else FORWARD(self, *x),
+            lambda self, x: self.proj(x).chunk(2, -1)[0] if dispatch.has_kernels(x) else FORWARD(self, x),
         )
     result = invoke("verify", str(tmp_path), "--device", "cpu")
     assert (result.exit_code, says in result.output) == (code, True), result.output

@@ -19,7 +19,6 @@ from diffusers.models.attention_processor import Attention
 from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import HunyuanVideoResnetBlockCausal3D
 from diffusers.models.autoencoders.vae import Decoder, Encoder
 from diffusers.models.downsampling import Downsample2D
-from diffusers.models.embeddings import TimestepEmbedding
 from diffusers.models.normalization import AdaGroupNorm
 from diffusers.models.resnet import ResnetBlock2D, TemporalResnetBlock
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
@@ -203,20 +202,6 @@ SAMPLES: list[Sample] = [
         lambda: Transformer2DModel(2, 10, in_channels=20, norm_num_groups=5, cross_attention_dim=12),
         lambda m: m(image(2, 20, 4, 6), image(2, 3, 12, 1)[..., 0]).sample,
     ),
-    ("timestep_embedding", lambda: TimestepEmbedding(16, 20), lambda m: m(_TEMB)),
-    (
-        "timestep_embedding-by-name",
-        lambda: TimestepEmbedding(16, 20, out_dim=9),
-        lambda m: m(sample=_TEMB, condition=None),
-    ),
-    (
-        "timestep_embedding-condition",
-        lambda: TimestepEmbedding(
-            16, 20, act_fn="gelu", post_act_fn="silu", cond_proj_dim=12, sample_proj_bias=False
-        ),
-        lambda m: m(_TEMB, tokens(2, 12)),
-    ),
-    ("timestep_embedding-mish", lambda: TimestepEmbedding(16, 20, "mish"), lambda m: m(_TEMB)),
     ("ada_group_norm", lambda: AdaGroupNorm(16, 12, 3), lambda m: m(image(2, 12, 5, 6), _TEMB)),
     (
         "ada_group_norm-act",
