@@ -30,7 +30,6 @@ _OF_DIFFUSERS = (
     ("fusions.attention", "FUSION"),
     ("fusions.cross_attention", "FUSION"),
     ("fusions.up_block", "FUSION", "CROSS_ATTENTION"),
-    ("fusions.downsample", "FUSION"),
     ("fusions.upsample_2d", "FUSION"),
     ("fusions.ada_group_norm", "FUSION"),
     ("fusions.geglu", "FUSION"),

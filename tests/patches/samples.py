@@ -18,7 +18,6 @@ from diffusers.models.attention import BasicTransformerBlock, FeedForward
 from diffusers.models.attention_processor import Attention
 from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import HunyuanVideoResnetBlockCausal3D
 from diffusers.models.autoencoders.vae import Decoder, Encoder
-from diffusers.models.downsampling import Downsample2D
 from diffusers.models.normalization import AdaGroupNorm
 from diffusers.models.resnet import ResnetBlock2D, TemporalResnetBlock
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
@@ -268,18 +267,6 @@ SAMPLES: list[Sample] = [
         "decoder_tiny-by-four",
         lambda: AutoencoderTiny(**_TINY, upsampling_scaling_factor=4).decoder,
         lambda m: m(image(2, 4, 3, 5)),
-    ),
-    ("downsample", lambda: Downsample2D(12, use_conv=True, out_channels=8, name="op"), _on_image),
-    ("downsample-padding-0", lambda: Downsample2D(12, use_conv=True, padding=0), _on_image),
-    (
-        "downsample-norm",
-        lambda: Downsample2D(12, True, norm_type="ln_norm", eps=1e-5, elementwise_affine=True),
-        _on_image,
-    ),
-    (
-        "downsample-no-bias",
-        lambda: Downsample2D(12, use_conv=True, bias=False),
-        lambda m: m(hidden_states=image(2, 12, 5, 6)),
     ),
     ("up_block", lambda: _up_block(UpBlock2D), lambda m: m(image(2, 30, 4, 6), skips(), _TEMB)),
     (

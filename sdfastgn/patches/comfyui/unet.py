@@ -17,14 +17,14 @@ from comfy.ldm.modules.attention import (
     FeedForward,
     SpatialTransformer,
 )
-from comfy.ldm.modules.diffusionmodules.openaimodel import Downsample, ResBlock, Upsample
+from comfy.ldm.modules.diffusionmodules.openaimodel import ResBlock, Upsample
 from torch import Tensor, nn
 
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.layout import is_channels_last
 from sdfastgn.patches.core.convolution import conv_without_bias, pointwise
 from sdfastgn.patches.core.fusion import ClassSwap, is_unhooked
-from sdfastgn.patches.core.statistics import add, add_bias
+from sdfastgn.patches.core.statistics import add
 from sdfastgn.patches.core.tested_sources import tested
 from sdfastgn.patches.fusions.group_norm import norm_act
 from sdfastgn.patches.fusions.residual import NO_EMBEDDING, Embedding, conv_norm_act
@@ -152,15 +152,6 @@ class FusedUpsample(Upsample):
         return conv_of_upsampled(self.conv, x)
 
 
-class FusedDownsample(Downsample):
-    """``Downsample`` with its convolution. x (N, C, H, W) -> (N, C_out, H', W')."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not (x.shape[1] == self.channels and dispatch.has_kernels(x)):
-            return super().forward(x)
-        return add_bias(*conv_without_bias(self.op, x))
-
-
 def _has_conv(module: Any) -> bool:
     return bool(module.use_conv and module.dims == 2)
 
@@ -205,13 +196,6 @@ BLOCKS = (
         Upsample,
         FusedUpsample,
         sources=(tested(Upsample, __init__="6b6bbf73ff48f562", forward="e30c4d4164a8ca75"),),
-        covers=_has_conv,
-    ),
-    ClassSwap(
-        "comfyui_downsample",
-        Downsample,
-        FusedDownsample,
-        sources=(tested(Downsample, __init__="da8b38f1aca25351", forward="d0f38ae61d4246e4"),),
         covers=_has_conv,
     ),
 )

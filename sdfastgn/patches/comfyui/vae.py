@@ -12,7 +12,6 @@ from comfy.ldm.modules.diffusionmodules import model as comfy_model
 from comfy.ldm.modules.diffusionmodules.model import (
     AttnBlock,
     Decoder,
-    Downsample,
     Encoder,
     ResnetBlock,
     Upsample,
@@ -25,7 +24,7 @@ from sdfastgn.kernels.common.layout import is_channels_last
 from sdfastgn.patches.comfyui.inference_mode import outside_inference_mode
 from sdfastgn.patches.core.convolution import conv_without_bias, pointwise
 from sdfastgn.patches.core.fusion import ClassSwap
-from sdfastgn.patches.core.statistics import add, add_bias
+from sdfastgn.patches.core.statistics import add
 from sdfastgn.patches.core.tested_sources import tested
 from sdfastgn.patches.fusions.group_norm import norm_act
 from sdfastgn.patches.fusions.residual import conv_norm_act
@@ -77,15 +76,6 @@ class FusedUpsample(Upsample):
         if not (is_usual and is_channels_last(x)):
             return super().forward(x, *carried)
         return conv_of_upsampled(self.conv, x)
-
-
-class FusedDownsample(Downsample):
-    """``Downsample`` with its convolution. x (N, C, H, W) -> (N, C, H', W')."""
-
-    def forward(self, x: Tensor, *carried: Any) -> Tensor:
-        if not (x.dim() == 4 and dispatch.has_kernels(x)):
-            return super().forward(x, *carried)
-        return add_bias(*conv_without_bias(self.conv, nn.functional.pad(x, (0, 1, 0, 1))))
 
 
 class FusedEncoder(Encoder):
@@ -149,15 +139,6 @@ BLOCKS = (
         sources=(
             tested(Upsample, __init__="0e5fde4b156bc080", forward="180d6b8c9a0fb548 138b6e949590dcc2"),
             tested(comfy_model, interpolate_up="0518b2a0c42bf576"),
-        ),
-        covers=_is_image_conv,
-    ),
-    ClassSwap(
-        "comfyui_vae_downsample",
-        Downsample,
-        FusedDownsample,
-        sources=(
-            tested(Downsample, __init__="fe4a4f9ed9f1864e", forward="8163d4a3630ed923 7a2875aecd306758"),
         ),
         covers=_is_image_conv,
     ),

@@ -17,7 +17,7 @@ comfy_checkout.import_for_cpu()
 
 from comfy.ldm.modules.attention import BasicTransformerBlock, SpatialTransformer  # noqa: E402
 from comfy.ldm.modules.diffusionmodules import model as vae  # noqa: E402
-from comfy.ldm.modules.diffusionmodules.openaimodel import Downsample, ResBlock, Upsample  # noqa: E402
+from comfy.ldm.modules.diffusionmodules.openaimodel import ResBlock, Upsample  # noqa: E402
 from comfy.ops import disable_weight_init  # noqa: E402
 
 from sdfastgn.patches.comfyui.inject import eject, inject  # noqa: E402
@@ -70,7 +70,6 @@ BLOCKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Tensor]]]] = 
         shapes(TOKENS, TEXT),
     ),
     "upsample": (lambda: Upsample(C, True), shapes(IMAGE)),
-    "downsample": (lambda: Downsample(C, True), shapes(IMAGE)),
     "vae-resnet": (lambda: vae.ResnetBlock(in_channels=C, temb_channels=0), shapes(IMAGE)),
     "vae-resnet-wider": (
         lambda: vae.ResnetBlock(in_channels=C, out_channels=2 * C, temb_channels=0),
@@ -82,7 +81,6 @@ BLOCKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Tensor]]]] = 
     ),
     "vae-attention": (lambda: vae.AttnBlock(C), shapes(IMAGE)),
     "vae-upsample": (lambda: vae.Upsample(C, True), shapes(IMAGE)),
-    "vae-downsample": (lambda: vae.Downsample(C, True), shapes(IMAGE)),
 }
 
 

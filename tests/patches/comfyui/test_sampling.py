@@ -73,7 +73,7 @@ def test_everything_is_fused(model: Any, kind: str) -> None:
     blocks = sum(type(m).__name__ == "ResBlock" for m in unet_of(model).modules())
     assert f" {blocks} resblock" in text_of_model(optimized)
     stock_classes = {type(m).__name__ for m in unet_of(model).modules() if type(m).__module__[:6] == "comfy."}
-    assert stock_classes == {"TimestepEmbedSequential", "CrossAttention", "FeedForward"}
+    assert stock_classes == {"TimestepEmbedSequential", "CrossAttention", "FeedForward", "Downsample"}
 
 
 def test_ejection_gives_everything_back(model: Any, kind: str) -> None:

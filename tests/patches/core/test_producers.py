@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
-from diffusers.models.downsampling import Downsample2D
 from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from diffusers.models.upsampling import Upsample2D
@@ -163,45 +162,6 @@ def test_a_transformer_ends_in_a_sum_with_statistics(ran, products, linear):
     expected = copy.deepcopy(stock).double()(x.double(), context.double()).sample
     assert samples.error(y, expected) <= 1.05 * samples.error(stock(x, context).sample, expected)
     assert y.is_contiguous(memory_format=torch.channels_last)
-
-
-# --- downsamplers ---------------------------------------------------------------------------------
-
-
-NORM = {"norm_type": "ln_norm", "eps": 1e-5, "elementwise_affine": True}
-
-
-@pytest.mark.parametrize(
-    ("options", "kernels"),
-    [({}, 1), ({"padding": 0}, 1), ({"out_channels": 8}, 1), ({"bias": False}, 0), (NORM, 0)],
-    ids=["padding-1", "padding-0", "other-output-channels", "no-bias", "norm"],
-)
-def test_a_downsampler_ends_in_the_bias(ran, options, kernels):
-    fused, stock = twins(Downsample2D(12, use_conv=True, **options))
-    x = image(2, 12, 5, 7)
-    y = fused(x)
-    agree(y, stock(x), 5e-5)
-    assert ran("bias") == kernels
-    assert (statistics.take_statistics(y) is not None) == bool(kernels)
-
-
-def test_a_hooked_downsampler_keeps_its_bias(ran):
-    fused, stock = twins(Downsample2D(12, use_conv=True))
-    seen = []
-    for model in (fused, stock):
-        model.conv.register_forward_hook(lambda m, i, o: seen.append(o.clone()))
-    x = image(2, 12, 5, 7)
-    agree(fused(x), stock(x), 5e-5)
-    agree(*seen, 5e-5)
-    assert not ran("bias")
-
-
-def test_downsamplers_refuse_what_upstream_refuses():
-    fused, _ = twins(Downsample2D(12, use_conv=True))
-    with pytest.raises(AssertionError):
-        fused(image(2, 8, 5, 7))
-    with pytest.warns(FutureWarning, match="scale"):
-        fused(image(2, 12, 5, 7), scale=1.0)
 
 
 # --- upsamplers -----------------------------------------------------------------------------------
