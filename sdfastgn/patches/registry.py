@@ -28,7 +28,6 @@ _OF_DIFFUSERS = (
     ("fusions.transformer_2d", "FUSION"),
     ("fusions.transformer_block", "FUSION"),
     ("fusions.attention", "FUSION"),
-    ("fusions.cross_attention", "FUSION"),
     ("fusions.up_block", "FUSION", "CROSS_ATTENTION"),
     ("fusions.upsample_2d", "FUSION"),
     ("fusions.ada_group_norm", "FUSION"),

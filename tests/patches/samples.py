@@ -312,7 +312,6 @@ SAMPLES: list[Sample] = [
         lambda m: m(image(2, 12, 5, 6), output_size=(9, 11)),
     ),
     ("upsample_2d-batch-64", lambda: Upsample2D(12, use_conv=True), lambda m: m(image(64, 12, 2, 3))),
-    ("cross_attention", _unet, lambda m: m(image(2, 4, 8, 8), 3, tokens(2, 5, 12)).sample),
     ("transformer_block", _block, _with_states),
     ("transformer_block-by-position", _block, lambda m: m(tokens(2, 7, 20), None, tokens(2, 5, 12))),
     ("transformer_block-self-only", lambda: _block(cross_attention_dim=None), lambda m: m(tokens(2, 7, 20))),
@@ -336,9 +335,7 @@ each_sample = _each(SAMPLES)
 _FIRST = {sample[0].split("-")[0]: sample for sample in reversed(SAMPLES)}
 each_fusion = _each(_FIRST.values())
 # Without whole models, which take most of a minute in Triton's interpreter.
-each_part = _each(
-    sample for name, sample in _FIRST.items() if name not in ("cross_attention", "conv_norm_out")
-)
+each_part = _each(sample for name, sample in _FIRST.items() if name != "conv_norm_out")
 
 
 def snapshot(root: nn.Module) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from sdfastgn.kernels.common.layout import is_channels_last, is_dense
 from sdfastgn.kernels.statistics.config import statistics_pay
 from sdfastgn.kernels.statistics.op import add_kernel, cat_kernel
 
-__all__ = ["add", "add_bias", "cat", "emits", "state_of", "store_statistics", "take_statistics"]
+__all__ = ["add", "add_bias", "cat", "emits", "store_statistics", "take_statistics"]
 
 
 class _Key(weakref.ref[Tensor]):
@@ -54,7 +54,7 @@ def _forget(key: _Key) -> None:
         del _stored[key.id]
 
 
-def state_of(x: Tensor) -> tuple[Any, ...]:
+def _state_of(x: Tensor) -> tuple[Any, ...]:
     """Changes when ``x`` is written to, or when its kernels are no longer ordered after the earlier ones."""
     capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
     return x._version, x.data_ptr(), x.shape, gpu.current_stream(x.device), capturing
@@ -64,7 +64,7 @@ def store_statistics(x: Tensor, statistics: Tensor) -> Tensor:
     """Keep the ``statistics`` of ``x``, (2, N, P, C) fp32, and return ``x``. Only where ``emits`` is true."""
     key = _Key(x, _forget)
     key.id = id(x)
-    _stored[key.id] = _Entry(key, state_of(x), statistics)
+    _stored[key.id] = _Entry(key, _state_of(x), statistics)
     return x
 
 
@@ -75,7 +75,7 @@ def take_statistics(x: Tensor) -> Tensor | None:
     entry = _stored.pop(id(x), None)
     if entry is None or entry.key() is not x or x.requires_grad or not dispatch.is_plain(x, ()):
         return None
-    return entry.statistics if entry.state == state_of(x) else None
+    return entry.statistics if entry.state == _state_of(x) else None
 
 
 def emits(C: int, HW: int) -> bool:

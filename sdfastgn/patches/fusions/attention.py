@@ -2,9 +2,8 @@
 
 It computes what ``AttnProcessor2_0`` does, with four differences.
 
-- Self-attention computes q, k and v in one product. Cross-attention computes k and v in one, shared by
-  all blocks that read the same states (``shared/one_product.py``). The parameters stay what and where
-  they are (``shared/packed_weights.py``).
+- Self-attention computes q, k and v in one product, cross-attention k and v in one. The parameters stay
+  what they are (``shared/packed_weights.py``).
 - A prompt's few keys and a VAE's wide heads have kernels of their own.
 - A division by an output factor of 1 is left out: it is a pass over the tensor.
 - The processor's signature is not inspected at each call, which takes longer than launching a product.
@@ -32,7 +31,6 @@ from sdfastgn.kernels.attention.wide_heads import attend
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.patches.core.fusion import ClassSwap
 from sdfastgn.patches.core.tested_sources import tested
-from sdfastgn.patches.shared import one_product
 from sdfastgn.patches.shared.packed_weights import is_one_product, joined, pack, plain_parameters
 
 __all__ = ["FUSION", "FusedAttention"]
@@ -85,9 +83,6 @@ class FusedAttention(Attention):
     def _project(self, hidden_states: Tensor, context: Tensor | None) -> tuple[Tensor, ...]:
         """Queries, keys and values, (N, heads, tokens, channels of a head) each."""
         heads = self.heads
-        shared = None if context is None else one_product.take(self, context)
-        if shared is not None:
-            return _split(self.to_q(hidden_states), heads), *_split(shared, 2 * heads).chunk(2, 1)
         if context is None:
             together = self._joined(hidden_states, (self.to_q, self.to_k, self.to_v))
             if together is not None:
@@ -105,7 +100,6 @@ class FusedAttention(Attention):
         return joined(self, found) if found is not None and is_one_product(x, found) else None
 
     def _pack(self) -> None:
-        one_product.pack_after_move(self)
         linears = (self.to_q, self.to_k, self.to_v)
         same = len({getattr(linear, "in_features", None) for linear in linears}) == 1
         pack(self, linears if same else linears[1:])
@@ -151,7 +145,6 @@ def _is_plain_attention(attn: Any) -> bool:
 class _AttentionFusion(ClassSwap):
     def apply(self, module: nn.Module) -> None:
         super().apply(module)
-        one_product.pack(module)  # it was restored alone, and is fused again
         module._pack()  # type: ignore[operator]
 
 

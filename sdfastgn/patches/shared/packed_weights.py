@@ -17,7 +17,7 @@ memory that packing has given up.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.private import is_alone, revived
 from sdfastgn.patches.core.fusion import is_unhooked
 
-__all__ = ["Parameters", "is_one_product", "joined", "pack", "pack_together", "plain_parameters", "unpack"]
+__all__ = ["Parameters", "is_one_product", "joined", "pack", "plain_parameters", "unpack"]
 
 # One product instead of three fills a GPU better; a CPU is full either way.
 PACKED_DEVICES = ("cuda",)
@@ -116,31 +116,25 @@ def _span(allocation: torch.UntypedStorage, parts: list[Tensor]) -> Tensor | Non
 
 
 def pack(owner: nn.Module, linears: Iterable[Any]) -> None:
-    """``pack_together`` of the parameters of linear layers, parts of one module."""
-    found = plain_parameters(linears)
-    if found is not None:
-        pack_together((owner,), found)
+    """Puts the parameters of ``linears``, parts of ``owner``, side by side where possible and of use.
 
-
-def pack_together(owners: Sequence[nn.Module], parameters: Parameters) -> None:
-    """Puts ``parameters`` of ``owners`` side by side where that is possible and of use.
-
-    For each of the owners, those of its own that follow each other can be joined too. Values,
-    strides and identities stay. What is not memory of its own stays where it is: parameters that
-    share a storage with anything else (tied weights, a state_dict that somebody holds), quantized
-    or offloaded ones.
+    Values, strides and identities stay. What is not memory of its own stays where it is: parameters
+    that share a storage with anything else (tied weights, a state_dict that somebody holds),
+    quantized or offloaded ones.
     """
+    parameters = plain_parameters(linears)
+    if parameters is None:
+        return
     parts = [*parameters.weights, *parameters.biases]
     captures = parts[0].is_cuda and torch.cuda.is_current_stream_capturing()
     must_stay = captures or not dispatch.is_untraced(parts[0], tuple(parts))
-    if must_stay or joined(owners[0], parameters) is not None:
+    if must_stay or joined(owner, parameters) is not None:
         return
     if len(set(parts)) == len(parts) and all(_fits(part, parts[0]) for part in parts):
         try:
-            reference = StorageWeakRef(_move(parts))
+            _allocations[owner] = StorageWeakRef(_move(parts))
         except torch.OutOfMemoryError:
             return  # a full GPU holds the model all the same
-        _allocations.update(dict.fromkeys(owners, reference))
 
 
 def _fits(part: Tensor, first: Tensor) -> bool:
@@ -154,7 +148,7 @@ def _fits(part: Tensor, first: Tensor) -> bool:
     )
 
 
-def _move(parts: Sequence[Tensor]) -> torch.UntypedStorage:
+def _move(parts: list[Tensor]) -> torch.UntypedStorage:
     """Everything that can fail comes before the first change."""
     # Memory made in inference mode would turn the parameters into inference tensors.
     with torch.inference_mode(False), torch.no_grad():

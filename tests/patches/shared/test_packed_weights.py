@@ -9,6 +9,7 @@ import pytest
 import torch
 from diffusers.models.attention_processor import Attention
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import sdfastgn
 from sdfastgn.patches.shared import packed_weights as packing
@@ -339,6 +340,24 @@ def test_a_full_gpu_holds_the_model_unpacked(monkeypatch):
         sdfastgn.optimize(model)
     assert not alive(model)
     check(model, stock)
+
+
+def test_a_move_to_where_they_are_leaves_them_there():
+    model = sdfastgn.optimize(attention())
+    before = [p.data_ptr() for p in model.parameters()]
+    model.to(model.to_q.weight.device)
+    assert [p.data_ptr() for p in model.parameters()] == before
+
+
+def test_nothing_moves_under_a_dispatch_mode():
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        model = sdfastgn.optimize(attention())
+    assert not alive(model)
+    check(model, attention())
 
 
 def test_only_gpus_pack(monkeypatch):
