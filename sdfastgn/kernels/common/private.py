@@ -36,6 +36,7 @@ __all__ = [
     "is_tracing",
     "revived",
     "sdp_priority_order",
+    "sleep",
     "suggest_memory_format",
     "switches",
 ]
@@ -106,6 +107,8 @@ current_raw_stream: Callable[[int], int] = getattr(
     _C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
 )
 current_device: Callable[[], int] = getattr(_C, "_cuda_getDevice", torch.cuda.current_device)
+# Lets the GPU wait for a number of cycles.
+sleep: Callable[[int], object] = getattr(torch.cuda, "_sleep", lambda cycles: None)
 
 
 def end_pool(device: int, pool: Any) -> bool:

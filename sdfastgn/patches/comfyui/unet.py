@@ -24,6 +24,7 @@ from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.layout import is_channels_last
 from sdfastgn.patches.core.convolution import conv_without_bias, pointwise
 from sdfastgn.patches.core.fusion import ClassSwap, is_unhooked
+from sdfastgn.patches.core.linear import call_linear
 from sdfastgn.patches.core.statistics import add
 from sdfastgn.patches.core.tested_sources import tested
 from sdfastgn.patches.fusions.group_norm import norm_act
@@ -89,12 +90,12 @@ class FusedSpatialTransformer(SpatialTransformer):
             h = pointwise(self.proj_in, h)
         h = h.permute(0, 2, 3, 1).flatten(1, 2)
         if self.use_linear:
-            h = self.proj_in(h)
+            h = call_linear(self.proj_in, h)
         for i, block in enumerate(self.transformer_blocks):
             options["block_index"] = i
             h = block(h, context=contexts[i], transformer_options=options)
         if self.use_linear:
-            h = self.proj_out(h)
+            h = call_linear(self.proj_out, h)
         h = h.reshape(h.shape[0], H, W, h.shape[-1]).permute(0, 3, 1, 2)
         if not self.use_linear:
             h = pointwise(self.proj_out, h)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.layout import is_channels_last
+from sdfastgn.kernels.product.op import linear
 from sdfastgn.patches.core.fusion import is_unhooked
 
 __all__ = ["bias_can_move", "conv_relu", "conv_without_bias", "keeps_size", "pointwise"]
@@ -81,9 +82,7 @@ def pointwise(conv: Any, x: Tensor) -> Tensor:
     if type(conv) is not nn.Conv2d or not _is_product(conv, x):
         return conv(x)
     N, C, H, W = x.shape
-    rows = nn.functional.linear(
-        x.permute(0, 2, 3, 1).reshape(N * H * W, C), conv.weight.flatten(1), conv.bias
-    )
+    rows = linear(x.permute(0, 2, 3, 1).reshape(N * H * W, C), conv.weight.flatten(1), conv.bias)
     return rows.view(N, H, W, conv.out_channels).permute(0, 3, 1, 2)
 
 

@@ -22,14 +22,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 from torch import Tensor, nn
 
 from sdfastgn.kernels.attention.few_keys import attend_to_few
 from sdfastgn.kernels.attention.wide_heads import attend
 from sdfastgn.kernels.common import dispatch
+from sdfastgn.kernels.product.op import linear
 from sdfastgn.patches.core.fusion import ClassSwap
+from sdfastgn.patches.core.linear import call_linear
 from sdfastgn.patches.core.tested_sources import tested
 from sdfastgn.patches.shared.packed_weights import is_one_product, joined, pack, plain_parameters
 
@@ -62,7 +63,7 @@ class FusedAttention(Attention):
             hidden_states = self.group_norm(hidden_states.transpose(1, 2)).transpose(1, 2)
         query, key, value = self._project(hidden_states, encoder_hidden_states)
         h = _attend(query, key, value)
-        h = self.to_out[1](self.to_out[0](h.transpose(1, 2).flatten(2)))
+        h = self.to_out[1](call_linear(self.to_out[0], h.transpose(1, 2).flatten(2)))
         if len(shape) == 4:
             h = h.transpose(1, 2).reshape(shape)
         if self.residual_connection:
@@ -86,12 +87,12 @@ class FusedAttention(Attention):
         if context is None:
             together = self._joined(hidden_states, (self.to_q, self.to_k, self.to_v))
             if together is not None:
-                return _split(F.linear(hidden_states, *together), 3 * heads).chunk(3, 1)
+                return _split(linear(hidden_states, *together), 3 * heads).chunk(3, 1)
             context = hidden_states
-        query = _split(self.to_q(hidden_states), heads)
+        query = _split(call_linear(self.to_q, hidden_states), heads)
         together = self._joined(context, (self.to_k, self.to_v))
         if together is not None:
-            return query, *_split(F.linear(context, *together), 2 * heads).chunk(2, 1)
+            return query, *_split(linear(context, *together), 2 * heads).chunk(2, 1)
         return query, _split(self.to_k(context), heads), _split(self.to_v(context), heads)
 
     def _joined(self, x: Tensor, linears: tuple[Any, ...]) -> tuple[Tensor, Tensor | None] | None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any, TypeGuard
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.geglu.op import geglu
 from sdfastgn.kernels.layer_norm.op import add_layer_norm, layer_norm
+from sdfastgn.kernels.product.op import add_linear_, linear
 from sdfastgn.patches.core.fusion import is_unhooked
 from sdfastgn.patches.core.linear import is_plain_linear
 
@@ -21,11 +21,11 @@ __all__ = ["add_feed_forward", "add_norm", "linear_geglu", "norm"]
 _TRAINING_ELEMENTS = 2**24
 
 
-def linear_geglu(linear: Any, x: Tensor) -> Tensor:
-    """``a * gelu(b)`` with (a, b) the halves of ``linear(x)``; its bias is added by GELU's kernel."""
-    if is_plain_linear(linear):
-        return geglu(F.linear(x, linear.weight), linear.bias)
-    return geglu(linear(x))
+def linear_geglu(layer: Any, x: Tensor) -> Tensor:
+    """``a * gelu(b)`` with (a, b) the halves of ``layer(x)``; its bias is added by GELU's kernel."""
+    if is_plain_linear(layer):
+        return geglu(linear(x, layer.weight), layer.bias)
+    return geglu(layer(x))
 
 
 def _can_fuse(layer: nn.Module, x: Tensor) -> bool:
@@ -66,8 +66,8 @@ def add_feed_forward(ff: Any, layers: list[Any] | None, layer: Any, x: Tensor, r
         h = module(h)
     # After a hook or a replaced layer the add may promote or broadcast.
     if h.dtype != total.dtype or h.shape[:-1] != total.shape[:-1]:
-        return F.linear(h, last.weight) + total
-    total.view(-1, total.shape[-1]).addmm_(h.reshape(-1, h.shape[-1]), last.weight.t())
+        return linear(h, last.weight) + total
+    add_linear_(total.view(-1, total.shape[-1]), h.reshape(-1, h.shape[-1]), last.weight)
     return total
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.patches.core.convolution import pointwise
 from sdfastgn.patches.core.fusion import ClassSwap
+from sdfastgn.patches.core.linear import call_linear
 from sdfastgn.patches.core.statistics import add
 from sdfastgn.patches.core.tested_sources import tested
 
@@ -31,7 +32,7 @@ class FusedTransformer2DModel(Transformer2DModel):
 
         hidden_states = self.norm(hidden_states)
         if self.use_linear_projection:
-            return self.proj_in(to_tokens(hidden_states)), hidden_states.shape[1]
+            return call_linear(self.proj_in, to_tokens(hidden_states)), hidden_states.shape[1]
         hidden_states = pointwise(self.proj_in, hidden_states)
         return to_tokens(hidden_states), hidden_states.shape[1]
 
@@ -53,7 +54,7 @@ class FusedTransformer2DModel(Transformer2DModel):
             return tokens.reshape(batch_size, height, width, -1).permute(0, 3, 1, 2)
 
         if self.use_linear_projection:
-            return add(to_image(self.proj_out(hidden_states)), residual)
+            return add(to_image(call_linear(self.proj_out, hidden_states)), residual)
         return add(pointwise(self.proj_out, to_image(hidden_states)), residual)
 
 

@@ -13,6 +13,7 @@ import torch
 
 from sdfastgn.kernels.common.compile_ahead import rehearse
 from sdfastgn.kernels.common.private import end_pool
+from sdfastgn.kernels.product.op import chosen_after
 
 __all__ = ["Backend", "CudaBackend", "Handle", "backend_of", "no_autocast_cache"]
 
@@ -37,7 +38,7 @@ class Backend(Protocol):
         """Memory of inputs is allocated in here."""
 
     def rehearse(self, fn: Callable[[], Any]) -> None:
-        """Run ``fn`` for the kernels that it needs compiled; its result is of no use."""
+        """Run ``fn`` for what can be prepared: kernels, matrix products. Its result is of no use."""
 
     def capture(self, fn: Callable[[], Any]) -> Handle:
         """Capture ``fn``. Raises whatever makes that impossible; the device is as it was then."""
@@ -89,7 +90,8 @@ class CudaBackend:
         current.wait_stream(self._stream)
 
     def rehearse(self, fn: Callable[[], Any]) -> None:
-        rehearse(fn, self._device)
+        with chosen_after():
+            rehearse(fn, self._device)
 
     def capture(self, fn: Callable[[], Any]) -> Handle:
         graph = torch.cuda.CUDAGraph()
