@@ -39,24 +39,24 @@ def profiled(fn: Callable[[], object], calls_of: Any, *, repeats: int) -> tuple[
     """
     code = inspect.unwrap(calls_of).__code__
     found: dict[str, float] = {}
-    begun: list[tuple[Any, str, float]] = []  # those that run now, by their frame or their caller's
+    begun: list[float] = []
     total = 0.0
 
     # Not cProfile: Python 3.12's loses its place where a function is left by an exception.
     def see(frame: types.FrameType, event: str, called: Any) -> None:
         nonlocal total
-        now = time.perf_counter()
-        if event in ("call", "c_call"):
-            caller = frame.f_back if event == "call" else frame
-            if frame.f_code is code and event == "call":
-                total -= now
-            elif caller is not None and caller.f_code is code:
-                begun.append((frame, _name_of(frame) if event == "call" else called.__name__, now))
-        elif begun and begun[-1][0] is frame and (event == "return") == (frame.f_code is not code):
-            _, name, start = begun.pop()
-            found[name] = found.get(name, 0.0) + now - start
-        elif event == "return" and frame.f_code is code:
-            total += now
+        is_python = event in ("call", "return")
+        caller = frame.f_back if is_python else frame
+        if caller is not None and caller.f_code is code:
+            if event in ("call", "c_call"):
+                begun.append(time.perf_counter())
+            elif len(begun) == 1:  # else it was called back by a function in C
+                name = _name_of(frame) if is_python else called.__name__
+                found[name] = found.get(name, 0.0) + time.perf_counter() - begun.pop()
+            else:
+                begun.pop()
+        elif frame.f_code is code:
+            total += time.perf_counter() * (1 if event == "return" else -1)
 
     sys.setprofile(see)
     try:

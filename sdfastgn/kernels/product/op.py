@@ -39,6 +39,8 @@ _ALIGNMENT = 256
 _LAUNCHES, _ROUNDS = 5, 3
 # Cycles for which the GPU waits, so that the CPU has enqueued them all: 0.2 ms.
 _HEAD_START = 400_000
+# Of the best time: slower ones are not timed again.
+_NEAR = 1.05
 # Of PyTorch's time: a smaller gain may be noise.
 _WORTHWHILE = 0.98
 
@@ -161,8 +163,12 @@ def _fastest(kind: _Kind) -> Algorithm | None:
             continue
         if torch.equal(out, expected):
             ways.append((algorithm, partial(multiply, shape, algorithm, x, weight, bias, out)))
-    rounds = [[_microseconds(way) for _, way in ways] for _ in range(_ROUNDS)]
-    times = list(map(min, zip(*rounds, strict=True)))
+    times = [_microseconds(way) for _, way in ways]
+    for _ in range(_ROUNDS - 1):
+        # Most are far off at once. PyTorch's own, the first, is what the best is compared with.
+        near = [i for i, time in enumerate(times) if i == 0 or time < _NEAR * min(times)]
+        for i in near:
+            times[i] = min(times[i], _microseconds(ways[i][1]))
     best = times.index(min(times))
     return ways[best][0] if times[best] < _WORTHWHILE * times[0] else None
 

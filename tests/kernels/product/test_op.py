@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -222,7 +224,8 @@ def test_a_graph_has_pytorchs_bits(monkeypatch, dtype):
     multiply = op.multiply
     monkeypatch.setattr(op, "multiply", lambda *args: taken.append(args[1]) or multiply(*args))
     monkeypatch.setattr(op, "_WORTHWHILE", float("inf"))
-    monkeypatch.setattr(op, "_microseconds", lambda way: -len(taken))  # the last one wins
+    counter = itertools.count(1)
+    monkeypatch.setattr(op, "_microseconds", lambda way: 1 / next(counter))  # the last one wins
     monkeypatch.setattr(op, "_chosen", op.PlanCache())
     x, weight, bias, total = make((2048, 640, 640), dtype, "cuda")
 
