@@ -28,9 +28,8 @@ from sdfastgn.kernels.product.cublaslt import Algorithm, Refused, Shape, algorit
 __all__ = ["add_linear_", "chosen_after", "is_choosing", "linear"]
 
 _DTYPES = (torch.float16, torch.bfloat16)
-# Multiplications of a product. Below, no algorithm was faster by more than a launch's noise; PyTorch's
-# first is right for those that the GPU runs in one wave.
-_FEWEST = 2**28
+# Rows of x. Products of fewer are a wave of tiles or two, and gained less than the time of choosing.
+_FEWEST_ROWS = 1024
 # Elements of an output, at most. Larger ones are limited by power, and would need their memory twice.
 _MOST_ELEMENTS = 2**26
 # Bytes that cuBLASLt assumes each pointer to be a multiple of.
@@ -90,22 +89,27 @@ def add_linear_(total: Tensor, x: Tensor, weight: Tensor) -> None:
 
 
 def _kind_of(x: Tensor, weight: Tensor, bias: Tensor | None, total: Tensor | None) -> _Kind | None:
-    """None for what stays with PyTorch."""
+    """None for what stays with PyTorch, also what it refuses."""
     operands = [t for t in (x, weight, bias, total) if t is not None]
+    if weight.dim() != 2 or x.shape[-1:] != weight.shape[1:] or x.numel() == 0:
+        return None
+    columns, depth = weight.shape
+    rows = x.numel() // depth
     fits = (
         dispatch.is_plain_inference(x, (weight, bias, total))
         and x.dtype in _DTYPES
         and all((t.dtype, t.device) == (x.dtype, x.device) for t in operands)
         and all(t.is_contiguous() and t.data_ptr() % _ALIGNMENT == 0 for t in operands)
-        and x.numel() * len(weight) >= _FEWEST
-        and x.numel() // x.shape[-1] * len(weight) <= _MOST_ELEMENTS
+        and (bias is None or bias.shape == (columns,))
+        and (total is None or total.shape == (rows, columns))
+        and rows >= _FEWEST_ROWS
+        and rows * columns <= _MOST_ELEMENTS
         and gpu.is_current(x.device)
         and not torch.is_autocast_enabled(x.device.type)
     )
     if not fits:
         return None
-    columns, depth = weight.shape
-    shape = Shape(x.numel() // depth, columns, depth, x.dtype, bias is not None, total is not None)
+    shape = Shape(rows, columns, depth, x.dtype, bias is not None, total is not None)
     return _Kind(shape, x.device, tuple(switch() for switch in switches))
 
 

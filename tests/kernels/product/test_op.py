@@ -68,7 +68,7 @@ def library(monkeypatch):
 
     captures(monkeypatch, False)
     monkeypatch.setattr(op, "_chosen", op.PlanCache())
-    monkeypatch.setattr(op, "_FEWEST", 1)
+    monkeypatch.setattr(op, "_FEWEST_ROWS", 1)
     monkeypatch.setattr(op, "_ALIGNMENT", 1)
     with kernels(direct=True), torch.no_grad():
         yield install
@@ -157,13 +157,29 @@ def test_operands_with_gaps_stay_with_pytorch(library, place):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("_FEWEST", 24 * 40 * 16 + 1), ("_MOST_ELEMENTS", 24 * 40 - 1), ("_ALIGNMENT", 2**20)]
+    ("name", "value"), [("_FEWEST_ROWS", 25), ("_MOST_ELEMENTS", 24 * 40 - 1), ("_ALIGNMENT", 2**20)]
 )
 def test_small_large_and_unaligned_products_stay_with_pytorch(library, monkeypatch, name, value):
     stub = library(fast=(8.0, 0.0))
     monkeypatch.setattr(op, name, value)
     rehearse(*make()[:3])
     assert stub.timed == 0
+
+
+def test_what_does_not_fit_is_pytorchs_to_refuse(library, monkeypatch):
+    stub = library(fast=(8.0, 0.0))
+    x, weight, bias, total = make()
+    rehearse(x, weight, bias)
+    captures(monkeypatch)
+    stub.called.clear()
+    for operands in ((x[:, :8].clone(), weight), (x, weight, bias[:8].clone()), (x, weight[:, :8].clone())):
+        with pytest.raises(RuntimeError):
+            op.linear(*operands)
+    with pytest.raises(RuntimeError):
+        op.add_linear_(total[:8].clone(), x, weight)
+    assert op.linear(x[:0], weight, bias).shape == (0, 40)
+    assert torch.equal(op.linear(x, weight[0]), F.linear(x, weight[0]))
+    assert stub.called == []
 
 
 def test_fp32_and_gradients_stay_with_pytorch(library):
