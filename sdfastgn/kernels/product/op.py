@@ -125,6 +125,8 @@ def _algorithm(kind: _Kind) -> Algorithm | None:
 def chosen_after() -> Iterator[None]:
     """Notes the products of the calls inside; at the end times those that this process has not timed yet.
 
+    Of the current device, on its current stream.
+
     Raises torch.OutOfMemoryError where there is no memory for it; what is left stays PyTorch's.
     """
     noted: dict[_Kind, None] = {}

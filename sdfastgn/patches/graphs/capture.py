@@ -90,7 +90,7 @@ class CudaBackend:
         current.wait_stream(self._stream)
 
     def rehearse(self, fn: Callable[[], Any]) -> None:
-        with chosen_after():
+        with torch.cuda.device(self._device), chosen_after():
             rehearse(fn, self._device)
 
     def capture(self, fn: Callable[[], Any]) -> Handle:
