@@ -31,7 +31,7 @@ HUB = ROOT / "integrations" / "hub"
 NAME = "sdfastgn"
 BACKENDS = ("cpu", "cuda")
 # Their ops serve the fusions of sdfastgn.optimize alone.
-LEFT_OUT = ("act_linear", "attention")
+LEFT_OUT = ("act_linear", "attention", "product")
 # Hexadecimal digits of the sources' hash in a namespace.
 ID_DIGITS = 12
 
