@@ -69,23 +69,36 @@ def is_choosing() -> bool:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``F.linear(x, weight, bias)``: x (..., depth), weight (columns, depth) -> (..., columns)."""
-    kind = _kind_of(x, weight, bias, None) if is_choosing() else None
-    algorithm = None if kind is None else _algorithm(kind)
-    if kind is None or algorithm is None:
+    choice = _choice(x, weight, bias, None)
+    if choice is None:
         return F.linear(x, weight, bias)
     out = x.new_empty((*x.shape[:-1], len(weight)))
-    multiply(kind.shape, algorithm, x, weight, bias, out)
+    multiply(*choice, x, weight, bias, out)
     return out
 
 
 def add_linear_(total: Tensor, x: Tensor, weight: Tensor) -> None:
     """``total += x @ weight.T`` for total (rows, columns) and x (rows, depth), rounded once."""
-    kind = _kind_of(x, weight, None, total) if is_choosing() else None
-    algorithm = None if kind is None else _algorithm(kind)
-    if kind is None or algorithm is None:
+    choice = _choice(x, weight, None, total)
+    if choice is None:
         total.addmm_(x, weight.t())
     else:
-        multiply(kind.shape, algorithm, x, weight, None, total)
+        multiply(*choice, x, weight, None, total)
+
+
+def _choice(
+    x: Tensor, weight: Tensor, bias: Tensor | None, total: Tensor | None
+) -> tuple[Shape, Algorithm] | None:
+    """What ``multiply`` takes to compute this product; None for PyTorch's own. A rehearsal notes it."""
+    kind = _kind_of(x, weight, bias, total) if is_choosing() else None
+    if kind is None:
+        return None
+    noted = _noted.get()
+    if noted is not None:
+        noted[kind] = None
+        return None
+    algorithm = _chosen.get(kind)
+    return None if algorithm is None else (kind.shape, algorithm)
 
 
 def _kind_of(x: Tensor, weight: Tensor, bias: Tensor | None, total: Tensor | None) -> _Kind | None:
@@ -111,14 +124,6 @@ def _kind_of(x: Tensor, weight: Tensor, bias: Tensor | None, total: Tensor | Non
         return None
     shape = Shape(rows, columns, depth, x.dtype, bias is not None, total is not None)
     return _Kind(shape, x.device, tuple(switch() for switch in switches))
-
-
-def _algorithm(kind: _Kind) -> Algorithm | None:
-    noted = _noted.get()
-    if noted is None:
-        return _chosen.get(kind)
-    noted[kind] = None
-    return None
 
 
 @contextmanager
