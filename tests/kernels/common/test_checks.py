@@ -45,6 +45,9 @@ def call(op, **changes):
 
 # How to make of a good tensor one that no op takes, and what the error ends with.
 REFUSED = [
+    (lambda t: 1.0, "float"),
+    (lambda t: True, "bool"),
+    (lambda t: "a", "str"),
     (Tensor.tolist, "list"),
     (Tensor.numpy, "ndarray"),
     (Tensor.long, "torch.int64"),
