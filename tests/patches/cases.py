@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers.models.attention_processor import AttnProcessor2_0, IPAdapterAttnProcessor2_0
 from torch import Tensor, nn
 
 import sdfastgn
 from sdfastgn.kernels.common.launch import Launch
-from sdfastgn.patches.core import statistics
+from sdfastgn.patches.core import convolution, statistics
 from tests.kernels import samples as kernels
 
 # Where tests with ``on_each_device`` make their tensors.
@@ -96,6 +97,15 @@ def linear_calls(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
     return calls
 
 
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Matrix products that stood for a convolution."""
+    found: list[tuple[Any, ...]] = []
+    linear = nn.functional.linear
+    monkeypatch.setattr(convolution.nn.functional, "linear", lambda *a: found.append(a) or linear(*a))
+    return found
+
+
 class Launches(list[tuple[str, Launch, dict[str, Any]]]):
     """(name, launch, pointers by name) of each kernel; ``runs``: whether they are launched too."""
 
@@ -139,6 +149,20 @@ def ran(launches: Launches) -> Callable[[str], int]:
 def statistics_always_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     """However small the tensor is."""
     monkeypatch.setattr(statistics, "statistics_pay", lambda C, HW: True)
+
+
+class Tinted(AttnProcessor2_0):
+    """A processor with an argument of its own, as IP-Adapter's and the regional ones have."""
+
+    def __call__(
+        self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, temb=None, tint=0.0
+    ):  # fmt: skip
+        return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, temb) + tint
+
+
+def ip_adapter_processor(dim: int, text: int) -> IPAdapterAttnProcessor2_0:
+    torch.manual_seed(4)
+    return IPAdapterAttnProcessor2_0(dim, cross_attention_dim=text, num_tokens=(3,), scale=[0.7])
 
 
 def ip_adapter_weights(unet: Any) -> dict[str, dict[str, Tensor]]:

@@ -20,14 +20,15 @@ from torch import Tensor, nn
 import sdfastgn
 from sdfastgn.kernels.statistics.op import reference_channel_statistics
 from sdfastgn.kernels.upsample import conv as upsample_conv
-from sdfastgn.patches.core import convolution, statistics
+from sdfastgn.patches.core import statistics
 from tests.kernels import samples
 from tests.patches import cases
 from tests.patches.cases import WHERE, agree, image, noise
 from tests.patches.samples import twins_of
 
 on_each_device, without_gradients = cases.on_each_device, cases.without_gradients
-launches, ran, statistics_always_pay = cases.launches, cases.ran, cases.statistics_always_pay
+launches, products, ran = cases.launches, cases.products, cases.ran
+statistics_always_pay = cases.statistics_always_pay
 
 
 def twins(module: nn.Module, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn.Module]:
@@ -137,15 +138,6 @@ def test_gradients_run_stocks_operations(ran):
 
 
 # --- transformers ---------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def products(monkeypatch):
-    """Matrix products that stood for a convolution."""
-    found = []
-    linear = nn.functional.linear
-    monkeypatch.setattr(convolution.nn.functional, "linear", lambda *a: found.append(a) or linear(*a))
-    return found
 
 
 @pytest.mark.parametrize("linear", [True, False], ids=["linear", "conv"])
