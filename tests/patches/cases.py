@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 import torch
 from diffusers.models.attention_processor import AttnProcessor2_0, IPAdapterAttnProcessor2_0
+from diffusers.models.resnet import ResnetBlock2D
 from torch import Tensor, nn
 
 import sdfastgn
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.patches.core import convolution, statistics
 from tests.kernels import samples as kernels
+from tests.patches.samples import randomize
 
 # Where tests with ``on_each_device`` make their tensors.
 WHERE = {"device": "cpu"}
@@ -59,6 +61,20 @@ def agree(a: Tensor, b: Tensor, bound: float = 2e-5) -> None:
 def twins(stock: nn.Module, **options: Any) -> tuple[Any, Any]:
     """(optimized copy, ``stock``)"""
     return sdfastgn.optimize(copy.deepcopy(stock), **options), stock
+
+
+def random_twins(module: nn.Module, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Any, Any]:
+    """``twins`` of random weights, with ``on_each_device``."""
+    return twins(randomize(module).to(WHERE["device"], dtype), **options)
+
+
+def resnet(**options: Any) -> nn.Module:
+    sizes = {"in_channels": 4, "out_channels": 6, "groups": 2, "temb_channels": 8, "eps": 1e-5}
+    return ResnetBlock2D(**{**sizes, **options})
+
+
+def resnet_inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    return image(2, 4, 3, 4, dtype=dtype), noise(2, 8, dtype=dtype)
 
 
 def gradients(model: nn.Module, *args: Any, **options: Any) -> list[Tensor]:

@@ -5,7 +5,6 @@ A new fusion adds its line here.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -25,7 +24,6 @@ from diffusers.models.unets.unet_2d_blocks import AutoencoderTinyBlock, CrossAtt
 from diffusers.models.upsampling import Upsample2D
 from torch import Tensor, nn
 
-import sdfastgn
 from sdfastgn.patches.core import tested_sources
 from tests.patches.group_norm_32 import GroupNorm32
 
@@ -46,12 +44,6 @@ def randomize(module: nn.Module) -> nn.Module:
             if p.dim() == 1:
                 p.copy_(torch.randn(p.shape, generator=g) * 0.5 + 0.5)
     return module.eval()
-
-
-def twins_of(module: nn.Module, device: str, dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
-    """(optimized, stock) with the same random weights."""
-    stock = randomize(module).to(device, dtype)
-    return sdfastgn.optimize(copy.deepcopy(stock)), stock
 
 
 def _decoder() -> nn.Module:
