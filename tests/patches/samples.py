@@ -48,7 +48,7 @@ def randomize(module: nn.Module) -> nn.Module:
 
 def _decoder() -> nn.Module:
     types = ("UpDecoderBlock2D",) * 2
-    return Decoder(block_out_channels=(20, 40), up_block_types=types, norm_num_groups=5)
+    return Decoder(block_out_channels=(20, 40), up_block_types=types, layers_per_block=1, norm_num_groups=5)
 
 
 def _resnet(**options: Any) -> nn.Module:
@@ -245,7 +245,7 @@ SAMPLES: list[Sample] = [
         lambda m: m(image(1, 3, 16, 16)),
     ),
     ("conv_norm_out-decoder", _decoder, lambda m: m(image(1, 3, 8, 8))),
-    ("decoder_slices", _decoder, lambda m: m(image(2, 3, 8, 8))),
+    ("decoder_slices", _decoder, lambda m: m(image(2, 3, 4, 4))),
     ("autoencoder_tiny_block", lambda: AutoencoderTinyBlock(12, 20, "relu"), _on_image),
     ("autoencoder_tiny_block-no-skip", lambda: AutoencoderTinyBlock(12, 12, "relu"), _on_image),
     ("encoder_tiny", lambda: AutoencoderTiny(**_TINY).encoder, lambda m: m(image(2, 3, 16, 24))),
