@@ -5,6 +5,8 @@ A new fusion adds its line here.
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -328,6 +330,13 @@ _FIRST = {sample[0].split("-")[0]: sample for sample in reversed(SAMPLES)}
 each_fusion = _each(_FIRST.values())
 # Without whole models, which take most of a minute in Triton's interpreter.
 each_part = _each(sample for name, sample in _FIRST.items() if name != "conv_norm_out")
+
+
+def pickled(module: nn.Module) -> nn.Module:
+    return pickle.loads(pickle.dumps(module))
+
+
+each_copy = pytest.mark.parametrize("copied", [copy.deepcopy, pickled], ids=["deepcopy", "pickle"])
 
 
 def snapshot(root: nn.Module) -> dict[str, Any]:
