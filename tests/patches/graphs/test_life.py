@@ -32,8 +32,7 @@ def test_the_number_of_graphs_is_bounded():
 @each_copy
 def test_a_copy_is_independent(copied):
     unet, stock, inputs = make()
-    for _ in range(3):
-        run(unet, inputs)
+    run(unet, inputs, calls=3)
     twin = copied(unet)
     replaced_parameter(unet)
     for _ in range(3):
@@ -77,8 +76,7 @@ def test_a_state_of_its_own_is_asked_for(copied):
 
 def test_saved_models_are_stock(tmp_path):
     unet, _, inputs = make()
-    for _ in range(2):
-        run(unet, inputs)
+    run(unet, inputs, calls=2)
     unet.save_pretrained(tmp_path)
     loaded = type(unet).from_pretrained(tmp_path)
     agree(run(loaded, inputs), run(unet, inputs))
@@ -87,8 +85,7 @@ def test_saved_models_are_stock(tmp_path):
 
 def test_restore_is_exact():
     unet, stock, inputs = make()
-    for _ in range(3):
-        run(unet, inputs)
+    run(unet, inputs, calls=3)
     sdfastgn.restore(unet)
     assert set(vars(unet)) == set(vars(stock))
     assert torch.equal(run(unet, inputs), run(stock, inputs))
@@ -122,8 +119,7 @@ def test_restore_below_a_wrapper_of_other_code():
 
 def test_a_dropped_model_goes_at_once():
     unet, _, inputs = make()
-    for _ in range(3):
-        run(unet, inputs)
+    run(unet, inputs, calls=3)
     weight = weakref.ref(unet.conv_in.weight)
     gc.disable()
     try:
