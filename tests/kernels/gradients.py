@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 import sdfastgn
@@ -27,6 +29,16 @@ def relative(got, want) -> float:
     return ((got.double() - want).norm() / want.norm()).item()
 
 
+def compare(call, leaves, dy, bound=1e-5, *, direct=False):
+    """Gradients of ``call(group_norm, *leaves)`` by the kernels and by the formula; returns the kernels'."""
+    got = grads_of(functools.partial(call, sdfastgn.group_norm), leaves, dy, direct=direct)
+    want = expected_grads(functools.partial(call, reference_group_norm), leaves, dy)
+    for g, w, leaf in zip(got, want, leaves, strict=True):
+        assert (g.shape, g.dtype) == (leaf.shape, leaf.dtype)
+        assert relative(g, w) < bound
+    return got
+
+
 def away_from_the_kink(dy, x, groups, weight, bias):
     """At relu's kink a rounding decides between two right answers."""
     z = reference_group_norm(x.double(), groups, weight.double(), bias.double())
@@ -39,11 +51,7 @@ def check(shape, groups, dtype, device, layout, activation, dy_layout, *, direct
     if activation == "relu":
         dy = to_layout(away_from_the_kink(dy, x, groups, weight, bias), dy_layout)
     leaves = leaves_of(x, weight, bias)
-    got = grads_of(
-        lambda x, w, b: sdfastgn.group_norm(x, groups, w, b, 1e-5, activation), leaves, dy, direct=direct
+    got = compare(
+        lambda f, x, w, b: f(x, groups, w, b, 1e-5, activation), leaves, dy, 2 * BOUNDS[dtype], direct=direct
     )
-    want = expected_grads(lambda x, w, b: reference_group_norm(x, groups, w, b, 1e-5, activation), leaves, dy)
     assert got[0].stride() == x.stride()
-    for name, g, w, leaf in zip(("x", "weight", "bias"), got, want, leaves, strict=True):
-        assert g.dtype is leaf.dtype
-        assert relative(g, w) < 2 * BOUNDS[dtype], name

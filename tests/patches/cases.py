@@ -12,12 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers.models.attention_processor import AttnProcessor2_0, IPAdapterAttnProcessor2_0
+from diffusers.models.resnet import ResnetBlock2D
 from torch import Tensor, nn
 
 import sdfastgn
 from sdfastgn.kernels.common.launch import Launch
-from sdfastgn.patches.core import statistics
+from sdfastgn.patches.core import convolution, statistics
 from tests.kernels import samples as kernels
+from tests.patches.samples import randomize
 
 # Where tests with ``on_each_device`` make their tensors.
 WHERE = {"device": "cpu"}
@@ -60,6 +63,20 @@ def twins(stock: nn.Module, **options: Any) -> tuple[Any, Any]:
     return sdfastgn.optimize(copy.deepcopy(stock), **options), stock
 
 
+def random_twins(module: nn.Module, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Any, Any]:
+    """``twins`` of random weights, with ``on_each_device``."""
+    return twins(randomize(module).to(WHERE["device"], dtype), **options)
+
+
+def resnet(**options: Any) -> nn.Module:
+    sizes = {"in_channels": 4, "out_channels": 6, "groups": 2, "temb_channels": 8, "eps": 1e-5}
+    return ResnetBlock2D(**{**sizes, **options})
+
+
+def resnet_inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    return image(2, 4, 3, 4, dtype=dtype), noise(2, 8, dtype=dtype)
+
+
 def gradients(model: nn.Module, *args: Any, **options: Any) -> list[Tensor]:
     """Of the tensors among ``args`` that want one, and of the parameters."""
     leaves = [t for t in args if isinstance(t, Tensor) and t.requires_grad]
@@ -94,6 +111,15 @@ def linear_calls(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
     stock = nn.Linear.forward
     monkeypatch.setattr(nn.Linear, "forward", lambda self, x: calls.append(self) or stock(self, x))
     return calls
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Matrix products that stood for a convolution."""
+    found: list[tuple[Any, ...]] = []
+    linear = nn.functional.linear
+    monkeypatch.setattr(convolution.nn.functional, "linear", lambda *a: found.append(a) or linear(*a))
+    return found
 
 
 class Launches(list[tuple[str, Launch, dict[str, Any]]]):
@@ -139,6 +165,20 @@ def ran(launches: Launches) -> Callable[[str], int]:
 def statistics_always_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     """However small the tensor is."""
     monkeypatch.setattr(statistics, "statistics_pay", lambda C, HW: True)
+
+
+class Tinted(AttnProcessor2_0):
+    """A processor with an argument of its own, as IP-Adapter's and the regional ones have."""
+
+    def __call__(
+        self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, temb=None, tint=0.0
+    ):  # fmt: skip
+        return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, temb) + tint
+
+
+def ip_adapter_processor(dim: int, text: int) -> IPAdapterAttnProcessor2_0:
+    torch.manual_seed(4)
+    return IPAdapterAttnProcessor2_0(dim, cross_attention_dim=text, num_tokens=(3,), scale=[0.7])
 
 
 def ip_adapter_weights(unet: Any) -> dict[str, dict[str, Tensor]]:

@@ -6,6 +6,7 @@ A new fusion adds its line here.
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -25,7 +26,6 @@ from diffusers.models.unets.unet_2d_blocks import AutoencoderTinyBlock, CrossAtt
 from diffusers.models.upsampling import Upsample2D
 from torch import Tensor, nn
 
-import sdfastgn
 from sdfastgn.patches.core import tested_sources
 from tests.patches.group_norm_32 import GroupNorm32
 
@@ -48,15 +48,9 @@ def randomize(module: nn.Module) -> nn.Module:
     return module.eval()
 
 
-def twins_of(module: nn.Module, device: str, dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
-    """(optimized, stock) with the same random weights."""
-    stock = randomize(module).to(device, dtype)
-    return sdfastgn.optimize(copy.deepcopy(stock)), stock
-
-
 def _decoder() -> nn.Module:
     types = ("UpDecoderBlock2D",) * 2
-    return Decoder(block_out_channels=(20, 40), up_block_types=types, norm_num_groups=5)
+    return Decoder(block_out_channels=(20, 40), up_block_types=types, layers_per_block=1, norm_num_groups=5)
 
 
 def _resnet(**options: Any) -> nn.Module:
@@ -253,7 +247,7 @@ SAMPLES: list[Sample] = [
         lambda m: m(image(1, 3, 16, 16)),
     ),
     ("conv_norm_out-decoder", _decoder, lambda m: m(image(1, 3, 8, 8))),
-    ("decoder_slices", _decoder, lambda m: m(image(2, 3, 8, 8))),
+    ("decoder_slices", _decoder, lambda m: m(image(2, 3, 4, 4))),
     ("autoencoder_tiny_block", lambda: AutoencoderTinyBlock(12, 20, "relu"), _on_image),
     ("autoencoder_tiny_block-no-skip", lambda: AutoencoderTinyBlock(12, 12, "relu"), _on_image),
     ("encoder_tiny", lambda: AutoencoderTiny(**_TINY).encoder, lambda m: m(image(2, 3, 16, 24))),
@@ -336,6 +330,13 @@ _FIRST = {sample[0].split("-")[0]: sample for sample in reversed(SAMPLES)}
 each_fusion = _each(_FIRST.values())
 # Without whole models, which take most of a minute in Triton's interpreter.
 each_part = _each(sample for name, sample in _FIRST.items() if name != "conv_norm_out")
+
+
+def pickled(module: nn.Module) -> nn.Module:
+    return pickle.loads(pickle.dumps(module))
+
+
+each_copy = pytest.mark.parametrize("copied", [copy.deepcopy, pickled], ids=["deepcopy", "pickle"])
 
 
 def snapshot(root: nn.Module) -> dict[str, Any]:

@@ -6,14 +6,15 @@ import pytest
 
 from sdfastgn.kernels.act_linear.config import has_few_rows, tile_config
 from sdfastgn.kernels.common.sizes import WARP, ceil_div, next_power_of_2, vector_width
+from tests.kernels.samples import each_gpu, each_size
 
 ROWS = (1, 2, 3, 4, 5, 16, 77, 10**6)
 CHANNELS = (1, 3, 77, 320, 640, 1280, 2560, 10**6 + 1)
 LENGTHS = (1, 7, 16, 33, 320, 333, 1280, 2048, 2816, 8191, 10**5)
 
 
-@pytest.mark.parametrize("num_sms", [14, 132], ids=lambda n: f"{n}sms")
-@pytest.mark.parametrize("itemsize", [2, 4], ids=lambda n: f"{n}bytes")
+@each_gpu
+@each_size
 def test_tiles_cover_everything_and_fit(itemsize, num_sms):
     for N in ROWS:
         for C in CHANNELS:

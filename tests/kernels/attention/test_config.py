@@ -13,6 +13,7 @@ from sdfastgn.kernels.attention.config import (
     softmax_config,
 )
 from sdfastgn.kernels.common.sizes import next_power_of_2
+from tests.kernels.samples import each_gpu
 
 COUNTS = (1, 2, 3, 17)
 TOKENS = (1, 7, 128, 1000, 1024, 4096, 9216, 16384, 16385, 65536, 200003)
@@ -23,7 +24,7 @@ def every_size():
     return ((count, L, keys, D) for count in COUNTS for L in TOKENS for keys in TOKENS for D in CHANNELS)
 
 
-@pytest.mark.parametrize("num_sms", [14, 132], ids=lambda n: f"{n}sms")
+@each_gpu
 def test_chunks_are_all_queries_once_and_fit(num_sms):
     for count, L, keys, D in every_size():
         config = chunks_config(count, L, keys, D, num_sms)

@@ -10,7 +10,7 @@ from sdfastgn.kernels.attention import wide_heads, wide_heads_kernels
 from sdfastgn.kernels.attention.config import ChunksConfig
 from sdfastgn.kernels.attention.wide_heads import attend, wide_attention
 from sdfastgn.kernels.common.launch import Launch
-from tests.kernels.samples import DEVICES, error, first_alone, interpreted, kernels
+from tests.kernels.samples import DEVICES, error, first_alone, interpreted, kernels, skip_cut_off
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -121,8 +121,7 @@ def test_rows_that_are_read_twice(in_chunks, keys, device):
     ],
 )
 def test_no_less_exact_than_pytorch(in_chunks, dtype, std, mean, device):
-    if dtype is torch.bfloat16 and device == "cpu":
-        pytest.skip("Triton's interpreter truncates to bf16 where a GPU rounds")
+    skip_cut_off(dtype, device)
     in_chunks((16, 2))
     tensors = make((1, 1, 24, 320), 96, dtype, device, mean, std)
     expected = truth(*tensors)

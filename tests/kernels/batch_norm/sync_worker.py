@@ -1,12 +1,13 @@
 """One process of two that normalize one batch together: ``python -m tests.kernels.batch_norm.sync_worker
-RANK STORE RESULT WAY``; test_sync.py starts it. Writes what it computed of its own samples.
+RANK STORE RESULT WAY...``; test_sync.py starts it. Writes what it computed of its own samples.
 
-``WAY``: ``plain`` PyTorch, or the ``kernels`` in Triton's interpreter.
+``WAY``: a key of ``WAYS``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 
 import torch
@@ -20,6 +21,8 @@ C = 6
 # Samples of each process: as many as there are shapes.
 SPLITS = {(5, C, 4, 7): (3, 2), (2, C, 1, 1): (1, 1), (2, C, 40, 41): (2, 0)}
 ACTIVATIONS = ("silu", "identity")
+# Plain PyTorch, or the kernels in Triton's interpreter.
+WAYS = {"plain": contextlib.nullcontext, "kernels": lambda: kernels(direct=True)}
 
 
 def batch(shape: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
@@ -37,19 +40,18 @@ def stock() -> nn.SyncBatchNorm:
     return norm
 
 
-def main(rank: int, store: str, result: str, way: str) -> None:
+def main(rank: int, store: str, result: str, *ways: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     found = {}
-    for shape, sizes in SPLITS.items():
-        for activation in ACTIVATIONS:
-            norm = sdfastgn.BatchNorm.from_module(stock(), activation)
-            x, residual, dy = (t.split(sizes)[rank] for t in batch(shape))
-            leaves = x.requires_grad_(), residual.requires_grad_(), *norm.parameters()
-            with kernels(direct=True) if way == "kernels" else contextlib.nullcontext():
-                y = norm(*leaves[:2])
-                grads = torch.autograd.grad(y, leaves, dy)
-            found[shape, activation] = [y.detach(), *grads, norm.running_mean, norm.running_var]
+    for way, shape, activation in itertools.product(ways, SPLITS, ACTIVATIONS):
+        norm = sdfastgn.BatchNorm.from_module(stock(), activation)
+        x, residual, dy = (t.split(SPLITS[shape])[rank] for t in batch(shape))
+        leaves = x.requires_grad_(), residual.requires_grad_(), *norm.parameters()
+        with WAYS[way]():
+            y = norm(*leaves[:2])
+            grads = torch.autograd.grad(y, leaves, dy)
+        found[way, shape, activation] = [y.detach(), *grads, norm.running_mean, norm.running_var]
     torch.save(found, result)
     dist.barrier()
     dist.destroy_process_group()

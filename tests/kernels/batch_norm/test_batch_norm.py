@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory", "few_registers")
 one_multiprocessor = multiprocessors(1)
 
 SMALL = [
-    pytest.param((2, 37, 5, 9), id="2d"),
+    pytest.param((2, 37, 3, 9), id="2d"),
     pytest.param((2, 5, 3, 4, 5), id="3d"),
     pytest.param((3, 5, 21), id="1d"),
     pytest.param((7, 19), id="no-positions"),
@@ -41,14 +41,14 @@ SMALL = [
     pytest.param((2, 1, 7, 9), id="one-channel"),
 ]
 SPLIT = [
-    pytest.param((3, 34, 31, 29), id="split"),
-    # Sixteen positions side by side, and four.
-    pytest.param((6, 3, 40, 40), id="few-channels"),
-    pytest.param((3, 10, 36, 39), id="ten-channels"),
-    pytest.param((9001, 2), id="no-positions-split"),
+    pytest.param((3, 34, 19, 23), id="split"),
+    # Eight positions side by side, and four.
+    pytest.param((5, 3, 32, 24), id="few-channels"),
+    pytest.param((2, 10, 24, 39), id="ten-channels"),
+    pytest.param((5001, 2), id="no-positions-split"),
     pytest.param((1, 1, 131, 129), id="one-channel-split"),
-    pytest.param((3, 17, 9, 11, 13), id="3d-split"),
-    pytest.param((71, 11, 6, 7), id="small-images"),
+    pytest.param((3, 17, 5, 11, 9), id="3d-split"),
+    pytest.param((27, 11, 6, 7), id="small-images"),
 ]
 GPU_SHAPES = [
     pytest.param((32, 64, 112, 112), id="32x64x112x112"),
@@ -68,7 +68,8 @@ def few_registers(request, monkeypatch):
     """Tensors of SPLIT's sizes take the way of large ones; on real shapes nothing is changed."""
     if request.function is not test_real_shapes_on_the_gpu:
         for name in ("_SMALL_MAX_ELEMENTS", "_SMALL_MAX_ALONE", "_SMALL_BACKWARD_MAX_ELEMENTS"):
-            monkeypatch.setattr(config, name, 2048)
+            monkeypatch.setattr(config, name, 1024)
+        monkeypatch.setattr(config, "_SMALL_PER_WARP", 512)
 
 
 def stock(
@@ -151,7 +152,7 @@ def test_forward_and_backward_in_eval(shape, activation, layout, device):
 @each_device
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("shape", [(2, 24, 5, 9), (2, 24, 23, 29)], ids=["small", "split"])
+@pytest.mark.parametrize("shape", [(2, 24, 3, 9), (2, 24, 13, 17)], ids=["small", "split"])
 def test_every_activation_and_dtype(shape, activation, dtype, device):
     check(shape, dtype, device, "channels_last", activation)
     check(shape, dtype, device, "channels_last", activation, with_residual=False)
@@ -180,7 +181,7 @@ def test_chunks_of_several_tiles(shape, layout, device):
 
 @each_device
 @each_layout
-@pytest.mark.parametrize("shape", [(3, 34, 37, 31), (5, 3, 41, 40)], ids=["many", "few-channels"])
+@pytest.mark.parametrize("shape", [(3, 18, 19, 23), (3, 3, 24, 24)], ids=["many", "few-channels"])
 def test_merges_of_several_tiles(shape, layout, device, monkeypatch):
     """In the forward and in the backward; also of equal values, and with a mean far above the spread."""
     monkeypatch.setattr(config, "_MERGE_TILE", 4)
@@ -210,7 +211,7 @@ WANTED = [(True, *rest) for rest in ((False,) * 3, (True, False, False), (False,
 @each_device
 @pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
 @pytest.mark.parametrize("wanted", WANTED, ids=str)
-@pytest.mark.parametrize("shape", [(2, 6, 5, 7), (2, 6, 43, 101)], ids=["small", "split"])
+@pytest.mark.parametrize("shape", [(2, 6, 5, 7), (2, 6, 23, 25)], ids=["small", "split"])
 def test_some_gradients_alone(shape, wanted, training, device):
     """Each leaves out other kernels."""
     tensors = operands(shape, torch.float32, device, "channels_last")
@@ -321,7 +322,7 @@ def test_running_averages_are_updated_once_whichever_kernel_cannot_be_compiled(k
             raise turn_off("no compiler")
         return through_triton(self, tensors)
 
-    mean, var, x = torch.zeros(34), torch.zeros(34), make((3, 34, 31, 29))[0].requires_grad_(trains)
+    mean, var, x = torch.zeros(34), torch.zeros(34), make((3, 34, 19, 23))[0].requires_grad_(trains)
     monkeypatch.setattr(dispatch, "why_off", None)
     monkeypatch.setattr(Launch, "_through_triton", fails)
     monkeypatch.setattr(BATCH_NORM, "_plans", PlanCache())

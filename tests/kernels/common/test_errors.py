@@ -163,15 +163,3 @@ def test_another_device_is_named(name, label, path):
 def test_the_statistics_device_is_named():
     with pytest.raises(ValueError, match=r"^sdfastgn\.group_norm: statistics is on meta"):
         sdfastgn.group_norm(ones(2, 6, 3, 4), 3, statistics=ones(2, 2, 1, 6).to("meta"))
-
-
-@each_path
-@pytest.mark.parametrize(
-    ("name", "label"), [(name, label) for name, op in FUNCTIONS.items() for label in op.shapes]
-)
-@pytest.mark.parametrize("value", [1.0, True, "a"], ids=repr)
-def test_a_value_where_a_tensor_belongs(name, label, value, path):
-    op = FUNCTIONS[name]
-    make_a_plan(name)
-    with path(), pytest.raises(TypeError, match=rf"^{op.name}: {label} must be a .*Tensor, got"):
-        op.call(**{**op.operands(torch.float32), label: value})

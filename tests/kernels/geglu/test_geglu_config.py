@@ -6,12 +6,10 @@ import pytest
 
 from sdfastgn.kernels.common.sizes import WARP, ceil_div, next_power_of_2, vector_width
 from sdfastgn.kernels.geglu.config import backward_config, forward_config
+from tests.kernels.samples import each_gpu, each_size
 
 ROWS = (1, 2, 3, 77, 2048, 8192, 100003, 10**7)
 WIDTHS = (1, 2, 7, 10, 33, 320, 333, 1280, 2560, 5120, 8191, 50000, 10**7, 10**9 + 1)
-
-each_gpu = pytest.mark.parametrize("num_sms", [14, 132], ids=lambda n: f"{n}sms")
-each_size = pytest.mark.parametrize("itemsize", [2, 4], ids=lambda n: f"{n}bytes")
 
 
 @each_gpu

@@ -21,6 +21,7 @@ from sdfastgn.kernels.group_norm.config import (
 )
 from sdfastgn.kernels.statistics import kernels as statistics_kernels
 from sdfastgn.kernels.statistics.config import StatisticsConfig, statistics_config, statistics_pay
+from tests.kernels.samples import each_gpu
 
 SIZES = [
     (N, C, HW)
@@ -33,7 +34,6 @@ MAX_THREADS = 1024
 # Elements of a tile that leave each thread enough registers.
 MAX_TILE = 1 << 17
 
-each_gpu = pytest.mark.parametrize("num_sms", [14, 132], ids=lambda n: f"{n}sms")
 each_layout = pytest.mark.parametrize("channels_last", [True, False], ids=["channels_last", "channels_first"])
 
 

@@ -15,6 +15,7 @@ from sdfastgn.kernels.layer_norm.config import (
     column_groups,
     forward_config,
 )
+from tests.kernels.samples import each_gpu, each_size
 
 ROWS = (1, 2, 10, 77, 154, 512, 2048, 8192, 100003, 10**7)
 WIDTHS = (
@@ -42,9 +43,6 @@ WIDTHS = (
 )
 # Threads of a program, elements that each of them can hold, programs of a launch.
 MAX_WARPS, MAX_PER_THREAD, MAX_PROGRAMS = 32, 64, 2**31 - 1
-
-each_gpu = pytest.mark.parametrize("num_sms", [14, 132], ids=lambda n: f"{n}sms")
-each_size = pytest.mark.parametrize("itemsize", [2, 4], ids=lambda n: f"{n}bytes")
 
 
 def configs(num_sms, itemsize):

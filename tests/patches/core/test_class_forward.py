@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import pickle
 
 import diffusers
 import pytest
@@ -21,7 +20,7 @@ import sdfastgn
 from sdfastgn.bench.models.architectures import build_unet, unet_inputs
 from tests.patches import samples
 from tests.patches.graphs import cases as graph_cases
-from tests.patches.samples import snapshot
+from tests.patches.samples import each_copy, snapshot
 
 CPU = torch.device("cpu")
 (CALL,) = (call for name, _, call in samples.SAMPLES if name == "conv_norm_out-unet")
@@ -244,9 +243,7 @@ def test_the_report_without_graphs_blames_nobody():
     assert graph_cases.reasons_of(unet) == "other code replaced its forward"
 
 
-@pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"]
-)
+@each_copy
 @pytest.mark.parametrize("has_own", [False, True], ids=["class-only", "own-forward"])
 def test_a_copy_with_graphs_is_restored_to_what_was_there(copied, has_own):
     unet = build_unet("tiny", torch.float32, "cpu")

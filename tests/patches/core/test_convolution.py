@@ -8,14 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sdfastgn.patches.core import convolution
 from sdfastgn.patches.core.convolution import pointwise
 from tests.kernels import samples
 from tests.patches import cases
 from tests.patches.cases import WHERE, image
 
 on_each_device, without_gradients = cases.on_each_device, cases.without_gradients
-
+products = cases.products
 
 PRODUCTS = [
     pytest.param({}, True, id="plain"),
@@ -27,15 +26,6 @@ PRODUCTS = [
     pytest.param({"padding": 1}, False, id="padding"),
     pytest.param({"groups": 2}, False, id="groups"),
 ]
-
-
-@pytest.fixture
-def products(monkeypatch):
-    """Matrix products that stood for a convolution."""
-    found = []
-    linear = nn.functional.linear
-    monkeypatch.setattr(convolution.nn.functional, "linear", lambda *a: found.append(a) or linear(*a))
-    return found
 
 
 @pytest.mark.parametrize(("options", "is_product"), PRODUCTS)

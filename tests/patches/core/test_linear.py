@@ -8,14 +8,14 @@ import copy
 
 import pytest
 import torch
-from diffusers.models.resnet import ResnetBlock2D
 from torch import nn
 
 from sdfastgn.patches.core.linear import fused_linear, linear_of
 from tests.kernels import samples
 from tests.patches import cases, changes
-from tests.patches.cases import WHERE, agree, image, noise
-from tests.patches.samples import twins_of
+from tests.patches.cases import WHERE, agree, noise, resnet
+from tests.patches.cases import random_twins as twins
+from tests.patches.cases import resnet_inputs as inputs
 
 on_each_device, without_gradients = cases.on_each_device, cases.without_gradients
 launches, linear_calls = cases.launches, cases.linear_calls
@@ -36,19 +36,6 @@ def ran(launches):
         for name, launch, pointers in launches
         if name == "act_linear"
     ]
-
-
-def twins(module, dtype=torch.float32):
-    return twins_of(module, WHERE["device"], dtype)
-
-
-def resnet(**options):
-    sizes = {"in_channels": 4, "out_channels": 6, "groups": 2, "temb_channels": 8, "eps": 1e-5}
-    return ResnetBlock2D(**{**sizes, **options})
-
-
-def inputs(N=2, dtype=torch.float32):
-    return image(N, 4, 2, 3, dtype=dtype), noise(N, 8, dtype=dtype)
 
 
 # --- ResNet blocks --------------------------------------------------------------------------------

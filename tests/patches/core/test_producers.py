@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
-from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from diffusers.models.upsampling import Upsample2D
 from peft import LoraConfig, inject_adapter_in_model
@@ -20,27 +19,16 @@ from torch import Tensor, nn
 import sdfastgn
 from sdfastgn.kernels.statistics.op import reference_channel_statistics
 from sdfastgn.kernels.upsample import conv as upsample_conv
-from sdfastgn.patches.core import convolution, statistics
+from sdfastgn.patches.core import statistics
 from tests.kernels import samples
 from tests.patches import cases
-from tests.patches.cases import WHERE, agree, image, noise
-from tests.patches.samples import twins_of
+from tests.patches.cases import WHERE, agree, image, noise, resnet
+from tests.patches.cases import random_twins as twins
+from tests.patches.cases import resnet_inputs as inputs
 
 on_each_device, without_gradients = cases.on_each_device, cases.without_gradients
-launches, ran, statistics_always_pay = cases.launches, cases.ran, cases.statistics_always_pay
-
-
-def twins(module: nn.Module, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn.Module]:
-    return twins_of(module, WHERE["device"], dtype)
-
-
-def resnet(**options: Any) -> nn.Module:
-    sizes = {"in_channels": 4, "out_channels": 6, "groups": 2, "temb_channels": 8, "eps": 1e-5}
-    return ResnetBlock2D(**{**sizes, **options})
-
-
-def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    return image(2, 4, 3, 4, dtype=dtype), noise(2, 8, dtype=dtype)
+launches, products, ran = cases.launches, cases.products, cases.ran
+statistics_always_pay = cases.statistics_always_pay
 
 
 # --- ResNet blocks --------------------------------------------------------------------------------
@@ -137,15 +125,6 @@ def test_gradients_run_stocks_operations(ran):
 
 
 # --- transformers ---------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def products(monkeypatch):
-    """Matrix products that stood for a convolution."""
-    found = []
-    linear = nn.functional.linear
-    monkeypatch.setattr(convolution.nn.functional, "linear", lambda *a: found.append(a) or linear(*a))
-    return found
 
 
 @pytest.mark.parametrize("linear", [True, False], ids=["linear", "conv"])

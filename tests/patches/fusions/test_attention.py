@@ -11,7 +11,6 @@ from diffusers.models.attention_processor import (
     Attention,
     AttnProcessor,
     AttnProcessor2_0,
-    IPAdapterAttnProcessor2_0,
     SlicedAttnProcessor,
 )
 from torch import Tensor, nn
@@ -115,25 +114,17 @@ def test_dropout_and_what_replaces_the_last_layer():
     agree(found, expected)
 
 
-class Tinted(AttnProcessor2_0):
-    def __call__(self, *args: Any, tint: float = 0.0, **kwargs: Any) -> Tensor:
-        return super().__call__(*args, **kwargs) + tint
-
-
-def _ip_adapter():
-    torch.manual_seed(4)
-    return IPAdapterAttnProcessor2_0(hidden_size=DIM, cross_attention_dim=TEXT, num_tokens=(3,), scale=[0.7])
-
-
 @pytest.mark.parametrize(
     ("make", "options"),
     [
         pytest.param(AttnProcessor, {}, id="without-sdpa"),
         pytest.param(lambda: SlicedAttnProcessor(1), {}, id="sliced"),
         pytest.param(
-            _ip_adapter, {"encoder_hidden_states": (CONTEXT, [noise(2, 1, 3, TEXT, seed=5)])}, id="ip-adapter"
+            lambda: cases.ip_adapter_processor(DIM, TEXT),
+            {"encoder_hidden_states": (CONTEXT, [noise(2, 1, 3, TEXT, seed=5)])},
+            id="ip-adapter",
         ),
-        pytest.param(Tinted, {"tint": 0.3}, id="argument-of-its-own"),
+        pytest.param(cases.Tinted, {"tint": 0.3}, id="argument-of-its-own"),
     ],
 )
 def test_other_processors_run_upstreams_forward(called, make, options):

@@ -20,7 +20,7 @@ from sdfastgn.patches.core.fusion import ClassSwap
 from sdfastgn.patches.fusions.group_norm_subclass import SubclassSwap
 from sdfastgn.patches.registry import FUSIONS
 from tests.patches import samples
-from tests.patches.samples import each_fusion, each_sample, output, snapshot, stock_and_output
+from tests.patches.samples import each_copy, each_fusion, each_sample, output, snapshot, stock_and_output
 
 
 def test_every_fusion_has_a_sample():
@@ -99,13 +99,11 @@ def test_weights_that_are_loaded_stay(build, call):
 
 
 @each_fusion
-@pytest.mark.parametrize(
-    "twin", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"]
-)
-def test_copies_of_a_fused_module_are_fused_and_can_be_restored(build, call, twin):
+@each_copy
+def test_copies_of_a_fused_module_are_fused_and_can_be_restored(build, call, copied):
     module, before = stock_and_output(build, call)
     sdfastgn.optimize(module)
-    other = twin(module)
+    other = copied(module)
     # Not always the same bits: an attention that was unpickled runs its products one by one until
     # it moves.
     torch.testing.assert_close(output(other, call), output(module, call), atol=2e-6, rtol=2e-6)

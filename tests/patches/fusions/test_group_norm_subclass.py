@@ -19,14 +19,13 @@ from tests.pages import BLOCKS
 from tests.patches import cases
 from tests.patches.cases import WHERE, agree, gradients, image, same_gradients
 from tests.patches.group_norm_32 import GroupNorm32
-from tests.patches.samples import randomize
 
 on_each_device, without_gradients = cases.on_each_device, cases.without_gradients
 launches, ran = cases.launches, cases.ran
 
 
-def twins(stock: nn.Module, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
-    return cases.twins(randomize(stock).to(WHERE["device"], dtype), strict=True)
+def twins(stock: nn.Module) -> tuple[Any, Any]:
+    return cases.random_twins(stock, strict=True)
 
 
 def status(module: nn.Module) -> list[tuple[str, str, str]]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers.models.attention import BasicTransformerBlock
-from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0, IPAdapterAttnProcessor2_0
+from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -192,15 +192,6 @@ def test_masks_reach_the_attentions(ran):
         assert not torch.allclose(call(stock, **{name: masks[name]}), call(stock))
 
 
-class Tinted(AttnProcessor2_0):
-    """A processor with an argument of its own, as IP-Adapter's and the regional ones have."""
-
-    def __call__(
-        self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, temb=None, tint=0.0
-    ):
-        return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask) + tint
-
-
 class Half:
     """Another dtype than the residual's: the sum promotes."""
 
@@ -217,19 +208,19 @@ class OneToken:
         return AttnProcessor2_0()(attn, hidden_states, encoder_hidden_states, attention_mask)[:, :1]
 
 
-def _ip_adapter():
-    torch.manual_seed(4)
-    return IPAdapterAttnProcessor2_0(hidden_size=DIM, cross_attention_dim=TEXT, num_tokens=(3,), scale=[0.7])
-
-
 @pytest.mark.parametrize(
     ("make", "options", "norms"),
     [
         pytest.param(AttnProcessor, {}, FUSED, id="without-sdpa"),
         pytest.param(
-            _ip_adapter, {"context": (CONTEXT, [noise(2, 1, 3, TEXT, seed=5)])}, FUSED, id="ip-adapter"
+            lambda: cases.ip_adapter_processor(DIM, TEXT),
+            {"context": (CONTEXT, [noise(2, 1, 3, TEXT, seed=5)])},
+            FUSED,
+            id="ip-adapter",
         ),
-        pytest.param(Tinted, {"cross_attention_kwargs": {"tint": 0.3}}, FUSED, id="argument-of-its-own"),
+        pytest.param(
+            cases.Tinted, {"cross_attention_kwargs": {"tint": 0.3}}, FUSED, id="argument-of-its-own"
+        ),
         pytest.param(Half, {}, ["norm1", "add norm2"], id="other-dtype"),
         pytest.param(OneToken, {}, ["norm1", "add norm2"], id="other-shape"),
     ],

@@ -11,15 +11,11 @@ from torch import nn
 
 from sdfastgn.patches.core import statistics
 from tests.patches import cases
-from tests.patches.cases import WHERE, agree, image, noise
-from tests.patches.samples import twins_of
+from tests.patches.cases import agree, image, noise
+from tests.patches.cases import random_twins as twins
 
 on_each_device, without_gradients = cases.on_each_device, cases.without_gradients
 launches, ran, statistics_always_pay = cases.launches, cases.ran, cases.statistics_always_pay
-
-
-def twins(module: nn.Module) -> tuple[nn.Module, nn.Module]:
-    return twins_of(module, WHERE["device"], torch.float32)
 
 
 SIZES = {

@@ -8,7 +8,6 @@ import copy
 import gc
 import importlib.util
 import io
-import pickle
 import subprocess
 import sys
 import weakref
@@ -26,7 +25,7 @@ import sdfastgn
 from sdfastgn import api
 from sdfastgn.kernels.common import dispatch
 from tests.patches import samples
-from tests.patches.samples import each_sample
+from tests.patches.samples import each_copy, each_sample
 
 ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.without_kernels
@@ -287,12 +286,10 @@ def test_a_forward_where_no_kernel_runs_is_in_stocks_layout(gpu):
     assert is_laid_out(unet.half())
 
 
-@pytest.mark.parametrize(
-    "twin", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"]
-)
-def test_a_copy_is_laid_out_by_itself(gpu, twin):
+@each_copy
+def test_a_copy_is_laid_out_by_itself(gpu, copied):
     unet = sdfastgn.optimize(samples._unet())
-    other = twin(unet)
+    other = copied(unet)
     assert is_laid_out(other.half())
     assert not is_laid_out(unet)
     sdfastgn.restore(other)

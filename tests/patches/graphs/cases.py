@@ -43,13 +43,21 @@ def make(device="cpu", mode="auto", model="tiny", backend=None):
     return optimized(unet, mode, backend), stock, inputs
 
 
-def run(model, inputs):
+def run(model, inputs, calls=1):
+    """The result of the last call."""
     with torch.no_grad():
-        return model(**inputs).sample
+        for _ in range(calls):
+            sample = model(**inputs).sample
+    return sample
 
 
 def agree(a, b):
     torch.testing.assert_close(a, b, atol=2e-4, rtol=2e-3)
+
+
+def same_results(model, stock, inputs, calls):
+    for _ in range(calls):
+        agree(run(model, inputs), run(stock, inputs))
 
 
 def state(model):

@@ -19,7 +19,7 @@ from sdfastgn.patches.graphs import arguments as graph_call
 from sdfastgn.patches.graphs import install as cuda_graphs
 from sdfastgn.patches.graphs.arguments import global_state
 from tests.controlnet import build_controlnet
-from tests.patches.graphs.cases import DEVICES, agree, lora, make, optimized, run, state
+from tests.patches.graphs.cases import DEVICES, agree, lora, make, optimized, run, same_results, state
 from tests.patches.graphs.tape import TapeBackend
 
 
@@ -262,8 +262,7 @@ def test_cudnn_first_by_pytorch_itself_is_no_change(monkeypatch):
     initial = graph_call._INITIAL_ORDER
     orders = iter([initial, *[(3, *(b for b in initial if b != 3))] * 5])
     monkeypatch.setattr(graph_call, "sdp_priority_order", lambda: next(orders))
-    for _ in range(3):
-        agree(run(unet, inputs), run(stock, inputs))
+    same_results(unet, stock, inputs, calls=3)
     assert (state(unet).captured, state(unet).replays) == (1, 2)
 
 
@@ -276,8 +275,7 @@ def test_the_newer_switch_of_tf32():
     try:
         for precision in ("ieee", "tf32", "ieee"):
             matmul.fp32_precision = precision
-            for _ in range(2):
-                agree(run(unet, inputs), run(stock, inputs))
+            same_results(unet, stock, inputs, calls=2)
     finally:
         matmul.fp32_precision = before
     assert (state(unet).captured, state(unet).replays) == (2, 4)

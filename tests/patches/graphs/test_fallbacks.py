@@ -19,7 +19,16 @@ from torch import nn
 import sdfastgn
 from sdfastgn.bench.models.architectures import build_unet, unet_inputs
 from sdfastgn.patches.graphs import capture
-from tests.patches.graphs.cases import agree, make, optimized, reasons_of, replaced_parameter, run, state
+from tests.patches.graphs.cases import (
+    agree,
+    make,
+    optimized,
+    reasons_of,
+    replaced_parameter,
+    run,
+    same_results,
+    state,
+)
 from tests.patches.graphs.tape import TapeBackend
 
 
@@ -85,8 +94,7 @@ class Odd:
 def test_not_captured_with_a_reason(spoil, reason):
     unet, stock, inputs = make(mode=True)
     spoil(unet)
-    for _ in range(2):
-        agree(run(unet, inputs), run(stock, inputs))
+    same_results(unet, stock, inputs, calls=2)
     assert state(unet).captured == 0
     assert reason in reasons_of(unet)
     assert reason in str(sdfastgn.report(unet))
@@ -114,8 +122,7 @@ def test_compiled_models(how):
         if not hasattr(unet, "compile_repeated_blocks"):
             pytest.skip("diffusers 0.34 compiles no blocks")
         unet.compile_repeated_blocks(backend="eager", fullgraph=True)
-    for _ in range(2):
-        agree(run(compiled, inputs), run(stock, inputs))
+    same_results(compiled, stock, inputs, calls=2)
     assert state(unet).captured == 0
     assert how == "wrapper" or "compiled by torch.compile" in reasons_of(unet)
 
@@ -189,8 +196,7 @@ def test_a_failed_capture_is_not_tried_again():
     backend = TapeBackend()
     unet, stock, inputs = make(backend=backend)
     backend.fail = RuntimeError("operation not permitted when stream is capturing\nmore")
-    for _ in range(2):
-        agree(run(unet, inputs), run(stock, inputs))
+    same_results(unet, stock, inputs, calls=2)
     backend.fail = None
     run(unet, inputs)
     assert backend.captures == 0
@@ -198,8 +204,7 @@ def test_a_failed_capture_is_not_tried_again():
         unet
     )
     replaced_parameter(unet)
-    for _ in range(2):
-        run(unet, inputs)
+    run(unet, inputs, calls=2)
     assert backend.captures == 1
 
 
@@ -219,8 +224,7 @@ def test_a_capture_that_was_not_warm_is_tried_again_after_a_call(monkeypatch):
         return forward(self, *args, **kwargs)
 
     monkeypatch.setattr(UNet2DConditionModel, "forward", counted)
-    for _ in range(3):
-        agree(run(unet, inputs), run(stock, inputs))
+    same_results(unet, stock, inputs, calls=3)
     assert calls[0] == 3  # the first call, the one before the second capture, and that capture
     assert (state(unet).captured, state(unet).replays) == (1, 2)
 
@@ -245,8 +249,7 @@ def test_a_forward_that_counts_its_calls():
 
     Counting.__module__ = block.__module__
     unet.mid_block.resnets[0].__class__ = Counting
-    for _ in range(6):
-        agree(run(unet, inputs), run(stock, inputs))
+    same_results(unet, stock, inputs, calls=6)
     assert unet.mid_block.resnets[0].calls >= 6
     assert state(unet).captured == 0
 
@@ -278,8 +281,7 @@ def test_on_a_cpu_nothing_is_captured():
 def with_a_graph(stock, inputs):
     """Another model, whose memory can be given up."""
     twin = optimized(copy.deepcopy(stock))
-    for _ in range(2):
-        run(twin, inputs)
+    run(twin, inputs, calls=2)
     return twin
 
 

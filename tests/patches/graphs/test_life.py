@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import pickle
 import threading
 import weakref
 
@@ -18,6 +17,7 @@ from torch import nn
 import sdfastgn
 from sdfastgn.patches.graphs import forward as graphed_forward
 from tests.patches.graphs.cases import agree, make, replaced_parameter, run, state
+from tests.patches.samples import each_copy, pickled
 
 
 def test_the_number_of_graphs_is_bounded():
@@ -29,17 +29,10 @@ def test_the_number_of_graphs_is_bounded():
     assert sdfastgn.report(unet).graph_memory_bytes == 1 << 20
 
 
-COPIES = [
-    pytest.param(copy.deepcopy, id="deepcopy"),
-    pytest.param(lambda m: pickle.loads(pickle.dumps(m)), id="pickle"),
-]
-
-
-@pytest.mark.parametrize("copied", COPIES)
+@each_copy
 def test_a_copy_is_independent(copied):
     unet, stock, inputs = make()
-    for _ in range(3):
-        run(unet, inputs)
+    run(unet, inputs, calls=3)
     twin = copied(unet)
     replaced_parameter(unet)
     for _ in range(3):
@@ -74,7 +67,7 @@ class Counted(nn.Sequential):
         return super().__getstate__()
 
 
-@pytest.mark.parametrize("copied", [*COPIES, pytest.param(copy.copy, id="copy")])
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, copy.copy])
 def test_a_state_of_its_own_is_asked_for(copied):
     model = sdfastgn.optimize(Counted(nn.Conv2d(4, 4, 1), nn.GroupNorm(2, 4)))
     copied(model)
@@ -83,8 +76,7 @@ def test_a_state_of_its_own_is_asked_for(copied):
 
 def test_saved_models_are_stock(tmp_path):
     unet, _, inputs = make()
-    for _ in range(2):
-        run(unet, inputs)
+    run(unet, inputs, calls=2)
     unet.save_pretrained(tmp_path)
     loaded = type(unet).from_pretrained(tmp_path)
     agree(run(loaded, inputs), run(unet, inputs))
@@ -93,8 +85,7 @@ def test_saved_models_are_stock(tmp_path):
 
 def test_restore_is_exact():
     unet, stock, inputs = make()
-    for _ in range(3):
-        run(unet, inputs)
+    run(unet, inputs, calls=3)
     sdfastgn.restore(unet)
     assert set(vars(unet)) == set(vars(stock))
     assert torch.equal(run(unet, inputs), run(stock, inputs))
@@ -128,8 +119,7 @@ def test_restore_below_a_wrapper_of_other_code():
 
 def test_a_dropped_model_goes_at_once():
     unet, _, inputs = make()
-    for _ in range(3):
-        run(unet, inputs)
+    run(unet, inputs, calls=3)
     weight = weakref.ref(unet.conv_in.weight)
     gc.disable()
     try:

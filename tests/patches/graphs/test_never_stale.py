@@ -28,6 +28,7 @@ from tests.patches.graphs.cases import (
     reasons_of,
     replaced_parameter,
     run,
+    same_results,
     scaled_weights,
     state,
     weights_elsewhere,
@@ -62,8 +63,7 @@ def test_never_stale(before, change, shows, device, monkeypatch):
 
 def test_weights_changed_in_place_are_read_by_the_replay():
     unet, stock, inputs = make()
-    for _ in range(2):
-        run(unet, inputs)
+    run(unet, inputs, calls=2)
     in_place(unet), in_place(stock)
     agree(run(unet, inputs), run(stock, inputs))
     assert (state(unet).captured, state(unet).replays) == (1, 2)
@@ -99,16 +99,14 @@ def test_a_model_that_changes_at_each_call_is_left_alone():
         run(unet, inputs)
     assert state(unet).captured < 8
     assert "the model changes too often" in reasons_of(unet)
-    for _ in range(64):
-        run(unet, inputs)
+    run(unet, inputs, calls=64)
     assert state(unet).alive == 1
 
 
 def test_memory_of_replaced_weights_is_given_back():
     """The watch must not hold what a model has moved away from."""
     unet, _, inputs = make()
-    for _ in range(2):
-        run(unet, inputs)
+    run(unet, inputs, calls=2)
     weight = unet.conv_in.weight
     storage = torch.multiprocessing.reductions.StorageWeakRef(weight.data.untyped_storage())
     (graph,) = unet.forward._graphs.values()
@@ -174,12 +172,10 @@ def test_what_is_written_into_a_tensor_that_stays_on_the_cpu(elements, inference
 def test_the_end_of_a_reason_is_seen(spoil, mend, reason):
     unet, stock, inputs = make(mode=True)
     spoil(unet.mid_block)
-    for _ in range(2):
-        run(unet, inputs)
+    run(unet, inputs, calls=2)
     assert reason in reasons_of(unet)
     mend(unet.mid_block)
-    for _ in range(2):
-        agree(run(unet, inputs), run(stock, inputs))
+    same_results(unet, stock, inputs, calls=2)
     assert (state(unet).captured, state(unet).replays) == (1, 2)
 
 
@@ -222,8 +218,7 @@ def replays_of(unet, monkeypatch):
 
 def test_the_model_is_looked_at_while_the_gpu_runs(monkeypatch):
     unet, _, inputs = make()
-    for _ in range(2):
-        run(unet, inputs)
+    run(unet, inputs, calls=2)
     events = replays_of(unet, monkeypatch)
     run(unet, inputs)
     assert events == ["replay", "watch"]
@@ -231,8 +226,7 @@ def test_the_model_is_looked_at_while_the_gpu_runs(monkeypatch):
 
 def test_the_result_of_a_replay_that_was_wrong_is_dropped(monkeypatch):
     unet, stock, inputs = make()
-    for _ in range(2):
-        run(unet, inputs)
+    run(unet, inputs, calls=2)
     events = replays_of(unet, monkeypatch)
     for model in (unet, stock):
         model.mid_block.resnets[0].output_scale_factor = 3.0
@@ -248,8 +242,7 @@ def emptied_storage(unet):
 @pytest.mark.parametrize("change", [weights_elsewhere, scaled_weights, emptied_storage])
 def test_nothing_is_replayed_whose_memory_is_gone(change, monkeypatch):
     unet, _, inputs = make()
-    for _ in range(2):
-        run(unet, inputs)
+    run(unet, inputs, calls=2)
     events = replays_of(unet, monkeypatch)
     change(unet)
     with contextlib.suppress(RuntimeError):  # stock's, of a weight without memory
@@ -275,7 +268,6 @@ def test_a_model_that_writes_into_itself_is_left_alone(device, monkeypatch):
     unet, _, inputs = make(device)
     monkeypatch.setattr(Counting, "__module__", "torch.counting")
     unet.mid_block.resnets[0].dropout = Counting().to(device)
-    for _ in range(3):
-        run(unet, inputs)
+    run(unet, inputs, calls=3)
     assert state(unet).replays == 0
     assert "writes into its own tensors" in reasons_of(unet)

@@ -7,7 +7,7 @@ import torch
 from diffusers import UNet2DConditionModel
 
 import sdfastgn
-from tests.patches.graphs.cases import agree, make, replaced_parameter, run, state
+from tests.patches.graphs.cases import agree, make, replaced_parameter, run, same_results, state
 from tests.patches.graphs.tape import TapeBackend
 
 
@@ -25,8 +25,7 @@ class Processor:
 def test_once_for_each_kind(mode):
     backend = TapeBackend()
     unet, stock, inputs = make(mode=mode, backend=backend)
-    for _ in range(3):
-        agree(run(unet, inputs), run(stock, inputs))
+    same_results(unet, stock, inputs, calls=3)
     assert backend.rehearsals == 1
     text = inputs["encoder_hidden_states"]
     for _ in range(2):
@@ -37,12 +36,10 @@ def test_once_for_each_kind(mode):
 def test_not_again_when_the_model_changes():
     backend = TapeBackend()
     unet, stock, inputs = make(backend=backend)
-    for _ in range(2):
-        run(unet, inputs)
+    run(unet, inputs, calls=2)
     for model in (unet, stock):
         replaced_parameter(model)
-    for _ in range(2):
-        agree(run(unet, inputs), run(stock, inputs))
+    same_results(unet, stock, inputs, calls=2)
     assert (backend.rehearsals, backend.captures) == (1, 2)
 
 
@@ -85,8 +82,7 @@ def test_a_rehearsal_that_fails_costs_nothing():
         raise torch.OutOfMemoryError("for a test")
 
     backend.rehearse = fails
-    for _ in range(3):
-        agree(run(unet, inputs), run(stock, inputs))
+    same_results(unet, stock, inputs, calls=3)
     assert (state(unet).captured, state(unet).replays) == (1, 2)
 
 
