@@ -18,14 +18,15 @@ from tests.kernels.gpus import GPUS
 HALF = {"dtype": torch.float16, "device": "meta"}
 # (model, part, pixels, batch, kernels at most that none before has compiled): a ratchet.
 CALLS = [
-    ("sd15", "unet", 512, 2, 56),
-    ("sd15", "vae", 512, 1, 18),
-    ("sdxl", "unet", 1024, 2, 21),
-    ("sdxl", "vae", 1024, 1, 5),
-    ("sd15", "unet", 768, 2, 13),
+    ("sd15", "unet", 512, 2, 49),
+    ("sd15", "unet", 384, 2, 5),
+    ("sd15", "vae", 512, 1, 14),
+    ("sdxl", "unet", 1024, 2, 18),
+    ("sdxl", "vae", 1024, 1, 4),
+    ("sd15", "unet", 768, 2, 2),
     ("sdxl", "unet", 768, 2, 0),
     ("sdxl", "vae", 768, 1, 1),
-    ("sd15", "unet", 512, 8, 9),
+    ("sd15", "unet", 512, 8, 7),
 ]
 
 

@@ -139,6 +139,11 @@ class MergeConfig:
     block_c: int
     num_warps: int
 
+    @property
+    def is_full(self) -> bool:
+        """True if a tile is as large as they get: only then there may be more partials than it has."""
+        return self.block_p * self.block_c >= _MERGE_TILE
+
 
 @dataclass(frozen=True)
 class WalkConfig:

@@ -264,22 +264,23 @@ if triton is not None:
 
     @triton.jit(
         do_not_specialize=[
-            *_STRIDES, "C", "CHANNELS", "parts", "complete", "HW", "rows", "chunks", "plane", "table_offset",
-            "table_plane", "eps",
+            *_STRIDES, "shifted", "C", "CHANNELS", "parts", "complete", "HW", "rows", "chunks", "plane",
+            "table_offset", "table_plane", "eps",
         ]
     )  # fmt: skip
     def merge_kernel(
         statistics_ptr, table_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr,
         ada_shift_ptr,
-        shift_stride, ada_scale_stride, ada_shift_stride, C, CHANNELS, parts, complete, HW, rows, chunks,
-        plane, table_offset, table_plane, eps,
+        shift_stride, ada_scale_stride, ada_shift_stride, shifted, C, CHANNELS, parts, complete, HW, rows,
+        chunks, plane, table_offset, table_plane, eps,
         EACH_CHANNEL: tl.constexpr, FOLD: tl.constexpr, LOOP: tl.constexpr, PDL: tl.constexpr,
         C_FACTOR: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
     ):  # fmt: skip
         """Chan's formula over a group: statistics -> (scale, offset, mean) of each of its channels.
 
         ``CHANNELS`` of a sample a program: a group, or groups of one channel (``EACH_CHANNEL``).
-        ``parts``: programs of a sample. ``complete``: 1 if x is when this kernel starts, else 0.
+        ``parts``: programs of a sample. ``shifted``: 1 if there is a shift in ``shift``, else 0.
+        ``complete``: 1 if x is when this kernel starts, else 0.
 
         ``FOLD``, for 16-bit x: the mean goes into the offset, which saves the apply pass registers
         and a load. The offset is then rounded at the size of mean / deviation, as PyTorch's own is.
@@ -305,7 +306,8 @@ if triton is not None:
         pivot = tl.load(base + c, mask=in_range, other=0.0) if EACH_CHANNEL else tl.load(base + first_c)
         shift = tl.zeros((BLOCK_C,), tl.float32)
         if shift_ptr is not None:
-            shift += tl.load(shift_ptr + n * shift_stride + c, mask=in_range, other=0.0).to(tl.float32)
+            is_shifted = in_range & (c < C * shifted)
+            shift += tl.load(shift_ptr + n * shift_stride + c, mask=is_shifted, other=0.0).to(tl.float32)
         scale, offset = channel_affine(
             n, c, in_range, weight_ptr, bias_ptr, ada_scale_ptr, ada_shift_ptr,
             ada_scale_stride, ada_shift_stride)  # fmt: skip

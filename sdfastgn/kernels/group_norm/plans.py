@@ -96,7 +96,7 @@ class GroupNormPlan:
         folds = x.dtype != torch.float32
         self.scratch = table + (2 if folds else 3) * table_plane
         numbers = (HW, ceil_div(HW, chunks), chunks, plane, table, table_plane, call.eps)
-        self.merge = _merge(call, merge_config(chunks, C, call.num_groups), chunks, numbers)
+        self.merge = _merge(call, merge_config(chunks, C, call.num_groups), numbers)
         blocks = apply_config(N, C, HW, channels_last, gpu.num_sms(x.device))
         self.apply = _apply(call, blocks, channels_last, (HW, table, table_plane))
 
@@ -128,6 +128,8 @@ class GroupNormPlan:
         if self.statistics is not None:
             statistics = scratch
             self.statistics.on_stream(stream, x, statistics)
+        # Without a shift any memory: norms with and without one share a kernel.
+        shift = weight if shift is None else shift
         self.merge(stream, statistics, scratch, mean, rstd, weight, bias, shift, ada_scale, ada_shift)
         self.apply(stream, x, y, scratch)
         return y
@@ -154,20 +156,21 @@ def _small(call: GroupNormCall, config: SmallConfig, HW: int, channels_last: boo
     return Launch(kernel, N * ceil_div(C, config.channels), numbers, constants, config.num_warps, pdl=pdl)
 
 
-def _merge(call: GroupNormCall, tile: MergeConfig, chunks: int, numbers: tuple[int | float, ...]) -> Launch:
+def _merge(call: GroupNormCall, tile: MergeConfig, numbers: tuple[int | float, ...]) -> Launch:
     N, C = call.x.shape[:2]
     pdl = gpu.has_programmatic_launch(call.x.device)
     constants = {
         "EACH_CHANNEL": tile.each_channel,
         "FOLD": call.x.dtype != torch.float32,
-        "LOOP": chunks > tile.block_p,
+        "LOOP": tile.is_full,
         "PDL": pdl,
         "C_FACTOR": vector_width(4, C, tile.channels),
         "BLOCK_P": tile.block_p,
         "BLOCK_C": tile.block_c,
     }
     parts = ceil_div(C, tile.channels)
-    numbers = (*_strides(call), C, tile.channels, parts, int(call.statistics is None), *numbers)
+    flags = int(call.shift is not None), C, tile.channels, parts, int(call.statistics is None)
+    numbers = (*_strides(call), *flags, *numbers)
     return Launch(kernels.merge_kernel, N * parts, numbers, constants, tile.num_warps, pdl=pdl)
 
 

@@ -155,9 +155,8 @@ if triton is not None:
         x_ptr, residual_ptr, bias_ptr, tail_ptr, y_ptr, statistics_ptr,
         C, HEAD, biased, HW, rows, chunks, plane, scale,
         KNOWN_C: tl.constexpr, KNOWN_HEAD: tl.constexpr, CHANNELS_LAST: tl.constexpr, EVEN: tl.constexpr,
-        WHOLE: tl.constexpr, LOOP: tl.constexpr, EXACT: tl.constexpr, C_FACTOR: tl.constexpr,
-        HW_FACTOR: tl.constexpr, PDL: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr,
-        STEPS: tl.constexpr, BLOCK: tl.constexpr,
+        LOOP: tl.constexpr, EXACT: tl.constexpr, C_FACTOR: tl.constexpr, HW_FACTOR: tl.constexpr,
+        PDL: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         """x (N, HW, C) or (N, C, HW) -> y, and mean and M2 of each channel and chunk, where wanted.
 
@@ -202,7 +201,7 @@ if triton is not None:
         )  # fmt: skip
         if statistics_ptr is not None:
             total = tl.sum(tl.sum(x, STEP_AXIS, keep_dims=True), REDUCED, keep_dims=True)
-            mean = tile_mean(total, count, TILE, WHOLE)
+            mean = tile_mean(total, count, TILE, EVEN)
             s1, s2 = _deviations(x, mean, mask)
         if LOOP:
             for start in range(TILE, rows, TILE):
@@ -261,14 +260,15 @@ class StatisticsLaunch:
         self.shape = (2, N, config.chunks, C)
         pdl = gpu.has_programmatic_launch(x.device)
         loops = config.rows > config.tile_rows
+        even = not tail and is_even(config, C, HW, channels_last)
         # Sums, and loops over tiles, would hold offsets in registers: a program less a multiprocessor.
-        known = loops or (producer and not tail)
+        # Sums of one tile that is masked share a kernel instead.
+        known = loops or (producer and even)
         constants = {
             "KNOWN_C": C if known else 0,
             "KNOWN_HEAD": head if known else 0,
             "CHANNELS_LAST": channels_last,
-            "EVEN": not tail and is_even(config, C, HW, channels_last),
-            "WHOLE": has_whole_tiles(config, HW),
+            "EVEN": even,
             "LOOP": loops,
             "EXACT": x.dtype == torch.float32,
             "C_FACTOR": vector_width(x.itemsize, C, head),
@@ -299,14 +299,9 @@ class StatisticsLaunch:
         self._launch.run(x, residual, bias, tail, y, statistics)
 
 
-def has_whole_tiles(config: StatisticsConfig, HW: int) -> bool:
-    """True if every chunk has the same number of rows, and its tiles have all of theirs."""
-    return HW % config.rows == 0 and config.rows % config.tile_rows == 0
-
-
 def is_even(config: StatisticsConfig, C: int, HW: int, channels_last: bool) -> bool:
     """True if no element of any tile is masked."""
-    whole = has_whole_tiles(config, HW)
+    whole = HW % config.rows == 0 and config.rows % config.tile_rows == 0
     if channels_last:
         return whole and C % config.block == 0 and config.chunks % config.num_warps == 0
     return whole and C % config.num_warps == 0
