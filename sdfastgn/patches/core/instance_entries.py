@@ -2,7 +2,8 @@
 
 ``copy.copy`` of a module takes over its ``__dict__``. With an entry that belongs to the original the
 copy would run the original, and fail once that is gone. So a shallow copy gets none of them: it has
-stock's methods. Deep copies and pickles have their own.
+stock's methods, and so has each replica that ``nn.DataParallel`` makes. Deep copies and pickles have
+their own.
 """
 
 from __future__ import annotations
@@ -13,10 +14,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["InstanceEntry", "guard", "unguard"]
-
-# Python asks the instance for its state.
-_GET_STATE = "__getstate__"
+__all__ = ["GUARDS", "InstanceEntry", "guard", "unguard"]
 
 
 class InstanceEntry:
@@ -67,13 +65,32 @@ class _GetState(InstanceEntry):
         return _State(state) if type(state) is dict else state
 
 
+class _Replicate(InstanceEntry):
+    """Stands for the ``_replicate_for_data_parallel`` of its module."""
+
+    __slots__ = ()
+
+    def __call__(self) -> nn.Module:
+        module = self.module
+        replica = type(module)._replicate_for_data_parallel(module)
+        for name in [name for name, value in vars(replica).items() if isinstance(value, InstanceEntry)]:
+            del vars(replica)[name]
+        return replica
+
+
+# By the method that copies a module.
+GUARDS = {"__getstate__": _GetState, "_replicate_for_data_parallel": _Replicate}
+
+
 def guard(module: nn.Module) -> None:
-    """Keep the entries of ``module`` out of shallow copies."""
-    vars(module).setdefault(_GET_STATE, _GetState(module))
+    """Keep the entries of ``module`` out of shallow copies and replicas."""
+    for name, kind in GUARDS.items():
+        vars(module).setdefault(name, kind(module))
 
 
 def unguard(module: nn.Module) -> None:
     """Undo ``guard`` if no other entry is left."""
-    entries = [name for name, value in vars(module).items() if isinstance(value, InstanceEntry)]
-    if entries == [_GET_STATE]:
-        del vars(module)[_GET_STATE]
+    entries = {name for name, value in vars(module).items() if isinstance(value, InstanceEntry)}
+    if entries <= GUARDS.keys():
+        for name in entries:
+            del vars(module)[name]

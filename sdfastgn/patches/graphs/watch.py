@@ -27,6 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from sdfastgn.kernels.common.private import expiring, is_expired
 from sdfastgn.patches.core.class_forward import has_foreign_forward
+from sdfastgn.patches.core.instance_entries import GUARDS
 
 __all__ = ["Watch"]
 
@@ -64,8 +65,8 @@ _OUR_ENTRY = "forward"
 _FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 # Every module has these. Of them only three matter to a forward without gradients besides the
 # hooks, which are watched as dicts. What stands for ``_apply`` (core/channels_last.py) moves
-# weights, and their new memory is seen; what stands for ``__getstate__`` is for copies.
-_INERT = frozenset((*vars(nn.Module()), "_apply", "__getstate__")) - {"training", "_parameters", "_modules"}
+# weights, and their new memory is seen; what guards copies (core/instance_entries.py) is for those.
+_INERT = frozenset((*vars(nn.Module()), "_apply", *GUARDS)) - {"training", "_parameters", "_modules"}
 _END = object()
 
 

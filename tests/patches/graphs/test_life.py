@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import sys
 import threading
 import weakref
 
@@ -57,6 +58,26 @@ def test_a_shallow_copy_runs_itself(monkeypatch):
     sdfastgn.optimize(twin)
     assert twin.forward.module is twin
     assert set(vars(sdfastgn.restore(twin))) == set(vars(stock))
+
+
+def test_replicas_of_data_parallel_run_themselves(monkeypatch):
+    """On the CPU, which DataParallel knows no copies for: each replica gets weights of its own."""
+    parallel = sys.modules["torch.nn.parallel.replicate"]
+    factors = (1.0, 1.3)
+    monkeypatch.setattr(parallel, "_get_device_index", lambda device, optional: 0)
+    monkeypatch.setattr(
+        parallel,
+        "_broadcast_coalesced_reshape",
+        lambda tensors, devices, detach=False: [[t * factor for t in tensors] for factor in factors],
+    )
+    unet, stock, inputs = make()
+    run(unet, inputs, calls=3)
+    for replica, factor in zip(nn.parallel.replicate(unet, ["cpu", "cpu"]), factors, strict=True):
+        twin = copy.deepcopy(stock)
+        with torch.no_grad():
+            [parameter.mul_(factor) for parameter in twin.parameters()]
+        agree(run(replica, inputs), run(twin, inputs))
+    assert state(unet).replays == 2
 
 
 class Counted(nn.Sequential):
