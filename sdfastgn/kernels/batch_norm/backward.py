@@ -22,17 +22,14 @@ from sdfastgn.kernels.batch_norm.backward_plans import (
     BatchNormGradCall,
     BatchNormGrads,
     Shared,
-    Wanted,
     launch_batch_norm_grads,
 )
 from sdfastgn.kernels.batch_norm.plain import centered, per_channel
-from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.activations import ACTIVATION_GRADS
-from sdfastgn.kernels.common.double_backward import derivative_of, save_all
+from sdfastgn.kernels.common.grad_op import GradOp
 from sdfastgn.kernels.common.layout import dense_is_channels_last, empty_dense_like, laid_out
-from sdfastgn.kernels.common.op import Op
 
-__all__ = ["batch_norm_grads", "reference_batch_norm_grads"]
+__all__ = ["BATCH_NORM_BACKWARD", "reference_batch_norm_grads"]
 
 
 def reference_batch_norm_grads(call: BatchNormGradCall, shared: Shared | None = None) -> BatchNormGrads:
@@ -71,48 +68,23 @@ def reference_batch_norm_grads(call: BatchNormGradCall, shared: Shared | None = 
 # --- op ---------------------------------------------------------------------------------------------
 
 
-@dispatch.retried
-def _run(call: BatchNormGradCall) -> list[Tensor]:
-    if call.x.numel() == 0:
-        return [grad.zero_() for grad in _fake(call)]
-    call = call._replace(wanted=Wanted(*call.wanted))
-    grads = launch_batch_norm_grads if dispatch.runs_in_triton(call.x) else reference_batch_norm_grads
-    return [grad for grad in grads(call) if grad is not None]
-
-
-def _fake(call: BatchNormGradCall) -> list[Tensor]:
+def _empty(call: BatchNormGradCall) -> tuple[Tensor | None, ...]:
     x, residual = call.x, call.residual
-    found = (
+    return (
         empty_dense_like(x, x.dtype),
         *(None if t is None else t.new_empty(t.shape) for t in (call.weight, call.bias)),
         None if residual is None else empty_dense_like(x, residual.dtype),
     )
-    return [grad for grad, want in zip(found, call.wanted, strict=True) if want and grad is not None]
 
 
-def _gradients(call: BatchNormGradCall) -> BatchNormGrads:
-    return reference_batch_norm_grads(call._replace(wanted=Wanted(*call.wanted)))
-
-
-_BATCH_NORM_BACKWARD = Op(
-    # One tensor for each of x, weight, bias and residual that is wanted, in this order.
+BATCH_NORM_BACKWARD = GradOp(
+    # The last four: which gradients are wanted.
     "batch_norm_backward(Tensor dy, Tensor x, Tensor mean, Tensor var, Tensor? weight, Tensor? bias, "
-    "Tensor? residual, float eps, str activation, bool training, bool[] wanted) -> Tensor[]",
+    "Tensor? residual, float eps, str activation, bool training, bool dx, bool dweight, bool dbias, "
+    "bool dresidual) -> Tensor[]",
     BatchNormGradCall,
-    _run,
-    _fake,
-    save=save_all,
-    backward=derivative_of(_gradients),
+    BatchNormGrads,
+    launch=launch_batch_norm_grads,
+    reference=reference_batch_norm_grads,
+    empty=_empty,
 )
-
-
-@dispatch.retried
-def batch_norm_grads(call: BatchNormGradCall) -> BatchNormGrads:
-    """The gradients that are wanted, by the kernels where they run."""
-    if not any(call.wanted):
-        return BatchNormGrads(*[None] * len(call.wanted))
-    if call.x.numel() and dispatch.is_plain_inference(call.x, call[:-1]):
-        return launch_batch_norm_grads(call)
-    *arguments, wanted = call
-    found = iter(_BATCH_NORM_BACKWARD.through_dispatcher((*arguments, list(wanted))))
-    return BatchNormGrads(*(next(found) if want else None for want in wanted))

@@ -65,7 +65,15 @@ class BatchNormGradCall(NamedTuple):
     eps: float
     activation: str
     training: bool
-    wanted: Wanted  # of the op's call, a list
+    # Which gradients are wanted.
+    dx: bool
+    dweight: bool
+    dbias: bool
+    dresidual: bool
+
+    @property
+    def wanted(self) -> Wanted:
+        return Wanted._make(self[-len(Wanted._fields) :])
 
 
 class Shared(NamedTuple):
@@ -216,7 +224,7 @@ _plans: PlanCache[_GradPlan] = PlanCache()
 def launch_batch_norm_grads(call: BatchNormGradCall, shared: Shared | None = None) -> BatchNormGrads:
     """Gradients by Triton kernels. Arguments are valid, and not empty."""
     count = None if shared is None else shared.positions
-    key = plan_key(call[:-1], call.wanted, count)
+    key = plan_key(call, count)
     plan = _plans.get(key)
     if plan is None:
         plan = _plans[key] = _GradPlan(call, count)

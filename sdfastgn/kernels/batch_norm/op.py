@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sdfastgn.kernels.batch_norm.backward import batch_norm_grads
-from sdfastgn.kernels.batch_norm.backward_plans import BatchNormGradCall, Wanted
+from sdfastgn.kernels.batch_norm.backward import BATCH_NORM_BACKWARD
+from sdfastgn.kernels.batch_norm.backward_plans import BatchNormGradCall
 from sdfastgn.kernels.batch_norm.plain import reference_batch_norm
 from sdfastgn.kernels.batch_norm.plans import BatchNormCall, BatchNormPlan, empty_moments
 from sdfastgn.kernels.common import dispatch
@@ -60,8 +60,8 @@ def _backward(ctx: Any, needs: Any, dy: Tensor | None, *_: None) -> dict[str, Te
     if dy is None:
         return {}
     passes_on = ctx.settings[1] == "identity"
-    wanted = Wanted(needs.x, needs.weight, needs.bias, needs.residual and not passes_on)
-    grads = batch_norm_grads(BatchNormGradCall._make((dy, *ctx.saved_tensors, *ctx.settings, wanted)))
+    wanted = needs.x, needs.weight, needs.bias, needs.residual and not passes_on
+    grads = BATCH_NORM_BACKWARD(BatchNormGradCall._make((dy, *ctx.saved_tensors, *ctx.settings, *wanted)))
     if needs.residual and passes_on:
         grads = grads._replace(residual=dy.to(ctx.residual_dtype))
     return grads._asdict()

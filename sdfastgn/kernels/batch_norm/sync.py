@@ -21,7 +21,6 @@ from sdfastgn.kernels.batch_norm.backward_plans import (
     BatchNormGradCall,
     BatchNormGrads,
     Shared,
-    Wanted,
     launch_batch_norm_grads,
 )
 from sdfastgn.kernels.batch_norm.op import BATCH_NORM, check_batch_norm, update_average
@@ -113,9 +112,9 @@ class _InGroup(torch.autograd.Function):
         _, weight, bias, residual, *_ = ctx.needs_input_grad
         passes_on = ctx.settings[1] == "identity"
         # Every process takes part in the sum, whether it wants dx or not.
-        wanted = Wanted(True, weight, bias, residual and not passes_on)
+        wanted = True, weight, bias, residual and not passes_on
         shared = Shared(ctx.count, functools.partial(_total, ctx.group))
-        grads = _grads(BatchNormGradCall._make((dy, *ctx.saved_tensors, *ctx.settings, wanted)), shared)
+        grads = _grads(BatchNormGradCall._make((dy, *ctx.saved_tensors, *ctx.settings, *wanted)), shared)
         if residual and passes_on:
             grads = grads._replace(residual=dy.to(ctx.residual_dtype))
         return *grads, None, None

@@ -24,13 +24,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.checks import check_input, check_operand
-from sdfastgn.kernels.common.double_backward import derivative_of, save_all
-from sdfastgn.kernels.common.op import Op, PlannedOp
+from sdfastgn.kernels.common.grad_op import GradOp
+from sdfastgn.kernels.common.op import PlannedOp
 from sdfastgn.kernels.geglu.plans import GegluCall, GegluGradCall, GegluGrads, GegluPlan, launch_geglu_grads
 
-__all__ = ["geglu", "geglu_grads", "reference_geglu", "reference_geglu_grads"]
+__all__ = ["GEGLU_BACKWARD", "geglu", "reference_geglu", "reference_geglu_grads"]
 
 
 def reference_geglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -48,7 +47,7 @@ def reference_geglu_grads(call: GegluGradCall) -> GegluGrads:
     dy = call.dy.to(value.dtype)
     du = torch.cat((dy * F.gelu(gate), torch.ops.aten.gelu_backward(dy * value, gate)), -1)
     return GegluGrads(
-        None if call.dx is None else du.to(call.dx),
+        None if call.dx is None else du.to(call.dx).contiguous(),
         None if call.dbias is None else du.reshape(-1, call.x.shape[-1]).sum(0).to(call.dbias),
     )
 
@@ -78,7 +77,7 @@ def _backward(ctx: Any, needs: Any, dy: Tensor | None) -> dict[str, Tensor | Non
         return {}
     x, bias = ctx.saved_tensors
     dtypes = (x.dtype if needs.x else None, bias.dtype if needs.bias else None)
-    return geglu_grads(GegluGradCall(dy, x, bias, *dtypes))._asdict()
+    return GEGLU_BACKWARD(GegluGradCall(dy, x, bias, *dtypes))._asdict()
 
 
 def _check(name: str, call: GegluCall) -> None:
@@ -101,38 +100,20 @@ _GEGLU = PlannedOp(
 )
 
 
-@dispatch.retried
-def _run_backward(call: GegluGradCall) -> list[Tensor]:
-    if call.x.numel() == 0:
-        return [grad.zero_() for grad in _fake_backward(call)]
-    grads = launch_geglu_grads if dispatch.runs_in_triton(call.x) else reference_geglu_grads
-    return [grad.contiguous() for grad in grads(call) if grad is not None]
+def _empty_grads(call: GegluGradCall) -> tuple[Tensor, Tensor]:
+    x = call.x
+    return x.new_empty(x.shape, dtype=call.dx), x.new_empty(x.shape[-1:], dtype=call.dbias)
 
 
-def _fake_backward(call: GegluGradCall) -> list[Tensor]:
-    wanted = ((call.x.shape, call.dx), (call.x.shape[-1:], call.dbias))
-    return [call.x.new_empty(shape, dtype=dtype) for shape, dtype in wanted if dtype is not None]
-
-
-_GEGLU_BACKWARD = Op(
-    # One tensor for each of dx and dbias whose dtype is given, in this order.
+GEGLU_BACKWARD = GradOp(
+    # The last two: dtypes of the gradients that are wanted.
     "geglu_backward(Tensor dy, Tensor x, Tensor? bias, ScalarType? dx, ScalarType? dbias) -> Tensor[]",
     GegluGradCall,
-    _run_backward,
-    _fake_backward,
-    save=save_all,
-    backward=derivative_of(reference_geglu_grads),
+    GegluGrads,
+    launch=launch_geglu_grads,
+    reference=reference_geglu_grads,
+    empty=_empty_grads,
 )
-
-
-@dispatch.retried
-def geglu_grads(call: GegluGradCall) -> GegluGrads:
-    """The gradients whose dtypes are given, by the kernels where they run."""
-    if call.x.numel() and dispatch.is_plain_inference(call.x, call):
-        return launch_geglu_grads(call)
-    found = iter(_GEGLU_BACKWARD.through_dispatcher(call))
-    dx, dbias = (None if dtype is None else next(found) for dtype in (call.dx, call.dbias))
-    return GegluGrads(dx, dbias)
 
 
 # --- public function ------------------------------------------------------------------------------

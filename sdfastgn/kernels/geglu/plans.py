@@ -38,6 +38,10 @@ class GegluGradCall(NamedTuple):
     dx: torch.dtype | None
     dbias: torch.dtype | None
 
+    @property
+    def wanted(self) -> tuple[torch.dtype | None, ...]:
+        return self.dx, self.dbias
+
 
 class GegluGrads(NamedTuple):
     """Gradients; None where not wanted."""

@@ -22,19 +22,16 @@ import math
 import torch
 from torch import Tensor
 
-from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.activations import ACTIVATION_GRADS
-from sdfastgn.kernels.common.double_backward import derivative_of, save_all
+from sdfastgn.kernels.common.grad_op import GradOp
 from sdfastgn.kernels.common.layout import dense_is_channels_last, empty_dense_like, laid_out
-from sdfastgn.kernels.common.op import Op
 from sdfastgn.kernels.group_norm.backward_plans import (
     GroupNormGradCall,
     GroupNormGrads,
-    Wanted,
     launch_group_norm_grads,
 )
 
-__all__ = ["group_norm_grads", "reference_group_norm_grads"]
+__all__ = ["GROUP_NORM_BACKWARD", "reference_group_norm_grads"]
 
 
 def reference_group_norm_grads(call: GroupNormGradCall) -> GroupNormGrads:
@@ -97,46 +94,23 @@ def reference_group_norm_grads(call: GroupNormGradCall) -> GroupNormGrads:
 # --- op ---------------------------------------------------------------------------------------------
 
 
-@dispatch.retried
-def _run(call: GroupNormGradCall) -> list[Tensor]:
-    if call.x.numel() == 0:
-        return [grad.zero_() for grad in _fake(call)]
-    call = call._replace(wanted=Wanted(*call.wanted))
-    grads = launch_group_norm_grads if dispatch.runs_in_triton(call.x) else reference_group_norm_grads
-    return [grad for grad in grads(call) if grad is not None]
-
-
-def _fake(call: GroupNormGradCall) -> list[Tensor]:
-    x = call.x
+def _empty(call: GroupNormGradCall) -> tuple[Tensor | None, ...]:
     operands = (call.weight, call.bias, call.shift, call.ada_scale, call.ada_shift)
-    found = (empty_dense_like(x, x.dtype), *(None if t is None else t.new_empty(t.shape) for t in operands))
-    return [grad for grad, want in zip(found, call.wanted, strict=True) if want and grad is not None]
+    return (
+        empty_dense_like(call.x, call.x.dtype),
+        *(None if t is None else t.new_empty(t.shape) for t in operands),
+    )
 
 
-def _gradients(call: GroupNormGradCall) -> GroupNormGrads:
-    return reference_group_norm_grads(call._replace(wanted=Wanted(*call.wanted)))
-
-
-_GROUP_NORM_BACKWARD = Op(
-    # One tensor for each of x, weight, bias, shift, ada_scale and ada_shift that is wanted, in this order.
+GROUP_NORM_BACKWARD = GradOp(
+    # The last six: which gradients are wanted.
     "group_norm_backward(Tensor dy, Tensor x, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias, "
     "Tensor? shift, Tensor? ada_scale, Tensor? ada_shift, int num_groups, float eps, str activation, "
-    "bool tokens, bool[] wanted) -> Tensor[]",
+    "bool tokens, bool dx, bool dweight, bool dbias, bool dshift, bool dada_scale, bool dada_shift) "
+    "-> Tensor[]",
     GroupNormGradCall,
-    _run,
-    _fake,
-    save=save_all,
-    backward=derivative_of(_gradients),
+    GroupNormGrads,
+    launch=launch_group_norm_grads,
+    reference=reference_group_norm_grads,
+    empty=_empty,
 )
-
-
-@dispatch.retried
-def group_norm_grads(call: GroupNormGradCall) -> GroupNormGrads:
-    """The gradients that are wanted, by the kernels where they run."""
-    if not any(call.wanted):
-        return GroupNormGrads(*[None] * len(call.wanted))
-    if call.x.numel() and dispatch.is_plain_inference(call.x, call[:-1]):
-        return launch_group_norm_grads(call)
-    *arguments, wanted = call
-    found = iter(_GROUP_NORM_BACKWARD.through_dispatcher((*arguments, list(wanted))))
-    return GroupNormGrads(*(next(found) if want else None for want in wanted))

@@ -86,7 +86,17 @@ class GroupNormGradCall(NamedTuple):
     eps: float
     activation: str
     tokens: bool
-    wanted: Wanted  # of the op's call, a list
+    # Which gradients are wanted.
+    dx: bool
+    dweight: bool
+    dbias: bool
+    dshift: bool
+    dada_scale: bool
+    dada_shift: bool
+
+    @property
+    def wanted(self) -> Wanted:
+        return Wanted._make(self[-len(Wanted._fields) :])
 
 
 class _Sizes(NamedTuple):

@@ -18,16 +18,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sdfastgn.kernels.common import dispatch
-from sdfastgn.kernels.common.double_backward import derivative_of, save_all
-from sdfastgn.kernels.common.op import Op
+from sdfastgn.kernels.common.grad_op import GradOp
 from sdfastgn.kernels.layer_norm.backward_plans import (
     LayerNormGradCall,
     LayerNormGrads,
     launch_layer_norm_grads,
 )
 
-__all__ = ["layer_norm_grads", "reference_layer_norm_grads"]
+__all__ = ["LAYER_NORM_BACKWARD", "reference_layer_norm_grads"]
 
 
 def reference_layer_norm_grads(call: LayerNormGradCall) -> LayerNormGrads:
@@ -53,7 +51,7 @@ def reference_layer_norm_grads(call: LayerNormGradCall) -> LayerNormGrads:
         return None if dtype is None else t.sum(0).to(dtype)
 
     return LayerNormGrads(
-        None if call.dx is None else dx.reshape(x.shape).to(call.dx),
+        None if call.dx is None else dx.reshape(x.shape).to(call.dx).contiguous(),
         summed(dy * xhat, call.dweight),
         summed(dy, call.dbias),
         summed(dx, call.dadded),
@@ -63,41 +61,20 @@ def reference_layer_norm_grads(call: LayerNormGradCall) -> LayerNormGrads:
 # --- op ---------------------------------------------------------------------------------------------
 
 
-@dispatch.retried
-def _run(call: LayerNormGradCall) -> list[Tensor]:
-    if call.x.numel() == 0:
-        return [grad.zero_() for grad in _fake(call)]
-    grads = launch_layer_norm_grads if dispatch.runs_in_triton(call.x) else reference_layer_norm_grads
-    return [grad.contiguous() for grad in grads(call) if grad is not None]
-
-
-def _fake(call: LayerNormGradCall) -> list[Tensor]:
+def _empty(call: LayerNormGradCall) -> tuple[Tensor, ...]:
     shapes = (call.x.shape, *[call.x.shape[-1:]] * 3)
-    return [
-        call.x.new_empty(shape, dtype=dtype)
-        for shape, dtype in zip(shapes, call.dtypes, strict=True)
-        if dtype is not None
-    ]
+    return tuple(
+        call.x.new_empty(shape, dtype=dtype) for shape, dtype in zip(shapes, call.wanted, strict=True)
+    )
 
 
-_LAYER_NORM_BACKWARD = Op(
-    # One tensor for each of dx, dweight, dbias and dadded whose dtype is given, in this order.
+LAYER_NORM_BACKWARD = GradOp(
+    # The last four: dtypes of the gradients that are wanted.
     "layer_norm_backward(Tensor dy, Tensor? dtotal, Tensor x, Tensor centre, Tensor rstd, Tensor? weight, "
     "float eps, ScalarType? dx, ScalarType? dweight, ScalarType? dbias, ScalarType? dadded) -> Tensor[]",
     LayerNormGradCall,
-    _run,
-    _fake,
-    save=save_all,
-    backward=derivative_of(reference_layer_norm_grads),
+    LayerNormGrads,
+    launch=launch_layer_norm_grads,
+    reference=reference_layer_norm_grads,
+    empty=_empty,
 )
-
-
-@dispatch.retried
-def layer_norm_grads(call: LayerNormGradCall) -> LayerNormGrads:
-    """The gradients whose dtypes are given, by the kernels where they run."""
-    if not any(call.dtypes):
-        return LayerNormGrads()
-    if call.x.numel() and dispatch.is_plain_inference(call.x, call):
-        return launch_layer_norm_grads(call)
-    found = iter(_LAYER_NORM_BACKWARD.through_dispatcher(call))
-    return LayerNormGrads(*(None if dtype is None else next(found) for dtype in call.dtypes))

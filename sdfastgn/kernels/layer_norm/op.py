@@ -27,7 +27,7 @@ from torch import Tensor
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.checks import as_eps, check_input, check_operand
 from sdfastgn.kernels.common.op import PlannedOp
-from sdfastgn.kernels.layer_norm.backward import layer_norm_grads
+from sdfastgn.kernels.layer_norm.backward import LAYER_NORM_BACKWARD
 from sdfastgn.kernels.layer_norm.backward_plans import LayerNormGradCall, LayerNormGrads
 from sdfastgn.kernels.layer_norm.plain import plain_layer_norm
 from sdfastgn.kernels.layer_norm.plans import AddCall, LayerNormCall, LayerNormPlan, empty_saved
@@ -121,7 +121,8 @@ def _grads(ctx: Any, dy: Tensor | None, dtotal: Tensor | None, wanted: tuple[boo
     x, centre, rstd, weight = ctx.saved_tensors
     dtypes = tuple(dtype if want else None for dtype, want in zip(ctx.dtypes, wanted, strict=True))
     if dy is not None:
-        return layer_norm_grads(LayerNormGradCall(dy, dtotal, x, centre, rstd, weight, ctx.eps, *dtypes))
+        call = LayerNormGradCall(dy, dtotal, x, centre, rstd, weight, ctx.eps, *dtypes)
+        return LAYER_NORM_BACKWARD(call)
     if dtotal is None:
         return LayerNormGrads()
     added = dtypes[-1]
