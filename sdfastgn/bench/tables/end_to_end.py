@@ -1,7 +1,8 @@
-"""End-to-end times as tables: in the terminal, and in Markdown from committed runs."""
+"""End-to-end times as tables: in the terminal, and in Markdown from committed runs and sweeps."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -20,7 +21,6 @@ from sdfastgn.bench.tables.markdown import (
 from sdfastgn.bench.tables.profile import row_title
 from sdfastgn.bench.terminal import Blocks
 
-_Group = tuple[int, str, int, int, str]
 # Variants with a column for their time in the harness's CUDA graph; sdfastgn in old runs.
 GRAPHED = ("eager", "compile", "sdfastgn", "sdfastgn_eager", "sdfastgn_compile")
 # (title, choices of (variant, in the harness's graph), of which the first with a time is shown)
@@ -107,6 +107,8 @@ def graph_notes(rows: Iterable[Row]) -> list[str]:
 # ---- Markdown
 
 
+# What a line is about: part, model, size, batch, dtype, and in a sweep steps.
+_Group = tuple[int, str, int, int, str, int]
 # Rows of each line by variant, in the order of the lines.
 _Groups = dict[_Group, dict[str, Row]]
 # The lines that name a group's runs, in order.
@@ -119,12 +121,13 @@ def rows_of_runs(results: Path, kind: str) -> list[tuple[Row, str]]:
     return [(Row(**values), source_line(content)) for content in found for values in content["rows"]]
 
 
-def _read(results: Path) -> tuple[_Groups, _Sources]:
-    """What each line of the end-to-end table is about, in the order of its lines."""
+def _read(results: Path, kind: str = "end_to_end") -> tuple[_Groups, _Sources]:
+    """The lines of a table of all runs of a kind."""
     groups: _Groups = {}
     sources: _Sources = {}
-    for row, source in rows_of_runs(results, "end_to_end"):
-        group = PARTS.index(row.part), row.model, row.size, row.batch, row.dtype
+    for row, source in rows_of_runs(results, kind):
+        steps = row.steps if kind == "sweep" and row.steps else 0
+        group = PARTS.index(row.part), row.model, row.size, row.batch, row.dtype, steps
         groups.setdefault(group, {})[row.variant] = row
         sources.setdefault(group, []).append(source)
     return dict(sorted(groups.items())), sources
@@ -178,7 +181,7 @@ def _headline(groups: _Groups) -> _Groups:
         group: rows
         for group, rows in groups.items()
         if PARTS[group[0]] in HEADLINE_PARTS
-        and group[-1] == HEADLINE_DTYPE
+        and group[4] == HEADLINE_DTYPE
         and milliseconds(rows, ("sdfastgn", False)) is not None
     }
 
@@ -223,3 +226,68 @@ def peer_markdown(results: Path, peer: str) -> str:
 def _measured(row: Row, field: str) -> str:
     value = getattr(row, field)
     return error_text(value) if field.startswith("error") else number(value)
+
+
+# ---- sweeps over batches or steps
+
+
+def _sweeps(results: Path, *, over_batches: bool) -> tuple[_Groups, _Sources]:
+    """The lines of sweeps over several batches, or of those at one."""
+    groups, sources = _read(results, "sweep")
+    batches = Counter(group[:3] + group[4:] for group in groups)
+    shown = {g: rows for g, rows in groups.items() if (batches[g[:3] + g[4:]] > 1) == over_batches}
+    return shown, sources
+
+
+def _sweep_title(row: Row) -> str:
+    return row_title(row) + (f", {row.steps} steps" if row.steps else "")
+
+
+def _sweep_table(cells: list[dict[str, str]], shown: _Groups, sources: _Sources) -> str:
+    """The table of ``cells``, why a time is missing, and the lines that name the runs."""
+    missing = [
+        f"{_sweep_title(row)}, {label(row.variant)} {row.status}: {row.reason}"
+        for rows in shown.values()
+        for row in rows.values()
+        if row.status != OK
+    ]
+    return markdown(*without_empty_columns(cells), [*missing, *_lines_of(sources, shown)])
+
+
+def batches_markdown(results: Path) -> str:
+    """Milliseconds a sample, samples a second and memory, of what was timed at several batches."""
+    shown, sources = _sweeps(results, over_batches=True)
+    cells: list[dict[str, str]] = []
+    for rows in shown.values():
+        first = next(iter(rows.values()))
+        cell = {"": _sweep_title(first)}
+        for title, choices in HEADLINE:
+            cell[f"{title} ms a sample (samples/s)"] = _rate(milliseconds(rows, *choices), first.batch)
+        for name in ("eager", "sdfastgn"):
+            cell[f"{label(name)} MiB"] = number(rows[name].reserved_mib, 6) if name in rows else NOTHING
+        cells.append(cell)
+    return _sweep_table(cells, shown, sources)
+
+
+def _rate(ms: float | None, batch: int) -> str:
+    return NOTHING if ms is None else f"{number(ms / batch, 4)} ({number(1e3 * batch / ms)})"
+
+
+def latency_markdown(results: Path) -> str:
+    """Median and 99th percentile of pipelines at one batch, beside the time of their CUDA graphs alone."""
+    groups, sources = _sweeps(results, over_batches=False)
+    shown = {group: rows for group, rows in groups.items() if PARTS[group[0]] == "pipeline"}
+    cells = [
+        {
+            "": _sweep_title(row),
+            "variant": label(row.variant),
+            "p50 ms": number(row.median_ms, 4),
+            "p99 ms": number(row.p99_ms, 4),
+            "its graphs alone, ms": number(row.graphs_ms, 4),
+            "p50 over that": number(row.median_ms / row.graphs_ms if row.graphs_ms else None),
+        }
+        for rows in shown.values()
+        for row in rows.values()
+        if row.median_ms is not None
+    ]
+    return _sweep_table(cells, shown, sources)

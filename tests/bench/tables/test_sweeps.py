@@ -7,7 +7,7 @@ from pathlib import Path
 
 from sdfastgn.bench.documents import FAILED
 from sdfastgn.bench.models.run import Row
-from sdfastgn.bench.tables import end_to_end, sweeps
+from sdfastgn.bench.tables import end_to_end
 from sdfastgn.bench.tables.markdown import NO_RESULTS
 from tests.bench.tables.cases import SOURCE, cells_of, row, save
 
@@ -35,7 +35,7 @@ STEPS = [
 def test_samples_a_second_by_batch(tmp_path: Path) -> None:
     save(tmp_path, "batches.json", "sweep", BATCHES)
     save(tmp_path, "steps.json", "sweep", STEPS)
-    text = sweeps.batches_markdown(tmp_path)
+    text = end_to_end.batches_markdown(tmp_path)
     (header,) = cells_of(text, "|  |")
     assert header == [
         "eager ms a sample (samples/s)",
@@ -59,7 +59,7 @@ def test_samples_a_second_by_batch(tmp_path: Path) -> None:
 def test_latency_beside_the_time_of_the_graphs(tmp_path: Path) -> None:
     save(tmp_path, "batches.json", "sweep", BATCHES)
     save(tmp_path, "steps.json", "sweep", STEPS)
-    text = sweeps.latency_markdown(tmp_path)
+    text = end_to_end.latency_markdown(tmp_path)
     assert cells_of(text, "| SD1.5 pipeline 512², batch 2, fp16, 1 steps") == [
         ["sdfastgn", "12", "13", "10", "1.2"]
     ]
@@ -74,4 +74,4 @@ def test_a_sweep_is_in_no_other_table(tmp_path: Path) -> None:
     assert end_to_end.results_markdown(tmp_path) == NO_RESULTS
     assert end_to_end.headline_markdown(tmp_path) == NO_RESULTS
     (tmp_path / "batches.json").unlink()
-    assert sweeps.batches_markdown(tmp_path) == sweeps.latency_markdown(tmp_path) == NO_RESULTS
+    assert end_to_end.batches_markdown(tmp_path) == end_to_end.latency_markdown(tmp_path) == NO_RESULTS
