@@ -144,7 +144,7 @@ def test_a_model_that_does_not_fit_is_a_row(monkeypatch: pytest.MonkeyPatch) -> 
     def build(config: BenchConfig) -> Workload:
         raise torch.OutOfMemoryError("tried to allocate\n80 GiB")
 
-    monkeypatch.setitem(end_to_end.BUILDERS, "unet", build)
+    monkeypatch.setitem(workloads.BUILDERS, "unet", build)
     rows = end_to_end.run(config("unet"), [VARIANTS["eager"], VARIANTS["sdfastgn"]])
     assert [(row.variant, row.status, row.median_ms) for row in rows] == [
         ("eager", FAILED, None),
@@ -184,7 +184,7 @@ def test_weights_that_cannot_be_loaded(tmp_path: Path) -> None:
 
 
 def test_each_part_has_a_workload() -> None:
-    assert tuple(end_to_end.BUILDERS) == PARTS
+    assert tuple(workloads.BUILDERS) == PARTS
 
 
 def test_switches_are_recorded_and_put_back() -> None:

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from sdfastgn.bench.documents import OK, WRONG
-from sdfastgn.bench.models import gate, training
+from sdfastgn.bench.models import gate
 from sdfastgn.bench.models import run as end_to_end
 from sdfastgn.bench.models.run import Row
 from sdfastgn.bench.models.variants import VARIANTS
-from sdfastgn.bench.models.workload import BenchConfig
+from sdfastgn.bench.models.workload import BenchConfig, saved_bytes
 from tests.bench.cases import broken_variant
 
 CONFIG = BenchConfig("tiny", "train", 64, 1, "fp32", "cpu", repeats=1)
@@ -101,7 +101,7 @@ def test_saved_bytes_count_shared_memory_once_and_no_parameter() -> None:
     linear = nn.Linear(4, 4, bias=False)
     x = torch.randn(8, 4)
     # linear keeps x, exp its result, which the product keeps on both sides.
-    assert training.saved_bytes(lambda: (y := linear(x).exp()) * y, linear) == 2 * 8 * 4 * 4
+    assert saved_bytes(lambda: (y := linear(x).exp()) * y, linear) == 2 * 8 * 4 * 4
 
 
 def test_saved_bytes_leaves_no_graph_behind() -> None:
@@ -124,7 +124,7 @@ def test_saved_bytes_leaves_no_graph_behind() -> None:
     seen = weakref.ref(held)
     operands = [held]
     del held
-    training.saved_bytes(lambda: Noted.apply(linear(x), operands.pop()).exp(), linear)
+    saved_bytes(lambda: Noted.apply(linear(x), operands.pop()).exp(), linear)
     gc.collect()
     assert seen() is None
 
