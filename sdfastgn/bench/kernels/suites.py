@@ -16,7 +16,6 @@ import sdfastgn
 from sdfastgn.bench import stable_fast
 from sdfastgn.bench.environment import cuda_package_reason
 from sdfastgn.bench.kernels.batch_norm import BATCH_NORM
-from sdfastgn.bench.kernels.providers import both_layouts, fixed, inductor, per_channel, rivals
 from sdfastgn.bench.kernels.suite import (
     BACKWARD,
     BOTH,
@@ -30,6 +29,11 @@ from sdfastgn.bench.kernels.suite import (
     Provider,
     Shape,
     Suite,
+    both_layouts,
+    fixed,
+    inductor,
+    per_channel,
+    rivals,
 )
 from sdfastgn.kernels.attention.wide_heads import wide_attention
 from sdfastgn.kernels.upsample.conv import upsample_conv2d

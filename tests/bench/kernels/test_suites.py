@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from typer.testing import CliRunner
 
 from sdfastgn.bench.documents import FAILED, OK, UNAVAILABLE, WRONG
-from sdfastgn.bench.kernels import ratios
 from sdfastgn.bench.kernels import run as kernel_run
 from sdfastgn.bench.kernels.run import calls_a_round, run
 from sdfastgn.bench.kernels.suite import (
@@ -28,9 +27,11 @@ from sdfastgn.bench.kernels.suite import (
     Provider,
     Shape,
     Suite,
+    fixed,
 )
-from sdfastgn.bench.kernels.suites import EPS, GROUPS, SUITES, fixed
+from sdfastgn.bench.kernels.suites import EPS, GROUPS, SUITES
 from sdfastgn.bench.models.workload import DTYPES
+from sdfastgn.bench.tables import kernels as tables
 from sdfastgn.cli_commands import app
 
 TINY: dict[str, Shape] = {
@@ -286,12 +287,12 @@ def row(name: str, hot: float, cold: float, task: str = BOTH, shape: Shape = UNE
 ROWS = [row("copy", 1, 2, "copy"), row("eager_nchw", 10, 10), row("apex", 5, 8), row("sdfastgn", 4, 9)]
 
 
-def line_of(rows: list[KernelRow]) -> ratios.Line:
-    return ratios.lines(rows)[UNET, BOTH]
+def line_of(rows: list[KernelRow]) -> tables.Line:
+    return tables.lines(rows)[UNET, BOTH]
 
 
 def test_a_line_has_one_task_and_the_copy() -> None:
-    found = ratios.lines([*ROWS, row("sdfastgn", 2, 2, TRAINING)])
+    found = tables.lines([*ROWS, row("sdfastgn", 2, 2, TRAINING)])
     assert {task: list(line) for (_, task), line in found.items()} == {
         BOTH: ["copy", "eager_nchw", "apex", "sdfastgn"],
         TRAINING: ["copy", "sdfastgn"],
@@ -300,8 +301,8 @@ def test_a_line_has_one_task_and_the_copy() -> None:
 
 def test_lost_cells_and_ratios_hot_and_cold() -> None:
     line = line_of(ROWS)
-    assert (ratios.best_peers(line), ratios.lost(line, "sdfastgn")) == (("apex", "apex"), (False, True))
-    found = ratios.summary(TRAIN, ROWS)
+    assert (tables.best_peers(line), tables.lost(line, "sdfastgn")) == (("apex", "apex"), (False, True))
+    found = tables.summary(TRAIN, ROWS)
     assert found["slower_than_best_peer"] == {"hot": [], "cold": [["2x320x64x64", BOTH, "sdfastgn"]]}
     assert found["ratio_to_best_peer"] == {"sdfastgn": {BOTH: {"2x320x64x64": (0.8, 1.125)}}}
     assert found["ideal_ratio_to_copy"] == {TRAINING: 1, BOTH: 2.5}
@@ -310,22 +311,22 @@ def test_lost_cells_and_ratios_hot_and_cold() -> None:
 def test_the_best_peer_is_neither_the_copy_nor_ours() -> None:
     other = KernelRow(UNET, "gnnhwc", OK, hot_us=3.0, cold_us=30.0, task=BOTH)
     line = line_of([*ROWS, other])
-    assert ratios.best_peers(line) == ("gnnhwc", "apex")
-    assert ratios.lost(line, "sdfastgn")[0]
-    assert ratios.best_peers(line_of([ROWS[0], ROWS[3]])) == (None, None)
+    assert tables.best_peers(line) == ("gnnhwc", "apex")
+    assert tables.lost(line, "sdfastgn")[0]
+    assert tables.best_peers(line_of([ROWS[0], ROWS[3]])) == (None, None)
 
 
 def test_ours_without_a_time_is_lost_and_without_a_peer_is_not() -> None:
     wrong = KernelRow(UNET, "sdfastgn", WRONG, task=BOTH)
-    assert ratios.lost(line_of([*ROWS[:3], wrong]), "sdfastgn") == (True, True)
-    assert ratios.lost(line_of([ROWS[0], ROWS[3]]), "sdfastgn") == (False, False)
+    assert tables.lost(line_of([*ROWS[:3], wrong]), "sdfastgn") == (True, True)
+    assert tables.lost(line_of([ROWS[0], ROWS[3]]), "sdfastgn") == (False, False)
 
 
 def test_means_over_the_copy_and_over_the_baseline() -> None:
     large: Shape = (1, 512, 512, 512)
     names = {"copy": ("copy", 2), "eager_nchw": (BOTH, 8), "sdfastgn": (BOTH, 2)}
     rows = [*ROWS, *(row(name, time, time, task, large) for name, (task, time) in names.items())]
-    to_copy, to_eager = (ratios.means(TRAIN, rows, over) for over in ("copy", "eager_nchw"))
+    to_copy, to_eager = (tables.means(TRAIN, rows, over) for over in ("copy", "eager_nchw"))
     expected = {"hot": pytest.approx(4), "cold": pytest.approx(4.5), "shapes": 1}
     assert to_copy["unet"][BOTH]["sdfastgn"] == expected
     assert to_copy["all"][BOTH]["sdfastgn"]["hot"] == pytest.approx(2)
@@ -339,8 +340,8 @@ def test_ops_with_statistics_are_measured_by_the_plain_ones() -> None:
         row("add", 4, 4, "add, forward"),
         row("add_with_statistics", 5, 6, "add, forward"),
     ]
-    assert ratios.extra_ratios(INFER, rows) == {"add_with_statistics": {UNET: (1.25, 1.5)}}
-    assert ratios.summary(INFER, rows)["ratio_to_best_peer"] == {}
+    assert tables.extra_ratios(INFER, rows) == {"add_with_statistics": {UNET: (1.25, 1.5)}}
+    assert tables.summary(INFER, rows)["ratio_to_best_peer"] == {}
 
 
 # ---- a new provider is one entry
