@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from typer.testing import CliRunner
 
 from sdfastgn.bench.documents import FAILED, OK, UNAVAILABLE, WRONG
 from sdfastgn.bench.kernels import run as kernel_run
@@ -32,7 +31,7 @@ from sdfastgn.bench.kernels.suite import (
 from sdfastgn.bench.kernels.suites import EPS, GROUPS, SUITES
 from sdfastgn.bench.models.workload import DTYPES
 from sdfastgn.bench.tables import kernels as tables
-from sdfastgn.cli_commands import app
+from tests.command_line import invoke
 
 TINY: dict[str, Shape] = {
     "inference": (1, 64, 5, 3),
@@ -353,28 +352,14 @@ def test_a_new_provider_is_in_help_table_and_json(tmp_path: Path, monkeypatch: p
     suite = replace(INFER, operations=(replace(operation, providers=(*operation.providers, new)),))
     monkeypatch.setitem(SUITES, "inference", suite)
     path = tmp_path / "out.json"
-    command = [
-        "kernels",
-        "--device",
-        "cpu",
-        "--shapes",
-        "1x64x4x4",
-        "--repeats",
-        "1",
-        "--providers",
-        "thrown_away",
-    ]
-    helped, done = (
-        CliRunner().invoke(app, each) for each in (["kernels", "-h"], [*command, "--json", str(path)])
-    )
-    assert "thrown_away" in helped.stdout
+    chosen = ("--device", "cpu", "--shapes", "1x64x4x4", "--repeats", "1", "--providers", new.name)
+    done = invoke("kernels", *chosen, "--json", str(path))
     assert done.exit_code == 0, done.output
-    assert "thrown_away" in done.stdout.split("not run")[0]
-    assert [(one["provider"], one["status"]) for one in json.loads(path.read_text())["rows"]] == [
-        ("copy", OK),
-        ("thrown_away", OK),
-    ]
-    assert ERROR_BOUNDS["fp16"] >= json.loads(path.read_text())["rows"][1]["error"]
+    assert new.name in invoke("kernels", "-h").stdout
+    assert new.name in done.stdout.split("not run")[0]
+    rows = json.loads(path.read_text())["rows"]
+    assert [(one["provider"], one["status"]) for one in rows] == [("copy", OK), (new.name, OK)]
+    assert ERROR_BOUNDS["fp16"] >= rows[1]["error"]
 
 
 def test_plain_pytorch_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:

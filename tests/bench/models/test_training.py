@@ -57,11 +57,6 @@ def test_wrong_gradients_get_no_time(dtype: str, factor: float) -> None:
     assert rows[0].median_ms is rows[0].saved_mib is None
 
 
-def test_the_gate_is_stated() -> None:
-    assert "1.05 times stock eager's" in gate.gate_text(dataclasses.replace(CONFIG, dtype="bf16"))
-    assert "0.001" in gate.gate_text(CONFIG)
-
-
 def gradients(**tensors: list[float]) -> dict[str, torch.Tensor]:
     return {name: torch.tensor(values) for name, values in tensors.items()}
 

@@ -103,11 +103,6 @@ def test_two_layouts_of_ours_are_two_columns(tmp_path: Path) -> None:
     assert "| forward + backward | 1 (2) | **9 (10)** | 12 (13) | 6 (7) | 3 (4) |" in lines[2]
 
 
-def test_missing_cells_say_why() -> None:
-    found = kernel_tables.missing_cells(INFERENCE)
-    assert found == ["apex: unavailable: not installed (2x320x64x64)"]
-
-
 def test_extras_have_a_table_of_their_own(tmp_path: Path) -> None:
     # Rows of old runs name no task.
     times = {"copy": 2.0, "sdfastgn_given": 2.5, "add": 4.0, "add_with_statistics": 5.0}

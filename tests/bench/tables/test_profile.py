@@ -7,7 +7,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from sdfastgn.bench.documents import OK, WRONG
 from sdfastgn.bench.kernel_categories import CATEGORIES, CONVOLUTION, GAPS, GEMM, NORMALIZATION, OTHER
@@ -15,8 +14,8 @@ from sdfastgn.bench.models.profiling import CALL, CPU, REPLAY, Breakdown
 from sdfastgn.bench.models.run import Row
 from sdfastgn.bench.tables import end_to_end, pages, plots
 from sdfastgn.bench.tables import profile as profile_tables
-from sdfastgn.cli_commands import app
 from tests.bench.tables.cases import SOURCE, cells_of, is_png, row, save, text_of
+from tests.command_line import invoke
 
 MYSTERY = "void some_library::mystery<[a]>" + "x" * 200
 SLOT = "<!-- table:profile -->\n<!-- /table:profile -->\n"
@@ -156,9 +155,9 @@ def test_a_picture_of_nothing_is_an_error(tmp_path: Path) -> None:
 
 def test_from_the_command_line_to_table_json_and_picture(tmp_path: Path) -> None:
     result, picture = tmp_path / "profile.json", tmp_path / "profile.png"
-    chosen = ["--part", "unet", "--part", "vae", "--variants", "eager", "--repeats", "1"]
-    written = ["--json", str(result), "--plot", str(picture)]
-    done = CliRunner().invoke(app, ["bench", *chosen, "--device", "cpu", "--profile", *written])
+    chosen = ("--part", "unet", "--part", "vae", "--variants", "eager", "--repeats", "1")
+    written = ("--json", str(result), "--plot", str(picture))
+    done = invoke("bench", *chosen, "--device", "cpu", "--profile", *written)
     assert done.exit_code == 0, done.output
     assert done.stdout.count("CPU operator time, not kernels") == done.stdout.count("lowest floor: ") == 2
     assert is_png(picture)
@@ -172,17 +171,3 @@ def test_from_the_command_line_to_table_json_and_picture(tmp_path: Path) -> None
         assert 0 < len(found.top) <= 10
         assert {"name", "category", "calls", "ms"} == set(found.top[0])
     assert "CPU operators" in profile_tables.profile_markdown(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        pytest.param(["--plot", "out.png"], ["--plot", "--profile", "'out.png'"], id="without-profile"),
-        pytest.param(["--profile", "--plot", "out.svg"], ["--plot", "'out.svg'", ".png"], id="not-a-png"),
-    ],
-)
-def test_bad_options(arguments: list[str], words: list[str]) -> None:
-    done = CliRunner().invoke(app, ["bench", *arguments])
-    assert done.exit_code == 2
-    assert len(done.stderr.strip().splitlines()) == 1
-    assert all(word in done.stderr for word in words)
