@@ -13,7 +13,6 @@ from sdfastgn.bench.documents import OptionError
 from sdfastgn.bench.models.presets import PRESETS
 from sdfastgn.bench.models.run import describe
 from sdfastgn.bench.tables import plots, results
-from sdfastgn.bench.tables.markdown import NO_RESULTS
 from sdfastgn.bench.tables.results import Result, cases_of, comparison, preset_tables, tables_of
 from tests.bench.tables.cases import ENVIRONMENT, row, save, text_of
 from tests.command_line import ROOT, invoke
@@ -230,7 +229,6 @@ def test_a_part_alone_in_a_presets_unit(name: str, part: str, value: str) -> Non
 
 
 def test_presets_and_processes_in_markdown(tmp_path: Path) -> None:
-    assert results.presets_markdown(tmp_path) == results.processes_markdown(tmp_path) == NO_RESULTS
     content = preset_result("mlperf", 16000.0).content
     documents.write_json(tmp_path / "preset.json", content)
     text = results.presets_markdown(tmp_path)
