@@ -15,7 +15,7 @@ from sdfastgn.bench.kernels.suites import EPS, GROUPS, SUITES
 WEIGHT, BIAS = torch.randn(64), torch.randn(64)
 
 
-def test_why_a_package_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_why_a_package_cannot_run(monkeypatch):
     reason = SUITES["inference"].providers["gnnhwc"].reason
     assert reason(torch.device("cuda")) == "package gnnhwc is not installed"
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
@@ -32,9 +32,7 @@ CALLS = [
 
 
 @pytest.mark.parametrize(("name", "module", "kernel", "side", "silu"), CALLS, ids=["gnnhwc", "one", "two"])
-def test_a_peer_is_told_to_fuse_silu(
-    name: str, module: str, kernel: str, side: int, silu: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_peer_is_told_to_fuse_silu(name, module, kernel, side, silu, monkeypatch):
     called = []
 
     def run(x: Any, *others: Any) -> torch.Tensor:

@@ -25,7 +25,7 @@ OURS = [VARIANTS[name] for name in ("eager", "channels_last", "sdfastgn")]
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_rows(dtype: str) -> None:
+def test_rows(dtype):
     # In bf16 stock's own channels-last convolutions may be less exact on some processors.
     variants = OURS if dtype == "fp32" else [VARIANTS["eager"], VARIANTS["sdfastgn"]]
     rows = end_to_end.run(dataclasses.replace(CONFIG, dtype=dtype), variants)
@@ -45,7 +45,7 @@ def test_rows(dtype: str) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "factor"), [("fp32", math.nan), ("bf16", 0.9)], ids=["nan", "scaled"])
-def test_wrong_gradients_get_no_time(dtype: str, factor: float) -> None:
+def test_wrong_gradients_get_no_time(dtype, factor):
     def attach(unet: Any) -> Any:
         """The right output, and the gradient of what enters the last convolution scaled."""
         return unet.conv_out.register_full_backward_hook(lambda module, dx, dy: (dx[0] * factor,))
@@ -70,7 +70,7 @@ def gradients(**tensors: list[float]) -> dict[str, torch.Tensor]:
         pytest.param(gradients(a=[3.0], b=[math.nan]), math.nan, id="nan"),
     ],
 )
-def test_error_over_all_parameters(ours: dict[str, torch.Tensor], error: float) -> None:
+def test_error_over_all_parameters(ours, error):
     reference = gradients(a=[3.0], b=[4.0])
     judged = gate.judge(CONFIG, ours, gate.Reference(reference, fp32=reference, fp32_error=0.05))
     assert judged.error == pytest.approx(error, nan_ok=True)
@@ -87,19 +87,19 @@ def test_error_over_all_parameters(ours: dict[str, torch.Tensor], error: float) 
         pytest.param(gradients(a=[0.0]), "constant", id="zero"),
     ],
 )
-def test_stock_gradients_that_are_no_reference(stock: dict[str, torch.Tensor], words: str) -> None:
+def test_stock_gradients_that_are_no_reference(stock, words):
     problem = gate.problem(CONFIG, stock)
     assert (words in problem) if words else not problem
 
 
-def test_saved_bytes_count_shared_memory_once_and_no_parameter() -> None:
+def test_saved_bytes_count_shared_memory_once_and_no_parameter():
     linear = nn.Linear(4, 4, bias=False)
     x = torch.randn(8, 4)
     # linear keeps x, exp its result, which the product keeps on both sides.
     assert saved_bytes(lambda: (y := linear(x).exp()) * y, linear) == 2 * 8 * 4 * 4
 
 
-def test_saved_bytes_leaves_no_graph_behind() -> None:
+def test_saved_bytes_leaves_no_graph_behind():
     """``exp`` keeps its own result, and a graph that refers to itself is never freed."""
 
     class Held:
@@ -125,7 +125,7 @@ def test_saved_bytes_leaves_no_graph_behind() -> None:
 
 
 @pytest.mark.gpu
-def test_memory_on_the_gpu() -> None:
+def test_memory_on_the_gpu():
     rows: list[Row] = end_to_end.run(dataclasses.replace(CONFIG, dtype="bf16", device="cuda"), OURS)
     for row in rows:
         assert row.peak_mib is not None

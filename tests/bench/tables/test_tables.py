@@ -15,7 +15,6 @@ from sdfastgn.bench.models.run import Row
 from sdfastgn.bench.models.variants import VARIANTS
 from sdfastgn.bench.tables import end_to_end, kernels, pages, plots
 from sdfastgn.bench.tables.markdown import NO_RESULTS
-from sdfastgn.bench.terminal import Blocks
 from tests.bench.tables.cases import SOURCE, cells_of, is_png, row, save, text_of
 
 SLOT = "before\n<!-- table:results -->\nold\n<!-- /table:results -->\nafter\n"
@@ -41,7 +40,7 @@ UNET = [
         pytest.param(20.0, "20", id="no-trailing-zeros"),
     ],
 )
-def test_numbers_have_three_digits_and_empty_columns_are_left_out(value: float | None, expected: str) -> None:
+def test_numbers_have_three_digits_and_empty_columns_are_left_out(value, expected):
     cells = text_of(
         end_to_end.end_to_end_table(
             [row("eager", 1.0, peak_mib=1.0, ready_s=value), row("sdfastgn", 2.0)], "t"
@@ -53,7 +52,7 @@ def test_numbers_have_three_digits_and_empty_columns_are_left_out(value: float |
         assert expected in cells.replace("│", " ").split()
 
 
-def test_rows_that_are_not_ok_give_their_reason_and_no_speed_up() -> None:
+def test_rows_that_are_not_ok_give_their_reason_and_no_speed_up():
     wrong = row("channels_last", None, status=WRONG, reason="relative error 0.5 is above 0.02")
     rows = [UNET[0], wrong, UNET[1]]
     shown = text_of(end_to_end.end_to_end_table(rows, "t"))
@@ -83,7 +82,7 @@ NARROW_TABLES = {
 
 @pytest.mark.parametrize("width", [60, 80, 120, 400])
 @pytest.mark.parametrize("table", NARROW_TABLES.values(), ids=NARROW_TABLES)
-def test_no_word_is_cut_at_any_width(table: Blocks, width: int) -> None:
+def test_no_word_is_cut_at_any_width(table, width):
     shown = text_of(table, width)
     assert max(map(len, shown.splitlines())) <= width
     assert "\N{HORIZONTAL ELLIPSIS}" not in shown
@@ -96,7 +95,7 @@ def test_no_word_is_cut_at_any_width(table: Blocks, width: int) -> None:
     assert len(re.findall(r"^│ (?=\S)", shown, re.MULTILINE)) >= blocks * len(table.body)
 
 
-def test_graph_notes_join_the_variants_of_one_reason() -> None:
+def test_graph_notes_join_the_variants_of_one_reason():
     rows = [
         row("eager", 1.0, graph_reason="no"),
         row("compile", 1.0, graph_reason="no"),
@@ -108,7 +107,7 @@ def test_graph_notes_join_the_variants_of_one_reason() -> None:
 # ---- Markdown
 
 
-def test_results_hold_times_ratios_reasons_and_sources(tmp_path: Path) -> None:
+def test_results_hold_times_ratios_reasons_and_sources(tmp_path):
     save(tmp_path / "h200", "unet_sd15.json", "end_to_end", UNET)
     vae = [row("eager", 22.0, part="vae"), row("sdfastgn", 8.8, part="vae")]
     save(tmp_path / "h200", "vae_512.json", "end_to_end", vae)
@@ -123,7 +122,7 @@ def test_results_hold_times_ratios_reasons_and_sources(tmp_path: Path) -> None:
     assert text.endswith(SOURCE)
 
 
-def test_one_size_in_two_dtypes_is_two_lines(tmp_path: Path) -> None:
+def test_one_size_in_two_dtypes_is_two_lines(tmp_path):
     rows = [row("eager", 20.0), row("sdfastgn", 5.0)]
     save(tmp_path, "fp16.json", "end_to_end", rows)
     save(tmp_path, "fp32.json", "end_to_end", [replace(one, dtype="fp32", median_ms=90.0) for one in rows])
@@ -131,7 +130,7 @@ def test_one_size_in_two_dtypes_is_two_lines(tmp_path: Path) -> None:
     assert [line[0] for line in lines] == ["20 (1.00x)", "90 (1.00x)"]
 
 
-def test_one_peer_is_compared_in_all_that_was_measured(tmp_path: Path) -> None:
+def test_one_peer_is_compared_in_all_that_was_measured(tmp_path):
     unet = [
         row("eager", 20.0, ready_s=1.0, error_fp32=2e-3, peak_mib=900.0),
         row("stable_fast", 12.0, ready_s=15.0, error_fp32=1.1e-2, peak_mib=800.0, note="traced"),
@@ -152,7 +151,7 @@ def test_one_peer_is_compared_in_all_that_was_measured(tmp_path: Path) -> None:
     assert "No results" in end_to_end.peer_markdown(tmp_path, "compile")
 
 
-def test_the_headline_has_the_peers_at_their_best(tmp_path: Path) -> None:
+def test_the_headline_has_the_peers_at_their_best(tmp_path):
     save(tmp_path, "a.json", "end_to_end", UNET)
     save(tmp_path, "b.json", "end_to_end", [row("eager", 60.0, part="vae"), row("compile", 50.0, part="vae")])
     times = {"eager": 600.0, "compile_graphs": 206.0, "sdfastgn": 150.0}
@@ -206,7 +205,7 @@ STEPS = [
 ]
 
 
-def test_samples_a_second_by_batch(tmp_path: Path) -> None:
+def test_samples_a_second_by_batch(tmp_path):
     save(tmp_path, "batches.json", "sweep", BATCHES)
     save(tmp_path, "steps.json", "sweep", STEPS)
     text = end_to_end.batches_markdown(tmp_path)
@@ -230,7 +229,7 @@ def test_samples_a_second_by_batch(tmp_path: Path) -> None:
     assert "pipeline" not in text
 
 
-def test_latency_beside_the_time_of_the_graphs(tmp_path: Path) -> None:
+def test_latency_beside_the_time_of_the_graphs(tmp_path):
     save(tmp_path, "batches.json", "sweep", BATCHES)
     save(tmp_path, "steps.json", "sweep", STEPS)
     text = end_to_end.latency_markdown(tmp_path)
@@ -243,21 +242,21 @@ def test_latency_beside_the_time_of_the_graphs(tmp_path: Path) -> None:
     ]
 
 
-def test_a_sweep_is_in_no_other_table(tmp_path: Path) -> None:
+def test_a_sweep_is_in_no_other_table(tmp_path):
     save(tmp_path, "batches.json", "sweep", BATCHES)
     assert end_to_end.results_markdown(tmp_path) == NO_RESULTS
     assert end_to_end.headline_markdown(tmp_path) == NO_RESULTS
 
 
 @pytest.mark.parametrize("name", pages.TABLES)
-def test_without_results_a_table_says_so(name: str, tmp_path: Path) -> None:
+def test_without_results_a_table_says_so(name, tmp_path):
     assert pages.TABLES[name](tmp_path) == "No results are committed yet."
 
 
 # ---- README files
 
 
-def test_write_then_check(tmp_path: Path) -> None:
+def test_write_then_check(tmp_path):
     save(tmp_path / "benchmarks", "a.json", "end_to_end", UNET)
     readme = tmp_path / "README.md"
     readme.write_text(SLOT)
@@ -281,9 +280,7 @@ def test_write_then_check(tmp_path: Path) -> None:
         pytest.param("<!-- table:results -->", "closed", id="not-closed"),
     ],
 )
-def test_slots_that_cannot_be_filled(
-    text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_slots_that_cannot_be_filled(text, words, tmp_path, capsys):
     readme = tmp_path / "README.md"
     readme.write_text(text)
     assert pages.main(["--write", str(readme), "--results", str(tmp_path)]) == 2
@@ -291,20 +288,14 @@ def test_slots_that_cannot_be_filled(
     assert readme.read_text() == text
 
 
-def test_a_missing_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_file_is_one_line(tmp_path, capsys):
     assert pages.main(["--check", str(tmp_path / "none.md"), "--results", str(tmp_path)]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 @pytest.mark.parametrize("arguments", [[], ["--results", "no"]], ids=["elsewhere", "misspelt"])
 @pytest.mark.parametrize("mode", ["--write", "--check"])
-def test_a_missing_folder_of_results_empties_no_table(
-    mode: str,
-    arguments: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_missing_folder_of_results_empties_no_table(mode, arguments, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     readme = tmp_path / "README.md"
     readme.write_text(SLOT)
@@ -315,7 +306,7 @@ def test_a_missing_folder_of_results_empties_no_table(
 
 
 @pytest.mark.parametrize(("name", "slot"), [("README.md", "headline"), ("docs/benchmarks.md", "results")])
-def test_the_tables_of_this_repository_are_fresh(name: str, slot: str) -> None:
+def test_the_tables_of_this_repository_are_fresh(name, slot):
     root = Path(__file__).resolve().parents[3]
     text = (root / name).read_text(encoding="utf-8")
     assert f"<!-- table:{slot} -->" in text
