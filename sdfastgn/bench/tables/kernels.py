@@ -20,6 +20,7 @@ from sdfastgn.bench.tables.markdown import (
     markdown_table,
     number,
     source_line,
+    without_empty_columns,
 )
 from sdfastgn.bench.terminal import Blocks
 
@@ -75,16 +76,6 @@ def best_peers(line: Line) -> Overs:
     return hot.provider, cold.provider
 
 
-def lost(line: Line, name: str) -> tuple[bool, bool]:
-    """Whether a peer is faster, hot and cold, than our ``name``, or is alone in having a time."""
-    peers = best_peers(line)
-    hot, cold = (
-        name in line and peer is not None and (value is None or value > 1)
-        for peer, value in zip(peers, ratio(line, name, peers), strict=True)
-    )
-    return hot, cold
-
-
 def means(suite: Suite, rows: Iterable[KernelRow], over: str) -> dict[str, dict[str, dict[str, Any]]]:
     """Geometric means of time over that of ``over``, by set of shapes, task and provider."""
     by_line = lines(rows)
@@ -103,41 +94,10 @@ def means(suite: Suite, rows: Iterable[KernelRow], over: str) -> dict[str, dict[
     return found
 
 
-def extra_ratios(suite: Suite, rows: Iterable[KernelRow]) -> dict[str, dict[Shape, Pair]]:
-    """Time of each extra over its plain op's, hot and cold, by provider and shape."""
-    found: dict[str, dict[Shape, Pair]] = {}
-    for (shape, task), line in lines(rows).items():
-        for operation in suite.extras:
-            name = operation.providers[-1].name
-            pair = ratio(line, name, operation.baseline)
-            if task == operation.label(operation.passes[0]) and all(pair):
-                found.setdefault(name, {})[shape] = pair
-    return found
-
-
-def summary(suite: Suite, rows: Sequence[KernelRow]) -> dict[str, Any]:
-    """Means, cells in which a peer is faster, and our ratio to the best peer, as JSON-ready data."""
-    slower: dict[str, list[list[str]]] = {"hot": [], "cold": []}
-    to_peer: dict[str, dict[str, dict[str, Pair]]] = {}
-    for (shape, task), line in lines(rows).items():
-        for name in line if task in suite.ideals else ():
-            if name.startswith(OURS):
-                pair = ratio(line, name, best_peers(line))
-                if any(pair):
-                    to_peer.setdefault(name, {}).setdefault(task, {})[shape_text(shape)] = pair
-                for kind, is_lost in zip(slower, lost(line, name), strict=True):
-                    slower[kind] += [[shape_text(shape), task, name]] if is_lost else []
-    return {
-        "ideal_ratio_to_copy": suite.ideals,
-        "geometric_mean_of_ratio_to_copy": means(suite, rows, COPY),
-        f"geometric_mean_of_ratio_to_{suite.baseline}": means(suite, rows, suite.baseline),
-        "slower_than_best_peer": slower,
-        "ratio_to_best_peer": to_peer,
-        "ratio_to_plain_op": {
-            name: {shape_text(shape): pair for shape, pair in by_shape.items()}
-            for name, by_shape in extra_ratios(suite, rows).items()
-        },
-    }
+def summary(suite: Suite, rows: Iterable[KernelRow]) -> dict[str, Any]:
+    """Geometric means over the copy and over the suite's baseline, as JSON-ready data."""
+    rows = list(rows)
+    return {f"geometric_mean_of_ratio_to_{over}": means(suite, rows, over) for over in (COPY, suite.baseline)}
 
 
 # ---- lines of text
@@ -177,8 +137,8 @@ def _cell(line: Line, name: str) -> str:
     row = line.get(name)
     if row is None or row.status != OK:
         return NOTHING
-    mark = LOSS if name.startswith(OURS) and any(lost(line, name)) else ""
-    return _pair(row.times) + mark
+    over_peers = ratio(line, name, best_peers(line)) if name.startswith(OURS) else ()
+    return _pair(row.times) + LOSS * any(value is not None and value > 1 for value in over_peers)
 
 
 def _pair(pair: Pair) -> str:
@@ -227,20 +187,18 @@ def suite_tables(suite: Suite, rows: Sequence[KernelRow], title: str) -> list[Bl
 
 def _extras(suite: Suite, rows: Sequence[KernelRow]) -> list[Blocks]:
     """Shapes x extras: microseconds hot, and their ratio to the plain op's; none if none was timed."""
-    ratios = extra_ratios(suite, rows)
-    baselines = {op.providers[-1].name: op.baseline for op in suite.extras}
-    hot = {(row.provider, row.shape): row.hot_us for row in rows}
-    names = [name for name in baselines if name in ratios]
-
-    def cell(name: str, shape: Shape) -> str:
-        pair = ratios[name].get(shape)
-        return f"{number(hot[name, shape])}: {pair[0]:.2f} ({pair[1]:.2f})" if pair else NOTHING
-
-    shapes = dict.fromkeys(row.shape for row in rows)
-    body = [[shape_text(shape), *(cell(name, shape) for name in names)] for shape in shapes]
-    header = [_spaced(suite.axes), *(f"{name} / {baselines[name]}" for name in names)]
+    found, cells = lines(rows), []
+    for shape in dict.fromkeys(row.shape for row in rows):
+        cell = {_spaced(suite.axes): shape_text(shape)}
+        for op in suite.extras:
+            name, line = op.providers[-1].name, found.get((shape, op.label(op.passes[0])), {})
+            hot, cold = ratio(line, name, op.baseline)
+            shown = f"{number(line[name].hot_us)}: {hot:.2f} ({cold:.2f})" if hot and cold else NOTHING
+            cell[f"{name} / {op.baseline}"] = shown
+        cells.append(cell)
+    header, body = without_empty_columns(cells)
     caption = "microseconds: time over the plain op's, hot L2 (cold L2)"
-    return [Blocks(header, body, caption=caption)] if names else []
+    return [Blocks(header, body, caption=caption)] if header[1:] else []
 
 
 def _spaced(axes: str) -> str:

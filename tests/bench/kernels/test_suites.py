@@ -297,49 +297,23 @@ def test_a_line_has_one_task_and_the_copy():
     }
 
 
-def test_lost_cells_and_ratios_hot_and_cold():
-    line = line_of(ROWS)
-    assert (tables.best_peers(line), tables.lost(line, "sdfastgn")) == (("apex", "apex"), (False, True))
-    found = tables.summary(TRAIN, ROWS)
-    assert found["slower_than_best_peer"] == {"hot": [], "cold": [["2x320x64x64", BOTH, "sdfastgn"]]}
-    assert found["ratio_to_best_peer"] == {"sdfastgn": {BOTH: {"2x320x64x64": (0.8, 1.125)}}}
-    assert found["ideal_ratio_to_copy"] == {TRAINING: 1, BOTH: 2.5}
-
-
 def test_the_best_peer_is_neither_the_copy_nor_ours():
     other = KernelRow(UNET, "gnnhwc", OK, hot_us=3.0, cold_us=30.0, task=BOTH)
     line = line_of([*ROWS, other])
     assert tables.best_peers(line) == ("gnnhwc", "apex")
-    assert tables.lost(line, "sdfastgn")[0]
     assert tables.best_peers(line_of([ROWS[0], ROWS[3]])) == (None, None)
-
-
-def test_ours_without_a_time_is_lost_and_without_a_peer_is_not():
-    wrong = KernelRow(UNET, "sdfastgn", WRONG, task=BOTH)
-    assert tables.lost(line_of([*ROWS[:3], wrong]), "sdfastgn") == (True, True)
-    assert tables.lost(line_of([ROWS[0], ROWS[3]]), "sdfastgn") == (False, False)
 
 
 def test_means_over_the_copy_and_over_the_baseline():
     large: Shape = (1, 512, 512, 512)
     names = {"copy": ("copy", 2), "eager_nchw": (BOTH, 8), "sdfastgn": (BOTH, 2)}
     rows = [*ROWS, *(row(name, time, time, task, large) for name, (task, time) in names.items())]
-    to_copy, to_eager = (tables.means(TRAIN, rows, over) for over in ("copy", "eager_nchw"))
+    to_copy, to_eager = tables.summary(TRAIN, rows).values()
     expected = {"hot": pytest.approx(4), "cold": pytest.approx(4.5), "shapes": 1}
     assert to_copy["unet"][BOTH]["sdfastgn"] == expected
     assert to_copy["all"][BOTH]["sdfastgn"]["hot"] == pytest.approx(2)
     assert to_eager["all"][BOTH]["sdfastgn"]["hot"] == pytest.approx((0.4 * 0.25) ** 0.5)
     assert to_eager["all"][BOTH]["apex"]["shapes"] == 1
-
-
-def test_ops_with_statistics_are_measured_by_the_plain_ones():
-    rows = [
-        row("copy", 2, 2, "copy"),
-        row("add", 4, 4, "add, forward"),
-        row("add_with_statistics", 5, 6, "add, forward"),
-    ]
-    assert tables.extra_ratios(INFER, rows) == {"add_with_statistics": {UNET: (1.25, 1.5)}}
-    assert tables.summary(INFER, rows)["ratio_to_best_peer"] == {}
 
 
 # ---- a new provider is one entry
