@@ -14,7 +14,6 @@ from sdfastgn.bench import page, processes
 from sdfastgn.bench.documents import OK, WRONG, OptionError, document, images_path, write_json
 from sdfastgn.bench.environment import environment
 from sdfastgn.bench.kernels import run as kernels
-from sdfastgn.bench.kernels.ratios import summary
 from sdfastgn.bench.kernels.suite import COPY, KernelConfig, KernelRow, shape_text
 from sdfastgn.bench.kernels.suites import SUITES
 from sdfastgn.bench.models import host, warm_up
@@ -190,7 +189,7 @@ def run_kernels(config: KernelConfig, *, json: Path | None = None, plot: Path | 
     def write(rows: Sequence[KernelRow]) -> None:
         if json is not None:
             content = document(suite.kind, where, asdict(config), rows)
-            write_json(json, {**content, "summary": summary(suite, rows)})
+            write_json(json, {**content, "summary": kernel_tables.summary(suite, rows)})
 
     with watched(len(config.shapes) * len(suite.cells_of(config.providers))) as (on_start, on_done):
         rows = kernels.run(

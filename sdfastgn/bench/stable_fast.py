@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
-import sys
-import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,31 +13,15 @@ if TYPE_CHECKING:
     import torch
 
 
-def _folder() -> Path | None:
-    """Of an importable ``sfast``, found without importing it; None where there is none."""
-    spec = importlib.util.find_spec("sfast")
-    locations = list(spec.submodule_search_locations or ()) if spec else []
-    return Path(locations[0]) if locations else None
-
-
-def _has_extension(folder: Path) -> bool:
-    """Whether the C++ extension is built, without which importing sfast fails."""
-    return any(path.suffix in (".so", ".pyd") for path in folder.glob("_C*"))
-
-
 def reason(device: torch.device) -> str | None:
-    """Why stable-fast cannot compile a model here; None where it can."""
-    folder = _folder()
-    if folder is not None and not _has_extension(folder):
-        return f"sfast is at {folder}, but its C++ extension sfast._C is not built"
-    return kernel_reason(device)
-
-
-def kernel_reason(device: torch.device) -> str | None:
-    """Why stable-fast's kernel, which needs no extension, cannot run here; None where it can."""
+    """Why stable-fast cannot run here; None where it can."""
     # Here, because it imports torch, and help texts list the variants.
     from sdfastgn.bench.environment import cuda_package_reason
 
+    spec = importlib.util.find_spec("sfast")  # importing it fails without its extension
+    for folder in map(Path, spec.submodule_search_locations or () if spec else ()):
+        if not any(path.suffix in (".so", ".pyd") for path in folder.glob("_C*")):
+            return f"sfast is at {folder}, but its C++ extension sfast._C is not built"
     return cuda_package_reason("sfast", device, "stable-fast")
 
 
@@ -83,12 +65,6 @@ def compile_target(target: Any, part: str) -> None:
 
 def group_norm_silu() -> Callable[..., torch.Tensor]:
     """stable-fast's Triton GroupNorm+SiLU: ``(x, num_groups, weight, bias, eps) -> y``."""
-    folder = _folder()
-    if folder is not None and "sfast" not in sys.modules and not _has_extension(folder):
-        # The package's import asks for its extension, of which the kernel uses nothing.
-        stand_in = types.ModuleType("sfast._C")
-        vars(stand_in)["_jit_register_custom_python_operator"] = lambda *args: None
-        sys.modules["sfast._C"] = stand_in
     with launch_functions():
         forward = importlib.import_module("sfast.triton.ops.group_norm").group_norm_silu_forward
 

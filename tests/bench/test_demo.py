@@ -31,7 +31,7 @@ def _without_counts(text: str) -> str:
     return re.sub(r"\d+ calls without", "N calls without", text)
 
 
-def test_no_folder_is_not_this_one() -> None:
+def test_no_folder_is_not_this_one():
     result = invoke("demo", "--output", "")
     assert (result.exit_code, "--output: must be a folder, got ''" in result.output) == (2, True)
 

@@ -12,14 +12,14 @@ from sdfastgn.bench.options import OptionError
 from tests.command_line import invoke
 
 
-def test_a_new_file_is_not_made_but_its_folder_is(tmp_path: Path) -> None:
+def test_a_new_file_is_not_made_but_its_folder_is(tmp_path):
     path = tmp_path / "new" / "folder" / "out.json"
     assert options.file_path("--json", path) == path
     assert path.parent.is_dir()
     assert not list(path.parent.iterdir())
 
 
-def test_an_old_file_is_left_alone(tmp_path: Path) -> None:
+def test_an_old_file_is_left_alone(tmp_path):
     path = tmp_path / "out.json"
     path.write_text("old")
     os.utime(path, (1, 1))
@@ -27,7 +27,7 @@ def test_an_old_file_is_left_alone(tmp_path: Path) -> None:
     assert (path.read_text(), path.stat().st_mtime) == ("old", 1)
 
 
-def test_a_link_that_leads_nowhere_yet_stays_one(tmp_path: Path) -> None:
+def test_a_link_that_leads_nowhere_yet_stays_one(tmp_path):
     link = tmp_path / "link.json"
     link.symlink_to(tmp_path / "folder" / "out.json")
     options.file_path("--json", link)
@@ -35,7 +35,7 @@ def test_a_link_that_leads_nowhere_yet_stays_one(tmp_path: Path) -> None:
     assert not link.exists()
 
 
-def test_a_pipe_is_not_opened(tmp_path: Path) -> None:
+def test_a_pipe_is_not_opened(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     options.file_path("--json", pipe)  # opening it would wait for a reader
@@ -53,9 +53,7 @@ def test_a_pipe_is_not_opened(tmp_path: Path) -> None:
         ("report c.json b.json --html b.images", "--html: 'b.images' is the file of RESULTS too"),
     ],
 )
-def test_no_file_is_written_over_another(
-    command: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_file_is_written_over_another(command, message, tmp_path, monkeypatch):
     here = tmp_path / "here"
     here.mkdir()
     monkeypatch.chdir(here)
@@ -80,6 +78,6 @@ def test_no_file_is_written_over_another(
         pytest.param(f"/tmp/{'x' * 300}.json", "File name too long", id="long-name"),
     ],
 )
-def test_no_place_for_a_file(path: str, why: str) -> None:
+def test_no_place_for_a_file(path, why):
     with pytest.raises(OptionError, match=rf"^--json: cannot write a file at '{path}': ({why})$"):
         options.file_path("--json", Path(path))

@@ -55,7 +55,7 @@ def written(tmp_path: Path) -> Path:
     return tmp_path / "page.html"
 
 
-def test_the_page_holds_what_was_measured(written: Path) -> None:
+def test_the_page_holds_what_was_measured(written):
     text = written.read_text(encoding="utf-8")
     for words in (
         "25 ms, 1.00x",
@@ -74,7 +74,7 @@ def test_the_page_holds_what_was_measured(written: Path) -> None:
     assert "&lt;script&gt;" in text
 
 
-def test_a_page_without_images_or_profiles(tmp_path: Path) -> None:
+def test_a_page_without_images_or_profiles(tmp_path):
     path = save(tmp_path, "a.json", "end_to_end", [row("eager", 25.0)])
     page.write_page(tmp_path / "p.html", [Result("a.json", json.loads(path.read_text()))])
     text = (tmp_path / "p.html").read_text(encoding="utf-8")
@@ -84,7 +84,7 @@ def test_a_page_without_images_or_profiles(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("without", ["eager", "fp32", "sdfastgn"])
-def test_figures_of_what_there_is(without: str) -> None:
+def test_figures_of_what_there_is(without):
     images = {name: np.full((16, 16, 3), v) for name, v in (("eager", 0.5), ("fp32", 0.4), ("sdfastgn", 0.6))}
     del images[without]
     rows = [row(name, 1.0) for name in images if name != "fp32"]
@@ -99,7 +99,7 @@ def test_figures_of_what_there_is(without: str) -> None:
     )
 
 
-def test_large_images_are_shown_smaller(written: Path) -> None:
+def test_large_images_are_shown_smaller(written):
     small, large = page._png(np.zeros((64, 64, 3))), page._png(np.zeros((4 * page.SHOWN, page.SHOWN, 3)))
     assert page._png(np.full((64, 64, 3), 2.0)) != small
     assert len(large) < 20 * len(small)
@@ -154,21 +154,21 @@ NONE = {"pixels too wide": 0, "broken images": [], "requests": [], "console": []
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_a_browser_shows_the_whole_page(browser: Any, written: Path, width: int) -> None:
+def test_a_browser_shows_the_whole_page(browser, written, width):
     open_at(browser, written, width)
     assert browser.execute_script("return document.images.length") == 5
     assert faults(browser) == NONE
 
 
 @pytest.mark.parametrize("name", ["warm_up_sdxl", "profile_sd15", "kernels"])
-def test_a_browser_shows_committed_results(browser: Any, tmp_path: Path, name: str) -> None:
+def test_a_browser_shows_committed_results(browser, tmp_path, name):
     content = json.loads((ROOT / "benchmarks" / "h200" / f"{name}.json").read_text())
     page.write_page(tmp_path / "page.html", [Result(name, content)])
     open_at(browser, tmp_path / "page.html", WIDTHS[0])
     assert faults(browser) == NONE
 
 
-def test_a_broken_page_is_noticed(browser: Any, tmp_path: Path) -> None:
+def test_a_broken_page_is_noticed(browser, tmp_path):
     broken = tmp_path / "page.html"
     broken.write_text(
         "<!doctype html><link rel='icon' href='data:,'><div style='width: 999px'>wide</div>"

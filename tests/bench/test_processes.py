@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -48,7 +47,7 @@ def rows(*names: str, call: Callable[[], Any] = lambda: IMAGES) -> list[Row]:
     return end_to_end.run(CONFIG, variants, workload=Workload(torch.nn.Identity(), call, None))
 
 
-def test_images_a_second_are_those_of_the_slowest(ask: Callable[[Answer], mock.Mock]) -> None:
+def test_images_a_second_are_those_of_the_slowest(ask):
     ask(lambda mine: [(100.0, ""), (50.0, "")])
     (row,) = rows("eager")
     assert row.status == OK
@@ -60,15 +59,13 @@ def test_images_a_second_are_those_of_the_slowest(ask: Callable[[Answer], mock.M
     assert row_notes([row])[0].endswith(", 0.06, 0.12")
 
 
-def test_what_another_process_cannot_time_has_no_time(ask: Callable[[Answer], mock.Mock]) -> None:
+def test_what_another_process_cannot_time_has_no_time(ask):
     ask(lambda mine: [(0.0, "no memory")])
     (row,) = rows("eager")
     assert (row.status, row.reason, row.median_ms) == (FAILED, "RuntimeError: process 1: no memory", None)
 
 
-def test_the_others_do_not_wait_for_what_this_process_cannot_time(
-    ask: Callable[[Answer], mock.Mock],
-) -> None:
+def test_the_others_do_not_wait_for_what_this_process_cannot_time(ask):
     gather = ask(lambda mine: [(1.0, "")])
     found = rows("eager", "broken", "stable_fast")
     assert [row.status for row in found] == [OK, FAILED, UNAVAILABLE]
@@ -77,7 +74,7 @@ def test_the_others_do_not_wait_for_what_this_process_cannot_time(
     assert told == ["", "", found[1].reason, found[2].reason]
 
 
-def test_a_call_that_fails_while_all_time_it_is_told(ask: Callable[[Answer], mock.Mock]) -> None:
+def test_a_call_that_fails_while_all_time_it_is_told(ask):
     # The reference, the gate, two warm-ups, two calls of its own, and one of the two with the others.
     outputs = [IMAGES] * 7
     gather = ask(lambda mine: [(1.0, "")])
@@ -86,15 +83,13 @@ def test_a_call_that_fails_while_all_time_it_is_told(ask: Callable[[Answer], moc
     assert gather.call_args.args == ([(0.0, "IndexError: pop from empty list")],)
 
 
-def test_without_a_launcher_nobody_is_met() -> None:
+def test_without_a_launcher_nobody_is_met():
     (row,) = rows("eager")
     assert (row.status, row.images_s, row.process_images_s) == (OK, None, None)
 
 
 @pytest.mark.parametrize("main", [True, False])
-def test_the_main_process_alone_prints_and_writes(
-    main: bool, ask: Callable[[Answer], mock.Mock], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_main_process_alone_prints_and_writes(main, ask, tmp_path, monkeypatch):
     ask(lambda mine: [mine])
 
     @contextlib.contextmanager
@@ -117,7 +112,7 @@ def test_the_main_process_alone_prints_and_writes(
 
 
 @pytest.mark.usefixtures("ask")
-def test_several_processes_time_pipelines_on_gpus_of_their_own() -> None:
+def test_several_processes_time_pipelines_on_gpus_of_their_own():
     result = invoke("bench", "--part", "unet", "--device", "cpu")
     assert result.exit_code == 2
     assert "sdfastgn: --part: several processes time 'pipeline' alone, got 'unet'" in result.output
@@ -125,7 +120,7 @@ def test_several_processes_time_pipelines_on_gpus_of_their_own() -> None:
         processes.joined("cuda:1").__enter__()
 
 
-def test_wrong_is_wrong_in_each_process(ask: Callable[[Answer], mock.Mock]) -> None:
+def test_wrong_is_wrong_in_each_process(ask):
     gather = ask(lambda mine: [mine])
     outputs = [1 - IMAGES, IMAGES]
     (row,) = rows("eager", call=outputs.pop)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -41,7 +40,7 @@ def hashes(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[str, ...]]:
     return geglu.hashes
 
 
-def test_all_are_known() -> None:
+def test_all_are_known():
     result = invoke("sources")
     assert result.exit_code == 0
     assert f"{METHOD}: known" in result.stdout.splitlines()
@@ -49,7 +48,7 @@ def test_all_are_known() -> None:
 
 
 @pytest.mark.usefixtures("hashes")
-def test_an_unknown_one_and_how_to_see_what_changed() -> None:
+def test_an_unknown_one_and_how_to_see_what_changed():
     result = invoke("sources")
     assert result.exit_code == 1
     assert f"{METHOD}: unknown (" in result.stdout
@@ -57,7 +56,7 @@ def test_an_unknown_one_and_how_to_see_what_changed() -> None:
 
 
 @pytest.mark.usefixtures("hashes")
-def test_what_changed_since_a_release(wheel: Path, tmp_path: Path) -> None:
+def test_what_changed_since_a_release(wheel, tmp_path):
     zipfile.ZipFile(wheel).extractall(tmp_path)
     shown = {invoke("sources", "--against", str(path)).stdout for path in (wheel, tmp_path)}
     [lines] = [each.splitlines() for each in shown]
@@ -75,6 +74,6 @@ def test_what_changed_since_a_release(wheel: Path, tmp_path: Path) -> None:
         ("backward", "it is gone, or other code has replaced it"),
     ],
 )
-def test_what_has_no_diff(method: str, reason: str, hashes: Any, wheel: Path, monkeypatch: Any) -> None:
+def test_what_has_no_diff(method, reason, hashes, wheel, monkeypatch):
     monkeypatch.setitem(hashes, method, ("0" * 16,))
     assert f"    {reason}" in invoke("sources", "--against", str(wheel)).stdout.splitlines()

@@ -15,9 +15,7 @@ def measured() -> None:
         on_done("")
 
 
-def test_a_bar_says_what_runs_and_how_much_is_left(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bar_says_what_runs_and_how_much_is_left(monkeypatch, capsys):
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
@@ -29,15 +27,13 @@ def test_a_bar_says_what_runs_and_how_much_is_left(
     assert not shown.out
 
 
-def test_without_a_terminal_there_are_lines_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_terminal_there_are_lines_alone(capsys):
     measured()
     assert capsys.readouterr().err == "unet: eager: 12 ms\n"
 
 
 @pytest.mark.parametrize(("columns", "width"), [("80", 80), (None, 160)])
-def test_a_pipe_is_wide_unless_columns_says_so(
-    columns: str | None, width: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pipe_is_wide_unless_columns_says_so(columns, width, monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
     if columns:
         monkeypatch.setenv("COLUMNS", columns)

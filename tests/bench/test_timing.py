@@ -40,12 +40,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
         pytest.param([float(i) for i in range(101)], (50.0, 10.0, 90.0, 99.0), id="many"),
     ],
 )
-def test_summary_of_samples(samples: list[float], expected: tuple[float, ...]) -> None:
+def test_summary_of_samples(samples, expected):
     result = timing.Timing.of(samples)
     assert (result.median_ms, result.p10_ms, result.p90_ms, result.p99_ms) == pytest.approx(expected)
 
 
-def test_calls_are_counted_and_timed(clock: Clock) -> None:
+def test_calls_are_counted_and_timed(clock):
     calls = []
     result = timing.time_callable(lambda: (calls.append(1), clock.sleep(1 / 64)), CPU, repeats=4, warmup=3)
     assert len(calls) == 7
@@ -55,7 +55,7 @@ def test_calls_are_counted_and_timed(clock: Clock) -> None:
     assert result.reserved_mib is None
 
 
-def test_the_graphs_of_a_call_are_timed_alone(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_graphs_of_a_call_are_timed_alone(clock, monkeypatch):
     class Graph:
         def __init__(self, seconds: float) -> None:
             self.seconds = seconds
@@ -75,7 +75,7 @@ def test_the_graphs_of_a_call_are_timed_alone(clock: Clock, monkeypatch: pytest.
     assert timing.time_graphs(lambda: clock.sleep(1.0), CPU, repeats=3) is None
 
 
-def test_one_call_is_timed_and_its_result_returned(clock: Clock) -> None:
+def test_one_call_is_timed_and_its_result_returned(clock):
     seconds, result = timing.time_once(lambda: (clock.sleep(0.02), "out")[1], CPU)
     assert result == "out"
     assert seconds > 0.019
@@ -86,7 +86,7 @@ def switches() -> tuple[bool, bool, bool]:
     return cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32
 
 
-def test_global_switches_are_set_and_put_back_also_where_the_body_raises() -> None:
+def test_global_switches_are_set_and_put_back_also_where_the_body_raises():
     before = switches()
 
     def body() -> None:
@@ -108,7 +108,7 @@ def test_global_switches_are_set_and_put_back_also_where_the_body_raises() -> No
         pytest.param(10 * timing.COLD_BYTES, 2, id="huge-still-rotates"),
     ],
 )
-def test_cold_sets(bytes_a_call: int, sets: int) -> None:
+def test_cold_sets(bytes_a_call, sets):
     assert timing.cold_sets(bytes_a_call) == sets
 
 
@@ -116,7 +116,7 @@ def test_cold_sets(bytes_a_call: int, sets: int) -> None:
     ("cold", "expected"),
     [pytest.param(False, {"a"}, id="hot-reuses-one"), pytest.param(True, {"a", "b", "c"}, id="cold-rotates")],
 )
-def test_kernel_rounds(cold: bool, expected: set[str], clock: Clock) -> None:
+def test_kernel_rounds(cold, expected, clock):
     seen: list[str] = []
     call: Callable[[str], object] = lambda name: (seen.append(name), clock.sleep(0.001))  # noqa: E731
     microseconds = timing.time_kernel(call, ["a", "b", "c"], CPU, cold=cold, calls=4, repeats=2)
@@ -125,7 +125,7 @@ def test_kernel_rounds(cold: bool, expected: set[str], clock: Clock) -> None:
     assert microseconds > 900
 
 
-def test_outputs_of_a_cold_round_live_together() -> None:
+def test_outputs_of_a_cold_round_live_together():
     alive: list[int] = []
     addresses: list[set[int]] = []
 
@@ -140,7 +140,7 @@ def test_outputs_of_a_cold_round_live_together() -> None:
 
 
 @pytest.mark.gpu
-def test_graph_replays_and_is_timed() -> None:
+def test_graph_replays_and_is_timed():
     device = torch.device("cuda")
     x = torch.ones(1024, device=device)
     replay, out = timing.capture_graph(lambda: x * 2)
@@ -154,7 +154,7 @@ def test_graph_replays_and_is_timed() -> None:
 
 
 @pytest.mark.gpu
-def test_peak_memory_counts_the_call() -> None:
+def test_peak_memory_counts_the_call():
     timed = timing.time_callable(
         lambda: torch.empty(64 * 2**20, device="cuda"), torch.device("cuda"), repeats=2
     )
@@ -164,7 +164,7 @@ def test_peak_memory_counts_the_call() -> None:
 
 
 @pytest.mark.gpu
-def test_memory_of_a_graph_is_reserved() -> None:
+def test_memory_of_a_graph_is_reserved():
     x = torch.ones(64 * 2**20, device="cuda")
     replay, _ = timing.capture_graph(lambda: (x + 1).sum())  # the sum of memory that no tensor holds
     timed = timing.time_callable(replay, torch.device("cuda"), repeats=2)

@@ -39,7 +39,7 @@ def model_of(weights: str, model: str | None, part: str = "unet") -> str:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_each_model_is_itself_only(model: str) -> None:
+def test_each_model_is_itself_only(model):
     config = build_unet(model, torch.float16, "meta").config  # with every default
     assert [known for known in MODELS if not unet_difference(config, known)] == [model]
 
@@ -54,13 +54,13 @@ RELATIVES = {
 }
 
 
-def test_sd_turbo_is_sd2_until_it_is_named(tmp_path: Path) -> None:
+def test_sd_turbo_is_sd2_until_it_is_named(tmp_path):
     weights = folder(tmp_path, dict(build_unet("sd_turbo", torch.float16, "meta").config))
     assert [model_of(weights, name) for name in (None, "sd_turbo")] == [tmp_path.name, "sd_turbo"]
 
 
 @pytest.mark.parametrize(("config", "model"), RELATIVES.values(), ids=RELATIVES)
-def test_relatives_pass(config: dict[str, Any], model: str, tmp_path: Path) -> None:
+def test_relatives_pass(config, model, tmp_path):
     weights = folder(tmp_path, config)
     assert model_of(weights, model) == model_of(weights, None) == model
 
@@ -86,7 +86,7 @@ OTHER_MODELS = {
 
 
 @pytest.mark.parametrize(("config", "model", "why"), OTHER_MODELS.values(), ids=OTHER_MODELS)
-def test_a_wrong_name_is_refused(config: dict[str, Any], model: str, why: str, tmp_path: Path) -> None:
+def test_a_wrong_name_is_refused(config, model, why, tmp_path):
     with pytest.raises(OptionError) as caught:
         model_of(folder(tmp_path, config), model)
     assert str(caught.value) == f"--model: the UNet of '{tmp_path}' is not that of {model!r}: {why}"
@@ -102,9 +102,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize(("config", "levels", "expected"), OTHERS.values(), ids=OTHERS)
-def test_weights_of_no_known_model_are_what_they_say(
-    config: dict[str, Any], levels: int, expected: tuple[int, int], tmp_path: Path
-) -> None:
+def test_weights_of_no_known_model_are_what_they_say(config, levels, expected, tmp_path):
     weights = folder(tmp_path, config)
     if levels:
         (tmp_path / "vae").mkdir()
@@ -125,7 +123,7 @@ def test_weights_of_no_known_model_are_what_they_say(
         ),
     ],
 )
-def test_what_cannot_be_timed_says_why(config: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_what_cannot_be_timed_says_why(config, words, tmp_path):
     with pytest.raises(OptionError, match=rf"^--weights: the UNet of '{tmp_path}' cannot be timed: {words}"):
         model_of(folder(tmp_path, config), None)
 
@@ -137,29 +135,29 @@ def test_what_cannot_be_timed_says_why(config: dict[str, Any], words: str, tmp_p
         pytest.param("LDMSuperResolutionPipeline", "takes a prompt, .* does not", id="no-prompt"),
     ],
 )
-def test_a_pipeline_that_does_not_make_images_of_text(kind: str, words: str, tmp_path: Path) -> None:
+def test_a_pipeline_that_does_not_make_images_of_text(kind, words, tmp_path):
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": kind}))
     with pytest.raises(OptionError, match=rf"^--part: 'pipeline' needs a pipeline .*{words}"):
         model_of(folder(tmp_path, SD21), None, "pipeline")
 
 
-def test_an_inpainting_unet_is_no_text_to_image(tmp_path: Path) -> None:
+def test_an_inpainting_unet_is_no_text_to_image(tmp_path):
     with pytest.raises(OptionError, match=r"^--part: 'pipeline' needs .* takes 9 channels$"):
         model_of(folder(tmp_path, {**SD15, "in_channels": 9}), "sd15", "pipeline")
 
 
-def test_a_folder_without_a_unet(tmp_path: Path) -> None:
+def test_a_folder_without_a_unet(tmp_path):
     with pytest.raises(
         OptionError, match=rf"^--weights: no configuration of a UNet in '{tmp_path}': OSError: "
     ):
         model_of(str(tmp_path), "sd15")
 
 
-def test_without_weights_the_model_is_tiny() -> None:
+def test_without_weights_the_model_is_tiny():
     assert model_of("random", None) == "tiny"
 
 
-def test_a_file_is_no_pipeline(tmp_path: Path) -> None:
+def test_a_file_is_no_pipeline(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(OptionError, match=r"PATH: '.*model.safetensors' is a file; expected"):
         load_pipeline("PATH", str(tmp_path / "model.safetensors"), torch.float32, "cpu")

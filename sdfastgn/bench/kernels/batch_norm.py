@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import sdfastgn
-from sdfastgn.bench.kernels.providers import per_channel
 from sdfastgn.bench.kernels.suite import (
     BACKWARD,
     FORWARD,
@@ -21,6 +20,7 @@ from sdfastgn.bench.kernels.suite import (
     Provider,
     Shape,
     Suite,
+    per_channel,
 )
 
 __all__ = ["BATCH_NORM"]

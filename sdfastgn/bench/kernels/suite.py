@@ -1,4 +1,4 @@
-"""What a suite of kernel benchmarks consists of: operations, providers, shapes, rows.
+"""What a suite of kernel benchmarks consists of: providers, operations, shapes, rows.
 
 The suites themselves are in ``suites.py``. GB/s and the ideal ratio to the copy count the tensors
 of the image's size that a pass has to move: a forward two (x and y), a backward three (x, dy and
@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from sdfastgn.bench.models.variants import compile_reason
 
 Shape = tuple[int, ...]
 Call = Callable[..., Any]
@@ -53,6 +56,48 @@ class Provider:
     def is_ours(self) -> bool:
         """True if this package's kernels are what is timed."""
         return self.name.startswith(OURS) or self.name.endswith("_with_statistics")
+
+
+# ---- ways to make a provider of a callable
+
+
+def inductor(call: Call, name: str = "inductor", *, channels_last: bool = True) -> Provider:
+    """``call`` under torch.compile. It runs only where it is named: compiling takes seconds."""
+
+    def build(*operands: Tensor) -> Call:
+        import torch._functorch.config as config
+
+        # Every shape is a compilation of its own; without a reset the tenth would fall back to eager.
+        torch.compiler.reset()
+        # A backward that is timed alone needs its forward's saved tensors many times.
+        return config.patch(donated_buffer=False)(torch.compile(call, dynamic=False))
+
+    return Provider(name, build, compile_reason, channels_last, by_default=False)
+
+
+def fixed(name: str, call: Call, *, channels_last: bool = True) -> Provider:
+    """A call that needs no preparation."""
+    return Provider(name, lambda *operands: call, channels_last=channels_last)
+
+
+def both_layouts(name: str, call: Call, *suffixes: str) -> tuple[Provider, Provider]:
+    """``call`` on the standard layout and channels-last, named by the two suffixes."""
+    standard, channels_last = suffixes or ("nchw", "nhwc")
+    return fixed(f"{name}_{standard}", call, channels_last=False), fixed(f"{name}_{channels_last}", call)
+
+
+def rivals(reference: Call, ours: Call, *, layouts: bool = True) -> tuple[Provider, ...]:
+    """Eager PyTorch, on both layouts where there are some, ours, and torch.compile."""
+    eager = both_layouts("eager", reference) if layouts else (fixed("eager", reference),)
+    return (*eager, fixed("sdfastgn", ours), inductor(reference))
+
+
+def per_channel(shape: Shape, channels: int, *more: str) -> dict[str, Shape]:
+    """Sizes of x, and of what has one value a channel."""
+    return {"x": shape, **dict.fromkeys(("weight", "bias", *more), (channels,))}
+
+
+# ---- suites
 
 
 @dataclass(frozen=True, eq=False)

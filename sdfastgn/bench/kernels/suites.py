@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,9 +15,7 @@ from torch import Tensor
 import sdfastgn
 from sdfastgn.bench import stable_fast
 from sdfastgn.bench.environment import cuda_package_reason
-from sdfastgn.bench.kernels import peers
 from sdfastgn.bench.kernels.batch_norm import BATCH_NORM
-from sdfastgn.bench.kernels.providers import both_layouts, fixed, inductor, per_channel, rivals
 from sdfastgn.bench.kernels.suite import (
     BACKWARD,
     BOTH,
@@ -30,6 +29,11 @@ from sdfastgn.bench.kernels.suite import (
     Provider,
     Shape,
     Suite,
+    both_layouts,
+    fixed,
+    inductor,
+    per_channel,
+    rivals,
 )
 from sdfastgn.kernels.attention.wide_heads import wide_attention
 from sdfastgn.kernels.upsample.conv import upsample_conv2d
@@ -37,6 +41,10 @@ from sdfastgn.kernels.upsample.nearest import upsample_nearest_2x
 
 GROUPS = 32
 EPS = 1e-5
+# gnNHWC's code for SiLU.
+_GNNHWC_SILU = 2
+# Largest image, in pixels, for which apex's layer takes its one-pass kernel on sm_80 and later.
+_APEX_ONE_PASS = 1024
 
 
 def _with_statistics(
@@ -80,9 +88,22 @@ def _stable_fast(x: Tensor, weight: Tensor, bias: Tensor) -> Call:
     return lambda x, weight, bias: forward(x, GROUPS, weight, bias, EPS)
 
 
-def _peer(name: str, build: Callable[[Tensor, int, float], Call]) -> Provider:
-    reason = functools.partial(cuda_package_reason, name)
-    return Provider(name, lambda x, *_: build(x, GROUPS, EPS), reason, by_default=False)
+def _gnnhwc(*operands: Tensor) -> Call:
+    # channels-last-groupnorm's package compiles itself at its first import.
+    apply = importlib.import_module("gnnhwc").GN_NHWC_Func.apply
+    return lambda x, weight, bias: apply(x, weight, bias, GROUPS, EPS, _GNNHWC_SILU)
+
+
+def _apex(x: Tensor, *others: Tensor) -> Call:
+    """The one of apex's two kernels that its layer takes for ``x``."""
+    module = importlib.import_module("apex.contrib.group_norm.group_norm")
+    one_pass = x.shape[2] * x.shape[3] <= _APEX_ONE_PASS
+    kernel = module.cuda_group_norm_nhwc_one_pass if one_pass else module.cuda_group_norm_nhwc_two_pass
+    return lambda x, weight, bias: kernel(x, GROUPS, weight, bias, EPS, "silu")
+
+
+def _built_by_hand(name: str, build: Callable[..., Call]) -> Provider:
+    return Provider(name, build, functools.partial(cuda_package_reason, name), by_default=False)
 
 
 # Of the UNets of SD1.5 at 512^2 and SDXL at 1024^2 with guidance, and of the VAE's depth.
@@ -122,9 +143,9 @@ _INFERENCE = replace(
             # stable-fast is last, because its import touches Triton.
             (
                 *rivals(_group_norm_silu, _ours_silu),
-                _peer("gnnhwc", peers.gnnhwc),
-                _peer("apex", peers.apex),
-                Provider("stable_fast", _stable_fast, stable_fast.kernel_reason),
+                _built_by_hand("gnnhwc", _gnnhwc),
+                _built_by_hand("apex", _apex),
+                Provider("stable_fast", _stable_fast, stable_fast.reason),
             ),
         ),
     ),

@@ -1,9 +1,12 @@
-"""End-to-end times as tables: in the terminal, and in Markdown from committed runs."""
+"""End-to-end times as tables: in the terminal, and in Markdown from committed runs and sweeps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from sdfastgn.bench.documents import OK
 from sdfastgn.bench.models.run import Row
@@ -20,9 +23,8 @@ from sdfastgn.bench.tables.markdown import (
 from sdfastgn.bench.tables.profile import row_title
 from sdfastgn.bench.terminal import Blocks
 
-_Group = tuple[int, str, int, int, str]
-# Variants with a column for their time in the harness's CUDA graph; sdfastgn in old runs.
-GRAPHED = ("eager", "compile", "sdfastgn", "sdfastgn_eager", "sdfastgn_compile")
+# Variants with a column for their time in the harness's CUDA graph.
+GRAPHED = ("eager", "compile", "sdfastgn_eager", "sdfastgn_compile")
 # (title, choices of (variant, in the harness's graph), of which the first with a time is shown)
 HEADLINE = (
     ("eager", (("eager", False),)),
@@ -32,17 +34,17 @@ HEADLINE = (
     ("torch.compile + graph", (("compile", True), ("compile_graphs", False))),
     ("**sdfastgn**", (("sdfastgn", False),)),
 )
-
-
+# First column of a table of times.
+TIMES = "milliseconds (speed-up over eager)"
 # Parts and dtype of the front page.
 HEADLINE_PARTS = ("unet", "vae", "pipeline")
 HEADLINE_DTYPE = "fp16"
-# What a comparison with one peer shows, by title: a field of ``Row``.
-COMPARED = {
-    "milliseconds": "median_ms",
-    "seconds until ready": "ready_s",
-    "error against fp32": "error_fp32",
-    "peak MiB": "peak_mib",
+# What a comparison with one peer shows, by title.
+COMPARED: dict[str, Callable[[Row], str]] = {
+    "milliseconds": lambda row: number(row.median_ms),
+    "seconds until ready": lambda row: number(row.ready_s),
+    "error against fp32": lambda row: error_text(row.error_fp32),
+    "peak MiB": lambda row: number(row.peak_mib),
 }
 
 
@@ -107,31 +109,39 @@ def graph_notes(rows: Iterable[Row]) -> list[str]:
 # ---- Markdown
 
 
-# Rows of each line by variant, in the order of the lines.
-_Groups = dict[_Group, dict[str, Row]]
-# The lines that name a group's runs, in order.
-_Sources = dict[_Group, list[str]]
-
-
 def rows_of_runs(results: Path, kind: str) -> list[tuple[Row, str]]:
     """The rows of all runs of a kind, each with the line that names its run."""
     found = documents(results, kind)
     return [(Row(**values), source_line(content)) for content in found for values in content["rows"]]
 
 
-def _read(results: Path) -> tuple[_Groups, _Sources]:
-    """What each line of the end-to-end table is about, in the order of its lines."""
-    groups: _Groups = {}
-    sources: _Sources = {}
-    for row, source in rows_of_runs(results, "end_to_end"):
-        group = PARTS.index(row.part), row.model, row.size, row.batch, row.dtype
-        groups.setdefault(group, {})[row.variant] = row
-        sources.setdefault(group, []).append(source)
-    return dict(sorted(groups.items())), sources
+@dataclass
+class _Line:
+    """What one line of a table is made from: rows by variant, and the lines that name their runs."""
+
+    rows: dict[str, Row] = field(default_factory=dict)
+    sources: list[str] = field(default_factory=list)
+
+    @property
+    def first(self) -> Row:
+        return next(iter(self.rows.values()))
 
 
-def _lines_of(sources: _Sources, groups: Iterable[_Group]) -> list[str]:
-    return [line for group in groups for line in sources[group]]
+def _lines(results: Path, kind: str = "end_to_end") -> list[_Line]:
+    """The lines of a table of all runs of a kind. Steps set lines of sweeps apart."""
+    found: dict[tuple[Any, ...], _Line] = defaultdict(_Line)
+    for row, source in rows_of_runs(results, kind):
+        steps = row.steps or 0 if kind == "sweep" else 0
+        line = found[PARTS.index(row.part), row.model, row.size, row.batch, row.dtype, steps]
+        line.rows[row.variant] = row
+        line.sources.append(source)
+    return [line for _, line in sorted(found.items())]
+
+
+def _markdown(
+    header: Sequence[str], body: Sequence[Sequence[str]], reasons: Iterable[str], lines: Iterable[_Line]
+) -> str:
+    return markdown(header, body, [*reasons, *(source for line in lines for source in line.sources)])
 
 
 def milliseconds(rows: Mapping[str, Row], *choices: tuple[str, bool]) -> float | None:
@@ -149,77 +159,122 @@ def _cell(rows: Mapping[str, Row], *choices: tuple[str, bool]) -> str:
     return f"{number(value)} ({eager / value:.2f}x)" if eager else number(value)
 
 
-def _title(rows: Mapping[str, Row]) -> str:
-    return row_title(next(iter(rows.values())))
-
-
-def _times(header: Iterable[str], body: list[list[str]], lines: Iterable[str]) -> str:
-    return markdown(["milliseconds (speed-up over eager)", *header], body, lines)
-
-
 def results_markdown(results: Path) -> str:
     """Every variant of every part."""
-    groups, sources = _read(results)
-    rows = [row for group in groups.values() for row in group.values()]
+    lines = _lines(results)
+    rows = [row for line in lines for row in line.rows.values()]
     shown = {row.variant for row in rows}
-    labels = {name: variant.label for name, variant in VARIANTS.items() if name in shown}
-    with_graph = {row.variant for row in rows if row.graph_ms is not None}
-    graphed = [name for name in GRAPHED if name in labels and (name != "sdfastgn" or name in with_graph)]
-    columns = [*((name, False) for name in labels), *((name, True) for name in graphed)]
-    header = [labels[name] + " + graph" * graph for name, graph in columns]
-    body = [[_title(group), *(_cell(group, column) for column in columns)] for group in groups.values()]
+    every = [*((name, False) for name in VARIANTS), *((name, True) for name in GRAPHED)]
+    columns = [(name, graph) for name, graph in every if name in shown]
+    header = [TIMES, *(label(name) + " + graph" * graph for name, graph in columns)]
+    body = [[row_title(line.first), *(_cell(line.rows, column) for column in columns)] for line in lines]
     reasons = [f"{label(row.variant)} {row.status}: {row.reason}" for row in rows if row.status != OK]
-    return _times(header, body, [*reasons, *_lines_of(sources, groups)])
+    return _markdown(header, body, reasons, lines)
 
 
-def _headline(groups: _Groups) -> _Groups:
+def _headline(results: Path) -> list[_Line]:
     """What the front page shows."""
-    return {
-        group: rows
-        for group, rows in groups.items()
-        if PARTS[group[0]] in HEADLINE_PARTS
-        and group[-1] == HEADLINE_DTYPE
-        and milliseconds(rows, ("sdfastgn", False)) is not None
-    }
+    return [
+        line
+        for line in _lines(results)
+        if line.first.part in HEADLINE_PARTS
+        and line.first.dtype == HEADLINE_DTYPE
+        and milliseconds(line.rows, ("sdfastgn", False)) is not None
+    ]
 
 
 def headline_times(results: Path) -> dict[str, list[tuple[str, float]]]:
     """{what is timed: [(column, milliseconds)]} of the columns with a time."""
     return {
-        _title(rows): [
+        row_title(line.first): [
             (column.strip("*"), value)
             for column, choices in HEADLINE
-            if (value := milliseconds(rows, *choices)) is not None
+            if (value := milliseconds(line.rows, *choices)) is not None
         ]
-        for rows in _headline(_read(results)[0]).values()
+        for line in _headline(results)
     }
 
 
 def headline_markdown(results: Path) -> str:
     """What sdfastgn is there for beside its peers, in few columns."""
-    groups, sources = _read(results)
-    shown = _headline(groups)
-    body = [[_title(rows), *(_cell(rows, *choices) for _, choices in HEADLINE)] for rows in shown.values()]
-    return _times((title for title, _ in HEADLINE), body, _lines_of(sources, shown))
+    lines = _headline(results)
+    body = [[row_title(one.first), *(_cell(one.rows, *choices) for _, choices in HEADLINE)] for one in lines]
+    return _markdown([TIMES, *(title for title, _ in HEADLINE)], body, [], lines)
 
 
 def peer_markdown(results: Path, peer: str) -> str:
     """Eager, one peer and sdfastgn side by side in all that was measured, where the peer was tried."""
-    groups, sources = _read(results)
     names = ("eager", peer, "sdfastgn")
-    tried = {group: rows for group, rows in groups.items() if set(names) <= set(rows)}
+    lines = [line for line in _lines(results) if set(names) <= set(line.rows)]
     body = [
         [
-            _title(rows),
-            *(" / ".join(_measured(rows[name], field) for name in names) for field in COMPARED.values()),
+            row_title(line.first),
+            *(" / ".join(text(line.rows[name]) for name in names) for text in COMPARED.values()),
         ]
-        for rows in tried.values()
+        for line in lines
     ]
-    order = " / ".join(map(label, names))
-    reasons = [f"{_title(rows)}: {note}" for rows in tried.values() for note in row_notes([rows[peer]])]
-    return markdown([order, *COMPARED], body, [*reasons, *_lines_of(sources, tried)])
+    notes = [f"{row_title(line.first)}: {note}" for line in lines for note in row_notes([line.rows[peer]])]
+    return _markdown([" / ".join(map(label, names)), *COMPARED], body, notes, lines)
 
 
-def _measured(row: Row, field: str) -> str:
-    value = getattr(row, field)
-    return error_text(value) if field.startswith("error") else number(value)
+# ---- sweeps over batches or steps
+
+
+def _sweeps(results: Path, *, over_batches: bool) -> list[_Line]:
+    """The lines of sweeps over several batches, or of those at one."""
+    lines = _lines(results, "sweep")
+    kinds = [(r.part, r.model, r.size, r.dtype, r.steps) for r in (line.first for line in lines)]
+    several = [kinds.count(kind) > 1 for kind in kinds]
+    return [line for line, swept in zip(lines, several, strict=True) if swept == over_batches]
+
+
+def _sweep_title(row: Row) -> str:
+    return row_title(row) + (f", {row.steps} steps" if row.steps else "")
+
+
+def _sweep_table(cells: list[dict[str, str]], lines: list[_Line]) -> str:
+    """The table of ``cells``, why a time is missing, and the lines that name the runs."""
+    missing = [
+        f"{_sweep_title(row)}, {label(row.variant)} {row.status}: {row.reason}"
+        for line in lines
+        for row in line.rows.values()
+        if row.status != OK
+    ]
+    return _markdown(*without_empty_columns(cells), missing, lines)
+
+
+def batches_markdown(results: Path) -> str:
+    """Milliseconds a sample, samples a second and memory, of what was timed at several batches."""
+    lines = _sweeps(results, over_batches=True)
+    cells: list[dict[str, str]] = []
+    for rows, first in ((line.rows, line.first) for line in lines):
+        cell = {"": _sweep_title(first)}
+        for title, choices in HEADLINE:
+            cell[f"{title} ms a sample (samples/s)"] = _rate(milliseconds(rows, *choices), first.batch)
+        for name in ("eager", "sdfastgn"):
+            cell[f"{label(name)} MiB"] = number(rows[name].reserved_mib, 6) if name in rows else NOTHING
+        cells.append(cell)
+    return _sweep_table(cells, lines)
+
+
+def _rate(ms: float | None, batch: int) -> str:
+    return NOTHING if ms is None else f"{number(ms / batch, 4)} ({number(1e3 * batch / ms)})"
+
+
+def latency_markdown(results: Path) -> str:
+    """Median and 99th percentile of pipelines at one batch, beside the time of their CUDA graphs alone."""
+    lines = [line for line in _sweeps(results, over_batches=False) if line.first.part == "pipeline"]
+    cells = [
+        {
+            "": _sweep_title(row),
+            "variant": label(row.variant),
+            "p50 ms": number(row.median_ms, 4),
+            "p99 ms": number(row.p99_ms, 4),
+            "its graphs alone, ms": number(row.graphs_ms, 4),
+            "p50 over that": number(row.median_ms / row.graphs_ms if row.graphs_ms else None),
+        }
+        for line in lines
+        for row in line.rows.values()
+        if row.median_ms is not None
+    ]
+    return _sweep_table(cells, lines)

@@ -1,23 +1,15 @@
-"""Suites as tables: in the terminal, and in Markdown from committed JSON."""
+"""What rows of suites say: ratios, best peers and means, and tables for the terminal and in Markdown."""
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from sdfastgn.bench.documents import OK, UNAVAILABLE
-from sdfastgn.bench.kernels.ratios import (
-    Line,
-    Pair,
-    best_peers,
-    extra_ratios,
-    lines,
-    lost,
-    means,
-    ratio,
-    timed_names,
-)
 from sdfastgn.bench.kernels.suite import COPY, OURS, KernelRow, Shape, Suite, rows_of, shape_text
 from sdfastgn.bench.tables.markdown import (
     LOSS,
@@ -28,11 +20,87 @@ from sdfastgn.bench.tables.markdown import (
     markdown_table,
     number,
     source_line,
+    without_empty_columns,
 )
 from sdfastgn.bench.terminal import Blocks
 
 # One launch, and three: small enough that the CPU never waits for the GPU.
 _HOST_SHAPES: tuple[Shape, ...] = ((2, 1280, 8, 8), (2, 1280, 16, 16), (2, 640, 32, 32), (2, 320, 64, 64))
+
+# A line of a table: rows of one shape and task by provider, the copy among them.
+Line = dict[str, KernelRow]
+# Two providers or ratios: with a hot and with a cold L2.
+Overs = tuple[str | None, str | None]
+Pair = tuple[float | None, float | None]
+
+
+# ---- what rows say
+
+
+def lines(rows: Iterable[KernelRow]) -> dict[tuple[Shape, str], Line]:
+    """Rows of each shape and task by provider, the copy of the shape among them."""
+    rows = list(rows)
+    copies = {row.shape: row for row in rows if row.provider == COPY}
+    found: dict[tuple[Shape, str], Line] = {}
+    for row in rows:
+        if row.provider != COPY:
+            start = {COPY: copies[row.shape]} if row.shape in copies else {}
+            found.setdefault((row.shape, row.task), start)[row.provider] = row
+    return found
+
+
+def timed_names(rows: Iterable[KernelRow]) -> list[str]:
+    """Providers with at least one time, ours last."""
+    names = dict.fromkeys(row.provider for row in rows if row.status == OK)
+    return sorted(names, key=lambda name: name.startswith(OURS))
+
+
+def ratio(line: Line, name: str, over: str | Overs) -> Pair:
+    """Hot and cold time of ``name`` over that of ``over``; None where one of the two is missing."""
+    found: list[float | None] = []
+    for index, other in enumerate((over, over) if isinstance(over, str) else over):
+        times = [line[key].times[index] if key in line else None for key in (name, other or "")]
+        found.append(times[0] / times[1] if times[0] and times[1] else None)
+    return found[0], found[1]
+
+
+def best_peers(line: Line) -> Overs:
+    """The fastest correct provider, hot and cold, that is neither the copy nor ours; None without one."""
+    peers = [
+        row for name, row in line.items() if name != COPY and not name.startswith(OURS) and row.status == OK
+    ]
+    if not peers:
+        return None, None
+    hot = min(peers, key=lambda row: row.times[0] or math.inf)
+    cold = min(peers, key=lambda row: row.times[1] or math.inf)
+    return hot.provider, cold.provider
+
+
+def means(suite: Suite, rows: Iterable[KernelRow], over: str) -> dict[str, dict[str, dict[str, Any]]]:
+    """Geometric means of time over that of ``over``, by set of shapes, task and provider."""
+    by_line = lines(rows)
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for set_name, shapes in suite.shape_sets.items():
+        pairs: dict[tuple[str, str], list[tuple[float, float]]] = {}
+        for (shape, task), line in by_line.items():
+            for name in line if shape in shapes else ():
+                hot, cold = ratio(line, name, over)
+                if hot and cold:
+                    pairs.setdefault((task, name), []).append((hot, cold))
+        for (task, name), each in pairs.items():
+            hot, cold = map(statistics.geometric_mean, zip(*each, strict=True))
+            entry = {"hot": hot, "cold": cold, "shapes": len(each)}
+            found.setdefault(set_name, {}).setdefault(task, {})[name] = entry
+    return found
+
+
+def summary(suite: Suite, rows: Iterable[KernelRow]) -> dict[str, Any]:
+    """Geometric means over the copy and over the suite's baseline, as JSON-ready data."""
+    rows = list(rows)
+    return {f"geometric_mean_of_ratio_to_{over}": means(suite, rows, over) for over in (COPY, suite.baseline)}
+
+
+# ---- lines of text
 
 
 def cell_line(row: KernelRow) -> str:
@@ -69,8 +137,8 @@ def _cell(line: Line, name: str) -> str:
     row = line.get(name)
     if row is None or row.status != OK:
         return NOTHING
-    mark = LOSS if name.startswith(OURS) and any(lost(line, name)) else ""
-    return _pair(row.times) + mark
+    over_peers = ratio(line, name, best_peers(line)) if name.startswith(OURS) else ()
+    return _pair(row.times) + LOSS * any(value is not None and value > 1 for value in over_peers)
 
 
 def _pair(pair: Pair) -> str:
@@ -119,20 +187,18 @@ def suite_tables(suite: Suite, rows: Sequence[KernelRow], title: str) -> list[Bl
 
 def _extras(suite: Suite, rows: Sequence[KernelRow]) -> list[Blocks]:
     """Shapes x extras: microseconds hot, and their ratio to the plain op's; none if none was timed."""
-    ratios = extra_ratios(suite, rows)
-    baselines = {op.providers[-1].name: op.baseline for op in suite.extras}
-    hot = {(row.provider, row.shape): row.hot_us for row in rows}
-    names = [name for name in baselines if name in ratios]
-
-    def cell(name: str, shape: Shape) -> str:
-        pair = ratios[name].get(shape)
-        return f"{number(hot[name, shape])}: {pair[0]:.2f} ({pair[1]:.2f})" if pair else NOTHING
-
-    shapes = dict.fromkeys(row.shape for row in rows)
-    body = [[shape_text(shape), *(cell(name, shape) for name in names)] for shape in shapes]
-    header = [_spaced(suite.axes), *(f"{name} / {baselines[name]}" for name in names)]
+    found, cells = lines(rows), []
+    for shape in dict.fromkeys(row.shape for row in rows):
+        cell = {_spaced(suite.axes): shape_text(shape)}
+        for op in suite.extras:
+            name, line = op.providers[-1].name, found.get((shape, op.label(op.passes[0])), {})
+            hot, cold = ratio(line, name, op.baseline)
+            shown = f"{number(line[name].hot_us)}: {hot:.2f} ({cold:.2f})" if hot and cold else NOTHING
+            cell[f"{name} / {op.baseline}"] = shown
+        cells.append(cell)
+    header, body = without_empty_columns(cells)
     caption = "microseconds: time over the plain op's, hot L2 (cold L2)"
-    return [Blocks(header, body, caption=caption)] if names else []
+    return [Blocks(header, body, caption=caption)] if header[1:] else []
 
 
 def _spaced(axes: str) -> str:

@@ -16,12 +16,17 @@ from pathlib import Path
 
 from sdfastgn.bench.kernels.suite import INFERENCE
 from sdfastgn.bench.kernels.suites import SUITES
-from sdfastgn.bench.tables.end_to_end import headline_markdown, peer_markdown, results_markdown
+from sdfastgn.bench.tables.end_to_end import (
+    batches_markdown,
+    headline_markdown,
+    latency_markdown,
+    peer_markdown,
+    results_markdown,
+)
 from sdfastgn.bench.tables.kernels import extras_markdown, host_markdown, suite_markdown
 from sdfastgn.bench.tables.pipelines import comfyui_markdown, host_calls_markdown, warm_up_markdown
 from sdfastgn.bench.tables.profile import profile_markdown
 from sdfastgn.bench.tables.results import presets_markdown, processes_markdown
-from sdfastgn.bench.tables.sweeps import batches_markdown, latency_markdown
 
 TABLES: dict[str, Callable[[Path], str]] = {
     "headline": headline_markdown,

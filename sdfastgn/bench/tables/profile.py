@@ -54,8 +54,8 @@ def lowest_floor(rows: Sequence[Row]) -> tuple[str, float] | None:
     return min(floors, key=lambda pair: pair[1], default=None)
 
 
-def _cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """Header and body, without columns in which no row has a value."""
+def profile_table(rows: Sequence[Row], title: str) -> Blocks | None:
+    """One part's variants x categories, without empty columns; None where there is no breakdown."""
     found = _found(rows)
     shown = [name for name in (*CATEGORIES, GAPS) if name != OTHER or any(one.other for _, one in found)]
     cells = [
@@ -71,13 +71,7 @@ def _cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
         }
         for name, one in found
     ]
-    return without_empty_columns(cells)
-
-
-def profile_table(rows: Sequence[Row], title: str) -> Blocks | None:
-    """One part's variants x categories; None where there is no breakdown."""
-    header, body = _cells(rows)
-    return Blocks(header, body, title, _legend(rows), left=2) if body else None
+    return Blocks(*without_empty_columns(cells), title, _legend(rows), left=2) if cells else None
 
 
 def _legend(rows: Sequence[Row]) -> str:
@@ -119,8 +113,7 @@ def profile_markdown(results: Path) -> str:
         for row in (Row(**values) for values in content["rows"]):
             parts.setdefault((PARTS.index(row.part), row.model, row.size), []).append(row)
         for key, rows in parts.items():
-            header, body = _cells(rows)
-            if body:
-                table = markdown(header, body, [*_floor_line(rows), source_line(content)])
-                blocks[key] = f"{row_title(rows[0])}: {_legend(rows)}.\n\n{table}"
+            if table := profile_table(rows, row_title(rows[0])):
+                shown = markdown(table.header, table.body, [*_floor_line(rows), source_line(content)])
+                blocks[key] = f"{table.title}: {table.caption}.\n\n{shown}"
     return "\n\n".join(blocks[key] for key in sorted(blocks)) or NO_RESULTS

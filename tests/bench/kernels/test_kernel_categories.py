@@ -126,27 +126,27 @@ OPERATORS = {
 
 
 @pytest.mark.parametrize("expected", BY_NAME)
-def test_by_name(expected: str) -> None:
+def test_by_name(expected):
     assert {name: category(name) for name in BY_NAME[expected]} == dict.fromkeys(BY_NAME[expected], expected)
 
 
 @pytest.mark.parametrize(("launch", "expected"), WITH_OPERATOR.items())
-def test_with_the_operator_that_launched_it(launch: tuple[str, str], expected: str) -> None:
+def test_with_the_operator_that_launched_it(launch, expected):
     if launch[0] == "apply_kernel":
         pytest.importorskip("triton")
     assert category(*launch) == expected
 
 
-def test_of_operators() -> None:
+def test_of_operators():
     assert {name: operator_category(name) for name in OPERATORS} == OPERATORS
     assert all(category("", name) == (expected or OTHER) for name, expected in OPERATORS.items())
 
 
-def test_the_floor_is_part_of_the_categories() -> None:
+def test_the_floor_is_part_of_the_categories():
     assert FLOOR == CATEGORIES[:3] == (CONVOLUTION, GEMM, ATTENTION)
 
 
-def test_the_packages_kernels_are_found_with_a_category() -> None:
+def test_the_packages_kernels_are_found_with_a_category():
     pytest.importorskip("triton")
     found = kernels_of_the_package()
     assert len(found) > 10

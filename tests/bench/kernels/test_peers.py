@@ -12,20 +12,10 @@ import torch.nn.functional as F
 
 from sdfastgn.bench.kernels.suites import EPS, GROUPS, SUITES
 
-X, WEIGHT, BIAS = torch.randn(2, 64, 4, 4), torch.randn(64), torch.randn(64)
+WEIGHT, BIAS = torch.randn(64), torch.randn(64)
 
 
-def plain(x: torch.Tensor, groups: int, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
-    return F.silu(F.group_norm(x, groups, weight, bias, eps))
-
-
-def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> None:
-    module = types.ModuleType(name)
-    vars(module).update(members)
-    monkeypatch.setitem(sys.modules, name, module)
-
-
-def test_why_a_package_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_why_a_package_cannot_run(monkeypatch):
     reason = SUITES["inference"].providers["gnnhwc"].reason
     assert reason(torch.device("cuda")) == "package gnnhwc is not installed"
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
@@ -33,39 +23,33 @@ def test_why_a_package_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reason(torch.device("cpu")) == "gnnhwc needs CUDA; the device is cpu"
 
 
-def test_peers_run_only_where_they_are_named() -> None:
-    providers = SUITES["inference"].providers
-    assert not any(providers[name].by_default for name in ("gnnhwc", "apex"))
+# (provider, its module, the kernel in it, pixels of a side, what says SiLU)
+CALLS = [
+    ("gnnhwc", "gnnhwc", "GN_NHWC_Func", 4, 2),
+    ("apex", "apex.contrib.group_norm.group_norm", "cuda_group_norm_nhwc_one_pass", 32, "silu"),
+    ("apex", "apex.contrib.group_norm.group_norm", "cuda_group_norm_nhwc_two_pass", 33, "silu"),
+]
 
 
-def test_gnnhwc_is_told_to_fuse_silu(monkeypatch: pytest.MonkeyPatch) -> None:
-    def apply(x: Any, weight: Any, bias: Any, groups: int, eps: float, activation: int) -> torch.Tensor:
-        assert activation == 2
-        return plain(x, groups, weight, bias, eps)
-
-    stand_in(monkeypatch, "gnnhwc", GN_NHWC_Func=types.SimpleNamespace(apply=apply))
-    build = SUITES["inference"].providers["gnnhwc"].build
-    assert torch.equal(build(X, WEIGHT, BIAS)(X, WEIGHT, BIAS), plain(X, GROUPS, WEIGHT, BIAS, EPS))
-
-
-@pytest.mark.parametrize(("size", "kernel"), [(32, "one"), (33, "two")])
-def test_apex_takes_the_kernel_that_its_layer_would(
-    monkeypatch: pytest.MonkeyPatch, size: int, kernel: str
-) -> None:
+@pytest.mark.parametrize(("name", "module", "kernel", "side", "silu"), CALLS, ids=["gnnhwc", "one", "two"])
+def test_a_peer_is_told_to_fuse_silu(name, module, kernel, side, silu, monkeypatch):
     called = []
 
-    def pass_of(name: str) -> Any:
-        def run(x: Any, groups: int, weight: Any, bias: Any, eps: float, activation: str) -> torch.Tensor:
-            called.append((name, activation))
-            return plain(x, groups, weight, bias, eps)
+    def run(x: Any, *others: Any) -> torch.Tensor:
+        called.append(others[-1])
+        # gnNHWC takes the number of groups behind weight and bias, apex before them.
+        weight, bias, groups = others[:3] if name == "gnnhwc" else (*others[1:3], others[0])
+        return F.silu(F.group_norm(x, groups, weight, bias, others[3]))
 
-        return run
-
-    for name in ("apex", "apex.contrib", "apex.contrib.group_norm"):
-        stand_in(monkeypatch, name)
-    members = {f"cuda_group_norm_nhwc_{name}_pass": pass_of(name) for name in ("one", "two")}
-    stand_in(monkeypatch, "apex.contrib.group_norm.group_norm", **members)
-    x = torch.randn(1, 64, 32, size)
-    y = SUITES["inference"].providers["apex"].build(x, WEIGHT, BIAS)(x, WEIGHT, BIAS)
-    assert called == [(kernel, "silu")]
-    assert torch.equal(y, plain(x, GROUPS, WEIGHT, BIAS, EPS))
+    parts = module.split(".")
+    for count in range(1, len(parts) + 1):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:count]), types.ModuleType(parts[count - 1]))
+    run.apply = run  # type: ignore[attr-defined]  # gnNHWC's is an autograd function
+    others = dict.fromkeys(("cuda_group_norm_nhwc_one_pass", "cuda_group_norm_nhwc_two_pass"))
+    vars(sys.modules[module]).update(others | {kernel: run})
+    x = torch.randn(1, 64, 32, side)
+    provider = SUITES["inference"].providers[name]
+    assert not provider.by_default
+    y = provider.build(x, WEIGHT, BIAS)(x, WEIGHT, BIAS)
+    assert called == [silu]
+    assert torch.equal(y, F.silu(F.group_norm(x, GROUPS, WEIGHT, BIAS, EPS)))

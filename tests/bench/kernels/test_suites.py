@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from typer.testing import CliRunner
 
 from sdfastgn.bench.documents import FAILED, OK, UNAVAILABLE, WRONG
-from sdfastgn.bench.kernels import ratios
 from sdfastgn.bench.kernels import run as kernel_run
 from sdfastgn.bench.kernels.run import calls_a_round, run
 from sdfastgn.bench.kernels.suite import (
@@ -28,10 +25,12 @@ from sdfastgn.bench.kernels.suite import (
     Provider,
     Shape,
     Suite,
+    fixed,
 )
-from sdfastgn.bench.kernels.suites import EPS, GROUPS, SUITES, fixed
+from sdfastgn.bench.kernels.suites import EPS, GROUPS, SUITES
 from sdfastgn.bench.models.workload import DTYPES
-from sdfastgn.cli_commands import app
+from sdfastgn.bench.tables import kernels as tables
+from tests.command_line import invoke
 
 TINY: dict[str, Shape] = {
     "inference": (1, 64, 5, 3),
@@ -71,7 +70,7 @@ def group_norm_silu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("suite", SUITES.values(), ids=SUITES)
-def test_every_suite_is_checked_and_timed(suite: Suite, dtype: str) -> None:
+def test_every_suite_is_checked_and_timed(suite, dtype):
     names = tuple(name for name, provider in suite.providers.items() if provider.by_default)
     rows = rows_of(suite, names, dtype=dtype)
     cells = [(row.provider, row.task) for row in rows]
@@ -91,13 +90,13 @@ def test_every_suite_is_checked_and_timed(suite: Suite, dtype: str) -> None:
         assert row.hot_gbps == pytest.approx(size / 1e3 / row.hot_us)
 
 
-def test_a_pass_moves_each_tensor_once() -> None:
+def test_a_pass_moves_each_tensor_once():
     passes = ((op, op.passes[-1]) for suite in (INFER, TRAIN) for op in (*suite.operations, *suite.extras))
     assert [op.moved_tensors(what) for op, what in passes] == [2, 2, 3, 2, 5]
     assert SUITES["issue_28201"].operations[0].moved_tensors(BACKWARD) == 3
 
 
-def test_shapes_are_those_of_stable_diffusion_and_of_the_issue() -> None:
+def test_shapes_are_those_of_stable_diffusion_and_of_the_issue():
     assert (len(INFER.shape_sets["unet"]), len(set(INFER.shape_sets["all"]))) == (19, 23)
     assert SUITES["issue_28201"].shape_sets["all"] == ((128, 256, 28, 28), (256, 512, 56, 56))
     assert all(rows * D == 10**8 for rows, D in SUITES["layer_norm"].shape_sets["rows"])
@@ -106,7 +105,7 @@ def test_shapes_are_those_of_stable_diffusion_and_of_the_issue() -> None:
         assert all(len(shape) == rank and shape[1] % suite.divisor == 0 for shape in suite.shape_sets["all"])
 
 
-def test_reasons_are_one_line_and_baselines_are_known() -> None:
+def test_reasons_are_one_line_and_baselines_are_known():
     for suite in SUITES.values():
         assert {suite.baseline, *(op.baseline for op in suite.extras)} <= set(suite.providers)
         for provider in suite.providers.values():
@@ -121,7 +120,7 @@ def test_reasons_are_one_line_and_baselines_are_known() -> None:
         pytest.param({"shapes": ((1, 512, 256, 256),)}, "too many for the CPU", id="large"),
     ],
 )
-def test_every_cell_without_a_time_says_why(changes: dict[str, Any], reason: str) -> None:
+def test_every_cell_without_a_time_says_why(changes, reason):
     rows = rows_of(TRAIN, ("eager_nchw",), **changes)
     assert {row.status for row in rows} == {UNAVAILABLE}
     assert all(reason in row.reason and row.hot_us is None for row in rows)
@@ -137,7 +136,7 @@ def test_every_cell_without_a_time_says_why(changes: dict[str, Any], reason: str
         pytest.param(2**31, 1.0, 2, id="very-slow"),
     ],
 )
-def test_rounds_are_short(moved: int, seconds: float, calls: int) -> None:
+def test_rounds_are_short(moved, seconds, calls):
     assert calls_a_round(moved, seconds, INFER.round_seconds) == calls
 
 
@@ -145,7 +144,7 @@ def test_rounds_are_short(moved: int, seconds: float, calls: int) -> None:
 
 
 @pytest.mark.parametrize("which", [0, 1, 2], ids=["dx", "dweight", "dbias"])
-def test_a_wrong_gradient_gets_no_time(which: int) -> None:
+def test_a_wrong_gradient_gets_no_time(which):
     def call(*operands: torch.Tensor) -> torch.Tensor:
         wrong = operands[which]
         nothing = wrong - wrong.detach()  # zeros, and a gradient that does not belong there
@@ -159,7 +158,7 @@ def test_a_wrong_gradient_gets_no_time(which: int) -> None:
 
 
 @pytest.mark.parametrize("factor", [1.01, float("nan")], ids=["off", "nan"])
-def test_a_wrong_output_fails_every_pass_and_leaves_json_ready_values(factor: float) -> None:
+def test_a_wrong_output_fails_every_pass_and_leaves_json_ready_values(factor):
     rows = rows_of(with_call(TRAIN, lambda *operands: group_norm_silu(*operands) * factor))
     assert [row.status for row in rows] == [OK, WRONG, WRONG]
     assert "relative error of y" in rows[-1].reason
@@ -169,14 +168,14 @@ def test_a_wrong_output_fails_every_pass_and_leaves_json_ready_values(factor: fl
 
 
 @pytest.mark.parametrize("index", range(3), ids=["given", "add", "cat"])
-def test_a_wrong_op_with_statistics_gets_no_time(index: int) -> None:
+def test_a_wrong_op_with_statistics_gets_no_time(index):
     extra = INFER.extras[index]
     wrong = fixed(extra.providers[-1].name, lambda *operands: torch.zeros(TINY["inference"]))
     suite = replace(INFER, extras=(replace(extra, providers=(wrong,)),))
     assert [row.status for row in rows_of(suite, (wrong.name,))] == [OK, WRONG]
 
 
-def test_a_kernel_that_raises_is_a_row() -> None:
+def test_a_kernel_that_raises_is_a_row():
     def call(*operands: torch.Tensor) -> torch.Tensor:
         raise ValueError("not these channels")
 
@@ -184,7 +183,7 @@ def test_a_kernel_that_raises_is_a_row() -> None:
     assert (row.status, row.reason, row.hot_us) == (FAILED, "ValueError: not these channels", None)
 
 
-def test_the_gate_in_words() -> None:
+def test_the_gate_in_words():
     assert INFER.gate("fp16") == "0.005"
     assert TRAIN.gate("fp16") == "0.005, of gradients 0.01"
     assert SUITES["upsample"].gate("fp32") == "0.0001, of upsample + conv 0.002"
@@ -193,7 +192,7 @@ def test_the_gate_in_words() -> None:
 # ---- what is called
 
 
-def test_the_gradient_of_the_output_has_its_layout() -> None:
+def test_the_gradient_of_the_output_has_its_layout():
     strides: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
 
     def call(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -207,7 +206,7 @@ def test_the_gradient_of_the_output_has_its_layout() -> None:
     assert strides == {(channels_last, channels_last)}
 
 
-def test_a_backward_alone_runs_no_forward_each_time() -> None:
+def test_a_backward_alone_runs_no_forward_each_time():
     counts = {"forward": 0, "backward": 0}
 
     def call(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -224,7 +223,7 @@ def test_a_backward_alone_runs_no_forward_each_time() -> None:
 
 
 @pytest.mark.parametrize(("what", "records"), [(FORWARD, False), (TRAINING, True)])
-def test_only_training_records(what: str, records: bool) -> None:
+def test_only_training_records(what, records):
     seen: set[bool] = set()
 
     def call(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -236,7 +235,7 @@ def test_only_training_records(what: str, records: bool) -> None:
     assert seen == {records}
 
 
-def test_each_provider_gets_its_layout() -> None:
+def test_each_provider_gets_its_layout():
     layouts: dict[str, set[bool]] = {"nchw": set(), "nhwc": set()}
 
     def noting(name: str) -> Provider:
@@ -251,7 +250,7 @@ def test_each_provider_gets_its_layout() -> None:
     assert layouts == {"nchw": {False}, "nhwc": {True}}
 
 
-def test_compiled_calls_keep_what_a_second_backward_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_calls_keep_what_a_second_backward_needs(monkeypatch):
     import torch._functorch.config as config
 
     seen: set[bool] = set()
@@ -266,7 +265,7 @@ def test_compiled_calls_keep_what_a_second_backward_needs(monkeypatch: pytest.Mo
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("suite", SUITES.values(), ids=SUITES)
-def test_every_suite_on_the_gpu(suite: Suite) -> None:
+def test_every_suite_on_the_gpu(suite):
     rows = rows_of(suite, device="cuda", dtype="fp16", repeats=3)
     assert {row.status for row in rows} <= {OK, UNAVAILABLE}
     timed = {row.task for row in rows if row.provider == suite.baseline and row.status == OK}
@@ -286,46 +285,30 @@ def row(name: str, hot: float, cold: float, task: str = BOTH, shape: Shape = UNE
 ROWS = [row("copy", 1, 2, "copy"), row("eager_nchw", 10, 10), row("apex", 5, 8), row("sdfastgn", 4, 9)]
 
 
-def line_of(rows: list[KernelRow]) -> ratios.Line:
-    return ratios.lines(rows)[UNET, BOTH]
+def line_of(rows: list[KernelRow]) -> tables.Line:
+    return tables.lines(rows)[UNET, BOTH]
 
 
-def test_a_line_has_one_task_and_the_copy() -> None:
-    found = ratios.lines([*ROWS, row("sdfastgn", 2, 2, TRAINING)])
+def test_a_line_has_one_task_and_the_copy():
+    found = tables.lines([*ROWS, row("sdfastgn", 2, 2, TRAINING)])
     assert {task: list(line) for (_, task), line in found.items()} == {
         BOTH: ["copy", "eager_nchw", "apex", "sdfastgn"],
         TRAINING: ["copy", "sdfastgn"],
     }
 
 
-def test_lost_cells_and_ratios_hot_and_cold() -> None:
-    line = line_of(ROWS)
-    assert (ratios.best_peers(line), ratios.lost(line, "sdfastgn")) == (("apex", "apex"), (False, True))
-    found = ratios.summary(TRAIN, ROWS)
-    assert found["slower_than_best_peer"] == {"hot": [], "cold": [["2x320x64x64", BOTH, "sdfastgn"]]}
-    assert found["ratio_to_best_peer"] == {"sdfastgn": {BOTH: {"2x320x64x64": (0.8, 1.125)}}}
-    assert found["ideal_ratio_to_copy"] == {TRAINING: 1, BOTH: 2.5}
-
-
-def test_the_best_peer_is_neither_the_copy_nor_ours() -> None:
+def test_the_best_peer_is_neither_the_copy_nor_ours():
     other = KernelRow(UNET, "gnnhwc", OK, hot_us=3.0, cold_us=30.0, task=BOTH)
     line = line_of([*ROWS, other])
-    assert ratios.best_peers(line) == ("gnnhwc", "apex")
-    assert ratios.lost(line, "sdfastgn")[0]
-    assert ratios.best_peers(line_of([ROWS[0], ROWS[3]])) == (None, None)
+    assert tables.best_peers(line) == ("gnnhwc", "apex")
+    assert tables.best_peers(line_of([ROWS[0], ROWS[3]])) == (None, None)
 
 
-def test_ours_without_a_time_is_lost_and_without_a_peer_is_not() -> None:
-    wrong = KernelRow(UNET, "sdfastgn", WRONG, task=BOTH)
-    assert ratios.lost(line_of([*ROWS[:3], wrong]), "sdfastgn") == (True, True)
-    assert ratios.lost(line_of([ROWS[0], ROWS[3]]), "sdfastgn") == (False, False)
-
-
-def test_means_over_the_copy_and_over_the_baseline() -> None:
+def test_means_over_the_copy_and_over_the_baseline():
     large: Shape = (1, 512, 512, 512)
     names = {"copy": ("copy", 2), "eager_nchw": (BOTH, 8), "sdfastgn": (BOTH, 2)}
     rows = [*ROWS, *(row(name, time, time, task, large) for name, (task, time) in names.items())]
-    to_copy, to_eager = (ratios.means(TRAIN, rows, over) for over in ("copy", "eager_nchw"))
+    to_copy, to_eager = tables.summary(TRAIN, rows).values()
     expected = {"hot": pytest.approx(4), "cold": pytest.approx(4.5), "shapes": 1}
     assert to_copy["unet"][BOTH]["sdfastgn"] == expected
     assert to_copy["all"][BOTH]["sdfastgn"]["hot"] == pytest.approx(2)
@@ -333,50 +316,26 @@ def test_means_over_the_copy_and_over_the_baseline() -> None:
     assert to_eager["all"][BOTH]["apex"]["shapes"] == 1
 
 
-def test_ops_with_statistics_are_measured_by_the_plain_ones() -> None:
-    rows = [
-        row("copy", 2, 2, "copy"),
-        row("add", 4, 4, "add, forward"),
-        row("add_with_statistics", 5, 6, "add, forward"),
-    ]
-    assert ratios.extra_ratios(INFER, rows) == {"add_with_statistics": {UNET: (1.25, 1.5)}}
-    assert ratios.summary(INFER, rows)["ratio_to_best_peer"] == {}
-
-
 # ---- a new provider is one entry
 
 
-def test_a_new_provider_is_in_help_table_and_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_provider_is_in_help_table_and_json(tmp_path, monkeypatch):
     operation = INFER.operations[0]
     new = fixed("thrown_away", group_norm_silu)
     suite = replace(INFER, operations=(replace(operation, providers=(*operation.providers, new)),))
     monkeypatch.setitem(SUITES, "inference", suite)
     path = tmp_path / "out.json"
-    command = [
-        "kernels",
-        "--device",
-        "cpu",
-        "--shapes",
-        "1x64x4x4",
-        "--repeats",
-        "1",
-        "--providers",
-        "thrown_away",
-    ]
-    helped, done = (
-        CliRunner().invoke(app, each) for each in (["kernels", "-h"], [*command, "--json", str(path)])
-    )
-    assert "thrown_away" in helped.stdout
+    chosen = ("--device", "cpu", "--shapes", "1x64x4x4", "--repeats", "1", "--providers", new.name)
+    done = invoke("kernels", *chosen, "--json", str(path))
     assert done.exit_code == 0, done.output
-    assert "thrown_away" in done.stdout.split("not run")[0]
-    assert [(one["provider"], one["status"]) for one in json.loads(path.read_text())["rows"]] == [
-        ("copy", OK),
-        ("thrown_away", OK),
-    ]
-    assert ERROR_BOUNDS["fp16"] >= json.loads(path.read_text())["rows"][1]["error"]
+    assert new.name in invoke("kernels", "-h").stdout
+    assert new.name in done.stdout.split("not run")[0]
+    rows = json.loads(path.read_text())["rows"]
+    assert [(one["provider"], one["status"]) for one in rows] == [("copy", OK), (new.name, OK)]
+    assert ERROR_BOUNDS["fp16"] >= rows[1]["error"]
 
 
-def test_plain_pytorch_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_pytorch_gets_no_time(monkeypatch):
     def plain(device: torch.device) -> None:
         raise RuntimeError("plain PyTorch ran")
 

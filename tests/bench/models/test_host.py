@@ -6,7 +6,6 @@ import contextlib
 import json
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -39,7 +38,7 @@ def pipeline() -> None:
     fast()
 
 
-def test_functions_by_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_by_their_time(monkeypatch):
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0] / 1e3)
     total, found = profiled(lambda: pipeline(), pipeline, repeats=2)
     assert sys.getprofile() is None
@@ -48,7 +47,7 @@ def test_functions_by_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert total == pytest.approx(25)
 
 
-def test_what_raises_and_what_python_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_raises_and_what_python_does_not_run(monkeypatch):
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0] / 1e3)
 
     def raises() -> None:
@@ -72,7 +71,7 @@ def test_what_raises_and_what_python_does_not_run(monkeypatch: pytest.MonkeyPatc
     assert total == pytest.approx(65)
 
 
-def test_a_run_and_its_table(tmp_path: Path) -> None:
+def test_a_run_and_its_table(tmp_path):
     path = tmp_path / "host.json"
     options = ("--model", "tiny", "--size", "32", "--device", "cpu", "--repeats", "2", "--json", str(path))
     result = invoke("profile-host", *options)
@@ -90,7 +89,7 @@ def test_a_run_and_its_table(tmp_path: Path) -> None:
     assert f"| {rows[0].variant} | {rows[1].variant} |" in TABLES["host_calls"](tmp_path)
 
 
-def test_the_table_leaves_out_what_takes_no_time(tmp_path: Path) -> None:
+def test_the_table_leaves_out_what_takes_no_time(tmp_path):
     rows = [HostRow("eager", 30.0, {"decode": 12.0, "size": 0.01}), HostRow("sdfastgn", 9.0, {})]
     assert host_table(rows).body == [
         ["the image", "30", "9"],

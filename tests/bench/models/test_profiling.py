@@ -99,7 +99,7 @@ def config(**changes: Any) -> BenchConfig:
 # ---- recordings of a GPU
 
 
-def test_kernels_take_the_category_of_the_operator_that_launched_them() -> None:
+def test_kernels_take_the_category_of_the_operator_that_launched_them():
     shares = profiling.shares_by_name(plain_call())
     assert shares[CONV_KERNEL] == {CONVOLUTION: 1.0}
     assert shares[NHWC_KERNEL] == {COPIES: 1.0}
@@ -109,7 +109,7 @@ def test_kernels_take_the_category_of_the_operator_that_launched_them() -> None:
     assert shares[GEMM_KERNEL] == pytest.approx({CONVOLUTION: 0.75, ATTENTION: 0.25})
 
 
-def test_a_replay_is_told_by_what_the_plain_call_launched() -> None:
+def test_a_replay_is_told_by_what_the_plain_call_launched():
     found = of((GEMM_KERNEL, 0, 8), (UNKNOWN, 8, 10), ("nvjet_hsh_64x8_64x16_4x1_v_bz_TNN", 10, 15))
     assert found.source == REPLAY
     assert found.categories[CONVOLUTION] == pytest.approx(0.006)
@@ -129,9 +129,7 @@ def test_a_replay_is_told_by_what_the_plain_call_launched() -> None:
         pytest.param((20, 60), 0, 0, id="inside"),
     ],
 )
-def test_categories_and_gaps_add_up_to_the_time_on_the_device(
-    second: tuple[int, int], gap: int, add: int
-) -> None:
+def test_categories_and_gaps_add_up_to_the_time_on_the_device(second, gap, add):
     found = of((CONV_KERNEL, 0, 100), (ADD_KERNEL, *second))
     assert set(found.categories) == {*CATEGORIES, GAPS}
     assert found.categories[GAPS] == pytest.approx(gap / 1e3, abs=1e-9)
@@ -140,13 +138,13 @@ def test_categories_and_gaps_add_up_to_the_time_on_the_device(
     assert sum(found.categories.values()) == pytest.approx(found.total_ms)
 
 
-def test_the_order_of_events_does_not_matter() -> None:
+def test_the_order_of_events_does_not_matter():
     assert of((ADD_KERNEL, 95, 104), (CONV_KERNEL, 0, 100)) == of(
         (CONV_KERNEL, 0, 100), (ADD_KERNEL, 95, 104)
     )
 
 
-def test_unknown_kernels_are_listed_with_their_share() -> None:
+def test_unknown_kernels_are_listed_with_their_share():
     found = of(
         ("first_mystery", 0, 2), (CONV_KERNEL, 2, 9), ("second_mystery", 9, 10), ("first_mystery", 10, 12)
     )
@@ -159,18 +157,18 @@ def test_unknown_kernels_are_listed_with_their_share() -> None:
     assert found.kernels == 4
 
 
-def test_only_the_longest_are_listed() -> None:
+def test_only_the_longest_are_listed():
     found = of(*((f"mystery_{index}", 20 * index, 21 * index + 1) for index in range(14)))
     assert [entry["name"] for entry in found.top] == [f"mystery_{index}" for index in range(13, 3, -1)]
     assert len(found.other) == 14
 
 
 @pytest.mark.parametrize(("call_ms", "gaps"), [(1.0, 0.981), (0.01, 0.0)], ids=["slow-cpu", "none"])
-def test_gaps_of_the_plain_call_come_from_the_clock(call_ms: float, gaps: float) -> None:
+def test_gaps_of_the_plain_call_come_from_the_clock(call_ms, gaps):
     assert of((CONV_KERNEL, 0, 100), call_ms=call_ms).call_gaps_ms == pytest.approx(gaps)
 
 
-def test_ranges_named_by_the_user_are_no_kernels() -> None:
+def test_ranges_named_by_the_user_are_no_kernels():
     named = event("## Call CompiledFxGraph", 0, 500, on_device=True, is_user_annotation=True)
     found = profiling.of_kernels(
         plain_call(), [named, *kernels((CONV_KERNEL, 0, 100))], source=CALL, timed_ms=1, call_ms=1
@@ -178,7 +176,7 @@ def test_ranges_named_by_the_user_are_no_kernels() -> None:
     assert (found.total_ms, found.kernels) == (0.1, 1)
 
 
-def test_recordings_without_kernels_are_an_error() -> None:
+def test_recordings_without_kernels_are_an_error():
     none, some = [event("cudaGraphLaunch", 0, 5)], kernels((CONV_KERNEL, 0, 100))
     for plain, replay, what in (([], some, "the plain call"), (plain_call(), none, "the replay")):
         with pytest.raises(RuntimeError, match=f"no kernel of {what}"):
@@ -186,9 +184,7 @@ def test_recordings_without_kernels_are_an_error() -> None:
 
 
 @pytest.mark.parametrize("captured", [True, False], ids=["graph", "no-graph"])
-def test_on_a_gpu_the_replay_is_recorded_where_there_is_one(
-    captured: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_a_gpu_the_replay_is_recorded_where_there_is_one(captured, monkeypatch):
     def call() -> None: ...
 
     def replay() -> None: ...
@@ -218,7 +214,7 @@ def test_on_a_gpu_the_replay_is_recorded_where_there_is_one(
 # ---- real recordings on the CPU
 
 
-def test_operators_of_a_call_on_the_cpu() -> None:
+def test_operators_of_a_call_on_the_cpu():
     convolution, linear, norm = torch.nn.Conv2d(32, 32, 3), torch.nn.Linear(14, 64), torch.nn.GroupNorm(4, 32)
     x = torch.randn(2, 32, 16, 16)
 
@@ -238,7 +234,7 @@ def test_operators_of_a_call_on_the_cpu() -> None:
     assert any(entry["name"] == "aten::mkldnn_convolution" or "conv" in entry["name"] for entry in found.top)
 
 
-def test_the_recording_of_median_length_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_recording_of_median_length_counts(monkeypatch):
     lengths = iter([30.0, 10.0, 20.0])
 
     def recorded(*_: object) -> list[Any]:
@@ -249,7 +245,7 @@ def test_the_recording_of_median_length_counts(monkeypatch: pytest.MonkeyPatch) 
     assert found.total_ms == 0.02
 
 
-def test_nothing_recorded_is_an_error() -> None:
+def test_nothing_recorded_is_an_error():
     with pytest.raises(RuntimeError, match="no operator"):
         profiling.measure(lambda: None, None, torch.device("cpu"), call_ms=1.0, replay_ms=None)
 
@@ -257,7 +253,7 @@ def test_nothing_recorded_is_an_error() -> None:
 # ---- in the harness
 
 
-def test_rows_have_a_breakdown_where_it_was_asked_for() -> None:
+def test_rows_have_a_breakdown_where_it_was_asked_for():
     rows = end_to_end.run(config(), [VARIANTS["eager"], VARIANTS["channels_last"]], workload=SMALL)
     assert [row.status for row in rows] == [OK, OK]
     for row in rows:
@@ -270,7 +266,7 @@ def test_rows_have_a_breakdown_where_it_was_asked_for() -> None:
     assert (plain.profile, plain.profile_reason) == (None, "")
 
 
-def test_a_red_gate_and_a_model_that_fails_show_no_breakdown() -> None:
+def test_a_red_gate_and_a_model_that_fails_show_no_breakdown():
     def call() -> torch.Tensor:
         raise RuntimeError("no")
 
@@ -280,7 +276,7 @@ def test_a_red_gate_and_a_model_that_fails_show_no_breakdown() -> None:
 
 
 @pytest.mark.parametrize(("part", "times"), [("unet", 3), ("pipeline", 1)], ids=["step", "pipeline"])
-def test_a_pipeline_is_recorded_once(part: str, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipeline_is_recorded_once(part, times, monkeypatch):
     real, recorded = profiling._recorded, []
 
     def counted(*arguments: Any) -> Any:
@@ -292,7 +288,7 @@ def test_a_pipeline_is_recorded_once(part: str, times: int, monkeypatch: pytest.
     assert (row.status, row.profile_reason, len(recorded)) == (OK, "", times)
 
 
-def test_a_profiler_that_fails_costs_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profiler_that_fails_costs_no_time(monkeypatch):
     def measure(*_: object, **__: object) -> Breakdown:
         raise RuntimeError("CUPTI does not work here")
 

@@ -60,7 +60,7 @@ def module() -> Block:
     return Block().eval()
 
 
-def test_eager_is_first_and_stable_fast_last() -> None:
+def test_eager_is_first_and_stable_fast_last():
     assert (next(iter(VARIANTS)), list(VARIANTS)[-1]) == ("eager", "stable_fast")
     for variant in VARIANTS.values():
         reason = variant.available(CPU)
@@ -72,7 +72,7 @@ APPLIED = [variant for name, variant in VARIANTS.items() if name != "stable_fast
 
 
 @pytest.mark.parametrize("variant", APPLIED, ids=[variant.name for variant in APPLIED])
-def test_applied_and_undone(variant: Variant, module: Block) -> None:
+def test_applied_and_undone(variant, module):
     x = torch.randn(2, 4, 8, 8)
     with torch.no_grad():
         stock, before = module(x), state(module)
@@ -84,7 +84,7 @@ def test_applied_and_undone(variant: Variant, module: Block) -> None:
         assert torch.equal(module(x), stock)
 
 
-def test_only_unet_and_vae_of_a_pipeline_change_layout() -> None:
+def test_only_unet_and_vae_of_a_pipeline_change_layout():
     pipe = Pipe()
     with prepared(VARIANTS["channels_last"], pipe, "pipeline"):
         layouts = {
@@ -95,14 +95,14 @@ def test_only_unet_and_vae_of_a_pipeline_change_layout() -> None:
     assert all(part.decoder[0].weight.is_contiguous() for part in modules_of(pipe).values())
 
 
-def test_compile_reaches_the_decoder_that_decode_calls(module: Block) -> None:
+def test_compile_reaches_the_decoder_that_decode_calls(module):
     with prepared(VARIANTS["compile"], module, "vae"):
         assert module.decoder._compiled_call_impl is not None
         assert module._compiled_call_impl is None
     assert module.decoder._compiled_call_impl is None
 
 
-def test_a_patched_model_is_compiled_and_both_are_taken_back(module: Block) -> None:
+def test_a_patched_model_is_compiled_and_both_are_taken_back(module):
     variant = VARIANTS["sdfastgn_compile"]
     with prepared(variant, module, "vae"):
         assert sdfastgn.report(module).fused
@@ -115,7 +115,7 @@ def test_a_patched_model_is_compiled_and_both_are_taken_back(module: Block) -> N
 @pytest.mark.parametrize(
     ("name", "mode"), [("sdfastgn", "auto"), ("sdfastgn_eager", "False"), ("sdfastgn_compile", "False")]
 )
-def test_who_replays_graphs(name: str, mode: str) -> None:
+def test_who_replays_graphs(name, mode):
     variant, vae = VARIANTS[name], build_vae("tiny", torch.float32, "cpu")
     with prepared(variant, vae, "vae"):
         assert {graphs.mode for graphs in sdfastgn.report(vae).graphs} == {mode}
@@ -136,7 +136,7 @@ def _breaking(where: str) -> Variant:
 
 
 @pytest.mark.parametrize("where", ["apply", "body"])
-def test_a_breaking_variant_leaves_no_trace(where: str, module: Block) -> None:
+def test_a_breaking_variant_leaves_no_trace(where, module):
     before = state(module)
     with pytest.raises(RuntimeError, match="broken"), prepared(_breaking(where), module, "unet"):
         raise RuntimeError("broken")
@@ -144,7 +144,7 @@ def test_a_breaking_variant_leaves_no_trace(where: str, module: Block) -> None:
     assert not module.decoder[1]._forward_hooks
 
 
-def test_snapshot_puts_classes_parameters_and_pipeline_attributes_back() -> None:
+def test_snapshot_puts_classes_parameters_and_pipeline_attributes_back():
     pipe = Pipe()
     snapshot = Snapshot(pipe)
     weight, kind = pipe.unet.decoder[0].weight, type(pipe.unet.decoder)
@@ -158,7 +158,7 @@ def test_snapshot_puts_classes_parameters_and_pipeline_attributes_back() -> None
     assert not vars(pipe.image_processor)
 
 
-def test_snapshot_of_something_else_is_an_error() -> None:
+def test_snapshot_of_something_else_is_an_error():
     with pytest.raises(TypeError, match="int"):
         Snapshot(3)
 
@@ -183,14 +183,14 @@ def sfast_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         pytest.param(True, "cuda", None, id="usable"),
     ],
 )
-def test_reasons_for_stable_fast(sfast_folder: Path, built: bool, device: str, expected: str | None) -> None:
+def test_reasons_for_stable_fast(sfast_folder, built, device, expected):
     if built:
         (sfast_folder / "_C.cpython-311-x86_64-linux-gnu.so").touch()
     reason = stable_fast.reason(torch.device(device))
     assert reason is None if expected is None else expected in str(reason)
 
 
-def test_launch_functions_are_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_functions_are_put_back(tmp_path, monkeypatch):
     jit = pytest.importorskip("triton.runtime.jit")
     package = tmp_path / "sfast"
     package.mkdir()
@@ -213,7 +213,7 @@ def test_launch_functions_are_put_back(tmp_path: Path, monkeypatch: pytest.Monke
     assert seen[0] is seen[1] is not stock
 
 
-def test_plain_pytorch_gets_no_time(module: Block, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_pytorch_gets_no_time(module, monkeypatch):
     monkeypatch.setattr(dispatch, "why_off", "no C compiler")
     environment.check_kernels_ran(CPU)
     with pytest.raises(RuntimeError, match="plain PyTorch ran and no kernel: no C compiler"):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from sdfastgn.bench.documents import OK, UNAVAILABLE
@@ -43,7 +41,7 @@ TRAINING_ROWS = [
 ]
 
 
-def test_inference_marks_the_best_peer_and_gives_means(tmp_path: Path) -> None:
+def test_inference_marks_the_best_peer_and_gives_means(tmp_path):
     save(tmp_path, "kernels.json", "kernels", INFERENCE)
     lines = TABLES["kernels"](tmp_path).splitlines()
     assert lines[0] == "| N x C x H x W | copy | eager_nhwc | gnnhwc | sdfastgn | sdfastgn / best peer |"
@@ -52,7 +50,7 @@ def test_inference_marks_the_best_peer_and_gives_means(tmp_path: Path) -> None:
     assert lines[-3:] == ["apex: unavailable: not installed (2x320x64x64).", "", f"fp16, {SOURCE}"]
 
 
-def test_a_training_line_for_each_task_with_ours_last(tmp_path: Path) -> None:
+def test_a_training_line_for_each_task_with_ours_last(tmp_path):
     save(tmp_path, "kernels.json", "kernels_training", TRAINING_ROWS)
     text = TABLES["training"](tmp_path)
     lines = text.splitlines()
@@ -69,7 +67,7 @@ def test_a_training_line_for_each_task_with_ours_last(tmp_path: Path) -> None:
     assert "apex: unavailable: not installed (2x320x64x64)." in text
 
 
-def test_every_run_of_the_suite_and_no_other_is_shown(tmp_path: Path) -> None:
+def test_every_run_of_the_suite_and_no_other_is_shown(tmp_path):
     for name, kind in (("fp16", "training"), ("fp32", "training"), ("other", "issue_28201")):
         dtype = "fp32" if name == "fp32" else "fp16"
         save(tmp_path, f"{name}.json", f"kernels_{kind}", TRAINING_ROWS, config={"dtype": dtype})
@@ -79,7 +77,7 @@ def test_every_run_of_the_suite_and_no_other_is_shown(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("ours", "marked"), [(4, False), (25, True)], ids=["won", "lost"])
-def test_lost_cells_are_marked(ours: float, marked: bool, tmp_path: Path) -> None:
+def test_lost_cells_are_marked(ours, marked, tmp_path):
     rows = [*TRAINING_ROWS[:4], row("sdfastgn", ours, BOTH)]
     shown = text_of(kernel_tables.suite_tables(TRAIN, rows, "t")[0])
     assert (LOSS in shown.split("microseconds")[0]) == marked
@@ -87,14 +85,14 @@ def test_lost_cells_are_marked(ours: float, marked: bool, tmp_path: Path) -> Non
     assert (LOSS in TABLES["training"](tmp_path).split("Microseconds")[0]) == marked
 
 
-def test_the_terminal_has_our_ratios_the_means_and_no_column_without_a_time() -> None:
+def test_the_terminal_has_our_ratios_the_means_and_no_column_without_a_time():
     text = text_of(kernel_tables.suite_tables(TRAIN, TRAINING_ROWS, "t")[0])
     assert "│ 4 (2.5) │ 0.211 (0.25) │ 0.211 (0.25) │" in " ".join(text.split())
     assert "mean / eager_nchw, unet" in text
     assert "apex" not in text
 
 
-def test_two_layouts_of_ours_are_two_columns(tmp_path: Path) -> None:
+def test_two_layouts_of_ours_are_two_columns(tmp_path):
     times = {"copy": 1, "eager_nchw": 9, "eager_nhwc": 12, "sdfastgn_nchw": 6, "sdfastgn_nhwc": 3}
     rows = [row(name, hot, COPY if name == COPY else BOTH) for name, hot in times.items()]
     save(tmp_path, "a.json", "kernels_issue_28201", rows)
@@ -103,12 +101,7 @@ def test_two_layouts_of_ours_are_two_columns(tmp_path: Path) -> None:
     assert "| forward + backward | 1 (2) | **9 (10)** | 12 (13) | 6 (7) | 3 (4) |" in lines[2]
 
 
-def test_missing_cells_say_why() -> None:
-    found = kernel_tables.missing_cells(INFERENCE)
-    assert found == ["apex: unavailable: not installed (2x320x64x64)"]
-
-
-def test_extras_have_a_table_of_their_own(tmp_path: Path) -> None:
+def test_extras_have_a_table_of_their_own(tmp_path):
     # Rows of old runs name no task.
     times = {"copy": 2.0, "sdfastgn_given": 2.5, "add": 4.0, "add_with_statistics": 5.0}
     rows = [row(name, hot, "") for name, hot in times.items()]
@@ -120,23 +113,21 @@ def test_extras_have_a_table_of_their_own(tmp_path: Path) -> None:
     assert "add" not in TABLES["kernels"](tmp_path)
 
 
-def test_cpu_time_of_a_call(tmp_path: Path) -> None:
+def test_cpu_time_of_a_call(tmp_path):
     one = row("sdfastgn", 6.0, shape=(2, 640, 32, 32))
     one.cpu_us = 12.34
     save(tmp_path, "kernels.json", "kernels", [one])
     assert "| sdfastgn | 12.3 |" in TABLES["host"](tmp_path)
 
 
-def test_the_roofline_of_a_committed_result_is_a_picture(tmp_path: Path) -> None:
+def test_the_roofline_of_a_committed_result_is_a_picture(tmp_path):
     rows = [*INFERENCE, row("sdfastgn", 9.0, shape=(2, 640, 64, 64)), row("add", 3.0, "add, forward")]
     result = save(tmp_path, "kernels.json", "kernels", rows)
     assert plots.main([str(result), str(tmp_path / "new" / "out.png")]) == 0
     assert is_png(tmp_path / "new" / "out.png")
 
 
-def test_a_picture_that_cannot_be_drawn_is_told(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_picture_that_cannot_be_drawn_is_told(monkeypatch, capsys):
     assert plots.main([]) == 2
     assert "RESULT.json" in capsys.readouterr().err
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)

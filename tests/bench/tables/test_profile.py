@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from sdfastgn.bench.documents import OK, WRONG
 from sdfastgn.bench.kernel_categories import CATEGORIES, CONVOLUTION, GAPS, GEMM, NORMALIZATION, OTHER
@@ -15,8 +13,8 @@ from sdfastgn.bench.models.profiling import CALL, CPU, REPLAY, Breakdown
 from sdfastgn.bench.models.run import Row
 from sdfastgn.bench.tables import end_to_end, pages, plots
 from sdfastgn.bench.tables import profile as profile_tables
-from sdfastgn.cli_commands import app
 from tests.bench.tables.cases import SOURCE, cells_of, is_png, row, save, text_of
+from tests.command_line import invoke
 
 MYSTERY = "void some_library::mystery<[a]>" + "x" * 200
 SLOT = "<!-- table:profile -->\n<!-- /table:profile -->\n"
@@ -60,14 +58,14 @@ ROWS = [
 # ---- tables
 
 
-def test_a_row_has_milliseconds_by_category_total_and_floor() -> None:
+def test_a_row_has_milliseconds_by_category_total_and_floor():
     expected = ["eager", REPLAY, "5", "2", "0", "4", "0", "0", "0.5", "11.5", "7", "7", "61 %", "4.25"]
     line = next(line for line in shown(ROWS).splitlines() if "eager" in line)
     assert [cell.strip() for cell in line.strip("│").split("│")] == expected
     assert "compile" not in shown(ROWS)
 
 
-def test_a_red_gate_shows_no_breakdown_even_where_there_is_one() -> None:
+def test_a_red_gate_shows_no_breakdown_even_where_there_is_one():
     wrong = profiled("sdfastgn", breakdown(4.0), status=WRONG)
     assert profile_tables.breakdown_of(wrong) is None
     assert "sdfastgn" not in shown([ROWS[0], wrong])
@@ -75,12 +73,12 @@ def test_a_red_gate_shows_no_breakdown_even_where_there_is_one() -> None:
     assert profile_tables.lowest_floor([wrong]) is None
 
 
-def test_the_lowest_floor_is_named() -> None:
+def test_the_lowest_floor_is_named():
     assert profile_tables.lowest_floor(ROWS) == ("sdfastgn", 6.0)
     assert profile_tables.notes(ROWS) == ["lowest floor: 6 ms, of sdfastgn"]
 
 
-def test_what_no_category_has_is_a_column_and_a_line() -> None:
+def test_what_no_category_has_is_a_column_and_a_line():
     assert "other" not in shown(ROWS)
     rows = [*ROWS, profiled("channels_last", breakdown(4.0, other=2.5))]
     assert "other" in shown(rows)
@@ -90,7 +88,7 @@ def test_what_no_category_has_is_a_column_and_a_line() -> None:
     assert len(line) < 200
 
 
-def test_many_unknown_names_are_summed_up() -> None:
+def test_many_unknown_names_are_summed_up():
     entries = [{"name": f"mystery_{index}", "category": OTHER, "calls": 1, "ms": 1.0} for index in range(8)]
     found = Breakdown(**{**asdict(breakdown(4.0, other=8.0)), "other": entries})
     lines = profile_tables.notes([profiled("eager", found)])
@@ -98,12 +96,12 @@ def test_many_unknown_names_are_summed_up() -> None:
     assert lines[-1] == "other, eager: 3 ms in 3 more names"
 
 
-def test_why_a_breakdown_is_missing_is_a_line() -> None:
+def test_why_a_breakdown_is_missing_is_a_line():
     rows = [row("eager", None, profile_reason="RuntimeError: CUPTI does not work here")]
     assert profile_tables.notes(rows) == ["no breakdown of eager: RuntimeError: CUPTI does not work here"]
 
 
-def test_operators_of_the_cpu_are_called_so() -> None:
+def test_operators_of_the_cpu_are_called_so():
     text = shown([profiled("eager", breakdown(5.0, source=CPU))])
     assert "CPU operator time, not kernels" in text
     assert "call's" not in text  # there is no plain call beside
@@ -112,7 +110,7 @@ def test_operators_of_the_cpu_are_called_so() -> None:
 # ---- Markdown
 
 
-def test_the_slot_holds_every_part_of_every_committed_run(tmp_path: Path) -> None:
+def test_the_slot_holds_every_part_of_every_committed_run(tmp_path):
     save(tmp_path, "c.json", "end_to_end", [row("eager", 1.0)])
     assert "No results are committed yet." in pages.filled(SLOT, tmp_path)
     save(tmp_path, "b.json", "profile", [*ROWS, profiled("eager", breakdown(9.0, source=CALL), part="vae")])
@@ -127,7 +125,7 @@ def test_the_slot_holds_every_part_of_every_committed_run(tmp_path: Path) -> Non
     assert pages.filled(text, tmp_path) == text
 
 
-def test_runs_with_a_profiler_give_the_results_table_no_time_that_it_may_have_changed(tmp_path: Path) -> None:
+def test_runs_with_a_profiler_give_the_results_table_no_time_that_it_may_have_changed(tmp_path):
     save(tmp_path, "a.json", "end_to_end", [row("eager", 20.0), row("sdfastgn", 5.0)])
     rows = [profiled(name, breakdown(3.0), 90.0) for name in ("eager", "sdfastgn", "compile")]
     save(tmp_path, "b.json", "profile", rows)
@@ -139,14 +137,14 @@ def test_runs_with_a_profiler_give_the_results_table_no_time_that_it_may_have_ch
 # ---- pictures
 
 
-def test_breakdowns_of_a_committed_run_are_a_picture(tmp_path: Path) -> None:
+def test_breakdowns_of_a_committed_run_are_a_picture(tmp_path):
     rows = [*ROWS, profiled("eager", breakdown(9.0), part="vae")]
     result, path = save(tmp_path, "profile.json", "profile", rows), tmp_path / "new" / "profile.png"
     assert plots.main([str(result), str(path)]) == 0
     assert is_png(path)
 
 
-def test_a_picture_of_nothing_is_an_error(tmp_path: Path) -> None:
+def test_a_picture_of_nothing_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="no row has a breakdown"):
         plots.breakdown([ROWS[2]], tmp_path / "profile.png", "title")
 
@@ -154,11 +152,11 @@ def test_a_picture_of_nothing_is_an_error(tmp_path: Path) -> None:
 # ---- the command line
 
 
-def test_from_the_command_line_to_table_json_and_picture(tmp_path: Path) -> None:
+def test_from_the_command_line_to_table_json_and_picture(tmp_path):
     result, picture = tmp_path / "profile.json", tmp_path / "profile.png"
-    chosen = ["--part", "unet", "--part", "vae", "--variants", "eager", "--repeats", "1"]
-    written = ["--json", str(result), "--plot", str(picture)]
-    done = CliRunner().invoke(app, ["bench", *chosen, "--device", "cpu", "--profile", *written])
+    chosen = ("--part", "unet", "--part", "vae", "--variants", "eager", "--repeats", "1")
+    written = ("--json", str(result), "--plot", str(picture))
+    done = invoke("bench", *chosen, "--device", "cpu", "--profile", *written)
     assert done.exit_code == 0, done.output
     assert done.stdout.count("CPU operator time, not kernels") == done.stdout.count("lowest floor: ") == 2
     assert is_png(picture)
@@ -172,17 +170,3 @@ def test_from_the_command_line_to_table_json_and_picture(tmp_path: Path) -> None
         assert 0 < len(found.top) <= 10
         assert {"name", "category", "calls", "ms"} == set(found.top[0])
     assert "CPU operators" in profile_tables.profile_markdown(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        pytest.param(["--plot", "out.png"], ["--plot", "--profile", "'out.png'"], id="without-profile"),
-        pytest.param(["--profile", "--plot", "out.svg"], ["--plot", "'out.svg'", ".png"], id="not-a-png"),
-    ],
-)
-def test_bad_options(arguments: list[str], words: list[str]) -> None:
-    done = CliRunner().invoke(app, ["bench", *arguments])
-    assert done.exit_code == 2
-    assert len(done.stderr.strip().splitlines()) == 1
-    assert all(word in done.stderr for word in words)

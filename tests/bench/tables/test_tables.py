@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from sdfastgn.bench.documents import OK, UNAVAILABLE, WRONG
+from sdfastgn.bench.documents import FAILED, OK, UNAVAILABLE, WRONG
 from sdfastgn.bench.kernels.suite import COPY, FORWARD, KernelRow
 from sdfastgn.bench.kernels.suites import SUITES
+from sdfastgn.bench.models.run import Row
 from sdfastgn.bench.models.variants import VARIANTS
 from sdfastgn.bench.tables import end_to_end, kernels, pages, plots
-from sdfastgn.bench.terminal import Blocks
+from sdfastgn.bench.tables.markdown import NO_RESULTS
 from tests.bench.tables.cases import SOURCE, cells_of, is_png, row, save, text_of
 
 SLOT = "before\n<!-- table:results -->\nold\n<!-- /table:results -->\nafter\n"
@@ -39,7 +40,7 @@ UNET = [
         pytest.param(20.0, "20", id="no-trailing-zeros"),
     ],
 )
-def test_numbers_have_three_digits_and_empty_columns_are_left_out(value: float | None, expected: str) -> None:
+def test_numbers_have_three_digits_and_empty_columns_are_left_out(value, expected):
     cells = text_of(
         end_to_end.end_to_end_table(
             [row("eager", 1.0, peak_mib=1.0, ready_s=value), row("sdfastgn", 2.0)], "t"
@@ -51,7 +52,7 @@ def test_numbers_have_three_digits_and_empty_columns_are_left_out(value: float |
         assert expected in cells.replace("│", " ").split()
 
 
-def test_rows_that_are_not_ok_give_their_reason_and_no_speed_up() -> None:
+def test_rows_that_are_not_ok_give_their_reason_and_no_speed_up():
     wrong = row("channels_last", None, status=WRONG, reason="relative error 0.5 is above 0.02")
     rows = [UNET[0], wrong, UNET[1]]
     shown = text_of(end_to_end.end_to_end_table(rows, "t"))
@@ -81,7 +82,7 @@ NARROW_TABLES = {
 
 @pytest.mark.parametrize("width", [60, 80, 120, 400])
 @pytest.mark.parametrize("table", NARROW_TABLES.values(), ids=NARROW_TABLES)
-def test_no_word_is_cut_at_any_width(table: Blocks, width: int) -> None:
+def test_no_word_is_cut_at_any_width(table, width):
     shown = text_of(table, width)
     assert max(map(len, shown.splitlines())) <= width
     assert "\N{HORIZONTAL ELLIPSIS}" not in shown
@@ -94,7 +95,7 @@ def test_no_word_is_cut_at_any_width(table: Blocks, width: int) -> None:
     assert len(re.findall(r"^│ (?=\S)", shown, re.MULTILINE)) >= blocks * len(table.body)
 
 
-def test_graph_notes_join_the_variants_of_one_reason() -> None:
+def test_graph_notes_join_the_variants_of_one_reason():
     rows = [
         row("eager", 1.0, graph_reason="no"),
         row("compile", 1.0, graph_reason="no"),
@@ -106,22 +107,22 @@ def test_graph_notes_join_the_variants_of_one_reason() -> None:
 # ---- Markdown
 
 
-def test_results_hold_times_ratios_reasons_and_sources(tmp_path: Path) -> None:
+def test_results_hold_times_ratios_reasons_and_sources(tmp_path):
     save(tmp_path / "h200", "unet_sd15.json", "end_to_end", UNET)
     vae = [row("eager", 22.0, part="vae"), row("sdfastgn", 8.8, part="vae")]
     save(tmp_path / "h200", "vae_512.json", "end_to_end", vae)
     text = end_to_end.results_markdown(tmp_path)
     columns = ("eager", "sdfastgn", "torch.compile", "stable-fast")
-    graphs = ("eager + graph", "torch.compile + graph", "sdfastgn + graph")
+    graphs = ("eager + graph", "torch.compile + graph")
     assert cells_of(text, "| milliseconds") == [[*columns, *graphs]]
-    times = ["20 (1.00x)", "16 (1.25x)", "15 (1.33x)", "-", "10 (2.00x)", "6 (3.33x)", "8 (2.50x)"]
+    times = ["20 (1.00x)", "16 (1.25x)", "15 (1.33x)", "-", "10 (2.00x)", "6 (3.33x)"]
     assert cells_of(text, "| SD1.5") == [times]
     assert cells_of(text, "| VAE")[0][:2] == ["22 (1.00x)", "8.8 (2.50x)"]
     assert "stable-fast unavailable: package sfast is not installed." in text
     assert text.endswith(SOURCE)
 
 
-def test_one_size_in_two_dtypes_is_two_lines(tmp_path: Path) -> None:
+def test_one_size_in_two_dtypes_is_two_lines(tmp_path):
     rows = [row("eager", 20.0), row("sdfastgn", 5.0)]
     save(tmp_path, "fp16.json", "end_to_end", rows)
     save(tmp_path, "fp32.json", "end_to_end", [replace(one, dtype="fp32", median_ms=90.0) for one in rows])
@@ -129,7 +130,7 @@ def test_one_size_in_two_dtypes_is_two_lines(tmp_path: Path) -> None:
     assert [line[0] for line in lines] == ["20 (1.00x)", "90 (1.00x)"]
 
 
-def test_one_peer_is_compared_in_all_that_was_measured(tmp_path: Path) -> None:
+def test_one_peer_is_compared_in_all_that_was_measured(tmp_path):
     unet = [
         row("eager", 20.0, ready_s=1.0, error_fp32=2e-3, peak_mib=900.0),
         row("stable_fast", 12.0, ready_s=15.0, error_fp32=1.1e-2, peak_mib=800.0, note="traced"),
@@ -150,7 +151,7 @@ def test_one_peer_is_compared_in_all_that_was_measured(tmp_path: Path) -> None:
     assert "No results" in end_to_end.peer_markdown(tmp_path, "compile")
 
 
-def test_the_headline_has_the_peers_at_their_best(tmp_path: Path) -> None:
+def test_the_headline_has_the_peers_at_their_best(tmp_path):
     save(tmp_path, "a.json", "end_to_end", UNET)
     save(tmp_path, "b.json", "end_to_end", [row("eager", 60.0, part="vae"), row("compile", 50.0, part="vae")])
     times = {"eager": 600.0, "compile_graphs": 206.0, "sdfastgn": 150.0}
@@ -181,15 +182,81 @@ def test_the_headline_has_the_peers_at_their_best(tmp_path: Path) -> None:
     assert is_png(tmp_path / "times.png")
 
 
+# ---- sweeps
+
+
+def of_batch(batch: int, *rows: Row) -> list[Row]:
+    return [replace(each, batch=batch) for each in rows]
+
+
+BATCHES = [
+    *of_batch(
+        8, row("eager", 30.0, graph_ms=16.0, reserved_mib=4000.0), row("sdfastgn", 8.0, reserved_mib=3000.0)
+    ),
+    *of_batch(
+        1, row("eager", 25.0, graph_ms=5.0, reserved_mib=2500.0), row("sdfastgn", 2.0, reserved_mib=2400.0)
+    ),
+    *of_batch(64, row("eager", status=FAILED, reason="OutOfMemoryError: no"), row("sdfastgn", status=FAILED)),
+]
+STEPS = [
+    row("eager", 500.0, part="pipeline", steps=4, p99_ms=520.0),
+    row("sdfastgn", 12.0, part="pipeline", steps=1, p99_ms=13.0, graphs_ms=10.0),
+    row("sdfastgn", 24.0, part="pipeline", steps=4, p99_ms=30.0, graphs_ms=20.0),
+]
+
+
+def test_samples_a_second_by_batch(tmp_path):
+    save(tmp_path, "batches.json", "sweep", BATCHES)
+    save(tmp_path, "steps.json", "sweep", STEPS)
+    text = end_to_end.batches_markdown(tmp_path)
+    (header,) = cells_of(text, "|  |")
+    assert header == [
+        "eager ms a sample (samples/s)",
+        "eager + graph ms a sample (samples/s)",
+        "**sdfastgn** ms a sample (samples/s)",
+        "eager MiB",
+        "sdfastgn MiB",
+    ]
+    assert cells_of(text, "| SD1.5 UNet step 512², batch 1,") == [
+        ["25 (40)", "5 (200)", "2 (500)", "2500", "2400"]
+    ]
+    assert cells_of(text, "| SD1.5 UNet step 512², batch 8,") == [
+        ["3.75 (267)", "2 (500)", "1 (1000)", "4000", "3000"]
+    ]
+    assert cells_of(text, "| SD1.5 UNet step 512², batch 64,") == [["-"] * 5]
+    assert "SD1.5 UNet step 512², batch 64, fp16, eager failed: OutOfMemoryError: no." in text
+    assert text.endswith(SOURCE)
+    assert "pipeline" not in text
+
+
+def test_latency_beside_the_time_of_the_graphs(tmp_path):
+    save(tmp_path, "batches.json", "sweep", BATCHES)
+    save(tmp_path, "steps.json", "sweep", STEPS)
+    text = end_to_end.latency_markdown(tmp_path)
+    assert cells_of(text, "| SD1.5 pipeline 512², batch 2, fp16, 1 steps") == [
+        ["sdfastgn", "12", "13", "10", "1.2"]
+    ]
+    assert cells_of(text, "| SD1.5 pipeline 512², batch 2, fp16, 4 steps") == [
+        ["eager", "500", "520", "-", "-"],
+        ["sdfastgn", "24", "30", "20", "1.2"],
+    ]
+
+
+def test_a_sweep_is_in_no_other_table(tmp_path):
+    save(tmp_path, "batches.json", "sweep", BATCHES)
+    assert end_to_end.results_markdown(tmp_path) == NO_RESULTS
+    assert end_to_end.headline_markdown(tmp_path) == NO_RESULTS
+
+
 @pytest.mark.parametrize("name", pages.TABLES)
-def test_without_results_a_table_says_so(name: str, tmp_path: Path) -> None:
+def test_without_results_a_table_says_so(name, tmp_path):
     assert pages.TABLES[name](tmp_path) == "No results are committed yet."
 
 
 # ---- README files
 
 
-def test_write_then_check(tmp_path: Path) -> None:
+def test_write_then_check(tmp_path):
     save(tmp_path / "benchmarks", "a.json", "end_to_end", UNET)
     readme = tmp_path / "README.md"
     readme.write_text(SLOT)
@@ -213,9 +280,7 @@ def test_write_then_check(tmp_path: Path) -> None:
         pytest.param("<!-- table:results -->", "closed", id="not-closed"),
     ],
 )
-def test_slots_that_cannot_be_filled(
-    text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_slots_that_cannot_be_filled(text, words, tmp_path, capsys):
     readme = tmp_path / "README.md"
     readme.write_text(text)
     assert pages.main(["--write", str(readme), "--results", str(tmp_path)]) == 2
@@ -223,20 +288,14 @@ def test_slots_that_cannot_be_filled(
     assert readme.read_text() == text
 
 
-def test_a_missing_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_file_is_one_line(tmp_path, capsys):
     assert pages.main(["--check", str(tmp_path / "none.md"), "--results", str(tmp_path)]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 @pytest.mark.parametrize("arguments", [[], ["--results", "no"]], ids=["elsewhere", "misspelt"])
 @pytest.mark.parametrize("mode", ["--write", "--check"])
-def test_a_missing_folder_of_results_empties_no_table(
-    mode: str,
-    arguments: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_missing_folder_of_results_empties_no_table(mode, arguments, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     readme = tmp_path / "README.md"
     readme.write_text(SLOT)
@@ -247,7 +306,7 @@ def test_a_missing_folder_of_results_empties_no_table(
 
 
 @pytest.mark.parametrize(("name", "slot"), [("README.md", "headline"), ("docs/benchmarks.md", "results")])
-def test_the_tables_of_this_repository_are_fresh(name: str, slot: str) -> None:
+def test_the_tables_of_this_repository_are_fresh(name, slot):
     root = Path(__file__).resolve().parents[3]
     text = (root / name).read_text(encoding="utf-8")
     assert f"<!-- table:{slot} -->" in text
