@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 
 import sdfastgn
+from sdfastgn import cli
 from sdfastgn.bench.documents import OK
 from sdfastgn.bench.kernels.suite import KernelRow
 from sdfastgn.bench.kernels.suites import SUITES
@@ -117,6 +120,16 @@ def test_bad_input_is_one_line(
     assert shown.err.startswith(f"sdfastgn: {message}")
     assert shown.err.count("\n") == 1
     assert not shown.out
+
+
+def test_an_output_without_all_characters_has_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii", write_through=True))
+    monkeypatch.setattr(sys, "argv", ["sdfastgn", "report", str(ROOT / "benchmarks/h200/warm_up_sdxl.json")])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert not caught.value.code
+    assert rb"first images, sdxl 1024\xb2" in written.getvalue()
 
 
 @pytest.mark.parametrize("seed", [0, -(2**63), 2**63 - 1])
