@@ -96,6 +96,9 @@ def main() -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    if min(options.steps, options.batch_size) < 1:
+        numbers = f"{options.steps} and {options.batch_size}"
+        parser.error(f"--steps and --batch-size: must be positive whole numbers, got {numbers}")
     pixels = torch.from_numpy(load_digits().images).float()[:, None] / 8 - 1  # from 0 to 16
     images = F.interpolate(pixels, size=(SIZE, SIZE), mode="bilinear").to(options.device)
     stock = build_model(options.width, options.seed).to(options.device)

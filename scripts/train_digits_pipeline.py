@@ -37,7 +37,9 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 from sdfastgn.bench import digits_pipeline
 from sdfastgn.bench.digits_pipeline import INKS, NUMERALS, SIZE, prompt_of
+from sdfastgn.bench.documents import OptionError
 from sdfastgn.bench.models.pipelines import write_tokenizer
+from sdfastgn.bench.options import file_path
 
 LEARNING_RATE = 1e-3
 # Steps until the learning rate is reached; afterwards it falls to 0.
@@ -258,6 +260,10 @@ def main() -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    try:
+        file_path("--output", options.output / digits_pipeline.CLASSIFIER)
+    except OptionError as error:
+        parser.error(str(error))
     torch.manual_seed(options.seed)
     digits = Digits(options.digits, options.device)
     classifier = train_classifier(digits, options)

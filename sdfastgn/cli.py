@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shlex
 import signal
@@ -25,6 +26,9 @@ def main(doc: str | None = None, command: str = "", **defaults: Any) -> None:
         command: of a script: the one command that it runs. Without one the first argument names it.
         defaults: of the command's options, where the script's are its own.
     """
+    for stream in (sys.stdout, sys.stderr):  # a terminal may lack a character, and a path be no text
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     asked = []
 
     def interrupt(*_: object) -> None:

@@ -67,6 +67,9 @@ def _settings(given: Any, defaults: Mapping[str, Any], scale: int) -> Settings:
     for name, kind in kinds.items():
         if type(values[name]) not in _KINDS[kind]:
             raise ValueError(f"{name}: must be of type {kind}, got {values[name]!r}")
+        # JSON can have half a character, which a tokenizer refuses with all prompts of its batch.
+        if any("\ud800" <= each <= "\udfff" for each in str(values[name])):
+            raise ValueError(f"{name}: must be Unicode text, got {values[name]!r}")
     options.image_size("width", values["width"], scale)
     options.image_size("height", values["height"], scale)
     options.positive("steps", values["steps"])
@@ -97,7 +100,7 @@ def read_prompts(
                 found[number] = _settings(given, {**defaults, "seed": defaults["seed"] + number}, scale)
         except json.JSONDecodeError as error:
             problems[number] = f"no JSON: {error.msg} at column {error.colno}"
-        except (ValueError, OverflowError) as error:
+        except (ValueError, OverflowError, RecursionError) as error:
             problems[number] = str(error)
     if not (found or problems):
         raise OptionError(f"--prompts: no prompt in {str(path)!r}")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 
 import sdfastgn
+from sdfastgn import cli
 from sdfastgn.bench.documents import OK
 from sdfastgn.bench.kernels.suite import KernelRow
 from sdfastgn.bench.kernels.suites import SUITES
@@ -61,6 +64,7 @@ BAD_INPUT = {
     "bench --weights model": "--weights: no such path 'model'; give random, a path, or a Hub id",
     "bench --weights tests": "--weights: no configuration of a UNet in 'tests'",
     "verify tiny": "PATH: no such path 'tiny'; give a path, or a Hub id",
+    f"bench --batch {10**18}": "--batch: must be a positive whole number or a list such as 1,4, got",
     "bench --json tests": "--json: cannot write a file at 'tests': Is a directory",
     "bench --json /proc/x.json": "--json: cannot write a file at '/proc/x.json'",
     "bench --plot out.png": "--plot: only --profile has a picture, got 'out.png' without it",
@@ -74,6 +78,7 @@ BAD_INPUT = {
     "kernels --shapes 2x320x64": "--shapes: cannot use shape '2x320x64'; give NxCxHxW with C divisible by 32",
     "kernels --shapes 2x33x8x8": "--shapes: cannot use shape '2x33x8x8'",
     "kernels --shapes 0x32x8x8": "--shapes: cannot use shape '0x32x8x8'",
+    f"kernels --shapes {10**18}x32x8x8": f"--shapes: cannot use shape '{10**18}x32x8x8'",
     "kernels --suite instance_norm --shapes 2x32x8x8": "--shapes: cannot use shape '2x32x8x8'; give N",
     "kernels --providers cudnn": "--providers: unknown value 'cudnn'; choose from copy, eager_nchw",
     "kernels --suite layer_norm --providers sdpa": "--providers: unknown value 'sdpa'; choose from",
@@ -86,10 +91,12 @@ BAD_INPUT = {
     "warm-up tests": "MODEL: no configuration of a UNet in 'tests'",
     "warm-up tiny --batch 0": "--batch: must be a positive whole number, got 0",
     "warm-up tiny --size 1,2": "--size: must be like 512 or 768x512 (width first), got '1,2'",
+    f"warm-up tiny --size {10**18}": "--size: must be like 512 or 768x512 (width first), got",
     "warm-up tiny --size 64x60": "--size: must be a positive multiple of 8 (pixels of a latent), got 60",
     "warm-up tiny --device tpu": "--device: cannot use 'tpu'; choose from cpu",
     "warm-up tiny --device cpu": "--device: kernels compile on the GPU that they are for, got 'cpu'",
     "sources --against tests": "--against: no wheel of diffusers and no folder that has one, got 'tests'",
+    f"sources --against {'a' * 300}": "--against: no wheel of diffusers and no folder that has one, got",
     "demo --output pyproject.toml": "--output: cannot write a file at 'pyproject.toml/demo.png'",
     "demo --output /proc/x": "--output: cannot write a file at '/proc/x/demo.png'",
     # typer's own checks
@@ -113,6 +120,16 @@ def test_bad_input_is_one_line(
     assert shown.err.startswith(f"sdfastgn: {message}")
     assert shown.err.count("\n") == 1
     assert not shown.out
+
+
+def test_an_output_without_all_characters_has_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii", write_through=True))
+    monkeypatch.setattr(sys, "argv", ["sdfastgn", "report", str(ROOT / "benchmarks/h200/warm_up_sdxl.json")])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert not caught.value.code
+    assert rb"first images, sdxl 1024\xb2" in written.getvalue()
 
 
 @pytest.mark.parametrize("seed", [0, -(2**63), 2**63 - 1])

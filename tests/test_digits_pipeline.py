@@ -235,3 +235,10 @@ def test_the_script_trains_and_saves(
     # Other words would be other prompts than those that the weights know.
     vocabulary = Path("tokenizer") / "vocab.json"
     assert (output / vocabulary).read_bytes() == (FOLDER / vocabulary).read_bytes()
+
+
+def test_a_folder_that_cannot_be_made_is_told_before_the_training(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code(monkeypatch, "train_digits_pipeline.py", "--output", "/proc/x") == 2
+    assert "--output: cannot write a file at '/proc/x/" in capsys.readouterr().err

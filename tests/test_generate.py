@@ -153,6 +153,8 @@ BAD_LINES = {
     "list": ("[]", "must be an object with a prompt, got []"),
     "unknown": ('{"prompt": "a", "size": 64}', "setting: unknown value 'size'; choose from prompt,"),
     "text": ('{"prompt": 1}', "prompt: must be of type str, got 1"),
+    "half a character": (r'{"prompt": "a \ud800"}', r"prompt: must be Unicode text, got 'a \ud800'"),
+    "deep": ("[" * 100_000, "maximum recursion depth exceeded"),
     "whole": ('{"prompt": "a", "steps": true}', "steps: must be of type int, got True"),
     "steps": ('{"prompt": "a", "steps": 0}', "steps: must be a positive whole number, got 0"),
     "width": ('{"prompt": "a", "width": 100}', "width: must be a positive multiple of 8"),

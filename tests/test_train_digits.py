@@ -22,6 +22,14 @@ def test_both_learn_alike(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert "learns as the stock one does" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", ["--steps", "--batch-size"])
+def test_no_steps_and_no_images_are_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code(monkeypatch, "train_digits.py", *TINY, name, "0") == 2
+    assert "--steps and --batch-size: must be positive whole numbers, got " in capsys.readouterr().err
+
+
 class _Scaled(torch.autograd.Function):
     """Its own input, and a gradient a tenth too small."""
 

@@ -31,8 +31,9 @@ CPU_REPEATS = {"unet": 5, "vae": 5, "pipeline": 2, "train": 3}
 GUIDED_BATCH = 2
 STEPS = 30
 
-_NUMBER = re.compile(r"-?\d+")
-_SHAPE = re.compile(r"\d+(x\d+)+")
+# Of as many digits as a size in PyTorch may have; Python itself refuses to read thousands.
+_NUMBER = re.compile(r"-?\d{1,18}")
+_SHAPE = re.compile(r"\d{1,18}(x\d{1,18})+")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -94,8 +95,11 @@ def dtype_name(option: str, value: str | None, device: str) -> str:
 
 def weights_source(option: str, value: str, *, words: Sequence[str] = ("random",)) -> str:
     """One of ``words``, an existing folder or file, or the id of a repository on the Hub."""
-    if value in words or Path(value).expanduser().exists():
-        return value
+    try:
+        if value in words or (value and Path(value).expanduser().exists()):
+            return value
+    except (OSError, RuntimeError) as error:  # too long for a name, or the home of nobody
+        raise OptionError(f"{option}: cannot look at {value!r}: {one_line(error)}") from None
     if _HUB_ID.fullmatch(value) and not value.startswith("."):
         return value
     choice = ", ".join((*words, "a path", "or a Hub id (owner/name)"))

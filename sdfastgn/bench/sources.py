@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import difflib
 import inspect
 import zipfile
@@ -55,11 +56,10 @@ def _print(out: Console, line: str) -> None:
 def _release(against: Path) -> Any:
     """The files of a wheel, or of a folder in which ``diffusers`` lies."""
     files: Any = zipfile.Path(against) if zipfile.is_zipfile(against) else against
-    if not (files / "diffusers" / "__init__.py").is_file():
-        raise OptionError(
-            f"--against: no wheel of diffusers and no folder that has one, got {str(against)!r}"
-        )
-    return files
+    with contextlib.suppress(OSError):  # too long for a name, or not ours to look at
+        if (files / "diffusers" / "__init__.py").is_file():
+            return files
+    raise OptionError(f"--against: no wheel of diffusers and no folder that has one, got {str(against)!r}")
 
 
 def _difference(files: Any, function: Any, known: tuple[str, ...]) -> Iterator[str]:

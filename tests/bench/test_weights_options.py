@@ -161,3 +161,17 @@ def test_a_file_is_no_pipeline(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(OptionError, match=r"PATH: '.*model.safetensors' is a file; expected"):
         load_pipeline("PATH", str(tmp_path / "model.safetensors"), torch.float32, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("weights", "words"),
+    [
+        ("a" * 300, "cannot look at 'a+': OSError: .*File name too long"),
+        ("~nobody-of-this-name/x", "cannot look at '~nobody-of-this-name/x': RuntimeError: "),
+        ("", "no such path ''; give random, a path, or a Hub id"),
+    ],
+    ids=["long", "home of nobody", "empty"],
+)
+def test_what_can_be_no_path(weights: str, words: str) -> None:
+    with pytest.raises(OptionError, match=f"^--weights: {words}"):
+        model_of(weights, "sd15")

@@ -17,6 +17,7 @@ from sdfastgn import model_inputs
 from sdfastgn.bench.documents import OptionError
 from sdfastgn.bench.models import architectures
 from sdfastgn.bench.timing import global_switches
+from sdfastgn.kernels.common.failures import one_line
 
 T = TypeVar("T")
 
@@ -173,7 +174,10 @@ def build_pipeline(config: BenchConfig) -> Workload:
     if config.scheduler:
         import diffusers
 
-        pipe.scheduler = getattr(diffusers, config.scheduler).from_config(pipe.scheduler.config)
+        try:
+            pipe.scheduler = getattr(diffusers, config.scheduler).from_config(pipe.scheduler.config)
+        except Exception as error:  # a package that it needs is not there, or a setting of its own
+            raise OptionError(f"--scheduler: cannot make {config.scheduler!r}: {one_line(error)}") from None
     if config.batch * config.size**2 > MOST_DECODED_PIXELS:
         pipe.vae.enable_slicing()
     # A distilled UNet has its guidance within, and its pipeline a default that it was made for.

@@ -57,7 +57,9 @@ def read_result(path: Path, name: str) -> Result:
     result, images = Result(name, read_json(path)), images_path(path)
     damaged = path
     try:
-        tables_of(result), times_of(result), source_line(result.content)
+        for table in tables_of(result):
+            "".join(cell for row in table.body for cell in row)  # raises where one is no text
+        times_of(result), source_line(result.content)
         damaged = images
         for title, shown in (load(images) if images.exists() else {}).items():
             result.figures[title] = [(caption, note, source) for caption, note, source in shown]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.op import Op
+from sdfastgn.kernels.common.private import is_batched
 
 __all__ = ["GradOp"]
 
@@ -24,7 +25,8 @@ class GradOp(Op, Generic[Gradients]):
 
     Args:
         schema: as in ``Op``; one tensor is returned for each gradient that is wanted, in their order.
-        arguments: as in ``Op``; its ``wanted`` tells for each gradient whether it is.
+        arguments: as in ``Op``, the gradients of the other op's results first; its ``wanted`` tells
+            for each gradient whether it is.
         gradients: a NamedTuple of the gradients, each None where it is not wanted.
         launch: ``arguments -> gradients`` by kernels, for valid arguments and an x that is not empty.
         reference: the same in plain PyTorch, every step a differentiable op.
@@ -53,7 +55,7 @@ class GradOp(Op, Generic[Gradients]):
             return [grad for grad in found if grad is not None]
 
         super().__init__(schema, arguments, run, fake, save=_save_all, backward=_derivative_of(reference))
-        self._launch, self._gradients = launch, gradients
+        self._launch, self._reference, self._gradients = launch, reference, gradients
 
     @dispatch.retried
     def __call__(self, call: Any) -> Gradients:
@@ -61,6 +63,8 @@ class GradOp(Op, Generic[Gradients]):
         wanted = call.wanted
         if not any(wanted):
             return self._gradients(*[None] * len(wanted))
+        if any(is_batched(t) for t in call[:2] if t is not None):  # gradients stand first
+            return self._reference(call)
         if call.x.numel() and dispatch.is_plain_inference(call.x, call):
             return self._launch(call)
         found = iter(self.through_dispatcher(call))

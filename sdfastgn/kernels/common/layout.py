@@ -10,6 +10,7 @@ strides anyway.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ __all__ = [
     "dense",
     "dense_is_channels_last",
     "empty_dense_like",
+    "empty_laid_out",
     "is_channels_first",
     "is_channels_last",
     "is_dense",
@@ -73,10 +75,18 @@ def empty_dense_like(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Uninitialized tensor with the shape of ``x`` and the strides of ``dense(x)``."""
     if is_dense(x):
         return torch.empty_like(x, dtype=dtype)
-    if _keeps_channels_innermost(x):
-        shape = x.movedim(1, -1).shape
-        return torch.empty(shape, dtype=dtype, device=x.device).movedim(-1, 1)
-    return torch.empty(x.shape, dtype=dtype, device=x.device)
+    return empty_laid_out(x, x.shape, _keeps_channels_innermost(x), dtype)
+
+
+def empty_laid_out(
+    like: Tensor, shape: Sequence[int], channels_last: bool, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Uninitialized (N, C, *spatial) with the device and, unless given, the dtype of ``like``.
+
+    It is no view: autograd lets nobody write to a view that an op of a library returns.
+    """
+    order = (0, *range(2, len(shape)), 1) if channels_last else range(len(shape))
+    return torch.empty_permuted(shape, tuple(order), dtype=dtype or like.dtype, device=like.device)
 
 
 def like_dense(y: Tensor, x: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ __all__ = [
     "in_function_mode",
     "in_transform",
     "is_alone",
+    "is_batched",
     "is_compiled",
     "is_expired",
     "is_tracing",
@@ -74,6 +75,14 @@ class _ForwardAD:
         return 0
 
 
+def _has_no_memory(t: Tensor) -> bool:
+    try:
+        t.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return True
+    return False
+
+
 # How many modes of ``__torch_dispatch__`` are active; without the name there may always be one.
 dispatch_modes: Callable[[], int] = getattr(_C, "_len_torch_dispatch_stack", lambda: 1)
 in_function_mode: Callable[[], bool] = getattr(
@@ -83,6 +92,10 @@ is_tracing: Callable[[], bool] = getattr(_C, "_is_tracing", torch.jit.is_tracing
 # The innermost transform of torch.func, or None.
 in_transform: Callable[[], Any] = getattr(
     getattr(_C, "_functorch", None), "peek_interpreter_stack", lambda: _is_refused() or None
+)
+# True of the gradients that ``torch.autograd.grad(is_grads_batched=True)`` hands to a backward.
+is_batched: Callable[[Tensor], bool] = getattr(
+    getattr(_C, "_functorch", None), "is_legacy_batchedtensor", _has_no_memory
 )
 # ``forward_ad._current_level`` is negative outside of forward-mode AD.
 forward_ad: Any = _autograd_forward_ad if hasattr(_autograd_forward_ad, "_current_level") else _ForwardAD()

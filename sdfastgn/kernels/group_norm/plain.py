@@ -31,7 +31,7 @@ def plain_group_norm(
     weight, bias = (None if t is None else t.contiguous() for t in (weight, bias))
     u = u.contiguous()
     if u.numel() == 0:  # PyTorch's backward has NaN where there are no positions
-        z = u
+        z = u.clone()  # not the input itself, which a caller may not write to
         for t, combine in ((weight, torch.mul), (bias, torch.add)):
             z = z if t is None else combine(z, t.view(-1, *[1] * (u.dim() - 2)))
         return z, u.new_zeros(u.shape[0], num_groups), u.new_zeros(u.shape[0], num_groups)

@@ -28,6 +28,7 @@ from sdfastgn.kernels.common.layout import (
     dense,
     dense_is_channels_last,
     empty_dense_like,
+    empty_laid_out,
     is_channels_last,
     laid_out,
     like_dense,
@@ -175,14 +176,19 @@ def _plain_add(call: _Add) -> tuple[Tensor, Tensor]:
 def _cat(call: _Cat) -> tuple[Tensor, Tensor]:
     if _in_one_pass(call) and dispatch.runs_in_triton(call.a):
         return cat_kernel(*call)
-    return _plain_cat(call)
+    y = torch.cat(call, dim=1, out=_empty_cat(*call))
+    return y, _cat_statistics(call, y)
 
 
 def _plain_cat(call: _Cat) -> tuple[Tensor, Tensor]:
     y = laid_out(torch.cat(call, dim=1), is_channels_last(call.a))
+    return y, _cat_statistics(call, y.detach())
+
+
+def _cat_statistics(call: _Cat, y: Tensor) -> Tensor:
     if _in_one_pass(call):
-        return y, _reference_statistics(y.detach(), _chunks(y, producer=True))
-    return y, _statistics_of(y.detach())
+        return _reference_statistics(y, _chunks(y, producer=True))
+    return _statistics_of(y)
 
 
 def _in_one_pass(call: _Cat) -> bool:
@@ -191,10 +197,7 @@ def _in_one_pass(call: _Cat) -> bool:
 
 def _empty_cat(a: Tensor, b: Tensor) -> Tensor:
     """Uninitialized, with the shape of cat((a, b), 1) and the layout of ``a``."""
-    N, channels, spatial = a.shape[0], a.shape[1] + b.shape[1], a.shape[2:]
-    if is_channels_last(a):
-        return a.new_empty((N, *spatial, channels)).movedim(-1, 1)
-    return a.new_empty((N, channels, *spatial))
+    return empty_laid_out(a, (a.shape[0], a.shape[1] + b.shape[1], *a.shape[2:]), is_channels_last(a))
 
 
 def _fake_statistics(x: Tensor, *, producer: bool = False) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.checks import check_floating
-from sdfastgn.kernels.common.layout import dense, dense_is_channels_last, laid_out
+from sdfastgn.kernels.common.layout import dense, dense_is_channels_last, empty_laid_out, laid_out
 from sdfastgn.kernels.common.op import Op
 from sdfastgn.kernels.upsample.nearest_kernels import launch_upsample, launch_upsample_grad
 
@@ -51,10 +51,7 @@ def reference_upsample_nearest_2x_grad(dy: Tensor) -> Tensor:
 
 def empty_image(like: Tensor, C: int, H: int, W: int) -> Tensor:
     """Uninitialized (N, C, H, W), with the N and the layout of ``dense(like)``."""
-    N = like.shape[0]
-    if dense_is_channels_last(like):
-        return like.new_empty((N, H, W, C)).movedim(-1, 1)
-    return like.new_empty((N, C, H, W))
+    return empty_laid_out(like, (like.shape[0], C, H, W), dense_is_channels_last(like))
 
 
 # --- ops --------------------------------------------------------------------------------------------

@@ -131,3 +131,8 @@ def test_a_pipeline_has_the_scheduler_prompt_and_guidance_that_were_asked_for():
     plain = build_workload(pipeline_config()).call()
     for changes in ({"scheduler": "DDIMScheduler"}, {"prompt": "a dog"}, {"guidance": 1.0}):
         assert not np.array_equal(build_workload(pipeline_config(**changes)).call(), plain), changes
+
+
+def test_a_scheduler_that_cannot_be_made_is_named():
+    with pytest.raises(OptionError, match=r"^--scheduler: cannot make 'VQDiffusionScheduler': TypeError: "):
+        build_workload(pipeline_config(scheduler="VQDiffusionScheduler"))

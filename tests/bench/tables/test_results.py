@@ -71,6 +71,13 @@ def test_a_damaged_result_is_one_line(text, words, tmp_path, monkeypatch):
     assert words in result.stderr
 
 
+def test_a_name_that_is_no_text_is_one_line(tmp_path: Path) -> None:
+    nameless = {**vars(row("eager", 25.0)), "variant": None}
+    result = invoke("report", str(save(tmp_path, "x.json", "end_to_end", [nameless])))
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert "x.json' holds no whole result of sdfastgn: " in result.stderr
+
+
 @pytest.mark.parametrize("text", ["{", "[1]", '{"case": ["a"]}'])
 def test_damaged_images_are_one_line(text, tmp_path):
     path = save(tmp_path, "x.json", "end_to_end", [row("eager", 25.0)])

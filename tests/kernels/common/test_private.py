@@ -61,6 +61,26 @@ def test_forward_mode_ad(names):
     assert names.forward_ad._current_level < 0
 
 
+def test_gradients_of_many_at_once(names):
+    seen = []
+
+    class Look(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, dy):
+            seen.append(names.is_batched(dy))
+            return dy * 2
+
+    x = torch.ones(2, requires_grad=True)
+    y = Look.apply(x)
+    torch.autograd.grad(y, x, torch.ones(3, 2), is_grads_batched=True, retain_graph=True)
+    torch.autograd.grad(y, x, torch.ones(2))
+    assert seen == [True, False]
+
+
 def test_global_hooks_and_compiled_modules(names):
     assert not names.has_any_global_hook()
     handle = nn_module.register_module_forward_hook(lambda *_: None)

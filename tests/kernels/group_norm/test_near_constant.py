@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from unittest import mock
 
 import pytest
@@ -90,3 +91,16 @@ def test_layer_norm_of_equal_values_is_its_bias(dtype):
     assert torch.equal(y, bias.expand(3, -1))
     (dweight,) = torch.autograd.grad(y, weight, torch.randn(3, SHAPE[1]).to(dtype))
     assert not dweight.any()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_group_or_row_that_is_not_finite_leaves_the_others_as_they_are(layout, value):
+    (x, weight, bias), _ = operands(3e4, torch.float32, layout)
+    damaged = x.detach().clone()
+    damaged[0, 0, 0, 0] = value
+    y, expected = (sdfastgn.group_norm(t, GROUPS, weight, bias) for t in (damaged, x))
+    assert torch.equal(y[0, 5:], expected[0, 5:])
+    assert torch.equal(y[1], expected[1])
+    y, expected = (sdfastgn.layer_norm(t) for t in (damaged, x))
+    assert torch.equal(y[0, 0, 1:], expected[0, 0, 1:])
