@@ -31,7 +31,6 @@ from sdfastgn.kernels.common.activations import ACTIVATION_GRADS
 from sdfastgn.kernels.common.double_backward import derivative_of, save_all
 from sdfastgn.kernels.common.layout import dense_is_channels_last, empty_dense_like, laid_out
 from sdfastgn.kernels.common.op import Op
-from sdfastgn.kernels.common.private import is_batched
 
 __all__ = ["batch_norm_grads", "reference_batch_norm_grads"]
 
@@ -112,7 +111,7 @@ def batch_norm_grads(call: BatchNormGradCall) -> BatchNormGrads:
     """The gradients that are wanted, by the kernels where they run."""
     if not any(call.wanted):
         return BatchNormGrads(*[None] * len(call.wanted))
-    if is_batched(call.dy):
+    if dispatch.is_batched(call.dy):
         return reference_batch_norm_grads(call)
     if call.x.numel() and dispatch.is_plain_inference(call.x, call[:-1]):
         return launch_batch_norm_grads(call)

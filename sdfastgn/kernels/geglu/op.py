@@ -28,7 +28,6 @@ from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.checks import check_input, check_operand
 from sdfastgn.kernels.common.double_backward import derivative_of, save_all
 from sdfastgn.kernels.common.op import Op, PlannedOp
-from sdfastgn.kernels.common.private import is_batched
 from sdfastgn.kernels.geglu.plans import GegluCall, GegluGradCall, GegluGrads, GegluPlan, launch_geglu_grads
 
 __all__ = ["geglu", "geglu_grads", "reference_geglu", "reference_geglu_grads"]
@@ -129,7 +128,7 @@ _GEGLU_BACKWARD = Op(
 @dispatch.retried
 def geglu_grads(call: GegluGradCall) -> GegluGrads:
     """The gradients whose dtypes are given, by the kernels where they run."""
-    if is_batched(call.dy):
+    if dispatch.is_batched(call.dy):
         return reference_geglu_grads(call)
     if call.x.numel() and dispatch.is_plain_inference(call.x, call):
         return launch_geglu_grads(call)

@@ -27,7 +27,6 @@ from sdfastgn.kernels.common.activations import ACTIVATION_GRADS
 from sdfastgn.kernels.common.double_backward import derivative_of, save_all
 from sdfastgn.kernels.common.layout import dense_is_channels_last, empty_dense_like, laid_out
 from sdfastgn.kernels.common.op import Op
-from sdfastgn.kernels.common.private import is_batched
 from sdfastgn.kernels.group_norm.backward_plans import (
     GroupNormGradCall,
     GroupNormGrads,
@@ -136,7 +135,7 @@ def group_norm_grads(call: GroupNormGradCall) -> GroupNormGrads:
     """The gradients that are wanted, by the kernels where they run."""
     if not any(call.wanted):
         return GroupNormGrads(*[None] * len(call.wanted))
-    if is_batched(call.dy):
+    if dispatch.is_batched(call.dy):
         return reference_group_norm_grads(call)
     if call.x.numel() and dispatch.is_plain_inference(call.x, call[:-1]):
         return launch_group_norm_grads(call)

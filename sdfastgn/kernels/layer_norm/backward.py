@@ -21,7 +21,6 @@ from torch import Tensor
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.double_backward import derivative_of, save_all
 from sdfastgn.kernels.common.op import Op
-from sdfastgn.kernels.common.private import is_batched
 from sdfastgn.kernels.layer_norm.backward_plans import (
     LayerNormGradCall,
     LayerNormGrads,
@@ -98,7 +97,7 @@ def layer_norm_grads(call: LayerNormGradCall) -> LayerNormGrads:
     """The gradients whose dtypes are given, by the kernels where they run."""
     if not any(call.dtypes):
         return LayerNormGrads()
-    if any(is_batched(dy) for dy in (call.dy, call.dtotal) if dy is not None):
+    if any(dispatch.is_batched(dy) for dy in (call.dy, call.dtotal) if dy is not None):
         return reference_layer_norm_grads(call)
     if call.x.numel() and dispatch.is_plain_inference(call.x, call):
         return launch_layer_norm_grads(call)
