@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch._dynamo.compiled_autograd
 from torch import Tensor
 
 import sdfastgn
-from tests.kernels.ops import each_derivative
+from sdfastgn.kernels.common import dispatch
+from tests.kernels.ops import OPS, each_derivative
 from tests.kernels.samples import channels_last, interpreted, kernels
 
 pytestmark = interpreted
@@ -63,3 +65,17 @@ def test_many_gradients_at_once(op):
             alone = torch.autograd.grad(results, leaves, [dy[i] for dy in along], retain_graph=True)
             for a, b in zip(many, alone, strict=True):
                 assert (a[i] - b).norm() <= 3e-5 * b.norm() + 1e-5
+
+
+@pytest.mark.parametrize("name", ["group_norm", "batch_norm", "layer_norm", "geglu"])
+def test_a_backward_is_compiled_without_a_graph_break(name, monkeypatch):
+    monkeypatch.setattr(dispatch, "has_kernels", lambda x: True)  # the registered ops, in plain PyTorch
+    op = OPS[name]
+    operands = {label: t.requires_grad_() for label, t in op.operands(torch.float32).items()}
+    compiler = torch.compile(backend="eager", fullgraph=True)
+    loss = op.call(**operands)[0].square().sum()
+    expected = torch.autograd.grad(loss, list(operands.values()), retain_graph=True)
+    with torch._dynamo.compiled_autograd._enable(compiler):
+        loss.backward()
+    for t, want in zip(operands.values(), expected, strict=True):
+        assert torch.equal(t.grad, want)

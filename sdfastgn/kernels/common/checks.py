@@ -57,7 +57,7 @@ def as_float(name: str, label: str, value: Any) -> float:
     try:
         if is_number:
             return float(value)
-    except TypeError:
+    except (OverflowError, TypeError):  # the former of a huge int
         pass
     raise TypeError(f"{name}: {label} must be a number, got {value!r}")
 

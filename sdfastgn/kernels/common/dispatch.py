@@ -11,6 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from sdfastgn.kernels.common import private
 from sdfastgn.kernels.common.private import (
     dispatch_modes,
     forward_ad,
@@ -25,6 +26,7 @@ __all__ = [
     "KernelError",
     "autocast_dtype",
     "has_kernels",
+    "is_batched",
     "is_plain",
     "is_plain_inference",
     "is_transformed",
@@ -158,6 +160,11 @@ def _are_values(others: Iterable[Any]) -> bool:
         and in_transform() is None
         and forward_ad._current_level < 0
     )
+
+
+def is_batched(dy: Tensor) -> bool:
+    """True if ``dy`` stands for many gradients, which autograd hands to a backward at once."""
+    return not torch.compiler.is_compiling() and private.is_batched(dy)
 
 
 def is_transformed() -> bool:

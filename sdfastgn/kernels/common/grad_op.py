@@ -10,7 +10,6 @@ from torch import Tensor
 
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.op import Op
-from sdfastgn.kernels.common.private import is_batched
 
 __all__ = ["GradOp"]
 
@@ -63,7 +62,7 @@ class GradOp(Op, Generic[Gradients]):
         wanted = call.wanted
         if not any(wanted):
             return self._gradients(*[None] * len(wanted))
-        if any(is_batched(t) for t in call[:2] if t is not None):  # gradients stand first
+        if any(dispatch.is_batched(t) for t in call[:2] if t is not None):  # gradients stand first
             return self._reference(call)
         if call.x.numel() and dispatch.is_plain_inference(call.x, call):
             return self._launch(call)
