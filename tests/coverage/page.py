@@ -14,11 +14,7 @@ from tests.coverage import networks, relatives, stable_diffusion
 from tests.coverage.parts import Rows
 from tests.coverage.run import Result, run
 
-SECTIONS: tuple[Rows, ...] = (
-    *stable_diffusion.SECTIONS,
-    *relatives.SECTIONS,
-    *networks.SECTIONS,
-)
+SECTIONS: tuple[Rows, ...] = (*stable_diffusion.SECTIONS, *relatives.SECTIONS, *networks.SECTIONS)
 _HEAD = """# Coverage
 
 What `sdfastgn.optimize` does to pipelines and models of diffusers {version}. A test builds each row

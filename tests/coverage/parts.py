@@ -112,9 +112,6 @@ def sd(**parts: Any) -> dict[str, Any]:
 def sdxl(**parts: Any) -> dict[str, Any]:
     """Components of Stable Diffusion XL; ``parts`` replace or join them."""
     made = {} if "unet" in parts else {"unet": unet("tiny_xl")}
-    second = {
-        "text_encoder_2": text_encoder(CLIPTextModelWithProjection),
-        "tokenizer_2": build_tokenizer(),
-    }
+    second = {"text_encoder_2": text_encoder(CLIPTextModelWithProjection), "tokenizer_2": build_tokenizer()}
     around = {"vae": vae(), "scheduler": scheduler("tiny_xl"), "add_watermarker": False}
     return {**text(), **second, **made, **around, **parts}

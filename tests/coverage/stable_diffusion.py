@@ -8,18 +8,7 @@ import diffusers
 import torch
 
 from sdfastgn.bench.models.configurations import UNETS
-from tests.coverage.parts import (
-    Built,
-    Rows,
-    image,
-    model,
-    noise,
-    pipeline,
-    scheduler,
-    sd,
-    sdxl,
-    unet,
-)
+from tests.coverage.parts import Built, Rows, image, model, noise, pipeline, scheduler, sd, sdxl, unet
 from tests.patches.cases import ip_adapter_weights
 
 rows = Rows("Stable Diffusion")

@@ -13,14 +13,8 @@ import sdfastgn
 from sdfastgn.kernels.common import dispatch, gpu
 from sdfastgn.kernels.common.dispatch import KERNEL_DTYPES
 from sdfastgn.kernels.group_norm.op import reference_group_norm
+from tests.devices import interpreted as interpreted
 
-interpreted = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="kernels are compiled here, not interpreted"
-)
-DEVICES = [
-    pytest.param("cpu", marks=interpreted, id="interpreter"),
-    pytest.param("cuda", marks=pytest.mark.gpu, id="gpu"),
-]
 DTYPES = [
     pytest.param(d, id=str(d).removeprefix("torch.")) for d in (torch.float16, torch.bfloat16, torch.float32)
 ]

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import sdfastgn
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.patches.core import convolution, statistics
+from tests.devices import DEVICES
 from tests.kernels import samples as kernels
 from tests.patches.samples import randomize
 
@@ -26,7 +27,7 @@ from tests.patches.samples import randomize
 WHERE = {"device": "cpu"}
 
 
-@pytest.fixture(autouse=True, params=kernels.DEVICES)
+@pytest.fixture(autouse=True, params=DEVICES)
 def on_each_device(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Kernels are launched without PyTorch's dispatcher, as in plain inference on a GPU; a CPU
     interprets them.

@@ -10,7 +10,7 @@ from sdfastgn.kernels.act_linear.config import tile_config
 from sdfastgn.kernels.act_linear.op import act_linear
 from sdfastgn.kernels.common.activations import ACTIVATIONS
 from sdfastgn.kernels.common.sizes import vector_width
-from tests.kernels.samples import BOUNDS, DEVICES, DTYPES, error, kernels, multiprocessors, skip_cut_off
+from tests.kernels.samples import BOUNDS, DTYPES, error, kernels, multiprocessors, skip_cut_off
 
 NUM_SMS = 2
 
@@ -59,7 +59,6 @@ def truth(x, weight, bias=None, activation="silu", extra_bias=None):
     return eager(x, weight, bias, activation, extra_bias)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("activation", ["identity", "silu"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_shape(shape, activation, device):
@@ -82,7 +81,6 @@ def test_the_shapes_take_every_way():
     assert max(K / (c.steps * c.block_k) for c, (_, _, K) in zip(configs, sizes, strict=True)) > 2
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", WAYS)
 def test_every_dtype(shape, dtype, device):
@@ -93,14 +91,12 @@ def test_every_dtype(shape, dtype, device):
         assert error(y, truth(x, weight, biases[0], "silu", biases[1])) < BOUNDS[dtype]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_every_activation(activation, device):
     x, weight, bias, _ = make((3, 6, 37), mean=-0.5, device=device)
     assert error(run(x, weight, bias, activation), truth(x, weight, bias, activation)) < 2e-6
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mean", [0.0, 30.0], ids=["centred", "large"])
 def test_no_less_exact_than_eager(dtype, mean, device):
@@ -113,7 +109,6 @@ def test_no_less_exact_than_eager(dtype, mean, device):
     )
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shape", WAYS)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, under the interpreter
 def test_not_finite_values_stay_where_they_are(shape, device):
@@ -127,7 +122,6 @@ def test_not_finite_values_stay_where_they_are(shape, device):
     torch.testing.assert_close(y, expected, equal_nan=True, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shape", WAYS)
 def test_nothing_else_is_read_or_written(shape, device):
     """The tensors lie between NaN, and so does the result."""

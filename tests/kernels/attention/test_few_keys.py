@@ -18,7 +18,7 @@ from sdfastgn.kernels.attention.few_keys import (
     fits,
 )
 from sdfastgn.kernels.common import dispatch, gpu
-from tests.kernels.samples import DEVICES, error
+from tests.kernels.samples import error
 
 DTYPES = [pytest.param(torch.float16, id="fp16"), pytest.param(torch.bfloat16, id="bf16")]
 
@@ -64,7 +64,6 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", CASES)
 def test_against_fp64(sizes, dtype, device, poisoned_memory):
@@ -79,7 +78,6 @@ def test_against_fp64(sizes, dtype, device, poisoned_memory):
     assert error(y, truth(q, k, v)) < 1.05 * error(stock(q, k, v), truth(q, k, v)) + 1e-6
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("scale", [0.5, 8.0], ids=["given-scale", "large-logits"])
 def test_scale(scale, device):
     (q,), (k, v) = heads(1, 2, 33, 64, device=device), heads(1, 2, 77, 64, device=device, parts=2, seed=1)
@@ -87,7 +85,6 @@ def test_scale(scale, device):
     assert found < 1.05 * error(stock(q, k, v, scale), truth(q, k, v, scale))
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_equal_logits_average(device):
     q = torch.zeros(1, 1, 4, 64, device=device, dtype=torch.float16)
     k, v = heads(1, 1, 77, 64, device=device, parts=2)
@@ -95,7 +92,6 @@ def test_equal_logits_average(device):
     torch.testing.assert_close(y, v.double().mean(2, keepdim=True).half().expand_as(y), atol=2e-4, rtol=2e-3)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=["nan", "inf"])
 @pytest.mark.parametrize("where", ["q", "k", "v"])
 @pytest.mark.parametrize("index", [3, 70], ids=["first-tile", "second-tile"])
@@ -111,7 +107,6 @@ def test_what_is_not_finite_spreads_as_in_pytorch(where, value, index, device):
     assert y[0, 0].isfinite().all()
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_the_same_bits_at_each_run(device):
     (q,), (k, v) = heads(2, 2, 40, 64, device=device), heads(2, 2, 77, 64, device=device, parts=2)
     assert torch.equal(attend_to_few(q, k, v), attend_to_few(q, k, v))

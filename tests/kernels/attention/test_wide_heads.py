@@ -10,7 +10,7 @@ from sdfastgn.kernels.attention import wide_heads, wide_heads_kernels
 from sdfastgn.kernels.attention.config import ChunksConfig
 from sdfastgn.kernels.attention.wide_heads import attend, wide_attention
 from sdfastgn.kernels.common.launch import Launch
-from tests.kernels.samples import DEVICES, error, first_alone, interpreted, kernels, skip_cut_off
+from tests.kernels.samples import error, first_alone, interpreted, kernels, skip_cut_off
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -29,7 +29,6 @@ CASES = [
     pytest.param((1, 1, 1, 264), 1, None, id="one-key"),
 ]
 each_case = pytest.mark.parametrize(("shape", "keys", "chunks"), CASES)
-each_device = pytest.mark.parametrize("device", DEVICES)
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +82,6 @@ def launches(monkeypatch):
 # --- the kernels --------------------------------------------------------------
 
 
-@each_device
 @each_case
 @pytest.mark.parametrize("dtype", first_alone(HALVES))
 def test_every_way(in_chunks, launches, shape, keys, chunks, dtype, device):
@@ -97,7 +95,6 @@ def test_every_way(in_chunks, launches, shape, keys, chunks, dtype, device):
     assert error(run(*tensors, 0.3), truth(*tensors, 0.3)) < 2 * BOUNDS[dtype]
 
 
-@each_device
 @pytest.mark.parametrize("keys", [16, 17, 40, 41], ids=lambda n: f"{n}keys")
 def test_rows_that_are_read_twice(in_chunks, keys, device):
     tensors = make((1, 1, 6, 264), keys, device=device, std=20.0)
@@ -108,7 +105,6 @@ def test_rows_that_are_read_twice(in_chunks, keys, device):
     torch.testing.assert_close(y, whole, atol=2e-3, rtol=1e-3)
 
 
-@each_device
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize(
     ("std", "mean"),
@@ -128,7 +124,6 @@ def test_no_less_exact_than_pytorch(in_chunks, dtype, std, mean, device):
     assert error(run(*tensors), expected) <= error(F.scaled_dot_product_attention(*tensors), expected) * 1.02
 
 
-@each_device
 @pytest.mark.parametrize("block", [None, 16], ids=["whole-rows", "rows-read-twice"])
 def test_sums_are_of_the_rounded_weights(in_chunks, monkeypatch, block, device):
     in_chunks(None, block)
@@ -149,7 +144,6 @@ def test_sums_are_of_the_rounded_weights(in_chunks, monkeypatch, block, device):
     assert ((sums / exact.sum(1) - 1).abs() > 1e-6).all()  # which no other sum would be
 
 
-@each_device
 @pytest.mark.parametrize("offset", [0.0, 60.0, -60.0])
 def test_rows_of_equal_scores_are_averages(offset, device):
     q, k, v = make((1, 1, 4, 264), 48, device=device)
@@ -159,7 +153,6 @@ def test_rows_of_equal_scores_are_averages(offset, device):
     )
 
 
-@each_device
 @pytest.mark.parametrize("block", [None, 16], ids=["whole-rows", "rows-read-twice"])
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")], ids=str)
 @pytest.mark.parametrize("where", ["q", "k", "v"])
@@ -176,7 +169,6 @@ def test_what_is_not_finite_goes_where_pytorch_lets_it_go(in_chunks, where, bad,
     assert not finite.any() or error(y[finite], expected[finite]) < 1e-3
 
 
-@each_device
 @pytest.mark.parametrize(
     "lay_out",
     [
@@ -192,7 +184,6 @@ def test_operands_in_any_layout(in_chunks, lay_out, device):
     assert torch.equal(run(*map(lay_out, tensors)), run(*tensors))
 
 
-@each_device
 def test_same_bits_at_each_run_and_operands_untouched(in_chunks, device):
     in_chunks((4, 2))
     tensors = make((1, 1, 9, 264), 32, device=device)
@@ -201,7 +192,6 @@ def test_same_bits_at_each_run_and_operands_untouched(in_chunks, device):
     assert all(map(torch.equal, tensors, before))
 
 
-@each_device
 def test_memory_is_one_chunks(in_chunks, monkeypatch, device):
     in_chunks((4, 2))
     made = []
@@ -280,7 +270,6 @@ def test_attend_is_pytorchs_where_shapes_or_dtypes_differ(launches):
         assert launches
 
 
-@each_device
 @pytest.mark.parametrize("shape", [(0, 1, 3, 8), (1, 1, 0, 8)], ids=str)
 def test_empty_tensors(shape, device):
     assert run(*make(shape, 4, device=device)).shape == shape

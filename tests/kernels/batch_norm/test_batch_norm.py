@@ -17,7 +17,6 @@ from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.common.plan_cache import PlanCache
 from tests.kernels.samples import (
     BOUNDS,
-    DEVICES,
     DTYPES,
     LAYOUTS,
     error,
@@ -59,7 +58,6 @@ GPU_SHAPES = [
     pytest.param((128, 64, 14, 14), id="128x64x14x14"),
     pytest.param((4, 99, 133, 35), id="odd"),
 ]
-each_device = pytest.mark.parametrize("device", DEVICES)
 each_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
 
@@ -134,14 +132,12 @@ def test_the_shapes_take_both_ways():
                 assert (plan.small is not None) is is_small, param.id
 
 
-@each_device
 @each_layout
 @pytest.mark.parametrize("shape", SMALL + SPLIT)
 def test_forward_and_backward_in_training(shape, layout, device):
     check(shape, torch.float32, device, layout, "silu")
 
 
-@each_device
 @each_layout
 @pytest.mark.parametrize("shape", [SMALL[0], SPLIT[0], SPLIT[1]])
 @pytest.mark.parametrize("activation", first_alone(["relu", "identity", "gelu"]))
@@ -149,7 +145,6 @@ def test_forward_and_backward_in_eval(shape, activation, layout, device):
     check(shape, torch.float32, device, layout, activation, training=False)
 
 
-@each_device
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("shape", [(2, 24, 3, 9), (2, 24, 13, 17)], ids=["small", "split"])
@@ -158,7 +153,6 @@ def test_every_activation_and_dtype(shape, activation, dtype, device):
     check(shape, dtype, device, "channels_last", activation, with_residual=False)
 
 
-@each_device
 def test_the_backward_in_eval_takes_the_averages_of_the_forward(device):
     x, weight, bias = make((3, 5, 6, 7), device=device)
     running = torch.zeros(5, device=device), torch.ones(5, device=device)
@@ -171,7 +165,6 @@ def test_the_backward_in_eval_takes_the_averages_of_the_forward(device):
     assert torch.equal(got, want)
 
 
-@each_device
 @each_layout
 @pytest.mark.usefixtures("one_multiprocessor")
 @pytest.mark.parametrize("shape", [(2, 64, 48, 32), (3, 20, 37, 29)], ids=["whole", "odd"])
@@ -179,7 +172,6 @@ def test_chunks_of_several_tiles(shape, layout, device):
     check(shape, torch.float32, device, layout, "silu")
 
 
-@each_device
 @each_layout
 @pytest.mark.parametrize("shape", [(3, 18, 19, 23), (3, 3, 24, 24)], ids=["many", "few-channels"])
 def test_merges_of_several_tiles(shape, layout, device, monkeypatch):
@@ -208,7 +200,6 @@ WANTED = [(True, *rest) for rest in ((False,) * 3, (True, False, False), (False,
 ]
 
 
-@each_device
 @pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
 @pytest.mark.parametrize("wanted", WANTED, ids=str)
 @pytest.mark.parametrize("shape", [(2, 6, 5, 7), (2, 6, 23, 25)], ids=["small", "split"])
@@ -254,7 +245,6 @@ def test_more_than_2_to_the_31_elements(layout):
 # --- running averages ---------------------------------------------------------
 
 
-@each_device
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "dispatcher"])
 @pytest.mark.parametrize("dtype", first_alone([torch.float32, torch.float16]))
 @pytest.mark.parametrize("shape", [SMALL[0], SPLIT[0], SPLIT[1]])
@@ -274,7 +264,6 @@ def test_running_averages_follow_the_batches(shape, dtype, direct, device):
         assert error(t, exact) < 4 * BOUNDS[dtype]
 
 
-@each_device
 def test_running_averages_that_lie_apart_are_updated_in_place(device):
     both = torch.zeros(6, 2, device=device)
     x = make((4, 6, 5, 5), device=device)[0]
@@ -335,7 +324,6 @@ def test_running_averages_are_updated_once_whichever_kernel_cannot_be_compiled(k
 # --- numerics -----------------------------------------------------------------
 
 
-@each_device
 @each_layout
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("value", first_alone([-2.3e4, 1e4, 0.1]))
@@ -347,7 +335,6 @@ def test_equal_values_give_exactly_the_bias(shape, value, dtype, layout, device)
     assert torch.equal(y, bias.view(-1, *[1] * (x.dim() - 2)).expand(shape))
 
 
-@each_device
 @each_layout
 @pytest.mark.parametrize("shape", [SMALL[0], SPLIT[0], SPLIT[1]])
 def test_a_mean_far_above_the_spread_is_no_less_exact_than_eager(shape, layout, device):
@@ -357,7 +344,6 @@ def test_a_mean_far_above_the_spread_is_no_less_exact_than_eager(shape, layout, 
     assert (mine - exact).abs().max() <= 2 * (eager - exact).abs().max() + one_rounding
 
 
-@each_device
 @pytest.mark.parametrize("shape", [SMALL[0], SPLIT[0]])
 def test_each_channel_has_its_own_scale(shape, device):
     """Neighboring channels of very different sizes, one of them NaN, lie in one program's tile."""
@@ -371,7 +357,6 @@ def test_each_channel_has_its_own_scale(shape, device):
     assert error(y[:, rest], expected[:, rest]) < 1e-5
 
 
-@each_device
 @pytest.mark.parametrize("shape", [SMALL[0], SPLIT[0]])
 def test_the_same_bits_at_each_run(shape, device):
     x, weight, bias, residual = (

@@ -17,7 +17,6 @@ from sdfastgn.kernels.statistics.config import statistics_config
 from tests.kernels.gradients import check, compare, expected_grads, grads_of, leaves_of, relative
 from tests.kernels.samples import (
     BOUNDS,
-    DEVICES,
     DTYPES,
     LAYOUTS,
     first_alone,
@@ -69,7 +68,6 @@ def test_the_shapes_take_both_ways():
             assert isinstance(config, SmallConfig) is small, param.id
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dy_layout", LAYOUTS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("shape", "groups"), SMALL + SPLIT)
@@ -79,7 +77,6 @@ def test_every_shape_and_layout(shape, groups, layout, dy_layout, device):
     check(shape, groups, torch.float32, device, layout, "silu", dy_layout)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize(("shape", "groups"), first_alone([SMALL[1], SPLIT[0]]))
@@ -100,7 +97,6 @@ def test_real_shapes_on_the_gpu(shape, groups, dtype, layout):
 # --- operands -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", first_alone(LAYOUTS))
 @pytest.mark.parametrize("rows", ["sample", "one-row", "flat"])
 @pytest.mark.parametrize(("shape", "groups"), [SMALL[1], SPLIT[1]])
@@ -116,7 +112,6 @@ def test_operands(shape, groups, rows, layout, device):
     compare(call, leaves_of(x, weight, bias, *operands), dy)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "wanted", ["x", "weight", "bias", "shift", "ada_scale", "ada_shift", "x+ada_scale", "bias+shift"]
 )
@@ -152,7 +147,6 @@ GRADIENTS = {
 }
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", GRADIENTS)
 @pytest.mark.parametrize(("shape", "groups"), first_alone([SPLIT[0], SMALL[1]]))
 def test_any_incoming_gradient(shape, groups, name, device):
@@ -180,7 +174,6 @@ def test_gradients_in_the_other_layout_are_not_copied(layout, monkeypatch):
     assert dy.data_ptr() in pointers
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("contiguous", [True, False], ids=["tokens", "tokens-with-gaps"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("shape", "groups"), [SMALL[1], SPLIT[0]])
@@ -209,7 +202,6 @@ def test_empty(shape):
 # --- numerics -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("dtype", "mean"), [(torch.float32, 1000.0), (torch.float16, 30.0)], ids=["fp32-1000", "fp16-30"]
 )
@@ -226,7 +218,6 @@ def test_no_less_exact_than_eager_far_from_zero(shape, groups, dtype, mean, devi
         assert relative(g, w) <= relative(e, w) * 1.05 + BOUNDS[dtype]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("layout", "shape", "num_sms"),
     [
@@ -246,7 +237,6 @@ def test_many_chunks_and_samples(layout, shape, num_sms, device, monkeypatch):
     check(shape, 1, torch.float32, device, layout, "silu", layout)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_nan_stays_in_its_sample(device):
     x, weight, bias = make((2, 30, 7, 9), device=device)
     x[0, 0, 0, 0] = float("nan")

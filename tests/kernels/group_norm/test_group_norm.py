@@ -9,18 +9,7 @@ import torch.nn.functional as F
 import sdfastgn
 from sdfastgn.kernels.common.activations import ACTIVATIONS
 from sdfastgn.kernels.group_norm.config import SmallConfig, SplitConfig, launch_config
-from tests.kernels.samples import (
-    BOUNDS,
-    DEVICES,
-    DTYPES,
-    LAYOUTS,
-    error,
-    first_alone,
-    make,
-    run,
-    skip_cut_off,
-    truth,
-)
+from tests.kernels.samples import BOUNDS, DTYPES, LAYOUTS, error, first_alone, make, run, skip_cut_off, truth
 
 OPERANDS = ("shift", "ada_scale", "ada_shift")
 
@@ -56,7 +45,6 @@ GPU_SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("shape", "groups"), SMALL + SPLIT)
 def test_every_shape_and_layout(shape, groups, layout, device):
@@ -90,7 +78,6 @@ def test_the_shapes_take_both_ways():
     assert kinds(SPLIT) == {SplitConfig}
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("shape", "groups"), first_alone([SMALL[1], SPLIT[0]]))
@@ -101,7 +88,6 @@ def test_every_activation_and_dtype(shape, groups, dtype, activation, device):
     assert error(y, truth(x, groups, weight, bias, activation=activation)) < BOUNDS[dtype]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("activation", first_alone(["identity", "silu"]))
 @pytest.mark.parametrize(
     ("dtype", "mean"),
@@ -127,7 +113,6 @@ def test_no_less_exact_than_eager(shape, groups, dtype, mean, activation, device
     )
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("shape", "groups"), [SMALL[1], SPLIT[0]])
 def test_an_outlier_in_the_first_pixel(shape, groups, device):
     """The pivot of the sums is then far from everything else."""
@@ -136,7 +121,6 @@ def test_an_outlier_in_the_first_pixel(shape, groups, device):
     assert error(run(x, groups, weight, bias), truth(x, groups, weight, bias)) < 1e-5
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "rows",
     [pytest.param(lambda n: n, id="NxC"), pytest.param(lambda n: 1, id="1xC"), pytest.param(None, id="C")],
@@ -152,7 +136,6 @@ def test_operands(shape, groups, names, rows, device):
     assert error(y, truth(x, groups, weight, bias, activation="silu", **operands)) < BOUNDS[torch.float16]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("has", ["none", "weight", "bias"])
 @pytest.mark.parametrize(("shape", "groups"), [SMALL[1], SPLIT[0]])
 def test_affine_parts_are_independent(shape, groups, has, device):
@@ -161,14 +144,12 @@ def test_affine_parts_are_independent(shape, groups, has, device):
     assert error(run(x, groups, *args), truth(x, groups, *args)) < BOUNDS[torch.float32]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shape", [(0, 8, 4, 4), (2, 8, 0, 4), (0, 8)], ids=str)
 def test_empty(shape, device):
     y = run(torch.empty(shape, device=device), 4, activation="silu")
     assert y.shape == shape
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("value", first_alone([float("nan"), float("inf"), float("-inf")]), ids=str)
 @pytest.mark.parametrize(("shape", "groups"), [SMALL[1], SPLIT[1]])
 def test_nan_and_inf_stay_in_their_group(shape, groups, value, device):
@@ -183,7 +164,6 @@ def test_nan_and_inf_stay_in_their_group(shape, groups, value, device):
     assert error(y.nan_to_num(), expected.nan_to_num()) < BOUNDS[torch.float32]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
 def test_nan_stays_on_its_side_of_a_pair(value, device):
     """Two neighbors share a reciprocal in the sigmoid; channels 4 and 5 are in two groups."""
@@ -196,14 +176,12 @@ def test_nan_stays_on_its_side_of_a_pair(value, device):
     assert error(y[:, 5:], expected) < BOUNDS[torch.float16]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("eps", [0.0, -1e-3, 10.0], ids=str)
 def test_eps_is_only_added(eps, device):
     x, weight, bias = make((2, 12, 5, 5), device=device)
     assert error(run(x, 4, weight, bias, eps), truth(x, 4, weight, bias, eps)) < BOUNDS[torch.float32]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_views_with_gaps_keep_the_innermost_axis(device):
     base = make((2, 24, 6, 7), device=device)[0]
     for x in (base[:, :12], base[..., ::2], base.contiguous()[:, ::2], base[:1].expand(3, -1, -1, -1)):

@@ -11,7 +11,6 @@ from sdfastgn.kernels.common.activations import ACTIVATIONS
 from sdfastgn.kernels.group_norm.op import reference_group_norm
 from tests.kernels.gradients import expected_grads, grads_of, leaves_of
 from tests.kernels.samples import (
-    DEVICES,
     DTYPES,
     LAYOUTS,
     first_alone,
@@ -56,7 +55,6 @@ def test_equal_values_give_exactly_the_bias(shape, groups, dtype, value, layout,
     assert torch.equal(y, bias.view(-1, *[1] * (x.dim() - 2)).expand(shape))
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", first_alone(ACTIVATIONS))
 def test_equal_values_give_exactly_the_activation_of_the_bias(activation, dtype, device):

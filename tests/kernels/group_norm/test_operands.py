@@ -8,7 +8,7 @@ import torch
 from sdfastgn.kernels.common.sizes import ceil_div
 from sdfastgn.kernels.group_norm.config import SmallConfig, launch_config
 from sdfastgn.kernels.statistics.op import reference_channel_statistics
-from tests.kernels.samples import BOUNDS, DEVICES, DTYPES, LAYOUTS, error, first_alone, make, run, truth
+from tests.kernels.samples import BOUNDS, DTYPES, LAYOUTS, error, first_alone, make, run, truth
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -44,7 +44,6 @@ def test_the_shapes_take_both_ways_and_the_chunks_leave_some_empty():
 # --- statistics ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", first_alone(DTYPES))
 @pytest.mark.parametrize("chunks", CHUNKS)
@@ -57,7 +56,6 @@ def test_statistics_of_any_number_of_chunks(shape, groups, chunks, dtype, layout
     assert error(y, truth(x, groups, weight, bias, activation="silu")) < BOUNDS[dtype]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "shape", [(2, 12, 33), (2, 6, 3, 4, 5), (3, 6, 1, 1), (2, 5, 4, 4), (2, 12)], ids=str
 )
@@ -69,7 +67,6 @@ def test_statistics_of_any_rank(shape, device):
     assert error(y, truth(x, groups, weight, bias)) < BOUNDS[torch.float32]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "names", [("shift",), ("ada_scale", "ada_shift"), ("shift", "ada_scale", "ada_shift")], ids="+".join
 )
@@ -83,7 +80,6 @@ def test_statistics_are_those_of_x_without_the_shift(shape, groups, dtype, names
     assert error(y, truth(x, groups, weight, bias, activation="silu", **operands)) < BOUNDS[dtype]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "view",
     [
@@ -103,7 +99,6 @@ def test_statistics_that_are_views(shape, groups, view, device):
     assert error(y, truth(x, groups, weight, bias)) < BOUNDS[torch.float32]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("shape", "groups"), [SMALL, SPLIT])
 def test_the_statistics_given_are_the_ones_used(shape, groups, layout, device):
@@ -119,7 +114,6 @@ def test_the_statistics_given_are_the_ones_used(shape, groups, layout, device):
     assert error(y, truth(x, groups, weight, bias)) > 0.1
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("shape", "groups"), [SMALL, SPLIT])
 def test_statistics_of_chunks_of_different_means(shape, groups, device):
     """Most of the variance is between chunks and channels, which Chan's formula must add."""
@@ -131,7 +125,6 @@ def test_statistics_of_chunks_of_different_means(shape, groups, device):
         assert error(y, truth(x, groups, weight, bias)) < BOUNDS[torch.float32]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_statistics_of_an_empty_tensor(device):
     for shape in ((0, 8, 4, 4), (2, 8, 0, 4)):
         statistics = torch.zeros(2, shape[0], 1, 8, device=device)
@@ -156,7 +149,6 @@ def to_tokens(y: torch.Tensor) -> torch.Tensor:
     return y.flatten(2).transpose(1, 2)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("shape", "groups"), TOKENS)
 def test_tokens_of_every_shape_and_layout(shape, groups, layout, device):
@@ -167,7 +159,6 @@ def test_tokens_of_every_shape_and_layout(shape, groups, layout, device):
     assert error(y, to_tokens(truth(x, groups, weight, bias, activation="silu"))) < BOUNDS[torch.float32]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", first_alone(DTYPES))
 @pytest.mark.parametrize(("shape", "groups"), [SMALL, SPLIT])
@@ -179,7 +170,6 @@ def test_tokens_from_statistics(shape, groups, dtype, layout, device):
     assert error(y, to_tokens(truth(x, groups, weight, bias))) < BOUNDS[dtype]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("shape", "groups"), [SMALL, SPLIT])
 def test_tokens_with_every_operand(shape, groups, device):
     x, weight, bias = make(shape, device=device)
@@ -194,7 +184,6 @@ def test_tokens_with_every_operand(shape, groups, device):
     )
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_empty_tokens(device):
     assert run(torch.empty((0, 8, 4, 4), device=device), 4, tokens=True).shape == (0, 16, 8)
     assert run(torch.empty((2, 8, 0, 4), device=device), 4, tokens=True).shape == (2, 0, 8)

@@ -14,7 +14,7 @@ from sdfastgn.kernels.group_norm.config import WalkConfig, walk_config
 from sdfastgn.kernels.group_norm.op import reference_group_norm
 from sdfastgn.kernels.group_norm.walk_kernels import walk_grad_kernel
 from tests.kernels.gradients import check, compare, expected_grads, grads_of, leaves_of, relative
-from tests.kernels.samples import DEVICES, DTYPES, LAYOUTS, make, skip_cut_off
+from tests.kernels.samples import DTYPES, LAYOUTS, make, skip_cut_off
 
 SHAPES = [
     pytest.param((2, 16, 23, 29), 2, id="cg8-odd-hw"),
@@ -47,7 +47,6 @@ def walked(monkeypatch):
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("shape", "groups"), SHAPES)
 def test_every_shape_and_layout(shape, groups, layout, device, walked):
@@ -55,7 +54,6 @@ def test_every_shape_and_layout(shape, groups, layout, device, walked):
     assert walk_grad_kernel in walked
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_every_activation_and_dtype(activation, dtype, device, walked):
@@ -64,7 +62,6 @@ def test_every_activation_and_dtype(activation, dtype, device, walked):
     assert walk_grad_kernel in walked
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("wanted", ["all", "x", "x+shift", "x+weight"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_operands(layout, wanted, device, walked):
@@ -86,7 +83,6 @@ def test_operands(layout, wanted, device, walked):
     assert walk_grad_kernel in walked
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_other_cases_take_three_launches(device, walked):
     """No gradient of x, or one that lies in the other layout."""
     shape, groups = SHAPES[0].values
@@ -98,7 +94,6 @@ def test_other_cases_take_three_launches(device, walked):
     assert walk_grad_kernel not in walked
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_far_from_zero_and_the_same_bits_again(device, walked):
     shape, groups = SHAPES[0].values
     x, weight, bias = make(shape, device=device, mean=1000.0)

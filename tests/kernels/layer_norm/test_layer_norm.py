@@ -10,16 +10,7 @@ import sdfastgn
 from sdfastgn.kernels.common.sizes import vector_width
 from sdfastgn.kernels.layer_norm import op as layer_norm
 from sdfastgn.kernels.layer_norm.config import ChunksConfig, backward_config, forward_config
-from tests.kernels.samples import (
-    BOUNDS,
-    DEVICES,
-    DTYPES,
-    error,
-    interpreted,
-    kernels,
-    multiprocessors,
-    skip_cut_off,
-)
+from tests.kernels.samples import BOUNDS, DTYPES, error, interpreted, kernels, multiprocessors, skip_cut_off
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "few_multiprocessors")
 NUM_SMS = 4
@@ -83,7 +74,6 @@ def add(x, residual, weight, bias, add_bias, total_bias=None):
 # --- forward ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_shape(shape, device):
     x, residual, weight, bias, add_bias = make(shape, device=device)
@@ -107,7 +97,6 @@ def test_the_shapes_take_both_ways():
     assert gathered.lanes > few.lanes
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", WAYS)
 def test_every_dtype(shape, dtype, device):
@@ -120,7 +109,6 @@ def test_every_dtype(shape, dtype, device):
     assert error(y, truth(total, weight)) < BOUNDS[dtype]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("dtype", "mean"),
     [
@@ -139,7 +127,6 @@ def test_no_less_exact_than_eager(shape, dtype, mean, device):
     assert error(run(x, weight, bias), expected) <= error(eager, expected) + slack
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shape", WAYS)
 def test_far_means_and_outliers(shape, device):
     """The pivot of the sums is the first element: its value must not matter."""
@@ -149,7 +136,6 @@ def test_far_means_and_outliers(shape, device):
     assert error(run(x, weight, bias), truth(x, weight, bias)) < 2e-5
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shape", WAYS)
 def test_constant_rows_are_exact(shape, device):
     _, _, weight, bias, _ = make(shape, device=device)
@@ -157,7 +143,6 @@ def test_constant_rows_are_exact(shape, device):
     assert torch.equal(run(x, weight, bias), bias.expand(shape))
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")], ids=str)
 @pytest.mark.parametrize("column", [0, 5], ids=["first-column", "column-5"])
 @pytest.mark.parametrize("shape", WAYS)
@@ -170,7 +155,6 @@ def test_not_finite_rows_are_as_eagers(shape, column, value, device):
     assert error(y[0], truth(x[0])) < 2e-6
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("eps", [1e-5, 0.1, 0, 1])
 @pytest.mark.parametrize("shape", WAYS)
 def test_eps(shape, eps, device):
@@ -178,7 +162,6 @@ def test_eps(shape, eps, device):
     assert error(run(x, eps=eps), truth(x, eps=eps)) < 2e-6
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shape", WAYS)
 def test_nothing_else_is_written(shape, device):
     """Between the rows of a wider tensor lies what must neither be read into the result nor be changed."""
@@ -192,7 +175,6 @@ def test_nothing_else_is_written(shape, device):
 # --- backward -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("direct", [False, True], ids=["dispatcher", "direct"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_gradients(shape, direct, device):
@@ -227,7 +209,6 @@ def test_the_shapes_take_both_ways_back():
     assert max(c.programs for c in rows) > 1
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("dtype", "mean"),
     [
@@ -255,7 +236,6 @@ def test_gradients_no_less_exact_than_eager(shape, dtype, mean, device):
         assert (ours - want).norm() <= (theirs - want).norm() * 1.05 + slack
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("needs", ["x", "weight", "bias", "weight bias", "x add_bias"])
 @pytest.mark.parametrize("shape", WAYS)
 def test_only_what_is_needed(shape, needs, device):
@@ -278,7 +258,6 @@ def test_only_what_is_needed(shape, needs, device):
             assert error(leaves[name].grad, expected[name].grad) < 1e-4
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shape", WAYS)
 def test_gradients_of_one_result(shape, device):
     leaves = make(shape, device=device)
@@ -327,7 +306,6 @@ def run_total(shape, dtype=torch.float32, device="cpu", *, has_add_bias=True, pa
 
 
 @pytest.mark.usefixtures("in_kernels")
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("has_add_bias", [True, False], ids=["add-bias", "no-add-bias"])
 @pytest.mark.parametrize("shape", [*WAYS, SHAPES[1], SHAPES[2], SHAPES[5], SHAPES[9]])
 def test_the_norm_does_not_see_the_bias_of_the_total(shape, has_add_bias, device):
@@ -341,7 +319,6 @@ def test_the_norm_does_not_see_the_bias_of_the_total(shape, has_add_bias, device
 
 
 @pytest.mark.usefixtures("in_kernels")
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("param_dtype", [None, torch.float32], ids=["own-dtype", "fp32-params"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", WAYS)

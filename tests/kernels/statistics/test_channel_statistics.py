@@ -13,7 +13,6 @@ from sdfastgn.kernels.statistics.config import statistics_config
 from sdfastgn.kernels.statistics.op import reference_channel_statistics
 from tests.kernels.samples import (
     BOUNDS,
-    DEVICES,
     DTYPES,
     LAYOUTS,
     error,
@@ -131,7 +130,6 @@ def test_the_reference_by_the_definition(chunks):
 # --- the three kernels --------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", first_alone(DTYPES[::-1]))
 @pytest.mark.parametrize(("shape", "num_sms"), CASES)
@@ -143,7 +141,6 @@ def test_statistics(shape, num_sms, dtype, layout, device, few_sms):
     assert torch.equal(x, before)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", first_alone(DTYPES))
 @pytest.mark.parametrize(("shape", "num_sms"), CASES)
@@ -157,7 +154,6 @@ def test_add(shape, num_sms, dtype, layout, device, few_sms):
     assert_statistics(statistics, y)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", first_alone(DTYPES))
 @pytest.mark.parametrize("tail", first_alone([5, 1, 64]))
 @pytest.mark.parametrize(("shape", "num_sms"), CASES)
@@ -171,7 +167,6 @@ def test_cat(shape, num_sms, tail, dtype, device, few_sms):
     assert_statistics(statistics, y)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("shape", "num_sms"), first_alone([CASES[i] for i in (7, 0, 1, 3, 8, 10)]))
 def test_sums_and_concatenations_without_statistics(shape, num_sms, layout, device, few_sms):
@@ -188,7 +183,6 @@ def test_sums_and_concatenations_without_statistics(shape, num_sms, layout, devi
         assert torch.equal(y, torch.cat((x, residual), 1))
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("in_place", [True, False], ids=["in-place", "out-of-place"])
 @pytest.mark.parametrize(("shape", "num_sms"), first_alone([CASES[i] for i in (7, 0, 1, 3, 8, 10)]))
@@ -203,7 +197,6 @@ def test_a_bias_alone(shape, num_sms, in_place, layout, device, few_sms):
     assert_statistics(statistics, y)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "layouts",
     [
@@ -225,7 +218,6 @@ def test_cat_of_other_layouts(layouts, device):
     assert run_cat(a, b)[0].stride() == to_layout(torch.empty(2, 35, 7, 9), layouts[0]).stride()
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", ["none", "float32", "bfloat16", "float64", "strided"])
 def test_add_with_any_bias(kind, layout, device):
@@ -242,7 +234,6 @@ def test_add_with_any_bias(kind, layout, device):
     assert_statistics(statistics, y)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     "view",
@@ -262,7 +253,6 @@ def test_add_of_a_residual_with_other_strides(view, layout, device):
     assert_statistics(statistics, y)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_views_with_gaps(device):
     base = make((2, 24, 6, 7), device=device)[0]
     for x in (base[:, :12], base[..., ::2], base.contiguous()[:, ::2], base[:1].expand(3, -1, -1, -1)):
@@ -273,7 +263,6 @@ def test_views_with_gaps(device):
         assert_statistics(statistics, y)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("shape", "num_sms"), [CASES[0], CASES[7], CASES[10]])
 def test_a_mean_1000_times_the_deviation(shape, num_sms, layout, device, few_sms):
@@ -289,7 +278,6 @@ def test_a_mean_1000_times_the_deviation(shape, num_sms, layout, device, few_sms
     assert error(norm, truth(y, 1)) < FP32_EPS * 1500 / 1.5
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("shape", "num_sms"), [CASES[0], CASES[7]])
 def test_an_outlier_in_the_first_pixel(shape, num_sms, layout, device, few_sms):
@@ -300,7 +288,6 @@ def test_an_outlier_in_the_first_pixel(shape, num_sms, layout, device, few_sms):
     assert_statistics(run_statistics(x), x)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
 def test_nan_and_inf_stay_in_their_channel_and_chunk(value, layout, device, few_sms):
@@ -315,7 +302,6 @@ def test_nan_and_inf_stay_in_their_channel_and_chunk(value, layout, device, few_
     assert torch.equal(statistics, clean)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_the_scale_is_part_of_the_launch(device):
     """Launches are cached: one for another scale or bias must not serve."""
     x, residual, bias = inputs((2, 30, 7, 9), device=device)
@@ -326,7 +312,6 @@ def test_the_scale_is_part_of_the_launch(device):
             assert_statistics(statistics, y)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shape", [(0, 8, 4, 4), (2, 0, 4, 4), (2, 8, 0, 4)], ids=str)
 def test_empty(shape, device):
     x = torch.empty(shape, device=device)
@@ -346,7 +331,6 @@ def test_empty(shape, device):
 # --- into GroupNorm -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", first_alone(DTYPES))
 @pytest.mark.parametrize(("shape", "num_sms"), [CASES[0], CASES[5], CASES[7]])

@@ -16,17 +16,7 @@ from sdfastgn.kernels.upsample.config import phases_pay, weights_config
 from sdfastgn.kernels.upsample.conv import reference_phase_weights, reference_upsample_conv2d, upsample_conv2d
 from sdfastgn.kernels.upsample.conv_kernels import launch_interleave, launch_phase_weights
 from tests.kernels import samples
-from tests.kernels.samples import (
-    DEVICES,
-    DTYPES,
-    LAYOUTS,
-    error,
-    first_alone,
-    interpreted,
-    kernels,
-    make,
-    to_layout,
-)
+from tests.kernels.samples import DTYPES, LAYOUTS, error, first_alone, interpreted, kernels, make, to_layout
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -110,7 +100,6 @@ def test_the_phases_are_the_convolution(shape, C_out, num_sms):
 # --- the kernels --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", first_alone(DTYPES))
 @pytest.mark.parametrize("channels", [(30, 5), (70, 66), (8, 128), (1, 1), (3, 130)], ids=str)
@@ -127,7 +116,6 @@ def test_phase_weights(channels, dtype, layout, device):
         assert torch.equal(phases[:C_out, :, 0, 0], weight[:, :, 0, 0])  # one tap alone: not rounded at all
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", first_alone(DTYPES))
 @each_case
 def test_against_fp64(shape, C_out, num_sms, dtype, device, in_phases):
@@ -142,7 +130,6 @@ def test_against_fp64(shape, C_out, num_sms, dtype, device, in_phases):
     assert len(runs) == 2
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", first_alone(DTYPES))
 @each_case
 def test_statistics_are_those_of_the_result(shape, C_out, num_sms, dtype, device, in_phases):
@@ -168,7 +155,6 @@ def test_the_cases_take_every_way_through_the_kernel():
     assert ways == {(a, b) for a in (True, False) for b in (True, False)}
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_statistics_feed_group_norm(device, in_phases):
     in_phases(1)
     x, weight, bias = operands((1, 4, 16, 32), 64, torch.float16, device)
@@ -177,7 +163,6 @@ def test_statistics_feed_group_norm(device, in_phases):
     assert error(norm, samples.truth(y, 8)) < samples.BOUNDS[torch.float16]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_a_change_of_the_weights_counts_at_once(device, in_phases):
     in_phases()
     x, weight, bias = operands((2, 6, 5, 4), 7, device=device)
@@ -187,7 +172,6 @@ def test_a_change_of_the_weights_counts_at_once(device, in_phases):
         bias.add_(1)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "view",
     [
@@ -204,7 +188,6 @@ def test_other_strides(view, device, in_phases):
     assert len(runs) == 1
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_nan_and_inf_reach_what_they_reach_in_stock(device, in_phases):
     in_phases()
     x, weight, bias = operands((1, 3, 5, 6), 4, device=device)
@@ -212,7 +195,6 @@ def test_nan_and_inf_reach_what_they_reach_in_stock(device, in_phases):
     assert torch.equal(call(x, weight, bias).isfinite(), truth(x, weight, bias).isfinite())
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_at_high_resolution_where_phases_do_not_pay(layout, device):
     """Images this small; in the layout of x whatever the weight's is."""
@@ -232,7 +214,6 @@ def test_channels_first_is_never_in_phases(in_phases):
     assert runs == []
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shape", [(0, 8, 4, 4), (2, 8, 0, 4)], ids=str)
 def test_empty(shape, device, in_phases):
     in_phases()

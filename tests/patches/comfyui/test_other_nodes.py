@@ -15,11 +15,7 @@ import comfy.sd  # noqa: E402
 from comfy.ldm.modules.diffusionmodules.openaimodel import ResBlock  # noqa: E402
 
 from sdfastgn.patches.comfyui.graphs import graphs_of  # noqa: E402
-from sdfastgn.patches.comfyui.model_patcher import (  # noqa: E402
-    optimize_model,
-    optimize_vae,
-    text_of_model,
-)
+from sdfastgn.patches.comfyui.model_patcher import optimize_model, optimize_vae, text_of_model  # noqa: E402
 from sdfastgn.patches.core import channels_last  # noqa: E402
 from sdfastgn.patches.graphs import forward  # noqa: E402
 from tests.patches.comfyui import comfy_models  # noqa: E402

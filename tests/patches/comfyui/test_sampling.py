@@ -14,21 +14,9 @@ comfy_checkout.import_for_cpu()
 from comfy import model_management  # noqa: E402
 
 from sdfastgn.patches.comfyui import graphs  # noqa: E402
-from sdfastgn.patches.comfyui.model_patcher import (  # noqa: E402
-    optimize_model,
-    optimize_vae,
-    text_of_model,
-)
+from sdfastgn.patches.comfyui.model_patcher import optimize_model, optimize_vae, text_of_model  # noqa: E402
 from tests.patches.comfyui import comfy_models  # noqa: E402
-from tests.patches.comfyui.comfy_models import (  # noqa: E402
-    close,
-    image_of,
-    latent_of,
-    lora_of,
-    snapshot,
-    step,
-    unet_of,
-)
+from tests.patches.comfyui.comfy_models import close, image_of, latent_of, lora_of, snapshot, step, unet_of  # noqa: E402
 
 
 @pytest.fixture(scope="module", params=comfy_models.KINDS)

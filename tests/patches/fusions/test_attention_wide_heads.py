@@ -18,12 +18,6 @@ from sdfastgn.kernels.attention import wide_heads_kernels as wide_attention_kern
 from sdfastgn.kernels.common import dispatch
 
 DIM = 264
-DEVICES = [
-    pytest.param(
-        "cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
-    ),
-    pytest.param("cuda", marks=pytest.mark.gpu),
-]
 
 
 def twins(device: str, dtype: torch.dtype = torch.float16) -> tuple[Any, Any]:
@@ -50,7 +44,6 @@ def launches(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_one_wide_head_attends_in_chunks(launches, device):
     fused, stock = twins(device)
     x = image(device)
@@ -65,7 +58,6 @@ def test_one_wide_head_attends_in_chunks(launches, device):
     assert launches == [1]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_gradients_and_fp32_are_stocks(launches, device):
     fused, stock = twins(device)
     x = image(device)
