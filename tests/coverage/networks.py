@@ -1,7 +1,5 @@
 """Rows of the coverage table: transformers with their VAE, autoencoders, networks and layers alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import diffusers

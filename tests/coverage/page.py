@@ -1,7 +1,5 @@
 """The page on coverage, written from a run: ``python -m tests.coverage.page --write docs/coverage.md``."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the rows of the coverage table are built from: tiny networks with random weights, and calls."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Rows of the coverage table: video, other image pipelines, audio, transformers with a VAE."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

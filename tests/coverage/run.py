@@ -1,7 +1,5 @@
 """Runs a row of the coverage table stock, optimized and restored, and notes what was left alone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -58,7 +56,7 @@ class _Stock(TorchFunctionMode):
         self._inside: list[nn.Module] = []
         self._last: tuple[nn.Module, Any] | None = None
 
-    def __enter__(self) -> _Stock:
+    def __enter__(self) -> "_Stock":
         self._hooks = [
             register_module_forward_pre_hook(lambda module, _: self._enter_module(module)),
             register_module_forward_hook(lambda *_: self._leave_module(), always_call=True),

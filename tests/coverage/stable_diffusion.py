@@ -1,7 +1,5 @@
 """Rows of the coverage table: Stable Diffusion, its controls, and Stable Diffusion XL."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import diffusers

@@ -1,7 +1,5 @@
 """Pipelines and models of diffusers: the same output, an exact restore, and docs/coverage.md as it ran."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import diffusers

@@ -5,8 +5,6 @@ kernels for whose GPUs they are.
 Usage: ``python -m tests.kernels.compile_only sm_90``, or ``gfx942`` for one of AMD's.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The GPUs that kernels are compiled and configured for; docs/gpus.md lists their generations."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 __all__ = ["GPUS", "SHARED_KIB", "Gpu", "smallest"]

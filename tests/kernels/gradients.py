@@ -1,7 +1,5 @@
 """Gradients of ``sdfastgn.group_norm`` beside those of the formula in fp64."""
 
-from __future__ import annotations
-
 import functools
 
 import torch

@@ -1,7 +1,5 @@
 """Calls that launch every kernel of the package once or more, and their launches, without a GPU."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Iterator

@@ -6,8 +6,6 @@ Usage: ``one_call.py kernel`` or ``one_call.py launcher``, the C code for which 
 ``one_call.py gpu`` runs it on a GPU.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import warnings

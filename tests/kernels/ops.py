@@ -1,7 +1,5 @@
 """Every public op once: how it is called, what it computes in PyTorch's own functions, its operands."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """What the kernel tests share: devices, dtypes, inputs, the kernels on any device, and the fp64 truth."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack, contextmanager
 from unittest import mock
 

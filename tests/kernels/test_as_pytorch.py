@@ -1,7 +1,5 @@
 """Every public op as a citizen of PyTorch: operands anywhere, autograd, transforms, fake tensors, compile."""
 
-from __future__ import annotations
-
 import contextlib
 from unittest import mock
 

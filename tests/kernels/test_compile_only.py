@@ -1,7 +1,5 @@
 """Every kernel compiles for every supported GPU, without one, fits, and keeps its tile in registers."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """What every op owes a GPU: graphs, streams, devices, alignment, autocast, and the same bits at each run."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

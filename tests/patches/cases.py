@@ -3,8 +3,6 @@
 A fixture is taken into a test module by its name: ``on_each_device = cases.on_each_device``.
 """
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterator

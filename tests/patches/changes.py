@@ -3,8 +3,6 @@
 Each change takes the module and the layer's path in it, and shows in its output.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

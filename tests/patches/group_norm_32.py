@@ -1,7 +1,5 @@
 """The norm of pixel-space U-Nets and of latent diffusion."""
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 
 

@@ -3,8 +3,6 @@
 A new fusion adds its line here.
 """
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable, Iterable

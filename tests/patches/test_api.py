@@ -1,7 +1,5 @@
 """``optimize``, ``restore``, ``optimized`` and ``report`` on module trees, pipelines and bad input."""
 
-from __future__ import annotations
-
 import functools
 import json
 from types import SimpleNamespace

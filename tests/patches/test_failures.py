@@ -1,7 +1,5 @@
 """A fused module whose kernels cannot be compiled goes on in plain PyTorch, wherever it is by then."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

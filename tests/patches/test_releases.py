@@ -1,7 +1,5 @@
 """The installed diffusers: all that the fusions rely upon is known, and nothing of its models is left out."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

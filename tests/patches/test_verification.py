@@ -1,7 +1,5 @@
 """``optimize(verify=True)``: what is right stays, what is wrong is put back with its error."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

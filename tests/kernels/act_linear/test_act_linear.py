@@ -1,7 +1,5 @@
 """The kernel of ``act_linear`` against fp64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Attention to few keys against fp64, beside the error of what it replaces."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Wide attention in chunks against fp64, and where it leaves the work to PyTorch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

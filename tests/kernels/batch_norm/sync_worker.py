@@ -4,8 +4,6 @@ RANK STORE RESULT WAY...``; test_sync.py starts it. Writes what it computed of i
 ``WAY``: a key of ``WAYS``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import sys

@@ -1,7 +1,5 @@
 """The kernels of ``sdfastgn.batch_norm`` against fp64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

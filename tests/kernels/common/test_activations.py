@@ -1,7 +1,5 @@
 """Adding an activation: a name that one file knows is known to ops, gradients, checks and kernels."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

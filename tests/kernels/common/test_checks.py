@@ -1,7 +1,5 @@
 """Arguments of every public op, on the CPU's path and on the GPU's: what is taken, what is refused."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import itertools

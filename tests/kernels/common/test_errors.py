@@ -1,7 +1,5 @@
 """Shapes, dtypes and values that do not fit: the error begins with the public name and quotes them."""
 
-from __future__ import annotations
-
 import functools
 from contextlib import nullcontext
 

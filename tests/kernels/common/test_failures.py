@@ -1,7 +1,5 @@
 """Where Triton cannot compile: one warning with the cause, and every call right in plain PyTorch."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

@@ -1,7 +1,5 @@
 """Adding a kernel: one declaration makes an op of PyTorch, of autograd, of compilers and of the kernel."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import pytest

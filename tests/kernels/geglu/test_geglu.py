@@ -1,7 +1,5 @@
 """The kernels of ``geglu`` against fp64: interpreted, and on a GPU where there is one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Gradients of ``sdfastgn.group_norm`` by the Triton kernels, against fp64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

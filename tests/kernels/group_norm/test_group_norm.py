@@ -1,7 +1,5 @@
 """The forward kernels of ``sdfastgn.group_norm`` against fp64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """The kernels on groups of equal or nearly equal values: a saturated channel, a black border."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """``sdfastgn.group_norm`` with statistics that someone else took, and with tokens as output, against fp64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

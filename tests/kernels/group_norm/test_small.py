@@ -1,7 +1,5 @@
 """Groups that one program holds, in one pass and in two tiles."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

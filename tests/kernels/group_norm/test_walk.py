@@ -1,7 +1,5 @@
 """The backward of GroupNorm in one program a group, for more data than caches hold."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The kernels that take statistics while they read, add or concatenate, against fp64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The convolution of an upsampled image at low resolution, against fp64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Nearest-neighbor upsampling by two and its adjoint: the kernels."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

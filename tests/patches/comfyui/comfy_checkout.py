@@ -1,7 +1,5 @@
 """A real checkout of ComfyUI, named by the environment variable ``COMFYUI``."""
 
-from __future__ import annotations
-
 import functools
 import os
 from pathlib import Path

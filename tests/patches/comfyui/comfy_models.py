@@ -1,7 +1,5 @@
 """Tiny checkpoints in ComfyUI's own format, with random weights, and runs of them through its nodes."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Each of ComfyUI's blocks with the kernels that run on a GPU, in Triton's interpreter, beside stock."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

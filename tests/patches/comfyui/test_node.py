@@ -1,7 +1,5 @@
 """The nodes, as ComfyUI itself loads them from ``custom_nodes``."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What other nodes and ComfyUI itself do to a UNet that is injected: patches, ControlNets, CUDA graphs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """ComfyUI's own nodes on tiny models: stock against injected, from KSampler to the decoded image."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

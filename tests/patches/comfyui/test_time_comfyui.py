@@ -1,7 +1,5 @@
 """The script that times ComfyUI: its measurements on tiny models, and bad input."""
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 

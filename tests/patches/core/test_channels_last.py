@@ -1,7 +1,5 @@
 """Layout of convolutions' weights: what adapters have added and what was replaced stays as it is."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

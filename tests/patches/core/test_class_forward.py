@@ -2,8 +2,6 @@
 offload hooks, wrappers.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 

@@ -1,7 +1,5 @@
 """1x1 convolutions as matrix products: where, where not, and their error."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

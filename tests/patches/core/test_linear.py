@@ -2,8 +2,6 @@
 when as they are.
 """
 
-from __future__ import annotations
-
 import copy
 
 import pytest

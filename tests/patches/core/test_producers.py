@@ -2,8 +2,6 @@
 own way where something is unusual.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 from typing import Any

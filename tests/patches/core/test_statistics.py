@@ -1,7 +1,5 @@
 """Statistics handed from a producer to the next norm: true or absent, and gone with their tensor."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import io

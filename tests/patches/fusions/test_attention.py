@@ -1,7 +1,5 @@
 """The fused ``Attention``: how many matrix products it runs, and where it must be diffusers' own."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -2,8 +2,6 @@
 only where stock would be the same.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The fused ``AutoencoderTiny``: which calls its convolutions become, and against fp64 on a GPU."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

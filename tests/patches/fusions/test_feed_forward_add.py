@@ -2,8 +2,6 @@
 that is plain, else as ever.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``optimize(..., fold_batch_norm=True)``: what is folded, when, and the exact way back."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from unittest import mock

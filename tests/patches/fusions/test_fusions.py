@@ -1,7 +1,5 @@
 """What every fusion of the registry promises, over one list of samples."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import pickle

@@ -1,7 +1,5 @@
 """The GEGLU fusion beside what people put on its linear layer, and inside transformer blocks."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

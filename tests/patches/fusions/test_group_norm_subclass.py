@@ -1,7 +1,5 @@
 """Subclasses of ``nn.GroupNorm`` whose ``forward`` is known: GroupNorm32, and timm's GroupNormAct."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from typing import Any

@@ -1,7 +1,5 @@
 """The fused up blocks: the concatenation stores statistics, unusual calls run upstream's forward."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

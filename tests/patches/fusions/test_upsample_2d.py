@@ -1,7 +1,5 @@
 """The fused ``Upsample2D``: where it runs in sdfastgn's op, where it must be diffusers' own."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 from unittest import mock

@@ -2,8 +2,6 @@
 and exports.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 import importlib.util

@@ -2,8 +2,6 @@
 that must show in its next call.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 

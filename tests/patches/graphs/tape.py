@@ -5,8 +5,6 @@ Tensors without dimensions that the call finds are taken by value, as a graph ta
 not on the GPU.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 

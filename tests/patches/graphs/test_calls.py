@@ -1,7 +1,5 @@
 """Arguments and results of calls that CUDA graphs stand for."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import inspect

@@ -1,7 +1,5 @@
 """Calls that no CUDA graph stands for: they run as they always did, and the report says why."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import os

@@ -3,8 +3,6 @@
 Memory, streams, failed captures, random numbers, Triton.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 import threading

@@ -1,7 +1,5 @@
 """Memory, copies, undo and threads of CUDA graphs."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import sys

@@ -3,8 +3,6 @@
 On the CPU a tape of operations stands for a graph, on a GPU it is one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 

@@ -1,7 +1,5 @@
 """Before the first call of a kind: its kernels are compiled at once, and nothing else comes of it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from diffusers import UNet2DConditionModel

@@ -1,7 +1,5 @@
 """What the tests of a pipeline's parts share: the parts changed one by one, on the CPU too."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The device on which a pipeline works: found in one walk, or by upstream."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -2,8 +2,6 @@
 the plain case.
 """
 
-from __future__ import annotations
-
 import functools
 import warnings
 import weakref

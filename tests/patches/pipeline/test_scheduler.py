@@ -2,8 +2,6 @@
 whatever happens to the list of them.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """What the tests of packed weights share: an attention, and what may be asked of it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -2,8 +2,6 @@
 is shared.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

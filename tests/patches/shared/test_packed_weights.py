@@ -1,7 +1,5 @@
 """Packed weights: never stale, invisible to whatever looks at parameters, and given back."""
 
-from __future__ import annotations
-
 import copy
 import gc
 
