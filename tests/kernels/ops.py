@@ -65,7 +65,7 @@ class Op:
 
 
 def as_tuple(found: Any) -> tuple[Any, ...]:
-    return found if isinstance(found, tuple) else (found,)
+    return tuple(found) if isinstance(found, tuple | list) else (found,)
 
 
 def random_operands(shapes: Shapes, *dtypes: torch.dtype, batch: int | None = None) -> dict[str, Tensor]:
@@ -137,7 +137,7 @@ def true_geglu(x, bias=None):
     return value * F.gelu(gate)
 
 
-def true_act_linear(x, weight, bias=None, activation="identity", *, extra_bias=None):
+def true_act_linear(x, weight, bias=None, activation="identity", extra_bias=None):
     y = F.linear(ACTIVATIONS[activation](x), weight, bias)
     return y if extra_bias is None else y + extra_bias
 
@@ -159,7 +159,7 @@ def true_upsample_conv2d(x, weight, bias=None):
     return F.conv2d(true_upsample(x), weight, bias, padding=1)
 
 
-def true_attention(q, k, v, *, scale=None):
+def true_attention(q, k, v, scale=None):
     return (q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)).softmax(-1) @ v
 
 

@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 import sdfastgn
 from sdfastgn.kernels.common import dispatch, gpu
@@ -154,10 +155,17 @@ def multiprocessors(count: int):
 # --- the truth ----------------------------------------------------------------
 
 
-def truth(x, num_groups, weight=None, bias=None, eps=1e-5, activation="identity", **operands):
-    weight, bias = (None if t is None else t.double() for t in (weight, bias))
-    operands = {k: None if t is None else t.double() for k, t in operands.items()}
-    return reference_group_norm(x.double(), num_groups, weight, bias, eps, activation, **operands)
+def in_fp64(function):
+    """``function`` with its tensors in fp64."""
+
+    def exact(*args, **options):
+        args, options = tree_map_only(Tensor, Tensor.double, (args, options))
+        return function(*args, **options)
+
+    return exact
+
+
+truth = in_fp64(reference_group_norm)
 
 
 def error(y, expected) -> float:

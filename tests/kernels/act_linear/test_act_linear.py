@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from sdfastgn.kernels.act_linear.config import tile_config
 from sdfastgn.kernels.act_linear.op import act_linear
 from sdfastgn.kernels.common.activations import ACTIVATIONS
 from sdfastgn.kernels.common.sizes import vector_width
-from tests.kernels.samples import BOUNDS, DTYPES, error, kernels, multiprocessors, skip_cut_off
+from tests.kernels.ops import true_act_linear as eager
+from tests.kernels.samples import BOUNDS, DTYPES, error, in_fp64, kernels, multiprocessors, skip_cut_off
 
 NUM_SMS = 2
 
@@ -47,14 +47,7 @@ def run(x, weight, bias=None, activation="silu", extra_bias=None):
         return act_linear(x, weight, bias, activation, extra_bias=extra_bias)
 
 
-def eager(x, weight, bias=None, activation="silu", extra_bias=None):
-    y = F.linear(ACTIVATIONS[activation](x), weight, bias)
-    return y if extra_bias is None else y + extra_bias
-
-
-def truth(x, weight, bias=None, activation="silu", extra_bias=None):
-    x, weight, bias, extra_bias = (None if t is None else t.double() for t in (x, weight, bias, extra_bias))
-    return eager(x, weight, bias, activation, extra_bias)
+truth = in_fp64(eager)
 
 
 @pytest.mark.parametrize("activation", ["identity", "silu"])
@@ -114,7 +107,7 @@ def test_not_finite_values_stay_where_they_are(shape, device):
     x, weight, bias, _ = make(shape, device=device)
     x[-1, -1], weight[-1, 0] = float("inf"), float("nan")
     weight[-2, 1] = float("inf")
-    y, expected = run(x, weight, bias), eager(x, weight, bias)
+    y, expected = run(x, weight, bias), eager(x, weight, bias, "silu")
     assert torch.equal(y.isnan(), expected.isnan())
     assert y.isfinite().sum() == (shape[0] - 1) * (shape[1] - 2)
     torch.testing.assert_close(y, expected, equal_nan=True, atol=1e-4, rtol=1e-4)

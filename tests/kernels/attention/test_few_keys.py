@@ -16,7 +16,8 @@ from sdfastgn.kernels.attention.few_keys import (
     fits,
 )
 from sdfastgn.kernels.common import dispatch, gpu
-from tests.kernels.samples import error
+from tests.kernels.ops import true_attention
+from tests.kernels.samples import error, in_fp64
 
 DTYPES = [pytest.param(torch.float16, id="fp16"), pytest.param(torch.bfloat16, id="bf16")]
 
@@ -36,10 +37,7 @@ def heads(N, H, L, D, dtype=torch.float16, device="cpu", *, parts=1, seed=0):
     return rows.view(N, L, parts * H, D).transpose(1, 2).chunk(parts, 1)
 
 
-def truth(q, k, v, scale=None):
-    q, k, v = (t.double() for t in (q, k, v))
-    scores = q @ k.transpose(2, 3) * (1 / math.sqrt(q.shape[3]) if scale is None else scale)
-    return scores.softmax(-1) @ v
+truth = in_fp64(true_attention)
 
 
 def stock(q, k, v, scale=None):

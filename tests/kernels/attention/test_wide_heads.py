@@ -8,7 +8,8 @@ from sdfastgn.kernels.attention import wide_heads, wide_heads_kernels
 from sdfastgn.kernels.attention.config import ChunksConfig
 from sdfastgn.kernels.attention.wide_heads import attend, wide_attention
 from sdfastgn.kernels.common.launch import Launch
-from tests.kernels.samples import error, first_alone, interpreted, kernels, skip_cut_off
+from tests.kernels.ops import true_attention
+from tests.kernels.samples import error, first_alone, in_fp64, interpreted, kernels, skip_cut_off
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -63,9 +64,7 @@ def run(q, k, v, scale=None):
         return wide_attention(q, k, v, scale=scale)
 
 
-def truth(q, k, v, scale=None):
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return (q.double() @ k.double().mT * scale).softmax(-1) @ v.double()
+truth = in_fp64(true_attention)
 
 
 @pytest.fixture

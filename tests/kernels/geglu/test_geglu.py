@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from sdfastgn.kernels.common.sizes import vector_width
 from sdfastgn.kernels.geglu.config import backward_config, forward_config
 from sdfastgn.kernels.geglu.op import geglu
-from tests.kernels.samples import BOUNDS, DTYPES, error, kernels, multiprocessors, skip_cut_off
+from tests.kernels.gradients import grads_of
+from tests.kernels.ops import true_geglu as eager
+from tests.kernels.samples import BOUNDS, DTYPES, error, in_fp64, kernels, multiprocessors, skip_cut_off
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "few_multiprocessors")
 NUM_SMS = 1
@@ -48,20 +49,7 @@ def run(x, bias=None, *, direct=False):
         return geglu(x, bias)
 
 
-def eager(x, bias=None):
-    value, gate = (x if bias is None else x + bias).chunk(2, -1)
-    return value * F.gelu(gate)
-
-
-def truth(x, bias=None):
-    return eager(x.double(), None if bias is None else bias.double())
-
-
-def grads_of(f, leaves, dy, dtype=None, *, direct=False):
-    leaves = [t.detach().to(dtype or t.dtype).requires_grad_() for t in leaves]
-    with kernels(direct=direct):  # the backward too
-        y = f(*leaves)
-        return torch.autograd.grad(y, leaves, dy.to(y.dtype))
+truth = in_fp64(eager)
 
 
 # --- forward ------------------------------------------------------------------

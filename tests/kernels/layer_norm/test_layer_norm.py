@@ -8,7 +8,18 @@ import sdfastgn
 from sdfastgn.kernels.common.sizes import vector_width
 from sdfastgn.kernels.layer_norm import op as layer_norm
 from sdfastgn.kernels.layer_norm.config import ChunksConfig, backward_config, forward_config
-from tests.kernels.samples import BOUNDS, DTYPES, error, interpreted, kernels, multiprocessors, skip_cut_off
+from tests.kernels.gradients import grads_of
+from tests.kernels.ops import true_layer_norm
+from tests.kernels.samples import (
+    BOUNDS,
+    DTYPES,
+    error,
+    in_fp64,
+    interpreted,
+    kernels,
+    multiprocessors,
+    skip_cut_off,
+)
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "few_multiprocessors")
 NUM_SMS = 4
@@ -51,18 +62,7 @@ def run_add(x, residual, weight=None, bias=None, eps=1e-5, *, add_bias=None, dir
         return sdfastgn.add_layer_norm(x, residual, weight, bias, eps, add_bias=add_bias)
 
 
-def truth(x, weight=None, bias=None, eps=1e-5):
-    weight, bias = (None if t is None else t.double() for t in (weight, bias))
-    return F.layer_norm(x.double(), x.shape[-1:], weight, bias, eps)
-
-
-def grads_of(f, leaves, dys, dtype, *, direct=False):
-    leaves = [t.detach().to(dtype).requires_grad_() for t in leaves]
-    with kernels(direct=direct):  # the backward too
-        results = f(*leaves)
-        results = results if isinstance(results, tuple) else (results,)
-        pairs = [(y, dy.to(y.dtype)) for y, dy in zip(results, dys, strict=True) if dy is not None]
-        return torch.autograd.grad([y for y, _ in pairs], leaves, [dy for _, dy in pairs], allow_unused=True)
+truth = in_fp64(true_layer_norm)
 
 
 def add(x, residual, weight, bias, add_bias, total_bias=None):

@@ -14,7 +14,18 @@ from sdfastgn.kernels.upsample.config import phases_pay, weights_config
 from sdfastgn.kernels.upsample.conv import reference_phase_weights, reference_upsample_conv2d, upsample_conv2d
 from sdfastgn.kernels.upsample.conv_kernels import launch_interleave, launch_phase_weights
 from tests.kernels import samples
-from tests.kernels.samples import DTYPES, LAYOUTS, error, first_alone, interpreted, kernels, make, to_layout
+from tests.kernels.ops import true_upsample_conv2d
+from tests.kernels.samples import (
+    DTYPES,
+    LAYOUTS,
+    error,
+    first_alone,
+    in_fp64,
+    interpreted,
+    kernels,
+    make,
+    to_layout,
+)
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -68,10 +79,7 @@ def call(*tensors, **options):
         return upsample_conv2d(*tensors, **options)
 
 
-def truth(x, weight, bias=None):
-    """Not by this package: interpolate, then conv2d, in fp64."""
-    high = F.interpolate(x.double(), scale_factor=2, mode="nearest")
-    return F.conv2d(high, weight.double(), None if bias is None else bias.double(), padding=1)
+truth = in_fp64(true_upsample_conv2d)
 
 
 # --- the algebra --------------------------------------------------------------
