@@ -3,6 +3,7 @@
 import functools
 
 import torch
+import torch.nn.functional as F
 
 import sdfastgn
 from sdfastgn.kernels.group_norm.op import reference_group_norm
@@ -49,3 +50,40 @@ def check(shape, groups, dtype, device, layout, activation, dy_layout, *, direct
         lambda f, x, w, b: f(x, groups, w, b, 1e-5, activation), leaves, dy, 2 * BOUNDS[dtype], direct=direct
     )
     assert got[0].stride() == x.stride()
+
+
+OPERANDS = ("x", "weight", "bias", "shift", "ada_scale", "ada_shift")
+
+
+def check_operands(
+    shape, groups, wanted, device, *, layout="channels_last", rows=None, activation="silu", direct=True
+):
+    """Gradients of the operands ``wanted`` of a call that has all; ``rows``: the shape of the last three."""
+    x, weight, bias = make(shape, device=device, layout=layout)
+    dy = make(shape, device=device, layout=layout, seed=4)[0]
+    seeds = (torch.Generator().manual_seed(i) for i in range(3))
+    others = [torch.randn(rows or shape[:2], generator=g).to(device) for g in seeds]
+    operands = dict(zip(OPERANDS, (x, weight, bias, *others), strict=True))
+
+    def call(f, *leaves):
+        given = {name: t.to(leaves[0].dtype) for name, t in operands.items()}
+        given |= dict(zip(wanted, leaves, strict=True))
+        return f(num_groups=groups, activation=activation, **given)
+
+    compare(call, leaves_of(*(operands[name] for name in wanted)), dy, direct=direct)
+
+
+def check_against_eager(x, groups, weight, bias, bound):
+    """Gradients of GroupNorm and SiLU are no less exact than eager's, and the same bits at each run."""
+    dy = make(x.shape, x.dtype, x.device, seed=4)[0]
+    leaves = leaves_of(x, weight, bias)
+
+    def call(f):
+        return lambda x, w, b: f(x, groups, w, b, 1e-5, "silu")
+
+    got, again = (grads_of(call(sdfastgn.group_norm), leaves, dy) for _ in range(2))
+    assert all(map(torch.equal, got, again))
+    want = grads_of(call(reference_group_norm), leaves, dy, torch.float64)
+    eager = torch.autograd.grad(F.silu(F.group_norm(leaves[0].contiguous(), groups, *leaves[1:])), leaves, dy)
+    for g, e, w in zip(got, eager, want, strict=True):
+        assert error(g, w) <= error(e, w) * 1.05 + bound

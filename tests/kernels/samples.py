@@ -121,24 +121,10 @@ def kernels(*, direct=False):
         yield
 
 
-def run(x, num_groups, *args, **operands):
-    with kernels():
-        return sdfastgn.group_norm(x, num_groups, *args, **operands)
-
-
-def run_statistics(x):
-    with kernels():
-        return sdfastgn.channel_statistics(x)
-
-
-def run_add(x, residual, bias=None, scale=1.0):
-    with kernels():
-        return sdfastgn.add_with_statistics(x, residual, bias, scale=scale)
-
-
-def run_cat(a, b):
-    with kernels():
-        return sdfastgn.cat_with_statistics(a, b)
+run = kernels()(sdfastgn.group_norm)
+run_statistics = kernels()(sdfastgn.channel_statistics)
+run_add = kernels()(sdfastgn.add_with_statistics)
+run_cat = kernels()(sdfastgn.cat_with_statistics)
 
 
 def multiprocessors(count: int):

@@ -59,11 +59,7 @@ def make(shape, keys, dtype=torch.float16, device="cpu", mean=1.0, std=1.0, seed
     return [t.to(dtype).to(device) for t in (q * std, k, v + mean)]
 
 
-def run(q, k, v, scale=None):
-    with kernels(direct=True):
-        return wide_attention(q, k, v, scale=scale)
-
-
+run = kernels(direct=True)(wide_attention)
 truth = in_fp64(true_attention)
 
 
@@ -89,7 +85,7 @@ def test_every_way(in_chunks, launches, shape, keys, chunks, dtype, device):
     assert y.is_contiguous()
     assert error(y, truth(*tensors)) < BOUNDS[dtype]
     assert len(launches) == 1
-    assert error(run(*tensors, 0.3), truth(*tensors, 0.3)) < 2 * BOUNDS[dtype]
+    assert error(run(*tensors, scale=0.3), truth(*tensors, scale=0.3)) < 2 * BOUNDS[dtype]
 
 
 @pytest.mark.parametrize("keys", [16, 17, 40, 41], ids=lambda n: f"{n}keys")

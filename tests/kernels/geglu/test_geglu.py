@@ -44,11 +44,7 @@ def gradient(shape, dtype=torch.float32, device="cpu"):
     return (torch.randn((*shape[:-1], shape[-1] // 2), generator=g) + 0.3).to(dtype).to(device)
 
 
-def run(x, bias=None, *, direct=False):
-    with kernels(direct=direct):
-        return geglu(x, bias)
-
-
+run = kernels()(geglu)
 truth = in_fp64(eager)
 
 

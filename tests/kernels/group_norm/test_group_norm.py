@@ -43,14 +43,16 @@ GPU_SHAPES = [
 ]
 
 
+@pytest.mark.parametrize("tokens", [False, True], ids=["image", "tokens"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("shape", "groups"), SMALL + SPLIT)
-def test_every_shape_and_layout(shape, groups, layout, device):
+def test_every_shape_and_layout(shape, groups, layout, tokens, device):
     x, weight, bias = make(shape, device=device, layout=layout)
-    y = run(x, groups, weight, bias, activation="silu")
-    assert y.shape == x.shape
-    assert y.stride() == x.stride()
-    assert error(y, truth(x, groups, weight, bias, activation="silu")) < BOUNDS[torch.float32]
+    y = run(x, groups, weight, bias, activation="silu", tokens=tokens)
+    expected = truth(x, groups, weight, bias, activation="silu", tokens=tokens)
+    assert y.shape == expected.shape
+    assert y.is_contiguous() if tokens else y.stride() == x.stride()
+    assert error(y, expected) < BOUNDS[torch.float32]
 
 
 @pytest.mark.gpu
@@ -130,8 +132,10 @@ def test_operands(shape, groups, names, rows, device):
     g = torch.Generator().manual_seed(1)
     size = (shape[1],) if rows is None else (rows(shape[0]), shape[1])
     operands = {name: torch.randn(size, generator=g).to(device, torch.float16) for name in names}
-    y = run(x, groups, weight, bias, activation="silu", **operands)
-    assert error(y, truth(x, groups, weight, bias, activation="silu", **operands)) < BOUNDS[torch.float16]
+    for tokens in (False, True):
+        options = {"activation": "silu", "tokens": tokens, **operands}
+        y, expected = (f(x, groups, weight, bias, **options) for f in (run, truth))
+        assert error(y, expected) < BOUNDS[torch.float16]
 
 
 @pytest.mark.parametrize("has", ["none", "weight", "bias"])
@@ -142,10 +146,12 @@ def test_affine_parts_are_independent(shape, groups, has, device):
     assert error(run(x, groups, *args), truth(x, groups, *args)) < BOUNDS[torch.float32]
 
 
-@pytest.mark.parametrize("shape", [(0, 8, 4, 4), (2, 8, 0, 4), (0, 8)], ids=str)
-def test_empty(shape, device):
-    y = run(torch.empty(shape, device=device), 4, activation="silu")
-    assert y.shape == shape
+@pytest.mark.parametrize(("shape", "rows"), [((0, 8, 4, 4), 16), ((2, 8, 0, 4), 0), ((0, 8), 1)], ids=str)
+def test_empty(shape, rows, device):
+    x = torch.empty(shape, device=device)
+    for statistics in (None, torch.zeros(2, shape[0], 1, 8, device=device)):
+        assert run(x, 4, activation="silu", statistics=statistics).shape == shape
+        assert run(x, 4, statistics=statistics, tokens=True).shape == (shape[0], rows, 8)
 
 
 @pytest.mark.parametrize("value", first_alone([float("nan"), float("inf"), float("-inf")]), ids=str)

@@ -123,38 +123,7 @@ def test_statistics_of_chunks_of_different_means(shape, groups, device):
         assert error(y, truth(x, groups, weight, bias)) < BOUNDS[torch.float32]
 
 
-def test_statistics_of_an_empty_tensor(device):
-    for shape in ((0, 8, 4, 4), (2, 8, 0, 4)):
-        statistics = torch.zeros(2, shape[0], 1, 8, device=device)
-        assert run(torch.empty(shape, device=device), 4, statistics=statistics).shape == shape
-
-
 # --- tokens -------------------------------------------------------------------
-
-
-TOKENS = [
-    pytest.param((2, 12, 33), 4, id="rank3-small"),
-    pytest.param((2, 30, 7, 9), 3, id="rank4-small"),
-    pytest.param((2, 6, 3, 4, 5), 2, id="rank5-small"),
-    pytest.param((2, 6, 1, 1), 3, id="one-pixel"),
-    pytest.param((1, 64, 330), 1, id="rank3-split"),
-    pytest.param((2, 66, 20, 21), 2, id="rank4-split"),
-    pytest.param((1, 32, 9, 8, 8), 1, id="rank5-split"),
-]
-
-
-def to_tokens(y: torch.Tensor) -> torch.Tensor:
-    return y.flatten(2).transpose(1, 2)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("shape", "groups"), TOKENS)
-def test_tokens_of_every_shape_and_layout(shape, groups, layout, device):
-    x, weight, bias = make(shape, device=device, layout=layout)
-    y = run(x, groups, weight, bias, activation="silu", tokens=True)
-    assert y.shape == (shape[0], torch.Size(shape[2:]).numel(), shape[1])
-    assert y.is_contiguous()
-    assert error(y, to_tokens(truth(x, groups, weight, bias, activation="silu"))) < BOUNDS[torch.float32]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -165,26 +134,7 @@ def test_tokens_from_statistics(shape, groups, dtype, layout, device):
     y = run(x, groups, weight, bias, statistics=poisoned_statistics(x, 20), tokens=True)
     assert y.dtype is dtype
     assert y.is_contiguous()
-    assert error(y, to_tokens(truth(x, groups, weight, bias))) < BOUNDS[dtype]
-
-
-@pytest.mark.parametrize(("shape", "groups"), [SMALL, SPLIT])
-def test_tokens_with_every_operand(shape, groups, device):
-    x, weight, bias = make(shape, device=device)
-    g = torch.Generator().manual_seed(1)
-    operands = {
-        name: torch.randn(shape[:2], generator=g).to(device) for name in ("shift", "ada_scale", "ada_shift")
-    }
-    y = run(x, groups, weight, bias, activation="gelu", tokens=True, **operands)
-    assert (
-        error(y, to_tokens(truth(x, groups, weight, bias, activation="gelu", **operands)))
-        < BOUNDS[torch.float32]
-    )
-
-
-def test_empty_tokens(device):
-    assert run(torch.empty((0, 8, 4, 4), device=device), 4, tokens=True).shape == (0, 16, 8)
-    assert run(torch.empty((2, 8, 0, 4), device=device), 4, tokens=True).shape == (2, 0, 8)
+    assert error(y, truth(x, groups, weight, bias, tokens=True)) < BOUNDS[dtype]
 
 
 @pytest.mark.gpu
@@ -198,7 +148,7 @@ def test_empty_tokens(device):
 )
 def test_real_shapes_on_the_gpu(shape, dtype, layout, tokens):
     x, weight, bias = make(shape, dtype, "cuda", layout)
-    expected = truth(x, 32, weight, bias, activation="silu")
+    expected = truth(x, 32, weight, bias, activation="silu", tokens=tokens)
     for statistics in (None, poisoned_statistics(x, 77), poisoned_statistics(x, 1)):
         y = run(x, 32, weight, bias, activation="silu", statistics=statistics, tokens=tokens)
-        assert error(y, to_tokens(expected) if tokens else expected) < BOUNDS[dtype]
+        assert error(y, expected) < BOUNDS[dtype]

@@ -52,16 +52,8 @@ def make(shape, dtype=torch.float32, device="cpu", mean=3.0, seed=0):
     return [t.to(dtype).to(device) for t in (*full, *columns)]
 
 
-def run(x, weight=None, bias=None, eps=1e-5, *, direct=False):
-    with kernels(direct=direct):
-        return sdfastgn.layer_norm(x, weight, bias, eps)
-
-
-def run_add(x, residual, weight=None, bias=None, eps=1e-5, *, add_bias=None, direct=False):
-    with kernels(direct=direct):
-        return sdfastgn.add_layer_norm(x, residual, weight, bias, eps, add_bias=add_bias)
-
-
+run = kernels()(sdfastgn.layer_norm)
+run_add = kernels()(sdfastgn.add_layer_norm)
 truth = in_fp64(true_layer_norm)
 
 

@@ -145,7 +145,7 @@ def test_statistics(shape, num_sms, dtype, layout, device, few_sms):
 def test_add(shape, num_sms, dtype, layout, device, few_sms):
     few_sms(num_sms)
     x, residual, bias = inputs(shape, dtype, device, layout)
-    y, statistics = run_add(x, residual, bias, 0.7)
+    y, statistics = run_add(x, residual, bias, scale=0.7)
     assert y.dtype is dtype
     assert y.stride() == x.stride()
     assert error(y, sum_of(x, residual, bias, 0.7)) < BOUNDS[dtype]
@@ -173,7 +173,7 @@ def test_sums_and_concatenations_without_statistics(shape, num_sms, layout, devi
     x, residual, bias = inputs(shape, torch.float16, device, layout)
     y, statistics = channel_statistics.add_kernel(x, residual, bias, 0.7, emits=False)
     assert statistics is None
-    assert torch.equal(y, run_add(x, residual, bias, 0.7)[0])
+    assert torch.equal(y, run_add(x, residual, bias, scale=0.7)[0])
     assert y.stride() == x.stride()
     if layout == "channels_last":
         y, statistics = channel_statistics.cat_kernel(x, residual, emits=False)
@@ -305,7 +305,7 @@ def test_the_scale_is_part_of_the_launch(device):
     x, residual, bias = inputs((2, 30, 7, 9), device=device)
     for scale in (1.0, 0.5, -2.0, 1.0, 0.0):
         for b in (bias, None, bias.double()):
-            y, statistics = run_add(x, residual, b, scale)
+            y, statistics = run_add(x, residual, b, scale=scale)
             torch.testing.assert_close(y.double(), sum_of(x, residual, b, scale), atol=1e-5, rtol=1e-5)
             assert_statistics(statistics, y)
 
@@ -335,7 +335,7 @@ def test_empty(shape, device):
 def test_what_producers_hand_out_feeds_group_norm(shape, num_sms, dtype, layout, device, few_sms):
     few_sms(num_sms)
     x, residual, bias = inputs(shape, dtype, device, layout)
-    made = [(x, run_statistics(x)), run_add(x, residual, bias, 0.7), run_cat(x, residual)]
+    made = [(x, run_statistics(x)), run_add(x, residual, bias, scale=0.7), run_cat(x, residual)]
     for y, statistics in made:
         _, weight, offset = make(y.shape, dtype, device, seed=3)
         shift = torch.randn(y.shape[:2], generator=torch.Generator().manual_seed(2)).to(device, dtype)
@@ -362,7 +362,7 @@ def test_what_producers_hand_out_feeds_group_norm(shape, num_sms, dtype, layout,
 )
 def test_real_shapes_on_the_gpu(shape, tail, dtype, layout):
     x, residual, bias = inputs(shape, dtype, "cuda", layout)
-    y, statistics = run_add(x, residual, bias, 0.7)
+    y, statistics = run_add(x, residual, bias, scale=0.7)
     assert y.stride() == x.stride()
     assert error(y, sum_of(x, residual, bias, 0.7)) < BOUNDS[dtype]
     joined, joined_statistics = run_cat(x, residual[:, :tail].clone(memory_format=torch.preserve_format))
