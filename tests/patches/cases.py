@@ -89,7 +89,7 @@ def same_gradients(models: tuple[Any, Any], *args: Any, bound: float = 1e-5, **o
         torch.testing.assert_close(a, b, atol=bound, rtol=1e-3)
 
 
-def compiles_to_stocks_graph(models: tuple[Any, Any], *args: Any) -> None:
+def compiles_to_stocks_graph(models: tuple[Any, Any], call: Callable[[Any], Tensor]) -> None:
     """Under a compiler the fused module is diffusers' own: the same operations, the same bits."""
     torch._dynamo.reset()
     targets: list[list[str]] = []
@@ -98,7 +98,7 @@ def compiles_to_stocks_graph(models: tuple[Any, Any], *args: Any) -> None:
         targets.append([str(node.target) for node in graph.graph.nodes])
         return graph
 
-    found = [torch.compile(model, backend=backend, fullgraph=True)(*args) for model in models]
+    found = [call(torch.compile(model, backend=backend, fullgraph=True)) for model in models]
     assert targets[0] == targets[1]
     assert torch.equal(*found)
 

@@ -330,6 +330,11 @@ each_fusion = _each(_FIRST.values())
 each_part = _each(sample for name, sample in _FIRST.items() if name != "conv_norm_out")
 
 
+def sample(name: str) -> tuple[Build, Call]:
+    """The first one whose id begins so."""
+    return next((build, call) for found, build, call in SAMPLES if found.startswith(name))
+
+
 def pickled(module: nn.Module) -> nn.Module:
     return pickle.loads(pickle.dumps(module))
 

@@ -365,15 +365,6 @@ def test_parameters_keep_their_identity_and_survive_a_change_of_dtype():
     assert all(torch.equal(p, v.to(torch.bfloat16)) for p, v in zip(net.parameters(), values, strict=True))
 
 
-def test_weights_assigned_later_survive_restore():
-    net, other = sdfastgn.optimize(Net()), Net()
-    net.load_state_dict(other.state_dict(), assign=True)
-    x = torch.randn(1, 3, 8, 8)
-    torch.testing.assert_close(net(x), other(x))
-    sdfastgn.restore(net)
-    assert torch.equal(net(x), other(x))
-
-
 def test_report_as_text_and_as_data():
     net = Net()
     net.body.forward = functools.partial(net.body.forward)

@@ -16,7 +16,7 @@ from tests.patches import samples
 from tests.patches.changes import Half
 from tests.patches.graphs.cases import agree
 
-(CALL,) = (call for name, _, call in samples.SAMPLES if name == "conv_norm_out-unet")
+_, CALL = samples.sample("conv_norm_out-unet")
 
 
 def adapted():

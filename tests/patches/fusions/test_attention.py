@@ -204,12 +204,6 @@ def test_autocast(called):
     assert torch.equal(y, expected)
 
 
-@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
-def test_under_a_compiler_the_graph_is_diffusers_own(training):
-    with torch.set_grad_enabled(training):
-        cases.compiles_to_stocks_graph(twins(), X)
-
-
 def test_functional_transforms_and_other_weights():
     fused, stock = twins()
     other = {name: p.detach() * 2 for name, p in fused.named_parameters()}

@@ -120,11 +120,6 @@ def test_an_image_without_a_batch_is_stocks_error():
             module(X[0])
 
 
-def test_the_switch_is_a_bool():
-    with pytest.raises(ValueError, match="fold_batch_norm='yes' must be True or False"):
-        sdfastgn.optimize(model(), fold_batch_norm="yes")
-
-
 def kinds(module: nn.Module) -> list[type]:
     return [type(m) for m in module.modules()]
 

@@ -17,7 +17,7 @@ from sdfastgn.patches.core import fusion as fusion_module
 from sdfastgn.patches.core.fusion import ClassSwap
 from sdfastgn.patches.fusions.group_norm_subclass import SubclassSwap
 from sdfastgn.patches.registry import FUSIONS
-from tests.patches import samples
+from tests.patches import cases, samples
 from tests.patches.samples import each_copy, each_fusion, each_sample, output, snapshot, stock_and_output
 
 
@@ -87,13 +87,17 @@ def test_twice_is_once(build, call):
     assert torch.equal(output(module, call), before)
 
 
+@pytest.mark.parametrize("assign", [False, True], ids=["copied", "assigned"])
 @each_fusion
-def test_weights_that_are_loaded_stay(build, call):
-    module = samples.randomize(build())
-    before = {k: v.clone() for k, v in module.state_dict().items()}
-    sdfastgn.optimize(module).load_state_dict({k: v * 2 for k, v in before.items()})
+def test_weights_that_are_loaded_stay(build, call, assign):
+    module, stock = samples.randomize(build()), build().eval()
+    weights = {k: v * 0.5 for k, v in module.state_dict().items()}
+    sdfastgn.optimize(module).load_state_dict({k: v.clone() for k, v in weights.items()}, assign=assign)
+    stock.load_state_dict(weights)
+    cases.agree(output(module, call), output(stock, call))
     sdfastgn.restore(module)
-    assert all(torch.equal(v, before[k] * 2) for k, v in module.state_dict().items())
+    assert all(torch.equal(v, weights[k]) for k, v in module.state_dict().items())
+    assert torch.equal(output(module, call), output(stock, call))
 
 
 @each_fusion
@@ -158,6 +162,14 @@ def test_hooks_on_inner_modules_see_what_they_saw(build, call):
     assert [n for n, _ in after] == [n for n, _ in before]
     for (name, got), (_, want) in zip(after, before, strict=True):
         torch.testing.assert_close(got, want, atol=5e-5, rtol=5e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("name", ["attention", "geglu", "transformer_block", "upsample_2d"])
+def test_under_a_compiler_the_graph_is_diffusers_own(name, training):
+    build, call = samples.sample(name)
+    with torch.set_grad_enabled(training):
+        cases.compiles_to_stocks_graph(cases.twins(samples.randomize(build()).train(training)), call)
 
 
 @each_fusion

@@ -79,12 +79,6 @@ def test_the_deprecated_argument_gets_upstreams_words():
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
-def test_under_a_compiler_the_graph_is_diffusers_own(training):
-    with torch.set_grad_enabled(training):
-        cases.compiles_to_stocks_graph(cases.twins(feed_forward().train(training)), X)
-
-
 def test_autocast_on_the_cpu():
     module = feed_forward()
     with torch.autocast("cpu", torch.bfloat16):

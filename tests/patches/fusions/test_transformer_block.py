@@ -286,14 +286,6 @@ def test_training_and_checkpointing(dropout, is_large, ran, monkeypatch):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
-def test_under_a_compiler_the_graph_is_diffusers_own(ran, training):
-    with torch.set_grad_enabled(training):
-        models = tuple(model.train(training) for model in twins())
-        cases.compiles_to_stocks_graph(models, X, None, CONTEXT)
-    assert ran == []
-
-
 def test_double_precision_is_kept():
     fused, stock = (model.double() for model in twins())
     x, context = X.double(), CONTEXT.double()

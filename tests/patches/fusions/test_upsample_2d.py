@@ -163,15 +163,6 @@ def test_gradients(ran):
     assert ran == ["op", "interpolate"]
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_under_a_compiler_it_is_upstreams_forward(ran, backend):
-    fused, stock = twins()
-    compiled = torch.compile(fused, backend=backend, fullgraph=True)
-    with torch.no_grad():
-        agree(compiled(X), stock(X))
-    assert "op" not in ran
-
-
 @kernel_samples.interpreted
 def test_hooks_on_the_convolution(ran):
     fused, stock = twins()
