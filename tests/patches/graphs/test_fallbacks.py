@@ -162,8 +162,9 @@ def test_arguments_that_no_graph_takes(change, reason):
 
 
 def test_a_list_that_the_forward_empties():
-    """``down_intrablock_additional_residuals`` of a T2I-Adapter."""
-    unet, stock, inputs = make(mode=True)
+    """``down_intrablock_additional_residuals`` of a T2I-Adapter. A rehearsal takes nothing from it."""
+    backend = TapeBackend()
+    unet, stock, inputs = make(mode=True, backend=backend)
     residuals = [torch.ones(1, 40, 8, 8), torch.ones(1, 80, 4, 4)]
     for _ in range(2):
         ours, theirs = list(residuals), list(residuals)
@@ -173,6 +174,7 @@ def test_a_list_that_the_forward_empties():
         )
         assert len(ours) == len(theirs) < len(residuals)
     assert "changes the lists" in reasons_of(unet)
+    assert backend.rehearsals == 1
 
 
 def test_a_forward_that_writes_into_its_arguments(monkeypatch):
