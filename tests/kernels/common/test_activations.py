@@ -35,3 +35,11 @@ def test_a_new_activation_is_named_in_errors(square):
     with pytest.raises(ValueError, match=r"unknown activation 'cube'; known: identity, .*, square$"):
         sdfastgn.group_norm(x, 4, activation="cube")
     checks.check_activation("", "square")
+
+
+@pytest.mark.parametrize("name", activations.ACTIVATIONS)
+def test_every_activation_has_a_derivative(name):
+    z = torch.linspace(-3, 3, 50, dtype=torch.float64).requires_grad_()
+    dy = torch.ones_like(z)
+    [expected] = torch.autograd.grad(activations.ACTIVATIONS[name](z).sum(), z)
+    torch.testing.assert_close(activations.ACTIVATION_GRADS[name](dy, z), expected)
