@@ -153,21 +153,6 @@ def test_calls_that_run_upstreams_forward(called, args, options):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({"qk_norm": "layer_norm"}, id="norms-of-queries"),
-        pytest.param({"cross_attention_norm": "layer_norm"}, id="norm-of-the-context"),
-        pytest.param({"spatial_norm_dim": 32}, id="spatial-norm"),
-        pytest.param({"kv_heads": 1}, id="shared-keys"),
-        pytest.param({"added_kv_proj_dim": 8}, id="added-projections"),
-    ],
-)
-def test_other_attentions_are_not_claimed(options):
-    stock = Attention(32, heads=2, dim_head=16, **options)
-    assert not attention.FUSION.claims(stock)
-
-
-@pytest.mark.parametrize(
     "frozen", [pytest.param(False, id="all-train"), pytest.param(True, id="gradient-of-the-input")]
 )
 def test_gradients_are_upstreams(frozen):

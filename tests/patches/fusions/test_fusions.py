@@ -8,7 +8,9 @@ import weakref
 
 import pytest
 import torch
+from diffusers.models.attention_processor import Attention
 from diffusers.models.resnet import ResnetBlock2D
+from diffusers.models.upsampling import Upsample2D
 from torch import nn
 
 import sdfastgn
@@ -276,6 +278,31 @@ def test_a_patch_of_upstream_is_not_kept_alive(monkeypatch):
     gone = weakref.ref(patch)
     del patch
     assert gone() is None
+
+
+NOT_CLAIMED = {
+    "attention-norms-of-queries": lambda: samples._attention(qk_norm="layer_norm"),
+    "attention-norm-of-the-context": lambda: samples._attention(cross_attention_norm="layer_norm"),
+    "attention-spatial-norm": lambda: Attention(32, heads=2, dim_head=16, spatial_norm_dim=32),
+    "attention-shared-keys": lambda: samples._attention(kv_heads=1),
+    "attention-added-projections": lambda: samples._attention(added_kv_proj_dim=8),
+    "transformer_block-ada-zero": lambda: samples._block(norm_type="ada_norm_zero", num_embeds_ada_norm=10),
+    "transformer_block-ada-single": lambda: samples._block(norm_type="ada_norm_single"),
+    "transformer_block-positions": lambda: samples._block(
+        positional_embeddings="sinusoidal", num_positional_embeddings=9
+    ),
+    "upsample_2d-transposed": lambda: Upsample2D(12, use_conv=True, use_conv_transpose=True),
+    "upsample_2d-layer-norm": lambda: Upsample2D(12, use_conv=True, norm_type="ln_norm", **NORM),
+    "upsample_2d-rms-norm": lambda: Upsample2D(12, use_conv=True, norm_type="rms_norm", **NORM),
+    "upsample_2d-no-interpolation": lambda: Upsample2D(12, use_conv=True, interpolate=False),
+}
+NORM = {"eps": 1e-5, "elementwise_affine": True}
+
+
+@pytest.mark.parametrize("name", NOT_CLAIMED)
+def test_other_modules_are_not_claimed(name):
+    entries = sdfastgn.report(NOT_CLAIMED[name]()).entries
+    assert not [e for e in entries if e.path == "" or e.fusion == name.split("-")[0]]
 
 
 def test_an_activation_without_a_fused_form_keeps_the_norms_fused():

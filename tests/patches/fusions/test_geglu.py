@@ -60,17 +60,6 @@ def test_a_removed_hook_lets_the_bias_move_again(linear_calls):
     assert len(linear_calls) == 1
 
 
-def test_dropout_is_kept():
-    module = feed_forward(dropout=0.5, final_dropout=True).train()
-    torch.manual_seed(3)
-    before = module(X)
-    sdfastgn.optimize(module)
-    torch.manual_seed(3)
-    after = module(X)
-    assert (after == 0).any()
-    torch.testing.assert_close(after, before)
-
-
 def test_the_deprecated_argument_gets_upstreams_words():
     module = sdfastgn.optimize(feed_forward())
     expected = module.net[0](X)

@@ -330,17 +330,3 @@ def test_on_a_gpu(dtype, autocast):
     torch.testing.assert_close(
         y, expected, atol=1e-5 if dtype is torch.float32 and not autocast else 5e-2, rtol=1e-2
     )
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({"norm_type": "ada_norm_zero", "num_embeds_ada_norm": 10}, id="ada-norm-zero"),
-        pytest.param({"norm_type": "ada_norm_single"}, id="ada-norm-single"),
-        pytest.param({"positional_embeddings": "sinusoidal", "num_positional_embeddings": 9}, id="positions"),
-    ],
-)
-def test_other_blocks_are_not_claimed(options):
-    stock = block(**options)
-    assert not transformer_block.FUSION.claims(stock)
-    assert "transformer_block" not in {e.fusion for e in sdfastgn.report(stock).entries}
