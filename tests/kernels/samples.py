@@ -11,7 +11,9 @@ from torch.utils._pytree import tree_map_only
 import sdfastgn
 from sdfastgn.kernels.common import dispatch, gpu
 from sdfastgn.kernels.common.dispatch import KERNEL_DTYPES
+from sdfastgn.kernels.common.sizes import ceil_div
 from sdfastgn.kernels.group_norm.op import reference_group_norm
+from sdfastgn.kernels.statistics.op import reference_channel_statistics
 from tests.devices import interpreted as interpreted
 
 DTYPES = [
@@ -156,3 +158,30 @@ truth = in_fp64(reference_group_norm)
 
 def error(y, expected) -> float:
     return ((y.double() - expected).norm() / expected.norm()).item()
+
+
+def assert_statistics(statistics: Tensor, y: Tensor) -> None:
+    """They are those of ``y``, chunk by chunk and, merged by Chan's formula, as a whole."""
+    N, C, HW = y.shape[0], y.shape[1], y.shape[2:].numel()
+    chunks = statistics.shape[2]
+    assert statistics.shape == (2, N, chunks, C)
+    assert statistics.dtype is torch.float32
+    assert statistics.is_contiguous()
+    assert not statistics.requires_grad
+    rows = ceil_div(HW, chunks)
+    count = (HW - rows * torch.arange(chunks, device=y.device)).clamp(0, rows).double()[:, None]
+    assert (count > 0).all()
+    mean, m2 = statistics.double()
+    expected_mean, expected_m2 = reference_channel_statistics(y.double(), chunks)
+    # A mean is rounded at its own size; squares are of deviations, whose last bits are those of y.
+    slack = 4 * torch.finfo(torch.float32).eps * (expected_mean.abs() + (expected_m2 / count).sqrt())
+    assert ((mean - expected_mean).abs() <= slack).all()
+    assert ((m2 - expected_m2).abs() <= 1e-5 * expected_m2 + count * slack**2).all()
+    # Chan's formula over the chunks.
+    merged = (mean * count).sum(1) / HW
+    merged_m2 = (m2 + (mean - merged[:, None]).square() * count).sum(1)
+    u = y.double().reshape(N, C, HW)
+    assert ((merged - u.mean(2)).abs() <= slack.amax(1)).all()
+    whole = (u - u.mean(2, keepdim=True)).square().sum(2)
+    slack = slack.amax(1) * HW**0.5  # of the root of the sum
+    assert ((merged_m2 - whole).abs() <= 1e-5 * whole + 2 * slack * whole.sqrt() + slack**2).all()

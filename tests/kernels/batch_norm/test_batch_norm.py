@@ -13,6 +13,7 @@ from sdfastgn.kernels.common.activations import ACTIVATIONS
 from sdfastgn.kernels.common.dispatch import turn_off
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.common.plan_cache import PlanCache
+from tests.kernels.ops import true_batch_norm
 from tests.kernels.samples import (
     BOUNDS,
     DTYPES,
@@ -68,20 +69,17 @@ def few_registers(request, monkeypatch):
         monkeypatch.setattr(config, "_SMALL_PER_WARP", 512)
 
 
-def stock(
-    x, weight=None, bias=None, residual=None, *, training=True, activation="identity", running=(None, None)
-):
-    z = F.batch_norm(x.contiguous(), *running, weight, bias, training, 0.1, 1e-4)
-    return ACTIVATIONS[activation](z if residual is None else z + residual)
+def of_operands(function):
+    """``function`` of what has a gradient, in training if nothing else is said."""
+
+    def call(x, weight=None, bias=None, residual=None, *, training=True, activation="identity", running=None):
+        averages = running or (None, None)
+        return function(x, *averages, weight, bias, training, 0.1, 1e-4, activation, residual=residual)
+
+    return call
 
 
-def ours(
-    x, weight=None, bias=None, residual=None, *, training=True, activation="identity", running=(None, None)
-):
-    with kernels():
-        return sdfastgn.batch_norm(
-            x, *running, weight, bias, training, 0.1, 1e-4, activation, residual=residual
-        )
+stock, ours = of_operands(true_batch_norm), of_operands(kernels()(sdfastgn.batch_norm))
 
 
 def operands(shape, dtype, device, layout):
@@ -94,14 +92,12 @@ def check(shape, dtype, device, layout, activation, *, training=True, with_resid
     # Of mean 0, else the weight's gradient is a small difference of large sums.
     dy = make(shape, dtype, device, layout, mean=0.0, seed=5)[0]
     channels = torch.arange(shape[1], device=device).double()
-    moments = (channels % 7 / 4 + 1, channels % 5 / 8 + 0.5)
-    running = (None, None) if training else tuple(t.float() for t in moments)
+    moments = None if training else (channels % 7 / 4 + 1, channels % 5 / 8 + 0.5)
+    running = moments and tuple(t.float() for t in moments)
     doubles = [t.detach().double().requires_grad_() for t in leaves]
-    exact = stock(
-        *doubles, training=training, activation=activation, running=(None, None) if training else moments
-    )
+    exact = stock(*doubles, training=training, activation=activation, running=moments)
     if activation == "relu":  # at its kink a rounding decides between two right answers
-        z = stock(*doubles, training=training, running=(None, None) if training else moments)
+        z = stock(*doubles, training=training, running=moments)
         dy = torch.where(z.abs() < 0.02, 0, dy)
     y = ours(*leaves, training=training, activation=activation, running=running)
     with kernels():
@@ -119,6 +115,14 @@ def off(mine, right, x):
         return error(mine, right)
     random = (x.numel() // x.shape[1]) ** 0.5
     return float((mine.double() - right).abs().max() / right.abs().max().clamp(min=random))
+
+
+def check_far_mean(x):
+    """Far above the spread."""
+    x = x + 3e3
+    mine, eager, exact = ours(x), stock(x), stock(x.double())
+    one_rounding = exact.abs().max() * torch.finfo(torch.float32).eps
+    assert (mine - exact).abs().max() <= 2 * (eager - exact).abs().max() + one_rounding
 
 
 def test_the_shapes_take_both_ways():
@@ -179,10 +183,7 @@ def test_merges_of_several_tiles(shape, layout, device, monkeypatch):
     assert Moments(x)._merge.constants["LOOP"]
     check(shape, torch.float32, device, layout, "silu")
     assert not ours(torch.full_like(x, 0.1)).any()
-    far = x + 3e3
-    exact = stock(far.double())
-    one_rounding = exact.abs().max() * torch.finfo(torch.float32).eps
-    assert (ours(far) - exact).abs().max() <= 2 * (stock(far) - exact).abs().max() + one_rounding
+    check_far_mean(x)
 
 
 @pytest.mark.gpu
@@ -209,17 +210,12 @@ def test_some_gradients_alone(shape, wanted, training, device):
 
     def grads(call, dtype):
         leaves = [t.detach().to(dtype).requires_grad_(on) for t, on in zip(tensors, wanted, strict=True)]
-        y = call(*leaves, training=training, activation="silu", running=() if training else (ones, ones))
+        running = None if training else (ones.to(dtype),) * 2
+        y = call(*leaves, training=training, activation="silu", running=running)
         with kernels():
             return torch.autograd.grad(y, [t for t in leaves if t.requires_grad], dy.to(dtype))
 
-    def in_fp64(*leaves, running, **options):
-        return stock(*leaves, **options, running=tuple(t.double() for t in running) or (None, None))
-
-    def in_fp32(*leaves, running, **options):
-        return ours(*leaves, **options, running=running or (None, None))
-
-    for mine, right in zip(grads(in_fp32, torch.float32), grads(in_fp64, torch.float64), strict=True):
+    for mine, right in zip(grads(ours, torch.float32), grads(stock, torch.float64), strict=True):
         assert error(mine, right) < 2 * BOUNDS[torch.float32]
 
 
@@ -336,10 +332,7 @@ def test_equal_values_give_exactly_the_bias(shape, value, dtype, layout, device)
 @each_layout
 @pytest.mark.parametrize("shape", [SMALL[0], SPLIT[0], SPLIT[1]])
 def test_a_mean_far_above_the_spread_is_no_less_exact_than_eager(shape, layout, device):
-    x = make(shape, device=device, layout=layout)[0] + 3e3
-    mine, eager, exact = ours(x), stock(x), stock(x.double())
-    one_rounding = exact.abs().max() * torch.finfo(torch.float32).eps
-    assert (mine - exact).abs().max() <= 2 * (eager - exact).abs().max() + one_rounding
+    check_far_mean(make(shape, device=device, layout=layout)[0])
 
 
 @pytest.mark.parametrize("shape", [SMALL[0], SPLIT[0]])

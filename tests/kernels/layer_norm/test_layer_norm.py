@@ -9,7 +9,7 @@ from sdfastgn.kernels.common.sizes import vector_width
 from sdfastgn.kernels.layer_norm import op as layer_norm
 from sdfastgn.kernels.layer_norm.config import ChunksConfig, backward_config, forward_config
 from tests.kernels.gradients import grads_of
-from tests.kernels.ops import true_layer_norm
+from tests.kernels.ops import true_add_layer_norm, true_layer_norm
 from tests.kernels.samples import (
     BOUNDS,
     DTYPES,
@@ -170,19 +170,12 @@ def test_nothing_else_is_written(shape, device):
 def test_gradients(shape, direct, device):
     leaves = make(shape, device=device)
     dys = make(shape, device=device, seed=1)[:2]
-    ours = grads_of(
-        lambda x, r, w, b, a: sdfastgn.add_layer_norm(x, r, w, b, 0.1, add_bias=a),
-        leaves,
-        dys,
-        torch.float32,
-        direct=direct,
-    )
 
-    def eager(x, residual, weight, bias, add_bias):
-        total = x + residual + add_bias
-        return F.layer_norm(total, total.shape[-1:], weight, bias, 0.1), total
+    def call(f):
+        return lambda x, r, w, b, a: f(x, r, w, b, 0.1, add_bias=a)
 
-    expected = grads_of(eager, leaves, dys, torch.float64)
+    ours = grads_of(call(sdfastgn.add_layer_norm), leaves, dys, torch.float32, direct=direct)
+    expected = grads_of(call(true_add_layer_norm), leaves, dys, torch.float64)
     for got, want in zip(ours, expected, strict=True):
         assert got.shape == want.shape
         assert (got - want).norm() <= 2e-6 * want.norm() + 1e-6
@@ -213,14 +206,11 @@ def test_gradients_no_less_exact_than_eager(shape, dtype, mean, device):
     skip_cut_off(dtype, device)
     x, _, weight, bias, _ = make(shape, dtype, device, mean)
     dys = make(shape, dtype, device, seed=1)[:1]
-
-    def eager(x, w, b):
-        return F.layer_norm(x, x.shape[-1:], w, b)
-
-    expected = grads_of(eager, (x, weight, bias), dys, torch.float64)
-    stock = grads_of(eager, (x, weight, bias), dys, dtype)
+    operands = (x, weight, bias)
+    expected = grads_of(true_layer_norm, operands, dys, torch.float64)
+    stock = grads_of(true_layer_norm, operands, dys, dtype)
     for ours, theirs, want in zip(
-        grads_of(sdfastgn.layer_norm, (x, weight, bias), dys, dtype), stock, expected, strict=True
+        grads_of(sdfastgn.layer_norm, operands, dys, dtype), stock, expected, strict=True
     ):
         slack = 0.5 * torch.finfo(dtype).eps * want.norm()
         assert (ours - want).norm() <= (theirs - want).norm() * 1.05 + slack
@@ -230,22 +220,19 @@ def test_gradients_no_less_exact_than_eager(shape, dtype, mean, device):
 @pytest.mark.parametrize("shape", WAYS)
 def test_only_what_is_needed(shape, needs, device):
     names = ("x", "residual", "weight", "bias", "add_bias")
-    leaves = dict(zip(names, make(shape, device=device), strict=True))
-    expected = {name: t.double() for name, t in leaves.items()}
-    for name in needs.split():
-        leaves[name].requires_grad_()
-        expected[name].requires_grad_()
-    x, residual, weight, bias, add_bias = leaves.values()
-    with kernels():
-        y, total = sdfastgn.add_layer_norm(x, residual, weight, bias, add_bias=add_bias)
-        ((y * y).sum() + (total.sum() if total.requires_grad else 0)).backward()
-    u = expected["x"] + expected["residual"] + expected["add_bias"]
-    z = F.layer_norm(u, shape[-1:], expected["weight"], expected["bias"])
-    ((z * z).sum() + u.sum()).backward() if u.requires_grad else (z * z).sum().backward()
-    for name in names:
-        assert (leaves[name].grad is not None) == (name in needs.split())
-        if name in needs.split():
-            assert error(leaves[name].grad, expected[name].grad) < 1e-4
+    operands = dict(zip(names, make(shape, device=device), strict=True))
+
+    def gradients(f, dtype):
+        leaves = {n: t.to(dtype).detach().requires_grad_(n in needs.split()) for n, t in operands.items()}
+        with kernels():
+            y, total = f(**leaves)
+            (y.square().sum() + (total.sum() if total.requires_grad else 0)).backward()
+        return {name: t.grad for name, t in leaves.items() if t.grad is not None}
+
+    found = gradients(sdfastgn.add_layer_norm, torch.float32)
+    expected = gradients(true_add_layer_norm, torch.float64)
+    assert found.keys() == expected.keys() == set(needs.split())
+    assert all(error(found[name], expected[name]) < 1e-4 for name in found)
 
 
 @pytest.mark.parametrize("shape", WAYS)

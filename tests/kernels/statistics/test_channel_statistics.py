@@ -13,6 +13,7 @@ from tests.kernels.samples import (
     BOUNDS,
     DTYPES,
     LAYOUTS,
+    assert_statistics,
     error,
     first_alone,
     make,
@@ -52,33 +53,6 @@ def few_sms(monkeypatch):
         monkeypatch.setattr(channel_statistics, "_launches", {})
 
     return patch
-
-
-def assert_statistics(statistics: torch.Tensor, y: torch.Tensor) -> None:
-    """They are those of ``y``, chunk by chunk and, merged by Chan's formula, as a whole."""
-    N, C, HW = y.shape[0], y.shape[1], y.shape[2:].numel()
-    chunks = statistics.shape[2]
-    assert statistics.shape == (2, N, chunks, C)
-    assert statistics.dtype is torch.float32
-    assert statistics.is_contiguous()
-    assert not statistics.requires_grad
-    rows = ceil_div(HW, chunks)
-    count = (HW - rows * torch.arange(chunks, device=y.device)).clamp(0, rows).double()[:, None]
-    assert (count > 0).all()
-    mean, m2 = statistics.double()
-    expected_mean, expected_m2 = reference_channel_statistics(y.double(), chunks)
-    # A mean is rounded at its own size; squares are of deviations, whose last bits are those of y.
-    slack = 4 * FP32_EPS * (expected_mean.abs() + (expected_m2 / count).sqrt())
-    assert ((mean - expected_mean).abs() <= slack).all()
-    assert ((m2 - expected_m2).abs() <= 1e-5 * expected_m2 + count * slack**2).all()
-    # Chan's formula over the chunks.
-    merged = (mean * count).sum(1) / HW
-    merged_m2 = (m2 + (mean - merged[:, None]).square() * count).sum(1)
-    u = y.double().reshape(N, C, HW)
-    assert ((merged - u.mean(2)).abs() <= slack.amax(1)).all()
-    whole = (u - u.mean(2, keepdim=True)).square().sum(2)
-    slack = slack.amax(1) * HW**0.5  # of the root of the sum
-    assert ((merged_m2 - whole).abs() <= 1e-5 * whole + 2 * slack * whole.sqrt() + slack**2).all()
 
 
 def inputs(shape, dtype=torch.float32, device="cpu", layout="channels_last", mean=3.0):

@@ -19,6 +19,7 @@ from sdfastgn.patches.core import fusion as fusion_module
 from sdfastgn.patches.core.fusion import ClassSwap
 from sdfastgn.patches.fusions.group_norm_subclass import SubclassSwap
 from sdfastgn.patches.registry import FUSIONS
+from tests.kernels.samples import kernels
 from tests.patches import cases, samples
 from tests.patches.samples import each_copy, each_fusion, each_sample, output, snapshot, stock_and_output
 
@@ -170,7 +171,7 @@ def test_hooks_on_inner_modules_see_what_they_saw(build, call):
 @pytest.mark.parametrize("name", ["attention", "geglu", "transformer_block", "upsample_2d"])
 def test_under_a_compiler_the_graph_is_diffusers_own(name, training):
     build, call = samples.sample(name)
-    with torch.set_grad_enabled(training):
+    with kernels(direct=True), torch.set_grad_enabled(training):
         cases.compiles_to_stocks_graph(cases.twins(samples.randomize(build()).train(training)), call)
 
 
