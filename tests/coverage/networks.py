@@ -9,7 +9,7 @@ from diffusers.models.normalization import AdaGroupNorm, RMSNorm
 from diffusers.models.resnet import ResnetBlock2D
 from torch import nn
 
-from tests.coverage.parts import Built, Rows, model, noise, pipeline, scheduler, vae
+from tests.coverage.parts import TWO_LEVELS, Built, Rows, model, noise, pipeline, scheduler, vae
 from tests.coverage.relatives import embeds, small_vae
 from tests.coverage.stable_diffusion import tiny_vae
 
@@ -233,8 +233,7 @@ def _() -> Built:
 @autoencoders("VQModel")
 def _() -> Built:
     sizes = {"block_out_channels": (32, 64), "norm_num_groups": 8}
-    blocks = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
-    return decodes(model("VQModel", **sizes, **blocks), 1, 3, 8, 8)
+    return decodes(model("VQModel", **sizes, **TWO_LEVELS), 1, 3, 8, 8)
 
 
 @autoencoders("ConsistencyDecoderVAE")

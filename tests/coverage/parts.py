@@ -16,6 +16,8 @@ from sdfastgn.bench.models.pipelines import build_tokenizer
 # Where the tensors of a row are, and in which dtype. A test on a GPU changes both.
 WHERE: dict[str, Any] = {"device": "cpu", "dtype": torch.float32}
 PROMPT = {"prompt": "a cat", "num_inference_steps": 2, "output_type": "pt"}
+# Two levels of a VAE.
+TWO_LEVELS = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
 # Ends of a text that build_tokenizer writes.
 _ENDS = {"bos_token_id": 512, "eos_token_id": 513, "pad_token_id": 513}
 

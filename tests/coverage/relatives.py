@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from tests.coverage.parts import (
+    TWO_LEVELS,
     Built,
     Rows,
     image,
@@ -41,8 +42,7 @@ BLOCKS = {"block_out_channels": (32, 64), "layers_per_block": 1, "norm_num_group
 
 def small_vae(**options: Any) -> Any:
     """Of two levels: 16 pixels are 8 latents."""
-    blocks = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
-    return vae(block_out_channels=(12, 24), **blocks, **options)
+    return vae(block_out_channels=(12, 24), **TWO_LEVELS, **options)
 
 
 def image_encoder() -> Any:

@@ -6,7 +6,19 @@ import diffusers
 import torch
 
 from sdfastgn.bench.models.configurations import UNETS
-from tests.coverage.parts import Built, Rows, image, model, noise, pipeline, scheduler, sd, sdxl, unet
+from tests.coverage.parts import (
+    TWO_LEVELS,
+    Built,
+    Rows,
+    image,
+    model,
+    noise,
+    pipeline,
+    scheduler,
+    sd,
+    sdxl,
+    unet,
+)
 from tests.patches.cases import ip_adapter_weights
 
 rows = Rows("Stable Diffusion")
@@ -90,8 +102,7 @@ def _() -> Built:
 @rows("AsymmetricAutoencoderKL as VAE")
 def _() -> Built:
     sizes = {"down_block_out_channels": (20, 40), "up_block_out_channels": (20, 40), "norm_num_groups": 5}
-    blocks = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
-    parts = sd(unet=unet(in_channels=9), vae=model("AsymmetricAutoencoderKL", **sizes, **blocks))
+    parts = sd(unet=unet(in_channels=9), vae=model("AsymmetricAutoencoderKL", **sizes, **TWO_LEVELS))
     inputs = {"image": image(size=16), "mask_image": mask()[..., :16, :16], "height": 16, "width": 16}
     return pipeline("StableDiffusionInpaintPipeline", parts, **inputs)
 

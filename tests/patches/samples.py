@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusers.models import AutoencoderTiny, UNet2DConditionModel, UNet2DModel
+from diffusers.models import AutoencoderKL, AutoencoderTiny, UNet2DConditionModel, UNet2DModel
 from diffusers.models.activations import GEGLU
 from diffusers.models.attention import BasicTransformerBlock, FeedForward
 from diffusers.models.attention_processor import Attention
@@ -97,17 +97,19 @@ def tokens(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) + 3
 
 
-def _unet() -> nn.Module:
+def unet(**options: Any) -> nn.Module:
+    sizes = {"block_out_channels": (20, 40), "norm_num_groups": 5, "layers_per_block": 1, "sample_size": 8}
+    down, up = ("CrossAttnDownBlock2D", "DownBlock2D"), ("UpBlock2D", "CrossAttnUpBlock2D")
+    attention = {"cross_attention_dim": 12, "attention_head_dim": 2}
     return UNet2DConditionModel(
-        sample_size=8,
-        block_out_channels=(20, 40),
-        norm_num_groups=5,
-        layers_per_block=1,
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-        cross_attention_dim=12,
-        attention_head_dim=2,
+        **{**sizes, **attention, "down_block_types": down, "up_block_types": up, **options}
     )
+
+
+def vae(**options: Any) -> nn.Module:
+    sizes = {"block_out_channels": (8, 8), "norm_num_groups": 1}
+    down, up = ("DownEncoderBlock2D",) * 2, ("UpDecoderBlock2D",) * 2
+    return AutoencoderKL(**{**sizes, "down_block_types": down, "up_block_types": up, **options})
 
 
 # AutoencoderTiny's halves, with channels that vectors do not divide.
@@ -225,7 +227,7 @@ SAMPLES: list[Sample] = [
     ("geglu-no-bias", lambda: GEGLU(12, 20, bias=False), lambda m: m(tokens(2, 7, 12))),
     ("geglu-rank-2", lambda: GEGLU(12, 5), lambda m: m(hidden_states=tokens(7, 12))),
     ("geglu-feed-forward", lambda: FeedForward(12, final_dropout=True), lambda m: m(tokens(2, 7, 12))),
-    ("conv_norm_out-unet", _unet, lambda m: m(image(2, 4, 8, 8), 10, image(2, 3, 12, 1)[..., 0]).sample),
+    ("conv_norm_out-unet", unet, lambda m: m(image(2, 4, 8, 8), 10, image(2, 3, 12, 1)[..., 0]).sample),
     (
         "conv_norm_out-unet2d",
         lambda: UNet2DModel(

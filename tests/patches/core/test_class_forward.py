@@ -127,7 +127,7 @@ KEEPERS = [
 
 def twins_with(change):
     """(optimized, stock) with the same weights, both changed afterwards."""
-    model = samples.randomize(samples._unet())
+    model = samples.randomize(samples.unet())
     stock = copy.deepcopy(model)
     change(sdfastgn.optimize(model)), change(stock)
     return model, stock
@@ -175,7 +175,7 @@ def test_hooks_that_came_and_went_while_it_was_optimized(hooks):
 
 
 def test_hooks_that_go_after_restore_leave_the_stock_forward():
-    model = samples.randomize(samples._unet())
+    model = samples.randomize(samples.unet())
     before = output(model)
     cpu_offload(sdfastgn.optimize(model), CPU)
     sdfastgn.restore(model)
@@ -191,7 +191,7 @@ class Around(ModelHook):
 
 def test_diffusers_hooks_that_go_after_restore_leave_the_stock_forward():
     """They kept what stood for the forward of a model with graphs."""
-    model = samples.randomize(samples._unet())
+    model = samples.randomize(samples.unet())
     before = output(model)
     registry = HookRegistry.check_if_exists_or_initialize(sdfastgn.optimize(model))
     for name, hook in (("first", ModelHook()), ("around", Around()), ("last", ModelHook())):

@@ -151,7 +151,7 @@ def test_the_rest_of_a_pipeline_is_restored():
 
 
 def test_the_with_block_warns_where_it_stands():
-    unet = samples._unet()
+    unet = samples.unet()
     with (
         pytest.warns(UserWarning, match=r"^sdfastgn\.optimized: 4 parts could not be restored") as warned,
         sdfastgn.optimized(unet),
@@ -213,7 +213,7 @@ def test_a_class_over_a_model_may_use_its_last_norm_alone():
         def forward(self, x):
             return self.conv_norm_out(x)
 
-    unet, x = samples.randomize(samples._unet()), samples.image(2, 20, 8, 8)
+    unet, x = samples.randomize(samples.unet()), samples.image(2, 20, 8, 8)
     expected = unet.conv_norm_out(x)
     sdfastgn.optimize(unet, cuda_graphs=False)
     unet.__class__ = NormOut
@@ -224,7 +224,7 @@ def test_a_class_over_a_model_may_use_its_last_norm_alone():
 
 
 def test_hooks_come_off_a_model_of_another_class():
-    unet = samples._unet()
+    unet = samples.unet()
     sdfastgn.optimize(unet)
     unet.__class__ = type("Own", (UNet2DConditionModel,), {})
     assert restored(unet) == []
@@ -233,7 +233,7 @@ def test_hooks_come_off_a_model_of_another_class():
 
 
 def test_what_other_code_has_moved_is_restored_too():
-    unet = sdfastgn.optimize(samples._unet())
+    unet = sdfastgn.optimize(samples.unet())
     unet.spare, unet.conv_act = unet.conv_act, nn.SiLU()
     sdfastgn.restore(unet)
     assert type(unet.spare) is nn.SiLU

@@ -315,7 +315,7 @@ def test_an_activation_without_a_fused_form_keeps_the_norms_fused():
 
 
 def test_conv_norm_out_called_by_itself_is_only_a_norm():
-    unet = samples.randomize(samples._unet())
+    unet = samples.randomize(samples.unet())
     x = samples.image(2, 20, 8, 8)
     norm, act = unet.conv_norm_out(x), unet.conv_act(x)
     sdfastgn.optimize(unet)
@@ -324,7 +324,7 @@ def test_conv_norm_out_called_by_itself_is_only_a_norm():
 
 
 def test_conv_norm_out_is_disarmed_after_an_exception():
-    unet = sdfastgn.optimize(samples.randomize(samples._unet()))
+    unet = sdfastgn.optimize(samples.randomize(samples.unet()))
     with pytest.raises(Exception, match=r"."):
         unet(torch.randn(2, 3, 8, 8), 10, torch.randn(2, 3, 12))
     x = samples.image(2, 20, 8, 8)

@@ -122,7 +122,7 @@ def test_a_norms_parameters_may_lie_anywhere(view, layout):
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
 def test_an_optimized_unet_is_exported_to_onnx(monkeypatch):
     """As TorchScript, in which an op of ours would be an unknown one."""
-    unet = sdfastgn.optimize(samples.randomize(samples._unet()))
+    unet = sdfastgn.optimize(samples.randomize(samples.unet()))
     inputs = (torch.randn(1, 4, 8, 8), torch.tensor(3), torch.randn(1, 5, 12))
     if importlib.util.find_spec("onnx") is None:
         # It only adds functions of onnxscript to a model that is already exported.
@@ -245,7 +245,7 @@ def is_laid_out(unet):
     "arrive", [nn.Module.half, lambda m: m.to(torch.float16), lambda m: nn.Sequential(m).half()[0]]
 )
 def test_weights_are_laid_out_where_that_pays(gpu, arrive):
-    unet = samples.randomize(samples._unet())
+    unet = samples.randomize(samples.unet())
     before = strides(unet)
     sdfastgn.optimize(unet)
     assert strides(unet) == before
@@ -265,15 +265,15 @@ def test_weights_are_laid_out_where_that_pays(gpu, arrive):
 
 
 def test_weights_that_are_there_are_laid_out_at_once(gpu):
-    unet = sdfastgn.optimize(samples._unet().half())
+    unet = sdfastgn.optimize(samples.unet().half())
     assert is_laid_out(unet)
 
 
 def test_a_forward_where_no_kernel_runs_is_in_stocks_layout(gpu):
-    unet = samples.randomize(samples._unet())
+    unet = samples.randomize(samples.unet())
     stock = copy.deepcopy(unet)
     sdfastgn.optimize(unet).half().float()
-    other = sdfastgn.optimize(samples._unet()).half()
+    other = sdfastgn.optimize(samples.unet()).half()
     stock.half().float()  # rounded alike
     assert is_laid_out(unet)
     inputs = (torch.randn(1, 4, 8, 8), 3, torch.randn(1, 5, 12))
@@ -286,7 +286,7 @@ def test_a_forward_where_no_kernel_runs_is_in_stocks_layout(gpu):
 
 @each_copy
 def test_a_copy_is_laid_out_by_itself(gpu, copied):
-    unet = sdfastgn.optimize(samples._unet())
+    unet = sdfastgn.optimize(samples.unet())
     other = copied(unet)
     assert is_laid_out(other.half())
     assert not is_laid_out(unet)
@@ -297,7 +297,7 @@ def test_a_copy_is_laid_out_by_itself(gpu, copied):
 
 def test_an_optimized_model_goes_when_it_is_dropped():
     """Without waiting for the garbage collector: it may be most of a GPU's memory."""
-    unet = sdfastgn.optimize(samples._unet())
+    unet = sdfastgn.optimize(samples.unet())
     gone = weakref.ref(unet)
     gc.disable()
     try:
@@ -308,7 +308,7 @@ def test_an_optimized_model_goes_when_it_is_dropped():
 
 
 def test_an_adapters_base_layer_is_laid_out_and_what_it_adds_is_not(gpu):
-    unet = sdfastgn.optimize(samples._unet())
+    unet = sdfastgn.optimize(samples.unet())
     unet.add_adapter(LoraConfig(r=2, target_modules=["conv1"], init_lora_weights=False))
     unet.half()
     convs = {
@@ -323,6 +323,6 @@ def test_an_adapters_base_layer_is_laid_out_and_what_it_adds_is_not(gpu):
 
 def test_a_saved_model_is_stocks(tmp_path):
     """Also by safetensors' own functions, which refuse what is not contiguous."""
-    unet = sdfastgn.optimize(samples._unet())
+    unet = sdfastgn.optimize(samples.unet())
     save_file(unet.state_dict(), tmp_path / "unet.safetensors")
     assert load_file(tmp_path / "unet.safetensors").keys() == unet.state_dict().keys()
