@@ -160,6 +160,15 @@ def error(y, expected) -> float:
     return ((y.double() - expected).norm() / expected.norm()).item()
 
 
+def checked(x, num_groups, *affine, statistics=None, **options) -> Tensor:
+    """GroupNorm by the kernels, right to the last rounding."""
+    y = run(x, num_groups, *affine, statistics=statistics, **options)
+    expected = truth(x, num_groups, *affine, **options)
+    assert (y.dtype, y.shape) == (x.dtype, expected.shape)
+    assert error(y, expected) < BOUNDS[x.dtype]
+    return y
+
+
 def assert_statistics(statistics: Tensor, y: Tensor) -> None:
     """They are those of ``y``, chunk by chunk and, merged by Chan's formula, as a whole."""
     N, C, HW = y.shape[0], y.shape[1], y.shape[2:].numel()

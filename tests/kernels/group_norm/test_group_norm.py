@@ -7,7 +7,18 @@ import torch.nn.functional as F
 import sdfastgn
 from sdfastgn.kernels.common.activations import ACTIVATIONS
 from sdfastgn.kernels.group_norm.config import SmallConfig, SplitConfig, launch_config
-from tests.kernels.samples import BOUNDS, DTYPES, LAYOUTS, error, first_alone, make, run, skip_cut_off, truth
+from tests.kernels.samples import (
+    BOUNDS,
+    DTYPES,
+    LAYOUTS,
+    checked,
+    error,
+    first_alone,
+    make,
+    run,
+    skip_cut_off,
+    truth,
+)
 
 OPERANDS = ("shift", "ada_scale", "ada_shift")
 
@@ -48,11 +59,8 @@ GPU_SHAPES = [
 @pytest.mark.parametrize(("shape", "groups"), SMALL + SPLIT)
 def test_every_shape_and_layout(shape, groups, layout, tokens, device):
     x, weight, bias = make(shape, device=device, layout=layout)
-    y = run(x, groups, weight, bias, activation="silu", tokens=tokens)
-    expected = truth(x, groups, weight, bias, activation="silu", tokens=tokens)
-    assert y.shape == expected.shape
+    y = checked(x, groups, weight, bias, activation="silu", tokens=tokens)
     assert y.is_contiguous() if tokens else y.stride() == x.stride()
-    assert error(y, expected) < BOUNDS[torch.float32]
 
 
 @pytest.mark.gpu
@@ -61,9 +69,7 @@ def test_every_shape_and_layout(shape, groups, layout, tokens, device):
 @pytest.mark.parametrize(("shape", "groups"), GPU_SHAPES)
 def test_real_shapes_on_the_gpu(shape, groups, dtype, layout):
     x, weight, bias = make(shape, dtype, "cuda", layout)
-    y = run(x, groups, weight, bias, activation="silu")
-    assert y.stride() == x.stride()
-    assert error(y, truth(x, groups, weight, bias, activation="silu")) < BOUNDS[dtype]
+    assert checked(x, groups, weight, bias, activation="silu").stride() == x.stride()
 
 
 def test_the_shapes_take_both_ways():
@@ -83,9 +89,7 @@ def test_the_shapes_take_both_ways():
 @pytest.mark.parametrize(("shape", "groups"), first_alone([SMALL[1], SPLIT[0]]))
 def test_every_activation_and_dtype(shape, groups, dtype, activation, device):
     x, weight, bias = make(shape, dtype, device)
-    y = run(x, groups, weight, bias, activation=activation)
-    assert y.dtype is dtype
-    assert error(y, truth(x, groups, weight, bias, activation=activation)) < BOUNDS[dtype]
+    checked(x, groups, weight, bias, activation=activation)
 
 
 @pytest.mark.parametrize("activation", first_alone(["identity", "silu"]))
@@ -133,17 +137,14 @@ def test_operands(shape, groups, names, rows, device):
     size = (shape[1],) if rows is None else (rows(shape[0]), shape[1])
     operands = {name: torch.randn(size, generator=g).to(device, torch.float16) for name in names}
     for tokens in (False, True):
-        options = {"activation": "silu", "tokens": tokens, **operands}
-        y, expected = (f(x, groups, weight, bias, **options) for f in (run, truth))
-        assert error(y, expected) < BOUNDS[torch.float16]
+        checked(x, groups, weight, bias, activation="silu", tokens=tokens, **operands)
 
 
 @pytest.mark.parametrize("has", ["none", "weight", "bias"])
 @pytest.mark.parametrize(("shape", "groups"), [SMALL[1], SPLIT[0]])
 def test_affine_parts_are_independent(shape, groups, has, device):
     x, weight, bias = make(shape, device=device)
-    args = (weight if has == "weight" else None, bias if has == "bias" else None)
-    assert error(run(x, groups, *args), truth(x, groups, *args)) < BOUNDS[torch.float32]
+    checked(x, groups, weight if has == "weight" else None, bias if has == "bias" else None)
 
 
 @pytest.mark.parametrize(("shape", "rows"), [((0, 8, 4, 4), 16), ((2, 8, 0, 4), 0), ((0, 8), 1)], ids=str)
@@ -183,14 +184,13 @@ def test_nan_stays_on_its_side_of_a_pair(value, device):
 @pytest.mark.parametrize("eps", [0.0, -1e-3, 10.0], ids=str)
 def test_eps_is_only_added(eps, device):
     x, weight, bias = make((2, 12, 5, 5), device=device)
-    assert error(run(x, 4, weight, bias, eps), truth(x, 4, weight, bias, eps)) < BOUNDS[torch.float32]
+    checked(x, 4, weight, bias, eps)
 
 
 def test_views_with_gaps_keep_the_innermost_axis(device):
     base = make((2, 24, 6, 7), device=device)[0]
     for x in (base[:, :12], base[..., ::2], base.contiguous()[:, ::2], base[:1].expand(3, -1, -1, -1)):
-        y = run(x, 4, activation="silu")
-        assert error(y, truth(x, 4, activation="silu")) < BOUNDS[torch.float32]
+        y = checked(x, 4, activation="silu")
         assert y.stride().index(min(y.stride())) == x.stride().index(min(s for s in x.stride() if s))
 
 

@@ -6,7 +6,7 @@ import torch
 from sdfastgn.kernels.common.sizes import ceil_div
 from sdfastgn.kernels.group_norm.config import SmallConfig, launch_config
 from sdfastgn.kernels.statistics.op import reference_channel_statistics
-from tests.kernels.samples import BOUNDS, DTYPES, LAYOUTS, error, first_alone, make, run, truth
+from tests.kernels.samples import BOUNDS, DTYPES, LAYOUTS, checked, error, first_alone, make, run, truth
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -48,10 +48,10 @@ def test_the_shapes_take_both_ways_and_the_chunks_leave_some_empty():
 @pytest.mark.parametrize(("shape", "groups"), [SMALL, SPLIT])
 def test_statistics_of_any_number_of_chunks(shape, groups, chunks, dtype, layout, device):
     x, weight, bias = make(shape, dtype, device, layout)
-    y = run(x, groups, weight, bias, activation="silu", statistics=poisoned_statistics(x, chunks))
-    assert y.dtype is dtype
+    statistics = poisoned_statistics(x, chunks)
+    y = checked(x, groups, weight, bias, activation="silu", statistics=statistics)
     assert y.stride() == x.stride()
-    assert error(y, truth(x, groups, weight, bias, activation="silu")) < BOUNDS[dtype]
+    assert checked(x, groups, weight, bias, statistics=statistics, tokens=True).is_contiguous()
 
 
 @pytest.mark.parametrize(
@@ -61,8 +61,7 @@ def test_statistics_of_any_rank(shape, device):
     layout = "channels_last" if len(shape) > 2 else "channels_first"
     x, weight, bias = make(shape, device=device, layout=layout)
     groups = 5 if shape[1] == 5 else 3
-    y = run(x, groups, weight, bias, statistics=poisoned_statistics(x, 4))
-    assert error(y, truth(x, groups, weight, bias)) < BOUNDS[torch.float32]
+    checked(x, groups, weight, bias, statistics=poisoned_statistics(x, 4))
 
 
 @pytest.mark.parametrize(
@@ -74,8 +73,7 @@ def test_statistics_are_those_of_x_without_the_shift(shape, groups, dtype, names
     x, weight, bias = make(shape, dtype, device)
     g = torch.Generator().manual_seed(1)
     operands = {name: (torch.randn(shape[:2], generator=g) * 2).to(device, dtype) for name in names}
-    y = run(x, groups, weight, bias, activation="silu", statistics=poisoned_statistics(x, 20), **operands)
-    assert error(y, truth(x, groups, weight, bias, activation="silu", **operands)) < BOUNDS[dtype]
+    checked(x, groups, weight, bias, activation="silu", statistics=poisoned_statistics(x, 20), **operands)
 
 
 @pytest.mark.parametrize(
@@ -93,8 +91,7 @@ def test_statistics_that_are_views(shape, groups, view, device):
     strided = view(statistics)
     assert not strided.is_contiguous()
     assert torch.equal(strided.nan_to_num(), statistics.nan_to_num())
-    y = run(x, groups, weight, bias, statistics=strided)
-    assert error(y, truth(x, groups, weight, bias)) < BOUNDS[torch.float32]
+    checked(x, groups, weight, bias, statistics=strided)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -119,22 +116,7 @@ def test_statistics_of_chunks_of_different_means(shape, groups, device):
     x += torch.linspace(-50, 50, shape[2], device=device)[:, None]
     x += torch.linspace(0, 30, shape[1], device=device)[:, None, None]
     for chunks in (1, 7, 100):
-        y = run(x, groups, weight, bias, statistics=poisoned_statistics(x, chunks))
-        assert error(y, truth(x, groups, weight, bias)) < BOUNDS[torch.float32]
-
-
-# --- tokens -------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", first_alone(DTYPES))
-@pytest.mark.parametrize(("shape", "groups"), [SMALL, SPLIT])
-def test_tokens_from_statistics(shape, groups, dtype, layout, device):
-    x, weight, bias = make(shape, dtype, device, layout)
-    y = run(x, groups, weight, bias, statistics=poisoned_statistics(x, 20), tokens=True)
-    assert y.dtype is dtype
-    assert y.is_contiguous()
-    assert error(y, truth(x, groups, weight, bias, tokens=True)) < BOUNDS[dtype]
+        checked(x, groups, weight, bias, statistics=poisoned_statistics(x, chunks))
 
 
 @pytest.mark.gpu
@@ -148,7 +130,5 @@ def test_tokens_from_statistics(shape, groups, dtype, layout, device):
 )
 def test_real_shapes_on_the_gpu(shape, dtype, layout, tokens):
     x, weight, bias = make(shape, dtype, "cuda", layout)
-    expected = truth(x, 32, weight, bias, activation="silu", tokens=tokens)
     for statistics in (None, poisoned_statistics(x, 77), poisoned_statistics(x, 1)):
-        y = run(x, 32, weight, bias, activation="silu", statistics=statistics, tokens=tokens)
-        assert error(y, expected) < BOUNDS[dtype]
+        checked(x, 32, weight, bias, activation="silu", statistics=statistics, tokens=tokens)

@@ -12,12 +12,12 @@ from sdfastgn.kernels.upsample import conv_kernels as upsample_conv_kernels
 from sdfastgn.kernels.upsample.config import phases_pay, weights_config
 from sdfastgn.kernels.upsample.conv import reference_phase_weights, reference_upsample_conv2d, upsample_conv2d
 from sdfastgn.kernels.upsample.conv_kernels import launch_interleave, launch_phase_weights
-from tests.kernels import samples
 from tests.kernels.ops import true_upsample_conv2d
 from tests.kernels.samples import (
     DTYPES,
     LAYOUTS,
     assert_statistics,
+    checked,
     error,
     first_alone,
     in_fp64,
@@ -156,8 +156,7 @@ def test_statistics_feed_group_norm(device, in_phases):
     in_phases(1)
     x, weight, bias = operands((1, 4, 16, 32), 64, torch.float16, device)
     y, statistics = call(x, weight, bias + 300, with_statistics=True)  # a mean far above the spread
-    norm = samples.run(y, 8, statistics=statistics)
-    assert error(norm, samples.truth(y, 8)) < samples.BOUNDS[torch.float16]
+    checked(y, 8, statistics=statistics)
 
 
 def test_a_change_of_the_weights_counts_at_once(device, in_phases):
