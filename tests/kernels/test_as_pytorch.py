@@ -199,10 +199,7 @@ def test_no_samples(op, way):
 @each_slow_way
 @each_op_where(lambda op: op is not OPS["act_linear"])
 def test_recorded_and_plain_calls_give_the_same_bits_and_leave_operands_alone(op, way):
-    """Straight to the kernels or by the dispatcher, twice, and under autograd.
-
-    Not ``act_linear``, which is PyTorch's own there.
-    """
+    """By the dispatcher or not, twice, and under autograd. There ``act_linear`` is PyTorch's own."""
     operands = {name: channels_last(t) for name, t in op.operands(torch.float32).items()}
     before = {name: t.clone() for name, t in operands.items()}
     with kernels(direct=True), torch.no_grad():

@@ -27,9 +27,7 @@ WHERE = {"device": "cpu"}
 
 @pytest.fixture(autouse=True, params=DEVICES)
 def on_each_device(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Kernels are launched without PyTorch's dispatcher, as in plain inference on a GPU; a CPU
-    interprets them.
-    """
+    """Kernels are launched as in plain inference on a GPU; a CPU interprets them."""
     monkeypatch.setitem(WHERE, "device", request.param)
     with kernels.kernels(direct=True):
         yield

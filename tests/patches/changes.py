@@ -1,7 +1,4 @@
-"""What people do to a linear layer.
-
-Each change takes the module and the layer's path in it, and shows in its output.
-"""
+"""What people do to a linear layer, given by its path in a module: it shows in the output."""
 
 from collections.abc import Callable
 

@@ -1,7 +1,4 @@
-"""One sample per fusion of the registry: a small module that it claims, and how to call it.
-
-A new fusion adds its line here.
-"""
+"""One sample or more of each fusion: a small module that it claims, and how to call it."""
 
 import copy
 import pickle

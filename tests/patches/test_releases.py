@@ -17,9 +17,7 @@ from tests.controlnet import build_controlnet
 
 @pytest.mark.parametrize("fusion", [*FUSIONS, *OBJECT_FUSIONS], ids=lambda fusion: fusion.name)
 def test_every_source_is_known(fusion):
-    """When this fails after an upgrade: read what upstream changed, adapt the fused forward, then
-    add the new hash.
-    """
+    """If it fails after an upgrade: read the change, adapt the fused forward, add the new hash."""
     assert [unknown_source(source) for source in fusion.sources] == [None] * len(fusion.sources)
     without = ("group_norm", "group_norm_subclass", "sequential")
     assert fusion.sources or fusion.name in without

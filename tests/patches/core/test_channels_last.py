@@ -20,9 +20,7 @@ _, CALL = samples.sample("conv_norm_out-unet")
 
 
 def adapted():
-    """A UNet with LoRAs on 3x3 convolutions, and with a copy of one that is trained and saved as a
-    whole.
-    """
+    """A UNet with LoRAs on 3x3 convolutions, and with one that is trained and saved as a whole."""
     unet = samples.unet().eval()
     config = {
         "target_modules": ["to_q", "conv1"],

@@ -1,6 +1,4 @@
-"""Whoever keeps a module's own ``forward`` while ``optimize`` and ``restore`` change its class:
-offload hooks, wrappers.
-"""
+"""Whoever keeps a module's own ``forward`` while its class changes: offload hooks, wrappers."""
 
 import copy
 import functools
@@ -205,9 +203,7 @@ def test_diffusers_hooks_that_go_after_restore_leave_the_stock_forward():
 
 
 def offloaded_before(recurse):
-    """A UNet whose offload hooks were taken off: accelerate leaves each module's own forward in the
-    instance.
-    """
+    """Its offload hooks were taken off: accelerate leaves each module's own forward in the instance."""
     unet = build_unet("tiny", torch.float32, "cpu")
     stock = copy.deepcopy(unet)
     cpu_offload(unet, CPU) if recurse else cpu_offload_with_hook(unet, CPU)

@@ -1,6 +1,4 @@
-"""Classes that are not ours: subclasses of blocks, and what other patchers put over ours or under
-it.
-"""
+"""Classes that are not ours: subclasses of blocks, and what others put over ours or under it."""
 
 import copy
 import warnings

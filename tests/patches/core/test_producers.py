@@ -1,6 +1,4 @@
-"""Blocks whose last kernel hands statistics on: same values as stock, fewer passes, and upstream's
-own way where something is unusual.
-"""
+"""Blocks whose last kernel hands statistics on: as stock, in fewer passes, or upstream's own way."""
 
 import copy
 import itertools
@@ -195,9 +193,7 @@ def test_a_whole_model(ran, build):
     ],
 )
 def test_fewer_passes_for_statistics_in_a_whole_model(build, alone, handed, monkeypatch, launches):
-    """Nothing is launched, so that the sizes may be those at which a norm reads x for its
-    statistics and once more.
-    """
+    """Nothing is launched, so sizes may be those at which a norm reads x twice."""
     fused = sdfastgn.optimize(build().to(WHERE["device"]))
     counts, launches.runs = [], False
     for pays in (False, True):

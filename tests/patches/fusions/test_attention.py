@@ -267,9 +267,7 @@ def test_on_a_gpu(called, dtype):
 
 @pytest.mark.gpu
 def test_no_copy_of_queries_keys_and_values():
-    """Attention's kernel reads them where the product has left them: two products and one
-    attention, nothing else.
-    """
+    """Attention reads them where the product left them: two products and one attention."""
     fused, _ = large(out_bias=False)
     x = noise(2, 1024, 640).to("cuda", torch.float16)
     call(fused, x)

@@ -1,6 +1,4 @@
-"""The fused ``Attention`` with one wide head, as in the middle of a VAE: it attends in chunks, and
-only where stock would be the same.
-"""
+"""The fused ``Attention`` with one wide head attends in chunks where stock would be the same."""
 
 import copy
 from typing import Any
@@ -31,9 +29,7 @@ def image(device: str, dtype: torch.dtype = torch.float16) -> Tensor:
 
 @pytest.fixture
 def launches(monkeypatch):
-    """One entry for each attention in chunks, which small images have here too, and on a CPU in the
-    interpreter.
-    """
+    """One entry for each attention in chunks, which small images have here too."""
     found = []
     monkeypatch.setattr(dispatch, "runs_in_triton", lambda x: True)
     monkeypatch.setattr(wide_attention, "pays", lambda L, keys, D: D > 256)

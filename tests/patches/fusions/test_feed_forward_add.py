@@ -1,6 +1,4 @@
-"""The last add of ``BasicTransformerBlock``: inside the feed-forward's last matrix product where
-that is plain, else as ever.
-"""
+"""The last add of ``BasicTransformerBlock``: inside a plain feed-forward's last product, else as ever."""
 
 import copy
 from typing import Any
@@ -212,9 +210,7 @@ def test_gradients_wanted(products):
 
 
 def test_gradients_of_the_first_layer_alone(products, monkeypatch):
-    """All else is frozen, so that up to there nothing wants a gradient; autograd knows additions in
-    place.
-    """
+    """Up to there nothing wants a gradient; autograd knows additions in place."""
     monkeypatch.setattr(tokens, "_TRAINING_ELEMENTS", 0)
     fused, stock = twins()
     found = []

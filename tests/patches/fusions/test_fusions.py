@@ -138,9 +138,7 @@ def test_gradients_of_a_fused_module(build, call):
 
 @each_sample
 def test_hooks_on_inner_modules_see_what_they_saw(build, call):
-    """A hook on a norm or an activation gets the stock value, although the two run as one
-    otherwise.
-    """
+    """A hook on a norm or an activation gets the stock value, although the two run as one."""
     module = samples.randomize(build())
     watched = {
         n: m

@@ -1,6 +1,4 @@
-"""The fused ``BasicTransformerBlock``: where it fuses, where it must be diffusers' own, and its
-error.
-"""
+"""The fused ``BasicTransformerBlock``: where it fuses, where it is diffusers' own, its error."""
 
 import copy
 from typing import Any

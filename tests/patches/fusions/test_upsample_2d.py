@@ -202,9 +202,7 @@ def test_edits_of_the_weights_count_at_once(ran, low):
 
 @kernel_samples.interpreted
 def test_fused_lora_counts(ran, low):
-    """A LoRA layer runs by itself; merged and taken off, its convolution is a plain one with other
-    weights.
-    """
+    """A LoRA layer runs by itself; merged and taken off, its convolution is a plain one."""
     fused, stock = twins()
     config = LoraConfig(r=2, target_modules=["conv"], init_lora_weights=False)
     for model in (fused, stock):
@@ -294,9 +292,7 @@ def test_no_interpolation_in_an_optimized_decoder(ran, monkeypatch, pays):
 
 @kernel_samples.interpreted
 def test_error_of_a_whole_decoder_is_stocks(ran, low, monkeypatch):
-    """The weights of the phases are rounded once more than stock's: one rounding beside the fifty
-    of a decoder.
-    """
+    """The phases' weights are rounded once more: one rounding beside the fifty of a decoder."""
 
     def convolve(conv, x, weight, bias):
         # As on a GPU, where the bias is a pass of its own behind the convolution.

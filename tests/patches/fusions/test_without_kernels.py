@@ -1,6 +1,4 @@
-"""Where no kernel runs, as on a CPU, an optimized module is stock's code: the same bits, layouts
-and exports.
-"""
+"""Where no kernel runs, an optimized module is stock's code: the same bits, layouts and exports."""
 
 import copy
 import gc
@@ -89,9 +87,7 @@ def test_an_optimized_module_runs_stocks_ops(build, call):
 @pytest.mark.parametrize("frozen", [False, True], ids=["x-needs-a-gradient", "x-needs-none"])
 @pytest.mark.parametrize("shape", [(2, 8, 5, 6), (2, 8, 3, 5, 6)], ids=["image", "video"])
 def test_a_channels_last_norm_is_exact_far_from_zero(shape, frozen):
-    """PyTorch's own channels-last kernel for CPUs is not, and crashes in its backward where x needs
-    no gradient.
-    """
+    """PyTorch's own channels-last kernel is not, and its backward crashes where x needs no gradient."""
     x = (torch.randn(shape) + 1e3).movedim(1, -1).contiguous().movedim(-1, 1).requires_grad_(not frozen)
     norm = sdfastgn.optimize(samples.randomize(nn.GroupNorm(2, 8)))
     y = norm(x)

@@ -70,9 +70,7 @@ class TapeHandle:
 
 
 class TapeBackend:
-    """``Backend`` for the CPU; ``captures`` and ``rehearsals`` count, ``fail`` is raised by the
-    next captures.
-    """
+    """``Backend`` for the CPU, which counts its calls; ``fail`` is raised by the next captures."""
 
     def __init__(self):
         self.lock = threading.RLock()

@@ -142,9 +142,7 @@ def test_vae_and_controlnet(device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["text_encoder", "text_encoder_2"])
 def test_text_encoders(name, device):
-    """Hidden states are collected by hooks that transformers puts in at the first call which asks
-    for them.
-    """
+    """Hidden states are collected by hooks that the first call puts in which asks for them."""
     encoder = getattr(build_pipeline("tiny_xl", dtype=torch.float32, device=device), name)
     stock = copy.deepcopy(encoder)
     optimized(encoder)

@@ -310,9 +310,7 @@ def test_memory_of_graphs_is_given_up_where_it_is_short(monkeypatch):
 
 
 def test_a_call_made_again_has_the_arguments_of_the_first(monkeypatch):
-    """Both take from what they are given: a T2I-Adapter's residuals are popped from the caller's
-    list.
-    """
+    """Both take from it: a T2I-Adapter's residuals are popped from the caller's list."""
     unet, stock, inputs = make()
     twin = with_a_graph(stock, inputs)
     forward, failed = UNet2DConditionModel.forward, []

@@ -1,7 +1,4 @@
-"""CUDA graphs are never stale.
-
-On the CPU a tape of operations stands for a graph, on a GPU it is one.
-"""
+"""CUDA graphs are never stale. On the CPU a tape of operations stands for a graph."""
 
 import contextlib
 import copy
@@ -80,9 +77,7 @@ def test_a_change_of_the_model_is_captured_anew():
 
 
 def test_a_change_before_the_capture_costs_nothing():
-    """A module that packs its weights at its first call, or a LoRA that is loaded after the first
-    step.
-    """
+    """A module packs its weights at its first call, or a LoRA is loaded after the first step."""
     unet, _, inputs = make()
     run(unet, inputs)
     replaced_parameter(unet)

@@ -1,6 +1,4 @@
-"""Images that become bytes on the GPU: the same bytes, and upstream's own way wherever it is not
-the plain case.
-"""
+"""Images that become bytes on the GPU: the same bytes, and elsewhere upstream's own way."""
 
 import functools
 import warnings

@@ -1,6 +1,4 @@
-"""Schedulers that get their timesteps from the CPU: the same samples, and the right timestep
-whatever happens to the list of them.
-"""
+"""Schedulers with their timesteps on the CPU: the same samples, whatever happens to the timesteps."""
 
 import copy
 import functools
@@ -255,9 +253,7 @@ def test_changed_timesteps_are_seen(ddim, seen, change, inference):
     ],
 )
 def test_copies_of_changed_timesteps(ddim, seen, duplicate):
-    """A copied tensor counts its writes from the beginning, perhaps to the number that was noted of
-    the original.
-    """
+    """A copied tensor counts its writes from the beginning, perhaps to the number that was noted."""
     for value in (998, 997):
         ddim.timesteps[0] = value
         ddim.step(X, ddim.timesteps[0], X)

@@ -1,6 +1,4 @@
-"""Models with packed weights in copies and in files: nothing is missing, nothing is larger, nothing
-is shared.
-"""
+"""Models with packed weights in copies and files: nothing missing, larger or shared."""
 
 import copy
 import io
