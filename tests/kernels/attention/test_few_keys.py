@@ -71,6 +71,7 @@ def test_against_fp64(sizes, dtype, device, poisoned_memory):
     assert y.shape == q.shape
     assert y.dtype is dtype
     assert y.transpose(1, 2).is_contiguous()
+    assert torch.equal(attend_to_few(q, k, v), y)
     assert error(y, truth(q, k, v)) < 1.05 * error(stock(q, k, v), truth(q, k, v)) + 1e-6
 
 
@@ -101,11 +102,6 @@ def test_what_is_not_finite_spreads_as_in_pytorch(where, value, index, device):
     y = attend_to_few(q, k, v)
     assert torch.equal(y.isfinite(), expected.isfinite())
     assert y[0, 0].isfinite().all()
-
-
-def test_the_same_bits_at_each_run(device):
-    (q,), (k, v) = heads(2, 2, 40, 64, device=device), heads(2, 2, 77, 64, device=device, parts=2)
-    assert torch.equal(attend_to_few(q, k, v), attend_to_few(q, k, v))
 
 
 @pytest.mark.parametrize(
