@@ -172,13 +172,6 @@ def test_the_end_of_a_reason_is_seen(spoil, mend, reason):
     assert (state(unet).captured, state(unet).replays) == (1, 2)
 
 
-def test_the_method_that_removed_hooks_leave_is_no_reason():
-    unet, stock, inputs = make(mode=True)
-    unet.mid_block.forward = unet.mid_block.forward
-    agree(run(unet, inputs), run(stock, inputs))
-    assert state(unet).captured == 1
-
-
 def test_an_autoencoder_cast_up_and_down_leaves_the_unet_alone():
     """As SDXL's is in each image: its weights are new ones at each call."""
     unet, _, inputs = make()
