@@ -14,7 +14,6 @@ from sdfastgn.bench.models.architectures import build_unet, build_vae
 from sdfastgn.bench.models.pipelines import build_pipeline
 from sdfastgn.patches import patcher
 from sdfastgn.patches.core import channels_last
-from sdfastgn.patches.fusions import sequential
 from sdfastgn.patches.graphs import install as cuda_graphs
 from tests.controlnet import build_controlnet
 
@@ -371,13 +370,3 @@ def test_report_as_text_and_as_data():
     data = json.loads(json.dumps(sdfastgn.report(net).to_dict()))
     assert data["channels_last_weights"] == 3
     assert {e["status"] for e in data["entries"]} == {"fused", "skipped"}
-
-
-def test_works_without_diffusers(monkeypatch):
-    """The registry then holds what plain PyTorch modules need."""
-    only_torch = (patcher.FUSIONS[0], sequential.FUSION)
-    monkeypatch.setattr(patcher, "FUSIONS", only_torch)
-    net, x = Net(), torch.randn(1, 3, 8, 8)
-    before = net(x)
-    torch.testing.assert_close(sdfastgn.optimize(net)(x), before)
-    assert torch.equal(sdfastgn.restore(net)(x), before)
