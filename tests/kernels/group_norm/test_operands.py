@@ -119,6 +119,15 @@ def test_statistics_of_chunks_of_different_means(shape, groups, device):
         checked(x, groups, weight, bias, statistics=poisoned_statistics(x, chunks))
 
 
+@pytest.mark.parametrize(("shape", "groups"), [SMALL, SPLIT])
+def test_tokens_with_every_operand(shape, groups, device):
+    x, weight, bias = make(shape, device=device)
+    g = torch.Generator().manual_seed(1)
+    names = ("shift", "ada_scale", "ada_shift")
+    operands = {name: torch.randn(shape[:2], generator=g).to(device) for name in names}
+    checked(x, groups, weight, bias, activation="gelu", tokens=True, **operands)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [False, True], ids=["image", "tokens"])
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -1,10 +1,13 @@
 """Linear layers of a time embedding: when they run in one kernel with what is around them."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 from sdfastgn.patches.core.linear import fused_linear, linear_of
+from tests.kernels import samples
 from tests.patches import cases, changes
 from tests.patches.cases import WHERE, agree, noise, resnet
 from tests.patches.cases import random_twins as twins
@@ -47,6 +50,15 @@ def test_a_resnet_projects_in_one_kernel(options, product, ran, linear_calls):
     assert not linear_calls
     assert ran() == [product]
     agree(y, stock(*inputs()), 5e-5)
+
+
+def test_a_resnet_is_no_less_exact_than_stock(ran):
+    """Not in bfloat16, to which the interpreter does not round but cuts."""
+    fused, stock = twins(resnet(), torch.float16)
+    args = inputs(dtype=torch.float16)
+    expected = copy.deepcopy(stock).double()(*(t.double() for t in args))
+    assert samples.error(fused(*args), expected) <= 1.05 * samples.error(stock(*args), expected)
+    assert len(ran()) == 1
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from diffusers.models.attention import BasicTransformerBlock, FeedForward
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 
+import sdfastgn
 from sdfastgn.patches.fusions import geglu, tokens, transformer_block
 from tests.kernels import samples
 from tests.patches import cases, changes
@@ -159,10 +160,16 @@ def test_layers_that_are_not_plain_are_called(products, change):
     assert products == [False]
 
 
-def test_final_dropout(products):
+def test_final_dropout_and_chunks(products):
     for model in (pair := twins(final_dropout=True)):
         model.train()
     agree(*map(call, pair))
+    assert products == [False]
+    fused, stock = twins()
+    for model in (fused, stock):
+        model.set_chunk_feed_forward(2, dim=1)
+    x = noise(2, 6, DIM)
+    agree(call(fused, x), call(stock, x))
     assert products == [False]
 
 
@@ -251,3 +258,12 @@ def test_error_is_not_above_stocks(products, dtype):
             errors[i] += (call(model, x).double() - expected).square().mean().item()
     assert 0 < errors[0] <= errors[1]
     assert sum(products) == 8
+
+
+def test_the_whole_of_optimize(products):
+    _, stock = twins()
+    fused = sdfastgn.optimize(copy.deepcopy(stock))
+    agree(call(fused), call(stock))
+    assert products == [True]
+    sdfastgn.restore(fused)
+    assert torch.equal(call(fused), call(stock))
