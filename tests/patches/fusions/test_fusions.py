@@ -279,6 +279,7 @@ def test_a_patch_of_upstream_is_not_kept_alive(monkeypatch):
     assert gone() is None
 
 
+NORM = {"eps": 1e-5, "elementwise_affine": True}
 NOT_CLAIMED = {
     "attention-norms-of-queries": lambda: samples._attention(qk_norm="layer_norm"),
     "attention-norm-of-the-context": lambda: samples._attention(cross_attention_norm="layer_norm"),
@@ -295,7 +296,6 @@ NOT_CLAIMED = {
     "upsample_2d-rms-norm": lambda: Upsample2D(12, use_conv=True, norm_type="rms_norm", **NORM),
     "upsample_2d-no-interpolation": lambda: Upsample2D(12, use_conv=True, interpolate=False),
 }
-NORM = {"eps": 1e-5, "elementwise_affine": True}
 
 
 @pytest.mark.parametrize("name", NOT_CLAIMED)
