@@ -39,6 +39,6 @@ GPUS = {
 }
 
 
-def smallest(generation: str) -> Gpu:
+def smallest(generation):
     """The one with the fewest multiprocessors: its programs have the most to do."""
     return min((g for g in GPUS.values() if g.generation == generation), key=lambda g: g.multiprocessors)

@@ -38,7 +38,7 @@ def as_param(value):
     return value if hasattr(value, "values") and hasattr(value, "marks") else pytest.param(value)
 
 
-def skip_cut_off(dtype: torch.dtype, device: str) -> None:
+def skip_cut_off(dtype, device):
     """For what is said of the last bit."""
     if device == "cpu" and dtype is torch.bfloat16:
         pytest.skip("Triton's interpreter truncates to bf16 where a GPU rounds")
@@ -48,7 +48,7 @@ def skip_cut_off(dtype: torch.dtype, device: str) -> None:
 BOUNDS = {torch.float16: 5e-4, torch.bfloat16: 4e-3, torch.float32: 2e-6}
 
 
-def to_layout(x: Tensor, layout: str) -> Tensor:
+def to_layout(x, layout):
     return x.movedim(1, -1).contiguous().movedim(-1, 1) if layout == "channels_last" else x.contiguous()
 
 
@@ -65,28 +65,28 @@ def make(
 # --- where an operand may lie -------------------------------------------------
 
 
-def every_second(t: Tensor) -> Tensor:
+def every_second(t):
     return torch.stack((t, t + 100), -1).flatten(-2)[..., ::2]
 
 
-def expanded(t: Tensor) -> Tensor:
+def expanded(t):
     return t[..., :1].expand(t.shape)
 
 
-def expanded_from_the_first(t: Tensor) -> Tensor:
+def expanded_from_the_first(t):
     return t[:1].expand(t.shape)
 
 
-def offset(t: Tensor) -> Tensor:
+def offset(t):
     return torch.cat((torch.full((3,), 100.0, dtype=t.dtype), t.flatten()))[3:].view(t.shape)
 
 
-def narrowed(t: Tensor) -> Tensor:
+def narrowed(t):
     """Rows that are further apart than they are long."""
     return torch.cat((t, t + 100), -1)[..., : t.shape[-1]]
 
 
-def transposed(t: Tensor) -> Tensor:
+def transposed(t):
     # A vector becomes a column of a matrix.
     return (
         t.transpose(0, -1).contiguous().transpose(0, -1)
@@ -95,7 +95,7 @@ def transposed(t: Tensor) -> Tensor:
     )
 
 
-def channels_last(t: Tensor) -> Tensor:
+def channels_last(t):
     return t.movedim(1, -1).contiguous().movedim(-1, 1) if t.dim() > 2 else t
 
 
@@ -112,7 +112,7 @@ def kernels(*, direct=False):
     ``direct``: as on a GPU, without PyTorch's dispatcher where it is of no use.
     """
 
-    def runs_in_triton(x: Tensor) -> bool:
+    def runs_in_triton(x):
         return dispatch.why_off is None and x.dtype in KERNEL_DTYPES
 
     with ExitStack() as patches:
@@ -129,7 +129,7 @@ run_add = kernels()(sdfastgn.add_with_statistics)
 run_cat = kernels()(sdfastgn.cat_with_statistics)
 
 
-def multiprocessors(count: int):
+def multiprocessors(count):
     """A fixture: in the interpreter, a nominal GPU that is small enough for small shapes to fill."""
 
     @pytest.fixture
@@ -156,11 +156,11 @@ def in_fp64(function):
 truth = in_fp64(reference_group_norm)
 
 
-def error(y, expected) -> float:
+def error(y, expected):
     return ((y.double() - expected).norm() / expected.norm()).item()
 
 
-def checked(x, num_groups, *affine, statistics=None, **options) -> Tensor:
+def checked(x, num_groups, *affine, statistics=None, **options):
     """GroupNorm by the kernels, right to the last rounding."""
     y = run(x, num_groups, *affine, statistics=statistics, **options)
     expected = truth(x, num_groups, *affine, **options)
@@ -169,7 +169,7 @@ def checked(x, num_groups, *affine, statistics=None, **options) -> Tensor:
     return y
 
 
-def assert_statistics(statistics: Tensor, y: Tensor) -> None:
+def assert_statistics(statistics, y):
     """They are those of ``y``, chunk by chunk and, merged by Chan's formula, as a whole."""
     N, C, HW = y.shape[0], y.shape[1], y.shape[2:].numel()
     chunks = statistics.shape[2]

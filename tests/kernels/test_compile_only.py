@@ -41,7 +41,7 @@ USES = {
 }
 
 
-def kernels(generation: str) -> set[str]:
+def kernels(generation):
     """Names of the ``@triton.jit`` functions that are launched on such a GPU."""
     found = {
         node.name

@@ -80,7 +80,7 @@ def f(self, x, *, scale=1.5, **options):
 """
 
 
-def hash_of(source: str) -> str:
+def hash_of(source):
     [definition] = ast.parse(source).body
     return tested_sources.hash_of(definition)
 

@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 import sdfastgn
 from sdfastgn.kernels.batch_norm import config
@@ -354,7 +353,7 @@ def test_the_same_bits_at_each_run(shape, device):
         t.requires_grad_() for t in operands(shape, torch.float32, device, "channels_last")
     )
 
-    def results() -> list[Tensor]:
+    def results():
         y = ours(x, weight, bias, residual, activation="silu")
         with kernels():
             return [y, *torch.autograd.grad(y, (x, weight, bias, residual), torch.ones_like(y))]

@@ -107,7 +107,7 @@ TAKES = [
 ]
 
 
-def same(found, expected) -> bool:
+def same(found, expected):
     pairs = zip(*((t if isinstance(t, tuple) else (t,)) for t in (found, expected)), strict=True)
     return all(torch.equal(y, wanted) for y, wanted in pairs)
 

@@ -21,7 +21,7 @@ CHUNKS = [
 ]
 
 
-def poisoned_statistics(x: torch.Tensor, chunks: int) -> torch.Tensor:
+def poisoned_statistics(x, chunks):
     """fp32 statistics of ``x``, with NaN for chunks that hold no position."""
     statistics = reference_channel_statistics(x, chunks).float()
     rows = ceil_div(x.shape[2:].numel(), chunks)

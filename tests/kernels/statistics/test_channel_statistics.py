@@ -49,7 +49,7 @@ FP32_EPS = torch.finfo(torch.float32).eps
 def few_sms(monkeypatch):
     """As on a GPU with this number of multiprocessors."""
 
-    def patch(count: int) -> None:
+    def patch(count):
         monkeypatch.setattr(gpu, "num_sms", lambda device: count)
         monkeypatch.setattr(channel_statistics, "_launches", {})
 
@@ -62,7 +62,7 @@ def inputs(shape, dtype=torch.float32, device="cpu", layout="channels_last", mea
     return x, make(shape, dtype, device, layout, mean=-1.0, seed=1)[0], bias
 
 
-def sum_of(x, residual, bias=None, scale=1.0) -> torch.Tensor:
+def sum_of(x, residual, bias=None, scale=1.0):
     total = x.double() + residual.double()
     if bias is not None:
         total += bias.double().view(-1, *[1] * (x.dim() - 2))

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from sdfastgn.patches.core.convolution import pointwise
 from tests.kernels import samples
@@ -41,11 +41,11 @@ def test_pointwise(dtype, options, is_product, products):
 
 
 class Doubled(nn.Conv2d):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return 2 * super().forward(x)
 
 
-def hooked(conv: nn.Conv2d) -> nn.Conv2d:
+def hooked(conv):
     conv.register_forward_hook(lambda m, i, y: y + 1)
     return conv
 

@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from diffusers import AutoencoderKL
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from diffusers.models.upsampling import Upsample2D
 from peft import LoraConfig, inject_adapter_in_model
-from torch import Tensor, nn
+from torch import nn
 
 import sdfastgn
 from sdfastgn.kernels.statistics.op import reference_channel_statistics
@@ -29,7 +28,7 @@ statistics_always_pay = cases.statistics_always_pay
 
 # --- ResNet blocks --------------------------------------------------------------------------------
 
-RESNETS: dict[str, dict[str, Any]] = {
+RESNETS = {
     "shortcut": {},
     "no-shortcut": {"out_channels": 4},
     "shortcut-without-bias": {"conv_shortcut_bias": False},
@@ -41,7 +40,7 @@ RESNETS: dict[str, dict[str, Any]] = {
 }
 
 
-def biases_moved(monkeypatch) -> list[nn.Module]:
+def biases_moved(monkeypatch):
     """The convolutions that left their bias to another kernel."""
     moved = []
     inner = nn.Conv2d._conv_forward
@@ -162,11 +161,11 @@ def test_an_upsampler_ends_in_the_bias(ran, low, pays, monkeypatch):
 # --- whole models ---------------------------------------------------------------------------------
 
 
-def unet() -> nn.Module:
+def unet():
     return samples.unet(block_out_channels=(8, 16), norm_num_groups=1, attention_head_dim=4)
 
 
-def call(model: nn.Module, size: int) -> Tensor:
+def call(model, size):
     x = image(1, 4, size, size)
     if isinstance(model, AutoencoderKL):
         return model.decode(x).sample

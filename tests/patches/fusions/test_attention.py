@@ -1,7 +1,6 @@
 """The fused ``Attention``: how many matrix products it runs, and where it must be diffusers' own."""
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from diffusers.models.attention_processor import (
     AttnProcessor2_0,
     SlicedAttnProcessor,
 )
-from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import sdfastgn
@@ -30,7 +28,7 @@ DIM, TEXT = 16, 12
 X, CONTEXT = noise(2, 7, DIM), noise(2, 5, TEXT, seed=1)
 
 
-def twins(**options: Any) -> tuple[Any, Any]:
+def twins(**options):
     """(fused, stock) with the same weights."""
     torch.manual_seed(2)
     stock = Attention(DIM, **{"heads": 2, "dim_head": 8, **options}).eval()
@@ -44,12 +42,12 @@ def twins(**options: Any) -> tuple[Any, Any]:
     return fused, stock
 
 
-def call(model: nn.Module, x: Tensor = X, *args: Any, **kwargs: Any) -> Tensor:
+def call(model, x=X, *args, **kwargs):
     with torch.no_grad():
         return model(x, *args, **kwargs)
 
 
-def agree(a: Tensor, b: Tensor) -> None:
+def agree(a, b):
     assert a.stride() == b.stride()
     cases.agree(a, b)
 
@@ -58,7 +56,7 @@ def agree(a: Tensor, b: Tensor) -> None:
 def called(linear_calls):
     """Names of an attention's linear layers that are called one by one: ``called(model, *args)``."""
 
-    def called(model: Any, *args: Any, **kwargs: Any) -> list[str]:
+    def called(model, *args, **kwargs):
         linear_calls.clear()
         call(model, *args, **kwargs)
         return [name for m in linear_calls for name in ALL if m is getattr(model, name)]
@@ -246,7 +244,7 @@ def test_a_prompts_few_keys_have_their_own_kernel(autocast, gradients, tokens, f
 HALVES = [pytest.param(torch.float16, id="fp16"), pytest.param(torch.bfloat16, id="bf16")]
 
 
-def large(dtype: torch.dtype = torch.float16, **options: Any) -> tuple[Any, Any]:
+def large(dtype=torch.float16, **options):
     fused = Attention(640, heads=10, dim_head=64, **options).to("cuda", dtype).eval()
     stock = copy.deepcopy(fused)
     return sdfastgn.optimize(fused), stock

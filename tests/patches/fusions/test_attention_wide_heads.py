@@ -1,12 +1,10 @@
 """The fused ``Attention`` with one wide head attends in chunks where stock would be the same."""
 
 import copy
-from typing import Any
 
 import pytest
 import torch
 from diffusers.models.attention_processor import Attention
-from torch import Tensor
 
 import sdfastgn
 from sdfastgn.kernels.attention import wide_heads as wide_attention
@@ -16,14 +14,14 @@ from sdfastgn.kernels.common import dispatch
 DIM = 264
 
 
-def twins(device: str, dtype: torch.dtype = torch.float16) -> tuple[Any, Any]:
+def twins(device, dtype=torch.float16):
     """(fused, stock)"""
     options = {"heads": 1, "dim_head": DIM, "bias": True, "residual_connection": True, "norm_num_groups": 4}
     stock = Attention(DIM, **options).to(device, dtype).eval()
     return sdfastgn.optimize(copy.deepcopy(stock)), stock
 
 
-def image(device: str, dtype: torch.dtype = torch.float16) -> Tensor:
+def image(device, dtype=torch.float16):
     return torch.randn(2, DIM, 3, 4).to(device, dtype)
 
 

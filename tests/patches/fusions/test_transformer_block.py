@@ -8,7 +8,7 @@ import torch
 from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 from peft import LoraConfig, inject_adapter_in_model
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import sdfastgn
@@ -20,7 +20,7 @@ DIM, TEXT = 20, 12
 FUSED = ["norm1", "add norm2", "add norm3"]
 
 
-def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+def noise(*shape, seed=0, dtype=torch.float32):
     """Mean far above the spread, which differs from token to token."""
     g = torch.Generator().manual_seed(seed)
     spread = torch.rand((*shape[:-1], 1), generator=g) + 0.1
@@ -30,7 +30,7 @@ def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
 X, CONTEXT = noise(2, 7, DIM), noise(2, 5, TEXT, seed=1)
 
 
-def block(**options: Any) -> nn.Module:
+def block(**options):
     torch.manual_seed(2)
     options = {"num_attention_heads": 2, "attention_head_dim": 10, "cross_attention_dim": TEXT, **options}
     made = BasicTransformerBlock(DIM, **options).eval()
@@ -41,20 +41,20 @@ def block(**options: Any) -> nn.Module:
     return made
 
 
-def twins(**options: Any) -> tuple[nn.Module, nn.Module]:
+def twins(**options):
     """(fused, stock) with the same weights."""
     stock = block(**options)
     return fuse(copy.deepcopy(stock)), stock
 
 
-def fuse(model: nn.Module) -> nn.Module:
+def fuse(model):
     """This fusion alone: those of the block's parts have tests of their own."""
     assert transformer_block.FUSION.reason_to_skip(model) is None
     transformer_block.FUSION.apply(model)
     return model
 
 
-def call(model: nn.Module, x: Tensor = X, context: Any = CONTEXT, **options: Any) -> Tensor:
+def call(model, x=X, context=CONTEXT, **options):
     with torch.no_grad():
         return model(x, encoder_hidden_states=context, **options)
 
@@ -156,7 +156,7 @@ class Doubled(nn.LayerNorm):
 def test_a_norm_that_is_watched_or_replaced_is_called(ran, norm, norms, how):
     fused, stock = twins()
     ran.block = fused
-    seen: dict[str, list[Tensor]] = {}
+    seen = {}
     for name, model in (("fused", fused), ("stock", stock)):
         inner, found = getattr(model, norm), seen.setdefault(name, [])
         if how == "hook":
@@ -290,7 +290,7 @@ def test_double_precision_is_kept():
     torch.testing.assert_close(call(fused, x, context), call(stock, x, context), atol=1e-13, rtol=1e-13)
 
 
-def _errors(dtype: torch.dtype, device: str) -> tuple[float, float]:
+def _errors(dtype, device):
     """Mean square error of (fused, stock) against fp64 with the same rounded weights and input."""
     fused, stock = (model.to(device, dtype) for model in twins())
     truth = copy.deepcopy(stock).double()

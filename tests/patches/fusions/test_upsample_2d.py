@@ -1,7 +1,6 @@
 """The fused ``Upsample2D``: where it runs in sdfastgn's op, where it must be diffusers' own."""
 
 import copy
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -10,7 +9,7 @@ import torch.nn.functional as F
 from diffusers.models.autoencoders.vae import Decoder
 from diffusers.models.upsampling import Upsample2D
 from peft import LoraConfig, inject_adapter_in_model
-from torch import Tensor, nn
+from torch import nn
 
 import sdfastgn
 from sdfastgn.kernels.common import dispatch
@@ -23,7 +22,7 @@ from tests.patches.cases import agree, image
 X = image(2, 12, 5, 6)
 
 
-def twins(channels: int = 12, **options: Any) -> tuple[nn.Module, nn.Module]:
+def twins(channels=12, **options):
     """(fused, stock) with the same weights."""
     torch.manual_seed(2)
     stock = Upsample2D(channels, **{"use_conv": True, **options}).eval()
@@ -35,9 +34,9 @@ def twins(channels: int = 12, **options: Any) -> tuple[nn.Module, nn.Module]:
 @pytest.fixture
 def ran(monkeypatch):
     """As on a GPU; which of the three ways an image took to its double size."""
-    ways: list[str] = []
+    ways = []
 
-    def note(way: str, function: Any) -> Any:
+    def note(way, function):
         return lambda *args, **kwargs: (ways.append(way), function(*args, **kwargs))[1]
 
     monkeypatch.setattr(dispatch, "runs_in_triton", lambda x: x.dtype in KERNEL_DTYPES)
@@ -141,7 +140,7 @@ def test_gradients(ran):
 @kernel_samples.interpreted
 def test_hooks_on_the_convolution(ran):
     fused, stock = twins()
-    seen: list[Tensor] = []
+    seen = []
     for model in (fused, stock):
         model.conv.register_forward_hook(
             lambda module, args, output: seen.extend((args[0], output)) or output + 1
@@ -268,7 +267,7 @@ def test_autocast_to_another_dtype_runs_the_convolution_itself(ran, low, monkeyp
     assert ran == ["op", "phases"]
 
 
-def decoder(**options: Any) -> nn.Module:
+def decoder(**options):
     torch.manual_seed(4)
     options = {"up_block_types": ("UpDecoderBlock2D",) * 3, "block_out_channels": (8, 16, 16), **options}
     return Decoder(**options, layers_per_block=1, norm_num_groups=4, mid_block_add_attention=False).eval()

@@ -25,7 +25,7 @@ from tests.patches.shared.packing_cases import (
 )
 
 
-def alive(model: nn.Module) -> bool:
+def alive(model):
     return packing._allocation(model) is not None
 
 
