@@ -7,6 +7,8 @@ import warnings
 import pytest
 import torch
 
+from tests.devices import DEVICES
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
     if importlib.util.find_spec("triton") is not None:
@@ -67,6 +69,12 @@ def memory_given_back():
     yield
     if torch.cuda.is_available() and torch.cuda.memory_reserved() > 2**30:
         torch.cuda.empty_cache()
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    """Of the tensors that kernels are given."""
+    return request.param
 
 
 @pytest.fixture

@@ -1,9 +1,5 @@
 """Rows of the coverage table: transformers with their VAE, autoencoders, networks and layers alone."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import diffusers
 from diffusers.models.activations import get_activation
 from diffusers.models.attention_processor import SpatialNorm
@@ -11,7 +7,7 @@ from diffusers.models.normalization import AdaGroupNorm, RMSNorm
 from diffusers.models.resnet import ResnetBlock2D
 from torch import nn
 
-from tests.coverage.parts import Built, Rows, model, noise, pipeline, scheduler, vae
+from tests.coverage.parts import TWO_LEVELS, Built, Rows, model, noise, pipeline, scheduler, vae
 from tests.coverage.relatives import embeds, small_vae
 from tests.coverage.stable_diffusion import tiny_vae
 
@@ -19,16 +15,16 @@ transformers = Rows("Diffusion transformers")
 SIZE = {"height": 16, "width": 16}
 
 
-def flow() -> Any:
+def flow():
     return diffusers.FlowMatchEulerDiscreteScheduler()
 
 
-def without_text(*numbers: str) -> dict[str, None]:
+def without_text(*numbers):
     return {f"{part}{n}": None for n in numbers for part in ("text_encoder", "tokenizer")}
 
 
 @transformers("Flux")
-def _() -> Built:
+def _():
     network = model(
         "FluxTransformer2DModel",
         patch_size=1,
@@ -47,7 +43,7 @@ def _() -> Built:
 
 
 @transformers("Stable Diffusion 3")
-def _() -> Built:
+def _():
     network = model(
         "SD3Transformer2DModel",
         sample_size=8,
@@ -68,7 +64,7 @@ def _() -> Built:
     )
 
 
-def pixart(decoder: Any) -> Built:
+def pixart(decoder):
     network = model(
         "PixArtTransformer2DModel",
         sample_size=8,
@@ -89,17 +85,17 @@ def pixart(decoder: Any) -> Built:
 
 
 @transformers("PixArt")
-def _() -> Built:
+def _():
     return pixart(vae())
 
 
 @transformers("PixArt with AutoencoderTiny")
-def _() -> Built:
+def _():
     return pixart(tiny_vae())
 
 
 @transformers("Sana")
-def _() -> Built:
+def _():
     network = model(
         "SanaTransformer2DModel",
         patch_size=1,
@@ -139,7 +135,7 @@ def _() -> Built:
 
 
 @transformers("Qwen-Image")
-def _() -> Built:
+def _():
     network = model(
         "QwenImageTransformer2DModel",
         patch_size=2,
@@ -175,11 +171,11 @@ def _() -> Built:
 autoencoders = Rows("Autoencoders")
 
 
-def decodes(network: Any, *latents: int) -> Built:
+def decodes(network, *latents):
     return Built(network, lambda: network.decode(noise(*latents))[0])
 
 
-def video_vae(name: str, block: str, **options: Any) -> Built:
+def video_vae(name, block, **options):
     blocks = {"down_block_types": (f"{block}DownBlock3D",) * 4, "up_block_types": (f"{block}UpBlock3D",) * 4}
     sizes = {
         "block_out_channels": (8,) * 4,
@@ -191,17 +187,17 @@ def video_vae(name: str, block: str, **options: Any) -> Built:
 
 
 @autoencoders("HunyuanVideo")
-def _() -> Built:
+def _():
     return video_vae("AutoencoderKLHunyuanVideo", "HunyuanVideo")
 
 
 @autoencoders("CogVideoX")
-def _() -> Built:
+def _():
     return video_vae("AutoencoderKLCogVideoX", "CogVideoX", temporal_compression_ratio=4)
 
 
 @autoencoders("Allegro")
-def _() -> Built:
+def _():
     built = video_vae("AutoencoderKLAllegro", "Allegro", temporal_compression_ratio=4)
     built.obj.enable_tiling()  # diffusers decodes it no other way
     built.obj.kernel = built.obj.stride = (8, 16, 16)
@@ -209,14 +205,14 @@ def _() -> Built:
 
 
 @autoencoders("Mochi")
-def _() -> Built:
+def _():
     sizes = {"encoder_block_out_channels": (32,) * 4, "decoder_block_out_channels": (32,) * 4}
     network = model("AutoencoderKLMochi", **sizes, layers_per_block=(1,) * 5)
     return decodes(network, 1, 12, 2, 2, 2)
 
 
 @autoencoders("LTX-Video")
-def _() -> Built:
+def _():
     switches = (True, True, False, False)
     network = model(
         "AutoencoderKLLTXVideo",
@@ -233,14 +229,13 @@ def _() -> Built:
 
 
 @autoencoders("VQModel")
-def _() -> Built:
+def _():
     sizes = {"block_out_channels": (32, 64), "norm_num_groups": 8}
-    blocks = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
-    return decodes(model("VQModel", **sizes, **blocks), 1, 3, 8, 8)
+    return decodes(model("VQModel", **sizes, **TWO_LEVELS), 1, 3, 8, 8)
 
 
 @autoencoders("ConsistencyDecoderVAE")
-def _() -> Built:
+def _():
     network = model(
         "ConsistencyDecoderVAE",
         encoder_block_out_channels=(16, 32),
@@ -261,7 +256,7 @@ alone = Rows("Networks and layers alone")
 
 
 @alone("UNet1DModel")
-def _() -> Built:
+def _():
     network = model(
         "UNet1DModel",
         block_out_channels=(8, 16),
@@ -281,7 +276,7 @@ def _() -> Built:
 
 
 @alone("UNet2DModel")
-def _() -> Built:
+def _():
     blocks = {
         "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
         "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
@@ -290,44 +285,44 @@ def _() -> Built:
     return Built(network, lambda: network(noise(1, 3, 8, 8), 10)[0])
 
 
-def on_image(network: Any) -> Built:
+def on_image(network):
     return Built(network, lambda: network(noise(1, 32, 8, 8)))
 
 
-def residual_block(activation: str) -> Built:
+def residual_block(activation):
     block = model(ResnetBlock2D, in_channels=32, temb_channels=None, groups=4, non_linearity=activation)
     return Built(block, lambda: block(noise(1, 32, 8, 8), None))
 
 
 @alone("residual block with swish")
-def _() -> Built:
+def _():
     return residual_block("swish")
 
 
 @alone("residual block with Mish")
-def _() -> Built:
+def _():
     return residual_block("mish")
 
 
 @alone("GroupNorm and Mish in a Sequential")
-def _() -> Built:
+def _():
     return on_image(nn.Sequential(model(nn.GroupNorm, 4, 32), get_activation("mish")))
 
 
 @alone("SpatialNorm")
-def _() -> Built:
+def _():
     norm = model(SpatialNorm, 32, 4)
     return Built(norm, lambda: norm(noise(1, 32, 8, 8), noise(1, 4, 4, 4)))
 
 
 @alone("AdaGroupNorm")
-def _() -> Built:
+def _():
     norm = model(AdaGroupNorm, 16, 32, 4)
     return Built(norm, lambda: norm(noise(1, 32, 8, 8), noise(1, 16)))
 
 
 @alone("RMSNorm")
-def _() -> Built:
+def _():
     return on_image(model(RMSNorm, 8, eps=1e-5))
 
 

@@ -1,9 +1,6 @@
 """The page on coverage, written from a run: ``python -m tests.coverage.page --write docs/coverage.md``."""
 
-from __future__ import annotations
-
 import argparse
-from collections.abc import Iterable
 from pathlib import Path
 
 import diffusers
@@ -11,14 +8,9 @@ import pytest
 
 from tests.conftest import run_fused_on_the_cpu
 from tests.coverage import networks, relatives, stable_diffusion
-from tests.coverage.parts import Rows
-from tests.coverage.run import Result, run
+from tests.coverage.run import run
 
-SECTIONS: tuple[Rows, ...] = (
-    *stable_diffusion.SECTIONS,
-    *relatives.SECTIONS,
-    *networks.SECTIONS,
-)
+SECTIONS = (*stable_diffusion.SECTIONS, *relatives.SECTIONS, *networks.SECTIONS)
 _HEAD = """# Coverage
 
 What `sdfastgn.optimize` does to pipelines and models of diffusers {version}. A test builds each row
@@ -36,7 +28,7 @@ the parts, and what is left alone on purpose.
 _COLUMNS = ("", "class", "result", "fused", "CUDA graphs", "what is not fused, and why")
 
 
-def line(result: Result) -> str:
+def line(result):
     """The row of the table for ``result``."""
     cells = (
         result.name,
@@ -49,7 +41,7 @@ def line(result: Result) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def page(results: Iterable[Iterable[Result]]) -> str:
+def page(results):
     """The whole page for the results of each section."""
     parts = [_HEAD.format(version=diffusers.__version__)]
     for section, found in zip(SECTIONS, results, strict=True):
@@ -62,7 +54,7 @@ def page(results: Iterable[Iterable[Result]]) -> str:
     return "\n".join(parts)
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser(prog="python -m tests.coverage.page", description=__doc__)
     parser.add_argument("--write", type=Path, metavar="FILE", required=True)
     path = parser.parse_args().write

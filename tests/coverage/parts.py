@@ -1,14 +1,11 @@
 """What the rows of the coverage table are built from: tiny networks with random weights, and calls."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import diffusers
 import torch
-from torch import Tensor
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
 from sdfastgn.bench.models.architectures import randomize
@@ -16,8 +13,10 @@ from sdfastgn.bench.models.configurations import SCHEDULERS, TEXT_ENCODERS, UNET
 from sdfastgn.bench.models.pipelines import build_tokenizer
 
 # Where the tensors of a row are, and in which dtype. A test on a GPU changes both.
-WHERE: dict[str, Any] = {"device": "cpu", "dtype": torch.float32}
+WHERE = {"device": "cpu", "dtype": torch.float32}
 PROMPT = {"prompt": "a cat", "num_inference_steps": 2, "output_type": "pt"}
+# Two levels of a VAE.
+TWO_LEVELS = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
 # Ends of a text that build_tokenizer writes.
 _ENDS = {"bos_token_id": 512, "eos_token_id": 513, "pad_token_id": 513}
 
@@ -39,34 +38,34 @@ class Row(NamedTuple):
 class Rows(list[Row]):
     """A section of the table; ``@rows("name")`` adds a builder to it."""
 
-    def __init__(self, title: str) -> None:
+    def __init__(self, title):
         super().__init__()
         self.title = title
 
-    def __call__(self, name: str) -> Callable[[Callable[[], Built]], Callable[[], Built]]:
-        def add(build: Callable[[], Built]) -> Callable[[], Built]:
+    def __call__(self, name):
+        def add(build):
             self.append(Row(name, build))
             return build
 
         return add
 
 
-def noise(*shape: int, seed: int = 0) -> Tensor:
+def noise(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(**WHERE)
 
 
-def image(channels: int = 3, size: int = 64) -> Tensor:
+def image(channels=3, size=64):
     """In [0, 1], as pipelines take it."""
     return noise(1, channels, size, size, seed=3).sigmoid()
 
 
-def model(cls: str | type, *config: Any, **options: Any) -> Any:
+def model(cls, *config, **options):
     """A network with random weights; a class of diffusers may be given by its name."""
     cls = getattr(diffusers, cls) if isinstance(cls, str) else cls
     return randomize(cls(*config, **options), 3).to(**WHERE).eval()
 
 
-def pipeline(name: str, parts: dict[str, Any], **inputs: Any) -> Built:
+def pipeline(name, parts, **inputs):
     """A pipeline of diffusers, and its call with two steps for a short prompt."""
     # Some pipelines make networks of their own from these parts.
     pipe = getattr(diffusers, name)(**parts).to(**WHERE)
@@ -76,19 +75,19 @@ def pipeline(name: str, parts: dict[str, Any], **inputs: Any) -> Built:
     return Built(pipe, lambda: pipe(**inputs, generator=torch.Generator().manual_seed(0))[0])
 
 
-def unet(config: str = "tiny", **options: Any) -> Any:
+def unet(config="tiny", **options):
     return model("UNet2DConditionModel", **{**UNETS[config], **options})
 
 
-def vae(**options: Any) -> Any:
+def vae(**options):
     return model("AutoencoderKL", **{**VAES["tiny"], **options})
 
 
-def text_encoder(cls: Any = CLIPTextModel, **options: Any) -> Any:
+def text_encoder(cls=CLIPTextModel, **options):
     return model(cls, CLIPTextConfig(**{**TEXT_ENCODERS["tiny"][0], **_ENDS, **options}))
 
 
-def scheduler(config: str = "tiny", name: str | None = None, **options: Any) -> Any:
+def scheduler(config="tiny", name=None, **options):
     """The scheduler of a Stable Diffusion, or ``name`` with the same noise."""
     own, settings = SCHEDULERS[config]
     if name is None:
@@ -97,24 +96,21 @@ def scheduler(config: str = "tiny", name: str | None = None, **options: Any) -> 
     return getattr(diffusers, name)(**{**betas, **options})
 
 
-def text() -> dict[str, Any]:
+def text():
     """One CLIP text encoder with its tokenizer."""
     return {"text_encoder": text_encoder(), "tokenizer": build_tokenizer()}
 
 
-def sd(**parts: Any) -> dict[str, Any]:
+def sd(**parts):
     """Components of Stable Diffusion; ``parts`` replace or join them."""
     unsafe = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
     made = {} if "unet" in parts else {"unet": unet()}
     return {**text(), **made, "vae": vae(), "scheduler": scheduler(), **unsafe, **parts}
 
 
-def sdxl(**parts: Any) -> dict[str, Any]:
+def sdxl(**parts):
     """Components of Stable Diffusion XL; ``parts`` replace or join them."""
     made = {} if "unet" in parts else {"unet": unet("tiny_xl")}
-    second = {
-        "text_encoder_2": text_encoder(CLIPTextModelWithProjection),
-        "tokenizer_2": build_tokenizer(),
-    }
+    second = {"text_encoder_2": text_encoder(CLIPTextModelWithProjection), "tokenizer_2": build_tokenizer()}
     around = {"vae": vae(), "scheduler": scheduler("tiny_xl"), "add_watermarker": False}
     return {**text(), **second, **made, **around, **parts}

@@ -1,9 +1,6 @@
 """Rows of the coverage table: video, other image pipelines, audio, transformers with a VAE."""
 
-from __future__ import annotations
-
 import sys
-from typing import Any
 
 import diffusers
 from transformers import (
@@ -22,7 +19,7 @@ from transformers import (
 )
 
 from tests.coverage.parts import (
-    Built,
+    TWO_LEVELS,
     Rows,
     image,
     model,
@@ -41,24 +38,23 @@ FRAMES = {"num_frames": 2, "height": 16, "width": 16}
 BLOCKS = {"block_out_channels": (32, 64), "layers_per_block": 1, "norm_num_groups": 8, "sample_size": 8}
 
 
-def small_vae(**options: Any) -> Any:
+def small_vae(**options):
     """Of two levels: 16 pixels are 8 latents."""
-    blocks = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
-    return vae(block_out_channels=(12, 24), **blocks, **options)
+    return vae(block_out_channels=(12, 24), **TWO_LEVELS, **options)
 
 
-def image_encoder() -> Any:
+def image_encoder():
     sizes = {"hidden_size": 32, "intermediate_size": 64, "image_size": 16, "patch_size": 8}
     config = CLIPVisionConfig(**sizes, num_hidden_layers=1, num_attention_heads=4, projection_dim=32)
     return model(CLIPVisionModelWithProjection, config)
 
 
-def feature_extractor() -> Any:
+def feature_extractor():
     return CLIPImageProcessor(crop_size=16, size=16)
 
 
 @video("Stable Video Diffusion")
-def _() -> Built:
+def _():
     network = model(
         "UNetSpatioTemporalConditionModel",
         sample_size=8,
@@ -89,7 +85,7 @@ def _() -> Built:
 
 
 @video("AnimateDiff")
-def _() -> Built:
+def _():
     adapter = model(
         "MotionAdapter",
         block_out_channels=(40, 80),
@@ -103,7 +99,7 @@ def _() -> Built:
     return pipeline("AnimateDiffPipeline", parts, **FRAMES)
 
 
-def video_text(cls: str, **options: Any) -> dict[str, Any]:
+def video_text(cls, **options):
     """Components of a pipeline whose UNet takes a text and a block of frames."""
     network = model(
         cls,
@@ -118,12 +114,12 @@ def video_text(cls: str, **options: Any) -> dict[str, Any]:
 
 
 @video("text to video (ModelScope)")
-def _() -> Built:
+def _():
     return pipeline("TextToVideoSDPipeline", video_text("UNet3DConditionModel"), **FRAMES)
 
 
 @video("I2VGenXL")
-def _() -> Built:
+def _():
     parts = video_text("I2VGenXLUNet", num_attention_heads=None)
     parts |= {"image_encoder": image_encoder(), "feature_extractor": feature_extractor()}
     return pipeline("I2VGenXLPipeline", parts, image=image(size=16), clip_skip=None, **FRAMES)
@@ -134,7 +130,7 @@ def _() -> Built:
 images = Rows("Other image pipelines")
 
 
-def movq() -> Any:
+def movq():
     return model(
         "VQModel",
         block_out_channels=(32, 64),
@@ -161,7 +157,7 @@ SIMPLE = {
 
 
 @images("Kandinsky 2.2 decoder")
-def _() -> Built:
+def _():
     embeds = {"addition_embed_type": "image", "encoder_hid_dim_type": "image_proj"}
     network = model("UNet2DConditionModel", **SIMPLE, **embeds, out_channels=8)
     parts = {"unet": network, "movq": movq(), "scheduler": scheduler(name="DDIMScheduler")}
@@ -170,7 +166,7 @@ def _() -> Built:
 
 
 @images("Kandinsky 3")
-def _() -> Built:
+def _():
     network = model(
         "Kandinsky3UNet",
         time_embedding_dim=16,
@@ -186,7 +182,7 @@ def _() -> Built:
     return pipeline("Kandinsky3Pipeline", parts, **embeds(mask=True), height=64, width=64)
 
 
-def embeds(mask: bool = False, mask_name: str = "attention_mask", **options: Any) -> dict[str, Any]:
+def embeds(mask=False, mask_name="attention_mask", **options):
     """What a T5 would make of a prompt and of none."""
     found = {
         "prompt": None,
@@ -200,7 +196,7 @@ def embeds(mask: bool = False, mask_name: str = "attention_mask", **options: Any
 
 
 @images("DeepFloyd IF, first stage")
-def _() -> Built:
+def _():
     network = model(
         "UNet2DConditionModel",
         **SIMPLE,
@@ -218,7 +214,7 @@ def _() -> Built:
 
 
 @images("Stable Cascade, decoder")
-def _() -> Built:
+def _():
     blocks = {
         "num_attention_heads": (-1, 2),
         "block_types_per_layer": (("SDCascadeResBlock", "SDCascadeTimestepBlock"),) * 2,
@@ -244,7 +240,7 @@ def _() -> Built:
 
 
 @images("Stable Cascade, prior")
-def _() -> Built:
+def _():
     network = model(
         "StableCascadeUNet",
         conditioning_dim=64,
@@ -267,17 +263,17 @@ def _() -> Built:
     return pipeline("StableCascadePriorPipeline", parts, height=128, width=128)
 
 
-def paella(pipe: str) -> Any:
+def paella(pipe):
     return model(beside(pipe, "PaellaVQModel"), bottleneck_blocks=1, num_vq_embeddings=2, embed_dim=32)
 
 
-def beside(pipe: str, name: str) -> Any:
+def beside(pipe, name):
     """A class that stands where ``pipe`` does: diffusers moves its folders."""
     return getattr(sys.modules[getattr(diffusers, pipe).__module__], name)
 
 
 @images("Wuerstchen, decoder")
-def _() -> Built:
+def _():
     sizes = {"c_cond": 32, "c_hidden": [32], "nhead": [-1], "blocks": [1], "level_config": ["CT"]}
     cls = beside("WuerstchenDecoderPipeline", "WuerstchenDiffNeXt")
     parts = text() | {"decoder": model(cls, **sizes, clip_embd=32, inject_effnet=[False])}
@@ -287,7 +283,7 @@ def _() -> Built:
 
 
 @images("Wuerstchen, prior")
-def _() -> Built:
+def _():
     cls = beside("WuerstchenPriorPipeline", "WuerstchenPrior")
     parts = text() | {"prior": model(cls, c_in=2, c=16, c_cond=32, c_r=16, depth=1, nhead=2)}
     parts["scheduler"] = diffusers.DDPMWuerstchenScheduler()
@@ -299,7 +295,7 @@ def _() -> Built:
 audio = Rows("Audio")
 
 
-def vocoder() -> Any:
+def vocoder():
     config = SpeechT5HifiGanConfig(
         model_in_dim=8,
         upsample_initial_channel=16,
@@ -316,7 +312,7 @@ SOUND = {"output_type": "np", "audio_length_in_s": 0.004}
 
 
 @audio("AudioLDM2")
-def _() -> Built:
+def _():
     blocks = {
         "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
         "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
@@ -342,7 +338,7 @@ def _() -> Built:
 
 
 @audio("MusicLDM")
-def _() -> Built:
+def _():
     network = unet(
         class_embed_type="simple_projection",
         projection_class_embeddings_input_dim=32,

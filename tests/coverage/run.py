@@ -1,10 +1,6 @@
 """Runs a row of the coverage table stock, optimized and restored, and notes what was left alone."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +11,6 @@ from torch.overrides import TorchFunctionMode
 
 import sdfastgn
 from sdfastgn.bench.images import relative_error
-from tests.coverage.parts import Row
 
 # What may follow a norm, by the name of the function.
 _PASSES = {
@@ -42,7 +37,7 @@ class Result:
     restored: bool
 
     @property
-    def verdict(self) -> str:
+    def verdict(self):
         if not self.fused:
             return "left alone"
         return "partly" if self.left else "fused"
@@ -51,33 +46,33 @@ class Result:
 class _Stock(TorchFunctionMode):
     """Notes which modules are called, and the passes behind the result of each ``group_norm``."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.called: set[nn.Module] = set()
-        self.passes: dict[nn.Module, set[str]] = {}
-        self._inside: list[nn.Module] = []
-        self._last: tuple[nn.Module, Any] | None = None
+        self.called = set()
+        self.passes = {}
+        self._inside = []
+        self._last = None
 
-    def __enter__(self) -> _Stock:
+    def __enter__(self):
         self._hooks = [
             register_module_forward_pre_hook(lambda module, _: self._enter_module(module)),
             register_module_forward_hook(lambda *_: self._leave_module(), always_call=True),
         ]
         return super().__enter__()
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error):
         super().__exit__(*error)
         for hook in self._hooks:
             hook.remove()
 
-    def _enter_module(self, module: nn.Module) -> None:
+    def _enter_module(self, module):
         self.called.add(module)
         self._inside.append(module)
 
-    def _leave_module(self) -> None:
+    def _leave_module(self):
         self._inside.pop()
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         if func is F.group_norm:
             self._last = self._inside[-1], result
@@ -89,7 +84,7 @@ class _Stock(TorchFunctionMode):
                 self._follow(norm, func.__name__, tensor, result)
         return result
 
-    def _follow(self, norm: nn.Module, name: str, tensor: Tensor, result: Tensor) -> None:
+    def _follow(self, norm, name, tensor, result):
         kind = _PASSES.get(name)
         if kind == "shift" and "scale" not in self.passes[norm]:
             return  # a residual sum
@@ -100,7 +95,7 @@ class _Stock(TorchFunctionMode):
             self._last = norm, result
 
 
-def run(row: Row) -> Result:
+def run(row):
     """Raises what the pipeline or sdfastgn raises."""
     obj, call = row.build()
     with torch.no_grad():
@@ -123,15 +118,15 @@ def run(row: Row) -> Result:
     )
 
 
-def _output(call: Any, _: Any = None) -> Tensor:
+def _output(call, _=None):
     torch.manual_seed(0)  # for what takes no generator
     output = call()
     return torch.as_tensor(np.stack(output) if isinstance(output, list) else output)
 
 
-def _left(obj: Any, report: Any, stock: _Stock) -> Iterable[str]:
+def _left(obj, report, stock):
     """One reason for each part that was called and is not fused."""
-    known: dict[str, set[str]] = {}
+    known = {}
     for entry in report.entries:
         known.setdefault(entry.path, set()).add(entry.fusion)
         if entry.status == "skipped":
@@ -149,17 +144,15 @@ def _left(obj: Any, report: Any, stock: _Stock) -> Iterable[str]:
         yield from _left_of_norms(modules, known, stock.passes)
 
 
-def _is_inside(root: nn.Module, name: str, fused: Iterable[Any]) -> bool:
+def _is_inside(root, name, fused):
     """True if every parameter of ``root`` belongs to a fused part."""
     parts = tuple(f"{entry.path}." for entry in fused)
     return all(f"{name}.{path}".startswith(parts) for path, _ in root.named_parameters())
 
 
-def _left_of_norms(
-    modules: dict[str, nn.Module], known: dict[str, set[str]], passes: dict[nn.Module, set[str]]
-) -> Iterable[str]:
+def _left_of_norms(modules, known, passes):
     """``known``: the fusions about each path."""
-    found: dict[str, set[str]] = {}
+    found = {}
     for path, module in modules.items():
         own, parent = known.get(path, set()), path.rpartition(".")[0]
         if module not in passes or parent in known:

@@ -1,53 +1,38 @@
 """Rows of the coverage table: Stable Diffusion, its controls, and Stable Diffusion XL."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import diffusers
 import torch
 
 from sdfastgn.bench.models.configurations import UNETS
-from tests.coverage.parts import (
-    Built,
-    Rows,
-    image,
-    model,
-    noise,
-    pipeline,
-    scheduler,
-    sd,
-    sdxl,
-    unet,
-)
+from tests.coverage.parts import TWO_LEVELS, Rows, image, model, noise, pipeline, scheduler, sd, sdxl, unet
 from tests.patches.cases import ip_adapter_weights
 
 rows = Rows("Stable Diffusion")
 SIZE = {"height": 64, "width": 64}
 
 
-def mask() -> torch.Tensor:
+def mask():
     return (image(1) > 0.5).to(torch.float32)
 
 
 @rows("text to image")
-def _() -> Built:
+def _():
     return pipeline("StableDiffusionPipeline", sd(), **SIZE)
 
 
 @rows("image to image")
-def _() -> Built:
+def _():
     return pipeline("StableDiffusionImg2ImgPipeline", sd(), image=image(), strength=0.9)
 
 
 @rows("inpainting, UNet with 9 channels")
-def _() -> Built:
+def _():
     parts = sd(unet=unet(in_channels=9))
     return pipeline("StableDiffusionInpaintPipeline", parts, image=image(), mask_image=mask(), **SIZE)
 
 
 @rows("upscaling (x4)")
-def _() -> Built:
+def _():
     network = unet(in_channels=7, num_class_embeds=1000, only_cross_attention=(True, False))
     parts = sd(
         unet=network,
@@ -59,7 +44,7 @@ def _() -> Built:
 
 
 @rows("latent upscaling (x2)")
-def _() -> Built:
+def _():
     network = unet(
         sample_size=8,
         in_channels=8,
@@ -85,31 +70,30 @@ def _() -> Built:
 
 
 @rows("InstructPix2Pix")
-def _() -> Built:
+def _():
     return pipeline("StableDiffusionInstructPix2PixPipeline", sd(unet=unet(in_channels=8)), image=image())
 
 
 @rows("latent consistency (LCM)")
-def _() -> Built:
+def _():
     parts = sd(unet=unet(time_cond_proj_dim=16), scheduler=scheduler(name="LCMScheduler"))
     return pipeline("LatentConsistencyModelPipeline", parts, **SIZE)
 
 
 @rows("AutoencoderTiny (TAESD) as VAE")
-def _() -> Built:
+def _():
     return pipeline("StableDiffusionPipeline", sd(vae=tiny_vae()), **SIZE)
 
 
 @rows("AsymmetricAutoencoderKL as VAE")
-def _() -> Built:
+def _():
     sizes = {"down_block_out_channels": (20, 40), "up_block_out_channels": (20, 40), "norm_num_groups": 5}
-    blocks = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
-    parts = sd(unet=unet(in_channels=9), vae=model("AsymmetricAutoencoderKL", **sizes, **blocks))
+    parts = sd(unet=unet(in_channels=9), vae=model("AsymmetricAutoencoderKL", **sizes, **TWO_LEVELS))
     inputs = {"image": image(size=16), "mask_image": mask()[..., :16, :16], "height": 16, "width": 16}
     return pipeline("StableDiffusionInpaintPipeline", parts, **inputs)
 
 
-def tiny_vae() -> Any:
+def tiny_vae():
     return model(
         "AutoencoderTiny",
         encoder_block_out_channels=(16,) * 4,
@@ -122,24 +106,24 @@ def tiny_vae() -> Any:
 # --- controls -------------------------------------------------------------------------------------
 
 
-def controlnet(config: str = "tiny", cls: str = "ControlNetModel", **options: Any) -> Any:
+def controlnet(config="tiny", cls="ControlNetModel", **options):
     shared = {k: v for k, v in UNETS[config].items() if k not in ("sample_size", "up_block_types")}
     return model(cls, **shared, conditioning_embedding_out_channels=(8, 8, 16, 16), **options)
 
 
 @rows("ControlNet")
-def _() -> Built:
+def _():
     return pipeline("StableDiffusionControlNetPipeline", sd(controlnet=controlnet()), image=image())
 
 
 @rows("several ControlNets")
-def _() -> Built:
+def _():
     parts = sd(controlnet=[controlnet(), controlnet()])
     return pipeline("StableDiffusionControlNetPipeline", parts, image=[image(), image()])
 
 
 @rows("ControlNet-XS")
-def _() -> Built:
+def _():
     base = unet(use_linear_projection=True, layers_per_block=2)
     sizes = {"conditioning_embedding_out_channels": (8, 8, 16, 16), "learn_time_embedding": True}
     adapter = model(diffusers.ControlNetXSAdapter.from_unet, base, size_ratio=1, **sizes)
@@ -147,14 +131,14 @@ def _() -> Built:
 
 
 @rows("T2I-Adapter")
-def _() -> Built:
+def _():
     adapter = model("T2IAdapter", channels=(40, 80), num_res_blocks=1, downscale_factor=8)
     parts = sd(adapter=adapter)
     return pipeline("StableDiffusionAdapterPipeline", parts, image=image(), **SIZE)
 
 
 @rows("IP-Adapter")
-def _() -> Built:
+def _():
     network = unet()
     network._load_ip_adapter_weights([ip_adapter_weights(network)])
     embeds = [noise(2, 1, 24, seed=7)]
@@ -167,43 +151,43 @@ xl = Rows("Stable Diffusion XL")
 
 
 @xl("base")
-def _() -> Built:
+def _():
     return pipeline("StableDiffusionXLPipeline", sdxl(), **SIZE)
 
 
 @xl("refiner")
-def _() -> Built:
+def _():
     network = unet("tiny_xl", cross_attention_dim=32, projection_class_embeddings_input_dim=5 * 8 + 32)
     parts = sdxl(unet=network, text_encoder=None, tokenizer=None, requires_aesthetics_score=True)
     return pipeline("StableDiffusionXLImg2ImgPipeline", parts, image=image(), strength=0.9)
 
 
 @xl("image to image")
-def _() -> Built:
+def _():
     return pipeline("StableDiffusionXLImg2ImgPipeline", sdxl(), image=image(), strength=0.9)
 
 
 @xl("inpainting")
-def _() -> Built:
+def _():
     inputs = {"image": image(), "mask_image": mask(), "strength": 0.9, **SIZE}
     return pipeline("StableDiffusionXLInpaintPipeline", sdxl(), **inputs)
 
 
 @xl("Turbo: one step without guidance")
-def _() -> Built:
+def _():
     euler = scheduler(name="EulerAncestralDiscreteScheduler", timestep_spacing="trailing")
     inputs = {**SIZE, "num_inference_steps": 1, "guidance_scale": 0.0}
     return pipeline("StableDiffusionXLPipeline", sdxl(scheduler=euler), **inputs)
 
 
 @xl("ControlNet")
-def _() -> Built:
+def _():
     parts = sdxl(controlnet=controlnet("tiny_xl"))
     return pipeline("StableDiffusionXLControlNetPipeline", parts, image=image(), **SIZE)
 
 
 @xl("ControlNet Union")
-def _() -> Built:
+def _():
     sizes = {"num_trans_channel": 40, "num_trans_head": 4, "num_proj_channel": 40}
     parts = sdxl(controlnet=controlnet("tiny_xl", "ControlNetUnionModel", **sizes))
     inputs = {"control_image": [image()], "control_mode": [3], **SIZE}
@@ -211,7 +195,7 @@ def _() -> Built:
 
 
 @xl("T2I-Adapter")
-def _() -> Built:
+def _():
     adapter = model(
         "T2IAdapter", channels=(40, 80, 80, 80), adapter_type="full_adapter_xl", downscale_factor=16
     )

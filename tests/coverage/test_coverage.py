@@ -1,7 +1,5 @@
 """Pipelines and models of diffusers: the same output, an exact restore, and docs/coverage.md as it ran."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import diffusers
@@ -10,8 +8,7 @@ import torch
 
 from tests.coverage import parts
 from tests.coverage.page import SECTIONS, line
-from tests.coverage.parts import Row
-from tests.coverage.run import Result, run
+from tests.coverage.run import run
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "coverage.md").read_text(encoding="utf-8")
 each_row = pytest.mark.parametrize(
@@ -19,7 +16,7 @@ each_row = pytest.mark.parametrize(
 )
 
 
-def result_of(row: Row) -> Result:
+def result_of(row):
     try:
         return run(row)
     except AttributeError as error:
@@ -29,7 +26,7 @@ def result_of(row: Row) -> Result:
 
 
 @each_row
-def test_same_output_and_exact_restore(row: Row) -> None:
+def test_same_output_and_exact_restore(row):
     result = result_of(row)
     assert result.error < 1e-4
     assert result.restored
@@ -37,7 +34,7 @@ def test_same_output_and_exact_restore(row: Row) -> None:
         assert line(result) in PAGE, "run: python -m tests.coverage.page --write docs/coverage.md"
 
 
-def test_the_page_has_these_rows() -> None:
+def test_the_page_has_these_rows():
     if f"diffusers {diffusers.__version__}." not in PAGE:
         pytest.skip("the page is about another diffusers")
     lines = iter(PAGE.splitlines())
@@ -49,7 +46,7 @@ def test_the_page_has_these_rows() -> None:
 
 @pytest.mark.gpu
 @each_row
-def test_same_output_on_the_gpu_in_fp16(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_same_output_on_the_gpu_in_fp16(row, monkeypatch):
     monkeypatch.setitem(parts.WHERE, "device", "cuda")
     monkeypatch.setitem(parts.WHERE, "dtype", torch.float16)
     result = result_of(row)

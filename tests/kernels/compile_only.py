@@ -5,15 +5,12 @@ kernels for whose GPUs they are.
 Usage: ``python -m tests.kernels.compile_only sm_90``, or ``gfx942`` for one of AMD's.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
-from typing import Any
 
 os.environ.pop("TRITON_INTERPRET", None)
 
@@ -23,12 +20,10 @@ if sys.argv[-1].startswith("gfx"):
     torch.version.hip = "compiled for only"
 
 import triton
-from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from sdfastgn.kernels.common import dispatch, gpu
-from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.common.tiles import HAS_GDC
 from tests.kernels.gpus import smallest
 from tests.kernels.launch_cases import cases, launches
@@ -38,19 +33,19 @@ POINTERS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp
 FLOATS = {"eps", "momentum", "scale"}
 
 
-def _compiled_by(launch: Launch, tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+def _compiled_by(launch, tensors):
     """What decides the compiled code: two launches with the same share a kernel."""
     dtypes = tuple(None if t is None else t.dtype for t in tensors)
     return launch.kernel, dtypes, tuple(launch.constants.items()), tuple(launch.options.items())
 
 
-def _target(generation: str) -> GPUTarget:
+def _target(generation):
     if generation.startswith("sm_"):
         return GPUTarget("cuda", int(generation.removeprefix("sm_")), 32)
     return GPUTarget("hip", generation, 64 if generation.startswith("gfx9") else 32)
 
 
-def compiled(launch: Launch, tensors: tuple[Tensor | None, ...], generation: str) -> Any:
+def compiled(launch, tensors, generation):
     """What Triton makes of a launch. ptxas refuses instructions that the generation lacks."""
     names = launch.kernel.arg_names
     pointers = dict(zip(names, tensors, strict=False))
@@ -68,7 +63,7 @@ def compiled(launch: Launch, tensors: tuple[Tensor | None, ...], generation: str
     return triton.compile(source, target=_target(generation), options=launch.options)
 
 
-def resources(kernel: Any) -> dict[str, int]:
+def resources(kernel):
     """Threads, stack (where spilled registers go), shared memory and the widest load of a kernel.
 
     Shared memory, stack and load are in bytes.
@@ -94,7 +89,7 @@ def resources(kernel: Any) -> dict[str, int]:
     return {"threads": threads, "stack": stack, "shared": shared, "widest_load": widest}
 
 
-def operation(launch: Launch, tensors: tuple[Tensor | None, ...]) -> str:
+def operation(launch, tensors):
     """The kernel's name, and for one of several uses which it is."""
     pointers = dict(zip(launch.kernel.arg_names, tensors, strict=False))
     found = [use for use in ("residual", "tail", "bias") if pointers.get(f"{use}_ptr") is not None]
@@ -106,7 +101,7 @@ def operation(launch: Launch, tensors: tuple[Tensor | None, ...]) -> str:
     return launch.kernel.__name__ + (f"[{use}]" if use else "")
 
 
-def main(generation: str) -> None:
+def main(generation):
     # As on such a GPU.
     dispatch.runs_in_triton = lambda x: True
     dispatch.has_kernels = lambda x: True
@@ -114,7 +109,7 @@ def main(generation: str) -> None:
     is_hopper = HAS_GDC and generation.startswith("sm_") and int(generation.removeprefix("sm_")) >= 90
     gpu.has_programmatic_launch = lambda device: is_hopper
     gpu.num_sms = lambda device: smallest(generation).multiprocessors
-    distinct: dict[tuple[Any, ...], tuple[Launch, tuple[Tensor | None, ...], list[str]]] = {}
+    distinct = {}
     for shape, dtype, kind in cases(generation):
         use = f"{'x'.join(map(str, shape))} {str(dtype).removeprefix('torch.')} {kind}"
         for launch, tensors in launches(shape, dtype, kind):

@@ -1,7 +1,5 @@
 """The GPUs that kernels are compiled and configured for; docs/gpus.md lists their generations."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 __all__ = ["GPUS", "SHARED_KIB", "Gpu", "smallest"]
@@ -41,6 +39,6 @@ GPUS = {
 }
 
 
-def smallest(generation: str) -> Gpu:
+def smallest(generation):
     """The one with the fewest multiprocessors: its programs have the most to do."""
     return min((g for g in GPUS.values() if g.generation == generation), key=lambda g: g.multiprocessors)

@@ -1,15 +1,10 @@
 """Calls that launch every kernel of the package once or more, and their launches, without a GPU."""
 
-from __future__ import annotations
-
 import functools
 import math
-from collections.abc import Callable, Iterator
-from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
 
 import sdfastgn
 from sdfastgn.kernels.act_linear.op import act_linear
@@ -22,8 +17,6 @@ from sdfastgn.kernels.statistics.config import statistics_pay
 from sdfastgn.kernels.statistics.op import add_kernel, cat_kernel
 from sdfastgn.kernels.upsample.conv_kernels import launch_interleave, launch_phase_weights
 from sdfastgn.kernels.upsample.nearest import upsample_nearest_2x
-
-Case = tuple[tuple[int, ...], torch.dtype, str]
 
 HALF = torch.float16
 
@@ -69,7 +62,7 @@ MORE_PROMPTS = [(256, 77, 160), (256, 128, 256)]
 ATTENDED = [(4096, 512), (16384, 512), (65536, 512)]
 
 
-def cases(generation: str) -> list[Case]:
+def cases(generation):
     """(shape, dtype, kind) of what is compiled for a generation; ``kind`` is a key of ``KINDS``."""
     every = generation in ("sm_75", "sm_90")
     found = [(shape, HALF, kind) for shape, kind in _shapes(every=every)]
@@ -86,7 +79,7 @@ def cases(generation: str) -> list[Case]:
     return found + (_only_on_the_h200() if generation == "sm_90" else [])
 
 
-def _shapes(*, every: bool) -> Iterator[tuple[tuple[int, ...], str]]:
+def _shapes(*, every):
     """What is compiled in fp16: every shape, or one for each way through the kernels."""
     lists = {
         "channels_last": (IMAGES, [SMALL, SPLIT]),
@@ -103,7 +96,7 @@ def _shapes(*, every: bool) -> Iterator[tuple[tuple[int, ...], str]]:
             yield shape, kind
 
 
-def _only_on_the_h200() -> list[Case]:
+def _only_on_the_h200():
     """Other dtypes and odd sizes: what they compile differs between generations as the rest does."""
     full, brain = torch.float32, torch.bfloat16
     return [
@@ -126,17 +119,15 @@ def _only_on_the_h200() -> list[Case]:
     ]
 
 
-def launches(
-    shape: tuple[int, ...], dtype: torch.dtype, kind: str
-) -> Iterator[tuple[Launch, tuple[Tensor | None, ...]]]:
+def launches(shape, dtype, kind):
     """(launch, its tensors) of every kernel that the public functions launch; nothing runs."""
-    made: list[tuple[Launch, tuple[Tensor | None, ...]]] = []
+    made = []
     with mock.patch.object(Launch, "__call__", lambda self, stream, *tensors: made.append((self, tensors))):
         KINDS[kind](shape, dtype)
     yield from made
 
 
-def _differentiate(call: Callable[..., Any], *operands: Tensor, wanted: tuple[int, ...]) -> None:
+def _differentiate(call, *operands, wanted):
     """Runs ``call`` and its backward, with gradients of the operands at ``wanted``."""
     operands = tuple(t.detach().requires_grad_(i in wanted) for i, t in enumerate(operands))
     results = call(*operands)
@@ -146,26 +137,26 @@ def _differentiate(call: Callable[..., Any], *operands: Tensor, wanted: tuple[in
     torch.autograd.grad(results, [operands[i] for i in wanted], dys)
 
 
-def _layer_norms(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def _layer_norms(shape, dtype):
     x = torch.empty(shape, dtype=dtype)
     weight = x.new_empty(shape[1])
     sdfastgn.layer_norm(x.detach().requires_grad_(), weight, weight)
     sdfastgn.add_layer_norm(x, x, weight, weight, total_bias=weight)
 
-    def add(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, add_bias: Tensor) -> Any:
+    def add(x, residual, weight, bias, add_bias):
         return sdfastgn.add_layer_norm(x, residual, weight, bias, add_bias=add_bias)
 
     for wanted in ((0, 2, 3, 4), (0,)):
         _differentiate(add, x, x, weight, weight, weight, wanted=wanted)
 
 
-def _few_keys(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def _few_keys(shape, dtype):
     L, S, D = shape
     q, k = (torch.empty((2, rows, 8, D), dtype=dtype).transpose(1, 2) for rows in (L, S))
     assert attend_to_few(q, k, k) is not None
 
 
-def _gated(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def _gated(shape, dtype):
     x = torch.empty((shape[0], 2 * shape[1]), dtype=dtype)
     bias = x.new_empty(2 * shape[1])
     geglu(x)
@@ -173,20 +164,20 @@ def _gated(shape: tuple[int, ...], dtype: torch.dtype) -> None:
         _differentiate(geglu, x, bias, wanted=wanted)
 
 
-def _few_rows(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def _few_rows(shape, dtype):
     N, C, K = shape
     x, weight, bias = (torch.empty(size, dtype=dtype) for size in ((N, K), (C, K), (C,)))
     act_linear(x, weight, bias)
     act_linear(x, weight, bias, "silu", extra_bias=bias)
 
 
-def _wide_heads(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def _wide_heads(shape, dtype):
     q = torch.empty((1, 1, *shape), dtype=dtype)
     with mock.patch.object(wide_heads_kernels, "_multiply"):  # cuBLAS's
         wide_attention(q, q, q)
 
 
-def _group_norms(shape: tuple[int, ...], dtype: torch.dtype, memory_format: torch.memory_format) -> None:
+def _group_norms(shape, dtype, memory_format):
     x, head, tail = (
         torch.empty((shape[0], C, *shape[2:]), dtype=dtype).to(memory_format=memory_format)
         # The skip connection of an up block: 2x960x64x64 is 640 + 320 channels.
@@ -194,7 +185,7 @@ def _group_norms(shape: tuple[int, ...], dtype: torch.dtype, memory_format: torc
     )
     weight = x.new_empty(shape[1])
 
-    def norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    def norm(x, weight, bias):
         return sdfastgn.group_norm(x, 32, weight, bias, activation="silu")
 
     if statistics_pay(shape[1], math.prod(shape[2:])):
@@ -209,33 +200,31 @@ def _group_norms(shape: tuple[int, ...], dtype: torch.dtype, memory_format: torc
     _differentiate(norm, x, weight, weight, wanted=(0, 1, 2))
 
 
-def _in_both_layouts(
-    shape: tuple[int, ...], dtype: torch.dtype, groups: int, activations: tuple[str, ...], *, shift: bool
-) -> None:
+def _in_both_layouts(shape, dtype, groups, activations, *, shift):
     """Gradients in both layouts, with every activation; with ``shift`` also those of a shift."""
     weight = torch.empty(shape[1], dtype=dtype)
     for memory_format in (torch.channels_last, torch.contiguous_format):
         x = torch.empty(shape, dtype=dtype, memory_format=memory_format)
         for activation in activations:
 
-            def norm(x: Tensor, w: Tensor, b: Tensor, activation: str = activation) -> Tensor:
+            def norm(x, w, b, activation=activation):
                 return sdfastgn.group_norm(x, groups, w, b, activation=activation)
 
             _differentiate(norm, x, weight, weight, wanted=(0, 1, 2))
         if shift:
 
-            def shifted(x: Tensor, w: Tensor, b: Tensor, shift: Tensor) -> Tensor:
+            def shifted(x, w, b, shift):
                 return sdfastgn.group_norm(x, groups, w, b, shift=shift)
 
             _differentiate(shifted, x, weight, weight, weight, wanted=(0, 1, 2, 3))
 
 
-def _batch_norms(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def _batch_norms(shape, dtype):
     """In training and in eval, with and without a residual."""
     weight = torch.empty(shape[1])  # fp32 as a rule, whatever x is
     x = torch.empty(shape, dtype=dtype, memory_format=torch.channels_last)
 
-    def norm(training: bool, activation: str, x: Tensor, w: Tensor, b: Tensor, *residual: Tensor) -> Tensor:
+    def norm(training, activation, x, w, b, *residual):
         (added,) = residual or (None,)
         averages = weight, weight
         return sdfastgn.batch_norm(x, *averages, w, b, training, 0.1, 1e-5, activation, residual=added)
@@ -247,13 +236,13 @@ def _batch_norms(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     _differentiate(functools.partial(norm, False, "relu"), x, weight, weight, x, wanted=(0,))
 
 
-def _fp32_results(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def _fp32_results(shape, dtype):
     x = torch.empty(shape, dtype=dtype, memory_format=torch.channels_last)
     with mock.patch.object(torch, "is_autocast_enabled", return_value=True):
         sdfastgn.group_norm(x.requires_grad_(), 32, activation="silu")
 
 
-def _around_an_upsampled_convolution(x: Tensor) -> None:
+def _around_an_upsampled_convolution(x):
     """What runs before and behind the convolution, which would take long here."""
     N, C, H, W = x.shape
     weight, bias = x.new_empty((C, C, 3, 3)), x.new_empty(C)
@@ -264,7 +253,7 @@ def _around_an_upsampled_convolution(x: Tensor) -> None:
         launch_interleave(x.new_empty((N, H + 1, W + 1, 4 * C)), bias, y, statistics)
 
 
-KINDS: dict[str, Callable[[tuple[int, ...], torch.dtype], None]] = {
+KINDS = {
     "channels_last": lambda shape, dtype: _group_norms(shape, dtype, torch.channels_last),
     "channels_first": lambda shape, dtype: _group_norms(shape, dtype, torch.contiguous_format),
     "one_channel": lambda shape, dtype: _in_both_layouts(shape, dtype, shape[1], ("silu",), shift=False),

@@ -6,12 +6,9 @@ Usage: ``one_call.py kernel`` or ``one_call.py launcher``, the C code for which 
 ``one_call.py gpu`` runs it on a GPU.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import warnings
-from typing import Any
 
 # First: it makes Triton compile.
 from tests.kernels.compile_only import compiled  # isort: skip
@@ -26,10 +23,10 @@ from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.geglu.op import geglu, reference_geglu
 
 
-def main(what: str) -> None:
+def main(what):
     hashes = []
 
-    def run(kernel: Any, *args: Any, grid: Any, warmup: bool, num_warps: int, **constants: Any) -> None:
+    def run(kernel, *args, grid, warmup, num_warps, **constants):
         if what == "launcher":
             compile_module_from_src("int launch(void) { return 0; }", "launcher")
         tensors = tuple(t for t in args if t is None or isinstance(t, Tensor))

@@ -1,7 +1,5 @@
 """Every public op once: how it is called, what it computes in PyTorch's own functions, its operands."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
 
 import sdfastgn
 from sdfastgn.kernels.act_linear.op import act_linear
@@ -50,27 +47,27 @@ class Op:
     gpu_options: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def name(self) -> str:
+    def name(self):
         """What errors call it: as users import it."""
         name = self.function.__name__
         return f"sdfastgn.{name}" if hasattr(sdfastgn, name) else f"{self.function.__module__}.{name}"
 
-    def call(self, **operands: Tensor) -> tuple[Tensor, ...]:
+    def call(self, **operands):
         return as_tuple(self.function(**operands, **self.options))[: self.compared]
 
-    def true(self, **operands: Tensor) -> tuple[Tensor, ...]:
+    def true(self, **operands):
         return as_tuple(self.truth(**operands, **self.options))
 
-    def operands(self, *dtypes: torch.dtype, batch: int | None = None) -> dict[str, Tensor]:
+    def operands(self, *dtypes, batch=None):
         """Operands of a mean away from zero, with ``dtypes`` in turn and the first axis of size ``batch``."""
         return random_operands(self.shapes, *dtypes, batch=batch)
 
 
-def as_tuple(found: Any) -> tuple[Any, ...]:
-    return found if isinstance(found, tuple) else (found,)
+def as_tuple(found):
+    return tuple(found) if isinstance(found, tuple | list) else (found,)
 
 
-def random_operands(shapes: Shapes, *dtypes: torch.dtype, batch: int | None = None) -> dict[str, Tensor]:
+def random_operands(shapes, *dtypes, batch=None):
     g = torch.Generator().manual_seed(0)
     N = next(iter(shapes.values()))[0]
     made = {}
@@ -84,7 +81,7 @@ def random_operands(shapes: Shapes, *dtypes: torch.dtype, batch: int | None = No
 # --- what the ops compute -----------------------------------------------------
 
 
-def per_channel(t: Tensor, x: Tensor) -> Tensor:
+def per_channel(t, x):
     return t.reshape(-1, x.shape[1], *[1] * (x.dim() - 2))
 
 
@@ -114,7 +111,7 @@ def true_batch_norm(
     return ACTIVATIONS[activation](z if residual is None else z + residual)
 
 
-def in_eval(batch_norm: Callable[..., Any]) -> Callable[..., Any]:
+def in_eval(batch_norm):
     """With running averages of the dtype and on the device of x."""
 
     def call(x, weight, bias, residual, **options):
@@ -139,7 +136,7 @@ def true_geglu(x, bias=None):
     return value * F.gelu(gate)
 
 
-def true_act_linear(x, weight, bias=None, activation="identity", *, extra_bias=None):
+def true_act_linear(x, weight, bias=None, activation="identity", extra_bias=None):
     y = F.linear(ACTIVATIONS[activation](x), weight, bias)
     return y if extra_bias is None else y + extra_bias
 
@@ -161,11 +158,11 @@ def true_upsample_conv2d(x, weight, bias=None):
     return F.conv2d(true_upsample(x), weight, bias, padding=1)
 
 
-def true_attention(q, k, v, *, scale=None):
+def true_attention(q, k, v, scale=None):
     return (q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)).softmax(-1) @ v
 
 
-def of_module(module: nn.Module) -> Callable[..., Any]:
+def of_module(module):
     """The module as a function of its input and its parameters."""
 
     def call(x, weight, bias):
@@ -177,30 +174,30 @@ def of_module(module: nn.Module) -> Callable[..., Any]:
 # --- the registry -------------------------------------------------------------
 
 
-def affine(*shape: int) -> Shapes:
+def affine(*shape):
     """Of x (N, C, *spatial), and of weight and bias."""
     return {"x": shape, "weight": shape[1:2], "bias": shape[1:2]}
 
 
-def rows(*shape: int) -> Shapes:
+def rows(*shape):
     """Of x (..., D), and of weight and bias."""
     return {"x": shape, "weight": shape[-1:], "bias": shape[-1:]}
 
 
-def add_rows(*shape: int, total: bool = False) -> Shapes:
+def add_rows(*shape, total=False):
     names = ("weight", "bias", "add_bias", *(("total_bias",) if total else ()))
     return {"x": shape, "residual": shape, **dict.fromkeys(names, shape[-1:])}
 
 
-def linear(N: int, C: int, K: int) -> Shapes:
+def linear(N, C, K):
     return {"x": (N, K), "weight": (C, K), "bias": (C,), "extra_bias": (C,)}
 
 
-def pair(*shape: int) -> Shapes:
+def pair(*shape):
     return {"x": shape, "residual": shape, "bias": shape[1:2]}
 
 
-def added(*shape: int) -> Shapes:
+def added(*shape):
     return {**affine(*shape), "residual": shape}
 
 
@@ -209,7 +206,7 @@ SMALL_ON_GPU, SPLIT_ON_GPU = (2, 320, 16, 16), (2, 320, 64, 64)
 NORMS_ON_GPU = (affine(*SMALL_ON_GPU), affine(*SPLIT_ON_GPU))
 SILU = {"activation": "silu"}
 
-OPS: dict[str, Op] = {
+OPS = {
     "group_norm": Op(
         sdfastgn.group_norm, true_group_norm,
         {**affine(*IMAGE), "shift": (2, 6), "ada_scale": (2, 6), "ada_shift": (6,)},
@@ -293,7 +290,7 @@ OPS: dict[str, Op] = {
 FUNCTIONS = {name: op for name, op in OPS.items() if op.function.__name__ == name}
 
 
-def each_op_where(keep: Callable[[Op], bool]) -> pytest.MarkDecorator:
+def each_op_where(keep):
     return pytest.mark.parametrize("op", [pytest.param(op, id=name) for name, op in OPS.items() if keep(op)])
 
 

@@ -1,26 +1,21 @@
 """What the kernel tests share: devices, dtypes, inputs, the kernels on any device, and the fp64 truth."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack, contextmanager
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 import sdfastgn
 from sdfastgn.kernels.common import dispatch, gpu
 from sdfastgn.kernels.common.dispatch import KERNEL_DTYPES
+from sdfastgn.kernels.common.sizes import ceil_div
 from sdfastgn.kernels.group_norm.op import reference_group_norm
+from sdfastgn.kernels.statistics.op import reference_channel_statistics
+from tests.devices import interpreted as interpreted
 
-interpreted = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="kernels are compiled here, not interpreted"
-)
-DEVICES = [
-    pytest.param("cpu", marks=interpreted, id="interpreter"),
-    pytest.param("cuda", marks=pytest.mark.gpu, id="gpu"),
-]
 DTYPES = [
     pytest.param(d, id=str(d).removeprefix("torch.")) for d in (torch.float16, torch.bfloat16, torch.float32)
 ]
@@ -43,7 +38,7 @@ def as_param(value):
     return value if hasattr(value, "values") and hasattr(value, "marks") else pytest.param(value)
 
 
-def skip_cut_off(dtype: torch.dtype, device: str) -> None:
+def skip_cut_off(dtype, device):
     """For what is said of the last bit."""
     if device == "cpu" and dtype is torch.bfloat16:
         pytest.skip("Triton's interpreter truncates to bf16 where a GPU rounds")
@@ -53,7 +48,7 @@ def skip_cut_off(dtype: torch.dtype, device: str) -> None:
 BOUNDS = {torch.float16: 5e-4, torch.bfloat16: 4e-3, torch.float32: 2e-6}
 
 
-def to_layout(x: Tensor, layout: str) -> Tensor:
+def to_layout(x, layout):
     return x.movedim(1, -1).contiguous().movedim(-1, 1) if layout == "channels_last" else x.contiguous()
 
 
@@ -70,28 +65,28 @@ def make(
 # --- where an operand may lie -------------------------------------------------
 
 
-def every_second(t: Tensor) -> Tensor:
+def every_second(t):
     return torch.stack((t, t + 100), -1).flatten(-2)[..., ::2]
 
 
-def expanded(t: Tensor) -> Tensor:
+def expanded(t):
     return t[..., :1].expand(t.shape)
 
 
-def expanded_from_the_first(t: Tensor) -> Tensor:
+def expanded_from_the_first(t):
     return t[:1].expand(t.shape)
 
 
-def offset(t: Tensor) -> Tensor:
+def offset(t):
     return torch.cat((torch.full((3,), 100.0, dtype=t.dtype), t.flatten()))[3:].view(t.shape)
 
 
-def narrowed(t: Tensor) -> Tensor:
+def narrowed(t):
     """Rows that are further apart than they are long."""
     return torch.cat((t, t + 100), -1)[..., : t.shape[-1]]
 
 
-def transposed(t: Tensor) -> Tensor:
+def transposed(t):
     # A vector becomes a column of a matrix.
     return (
         t.transpose(0, -1).contiguous().transpose(0, -1)
@@ -100,7 +95,7 @@ def transposed(t: Tensor) -> Tensor:
     )
 
 
-def channels_last(t: Tensor) -> Tensor:
+def channels_last(t):
     return t.movedim(1, -1).contiguous().movedim(-1, 1) if t.dim() > 2 else t
 
 
@@ -117,7 +112,7 @@ def kernels(*, direct=False):
     ``direct``: as on a GPU, without PyTorch's dispatcher where it is of no use.
     """
 
-    def runs_in_triton(x: Tensor) -> bool:
+    def runs_in_triton(x):
         return dispatch.why_off is None and x.dtype in KERNEL_DTYPES
 
     with ExitStack() as patches:
@@ -128,27 +123,13 @@ def kernels(*, direct=False):
         yield
 
 
-def run(x, num_groups, *args, **operands):
-    with kernels():
-        return sdfastgn.group_norm(x, num_groups, *args, **operands)
+run = kernels()(sdfastgn.group_norm)
+run_statistics = kernels()(sdfastgn.channel_statistics)
+run_add = kernels()(sdfastgn.add_with_statistics)
+run_cat = kernels()(sdfastgn.cat_with_statistics)
 
 
-def run_statistics(x):
-    with kernels():
-        return sdfastgn.channel_statistics(x)
-
-
-def run_add(x, residual, bias=None, scale=1.0):
-    with kernels():
-        return sdfastgn.add_with_statistics(x, residual, bias, scale=scale)
-
-
-def run_cat(a, b):
-    with kernels():
-        return sdfastgn.cat_with_statistics(a, b)
-
-
-def multiprocessors(count: int):
+def multiprocessors(count):
     """A fixture: in the interpreter, a nominal GPU that is small enough for small shapes to fill."""
 
     @pytest.fixture
@@ -162,11 +143,54 @@ def multiprocessors(count: int):
 # --- the truth ----------------------------------------------------------------
 
 
-def truth(x, num_groups, weight=None, bias=None, eps=1e-5, activation="identity", **operands):
-    weight, bias = (None if t is None else t.double() for t in (weight, bias))
-    operands = {k: None if t is None else t.double() for k, t in operands.items()}
-    return reference_group_norm(x.double(), num_groups, weight, bias, eps, activation, **operands)
+def in_fp64(function):
+    """``function`` with its tensors in fp64."""
+
+    def exact(*args, **options):
+        args, options = tree_map_only(Tensor, Tensor.double, (args, options))
+        return function(*args, **options)
+
+    return exact
 
 
-def error(y, expected) -> float:
+truth = in_fp64(reference_group_norm)
+
+
+def error(y, expected):
     return ((y.double() - expected).norm() / expected.norm()).item()
+
+
+def checked(x, num_groups, *affine, statistics=None, **options):
+    """GroupNorm by the kernels, right to the last rounding."""
+    y = run(x, num_groups, *affine, statistics=statistics, **options)
+    expected = truth(x, num_groups, *affine, **options)
+    assert (y.dtype, y.shape) == (x.dtype, expected.shape)
+    assert error(y, expected) < BOUNDS[x.dtype]
+    return y
+
+
+def assert_statistics(statistics, y):
+    """They are those of ``y``, chunk by chunk and, merged by Chan's formula, as a whole."""
+    N, C, HW = y.shape[0], y.shape[1], y.shape[2:].numel()
+    chunks = statistics.shape[2]
+    assert statistics.shape == (2, N, chunks, C)
+    assert statistics.dtype is torch.float32
+    assert statistics.is_contiguous()
+    assert not statistics.requires_grad
+    rows = ceil_div(HW, chunks)
+    count = (HW - rows * torch.arange(chunks, device=y.device)).clamp(0, rows).double()[:, None]
+    assert (count > 0).all()
+    mean, m2 = statistics.double()
+    expected_mean, expected_m2 = reference_channel_statistics(y.double(), chunks)
+    # A mean is rounded at its own size; squares are of deviations, whose last bits are those of y.
+    slack = 4 * torch.finfo(torch.float32).eps * (expected_mean.abs() + (expected_m2 / count).sqrt())
+    assert ((mean - expected_mean).abs() <= slack).all()
+    assert ((m2 - expected_m2).abs() <= 1e-5 * expected_m2 + count * slack**2).all()
+    # Chan's formula over the chunks.
+    merged = (mean * count).sum(1) / HW
+    merged_m2 = (m2 + (mean - merged[:, None]).square() * count).sum(1)
+    u = y.double().reshape(N, C, HW)
+    assert ((merged - u.mean(2)).abs() <= slack.amax(1)).all()
+    whole = (u - u.mean(2, keepdim=True)).square().sum(2)
+    slack = slack.amax(1) * HW**0.5  # of the root of the sum
+    assert ((merged_m2 - whole).abs() <= 1e-5 * whole + 2 * slack * whole.sqrt() + slack**2).all()

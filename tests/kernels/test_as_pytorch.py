@@ -1,7 +1,5 @@
 """Every public op as a citizen of PyTorch: operands anywhere, autograd, transforms, fake tensors, compile."""
 
-from __future__ import annotations
-
 import contextlib
 from unittest import mock
 
@@ -15,7 +13,7 @@ import sdfastgn
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.activations import ACTIVATIONS
 from sdfastgn.kernels.geglu.op import geglu
-from tests.kernels.ops import OPS, Op, as_tuple, each_derivative, each_function, each_op, each_op_where
+from tests.kernels.ops import OPS, as_tuple, each_derivative, each_function, each_op, each_op_where
 from tests.kernels.samples import (
     BOUNDS,
     PLACES,
@@ -58,7 +56,7 @@ each_way_in_pytorch = pytest.mark.parametrize("way", [plain, op_way])
 each_place = pytest.mark.parametrize("place", PLACES)
 
 
-def outputs_and_gradients(op: Op, call, operands: dict[str, Tensor]) -> list[Tensor]:
+def outputs_and_gradients(op, call, operands):
     """Detached results, then the gradients of all operands that want one."""
     leaves = [t for t in operands.values() if t.requires_grad]
     with contextlib.nullcontext() if leaves else torch.no_grad():
@@ -71,10 +69,10 @@ def outputs_and_gradients(op: Op, call, operands: dict[str, Tensor]) -> list[Ten
     return [*(y.detach() for y in outputs), *torch.autograd.grad(recorded, leaves, along)]
 
 
-def compare(op: Op, operands: dict[str, Tensor], bound: float, *, wanted: str | None = None) -> None:
+def compare(op, operands, bound, *, wanted=None):
     """Against fp64; with gradients of all operands, or of ``wanted`` alone."""
 
-    def ready(t: Tensor, name: str) -> Tensor:
+    def ready(t, name):
         return t.detach().requires_grad_(op.differentiable and wanted in (None, name))
 
     want = outputs_and_gradients(
@@ -201,10 +199,7 @@ def test_no_samples(op, way):
 @each_slow_way
 @each_op_where(lambda op: op is not OPS["act_linear"])
 def test_recorded_and_plain_calls_give_the_same_bits_and_leave_operands_alone(op, way):
-    """Straight to the kernels or by the dispatcher, twice, and under autograd.
-
-    Not ``act_linear``, which is PyTorch's own there.
-    """
+    """By the dispatcher or not, twice, and under autograd. There ``act_linear`` is PyTorch's own."""
     operands = {name: channels_last(t) for name, t in op.operands(torch.float32).items()}
     before = {name: t.clone() for name, t in operands.items()}
     with kernels(direct=True), torch.no_grad():
@@ -266,12 +261,12 @@ def test_first_and_second_derivative_of_every_activation(activation):
             assert check(lambda x: sdfastgn.group_norm(x, 3, activation=activation), x, fast_mode=True)
 
 
-def normalized(x: Tensor) -> Tensor:
+def normalized(x):
     d = x - x.mean(-1, keepdim=True)
     return d / torch.sqrt(d.square().mean(-1, keepdim=True) + 0.1)
 
 
-def gated(x: Tensor) -> Tensor:
+def gated(x):
     value, gate = x.chunk(2, -1)
     return value * 0.5 * gate * (1 + torch.erf(gate / 2**0.5))
 
@@ -309,9 +304,9 @@ def test_derivatives_of_derivatives(f, written_out, way):
 class Recorder(TorchDispatchMode):
     """The calls of this package's registered ops, by name."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.calls: dict[str, tuple[object, tuple, dict]] = {}
+        self.calls = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "sdfastgn":
@@ -319,7 +314,7 @@ class Recorder(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-def recorded_calls(op: Op) -> dict[str, tuple[object, tuple, dict]]:
+def recorded_calls(op):
     """The registered ops that a call of ``op`` and its backward go through."""
     operands = {name: channels_last(t) for name, t in op.operands(torch.float64).items()}
     with registered(), Recorder() as recorder:
@@ -345,7 +340,7 @@ def test_every_registered_op_is_among_the_recorded():
     assert names == registered_names
 
 
-def strides(t: Tensor) -> list[int]:
+def strides(t):
     """Those that have a meaning: of dimensions of more than one element."""
     return [stride for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1]
 

@@ -1,7 +1,5 @@
 """Every kernel compiles for every supported GPU, without one, fits, and keeps its tile in registers."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import json
@@ -43,7 +41,7 @@ USES = {
 }
 
 
-def kernels(generation: str) -> set[str]:
+def kernels(generation):
     """Names of the ``@triton.jit`` functions that are launched on such a GPU."""
     found = {
         node.name

@@ -1,7 +1,5 @@
 """Launches of the models' shapes on GPUs of all sizes: within their limits, and enough to fill them."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,11 +1,8 @@
 """What every op owes a GPU: graphs, streams, devices, alignment, autocast, and the same bits at each run."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from tests.kernels.ops import FUNCTIONS, OPS, as_tuple, random_operands
 
@@ -21,7 +18,7 @@ NORMS = [case for case in CASES if case.id.startswith(("group_", "instance_", "b
 each_norm = pytest.mark.parametrize(("op", "shapes"), NORMS)
 
 
-def make(shapes, dtype=torch.float16, seed=0) -> dict[str, Tensor]:
+def make(shapes, dtype=torch.float16, seed=0):
     """Operands on the GPU, images channels-last."""
     return {
         name: (t + seed).to("cuda").contiguous(
@@ -33,7 +30,7 @@ def make(shapes, dtype=torch.float16, seed=0) -> dict[str, Tensor]:
     }  # fmt: skip
 
 
-def call(op, operands) -> tuple[Tensor, ...]:
+def call(op, operands):
     """All results, with statistics."""
     return as_tuple(op.function(**operands, **(op.gpu_options or op.options)))
 
@@ -77,7 +74,7 @@ def test_unaligned_operands(op, shapes):
     """A kernel compiled for 16-byte aligned pointers must not get others, in either order of calls."""
     aligned = make(shapes)
 
-    def moved(t: Tensor) -> Tensor:
+    def moved(t):
         buffer = torch.empty(t.numel() + 1, dtype=t.dtype, device="cuda")
         return buffer[1:].as_strided(t.shape, t.stride(), 1).copy_(t)
 

@@ -3,11 +3,8 @@
 A fixture is taken into a test module by its name: ``on_each_device = cases.on_each_device``.
 """
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -19,6 +16,7 @@ from torch import Tensor, nn
 import sdfastgn
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.patches.core import convolution, statistics
+from tests.devices import DEVICES
 from tests.kernels import samples as kernels
 from tests.patches.samples import randomize
 
@@ -26,58 +24,54 @@ from tests.patches.samples import randomize
 WHERE = {"device": "cpu"}
 
 
-@pytest.fixture(autouse=True, params=kernels.DEVICES)
-def on_each_device(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Kernels are launched without PyTorch's dispatcher, as in plain inference on a GPU; a CPU
-    interprets them.
-    """
+@pytest.fixture(autouse=True, params=DEVICES)
+def on_each_device(request, monkeypatch):
+    """Kernels are launched as in plain inference on a GPU; a CPU interprets them."""
     monkeypatch.setitem(WHERE, "device", request.param)
     with kernels.kernels(direct=True):
         yield
 
 
 @pytest.fixture(autouse=True)
-def without_gradients() -> Iterator[None]:
+def without_gradients():
     with torch.no_grad():
         yield
 
 
-def noise(*shape: int, seed: int = 0, mean: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
+def noise(*shape, seed=0, mean=1.0, dtype=torch.float32):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) + mean
     return x.to(WHERE["device"], dtype)
 
 
-def image(
-    *shape: int, seed: int = 0, dtype: torch.dtype = torch.float32, layout: str = "channels_last"
-) -> Tensor:
+def image(*shape, seed=0, dtype=torch.float32, layout="channels_last"):
     """(N, C, H, W) with a mean above its spread."""
     return kernels.make(shape, dtype, WHERE["device"], layout, seed=seed)[0]
 
 
-def agree(a: Tensor, b: Tensor, bound: float = 2e-5) -> None:
+def agree(a, b, bound=2e-5):
     torch.testing.assert_close(a, b, atol=bound, rtol=bound)
 
 
-def twins(stock: nn.Module, **options: Any) -> tuple[Any, Any]:
+def twins(stock, **options):
     """(optimized copy, ``stock``)"""
     return sdfastgn.optimize(copy.deepcopy(stock), **options), stock
 
 
-def random_twins(module: nn.Module, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Any, Any]:
+def random_twins(module, dtype=torch.float32, **options):
     """``twins`` of random weights, with ``on_each_device``."""
     return twins(randomize(module).to(WHERE["device"], dtype), **options)
 
 
-def resnet(**options: Any) -> nn.Module:
+def resnet(**options):
     sizes = {"in_channels": 4, "out_channels": 6, "groups": 2, "temb_channels": 8, "eps": 1e-5}
     return ResnetBlock2D(**{**sizes, **options})
 
 
-def resnet_inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+def resnet_inputs(dtype=torch.float32):
     return image(2, 4, 3, 4, dtype=dtype), noise(2, 8, dtype=dtype)
 
 
-def gradients(model: nn.Module, *args: Any, **options: Any) -> list[Tensor]:
+def gradients(model, *args, **options):
     """Of the tensors among ``args`` that want one, and of the parameters."""
     leaves = [t for t in args if isinstance(t, Tensor) and t.requires_grad]
     leaves += [p for p in model.parameters() if p.requires_grad]
@@ -85,38 +79,38 @@ def gradients(model: nn.Module, *args: Any, **options: Any) -> list[Tensor]:
         return list(torch.autograd.grad(model(*args, **options).square().mean(), leaves))
 
 
-def same_gradients(models: tuple[Any, Any], *args: Any, bound: float = 1e-5, **options: Any) -> None:
+def same_gradients(models, *args, bound=1e-5, **options):
     for a, b in zip(*(gradients(model, *args, **options) for model in models), strict=True):
         torch.testing.assert_close(a, b, atol=bound, rtol=1e-3)
 
 
-def compiles_to_stocks_graph(models: tuple[Any, Any], *args: Any) -> None:
+def compiles_to_stocks_graph(models, call):
     """Under a compiler the fused module is diffusers' own: the same operations, the same bits."""
     torch._dynamo.reset()
-    targets: list[list[str]] = []
+    targets = []
 
-    def backend(graph: Any, _: Any) -> Any:
+    def backend(graph, _):
         targets.append([str(node.target) for node in graph.graph.nodes])
         return graph
 
-    found = [torch.compile(model, backend=backend, fullgraph=True)(*args) for model in models]
+    found = [call(torch.compile(model, backend=backend, fullgraph=True)) for model in models]
     assert targets[0] == targets[1]
     assert torch.equal(*found)
 
 
 @pytest.fixture
-def linear_calls(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
+def linear_calls(monkeypatch):
     """The linear layers that are called as modules, in their order."""
-    calls: list[nn.Module] = []
+    calls = []
     stock = nn.Linear.forward
     monkeypatch.setattr(nn.Linear, "forward", lambda self, x: calls.append(self) or stock(self, x))
     return calls
 
 
 @pytest.fixture
-def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+def products(monkeypatch):
     """Matrix products that stood for a convolution."""
-    found: list[tuple[Any, ...]] = []
+    found = []
     linear = nn.functional.linear
     monkeypatch.setattr(convolution.nn.functional, "linear", lambda *a: found.append(a) or linear(*a))
     return found
@@ -129,11 +123,11 @@ class Launches(list[tuple[str, Launch, dict[str, Any]]]):
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+def launches(monkeypatch):
     found = Launches()
     launch = Launch.__call__
 
-    def note(self: Launch, stream: int, *tensors: Tensor | None) -> None:
+    def note(self, stream, *tensors):
         name = self.kernel.__name__.strip("_").removesuffix("_kernel")
         found.append((name, self, dict(zip(self.kernel.arg_names, tensors, strict=False))))
         if found.runs:
@@ -143,9 +137,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     return found
 
 
-def passes(launches: Launches) -> Counter[str]:
+def passes(launches):
     """GroupNorm's passes over memory; sums and concatenations with statistics, or alone."""
-    names: Counter[str] = Counter()
+    names = Counter()
     uses = {"residual_ptr": "add", "tail_ptr": "cat", "bias_ptr": "bias"}
     for name, _, pointers in launches:
         if name == "statistics":
@@ -156,13 +150,13 @@ def passes(launches: Launches) -> Counter[str]:
 
 
 @pytest.fixture
-def ran(launches: Launches) -> Callable[[str], int]:
+def ran(launches):
     """``ran(name)``: how often that was launched."""
     return lambda name: passes(launches)[name]
 
 
 @pytest.fixture(autouse=True)
-def statistics_always_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+def statistics_always_pay(monkeypatch):
     """However small the tensor is."""
     monkeypatch.setattr(statistics, "statistics_pay", lambda C, HW: True)
 
@@ -176,12 +170,12 @@ class Tinted(AttnProcessor2_0):
         return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, temb) + tint
 
 
-def ip_adapter_processor(dim: int, text: int) -> IPAdapterAttnProcessor2_0:
+def ip_adapter_processor(dim, text):
     torch.manual_seed(4)
     return IPAdapterAttnProcessor2_0(dim, cross_attention_dim=text, num_tokens=(3,), scale=[0.7])
 
 
-def ip_adapter_weights(unet: Any) -> dict[str, dict[str, Tensor]]:
+def ip_adapter_weights(unet):
     """What ``load_ip_adapter`` would read from a file: an image projection, and a key and value for
     each cross-attention.
     """

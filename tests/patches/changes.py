@@ -1,77 +1,67 @@
-"""What people do to a linear layer.
-
-Each change takes the module and the layer's path in it, and shows in its output.
-"""
-
-from __future__ import annotations
-
-from collections.abc import Callable
+"""What people do to a linear layer, given by its path in a module: it shows in the output."""
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-Change = Callable[[nn.Module, str], None]
-
-
 # --- the layer stays a plain one, with other numbers ----------------------------------------------
 
 
 @torch.no_grad()
-def in_place(module: nn.Module, path: str) -> None:
+def in_place(module, path):
     module.get_submodule(path).weight.mul_(-1.5)
 
 
-def through_data(module: nn.Module, path: str) -> None:
+def through_data(module, path):
     for p in module.get_submodule(path).parameters():
         p.data += 0.3
 
 
-def loaded(module: nn.Module, path: str) -> None:
+def loaded(module, path):
     layer = module.get_submodule(path)
     layer.load_state_dict({k: v * 1.5 + 0.1 for k, v in layer.state_dict().items()})
 
 
 @torch.no_grad()
-def merged_lora(module: nn.Module, path: str, *, safely: bool = False) -> None:
+def merged_lora(module, path, *, safely=False):
     lora(module, path)
     layer = module.get_submodule(path)
     layer.merge(safe_merge=safely)
     module.set_submodule(path, layer.base_layer)
 
 
-WRITTEN: list[Change] = [in_place, through_data, loaded, merged_lora]
+WRITTEN = [in_place, through_data, loaded, merged_lora]
 
 
-def replaced_data(module: nn.Module, path: str) -> None:
+def replaced_data(module, path):
     weight = module.get_submodule(path).weight
     weight.data = weight.data * 2
 
 
-def replaced_parameter(module: nn.Module, path: str) -> None:
+def replaced_parameter(module, path):
     layer = module.get_submodule(path)
     layer.weight = nn.Parameter(layer.weight.detach() * 2)
 
 
-def assigned(module: nn.Module, path: str) -> None:
+def assigned(module, path):
     layer = module.get_submodule(path)
     layer.load_state_dict({k: v * 1.5 for k, v in layer.state_dict().items()}, assign=True)
 
 
-def merged_safely(module: nn.Module, path: str) -> None:
+def merged_safely(module, path):
     merged_lora(module, path, safely=True)
 
 
 # Their memory is another.
-MOVED: list[Change] = [replaced_data, replaced_parameter, assigned, merged_safely]
+MOVED = [replaced_data, replaced_parameter, assigned, merged_safely]
 
 
 # --- it is not plain, and has to be called --------------------------------------------------------
 
 
 class Doubled(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return 2 * super().forward(x)
 
 
@@ -80,41 +70,41 @@ class Quantized(Tensor):
 
 
 class Half(nn.Module):
-    def forward(self, weight: Tensor) -> Tensor:
+    def forward(self, weight):
         return weight / 2
 
 
-def hooked(module: nn.Module, path: str) -> None:
+def hooked(module, path):
     module.get_submodule(path).register_forward_hook(lambda m, i, y: y + 1)
 
 
-def pre_hooked(module: nn.Module, path: str) -> None:
+def pre_hooked(module, path):
     module.get_submodule(path).register_forward_pre_hook(lambda m, i: (i[0] * 3,))
 
 
-def overridden(module: nn.Module, path: str) -> None:
+def overridden(module, path):
     layer = module.get_submodule(path)
     forward = layer.forward
     layer.forward = lambda x: forward(x).neg()
 
 
-def subclass(module: nn.Module, path: str) -> None:
+def subclass(module, path):
     module.get_submodule(path).__class__ = Doubled
 
 
-def parametrized(module: nn.Module, path: str) -> None:
+def parametrized(module, path):
     parametrize.register_parametrization(module.get_submodule(path), "weight", Half())
 
 
-def quantized(module: nn.Module, path: str) -> None:
+def quantized(module, path):
     layer = module.get_submodule(path)
     layer.weight = nn.Parameter((layer.weight.detach() * 2).as_subclass(Quantized))
 
 
-def lora(module: nn.Module, path: str) -> None:
+def lora(module, path):
     torch.manual_seed(5)
     config = LoraConfig(r=2, lora_alpha=4, target_modules=[path], init_lora_weights=False)
     inject_adapter_in_model(config, module)
 
 
-NOT_PLAIN: list[Change] = [hooked, pre_hooked, overridden, subclass, parametrized, quantized, lora]
+NOT_PLAIN = [hooked, pre_hooked, overridden, subclass, parametrized, quantized, lora]

@@ -1,12 +1,10 @@
 """The norm of pixel-space U-Nets and of latent diffusion."""
 
-from __future__ import annotations
-
-from torch import Tensor, nn
+from torch import nn
 
 
 class GroupNorm32(nn.GroupNorm):
     """GroupNorm in fp32, cast back."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return super().forward(x.float()).type(x.dtype)

@@ -1,19 +1,12 @@
-"""One sample per fusion of the registry: a small module that it claims, and how to call it.
-
-A new fusion adds its line here.
-"""
-
-from __future__ import annotations
+"""One sample or more of each fusion: a small module that it claims, and how to call it."""
 
 import copy
 import pickle
-from collections.abc import Callable, Iterable
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from diffusers.models import AutoencoderTiny, UNet2DConditionModel, UNet2DModel
+from diffusers.models import AutoencoderKL, AutoencoderTiny, UNet2DConditionModel, UNet2DModel
 from diffusers.models.activations import GEGLU
 from diffusers.models.attention import BasicTransformerBlock, FeedForward
 from diffusers.models.attention_processor import Attention
@@ -24,13 +17,13 @@ from diffusers.models.resnet import ResnetBlock2D, TemporalResnetBlock
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from diffusers.models.unets.unet_2d_blocks import AutoencoderTinyBlock, CrossAttnUpBlock2D, UpBlock2D
 from diffusers.models.upsampling import Upsample2D
-from torch import Tensor, nn
+from torch import nn
 
 from sdfastgn.patches.core import tested_sources
 from tests.patches.group_norm_32 import GroupNorm32
 
 
-def image(*shape: int, seed: int = 0) -> Tensor:
+def image(*shape, seed=0):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).contiguous(
         memory_format=torch.channels_last
     )
@@ -38,7 +31,7 @@ def image(*shape: int, seed: int = 0) -> Tensor:
     return x.requires_grad_()
 
 
-def randomize(module: nn.Module) -> nn.Module:
+def randomize(module):
     """Random affine everywhere, so that a forgotten weight or bias shows."""
     g = torch.Generator().manual_seed(7)
     with torch.no_grad():
@@ -48,18 +41,18 @@ def randomize(module: nn.Module) -> nn.Module:
     return module.eval()
 
 
-def _decoder() -> nn.Module:
+def _decoder():
     types = ("UpDecoderBlock2D",) * 2
     return Decoder(block_out_channels=(20, 40), up_block_types=types, layers_per_block=1, norm_num_groups=5)
 
 
-def _resnet(**options: Any) -> nn.Module:
+def _resnet(**options):
     return ResnetBlock2D(
         **{"in_channels": 20, "out_channels": 30, "groups": 5, "temb_channels": 16, "eps": 1e-5, **options}
     )
 
 
-def _block(**options: Any) -> nn.Module:
+def _block(**options):
     return BasicTransformerBlock(
         **{
             "dim": 20,
@@ -71,11 +64,11 @@ def _block(**options: Any) -> nn.Module:
     )
 
 
-def _attention(**options: Any) -> nn.Module:
+def _attention(**options):
     return Attention(16, **{"heads": 2, "dim_head": 8, **options})
 
 
-def _up_block(cls: Any, **options: Any) -> nn.Module:
+def _up_block(cls, **options):
     sizes = {
         "in_channels": 10,
         "prev_output_channel": 30,
@@ -86,61 +79,60 @@ def _up_block(cls: Any, **options: Any) -> nn.Module:
     return cls(**{**sizes, "num_layers": 2, **options})
 
 
-def _cross_up_block(**options: Any) -> nn.Module:
+def _cross_up_block(**options):
     return _up_block(CrossAttnUpBlock2D, num_attention_heads=2, cross_attention_dim=12, **options)
 
 
-def skips() -> tuple[Tensor, ...]:
+def skips():
     """What an up block is given, the last one first, and one more than it takes."""
     return image(2, 8, 4, 6), image(2, 10, 4, 6, seed=2), image(2, 20, 4, 6, seed=3)
 
 
-def tokens(*shape: int, seed: int = 0) -> Tensor:
+def tokens(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) + 3
 
 
-def _unet() -> nn.Module:
+def unet(**options):
+    sizes = {"block_out_channels": (20, 40), "norm_num_groups": 5, "layers_per_block": 1, "sample_size": 8}
+    down, up = ("CrossAttnDownBlock2D", "DownBlock2D"), ("UpBlock2D", "CrossAttnUpBlock2D")
+    attention = {"cross_attention_dim": 12, "attention_head_dim": 2}
     return UNet2DConditionModel(
-        sample_size=8,
-        block_out_channels=(20, 40),
-        norm_num_groups=5,
-        layers_per_block=1,
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-        cross_attention_dim=12,
-        attention_head_dim=2,
+        **{**sizes, **attention, "down_block_types": down, "up_block_types": up, **options}
     )
 
 
+def vae(**options):
+    sizes = {"block_out_channels": (8, 8), "norm_num_groups": 1}
+    down, up = ("DownEncoderBlock2D",) * 2, ("UpDecoderBlock2D",) * 2
+    return AutoencoderKL(**{**sizes, "down_block_types": down, "up_block_types": up, **options})
+
+
 # AutoencoderTiny's halves, with channels that vectors do not divide.
-_TINY: dict[str, Any] = {
+_TINY = {
     "encoder_block_out_channels": (12, 12),
     "decoder_block_out_channels": (12, 12),
     "num_encoder_blocks": (1, 2),
     "num_decoder_blocks": (2, 1),
 }
 
-Build = Callable[[], nn.Module]
-Call = Callable[[nn.Module], Tensor]
-Sample = tuple[str, Build, Call]
 
 _TEMB = image(2, 16, 1, 1, seed=1)[:, :, 0, 0]
 
 
-def _on_image(module: Any) -> Tensor:
+def _on_image(module):
     return module(image(2, 12, 5, 6))
 
 
-def _with_temb(module: Any) -> Tensor:
+def _with_temb(module):
     return module(image(2, 20, 6, 8), _TEMB)
 
 
-def _with_states(module: Any) -> Tensor:
+def _with_states(module):
     return module(tokens(2, 7, 20), encoder_hidden_states=tokens(2, 5, 12))
 
 
 # (id, builder, call); the id starts with the fusion's name.
-SAMPLES: list[Sample] = [
+SAMPLES = [
     ("group_norm", lambda: nn.GroupNorm(3, 12), _on_image),
     ("group_norm-channels-first", lambda: nn.GroupNorm(3, 12), lambda m: m(image(2, 12, 5, 6).contiguous())),
     ("group_norm-no-affine", lambda: nn.GroupNorm(3, 12, affine=False), _on_image),
@@ -227,7 +219,7 @@ SAMPLES: list[Sample] = [
     ("geglu-no-bias", lambda: GEGLU(12, 20, bias=False), lambda m: m(tokens(2, 7, 12))),
     ("geglu-rank-2", lambda: GEGLU(12, 5), lambda m: m(hidden_states=tokens(7, 12))),
     ("geglu-feed-forward", lambda: FeedForward(12, final_dropout=True), lambda m: m(tokens(2, 7, 12))),
-    ("conv_norm_out-unet", _unet, lambda m: m(image(2, 4, 8, 8), 10, image(2, 3, 12, 1)[..., 0]).sample),
+    ("conv_norm_out-unet", unet, lambda m: m(image(2, 4, 8, 8), 10, image(2, 3, 12, 1)[..., 0]).sample),
     (
         "conv_norm_out-unet2d",
         lambda: UNet2DModel(
@@ -320,7 +312,7 @@ SAMPLES: list[Sample] = [
 ]
 
 
-def _each(samples: Iterable[Sample]) -> pytest.MarkDecorator:
+def _each(samples):
     return pytest.mark.parametrize(("build", "call"), [pytest.param(b, c, id=i) for i, b, c in samples])
 
 
@@ -332,14 +324,19 @@ each_fusion = _each(_FIRST.values())
 each_part = _each(sample for name, sample in _FIRST.items() if name != "conv_norm_out")
 
 
-def pickled(module: nn.Module) -> nn.Module:
+def sample(name):
+    """The first one whose id begins so."""
+    return next((build, call) for found, build, call in SAMPLES if found.startswith(name))
+
+
+def pickled(module):
     return pickle.loads(pickle.dumps(module))
 
 
 each_copy = pytest.mark.parametrize("copied", [copy.deepcopy, pickled], ids=["deepcopy", "pickle"])
 
 
-def snapshot(root: nn.Module) -> dict[str, Any]:
+def snapshot(root):
     """Everything that restore promises: class, attributes (hooks too) and strides of every module."""
     state = {}
     for path, module in root.named_modules():
@@ -349,21 +346,21 @@ def snapshot(root: nn.Module) -> dict[str, Any]:
     return state
 
 
-def stock_and_output(build: Build, call: Call) -> tuple[nn.Module, Tensor]:
+def stock_and_output(build, call):
     module = randomize(build())
     return module, output(module, call)
 
 
-def output(module: nn.Module, call: Call) -> Tensor:
+def output(module, call):
     with torch.no_grad():
         return call(module)
 
 
-def make_unknown(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def make_unknown(monkeypatch, name):
     """From here on upstream's ``Class.method`` is another than the one that was tested."""
     known = tested_sources.source_hash
 
-    def source_hash(cls: type, method: str) -> str | None:
+    def source_hash(cls, method):
         return "0" * 16 if f"{cls.__name__}.{method}" == name else known(cls, method)
 
     monkeypatch.setattr(tested_sources, "source_hash", source_hash)

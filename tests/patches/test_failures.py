@@ -1,7 +1,5 @@
 """A fused module whose kernels cannot be compiled goes on in plain PyTorch, wherever it is by then."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest
@@ -11,7 +9,7 @@ import sdfastgn
 from sdfastgn.kernels.common import dispatch
 from tests.kernels.samples import interpreted, kernels
 from tests.patches.cases import agree, statistics_always_pay  # noqa: F401
-from tests.patches.samples import SAMPLES, each_part, output, stock_and_output
+from tests.patches.samples import each_part, output, sample, stock_and_output
 
 
 class NoKernels:
@@ -38,8 +36,7 @@ def test_a_part_is_right(build, call, monkeypatch):
 
 @interpreted
 def test_a_unet_is_right(monkeypatch):
-    _, build, call = next(sample for sample in SAMPLES if sample[0].startswith("conv_norm_out"))
-    go_on(build, call, monkeypatch)
+    go_on(*sample("conv_norm_out"), monkeypatch)
 
 
 def go_on(build, call, monkeypatch):

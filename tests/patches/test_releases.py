@@ -1,7 +1,5 @@
 """The installed diffusers: all that the fusions rely upon is known, and nothing of its models is left out."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys
@@ -19,9 +17,7 @@ from tests.controlnet import build_controlnet
 
 @pytest.mark.parametrize("fusion", [*FUSIONS, *OBJECT_FUSIONS], ids=lambda fusion: fusion.name)
 def test_every_source_is_known(fusion):
-    """When this fails after an upgrade: read what upstream changed, adapt the fused forward, then
-    add the new hash.
-    """
+    """If it fails after an upgrade: read the change, adapt the fused forward, add the new hash."""
     assert [unknown_source(source) for source in fusion.sources] == [None] * len(fusion.sources)
     without = ("group_norm", "group_norm_subclass", "sequential")
     assert fusion.sources or fusion.name in without
@@ -84,7 +80,7 @@ def f(self, x, *, scale=1.5, **options):
 """
 
 
-def hash_of(source: str) -> str:
+def hash_of(source):
     [definition] = ast.parse(source).body
     return tested_sources.hash_of(definition)
 

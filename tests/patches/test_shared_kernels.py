@@ -1,7 +1,5 @@
 """How many kernels the models compile, and how many of them they share, counted without a GPU."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest

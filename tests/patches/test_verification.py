@@ -1,12 +1,10 @@
 """``optimize(verify=True)``: what is right stays, what is wrong is put back with its error."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
 import torch
-from diffusers import AutoencoderKL, AutoencoderTiny, ControlNetModel, UNet2DConditionModel, UNet2DModel
+from diffusers import AutoencoderTiny, ControlNetModel, UNet2DConditionModel, UNet2DModel
 from torch import nn
 
 import sdfastgn
@@ -18,6 +16,7 @@ from sdfastgn.patches.fusions.geglu import FusedGEGLU
 from sdfastgn.patches.fusions.resnet_block import FusedResnetBlock2D
 from sdfastgn.verification import PUT_BACK, RIGHT, UNVERIFIED
 from tests.kernels.samples import interpreted, kernels
+from tests.patches import samples
 from tests.patches.group_norm_32 import GroupNorm32
 from tests.patches.samples import each_part, each_sample, randomize, snapshot
 
@@ -82,8 +81,7 @@ def unet(**options):
 
 
 def vae():
-    blocks = {"down_block_types": ["DownEncoderBlock2D"] * 2, "up_block_types": ["UpDecoderBlock2D"] * 2}
-    return randomize(AutoencoderKL(block_out_channels=(16, 32), norm_num_groups=8, **blocks))
+    return randomize(samples.vae(block_out_channels=(16, 32), norm_num_groups=8))
 
 
 def plain_unet():

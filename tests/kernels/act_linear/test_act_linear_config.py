@@ -1,7 +1,5 @@
 """The launch configuration of linear layers of few rows, checked over many sizes."""
 
-from __future__ import annotations
-
 import pytest
 
 from sdfastgn.kernels.act_linear.config import has_few_rows, tile_config

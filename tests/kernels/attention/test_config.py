@@ -1,7 +1,5 @@
 """Chunks and launches of wide attention: pure Python, checked over many sizes without a GPU."""
 
-from __future__ import annotations
-
 import pytest
 
 from sdfastgn.kernels.attention.config import (

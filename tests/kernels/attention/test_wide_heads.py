@@ -1,7 +1,5 @@
 """Wide attention in chunks against fp64, and where it leaves the work to PyTorch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,7 +8,8 @@ from sdfastgn.kernels.attention import wide_heads, wide_heads_kernels
 from sdfastgn.kernels.attention.config import ChunksConfig
 from sdfastgn.kernels.attention.wide_heads import attend, wide_attention
 from sdfastgn.kernels.common.launch import Launch
-from tests.kernels.samples import DEVICES, error, first_alone, interpreted, kernels, skip_cut_off
+from tests.kernels.ops import true_attention
+from tests.kernels.samples import error, first_alone, in_fp64, interpreted, kernels, skip_cut_off
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -29,7 +28,6 @@ CASES = [
     pytest.param((1, 1, 1, 264), 1, None, id="one-key"),
 ]
 each_case = pytest.mark.parametrize(("shape", "keys", "chunks"), CASES)
-each_device = pytest.mark.parametrize("device", DEVICES)
 
 
 @pytest.fixture(autouse=True)
@@ -61,14 +59,8 @@ def make(shape, keys, dtype=torch.float16, device="cpu", mean=1.0, std=1.0, seed
     return [t.to(dtype).to(device) for t in (q * std, k, v + mean)]
 
 
-def run(q, k, v, scale=None):
-    with kernels(direct=True):
-        return wide_attention(q, k, v, scale=scale)
-
-
-def truth(q, k, v, scale=None):
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return (q.double() @ k.double().mT * scale).softmax(-1) @ v.double()
+run = kernels(direct=True)(wide_attention)
+truth = in_fp64(true_attention)
 
 
 @pytest.fixture
@@ -83,21 +75,22 @@ def launches(monkeypatch):
 # --- the kernels --------------------------------------------------------------
 
 
-@each_device
 @each_case
 @pytest.mark.parametrize("dtype", first_alone(HALVES))
 def test_every_way(in_chunks, launches, shape, keys, chunks, dtype, device):
     in_chunks(chunks)
     tensors = make(shape, keys, dtype, device)
+    before = [t.clone() for t in tensors]
     y = run(*tensors)
+    assert all(map(torch.equal, tensors, before))
     assert (y.shape, y.dtype) == (torch.Size(shape), dtype)
     assert y.is_contiguous()
     assert error(y, truth(*tensors)) < BOUNDS[dtype]
     assert len(launches) == 1
-    assert error(run(*tensors, 0.3), truth(*tensors, 0.3)) < 2 * BOUNDS[dtype]
+    assert torch.equal(run(*tensors), y)
+    assert error(run(*tensors, scale=0.3), truth(*tensors, scale=0.3)) < 2 * BOUNDS[dtype]
 
 
-@each_device
 @pytest.mark.parametrize("keys", [16, 17, 40, 41], ids=lambda n: f"{n}keys")
 def test_rows_that_are_read_twice(in_chunks, keys, device):
     tensors = make((1, 1, 6, 264), keys, device=device, std=20.0)
@@ -108,7 +101,6 @@ def test_rows_that_are_read_twice(in_chunks, keys, device):
     torch.testing.assert_close(y, whole, atol=2e-3, rtol=1e-3)
 
 
-@each_device
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize(
     ("std", "mean"),
@@ -128,7 +120,6 @@ def test_no_less_exact_than_pytorch(in_chunks, dtype, std, mean, device):
     assert error(run(*tensors), expected) <= error(F.scaled_dot_product_attention(*tensors), expected) * 1.02
 
 
-@each_device
 @pytest.mark.parametrize("block", [None, 16], ids=["whole-rows", "rows-read-twice"])
 def test_sums_are_of_the_rounded_weights(in_chunks, monkeypatch, block, device):
     in_chunks(None, block)
@@ -149,7 +140,6 @@ def test_sums_are_of_the_rounded_weights(in_chunks, monkeypatch, block, device):
     assert ((sums / exact.sum(1) - 1).abs() > 1e-6).all()  # which no other sum would be
 
 
-@each_device
 @pytest.mark.parametrize("offset", [0.0, 60.0, -60.0])
 def test_rows_of_equal_scores_are_averages(offset, device):
     q, k, v = make((1, 1, 4, 264), 48, device=device)
@@ -159,7 +149,6 @@ def test_rows_of_equal_scores_are_averages(offset, device):
     )
 
 
-@each_device
 @pytest.mark.parametrize("block", [None, 16], ids=["whole-rows", "rows-read-twice"])
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")], ids=str)
 @pytest.mark.parametrize("where", ["q", "k", "v"])
@@ -176,7 +165,6 @@ def test_what_is_not_finite_goes_where_pytorch_lets_it_go(in_chunks, where, bad,
     assert not finite.any() or error(y[finite], expected[finite]) < 1e-3
 
 
-@each_device
 @pytest.mark.parametrize(
     "lay_out",
     [
@@ -192,16 +180,6 @@ def test_operands_in_any_layout(in_chunks, lay_out, device):
     assert torch.equal(run(*map(lay_out, tensors)), run(*tensors))
 
 
-@each_device
-def test_same_bits_at_each_run_and_operands_untouched(in_chunks, device):
-    in_chunks((4, 2))
-    tensors = make((1, 1, 9, 264), 32, device=device)
-    before = [t.clone() for t in tensors]
-    assert torch.equal(run(*tensors), run(*tensors))
-    assert all(map(torch.equal, tensors, before))
-
-
-@each_device
 def test_memory_is_one_chunks(in_chunks, monkeypatch, device):
     in_chunks((4, 2))
     made = []
@@ -280,7 +258,6 @@ def test_attend_is_pytorchs_where_shapes_or_dtypes_differ(launches):
         assert launches
 
 
-@each_device
 @pytest.mark.parametrize("shape", [(0, 1, 3, 8), (1, 1, 0, 8)], ids=str)
 def test_empty_tensors(shape, device):
     assert run(*make(shape, 4, device=device)).shape == shape

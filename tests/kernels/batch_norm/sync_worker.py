@@ -4,15 +4,13 @@ RANK STORE RESULT WAY...``; test_sync.py starts it. Writes what it computed of i
 ``WAY``: a key of ``WAYS``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import sys
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import sdfastgn
 from tests.kernels.samples import kernels
@@ -25,14 +23,14 @@ ACTIVATIONS = ("silu", "identity")
 WAYS = {"plain": contextlib.nullcontext, "kernels": lambda: kernels(direct=True)}
 
 
-def batch(shape: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+def batch(shape):
     """(x, residual, gradient) of both processes."""
     g = torch.Generator().manual_seed(3)
     x, residual, dy = (torch.randn(shape, generator=g) + mean for mean in (20.0, 0.0, 0.5))
     return x.to(memory_format=torch.channels_last), residual, dy
 
 
-def stock() -> nn.SyncBatchNorm:
+def stock():
     norm = nn.SyncBatchNorm(C, momentum=None)
     with torch.no_grad():
         norm.weight.copy_(torch.linspace(0.5, 2, C))
@@ -40,7 +38,7 @@ def stock() -> nn.SyncBatchNorm:
     return norm
 
 
-def main(rank: int, store: str, result: str, *ways: str) -> None:
+def main(rank, store, result, *ways):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     found = {}

@@ -1,11 +1,8 @@
 """The kernels of ``sdfastgn.batch_norm`` against fp64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 import sdfastgn
 from sdfastgn.kernels.batch_norm import config
@@ -15,9 +12,9 @@ from sdfastgn.kernels.common.activations import ACTIVATIONS
 from sdfastgn.kernels.common.dispatch import turn_off
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.common.plan_cache import PlanCache
+from tests.kernels.ops import true_batch_norm
 from tests.kernels.samples import (
     BOUNDS,
-    DEVICES,
     DTYPES,
     LAYOUTS,
     error,
@@ -59,7 +56,6 @@ GPU_SHAPES = [
     pytest.param((128, 64, 14, 14), id="128x64x14x14"),
     pytest.param((4, 99, 133, 35), id="odd"),
 ]
-each_device = pytest.mark.parametrize("device", DEVICES)
 each_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
 
@@ -72,20 +68,17 @@ def few_registers(request, monkeypatch):
         monkeypatch.setattr(config, "_SMALL_PER_WARP", 512)
 
 
-def stock(
-    x, weight=None, bias=None, residual=None, *, training=True, activation="identity", running=(None, None)
-):
-    z = F.batch_norm(x.contiguous(), *running, weight, bias, training, 0.1, 1e-4)
-    return ACTIVATIONS[activation](z if residual is None else z + residual)
+def of_operands(function):
+    """``function`` of what has a gradient, in training if nothing else is said."""
+
+    def call(x, weight=None, bias=None, residual=None, *, training=True, activation="identity", running=None):
+        averages = running or (None, None)
+        return function(x, *averages, weight, bias, training, 0.1, 1e-4, activation, residual=residual)
+
+    return call
 
 
-def ours(
-    x, weight=None, bias=None, residual=None, *, training=True, activation="identity", running=(None, None)
-):
-    with kernels():
-        return sdfastgn.batch_norm(
-            x, *running, weight, bias, training, 0.1, 1e-4, activation, residual=residual
-        )
+stock, ours = of_operands(true_batch_norm), of_operands(kernels()(sdfastgn.batch_norm))
 
 
 def operands(shape, dtype, device, layout):
@@ -98,14 +91,12 @@ def check(shape, dtype, device, layout, activation, *, training=True, with_resid
     # Of mean 0, else the weight's gradient is a small difference of large sums.
     dy = make(shape, dtype, device, layout, mean=0.0, seed=5)[0]
     channels = torch.arange(shape[1], device=device).double()
-    moments = (channels % 7 / 4 + 1, channels % 5 / 8 + 0.5)
-    running = (None, None) if training else tuple(t.float() for t in moments)
+    moments = None if training else (channels % 7 / 4 + 1, channels % 5 / 8 + 0.5)
+    running = moments and tuple(t.float() for t in moments)
     doubles = [t.detach().double().requires_grad_() for t in leaves]
-    exact = stock(
-        *doubles, training=training, activation=activation, running=(None, None) if training else moments
-    )
+    exact = stock(*doubles, training=training, activation=activation, running=moments)
     if activation == "relu":  # at its kink a rounding decides between two right answers
-        z = stock(*doubles, training=training, running=(None, None) if training else moments)
+        z = stock(*doubles, training=training, running=moments)
         dy = torch.where(z.abs() < 0.02, 0, dy)
     y = ours(*leaves, training=training, activation=activation, running=running)
     with kernels():
@@ -125,6 +116,14 @@ def off(mine, right, x):
     return float((mine.double() - right).abs().max() / right.abs().max().clamp(min=random))
 
 
+def check_far_mean(x):
+    """Far above the spread."""
+    x = x + 3e3
+    mine, eager, exact = ours(x), stock(x), stock(x.double())
+    one_rounding = exact.abs().max() * torch.finfo(torch.float32).eps
+    assert (mine - exact).abs().max() <= 2 * (eager - exact).abs().max() + one_rounding
+
+
 def test_the_shapes_take_both_ways():
     for params, is_small in ((SMALL, True), (SPLIT, False)):
         for param in params:
@@ -134,14 +133,12 @@ def test_the_shapes_take_both_ways():
                 assert (plan.small is not None) is is_small, param.id
 
 
-@each_device
 @each_layout
 @pytest.mark.parametrize("shape", SMALL + SPLIT)
 def test_forward_and_backward_in_training(shape, layout, device):
     check(shape, torch.float32, device, layout, "silu")
 
 
-@each_device
 @each_layout
 @pytest.mark.parametrize("shape", [SMALL[0], SPLIT[0], SPLIT[1]])
 @pytest.mark.parametrize("activation", first_alone(["relu", "identity", "gelu"]))
@@ -149,7 +146,6 @@ def test_forward_and_backward_in_eval(shape, activation, layout, device):
     check(shape, torch.float32, device, layout, activation, training=False)
 
 
-@each_device
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("shape", [(2, 24, 3, 9), (2, 24, 13, 17)], ids=["small", "split"])
@@ -158,7 +154,6 @@ def test_every_activation_and_dtype(shape, activation, dtype, device):
     check(shape, dtype, device, "channels_last", activation, with_residual=False)
 
 
-@each_device
 def test_the_backward_in_eval_takes_the_averages_of_the_forward(device):
     x, weight, bias = make((3, 5, 6, 7), device=device)
     running = torch.zeros(5, device=device), torch.ones(5, device=device)
@@ -171,7 +166,6 @@ def test_the_backward_in_eval_takes_the_averages_of_the_forward(device):
     assert torch.equal(got, want)
 
 
-@each_device
 @each_layout
 @pytest.mark.usefixtures("one_multiprocessor")
 @pytest.mark.parametrize("shape", [(2, 64, 48, 32), (3, 20, 37, 29)], ids=["whole", "odd"])
@@ -179,7 +173,6 @@ def test_chunks_of_several_tiles(shape, layout, device):
     check(shape, torch.float32, device, layout, "silu")
 
 
-@each_device
 @each_layout
 @pytest.mark.parametrize("shape", [(3, 18, 19, 23), (3, 3, 24, 24)], ids=["many", "few-channels"])
 def test_merges_of_several_tiles(shape, layout, device, monkeypatch):
@@ -189,10 +182,7 @@ def test_merges_of_several_tiles(shape, layout, device, monkeypatch):
     assert Moments(x)._merge.constants["LOOP"]
     check(shape, torch.float32, device, layout, "silu")
     assert not ours(torch.full_like(x, 0.1)).any()
-    far = x + 3e3
-    exact = stock(far.double())
-    one_rounding = exact.abs().max() * torch.finfo(torch.float32).eps
-    assert (ours(far) - exact).abs().max() <= 2 * (stock(far) - exact).abs().max() + one_rounding
+    check_far_mean(x)
 
 
 @pytest.mark.gpu
@@ -208,7 +198,6 @@ WANTED = [(True, *rest) for rest in ((False,) * 3, (True, False, False), (False,
 ]
 
 
-@each_device
 @pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
 @pytest.mark.parametrize("wanted", WANTED, ids=str)
 @pytest.mark.parametrize("shape", [(2, 6, 5, 7), (2, 6, 23, 25)], ids=["small", "split"])
@@ -220,17 +209,12 @@ def test_some_gradients_alone(shape, wanted, training, device):
 
     def grads(call, dtype):
         leaves = [t.detach().to(dtype).requires_grad_(on) for t, on in zip(tensors, wanted, strict=True)]
-        y = call(*leaves, training=training, activation="silu", running=() if training else (ones, ones))
+        running = None if training else (ones.to(dtype),) * 2
+        y = call(*leaves, training=training, activation="silu", running=running)
         with kernels():
             return torch.autograd.grad(y, [t for t in leaves if t.requires_grad], dy.to(dtype))
 
-    def in_fp64(*leaves, running, **options):
-        return stock(*leaves, **options, running=tuple(t.double() for t in running) or (None, None))
-
-    def in_fp32(*leaves, running, **options):
-        return ours(*leaves, **options, running=running or (None, None))
-
-    for mine, right in zip(grads(in_fp32, torch.float32), grads(in_fp64, torch.float64), strict=True):
+    for mine, right in zip(grads(ours, torch.float32), grads(stock, torch.float64), strict=True):
         assert error(mine, right) < 2 * BOUNDS[torch.float32]
 
 
@@ -254,7 +238,6 @@ def test_more_than_2_to_the_31_elements(layout):
 # --- running averages ---------------------------------------------------------
 
 
-@each_device
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "dispatcher"])
 @pytest.mark.parametrize("dtype", first_alone([torch.float32, torch.float16]))
 @pytest.mark.parametrize("shape", [SMALL[0], SPLIT[0], SPLIT[1]])
@@ -274,7 +257,6 @@ def test_running_averages_follow_the_batches(shape, dtype, direct, device):
         assert error(t, exact) < 4 * BOUNDS[dtype]
 
 
-@each_device
 def test_running_averages_that_lie_apart_are_updated_in_place(device):
     both = torch.zeros(6, 2, device=device)
     x = make((4, 6, 5, 5), device=device)[0]
@@ -335,7 +317,6 @@ def test_running_averages_are_updated_once_whichever_kernel_cannot_be_compiled(k
 # --- numerics -----------------------------------------------------------------
 
 
-@each_device
 @each_layout
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("value", first_alone([-2.3e4, 1e4, 0.1]))
@@ -347,17 +328,12 @@ def test_equal_values_give_exactly_the_bias(shape, value, dtype, layout, device)
     assert torch.equal(y, bias.view(-1, *[1] * (x.dim() - 2)).expand(shape))
 
 
-@each_device
 @each_layout
 @pytest.mark.parametrize("shape", [SMALL[0], SPLIT[0], SPLIT[1]])
 def test_a_mean_far_above_the_spread_is_no_less_exact_than_eager(shape, layout, device):
-    x = make(shape, device=device, layout=layout)[0] + 3e3
-    mine, eager, exact = ours(x), stock(x), stock(x.double())
-    one_rounding = exact.abs().max() * torch.finfo(torch.float32).eps
-    assert (mine - exact).abs().max() <= 2 * (eager - exact).abs().max() + one_rounding
+    check_far_mean(make(shape, device=device, layout=layout)[0])
 
 
-@each_device
 @pytest.mark.parametrize("shape", [SMALL[0], SPLIT[0]])
 def test_each_channel_has_its_own_scale(shape, device):
     """Neighboring channels of very different sizes, one of them NaN, lie in one program's tile."""
@@ -371,14 +347,13 @@ def test_each_channel_has_its_own_scale(shape, device):
     assert error(y[:, rest], expected[:, rest]) < 1e-5
 
 
-@each_device
 @pytest.mark.parametrize("shape", [SMALL[0], SPLIT[0]])
 def test_the_same_bits_at_each_run(shape, device):
     x, weight, bias, residual = (
         t.requires_grad_() for t in operands(shape, torch.float32, device, "channels_last")
     )
 
-    def results() -> list[Tensor]:
+    def results():
         y = ours(x, weight, bias, residual, activation="silu")
         with kernels():
             return [y, *torch.autograd.grad(y, (x, weight, bias, residual), torch.ones_like(y))]

@@ -1,7 +1,5 @@
 """The launch configuration of BatchNorm: pure Python, checked over many sizes without a GPU."""
 
-from __future__ import annotations
-
 import pytest
 
 from sdfastgn.kernels.batch_norm.config import as_rows, merge_config, position_factor, small_config

@@ -1,7 +1,5 @@
 """Two processes that normalize a batch together compute what one process does with all of it."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

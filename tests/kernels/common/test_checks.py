@@ -1,7 +1,5 @@
 """Arguments of every public op, on the CPU's path and on the GPU's: what is taken, what is refused."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import itertools
@@ -109,7 +107,7 @@ TAKES = [
 ]
 
 
-def same(found, expected) -> bool:
+def same(found, expected):
     pairs = zip(*((t if isinstance(t, tuple) else (t,)) for t in (found, expected)), strict=True)
     return all(torch.equal(y, wanted) for y, wanted in pairs)
 

@@ -1,7 +1,5 @@
 """Shapes, dtypes and values that do not fit: the error begins with the public name and quotes them."""
 
-from __future__ import annotations
-
 import functools
 from contextlib import nullcontext
 
@@ -15,7 +13,7 @@ from tests.kernels.samples import interpreted, kernels
 pytestmark = interpreted  # tensors lie on the CPU; the GPU's path runs in the interpreter
 
 
-def ones(*shape: int) -> torch.Tensor:
+def ones(*shape):
     return torch.ones(shape)
 
 
@@ -127,7 +125,7 @@ ERRORS = [
 
 
 @functools.cache
-def make_a_plan(name: str) -> None:
+def make_a_plan(name):
     """So that it is in the cache, where a wrong argument must not find it."""
     with kernels(direct=True):
         FUNCTIONS[name].call(**FUNCTIONS[name].operands(torch.float32))

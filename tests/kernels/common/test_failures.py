@@ -1,7 +1,5 @@
 """Where Triton cannot compile: one warning with the cause, and every call right in plain PyTorch."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os
@@ -24,7 +22,7 @@ from sdfastgn.kernels.attention.wide_heads import wide_attention
 from sdfastgn.kernels.common import compile_ahead, dispatch, failures, gpu
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.upsample import conv
-from tests.kernels.ops import Op, as_tuple, each_derivative, each_op
+from tests.kernels.ops import as_tuple, each_derivative, each_op
 from tests.kernels.samples import channels_last, interpreted, kernels
 
 ROOT = Path(__file__).parents[3]
@@ -143,7 +141,7 @@ def however_small(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @each_op
 @interpreted
-def test_every_op_is_right(op: Op, dtype, broken, however_small):
+def test_every_op_is_right(op, dtype, broken, however_small):
     operands = {name: channels_last(t) for name, t in op.operands(dtype).items()}
     with kernels(direct=True):
         expected = op.call(**operands)
@@ -160,7 +158,7 @@ def test_every_op_is_right(op: Op, dtype, broken, however_small):
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "dispatcher"])
 @each_derivative
 @interpreted
-def test_every_gradient_is_right(op: Op, direct, broken):
+def test_every_gradient_is_right(op, direct, broken):
     def gradients():
         operands = {name: t.requires_grad_() for name, t in op.operands(torch.float32).items()}
         outputs = [y for y in as_tuple(op.call(**operands)) if y.requires_grad]
@@ -243,14 +241,14 @@ def test_a_rehearsal_forgets_a_kernel_that_was_not_loaded(monkeypatch):
 # --- the machine ----------------------------------------------------------------------------------
 
 
-def start(what: str, **environment: str) -> subprocess.Popen[str]:
+def start(what, **environment):
     command = [sys.executable, "-m", "tests.kernels.one_call", what]
     return subprocess.Popen(
         command, cwd=ROOT, env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True
     )
 
 
-def finish(process: subprocess.Popen[str]) -> dict[str, object]:
+def finish(process):
     output, _ = process.communicate(timeout=300)
     return json.loads(output)
 

@@ -1,7 +1,5 @@
 """Compiling ahead of the first launch: what is compiled, what is not run, and what is left behind."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import types

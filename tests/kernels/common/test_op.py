@@ -1,7 +1,5 @@
 """Adding a kernel: one declaration makes an op of PyTorch, of autograd, of compilers and of the kernel."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import pytest
@@ -25,13 +23,13 @@ class Plan:
 
     made = 0
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call):
         Plan.made += 1
 
-    def run(self, call: Call) -> Tensor:
+    def run(self, call):
         return -call.factor * call.x
 
-    def run_and_save(self, call: Call) -> Tensor:
+    def run_and_save(self, call):
         return self.run(call)
 
 

@@ -1,7 +1,5 @@
 """Without a private name of PyTorch its stand-in says the same, or what costs speed alone."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 

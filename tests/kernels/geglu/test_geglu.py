@@ -1,15 +1,14 @@
 """The kernels of ``geglu`` against fp64: interpreted, and on a GPU where there is one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-import torch.nn.functional as F
 
 from sdfastgn.kernels.common.sizes import vector_width
 from sdfastgn.kernels.geglu.config import backward_config, forward_config
 from sdfastgn.kernels.geglu.op import geglu
-from tests.kernels.samples import BOUNDS, DEVICES, DTYPES, error, kernels, multiprocessors, skip_cut_off
+from tests.kernels.gradients import grads_of
+from tests.kernels.ops import true_geglu as eager
+from tests.kernels.samples import BOUNDS, DTYPES, error, in_fp64, kernels, multiprocessors, skip_cut_off
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "few_multiprocessors")
 NUM_SMS = 1
@@ -45,31 +44,13 @@ def gradient(shape, dtype=torch.float32, device="cpu"):
     return (torch.randn((*shape[:-1], shape[-1] // 2), generator=g) + 0.3).to(dtype).to(device)
 
 
-def run(x, bias=None, *, direct=False):
-    with kernels(direct=direct):
-        return geglu(x, bias)
-
-
-def eager(x, bias=None):
-    value, gate = (x if bias is None else x + bias).chunk(2, -1)
-    return value * F.gelu(gate)
-
-
-def truth(x, bias=None):
-    return eager(x.double(), None if bias is None else bias.double())
-
-
-def grads_of(f, leaves, dy, dtype=None, *, direct=False):
-    leaves = [t.detach().to(dtype or t.dtype).requires_grad_() for t in leaves]
-    with kernels(direct=direct):  # the backward too
-        y = f(*leaves)
-        return torch.autograd.grad(y, leaves, dy.to(y.dtype))
+run = kernels()(geglu)
+truth = in_fp64(eager)
 
 
 # --- forward ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_shape(shape, device):
     x, bias = make(shape, device=device)
@@ -93,7 +74,6 @@ def test_the_shapes_take_every_way():
     assert max(config.groups for config, _, _ in backwards) > 1
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", WAYS)
 def test_every_dtype(shape, dtype, device):
@@ -104,7 +84,6 @@ def test_every_dtype(shape, dtype, device):
         assert error(y, truth(x, b)) < BOUNDS[dtype]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mean", [0.0, 30.0, -3.0], ids=["centred", "large", "closed-gates"])
 def test_no_less_exact_than_eager(dtype, mean, device):
@@ -115,7 +94,6 @@ def test_no_less_exact_than_eager(dtype, mean, device):
     assert error(run(x, bias), expected) <= error(eager(x, bias), expected) + slack
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_every_half_precision_gate(device):
     """In 16 bits the normal distribution is approximated: one rounding, for closed gates too."""
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.float16)
@@ -134,7 +112,6 @@ def test_every_half_precision_gate(device):
     ).all()  # P + zP' is a difference near its zero
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", WAYS)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, under the interpreter
@@ -152,7 +129,6 @@ def test_not_finite_values_are_as_eagers(shape, dtype, device):
     torch.testing.assert_close(y.nan_to_num(7.0), expected.nan_to_num(7.0), **bounds)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shape", WAYS)
 def test_nothing_else_is_read_or_written(shape, device):
     """Between the rows of a wider tensor lies what must neither be read into the result nor be changed."""
@@ -171,7 +147,6 @@ def test_nothing_else_is_read_or_written(shape, device):
 # --- backward -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("direct", [False, True], ids=["dispatcher", "direct"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_gradients(shape, direct, device):
@@ -182,7 +157,6 @@ def test_gradients(shape, direct, device):
         assert (got - want).norm() <= 2e-6 * want.norm() + 1e-6
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mean", [0.0, 30.0, -3.0], ids=["centred", "large", "closed-gates"])
 def test_gradients_no_less_exact_than_eager(dtype, mean, device):
@@ -195,7 +169,6 @@ def test_gradients_no_less_exact_than_eager(dtype, mean, device):
         assert (ours - want).norm() <= (theirs - want).norm() * 1.05 + slack
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, under the interpreter
 def test_a_bias_that_is_not_finite_stays_in_its_column(device):
     """Rows of a tile that are not there must not make 0 * inf."""

@@ -1,7 +1,5 @@
 """The launch configuration of GEGLU: pure Python, checked over many sizes without a GPU."""
 
-from __future__ import annotations
-
 import pytest
 
 from sdfastgn.kernels.common.sizes import WARP, ceil_div, next_power_of_2, vector_width

@@ -1,10 +1,7 @@
 """Gradients of ``sdfastgn.group_norm`` by the Triton kernels, against fp64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-import torch.nn.functional as F
 
 import sdfastgn
 from sdfastgn.kernels.common import gpu
@@ -12,12 +9,18 @@ from sdfastgn.kernels.common.activations import ACTIVATIONS
 from sdfastgn.kernels.group_norm import backward_plans as group_norm_backward_plans
 from sdfastgn.kernels.group_norm import config as group_norm_config
 from sdfastgn.kernels.group_norm.config import SmallConfig, launch_config, merge_config
-from sdfastgn.kernels.group_norm.op import reference_group_norm
 from sdfastgn.kernels.statistics.config import statistics_config
-from tests.kernels.gradients import check, compare, expected_grads, grads_of, leaves_of, relative
+from tests.kernels.gradients import (
+    OPERANDS,
+    check,
+    check_against_eager,
+    check_operands,
+    compare,
+    grads_of,
+    leaves_of,
+)
 from tests.kernels.samples import (
     BOUNDS,
-    DEVICES,
     DTYPES,
     LAYOUTS,
     first_alone,
@@ -69,7 +72,6 @@ def test_the_shapes_take_both_ways():
             assert isinstance(config, SmallConfig) is small, param.id
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dy_layout", LAYOUTS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("shape", "groups"), SMALL + SPLIT)
@@ -79,7 +81,6 @@ def test_every_shape_and_layout(shape, groups, layout, dy_layout, device):
     check(shape, groups, torch.float32, device, layout, "silu", dy_layout)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize(("shape", "groups"), first_alone([SMALL[1], SPLIT[0]]))
@@ -100,43 +101,18 @@ def test_real_shapes_on_the_gpu(shape, groups, dtype, layout):
 # --- operands -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", first_alone(LAYOUTS))
-@pytest.mark.parametrize("rows", ["sample", "one-row", "flat"])
+@pytest.mark.parametrize("rows", [None, "one-row", "flat"], ids=["sample", "one-row", "flat"])
 @pytest.mark.parametrize(("shape", "groups"), [SMALL[1], SPLIT[1]])
 def test_operands(shape, groups, rows, layout, device):
-    x, weight, bias = make(shape, device=device, layout=layout)
-    dy = make(shape, device=device, layout=layout, seed=4)[0]
-    size = {"sample": shape[:2], "one-row": (1, shape[1]), "flat": shape[1:2]}[rows]
-    operands = [torch.randn(size, generator=torch.Generator().manual_seed(i)).to(device) for i in range(3)]
-
-    def call(f, x, w, b, shift, scale, offset):
-        return f(x, groups, w, b, 1e-5, "silu", shift=shift, ada_scale=scale, ada_shift=offset)
-
-    compare(call, leaves_of(x, weight, bias, *operands), dy)
+    size = {"one-row": (1, shape[1]), "flat": shape[1:2]}.get(rows)
+    check_operands(shape, groups, OPERANDS, device, layout=layout, rows=size, direct=False)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    "wanted", ["x", "weight", "bias", "shift", "ada_scale", "ada_shift", "x+ada_scale", "bias+shift"]
-)
+@pytest.mark.parametrize("wanted", [*OPERANDS, "x+ada_scale", "bias+shift"])
 @pytest.mark.parametrize(("shape", "groups"), [SMALL[1], SPLIT[0]])
 def test_only_what_is_wanted(shape, groups, wanted, device):
-    names = ("x", "weight", "bias", "shift", "ada_scale", "ada_shift")
-    x, weight, bias = make(shape, device=device)
-    tensors = dict(
-        zip(names, (x, weight, bias, *(torch.randn(shape[:2], device=device) for _ in range(3))), strict=True)
-    )
-    dy = make(shape, device=device, seed=4)[0]
-    chosen = wanted.split("+")
-
-    def call(f, *leaves):
-        given = {n: t.to(leaves[0].dtype) for n, t in tensors.items()} | dict(
-            zip(chosen, leaves, strict=True)
-        )
-        return f(num_groups=groups, activation="gelu", **given)
-
-    compare(call, leaves_of(*(tensors[n] for n in chosen)), dy, direct=True)
+    check_operands(shape, groups, wanted.split("+"), device, activation="gelu")
 
 
 # --- incoming gradients -------------------------------------------------------
@@ -152,7 +128,6 @@ GRADIENTS = {
 }
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", GRADIENTS)
 @pytest.mark.parametrize(("shape", "groups"), first_alone([SPLIT[0], SMALL[1]]))
 def test_any_incoming_gradient(shape, groups, name, device):
@@ -180,7 +155,6 @@ def test_gradients_in_the_other_layout_are_not_copied(layout, monkeypatch):
     assert dy.data_ptr() in pointers
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("contiguous", [True, False], ids=["tokens", "tokens-with-gaps"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("shape", "groups"), [SMALL[1], SPLIT[0]])
@@ -209,7 +183,6 @@ def test_empty(shape):
 # --- numerics -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("dtype", "mean"), [(torch.float32, 1000.0), (torch.float16, 30.0)], ids=["fp32-1000", "fp16-30"]
 )
@@ -217,16 +190,9 @@ def test_empty(shape):
 def test_no_less_exact_than_eager_far_from_zero(shape, groups, dtype, mean, device):
     x, weight, bias = make(shape, dtype, device, mean=mean)
     x = to_layout((x - mean) / 1.5 + mean, "channels_last")
-    dy = make(shape, dtype, device, seed=4)[0]
-    leaves = leaves_of(x, weight, bias)
-    got = grads_of(lambda x, w, b: sdfastgn.group_norm(x, groups, w, b, 1e-5, "silu"), leaves, dy)
-    want = expected_grads(lambda x, w, b: reference_group_norm(x, groups, w, b, 1e-5, "silu"), leaves, dy)
-    eager = torch.autograd.grad(F.silu(F.group_norm(leaves[0].contiguous(), groups, *leaves[1:])), leaves, dy)
-    for g, e, w in zip(got, eager, want, strict=True):
-        assert relative(g, w) <= relative(e, w) * 1.05 + BOUNDS[dtype]
+    check_against_eager(x, groups, weight, bias, BOUNDS[dtype])
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("layout", "shape", "num_sms"),
     [
@@ -246,7 +212,6 @@ def test_many_chunks_and_samples(layout, shape, num_sms, device, monkeypatch):
     check(shape, 1, torch.float32, device, layout, "silu", layout)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_nan_stays_in_its_sample(device):
     x, weight, bias = make((2, 30, 7, 9), device=device)
     x[0, 0, 0, 0] = float("nan")

@@ -1,7 +1,5 @@
 """The launch configuration: pure Python, checked over many sizes without a GPU."""
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import asdict
 
@@ -37,16 +35,16 @@ MAX_TILE = 1 << 17
 each_layout = pytest.mark.parametrize("channels_last", [True, False], ids=["channels_last", "channels_first"])
 
 
-def groups_of(C: int) -> list[int]:
+def groups_of(C):
     """One group, as many as channels, and the usual number."""
     return sorted({1, C, 32 if C % 32 == 0 else next(g for g in (10, 6, 4, 1) if C % g == 0)})
 
 
-def is_power_of_2(n: int) -> bool:
+def is_power_of_2(n):
     return n > 0 and n & (n - 1) == 0
 
 
-def assert_launchable(*sizes: int, num_warps: int) -> None:
+def assert_launchable(*sizes, num_warps):
     """What Triton asks of a tile of ``sizes``, and a GPU of a program."""
     tile = 1
     for size in (*sizes, num_warps):

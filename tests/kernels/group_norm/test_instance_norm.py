@@ -1,14 +1,12 @@
 """The kernels of ``sdfastgn.instance_norm`` against fp64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 import sdfastgn
 from sdfastgn.kernels.group_norm.config import SmallConfig, launch_config
-from tests.kernels.samples import BOUNDS, DEVICES, DTYPES, LAYOUTS, error, kernels, make
+from tests.kernels.samples import BOUNDS, DTYPES, LAYOUTS, error, kernels, make
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -64,7 +62,6 @@ def check(shape, dtype, device, layout, activation):
         assert error(ours, exact.detach()) < 2 * BOUNDS[dtype]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_forward_and_backward(shape, layout, device):
@@ -79,7 +76,6 @@ def test_real_shapes_on_the_gpu(shape, dtype, layout):
     check(shape, dtype, "cuda", layout, "identity")
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shape", [(2, 37, 5, 9), (2, 34, 23, 29)], ids=["small", "split"])
 def test_each_channel_has_its_own_scale(shape, device):
     """Neighboring channels of very different sizes, one of them NaN, lie in one program's tile."""

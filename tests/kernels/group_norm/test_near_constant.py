@@ -1,7 +1,5 @@
 """``sdfastgn.group_norm`` in plain PyTorch, where the mean is far above the spread."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from unittest import mock

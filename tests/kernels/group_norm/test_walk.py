@@ -1,20 +1,16 @@
 """The backward of GroupNorm in one program a group, for more data than caches hold."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
-import sdfastgn
 from sdfastgn.kernels.common.activations import ACTIVATIONS
 from sdfastgn.kernels.common.sizes import next_power_of_2
 from sdfastgn.kernels.group_norm import backward_plans as plans
 from sdfastgn.kernels.group_norm import config as group_norm_config
 from sdfastgn.kernels.group_norm.config import WalkConfig, walk_config
-from sdfastgn.kernels.group_norm.op import reference_group_norm
 from sdfastgn.kernels.group_norm.walk_kernels import walk_grad_kernel
-from tests.kernels.gradients import check, compare, expected_grads, grads_of, leaves_of, relative
-from tests.kernels.samples import DEVICES, DTYPES, LAYOUTS, make, skip_cut_off
+from tests.kernels.gradients import OPERANDS, check, check_against_eager, check_operands, compare, leaves_of
+from tests.kernels.samples import DTYPES, LAYOUTS, make, skip_cut_off
 
 SHAPES = [
     pytest.param((2, 16, 23, 29), 2, id="cg8-odd-hw"),
@@ -47,7 +43,6 @@ def walked(monkeypatch):
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("shape", "groups"), SHAPES)
 def test_every_shape_and_layout(shape, groups, layout, device, walked):
@@ -55,7 +50,6 @@ def test_every_shape_and_layout(shape, groups, layout, device, walked):
     assert walk_grad_kernel in walked
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_every_activation_and_dtype(activation, dtype, device, walked):
@@ -64,29 +58,14 @@ def test_every_activation_and_dtype(activation, dtype, device, walked):
     assert walk_grad_kernel in walked
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("wanted", ["all", "x", "x+shift", "x+weight"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_operands(layout, wanted, device, walked):
-    shape, groups = (1, 30, 20, 30), 2
-    x, weight, bias = make(shape, device=device, layout=layout)
-    dy = make(shape, device=device, layout=layout, seed=4)[0]
-    operands = [
-        torch.randn(shape[:2], generator=torch.Generator().manual_seed(i)).to(device) for i in range(3)
-    ]
-    names = ("x", "weight", "bias", "shift", "ada_scale", "ada_shift")
-    values = dict(zip(names, (x, weight, bias, *operands), strict=True))
-    chosen = names if wanted == "all" else wanted.split("+")
-
-    def call(f, *leaves):
-        given = {n: t.to(leaves[0].dtype) for n, t in values.items()}
-        return f(num_groups=groups, activation="silu", **given | dict(zip(chosen, leaves, strict=True)))
-
-    compare(call, leaves_of(*[values[n] for n in chosen]), dy, direct=True)
+    chosen = OPERANDS if wanted == "all" else wanted.split("+")
+    check_operands((1, 30, 20, 30), 2, chosen, device, layout=layout)
     assert walk_grad_kernel in walked
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_other_cases_take_three_launches(device, walked):
     """No gradient of x, or one that lies in the other layout."""
     shape, groups = SHAPES[0].values
@@ -98,23 +77,11 @@ def test_other_cases_take_three_launches(device, walked):
     assert walk_grad_kernel not in walked
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_far_from_zero_and_the_same_bits_again(device, walked):
     shape, groups = SHAPES[0].values
     x, weight, bias = make(shape, device=device, mean=1000.0)
-    dy = make(shape, device=device, seed=4)[0]
-    leaves = leaves_of(x, weight, bias)
-    call = lambda f: lambda x, w, b: f(x, groups, w, b, 1e-5, "silu")  # noqa: E731
-    got, again = (grads_of(call(sdfastgn.group_norm), leaves, dy) for _ in range(2))
-    assert all(map(torch.equal, got, again))
-    eager = torch.autograd.grad(
-        torch.nn.functional.silu(torch.nn.functional.group_norm(leaves[0].contiguous(), groups, *leaves[1:])),
-        leaves,
-        dy,
-    )
-    want = expected_grads(call(reference_group_norm), leaves, dy)
-    for g, e, w in zip(got, eager, want, strict=True):
-        assert relative(g, w) <= relative(e, w) * 1.05 + 1e-6
+    check_against_eager(x, groups, weight, bias, 1e-6)
+    assert walk_grad_kernel in walked
 
 
 @pytest.mark.gpu

@@ -1,7 +1,5 @@
 """The launch configuration of LayerNorm: pure Python, checked over many sizes without a GPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The kernels of ``sdfastgn.layer_norm`` and ``sdfastgn.add_layer_norm`` against fp64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,11 +8,13 @@ import sdfastgn
 from sdfastgn.kernels.common.sizes import vector_width
 from sdfastgn.kernels.layer_norm import op as layer_norm
 from sdfastgn.kernels.layer_norm.config import ChunksConfig, backward_config, forward_config
+from tests.kernels.gradients import grads_of
+from tests.kernels.ops import true_add_layer_norm, true_layer_norm
 from tests.kernels.samples import (
     BOUNDS,
-    DEVICES,
     DTYPES,
     error,
+    in_fp64,
     interpreted,
     kernels,
     multiprocessors,
@@ -52,28 +52,9 @@ def make(shape, dtype=torch.float32, device="cpu", mean=3.0, seed=0):
     return [t.to(dtype).to(device) for t in (*full, *columns)]
 
 
-def run(x, weight=None, bias=None, eps=1e-5, *, direct=False):
-    with kernels(direct=direct):
-        return sdfastgn.layer_norm(x, weight, bias, eps)
-
-
-def run_add(x, residual, weight=None, bias=None, eps=1e-5, *, add_bias=None, direct=False):
-    with kernels(direct=direct):
-        return sdfastgn.add_layer_norm(x, residual, weight, bias, eps, add_bias=add_bias)
-
-
-def truth(x, weight=None, bias=None, eps=1e-5):
-    weight, bias = (None if t is None else t.double() for t in (weight, bias))
-    return F.layer_norm(x.double(), x.shape[-1:], weight, bias, eps)
-
-
-def grads_of(f, leaves, dys, dtype, *, direct=False):
-    leaves = [t.detach().to(dtype).requires_grad_() for t in leaves]
-    with kernels(direct=direct):  # the backward too
-        results = f(*leaves)
-        results = results if isinstance(results, tuple) else (results,)
-        pairs = [(y, dy.to(y.dtype)) for y, dy in zip(results, dys, strict=True) if dy is not None]
-        return torch.autograd.grad([y for y, _ in pairs], leaves, [dy for _, dy in pairs], allow_unused=True)
+run = kernels()(sdfastgn.layer_norm)
+run_add = kernels()(sdfastgn.add_layer_norm)
+truth = in_fp64(true_layer_norm)
 
 
 def add(x, residual, weight, bias, add_bias, total_bias=None):
@@ -83,7 +64,6 @@ def add(x, residual, weight, bias, add_bias, total_bias=None):
 # --- forward ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_shape(shape, device):
     x, residual, weight, bias, add_bias = make(shape, device=device)
@@ -107,7 +87,6 @@ def test_the_shapes_take_both_ways():
     assert gathered.lanes > few.lanes
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", WAYS)
 def test_every_dtype(shape, dtype, device):
@@ -120,7 +99,6 @@ def test_every_dtype(shape, dtype, device):
     assert error(y, truth(total, weight)) < BOUNDS[dtype]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("dtype", "mean"),
     [
@@ -139,7 +117,6 @@ def test_no_less_exact_than_eager(shape, dtype, mean, device):
     assert error(run(x, weight, bias), expected) <= error(eager, expected) + slack
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shape", WAYS)
 def test_far_means_and_outliers(shape, device):
     """The pivot of the sums is the first element: its value must not matter."""
@@ -149,7 +126,6 @@ def test_far_means_and_outliers(shape, device):
     assert error(run(x, weight, bias), truth(x, weight, bias)) < 2e-5
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shape", WAYS)
 def test_constant_rows_are_exact(shape, device):
     _, _, weight, bias, _ = make(shape, device=device)
@@ -157,7 +133,6 @@ def test_constant_rows_are_exact(shape, device):
     assert torch.equal(run(x, weight, bias), bias.expand(shape))
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")], ids=str)
 @pytest.mark.parametrize("column", [0, 5], ids=["first-column", "column-5"])
 @pytest.mark.parametrize("shape", WAYS)
@@ -170,7 +145,6 @@ def test_not_finite_rows_are_as_eagers(shape, column, value, device):
     assert error(y[0], truth(x[0])) < 2e-6
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("eps", [1e-5, 0.1, 0, 1])
 @pytest.mark.parametrize("shape", WAYS)
 def test_eps(shape, eps, device):
@@ -178,7 +152,6 @@ def test_eps(shape, eps, device):
     assert error(run(x, eps=eps), truth(x, eps=eps)) < 2e-6
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shape", WAYS)
 def test_nothing_else_is_written(shape, device):
     """Between the rows of a wider tensor lies what must neither be read into the result nor be changed."""
@@ -192,25 +165,17 @@ def test_nothing_else_is_written(shape, device):
 # --- backward -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("direct", [False, True], ids=["dispatcher", "direct"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_gradients(shape, direct, device):
     leaves = make(shape, device=device)
     dys = make(shape, device=device, seed=1)[:2]
-    ours = grads_of(
-        lambda x, r, w, b, a: sdfastgn.add_layer_norm(x, r, w, b, 0.1, add_bias=a),
-        leaves,
-        dys,
-        torch.float32,
-        direct=direct,
-    )
 
-    def eager(x, residual, weight, bias, add_bias):
-        total = x + residual + add_bias
-        return F.layer_norm(total, total.shape[-1:], weight, bias, 0.1), total
+    def call(f):
+        return lambda x, r, w, b, a: f(x, r, w, b, 0.1, add_bias=a)
 
-    expected = grads_of(eager, leaves, dys, torch.float64)
+    ours = grads_of(call(sdfastgn.add_layer_norm), leaves, dys, torch.float32, direct=direct)
+    expected = grads_of(call(true_add_layer_norm), leaves, dys, torch.float64)
     for got, want in zip(ours, expected, strict=True):
         assert got.shape == want.shape
         assert (got - want).norm() <= 2e-6 * want.norm() + 1e-6
@@ -227,7 +192,6 @@ def test_the_shapes_take_both_ways_back():
     assert max(c.programs for c in rows) > 1
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("dtype", "mean"),
     [
@@ -242,43 +206,35 @@ def test_gradients_no_less_exact_than_eager(shape, dtype, mean, device):
     skip_cut_off(dtype, device)
     x, _, weight, bias, _ = make(shape, dtype, device, mean)
     dys = make(shape, dtype, device, seed=1)[:1]
-
-    def eager(x, w, b):
-        return F.layer_norm(x, x.shape[-1:], w, b)
-
-    expected = grads_of(eager, (x, weight, bias), dys, torch.float64)
-    stock = grads_of(eager, (x, weight, bias), dys, dtype)
+    operands = (x, weight, bias)
+    expected = grads_of(true_layer_norm, operands, dys, torch.float64)
+    stock = grads_of(true_layer_norm, operands, dys, dtype)
     for ours, theirs, want in zip(
-        grads_of(sdfastgn.layer_norm, (x, weight, bias), dys, dtype), stock, expected, strict=True
+        grads_of(sdfastgn.layer_norm, operands, dys, dtype), stock, expected, strict=True
     ):
         slack = 0.5 * torch.finfo(dtype).eps * want.norm()
         assert (ours - want).norm() <= (theirs - want).norm() * 1.05 + slack
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("needs", ["x", "weight", "bias", "weight bias", "x add_bias"])
 @pytest.mark.parametrize("shape", WAYS)
 def test_only_what_is_needed(shape, needs, device):
     names = ("x", "residual", "weight", "bias", "add_bias")
-    leaves = dict(zip(names, make(shape, device=device), strict=True))
-    expected = {name: t.double() for name, t in leaves.items()}
-    for name in needs.split():
-        leaves[name].requires_grad_()
-        expected[name].requires_grad_()
-    x, residual, weight, bias, add_bias = leaves.values()
-    with kernels():
-        y, total = sdfastgn.add_layer_norm(x, residual, weight, bias, add_bias=add_bias)
-        ((y * y).sum() + (total.sum() if total.requires_grad else 0)).backward()
-    u = expected["x"] + expected["residual"] + expected["add_bias"]
-    z = F.layer_norm(u, shape[-1:], expected["weight"], expected["bias"])
-    ((z * z).sum() + u.sum()).backward() if u.requires_grad else (z * z).sum().backward()
-    for name in names:
-        assert (leaves[name].grad is not None) == (name in needs.split())
-        if name in needs.split():
-            assert error(leaves[name].grad, expected[name].grad) < 1e-4
+    operands = dict(zip(names, make(shape, device=device), strict=True))
+
+    def gradients(f, dtype):
+        leaves = {n: t.to(dtype).detach().requires_grad_(n in needs.split()) for n, t in operands.items()}
+        with kernels():
+            y, total = f(**leaves)
+            (y.square().sum() + (total.sum() if total.requires_grad else 0)).backward()
+        return {name: t.grad for name, t in leaves.items() if t.grad is not None}
+
+    found = gradients(sdfastgn.add_layer_norm, torch.float32)
+    expected = gradients(true_add_layer_norm, torch.float64)
+    assert found.keys() == expected.keys() == set(needs.split())
+    assert all(error(found[name], expected[name]) < 1e-4 for name in found)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shape", WAYS)
 def test_gradients_of_one_result(shape, device):
     leaves = make(shape, device=device)
@@ -327,7 +283,6 @@ def run_total(shape, dtype=torch.float32, device="cpu", *, has_add_bias=True, pa
 
 
 @pytest.mark.usefixtures("in_kernels")
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("has_add_bias", [True, False], ids=["add-bias", "no-add-bias"])
 @pytest.mark.parametrize("shape", [*WAYS, SHAPES[1], SHAPES[2], SHAPES[5], SHAPES[9]])
 def test_the_norm_does_not_see_the_bias_of_the_total(shape, has_add_bias, device):
@@ -341,7 +296,6 @@ def test_the_norm_does_not_see_the_bias_of_the_total(shape, has_add_bias, device
 
 
 @pytest.mark.usefixtures("in_kernels")
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("param_dtype", [None, torch.float32], ids=["own-dtype", "fp32-params"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", WAYS)

@@ -1,7 +1,5 @@
 """Which algorithm a product gets and when; on a GPU that each is right, and graphs keep PyTorch's bits."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """The producers of statistics in front of a norm: gradients and compile."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode

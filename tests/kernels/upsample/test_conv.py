@@ -1,7 +1,5 @@
 """The convolution of an upsampled image at low resolution, against fp64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,19 +7,20 @@ import torch.nn.functional as F
 from sdfastgn.kernels.common import gpu
 from sdfastgn.kernels.statistics.config import statistics_config
 from sdfastgn.kernels.statistics.kernels import is_even
-from sdfastgn.kernels.statistics.op import reference_channel_statistics
 from sdfastgn.kernels.upsample import conv as upsample_conv
 from sdfastgn.kernels.upsample import conv_kernels as upsample_conv_kernels
 from sdfastgn.kernels.upsample.config import phases_pay, weights_config
 from sdfastgn.kernels.upsample.conv import reference_phase_weights, reference_upsample_conv2d, upsample_conv2d
 from sdfastgn.kernels.upsample.conv_kernels import launch_interleave, launch_phase_weights
-from tests.kernels import samples
+from tests.kernels.ops import true_upsample_conv2d
 from tests.kernels.samples import (
-    DEVICES,
     DTYPES,
     LAYOUTS,
+    assert_statistics,
+    checked,
     error,
     first_alone,
+    in_fp64,
     interpreted,
     kernels,
     make,
@@ -75,15 +74,8 @@ def operands(shape, C_out, dtype=torch.float32, device="cpu", layout="channels_l
     )
 
 
-def call(*tensors, **options):
-    with kernels(direct=True):
-        return upsample_conv2d(*tensors, **options)
-
-
-def truth(x, weight, bias=None):
-    """Not by this package: interpolate, then conv2d, in fp64."""
-    high = F.interpolate(x.double(), scale_factor=2, mode="nearest")
-    return F.conv2d(high, weight.double(), None if bias is None else bias.double(), padding=1)
+call = kernels(direct=True)(upsample_conv2d)
+truth = in_fp64(true_upsample_conv2d)
 
 
 # --- the algebra --------------------------------------------------------------
@@ -110,7 +102,6 @@ def test_the_phases_are_the_convolution(shape, C_out, num_sms):
 # --- the kernels --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", first_alone(DTYPES))
 @pytest.mark.parametrize("channels", [(30, 5), (70, 66), (8, 128), (1, 1), (3, 130)], ids=str)
@@ -127,7 +118,6 @@ def test_phase_weights(channels, dtype, layout, device):
         assert torch.equal(phases[:C_out, :, 0, 0], weight[:, :, 0, 0])  # one tap alone: not rounded at all
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", first_alone(DTYPES))
 @each_case
 def test_against_fp64(shape, C_out, num_sms, dtype, device, in_phases):
@@ -142,7 +132,6 @@ def test_against_fp64(shape, C_out, num_sms, dtype, device, in_phases):
     assert len(runs) == 2
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", first_alone(DTYPES))
 @each_case
 def test_statistics_are_those_of_the_result(shape, C_out, num_sms, dtype, device, in_phases):
@@ -150,12 +139,7 @@ def test_statistics_are_those_of_the_result(shape, C_out, num_sms, dtype, device
     x, weight, bias = operands(shape, C_out, dtype, device)
     for b in (bias, None):
         y, statistics = call(x, weight, b, with_statistics=True)
-        mean, m2 = statistics.double()
-        expected_mean, expected_m2 = reference_channel_statistics(y.double(), statistics.shape[2])
-        rows = -(-y.shape[2] * y.shape[3] // statistics.shape[2])
-        slack = 4 * torch.finfo(torch.float32).eps * (expected_mean.abs() + (expected_m2 / rows).sqrt())
-        assert ((mean - expected_mean).abs() <= slack).all()
-        assert ((m2 - expected_m2).abs() <= 1e-5 * expected_m2 + rows * slack**2).all()
+        assert_statistics(statistics, y)
     assert torch.equal(y, call(x, weight))
     assert len(runs) == 3
 
@@ -168,16 +152,13 @@ def test_the_cases_take_every_way_through_the_kernel():
     assert ways == {(a, b) for a in (True, False) for b in (True, False)}
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_statistics_feed_group_norm(device, in_phases):
     in_phases(1)
     x, weight, bias = operands((1, 4, 16, 32), 64, torch.float16, device)
     y, statistics = call(x, weight, bias + 300, with_statistics=True)  # a mean far above the spread
-    norm = samples.run(y, 8, statistics=statistics)
-    assert error(norm, samples.truth(y, 8)) < samples.BOUNDS[torch.float16]
+    checked(y, 8, statistics=statistics)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_a_change_of_the_weights_counts_at_once(device, in_phases):
     in_phases()
     x, weight, bias = operands((2, 6, 5, 4), 7, device=device)
@@ -187,7 +168,6 @@ def test_a_change_of_the_weights_counts_at_once(device, in_phases):
         bias.add_(1)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "view",
     [
@@ -204,7 +184,6 @@ def test_other_strides(view, device, in_phases):
     assert len(runs) == 1
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_nan_and_inf_reach_what_they_reach_in_stock(device, in_phases):
     in_phases()
     x, weight, bias = operands((1, 3, 5, 6), 4, device=device)
@@ -212,7 +191,6 @@ def test_nan_and_inf_reach_what_they_reach_in_stock(device, in_phases):
     assert torch.equal(call(x, weight, bias).isfinite(), truth(x, weight, bias).isfinite())
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_at_high_resolution_where_phases_do_not_pay(layout, device):
     """Images this small; in the layout of x whatever the weight's is."""
@@ -221,8 +199,7 @@ def test_at_high_resolution_where_phases_do_not_pay(layout, device):
         y, statistics = call(x, w, bias, with_statistics=True)
         assert y.stride() == to_layout(y, layout).stride()
         assert error(y, truth(x, w, bias)) < BOUNDS[torch.float32]
-        expected = reference_channel_statistics(y.double(), statistics.shape[2])
-        torch.testing.assert_close(statistics.double(), expected, atol=1e-5, rtol=1e-5)
+        assert_statistics(statistics, y)
 
 
 def test_channels_first_is_never_in_phases(in_phases):
@@ -232,7 +209,6 @@ def test_channels_first_is_never_in_phases(in_phases):
     assert runs == []
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shape", [(0, 8, 4, 4), (2, 8, 0, 4)], ids=str)
 def test_empty(shape, device, in_phases):
     in_phases()

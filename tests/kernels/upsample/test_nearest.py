@@ -1,7 +1,5 @@
 """Nearest-neighbor upsampling by two and its adjoint: the kernels."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,17 +8,7 @@ from sdfastgn.kernels.upsample import nearest as upsample
 from sdfastgn.kernels.upsample import nearest_kernels as upsample_kernels
 from sdfastgn.kernels.upsample.config import tile_config
 from sdfastgn.kernels.upsample.nearest import upsample_nearest_2x
-from tests.kernels.samples import (
-    BOUNDS,
-    DEVICES,
-    DTYPES,
-    LAYOUTS,
-    error,
-    first_alone,
-    kernels,
-    make,
-    to_layout,
-)
+from tests.kernels.samples import BOUNDS, DTYPES, LAYOUTS, error, first_alone, kernels, make, to_layout
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -36,14 +24,8 @@ SHAPES = [
 ]
 
 
-def upsampled(x):
-    with kernels():
-        return upsample_nearest_2x(x)
-
-
-def summed(dy):
-    with kernels():
-        return torch.ops.sdfastgn.upsample_nearest_2x_backward(dy)
+upsampled = kernels()(upsample_nearest_2x)
+summed = kernels()(torch.ops.sdfastgn.upsample_nearest_2x_backward)
 
 
 def by_index(x):
@@ -67,7 +49,6 @@ def launched(monkeypatch):
     return names
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", first_alone(DTYPES))
 @pytest.mark.parametrize("shape", SHAPES)
 def test_forward(shape, dtype, device, launched):
@@ -79,7 +60,6 @@ def test_forward(shape, dtype, device, launched):
     assert launched == ["launch_upsample"]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", first_alone(DTYPES))
 @pytest.mark.parametrize("shape", SHAPES)
 def test_adjoint(shape, dtype, device, launched):
@@ -99,14 +79,12 @@ def test_adjoint(shape, dtype, device, launched):
     ).all()
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_the_sum_is_not_rounded_on_the_way(device):
     """In fp16 each of the small values would vanish beside the large one."""
     dy = torch.tensor([[2048.0, 1.0], [1.0, 1.0]], dtype=torch.float16, device=device).expand(1, 64, 2, 2)
     assert (summed(to_layout(dy, "channels_last")) == 2052).all()  # 2051 to even; one by one it would be 2048
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_nan_and_inf_stay_where_they_are(device):
     x = make((1, 5, 3, 3), device=device)[0]
     x[0, 1, 2, 0], x[0, 4, 1, 1] = float("nan"), float("inf")
@@ -114,7 +92,6 @@ def test_nan_and_inf_stay_where_they_are(device):
     assert summed(by_index(x).contiguous(memory_format=torch.channels_last)).isfinite().sum() == x.numel() - 2
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_other_layouts_keep_theirs_and_run_in_pytorch(device, launched):
     x = make((2, 6, 5, 4), device=device, layout="channels_first")[0]
     for view in (x, x[:, ::2], x[..., ::2]):
@@ -125,7 +102,6 @@ def test_other_layouts_keep_theirs_and_run_in_pytorch(device, launched):
     assert launched == []
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_channels_last_with_gaps(device, launched):
     base = make((2, 12, 6, 7), device=device)[0]
     for view in (base[:, :5], base[..., ::2], base[:1].expand(3, -1, -1, -1)):
@@ -135,7 +111,6 @@ def test_channels_last_with_gaps(device, launched):
     assert launched == ["launch_upsample"] * 3
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shape", [(0, 8, 4, 4), (2, 0, 4, 4), (2, 8, 0, 4)], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_empty(shape, layout, device):

@@ -1,7 +1,5 @@
 """A real checkout of ComfyUI, named by the environment variable ``COMFYUI``."""
 
-from __future__ import annotations
-
 import functools
 import os
 from pathlib import Path
@@ -13,7 +11,7 @@ from sdfastgn.bench import comfyui
 __all__ = ["import_for_cpu"]
 
 
-def import_for_cpu() -> None:
+def import_for_cpu():
     """Make ``import comfy`` and ``import nodes`` possible; skip where there is no ComfyUI."""
     folder = os.environ.get("COMFYUI", "")
     if not folder or not (Path(folder) / "comfy").is_dir():

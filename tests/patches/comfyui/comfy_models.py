@@ -1,13 +1,9 @@
 """Tiny checkpoints in ComfyUI's own format, with random weights, and runs of them through its nodes."""
 
-from __future__ import annotations
-
 import logging
-from typing import Any
 
 import nodes
 import torch
-from torch import Tensor, nn
 
 from sdfastgn.bench import comfyui
 
@@ -28,7 +24,7 @@ logging.disable(logging.INFO)  # ComfyUI tells of every model that it loads
 
 # What ComfyUI's model detection asks for, and as few blocks as it lets pass. SDXL's is that of Segmind
 # Vega, an SDXL with fewer transformer blocks.
-KINDS: dict[str, dict[str, Any]] = {
+KINDS = {
     "sd15": {
         "num_res_blocks": [1, 1], "channel_mult": [1, 1], "transformer_depth": [1, 1],
         "transformer_depth_output": [1, 1, 1, 1], "transformer_depth_middle": 1, "context_dim": 768,
@@ -44,18 +40,18 @@ KINDS: dict[str, dict[str, Any]] = {
 _VAE = {**comfyui.VAE, "resolution": 64, "ch": 32, "ch_mult": [1, 2], "num_res_blocks": 1}
 
 
-def load_model(kind: str, **options: Any) -> Any:
+def load_model(kind, **options):
     """A ``ModelPatcher``, by ComfyUI's own loader. options: its ``model_options``."""
     found = comfyui.load_model(KINDS[kind], **options)
     assert type(found.model).__name__ == {"sd15": "BaseModel", "sdxl": "SDXL"}[kind]
     return found
 
 
-def load_vae() -> Any:
+def load_vae():
     return comfyui.load_vae(_VAE)
 
 
-def latent_of(model: Any, kind: str, steps: int = 2) -> Tensor:
+def latent_of(model, kind, steps=2):
     """What the node KSampler makes of an empty latent."""
     positive, negative = (comfyui.conditioning(KINDS[kind], seed) for seed in (5, 6))
     with torch.inference_mode():
@@ -65,17 +61,17 @@ def latent_of(model: Any, kind: str, steps: int = 2) -> Tensor:
         ]["samples"]
 
 
-def image_of(vae: Any, latent: Tensor) -> Tensor:
+def image_of(vae, latent):
     """What the node VAEDecode makes of it. (1, H, W, 3)"""
     with torch.inference_mode():
         return nodes.VAEDecode().decode(vae, {"samples": latent})[0]
 
 
-def unet_of(model: Any) -> Any:
+def unet_of(model):
     return model.model.diffusion_model
 
 
-def step(model: Any, kind: str, **options: Any) -> Tensor:
+def step(model, kind, **options):
     """One call of the UNet, as it is now."""
     g = torch.Generator().manual_seed(2)
     x = torch.randn(2, 4, 16, 16, generator=g)
@@ -86,13 +82,13 @@ def step(model: Any, kind: str, **options: Any) -> Tensor:
         return unet_of(model)(x, torch.tensor([5.0, 5.0]), context, y=y, **options)
 
 
-def close(a: Tensor, b: Tensor) -> None:
+def close(a, b):
     """To fp32's rounding through a few dozen blocks and steps, relative to the largest values."""
     assert (a - b).abs().max() < 2e-5 * b.abs().max()
     assert not torch.equal(a, b), "nothing ran fused"
 
 
-def lora_of(model: Any) -> dict[str, Any]:
+def lora_of(model):
     """Patches for some convolutions, linear layers and norms."""
     g = torch.Generator().manual_seed(1)
     names = ("in_layers.2.weight", "attn1.to_q.weight", "ff.net.2.weight", "out_layers.0.weight")
@@ -103,7 +99,7 @@ def lora_of(model: Any) -> dict[str, Any]:
     }
 
 
-def snapshot(root: nn.Module) -> list[Any]:
+def snapshot(root):
     """Everything that ejection gives back: classes, attributes, hooks, and weights with their strides."""
     hooks = ("_forward_hooks", "_forward_pre_hooks")
     return [

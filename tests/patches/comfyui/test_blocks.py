@@ -1,14 +1,10 @@
 """Each of ComfyUI's blocks with the kernels that run on a GPU, in Triton's interpreter, beside stock."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests.patches import cases
 from tests.patches.comfyui import comfy_checkout
@@ -32,22 +28,22 @@ launches, ran = cases.launches, cases.ran
 
 
 @pytest.fixture
-def attention_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+def attention_of_pytorch(monkeypatch):
     monkeypatch.setattr(vae, "vae_attention", lambda: vae.pytorch_attention)
 
 
 C = 32
-CONFIG: dict[str, Any] = {
+CONFIG = {
     "z_channels": 4, "resolution": 64, "in_channels": 3, "out_ch": 3, "attn_resolutions": [], "dropout": 0.0,
 }  # fmt: skip
 IMAGE, EMB, TOKENS, TEXT = (2, C, 6, 4), (2, 20), (2, 24, C), (2, 5, 12)
 
 
-def shapes(*inputs: tuple[int, ...]) -> Callable[[], list[Tensor]]:
+def shapes(*inputs):
     return lambda: [cases.noise(*shape, seed=i) for i, shape in enumerate(inputs)]
 
 
-BLOCKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Tensor]]]] = {
+BLOCKS = {
     "resblock": (lambda: ResBlock(C, 20, 0.0), shapes(IMAGE, EMB)),
     "resblock-wider": (lambda: ResBlock(C, 20, 0.0, out_channels=2 * C), shapes(IMAGE, EMB)),
     "resblock-conv": (lambda: ResBlock(C, 20, 0.0, out_channels=2 * C, use_conv=True), shapes(IMAGE, EMB)),
@@ -84,7 +80,7 @@ BLOCKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Tensor]]]] = 
 }
 
 
-def twins(name: str) -> tuple[Any, nn.Module, list[Tensor]]:
+def twins(name):
     """(injected, stock, inputs); the image is channels-last, as it is within a model."""
     make, inputs = BLOCKS[name]
     torch.manual_seed(1)
@@ -100,7 +96,7 @@ def twins(name: str) -> tuple[Any, nn.Module, list[Tensor]]:
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_as_stock(name: str, launches: cases.Launches) -> None:
+def test_as_stock(name, launches):
     fused, stock, tensors = twins(name)
     assert type(fused) is not type(stock)
     assert "as stock" not in text_of(fused)
@@ -116,7 +112,7 @@ def test_as_stock(name: str, launches: cases.Launches) -> None:
 
 @pytest.mark.parametrize("name", BLOCKS)
 @pytest.mark.parametrize("casts", ["all", "norms"])
-def test_layers_that_cast_are_called(name: str, casts: str, launches: cases.Launches) -> None:
+def test_layers_that_cast_are_called(name, casts, launches):
     _, stock, tensors = twins(name)
     stock.double()
     for module in stock.modules():
@@ -132,7 +128,7 @@ def test_layers_that_cast_are_called(name: str, casts: str, launches: cases.Laun
     cases.agree(fused(*tensors), stock(*tensors), 2e-4)
 
 
-def test_a_convolution_adds_no_bias_and_hands_statistics_over(ran: Callable[[str], int]) -> None:
+def test_a_convolution_adds_no_bias_and_hands_statistics_over(ran):
     """Two blocks in inference mode, as in ComfyUI: the second takes the statistics of the first's sum."""
     decoder = vae.Decoder(**{**CONFIG, "ch": C, "ch_mult": [1], "num_res_blocks": 1}).eval()
     decoder.to(cases.WHERE["device"])
@@ -147,7 +143,7 @@ def test_a_convolution_adds_no_bias_and_hands_statistics_over(ran: Callable[[str
     assert (ran("add"), ran("add alone")) == (5, 0)
 
 
-def test_a_model_without_known_blocks_stays_as_it_is() -> None:
+def test_a_model_without_known_blocks_stays_as_it_is():
     model = nn.Sequential(disable_weight_init.Linear(4, 4), disable_weight_init.GroupNorm(2, 4), nn.SiLU())
     classes = [type(module) for module in model.modules()]
     inject(model)
@@ -155,7 +151,7 @@ def test_a_model_without_known_blocks_stays_as_it_is() -> None:
     assert text_of(model) == "Sequential: nothing that sdfastgn knows, stock's code"
 
 
-def test_a_failure_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_leaves_nothing_behind(monkeypatch):
     model = ResBlock(C, 20, 0.0)
     classes = [type(module) for module in model.modules()]
     monkeypatch.setattr(channels_last, "apply", lambda root: 1 / 0)

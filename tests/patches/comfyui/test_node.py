@@ -1,10 +1,7 @@
 """The nodes, as ComfyUI itself loads them from ``custom_nodes``."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,15 +21,15 @@ FOLDER = Path(__file__).resolve().parents[3] / "integrations" / "comfyui"
 
 
 @pytest.fixture(scope="module", autouse=True)
-def loaded() -> None:
+def loaded():
     assert asyncio.run(nodes.load_custom_node(str(FOLDER)))
 
 
-def node(name: str) -> Any:
+def node(name):
     """A call of the node, as the executor makes it: arguments by the names of its inputs."""
     kind = nodes.NODE_CLASS_MAPPINGS[name]
 
-    def call(**inputs: Any) -> Any:
+    def call(**inputs):
         asked = kind.INPUT_TYPES()
         assert asked["required"].keys() <= inputs.keys() <= {*asked["required"], *asked.get("optional", ())}
         with torch.inference_mode():
@@ -42,7 +39,7 @@ def node(name: str) -> Any:
 
 
 @pytest.mark.parametrize("cuda_graphs", ["auto", "at once", "never"])
-def test_a_workflow(cuda_graphs: str) -> None:
+def test_a_workflow(cuda_graphs):
     model, vae = comfy_models.load_model("sd15"), comfy_models.load_vae()
     latent = latent_of(model, "sd15")
     image = image_of(vae, latent)
@@ -61,19 +58,19 @@ def test_a_workflow(cuda_graphs: str) -> None:
     assert report["ui"] == {"text": [report["result"][1]]}
 
 
-def test_without_a_vae() -> None:
+def test_without_a_vae():
     model = comfy_models.load_model("sd15")
     faster, vae, text = node("SdfastgnOptimize")(model=model, cuda_graphs="auto")
     assert (faster.model is model.model, vae, text.count("\n")) == (True, None, 1)
 
 
-def test_outputs_are_named() -> None:
+def test_outputs_are_named():
     for kind in (nodes.NODE_CLASS_MAPPINGS[name] for name in ("SdfastgnOptimize", "SdfastgnReport")):
         assert len(kind.RETURN_TYPES) == len(kind.RETURN_NAMES)
         assert nodes.NODE_DISPLAY_NAME_MAPPINGS[f"Sdfastgn{kind.__name__}"] == f"sdfastgn {kind.__name__}"
 
 
-def test_its_version_is_the_packages() -> None:
+def test_its_version_is_the_packages():
     project = tomllib.loads((FOLDER / "pyproject.toml").read_text(encoding="utf-8"))
     requirements = (FOLDER / "requirements.txt").read_text(encoding="utf-8").split()
     assert project["project"]["version"] == sdfastgn.__version__

@@ -1,9 +1,5 @@
 """What other nodes and ComfyUI itself do to a UNet that is injected: patches, ControlNets, CUDA graphs."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 
@@ -15,11 +11,7 @@ import comfy.sd  # noqa: E402
 from comfy.ldm.modules.diffusionmodules.openaimodel import ResBlock  # noqa: E402
 
 from sdfastgn.patches.comfyui.graphs import graphs_of  # noqa: E402
-from sdfastgn.patches.comfyui.model_patcher import (  # noqa: E402
-    optimize_model,
-    optimize_vae,
-    text_of_model,
-)
+from sdfastgn.patches.comfyui.model_patcher import optimize_model, optimize_vae, text_of_model  # noqa: E402
 from sdfastgn.patches.core import channels_last  # noqa: E402
 from sdfastgn.patches.graphs import forward  # noqa: E402
 from tests.patches.comfyui import comfy_models  # noqa: E402
@@ -31,22 +23,22 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def model() -> Any:
+def model():
     return comfy_models.load_model(KIND)
 
 
 @pytest.fixture(autouse=True)
-def stock_again(model: Any) -> Any:
+def stock_again(model):
     yield
     from comfy import model_management
 
     model_management.unload_all_models()
 
 
-def both(model: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def both(model, **options):
     """(injected, stock). options: new ones for each call, if callable."""
 
-    def called(patcher: Any) -> torch.Tensor:
+    def called(patcher):
         patcher.patch_model(CPU)
         try:
             return step(patcher, KIND, **{k: v() if callable(v) else v for k, v in options.items()})
@@ -59,15 +51,15 @@ def both(model: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
 class Noted:
     """A patch of some node, which counts its calls. ``change``: what it makes of its arguments."""
 
-    def __init__(self, change: Any) -> None:
+    def __init__(self, change):
         self.change, self.calls = change, 0
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args):
         self.calls += 1
         return self.change(*args)
 
 
-def halved(first: torch.Tensor, *others: Any) -> Any:
+def halved(first, *others):
     first *= 0.5  # in place, as such patches do
     return first
 
@@ -86,7 +78,7 @@ PATCHES = {
 
 
 @pytest.mark.parametrize("name", PATCHES)
-def test_patches(model: Any, name: str) -> None:
+def test_patches(model, name):
     patch = Noted(PATCHES[name])
     fused, stock = both(model, transformer_options=lambda: {"patches": {name: [patch]}})
     assert patch.calls % 2 == 0 < patch.calls
@@ -95,7 +87,7 @@ def test_patches(model: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["attn1", "attn2"])
-def test_replaced_attention(model: Any, name: str) -> None:
+def test_replaced_attention(model, name):
     replace = Noted(lambda q, k, v, options: q * options["n_heads"] / 8)
     where = {("middle", 0, 0): replace}
     fused, stock = both(model, transformer_options=lambda: {"patches_replace": {name: where}})
@@ -103,10 +95,10 @@ def test_replaced_attention(model: Any, name: str) -> None:
     close(fused, stock)
 
 
-def test_another_attention(model: Any) -> None:
+def test_another_attention(model):
     calls = []
 
-    def attention(stock: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def attention(stock, *args, **kwargs):
         calls.append(kwargs["transformer_options"]["block"])
         return stock(*args, **kwargs) * 0.5
 
@@ -116,33 +108,33 @@ def test_another_attention(model: Any) -> None:
     close(fused, stock)
 
 
-def test_a_wrapper_around_the_model(model: Any) -> None:
-    def wrapper(executor: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def test_a_wrapper_around_the_model(model):
+    def wrapper(executor, x, *args, **kwargs):
         return executor(x * 0.5, *args, **kwargs) * 2
 
-    def wrapped() -> dict[str, Any]:
+    def wrapped():
         return {"wrappers": {"diffusion_model": {"other": [wrapper]}}}
 
     close(*both(model, transformer_options=wrapped))
 
 
-def control() -> dict[str, Any]:
+def control():
     g = torch.Generator().manual_seed(4)
 
-    def image(side: int) -> torch.Tensor:
+    def image(side):
         return torch.randn(2, 320, side, side, generator=g)
 
     return {"input": [], "middle": [image(8)], "output": [image(16), image(16), image(8), image(8)][::-1]}
 
 
-def test_a_controlnet(model: Any) -> None:
+def test_a_controlnet(model):
     close(*both(model, control=control))
 
 
-def test_an_unknown_release_is_left_alone(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_release_is_left_alone(model, monkeypatch):
     stock = ResBlock._forward
 
-    def _forward(self: Any, x: Any, emb: Any) -> Any:
+    def _forward(self, x, emb):
         return stock(self, x, emb)
 
     monkeypatch.setattr(ResBlock, "_forward", _forward)
@@ -155,7 +147,7 @@ def test_an_unknown_release_is_left_alone(model: Any, monkeypatch: pytest.Monkey
     assert " resblock" not in text
 
 
-def test_what_a_model_has_to_be() -> None:
+def test_what_a_model_has_to_be():
     with pytest.raises(TypeError, match="expected a MODEL of ComfyUI, got dict"):
         optimize_model({})
     with pytest.raises(TypeError, match="expected a VAE of ComfyUI with weights, got VAE"):
@@ -163,13 +155,13 @@ def test_what_a_model_has_to_be() -> None:
 
 
 @pytest.mark.parametrize("mode", ["on", 1, None])
-def test_what_graphs_have_to_be(model: Any, mode: Any) -> None:
+def test_what_graphs_have_to_be(model, mode):
     with pytest.raises(ValueError, match="cuda_graphs"):
         optimize_model(model, mode)
 
 
 @pytest.fixture
-def tape(model: Any, monkeypatch: pytest.MonkeyPatch) -> TapeBackend:
+def tape(model, monkeypatch):
     """Graphs on the CPU."""
     if unet_of(model).training:
         pytest.skip("this ComfyUI leaves UNets in training mode, for which there are no graphs")
@@ -180,7 +172,7 @@ def tape(model: Any, monkeypatch: pytest.MonkeyPatch) -> TapeBackend:
     return backend
 
 
-def test_graphs_go_on_in_the_next_run(model: Any, tape: TapeBackend) -> None:
+def test_graphs_go_on_in_the_next_run(model, tape):
     eager = latent_of(optimize_model(model, False), KIND, steps=4)
     optimized = optimize_model(model)
     assert torch.equal(latent_of(optimized, KIND, steps=4), eager)
@@ -194,7 +186,7 @@ def test_graphs_go_on_in_the_next_run(model: Any, tape: TapeBackend) -> None:
     assert graphed.alive == 0
 
 
-def test_a_lora_is_seen_by_graphs(model: Any, tape: TapeBackend) -> None:
+def test_a_lora_is_seen_by_graphs(model, tape):
     with_lora = optimize_model(model, False)
     with_lora.add_patches(lora_of(model), 1.0)
     expected = latent_of(with_lora, KIND, steps=4)
@@ -217,9 +209,7 @@ def test_a_lora_is_seen_by_graphs(model: Any, tape: TapeBackend) -> None:
     ],
     ids=["control", "patch", "attention", "unknown"],
 )
-def test_calls_that_others_reach_into_are_no_graphs(
-    model: Any, tape: TapeBackend, options: dict[str, Any]
-) -> None:
+def test_calls_that_others_reach_into_are_no_graphs(model, tape, options):
     optimized = optimize_model(model, True)
     optimized.patch_model(CPU)
     for _ in range(3):
@@ -230,7 +220,7 @@ def test_calls_that_others_reach_into_are_no_graphs(
     optimized.detach()
 
 
-def test_no_graphs_in_low_vram(model: Any, tape: TapeBackend) -> None:
+def test_no_graphs_in_low_vram(model, tape):
     optimized = optimize_model(model, True)
     optimized.patch_model(CPU)
     step(optimized, KIND)

@@ -1,9 +1,5 @@
 """ComfyUI's own nodes on tiny models: stock against injected, from KSampler to the decoded image."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 
@@ -14,45 +10,33 @@ comfy_checkout.import_for_cpu()
 from comfy import model_management  # noqa: E402
 
 from sdfastgn.patches.comfyui import graphs  # noqa: E402
-from sdfastgn.patches.comfyui.model_patcher import (  # noqa: E402
-    optimize_model,
-    optimize_vae,
-    text_of_model,
-)
+from sdfastgn.patches.comfyui.model_patcher import optimize_model, optimize_vae, text_of_model  # noqa: E402
 from tests.patches.comfyui import comfy_models  # noqa: E402
-from tests.patches.comfyui.comfy_models import (  # noqa: E402
-    close,
-    image_of,
-    latent_of,
-    lora_of,
-    snapshot,
-    step,
-    unet_of,
-)
+from tests.patches.comfyui.comfy_models import close, image_of, latent_of, lora_of, snapshot, step, unet_of  # noqa: E402
 
 
 @pytest.fixture(scope="module", params=comfy_models.KINDS)
-def kind(request: Any) -> str:
+def kind(request):
     return request.param
 
 
 @pytest.fixture(scope="module")
-def model(kind: str) -> Any:
+def model(kind):
     return comfy_models.load_model(kind)
 
 
 @pytest.fixture(scope="module")
-def stock(model: Any, kind: str) -> torch.Tensor:
+def stock(model, kind):
     return latent_of(model, kind)
 
 
 @pytest.fixture(autouse=True)
-def nothing_loaded() -> Any:
+def nothing_loaded():
     yield
     model_management.unload_all_models()
 
 
-def test_from_ksampler_to_the_image(model: Any, kind: str, stock: torch.Tensor) -> None:
+def test_from_ksampler_to_the_image(model, kind, stock):
     vae = comfy_models.load_vae()
     picture = image_of(vae, stock)
     optimized, optimized_vae = optimize_model(model), optimize_vae(vae)
@@ -66,7 +50,7 @@ def test_from_ksampler_to_the_image(model: Any, kind: str, stock: torch.Tensor) 
     assert torch.equal(latent_of(optimized, kind), found)
 
 
-def test_everything_is_fused(model: Any, kind: str) -> None:
+def test_everything_is_fused(model, kind):
     optimized = optimize_model(model)
     assert "to be fused once it is loaded" in text_of_model(optimized)
     latent_of(optimized, kind, steps=1)
@@ -76,7 +60,7 @@ def test_everything_is_fused(model: Any, kind: str) -> None:
     assert stock_classes == {"TimestepEmbedSequential", "CrossAttention", "FeedForward", "Downsample"}
 
 
-def test_ejection_gives_everything_back(model: Any, kind: str) -> None:
+def test_ejection_gives_everything_back(model, kind):
     latent_of(model, kind, steps=1)  # ComfyUI itself leaves attributes behind
     model.detach()
     before = snapshot(model.model)
@@ -88,7 +72,7 @@ def test_ejection_gives_everything_back(model: Any, kind: str) -> None:
     assert snapshot(model.model) == before
 
 
-def test_ejection_of_channels_last_weights(kind: str) -> None:
+def test_ejection_of_channels_last_weights(kind):
     """--force-channels-last"""
     model = comfy_models.load_model(kind)
     with torch.inference_mode():
@@ -102,7 +86,7 @@ def test_ejection_of_channels_last_weights(kind: str) -> None:
     assert snapshot(model.model) == before
 
 
-def test_clones_carry_it(model: Any, kind: str, stock: torch.Tensor) -> None:
+def test_clones_carry_it(model, kind, stock):
     optimized = optimize_model(optimize_model(model))
     found = latent_of(optimized, kind)
     clone = optimized.clone()
@@ -112,7 +96,7 @@ def test_clones_carry_it(model: Any, kind: str, stock: torch.Tensor) -> None:
     assert torch.equal(latent_of(clone, kind), found)
 
 
-def test_a_clone_that_dies_does_not_end_it(model: Any, kind: str) -> None:
+def test_a_clone_that_dies_does_not_end_it(model, kind):
     optimized = optimize_model(model)
     latent_of(optimized, kind, steps=1)
     clone = optimized.clone()
@@ -122,8 +106,8 @@ def test_a_clone_that_dies_does_not_end_it(model: Any, kind: str) -> None:
     assert type(unet_of(model)) is graphs.FusedUNetModel
 
 
-def test_a_lora_and_back(model: Any, kind: str, stock: torch.Tensor) -> None:
-    def with_lora(patcher: Any) -> Any:
+def test_a_lora_and_back(model, kind, stock):
+    def with_lora(patcher):
         clone = patcher.clone()
         assert clone.add_patches(lora_of(model), 1.0)
         return clone
@@ -137,7 +121,7 @@ def test_a_lora_and_back(model: Any, kind: str, stock: torch.Tensor) -> None:
     assert torch.equal(latent_of(model, kind), stock)
 
 
-def test_another_model_in_between(model: Any, kind: str) -> None:
+def test_another_model_in_between(model, kind):
     optimized = optimize_model(model)
     found = latent_of(optimized, kind)
     other = comfy_models.load_model(kind)
@@ -146,7 +130,7 @@ def test_another_model_in_between(model: Any, kind: str) -> None:
     assert torch.equal(latent_of(optimized, kind), found)
 
 
-def test_a_model_that_casts_its_weights_runs_as_stock(kind: str) -> None:
+def test_a_model_that_casts_its_weights_runs_as_stock(kind):
     """Weights in fp16, computed in fp32."""
     model = comfy_models.load_model(kind, weight_dtype=torch.float16)
     stock = latent_of(model, kind)
@@ -160,7 +144,7 @@ def test_a_model_that_casts_its_weights_runs_as_stock(kind: str) -> None:
     assert torch.equal(latent_of(model, kind), stock)
 
 
-def test_low_vram(model: Any, kind: str) -> None:
+def test_low_vram(model, kind):
     """Part of the weights stays where it is and is moved and patched at each call."""
     device = torch.device("cpu")
     patched = model.clone()

@@ -1,7 +1,5 @@
 """The script that times ComfyUI: its measurements on tiny models, and bad input."""
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 
@@ -20,7 +18,7 @@ SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "time_comfyui.py"
 
 
 @pytest.mark.parametrize("variant", ["stock", "sdfastgn"])
-def test_what_it_measures(variant: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_it_measures(variant, monkeypatch, tmp_path):
     model, vae = comfy_models.load_model("sd15"), comfy_models.load_vae()
     monkeypatch.setattr(comfyui, "import_comfyui", lambda folder, *arguments: "0")
     monkeypatch.setattr(comfyui, "load_model", lambda *_: model)
@@ -41,5 +39,5 @@ def test_what_it_measures(variant: str, monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 @pytest.mark.parametrize("arguments", [("nowhere",), (".", "--model", "sd3")])
-def test_bad_input(arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_input(arguments, monkeypatch):
     assert exit_code(monkeypatch, "time_comfyui.py", *arguments) == 2

@@ -1,7 +1,5 @@
 """Layout of convolutions' weights: what adapters have added and what was replaced stays as it is."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -18,14 +16,12 @@ from tests.patches import samples
 from tests.patches.changes import Half
 from tests.patches.graphs.cases import agree
 
-(CALL,) = (call for name, _, call in samples.SAMPLES if name == "conv_norm_out-unet")
+_, CALL = samples.sample("conv_norm_out-unet")
 
 
 def adapted():
-    """A UNet with LoRAs on 3x3 convolutions, and with a copy of one that is trained and saved as a
-    whole.
-    """
-    unet = samples._unet().eval()
+    """A UNet with LoRAs on 3x3 convolutions, and with one that is trained and saved as a whole."""
+    unet = samples.unet().eval()
     config = {
         "target_modules": ["to_q", "conv1"],
         "modules_to_save": ["conv_out"],
@@ -90,7 +86,7 @@ def test_only_what_is_below_an_adapter_is_channels_last():
 )
 def test_a_weight_of_another_shape_survives_restore(shape, layout):
     """As when ``conv_in`` is widened for inpainting."""
-    unet = sdfastgn.optimize(samples._unet())
+    unet = sdfastgn.optimize(samples.unet())
     value = torch.randn(shape).contiguous(memory_format=layout)
     unet.conv_in.weight = torch.nn.Parameter(value.clone())
     sdfastgn.restore(unet)
@@ -109,7 +105,7 @@ def test_a_weight_of_another_shape_survives_restore(shape, layout):
     ids=["parametrized", "pruned", "weight-norm"],
 )
 def test_a_weight_by_another_name_is_laid_out_as_before(rename):
-    stock = samples._unet()
+    stock = samples.unet()
     unet = sdfastgn.optimize(copy.deepcopy(stock))
     for model in (unet, stock):
         rename(model.conv_in)
@@ -138,7 +134,7 @@ def test_a_weight_stays_in_its_memory_unless_that_is_shared(shared, mode):
 
 def channels_last_unet():
     """As ``optimize`` leaves it for a GPU."""
-    unet = sdfastgn.optimize(samples._unet())
+    unet = sdfastgn.optimize(samples.unet())
     for conv in (m for m in unet.modules() if isinstance(m, torch.nn.Conv2d)):
         if channels_last._STOCK_LAYOUT not in vars(conv):
             vars(conv)[channels_last._STOCK_LAYOUT] = (conv.weight.shape, conv.weight.stride())

@@ -1,8 +1,4 @@
-"""Whoever keeps a module's own ``forward`` while ``optimize`` and ``restore`` change its class:
-offload hooks, wrappers.
-"""
-
-from __future__ import annotations
+"""Whoever keeps a module's own ``forward`` while its class changes: offload hooks, wrappers."""
 
 import copy
 import functools
@@ -23,7 +19,7 @@ from tests.patches.graphs import cases as graph_cases
 from tests.patches.samples import each_copy, snapshot
 
 CPU = torch.device("cpu")
-(CALL,) = (call for name, _, call in samples.SAMPLES if name == "conv_norm_out-unet")
+_, CALL = samples.sample("conv_norm_out-unet")
 
 
 def output(model):
@@ -129,7 +125,7 @@ KEEPERS = [
 
 def twins_with(change):
     """(optimized, stock) with the same weights, both changed afterwards."""
-    model = samples.randomize(samples._unet())
+    model = samples.randomize(samples.unet())
     stock = copy.deepcopy(model)
     change(sdfastgn.optimize(model)), change(stock)
     return model, stock
@@ -177,7 +173,7 @@ def test_hooks_that_came_and_went_while_it_was_optimized(hooks):
 
 
 def test_hooks_that_go_after_restore_leave_the_stock_forward():
-    model = samples.randomize(samples._unet())
+    model = samples.randomize(samples.unet())
     before = output(model)
     cpu_offload(sdfastgn.optimize(model), CPU)
     sdfastgn.restore(model)
@@ -193,7 +189,7 @@ class Around(ModelHook):
 
 def test_diffusers_hooks_that_go_after_restore_leave_the_stock_forward():
     """They kept what stood for the forward of a model with graphs."""
-    model = samples.randomize(samples._unet())
+    model = samples.randomize(samples.unet())
     before = output(model)
     registry = HookRegistry.check_if_exists_or_initialize(sdfastgn.optimize(model))
     for name, hook in (("first", ModelHook()), ("around", Around()), ("last", ModelHook())):
@@ -207,9 +203,7 @@ def test_diffusers_hooks_that_go_after_restore_leave_the_stock_forward():
 
 
 def offloaded_before(recurse):
-    """A UNet whose offload hooks were taken off: accelerate leaves each module's own forward in the
-    instance.
-    """
+    """Its offload hooks were taken off: accelerate leaves each module's own forward in the instance."""
     unet = build_unet("tiny", torch.float32, "cpu")
     stock = copy.deepcopy(unet)
     cpu_offload(unet, CPU) if recurse else cpu_offload_with_hook(unet, CPU)

@@ -1,8 +1,4 @@
-"""Linear layers of a time embedding: when they run in one kernel with what stands around them, and
-when as they are.
-"""
-
-from __future__ import annotations
+"""Linear layers of a time embedding: when they run in one kernel with what is around them."""
 
 import copy
 
@@ -23,9 +19,7 @@ launches, linear_calls = cases.launches, cases.linear_calls
 
 @pytest.fixture
 def ran(launches):
-    """``ran()``: (rows of x, of the weight, activation, number of biases) of each product that was
-    launched.
-    """
+    """(rows of x, rows of the weight, activation, number of biases) of each product so far."""
     return lambda: [
         (
             pointers["x_ptr"].shape[0],

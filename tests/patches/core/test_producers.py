@@ -1,27 +1,22 @@
-"""Blocks whose last kernel hands statistics on: same values as stock, fewer passes, and upstream's
-own way where something is unusual.
-"""
-
-from __future__ import annotations
+"""Blocks whose last kernel hands statistics on: as stock, in fewer passes, or upstream's own way."""
 
 import copy
 import itertools
-from typing import Any
 
 import pytest
 import torch
-from diffusers import AutoencoderKL, UNet2DConditionModel
+from diffusers import AutoencoderKL
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from diffusers.models.upsampling import Upsample2D
 from peft import LoraConfig, inject_adapter_in_model
-from torch import Tensor, nn
+from torch import nn
 
 import sdfastgn
 from sdfastgn.kernels.statistics.op import reference_channel_statistics
 from sdfastgn.kernels.upsample import conv as upsample_conv
 from sdfastgn.patches.core import statistics
-from tests.kernels import samples
-from tests.patches import cases
+from tests.kernels.samples import error
+from tests.patches import cases, samples
 from tests.patches.cases import WHERE, agree, image, noise, resnet
 from tests.patches.cases import random_twins as twins
 from tests.patches.cases import resnet_inputs as inputs
@@ -33,7 +28,7 @@ statistics_always_pay = cases.statistics_always_pay
 
 # --- ResNet blocks --------------------------------------------------------------------------------
 
-RESNETS: dict[str, dict[str, Any]] = {
+RESNETS = {
     "shortcut": {},
     "no-shortcut": {"out_channels": 4},
     "shortcut-without-bias": {"conv_shortcut_bias": False},
@@ -45,7 +40,7 @@ RESNETS: dict[str, dict[str, Any]] = {
 }
 
 
-def biases_moved(monkeypatch) -> list[nn.Module]:
+def biases_moved(monkeypatch):
     """The convolutions that left their bias to another kernel."""
     moved = []
     inner = nn.Conv2d._conv_forward
@@ -77,7 +72,7 @@ def test_a_resnet_is_no_less_exact_than_stock():
     fused, stock = twins(resnet(output_scale_factor=2**0.5), torch.float16)
     x, temb = image(2, 4, 16, 16, dtype=torch.float16), noise(2, 8, dtype=torch.float16)
     expected = copy.deepcopy(stock).double()(x.double(), temb.double())
-    assert samples.error(fused(x, temb), expected) <= 1.02 * samples.error(stock(x, temb), expected)
+    assert error(fused(x, temb), expected) <= 1.02 * error(stock(x, temb), expected)
 
 
 def test_a_small_resnet_ends_in_a_sum_without_statistics(ran, monkeypatch):
@@ -139,7 +134,7 @@ def test_a_transformer_ends_in_a_sum_with_statistics(ran, products, linear):
     assert ran("add") == 1
     assert sum(a[0].dim() == 2 for a in products) == (0 if linear else 2)
     expected = copy.deepcopy(stock).double()(x.double(), context.double()).sample
-    assert samples.error(y, expected) <= 1.05 * samples.error(stock(x, context).sample, expected)
+    assert error(y, expected) <= 1.05 * error(stock(x, context).sample, expected)
     assert y.is_contiguous(memory_format=torch.channels_last)
 
 
@@ -166,38 +161,18 @@ def test_an_upsampler_ends_in_the_bias(ran, low, pays, monkeypatch):
 # --- whole models ---------------------------------------------------------------------------------
 
 
-def unet() -> nn.Module:
-    return UNet2DConditionModel(
-        sample_size=32,
-        block_out_channels=(8, 16),
-        norm_num_groups=1,
-        layers_per_block=1,
-        cross_attention_dim=12,
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-        attention_head_dim=4,
-    )
+def unet():
+    return samples.unet(block_out_channels=(8, 16), norm_num_groups=1, attention_head_dim=4)
 
 
-def vae() -> nn.Module:
-    return AutoencoderKL(
-        block_out_channels=(8, 8),
-        norm_num_groups=1,
-        layers_per_block=1,
-        latent_channels=4,
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-    )
-
-
-def call(model: nn.Module, size: int) -> Tensor:
+def call(model, size):
     x = image(1, 4, size, size)
     if isinstance(model, AutoencoderKL):
         return model.decode(x).sample
     return model(x, 10, image(1, 3, 12, 1, seed=1)[..., 0]).sample
 
 
-@pytest.mark.parametrize("build", [unet, vae])
+@pytest.mark.parametrize("build", [unet, samples.vae])
 def test_a_whole_model(ran, build):
     fused, stock = twins(build())
     y = call(fused, 4)
@@ -213,13 +188,11 @@ def test_a_whole_model(ran, build):
         # What is left: the norm behind conv_in, and those between two convolutions.
         pytest.param(unet, 12, 1 + 3, id="unet"),
         # And the norms in the attention and behind it.
-        pytest.param(vae, 14, 1 + 6 + 2, id="vae-decoder"),
+        pytest.param(samples.vae, 14, 1 + 6 + 2, id="vae-decoder"),
     ],
 )
 def test_fewer_passes_for_statistics_in_a_whole_model(build, alone, handed, monkeypatch, launches):
-    """Nothing is launched, so that the sizes may be those at which a norm reads x for its
-    statistics and once more.
-    """
+    """Nothing is launched, so sizes may be those at which a norm reads x twice."""
     fused = sdfastgn.optimize(build().to(WHERE["device"]))
     counts, launches.runs = [], False
     for pays in (False, True):

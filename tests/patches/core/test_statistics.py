@@ -1,7 +1,5 @@
 """Statistics handed from a producer to the next norm: true or absent, and gone with their tensor."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import io
@@ -12,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from diffusers.utils.torch_utils import apply_freeu
-from torch import Tensor, nn
+from torch import nn
 
 import sdfastgn
 from sdfastgn.kernels.common import gpu
@@ -29,27 +27,27 @@ on_each_device, without_gradients = cases.on_each_device, cases.without_gradient
 statistics_always_pay = cases.statistics_always_pay
 
 
-def image(*shape, **options) -> Tensor:
+def image(*shape, **options):
     return cases.image(*(shape or SHAPE), **options)
 
 
-def vector(dtype=torch.float32) -> Tensor:
+def vector(dtype=torch.float32):
     return torch.randn(30).to(WHERE["device"], dtype)
 
 
-def wrong_statistics() -> Tensor:
+def wrong_statistics():
     """Of a tensor with mean 0 and variance 100."""
     found = torch.zeros(2, 2, 1, 30)
     found[1] = 15 * 100.0
     return found.to(WHERE["device"])
 
 
-def made() -> Tensor:
+def made():
     """A tensor under which statistics are filed."""
     return add(image(), image(seed=1))
 
 
-def is_true(found: Tensor | None, y: Tensor) -> bool:
+def is_true(found, y):
     expected = reference_channel_statistics(y.double(), found.shape[2])
     return torch.allclose(found.double(), expected, atol=1e-4, rtol=1e-5)
 
@@ -91,7 +89,7 @@ def test_cat(dtype, pays, monkeypatch):
     assert is_true(found, y) if pays else found is None
 
 
-def wide(x: Tensor) -> Tensor:
+def wide(x):
     return x.double()
 
 
@@ -186,11 +184,11 @@ def test_reading_leaves_them(read):
     assert is_true(take_statistics(y), y)
 
 
-def freeu(y: Tensor) -> None:
+def freeu(y):
     apply_freeu(0, y, image(seed=3), s1=0.9, s2=0.2, b1=1.4, b2=1.6)
 
 
-def other_memory(y: Tensor) -> None:
+def other_memory(y):
     y.data = y.data * 2
 
 
@@ -284,7 +282,7 @@ def test_transforms_are_left_alone():
 def test_under_a_compiler():
     norm = sdfastgn.optimize(nn.Sequential(nn.GroupNorm(3, 30), nn.SiLU()).to(WHERE["device"]))
 
-    def block(x: Tensor, r: Tensor) -> tuple[Tensor, bool]:
+    def block(x, r):
         y = cat(add(x, r)[:, :15], r[:, :15])
         return norm(y), take_statistics(y) is None
 

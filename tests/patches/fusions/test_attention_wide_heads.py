@@ -1,16 +1,10 @@
-"""The fused ``Attention`` with one wide head, as in the middle of a VAE: it attends in chunks, and
-only where stock would be the same.
-"""
-
-from __future__ import annotations
+"""The fused ``Attention`` with one wide head attends in chunks where stock would be the same."""
 
 import copy
-from typing import Any
 
 import pytest
 import torch
 from diffusers.models.attention_processor import Attention
-from torch import Tensor
 
 import sdfastgn
 from sdfastgn.kernels.attention import wide_heads as wide_attention
@@ -18,30 +12,22 @@ from sdfastgn.kernels.attention import wide_heads_kernels as wide_attention_kern
 from sdfastgn.kernels.common import dispatch
 
 DIM = 264
-DEVICES = [
-    pytest.param(
-        "cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
-    ),
-    pytest.param("cuda", marks=pytest.mark.gpu),
-]
 
 
-def twins(device: str, dtype: torch.dtype = torch.float16) -> tuple[Any, Any]:
+def twins(device, dtype=torch.float16):
     """(fused, stock)"""
     options = {"heads": 1, "dim_head": DIM, "bias": True, "residual_connection": True, "norm_num_groups": 4}
     stock = Attention(DIM, **options).to(device, dtype).eval()
     return sdfastgn.optimize(copy.deepcopy(stock)), stock
 
 
-def image(device: str, dtype: torch.dtype = torch.float16) -> Tensor:
+def image(device, dtype=torch.float16):
     return torch.randn(2, DIM, 3, 4).to(device, dtype)
 
 
 @pytest.fixture
 def launches(monkeypatch):
-    """One entry for each attention in chunks, which small images have here too, and on a CPU in the
-    interpreter.
-    """
+    """One entry for each attention in chunks, which small images have here too."""
     found = []
     monkeypatch.setattr(dispatch, "runs_in_triton", lambda x: True)
     monkeypatch.setattr(wide_attention, "pays", lambda L, keys, D: D > 256)
@@ -50,7 +36,6 @@ def launches(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_one_wide_head_attends_in_chunks(launches, device):
     fused, stock = twins(device)
     x = image(device)
@@ -65,7 +50,6 @@ def test_one_wide_head_attends_in_chunks(launches, device):
     assert launches == [1]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_gradients_and_fp32_are_stocks(launches, device):
     fused, stock = twins(device)
     x = image(device)

@@ -1,9 +1,6 @@
 """The fused ``AutoencoderTiny``: which calls its convolutions become, and against fp64 on a GPU."""
 
-from __future__ import annotations
-
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +13,7 @@ from sdfastgn.patches.core import convolution
 from sdfastgn.patches.fusions import autoencoder_tiny
 
 
-def twins(device: str = "cpu", dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Any, Any]:
+def twins(device="cpu", dtype=torch.float32, **options):
     """(optimized, stock) with the same weights."""
     torch.manual_seed(0)
     stock = AutoencoderTiny(**options).eval().to(device, dtype)

@@ -1,7 +1,5 @@
 """A VAE's decoder takes a large batch in slices: the same images, in bounded memory."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from unittest.mock import MagicMock

@@ -1,17 +1,12 @@
-"""The last add of ``BasicTransformerBlock``: inside the feed-forward's last matrix product where
-that is plain, else as ever.
-"""
-
-from __future__ import annotations
+"""The last add of ``BasicTransformerBlock``: inside a plain feed-forward's last product, else as ever."""
 
 import copy
-from typing import Any
 
 import pytest
 import torch
 from diffusers.models.attention import BasicTransformerBlock, FeedForward
 from peft import LoraConfig, inject_adapter_in_model
-from torch import Tensor, nn
+from torch import nn
 
 import sdfastgn
 from sdfastgn.patches.fusions import geglu, tokens, transformer_block
@@ -26,13 +21,13 @@ on_each_device, linear_calls = cases.on_each_device, cases.linear_calls
 @pytest.fixture
 def products(monkeypatch):
     """Of each call of a block: True if its last product was to be added to the sum in place."""
-    found: list[bool] = []
+    found = []
     asked = tokens._adds_in_product
     monkeypatch.setattr(tokens, "_adds_in_product", lambda *a: found.append(asked(*a)) or found[-1])
     return found
 
 
-def twins(**options: Any) -> tuple[Any, Any]:
+def twins(**options):
     """(fused, stock) with the same weights."""
     torch.manual_seed(2)
     options = {"num_attention_heads": 2, "attention_head_dim": 10, "cross_attention_dim": TEXT, **options}
@@ -47,13 +42,13 @@ def twins(**options: Any) -> tuple[Any, Any]:
     return fused, stock
 
 
-def call(model: Any, x: Tensor | None = None, seed: int = 0, **options: Any) -> Tensor:
+def call(model, x=None, seed=0, **options):
     x = noise(2, 7, DIM, seed=seed) if x is None else x
     with torch.no_grad():
         return model(x, encoder_hidden_states=noise(2, 5, TEXT, seed=9, dtype=x.dtype), **options)
 
 
-def agree(a: Tensor, b: Tensor) -> None:
+def agree(a, b):
     assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
     cases.agree(a, b, 1e-4)
 
@@ -86,7 +81,7 @@ def test_with_the_fused_geglu(products):
 
 def test_tensors_that_others_hold_are_not_written_to():
     fused, stock = twins()
-    seen: list[Tensor] = []
+    seen = []
     for inner in (fused.attn1, fused.attn2, fused.ff.net[0]):
         inner.register_forward_hook(lambda m, i, y: seen.extend((*i, y)))
     x = noise(2, 7, DIM)
@@ -133,7 +128,7 @@ def of(change, path):
 
 
 class Halved(FeedForward):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return super().forward(x) / 2
 
 
@@ -214,9 +209,7 @@ def test_gradients_wanted(products):
 
 
 def test_gradients_of_the_first_layer_alone(products, monkeypatch):
-    """All else is frozen, so that up to there nothing wants a gradient; autograd knows additions in
-    place.
-    """
+    """Up to there nothing wants a gradient; autograd knows additions in place."""
     monkeypatch.setattr(tokens, "_TRAINING_ELEMENTS", 0)
     fused, stock = twins()
     found = []

@@ -1,7 +1,5 @@
 """What every fusion of the registry promises, over one list of samples."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import pickle
@@ -10,7 +8,9 @@ import weakref
 
 import pytest
 import torch
+from diffusers.models.attention_processor import Attention
 from diffusers.models.resnet import ResnetBlock2D
+from diffusers.models.upsampling import Upsample2D
 from torch import nn
 
 import sdfastgn
@@ -19,7 +19,8 @@ from sdfastgn.patches.core import fusion as fusion_module
 from sdfastgn.patches.core.fusion import ClassSwap
 from sdfastgn.patches.fusions.group_norm_subclass import SubclassSwap
 from sdfastgn.patches.registry import FUSIONS
-from tests.patches import samples
+from tests.kernels.samples import kernels
+from tests.patches import cases, samples
 from tests.patches.samples import each_copy, each_fusion, each_sample, output, snapshot, stock_and_output
 
 
@@ -89,13 +90,17 @@ def test_twice_is_once(build, call):
     assert torch.equal(output(module, call), before)
 
 
+@pytest.mark.parametrize("assign", [False, True], ids=["copied", "assigned"])
 @each_fusion
-def test_weights_that_are_loaded_stay(build, call):
-    module = samples.randomize(build())
-    before = {k: v.clone() for k, v in module.state_dict().items()}
-    sdfastgn.optimize(module).load_state_dict({k: v * 2 for k, v in before.items()})
+def test_weights_that_are_loaded_stay(build, call, assign):
+    module, stock = samples.randomize(build()), build().eval()
+    weights = {k: v * 0.5 for k, v in module.state_dict().items()}
+    sdfastgn.optimize(module).load_state_dict({k: v.clone() for k, v in weights.items()}, assign=assign)
+    stock.load_state_dict(weights)
+    cases.agree(output(module, call), output(stock, call))
     sdfastgn.restore(module)
-    assert all(torch.equal(v, before[k] * 2) for k, v in module.state_dict().items())
+    assert all(torch.equal(v, weights[k]) for k, v in module.state_dict().items())
+    assert torch.equal(output(module, call), output(stock, call))
 
 
 @each_fusion
@@ -133,9 +138,7 @@ def test_gradients_of_a_fused_module(build, call):
 
 @each_sample
 def test_hooks_on_inner_modules_see_what_they_saw(build, call):
-    """A hook on a norm or an activation gets the stock value, although the two run as one
-    otherwise.
-    """
+    """A hook on a norm or an activation gets the stock value, although the two run as one."""
     module = samples.randomize(build())
     watched = {
         n: m
@@ -160,6 +163,14 @@ def test_hooks_on_inner_modules_see_what_they_saw(build, call):
     assert [n for n, _ in after] == [n for n, _ in before]
     for (name, got), (_, want) in zip(after, before, strict=True):
         torch.testing.assert_close(got, want, atol=5e-5, rtol=5e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("name", ["attention", "geglu", "transformer_block", "upsample_2d"])
+def test_under_a_compiler_the_graph_is_diffusers_own(name, training):
+    build, call = samples.sample(name)
+    with kernels(direct=True), torch.set_grad_enabled(training):
+        cases.compiles_to_stocks_graph(cases.twins(samples.randomize(build()).train(training)), call)
 
 
 @each_fusion
@@ -268,6 +279,31 @@ def test_a_patch_of_upstream_is_not_kept_alive(monkeypatch):
     assert gone() is None
 
 
+NORM = {"eps": 1e-5, "elementwise_affine": True}
+NOT_CLAIMED = {
+    "attention-norms-of-queries": lambda: samples._attention(qk_norm="layer_norm"),
+    "attention-norm-of-the-context": lambda: samples._attention(cross_attention_norm="layer_norm"),
+    "attention-spatial-norm": lambda: Attention(32, heads=2, dim_head=16, spatial_norm_dim=32),
+    "attention-shared-keys": lambda: samples._attention(kv_heads=1),
+    "attention-added-projections": lambda: samples._attention(added_kv_proj_dim=8),
+    "transformer_block-ada-zero": lambda: samples._block(norm_type="ada_norm_zero", num_embeds_ada_norm=10),
+    "transformer_block-ada-single": lambda: samples._block(norm_type="ada_norm_single"),
+    "transformer_block-positions": lambda: samples._block(
+        positional_embeddings="sinusoidal", num_positional_embeddings=9
+    ),
+    "upsample_2d-transposed": lambda: Upsample2D(12, use_conv=True, use_conv_transpose=True),
+    "upsample_2d-layer-norm": lambda: Upsample2D(12, use_conv=True, norm_type="ln_norm", **NORM),
+    "upsample_2d-rms-norm": lambda: Upsample2D(12, use_conv=True, norm_type="rms_norm", **NORM),
+    "upsample_2d-no-interpolation": lambda: Upsample2D(12, use_conv=True, interpolate=False),
+}
+
+
+@pytest.mark.parametrize("name", NOT_CLAIMED)
+def test_other_modules_are_not_claimed(name):
+    entries = sdfastgn.report(NOT_CLAIMED[name]()).entries
+    assert not [e for e in entries if e.path == "" or e.fusion == name.split("-")[0]]
+
+
 def test_an_activation_without_a_fused_form_keeps_the_norms_fused():
     module = samples.randomize(samples._resnet(non_linearity="mish"))
     sdfastgn.optimize(module)
@@ -277,7 +313,7 @@ def test_an_activation_without_a_fused_form_keeps_the_norms_fused():
 
 
 def test_conv_norm_out_called_by_itself_is_only_a_norm():
-    unet = samples.randomize(samples._unet())
+    unet = samples.randomize(samples.unet())
     x = samples.image(2, 20, 8, 8)
     norm, act = unet.conv_norm_out(x), unet.conv_act(x)
     sdfastgn.optimize(unet)
@@ -286,7 +322,7 @@ def test_conv_norm_out_called_by_itself_is_only_a_norm():
 
 
 def test_conv_norm_out_is_disarmed_after_an_exception():
-    unet = sdfastgn.optimize(samples.randomize(samples._unet()))
+    unet = sdfastgn.optimize(samples.randomize(samples.unet()))
     with pytest.raises(Exception, match=r"."):
         unet(torch.randn(2, 3, 8, 8), 10, torch.randn(2, 3, 12))
     x = samples.image(2, 20, 8, 8)

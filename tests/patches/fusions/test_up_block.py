@@ -1,13 +1,8 @@
 """The fused up blocks: the concatenation stores statistics, unusual calls run upstream's forward."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from diffusers.models.unets.unet_2d_blocks import CrossAttnUpBlock2D, UpBlock2D
-from torch import nn
 
 from sdfastgn.patches.core import statistics
 from tests.patches import cases
@@ -27,13 +22,13 @@ SIZES = {
 }
 
 
-def up_block(cross: bool, **options: Any) -> nn.Module:
+def up_block(cross, **options):
     if cross:
         options = {"num_attention_heads": 2, "cross_attention_dim": 12, **options}
     return (CrossAttnUpBlock2D if cross else UpBlock2D)(**SIZES, num_layers=1, add_upsample=False, **options)
 
 
-def up_inputs(cross: bool) -> dict[str, Any]:
+def up_inputs(cross):
     skips = image(2, 5, 2, 3), image(2, 4, 2, 3, seed=2)
     inputs = {
         "hidden_states": image(2, 8, 2, 3, seed=4),

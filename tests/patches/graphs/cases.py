@@ -1,8 +1,4 @@
-"""What the tests of CUDA graphs share: models side by side with stock ones, and changes to a model
-that must show in its next call.
-"""
-
-from __future__ import annotations
+"""CUDA graphs: models beside stock ones, and changes that must show in a model's next call."""
 
 import copy
 import functools
@@ -126,9 +122,7 @@ def scaled_weights(unet):
 
 
 def weights_elsewhere(unet):
-    """As ``.to`` another device and back may leave them: each where another one was, or where it
-    was itself.
-    """
+    """As after ``.to`` another device and back: each where another one was, or where it was itself."""
     kept = [p.data.clone() for p in unet.parameters()]
     for p in unet.parameters():
         p.data = torch.empty(0, device=p.device)

@@ -5,8 +5,6 @@ Tensors without dimensions that the call finds are taken by value, as a graph ta
 not on the GPU.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 
@@ -72,9 +70,7 @@ class TapeHandle:
 
 
 class TapeBackend:
-    """``Backend`` for the CPU; ``captures`` and ``rehearsals`` count, ``fail`` is raised by the
-    next captures.
-    """
+    """``Backend`` for the CPU, which counts its calls; ``fail`` is raised by the next captures."""
 
     def __init__(self):
         self.lock = threading.RLock()

@@ -1,7 +1,5 @@
 """Arguments and results of calls that CUDA graphs stand for."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import inspect
@@ -144,9 +142,7 @@ def test_vae_and_controlnet(device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["text_encoder", "text_encoder_2"])
 def test_text_encoders(name, device):
-    """Hidden states are collected by hooks that transformers puts in at the first call which asks
-    for them.
-    """
+    """Hidden states are collected by hooks that the first call puts in which asks for them."""
     encoder = getattr(build_pipeline("tiny_xl", dtype=torch.float32, device=device), name)
     stock = copy.deepcopy(encoder)
     optimized(encoder)

@@ -1,7 +1,5 @@
 """Calls that no CUDA graph stands for: they run as they always did, and the report says why."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import os
@@ -164,8 +162,9 @@ def test_arguments_that_no_graph_takes(change, reason):
 
 
 def test_a_list_that_the_forward_empties():
-    """``down_intrablock_additional_residuals`` of a T2I-Adapter."""
-    unet, stock, inputs = make(mode=True)
+    """``down_intrablock_additional_residuals`` of a T2I-Adapter. A rehearsal takes nothing from it."""
+    backend = TapeBackend()
+    unet, stock, inputs = make(mode=True, backend=backend)
     residuals = [torch.ones(1, 40, 8, 8), torch.ones(1, 80, 4, 4)]
     for _ in range(2):
         ours, theirs = list(residuals), list(residuals)
@@ -175,6 +174,7 @@ def test_a_list_that_the_forward_empties():
         )
         assert len(ours) == len(theirs) < len(residuals)
     assert "changes the lists" in reasons_of(unet)
+    assert backend.rehearsals == 1
 
 
 def test_a_forward_that_writes_into_its_arguments(monkeypatch):
@@ -310,9 +310,7 @@ def test_memory_of_graphs_is_given_up_where_it_is_short(monkeypatch):
 
 
 def test_a_call_made_again_has_the_arguments_of_the_first(monkeypatch):
-    """Both take from what they are given: a T2I-Adapter's residuals are popped from the caller's
-    list.
-    """
+    """Both take from it: a T2I-Adapter's residuals are popped from the caller's list."""
     unet, stock, inputs = make()
     twin = with_a_graph(stock, inputs)
     forward, failed = UNet2DConditionModel.forward, []

@@ -1,9 +1,4 @@
-"""CUDA graphs on a GPU: what no tape can stand for.
-
-Memory, streams, failed captures, random numbers, Triton.
-"""
-
-from __future__ import annotations
+"""CUDA graphs on a GPU: memory, streams, failed captures, random numbers, Triton."""
 
 import copy
 import gc
@@ -29,9 +24,7 @@ def settled():
 
 
 def test_a_denoising_loop():
-    """30 calls of one kind: one eager, one captured, 29 replayed; each with values of its own, none
-    overwritten by the next.
-    """
+    """30 calls of one kind: one eager, 29 replayed; each has its own values and result."""
     unet, stock, inputs = make("cuda")
     outputs, expected = [], []
     for t in range(999, 0, -34):
@@ -239,9 +232,7 @@ def test_in_a_capture_of_ones_own():
 
 
 def test_a_model_that_moves_away_and_back():
-    """To the CPU and back: the allocator gives the same addresses, and the layout of the weights
-    may be another.
-    """
+    """The allocator gives the same addresses, and the layout of the weights may be another."""
     unet, stock, inputs = make("cuda")
     for _ in range(3):
         run(unet, inputs)

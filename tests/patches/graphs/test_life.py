@@ -1,7 +1,5 @@
 """Memory, copies, undo and threads of CUDA graphs."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import sys
@@ -10,8 +8,6 @@ import weakref
 
 import pytest
 import torch
-from accelerate import cpu_offload
-from accelerate.hooks import remove_hook_from_submodules
 from diffusers import UNet2DConditionModel
 from torch import nn
 
@@ -95,15 +91,6 @@ def test_a_state_of_its_own_is_asked_for(copied):
     assert model.copies == 1
 
 
-def test_saved_models_are_stock(tmp_path):
-    unet, _, inputs = make()
-    run(unet, inputs, calls=2)
-    unet.save_pretrained(tmp_path)
-    loaded = type(unet).from_pretrained(tmp_path)
-    agree(run(loaded, inputs), run(unet, inputs))
-    assert "forward" not in vars(loaded)
-
-
 def test_restore_is_exact():
     unet, stock, inputs = make()
     run(unet, inputs, calls=3)
@@ -111,20 +98,6 @@ def test_restore_is_exact():
     assert set(vars(unet)) == set(vars(stock))
     assert torch.equal(run(unet, inputs), run(stock, inputs))
     assert all(g.mode == "False" for g in sdfastgn.report(unet).graphs)
-
-
-@pytest.mark.parametrize("order", ["restore-first", "hooks-first"])
-def test_restore_beneath_offload_hooks(order):
-    unet, _, _ = make()
-    cpu_offload(unet, torch.device("cpu"))
-    if order == "restore-first":
-        sdfastgn.restore(unet)
-        remove_hook_from_submodules(unet)
-    else:
-        remove_hook_from_submodules(unet)
-        sdfastgn.restore(unet)
-    assert not isinstance(vars(unet).get("forward"), graphed_forward.GraphedForward)
-    assert "_old_forward" not in vars(unet)
 
 
 def test_restore_below_a_wrapper_of_other_code():

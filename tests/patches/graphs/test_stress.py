@@ -1,7 +1,5 @@
 """A model that a thread and a hook change at any moment: every result is that of a state that it had."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import threading

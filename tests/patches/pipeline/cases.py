@@ -1,15 +1,10 @@
 """What the tests of a pipeline's parts share: the parts changed one by one, on the CPU too."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 from sdfastgn.patches.pipeline import image_processor, pinned_copies
-from sdfastgn.patches.pipeline.object_fusion import ObjectFusion
 
 CUDA = pytest.param("cuda", id="gpu", marks=pytest.mark.gpu)
 
@@ -23,7 +18,7 @@ def on_the_cpu_too(monkeypatch):
     monkeypatch.setattr(image_processor, "_DEVICES", ("cuda", "cpu"))
 
 
-def applied(rule: ObjectFusion, part: Any) -> Any:
+def applied(rule, part):
     assert rule.reason_to_skip(part) is None
     rule.apply(part)
     assert rule.is_applied(part)

@@ -1,7 +1,5 @@
 """The device on which a pipeline works: found in one walk, or by upstream."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest
@@ -28,10 +26,6 @@ def test_the_device_is_found_without_upstreams_search(pipe, monkeypatch):
     applied(pipe)
     monkeypatch.setattr(DiffusionPipeline, "components", None)  # where upstream's begins
     assert pipe._execution_device == before == torch.device("cpu")
-
-
-def test_all_models_elsewhere(pipe):
-    applied(pipe)
     for name in ("unet", "vae", "text_encoder"):
         getattr(pipe, name).to("meta")
     assert device_fusion._device_without_hooks(pipe) == pipe._execution_device == torch.device("meta")

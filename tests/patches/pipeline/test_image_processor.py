@@ -1,8 +1,4 @@
-"""Images that become bytes on the GPU: the same bytes, and upstream's own way wherever it is not
-the plain case.
-"""
-
-from __future__ import annotations
+"""Images that become bytes on the GPU: the same bytes, and elsewhere upstream's own way."""
 
 import functools
 import warnings
@@ -31,6 +27,10 @@ def images(kind, dtype, device):
     return image.contiguous(memory_format=torch.channels_last) if kind == "channels-last" else image
 
 
+def same(a, b):
+    return np.array_equal(np.asarray(a), np.asarray(b))
+
+
 @pytest.mark.parametrize("device", ["cpu", CUDA])
 @pytest.mark.parametrize(
     "dtype", [torch.float16, torch.bfloat16, torch.float32], ids=["fp16", "bf16", "fp32"]
@@ -43,7 +43,7 @@ def test_pictures_are_the_same_bytes(monkeypatch, kind, dtype, device):
     monkeypatch.setattr(VaeImageProcessor, "numpy_to_pil", None)  # not by way of upstream's
     after = processor.postprocess(image)
     assert [(p.mode, p.size) for p in after] == [(p.mode, p.size) for p in before]
-    assert all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in zip(after, before, strict=True))
+    assert all(map(same, after, before))
     after[0].putpixel((0, 0), (1, 2, 3))  # not a view of memory that something else owns
 
 
@@ -70,7 +70,7 @@ def test_a_processor_that_does_not_normalize():
     image = torch.rand(1, 3, 4, 4)
     before = VaeImageProcessor(do_normalize=False).postprocess(image)[0]
     after = applied(VaeImageProcessor(do_normalize=False)).postprocess(image)[0]
-    assert np.array_equal(np.asarray(before), np.asarray(after))
+    assert same(before, after)
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
@@ -83,9 +83,7 @@ def test_nan_still_warns():
         processor.postprocess(image)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert np.array_equal(
-            np.asarray(processor.postprocess(image)[0]), np.asarray(VaeImageProcessor().postprocess(image)[0])
-        )
+        assert same(processor.postprocess(image)[0], VaeImageProcessor().postprocess(image)[0])
 
 
 def test_an_image_that_is_too_large_for_the_gpu(monkeypatch):
@@ -97,7 +95,7 @@ def test_an_image_that_is_too_large_for_the_gpu(monkeypatch):
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(torch.Tensor, "isnan", no_memory)
-    assert np.array_equal(np.asarray(processor.postprocess(image)[0]), np.asarray(before))
+    assert same(processor.postprocess(image)[0], before)
 
 
 def test_nothing_is_held_while_upstream_makes_the_image(monkeypatch):

@@ -1,7 +1,5 @@
 """What optimize changes around the models: scheduler and image processor, in a pipeline."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import importlib

@@ -1,7 +1,5 @@
 """What a step copies to the GPU goes by way of pinned memory."""
 
-from __future__ import annotations
-
 import torch
 
 from sdfastgn.patches.pipeline import pinned_copies

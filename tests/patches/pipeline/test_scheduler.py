@@ -1,8 +1,4 @@
-"""Schedulers that get their timesteps from the CPU: the same samples, and the right timestep
-whatever happens to the list of them.
-"""
-
-from __future__ import annotations
+"""Schedulers with their timesteps on the CPU: the same samples, whatever happens to the timesteps."""
 
 import copy
 import functools
@@ -190,58 +186,62 @@ def test_steps_do_not_wait_for_the_gpu(cls, config, options):
     assert not fails_to_run_ahead(applied(cls(**config)), **options)
 
 
-def received(scheduler, monkeypatch):
-    """What the stock step is given as its timestep."""
+X = torch.randn(1, 4, 2, 2)
+
+
+def is_copy(t, timesteps):
+    return t.untyped_storage().data_ptr() != timesteps.untyped_storage().data_ptr()
+
+
+@pytest.fixture
+def ddim():
+    """Of five timesteps."""
+    scheduler = applied(DDIMScheduler())
+    scheduler.set_timesteps(5)
+    return scheduler
+
+
+@pytest.fixture
+def seen(ddim, monkeypatch):
+    """The timesteps that the stock step of ``ddim`` is given."""
     seen = []
-    stock = type(scheduler).__base__
-    step = stock.step
+    step = DDIMScheduler.step
 
     def noting(self, model_output, timestep, sample):
         seen.append(timestep)
         return step(self, model_output, timestep, sample)
 
-    monkeypatch.setattr(stock, "step", noting)
+    monkeypatch.setattr(DDIMScheduler, "step", noting)
     return seen
 
 
 @pytest.mark.parametrize("by_name", [False, True], ids=["positional", "by-name"])
-def test_elements_come_from_the_copy(monkeypatch, by_name):
-    scheduler = applied(DDIMScheduler())
-    seen = received(scheduler, monkeypatch)
-    scheduler.set_timesteps(5)
-    x = torch.randn(1, 4, 2, 2)
-    for t in scheduler.timesteps[2:]:  # as image-to-image does
+def test_elements_come_from_the_copy(ddim, seen, by_name):
+    for t in ddim.timesteps[2:]:  # as image-to-image does
         if by_name:
-            scheduler.step(model_output=x, timestep=t, sample=x)
+            ddim.step(model_output=X, timestep=t, sample=X)
         else:
-            scheduler.step(x, t, x)
-    assert [int(t) for t in seen] == scheduler.timesteps[2:].tolist()
-    assert not {t.untyped_storage().data_ptr() for t in seen} & {
-        scheduler.timesteps.untyped_storage().data_ptr()
-    }
+            ddim.step(X, t, X)
+    assert [int(t) for t in seen] == ddim.timesteps[2:].tolist()
+    assert all(is_copy(t, ddim.timesteps) for t in seen)
 
 
 @pytest.mark.parametrize("inference", [False, True], ids=["no-grad", "inference-mode"])
 @pytest.mark.parametrize("change", ["in-place", "replaced", "set-again"])
-def test_changed_timesteps_are_seen(monkeypatch, change, inference):
-    scheduler = applied(DDIMScheduler())
-    seen = received(scheduler, monkeypatch)
-    x = torch.randn(1, 4, 2, 2)
+def test_changed_timesteps_are_seen(ddim, seen, change, inference):
     with torch.inference_mode(inference), torch.no_grad():
-        scheduler.set_timesteps(5)
-        scheduler.step(x, scheduler.timesteps[0], x)
+        ddim.set_timesteps(5)
+        ddim.step(X, ddim.timesteps[0], X)
         if change == "in-place":
-            scheduler.timesteps[1] = 333
+            ddim.timesteps[1] = 333
         elif change == "replaced":
-            scheduler.timesteps = torch.tensor([900, 333, 1])
+            ddim.timesteps = torch.tensor([900, 333, 1])
         else:
-            scheduler.set_timesteps(3)
-        scheduler.step(x, scheduler.timesteps[1], x)
+            ddim.set_timesteps(3)
+        ddim.step(X, ddim.timesteps[1], X)
     assert int(seen[-1]) == 333
-    is_copy = seen[-1].untyped_storage().data_ptr() != scheduler.timesteps.untyped_storage().data_ptr()
-    assert is_copy != (
-        inference and change == "replaced"
-    )  # an inference tensor does not count what is written into it
+    # An inference tensor does not count what is written into it.
+    assert is_copy(seen[-1], ddim.timesteps) != (inference and change == "replaced")
 
 
 @pytest.mark.parametrize(
@@ -252,43 +252,32 @@ def test_changed_timesteps_are_seen(monkeypatch, change, inference):
         pytest.param(lambda s: vars(s).update(copy.deepcopy(vars(s))) or s, id="its-own-state"),
     ],
 )
-def test_copies_of_changed_timesteps(monkeypatch, duplicate):
-    """A copied tensor counts its writes from the beginning, perhaps to the number that was noted of
-    the original.
-    """
-    scheduler = applied(DDIMScheduler())
-    seen = received(scheduler, monkeypatch)
-    x = torch.randn(1, 4, 2, 2)
-    scheduler.set_timesteps(5)
+def test_copies_of_changed_timesteps(ddim, seen, duplicate):
+    """A copied tensor counts its writes from the beginning, perhaps to the number that was noted."""
     for value in (998, 997):
-        scheduler.timesteps[0] = value
-        scheduler.step(x, scheduler.timesteps[0], x)
-        scheduler.timesteps[1] = 333
-        scheduler = duplicate(scheduler)
-        scheduler.step(x, scheduler.timesteps[1], x)
+        ddim.timesteps[0] = value
+        ddim.step(X, ddim.timesteps[0], X)
+        ddim.timesteps[1] = 333
+        ddim = duplicate(ddim)
+        ddim.step(X, ddim.timesteps[1], X)
         assert [int(t) for t in seen[-2:]] == [value, 333]
 
 
 @pytest.mark.parametrize("length", [3, 5])
-def test_other_memory_below_the_same_tensor(monkeypatch, length):
-    scheduler = applied(DDIMScheduler())
-    seen = received(scheduler, monkeypatch)
-    x = torch.randn(1, 4, 2, 2)
-    scheduler.set_timesteps(5)
-    scheduler.timesteps.data = torch.tensor([900, 333, 1, 0, 0][:length])
-    scheduler.step(x, scheduler.timesteps[1], x)
+def test_other_memory_below_the_same_tensor(ddim, seen, length):
+    ddim.timesteps.data = torch.tensor([900, 333, 1, 0, 0][:length])
+    ddim.step(X, ddim.timesteps[1], X)
     assert int(seen[-1]) == 333
 
 
-def test_a_trace_keeps_its_timestep_an_argument():
-    stock, scheduler = DDIMScheduler(), applied(DDIMScheduler())
-    x = torch.randn(1, 4, 2, 2)
+def test_a_trace_keeps_its_timestep_an_argument(ddim):
+    stock = DDIMScheduler()
+    stock.set_timesteps(5)
     traced = []
-    for each in (stock, scheduler):
-        each.set_timesteps(5)
+    for each in (stock, ddim):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            traced.append(torch.jit.trace(lambda t, each=each: each.step(x, t, x)[0], each.timesteps[0]))
+            traced.append(torch.jit.trace(lambda t, each=each: each.step(X, t, X)[0], each.timesteps[0]))
     for t in stock.timesteps[:3]:
         assert torch.equal(traced[1](t), traced[0](t))
 
@@ -303,33 +292,21 @@ def test_a_trace_keeps_its_timestep_an_argument():
         pytest.param(lambda s: s.timesteps.as_strided((), (), 1), id="strided"),
     ],
 )
-def test_other_timesteps_are_handed_on(monkeypatch, timestep):
-    scheduler = applied(DDIMScheduler())
-    seen = received(scheduler, monkeypatch)
-    scheduler.set_timesteps(5)
-    x = torch.randn(1, 4, 2, 2)
-    given = timestep(scheduler)
-    scheduler.step(x, given, x)
+def test_other_timesteps_are_handed_on(ddim, seen, timestep):
+    given = timestep(ddim)
+    ddim.step(X, given, X)
     assert int(seen[0]) == int(given)
-    if (
-        not isinstance(given, torch.Tensor)
-        or given.untyped_storage().data_ptr() != scheduler.timesteps.untyped_storage().data_ptr()
-    ):
+    if not isinstance(given, torch.Tensor) or is_copy(given, ddim.timesteps):
         assert seen[0] is given
 
 
-def test_a_pipeline_that_shares_the_memory_of_its_timesteps(monkeypatch):
+def test_a_pipeline_that_shares_the_memory_of_its_timesteps(ddim, seen):
     """Timesteps may be a slice: what lies before and behind it in the same memory is no element."""
-    scheduler = applied(DDIMScheduler())
-    seen = received(scheduler, monkeypatch)
-    scheduler.set_timesteps(5)
     whole = torch.tensor([999, 801, 601, 401, 201, 1])
-    scheduler.timesteps = whole[2:4]
-    x = torch.randn(1, 4, 2, 2)
+    ddim.timesteps = whole[2:4]
     for index in (1, 2, 3, 4):
-        scheduler.step(x, whole[index], x)
-    is_copy = [t.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr() for t in seen]
-    assert is_copy == [False, True, True, False]
+        ddim.step(X, whole[index], X)
+    assert [is_copy(t, whole) for t in seen] == [False, True, True, False]
     assert [int(t) for t in seen] == [801, 601, 401, 201]
 
 
@@ -344,11 +321,10 @@ def test_lcm_calculates_with_the_timestep_on_the_gpu(monkeypatch):
 
     monkeypatch.setattr(LCMScheduler, "get_scalings_for_boundary_condition_discrete", noting)
     scheduler.__class__ = scheduler_fusion.FUSION._make_class(LCMScheduler)
-    x = torch.randn(1, 4, 2, 2)
     scheduler.set_timesteps(4)
     for t in scheduler.timesteps:
         table = scheduler.timesteps
-        scheduler.step(x, t, x)
+        scheduler.step(X, t, X)
         assert scheduler.timesteps is table
         assert seen[-1].data_ptr() == t.data_ptr()
 
@@ -356,9 +332,9 @@ def test_lcm_calculates_with_the_timestep_on_the_gpu(monkeypatch):
 def test_timesteps_are_put_back_when_a_step_fails():
     scheduler = applied(LCMScheduler())
     scheduler.set_timesteps(4)
-    table, x = scheduler.timesteps, torch.randn(1, 4, 2, 2)
+    table = scheduler.timesteps
     with pytest.raises(RuntimeError):
-        scheduler.step(x, table[0], torch.randn(1, 4, 3, 3))
+        scheduler.step(X, table[0], torch.randn(1, 4, 3, 3))
     assert scheduler.timesteps is table
 
 

@@ -1,12 +1,7 @@
 """What the tests of packed weights share: an attention, and what may be asked of it."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 from diffusers.models.attention_processor import Attention
-from torch import Tensor, nn
 
 from sdfastgn.patches.shared import packed_weights as packing
 
@@ -15,32 +10,32 @@ X = torch.randn((2, 7, DIM), generator=torch.Generator().manual_seed(0))
 NAMES = ("to_q", "to_k", "to_v")
 
 
-def attention(**options: Any) -> Any:
+def attention(**options):
     torch.manual_seed(1)
     return Attention(DIM, **{"heads": 2, "dim_head": 8, "bias": True, **options}).eval()
 
 
-def linears(model: Any) -> list[Any]:
+def linears(model):
     return [getattr(model, name) for name in NAMES]
 
 
-def is_packed(model: Any) -> bool:
+def is_packed(model):
     found = packing.plain_parameters(linears(model))
     return found is not None and packing.joined(model, found) is not None
 
 
-def call(model: Any, x: Tensor = X) -> Tensor:
+def call(model, x=X):
     with torch.no_grad():
         return model(x)
 
 
-def check(fused: Any, stock: Any, x: Tensor = X) -> None:
+def check(fused, stock, x=X):
     torch.testing.assert_close(call(fused, x), call(stock, x), atol=1e-5, rtol=1e-5)
     assert all(map(torch.equal, fused.state_dict().values(), stock.state_dict().values()))
     assert list(fused.state_dict()) == list(stock.state_dict())
 
 
-def describe(model: nn.Module) -> list[Any]:
+def describe(model):
     """All that may be asked about parameters, but their addresses."""
     return [
         (

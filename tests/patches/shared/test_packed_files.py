@@ -1,8 +1,4 @@
-"""Models with packed weights in copies and in files: nothing is missing, nothing is larger, nothing
-is shared.
-"""
-
-from __future__ import annotations
+"""Models with packed weights in copies and files: nothing missing, larger or shared."""
 
 import copy
 import io
@@ -16,6 +12,7 @@ from diffusers import AutoencoderKL, UNet2DConditionModel
 from diffusers.models.attention_processor import Attention
 
 import sdfastgn
+from tests.patches import samples
 from tests.patches.shared.packing_cases import attention, call, check, describe, is_packed
 
 
@@ -66,17 +63,9 @@ def test_files_are_no_larger(write):
     assert abs(size(model) - size(stock)) <= 0.02 * size(stock)
 
 
-def _unet():
+def unet():
     torch.manual_seed(3)
-    return UNet2DConditionModel(
-        sample_size=8,
-        block_out_channels=(32, 32),
-        layers_per_block=1,
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-        cross_attention_dim=16,
-        attention_head_dim=2,
-    )
+    return samples.unet(block_out_channels=(32, 32), norm_num_groups=32, cross_attention_dim=16)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +77,7 @@ def _unet():
     ],
 )
 def test_save_pretrained_and_back(tmp_path, safe, shard):
-    stock, model = _unet(), sdfastgn.optimize(_unet())
+    stock, model = unet(), sdfastgn.optimize(unet())
     assert any(is_packed(m) for m in model.modules() if isinstance(m, Attention))
     model.save_pretrained(tmp_path, safe_serialization=safe, max_shard_size=shard)
     again = UNet2DConditionModel.from_pretrained(tmp_path)
@@ -107,7 +96,7 @@ def test_accelerates_save_drops_nothing(tmp_path):
 
 @pytest.mark.parametrize("module", [True, False], ids=["upstreams-fusing", "and-back"])
 def test_fuse_qkv_projections(module):
-    stock, model = _unet().eval(), sdfastgn.optimize(_unet().eval())
+    stock, model = unet().eval(), sdfastgn.optimize(unet().eval())
     x, context = torch.randn(1, 4, 8, 8), torch.randn(1, 3, 16)
     for m in (stock, model):
         m.fuse_qkv_projections()

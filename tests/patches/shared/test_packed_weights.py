@@ -1,7 +1,5 @@
 """Packed weights: never stale, invisible to whatever looks at parameters, and given back."""
 
-from __future__ import annotations
-
 import copy
 import gc
 
@@ -27,7 +25,7 @@ from tests.patches.shared.packing_cases import (
 )
 
 
-def alive(model: nn.Module) -> bool:
+def alive(model):
     return packing._allocation(model) is not None
 
 
