@@ -273,8 +273,8 @@ def add_layer_norm(
 
     Returns:
         (y, total): y is the ``layer_norm`` of the sum as rounded to the dtype of x. total is the
-        sum and total_bias, rounded once from fp32 to the dtype of x, in memory of its own: it may
-        be written to.
+        sum and total_bias, rounded once from fp32 to the dtype of x, in memory of its own: without
+        gradients it may be written to.
 
     Shapes: both have the shape of x. Dtypes: total has that of x, y too, or fp32 under CUDA
         autocast. Layout: both are contiguous; x and residual are read as in ``layer_norm``.
