@@ -7,6 +7,7 @@ of a group are 3e4, in fp32. Such an input is centered first.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from sdfastgn.kernels.common import dispatch
@@ -22,5 +23,7 @@ def is_far(u: Tensor, mean: Tensor, rstd: Tensor) -> bool:
     # Asked of memory that the CPU may look at; elsewhere PyTorch's own error stands.
     if not (u.is_cpu and dispatch.is_untraced(u, ())):
         return False
-    # Not the largest: that is NaN where one group has one, and the others have their own means.
-    return bool(((mean.detach() * rstd.detach()).abs() > _FAR).any())
+    # Without the NaN that one group may have: the others have means of their own. To compare tensors with
+    # a number would make a copy.
+    ratio = torch.nan_to_num(mean.detach() * rstd.detach())
+    return ratio.numel() > 0 and float(torch.linalg.vector_norm(ratio, torch.inf)) > _FAR
