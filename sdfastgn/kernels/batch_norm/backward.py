@@ -34,7 +34,7 @@ __all__ = ["BATCH_NORM_BACKWARD", "reference_batch_norm_grads"]
 
 def reference_batch_norm_grads(call: BatchNormGradCall, shared: Shared | None = None) -> BatchNormGrads:
     """Gradients in plain PyTorch. The gradient of x has the strides of x if x is without gaps."""
-    x, weight, residual, wanted = call.x, call.weight, call.residual, call.wanted
+    x, weight, residual = call.x, call.weight, call.residual
     dims = [0, *range(2, x.dim())]
     takes_own = call.training and shared is None
     d, _, var = centered(x, *(None, None) if takes_own else (call.mean, call.var))
@@ -46,7 +46,7 @@ def reference_batch_norm_grads(call: BatchNormGradCall, shared: Shared | None = 
     dz = ACTIVATION_GRADS[call.activation](call.dy.to(z.dtype), z)
     dweight, dbias = (dz * xhat).sum(dims), dz.sum(dims)
     dx = None
-    if wanted.x:
+    if call.dx:
         dx = dz
         if call.training:
             count, (along_x, along_z) = x.numel() // x.shape[1], (dweight, dbias)
@@ -57,10 +57,10 @@ def reference_batch_norm_grads(call: BatchNormGradCall, shared: Shared | None = 
         dx = laid_out(dx.to(x.dtype), dense_is_channels_last(x))
     return BatchNormGrads(
         dx,
-        dweight.to(weight.dtype) if wanted.weight and weight is not None else None,
-        dbias.to(call.bias.dtype) if wanted.bias and call.bias is not None else None,
+        dweight.to(weight.dtype) if call.dweight and weight is not None else None,
+        dbias.to(call.bias.dtype) if call.dbias and call.bias is not None else None,
         laid_out(dz.to(residual.dtype), dense_is_channels_last(x))
-        if wanted.residual and residual is not None
+        if call.dresidual and residual is not None
         else None,
     )
 

@@ -27,16 +27,7 @@ from sdfastgn.kernels.group_norm.config import apply_config
 from sdfastgn.kernels.statistics.config import StatisticsConfig, statistics_config
 from sdfastgn.kernels.statistics.kernels import is_even
 
-__all__ = ["BatchNormGradCall", "BatchNormGrads", "Shared", "Wanted", "launch_batch_norm_grads"]
-
-
-class Wanted(NamedTuple):
-    """Which gradients are wanted."""
-
-    x: bool
-    weight: bool
-    bias: bool
-    residual: bool
+__all__ = ["BatchNormGradCall", "BatchNormGrads", "Shared", "launch_batch_norm_grads"]
 
 
 class BatchNormGrads(NamedTuple):
@@ -72,8 +63,8 @@ class BatchNormGradCall(NamedTuple):
     dresidual: bool
 
     @property
-    def wanted(self) -> Wanted:
-        return Wanted._make(self[-len(Wanted._fields) :])
+    def wanted(self) -> tuple[bool, ...]:
+        return self.dx, self.dweight, self.dbias, self.dresidual
 
 
 class Shared(NamedTuple):
@@ -97,20 +88,20 @@ class _GradPlan:
 
     def __init__(self, call: BatchNormGradCall, count: int | None = None) -> None:
         """``count``: values of a channel where more than x decided mean and var."""
-        x, wanted = call.x, call.wanted
+        x = call.x
         C = x.shape[1]
         rows = rows_of(x)
         self.small: Launch | None = None
         self.sums: Launch | None = None
         self.merge: Launch | None = None
         self.apply: Launch | None = None
-        needs_sums = wanted.weight or wanted.bias or (wanted.x and call.training)
+        needs_sums = call.dweight or call.dbias or (call.dx and call.training)
         sms = gpu.num_sms(x.device)
         config = small_config(rows, C, sms, backward=True)
-        if config is not None and count is None and (needs_sums or wanted.residual):
+        if config is not None and count is None and (needs_sums or call.dresidual):
             self.small = _small(call, rows, config)
             return
-        if needs_sums or wanted.residual:
+        if needs_sums or call.dresidual:
             statistics = statistics_config(*rows.shape, rows.channels_last, sms, kind="backward")
             self.plane = rows.samples * statistics.chunks * rows.width
             added = rows.channels_last and self.plane // C > MERGED_AT_ONCE
@@ -119,7 +110,7 @@ class _GradPlan:
             self.sums = _sums(call, rows, statistics, self.plane, added=added)
         if needs_sums:
             self.merge = _merge(call, self.plane // C)
-        if wanted.x:
+        if call.dx:
             self.apply = _apply(call, rows, count or x.numel() // C, behind=self.sums is not None)
 
     def launch(
@@ -204,11 +195,11 @@ def _apply(call: BatchNormGradCall, rows: Rows, count: int, *, behind: bool) -> 
         "C": x.shape[1],
         "WIDTH": rows.width,
         "CHANNELS_LAST": rows.channels_last,
-        "ACTIVATION": "identity" if call.wanted.residual else call.activation,
+        "ACTIVATION": "identity" if call.dresidual else call.activation,
         "PAIRS": rows.channels_last and pairs_of(x, blocks.block_c),
         "EVEN": rows.width % blocks.block_c == 0 and rows.rows % blocks.block_hw == 0,
         "PDL": pdl,
-        "WAITS": not behind or call.wanted.residual,
+        "WAITS": not behind or call.dresidual,
         "HW_FACTOR": row_factor(rows.channels_last, rows.rows),
         "BLOCK_HW": blocks.block_hw,
         "BLOCK_C": blocks.block_c,
@@ -228,9 +219,9 @@ def launch_batch_norm_grads(call: BatchNormGradCall, shared: Shared | None = Non
     plan = _plans.get(key)
     if plan is None:
         plan = _plans[key] = _GradPlan(call, count)
-    x, residual, wanted = call.x, call.residual, call.wanted
-    dx = empty_dense_like(x, x.dtype) if wanted.x else None
-    dz = empty_dense_like(x, residual.dtype) if wanted.residual and residual is not None else None
+    x, residual = call.x, call.residual
+    dx = empty_dense_like(x, x.dtype) if call.dx else None
+    dz = empty_dense_like(x, residual.dtype) if call.dresidual and residual is not None else None
     call = call._replace(
         x=dense(x), dy=like(call.dy, x), residual=like(residual, x), mean=vector(call.mean),
         var=vector(call.var), weight=vector(call.weight), bias=vector(call.bias),
@@ -239,7 +230,7 @@ def launch_batch_norm_grads(call: BatchNormGradCall, shared: Shared | None = Non
         dweight, dbias = plan.launch(call, dx, dz, shared)
     return BatchNormGrads(
         dx,
-        dweight.to(call.weight.dtype) if wanted.weight and call.weight is not None else None,
-        dbias.to(call.bias.dtype) if wanted.bias and call.bias is not None else None,
+        dweight.to(call.weight.dtype) if call.dweight and call.weight is not None else None,
+        dbias.to(call.bias.dtype) if call.dbias and call.bias is not None else None,
         dz,
     )

@@ -41,7 +41,7 @@ def reference_group_norm_grads(call: GroupNormGradCall) -> GroupNormGrads:
     the strides of x if x is without gaps.
     """
     x, weight, bias, shift = call.x, call.weight, call.bias, call.shift
-    num_groups, wanted = call.num_groups, call.wanted
+    num_groups = call.num_groups
     (N, C), dtype = x.shape[:2], torch.promote_types(x.dtype, torch.float32)
     grouped = (N, num_groups, C // num_groups, math.prod(x.shape[2:]))
 
@@ -73,21 +73,21 @@ def reference_group_norm_grads(call: GroupNormGradCall) -> GroupNormGrads:
         return total.reshape(like.shape).to(like.dtype)
 
     du = dx = None
-    if wanted.x or wanted.shift:
+    if call.dx or call.dshift:
         along_mean = d_xhat.mean(dim=(2, 3), keepdim=True)
         along_var = (d_xhat * xhat).mean(dim=(2, 3), keepdim=True)
         du = rstd * (d_xhat - along_mean - xhat * along_var)
-    if wanted.x and du is not None:
+    if call.dx and du is not None:
         dx = du.reshape(x.shape).to(x.dtype)
         # Sums and products have the strides of dy.
         dx = laid_out(dx, dense_is_channels_last(x))
     return GroupNormGrads(
         dx,
-        summed(d_affine * xhat, weight) if wanted.weight else None,
-        summed(d_affine, bias) if wanted.bias else None,
-        summed(du, shift) if wanted.shift and du is not None else None,
-        summed(dz * affine, call.ada_scale) if wanted.ada_scale else None,
-        summed(dz, call.ada_shift) if wanted.ada_shift else None,
+        summed(d_affine * xhat, weight) if call.dweight else None,
+        summed(d_affine, bias) if call.dbias else None,
+        summed(du, shift) if call.dshift and du is not None else None,
+        summed(dz * affine, call.ada_scale) if call.dada_scale else None,
+        summed(dz, call.ada_shift) if call.dada_shift else None,
     )
 
 

@@ -36,23 +36,12 @@ from sdfastgn.kernels.group_norm.plans import ALIGNED, has_gaps, row_stride, vec
 from sdfastgn.kernels.statistics.config import StatisticsConfig
 from sdfastgn.kernels.statistics.kernels import is_even
 
-__all__ = ["GroupNormGradCall", "GroupNormGrads", "Wanted", "launch_group_norm_grads"]
+__all__ = ["GroupNormGradCall", "GroupNormGrads", "launch_group_norm_grads"]
 
 # Values of each sample and channel that ``merge_sums_kernel`` leaves to ``apply_grad_kernel``.
 _TABLE_ROWS = 5
 # Warps that sum parameter gradients over samples.
 _PARAMETER_WARPS = 4
-
-
-class Wanted(NamedTuple):
-    """Which gradients are wanted."""
-
-    x: bool
-    weight: bool
-    bias: bool
-    shift: bool
-    ada_scale: bool
-    ada_shift: bool
 
 
 class GroupNormGrads(NamedTuple):
@@ -95,8 +84,8 @@ class GroupNormGradCall(NamedTuple):
     dada_shift: bool
 
     @property
-    def wanted(self) -> Wanted:
-        return Wanted._make(self[-len(Wanted._fields) :])
+    def wanted(self) -> tuple[bool, ...]:
+        return self.dx, self.dweight, self.dbias, self.dshift, self.dada_scale, self.dada_shift
 
 
 class _Sizes(NamedTuple):
@@ -142,7 +131,7 @@ class _GradPlan:
     )  # fmt: skip
 
     def __init__(self, call: GroupNormGradCall) -> None:
-        x, wanted = call.x, call.wanted
+        x = call.x
         sizes = _Sizes.of(call)
         self.copies_x = not is_dense(x)
         self.copies_dy = not (call.dy.is_contiguous() if call.tokens else is_dense(call.dy))
@@ -150,7 +139,7 @@ class _GradPlan:
             has_gaps(t) for t in (call.weight, call.bias, call.shift, call.ada_scale, call.ada_shift)
         )
         self.plane = _aligned(sizes.N * sizes.C)
-        self.totals, self.scratch = 0, (2 + wanted.shift) * self.plane
+        self.totals, self.scratch = 0, (2 + call.dshift) * self.plane
         self.single: Launch | None = None
         self.apply: Launch | None = None
         self.parameters: Launch | None = None
@@ -158,8 +147,8 @@ class _GradPlan:
         shape = (sizes.N, sizes.C, sizes.HW, call.num_groups, sizes.channels_last, sms)
         config = launch_config(*shape, backward=True)
         walk = None
-        if not isinstance(config, SmallConfig) and wanted.x and sizes.dy_last == sizes.channels_last:
-            walk = walk_config(*shape, x.element_size(), call.activation, wanted.shift)
+        if not isinstance(config, SmallConfig) and call.dx and sizes.dy_last == sizes.channels_last:
+            walk = walk_config(*shape, x.element_size(), call.activation, call.dshift)
         if isinstance(config, SmallConfig):
             self.single = self._plan_small(call, sizes, config)
         elif walk is not None:
@@ -178,7 +167,7 @@ class _GradPlan:
         rows = {name: t is not None and t.dim() == 2 and t.shape[0] == N for name, t in operands.items()}
         constants = {"C": C, **rows, "PDL": sizes.pdl, "BLOCK_N": block_n}
         numbers = (sizes.strides[1], N, self.totals, self.plane)
-        if self.single is None and call.wanted.x:
+        if self.single is None and call.dx:
             constants |= {"BLOCK_PARAMETERS": block_c, "PARAMETER_PROGRAMS": programs}
             blocks = apply_config(N, C, HW, sizes.channels_last, sms, backward=True)
             self.apply = self._plan_apply(call, sizes, blocks, numbers, constants)
@@ -230,7 +219,7 @@ class _GradPlan:
 
     def _plan_merge(self, call: GroupNormGradCall, sizes: _Sizes, chunks: int) -> Launch:
         N, C = sizes.N, sizes.C
-        sums = 2 + call.wanted.shift
+        sums = 2 + call.dshift
         self.totals = _aligned(sums * N * chunks * C)
         table = self.totals + sums * self.plane
         self.scratch = table + _TABLE_ROWS * self.plane
@@ -240,7 +229,7 @@ class _GradPlan:
             "CG": sizes.CG,
             "CHANNELS": tile.channels,
             "EACH_CHANNEL": tile.each_channel,
-            "SHIFT_GRAD": call.wanted.shift,
+            "SHIFT_GRAD": call.dshift,
             "LOOP": chunks > tile.block_p,
             "PDL": sizes.pdl,
             "BLOCK_P": tile.block_p,
@@ -305,7 +294,7 @@ def _reading(call: GroupNormGradCall, sizes: _Sizes) -> dict[str, Any]:
         "C": sizes.C,
         "CG": sizes.CG,
         "ACTIVATION": call.activation,
-        "SHIFT_GRAD": call.wanted.shift,
+        "SHIFT_GRAD": call.dshift,
         "CHANNELS_LAST": sizes.channels_last,
         "DY_LAST": sizes.dy_last,
         "PDL": sizes.pdl,
@@ -326,13 +315,13 @@ def launch_group_norm_grads(call: GroupNormGradCall) -> GroupNormGrads:
     plan = _plans.get(key)
     if plan is None:
         plan = _plans[key] = _GradPlan(call)
-    x, dy, wanted = call.x, call.dy, call.wanted
+    x, dy = call.x, call.dy
     operands = (call.weight, call.bias, call.shift, call.ada_scale, call.ada_shift)
     grads = GroupNormGrads(
-        (empty_dense_like(x, x.dtype) if plan.copies_x else torch.empty_like(x)) if wanted.x else None,
+        (empty_dense_like(x, x.dtype) if plan.copies_x else torch.empty_like(x)) if call.dx else None,
         *(
             torch.empty(t.shape, dtype=t.dtype, device=t.device) if t is not None and want else None
-            for t, want in zip(operands, wanted[1:], strict=True)
+            for t, want in zip(operands, call.wanted[1:], strict=True)
         ),
     )
     if plan.copies_x:
