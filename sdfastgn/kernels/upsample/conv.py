@@ -33,7 +33,13 @@ from torch import Tensor
 
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.checks import check_device, check_floating
-from sdfastgn.kernels.common.layout import dense, dense_is_channels_last, is_channels_last, laid_out
+from sdfastgn.kernels.common.layout import (
+    dense,
+    dense_is_channels_last,
+    empty_laid_out,
+    is_channels_last,
+    laid_out,
+)
 from sdfastgn.kernels.statistics.op import channel_statistics
 from sdfastgn.kernels.upsample.config import phases_pay
 from sdfastgn.kernels.upsample.conv_kernels import launch_interleave, launch_phase_weights, statistics_chunks
@@ -82,7 +88,7 @@ def convolve_phases(
 ) -> tuple[Tensor, Any]:
     """(y, statistics or None) at low resolution, whatever the sizes; x is channels-last and not empty."""
     C_out, C_in = weight.shape[:2]
-    phases = weight.new_empty((4 * C_out, 2, 2, C_in)).movedim(-1, 1)
+    phases = empty_laid_out(weight, (4 * C_out, C_in, 2, 2), channels_last=True)
     launch_phase_weights(dense(weight), phases)
     t = F.conv2d(dense(x), phases, padding=1)
     if not is_channels_last(t):  # where one channel or pixel makes it ambiguous
