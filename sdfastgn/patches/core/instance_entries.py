@@ -40,6 +40,11 @@ class InstanceEntry:
         return type(self)(memo.get(id(self.module), self.module))
 
 
+def _entries_of(module: nn.Module) -> set[str]:
+    """The names of what belongs to one module alone in the ``__dict__`` of ``module``."""
+    return {name for name, value in vars(module).items() if isinstance(value, InstanceEntry)}
+
+
 class _State(dict[str, Any]):
     """A module's state without its entries, for a shallow copy; ``whole`` is for any other."""
 
@@ -73,7 +78,7 @@ class _Replicate(InstanceEntry):
     def __call__(self) -> nn.Module:
         module = self.module
         replica = type(module)._replicate_for_data_parallel(module)
-        for name in [name for name, value in vars(replica).items() if isinstance(value, InstanceEntry)]:
+        for name in _entries_of(replica):
             del vars(replica)[name]
         return replica
 
@@ -90,7 +95,7 @@ def guard(module: nn.Module) -> None:
 
 def unguard(module: nn.Module) -> None:
     """Undo ``guard`` if no other entry is left."""
-    entries = {name for name, value in vars(module).items() if isinstance(value, InstanceEntry)}
+    entries = _entries_of(module)
     if entries <= GUARDS.keys():
         for name in entries:
             del vars(module)[name]
