@@ -31,7 +31,7 @@ from sdfastgn.program import program
 _STEPS = 2
 # Ends of the files in which Triton keeps a kernel's code, on NVIDIA's GPUs and AMD's.
 _CODE = {".cubin", ".hsaco"}
-_SIZE = re.compile(r"(\d{1,18})(?:x(\d{1,18}))?")
+_SIZE = re.compile(rf"({options.DIGITS})(?:x({options.DIGITS}))?")
 
 
 def run(

@@ -32,8 +32,9 @@ GUIDED_BATCH = 2
 STEPS = 30
 
 # Of as many digits as a size in PyTorch may have; Python itself refuses to read thousands.
-_NUMBER = re.compile(r"-?\d{1,18}")
-_SHAPE = re.compile(r"\d{1,18}(x\d{1,18})+")
+DIGITS = r"\d{1,18}"
+_NUMBER = re.compile(rf"-?{DIGITS}")
+_SHAPE = re.compile(rf"{DIGITS}(x{DIGITS})+")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
