@@ -16,15 +16,23 @@ from sdfastgn.kernels.common.layout import is_channels_last
 from sdfastgn.kernels.product.op import linear
 from sdfastgn.patches.core.fusion import is_unhooked
 
-__all__ = ["bias_can_move", "conv_relu", "conv_without_bias", "keeps_size", "pointwise"]
+__all__ = ["bias_can_move", "conv_relu", "conv_without_bias", "is_plain_conv", "keeps_size", "pointwise"]
 
 # cuDNN fuses convolution, bias and ReLU for channels in vectors of 16 bytes.
 _CUDNN_CHANNELS = 8
 
 
+def is_plain_conv(conv: nn.Module) -> bool:
+    """True if calling ``conv`` is PyTorch's 2-D convolution and nothing else.
+
+    Seamless tiling replaces ``_conv_forward`` on the instance to pad in its own way.
+    """
+    return type(conv) is nn.Conv2d and "_conv_forward" not in vars(conv) and is_unhooked(conv)
+
+
 def bias_can_move(conv: nn.Module) -> bool:
     """True if the next kernel may add the bias of ``conv``."""
-    return type(conv) is nn.Conv2d and conv.bias is not None and is_unhooked(conv)
+    return is_plain_conv(conv) and conv.bias is not None
 
 
 def keeps_size(conv: nn.Conv2d) -> bool:
@@ -42,7 +50,8 @@ def conv_without_bias(conv: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
 
 def conv_relu(conv: Any, relu: nn.Module, x: Tensor, residual: Tensor | None = None) -> Tensor:
     """``relu(conv(x) + residual)``, in one call of cuDNN where that is allowed."""
-    if not (_fits_cudnn(conv, x, residual) and type(relu) is nn.ReLU and is_unhooked(relu)):
+    is_plain = is_plain_conv(conv) and type(relu) is nn.ReLU and is_unhooked(relu)
+    if not (is_plain and _fits_cudnn(conv, x, residual)):
         y = conv(x)
         return relu(y if residual is None else y + residual)
     where = conv.stride, conv.padding, conv.dilation, conv.groups
@@ -51,11 +60,9 @@ def conv_relu(conv: Any, relu: nn.Module, x: Tensor, residual: Tensor | None = N
     return torch.cudnn_convolution_add_relu(x, conv.weight, residual, 1.0, conv.bias, *where)
 
 
-def _fits_cudnn(conv: Any, x: Tensor, residual: Tensor | None) -> bool:
+def _fits_cudnn(conv: nn.Conv2d, x: Tensor, residual: Tensor | None) -> bool:
     return (
-        type(conv) is nn.Conv2d
-        and is_unhooked(conv)
-        and x.is_cuda
+        x.is_cuda
         and dispatch.is_plain_inference(x, (conv.weight, conv.bias, residual))
         and x.dtype in (torch.float16, torch.bfloat16)
         and all(t is None or t.dtype == x.dtype for t in (conv.weight, conv.bias, residual))
@@ -79,7 +86,7 @@ def pointwise(conv: Any, x: Tensor) -> Tensor:
 
     Only in 16 bits: a product in fp32 is not in TF32 by PyTorch's default, a convolution is.
     """
-    if type(conv) is not nn.Conv2d or not _is_product(conv, x):
+    if not (is_plain_conv(conv) and _is_product(conv, x)):
         return conv(x)
     N, C, H, W = x.shape
     rows = linear(x.permute(0, 2, 3, 1).reshape(N * H * W, C), conv.weight.flatten(1), conv.bias)
@@ -97,6 +104,5 @@ def _is_product(conv: nn.Conv2d, x: Tensor) -> bool:
         and conv.stride == (1, 1)
         and conv.padding in ((0, 0), "valid", "same")
         and conv.groups == 1
-        and is_unhooked(conv)
         and is_channels_last(x)
     )

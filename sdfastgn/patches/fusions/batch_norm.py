@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.patches.core.class_forward import change_class
+from sdfastgn.patches.core.convolution import is_plain_conv
 from sdfastgn.patches.core.fusion import foreign_override, is_unhooked, register_fused, restore_class
 
 __all__ = ["FoldedBatchNorm2d", "fold_into", "foldable", "folded_conv", "forget", "is_folded", "unfold"]
@@ -78,14 +79,14 @@ def forget(conv: nn.Module) -> None:
 
 def folded_conv(conv: Any, norm: Any, x: Tensor) -> Tensor | None:
     """``norm(conv(x))`` as one convolution; None where it is two."""
-    if type(norm) is not FoldedBatchNorm2d or type(conv) is not nn.Conv2d:
+    if type(norm) is not FoldedBatchNorm2d or not is_plain_conv(conv):
         return None
     if norm.training or norm.running_mean is None or norm.running_var is None or x.dim() != 4:
         return None
     made_of = conv.weight, conv.bias, norm.weight, norm.bias, norm.running_mean, norm.running_var
     # PyTorch's training does not count what it writes into the averages. It counts the batches.
     sources: tuple[Any, ...] = (*made_of, norm.num_batches_tracked)
-    if not (is_unhooked(conv) and is_unhooked(norm) and dispatch.is_untraced(x, sources)):
+    if not (is_unhooked(norm) and dispatch.is_untraced(x, sources)):
         return None
     # A graph would replay the folded weight that it has seen, whatever became of the parameters.
     is_captured = x.is_cuda and torch.cuda.is_current_stream_capturing()

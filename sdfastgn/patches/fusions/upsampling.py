@@ -14,13 +14,12 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.upsample.conv import runs_in_phases, upsample_conv2d
 from sdfastgn.kernels.upsample.nearest import upsample_nearest_2x
-from sdfastgn.patches.core.convolution import conv_without_bias, keeps_size
-from sdfastgn.patches.core.fusion import is_unhooked
+from sdfastgn.patches.core.convolution import conv_without_bias, is_plain_conv, keeps_size
 from sdfastgn.patches.core.statistics import add_bias, emits, store_statistics
 
 __all__ = ["conv_of_upsampled", "convolves_at_low_resolution"]
@@ -38,8 +37,7 @@ def conv_of_upsampled(conv: Any, x: Tensor) -> Tensor:
 def convolves_at_low_resolution(conv: Any, x: Tensor) -> bool:
     """True if ``upsample_conv2d`` computes what ``conv`` makes of the upsampled x, and faster."""
     return (
-        type(conv) is nn.Conv2d
-        and is_unhooked(conv)
+        is_plain_conv(conv)
         and keeps_size(conv)
         and (conv.groups, conv.in_channels) == (1, x.shape[1])
         and conv.weight.dtype == x.dtype

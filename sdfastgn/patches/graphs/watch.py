@@ -262,7 +262,8 @@ class Watch:
                 (self._held if has_tensors else self._plain).append(
                     dict.values(value) if isinstance(value, dict) else value
                 )
-        return [(path, item) for item in items]
+        # diffusers' configs are dicts that keep attributes besides.
+        return [(path, item) for item in [*items, getattr(value, "__dict__", None)]]
 
 
 def _reason_of(path: str, module: nn.Module, *, is_root: bool) -> str | None:

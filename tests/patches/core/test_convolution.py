@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from sdfastgn.patches.core.convolution import pointwise
@@ -50,6 +51,11 @@ def hooked(conv):
     return conv
 
 
+def tiled(conv):
+    conv._conv_forward = lambda x, weight, bias: 2 * F.conv2d(x, weight, bias)
+    return conv
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -59,6 +65,7 @@ def hooked(conv):
         pytest.param(lambda conv, x: (Doubled(20, 12, 1).to(x), x), id="subclass"),
         pytest.param(lambda conv, x: (conv, nn.Parameter(x)), id="parameter"),
         pytest.param(lambda conv, x: (hooked(conv), x), id="hook"),
+        pytest.param(lambda conv, x: (tiled(conv), x), id="conv-forward"),
     ],
 )
 def test_what_is_no_product(change, products):

@@ -217,6 +217,11 @@ def test_fused_lora_counts(ran, low):
     assert ran == ["op", "interpolate", "phases", "interpolate"]
 
 
+def around(x, weight, bias):
+    """A convolution of a torus, as seamless tiling puts it into instances."""
+    return F.conv2d(F.pad(x, 4 * [1], mode="circular"), weight, bias)
+
+
 @kernel_samples.interpreted
 @pytest.mark.parametrize(
     ("options", "edit"),
@@ -224,6 +229,7 @@ def test_fused_lora_counts(ran, low):
         pytest.param({"kernel_size": 1, "padding": 0}, None, id="1x1"),
         pytest.param({"kernel_size": 5, "padding": 2}, None, id="5x5"),
         pytest.param({}, lambda conv: setattr(conv, "padding_mode", "circular"), id="circular"),
+        pytest.param({}, lambda conv: setattr(conv, "_conv_forward", around), id="conv-forward"),
         pytest.param({}, lambda conv: setattr(conv, "stride", (2, 2)), id="stride"),
         pytest.param({}, lambda conv: vars(conv).update(dilation=(2, 2), padding=(2, 2)), id="dilation"),
         pytest.param({"padding": 0}, None, id="no-padding"),

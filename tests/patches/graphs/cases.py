@@ -187,6 +187,7 @@ CHANGES = {
     "modules-removed": (nothing, fewer_modules),
     "attribute": (nothing, lambda u: setattr(u.mid_block.resnets[0], "output_scale_factor", 2.0)),
     "eps": (nothing, lambda u: setattr(u.mid_block.resnets[0].norm1, "eps", 0.5)),
+    "config-attribute": (nothing, lambda u: setattr(u.config, "center_input_sample", True)),
     "circular-padding": (nothing, circular),
     "attention-scale": (nothing, attention_scale),
     "inner-hook": (nothing, lambda u: u.mid_block.register_forward_hook(lambda m, i, o: o * 2)),
