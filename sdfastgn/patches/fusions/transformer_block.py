@@ -14,6 +14,7 @@ Under a compiler the block is diffusers' own: the compiler makes the same kernel
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -86,6 +87,17 @@ class FusedBasicTransformerBlock(BasicTransformerBlock):
         )
 
 
+def _register_for_hooks() -> None:
+    """diffusers' hooks that skip blocks (SkipLayerGuidance, AutoGuidance) look them up by exact class."""
+    try:
+        from diffusers.hooks._helpers import TransformerBlockRegistry
+
+        stock = TransformerBlockRegistry.get(BasicTransformerBlock)
+    except (ImportError, ValueError):  # before 0.35 there are no such hooks
+        return
+    TransformerBlockRegistry.register(FusedBasicTransformerBlock, replace(stock))
+
+
 def _has_layer_norms(block: Any) -> bool:
     """True if the block's norms take nothing but tokens, and attention takes them as they are."""
     return block.norm_type == "layer_norm" and block.pos_embed is None
@@ -109,3 +121,4 @@ FUSION = ClassSwap(
     # LayerNorm.
     covers=_has_layer_norms,
 )
+_register_for_hooks()

@@ -290,6 +290,32 @@ def test_double_precision_is_kept():
     torch.testing.assert_close(call(fused, x, context), call(stock, x, context), atol=1e-13, rtol=1e-13)
 
 
+@pytest.mark.parametrize("is_optimized_first", [False, True], ids=["hooked-first", "optimized-first"])
+def test_hooks_that_skip_whole_blocks(is_optimized_first):
+    """SkipLayerGuidance and AutoGuidance set them, and look blocks up by their exact class."""
+    hooks = pytest.importorskip("diffusers.hooks.layer_skip", reason="diffusers before 0.35 has no such hooks")
+
+    class Blocks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList([block(), block()])
+
+        def forward(self, x, **options):
+            return self.blocks[1](self.blocks[0](x, **options), **options)
+
+    stock = Blocks()
+    whole = call(stock)
+    ours = copy.deepcopy(stock)
+    if is_optimized_first:
+        sdfastgn.optimize(ours)
+    for model in (stock, ours):
+        hooks.apply_layer_skip(model, hooks.LayerSkipConfig(indices=[0], fqn="blocks"))
+    sdfastgn.optimize(ours)
+    agree(call(ours), call(stock))
+    assert not torch.allclose(call(ours), whole)
+    assert torch.equal(call(sdfastgn.restore(ours)), call(stock))
+
+
 def _errors(dtype, device):
     """Mean square error of (fused, stock) against fp64 with the same rounded weights and input."""
     fused, stock = (model.to(device, dtype) for model in twins())
