@@ -51,7 +51,11 @@ def conv_norm_act(
     # cuDNN adds a bias in a pass of its own; the normalization adds it for nothing.
     bias = conv.bias if fuses and dispatch.runs_in_triton(h) and bias_can_move(conv) else None
     temb, has_bias = _project(embedding, h, bias)
-    fits = temb is None or (temb.dtype == h.dtype and tuple(temb.shape) == (N, 2 * C if scales else C))
+    fits = temb is None or (
+        embedding.linear is not None  # else its shape broadcasts as the caller wants
+        and temb.dtype == h.dtype
+        and tuple(temb.shape) == (N, 2 * C if scales else C)
+    )
     if not (fits and fuses):
         return _unfused(conv(h), norm, act, embedding, temb)
     operands: dict[str, Tensor | None] = {}

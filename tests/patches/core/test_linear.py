@@ -9,7 +9,7 @@ from torch import nn
 from sdfastgn.patches.core.linear import fused_linear, linear_of
 from tests.kernels import samples
 from tests.patches import cases, changes
-from tests.patches.cases import WHERE, agree, noise, resnet
+from tests.patches.cases import WHERE, agree, image, noise, resnet
 from tests.patches.cases import random_twins as twins
 from tests.patches.cases import resnet_inputs as inputs
 
@@ -119,6 +119,15 @@ def test_one_embedding_for_all_images(ran):
     x = inputs()[0]
     agree(fused(x, noise(1, 8)), stock(x, noise(1, 8)), 5e-5)
     assert ran() == [(1, 6, "silu", 1)]
+
+
+@pytest.mark.parametrize("norm", ["default", "scale_shift"])
+def test_an_embedding_without_a_projection_broadcasts_as_stocks(norm):
+    """A matrix is added to rows and columns of the image, though it has one number a channel."""
+    fused, stock = twins(resnet(temb_channels=None, time_embedding_norm=norm))
+    width = 12 if norm == "scale_shift" else 6
+    args = image(2, 4, 2, 6), noise(2, width)
+    agree(fused(*args), stock(*args))
 
 
 def test_another_dtype_of_the_embedding_is_stocks_error(ran):
