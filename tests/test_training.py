@@ -9,7 +9,7 @@ import functools
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from diffusers import AutoencoderKL, UNet2DConditionModel
 from diffusers.models.resnet import ResnetBlock2D
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -274,6 +276,42 @@ def process_group(tmp_path: Path) -> Iterator[None]:
     )
     yield
     torch.distributed.destroy_process_group()
+
+
+def fully_sharded(model: nn.Module) -> nn.Module:
+    fully_shard(model.mid_block, mesh=(mesh := init_device_mesh("cpu", (1,))))
+    return fully_shard(model, mesh=mesh)
+
+
+def flat_sharded(model: nn.Module) -> nn.Module:
+    return FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("shard", [fully_sharded, flat_sharded])
+def test_steps_of_a_model_in_fsdp(shard: Callable[[nn.Module], nn.Module]) -> None:
+    """Its weights are in FSDP's memory at each call, and at the end of a call some are there still."""
+
+    def losses(is_optimized: bool) -> list[float]:
+        model = shard(worker.build())
+        x, found = noise(2, 1, 8, 8), []
+        with torch.no_grad():
+            model(x, 10)
+        if is_optimized:
+            assert sdfastgn.report(sdfastgn.optimize(model)).channels_last_weights == 0
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        for _ in range(3):
+            loss = model(x, 10).sample.square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    stock = losses(False)
+    assert abs(stock[2] - stock[0]) > 0.01 * stock[0]
+    assert losses(True) == pytest.approx(stock, rel=1e-4)
 
 
 @pytest.mark.usefixtures("process_group")

@@ -22,18 +22,19 @@ from torch import Tensor, nn
 
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.private import is_alone
+from sdfastgn.patches.core.fsdp import modules_in_fsdp
 from sdfastgn.patches.core.hooks import remove_hooks
 from sdfastgn.patches.core.instance_entries import InstanceEntry, guard, unguard
 
 __all__ = [
     "apply",
     "converted_weights",
+    "convertible_modules",
     "is_applied",
     "is_entry",
     "is_exit",
     "restore",
     "unconverted_weights",
-    "without_adapters",
 ]
 
 # In the convolution's __dict__ while converted: (shape, strides). Goes wherever the module goes
@@ -73,24 +74,35 @@ def leave(conv: Any, args: Any, output: Any) -> Any:
 
 def is_entry(path: str, module: nn.Module) -> bool:
     """True if ``module`` is a 2-D convolution through which images come in. ``path`` is dotted."""
-    return isinstance(module, nn.Conv2d) and f".{path}".endswith(_ENTRIES)
+    return isinstance(module, nn.Conv2d) and _path_in_model(path).endswith(_ENTRIES)
 
 
 def is_exit(path: str, module: nn.Module) -> bool:
     """True if ``module`` is a 2-D convolution through which images go out. ``path`` is dotted."""
-    return isinstance(module, nn.Conv2d) and f".{path}".endswith(_EXITS)
+    return isinstance(module, nn.Conv2d) and _path_in_model(path).endswith(_EXITS)
 
 
-def without_adapters(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """``root.named_modules()`` less what adapters have added, which must stay contiguous to be saved."""
-    added: set[nn.Module] = set()
+def _path_in_model(path: str) -> str:
+    """Of a layer within an adapter the path that it has without one, after a dot."""
+    names = path.split(".")
+    while names and names[-1] in _ADAPTED:
+        names.pop()
+    return "." + ".".join(names)
+
+
+def convertible_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """``root.named_modules()`` less those whose weights must stay as they are.
+
+    What adapters have added is saved contiguous. The memory of what FSDP shards is FSDP's.
+    """
+    left = modules_in_fsdp(root)
     for module in root.modules():
         children = dict(module.named_children())
         if not children.keys().isdisjoint(_ADAPTED):
-            added.update(
+            left.update(
                 m for name, child in children.items() if name not in _ADAPTED for m in child.modules()
             )
-    return ((path, module) for path, module in root.named_modules() if module not in added)
+    return ((path, module) for path, module in root.named_modules() if module not in left)
 
 
 # To find the model that a convolution is in.
@@ -110,14 +122,15 @@ class _Apply(InstanceEntry):
         root = self.module
         type(root)._apply(root, fn, recurse)
         if recurse:
-            for _, module in without_adapters(root):
-                _convert(module)
+            for _, module in convertible_modules(root):
+                if _STOCK_LAYOUT not in vars(module):  # else the caller may have asked for another layout
+                    _convert(module)
         return root
 
 
 def apply(root: nn.Module) -> None:
     """Make the convolutions below ``root`` channels-last, now or once they are on a GPU. Idempotent."""
-    for path, module in without_adapters(root):
+    for path, module in convertible_modules(root):
         if is_entry(path, module) and enter not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(enter)
         if is_exit(path, module) and leave not in module._forward_hooks.values():
@@ -148,10 +161,11 @@ def _convert(module: nn.Module) -> None:
 def _new_format(module: nn.Module) -> torch.memory_format | None:
     """The format in which the weight of ``module`` gains on a GPU; None where it stays as it is."""
     memory_format = next((f for kind, f in _FORMATS.items() if isinstance(module, kind)), None)
-    if memory_format is None or _STOCK_LAYOUT in vars(module):
+    if memory_format is None:
         return None
-    weight = module._parameters.get("weight")
-    if weight is None:
+    weight: Any = module._parameters.get("weight")
+    # A subclass is quantized, one of several shards, or has no shape yet.
+    if type(weight) not in (Tensor, nn.Parameter):
         return None
     if (
         weight.dim() != (5 if memory_format is torch.channels_last_3d else 4)
@@ -163,7 +177,7 @@ def _new_format(module: nn.Module) -> torch.memory_format | None:
 
 def unconverted_weights(module: nn.Module) -> int:
     """Number of convolutions below ``module`` whose weights ``apply`` would change, now or later."""
-    return sum(_new_format(m) is not None for _, m in without_adapters(module))
+    return sum(_new_format(m) is not None for _, m in convertible_modules(module))
 
 
 def converted_weights(module: nn.Module) -> int:

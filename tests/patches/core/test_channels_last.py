@@ -73,6 +73,51 @@ def test_only_what_is_below_an_adapter_is_channels_last():
     assert [p.stride() for p in unet.parameters()] == [p.stride() for p in stock.parameters()]
 
 
+def test_images_go_in_and_out_as_ever_where_adapters_were_first():
+    unet = samples.unet().eval()
+    unet.add_adapter(LoraConfig(r=2, target_modules=["conv_in", "conv_out"]), adapter_name="a")
+    sdfastgn.optimize(unet)
+    assert channels_last.enter in unet.conv_in.base_layer._forward_pre_hooks.values()
+    with torch.no_grad():
+        assert CALL(unet).is_contiguous()
+
+
+def test_exchanged_weights_are_laid_out_by_the_next_optimize():
+    stock = samples.unet()
+    unet = sdfastgn.optimize(copy.deepcopy(stock))
+    weights = {name: value.contiguous() * 2 for name, value in unet.state_dict().items()}
+    unet.load_state_dict(weights, assign=True)
+    assert channels_last.unconverted_weights(unet) > 0
+    sdfastgn.optimize(unet)
+    assert channels_last.unconverted_weights(unet) == 0
+    sdfastgn.restore(unet)
+    assert [p.stride() for p in unet.parameters()] == [p.stride() for p in stock.parameters()]
+    assert all(torch.equal(value, weights[name]) for name, value in unet.state_dict().items())
+
+
+def test_another_layout_stays_until_the_next_optimize():
+    """Whoever wants to save the weights asks for it."""
+    unet = sdfastgn.optimize(samples.unet())
+    unet.to(memory_format=torch.contiguous_format)
+    assert all(p.is_contiguous() for p in unet.parameters())
+    sdfastgn.optimize(unet)
+    assert unet.conv_in.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+class Sharded(torch.Tensor):
+    """Stands for a DTensor and for quantized weights."""
+
+
+def test_weights_that_are_more_than_memory_stay_as_they_are():
+    lazy, conv = torch.nn.LazyConv2d(8, 3), torch.nn.Conv2d(8, 8, 3)
+    conv.weight = torch.nn.Parameter(conv.weight.detach().as_subclass(Sharded))
+    model = torch.nn.Sequential(lazy, conv, torch.nn.GroupNorm(2, 8))
+    assert sdfastgn.report(sdfastgn.optimize(model)).channels_last_weights == 0
+    assert conv.weight.is_contiguous()
+    assert model(torch.randn(2, 4, 6, 6)).shape == (2, 8, 2, 2)
+    sdfastgn.restore(model)
+
+
 @pytest.mark.parametrize(
     ("shape", "layout"),
     [

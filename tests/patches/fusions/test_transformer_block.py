@@ -293,7 +293,7 @@ def test_double_precision_is_kept():
 @pytest.mark.parametrize("is_optimized_first", [False, True], ids=["hooked-first", "optimized-first"])
 def test_hooks_that_skip_whole_blocks(is_optimized_first):
     """SkipLayerGuidance and AutoGuidance set them, and look blocks up by their exact class."""
-    hooks = pytest.importorskip("diffusers.hooks.layer_skip", reason="diffusers before 0.35 has no such hooks")
+    hooks = pytest.importorskip("diffusers.hooks.layer_skip", reason="not before diffusers 0.35")
 
     class Blocks(nn.Module):
         def __init__(self):
