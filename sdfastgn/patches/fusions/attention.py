@@ -62,7 +62,7 @@ class FusedAttention(Attention):
         if self.group_norm is not None:
             hidden_states = self.group_norm(hidden_states.transpose(1, 2)).transpose(1, 2)
         query, key, value = self._project(hidden_states, encoder_hidden_states)
-        h = _attend(query, key, value)
+        h = _attend(query, key, value, is_prompt=encoder_hidden_states is not None)
         h = self.to_out[1](call_linear(self.to_out[0], h.transpose(1, 2).flatten(2)))
         if len(shape) == 4:
             h = h.transpose(1, 2).reshape(shape)
@@ -117,9 +117,11 @@ class FusedAttention(Attention):
         self._pack()
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, *, is_prompt: bool) -> Tensor:
     """scaled_dot_product_attention of (N, heads, tokens, channels); kernels for few keys and wide heads."""
-    if dispatch.is_plain_inference(query, (key, value)) and not torch.is_autocast_enabled(query.device.type):
+    # Few keys that are not a prompt's are an image's: each of its sizes would compile a kernel.
+    fits = is_prompt and dispatch.is_plain_inference(query, (key, value))
+    if fits and not torch.is_autocast_enabled(query.device.type):
         found = attend_to_few(query, key, value)
         if found is not None:
             return found

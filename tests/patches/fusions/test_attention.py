@@ -239,6 +239,14 @@ def test_a_prompts_few_keys_have_their_own_kernel(autocast, gradients, tokens, f
     assert kernel_samples.error(y, truth) < 1.1 * kernel_samples.error(call(stock, x, context), truth)
 
 
+def test_an_images_few_tokens_are_pytorchs(monkeypatch):
+    """Each image size has another number of them, and would compile a kernel."""
+    monkeypatch.setattr(attention, "attend_to_few", lambda *heads: pytest.fail("compiles a kernel"))
+    fused, stock = twins()
+    with kernel_samples.kernels(direct=True):
+        agree(call(fused), call(stock))
+
+
 # --- GPU ------------------------------------------------------------------------------------------
 
 HALVES = [pytest.param(torch.float16, id="fp16"), pytest.param(torch.bfloat16, id="bf16")]
