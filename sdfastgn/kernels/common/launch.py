@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sdfastgn.kernels.common import failures, gpu
-from sdfastgn.kernels.common.compile_ahead import wanted_kernels
+from sdfastgn.kernels.common.compile_ahead import rehearsal
 
 __all__ = ["Launch"]
 
@@ -79,10 +79,10 @@ class Launch:
                 pointers.append(pointer)
         aligned = bits & 15 == 0
         if self._run is None or not aligned:
-            wanted = wanted_kernels.get()
-            if wanted is not None:
+            rehearsed = rehearsal.get()
+            if rehearsed is not None:
                 if aligned:
-                    wanted.append((self, tuple(None if t is None else t.dtype for t in tensors)))
+                    rehearsed.add(self, tuple(None if t is None else t.dtype for t in tensors))
                 return
             compiled = self._through_triton(tensors)
             if aligned and hasattr(compiled, "packed_metadata"):  # the interpreter compiles nothing
