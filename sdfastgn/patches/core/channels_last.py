@@ -170,8 +170,9 @@ def _new_format(module: nn.Module) -> torch.memory_format | None:
     if (
         weight.dim() != (5 if memory_format is torch.channels_last_3d else 4)
         or not weight.is_floating_point()
+        or 0 in weight.stride()
     ):
-        return None  # quantized weights are stored in other shapes
+        return None  # quantized weights are stored in other shapes, expanded ones have no memory for it
     return None if weight.is_contiguous(memory_format=memory_format) else memory_format
 
 

@@ -118,6 +118,16 @@ def test_weights_that_are_more_than_memory_stay_as_they_are():
     sdfastgn.restore(model)
 
 
+def test_an_expanded_weight_stays_as_it_is():
+    conv = torch.nn.Conv2d(3, 8, 3)
+    conv.weight = torch.nn.Parameter(torch.randn(8, 1, 3, 3).expand(8, 3, 3, 3))
+    model = torch.nn.Sequential(conv, torch.nn.GroupNorm(2, 8))
+    strides = conv.weight.stride()
+    sdfastgn.optimize(model)
+    assert conv.weight.stride() == strides
+    assert sdfastgn.restore(model)[0].weight.stride() == strides
+
+
 @pytest.mark.parametrize(
     ("shape", "layout"),
     [
