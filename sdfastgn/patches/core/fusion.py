@@ -103,7 +103,7 @@ class ClassSwap:
     def reason_to_skip(self, module: nn.Module) -> str | None:
         return (
             foreign_class(module, self.stock)
-            or foreign_override(module)
+            or foreign_override(module, *(name for source in self.sources for name in source.hashes))
             or unknown_source(*self.sources)
             or self.check(module)
         )
@@ -175,12 +175,16 @@ def foreign_class(module: nn.Module, *stock: type[nn.Module]) -> str | None:
     return f"its class {name} is a subclass of {base.__name__}"
 
 
-def foreign_override(module: nn.Module) -> str | None:
-    """The reason if someone replaced the instance's ``forward``, which makes a class swap dead code."""
-    if not has_foreign_forward(module):
-        return None
-    owner = "accelerate's hooks" if hasattr(module, "_hf_hook") else "other code"
-    return f"{owner} replaced this instance's forward"
+def foreign_override(module: nn.Module, *methods: str) -> str | None:
+    """The reason if someone replaced the instance's ``forward``, which makes a class swap dead code.
+
+    ``methods``: others that the fused class does not call, or whose work it relies upon.
+    """
+    if has_foreign_forward(module):
+        owner = "accelerate's hooks" if hasattr(module, "_hf_hook") else "other code"
+        return f"{owner} replaced this instance's forward"
+    replaced = next((name for name in methods if name != "forward" and name in vars(module)), None)
+    return None if replaced is None else f"other code replaced this instance's {replaced}"
 
 
 def is_unhooked(module: nn.Module) -> bool:

@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch
+from diffusers.models.activations import GEGLU
 from diffusers.models.attention_processor import Attention
 from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.upsampling import Upsample2D
@@ -202,6 +203,17 @@ def test_a_foreign_forward_is_left_alone_and_reported(build, call):
     with pytest.raises(ValueError, match="strict=True"):
         sdfastgn.optimize(sdfastgn.restore(module), strict=True)
     assert snapshot(module) == state
+
+
+def test_another_method_of_the_instance_is_called():
+    stock = GEGLU(6, 8)
+    stock.gelu = torch.relu
+    fused = sdfastgn.optimize(copy.deepcopy(stock))
+    (skipped,) = sdfastgn.report(fused).skipped
+    assert skipped.reason == "other code replaced this instance's gelu"
+    x = torch.randn(2, 3, 6)
+    with kernels(direct=True), torch.no_grad():
+        cases.agree(fused(x), stock(x))
 
 
 @each_fusion
