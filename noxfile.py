@@ -28,6 +28,7 @@ TESTS = (
     "tests/test_batch_norm_module.py",
     "tests/kernels/common/test_private.py",
     "tests/kernels/common/test_launch.py",
+    "tests/kernels/test_autograd.py",
 )
 
 

@@ -62,7 +62,6 @@ class BatchNormGradCall(NamedTuple):
     dbias: bool
     dresidual: bool
 
-    @property
     def wanted(self) -> tuple[bool, ...]:
         return self.dx, self.dweight, self.dbias, self.dresidual
 

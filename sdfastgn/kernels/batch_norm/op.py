@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from sdfastgn.kernels.batch_norm.backward import BATCH_NORM_BACKWARD
-from sdfastgn.kernels.batch_norm.backward_plans import BatchNormGradCall
+from sdfastgn.kernels.batch_norm.backward_plans import BatchNormGradCall, BatchNormGrads
 from sdfastgn.kernels.batch_norm.plain import reference_batch_norm
 from sdfastgn.kernels.batch_norm.plans import BatchNormCall, BatchNormPlan, empty_moments
 from sdfastgn.kernels.common import dispatch
@@ -60,11 +60,12 @@ def _backward(ctx: Any, needs: Any, dy: Tensor | None, *_: None) -> dict[str, Te
     if dy is None:
         return {}
     passes_on = ctx.settings[1] == "identity"
-    wanted = needs.x, needs.weight, needs.bias, needs.residual and not passes_on
-    grads = BATCH_NORM_BACKWARD(BatchNormGradCall._make((dy, *ctx.saved_tensors, *ctx.settings, *wanted)))
+    wanted = [needs.x, needs.weight, needs.bias, needs.residual and not passes_on]
+    grads = BATCH_NORM_BACKWARD(BatchNormGradCall(dy, *ctx.saved_tensors, *ctx.settings, *wanted))
+    found = dict(zip(BatchNormGrads._fields, grads, strict=True))
     if needs.residual and passes_on:
-        grads = grads._replace(residual=dy.to(ctx.residual_dtype))
-    return grads._asdict()
+        found["residual"] = dy.to(ctx.residual_dtype)
+    return found
 
 
 def check_batch_norm(name: str, call: BatchNormCall) -> None:

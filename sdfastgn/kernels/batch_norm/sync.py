@@ -112,9 +112,9 @@ class _InGroup(torch.autograd.Function):
         _, weight, bias, residual, *_ = ctx.needs_input_grad
         passes_on = ctx.settings[1] == "identity"
         # Every process takes part in the sum, whether it wants dx or not.
-        wanted = True, weight, bias, residual and not passes_on
+        wanted = [True, weight, bias, residual and not passes_on]
         shared = Shared(ctx.count, functools.partial(_total, ctx.group))
-        grads = _grads(BatchNormGradCall._make((dy, *ctx.saved_tensors, *ctx.settings, *wanted)), shared)
+        grads = _grads(BatchNormGradCall(dy, *ctx.saved_tensors, *ctx.settings, *wanted), shared)
         if residual and passes_on:
             grads = grads._replace(residual=dy.to(ctx.residual_dtype))
         return *grads, None, None

@@ -24,7 +24,7 @@ class GradOp(Op, Generic[Gradients]):
 
     Args:
         schema: as in ``Op``; one tensor is returned for each gradient that is wanted, in their order.
-        arguments: as in ``Op``, the gradients of the other op's results first; its ``wanted`` tells
+        arguments: as in ``Op``, the gradients of the other op's results first; its ``wanted()`` tells
             for each gradient whether it is.
         gradients: a NamedTuple of the gradients, each None where it is not wanted.
         launch: ``arguments -> gradients`` by kernels, for valid arguments and an x that is not empty.
@@ -43,7 +43,7 @@ class GradOp(Op, Generic[Gradients]):
         empty: Callable[[Any], tuple[Tensor | None, ...]],
     ) -> None:
         def fake(call: Any) -> list[Tensor]:
-            found = zip(empty(call), call.wanted, strict=True)
+            found = zip(empty(call), call.wanted(), strict=True)
             return [grad for grad, want in found if want and grad is not None]
 
         @dispatch.retried
@@ -59,10 +59,10 @@ class GradOp(Op, Generic[Gradients]):
     @dispatch.retried
     def __call__(self, call: Any) -> Gradients:
         """The gradients that are wanted: the cheapest way that is right for ``call``."""
-        wanted = call.wanted
+        wanted = call.wanted()
         if not any(wanted):
             return self._gradients(*[None] * len(wanted))
-        if any(dispatch.is_batched(t) for t in call[:2] if t is not None):  # gradients stand first
+        if any(dispatch.is_batched(t) for t in tuple(call)[:2] if t is not None):  # gradients stand first
             return self._reference(call)
         if call.x.numel() and dispatch.is_plain_inference(call.x, call):
             return self._launch(call)

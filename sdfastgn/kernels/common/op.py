@@ -54,7 +54,6 @@ class Op:
         name = schema.partition("(")[0]
         self.name, self.arguments, self.save = f"sdfastgn.{name}", arguments, save
         self._backward: Any = backward
-        self._none_needed = arguments(*[False] * len(arguments._fields))
         _LIBRARY.define(schema)
         for device in ("CPU", "CUDA"):
             _LIBRARY.impl(name, lambda *args: run(arguments(*args)), device)
@@ -93,7 +92,10 @@ class Op:
 
     def gradients(self, ctx: Any, names: tuple[str, ...], grads: Any) -> tuple[Tensor | None, ...]:
         """What ``backward`` finds for the arguments ``names``, which are those that autograd asks about."""
-        needs = self._none_needed._replace(**dict(zip(names, ctx.needs_input_grad, strict=False)))
+        # Compiled autograd of PyTorch 2.8 traces this: of a NamedTuple it knows the fields, and no
+        # ``_replace``, ``_make``, ``_asdict``, slice or property.
+        asked = dict(zip(names, ctx.needs_input_grad, strict=False))
+        needs = self.arguments(*[asked.get(name, False) for name in self.arguments._fields])
         return tuple(map(self._backward(ctx, needs, *grads).get, names))
 
 

@@ -77,7 +77,8 @@ def _backward(ctx: Any, needs: Any, dy: Tensor | None) -> dict[str, Tensor | Non
         return {}
     x, bias = ctx.saved_tensors
     dtypes = (x.dtype if needs.x else None, bias.dtype if needs.bias else None)
-    return GEGLU_BACKWARD(GegluGradCall(dy, x, bias, *dtypes))._asdict()
+    grads = GEGLU_BACKWARD(GegluGradCall(dy, x, bias, *dtypes))
+    return dict(zip(GegluGrads._fields, grads, strict=True))
 
 
 def _check(name: str, call: GegluCall) -> None:

@@ -38,7 +38,6 @@ class GegluGradCall(NamedTuple):
     dx: torch.dtype | None
     dbias: torch.dtype | None
 
-    @property
     def wanted(self) -> tuple[torch.dtype | None, ...]:
         return self.dx, self.dbias
 

@@ -83,7 +83,6 @@ class GroupNormGradCall(NamedTuple):
     dada_scale: bool
     dada_shift: bool
 
-    @property
     def wanted(self) -> tuple[bool, ...]:
         return self.dx, self.dweight, self.dbias, self.dshift, self.dada_scale, self.dada_shift
 
@@ -162,7 +161,7 @@ class _GradPlan:
         """``apply``, whose first programs make the gradients of parameters, or ``parameters`` without it."""
         N, C, HW = sizes.N, sizes.C, sizes.HW
         block_n, block_c = parameter_config(N, C)
-        programs = ceil_div(C, block_c) if any(call.wanted[1:]) else 0
+        programs = ceil_div(C, block_c) if any(call.wanted()[1:]) else 0
         operands = {"SHIFT_ROWS": call.shift, "SCALE_ROWS": call.ada_scale, "OFFSET_ROWS": call.ada_shift}
         rows = {name: t is not None and t.dim() == 2 and t.shape[0] == N for name, t in operands.items()}
         constants = {"C": C, **rows, "PDL": sizes.pdl, "BLOCK_N": block_n}
@@ -311,7 +310,7 @@ _plans: PlanCache[_GradPlan] = PlanCache()
 def launch_group_norm_grads(call: GroupNormGradCall) -> GroupNormGrads:
     """Gradients by Triton kernels. Arguments are valid, and not empty."""
     # mean, rstd and eps decide nothing.
-    key = plan_key((*call[:2], *call[4:10]), call.activation, call.tokens, call.wanted)
+    key = plan_key((*call[:2], *call[4:10]), call.activation, call.tokens, call.wanted())
     plan = _plans.get(key)
     if plan is None:
         plan = _plans[key] = _GradPlan(call)
@@ -321,7 +320,7 @@ def launch_group_norm_grads(call: GroupNormGradCall) -> GroupNormGrads:
         (empty_dense_like(x, x.dtype) if plan.copies_x else torch.empty_like(x)) if call.dx else None,
         *(
             torch.empty(t.shape, dtype=t.dtype, device=t.device) if t is not None and want else None
-            for t, want in zip(operands, call.wanted[1:], strict=True)
+            for t, want in zip(operands, call.wanted()[1:], strict=True)
         ),
     )
     if plan.copies_x:

@@ -34,7 +34,7 @@ from sdfastgn.kernels.common.checks import (
 from sdfastgn.kernels.common.layout import empty_dense_like, like_dense
 from sdfastgn.kernels.common.op import PlannedOp
 from sdfastgn.kernels.group_norm.backward import GROUP_NORM_BACKWARD
-from sdfastgn.kernels.group_norm.backward_plans import GroupNormGradCall
+from sdfastgn.kernels.group_norm.backward_plans import GroupNormGradCall, GroupNormGrads
 from sdfastgn.kernels.group_norm.plain import plain_group_norm
 from sdfastgn.kernels.group_norm.plans import GroupNormCall, GroupNormPlan, empty_saved
 
@@ -107,9 +107,9 @@ def _save(ctx: Any, call: GroupNormCall, results: tuple[Tensor, Tensor, Tensor])
 def _backward(ctx: Any, needs: Any, dy: Tensor | None, *_: None) -> dict[str, Tensor | None]:
     if dy is None:
         return {}
-    wanted = needs.x, needs.weight, needs.bias, needs.shift, needs.ada_scale, needs.ada_shift
-    call = GroupNormGradCall._make((dy, *ctx.saved_tensors, *ctx.settings, *wanted))
-    return GROUP_NORM_BACKWARD(call)._asdict()
+    wanted = [needs.x, needs.weight, needs.bias, needs.shift, needs.ada_scale, needs.ada_shift]
+    grads = GROUP_NORM_BACKWARD(GroupNormGradCall(dy, *ctx.saved_tensors, *ctx.settings, *wanted))
+    return dict(zip(GroupNormGrads._fields, grads, strict=True))
 
 
 def _check(name: str, call: GroupNormCall) -> None:

@@ -64,7 +64,7 @@ def reference_layer_norm_grads(call: LayerNormGradCall) -> LayerNormGrads:
 def _empty(call: LayerNormGradCall) -> tuple[Tensor, ...]:
     shapes = (call.x.shape, *[call.x.shape[-1:]] * 3)
     return tuple(
-        call.x.new_empty(shape, dtype=dtype) for shape, dtype in zip(shapes, call.wanted, strict=True)
+        call.x.new_empty(shape, dtype=dtype) for shape, dtype in zip(shapes, call.wanted(), strict=True)
     )
 
 

@@ -40,7 +40,6 @@ class LayerNormGradCall(NamedTuple):
     dbias: torch.dtype | None
     dadded: torch.dtype | None
 
-    @property
     def wanted(self) -> tuple[torch.dtype | None, ...]:
         return self.dx, self.dweight, self.dbias, self.dadded
 
@@ -158,7 +157,7 @@ def launch_layer_norm_grads(call: LayerNormGradCall) -> LayerNormGrads:
         rstd=call.rstd.contiguous(),
     )
     # centre, rstd and eps decide nothing.
-    key = plan_key((call.dy, call.dtotal, call.x, call.weight), *call.wanted)
+    key = plan_key((call.dy, call.dtotal, call.x, call.weight), *call.wanted())
     plan = _plans.get(key)
     if plan is None:
         plan = _plans[key] = _GradPlan(call)
@@ -169,7 +168,7 @@ def launch_layer_norm_grads(call: LayerNormGradCall) -> LayerNormGrads:
     grads = LayerNormGrads(
         *(
             None if dtype is None else torch.empty(shape, dtype=dtype, device=x.device)
-            for shape, dtype in zip(shapes, call.wanted, strict=True)
+            for shape, dtype in zip(shapes, call.wanted(), strict=True)
         )
     )
     with gpu.on_device(x.device):
