@@ -27,7 +27,7 @@ def is_plain_conv(conv: nn.Module) -> bool:
 
     Seamless tiling replaces ``_conv_forward`` on the instance to pad in its own way.
     """
-    return type(conv) is nn.Conv2d and "_conv_forward" not in vars(conv) and is_unhooked(conv)
+    return type(conv) is nn.Conv2d and "_conv_forward" not in conv.__dict__ and is_unhooked(conv)
 
 
 def bias_can_move(conv: nn.Module) -> bool:
