@@ -15,7 +15,6 @@ Source: Rombach et al., "High-Resolution Image Synthesis with Latent Diffusion M
 import argparse
 import math
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -33,12 +32,12 @@ from diffusers import (
 )
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+from transformers import CLIPTextConfig, CLIPTextModel
 
 from sdfastgn.bench import digits_pipeline
 from sdfastgn.bench.digits_pipeline import INKS, NUMERALS, SIZE, prompt_of
 from sdfastgn.bench.documents import OptionError
-from sdfastgn.bench.models.pipelines import write_tokenizer
+from sdfastgn.bench.models.pipelines import build_tokenizer, write_tokenizer
 from sdfastgn.bench.options import file_path
 
 LEARNING_RATE = 1e-3
@@ -191,10 +190,10 @@ def encode(vae: Any, digits: Digits, options: argparse.Namespace) -> tuple[Tenso
 
 
 def train_diffusion(
-    latents: Tensor, prompts: Tensor, tokenizer: Any, tokens: int, options: argparse.Namespace
+    latents: Tensor, prompts: Tensor, tokenizer: Any, options: argparse.Namespace
 ) -> tuple[Any, Any]:
     special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    config = CLIPTextConfig(**TEXT, **special, pad_token_id=tokenizer.pad_token_id, vocab_size=tokens)
+    config = CLIPTextConfig(**TEXT, **special, pad_token_id=tokenizer.pad_token_id, vocab_size=len(tokenizer))
     text_encoder = CLIPTextModel(config).to(options.device).train()
     unet = UNet2DConditionModel(**UNET).to(options.device).train()
     scheduler = DDIMScheduler(**SCHEDULER)
@@ -269,10 +268,8 @@ def main() -> int:
     classifier = train_classifier(digits, options)
     vae = train_autoencoder(digits, options)
     latents, prompts = encode(vae, digits, options)
-    with tempfile.TemporaryDirectory() as folder:
-        tokens = write_tokenizer(Path(folder), digits_pipeline.WORDS)
-        tokenizer = CLIPTokenizer.from_pretrained(folder)
-    unet, text_encoder = train_diffusion(latents, prompts, tokenizer, tokens, options)
+    tokenizer = build_tokenizer(digits_pipeline.WORDS)
+    unet, text_encoder = train_diffusion(latents, prompts, tokenizer, options)
     save(options.output, classifier, vae, unet, text_encoder, tokenizer)
     read = count_read(options.output, options.device)
     print(f"wrote {options.output}; the classifier reads {read} of {IMAGES} images as their prompts say")
