@@ -69,7 +69,7 @@ def _operation(
     # ATen's backward is that of the forward which ran.
     calls = {"cudnn": _stock, "aten": torch.backends.cudnn.flags(enabled=False)(_stock), "sdfastgn": _ours}
     return Operation(
-        lambda shape: {**per_channel(shape, shape[1]), **({"residual": shape} if residual else {})},
+        lambda shape: {**per_channel(shape), **({"residual": shape} if residual else {})},
         lambda x, *others: with_averages(_stock)(x)(x, *others),
         tuple(
             Provider(f"{name}_{layout}", with_averages(call), channels_last=layout == "nhwc")
