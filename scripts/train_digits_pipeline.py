@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from diffusers import (
@@ -31,6 +30,7 @@ from diffusers import (
     UNet2DConditionModel,
 )
 from safetensors.torch import load_file, save_file
+from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel
 
@@ -83,16 +83,10 @@ SCHEDULER = {
 class Digits:
     """The scanned digits (N, 1, 8, 8) in [0, 1] and their values, and images drawn from them."""
 
-    def __init__(self, path: Path | None, device: str) -> None:
-        if path is None:
-            from sklearn.datasets import load_digits
-
-            loaded = load_digits()
-            pixels, values = loaded.images, loaded.target
-        else:
-            pixels, values = (np.load(path)[name] for name in ("images", "target"))
-        self.pixels = torch.as_tensor(pixels, dtype=torch.float32, device=device)[:, None] / 16
-        self.values = torch.as_tensor(values, dtype=torch.long, device=device)
+    def __init__(self, device: str) -> None:
+        loaded = load_digits()
+        self.pixels = torch.as_tensor(loaded.images, dtype=torch.float32, device=device)[:, None] / 16
+        self.values = torch.as_tensor(loaded.target, dtype=torch.long, device=device)
         self.inks = torch.tensor(list(INKS.values()), device=device)
 
     # The bf16 of autocast would move the grid by a tenth of a pixel.
@@ -253,7 +247,6 @@ def count_read(output: Path, device: str) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder for the pipeline")
-    parser.add_argument("--digits", type=Path, help="npz of images and target, where scikit-learn is missing")
     parser.add_argument("--steps", type=int, default=4500, help="of the UNet; the others take a share of it")
     parser.add_argument("--batch-size", type=int, default=1024, help="latents a step, divisible by 4")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -264,7 +257,7 @@ def main() -> int:
     except OptionError as error:
         parser.error(str(error))
     torch.manual_seed(options.seed)
-    digits = Digits(options.digits, options.device)
+    digits = Digits(options.device)
     classifier = train_classifier(digits, options)
     vae = train_autoencoder(digits, options)
     latents, prompts = encode(vae, digits, options)
