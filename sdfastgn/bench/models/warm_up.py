@@ -83,7 +83,7 @@ def measure(
     timed = [timing.time_once(call, device) for call in (first_image, *[workload.call] * (IMAGES - 1))]
     most = (torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved)
     mib = [counted(device) / 2**20 if on_gpu else None for counted in most]
-    scale = workloads.latent_scale(pipe)
+    scale = pipe.vae_scale_factor
     inputs = workloads.step_inputs(config, pipe.unet, scale, size=new_size, batch=2 * config.batch)
     with torch.no_grad():
         new_size_s = [
