@@ -115,7 +115,7 @@ def step_inputs(config: BenchConfig, unet: Any, scale: int, **changes: Any) -> d
     """Keyword arguments of one UNet step; ``changes`` are other sizes or batches than the config's."""
     # By the UNet's own configuration: loaded weights need not be those of --model.
     where = {"size": config.size, "batch": config.batch, "scale": scale, **changes}
-    return architectures.unet_inputs(unet.config, **_drawn(config), **where)
+    return model_inputs.unet_inputs(unet.config, **_drawn(config), **where)
 
 
 def _drawn(config: BenchConfig) -> dict[str, Any]:
