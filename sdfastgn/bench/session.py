@@ -14,7 +14,7 @@ from sdfastgn.bench import page, processes
 from sdfastgn.bench.documents import OK, WRONG, OptionError, document, images_path, write_json
 from sdfastgn.bench.environment import environment
 from sdfastgn.bench.kernels import run as kernels
-from sdfastgn.bench.kernels.suite import COPY, KernelConfig, KernelRow, shape_text
+from sdfastgn.bench.kernels.suite import COPY, KernelConfig, KernelRow
 from sdfastgn.bench.kernels.suites import SUITES
 from sdfastgn.bench.models import host, warm_up
 from sdfastgn.bench.models import run as end_to_end
@@ -117,10 +117,6 @@ def _run_bench(
         print_lines(out, [NO_GPU])
     with watched(len(configs) * len(variants), quiet=quiet) as (on_start, on_done):
         for config in configs:
-
-            def on_variant(name: str, part: str = config.part) -> None:
-                on_start(f"{part}: {name}")
-
             images: dict[str, Any] = {}
             found: list[Row] = []
 
@@ -132,7 +128,7 @@ def _run_bench(
                 _write(result, json, html)
                 on_done(end_to_end_tables.row_line(row))
 
-            end_to_end.run(config, variants, on_variant=on_variant, on_row=on_row, images=images)
+            end_to_end.run(config, variants, on_variant=on_start, on_row=on_row, images=images)
             _print_part(out, config, found)
             rows += found
     for table in preset_tables(result):
@@ -195,7 +191,7 @@ def run_kernels(config: KernelConfig, *, json: Path | None = None, plot: Path | 
         rows = kernels.run(
             suite,
             config,
-            on_cell=lambda shape, name: on_start(f"{shape_text(shape)} {name}"),
+            on_cell=on_start,
             on_row=lambda row: on_done(kernel_tables.cell_line(row)),
             on_shape=write,
         )

@@ -254,13 +254,13 @@ def run(
     variants: Sequence[Variant],
     *,
     workload: Workload | None = None,
-    on_variant: Callable[[str], object] = lambda name: None,
+    on_variant: Callable[[str], object] = lambda what: None,
     on_row: Callable[[Row], object] = lambda row: None,
     images: dict[str, Any] | None = None,
 ) -> list[Row]:
     """Measures ``variants`` on one workload, all under the same global switches.
 
-    ``workload`` is an already built one. ``on_variant`` gets a variant's name before it starts,
+    ``workload`` is an already built one. ``on_variant`` gets part and variant before it starts,
     ``on_row`` each row as soon as there is one, ``images`` a pipeline's first right image by
     variant and, where that was asked for, under ``"fp32"``.
     """
@@ -274,7 +274,7 @@ def run(
         workload, stock = _stock(config, workload, {} if images is None else images)
         rows = []
         for variant in variants:
-            on_variant(variant.name)
+            on_variant(f"{config.part}: {variant.name}")
             meeting = Meeting()
             rows.append(_attempt(config, variant, workload, stock, meeting))
             meeting.leave(rows[-1].reason)
