@@ -26,7 +26,7 @@ from sdfastgn.bench.tables import end_to_end as end_to_end_tables
 from sdfastgn.bench.tables import kernels as kernel_tables
 from sdfastgn.bench.tables import plots
 from sdfastgn.bench.tables import profile as profile_tables
-from sdfastgn.bench.tables.markdown import package_versions, source_line
+from sdfastgn.bench.tables.markdown import source_line
 from sdfastgn.bench.tables.pipelines import host_table, warm_up_table
 from sdfastgn.bench.tables.results import (
     Result,
@@ -45,8 +45,7 @@ GATE = "correctness gate, before any time"
 
 def _where(environment: dict[str, Any]) -> str:
     switches = ", ".join(f"{name}={value}" for name, value in environment["switches"].items())
-    machine = environment["gpu"] or environment["machine"]
-    return f"{machine}, {package_versions(environment)}; for every variant {switches}"
+    return f"{source_line({'environment': environment})}; for every variant {switches}"
 
 
 def _print_part(out: Console, config: BenchConfig, rows: Sequence[Row]) -> None:
