@@ -23,8 +23,6 @@ from sdfastgn.bench.kernels.suite import (
     per_channel,
 )
 
-__all__ = ["BATCH_NORM"]
-
 # Running averages: about those of the operands, which have mean 0.5 and deviation 1.5.
 _MEAN, _VAR = 0.5, 2.0
 
