@@ -5,10 +5,7 @@ python scripts/time_comfyui.py build/ComfyUI --model sdxl --json benchmarks/h200
 
 from __future__ import annotations
 
-import json
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,6 +17,7 @@ from sdfastgn.bench import comfyui, timing
 from sdfastgn.bench.documents import document, write_json
 from sdfastgn.bench.environment import environment
 from sdfastgn.bench.images import relative_error
+from sdfastgn.bench.processes import in_a_process
 
 # Variant -> ComfyUI's arguments for it.
 VARIANTS = {"stock": [], "channels_last": ["--force-channels-last"], "sdfastgn": []}
@@ -33,7 +31,6 @@ def main(
     size: Annotated[int, typer.Option(help="pixels; 0: 512, SDXL 1024")] = 0,
     steps: Annotated[int, typer.Option(help="of the sampler, each a call with guidance")] = 30,
     json_path: Annotated[Path | None, typer.Option("--json", help="where the results go")] = None,
-    variant: Annotated[str, typer.Option(help="only this one, in this process")] = "",
 ) -> None:
     """Random weights in fp16; each variant in a process of its own."""
     if model not in comfyui.MODELS:
@@ -41,20 +38,10 @@ def main(
     if not (folder / "comfy").is_dir():
         raise typer.BadParameter(f"{str(folder)!r} is no checkout of ComfyUI", param_hint="folder")
     size = size or {"sd15": 512, "sdxl": 1024}[model]
-    if variant:
-        print(json.dumps(times_of(variant, folder, model, size, steps)))
-        return
     config = {"model": model, "size": size, "steps": steps}
     content = document("comfyui", environment(torch.device("cuda")), config, [])
     for name in VARIANTS:
-        command = [sys.executable, __file__, str(folder), "--model", model, "--size", str(size)]
-        done = subprocess.run(
-            [*command, "--steps", str(steps), "--variant", name],
-            stdout=subprocess.PIPE,
-            text=True,
-            check=True,
-        )
-        found = json.loads(done.stdout.splitlines()[-1])
+        found = in_a_process(times_of, name, folder, model, size, steps)
         content["rows"].append({"variant": name, **found})
         print(f"{name}: {found['it_per_s']:.2f} it/s, VAE decode {found['decode_ms']:.1f} ms")
         if json_path is not None:

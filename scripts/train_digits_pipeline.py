@@ -15,13 +15,11 @@ Source: Rombach et al., "High-Resolution Image Synthesis with Latent Diffusion M
 import argparse
 import math
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from diffusers import (
@@ -32,13 +30,14 @@ from diffusers import (
     UNet2DConditionModel,
 )
 from safetensors.torch import load_file, save_file
+from sklearn.datasets import load_digits
 from torch import Tensor, nn
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+from transformers import CLIPTextConfig, CLIPTextModel
 
 from sdfastgn.bench import digits_pipeline
 from sdfastgn.bench.digits_pipeline import INKS, NUMERALS, SIZE, prompt_of
 from sdfastgn.bench.documents import OptionError
-from sdfastgn.bench.models.pipelines import write_tokenizer
+from sdfastgn.bench.models.pipelines import build_tokenizer, write_tokenizer
 from sdfastgn.bench.options import file_path
 
 LEARNING_RATE = 1e-3
@@ -84,16 +83,10 @@ SCHEDULER = {
 class Digits:
     """The scanned digits (N, 1, 8, 8) in [0, 1] and their values, and images drawn from them."""
 
-    def __init__(self, path: Path | None, device: str) -> None:
-        if path is None:
-            from sklearn.datasets import load_digits
-
-            loaded = load_digits()
-            pixels, values = loaded.images, loaded.target
-        else:
-            pixels, values = (np.load(path)[name] for name in ("images", "target"))
-        self.pixels = torch.as_tensor(pixels, dtype=torch.float32, device=device)[:, None] / 16
-        self.values = torch.as_tensor(values, dtype=torch.long, device=device)
+    def __init__(self, device: str) -> None:
+        loaded = load_digits()
+        self.pixels = torch.as_tensor(loaded.images, dtype=torch.float32, device=device)[:, None] / 16
+        self.values = torch.as_tensor(loaded.target, dtype=torch.long, device=device)
         self.inks = torch.tensor(list(INKS.values()), device=device)
 
     # The bf16 of autocast would move the grid by a tenth of a pixel.
@@ -191,10 +184,10 @@ def encode(vae: Any, digits: Digits, options: argparse.Namespace) -> tuple[Tenso
 
 
 def train_diffusion(
-    latents: Tensor, prompts: Tensor, tokenizer: Any, tokens: int, options: argparse.Namespace
+    latents: Tensor, prompts: Tensor, tokenizer: Any, options: argparse.Namespace
 ) -> tuple[Any, Any]:
     special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    config = CLIPTextConfig(**TEXT, **special, pad_token_id=tokenizer.pad_token_id, vocab_size=tokens)
+    config = CLIPTextConfig(**TEXT, **special, pad_token_id=tokenizer.pad_token_id, vocab_size=len(tokenizer))
     text_encoder = CLIPTextModel(config).to(options.device).train()
     unet = UNet2DConditionModel(**UNET).to(options.device).train()
     scheduler = DDIMScheduler(**SCHEDULER)
@@ -254,7 +247,6 @@ def count_read(output: Path, device: str) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder for the pipeline")
-    parser.add_argument("--digits", type=Path, help="npz of images and target, where scikit-learn is missing")
     parser.add_argument("--steps", type=int, default=4500, help="of the UNet; the others take a share of it")
     parser.add_argument("--batch-size", type=int, default=1024, help="latents a step, divisible by 4")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -265,14 +257,12 @@ def main() -> int:
     except OptionError as error:
         parser.error(str(error))
     torch.manual_seed(options.seed)
-    digits = Digits(options.digits, options.device)
+    digits = Digits(options.device)
     classifier = train_classifier(digits, options)
     vae = train_autoencoder(digits, options)
     latents, prompts = encode(vae, digits, options)
-    with tempfile.TemporaryDirectory() as folder:
-        tokens = write_tokenizer(Path(folder), digits_pipeline.WORDS)
-        tokenizer = CLIPTokenizer.from_pretrained(folder)
-    unet, text_encoder = train_diffusion(latents, prompts, tokenizer, tokens, options)
+    tokenizer = build_tokenizer(digits_pipeline.WORDS)
+    unet, text_encoder = train_diffusion(latents, prompts, tokenizer, options)
     save(options.output, classifier, vae, unet, text_encoder, tokenizer)
     read = count_read(options.output, options.device)
     print(f"wrote {options.output}; the classifier reads {read} of {IMAGES} images as their prompts say")

@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["MODELS", "VAE", "conditioning", "import_comfyui", "load_model", "load_vae"]
-
 # ComfyUI imports them for models that nobody loads here. Their builds have to be that of torch, so they
 # are rarely at hand.
 _NOT_NEEDED = ("torchvision", "torchaudio")

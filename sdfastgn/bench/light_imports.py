@@ -12,8 +12,6 @@ import sys
 import types
 from typing import Any
 
-__all__ = ["import_model_classes"]
-
 _NEEDLESS = ("accelerate", "peft", "scipy", "sklearn", "transformers")
 
 

@@ -1,12 +1,14 @@
-"""The processes of ``accelerate launch`` or ``torchrun``, each with a device of its own."""
+"""Fresh processes, and those of ``accelerate launch`` or ``torchrun``, each with a device of its own."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import multiprocessing
 import os
 from collections.abc import Callable, Iterator
-from typing import Any
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any, TypeVar
 
 import torch
 
@@ -14,9 +16,17 @@ from sdfastgn.bench.documents import OptionError
 from sdfastgn.bench.timing import time_once
 from sdfastgn.kernels.common.failures import one_line
 
+T = TypeVar("T")
+
 # How long a process waits for the slowest: its compiling, or its share of a day's images. NCCL
 # would give up after ten minutes.
 PATIENCE = datetime.timedelta(days=2)
+
+
+def in_a_process(fn: Callable[..., T], *arguments: Any, **options: Any) -> T:
+    """What ``fn`` returns in a fresh process; its errors are raised here."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(fn, *arguments, **options).result()
 
 
 def launched() -> bool:

@@ -14,7 +14,7 @@ from sdfastgn.bench import page, processes
 from sdfastgn.bench.documents import OK, WRONG, OptionError, document, images_path, write_json
 from sdfastgn.bench.environment import environment
 from sdfastgn.bench.kernels import run as kernels
-from sdfastgn.bench.kernels.suite import COPY, KernelConfig, KernelRow, shape_text
+from sdfastgn.bench.kernels.suite import COPY, KernelConfig, KernelRow
 from sdfastgn.bench.kernels.suites import SUITES
 from sdfastgn.bench.models import host, warm_up
 from sdfastgn.bench.models import run as end_to_end
@@ -26,7 +26,7 @@ from sdfastgn.bench.tables import end_to_end as end_to_end_tables
 from sdfastgn.bench.tables import kernels as kernel_tables
 from sdfastgn.bench.tables import plots
 from sdfastgn.bench.tables import profile as profile_tables
-from sdfastgn.bench.tables.markdown import package_versions, source_line
+from sdfastgn.bench.tables.markdown import source_line
 from sdfastgn.bench.tables.pipelines import host_table, warm_up_table
 from sdfastgn.bench.tables.results import (
     Result,
@@ -45,8 +45,7 @@ GATE = "correctness gate, before any time"
 
 def _where(environment: dict[str, Any]) -> str:
     switches = ", ".join(f"{name}={value}" for name, value in environment["switches"].items())
-    machine = environment["gpu"] or environment["machine"]
-    return f"{machine}, {package_versions(environment)}; for every variant {switches}"
+    return f"{source_line({'environment': environment})}; for every variant {switches}"
 
 
 def _print_part(out: Console, config: BenchConfig, rows: Sequence[Row]) -> None:
@@ -117,10 +116,6 @@ def _run_bench(
         print_lines(out, [NO_GPU])
     with watched(len(configs) * len(variants), quiet=quiet) as (on_start, on_done):
         for config in configs:
-
-            def on_variant(name: str, part: str = config.part) -> None:
-                on_start(f"{part}: {name}")
-
             images: dict[str, Any] = {}
             found: list[Row] = []
 
@@ -132,7 +127,7 @@ def _run_bench(
                 _write(result, json, html)
                 on_done(end_to_end_tables.row_line(row))
 
-            end_to_end.run(config, variants, on_variant=on_variant, on_row=on_row, images=images)
+            end_to_end.run(config, variants, on_variant=on_start, on_row=on_row, images=images)
             _print_part(out, config, found)
             rows += found
     for table in preset_tables(result):
@@ -195,7 +190,7 @@ def run_kernels(config: KernelConfig, *, json: Path | None = None, plot: Path | 
         rows = kernels.run(
             suite,
             config,
-            on_cell=lambda shape, name: on_start(f"{shape_text(shape)} {name}"),
+            on_cell=on_start,
             on_row=lambda row: on_done(kernel_tables.cell_line(row)),
             on_shape=write,
         )

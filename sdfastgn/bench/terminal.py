@@ -10,14 +10,8 @@ from typing import Literal
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.markup import escape
+from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -106,11 +100,10 @@ def watched(
     ``on_start`` gets a measurement's name, ``on_done`` its line; an empty one is not shown. Without
     a terminal there are the lines alone, and nothing if ``quiet``.
     """
-    columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn()
-    times = TimeElapsedColumn(), TimeRemainingColumn()
+    columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn())
     # On standard error, so that a redirected standard output holds the tables only.
     errors = Console(stderr=True, highlight=False, quiet=quiet)
-    shown = Progress(*columns, *times, console=errors, transient=True, disable=not errors.is_terminal)
+    shown = Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal)
     with shown as progress:
         task = progress.add_task("building", total=total)
 
@@ -119,4 +112,4 @@ def watched(
                 progress.console.print(Text(line), soft_wrap=True)
             progress.advance(task)
 
-        yield (lambda name: progress.update(task, description=name)), on_done
+        yield (lambda name: progress.update(task, description=escape(name))), on_done

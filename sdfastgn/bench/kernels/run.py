@@ -31,6 +31,7 @@ from sdfastgn.bench.kernels.suite import (
     Provider,
     Shape,
     Suite,
+    shape_text,
 )
 from sdfastgn.bench.models.workload import DTYPES
 from sdfastgn.kernels.common.failures import one_line
@@ -214,7 +215,7 @@ def run(
     suite: Suite,
     config: KernelConfig,
     *,
-    on_cell: Callable[[Shape, str], object] = lambda shape, name: None,
+    on_cell: Callable[[str], object] = lambda what: None,
     on_row: Callable[[KernelRow], object] = lambda row: None,
     on_shape: Callable[[list[KernelRow]], object] = lambda rows: None,
 ) -> list[KernelRow]:
@@ -229,7 +230,7 @@ def run(
             case: tuple[Operation, _Case] | None = None  # one operation's data at a time
             first = len(rows)
             for operation, provider, what in suite.cells_of(config.providers):
-                on_cell(shape, provider.name)
+                on_cell(f"{shape_text(shape)} {provider.name}")
                 row = KernelRow(shape, provider.name, OK, task=operation.label(what))
                 if (reason := _unavailable(provider, shape, config)) is not None:
                     row.status, row.reason = UNAVAILABLE, reason

@@ -92,9 +92,9 @@ def rivals(reference: Call, ours: Call, *, layouts: bool = True) -> tuple[Provid
     return (*eager, fixed("sdfastgn", ours), inductor(reference))
 
 
-def per_channel(shape: Shape, channels: int, *more: str) -> dict[str, Shape]:
-    """Sizes of x, and of what has one value a channel."""
-    return {"x": shape, **dict.fromkeys(("weight", "bias", *more), (channels,))}
+def per_channel(shape: Shape, *more: str, axis: int = 1) -> dict[str, Shape]:
+    """Sizes of x, and of what has one value a channel: weight, bias and ``more``."""
+    return {"x": shape, **dict.fromkeys(("weight", "bias", *more), (shape[axis],))}
 
 
 # ---- suites

@@ -59,10 +59,6 @@ def _with_statistics(
 # ---- GroupNorm
 
 
-def _group_norm_sizes(shape: Shape) -> dict[str, Shape]:
-    return per_channel(shape, shape[1])
-
-
 def _group_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.group_norm(x, GROUPS, weight, bias, EPS)
 
@@ -124,9 +120,7 @@ _TRAINING = Suite(
     axes="NxCxHxW",
     shape_sets={"unet": _UNET, "large": _LARGE, "all": _UNET + _LARGE},
     operations=(
-        Operation(
-            _group_norm_sizes, _group_norm_silu, rivals(_group_norm_silu, _ours_silu), (TRAINING, BOTH)
-        ),
+        Operation(per_channel, _group_norm_silu, rivals(_group_norm_silu, _ours_silu), (TRAINING, BOTH)),
     ),
     baseline="eager_nchw",
     divisor=GROUPS,
@@ -138,7 +132,7 @@ _INFERENCE = replace(
     title=f"GroupNorm({GROUPS}) + SiLU",
     operations=(
         Operation(
-            _group_norm_sizes,
+            per_channel,
             _group_norm_silu,
             # stable-fast is last, because its import touches Triton.
             (
@@ -151,7 +145,7 @@ _INFERENCE = replace(
     ),
     extras=(
         Operation(
-            _group_norm_sizes,
+            per_channel,
             _group_norm_silu,
             (Provider("sdfastgn_given", _given_statistics),),
             task="statistics given",
@@ -182,7 +176,7 @@ _ISSUE_28201 = replace(
     shape_sets={"all": ((128, 256, 28, 28), (256, 512, 56, 56))},
     operations=(
         Operation(
-            _group_norm_sizes,
+            per_channel,
             _group_norm,
             (
                 *both_layouts("eager", _group_norm),
@@ -213,7 +207,7 @@ _INSTANCE_NORM = Suite(
     },
     operations=(
         Operation(
-            lambda shape: per_channel((shape[0], shape[-1], *shape[1:-1]), shape[-1]),
+            lambda shape: per_channel((shape[0], shape[-1], *shape[1:-1])),
             _instance_norm,
             (
                 *both_layouts("eager", _instance_norm, "ncdhw", "ndhwc"),
@@ -254,13 +248,13 @@ _LAYER_NORM = Suite(
     shape_sets={"rows": _ROWS, "unet": _TOKENS, "all": _ROWS + _TOKENS},
     operations=(
         Operation(
-            lambda shape: per_channel(shape, shape[-1]),
+            functools.partial(per_channel, axis=-1),
             _layer_norm,
             rivals(_layer_norm, functools.partial(sdfastgn.layer_norm, eps=EPS), layouts=False),
             (FORWARD, BOTH),
         ),
         Operation(
-            lambda shape: {"x": shape, "residual": shape, **per_channel(shape, shape[-1], "add_bias")},
+            lambda shape: {"x": shape, "residual": shape, **per_channel(shape, "add_bias", axis=-1)},
             _add_layer_norm,
             rivals(
                 _add_layer_norm,

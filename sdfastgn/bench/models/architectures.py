@@ -108,16 +108,9 @@ def build_vae(
     return _build(AutoencoderKL, {**VAES[model], "force_upcast": False}, dtype, device, seed)
 
 
-def unet_inputs(
-    model: str | Mapping[str, Any], *, size: int, batch: int, seed: int, scale: int = 8, **where: Any
-) -> dict[str, Any]:
-    """Keyword arguments of one UNet step, with the embeddings that its configuration asks for.
-
-    ``model`` is a name or the configuration of a UNet that was loaded; ``size`` in pixels of the
-    square image, of which a latent has ``scale`` on a side; ``where`` are dtype and device.
-    """
-    config = UNETS[model] if isinstance(model, str) else model
-    return model_inputs.unet_inputs(config, size=size, batch=batch, seed=seed, scale=scale, **where)
+def unet_inputs(model: str, **options: Any) -> dict[str, Any]:
+    """Keyword arguments of one step of the UNet of ``model``: :func:`sdfastgn.model_inputs.unet_inputs`."""
+    return model_inputs.unet_inputs(UNETS[model], **options)
 
 
 def vae_latents(model: str | Mapping[str, Any], *, size: int, batch: int, seed: int, **where: Any) -> Tensor:

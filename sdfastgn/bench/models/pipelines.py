@@ -80,18 +80,18 @@ def load_pipeline(
     return pipe.to(device)
 
 
-def build_tokenizer() -> CLIPTokenizer:
-    """A CLIP tokenizer of single bytes, see :func:`write_tokenizer`."""
+def build_tokenizer(words: Iterable[str] = ()) -> CLIPTokenizer:
+    """A CLIP tokenizer of single bytes and ``words``, see :func:`write_tokenizer`."""
     # Through files: the constructors of transformers 4 and 5 share no argument.
     with tempfile.TemporaryDirectory() as folder:
-        write_tokenizer(Path(folder))
+        write_tokenizer(Path(folder), words)
         return CLIPTokenizer.from_pretrained(folder)
 
 
-def write_tokenizer(folder: Path, words: Iterable[str] = ()) -> int:
-    """Writes the files of a CLIP tokenizer into ``folder`` and returns how many tokens it has.
+def write_tokenizer(folder: Path, words: Iterable[str] = ()) -> None:
+    """Writes the files of a CLIP tokenizer into ``folder``.
 
-    They are the 256 bytes, inside and at the end of a word, two special tokens, and ``words``,
+    Its tokens are the 256 bytes, inside and at the end of a word, two special ones, and ``words``,
     each with its beginnings.
     """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -109,7 +109,6 @@ def write_tokenizer(folder: Path, words: Iterable[str] = ()) -> int:
     (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]))
     config = {"tokenizer_class": "CLIPTokenizer", "model_max_length": 77}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return len(tokens)
 
 
 def _text_encoder(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from sdfastgn.bench import timing
-from sdfastgn.bench.documents import FAILED, OK, UNAVAILABLE, WRONG
+from sdfastgn.bench.documents import FAILED, OK, UNAVAILABLE, WRONG, OptionError
 from sdfastgn.bench.environment import environment
 from sdfastgn.bench.images import relative_error
 from sdfastgn.bench.models import gate, profiling
@@ -103,12 +103,16 @@ def _free(device: torch.device) -> None:
             torch.cuda.empty_cache()
 
 
-def _reference(config: BenchConfig, workload: Workload, images: dict[str, Any]) -> Reference:
+def _stock(
+    config: BenchConfig, workload: Workload | None, images: dict[str, Any]
+) -> tuple[Workload, Reference]:
+    """The workload, built if there is none, and stock's output or why there is none."""
     try:
+        workload = workload or BUILDERS[config.part](config)
         first_call_s, output = timing.time_once(workload.call, config.torch_device)
         output = gate.kept(output)
         if problem := gate.problem(config, output):
-            return Reference(status=WRONG, reason=problem)
+            return workload, Reference(status=WRONG, reason=problem)
         if config.part == "pipeline":
             images["eager"] = output[0]
         stock = Reference(output, first_call_s, images=images)
@@ -118,23 +122,14 @@ def _reference(config: BenchConfig, workload: Workload, images: dict[str, Any]) 
                 images["fp32"] = fp32[0]
             error = relative_error(gate.tensors(output), gate.tensors(fp32))
             stock = replace(stock, fp32=fp32, fp32_error=error)
-        return stock
+        return workload, stock
+    except OptionError:
+        raise
     except Exception as error:  # too little memory, or weights of another architecture
-        return Reference(status=FAILED, reason=f"stock eager fails: {one_line(error)}")
+        failed = Reference(status=FAILED, reason=f"stock eager fails: {one_line(error)}")
+        return workload or Workload(None, lambda: None, None), failed
     finally:
         _free(config.torch_device)
-
-
-def _stock(
-    config: BenchConfig, workload: Workload | None, images: dict[str, Any]
-) -> tuple[Workload, Reference]:
-    """The workload, built if there is none, and stock's output. What does not fit fails as stock's call."""
-    try:
-        workload = workload or BUILDERS[config.part](config)
-    except torch.OutOfMemoryError as error:
-        reason = f"stock eager fails: {one_line(error)}"
-        return Workload(None, lambda: None, None), Reference(status=FAILED, reason=reason)
-    return workload, _reference(config, workload, images)
 
 
 def _no_graph_reason(config: BenchConfig, variant: Variant) -> str:
@@ -259,13 +254,13 @@ def run(
     variants: Sequence[Variant],
     *,
     workload: Workload | None = None,
-    on_variant: Callable[[str], object] = lambda name: None,
+    on_variant: Callable[[str], object] = lambda what: None,
     on_row: Callable[[Row], object] = lambda row: None,
     images: dict[str, Any] | None = None,
 ) -> list[Row]:
     """Measures ``variants`` on one workload, all under the same global switches.
 
-    ``workload`` is an already built one. ``on_variant`` gets a variant's name before it starts,
+    ``workload`` is an already built one. ``on_variant`` gets part and variant before it starts,
     ``on_row`` each row as soon as there is one, ``images`` a pipeline's first right image by
     variant and, where that was asked for, under ``"fp32"``.
     """
@@ -279,7 +274,7 @@ def run(
         workload, stock = _stock(config, workload, {} if images is None else images)
         rows = []
         for variant in variants:
-            on_variant(variant.name)
+            on_variant(f"{config.part}: {variant.name}")
             meeting = Meeting()
             rows.append(_attempt(config, variant, workload, stock, meeting))
             meeting.leave(rows[-1].reason)

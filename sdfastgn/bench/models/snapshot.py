@@ -11,16 +11,11 @@ from torch import nn
 _REGISTRIES = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
 
 
-def modules_of(target: object) -> dict[str, nn.Module]:
+def modules_of(target: Any) -> dict[str, nn.Module]:
     """The nn.Modules that ``target`` is (under "") or, as a diffusers pipeline, has as components."""
     if isinstance(target, nn.Module):
         return {"": target}
-    components = getattr(target, "components", None)
-    if not isinstance(components, dict):
-        raise TypeError(
-            f"modules_of: expected an nn.Module or a diffusers pipeline, got {type(target).__name__}"
-        )
-    return {name: part for name, part in components.items() if isinstance(part, nn.Module)}
+    return {name: part for name, part in target.components.items() if isinstance(part, nn.Module)}
 
 
 class Snapshot:

@@ -9,10 +9,8 @@ the cache.
 from __future__ import annotations
 
 import math
-import multiprocessing
 import os
 import tempfile
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +21,7 @@ from sdfastgn.bench import documents, timing
 from sdfastgn.bench.models import gate
 from sdfastgn.bench.models import workload as workloads
 from sdfastgn.bench.models.workload import BenchConfig
+from sdfastgn.bench.processes import in_a_process
 
 IMAGES = 3
 STEPS_AT_NEW_SIZE = 4
@@ -84,7 +83,7 @@ def measure(
     timed = [timing.time_once(call, device) for call in (first_image, *[workload.call] * (IMAGES - 1))]
     most = (torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved)
     mib = [counted(device) / 2**20 if on_gpu else None for counted in most]
-    scale = workloads.latent_scale(pipe)
+    scale = pipe.vae_scale_factor
     inputs = workloads.step_inputs(config, pipe.unet, scale, size=new_size, batch=2 * config.batch)
     with torch.no_grad():
         new_size_s = [
@@ -95,19 +94,13 @@ def measure(
     return WaitRow("", image_s, new_size_s, mib[0], mib[1]), np.asarray(timed[-1][1])
 
 
-def _in_a_process(*arguments: Any, **options: Any) -> tuple[WaitRow, np.ndarray]:
-    """:func:`measure` in a fresh process, whose errors are raised here."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(measure, *arguments, **options).result()
-
-
 def run(config: BenchConfig, new_size: int) -> list[WaitRow]:
     """All ``WAYS``, each in a process of its own and judged by its image."""
     rows: list[WaitRow] = []
     stock = None
     with tempfile.TemporaryDirectory() as cache:
         for name, optimize in WAYS:
-            row, image = _in_a_process(config, new_size, optimize=optimize, triton_cache=cache)
+            row, image = in_a_process(measure, config, new_size, optimize=optimize, triton_cache=cache)
             row = replace(row, variant=name)
             if stock is None:
                 stock, reason = gate.Reference(image), gate.problem(config, image)

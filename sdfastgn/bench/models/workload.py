@@ -93,9 +93,7 @@ def load(config: BenchConfig) -> Any:
     from sdfastgn.bench.models import pipelines
 
     if config.weights == "random":
-        return pipelines.build_pipeline(
-            config.model, dtype=config.torch_dtype, device=config.torch_device, seed=config.seed
-        )
+        return pipelines.build_pipeline(config.model, **_drawn(config))
     return pipelines.load_pipeline("--weights", config.weights, config.torch_dtype, config.torch_device)
 
 
@@ -104,25 +102,20 @@ def component(config: BenchConfig, name: str) -> tuple[Any, int]:
     if config.weights == "random":
         build = architectures.build_unet if name == "unet" else architectures.build_vae
         scale = architectures.latent_scale(architectures.VAES[config.model])
-        return build(config.model, config.torch_dtype, config.torch_device, seed=config.seed), scale
+        return build(config.model, **_drawn(config)), scale
     pipe = load(config)
     component = getattr(pipe, name, None)
     if component is None:
         raise OptionError(f"--weights: the pipeline in {config.weights!r} has no {name}")
-    return component, latent_scale(pipe)
-
-
-def latent_scale(pipe: Any) -> int:
-    """Pixels on a side for one latent of a loaded pipeline."""
     vae = getattr(pipe, "vae", None)
-    return architectures.latent_scale(None if vae is None else vae.config)
+    return component, architectures.latent_scale(None if vae is None else vae.config)
 
 
 def step_inputs(config: BenchConfig, unet: Any, scale: int, **changes: Any) -> dict[str, Any]:
     """Keyword arguments of one UNet step; ``changes`` are other sizes or batches than the config's."""
     # By the UNet's own configuration: loaded weights need not be those of --model.
     where = {"size": config.size, "batch": config.batch, "scale": scale, **changes}
-    return architectures.unet_inputs(unet.config, **_drawn(config), **where)
+    return model_inputs.unet_inputs(unet.config, **_drawn(config), **where)
 
 
 def _drawn(config: BenchConfig) -> dict[str, Any]:
@@ -158,7 +151,7 @@ def _start(config: BenchConfig, pipe: Any, dtype: torch.dtype) -> dict[str, Any]
     """What a pipeline starts from: noise, or images of noise that all steps change."""
     # Drawn in fp32: PyTorch's generators give other numbers in fp16, and the fp32 reference would be
     # another image.
-    where: dict[str, Any] = {"dtype": dtype, "device": config.device, "seed": config.seed}
+    where = {**_drawn(config), "dtype": dtype}
     if "strength" in inspect.signature(pipe.__call__).parameters:
         images = model_inputs.randn(config.batch, 3, config.size, config.size, **where)
         return {"image": images.sigmoid(), "strength": 1.0}

@@ -52,18 +52,14 @@ def documents(results: Path, kind: str) -> list[dict[str, Any]]:
     ]
 
 
-def package_versions(environment: dict[str, Any]) -> str:
-    """The versions that decide a time, of those that were installed."""
-    packages = environment.get("packages", {})
-    names = ("torch", "triton", "diffusers")
-    return ", ".join(f"{name} {packages[name]}" for name in names if packages.get(name))
-
-
 def source_line(content: dict[str, Any]) -> str:
     """Where and with what a run was made."""
     env = content["environment"]
-    versions = package_versions(env)
+    packages = env.get("packages", {})
+    names = ("torch", "triton", "diffusers")
+    versions = ", ".join(f"{name} {packages[name]}" for name in names if packages.get(name))
     commit = (env.get("git") or {}).get("commit")
     source = f"commit {commit[:10]}" if commit else f"source {str(env.get('source_sha256'))[:10]}"
     driver = f", driver {env['driver']}" if env.get("driver") else ""
-    return f"{env.get('gpu') or env.get('device')}{driver}, {versions}, {source}, {str(env.get('date'))[:10]}"
+    machine = env.get("gpu") or env.get("machine")
+    return f"{machine}{driver}, {versions}, {source}, {str(env.get('date'))[:10]}"

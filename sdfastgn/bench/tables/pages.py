@@ -1,8 +1,7 @@
 """Results as tables in Markdown files, from committed JSON.
 
 ``python -m sdfastgn.bench.tables.pages --write README.md`` renews what lies between ``<!--
-table:NAME -->`` and ``<!-- /table:NAME -->``; ``--check README.md`` exits with 1 where that would
-change the file.
+table:NAME -->`` and ``<!-- /table:NAME -->``.
 """
 
 from __future__ import annotations
@@ -65,30 +64,21 @@ def filled(text: str, results: Path) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0, 1 where a checked file is stale, 2 where it cannot be filled."""
+    """Returns the exit code: 0, or 2 where a file cannot be filled."""
     parser = argparse.ArgumentParser("python -m sdfastgn.bench.tables.pages", description=__doc__)
-    mode = parser.add_mutually_exclusive_group(required=True)
-    mode.add_argument("--write", type=Path, metavar="FILE", help="renew the tables in FILE")
-    mode.add_argument("--check", type=Path, metavar="FILE", help="exit with 1 where FILE's tables are stale")
+    parser.add_argument("--write", type=Path, required=True, metavar="FILE", help="renew the tables in FILE")
     parser.add_argument("--results", type=Path, default=Path("benchmarks"), help="folder of the JSON files")
     options = parser.parse_args(arguments)
-    path = options.write or options.check
+    path = options.write
     # An empty folder has no results yet; one that is not there is somewhere else.
     if not options.results.is_dir():
         print(f"tables: --results: there is no folder {str(options.results)!r} here", file=sys.stderr)
         return 2
     try:
-        old = path.read_text(encoding="utf-8")
-        new = filled(old, options.results)
-        if options.write:
-            path.write_text(new, encoding="utf-8")
+        path.write_text(filled(path.read_text(encoding="utf-8"), options.results), encoding="utf-8")
     except (OSError, ValueError) as error:
         print(f"tables: {path}: {error}", file=sys.stderr)
         return 2
-    if options.check and new != old:
-        run = f"python -m sdfastgn.bench.tables.pages --write {path}"
-        print(f"tables: {path} is stale; run: {run}", file=sys.stderr)
-        return 1
     return 0
 
 

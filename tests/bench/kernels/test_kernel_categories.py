@@ -6,10 +6,8 @@ import pytest
 
 from sdfastgn.bench.kernel_categories import (
     ATTENTION,
-    CATEGORIES,
     CONVOLUTION,
     COPIES,
-    FLOOR,
     GEMM,
     NORMALIZATION,
     OTHER,
@@ -140,10 +138,6 @@ def test_with_the_operator_that_launched_it(launch, expected):
 def test_of_operators():
     assert {name: operator_category(name) for name in OPERATORS} == OPERATORS
     assert all(category("", name) == (expected or OTHER) for name, expected in OPERATORS.items())
-
-
-def test_the_floor_is_part_of_the_categories():
-    assert FLOOR == CATEGORIES[:3] == (CONVOLUTION, GEMM, ATTENTION)
 
 
 def test_the_packages_kernels_are_found_with_a_category():

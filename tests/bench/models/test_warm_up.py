@@ -12,7 +12,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from sdfastgn.bench import documents
+from sdfastgn.bench import documents, processes
 from sdfastgn.bench.documents import OptionError
 from sdfastgn.bench.models import run as end_to_end
 from sdfastgn.bench.models import warm_up
@@ -34,7 +34,7 @@ def test_figures_of_a_row():
 
 def _images(*images):
     """Stands for the processes, which return these."""
-    return mock.patch.object(warm_up, "_in_a_process", side_effect=[(ROW, image) for image in images])
+    return mock.patch.object(warm_up, "in_a_process", side_effect=[(ROW, image) for image in images])
 
 
 def test_ways_share_one_cache_that_is_empty_at_first():
@@ -73,10 +73,10 @@ def test_a_process_hands_back_its_row_and_image(tmp_path, monkeypatch):
 
 def test_weights_that_cannot_be_loaded_are_told_by_the_process(tmp_path, monkeypatch):
     pool = mock.Mock(side_effect=lambda workers, mp_context: ThreadPoolExecutor(workers))
-    monkeypatch.setattr(warm_up, "ProcessPoolExecutor", pool)
+    monkeypatch.setattr(processes, "ProcessPoolExecutor", pool)
     config = dataclasses.replace(CONFIG, weights=str(tmp_path))
     with pytest.raises(OptionError, match=f"^--weights: cannot load '{tmp_path}'"):
-        warm_up._in_a_process(config, 48, optimize=False, triton_cache=str(tmp_path))
+        processes.in_a_process(warm_up.measure, config, 48, optimize=False, triton_cache=str(tmp_path))
     assert pool.call_args.kwargs["mp_context"].get_start_method() == "spawn"  # with nothing imported
 
 

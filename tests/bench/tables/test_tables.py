@@ -256,21 +256,16 @@ def test_without_results_a_table_says_so(name, tmp_path):
 # ---- README files
 
 
-def test_write_then_check(tmp_path):
+def test_the_tables_of_a_file_are_renewed(tmp_path):
     save(tmp_path / "benchmarks", "a.json", "end_to_end", UNET)
     readme = tmp_path / "README.md"
     readme.write_text(SLOT)
-    results = ["--results", str(tmp_path / "benchmarks")]
-    assert pages.main(["--check", str(readme), *results]) == 1
-    assert pages.main(["--write", str(readme), *results]) == 0
-    assert pages.main(["--check", str(readme), *results]) == 0
+    assert pages.main(["--write", str(readme), "--results", str(tmp_path / "benchmarks")]) == 0
     written = readme.read_text()
     assert written.startswith("before\n")
     assert written.endswith("\nafter\n")
     assert "1.25x" in written
     assert "old" not in written
-    save(tmp_path / "benchmarks", "a.json", "end_to_end", [row("eager", 30.0)])
-    assert pages.main(["--check", str(readme), *results]) == 1
 
 
 @pytest.mark.parametrize(
@@ -289,17 +284,16 @@ def test_slots_that_cannot_be_filled(text, words, tmp_path, capsys):
 
 
 def test_a_missing_file_is_one_line(tmp_path, capsys):
-    assert pages.main(["--check", str(tmp_path / "none.md"), "--results", str(tmp_path)]) == 2
+    assert pages.main(["--write", str(tmp_path / "none.md"), "--results", str(tmp_path)]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 @pytest.mark.parametrize("arguments", [[], ["--results", "no"]], ids=["elsewhere", "misspelt"])
-@pytest.mark.parametrize("mode", ["--write", "--check"])
-def test_a_missing_folder_of_results_empties_no_table(mode, arguments, tmp_path, monkeypatch, capsys):
+def test_a_missing_folder_of_results_empties_no_table(arguments, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     readme = tmp_path / "README.md"
     readme.write_text(SLOT)
-    assert pages.main([mode, str(readme), *arguments]) == 2
+    assert pages.main(["--write", str(readme), *arguments]) == 2
     folder = arguments[-1] if arguments else "benchmarks"
     assert capsys.readouterr().err == f"tables: --results: there is no folder {folder!r} here\n"
     assert readme.read_text() == SLOT
