@@ -222,10 +222,7 @@ def run_host(config: BenchConfig, *, json: Path | None) -> int:
     rows = host.run(config)
     what = f"{config.model} pipeline, {config.size}x{config.size}, {config.steps} steps, {config.dtype}"
     out.print(replace(host_table(rows), title=f"what the pipeline calls: {what} on {config.device}"))
-    if json is not None:
-        where = environment(config.torch_device, {"cudnn.benchmark": torch.backends.cudnn.benchmark})
-        write_json(json, document("host", where, end_to_end.describe([config]), rows))
-        print_lines(out, [f"wrote {json}"])
+    _write_as_found(json, "host", config, rows)
     return 0
 
 
@@ -238,12 +235,19 @@ def run_warm_up(config: BenchConfig, new_size: int, *, json: Path | None) -> int
     out.print(replace(warm_up_table(rows), title=title))
     notes = [f"{row.variant}: {row.status}: {row.reason}" for row in rows if row.status != OK]
     print_lines(out, [*notes, f"{GATE}: {gate_text(config)}"])
-    if json is not None:
-        # Not what `sdfastgn bench` would have set: these processes leave it alone.
-        tries = torch.backends.cudnn.benchmark
-        described = {**end_to_end.describe([config]), "new_size": new_size}
-        described["parts"][0]["cudnn_benchmark"] = tries
-        where = environment(config.torch_device, {"cudnn.benchmark": tries})
-        write_json(json, document("warm_up", where, described, rows))
-        print_lines(out, [f"wrote {json}"])
+    _write_as_found(json, "warm_up", config, rows, new_size=new_size)
     return _code(rows)
+
+
+def _write_as_found(
+    json: Path | None, kind: str, config: BenchConfig, rows: Sequence[object], **more: object
+) -> None:
+    """Writes rows of commands that, unlike ``sdfastgn bench``, leave PyTorch's switches alone."""
+    if json is None:
+        return
+    tries = torch.backends.cudnn.benchmark
+    described = {**end_to_end.describe([config]), **more}
+    described["parts"][0]["cudnn_benchmark"] = tries
+    where = environment(config.torch_device, {"cudnn.benchmark": tries})
+    write_json(json, document(kind, where, described, rows))
+    print_lines(console(), [f"wrote {json}"])
