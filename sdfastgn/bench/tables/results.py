@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from sdfastgn.bench.documents import OK, OptionError, images_path, load, read_json
 from sdfastgn.bench.kernels.suite import KernelRow, Suite, rows_of, shape_text
 from sdfastgn.bench.kernels.suites import SUITES
+from sdfastgn.bench.models.host import HostRow
 from sdfastgn.bench.models.presets import PRESETS
 from sdfastgn.bench.models.run import Row
 from sdfastgn.bench.models.variants import VARIANTS, label
@@ -26,13 +27,18 @@ from sdfastgn.bench.tables.markdown import (
     number,
     source_line,
 )
-from sdfastgn.bench.tables.pipelines import warm_up_table
+from sdfastgn.bench.tables.pipelines import host_table, warm_up_table
 from sdfastgn.bench.tables.profile import profile_table, row_title
 from sdfastgn.bench.terminal import Blocks
 from sdfastgn.kernels.common.failures import one_line
 
 # Kinds of results that hold rows of ``bench``.
 BENCH_KINDS = ("end_to_end", "profile", "preset", "processes", "sweep")
+# Kinds of results with one table of a pipeline: its title, what makes a row, what makes the table.
+_PIPELINE_TABLES: dict[str, tuple[str, type, Callable[[Sequence[Any]], Blocks]]] = {
+    "warm_up": ("first images", WaitRow, warm_up_table),
+    "host": ("what the pipeline calls", HostRow, host_table),
+}
 OTHER_MACHINE = "other machine"
 # Settings of a preset that change no number.
 _FREE_SETTINGS = ("repeats",)
@@ -130,10 +136,11 @@ def tables_of(result: Result) -> list[Blocks]:
             profile = profile_table(rows, f"where the time of {title} goes")
             tables += [end_to_end_table(rows, title), *([profile] if profile else [])]
         return tables + preset_tables(result)
-    if kind == "warm_up":
-        rows_of_waits = [WaitRow(**values) for values in result.content["rows"]]
+    if kind in _PIPELINE_TABLES:
+        title, row, table = _PIPELINE_TABLES[kind]
         (part,) = config["parts"]
-        return [replace(warm_up_table(rows_of_waits), title=f"first images, {part['model']} {part['size']}²")]
+        shown = table([row(**values) for values in result.content["rows"]])
+        return [replace(shown, title=f"{title}, {part['model']} {part['size']}²")]
     if found := _kernels_of(result):
         return suite_tables(*found, f"{found[0].title}, {config['dtype']}")
     raise OptionError(f"{result.name!r} has results of the kind {kind!r}, which has no report")
