@@ -1,6 +1,7 @@
 """What the kernel tests share: devices, dtypes, inputs, the kernels on any device, and the fp64 truth."""
 
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -123,6 +124,9 @@ def kernels(*, direct=False):
         yield
 
 
+each_path = pytest.mark.parametrize(
+    "path", [nullcontext, partial(kernels, direct=True)], ids=["pytorch", "kernels"]
+)
 run = kernels()(sdfastgn.group_norm)
 run_statistics = kernels()(sdfastgn.channel_statistics)
 run_add = kernels()(sdfastgn.add_with_statistics)
