@@ -17,8 +17,8 @@ import pytest
 import yaml
 
 import sdfastgn
+from tests.command_line import ROOT, process
 
-ROOT = Path(__file__).resolve().parents[1]
 LINKS = {"kernels": "sdfastgn/kernels", "patches": "sdfastgn/patches"}
 SHIPPED = {
     "sdfastgn/__init__.py",
@@ -45,9 +45,7 @@ print(torch.allclose(norm(x), stock(x), atol=1e-6))
 
 def python(code: str, *args: str, cwd: Path = ROOT) -> str:
     """Standard output of ``code`` in a new interpreter."""
-    done = subprocess.run(
-        [sys.executable, "-c", code, *args], cwd=cwd, capture_output=True, text=True, timeout=300
-    )
+    done = process(sys.executable, "-c", code, *args, cwd=cwd)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
