@@ -20,6 +20,7 @@ from tests.devices import interpreted as interpreted
 DTYPES = [
     pytest.param(d, id=str(d).removeprefix("torch.")) for d in (torch.float16, torch.bfloat16, torch.float32)
 ]
+HALVES = DTYPES[:2]
 LAYOUTS = ["channels_last", "channels_first"]
 # For launch configurations, which need no GPU: a small one and an H200; 16 bits and fp32.
 each_gpu = pytest.mark.parametrize("num_sms", [14, 132], ids=lambda n: f"{n}sms")
