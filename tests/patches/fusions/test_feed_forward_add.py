@@ -152,16 +152,10 @@ def test_layers_that_are_not_plain_are_called(products, change):
     assert products == [False]
 
 
-def test_final_dropout_and_chunks(products):
+def test_final_dropout(products):
     for model in (pair := twins(final_dropout=True)):
         model.train()
     agree(*map(call, pair))
-    assert products == [False]
-    fused, stock = twins()
-    for model in (fused, stock):
-        model.set_chunk_feed_forward(2, dim=1)
-    x = noise(2, 6, DIM)
-    agree(call(fused, x), call(stock, x))
     assert products == [False]
 
 
