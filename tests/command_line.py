@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +19,12 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def invoke(*arguments: str, **environment: str) -> Result:
     return CliRunner().invoke(app, list(arguments), env=environment)
+
+
+def process(*command: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A program that ran to its end."""
+    env = {**os.environ, **environment}
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
 
 
 def exit_code(monkeypatch: pytest.MonkeyPatch, program: str, *arguments: str) -> int:

@@ -10,15 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.command_line import ROOT, invoke
+from tests.command_line import ROOT, invoke, process
 
 SCRIPT = Path(sys.executable).with_name("sdfastgn")
 # Modules that take seconds to import, and that info and inspect do without.
 HEAVY = ("accelerate", "matplotlib", "peft", "scipy", "sklearn", "torch._dynamo", "transformers")
-
-
-def process(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusers import AutoencoderKL, UNet2DConditionModel
 from diffusers.models.autoencoders.vae import Decoder
 from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.unets.unet_2d_blocks import CrossAttnUpBlock2D
@@ -25,6 +24,7 @@ from torch._dynamo.backends.common import aot_autograd
 import sdfastgn
 from sdfastgn.bench.models.architectures import randomize
 from sdfastgn.bench.models.variants import VARIANTS
+from tests.patches import samples
 
 Call = Callable[[Any, int, int], Tensor]  # (model, N, H) -> output
 
@@ -42,28 +42,13 @@ def noise(*shape: int, seed: int = 0) -> Tensor:
 
 def unet() -> tuple[nn.Module, Call]:
     """One level and no middle: more adds seconds of tracing and no new operation."""
-    model = UNet2DConditionModel(
-        block_out_channels=(12,),
-        norm_num_groups=3,
-        layers_per_block=1,
-        down_block_types=("CrossAttnDownBlock2D",),
-        up_block_types=("UpBlock2D",),
-        mid_block_type=None,
-        cross_attention_dim=8,
-        attention_head_dim=2,
-    )
+    model = samples.one_level_unet(block_out_channels=(12,), norm_num_groups=3)
     step = torch.tensor(10)
     return model, lambda m, N, H: m(noise(N, 4, H, 8), step, noise(N, 3, 8, seed=1)).sample
 
 
 def vae() -> tuple[nn.Module, Call]:
-    model = AutoencoderKL(
-        block_out_channels=(8, 12),
-        norm_num_groups=4,
-        layers_per_block=1,
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-    )
+    model = samples.vae(block_out_channels=(8, 12), norm_num_groups=4)
     return model, lambda m, N, H: m(noise(N, 3, H, 4)).sample
 
 

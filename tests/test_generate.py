@@ -6,7 +6,6 @@ import functools
 import json
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from PIL import Image
 import sdfastgn
 from sdfastgn.bench.models.pipelines import build_pipeline
 from sdfastgn.generate import METADATA, Settings, batches, read_prompts, shares
-from tests.command_line import ROOT, exit_code, invoke
+from tests.command_line import ROOT, exit_code, invoke, process
 
 LINES = [
     {"prompt": "a cat"},
@@ -260,14 +259,8 @@ def test_two_processes_draw_what_one_draws(tiny: str, tmp_path: Path) -> None:
     assert invoke(*command(tiny, lines, tmp_path / "one")).exit_code == 1
     # On CPUs too: what accelerate calls several GPUs is a launcher of several processes.
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
-    done = subprocess.run(
-        [*launcher, "-m", "sdfastgn", *command(tiny, lines[:4], tmp_path / "two")],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    second = command(tiny, lines[:4], tmp_path / "two")
+    done = process(*launcher, "-m", "sdfastgn", *second, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     assert "4 images drawn, 0 were there" in done.stdout
     assert done.stderr.count("wrote") == 2  # the main process shows its own

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,7 +15,7 @@ import pytest
 import torch
 
 import sdfastgn
-from tests.command_line import ROOT, exit_code
+from tests.command_line import ROOT, exit_code, process
 
 # Without the package, its name is that of the root's link, which is a namespace without a file.
 needs_kernels = pytest.mark.skipif(
@@ -38,14 +36,8 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def python(hub: Path, code: str, *paths: Path, **environment: str) -> str:
     """Standard output of ``code`` in a new interpreter that has ``hub`` and no network."""
     before = f"import sys, torch\nfrom pathlib import Path\nfrom torch import nn\nhub = Path({str(hub)!r})\n"
-    done = subprocess.run(
-        [sys.executable, "-c", before + code],
-        cwd=hub.parent,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": ":".join(map(str, paths)), **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    environment = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": ":".join(map(str, paths)), **environment}
+    done = process(sys.executable, "-c", before + code, cwd=hub.parent, **environment)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

@@ -14,7 +14,6 @@ from accelerate import cpu_offload
 from diffusers import (
     AutoencoderKL,
     ControlNetModel,
-    DiffusionPipeline,
     StableDiffusionControlNetPipeline,
     StableDiffusionImg2ImgPipeline,
     StableDiffusionXLPipeline,
@@ -72,19 +71,6 @@ PIPELINES = [
 def test_same_image_and_exact_restore(build, extra, patched):
     components = patched | {"image_processor", "scheduler", "pipeline"}
     same_image_and_exact_restore(build(), extra, components)
-
-
-def test_an_optimized_pipeline_saves_a_stock_one(tmp_path):
-    pipe = pipeline("tiny_xl")
-    stock = type(pipe)
-    before = generate(pipe, **SIZE)
-    sdfastgn.optimize(pipe)
-    pipe.save_pretrained(tmp_path)
-    loaded = DiffusionPipeline.from_pretrained(tmp_path)
-    loaded.set_progress_bar_config(disable=True)
-    assert type(loaded) is stock
-    assert not sdfastgn.report(loaded).fused
-    assert np.array_equal(generate(loaded, **SIZE), before)
 
 
 def test_pipelines_that_share_components_share_the_state():
@@ -258,16 +244,6 @@ def test_change_of_dtype_in_the_middle_of_a_call():
     assert psnr(after, before) > 40
     sdfastgn.restore(pipe)
     assert np.array_equal(generate(pipe, **SIZE), before)
-
-
-def test_vae_slicing_and_tiling():
-    vae = build_vae("tiny", torch.float32, "cpu")
-    latents = vae_latents("tiny", size=128, batch=2, dtype=torch.float32, device="cpu", seed=0)
-    vae.enable_slicing()
-    vae.enable_tiling()
-    with torch.no_grad():
-        before = vae.decode(latents).sample
-        cases.agree(sdfastgn.optimize(vae).decode(latents).sample, before, 1e-4)
 
 
 @pytest.mark.gpu

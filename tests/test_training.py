@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from diffusers import AutoencoderKL, UNet2DConditionModel
 from diffusers.models.resnet import ResnetBlock2D
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -27,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 import sdfastgn
 from sdfastgn.bench.models.architectures import randomize
 from tests import ddp_worker as worker
+from tests.patches import samples
 
 WORKER = Path(__file__).with_name("ddp_worker.py")
 
@@ -107,27 +107,13 @@ def reentrant(module: nn.Module, *args: Any) -> Any:
 
 
 def unet_step() -> tuple[nn.Module, Any]:
-    model = UNet2DConditionModel(
-        block_out_channels=(8, 12),
-        norm_num_groups=4,
-        layers_per_block=1,
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-        cross_attention_dim=8,
-        attention_head_dim=2,
-    )
+    model = samples.unet(block_out_channels=(8, 12), norm_num_groups=4, cross_attention_dim=8)
     # With reentrant checkpoints a gradient reaches a block's weights only if its input wants one.
     return model, lambda m: m(noise(2, 4, 8, 8).requires_grad_(), 10, noise(2, 3, 8, seed=1)).sample
 
 
 def vae_step() -> tuple[nn.Module, Any]:
-    model = AutoencoderKL(
-        block_out_channels=(8, 12),
-        norm_num_groups=4,
-        layers_per_block=1,
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-    )
+    model = samples.vae(block_out_channels=(8, 12), norm_num_groups=4)
     return model, lambda m: m(noise(2, 3, 8, 8).requires_grad_()).sample
 
 

@@ -6,11 +6,11 @@ import importlib.util
 
 import pytest
 import torch
-from diffusers import AutoencoderKL
 from diffusers.loaders.single_file_utils import convert_ldm_vae_checkpoint
 from torch import nn
 
 from tests.command_line import ROOT
+from tests.patches import samples
 
 CONFIG = {
     "ch": 32,
@@ -54,12 +54,7 @@ def test_its_weights_are_those_of_latent_diffusion(vqgan):
         }
     )
     randomized(parts)
-    vae = AutoencoderKL(
-        block_out_channels=(32, 64),
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-        layers_per_block=1,
-    )
+    vae = samples.vae(block_out_channels=(32, 64), norm_num_groups=32)
     vae.load_state_dict(convert_ldm_vae_checkpoint(parts.state_dict(), vae.config))
     with torch.no_grad():
         moments = parts.quant_conv(parts.encoder(images()))

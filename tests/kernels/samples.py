@@ -1,6 +1,7 @@
 """What the kernel tests share: devices, dtypes, inputs, the kernels on any device, and the fp64 truth."""
 
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -19,6 +20,7 @@ from tests.devices import interpreted as interpreted
 DTYPES = [
     pytest.param(d, id=str(d).removeprefix("torch.")) for d in (torch.float16, torch.bfloat16, torch.float32)
 ]
+HALVES = DTYPES[:2]
 LAYOUTS = ["channels_last", "channels_first"]
 # For launch configurations, which need no GPU: a small one and an H200; 16 bits and fp32.
 each_gpu = pytest.mark.parametrize("num_sms", [14, 132], ids=lambda n: f"{n}sms")
@@ -123,6 +125,9 @@ def kernels(*, direct=False):
         yield
 
 
+each_path = pytest.mark.parametrize(
+    "path", [nullcontext, partial(kernels, direct=True)], ids=["pytorch", "kernels"]
+)
 run = kernels()(sdfastgn.group_norm)
 run_statistics = kernels()(sdfastgn.channel_statistics)
 run_add = kernels()(sdfastgn.add_with_statistics)

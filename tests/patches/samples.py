@@ -101,6 +101,11 @@ def unet(**options):
     )
 
 
+def one_level_unet(**options):
+    blocks = {"down_block_types": ("CrossAttnDownBlock2D",), "up_block_types": ("UpBlock2D",)}
+    return unet(**blocks, mid_block_type=None, cross_attention_dim=8, **options)
+
+
 def vae(**options):
     sizes = {"block_out_channels": (8, 8), "norm_num_groups": 1}
     down, up = ("DownEncoderBlock2D",) * 2, ("UpDecoderBlock2D",) * 2

@@ -9,11 +9,10 @@ from sdfastgn.kernels.attention.config import ChunksConfig
 from sdfastgn.kernels.attention.wide_heads import attend, wide_attention
 from sdfastgn.kernels.common.launch import Launch
 from tests.kernels.ops import true_attention
-from tests.kernels.samples import error, first_alone, in_fp64, interpreted, kernels, skip_cut_off
+from tests.kernels.samples import HALVES, error, first_alone, in_fp64, interpreted, kernels, skip_cut_off
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
-HALVES = [pytest.param(torch.float16, id="float16"), pytest.param(torch.bfloat16, id="bfloat16")]
 # Weights and result are rounded; Triton's interpreter cuts bf16 off instead.
 BOUNDS = {torch.float16: 6e-4, torch.bfloat16: 8e-3}
 # (N, heads, L, D), keys, (rows of a chunk, splits of the keys) or None for those of an H200.

@@ -8,8 +8,8 @@ import sdfastgn
 from sdfastgn.kernels.batch_norm import config
 from sdfastgn.kernels.batch_norm.op import BATCH_NORM
 from sdfastgn.kernels.batch_norm.plans import BatchNormCall, BatchNormPlan, Moments
+from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.activations import ACTIVATIONS
-from sdfastgn.kernels.common.dispatch import turn_off
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.common.plan_cache import PlanCache
 from tests.kernels.ops import true_batch_norm
@@ -276,42 +276,35 @@ def test_running_averages_stay_where_there_are_no_samples():
 
 
 @interpreted
-def test_running_averages_are_updated_once_where_a_kernel_cannot_be_compiled(monkeypatch):
-    from sdfastgn.kernels.common import dispatch
-
-    def fails(*args):
-        raise turn_off("no compiler")
-
-    mean, var, x = torch.zeros(3), torch.zeros(3), make((4, 3, 5, 5))[0]
-    monkeypatch.setattr(dispatch, "why_off", None)
-    monkeypatch.setattr("sdfastgn.kernels.batch_norm.plans.BatchNormPlan.run", fails)
-    with kernels(direct=True), pytest.warns(UserWarning, match="no compiler"):
-        y = sdfastgn.batch_norm(x, mean, var, training=True, momentum=0.5)
-    torch.testing.assert_close(mean, x.mean((0, 2, 3)) / 2)
-    torch.testing.assert_close(y, F.batch_norm(x, None, None, training=True))
-
-
-@interpreted
-@pytest.mark.parametrize("kernel", ["batch_merge_kernel", "batch_apply_kernel"])
+@pytest.mark.parametrize(
+    ("kernel", "shape"),
+    [
+        ("batch_small_kernel", (4, 3, 5, 5)),
+        ("batch_merge_kernel", (3, 34, 19, 23)),
+        ("batch_apply_kernel", (3, 34, 19, 23)),
+    ],
+)
 @pytest.mark.parametrize("trains", [True, False])
-def test_running_averages_are_updated_once_whichever_kernel_cannot_be_compiled(kernel, trains, monkeypatch):
-    from sdfastgn.kernels.common import dispatch
-
+def test_running_averages_are_updated_once_whichever_kernel_cannot_be_compiled(
+    kernel, shape, trains, monkeypatch
+):
     through_triton = Launch._through_triton
 
     def fails(self, tensors):
         if self.kernel.__name__ == kernel:
-            raise turn_off("no compiler")
+            raise dispatch.turn_off("no compiler")
         return through_triton(self, tensors)
 
-    mean, var, x = torch.zeros(34), torch.zeros(34), make((3, 34, 19, 23))[0].requires_grad_(trains)
+    mean, var = torch.zeros(shape[1]), torch.zeros(shape[1])
+    x = make(shape)[0].requires_grad_(trains)
     monkeypatch.setattr(dispatch, "why_off", None)
     monkeypatch.setattr(Launch, "_through_triton", fails)
     monkeypatch.setattr(BATCH_NORM, "_plans", PlanCache())
     with kernels(direct=True), pytest.warns(UserWarning, match="no compiler"):
-        sdfastgn.batch_norm(x, mean, var, training=True, momentum=0.5)
+        y = sdfastgn.batch_norm(x, mean, var, training=True, momentum=0.5)
     torch.testing.assert_close(mean, x.mean((0, 2, 3)) / 2)
     torch.testing.assert_close(var, x.var((0, 2, 3)) / 2)
+    torch.testing.assert_close(y, F.batch_norm(x, None, None, training=True))
 
 
 # --- numerics -----------------------------------------------------------------

@@ -1,9 +1,7 @@
 """Arguments of every public op, on the CPU's path and on the GPU's: what is taken, what is refused."""
 
-import functools
 import inspect
 import itertools
-from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -12,7 +10,7 @@ from torch import Tensor
 
 import sdfastgn
 from tests.kernels.ops import FUNCTIONS
-from tests.kernels.samples import interpreted, kernels
+from tests.kernels.samples import each_path, interpreted
 
 pytestmark = interpreted  # tensors lie on the CPU; the GPU's path runs in the interpreter
 
@@ -29,9 +27,6 @@ REQUIRED = [
     for op, label in OPERANDS
     if inspect.signature(FUNCTIONS[op].function).parameters[label].default is inspect.Parameter.empty
 ]
-each_path = pytest.mark.parametrize(
-    "path", [nullcontext, functools.partial(kernels, direct=True)], ids=["pytorch", "kernels"]
-)
 
 
 def call(op, **changes):

@@ -1,14 +1,13 @@
 """Shapes, dtypes and values that do not fit: the error begins with the public name and quotes them."""
 
 import functools
-from contextlib import nullcontext
 
 import pytest
 import torch
 
 import sdfastgn
 from tests.kernels.ops import FUNCTIONS
-from tests.kernels.samples import interpreted, kernels
+from tests.kernels.samples import each_path, interpreted, kernels
 
 pytestmark = interpreted  # tensors lie on the CPU; the GPU's path runs in the interpreter
 
@@ -129,11 +128,6 @@ def make_a_plan(name):
     """So that it is in the cache, where a wrong argument must not find it."""
     with kernels(direct=True):
         FUNCTIONS[name].call(**FUNCTIONS[name].operands(torch.float32))
-
-
-each_path = pytest.mark.parametrize(
-    "path", [nullcontext, functools.partial(kernels, direct=True)], ids=["pytorch", "kernels"]
-)
 
 
 @each_path

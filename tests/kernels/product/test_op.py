@@ -7,11 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from sdfastgn.kernels.product import cublaslt, op
-from tests.kernels.samples import BOUNDS, PLACES, error, kernels
+from tests.kernels.samples import BOUNDS, HALVES, PLACES, error, kernels
 
 # (rows, columns, depth)
 SMALL = (24, 40, 16)
-HALVES = [pytest.param(torch.float16, id="fp16"), pytest.param(torch.bfloat16, id="bf16")]
 
 
 def make(shape=SMALL, dtype=torch.float16, device="cpu"):

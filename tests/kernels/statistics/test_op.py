@@ -5,13 +5,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sdfastgn
+from tests.kernels.samples import LAYOUTS, make
 
-LAYOUTS = [pytest.param(True, id="channels_last"), pytest.param(False, id="channels_first")]
 
-
-def image(*shape, dtype=torch.float32, last=True, seed=0):
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype) * 1.5 + 2
-    return x.movedim(1, -1).contiguous().movedim(-1, 1) if last else x
+def image(*shape, **options):
+    return make(shape, **options)[0]
 
 
 # --- gradients ----------------------------------------------------------------
@@ -56,9 +54,9 @@ def test_gradients_through_a_norm_that_is_given_statistics_are_whole():
 # --- tracing ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("last", LAYOUTS)
-def test_fake_tensors_have_the_real_number_of_chunks(last):
-    x = image(1, 6, 90, 100, last=last)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_fake_tensors_have_the_real_number_of_chunks(layout):
+    x = image(1, 6, 90, 100, layout=layout)
     for f in (sdfastgn.channel_statistics, lambda x: sdfastgn.add_with_statistics(x, x)[1]):
         with FakeTensorMode() as mode:
             fake = f(mode.from_tensor(x))
@@ -66,8 +64,8 @@ def test_fake_tensors_have_the_real_number_of_chunks(last):
         assert fake.shape[2] > 1
 
 
-@pytest.mark.parametrize("last", LAYOUTS)
-def test_compiles_without_a_graph_break(last):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_compiles_without_a_graph_break(layout):
     def block(x, r, bias):
         y, statistics = sdfastgn.add_with_statistics(x, r, bias, scale=0.5)
         y, statistics = sdfastgn.cat_with_statistics(sdfastgn.group_norm(y, 3, statistics=statistics), r)
@@ -75,8 +73,8 @@ def test_compiles_without_a_graph_break(last):
         return sdfastgn.group_norm(y, 3, statistics=sdfastgn.channel_statistics(y), tokens=True)
 
     leaves = [
-        image(2, 6, 4, 5, last=last).requires_grad_(),
-        image(2, 6, 4, 5, last=last, seed=1).requires_grad_(),
+        image(2, 6, 4, 5, layout=layout).requires_grad_(),
+        image(2, 6, 4, 5, layout=layout, seed=1).requires_grad_(),
     ]
     leaves.append(torch.randn(6, requires_grad=True))
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")

@@ -249,8 +249,6 @@ def test_an_images_few_tokens_are_pytorchs(monkeypatch):
 
 # --- GPU ------------------------------------------------------------------------------------------
 
-HALVES = [pytest.param(torch.float16, id="fp16"), pytest.param(torch.bfloat16, id="bf16")]
-
 
 def large(dtype=torch.float16, **options):
     fused = Attention(640, heads=10, dim_head=64, **options).to("cuda", dtype).eval()
@@ -259,7 +257,7 @@ def large(dtype=torch.float16, **options):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [*HALVES, pytest.param(torch.float32, id="fp32")])
+@pytest.mark.parametrize("dtype", kernel_samples.DTYPES)
 def test_on_a_gpu(called, dtype):
     fused, stock = large(dtype, cross_attention_dim=768)
     x, context = noise(2, 1024, 640).to("cuda", dtype), noise(2, 77, 768).to("cuda", dtype)

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import sdfastgn
 from sdfastgn.patches.fusions import tokens, transformer_block
+from tests.kernels.samples import DTYPES, HALVES
 from tests.patches import cases
 from tests.patches.cases import agree
 
@@ -330,9 +331,6 @@ def _errors(dtype, device):
     return totals[0], totals[1]
 
 
-HALVES = [pytest.param(torch.float16, id="fp16"), pytest.param(torch.bfloat16, id="bf16")]
-
-
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_error_is_not_above_stocks(dtype, device):
@@ -343,7 +341,7 @@ def test_error_is_not_above_stocks(dtype, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [*HALVES, pytest.param(torch.float32, id="fp32")])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
 def test_on_a_gpu(dtype, autocast):
     fused, stock = (model.to("cuda", dtype) for model in twins())

@@ -3,10 +3,8 @@
 import copy
 import importlib.util
 import io
-import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,10 +16,10 @@ from torch import nn
 import sdfastgn
 from sdfastgn import api
 from sdfastgn.kernels.common import dispatch
+from tests.command_line import process
 from tests.patches import samples
 from tests.patches.samples import each_copy, each_sample
 
-ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.without_kernels
 
 
@@ -194,9 +192,8 @@ def test_without_triton_a_model_is_stocks():
         "print(same, *[w.message for w in seen])\n"
         "print(sdfastgn.report(model).backend)\n"
     )
-    output = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    output = process(sys.executable, "-c", code)
+    assert output.returncode == 0, output.stderr
     assert output.stdout.startswith(
         "[True, True] sdfastgn.optimize: no kernel runs on this machine (triton is"
     )

@@ -17,6 +17,7 @@ from torch import nn
 import sdfastgn
 from sdfastgn.bench.models.architectures import build_unet, unet_inputs
 from sdfastgn.patches.graphs import capture
+from tests.patches import samples
 from tests.patches.graphs.cases import (
     agree,
     make,
@@ -100,16 +101,7 @@ def test_not_captured_with_a_reason(spoil, reason):
 
 @pytest.mark.parametrize("how", ["compile", "wrapper", "blocks"])
 def test_compiled_models(how):
-    stock = UNet2DConditionModel(
-        block_out_channels=(8,),
-        norm_num_groups=4,
-        layers_per_block=1,
-        cross_attention_dim=8,
-        attention_head_dim=2,
-        down_block_types=("CrossAttnDownBlock2D",),
-        up_block_types=("UpBlock2D",),
-        mid_block_type=None,
-    ).eval()
+    stock = samples.one_level_unet(block_out_channels=(8,), norm_num_groups=4).eval()
     compiled = unet = optimized(copy.deepcopy(stock), mode=True)
     inputs = {"sample": torch.randn(1, 4, 4, 4), "timestep": 3, "encoder_hidden_states": torch.randn(1, 2, 8)}
     if how == "compile":

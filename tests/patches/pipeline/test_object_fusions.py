@@ -44,9 +44,9 @@ def parts_of(pipe):
     return {e.path: e.status for e in sdfastgn.report(pipe).entries if e.path in PARTS}
 
 
-def picture(pipe):
+def picture(pipe, **options):
     generator = torch.Generator().manual_seed(0)
-    return np.asarray(pipe("a cat", num_inference_steps=4, generator=generator).images[0])
+    return np.asarray(pipe("a cat", num_inference_steps=4, generator=generator, **options).images[0])
 
 
 def test_optimize_and_restore(pipe):
@@ -118,6 +118,7 @@ def test_what_is_made_by_way_of_the_class_is_stock(pipe):
 
 
 def test_saved_as_what_it_was(pipe, tmp_path):
+    before = picture(pipe, output_type="np")
     sdfastgn.optimize(pipe).save_pretrained(tmp_path)
     index = json.loads((tmp_path / "model_index.json").read_text())
     assert index["_class_name"] == "StableDiffusionPipeline"
@@ -129,6 +130,8 @@ def test_saved_as_what_it_was(pipe, tmp_path):
     loaded = DiffusionPipeline.from_pretrained(tmp_path)
     assert type(loaded) is StableDiffusionPipeline
     assert type(loaded.scheduler) is PNDMScheduler
+    assert not sdfastgn.report(loaded).fused
+    assert np.array_equal(picture(loaded, output_type="np"), before)
 
 
 def test_what_pipelines_ask_their_parts(pipe):

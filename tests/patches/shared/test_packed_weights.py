@@ -78,10 +78,6 @@ def lora_and_back(model):
     model.to_k = model.to_k.base_layer
 
 
-def moved_to_where_it_is(model):
-    model.to("cpu", torch.float32)
-
-
 def projections_fused_and_back(model):
     processor = model.processor
     model.fuse_projections()
@@ -92,7 +88,6 @@ STILL_PACKED = [
     *map(of_all, changes.WRITTEN),
     trained,
     lora_and_back,
-    moved_to_where_it_is,
     projections_fused_and_back,
 ]
 
