@@ -47,12 +47,12 @@ class _Allocations(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.tensors = {}  # alive, so that no address comes twice
+        self.storages = {}  # alive, so that no address comes twice
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         if isinstance(out, torch.Tensor) and out.dim() == 0:
-            self.tensors[out.data_ptr()] = out
+            self.storages[out.data_ptr()] = out.untyped_storage()
         return out
 
 
@@ -78,6 +78,7 @@ class TapeBackend:
         self.fail = None
         self.busy = False
         self._allocations = _Allocations()
+        self.kept = self._allocations.storages
 
     def is_busy(self):
         return self.busy
@@ -96,7 +97,7 @@ class TapeBackend:
         if self.fail is not None:
             raise self.fail
         self.captures += 1
-        with _Tape(self._allocations.tensors) as tape:
+        with _Tape(self.kept) as tape:
             output = fn()
         return TapeHandle(tape.entries, output)
 

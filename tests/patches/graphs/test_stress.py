@@ -1,15 +1,19 @@
-"""A model that a thread and a hook change at any moment: every result is that of a state that it had."""
+"""Long lives: a model that is changed at any moment, and one that is called at many sizes, over and over."""
 
+import gc
 import itertools
 import random
 import threading
+from collections import Counter
 
 import pytest
 import torch
 from peft import LoraConfig
 from torch import nn
 
+from sdfastgn.patches.graphs.forward import MAX_GRAPHS
 from tests.patches.graphs.cases import make, run, state
+from tests.patches.graphs.tape import TapeBackend
 
 # Calls, and the most of them between two changes of the thread.
 SIZES = [
@@ -17,6 +21,7 @@ SIZES = [
     pytest.param("cuda", 10_000, 120, id="graph", marks=pytest.mark.gpu),
 ]
 VALUES = (0, 1)
+MIB = 2**20
 
 
 def prepared(unet):
@@ -112,3 +117,40 @@ def test_no_result_is_stale_or_mixed(device, calls, between):
         thread.join()
     assert state(unet).captured > 2
     assert state(unet).replays > calls / 2
+
+
+def alive(backend):
+    """Objects of ours and PyTorch's by class, without those that tapes keep, and bytes of the GPU."""
+    gc.collect()
+    classes = (type(each) for each in gc.get_objects())
+    found = Counter(cls for cls in classes if str(cls.__module__).split(".")[0] in ("sdfastgn", "torch"))
+    found[torch.UntypedStorage] -= len(backend.kept)
+    if not torch.cuda.is_available():
+        return found, 0, 0
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return found, torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+
+
+@pytest.mark.parametrize(
+    ("device", "sizes", "calls", "rounds"),
+    [
+        pytest.param("cpu", MAX_GRAPHS + 2, 2, 3, id="tape"),
+        pytest.param("cuda", 24, 25, 5, id="graph", marks=pytest.mark.gpu),
+    ],
+)
+def test_nothing_grows_with_calls_and_sizes(device, sizes, calls, rounds):
+    backend = TapeBackend()
+    unet, _, inputs = make(device, backend=backend)
+    seen = []
+    for _ in range(rounds):
+        for i in range(sizes):
+            sample = torch.randn(1, 4, 4 * (1 + i % 6), 4 * (1 + i // 6), device=device)
+            run(unet, {**inputs, "sample": sample}, calls)
+        seen.append(alive(backend))
+    assert state(unet).captured == rounds * sizes  # none was among the graphs that are kept
+    assert state(unet).alive == MAX_GRAPHS
+    (_, second, *_), last = seen, seen[-1]
+    assert last[0] <= second[0]
+    assert last[1] <= second[1] + 2 * MIB
+    assert last[2] <= second[2] + 8 * MIB
