@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from sdfastgn.bench import timing
-from sdfastgn.bench.documents import FAILED, OK, UNAVAILABLE, WRONG, OptionError
+from sdfastgn.bench.documents import FAILED, OK, UNAVAILABLE, WRONG
 from sdfastgn.bench.environment import environment
 from sdfastgn.bench.images import relative_error
 from sdfastgn.bench.models import gate, profiling
@@ -103,16 +103,12 @@ def _free(device: torch.device) -> None:
             torch.cuda.empty_cache()
 
 
-def _stock(
-    config: BenchConfig, workload: Workload | None, images: dict[str, Any]
-) -> tuple[Workload, Reference]:
-    """The workload, built if there is none, and stock's output or why there is none."""
+def _reference(config: BenchConfig, workload: Workload, images: dict[str, Any]) -> Reference:
     try:
-        workload = workload or BUILDERS[config.part](config)
         first_call_s, output = timing.time_once(workload.call, config.torch_device)
         output = gate.kept(output)
         if problem := gate.problem(config, output):
-            return workload, Reference(status=WRONG, reason=problem)
+            return Reference(status=WRONG, reason=problem)
         if config.part == "pipeline":
             images["eager"] = output[0]
         stock = Reference(output, first_call_s, images=images)
@@ -122,14 +118,23 @@ def _stock(
                 images["fp32"] = fp32[0]
             error = relative_error(gate.tensors(output), gate.tensors(fp32))
             stock = replace(stock, fp32=fp32, fp32_error=error)
-        return workload, stock
-    except OptionError:
-        raise
+        return stock
     except Exception as error:  # too little memory, or weights of another architecture
-        failed = Reference(status=FAILED, reason=f"stock eager fails: {one_line(error)}")
-        return workload or Workload(None, lambda: None, None), failed
+        return Reference(status=FAILED, reason=f"stock eager fails: {one_line(error)}")
     finally:
         _free(config.torch_device)
+
+
+def _stock(
+    config: BenchConfig, workload: Workload | None, images: dict[str, Any]
+) -> tuple[Workload, Reference]:
+    """The workload, built if there is none, and stock's output. What does not fit fails as stock's call."""
+    try:
+        workload = workload or BUILDERS[config.part](config)
+    except torch.OutOfMemoryError as error:
+        reason = f"stock eager fails: {one_line(error)}"
+        return Workload(None, lambda: None, None), Reference(status=FAILED, reason=reason)
+    return workload, _reference(config, workload, images)
 
 
 def _no_graph_reason(config: BenchConfig, variant: Variant) -> str:
