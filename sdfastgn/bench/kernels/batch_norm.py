@@ -33,9 +33,16 @@ def _averages(x: Tensor) -> tuple[Tensor, Tensor]:
     return mean, var
 
 
-def _stock(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None = None, **options: Any) -> Tensor:
-    mean, var = options["averages"]
-    y = F.batch_norm(x, mean, var, weight, bias, options["training"])
+def _stock(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    residual: Tensor | None = None,
+    *,
+    averages: tuple[Tensor, Tensor],
+    training: bool,
+) -> Tensor:
+    y = F.batch_norm(x, *averages, weight, bias, training)
     # Not ReLU: at its kink the rounding of stock's sum decides over a whole element of the gradient,
     # which in fp16 is an error of 1 %, the gate's bound.
     return y if residual is None else F.silu(y + residual)
