@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,10 @@ from torch import Tensor
 import sdfastgn
 from sdfastgn.bench import digits_pipeline
 from sdfastgn.bench.digits_pipeline import FOLDER, INKS, NUMERALS, SIZE, generate, prompt_of
+from sdfastgn.bench.documents import OK
 from sdfastgn.bench.images import psnr
 from sdfastgn.bench.models.pipelines import load_pipeline
-from tests.command_line import exit_code
+from tests.command_line import exit_code, invoke
 from tests.kernels.samples import interpreted, kernels
 
 # The fewest that draw every digit in its ink.
@@ -187,6 +189,25 @@ def test_a_lora_is_trained_saved_loaded_and_unloaded(tmp_path: Path) -> None:
     assert psnr(changed, image(pipe)) > LEAST_PSNR
     optimized.unload_lora_weights()
     assert np.array_equal(image(optimized), before)
+
+
+# --- the command line -----------------------------------------------------------------------------
+
+
+def test_the_folder_verifies() -> None:
+    result = invoke("verify", str(FOLDER), "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    assert "right" in result.output
+
+
+def test_the_folder_is_timed(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    chosen = ("--weights", str(FOLDER), "--part", "unet", "--part", "pipeline", "--steps", "1")
+    where = ("--device", "cpu", "--repeats", "1", "--json", str(path))
+    result = invoke("bench", *chosen, "--variants", "eager,sdfastgn", *where)
+    assert result.exit_code == 0, result.output
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["model"], row["size"], row["status"]) for row in rows] == [("digits", SIZE, OK)] * 4
 
 
 # --- the script that trained it -------------------------------------------------------------------
