@@ -23,7 +23,7 @@ from sdfastgn.bench.tables.end_to_end import (
     results_markdown,
 )
 from sdfastgn.bench.tables.kernels import extras_markdown, host_markdown, suite_markdown
-from sdfastgn.bench.tables.pipelines import comfyui_markdown, host_calls_markdown, warm_up_markdown
+from sdfastgn.bench.tables.pipelines import comfyui_markdown, pipelines_markdown
 from sdfastgn.bench.tables.profile import profile_markdown
 from sdfastgn.bench.tables.results import presets_markdown, processes_markdown
 
@@ -31,14 +31,14 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "headline": headline_markdown,
     "results": results_markdown,
     "stable_fast": functools.partial(peer_markdown, peer="stable_fast"),
-    "warm_up": warm_up_markdown,
+    "warm_up": functools.partial(pipelines_markdown, kind="warm_up"),
     "presets": presets_markdown,
     "processes": processes_markdown,
     "profile": profile_markdown,
     "batches": batches_markdown,
     "latency": latency_markdown,
     "comfyui": comfyui_markdown,
-    "host_calls": host_calls_markdown,
+    "host_calls": functools.partial(pipelines_markdown, kind="host"),
     "kernels": functools.partial(suite_markdown, SUITES[INFERENCE]),
     "producers": functools.partial(extras_markdown, SUITES[INFERENCE]),
     "host": functools.partial(host_markdown, SUITES[INFERENCE]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,19 @@ _COMFYUI_HEADER = (
 )  # fmt: skip
 
 
-def _each_run(results: Path, kind: str, table: Callable[[Sequence[Any]], Blocks], row: type) -> str:
+def pipeline_table(content: dict[str, Any]) -> Blocks:
+    """The one table of a result whose kind is among ``PIPELINE_TABLES``."""
+    title, row, table = PIPELINE_TABLES[content["kind"]]
+    (part,) = content["config"]["parts"]
+    shown = table([row(**values) for values in content["rows"]])
+    return replace(shown, title=f"{title}, {part['model']} {part['size']}²")
+
+
+def pipelines_markdown(results: Path, kind: str) -> str:
     """The table of each committed run of a pipeline, and below it what ran."""
     blocks = []
     for content in documents(results, kind):
-        shown, config = table([row(**values) for values in content["rows"]]), content["config"]
+        shown, config = pipeline_table(content), content["config"]
         (part,) = config["parts"]
         model = MODEL_LABELS.get(part["model"], part["model"])
         what = f"{model} pipeline {part['size']}², {part['steps']} steps, {part['dtype']}"
@@ -61,10 +70,6 @@ def _wait_cells(row: WaitRow, eager: WaitRow) -> list[str]:
     return [row.variant, *(NOTHING if value is None else format(value, spec) for value, spec in cells)]
 
 
-def warm_up_markdown(results: Path) -> str:
-    return _each_run(results, "warm_up", warm_up_table, WaitRow)
-
-
 def host_table(rows: Sequence[HostRow]) -> Blocks:
     """A line for each function that takes long enough in one way; first the image, then all functions."""
     names = dict.fromkeys(name for row in rows for name, ms in row.functions.items() if ms >= _LEAST_MS)
@@ -75,8 +80,11 @@ def host_table(rows: Sequence[HostRow]) -> Blocks:
     return Blocks(["ms an image", *(label(row.variant) for row in rows)], body)
 
 
-def host_calls_markdown(results: Path) -> str:
-    return _each_run(results, "host", host_table, HostRow)
+# Kinds of results that have one such table: its title, what makes a row, and what makes the table.
+PIPELINE_TABLES: dict[str, tuple[str, type, Callable[[Sequence[Any]], Blocks]]] = {
+    "warm_up": ("first images", WaitRow, warm_up_table),
+    "host": ("what the pipeline calls", HostRow, host_table),
+}
 
 
 def comfyui_markdown(results: Path) -> str:

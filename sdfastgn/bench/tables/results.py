@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,9 @@ from typing import Any
 from sdfastgn.bench.documents import OK, OptionError, images_path, load, read_json
 from sdfastgn.bench.kernels.suite import KernelRow, Suite, rows_of, shape_text
 from sdfastgn.bench.kernels.suites import SUITES
-from sdfastgn.bench.models.host import HostRow
 from sdfastgn.bench.models.presets import PRESETS
 from sdfastgn.bench.models.run import Row
 from sdfastgn.bench.models.variants import VARIANTS, label
-from sdfastgn.bench.models.warm_up import WaitRow
 from sdfastgn.bench.tables.end_to_end import end_to_end_table, rows_of_runs
 from sdfastgn.bench.tables.kernels import suite_tables
 from sdfastgn.bench.tables.markdown import (
@@ -27,18 +25,13 @@ from sdfastgn.bench.tables.markdown import (
     number,
     source_line,
 )
-from sdfastgn.bench.tables.pipelines import host_table, warm_up_table
+from sdfastgn.bench.tables.pipelines import PIPELINE_TABLES, pipeline_table
 from sdfastgn.bench.tables.profile import profile_table, row_title
 from sdfastgn.bench.terminal import Blocks
 from sdfastgn.kernels.common.failures import one_line
 
 # Kinds of results that hold rows of ``bench``.
 BENCH_KINDS = ("end_to_end", "profile", "preset", "processes", "sweep")
-# Kinds of results with one table of a pipeline: its title, what makes a row, what makes the table.
-_PIPELINE_TABLES: dict[str, tuple[str, type, Callable[[Sequence[Any]], Blocks]]] = {
-    "warm_up": ("first images", WaitRow, warm_up_table),
-    "host": ("what the pipeline calls", HostRow, host_table),
-}
 OTHER_MACHINE = "other machine"
 # Settings of a preset that change no number.
 _FREE_SETTINGS = ("repeats",)
@@ -136,11 +129,8 @@ def tables_of(result: Result) -> list[Blocks]:
             profile = profile_table(rows, f"where the time of {title} goes")
             tables += [end_to_end_table(rows, title), *([profile] if profile else [])]
         return tables + preset_tables(result)
-    if kind in _PIPELINE_TABLES:
-        title, row, table = _PIPELINE_TABLES[kind]
-        (part,) = config["parts"]
-        shown = table([row(**values) for values in result.content["rows"]])
-        return [replace(shown, title=f"{title}, {part['model']} {part['size']}²")]
+    if kind in PIPELINE_TABLES:
+        return [pipeline_table(result.content)]
     if found := _kernels_of(result):
         return suite_tables(*found, f"{found[0].title}, {config['dtype']}")
     raise OptionError(f"{result.name!r} has results of the kind {kind!r}, which has no report")

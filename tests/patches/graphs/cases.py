@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import gc
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from sdfastgn.patches.graphs import install as cuda_graphs
 from tests.patches.cases import ip_adapter_weights
 from tests.patches.graphs.tape import TapeBackend
 
+MIB = 2**20
 DEVICES = [pytest.param("cpu", id="tape"), pytest.param("cuda", id="graph", marks=pytest.mark.gpu)]
 
 
@@ -59,6 +61,14 @@ def same_results(model, stock, inputs, calls):
 def state(model):
     (graphs,) = sdfastgn.report(model).graphs
     return graphs
+
+
+def settled():
+    """Nothing runs, and what nobody holds is given back."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
 
 
 def reasons_of(model):

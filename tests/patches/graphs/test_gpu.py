@@ -1,7 +1,6 @@
 """CUDA graphs on a GPU: memory, streams, failed captures, random numbers, Triton."""
 
 import copy
-import gc
 import threading
 
 import pytest
@@ -10,17 +9,9 @@ from torch import nn
 
 import sdfastgn
 from sdfastgn.bench.models.architectures import build_unet, build_vae, unet_inputs
-from tests.patches.graphs.cases import agree, make, reasons_of, replaced_parameter, run, state
+from tests.patches.graphs.cases import MIB, agree, make, reasons_of, replaced_parameter, run, settled, state
 
 pytestmark = pytest.mark.gpu
-
-MIB = 2**20
-
-
-def settled():
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
 
 
 def test_a_denoising_loop():

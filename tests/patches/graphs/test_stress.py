@@ -12,7 +12,7 @@ from peft import LoraConfig
 from torch import nn
 
 from sdfastgn.patches.graphs.forward import MAX_GRAPHS
-from tests.patches.graphs.cases import make, run, state
+from tests.patches.graphs.cases import MIB, make, run, settled, state
 from tests.patches.graphs.tape import TapeBackend
 
 # Calls, and the most of them between two changes of the thread.
@@ -21,7 +21,6 @@ SIZES = [
     pytest.param("cuda", 10_000, 120, id="graph", marks=pytest.mark.gpu),
 ]
 VALUES = (0, 1)
-MIB = 2**20
 
 
 def prepared(unet):
@@ -121,14 +120,10 @@ def test_no_result_is_stale_or_mixed(device, calls, between):
 
 def alive(backend):
     """Objects of ours and PyTorch's by class, without those that tapes keep, and bytes of the GPU."""
-    gc.collect()
+    settled()
     classes = (type(each) for each in gc.get_objects())
     found = Counter(cls for cls in classes if str(cls.__module__).split(".")[0] in ("sdfastgn", "torch"))
     found[torch.UntypedStorage] -= len(backend.kept)
-    if not torch.cuda.is_available():
-        return found, 0, 0
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
     return found, torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
 
 
