@@ -6,8 +6,8 @@ import base64
 import io
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jinja2
 import numpy as np
@@ -28,18 +28,27 @@ SHOWN = 512
 _OURS = ("sdfastgn", "sdfastgn_eager", "sdfastgn_compile")
 
 
+@dataclass(frozen=True)
+class Bar:
+    """A time: ``width`` in percent of the longest, ``note`` behind it. Without a time ``ms`` is empty."""
+
+    name: str
+    ms: str
+    width: float
+    note: str
+    is_ours: bool
+
+
 def write_page(path: Path, results: Sequence[Result]) -> None:
     """Writes one file that needs no other."""
-    found = [(result, cases_of(result)) for result in results]
+    found = [cases_of(result) for result in results]
     cases = []
-    for title in dict.fromkeys(title for _, each in found for title in each):
-        owners = [(f" ({result.name})", each[title]) for result, each in found if title in each]
-        # Whose row it is, where several have one; a variant's rows stand behind one another.
-        part = [(owner * (len(owners) > 1), row) for owner, rows in owners for row in rows]
-        variants = list(dict.fromkeys(row.variant for _, row in part))
-        part.sort(key=lambda pair: variants.index(pair[1].variant))
+    for title in dict.fromkeys(title for each in found for title in each):
+        part = _together([(i, row) for i, each in enumerate(found) for row in each.get(title, [])])
+        # Whose row it is, where several have one.
+        names = [f" ({result.name})" * (len({i for i, _ in part}) > 1) for result in results]
+        bars, stacks = list(_bars(part, names)), list(_stacks(part, names))
         images = [figure for result in results for figure in result.figures.get(title, [])]
-        bars, stacks = list(_bars(part)), list(_stacks(part))
         cases.append({"title": title, "bars": bars, "stacks": stacks, "figures": images})
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
@@ -58,26 +67,32 @@ def write_page(path: Path, results: Sequence[Result]) -> None:
     path.write_text(shown, encoding="utf-8")
 
 
-def _bars(part: Sequence[tuple[str, Row]]) -> Iterator[dict[str, Any]]:
-    """Times: ``width`` in percent of the longest, ``note`` behind it. Without a time ``ms`` is empty."""
+def _together(part: list[tuple[int, Row]]) -> list[tuple[int, Row]]:
+    """A variant's rows of all results behind one another."""
+    variants = list(dict.fromkeys(row.variant for _, row in part))
+    return sorted(part, key=lambda pair: variants.index(pair[1].variant))
+
+
+def _bars(part: Sequence[tuple[int, Row]], names: Sequence[str]) -> Iterator[Bar]:
     times = [time for _, row in part for time in (row.median_ms, row.graph_ms) if time is not None]
-    for owner, row in part:
-        shared = {"is_ours": row.variant in _OURS, "ms": "", "width": 0.0}
-        name = label(row.variant) + owner
-        eager = next((each.median_ms for of, each in part if (of, each.variant) == (owner, "eager")), None)
+    for index, row in part:
+        name, is_ours = label(row.variant) + names[index], row.variant in _OURS
+        eager = next((each.median_ms for i, each in part if i == index and each.variant == "eager"), None)
         if row.status != OK:
-            yield {**shared, "name": name, "note": f"{row.status}: {row.reason}"}
+            yield Bar(name, "", 0.0, f"{row.status}: {row.reason}", is_ours)
         for suffix, time in (("", row.median_ms), (" + graph", row.graph_ms)):
             if time is not None:
-                length = {"ms": number(time, 4), "width": 100 * time / max(times)}
-                note = f"{eager / time:.2f}x" if eager else ""
-                yield {**shared, **length, "name": name + suffix, "note": note}
+                ratio = f"{eager / time:.2f}x" if eager else ""
+                yield Bar(name + suffix, number(time, 4), 100 * time / max(times), ratio, is_ours)
 
 
-def _stacks(part: Sequence[tuple[str, Row]]) -> Iterator[tuple[str, str, list[tuple[str, str, float]]]]:
+def _stacks(
+    part: Sequence[tuple[int, Row]], names: Sequence[str]
+) -> Iterator[tuple[str, str, list[tuple[str, str, float]]]]:
     """(name, total, [(category, milliseconds, percent of the longest bar)])"""
-    pairs = [(label(row.variant) + owner, breakdown_of(row)) for owner, row in part]
-    found = [(name, one) for name, one in pairs if one is not None]
+    found = [
+        (label(row.variant) + names[i], one) for i, row in part if (one := breakdown_of(row)) is not None
+    ]
     for name, one in found:
         scale = 100 / max(each.total_ms for _, each in found)
         lengths = [(each, one.categories[each]) for each in (*CATEGORIES, GAPS)]
