@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.failures import one_line
+from sdfastgn.kernels.common.private import is_compiled
 from sdfastgn.model_inputs import small_call
 from sdfastgn.patches import patcher
 from sdfastgn.patches.core import channels_last
@@ -115,6 +116,8 @@ def record(modules: list[nn.Module], call: Callable[[], object]) -> dict[nn.Modu
 
 def _judge(module: nn.Module, inputs: Inputs) -> tuple[Any, ...]:
     """(status, reason, error, stock's error)"""
+    if any(map(is_compiled, module.modules())):
+        return UNVERIFIED, "it is compiled by torch.compile"
     images = [t for t in tree_leaves(inputs) if isinstance(t, Tensor) and t.is_floating_point()]
     if not any(map(dispatch.has_kernels, images)):
         return UNVERIFIED, f"no kernel runs: {dispatch.why_off or 'none takes its inputs'}"

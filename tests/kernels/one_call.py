@@ -36,7 +36,7 @@ def main(what):
     x = torch.randn(3, 16, device="cuda" if what == "gpu" else "cpu")
     if what != "gpu":
         triton.JITFunction.run = run
-        dispatch.is_plain = dispatch.runs_in_triton = lambda x, *_: dispatch.why_off is None
+        dispatch.is_plain = dispatch.runs_in_triton = lambda x, *_: dispatch.is_on()
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         found = [geglu(x) for _ in range(2)]

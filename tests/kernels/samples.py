@@ -115,7 +115,7 @@ def kernels(*, direct=False):
     """
 
     def runs_in_triton(x):
-        return dispatch.why_off is None and x.dtype in KERNEL_DTYPES
+        return dispatch.is_on() and x.dtype in KERNEL_DTYPES
 
     with ExitStack() as patches:
         for name in ("runs_in_triton", "has_kernels"):

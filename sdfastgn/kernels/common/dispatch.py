@@ -6,6 +6,7 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -27,6 +28,7 @@ __all__ = [
     "autocast_dtype",
     "has_kernels",
     "is_batched",
+    "is_on",
     "is_plain",
     "is_plain_inference",
     "is_transformed",
@@ -43,6 +45,8 @@ __all__ = [
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Why no kernel runs in this process, or None. ``turn_off`` sets it.
 why_off: str | None = "triton is not installed" if triton is None else None
+# True inside ``stock_code``: for the calls of one thread, while other threads launch kernels.
+_in_stock_code: ContextVar[bool] = ContextVar("sdfastgn_in_stock_code", default=False)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -90,18 +94,26 @@ def turn_off(reason: str) -> KernelError:
 
 @contextlib.contextmanager
 def stock_code() -> Iterator[None]:
-    """Inside, no kernel runs in this process, and optimized modules run their stock forwards."""
-    global why_off
-    before, why_off = why_off, why_off or "stock's code was asked for"
+    """Inside, calls of this thread launch no kernel, and optimized modules run their stock forwards.
+
+    What torch.compile has compiled stays as it is.
+    """
+    token = _in_stock_code.set(True)
     try:
         yield
     finally:
-        why_off = before
+        _in_stock_code.reset(token)
+
+
+def is_on() -> bool:
+    """True if calls of this thread may launch kernels now."""
+    # torch.compile cannot trace a ContextVar, and must not bake its value into what it compiles.
+    return why_off is None and (torch.compiler.is_compiling() or not _in_stock_code.get())
 
 
 def runs_in_triton(x: Tensor) -> bool:
     """True if an op of this package on ``x`` launches Triton kernels, false if it runs in plain PyTorch."""
-    return why_off is None and x.is_cuda and x.dtype in KERNEL_DTYPES
+    return x.is_cuda and x.dtype in KERNEL_DTYPES and is_on()
 
 
 def has_kernels(x: Tensor) -> bool:
