@@ -13,6 +13,7 @@ first forward on a device without kernels restores their former layout.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -31,8 +32,10 @@ __all__ = [
     "converted_weights",
     "convertible_modules",
     "is_applied",
+    "is_complete",
     "is_entry",
     "is_exit",
+    "laid_out",
     "restore",
     "unconverted_weights",
 ]
@@ -105,8 +108,8 @@ def convertible_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return ((path, module) for path, module in root.named_modules() if module not in left)
 
 
-# To find the model that a convolution is in.
-_living: weakref.WeakSet[_Apply] = weakref.WeakSet()
+# By id, to find the model that a convolution is in. Threads may add to it while others read ``valuerefs``.
+_living: weakref.WeakValueDictionary[int, _Apply] = weakref.WeakValueDictionary()
 
 
 class _Apply(InstanceEntry):
@@ -116,7 +119,7 @@ class _Apply(InstanceEntry):
 
     def __init__(self, root: nn.Module) -> None:
         super().__init__(root)
-        _living.add(self)
+        _living[id(self)] = self
 
     def __call__(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         root = self.module
@@ -130,15 +133,31 @@ class _Apply(InstanceEntry):
 
 def apply(root: nn.Module) -> None:
     """Make the convolutions below ``root`` channels-last, now or once they are on a GPU. Idempotent."""
+    for step in _steps(root):
+        step()
+
+
+def is_complete(root: nn.Module) -> bool:
+    """True if ``apply(root)`` would change nothing."""
+    return next(_steps(root), None) is None
+
+
+def _steps(root: nn.Module) -> Iterator[Callable[[], Any]]:
+    """What ``apply(root)`` has to do."""
     for path, module in convertible_modules(root):
         if is_entry(path, module) and enter not in module._forward_pre_hooks.values():
-            module.register_forward_pre_hook(enter)
+            yield functools.partial(module.register_forward_pre_hook, enter)
         if is_exit(path, module) and leave not in module._forward_hooks.values():
-            module.register_forward_hook(leave)
-        _convert(module)
+            yield functools.partial(module.register_forward_hook, leave)
+        if _format_now(module) is not None:
+            yield functools.partial(_convert, module)
     if "_apply" not in vars(root) and any(isinstance(module, tuple(_FORMATS)) for module in root.modules()):
-        vars(root)["_apply"] = _Apply(root)
-        guard(root)
+        yield functools.partial(_follow_moves, root)
+
+
+def _follow_moves(root: nn.Module) -> None:
+    vars(root)["_apply"] = _Apply(root)
+    guard(root)
 
 
 def is_applied(root: nn.Module) -> bool:
@@ -146,16 +165,33 @@ def is_applied(root: nn.Module) -> bool:
     return isinstance(vars(root).get("_apply"), _Apply) or converted_weights(root) > 0
 
 
+def laid_out(root: nn.Module) -> set[nn.Module]:
+    """Modules below ``root`` that ``apply`` has changed or hooked."""
+    return {
+        module
+        for module in root.modules()
+        if _STOCK_LAYOUT in vars(module)
+        or isinstance(vars(module).get("_apply"), _Apply)
+        or enter in module._forward_pre_hooks.values()
+        or leave in module._forward_hooks.values()
+    }
+
+
 def _convert(module: nn.Module) -> None:
     """Make one convolution channels-last, if it is one that is not and gains by it."""
-    memory_format = _new_format(module)
+    memory_format = _format_now(module)
     if memory_format is None:
         return
     weight: Any = module._parameters["weight"]
-    if not dispatch.has_kernels(weight):
-        return
     vars(module)[_STOCK_LAYOUT] = (weight.shape, weight.stride())
     _lay_out(weight, torch.empty_like(weight, device="meta", memory_format=memory_format).stride())
+
+
+def _format_now(module: nn.Module) -> torch.memory_format | None:
+    """The format in which the weight of ``module`` gains where it is now; None where it stays as it is."""
+    memory_format = _new_format(module)
+    weight: Any = None if memory_format is None else module._parameters["weight"]
+    return memory_format if weight is not None and dispatch.has_kernels(weight) else None
 
 
 def _new_format(module: nn.Module) -> torch.memory_format | None:
@@ -197,14 +233,14 @@ def restore(module: nn.Module) -> None:
 
 def _lay_out_as_stock(conv: nn.Module) -> None:
     """Give all weights of the model of ``conv`` their former layout, until the model moves again."""
-    # Not the roots of which nothing is left but this object.
-    roots = [root for own in list(_living) if (root := own._module()) is not None]
+    entries = [entry for ref in _living.valuerefs() if (entry := ref()) is not None]
+    roots = [root for entry in entries if (root := entry._module()) is not None]
     for module in {conv, *(m for root in roots if conv in set(root.modules()) for m in root.modules())}:
         _unconvert(module)
 
 
 def _unconvert(module: nn.Module) -> None:
-    layout = vars(module).pop(_STOCK_LAYOUT, None)
+    layout = vars(module).get(_STOCK_LAYOUT)
     if layout is None:
         return
     # Parametrizations, pruning and weight_norm keep the weight by another name.
@@ -213,21 +249,23 @@ def _unconvert(module: nn.Module) -> None:
         # elements would lie on each other.
         if weight is not None and weight.shape == layout[0] and weight.stride() != layout[1]:
             _lay_out(weight, layout[1])
+    del vars(module)[_STOCK_LAYOUT]  # last: after an interrupt ``restore`` goes on here
 
 
 def _lay_out(weight: Tensor, stride: tuple[int, ...]) -> None:
     """Give a dense ``weight`` these strides: in its own memory, unless something else has that too.
 
     A CUDA graph that was captured with them is right again once they come back (ComfyUI ejects and
-    injects before every run).
+    injects before every run). The weight has its values at every moment, so that Ctrl-C cannot spoil it.
     """
     in_place = is_alone(weight)
     # An inference tensor may be written to in inference mode alone, and memory made there would turn
     # any other into one.
     with torch.inference_mode(weight.is_inference()), torch.no_grad():
-        data = weight.data
-        laid_out = torch.empty_strided(data.shape, stride, dtype=data.dtype, device=data.device).copy_(data)
-        weight.data = data.as_strided(data.shape, stride).copy_(laid_out) if in_place else laid_out
+        own = weight.data
+        weight.data = torch.empty_strided(own.shape, stride, dtype=own.dtype, device=own.device).copy_(own)
+        if in_place:
+            weight.data = own.as_strided(own.shape, stride).copy_(weight.data)
 
 
 def _offloaded(module: nn.Module) -> Tensor | None:

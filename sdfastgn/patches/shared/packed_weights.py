@@ -168,11 +168,10 @@ def _move(parts: list[Tensor]) -> torch.UntypedStorage:
 def unpack(owner: nn.Module) -> None:
     """Give each parameter of ``owner`` that ``pack`` has moved memory of its own again."""
     allocation = _allocation(owner)
-    _allocations.pop(owner, None)
-    if allocation is None:
-        return
-    start, end = allocation.data_ptr(), allocation.data_ptr() + allocation.nbytes()
-    with torch.inference_mode(False), torch.no_grad():
-        for parameter in owner.parameters():
-            if parameter.device == allocation.device and start <= parameter.data_ptr() < end:
-                parameter.data = parameter.data.clone()
+    if allocation is not None:
+        start, end = allocation.data_ptr(), allocation.data_ptr() + allocation.nbytes()
+        with torch.inference_mode(False), torch.no_grad():
+            for parameter in owner.parameters():
+                if parameter.device == allocation.device and start <= parameter.data_ptr() < end:
+                    parameter.data = parameter.data.clone()
+    _allocations.pop(owner, None)  # last: after an interrupt ``restore`` goes on here

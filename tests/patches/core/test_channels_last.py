@@ -1,6 +1,8 @@
 """Layout of convolutions' weights: what adapters have added and what was replaced stays as it is."""
 
 import copy
+import sys
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -8,9 +10,11 @@ from diffusers import StableDiffusionPipeline
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
+from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import sdfastgn
+from sdfastgn.kernels.common.private import is_alone
 from sdfastgn.patches.core import channels_last
 from tests.patches import samples
 from tests.patches.changes import Half
@@ -213,3 +217,51 @@ def test_saving_a_state_dict_in_safetensors(tmp_path):
         save_file(unet.state_dict(), path)
     save_file(sdfastgn.restore(unet).state_dict(), path)
     assert agrees(path)
+
+
+@contextmanager
+def interrupted_at(count):
+    """Ctrl-C before the ``count``-th instruction of the code that lays weights out."""
+    left = count
+
+    def trace(frame, event, _):
+        nonlocal left
+        if frame.f_code.co_filename != channels_last.__file__:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            left -= 1
+            if left == 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+def test_an_interrupt_at_any_moment_spoils_no_weight():
+    """Neither in ``optimize`` nor in ``restore``, and ``restore`` after it undoes everything."""
+    stock = nn.Sequential(nn.Conv2d(3, 5, 3), nn.GroupNorm(1, 5))
+    stock[0].weight.data = stock[0].weight.data.clone()  # of its own: it is laid out in its own memory
+    assert is_alone(stock[0].weight)
+    count, interrupts = 1, 0
+    while interrupts == count - 1:
+        net = copy.deepcopy(stock)
+        try:
+            with interrupted_at(count):
+                sdfastgn.optimize(net)
+                sdfastgn.restore(net)
+        except KeyboardInterrupt:
+            interrupts += 1
+        assert torch.equal(net[0].weight, stock[0].weight)
+        sdfastgn.restore(net)
+        assert torch.equal(net[0].weight, stock[0].weight)
+        assert net[0].weight.stride() == stock[0].weight.stride()
+        assert [vars(m).keys() for m in net.modules()] == [vars(m).keys() for m in stock.modules()]
+        count += 1
+    assert interrupts > 200
