@@ -151,7 +151,8 @@ class CudaBackend:
         self._done.synchronize()
 
     def memory(self) -> int:
-        pools = {tuple(handle.pool) for handle in self._alive}
+        with self.lock:  # no other thread adds one meanwhile
+            pools = {tuple(handle.pool) for handle in self._alive}
         return sum(
             s["total_size"] for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) in pools
         )

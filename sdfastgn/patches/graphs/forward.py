@@ -61,9 +61,14 @@ class _Graph:
             return clone_of(self.output)
 
 
-# To find those that other code has wrapped (a forward put over ours keeps calling it), and those
+# By id, to find those that other code has wrapped (a forward put over ours keeps calling it), and those
 # that hold memory.
-_living: weakref.WeakSet[GraphedForward] = weakref.WeakSet()
+_living: weakref.WeakValueDictionary[int, GraphedForward] = weakref.WeakValueDictionary()
+
+
+def _all_living() -> list[GraphedForward]:
+    # ``valuerefs`` is one step of the interpreter: other threads may add some meanwhile.
+    return [graphed for ref in _living.valuerefs() if (graphed := ref()) is not None]
 
 
 class GraphedForward(InstanceEntry):
@@ -107,7 +112,7 @@ class GraphedForward(InstanceEntry):
         self._short_lives = self._replays_of_watch = 0
         self.captured = self.replays = self.dropped = 0
         self.eager: Counter[str] = Counter()
-        _living.add(self)
+        _living[id(self)] = self
 
     def __reduce__(self) -> tuple[Any, ...]:
         return GraphedForward, (self.module, self.mode, None, self.stands_over_own)
@@ -143,7 +148,7 @@ class GraphedForward(InstanceEntry):
     @classmethod
     def of(cls, module: nn.Module) -> list[GraphedForward]:
         """Every one that was made for ``module`` and is still referred to."""
-        return [graphed for graphed in list(_living) if graphed._module() is module]
+        return [graphed for graphed in _all_living() if graphed._module() is module]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module
@@ -200,7 +205,14 @@ class GraphedForward(InstanceEntry):
         if backend.is_busy():
             raise Unsupported("the call is being captured by other code")
         key = (call.key, global_state(call.device))  # type: ignore[arg-type]
+        if backend is not self._used_backend:
+            # Before the lock of the new device is taken: two models that change places would each
+            # hold the lock that the other waits for.
+            self.clear()
+            self._used_backend = backend
         with backend.lock:
+            if backend is not self._used_backend:
+                raise Unsupported("another thread calls it on another device")
             output = self._started_at_once(module, call, backend, key)
             if output is None:
                 graph = self._graph_for(module, call, backend, key)
@@ -218,7 +230,7 @@ class GraphedForward(InstanceEntry):
         None where there is no graph, or the model has changed: whatever ran then is nobody's result.
         """
         graph, watch = self._graphs.get(key), self._watch
-        if graph is None or watch is None or backend is not self._used_backend or not watch.is_in_place():
+        if graph is None or watch is None or not watch.is_in_place():
             return None
         output = graph.run(call, backend)
         if not watch.unchanged(module):
@@ -231,9 +243,6 @@ class GraphedForward(InstanceEntry):
 
         Raises Unsupported with the reason.
         """
-        if backend is not self._used_backend:
-            self.clear()
-            self._used_backend = backend
         self._check_watch(module)
         graph = self._graphs.get(key)
         if graph is not None:
@@ -361,7 +370,7 @@ def _give_memory_back() -> int:
     Returns how many there were.
     """
     count = 0
-    for graphed in list(_living):
+    for graphed in _all_living():
         dropped = graphed.clear()
         if dropped:
             graphed._pause = (_MAX_PAUSE, _NO_MEMORY)
