@@ -19,6 +19,7 @@ from sdfastgn.kernels.common.tiles import triton
 from sdfastgn.patches import patcher
 from sdfastgn.patches.core import channels_last
 from sdfastgn.patches.core.ddp import is_in_ddp
+from sdfastgn.patches.core.exclusive import one_at_a_time, undisturbed
 from sdfastgn.patches.graphs import install as graphs
 from sdfastgn.patches.graphs.models import is_graphable
 from sdfastgn.reports import Entry, Report, grouped, some
@@ -105,10 +106,11 @@ def restore(obj: T) -> T:
     roots = _roots("restore", obj)
     _refuse_in_ddp("restore", obj, roots.values())
     left = []
-    for name, root in roots.items():
-        graphs.remove(root)
-        left += patcher.undo(root, name)
-    left += patcher.undo_parts(patcher.parts_ever_of(obj))
+    with _changing("restore", roots.values()):
+        for name, root in roots.items():
+            graphs.remove(root)
+            left += patcher.undo(root, name)
+        left += patcher.undo_parts(patcher.parts_ever_of(obj))
     if left:
         warnings.warn(_left_over("restore", left), stacklevel=2)
     return obj
@@ -135,9 +137,10 @@ def optimized(
         yield obj
     finally:
         _refuse_in_ddp("optimized", obj, [was.root for was in before if was.is_stock])
-        # Those that came meanwhile were not there before either.
-        others = [*patcher.parts_ever_of(obj), *((f.path, f.module) for f in parts)]
-        left = _put_back(before, [(name, part) for name, part in others if id(part) not in kept])
+        with _changing("optimized", [was.root for was in before]):
+            # Those that came meanwhile were not there before either.
+            others = [*patcher.parts_ever_of(obj), *((f.path, f.module) for f in parts)]
+            left = _put_back(before, [(name, part) for name, part in others if id(part) not in kept])
         if left:
             warnings.warn(_left_over("optimized", left), stacklevel=2 + _WITH)
 
@@ -148,9 +151,11 @@ def verdicts(obj: Any) -> list[Verdict]:
     Drops the CUDA graphs of ``obj`` and turns them off.
     """
     found = []
-    for name, root in _roots("verify", obj).items():
-        graphs.remove(root)
-        found += verification.verify(root, name)
+    roots = _roots("verify", obj)
+    with _changing("verify", roots.values()):
+        for name, root in roots.items():
+            graphs.remove(root)
+            found += verification.verify(root, name)
     if hasattr(obj, "maybe_free_model_hooks"):
         obj.maybe_free_model_hooks()  # what offloading has brought to the GPU
     return found
@@ -185,14 +190,28 @@ def report(obj: Any) -> Report:
     )
 
 
+@contextmanager
+def _changing(call: str, roots: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, this thread alone uses ``roots`` and changes models. At the start their GPUs are idle."""
+    roots = list(roots)
+    with one_at_a_time, undisturbed(call, roots):
+        graphs.wait_for_gpus(roots)
+        yield
+
+
 @dataclass(frozen=True)
 class _Before:
-    """What one component was before ``optimize``; ``modes``: of the modules with graphs."""
+    """What one component was before ``optimize``.
+
+    ``modes``: of the modules with graphs. ``findings``, ``laid_out``: as in ``patcher.take_back``.
+    """
 
     name: str
     root: nn.Module
     is_stock: bool
     modes: dict[nn.Module, str | bool]
+    findings: list[patcher.Finding]
+    laid_out: set[nn.Module]
 
 
 def _before(name: str, root: nn.Module, findings: list[patcher.Finding]) -> _Before:
@@ -204,7 +223,8 @@ def _before(name: str, root: nn.Module, findings: list[patcher.Finding]) -> _Bef
         if graphed is not None
     }
     is_fused = any(f.status == "fused" for f in findings)
-    return _Before(name, root, not (is_fused or modes or channels_last.is_applied(root)), modes)
+    is_stock = not (is_fused or modes or channels_last.is_applied(root))
+    return _Before(name, root, is_stock, modes, findings, channels_last.laid_out(root))
 
 
 def _put_back(before: list[_Before], parts: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
@@ -215,6 +235,7 @@ def _put_back(before: list[_Before], parts: list[tuple[str, Any]]) -> list[tuple
             graphs.remove(was.root)
             left += patcher.undo(was.root, was.name)
             continue
+        patcher.take_back(was.root, was.findings, was.laid_out)
         for module in was.root.modules():
             if is_graphable(module) and module not in was.modes:
                 graphs.remove(module)
@@ -251,28 +272,38 @@ def _optimize(
         return [], []
     if any(channels_last.unconverted_weights(root) for root in roots.values()) and is_in_ddp(roots.values()):
         raise ValueError(_in_ddp(call, obj, "optimize it before it is wrapped"))
-    findings = {name: patcher.inspect(root, name, asked) for name, root in roots.items()}
-    parts = patcher.inspect_parts(patcher.parts_of(obj))
-    skipped = [f for found in (*findings.values(), parts) for f in found if f.status == "skipped"]
-    if strict and skipped:
+    with one_at_a_time:
+        findings = {name: patcher.inspect(root, name, asked) for name, root in roots.items()}
+        parts = patcher.inspect_parts(patcher.parts_of(obj))
+        if strict:
+            _refuse_skipped(call, [f for found in (*findings.values(), parts) for f in found])
+        warn_of_machine(call)
+        before = [_before(name, root, findings[name]) for name, root in roots.items()]
+        to_change = [
+            root for name, root in roots.items() if verify or patcher.needs_change(root, findings[name])
+        ]
+        with _changing(call, to_change):
+            try:
+                for root, was in zip(roots.values(), before, strict=True):
+                    patcher.apply(root, was.findings)
+                if verify:
+                    _tell(call, verdicts(obj), strict)
+                for root in roots.values():
+                    graphs.install(root, cuda_graphs)
+                patcher.apply_parts(parts, obj)
+            except BaseException:
+                _put_back(before, [(f.path, f.module) for f in parts if f.status == "fusable"])
+                raise
+    return before, parts
+
+
+def _refuse_skipped(call: str, findings: list[patcher.Finding]) -> None:
+    skipped = [f for f in findings if f.status == "skipped"]
+    if skipped:
         reasons = "; ".join(
             f"{f.path or type(f.module).__name__} ({f.fusion.name}): {f.reason}" for f in skipped
         )
         raise ValueError(f"sdfastgn.{call}: strict=True and {len(skipped)} parts cannot be fused: {reasons}")
-    warn_of_machine(call)
-    before = [_before(name, root, findings[name]) for name, root in roots.items()]
-    try:
-        for name, root in roots.items():
-            patcher.apply(root, findings[name])
-        if verify:
-            _tell(call, verdicts(obj), strict)
-        for root in roots.values():
-            graphs.install(root, cuda_graphs)
-        patcher.apply_parts(parts, obj)
-    except BaseException:
-        _put_back(before, [(f.path, f.module) for f in parts if f.status == "fusable"])
-        raise
-    return before, parts
 
 
 def _tell(call: str, found: list[Verdict], strict: bool) -> None:

@@ -27,16 +27,18 @@ __all__ = [
     "has_fusions",
     "inspect",
     "inspect_parts",
+    "needs_change",
     "parts_ever_of",
     "parts_of",
     "put_back",
+    "take_back",
     "undo",
     "undo_parts",
 ]
 
 # Modules that were put back, and why. Not in their ``__dict__``: a stock module has nothing of ours.
 _put_back: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-# By part that was changed: where it was in which pipeline. One that is exchanged is found nowhere else.
+# Changed part -> (path, pipeline), so that a part that was replaced since can still be restored.
 _found_at: weakref.WeakKeyDictionary[Any, tuple[str, weakref.ref[Any]]] = weakref.WeakKeyDictionary()
 
 
@@ -83,7 +85,9 @@ def parts_ever_of(obj: Any) -> list[tuple[str, Any]]:
     """(path, part) of ``parts_of(obj)`` and of those that were exchanged after ``apply_parts``."""
     now = parts_of(obj)
     ids = set(map(id, now.values()))
-    then = [(path, part) for part, (path, ref) in list(_found_at.items()) if ref() is obj]
+    # ``keyrefs`` is one step of the interpreter: other threads may add some meanwhile.
+    changed = [part for ref in _found_at.keyrefs() if (part := ref()) is not None]
+    then = [(_found_at[part][0], part) for part in changed if _found_at[part][1]() is obj]
     return [*now.items(), *((path, part) for path, part in then if id(part) not in ids)]
 
 
@@ -107,22 +111,38 @@ def has_fusions(root: nn.Module, asked: Collection[str] = ()) -> bool:
     )
 
 
-def apply(root: nn.Module, findings: list[Finding]) -> None:
-    """Carry out the ``fusable`` ones of ``inspect(root)`` and make the convolutions channels-last.
+def needs_change(root: nn.Module, findings: list[Finding]) -> bool:
+    """True if ``apply`` would change anything."""
+    return any(f.status == "fusable" for f in findings) or not channels_last.is_complete(root)
 
-    Undoes itself if anything fails.
+
+def apply(root: nn.Module, findings: list[Finding]) -> None:
+    """Carry out the ``fusable`` ones of ``inspect(root)`` and make the convolutions channels-last."""
+    for fusion in (*FUSIONS, *ASKED_FUSIONS.values()):
+        for finding in findings:
+            if finding.fusion is not fusion or finding.status != "fusable":
+                continue
+            if not fusion.is_applied(finding.module):  # it may be in another root as well
+                fusion.apply(finding.module)
+    channels_last.apply(root)
+
+
+def take_back(root: nn.Module, findings: list[Finding], laid_out: Collection[nn.Module]) -> None:
+    """Undo what ``apply`` did for ``findings``, and nothing that was there before.
+
+    Args:
+        root: the model.
+        findings: ``inspect(root)`` before ``apply``.
+        laid_out: ``channels_last.laid_out(root)`` before ``apply``.
     """
-    try:
-        for fusion in (*FUSIONS, *ASKED_FUSIONS.values()):
-            for finding in findings:
-                if finding.fusion is not fusion or finding.status != "fusable":
-                    continue
-                if not fusion.is_applied(finding.module):  # it may be in another root as well
-                    fusion.apply(finding.module)
-        channels_last.apply(root)
-    except BaseException:
-        undo(root)
-        raise
+    for fusion in reversed((*FUSIONS, *ASKED_FUSIONS.values())):
+        for finding in findings:
+            if finding.fusion is fusion and finding.status == "fusable" and fusion.is_applied(finding.module):
+                fusion.undo(finding.module)
+                _forget(finding.module)
+    for module in root.modules():
+        if module not in laid_out:
+            channels_last.restore(module)
 
 
 def apply_parts(findings: list[Finding], pipeline: Any) -> None:
@@ -165,17 +185,22 @@ def _finding(path: str, module: Any, fusion: Fusion | ObjectFusion) -> Finding:
 def undo(root: nn.Module, prefix: str = "") -> list[tuple[str, Any]]:
     """Everything below ``root`` as it was before ``apply``; nothing to do on a stock model.
 
-    Returns (path, module) of those of which that is impossible: other code has put a class of its
-    own over the fused one. Once that code has taken it away, ``undo`` finds the fused one.
+    Returns (path, module) of what could not be undone: other code has put a class of its own over the
+    fused one. Once that code has taken it away, ``undo`` finds the fused one.
     """
     for fusion in reversed((*FUSIONS, *ASKED_FUSIONS.values())):
         for module in root.modules():
             if fusion.is_applied(module):
                 fusion.undo(module)
     for module in root.modules():
-        _put_back.pop(module, None)
         restore_class(module)  # other code has moved it to where its fusion does not look
         channels_last.restore(module)
-        unpack(module)
-        batch_norm.forget(module)
+        _forget(module)
     return [(path, module) for path, module in root.named_modules(prefix=prefix) if is_over_fused(module)]
+
+
+def _forget(module: nn.Module) -> None:
+    """Drop what is kept for a module that was fused."""
+    _put_back.pop(module, None)
+    unpack(module)
+    batch_norm.forget(module)

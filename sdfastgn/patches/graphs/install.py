@@ -6,20 +6,22 @@ subclass would change the class name that ``save_pretrained`` writes and that pi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from sdfastgn.kernels.common.private import is_compiled
 from sdfastgn.patches.core.class_forward import class_forward, has_foreign_forward, replace_kept
 from sdfastgn.patches.core.instance_entries import guard, unguard
-from sdfastgn.patches.graphs.capture import Backend
+from sdfastgn.patches.graphs.capture import Backend, backend_of
 from sdfastgn.patches.graphs.forward import GraphedForward
 from sdfastgn.patches.graphs.models import is_graphable
 
-__all__ = ["MODES", "Graphs", "has_graphable", "inspect", "install", "remove"]
+__all__ = ["MODES", "Graphs", "has_graphable", "inspect", "install", "remove", "wait_for_gpus"]
 
 MODES = ("auto", True, False)
 
@@ -67,6 +69,16 @@ def install(root: nn.Module, mode: str | bool, backend: Backend | None = None) -
 def remove(root: nn.Module) -> None:
     """Undo ``install``."""
     install(root, False)
+
+
+def wait_for_gpus(roots: Iterable[nn.Module]) -> None:
+    """Wait until GPUs with parameters of ``roots`` have nothing to do: streams of other threads too."""
+    for device in {parameter.device for root in roots for parameter in root.parameters()}:
+        if device.type == "cuda":
+            backend = backend_of(device)
+            # A capture of another thread would break.
+            with contextlib.nullcontext() if backend is None else backend.lock:
+                torch.cuda.synchronize(device)
 
 
 def inspect(root: nn.Module, prefix: str = "") -> Iterator[tuple[Graphs, GraphedForward | None]]:

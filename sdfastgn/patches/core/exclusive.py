@@ -1,0 +1,137 @@
+"""Changes to models that other threads use: a change waits for running calls, and new calls wait for it.
+
+``optimize`` and ``restore`` exchange classes and strides module by module. A call that ran meanwhile
+would meet some modules before the change and some after it. Calls pay nothing to prevent that. A running
+call is found by the frames of ``nn.Module.__call__`` on the stack of its thread. Only during a change each
+module has a gate in its ``__dict__``, where new calls wait.
+
+Not seen: a ``forward`` that is called by itself, and new calls of what ``module.compile()`` has compiled.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from torch import nn
+
+__all__ = ["one_at_a_time", "undisturbed"]
+
+# Seconds that a change waits for running calls.
+_MAX_WAIT = 30.0
+# Seconds between two looks at the stacks of other threads.
+_LOOK_EVERY = 0.002
+# ``nn.Module.__call__`` looks this method up in the instance first. A hook would be seen by fused code.
+_GATE = "_call_impl"
+# Of every call of a module. No other frame's locals are read: to read them replaces the values that were
+# read before, and where the last reference to a tensor goes by that, other threads run on in the middle.
+_CALL = nn.Module.__call__.__code__
+
+one_at_a_time = threading.RLock()  # for changes of any model
+_change: _Change | None = None
+
+
+class _Change:
+    """The change that is going on, to these modules."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self.owner = threading.get_ident()
+        self.modules = set(modules)
+        self.done = threading.Event()
+        self.waiting: set[int] = set()  # threads at a gate
+
+
+class _Gate:
+    """Stands for ``_call_impl`` of one module during a change."""
+
+    __slots__ = ("module",)
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        change, thread = _change, threading.get_ident()
+        # A call inside a running one goes on: the change waits for the outer one.
+        if change is not None and thread != change.owner and not _inside_a_call(change.modules):
+            change.waiting.add(thread)
+            change.done.wait()
+        return type(self.module)._call_impl(self.module, *args, **kwargs)
+
+
+@contextmanager
+def undisturbed(call: str, roots: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, no other thread runs a module of ``roots``. Needs ``one_at_a_time``. Nested, it does nothing.
+
+    Args:
+        call: the public function, for the error.
+        roots: the models that are changed inside.
+
+    Raises RuntimeError, before anything is changed, if a call runs for more than 30 seconds.
+    """
+    global _change
+    change = _Change(module for root in roots for module in root.modules())
+    if _change is not None or not change.modules or len(sys._current_frames()) == 1:
+        yield
+        return
+    _change = change
+    try:
+        for module in change.modules:
+            vars(module)[_GATE] = _Gate(module)
+        _wait_for_others(call, change)
+        yield
+    finally:
+        _change = None
+        for module in change.modules:
+            vars(module).pop(_GATE, None)
+        change.done.set()
+
+
+def _wait_for_others(call: str, change: _Change) -> None:
+    deadline = time.monotonic() + _MAX_WAIT
+    while (found := _running_elsewhere(change)) is not None:
+        if time.monotonic() > deadline:
+            thread, module = found
+            names = {t.ident: t.name for t in threading.enumerate()}
+            raise RuntimeError(
+                f"sdfastgn.{call}: thread {names.get(thread, thread)!r} has been running "
+                f"{type(module).__name__} for {_MAX_WAIT:g} s. Nothing was changed; try again when it is done"
+            )
+        change.done.wait(_LOOK_EVERY)  # which nobody sets yet
+
+
+def _running_elsewhere(change: _Change) -> tuple[int, nn.Module] | None:
+    """(thread, module) of a call in another thread that is not at a gate; None if there is none."""
+    was_enabled = gc.isenabled()
+    gc.disable()  # a collection would let other threads run on while their frames are read
+    try:
+        for thread, frame in sys._current_frames().items():
+            if thread != change.owner and thread not in change.waiting:
+                module = _called_module(frame, change.modules)
+                if module is not None:
+                    return thread, module
+        return None
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _inside_a_call(modules: set[nn.Module]) -> bool:
+    """True if the call that has come to a gate was made by another call of ``modules``."""
+    own_call = sys._getframe(2)  # of the gate's module
+    return _called_module(own_call.f_back, modules) is not None
+
+
+def _called_module(frame: FrameType | None, modules: set[nn.Module]) -> nn.Module | None:
+    """The outermost of ``modules`` whose call is ``frame`` or one of its callers, or None."""
+    found = None
+    while frame is not None:
+        if frame.f_code is _CALL and frame.f_locals["self"] in modules:
+            found = frame.f_locals["self"]
+        frame = frame.f_back
+    return found

@@ -1,0 +1,270 @@
+"""Threads that optimize, restore and verify models while others draw with them."""
+
+import copy
+import sys
+import threading
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+import sdfastgn
+from sdfastgn import api
+from sdfastgn.kernels.common import dispatch
+from sdfastgn.patches import patcher
+from sdfastgn.patches.core import channels_last, exclusive
+from sdfastgn.patches.graphs.forward import GraphedForward
+from tests.patches import samples
+from tests.patches.graphs.cases import make, run
+from tests.patches.graphs.tape import TapeBackend
+from tests.patches.samples import randomize
+
+LONG = 60.0  # seconds after which a thread that does not end counts as stuck
+
+
+def unet():
+    return randomize(samples.unet()).eval()
+
+
+def draw(model):
+    x = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(1))
+    tokens = torch.randn(1, 3, 12, generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        return model(x, 3, tokens).sample
+
+
+class Thread(threading.Thread):
+    """Runs ``work`` and keeps what it returns or raises; ``join`` gives it."""
+
+    def __init__(self, work):
+        super().__init__(daemon=True)
+        self.work, self.result, self.error = work, None, None
+        self.start()
+
+    def run(self):
+        try:
+            self.result = self.work()
+        except BaseException as error:  # for the thread that joins
+            self.error = error
+
+    def join(self, timeout=LONG):
+        super().join(timeout)
+        assert not self.is_alive(), "the thread is stuck"
+        if self.error is not None:
+            raise self.error
+        return self.result
+
+
+@contextmanager
+def at_work(work):
+    """Another thread calls ``work`` over and over; yields the list of its results."""
+    ended, results, first = threading.Event(), [], threading.Event()
+
+    def loop():
+        while not ended.is_set():
+            results.append(work())
+            first.set()
+
+    thread = Thread(loop)
+    assert first.wait(LONG)
+    try:
+        yield results
+    finally:
+        ended.set()
+        thread.join()
+
+
+@pytest.fixture
+def often_switching():
+    """The interpreter goes from thread to thread as often as it can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def test_stock_code_is_for_its_own_thread():
+    model = sdfastgn.optimize(unet())
+    expected, count = draw(model), channels_last.converted_weights(model)
+    assert count > 0
+    with dispatch.stock_code():
+        assert not dispatch.is_on()
+        assert Thread(dispatch.is_on).join()
+        assert torch.equal(Thread(lambda: draw(model)).join(), expected)
+        assert channels_last.converted_weights(model) == count
+    assert dispatch.is_on()
+
+
+def test_stock_code_in_two_threads_at_once():
+    inside, leave = threading.Event(), threading.Event()
+
+    def other():
+        with dispatch.stock_code():
+            inside.set()
+            assert leave.wait(LONG)
+        return dispatch.is_on()
+
+    with dispatch.stock_code():
+        thread = Thread(other)
+        assert inside.wait(LONG)
+    assert dispatch.is_on()
+    leave.set()
+    assert thread.join()
+    assert dispatch.is_on()
+
+
+def test_one_thread_verifies_while_another_draws():
+    model, other = sdfastgn.optimize(unet()), sdfastgn.optimize(unet(), cuda_graphs=False)
+    expected, count = draw(model), channels_last.converted_weights(model)
+    with at_work(lambda: draw(model)) as results:
+        found = [verdict for _ in range(3) for verdict in api.verdicts(other)]
+    assert {verdict.status for verdict in found} == {"right"}
+    assert channels_last.converted_weights(model) == count
+    assert all(torch.equal(result, expected) for result in results)
+
+
+def test_a_compiled_part_is_not_verified():
+    """In stock's code it would still run what was compiled from the fused forward."""
+    model = sdfastgn.optimize(unet(), cuda_graphs=False)
+    norm = model.get_submodule("mid_block.attentions.0.norm")
+    norm.compile(backend="eager")
+    (verdict,) = [v for v in api.verdicts(model) if v.path == "mid_block.attentions.0.norm"]
+    assert (verdict.status, verdict.reason) == ("not verified", "it is compiled by torch.compile")
+
+
+def test_a_model_changes_between_the_calls_of_other_threads(often_switching):
+    model = unet()
+    stock = copy.deepcopy(model)
+    expected = draw(stock)
+    with at_work(lambda: draw(model)) as results:
+        for _ in range(60):
+            sdfastgn.optimize(model, cuda_graphs=False)
+            sdfastgn.restore(model)
+    assert len(results) > 60
+    for result in results:
+        torch.testing.assert_close(result, expected, atol=2e-5, rtol=2e-5)
+    assert torch.equal(draw(model), expected)
+    assert [vars(module).keys() for module in model.modules()] == [
+        vars(module).keys() for module in stock.modules()
+    ]
+
+
+@contextmanager
+def stopped_inside(model):
+    """Another thread's call of ``model`` has begun and does not end before the block does."""
+    inside, leave = threading.Event(), threading.Event()
+
+    def stop(*_):
+        inside.set()
+        assert leave.wait(LONG)
+
+    hook = model.mid_block.register_forward_hook(stop)
+    thread = Thread(lambda: draw(model))
+    assert inside.wait(LONG)
+    try:
+        yield
+    finally:
+        leave.set()
+        thread.join()
+        hook.remove()
+
+
+@pytest.mark.parametrize("change", [sdfastgn.optimize, sdfastgn.restore, api.verdicts])
+def test_a_call_that_does_not_end(change, monkeypatch):
+    model = unet()
+    if change is not sdfastgn.optimize:
+        sdfastgn.optimize(model)
+    before = [type(module) for module in model.modules()], [p.stride() for p in model.parameters()]
+    monkeypatch.setattr(exclusive, "_MAX_WAIT", 0.05)
+    with stopped_inside(model):
+        with pytest.raises(
+            RuntimeError, match=r"^sdfastgn\.\w+: thread 'Thread-\d+' has been running UNet2D"
+        ):
+            change(model)
+        assert ([type(m) for m in model.modules()], [p.stride() for p in model.parameters()]) == before
+    change(model)
+
+
+def test_a_second_optimize_waits_for_nobody(monkeypatch):
+    """It has nothing to change: a UNet that two pipelines share may be drawing for one of them."""
+    model = sdfastgn.optimize(unet())
+    monkeypatch.setattr(exclusive, "_MAX_WAIT", 0.05)
+    with stopped_inside(model):
+        sdfastgn.optimize(model)
+
+
+def test_a_new_call_waits_for_the_change(monkeypatch):
+    model, seen = unet(), []
+    expected = draw(model)
+
+    def apply_while_a_thread_calls(root, findings, apply=patcher.apply):
+        thread = Thread(lambda: (draw(model), seen.append("drawn"))[0])
+        while thread.ident not in exclusive._change.waiting:
+            assert thread.is_alive()
+        apply(root, findings)
+        seen.append("changed")
+        seen.append(thread)
+
+    monkeypatch.setattr(patcher, "apply", apply_while_a_thread_calls)
+    with stopped_thread():
+        sdfastgn.optimize(model, cuda_graphs=False)
+    thread = next(each for each in seen if isinstance(each, Thread))
+    torch.testing.assert_close(thread.join(), expected, atol=2e-5, rtol=2e-5)
+    assert [each for each in seen if each is not thread] == ["changed", "drawn"]
+
+
+@contextmanager
+def stopped_thread():
+    """A second thread that does nothing: with one alone no call needs a gate."""
+    leave = threading.Event()
+    thread = Thread(lambda: leave.wait(LONG))
+    try:
+        yield
+    finally:
+        leave.set()
+        thread.join()
+
+
+def test_forwards_are_found_while_others_are_made(often_switching):
+    module = nn.Linear(1, 1)
+    own = GraphedForward(module)
+    with at_work(lambda: [GraphedForward(nn.Linear(1, 1)) for _ in range(20)]) as made:
+        for _ in range(2000):
+            assert GraphedForward.of(module) == [own]
+    assert len(made) > 1
+
+
+def test_models_that_change_places(monkeypatch):
+    """One goes from the first GPU to the second while another goes the other way."""
+    backends = TapeBackend(), TapeBackend()
+    met = threading.Barrier(2)
+
+    class Lock:
+        """Whoever has it waits for the other thread to have one too, or to be waiting for it."""
+
+        def __init__(self):
+            self.lock = threading.RLock()
+
+        def __enter__(self):
+            self.lock.acquire()
+            try:
+                met.wait(0.3)
+            except threading.BrokenBarrierError:
+                met.reset()
+
+        def __exit__(self, *_):
+            self.lock.release()
+
+    unets = []
+    for backend in backends:
+        model, stock, inputs = make(backend=backend)
+        run(model, inputs, 2)
+        unets.append((model, run(stock, inputs), inputs))
+    for backend in backends:
+        backend.lock = Lock()
+    for (model, *_), backend in zip(unets, reversed(backends), strict=True):
+        monkeypatch.setattr(model.forward, "_backend", backend)
+    threads = [Thread(lambda model=model, inputs=inputs: run(model, inputs)) for model, _, inputs in unets]
+    for thread, (_, expected, _) in zip(threads, unets, strict=True):
+        torch.testing.assert_close(thread.join(20), expected, atol=2e-4, rtol=2e-3)
