@@ -255,9 +255,8 @@ def _optimize(
     parts = patcher.inspect_parts(patcher.parts_of(obj))
     skipped = [f for found in (*findings.values(), parts) for f in found if f.status == "skipped"]
     if strict and skipped:
-        reasons = "; ".join(
-            f"{f.path or type(f.module).__name__} ({f.fusion.name}): {f.reason}" for f in skipped
-        )
+        paths = grouped((f.reason, f"{f.path or type(f.module).__name__} ({f.fusion.name})") for f in skipped)
+        reasons = "; ".join(f"{reason}: {', '.join(paths[reason])}" for reason in paths)
         raise ValueError(f"sdfastgn.{call}: strict=True and {len(skipped)} parts cannot be fused: {reasons}")
     warn_of_machine(call)
     before = [_before(name, root, findings[name]) for name, root in roots.items()]

@@ -138,9 +138,9 @@ class Report:
                 found.append((f"{status}: {', '.join(f'{n} in {name}' for name, n in counts.items())}", []))
         if graphable := self._graphable():
             found.append((f"would be CUDA graphs on an NVIDIA GPU: {', '.join(graphable)}", []))
-        reasons = grouped((f"{e.reason} ({e.fusion})", e.path or e.kind) for e in self.skipped)
-        for reason, paths in reasons.items():
-            found.append((f"skipped: {reason}", [some(paths, max_paths)]))
+        for reason, paths in grouped((e.reason, e.path or e.kind) for e in self.skipped).items():
+            fusions = ", ".join(dict.fromkeys(e.fusion for e in self.skipped if e.reason == reason))
+            found.append((f"{len(paths)} skipped: {reason} ({fusions})", [some(paths, max_paths)]))
         if self.fused:
             weights = f"channels-last weights: {self.channels_last_weights}"
             found.append((f"{weights}, layout copies removed per call: {self.layout_copies_removed}", []))

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from sdfastgn.patches.core import channels_last
+from sdfastgn.patches.core.adapters import adapter_reason
 from sdfastgn.patches.core.fusion import Fusion, is_over_fused, restore_class
 from sdfastgn.patches.fusions import batch_norm
 from sdfastgn.patches.pipeline.object_fusion import ObjectFusion
@@ -57,6 +58,8 @@ class Finding:
 def inspect(root: nn.Module, prefix: str = "", asked: Collection[str] = ()) -> list[Finding]:
     """What each fusion of the registry says about each module below ``root``. Changes nothing.
 
+    Layers that a fusion leaves as they are because of an adapter follow the module that they are in.
+
     ``asked``: names of ``ASKED_FUSIONS``; one that is applied to any module counts as asked for.
     """
     fusions = [*FUSIONS]
@@ -67,7 +70,10 @@ def inspect(root: nn.Module, prefix: str = "", asked: Collection[str] = ()) -> l
     for path, module in root.named_modules(prefix=prefix):
         for fusion in fusions:
             if fusion.claims(module):
-                findings.append(_finding(path, module, fusion))
+                finding = _finding(path, module, fusion)
+                findings.append(finding)
+                if finding.status != "skipped":
+                    findings += _adapted(finding)
     return findings
 
 
@@ -160,6 +166,18 @@ def _finding(path: str, module: Any, fusion: Fusion | ObjectFusion) -> Finding:
         return Finding(path, module, fusion, "fused")
     reason = (isinstance(module, nn.Module) and _put_back.get(module)) or fusion.reason_to_skip(module)
     return Finding(path, module, fusion, "skipped" if reason else "fusable", reason or "")
+
+
+def _adapted(finding: Finding) -> Iterator[Finding]:
+    """The layers that ``finding.fusion`` must leave as they are, because an adapter is around them."""
+    for name in finding.fusion.layers:
+        layer = finding.module
+        for part in name.split("."):
+            layer = getattr(layer, part, None)
+        reason = adapter_reason(layer)
+        if reason is not None:
+            path = f"{finding.path}.{name}" if finding.path else name
+            yield Finding(path, layer, finding.fusion, "skipped", reason)
 
 
 def undo(root: nn.Module, prefix: str = "") -> list[tuple[str, Any]]:

@@ -42,6 +42,13 @@ class Fusion(Protocol):
     def sources(self) -> tuple[TestedSource, ...]:
         """Upstream methods that it replaces or relies upon."""
 
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Paths of the children that the fused code does not call, as stock's does, if they are plain.
+
+        A child that an adapter is wrapped around is not plain.
+        """
+
     def claims(self, module: nn.Module) -> bool:
         """True if this fusion is about ``module``: fused, fusable, or skipped with a reason."""
 
@@ -77,6 +84,7 @@ class ClassSwap:
         sources: upstream methods that ``fused`` replaces or relies upon; they must be known.
         check: reason to skip that depends on the instance.
         covers: False for an instance that is not claimed: another operation by the same class.
+        layers: ``Fusion.layers``.
     """
 
     name: str
@@ -85,6 +93,7 @@ class ClassSwap:
     sources: tuple[TestedSource, ...] = ()
     check: Callable[[Any], str | None] = _no_reason
     covers: Callable[[Any], bool] = _everything
+    layers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         register_fused(self.fused, self.stock)
