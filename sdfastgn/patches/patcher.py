@@ -15,7 +15,7 @@ from torch import nn
 
 from sdfastgn.patches.core import channels_last
 from sdfastgn.patches.core.adapters import adapter_reason
-from sdfastgn.patches.core.fusion import Fusion, is_over_fused, restore_class
+from sdfastgn.patches.core.fusion import ClassSwap, Fusion, is_over_fused, restore_class
 from sdfastgn.patches.fusions import batch_norm
 from sdfastgn.patches.pipeline.object_fusion import ObjectFusion
 from sdfastgn.patches.registry import ASKED_FUSIONS, FUSIONS, OBJECT_FUSIONS
@@ -72,8 +72,8 @@ def inspect(root: nn.Module, prefix: str = "", asked: Collection[str] = ()) -> l
             if fusion.claims(module):
                 finding = _finding(path, module, fusion)
                 findings.append(finding)
-                if finding.status != "skipped":
-                    findings += _adapted(finding)
+                if finding.status != "skipped" and isinstance(fusion, ClassSwap):
+                    findings += _adapted(path, module, fusion)
     return findings
 
 
@@ -168,16 +168,15 @@ def _finding(path: str, module: Any, fusion: Fusion | ObjectFusion) -> Finding:
     return Finding(path, module, fusion, "skipped" if reason else "fusable", reason or "")
 
 
-def _adapted(finding: Finding) -> Iterator[Finding]:
-    """The layers that ``finding.fusion`` must leave as they are, because an adapter is around them."""
-    for name in finding.fusion.layers:
-        layer = finding.module
+def _adapted(path: str, module: nn.Module, fusion: ClassSwap) -> Iterator[Finding]:
+    """The layers of ``module`` that ``fusion`` leaves as they are, because an adapter is around them."""
+    for name in fusion.layers:
+        layer: Any = module
         for part in name.split("."):
             layer = getattr(layer, part, None)
         reason = adapter_reason(layer)
         if reason is not None:
-            path = f"{finding.path}.{name}" if finding.path else name
-            yield Finding(path, layer, finding.fusion, "skipped", reason)
+            yield Finding(f"{path}.{name}" if path else name, layer, fusion, "skipped", reason)
 
 
 def undo(root: nn.Module, prefix: str = "") -> list[tuple[str, Any]]:

@@ -42,13 +42,6 @@ class Fusion(Protocol):
     def sources(self) -> tuple[TestedSource, ...]:
         """Upstream methods that it replaces or relies upon."""
 
-    @property
-    def layers(self) -> tuple[str, ...]:
-        """Paths of the children that the fused code does not call, as stock's does, if they are plain.
-
-        A child that an adapter is wrapped around is not plain.
-        """
-
     def claims(self, module: nn.Module) -> bool:
         """True if this fusion is about ``module``: fused, fusable, or skipped with a reason."""
 
@@ -84,7 +77,8 @@ class ClassSwap:
         sources: upstream methods that ``fused`` replaces or relies upon; they must be known.
         check: reason to skip that depends on the instance.
         covers: False for an instance that is not claimed: another operation by the same class.
-        layers: ``Fusion.layers``.
+        layers: paths of the children whose call ``fused`` replaces while they are plain layers. One with
+            an adapter is called as in stock, and the report names it.
     """
 
     name: str

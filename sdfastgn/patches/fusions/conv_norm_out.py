@@ -156,7 +156,6 @@ def disarm(parent: Any, args: Any, output: Any) -> None:
 class _NormOutFusion:
     name = "conv_norm_out"
     sources = tuple(_SOURCES.values())
-    layers: tuple[str, ...] = ()
 
     def claims(self, module: nn.Module) -> bool:
         has_norm = isinstance(getattr(module, "conv_norm_out", None), nn.GroupNorm)

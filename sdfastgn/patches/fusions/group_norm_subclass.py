@@ -109,7 +109,6 @@ class SubclassSwap:
     name = "group_norm_subclass"
     # Known by the code of a ``forward`` in any module: ``core/known_norms.py``.
     sources: tuple[TestedSource, ...] = ()
-    layers: tuple[str, ...] = ()
 
     def claims(self, module: nn.Module) -> bool:
         return self.is_applied(module) or known_base(type(module)) is not None

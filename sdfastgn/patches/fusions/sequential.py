@@ -57,7 +57,6 @@ class _FoldBatchNorm:
 
     name = "batch_norm"
     sources: tuple[TestedSource, ...] = ()
-    layers: tuple[str, ...] = ()
 
     def claims(self, module: nn.Module) -> bool:
         return any(isinstance(child, nn.BatchNorm2d) for child in module.children())
