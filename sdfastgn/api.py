@@ -42,7 +42,7 @@ def optimize(
 ) -> T:
     """Make a diffusers pipeline or model channels-last and fuse its norms, in place.
 
-    The images stay the same.
+    Images differ from stock's by rounding alone.
 
     Args:
         obj: a diffusers pipeline, or any ``torch.nn.Module``. Of a pipeline every component with a
