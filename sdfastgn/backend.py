@@ -33,6 +33,8 @@ def why_stock_runs(root: nn.Module) -> str | None:
         return None if torch.cuda.is_available() else "no CUDA GPU"
     # accelerate's offloading brings the weights to this device at each call.
     offload = getattr(getattr(root, "_hf_hook", None), "execution_device", None)
+    if isinstance(offload, int):
+        offload = torch.device("cuda", offload)
     devices = {p.device for p in tensors} if offload is None else {torch.device(offload)}
     unsupported = next(filter(None, map(gpu.unsupported, devices)), None)
     if unsupported is not None:
