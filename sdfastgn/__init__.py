@@ -1,4 +1,4 @@
-"""sdfastgn: one line that makes Stable Diffusion in diffusers faster, with the same images and an exact undo.
+"""sdfastgn: one line that makes Stable Diffusion in diffusers faster, with an exact undo.
 
 ``sdfastgn.optimize(pipe)`` makes a pipeline channels-last and fuses its GroupNorm and activation
 calls into Triton kernels. ``sdfastgn.restore(pipe)`` gives back exactly what went in. Importing this

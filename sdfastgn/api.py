@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from sdfastgn import verification
-from sdfastgn.kernels.common import dispatch, gpu
-from sdfastgn.kernels.common.dispatch import KERNEL_DTYPES
+from sdfastgn.backend import backend_text, why_stock_runs
 from sdfastgn.kernels.common.tiles import triton
 from sdfastgn.patches import patcher
 from sdfastgn.patches.core import channels_last
@@ -44,7 +43,7 @@ def optimize(
 ) -> T:
     """Make a diffusers pipeline or model channels-last and fuse its norms, in place.
 
-    The images stay the same.
+    Images differ from stock's by rounding alone.
 
     Args:
         obj: a diffusers pipeline, or any ``torch.nn.Module``. Of a pipeline every component with a
@@ -170,6 +169,7 @@ def report(obj: Any) -> Report:
         TypeError: ``obj`` is neither a pipeline nor a module.
     """
     roots = _roots("report", obj)
+    why_stock = {name: why_stock_runs(root) for name, root in roots.items()}
     findings = [
         (name or type(root).__name__, f) for name, root in roots.items() for f in patcher.inspect(root, name)
     ]
@@ -178,15 +178,21 @@ def report(obj: Any) -> Report:
         Entry(component, f.path, f.fusion.name, type(f.module).__name__, f.status, f.reason)
         for component, f in findings
     )
+    fused = {name: root for name, root in roots.items() if why_stock[name] is None}
+    components = [name or type(root).__name__ for name, root in fused.items()]
+    copies = [e for e in entries if (e.status, e.fusion) == ("fused", "transformer_2d")]
     found = [pair for name, root in roots.items() for pair in graphs.inspect(root, name)]
     pools = {k: v for _, graphed in found if graphed is not None for k, v in graphed.pool_bytes().items()}
     return Report(
         entries=entries,
-        backend=_backend(list(roots.values())) if roots else f"stock code ({_nothing_in(obj)})",
+        backend=backend_text(list(roots.values()), list(why_stock.values()))
+        if roots
+        else f"stock code ({_nothing_in(obj)})",
         channels_last_weights=sum(channels_last.converted_weights(root) for root in roots.values()),
-        layout_copies_removed=sum(e.status == "fused" and e.fusion == "transformer_2d" for e in entries),
+        layout_copies_removed=sum(e.component in components for e in copies),
         graphs=tuple(state for state, _ in found),
         graph_memory_bytes=sum(pools.values()),
+        runs_kernels=bool(fused),
     )
 
 
@@ -300,9 +306,8 @@ def _optimize(
 def _refuse_skipped(call: str, findings: list[patcher.Finding]) -> None:
     skipped = [f for f in findings if f.status == "skipped"]
     if skipped:
-        reasons = "; ".join(
-            f"{f.path or type(f.module).__name__} ({f.fusion.name}): {f.reason}" for f in skipped
-        )
+        paths = grouped((f.reason, f"{f.path or type(f.module).__name__} ({f.fusion.name})") for f in skipped)
+        reasons = "; ".join(f"{reason}: {', '.join(paths[reason])}" for reason in paths)
         raise ValueError(f"sdfastgn.{call}: strict=True and {len(skipped)} parts cannot be fused: {reasons}")
 
 
@@ -374,28 +379,6 @@ def _roots(call: str, obj: Any, asked: tuple[str, ...] = ()) -> dict[str, nn.Mod
             roots[name] = module
     inner = {id(module) for root in roots.values() for module in root.modules() if module is not root}
     return {name: root for name, root in roots.items() if id(root) not in inner}
-
-
-_STOCK_CODE = "plain PyTorch, stock's own code at stock's speed"
-
-
-def _backend(roots: list[nn.Module]) -> str:
-    if triton is None or dispatch.why_off is not None:
-        return f"{_STOCK_CODE} ({dispatch.why_off})"
-    tensors = [p for root in roots for p in root.parameters()]
-    if any(p.is_meta for p in tensors):  # what runs is decided where the weights go
-        return "" if torch.cuda.is_available() else f"{_STOCK_CODE} (no CUDA GPU)"
-    devices = {p.device.type for p in tensors}
-    unsupported = next(filter(None, map(gpu.unsupported, {p.device for p in tensors})), None)
-    if unsupported is not None:
-        return f"{_STOCK_CODE} ({unsupported})"
-    if "cuda" not in devices:
-        where = ", ".join(sorted(devices)) or "no device"
-        return f"{_STOCK_CODE} (weights on {where}; the kernels need an NVIDIA GPU)"
-    dtypes = {p.dtype for p in tensors if p.is_cuda and p.is_floating_point()}
-    if not dtypes & set(KERNEL_DTYPES):
-        return f"{_STOCK_CODE} (no kernel for {', '.join(sorted(map(str, dtypes)))})"
-    return f"Triton {triton.__version__} on {torch.cuda.get_device_name()}"
 
 
 # Notes on this machine that were given: each once a process.

@@ -18,6 +18,17 @@ __all__ = ["Entry", "Report", "grouped", "some"]
 WIDTH = 80
 # Paths that are printed for each reason to skip; ``details`` has all of them.
 _SHOWN_PATHS = 3
+# Models that gain nothing while Python starts their kernels one by one: "sdfastgn without graphs" in
+# docs/benchmarks.md.
+_UNETS = ("UNet2DModel", "UNet2DConditionModel")
+# How the reasons end of calls to which that does not apply: a first one, training, a compiler's.
+_NO_LOSS = (
+    "first call of its kind",
+    "gradients are enabled",
+    "it is in training mode",
+    "is compiled by torch.compile",
+    "the call is traced or transformed",
+)
 STATUSES = ("fused", "fusable", "skipped")
 
 
@@ -44,6 +55,8 @@ class Report:
     them on this machine, empty if it has a GPU.
     ``channels_last_weights``: convolutions whose weights became channels-last.
     ``layout_copies_removed``: copies to channels-first a call that stock makes and this model does not.
+    ``runs_kernels``: False where stock's code runs in all components, optimized or not; ``fused`` then
+    has the parts that run fused once the model is where kernels run.
     ``graphs``: the state of each module whose calls can be CUDA graphs.
     ``graph_memory_bytes``: GPU memory of all graphs of the process that share a pool with these.
     """
@@ -54,6 +67,7 @@ class Report:
     layout_copies_removed: int
     graphs: tuple[Graphs, ...] = ()
     graph_memory_bytes: int = 0
+    runs_kernels: bool = True
 
     @property
     def fused(self) -> tuple[Entry, ...]:
@@ -101,7 +115,9 @@ class Report:
         return f"<p><b>{summary}</b></p><table>{details}</table><table><tr>{header}</tr>{counts}</table>"
 
     def _summary(self) -> str:
-        parts = [f"{_parts(self.fused)} fused"] if self.fused else []
+        parts = [f"{_parts(self.fused)} {self._fused_where()}"] if self.fused else []
+        if self.fused and not self.runs_kernels:
+            parts.append("none here")
         if self.fusable:
             parts.append(f"optimize would fuse {_parts(self.fusable)}")
         alive, replays = (sum(getattr(g, name) for g in self.graphs) for name in ("alive", "replays"))
@@ -109,10 +125,29 @@ class Report:
         graphs = f"{alive} alive, {replays} calls replayed" if alive or replays else none
         return f"{', '.join(parts) or 'nothing to fuse'}, {len(self.skipped)} skipped, graphs: {graphs}"
 
+    def _fused_where(self) -> str:
+        return "fused" if self.runs_kernels else "fused where kernels run"
+
     def _graphable(self) -> list[str]:
         """Modules of a stock model whose calls ``optimize`` would make CUDA graphs of, on a GPU."""
         stock = () if self.fused else self.graphs
         return [g.path or g.kind for g in stock if g.mode == "False" and not g.eager]
+
+    def _without_graphs(self) -> list[str]:
+        """Fused UNets whose kernels run, but in no graph: graphs are off or impossible."""
+        if not self.runs_kernels:
+            return []
+        return [
+            g.path or g.kind
+            for g in self.graphs
+            if g.kind in _UNETS
+            and not (g.alive or g.replays)
+            and (
+                (g.mode == "False" and not g.eager)
+                or not all(reason.endswith(_NO_LOSS) for reason in g.eager)
+            )
+            and any(f"{e.path}.".startswith(f"{g.path}." if g.path else "") for e in self.fused)
+        ]
 
     def _counts(self) -> list[tuple[str, ...]]:
         counts = Counter(((e.component, e.fusion), e.status) for e in self.entries)
@@ -132,15 +167,15 @@ class Report:
         found: list[tuple[str, list[str]]] = []
         if self.backend:
             found.append((f"{'runs in' if self.fused else 'would run in'}: {self.backend}", []))
-        for status, entries in (("fused", self.fused), ("would be fused", self.fusable)):
+        for status, entries in ((self._fused_where(), self.fused), ("would be fused", self.fusable)):
             counts = Counter(entry.component for entry in entries)
             if counts:
                 found.append((f"{status}: {', '.join(f'{n} in {name}' for name, n in counts.items())}", []))
         if graphable := self._graphable():
             found.append((f"would be CUDA graphs on an NVIDIA GPU: {', '.join(graphable)}", []))
-        reasons = grouped((f"{e.reason} ({e.fusion})", e.path or e.kind) for e in self.skipped)
-        for reason, paths in reasons.items():
-            found.append((f"skipped: {reason}", [some(paths, max_paths)]))
+        for reason, paths in grouped((e.reason, e.path or e.kind) for e in self.skipped).items():
+            fusions = ", ".join(dict.fromkeys(e.fusion for e in self.skipped if e.reason == reason))
+            found.append((f"{len(paths)} skipped: {reason} ({fusions})", [some(paths, max_paths)]))
         if self.fused:
             weights = f"channels-last weights: {self.channels_last_weights}"
             found.append((f"{weights}, layout copies removed per call: {self.layout_copies_removed}", []))
@@ -153,6 +188,8 @@ class Report:
                 eager = [f"{words}{reason}" for reason, words in calls.items()]
                 state = f"{g.alive} alive, {g.replays} calls replayed"
                 found.append((f"CUDA graphs of {g.path or g.kind}: {state}", eager))
+        if without := self._without_graphs():
+            found.append((f"without CUDA graphs a UNet is not faster than stock's: {', '.join(without)}", []))
         if self.graph_memory_bytes:
             found.append((f"memory of CUDA graphs: {self.graph_memory_bytes / 2**20:.0f} MiB", []))
         return found

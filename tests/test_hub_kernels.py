@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import sdfastgn
+from sdfastgn.kernels.common.activations import ACTIVATIONS
 from tests.command_line import ROOT, exit_code, process
 
 # Without the package, its name is that of the root's link, which is a namespace without a file.
@@ -98,6 +99,8 @@ def test_the_card_has_every_name_and_the_measured_times(hub):
     assert named == {*ast.literal_eval(public), *layers} - {"layers"}
     functions = (getattr(sdfastgn, name) for name in sdfastgn.__all__ if name != "__version__")
     assert {f.__name__ for f in functions if f.__module__.startswith("sdfastgn.kernels.")} < named
+    [activations] = re.findall(r"^Activations are (.*?)\.", card, re.MULTILINE | re.DOTALL)
+    assert re.findall(r"`(\w+)`", activations) == list(ACTIVATIONS)
     assert re.search(r"^\| 2x320x64x64 \|.*NVIDIA H200", card, re.MULTILINE | re.DOTALL)
     assert "$" not in card
     assert (hub / "build/CARD.md").read_text("utf-8") == card

@@ -259,6 +259,20 @@ def test_pipeline_on_the_gpu_in_fp16(model):
 
 
 @pytest.mark.gpu
+def test_the_report_of_an_offloaded_pipeline():
+    """Its weights wait on the CPU, and its kernels run on the GPU without graphs."""
+    pipe = sdfastgn.optimize(build_pipeline("tiny", dtype=torch.float16, device="cpu"))
+    assert not sdfastgn.report(pipe).runs_kernels
+    pipe.enable_model_cpu_offload()
+    generate(pipe, **SIZE)
+    report = sdfastgn.report(pipe)
+    assert report.runs_kernels
+    assert report.backend.startswith("Triton")
+    assert report.layout_copies_removed > 0
+    assert "without CUDA graphs a UNet is not faster than stock's: unet" in str(report)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("model", ["tiny", "tiny_xl"])
 def test_the_host_waits_no_more_often_than_in_diffusers(model):
     pipe = build_pipeline(model, dtype=torch.float16, device="cuda")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import pickle
 from dataclasses import replace
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import sdfastgn
 from sdfastgn.bench.models.architectures import build_unet
+from sdfastgn.kernels.common import gpu
 from sdfastgn.patches.graphs.install import Graphs
 from sdfastgn.reports import Entry, Report
 
@@ -113,7 +115,25 @@ def test_what_is_not_fused_yet_says_what_would_be(
 
 def test_what_is_fused_says_where_it_runs() -> None:
     report = sdfastgn.report(sdfastgn.optimize(build_unet("tiny", torch.float32, "cpu")))
+    parts = len(report.fused)
+    assert str(report).startswith(f"{parts} parts fused where kernels run, none here, 0 skipped")
+    assert f"\nfused where kernels run: {parts} in UNet2DConditionModel\n" in str(report)
+    assert "layout copies removed per call: 0" in str(report)
     assert f"\nruns in: {report.backend[:20]}" in str(report)
     assert "optimize would" not in str(report)
     assert "graphs: none\n" in str(report)
     assert "would be" not in str(report)
+
+
+def test_what_runs_is_said_of_each_component(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is offloaded to the CPU, and its calls run on the GPU; another stays on the CPU."""
+    unet, other = (sdfastgn.optimize(build_unet("tiny", torch.float32, "cpu")) for _ in range(2))
+    pipe = SimpleNamespace(components={"unet": unet, "other": other})
+    assert not sdfastgn.report(pipe).runs_kernels
+    monkeypatch.setattr(gpu, "unsupported", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H200")
+    unet._hf_hook = SimpleNamespace(execution_device="cuda:0")
+    report = sdfastgn.report(pipe)
+    assert report.backend.endswith("on H200")
+    assert report.layout_copies_removed == sdfastgn.report(unet).layout_copies_removed > 0
+    assert str(report).startswith(f"{len(report.fused)} parts fused, 0 skipped")

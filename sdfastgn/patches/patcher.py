@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from sdfastgn.patches.core import channels_last
-from sdfastgn.patches.core.fusion import Fusion, is_over_fused, restore_class
+from sdfastgn.patches.core.adapters import adapter_reason
+from sdfastgn.patches.core.fusion import ClassSwap, Fusion, is_over_fused, restore_class
 from sdfastgn.patches.fusions import batch_norm
 from sdfastgn.patches.pipeline.object_fusion import ObjectFusion
 from sdfastgn.patches.registry import ASKED_FUSIONS, FUSIONS, OBJECT_FUSIONS
@@ -59,6 +60,8 @@ class Finding:
 def inspect(root: nn.Module, prefix: str = "", asked: Collection[str] = ()) -> list[Finding]:
     """What each fusion of the registry says about each module below ``root``. Changes nothing.
 
+    Layers that a fusion leaves as they are because of an adapter follow the module that they are in.
+
     ``asked``: names of ``ASKED_FUSIONS``; one that is applied to any module counts as asked for.
     """
     fusions = [*FUSIONS]
@@ -69,7 +72,10 @@ def inspect(root: nn.Module, prefix: str = "", asked: Collection[str] = ()) -> l
     for path, module in root.named_modules(prefix=prefix):
         for fusion in fusions:
             if fusion.claims(module):
-                findings.append(_finding(path, module, fusion))
+                finding = _finding(path, module, fusion)
+                findings.append(finding)
+                if finding.status != "skipped" and isinstance(fusion, ClassSwap):
+                    findings += _adapted(path, module, fusion)
     return findings
 
 
@@ -180,6 +186,17 @@ def _finding(path: str, module: Any, fusion: Fusion | ObjectFusion) -> Finding:
         return Finding(path, module, fusion, "fused")
     reason = (isinstance(module, nn.Module) and _put_back.get(module)) or fusion.reason_to_skip(module)
     return Finding(path, module, fusion, "skipped" if reason else "fusable", reason or "")
+
+
+def _adapted(path: str, module: nn.Module, fusion: ClassSwap) -> Iterator[Finding]:
+    """The layers of ``module`` that ``fusion`` leaves as they are, because an adapter is around them."""
+    for name in fusion.layers:
+        layer: Any = module
+        for part in name.split("."):
+            layer = getattr(layer, part, None)
+        reason = adapter_reason(layer)
+        if reason is not None:
+            yield Finding(f"{path}.{name}" if path else name, layer, fusion, "skipped", reason)
 
 
 def undo(root: nn.Module, prefix: str = "") -> list[tuple[str, Any]]:

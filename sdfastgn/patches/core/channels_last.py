@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.private import is_alone
+from sdfastgn.patches.core.adapters import WRAPPED, adapted_layers
 from sdfastgn.patches.core.fsdp import modules_in_fsdp
 from sdfastgn.patches.core.hooks import remove_hooks
 from sdfastgn.patches.core.instance_entries import InstanceEntry, guard, unguard
@@ -54,9 +55,6 @@ _FORMATS: dict[type[nn.Module], torch.memory_format] = {
 # leaves it: diffusers' names, and those of a UNet in CompVis' layout (ComfyUI).
 _ENTRIES = (".conv_in", ".quant_conv", ".post_quant_conv", ".input_blocks.0.0")
 _EXITS = (".conv_out", ".quant_conv", ".out.2")
-# peft's names for the layer of the model within an adapter; beside it is what the adapter has added
-# or trains.
-_ADAPTED = ("base_layer", "original_module")
 
 
 def enter(conv: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -88,7 +86,7 @@ def is_exit(path: str, module: nn.Module) -> bool:
 def _path_in_model(path: str) -> str:
     """Of a layer within an adapter the path that it has without one, after a dot."""
     names = path.split(".")
-    while names and names[-1] in _ADAPTED:
+    while names and names[-1] in WRAPPED:
         names.pop()
     return "." + ".".join(names)
 
@@ -99,12 +97,9 @@ def convertible_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     What adapters have added is saved contiguous. The memory of what FSDP shards is FSDP's.
     """
     left = modules_in_fsdp(root)
-    for module in root.modules():
-        children = dict(module.named_children())
-        if not children.keys().isdisjoint(_ADAPTED):
-            left.update(
-                m for name, child in children.items() if name not in _ADAPTED for m in child.modules()
-            )
+    for _, layer in adapted_layers(root):
+        added = (child for name, child in layer.named_children() if name not in WRAPPED)
+        left.update(module for child in added for module in child.modules())
     return ((path, module) for path, module in root.named_modules() if module not in left)
 
 

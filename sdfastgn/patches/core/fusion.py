@@ -77,6 +77,8 @@ class ClassSwap:
         sources: upstream methods that ``fused`` replaces or relies upon; they must be known.
         check: reason to skip that depends on the instance.
         covers: False for an instance that is not claimed: another operation by the same class.
+        layers: paths of the children whose call ``fused`` replaces while they are plain layers. One with
+            an adapter is called as in stock, and the report names it.
     """
 
     name: str
@@ -85,6 +87,7 @@ class ClassSwap:
     sources: tuple[TestedSource, ...] = ()
     check: Callable[[Any], str | None] = _no_reason
     covers: Callable[[Any], bool] = _everything
+    layers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         register_fused(self.fused, self.stock)

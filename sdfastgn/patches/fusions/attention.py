@@ -166,4 +166,5 @@ FUSION = _AttentionFusion(
         tested(AttnProcessor2_0, __call__="34f76e0296143ecd"),
     ),
     covers=_covers,
+    layers=("to_q", "to_k", "to_v", "to_out.0"),
 )

@@ -103,6 +103,7 @@ BLOCK = ClassSwap(
     FusedTinyBlock,
     sources=(tested(AutoencoderTinyBlock, __init__="12cd64b18c2567e8", forward="ae3c9e84163373f7"),),
     check=lambda block: activation_reason(block.conv[1], nn.ReLU),
+    layers=("conv.0", "conv.2", "conv.4"),
 )
 ENCODER = ClassSwap(
     "encoder_tiny",

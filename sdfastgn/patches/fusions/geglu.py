@@ -47,4 +47,5 @@ FUSION = ClassSwap(
         tested(GEGLU, __init__="c032b8aa1c0faada", forward="2749119a143f533a", gelu="e20caf64d5ad61c2"),
     ),
     check=_check,
+    layers=("proj",),
 )

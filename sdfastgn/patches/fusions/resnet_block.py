@@ -75,4 +75,5 @@ FUSION = ClassSwap(
         tested(ResnetBlock2D, __init__="f6111697ab9ce6fc", forward="27d3601251620ffd 8d4e47f410843292"),
     ),
     check=lambda block: activation_reason(block.nonlinearity),
+    layers=("norm1", "conv1", "time_emb_proj", "norm2", "conv2", "conv_shortcut"),
 )

@@ -39,6 +39,7 @@ FUSION = ClassSwap(
     TemporalResnetBlock,
     FusedTemporalResnetBlock,
     sources=(tested(TemporalResnetBlock, __init__="10dc3eb120f73c58", forward="cb41e04a61aa231a"),),
+    layers=("norm1", "norm2"),
 )
 
 
@@ -62,4 +63,5 @@ CAUSAL = ClassSwap(
         tested(HunyuanVideoResnetBlockCausal3D, __init__="e45974e1ceff28c7", forward="fed59704419cc349"),
     ),
     check=lambda block: activation_reason(block.nonlinearity),
+    layers=("norm1", "norm2"),
 )

@@ -77,4 +77,5 @@ FUSION = ClassSwap(
         ),
     ),
     check=_check,
+    layers=("proj_in", "proj_out"),
 )

@@ -120,5 +120,6 @@ FUSION = ClassSwap(
     # Blocks with adaptive norms or positional embeddings have no add directly before a plain
     # LayerNorm.
     covers=_has_layer_norms,
+    layers=("norm1", "norm2", "norm3", "ff.net.2"),
 )
 _register_for_hooks()

@@ -69,4 +69,5 @@ FUSION = ClassSwap(
     FusedUpsample2D,
     sources=(tested(Upsample2D, __init__="8be1e93fd9fb5c47", forward="a7b7f16a892af3a3"),),
     covers=_is_nearest,
+    layers=("conv",),
 )

@@ -1,0 +1,46 @@
+"""What runs the fused calls of a model, Triton's kernels or stock's code, and why."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from sdfastgn.kernels.common import dispatch, gpu
+from sdfastgn.kernels.common.dispatch import KERNEL_DTYPES
+from sdfastgn.kernels.common.tiles import triton
+
+__all__ = ["backend_text", "why_stock_runs"]
+
+_STOCK_CODE = "plain PyTorch, stock's own code at stock's speed"
+
+
+def backend_text(roots: list[nn.Module], why_stock: list[str | None]) -> str:
+    """``Report.backend`` of models; ``why_stock``: ``why_stock_runs`` of each."""
+    reasons = [reason for reason in dict.fromkeys(why_stock) if reason is not None]
+    if triton is None or None not in why_stock:
+        return f"{_STOCK_CODE} ({'; '.join(reasons)})"
+    if any(p.is_meta for root in roots for p in root.parameters()):
+        return ""  # what runs is decided where the weights go
+    return f"Triton {triton.__version__} on {torch.cuda.get_device_name()}"
+
+
+def why_stock_runs(root: nn.Module) -> str | None:
+    """Why the fused calls of ``root`` run stock's code; None if kernels run, or may once it is on a GPU."""
+    if dispatch.why_off is not None:
+        return dispatch.why_off
+    tensors = list(root.parameters())
+    if any(p.is_meta for p in tensors):
+        return None if torch.cuda.is_available() else "no CUDA GPU"
+    # accelerate's offloading brings the weights to this device at each call.
+    offload = getattr(getattr(root, "_hf_hook", None), "execution_device", None)
+    if isinstance(offload, int):
+        offload = torch.device("cuda", offload)
+    devices = {p.device for p in tensors} if offload is None else {torch.device(offload)}
+    unsupported = next(filter(None, map(gpu.unsupported, devices)), None)
+    if unsupported is not None:
+        return unsupported
+    if "cuda" not in (kinds := {device.type for device in devices}):
+        where = ", ".join(sorted(kinds)) or "no device"
+        return f"weights on {where}; the kernels need an NVIDIA GPU"
+    dtypes = {p.dtype for p in tensors if p.is_floating_point()}
+    return None if dtypes & set(KERNEL_DTYPES) else f"no kernel for {', '.join(sorted(map(str, dtypes)))}"

@@ -1,0 +1,126 @@
+"""Which layers an adapter is wrapped around, as the report and ``strict=True`` name them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from diffusers.models.lora import LoRACompatibleLinear, LoRALinearLayer
+from peft import LoHaConfig, LoraConfig, inject_adapter_in_model
+from torch import nn
+
+import sdfastgn
+from sdfastgn.bench.models.architectures import build_unet, build_vae
+from sdfastgn.patches.core.adapters import adapted_layers, adapter_reason
+from sdfastgn.patches.registry import FUSIONS
+
+# Layers that fusions replace, and two that stock's code runs anyway.
+TARGETS = ["to_q", "to_out.0", "conv1", "proj_in", "net.0.proj", "net.2", "conv_in", "linear_1"]
+NEVER_FUSED = ("conv_in", "linear_1")
+
+
+def unet():
+    return build_unet("tiny", torch.float32, "cpu")
+
+
+def add_lora(model):
+    model.add_adapter(LoraConfig(r=2, target_modules=TARGETS, init_lora_weights=False), adapter_name="a")
+
+
+def paths_with_lora(model):
+    """Paths of the layers with a LoRA that a fusion would have replaced, by peft's own parameters."""
+    found = {name.partition(".lora_")[0] for name, _ in model.named_parameters() if ".lora_" in name}
+    return {path for path in found if not path.endswith(NEVER_FUSED)}
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_the_report_names_each_layer_with_a_lora(when):
+    model = unet()
+    if when == "before":
+        add_lora(model)
+    sdfastgn.optimize(model)
+    fused = len(sdfastgn.report(model).fused)
+    if when == "after":
+        assert not sdfastgn.report(model).skipped
+        add_lora(model)
+    report = sdfastgn.report(model)
+    assert {e.path for e in report.skipped} == paths_with_lora(model)
+    assert len(report.skipped) > 30
+    assert len(report.fused) == fused
+    words = " ".join(str(report).split())
+    assert f"{len(report.skipped)} skipped: it has an adapter (LoRA): stock's code runs" in words
+    assert "fuse_lora() and then unload_lora_weights() make it a plain layer (" in words
+    assert all(path in report.details() for path in paths_with_lora(model))
+
+
+STATES = {
+    "on": (lambda model: None, "it has an adapter (LoRA)"),
+    "off": (lambda model: model.disable_adapters(), "its adapter (LoRA) is off, but still wrapped around it"),
+    "deleted": (lambda model: model.delete_adapters("a"), "its adapter (LoRA) is off"),
+    "merged": (lambda model: model.fuse_lora(), "its adapter (LoRA) is merged, but still wrapped around it"),
+    "hooked": (
+        lambda model: model.mid_block.resnets[0].conv1.register_forward_hook(lambda *_: None),
+        "it has an adapter (LoRA)",
+    ),
+}
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_strict_refuses_every_state_of_an_adapter_until_it_is_gone(state):
+    model = unet()
+    add_lora(model)
+    change, reason = STATES[state]
+    change(model)
+    paths = paths_with_lora(model) or {"mid_block.resnets.0.conv1"}
+    with pytest.raises(ValueError, match=r"^sdfastgn.optimize: strict=True and \d+ parts") as caught:
+        sdfastgn.optimize(model, strict=True)
+    assert reason in str(caught.value)
+    assert all(path in str(caught.value) for path in paths)
+    assert not sdfastgn.report(model).fused
+    model.unload_lora()
+    assert not sdfastgn.report(sdfastgn.optimize(model, strict=True)).skipped
+
+
+def test_merged_weights_stay_when_the_adapter_is_taken_off():
+    """What the reason for a merged adapter says."""
+    model = unet()
+    weight = model.mid_block.resnets[0].conv1.weight.detach().clone()
+    add_lora(model)
+    model.fuse_lora()
+    model.unload_lora()
+    conv = model.mid_block.resnets[0].conv1
+    assert type(conv) is nn.Conv2d
+    assert not torch.equal(conv.weight, weight)
+
+
+def test_other_kinds_of_adapters():
+    loha = inject_adapter_in_model(LoHaConfig(target_modules=["0"]), nn.Sequential(nn.Linear(4, 4)))
+    [(path, layer)] = adapted_layers(loha)
+    assert path == "0"
+    assert str(adapter_reason(layer)).startswith("it has an adapter (LoRA)")
+    trained = LoraConfig(target_modules=["0"], modules_to_save=["1"])
+    both = inject_adapter_in_model(trained, nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)))
+    assert [path for path, _ in adapted_layers(both)] == ["0", "1"]
+    assert str(adapter_reason(both[1])).startswith("an adapter trains a copy of it")
+    old = LoRACompatibleLinear(4, 4, lora_layer=LoRALinearLayer(4, 4, 2))
+    assert str(adapter_reason(old)).startswith("it has an adapter (LoRA)")
+    assert adapter_reason(nn.Linear(4, 4)) is None
+    assert adapter_reason(None) is None
+
+
+def test_the_layers_that_fusions_name_are_there():
+    models = [unet(), build_vae("tiny", torch.float32, "cpu")]
+    modules = [module for model in models for module in model.modules()]
+    found = 0
+    for fusion in FUSIONS:
+        claimed = [module for module in modules if fusion.claims(module)]
+        for name in getattr(fusion, "layers", ()) if claimed else ():
+            assert any(has(module, name) for module in claimed), f"{fusion.name} has no {name}"
+            found += 1
+    assert found > 15
+
+
+def has(module, path):
+    try:
+        return isinstance(module.get_submodule(path), nn.Module)
+    except AttributeError:
+        return False
