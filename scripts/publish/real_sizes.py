@@ -428,6 +428,27 @@ def _(model, draw):
     )
 
 
+def wuerstchen_prior() -> nn.Module:
+    from diffusers.pipelines.deprecated.wuerstchen import WuerstchenPrior
+
+    return WuerstchenPrior(c_in=16, c=1536, c_cond=1280, c_r=64, depth=32, nhead=24)
+
+
+CASES.append(
+    Case(
+        "Wuerstchen prior, 1024²",
+        wuerstchen_prior,
+        lambda model, draw: partial(
+            model,
+            draw(BATCH, 16, 24, 24),
+            torch.full((BATCH,), 0.5, dtype=model.dtype, device=model.device),
+            tokens(draw, 1280),
+        ),
+        torch.float16,
+    )
+)
+
+
 @case(
     "AudioLDM2 UNet, 10 s",
     "AudioLDM2UNet2DConditionModel",
@@ -493,8 +514,11 @@ def built(case: Case, device: torch.device) -> tuple[nn.Module, Callable[[], Ten
     if device.type != "meta":
         randomize(model, 0)
     generator = None if device.type == "meta" else torch.Generator(device).manual_seed(0)
-    where = {"generator": generator, "dtype": case.dtype, "device": device}
-    prepared = case.prepare(model.eval(), lambda *shape: torch.randn(shape, **where))
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=case.dtype, device=device)
+
+    prepared = case.prepare(model.eval(), draw)
 
     def call() -> Tensor:
         with torch.no_grad():

@@ -16,6 +16,7 @@ from torch import nn
 from sdfastgn.patches.core import channels_last
 from sdfastgn.patches.core.adapters import adapter_reason
 from sdfastgn.patches.core.fusion import ClassSwap, Fusion, is_over_fused, restore_class
+from sdfastgn.patches.core.left_alone import reason_to_leave
 from sdfastgn.patches.fusions import batch_norm
 from sdfastgn.patches.pipeline.object_fusion import ObjectFusion
 from sdfastgn.patches.registry import ASKED_FUSIONS, FUSIONS, OBJECT_FUSIONS
@@ -69,10 +70,11 @@ def inspect(root: nn.Module, prefix: str = "", asked: Collection[str] = ()) -> l
         if name in asked or any(map(fusion.is_applied, root.modules())):
             fusions.append(fusion)
     findings = []
+    reason = reason_to_leave(root)
     for path, module in root.named_modules(prefix=prefix):
         for fusion in fusions:
             if fusion.claims(module):
-                finding = _finding(path, module, fusion)
+                finding = _finding(path, module, fusion, reason)
                 findings.append(finding)
                 if finding.status != "skipped" and isinstance(fusion, ClassSwap):
                     findings += _adapted(path, module, fusion)
@@ -181,10 +183,14 @@ def undo_parts(parts: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
     return left
 
 
-def _finding(path: str, module: Any, fusion: Fusion | ObjectFusion) -> Finding:
+def _finding(
+    path: str, module: Any, fusion: Fusion | ObjectFusion, reason_to_leave: str | None = None
+) -> Finding:
+    """``reason_to_leave``: why nothing in its model may be fused, or None."""
     if fusion.is_applied(module):
         return Finding(path, module, fusion, "fused")
-    reason = (isinstance(module, nn.Module) and _put_back.get(module)) or fusion.reason_to_skip(module)
+    was_wrong = _put_back.get(module) if isinstance(module, nn.Module) else None
+    reason = reason_to_leave or was_wrong or fusion.reason_to_skip(module)
     return Finding(path, module, fusion, "skipped" if reason else "fusable", reason or "")
 
 

@@ -24,7 +24,7 @@ _FUSIONS = (
 _ASKED = (("fusions.sequential", "FOLD_BATCH_NORM"),)
 _OF_DIFFUSERS = (
     ("fusions.resnet_block", "FUSION"),
-    ("fusions.temporal_resnet_block", "FUSION", "CAUSAL"),
+    ("fusions.temporal_resnet_block", "FUSION"),
     ("fusions.transformer_2d", "FUSION"),
     ("fusions.transformer_block", "FUSION"),
     ("fusions.attention", "FUSION"),

@@ -6,6 +6,7 @@ from pathlib import Path
 import diffusers
 import pytest
 
+from sdfastgn.bench.tables.pages import filled
 from tests.conftest import run_fused_on_the_cpu
 from tests.coverage import networks, relatives, stable_diffusion
 from tests.coverage.run import run
@@ -24,6 +25,21 @@ what that run found: `python -m tests.coverage.page --write docs/coverage.md` re
 
 Text encoders and vocoders have no GroupNorm and no row of their own. [Fusions](fusions.md) explains
 the parts, and what is left alone on purpose.
+"""
+_TAIL = """## Real sizes
+
+One call of each network at the sizes that people use, stock and optimized with the defaults of
+`optimize`: a step of a UNet with guidance, or a decode of an autoencoder. A call is waited for, so the
+time is the CPU's where that is slower than the GPU. "Graph" says whether calls were replays of a CUDA
+graph. Networks that the table above leaves alone and layers alone have no line.
+`python scripts/publish/real_sizes.py --json benchmarks/h200/real_sizes.json` renews the numbers.
+
+What would be slower keeps stock's code and layout, and the report says why. So do the autoencoders of
+HunyuanVideo and Mochi: before each convolution they repeat the border of a video, and PyTorch does that
+slowly in channels-last.
+
+<!-- table:real_sizes -->
+<!-- /table:real_sizes -->
 """
 _COLUMNS = ("", "class", "result", "fused", "CUDA graphs", "what is not fused, and why")
 
@@ -51,7 +67,7 @@ def page(results):
             *map(line, found),
         ]
         parts.append(f"## {section.title}\n\n" + "\n".join(rows) + "\n")
-    return "\n".join(parts)
+    return "\n".join([*parts, _TAIL])
 
 
 def main():
@@ -60,7 +76,8 @@ def main():
     path = parser.parse_args().write
     with pytest.MonkeyPatch.context() as monkeypatch:
         run_fused_on_the_cpu(monkeypatch)
-        path.write_text(page([run(row) for row in section] for section in SECTIONS), encoding="utf-8")
+        text = page([run(row) for row in section] for section in SECTIONS)
+        path.write_text(filled(text, Path("benchmarks")), encoding="utf-8")
 
 
 if __name__ == "__main__":

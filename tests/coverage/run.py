@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 import sdfastgn
 from sdfastgn.bench.images import relative_error
+from sdfastgn.patches.core.left_alone import reason_to_leave
 
 # What may follow a norm, by the name of the function.
 _PASSES = {
@@ -125,7 +126,10 @@ def _output(call, _=None):
 
 
 def _left(obj, report, stock):
-    """One reason for each part that was called and is not fused."""
+    """One reason for each part that was called and is not fused, or one for a whole model."""
+    if isinstance(obj, nn.Module) and (reason := reason_to_leave(obj)):
+        yield reason
+        return
     known = {}
     for entry in report.entries:
         known.setdefault(entry.path, set()).add(entry.fusion)

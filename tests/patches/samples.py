@@ -10,7 +10,6 @@ from diffusers.models import AutoencoderKL, AutoencoderTiny, UNet2DConditionMode
 from diffusers.models.activations import GEGLU
 from diffusers.models.attention import BasicTransformerBlock, FeedForward
 from diffusers.models.attention_processor import Attention
-from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import HunyuanVideoResnetBlockCausal3D
 from diffusers.models.autoencoders.vae import Decoder, Encoder
 from diffusers.models.normalization import AdaGroupNorm
 from diffusers.models.resnet import ResnetBlock2D, TemporalResnetBlock
@@ -171,11 +170,6 @@ SAMPLES = [
         "resnet_block-batch-64",
         lambda: _resnet(up=True),
         lambda m: m(image(64, 20, 2, 2), _TEMB[:1].expand(64, -1)),
-    ),
-    (
-        "causal_resnet_block",
-        lambda: HunyuanVideoResnetBlockCausal3D(32, 64, groups=8),
-        lambda m: m(image(2, 32, 12, 5).reshape(2, 32, 3, 4, 5)),
     ),
     (
         "temporal_resnet_block",

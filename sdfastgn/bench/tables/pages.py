@@ -25,6 +25,7 @@ from sdfastgn.bench.tables.end_to_end import (
 from sdfastgn.bench.tables.kernels import extras_markdown, host_markdown, suite_markdown
 from sdfastgn.bench.tables.pipelines import comfyui_markdown, pipelines_markdown
 from sdfastgn.bench.tables.profile import profile_markdown
+from sdfastgn.bench.tables.real_sizes import real_sizes_markdown
 from sdfastgn.bench.tables.results import presets_markdown, processes_markdown
 
 TABLES: dict[str, Callable[[Path], str]] = {
@@ -38,6 +39,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "batches": batches_markdown,
     "latency": latency_markdown,
     "comfyui": comfyui_markdown,
+    "real_sizes": real_sizes_markdown,
     "host_calls": functools.partial(pipelines_markdown, kind="host"),
     "kernels": functools.partial(suite_markdown, SUITES[INFERENCE]),
     "producers": functools.partial(extras_markdown, SUITES[INFERENCE]),

@@ -27,6 +27,7 @@ from sdfastgn.patches.core.adapters import WRAPPED, adapted_layers
 from sdfastgn.patches.core.fsdp import modules_in_fsdp
 from sdfastgn.patches.core.hooks import remove_hooks
 from sdfastgn.patches.core.instance_entries import InstanceEntry, guard, unguard
+from sdfastgn.patches.core.left_alone import reason_to_leave
 
 __all__ = [
     "apply",
@@ -94,8 +95,11 @@ def _path_in_model(path: str) -> str:
 def convertible_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """``root.named_modules()`` less those whose weights must stay as they are.
 
-    What adapters have added is saved contiguous. The memory of what FSDP shards is FSDP's.
+    What adapters have added is saved contiguous. The memory of what FSDP shards is FSDP's. Of a model
+    that is faster as it is, none.
     """
+    if reason_to_leave(root) is not None:
+        return iter(())
     left = modules_in_fsdp(root)
     for _, layer in adapted_layers(root):
         added = (child for name, child in layer.named_children() if name not in WRAPPED)
@@ -146,7 +150,8 @@ def _steps(root: nn.Module) -> Iterator[Callable[[], Any]]:
             yield functools.partial(module.register_forward_hook, leave)
         if _format_now(module) is not None:
             yield functools.partial(_convert, module)
-    if "_apply" not in vars(root) and any(isinstance(module, tuple(_FORMATS)) for module in root.modules()):
+    convolutions = (module for _, module in convertible_modules(root) if isinstance(module, tuple(_FORMATS)))
+    if "_apply" not in vars(root) and next(convolutions, None) is not None:
         yield functools.partial(_follow_moves, root)
 
 

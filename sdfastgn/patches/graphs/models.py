@@ -14,15 +14,30 @@ from sdfastgn.patches.graphs.arguments import Number
 
 __all__ = ["is_graphable", "is_harmless", "numbers_of", "reason_now"]
 
-# Exact classes by full name, so that diffusers is not imported for a model without it.
+# ``torch.tensor`` of a number in these models' forwards.
+_TIMESTEP = {"timestep": Number(1, torch.float64)}
+# Exact classes by full name, so that diffusers is not imported for a model without it. Not among them are
+# the video UNets that keep a GPU busy by themselves: a graph would gain little and hold gigabytes.
 _GRAPHABLE: dict[str, dict[str, Number]] = {
+    "diffusers.models.unets.unet_1d.UNet1DModel": {"timestep": Number(1, torch.int64)},
     "diffusers.models.unets.unet_2d.UNet2DModel": {"timestep": Number(1, torch.int64)},
-    "diffusers.models.unets.unet_2d_condition.UNet2DConditionModel": {"timestep": Number(1, torch.float64)},
-    "diffusers.models.controlnets.controlnet.ControlNetModel": {"timestep": Number(1, torch.float64)},
+    "diffusers.models.unets.unet_2d_condition.UNet2DConditionModel": _TIMESTEP,
+    "diffusers.models.unets.unet_3d_condition.UNet3DConditionModel": _TIMESTEP,
+    "diffusers.models.unets.unet_kandinsky3.Kandinsky3UNet": {"timestep": Number(1, torch.float32)},
+    "diffusers.models.unets.unet_stable_cascade.StableCascadeUNet": {},
+    "diffusers.models.controlnets.controlnet.ControlNetModel": _TIMESTEP,
+    "diffusers.models.controlnets.controlnet_union.ControlNetUnionModel": _TIMESTEP,
+    "diffusers.models.controlnets.controlnet_xs.UNetControlNetXSModel": _TIMESTEP,
+    "diffusers.models.transformers.pixart_transformer_2d.PixArtTransformer2DModel": {},
+    "diffusers.models.transformers.sana_transformer.SanaTransformer2DModel": {},
     "diffusers.models.autoencoders.vae.Encoder": {},
     "diffusers.models.autoencoders.vae.Decoder": {},
     "diffusers.models.autoencoders.vae.EncoderTiny": {},
     "diffusers.models.autoencoders.vae.DecoderTiny": {},
+    "diffusers.models.autoencoders.vae.MaskConditionDecoder": {},
+    "diffusers.pipelines.audioldm2.modeling_audioldm2.AudioLDM2UNet2DConditionModel": _TIMESTEP,
+    "diffusers.pipelines.deprecated.wuerstchen.modeling_wuerstchen_prior.WuerstchenPrior": {},
+    "diffusers.pipelines.wuerstchen.modeling_wuerstchen_prior.WuerstchenPrior": {},
     "transformers.models.clip.modeling_clip.CLIPTextModel": {},
     "transformers.models.clip.modeling_clip.CLIPTextModelWithProjection": {},
 }

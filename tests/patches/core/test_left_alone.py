@@ -1,0 +1,38 @@
+"""Models that would be slower are left as they are, and the report says why."""
+
+import pytest
+import torch
+
+import sdfastgn
+from tests.coverage import networks
+from tests.patches.samples import snapshot
+
+
+def row(name):
+    (found,) = (row for row in networks.autoencoders if row.name == name)
+    return found.build()
+
+
+@pytest.mark.parametrize("name", ["HunyuanVideo", "Mochi"])
+def test_a_video_autoencoder_that_repeats_borders(name):
+    model, call = row(name)
+    before = snapshot(model)
+    with torch.no_grad():
+        expected = call()
+        sdfastgn.optimize(model)
+        assert torch.equal(call(), expected)
+    assert snapshot(model) == before
+    report = sdfastgn.report(model)
+    assert not report.fused
+    assert report.channels_last_weights == 0
+    assert {entry.reason for entry in report.skipped} == {
+        "its model is faster as it is: PyTorch repeats the border of a video slowly in channels-last"
+    }
+    with pytest.raises(ValueError, match="faster as it is"):
+        sdfastgn.optimize(model, strict=True)
+
+
+@pytest.mark.parametrize("name", ["CogVideoX", "Allegro"])
+def test_others_are_fused(name):
+    model, _ = row(name)
+    assert sdfastgn.report(sdfastgn.optimize(model)).fused
