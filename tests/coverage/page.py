@@ -29,14 +29,14 @@ the parts, and what is left alone on purpose.
 _TAIL = """## Real sizes
 
 One call of each network at the sizes that people use, stock and optimized with the defaults of
-`optimize`: a step of a UNet with guidance, or a decode of an autoencoder. A call is waited for, so the
-time is the CPU's where that is slower than the GPU. "Graph" says whether calls were replays of a CUDA
-graph. Networks that the table above leaves alone and layers alone have no line.
+`optimize`: a step of a UNet with guidance, or a decode of an autoencoder. A call is waited for, so
+where the CPU is slower than the GPU, the time is the CPU's. "Graph" says whether calls were replays
+of a CUDA graph. Single layers, and networks in which nothing is fused, have no line.
 `python scripts/publish/real_sizes.py --json benchmarks/h200/real_sizes.json` renews the numbers.
 
-What would be slower keeps stock's code and layout, and the report says why. So do the autoencoders of
-HunyuanVideo and Mochi: before each convolution they repeat the border of a video, and PyTorch does that
-slowly in channels-last.
+A network that would be slower keeps stock's code and layout, and the report says why. That holds
+for the autoencoders of HunyuanVideo and Mochi: before each convolution they repeat the border of a
+video, and PyTorch does that slowly in channels-last.
 
 <!-- table:real_sizes -->
 <!-- /table:real_sizes -->
