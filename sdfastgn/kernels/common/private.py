@@ -8,8 +8,9 @@ its ``__dict__`` (``_parameters``, ``_forward_hooks``) is not here.
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -40,6 +41,7 @@ __all__ = [
     "sleep",
     "suggest_memory_format",
     "switches",
+    "tf32",
 ]
 
 _C: Any = torch._C
@@ -220,8 +222,51 @@ def _precisions() -> tuple[Any, ...]:
     try:
         return _cuda.matmul.allow_tf32, _cudnn.allow_tf32
     except RuntimeError:
-        places: tuple[Any, ...] = (torch.backends, _cuda.matmul, _cudnn, _cudnn.conv)
-        return tuple(place.fp32_precision for place in places)
+        return tuple(place.fp32_precision for place in _precision_places())
+
+
+def _precision_places() -> tuple[Any, ...]:
+    """What has the newer switches, outermost first: one that is "none" has the value of those before it.
+
+    Nothing in PyTorch 2.8.
+    """
+    if not hasattr(torch.backends, "fp32_precision"):
+        return ()
+    return torch.backends, _cudnn, _cudnn.conv, _cuda.matmul
+
+
+@contextlib.contextmanager
+def tf32(*, convolutions: bool, products: bool) -> Iterator[None]:
+    """Allows or forbids TF32 on the GPU, in all threads. Afterwards every switch is as it was.
+
+    Args:
+        convolutions: whether cuDNN's may use it.
+        products: whether matrix products may.
+
+    The older switches are left alone where there are newer ones: to read one of the older may raise
+    after a newer was set, and to set one loses what a newer was. So they may raise inside as well.
+    """
+    places = _precision_places()
+    if not places:
+        older = _cudnn.allow_tf32, torch.get_float32_matmul_precision()
+        _cudnn.allow_tf32, _cuda.matmul.allow_tf32 = convolutions, products
+        try:
+            yield
+        finally:
+            _cudnn.allow_tf32 = older[0]
+            torch.set_float32_matmul_precision(older[1])  # matmul.allow_tf32 is a part of it
+        return
+    before = []
+    for place in places:
+        before.append(place.fp32_precision)
+        place.fp32_precision = "none"  # so that the next one's value is its own
+    try:
+        _cudnn.conv.fp32_precision = "tf32" if convolutions else "ieee"
+        _cuda.matmul.fp32_precision = "tf32" if products else "ieee"
+        yield
+    finally:
+        for place, value in zip(places, before, strict=True):
+            place.fp32_precision = value
 
 
 _precision = getattr(_C, "_get_fp32_precision_getter", None)
