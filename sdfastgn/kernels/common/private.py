@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad as _autograd_forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import attention
 from torch.nn.modules import module as nn_module
 
 __all__ = [
@@ -273,5 +274,7 @@ _precision = getattr(_C, "_get_fp32_precision_getter", None)
 switches: tuple[Callable[[], Any], ...] = (
     *((partial(_precision, *names) for names in _PRECISIONS) if _precision else (_precisions,)),
     *(getattr(_C, f"_get_{name}", public) for name, public in _SWITCHES.items()),
+    # Which flash attention was activated: FA3, FA4 or one that was registered. Public, but new.
+    getattr(attention, "current_flash_attention_impl", tuple),
 )
 sdp_priority_order: Callable[[], Any] = getattr(_C, "_get_sdp_priority_order", tuple)
