@@ -20,8 +20,10 @@ from torch.autograd import forward_ad as _autograd_forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import attention
 from torch.nn.modules import module as nn_module
+from torch.nn.utils import parametrize
 
 __all__ = [
+    "caches_parametrizations",
     "copy_each",
     "current_device",
     "current_raw_stream",
@@ -115,6 +117,25 @@ def _has_a_global_hook() -> bool:
 
 
 has_any_global_hook: Callable[[], bool] = getattr(nn_module, "_has_any_global_hook", _has_a_global_hook)
+
+
+class _Doubled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+def _gives_one_twice() -> bool:
+    probe = nn.LayerNorm(1)  # begins without random numbers
+    parametrize.register_parametrization(probe, "weight", _Doubled())
+    return probe.weight is probe.weight
+
+
+# True inside of ``torch.nn.utils.parametrize.cached()``.
+caches_parametrizations: Callable[[], bool] = (
+    (lambda: bool(parametrize._cache_enabled))  # a global variable, new at each change
+    if hasattr(parametrize, "_cache_enabled")
+    else _gives_one_twice
+)
 
 # ---- the GPU
 

@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules import module as nn_module
+from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -124,6 +125,13 @@ def test_memory_formats(names):
     assert names.suggest_memory_format(x.to(memory_format=torch.channels_last)) is torch.channels_last
     video = torch.empty(2, 8, 2, 4, 4, memory_format=torch.channels_last_3d)
     assert names.suggest_memory_format(video) is torch.channels_last_3d
+
+
+def test_a_cache_of_parametrizations(names):
+    found = [names.caches_parametrizations()]
+    with parametrize.cached():
+        found.append(names.caches_parametrizations())
+    assert [*found, names.caches_parametrizations()] == [False, True, False]
 
 
 def state(names):
