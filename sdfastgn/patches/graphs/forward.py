@@ -33,7 +33,7 @@ from sdfastgn.patches.graphs.arguments import (
     static_copy,
     structure_of,
 )
-from sdfastgn.patches.graphs.capture import Backend, Handle, backend_of, no_autocast_cache
+from sdfastgn.patches.graphs.capture import Backend, Handle, backend_of, buffers_of, no_autocast_cache
 from sdfastgn.patches.graphs.models import is_harmless, numbers_of, reason_now
 from sdfastgn.patches.graphs.random_numbers import undrawn
 from sdfastgn.patches.graphs.watch import Watch
@@ -322,7 +322,7 @@ class GraphedForward(InstanceEntry):
         ``is_warm``: this thread has run the like, so that kernels are compiled and cuDNN's choices
         made.
         """
-        buffers = _buffers_of(call, backend)
+        buffers = buffers_of(call, backend)
 
         def run() -> Any:
             args, kwargs = call.rebuild(buffers)
@@ -340,15 +340,17 @@ class GraphedForward(InstanceEntry):
                 run()
         watch = self._watch_of(module, call.device)
         versions, writes = [buffer._version for buffer in buffers], watch.writes()
+        graph = None
         try:
             with backend.ordered():
                 graph = _Graph(buffers, backend.capture(run))
         except Unsupported:
             raise
         except Exception as error:
-            if is_warm:  # it was not: the model has changed since, or a tensor has another alignment
-                return self._capture(module, call, backend, is_warm=False)
-            raise Unsupported(f"capture failed: {one_line(error)}") from error
+            if not is_warm:
+                raise Unsupported(f"capture failed: {one_line(error)}") from error
+        if graph is None:  # it was not warm: the model has changed, or a tensor has another alignment
+            return self._capture(module, call, backend, is_warm=False)
         if not watch.unchanged(module):
             raise Unsupported("its forward changes the model")
         if watch.writes() != writes:  # a replay whose result is dropped would write, too
@@ -375,20 +377,9 @@ def _give_memory_back() -> int:
     return count
 
 
-def _buffers_of(call: Call, backend: Backend) -> list[torch.Tensor]:
-    """Memory for the arguments of ``call``, filled. Raises Unsupported if they cannot be copied."""
-    try:
-        with torch.inference_mode(False), torch.no_grad(), backend.ordered(), backend.allocating():
-            buffers = call.buffers()
-            call.fill(buffers)
-    except RuntimeError as error:
-        raise Unsupported(f"its arguments cannot be copied: {one_line(error)}") from error
-    return buffers
-
-
 def _forward_alone(module: nn.Module, call: Call, backend: Backend) -> None:
     """The forward on copies of the arguments of ``call``, for what happens on the way."""
-    args, kwargs = call.rebuild(_buffers_of(call, backend))
+    args, kwargs = call.rebuild(buffers_of(call, backend))
     type(module).forward(module, *args, **kwargs)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.patches.graphs.arguments import Unsupported
 
 __all__ = ["undrawn"]
@@ -24,20 +25,18 @@ class _Guard(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded in func.tags and _has_dropout(func, args, kwargs):
+        if torch.Tag.nondeterministic_seeded in func.tags and not _has_no_dropout(func, args, kwargs):
             raise _DrawsError
         return func(*args, **kwargs)
 
 
-def _has_dropout(func: Any, args: Any, kwargs: Any) -> bool:
-    """False for an attention without dropout; true for anything that has no ``dropout_p``."""
+def _has_no_dropout(func: Any, args: Any, kwargs: Any) -> bool:
+    """True for an attention without dropout, which PyTorch counts among what draws."""
     for position, argument in enumerate(func._schema.arguments):
         if argument.name == "dropout_p":
-            given = (
-                args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value)
-            )
-            return bool(given)
-    return True
+            p = args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value)
+            return not p
+    return False
 
 
 def _states(device: torch.device | None) -> list[Tensor]:
@@ -55,21 +54,25 @@ def undrawn(device: torch.device | None, call: Callable[[], object]) -> Iterator
     Raises Unsupported if it had to be undone. What other threads draw in the meantime is left alone:
     numbers count as drawn by ``call`` only if another one, which is stopped in time, draws as well.
     """
-    before, failure = _states(device), None
+    before = _states(device)
     try:
         yield
+    except Exception:
+        _check(before, device, call)
+        raise
+    _check(before, device, call)
+
+
+def _check(before: list[Tensor], device: torch.device | None, call: Callable[[], object]) -> None:
+    if all(map(torch.equal, _states(device), before)):
+        return
+    try:
+        with _Guard():
+            call()
+    except _DrawsError:
+        torch.set_rng_state(before[0])
+        for state in before[1:]:
+            torch.cuda.set_rng_state(state, device)  # type: ignore[arg-type]
+        raise Unsupported("its forward draws random numbers") from None
     except Exception as error:
-        failure = error
-    if not all(map(torch.equal, _states(device), before)):
-        try:
-            with _Guard():
-                call()
-        except _DrawsError as error:
-            torch.set_rng_state(before[0])
-            for state in before[1:]:
-                torch.cuda.set_rng_state(state, device)  # type: ignore[arg-type]
-            raise Unsupported("its forward draws random numbers") from error
-        except Exception as error:
-            failure = failure or error
-    if failure is not None:
-        raise failure
+        raise Unsupported(f"its forward may draw random numbers: {one_line(error)}") from error
