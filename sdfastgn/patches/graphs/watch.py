@@ -8,9 +8,8 @@ no watch. Tensors that stay on the CPU do: Python or a kernel's arguments have t
 A model with code of unknown origin is not captured, because that may keep its state anywhere. A function
 comes from where its code was written: ``functools.wraps`` copies the name of another module.
 
-Not seen: class attributes and module-level functions that are replaced, a ``.data`` that becomes
-another view of the same memory, and a number or list that someone replaces by an equal one of a class of
-his own.
+Not seen: class attributes and module-level functions that are replaced, and a ``.data`` that becomes
+another view of the same memory. Nor is a number or a list whose place an equal one of a user's class takes.
 """
 
 from __future__ import annotations
