@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.failures import one_line
-from sdfastgn.kernels.common.private import is_compiled
+from sdfastgn.kernels.common.private import is_compiled, tf32
 from sdfastgn.model_inputs import small_call
 from sdfastgn.patches import patcher
 from sdfastgn.patches.core import channels_last
@@ -153,7 +153,7 @@ def compare(module: nn.Module, inputs: Inputs) -> tuple[float, float, float]:
     with dispatch.stock_code():
         stock = _outputs(module, _copied(inputs))
         wide = torch.float64 if stock[0].dtype is torch.float32 else torch.float32
-        with _no_tf32():
+        with tf32(convolutions=False, products=False):
             truth = _outputs(copy.deepcopy(module).to(wide), _copied(inputs, dtype=wide))
     found = []
     for y, expected, true in zip(fused, stock, truth, strict=True):
@@ -197,14 +197,3 @@ def _evaluating(root: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-@contextlib.contextmanager
-def _no_tf32() -> Iterator[None]:
-    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
-    before = cudnn.allow_tf32, matmul.allow_tf32
-    cudnn.allow_tf32 = matmul.allow_tf32 = False
-    try:
-        yield
-    finally:
-        cudnn.allow_tf32, matmul.allow_tf32 = before

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib.util
 import io
 import json
 import sys
 import threading
 import types
+import weakref
 from typing import Any
 
 import numpy as np
@@ -109,6 +111,32 @@ def test_an_error_is_answered_and_the_server_goes_on(
     assert right.status_code == 200  # alone, after both together have failed
     assert "ValueError: no such prompt" in caplog.text
     assert answers(app, DOG)[0].status_code == 200
+
+
+def test_a_call_that_failed_holds_no_memory(example: types.ModuleType) -> None:
+    """Neither while its requests are drawn one by one, nor while the server waits for others."""
+
+    class Memory:
+        pass
+
+    held: list[weakref.ref[Memory]] = []
+
+    def fails(prompt: list[str], **_: Any) -> Any:
+        alive.append(sum(each() is not None for each in held))
+        memory = Memory()
+        held.append(weakref.ref(memory))
+        raise ValueError("no such prompt")
+
+    alive: list[int] = []
+    batcher = example.Batcher(fails)
+    images = [batcher.submit(example.Wanted(**CAT)) for _ in range(2)]
+    gc.disable()  # which would find it in the end
+    try:
+        assert [str(each.exception(timeout=60)) for each in images] == ["no such prompt"] * 2
+    finally:
+        gc.enable()
+    assert alive == [0, 0, 0]
+    assert [each() for each in held] == [None] * 3
 
 
 def test_what_nobody_waits_for_is_not_drawn(example: types.ModuleType, watched: Watched) -> None:

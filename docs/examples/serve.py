@@ -14,6 +14,7 @@ import os
 import queue
 import threading
 import time
+import traceback
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -125,14 +126,18 @@ class Batcher:
                 **call,
             ).images
         except Exception as error:
+            traceback.clear_frames(error.__traceback__)  # they hold the memory of the call that failed
             if len(batch) == 1:
                 batch[0].image.set_exception(error)
                 return
-            for each in batch:  # too much memory together, or one of them is at fault
-                self._draw([each])
         else:
             for each, image in zip(batch, images, strict=True):
                 each.image.set_result(image)
+            return
+        # There was too much memory together, or one of them is at fault. Not while the exception is
+        # handled: the call's memory is not free before.
+        for each in batch:
+            self._draw([each])
 
 
 def _png(image: Any) -> bytes:

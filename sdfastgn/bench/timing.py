@@ -18,6 +18,8 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
+from sdfastgn.kernels.common.private import tf32
+
 T = TypeVar("T")
 
 # Least bytes that a cold measurement walks through, several times an H200's L2 of 60 MB.
@@ -57,17 +59,17 @@ def global_switches(
 
     The TF32 defaults are PyTorch's own, made explicit. Yields what is in force, for the record.
     """
-    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
-    before = (cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32)
-    cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32 = cudnn_benchmark, cudnn_tf32, matmul_tf32
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = cudnn_benchmark
     try:
-        yield {
-            "cudnn.benchmark": cudnn_benchmark,
-            "cudnn.allow_tf32": cudnn_tf32,
-            "cuda.matmul.allow_tf32": matmul_tf32,
-        }
+        with tf32(convolutions=cudnn_tf32, products=matmul_tf32):
+            yield {
+                "cudnn.benchmark": cudnn_benchmark,
+                "cudnn.allow_tf32": cudnn_tf32,
+                "cuda.matmul.allow_tf32": matmul_tf32,
+            }
     finally:
-        cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32 = before
+        torch.backends.cudnn.benchmark = before
 
 
 def device_scope(device: torch.device) -> contextlib.AbstractContextManager[Any]:

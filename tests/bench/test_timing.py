@@ -81,17 +81,23 @@ def test_one_call_is_timed_and_its_result_returned(clock):
     assert seconds > 0.019
 
 
-def switches() -> tuple[bool, bool, bool]:
+def switches() -> tuple[object, ...]:
     cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    if hasattr(torch.backends, "fp32_precision"):
+        return cudnn.benchmark, cudnn.conv.fp32_precision, matmul.fp32_precision
     return cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32
 
 
-def test_global_switches_are_set_and_put_back_also_where_the_body_raises():
+@pytest.mark.parametrize("precision", ["ieee", "tf32"])
+def test_global_switches_are_set_and_put_back_also_where_the_body_raises(precision, monkeypatch):
+    is_newer = hasattr(torch.backends, "fp32_precision")
+    if is_newer:  # PyTorch raises for whoever then asks for the older switches
+        monkeypatch.setattr(torch.backends.cudnn.conv, "fp32_precision", precision)
     before = switches()
 
     def body() -> None:
         with timing.global_switches(cudnn_tf32=False, matmul_tf32=True) as recorded:
-            assert switches() == (True, False, True)
+            assert switches() == (True, *(("ieee", "tf32") if is_newer else (False, True)))
             assert list(recorded.values()) == [True, False, True]
             raise RuntimeError("inside")
 

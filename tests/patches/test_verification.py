@@ -132,6 +132,16 @@ def test_autoencoder_tiny_in_half_precision():
     assert {v.status for v in api.verdicts(model)} == {RIGHT}
 
 
+@pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="PyTorch 2.8 has the older alone")
+@pytest.mark.parametrize("precision", ["ieee", "tf32"])
+def test_after_a_newer_switch_of_tf32_was_set(precision, monkeypatch):
+    """PyTorch then raises for whoever asks for the older ones."""
+    monkeypatch.setattr(torch.backends.cudnn.conv, "fp32_precision", precision)
+    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
+    model = sdfastgn.optimize(tiny_vae(), verify=True)
+    assert {v.status for v in api.verdicts(model)} == {RIGHT}
+
+
 def scaled(forward):
     return lambda *args, **kwargs: forward(*args, **kwargs) * 1.02
 

@@ -8,8 +8,9 @@ its ``__dict__`` (``_parameters``, ``_forward_hooks``) is not here.
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -17,9 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad as _autograd_forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import attention
 from torch.nn.modules import module as nn_module
+from torch.nn.utils import parametrize
 
 __all__ = [
+    "caches_parametrizations",
     "copy_each",
     "current_device",
     "current_raw_stream",
@@ -40,6 +44,7 @@ __all__ = [
     "sleep",
     "suggest_memory_format",
     "switches",
+    "tf32",
 ]
 
 _C: Any = torch._C
@@ -112,6 +117,25 @@ def _has_a_global_hook() -> bool:
 
 
 has_any_global_hook: Callable[[], bool] = getattr(nn_module, "_has_any_global_hook", _has_a_global_hook)
+
+
+class _Doubled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+def _gives_one_twice() -> bool:
+    probe = nn.LayerNorm(1)  # begins without random numbers
+    parametrize.register_parametrization(probe, "weight", _Doubled())
+    return probe.weight is probe.weight
+
+
+# True inside of ``torch.nn.utils.parametrize.cached()``.
+caches_parametrizations: Callable[[], bool] = (
+    (lambda: bool(parametrize._cache_enabled))  # a global variable, new at each change
+    if hasattr(parametrize, "_cache_enabled")
+    else _gives_one_twice
+)
 
 # ---- the GPU
 
@@ -220,13 +244,58 @@ def _precisions() -> tuple[Any, ...]:
     try:
         return _cuda.matmul.allow_tf32, _cudnn.allow_tf32
     except RuntimeError:
-        places: tuple[Any, ...] = (torch.backends, _cuda.matmul, _cudnn, _cudnn.conv)
-        return tuple(place.fp32_precision for place in places)
+        return tuple(place.fp32_precision for place in _precision_places())
+
+
+def _precision_places() -> tuple[Any, ...]:
+    """What has the newer switches, outermost first: one that is "none" has the value of those before it.
+
+    Nothing in PyTorch 2.8.
+    """
+    if not hasattr(torch.backends, "fp32_precision"):
+        return ()
+    return torch.backends, _cudnn, _cudnn.conv, _cuda.matmul
+
+
+@contextlib.contextmanager
+def tf32(*, convolutions: bool, products: bool) -> Iterator[None]:
+    """Allows or forbids TF32 on the GPU, in all threads. Afterwards every switch is as it was.
+
+    Args:
+        convolutions: whether cuDNN's may use it.
+        products: whether matrix products may.
+
+    The older switches are left alone where there are newer ones: to read one of the older may raise
+    after a newer was set, and to set one loses what a newer was. So they may raise inside as well.
+    """
+    places = _precision_places()
+    if not places:
+        older = _cudnn.allow_tf32, torch.get_float32_matmul_precision()
+        _cudnn.allow_tf32, _cuda.matmul.allow_tf32 = convolutions, products
+        try:
+            yield
+        finally:
+            _cudnn.allow_tf32 = older[0]
+            torch.set_float32_matmul_precision(older[1])  # matmul.allow_tf32 is a part of it
+        return
+    before = []
+    for place in places:
+        before.append(place.fp32_precision)
+        place.fp32_precision = "none"  # so that the next one's value is its own
+    try:
+        _cudnn.conv.fp32_precision = "tf32" if convolutions else "ieee"
+        _cuda.matmul.fp32_precision = "tf32" if products else "ieee"
+        yield
+    finally:
+        for place, value in zip(places, before, strict=True):
+            place.fp32_precision = value
 
 
 _precision = getattr(_C, "_get_fp32_precision_getter", None)
 switches: tuple[Callable[[], Any], ...] = (
     *((partial(_precision, *names) for names in _PRECISIONS) if _precision else (_precisions,)),
     *(getattr(_C, f"_get_{name}", public) for name, public in _SWITCHES.items()),
+    # Which flash attention was activated: FA3, FA4 or one that was registered. Public, but new.
+    getattr(attention, "current_flash_attention_impl", tuple),
 )
 sdp_priority_order: Callable[[], Any] = getattr(_C, "_get_sdp_priority_order", tuple)

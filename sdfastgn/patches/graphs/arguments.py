@@ -229,8 +229,18 @@ def static_copy(output: Any) -> Any:
 
 
 def clone_of(output: Any) -> Any:
-    """``output`` with every tensor in new memory, so that no later call writes into it."""
-    return _mapped(output, Tensor.clone)
+    """``output`` with every tensor in new memory, so that no later call writes into it.
+
+    A tensor that ``output`` has twice is one tensor in the result, too.
+    """
+    clones: dict[int, Tensor] = {}
+
+    def clone(tensor: Tensor) -> Tensor:
+        if id(tensor) not in clones:
+            clones[id(tensor)] = tensor.clone()
+        return clones[id(tensor)]
+
+    return _mapped(output, clone)
 
 
 def structure_of(*values: Any) -> Any:

@@ -10,12 +10,15 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from sdfastgn.kernels.common.compile_ahead import rehearse
+from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.kernels.common.private import end_pool
 from sdfastgn.kernels.product.op import chosen_after
+from sdfastgn.patches.graphs.arguments import Call, Unsupported
 
-__all__ = ["Backend", "CudaBackend", "Handle", "backend_of", "no_autocast_cache"]
+__all__ = ["Backend", "CudaBackend", "Handle", "backend_of", "buffers_of", "no_autocast_cache"]
 
 
 class Handle(Protocol):
@@ -156,6 +159,17 @@ class CudaBackend:
         return sum(
             s["total_size"] for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) in pools
         )
+
+
+def buffers_of(call: Call, backend: Backend) -> list[Tensor]:
+    """Memory for the arguments of ``call``, filled. Raises Unsupported if they cannot be copied."""
+    try:
+        with torch.inference_mode(False), torch.no_grad(), backend.ordered(), backend.allocating():
+            buffers = call.buffers()
+            call.fill(buffers)
+    except RuntimeError as error:
+        raise Unsupported(f"its arguments cannot be copied: {one_line(error)}") from error
+    return buffers
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import types
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,8 +33,9 @@ from sdfastgn.patches.graphs.arguments import (
     static_copy,
     structure_of,
 )
-from sdfastgn.patches.graphs.capture import Backend, Handle, backend_of, no_autocast_cache
+from sdfastgn.patches.graphs.capture import Backend, Handle, backend_of, buffers_of, no_autocast_cache
 from sdfastgn.patches.graphs.models import is_harmless, numbers_of, reason_now
+from sdfastgn.patches.graphs.random_numbers import undrawn
 from sdfastgn.patches.graphs.watch import Watch
 
 __all__ = ["MAX_GRAPHS", "GraphedForward"]
@@ -215,8 +217,7 @@ class GraphedForward(InstanceEntry):
                 raise Unsupported("another thread calls it on another device")
             output = self._started_at_once(module, call, backend, key)
             if output is None:
-                graph = self._graph_for(module, call, backend, key)
-                output = graph and graph.run(call, backend)
+                output = self._result_of_graph(module, call, backend, key)
             if output is not None:
                 self.replays += 1
                 self._replays_of_watch += 1
@@ -238,8 +239,8 @@ class GraphedForward(InstanceEntry):
         self._graphs.move_to_end(key)
         return output
 
-    def _graph_for(self, module: nn.Module, call: Call, backend: Backend, key: Any) -> _Graph | None:
-        """The graph for ``call``, captured if it is time; None for a first call of its kind.
+    def _result_of_graph(self, module: nn.Module, call: Call, backend: Backend, key: Any) -> Any:
+        """The result of ``call`` by a graph, captured if it is time; None for a first call of its kind.
 
         Raises Unsupported with the reason.
         """
@@ -247,7 +248,7 @@ class GraphedForward(InstanceEntry):
         graph = self._graphs.get(key)
         if graph is not None:
             self._graphs.move_to_end(key)
-            return graph
+            return graph.run(call, backend)
         if key in self._refused:
             raise Unsupported(self._refused[key])
         thread, seen_in = threading.get_ident(), self._seen.get(key)
@@ -257,18 +258,25 @@ class GraphedForward(InstanceEntry):
                 return None
             self._rehearse(module, call, backend, key)
         while len(self._graphs) >= MAX_GRAPHS:
-            backend.wait()
-            oldest, _ = self._graphs.popitem(last=False)
-            self._seen.pop(oldest, None)
-            self.dropped += 1
+            self._drop(next(iter(self._graphs)), backend)
         try:
-            graph = self._capture(module, call, backend, is_warm=seen_in == thread)
+            # With the first replay, which draws the random numbers of the capture on a GPU.
+            with undrawn(call.device, partial(_forward_alone, module, call, backend)):
+                graph = self._capture(module, call, backend, is_warm=seen_in == thread)
+                self._graphs[key] = graph
+                self.captured += 1
+                return graph.run(call, backend)
         except Unsupported as error:
+            if key in self._graphs:
+                self._drop(key, backend)
             _remember(self._refused, key, str(error))
             raise
-        self._graphs[key] = graph
-        self.captured += 1
-        return graph
+
+    def _drop(self, key: Any, backend: Backend) -> None:
+        backend.wait()
+        del self._graphs[key]
+        self._seen.pop(key, None)
+        self.dropped += 1
 
     def _rehearse(self, module: nn.Module, call: Call, backend: Backend, key: Any) -> None:
         """Compile all kernels of a kind of call at once, not one by one as the first call needs them.
@@ -280,14 +288,12 @@ class GraphedForward(InstanceEntry):
             return
         _remember(self._rehearsed, key, None)
 
-        def run() -> None:
-            args, kwargs = call.rebuild(_buffers_of(call, backend))
-            type(module).forward(module, *args, **kwargs)
-
+        run = partial(_forward_alone, module, call, backend)
         # Whatever is wrong, the call itself will say.
         with contextlib.suppress(Exception):
             if Watch(module, is_harmless).reason is None:
-                backend.rehearse(run)
+                with undrawn(call.device, run):
+                    backend.rehearse(run)
 
     def _check_watch(self, module: nn.Module) -> None:
         if self._watch is not None and not self._watch.unchanged(module):
@@ -325,7 +331,7 @@ class GraphedForward(InstanceEntry):
         ``is_warm``: this thread has run the like, so that kernels are compiled and cuDNN's choices
         made.
         """
-        buffers = _buffers_of(call, backend)
+        buffers = buffers_of(call, backend)
 
         def run() -> Any:
             args, kwargs = call.rebuild(buffers)
@@ -343,15 +349,17 @@ class GraphedForward(InstanceEntry):
                 run()
         watch = self._watch_of(module, call.device)
         versions, writes = [buffer._version for buffer in buffers], watch.writes()
+        graph = None
         try:
             with backend.ordered():
                 graph = _Graph(buffers, backend.capture(run))
         except Unsupported:
             raise
         except Exception as error:
-            if is_warm:  # it was not: the model has changed since, or a tensor has another alignment
-                return self._capture(module, call, backend, is_warm=False)
-            raise Unsupported(f"capture failed: {one_line(error)}") from error
+            if not is_warm:
+                raise Unsupported(f"capture failed: {one_line(error)}") from error
+        if graph is None:  # it was not warm: the model has changed, or a tensor has another alignment
+            return self._capture(module, call, backend, is_warm=False)
         if not watch.unchanged(module):
             raise Unsupported("its forward changes the model")
         if watch.writes() != writes:  # a replay whose result is dropped would write, too
@@ -378,15 +386,10 @@ def _give_memory_back() -> int:
     return count
 
 
-def _buffers_of(call: Call, backend: Backend) -> list[torch.Tensor]:
-    """Memory for the arguments of ``call``, filled. Raises Unsupported if they cannot be copied."""
-    try:
-        with torch.inference_mode(False), torch.no_grad(), backend.ordered(), backend.allocating():
-            buffers = call.buffers()
-            call.fill(buffers)
-    except RuntimeError as error:
-        raise Unsupported(f"its arguments cannot be copied: {one_line(error)}") from error
-    return buffers
+def _forward_alone(module: nn.Module, call: Call, backend: Backend) -> None:
+    """The forward on copies of the arguments of ``call``, for what happens on the way."""
+    args, kwargs = call.rebuild(buffers_of(call, backend))
+    type(module).forward(module, *args, **kwargs)
 
 
 def _remember(memory: OrderedDict[Any, Any], key: Any, value: Any) -> None:

@@ -50,7 +50,9 @@ def is_harmless(hook: Any) -> bool:
     transformers collects hidden states with hooks of its own, and returns them: they are among a
     graph's results.
     """
-    return hook in _HARMLESS or getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
+    # Not its __module__, which functools.wraps copies.
+    written_in = getattr(hook, "__globals__", {}).get("__name__")
+    return hook in _HARMLESS or written_in == "transformers.utils.output_capturing"
 
 
 def is_graphable(module: nn.Module) -> bool:
@@ -78,4 +80,6 @@ def reason_now(module: nn.Module) -> str | None:
         return "a dispatch or function mode is active"
     if private.has_any_global_hook():
         return "there are global module hooks"
+    if private.caches_parametrizations():
+        return "parametrizations are cached"
     return None

@@ -5,16 +5,19 @@ watched: the modules and their classes; every attribute of each; hooks; paramete
 identity, storage and address; and what hangs on the attributes (attention processors, LoRA's dicts of
 scales, lists), as deep as it goes. A replay reads what is written into tensors in place, so that needs
 no watch. Tensors that stay on the CPU do: Python or a kernel's arguments have taken their values over.
-A model with code of unknown origin is not captured, because that may keep its state anywhere.
+A model with code of unknown origin is not captured, because that may keep its state anywhere. A function
+comes from where its code was written: ``functools.wraps`` copies the name of another module.
 
 Not seen: class attributes and module-level functions that are replaced, and a ``.data`` that becomes
-another view of the same memory.
+another view of the same memory. Nor is a number or a list whose place an equal one of a user's class takes.
 """
 
 from __future__ import annotations
 
+import functools
 import operator
 import sys
+import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable
@@ -44,13 +47,18 @@ _TRUSTED = sys.stdlib_module_names | {
 }
 _TENSOR_TYPES = (Tensor, nn.Parameter)
 _NUMBERS_AND_NAMES = (bool, int, float, complex, str, bytes, range, type(None))
-_CODE = (type, types.BuiltinFunctionType, types.ModuleType)
 _KINDS_OF_TENSORS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 # Compared by value, and hold nothing else that would have to be watched.
-_LEAVES = (*_NUMBERS_AND_NAMES, *_CODE, *_KINDS_OF_TENSORS, weakref.ref)
-_FUNCTIONS = (types.FunctionType, types.MethodType)
-# What methods and partials hold besides their ``__dict__``.
-_PARTS = ("__self__", "func", "args", "keywords")
+_LEAVES = (*_NUMBERS_AND_NAMES, *_KINDS_OF_TENSORS, type, types.ModuleType, weakref.ref)
+_LEAVES_OF_NO_PACKAGE = frozenset((*_NUMBERS_AND_NAMES, *_KINDS_OF_TENSORS, weakref.ref))
+# NumPy's numbers are leaves, because they are Python's float and complex. Its arrays are not.
+_TRUSTED_LEAVES = _TRUSTED | {"numpy"}
+_CONTAINERS = (dict, list, tuple, set, frozenset)
+_BOUND = (types.MethodType, types.BuiltinFunctionType)
+# What functions, methods and partials hold besides their ``__dict__``.
+_PARTS = ("__self__", "__func__", "func", "args", "keywords", "__closure__", "__defaults__", "__kwdefaults__")
+# What such an object holds cannot be asked for, or differs by thread.
+_HIDDEN = (type(functools.lru_cache(len)), threading.local)
 # Objects of one model, a bound on the time of a check.
 _MAX_OBJECTS = 50_000
 # Elements up to which a tensor on the CPU is compared by value; larger ones by their count of writes.
@@ -60,8 +68,10 @@ _FEW = 16
 _call: Callable[..., Any] = getattr(operator, "call", lambda function, argument: function(argument))
 _data_ptr: Callable[[Tensor], int] = Tensor.data_ptr
 _version_of = operator.attrgetter("_version")
+_content_of = operator.attrgetter("cell_contents")
 
 _OUR_ENTRY = "forward"
+_ENTRIES = ("_parameters", "_buffers", "_modules")
 _FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 # Every module has these. Of them only three matter to a forward without gradients besides the
 # hooks, which are watched as dicts. What stands for ``_apply`` (core/channels_last.py) moves
@@ -100,10 +110,13 @@ class Watch:
         self._is_elsewhere = device is not None and device.type != "cpu"
         self._seen: set[int] = set()
         self._objects: list[Any] = []  # visited, alive while their ids are in _seen
-        self._modules: list[nn.Module] = []
+        self._typed: list[Any] = []  # modules, and objects that keep attributes
         self._dicts: list[dict[str, Any]] = []  # the attributes of each module
         self._getters: list[Callable[[Any], Any]] = []
         self._getter_of: dict[tuple[str, ...], Callable[[Any], Any]] = {}
+        self._holders: list[dict[str, Any]] = []  # those in which there are other dicts,
+        self._dict_getters: list[Callable[[Any], Any]] = []  # which these return
+        self._cells: list[types.CellType] = []
         self._empty: list[Any] = []
         self._plain: list[Iterable[Any]] = []  # compared by value
         self._held: list[Iterable[Any]] = []  # hold tensors: compared by identity
@@ -115,9 +128,11 @@ class Watch:
         self._seen.clear()
         self._objects.clear()
         self._root_values = _own_values(root)
-        self._types = list(map(type, self._modules))
+        self._types = list(map(type, self._typed))
         self._lengths = list(map(len, self._dicts))
         self._values = list(map(_call, self._getters, self._dicts))
+        self._dict_types = self._types_of_dicts()
+        self._contents = list(map(_content_of, self._cells))
         self._plain_values = list(chain.from_iterable(self._plain))
         self._kept = [*chain.from_iterable(self._held), _END]
         if self.reason is not None:  # some of them may have no address
@@ -149,13 +164,16 @@ class Watch:
             return (
                 type(root) is self._root_type
                 and not any(self._empty)
-                and list(map(type, self._modules)) == self._types
+                and list(map(type, self._typed)) == self._types
                 # _END stands for the end of either side.
                 and all(map(operator.is_, chain(chain.from_iterable(self._held), (_END,)), self._kept))
                 and not any(map(is_expired, self._storage_ids))
                 and self.is_in_place()
                 and list(map(Tensor.tolist, self._numbers)) == self._number_values
                 and list(map(_version_of, self._counted)) == self._versions
+                and _same(list(map(_content_of, self._cells)), self._contents)
+                # One of a user's class may be equal to the dict whose place it took.
+                and self._types_of_dicts() == self._dict_types
                 and list(map(len, self._dicts)) == self._lengths
                 # One by one: two thousand tuples at once would set off the garbage collector.
                 and all(map(operator.eq, map(_call, self._getters, self._dicts), self._values))
@@ -167,11 +185,14 @@ class Watch:
             # of a number: whatever it is, it is new.
             return False
 
+    def _types_of_dicts(self) -> list[type]:
+        return list(map(type, chain.from_iterable(map(_call, self._dict_getters, self._holders))))
+
     def _walk(self, root: nn.Module) -> None:
         todo: list[tuple[str, Any]] = [("", root)]
         while todo and self.reason is None:
             path, value = todo.pop()
-            if isinstance(value, _LEAVES) or id(value) in self._seen:
+            if type(value) in _LEAVES_OF_NO_PACKAGE or id(value) in self._seen:
                 continue
             self._seen.add(id(value))
             self._objects.append(value)
@@ -181,25 +202,31 @@ class Watch:
                 self._see_tensor(path, value)
             elif isinstance(value, nn.Module):
                 todo += self._see_module(path, value, is_root=value is root)
-            elif isinstance(value, (dict, list, tuple, set, frozenset)):
+            elif isinstance(value, types.CellType):
+                self._cells.append(value)
+                todo.append((path, value.cell_contents))
+            elif type(value) in _CONTAINERS:
                 todo += self._see_container(path, value)
-            elif self._is_trusted(path, value):
-                todo += ((path, getattr(value, name)) for name in _PARTS if hasattr(value, name))
-                if hasattr(value, "__dict__"):
-                    todo += self._see_container(path, vars(value))
-                elif not isinstance(value, _FUNCTIONS):
-                    self.reason = (
-                        f"{path or 'it'} has a {type(value).__qualname__}, whose state cannot be watched"
-                    )
+            elif self._is_trusted(path, value) and not isinstance(value, _LEAVES):
+                todo += self._see_object(path, value)
 
     def _is_trusted(self, path: str, value: Any) -> bool:
-        code = value if isinstance(value, _FUNCTIONS) else type(value)
-        package = (code.__module__ or "?").partition(".")[0]
-        if package not in _TRUSTED:
-            self.reason = (
-                f"{path or 'it'} has {code.__qualname__} of {package}, whose state cannot be watched"
-            )
+        package = _package_of(value)
+        if package not in (_TRUSTED_LEAVES if isinstance(value, _LEAVES) else _TRUSTED):
+            name = (value if isinstance(value, (types.FunctionType, type)) else type(value)).__qualname__
+            self.reason = f"{path or 'it'} has {name} of {package}, whose state cannot be watched"
         return self.reason is None
+
+    def _see_object(self, path: str, value: Any) -> list[tuple[str, Any]]:
+        if isinstance(value, _CONTAINERS):
+            return self._see_container(path, value)
+        found = [(path, getattr(value, name)) for name in _PARTS if hasattr(value, name)]
+        if isinstance(value, _BOUND):
+            return found
+        if isinstance(value, _HIDDEN) or not hasattr(value, "__dict__") or _has_slots(type(value)):
+            self.reason = f"{path or 'it'} has a {type(value).__qualname__}, whose state cannot be watched"
+        self._typed.append(value)
+        return found + self._see_container(path, vars(value)) if self.reason is None else []
 
     def _see_tensor(self, path: str, tensor: Tensor) -> None:
         if type(tensor) not in _TENSOR_TYPES or tensor.device.type == "meta":
@@ -220,18 +247,18 @@ class Watch:
         attributes = vars(module)
         if not is_root:
             # Before any reason is found: its end has to be seen too.
-            self._modules.append(module)
+            self._typed.append(module)
             self._see_attributes(attributes)
             self._see_hooks(path, module)
         self.reason = self.reason or _reason_of(path or "it", module, is_root=is_root)
         if self.reason is not None or not self._is_trusted(path, module):
             return []
         found: list[tuple[str, Any]] = []
-        for name in ("_parameters", "_buffers", "_modules"):
+        for name in _ENTRIES:
             entries = attributes[name]
             (self._held if entries else self._empty).append(entries.values() if entries else entries)
             found += ((f"{path}.{key}" if path else key, value) for key, value in entries.items())
-        inert = {*_INERT, "_parameters", "_modules", _OUR_ENTRY}
+        inert = {*_INERT, *_ENTRIES, _OUR_ENTRY}
         return found + [
             (f"{path}.{key}" if path else key, value) for key, value in attributes.items() if key not in inert
         ]
@@ -240,6 +267,10 @@ class Watch:
         keys = tuple(key for key in attributes if key not in _INERT)
         self._dicts.append(attributes)
         self._getters.append(self._getter_of.setdefault(keys, operator.itemgetter(*keys)))
+        names = [key for key in keys if isinstance(attributes[key], dict) and key not in _ENTRIES]
+        if names:  # twice the first, because one alone would come without a tuple
+            self._holders.append(attributes)
+            self._dict_getters.append(operator.itemgetter(names[0], *names))
         if any(isinstance(value, Tensor) for value in attributes.values()):
             self._held.append(attributes.values())
 
@@ -280,6 +311,23 @@ def _reason_of(path: str, module: nn.Module, *, is_root: bool) -> str | None:
     if not is_root and has_foreign_forward(module):
         return f"other code replaced the forward of {path}"
     return None
+
+
+def _package_of(value: Any) -> str:
+    """The package that the code of ``value`` is from, or of its class."""
+    if isinstance(value, types.FunctionType):
+        name = value.__globals__.get("__name__")
+    elif isinstance(value, types.ModuleType):
+        name = value.__name__
+    else:
+        name = (value if isinstance(value, type) else type(value)).__module__
+    return (name or "?").partition(".")[0]
+
+
+def _has_slots(kind: type) -> bool:
+    """True if objects of ``kind`` keep attributes outside of their ``__dict__``."""
+    slots = chain.from_iterable(vars(base).get("__slots__", ()) for base in kind.__mro__)
+    return not {"__dict__", "__weakref__"}.issuperset(slots)
 
 
 def _own_values(root: nn.Module) -> list[Any]:

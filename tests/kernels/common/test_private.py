@@ -1,7 +1,9 @@
 """Without a private name of PyTorch its stand-in says the same, or what costs speed alone."""
 
 import contextlib
+import functools
 import importlib.util
+import operator
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules import module as nn_module
+from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -124,6 +127,13 @@ def test_memory_formats(names):
     assert names.suggest_memory_format(video) is torch.channels_last_3d
 
 
+def test_a_cache_of_parametrizations(names):
+    found = [names.caches_parametrizations()]
+    with parametrize.cached():
+        found.append(names.caches_parametrizations())
+    assert [*found, names.caches_parametrizations()] == [False, True, False]
+
+
 def state(names):
     return [switch() for switch in names.switches]
 
@@ -162,3 +172,99 @@ def test_the_newer_switch_of_tf32(names):
     with changed(torch.backends.cuda.matmul, "fp32_precision", "tf32"):
         assert state(names) != before
         hash(tuple(state(names)))
+
+
+# PyTorch 2.8 has the older switches of TF32 alone. Outermost first: one that is "none" has the value
+# of those before it.
+NEWER = ["fp32_precision", "cudnn.fp32_precision", "cudnn.conv.fp32_precision", "cudnn.rnn.fp32_precision",
+         "cuda.matmul.fp32_precision"] if hasattr(torch.backends, "fp32_precision") else []  # fmt: skip
+OLDER = ["cudnn.allow_tf32", "cuda.matmul.allow_tf32"]
+
+
+def get(name):
+    return operator.attrgetter(name)(torch.backends)
+
+
+def put(name, value):
+    owner, _, last = name.rpartition(".")
+    setattr(get(owner) if owner else torch.backends, last, value)
+
+
+def older_tf32():
+    """What the older switches say, or that they raise: a newer one contradicts them."""
+    for ask in (*(functools.partial(get, name) for name in OLDER), torch.get_float32_matmul_precision):
+        try:
+            yield ask()
+        except RuntimeError:
+            yield "raises"
+
+
+def newer_tf32():
+    """What each of the newer switches says by itself; all are "none" afterwards."""
+    for name in NEWER:
+        yield get(name)
+        put(name, "none")
+
+
+@pytest.fixture
+def initial_tf32():
+    """Puts all switches back to what they were, and does so at the end."""
+    convolutions = next(older_tf32())
+    newer = list(newer_tf32())
+
+    def reset():
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cudnn.allow_tf32 = convolutions
+        for name, value in zip(NEWER, newer, strict=True):
+            put(name, value)
+
+    reset()
+    yield reset
+    reset()
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, id="initial"),
+        pytest.param({"cudnn.allow_tf32": False, "cuda.matmul.allow_tf32": True}, id="older"),
+        pytest.param({"cudnn.conv.fp32_precision": "ieee"}, id="conv"),
+        pytest.param({"cuda.matmul.fp32_precision": "tf32"}, id="matmul"),
+        pytest.param({"cuda.matmul.allow_tf32": True, "cuda.matmul.fp32_precision": "ieee"}, id="mixed"),
+        pytest.param({"cudnn.conv.fp32_precision": "none", "cudnn.fp32_precision": "ieee"}, id="inherited"),
+        pytest.param({"cudnn.conv.fp32_precision": "tf32", "fp32_precision": "tf32"}, id="all"),
+        pytest.param({"fp32_precision": "bf16"}, id="all-bf16"),
+    ],
+)
+def test_tf32_for_a_while(settings, allowed, initial_tf32):
+    if not settings.keys() <= {*OLDER, *NEWER}:
+        pytest.skip("PyTorch 2.8 has the older switches alone")
+
+    def settle():
+        initial_tf32()
+        torch.set_float32_matmul_precision("medium")
+        for name, value in settings.items():
+            put(name, value)
+
+    def everything():
+        return [*older_tf32(), *newer_tf32()]
+
+    settle()
+    expected = everything()
+    settle()
+    with contextlib.suppress(LookupError), private.tf32(convolutions=allowed, products=allowed):
+        inside = [get(name) for name in ((NEWER[2], NEWER[4]) if NEWER else OLDER)]
+        raise LookupError
+    assert inside == [("tf32" if allowed else "ieee") if NEWER else allowed] * 2
+    assert everything() == expected
+
+
+def test_tf32_for_a_while_by_the_older_switches(initial_tf32, monkeypatch):
+    """All that PyTorch 2.8 has."""
+    monkeypatch.setattr(private, "_precision_places", tuple)
+    torch.set_float32_matmul_precision("medium")
+    before = list(older_tf32())
+    with private.tf32(convolutions=False, products=True):
+        assert list(older_tf32())[:2] == [False, True]
+    assert list(older_tf32()) == before

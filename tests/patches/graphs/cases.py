@@ -3,10 +3,11 @@
 import copy
 import functools
 import gc
+import types
 
 import pytest
 import torch
-from diffusers.models.attention_processor import AttnProcessor
+from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 from peft import LoraConfig
 from torch import nn
 
@@ -170,6 +171,88 @@ def attention_scale(unet):
             module.rescale_output_factor = 0.25
 
 
+class Doubled(dict):
+    """Equal to a dict of the same numbers, but gives others."""
+
+    def __getitem__(self, key):
+        return 2 * super().__getitem__(key)
+
+
+def scales_of_another_class(unet):
+    for module in unet.modules():
+        if hasattr(module, "scaling"):
+            module.scaling = Doubled(module.scaling)
+
+
+def of_pytorch(function):
+    """``function`` as if it were written in PyTorch, whose functions may be part of a graph."""
+    namespace = {**function.__globals__, "__name__": "torch.for_tests"}
+    made = types.FunctionType(function.__code__, namespace, None, function.__defaults__, function.__closure__)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
+
+
+def activation(unet, function):
+    """``function`` takes the place of an activation."""
+    block = unet.mid_block.resnets[0]
+    del block.nonlinearity
+    vars(block)["nonlinearity"] = function
+
+
+def closure(unet):
+    factor = 1.0
+
+    def activate(x):
+        return x * factor
+
+    activation(unet, of_pytorch(activate))
+
+
+def closure_over_a_dict(unet):
+    scales = {"factor": 1.0}
+
+    def activate(x):
+        return x * scales["factor"]
+
+    activation(unet, of_pytorch(activate))
+
+
+def keyword_default(unet):
+    def activate(x, *, factor=1.0):
+        return x * factor
+
+    activation(unet, of_pytorch(activate))
+
+
+def list_as_default(unet):
+    def activate(x, factors=[1.0]):  # noqa: B006
+        return x * factors[0]
+
+    activation(unet, of_pytorch(activate))
+
+
+def keyword_of_a_partial(unet):
+    activation(unet, functools.partial(torch.mul, other=1.0))
+
+
+def method_of_a_tensor(unet):
+    activation(unet, torch.ones(1, device=unet.device).mul)
+
+
+def activation_of(unet):
+    return unet.mid_block.resnets[0].nonlinearity
+
+
+def other_class_of_processor(unet):
+    class Silent(AttnProcessor2_0):
+        def __call__(self, attn, hidden_states, *args, **kwargs):
+            return hidden_states * 3
+
+    Silent.__module__ = AttnProcessor2_0.__module__
+    for processor in unet.attn_processors.values():
+        processor.__class__ = Silent
+
+
 # name -> (before the first call, change): what a stale graph would say after it is wrong by much
 CHANGES = {
     "lora-load": (nothing, lora),
@@ -179,6 +262,7 @@ CHANGES = {
     "lora-disable": (lora, lambda u: u.disable_adapters()),
     "lora-set-adapter": (two_loras, lambda u: u.set_adapter("a")),
     "lora-hotswap": (lora_with_scales_on_the_cpu, fill_scales),
+    "lora-scales-of-another-class": (lora, scales_of_another_class),
     "ip-adapter-scale": (ip_adapter, ip_adapter_scale),
     "freeu-on": (nothing, lambda u: u.enable_freeu(s1=0.9, s2=0.2, b1=1.5, b2=1.6)),
     "freeu-values": (
@@ -200,6 +284,22 @@ CHANGES = {
     "config-attribute": (nothing, lambda u: setattr(u.config, "center_input_sample", True)),
     "circular-padding": (nothing, circular),
     "attention-scale": (nothing, attention_scale),
+    "processor-of-another-class": (
+        lambda u: u.set_attn_processor(AttnProcessor2_0()),
+        other_class_of_processor,
+    ),
+    "closure": (closure, lambda u: setattr(activation_of(u).__closure__[0], "cell_contents", 3.0)),
+    "closure-over-a-dict": (
+        closure_over_a_dict,
+        lambda u: activation_of(u).__closure__[0].cell_contents.update(factor=3.0),
+    ),
+    "keyword-default": (keyword_default, lambda u: activation_of(u).__kwdefaults__.update(factor=3.0)),
+    "list-as-default": (list_as_default, lambda u: activation_of(u).__defaults__[0].insert(0, 3.0)),
+    "keyword-of-a-partial": (keyword_of_a_partial, lambda u: activation_of(u).keywords.update(other=3.0)),
+    "method-of-a-tensor": (
+        method_of_a_tensor,
+        lambda u: setattr(activation_of(u).__self__, "data", torch.full((1,), 3.0, device=u.device)),
+    ),
     "inner-hook": (nothing, lambda u: u.mid_block.register_forward_hook(lambda m, i, o: o * 2)),
     "inner-forward": (nothing, lambda u: setattr(u.mid_block, "forward", lambda h, *a, **k: h)),
 }

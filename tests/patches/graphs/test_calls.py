@@ -6,7 +6,8 @@ import inspect
 
 import pytest
 import torch
-from diffusers import StableDiffusionImg2ImgPipeline, UNet2DModel
+from diffusers import StableDiffusionImg2ImgPipeline, UNet2DConditionModel, UNet2DModel
+from torch.nn import attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import CLIPTextModel
 
@@ -106,6 +107,23 @@ def test_results_stay_what_they_were(device):
     assert state(unet).replays == 2
     assert torch.equal(first, kept)
     assert not torch.equal(second, first)
+
+
+def test_one_tensor_twice_in_a_result(monkeypatch):
+    forward = UNet2DConditionModel.forward
+
+    def twice(self, *args, **kwargs):
+        sample = forward(self, *args, **kwargs).sample
+        return sample, [sample, sample * 2], {"again": sample}
+
+    monkeypatch.setattr(UNet2DConditionModel, "forward", twice)
+    unet, _, inputs = make()
+    with torch.no_grad():
+        for _ in range(3):
+            sample, (first, double), others = unet(**inputs)
+            assert sample is first is others["again"]
+            assert double is not sample
+    assert state(unet).replays == 2
 
 
 def test_both_kinds_of_output():
@@ -225,6 +243,25 @@ def reduced_math():
         torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(before)
 
 
+@contextlib.contextmanager
+def another_flash_attention():
+    """As FA3 and FA4 are activated, which replace PyTorch's operator."""
+    if not hasattr(attention, "restore_flash_attention_impl"):
+        pytest.skip("this PyTorch cannot change its flash attention back")
+
+    class Handle:
+        def remove(self):
+            pass
+
+    attention.register_flash_attention_impl("for-a-test", register_fn=lambda *_: Handle())
+    attention.activate_flash_attention_impl("for-a-test")
+    try:
+        yield
+    finally:
+        attention.restore_flash_attention_impl()
+        attention._registry._FLASH_ATTENTION_IMPLS.pop("for-a-test")
+
+
 EVERY_BACKEND = [
     SDPBackend.MATH,
     SDPBackend.EFFICIENT_ATTENTION,
@@ -240,6 +277,7 @@ EVERY_BACKEND = [
         pytest.param(reduced_math, id="sdpa-math-reduction"),
         pytest.param(lambda: sdpa_kernel(EVERY_BACKEND, set_priority=True), id="sdpa-priority"),
         pytest.param(lambda: sdpa_kernel(SDPBackend.MATH), id="sdpa-backend"),
+        pytest.param(another_flash_attention, id="flash-attention"),
         pytest.param(torch.inference_mode, id="inference-mode"),
     ],
 )

@@ -2,10 +2,12 @@
 
 import contextlib
 import copy
+import gc
 import os
 import re
 import threading
 import warnings
+import weakref
 
 import numpy as np
 import pytest
@@ -299,6 +301,32 @@ def test_memory_of_graphs_is_given_up_where_it_is_short(monkeypatch):
     )
     with pytest.raises(torch.OutOfMemoryError):
         run(twin, inputs)
+
+
+def test_a_capture_that_failed_holds_no_memory():
+    """Neither while it is tried again, nor in the eager call."""
+
+    class Memory:
+        pass
+
+    held, alive = [], []
+
+    class Failing(TapeBackend):
+        def capture(self, fn):
+            alive.append(sum(each() is not None for each in held))
+            memory = Memory()
+            held.append(weakref.ref(memory))
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    unet, stock, inputs = make(backend=Failing())
+    gc.disable()  # which would find it in the end
+    try:
+        same_results(unet, stock, inputs, calls=2)
+        assert [each() for each in held] == [None] * 2
+    finally:
+        gc.enable()
+    assert alive == [0, 0]
+    assert "capture failed: OutOfMemoryError" in reasons_of(unet)
 
 
 def test_a_call_made_again_has_the_arguments_of_the_first(monkeypatch):

@@ -2,6 +2,8 @@
 
 import contextlib
 import copy
+import functools
+import types
 
 import pytest
 import torch
@@ -14,9 +16,11 @@ from tests.patches.graphs.cases import (
     CHANGES,
     DEVICES,
     HARMLESS,
+    activation,
     agree,
     in_place,
     inputs_after,
+    lora,
     make,
     nothing,
     optimized,
@@ -54,6 +58,134 @@ def test_never_stale(before, change, shows, device, monkeypatch):
             assert (run(unet, inputs) - expected).abs().max() > 5e-3
     for _ in range(3):
         agree(run(unet, inputs), expected)
+
+
+def tiled(make_wrapper):
+    """As code for seamless tiling does it: a function that wraps ``_conv_forward`` of an instance."""
+
+    def change(unet, scales):
+        conv = unet.conv_in
+        conv._conv_forward = make_wrapper(conv._conv_forward, scales)
+
+    return change
+
+
+def wrapped(stock, scales):
+    @functools.wraps(stock)
+    def forward(x, *args):
+        return stock(x * scales["factor"], *args)
+
+    return forward
+
+
+def wrapped_default(stock, scales):
+    @functools.wraps(stock)
+    def forward(x, *args, scales=scales):
+        return stock(x * scales["factor"], *args)
+
+    return forward
+
+
+def wrapped_method(stock, scales):
+    @functools.wraps(stock)
+    def forward(conv, x, *args):
+        return stock(x * scales["factor"], *args)
+
+    return types.MethodType(forward, stock.__self__)
+
+
+class Wrapper:
+    def __init__(self, stock, scales):
+        functools.update_wrapper(self, stock)
+        self.stock, self.scales = stock, scales
+
+    def __call__(self, x, *args):
+        return self.stock(x * self.scales["factor"], *args)
+
+
+class Slots:
+    """State beside ``__dict__``, where nothing looks."""
+
+    __slots__ = ("scales", "stock")
+    __call__ = Wrapper.__call__
+
+    def __init__(self, stock, scales):
+        self.stock, self.scales = stock, scales
+
+
+class SlotsAndMore(Slots):
+    __module__ = "torch.for_tests"
+
+
+def activation_class(unet, scales):
+    class Activation:
+        def __new__(cls, x):
+            return x * scales["factor"]
+
+    activation(unet, Activation)
+
+
+def lora_scales(unet, scales):
+    class Scales(dict):
+        def __getitem__(self, key):
+            return super().__getitem__(key) * scales["factor"]
+
+    lora(unet)
+    for module in unet.modules():
+        if hasattr(module, "scaling"):
+            module.scaling = Scales(module.scaling)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        pytest.param(tiled(wrapped), id="wraps"),
+        pytest.param(tiled(wrapped_default), id="default"),
+        pytest.param(tiled(lambda stock, scales: torch.no_grad()(wrapped(stock, scales))), id="decorated"),
+        pytest.param(
+            tiled(lambda stock, scales: functools.partial(wrapped(stock, scales))), id="partial-of-wraps"
+        ),
+        pytest.param(tiled(wrapped_method), id="method"),
+        pytest.param(
+            tiled(lambda stock, scales: functools.lru_cache(maxsize=0)(wrapped(stock, scales))), id="cache"
+        ),
+        pytest.param(tiled(Wrapper), id="callable"),
+        pytest.param(tiled(SlotsAndMore), id="slots"),
+        pytest.param(lambda u, scales: activation(u, lambda x: x * scales["factor"]), id="lambda"),
+        pytest.param(activation_class, id="class"),
+        pytest.param(lora_scales, id="dict"),
+    ],
+)
+def test_code_that_keeps_its_state_anywhere_is_not_captured(spoil):
+    """Whatever module's name it goes by."""
+    unet, stock, inputs = make(mode=True)
+    scales, found = {"factor": 1.0}, []
+    spoil(unet, scales), spoil(stock, scales)
+    for factor in (1.0, 3.0):
+        scales["factor"] = factor
+        same_results(unet, stock, inputs, calls=2)
+        found.append(run(stock, inputs))
+    assert (found[0] - found[1]).abs().max() > 5e-3
+    assert state(unet).captured == 0
+    assert "whose state cannot be watched" in reasons_of(unet)
+
+
+def test_what_a_parametrization_made_before_is_not_read_by_a_replay():
+    """PyTorch keeps it in a global cache for a while."""
+    unet, stock, inputs = make(mode=True)
+    for model in (unet, stock):
+        torch.nn.utils.parametrizations.weight_norm(model.conv_out)
+    same_results(unet, stock, inputs, calls=2)
+    assert state(unet).replays == 2
+    for factor in (1.0, 2.0):
+        for model in (unet, stock):
+            with torch.no_grad():
+                model.conv_out.parametrizations.weight.original0.mul_(factor)
+        with torch.nn.utils.parametrize.cached():
+            same_results(unet, stock, inputs, calls=2)
+    assert "parametrizations are cached" in reasons_of(unet)
+    same_results(unet, stock, inputs, calls=2)
+    assert (state(unet).captured, state(unet).replays) == (1, 4)
 
 
 def test_weights_changed_in_place_are_read_by_the_replay():

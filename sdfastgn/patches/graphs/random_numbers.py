@@ -1,0 +1,78 @@
+"""No graph for a model that draws random numbers, and none of the user's are drawn to find that out."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sdfastgn.kernels.common.failures import one_line
+from sdfastgn.patches.graphs.arguments import Unsupported
+
+__all__ = ["undrawn"]
+
+
+class _DrawsError(Exception):
+    """An operation would draw next."""
+
+
+class _Guard(TorchDispatchMode):
+    """Stops this thread before its first random number."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags and not _has_no_dropout(func, args, kwargs):
+            raise _DrawsError
+        return func(*args, **kwargs)
+
+
+def _has_no_dropout(func: Any, args: Any, kwargs: Any) -> bool:
+    """True for an attention without dropout, which PyTorch counts among what draws."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            p = args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value)
+            return not p
+    return False
+
+
+def _states(device: torch.device | None) -> list[Tensor]:
+    """The states of PyTorch's default generators, on the CPU. Nothing waits for the device."""
+    states = [torch.get_rng_state()]
+    if device is not None and device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return states
+
+
+@contextlib.contextmanager
+def undrawn(device: torch.device | None, call: Callable[[], object]) -> Iterator[None]:
+    """For a body that makes ``call``, in whatever way: afterwards it has drawn no random numbers.
+
+    Raises Unsupported if it had to be undone. What other threads draw in the meantime is left alone:
+    numbers count as drawn by ``call`` only if another one, which is stopped in time, draws as well.
+    """
+    before = _states(device)
+    try:
+        yield
+    except Exception:
+        _check(before, device, call)
+        raise
+    _check(before, device, call)
+
+
+def _check(before: list[Tensor], device: torch.device | None, call: Callable[[], object]) -> None:
+    if all(map(torch.equal, _states(device), before)):
+        return
+    try:
+        with _Guard():
+            call()
+    except _DrawsError:
+        torch.set_rng_state(before[0])
+        for state in before[1:]:
+            torch.cuda.set_rng_state(state, device)  # type: ignore[arg-type]
+        raise Unsupported("its forward draws random numbers") from None
+    except Exception as error:
+        raise Unsupported(f"its forward may draw random numbers: {one_line(error)}") from error
