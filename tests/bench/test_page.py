@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import shutil
 from collections.abc import Iterator
@@ -12,11 +13,11 @@ import numpy as np
 import pytest
 
 from sdfastgn.bench import page
-from sdfastgn.bench.documents import WRONG
+from sdfastgn.bench.documents import UNAVAILABLE, WRONG
 from sdfastgn.bench.kernel_categories import CATEGORIES, GAPS
 from sdfastgn.bench.tables.results import Result, cases_of
 from tests.bench.tables.cases import ENVIRONMENT, row, save
-from tests.command_line import ROOT
+from tests.command_line import ROOT, invoke
 
 LONG_NAME = "a_kernel_whose_reason_goes_on_and_on_" * 8
 # As wide as a small phone, and as a desk.
@@ -81,6 +82,34 @@ def test_a_page_without_images_or_profiles(tmp_path):
     assert "<h2>Times</h2>" in text
     assert "<h2>Images</h2>" not in text
     assert "<h2>Where the time goes</h2>" not in text
+
+
+def test_the_page_has_every_warning_of_the_terminal(tmp_path):
+    """Nothing is gained on a CPU, why a time is missing, and which speed-ups are uncertain."""
+    rows = [
+        row("eager", 1426.0, graph_reason="no CUDA"),
+        row("sdfastgn", 68.0, note="2 skipped"),
+        row("stable_fast", status=UNAVAILABLE, reason="not installed"),
+    ]
+    rows[0].p10_ms, rows[0].p90_ms = 424.0, 2428.0
+    path = save(tmp_path, "a.json", "end_to_end", rows, environment={**ENVIRONMENT, "device": "cpu"})
+    result = invoke("report", str(path), "--html", str(tmp_path / "p.html"), COLUMNS="1000")
+    assert result.exit_code == 0, result.output
+    text = html.unescape((tmp_path / "p.html").read_text(encoding="utf-8"))
+    for words in (
+        "no GPU: sdfastgn runs stock's own code here",
+        "sdfastgn: 2 skipped",
+        "stable-fast: unavailable: not installed",
+        "no graph time for eager: no CUDA",
+        "sdfastgn: 20.97x? is uncertain: the 10th and 90th percentiles of the times allow",
+    ):
+        assert words in text, words
+        assert words in result.stdout, words
+    assert '<span class="value uncertain">68 ms, 20.97x?</span>' in text
+    assert "x?: uncertain" in text
+    page.write_page(tmp_path / "certain.html", [result_at(tmp_path / "b.json")])
+    certain = (tmp_path / "certain.html").read_text(encoding="utf-8")
+    assert not any(words in certain for words in ("no GPU:", "x?", "value uncertain"))
 
 
 @pytest.mark.parametrize("without", ["eager", "fp32", "sdfastgn"])

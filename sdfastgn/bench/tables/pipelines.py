@@ -56,7 +56,8 @@ def warm_up_table(rows: Sequence[WaitRow]) -> Blocks:
     """A line for each way; without times where the image was wrong."""
     seconds = ("second image after s", "over eager s", "third image s", "new size, over replays s")
     header = ("variant", *seconds, "peak MiB", "reserved MiB", "PSNR dB")
-    return Blocks(header, [_wait_cells(row, rows[0]) for row in rows])
+    notes = [f"{row.variant}: {row.status}: {row.reason}" for row in rows if row.status != OK]
+    return Blocks(header, [_wait_cells(row, rows[0]) for row in rows], notes=notes)
 
 
 def _wait_cells(row: WaitRow, eager: WaitRow) -> list[str]:

@@ -33,6 +33,7 @@ from sdfastgn.kernels.common.failures import one_line
 # Kinds of results that hold rows of ``bench``.
 BENCH_KINDS = ("end_to_end", "profile", "preset", "processes", "sweep")
 OTHER_MACHINE = "other machine"
+NO_GPU = "no GPU: sdfastgn runs stock's own code here, so its times should be about eager's (1x)"
 # Settings of a preset that change no number.
 _FREE_SETTINGS = ("repeats",)
 
@@ -49,6 +50,12 @@ class Result:
     def machine(self) -> str:
         environment = self.content["environment"]
         return str(environment.get("gpu") or environment.get("machine"))
+
+    @property
+    def warnings(self) -> list[str]:
+        """What a reader has to know before any number."""
+        on_cpu = self.content["environment"].get("device") == "cpu"
+        return [NO_GPU] if on_cpu and self.content["kind"] in BENCH_KINDS else []
 
 
 def read_result(path: Path, name: str) -> Result:
@@ -126,13 +133,14 @@ def tables_of(result: Result) -> list[Blocks]:
     if kind in BENCH_KINDS:
         tables = []
         for title, rows in cases_of(result).items():
+            gate = _part_of(rows[0], result.content).get("gate", "")
             profile = profile_table(rows, f"where the time of {title} goes")
-            tables += [end_to_end_table(rows, title), *([profile] if profile else [])]
+            tables += [end_to_end_table(rows, title, gate), *([profile] if profile else [])]
         return tables + preset_tables(result)
     if kind in PIPELINE_TABLES:
         return [pipeline_table(result.content)]
     if found := _kernels_of(result):
-        return suite_tables(*found, f"{found[0].title}, {config['dtype']}")
+        return suite_tables(*found, f"{found[0].title}, {config['dtype']}", config["dtype"])
     raise OptionError(f"{result.name!r} has results of the kind {kind!r}, which has no report")
 
 
