@@ -14,7 +14,8 @@ import torch
 import typer
 
 from sdfastgn.bench import comfyui, timing
-from sdfastgn.bench.documents import document, write_json
+from sdfastgn.bench.checks import file_path
+from sdfastgn.bench.documents import OptionError, document, write_json
 from sdfastgn.bench.environment import environment
 from sdfastgn.bench.images import relative_error
 from sdfastgn.bench.processes import in_a_process
@@ -37,6 +38,10 @@ def main(
         raise typer.BadParameter(f"{model!r} is none of {', '.join(comfyui.MODELS)}", param_hint="--model")
     if not (folder / "comfy").is_dir():
         raise typer.BadParameter(f"{str(folder)!r} is no checkout of ComfyUI", param_hint="folder")
+    try:
+        file_path("--json", json_path)
+    except OptionError as error:
+        raise typer.BadParameter(str(error)) from None
     size = size or {"sd15": 512, "sdxl": 1024}[model]
     config = {"model": model, "size": size, "steps": steps}
     content = document("comfyui", environment(torch.device("cuda")), config, [])

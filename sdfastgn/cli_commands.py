@@ -65,7 +65,7 @@ def bench(
     seed: SeedOption = 0,
 ) -> None:
     """Time a UNet step, a VAE decode, a pipeline or a training step, checked against eager first."""
-    from sdfastgn.bench import documents, options, processes, session
+    from sdfastgn.bench import checks, documents, options, processes, session
 
     if not processes.is_main():
         json = plot = html = None
@@ -91,7 +91,7 @@ def bench(
         chosen = options.variant_list("--variants", variants)
         options.png_path("--plot", plot, "" if profile else "only --profile has a picture, got {} without it")
         images = json and html and documents.images_path(json)
-        options.file_paths({"--json": json, "--json's images": images, "--html": html, "--plot": plot})
+        checks.file_paths({"--json": json, "--json's images": images, "--html": html, "--plot": plot})
         raise typer.Exit(session.run_bench(configs, chosen, json=json, plot=plot, html=html))
 
 
@@ -115,14 +115,14 @@ def generate(
     stock: Annotated[bool, typer.Option("--stock", help="without sdfastgn.optimize")] = False,
 ) -> None:
     """Draw an image for each line of a file; accelerate launch and torchrun spread them over GPUs."""
-    from sdfastgn.bench import options
+    from sdfastgn.bench import checks
     from sdfastgn.generate import run
 
     line: dict[str, Any] = {"negative_prompt": negative_prompt, "width": width, "height": height}
     line |= {"steps": steps, "guidance": guidance, "seed": seed}
     where: dict[str, Any] = {"variant": variant, "dtype": dtype, "device": device, "stock": stock}
     with one_line_errors():
-        place = options.folder("--out", out)
+        place = checks.folder("--out", out)
         code = run(model=model, prompts=prompts, out=place, settings=line, batch_size=batch_size, **where)
     raise typer.Exit(code)
 
@@ -133,10 +133,10 @@ def report(
     html: HtmlOption = None,
 ) -> None:
     """Show results that --json wrote, or compare them with the first one, and write them as a page."""
-    from sdfastgn.bench import documents, options, session
+    from sdfastgn.bench import checks, documents, session
 
     with one_line_errors():
-        options.file_paths({"--html": html}, read=[*results, *map(documents.images_path, results)])
+        checks.file_paths({"--html": html}, read=[*results, *map(documents.images_path, results)])
         session.show_results(results, html=html)
 
 
@@ -192,11 +192,11 @@ def inspect(
     json: JsonOption = None,
 ) -> None:
     """Report what would be fused in a model, what not, and why."""
-    from sdfastgn.bench import documents, light_imports, options, terminal
+    from sdfastgn.bench import checks, documents, light_imports, terminal
 
     with one_line_errors():
-        options.weights_source("MODEL", model, words=MODELS)
-        options.file_path("--json", json)
+        checks.weights_source("MODEL", model, words=MODELS)
+        checks.file_path("--json", json)
         if context.obj == OWN_PROCESS and model in MODELS:
             light_imports.import_model_classes()
         from sdfastgn import report
@@ -239,13 +239,13 @@ def verify(
     import torch
 
     from sdfastgn import api, verification
-    from sdfastgn.bench import options, terminal
+    from sdfastgn.bench import checks, options, terminal
     from sdfastgn.bench.models.pipelines import load_pipeline
     from sdfastgn.bench.models.workload import DTYPES
     from sdfastgn.bench.tables import verification as tables
 
     with one_line_errors():
-        options.weights_source("PATH", path, words=())
+        checks.weights_source("PATH", path, words=())
         device = options.device_name("--device", device)
         weights = DTYPES[options.dtype_name("--dtype", dtype, device)]
         pipe = load_pipeline("PATH", path, weights, torch.device(device))
@@ -292,12 +292,12 @@ def demo(
     output: Annotated[str, typer.Option("--output", help="folder for the picture")] = "demo-output",
 ) -> None:
     """Draw digits with a small trained pipeline, optimize, compare, restore; needs no GPU and no network."""
-    from sdfastgn.bench import options, terminal
+    from sdfastgn.bench import checks, terminal
     from sdfastgn.bench.demo import PICTURE, run_demo
 
     with one_line_errors():
-        folder = options.folder("--output", output)
-        options.file_path("--output", folder / PICTURE)
+        folder = checks.folder("--output", output)
+        checks.made_folder("--output", folder, PICTURE)
     raise typer.Exit(run_demo(folder, terminal.console()))
 
 
@@ -314,13 +314,13 @@ def profile_host(
     json: JsonOption = None,
 ) -> None:
     """Profile what a pipeline does on the CPU around its models, stock and optimized."""
-    from sdfastgn.bench import options, session
+    from sdfastgn.bench import checks, options, session
 
     with one_line_errors():
         given: dict[str, Any] = {"size": size, "steps": steps, "scheduler": scheduler, "guidance": guidance}
         given |= {"dtype": dtype, "device": device, "repeats": repeats}
         (config,) = options.bench_configs(model=model, parts=["pipeline"], **given)
-        options.file_path("--json", json)
+        checks.file_path("--json", json)
         code = session.run_host(config, json=json)
     raise typer.Exit(code)
 
@@ -356,7 +356,7 @@ def time_warm_up(
     json: JsonOption = None,
 ) -> None:
     """Time a pipeline's first images and a new resolution, each way in a process of its own."""
-    from sdfastgn.bench import options, session
+    from sdfastgn.bench import checks, options, session
 
     with one_line_errors():
         (config,) = options.bench_configs(
@@ -370,7 +370,7 @@ def time_warm_up(
             repeats=1,
         )
         new_size = config.size * 3 // 32 * 8 if new_size is None else new_size
-        options.image_size("--new-size", new_size)
-        options.file_path("--json", json)
+        checks.image_size("--new-size", new_size)
+        checks.file_path("--json", json)
         code = session.run_warm_up(config, new_size, json=json)
     raise typer.Exit(code)

@@ -21,7 +21,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 import sdfastgn
-from sdfastgn.bench import options, processes, terminal
+from sdfastgn.bench import checks, options, processes, terminal
 from sdfastgn.bench.documents import OptionError
 from sdfastgn.bench.environment import installed_versions
 from sdfastgn.bench.models.configurations import SEEDS
@@ -62,7 +62,7 @@ def _settings(given: Any, defaults: Mapping[str, Any], scale: int) -> Settings:
     if not isinstance(given, dict) or "prompt" not in given:
         raise ValueError(f"must be an object with a prompt, got {given!r}")
     for name in given:
-        options.one_of("setting", name, kinds)
+        checks.one_of("setting", name, kinds)
     values = {**defaults, **given}
     for name, kind in kinds.items():
         if type(values[name]) not in _KINDS[kind]:
@@ -70,9 +70,9 @@ def _settings(given: Any, defaults: Mapping[str, Any], scale: int) -> Settings:
         # JSON can have half a character, which a tokenizer refuses with all prompts of its batch.
         if any("\ud800" <= each <= "\udfff" for each in str(values[name])):
             raise ValueError(f"{name}: must be Unicode text, got {values[name]!r}")
-    options.image_size("width", values["width"], scale)
-    options.image_size("height", values["height"], scale)
-    options.positive("steps", values["steps"])
+    checks.image_size("width", values["width"], scale)
+    checks.image_size("height", values["height"], scale)
+    checks.positive("steps", values["steps"])
     if not math.isfinite(values["guidance"]):
         raise ValueError(f"guidance: must be finite, got {values['guidance']!r}")
     if values["seed"] not in SEEDS:
@@ -241,17 +241,17 @@ def run(
 
     ``settings`` are what a line may leave out; a size may be None, for the model's own.
     """
-    options.weights_source("--model", model, words=())
+    checks.weights_source("--model", model, words=())
     native, scale = options.text_to_image("--model", model)
     device = options.device_name("--device", device)
     dtype = options.dtype_name("--dtype", dtype, device)
-    options.positive("--batch-size", batch_size)
+    checks.positive("--batch-size", batch_size)
     sizes = {name: native if settings[name] is None else settings[name] for name in ("width", "height")}
     for name, size in sizes.items():
-        options.image_size(f"--{name}", size, scale)
-    options.positive("--steps", settings["steps"])
+        checks.image_size(f"--{name}", size, scale)
+    checks.positive("--steps", settings["steps"])
     wanted, problems = read_prompts(prompts, {**settings, **sizes}, scale)
-    options.file_path("--out", out / f"{os.getpid()}.part")  # each process tries a file of its own
+    checks.made_folder("--out", out, f"{os.getpid()}.part")  # each process tries a file of its own
     if (where := Path(model).expanduser()).exists():
         model = str(where.resolve())  # one name, however the path is spelled
     job = _Run(prompts, out, wanted, batch_size, model, variant, dtype, stock)

@@ -224,7 +224,7 @@ def test_an_interrupt_leaves_no_half_image(
         pytest.param(("--prompts", "/no/such"), "--prompts: cannot read '/no/such'", id="prompts"),
         pytest.param(("--prompts", os.devnull), "--prompts: no prompt in '/dev/null'", id="empty"),
         pytest.param(("--out", ""), "--out: must be a folder, got ''", id="no-out"),
-        pytest.param(("--out", "/proc/x"), "--out: cannot write a file at '/proc/x", id="out"),
+        pytest.param(("--out", "/proc/x"), "--out: cannot make a folder at '/proc/x'", id="out"),
         pytest.param(("--width", "100"), "--width: must be a positive multiple of 8", id="width"),
         pytest.param(("--steps", "0"), "--steps: must be a positive whole number", id="steps"),
         pytest.param(("--batch-size", "0"), "--batch-size: must be a positive whole number", id="batch"),

@@ -205,10 +205,11 @@ PROGRAMS = {
 
 @pytest.fixture
 def quick(monkeypatch, tmp_path):
-    """Commands check their options and then return, in a folder of their own."""
+    """Commands check their options and then return, in a folder with the checkout's folder of results."""
     for name in ("run_bench", "run_host", "run_kernels", "run_warm_up"):
         monkeypatch.setattr(session, name, mock.Mock(return_value=0))
     monkeypatch.setattr(demo, "run_demo", mock.Mock(return_value=0))
+    (tmp_path / "benchmarks" / "h200").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
 
 

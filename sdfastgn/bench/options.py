@@ -1,19 +1,29 @@
-"""Options of the command line and the scripts, checked before anything is built.
+"""Options of the command line and the scripts as configs, checked before anything is built.
 
-A check raises OptionError.
+A check raises OptionError. Those that need no torch are in ``checks``.
 """
 
 from __future__ import annotations
 
 import inspect
-import os
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from sdfastgn.bench.checks import (
+    DIGITS,
+    file_paths,
+    image_size,
+    one_of,
+    positive,
+    some_of,
+    split,
+    weights_source,
+    whole_numbers,
+)
 from sdfastgn.bench.documents import OptionError
 from sdfastgn.bench.kernels.suite import INFERENCE, KernelConfig, Shape, Suite
 from sdfastgn.bench.kernels.suites import SUITES
@@ -31,50 +41,7 @@ CPU_REPEATS = {"unet": 5, "vae": 5, "pipeline": 2, "train": 3}
 GUIDED_BATCH = 2
 STEPS = 30
 
-# Of as many digits as a size in PyTorch may have; Python itself refuses to read thousands.
-DIGITS = r"\d{1,18}"
-_NUMBER = re.compile(rf"-?{DIGITS}")
 _SHAPE = re.compile(rf"{DIGITS}(x{DIGITS})+")
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-
-
-def one_of(option: str, value: str, allowed: Collection[str]) -> str:
-    if value not in allowed:
-        raise OptionError(f"{option}: unknown value {value!r}; choose from {', '.join(allowed)}")
-    return value
-
-
-def some_of(option: str, values: str | Sequence[str], allowed: Collection[str]) -> list[str]:
-    """Values, or the entries of a comma-separated list, without doubles, each one of ``allowed``."""
-    values = split(values) if isinstance(values, str) else values
-    if not values:
-        raise OptionError(f"{option}: no value given; choose from {', '.join(allowed)}")
-    return [one_of(option, value, allowed) for value in dict.fromkeys(values)]
-
-
-def split(text: str) -> list[str]:
-    return [entry.strip() for entry in text.split(",") if entry.strip()]
-
-
-def positive(option: str, value: int) -> int:
-    if value < 1:
-        raise OptionError(f"{option}: must be a positive whole number, got {value}")
-    return value
-
-
-def whole_numbers(option: str, value: int | str) -> list[int]:
-    """A positive number, or those of a comma-separated list without doubles."""
-    entries = split(str(value))
-    if not entries or not all(_NUMBER.fullmatch(entry) for entry in entries):
-        raise OptionError(f"{option}: must be a positive whole number or a list such as 1,4, got {value!r}")
-    return [positive(option, int(entry)) for entry in dict.fromkeys(entries)]
-
-
-def image_size(option: str, value: int, scale: int = 8) -> int:
-    if value < scale or value % scale:
-        wanted = f"a positive multiple of {scale} (pixels of a latent)"
-        raise OptionError(f"{option}: must be {wanted}, got {value}")
-    return value
 
 
 def device_name(option: str, value: str | None) -> str:
@@ -92,56 +59,6 @@ def device_name(option: str, value: str | None) -> str:
 def dtype_name(option: str, value: str | None, device: str) -> str:
     """``value``, one of ``DTYPES``; without one, fp16 on a GPU and fp32 on the CPU."""
     return one_of(option, ("fp32" if device == "cpu" else "fp16") if value is None else value, DTYPES)
-
-
-def weights_source(option: str, value: str, *, words: Sequence[str] = ("random",)) -> str:
-    """One of ``words``, an existing folder or file, or the id of a repository on the Hub."""
-    try:
-        if value in words or (value and Path(value).expanduser().exists()):
-            return value
-    except (OSError, RuntimeError) as error:  # too long for a name, or the home of nobody
-        raise OptionError(f"{option}: cannot look at {value!r}: {one_line(error)}") from None
-    if _HUB_ID.fullmatch(value) and not value.startswith("."):
-        return value
-    choice = ", ".join((*words, "a path", "or a Hub id (owner/name)"))
-    raise OptionError(f"{option}: no such path {value!r}; give {choice}")
-
-
-def file_path(option: str, value: Path | None) -> Path | None:
-    """``value``, if a file can be written there; its folder is made. Ask last, before the work."""
-    if value is None:
-        return None
-    real = Path(os.path.realpath(value))  # of a link that leads nowhere yet
-    try:
-        if real.is_file() or real.is_dir():
-            real.open("ab").close()
-        elif not real.exists():  # a pipe's reader would take the try for the end
-            real.parent.mkdir(parents=True, exist_ok=True)
-            real.open("xb").close()
-            real.unlink()
-    except OSError as error:
-        why = error.strerror or error
-        raise OptionError(f"{option}: cannot write a file at {str(value)!r}: {why}") from None
-    return value
-
-
-def file_paths(outputs: Mapping[str, Path | None], read: Iterable[Path] = ()) -> None:
-    """Checks that each output, by option, can be written and is no other one and no file that is read."""
-    taken = {os.path.realpath(path): "RESULTS" for path in read}
-    for option, path in outputs.items():
-        if file_path(option, path) is None:
-            continue
-        real = os.path.realpath(str(path))
-        if real in taken:
-            raise OptionError(f"{option}: {str(path)!r} is the file of {taken[real]} too; give another path")
-        taken[real] = option
-
-
-def folder(option: str, value: str) -> Path:
-    """``value``; an empty one would be the working directory."""
-    if not value:
-        raise OptionError(f"{option}: must be a folder, got ''; give . for this one")
-    return Path(value)
 
 
 def _subject(model: str | None, weights: str, parts: Sequence[str]) -> tuple[str, int, int, int]:

@@ -68,7 +68,6 @@ def write_page(path: Path, results: Sequence[Result]) -> None:
         colors=CATEGORY_COLORS,
         comparison=comparison(results),
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(shown, encoding="utf-8")
 
 

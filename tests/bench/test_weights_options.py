@@ -166,8 +166,8 @@ def test_a_file_is_no_pipeline(tmp_path):
 @pytest.mark.parametrize(
     ("weights", "words"),
     [
-        ("a" * 300, "cannot look at 'a+': OSError: .*File name too long"),
-        ("~nobody-of-this-name/x", "cannot look at '~nobody-of-this-name/x': RuntimeError: "),
+        ("a" * 300, "cannot look at 'a+': File name too long"),
+        ("~nobody-of-this-name/x", "cannot look at '~nobody-of-this-name/x': Could not determine home"),
         ("", "no such path ''; give random, a path, or a Hub id"),
     ],
     ids=["long", "home of nobody", "empty"],

@@ -28,7 +28,6 @@ from sdfastgn.bench.tables.markdown import (
 from sdfastgn.bench.tables.pipelines import PIPELINE_TABLES, pipeline_table
 from sdfastgn.bench.tables.profile import profile_table, row_title
 from sdfastgn.bench.terminal import Blocks
-from sdfastgn.kernels.common.failures import one_line
 
 # Kinds of results that hold rows of ``bench``.
 BENCH_KINDS = ("end_to_end", "profile", "preset", "processes", "sweep")
@@ -72,7 +71,8 @@ def read_result(path: Path, name: str) -> Result:
     except OptionError:
         raise
     except Exception as error:  # JSON can have anything at any place
-        raise OptionError(f"{str(damaged)!r} holds no whole result of sdfastgn: {one_line(error)}") from None
+        why = "a field is missing, unknown or of another type"
+        raise OptionError(f"{str(damaged)!r} holds no whole result of sdfastgn: {why}") from error
     return result
 
 
