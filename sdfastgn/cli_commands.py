@@ -116,14 +116,17 @@ def generate(
 ) -> None:
     """Draw an image for each line of a file; accelerate launch and torchrun spread them over GPUs."""
     from sdfastgn.bench import checks
-    from sdfastgn.generate import run
+    from sdfastgn.prompts import checked_job
 
     line: dict[str, Any] = {"negative_prompt": negative_prompt, "width": width, "height": height}
     line |= {"steps": steps, "guidance": guidance, "seed": seed}
-    where: dict[str, Any] = {"variant": variant, "dtype": dtype, "device": device, "stock": stock}
+    files: dict[str, Any] = {"model": model, "prompts": prompts, "out": out, "settings": line}
     with one_line_errors():
-        place = checks.folder("--out", out)
-        code = run(model=model, prompts=prompts, out=place, settings=line, batch_size=batch_size, **where)
+        checks.device_word("--device", device)
+        job = checked_job(**files, batch_size=batch_size, variant=variant, dtype=dtype, stock=stock)
+        from sdfastgn.generate import run  # torch and diffusers: seconds, after the checks
+
+        code = run(job, device)
     raise typer.Exit(code)
 
 

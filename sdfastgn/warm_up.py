@@ -20,8 +20,9 @@ import sdfastgn
 from sdfastgn.bench import checks, options
 from sdfastgn.bench.documents import OptionError
 from sdfastgn.bench.environment import triton_cache
-from sdfastgn.bench.models import architectures, pipelines
+from sdfastgn.bench.models import pipelines
 from sdfastgn.bench.models.configurations import MODELS, VAES
+from sdfastgn.bench.models.saved import latent_scale
 from sdfastgn.bench.models.workload import DTYPES, PROMPT
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.compile_ahead import rehearse
@@ -54,7 +55,7 @@ def run(
     """
     checks.weights_source("MODEL", model, words=MODELS)
     if model in MODELS:
-        native, scale = VAES[model]["sample_size"], architectures.latent_scale(VAES[model])
+        native, scale = VAES[model]["sample_size"], latent_scale(VAES[model])
     else:
         native, scale = options.text_to_image("MODEL", model)
     checks.positive("--batch", batch)

@@ -15,6 +15,7 @@ from sdfastgn.bench.documents import OptionError
 # Of as many digits as a size in PyTorch may have; Python itself refuses to read thousands.
 DIGITS = r"\d{1,18}"
 _NUMBER = re.compile(rf"-?{DIGITS}")
+_DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -54,6 +55,13 @@ def image_size(option: str, value: int, scale: int = 8) -> int:
     if value < scale or value % scale:
         wanted = f"a positive multiple of {scale} (pixels of a latent)"
         raise OptionError(f"{option}: must be {wanted}, got {value}")
+    return value
+
+
+def device_word(option: str, value: str | None) -> str | None:
+    """``value``, if it is a device's name. Whether there is such a device only torch can tell."""
+    if value is not None and not _DEVICE.fullmatch(value):
+        raise OptionError(f"{option}: cannot use {value!r}; give cuda, cuda:N or cpu")
     return value
 
 

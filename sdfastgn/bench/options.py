@@ -30,10 +30,10 @@ from sdfastgn.bench.kernels.suites import SUITES
 from sdfastgn.bench.models import architectures
 from sdfastgn.bench.models.configurations import IMAGE_TO_IMAGE, MODELS, UNETS, VAES
 from sdfastgn.bench.models.presets import PRESETS
+from sdfastgn.bench.models.saved import native_size, unet_config
 from sdfastgn.bench.models.variants import PARTS, VARIANTS, Variant
 from sdfastgn.bench.models.workload import DTYPES, BenchConfig
 from sdfastgn.bench.tables.plots import plot_reason
-from sdfastgn.kernels.common.failures import one_line
 
 # Where the user names none: timed calls of each part. A UNet step has two images, for guidance.
 GPU_REPEATS = {"unet": 50, "vae": 30, "pipeline": 5, "train": 30}
@@ -70,7 +70,7 @@ def _subject(model: str | None, weights: str, parts: Sequence[str]) -> tuple[str
         name = model or "tiny"
         is_guided = not UNETS[name].get("time_cond_proj_dim")
         return name, VAES[name]["sample_size"], 8, GUIDED_BATCH if is_guided else 1
-    config = _unet_config("--weights", weights)
+    config = unet_config("--weights", weights)
     # SD-Turbo has the UNet of all of SD2: who means it, names it.
     named = [known for known in MODELS if known == model or known not in IMAGE_TO_IMAGE]
     same = [known for known in named if not architectures.unet_difference(config, known)]
@@ -82,7 +82,7 @@ def _subject(model: str | None, weights: str, parts: Sequence[str]) -> tuple[str
         raise OptionError(f"--weights: the UNet of {weights!r} cannot be timed: {reason}")
     if "pipeline" in parts and (reason := _pipeline_reason(weights, config)):
         raise OptionError(f"--part: 'pipeline' needs {reason}")
-    native, scale = _native_size(weights, config, without_vae=8 if same else 1)
+    native, scale = native_size(weights, config, without_vae=8 if same else 1)
     # Without text, or with its guidance within, a UNet gets each image once.
     is_guided = config.get("_class_name") != "UNet2DModel" and not config.get("time_cond_proj_dim")
     name = model or (same[0] if same else Path(weights).expanduser().resolve().name)
@@ -91,26 +91,10 @@ def _subject(model: str | None, weights: str, parts: Sequence[str]) -> tuple[str
 
 def text_to_image(option: str, weights: str) -> tuple[int, int]:
     """The native size of a pipeline of text to image and the pixels of a latent, before it is loaded."""
-    config = _unet_config(option, weights)
+    config = unet_config(option, weights)
     if reason := _pipeline_reason(weights, config):
         raise OptionError(f"{option}: must be {reason}")
-    return _native_size(weights, config, without_vae=8)
-
-
-def _unet_config(option: str, weights: str) -> dict[str, Any]:
-    try:
-        return architectures.load_config(weights, "unet")
-    except Exception as error:  # whatever the client meets on the network, besides OSError
-        raise OptionError(f"{option}: no configuration of a UNet in {weights!r}: {one_line(error)}") from None
-
-
-def _native_size(weights: str, config: Mapping[str, Any], without_vae: int) -> tuple[int, int]:
-    try:
-        scale = architectures.latent_scale(architectures.load_config(weights, "vae"))
-    except Exception:  # there is none, or what the client met is told when the pipeline is loaded
-        scale = without_vae
-    latents = config.get("sample_size") or UNETS["sd15"]["sample_size"]
-    return (latents if isinstance(latents, int) else max(latents)) * scale, scale
+    return native_size(weights, config, without_vae=8)
 
 
 def _pipeline_reason(weights: str, config: Mapping[str, Any]) -> str:
