@@ -27,11 +27,15 @@ TIMED_RUNS = 5
 
 
 def main(
-    folder: Annotated[Path, typer.Argument(help="a checkout of ComfyUI")],
-    model: Annotated[str, typer.Option(help=" or ".join(comfyui.MODELS))] = "sd15",
-    size: Annotated[int, typer.Option(help="pixels; 0: 512, SDXL 1024")] = 0,
-    steps: Annotated[int, typer.Option(help="of the sampler, each a call with guidance")] = 30,
-    json_path: Annotated[Path | None, typer.Option("--json", help="where the results go")] = None,
+    folder: Annotated[Path, typer.Argument(help="Checkout of ComfyUI.")],
+    model: Annotated[str, typer.Option(help=f"Model: {', '.join(comfyui.MODELS)}.")] = "sd15",
+    size: Annotated[
+        int, typer.Option(help="Width and height in pixels. 0 stands for 512, or 1024 for SDXL.")
+    ] = 0,
+    steps: Annotated[int, typer.Option(help="Steps of the sampler, with guidance.")] = 30,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Also write all results to this file.")
+    ] = None,
 ) -> None:
     """Random weights in fp16; each variant in a process of its own."""
     if model not in comfyui.MODELS:

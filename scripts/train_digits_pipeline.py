@@ -247,7 +247,12 @@ def count_read(output: Path, device: str) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder for the pipeline")
-    parser.add_argument("--steps", type=int, default=4500, help="of the UNet; the others take a share of it")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=4500,
+        help="training steps of the UNet; the other parts take a share of them",
+    )
     parser.add_argument("--batch-size", type=int, default=1024, help="latents a step, divisible by 4")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)

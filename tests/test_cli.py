@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-import sdfastgn
 from sdfastgn import cli
 from sdfastgn.bench.documents import OK
 from sdfastgn.bench.kernels.suite import KernelRow
@@ -21,7 +20,6 @@ from sdfastgn.bench.kernels.suites import SUITES
 from sdfastgn.bench.models import architectures, configurations
 from sdfastgn.bench.models.pipelines import build_pipeline
 from sdfastgn.bench.models.variants import PARTS, VARIANTS, Variant
-from sdfastgn.cli_commands import app
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.patches.fusions.geglu import FusedGEGLU
 from tests.command_line import ROOT, exit_code, invoke
@@ -139,37 +137,6 @@ def test_any_seed_of_64_bits_will_do(seed: int) -> None:
     where = {"dtype": torch.float32, "device": "cpu"}
     inputs = architectures.unet_inputs("tiny_xl", size=8, batch=1, seed=seed, **where)
     assert inputs["sample"].isfinite().all()
-
-
-# ---- help
-
-
-def test_the_version() -> None:
-    assert invoke("--version").stdout == f"sdfastgn {sdfastgn.__version__}\n"
-
-
-@pytest.mark.parametrize(
-    "command", ["", *(command.name or command.callback.__name__ for command in app.registered_commands)]
-)
-def test_every_command_has_both_helps(command: str) -> None:
-    long, short = (invoke(*command.split(), option) for option in ("--help", "-h"))
-    assert long.exit_code == short.exit_code == 0
-    assert long.stdout == short.stdout
-    assert "Usage" in short.stdout
-
-
-@pytest.mark.parametrize(
-    ("command", "names"),
-    [
-        pytest.param("bench", VARIANTS, id="variants"),
-        pytest.param("bench", PARTS, id="parts"),
-        pytest.param("bench", configurations.MODELS, id="models"),
-        pytest.param("kernels", SUITES, id="suites"),
-        pytest.param("kernels", SUITES["layer_norm"].providers, id="providers"),
-    ],
-)
-def test_the_help_names_all_of(command: str, names: tuple[str, ...]) -> None:
-    assert set(names) <= set(re.split(r"[\s,;]+", invoke(command, "-h").stdout))
 
 
 # ---- bench

@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 
 import sdfastgn
 from sdfastgn.bench import demo, session
-from sdfastgn.cli_commands import app
+from sdfastgn.cli_options import app
 from sdfastgn.kernels.common import op as ops
 from sdfastgn.patches.registry import FUSIONS
 from tests.command_line import ROOT, exit_code, invoke

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from typing import Any
 
+# What a pipeline draws, if nobody says.
+PROMPT = "a photograph of an astronaut riding a horse"
 # dtypes of weights, by option: torch's names.
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 # Seeds of 64 bits: inputs are drawn from those that follow too.
