@@ -17,6 +17,6 @@ def program() -> str:
     return name if name.endswith(".py") and name != "__main__.py" else "sdfastgn"
 
 
-def counted(count: int, noun: str) -> str:
-    """``1 image``, ``2 images``."""
-    return f"{count} {noun}{'s' * (count != 1)}"
+def counted(count: int, noun: str, plural: str = "") -> str:
+    """``1 image``, ``2 images``. ``plural`` is for nouns whose plural has more than an s."""
+    return f"{count} {noun if count == 1 else plural or noun + 's'}"

@@ -26,7 +26,7 @@ from sdfastgn.bench.models.saved import latent_scale
 from sdfastgn.bench.models.workload import DTYPES, PROMPT
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.compile_ahead import rehearse
-from sdfastgn.program import program
+from sdfastgn.program import counted, program
 
 # Of an image: some schedulers cannot do with one.
 _STEPS = 2
@@ -74,7 +74,9 @@ def run(
         print(f"{program()}: {dispatch.why_off}", file=sys.stderr)
         return 1
     size = sum(path.stat().st_size for path in cache.rglob("*") if path.is_file())
-    print(f"{count} kernels, of which {len(_code(cache) - before)} were compiled now, in {seconds:.1f} s")
+    print(
+        f"{counted(count, 'kernel')}, {len(_code(cache) - before)} of them compiled now, in {seconds:.1f} s"
+    )
     print(f"{cache}: {size / 2**20:.1f} MiB")
     return 0
 

@@ -38,6 +38,7 @@ from sdfastgn.bench.tables.results import (
     times_of,
 )
 from sdfastgn.bench.terminal import console, print_lines, watched
+from sdfastgn.program import counted
 
 
 def _where(environment: dict[str, Any]) -> str:
@@ -46,7 +47,7 @@ def _where(environment: dict[str, Any]) -> str:
 
 
 def _print_part(out: Console, config: BenchConfig, rows: Sequence[Row]) -> None:
-    steps = f", {config.steps} steps" if config.part == "pipeline" else ""
+    steps = f", {counted(config.steps, 'step')}" if config.part == "pipeline" else ""
     what = f"{config.model} {config.part}, {config.size}x{config.size}, batch {config.batch}{steps}"
     title = f"{what}, {config.dtype} on {config.device}, {config.weights} weights"
     out.print(end_to_end_tables.end_to_end_table(rows, title, gate_text(config)))
@@ -210,8 +211,9 @@ def run_host(config: BenchConfig, *, json: Path | None) -> int:
     """Profiles what the CPU does around a pipeline's models, prints and writes; returns 0."""
     out = console()
     rows = host.run(config)
-    what = f"{config.model} pipeline, {config.size}x{config.size}, {config.steps} steps, {config.dtype}"
-    out.print(replace(host_table(rows), title=f"what the pipeline calls: {what} on {config.device}"))
+    what = f"{config.model} pipeline, {config.size}x{config.size}, {counted(config.steps, 'step')}"
+    title = f"what the pipeline calls: {what}, {config.dtype} on {config.device}"
+    out.print(replace(host_table(rows), title=title))
     _write_as_found(json, "host", config, rows)
     return 0
 
@@ -220,7 +222,7 @@ def run_warm_up(config: BenchConfig, new_size: int, *, json: Path | None) -> int
     """Times first images, prints and writes; returns 0, or 1 where an image was wrong."""
     out = console()
     rows = warm_up.run(config, new_size)
-    what = f"{config.model} pipeline, {config.size}x{config.size}, {config.steps} steps"
+    what = f"{config.model} pipeline, {config.size}x{config.size}, {counted(config.steps, 'step')}"
     title = f"{what}, then {new_size}x{new_size}, {config.dtype} on {config.device}"
     shown = warm_up_table(rows)
     gate = f"{end_to_end_tables.GATE}: {gate_text(config)}"

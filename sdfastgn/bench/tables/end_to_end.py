@@ -23,6 +23,7 @@ from sdfastgn.bench.tables.markdown import (
 from sdfastgn.bench.tables.profile import row_title
 from sdfastgn.bench.tables.speed_up import eager_of, speed_up, uncertain_notes
 from sdfastgn.bench.terminal import Blocks
+from sdfastgn.program import counted
 
 # Variants with a column for their time in the harness's CUDA graph.
 GRAPHED = ("eager", "compile", "sdfastgn_eager", "sdfastgn_compile")
@@ -237,7 +238,7 @@ def _sweeps(results: Path, *, over_batches: bool) -> list[_Line]:
 
 
 def _sweep_title(row: Row) -> str:
-    return row_title(row) + (f", {row.steps} steps" if row.steps else "")
+    return row_title(row) + (f", {counted(row.steps, 'step')}" if row.steps else "")
 
 
 def _sweep_table(cells: list[dict[str, str]], lines: list[_Line]) -> str:

@@ -19,6 +19,7 @@ from sdfastgn.bench.tables.markdown import (
     without_empty_columns,
 )
 from sdfastgn.bench.terminal import Blocks
+from sdfastgn.program import counted
 
 FLOOR_NAMES = " + ".join(FLOOR)
 
@@ -101,7 +102,8 @@ def _notes(rows: Sequence[Row]) -> list[str]:
             lines.append(f"other, {name}: {what}")
         if len(found.other) > _OTHERS_SHOWN:
             rest = sum(entry["ms"] for entry in found.other[_OTHERS_SHOWN:])
-            lines.append(f"other, {name}: {number(rest)} ms in {len(found.other) - _OTHERS_SHOWN} more names")
+            others = counted(len(found.other) - _OTHERS_SHOWN, "more name")
+            lines.append(f"other, {name}: {number(rest)} ms in {others}")
     return lines
 
 

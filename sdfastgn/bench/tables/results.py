@@ -28,6 +28,7 @@ from sdfastgn.bench.tables.markdown import (
 from sdfastgn.bench.tables.pipelines import PIPELINE_TABLES, pipeline_table
 from sdfastgn.bench.tables.profile import profile_table, row_title
 from sdfastgn.bench.terminal import Blocks
+from sdfastgn.program import counted
 
 # Kinds of results that hold rows of ``bench``.
 BENCH_KINDS = ("end_to_end", "profile", "preset", "processes", "sweep")
@@ -87,11 +88,12 @@ def _part_of(row: Row, content: dict[str, Any]) -> dict[str, Any]:
 def case_title(row: Row, content: dict[str, Any]) -> str:
     """What a row is a time of, with all that decides it; results are compared where this is equal."""
     part = _part_of(row, content)
-    processes = f", {len(row.process_images_s)} processes" if row.process_images_s else ""
+    count = len(row.process_images_s or ())
+    processes = f", {counted(count, 'process', 'processes')}" if count else ""
     if row.part != "pipeline" or not part:
         return row_title(row)
     scheduler = f", {part['scheduler']}" if part.get("scheduler") else ""
-    return f"{row_title(row)}, {part['steps']} steps{scheduler}{processes}"
+    return f"{row_title(row)}, {counted(part['steps'], 'step')}{scheduler}{processes}"
 
 
 def _untouched(rows: Sequence[Row]) -> list[Row]:
@@ -222,9 +224,15 @@ def comparison(results: Sequence[Result]) -> Blocks:
     body = []
     for key in (key for title in titles for key in keys if key[0] == title):
         values = [each.get(key) for each in times]
-        ratios = [f"{value / values[0]:.2f}" if value and values[0] else NOTHING for value in values[1:]]
+        ratios = [_in_words(value / values[0]) if value and values[0] else NOTHING for value in values[1:]]
         body.append([*key, *(number(value, 4) for value in values), *ratios])
-    caption = "milliseconds; of kernels microseconds, hot L2"
+    caption = f"milliseconds, of kernels microseconds with a hot L2; slower or faster than {first.name}"
     if any(result.machine != first.machine for result in results):
         caption += f"; {OTHER_MACHINE}: its GPU is not that of {first.name}"
     return Blocks(header, body, "comparison", caption, left=2)
+
+
+def _in_words(ratio: float) -> str:
+    """A time over another one."""
+    text = f"{ratio:.2f}"
+    return f"{text}, {'equal' if text == '1.00' else 'slower' if ratio > 1 else 'faster'}"

@@ -141,10 +141,26 @@ def test_two_results_side_by_side():
     assert table.header == ["what", "variant", "a.json", "b.json, other machine", "b.json / a.json"]
     what = "SD1.5 pipeline 512², batch 2, fp16, 30 steps"
     assert table.body == [
-        [what, "eager", "800", "1200", "1.50"],
+        [what, "eager", "800", "1200", "1.50, slower"],
         [what, "sdfastgn", "200", "-", "-"],
         [what, "torch.compile", "-", "900", "-"],
     ]
+
+
+def test_each_row_says_in_words_which_is_faster():
+    here = pipeline_result("a.json", 30, eager=800.0, sdfastgn=200.0, compile=300.0)
+    there = pipeline_result("b.json", 30, eager=801.0, sdfastgn=150.0, compile=450.0)
+    table = comparison([here, there])
+    assert [line[-1] for line in table.body] == ["1.00, equal", "0.75, faster", "1.50, slower"]
+    assert "slower or faster than a.json" in table.caption
+
+
+@pytest.mark.parametrize(("count", "words"), [(1, "1 step, 1 process"), (2, "2 steps, 2 processes")])
+def test_one_is_no_plural(count, words):
+    result = pipeline_result("a", count, eager=800.0)
+    result.content["kind"] = "processes"
+    result.content["rows"][0] |= {"process_images_s": [2.0] * count}
+    assert next(iter(cases_of(result))).endswith(words)
 
 
 def test_what_one_result_alone_has_is_shown_too(tmp_path):

@@ -254,7 +254,7 @@ def test_latency_beside_the_time_of_the_graphs(tmp_path):
     save(tmp_path, "batches.json", "sweep", BATCHES)
     save(tmp_path, "steps.json", "sweep", STEPS)
     text = end_to_end.latency_markdown(tmp_path)
-    assert cells_of(text, "| SD1.5 pipeline 512², batch 2, fp16, 1 steps") == [
+    assert cells_of(text, "| SD1.5 pipeline 512², batch 2, fp16, 1 step |") == [
         ["sdfastgn", "12", "13", "10", "1.2"]
     ]
     assert cells_of(text, "| SD1.5 pipeline 512², batch 2, fp16, 4 steps") == [
