@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import html
 import json
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +15,12 @@ from sdfastgn.bench.documents import UNAVAILABLE, WRONG
 from sdfastgn.bench.kernel_categories import CATEGORIES, GAPS
 from sdfastgn.bench.tables.results import Result, cases_of
 from tests.bench.tables.cases import ENVIRONMENT, row, save
+from tests.browser import open_at, tables_out_of_sight
 from tests.command_line import ROOT, invoke
 
 LONG_NAME = "a_kernel_whose_reason_goes_on_and_on_" * 8
 # As wide as a small phone, and as a desk.
 WIDTHS = (360, 1280)
-CHROMIUM_OPTIONS = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
-)
 
 
 def profile(scale: float) -> dict[str, Any]:
@@ -137,32 +132,6 @@ def test_large_images_are_shown_smaller(written):
 # ---- in a browser
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    webdriver = pytest.importorskip("selenium.webdriver")
-    programs = [shutil.which(name) for name in ("chromium", "chromedriver")]
-    if None in programs:
-        pytest.skip("the page is opened in chromium, with chromedriver; one of them is not installed")
-    options = webdriver.ChromeOptions()
-    options.binary_location = programs[0]
-    for option in (*CHROMIUM_OPTIONS, f"--user-data-dir={tmp_path_factory.mktemp('browser')}"):
-        options.add_argument(option)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    service = webdriver.ChromeService(executable_path=programs[1])
-    driver = webdriver.Chrome(options=options, service=service)
-    driver.get("about:blank")  # the browser's own first tab fetches things
-    driver.get_log("performance")
-    yield driver
-    driver.quit()
-
-
-def open_at(browser: Any, path: Path, width: int) -> None:
-    metrics = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": False}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-    browser.get(path.as_uri())
-    assert browser.execute_script("return innerWidth") == width
-
-
 def faults(browser: Any) -> dict[str, Any]:
     """What a reader would see broken, or the page fetch."""
     messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
@@ -187,6 +156,16 @@ def test_a_browser_shows_the_whole_page(browser, written, width):
     open_at(browser, written, width)
     assert browser.execute_script("return document.images.length") == 5
     assert faults(browser) == NONE
+
+
+def test_a_wide_table_scrolls_beside_its_first_column(browser, written):
+    open_at(browser, written, WIDTHS[0])
+    tables, unseen = tables_out_of_sight(browser)
+    assert tables > 2
+    assert unseen == []
+    # What a table is called does not scroll away with it.
+    ends = "return [...document.querySelectorAll('.title')].map(e => e.getBoundingClientRect().right)"
+    assert 0 < max(browser.execute_script(ends)) <= WIDTHS[0]
 
 
 @pytest.mark.parametrize("name", ["warm_up_sdxl", "profile_sd15", "kernels"])
