@@ -271,7 +271,7 @@ def test_strict_names_every_reason_and_changes_nothing():
     net = Net()
     net.body.forward = functools.partial(net.body.forward)
     with pytest.raises(
-        ValueError, match=r"sdfastgn.optimize: strict=True and 1 parts cannot be fused: body \(sequential\)"
+        ValueError, match=r"sdfastgn.optimize: strict=True and 1 part cannot be fused: body \(sequential\)"
     ):
         sdfastgn.optimize(net, strict=True)
     assert not sdfastgn.report(net).fused
