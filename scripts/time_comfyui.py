@@ -14,7 +14,8 @@ import torch
 import typer
 
 from sdfastgn.bench import comfyui, timing
-from sdfastgn.bench.documents import document, write_json
+from sdfastgn.bench.checks import file_path
+from sdfastgn.bench.documents import OptionError, document, write_json
 from sdfastgn.bench.environment import environment
 from sdfastgn.bench.images import relative_error
 from sdfastgn.bench.processes import in_a_process
@@ -26,17 +27,25 @@ TIMED_RUNS = 5
 
 
 def main(
-    folder: Annotated[Path, typer.Argument(help="a checkout of ComfyUI")],
-    model: Annotated[str, typer.Option(help=" or ".join(comfyui.MODELS))] = "sd15",
-    size: Annotated[int, typer.Option(help="pixels; 0: 512, SDXL 1024")] = 0,
-    steps: Annotated[int, typer.Option(help="of the sampler, each a call with guidance")] = 30,
-    json_path: Annotated[Path | None, typer.Option("--json", help="where the results go")] = None,
+    folder: Annotated[Path, typer.Argument(help="Checkout of ComfyUI.")],
+    model: Annotated[str, typer.Option(help=f"Model: {', '.join(comfyui.MODELS)}.")] = "sd15",
+    size: Annotated[
+        int, typer.Option(help="Width and height in pixels. 0 stands for 512, or 1024 for SDXL.")
+    ] = 0,
+    steps: Annotated[int, typer.Option(help="Steps of the sampler, with guidance.")] = 30,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Also write all results to this file.")
+    ] = None,
 ) -> None:
     """Random weights in fp16; each variant in a process of its own."""
     if model not in comfyui.MODELS:
         raise typer.BadParameter(f"{model!r} is none of {', '.join(comfyui.MODELS)}", param_hint="--model")
     if not (folder / "comfy").is_dir():
         raise typer.BadParameter(f"{str(folder)!r} is no checkout of ComfyUI", param_hint="folder")
+    try:
+        file_path("--json", json_path)
+    except OptionError as error:
+        raise typer.BadParameter(str(error)) from None
     size = size or {"sd15": 512, "sdxl": 1024}[model]
     config = {"model": model, "size": size, "steps": steps}
     content = document("comfyui", environment(torch.device("cuda")), config, [])

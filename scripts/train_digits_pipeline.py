@@ -1,6 +1,6 @@
 """Trains the small text-to-image pipeline behind ``sdfastgn demo``: handwritten digits in six inks.
 
-python scripts/train_digits_pipeline.py --output build/digits
+python scripts/train_digits_pipeline.py --output /tmp/digits
 
 An autoencoder, then a UNet and a text encoder, by the recipe of Stable Diffusion; stock diffusers
 only. (train_digits.py is another matter: it compares the gradients of stock and optimized.) At last
@@ -35,10 +35,10 @@ from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel
 
 from sdfastgn.bench import digits_pipeline
+from sdfastgn.bench.checks import folder, made_folder
 from sdfastgn.bench.digits_pipeline import INKS, NUMERALS, SIZE, prompt_of
 from sdfastgn.bench.documents import OptionError
 from sdfastgn.bench.models.pipelines import build_tokenizer, write_tokenizer
-from sdfastgn.bench.options import file_path
 
 LEARNING_RATE = 1e-3
 # Steps until the learning rate is reached; afterwards it falls to 0.
@@ -247,13 +247,18 @@ def count_read(output: Path, device: str) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder for the pipeline")
-    parser.add_argument("--steps", type=int, default=4500, help="of the UNet; the others take a share of it")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=4500,
+        help="training steps of the UNet; the other parts take a share of them",
+    )
     parser.add_argument("--batch-size", type=int, default=1024, help="latents a step, divisible by 4")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     try:
-        file_path("--output", options.output / digits_pipeline.CLASSIFIER)
+        made_folder("--output", folder("--output", str(options.output)), digits_pipeline.CLASSIFIER)
     except OptionError as error:
         parser.error(str(error))
     torch.manual_seed(options.seed)

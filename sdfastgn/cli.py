@@ -1,4 +1,4 @@
-"""The entry point of ``sdfastgn`` and of the scripts. ``cli_commands`` has the commands."""
+"""The entry point of ``sdfastgn`` and of the scripts, over ``cli_commands`` and ``cli_scripts``."""
 
 from __future__ import annotations
 
@@ -57,8 +57,9 @@ def _run(doc: str | None, command: str, defaults: dict[str, Any]) -> Any:
         import typer
     except ImportError as error:
         sys.exit(f"sdfastgn: the command line needs {error.name}: pip install 'sdfastgn[bench]'")
-    from sdfastgn.cli_commands import app
-    from sdfastgn.cli_options import HELP_OPTIONS
+    import sdfastgn.cli_commands
+    import sdfastgn.cli_scripts  # noqa: F401
+    from sdfastgn.cli_options import HELP_OPTIONS, app
 
     # transformers would advise on optional packages at import.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -1,4 +1,4 @@
-"""The commands, ``bench`` to ``demo``, and those of the scripts.
+"""The commands, ``bench`` to ``warm-up``. ``cli_scripts`` has those of the scripts.
 
 What imports torch is imported inside a command: ``--help`` answers at once.
 """
@@ -14,6 +14,7 @@ from sdfastgn.bench.models.configurations import MODELS
 from sdfastgn.bench.models.variants import VARIANTS
 from sdfastgn.cli_options import (
     BatchesOption,
+    BreakdownOption,
     DeviceOption,
     DtypeOption,
     DtypesOption,
@@ -22,26 +23,28 @@ from sdfastgn.cli_options import (
     GuidanceOption,
     HtmlOption,
     JsonOption,
-    Listing,
     ModelOption,
     PartOption,
     PresetOption,
     ProfileOption,
+    PromptOption,
     ProvidersOption,
+    RepeatsOption,
     SchedulerOption,
     SeedOption,
     ShapesOption,
     SizeOption,
     StepsOption,
+    VariantsOption,
     WeightsOption,
-    app,
     checked_seed,
+    command,
     one_line_errors,
 )
 from sdfastgn.program import OWN_PROCESS
 
 
-@app.command(cls=Listing)
+@command()
 def bench(
     preset: PresetOption = None,
     model: ModelOption = None,
@@ -51,21 +54,21 @@ def bench(
     steps: EveryStepsOption = None,
     scheduler: SchedulerOption = None,
     guidance: GuidanceOption = None,
-    prompt: Annotated[str | None, typer.Option("--prompt", help="of a pipeline")] = None,
+    prompt: PromptOption = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
     weights: WeightsOption = "random",
-    variants: Annotated[str, typer.Option("--variants", help="all, or a list of {variants}")] = "all",
-    repeats: Annotated[int | None, typer.Option("--repeats", help="timed calls of each variant")] = None,
+    variants: VariantsOption = "all",
+    repeats: RepeatsOption = None,
     fp32_reference: Fp32Option = False,
     profile: ProfileOption = False,
-    plot: Annotated[Path | None, typer.Option(help="write the breakdown of --profile as a PNG")] = None,
+    plot: BreakdownOption = None,
     json: JsonOption = None,
     html: HtmlOption = None,
     seed: SeedOption = 0,
 ) -> None:
-    """Time a UNet step, a VAE decode, a pipeline or a training step, checked against eager first."""
-    from sdfastgn.bench import documents, options, processes, session
+    """Time a UNet step, a VAE decode, a pipeline or a training step. Outputs are checked first."""
+    from sdfastgn.bench import checks, documents, options, processes, session
 
     if not processes.is_main():
         json = plot = html = None
@@ -91,68 +94,90 @@ def bench(
         chosen = options.variant_list("--variants", variants)
         options.png_path("--plot", plot, "" if profile else "only --profile has a picture, got {} without it")
         images = json and html and documents.images_path(json)
-        options.file_paths({"--json": json, "--json's images": images, "--html": html, "--plot": plot})
+        checks.file_paths({"--json": json, "--json's images": images, "--html": html, "--plot": plot})
         raise typer.Exit(session.run_bench(configs, chosen, json=json, plot=plot, html=html))
 
 
-@app.command()
+@command()
 def generate(
-    model: Annotated[str, typer.Option(help="a saved pipeline of text to image: a path, or a Hub id")],
-    prompts: Annotated[Path, typer.Option(help="a prompt a line, or in a .jsonl an object of settings")],
-    out: Annotated[str, typer.Option(help="folder for the images, each named by its line's number")],
-    negative_prompt: Annotated[str | None, typer.Option(help="of lines that have none")] = None,
-    batch_size: Annotated[int, typer.Option(help="images a call, at most; of equal size and steps")] = 1,
-    width: Annotated[int | None, typer.Option(help="pixels; what the model was made for")] = None,
-    height: Annotated[int | None, typer.Option(help="pixels; what the model was made for")] = None,
+    model: Annotated[str, typer.Option(help="Saved text-to-image pipeline: a path, or a Hub id.")],
+    prompts: Annotated[
+        Path,
+        typer.Option(
+            help="Text file with a prompt a line, or .jsonl file with an object of settings a line."
+        ),
+    ],
+    out: Annotated[str, typer.Option(help="Folder for the images. The image of line 12 is 00012.png.")],
+    negative_prompt: Annotated[
+        str | None, typer.Option(help="Negative prompt of lines without one of their own.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(help="Most images that are drawn in one call.")] = 1,
+    width: Annotated[
+        int | None, typer.Option(help="Width of the images in pixels.", show_default="the model's own")
+    ] = None,
+    height: Annotated[
+        int | None, typer.Option(help="Height of the images in pixels.", show_default="the model's own")
+    ] = None,
     steps: StepsOption = 30,
     guidance: GuidanceOption = 7.5,
     seed: Annotated[
-        int, typer.Option(callback=checked_seed, help="a line's seed is this and its number")
+        int, typer.Option(callback=checked_seed, help="The seed of line 12 is this number plus 12.")
     ] = 0,
-    variant: Annotated[str | None, typer.Option(help="of the model's files, such as fp16")] = None,
+    variant: Annotated[str | None, typer.Option(help="Variant of the model's files, such as fp16.")] = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
-    stock: Annotated[bool, typer.Option("--stock", help="without sdfastgn.optimize")] = False,
+    stock: Annotated[bool, typer.Option("--stock", help="Draw without sdfastgn.optimize.")] = False,
 ) -> None:
-    """Draw an image for each line of a file; accelerate launch and torchrun spread them over GPUs."""
-    from sdfastgn.bench import options
-    from sdfastgn.generate import run
+    """Draw an image for each line of a file. Under accelerate launch or torchrun all GPUs take part."""
+    from sdfastgn.bench import checks
+    from sdfastgn.prompts import checked_job
 
     line: dict[str, Any] = {"negative_prompt": negative_prompt, "width": width, "height": height}
     line |= {"steps": steps, "guidance": guidance, "seed": seed}
-    where: dict[str, Any] = {"variant": variant, "dtype": dtype, "device": device, "stock": stock}
+    files: dict[str, Any] = {"model": model, "prompts": prompts, "out": out, "settings": line}
     with one_line_errors():
-        place = options.folder("--out", out)
-        code = run(model=model, prompts=prompts, out=place, settings=line, batch_size=batch_size, **where)
+        checks.device_word("--device", device)
+        job = checked_job(**files, batch_size=batch_size, variant=variant, dtype=dtype, stock=stock)
+        from sdfastgn.generate import run  # torch and diffusers: seconds, after the checks
+
+        code = run(job, device)
     raise typer.Exit(code)
 
 
-@app.command()
+@command()
 def report(
-    results: Annotated[list[Path], typer.Argument(help="JSON of bench or kernels; two are compared")],
+    results: Annotated[
+        list[Path],
+        typer.Argument(help="JSON files of bench or kernels. Several are compared with the first."),
+    ],
     html: HtmlOption = None,
 ) -> None:
-    """Show results that --json wrote, or compare them with the first one, and write them as a page."""
-    from sdfastgn.bench import documents, options, session
+    """Show results that --json wrote, compare several, or write them as a page."""
+    from sdfastgn.bench import checks, documents, session
 
     with one_line_errors():
-        options.file_paths({"--html": html}, read=[*results, *map(documents.images_path, results)])
+        checks.file_paths({"--html": html}, read=[*results, *map(documents.images_path, results)])
         session.show_results(results, html=html)
 
 
-@app.command(cls=Listing)
+@command()
 def kernels(
-    suite: Annotated[str, typer.Option("--suite", help="one of {suites}")] = "inference",
+    suite: Annotated[str, typer.Option("--suite", help="Suite: {suites}.")] = "inference",
     shapes: ShapesOption = "all",
     providers: ProvidersOption = None,
     dtype: DtypesOption = None,
     device: DeviceOption = None,
-    repeats: Annotated[int | None, typer.Option(help="rounds of a cell; 20 in inference, else 10")] = None,
+    repeats: Annotated[
+        int | None,
+        typer.Option(help="Timed rounds of each cell.", show_default="20 in the suite inference, else 10"),
+    ] = None,
     json: JsonOption = None,
-    plot: Annotated[Path | None, typer.Option(help="write the roofline of inference as a PNG")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the roofline of the suite inference as this PNG file.")
+    ] = None,
     seed: SeedOption = 0,
 ) -> None:
-    """Time a suite of kernels beside a copy, with a hot and a cold L2, checked against fp64 first."""
+    """Time kernels beside a plain copy, with a hot and a cold L2 cache. Outputs are checked first."""
     from sdfastgn.bench import options, session
 
     with one_line_errors():
@@ -185,18 +210,18 @@ def _inspected(model: str) -> dict[str, Any]:
     return {"unet": build_unet(model, torch.float16, meta), "vae": build_vae(model, torch.float16, meta)}
 
 
-@app.command()
+@command()
 def inspect(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help=f"{', '.join(MODELS)}, a path, or a Hub id")],
+    model: Annotated[str, typer.Argument(help=f"Model: {', '.join(MODELS)}, a path, or a Hub id.")],
     json: JsonOption = None,
 ) -> None:
-    """Report what would be fused in a model, what not, and why."""
-    from sdfastgn.bench import documents, light_imports, options, terminal
+    """Report what would be fused in a model, what would not, and why."""
+    from sdfastgn.bench import checks, documents, light_imports, terminal
 
     with one_line_errors():
-        options.weights_source("MODEL", model, words=MODELS)
-        options.file_path("--json", json)
+        checks.weights_source("MODEL", model, words=MODELS)
+        checks.file_path("--json", json)
         if context.obj == OWN_PROCESS and model in MODELS:
             light_imports.import_model_classes()
         from sdfastgn import report
@@ -210,14 +235,15 @@ def inspect(
         documents.write_json(json, {name: found.to_dict() for name, found in reports.items()})
 
 
-@app.command()
+@command()
 def sources(
     context: typer.Context,
     against: Annotated[
-        Path | None, typer.Option("--against", help="a release's wheel or folder: show what changed since")
+        Path | None,
+        typer.Option("--against", help="Wheel or folder of a diffusers release. Shows what changed since."),
     ] = None,
 ) -> None:
-    """List the methods of diffusers that the fusions rely upon, and whether they are known."""
+    """List the methods of diffusers that the fusions rely upon, and whether their code was tested."""
     from sdfastgn.bench import light_imports, terminal
 
     if context.obj == OWN_PROCESS:
@@ -229,23 +255,23 @@ def sources(
     raise typer.Exit(code)
 
 
-@app.command()
+@command()
 def verify(
-    path: Annotated[str, typer.Argument(help="a saved pipeline: a path, or a Hub id")],
+    path: Annotated[str, typer.Argument(help="Saved pipeline: a path, or a Hub id.")],
     dtype: DtypeOption = None,
     device: DeviceOption = None,
 ) -> None:
-    """Compare each fused part of a pipeline with stock's code; 1 if one is wrong and was put back."""
+    """Compare each fused part of a pipeline with stock's code. The exit code is 1 if one is wrong."""
     import torch
 
     from sdfastgn import api, verification
-    from sdfastgn.bench import options, terminal
+    from sdfastgn.bench import checks, options, terminal
     from sdfastgn.bench.models.pipelines import load_pipeline
     from sdfastgn.bench.models.workload import DTYPES
     from sdfastgn.bench.tables import verification as tables
 
     with one_line_errors():
-        options.weights_source("PATH", path, words=())
+        checks.weights_source("PATH", path, words=())
         device = options.device_name("--device", device)
         weights = DTYPES[options.dtype_name("--dtype", dtype, device)]
         pipe = load_pipeline("PATH", path, weights, torch.device(device))
@@ -257,9 +283,9 @@ def verify(
     raise typer.Exit(int(any(v.status == verification.PUT_BACK for v in found)))
 
 
-@app.command()
+@command()
 def info(device: DeviceOption = None) -> None:
-    """Versions, the GPU, and what can run here, with the reasons why the rest cannot."""
+    """Show versions, the GPU, and what can run here, with the reasons why the rest cannot."""
     import torch
 
     from sdfastgn import __version__
@@ -287,90 +313,41 @@ def info(device: DeviceOption = None) -> None:
         out.print("Without a GPU every sdfastgn call runs in plain PyTorch, with the same results.")
 
 
-@app.command()
+@command()
 def demo(
-    output: Annotated[str, typer.Option("--output", help="folder for the picture")] = "demo-output",
+    output: Annotated[str, typer.Option("--output", help="Folder for the picture.")] = "demo-output",
 ) -> None:
-    """Draw digits with a small trained pipeline, optimize, compare, restore; needs no GPU and no network."""
-    from sdfastgn.bench import options, terminal
+    """Draw digits with a small trained pipeline, stock and optimized. Needs no GPU and no network."""
+    from sdfastgn.bench import checks, terminal
     from sdfastgn.bench.demo import PICTURE, run_demo
 
     with one_line_errors():
-        folder = options.folder("--output", output)
-        options.file_path("--output", folder / PICTURE)
+        folder = checks.folder("--output", output)
+        checks.made_folder("--output", folder, PICTURE)
     raise typer.Exit(run_demo(folder, terminal.console()))
 
 
-@app.command(name="profile-host", hidden=True)
-def profile_host(
-    model: ModelOption = "sdxl",
-    size: SizeOption = None,
-    steps: StepsOption = 1,
-    scheduler: SchedulerOption = None,
-    guidance: GuidanceOption = None,
-    dtype: DtypeOption = None,
-    device: DeviceOption = None,
-    repeats: Annotated[int | None, typer.Option("--repeats", help="images of each way")] = None,
-    json: JsonOption = None,
-) -> None:
-    """Profile what a pipeline does on the CPU around its models, stock and optimized."""
-    from sdfastgn.bench import options, session
-
-    with one_line_errors():
-        given: dict[str, Any] = {"size": size, "steps": steps, "scheduler": scheduler, "guidance": guidance}
-        given |= {"dtype": dtype, "device": device, "repeats": repeats}
-        (config,) = options.bench_configs(model=model, parts=["pipeline"], **given)
-        options.file_path("--json", json)
-        code = session.run_host(config, json=json)
-    raise typer.Exit(code)
-
-
-@app.command(name="warm-up")
+@command(name="warm-up")
 def warm_up(
-    model: Annotated[str, typer.Argument(help=f"{', '.join(MODELS)}, a saved pipeline's path, or a Hub id")],
+    model: Annotated[
+        str, typer.Argument(help=f"Model: {', '.join(MODELS)}, a saved pipeline's path, or a Hub id.")
+    ],
     size: Annotated[
         list[str] | None,
-        typer.Option("--size", help="of the images, 512 or 768x512; repeat for several; the model's own"),
+        typer.Option(
+            "--size",
+            metavar="<str>",
+            help="Size of the images, 512 or 768x512 (width first). Repeat for several.",
+            show_default="the model's own",
+        ),
     ] = None,
-    batch: Annotated[int, typer.Option("--batch", help="images a call")] = 1,
+    batch: Annotated[int, typer.Option("--batch", help="Images a call.")] = 1,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
 ) -> None:
-    """Compile a model's kernels into Triton's cache, which a container can then bring along."""
+    """Compile a model's kernels into Triton's cache, which a container can bring along."""
     from sdfastgn.warm_up import run
 
     with one_line_errors():
         code = run(model=model, sizes=size or (), batch=batch, dtype=dtype, device=device)
-    raise typer.Exit(code)
-
-
-@app.command(name="time-warm-up", hidden=True)
-def time_warm_up(
-    model: ModelOption = "sdxl",
-    size: SizeOption = None,
-    new_size: Annotated[int | None, typer.Option(help="of the UNet steps after the images")] = None,
-    steps: StepsOption = None,
-    dtype: DtypeOption = None,
-    device: DeviceOption = None,
-    weights: WeightsOption = "random",
-    json: JsonOption = None,
-) -> None:
-    """Time a pipeline's first images and a new resolution, each way in a process of its own."""
-    from sdfastgn.bench import options, session
-
-    with one_line_errors():
-        (config,) = options.bench_configs(
-            model=model,
-            parts=["pipeline"],
-            size=size,
-            steps=steps,
-            dtype=dtype,
-            device=device,
-            weights=weights,
-            repeats=1,
-        )
-        new_size = config.size * 3 // 32 * 8 if new_size is None else new_size
-        options.image_size("--new-size", new_size)
-        options.file_path("--json", json)
-        code = session.run_warm_up(config, new_size, json=json)
     raise typer.Exit(code)

@@ -17,21 +17,22 @@ from typing import Any
 import torch
 
 import sdfastgn
-from sdfastgn.bench import options
+from sdfastgn.bench import checks, options
 from sdfastgn.bench.documents import OptionError
 from sdfastgn.bench.environment import triton_cache
-from sdfastgn.bench.models import architectures, pipelines
+from sdfastgn.bench.models import pipelines
 from sdfastgn.bench.models.configurations import MODELS, VAES
+from sdfastgn.bench.models.saved import latent_scale
 from sdfastgn.bench.models.workload import DTYPES, PROMPT
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.compile_ahead import rehearse
-from sdfastgn.program import program
+from sdfastgn.program import counted, program
 
 # Of an image: some schedulers cannot do with one.
 _STEPS = 2
 # Ends of the files in which Triton keeps a kernel's code, on NVIDIA's GPUs and AMD's.
 _CODE = {".cubin", ".hsaco"}
-_SIZE = re.compile(rf"({options.DIGITS})(?:x({options.DIGITS}))?")
+_SIZE = re.compile(rf"({checks.DIGITS})(?:x({checks.DIGITS}))?")
 
 
 def run(
@@ -52,12 +53,12 @@ def run(
 
     Raises OptionError, before anything is built where that can be known.
     """
-    options.weights_source("MODEL", model, words=MODELS)
+    checks.weights_source("MODEL", model, words=MODELS)
     if model in MODELS:
-        native, scale = VAES[model]["sample_size"], architectures.latent_scale(VAES[model])
+        native, scale = VAES[model]["sample_size"], latent_scale(VAES[model])
     else:
         native, scale = options.text_to_image("MODEL", model)
-    options.positive("--batch", batch)
+    checks.positive("--batch", batch)
     wanted = [_size(text, scale) for text in sizes or [str(native)]]
     device = _gpu("--device", device)
     weights = DTYPES[options.dtype_name("--dtype", dtype, device)]
@@ -73,7 +74,9 @@ def run(
         print(f"{program()}: {dispatch.why_off}", file=sys.stderr)
         return 1
     size = sum(path.stat().st_size for path in cache.rglob("*") if path.is_file())
-    print(f"{count} kernels, of which {len(_code(cache) - before)} were compiled now, in {seconds:.1f} s")
+    print(
+        f"{counted(count, 'kernel')}, {len(_code(cache) - before)} of them compiled now, in {seconds:.1f} s"
+    )
     print(f"{cache}: {size / 2**20:.1f} MiB")
     return 0
 
@@ -111,7 +114,7 @@ def _size(text: str, scale: int) -> tuple[int, int]:
     if found is None:
         raise OptionError(f"--size: must be like 512 or 768x512 (width first), got {text!r}")
     width, height = (
-        options.image_size("--size", int(side), scale) for side in (found[1], found[2] or found[1])
+        checks.image_size("--size", int(side), scale) for side in (found[1], found[2] or found[1])
     )
     return width, height
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from sdfastgn import cli
-from sdfastgn.cli_commands import app
+from sdfastgn import cli, cli_commands, cli_scripts  # noqa: F401
+from sdfastgn.cli_options import app
 
 ROOT = Path(__file__).resolve().parents[1]
 

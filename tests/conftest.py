@@ -42,6 +42,16 @@ def warned_once():
         api.warn_of_machine("optimize")
 
 
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory):
+    """Chromium, for tests of pages."""
+    from tests.browser import started
+
+    driver = started(tmp_path_factory.mktemp("browser"))
+    yield driver
+    driver.quit()
+
+
 @pytest.fixture(autouse=True)
 def no_tf32(request):
     """fp32 as it is on the CPU: with TF32 two ways to one convolution differ in the third digit."""

@@ -13,8 +13,10 @@ import pytest
 from tests.command_line import ROOT, invoke, process
 
 SCRIPT = Path(sys.executable).with_name("sdfastgn")
+GENERATE = ("generate", "--model", "sdfastgn/bench/digits", "--prompts", "README.md", "--out", "images")
 # Modules that take seconds to import, and that info and inspect do without.
 HEAVY = ("accelerate", "matplotlib", "peft", "scipy", "sklearn", "torch._dynamo", "transformers")
+ALL = ("torch", "triton", "numpy", "diffusers", *HEAVY)
 
 
 @pytest.mark.parametrize(
@@ -30,17 +32,31 @@ def test_help_lists_the_commands(command: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "heavy"),
+    ("arguments", "status", "heavy"),
     [
-        pytest.param(["bench", "--help"], ("torch", "triton", "numpy", "diffusers", *HEAVY), id="help"),
-        pytest.param(["info"], ("diffusers", *HEAVY), id="info"),
-        pytest.param(["inspect", "tiny"], HEAVY, id="inspect"),
+        pytest.param(["bench", "--help"], 0, ALL, id="help"),
+        pytest.param(["info"], 0, ("diffusers", *HEAVY), id="info"),
+        pytest.param(["inspect", "tiny"], 0, HEAVY, id="inspect"),
+        *(
+            pytest.param([*GENERATE, *wrong], 2, ALL, id=f"generate {wrong[0]}")
+            for wrong in (
+                ("--batch-size", "0"),
+                ("--device", "tpu"),
+                ("--dtype", "fp8"),
+                ("--model", "tests"),
+                ("--out", "/no/such"),
+                ("--prompts", "/no/such"),
+                ("--steps", "0"),
+                ("--width", "100"),
+            )
+        ),
     ],
 )
-def test_what_a_command_does_not_import(arguments: list[str], heavy: tuple[str, ...]) -> None:
+def test_what_a_command_does_not_import(arguments: list[str], status: int, heavy: tuple[str, ...]) -> None:
+    """Help and a bad option of ``generate`` are there at once."""
     code = (
         f"import sys\nsys.argv = ['sdfastgn', *{arguments}]\nfrom sdfastgn.cli import main\n"
-        "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code\n"
+        f"try:\n    main()\nexcept SystemExit as end:\n    assert (end.code or 0) == {status}\n"
         f"print([name for name in {heavy} if name in sys.modules])"
     )
     done = process(sys.executable, "-c", code)

@@ -18,7 +18,8 @@ from PIL import Image
 
 import sdfastgn
 from sdfastgn.bench.models.pipelines import build_pipeline
-from sdfastgn.generate import METADATA, Settings, batches, read_prompts, shares
+from sdfastgn.generate import METADATA
+from sdfastgn.prompts import Settings, batches, read_prompts, shares
 from tests.command_line import ROOT, exit_code, invoke, process
 
 LINES = [
@@ -61,7 +62,7 @@ def names(folder: Path) -> list[str]:
 def test_images_are_those_of_the_pipeline(model: str, tmp_path: Path) -> None:
     result = invoke(*command(model, LINES, tmp_path, "--batch-size", "2", "--seed", "40"))
     assert result.exit_code == 0, result.output
-    assert "4 images drawn, 0 were there, 0 lines failed" in result.output
+    assert "4 images drawn, 0 there before, 0 lines failed" in result.output
     pipe = DiffusionPipeline.from_pretrained(model)
     pipe.set_progress_bar_config(disable=True)
     for number, line in enumerate(LINES, 1):
@@ -98,7 +99,7 @@ def test_what_is_finished_is_not_drawn_again(tiny: str, tmp_path: Path) -> None:
     (out / "00005.png").write_bytes(b"")
     untouched = (out / "00004.png").stat().st_mtime_ns
     result = invoke(*start, "--steps", "1")
-    assert "3 images drawn, 1 were there" in result.output
+    assert "3 images drawn, 1 there before" in result.output
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
     assert (out / "00004.png").stat().st_mtime_ns == untouched
     # With other settings it is another image, which stays.
@@ -135,7 +136,7 @@ def test_the_same_model_goes_on_by_any_path(
     monkeypatch.chdir(tmp_path)
     for spelled in (os.path.relpath(tiny), f"{tiny}/"):
         result = invoke(*command(spelled, LINES[:1], tmp_path))
-        assert "0 images drawn, 1 were there, 0 lines failed" in result.output
+        assert "0 images drawn, 1 there before, 0 lines failed" in result.output
 
 
 def test_the_ending_of_objects_may_be_in_capitals(tmp_path: Path) -> None:
@@ -170,7 +171,7 @@ def test_bad_lines_are_named_and_the_others_drawn(tiny: str, tmp_path: Path) -> 
     assert result.exit_code == 1
     for number, (_, words) in enumerate(BAD_LINES.values(), 1):
         assert f"sdfastgn: {tmp_path / 'prompts.jsonl'}:{number}: {words}" in result.output
-    assert f"1 images drawn, 0 were there, {len(BAD_LINES)} lines failed" in result.output
+    assert f"1 image drawn, 0 there before, {len(BAD_LINES)} lines failed" in result.output
     assert names(tmp_path / "out") == [f"{len(lines):05}.png"]
 
 
@@ -224,7 +225,7 @@ def test_an_interrupt_leaves_no_half_image(
         pytest.param(("--prompts", "/no/such"), "--prompts: cannot read '/no/such'", id="prompts"),
         pytest.param(("--prompts", os.devnull), "--prompts: no prompt in '/dev/null'", id="empty"),
         pytest.param(("--out", ""), "--out: must be a folder, got ''", id="no-out"),
-        pytest.param(("--out", "/proc/x"), "--out: cannot write a file at '/proc/x", id="out"),
+        pytest.param(("--out", "/proc/x"), "--out: cannot make a folder at '/proc/x'", id="out"),
         pytest.param(("--width", "100"), "--width: must be a positive multiple of 8", id="width"),
         pytest.param(("--steps", "0"), "--steps: must be a positive whole number", id="steps"),
         pytest.param(("--batch-size", "0"), "--batch-size: must be a positive whole number", id="batch"),
@@ -262,7 +263,7 @@ def test_two_processes_draw_what_one_draws(tiny: str, tmp_path: Path) -> None:
     second = command(tiny, lines[:4], tmp_path / "two")
     done = process(*launcher, "-m", "sdfastgn", *second, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
-    assert "4 images drawn, 0 were there" in done.stdout
+    assert "4 images drawn, 0 there before" in done.stdout
     assert done.stderr.count("wrote") == 2  # the main process shows its own
     one, two = (tmp_path / folder / "out" for folder in ("one", "two"))
     assert names(one) == names(two)

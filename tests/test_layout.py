@@ -10,6 +10,7 @@ import sysconfig
 import tarfile
 import venv
 import zipfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +89,12 @@ def test_what_github_reads_can_be_read(path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the tree: a build writes into its source and would reuse what is stale."""
-    copy = tmp_path_factory.mktemp("source")
+    """A copy of the tree: a build writes into its source and would reuse what is stale.
+
+    Its folder has the name that git gives a clone.
+    """
+    copy = tmp_path_factory.mktemp("source") / "sdfastgn"
+    copy.mkdir()
     for path in ROOT.iterdir():
         made = path.name.startswith(".") or path.suffix == ".egg-info" or path.name in MADE
         if made or (path / "pyvenv.cfg").exists():
@@ -147,37 +152,59 @@ def test_sdist_builds_the_same_wheel(sdist: Path, wheel_files: set[str], tmp_pat
     assert set(zipfile.ZipFile(_wheel(unpacked, tmp_path / "wheel")).namelist()) == wheel_files
 
 
-@pytest.mark.slow
-def test_the_wheel_works_in_an_environment_of_its_own(wheel: Path, tmp_path: Path) -> None:
-    """What it depends on is this environment's, behind its own: nothing is downloaded."""
-    venv.create(tmp_path / "clean")
-    own = Path(sysconfig.get_path("purelib", vars={"base": str(tmp_path / "clean")}))
-    (own / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
-    programs = tmp_path / "clean" / "bin"
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+@dataclass(frozen=True)
+class Clean:
+    """An environment of its own. The dependencies are this environment's: nothing is downloaded."""
 
-    def run(*command: str | Path) -> str:
+    path: Path
+
+    @property
+    def packages(self) -> Path:
+        return Path(sysconfig.get_path("purelib", vars={"base": str(self.path)}))
+
+    def run(self, program: str, *arguments: str, cwd: Path) -> str:
+        return self._output(self.path / "bin" / program, *arguments, cwd=cwd)
+
+    def install(self, *what: str | Path, cwd: Path) -> None:
+        options = ("--no-deps", "--no-index", "--no-build-isolation")
+        pip = (sys.executable, "-m", "pip", "--python", self.path / "bin" / "python")
+        self._output(*pip, "install", *options, *what, cwd=cwd)
+
+    def _output(self, *command: str | Path, cwd: Path) -> str:
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 300}
-        done = subprocess.run(command, cwd=tmp_path, env=environment, **options)
+        done = subprocess.run(command, cwd=cwd, env=environment, **options)
         assert done.returncode == 0, done.stderr
-        return done.stdout.strip()
+        return str(done.stdout).strip()
 
-    run(
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        programs / "python",
-        "install",
-        "--no-deps",
-        "--no-index",
-        wheel,
-    )
-    found, version, agrees = run(programs / "python", "-c", SMOKE).splitlines()
-    assert Path(found).is_relative_to(own)
+
+@pytest.fixture
+def clean(tmp_path: Path) -> Clean:
+    made = Clean(tmp_path / "clean")
+    venv.create(made.path)
+    (made.packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    return made
+
+
+@pytest.mark.slow
+def test_the_wheel_works_in_an_environment_of_its_own(clean: Clean, wheel: Path, tmp_path: Path) -> None:
+    clean.install(wheel, cwd=tmp_path)
+    found, version, agrees = clean.run("python", "-c", SMOKE, cwd=tmp_path).splitlines()
+    assert Path(found).is_relative_to(clean.packages)
     assert version == sdfastgn.__version__
     assert agrees == "True"
-    assert f"sdfastgn {version}, Python" in run(programs / "sdfastgn", "info")
+    assert f"sdfastgn {version}, Python" in clean.run("sdfastgn", "info", cwd=tmp_path)
+
+
+@pytest.mark.slow
+def test_an_editable_install_works_in_the_folder_of_the_checkout(clean: Clean, source: Path) -> None:
+    """There the checkout's folder, which is called sdfastgn too, comes first on sys.path."""
+    clean.install("-e", source, cwd=source)
+    found, *_ = clean.run("python", "-c", SMOKE, cwd=source.parent).splitlines()
+    assert Path(found) == source / "sdfastgn" / "__init__.py"
+    assert f"sdfastgn {sdfastgn.__version__}" in clean.run(
+        "python", "-m", "sdfastgn", "--version", cwd=source.parent
+    )
 
 
 # ---- importing it

@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 
 import sdfastgn
 from sdfastgn.bench import demo, session
-from sdfastgn.cli_commands import app
+from sdfastgn.cli_options import app
 from sdfastgn.kernels.common import op as ops
 from sdfastgn.patches.registry import FUSIONS
 from tests.command_line import ROOT, exit_code, invoke
@@ -205,10 +205,11 @@ PROGRAMS = {
 
 @pytest.fixture
 def quick(monkeypatch, tmp_path):
-    """Commands check their options and then return, in a folder of their own."""
+    """Commands check their options and then return, in a folder with the checkout's folder of results."""
     for name in ("run_bench", "run_host", "run_kernels", "run_warm_up"):
         monkeypatch.setattr(session, name, mock.Mock(return_value=0))
     monkeypatch.setattr(demo, "run_demo", mock.Mock(return_value=0))
+    (tmp_path / "benchmarks" / "h200").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
 
 

@@ -50,7 +50,7 @@ def test_what_was_compiled_and_where_it_is(is_saved, rehearsal, tmp_path):
         result = invoke("warm-up", model, "--size", "64")
         assert result.exit_code == 0, result.output
         first, second = result.stdout.replace("\n", " ").split(" s ", 1)
-        assert first.startswith(f"2 kernels, of which {compiled} were compiled now, in ")
+        assert first.startswith(f"2 kernels, {compiled} of them compiled now, in ")
         assert second.strip() == f"{rehearsal.cache}: 2.0 MiB"
 
 

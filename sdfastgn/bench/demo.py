@@ -78,11 +78,10 @@ def run_demo(output_dir: Path, console: Console) -> int:
     labels = f"stock\n{stock_seconds:.2f} s", f"optimized\n{optimized_seconds:.2f} s"
     if device == "cpu":
         console.print(
-            "No kernel runs on this machine: the optimized pipeline ran stock's own code. So its images are\n"
+            "No kernel runs on this machine: the optimized pipeline ran stock's own code. So its images are "
             "the same to the last bit; on a GPU they differ a little. The seconds say nothing about a GPU."
         )
         labels = "stock", "optimized\n(no kernel runs\non this machine)"
-    output_dir.mkdir(parents=True, exist_ok=True)
     grid(prompts, dict(zip(labels, (stock, optimized), strict=True))).save(output_dir / PICTURE)
     console.print(f"wrote {output_dir / PICTURE}", soft_wrap=True)
     return 0 if agrees and same else 1

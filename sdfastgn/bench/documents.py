@@ -9,8 +9,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from sdfastgn.kernels.common.failures import one_line
-
 # 2: pipelines are compared with fp32 too, and a config has a scheduler, a prompt and guidance.
 # 3: the 99th percentile, the time of a pipeline's graphs, reserved memory, and the kind "sweep".
 # Versions so far only add fields, so that one reader reads them all.
@@ -46,8 +44,10 @@ def load(path: Path) -> Any:
     """What a JSON file holds. Raises OptionError, which names it."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise OptionError(f"cannot read {str(path)!r}: {one_line(error)}") from None
+    except OSError as error:
+        raise OptionError(f"cannot read {str(path)!r}: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:
+        raise OptionError(f"{str(path)!r} holds no result of sdfastgn: it is no JSON ({error})") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -71,8 +71,7 @@ def checked(path: Path, content: Any) -> dict[str, Any]:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Writes ``content`` as strict JSON, one row or fact a line, and makes its folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Writes ``content`` as strict JSON, one row or fact a line."""
     lines = ",\n".join(f" {json.dumps(key)}: {_block(value)}" for key, value in content.items())
     path.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
 

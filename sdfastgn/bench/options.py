@@ -1,29 +1,39 @@
-"""Options of the command line and the scripts, checked before anything is built.
+"""Options of the command line and the scripts as configs, checked before anything is built.
 
-A check raises OptionError.
+A check raises OptionError. Those that need no torch are in ``checks``.
 """
 
 from __future__ import annotations
 
 import inspect
-import os
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from sdfastgn.bench.checks import (
+    DIGITS,
+    file_paths,
+    image_size,
+    one_of,
+    positive,
+    some_of,
+    split,
+    weights_source,
+    whole_numbers,
+)
 from sdfastgn.bench.documents import OptionError
 from sdfastgn.bench.kernels.suite import INFERENCE, KernelConfig, Shape, Suite
 from sdfastgn.bench.kernels.suites import SUITES
 from sdfastgn.bench.models import architectures
 from sdfastgn.bench.models.configurations import IMAGE_TO_IMAGE, MODELS, UNETS, VAES
 from sdfastgn.bench.models.presets import PRESETS
+from sdfastgn.bench.models.saved import native_size, unet_config
 from sdfastgn.bench.models.variants import PARTS, VARIANTS, Variant
 from sdfastgn.bench.models.workload import DTYPES, BenchConfig
 from sdfastgn.bench.tables.plots import plot_reason
-from sdfastgn.kernels.common.failures import one_line
 
 # Where the user names none: timed calls of each part. A UNet step has two images, for guidance.
 GPU_REPEATS = {"unet": 50, "vae": 30, "pipeline": 5, "train": 30}
@@ -31,50 +41,7 @@ CPU_REPEATS = {"unet": 5, "vae": 5, "pipeline": 2, "train": 3}
 GUIDED_BATCH = 2
 STEPS = 30
 
-# Of as many digits as a size in PyTorch may have; Python itself refuses to read thousands.
-DIGITS = r"\d{1,18}"
-_NUMBER = re.compile(rf"-?{DIGITS}")
 _SHAPE = re.compile(rf"{DIGITS}(x{DIGITS})+")
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-
-
-def one_of(option: str, value: str, allowed: Collection[str]) -> str:
-    if value not in allowed:
-        raise OptionError(f"{option}: unknown value {value!r}; choose from {', '.join(allowed)}")
-    return value
-
-
-def some_of(option: str, values: str | Sequence[str], allowed: Collection[str]) -> list[str]:
-    """Values, or the entries of a comma-separated list, without doubles, each one of ``allowed``."""
-    values = split(values) if isinstance(values, str) else values
-    if not values:
-        raise OptionError(f"{option}: no value given; choose from {', '.join(allowed)}")
-    return [one_of(option, value, allowed) for value in dict.fromkeys(values)]
-
-
-def split(text: str) -> list[str]:
-    return [entry.strip() for entry in text.split(",") if entry.strip()]
-
-
-def positive(option: str, value: int) -> int:
-    if value < 1:
-        raise OptionError(f"{option}: must be a positive whole number, got {value}")
-    return value
-
-
-def whole_numbers(option: str, value: int | str) -> list[int]:
-    """A positive number, or those of a comma-separated list without doubles."""
-    entries = split(str(value))
-    if not entries or not all(_NUMBER.fullmatch(entry) for entry in entries):
-        raise OptionError(f"{option}: must be a positive whole number or a list such as 1,4, got {value!r}")
-    return [positive(option, int(entry)) for entry in dict.fromkeys(entries)]
-
-
-def image_size(option: str, value: int, scale: int = 8) -> int:
-    if value < scale or value % scale:
-        wanted = f"a positive multiple of {scale} (pixels of a latent)"
-        raise OptionError(f"{option}: must be {wanted}, got {value}")
-    return value
 
 
 def device_name(option: str, value: str | None) -> str:
@@ -94,56 +61,6 @@ def dtype_name(option: str, value: str | None, device: str) -> str:
     return one_of(option, ("fp32" if device == "cpu" else "fp16") if value is None else value, DTYPES)
 
 
-def weights_source(option: str, value: str, *, words: Sequence[str] = ("random",)) -> str:
-    """One of ``words``, an existing folder or file, or the id of a repository on the Hub."""
-    try:
-        if value in words or (value and Path(value).expanduser().exists()):
-            return value
-    except (OSError, RuntimeError) as error:  # too long for a name, or the home of nobody
-        raise OptionError(f"{option}: cannot look at {value!r}: {one_line(error)}") from None
-    if _HUB_ID.fullmatch(value) and not value.startswith("."):
-        return value
-    choice = ", ".join((*words, "a path", "or a Hub id (owner/name)"))
-    raise OptionError(f"{option}: no such path {value!r}; give {choice}")
-
-
-def file_path(option: str, value: Path | None) -> Path | None:
-    """``value``, if a file can be written there; its folder is made. Ask last, before the work."""
-    if value is None:
-        return None
-    real = Path(os.path.realpath(value))  # of a link that leads nowhere yet
-    try:
-        if real.is_file() or real.is_dir():
-            real.open("ab").close()
-        elif not real.exists():  # a pipe's reader would take the try for the end
-            real.parent.mkdir(parents=True, exist_ok=True)
-            real.open("xb").close()
-            real.unlink()
-    except OSError as error:
-        why = error.strerror or error
-        raise OptionError(f"{option}: cannot write a file at {str(value)!r}: {why}") from None
-    return value
-
-
-def file_paths(outputs: Mapping[str, Path | None], read: Iterable[Path] = ()) -> None:
-    """Checks that each output, by option, can be written and is no other one and no file that is read."""
-    taken = {os.path.realpath(path): "RESULTS" for path in read}
-    for option, path in outputs.items():
-        if file_path(option, path) is None:
-            continue
-        real = os.path.realpath(str(path))
-        if real in taken:
-            raise OptionError(f"{option}: {str(path)!r} is the file of {taken[real]} too; give another path")
-        taken[real] = option
-
-
-def folder(option: str, value: str) -> Path:
-    """``value``; an empty one would be the working directory."""
-    if not value:
-        raise OptionError(f"{option}: must be a folder, got ''; give . for this one")
-    return Path(value)
-
-
 def _subject(model: str | None, weights: str, parts: Sequence[str]) -> tuple[str, int, int, int]:
     """``model``, or what ``weights`` are by their configuration, if they have these parts.
 
@@ -153,7 +70,7 @@ def _subject(model: str | None, weights: str, parts: Sequence[str]) -> tuple[str
         name = model or "tiny"
         is_guided = not UNETS[name].get("time_cond_proj_dim")
         return name, VAES[name]["sample_size"], 8, GUIDED_BATCH if is_guided else 1
-    config = _unet_config("--weights", weights)
+    config = unet_config("--weights", weights)
     # SD-Turbo has the UNet of all of SD2: who means it, names it.
     named = [known for known in MODELS if known == model or known not in IMAGE_TO_IMAGE]
     same = [known for known in named if not architectures.unet_difference(config, known)]
@@ -165,7 +82,7 @@ def _subject(model: str | None, weights: str, parts: Sequence[str]) -> tuple[str
         raise OptionError(f"--weights: the UNet of {weights!r} cannot be timed: {reason}")
     if "pipeline" in parts and (reason := _pipeline_reason(weights, config)):
         raise OptionError(f"--part: 'pipeline' needs {reason}")
-    native, scale = _native_size(weights, config, without_vae=8 if same else 1)
+    native, scale = native_size(weights, config, without_vae=8 if same else 1)
     # Without text, or with its guidance within, a UNet gets each image once.
     is_guided = config.get("_class_name") != "UNet2DModel" and not config.get("time_cond_proj_dim")
     name = model or (same[0] if same else Path(weights).expanduser().resolve().name)
@@ -174,26 +91,10 @@ def _subject(model: str | None, weights: str, parts: Sequence[str]) -> tuple[str
 
 def text_to_image(option: str, weights: str) -> tuple[int, int]:
     """The native size of a pipeline of text to image and the pixels of a latent, before it is loaded."""
-    config = _unet_config(option, weights)
+    config = unet_config(option, weights)
     if reason := _pipeline_reason(weights, config):
         raise OptionError(f"{option}: must be {reason}")
-    return _native_size(weights, config, without_vae=8)
-
-
-def _unet_config(option: str, weights: str) -> dict[str, Any]:
-    try:
-        return architectures.load_config(weights, "unet")
-    except Exception as error:  # whatever the client meets on the network, besides OSError
-        raise OptionError(f"{option}: no configuration of a UNet in {weights!r}: {one_line(error)}") from None
-
-
-def _native_size(weights: str, config: Mapping[str, Any], without_vae: int) -> tuple[int, int]:
-    try:
-        scale = architectures.latent_scale(architectures.load_config(weights, "vae"))
-    except Exception:  # there is none, or what the client met is told when the pipeline is loaded
-        scale = without_vae
-    latents = config.get("sample_size") or UNETS["sd15"]["sample_size"]
-    return (latents if isinstance(latents, int) else max(latents)) * scale, scale
+    return native_size(weights, config, without_vae=8)
 
 
 def _pipeline_reason(weights: str, config: Mapping[str, Any]) -> str:

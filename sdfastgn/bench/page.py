@@ -21,6 +21,7 @@ from sdfastgn.bench.tables.markdown import number, source_line
 from sdfastgn.bench.tables.plots import CATEGORY_COLORS
 from sdfastgn.bench.tables.profile import breakdown_of
 from sdfastgn.bench.tables.results import Result, cases_of, comparison, tables_of
+from sdfastgn.bench.tables.speed_up import eager_of, speed_up
 
 # Pixels of an image's side on the page: a PNG of 1024x1024 is several MB. Numbers are of the whole image.
 SHOWN = 512
@@ -30,13 +31,17 @@ _OURS = ("sdfastgn", "sdfastgn_eager", "sdfastgn_compile")
 
 @dataclass(frozen=True)
 class Bar:
-    """A time: ``width`` in percent of the longest, ``note`` behind it. Without a time ``ms`` is empty."""
+    """A time: ``width`` in percent of the longest, ``note`` behind it. Without a time ``ms`` is empty.
+
+    ``is_uncertain`` is of the speed-up in ``note``.
+    """
 
     name: str
     ms: str
     width: float
     note: str
     is_ours: bool
+    is_uncertain: bool = False
 
 
 def write_page(path: Path, results: Sequence[Result]) -> None:
@@ -63,7 +68,6 @@ def write_page(path: Path, results: Sequence[Result]) -> None:
         colors=CATEGORY_COLORS,
         comparison=comparison(results),
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(shown, encoding="utf-8")
 
 
@@ -77,13 +81,15 @@ def _bars(part: Sequence[tuple[int, Row]], names: Sequence[str]) -> Iterator[Bar
     times = [time for _, row in part for time in (row.median_ms, row.graph_ms) if time is not None]
     for index, row in part:
         name, is_ours = label(row.variant) + names[index], row.variant in _OURS
-        eager = next((each.median_ms for i, each in part if i == index and each.variant == "eager"), None)
+        eager = eager_of(each for i, each in part if i == index)
         if row.status != OK:
             yield Bar(name, "", 0.0, f"{row.status}: {row.reason}", is_ours)
         for suffix, time in (("", row.median_ms), (" + graph", row.graph_ms)):
             if time is not None:
-                ratio = f"{eager / time:.2f}x" if eager else ""
-                yield Bar(name + suffix, number(time, 4), 100 * time / max(times), ratio, is_ours)
+                ratio = speed_up(row, eager, as_graph=bool(suffix))
+                is_uncertain = ratio is not None and ratio.is_uncertain
+                width = 100 * time / max(times)
+                yield Bar(name + suffix, number(time, 4), width, str(ratio or ""), is_ours, is_uncertain)
 
 
 def _stacks(

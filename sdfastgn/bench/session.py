@@ -38,9 +38,7 @@ from sdfastgn.bench.tables.results import (
     times_of,
 )
 from sdfastgn.bench.terminal import console, print_lines, watched
-
-NO_GPU = "no GPU: sdfastgn runs stock's own code here, so its times should be about eager's (1x)"
-GATE = "correctness gate, before any time"
+from sdfastgn.program import counted
 
 
 def _where(environment: dict[str, Any]) -> str:
@@ -49,18 +47,13 @@ def _where(environment: dict[str, Any]) -> str:
 
 
 def _print_part(out: Console, config: BenchConfig, rows: Sequence[Row]) -> None:
-    steps = f", {config.steps} steps" if config.part == "pipeline" else ""
+    steps = f", {counted(config.steps, 'step')}" if config.part == "pipeline" else ""
     what = f"{config.model} {config.part}, {config.size}x{config.size}, batch {config.batch}{steps}"
     title = f"{what}, {config.dtype} on {config.device}, {config.weights} weights"
-    out.print(end_to_end_tables.end_to_end_table(rows, title))
-    notes = [*end_to_end_tables.row_notes(rows), f"{GATE}: {gate_text(config)}"]
-    print_lines(out, [*notes, *end_to_end_tables.graph_notes(rows)])
-    if config.profile:
-        title = f"where the time of {profile_tables.row_title(rows[0])} goes"
-        table = profile_tables.profile_table(rows, title)
-        if table is not None:
-            out.print(table)
-        print_lines(out, profile_tables.notes(rows))
+    out.print(end_to_end_tables.end_to_end_table(rows, title, gate_text(config)))
+    title = f"where the time of {profile_tables.row_title(rows[0])} goes"
+    if (table := profile_tables.profile_table(rows, title)) is not None:
+        out.print(table)
 
 
 def run_bench(
@@ -112,8 +105,7 @@ def _run_bench(
     rows: list[Row] = []
     if json is not None:
         images_path(json).unlink(missing_ok=True)  # of an earlier run
-    if configs[0].torch_device.type == "cpu":
-        print_lines(out, [NO_GPU])
+    print_lines(out, result.warnings)
     with watched(len(configs) * len(variants), quiet=quiet) as (on_start, on_done):
         for config in configs:
             images: dict[str, Any] = {}
@@ -163,6 +155,7 @@ def show_results(paths: Sequence[Path], *, html: Path | None = None) -> None:
             for table in tables_of(result):
                 out.print(table)
     print_lines(out, [f"{result.name}: {source_line(result.content)}" for result in results])
+    print_lines(out, [f"{result.name}: {line}" for result in results for line in result.warnings])
     if html is not None:
         page.write_page(html, results)
         print_lines(out, [f"wrote {html}"])
@@ -196,14 +189,12 @@ def run_kernels(config: KernelConfig, *, json: Path | None = None, plot: Path | 
         )
     if any(row.status in (OK, WRONG) for row in rows):
         title = f"{suite.title}, {config.dtype} on {config.device}"
-        for table in kernel_tables.suite_tables(suite, rows, title):
+        for table in kernel_tables.suite_tables(suite, rows, title, config.dtype):
             out.print(table)
-        lines = kernel_tables.missing_cells(rows)
         left_out = [name for name in suite.providers if name not in (COPY, *config.providers)]
         if left_out:
-            lines.append(f"not run (name them in --providers): {', '.join(left_out)}")
-        lines.append(f"gate: relative error against fp64 at most {suite.gate(config.dtype)}")
-        print_lines(out, [*lines, _where(where)])
+            print_lines(out, [f"not run (name them in --providers): {', '.join(left_out)}"])
+        print_lines(out, [_where(where)])
         if plot is not None:
             plots.roofline(rows, plot, f"{title}, {where['gpu'] or where['machine']}")
             print_lines(out, [f"wrote {plot}"])
@@ -220,8 +211,9 @@ def run_host(config: BenchConfig, *, json: Path | None) -> int:
     """Profiles what the CPU does around a pipeline's models, prints and writes; returns 0."""
     out = console()
     rows = host.run(config)
-    what = f"{config.model} pipeline, {config.size}x{config.size}, {config.steps} steps, {config.dtype}"
-    out.print(replace(host_table(rows), title=f"what the pipeline calls: {what} on {config.device}"))
+    what = f"{config.model} pipeline, {config.size}x{config.size}, {counted(config.steps, 'step')}"
+    title = f"what the pipeline calls: {what}, {config.dtype} on {config.device}"
+    out.print(replace(host_table(rows), title=title))
     _write_as_found(json, "host", config, rows)
     return 0
 
@@ -230,11 +222,11 @@ def run_warm_up(config: BenchConfig, new_size: int, *, json: Path | None) -> int
     """Times first images, prints and writes; returns 0, or 1 where an image was wrong."""
     out = console()
     rows = warm_up.run(config, new_size)
-    what = f"{config.model} pipeline, {config.size}x{config.size}, {config.steps} steps"
+    what = f"{config.model} pipeline, {config.size}x{config.size}, {counted(config.steps, 'step')}"
     title = f"{what}, then {new_size}x{new_size}, {config.dtype} on {config.device}"
-    out.print(replace(warm_up_table(rows), title=title))
-    notes = [f"{row.variant}: {row.status}: {row.reason}" for row in rows if row.status != OK]
-    print_lines(out, [*notes, f"{GATE}: {gate_text(config)}"])
+    shown = warm_up_table(rows)
+    gate = f"{end_to_end_tables.GATE}: {gate_text(config)}"
+    out.print(replace(shown, title=title, notes=[*shown.notes, gate]))
     _write_as_found(json, "warm_up", config, rows, new_size=new_size)
     return _code(rows)
 

@@ -28,9 +28,14 @@ def console() -> Console:
 
 
 def print_lines(out: Console, lines: Iterable[str]) -> None:
-    """Notes below a table. Names of kernels and reasons hold brackets, which are no markup."""
+    """What a person reads beside the tables."""
     for line in lines:
-        out.print(Text(line, style="dim", overflow="fold"))
+        out.print(_note(line))
+
+
+def _note(line: str) -> Text:
+    """A dim line. Names of kernels and reasons hold brackets, which are no markup."""
+    return Text(line, style="dim", overflow="fold")
 
 
 def _total(widths: Sequence[int]) -> int:
@@ -44,6 +49,7 @@ class Blocks:
     Attributes:
         body: rows, which may be shorter than the header.
         left: number of the first columns that are text. They stand in every block.
+        notes: lines below the table.
     """
 
     header: Sequence[str]
@@ -51,6 +57,7 @@ class Blocks:
     title: str = ""
     caption: str = ""
     left: int = 1
+    notes: Sequence[str] = ()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         widths = self._widths(options.max_width)
@@ -65,6 +72,8 @@ class Blocks:
         yield self._table(block, widths)
         if self.caption:
             yield Text(self.caption, style="dim italic")
+        for line in self.notes:
+            yield _note(line)
 
     def _widths(self, room: int) -> list[int]:
         """Of the columns. Text is folded between words, numbers where a cell is wider than a line."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import re
 
 import numpy as np
@@ -22,8 +23,8 @@ def fewer_steps(monkeypatch):
     monkeypatch.setattr(demo, "STEPS", 1)
 
 
-def run(tmp_path) -> tuple[int, str]:
-    console = Console(file=io.StringIO(), width=120)
+def run(tmp_path, width: int = 120) -> tuple[int, str]:
+    console = Console(file=io.StringIO(), width=width)
     return demo.run_demo(tmp_path, console), console.file.getvalue()
 
 
@@ -47,6 +48,16 @@ def test_it_shows_the_main_job(tmp_path):
         assert _without_counts(shown) in _without_counts(text)  # the demo's own has more steps
     size = (LABEL_WIDTH + len(DIGITS) * CELL, LABEL_HEIGHT + 3 * CELL)
     assert Image.open(tmp_path / demo.PICTURE).size == size
+
+
+@pytest.mark.skipif(demo.torch.cuda.is_available(), reason="the text is for machines without a GPU")
+def test_its_last_words_fill_their_lines(tmp_path):
+    width = 80
+    lines = run(tmp_path, width)[1].splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("No kernel runs"))
+    end = next(i for i, line in enumerate(lines) if line.startswith("wrote "))
+    for line, after in itertools.pairwise(lines[start:end]):
+        assert len(f"{line.rstrip()} {after.split()[0]}") > width
 
 
 def broken(pipe):

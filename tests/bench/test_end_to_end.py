@@ -201,7 +201,7 @@ def test_switches_are_recorded_and_put_back():
 def test_json_is_strict_and_complete(tmp_path):
     row = Row("tiny", "unet", 64, 2, "fp32", "eager", OK, median_ms=1.0)
     content = documents.document("end_to_end", {"gpu": None}, end_to_end.describe([config("unet")]), [row])
-    path = tmp_path / "folder" / "out.json"
+    path = tmp_path / "out.json"
     documents.write_json(path, content)
     read = json.loads(path.read_text())
     assert set(read) == {"schema", "kind", "environment", "config", "rows"}

@@ -3,34 +3,73 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
+import torch
 
-from sdfastgn.bench import options
-from sdfastgn.bench.options import OptionError
+from sdfastgn.bench import checks
+from sdfastgn.bench.documents import OptionError
+from sdfastgn.bench.models.pipelines import build_pipeline
 from tests.command_line import invoke
 
 
-def test_a_new_file_is_not_made_but_its_folder_is(tmp_path):
-    path = tmp_path / "new" / "folder" / "out.json"
-    assert options.file_path("--json", path) == path
-    assert path.parent.is_dir()
-    assert not list(path.parent.iterdir())
+def test_a_new_file_is_not_made(tmp_path):
+    path = tmp_path / "out.json"
+    assert checks.file_path("--json", path) == path
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "bench --json new/sub/a.json",
+        "bench --html new/sub/a.html",
+        "bench --profile --plot new/sub/a.png",
+        "kernels --json new/sub/a.json",
+        "kernels --plot new/sub/a.png",
+        "inspect tiny --json new/sub/a.json",
+        "report b.json --html new/sub/a.html",
+        "demo --output new/sub/folder",
+        "generate --model here --prompts b.json --out new/sub/folder",
+        "bench --json link.json",
+    ],
+)
+def test_a_folder_that_is_not_there_is_named_and_not_made(command, tmp_path, monkeypatch):
+    build_pipeline("tiny", dtype=torch.float32, device="cpu").save_pretrained(tmp_path / "here")
+    monkeypatch.chdir(tmp_path)
+    Path("b.json").write_text("a cat")
+    Path("link.json").symlink_to("new/sub/a.json")
+    before = sorted(tmp_path.iterdir())
+    result = invoke(*command.split())
+    missing = f"there is no folder {str(tmp_path / 'new' / 'sub')!r}; make it first"
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert re.fullmatch(rf"sdfastgn: --\w+: {re.escape(missing)}\n", result.stderr)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_folder_of_results_is_made_where_it_is_named(tmp_path):
+    path = checks.folder("--out", str(tmp_path / "out"))
+    assert not path.exists()
+    checks.made_folder("--out", path, "a.png")
+    checks.made_folder("--out", path, "a.png")
+    assert path.is_dir()
+    assert not list(path.iterdir())
 
 
 def test_an_old_file_is_left_alone(tmp_path):
     path = tmp_path / "out.json"
     path.write_text("old")
     os.utime(path, (1, 1))
-    options.file_path("--json", path)
+    checks.file_path("--json", path)
     assert (path.read_text(), path.stat().st_mtime) == ("old", 1)
 
 
 def test_a_link_that_leads_nowhere_yet_stays_one(tmp_path):
     link = tmp_path / "link.json"
-    link.symlink_to(tmp_path / "folder" / "out.json")
-    options.file_path("--json", link)
+    link.symlink_to(tmp_path / "out.json")
+    checks.file_path("--json", link)
     assert link.is_symlink()
     assert not link.exists()
 
@@ -38,7 +77,7 @@ def test_a_link_that_leads_nowhere_yet_stays_one(tmp_path):
 def test_a_pipe_is_not_opened(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    options.file_path("--json", pipe)  # opening it would wait for a reader
+    checks.file_path("--json", pipe)  # opening it would wait for a reader
 
 
 @pytest.mark.parametrize(
@@ -71,7 +110,6 @@ def test_no_file_is_written_over_another(command, message, tmp_path, monkeypatch
     ("path", "why"),
     [
         pytest.param("/proc/x.json", "No such file or directory", id="no-new-files"),
-        pytest.param("/proc/x/y.json", "No such file or directory", id="no-new-folders"),
         pytest.param("/proc/version", ".+", id="read-only"),
         pytest.param("/", "Is a directory", id="folder"),
         pytest.param(f"{__file__}/out.json", "File exists|Not a directory", id="parent-is-a-file"),
@@ -80,4 +118,4 @@ def test_no_file_is_written_over_another(command, message, tmp_path, monkeypatch
 )
 def test_no_place_for_a_file(path, why):
     with pytest.raises(OptionError, match=rf"^--json: cannot write a file at '{path}': ({why})$"):
-        options.file_path("--json", Path(path))
+        checks.file_path("--json", Path(path))

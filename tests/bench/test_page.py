@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import html
 import json
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +11,16 @@ import numpy as np
 import pytest
 
 from sdfastgn.bench import page
-from sdfastgn.bench.documents import WRONG
+from sdfastgn.bench.documents import UNAVAILABLE, WRONG
 from sdfastgn.bench.kernel_categories import CATEGORIES, GAPS
 from sdfastgn.bench.tables.results import Result, cases_of
 from tests.bench.tables.cases import ENVIRONMENT, row, save
-from tests.command_line import ROOT
+from tests.browser import open_at, tables_out_of_sight
+from tests.command_line import ROOT, invoke
 
 LONG_NAME = "a_kernel_whose_reason_goes_on_and_on_" * 8
 # As wide as a small phone, and as a desk.
 WIDTHS = (360, 1280)
-CHROMIUM_OPTIONS = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
-)
 
 
 def profile(scale: float) -> dict[str, Any]:
@@ -83,6 +79,34 @@ def test_a_page_without_images_or_profiles(tmp_path):
     assert "<h2>Where the time goes</h2>" not in text
 
 
+def test_the_page_has_every_warning_of_the_terminal(tmp_path):
+    """Nothing is gained on a CPU, why a time is missing, and which speed-ups are uncertain."""
+    rows = [
+        row("eager", 1426.0, graph_reason="no CUDA"),
+        row("sdfastgn", 68.0, note="2 skipped"),
+        row("stable_fast", status=UNAVAILABLE, reason="not installed"),
+    ]
+    rows[0].p10_ms, rows[0].p90_ms = 424.0, 2428.0
+    path = save(tmp_path, "a.json", "end_to_end", rows, environment={**ENVIRONMENT, "device": "cpu"})
+    result = invoke("report", str(path), "--html", str(tmp_path / "p.html"), COLUMNS="1000")
+    assert result.exit_code == 0, result.output
+    text = html.unescape((tmp_path / "p.html").read_text(encoding="utf-8"))
+    for words in (
+        "no GPU: sdfastgn runs stock's own code here",
+        "sdfastgn: 2 skipped",
+        "stable-fast: unavailable: not installed",
+        "no graph time for eager: no CUDA",
+        "sdfastgn: 20.97x? is uncertain: the 10th and 90th percentiles of the times allow",
+    ):
+        assert words in text, words
+        assert words in result.stdout, words
+    assert '<span class="value uncertain">68 ms, 20.97x?</span>' in text
+    assert "x?: uncertain" in text
+    page.write_page(tmp_path / "certain.html", [result_at(tmp_path / "b.json")])
+    certain = (tmp_path / "certain.html").read_text(encoding="utf-8")
+    assert not any(words in certain for words in ("no GPU:", "x?", "value uncertain"))
+
+
 @pytest.mark.parametrize("without", ["eager", "fp32", "sdfastgn"])
 def test_figures_of_what_there_is(without):
     images = {name: np.full((16, 16, 3), v) for name, v in (("eager", 0.5), ("fp32", 0.4), ("sdfastgn", 0.6))}
@@ -106,32 +130,6 @@ def test_large_images_are_shown_smaller(written):
 
 
 # ---- in a browser
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    webdriver = pytest.importorskip("selenium.webdriver")
-    programs = [shutil.which(name) for name in ("chromium", "chromedriver")]
-    if None in programs:
-        pytest.skip("the page is opened in chromium, with chromedriver; one of them is not installed")
-    options = webdriver.ChromeOptions()
-    options.binary_location = programs[0]
-    for option in (*CHROMIUM_OPTIONS, f"--user-data-dir={tmp_path_factory.mktemp('browser')}"):
-        options.add_argument(option)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    service = webdriver.ChromeService(executable_path=programs[1])
-    driver = webdriver.Chrome(options=options, service=service)
-    driver.get("about:blank")  # the browser's own first tab fetches things
-    driver.get_log("performance")
-    yield driver
-    driver.quit()
-
-
-def open_at(browser: Any, path: Path, width: int) -> None:
-    metrics = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": False}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-    browser.get(path.as_uri())
-    assert browser.execute_script("return innerWidth") == width
 
 
 def faults(browser: Any) -> dict[str, Any]:
@@ -158,6 +156,16 @@ def test_a_browser_shows_the_whole_page(browser, written, width):
     open_at(browser, written, width)
     assert browser.execute_script("return document.images.length") == 5
     assert faults(browser) == NONE
+
+
+def test_a_wide_table_scrolls_beside_its_first_column(browser, written):
+    open_at(browser, written, WIDTHS[0])
+    tables, unseen = tables_out_of_sight(browser)
+    assert tables > 2
+    assert unseen == []
+    # What a table is called does not scroll away with it.
+    ends = "return [...document.querySelectorAll('.title')].map(e => e.getBoundingClientRect().right)"
+    assert 0 < max(browser.execute_script(ends)) <= WIDTHS[0]
 
 
 @pytest.mark.parametrize("name", ["warm_up_sdxl", "profile_sd15", "kernels"])

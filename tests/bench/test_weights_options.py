@@ -148,7 +148,8 @@ def test_an_inpainting_unet_is_no_text_to_image(tmp_path):
 
 def test_a_folder_without_a_unet(tmp_path):
     with pytest.raises(
-        OptionError, match=rf"^--weights: no configuration of a UNet in '{tmp_path}': OSError: "
+        OptionError,
+        match=rf"^--weights: no configuration of a UNet in '{tmp_path}': there is no unet/config.json$",
     ):
         model_of(str(tmp_path), "sd15")
 
@@ -166,8 +167,8 @@ def test_a_file_is_no_pipeline(tmp_path):
 @pytest.mark.parametrize(
     ("weights", "words"),
     [
-        ("a" * 300, "cannot look at 'a+': OSError: .*File name too long"),
-        ("~nobody-of-this-name/x", "cannot look at '~nobody-of-this-name/x': RuntimeError: "),
+        ("a" * 300, "cannot look at 'a+': File name too long"),
+        ("~nobody-of-this-name/x", "cannot look at '~nobody-of-this-name/x': Could not determine home"),
         ("", "no such path ''; give random, a path, or a Hub id"),
     ],
     ids=["long", "home of nobody", "empty"],

@@ -295,7 +295,7 @@ def test_strict_names_every_reason_and_changes_nothing():
     net = Net()
     net.body.forward = functools.partial(net.body.forward)
     message = (
-        r"sdfastgn.optimize: strict=True and 1 parts cannot be fused: "
+        r"sdfastgn.optimize: strict=True and 1 part cannot be fused: "
         r"other code replaced .*: body \(sequential\)"
     )
     with pytest.raises(ValueError, match=message):

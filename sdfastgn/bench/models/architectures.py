@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from sdfastgn import model_inputs
 from sdfastgn.bench.models.configurations import TINY_AUTOENCODERS, UNETS, VAES
+from sdfastgn.bench.models.saved import latent_scale
 
 if TYPE_CHECKING:  # diffusers takes seconds to import, and the names of the models are asked for without it
     from diffusers import AutoencoderKL, AutoencoderTiny, UNet2DConditionModel
@@ -33,15 +33,6 @@ _KNOWN_EMBEDDINGS = {
 }
 
 
-def load_config(weights: str, component: str) -> dict[str, Any]:
-    """The configuration of a pipeline's component, as it was saved. Raises what diffusers raises."""
-    from diffusers import UNet2DConditionModel  # any class reads any other's
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # diffusers asks the Hub's client with an argument that is gone
-        return dict(UNet2DConditionModel.load_config(weights, subfolder=component))
-
-
 def unet_reason(config: Mapping[str, Any]) -> str:
     """Why a UNet of ``config`` cannot be called by :func:`unet_inputs`; empty where it can."""
     kind = config.get("_class_name", "UNet2DConditionModel")
@@ -51,11 +42,6 @@ def unet_reason(config: Mapping[str, Any]) -> str:
         if config.get(key) not in known:
             return f"its {key} {config[key]!r} takes inputs that the benchmark does not make"
     return ""
-
-
-def latent_scale(vae: Mapping[str, Any] | None) -> int:
-    """Pixels on a side of a latent; 1 without a VAE, where the UNet works on pixels."""
-    return 1 if vae is None else 2 ** (len(vae["block_out_channels"]) - 1)
 
 
 def unet_difference(config: Mapping[str, Any], model: str) -> str:

@@ -12,6 +12,10 @@ from __future__ import annotations
 
 from typing import Any
 
+# What a pipeline draws, if nobody says.
+PROMPT = "a photograph of an astronaut riding a horse"
+# dtypes of weights, by option: torch's names.
+DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 # Seeds of 64 bits: inputs are drawn from those that follow too.
 SEEDS = range(-(2**63), 2**63)
 UNETS: dict[str, dict[str, Any]] = {

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from sdfastgn.bench import stable_fast
+from sdfastgn.program import counted
 
 if TYPE_CHECKING:  # the command line's help names the variants, and answers before torch could be imported
     import torch
@@ -112,7 +113,7 @@ def _describe_sdfastgn(target: Any) -> str:
     fused = f"{len(report.fused)} fused, {len(report.skipped)} skipped"
     graphs = sum(graphs.alive for graphs in report.graphs)
     if graphs:
-        return f"{fused}, {graphs} CUDA graphs in {report.graph_memory_bytes / 2**20:.0f} MiB"
+        return f"{fused}, {counted(graphs, 'CUDA graph')} in {report.graph_memory_bytes / 2**20:.0f} MiB"
     reasons = dict.fromkeys(reason for graphs in report.graphs for reason in graphs.eager)
     return f"{fused}, no CUDA graph: {'; '.join(reasons)}" if reasons else fused
 

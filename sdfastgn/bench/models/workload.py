@@ -15,14 +15,15 @@ from torch.utils._pytree import tree_map_only
 
 from sdfastgn import model_inputs
 from sdfastgn.bench.documents import OptionError
-from sdfastgn.bench.models import architectures
+from sdfastgn.bench.models import architectures, configurations
+from sdfastgn.bench.models.configurations import PROMPT
+from sdfastgn.bench.models.saved import latent_scale
 from sdfastgn.bench.timing import global_switches
 from sdfastgn.kernels.common.failures import one_line
 
 T = TypeVar("T")
 
-DTYPES: dict[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-PROMPT = "a photograph of an astronaut riding a horse"
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, full) for name, full in configurations.DTYPES.items()}
 GUIDANCE = 7.5
 # Most pixels that a VAE decodes in one call: of more, activations have over 2**31 elements.
 MOST_DECODED_PIXELS = 4 * 1024**2
@@ -101,14 +102,14 @@ def component(config: BenchConfig, name: str) -> tuple[Any, int]:
     """The module ``"unet"`` or ``"vae"`` with the config's weights, and the pixels of a latent."""
     if config.weights == "random":
         build = architectures.build_unet if name == "unet" else architectures.build_vae
-        scale = architectures.latent_scale(architectures.VAES[config.model])
+        scale = latent_scale(configurations.VAES[config.model])
         return build(config.model, **_drawn(config)), scale
     pipe = load(config)
     component = getattr(pipe, name, None)
     if component is None:
         raise OptionError(f"--weights: the pipeline in {config.weights!r} has no {name}")
     vae = getattr(pipe, "vae", None)
-    return component, architectures.latent_scale(None if vae is None else vae.config)
+    return component, latent_scale(None if vae is None else vae.config)
 
 
 def step_inputs(config: BenchConfig, unet: Any, scale: int, **changes: Any) -> dict[str, Any]:

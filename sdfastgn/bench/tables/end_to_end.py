@@ -21,7 +21,9 @@ from sdfastgn.bench.tables.markdown import (
     without_empty_columns,
 )
 from sdfastgn.bench.tables.profile import row_title
+from sdfastgn.bench.tables.speed_up import eager_of, speed_up, uncertain_notes
 from sdfastgn.bench.terminal import Blocks
+from sdfastgn.program import counted
 
 # Variants with a column for their time in the harness's CUDA graph.
 GRAPHED = ("eager", "compile", "sdfastgn_eager", "sdfastgn_compile")
@@ -34,6 +36,7 @@ HEADLINE = (
     ("torch.compile + graph", (("compile", True), ("compile_graphs", False))),
     ("**sdfastgn**", (("sdfastgn", False),)),
 )
+GATE = "correctness gate, before any time"
 # First column of a table of times.
 TIMES = "milliseconds (speed-up over eager)"
 # Parts and dtype of the front page.
@@ -51,9 +54,12 @@ COMPARED: dict[str, Callable[[Row], str]] = {
 # ---- the terminal
 
 
-def end_to_end_table(rows: Sequence[Row], title: str) -> Blocks:
-    """One part's rows, without empty columns. :func:`row_notes` say why a time is missing."""
-    eager = next((row.median_ms for row in rows if row.variant == "eager" and row.status == OK), None)
+def end_to_end_table(rows: Sequence[Row], title: str, gate: str = "") -> Blocks:
+    """One part's rows, without empty columns, and below them what a reader has to know of the times.
+
+    ``gate`` is the correctness gate in words, where the run tells.
+    """
+    eager = eager_of(rows)
     cells = [
         {
             "variant": label(row.variant),
@@ -61,7 +67,7 @@ def end_to_end_table(rows: Sequence[Row], title: str) -> Blocks:
             "median ms": number(row.median_ms, 4),
             "p10-p90 ms": NOTHING if row.p10_ms is None else f"{number(row.p10_ms)}-{number(row.p90_ms)}",
             "p99 ms": number(row.p99_ms),
-            "speed-up": f"{eager / row.median_ms:.2f}x" if eager and row.median_ms else NOTHING,
+            "speed-up": str(speed_up(row, eager) or NOTHING),
             "graph ms": number(row.graph_ms, 4),
             "graphs ms": number(row.graphs_ms, 4),
             "it/s": number(row.its),
@@ -78,16 +84,19 @@ def end_to_end_table(rows: Sequence[Row], title: str) -> Blocks:
         }
         for row in rows
     ]
-    return Blocks(*without_empty_columns(cells), title)
+    gates = [f"{GATE}: {gate}"] if gate else []
+    notes = [*row_notes(rows), *uncertain_notes(rows), *gates, *graph_notes(rows)]
+    return Blocks(*without_empty_columns(cells), title, notes=notes)
 
 
 def row_notes(rows: Iterable[Row]) -> list[str]:
-    """What variants did to the model, each process's images/s, or why there is no time."""
+    """What variants did to the model, each process's images/s, or why a time or a breakdown is missing."""
     texts = []
     for row in rows:
         texts.append((row.variant, row.note if row.status == OK else f"{row.status}: {row.reason}"))
         each = ", ".join(map(number, row.process_images_s or ()))
         texts.append((row.variant, each and f"images/s of each process, all at the same time: {each}"))
+        texts.append((row.variant, row.profile_reason and f"no breakdown: {row.profile_reason}"))
     return [f"{label(name)}: {text}" for name, text in texts if text]
 
 
@@ -229,7 +238,7 @@ def _sweeps(results: Path, *, over_batches: bool) -> list[_Line]:
 
 
 def _sweep_title(row: Row) -> str:
-    return row_title(row) + (f", {row.steps} steps" if row.steps else "")
+    return row_title(row) + (f", {counted(row.steps, 'step')}" if row.steps else "")
 
 
 def _sweep_table(cells: list[dict[str, str]], lines: list[_Line]) -> str:

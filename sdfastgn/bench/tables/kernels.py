@@ -178,10 +178,12 @@ def _legend(suite: Suite) -> str:
 # ---- the terminal
 
 
-def suite_tables(suite: Suite, rows: Sequence[KernelRow], title: str) -> list[Blocks]:
+def suite_tables(suite: Suite, rows: Sequence[KernelRow], title: str, dtype: str) -> list[Blocks]:
     """What the suite's operations took, and its extras beside the plain ops where one was timed."""
     caption = f"microseconds, hot L2 (cold L2); {_legend(suite)}"
-    tables = [replace(_table(suite, _competing(suite, rows)), title=title, caption=caption)]
+    notes = [*missing_cells(rows), f"gate: relative error against fp64 at most {suite.gate(dtype)}"]
+    shown = _table(suite, _competing(suite, rows))
+    tables = [replace(shown, title=title, caption=caption, notes=notes)]
     return tables + _extras(suite, rows)
 
 

@@ -21,6 +21,7 @@ from sdfastgn.bench.tables.markdown import (
 )
 from sdfastgn.bench.tables.profile import MODEL_LABELS
 from sdfastgn.bench.terminal import Blocks
+from sdfastgn.program import counted
 
 # Milliseconds below which a function is in no line of its own, whoever calls it.
 _LEAST_MS = 0.1
@@ -46,7 +47,7 @@ def pipelines_markdown(results: Path, kind: str) -> str:
         shown, config = pipeline_table(content), content["config"]
         (part,) = config["parts"]
         model = MODEL_LABELS.get(part["model"], part["model"])
-        what = f"{model} pipeline {part['size']}², {part['steps']} steps, {part['dtype']}"
+        what = f"{model} pipeline {part['size']}², {counted(part['steps'], 'step')}, {part['dtype']}"
         what += f"; new size {config['new_size']}²" if "new_size" in config else ""
         blocks.append(markdown(shown.header, shown.body, [f"{what}. {source_line(content)}"]))
     return "\n\n".join(blocks) or NO_RESULTS
@@ -56,7 +57,8 @@ def warm_up_table(rows: Sequence[WaitRow]) -> Blocks:
     """A line for each way; without times where the image was wrong."""
     seconds = ("second image after s", "over eager s", "third image s", "new size, over replays s")
     header = ("variant", *seconds, "peak MiB", "reserved MiB", "PSNR dB")
-    return Blocks(header, [_wait_cells(row, rows[0]) for row in rows])
+    notes = [f"{row.variant}: {row.status}: {row.reason}" for row in rows if row.status != OK]
+    return Blocks(header, [_wait_cells(row, rows[0]) for row in rows], notes=notes)
 
 
 def _wait_cells(row: WaitRow, eager: WaitRow) -> list[str]:
@@ -92,7 +94,7 @@ def comfyui_markdown(results: Path) -> str:
     body, sources = [], []
     for content in documents(results, "comfyui"):
         config, rows = content["config"], content["rows"]
-        model = f"{MODEL_LABELS[config['model']]} {config['size']}², {config['steps']} steps"
+        model = f"{MODEL_LABELS[config['model']]} {config['size']}², {counted(config['steps'], 'step')}"
         body += [
             [f"{model}, {_COMFYUI_LABELS[row['variant']]}", *_comfyui_cells(row, rows[0])] for row in rows
         ]

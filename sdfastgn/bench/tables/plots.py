@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from sdfastgn.bench.checks import file_path
 from sdfastgn.bench.documents import OK, OptionError, read_json
 from sdfastgn.bench.kernel_categories import CATEGORIES, GAPS, OTHER
 from sdfastgn.bench.kernels.suite import COPY, FORWARD, INFERENCE, OURS, KernelRow, rows_of
@@ -38,7 +39,6 @@ def plot_reason() -> str | None:
 
 
 def _save(figure: Any, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
 
 
@@ -152,6 +152,7 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     source, picture = map(Path, arguments)
     try:
+        file_path("PICTURE", picture)
         headline(source, picture) if source.is_dir() else _draw(read_json(source), picture)
     except OptionError as error:
         print(f"plots: {error}", file=sys.stderr)

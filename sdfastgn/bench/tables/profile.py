@@ -19,6 +19,7 @@ from sdfastgn.bench.tables.markdown import (
     without_empty_columns,
 )
 from sdfastgn.bench.terminal import Blocks
+from sdfastgn.program import counted
 
 FLOOR_NAMES = " + ".join(FLOOR)
 
@@ -71,7 +72,9 @@ def profile_table(rows: Sequence[Row], title: str) -> Blocks | None:
         }
         for name, one in found
     ]
-    return Blocks(*without_empty_columns(cells), title, _legend(rows), left=2) if cells else None
+    if not cells:
+        return None
+    return Blocks(*without_empty_columns(cells), title, _legend(rows), left=2, notes=_notes(rows))
 
 
 def _legend(rows: Sequence[Row]) -> str:
@@ -88,8 +91,8 @@ def _floor_line(rows: Sequence[Row]) -> list[str]:
     return [] if lowest is None else [f"lowest floor: {number(lowest[1], 4)} ms, of {lowest[0]}"]
 
 
-def notes(rows: Sequence[Row]) -> list[str]:
-    """Lines under the table: the lowest floor, uncategorized names, missing breakdowns."""
+def _notes(rows: Sequence[Row]) -> list[str]:
+    """Lines under the table: the lowest floor and uncategorized names."""
     lines = _floor_line(rows)
     for name, found in _found(rows):
         for entry in found.other[:_OTHERS_SHOWN]:
@@ -99,10 +102,9 @@ def notes(rows: Sequence[Row]) -> list[str]:
             lines.append(f"other, {name}: {what}")
         if len(found.other) > _OTHERS_SHOWN:
             rest = sum(entry["ms"] for entry in found.other[_OTHERS_SHOWN:])
-            lines.append(f"other, {name}: {number(rest)} ms in {len(found.other) - _OTHERS_SHOWN} more names")
-    return lines + [
-        f"no breakdown of {row.variant}: {row.profile_reason}" for row in rows if row.profile_reason
-    ]
+            others = counted(len(found.other) - _OTHERS_SHOWN, "more name")
+            lines.append(f"other, {name}: {number(rest)} ms in {others}")
+    return lines
 
 
 def profile_markdown(results: Path) -> str:

@@ -28,11 +28,12 @@ from sdfastgn.bench.tables.markdown import (
 from sdfastgn.bench.tables.pipelines import PIPELINE_TABLES, pipeline_table
 from sdfastgn.bench.tables.profile import profile_table, row_title
 from sdfastgn.bench.terminal import Blocks
-from sdfastgn.kernels.common.failures import one_line
+from sdfastgn.program import counted
 
 # Kinds of results that hold rows of ``bench``.
 BENCH_KINDS = ("end_to_end", "profile", "preset", "processes", "sweep")
 OTHER_MACHINE = "other machine"
+NO_GPU = "no GPU: sdfastgn runs stock's own code here, so its times should be about eager's (1x)"
 # Settings of a preset that change no number.
 _FREE_SETTINGS = ("repeats",)
 
@@ -50,6 +51,12 @@ class Result:
         environment = self.content["environment"]
         return str(environment.get("gpu") or environment.get("machine"))
 
+    @property
+    def warnings(self) -> list[str]:
+        """What a reader has to know before any number."""
+        on_cpu = self.content["environment"].get("device") == "cpu"
+        return [NO_GPU] if on_cpu and self.content["kind"] in BENCH_KINDS else []
+
 
 def read_result(path: Path, name: str) -> Result:
     """The run at ``path`` with its images. Raises OptionError, which names the file that is damaged."""
@@ -65,7 +72,8 @@ def read_result(path: Path, name: str) -> Result:
     except OptionError:
         raise
     except Exception as error:  # JSON can have anything at any place
-        raise OptionError(f"{str(damaged)!r} holds no whole result of sdfastgn: {one_line(error)}") from None
+        why = "a field is missing, unknown or of another type"
+        raise OptionError(f"{str(damaged)!r} holds no whole result of sdfastgn: {why}") from error
     return result
 
 
@@ -80,11 +88,12 @@ def _part_of(row: Row, content: dict[str, Any]) -> dict[str, Any]:
 def case_title(row: Row, content: dict[str, Any]) -> str:
     """What a row is a time of, with all that decides it; results are compared where this is equal."""
     part = _part_of(row, content)
-    processes = f", {len(row.process_images_s)} processes" if row.process_images_s else ""
+    count = len(row.process_images_s or ())
+    processes = f", {counted(count, 'process', 'processes')}" if count else ""
     if row.part != "pipeline" or not part:
         return row_title(row)
     scheduler = f", {part['scheduler']}" if part.get("scheduler") else ""
-    return f"{row_title(row)}, {part['steps']} steps{scheduler}{processes}"
+    return f"{row_title(row)}, {counted(part['steps'], 'step')}{scheduler}{processes}"
 
 
 def _untouched(rows: Sequence[Row]) -> list[Row]:
@@ -126,13 +135,14 @@ def tables_of(result: Result) -> list[Blocks]:
     if kind in BENCH_KINDS:
         tables = []
         for title, rows in cases_of(result).items():
+            gate = _part_of(rows[0], result.content).get("gate", "")
             profile = profile_table(rows, f"where the time of {title} goes")
-            tables += [end_to_end_table(rows, title), *([profile] if profile else [])]
+            tables += [end_to_end_table(rows, title, gate), *([profile] if profile else [])]
         return tables + preset_tables(result)
     if kind in PIPELINE_TABLES:
         return [pipeline_table(result.content)]
     if found := _kernels_of(result):
-        return suite_tables(*found, f"{found[0].title}, {config['dtype']}")
+        return suite_tables(*found, f"{found[0].title}, {config['dtype']}", config["dtype"])
     raise OptionError(f"{result.name!r} has results of the kind {kind!r}, which has no report")
 
 
@@ -214,9 +224,15 @@ def comparison(results: Sequence[Result]) -> Blocks:
     body = []
     for key in (key for title in titles for key in keys if key[0] == title):
         values = [each.get(key) for each in times]
-        ratios = [f"{value / values[0]:.2f}" if value and values[0] else NOTHING for value in values[1:]]
+        ratios = [_in_words(value / values[0]) if value and values[0] else NOTHING for value in values[1:]]
         body.append([*key, *(number(value, 4) for value in values), *ratios])
-    caption = "milliseconds; of kernels microseconds, hot L2"
+    caption = f"milliseconds, of kernels microseconds with a hot L2; slower or faster than {first.name}"
     if any(result.machine != first.machine for result in results):
         caption += f"; {OTHER_MACHINE}: its GPU is not that of {first.name}"
     return Blocks(header, body, "comparison", caption, left=2)
+
+
+def _in_words(ratio: float) -> str:
+    """A time over another one."""
+    text = f"{ratio:.2f}"
+    return f"{text}, {'equal' if text == '1.00' else 'slower' if ratio > 1 else 'faster'}"

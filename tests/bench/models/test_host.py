@@ -96,4 +96,4 @@ def test_the_table_leaves_out_what_takes_no_time(tmp_path):
     ]
     part = {"model": "sdxl", "size": 512, "steps": 1, "dtype": "fp16"}
     save(tmp_path, "host.json", "host", rows, config={"parts": [part]})
-    assert TABLES["host_calls"](tmp_path).endswith(f"SDXL pipeline 512², 1 steps, fp16. {SOURCE}")
+    assert TABLES["host_calls"](tmp_path).endswith(f"SDXL pipeline 512², 1 step, fp16. {SOURCE}")

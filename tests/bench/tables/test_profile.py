@@ -48,6 +48,12 @@ def shown(rows: list[Row]) -> str:
     return text_of(profile_tables.profile_table(rows, "title"))
 
 
+def notes(rows: list[Row]) -> list[str]:
+    table = profile_tables.profile_table(rows, "title")
+    assert table is not None
+    return list(table.notes)
+
+
 ROWS = [
     profiled("eager", breakdown(5.0, norms=4.0)),
     profiled("sdfastgn", breakdown(4.0)),
@@ -75,7 +81,7 @@ def test_a_red_gate_shows_no_breakdown_even_where_there_is_one():
 
 def test_the_lowest_floor_is_named():
     assert profile_tables.lowest_floor(ROWS) == ("sdfastgn", 6.0)
-    assert profile_tables.notes(ROWS) == ["lowest floor: 6 ms, of sdfastgn"]
+    assert notes(ROWS) == ["lowest floor: 6 ms, of sdfastgn"]
 
 
 def test_what_no_category_has_is_a_column_and_a_line():
@@ -83,7 +89,7 @@ def test_what_no_category_has_is_a_column_and_a_line():
     rows = [*ROWS, profiled("channels_last", breakdown(4.0, other=2.5))]
     assert "other" in shown(rows)
     assert " 2.5 " in next(line for line in shown(rows).splitlines() if "channels_last" in line)
-    line = profile_tables.notes(rows)[-1]
+    line = notes(rows)[-1]
     assert line.startswith("other, channels_last: 2.5 ms (25.0 %) in 3 of void some_library::mystery<[a]>")
     assert len(line) < 200
 
@@ -91,14 +97,16 @@ def test_what_no_category_has_is_a_column_and_a_line():
 def test_many_unknown_names_are_summed_up():
     entries = [{"name": f"mystery_{index}", "category": OTHER, "calls": 1, "ms": 1.0} for index in range(8)]
     found = Breakdown(**{**asdict(breakdown(4.0, other=8.0)), "other": entries})
-    lines = profile_tables.notes([profiled("eager", found)])
+    lines = notes([profiled("eager", found)])
     assert len(lines) == 7
     assert lines[-1] == "other, eager: 3 ms in 3 more names"
 
 
-def test_why_a_breakdown_is_missing_is_a_line():
-    rows = [row("eager", None, profile_reason="RuntimeError: CUPTI does not work here")]
-    assert profile_tables.notes(rows) == ["no breakdown of eager: RuntimeError: CUPTI does not work here"]
+def test_why_a_breakdown_is_missing_is_a_line_below_the_times():
+    rows = [row("eager", 5.0, profile_reason="RuntimeError: CUPTI does not work here")]
+    assert profile_tables.profile_table(rows, "title") is None
+    table = end_to_end.end_to_end_table(rows, "title")
+    assert table.notes == ["eager: no breakdown: RuntimeError: CUPTI does not work here"]
 
 
 def test_operators_of_the_cpu_are_called_so():
@@ -139,7 +147,7 @@ def test_runs_with_a_profiler_give_the_results_table_no_time_that_it_may_have_ch
 
 def test_breakdowns_of_a_committed_run_are_a_picture(tmp_path):
     rows = [*ROWS, profiled("eager", breakdown(9.0), part="vae")]
-    result, path = save(tmp_path, "profile.json", "profile", rows), tmp_path / "new" / "profile.png"
+    result, path = save(tmp_path, "profile.json", "profile", rows), tmp_path / "profile.png"
     assert plots.main([str(result), str(path)]) == 0
     assert is_png(path)
 

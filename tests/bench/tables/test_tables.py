@@ -62,6 +62,27 @@ def test_rows_that_are_not_ok_give_their_reason_and_no_speed_up():
     assert end_to_end.row_notes(rows) == ["channels_last: wrong output: relative error 0.5 is above 0.02"]
 
 
+@pytest.mark.parametrize(
+    ("eager", "ours", "marked"),
+    [
+        pytest.param((424.0, 1426.0, 2428.0), (67.0, 68.0, 69.0), "20.97x?", id="eager's times differ"),
+        pytest.param((1400.0, 1426.0, 1500.0), (30.0, 68.0, 90.0), "20.97x?", id="ours differ"),
+        pytest.param((1400.0, 1426.0, 1500.0), (60.0, 68.0, 75.0), "20.97x", id="they agree"),
+        pytest.param((9.0, 10.0, 11.0), (9.0, 10.0, 11.0), "1.00x", id="no speed-up, and that is certain"),
+    ],
+)
+def test_a_speed_up_whose_range_is_wider_than_itself_is_marked(eager, ours, marked):
+    names = ("p10_ms", "median_ms", "p90_ms")
+    times = {"eager": eager, "sdfastgn": ours}
+    rows = [replace(row(name, 1.0), **dict(zip(names, found, strict=True))) for name, found in times.items()]
+    table = end_to_end.end_to_end_table(rows, "t")
+    assert [line[table.header.index("speed-up")] for line in table.body] == ["1.00x", marked]
+    expected = marked.endswith("?")
+    assert [note.partition(" is uncertain: ")[0] for note in table.notes] == ["sdfastgn: 20.97x?"] * expected
+    if eager[0] == 424.0:
+        assert "6.14x to 36.24x" in text_of(table)  # 424 / 69, 2428 / 67
+
+
 # What a GPU's run has: every column, and long labels.
 WIDE = [
     row(
@@ -76,7 +97,7 @@ LONG_CELLS = [
 ]
 NARROW_TABLES = {
     "bench": end_to_end.end_to_end_table(WIDE, "t"),
-    "kernels": kernels.suite_tables(SUITES["inference"], LONG_CELLS, "t")[0],
+    "kernels": kernels.suite_tables(SUITES["inference"], LONG_CELLS, "t", "fp16")[0],
 }
 
 
@@ -233,7 +254,7 @@ def test_latency_beside_the_time_of_the_graphs(tmp_path):
     save(tmp_path, "batches.json", "sweep", BATCHES)
     save(tmp_path, "steps.json", "sweep", STEPS)
     text = end_to_end.latency_markdown(tmp_path)
-    assert cells_of(text, "| SD1.5 pipeline 512², batch 2, fp16, 1 steps") == [
+    assert cells_of(text, "| SD1.5 pipeline 512², batch 2, fp16, 1 step |") == [
         ["sdfastgn", "12", "13", "10", "1.2"]
     ]
     assert cells_of(text, "| SD1.5 pipeline 512², batch 2, fp16, 4 steps") == [

@@ -85,7 +85,8 @@ def test_restore_says_what_it_cannot_undo_and_finishes_later(build, call):
     for twin in (module, copy.deepcopy(module)):
         warned = restored(twin)
         assert len(warned) == bool(over)
-        assert all(f"sdfastgn.restore: {len(over)} parts could not be restored" in w for w in warned)
+        parts = f"{len(over)} part{'s' * (len(over) != 1)}"
+        assert all(f"sdfastgn.restore: {parts} could not be restored" in w for w in warned)
         torch.testing.assert_close(output(twin, call), before, atol=2e-5, rtol=2e-5)
         take_off(twin)
         assert {path for path, m in twin.named_modules() if "Fused" in type(m).__qualname__} == over

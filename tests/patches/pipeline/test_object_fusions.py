@@ -195,9 +195,7 @@ def test_a_pipeline_goes_though_its_scheduler_stays():
 )
 def test_a_source_that_was_not_tested(pipe, monkeypatch, name):
     samples.make_unknown(monkeypatch, name)
-    with pytest.raises(
-        ValueError, match=f"strict=True and 1 parts cannot be fused.*{name} of this diffusers"
-    ):
+    with pytest.raises(ValueError, match=f"strict=True and 1 part cannot be fused.*{name} of this diffusers"):
         sdfastgn.optimize(pipe, strict=True)
     assert set(parts_of(pipe).values()) == {"fusable", "skipped"}
     sdfastgn.optimize(pipe)

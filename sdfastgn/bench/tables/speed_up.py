@@ -1,0 +1,66 @@
+"""How many times eager's speed a variant has, and whether its times agree well enough to say so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from sdfastgn.bench.documents import OK
+from sdfastgn.bench.models.run import Row
+from sdfastgn.bench.models.variants import label
+
+UNCERTAIN = "?"
+
+
+@dataclass(frozen=True)
+class SpeedUp:
+    """Eager's time over a variant's.
+
+    Attributes:
+        value: by the medians.
+        least, most: by the 10th and 90th percentiles of both times, the lowest and the highest ratio.
+    """
+
+    value: float
+    least: float
+    most: float
+
+    @property
+    def is_uncertain(self) -> bool:
+        """Whether the range from ``least`` to ``most`` is wider than the ratio itself."""
+        return self.most - self.least > self.value
+
+    def __str__(self) -> str:
+        return f"{self.value:.2f}x" + UNCERTAIN * self.is_uncertain
+
+
+def eager_of(rows: Iterable[Row]) -> Row | None:
+    """Eager's row, if it has a time."""
+    return next((row for row in rows if row.variant == "eager" and row.median_ms), None)
+
+
+def speed_up(row: Row, eager: Row | None, *, as_graph: bool = False) -> SpeedUp | None:
+    """Of a row's call, or of its replay as a CUDA graph, whose time has no percentiles.
+
+    None where one of the two has no time.
+    """
+    time = row.graph_ms if as_graph else row.median_ms
+    if eager is None or not eager.median_ms or not time:
+        return None
+    if row is eager and not as_graph:
+        return SpeedUp(1.0, 1.0, 1.0)
+    fast, slow = (None, None) if as_graph else (row.p10_ms, row.p90_ms)
+    least = (eager.p10_ms or eager.median_ms) / (slow or time)
+    most = (eager.p90_ms or eager.median_ms) / (fast or time)
+    return SpeedUp(eager.median_ms / time, least, most)
+
+
+def uncertain_notes(rows: Sequence[Row]) -> list[str]:
+    """A line for each speed-up of a table that is marked as uncertain."""
+    found = [(row.variant, speed_up(row, eager_of(rows))) for row in rows if row.status == OK]
+    return [
+        f"{label(name)}: {ratio} is uncertain: the 10th and 90th percentiles of the times allow "
+        f"{ratio.least:.2f}x to {ratio.most:.2f}x, a range wider than the speed-up itself"
+        for name, ratio in found
+        if ratio is not None and ratio.is_uncertain
+    ]
