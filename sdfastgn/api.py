@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -21,7 +21,7 @@ from sdfastgn.patches.core.ddp import is_in_ddp
 from sdfastgn.patches.core.exclusive import one_at_a_time, undisturbed
 from sdfastgn.patches.graphs import install as graphs
 from sdfastgn.patches.graphs.models import is_graphable
-from sdfastgn.reports import Entry, Report, grouped, some
+from sdfastgn.reports import Entry, Report, grouped, parts_text, some
 from sdfastgn.verification import Verdict
 from sdfastgn.versions import never_run
 
@@ -308,7 +308,7 @@ def _refuse_skipped(call: str, findings: list[patcher.Finding]) -> None:
     if skipped:
         paths = grouped((f.reason, f"{f.path or type(f.module).__name__} ({f.fusion.name})") for f in skipped)
         reasons = "; ".join(f"{reason}: {', '.join(paths[reason])}" for reason in paths)
-        raise ValueError(f"sdfastgn.{call}: strict=True and {_parts(skipped)} cannot be fused: {reasons}")
+        raise ValueError(f"sdfastgn.{call}: strict=True and {parts_text(skipped)} cannot be fused: {reasons}")
 
 
 def _tell(call: str, found: list[Verdict], strict: bool) -> None:
@@ -319,14 +319,10 @@ def _tell(call: str, found: list[Verdict], strict: bool) -> None:
             continue
         paths = grouped((v.reason, v.path or v.kind) for v in parts)
         reasons = "; ".join(f"{reason} ({some(paths[reason])})" for reason in paths)
-        text = f"sdfastgn.{call}: verify=True, {len(parts)} of {_parts(found)} {status}: {reasons}"
+        text = f"sdfastgn.{call}: verify=True, {len(parts)} of {parts_text(found)} {status}: {reasons}"
         if strict and status == verification.PUT_BACK:
             raise ValueError(text)
         warnings.warn(text, stacklevel=4)
-
-
-def _parts(found: Sequence[object]) -> str:
-    return f"{len(found)} part{'s' * (len(found) != 1)}"
 
 
 def _refuse_in_ddp(call: str, obj: Any, roots: Iterable[nn.Module]) -> None:
@@ -353,7 +349,7 @@ def _left_over(call: str, left: list[tuple[str, Any]]) -> str:
     paths = grouped((f"{cls.__module__}.{cls.__qualname__}", path or cls.__name__) for path, cls in found)
     named = "; ".join(f"{name} at {some(paths[name])}" for name in paths)
     return (
-        f"sdfastgn.{call}: {_parts(left)} could not be restored, because other code has put a class "
+        f"sdfastgn.{call}: {parts_text(left)} could not be restored, because other code has put a class "
         f"of its own over the fused one: {named}. Undo that, then call sdfastgn.restore again. "
         "All else is as it was before."
     )

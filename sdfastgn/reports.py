@@ -5,14 +5,14 @@ from __future__ import annotations
 import html
 import textwrap
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sdfastgn.patches.graphs.install import Graphs
 
-__all__ = ["Entry", "Report", "grouped", "some"]
+__all__ = ["Entry", "Report", "grouped", "parts_text", "some"]
 
 # Columns of the printed report: the narrowest usual terminal.
 WIDTH = 80
@@ -115,11 +115,11 @@ class Report:
         return f"<p><b>{summary}</b></p><table>{details}</table><table><tr>{header}</tr>{counts}</table>"
 
     def _summary(self) -> str:
-        parts = [f"{_parts(self.fused)} {self._fused_where()}"] if self.fused else []
+        parts = [f"{parts_text(self.fused)} {self._fused_where()}"] if self.fused else []
         if self.fused and not self.runs_kernels:
             parts.append("none here")
         if self.fusable:
-            parts.append(f"optimize would fuse {_parts(self.fusable)}")
+            parts.append(f"optimize would fuse {parts_text(self.fusable)}")
         alive, replays = (sum(getattr(g, name) for g in self.graphs) for name in ("alive", "replays"))
         none = "none yet" if self._graphable() else "none"
         graphs = f"{alive} alive, {replays} calls replayed" if alive or replays else none
@@ -207,8 +207,9 @@ def some(paths: list[str], most: int = _SHOWN_PATHS) -> str:
     return ", ".join(paths[:most]) + (f" and {len(paths) - most} more" if len(paths) > most else "")
 
 
-def _parts(entries: tuple[Entry, ...]) -> str:
-    return f"{len(entries)} part{'' if len(entries) == 1 else 's'}"
+def parts_text(parts: Sequence[object]) -> str:
+    """How many parts, in words."""
+    return f"{len(parts)} part{'' if len(parts) == 1 else 's'}"
 
 
 def _wrapped(text: str, indent: str = "") -> list[str]:
