@@ -241,4 +241,4 @@ def test_a_folder_that_cannot_be_made_is_told_before_the_training(
 ) -> None:
     pytest.importorskip("sklearn")
     assert exit_code(monkeypatch, "train_digits_pipeline.py", "--output", "/proc/x") == 2
-    assert "--output: cannot write a file at '/proc/x/" in capsys.readouterr().err
+    assert "--output: cannot make a folder at '/proc/x'" in capsys.readouterr().err
