@@ -28,7 +28,7 @@ from sdfastgn.kernels.common.tiles import HAS_GDC
 from tests.kernels.gpus import smallest
 from tests.kernels.launch_cases import cases, launches
 
-POINTERS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
+POINTERS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64"}
 # Numbers of the kernels that are floats; all others are integers.
 FLOATS = {"eps", "momentum", "scale"}
 

@@ -34,7 +34,7 @@ if triton is not None:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
     from sdfastgn.kernels.common.activations import activate
-    from sdfastgn.kernels.common.deviation import inverse_deviation
+    from sdfastgn.kernels.common.deviation import inverse_deviation, mean_as_pivot
     from sdfastgn.kernels.common.tiles import (
         along_block,
         along_lanes,
@@ -100,6 +100,7 @@ if triton is not None:
         STEPS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         """``BLOCK`` channels at all positions a program."""
+        EXACT: tl.constexpr = y_ptr.dtype.element_ty == tl.float32
         c, in_range, mask, at = all_positions(
             HW, positions, C, CHANNELS_LAST, HW_FACTOR, LANES, WARPS, STEPS, BLOCK
         )
@@ -112,6 +113,10 @@ if triton is not None:
         share = 1 / positions.to(tl.float32)
         d = tl.where(mask, x - pivot, 0.0)
         total = channel_sum(d)
+        if EXACT:
+            pivot = mean_as_pivot(pivot, total, share)
+            d = tl.where(mask, x - pivot, 0.0)
+            total = channel_sum(d)
         # Explicit fmas: whether ptxas contracts these depends on what else is stored, and the bits differ.
         d = tl.where(mask, tl.fma(total, -share, d), 0.0)
         var = _store_moments(
@@ -142,12 +147,13 @@ if triton is not None:
     def batch_merge_kernel(
         statistics_ptr, mean_ptr, var_ptr, running_mean_ptr, running_var_ptr,
         HW, rows, chunks, partials, plane, positions, momentum,
-        C: tl.constexpr, TOGETHER: tl.constexpr, LOOP: tl.constexpr, PDL: tl.constexpr,
+        C: tl.constexpr, TOGETHER: tl.constexpr, EXACT: tl.constexpr, LOOP: tl.constexpr, PDL: tl.constexpr,
         BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
     ):  # fmt: skip
         """Chan's formula over ``partials`` of each channel, those of ``chunks`` chunks in each sample.
 
         ``TOGETHER``: partial results of one chunk that a channel has, in neighboring columns.
+        ``EXACT``: the result is fp32.
         """
         c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
         in_range = c < C
@@ -157,6 +163,15 @@ if triton is not None:
             gdc_wait()
         # Means are merged as deviations from the first: their sum is then exact to the data's last bit.
         pivot = tl.load(statistics_ptr + c, mask=in_range, other=0.0)[None, :]
+        if EXACT:
+            total = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)
+            for start in range(0, partials, BLOCK_P):
+                m, _, w = _partials(
+                    statistics_ptr, plane, start, partials, chunks, rows, HW, c, in_range, C, TOGETHER,
+                    BLOCK_P,
+                )  # fmt: skip
+                total += (m - pivot) * w
+            pivot = mean_as_pivot(pivot, tl.sum(total, 0, keep_dims=True), share)
         mean, m2, weight = _partials(
             statistics_ptr, plane, 0, partials, chunks, rows, HW, c, in_range, C, TOGETHER, BLOCK_P
         )

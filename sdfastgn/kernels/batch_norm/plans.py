@@ -85,6 +85,7 @@ class Moments:
         constants = {
             "C": self.C,
             "TOGETHER": together,
+            "EXACT": x.dtype == torch.float32,
             "LOOP": partials > block_p,
             "PDL": pdl,
             "BLOCK_P": block_p,

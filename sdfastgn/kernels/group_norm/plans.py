@@ -162,6 +162,7 @@ def _merge(call: GroupNormCall, tile: MergeConfig, numbers: tuple[int | float, .
     constants = {
         "EACH_CHANNEL": tile.each_channel,
         "FOLD": call.x.dtype != torch.float32,
+        "EXACT": (call.out_dtype or call.x.dtype) == torch.float32,
         "LOOP": tile.is_full,
         "PDL": pdl,
         "C_FACTOR": vector_width(4, C, tile.channels),
