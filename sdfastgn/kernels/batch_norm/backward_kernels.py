@@ -9,7 +9,8 @@ Layout and pointers as in ``batch_norm/kernels.py``, and beside those:
 
 The ways of the forward, by the same function of sizes: *small*, or ``batch_sums_kernel``,
 ``batch_merge_sums_kernel`` and ``batch_apply_grad_kernel``. Where the residual wants a gradient the
-first of the three stores dz, and the last one reads that instead of dy and the residual.
+first of the three stores dz. The last one reads that instead of dy and the residual, unless its
+dtype is narrower than that of x.
 
 Numerics: fp32, one rounding at the store; sums in a fixed order without atomics.
 """
