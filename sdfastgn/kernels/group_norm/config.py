@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sdfastgn.kernels.common.sizes import WARP_LOAD, ceil_div, next_power_of_2
+from sdfastgn.kernels.common.sizes import MAX_OFFSET, WARP_LOAD, ceil_div, next_power_of_2, power_of_2_below
 from sdfastgn.kernels.statistics.config import StatisticsConfig, statistics_config
 
 __all__ = [
@@ -274,12 +274,13 @@ def apply_config(
     N: int, C: int, HW: int, channels_last: bool, num_sms: int, *, backward: bool = False
 ) -> ApplyConfig:
     """How to read, map and write x of (N, C, HW), or x and a gradient."""
+    longest = min(next_power_of_2(HW), power_of_2_below(MAX_OFFSET // C))
     if channels_last:
         widest = _APPLY_BACKWARD_CHANNELS if backward else _APPLY_CHANNELS
         block_c = widest if C % widest == 0 else 64 if C > 32 else next_power_of_2(C)
-        block_hw = min(next_power_of_2(HW), _APPLY_TILE // block_c)
+        block_hw = min(longest, _APPLY_TILE // block_c)
     else:
-        block_hw = min(next_power_of_2(HW), _APPLY_TILE)
+        block_hw = min(longest, _APPLY_TILE)
         block_c = min(next_power_of_2(C), max(1, _APPLY_TILE // block_hw))
     few = N * ceil_div(C, block_c) * ceil_div(HW, block_hw) <= _APPLY_FEW_TILES * num_sms
     warps = _APPLY_WARPS_OF_FEW_TILES if backward or (few and channels_last) else _APPLY_WARPS
