@@ -141,7 +141,7 @@ def _grads(ctx: Any, dy: Tensor | None, dtotal: Tensor | None, wanted: tuple[boo
     added = dtypes[-1]
     if added is None:
         return LayerNormGrads(dtotal)
-    return LayerNormGrads(dtotal, added=dtotal.flatten(0, -2).sum(0, dtype=rstd.dtype).to(added))
+    return LayerNormGrads(dtotal, added=dtotal[None].flatten(0, -2).sum(0, dtype=rstd.dtype).to(added))
 
 
 def _backward(ctx: Any, needs: Any, dy: Tensor | None, *_: None) -> dict[str, Tensor | None]:
