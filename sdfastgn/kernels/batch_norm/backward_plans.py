@@ -207,7 +207,7 @@ def _apply(call: BatchNormGradCall, rows: Rows, count: int, *, behind: bool, rea
         "PAIRS": rows.channels_last and pairs_of(x, blocks.block_c),
         "EVEN": rows.width % blocks.block_c == 0 and rows.rows % blocks.block_hw == 0,
         "PDL": pdl,
-        "WAITS": not behind or reads_dz,
+        "AHEAD": behind and not reads_dz and gpu.reads_ahead(x.device),
         "HW_FACTOR": row_factor(rows.channels_last, rows.rows),
         "BLOCK_HW": blocks.block_hw,
         "BLOCK_C": blocks.block_c,

@@ -19,7 +19,8 @@ Two ways, chosen by ``small_config``:
   ``batch_apply_kernel`` normalizes. With given mean and var the last one runs alone.
 
 Programmatic dependent launch as in ``group_norm/kernels.py``: ``batch_apply_kernel`` behind the
-other two reads x before its wait, because none of them lets a successor start until x is complete.
+other two reads x and the residual before its wait, because none of them lets a successor start until
+those are complete.
 
 Numerics: fp32 throughout, one rounding at the store. Sums are of deviations, never of raw squares,
 and are merged by Chan's formula in a fixed order without atomics.
@@ -40,6 +41,7 @@ if triton is not None:
         along_lanes,
         along_steps,
         along_warps,
+        load_ahead,
         map_tile,
         multiple_of,
     )
@@ -201,10 +203,10 @@ if triton is not None:
         x_ptr, residual_ptr, y_ptr, mean_ptr, var_ptr, weight_ptr, bias_ptr,
         HW, eps,
         C: tl.constexpr, WIDTH: tl.constexpr, CHANNELS_LAST: tl.constexpr, ACTIVATION: tl.constexpr,
-        PAIRS: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, ALONE: tl.constexpr,
+        PAIRS: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr,
         HW_FACTOR: tl.constexpr, BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr,
     ):  # fmt: skip
-        """``ALONE``: no kernel of this op ran before, so that x may not be complete before the wait."""
+        """``AHEAD``: x and residual are read before the wait, as a kernel of this op has waited for them."""
         # Last rows first: they are what the statistics pass left in L2.
         pid = tl.num_programs(0) - 1 - tl.program_id(0)
         if not CHANNELS_LAST:
@@ -215,15 +217,15 @@ if triton is not None:
         mask = None
         if not EVEN:
             mask = (position < HW) & in_range[None, :]
-        if PDL and ALONE:
+        if PDL and not AHEAD:
             gdc_wait()
-        x = tl.load(x_ptr + at, mask=mask).to(tl.float32)
+        x = load_ahead(x_ptr + at, mask, AHEAD).to(tl.float32)
+        if residual_ptr is not None:
+            residual = load_ahead(residual_ptr + at, mask, AHEAD).to(tl.float32)
+        if AHEAD:
+            gdc_wait()
         c = column if WIDTH == C else column % C
         scale, offset = channel_affine(0, c, in_range, weight_ptr, bias_ptr, None, None, 0, 0)
-        if residual_ptr is not None:
-            residual = tl.load(residual_ptr + at, mask=mask).to(tl.float32)
-        if PDL and not ALONE:
-            gdc_wait()
         mean, rstd = given_moments(c, in_range, mean_ptr, var_ptr, eps)
         z = tl.fma(x - mean[None, :], (scale * rstd)[None, :], offset[None, :])
         if residual_ptr is not None:

@@ -14,15 +14,20 @@ from sdfastgn.kernels.common.private import current_device, current_raw_stream
 from sdfastgn.kernels.common.tiles import HAS_GDC
 
 __all__ = [
+    "READS_AHEAD",
     "current_stream",
     "has_programmatic_launch",
     "is_current",
     "num_sms",
     "on_device",
+    "reads_ahead",
     "stream_on",
     "unsupported",
 ]
 
+# Whether a kernel may read its tile of x before its own wait, if an earlier kernel of the same call has
+# waited for whoever writes x (ADR 7). False: every kernel waits first.
+READS_AHEAD = True
 # Compute capability of the oldest GPUs for which the kernels are known to compile: Turing.
 _OLDEST = (7, 5)
 
@@ -52,6 +57,11 @@ def has_programmatic_launch(device: torch.device) -> bool:
     if not HAS_GDC or device.type != "cuda" or torch.version.hip is not None:  # AMD's call themselves cuda
         return False
     return torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def reads_ahead(device: torch.device) -> bool:
+    """True if a kernel on ``device`` may read before its own wait what an earlier one has waited for."""
+    return READS_AHEAD and has_programmatic_launch(device)
 
 
 def unsupported(device: torch.device) -> str | None:

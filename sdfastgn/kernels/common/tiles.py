@@ -33,6 +33,7 @@ __all__ = [
     "along_lanes",
     "along_steps",
     "along_warps",
+    "load_ahead",
     "map_tile",
     "multiple_of",
     "sums_in_warps",
@@ -100,6 +101,13 @@ if triton is not None:
         d, squares = _flat(d), _flat(squares)
         # In the interpreter ``tl.reduce`` calls a function of ours for each element.
         return tl.reduce((d, squares), 0, _add_pairs) if PTX else (tl.sum(d, 0), tl.sum(squares, 0))
+
+    @triton.jit
+    def load_ahead(pointers, mask, AHEAD: tl.constexpr):
+        """A load that may come before the kernel's own wait if ``AHEAD``. It then goes past L1, where older
+        values may lie (ADR 7).
+        """
+        return tl.load(pointers, mask=mask, cache_modifier=".cg" if AHEAD else "")
 
     @triton.jit
     def map_tile(pid, HW, C, BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr):

@@ -167,6 +167,7 @@ class _GradPlan:
         constants = {"C": C, **rows, "PDL": sizes.pdl, "BLOCK_N": block_n}
         numbers = (sizes.strides[1], N, self.totals, self.plane)
         if self.single is None and call.dx:
+            constants |= {"AHEAD": gpu.reads_ahead(call.x.device)}
             constants |= {"BLOCK_PARAMETERS": block_c, "PARAMETER_PROGRAMS": programs}
             blocks = apply_config(N, C, HW, sizes.channels_last, sms, backward=True)
             self.apply = self._plan_apply(call, sizes, blocks, numbers, constants)

@@ -26,8 +26,8 @@ Two ways, chosen by ``launch_config`` from sizes alone:
 
 From sm_90 on (``PDL``) a kernel starts while the one before still runs, and waits before it reads
 what that one writes (programmatic dependent launch). ``apply_kernel`` reads its tile of x before
-the wait, which is right because none of the two kernels before it lets a successor start until x is
-complete.
+the wait, and past L1. That is right because none of the two kernels before it lets a successor start
+until x is complete, and in L2 (ADR 7).
 
 Numerics: fp32 throughout, one rounding at the store. Sums are of deviations, never of raw squares,
 and are merged by Chan's formula in a fixed order without atomics, so that results are the same at
@@ -49,6 +49,7 @@ if triton is not None:
         along_lanes,
         along_steps,
         along_warps,
+        load_ahead,
         map_tile,
         multiple_of,
         sums_in_warps,
@@ -358,10 +359,12 @@ if triton is not None:
         x_ptr, y_ptr, table_ptr,
         C, activates, HW, table_offset, table_plane,
         CHANNELS_LAST: tl.constexpr, OUT_LAST: tl.constexpr, ACTIVATION: tl.constexpr, OPTIONAL: tl.constexpr,
-        PAIRS: tl.constexpr, FOLD: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+        PAIRS: tl.constexpr, FOLD: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr,
         C_FACTOR: tl.constexpr, HW_FACTOR: tl.constexpr, BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr,
     ):  # fmt: skip
-        """``OPTIONAL``: the activation is left out where ``activates`` is 0, and not 1."""
+        """``OPTIONAL``: the activation is left out where ``activates`` is 0, and not 1. ``AHEAD``: x is read
+        before the wait.
+        """
         # Last rows first: they are what the statistics pass left in L2.
         pid = tl.num_programs(0) - 1 - tl.program_id(0)
         C = multiple_of(C, C_FACTOR)
@@ -373,8 +376,10 @@ if triton is not None:
         if not EVEN:
             in_range = c < C
             mask = (position < HW) & in_range[None, :]
-        x = tl.load(x_ptr + (last if CHANNELS_LAST else first), mask=mask)
-        if PDL:
+        if PDL and not AHEAD:
+            gdc_wait()
+        x = load_ahead(x_ptr + (last if CHANNELS_LAST else first), mask, AHEAD)
+        if AHEAD:
             gdc_wait()
         x = x.to(tl.float32)
         table = table_ptr + table_offset + n * C + c

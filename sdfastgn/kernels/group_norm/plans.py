@@ -193,6 +193,7 @@ def _apply(call: GroupNormCall, blocks: ApplyConfig, channels_last: bool, number
         "FOLD": folds,
         "EVEN": C % blocks.block_c == 0 and HW % blocks.block_hw == 0,
         "PDL": pdl,
+        "AHEAD": gpu.reads_ahead(call.x.device),
         "C_FACTOR": vector_width(call.x.itemsize, C),
         "HW_FACTOR": row_factor(channels_last and out_last, HW),
         "BLOCK_HW": blocks.block_hw,

@@ -45,7 +45,14 @@ if triton is not None:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
     from sdfastgn.kernels.common.deviation import inverse_deviation, mean_as_pivot
-    from sdfastgn.kernels.common.tiles import STEP_AXIS, along_block, along_lanes, along_steps, along_warps
+    from sdfastgn.kernels.common.tiles import (
+        STEP_AXIS,
+        along_block,
+        along_lanes,
+        along_steps,
+        along_warps,
+        load_ahead,
+    )
 
 __all__ = ["row_mean", "row_sum", "tile_column", "tile_row"]
 
@@ -265,8 +272,8 @@ if triton is not None:
         rows, d_parts, x_parts,
         VECTOR: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        """One block of one row. ``AHEAD``: x is complete when this kernel starts, and may be read
-        before the wait.
+        """One block of one row. ``AHEAD``: x is read before the wait, as a kernel of this op has waited
+        for it.
         """
         # Neighbours have the same columns of neighbouring rows: weight and bias are read from memory once.
         row = (tl.program_id(0) % rows).to(tl.int64)
@@ -276,9 +283,9 @@ if triton is not None:
         x_row = x_ptr + row * x_parts * VECTOR
         if PDL and not AHEAD:
             gdc_wait()
-        x = tl.load(x_row + c, mask=mask)
-        first = tl.load(x_row)
-        if PDL and AHEAD:
+        x = load_ahead(x_row + c, mask, AHEAD)
+        first = load_ahead(x_row, None, AHEAD)
+        if AHEAD:
             gdc_wait()
         scale, offset = _affine(weight_ptr, bias_ptr, c, mask)
         first, rest = row_mean(first.to(tl.float32), tl.load(centre_ptr + row))

@@ -117,7 +117,12 @@ class LayerNormPlan:
         merge = {"EXACT": exact, "PDL": pdl, "BLOCK": block}
         kernel = kernels._merge_chunks_kernel
         self.merge = Launch(kernel, self.row_count, numbers, merge, merge_warps, pdl=pdl)
-        tile = {"VECTOR": vector, "AHEAD": is_complete, "PDL": pdl, "BLOCK": config.block}
+        tile = {
+            "VECTOR": vector,
+            "AHEAD": is_complete and gpu.reads_ahead(call.x.device),
+            "PDL": pdl,
+            "BLOCK": config.block,
+        }
         programs = self.row_count * ceil_div(D, config.block)
         numbers = (self.row_count, d_parts, x_parts if is_complete else d_parts)
         self.normalise = Launch(kernels._normalise_kernel, programs, numbers, tile, warps, pdl=pdl)
