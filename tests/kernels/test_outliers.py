@@ -104,7 +104,7 @@ def small_sizes(request, monkeypatch):
     """The interpreter's shapes take the ways of large ones; no plan is kept that was made so."""
     name = request.node.callspec.params["norm"]
     if name == "group_norm-walk":
-        for constant in ("_WALK_MIN_BYTES", "_WALK_MIN_RUN", "_WALK_MIN_GROUPS"):
+        for constant in ("_WALK_MIN_CACHES", "_WALK_MIN_RUN", "_WALK_MIN_GROUPS"):
             monkeypatch.setattr(group_norm_config, constant, 0)
         monkeypatch.setattr(group_norm_config, "_WALK_OTHER", (2048, 1024, 4))
     if name == "batch_norm-split":

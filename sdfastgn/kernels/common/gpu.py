@@ -18,6 +18,7 @@ __all__ = [
     "current_stream",
     "has_programmatic_launch",
     "is_current",
+    "l2_bytes",
     "num_sms",
     "on_device",
     "reads_ahead",
@@ -57,6 +58,13 @@ def has_programmatic_launch(device: torch.device) -> bool:
     if not HAS_GDC or device.type != "cuda" or torch.version.hip is not None:  # AMD's call themselves cuda
         return False
     return torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def l2_bytes(device: torch.device) -> int:
+    """Size of the L2 of ``device``; 0 where PyTorch does not know it."""
+    if device.type != "cuda":
+        return 60 * 2**20  # nominal as well: an H200's
+    return getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)
 
 
 def reads_ahead(device: torch.device) -> bool:

@@ -147,7 +147,7 @@ class _GradPlan:
         config = launch_config(*shape, backward=True)
         walk = None
         if not isinstance(config, SmallConfig) and call.dx and sizes.dy_last == sizes.channels_last:
-            walk = walk_config(*shape, x.element_size(), call.activation, call.dshift)
+            walk = walk_config(*shape, gpu.l2_bytes(x.device), x.element_size(), call.activation, call.dshift)
         if isinstance(config, SmallConfig):
             self.single = self._plan_small(call, sizes, config)
         elif walk is not None:
