@@ -147,7 +147,7 @@ class _GradPlan:
         config = launch_config(*shape, backward=True)
         walk = None
         if not isinstance(config, SmallConfig) and call.dx and sizes.dy_last == sizes.channels_last:
-            walk = walk_config(*shape, x.element_size(), call.activation, call.dshift)
+            walk = walk_config(*shape, gpu.l2_bytes(x.device), x.element_size(), call.activation, call.dshift)
         if isinstance(config, SmallConfig):
             self.single = self._plan_small(call, sizes, config)
         elif walk is not None:
@@ -167,6 +167,7 @@ class _GradPlan:
         constants = {"C": C, **rows, "PDL": sizes.pdl, "BLOCK_N": block_n}
         numbers = (sizes.strides[1], N, self.totals, self.plane)
         if self.single is None and call.dx:
+            constants |= {"AHEAD": gpu.reads_ahead(call.x.device)}
             constants |= {"BLOCK_PARAMETERS": block_c, "PARAMETER_PROGRAMS": programs}
             blocks = apply_config(N, C, HW, sizes.channels_last, sms, backward=True)
             self.apply = self._plan_apply(call, sizes, blocks, numbers, constants)

@@ -102,8 +102,22 @@ def test_chunks_cover_every_position_once(channels_last, num_sms, kind):
         assert_launchable(
             config.lanes, config.num_warps, config.steps, config.block, num_warps=config.num_warps
         )
-        if channels_last and N * C * HW <= 2**32:
-            assert config.rows * C < 2**31  # offsets within a chunk are int32
+
+
+@each_gpu
+@each_layout
+def test_offsets_within_a_chunk_or_a_tile_fit_into_32_bits(channels_last, num_sms):
+    """Channels-last, and where the output is (N, HW, C) tokens, positions are C elements apart."""
+    huge = [(1, 65536, 512 * 512), (1, 2**20, 2**16), (1, 2**27, 64)]
+    for N, C, HW in SIZES + huge:
+        for kind in ("read", "write", "backward") if channels_last else ():
+            config = statistics_config(N, C, HW, True, num_sms, kind=kind)
+            assert config.rows * C < 2**31, (N, C, HW)
+            assert config.rows == ceil_div(HW, config.chunks)
+        for backward in (False, True):
+            blocks = apply_config(N, C, HW, channels_last, num_sms, backward=backward)
+            assert blocks.block_hw * C < 2**31, (N, C, HW)
+            assert_launchable(blocks.block_hw, blocks.block_c, num_warps=blocks.num_warps)
 
 
 def test_no_warp_is_idle_where_samples_are_many():
