@@ -143,8 +143,8 @@ class _GradPlan:
             sums_of = (dweight, dbias) if call.training else (None, None)
             if shared is not None and dweight is not None and dbias is not None:
                 sums_of = shared.total(dweight, dbias)
-            dy, residual = (dz, None) if self.reads_dz else (dy, residual)
-            self.apply(stream, x, dy, residual, dx, *sums_of, *operands)
+            read = (dz, None) if self.reads_dz else (dy, residual)
+            self.apply(stream, x, *read, dx, *sums_of, *operands)
         return dweight, dbias
 
 
