@@ -26,8 +26,8 @@ from tests.kernels.samples import LAYOUTS, error, kernels, to_layout
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "small_sizes")
 OUTLIER = 1e4
-# Four units in the last place of fp32, as sums in another order than eager's differ.
-SLACK = 4 * torch.finfo(torch.float32).eps
+# Six units in the last place of fp32, as sums in another order than eager's differ.
+SLACK = 6 * torch.finfo(torch.float32).eps
 
 
 @dataclass(frozen=True)
