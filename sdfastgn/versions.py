@@ -1,11 +1,11 @@
-"""The versions of PyTorch and Triton that this package was run on, and what to say of another."""
+"""The versions of PyTorch and Triton that the tests ran on, and the note on any other version."""
 
 from __future__ import annotations
 
 __all__ = ["RUN", "never_run"]
 
-# The kernels ran on an H200 with torch 2.11 and Triton 3.6, and in Triton's interpreter with the
-# others (docs/compatibility.md).
+# Package -> versions. With torch 2.11 and Triton 3.6 kernels ran on an H200, with the others in Triton's
+# interpreter (docs/compatibility.md).
 RUN = {
     "torch": ("2.8", "2.9", "2.10", "2.11", "2.12", "2.13", "2.14", "2.15"),
     "triton": ("3.4", "3.5", "3.6", "3.7", "3.8", "3.9"),

@@ -1,7 +1,7 @@
 """Fusions for the blocks of ComfyUI's image autoencoders (SD 1.5, SD 2, SDXL, SD3, Flux).
 
-Encoder and decoder themselves only leave inference mode (``inference_mode.py``). The activation behind
-their last norm is a function that their forward calls, and stays a pass of its own.
+Encoder and decoder themselves only leave inference mode (``inference_mode.py``). The activation after their
+last norm stays a separate pass: their ``forward`` calls a function, and there is no module to replace.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class FusedAttnBlock(AttnBlock):
     """``AttnBlock``: one wide head over all pixels. x (N, C, H, W) -> the same."""
 
     def forward(self, x: Tensor) -> Tensor:
-        # xformers' and the sliced attention stay what they are.
+        # xformers' and the sliced attention run as in stock.
         is_plain = self.optimized_attention is comfy_model.pytorch_attention
         if not (is_plain and dispatch.has_kernels(x) and x.dim() == 4):
             return super().forward(x)
@@ -99,7 +99,7 @@ def _is_image_block(block: Any) -> bool:
 
 
 def _is_image_conv(block: Any) -> bool:
-    """True if it convolves an image, with the factor of an image autoencoder."""
+    """True if the block upsamples an image by two and then convolves it."""
     is_double = getattr(block, "scale_factor", 2.0) == 2.0
     return bool(block.with_conv and isinstance(block.conv, nn.Conv2d) and is_double)
 

@@ -1,9 +1,9 @@
 """The last norm of a UNet, encoder or decoder: ``conv_norm_out`` and ``conv_act`` as one kernel.
 
-Both are called by the parent's long forward, which is not repeated here. The norm computes the activation
-too and hands the result over; the activation lets exactly that tensor pass. Hooks on the parent arm the
-norm while the parent's forward runs, so that ``conv_norm_out`` called by itself is only a norm. The
-hand-off is per thread and holds no reference.
+The parent's forward calls both. It is long and is not repeated here. Instead, the norm's kernel also applies
+the activation, and ``conv_act`` returns exactly that tensor unchanged. The norm does so only while the
+parent's forward runs: hooks on the parent arm and disarm it, so that ``conv_norm_out`` called directly is
+only a norm. Each thread has its own hand-off, which holds a weak reference to the tensor.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from sdfastgn.patches.fusions.group_norm import FusedGroupNorm
 
 __all__ = ["FUSION", "PARENTS"]
 
-# Models whose forward calls conv_norm_out and, directly after it, conv_act on its result -> that
-# forward's source. Versions differ in LoRA scales, the timestep's dtype and a decoder's dtype.
+# Model class -> the tested versions of its forward, which calls conv_norm_out and then conv_act on its
+# result. The versions differ in LoRA scales, the timestep's dtype and a decoder's dtype.
 _SOURCES: dict[type[nn.Module], TestedSource] = {
     source.cls: source
     for source in (
@@ -74,7 +74,10 @@ _FORWARDS = frozenset(parent.forward for parent in PARENTS)
 
 
 class _HandOff(threading.local):
-    """Of one thread. ``armed``: id of a norm -> its activation; ``output``: what a norm has activated."""
+    """The hand-off of one thread.
+
+    ``armed``: id of an armed norm -> its activation. ``output``: the tensor that a norm has activated.
+    """
 
     def __init__(self) -> None:
         self.armed: dict[int, nn.Module] = {}
@@ -103,7 +106,7 @@ class FusedNormOut(FusedGroupNorm):
 
 
 class _Pass(nn.Module):
-    """Lets the tensor pass that ``FusedNormOut`` has activated already, and activates every other."""
+    """Returns a tensor that ``FusedNormOut`` has already activated unchanged, and activates all others."""
 
     def forward(self, input: Tensor) -> Tensor:
         if not torch.compiler.is_compiling() and _hand_off.output is not None:
@@ -139,7 +142,7 @@ def _activation_of_pass(act: nn.Module) -> str | None:
 
 
 def arm(parent: Any, args: Any) -> None:
-    """Forward pre-hook of the parent, whose class other code may have changed: its forward counts."""
+    """Forward pre-hook of the parent. Arms its norm if the parent still runs a known forward."""
     if torch.compiler.is_compiling():
         return
     if type(parent).forward in _FORWARDS or stock_class(parent) in PARENTS:
@@ -187,7 +190,7 @@ class _NormOutFusion:
     def undo(self, module: Any) -> None:
         remove_hooks(module, arm, disarm)
         for name in ("conv_norm_out", "conv_act"):
-            child = module._modules.get(name)  # it may have been replaced
+            child = module._modules.get(name)  # None if other code has removed it
             if child is not None:
                 restore_class(child)
 

@@ -1,8 +1,8 @@
-"""diffusers' ``Transformer2DModel``: tokens become images as a channels-last view, without a copy.
+"""diffusers' ``Transformer2DModel``: tokens become an image as a channels-last view, without a copy.
 
-Upstream ends a block with ``.permute(0, 3, 1, 2).contiguous()``, which undoes channels-last for all that
-follows. The sum with the residual stores the statistics of what it writes, and 1x1 convolutions around
-the tokens run as matrix products.
+Upstream's forward ends with ``.permute(0, 3, 1, 2).contiguous()``, and all that follows would be
+channels-first. Here the image stays channels-last, the sum with the residual stores the statistics of its
+result, and the 1x1 convolutions before and after the blocks run as matrix products.
 """
 
 from __future__ import annotations

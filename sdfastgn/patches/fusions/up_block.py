@@ -1,9 +1,8 @@
 """diffusers' ``UpBlock2D`` and ``CrossAttnUpBlock2D``: the concatenation stores statistics.
 
-torch.cat of channels-last tensors copies with short strides and takes two to three times as long as the
-kernel. The ResNet block that follows begins with a norm of the result. Calls that are not plain inference
-run upstream's forward: gradients, checkpointing, FreeU (which changes both halves first), deprecated
-arguments, compilers.
+The ResNet block that follows begins with a norm of the concatenation. ``torch.cat`` of channels-last tensors
+takes two to three times as long as the kernel. Upstream's forward runs with gradients, checkpointing,
+deprecated arguments, under compilers, and with FreeU, which changes both halves first.
 """
 
 from __future__ import annotations
