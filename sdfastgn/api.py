@@ -51,10 +51,11 @@ def optimize(
             optimizes PNDM, DDIM, LCM, Euler, Euler a, DPM++ 2M and UniPC schedulers, the image
             processor and the search for its device.
         strict: raise if anything must be skipped.
-        cuda_graphs: replay calls of UNets, ControlNets, VAEs and CLIP text encoders as CUDA graphs.
-            ``"auto"`` captures the second call of a kind (shapes, dtypes, arguments) and replays it
-            from then on. True captures the first. False never captures. A change to the model drops
-            its graphs. What cannot be captured runs eagerly, and ``report`` says why.
+        cuda_graphs: replay calls of UNets, ControlNets, VAEs, CLIP text encoders and some transformers
+            (docs/coverage.md) as CUDA graphs. ``"auto"`` captures the second call of a kind (shapes,
+            dtypes, arguments) and replays it from then on. True captures the first. False never captures.
+            A change to the model drops its graphs. What cannot be captured runs eagerly, and ``report``
+            says why.
         missing_ok: return ``obj`` unchanged, without a warning, if there is nothing to optimize. By
             default that is an error for a module and a warning for a pipeline.
         verify: then run each fused part of the UNets, ControlNets and image autoencoders once, on its
