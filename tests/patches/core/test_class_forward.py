@@ -203,7 +203,7 @@ def test_diffusers_hooks_that_go_after_restore_leave_the_stock_forward():
 
 
 def offloaded_before(recurse):
-    """Its offload hooks were taken off: accelerate leaves each module's own forward in the instance."""
+    """A UNet whose offload hooks were removed. accelerate leaves modules' own forwards in the instances."""
     unet = build_unet("tiny", torch.float32, "cpu")
     stock = copy.deepcopy(unet)
     cpu_offload(unet, CPU) if recurse else cpu_offload_with_hook(unet, CPU)
