@@ -1,4 +1,4 @@
-"""The device on which a pipeline works: found in one walk, or by upstream."""
+"""The device on which a pipeline works: found in one walk, or by upstream's code."""
 
 import functools
 
