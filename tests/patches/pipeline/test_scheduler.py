@@ -1,4 +1,4 @@
-"""Schedulers with their timesteps on the CPU: the same samples, whatever happens to the timesteps."""
+"""Schedulers that read timesteps from the CPU give the same samples, also if the timesteps change."""
 
 import copy
 import functools
