@@ -22,7 +22,7 @@ DEVICES = [pytest.param("cpu", id="tape"), pytest.param("cuda", id="graph", mark
 
 
 def optimized(model, mode="auto", backend=None):
-    """``model`` with graphs; on the CPU tapes stand for them."""
+    """``model`` with CUDA graphs, or on the CPU with tapes in their place."""
     sdfastgn.optimize(model, cuda_graphs=mode)
     if next(model.parameters()).device.type == "cpu":
         cuda_graphs.install(model, mode, backend or TapeBackend())
@@ -31,19 +31,19 @@ def optimized(model, mode="auto", backend=None):
 
 @functools.cache
 def built(model, device):
-    """A UNet of which tests take copies."""
+    """A UNet, built once. Tests take copies of it."""
     return build_unet(model, torch.float32, device)
 
 
 def make(device="cpu", mode="auto", model="tiny", backend=None):
-    """(optimized UNet, the same one stock, arguments)"""
+    """(optimized UNet, stock UNet with the same weights, arguments)"""
     unet, stock = (copy.deepcopy(built(model, device)) for _ in range(2))
     inputs = unet_inputs(model, size=64, batch=1, dtype=torch.float32, device=device, seed=0)
     return optimized(unet, mode, backend), stock, inputs
 
 
 def run(model, inputs, calls=1):
-    """The result of the last call."""
+    """Call ``model`` ``calls`` times, and return the last result."""
     with torch.no_grad():
         for _ in range(calls):
             sample = model(**inputs).sample
@@ -65,7 +65,7 @@ def state(model):
 
 
 def settled():
-    """Nothing runs, and what nobody holds is given back."""
+    """Wait until nothing runs, and free all memory that is no longer used."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -103,7 +103,7 @@ def scale_lora(unet):
 
 
 def lora_with_scales_on_the_cpu(unet):
-    """As peft's ``prepare_model_for_compiled_hotswap`` leaves them if the model moves afterwards."""
+    """A LoRA as after peft's ``prepare_model_for_compiled_hotswap`` and a later move of the model."""
     lora(unet)
     for module in unet.modules():
         if hasattr(module, "scaling"):
@@ -133,7 +133,7 @@ def scaled_weights(unet):
 
 
 def weights_elsewhere(unet):
-    """As after ``.to`` another device and back: each where another one was, or where it was itself."""
+    """Move weights as ``.to`` another device and back does: to another weight's old address, or its own."""
     kept = [p.data.clone() for p in unet.parameters()]
     for p in unet.parameters():
         p.data = torch.empty(0, device=p.device)
@@ -172,7 +172,7 @@ def attention_scale(unet):
 
 
 class Doubled(dict):
-    """Equal to a dict of the same numbers, but gives others."""
+    """Is equal to a dict of the same numbers, but its items are twice as large."""
 
     def __getitem__(self, key):
         return 2 * super().__getitem__(key)
@@ -185,7 +185,7 @@ def scales_of_another_class(unet):
 
 
 def of_pytorch(function):
-    """``function`` as if it were written in PyTorch, whose functions may be part of a graph."""
+    """``function`` as if it were written in PyTorch's code, whose functions may be part of a graph."""
     namespace = {**function.__globals__, "__name__": "torch.for_tests"}
     made = types.FunctionType(function.__code__, namespace, None, function.__defaults__, function.__closure__)
     made.__kwdefaults__ = function.__kwdefaults__
@@ -193,7 +193,7 @@ def of_pytorch(function):
 
 
 def activation(unet, function):
-    """``function`` takes the place of an activation."""
+    """Replace an activation by ``function``."""
     block = unet.mid_block.resnets[0]
     del block.nonlinearity
     vars(block)["nonlinearity"] = function
@@ -313,7 +313,7 @@ HARMLESS = {
 
 
 def inputs_after(before, inputs):
-    """The arguments that a model needs after ``before``."""
+    """``inputs``, with the arguments that a model needs in addition after ``before``."""
     if before is not ip_adapter:
         return inputs
     image = torch.randn(1, 1, 24, generator=torch.Generator().manual_seed(7)).to(inputs["sample"].device)
