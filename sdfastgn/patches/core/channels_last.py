@@ -86,7 +86,7 @@ def is_exit(path: str, module: nn.Module) -> bool:
 
 
 def _path_in_model(path: str) -> str:
-    """A dot and the path that the layer at ``path`` has without an adapter around it."""
+    """``path`` after a dot, without the names that an adapter's wrapper adds to its end."""
     names = path.split(".")
     while names and names[-1] in WRAPPED:
         names.pop()
