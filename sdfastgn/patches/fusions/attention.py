@@ -6,7 +6,7 @@ It computes what ``AttnProcessor2_0`` does, with four differences.
   what they are (``shared/packed_weights.py``).
 - Attention to a prompt's few keys, and attention with a VAE's wide heads, run in special kernels.
 - The division by ``rescale_output_factor`` is left out if the factor is 1, because it is a whole pass.
-- The processor's signature is not inspected at each call, which takes longer than launching a product.
+- The processor's signature is not inspected at each call, which would take longer than a product's launch.
 
 One product is faster than three if each of the three leaves a part of the GPU idle. For 2048 tokens of 1280
 channels, each product has 80 tiles of 128 x 256, but an H200 has 132 multiprocessors: three products take
