@@ -22,8 +22,8 @@ __all__ = [
 
 logging.disable(logging.INFO)  # ComfyUI tells of every model that it loads
 
-# What ComfyUI's model detection asks for, and as few blocks as it lets pass. SDXL's is that of Segmind
-# Vega, an SDXL with fewer transformer blocks.
+# Configurations with as few blocks as ComfyUI's model detection accepts. "sdxl" is Segmind Vega, an SDXL
+# with fewer transformer blocks.
 KINDS = {
     "sd15": {
         "num_res_blocks": [1, 1], "channel_mult": [1, 1], "transformer_depth": [1, 1],
