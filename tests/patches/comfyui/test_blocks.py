@@ -20,7 +20,7 @@ from sdfastgn.patches.comfyui.inject import eject, inject  # noqa: E402
 from sdfastgn.patches.comfyui.report import text_of  # noqa: E402
 from sdfastgn.patches.core import channels_last  # noqa: E402
 
-# ComfyUI takes PyTorch's attention on a GPU; on a CPU it is asked for.
+# On a GPU ComfyUI uses PyTorch's attention. On a CPU this fixture chooses it.
 pytestmark = pytest.mark.usefixtures("attention_of_pytorch")
 on_each_device, without_gradients = cases.on_each_device, cases.without_gradients
 statistics_always_pay = cases.statistics_always_pay
