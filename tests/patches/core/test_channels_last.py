@@ -179,7 +179,7 @@ def test_a_weight_stays_in_its_memory_unless_that_is_shared(shared, mode):
         conv = torch.nn.Conv2d(4, 6, 3)
     alias = conv.weight.detach() if shared else None
     value, address, strides = conv.weight.detach().clone(), conv.weight.data_ptr(), conv.weight.stride()
-    with torch.inference_mode(not mode):  # whatever the caller's mode
+    with torch.inference_mode(not mode):  # the caller may be in the other mode
         channels_last.apply(conv)
         assert conv.weight.is_contiguous(memory_format=torch.channels_last)
         assert torch.equal(conv.weight, value)
