@@ -15,10 +15,11 @@ import typer
 
 from sdfastgn.bench import comfyui, timing
 from sdfastgn.bench.checks import file_path
-from sdfastgn.bench.documents import OptionError, document, write_json
+from sdfastgn.bench.documents import document, write_json
 from sdfastgn.bench.environment import environment
 from sdfastgn.bench.images import relative_error
 from sdfastgn.bench.processes import in_a_process
+from sdfastgn.program import OptionError
 
 # Variant -> ComfyUI's arguments for it.
 VARIANTS = {"stock": [], "channels_last": ["--force-channels-last"], "sdfastgn": []}

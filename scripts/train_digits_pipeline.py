@@ -37,8 +37,8 @@ from transformers import CLIPTextConfig, CLIPTextModel
 from sdfastgn.bench import digits_pipeline
 from sdfastgn.bench.checks import folder, made_folder
 from sdfastgn.bench.digits_pipeline import INKS, NUMERALS, SIZE, prompt_of
-from sdfastgn.bench.documents import OptionError
 from sdfastgn.bench.models.pipelines import build_tokenizer, write_tokenizer
+from sdfastgn.program import OptionError
 
 LEARNING_RATE = 1e-3
 # Steps until the learning rate is reached; afterwards it falls to 0.

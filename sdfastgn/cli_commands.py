@@ -41,7 +41,7 @@ from sdfastgn.cli_options import (
     command,
     one_line_errors,
 )
-from sdfastgn.program import OWN_PROCESS
+from sdfastgn.program import OWN_PROCESS, is_main
 
 
 @command()
@@ -68,9 +68,9 @@ def bench(
     seed: SeedOption = 0,
 ) -> None:
     """Time a UNet step, a VAE decode, a pipeline or a training step. Outputs are checked first."""
-    from sdfastgn.bench import checks, documents, options, processes, session
+    from sdfastgn.bench import checks, documents, options, session
 
-    if not processes.is_main():
+    if not is_main():
         json = plot = html = None
     with one_line_errors():
         configs = options.preset_configs(
@@ -265,15 +265,15 @@ def verify(
     import torch
 
     from sdfastgn import api, verification
-    from sdfastgn.bench import checks, options, terminal
+    from sdfastgn.bench import checks, loading, terminal
+    from sdfastgn.bench.models.architectures import DTYPES
     from sdfastgn.bench.models.pipelines import load_pipeline
-    from sdfastgn.bench.models.workload import DTYPES
     from sdfastgn.bench.tables import verification as tables
 
     with one_line_errors():
         checks.weights_source("PATH", path, words=())
-        device = options.device_name("--device", device)
-        weights = DTYPES[options.dtype_name("--dtype", dtype, device)]
+        device = loading.device_name("--device", device)
+        weights = DTYPES[loading.dtype_name("--dtype", dtype, device)]
         pipe = load_pipeline("PATH", path, weights, torch.device(device))
     api.optimize(pipe, cuda_graphs=False)
     found = api.verdicts(pipe)
@@ -289,12 +289,12 @@ def info(device: DeviceOption = None) -> None:
     import torch
 
     from sdfastgn import __version__
-    from sdfastgn.bench import environment, options, terminal
+    from sdfastgn.bench import environment, loading, terminal
     from sdfastgn.bench.kernels.suites import SUITES
     from sdfastgn.versions import never_run
 
     with one_line_errors():
-        where = torch.device(options.device_name("--device", device))
+        where = torch.device(loading.device_name("--device", device))
     facts = environment.environment(where)
     providers = {name: each for suite in SUITES.values() for name, each in suite.providers.items()}
     out = terminal.console()

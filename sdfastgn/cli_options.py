@@ -238,7 +238,7 @@ def options_of_all(
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
     """Bad options and weights that cannot be loaded end in one line and exit code 2."""
-    from sdfastgn.bench.documents import OptionError
+    from sdfastgn.program import OptionError
 
     try:
         yield

@@ -19,14 +19,13 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 import sdfastgn
-from sdfastgn.bench import checks, options, processes, terminal
-from sdfastgn.bench.documents import OptionError
-from sdfastgn.bench.environment import installed_versions
+from sdfastgn.bench import checks, loading, processes, terminal
+from sdfastgn.bench.models.architectures import DTYPES
 from sdfastgn.bench.models.pipelines import load_pipeline
-from sdfastgn.bench.models.workload import DTYPES
 from sdfastgn.kernels.common.failures import one_line
-from sdfastgn.program import counted, program
+from sdfastgn.program import OptionError, counted, is_main, program
 from sdfastgn.prompts import Job, batches, shares
+from sdfastgn.versions import installed_versions
 
 # The key of a PNG's text chunk. It holds JSON: the settings and the versions of the packages.
 METADATA = "sdfastgn"
@@ -73,19 +72,19 @@ def _save(picture: Image.Image, path: Path, text: str) -> None:
 
 def run(job: Job, device: str | None = None) -> int:
     """Draws what is not there yet; returns 0, or 1 where a line could not be drawn."""
-    device = options.device_name("--device", device)
-    options.text_to_image("--model", job.model)
-    job = replace(job, dtype=options.dtype_name("--dtype", job.dtype, device))
+    device = loading.device_name("--device", device)
+    loading.text_to_image("--model", job.model)
+    job = replace(job, dtype=loading.dtype_name("--dtype", job.dtype, device))
     checks.made_folder("--out", job.out, f"{os.getpid()}.part")  # each process tries a file of its own
     todo = [line for line in job.wanted if not _is_finished(job.path(line), job.asked(line))]
-    for line in job.problems if processes.is_main() else ():
+    for line in job.problems if is_main() else ():
         _complain(job, line, job.problems[line])
     with processes.joined(device) as (state, own_device):
         state.wait_for_everyone()  # all have looked for finished images before the first is written
         with state.split_between_processes(shares(job.wanted, todo, state.num_processes)) as share:
             failed = _draw(job, share, own_device) if share else 0
         failed = sum(gather_object([failed]))
-    if processes.is_main():
+    if is_main():
         drawn, there, bad = len(todo) - failed, len(job.wanted) - len(todo), len(job.problems) + failed
         print(
             f"{counted(drawn, 'image')} drawn, {there} there before, {counted(bad, 'line')} failed: {job.out}"
@@ -104,7 +103,7 @@ def _draw(job: Job, lines: Sequence[int], device: str) -> int:
     if not job.stock:
         sdfastgn.optimize(pipe, missing_ok=True)
     failed = 0
-    with terminal.watched(len(lines), quiet=not processes.is_main()) as (on_start, on_done):
+    with terminal.watched(len(lines), quiet=not is_main()) as (on_start, on_done):
         for batch in batches(job.wanted, lines, job.batch_size):
             on_start(f"lines {', '.join(map(str, batch))}")
             left = list(batch)

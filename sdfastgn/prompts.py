@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from sdfastgn.bench import checks
-from sdfastgn.bench.documents import OptionError
 from sdfastgn.bench.models.configurations import DTYPES, SEEDS
 from sdfastgn.bench.models.saved import native_size, unet_config
+from sdfastgn.program import OptionError
 
 
 @dataclass(frozen=True)

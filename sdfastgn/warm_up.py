@@ -17,16 +17,15 @@ from typing import Any
 import torch
 
 import sdfastgn
-from sdfastgn.bench import checks, options
-from sdfastgn.bench.documents import OptionError
-from sdfastgn.bench.environment import triton_cache
+from sdfastgn.backend import triton_cache
+from sdfastgn.bench import checks, loading
 from sdfastgn.bench.models import pipelines
-from sdfastgn.bench.models.configurations import MODELS, VAES
+from sdfastgn.bench.models.architectures import DTYPES
+from sdfastgn.bench.models.configurations import MODELS, PROMPT, VAES
 from sdfastgn.bench.models.saved import latent_scale
-from sdfastgn.bench.models.workload import DTYPES, PROMPT
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.compile_ahead import rehearse
-from sdfastgn.program import counted, program
+from sdfastgn.program import OptionError, counted, program
 
 # Of an image: some schedulers cannot do with one.
 _STEPS = 2
@@ -57,11 +56,11 @@ def run(
     if model in MODELS:
         native, scale = VAES[model]["sample_size"], latent_scale(VAES[model])
     else:
-        native, scale = options.text_to_image("MODEL", model)
+        native, scale = loading.text_to_image("MODEL", model)
     checks.positive("--batch", batch)
     wanted = [_size(text, scale) for text in sizes or [str(native)]]
     device = _gpu("--device", device)
-    weights = DTYPES[options.dtype_name("--dtype", dtype, device)]
+    weights = DTYPES[loading.dtype_name("--dtype", dtype, device)]
     if model in MODELS:
         pipe = pipelines.build_pipeline(model, dtype=weights, device=device)
     else:
@@ -102,7 +101,7 @@ def fill(pipe: Any, sizes: Sequence[tuple[int, int]], batch: int) -> int:
 
 
 def _gpu(option: str, value: str | None) -> str:
-    device = options.device_name(option, value)
+    device = loading.device_name(option, value)
     if torch.device(device).type != "cuda":
         why = "" if torch.cuda.is_available() else " (torch sees no CUDA GPU)"
         raise OptionError(f"{option}: kernels compile on the GPU that they are for, got {device!r}{why}")

@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from sdfastgn.bench.documents import OptionError
+from sdfastgn.program import OptionError
 
 # Of as many digits as a size in PyTorch may have; Python itself refuses to read thousands.
 DIGITS = r"\d{1,18}"

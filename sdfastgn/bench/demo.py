@@ -19,7 +19,7 @@ from sdfastgn.bench import digits_pipeline
 from sdfastgn.bench.digits_pipeline import INKS, NUMERALS, SIZE, prompt_of
 from sdfastgn.bench.images import psnr
 from sdfastgn.bench.models.pipelines import load_pipeline
-from sdfastgn.bench.terminal import Blocks
+from sdfastgn.bench.tables.blocks import Blocks
 
 PICTURE = "demo.png"
 STEPS = digits_pipeline.STEPS

@@ -5,13 +5,10 @@ A check raises OptionError. Those that need no torch are in ``checks``.
 
 from __future__ import annotations
 
-import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from sdfastgn.bench.checks import (
     DIGITS,
@@ -24,16 +21,18 @@ from sdfastgn.bench.checks import (
     weights_source,
     whole_numbers,
 )
-from sdfastgn.bench.documents import OptionError
 from sdfastgn.bench.kernels.suite import INFERENCE, KernelConfig, Shape, Suite
 from sdfastgn.bench.kernels.suites import SUITES
+from sdfastgn.bench.loading import device_name, dtype_name, pipeline_reason
 from sdfastgn.bench.models import architectures
+from sdfastgn.bench.models.architectures import DTYPES
 from sdfastgn.bench.models.configurations import IMAGE_TO_IMAGE, MODELS, UNETS, VAES
 from sdfastgn.bench.models.presets import PRESETS
 from sdfastgn.bench.models.saved import native_size, unet_config
 from sdfastgn.bench.models.variants import PARTS, VARIANTS, Variant
-from sdfastgn.bench.models.workload import DTYPES, BenchConfig
+from sdfastgn.bench.models.workload import BenchConfig
 from sdfastgn.bench.tables.plots import plot_reason
+from sdfastgn.program import OptionError
 
 # Where the user names none: timed calls of each part. A UNet step has two images, for guidance.
 GPU_REPEATS = {"unet": 50, "vae": 30, "pipeline": 5, "train": 30}
@@ -42,23 +41,6 @@ GUIDED_BATCH = 2
 STEPS = 30
 
 _SHAPE = re.compile(rf"{DIGITS}(x{DIGITS})+")
-
-
-def device_name(option: str, value: str | None) -> str:
-    """``value`` as PyTorch knows it; without one, ``cuda`` where there is a GPU, else ``cpu``."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if value is None:
-        return "cuda" if count else "cpu"
-    allowed = ["cpu", *(["cuda", *(f"cuda:{index}" for index in range(count))] if count else [])]
-    if value not in allowed:
-        why = "" if count else " (torch sees no CUDA GPU)"
-        raise OptionError(f"{option}: cannot use {value!r}; choose from {', '.join(allowed)}{why}")
-    return value
-
-
-def dtype_name(option: str, value: str | None, device: str) -> str:
-    """``value``, one of ``DTYPES``; without one, fp16 on a GPU and fp32 on the CPU."""
-    return one_of(option, ("fp32" if device == "cpu" else "fp16") if value is None else value, DTYPES)
 
 
 def _subject(model: str | None, weights: str, parts: Sequence[str]) -> tuple[str, int, int, int]:
@@ -80,39 +62,13 @@ def _subject(model: str | None, weights: str, parts: Sequence[str]) -> tuple[str
         raise OptionError(f"--model: the UNet of {weights!r} is not that of {model!r}: {difference}{hint}")
     if reason := architectures.unet_reason(config):
         raise OptionError(f"--weights: the UNet of {weights!r} cannot be timed: {reason}")
-    if "pipeline" in parts and (reason := _pipeline_reason(weights, config)):
+    if "pipeline" in parts and (reason := pipeline_reason(weights, config)):
         raise OptionError(f"--part: 'pipeline' needs {reason}")
     native, scale = native_size(weights, config, without_vae=8 if same else 1)
     # Without text, or with its guidance within, a UNet gets each image once.
     is_guided = config.get("_class_name") != "UNet2DModel" and not config.get("time_cond_proj_dim")
     name = model or (same[0] if same else Path(weights).expanduser().resolve().name)
     return name, native, scale, GUIDED_BATCH if is_guided else 1
-
-
-def text_to_image(option: str, weights: str) -> tuple[int, int]:
-    """The native size of a pipeline of text to image and the pixels of a latent, before it is loaded."""
-    config = unet_config(option, weights)
-    if reason := _pipeline_reason(weights, config):
-        raise OptionError(f"{option}: must be {reason}")
-    return native_size(weights, config, without_vae=8)
-
-
-def _pipeline_reason(weights: str, config: Mapping[str, Any]) -> str:
-    """What a pipeline would need that is not so; empty where it makes images of text."""
-    if (channels := config.get("in_channels", 4)) != config.get("out_channels", 4):
-        return f"a UNet of text to image, that of {weights!r} takes {channels} channels"
-    import diffusers
-
-    try:
-        kind = dict(diffusers.DiffusionPipeline.load_config(weights))["_class_name"]
-        arguments = inspect.signature(getattr(diffusers, kind).__call__).parameters
-    except Exception:  # what is no pipeline says why when it is loaded
-        return ""
-    inputs = ("image", "mask_image", "control_image", "image_embeds", "video")
-    needs = [name for name in inputs if name in arguments]
-    if "prompt" not in arguments:
-        return f"a pipeline that takes a prompt, {kind} of {weights!r} does not"
-    return f"a pipeline of text to image, {kind} of {weights!r} takes {needs[0]!r}" if needs else ""
 
 
 def scheduler_name(option: str, value: str) -> str:

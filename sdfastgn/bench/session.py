@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from sdfastgn.bench import page, processes
-from sdfastgn.bench.documents import OK, WRONG, OptionError, document, images_path, write_json
+from sdfastgn.bench.documents import OK, WRONG, document, images_path, write_json
 from sdfastgn.bench.environment import environment
 from sdfastgn.bench.kernels import run as kernels
 from sdfastgn.bench.kernels.suite import COPY, KernelConfig, KernelRow
@@ -38,7 +38,7 @@ from sdfastgn.bench.tables.results import (
     times_of,
 )
 from sdfastgn.bench.terminal import console, print_lines, watched
-from sdfastgn.program import counted
+from sdfastgn.program import OptionError, counted, is_main, launched
 
 
 def _where(environment: dict[str, Any]) -> str:
@@ -70,7 +70,7 @@ def run_bench(
     Processes of a launcher run pipelines at the same time; give the files to the main one, which
     alone prints.
     """
-    if not processes.launched():
+    if not launched():
         return _run_bench(configs, variants, json, plot, html)
     others = [config.part for config in configs if config.part != "pipeline"]
     if others:
@@ -81,7 +81,7 @@ def run_bench(
 
 
 def _kind(configs: Sequence[BenchConfig]) -> str:
-    if processes.launched():
+    if launched():
         return "processes"  # GPUs that share a host: of no table of one
     if configs[0].preset:
         return "preset"
@@ -97,7 +97,7 @@ def _run_bench(
     plot: Path | None,
     html: Path | None,
 ) -> int:
-    quiet = not processes.is_main()
+    quiet = not is_main()
     out = Console(quiet=True) if quiet else console()
     where = end_to_end.current_environment(torch.device(configs[0].device), configs)
     content = document(_kind(configs), where, end_to_end.describe(configs), [])

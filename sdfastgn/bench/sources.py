@@ -14,9 +14,9 @@ from typing import Any
 import diffusers
 from rich.console import Console
 
-from sdfastgn.bench.documents import OptionError
 from sdfastgn.patches.core.tested_sources import computed, hash_of, source_hash, upstream_definition
 from sdfastgn.patches.registry import FUSIONS, MISSING, OBJECT_FUSIONS
+from sdfastgn.program import OptionError
 
 # A release of which every method is known.
 KNOWN_RELEASE = "0.42.1"

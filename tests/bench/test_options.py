@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from sdfastgn.bench import checks
-from sdfastgn.bench.documents import OptionError
 from sdfastgn.bench.models.pipelines import build_pipeline
+from sdfastgn.program import OptionError
 from tests.command_line import invoke
 
 

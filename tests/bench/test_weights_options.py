@@ -13,7 +13,7 @@ from sdfastgn.bench import options
 from sdfastgn.bench.models.architectures import build_unet, unet_difference
 from sdfastgn.bench.models.configurations import MODELS, UNETS
 from sdfastgn.bench.models.pipelines import load_pipeline
-from sdfastgn.bench.options import OptionError
+from sdfastgn.program import OptionError
 
 # As published: tuples are lists, and there are keys of no matter here.
 SD15 = {**json.loads(json.dumps(UNETS["sd15"])), "in_channels": 4, "norm_num_groups": 32}

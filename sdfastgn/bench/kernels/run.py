@@ -33,7 +33,7 @@ from sdfastgn.bench.kernels.suite import (
     Suite,
     shape_text,
 )
-from sdfastgn.bench.models.workload import DTYPES
+from sdfastgn.bench.models.architectures import DTYPES
 from sdfastgn.kernels.common.failures import one_line
 
 Tensors = tuple[Tensor, ...]

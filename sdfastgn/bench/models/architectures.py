@@ -16,12 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from sdfastgn import model_inputs
+from sdfastgn.bench.models import configurations
 from sdfastgn.bench.models.configurations import TINY_AUTOENCODERS, UNETS, VAES
 from sdfastgn.bench.models.saved import latent_scale
 
 if TYPE_CHECKING:  # diffusers takes seconds to import, and the names of the models are asked for without it
     from diffusers import AutoencoderKL, AutoencoderTiny, UNet2DConditionModel
 
+# dtypes of weights, by option.
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, full) for name, full in configurations.DTYPES.items()}
 # What each block may have of its own, or all blocks in common.
 _PER_BLOCK = ("layers_per_block", "cross_attention_dim", "attention_head_dim", "transformer_layers_per_block")
 

@@ -19,9 +19,9 @@ from diffusers import (
 from packaging.version import Version
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
-from sdfastgn.bench.documents import OptionError
 from sdfastgn.bench.models import architectures, configurations
 from sdfastgn.kernels.common.failures import one_line
+from sdfastgn.program import OptionError
 
 # What ``from_pretrained`` calls the dtype: 0.40 deprecated the older name, and older ones ignore the new.
 _DTYPE = "dtype" if Version(diffusers.__version__) >= Version("0.40.0") else "torch_dtype"

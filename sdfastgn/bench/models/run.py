@@ -18,11 +18,11 @@ from sdfastgn.bench import timing
 from sdfastgn.bench.documents import FAILED, OK, UNAVAILABLE, WRONG
 from sdfastgn.bench.environment import environment
 from sdfastgn.bench.images import relative_error
+from sdfastgn.bench.meeting import Meeting
 from sdfastgn.bench.models import gate, profiling
 from sdfastgn.bench.models.gate import Reference
 from sdfastgn.bench.models.variants import Variant, prepared
 from sdfastgn.bench.models.workload import BUILDERS, BenchConfig, Workload
-from sdfastgn.bench.processes import Meeting
 from sdfastgn.kernels.common.failures import one_line
 
 # Replays of each of a pipeline's graphs: a graph alone takes the same time again and again.

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sdfastgn.bench.documents import OptionError
 from sdfastgn.bench.models.configurations import UNETS
+from sdfastgn.program import OptionError
 
 _CONFIG = "config.json"
 

@@ -14,16 +14,16 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from sdfastgn import model_inputs
-from sdfastgn.bench.documents import OptionError
 from sdfastgn.bench.models import architectures, configurations
+from sdfastgn.bench.models.architectures import DTYPES
 from sdfastgn.bench.models.configurations import PROMPT
 from sdfastgn.bench.models.saved import latent_scale
 from sdfastgn.bench.timing import global_switches
 from sdfastgn.kernels.common.failures import one_line
+from sdfastgn.program import OptionError
 
 T = TypeVar("T")
 
-DTYPES: dict[str, torch.dtype] = {name: getattr(torch, full) for name, full in configurations.DTYPES.items()}
 GUIDANCE = 7.5
 # Most pixels that a VAE decodes in one call: of more, activations have over 2**31 elements.
 MOST_DECODED_PIXELS = 4 * 1024**2

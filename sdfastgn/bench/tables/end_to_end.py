@@ -11,6 +11,7 @@ from typing import Any
 from sdfastgn.bench.documents import OK
 from sdfastgn.bench.models.run import Row
 from sdfastgn.bench.models.variants import PARTS, VARIANTS, label
+from sdfastgn.bench.tables.blocks import Blocks
 from sdfastgn.bench.tables.markdown import (
     NOTHING,
     documents,
@@ -22,7 +23,6 @@ from sdfastgn.bench.tables.markdown import (
 )
 from sdfastgn.bench.tables.profile import row_title
 from sdfastgn.bench.tables.speed_up import eager_of, speed_up, uncertain_notes
-from sdfastgn.bench.terminal import Blocks
 from sdfastgn.program import counted
 
 # Variants with a column for their time in the harness's CUDA graph.

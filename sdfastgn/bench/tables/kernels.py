@@ -11,6 +11,7 @@ from typing import Any
 
 from sdfastgn.bench.documents import OK, UNAVAILABLE
 from sdfastgn.bench.kernels.suite import COPY, OURS, KernelRow, Shape, Suite, rows_of, shape_text
+from sdfastgn.bench.tables.blocks import Blocks
 from sdfastgn.bench.tables.markdown import (
     LOSS,
     NO_RESULTS,
@@ -22,7 +23,6 @@ from sdfastgn.bench.tables.markdown import (
     source_line,
     without_empty_columns,
 )
-from sdfastgn.bench.terminal import Blocks
 
 # One launch, and three: small enough that the CPU never waits for the GPU.
 _HOST_SHAPES: tuple[Shape, ...] = ((2, 1280, 8, 8), (2, 1280, 16, 16), (2, 640, 32, 32), (2, 320, 64, 64))

@@ -11,6 +11,7 @@ from sdfastgn.bench.documents import OK
 from sdfastgn.bench.models.host import HostRow
 from sdfastgn.bench.models.variants import label
 from sdfastgn.bench.models.warm_up import WaitRow
+from sdfastgn.bench.tables.blocks import Blocks
 from sdfastgn.bench.tables.markdown import (
     NO_RESULTS,
     NOTHING,
@@ -20,7 +21,6 @@ from sdfastgn.bench.tables.markdown import (
     source_line,
 )
 from sdfastgn.bench.tables.profile import MODEL_LABELS
-from sdfastgn.bench.terminal import Blocks
 from sdfastgn.program import counted
 
 # Milliseconds below which a function is in no line of its own, whoever calls it.

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sdfastgn.bench.checks import file_path
-from sdfastgn.bench.documents import OK, OptionError, read_json
+from sdfastgn.bench.documents import OK, read_json
 from sdfastgn.bench.kernel_categories import CATEGORIES, GAPS, OTHER
 from sdfastgn.bench.kernels.suite import COPY, FORWARD, INFERENCE, OURS, KernelRow, rows_of
 from sdfastgn.bench.kernels.suites import SUITES
@@ -22,6 +22,7 @@ from sdfastgn.bench.models.run import Row
 from sdfastgn.bench.tables.end_to_end import headline_times
 from sdfastgn.bench.tables.markdown import number, source_line
 from sdfastgn.bench.tables.profile import breakdown_of, lowest_floor, row_title
+from sdfastgn.program import OptionError
 
 # Colors that stay apart in print and for the color-blind (Okabe and Ito).
 _COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999")

@@ -10,6 +10,7 @@ from sdfastgn.bench.kernel_categories import CATEGORIES, FLOOR, GAPS, OTHER
 from sdfastgn.bench.models.profiling import CPU, Breakdown
 from sdfastgn.bench.models.run import Row
 from sdfastgn.bench.models.variants import PARTS, label
+from sdfastgn.bench.tables.blocks import Blocks
 from sdfastgn.bench.tables.markdown import (
     NO_RESULTS,
     documents,
@@ -18,7 +19,6 @@ from sdfastgn.bench.tables.markdown import (
     source_line,
     without_empty_columns,
 )
-from sdfastgn.bench.terminal import Blocks
 from sdfastgn.program import counted
 
 FLOOR_NAMES = " + ".join(FLOOR)

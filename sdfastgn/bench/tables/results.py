@@ -8,12 +8,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from sdfastgn.bench.documents import OK, OptionError, images_path, load, read_json
+from sdfastgn.bench.documents import OK, images_path, load, read_json
 from sdfastgn.bench.kernels.suite import KernelRow, Suite, rows_of, shape_text
 from sdfastgn.bench.kernels.suites import SUITES
 from sdfastgn.bench.models.presets import PRESETS
 from sdfastgn.bench.models.run import Row
 from sdfastgn.bench.models.variants import VARIANTS, label
+from sdfastgn.bench.tables.blocks import Blocks
 from sdfastgn.bench.tables.end_to_end import end_to_end_table, rows_of_runs
 from sdfastgn.bench.tables.kernels import suite_tables
 from sdfastgn.bench.tables.markdown import (
@@ -27,8 +28,7 @@ from sdfastgn.bench.tables.markdown import (
 )
 from sdfastgn.bench.tables.pipelines import PIPELINE_TABLES, pipeline_table
 from sdfastgn.bench.tables.profile import profile_table, row_title
-from sdfastgn.bench.terminal import Blocks
-from sdfastgn.program import counted
+from sdfastgn.program import OptionError, counted
 
 # Kinds of results that hold rows of ``bench``.
 BENCH_KINDS = ("end_to_end", "profile", "preset", "processes", "sweep")

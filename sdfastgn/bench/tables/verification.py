@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from sdfastgn.bench.terminal import Blocks
+from sdfastgn.bench.tables.blocks import Blocks
 from sdfastgn.verification import PUT_BACK, RIGHT, UNVERIFIED, Verdict
 
 _STATUSES = (RIGHT, PUT_BACK, UNVERIFIED)

@@ -28,7 +28,7 @@ from sdfastgn.bench.kernels.suite import (
     fixed,
 )
 from sdfastgn.bench.kernels.suites import EPS, GROUPS, SUITES
-from sdfastgn.bench.models.workload import DTYPES
+from sdfastgn.bench.models.architectures import DTYPES
 from sdfastgn.bench.tables import kernels as tables
 from tests.command_line import invoke
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from sdfastgn.bench.documents import OptionError
 from sdfastgn.bench.images import psnr
 from sdfastgn.bench.models import configurations
 from sdfastgn.bench.models.pipelines import build_pipeline, build_tokenizer, load_pipeline
@@ -16,6 +15,7 @@ from sdfastgn.bench.models.run import run
 from sdfastgn.bench.models.variants import VARIANTS
 from sdfastgn.bench.models.workload import BenchConfig
 from sdfastgn.bench.models.workload import build_pipeline as build_workload
+from sdfastgn.program import OptionError
 
 
 def generate(pipe):

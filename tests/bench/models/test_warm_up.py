@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from sdfastgn.bench import documents, processes
-from sdfastgn.bench.documents import OptionError
 from sdfastgn.bench.models import run as end_to_end
 from sdfastgn.bench.models import warm_up
 from sdfastgn.bench.models.warm_up import WaitRow
 from sdfastgn.bench.models.workload import BenchConfig
 from sdfastgn.bench.tables import pages
 from sdfastgn.bench.tables.pipelines import warm_up_table
+from sdfastgn.program import OptionError
 from tests.bench.tables.cases import save
 from tests.command_line import exit_code
 

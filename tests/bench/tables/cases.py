@@ -13,7 +13,7 @@ from rich.console import Console
 
 from sdfastgn.bench.documents import OK
 from sdfastgn.bench.models.run import Row
-from sdfastgn.bench.terminal import Blocks
+from sdfastgn.bench.tables.blocks import Blocks
 
 ENVIRONMENT = {
     "gpu": "NVIDIA H200",

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from sdfastgn.bench import documents, options
-from sdfastgn.bench.documents import OptionError
 from sdfastgn.bench.models.presets import PRESETS
 from sdfastgn.bench.models.run import describe
 from sdfastgn.bench.tables import plots, results
 from sdfastgn.bench.tables.results import Result, cases_of, comparison, preset_tables, tables_of
+from sdfastgn.program import OptionError
 from tests.bench.tables.cases import ENVIRONMENT, row, save, text_of
 from tests.command_line import ROOT, invoke
 
