@@ -72,7 +72,7 @@ import json, warnings
 from importlib.metadata import version
 warnings.simplefilter("ignore")
 import torch, sdfastgn
-from sdfastgn.bench.models.architectures import build_unet, build_vae
+from sdfastgn.models.architectures import build_unet, build_vae
 reports = [sdfastgn.report(build("tiny", torch.float16, "meta")) for build in (build_unet, build_vae)]
 print(json.dumps({
     "fused": sum(len(r.fusable) for r in reports),

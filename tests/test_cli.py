@@ -17,10 +17,10 @@ from sdfastgn import cli
 from sdfastgn.bench.documents import OK
 from sdfastgn.bench.kernels.suite import KernelRow
 from sdfastgn.bench.kernels.suites import SUITES
-from sdfastgn.bench.models import architectures, configurations
-from sdfastgn.bench.models.pipelines import build_pipeline
-from sdfastgn.bench.models.variants import PARTS, VARIANTS, Variant
+from sdfastgn.bench.variants import PARTS, VARIANTS, Variant
 from sdfastgn.kernels.common import dispatch
+from sdfastgn.models import architectures, configurations
+from sdfastgn.models.pipelines import build_pipeline
 from sdfastgn.patches.fusions.geglu import FusedGEGLU
 from tests.command_line import ROOT, exit_code, invoke
 
@@ -171,7 +171,7 @@ def test_a_new_variant_is_one_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_wrong_variant_fails_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sdfastgn.bench.models.gate.ERROR_BOUNDS", {"fp32": -1.0})
+    monkeypatch.setattr("sdfastgn.bench.gate.ERROR_BOUNDS", {"fp32": -1.0})
     result = invoke("bench", "--part", "vae", *ON_CPU, "--variants", "eager,channels_last")
     assert result.exit_code == 1
     assert "wrong output" in result.stdout

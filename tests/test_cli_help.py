@@ -8,9 +8,9 @@ import pytest
 
 import sdfastgn
 from sdfastgn.bench.kernels.suites import SUITES
-from sdfastgn.bench.models import configurations
-from sdfastgn.bench.models.variants import PARTS, VARIANTS
-from sdfastgn.cli_options import app
+from sdfastgn.bench.variants import PARTS, VARIANTS
+from sdfastgn.cli.app import app
+from sdfastgn.models import configurations
 from tests.command_line import invoke
 
 COMMANDS = [command.name or command.callback.__name__ for command in app.registered_commands]

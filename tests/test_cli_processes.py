@@ -13,7 +13,7 @@ import pytest
 from tests.command_line import ROOT, invoke, process
 
 SCRIPT = Path(sys.executable).with_name("sdfastgn")
-GENERATE = ("generate", "--model", "sdfastgn/bench/digits", "--prompts", "README.md", "--out", "images")
+GENERATE = ("generate", "--model", "scripts/digits", "--prompts", "README.md", "--out", "images")
 # Modules that take seconds to import, and that info and inspect do without.
 HEAVY = ("accelerate", "matplotlib", "peft", "scipy", "sklearn", "torch._dynamo", "transformers")
 ALL = ("torch", "triton", "numpy", "diffusers", *HEAVY)

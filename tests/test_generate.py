@@ -17,9 +17,9 @@ from diffusers import DiffusionPipeline, StableDiffusionPipeline
 from PIL import Image
 
 import sdfastgn
-from sdfastgn.bench.models.pipelines import build_pipeline
-from sdfastgn.generate import METADATA
-from sdfastgn.prompts import Settings, batches, read_prompts, shares
+from sdfastgn.cli.drawing import METADATA
+from sdfastgn.cli.prompts import Settings, batches, read_prompts, shares
+from sdfastgn.models.pipelines import build_pipeline
 from tests.command_line import ROOT, exit_code, invoke, process
 
 LINES = [

@@ -25,9 +25,6 @@ SHIPPED = {
     "sdfastgn/__init__.py",
     "sdfastgn/__main__.py",
     "sdfastgn/bench/report.html",
-    "sdfastgn/bench/digits/README.md",
-    "sdfastgn/bench/digits/model_index.json",
-    "sdfastgn/bench/digits/unet/diffusion_pytorch_model.safetensors",
     "sdfastgn/kernels/group_norm/op.py",
     "sdfastgn/py.typed",
 }

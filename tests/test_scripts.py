@@ -7,8 +7,8 @@ from unittest import mock
 
 import pytest
 
-from sdfastgn.bench import session
-from sdfastgn.bench.models.variants import VARIANTS
+from sdfastgn.bench.variants import VARIANTS
+from sdfastgn.cli import session
 from tests.command_line import exit_code
 
 # What each times where its user says nothing: model, parts, size, batch, dtype and variants.
@@ -27,8 +27,12 @@ TIMED = {
         ["eager", "sdfastgn", "compile", "stable_fast"],
     ),
 }
-# Those that are commands of the command line.
-SCRIPTS = [*TIMED, "profile_host.py", "time_warm_up.py"]
+# What runs the command line, and how its help calls it.
+SCRIPTS = {
+    **{name: f"scripts/{name}" for name in TIMED},
+    "publish/host.py": "scripts.publish.host",
+    "publish/warm_up.py": "scripts.publish.warm_up",
+}
 
 
 @pytest.mark.parametrize(("script", "expected"), TIMED.items(), ids=TIMED)
@@ -53,7 +57,7 @@ def test_bad_input_is_one_line(
 ) -> None:
     assert exit_code(monkeypatch, script, "--device", "tpu") == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"{script}: --device: cannot use 'tpu'")
+    assert error.startswith(f"{Path(script).name}: --device: cannot use 'tpu'")
     assert error.count("\n") == 1
 
 
@@ -62,4 +66,4 @@ def test_the_help_is_the_scripts_own(
     script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert exit_code(monkeypatch, script, "--help") == 0
-    assert f"scripts/{script} " in " ".join(capsys.readouterr().out.split())
+    assert f"{SCRIPTS[script]} " in " ".join(capsys.readouterr().out.split())

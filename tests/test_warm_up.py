@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import sdfastgn
-from sdfastgn import warm_up
-from sdfastgn.bench.models.pipelines import build_pipeline, load_pipeline
+from sdfastgn.cli import kernel_cache
 from sdfastgn.kernels.common import dispatch
+from sdfastgn.models.pipelines import build_pipeline, load_pipeline
 from tests.command_line import invoke
 
 
@@ -35,8 +35,8 @@ def rehearsal(tmp_path, monkeypatch):
     """The CPU stands for a GPU."""
     rehearsal = Rehearsal(tmp_path / "cache")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(rehearsal.cache))
-    monkeypatch.setattr(warm_up, "rehearse", rehearsal)
-    monkeypatch.setattr(warm_up, "_gpu", lambda option, device: "cpu")
+    monkeypatch.setattr(kernel_cache, "rehearse", rehearsal)
+    monkeypatch.setattr(kernel_cache, "_gpu", lambda option, device: "cpu")
     return rehearsal
 
 
@@ -58,8 +58,8 @@ def test_each_size_is_called_in_a_rehearsal_and_once_more(rehearsal):
     pipe = build_pipeline("tiny", dtype=torch.float32, device="cpu")
     shapes = []
     pipe.unet.register_forward_pre_hook(lambda module, args: shapes.append(tuple(args[0].shape)))
-    with mock.patch.object(warm_up.sdfastgn, "optimize", wraps=sdfastgn.optimize) as optimize:
-        assert warm_up.fill(pipe, [(64, 64), (80, 48)], batch=3) == 2
+    with mock.patch.object(kernel_cache.sdfastgn, "optimize", wraps=sdfastgn.optimize) as optimize:
+        assert kernel_cache.fill(pipe, [(64, 64), (80, 48)], batch=3) == 2
     optimize.assert_called_once_with(pipe, cuda_graphs=False)
     assert rehearsal.devices == [torch.device("cpu")]
     # Two of each image, for guidance; the scheduler makes a step more than it is asked for.
@@ -70,7 +70,7 @@ def test_each_size_is_called_in_a_rehearsal_and_once_more(rehearsal):
 
 def test_without_a_size_it_is_the_models_own(rehearsal, monkeypatch):
     fill = mock.Mock(return_value=2)
-    monkeypatch.setattr(warm_up, "fill", fill)
+    monkeypatch.setattr(kernel_cache, "fill", fill)
     for size, expected in (((), (64, 64)), (("--size", "80x48"), (80, 48))):
         assert invoke("warm-up", "tiny", *size, "--batch", "3").exit_code == 0
         assert fill.call_args.args[1:] == ([expected], 3)
@@ -78,7 +78,7 @@ def test_without_a_size_it_is_the_models_own(rehearsal, monkeypatch):
 
 def test_a_kernel_that_cannot_be_compiled_is_an_error(rehearsal, monkeypatch, capsys):
     monkeypatch.setattr(dispatch, "why_off", "Triton cannot compile apply_kernel here (no space left)")
-    assert warm_up.run(model="tiny") == 1
+    assert kernel_cache.run(model="tiny") == 1
     shown = capsys.readouterr()
     assert shown.err == "sdfastgn: Triton cannot compile apply_kernel here (no space left)\n"
     assert not shown.out

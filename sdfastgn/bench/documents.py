@@ -23,7 +23,7 @@ OK, UNAVAILABLE, FAILED, WRONG = "ok", "unavailable", "failed", "wrong output"
 def document(
     kind: str, environment: dict[str, Any], config: dict[str, Any], rows: Iterable[Any]
 ) -> dict[str, Any]:
-    """A run as the JSON that ``--json`` writes and :mod:`sdfastgn.bench.tables.pages` reads."""
+    """A run as the JSON that ``--json`` writes and :mod:`scripts.publish.pages` reads."""
     return {
         "schema": SCHEMA,
         "kind": kind,

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from sdfastgn.bench import documents, environment, session
+from sdfastgn.bench import documents, environment, gate
+from sdfastgn.bench import run as end_to_end
+from sdfastgn.bench import workload as workloads
 from sdfastgn.bench.documents import FAILED, OK, UNAVAILABLE, WRONG
-from sdfastgn.bench.models import gate
-from sdfastgn.bench.models import run as end_to_end
-from sdfastgn.bench.models import workload as workloads
-from sdfastgn.bench.models.run import Row
-from sdfastgn.bench.models.variants import PARTS, VARIANTS, Variant
-from sdfastgn.bench.models.workload import BenchConfig, Workload
+from sdfastgn.bench.run import Row
 from sdfastgn.bench.tables.end_to_end import end_to_end_table, row_notes
+from sdfastgn.bench.variants import PARTS, VARIANTS, Variant
+from sdfastgn.bench.workload import BenchConfig, Workload
+from sdfastgn.cli import session
 from tests.bench.cases import SMALL, broken_variant, failing, scaled
 
 TIMES = ("ready_s", "median_ms", "p10_ms", "p90_ms", "graph_ms", "its", "peak_mib")

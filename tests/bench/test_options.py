@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from sdfastgn.bench import checks
-from sdfastgn.bench.models.pipelines import build_pipeline
+from sdfastgn.cli import checks
+from sdfastgn.models.pipelines import build_pipeline
 from sdfastgn.program import OptionError
 from tests.command_line import invoke
 

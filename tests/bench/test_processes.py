@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from sdfastgn.bench import processes
+from sdfastgn.bench import run as end_to_end
 from sdfastgn.bench.documents import FAILED, OK, UNAVAILABLE, WRONG
-from sdfastgn.bench.models import run as end_to_end
-from sdfastgn.bench.models.run import Row
-from sdfastgn.bench.models.variants import VARIANTS
-from sdfastgn.bench.models.workload import BenchConfig, Workload
+from sdfastgn.bench.run import Row
 from sdfastgn.bench.tables.end_to_end import end_to_end_table, row_notes
+from sdfastgn.bench.variants import VARIANTS
+from sdfastgn.bench.workload import BenchConfig, Workload
+from sdfastgn.cli import processes
 from sdfastgn.program import OptionError
 from tests.bench.cases import broken_variant, failing
 from tests.command_line import invoke

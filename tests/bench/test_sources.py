@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sdfastgn.bench.sources import KNOWN_RELEASE
+from sdfastgn.cli.known_sources import KNOWN_RELEASE
 from sdfastgn.patches.core.tested_sources import hash_of
 from sdfastgn.patches.registry import FUSIONS
 from tests.command_line import invoke

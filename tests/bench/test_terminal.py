@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sdfastgn.bench.terminal import console, watched
+from sdfastgn.cli.terminal import console, watched
 
 
 def measured() -> None:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from sdfastgn.bench import options
-from sdfastgn.bench.models.architectures import build_unet, unet_difference
-from sdfastgn.bench.models.configurations import MODELS, UNETS
-from sdfastgn.bench.models.pipelines import load_pipeline
+from sdfastgn.cli import bench_options
+from sdfastgn.models.architectures import build_unet, unet_difference
+from sdfastgn.models.configurations import MODELS, UNETS
+from sdfastgn.models.pipelines import load_pipeline
 from sdfastgn.program import OptionError
 
 # As published: tuples are lists, and there are keys of no matter here.
@@ -34,7 +34,7 @@ def folder(place: Path, config: dict[str, Any]) -> str:
 
 
 def model_of(weights: str, model: str | None, part: str = "unet") -> str:
-    (config,) = options.bench_configs(model=model, parts=[part], weights=weights, device="cpu")
+    (config,) = bench_options.bench_configs(model=model, parts=[part], weights=weights, device="cpu")
     return config.model
 
 
@@ -107,7 +107,7 @@ def test_weights_of_no_known_model_are_what_they_say(config, levels, expected, t
     if levels:
         (tmp_path / "vae").mkdir()
         (tmp_path / "vae" / "config.json").write_text(json.dumps({"block_out_channels": [8] * levels}))
-    (found,) = options.bench_configs(model=None, parts=["unet"], weights=weights, device="cpu")
+    (found,) = bench_options.bench_configs(model=None, parts=["unet"], weights=weights, device="cpu")
     assert (found.size, found.batch) == expected
     assert found.model == tmp_path.name
 

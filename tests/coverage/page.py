@@ -6,7 +6,7 @@ from pathlib import Path
 import diffusers
 import pytest
 
-from sdfastgn.bench.tables.pages import filled
+from scripts.publish.pages import filled
 from tests.conftest import run_fused_on_the_cpu
 from tests.coverage import networks, relatives, stable_diffusion
 from tests.coverage.run import run

@@ -10,8 +10,8 @@ from diffusers import DDIMScheduler, DiffusionPipeline
 from torch import nn
 
 import sdfastgn
-from sdfastgn.bench.models.architectures import build_unet, build_vae
-from sdfastgn.bench.models.pipelines import build_pipeline
+from sdfastgn.models.architectures import build_unet, build_vae
+from sdfastgn.models.pipelines import build_pipeline
 from sdfastgn.patches import patcher
 from sdfastgn.patches.core import channels_last
 from sdfastgn.patches.graphs import install as cuda_graphs

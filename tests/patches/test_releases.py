@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import sdfastgn
-from sdfastgn.bench.models.architectures import build_unet, build_vae
+from sdfastgn.models.architectures import build_unet, build_vae
 from sdfastgn.patches.core import tested_sources
 from sdfastgn.patches.core.tested_sources import unknown_source
 from sdfastgn.patches.registry import FUSIONS, OBJECT_FUSIONS

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from sdfastgn.bench.models import architectures
+from sdfastgn.models import architectures
 
 
 def parameters(module: nn.Module) -> int:

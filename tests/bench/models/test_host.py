@@ -9,11 +9,12 @@ import time
 
 import pytest
 
-from sdfastgn.bench.models.host import HostRow, profiled
-from sdfastgn.bench.tables.pages import TABLES
-from sdfastgn.bench.tables.pipelines import host_table
+from scripts.publish import host
+from scripts.publish.host import profiled
+from scripts.publish.pages import TABLES
+from sdfastgn.bench.tables.pipelines import HostRow, host_table
 from tests.bench.tables.cases import SOURCE, save
-from tests.command_line import invoke
+from tests.command_line import exit_code_of
 
 PIPELINE = "StableDiffusionPipeline"
 DEVICE = f"{PIPELINE}._execution_device"
@@ -71,14 +72,13 @@ def test_what_raises_and_what_python_does_not_run(monkeypatch):
     assert total == pytest.approx(65)
 
 
-def test_a_run_and_its_table(tmp_path):
+def test_a_run_and_its_table(tmp_path, monkeypatch):
     path = tmp_path / "host.json"
     options = ("--model", "tiny", "--size", "32", "--device", "cpu", "--repeats", "2", "--json", str(path))
-    result = invoke("profile-host", *options)
-    assert result.exit_code == 0, result.output
+    assert exit_code_of(monkeypatch, host.host, *options) == 0
     content = json.loads(path.read_text())
     assert content["kind"] == "host"
-    (part,) = content["config"]["parts"]  # profile-host leaves the switch alone
+    (part,) = content["config"]["parts"]  # it leaves the switch alone
     assert part["cudnn_benchmark"] is content["environment"]["switches"]["cudnn.benchmark"] is False
     rows = [HostRow(**values) for values in content["rows"]]
     assert [row.variant for row in rows] == ["eager", "sdfastgn"]

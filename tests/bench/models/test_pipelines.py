@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from sdfastgn.bench.images import psnr
-from sdfastgn.bench.models import configurations
-from sdfastgn.bench.models.pipelines import build_pipeline, build_tokenizer, load_pipeline
-from sdfastgn.bench.models.run import run
-from sdfastgn.bench.models.variants import VARIANTS
-from sdfastgn.bench.models.workload import BenchConfig
-from sdfastgn.bench.models.workload import build_pipeline as build_workload
+from sdfastgn.bench.run import run
+from sdfastgn.bench.variants import VARIANTS
+from sdfastgn.bench.workload import BenchConfig
+from sdfastgn.bench.workload import build_pipeline as build_workload
+from sdfastgn.models import configurations
+from sdfastgn.models.pipelines import build_pipeline, build_tokenizer, load_pipeline
 from sdfastgn.program import OptionError
 
 
@@ -113,9 +113,7 @@ def test_pipelines_of_few_steps(name, changes, kind, vae, monkeypatch):
     assert images.shape == (2, 64, 64, 3)
     assert len(calls) == 2  # as many as steps
     # What it starts from is drawn before, as calls are timed, and no call changes it.
-    monkeypatch.setattr(
-        "sdfastgn.bench.models.workload.model_inputs.randn", mock.Mock(side_effect=AssertionError)
-    )
+    monkeypatch.setattr("sdfastgn.bench.workload.model_inputs.randn", mock.Mock(side_effect=AssertionError))
     assert np.array_equal(workload.call(), images)
     (row,) = run(config, [VARIANTS["sdfastgn"]], workload=workload)
     assert (row.status, row.reason, row.steps) == ("ok", "", 2)
@@ -123,7 +121,7 @@ def test_pipelines_of_few_steps(name, changes, kind, vae, monkeypatch):
 
 def test_large_batches_are_decoded_one_by_one(monkeypatch):
     assert not build_workload(pipeline_config()).target.vae.use_slicing
-    monkeypatch.setattr("sdfastgn.bench.models.workload.MOST_DECODED_PIXELS", 64 * 64 - 1)
+    monkeypatch.setattr("sdfastgn.bench.workload.MOST_DECODED_PIXELS", 64 * 64 - 1)
     assert build_workload(pipeline_config()).target.vae.use_slicing
 
 

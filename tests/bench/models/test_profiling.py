@@ -13,7 +13,8 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import EventList, FunctionEvent
 from torch.profiler import ProfilerActivity
 
-from sdfastgn.bench import timing
+from sdfastgn.bench import profiling, timing
+from sdfastgn.bench import run as end_to_end
 from sdfastgn.bench.documents import FAILED, OK, WRONG
 from sdfastgn.bench.kernel_categories import (
     ATTENTION,
@@ -27,11 +28,9 @@ from sdfastgn.bench.kernel_categories import (
     OTHER,
     POINTWISE,
 )
-from sdfastgn.bench.models import profiling
-from sdfastgn.bench.models import run as end_to_end
-from sdfastgn.bench.models.profiling import CALL, CPU, REPLAY, Breakdown
-from sdfastgn.bench.models.variants import VARIANTS
-from sdfastgn.bench.models.workload import BenchConfig, Workload
+from sdfastgn.bench.profiling import CALL, CPU, REPLAY, Breakdown
+from sdfastgn.bench.variants import VARIANTS
+from sdfastgn.bench.workload import BenchConfig, Workload
 from tests.bench.cases import MODEL, SMALL, scaled
 
 CONV_KERNEL = "sm90_xmma_fprop_implicit_gemm_f16f16_f16f32_f32_nhwckrsc_nhwc"

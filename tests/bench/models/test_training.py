@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import nn
 
+from sdfastgn.bench import gate
+from sdfastgn.bench import run as end_to_end
 from sdfastgn.bench.documents import OK, WRONG
-from sdfastgn.bench.models import gate
-from sdfastgn.bench.models import run as end_to_end
-from sdfastgn.bench.models.run import Row
-from sdfastgn.bench.models.variants import VARIANTS
-from sdfastgn.bench.models.workload import BenchConfig, saved_bytes
+from sdfastgn.bench.run import Row
+from sdfastgn.bench.variants import VARIANTS
+from sdfastgn.bench.workload import BenchConfig, saved_bytes
 from tests.bench.cases import broken_variant
 
 CONFIG = BenchConfig("tiny", "train", 64, 1, "fp32", "cpu", repeats=1)

@@ -13,10 +13,10 @@ from torch import nn
 
 import sdfastgn
 from sdfastgn.bench import environment, stable_fast
-from sdfastgn.bench.models.architectures import build_vae
-from sdfastgn.bench.models.snapshot import Snapshot, modules_of
-from sdfastgn.bench.models.variants import VARIANTS, Variant, prepared
+from sdfastgn.bench.snapshot import Snapshot, modules_of
+from sdfastgn.bench.variants import VARIANTS, Variant, prepared
 from sdfastgn.kernels.common import dispatch
+from sdfastgn.models.architectures import build_vae
 
 CPU = torch.device("cpu")
 

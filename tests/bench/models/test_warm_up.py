@@ -12,16 +12,14 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from sdfastgn.bench import documents, processes
-from sdfastgn.bench.models import run as end_to_end
-from sdfastgn.bench.models import warm_up
-from sdfastgn.bench.models.warm_up import WaitRow
-from sdfastgn.bench.models.workload import BenchConfig
-from sdfastgn.bench.tables import pages
-from sdfastgn.bench.tables.pipelines import warm_up_table
+from scripts.publish import pages, runs, warm_up
+from sdfastgn.bench import documents
+from sdfastgn.bench import run as end_to_end
+from sdfastgn.bench.tables.pipelines import WaitRow, warm_up_table
+from sdfastgn.bench.workload import BenchConfig
 from sdfastgn.program import OptionError
 from tests.bench.tables.cases import save
-from tests.command_line import exit_code
+from tests.command_line import exit_code, exit_code_of
 
 CONFIG = BenchConfig("tiny", "pipeline", 64, 1, "fp32", "cpu", repeats=1, steps=1)
 ROW = WaitRow("", [3.0, 2.0, 1.0], [0.9, 0.5, 0.1, 0.1], 10.0, 12.0)
@@ -73,27 +71,27 @@ def test_a_process_hands_back_its_row_and_image(tmp_path, monkeypatch):
 
 def test_weights_that_cannot_be_loaded_are_told_by_the_process(tmp_path, monkeypatch):
     pool = mock.Mock(side_effect=lambda workers, mp_context: ThreadPoolExecutor(workers))
-    monkeypatch.setattr(processes, "ProcessPoolExecutor", pool)
+    monkeypatch.setattr(runs, "ProcessPoolExecutor", pool)
     config = dataclasses.replace(CONFIG, weights=str(tmp_path))
     with pytest.raises(OptionError, match=f"^--weights: cannot load '{tmp_path}'"):
-        processes.in_a_process(warm_up.measure, config, 48, optimize=False, triton_cache=str(tmp_path))
+        runs.in_a_process(warm_up.measure, config, 48, optimize=False, triton_cache=str(tmp_path))
     assert pool.call_args.kwargs["mp_context"].get_start_method() == "spawn"  # with nothing imported
 
 
-TINY = ("time_warm_up.py", "--model", "tiny", "--device", "cpu")
+TINY = ("--model", "tiny", "--device", "cpu")
 
 
 def test_a_bad_new_size_is_one_line(monkeypatch, capsys):
-    assert exit_code(monkeypatch, *TINY, "--new-size", "0") == 2
+    assert exit_code(monkeypatch, "publish/warm_up.py", *TINY, "--new-size", "0") == 2
     error = capsys.readouterr().err
-    assert error.startswith("time_warm_up.py: --new-size: must be a positive multiple of 8")
+    assert error.startswith("warm_up.py: --new-size: must be a positive multiple of 8")
     assert error.count("\n") == 1
 
 
 def test_the_script_prints_and_writes(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(warm_up, "run", lambda config, new_size: [dataclasses.replace(ROW, variant="eager")])
     path = tmp_path / "out.json"
-    assert exit_code(monkeypatch, *TINY, "--json", str(path)) == 0
+    assert exit_code_of(monkeypatch, warm_up.first_images, *TINY, "--json", str(path)) == 0
     assert "second image" in capsys.readouterr().out
     content = json.loads(path.read_text())
     (part,) = content["config"]["parts"]

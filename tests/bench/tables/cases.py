@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from sdfastgn.bench.documents import OK
-from sdfastgn.bench.models.run import Row
+from sdfastgn.bench.run import Row
 from sdfastgn.bench.tables.blocks import Blocks
 
 ENVIRONMENT = {

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from scripts.publish.tables.pipelines import comfyui_markdown
 from sdfastgn.bench.documents import document, write_json
-from sdfastgn.bench.tables.pipelines import comfyui_markdown
 
 
 def test_a_line_for_each_variant(tmp_path):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from scripts.publish import plots
+from scripts.publish.pages import TABLES
 from sdfastgn.bench.documents import OK, UNAVAILABLE
 from sdfastgn.bench.kernels.suite import BOTH, COPY, FORWARD, TRAINING, KernelRow, Shape
 from sdfastgn.bench.kernels.suites import SUITES
 from sdfastgn.bench.tables import kernels as kernel_tables
-from sdfastgn.bench.tables import plots
-from sdfastgn.bench.tables.markdown import LOSS
-from sdfastgn.bench.tables.pages import TABLES
+from sdfastgn.bench.tables.cells import LOSS
 from tests.bench.tables.cases import SOURCE, is_png, save, text_of
 
 INFER, TRAIN = SUITES["inference"], SUITES["training"]

@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from scripts.publish import pages, plots
+from scripts.publish.tables import end_to_end as published
+from scripts.publish.tables.markdown import NO_RESULTS
 from sdfastgn.bench.documents import FAILED, OK, UNAVAILABLE, WRONG
 from sdfastgn.bench.kernels.suite import COPY, FORWARD, KernelRow
 from sdfastgn.bench.kernels.suites import SUITES
-from sdfastgn.bench.models.run import Row
-from sdfastgn.bench.models.variants import VARIANTS
-from sdfastgn.bench.tables import end_to_end, kernels, pages, plots
-from sdfastgn.bench.tables.markdown import NO_RESULTS
+from sdfastgn.bench.run import Row
+from sdfastgn.bench.tables import end_to_end, kernels
+from sdfastgn.bench.variants import VARIANTS
 from tests.bench.tables.cases import SOURCE, cells_of, is_png, row, save, text_of
 
 SLOT = "before\n<!-- table:results -->\nold\n<!-- /table:results -->\nafter\n"
@@ -132,7 +134,7 @@ def test_results_hold_times_ratios_reasons_and_sources(tmp_path):
     save(tmp_path / "h200", "unet_sd15.json", "end_to_end", UNET)
     vae = [row("eager", 22.0, part="vae"), row("sdfastgn", 8.8, part="vae")]
     save(tmp_path / "h200", "vae_512.json", "end_to_end", vae)
-    text = end_to_end.results_markdown(tmp_path)
+    text = published.results_markdown(tmp_path)
     columns = ("eager", "sdfastgn", "torch.compile", "stable-fast")
     graphs = ("eager + graph", "torch.compile + graph")
     assert cells_of(text, "| milliseconds") == [[*columns, *graphs]]
@@ -147,7 +149,7 @@ def test_one_size_in_two_dtypes_is_two_lines(tmp_path):
     rows = [row("eager", 20.0), row("sdfastgn", 5.0)]
     save(tmp_path, "fp16.json", "end_to_end", rows)
     save(tmp_path, "fp32.json", "end_to_end", [replace(one, dtype="fp32", median_ms=90.0) for one in rows])
-    lines = cells_of(end_to_end.results_markdown(tmp_path), "| SD1.5")
+    lines = cells_of(published.results_markdown(tmp_path), "| SD1.5")
     assert [line[0] for line in lines] == ["20 (1.00x)", "90 (1.00x)"]
 
 
@@ -161,7 +163,7 @@ def test_one_peer_is_compared_in_all_that_was_measured(tmp_path):
     vae = [row("eager", 9.0, part="vae"), wrong, row("sdfastgn", 4.0, part="vae")]
     pipeline = [row("eager", 9.0, part="pipeline"), row("sdfastgn", 4.0, part="pipeline")]  # not tried
     save(tmp_path, "a.json", "end_to_end", [*unet, *vae, *pipeline])
-    text = end_to_end.peer_markdown(tmp_path, "stable_fast")
+    text = published.peer_markdown(tmp_path, "stable_fast")
     assert "| eager / stable-fast / sdfastgn | milliseconds | seconds until ready |" in text
     assert cells_of(text, "| SD1.5") == [
         ["20 / 12 / 5", "1 / 15 / 3", "2.0e-03 / 1.1e-02 / 1.7e-03", "900 / 800 / 700"]
@@ -169,7 +171,7 @@ def test_one_peer_is_compared_in_all_that_was_measured(tmp_path):
     assert cells_of(text, "| VAE")[0][0] == "9 / - / 4"
     assert "fp16: stable-fast: traced." in text
     assert "fp16: stable-fast: wrong output: off by 3." in text
-    assert "No results" in end_to_end.peer_markdown(tmp_path, "compile")
+    assert "No results" in published.peer_markdown(tmp_path, "compile")
 
 
 def test_the_headline_has_the_peers_at_their_best(tmp_path):
@@ -180,7 +182,7 @@ def test_the_headline_has_the_peers_at_their_best(tmp_path):
     save(tmp_path, "c.json", "end_to_end", pipeline)
     others = [row("sdfastgn", 7.0, part="train"), replace(row("sdfastgn", 9.0), dtype="fp32")]
     save(tmp_path, "d.json", "end_to_end", others, environment={"gpu": "another GPU"})
-    text = end_to_end.headline_markdown(tmp_path)
+    text = published.headline_markdown(tmp_path)
     assert "training" not in text
     assert "fp32" not in text
     assert "another GPU" not in text  # the lines below are those of the runs above
@@ -189,7 +191,7 @@ def test_the_headline_has_the_peers_at_their_best(tmp_path):
         ["600 (1.00x)", "-", "-", "-", "206 (2.91x)", "150 (4.00x)"],
     ]
     assert "VAE" not in text  # sdfastgn did not run
-    unet, whole = end_to_end.headline_times(tmp_path).items()
+    unet, whole = published.headline_times(tmp_path).items()
     ours = ("sdfastgn", 16.0)
     assert unet[1] == [
         ("eager", 20.0),
@@ -229,7 +231,7 @@ STEPS = [
 def test_samples_a_second_by_batch(tmp_path):
     save(tmp_path, "batches.json", "sweep", BATCHES)
     save(tmp_path, "steps.json", "sweep", STEPS)
-    text = end_to_end.batches_markdown(tmp_path)
+    text = published.batches_markdown(tmp_path)
     (header,) = cells_of(text, "|  |")
     assert header == [
         "eager ms a sample (samples/s)",
@@ -253,7 +255,7 @@ def test_samples_a_second_by_batch(tmp_path):
 def test_latency_beside_the_time_of_the_graphs(tmp_path):
     save(tmp_path, "batches.json", "sweep", BATCHES)
     save(tmp_path, "steps.json", "sweep", STEPS)
-    text = end_to_end.latency_markdown(tmp_path)
+    text = published.latency_markdown(tmp_path)
     assert cells_of(text, "| SD1.5 pipeline 512², batch 2, fp16, 1 step |") == [
         ["sdfastgn", "12", "13", "10", "1.2"]
     ]
@@ -265,8 +267,8 @@ def test_latency_beside_the_time_of_the_graphs(tmp_path):
 
 def test_a_sweep_is_in_no_other_table(tmp_path):
     save(tmp_path, "batches.json", "sweep", BATCHES)
-    assert end_to_end.results_markdown(tmp_path) == NO_RESULTS
-    assert end_to_end.headline_markdown(tmp_path) == NO_RESULTS
+    assert published.results_markdown(tmp_path) == NO_RESULTS
+    assert published.headline_markdown(tmp_path) == NO_RESULTS
 
 
 @pytest.mark.parametrize("name", pages.TABLES)
