@@ -94,7 +94,7 @@ class Report:
 
     def details(self) -> str:
         """The summary with every skipped path, and a table of fusions by component."""
-        rows = [("component", "fusion", *STATUSES), *self._counts()]
+        rows = self._counts()
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         table = []
         for row in rows:
@@ -107,8 +107,9 @@ class Report:
 
     def _repr_html_(self) -> str:
         """What notebooks show: ``details`` as tables."""
-        header = "".join(f"<th>{name}</th>" for name in ("component", "fusion", *STATUSES))
-        counts = "".join(_html_row(row) for row in self._counts())
+        titles, *rows = self._counts()
+        header = "".join(f"<th>{name}</th>" for name in titles)
+        counts = "".join(_html_row(row) for row in rows)
         found = self._paragraphs(len(self.entries))
         details = "".join(_html_row((title, "; ".join(more))) for title, more in found)
         summary = html.escape(f"sdfastgn: {self._summary()}")
@@ -150,9 +151,12 @@ class Report:
         ]
 
     def _counts(self) -> list[tuple[str, ...]]:
+        """Titles and rows of the table of fusions by component, with the statuses that occur."""
         counts = Counter(((e.component, e.fusion), e.status) for e in self.entries)
         pairs = dict.fromkeys(pair for pair, _ in counts)
-        return [(*pair, *(str(counts[pair, status]) for status in STATUSES)) for pair in pairs]
+        shown = [status for status in STATUSES if any(e.status == status for e in self.entries)]
+        rows = [(*pair, *(str(counts[pair, status]) for status in shown)) for pair in pairs]
+        return [("component", "fusion", *shown), *rows]
 
     def _lines(self, max_paths: int) -> list[str]:
         lines = _wrapped(self._summary())
@@ -183,7 +187,8 @@ class Report:
             if g.replays or g.eager:
                 # A state that rules graphs out comes with no calls.
                 calls = {
-                    reason: f"{count} calls without: " if count else "" for reason, count in g.eager.items()
+                    reason: f"{count} call{'s' * (count != 1)} without: " if count else ""
+                    for reason, count in g.eager.items()
                 }
                 eager = [f"{words}{reason}" for reason, words in calls.items()]
                 state = f"{g.alive} alive, {g.replays} calls replayed"

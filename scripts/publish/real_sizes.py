@@ -444,7 +444,7 @@ CASES.append(
             torch.full((BATCH,), 0.5, dtype=model.dtype, device=model.device),
             tokens(draw, 1280),
         ),
-        torch.float16,
+        BF16,
     )
 )
 

@@ -28,7 +28,7 @@ from sdfastgn.kernels.common.tiles import HAS_GDC
 from tests.kernels.gpus import smallest
 from tests.kernels.launch_cases import cases, launches
 
-POINTERS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
+POINTERS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64"}
 # Numbers of the kernels that are floats; all others are integers.
 FLOATS = {"eps", "momentum", "scale"}
 
@@ -64,14 +64,15 @@ def compiled(launch, tensors, generation):
 
 
 def resources(kernel):
-    """Threads, stack (where spilled registers go), shared memory and the widest load of a kernel.
+    """Threads, stack (where spilled registers go), shared memory and the widest load of a kernel, and how
+    many loads are served by L1 before it waits for the kernel ahead of it.
 
     Shared memory, stack and load are in bytes.
     """
     if "amdgcn" in kernel.asm:
         code = kernel.asm["amdgcn"]
         (stack,) = map(int, re.findall(r"\.private_segment_fixed_size:\s*(\d+)", code))
-        shared, widest = 0, 16 * bool(re.search(r"_load_(dwordx4|b128)\b", code))
+        shared, early, widest = 0, [], 16 * bool(re.search(r"_load_(dwordx4|b128)\b", code))
     else:
         with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
             cubin.write(kernel.asm["cubin"])
@@ -84,9 +85,16 @@ def resources(kernel):
         stack, shared = map(int, found.groups())
         loads = re.findall(r"ld\.global[\w.:]*?(?:\.v(\d))?\.b(\d+)", kernel.asm["ptx"])
         widest = max((int(count or 1) * int(bits) // 8 for count, bits in loads), default=0)
+        # In the whole code and in each of its branches.
+        parts = [kernel.asm["ptx"], *re.split(r"\n\$\w+:", kernel.asm["ptx"])]
+        ahead = [before for before, wait, _ in (p.partition("griddepcontrol.wait") for p in parts) if wait]
+        early = re.findall(r"ld\.global(?!\.cg\b)", "".join(ahead))
     threads = kernel.metadata.num_warps * kernel.metadata.target.warp_size
     shared = max(shared, kernel.metadata.shared)
-    return {"threads": threads, "stack": stack, "shared": shared, "widest_load": widest}
+    return {
+        "threads": threads, "stack": stack, "shared": shared, "widest_load": widest,
+        "early_loads": len(early),
+    }  # fmt: skip
 
 
 def operation(launch, tensors):

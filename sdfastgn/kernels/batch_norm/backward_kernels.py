@@ -9,7 +9,8 @@ Layout and pointers as in ``batch_norm/kernels.py``, and beside those:
 
 The ways of the forward, by the same function of sizes: *small*, or ``batch_sums_kernel``,
 ``batch_merge_sums_kernel`` and ``batch_apply_grad_kernel``. Where the residual wants a gradient the
-first of the three stores dz, and the last one reads that instead of dy and the residual.
+first of the three stores dz. The last one reads that instead of dy and the residual, unless its
+dtype is narrower than that of x.
 
 Numerics: fp32, one rounding at the store; sums in a fixed order without atomics.
 """
@@ -25,7 +26,7 @@ if triton is not None:
     from sdfastgn.kernels.batch_norm.kernels import all_positions, given_moments
     from sdfastgn.kernels.common.activations import activation_grad
     from sdfastgn.kernels.common.column_sums import sum_columns
-    from sdfastgn.kernels.common.tiles import LANE_AXIS, STEP_AXIS, map_tile, multiple_of
+    from sdfastgn.kernels.common.tiles import LANE_AXIS, STEP_AXIS, load_ahead, map_tile, multiple_of
     from sdfastgn.kernels.group_norm.channels import channel_affine, channel_sum
     from sdfastgn.kernels.statistics.kernels import positions_of_channels, rows_of_channels
 
@@ -174,12 +175,12 @@ if triton is not None:
         x_ptr, dy_ptr, residual_ptr, dx_ptr, dweight_ptr, dbias_ptr, mean_ptr, var_ptr, weight_ptr, bias_ptr,
         HW, positions, eps,
         C: tl.constexpr, WIDTH: tl.constexpr, CHANNELS_LAST: tl.constexpr, ACTIVATION: tl.constexpr,
-        PAIRS: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, WAITS: tl.constexpr,
+        PAIRS: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr,
         HW_FACTOR: tl.constexpr, BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr,
     ):  # fmt: skip
         """dx = scale * (dz - dbias / positions - xhat * dweight / positions), or scale * dz without sums.
 
-        ``WAITS``: dy may not be complete before the wait.
+        ``AHEAD``: x, dy and residual are read before the wait, as a kernel of this op has waited for them.
         """
         # Last rows first: they are what the sums kernel left in L2.
         pid = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -192,17 +193,17 @@ if triton is not None:
         mask = None
         if not EVEN:
             mask = (position < HW) & in_range[None, :]
-        if PDL and WAITS:
+        if PDL and not AHEAD:
             gdc_wait()
-        x = _load(x_ptr + at, mask)
-        dy = _load(dy_ptr + at, mask)
+        x = load_ahead(x_ptr + at, mask, AHEAD).to(tl.float32)
+        dy = load_ahead(dy_ptr + at, mask, AHEAD).to(tl.float32)
         if residual_ptr is not None:
-            residual = _load(residual_ptr + at, mask)
+            residual = load_ahead(residual_ptr + at, mask, AHEAD).to(tl.float32)
+        if AHEAD:
+            gdc_wait()
         scale, offset = channel_affine(0, c, in_range, weight_ptr, bias_ptr, None, None, 0, 0)
         mean, rstd = given_moments(c, in_range, mean_ptr, var_ptr, eps)
         scale *= rstd
-        if PDL and not WAITS:
-            gdc_wait()
         d = x - mean[None, :]
         z = d * scale[None, :] + offset[None, :]
         if residual_ptr is not None:

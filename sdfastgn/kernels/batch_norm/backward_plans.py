@@ -80,10 +80,10 @@ class Shared(NamedTuple):
 
 class _GradPlan:
     """The launches for one kind of call: ``small``; or ``sums`` and ``merge`` where the sums or dz are
-    wanted, and ``apply`` for dx.
+    wanted, and ``apply`` for dx. ``reads_dz``: the last one reads dz instead of dy and the residual.
     """
 
-    __slots__ = ("apply", "chunks", "merge", "plane", "small", "sums")
+    __slots__ = ("apply", "chunks", "merge", "plane", "reads_dz", "small", "sums")
 
     def __init__(self, call: BatchNormGradCall, count: int | None = None) -> None:
         """``count``: values of a channel where more than x decided mean and var."""
@@ -94,6 +94,13 @@ class _GradPlan:
         self.sums: Launch | None = None
         self.merge: Launch | None = None
         self.apply: Launch | None = None
+        # dz is stored in the residual's dtype, which may round it more than dx may be rounded.
+        residual = call.residual
+        self.reads_dz = (
+            call.dresidual
+            and residual is not None
+            and torch.promote_types(x.dtype, residual.dtype) == residual.dtype
+        )
         needs_sums = call.dweight or call.dbias or (call.dx and call.training)
         sms = gpu.num_sms(x.device)
         config = small_config(rows, C, sms, backward=True)
@@ -110,7 +117,9 @@ class _GradPlan:
         if needs_sums:
             self.merge = _merge(call, self.plane // C)
         if call.dx:
-            self.apply = _apply(call, rows, count or x.numel() // C, behind=self.sums is not None)
+            self.apply = _apply(
+                call, rows, count or x.numel() // C, behind=self.sums is not None, reads_dz=self.reads_dz
+            )
 
     def launch(
         self, call: BatchNormGradCall, dx: Tensor | None, dz: Tensor | None, shared: Shared | None
@@ -134,8 +143,8 @@ class _GradPlan:
             sums_of = (dweight, dbias) if call.training else (None, None)
             if shared is not None and dweight is not None and dbias is not None:
                 sums_of = shared.total(dweight, dbias)
-            dy, residual = (dy, residual) if dz is None else (dz, None)
-            self.apply(stream, x, dy, residual, dx, *sums_of, *operands)
+            read = (dz, None) if self.reads_dz else (dy, residual)
+            self.apply(stream, x, *read, dx, *sums_of, *operands)
         return dweight, dbias
 
 
@@ -186,19 +195,19 @@ def _merge(call: BatchNormGradCall, partials: int) -> Launch:
     return Launch(kernels.batch_merge_sums_kernel, programs, numbers, constants, num_warps, pdl=pdl)
 
 
-def _apply(call: BatchNormGradCall, rows: Rows, count: int, *, behind: bool) -> Launch:
-    """``behind``: the sums kernel ran before."""
+def _apply(call: BatchNormGradCall, rows: Rows, count: int, *, behind: bool, reads_dz: bool) -> Launch:
+    """``behind``: the sums kernel ran before. ``reads_dz``: it stored what is read instead of dy."""
     x, pdl = call.x, gpu.has_programmatic_launch(call.x.device)
     blocks = apply_config(*rows.shape, rows.channels_last, gpu.num_sms(x.device), backward=True)
     constants = {
         "C": x.shape[1],
         "WIDTH": rows.width,
         "CHANNELS_LAST": rows.channels_last,
-        "ACTIVATION": "identity" if call.dresidual else call.activation,
+        "ACTIVATION": "identity" if reads_dz else call.activation,
         "PAIRS": rows.channels_last and pairs_of(x, blocks.block_c),
         "EVEN": rows.width % blocks.block_c == 0 and rows.rows % blocks.block_hw == 0,
         "PDL": pdl,
-        "WAITS": not behind or call.dresidual,
+        "AHEAD": behind and not reads_dz and gpu.reads_ahead(x.device),
         "HW_FACTOR": row_factor(rows.channels_last, rows.rows),
         "BLOCK_HW": blocks.block_hw,
         "BLOCK_C": blocks.block_c,

@@ -19,7 +19,8 @@ Two ways, chosen by ``small_config``:
   ``batch_apply_kernel`` normalizes. With given mean and var the last one runs alone.
 
 Programmatic dependent launch as in ``group_norm/kernels.py``: ``batch_apply_kernel`` behind the
-other two reads x before its wait, because none of them lets a successor start until x is complete.
+other two reads x and the residual before its wait, because none of them lets a successor start until
+those are complete.
 
 Numerics: fp32 throughout, one rounding at the store. Sums are of deviations, never of raw squares,
 and are merged by Chan's formula in a fixed order without atomics.
@@ -34,12 +35,13 @@ if triton is not None:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
     from sdfastgn.kernels.common.activations import activate
-    from sdfastgn.kernels.common.deviation import inverse_deviation
+    from sdfastgn.kernels.common.deviation import inverse_deviation, mean_as_pivot
     from sdfastgn.kernels.common.tiles import (
         along_block,
         along_lanes,
         along_steps,
         along_warps,
+        load_ahead,
         map_tile,
         multiple_of,
     )
@@ -100,6 +102,7 @@ if triton is not None:
         STEPS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         """``BLOCK`` channels at all positions a program."""
+        EXACT: tl.constexpr = y_ptr.dtype.element_ty == tl.float32
         c, in_range, mask, at = all_positions(
             HW, positions, C, CHANNELS_LAST, HW_FACTOR, LANES, WARPS, STEPS, BLOCK
         )
@@ -112,6 +115,10 @@ if triton is not None:
         share = 1 / positions.to(tl.float32)
         d = tl.where(mask, x - pivot, 0.0)
         total = channel_sum(d)
+        if EXACT:
+            pivot = mean_as_pivot(pivot, total, share)
+            d = tl.where(mask, x - pivot, 0.0)
+            total = channel_sum(d)
         # Explicit fmas: whether ptxas contracts these depends on what else is stored, and the bits differ.
         d = tl.where(mask, tl.fma(total, -share, d), 0.0)
         var = _store_moments(
@@ -142,12 +149,13 @@ if triton is not None:
     def batch_merge_kernel(
         statistics_ptr, mean_ptr, var_ptr, running_mean_ptr, running_var_ptr,
         HW, rows, chunks, partials, plane, positions, momentum,
-        C: tl.constexpr, TOGETHER: tl.constexpr, LOOP: tl.constexpr, PDL: tl.constexpr,
+        C: tl.constexpr, TOGETHER: tl.constexpr, EXACT: tl.constexpr, LOOP: tl.constexpr, PDL: tl.constexpr,
         BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
     ):  # fmt: skip
         """Chan's formula over ``partials`` of each channel, those of ``chunks`` chunks in each sample.
 
         ``TOGETHER``: partial results of one chunk that a channel has, in neighboring columns.
+        ``EXACT``: the result is fp32.
         """
         c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
         in_range = c < C
@@ -157,6 +165,15 @@ if triton is not None:
             gdc_wait()
         # Means are merged as deviations from the first: their sum is then exact to the data's last bit.
         pivot = tl.load(statistics_ptr + c, mask=in_range, other=0.0)[None, :]
+        if EXACT:
+            total = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)
+            for start in range(0, partials, BLOCK_P):
+                m, _, w = _partials(
+                    statistics_ptr, plane, start, partials, chunks, rows, HW, c, in_range, C, TOGETHER,
+                    BLOCK_P,
+                )  # fmt: skip
+                total += (m - pivot) * w
+            pivot = mean_as_pivot(pivot, tl.sum(total, 0, keep_dims=True), share)
         mean, m2, weight = _partials(
             statistics_ptr, plane, 0, partials, chunks, rows, HW, c, in_range, C, TOGETHER, BLOCK_P
         )
@@ -186,10 +203,10 @@ if triton is not None:
         x_ptr, residual_ptr, y_ptr, mean_ptr, var_ptr, weight_ptr, bias_ptr,
         HW, eps,
         C: tl.constexpr, WIDTH: tl.constexpr, CHANNELS_LAST: tl.constexpr, ACTIVATION: tl.constexpr,
-        PAIRS: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, ALONE: tl.constexpr,
+        PAIRS: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr,
         HW_FACTOR: tl.constexpr, BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr,
     ):  # fmt: skip
-        """``ALONE``: no kernel of this op ran before, so that x may not be complete before the wait."""
+        """``AHEAD``: x and residual are read before the wait, as a kernel of this op has waited for them."""
         # Last rows first: they are what the statistics pass left in L2.
         pid = tl.num_programs(0) - 1 - tl.program_id(0)
         if not CHANNELS_LAST:
@@ -200,15 +217,15 @@ if triton is not None:
         mask = None
         if not EVEN:
             mask = (position < HW) & in_range[None, :]
-        if PDL and ALONE:
+        if PDL and not AHEAD:
             gdc_wait()
-        x = tl.load(x_ptr + at, mask=mask).to(tl.float32)
+        x = load_ahead(x_ptr + at, mask, AHEAD).to(tl.float32)
+        if residual_ptr is not None:
+            residual = load_ahead(residual_ptr + at, mask, AHEAD).to(tl.float32)
+        if AHEAD:
+            gdc_wait()
         c = column if WIDTH == C else column % C
         scale, offset = channel_affine(0, c, in_range, weight_ptr, bias_ptr, None, None, 0, 0)
-        if residual_ptr is not None:
-            residual = tl.load(residual_ptr + at, mask=mask).to(tl.float32)
-        if PDL and not ALONE:
-            gdc_wait()
         mean, rstd = given_moments(c, in_range, mean_ptr, var_ptr, eps)
         z = tl.fma(x - mean[None, :], (scale * rstd)[None, :], offset[None, :])
         if residual_ptr is not None:

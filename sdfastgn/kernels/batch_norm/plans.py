@@ -85,6 +85,7 @@ class Moments:
         constants = {
             "C": self.C,
             "TOGETHER": together,
+            "EXACT": x.dtype == torch.float32,
             "LOOP": partials > block_p,
             "PDL": pdl,
             "BLOCK_P": block_p,
@@ -194,7 +195,7 @@ def _apply(call: BatchNormCall, rows: Rows, blocks: ApplyConfig) -> Launch:
         "PAIRS": rows.channels_last and pairs_of(call.x, blocks.block_c),
         "EVEN": rows.width % blocks.block_c == 0 and rows.rows % blocks.block_hw == 0,
         "PDL": pdl,
-        "ALONE": call.mean is not None,
+        "AHEAD": call.mean is None and gpu.reads_ahead(call.x.device),
         "HW_FACTOR": row_factor(rows.channels_last, rows.rows),
         "BLOCK_HW": blocks.block_hw,
         "BLOCK_C": blocks.block_c,

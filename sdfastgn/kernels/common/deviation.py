@@ -1,4 +1,10 @@
-"""The square root that every norm takes, inside Triton kernels."""
+"""Differences from a mean and their square root, as every norm takes them, inside Triton kernels.
+
+Sums are of differences from a pivot, one of the values: rounded at the size of the deviations, where
+sums of the values are rounded at the size of the data. If the pivot is an outlier, the differences
+are rounded at its size. Results in 16 bits do not show that. For results in fp32 (``EXACT``) the sum
+of the differences only makes a better pivot, ``mean_as_pivot``, from which they are taken again.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +15,25 @@ if triton is not None:
 
     from sdfastgn.kernels.common.tiles import PTX
 
-__all__ = ["inverse_deviation"]
+__all__ = ["difference", "inverse_deviation", "mean_as_pivot"]
 
 if triton is not None:
+
+    @triton.jit
+    def mean_as_pivot(pivot, total, share):
+        """The mean, rounded, from the sum of differences from a pivot. Exactly the pivot where all are 0."""
+        return tl.fma(total, share, pivot)
+
+    @triton.jit
+    def difference(x, shift, pivot):
+        """x + shift - pivot, rounded at its own size, however large x, shift and pivot are.
+
+        What the first sum rounds off is found by Knuth's two-sum, and added at the end.
+        """
+        total = x + shift
+        shift_in_total = total - x
+        rounded_off = (x - (total - shift_in_total)) + (shift - shift_in_total)
+        return (total - pivot) + rounded_off
 
     @triton.jit
     def inverse_deviation(variance, eps):

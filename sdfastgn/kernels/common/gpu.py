@@ -14,15 +14,21 @@ from sdfastgn.kernels.common.private import current_device, current_raw_stream
 from sdfastgn.kernels.common.tiles import HAS_GDC
 
 __all__ = [
+    "READS_AHEAD",
     "current_stream",
     "has_programmatic_launch",
     "is_current",
+    "l2_bytes",
     "num_sms",
     "on_device",
+    "reads_ahead",
     "stream_on",
     "unsupported",
 ]
 
+# Whether a kernel may read its tile of x before its own wait, if an earlier kernel of the same call has
+# waited for whoever writes x (ADR 7). False: every kernel waits first.
+READS_AHEAD = True
 # Compute capability of the oldest GPUs for which the kernels are known to compile: Turing.
 _OLDEST = (7, 5)
 
@@ -52,6 +58,18 @@ def has_programmatic_launch(device: torch.device) -> bool:
     if not HAS_GDC or device.type != "cuda" or torch.version.hip is not None:  # AMD's call themselves cuda
         return False
     return torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def l2_bytes(device: torch.device) -> int:
+    """Size of the L2 of ``device``; 0 where PyTorch does not know it."""
+    if device.type != "cuda":
+        return 60 * 2**20  # nominal as well: an H200's
+    return getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)
+
+
+def reads_ahead(device: torch.device) -> bool:
+    """True if a kernel on ``device`` may read before its own wait what an earlier one has waited for."""
+    return READS_AHEAD and has_programmatic_launch(device)
 
 
 def unsupported(device: torch.device) -> str | None:

@@ -43,7 +43,7 @@ class Launch:
             writes. Needs sm_90.
     """
 
-    __slots__ = ("_bound", "_run", "_values", "constants", "kernel", "numbers", "options", "programs")
+    __slots__ = ("_direct", "_values", "constants", "kernel", "numbers", "options", "programs")
 
     def __init__(
         self,
@@ -61,7 +61,9 @@ class Launch:
         self.constants = constants
         self.options = {"num_warps": min(num_warps, _MAX_WARPS), **({"launch_pdl": True} if pdl else {})}
         self._values = (*numbers, *constants.values())
-        self._run: Any = None
+        # The compiled kernel's launcher and what it takes. One attribute, so that another thread
+        # that launches meanwhile finds both or neither.
+        self._direct: tuple[Any, tuple[Any, ...]] | None = None
 
     def __call__(self, stream: int, *tensors: Tensor | None) -> None:
         """Launch on ``current_stream`` of the current device, which must be that of the tensors.
@@ -78,7 +80,8 @@ class Launch:
                 bits |= pointer
                 pointers.append(pointer)
         aligned = bits & 15 == 0
-        if self._run is None or not aligned:
+        direct = self._direct
+        if direct is None or not aligned:
             rehearsed = rehearsal.get()
             if rehearsed is not None:
                 if aligned:
@@ -86,14 +89,15 @@ class Launch:
                 return
             compiled = self._through_triton(tensors)
             if aligned and hasattr(compiled, "packed_metadata"):  # the interpreter compiles nothing
-                self._run, self._bound = _direct_launcher(compiled)
+                self._direct = _direct_launcher(compiled)
             return
-        self._run(self.programs, 1, 1, stream, *self._bound, *pointers, *self._values)
+        run, bound = direct
+        run(self.programs, 1, 1, stream, *bound, *pointers, *self._values)
 
     def _through_triton(self, tensors: tuple[Tensor | None, ...]) -> Any:
         """The compiled kernel, after a launch."""
         device = next(t.device for t in tensors if t is not None)
-        if self._run is None:
+        if self._direct is None:
             failures.check_gpu(device)
         try:
             return self.kernel[(self.programs,)](*tensors, *self.numbers, **self.constants, **self.options)
@@ -111,21 +115,21 @@ class Launch:
                 self(gpu.current_stream(device), first, *others)
 
 
-def _direct_launcher(compiled: Any) -> tuple[Any, tuple[Any, ...]]:
+def _direct_launcher(compiled: Any) -> tuple[Any, tuple[Any, ...]] | None:
     """A compiled kernel's launcher, and what it takes between the stream and the kernel's own arguments.
 
-    The launcher is None if this Triton's is not one of those known here: Triton's own path then runs.
+    None if this Triton's launcher is not one of those known here: Triton's own path then runs.
     """
     try:
         run = compiled.run
         bound = (compiled.function, compiled.packed_metadata, None, None, None)
         parameters = tuple(inspect.signature(type(run).__call__).parameters)
     except AttributeError:
-        return None, ()
+        return None
     if parameters == (*_LAUNCHED, *_REPORTED, "args"):  # since Triton 3.7
         return run, bound
     if parameters != (*_LAUNCHED, "args"):  # up to Triton 3.6
-        return None, ()
+        return None
     sizes = [getattr(run, f"{kind}_scratch_size", None) for kind in ("global", "profile")]
     if any(sizes) or not hasattr(run, "launch_pdl"):  # AMD's
         return run, bound

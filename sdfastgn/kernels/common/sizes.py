@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 __all__ = [
+    "MAX_OFFSET",
     "WARP",
     "WARP_LOAD",
     "ceil_div",
@@ -19,6 +20,8 @@ __all__ = [
 WARP = 32
 # Bytes that one load instruction of a lane takes at most.
 _LOAD_BYTES = 16
+# Offsets within a tile or a chunk are int32, for fewer registers than int64 takes.
+MAX_OFFSET = 2**31 - 1
 # Elements that one warp reads with one 16-byte load a lane, in 16 bits.
 WARP_LOAD = WARP * _LOAD_BYTES // 2
 

@@ -33,8 +33,12 @@ __all__ = [
     "along_lanes",
     "along_steps",
     "along_warps",
+    "load_ahead",
     "map_tile",
     "multiple_of",
+    "sums_in_warps",
+    "tile_sum",
+    "tile_sums",
     "triton",
 ]
 
@@ -70,6 +74,40 @@ if triton is not None:
     @triton.jit
     def along_block(SIZE: tl.constexpr):
         return tl.arange(0, SIZE)[None, None, None, :]
+
+    @triton.jit
+    def _flat(d):
+        d = tl.sum(d, STEP_AXIS, keep_dims=True)
+        return tl.reshape(d, (d.shape[0] * d.shape[1] * d.shape[2] * d.shape[3],))
+
+    @triton.jit
+    def tile_sum(d):
+        """Over a whole (lanes, warps, steps, block) tile."""
+        return tl.sum(_flat(d), 0)
+
+    @triton.jit
+    def sums_in_warps(d):
+        """Sums of a tile by warp, without shared memory."""
+        d = tl.sum(d, STEP_AXIS, keep_dims=True)
+        return tl.sum(tl.sum(d, 3, keep_dims=True), LANE_AXIS, keep_dims=True)
+
+    @triton.jit
+    def _add_pairs(a, b, c, d):
+        return a + c, b + d
+
+    @triton.jit
+    def tile_sums(d, squares):
+        """Over two whole tiles, which pass through shared memory together: one exchange instead of two."""
+        d, squares = _flat(d), _flat(squares)
+        # In the interpreter ``tl.reduce`` calls a function of ours for each element.
+        return tl.reduce((d, squares), 0, _add_pairs) if PTX else (tl.sum(d, 0), tl.sum(squares, 0))
+
+    @triton.jit
+    def load_ahead(pointers, mask, AHEAD: tl.constexpr):
+        """A load that may come before the kernel's own wait if ``AHEAD``. It then goes past L1, where older
+        values may lie (ADR 7).
+        """
+        return tl.load(pointers, mask=mask, cache_modifier=".cg" if AHEAD else "")
 
     @triton.jit
     def map_tile(pid, HW, C, BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr):

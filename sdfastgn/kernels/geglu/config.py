@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from sdfastgn.kernels.common.sizes import WARP, ceil_div, next_power_of_2
+from sdfastgn.kernels.common.sizes import MAX_OFFSET, WARP, ceil_div, next_power_of_2
 
 __all__ = ["TileConfig", "backward_config", "forward_config"]
 
@@ -22,8 +22,6 @@ _MAX_WARPS = 4
 _WARPS_PER_SM = 16
 # Tiles of a program that leaves a partial sum, at least.
 _MIN_TILES = 4
-# Offsets within a tile are int32.
-_MAX_OFFSET = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -71,6 +69,6 @@ def _config(rows: int, D: int, vector: int, stride: int) -> TileConfig:
     best = ceil_div(D, widths[0]) * widths[0]
     block_d = next(width for width in reversed(widths) if 8 * ceil_div(D, width) * width <= 9 * best)
     block_r = min(next_power_of_2(rows), max(1, _ROWS * load // block_d) if block_d < load else _ROWS)
-    while block_r > 1 and block_r * stride > _MAX_OFFSET:
+    while block_r > 1 and block_r * stride > MAX_OFFSET:
         block_r //= 2
     return TileConfig(block_r, block_d, max(1, block_d // load), 1, ceil_div(rows, block_r))

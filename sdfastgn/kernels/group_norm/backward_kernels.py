@@ -45,6 +45,7 @@ if triton is not None:
         along_lanes,
         along_steps,
         along_warps,
+        load_ahead,
         map_tile,
         multiple_of,
     )
@@ -311,17 +312,20 @@ if triton is not None:
         dshift_ptr, dada_scale_ptr, dada_shift_ptr,
         ada_scale_stride, N, totals_offset, plane, HW, table_offset,
         C: tl.constexpr, SHIFT_ROWS: tl.constexpr, SCALE_ROWS: tl.constexpr, OFFSET_ROWS: tl.constexpr,
-        PDL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_PARAMETERS: tl.constexpr,
+        PDL: tl.constexpr, AHEAD: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_PARAMETERS: tl.constexpr,
         PARAMETER_PROGRAMS: tl.constexpr, CHANNELS_LAST: tl.constexpr, DY_LAST: tl.constexpr,
         ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, EVEN: tl.constexpr, HW_FACTOR: tl.constexpr,
         BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr,
     ):  # fmt: skip
-        """x, dy and the table of ``merge_sums_kernel`` -> dx; the first programs: gradients of parameters."""
+        """x, dy and the table of ``merge_sums_kernel`` -> dx; the first programs: gradients of parameters.
+
+        ``AHEAD``: x and dy are read before the wait.
+        """
         if tl.program_id(0) < PARAMETER_PROGRAMS:
             if PDL:
                 gdc_wait()
             parameter_grads(
-                tl.program_id(0), scratch_ptr + totals_offset, weight_ptr, bias_ptr, ada_scale_ptr,
+                tl.program_id(0), 0, N, scratch_ptr + totals_offset, weight_ptr, bias_ptr, ada_scale_ptr,
                 dweight_ptr, dbias_ptr, dshift_ptr, dada_scale_ptr, dada_shift_ptr, ada_scale_stride, N,
                 plane, C, SHIFT_ROWS, SCALE_ROWS, OFFSET_ROWS, BLOCK_N, BLOCK_PARAMETERS,
             )  # fmt: skip
@@ -336,9 +340,11 @@ if triton is not None:
             if not EVEN:
                 in_range = c < C
                 mask = (position < HW) & in_range[None, :]
-            x = tl.load(x_ptr + (last if CHANNELS_LAST else first), mask=mask)
-            dy = tl.load(dy_ptr + (last if DY_LAST else first), mask=mask)
-            if PDL:
+            if PDL and not AHEAD:
+                gdc_wait()
+            x = load_ahead(x_ptr + (last if CHANNELS_LAST else first), mask, AHEAD)
+            dy = load_ahead(dy_ptr + (last if DY_LAST else first), mask, AHEAD)
+            if AHEAD:
                 gdc_wait()
             x = x.to(tl.float32)
             table = scratch_ptr + table_offset + n * C + c

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sdfastgn.kernels.common import gpu
 from sdfastgn.kernels.common.activations import PAIRED
+from sdfastgn.kernels.common.column_sums import SUM_WARPS, column_sum_block
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.common.layout import (
     dense,
@@ -30,6 +31,7 @@ from sdfastgn.kernels.group_norm.config import (
     launch_config,
     merge_config,
     parameter_config,
+    parameter_rows,
     walk_config,
 )
 from sdfastgn.kernels.group_norm.plans import ALIGNED, has_gaps, row_stride, vector
@@ -40,6 +42,8 @@ __all__ = ["GroupNormGradCall", "GroupNormGrads", "launch_group_norm_grads"]
 
 # Values of each sample and channel that ``merge_sums_kernel`` leaves to ``apply_grad_kernel``.
 _TABLE_ROWS = 5
+# Operands whose gradients may be sums over samples: all of ``GroupNormGrads`` but x.
+_PARAMETERS = 5
 # Warps that sum parameter gradients over samples.
 _PARAMETER_WARPS = 4
 
@@ -120,13 +124,15 @@ class _GradPlan:
     """The launches for one combination of shapes, strides, dtypes, device and wanted gradients.
 
     ``single`` makes dx and the sums of samples, or ``sums`` and ``merge`` make the sums and ``apply`` dx.
+    ``parameters`` makes the gradients of parameters where ``apply`` does not. Of many samples it makes sums
+    of parts, ``part_plane`` values for each parameter, and ``parts_sum`` adds them up.
     ``scratch``: fp32 values that pass between them: sums of chunks, then ``totals`` of samples, then the
     table for dx. A part of ``plane`` values has one for each sample and channel.
     """
 
     __slots__ = (
-        "apply", "copies_dy", "copies_x", "has_gaps", "merge", "parameters", "plane", "scratch", "single",
-        "sums", "totals",
+        "apply", "copies_dy", "copies_x", "has_gaps", "merge", "parameters", "part_plane", "parts_sum",
+        "plane", "rows", "scratch", "single", "sums", "totals",
     )  # fmt: skip
 
     def __init__(self, call: GroupNormGradCall) -> None:
@@ -142,12 +148,13 @@ class _GradPlan:
         self.single: Launch | None = None
         self.apply: Launch | None = None
         self.parameters: Launch | None = None
+        self.parts_sum: Launch | None = None
         sms = gpu.num_sms(x.device)
         shape = (sizes.N, sizes.C, sizes.HW, call.num_groups, sizes.channels_last, sms)
         config = launch_config(*shape, backward=True)
         walk = None
         if not isinstance(config, SmallConfig) and call.dx and sizes.dy_last == sizes.channels_last:
-            walk = walk_config(*shape, x.element_size(), call.activation, call.dshift)
+            walk = walk_config(*shape, gpu.l2_bytes(x.device), x.element_size(), call.activation, call.dshift)
         if isinstance(config, SmallConfig):
             self.single = self._plan_small(call, sizes, config)
         elif walk is not None:
@@ -164,16 +171,34 @@ class _GradPlan:
         programs = ceil_div(C, block_c) if any(call.wanted()[1:]) else 0
         operands = {"SHIFT_ROWS": call.shift, "SCALE_ROWS": call.ada_scale, "OFFSET_ROWS": call.ada_shift}
         rows = {name: t is not None and t.dim() == 2 and t.shape[0] == N for name, t in operands.items()}
+        # Which gradients have a row for each sample.
+        self.rows = (False, False, *rows.values())
         constants = {"C": C, **rows, "PDL": sizes.pdl, "BLOCK_N": block_n}
         numbers = (sizes.strides[1], N, self.totals, self.plane)
         if self.single is None and call.dx:
+            constants |= {"AHEAD": gpu.reads_ahead(call.x.device)}
             constants |= {"BLOCK_PARAMETERS": block_c, "PARAMETER_PROGRAMS": programs}
             blocks = apply_config(N, C, HW, sizes.channels_last, sms, backward=True)
             self.apply = self._plan_apply(call, sizes, blocks, numbers, constants)
         elif programs:
             constants["BLOCK_C"] = block_c
+            part_rows = parameter_rows(N, C, sms)
+            parts = ceil_div(N, part_rows)
             kernel = parameter_kernels.parameter_grad_kernel
-            self.parameters = Launch(kernel, programs, numbers, constants, _PARAMETER_WARPS, pdl=sizes.pdl)
+            self.parameters = Launch(
+                kernel, programs * parts, (*numbers, part_rows), constants, _PARAMETER_WARPS, pdl=sizes.pdl
+            )
+            if parts > 1:
+                self.part_plane = _aligned(parts * C)
+                self.parts_sum = self._plan_parts_sum(sizes, parts)
+
+    def _plan_parts_sum(self, sizes: _Sizes, parts: int) -> Launch:
+        C = sizes.C
+        block_p, block_c = column_sum_block(parts, C)
+        constants = {"C": C, "PDL": sizes.pdl, "BLOCK_P": block_p, "BLOCK_C": block_c}
+        programs, numbers = _PARAMETERS * ceil_div(C, block_c), (parts, self.part_plane)
+        kernel = parameter_kernels.parameter_sum_kernel
+        return Launch(kernel, programs, numbers, constants, SUM_WARPS, pdl=sizes.pdl)
 
     def _plan_small(self, call: GroupNormGradCall, sizes: _Sizes, config: SmallConfig) -> Launch:
         constants = {
@@ -279,8 +304,17 @@ class _GradPlan:
             self.merge(stream, scratch, *operands)
         if self.apply is not None:
             self.apply(stream, x, dy, dx, scratch, weight, bias, ada_scale, *parameter_grads)
-        elif self.parameters is not None:
+        elif self.parameters is not None and self.parts_sum is None:
             self.parameters(stream, scratch, weight, bias, ada_scale, *parameter_grads)
+        elif self.parameters is not None and self.parts_sum is not None:
+            partials = torch.empty((_PARAMETERS, self.part_plane), dtype=torch.float32, device=x.device)
+            sums = [None if rows else grad for grad, rows in zip(parameter_grads, self.rows, strict=True)]
+            targets = [
+                grad if total is None else part
+                for grad, total, part in zip(parameter_grads, sums, partials, strict=True)
+            ]
+            self.parameters(stream, scratch, weight, bias, ada_scale, *targets)
+            self.parts_sum(stream, partials, *sums)
 
 
 def _aligned(values: int) -> int:

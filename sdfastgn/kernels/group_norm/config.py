@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sdfastgn.kernels.common.sizes import WARP_LOAD, ceil_div, next_power_of_2
+from sdfastgn.kernels.common.sizes import MAX_OFFSET, WARP_LOAD, ceil_div, next_power_of_2, power_of_2_below
 from sdfastgn.kernels.statistics.config import StatisticsConfig, statistics_config
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "launch_config",
     "merge_config",
     "parameter_config",
+    "parameter_rows",
     "walk_config",
 ]
 
@@ -63,6 +64,12 @@ _APPLY_BACKWARD_CHANNELS = 64
 # --- merge, and gradients of parameters
 # Samples x channels of one program that sums parameter gradients over samples.
 _PARAMETER_TILE = (32, 32)
+# Tiles of samples up to which one program sums all of them, and which each of several has at least: a
+# second launch adds up their sums.
+_PARAMETER_MOST_TILES = 16
+_PARAMETER_MIN_TILES = 8
+# Programs per multiprocessor, where there are several.
+_PARAMETER_PROGRAMS_PER_SM = 2
 # Channels a program where each is a group: their rows are then whole 32-byte sectors of memory.
 _EACH_CHANNEL_BLOCK = 32
 # Partial results of a tile.
@@ -73,10 +80,11 @@ _MERGE_PER_WARP = 256
 _MERGE_BACKWARD_PER_WARP = 1024
 
 # --- walk: a group per program that is read twice, the second time from L2
-# Bytes of x above which the first read of three launches has left a 50 MB L2.
-_WALK_MIN_BYTES = 64 * 2**20
-# Bytes of a group of which a 50 MB L2 holds most, if each multiprocessor has one.
-_WALK_MAX_GROUP_BYTES = 220 * 2**10
+# Bytes of x, over those of L2, above which the first read of three launches has left L2: 64 MiB on an H200.
+_WALK_MIN_CACHES = 16 / 15
+# Part of L2 that x takes at most if each multiprocessor has one group: 237 KiB each on an H200. L2 then
+# still has most of x and dy when they are read again.
+_WALK_MAX_PART = 0.51
 # Contiguous bytes of a row that memory delivers well.
 _WALK_MIN_RUN = 64
 # Groups per multiprocessor that make up for an uneven end.
@@ -204,20 +212,21 @@ def walk_config(
     num_groups: int,
     channels_last: bool,
     num_sms: int,
+    l2_bytes: int,
     itemsize: int,
     activation: str,
     shift_grad: bool = False,
 ) -> WalkConfig | None:
-    """How to take gradients of more data than caches hold; None where three launches are faster.
+    """How to take gradients of more data than L2 holds; None where three launches are faster.
 
-    ``itemsize``: bytes of an element of x, and about as many of an element of the gradient, which
-    has the layout of x. ``shift_grad``: the shift's is wanted too.
+    ``l2_bytes``: size of the GPU's L2. ``itemsize``: bytes of an element of x, and about as many of an
+    element of the gradient, which has the layout of x. ``shift_grad``: the shift's is wanted too.
     """
     CG = C // num_groups
     group, block_c = CG * HW, next_power_of_2(CG)
     if (
-        N * C * HW * itemsize < _WALK_MIN_BYTES
-        or group * itemsize > _WALK_MAX_GROUP_BYTES
+        N * C * HW * itemsize < _WALK_MIN_CACHES * l2_bytes
+        or group * itemsize * num_sms > _WALK_MAX_PART * l2_bytes
         or N * num_groups < _WALK_MIN_GROUPS * num_sms
         or (channels_last and CG * itemsize < _WALK_MIN_RUN)
         or 4 * block_c > 5 * CG  # lanes for nothing
@@ -274,12 +283,13 @@ def apply_config(
     N: int, C: int, HW: int, channels_last: bool, num_sms: int, *, backward: bool = False
 ) -> ApplyConfig:
     """How to read, map and write x of (N, C, HW), or x and a gradient."""
+    longest = min(next_power_of_2(HW), power_of_2_below(MAX_OFFSET // C))
     if channels_last:
         widest = _APPLY_BACKWARD_CHANNELS if backward else _APPLY_CHANNELS
         block_c = widest if C % widest == 0 else 64 if C > 32 else next_power_of_2(C)
-        block_hw = min(next_power_of_2(HW), _APPLY_TILE // block_c)
+        block_hw = min(longest, _APPLY_TILE // block_c)
     else:
-        block_hw = min(next_power_of_2(HW), _APPLY_TILE)
+        block_hw = min(longest, _APPLY_TILE)
         block_c = min(next_power_of_2(C), max(1, _APPLY_TILE // block_hw))
     few = N * ceil_div(C, block_c) * ceil_div(HW, block_hw) <= _APPLY_FEW_TILES * num_sms
     warps = _APPLY_WARPS_OF_FEW_TILES if backward or (few and channels_last) else _APPLY_WARPS
@@ -289,6 +299,17 @@ def apply_config(
 def parameter_config(N: int, C: int) -> tuple[int, int]:
     """(samples, channels) of a tile of per-sample values that one program sums over all samples."""
     return min(_PARAMETER_TILE[0], next_power_of_2(N)), min(_PARAMETER_TILE[1], next_power_of_2(C))
+
+
+def parameter_rows(N: int, C: int, num_sms: int) -> int:
+    """Samples that one program of its own launch sums: all N of them, or one of several equal parts."""
+    block_n, block_c = parameter_config(N, C)
+    tiles = ceil_div(N, block_n)
+    if tiles <= _PARAMETER_MOST_TILES:
+        return N
+    parts = num_sms * _PARAMETER_PROGRAMS_PER_SM // ceil_div(C, block_c)
+    parts = min(max(1, parts), tiles // _PARAMETER_MIN_TILES)
+    return ceil_div(tiles, parts) * block_n
 
 
 def merge_config(chunks: int, C: int, num_groups: int, *, backward: bool = False) -> MergeConfig:

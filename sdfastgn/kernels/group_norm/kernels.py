@@ -26,8 +26,8 @@ Two ways, chosen by ``launch_config`` from sizes alone:
 
 From sm_90 on (``PDL``) a kernel starts while the one before still runs, and waits before it reads
 what that one writes (programmatic dependent launch). ``apply_kernel`` reads its tile of x before
-the wait, which is right because none of the two kernels before it lets a successor start until x is
-complete.
+the wait, and past L1. That is right because none of the two kernels before it lets a successor start
+until x is complete, and in L2 (ADR 7).
 
 Numerics: fp32 throughout, one rounding at the store. Sums are of deviations, never of raw squares,
 and are merged by Chan's formula in a fixed order without atomics, so that results are the same at
@@ -43,17 +43,18 @@ if triton is not None:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
     from sdfastgn.kernels.common.activations import activate
-    from sdfastgn.kernels.common.deviation import inverse_deviation
+    from sdfastgn.kernels.common.deviation import difference, inverse_deviation, mean_as_pivot
     from sdfastgn.kernels.common.tiles import (
-        LANE_AXIS,
-        PTX,
-        STEP_AXIS,
         along_block,
         along_lanes,
         along_steps,
         along_warps,
+        load_ahead,
         map_tile,
         multiple_of,
+        sums_in_warps,
+        tile_sum,
+        tile_sums,
     )
     from sdfastgn.kernels.group_norm.channels import channel_affine, channel_sum
 
@@ -71,33 +72,6 @@ if triton is not None:
     _FAR = tl.constexpr(64.0)
 
     @triton.jit
-    def _flat(d):
-        d = tl.sum(d, STEP_AXIS, keep_dims=True)
-        return tl.reshape(d, (d.shape[0] * d.shape[1] * d.shape[2] * d.shape[3],))
-
-    @triton.jit
-    def _tile_sum(d):
-        """Over a whole (lanes, warps, steps, block) tile."""
-        return tl.sum(_flat(d), 0)
-
-    @triton.jit
-    def _in_warps(d):
-        """Sums of a tile by warp, without shared memory."""
-        d = tl.sum(d, STEP_AXIS, keep_dims=True)
-        return tl.sum(tl.sum(d, 3, keep_dims=True), LANE_AXIS, keep_dims=True)
-
-    @triton.jit
-    def _add_pairs(a, b, c, d):
-        return a + c, b + d
-
-    @triton.jit
-    def _tile_sums(d, squares):
-        """Over two whole tiles, which pass through shared memory together: half of the way there and back."""
-        d, squares = _flat(d), _flat(squares)
-        # In the interpreter ``tl.reduce`` calls a function of ours for each element.
-        return tl.reduce((d, squares), 0, _add_pairs) if PTX else (tl.sum(d, 0), tl.sum(squares, 0))
-
-    @triton.jit
     def _save(mean_ptr, rstd_ptr, mean, rstd, groups, mask):
         """Stores what the backward takes."""
         if mean_ptr is not None:
@@ -111,7 +85,9 @@ if triton is not None:
         C: tl.constexpr, CHANNELS: tl.constexpr, CHANNELS_LAST: tl.constexpr, OUT_LAST: tl.constexpr,
         LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        """(x less the pivot, pivot, scale, offset, mask, offsets in y) of channels from ``first_c`` on."""
+        """(x, shift, x + shift less the pivot, pivot, scale, offset, mask, offsets in y) of channels from
+        ``first_c`` on.
+        """
         outer = (along_steps(STEPS) * WARPS + along_warps(WARPS)) * LANES + along_lanes(LANES)
         inner = along_block(BLOCK)
         row = outer if CHANNELS_LAST else inner
@@ -127,6 +103,7 @@ if triton is not None:
         # of the data.
         pivot = tl.load(x_ptr + base + group_c * (1 if CHANNELS_LAST else HW)).to(tl.float32)
         d = x - pivot
+        shift = 0.0
         if shift_ptr is not None:
             shift = tl.load(shift_ptr + n * shift_stride + c, mask=in_range, other=0.0).to(tl.float32)
             first_shift = tl.load(shift_ptr + n * shift_stride + group_c).to(tl.float32)
@@ -135,7 +112,8 @@ if triton is not None:
         scale, offset = channel_affine(
             n, c, in_range, weight_ptr, bias_ptr, ada_scale_ptr, ada_shift_ptr,
             ada_scale_stride, ada_shift_stride)  # fmt: skip
-        return tl.where(mask, d, 0.0), pivot, scale, offset, mask, base + (last if OUT_LAST else first)
+        d = tl.where(mask, d, 0.0)
+        return x, shift, d, pivot, scale, offset, mask, base + (last if OUT_LAST else first)
 
     @triton.jit(do_not_specialize=[*_STRIDES, "HW", "eps"])
     def small_kernel(
@@ -159,30 +137,38 @@ if triton is not None:
         group_c = part % PARTS * CHANNELS
         if PDL:
             gdc_wait()
-        d, pivot, scale, offset, mask, out = _small_tile(
+        x, shift, d, pivot, scale, offset, mask, out = _small_tile(
             x_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr, ada_shift_ptr, shift_stride,
             ada_scale_stride, ada_shift_stride, n, group_c, group_c, HW, C, CHANNELS - TAIL, CHANNELS_LAST,
             OUT_LAST, LANES, WARPS, STEPS, BLOCK,
         )  # fmt: skip
         if TAIL:
-            tail_d, _, tail_scale, tail_offset, tail_mask, tail_out = _small_tile(
+            tail_x, tail_shift, tail_d, _, tail_scale, tail_offset, tail_mask, tail_out = _small_tile(
                 x_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr, ada_shift_ptr, shift_stride,
                 ada_scale_stride, ada_shift_stride, n, group_c, group_c + (CHANNELS - TAIL), HW, C, TAIL,
                 CHANNELS_LAST, OUT_LAST, TAIL_LANES, WARPS, TAIL_STEPS, TAIL,
             )  # fmt: skip
         share = 1 / (HW * CHANNELS).to(tl.float32)
+        if EXACT:
+            total = tile_sum(d)
+            if TAIL:
+                total += tile_sum(tail_d)
+            pivot = mean_as_pivot(pivot, total, share)
+            d = tl.where(mask, difference(x, shift, pivot), 0.0)
+            if TAIL:
+                tail_d = tl.where(tail_mask, difference(tail_x, tail_shift, pivot), 0.0)
         # An explicit fma: ptxas contracts this only where the mean is not stored, and the bits differ.
         if EXACT and not TAIL:
-            total = _tile_sum(d)
+            total = tile_sum(d)
             d = tl.where(mask, tl.fma(total, -share, d), 0.0)
-            variance = _tile_sum(d * d) * share
+            variance = tile_sum(d * d) * share
         else:
             if TAIL:
-                sums = _in_warps(d) + _in_warps(tail_d)
-                squares = _in_warps(d * d) + _in_warps(tail_d * tail_d)
+                sums = sums_in_warps(d) + sums_in_warps(tail_d)
+                squares = sums_in_warps(d * d) + sums_in_warps(tail_d * tail_d)
             else:
                 sums, squares = d, d * d
-            total, square = _tile_sums(sums, squares)
+            total, square = tile_sums(sums, squares)
             d = tl.where(mask, tl.fma(total, -share, d), 0.0)
             if TAIL:
                 tail_d = tl.where(tail_mask, tl.fma(total, -share, tail_d), 0.0)
@@ -193,9 +179,9 @@ if triton is not None:
             if EXACT:
                 again = True
             if again:
-                variance = _tile_sum(d * d) * share
+                variance = tile_sum(d * d) * share
                 if TAIL:
-                    variance += _tile_sum(tail_d * tail_d) * share
+                    variance += tile_sum(tail_d * tail_d) * share
         rstd = inverse_deviation(variance, eps)
         _save(mean_ptr, rstd_ptr, tl.fma(total, share, pivot), rstd, part, None)
         y = activate(d * (scale * rstd) + offset, ACTIVATION, PAIRS)
@@ -212,6 +198,7 @@ if triton is not None:
         PDL: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         """``CHANNELS`` of a sample a program, channels-last; each is normalised by itself."""
+        EXACT: tl.constexpr = y_ptr.dtype.element_ty == tl.float32
         PARTS: tl.constexpr = (C + CHANNELS - 1) // CHANNELS
         part = tl.program_id(0)
         n = (part // PARTS).to(tl.int64)
@@ -230,14 +217,20 @@ if triton is not None:
         # of the data.
         pivot = tl.load(x_ptr + base + c, mask=in_range, other=0.0).to(tl.float32)
         d = x - pivot
+        shift = 0.0
         if shift_ptr is not None:
-            d += tl.load(shift_ptr + n * shift_stride + c, mask=in_range, other=0.0).to(tl.float32)
+            shift = tl.load(shift_ptr + n * shift_stride + c, mask=in_range, other=0.0).to(tl.float32)
+            d += shift
         scale, offset = channel_affine(
             n, c, in_range, weight_ptr, bias_ptr, ada_scale_ptr, ada_shift_ptr,
             ada_scale_stride, ada_shift_stride)  # fmt: skip
         share = 1 / HW.to(tl.float32)
         d = tl.where(mask, d, 0.0)
         total = channel_sum(d)
+        if EXACT:
+            pivot = mean_as_pivot(pivot, total, share)
+            d = tl.where(mask, difference(x, shift, pivot), 0.0)
+            total = channel_sum(d)
         # An explicit fma: ptxas contracts this only where the mean is not stored, and the bits differ.
         d = tl.where(mask, tl.fma(total, -share, d), 0.0)
         rstd = inverse_deviation(channel_sum(d * d) * share, eps)
@@ -262,6 +255,20 @@ if triton is not None:
         # not a row of channels.
         return tl.sum(partials, axis=0) if EACH_CHANNEL else tl.sum(tl.sum(partials, axis=1), axis=0)
 
+    @triton.jit
+    def _differences(
+        base, plane, chunks, rows, HW, c, in_range, to_pivot, C,
+        EACH_CHANNEL: tl.constexpr, LOOP: tl.constexpr, BLOCK_P: tl.constexpr,
+    ):  # fmt: skip
+        """(mean + ``to_pivot``, M2, count) of the first block of chunks, and the sum over the group."""
+        d, m2, weight = _partials(base, plane, 0, chunks, rows, HW, c, in_range, to_pivot, C, BLOCK_P)
+        total = d * weight
+        if LOOP:
+            for start in range(BLOCK_P, chunks, BLOCK_P):
+                m, _, w = _partials(base, plane, start, chunks, rows, HW, c, in_range, to_pivot, C, BLOCK_P)
+                total += m * w
+        return d, m2, weight, _merged(total, EACH_CHANNEL)
+
     @triton.jit(
         do_not_specialize=[
             *_STRIDES, "shifted", "C", "CHANNELS", "parts", "complete", "HW", "rows", "chunks", "plane",
@@ -273,14 +280,14 @@ if triton is not None:
         ada_shift_ptr,
         shift_stride, ada_scale_stride, ada_shift_stride, shifted, C, CHANNELS, parts, complete, HW, rows,
         chunks, plane, table_offset, table_plane, eps,
-        EACH_CHANNEL: tl.constexpr, FOLD: tl.constexpr, LOOP: tl.constexpr, PDL: tl.constexpr,
-        C_FACTOR: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
+        EACH_CHANNEL: tl.constexpr, FOLD: tl.constexpr, EXACT: tl.constexpr, LOOP: tl.constexpr,
+        PDL: tl.constexpr, C_FACTOR: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
     ):  # fmt: skip
         """Chan's formula over a group: statistics -> (scale, offset, mean) of each of its channels.
 
         ``CHANNELS`` of a sample a program: a group, or groups of one channel (``EACH_CHANNEL``).
         ``parts``: programs of a sample. ``shifted``: 1 if there is a shift in ``shift``, else 0.
-        ``complete``: 1 if x is when this kernel starts, else 0.
+        ``complete``: 1 if x is when this kernel starts, else 0. ``EXACT``: the result is fp32.
 
         ``FOLD``, for 16-bit x: the mean goes into the offset, which saves the apply pass registers
         and a load. The offset is then rounded at the size of mean / deviation, as PyTorch's own is.
@@ -312,13 +319,15 @@ if triton is not None:
             n, c, in_range, weight_ptr, bias_ptr, ada_scale_ptr, ada_shift_ptr,
             ada_scale_stride, ada_shift_stride)  # fmt: skip
         to_pivot = shift - pivot
-        d, part_m2, weight = _partials(base, plane, 0, chunks, rows, HW, c, in_range, to_pivot, C, BLOCK_P)
-        total = d * weight
-        if LOOP:
-            for start in range(BLOCK_P, chunks, BLOCK_P):
-                m, _, w = _partials(base, plane, start, chunks, rows, HW, c, in_range, to_pivot, C, BLOCK_P)
-                total += m * w
-        total = _merged(total, EACH_CHANNEL)
+        d, part_m2, weight, total = _differences(
+            base, plane, chunks, rows, HW, c, in_range, to_pivot, C, EACH_CHANNEL, LOOP, BLOCK_P
+        )
+        if EXACT:
+            pivot = mean_as_pivot(pivot, total, share)
+            to_pivot = shift - pivot
+            d, part_m2, weight, total = _differences(
+                base, plane, chunks, rows, HW, c, in_range, to_pivot, C, EACH_CHANNEL, LOOP, BLOCK_P
+            )
         d = tl.fma(total, -share, d)  # explicit for the same reason as in the small kernel
         m2 = part_m2 + d * d * weight
         if LOOP:
@@ -350,10 +359,12 @@ if triton is not None:
         x_ptr, y_ptr, table_ptr,
         C, activates, HW, table_offset, table_plane,
         CHANNELS_LAST: tl.constexpr, OUT_LAST: tl.constexpr, ACTIVATION: tl.constexpr, OPTIONAL: tl.constexpr,
-        PAIRS: tl.constexpr, FOLD: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+        PAIRS: tl.constexpr, FOLD: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr,
         C_FACTOR: tl.constexpr, HW_FACTOR: tl.constexpr, BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr,
     ):  # fmt: skip
-        """``OPTIONAL``: the activation is left out where ``activates`` is 0, and not 1."""
+        """``OPTIONAL``: the activation is left out where ``activates`` is 0, and not 1. ``AHEAD``: x is read
+        before the wait.
+        """
         # Last rows first: they are what the statistics pass left in L2.
         pid = tl.num_programs(0) - 1 - tl.program_id(0)
         C = multiple_of(C, C_FACTOR)
@@ -365,8 +376,10 @@ if triton is not None:
         if not EVEN:
             in_range = c < C
             mask = (position < HW) & in_range[None, :]
-        x = tl.load(x_ptr + (last if CHANNELS_LAST else first), mask=mask)
-        if PDL:
+        if PDL and not AHEAD:
+            gdc_wait()
+        x = load_ahead(x_ptr + (last if CHANNELS_LAST else first), mask, AHEAD)
+        if AHEAD:
             gdc_wait()
         x = x.to(tl.float32)
         table = table_ptr + table_offset + n * C + c

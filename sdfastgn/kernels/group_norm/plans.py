@@ -162,6 +162,7 @@ def _merge(call: GroupNormCall, tile: MergeConfig, numbers: tuple[int | float, .
     constants = {
         "EACH_CHANNEL": tile.each_channel,
         "FOLD": call.x.dtype != torch.float32,
+        "EXACT": (call.out_dtype or call.x.dtype) == torch.float32,
         "LOOP": tile.is_full,
         "PDL": pdl,
         "C_FACTOR": vector_width(4, C, tile.channels),
@@ -192,6 +193,7 @@ def _apply(call: GroupNormCall, blocks: ApplyConfig, channels_last: bool, number
         "FOLD": folds,
         "EVEN": C % blocks.block_c == 0 and HW % blocks.block_hw == 0,
         "PDL": pdl,
+        "AHEAD": gpu.reads_ahead(call.x.device),
         "C_FACTOR": vector_width(call.x.itemsize, C),
         "HW_FACTOR": row_factor(channels_last and out_last, HW),
         "BLOCK_HW": blocks.block_hw,

@@ -6,9 +6,9 @@ from elsewhere (the residual stream):
     dx = rstd * (g - mean_D(g) - xhat * mean_D(g * xhat)) + dtotal
     dweight = sum_rows dy * xhat        dbias = sum_rows dy        dadded = sum_rows dx
 
-On a GPU the kernels of ``layer_norm/backward_kernels.py`` run, from x and what the forward saved:
-the mean less the row's first element (``centre``), and rstd. Everywhere else, and for a second
-derivative, ``reference_layer_norm_grads``, which takes the statistics of x again.
+On a GPU the kernels of ``layer_norm/backward_kernels.py`` run, from x and what the forward saved: the
+mean (``centre``, in one of the two forms of ``layer_norm/kernels.py``) and rstd. Everywhere else, and
+for a second derivative, ``reference_layer_norm_grads``, which takes the statistics of x again.
 
 Source: Ba, Kiros and Hinton, "Layer Normalization", 2016, and the chain rule.
 """

@@ -28,7 +28,7 @@ if triton is not None:
 
     from sdfastgn.kernels.common.column_sums import sum_columns
     from sdfastgn.kernels.common.tiles import LANE_AXIS
-    from sdfastgn.kernels.layer_norm.kernels import row_sum, tile_column, tile_row
+    from sdfastgn.kernels.layer_norm.kernels import row_mean, row_sum, tile_column, tile_row
 
 
 # --- kernels --------------------------------------------------------------------------------------
@@ -70,9 +70,10 @@ if triton is not None:
             dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
             x_row = first * X_STRIDE + r * X_STRIDE
             x = tl.load(x_ptr + x_row + c, mask=mask, other=0.0).to(tl.float32)
-            x -= tl.load(x_ptr + x_row, mask=is_row, other=0.0).to(tl.float32)
+            pivot = tl.load(x_ptr + x_row, mask=is_row, other=0.0).to(tl.float32)
             rstd = tl.load(rstd_ptr + first + r, mask=is_row, other=0.0)
-            xhat = (x - tl.load(centre_ptr + first + r, mask=is_row, other=0.0)) * rstd
+            pivot, rest = row_mean(pivot, tl.load(centre_ptr + first + r, mask=is_row, other=0.0))
+            xhat = (x - pivot - rest) * rstd
             if WEIGHT_GRAD:
                 dweight += dy * xhat
             if BIAS_GRAD:
@@ -111,7 +112,7 @@ if triton is not None:
         if PDL:
             gdc_wait()
         first = tl.load(x_ptr + x_row - start).to(tl.float32)
-        centre = tl.load(centre_ptr + row)
+        first, rest = row_mean(first, tl.load(centre_ptr + row))
         rstd = tl.load(rstd_ptr + row)
         along_mean = tl.zeros((BLOCK,), tl.float32)
         along_std = tl.zeros((BLOCK,), tl.float32)
@@ -122,7 +123,7 @@ if triton is not None:
             if weight_ptr is not None:
                 g *= tl.load(weight_ptr + start + at + i, mask=mask, other=0.0).to(tl.float32)
             along_mean += g
-            along_std += g * ((x - first - centre) * rstd)
+            along_std += g * ((x - first - rest) * rstd)
         tl.store(sums_ptr + tl.program_id(0), tl.sum(along_mean, 0))
         tl.store(sums_ptr + plane + tl.program_id(0), tl.sum(along_std, 0))
 
@@ -151,8 +152,9 @@ if triton is not None:
             rstd = tl.load(rstd_ptr + row)
             dy = tl.load(dy_ptr + row * D + c, mask=mask, other=0.0).to(tl.float32)
             x_row = x_ptr + row * x_parts * VECTOR
-            x = tl.load(x_row + c, mask=mask, other=0.0).to(tl.float32) - tl.load(x_row).to(tl.float32)
-            xhat = (x - tl.load(centre_ptr + row)) * rstd
+            x = tl.load(x_row + c, mask=mask, other=0.0).to(tl.float32)
+            first, rest = row_mean(tl.load(x_row).to(tl.float32), tl.load(centre_ptr + row))
+            xhat = (x - first - rest) * rstd
             if WEIGHT_GRAD:
                 dweight += dy * xhat
             if BIAS_GRAD:

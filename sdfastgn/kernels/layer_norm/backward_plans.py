@@ -156,8 +156,8 @@ def launch_layer_norm_grads(call: LayerNormGradCall) -> LayerNormGrads:
         centre=call.centre.contiguous(),
         rstd=call.rstd.contiguous(),
     )
-    # centre, rstd and eps decide nothing.
-    key = plan_key((call.dy, call.dtotal, call.x, call.weight), *call.wanted())
+    # Of centre the dtype alone decides something, rstd and eps do not.
+    key = plan_key((call.dy, call.dtotal, call.x, call.weight), call.centre.dtype, *call.wanted())
     plan = _plans.get(key)
     if plan is None:
         plan = _plans[key] = _GradPlan(call)

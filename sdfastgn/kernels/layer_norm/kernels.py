@@ -15,8 +15,11 @@ Pointers, which mean the same in every kernel; each but x, y and the scratch mem
   what is kept of it;
 - ``total``: (rows, D), the sum that is normalized, and in the rows kernel with total_bias on top;
   ``kept``: the same with total_bias, in the chunk kernel;
-- ``centre``, ``rstd``: (rows,) fp32;
-- ``partials``: fp32 (2, rows, chunks), mean less the row's first element, and M2.
+- ``centre``: (rows,), the mean less the row's first element, in fp32; the mean itself, in fp64, where
+  ``y`` is fp32 (``EXACT``);
+- ``rstd``: (rows,) fp32;
+- ``partials``: fp32 (2, rows, chunks), mean less the row's first element, and M2. If ``EXACT``,
+  (3, rows, chunks): the mean rounded, M2, and what the rounding left.
 
 With a residual, the kernel that reads x first also writes the sum, and takes the statistics of what
 it wrote, as rounded. With a ``total_bias`` what is kept is another tensor than what is normalised:
@@ -28,8 +31,9 @@ written before ``gdc_wait`` but x, and x only where no kernel of this call write
 Numerics: fp32 throughout, one rounding at each store. Sums are of deviations from the row's first
 element or a tile's mean, never of raw squares, merged by Chan's formula in a fixed order without
 atomics. Means stay what they are found as, differences from the row's first element (``centre``),
-which fp32 holds to the last bit where it would round the mean at the size of the data. Offsets that
-can pass 2^31 are int64.
+which fp32 holds to the last bit where it would round the mean at the size of the data. It would also
+round a difference from a first element that is an outlier, so results in fp32 have means in fp64, and
+``row_mean`` splits those into two fp32 parts. Offsets that can pass 2^31 are int64.
 """
 
 from __future__ import annotations
@@ -40,10 +44,17 @@ if triton is not None:
     import triton.language as tl
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-    from sdfastgn.kernels.common.deviation import inverse_deviation
-    from sdfastgn.kernels.common.tiles import STEP_AXIS, along_block, along_lanes, along_steps, along_warps
+    from sdfastgn.kernels.common.deviation import inverse_deviation, mean_as_pivot
+    from sdfastgn.kernels.common.tiles import (
+        STEP_AXIS,
+        along_block,
+        along_lanes,
+        along_steps,
+        along_warps,
+        load_ahead,
+    )
 
-__all__ = ["row_sum", "tile_column", "tile_row"]
+__all__ = ["row_mean", "row_sum", "tile_column", "tile_row"]
 
 # --- kernels --------------------------------------------------------------------------------------
 
@@ -72,6 +83,17 @@ if triton is not None:
         if WIDE:
             total = tl.sum(total, 1, keep_dims=True)
         return total
+
+    @triton.jit
+    def row_mean(first, centre):
+        """The mean of rows as two fp32 numbers, to subtract one after the other.
+
+        ``first``: the row's first element. ``centre``: as stored, fp64 if it is the mean itself.
+        """
+        if centre.dtype == tl.float64:
+            first = centre.to(tl.float32)
+            centre = (centre - first.to(tl.float64)).to(tl.float32)
+        return first, centre
 
     @triton.jit
     def _read(x_ptr, residual_ptr, add_bias_ptr, x_at, residual_at, c, mask):
@@ -108,6 +130,7 @@ if triton is not None:
         PDL: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr,
         BLOCK: tl.constexpr,
     ):  # fmt: skip
+        EXACT: tl.constexpr = y_ptr.dtype.element_ty == tl.float32
         ROWS: tl.constexpr = LANES if WIDE else LANES * WARPS
         first = tl.program_id(0).to(tl.int64) * ROWS
         r = tile_row(WIDE, LANES, WARPS)
@@ -137,6 +160,10 @@ if triton is not None:
             tl.store(total_ptr + out, kept.to(total_ptr.dtype.element_ty), mask=mask)
         d = tl.where(in_row, x - pivot, 0.0)
         total = row_sum(d, WIDE)
+        if EXACT:
+            pivot = mean_as_pivot(pivot, total, 1 / D)
+            d = tl.where(in_row, x - pivot, 0.0)
+            total = row_sum(d, WIDE)
         # Explicit: ptxas would contract product and difference here, but not where the centre is
         # stored too, and other bits come out.
         d = tl.where(in_row, tl.fma(total, -1 / D, d), 0.0)
@@ -144,17 +171,20 @@ if triton is not None:
         y = d * rstd * scale + offset
         tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=mask)
         if centre_ptr is not None:
-            tl.store(centre_ptr + first + r, total * (1 / D), mask=is_row)
+            tl.store(
+                centre_ptr + first + r,
+                pivot.to(tl.float64) + (total * (1 / D)).to(tl.float64) if EXACT else total * (1 / D),
+                mask=is_row,
+            )
             tl.store(rstd_ptr + first + r, rstd, mask=is_row)
 
     @triton.jit(do_not_specialize=["chunks", "blocks", "d_parts", "x_parts", "residual_parts", "plane"])
     def _chunk_kernel(
         x_ptr, residual_ptr, add_bias_ptr, total_bias_ptr, total_ptr, kept_ptr, partials_ptr,
         chunks, blocks, d_parts, x_parts, residual_parts, plane,
-        VECTOR: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
+        EXACT: tl.constexpr, VECTOR: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        """Mean, less the row's first element, and M2 of each chunk of each row; and the sum that x
-        is part of.
+        """Mean and M2 of each chunk of each row, as in ``partials``; and the sum that x is part of.
 
         ``kept_ptr``: the sum and total_bias, where there is one.
         """
@@ -172,10 +202,12 @@ if triton is not None:
             gdc_wait()
             gdc_launch_dependents()
         # All means of a row are taken from its first element: rounded at the size of the
-        # deviations, not of the data.
+        # deviations, not of the data. If ``EXACT``, those of each chunk are.
+        to_pivot = 0 if EXACT else start
         first, _ = _read(
-            x_ptr, residual_ptr, add_bias_ptr, x_row - start, residual_row - start, row * 0, row >= 0
-        )
+            x_ptr, residual_ptr, add_bias_ptr, x_row - to_pivot, residual_row - to_pivot, start - to_pivot,
+            row >= 0,
+        )  # fmt: skip
         pivot = 0.0
         sums = tl.zeros((BLOCK,), tl.float32)
         squares = tl.zeros((BLOCK,), tl.float32)
@@ -191,20 +223,26 @@ if triton is not None:
             d = tl.where(mask, x - first, 0.0)
             if at == 0:
                 pivot = tl.sum(d, 0) / tl.minimum(count, BLOCK).to(tl.float32)
-            d = tl.where(mask, d - pivot, 0.0)
+                if EXACT:
+                    first += pivot
+            d = tl.where(mask, x - first if EXACT else d - pivot, 0.0)
             sums += d
             squares += d * d
         n = count.to(tl.float32)
         delta = tl.sum(sums, 0) / n
         out = partials_ptr + tl.program_id(0)
-        tl.store(out, pivot + delta)
+        if EXACT:
+            tl.store(out, first)
+            tl.store(out + 2 * plane, delta)
+        else:
+            tl.store(out, pivot + delta)
         tl.store(out + plane, tl.maximum(tl.sum(squares, 0) - delta * delta * n, 0.0))
 
     @triton.jit(do_not_specialize=["chunks", "length", "D", "plane", "eps"])
     def _merge_chunks_kernel(
         partials_ptr, centre_ptr, rstd_ptr,
         chunks, length, D, plane, eps,
-        PDL: tl.constexpr, BLOCK: tl.constexpr,
+        EXACT: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         """Chan's formula over the chunks of a row."""
         if PDL:
@@ -217,9 +255,14 @@ if triton is not None:
         weight = tl.where(mask, tl.minimum(D - p.to(tl.int64) * length, length), 0).to(tl.float32)
         elements = D.to(tl.float32)
         d = tl.load(base + p, mask=mask, other=0.0)
+        if EXACT:
+            pivot = tl.load(base)
+            d = tl.where(mask, d - pivot, 0.0) + tl.load(base + 2 * plane + p, mask=mask, other=0.0)
         delta = tl.sum(d * weight, 0) / elements
         d -= delta
         m2 = tl.sum(tl.load(base + plane + p, mask=mask, other=0.0) + d * d * weight, 0)
+        if EXACT:
+            delta = pivot.to(tl.float64) + delta.to(tl.float64)
         tl.store(centre_ptr + row, delta)
         tl.store(rstd_ptr + row, inverse_deviation(m2 / elements, eps))
 
@@ -229,8 +272,8 @@ if triton is not None:
         rows, d_parts, x_parts,
         VECTOR: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        """One block of one row. ``AHEAD``: x is complete when this kernel starts, and may be read
-        before the wait.
+        """One block of one row. ``AHEAD``: x is read before the wait, as a kernel of this op has waited
+        for it.
         """
         # Neighbours have the same columns of neighbouring rows: weight and bias are read from memory once.
         row = (tl.program_id(0) % rows).to(tl.int64)
@@ -240,11 +283,12 @@ if triton is not None:
         x_row = x_ptr + row * x_parts * VECTOR
         if PDL and not AHEAD:
             gdc_wait()
-        x = tl.load(x_row + c, mask=mask)
-        first = tl.load(x_row)
-        if PDL and AHEAD:
+        x = load_ahead(x_row + c, mask, AHEAD)
+        first = load_ahead(x_row, None, AHEAD)
+        if AHEAD:
             gdc_wait()
         scale, offset = _affine(weight_ptr, bias_ptr, c, mask)
-        y = (x.to(tl.float32) - first.to(tl.float32) - tl.load(centre_ptr + row)) * tl.load(rstd_ptr + row)
+        first, rest = row_mean(first.to(tl.float32), tl.load(centre_ptr + row))
+        y = (x.to(tl.float32) - first - rest) * tl.load(rstd_ptr + row)
         y = y * scale + offset
         tl.store(y_ptr + row * D + c, y.to(y_ptr.dtype.element_ty), mask=mask)

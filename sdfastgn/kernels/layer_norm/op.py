@@ -30,7 +30,14 @@ from sdfastgn.kernels.common.op import PlannedOp
 from sdfastgn.kernels.layer_norm.backward import LAYER_NORM_BACKWARD
 from sdfastgn.kernels.layer_norm.backward_plans import LayerNormGradCall, LayerNormGrads
 from sdfastgn.kernels.layer_norm.plain import plain_layer_norm
-from sdfastgn.kernels.layer_norm.plans import AddCall, LayerNormCall, LayerNormPlan, empty_saved
+from sdfastgn.kernels.layer_norm.plans import (
+    AddCall,
+    LayerNormCall,
+    LayerNormPlan,
+    centre_dtype,
+    empty_saved,
+    result_dtype,
+)
 
 __all__ = ["add_layer_norm", "layer_norm", "reference_add", "reference_layer_norm"]
 
@@ -53,13 +60,19 @@ def _reference(call: LayerNormCall) -> tuple[Tensor, Tensor, Tensor]:
     u = x.to(torch.promote_types(x.dtype, torch.float32))
     mean = u.mean(-1, keepdim=True)
     d = u - mean
-    d = d - d.mean(-1, keepdim=True)  # what the rounding of the mean left
+    rest = d.mean(-1, keepdim=True)  # what the rounding of the mean left
+    d = d - rest
     rstd = torch.rsqrt(d.square().mean(-1, keepdim=True) + call.eps)
     y = d * rstd
     y = y if call.weight is None else y * call.weight.to(u.dtype)
     y = y if call.bias is None else y + call.bias.to(u.dtype)
-    centre = (mean - u[..., :1]).squeeze(-1).contiguous()
-    return y.to(call.out_dtype or x.dtype).contiguous(), centre, rstd.squeeze(-1).contiguous()
+    saved = centre_dtype(result_dtype(call))
+    centre = mean.to(saved) + rest if saved is torch.float64 else mean - u[..., :1]
+    return (
+        y.to(result_dtype(call)).contiguous(),
+        centre.squeeze(-1).contiguous(),
+        rstd.squeeze(-1).contiguous(),
+    )
 
 
 def reference_add(x: Tensor, residual: Tensor, *biases: Tensor | None) -> Tensor:
@@ -87,7 +100,7 @@ def _reference_of_sum(call: AddCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def _fake(call: LayerNormCall) -> tuple[Tensor, Tensor, Tensor]:
     x = call.x
-    return x.new_empty(x.shape, dtype=call.out_dtype or x.dtype), empty_saved(x), empty_saved(x)
+    return x.new_empty(x.shape, dtype=result_dtype(call)), *empty_saved(x, result_dtype(call))
 
 
 def _fake_of_sum(call: AddCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -128,7 +141,7 @@ def _grads(ctx: Any, dy: Tensor | None, dtotal: Tensor | None, wanted: tuple[boo
     added = dtypes[-1]
     if added is None:
         return LayerNormGrads(dtotal)
-    return LayerNormGrads(dtotal, added=dtotal.flatten(0, -2).sum(0, dtype=rstd.dtype).to(added))
+    return LayerNormGrads(dtotal, added=dtotal[None].flatten(0, -2).sum(0, dtype=rstd.dtype).to(added))
 
 
 def _backward(ctx: Any, needs: Any, dy: Tensor | None, *_: None) -> dict[str, Tensor | None]:
@@ -157,7 +170,7 @@ def _plain(call: LayerNormCall) -> Tensor:
         return _reference(call)[0]
     wide = torch.promote_types(x.dtype, torch.float32)
     weight, bias = (None if t is None else t.to(wide) for t in (call.weight, call.bias))
-    return plain_layer_norm(x.to(wide), weight, bias, call.eps).to(call.out_dtype or x.dtype)
+    return plain_layer_norm(x.to(wide), weight, bias, call.eps).to(result_dtype(call))
 
 
 def _plain_of_sum(call: AddCall) -> tuple[Tensor, Tensor]:
@@ -187,8 +200,8 @@ def _check_sum(name: str, call: AddCall) -> None:
 
 
 _LAYER_NORM = PlannedOp(
-    # y, then for the backward, in fp32 (fp64 for fp64 input): the mean of each row less its first
-    # element, and 1 / deviation.
+    # y, then for the backward each row's mean, as ``centre`` in ``layer_norm/kernels.py``, and 1 / deviation
+    # in fp32 (fp64 for fp64 input).
     "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps, ScalarType? out_dtype) "
     "-> (Tensor, Tensor, Tensor)",
     LayerNormCall,
@@ -236,9 +249,9 @@ def layer_norm(
         has.
     Layout: rows are read where they lie if they are without gaps and equally far apart, else from a
     copy. The output is contiguous.
-    Grad: with respect to every tensor. Between forward and backward x is kept and two fp32 values a
-        row. A second derivative, the transforms of torch.func and forward-mode AD run in plain
-        PyTorch.
+    Grad: with respect to every tensor. Between forward and backward x is kept and 8 bytes a row, or
+        12 where the output is fp32. A second derivative, the transforms of torch.func and forward-mode
+        AD run in plain PyTorch.
     Raises:
         TypeError: a tensor is not dense, or none of these dtypes, or another argument has the wrong type.
         ValueError: a shape or a device does not fit.

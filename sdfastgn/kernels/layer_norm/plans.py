@@ -14,7 +14,10 @@ from sdfastgn.kernels.common.sizes import WARP, ceil_div, next_power_of_2, tile_
 from sdfastgn.kernels.layer_norm import kernels
 from sdfastgn.kernels.layer_norm.config import ChunksConfig, RowsConfig, forward_config
 
-__all__ = ["AddCall", "LayerNormCall", "LayerNormPlan", "empty_saved", "rows_constants"]
+__all__ = [
+    "AddCall", "LayerNormCall", "LayerNormPlan", "centre_dtype", "empty_saved", "result_dtype",
+    "rows_constants",
+]  # fmt: skip
 
 # Warps of a program that merges chunks, at most, and the chunks that one warp has.
 _MERGE_MAX_WARPS = 4
@@ -92,29 +95,40 @@ class LayerNormPlan:
         pdl: bool,
     ) -> None:
         D = call.x.shape[-1]
-        warps, is_complete = config.num_warps, call.residual is None
-        self.partials = self.row_count * config.chunks
+        warps, is_complete, exact = (
+            config.num_warps,
+            call.residual is None,
+            result_dtype(call) == torch.float32,
+        )
+        count = self.row_count * config.chunks
+        self.partials = (3 if exact else 2) * count
         # In vectors, so that the compiler knows what they are multiples of.
         d_parts, x_parts, residual_parts = (size // vector for size in (D, *strides))
         tile = {"VECTOR": vector, "PDL": pdl, "BLOCK": config.block}
         numbers: tuple[int | float, ...]
         numbers = (
-            config.chunks, config.length // config.block, d_parts, x_parts, residual_parts, self.partials,
+            config.chunks, config.length // config.block, d_parts, x_parts, residual_parts, count,
         )  # fmt: skip
-        self.chunk = Launch(kernels._chunk_kernel, self.partials, numbers, tile, warps, pdl=pdl)
+        constants = {"EXACT": exact, **tile}
+        self.chunk = Launch(kernels._chunk_kernel, count, numbers, constants, warps, pdl=pdl)
         block = next_power_of_2(config.chunks)
-        numbers = (config.chunks, config.length, D, self.partials, call.eps)
+        numbers = (config.chunks, config.length, D, count, call.eps)
         merge_warps = max(1, min(_MERGE_MAX_WARPS, block // _MERGE_PER_WARP))
-        merge = {"PDL": pdl, "BLOCK": block}
+        merge = {"EXACT": exact, "PDL": pdl, "BLOCK": block}
         kernel = kernels._merge_chunks_kernel
         self.merge = Launch(kernel, self.row_count, numbers, merge, merge_warps, pdl=pdl)
-        tile = {"VECTOR": vector, "AHEAD": is_complete, "PDL": pdl, "BLOCK": config.block}
+        tile = {
+            "VECTOR": vector,
+            "AHEAD": is_complete and gpu.reads_ahead(call.x.device),
+            "PDL": pdl,
+            "BLOCK": config.block,
+        }
         programs = self.row_count * ceil_div(D, config.block)
         numbers = (self.row_count, d_parts, x_parts if is_complete else d_parts)
         self.normalise = Launch(kernels._normalise_kernel, programs, numbers, tile, warps, pdl=pdl)
 
     def run_and_save(self, call: LayerNormCall | AddCall) -> tuple[Tensor, ...]:
-        centre, rstd = empty_saved(call.x), empty_saved(call.x)
+        centre, rstd = empty_saved(call.x, result_dtype(call))
         found = self.run(call, centre, rstd)
         return (found, centre, rstd) if isinstance(found, Tensor) else (*found, centre, rstd)
 
@@ -150,8 +164,8 @@ class LayerNormPlan:
     ) -> None:
         x = call.x
         if centre is None:
-            centre, rstd = torch.empty((2, self.row_count), dtype=torch.float32, device=x.device)
-        partials = torch.empty(2 * self.partials, dtype=torch.float32, device=x.device)
+            centre, rstd = empty_saved(x, y.dtype)
+        partials = torch.empty(self.partials, dtype=torch.float32, device=x.device)
         kept = None
         if total is not None and call.total_bias is not None:
             total, kept = torch.empty_like(total), total
@@ -166,9 +180,20 @@ def call_tensors(call: LayerNormCall | AddCall) -> dict[str, Tensor | None]:
     return {name: getattr(call, name) for name in names}
 
 
-def empty_saved(x: Tensor) -> Tensor:
-    """Memory for centre or rstd: one value a row, in fp32, fp64 for fp64 input."""
-    return x.new_empty(x.shape[:-1], dtype=torch.promote_types(x.dtype, torch.float32))
+def result_dtype(call: LayerNormCall | AddCall) -> torch.dtype:
+    """The dtype of y."""
+    return call.out_dtype or call.x.dtype
+
+
+def centre_dtype(result: torch.dtype) -> torch.dtype:
+    """fp64, of the mean itself, where results are fp32 or fp64; else fp32, less the row's first element."""
+    return torch.float32 if result.itemsize == 2 else torch.float64
+
+
+def empty_saved(x: Tensor, result: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Memory for centre and rstd: one value a row each. ``result``: the dtype of y."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return x.new_empty(x.shape[:-1], dtype=centre_dtype(result)), x.new_empty(x.shape[:-1], dtype=wide)
 
 
 def rows_constants(config: RowsConfig) -> dict[str, Any]:

@@ -6,7 +6,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sdfastgn.kernels.common.sizes import WARP_LOAD, ceil_div, next_power_of_2, power_of_2_below
+from sdfastgn.kernels.common.sizes import (
+    MAX_OFFSET,
+    WARP_LOAD,
+    ceil_div,
+    next_power_of_2,
+    power_of_2_below,
+)
 
 __all__ = ["StatisticsConfig", "statistics_config", "statistics_pay"]
 
@@ -72,6 +78,8 @@ def statistics_config(
     # take a whole one.
     most = ceil_div(ceil_div(HW, tile_rows), warps if channels_last else 1)
     chunks = ceil_div(HW, _whole_chunks(HW, tile_rows, min(max(1, wanted // tile_rows), most)))
+    if channels_last:
+        chunks = max(chunks, ceil_div(HW, max(1, MAX_OFFSET // C)))
     # Chunks as equal as can be: their number alone then says how many rows each has.
     return StatisticsConfig(lanes, warps, steps, block, tile_rows, ceil_div(HW, chunks), chunks)
 

@@ -218,6 +218,28 @@ def test_some_gradients_alone(shape, wanted, training, device):
         assert error(mine, right) < 2 * BOUNDS[torch.float32]
 
 
+@each_layout
+@pytest.mark.parametrize("size", [1.0, 1e5], ids=["dy-of-1", "dy-beyond-fp16"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(2, 6, 5, 7), (2, 6, 23, 25)], ids=["small", "split"])
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # numpy's, under the interpreter
+def test_a_residual_in_fewer_bits_does_not_round_the_gradient_of_x(shape, dtype, size, layout, device):
+    """Its own gradient is rounded, and infinite where its dtype ends."""
+    x, weight, bias, residual = operands(shape, torch.float32, device, layout)
+    leaves = [t.requires_grad_() for t in (x, weight, bias, residual.to(dtype))]
+    doubles = [t.detach().double().requires_grad_() for t in leaves]
+    dy = make(shape, device=device, layout=layout, mean=0.0, seed=5)[0] * size
+    y = ours(*leaves, activation="silu")
+    with kernels():
+        mine = torch.autograd.grad(y, leaves, dy)
+    right = torch.autograd.grad(stock(*doubles, activation="silu"), doubles, dy.double())
+    for a, b in zip(mine[:3], right[:3], strict=True):
+        assert error(a, b) < 2 * BOUNDS[torch.float32]
+    assert mine[3].dtype is dtype
+    # Exact in fp64, then rounded; the interpreter cuts bf16 off.
+    torch.testing.assert_close(mine[3], right[3].to(dtype), rtol=2 * torch.finfo(dtype).eps, atol=1e-3 * size)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_more_than_2_to_the_31_elements(layout):

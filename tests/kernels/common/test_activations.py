@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import sdfastgn
 from sdfastgn.kernels.common import activations, checks
-from tests.kernels.samples import make
+from tests.kernels.samples import HALVES, make
 
 
 @pytest.fixture
@@ -43,3 +43,61 @@ def test_every_activation_has_a_derivative(name):
     dy = torch.ones_like(z)
     [expected] = torch.autograd.grad(activations.ACTIVATIONS[name](z).sum(), z)
     torch.testing.assert_close(activations.ACTIVATION_GRADS[name](dy, z), expected)
+
+
+def results(norm, x, weight, bias, activation):
+    """y, dx, dweight and dbias."""
+    leaves = [t.detach().requires_grad_() for t in (x, weight, bias)]
+    y = norm(*leaves, activation=activation)
+    return [y.detach(), *torch.autograd.grad(y, leaves, torch.ones_like(y))]
+
+
+def assert_close(found, expected):
+    """Finite, and the same but for the last bit: another neighbour rounds a shared reciprocal otherwise."""
+    assert found.isfinite().all()
+    assert (found - expected).abs().max() <= torch.finfo(found.dtype).eps * expected.abs().max()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [16, 64], ids=["small", "split"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")], ids=str)
+@pytest.mark.parametrize("channel", [6, 7])
+def test_a_channel_that_is_not_finite_leaves_its_neighbours_as_they_are(
+    channel, value, dtype, activation, size
+):
+    """Two neighbours share a reciprocal in channels-last (``PAIRS``)."""
+    x, weight, bias = make((2, 64, size, size), dtype, "cuda")
+    others = [c for c in range(64) if c != channel]
+    # Every channel is a group, so that one alone is damaged.
+    damaged = x.clone()
+    damaged[1, channel, 3, 3] = value
+    found, expected = (results(sdfastgn.instance_norm, t, weight, bias, activation) for t in (damaged, x))
+    assert found[0][1, channel].isnan().all()
+    for a, b in zip(found[:2], expected[:2], strict=True):
+        assert_close(a[:, others], b[:, others])
+    for a, b in zip(found[2:], expected[2:], strict=True):
+        assert_close(a[others], b[others])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [4, 64], ids=["small", "split"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("channel", [6, 7])
+def test_a_weight_that_is_not_a_number_leaves_other_channels_as_they_are(channel, activation, size):
+    """In the same group, whose sums are those of x; the backward's are of dy * weight."""
+    x, weight, bias = make((2, 64, size, size), torch.float16, "cuda")
+    others = [c for c in range(64) if c != channel]
+    damaged = weight.clone()
+    damaged[channel] = float("nan")
+
+    def norm(x, weight, bias, activation):
+        return sdfastgn.group_norm(x, 4, weight, bias, activation=activation)
+
+    found, expected = (results(norm, x, w, bias, activation) for w in (damaged, weight))
+    assert found[0][:, channel].isnan().all()
+    assert_close(found[0][:, others], expected[0][:, others])
+    assert_close(found[1][:, 16:], expected[1][:, 16:])
+    for a, b in zip(found[2:], expected[2:], strict=True):
+        assert_close(a[others], b[others])

@@ -198,6 +198,25 @@ def test_launchers_of_each_triton(launcher, between):
         ]
 
 
+def test_another_thread_may_launch_whatever_has_been_stored_so_far():
+    """The first launch of a kernel stores its launcher; here another launch follows each store at once."""
+    launcher = Launcher36()
+    kernel = Kernel(made=types.SimpleNamespace(run=launcher, function="f", packed_metadata="m"))
+
+    class Interrupted(Launch):
+        is_made = False
+
+        def __setattr__(self, name, value):
+            super().__setattr__(name, value)
+            if self.is_made:
+                self.run(X)
+
+    launch = Interrupted(kernel, 3, (7,), {"BLOCK": 16}, 4)
+    Interrupted.is_made = True
+    launch.run(X)
+    assert len(kernel.launched) + len(launcher.calls) == 2
+
+
 @triton.jit
 def _scaled_copy_kernel(x_ptr, y_ptr, TIMES: tl.constexpr, BLOCK: tl.constexpr):
     i = tl.arange(0, BLOCK)

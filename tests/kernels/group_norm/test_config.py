@@ -16,6 +16,7 @@ from sdfastgn.kernels.group_norm.config import (
     launch_config,
     merge_config,
     parameter_config,
+    parameter_rows,
 )
 from sdfastgn.kernels.statistics import kernels as statistics_kernels
 from sdfastgn.kernels.statistics.config import StatisticsConfig, statistics_config, statistics_pay
@@ -102,8 +103,22 @@ def test_chunks_cover_every_position_once(channels_last, num_sms, kind):
         assert_launchable(
             config.lanes, config.num_warps, config.steps, config.block, num_warps=config.num_warps
         )
-        if channels_last and N * C * HW <= 2**32:
-            assert config.rows * C < 2**31  # offsets within a chunk are int32
+
+
+@each_gpu
+@each_layout
+def test_offsets_within_a_chunk_or_a_tile_fit_into_32_bits(channels_last, num_sms):
+    """Channels-last, and where the output is (N, HW, C) tokens, positions are C elements apart."""
+    huge = [(1, 65536, 512 * 512), (1, 2**20, 2**16), (1, 2**27, 64)]
+    for N, C, HW in SIZES + huge:
+        for kind in ("read", "write", "backward") if channels_last else ():
+            config = statistics_config(N, C, HW, True, num_sms, kind=kind)
+            assert config.rows * C < 2**31, (N, C, HW)
+            assert config.rows == ceil_div(HW, config.chunks)
+        for backward in (False, True):
+            blocks = apply_config(N, C, HW, channels_last, num_sms, backward=backward)
+            assert blocks.block_hw * C < 2**31, (N, C, HW)
+            assert_launchable(blocks.block_hw, blocks.block_c, num_warps=blocks.num_warps)
 
 
 def test_no_warp_is_idle_where_samples_are_many():
@@ -173,6 +188,26 @@ def test_parameter_tiles_are_no_larger_than_needed():
             assert block_n <= next_power_of_2(N)
             assert block_c <= next_power_of_2(C)
             assert_launchable(block_n, block_c, num_warps=4)
+
+
+@each_gpu
+def test_parameter_gradients_of_many_samples_are_summed_in_parts(num_sms):
+    for N in (1, 32, 512, 513, 4096, 100000):
+        for C in (1, 32, 320, 100000):
+            rows = parameter_rows(N, C, num_sms)
+            block_n, block_c = parameter_config(N, C)
+            parts = ceil_div(N, rows)
+            assert (parts - 1) * rows < N <= parts * rows
+            assert parts == 1 or rows % block_n == 0
+            # One program's tiles follow each other: where that would be many, others take a part.
+            if N <= 512 or C == 100000:
+                assert parts == 1
+            else:
+                tiles = ceil_div(rows, block_n)
+                assert (
+                    8 <= tiles <= max(15, 2 * ceil_div(ceil_div(N, block_n), num_sms // ceil_div(C, block_c)))
+                )
+    assert ceil_div(100000, parameter_rows(100000, 32, 132)) > 132
 
 
 @pytest.mark.parametrize(

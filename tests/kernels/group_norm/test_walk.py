@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from sdfastgn.kernels.common import gpu
 from sdfastgn.kernels.common.activations import ACTIVATIONS
 from sdfastgn.kernels.common.sizes import next_power_of_2
 from sdfastgn.kernels.group_norm import backward_plans as plans
@@ -10,8 +11,9 @@ from sdfastgn.kernels.group_norm import config as group_norm_config
 from sdfastgn.kernels.group_norm.config import WalkConfig, walk_config
 from sdfastgn.kernels.group_norm.walk_kernels import walk_grad_kernel
 from tests.kernels.gradients import OPERANDS, check, check_against_eager, check_operands, compare, leaves_of
-from tests.kernels.samples import DTYPES, LAYOUTS, make, skip_cut_off
+from tests.kernels.samples import DTYPES, LAYOUTS, interpreted, make, skip_cut_off
 
+H200_L2 = 60 * 2**20
 SHAPES = [
     pytest.param((2, 16, 23, 29), 2, id="cg8-odd-hw"),
     pytest.param((1, 30, 20, 30), 2, id="cg15"),
@@ -24,7 +26,7 @@ SHAPES = [
 @pytest.fixture
 def walked(monkeypatch):
     """Sizes that the interpreter can do take this way too; the value: kernels launched."""
-    for name in ("_WALK_MIN_BYTES", "_WALK_MIN_RUN", "_WALK_MIN_GROUPS"):
+    for name in ("_WALK_MIN_CACHES", "_WALK_MIN_RUN", "_WALK_MIN_GROUPS"):
         monkeypatch.setattr(group_norm_config, name, 0)
     monkeypatch.setattr(group_norm_config, "_WALK_OTHER", (2048, 1024, 4))
     launched = []
@@ -91,7 +93,9 @@ def test_far_from_zero_and_the_same_bits_again(device, walked):
 def test_real_shape_on_the_gpu(dtype, activation, layout):
     """The shape of PyTorch's issue #28201, for which this was made."""
     shape = (96, 512, 56, 56)
-    config = walk_config(*shape[:2], 56 * 56, 32, layout == "channels_last", 132, dtype.itemsize, activation)
+    config = walk_config(
+        *shape[:2], 56 * 56, 32, layout == "channels_last", 132, H200_L2, dtype.itemsize, activation
+    )
     assert (config is None) is (layout == "channels_last" and dtype is not torch.float32)
     check(shape, 32, dtype, "cuda", layout, activation, layout, direct=True, dy_mean=0.0)
 
@@ -117,7 +121,34 @@ def test_real_shape_on_the_gpu(dtype, activation, layout):
     ],
 )
 def test_config(sizes, layout, itemsize, expected):
-    assert walk_config(*sizes, layout == "last", 132, itemsize, "identity") == expected
+    assert walk_config(*sizes, layout == "last", 132, H200_L2, itemsize, "identity") == expected
+
+
+# (multiprocessors, MiB of L2)
+T4, A10, A100, H100, B200 = (40, 4), (72, 6), (108, 40), (132, 50), (148, 126)
+
+
+@pytest.mark.parametrize(
+    ("size", "N", "HW", "walks"),
+    [
+        pytest.param(H100, 96, 3136, True, id="H100"),
+        pytest.param(A100, 96, 3136, True, id="A100"),
+        pytest.param(T4, 96, 3136, False, id="T4-holds-no-groups-of-98-KiB"),
+        pytest.param(A10, 96, 3136, False, id="A10-holds-no-groups-of-98-KiB"),
+        pytest.param(T4, 16, 784, True, id="T4-does-not-hold-12-MiB"),
+        pytest.param(H100, 16, 784, False, id="H100-holds-12-MiB"),
+        pytest.param(H100, 37, 3136, True, id="H100-does-not-hold-113-MiB"),
+        pytest.param(B200, 37, 3136, False, id="B200-holds-113-MiB"),
+        pytest.param(B200, 96, 12544, True, id="B200-holds-groups-of-392-KiB"),
+        pytest.param(H100, 96, 12544, False, id="H100-holds-no-groups-of-392-KiB"),
+        pytest.param((132, 0), 96, 3136, False, id="unknown"),
+    ],
+)
+def test_the_size_of_the_l2_decides(size, N, HW, walks):
+    """fp16, channels-first, in groups of 16 channels."""
+    num_sms, l2 = size
+    config = walk_config(N, 512, HW, 32, False, num_sms, l2 * 2**20, 2, "identity")
+    assert (config is not None) is walks
 
 
 @pytest.mark.parametrize(
@@ -131,7 +162,9 @@ def test_config(sizes, layout, itemsize, expected):
     ],
 )
 def test_registers_decide_how_much_is_kept(activation, layout, shift_grad, expected):
-    assert walk_config(256, 512, 3136, 32, layout == "last", 132, 4, activation, shift_grad) == expected
+    assert (
+        walk_config(256, 512, 3136, 32, layout == "last", 132, H200_L2, 4, activation, shift_grad) == expected
+    )
 
 
 @pytest.mark.parametrize("num_sms", [1, 24, 132, 1000])
@@ -144,9 +177,23 @@ def test_tiles_are_launchable(activation, num_sms):
         (1, 2**20, 4096, 2**16),
     ):
         for last in (False, True):
-            config = walk_config(N, C, HW, groups, last, num_sms, 4, activation)
+            config = walk_config(N, C, HW, groups, last, num_sms, H200_L2, 4, activation)
             if config is not None:
                 assert config.block_hw == next_power_of_2(config.block_hw)
                 assert config.kept_hw == next_power_of_2(config.kept_hw) <= HW
                 assert max(config.block_hw, config.kept_hw) * config.block_c <= 16384
                 assert config.num_warps <= 32
+
+
+@interpreted
+def test_the_plan_asks_the_gpu_for_its_l2(walked, monkeypatch):
+    """Of which nothing is left for groups as large as these."""
+    monkeypatch.setattr(gpu, "l2_bytes", lambda device: 2**10)
+    shape, groups = SHAPES[0].values
+    check(shape, groups, torch.float32, "cpu", "channels_last", "silu", "channels_last")
+    assert walk_grad_kernel not in walked
+
+
+@pytest.mark.gpu
+def test_pytorch_knows_the_size_of_the_l2():
+    assert gpu.l2_bytes(torch.device("cuda")) >= 2**20

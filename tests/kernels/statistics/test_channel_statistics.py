@@ -344,3 +344,24 @@ def test_real_shapes_on_the_gpu(shape, tail, dtype, layout):
     for t, s in ((x, run_statistics(x)), (y, statistics), (joined, joined_statistics)):
         assert_statistics(s, t)
         checked(t, 32 if t.shape[1] % 32 == 0 else 2, activation="silu", statistics=s)
+
+
+@pytest.mark.gpu
+def test_chunks_of_more_than_2_to_the_31_elements():
+    """2^34 elements: a multiprocessor's share would be a chunk of 2^32."""
+    C = 65536
+    x = torch.empty((1, C, 512, 512), dtype=torch.float16, device="cuda", memory_format=torch.channels_last)
+    pixels = x.permute(0, 2, 3, 1).view(-1, C)
+    for part in pixels.split(4096):  # 0.5 GiB at a time
+        part.normal_(2.0, 1.5)
+    statistics = run_statistics(x)
+    rows = ceil_div(len(pixels), statistics.shape[2])
+    assert rows * C < 2**31
+    last = pixels[(statistics.shape[2] - 1) * rows :]
+    for c in (0, C - 64):
+        part = last[:, c : c + 64].double()
+        var, mean = torch.var_mean(part, 0, correction=0)
+        torch.testing.assert_close(statistics[0, 0, -1, c : c + 64].double(), mean, rtol=1e-6, atol=0)
+        torch.testing.assert_close(
+            statistics[1, 0, -1, c : c + 64].double(), var * len(part), rtol=1e-5, atol=0
+        )
