@@ -37,8 +37,9 @@ def test_help_lists_the_commands(command: list[str]) -> None:
         pytest.param(["bench", "--help"], 0, ALL, id="help"),
         pytest.param(["info"], 0, ("diffusers", *HEAVY), id="info"),
         pytest.param(["inspect", "tiny"], 0, HEAVY, id="inspect"),
+        pytest.param(["warm-up", "tiny", "--device", "cpu"], 2, ("sdfastgn.bench",), id="warm-up"),
         *(
-            pytest.param([*GENERATE, *wrong], 2, ALL, id=f"generate {wrong[0]}")
+            pytest.param([*GENERATE, *wrong], 2, (*ALL, "sdfastgn.bench"), id=f"generate {wrong[0]}")
             for wrong in (
                 ("--batch-size", "0"),
                 ("--device", "tpu"),
