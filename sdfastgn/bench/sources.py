@@ -154,8 +154,10 @@ def _advice(unknown: list[_Method], *, has_diff: bool) -> str:
     """What to do next about methods that are unknown."""
     last = [method.versions[-1] for method in unknown if method.package == "diffusers" and method.versions]
     seen = [version["first_seen"] for version in last if "first_seen" in version]
-    if has_diff or not seen:
+    if has_diff:
         return "Once you have read each change, and made it in the fused forward if it matters: add --accept"
+    if not seen:
+        return "To see what changed: add --against with a release in which they are known"
     # In this release the last known version of each method is the one in use.
     release = max(seen, key=Version)
     return (
