@@ -1,9 +1,13 @@
 """The last norm of a UNet, encoder or decoder: ``conv_norm_out`` and ``conv_act`` as one kernel.
 
 Both are called by the parent's long forward, which is not repeated here. The norm computes the activation
-too and hands the result over; the activation lets exactly that tensor pass. Hooks on the parent arm the
-norm while the parent's forward runs, so that ``conv_norm_out`` called by itself is only a norm. The
-hand-off is per thread and holds no reference.
+too and hands the result over; the activation lets exactly that tensor pass. The hand-off is per thread and
+holds no reference.
+
+Hooks on the parent arm the norm while the parent's forward runs. An activated result is wrong for every
+other caller of the norm, while statistics that a producer hands over (``core/statistics.py``) come with a
+result that is right without them. So the norm must know, before it computes, who calls it and which
+activation follows, and neither its input nor its own state says so.
 """
 
 from __future__ import annotations
