@@ -29,6 +29,7 @@ SHIPPED = {
     "sdfastgn/bench/digits/model_index.json",
     "sdfastgn/bench/digits/unet/diffusion_pytorch_model.safetensors",
     "sdfastgn/kernels/group_norm/op.py",
+    "sdfastgn/patches/tested_sources.json",
     "sdfastgn/py.typed",
 }
 MADE = {"build", "dist", "demo-output"}
