@@ -82,6 +82,8 @@ def optimize(
             optimize in a module, or with ``strict`` in a pipeline. Or something must be skipped with
             ``strict``; the message says what and why. Or the model is wrapped in
             DistributedDataParallel: optimize it first.
+        RuntimeError: another thread has been running the model for 30 seconds. Shorter calls are waited
+            for, and calls that begin meanwhile wait. Nothing was changed.
     """
     before = _optimize("optimize", obj, strict, cuda_graphs, missing_ok, verify, fold_batch_norm)
     if not (before or missing_ok):
@@ -102,6 +104,7 @@ def restore(obj: T) -> T:
     Raises:
         TypeError: ``obj`` is neither a pipeline nor a module.
         ValueError: it is optimized and wrapped in DistributedDataParallel: unwrap it first.
+        RuntimeError: as ``optimize``.
     """
     roots = _roots("restore", obj)
     _refuse_in_ddp("restore", obj, roots.values())
