@@ -1,4 +1,4 @@
-"""Versions: those of PyTorch and Triton that this package was run on, and those that are installed."""
+"""The versions of packages: those that the tests ran on, the note on any other one, and those installed."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import importlib.metadata
 
 __all__ = ["RUN", "installed_versions", "never_run"]
 
-# The kernels ran on an H200 with torch 2.11 and Triton 3.6, and in Triton's interpreter with the
-# others (docs/compatibility.md).
+# Package -> versions. With torch 2.11 and Triton 3.6 kernels ran on an H200, with the others in Triton's
+# interpreter (docs/compatibility.md).
 RUN = {
     "torch": ("2.8", "2.9", "2.10", "2.11", "2.12", "2.13", "2.14", "2.15"),
     "triton": ("3.4", "3.5", "3.6", "3.7", "3.8", "3.9"),
@@ -26,7 +26,7 @@ def never_run(package: str, version: str) -> str | None:
 
 
 def installed_versions() -> dict[str, str | None]:
-    """Of the packages that decide a result; None of one that is not installed."""
+    """Package -> version, of the packages that decide a result; None if one is not installed."""
     found: dict[str, str | None] = dict.fromkeys(_PACKAGES)
     for name in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

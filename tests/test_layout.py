@@ -27,6 +27,7 @@ SHIPPED = {
     "sdfastgn/bench/report.html",
     "sdfastgn/cli/__init__.py",
     "sdfastgn/kernels/group_norm/op.py",
+    "sdfastgn/patches/tested_sources.json",
     "sdfastgn/py.typed",
 }
 MADE = {"build", "dist", "demo-output"}

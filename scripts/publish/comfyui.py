@@ -13,12 +13,13 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from scripts.publish import comfyui_checkout
+from scripts.publish import comfyui_models
 from scripts.publish.runs import in_a_process
 from sdfastgn.bench import timing
 from sdfastgn.bench.documents import document, write_json
 from sdfastgn.bench.environment import environment
 from sdfastgn.bench.images import relative_error
+from sdfastgn.cli import comfyui_checkout
 from sdfastgn.cli.checks import file_path
 from sdfastgn.program import OptionError
 
@@ -30,7 +31,7 @@ TIMED_RUNS = 5
 
 def main(
     folder: Annotated[Path, typer.Argument(help="Checkout of ComfyUI.")],
-    model: Annotated[str, typer.Option(help=f"Model: {', '.join(comfyui_checkout.MODELS)}.")] = "sd15",
+    model: Annotated[str, typer.Option(help=f"Model: {', '.join(comfyui_models.MODELS)}.")] = "sd15",
     size: Annotated[
         int, typer.Option(help="Width and height in pixels. 0 stands for 512, or 1024 for SDXL.")
     ] = 0,
@@ -40,9 +41,9 @@ def main(
     ] = None,
 ) -> None:
     """Random weights in fp16; each variant in a process of its own."""
-    if model not in comfyui_checkout.MODELS:
+    if model not in comfyui_models.MODELS:
         raise typer.BadParameter(
-            f"{model!r} is none of {', '.join(comfyui_checkout.MODELS)}", param_hint="--model"
+            f"{model!r} is none of {', '.join(comfyui_models.MODELS)}", param_hint="--model"
         )
     if not (folder / "comfy").is_dir():
         raise typer.BadParameter(f"{str(folder)!r} is no checkout of ComfyUI", param_hint="folder")
@@ -69,10 +70,10 @@ def times_of(variant: str, folder: Path, name: str, size: int, steps: int) -> di
     version = comfyui_checkout.import_comfyui(str(folder), *VARIANTS[variant])
     import comfy.sample
 
-    config = comfyui_checkout.MODELS[name]
-    model = comfyui_checkout.load_model(config, torch.float16, "cuda")
-    vae = comfyui_checkout.load_vae(comfyui_checkout.VAE, "cuda")
-    prompts = [comfyui_checkout.conditioning(config, seed) for seed in (5, 6)]
+    config = comfyui_models.MODELS[name]
+    model = comfyui_models.load_model(config, torch.float16, "cuda")
+    vae = comfyui_models.load_vae(comfyui_models.VAE, "cuda")
+    prompts = [comfyui_models.conditioning(config, seed) for seed in (5, 6)]
     latent = torch.zeros(1, 4, size // 8, size // 8)
     noise = comfy.sample.prepare_noise(latent, 3)
 

@@ -17,16 +17,25 @@ def sources(
     context: typer.Context,
     against: Annotated[
         Path | None,
-        typer.Option("--against", help="Wheel or folder of a diffusers release. Shows what changed since."),
+        typer.Option(
+            "--against",
+            help="Wheel or folder of a diffusers release, or ComfyUI's checkout. Shows what changed since.",
+        ),
     ] = None,
+    comfyui: Annotated[
+        Path | None, typer.Option("--comfyui", help="Checkout of ComfyUI, whose methods are listed too.")
+    ] = None,
+    accept: Annotated[
+        bool, typer.Option("--accept", help="Take the unknown code for tested. Read what changed before.")
+    ] = False,
 ) -> None:
-    """List the methods of diffusers that the fusions rely upon, and whether their code was tested."""
+    """List the upstream methods that fusions rely upon and whose code was never tested."""
     from sdfastgn.cli import light_imports, terminal
 
-    if context.obj == OWN_PROCESS:
+    if context.obj == OWN_PROCESS and comfyui is None:
         light_imports.import_model_classes()
     from sdfastgn.cli.known_sources import print_sources
 
     with one_line_errors():
-        code = print_sources(terminal.console(), against)
+        code = print_sources(terminal.console(), against=against, comfyui=comfyui, accept=accept)
     raise typer.Exit(code)

@@ -93,8 +93,9 @@ BAD_INPUT = {
     "warm-up tiny --size 64x60": "--size: must be a positive multiple of 8 (pixels of a latent), got 60",
     "warm-up tiny --device tpu": "--device: cannot use 'tpu'; choose from cpu",
     "warm-up tiny --device cpu": "--device: kernels compile on the GPU that they are for, got 'cpu'",
-    "sources --against tests": "--against: no wheel of diffusers and no folder that has one, got 'tests'",
-    f"sources --against {'a' * 300}": "--against: no wheel of diffusers and no folder that has one, got",
+    "sources --against tests": "--against: no wheel or folder of diffusers or ComfyUI, got 'tests'",
+    "sources --comfyui tests": "--comfyui: no checkout of ComfyUI, got 'tests'",
+    f"sources --against {'a' * 300}": "--against: no wheel or folder of diffusers or ComfyUI, got",
     "demo --output pyproject.toml": "--output: cannot make a folder at 'pyproject.toml': File exists",
     "demo --output /proc/x": "--output: cannot make a folder at '/proc/x': No such",
     # typer's own checks

@@ -51,6 +51,13 @@ def layer_norm(norm, module, x, weight, bias):
     return module.layer_norm(x, *size, weight, bias)
 
 
+def add_layer_norm(norm, module, x, weight, bias):
+    """Of two halves, whose sum is exactly x."""
+    if module is F:
+        return F.layer_norm(x / 2 + x / 2, x.shape[-1:], weight, bias)
+    return sdfastgn.add_layer_norm(x / 2, x / 2, weight, bias)[0]
+
+
 def group_norm(norm, module, x, weight, bias):
     return module.group_norm(x, norm.groups, weight, bias)
 
@@ -87,6 +94,8 @@ NORMS = {
     "layer_norm-a-row-a-warp": Norm((66, 320), by_row, layer_norm, ROWS),
     "layer_norm-warps-share-a-row": Norm((3, 8192), by_row, layer_norm, ROWS),
     "layer_norm-chunks": Norm((2, 40000), by_row, layer_norm, CHUNKS),
+    "layer_norm-of-a-sum": Norm((66, 320), by_row, add_layer_norm, ROWS),
+    "layer_norm-of-a-sum-in-chunks": Norm((2, 40000), by_row, add_layer_norm, CHUNKS),
     "group_norm-small": Norm((2, 20, 7, 9), by_group, group_norm, {"small_kernel", "small_grad_kernel"}, 2),
     "group_norm-split": Norm((1, 40, 40, 41), by_group, group_norm, SPLIT, 1),
     "group_norm-walk": Norm((2, 16, 43, 49), by_group, group_norm, {"merge_kernel", "walk_grad_kernel"}, 2),

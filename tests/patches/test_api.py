@@ -280,10 +280,10 @@ def test_a_failure_in_one_component_restores_the_others(monkeypatch):
     pipe = SimpleNamespace(components={"unet": Net(), "vae": Net()})
     apply = patcher.apply
 
-    def fail_on_the_vae(root, findings):
+    def fail_on_the_vae(root, *rest):
         if root is pipe.components["vae"]:
             raise RuntimeError("no")
-        apply(root, findings)
+        apply(root, *rest)
 
     monkeypatch.setattr(patcher, "apply", fail_on_the_vae)
     with pytest.raises(RuntimeError, match="no"):

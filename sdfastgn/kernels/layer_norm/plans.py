@@ -95,11 +95,8 @@ class LayerNormPlan:
         pdl: bool,
     ) -> None:
         D = call.x.shape[-1]
-        warps, is_complete, exact = (
-            config.num_warps,
-            call.residual is None,
-            result_dtype(call) == torch.float32,
-        )
+        warps, is_complete = config.num_warps, call.residual is None
+        exact = result_dtype(call) == torch.float32
         count = self.row_count * config.chunks
         self.partials = (3 if exact else 2) * count
         # In vectors, so that the compiler knows what they are multiples of.

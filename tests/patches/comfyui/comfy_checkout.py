@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.publish import comfyui_checkout
+from sdfastgn.cli import comfyui_checkout
 
 __all__ = ["import_for_cpu"]
 
