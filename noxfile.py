@@ -18,11 +18,12 @@ nox.options.sessions = ["matrix", "page"]
 
 RESULTS = Path("build/matrix")
 PAGE = Path("docs/compatibility.md")
-# What follows upstream: its methods, its pipelines, torch's compiler and private names.
+# What follows upstream: its methods, its pipelines, torch's compiler and private names, Python's frames.
 TESTS = (
     "tests/patches/test_releases.py",
     "tests/patches/fusions/test_fusions.py",
     "tests/patches/pipeline",
+    "tests/patches/test_threads.py",
     "tests/test_pipelines.py",
     "tests/test_compile.py",
     "tests/test_batch_norm_module.py",
