@@ -42,7 +42,9 @@ def _git() -> dict[str, Any]:
     # Without safe.directory, git refuses a checkout that belongs to another user, as in containers.
     git = ("git", "-c", f"safe.directory={PACKAGE_ROOT.parent}")
     commit = _output_of(*git, "rev-parse", "HEAD")
-    changes = _output_of(*git, "status", "--porcelain", "--", str(PACKAGE_ROOT))
+    # Some of what measures is among the checkout's scripts.
+    code = (str(PACKAGE_ROOT), str(PACKAGE_ROOT.parent / "scripts"))
+    changes = _output_of(*git, "status", "--porcelain", "--", *code)
     return {"commit": commit, "dirty": None if commit is None else bool(changes)}
 
 

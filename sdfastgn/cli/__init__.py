@@ -30,8 +30,8 @@ def main(doc: str | None = None, command: str | Callable[..., None] = "", **defa
 
     Args:
         doc: of a script, shown by ``--help``.
-        command: of a script: the name of the one command that it runs, or a function that is none of
-            ``sdfastgn``. Without one the first argument names the command.
+        command: of a script: the name of the one command that it runs, or a function that is no
+            command of ``sdfastgn``. Without one the first argument names the command.
         defaults: of the command's options, where the script's are its own.
     """
     for stream in (sys.stdout, sys.stderr):  # a terminal may lack a character, and a path be no text

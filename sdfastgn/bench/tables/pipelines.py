@@ -1,4 +1,7 @@
-"""Runs of scripts/publish as tables: first images, and what the CPU does around the models."""
+"""First images, and what the CPU does around the models, as tables.
+
+``scripts/publish`` measures both. The rows are here because ``sdfastgn report`` shows them.
+"""
 
 from __future__ import annotations
 
