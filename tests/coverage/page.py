@@ -16,15 +16,15 @@ _HEAD = """# Coverage
 
 What `sdfastgn.optimize` does to pipelines and models of diffusers {version}. A test builds each row
 with tiny random weights and runs it stock, optimized and restored. The optimized output equals
-stock's within the dtype's rounding, and the restored one bit by bit, in every row. The table is
-what that run found: `python -m tests.coverage.page --write docs/coverage.md` renews it.
+stock's within the dtype's rounding, and the restored one bit by bit, in every row. The tables are
+from that run: `python -m tests.coverage.page --write docs/coverage.md` renews it.
 
-- **fused**: every GroupNorm and what follows it runs fused, in each of diffusers' models.
-- **partly**: the last column says what keeps stock's code or a pass of its own, and why.
+- **fused**: in each of diffusers' models, every GroupNorm and the operations after it run fused.
+- **partly**: the last column says which parts keep stock's code or a separate pass, and why.
 - **left alone**: nothing is fused, and the call is stock's.
 
-Text encoders and vocoders have no GroupNorm and no row of their own. [Fusions](fusions.md) explains
-the parts, and what is left alone on purpose.
+Text encoders and vocoders have no GroupNorm and no row. [Fusions](fusions.md) explains the parts,
+and which are left alone on purpose.
 """
 _TAIL = """## Real sizes
 

@@ -1,4 +1,4 @@
-"""The installed diffusers: all that the fusions rely upon is known, and nothing of its models is left out."""
+"""In the installed diffusers all code that fusions rely on is known, and every part of a model is fused."""
 
 import ast
 import subprocess
@@ -56,7 +56,7 @@ def test_every_part_of_a_model_is_fused(case, parts):
 
 @pytest.mark.parametrize("gone", ["diffusers.models.resnet:ResnetBlock2D", "diffusers.models.upsampling"])
 def test_a_class_that_a_release_lacks_costs_its_own_fusions_alone(gone):
-    """In a process of its own, because fusions are imported once."""
+    """This runs in a separate process, because fusions are imported once."""
     code = f"""
 import sys, warnings, importlib
 module, _, name = {gone!r}.partition(":")

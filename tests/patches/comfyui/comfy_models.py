@@ -41,7 +41,7 @@ _VAE = {**comfyui_models.VAE, "resolution": 64, "ch": 32, "ch_mult": [1, 2], "nu
 
 
 def load_model(kind, **options):
-    """A ``ModelPatcher``, by ComfyUI's own loader. options: its ``model_options``."""
+    """A ``ModelPatcher`` from ComfyUI's own loader. options: the loader's ``model_options``."""
     found = comfyui_models.load_model(KINDS[kind], **options)
     assert type(found.model).__name__ == {"sd15": "BaseModel", "sdxl": "SDXL"}[kind]
     return found
@@ -52,7 +52,7 @@ def load_vae():
 
 
 def latent_of(model, kind, steps=2):
-    """What the node KSampler makes of an empty latent."""
+    """The result of the node KSampler for an empty latent."""
     positive, negative = (comfyui_models.conditioning(KINDS[kind], seed) for seed in (5, 6))
     with torch.inference_mode():
         latent = {"samples": torch.zeros(1, 4, 16, 16)}
@@ -62,7 +62,7 @@ def latent_of(model, kind, steps=2):
 
 
 def image_of(vae, latent):
-    """What the node VAEDecode makes of it. (1, H, W, 3)"""
+    """The image of the node VAEDecode for ``latent``, (1, H, W, 3)."""
     with torch.inference_mode():
         return nodes.VAEDecode().decode(vae, {"samples": latent})[0]
 
@@ -72,7 +72,7 @@ def unet_of(model):
 
 
 def step(model, kind, **options):
-    """One call of the UNet, as it is now."""
+    """The result of one call of the UNet in its present state."""
     g = torch.Generator().manual_seed(2)
     x = torch.randn(2, 4, 16, 16, generator=g)
     context = torch.randn(2, 77, KINDS[kind]["context_dim"], generator=g)
@@ -83,7 +83,7 @@ def step(model, kind, **options):
 
 
 def close(a, b):
-    """To fp32's rounding through a few dozen blocks and steps, relative to the largest values."""
+    """Assert that a is b within fp32's rounding in some dozen blocks and steps, and not b bit by bit."""
     assert (a - b).abs().max() < 2e-5 * b.abs().max()
     assert not torch.equal(a, b), "nothing ran fused"
 
@@ -100,7 +100,7 @@ def lora_of(model):
 
 
 def snapshot(root):
-    """Everything that ejection gives back: classes, attributes, hooks, and weights with their strides."""
+    """Everything that ejection restores: classes, attributes, hooks, and weights with their strides."""
     hooks = ("_forward_hooks", "_forward_pre_hooks")
     return [
         (path, type(module), sorted(vars(module)), *(dict(vars(module)[name]) for name in hooks))

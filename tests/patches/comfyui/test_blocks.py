@@ -81,7 +81,7 @@ BLOCKS = {
 
 
 def twins(name):
-    """(injected, stock, inputs); the image is channels-last, as it is within a model."""
+    """(injected, stock, inputs). The image is channels-last, as inside of a model."""
     make, inputs = BLOCKS[name]
     torch.manual_seed(1)
     stock = make().eval().to(cases.WHERE["device"])

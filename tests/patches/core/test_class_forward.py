@@ -1,4 +1,4 @@
-"""Whoever keeps a module's own ``forward`` while its class changes: offload hooks, wrappers."""
+"""Offload hooks and wrappers that keep a module's bound ``forward`` while its class changes."""
 
 import copy
 import functools
@@ -43,7 +43,7 @@ class Double(ModelHook):
 
 
 class Halve(ModelHook):
-    """A hook with a forward of its own, which keeps the module's elsewhere."""
+    """A hook that replaces ``forward``, and keeps the module's own elsewhere."""
 
     def new_forward(self, module, *args, **kwargs):
         return self.fn_ref.original_forward(*args, **kwargs) / 2
@@ -100,7 +100,7 @@ def objects(model):
 
 
 def helper(model):
-    """As DeepCache does it: all of them in one dict."""
+    """Wraps all forwards as DeepCache does, and keeps the originals in one dict."""
     kept = Wrapper(None)
     kept.forwards, kept.list = {}, []
     for i, module in enumerate(norms_and_blocks(model)):
@@ -188,7 +188,7 @@ class Around(ModelHook):
 
 
 def test_diffusers_hooks_that_go_after_restore_leave_the_stock_forward():
-    """They kept what stood for the forward of a model with graphs."""
+    """They kept the ``GraphedForward`` of a model with graphs."""
     model = samples.randomize(samples.unet())
     before = output(model)
     registry = HookRegistry.check_if_exists_or_initialize(sdfastgn.optimize(model))
