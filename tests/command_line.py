@@ -16,6 +16,7 @@ from typer.testing import CliRunner, Result
 from sdfastgn import cli
 from sdfastgn.cli.app import app
 
+# What ``invoke`` runs. ``cli.main`` imports the one command that it needs.
 for _name in cli.COMMANDS:
     importlib.import_module(f"sdfastgn.cli.{_name}")
 
