@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import sdfastgn
-from sdfastgn.bench.models.architectures import build_unet
 from sdfastgn.kernels.common import gpu
+from sdfastgn.models.architectures import build_unet
 from sdfastgn.patches.graphs.install import Graphs
 from sdfastgn.reports import Entry, Report
 

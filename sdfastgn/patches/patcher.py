@@ -1,13 +1,14 @@
-"""Plan, check everything, then apply; and the exact way back.
+"""What a model or another part of a pipeline has to fuse: surveyed, carried out, and undone exactly.
 
-Knows modules and the registry, no model.
+A *component* is a model (a module tree) or a part of a pipeline that is no module, such as a scheduler.
+``inspect`` changes nothing. Fusions come from the registry; nothing here knows a particular model.
 """
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,17 +26,14 @@ from sdfastgn.patches.shared.packed_weights import unpack
 __all__ = [
     "Finding",
     "apply",
-    "apply_parts",
     "has_fusions",
     "inspect",
-    "inspect_parts",
     "needs_change",
     "parts_ever_of",
     "parts_of",
     "put_back",
     "take_back",
     "undo",
-    "undo_parts",
 ]
 
 # Modules that were put back, and why. Not in their ``__dict__``: a stock module has nothing of ours.
@@ -48,7 +46,7 @@ _found_at: weakref.WeakKeyDictionary[Any, tuple[str, weakref.ref[Any]]] = weakre
 class Finding:
     """One (module, fusion) pair: ``fused``, ``fusable`` by optimize, or ``skipped`` with a ``reason``.
 
-    ``module`` is a plain object where the rule is one of ``OBJECT_FUSIONS``.
+    ``module`` is the part itself where the component is no module.
     """
 
     path: str
@@ -58,55 +56,30 @@ class Finding:
     reason: str = ""
 
 
-def inspect(root: nn.Module, prefix: str = "", asked: Collection[str] = ()) -> list[Finding]:
-    """What each fusion of the registry says about each module below ``root``. Changes nothing.
-
-    Layers that a fusion leaves as they are because of an adapter follow the module that they are in.
-
-    ``asked``: names of ``ASKED_FUSIONS``; one that is applied to any module counts as asked for.
-    """
-    fusions = [*FUSIONS]
-    for name, fusion in ASKED_FUSIONS.items():
-        if name in asked or any(map(fusion.is_applied, root.modules())):
-            fusions.append(fusion)
-    findings = []
-    reason = reason_to_leave(root)
-    for path, module in root.named_modules(prefix=prefix):
-        for fusion in fusions:
-            if fusion.claims(module):
-                finding = _finding(path, module, fusion, reason)
-                findings.append(finding)
-                if finding.status != "skipped" and isinstance(fusion, ClassSwap):
-                    findings += _adapted(path, module, fusion)
-    return findings
+# --- what there is ----------------------------------------------------------------------------------
 
 
 def parts_of(obj: Any) -> dict[str, Any]:
-    """What a pipeline consists of besides modules, by attribute; ``"pipeline"`` is itself."""
+    """Parts of a pipeline that are no modules, each once, by attribute; ``"pipeline"`` is itself.
+
+    None for a module.
+    """
     if isinstance(obj, nn.Module):
         return {}
     parts = {**obj.components, "image_processor": getattr(obj, "image_processor", None), "pipeline": obj}
-    return {name: part for name, part in parts.items() if not isinstance(part, nn.Module)}
+    others = {name: part for name, part in parts.items() if not isinstance(part, nn.Module)}
+    first = {id(part): name for name, part in reversed(others.items())}
+    return {name: part for name, part in others.items() if first[id(part)] == name}
 
 
 def parts_ever_of(obj: Any) -> list[tuple[str, Any]]:
-    """(path, part) of ``parts_of(obj)`` and of those that were exchanged after ``apply_parts``."""
+    """(path, part) of ``parts_of(obj)`` and of those that were exchanged after ``apply``."""
     now = parts_of(obj)
     ids = set(map(id, now.values()))
     # ``keyrefs`` is one step of the interpreter: other threads may add some meanwhile.
     changed = [part for ref in _found_at.keyrefs() if (part := ref()) is not None]
     then = [(_found_at[part][0], part) for part in changed if _found_at[part][1]() is obj]
     return [*now.items(), *((path, part) for path, part in then if id(part) not in ids)]
-
-
-def inspect_parts(parts: dict[str, Any]) -> list[Finding]:
-    """The same of a pipeline's ``parts`` that are no modules, each object once."""
-    found: dict[int, Finding] = {}
-    for path, part in parts.items():
-        for rule in OBJECT_FUSIONS:
-            if id(part) not in found and rule.claims(part):
-                found[id(part)] = _finding(path, part, rule)
-    return list(found.values())
 
 
 def has_fusions(root: nn.Module, asked: Collection[str] = ()) -> bool:
@@ -119,68 +92,33 @@ def has_fusions(root: nn.Module, asked: Collection[str] = ()) -> bool:
     )
 
 
-def needs_change(root: nn.Module, findings: list[Finding]) -> bool:
-    """True if ``apply`` would change anything."""
-    return any(f.status == "fusable" for f in findings) or not channels_last.is_complete(root)
+def inspect(component: Any, prefix: str = "", asked: Collection[str] = ()) -> list[Finding]:
+    """What each fusion says about ``component`` and each module in it. Changes nothing.
 
-
-def apply(root: nn.Module, findings: list[Finding]) -> None:
-    """Carry out the ``fusable`` ones of ``inspect(root)`` and make the convolutions channels-last."""
-    for fusion in (*FUSIONS, *ASKED_FUSIONS.values()):
-        for finding in findings:
-            if finding.fusion is not fusion or finding.status != "fusable":
-                continue
-            if not fusion.is_applied(finding.module):  # it may be in another root as well
-                fusion.apply(finding.module)
-    channels_last.apply(root)
-
-
-def take_back(root: nn.Module, findings: list[Finding], laid_out: Collection[nn.Module]) -> None:
-    """Undo what ``apply`` did for ``findings``, and nothing that was there before.
+    Layers that a fusion leaves as they are because of an adapter follow the module that they are in.
 
     Args:
-        root: the model.
-        findings: ``inspect(root)`` before ``apply``.
-        laid_out: ``channels_last.laid_out(root)`` before ``apply``.
+        component: a model, or a part of a pipeline.
+        prefix: its path.
+        asked: names of ``ASKED_FUSIONS``. One that is applied to any module counts as asked for.
     """
-    for fusion in reversed((*FUSIONS, *ASKED_FUSIONS.values())):
-        for finding in findings:
-            if finding.fusion is fusion and finding.status == "fusable" and fusion.is_applied(finding.module):
-                fusion.undo(finding.module)
-                _forget(finding.module)
-    for module in root.modules():
-        if module not in laid_out:
-            channels_last.restore(module)
-
-
-def apply_parts(findings: list[Finding], pipeline: Any) -> None:
-    """Carry out the ``fusable`` ones of ``inspect_parts``."""
-    for finding in findings:
-        if finding.status == "fusable":
-            finding.fusion.apply(finding.module)
-        with contextlib.suppress(TypeError):  # not every class allows weak references
-            _found_at[finding.module] = finding.path, weakref.ref(pipeline)
-
-
-def put_back(findings: list[Finding], reason: str) -> None:
-    """Undo these of one module, which are skipped for ``reason`` from then on, until ``undo``."""
-    for finding in findings:
-        finding.fusion.undo(finding.module)
-        _put_back[finding.module] = reason
-
-
-def undo_parts(parts: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """Every one of ``parts``, (path, part), as before ``apply_parts``.
-
-    Returns what ``undo`` does.
-    """
-    left = []
-    for path, part in parts:
-        for rule in OBJECT_FUSIONS:
-            rule.undo(part)
-        if any(rule.is_over_applied(part) for rule in OBJECT_FUSIONS):
-            left.append((path, part))
-    return left
+    if not isinstance(component, nn.Module):
+        rules = [rule for rule in OBJECT_FUSIONS if rule.claims(component)]
+        return [_finding(prefix, component, rule) for rule in rules[:1]]
+    fusions = [*FUSIONS]
+    for name, fusion in ASKED_FUSIONS.items():
+        if name in asked or any(map(fusion.is_applied, component.modules())):
+            fusions.append(fusion)
+    findings = []
+    reason = reason_to_leave(component)
+    for path, module in component.named_modules(prefix=prefix):
+        for fusion in fusions:
+            if fusion.claims(module):
+                finding = _finding(path, module, fusion, reason)
+                findings.append(finding)
+                if finding.status != "skipped" and isinstance(fusion, ClassSwap):
+                    findings += _adapted(path, module, fusion)
+    return findings
 
 
 def _finding(
@@ -205,25 +143,89 @@ def _adapted(path: str, module: nn.Module, fusion: ClassSwap) -> Iterator[Findin
             yield Finding(f"{path}.{name}" if path else name, layer, fusion, "skipped", reason)
 
 
-def undo(root: nn.Module, prefix: str = "") -> list[tuple[str, Any]]:
-    """Everything below ``root`` as it was before ``apply``; nothing to do on a stock model.
+# --- changes ----------------------------------------------------------------------------------------
 
-    Returns (path, module) of what could not be undone: other code has put a class of its own over the
-    fused one. Once that code has taken it away, ``undo`` finds the fused one.
+
+def _in_order(component: Any) -> tuple[Any, ...]:
+    """The fusions for a component in the order in which they are applied. They are undone in reverse."""
+    return (*FUSIONS, *ASKED_FUSIONS.values()) if isinstance(component, nn.Module) else OBJECT_FUSIONS
+
+
+def needs_change(root: nn.Module, findings: list[Finding]) -> bool:
+    """True if ``apply`` would change anything in a model."""
+    return any(f.status == "fusable" for f in findings) or not channels_last.is_complete(root)
+
+
+def apply(component: Any, findings: list[Finding], pipeline: Any = None) -> None:
+    """Carry out the ``fusable`` ones of ``inspect(component)``, and make convolutions channels-last.
+
+    ``pipeline``: the one that ``component`` is a part of.
     """
-    for fusion in reversed((*FUSIONS, *ASKED_FUSIONS.values())):
-        for module in root.modules():
+    for fusion in _in_order(component):
+        for finding in findings:
+            if finding.fusion is not fusion or finding.status != "fusable":
+                continue
+            if not fusion.is_applied(finding.module):  # it may be in another component as well
+                fusion.apply(finding.module)
+    if isinstance(component, nn.Module):
+        channels_last.apply(component)
+        return
+    for finding in findings:
+        with contextlib.suppress(TypeError):  # not every class allows weak references
+            _found_at[component] = finding.path, weakref.ref(pipeline)
+
+
+def take_back(component: Any, findings: list[Finding], laid_out: Collection[nn.Module]) -> None:
+    """Undo what ``apply`` did for ``findings``, and nothing that was there before.
+
+    Args:
+        component: the model or part.
+        findings: ``inspect(component)`` before ``apply``.
+        laid_out: ``channels_last.laid_out(component)`` before ``apply``; of a part none.
+    """
+    for fusion in reversed(_in_order(component)):
+        for finding in findings:
+            if finding.fusion is fusion and finding.status == "fusable" and fusion.is_applied(finding.module):
+                fusion.undo(finding.module)
+                _forget(finding.module)
+    if isinstance(component, nn.Module):
+        for module in component.modules():
+            if module not in laid_out:
+                channels_last.restore(module)
+
+
+def put_back(findings: list[Finding], reason: str) -> None:
+    """Undo these of one module, which are skipped for ``reason`` from then on, until ``undo``."""
+    for finding in findings:
+        finding.fusion.undo(finding.module)
+        _put_back[finding.module] = reason
+
+
+def undo(component: Any, prefix: str = "") -> list[tuple[str, Any]]:
+    """All of ``component`` as it was before ``apply``; nothing to do on a stock one.
+
+    Returns (path, module or part) of what could not be undone: other code has put a class of its own over
+    the fused one. Once that code has taken it away, ``undo`` finds the fused one.
+    """
+    if not isinstance(component, nn.Module):
+        for rule in OBJECT_FUSIONS:
+            rule.undo(component)
+        over = any(rule.is_over_applied(component) for rule in OBJECT_FUSIONS)
+        return [(prefix, component)] if over else []
+    for fusion in reversed(_in_order(component)):
+        for module in component.modules():
             if fusion.is_applied(module):
                 fusion.undo(module)
-    for module in root.modules():
+    for module in component.modules():
         restore_class(module)  # other code has moved it to where its fusion does not look
         channels_last.restore(module)
         _forget(module)
-    return [(path, module) for path, module in root.named_modules(prefix=prefix) if is_over_fused(module)]
+    return [(path, m) for path, m in component.named_modules(prefix=prefix) if is_over_fused(m)]
 
 
-def _forget(module: nn.Module) -> None:
+def _forget(module: Any) -> None:
     """Drop what is kept for a module that was fused."""
-    _put_back.pop(module, None)
-    unpack(module)
-    batch_norm.forget(module)
+    if isinstance(module, nn.Module):
+        _put_back.pop(module, None)
+        unpack(module)
+        batch_norm.forget(module)

@@ -10,8 +10,8 @@ from diffusers import DDIMScheduler, DiffusionPipeline
 from torch import nn
 
 import sdfastgn
-from sdfastgn.bench.models.architectures import build_unet, build_vae
-from sdfastgn.bench.models.pipelines import build_pipeline
+from sdfastgn.models.architectures import build_unet, build_vae
+from sdfastgn.models.pipelines import build_pipeline
 from sdfastgn.patches import patcher
 from sdfastgn.patches.core import channels_last
 from sdfastgn.patches.graphs import install as cuda_graphs
@@ -280,10 +280,10 @@ def test_a_failure_in_one_component_restores_the_others(monkeypatch):
     pipe = SimpleNamespace(components={"unet": Net(), "vae": Net()})
     apply = patcher.apply
 
-    def fail_on_the_vae(root, findings):
+    def fail_on_the_vae(root, *rest):
         if root is pipe.components["vae"]:
             raise RuntimeError("no")
-        apply(root, findings)
+        apply(root, *rest)
 
     monkeypatch.setattr(patcher, "apply", fail_on_the_vae)
     with pytest.raises(RuntimeError, match="no"):

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 
 import sdfastgn
-from sdfastgn.bench.models import architectures
 from sdfastgn.kernels.attention import wide_heads_kernels
 from sdfastgn.kernels.common import dispatch, gpu
 from sdfastgn.kernels.common.launch import Launch
+from sdfastgn.models import architectures
 from tests.kernels.gpus import GPUS
 
 HALF = {"dtype": torch.float16, "device": "meta"}

@@ -96,9 +96,9 @@ UNET = ClassSwap(
     UNetModel,
     FusedUNetModel,
     sources=(
-        tested(UNetModel, forward="8c683f3a768a6c78", _forward="4c8d6ed4b1ab0411"),
-        tested(TimestepEmbedSequential, forward="feaad14759e26ed8"),
-        tested(openaimodel, forward_timestep_embed="747c62ef999d60ae", apply_control="ac91c535b7aa8336"),
-        tested(CrossAttention, forward="d004bfc6727f14e7"),
+        tested(UNetModel, "forward", "_forward"),
+        tested(TimestepEmbedSequential, "forward"),
+        tested(openaimodel, "forward_timestep_embed", "apply_control"),
+        tested(CrossAttention, "forward"),
     ),
 )

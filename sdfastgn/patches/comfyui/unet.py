@@ -162,27 +162,23 @@ BLOCKS = (
         "resblock",
         ResBlock,
         FusedResBlock,
-        sources=(
-            tested(
-                ResBlock, __init__="78516e93cc2d5cc2", forward="1cceba321b821da9", _forward="10ca6ee8b771ae4b"
-            ),
-        ),
+        sources=(tested(ResBlock, "__init__", "forward", "_forward"),),
         covers=_is_image_resblock,
     ),
     ClassSwap(
         "spatial_transformer",
         SpatialTransformer,
         FusedSpatialTransformer,
-        sources=(tested(SpatialTransformer, __init__="4a6783d6b6be1366", forward="2b86114dcc24f9a0"),),
+        sources=(tested(SpatialTransformer, "__init__", "forward"),),
     ),
     ClassSwap(
         "comfyui_transformer_block",
         BasicTransformerBlock,
         FusedBasicTransformerBlock,
         sources=(
-            tested(BasicTransformerBlock, __init__="183c8ba7551fac9c", forward="c37f168e84e4c034"),
-            tested(CrossAttention, forward="d004bfc6727f14e7"),
-            tested(FeedForward, __init__="ff570a415504000e", forward="70b36ac0bb1af082"),
+            tested(BasicTransformerBlock, "__init__", "forward"),
+            tested(CrossAttention, "forward"),
+            tested(FeedForward, "__init__", "forward"),
         ),
         covers=_is_plain_block,
     ),
@@ -190,13 +186,13 @@ BLOCKS = (
         "comfyui_geglu",
         GEGLU,
         FusedGEGLU,
-        sources=(tested(GEGLU, __init__="df3ec914f1bfbd9d", forward="1b7f621f55a37244"),),
+        sources=(tested(GEGLU, "__init__", "forward"),),
     ),
     ClassSwap(
         "comfyui_upsample",
         Upsample,
         FusedUpsample,
-        sources=(tested(Upsample, __init__="6b6bbf73ff48f562", forward="e30c4d4164a8ca75"),),
+        sources=(tested(Upsample, "__init__", "forward"),),
         covers=_has_conv,
     ),
 )

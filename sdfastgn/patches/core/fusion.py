@@ -105,7 +105,7 @@ class ClassSwap:
     def reason_to_skip(self, module: nn.Module) -> str | None:
         return (
             foreign_class(module, self.stock)
-            or foreign_override(module, *(name for source in self.sources for name in source.hashes))
+            or foreign_override(module, *(name for source in self.sources for name in source.methods))
             or unknown_source(*self.sources)
             or self.check(module)
         )

@@ -2,45 +2,78 @@
 
 A fused ``forward`` repeats what the stock one does. When upstream changes that, repeating the old
 one would change pixels; so the code of each replaced (or relied upon) method is compared with the
-versions tested, and unknown code means: skip, with a reason. Each fusion's file says which
-these are.
+versions tested, and unknown code means: skip, with a reason. Each fusion's file names its methods;
+``tested_sources.json`` has the versions.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import inspect
+import json
 import textwrap
 import types
 import weakref
+from pathlib import Path
 from typing import Any, NamedTuple
 
 __all__ = [
+    "FILE",
     "TestedSource",
     "computed",
     "definition_of",
     "hash_of",
+    "is_known",
     "source_hash",
     "tested",
+    "tested_versions",
     "unknown_source",
     "upstream_definition",
+    "upstream_name",
 ]
 
 
+# Read and written by ``sdfastgn sources`` too.
+FILE = Path(__file__).parents[1] / "tested_sources.json"
+
+
 class TestedSource(NamedTuple):
-    """An upstream class, and per method the ``source_hash`` of each version of it that was tested.
+    """An upstream class, and the methods of it that a fusion replaces or relies upon.
 
     ``cls`` may be a module: its functions stand for methods then.
     """
 
     cls: Any
-    hashes: dict[str, tuple[str, ...]]
+    methods: tuple[str, ...]
 
 
-def tested(cls: Any, **hashes: str) -> TestedSource:
-    """``tested(GEGLU, forward="2749119a143f533a")``. Spaces separate the hashes of several versions."""
-    return TestedSource(cls, {method: tuple(found.split()) for method, found in hashes.items()})
+def tested(cls: Any, *methods: str) -> TestedSource:
+    """``tested(GEGLU, "__init__", "forward")``: both must be known for the fusion to be applied."""
+    return TestedSource(cls, methods)
+
+
+def upstream_name(cls: Any) -> str:
+    """``module.Class``, or the name of a module: what ``tested_sources.json`` knows it by."""
+    return cls.__name__ if isinstance(cls, types.ModuleType) else f"{cls.__module__}.{cls.__qualname__}"
+
+
+@functools.cache
+def tested_versions() -> dict[str, dict[str, list[dict[str, str]]]]:
+    """The content of ``FILE``: ``upstream_name`` -> method -> the versions of its code that were tested.
+
+    The oldest comes first. Each has its ``hash`` (``source_hash``) and, where known, ``first_seen``:
+    the first release in which that code was seen.
+    """
+    return json.loads(FILE.read_text(encoding="utf-8"))
+
+
+def is_known(cls: Any, method: str) -> bool:
+    """True if the installed version of a method was tested."""
+    found = source_hash(cls, method)
+    versions = tested_versions().get(upstream_name(cls), {}).get(method, ())
+    return any(version["hash"] == found for version in versions)
 
 
 # Package -> its name in reasons.
@@ -130,17 +163,12 @@ def _is_upstreams(link: Any) -> bool:
     return module.partition(".")[0] in _UPSTREAM
 
 
-def _package_of(cls: Any) -> str:
-    """Of a class, or of a module with functions in the place of methods."""
-    return getattr(cls, "__module__", cls.__name__).partition(".")[0]
-
-
 def unknown_source(*sources: TestedSource) -> str | None:
     """The reason to leave a module alone if a method of ``sources`` was not tested, else None."""
-    for cls, hashes in sources:
-        for method, known in hashes.items():
-            if source_hash(cls, method) not in known:
-                package = _UPSTREAM.get(_package_of(cls), "diffusers")
+    for cls, methods in sources:
+        for method in methods:
+            if not is_known(cls, method):
+                package = _UPSTREAM.get(upstream_name(cls).partition(".")[0], "diffusers")
                 name = f"{cls.__name__}.{method}"
                 return f"{name} of this {package} is not a version that sdfastgn was tested with"
     return None

@@ -163,8 +163,8 @@ FUSION = _AttentionFusion(
     Attention,
     FusedAttention,
     sources=(
-        tested(Attention, __init__="f5c7f870edd4bc50", forward="a7e1787d5cdc0060"),
-        tested(AttnProcessor2_0, __call__="34f76e0296143ecd"),
+        tested(Attention, "__init__", "forward"),
+        tested(AttnProcessor2_0, "__call__"),
     ),
     covers=_covers,
     layers=("to_q", "to_k", "to_v", "to_out.0"),

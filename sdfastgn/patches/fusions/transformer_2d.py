@@ -71,9 +71,9 @@ FUSION = ClassSwap(
     sources=(
         tested(
             Transformer2DModel,
-            forward="aba71789c6abaab3",
-            _operate_on_continuous_inputs="95cbe74f99f3886e",
-            _get_output_for_continuous_inputs="83e18030710bbd44",
+            "forward",
+            "_operate_on_continuous_inputs",
+            "_get_output_for_continuous_inputs",
         ),
     ),
     check=_check,

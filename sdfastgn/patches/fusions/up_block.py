@@ -101,11 +101,11 @@ FUSION = ClassSwap(
     "up_block",
     UpBlock2D,
     FusedUpBlock2D,
-    sources=(tested(UpBlock2D, __init__="ed4153ab3dfff402", forward="2dc243cc7cf97ba7"),),
+    sources=(tested(UpBlock2D, "__init__", "forward"),),
 )
 CROSS_ATTENTION = ClassSwap(
     "cross_attn_up_block",
     CrossAttnUpBlock2D,
     FusedCrossAttnUpBlock2D,
-    sources=(tested(CrossAttnUpBlock2D, __init__="756935e50b1ea7d2", forward="204e75086aced749"),),
+    sources=(tested(CrossAttnUpBlock2D, "__init__", "forward"),),
 )

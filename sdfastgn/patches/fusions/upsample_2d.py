@@ -68,7 +68,7 @@ FUSION = ClassSwap(
     "upsample_2d",
     Upsample2D,
     FusedUpsample2D,
-    sources=(tested(Upsample2D, __init__="8be1e93fd9fb5c47", forward="a7b7f16a892af3a3"),),
+    sources=(tested(Upsample2D, "__init__", "forward"),),
     covers=_is_nearest,
     layers=("conv",),
 )

@@ -64,13 +64,7 @@ def _overrides(stock: Any) -> dict[str, Any]:
 FUSION = ObjectFusion(
     "execution_device",
     module=__name__,
-    sources=(
-        tested(
-            DiffusionPipeline,
-            _execution_device="c7f40ce3e7f8bf43",
-            device="8749a847398169b1 c3f972456a8ca593",
-        ),
-    ),
+    sources=(tested(DiffusionPipeline, "_execution_device", "device"),),
     overrides=_overrides,
     heirs=True,
 )

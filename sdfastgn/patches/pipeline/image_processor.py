@@ -25,11 +25,11 @@ _DEVICES = ("cuda",)
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _SOURCE = tested(
     VaeImageProcessor,
-    postprocess="0ac58845282a1cb2",
-    _denormalize_conditionally="052d0a9bcc1b2764",
-    denormalize="8f03d58b480f3be0",
-    pt_to_numpy="cebd8ae71baad2a0",
-    numpy_to_pil="20e42162f4d94abe",
+    "postprocess",
+    "_denormalize_conditionally",
+    "denormalize",
+    "pt_to_numpy",
+    "numpy_to_pil",
 )
 
 
@@ -41,7 +41,7 @@ def _is_ours(processor: Any, image: Any, output_type: Any, do_denormalize: Any) 
         or image.requires_grad
     ):
         return False
-    if any(name in vars(processor) for name in _SOURCE.hashes):  # other code replaced one since
+    if any(name in vars(processor) for name in _SOURCE.methods):  # other code replaced one since
         return False
     # Without denormalization to [0, 1] a value may overflow a byte, and CPU and GPU differ in the result.
     is_denormalized = processor.config.do_normalize if do_denormalize is None else all(do_denormalize)

@@ -57,7 +57,7 @@ class ObjectFusion:
         if self.is_over_applied(part):
             return f"other code changed its class to {type(part).__module__}.{type(part).__qualname__}"
         source: Any = self._source_of(type(part))
-        replaced = [name for name in source.hashes if name in vars(part)]
+        replaced = [name for name in source.methods if name in vars(part)]
         return f"other code replaced this instance's {replaced[0]}" if replaced else unknown_source(source)
 
     def apply(self, part: Any) -> None:
@@ -76,7 +76,7 @@ class ObjectFusion:
     def _is_heir(self, stock: type, source: TestedSource) -> bool:
         if not (self.heirs and issubclass(stock, source.cls)):
             return False
-        return all(getattr(stock, name) is getattr(source.cls, name) for name in source.hashes)
+        return all(getattr(stock, name) is getattr(source.cls, name) for name in source.methods)
 
     def _class_for(self, stock: Any) -> type:
         if stock not in self._class_of:

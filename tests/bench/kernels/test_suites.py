@@ -28,8 +28,8 @@ from sdfastgn.bench.kernels.suite import (
     fixed,
 )
 from sdfastgn.bench.kernels.suites import EPS, GROUPS, SUITES
-from sdfastgn.bench.models.workload import DTYPES
 from sdfastgn.bench.tables import kernels as tables
+from sdfastgn.models.architectures import DTYPES
 from tests.command_line import invoke
 
 TINY: dict[str, Shape] = {

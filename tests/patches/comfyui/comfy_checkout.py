@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sdfastgn.bench import comfyui
+from sdfastgn.cli import comfyui_checkout
 
 __all__ = ["import_for_cpu"]
 
@@ -19,4 +19,4 @@ def import_for_cpu():
     _import(folder)
 
 
-_import = functools.cache(lambda folder: comfyui.import_comfyui(folder, "--cpu", modules=["nodes"]))
+_import = functools.cache(lambda folder: comfyui_checkout.import_comfyui(folder, "--cpu", modules=["nodes"]))

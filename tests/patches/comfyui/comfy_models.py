@@ -5,7 +5,7 @@ import logging
 import nodes
 import torch
 
-from sdfastgn.bench import comfyui
+from scripts.publish import comfyui_models
 
 __all__ = [
     "KINDS",
@@ -37,23 +37,23 @@ KINDS = {
         "num_classes": "sequential", "adm_in_channels": 2816,
     },
 }  # fmt: skip
-_VAE = {**comfyui.VAE, "resolution": 64, "ch": 32, "ch_mult": [1, 2], "num_res_blocks": 1}
+_VAE = {**comfyui_models.VAE, "resolution": 64, "ch": 32, "ch_mult": [1, 2], "num_res_blocks": 1}
 
 
 def load_model(kind, **options):
     """A ``ModelPatcher`` from ComfyUI's own loader. options: the loader's ``model_options``."""
-    found = comfyui.load_model(KINDS[kind], **options)
+    found = comfyui_models.load_model(KINDS[kind], **options)
     assert type(found.model).__name__ == {"sd15": "BaseModel", "sdxl": "SDXL"}[kind]
     return found
 
 
 def load_vae():
-    return comfyui.load_vae(_VAE)
+    return comfyui_models.load_vae(_VAE)
 
 
 def latent_of(model, kind, steps=2):
     """The result of the node KSampler for an empty latent."""
-    positive, negative = (comfyui.conditioning(KINDS[kind], seed) for seed in (5, 6))
+    positive, negative = (comfyui_models.conditioning(KINDS[kind], seed) for seed in (5, 6))
     with torch.inference_mode():
         latent = {"samples": torch.zeros(1, 4, 16, 16)}
         return nodes.KSampler().sample(model, 3, steps, 4.0, "euler", "normal", positive, negative, latent)[

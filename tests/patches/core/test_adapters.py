@@ -9,7 +9,7 @@ from peft import LoHaConfig, LoraConfig, inject_adapter_in_model
 from torch import nn
 
 import sdfastgn
-from sdfastgn.bench.models.architectures import build_unet, build_vae
+from sdfastgn.models.architectures import build_unet, build_vae
 from sdfastgn.patches.core.adapters import adapted_layers, adapter_reason
 from sdfastgn.patches.registry import FUSIONS
 

@@ -13,7 +13,7 @@ from packaging.version import Version
 from torch import nn
 
 import sdfastgn
-from sdfastgn.bench.models.architectures import build_unet, unet_inputs
+from sdfastgn.models.architectures import build_unet, unet_inputs
 from tests.patches import samples
 from tests.patches.graphs import cases as graph_cases
 from tests.patches.samples import each_copy, snapshot

@@ -11,7 +11,7 @@ from diffusers.models.transformers.transformer_hidream_image import HiDreamAtten
 from torch import nn
 
 import sdfastgn
-from sdfastgn.bench.models.pipelines import build_pipeline
+from sdfastgn.models.pipelines import build_pipeline
 from sdfastgn.patches import patcher
 from sdfastgn.patches.shared import packed_weights as packing
 from tests.patches import samples

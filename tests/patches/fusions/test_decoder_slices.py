@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import sdfastgn
-from sdfastgn.bench.models.architectures import build_vae
+from sdfastgn.models.architectures import build_vae
 from sdfastgn.patches.fusions import conv_norm_out, decoder_slices
 from tests.patches import cases
 

@@ -181,7 +181,7 @@ def test_without_triton_a_model_is_stocks():
     code = (
         "import sys, warnings; sys.modules['triton'] = None\n"
         "import torch, sdfastgn\n"
-        "from sdfastgn.bench import light_imports\n"
+        "from sdfastgn.cli import light_imports\n"
         "light_imports.import_model_classes()\n"
         "from torch import nn\n"
         "model, x = nn.Sequential(nn.GroupNorm(2, 8), nn.SiLU()), torch.randn(2, 8, 4, 4)\n"

@@ -12,7 +12,7 @@ from peft import LoraConfig
 from torch import nn
 
 import sdfastgn
-from sdfastgn.bench.models.architectures import build_unet, unet_inputs
+from sdfastgn.models.architectures import build_unet, unet_inputs
 from sdfastgn.patches.graphs import install as cuda_graphs
 from tests.patches.cases import ip_adapter_weights
 from tests.patches.graphs.tape import TapeBackend

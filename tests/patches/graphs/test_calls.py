@@ -12,8 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import CLIPTextModel
 
 import sdfastgn
-from sdfastgn.bench.models.architectures import build_vae, unet_inputs
-from sdfastgn.bench.models.pipelines import build_pipeline
+from sdfastgn.models.architectures import build_vae, unet_inputs
+from sdfastgn.models.pipelines import build_pipeline
 from sdfastgn.patches.graphs import arguments as graph_call
 from sdfastgn.patches.graphs import install as cuda_graphs
 from sdfastgn.patches.graphs.arguments import global_state

@@ -17,7 +17,7 @@ from diffusers import UNet2DConditionModel
 from torch import nn
 
 import sdfastgn
-from sdfastgn.bench.models.architectures import build_unet, unet_inputs
+from sdfastgn.models.architectures import build_unet, unet_inputs
 from sdfastgn.patches.graphs import capture
 from tests.patches import samples
 from tests.patches.graphs.cases import (

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import sdfastgn
-from sdfastgn.bench.models.architectures import build_unet, build_vae, unet_inputs
+from sdfastgn.models.architectures import build_unet, build_vae, unet_inputs
 from tests.patches.graphs.cases import MIB, agree, make, reasons_of, replaced_parameter, run, settled, state
 
 pytestmark = pytest.mark.gpu

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import sdfastgn
-from sdfastgn.bench.models.architectures import build_vae
+from sdfastgn.models.architectures import build_vae
 from sdfastgn.patches.graphs import watch as graph_state
 from tests.patches.graphs.cases import (
     CHANGES,
