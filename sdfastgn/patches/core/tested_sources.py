@@ -1,9 +1,9 @@
-"""Which upstream methods a fusion replaces, and whether they are the versions that it was tested with.
+"""The upstream methods that a fusion replaces or relies on, and whether their code was tested.
 
-A fused ``forward`` repeats what the stock one does. When upstream changes that, repeating the old
-one would change pixels; so the code of each replaced (or relied upon) method is compared with the
-versions tested, and unknown code means: skip, with a reason. Each fusion's file names its methods;
-``tested_sources.json`` has the versions.
+A fused ``forward`` computes the same as one version of the stock ``forward``. With another version it could
+change pixels. So the installed code of each of these methods is compared with the tested versions, and a
+module whose class has unknown code is skipped with a reason. Each fusion's file names its methods.
+``tested_sources.json`` has the hashes of the tested versions.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ FILE = Path(__file__).parents[1] / "tested_sources.json"
 class TestedSource(NamedTuple):
     """An upstream class, and the methods of it that a fusion replaces or relies upon.
 
-    ``cls`` may be a module: its functions stand for methods then.
+    ``cls`` may also be a module. Its functions are then what methods are of a class.
     """
 
     cls: Any
@@ -55,16 +55,16 @@ def tested(cls: Any, *methods: str) -> TestedSource:
 
 
 def upstream_name(cls: Any) -> str:
-    """``module.Class``, or the name of a module: what ``tested_sources.json`` knows it by."""
+    """``module.Class``, or the name of a module: the key of ``cls`` in ``tested_sources.json``."""
     return cls.__name__ if isinstance(cls, types.ModuleType) else f"{cls.__module__}.{cls.__qualname__}"
 
 
 @functools.cache
 def tested_versions() -> dict[str, dict[str, list[dict[str, str]]]]:
-    """The content of ``FILE``: ``upstream_name`` -> method -> the versions of its code that were tested.
+    """The content of ``FILE``: ``upstream_name`` -> method -> its tested versions, the oldest first.
 
-    The oldest comes first. Each has its ``hash`` (``source_hash``) and, where known, ``first_seen``:
-    the first release in which that code was seen.
+    Each version has its ``hash`` (of ``source_hash``) and, if it is known, ``first_seen``: the first release
+    in which this code was seen.
     """
     return json.loads(FILE.read_text(encoding="utf-8"))
 
@@ -79,15 +79,15 @@ def is_known(cls: Any, method: str) -> bool:
 # Package -> its name in reasons.
 _UPSTREAM = {"diffusers": "diffusers", "comfy": "ComfyUI", "torch": "PyTorch"}
 
-# By the function itself: a class may get another one between two calls of ``optimize``.
+# Function -> its hash. Not by class and name: a class may get another function between two calls.
 _hashes: weakref.WeakKeyDictionary[types.FunctionType, str | None] = weakref.WeakKeyDictionary()
 
 
 def source_hash(cls: Any, method: str) -> str | None:
-    """``hash_of`` a method or property. None if that is not upstream's or cannot be read.
+    """``hash_of`` a method or property; None if its code is not upstream's or cannot be read.
 
-    Below upstream's own decorators, which are part of the hash. Any other wrapper, as
-    ``functools.wraps`` makes them look like what they wrap, is None.
+    Decorators of upstream are part of the hash. A wrapper of other code gives None, also if
+    ``functools.wraps`` makes it look like the method.
     """
     function = getattr(cls, method, None)
     if isinstance(function, property):
@@ -101,7 +101,7 @@ def source_hash(cls: Any, method: str) -> str | None:
 
 
 def upstream_definition(function: types.FunctionType) -> ast.FunctionDef | None:
-    """The definition of upstream's ``function``, below its decorators. None as in ``source_hash``."""
+    """The definition of upstream's ``function``, with its decorators; None where ``source_hash`` is None."""
     wrappers: list[Any] = []
     try:
         inner = inspect.unwrap(function, stop=wrappers.append)
@@ -114,7 +114,7 @@ def upstream_definition(function: types.FunctionType) -> ast.FunctionDef | None:
 
 
 def definition_of(function: Any) -> ast.FunctionDef | None:
-    """The definition of anyone's ``function``, which wraps no other. None if it cannot be read."""
+    """The definition of a ``function`` that wraps no other; None if its source cannot be read."""
     try:
         [definition] = ast.parse(textwrap.dedent(inspect.getsource(function))).body
     except (OSError, TypeError, ValueError, SyntaxError):
@@ -123,9 +123,9 @@ def definition_of(function: Any) -> ast.FunctionDef | None:
 
 
 def hash_of(definition: ast.FunctionDef) -> str:
-    """First 16 hexadecimal digits of the SHA-256 of what ``definition`` computes.
+    """First 16 hexadecimal digits of the SHA-256 of the code of ``definition``.
 
-    No layout, comment, docstring or annotation is in it. It is the same in every version of Python.
+    Layout, comments, docstrings and annotations do not change it. All versions of Python give the same.
     """
     return hashlib.sha256(_dump(computed(definition)).encode()).hexdigest()[:16]
 
@@ -148,7 +148,7 @@ def _is_docstring(part: Any) -> bool:
 
 
 def _dump(part: Any) -> str:
-    """As ``ast.dump``, which shows empty fields in some versions of Python, and fields that others lack."""
+    """Does what ``ast.dump`` does, but without empty fields, in which versions of Python differ."""
     if isinstance(part, list):
         return f"[{','.join(map(_dump, part))}]"
     if not isinstance(part, ast.AST):
@@ -158,13 +158,13 @@ def _dump(part: Any) -> str:
 
 
 def _is_upstreams(link: Any) -> bool:
-    # Not its __module__, which functools.wraps copies.
+    # Not by ``__module__``, which functools.wraps copies.
     module = getattr(link, "__globals__", {}).get("__name__", "")
     return module.partition(".")[0] in _UPSTREAM
 
 
 def unknown_source(*sources: TestedSource) -> str | None:
-    """The reason to leave a module alone if a method of ``sources`` was not tested, else None."""
+    """The reason to skip a module if a method of ``sources`` has unknown code; else None."""
     for cls, methods in sources:
         for method in methods:
             if not is_known(cls, method):
