@@ -1,4 +1,4 @@
-"""What a model or another part of a pipeline has to fuse: surveyed, carried out, and undone exactly.
+"""Finds what can be fused in a component of a pipeline, applies the fusions, and undoes them exactly.
 
 A *component* is a model (a module tree) or a part of a pipeline that is no module, such as a scheduler.
 ``inspect`` changes nothing. Fusions come from the registry; nothing here knows a particular model.
@@ -36,7 +36,7 @@ __all__ = [
     "undo",
 ]
 
-# Modules that were put back, and why. Not in their ``__dict__``: a stock module has nothing of ours.
+# Module that was put back -> the reason. Not in its ``__dict__``, because a stock module has nothing of ours.
 _put_back: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 # Changed part -> (path, pipeline), so that a part that was replaced since can still be restored.
 _found_at: weakref.WeakKeyDictionary[Any, tuple[str, weakref.ref[Any]]] = weakref.WeakKeyDictionary()
@@ -44,9 +44,9 @@ _found_at: weakref.WeakKeyDictionary[Any, tuple[str, weakref.ref[Any]]] = weakre
 
 @dataclass(frozen=True)
 class Finding:
-    """One (module, fusion) pair: ``fused``, ``fusable`` by optimize, or ``skipped`` with a ``reason``.
+    """What a fusion says about a module: ``fused``, ``fusable``, or ``skipped`` with a ``reason``.
 
-    ``module`` is the part itself where the component is no module.
+    ``module`` is the component itself if that is no module.
     """
 
     path: str
@@ -60,9 +60,9 @@ class Finding:
 
 
 def parts_of(obj: Any) -> dict[str, Any]:
-    """Parts of a pipeline that are no modules, each once, by attribute; ``"pipeline"`` is itself.
+    """Attribute -> part of a pipeline that is no module, each part once. ``"pipeline"`` is ``obj`` itself.
 
-    None for a module.
+    Empty if ``obj`` is a module.
     """
     if isinstance(obj, nn.Module):
         return {}
@@ -73,19 +73,17 @@ def parts_of(obj: Any) -> dict[str, Any]:
 
 
 def parts_ever_of(obj: Any) -> list[tuple[str, Any]]:
-    """(path, part) of ``parts_of(obj)`` and of those that were exchanged after ``apply``."""
+    """(path, part) of ``parts_of(obj)``, and of parts that ``apply`` changed and ``obj`` no longer has."""
     now = parts_of(obj)
     ids = set(map(id, now.values()))
-    # ``keyrefs`` is one step of the interpreter: other threads may add some meanwhile.
+    # ``keyrefs`` copies the keys in one step, so other threads may add keys meanwhile.
     changed = [part for ref in _found_at.keyrefs() if (part := ref()) is not None]
     then = [(_found_at[part][0], part) for part in changed if _found_at[part][1]() is obj]
     return [*now.items(), *((path, part) for path, part in then if id(part) not in ids)]
 
 
 def has_fusions(root: nn.Module, asked: Collection[str] = ()) -> bool:
-    """True if there is anything below ``root`` that a fusion is about, one of ``asked`` included, or if
-    it is optimized.
-    """
+    """True if ``root`` is optimized, or a fusion (one of ``asked``, too) claims a module in it."""
     fusions = (*FUSIONS, *(ASKED_FUSIONS[name] for name in asked))
     return channels_last.is_applied(root) or any(
         fusion.claims(module) for module in root.modules() for fusion in fusions
@@ -95,7 +93,7 @@ def has_fusions(root: nn.Module, asked: Collection[str] = ()) -> bool:
 def inspect(component: Any, prefix: str = "", asked: Collection[str] = ()) -> list[Finding]:
     """What each fusion says about ``component`` and each module in it. Changes nothing.
 
-    Layers that a fusion leaves as they are because of an adapter follow the module that they are in.
+    A module is followed by its layers that its fusion leaves as they are because of an adapter.
 
     Args:
         component: a model, or a part of a pipeline.
@@ -124,7 +122,7 @@ def inspect(component: Any, prefix: str = "", asked: Collection[str] = ()) -> li
 def _finding(
     path: str, module: Any, fusion: Fusion | ObjectFusion, reason_to_leave: str | None = None
 ) -> Finding:
-    """``reason_to_leave``: why nothing in its model may be fused, or None."""
+    """What ``fusion`` says about ``module``. ``reason_to_leave``: why nothing in its model may be fused."""
     if fusion.is_applied(module):
         return Finding(path, module, fusion, "fused")
     was_wrong = _put_back.get(module) if isinstance(module, nn.Module) else None
@@ -133,7 +131,7 @@ def _finding(
 
 
 def _adapted(path: str, module: nn.Module, fusion: ClassSwap) -> Iterator[Finding]:
-    """The layers of ``module`` that ``fusion`` leaves as they are, because an adapter is around them."""
+    """Findings for the layers of ``module`` that ``fusion`` leaves as they are because of an adapter."""
     for name in fusion.layers:
         layer: Any = module
         for part in name.split("."):
@@ -157,9 +155,12 @@ def needs_change(root: nn.Module, findings: list[Finding]) -> bool:
 
 
 def apply(component: Any, findings: list[Finding], pipeline: Any = None) -> None:
-    """Carry out the ``fusable`` ones of ``inspect(component)``, and make convolutions channels-last.
+    """Fuse what is ``fusable`` in ``findings``, and make convolutions channels-last.
 
-    ``pipeline``: the one that ``component`` is a part of.
+    Args:
+        component: a model, or a part of a pipeline.
+        findings: ``inspect(component)``.
+        pipeline: the pipeline that ``component`` is a part of.
     """
     for fusion in _in_order(component):
         for finding in findings:
@@ -181,7 +182,7 @@ def take_back(component: Any, findings: list[Finding], laid_out: Collection[nn.M
     Args:
         component: the model or part.
         findings: ``inspect(component)`` before ``apply``.
-        laid_out: ``channels_last.laid_out(component)`` before ``apply``; of a part none.
+        laid_out: ``channels_last.laid_out(component)`` before ``apply``; empty for a part.
     """
     for fusion in reversed(_in_order(component)):
         for finding in findings:
@@ -195,17 +196,17 @@ def take_back(component: Any, findings: list[Finding], laid_out: Collection[nn.M
 
 
 def put_back(findings: list[Finding], reason: str) -> None:
-    """Undo these of one module, which are skipped for ``reason`` from then on, until ``undo``."""
+    """Undo ``findings``, which are about one module. Until ``undo`` it is then skipped for ``reason``."""
     for finding in findings:
         finding.fusion.undo(finding.module)
         _put_back[finding.module] = reason
 
 
 def undo(component: Any, prefix: str = "") -> list[tuple[str, Any]]:
-    """All of ``component`` as it was before ``apply``; nothing to do on a stock one.
+    """Restore all of ``component`` as it was before ``apply``. A stock component stays as it is.
 
-    Returns (path, module or part) of what could not be undone: other code has put a class of its own over
-    the fused one. Once that code has taken it away, ``undo`` finds the fused one.
+    Returns (path, module or part) of what could not be undone, because other code has put a class over the
+    fused one. After that code has taken its class away, ``undo`` can be called again.
     """
     if not isinstance(component, nn.Module):
         for rule in OBJECT_FUSIONS:
@@ -217,14 +218,14 @@ def undo(component: Any, prefix: str = "") -> list[tuple[str, Any]]:
             if fusion.is_applied(module):
                 fusion.undo(module)
     for module in component.modules():
-        restore_class(module)  # other code has moved it to where its fusion does not look
+        restore_class(module)  # for a module that other code has moved to where its fusion does not look
         channels_last.restore(module)
         _forget(module)
     return [(path, m) for path, m in component.named_modules(prefix=prefix) if is_over_fused(m)]
 
 
 def _forget(module: Any) -> None:
-    """Drop what is kept for a module that was fused."""
+    """Drop everything that is kept for a module that was fused."""
     if isinstance(module, nn.Module):
         _put_back.pop(module, None)
         unpack(module)
