@@ -1,4 +1,4 @@
-"""Capturing and replaying on an NVIDIA GPU; and what a stand-in for tests has to offer."""
+"""Capturing one call of a module as a graph, and the GPU's part in it (``Backend``)."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sdfastgn.kernels.common.compile_ahead import rehearse
 from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.kernels.common.private import end_pool
 from sdfastgn.kernels.product.op import chosen_after
-from sdfastgn.patches.graphs.arguments import Call, Unsupported
+from sdfastgn.patches.graphs.arguments import Call, Unsupported, clone_of, static_copy, structure_of
+from sdfastgn.patches.graphs.watch import Watch
 
-__all__ = ["Backend", "CudaBackend", "Handle", "backend_of", "buffers_of", "no_autocast_cache"]
+__all__ = ["Backend", "CudaBackend", "Graph", "Handle", "backend_of", "capture_call", "run_on_copies"]
 
 
 class Handle(Protocol):
@@ -54,6 +55,93 @@ class Backend(Protocol):
 
     def memory(self) -> int:
         """Bytes that the graphs' shared memory takes."""
+
+
+class Graph:
+    """One captured call: memory for what goes in, what comes out, and the way to run it."""
+
+    def __init__(self, buffers: list[Tensor], handle: Handle) -> None:
+        self.buffers, self.handle, self.output = buffers, handle, static_copy(handle.output)
+
+    def run(self, call: Call, backend: Backend) -> Any:
+        with backend.ordered():
+            call.fill(self.buffers)
+            self.handle.replay()
+            return clone_of(self.output)
+
+
+def capture_call(
+    module: nn.Module, call: Call, backend: Backend, watch_of_now: Callable[[], Watch], *, is_warm: bool
+) -> Graph:
+    """A graph of ``call``.
+
+    ``is_warm``: this thread has run the like, so that kernels are compiled and cuDNN's choices
+    made.
+    """
+    buffers = _buffers_of(call, backend)
+
+    def run() -> Any:
+        args, kwargs = call.rebuild(buffers)
+        before = structure_of(args, kwargs)
+        # Not in inference mode, where no tensor counts how often it was written; copies of the
+        # result are in the caller's mode.
+        with torch.inference_mode(False), torch.no_grad(), _no_autocast_cache():
+            output = type(module).forward(module, *args, **kwargs)
+        if structure_of(args, kwargs) != before:
+            raise Unsupported("its forward changes the lists or dicts that it is given")
+        return output
+
+    if not is_warm:
+        with backend.ordered():
+            run()
+    watch = watch_of_now()
+    versions, writes = [buffer._version for buffer in buffers], watch.writes()
+    graph = None
+    try:
+        with backend.ordered():
+            graph = Graph(buffers, backend.capture(run))
+    except Unsupported:
+        raise
+    except Exception as error:
+        if not is_warm:
+            raise Unsupported(f"capture failed: {one_line(error)}") from error
+    if graph is None:  # it was not warm: the model has changed, or a tensor has another alignment
+        return capture_call(module, call, backend, watch_of_now, is_warm=False)
+    if not watch.unchanged(module):
+        raise Unsupported("its forward changes the model")
+    if watch.writes() != writes:  # a replay whose result is dropped would write, too
+        raise Unsupported("its forward writes into its own tensors")
+    if versions != [buffer._version for buffer in buffers]:
+        raise Unsupported("its forward writes into its arguments")
+    return graph
+
+
+def run_on_copies(module: nn.Module, call: Call, backend: Backend) -> None:
+    """The forward on copies of the arguments of ``call``, for what happens on the way."""
+    args, kwargs = call.rebuild(_buffers_of(call, backend))
+    type(module).forward(module, *args, **kwargs)
+
+
+def _buffers_of(call: Call, backend: Backend) -> list[Tensor]:
+    """Memory for the arguments of ``call``, filled. Raises Unsupported if they cannot be copied."""
+    try:
+        with torch.inference_mode(False), torch.no_grad(), backend.ordered(), backend.allocating():
+            buffers = call.buffers()
+            call.fill(buffers)
+    except RuntimeError as error:
+        raise Unsupported(f"its arguments cannot be copied: {one_line(error)}") from error
+    return buffers
+
+
+@contextmanager
+def _no_autocast_cache() -> Iterator[None]:
+    """No autocast cache in a graph: it is emptied with its context, and a replay would read freed memory."""
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
 
 
 class _CudaHandle:
@@ -159,28 +247,6 @@ class CudaBackend:
         return sum(
             s["total_size"] for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) in pools
         )
-
-
-def buffers_of(call: Call, backend: Backend) -> list[Tensor]:
-    """Memory for the arguments of ``call``, filled. Raises Unsupported if they cannot be copied."""
-    try:
-        with torch.inference_mode(False), torch.no_grad(), backend.ordered(), backend.allocating():
-            buffers = call.buffers()
-            call.fill(buffers)
-    except RuntimeError as error:
-        raise Unsupported(f"its arguments cannot be copied: {one_line(error)}") from error
-    return buffers
-
-
-@contextmanager
-def no_autocast_cache() -> Iterator[None]:
-    """No autocast cache in a graph: it is emptied with its context, and a replay would read freed memory."""
-    enabled = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(enabled)
 
 
 _backends: dict[torch.device, CudaBackend] = {}

@@ -23,17 +23,8 @@ from torch import nn
 from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.patches.core.class_forward import class_forward
 from sdfastgn.patches.core.instance_entries import InstanceEntry
-from sdfastgn.patches.graphs.arguments import (
-    Call,
-    Unsupported,
-    clone_of,
-    contents_of,
-    global_state,
-    refill,
-    static_copy,
-    structure_of,
-)
-from sdfastgn.patches.graphs.capture import Backend, Handle, backend_of, buffers_of, no_autocast_cache
+from sdfastgn.patches.graphs.arguments import Call, Unsupported, contents_of, global_state, refill
+from sdfastgn.patches.graphs.capture import Backend, Graph, backend_of, capture_call, run_on_copies
 from sdfastgn.patches.graphs.models import is_harmless, numbers_of, reason_now
 from sdfastgn.patches.graphs.random_numbers import undrawn
 from sdfastgn.patches.graphs.watch import Watch
@@ -48,19 +39,6 @@ _MAX_REMEMBERED = 64
 _WORTHWHILE = 3
 # Calls for which a model that changes sooner is left alone, at most; the pause doubles each time.
 _MAX_PAUSE = 256
-
-
-class _Graph:
-    """One captured call: memory for what goes in, what comes out, and the way to run it."""
-
-    def __init__(self, buffers: list[torch.Tensor], handle: Handle) -> None:
-        self.buffers, self.handle, self.output = buffers, handle, static_copy(handle.output)
-
-    def run(self, call: Call, backend: Backend) -> Any:
-        with backend.ordered():
-            call.fill(self.buffers)
-            self.handle.replay()
-            return clone_of(self.output)
 
 
 # By id, to find those that other code has wrapped (a forward put over ours keeps calling it), and those
@@ -105,7 +83,7 @@ class GraphedForward(InstanceEntry):
         self._backend = backend
         self._used_backend: Backend | None = None
         self._watch: Watch | None = None
-        self._graphs: OrderedDict[Any, _Graph] = OrderedDict()
+        self._graphs: OrderedDict[Any, Graph] = OrderedDict()
         self._seen: OrderedDict[Any, int] = OrderedDict()  # key -> thread of the last call
         self._refused: OrderedDict[Any, str] = OrderedDict()
         # Outlives changes of the model: what was compiled stays compiled.
@@ -261,8 +239,9 @@ class GraphedForward(InstanceEntry):
             self._drop(next(iter(self._graphs)), backend)
         try:
             # With the first replay, which draws the random numbers of the capture on a GPU.
-            with undrawn(call.device, partial(_forward_alone, module, call, backend)):
-                graph = self._capture(module, call, backend, is_warm=seen_in == thread)
+            with undrawn(call.device, partial(run_on_copies, module, call, backend)):
+                watch_of_now = partial(self._watch_of, module, call.device)
+                graph = capture_call(module, call, backend, watch_of_now, is_warm=seen_in == thread)
                 self._graphs[key] = graph
                 self.captured += 1
                 return graph.run(call, backend)
@@ -288,7 +267,7 @@ class GraphedForward(InstanceEntry):
             return
         _remember(self._rehearsed, key, None)
 
-        run = partial(_forward_alone, module, call, backend)
+        run = partial(run_on_copies, module, call, backend)
         # Whatever is wrong, the call itself will say.
         with contextlib.suppress(Exception):
             if Watch(module, is_harmless).reason is None:
@@ -325,49 +304,6 @@ class GraphedForward(InstanceEntry):
             raise Unsupported(self._watch.reason)
         return self._watch
 
-    def _capture(self, module: nn.Module, call: Call, backend: Backend, *, is_warm: bool) -> _Graph:
-        """A graph of ``call``.
-
-        ``is_warm``: this thread has run the like, so that kernels are compiled and cuDNN's choices
-        made.
-        """
-        buffers = buffers_of(call, backend)
-
-        def run() -> Any:
-            args, kwargs = call.rebuild(buffers)
-            before = structure_of(args, kwargs)
-            # Not in inference mode, where no tensor counts how often it was written; copies of the
-            # result are in the caller's mode.
-            with torch.inference_mode(False), torch.no_grad(), no_autocast_cache():
-                output = type(module).forward(module, *args, **kwargs)
-            if structure_of(args, kwargs) != before:
-                raise Unsupported("its forward changes the lists or dicts that it is given")
-            return output
-
-        if not is_warm:
-            with backend.ordered():
-                run()
-        watch = self._watch_of(module, call.device)
-        versions, writes = [buffer._version for buffer in buffers], watch.writes()
-        graph = None
-        try:
-            with backend.ordered():
-                graph = _Graph(buffers, backend.capture(run))
-        except Unsupported:
-            raise
-        except Exception as error:
-            if not is_warm:
-                raise Unsupported(f"capture failed: {one_line(error)}") from error
-        if graph is None:  # it was not warm: the model has changed, or a tensor has another alignment
-            return self._capture(module, call, backend, is_warm=False)
-        if not watch.unchanged(module):
-            raise Unsupported("its forward changes the model")
-        if watch.writes() != writes:  # a replay whose result is dropped would write, too
-            raise Unsupported("its forward writes into its own tensors")
-        if versions != [buffer._version for buffer in buffers]:
-            raise Unsupported("its forward writes into its arguments")
-        return graph
-
 
 _NO_MEMORY = "memory was short"
 
@@ -384,12 +320,6 @@ def _give_memory_back() -> int:
             graphed._pause = (_MAX_PAUSE, _NO_MEMORY)
             count += dropped
     return count
-
-
-def _forward_alone(module: nn.Module, call: Call, backend: Backend) -> None:
-    """The forward on copies of the arguments of ``call``, for what happens on the way."""
-    args, kwargs = call.rebuild(buffers_of(call, backend))
-    type(module).forward(module, *args, **kwargs)
 
 
 def _remember(memory: OrderedDict[Any, Any], key: Any, value: Any) -> None:
