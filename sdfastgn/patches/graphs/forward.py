@@ -9,10 +9,9 @@ eager, with a reason in the report.
 from __future__ import annotations
 
 import contextlib
-import threading
 import types
 import weakref
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -24,22 +23,17 @@ from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.patches.core.class_forward import class_forward
 from sdfastgn.patches.core.instance_entries import InstanceEntry
 from sdfastgn.patches.graphs.arguments import Call, Unsupported, contents_of, global_state, refill
-from sdfastgn.patches.graphs.capture import Backend, Graph, backend_of, capture_call, run_on_copies
+from sdfastgn.patches.graphs.capture import Backend, backend_of, capture_call, run_on_copies
 from sdfastgn.patches.graphs.models import is_harmless, numbers_of, reason_now
+from sdfastgn.patches.graphs.policy import NO_MEMORY, Policy
 from sdfastgn.patches.graphs.random_numbers import undrawn
+from sdfastgn.patches.graphs.store import Store
 from sdfastgn.patches.graphs.watch import Watch
 
-__all__ = ["MAX_GRAPHS", "GraphedForward"]
+__all__ = ["GraphedForward"]
 
-# Graphs of one module. Each is a kind of call; the least recent one goes first.
-MAX_GRAPHS = 8
-# Kinds of calls, and reasons, that are remembered: more come only from calls that never repeat.
-_MAX_REMEMBERED = 64
-# Replays after which a capture has paid for itself.
-_WORTHWHILE = 3
-# Calls for which a model that changes sooner is left alone, at most; the pause doubles each time.
-_MAX_PAUSE = 256
-
+# Reasons that are counted, each by itself: there are more only if calls never repeat.
+_MAX_REASONS = 64
 
 # By id, to find those that other code has wrapped (a forward put over ours keeps calling it), and those
 # that hold memory.
@@ -64,11 +58,7 @@ class GraphedForward(InstanceEntry):
 
     # No __dict__: functools.update_wrapper (accelerate's hooks use it) would copy it into the
     # wrapper.
-    __slots__ = (
-        "_backend", "_graphs", "_pause", "_refused", "_rehearsed",
-        "_replays_of_watch", "_seen", "_short_lives", "_used_backend", "_watch", "captured", "dropped",
-        "eager", "mode", "replays", "stands_over_own",
-    )  # fmt: skip
+    __slots__ = ("_backend", "_policy", "_store", "eager", "mode", "stands_over_own")
 
     def __init__(
         self,
@@ -81,16 +71,8 @@ class GraphedForward(InstanceEntry):
         self.mode = mode
         self.stands_over_own = stands_over_own
         self._backend = backend
-        self._used_backend: Backend | None = None
-        self._watch: Watch | None = None
-        self._graphs: OrderedDict[Any, Graph] = OrderedDict()
-        self._seen: OrderedDict[Any, int] = OrderedDict()  # key -> thread of the last call
-        self._refused: OrderedDict[Any, str] = OrderedDict()
-        # Outlives changes of the model: what was compiled stays compiled.
-        self._rehearsed: OrderedDict[Any, None] = OrderedDict()
-        self._pause: tuple[int, str] = (0, "")
-        self._short_lives = self._replays_of_watch = 0
-        self.captured = self.replays = self.dropped = 0
+        self._store = Store()
+        self._policy = Policy()
         self.eager: Counter[str] = Counter()
         _living[id(self)] = self
 
@@ -123,7 +105,22 @@ class GraphedForward(InstanceEntry):
     @property
     def alive(self) -> int:
         """Number of graphs at this moment."""
-        return len(self._graphs)
+        return len(self._store)
+
+    @property
+    def captured(self) -> int:
+        """Number of captures so far."""
+        return self._store.captured
+
+    @property
+    def replays(self) -> int:
+        """Calls answered by a graph so far."""
+        return self._store.replays
+
+    @property
+    def dropped(self) -> int:
+        """Number of graphs dropped so far."""
+        return self._store.dropped
 
     @classmethod
     def of(cls, module: nn.Module) -> list[GraphedForward]:
@@ -139,9 +136,9 @@ class GraphedForward(InstanceEntry):
         except Unsupported as error:
             reason = str(error)
         except torch.OutOfMemoryError:
-            reason = _NO_MEMORY
+            reason = NO_MEMORY
             _give_memory_back()
-        is_counted = reason in self.eager or len(self.eager) < _MAX_REMEMBERED
+        is_counted = reason in self.eager or len(self.eager) < _MAX_REASONS
         self.eager[reason if is_counted else "other reasons"] += 1
         containers = contents_of(args, kwargs)
         try:
@@ -155,23 +152,17 @@ class GraphedForward(InstanceEntry):
 
     def clear(self) -> int:
         """Drop all graphs and what is known of the module. Returns the number of graphs."""
-        backend = self._used_backend
+        backend = self._store.backend
         if backend is None:
             return 0
         with backend.lock:
-            count = len(self._graphs)
-            if count:
-                backend.wait()
-            self.dropped += count
-            for memory in (self._graphs, self._seen, self._refused):
-                memory.clear()
-            self._watch = None
-            return count
+            self._policy.forget_kinds()
+            return self._store.clear()
 
     def pool_bytes(self) -> dict[int, int]:
         """Memory of the backend that holds this module's graphs, by its id: several modules share one."""
-        backend = self._used_backend
-        return {id(backend): backend.memory()} if backend is not None and self._graphs else {}
+        backend = self._store.backend
+        return {id(backend): backend.memory()} if backend is not None and len(self._store) else {}
 
     def _replayed(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The call by a graph. Raises Unsupported with the reason where there is none."""
@@ -185,20 +176,20 @@ class GraphedForward(InstanceEntry):
         if backend.is_busy():
             raise Unsupported("the call is being captured by other code")
         key = (call.key, global_state(call.device))  # type: ignore[arg-type]
-        if backend is not self._used_backend:
+        store = self._store
+        if backend is not store.backend:
             # Before the lock of the new device is taken: two models that change places would each
             # hold the lock that the other waits for.
             self.clear()
-            self._used_backend = backend
+            store.backend = backend
         with backend.lock:
-            if backend is not self._used_backend:
+            if backend is not store.backend:
                 raise Unsupported("another thread calls it on another device")
             output = self._started_at_once(module, call, backend, key)
             if output is None:
                 output = self._result_of_graph(module, call, backend, key)
             if output is not None:
-                self.replays += 1
-                self._replays_of_watch += 1
+                store.replays += 1
                 return output
         self._rehearse(module, call, backend, key)  # outside the lock: other threads go on
         raise Unsupported("first call of its kind")
@@ -208,54 +199,43 @@ class GraphedForward(InstanceEntry):
 
         None where there is no graph, or the model has changed: whatever ran then is nobody's result.
         """
-        graph, watch = self._graphs.get(key), self._watch
+        graph, watch = self._store.find(key), self._store.watch
         if graph is None or watch is None or not watch.is_in_place():
             return None
         output = graph.run(call, backend)
-        if not watch.unchanged(module):
-            return None
-        self._graphs.move_to_end(key)
-        return output
+        return output if watch.unchanged(module) else None
 
     def _result_of_graph(self, module: nn.Module, call: Call, backend: Backend, key: Any) -> Any:
         """The result of ``call`` by a graph, captured if it is time; None for a first call of its kind.
 
         Raises Unsupported with the reason.
         """
+        store, policy = self._store, self._policy
         self._check_watch(module)
-        graph = self._graphs.get(key)
+        graph = store.find(key)
         if graph is not None:
-            self._graphs.move_to_end(key)
             return graph.run(call, backend)
-        if key in self._refused:
-            raise Unsupported(self._refused[key])
-        thread, seen_in = threading.get_ident(), self._seen.get(key)
-        if seen_in is None:
+        policy.check_refused(key)
+        if policy.is_new(key):
             if self.mode == "auto":
-                _remember(self._seen, key, thread)
+                policy.first_call(key)
                 return None
             self._rehearse(module, call, backend, key)
-        while len(self._graphs) >= MAX_GRAPHS:
-            self._drop(next(iter(self._graphs)), backend)
+        is_warm = policy.is_warm(key)
+        store.make_room()
         try:
             # With the first replay, which draws the random numbers of the capture on a GPU.
             with undrawn(call.device, partial(run_on_copies, module, call, backend)):
                 watch_of_now = partial(self._watch_of, module, call.device)
-                graph = capture_call(module, call, backend, watch_of_now, is_warm=seen_in == thread)
-                self._graphs[key] = graph
-                self.captured += 1
+                graph = capture_call(module, call, backend, watch_of_now, is_warm=is_warm)
+                store.add(key, graph)
+                policy.was_captured(key)
                 return graph.run(call, backend)
         except Unsupported as error:
-            if key in self._graphs:
-                self._drop(key, backend)
-            _remember(self._refused, key, str(error))
+            if key in store:
+                store.drop(key)
+            policy.refuse(key, str(error))
             raise
-
-    def _drop(self, key: Any, backend: Backend) -> None:
-        backend.wait()
-        del self._graphs[key]
-        self._seen.pop(key, None)
-        self.dropped += 1
 
     def _rehearse(self, module: nn.Module, call: Call, backend: Backend, key: Any) -> None:
         """Compile all kernels of a kind of call at once, not one by one as the first call needs them.
@@ -263,10 +243,8 @@ class GraphedForward(InstanceEntry):
         The forward runs once more for it, as it does for a capture, on copies of the arguments. So
         only what may be captured is rehearsed.
         """
-        if key in self._rehearsed:
+        if self._policy.is_rehearsed(key):
             return
-        _remember(self._rehearsed, key, None)
-
         run = partial(run_on_copies, module, call, backend)
         # Whatever is wrong, the call itself will say.
         with contextlib.suppress(Exception):
@@ -275,37 +253,34 @@ class GraphedForward(InstanceEntry):
                     backend.rehearse(run)
 
     def _check_watch(self, module: nn.Module) -> None:
-        if self._watch is not None and not self._watch.unchanged(module):
-            self._short_lives = self._short_lives + 1 if self._replays_of_watch < _WORTHWHILE else 0
+        """Drop the graphs if the model has changed. Raises Unsupported if there are none to be now."""
+        watch = self._store.watch
+        if watch is not None and not watch.unchanged(module):
+            self._policy.model_changed(self._store.replays_of_state)
             self.clear()
-            if self._short_lives > 1:
-                self._pause = (min(2**self._short_lives, _MAX_PAUSE), "the model changes too often")
-        calls, reason = self._pause
-        if calls:
-            self._pause = (calls - 1, reason)
-            raise Unsupported(reason)
-        if self._watch is not None and self._watch.reason is not None:
-            raise Unsupported(self._watch.reason)
+        self._policy.check_pause()
+        watch = self._store.watch
+        if watch is not None and watch.reason is not None:
+            raise Unsupported(watch.reason)
 
     def _watch_of(self, module: nn.Module, device: torch.device | None) -> Watch:
         """What has to stay as it is for the graphs to be right.
 
         Raises Unsupported if that cannot be said.
         """
-        if self._watch is not None and not self._watch.unchanged(module):
+        watch = self._store.watch
+        if watch is not None and not watch.unchanged(module):
             self.clear()
-        if self._watch is None:
+            watch = None
+        if watch is None:
             try:
-                self._watch = Watch(module, is_harmless, device)
+                watch = Watch(module, is_harmless, device)
             except Exception as error:  # whatever a property or a comparison of someone else's raises
                 raise Unsupported(f"its state cannot be watched: {one_line(error)}") from error
-            self._replays_of_watch = 0
-        if self._watch.reason is not None:
-            raise Unsupported(self._watch.reason)
-        return self._watch
-
-
-_NO_MEMORY = "memory was short"
+            self._store.begin(watch)
+        if watch.reason is not None:
+            raise Unsupported(watch.reason)
+        return watch
 
 
 def _give_memory_back() -> int:
@@ -317,12 +292,6 @@ def _give_memory_back() -> int:
     for graphed in _all_living():
         dropped = graphed.clear()
         if dropped:
-            graphed._pause = (_MAX_PAUSE, _NO_MEMORY)
+            graphed._policy.pause_without_memory()
             count += dropped
     return count
-
-
-def _remember(memory: OrderedDict[Any, Any], key: Any, value: Any) -> None:
-    memory[key] = value
-    if len(memory) > _MAX_REMEMBERED:
-        memory.popitem(last=False)

@@ -234,7 +234,7 @@ def test_memory_of_replaced_weights_is_given_back():
     run(unet, inputs, calls=2)
     weight = unet.conv_in.weight
     storage = torch.multiprocessing.reductions.StorageWeakRef(weight.data.untyped_storage())
-    (graph,) = unet.forward._graphs.values()
+    (graph,) = unet.forward._store._graphs.values()
     graph.handle.entries.clear()  # the tape holds it, a graph does not
     weight.data = weight.data.clone()
     assert storage.expired()
@@ -325,7 +325,7 @@ def test_an_autoencoder_cast_up_and_down_leaves_the_unet_alone():
 
 def replays_of(unet, monkeypatch):
     """What happens from now on, in its order: "replay" and "watch"."""
-    (graph,) = unet.forward._graphs.values()
+    (graph,) = unet.forward._store._graphs.values()
     events, replay, unchanged = [], graph.handle.replay, graph_state.Watch.unchanged
     monkeypatch.setattr(graph.handle, "replay", lambda: (events.append("replay"), replay()))
     monkeypatch.setattr(

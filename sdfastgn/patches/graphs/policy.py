@@ -1,0 +1,109 @@
+"""When a call is captured, and when a module or a kind of call is left to run eager."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from typing import Any
+
+from sdfastgn.patches.graphs.arguments import Unsupported
+
+__all__ = ["NO_MEMORY", "Policy"]
+
+# The reason of calls that run eager because graphs took memory that was needed.
+NO_MEMORY = "memory was short"
+# Kinds of calls that are remembered. There are more only if calls never repeat.
+_MAX_REMEMBERED = 64
+# Replays that pay for one capture.
+_WORTHWHILE = 3
+# The longest pause, in calls.
+_MAX_PAUSE = 256
+
+
+class Policy:
+    """What the past calls of one module say about the next one.
+
+    Kinds of calls are the keys of the graph store.
+    Whoever calls a method holds the backend's lock; ``is_rehearsed`` and ``pause_without_memory`` need none.
+    """
+
+    __slots__ = ("_pause", "_refused", "_rehearsed", "_short_lives", "_threads")
+
+    def __init__(self) -> None:
+        # Kind -> thread of its first call, until it is captured.
+        self._threads: OrderedDict[Any, int] = OrderedDict()
+        self._refused: OrderedDict[Any, str] = OrderedDict()  # kind -> reason
+        self._rehearsed: OrderedDict[Any, None] = OrderedDict()
+        self._pause: tuple[int, str] = (0, "")  # calls that are still to run eager, and why
+        # How many times in a row the model changed before its captures had paid.
+        self._short_lives = 0
+
+    # ---- pauses
+
+    def model_changed(self, replays: int) -> None:
+        """The graphs are wrong from now on, after ``replays`` calls.
+
+        If that was too few twice in a row, the model is left alone for 4 calls, and for twice as many
+        each time that it happens again.
+        """
+        self._short_lives = self._short_lives + 1 if replays < _WORTHWHILE else 0
+        if self._short_lives > 1:
+            self._pause = (min(2**self._short_lives, _MAX_PAUSE), "the model changes too often")
+
+    def pause_without_memory(self) -> None:
+        """Graphs were dropped for memory that another call needs: capture none for a while."""
+        self._pause = (_MAX_PAUSE, NO_MEMORY)
+
+    def check_pause(self) -> None:
+        """Count one call of a pause and raise Unsupported with its reason, unless there is none."""
+        calls, reason = self._pause
+        if calls:
+            self._pause = (calls - 1, reason)
+            raise Unsupported(reason)
+
+    # ---- kinds of calls
+
+    def forget_kinds(self) -> None:
+        """What was known of each kind was about a model that has changed."""
+        self._threads.clear()
+        self._refused.clear()
+
+    def is_new(self, key: Any) -> bool:
+        return key not in self._threads
+
+    def first_call(self, key: Any) -> None:
+        """This thread makes the first call of kind ``key``. The next one is captured."""
+        _remember(self._threads, key, threading.get_ident())
+
+    def is_warm(self, key: Any) -> bool:
+        """True if this thread made the first call: kernels are compiled, and cuDNN has chosen for it."""
+        return self._threads.get(key) == threading.get_ident()
+
+    def was_captured(self, key: Any) -> None:
+        """If the graph is dropped to make room for others, the kind begins anew."""
+        self._threads.pop(key, None)
+
+    def refuse(self, key: Any, reason: str) -> None:
+        """A capture of this kind failed, and would fail again."""
+        _remember(self._refused, key, reason)
+
+    def check_refused(self, key: Any) -> None:
+        """Raise Unsupported with the reason if the kind was refused."""
+        if key in self._refused:
+            raise Unsupported(self._refused[key])
+
+    def is_rehearsed(self, key: Any) -> bool:
+        """False the first time; the caller then rehearses.
+
+        A change of the model does not matter: what was compiled stays compiled.
+        """
+        if key in self._rehearsed:
+            return True
+        _remember(self._rehearsed, key, None)
+        return False
+
+
+def _remember(memory: OrderedDict[Any, Any], key: Any, value: Any) -> None:
+    memory[key] = value
+    if len(memory) > _MAX_REMEMBERED:
+        memory.popitem(last=False)
