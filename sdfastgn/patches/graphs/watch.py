@@ -14,23 +14,34 @@ another view of the same memory. Nor is a number or a list whose place an equal 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from sdfastgn.kernels.common.private import expiring, is_expired
 from sdfastgn.patches.core.class_forward import has_foreign_forward
 from sdfastgn.patches.core.instance_entries import GUARDS
+from sdfastgn.patches.graphs.changes import Place, changed, difference_of, joined
+from sdfastgn.patches.graphs.comparisons import (
+    Attributes,
+    Cells,
+    Empty,
+    Identities,
+    Memory,
+    Numbers,
+    Types,
+    Values,
+    Writes,
+)
 
 __all__ = ["Watch"]
 
@@ -64,20 +75,14 @@ _MAX_OBJECTS = 50_000
 # Elements up to which a tensor on the CPU is compared by value; larger ones by their count of writes.
 _FEW = 16
 
-# Python 3.10 has no operator.call.
-_call: Callable[..., Any] = getattr(operator, "call", lambda function, argument: function(argument))
-_data_ptr: Callable[[Tensor], int] = Tensor.data_ptr
-_version_of = operator.attrgetter("_version")
-_content_of = operator.attrgetter("cell_contents")
-
 _OUR_ENTRY = "forward"
-_ENTRIES = ("_parameters", "_buffers", "_modules")
+# What is in the dicts of each module that hold its parts.
+_ENTRIES = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "module"}
 _FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 # Every module has these. Of them only three matter to a forward without gradients besides the
 # hooks, which are watched as dicts. What stands for ``_apply`` (core/channels_last.py) moves
 # weights, and their new memory is seen; what guards copies (core/instance_entries.py) is for those.
 _INERT = frozenset((*vars(nn.Module()), "_apply", *GUARDS)) - {"training", "_parameters", "_modules"}
-_END = object()
 
 
 class Watch:
@@ -110,50 +115,38 @@ class Watch:
         self._is_elsewhere = device is not None and device.type != "cpu"
         self._seen: set[int] = set()
         self._objects: list[Any] = []  # visited, alive while their ids are in _seen
-        self._typed: list[Any] = []  # modules, and objects that keep attributes
-        self._dicts: list[dict[str, Any]] = []  # the attributes of each module
-        self._getters: list[Callable[[Any], Any]] = []
-        self._getter_of: dict[tuple[str, ...], Callable[[Any], Any]] = {}
-        self._holders: list[dict[str, Any]] = []  # those in which there are other dicts,
-        self._dict_getters: list[Callable[[Any], Any]] = []  # which these return
-        self._cells: list[types.CellType] = []
-        self._empty: list[Any] = []
-        self._plain: list[Iterable[Any]] = []  # compared by value
-        self._held: list[Iterable[Any]] = []  # hold tensors: compared by identity
-        self._tensors: list[Tensor] = []
-        self._numbers: list[Tensor] = []  # on the CPU: compared by value
-        self._counted: list[Tensor] = []  # on the CPU: by the number of writes
+        self._keys: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+        self._lora_scales: set[int] = set()  # ids of the dicts with the scales of LoRA layers
+        self._empty, self._types, self._held = Empty(), Types(), Identities()
+        self._memory, self._numbers, self._writes = Memory(), Numbers(), Writes()
+        self._cells, self._attributes, self._plain = Cells(), Attributes(_INERT, _ENTRIES), Values()
+        # The quickest first. No tensor is read before its memory is known to be there.
+        self._comparisons: tuple[Comparison, ...] = (
+            self._empty, self._types, self._held, self._memory, self._numbers, self._writes, self._cells,
+            self._attributes, self._plain,
+        )  # fmt: skip
         self._root_type = type(root)
         self._walk(root)
-        self._seen.clear()
-        self._objects.clear()
+        for only_for_the_walk in (self._seen, self._objects, self._keys, self._lora_scales):
+            only_for_the_walk.clear()
         self._root_values = _own_values(root)
-        self._types = list(map(type, self._typed))
-        self._lengths = list(map(len, self._dicts))
-        self._values = list(map(_call, self._getters, self._dicts))
-        self._dict_types = self._types_of_dicts()
-        self._contents = list(map(_content_of, self._cells))
-        self._plain_values = list(chain.from_iterable(self._plain))
-        self._kept = [*chain.from_iterable(self._held), _END]
         if self.reason is not None:  # some of them may have no address
-            for tensors in (self._tensors, self._numbers, self._counted):
+            for tensors in (self._memory, self._numbers, self._writes):
                 tensors.clear()
-        self._pointers = list(map(_data_ptr, self._tensors))
-        self._number_values = list(map(Tensor.tolist, self._numbers))
-        self._versions = list(map(_version_of, self._counted))
-        self._storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in self._tensors]
-        self._storage_ids = list(map(expiring, self._storages))
+        for comparison in self._comparisons:
+            comparison.freeze()
+        self._checks = [comparison.same for comparison in self._comparisons]
 
     def is_in_place(self) -> bool:
         """True if all memory that a graph reads is there: no other change makes a replay unsafe.
 
         Tensors are held, so what lies at the address of one is its own.
         """
-        return list(map(_data_ptr, self._tensors)) == self._pointers
+        return self._memory.is_in_place()
 
     def writes(self) -> list[int]:
         """How often each tensor was written into; inference tensors, which do not count it, left out."""
-        return [tensor._version for tensor in self._tensors if not tensor.is_inference()]
+        return [tensor._version for tensor in self._memory.tensors if not tensor.is_inference()]
 
     def unchanged(self, root: nn.Module) -> bool:
         """True if everything is as it was.
@@ -163,21 +156,7 @@ class Watch:
         try:
             return (
                 type(root) is self._root_type
-                and not any(self._empty)
-                and list(map(type, self._typed)) == self._types
-                # _END stands for the end of either side.
-                and all(map(operator.is_, chain(chain.from_iterable(self._held), (_END,)), self._kept))
-                and not any(map(is_expired, self._storage_ids))
-                and self.is_in_place()
-                and list(map(Tensor.tolist, self._numbers)) == self._number_values
-                and list(map(_version_of, self._counted)) == self._versions
-                and _same(list(map(_content_of, self._cells)), self._contents)
-                # One of a user's class may be equal to the dict whose place it took.
-                and self._types_of_dicts() == self._dict_types
-                and list(map(len, self._dicts)) == self._lengths
-                # One by one: two thousand tuples at once would set off the garbage collector.
-                and all(map(operator.eq, map(_call, self._getters, self._dicts), self._values))
-                and list(chain.from_iterable(self._plain)) == self._plain_values
+                and all(same() for same in self._checks)
                 and _same(_own_values(root), self._root_values)
             )
         except Exception:
@@ -185,8 +164,20 @@ class Watch:
             # of a number: whatever it is, it is new.
             return False
 
-    def _types_of_dicts(self) -> list[type]:
-        return list(map(type, chain.from_iterable(map(_call, self._dict_getters, self._holders))))
+    def what_changed(self, root: nn.Module) -> str:
+        """The first difference that is found, in words. Slow: for after ``unchanged`` said False."""
+        if type(root) is not self._root_type:
+            return changed("the class of the model", self._root_type, type(root))
+        for comparison in self._comparisons:
+            with contextlib.suppress(Exception):  # as in ``unchanged``; the next one may know more
+                found = comparison.difference()
+                if found is not None:
+                    return found
+        before, now = (
+            dict(zip(v[::2], v[1::2], strict=True)) for v in (self._root_values, _own_values(root))
+        )
+        own = difference_of(Place("", "attribute", {}, ()), before, now, operator.is_)
+        return own or "something in the model changed"
 
     def _walk(self, root: nn.Module) -> None:
         todo: list[tuple[str, Any]] = [("", root)]
@@ -203,12 +194,18 @@ class Watch:
             elif isinstance(value, nn.Module):
                 todo += self._see_module(path, value, is_root=value is root)
             elif isinstance(value, types.CellType):
-                self._cells.append(value)
+                self._cells.add(value, path)
                 todo.append((path, value.cell_contents))
             elif type(value) in _CONTAINERS:
                 todo += self._see_container(path, value)
             elif self._is_trusted(path, value) and not isinstance(value, _LEAVES):
                 todo += self._see_object(path, value)
+
+    def _place(self, name: str, kind: str, container: Any) -> Place:
+        keys = tuple(container) if isinstance(container, dict) else ()
+        # Modules of one class share the names of their attributes. A tuple for each would scatter over
+        # memory what the comparisons read.
+        return Place(name, kind, container, self._keys.setdefault(keys, keys))
 
     def _is_trusted(self, path: str, value: Any) -> bool:
         package = _package_of(value)
@@ -220,81 +217,93 @@ class Watch:
     def _see_object(self, path: str, value: Any) -> list[tuple[str, Any]]:
         if isinstance(value, _CONTAINERS):
             return self._see_container(path, value)
-        found = [(path, getattr(value, name)) for name in _PARTS if hasattr(value, name)]
+        found = [(joined(path, name), getattr(value, name)) for name in _PARTS if hasattr(value, name)]
         if isinstance(value, _BOUND):
             return found
         if isinstance(value, _HIDDEN) or not hasattr(value, "__dict__") or _has_slots(type(value)):
             self.reason = f"{path or 'it'} has a {type(value).__qualname__}, whose state cannot be watched"
-        self._typed.append(value)
-        return found + self._see_container(path, vars(value)) if self.reason is None else []
+        self._types.add(value, path)
+        return found + self._see_container(path, vars(value), "attribute") if self.reason is None else []
 
     def _see_tensor(self, path: str, tensor: Tensor) -> None:
         if type(tensor) not in _TENSOR_TYPES or tensor.device.type == "meta":
             self.reason = f"{path} is a {type(tensor).__name__} on {tensor.device}"
             return
-        self._tensors.append(tensor)
+        self._memory.add(tensor, path)
         # One without dimensions is an argument of kernels wherever the others are.
         if tensor.device.type != "cpu" or (tensor.dim() and not self._is_elsewhere):
             return
         if tensor.numel() <= _FEW:
-            self._numbers.append(tensor)
+            self._numbers.add(tensor, path)
         elif tensor.is_inference():
             self.reason = f"{path} is on the CPU and does not count what is written into it"
         else:
-            self._counted.append(tensor)
+            self._writes.add(tensor, path)
 
     def _see_module(self, path: str, module: nn.Module, *, is_root: bool) -> list[tuple[str, Any]]:
         attributes = vars(module)
         if not is_root:
             # Before any reason is found: its end has to be seen too.
-            self._typed.append(module)
-            self._see_attributes(attributes)
+            self._types.add(module, path)
+            self._see_attributes(path, attributes)
             self._see_hooks(path, module)
         self.reason = self.reason or _reason_of(path or "it", module, is_root=is_root)
         if self.reason is not None or not self._is_trusted(path, module):
             return []
+        if "scaling" in attributes and _is_lora(module):
+            self._lora_scales.add(id(attributes["scaling"]))
         found: list[tuple[str, Any]] = []
-        for name in _ENTRIES:
+        for name, kind in _ENTRIES.items():
             entries = attributes[name]
-            (self._held if entries else self._empty).append(entries.values() if entries else entries)
-            found += ((f"{path}.{key}" if path else key, value) for key, value in entries.items())
+            place = self._place(path, kind, entries)
+            (self._held if entries else self._empty).add(entries.values() if entries else entries, place)
+            found += ((joined(path, key), value) for key, value in entries.items())
         inert = {*_INERT, *_ENTRIES, _OUR_ENTRY}
-        return found + [
-            (f"{path}.{key}" if path else key, value) for key, value in attributes.items() if key not in inert
-        ]
+        return found + [(joined(path, key), value) for key, value in attributes.items() if key not in inert]
 
-    def _see_attributes(self, attributes: dict[str, Any]) -> None:
-        keys = tuple(key for key in attributes if key not in _INERT)
-        self._dicts.append(attributes)
-        self._getters.append(self._getter_of.setdefault(keys, operator.itemgetter(*keys)))
-        names = [key for key in keys if isinstance(attributes[key], dict) and key not in _ENTRIES]
-        if names:  # twice the first, because one alone would come without a tuple
-            self._holders.append(attributes)
-            self._dict_getters.append(operator.itemgetter(names[0], *names))
+    def _see_attributes(self, path: str, attributes: dict[str, Any]) -> None:
+        place = self._place(path, "attribute", attributes)
+        self._attributes.add(place)
         if any(isinstance(value, Tensor) for value in attributes.values()):
-            self._held.append(attributes.values())
+            self._held.add(attributes.values(), place)
 
     def _see_hooks(self, path: str, module: nn.Module) -> None:
         for name in _FORWARD_HOOKS:
             hooks = getattr(module, name)
-            (self._plain if hooks else self._empty).append(hooks.values() if hooks else hooks)
+            place = self._place(path, "forward hook", hooks)
+            (self._plain if hooks else self._empty).add(hooks.values() if hooks else hooks, place)
             if not all(map(self._is_harmless, hooks.values())):
                 self.reason = f"there is a forward hook on {path}"
 
-    def _see_container(self, path: str, value: Any) -> list[tuple[str, Any]]:
-        items = list(value.values() if isinstance(value, dict) else value)
+    def _see_container(self, path: str, value: Any, kind: str = "item") -> list[tuple[str, Any]]:
+        """``kind``: of the items, as in ``Place``."""
+        place = self._place(path, "LoRA scale" if id(value) in self._lora_scales else kind, value)
+        pairs = list(dict.items(value) if isinstance(value, dict) else enumerate(value))
         if isinstance(value, (dict, list, set)):
             if isinstance(value, dict):
-                self._plain.append(value)  # its keys
-            has_tensors = any(isinstance(item, Tensor) for item in items)
-            if not items:
-                self._empty.append(value)
+                self._plain.add(value, None)  # its keys
+            has_tensors = any(isinstance(item, Tensor) for _, item in pairs)
+            if not pairs:
+                self._empty.add(value, place)
             else:
-                (self._held if has_tensors else self._plain).append(
-                    dict.values(value) if isinstance(value, dict) else value
+                (self._held if has_tensors else self._plain).add(
+                    dict.values(value) if isinstance(value, dict) else value, place
                 )
+        found = [(place.child(key), item) for key, item in pairs]
         # diffusers' configs are dicts that keep attributes besides.
-        return [(path, item) for item in [*items, getattr(value, "__dict__", None)]]
+        return found + (
+            self._see_container(path, vars(value), "attribute") if hasattr(value, "__dict__") else []
+        )
+
+
+class Comparison(Protocol):
+    """One kind of state of the model: comparisons.py."""
+
+    def freeze(self) -> None: ...
+
+    def same(self) -> bool: ...
+
+    def difference(self) -> str | None: ...
 
 
 def _reason_of(path: str, module: nn.Module, *, is_root: bool) -> str | None:
@@ -322,6 +331,10 @@ def _package_of(value: Any) -> str:
     else:
         name = (value if isinstance(value, type) else type(value)).__module__
     return (name or "?").partition(".")[0]
+
+
+def _is_lora(module: nn.Module) -> bool:
+    return any(base.__module__.startswith("peft.tuners.lora.") for base in type(module).__mro__)
 
 
 def _has_slots(kind: type) -> bool:
