@@ -122,6 +122,11 @@ class GraphedForward(InstanceEntry):
         """Number of graphs dropped so far."""
         return self._store.dropped
 
+    @property
+    def last_change(self) -> str:
+        """What changed in the model when its graphs were last dropped for it; empty if never."""
+        return self._policy.last_change
+
     @classmethod
     def of(cls, module: nn.Module) -> list[GraphedForward]:
         """Every one that was made for ``module`` and is still referred to."""
@@ -257,11 +262,17 @@ class GraphedForward(InstanceEntry):
         watch = self._store.watch
         if watch is not None and not watch.unchanged(module):
             self._policy.model_changed(self._store.replays_of_state)
-            self.clear()
+            self._drop_changed(module, watch)
         self._policy.check_pause()
         watch = self._store.watch
         if watch is not None and watch.reason is not None:
             raise Unsupported(watch.reason)
+
+    def _drop_changed(self, module: nn.Module, watch: Watch) -> None:
+        """Drop the graphs, which are of another state of ``module``, and keep what the difference is."""
+        if self.alive:
+            self._policy.last_change = watch.what_changed(module)
+        self.clear()
 
     def _watch_of(self, module: nn.Module, device: torch.device | None) -> Watch:
         """What has to stay as it is for the graphs to be right.
@@ -270,7 +281,7 @@ class GraphedForward(InstanceEntry):
         """
         watch = self._store.watch
         if watch is not None and not watch.unchanged(module):
-            self.clear()
+            self._drop_changed(module, watch)
             watch = None
         if watch is None:
             try:

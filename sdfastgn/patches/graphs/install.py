@@ -31,6 +31,8 @@ class Graphs:
     """What has become of one module's calls.
 
     ``eager``: reason -> calls that ran without a graph for it.
+    ``last_change``: what had changed in the model when its graphs were last dropped for it; empty if
+    that never happened.
     """
 
     path: str
@@ -41,6 +43,7 @@ class Graphs:
     replays: int
     dropped: int
     eager: dict[str, int]
+    last_change: str = ""
 
 
 def has_graphable(root: nn.Module) -> bool:
@@ -88,7 +91,8 @@ def inspect(root: nn.Module, prefix: str = "") -> Iterator[tuple[Graphs, Graphed
         reasons = {"it is compiled by torch.compile": 0} if is_compiled(module) else {}
         if graphed is not None:
             counts = graphed.captured, graphed.alive, graphed.replays, graphed.dropped
-            yield Graphs(path, kind, str(graphed.mode), *counts, {**reasons, **graphed.eager}), graphed
+            eager = {**reasons, **graphed.eager}
+            yield Graphs(path, kind, str(graphed.mode), *counts, eager, graphed.last_change), graphed
         else:
             if has_foreign_forward(module):
                 reasons["other code replaced its forward"] = 0

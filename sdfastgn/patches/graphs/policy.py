@@ -25,9 +25,13 @@ class Policy:
 
     Kinds of calls are the keys of the graph store.
     Whoever calls a method holds the backend's lock; ``is_rehearsed`` and ``pause_without_memory`` need none.
+
+    Attributes:
+        last_change: what had changed in the model when its graphs were last dropped for it; empty if
+            that never happened.
     """
 
-    __slots__ = ("_pause", "_refused", "_rehearsed", "_short_lives", "_threads")
+    __slots__ = ("_pause", "_refused", "_rehearsed", "_short_lives", "_threads", "last_change")
 
     def __init__(self) -> None:
         # Kind -> thread of its first call, until it is captured.
@@ -37,11 +41,12 @@ class Policy:
         self._pause: tuple[int, str] = (0, "")  # calls that are still to run eager, and why
         # How many times in a row the model changed before its captures had paid.
         self._short_lives = 0
+        self.last_change = ""
 
     # ---- pauses
 
     def model_changed(self, replays: int) -> None:
-        """The graphs are wrong from now on, after ``replays`` calls.
+        """The model is no longer what was captured, after ``replays`` calls of the graphs.
 
         If that was too few twice in a row, the model is left alone for 4 calls, and for twice as many
         each time that it happens again.
