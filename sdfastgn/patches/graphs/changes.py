@@ -1,4 +1,4 @@
-"""Puts a change of the model into words: what changed, and from what to what where that is short."""
+"""Puts a change of the model into words: what changed, and its old and new value where these are short."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 __all__ = ["Place", "changed", "difference_of", "joined", "tensor_in_words"]
 
-# Values of these classes are shown if they are short. ``repr`` of another class may run any code.
+# Classes with values that are shown if short. ``repr`` of another class may run any code.
 _SHOWN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format)
 _SHOWN_CONTAINERS = (list, tuple, set, dict)
 # Characters of the longest value that is shown.
@@ -21,7 +21,8 @@ class Place(NamedTuple):
     """A container of the model, with the names of its items.
 
     Attributes:
-        name: of the container; for a module's parameters, attributes and the like the name of the module.
+        name: dotted path of the container. For a module's own dicts (parameters, attributes, hooks) the
+            path of the module.
         kind: of the items: "parameter", "buffer", "module", "attribute" and "forward hook" of a module,
             "LoRA scale" of a dict with the scales of a layer, "item" of any other list, set or dict.
         container: the list, set or dict itself.

@@ -1,4 +1,4 @@
-"""Compares what a ``Watch`` recorded with what is there now: fast at each call, in words after a change.
+"""Compares a model with the record of a ``Watch``: fast at each call, in words after a change.
 
 Each class records one kind of state. ``add`` takes a piece of the model and its name, and ``freeze`` keeps
 the values of all pieces. ``same`` compares all of them at once, with loops that run in C. ``difference``
@@ -65,7 +65,7 @@ class _Containers:
         self._places: list[Place | None] = []
 
     def add(self, items: Any, place: Place | None) -> None:
-        """``place``: None if another container names the change, too."""
+        """``items``: an iterable. ``place``: None if another comparison describes the same change."""
         self._items.append(items)
         self._places.append(place)
 
@@ -108,7 +108,7 @@ class Identities(_Containers):
         self._kept.append(_END)
 
     def same(self) -> bool:
-        # _END stands for the end of either side, so that an item more or less is seen.
+        # Both sides end with _END, so that an additional or missing item is seen.
         now = chain(chain.from_iterable(self._items), (_END,))
         return all(map(operator.is_, now, self._kept))
 
@@ -124,7 +124,7 @@ class Values(_Containers):
 
 
 class Attributes:
-    """Modules whose attributes stay equal, and none of which is added or removed.
+    """Modules that keep their attributes, with equal values. None is added and none removed.
 
     Args:
         inert: names of attributes that may change.
@@ -138,8 +138,9 @@ class Attributes:
         self._places: list[Place] = []
         self._getters: list[Callable[[Any], Any]] = []
         self._getter_of: dict[tuple[str, ...], Callable[[Any], Any]] = {}
-        self._holders: list[dict[str, Any]] = []  # those in which there are other dicts,
-        self._dict_getters: list[Callable[[Any], Any]] = []  # which these return
+        # The modules that have dicts as attributes, and functions that return these dicts.
+        self._holders: list[dict[str, Any]] = []
+        self._dict_getters: list[Callable[[Any], Any]] = []
 
     def add(self, place: Place) -> None:
         attributes, keys = place.container, self._watched(place)
@@ -147,7 +148,7 @@ class Attributes:
         self._places.append(place)
         self._getters.append(self._getter_of.setdefault(keys, operator.itemgetter(*keys)))
         names = [key for key in keys if isinstance(attributes[key], dict) and key not in self._plain_dicts]
-        if names:  # twice the first, because one alone would come without a tuple
+        if names:  # the first one twice: itemgetter returns no tuple for a single name
             self._holders.append(attributes)
             self._dict_getters.append(operator.itemgetter(names[0], *names))
 
@@ -158,10 +159,10 @@ class Attributes:
 
     def same(self) -> bool:
         return (
-            # One of a user's class may be equal to the dict whose place it took.
+            # A dict may be replaced by an equal one of a user's class, which returns other values.
             self._types_of_dicts() == self._dict_types
             and list(map(len, self._dicts)) == self._lengths
-            # One by one: two thousand tuples at once would set off the garbage collector.
+            # ``map`` makes one tuple at a time. Two thousand at once would start the garbage collector.
             and all(map(operator.eq, map(_call, self._getters, self._dicts), self._values))
         )
 
@@ -227,9 +228,9 @@ class _Tensors:
 
 
 class Memory(_Tensors):
-    """Tensors that stay in their memory, which is not held: a model that moves away frees it.
+    """Tensors that stay at their addresses. Their memory is not kept alive: a model that moves frees it.
 
-    Storages are known by weak references, which a new storage at an old address does not satisfy.
+    New memory may get an old address. So the storages are watched by weak references, too.
     """
 
     def freeze(self) -> None:

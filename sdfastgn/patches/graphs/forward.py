@@ -1,9 +1,15 @@
-"""The forward of one instance with CUDA graphs: replay where a graph fits, else capture or run eager.
+"""A module's ``forward`` with CUDA graphs: each call is replayed, captured, or runs eager.
 
-A call is answered by a replay only if a graph was captured for the same arguments (``arguments.py``)
-and nothing has changed in the model since (``watch.py``). A replay starts as soon as it is safe; whether
-it was right is checked while the GPU runs, and a result that was not is dropped. Every other call runs
-eager, with a reason in the report.
+Each step of a call has its own file:
+
+1. Describe the call: ``arguments.py`` makes a key of the arguments, ``models.py`` says when there can be no
+   graph.
+2. If ``store.py`` has a graph for the key and all weights are where the graph reads them, start it.
+   While the GPU runs, ``watch.py`` compares the model with the captured one. If the model changed, the
+   result is discarded and the graphs are dropped.
+3. Without a graph ``policy.py`` decides whether to capture the call now (``capture.py``). A model that draws
+   random numbers is refused (``random_numbers.py``).
+4. Every other call runs eager. Its reason is counted for the report.
 """
 
 from __future__ import annotations
@@ -32,28 +38,32 @@ from sdfastgn.patches.graphs.watch import Watch
 
 __all__ = ["GraphedForward"]
 
-# Reasons that are counted, each by itself: there are more only if calls never repeat.
+# Different reasons that are counted by themselves. More come only from calls that never repeat.
 _MAX_REASONS = 64
 
-# By id, to find those that other code has wrapped (a forward put over ours keeps calling it), and those
-# that hold memory.
+# All that exist, by id. Some are found in no other way: another library's wrapper may be in the instance in
+# their place and still call them. They are also asked for their memory when it is short.
 _living: weakref.WeakValueDictionary[int, GraphedForward] = weakref.WeakValueDictionary()
 
 
 def _all_living() -> list[GraphedForward]:
-    # ``valuerefs`` is one step of the interpreter: other threads may add some meanwhile.
+    # ``valuerefs`` copies in one step of the interpreter. A loop over the dict would fail if another
+    # thread adds one in the meantime.
     return [graphed for ref in _living.valuerefs() if (graphed := ref()) is not None]
 
 
 class GraphedForward(InstanceEntry):
-    """Stands for the ``forward`` of one instance. Copies and pickles begin without graphs.
+    """Replaces the ``forward`` of one instance. A copy or pickle has no graphs at first.
 
     Args:
         module: the instance.
         mode: ``"auto"`` captures at the second call of a kind, True at the first.
-        backend: what captures, for tests; else that of the device of the arguments.
-        stands_over_own: true if the instance had its class's ``forward`` in its ``__dict__``, which
-            then comes back to there.
+        backend: captures and replays; None for the one of the arguments' device. Tests pass their own.
+        stands_over_own: true if the instance's ``__dict__`` had its class's ``forward`` before. When this
+            object is taken off, that is put back.
+
+    Attributes:
+        eager: reason -> number of calls that ran eager for it.
     """
 
     # No __dict__: functools.update_wrapper (accelerate's hooks use it) would copy it into the
@@ -88,7 +98,7 @@ class GraphedForward(InstanceEntry):
         """The class's ``forward``; ``inspect.signature`` looks here."""
         return class_forward(self.module)
 
-    # As of the bound method that it stands for; torch.export looks at its code.
+    # A bound method has these three attributes. torch.export reads them.
 
     @property
     def __self__(self) -> nn.Module:
@@ -129,7 +139,7 @@ class GraphedForward(InstanceEntry):
 
     @classmethod
     def of(cls, module: nn.Module) -> list[GraphedForward]:
-        """Every one that was made for ``module`` and is still referred to."""
+        """All that were made for ``module`` and still exist."""
         return [graphed for graphed in _all_living() if graphed._module() is module]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -137,7 +147,7 @@ class GraphedForward(InstanceEntry):
         if torch.compiler.is_compiling():
             return type(module).forward(module, *args, **kwargs)
         try:
-            return self._replayed(module, args, kwargs)
+            return self._by_graph(module, args, kwargs)
         except Unsupported as error:
             reason = str(error)
         except torch.OutOfMemoryError:
@@ -149,7 +159,7 @@ class GraphedForward(InstanceEntry):
         try:
             return type(module).forward(module, *args, **kwargs)
         except torch.OutOfMemoryError:
-            # Memory of graphs must not make a call fail that the stock model can make.
+            # A call that succeeds with the stock model must not fail because graphs take memory.
             if not _give_memory_back():
                 raise
         refill(containers)  # diffusers' UNet takes a T2I-Adapter's residuals out of the caller's list
@@ -165,12 +175,12 @@ class GraphedForward(InstanceEntry):
             return self._store.clear()
 
     def pool_bytes(self) -> dict[int, int]:
-        """Memory of the backend that holds this module's graphs, by its id: several modules share one."""
+        """Backend's id -> bytes of its pool; empty without graphs. Modules on one device share the pool."""
         backend = self._store.backend
         return {id(backend): backend.memory()} if backend is not None and len(self._store) else {}
 
-    def _replayed(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The call by a graph. Raises Unsupported with the reason where there is none."""
+    def _by_graph(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of the call by a graph. Raises Unsupported with the reason if it must run eager."""
         reason = "they are turned off" if self.mode is False else reason_now(module)
         if reason is not None:
             raise Unsupported(reason)
@@ -183,26 +193,27 @@ class GraphedForward(InstanceEntry):
         key = (call.key, global_state(call.device))  # type: ignore[arg-type]
         store = self._store
         if backend is not store.backend:
-            # Before the lock of the new device is taken: two models that change places would each
-            # hold the lock that the other waits for.
+            # ``clear`` takes the old device's lock, so the new one's is not taken yet. If two models
+            # exchanged their devices, each thread could hold the lock that the other waits for.
             self.clear()
             store.backend = backend
         with backend.lock:
             if backend is not store.backend:
                 raise Unsupported("another thread calls it on another device")
-            output = self._started_at_once(module, call, backend, key)
+            output = self._replay_at_once(module, call, backend, key)
             if output is None:
-                output = self._result_of_graph(module, call, backend, key)
+                output = self._replay_or_capture(module, call, backend, key)
             if output is not None:
                 store.replays += 1
                 return output
-        self._rehearse(module, call, backend, key)  # outside the lock: other threads go on
+        self._rehearse(module, call, backend, key)  # without the lock, so that other threads go on
         raise Unsupported("first call of its kind")
 
-    def _started_at_once(self, module: nn.Module, call: Call, backend: Backend, key: Any) -> Any:
-        """The result of a replay that began before the watch had looked at everything.
+    def _replay_at_once(self, module: nn.Module, call: Call, backend: Backend, key: Any) -> Any:
+        """Start the graph, and compare the model with the captured one while the GPU runs.
 
-        None where there is no graph, or the model has changed: whatever ran then is nobody's result.
+        Returns None if there is no graph. If the model changed, the result is discarded, and None is
+        returned, too.
         """
         graph, watch = self._store.find(key), self._store.watch
         if graph is None or watch is None or not watch.is_in_place():
@@ -210,13 +221,14 @@ class GraphedForward(InstanceEntry):
         output = graph.run(call, backend)
         return output if watch.unchanged(module) else None
 
-    def _result_of_graph(self, module: nn.Module, call: Call, backend: Backend, key: Any) -> Any:
-        """The result of ``call`` by a graph, captured if it is time; None for a first call of its kind.
+    def _replay_or_capture(self, module: nn.Module, call: Call, backend: Backend, key: Any) -> Any:
+        """The result of ``call`` by a graph, which is captured if there is none.
 
-        Raises Unsupported with the reason.
+        Returns None for a first call that is not captured. Raises Unsupported with the reason if the call
+        must run eager.
         """
         store, policy = self._store, self._policy
-        self._check_watch(module)
+        self._check_model(module)
         graph = store.find(key)
         if graph is not None:
             return graph.run(call, backend)
@@ -229,7 +241,7 @@ class GraphedForward(InstanceEntry):
         is_warm = policy.is_warm(key)
         store.make_room()
         try:
-            # With the first replay, which draws the random numbers of the capture on a GPU.
+            # The first replay is inside: on a GPU not the capture draws random numbers, but the replay.
             with undrawn(call.device, partial(run_on_copies, module, call, backend)):
                 watch_of_now = partial(self._watch_of, module, call.device)
                 graph = capture_call(module, call, backend, watch_of_now, is_warm=is_warm)
@@ -243,22 +255,22 @@ class GraphedForward(InstanceEntry):
             raise
 
     def _rehearse(self, module: nn.Module, call: Call, backend: Backend, key: Any) -> None:
-        """Compile all kernels of a kind of call at once, not one by one as the first call needs them.
+        """Compile all kernels of a kind of call in parallel. The first call would compile one by one.
 
-        The forward runs once more for it, as it does for a capture, on copies of the arguments. So
-        only what may be captured is rehearsed.
+        This runs the forward once more, on copies of the arguments. Only a model that may be captured is
+        known to stand that, so no other is rehearsed.
         """
         if self._policy.is_rehearsed(key):
             return
         run = partial(run_on_copies, module, call, backend)
-        # Whatever is wrong, the call itself will say.
+        # The call itself follows, and raises the same error.
         with contextlib.suppress(Exception):
             if Watch(module, is_harmless).reason is None:
                 with undrawn(call.device, run):
                     backend.rehearse(run)
 
-    def _check_watch(self, module: nn.Module) -> None:
-        """Drop the graphs if the model has changed. Raises Unsupported if there are none to be now."""
+    def _check_model(self, module: nn.Module) -> None:
+        """Drop the graphs if the model changed. Raises Unsupported if it must not be captured now."""
         watch = self._store.watch
         if watch is not None and not watch.unchanged(module):
             self._policy.model_changed(self._store.replays_of_state)
@@ -269,15 +281,15 @@ class GraphedForward(InstanceEntry):
             raise Unsupported(watch.reason)
 
     def _drop_changed(self, module: nn.Module, watch: Watch) -> None:
-        """Drop the graphs, which are of another state of ``module``, and keep what the difference is."""
+        """Drop the graphs after ``module`` changed. The policy keeps what the change was."""
         if self.alive:
             self._policy.last_change = watch.what_changed(module)
         self.clear()
 
     def _watch_of(self, module: nn.Module, device: torch.device | None) -> Watch:
-        """What has to stay as it is for the graphs to be right.
+        """The watch over the present state of ``module``. Graphs of an earlier state are dropped.
 
-        Raises Unsupported if that cannot be said.
+        Raises Unsupported if the module cannot be watched.
         """
         watch = self._store.watch
         if watch is not None and not watch.unchanged(module):
@@ -286,7 +298,7 @@ class GraphedForward(InstanceEntry):
         if watch is None:
             try:
                 watch = Watch(module, is_harmless, device)
-            except Exception as error:  # whatever a property or a comparison of someone else's raises
+            except Exception as error:  # of any kind: properties of other people's classes run here
                 raise Unsupported(f"its state cannot be watched: {one_line(error)}") from error
             self._store.begin(watch)
         if watch.reason is not None:
@@ -295,10 +307,7 @@ class GraphedForward(InstanceEntry):
 
 
 def _give_memory_back() -> int:
-    """Drop every graph of the process; there will be none for a while.
-
-    Returns how many there were.
-    """
+    """Drop all graphs of the process, and capture none for a while. Returns the number of dropped graphs."""
     count = 0
     for graphed in _all_living():
         dropped = graphed.clear()

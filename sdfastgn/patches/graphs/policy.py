@@ -21,14 +21,13 @@ _MAX_PAUSE = 256
 
 
 class Policy:
-    """What the past calls of one module say about the next one.
+    """Decides from the past calls of one module whether the next one is captured or runs eager.
 
-    Kinds of calls are the keys of the graph store.
-    Whoever calls a method holds the backend's lock; ``is_rehearsed`` and ``pause_without_memory`` need none.
+    Calls of one kind have the same key in the store. Methods are called under the backend's lock. Two may
+    be called without: ``is_rehearsed`` and ``pause_without_memory``.
 
     Attributes:
-        last_change: what had changed in the model when its graphs were last dropped for it; empty if
-            that never happened.
+        last_change: the change of the model for which its graphs were last dropped; empty if none was.
     """
 
     __slots__ = ("_pause", "_refused", "_rehearsed", "_short_lives", "_threads", "last_change")
@@ -46,21 +45,21 @@ class Policy:
     # ---- pauses
 
     def model_changed(self, replays: int) -> None:
-        """The model is no longer what was captured, after ``replays`` calls of the graphs.
+        """Take note that the model changed after ``replays`` replays of its graphs.
 
-        If that was too few twice in a row, the model is left alone for 4 calls, and for twice as many
-        each time that it happens again.
+        If the replays were too few twice in a row, the model is left alone for 4 calls. Each further time
+        doubles the pause.
         """
         self._short_lives = self._short_lives + 1 if replays < _WORTHWHILE else 0
         if self._short_lives > 1:
             self._pause = (min(2**self._short_lives, _MAX_PAUSE), "the model changes too often")
 
     def pause_without_memory(self) -> None:
-        """Graphs were dropped for memory that another call needs: capture none for a while."""
+        """Capture nothing for a while: the graphs were dropped because memory is short."""
         self._pause = (_MAX_PAUSE, NO_MEMORY)
 
     def check_pause(self) -> None:
-        """Count one call of a pause and raise Unsupported with its reason, unless there is none."""
+        """During a pause: count this call and raise Unsupported with the reason."""
         calls, reason = self._pause
         if calls:
             self._pause = (calls - 1, reason)
@@ -69,7 +68,7 @@ class Policy:
     # ---- kinds of calls
 
     def forget_kinds(self) -> None:
-        """What was known of each kind was about a model that has changed."""
+        """Forget first calls and refusals: the model has changed, and they may not hold any longer."""
         self._threads.clear()
         self._refused.clear()
 
@@ -77,19 +76,19 @@ class Policy:
         return key not in self._threads
 
     def first_call(self, key: Any) -> None:
-        """This thread makes the first call of kind ``key``. The next one is captured."""
+        """Take note that this thread makes the first call of its kind. The second is captured."""
         _remember(self._threads, key, threading.get_ident())
 
     def is_warm(self, key: Any) -> bool:
-        """True if this thread made the first call: kernels are compiled, and cuDNN has chosen for it."""
+        """True if this thread made the first call: then kernels are compiled and cuDNN has chosen."""
         return self._threads.get(key) == threading.get_ident()
 
     def was_captured(self, key: Any) -> None:
-        """If the graph is dropped to make room for others, the kind begins anew."""
+        """Forget the first call. If the graph is dropped later, the next call counts as a first one."""
         self._threads.pop(key, None)
 
     def refuse(self, key: Any, reason: str) -> None:
-        """A capture of this kind failed, and would fail again."""
+        """Capture no call of this kind any more, until the model changes."""
         _remember(self._refused, key, reason)
 
     def check_refused(self, key: Any) -> None:
@@ -98,9 +97,9 @@ class Policy:
             raise Unsupported(self._refused[key])
 
     def is_rehearsed(self, key: Any) -> bool:
-        """False the first time; the caller then rehearses.
+        """False once for each kind, for the caller that then rehearses it.
 
-        A change of the model does not matter: what was compiled stays compiled.
+        Changes of the model do not matter here: kernels stay compiled.
         """
         if key in self._rehearsed:
             return True

@@ -21,8 +21,8 @@ class Store:
 
     Attributes:
         backend: what captured the graphs; None before the module's first call.
-        watch: tells whether the module is still in the state of the capture. None if there is no graph
-            and none was tried since the last ``clear``.
+        watch: knows the state of the module that the graphs were captured from. None until the first
+            capture is tried, and after ``clear``.
         captured, replays, dropped: counts since the module was optimized.
     """
 
@@ -43,11 +43,11 @@ class Store:
 
     @property
     def replays_of_state(self) -> int:
-        """Calls replayed since ``begin``: what the captures of this state were good for."""
+        """Calls that were replayed since ``begin``."""
         return self.replays - self._replays_before
 
     def begin(self, watch: Watch) -> None:
-        """Graphs from now on are of the state that ``watch`` has seen. Comes after ``clear``."""
+        """The next graphs are captured from the state that ``watch`` has recorded. Follows ``clear``."""
         self.watch = watch
         self._replays_before = self.replays
 
@@ -83,5 +83,5 @@ class Store:
         return count
 
     def _wait(self) -> None:
-        if self.backend is not None:  # a graph that still runs must not be dropped
+        if self.backend is not None:  # no graph may be dropped while it runs
             self.backend.wait()

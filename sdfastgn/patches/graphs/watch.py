@@ -1,15 +1,23 @@
-"""What a captured graph took from a model's Python state, and a quick check that none of it changed.
+"""Records the Python state of a model at a capture, and checks quickly that none of it has changed.
 
-A CUDA graph repeats kernels with the addresses and numbers of its capture. Whatever decides these is
-watched: the modules and their classes; every attribute of each; hooks; parameters and buffers by
-identity, storage and address; and what hangs on the attributes (attention processors, LoRA's dicts of
-scales, lists), as deep as it goes. A replay reads what is written into tensors in place, so that needs
-no watch. Tensors that stay on the CPU do: Python or a kernel's arguments have taken their values over.
-A model with code of unknown origin is not captured, because that may keep its state anywhere. A function
-comes from where its code was written: ``functools.wraps`` copies the name of another module.
+A CUDA graph repeats kernels with the addresses and numbers of its capture. The watch covers everything
+that decides these:
 
-Not seen: class attributes and module-level functions that are replaced, and a ``.data`` that becomes
-another view of the same memory. Nor is a number or a list whose place an equal one of a user's class takes.
+- the modules, their classes, attributes and hooks;
+- parameters and buffers: the objects, their storages and addresses;
+- everything that attributes refer to, as deep as it goes: attention processors, LoRA's dicts of scales,
+  lists.
+
+Writing into a weight in place needs no watch: a replay reads the new values. A tensor on the CPU does
+need it: the capture has copied its value into Python's numbers or a kernel's arguments.
+
+A model with code of an unknown package is not captured, because such code may keep its state anywhere.
+The package of a function is the one in which its code was written. Its ``__module__`` may name another:
+``functools.wraps`` copies that.
+
+Changes that are not seen: a class attribute or a module-level function is replaced; a ``.data`` becomes
+another view of the same memory; a number or list is replaced by an equal one of a user's class; a module's
+dict of buffers or hooks is replaced as a whole.
 """
 
 from __future__ import annotations
@@ -59,49 +67,49 @@ _TRUSTED = sys.stdlib_module_names | {
 _TENSOR_TYPES = (Tensor, nn.Parameter)
 _NUMBERS_AND_NAMES = (bool, int, float, complex, str, bytes, range, type(None))
 _KINDS_OF_TENSORS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
-# Compared by value, and hold nothing else that would have to be watched.
+# Classes with values that are compared as a whole. Such a value refers to no other object to watch.
 _LEAVES = (*_NUMBERS_AND_NAMES, *_KINDS_OF_TENSORS, type, types.ModuleType, weakref.ref)
 _LEAVES_OF_NO_PACKAGE = frozenset((*_NUMBERS_AND_NAMES, *_KINDS_OF_TENSORS, weakref.ref))
-# NumPy's numbers are leaves, because they are Python's float and complex. Its arrays are not.
+# NumPy's float64 and complex128 are subclasses of Python's numbers, so they are leaves, too. Arrays are not.
 _TRUSTED_LEAVES = _TRUSTED | {"numpy"}
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 _BOUND = (types.MethodType, types.BuiltinFunctionType)
 # What functions, methods and partials hold besides their ``__dict__``.
 _PARTS = ("__self__", "__func__", "func", "args", "keywords", "__closure__", "__defaults__", "__kwdefaults__")
-# What such an object holds cannot be asked for, or differs by thread.
+# Objects whose content cannot be read, or differs from thread to thread.
 _HIDDEN = (type(functools.lru_cache(len)), threading.local)
-# Objects of one model, a bound on the time of a check.
+# Most objects of a model that is watched: more would make a check take too long.
 _MAX_OBJECTS = 50_000
-# Elements up to which a tensor on the CPU is compared by value; larger ones by their count of writes.
+# A tensor on the CPU with at most this many elements is compared by value. Of a larger one the number of
+# writes is compared, which PyTorch counts.
 _FEW = 16
 
 _OUR_ENTRY = "forward"
-# What is in the dicts of each module that hold its parts.
+# The dicts of a module that hold its parts, and what the parts are called.
 _ENTRIES = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "module"}
 _FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-# Every module has these. Of them only three matter to a forward without gradients besides the
-# hooks, which are watched as dicts. What stands for ``_apply`` (core/channels_last.py) moves
-# weights, and their new memory is seen; what guards copies (core/instance_entries.py) is for those.
+# Attributes that may change. These are the attributes that ``nn.Module()`` has, apart from three that decide
+# what a forward computes: ``training``, ``_parameters`` and ``_modules``. The others are hooks for gradients
+# and state dicts, which a forward never reads, and dicts whose content is watched: forward hooks and
+# ``_buffers``. ``_apply`` and GUARDS are sdfastgn's own entries. They run when a model is moved or copied.
 _INERT = frozenset((*vars(nn.Module()), "_apply", *GUARDS)) - {"training", "_parameters", "_modules"}
 
 
 class Watch:
-    """State of the tree below ``root``. Holds the watched objects, so no id is reused, but not ``root``.
+    """The state of a module and of everything below it, at the time when the Watch is made.
 
-    The memory of tensors is not held: a model that moves away frees it. Storages are known by weak
-    references, which a new storage at an old address does not satisfy.
+    A Watch keeps the objects that it watches alive, so that no other object gets their ids. It does not
+    keep ``root`` alive, nor the memory of tensors: a model that moves to another device frees it.
 
     Args:
-        root: the module that is captured. Its own forward hooks run outside the graph and are not
-            watched.
-        is_harmless: of a function: true if inner modules may have it as a forward hook, because
-            what it does is in the graph.
-        device: of the capture. Tensors on the CPU that are not its own are watched for what is
-            written into them.
+        root: the module that is captured. Its own forward hooks are not watched: they run outside of
+            the graph.
+        is_harmless: takes a forward hook of an inner module. True if the graph contains all that it does.
+        device: of the capture. If it is no CPU, writing into tensors on the CPU counts as a change.
 
     Attributes:
-        reason: why the tree must not be captured, or None. ``unchanged`` then says whether what led
-            to the reason is still so.
+        reason: why the module must not be captured, or None. If there is a reason, the record ends
+            where it was found; ``unchanged`` becomes False when the cause is gone.
     """
 
     def __init__(
@@ -138,14 +146,14 @@ class Watch:
         self._checks = [comparison.same for comparison in self._comparisons]
 
     def is_in_place(self) -> bool:
-        """True if all memory that a graph reads is there: no other change makes a replay unsafe.
+        """True if all weights are at the addresses that the graphs read.
 
-        Tensors are held, so what lies at the address of one is its own.
+        A replay is safe then: after any other change its result is wrong, but it reads no freed memory.
         """
         return self._memory.is_in_place()
 
     def writes(self) -> list[int]:
-        """How often each tensor was written into; inference tensors, which do not count it, left out."""
+        """How many times each tensor was written into. Inference tensors have no count: they are left out."""
         return [tensor._version for tensor in self._memory.tensors if not tensor.is_inference()]
 
     def unchanged(self, root: nn.Module) -> bool:
@@ -160,24 +168,26 @@ class Watch:
                 and _same(_own_values(root), self._root_values)
             )
         except Exception:
-            # An attribute is gone, a container changed while it was read, a tensor took the place
-            # of a number: whatever it is, it is new.
+            # A comparison fails only after a change: an attribute is gone, a tensor took the place of a
+            # number, or a container changes at this moment.
             return False
 
     def what_changed(self, root: nn.Module) -> str:
-        """The first difference that is found, in words. Slow: for after ``unchanged`` said False."""
+        """The first difference that is found, in words. Slow: for use after ``unchanged`` returned False."""
         if type(root) is not self._root_type:
             return changed("the class of the model", self._root_type, type(root))
-        for comparison in self._comparisons:
-            with contextlib.suppress(Exception):  # as in ``unchanged``; the next one may know more
-                found = comparison.difference()
+
+        def own_attributes() -> str | None:
+            old, new = self._root_values, _own_values(root)
+            before, now = (dict(zip(pairs[::2], pairs[1::2], strict=True)) for pairs in (old, new))
+            return difference_of(Place("", "attribute", {}, ()), before, now, operator.is_)
+
+        for difference in (*(comparison.difference for comparison in self._comparisons), own_attributes):
+            with contextlib.suppress(Exception):  # for the causes see ``unchanged``
+                found = difference()
                 if found is not None:
                     return found
-        before, now = (
-            dict(zip(v[::2], v[1::2], strict=True)) for v in (self._root_values, _own_values(root))
-        )
-        own = difference_of(Place("", "attribute", {}, ()), before, now, operator.is_)
-        return own or "something in the model changed"
+        return "something in the model changed"
 
     def _walk(self, root: nn.Module) -> None:
         todo: list[tuple[str, Any]] = [("", root)]
@@ -203,8 +213,7 @@ class Watch:
 
     def _place(self, name: str, kind: str, container: Any) -> Place:
         keys = tuple(container) if isinstance(container, dict) else ()
-        # Modules of one class share the names of their attributes. A tuple for each would scatter over
-        # memory what the comparisons read.
+        # Modules of one class have attributes of the same names, which are kept once.
         return Place(name, kind, container, self._keys.setdefault(keys, keys))
 
     def _is_trusted(self, path: str, value: Any) -> bool:
@@ -230,7 +239,7 @@ class Watch:
             self.reason = f"{path} is a {type(tensor).__name__} on {tensor.device}"
             return
         self._memory.add(tensor, path)
-        # One without dimensions is an argument of kernels wherever the others are.
+        # A tensor without dimensions is passed to kernels by value, even where ``device`` is the CPU.
         if tensor.device.type != "cpu" or (tensor.dim() and not self._is_elsewhere):
             return
         if tensor.numel() <= _FEW:
@@ -243,7 +252,7 @@ class Watch:
     def _see_module(self, path: str, module: nn.Module, *, is_root: bool) -> list[tuple[str, Any]]:
         attributes = vars(module)
         if not is_root:
-            # Before any reason is found: its end has to be seen too.
+            # First, because ``unchanged`` has to see when the cause of a reason goes away.
             self._types.add(module, path)
             self._see_attributes(path, attributes)
             self._see_hooks(path, module)
@@ -307,7 +316,7 @@ class Comparison(Protocol):
 
 
 def _reason_of(path: str, module: nn.Module, *, is_root: bool) -> str | None:
-    """Why a tree with this module in it cannot be captured, whatever its attributes hold."""
+    """Why a model with this module in it cannot be captured; None if its attributes decide."""
     attributes = vars(module)
     if isinstance(module, torch.jit.ScriptModule):
         return f"{path} is compiled by TorchScript"
@@ -323,7 +332,7 @@ def _reason_of(path: str, module: nn.Module, *, is_root: bool) -> str | None:
 
 
 def _package_of(value: Any) -> str:
-    """The package that the code of ``value`` is from, or of its class."""
+    """The package of a function's code, of a module or class, or of the class of any other object."""
     if isinstance(value, types.FunctionType):
         name = value.__globals__.get("__name__")
     elif isinstance(value, types.ModuleType):
@@ -344,8 +353,8 @@ def _has_slots(kind: type) -> bool:
 
 
 def _own_values(root: nn.Module) -> list[Any]:
-    # Not through a kept reference to the dict: a dropped model has to go at once, not with
-    # the next garbage collection.
+    # Read anew at each call: a Watch that kept the root's dict would be part of a reference cycle, and a
+    # dropped model would stay until the next garbage collection.
     return [v for pair in vars(root).items() if pair[0] != _OUR_ENTRY and pair[0] not in _INERT for v in pair]
 
 

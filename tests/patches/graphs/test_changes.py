@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import sdfastgn
+from sdfastgn.patches.graphs import watch as graph_state
 from sdfastgn.patches.graphs.watch import Watch
 from tests.patches.graphs.cases import HARMLESS, make, replaced_parameter, run, state
 
@@ -148,6 +149,21 @@ def test_values_of_any_class():
     watch = Watch(model, lambda hook: hook is harmless)
     model[0].factor = Tricky()
     assert watch.what_changed(model) == "attribute factor of 0 changed from 1.0 to Tricky"
+
+
+def test_a_model_that_changes_while_it_is_looked_at(monkeypatch):
+    """The call goes on without a name for the change."""
+
+    def changing(*args):
+        raise RuntimeError("dictionary changed size during iteration")
+
+    model = Model()
+    watch = Watch(model, lambda hook: hook is harmless)
+    for name in ("difference_of", "_own_values"):
+        monkeypatch.setattr(graph_state, name, changing)
+    model.factor = 2.0
+    assert not watch.unchanged(model)
+    assert watch.what_changed(model) == "something in the model changed"
 
 
 def test_no_one_looks_twice_while_nothing_changes(monkeypatch):
