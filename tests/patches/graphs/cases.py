@@ -253,55 +253,153 @@ def other_class_of_processor(unet):
         processor.__class__ = Silent
 
 
-# name -> (before the first call, change): what a stale graph would say after it is wrong by much
+ACTIVATION = r"mid_block\.resnets\.0\.nonlinearity"
+# name -> (before the first call, change, what the report then says): a stale graph would be wrong by much
 CHANGES = {
-    "lora-load": (nothing, lora),
-    "lora-scale": (lora, scale_lora),
-    "lora-fuse": (lora, lambda u: u.fuse_lora(lora_scale=3.0)),
-    "lora-unload": (lora, lambda u: (u.fuse_lora(), u.unfuse_lora(), u.delete_adapters("a"))),
-    "lora-disable": (lora, lambda u: u.disable_adapters()),
-    "lora-set-adapter": (two_loras, lambda u: u.set_adapter("a")),
-    "lora-hotswap": (lora_with_scales_on_the_cpu, fill_scales),
-    "lora-scales-of-another-class": (lora, scales_of_another_class),
-    "ip-adapter-scale": (ip_adapter, ip_adapter_scale),
-    "freeu-on": (nothing, lambda u: u.enable_freeu(s1=0.9, s2=0.2, b1=1.5, b2=1.6)),
+    "lora-load": (nothing, lora, r"module \S+\.(to_q|conv1) changed from torch\.\S+ to peft\.\S+"),
+    "lora-scale": (lora, scale_lora, r"LoRA scale of \S+\.(to_q|conv1) changed from [\d.]+ to [\d.]+"),
+    "lora-fuse": (
+        lora,
+        lambda u: u.fuse_lora(lora_scale=3.0),
+        r"\S+\.(to_q|conv1)\.merged_adapters changed from \[\] to \['a'\]",
+    ),
+    "lora-unload": (
+        lora,
+        lambda u: (u.fuse_lora(), u.unfuse_lora(), u.delete_adapters("a")),
+        r"module \S+\.(to_q|conv1)\.lora_\w+\.a was removed",
+    ),
+    "lora-disable": (
+        lora,
+        lambda u: u.disable_adapters(),
+        r"attribute _disable_adapters of \S+ changed from False to True",
+    ),
+    "lora-set-adapter": (
+        two_loras,
+        lambda u: u.set_adapter("a"),
+        r"attribute _active_adapter of \S+ changed from \['b'\] to \['a'\]",
+    ),
+    "lora-hotswap": (
+        lora_with_scales_on_the_cpu,
+        fill_scales,
+        r"LoRA scale of \S+\.(to_q|conv1) changed from [\d.]+ to 0\.3",
+    ),
+    "lora-scales-of-another-class": (
+        lora,
+        scales_of_another_class,
+        r"attribute scaling of \S+ changed from \{'a': [\d.]+\} to Doubled",
+    ),
+    "ip-adapter-scale": (
+        ip_adapter,
+        ip_adapter_scale,
+        r"attribute scale of \S+\.attn2\.processor changed from \[1\.0\] to \[0\.1\]",
+    ),
+    "freeu-on": (
+        nothing,
+        lambda u: u.enable_freeu(s1=0.9, s2=0.2, b1=1.5, b2=1.6),
+        r"attribute s1 of up_blocks\.\d was added",
+    ),
     "freeu-values": (
         lambda u: u.enable_freeu(0.9, 0.2, 1.5, 1.6),
         lambda u: u.enable_freeu(0.9, 0.2, 1.1, 1.6),
+        r"attribute b1 of up_blocks\.\d changed from 1\.5 to 1\.1",
     ),
-    "freeu-off": (lambda u: u.enable_freeu(0.9, 0.2, 1.5, 1.6), lambda u: u.disable_freeu()),
-    "weights-data": (nothing, scaled_weights),
-    "weights-elsewhere": (nothing, weights_elsewhere),
-    "weights-replaced": (nothing, replaced_parameter),
+    "freeu-off": (
+        lambda u: u.enable_freeu(0.9, 0.2, 1.5, 1.6),
+        lambda u: u.disable_freeu(),
+        r"attribute s1 of up_blocks\.\d changed from 0\.9 to None",
+    ),
+    "weights-data": (nothing, scaled_weights, r"the (weight|bias) of \S+ has other memory \(.*\)"),
+    "weights-elsewhere": (nothing, weights_elsewhere, r"the (weight|bias) of \S+ has other memory \(.*\)"),
+    "weights-replaced": (
+        nothing,
+        replaced_parameter,
+        r"parameter weight of conv_out was replaced by another Parameter \(.* or an assignment\)",
+    ),
     "weights-assigned": (
         nothing,
         lambda u: u.load_state_dict({k: v * 1.1 for k, v in u.state_dict().items()}, assign=True),
+        r"parameter \w+ of \S+ was replaced by another Parameter \(load_state_dict\(assign=True\) .*\)",
     ),
-    "module-replaced": (nothing, other_module),
-    "modules-removed": (nothing, fewer_modules),
-    "attribute": (nothing, lambda u: setattr(u.mid_block.resnets[0], "output_scale_factor", 2.0)),
-    "eps": (nothing, lambda u: setattr(u.mid_block.resnets[0].norm1, "eps", 0.5)),
-    "config-attribute": (nothing, lambda u: setattr(u.config, "center_input_sample", True)),
-    "circular-padding": (nothing, circular),
-    "attention-scale": (nothing, attention_scale),
+    "module-replaced": (
+        nothing,
+        other_module,
+        r"module mid_block\.resnets\.0\.norm1 was replaced by another \w*GroupNorm",
+    ),
+    "modules-removed": (
+        nothing,
+        fewer_modules,
+        r"module mid_block\.(attentions|resnets) was replaced by another ModuleList",
+    ),
+    "attribute": (
+        nothing,
+        lambda u: setattr(u.mid_block.resnets[0], "output_scale_factor", 2.0),
+        r"attribute output_scale_factor of mid_block\.resnets\.0 changed from 1(\.0)? to 2\.0",
+    ),
+    "eps": (
+        nothing,
+        lambda u: setattr(u.mid_block.resnets[0].norm1, "eps", 0.5),
+        r"attribute eps of mid_block\.resnets\.0\.norm1 changed from 1e-05 to 0\.5",
+    ),
+    "config-attribute": (
+        nothing,
+        lambda u: setattr(u.config, "center_input_sample", True),
+        r"attribute center_input_sample of config changed from False to True",
+    ),
+    "circular-padding": (
+        nothing,
+        circular,
+        r"attribute padding_mode of \S+ changed from 'zeros' to 'circular'",
+    ),
+    "attention-scale": (
+        nothing,
+        attention_scale,
+        r"attribute rescale_output_factor of \S+\.attn1 changed from 1\.0 to 0\.25",
+    ),
     "processor-of-another-class": (
         lambda u: u.set_attn_processor(AttnProcessor2_0()),
         other_class_of_processor,
+        r"the class of \S+\.processor changed from AttnProcessor2_0 to Silent",
     ),
-    "closure": (closure, lambda u: setattr(activation_of(u).__closure__[0], "cell_contents", 3.0)),
+    "closure": (
+        closure,
+        lambda u: setattr(activation_of(u).__closure__[0], "cell_contents", 3.0),
+        rf"a variable in the closure of {ACTIVATION} changed from 1\.0 to 3\.0",
+    ),
     "closure-over-a-dict": (
         closure_over_a_dict,
         lambda u: activation_of(u).__closure__[0].cell_contents.update(factor=3.0),
+        rf"{ACTIVATION}\.__closure__\[0\]\['factor'\] changed from 1\.0 to 3\.0",
     ),
-    "keyword-default": (keyword_default, lambda u: activation_of(u).__kwdefaults__.update(factor=3.0)),
-    "list-as-default": (list_as_default, lambda u: activation_of(u).__defaults__[0].insert(0, 3.0)),
-    "keyword-of-a-partial": (keyword_of_a_partial, lambda u: activation_of(u).keywords.update(other=3.0)),
+    "keyword-default": (
+        keyword_default,
+        lambda u: activation_of(u).__kwdefaults__.update(factor=3.0),
+        rf"{ACTIVATION}\.__kwdefaults__\['factor'\] changed from 1\.0 to 3\.0",
+    ),
+    "list-as-default": (
+        list_as_default,
+        lambda u: activation_of(u).__defaults__[0].insert(0, 3.0),
+        rf"{ACTIVATION}\.__defaults__\[0\] changed from \[1\.0\] to \[3\.0, 1\.0\]",
+    ),
+    "keyword-of-a-partial": (
+        keyword_of_a_partial,
+        lambda u: activation_of(u).keywords.update(other=3.0),
+        rf"{ACTIVATION}\.keywords\['other'\] changed from 1\.0 to 3\.0",
+    ),
     "method-of-a-tensor": (
         method_of_a_tensor,
         lambda u: setattr(activation_of(u).__self__, "data", torch.full((1,), 3.0, device=u.device)),
+        rf"the tensor {ACTIVATION}\.__self__ has other memory \(.*\)",
     ),
-    "inner-hook": (nothing, lambda u: u.mid_block.register_forward_hook(lambda m, i, o: o * 2)),
-    "inner-forward": (nothing, lambda u: setattr(u.mid_block, "forward", lambda h, *a, **k: h)),
+    "inner-hook": (
+        nothing,
+        lambda u: u.mid_block.register_forward_hook(lambda m, i, o: o * 2),
+        r"a forward hook of mid_block was added",
+    ),
+    "inner-forward": (
+        nothing,
+        lambda u: setattr(u.mid_block, "forward", lambda h, *a, **k: h),
+        r"attribute forward of mid_block was added",
+    ),
 }
 # Changes of the model that leave a graph right, or right numbers by another way.
 HARMLESS = {

@@ -12,7 +12,7 @@ from diffusers import UNet2DConditionModel
 from torch import nn
 
 import sdfastgn
-from sdfastgn.patches.graphs import forward as graphed_forward
+from sdfastgn.patches.graphs.store import MAX_GRAPHS
 from tests.patches.graphs.cases import agree, make, replaced_parameter, run, state
 from tests.patches.samples import each_copy, pickled
 
@@ -20,9 +20,9 @@ from tests.patches.samples import each_copy, pickled
 def test_the_number_of_graphs_is_bounded():
     unet, _, inputs = make(mode=True)
     text = inputs["encoder_hidden_states"]
-    for tokens in range(1, graphed_forward.MAX_GRAPHS + 3):
+    for tokens in range(1, MAX_GRAPHS + 3):
         run(unet, {**inputs, "encoder_hidden_states": text[:, :tokens]})
-    assert (state(unet).alive, state(unet).dropped) == (graphed_forward.MAX_GRAPHS, 2)
+    assert (state(unet).alive, state(unet).dropped) == (MAX_GRAPHS, 2)
     assert sdfastgn.report(unet).graph_memory_bytes == 1 << 20
 
 

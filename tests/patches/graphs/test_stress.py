@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig
 from torch import nn
 
-from sdfastgn.patches.graphs.forward import MAX_GRAPHS
+from sdfastgn.patches.graphs.store import MAX_GRAPHS
 from tests.patches.graphs.cases import MIB, make, run, settled, state
 from tests.patches.graphs.tape import TapeBackend
 
