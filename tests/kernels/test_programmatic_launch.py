@@ -4,13 +4,12 @@ import pytest
 import torch
 
 import sdfastgn
-from sdfastgn.kernels.batch_norm import backward_plans as batch_norm_grads
+from sdfastgn.kernels.batch_norm.backward import BATCH_NORM_BACKWARD
 from sdfastgn.kernels.batch_norm.op import BATCH_NORM
 from sdfastgn.kernels.common import gpu
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.common.plan_cache import PlanCache
-from sdfastgn.kernels.group_norm import backward_plans as group_norm_grads
-from sdfastgn.kernels.group_norm.op import GROUP_NORM
+from sdfastgn.kernels.group_norm.op import GROUP_NORM, GROUP_NORM_BACKWARD
 from sdfastgn.kernels.layer_norm import op as layer_norm_op
 from tests.kernels.launch_cases import launches
 from tests.kernels.samples import interpreted, kernels
@@ -110,10 +109,9 @@ def test_x_is_read_as_it_was_last_written(make, norm, backward, monkeypatch):
 @pytest.fixture
 def no_plans(monkeypatch):
     """Plans say whether kernels read ahead, so a test that changes it makes its own."""
-    for owner in (GROUP_NORM, BATCH_NORM, layer_norm_op._LAYER_NORM, layer_norm_op._ADD_LAYER_NORM):
-        monkeypatch.setattr(owner, "_plans", PlanCache())
-    for plans in (group_norm_grads, batch_norm_grads):
-        monkeypatch.setattr(plans, "_plans", PlanCache())
+    group_norms, batch_norms = (GROUP_NORM, GROUP_NORM_BACKWARD), (BATCH_NORM, BATCH_NORM_BACKWARD)
+    for op in (*group_norms, *batch_norms, layer_norm_op._LAYER_NORM, layer_norm_op._ADD_LAYER_NORM):
+        monkeypatch.setattr(op.plans, "made", PlanCache())
 
 
 @interpreted
