@@ -13,15 +13,14 @@ import torch
 import torch.nn.functional as F
 
 import sdfastgn
-from sdfastgn.kernels.batch_norm import backward_plans as batch_norm_plans
 from sdfastgn.kernels.batch_norm import config as batch_norm_config
+from sdfastgn.kernels.batch_norm.backward import BATCH_NORM_BACKWARD
 from sdfastgn.kernels.batch_norm.op import BATCH_NORM
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.common.plan_cache import PlanCache
-from sdfastgn.kernels.group_norm import backward_plans as group_norm_plans
 from sdfastgn.kernels.group_norm import config as group_norm_config
-from sdfastgn.kernels.group_norm.op import GROUP_NORM
+from sdfastgn.kernels.group_norm.op import GROUP_NORM, GROUP_NORM_BACKWARD
 from tests.kernels.samples import LAYOUTS, error, kernels, to_layout
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "small_sizes")
@@ -122,10 +121,8 @@ def small_sizes(request, monkeypatch):
         for constant in ("_SMALL_MAX_ELEMENTS", "_SMALL_MAX_ALONE", "_SMALL_BACKWARD_MAX_ELEMENTS"):
             monkeypatch.setattr(batch_norm_config, constant, 1024)
         monkeypatch.setattr(batch_norm_config, "_MERGE_TILE", 64)  # merges of several tiles
-    for op in (GROUP_NORM, BATCH_NORM):
-        monkeypatch.setattr(op, "_plans", PlanCache())
-    for plans in (group_norm_plans, batch_norm_plans):
-        monkeypatch.setattr(plans, "_plans", PlanCache())
+    for op in (GROUP_NORM, GROUP_NORM_BACKWARD, BATCH_NORM, BATCH_NORM_BACKWARD):
+        monkeypatch.setattr(op.plans, "made", PlanCache())
 
 
 @pytest.fixture

@@ -139,10 +139,14 @@ for variant in sorted((hub / "build").glob("torch-*")):
 # From here on these packages launch kernels on the CPU, which Triton's interpreter runs. The list
 # grows by the package's name with each launch.
 INTERPRET = """
+import importlib
+
 def interpret(*packages):
     launches = []
     for package in packages:
-        dispatch, launch = (sys.modules[f"{package}.common.{name}"] for name in ("dispatch", "launch"))
+        dispatch, launch = (
+            importlib.import_module(f"{package}.common.{name}") for name in ("dispatch", "launch")
+        )
         dispatch.runs_in_triton = dispatch.has_kernels = lambda x: True
 
         def counted(self, *args, package=package, run=launch.Launch.__call__):

@@ -15,24 +15,60 @@ Source: Ioffe and Szegedy, "Batch Normalization", 2015, and the chain rule.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Annotated, Any, NamedTuple
+
 import torch
 from torch import Tensor
 
-from sdfastgn.kernels.batch_norm.backward_plans import (
-    BatchNormGradCall,
-    BatchNormGrads,
-    Shared,
-    launch_batch_norm_grads,
-)
-from sdfastgn.kernels.batch_norm.plain import centered, per_channel
+from sdfastgn.kernels.batch_norm.plain import centered, like_x, per_channel
 from sdfastgn.kernels.common.activations import ACTIVATION_GRADS
+from sdfastgn.kernels.common.declaration import Gradients, Operand, Wanted, dense
 from sdfastgn.kernels.common.grad_op import GradOp
-from sdfastgn.kernels.common.layout import dense_is_channels_last, empty_dense_like, laid_out
+from sdfastgn.kernels.common.layout import dense_is_channels_last, laid_out
 
-__all__ = ["BATCH_NORM_BACKWARD", "reference_batch_norm_grads"]
+_AsX = Operand(whole=like_x)
 
 
-def reference_batch_norm_grads(call: BatchNormGradCall, shared: Shared | None = None) -> BatchNormGrads:
+class BatchNormGradCall(NamedTuple):
+    """The arguments of the op ``sdfastgn::batch_norm_backward``, in its schema's order.
+
+    mean and var are those of the batch if ``training``. The residual is None where there is no
+    activation: its gradient is then dy.
+    """
+
+    # (N, C, *spatial)
+    dy: Annotated[Tensor, _AsX]
+    x: Annotated[Tensor, Operand(whole=dense)]
+    # (C,)
+    mean: Tensor
+    var: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    # (N, C, *spatial)
+    residual: Annotated[Tensor | None, _AsX]
+    eps: float
+    activation: str
+    training: bool
+    dx: Wanted
+    dweight: Wanted
+    dbias: Wanted
+    dresidual: Wanted
+
+
+class Shared(NamedTuple):
+    """What processes that share the statistics of a batch have in common.
+
+    Args:
+        positions: values of a channel in all of them.
+        total: (dweight, dbias) of this process -> those of all.
+    """
+
+    positions: int
+    total: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def reference_batch_norm_grads(call: BatchNormGradCall, shared: Shared | None = None) -> Gradients:
     """Gradients in plain PyTorch. The gradient of x has the strides of x if x is without gaps."""
     x, weight, residual = call.x, call.weight, call.residual
     dims = [0, *range(2, x.dim())]
@@ -55,36 +91,39 @@ def reference_batch_norm_grads(call: BatchNormGradCall, shared: Shared | None = 
             dx = dx - per_channel(along_z / count, x) - xhat * per_channel(along_x / count, x)
         dx = dx * (rstd if weight is None else rstd * per_channel(weight, x))
         dx = laid_out(dx.to(x.dtype), dense_is_channels_last(x))
-    return BatchNormGrads(
-        dx,
-        dweight.to(weight.dtype) if call.dweight and weight is not None else None,
-        dbias.to(call.bias.dtype) if call.dbias and call.bias is not None else None,
-        laid_out(dz.to(residual.dtype), dense_is_channels_last(x))
-        if call.dresidual and residual is not None
-        else None,
-    )
+    dresidual = None
+    if call.dresidual and residual is not None:
+        dresidual = laid_out(dz.to(residual.dtype), dense_is_channels_last(x))
+    return {
+        "x": dx,
+        "weight": dweight.to(weight.dtype) if call.dweight and weight is not None else None,
+        "bias": dbias.to(call.bias.dtype) if call.dbias and call.bias is not None else None,
+        "residual": dresidual,
+    }
 
 
 # --- op ---------------------------------------------------------------------------------------------
 
 
-def _empty(call: BatchNormGradCall) -> tuple[Tensor | None, ...]:
-    x, residual = call.x, call.residual
-    return (
-        empty_dense_like(x, x.dtype),
-        *(None if t is None else t.new_empty(t.shape) for t in (call.weight, call.bias)),
-        None if residual is None else empty_dense_like(x, residual.dtype),
-    )
+def _empty(call: BatchNormGradCall, names: tuple[str, ...]) -> Gradients:
+    operands = {name: getattr(call, name) for name in names}
+    return {
+        name: torch.empty_like(call.x if t.dim() > 1 else t, dtype=t.dtype)
+        for name, t in operands.items()
+        if t is not None
+    }
+
+
+def _plan(call: BatchNormGradCall) -> Any:
+    from sdfastgn.kernels.batch_norm.backward_plans import BatchNormGradPlan  # needs Triton
+
+    return BatchNormGradPlan(call)
 
 
 BATCH_NORM_BACKWARD = GradOp(
-    # The last four: which gradients are wanted.
-    "batch_norm_backward(Tensor dy, Tensor x, Tensor mean, Tensor var, Tensor? weight, Tensor? bias, "
-    "Tensor? residual, float eps, str activation, bool training, bool dx, bool dweight, bool dbias, "
-    "bool dresidual) -> Tensor[]",
+    "batch_norm_backward",
     BatchNormGradCall,
-    BatchNormGrads,
-    launch=launch_batch_norm_grads,
+    plan=_plan,
     reference=reference_batch_norm_grads,
     empty=_empty,
 )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sdfastgn.kernels.batch_norm import backward_kernels as kernels
+from sdfastgn.kernels.batch_norm.backward import BatchNormGradCall, Shared
 from sdfastgn.kernels.batch_norm.config import (
     MERGED_AT_ONCE,
     Rows,
@@ -17,68 +17,18 @@ from sdfastgn.kernels.batch_norm.config import (
     position_factor,
     small_config,
 )
-from sdfastgn.kernels.batch_norm.plans import like, pairs_of, rows_of, vector
+from sdfastgn.kernels.batch_norm.plans import pairs_of, rows_of
 from sdfastgn.kernels.common import gpu
+from sdfastgn.kernels.common.declaration import Gradients, gaps_of, without_gaps
 from sdfastgn.kernels.common.launch import Launch
-from sdfastgn.kernels.common.layout import dense, empty_dense_like
 from sdfastgn.kernels.common.plan_cache import PlanCache, plan_key
 from sdfastgn.kernels.common.sizes import ceil_div, row_factor, tile_constants
 from sdfastgn.kernels.group_norm.config import apply_config
 from sdfastgn.kernels.statistics.config import StatisticsConfig, statistics_config
 from sdfastgn.kernels.statistics.kernels import is_even
 
-__all__ = ["BatchNormGradCall", "BatchNormGrads", "Shared", "launch_batch_norm_grads"]
 
-
-class BatchNormGrads(NamedTuple):
-    """Gradients, each in its tensor's shape and dtype; None where not wanted."""
-
-    x: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
-    residual: Tensor | None
-
-
-class BatchNormGradCall(NamedTuple):
-    """The arguments of the op ``sdfastgn::batch_norm_backward``, in its schema's order.
-
-    Shapes: dy and residual as x; mean and var (C,), of the batch if ``training``. The residual is None
-    where there is no activation: its gradient is then dy.
-    """
-
-    dy: Tensor
-    x: Tensor
-    mean: Tensor
-    var: Tensor
-    weight: Tensor | None
-    bias: Tensor | None
-    residual: Tensor | None
-    eps: float
-    activation: str
-    training: bool
-    # Which gradients are wanted.
-    dx: bool
-    dweight: bool
-    dbias: bool
-    dresidual: bool
-
-    def wanted(self) -> tuple[bool, ...]:
-        return self.dx, self.dweight, self.dbias, self.dresidual
-
-
-class Shared(NamedTuple):
-    """What processes that share the statistics of a batch have in common.
-
-    Args:
-        positions: values of a channel in all of them.
-        total: (dweight, dbias) of this process -> those of all.
-    """
-
-    positions: int
-    total: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-
-
-class _GradPlan:
+class BatchNormGradPlan:
     """The launches for one kind of call: ``small``; or ``sums`` and ``merge`` where the sums or dz are
     wanted, and ``apply`` for dx. ``reads_dz``: the last one reads dz instead of dy and the residual.
     """
@@ -121,7 +71,20 @@ class _GradPlan:
                 call, rows, count or x.numel() // C, behind=self.sums is not None, reads_dz=self.reads_dz
             )
 
-    def launch(
+    def run(self, call: BatchNormGradCall, shared: Shared | None = None) -> Gradients:
+        x, weight, bias, residual = call.x, call.weight, call.bias, call.residual
+        dx = torch.empty_like(x) if call.dx else None
+        dz = torch.empty_like(x, dtype=residual.dtype) if call.dresidual and residual is not None else None
+        with gpu.on_device(x.device):
+            dweight, dbias = self._launch(call, dx, dz, shared)
+        return {
+            "x": dx,
+            "weight": dweight.to(weight.dtype) if call.dweight and weight is not None else None,
+            "bias": dbias.to(bias.dtype) if call.dbias and bias is not None else None,
+            "residual": dz,
+        }
+
+    def _launch(
         self, call: BatchNormGradCall, dx: Tensor | None, dz: Tensor | None, shared: Shared | None
     ) -> tuple[Any, Any]:
         """Fills ``dx`` and ``dz`` on the current device; returns the sums (dweight, dbias) in fp32."""
@@ -217,28 +180,14 @@ def _apply(call: BatchNormGradCall, rows: Rows, count: int, *, behind: bool, rea
     return Launch(kernels.batch_apply_grad_kernel, programs, numbers, constants, blocks.num_warps, pdl=pdl)
 
 
-_plans: PlanCache[_GradPlan] = PlanCache()
+_plans: PlanCache[BatchNormGradPlan] = PlanCache()
 
 
-def launch_batch_norm_grads(call: BatchNormGradCall, shared: Shared | None = None) -> BatchNormGrads:
-    """Gradients by Triton kernels. Arguments are valid, and not empty."""
-    count = None if shared is None else shared.positions
-    key = plan_key(call, count)
+def launch_shared_grads(call: BatchNormGradCall, shared: Shared) -> Gradients:
+    """Gradients by Triton kernels, for a batch that several processes share. Arguments are not empty."""
+    call = without_gaps(call, gaps_of(call))
+    key = plan_key(call, shared.positions)
     plan = _plans.get(key)
     if plan is None:
-        plan = _plans[key] = _GradPlan(call, count)
-    x, residual = call.x, call.residual
-    dx = empty_dense_like(x, x.dtype) if call.dx else None
-    dz = empty_dense_like(x, residual.dtype) if call.dresidual and residual is not None else None
-    call = call._replace(
-        x=dense(x), dy=like(call.dy, x), residual=like(residual, x), mean=vector(call.mean),
-        var=vector(call.var), weight=vector(call.weight), bias=vector(call.bias),
-    )  # fmt: skip
-    with gpu.on_device(x.device):
-        dweight, dbias = plan.launch(call, dx, dz, shared)
-    return BatchNormGrads(
-        dx,
-        dweight.to(call.weight.dtype) if call.dweight and call.weight is not None else None,
-        dbias.to(call.bias.dtype) if call.dbias and call.bias is not None else None,
-        dz,
-    )
+        plan = _plans[key] = BatchNormGradPlan(call, shared.positions)
+    return plan.run(call, shared)

@@ -14,27 +14,61 @@ Internal Covariate Shift", 2015. The interface follows torch.nn.functional.batch
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from sdfastgn.kernels.batch_norm.backward import BATCH_NORM_BACKWARD
-from sdfastgn.kernels.batch_norm.backward_plans import BatchNormGradCall, BatchNormGrads
-from sdfastgn.kernels.batch_norm.plain import reference_batch_norm
-from sdfastgn.kernels.batch_norm.plans import BatchNormCall, BatchNormPlan, empty_moments
+from sdfastgn.kernels.batch_norm.backward import BATCH_NORM_BACKWARD, BatchNormGradCall
+from sdfastgn.kernels.batch_norm.plain import centered, empty_moments, like_x, per_channel
 from sdfastgn.kernels.common import dispatch
-from sdfastgn.kernels.common.checks import (
-    as_eps,
-    as_float,
-    check_activation,
-    check_input,
-    check_operand,
-)
-from sdfastgn.kernels.common.layout import empty_dense_like
+from sdfastgn.kernels.common.activations import ACTIVATIONS
+from sdfastgn.kernels.common.checks import as_eps, as_float, check_activation, check_input
+from sdfastgn.kernels.common.declaration import Operand, Value, checks_of, dense
+from sdfastgn.kernels.common.layout import empty_dense_like, like_dense
 from sdfastgn.kernels.common.op import PlannedOp
 
-__all__ = ["BATCH_NORM", "batch_norm", "batch_norm_call", "check_batch_norm", "normalize", "update_average"]
+_PerChannel = Annotated[Tensor | None, Operand("(C,)")]
+# Updated in place, and so never copied.
+_Running = Annotated[Tensor | None, Operand("(C,)", whole=None)]
+
+
+class BatchNormCall(NamedTuple):
+    """The arguments of the op ``sdfastgn::batch_norm``, in its schema's order, and what the kernels
+    update on the way.
+
+    Without mean and var those of the batch are taken. ``momentum``: of the update.
+    """
+
+    x: Annotated[Tensor, Operand("(N, C, *spatial)", whole=dense)]
+    weight: _PerChannel
+    bias: _PerChannel
+    residual: Annotated[Tensor | None, Operand("(N, C, *spatial)", whole=like_x)]
+    mean: Annotated[Tensor | None, Operand("(C,)", has_gradient=False, label="running_mean")]
+    var: Annotated[Tensor | None, Operand("(C,)", has_gradient=False, label="running_var")]
+    eps: float
+    momentum: float
+    activation: Annotated[str, Value(check_activation)]
+    running_mean: _Running = None
+    running_var: _Running = None
+
+
+def reference_batch_norm(call: BatchNormCall) -> tuple[Tensor, Tensor, Tensor]:
+    """(y, mean, var) in plain PyTorch; mean and var (C,) of the batch, or empty where they are given."""
+    x, residual = call.x, call.residual
+    if x.numel() == 0:
+        d, mean, var = x.to(torch.promote_types(x.dtype, torch.float32)), *empty_moments(x, x.shape[1])
+        mean, var = mean.zero_(), var.zero_()
+    else:
+        d, mean, var = centered(x, call.mean, call.var)
+    z = d * torch.rsqrt(per_channel(var, x) + call.eps)
+    z = z if call.weight is None else z * per_channel(call.weight, x)
+    z = z if call.bias is None else z + per_channel(call.bias, x)
+    z = z if residual is None else z + residual.to(z.dtype)
+    y = like_dense(ACTIVATIONS[call.activation](z).to(x.dtype), x)
+    if call.mean is not None:
+        return y, *empty_moments(x, 0)
+    return y, mean.reshape(-1), var.reshape(-1)
 
 
 # --- op ---------------------------------------------------------------------------------------------
@@ -62,65 +96,32 @@ def _backward(ctx: Any, needs: Any, dy: Tensor | None, *_: None) -> dict[str, Te
     passes_on = ctx.settings[1] == "identity"
     wanted = [needs.x, needs.weight, needs.bias, needs.residual and not passes_on]
     grads = BATCH_NORM_BACKWARD(BatchNormGradCall(dy, *ctx.saved_tensors, *ctx.settings, *wanted))
-    found = dict(zip(BatchNormGrads._fields, grads, strict=True))
-    if needs.residual and passes_on:
-        found["residual"] = dy.to(ctx.residual_dtype)
-    return found
-
-
-def check_batch_norm(name: str, call: BatchNormCall) -> None:
-    """All but the number of values."""
-    x = call.x
-    check_input(name, "x", x)
-    if x.dim() < 2:
-        raise ValueError(f"{name}: x must be (N, C, *spatial), got shape {tuple(x.shape)}")
-    check_activation(name, call.activation)
-    channels = {
-        "weight": call.weight,
-        "bias": call.bias,
-        "running_mean": call.running_mean if call.mean is None else call.mean,
-        "running_var": call.running_var if call.var is None else call.var,
-    }
-    for label, t in channels.items():
-        check_operand(name, label, t, x, (x.shape[1],))
-    check_operand(name, "residual", call.residual, x, tuple(x.shape))
+    return grads | {"residual": dy.to(ctx.residual_dtype)} if needs.residual and passes_on else grads
 
 
 def _check(name: str, call: BatchNormCall) -> None:
-    check_batch_norm(name, call)
     if call.mean is None and 0 < call.x.numel() == call.x.shape[1]:
         raise ValueError(
             f"{name}: training needs more than one value of each channel, x has shape {tuple(call.x.shape)}"
         )
 
 
-class _FirstRun(BatchNormPlan):
-    """A plan until it has run once, and all its kernels are compiled.
+# For one process's share of a batch, which may have one value of each channel.
+check_share = checks_of(BatchNormCall, lambda name, call: None)
 
-    Running averages are updated by one kernel, and the next may be one that cannot be compiled. The
-    call is then made again, and would update them again. So the first run updates copies.
-    """
 
-    __slots__ = ()
+def _plan(call: BatchNormCall) -> Any:
+    from sdfastgn.kernels.batch_norm.plans import FirstRun  # needs Triton
 
-    def run(self, call: BatchNormCall) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        mean, var = call.running_mean, call.running_var
-        if mean is None or var is None:
-            return super().run(call)
-        copies = mean.clone(), var.clone()
-        results = super().run(call._replace(running_mean=copies[0], running_var=copies[1]))
-        mean.copy_(copies[0])
-        var.copy_(copies[1])
-        self.__class__ = BatchNormPlan  # type: ignore[assignment]
-        return results
+    return FirstRun(call)
 
 
 BATCH_NORM = PlannedOp(
-    # y, then mean and var of the batch, (C,) in fp32 (fp64 for fp64 input); empty where they are given.
-    "batch_norm(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? mean, Tensor? var, "
-    "float eps, float momentum, str activation) -> (Tensor, Tensor, Tensor)",
+    "batch_norm",
     BatchNormCall,
-    plan=_FirstRun,
+    # mean and var of the batch: (C,) in fp32, fp64 for fp64 input; empty where they are given.
+    ("y", "mean", "var"),
+    plan=_plan,
     reference=reference_batch_norm,
     fake=_fake,
     save=_save,
@@ -170,7 +171,7 @@ def normalize(name: str, call: BatchNormCall, *, fused: bool = True) -> Tensor:
     if fused:
         y, mean, var = BATCH_NORM(call, name)
     else:
-        _check(name, call)
+        BATCH_NORM.check(name, call)
         # Not ``_replace``, at which torch.compile stops before PyTorch 2.9.
         operands = call.x, call.weight, call.bias, call.residual, call.mean, call.var
         y, mean, var = BATCH_NORM(BatchNormCall(*operands, call.eps, 0.0, call.activation), name)

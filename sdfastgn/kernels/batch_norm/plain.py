@@ -1,18 +1,21 @@
-"""BatchNorm and its gradients in plain PyTorch, computed in fp32 (fp64 for fp64 input).
+"""What BatchNorm and its gradients in plain PyTorch share, computed in fp32 (fp64 for fp64 input).
 
 Every step is a differentiable op, so that derivatives of any order are right.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from sdfastgn.kernels.batch_norm.plans import BatchNormCall, empty_moments
-from sdfastgn.kernels.common.activations import ACTIVATIONS
-from sdfastgn.kernels.common.layout import like_dense
-
-__all__ = ["centered", "per_channel", "reference_batch_norm"]
+from sdfastgn.kernels.common.layout import (
+    dense_is_channels_last,
+    is_channels_first,
+    is_channels_last,
+    laid_out,
+)
 
 
 def per_channel(t: Tensor, x: Tensor) -> Tensor:
@@ -38,19 +41,15 @@ def centered(x: Tensor, mean: Tensor | None, var: Tensor | None) -> tuple[Tensor
     return d, pivot + first + rest, d.square().mean(dims, keepdim=True)
 
 
-def reference_batch_norm(call: BatchNormCall) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, mean, var), the latter (C,) of the batch, or empty where they are given."""
-    x, residual = call.x, call.residual
-    if x.numel() == 0:
-        d, mean, var = x.to(torch.promote_types(x.dtype, torch.float32)), *empty_moments(x, x.shape[1])
-        mean, var = mean.zero_(), var.zero_()
-    else:
-        d, mean, var = centered(x, call.mean, call.var)
-    z = d * torch.rsqrt(per_channel(var, x) + call.eps)
-    z = z if call.weight is None else z * per_channel(call.weight, x)
-    z = z if call.bias is None else z + per_channel(call.bias, x)
-    z = z if residual is None else z + residual.to(z.dtype)
-    y = like_dense(ACTIVATIONS[call.activation](z).to(x.dtype), x)
-    if call.mean is not None:
-        return y, *empty_moments(x, 0)
-    return y, mean.reshape(-1), var.reshape(-1)
+def empty_moments(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Memory for mean and variance of the batch: (size,) in fp32, fp64 for fp64 input."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return x.new_empty(size, dtype=dtype), x.new_empty(size, dtype=dtype)
+
+
+def like_x(t: Tensor, call: Any) -> Tensor:
+    """``t``, in shape as ``call.x``, in the layout of ``dense(call.x)``; copies only if needed."""
+    is_last = dense_is_channels_last(call.x)
+    if is_channels_last(t) if is_last else is_channels_first(t):
+        return t
+    return laid_out(t, is_last)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,48 +17,16 @@ from sdfastgn.kernels.batch_norm.config import (
     position_factor,
     small_config,
 )
+from sdfastgn.kernels.batch_norm.op import BatchNormCall
+from sdfastgn.kernels.batch_norm.plain import empty_moments
 from sdfastgn.kernels.common import gpu
 from sdfastgn.kernels.common.activations import PAIRED
 from sdfastgn.kernels.common.launch import Launch
-from sdfastgn.kernels.common.layout import (
-    dense,
-    dense_is_channels_last,
-    empty_dense_like,
-    is_channels_first,
-    is_channels_last,
-    is_dense,
-    laid_out,
-)
+from sdfastgn.kernels.common.layout import dense, dense_is_channels_last
 from sdfastgn.kernels.common.plan_cache import PlanCache, plan_key
 from sdfastgn.kernels.common.sizes import ceil_div, row_factor, tile_constants
 from sdfastgn.kernels.group_norm.config import ApplyConfig, apply_config
 from sdfastgn.kernels.statistics.kernels import StatisticsLaunch
-
-__all__ = [
-    "BatchNormCall", "BatchNormPlan", "Moments", "empty_moments", "launch_moments", "like", "pairs_of",
-    "rows_of", "vector",
-]  # fmt: skip
-
-
-class BatchNormCall(NamedTuple):
-    """The arguments of the op ``sdfastgn::batch_norm``, in its schema's order, and what the kernels
-    update on the way.
-
-    Shapes: x (N, C, *spatial); residual as x; all others (C,). Without mean and var those of the batch
-    are taken. ``momentum``: of the update.
-    """
-
-    x: Tensor
-    weight: Tensor | None
-    bias: Tensor | None
-    residual: Tensor | None
-    mean: Tensor | None
-    var: Tensor | None
-    eps: float
-    momentum: float
-    activation: str
-    running_mean: Tensor | None = None
-    running_var: Tensor | None = None
 
 
 def rows_of(x: Tensor) -> Rows:
@@ -121,15 +89,10 @@ def launch_moments(x: Tensor) -> tuple[Tensor, Tensor]:
 class BatchNormPlan:
     """The launches of one kind of call: ``small``, or ``moments`` and ``apply``, or ``apply`` alone."""
 
-    __slots__ = ("apply", "has_gaps", "moments", "small")
+    __slots__ = ("apply", "moments", "small")
 
     def __init__(self, call: BatchNormCall) -> None:
         x = call.x
-        vectors = (call.weight, call.bias, call.mean, call.var)
-        self.has_gaps = (
-            not is_dense(x) or like(call.residual, x) is not call.residual
-            or any(vector(t) is not t for t in vectors)
-        )  # fmt: skip
         rows, is_given = rows_of(x), call.mean is not None
         self.small: Launch | None = None
         self.moments: Moments | None = None
@@ -149,10 +112,7 @@ class BatchNormPlan:
             with torch.cuda.device(call.x.device):
                 return self.run(call)
         x, weight, bias, residual, mean, var, *_ = call
-        y = empty_dense_like(x, x.dtype) if self.has_gaps else torch.empty_like(x)
-        if self.has_gaps:
-            x, residual = dense(x), like(residual, x)
-            weight, bias, mean, var = vector(weight), vector(bias), vector(mean), vector(var)
+        y = torch.empty_like(x)
         running = (call.running_mean, call.running_var)
         if self.small is not None:
             mean, var = empty_moments(x, x.shape[1])
@@ -210,20 +170,22 @@ def pairs_of(x: Tensor, block: int) -> bool:
     return x.dtype != torch.float32 and block >= PAIRED
 
 
-def empty_moments(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Memory for mean and variance of the batch: (size,) in fp32, fp64 for fp64 input."""
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    return x.new_empty(size, dtype=dtype), x.new_empty(size, dtype=dtype)
+class FirstRun(BatchNormPlan):
+    """A plan until it has run once, and all its kernels are compiled.
 
+    Running averages are updated by one kernel, and the next may be one that cannot be compiled. The
+    call is then made again, and would update them again. So the first run updates copies.
+    """
 
-def vector(t: Any) -> Any:
-    """``t``, None or (C,), with its channels next to each other."""
-    return t if t is None or t.is_contiguous() else t.contiguous()
+    __slots__ = ()
 
-
-def like(t: Any, x: Tensor) -> Any:
-    """``t``, None or as ``x`` in shape, in the layout of ``dense(x)``; copies only if needed."""
-    is_last = dense_is_channels_last(x)
-    if t is None or (is_channels_last(t) if is_last else is_channels_first(t)):
-        return t
-    return laid_out(t, is_last)
+    def run(self, call: BatchNormCall) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        mean, var = call.running_mean, call.running_var
+        if mean is None or var is None:
+            return super().run(call)
+        copies = mean.clone(), var.clone()
+        results = super().run(call._replace(running_mean=copies[0], running_var=copies[1]))
+        mean.copy_(copies[0])
+        var.copy_(copies[1])
+        self.__class__ = BatchNormPlan  # type: ignore[assignment]
+        return results

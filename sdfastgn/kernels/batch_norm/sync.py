@@ -16,17 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from sdfastgn.kernels.batch_norm.backward import reference_batch_norm_grads
-from sdfastgn.kernels.batch_norm.backward_plans import (
-    BatchNormGradCall,
-    BatchNormGrads,
-    Shared,
-    launch_batch_norm_grads,
-)
-from sdfastgn.kernels.batch_norm.op import BATCH_NORM, check_batch_norm, update_average
+from sdfastgn.kernels.batch_norm.backward import BatchNormGradCall, Shared, reference_batch_norm_grads
+from sdfastgn.kernels.batch_norm.op import BATCH_NORM, BatchNormCall, check_share, update_average
 from sdfastgn.kernels.batch_norm.plain import centered
-from sdfastgn.kernels.batch_norm.plans import BatchNormCall, launch_moments
 from sdfastgn.kernels.common import dispatch
+from sdfastgn.kernels.common.declaration import Gradients
 
 __all__ = ["WORLD", "check_group", "group_of", "normalize_in_group"]
 
@@ -59,6 +53,8 @@ def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
     if x.numel() == 0:
         return x.new_zeros(x.shape[1]), x.new_zeros(x.shape[1])
     if dispatch.runs_in_triton(x):
+        from sdfastgn.kernels.batch_norm.plans import launch_moments  # needs Triton
+
         return launch_moments(x)
     _, mean, var = centered(x, None, None)
     return mean.reshape(-1), var.reshape(-1)
@@ -87,9 +83,11 @@ def _total(group: Any, dweight: Tensor, dbias: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @dispatch.retried
-def _grads(call: BatchNormGradCall, shared: Shared) -> BatchNormGrads:
+def _grads(call: BatchNormGradCall, shared: Shared) -> Gradients:
     if call.x.numel() and dispatch.runs_in_triton(call.x):
-        return launch_batch_norm_grads(call, shared)
+        from sdfastgn.kernels.batch_norm.backward_plans import launch_shared_grads  # needs Triton
+
+        return launch_shared_grads(call, shared)
     return reference_batch_norm_grads(call, shared)
 
 
@@ -116,14 +114,14 @@ class _InGroup(torch.autograd.Function):
         shared = Shared(ctx.count, functools.partial(_total, ctx.group))
         grads = _grads(BatchNormGradCall(dy, *ctx.saved_tensors, *ctx.settings, *wanted), shared)
         if residual and passes_on:
-            grads = grads._replace(residual=dy.to(ctx.residual_dtype))
-        return *grads, None, None
+            grads["residual"] = dy.to(ctx.residual_dtype)
+        return *map(grads.get, ("x", "weight", "bias", "residual")), None, None
 
 
 @torch.compiler.disable
 def normalize_in_group(name: str, call: BatchNormCall, group: Any) -> Tensor:
     """``normalize`` of ``batch_norm/op.py``, with mean and variance over all processes of ``group``."""
-    check_batch_norm(name, call)
+    check_share(name, call)
     y, mean, var, count = _InGroup.apply(call.x, call.weight, call.bias, call.residual, call, group)
     if count > 1:
         update_average(call.running_mean, mean, call.momentum)

@@ -3,71 +3,94 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sdfastgn.kernels.common import dispatch
+from sdfastgn.kernels.common.declaration import (
+    Gradients,
+    empty_gradients,
+    gaps_of,
+    gradients_of,
+    without_gaps,
+)
 from sdfastgn.kernels.common.op import Op
-
-__all__ = ["GradOp"]
-
-Gradients = TypeVar("Gradients", bound=tuple[Tensor | None, ...])
+from sdfastgn.kernels.common.plan_cache import Plan, Plans
 
 
-class GradOp(Op, Generic[Gradients]):
-    """An op whose results are the gradients of another one.
+class GradOp(Op):
+    """An op whose results are the gradients of another one: a tensor for each that is wanted.
 
     Its own derivative is that of the plain PyTorch form. What the arguments have from a forward
     (statistics) counts there as the function of x that it is, where that form computes it again.
 
     Args:
-        schema: as in ``Op``; one tensor is returned for each gradient that is wanted, in their order.
-        arguments: as in ``Op``, the gradients of the other op's results first; its ``wanted()`` tells
-            for each gradient whether it is.
-        gradients: a NamedTuple of the gradients, each None where it is not wanted.
-        launch: ``arguments -> gradients`` by kernels, for valid arguments and an x that is not empty.
-        reference: the same in plain PyTorch, every step a differentiable op.
-        empty: the same without values; gradients that are not wanted may be there.
+        name: as in ``Op``.
+        arguments: their declaration: the gradients of the other op's results, x, other arguments, and
+            which gradients are wanted (``Wanted`` or ``WantedDtype``).
+        plan: ``arguments without gaps -> Plan``, which returns the gradients.
+        reference: ``arguments -> gradients`` in plain PyTorch, every step a differentiable op.
+        empty: ``(arguments without gaps, names) -> memory for these gradients``.
     """
 
     def __init__(
         self,
-        schema: str,
+        name: str,
         arguments: Any,
-        gradients: Callable[..., Gradients],
         *,
-        launch: Callable[[Any], Gradients],
+        plan: Callable[[Any], Plan],
         reference: Callable[[Any], Gradients],
-        empty: Callable[[Any], tuple[Tensor | None, ...]],
+        empty: Callable[[Any, tuple[str, ...]], Gradients] = empty_gradients,
     ) -> None:
+        names = gradients_of(arguments)
+
+        def made(found: Gradients) -> list[Tensor]:
+            return _in_order(found, names)
+
         def fake(call: Any) -> list[Tensor]:
-            found = zip(empty(call), call.wanted(), strict=True)
-            return [grad for grad, want in found if want and grad is not None]
+            wanted = tuple(name for name, want in zip(names, self._wanted(call), strict=True) if want)
+            return made(empty(without_gaps(call, gaps_of(call)), wanted))
 
         @dispatch.retried
         def run(call: Any) -> list[Tensor]:
             if call.x.numel() == 0:
                 return [grad.zero_() for grad in fake(call)]
-            found = launch(call) if dispatch.runs_in_triton(call.x) else reference(call)
-            return [grad for grad in found if grad is not None]
+            return made(self._launch(call) if dispatch.runs_in_triton(call.x) else reference(call))
 
-        super().__init__(schema, arguments, run, fake, save=_save_all, backward=_derivative_of(reference))
-        self._launch, self._reference, self._gradients = launch, reference, gradients
+        self._names, self._reference, self.plans = names, reference, Plans(arguments, plan)
+        # Of the results that the other op's caller gets.
+        self._results = arguments._fields.index("x")
+        super().__init__(
+            name, arguments, "Tensor[]",
+            run=run, fake=fake, save=_save_all, backward=_derivative_of(reference, names),
+        )  # fmt: skip
+
+    def _wanted(self, call: Any) -> tuple[Any, ...]:
+        return tuple(call)[-len(self._names) :]
+
+    def _launch(self, call: Any) -> Any:
+        return self.plans.of(call).run(call)
 
     @dispatch.retried
-    def __call__(self, call: Any) -> Gradients:
+    def __call__(self, call: Any) -> Any:
         """The gradients that are wanted: the cheapest way that is right for ``call``."""
-        wanted = call.wanted()
+        wanted = self._wanted(call)
         if not any(wanted):
-            return self._gradients(*[None] * len(wanted))
-        if any(dispatch.is_batched(t) for t in tuple(call)[:2] if t is not None):  # gradients stand first
+            return {}
+        if any(dispatch.is_batched(t) for t in tuple(call)[: self._results] if t is not None):
             return self._reference(call)
         if call.x.numel() and dispatch.is_plain_inference(call.x, call):
             return self._launch(call)
         found = iter(self.through_dispatcher(call))
-        return self._gradients(*(next(found) if want else None for want in wanted))
+        return {name: next(found) for name, want in zip(self._names, wanted, strict=True) if want}
+
+
+def _in_order(found: Gradients, names: tuple[str, ...]) -> list[Tensor]:
+    """The gradients that are there, in the order of ``names``."""
+    grads = [found.get(name) for name in names]
+    return [grad for grad in grads if grad is not None]
 
 
 def _save_all(ctx: Any, call: Any, results: Any) -> None:
@@ -77,7 +100,7 @@ def _save_all(ctx: Any, call: Any, results: Any) -> None:
 
 
 def _derivative_of(
-    gradients: Callable[[Any], tuple[Tensor | None, ...]],
+    reference: Callable[[Any], Gradients], gradients: tuple[str, ...]
 ) -> Callable[..., dict[str, Tensor | None]]:
     def backward(ctx: Any, needs: Any, dgrads: Any) -> dict[str, Tensor | None]:
         keep_graph = torch.is_grad_enabled()
@@ -89,19 +112,17 @@ def _derivative_of(
                     for value, t in zip(ctx.call, ctx.saved_tensors, strict=True)
                 )
             )
-            made = [g for g in gradients(call) if g is not None]
+            found = reference(call)
+            made = _in_order(found, gradients)
             pairs = [(g, d) for g, d in zip(made, dgrads, strict=True) if d is not None and g.requires_grad]
         wanted = [name for name, need in zip(call._fields, needs, strict=True) if need is True]
         if not pairs or not wanted:
             return {}
         outputs, along = zip(*pairs, strict=True)
-        found = torch.autograd.grad(
-            outputs,
-            [getattr(call, name) for name in wanted],
-            along,
-            create_graph=keep_graph,
-            allow_unused=True,
+        operands = [getattr(call, name) for name in wanted]
+        derivatives = torch.autograd.grad(
+            outputs, operands, along, create_graph=keep_graph, allow_unused=True
         )
-        return dict(zip(wanted, found, strict=True))
+        return dict(zip(wanted, derivatives, strict=True))
 
     return backward

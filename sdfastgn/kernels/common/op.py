@@ -11,17 +11,22 @@ call has no use for the dispatcher, which costs more CPU time than a small kerne
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import itemgetter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sdfastgn.kernels._ops import add_op_namespace_prefix, ops
 from sdfastgn.kernels.common import dispatch
-from sdfastgn.kernels.common.plan_cache import PlanCache
-
-__all__ = ["Op", "Plan", "PlannedOp"]
+from sdfastgn.kernels.common.declaration import (
+    arguments_of,
+    checks_of,
+    differentiable,
+    fields_of,
+    passed_on,
+    schema_of,
+)
+from sdfastgn.kernels.common.plan_cache import Plans, SavingPlan
 
 _LIBRARY = torch.library.Library(add_op_namespace_prefix("").removesuffix("::"), "FRAGMENT")
 
@@ -30,31 +35,32 @@ class Op:
     """The op ``sdfastgn::<name>`` for CPU and CUDA tensors.
 
     Args:
-        schema: ``name(arguments) -> results``.
-        arguments: a NamedTuple of the schema's arguments, in their order. Fields with defaults may
-            follow, which only the kernels know.
+        name: as in ``torch.ops.sdfastgn``.
+        arguments: the declaration of its arguments (``common/declaration.py``).
+        results: what it returns, as in a schema: ``"(Tensor, Tensor)"``.
         run: ``arguments -> results``.
         fake: the same for tensors without data: shapes, strides and dtypes.
         save: ``(ctx, arguments, results)`` keeps what ``backward`` takes.
         backward: ``(ctx, needs, *gradients of the results) -> gradients by argument``. ``needs`` are
             arguments too, each True where its gradient is wanted. None: the op has no gradient.
-        hidden: so many of the last results are for the backward alone.
+        hidden: number of trailing results that only the backward uses.
     """
 
     def __init__(
         self,
-        schema: str,
+        name: str,
         arguments: Any,
+        results: str,
+        *,
         run: Callable[[Any], Any],
         fake: Callable[[Any], Any],
         save: Callable[[Any, Any, Any], None] = lambda ctx, call, results: None,
         backward: Callable[..., dict[str, Tensor | None]] | None = None,
         hidden: int = 0,
     ) -> None:
-        name = schema.partition("(")[0]
         self.name, self.arguments, self.save = f"sdfastgn.{name}", arguments, save
         self._backward: Any = backward
-        _LIBRARY.define(schema)
+        _LIBRARY.define(schema_of(name, arguments, results))
         for device in ("CPU", "CUDA"):
             _LIBRARY.impl(name, lambda *args: run(arguments(*args)), device)
         qualified = add_op_namespace_prefix(name)
@@ -68,15 +74,12 @@ class Op:
             )
         self._hidden = hidden
         self._registered = getattr(ops, name).default
-        # "Tensor", "float" ... of each argument
-        self._kinds = [text.split()[0] for text in schema.partition("(")[2].partition(")")[0].split(", ")]
-        self._count = len(self._kinds)
+        self._count = len(arguments_of(arguments))
 
     def through_dispatcher(self, call: Any) -> Any:
         """The results for ``call``, an instance of ``arguments``."""
-        return self._registered(
-            *tuple(call)[: self._count]
-        )  # torch.compile of PyTorch 2.8 slices no NamedTuple
+        # torch.compile of PyTorch 2.8 slices no NamedTuple.
+        return self._registered(*tuple(call)[: self._count])
 
     def _save_registered(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         if self._hidden:
@@ -91,7 +94,7 @@ class Op:
         return shown[0] if len(shown) == 1 else shown
 
     def gradients(self, ctx: Any, names: tuple[str, ...], grads: Any) -> tuple[Tensor | None, ...]:
-        """What ``backward`` finds for the arguments ``names``, which are those that autograd asks about."""
+        """The gradients of the arguments ``names``, which are those that autograd asks about."""
         # Compiled autograd of PyTorch 2.8 traces this: of a NamedTuple it knows the fields, and no
         # ``_replace``, ``_make``, ``_asdict``, slice or property.
         asked = dict(zip(names, ctx.needs_input_grad, strict=False))
@@ -99,42 +102,41 @@ class Op:
         return tuple(map(self._backward(ctx, needs, *grads).get, names))
 
 
-class Plan(Protocol):
-    """How one kind of call is launched, on valid arguments that are not empty."""
-
-    def run(self, call: Any) -> Any:
-        """What the caller of the public function gets."""
-
-    def run_and_save(self, call: Any) -> Any:
-        """All results of the op, those for the backward too."""
-
-
 class PlannedOp(Op):
-    """An op that is launched by a plan, made once for each kind of call.
+    """An op that is launched by a plan.
 
     Args:
-        schema, arguments, fake, save, backward, hidden: as in ``Op``.
-        plan: ``arguments -> Plan``.
+        name, arguments, fake: as in ``Op``.
+        results: their names.
+        saved: names of further results, which only the backward uses.
+        plan: ``arguments without gaps -> SavingPlan``.
         reference: ``arguments -> results`` in plain PyTorch.
-        check: ``(public name, arguments)``, raises where an argument is wrong.
+        backward: as in ``Op``. Or the ``GradOp`` whose arguments are ``backward_of`` this op's, which
+            then says what is saved.
+        save: as in ``Op``, where ``backward`` is no ``GradOp``.
+        check: ``(public name, arguments)``, raises where an argument is wrong in a way that the
+            declaration does not know. It runs when the first operand is known to be right.
         plain: ``arguments -> what the caller gets``, where PyTorch's own autograd sees every step.
             None: what it gets of ``reference``.
     """
 
     def __init__(
         self,
-        schema: str,
+        name: str,
         arguments: Any,
+        results: tuple[str, ...],
+        saved: tuple[str, ...] = (),
         *,
-        plan: Callable[[Any], Plan],
+        plan: Callable[[Any], SavingPlan],
         reference: Callable[[Any], Any],
         fake: Callable[[Any], Any],
-        save: Callable[[Any, Any, Any], None],
-        backward: Callable[..., dict[str, Tensor | None]],
-        check: Callable[[str, Any], None],
-        hidden: int = 0,
+        backward: Any,
+        save: Callable[[Any, Any, Any], None] | None = None,
+        check: Callable[[str, Any], None] = lambda name, call: None,
         plain: Callable[[Any], Any] | None = None,
     ) -> None:
+        self.plans = Plans(arguments, plan)
+
         @dispatch.retried
         def run(call: Any) -> Any:
             if call[0].numel() == 0:
@@ -143,65 +145,80 @@ class PlannedOp(Op):
                     result.zero_()
                 return results
             if dispatch.runs_in_triton(call[0]):
-                return self._planned(call, True).run_and_save(call)
+                return self.plans.of(call).run_and_save(call)
             return reference(call)
 
-        super().__init__(schema, arguments, run, fake, save, backward, hidden)
-        self._plans: PlanCache[Plan] = PlanCache()
-        self._plan, self._check = plan, check
-        values = [i for i, kind in enumerate(self._kinds) if "Tensor" not in kind]
-        self._values = _picker(values)
-        tensors = [i for i in range(len(arguments._fields)) if i not in values]
-        self._tensors = _picker(tensors)
-        self._train = _training_function(self, tuple(arguments._fields[i] for i in tensors)).apply
+        if save is None:
+            save, backward = _save_for(arguments, len(saved)), _backward_by(backward, arguments)
+        kinds = ["Tensor"] * (len(results) + len(saved))
+        super().__init__(
+            name, arguments, kinds[0] if len(kinds) == 1 else f"({', '.join(kinds)})",
+            run=run, fake=fake, save=save, backward=backward, hidden=len(saved),
+        )  # fmt: skip
+        self.check = checks_of(arguments, check)
+        names = self.plans.tensors(arguments._fields)
+        self._train = _training_function(self, names).apply
         self._plain = plain or (lambda call: self.returned(reference(call)))
 
     def __call__(self, call: Any, name: str | None = None) -> Any:
         """What the public function ``name`` returns: the cheapest way that is right for ``call``."""
         x = call[0]
         if dispatch.is_plain(x, call):
-            tensors = self._tensors(call)
+            plans = self.plans
+            tensors = plans.tensors(call)
             trains = torch.is_grad_enabled() and dispatch.wants_gradient(x, tensors)
             try:
-                # What is wrong finds no plan, and is then checked.
-                plan = self._plans.get(self._key(call, tensors, trains))
+                # Invalid arguments never have a plan, so only calls of a new kind are checked.
+                plan = plans.made.get(plans.key(call, tensors, trains))
                 if plan is None:
-                    self._check(name or self.name, call)
-                    plan = self._planned(call, trains) if x.numel() else None
+                    self.check(name or self.name, call)
+                    plan = plans.of(call, trains) if x.numel() else None
                 if plan is not None:
                     return self._train(*tensors, call, plan) if trains else plan.run(call)
             except dispatch.KernelError:
                 return self(call, name)
             # A number for a tensor; a tensor without strides or memory; a value without a hash.
             except (AttributeError, RuntimeError, TypeError):
-                self._check(name or self.name, call)
+                self.check(name or self.name, call)
                 raise
-        self._check(name or self.name, call)
+        self.check(name or self.name, call)
         if not dispatch.needs_op(x):
             return self._plain(call)
         return self.returned(self.through_dispatcher(call))
 
-    def _key(self, call: Any, tensors: tuple[Tensor | None, ...], saves: bool) -> tuple[Any, ...]:
-        """As ``plan_key``, with the tensors first: less time."""
-        return (
-            *[None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors],
-            *self._values(call),
-            saves,
-        )
 
-    def _planned(self, call: Any, saves: bool) -> Plan:
-        key = self._key(call, self._tensors(call), saves)
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = self._plans[key] = self._plan(call)
-        return plan
+def _save_for(arguments: Any, saved: int) -> Callable[[Any, Any, Any], None]:
+    """Keeps the first operand, the last ``saved`` results, the other operands and the values: what the
+    arguments of ``backward_of`` are, in their order.
+    """
+    first, *operands = differentiable(arguments)
+    values = passed_on(arguments)
+
+    def save(ctx: Any, call: Any, results: Any) -> None:
+        ctx.set_materialize_grads(False)
+        kept = results[len(results) - saved :] if saved else ()
+        ctx.save_for_backward(getattr(call, first), *kept, *[getattr(call, name) for name in operands])
+        ctx.values = tuple([getattr(call, name) for name in values])
+
+    return save
 
 
-def _picker(places: list[int]) -> Callable[[Any], tuple[Any, ...]]:
-    """``call -> the arguments at these places``."""
-    if not places:
-        return lambda call: ()
-    return itemgetter(*places) if len(places) > 1 else lambda call: (call[places[0]],)
+def _backward_by(grad_op: Any, arguments: Any) -> Callable[..., dict[str, Tensor | None]]:
+    """The ``backward`` that calls ``grad_op`` with what ``_save_for`` kept."""
+    names = differentiable(arguments)
+    by_dtype = fields_of(grad_op.arguments)[-1].kind == "ScalarType?"
+
+    def backward(ctx: Any, needs: Any, dy: Tensor | None, *_: None) -> dict[str, Tensor | None]:
+        if dy is None:
+            return {}
+        saved = ctx.saved_tensors
+        wanted = [getattr(needs, name) for name in names]
+        if by_dtype:
+            operands = (saved[0], *saved[len(saved) - len(names) + 1 :])
+            wanted = [t.dtype if want else None for t, want in zip(operands, wanted, strict=True)]
+        return grad_op(grad_op.arguments(dy, *saved, *ctx.values, *wanted))
+
+    return backward
 
 
 def _training_function(op: PlannedOp, names: tuple[str, ...]) -> Any:

@@ -18,18 +18,22 @@ Linear Units", 2016; the chain rule.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sdfastgn.kernels.common.checks import check_input, check_operand
+from sdfastgn.kernels.common.declaration import Gradients, Operand, WantedDtype, backward_of, even_rows
 from sdfastgn.kernels.common.grad_op import GradOp
 from sdfastgn.kernels.common.op import PlannedOp
-from sdfastgn.kernels.geglu.plans import GegluCall, GegluGradCall, GegluGrads, GegluPlan, launch_geglu_grads
 
-__all__ = ["GEGLU_BACKWARD", "geglu", "reference_geglu", "reference_geglu_grads"]
+
+class GegluCall(NamedTuple):
+    """The arguments of the op ``sdfastgn::geglu``."""
+
+    x: Annotated[Tensor, Operand("(..., 2D)", whole=even_rows)]
+    bias: Annotated[Tensor | None, Operand("(2D,)")]
 
 
 def reference_geglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -38,18 +42,22 @@ def reference_geglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
     return (value * F.gelu(gate)).to(x.dtype).contiguous()
 
 
-def reference_geglu_grads(call: GegluGradCall) -> GegluGrads:
+def reference_geglu_grads(call: Any) -> Gradients:
     """Gradients in plain PyTorch, computed in fp32 (fp64 for fp64 input).
 
     Every step is a differentiable op, so that a second derivative is right too.
+
+    Args:
+        call: dy (..., D), x and bias of ``GegluCall``, and the dtypes ``dx`` and ``dbias`` of the gradients,
+            None where one is not wanted.
     """
     value, gate = _halves(call.x, call.bias)
     dy = call.dy.to(value.dtype)
     du = torch.cat((dy * F.gelu(gate), torch.ops.aten.gelu_backward(dy * value, gate)), -1)
-    return GegluGrads(
-        None if call.dx is None else du.to(call.dx).contiguous(),
-        None if call.dbias is None else du.reshape(-1, call.x.shape[-1]).sum(0).to(call.dbias),
-    )
+    return {
+        "x": None if call.dx is None else du.to(call.dx).contiguous(),
+        "bias": None if call.dbias is None else du.reshape(-1, call.x.shape[-1]).sum(0).to(call.dbias),
+    }
 
 
 def _halves(x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -67,53 +75,53 @@ def _fake(call: GegluCall) -> Tensor:
     return call.x.new_empty((*call.x.shape[:-1], call.x.shape[-1] // 2))
 
 
-def _save(ctx: Any, call: GegluCall, results: Tensor) -> None:
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*call)
-
-
-def _backward(ctx: Any, needs: Any, dy: Tensor | None) -> dict[str, Tensor | None]:
-    if dy is None:
-        return {}
-    x, bias = ctx.saved_tensors
-    dtypes = (x.dtype if needs.x else None, bias.dtype if needs.bias else None)
-    grads = GEGLU_BACKWARD(GegluGradCall(dy, x, bias, *dtypes))
-    return dict(zip(GegluGrads._fields, grads, strict=True))
-
-
 def _check(name: str, call: GegluCall) -> None:
+    if call.x.shape[-1] % 2:
+        raise ValueError(f"{name}: x must be (..., 2D), got shape {tuple(call.x.shape)}")
+
+
+def empty_grads(call: Any, names: tuple[str, ...]) -> Gradients:
+    """Memory for the gradients ``names``, all contiguous."""
     x = call.x
-    check_input(name, "x", x)
-    if x.dim() < 1 or x.shape[-1] % 2:
-        raise ValueError(f"{name}: x must be (..., 2D), got shape {tuple(x.shape)}")
-    check_operand(name, "bias", call.bias, x, (x.shape[-1],))
+    return {
+        name: torch.empty(
+            x.shape if name == "x" else x.shape[-1:], dtype=getattr(call, f"d{name}"), device=x.device
+        )
+        for name in names
+    }
 
 
-_GEGLU = PlannedOp(
-    "geglu(Tensor x, Tensor? bias) -> Tensor",
-    GegluCall,
-    plan=GegluPlan,
-    reference=lambda call: reference_geglu(*call),
-    fake=_fake,
-    save=_save,
-    backward=_backward,
-    check=_check,
-)
+# Plans and kernels need Triton, so they are imported when the first one is made.
 
 
-def _empty_grads(call: GegluGradCall) -> tuple[Tensor, Tensor]:
-    x = call.x
-    return x.new_empty(x.shape, dtype=call.dx), x.new_empty(x.shape[-1:], dtype=call.dbias)
+def _plan(call: GegluCall) -> Any:
+    from sdfastgn.kernels.geglu.plans import GegluPlan
+
+    return GegluPlan(call)
+
+
+def _grad_plan(call: Any) -> Any:
+    from sdfastgn.kernels.geglu.plans import GegluGradPlan
+
+    return GegluGradPlan(call)
 
 
 GEGLU_BACKWARD = GradOp(
-    # The last two: dtypes of the gradients that are wanted.
-    "geglu_backward(Tensor dy, Tensor x, Tensor? bias, ScalarType? dx, ScalarType? dbias) -> Tensor[]",
-    GegluGradCall,
-    GegluGrads,
-    launch=launch_geglu_grads,
+    "geglu_backward",
+    backward_of(GegluCall, (), dy=Operand(), wanted=WantedDtype),
+    plan=_grad_plan,
     reference=reference_geglu_grads,
-    empty=_empty_grads,
+    empty=empty_grads,
+)
+_GEGLU = PlannedOp(
+    "geglu",
+    GegluCall,
+    ("y",),
+    plan=_plan,
+    reference=lambda call: reference_geglu(*call),
+    fake=_fake,
+    check=_check,
+    backward=GEGLU_BACKWARD,
 )
 
 

@@ -1,4 +1,4 @@
-"""Backward of GroupNorm + activation: the op ``sdfastgn::group_norm_backward``.
+"""Gradients of GroupNorm + activation in plain PyTorch, for the op ``sdfastgn::group_norm_backward``.
 
 With u, z, y as in ``group_norm/op.py``, a = 1 + ada_scale, dz the gradient of the activation's
 argument, xhat = (u - mean) * rstd and w' = weight * a:
@@ -18,24 +18,22 @@ PyTorch implements it.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sdfastgn.kernels.common.activations import ACTIVATION_GRADS
-from sdfastgn.kernels.common.grad_op import GradOp
-from sdfastgn.kernels.common.layout import dense_is_channels_last, empty_dense_like, laid_out
-from sdfastgn.kernels.group_norm.backward_plans import (
-    GroupNormGradCall,
-    GroupNormGrads,
-    launch_group_norm_grads,
-)
-
-__all__ = ["GROUP_NORM_BACKWARD", "reference_group_norm_grads"]
+from sdfastgn.kernels.common.declaration import Gradients
+from sdfastgn.kernels.common.layout import dense_is_channels_last, laid_out
 
 
-def reference_group_norm_grads(call: GroupNormGradCall) -> GroupNormGrads:
+def reference_group_norm_grads(call: Any) -> Gradients:
     """Gradients in plain PyTorch, computed in fp32 (fp64 for fp64 input).
+
+    Args:
+        call: dy (N, C, *spatial), or (N, HW, C) if ``tokens``; x and the operands of ``GroupNormCall``; mean
+            and rstd (N, G) of the forward; and which gradients are wanted (``dx``, ``dweight`` ...).
 
     Every step is a differentiable op, so that a second derivative is right too. The gradient of x has
     the strides of x if x is without gaps.
@@ -81,36 +79,11 @@ def reference_group_norm_grads(call: GroupNormGradCall) -> GroupNormGrads:
         dx = du.reshape(x.shape).to(x.dtype)
         # Sums and products have the strides of dy.
         dx = laid_out(dx, dense_is_channels_last(x))
-    return GroupNormGrads(
-        dx,
-        summed(d_affine * xhat, weight) if call.dweight else None,
-        summed(d_affine, bias) if call.dbias else None,
-        summed(du, shift) if call.dshift and du is not None else None,
-        summed(dz * affine, call.ada_scale) if call.dada_scale else None,
-        summed(dz, call.ada_shift) if call.dada_shift else None,
-    )
-
-
-# --- op ---------------------------------------------------------------------------------------------
-
-
-def _empty(call: GroupNormGradCall) -> tuple[Tensor | None, ...]:
-    operands = (call.weight, call.bias, call.shift, call.ada_scale, call.ada_shift)
-    return (
-        empty_dense_like(call.x, call.x.dtype),
-        *(None if t is None else t.new_empty(t.shape) for t in operands),
-    )
-
-
-GROUP_NORM_BACKWARD = GradOp(
-    # The last six: which gradients are wanted.
-    "group_norm_backward(Tensor dy, Tensor x, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias, "
-    "Tensor? shift, Tensor? ada_scale, Tensor? ada_shift, int num_groups, float eps, str activation, "
-    "bool tokens, bool dx, bool dweight, bool dbias, bool dshift, bool dada_scale, bool dada_shift) "
-    "-> Tensor[]",
-    GroupNormGradCall,
-    GroupNormGrads,
-    launch=launch_group_norm_grads,
-    reference=reference_group_norm_grads,
-    empty=_empty,
-)
+    return {
+        "x": dx,
+        "weight": summed(d_affine * xhat, weight) if call.dweight else None,
+        "bias": summed(d_affine, bias) if call.dbias else None,
+        "shift": summed(du, shift) if call.dshift and du is not None else None,
+        "ada_scale": summed(dz * affine, call.ada_scale) if call.dada_scale else None,
+        "ada_shift": summed(dz, call.ada_shift) if call.dada_shift else None,
+    }

@@ -11,15 +11,9 @@ from torch import Tensor
 from sdfastgn.kernels.common import gpu
 from sdfastgn.kernels.common.activations import PAIRED
 from sdfastgn.kernels.common.column_sums import SUM_WARPS, column_sum_block
+from sdfastgn.kernels.common.declaration import Gradients, empty_gradients, gradients_of
 from sdfastgn.kernels.common.launch import Launch
-from sdfastgn.kernels.common.layout import (
-    dense,
-    dense_is_channels_last,
-    empty_dense_like,
-    is_channels_last,
-    is_dense,
-)
-from sdfastgn.kernels.common.plan_cache import PlanCache, plan_key
+from sdfastgn.kernels.common.layout import is_channels_last
 from sdfastgn.kernels.common.sizes import ceil_div, row_factor, tile_constants
 from sdfastgn.kernels.group_norm import backward_kernels as kernels
 from sdfastgn.kernels.group_norm import parameter_kernels, walk_kernels
@@ -34,61 +28,17 @@ from sdfastgn.kernels.group_norm.config import (
     parameter_rows,
     walk_config,
 )
-from sdfastgn.kernels.group_norm.plans import ALIGNED, has_gaps, row_stride, vector
+from sdfastgn.kernels.group_norm.plans import ALIGNED, row_stride
 from sdfastgn.kernels.statistics.config import StatisticsConfig
 from sdfastgn.kernels.statistics.kernels import is_even
 
-__all__ = ["GroupNormGradCall", "GroupNormGrads", "launch_group_norm_grads"]
-
 # Values of each sample and channel that ``merge_sums_kernel`` leaves to ``apply_grad_kernel``.
 _TABLE_ROWS = 5
-# Operands whose gradients may be sums over samples: all of ``GroupNormGrads`` but x.
+# The gradients, in the kernels' order. All but that of x may be sums over samples.
+_GRADIENTS = ("x", "weight", "bias", "shift", "ada_scale", "ada_shift")
 _PARAMETERS = 5
 # Warps that sum parameter gradients over samples.
 _PARAMETER_WARPS = 4
-
-
-class GroupNormGrads(NamedTuple):
-    """Gradients, each in its tensor's shape and dtype; None where not wanted."""
-
-    x: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
-    shift: Tensor | None
-    ada_scale: Tensor | None
-    ada_shift: Tensor | None
-
-
-class GroupNormGradCall(NamedTuple):
-    """The arguments of the op ``sdfastgn::group_norm_backward``, in its schema's order.
-
-    Shapes: dy (N, C, *spatial), or (N, HW, C) if ``tokens``; mean and rstd (N, G) of the forward; the
-    others as in ``GroupNormCall``.
-    """
-
-    dy: Tensor
-    x: Tensor
-    mean: Tensor
-    rstd: Tensor
-    weight: Tensor | None
-    bias: Tensor | None
-    shift: Tensor | None
-    ada_scale: Tensor | None
-    ada_shift: Tensor | None
-    num_groups: int
-    eps: float
-    activation: str
-    tokens: bool
-    # Which gradients are wanted.
-    dx: bool
-    dweight: bool
-    dbias: bool
-    dshift: bool
-    dada_scale: bool
-    dada_shift: bool
-
-    def wanted(self) -> tuple[bool, ...]:
-        return self.dx, self.dweight, self.dbias, self.dshift, self.dada_scale, self.dada_shift
 
 
 class _Sizes(NamedTuple):
@@ -104,23 +54,21 @@ class _Sizes(NamedTuple):
     strides: tuple[int, int, int]  # of shift, ada_scale and ada_shift
 
     @classmethod
-    def of(cls, call: GroupNormGradCall) -> _Sizes:
-        x, dy, C = call.x, call.dy, call.x.shape[1]
-        channels_last = dense_is_channels_last(x)
-        dy_last = call.tokens or (is_channels_last(dy) if is_dense(dy) else channels_last)
+    def of(cls, call: Any) -> _Sizes:
+        x, C = call.x, call.x.shape[1]
         return cls(
             x.shape[0],
             C,
             math.prod(x.shape[2:]),
             C // call.num_groups,
-            channels_last,
-            dy_last,
+            is_channels_last(x),
+            call.tokens or is_channels_last(call.dy),
             gpu.has_programmatic_launch(x.device),
-            (row_stride(call.shift, C), row_stride(call.ada_scale, C), row_stride(call.ada_shift, C)),
+            (row_stride(call.shift), row_stride(call.ada_scale), row_stride(call.ada_shift)),
         )
 
 
-class _GradPlan:
+class GroupNormGradPlan:
     """The launches for one combination of shapes, strides, dtypes, device and wanted gradients.
 
     ``single`` makes dx and the sums of samples, or ``sums`` and ``merge`` make the sums and ``apply`` dx.
@@ -131,18 +79,14 @@ class _GradPlan:
     """
 
     __slots__ = (
-        "apply", "copies_dy", "copies_x", "has_gaps", "merge", "parameters", "part_plane", "parts_sum",
-        "plane", "rows", "scratch", "single", "sums", "totals",
+        "apply", "merge", "parameters", "part_plane", "parts_sum", "plane", "rows", "scratch", "single",
+        "sums", "totals", "wanted",
     )  # fmt: skip
 
-    def __init__(self, call: GroupNormGradCall) -> None:
+    def __init__(self, call: Any) -> None:
         x = call.x
         sizes = _Sizes.of(call)
-        self.copies_x = not is_dense(x)
-        self.copies_dy = not (call.dy.is_contiguous() if call.tokens else is_dense(call.dy))
-        self.has_gaps = any(
-            has_gaps(t) for t in (call.weight, call.bias, call.shift, call.ada_scale, call.ada_shift)
-        )
+        self.wanted = tuple(name for name in gradients_of(type(call)) if getattr(call, f"d{name}"))
         self.plane = _aligned(sizes.N * sizes.C)
         self.totals, self.scratch = 0, (2 + call.dshift) * self.plane
         self.single: Launch | None = None
@@ -164,11 +108,11 @@ class _GradPlan:
             self.merge = self._plan_merge(call, sizes, config.statistics.chunks)
         self._plan_rest(call, sizes, sms)
 
-    def _plan_rest(self, call: GroupNormGradCall, sizes: _Sizes, sms: int) -> None:
+    def _plan_rest(self, call: Any, sizes: _Sizes, sms: int) -> None:
         """``apply``, whose first programs make the gradients of parameters, or ``parameters`` without it."""
         N, C, HW = sizes.N, sizes.C, sizes.HW
         block_n, block_c = parameter_config(N, C)
-        programs = ceil_div(C, block_c) if any(call.wanted()[1:]) else 0
+        programs = ceil_div(C, block_c) if any(name != "x" for name in self.wanted) else 0
         operands = {"SHIFT_ROWS": call.shift, "SCALE_ROWS": call.ada_scale, "OFFSET_ROWS": call.ada_shift}
         rows = {name: t is not None and t.dim() == 2 and t.shape[0] == N for name, t in operands.items()}
         # Which gradients have a row for each sample.
@@ -200,7 +144,7 @@ class _GradPlan:
         kernel = parameter_kernels.parameter_sum_kernel
         return Launch(kernel, programs, numbers, constants, SUM_WARPS, pdl=sizes.pdl)
 
-    def _plan_small(self, call: GroupNormGradCall, sizes: _Sizes, config: SmallConfig) -> Launch:
+    def _plan_small(self, call: Any, sizes: _Sizes, config: SmallConfig) -> Launch:
         constants = {
             **_reading(call, sizes),
             "PAIRS": _pairs(call, config.block),
@@ -213,7 +157,7 @@ class _GradPlan:
         kernel = kernels.small_grad_kernel
         return Launch(kernel, programs, numbers, constants, config.num_warps, pdl=sizes.pdl)
 
-    def _plan_walk(self, call: GroupNormGradCall, sizes: _Sizes, config: WalkConfig) -> Launch:
+    def _plan_walk(self, call: Any, sizes: _Sizes, config: WalkConfig) -> Launch:
         constants = _reading(call, sizes) | {
             "PAIRS": sizes.channels_last and _pairs(call, config.block_c),
             "HW_FACTOR": row_factor(sizes.channels_last, sizes.HW),
@@ -227,7 +171,7 @@ class _GradPlan:
             walk_kernels.walk_grad_kernel, programs, numbers, constants, config.num_warps, pdl=sizes.pdl
         )
 
-    def _plan_sums(self, call: GroupNormGradCall, sizes: _Sizes, config: StatisticsConfig) -> Launch:
+    def _plan_sums(self, call: Any, sizes: _Sizes, config: StatisticsConfig) -> Launch:
         N, C, HW = sizes.N, sizes.C, sizes.HW
         constants = {
             **_reading(call, sizes),
@@ -241,7 +185,7 @@ class _GradPlan:
         numbers = (*sizes.strides, HW, config.rows, config.chunks, N * config.chunks * C)
         return Launch(kernels.sums_kernel, programs, numbers, constants, config.num_warps, pdl=sizes.pdl)
 
-    def _plan_merge(self, call: GroupNormGradCall, sizes: _Sizes, chunks: int) -> Launch:
+    def _plan_merge(self, call: Any, sizes: _Sizes, chunks: int) -> Launch:
         N, C = sizes.N, sizes.C
         sums = 2 + call.dshift
         self.totals = _aligned(sums * N * chunks * C)
@@ -266,7 +210,7 @@ class _GradPlan:
 
     def _plan_apply(
         self,
-        call: GroupNormGradCall,
+        call: Any,
         sizes: _Sizes,
         blocks: ApplyConfig,
         numbers: tuple[int, ...],
@@ -290,10 +234,15 @@ class _GradPlan:
         kernel = kernels.apply_grad_kernel
         return Launch(kernel, programs, numbers, constants, blocks.num_warps, pdl=sizes.pdl)
 
-    def launch(self, call: GroupNormGradCall, grads: GroupNormGrads) -> None:
-        """On the current device, that of ``call``, whose tensors have no gaps."""
+    def run(self, call: Any) -> Gradients:
+        grads = empty_gradients(call, self.wanted)
+        with gpu.on_device(call.x.device):
+            self._launch(call, *map(grads.get, _GRADIENTS))
+        return grads
+
+    def _launch(self, call: Any, dx: Tensor | None, *parameter_grads: Tensor | None) -> None:
+        """On the current device, that of ``call``."""
         dy, x, mean, rstd, weight, bias, shift, ada_scale, ada_shift, *_ = call
-        dx, *parameter_grads = grads
         stream = gpu.current_stream(x.device)
         scratch = torch.empty(self.scratch, dtype=torch.float32, device=x.device)
         operands = (mean, rstd, weight, bias, shift, ada_scale, ada_shift)
@@ -321,7 +270,7 @@ def _aligned(values: int) -> int:
     return ceil_div(values, ALIGNED) * ALIGNED
 
 
-def _reading(call: GroupNormGradCall, sizes: _Sizes) -> dict[str, Any]:
+def _reading(call: Any, sizes: _Sizes) -> dict[str, Any]:
     """The first constants of every kernel that reads x and dy."""
     return {
         "C": sizes.C,
@@ -334,38 +283,5 @@ def _reading(call: GroupNormGradCall, sizes: _Sizes) -> dict[str, Any]:
     }
 
 
-def _pairs(call: GroupNormGradCall, block: int) -> bool:
+def _pairs(call: Any, block: int) -> bool:
     return call.x.dtype != torch.float32 and block >= PAIRED
-
-
-_plans: PlanCache[_GradPlan] = PlanCache()
-
-
-def launch_group_norm_grads(call: GroupNormGradCall) -> GroupNormGrads:
-    """Gradients by Triton kernels. Arguments are valid, and not empty."""
-    # mean, rstd and eps decide nothing.
-    key = plan_key((*call[:2], *call[4:10]), call.activation, call.tokens, call.wanted())
-    plan = _plans.get(key)
-    if plan is None:
-        plan = _plans[key] = _GradPlan(call)
-    x, dy = call.x, call.dy
-    operands = (call.weight, call.bias, call.shift, call.ada_scale, call.ada_shift)
-    grads = GroupNormGrads(
-        (empty_dense_like(x, x.dtype) if plan.copies_x else torch.empty_like(x)) if call.dx else None,
-        *(
-            torch.empty(t.shape, dtype=t.dtype, device=t.device) if t is not None and want else None
-            for t, want in zip(operands, call.wanted()[1:], strict=True)
-        ),
-    )
-    if plan.copies_x:
-        call = call._replace(x=dense(x))
-    if plan.copies_dy:
-        # An expanded gradient, or one with gaps: everything else is read where it lies.
-        dy = dy.contiguous() if call.tokens else empty_dense_like(x, dy.dtype).copy_(dy)
-        call = call._replace(dy=dy)
-    if plan.has_gaps:
-        weight, bias, shift, ada_scale, ada_shift = (vector(t) for t in operands)
-        call = call._replace(weight=weight, bias=bias, shift=shift, ada_scale=ada_scale, ada_shift=ada_shift)
-    with gpu.on_device(x.device):
-        plan.launch(call, grads)
-    return grads

@@ -15,8 +15,7 @@ import math
 from torch import Tensor
 
 from sdfastgn.kernels.common.checks import as_eps, check_input
-from sdfastgn.kernels.group_norm.op import GROUP_NORM
-from sdfastgn.kernels.group_norm.plans import GroupNormCall
+from sdfastgn.kernels.group_norm.op import GROUP_NORM, GroupNormCall
 
 __all__ = ["instance_norm"]
 

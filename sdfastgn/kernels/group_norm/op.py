@@ -7,7 +7,7 @@ Formula, with x of shape (N, C, *spatial), HW = product of the spatial sizes, G 
     y = activation(z * (1 + ada_scale[n, c]) + ada_shift[n, c])
 
 On a GPU the kernels of ``group_norm/kernels.py`` run; everywhere else ``reference_group_norm``.
-Layout and numerics contract: there.
+Layout and numerics contract: there. Gradients: ``group_norm/backward.py``.
 
 Source: Wu and He, "Group Normalization", 2018. The interface follows torch.nn.functional.group_norm.
 """
@@ -15,7 +15,7 @@ Source: Wu and He, "Group Normalization", 2018. The interface follows torch.nn.f
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,16 +29,57 @@ from sdfastgn.kernels.common.checks import (
     check_device,
     check_floating,
     check_input,
-    check_operand,
 )
-from sdfastgn.kernels.common.layout import empty_dense_like, like_dense
+from sdfastgn.kernels.common.declaration import Operand, Value, backward_of, dense
+from sdfastgn.kernels.common.grad_op import GradOp
+from sdfastgn.kernels.common.layout import empty_dense_like, is_dense, like_dense
 from sdfastgn.kernels.common.op import PlannedOp
-from sdfastgn.kernels.group_norm.backward import GROUP_NORM_BACKWARD
-from sdfastgn.kernels.group_norm.backward_plans import GroupNormGradCall, GroupNormGrads
+from sdfastgn.kernels.group_norm.backward import reference_group_norm_grads
 from sdfastgn.kernels.group_norm.plain import plain_group_norm
-from sdfastgn.kernels.group_norm.plans import GroupNormCall, GroupNormPlan, empty_saved
 
-__all__ = ["GROUP_NORM", "group_norm", "reference_group_norm"]
+# --- declaration --------------------------------------------------------------------------------------
+
+
+def _rows(operand: Tensor, call: Any) -> Tensor:
+    """``operand`` with its channels next to each other; rows may be apart."""
+    return operand if operand.stride(-1) == 1 else operand.contiguous()
+
+
+def _dense_gradient(dy: Tensor, call: Any) -> Tensor:
+    """``dy`` in either layout, or as tokens; a copy has the layout of x."""
+    if call.tokens:
+        return dy.contiguous()
+    return dy if is_dense(dy) else empty_dense_like(call.x, dy.dtype).copy_(dy)
+
+
+def _check_tokens(name: str, tokens: Any) -> None:
+    if not isinstance(tokens, bool):
+        raise TypeError(f"{name}: tokens must be a bool, got {tokens!r}")
+
+
+_PerChannel = Annotated[Tensor | None, Operand("(C,)", whole=_rows)]
+_PerSample = Annotated[Tensor | None, Operand("(C,)", "(1, C)", "(N, C)", whole=_rows)]
+
+
+class GroupNormCall(NamedTuple):
+    """The arguments of the op ``sdfastgn::group_norm``, in its schema's order."""
+
+    x: Annotated[Tensor, Operand("(N, C, *spatial)", whole=dense)]
+    num_groups: int
+    weight: _PerChannel
+    bias: _PerChannel
+    eps: float
+    activation: Annotated[str, Value(check_activation)]
+    shift: _PerSample
+    ada_scale: _PerSample
+    ada_shift: _PerSample
+    # (2, N, P, C) in fp32, of x without the shift.
+    statistics: Annotated[Tensor | None, Operand(has_gradient=False)]
+    tokens: Annotated[bool, Value(_check_tokens)]
+    out_dtype: torch.dtype | None
+
+
+# --- reference ----------------------------------------------------------------------------------------
 
 
 def reference_group_norm(
@@ -88,6 +129,12 @@ def _reference(call: GroupNormCall) -> tuple[Tensor, Tensor, Tensor]:
 # --- op ---------------------------------------------------------------------------------------------
 
 
+def empty_saved(call: GroupNormCall) -> Tensor:
+    """Memory for mean or rstd: (N, G) in fp32, fp64 for fp64 input."""
+    dtype = torch.promote_types(call.x.dtype, torch.float32)
+    return call.x.new_empty((call.x.shape[0], call.num_groups), dtype=dtype)
+
+
 def _fake(call: GroupNormCall) -> tuple[Tensor, Tensor, Tensor]:
     x, dtype = call.x, call.out_dtype or call.x.dtype
     y = empty_dense_like(x, dtype)
@@ -96,42 +143,16 @@ def _fake(call: GroupNormCall) -> tuple[Tensor, Tensor, Tensor]:
     return y, empty_saved(call), empty_saved(call)
 
 
-def _save(ctx: Any, call: GroupNormCall, results: tuple[Tensor, Tensor, Tensor]) -> None:
-    _, mean, rstd = results
-    ctx.set_materialize_grads(False)
-    ctx.settings = call.num_groups, call.eps, call.activation, call.tokens
-    operands = (call.weight, call.bias, call.shift, call.ada_scale, call.ada_shift)
-    ctx.save_for_backward(call.x, mean, rstd, *operands)
-
-
-def _backward(ctx: Any, needs: Any, dy: Tensor | None, *_: None) -> dict[str, Tensor | None]:
-    if dy is None:
-        return {}
-    wanted = [needs.x, needs.weight, needs.bias, needs.shift, needs.ada_scale, needs.ada_shift]
-    grads = GROUP_NORM_BACKWARD(GroupNormGradCall(dy, *ctx.saved_tensors, *ctx.settings, *wanted))
-    return dict(zip(GroupNormGrads._fields, grads, strict=True))
-
-
 def _check(name: str, call: GroupNormCall) -> None:
     x, num_groups = call.x, call.num_groups
-    check_input(name, "x", x)
-    if x.dim() < 2:
-        raise ValueError(f"{name}: x must be (N, C, *spatial), got shape {tuple(x.shape)}")
     if num_groups == 0:
         raise ZeroDivisionError(f"{name}: num_groups must be positive, got 0")
-    N, C = x.shape[:2]
+    C = x.shape[1]
     if num_groups < 0 or C % num_groups:
         raise ValueError(
             f"{name}: num_groups={num_groups} must be a positive divisor of C={C}, "
             f"x has shape {tuple(x.shape)}"
         )
-    check_activation(name, call.activation)
-    for label in ("weight", "bias"):
-        check_operand(name, label, getattr(call, label), x, (C,))
-    for label in ("shift", "ada_scale", "ada_shift"):
-        check_operand(name, label, getattr(call, label), x, (C,), (1, C), (N, C))
-    if not isinstance(call.tokens, bool):
-        raise TypeError(f"{name}: tokens must be a bool, got {call.tokens!r}")
     if call.statistics is not None:
         _check_statistics(name, x, call.statistics)
 
@@ -149,19 +170,39 @@ def _check_statistics(name: str, x: Tensor, statistics: Any) -> None:
     check_device(name, "statistics", statistics, x)
 
 
+# Plans and kernels need Triton, so they are imported when the first one is made.
+
+
+def _plan(call: GroupNormCall) -> Any:
+    from sdfastgn.kernels.group_norm.plans import GroupNormPlan
+
+    return GroupNormPlan(call)
+
+
+def _grad_plan(call: Any) -> Any:
+    from sdfastgn.kernels.group_norm.backward_plans import GroupNormGradPlan
+
+    return GroupNormGradPlan(call)
+
+
+# mean and rstd of the groups: (N, G) in fp32, fp64 for fp64 input.
+_SAVED = ("mean", "rstd")
+GROUP_NORM_BACKWARD = GradOp(
+    "group_norm_backward",
+    backward_of(GroupNormCall, _SAVED, dy=Operand(whole=_dense_gradient)),
+    plan=_grad_plan,
+    reference=reference_group_norm_grads,
+)
 GROUP_NORM = PlannedOp(
-    # y, then mean and rstd of the groups, (N, G) in fp32 (fp64 for fp64 input), for the backward.
-    "group_norm(Tensor x, int num_groups, Tensor? weight, Tensor? bias, float eps, str activation, "
-    "Tensor? shift, Tensor? ada_scale, Tensor? ada_shift, Tensor? statistics, bool tokens, "
-    "ScalarType? out_dtype) -> (Tensor, Tensor, Tensor)",
+    "group_norm",
     GroupNormCall,
-    plan=GroupNormPlan,
+    ("y",),
+    _SAVED,
+    plan=_plan,
     reference=_reference,
     fake=_fake,
-    save=_save,
-    backward=_backward,
     check=_check,
-    hidden=2,
+    backward=GROUP_NORM_BACKWARD,
 )
 
 
@@ -227,5 +268,5 @@ def group_norm(
         x, num_groups, weight, bias, eps, activation, shift, ada_scale, ada_shift, statistics, tokens, dtype
     )
     if type(tokens) is not bool:  # in a plan's key, 1 would be True
-        _check(name, call)
+        GROUP_NORM.check(name, call)
     return GROUP_NORM(call)

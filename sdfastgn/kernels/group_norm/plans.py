@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from sdfastgn.kernels.common import gpu
 from sdfastgn.kernels.common.activations import PAIRED
 from sdfastgn.kernels.common.launch import Launch
-from sdfastgn.kernels.common.layout import dense, dense_is_channels_last, empty_dense_like, is_dense
+from sdfastgn.kernels.common.layout import is_channels_last
 from sdfastgn.kernels.common.sizes import ceil_div, row_factor, tile_constants, vector_width
 from sdfastgn.kernels.group_norm import kernels
 from sdfastgn.kernels.group_norm.config import (
@@ -22,33 +22,11 @@ from sdfastgn.kernels.group_norm.config import (
     launch_config,
     merge_config,
 )
+from sdfastgn.kernels.group_norm.op import GroupNormCall, empty_saved
 from sdfastgn.kernels.statistics.kernels import StatisticsLaunch
-
-__all__ = ["ALIGNED", "GroupNormCall", "GroupNormPlan", "empty_saved", "has_gaps", "row_stride", "vector"]
 
 # fp32 values: every part of the scratch memory starts at a multiple of 256 bytes.
 ALIGNED = 64
-
-
-class GroupNormCall(NamedTuple):
-    """The arguments of the op ``sdfastgn::group_norm``, in its schema's order.
-
-    Shapes: x (N, C, *spatial); weight, bias (C,); shift, ada_scale, ada_shift (N, C), (1, C) or (C,);
-    statistics (2, N, P, C) in fp32, of x without the shift.
-    """
-
-    x: Tensor
-    num_groups: int
-    weight: Tensor | None
-    bias: Tensor | None
-    eps: float
-    activation: str
-    shift: Tensor | None
-    ada_scale: Tensor | None
-    ada_shift: Tensor | None
-    statistics: Tensor | None
-    tokens: bool
-    out_dtype: torch.dtype | None
 
 
 class GroupNormPlan:
@@ -57,21 +35,15 @@ class GroupNormPlan:
     ``scratch``: fp32 values that pass between the latter.
     """
 
-    __slots__ = ("apply", "has_gaps", "merge", "scratch", "small", "statistics", "tokens")
+    __slots__ = ("apply", "merge", "scratch", "small", "statistics", "tokens")
 
     def __init__(self, call: GroupNormCall) -> None:
         x = call.x
         N, C = x.shape[:2]
         HW = math.prod(x.shape[2:])
-        operands = (call.weight, call.bias, call.shift, call.ada_scale, call.ada_shift)
-        self.has_gaps = (
-            not is_dense(x)
-            or any(has_gaps(t) for t in operands)
-            or not (call.statistics is None or call.statistics.is_contiguous())
-        )
         self.tokens = (N, HW, C) if call.tokens else None
         self.small: Launch | None = None
-        channels_last = dense_is_channels_last(x)
+        channels_last = is_channels_last(x)
         config = launch_config(
             N, C, HW, call.num_groups, channels_last, gpu.num_sms(x.device), itemsize=x.element_size()
         )
@@ -113,14 +85,8 @@ class GroupNormPlan:
         x, _, weight, bias, _, _, shift, ada_scale, ada_shift, statistics, _, out_dtype = call
         if self.tokens is not None:
             y = torch.empty(self.tokens, dtype=out_dtype or x.dtype, device=x.device)
-        elif self.has_gaps:
-            y = empty_dense_like(x, out_dtype or x.dtype)
         else:
             y = torch.empty_like(x, dtype=out_dtype)
-        if self.has_gaps:
-            x, statistics = dense(x), None if statistics is None else statistics.contiguous()
-            weight, bias = vector(weight), vector(bias)
-            shift, ada_scale, ada_shift = vector(shift), vector(ada_scale), vector(ada_shift)
         if self.small is not None:
             self.small(stream, x, y, mean, rstd, weight, bias, shift, ada_scale, ada_shift)
             return y
@@ -204,29 +170,12 @@ def _apply(call: GroupNormCall, blocks: ApplyConfig, channels_last: bool, number
     return Launch(kernels.apply_kernel, programs, numbers, constants, blocks.num_warps, pdl=pdl)
 
 
-def empty_saved(call: GroupNormCall) -> Tensor:
-    """Memory for mean or rstd: (N, G) in fp32, fp64 for fp64 input."""
-    dtype = torch.promote_types(call.x.dtype, torch.float32)
-    return call.x.new_empty((call.x.shape[0], call.num_groups), dtype=dtype)
-
-
-def has_gaps(operand: Tensor | None) -> bool:
-    """True if the channels of weight, bias, shift, ada_scale or ada_shift are not next to each other."""
-    return operand is not None and operand.stride(-1) != 1
-
-
-def vector(operand: Tensor | None) -> Tensor | None:
-    """``operand`` with its channels next to each other."""
-    return operand.contiguous() if operand is not None and has_gaps(operand) else operand
-
-
-def row_stride(operand: Tensor | None, C: int) -> int:
-    """Elements from a sample's row of ``vector(operand)`` to the next; 0 where one serves all samples."""
+def row_stride(operand: Tensor | None) -> int:
+    """Elements from a sample's row to the next; 0 where one serves all samples."""
     if operand is None or operand.dim() == 1 or operand.shape[0] == 1:
         return 0
-    return operand.stride(0) if operand.stride(1) == 1 else C
+    return operand.stride(0)
 
 
 def _strides(call: GroupNormCall) -> tuple[int, ...]:
-    C = call.x.shape[1]
-    return row_stride(call.shift, C), row_stride(call.ada_scale, C), row_stride(call.ada_shift, C)
+    return row_stride(call.shift), row_stride(call.ada_scale), row_stride(call.ada_shift)

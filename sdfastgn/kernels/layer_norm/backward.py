@@ -15,20 +15,39 @@ Source: Ba, Kiros and Hinton, "Layer Normalization", 2016, and the chain rule.
 
 from __future__ import annotations
 
+from typing import Annotated, Any, NamedTuple
+
 import torch
 from torch import Tensor
 
+from sdfastgn.kernels.common.declaration import Gradients, Operand, WantedDtype, even_rows
 from sdfastgn.kernels.common.grad_op import GradOp
-from sdfastgn.kernels.layer_norm.backward_plans import (
-    LayerNormGradCall,
-    LayerNormGrads,
-    launch_layer_norm_grads,
-)
-
-__all__ = ["LAYER_NORM_BACKWARD", "reference_layer_norm_grads"]
 
 
-def reference_layer_norm_grads(call: LayerNormGradCall) -> LayerNormGrads:
+class LayerNormGradCall(NamedTuple):
+    """The arguments of the op ``sdfastgn::layer_norm_backward``, in its schema's order.
+
+    The last four are the dtypes of the gradients of x, weight, bias and what was added to x along its
+    columns; None for each that is not wanted.
+    """
+
+    # (..., D)
+    dy: Tensor
+    dtotal: Tensor | None
+    x: Annotated[Tensor, Operand("(..., D)", whole=even_rows)]
+    # (...), of the forward
+    centre: Tensor
+    rstd: Tensor
+    # (D,)
+    weight: Tensor | None
+    eps: float
+    dx: WantedDtype
+    dweight: WantedDtype
+    dbias: WantedDtype
+    dadded: WantedDtype
+
+
+def reference_layer_norm_grads(call: LayerNormGradCall) -> Gradients:
     """Gradients in plain PyTorch, computed in fp32 (fp64 for fp64 input).
 
     Every step is a differentiable op, so that a second derivative is right too.
@@ -50,31 +69,38 @@ def reference_layer_norm_grads(call: LayerNormGradCall) -> LayerNormGrads:
     def summed(t: Tensor, dtype: torch.dtype | None) -> Tensor | None:
         return None if dtype is None else t.sum(0).to(dtype)
 
-    return LayerNormGrads(
-        None if call.dx is None else dx.reshape(x.shape).to(call.dx).contiguous(),
-        summed(dy * xhat, call.dweight),
-        summed(dy, call.dbias),
-        summed(dx, call.dadded),
-    )
+    return {
+        "x": None if call.dx is None else dx.reshape(x.shape).to(call.dx).contiguous(),
+        "weight": summed(dy * xhat, call.dweight),
+        "bias": summed(dy, call.dbias),
+        "added": summed(dx, call.dadded),
+    }
 
 
 # --- op ---------------------------------------------------------------------------------------------
 
 
-def _empty(call: LayerNormGradCall) -> tuple[Tensor, ...]:
-    shapes = (call.x.shape, *[call.x.shape[-1:]] * 3)
-    return tuple(
-        call.x.new_empty(shape, dtype=dtype) for shape, dtype in zip(shapes, call.wanted(), strict=True)
-    )
+def empty_grads(call: LayerNormGradCall, names: tuple[str, ...]) -> Gradients:
+    """Memory for the gradients ``names``, all contiguous."""
+    x = call.x
+    return {
+        name: torch.empty(
+            x.shape if name == "x" else x.shape[-1:], dtype=getattr(call, f"d{name}"), device=x.device
+        )
+        for name in names
+    }
+
+
+def _plan(call: LayerNormGradCall) -> Any:
+    from sdfastgn.kernels.layer_norm.backward_plans import LayerNormGradPlan  # needs Triton
+
+    return LayerNormGradPlan(call)
 
 
 LAYER_NORM_BACKWARD = GradOp(
-    # The last four: dtypes of the gradients that are wanted.
-    "layer_norm_backward(Tensor dy, Tensor? dtotal, Tensor x, Tensor centre, Tensor rstd, Tensor? weight, "
-    "float eps, ScalarType? dx, ScalarType? dweight, ScalarType? dbias, ScalarType? dadded) -> Tensor[]",
+    "layer_norm_backward",
     LayerNormGradCall,
-    LayerNormGrads,
-    launch=launch_layer_norm_grads,
+    plan=_plan,
     reference=reference_layer_norm_grads,
-    empty=_empty,
+    empty=empty_grads,
 )

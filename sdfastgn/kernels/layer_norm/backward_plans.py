@@ -2,71 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from sdfastgn.kernels.common import gpu
 from sdfastgn.kernels.common.column_sums import SUM_WARPS, column_sum_block
+from sdfastgn.kernels.common.declaration import Gradients, gradients_of
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.common.layout import row_stride
-from sdfastgn.kernels.common.plan_cache import PlanCache, plan_key
 from sdfastgn.kernels.common.sizes import ceil_div, vector_width
 from sdfastgn.kernels.layer_norm import backward_kernels as kernels
+from sdfastgn.kernels.layer_norm.backward import LayerNormGradCall, empty_grads
 from sdfastgn.kernels.layer_norm.config import ChunksConfig, RowsConfig, backward_config, column_groups
 from sdfastgn.kernels.layer_norm.plans import rows_constants
 
-__all__ = ["LayerNormGradCall", "LayerNormGrads", "launch_layer_norm_grads"]
 
-
-class LayerNormGradCall(NamedTuple):
-    """The arguments of the op ``sdfastgn::layer_norm_backward``, in its schema's order.
-
-    Shapes: dy, dtotal and x (..., D); centre and rstd (...) of the forward; weight (D,). The last four
-    are the dtypes of the gradients of x, weight, bias and what was added to x along its columns; None
-    for each that is not wanted.
-    """
-
-    dy: Tensor
-    dtotal: Tensor | None
-    x: Tensor
-    centre: Tensor
-    rstd: Tensor
-    weight: Tensor | None
-    eps: float
-    dx: torch.dtype | None
-    dweight: torch.dtype | None
-    dbias: torch.dtype | None
-    dadded: torch.dtype | None
-
-    def wanted(self) -> tuple[torch.dtype | None, ...]:
-        return self.dx, self.dweight, self.dbias, self.dadded
-
-
-class LayerNormGrads(NamedTuple):
-    """Gradients of x (and of a residual), weight, bias and what was added to x; None where not wanted."""
-
-    x: Tensor | None = None
-    weight: Tensor | None = None
-    bias: Tensor | None = None
-    added: Tensor | None = None
-
-
-class _GradPlan:
+class LayerNormGradPlan:
     """The launches for one combination of shapes, strides, dtypes, device and wanted gradients.
 
     ``rows_grad``, or ``chunk_sums`` (if dx is wanted) and ``chunk_grad``; then ``columns`` adds up
     ``partials`` fp32 values.
     """
 
-    __slots__ = ("chunk_grad", "chunk_sums", "chunks", "columns", "copies_x", "partials", "rows", "rows_grad")
+    __slots__ = ("chunk_grad", "chunk_sums", "chunks", "columns", "partials", "rows", "rows_grad", "wanted")
 
     def __init__(self, call: LayerNormGradCall) -> None:
         x = call.x
         D = x.shape[-1]
         self.rows = x.numel() // D
-        self.copies_x = row_stride(x) is None
+        self.wanted = tuple(name for name in gradients_of(type(call)) if getattr(call, f"d{name}"))
         x_stride = row_stride(x) or D
         vector = vector_width(x.itemsize, D, x_stride)
         sums = (call.dweight, call.dbias, call.dadded)
@@ -125,52 +90,27 @@ class _GradPlan:
             kernels._chunk_grad_kernel, programs, numbers, {**uses, **tile}, warps, pdl=pdl
         )
 
-    def launch(self, call: LayerNormGradCall, grads: LayerNormGrads) -> None:
-        """On the current device, that of ``call``, whose tensors have no gaps but between rows of x."""
+    def run(self, call: LayerNormGradCall) -> Gradients:
+        grads = empty_grads(call, self.wanted)
+        with gpu.on_device(call.x.device):
+            self._launch(call, grads)
+        return grads
+
+    def _launch(self, call: LayerNormGradCall, grads: Gradients) -> None:
+        """On the current device, that of ``call``."""
         dy, dtotal, x, centre, rstd, weight, *_ = call
+        dx = grads.get("x")
         stream = gpu.current_stream(x.device)
         partials = sums = None
         if self.partials:
             partials = torch.empty(self.partials, dtype=torch.float32, device=x.device)
         if self.rows_grad is not None:
-            self.rows_grad(stream, dy, dtotal, x, centre, rstd, weight, grads.x, partials)
+            self.rows_grad(stream, dy, dtotal, x, centre, rstd, weight, dx, partials)
         else:
             if self.chunk_sums is not None:
                 sums = torch.empty((2, self.rows, self.chunks), dtype=torch.float32, device=x.device)
                 self.chunk_sums(stream, dy, x, centre, rstd, weight, sums)
                 sums = sums.sum(2)
-            self.chunk_grad(stream, dy, dtotal, x, centre, rstd, weight, sums, grads.x, partials)
+            self.chunk_grad(stream, dy, dtotal, x, centre, rstd, weight, sums, dx, partials)
         if partials is not None:
-            self.columns(stream, partials, grads.weight, grads.bias, grads.added)
-
-
-_plans: PlanCache[_GradPlan] = PlanCache()
-
-
-def launch_layer_norm_grads(call: LayerNormGradCall) -> LayerNormGrads:
-    """Gradients by Triton kernels. Arguments are valid, and x is not empty."""
-    call = call._replace(
-        dy=call.dy.contiguous(),
-        dtotal=None if call.dtotal is None else call.dtotal.contiguous(),
-        weight=None if call.weight is None else call.weight.contiguous(),
-        centre=call.centre.contiguous(),
-        rstd=call.rstd.contiguous(),
-    )
-    # Of centre the dtype alone decides something, rstd and eps do not.
-    key = plan_key((call.dy, call.dtotal, call.x, call.weight), call.centre.dtype, *call.wanted())
-    plan = _plans.get(key)
-    if plan is None:
-        plan = _plans[key] = _GradPlan(call)
-    x = call.x
-    if plan.copies_x:
-        call = call._replace(x=x.contiguous())
-    shapes = (x.shape, *[x.shape[-1:]] * 3)
-    grads = LayerNormGrads(
-        *(
-            None if dtype is None else torch.empty(shape, dtype=dtype, device=x.device)
-            for shape, dtype in zip(shapes, call.wanted(), strict=True)
-        )
-    )
-    with gpu.on_device(x.device):
-        plan.launch(call, grads)
-    return grads
+            self.columns(stream, partials, *map(grads.get, ("weight", "bias", "added")))

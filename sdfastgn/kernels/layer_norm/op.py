@@ -11,7 +11,7 @@ kernels know of it; the op does not, and where the op is called or a gradient is
 PyTorch makes that sum.
 
 On a GPU the kernels of ``layer_norm/kernels.py`` run; everywhere else ``reference_layer_norm``.
-Layout and numerics contract: there.
+Layout and numerics contract: there. Gradients: ``layer_norm/backward.py``.
 
 Source: Ba, Kiros and Hinton, "Layer Normalization", 2016. The interface follows
 torch.nn.functional.layer_norm.
@@ -19,27 +19,68 @@ torch.nn.functional.layer_norm.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sdfastgn.kernels.common import dispatch
-from sdfastgn.kernels.common.checks import as_eps, check_input, check_operand
+from sdfastgn.kernels.common.checks import as_eps
+from sdfastgn.kernels.common.declaration import Gradients, Operand, even_rows
 from sdfastgn.kernels.common.op import PlannedOp
-from sdfastgn.kernels.layer_norm.backward import LAYER_NORM_BACKWARD
-from sdfastgn.kernels.layer_norm.backward_plans import LayerNormGradCall, LayerNormGrads
+from sdfastgn.kernels.layer_norm.backward import LAYER_NORM_BACKWARD, LayerNormGradCall
 from sdfastgn.kernels.layer_norm.plain import plain_layer_norm
-from sdfastgn.kernels.layer_norm.plans import (
-    AddCall,
-    LayerNormCall,
-    LayerNormPlan,
-    centre_dtype,
-    empty_saved,
-    result_dtype,
-)
 
-__all__ = ["add_layer_norm", "layer_norm", "reference_add", "reference_layer_norm"]
+# --- declarations -----------------------------------------------------------------------------------
+
+
+_PerColumn = Annotated[Tensor | None, Operand("(D,)")]
+
+
+class LayerNormCall(NamedTuple):
+    """The arguments of the op ``sdfastgn::layer_norm``."""
+
+    x: Annotated[Tensor, Operand("(..., D)", whole=even_rows)]
+    weight: _PerColumn
+    bias: _PerColumn
+    eps: float
+    out_dtype: torch.dtype | None
+    # What ``AddCall`` has besides.
+    residual: None = None
+    add_bias: None = None
+    total_bias: None = None
+
+
+class AddCall(NamedTuple):
+    """The arguments of the op ``sdfastgn::add_layer_norm``, and ``total_bias``."""
+
+    x: Annotated[Tensor, Operand("(..., D)", whole=even_rows)]
+    residual: Annotated[Tensor, Operand("(..., D)", whole=even_rows, same_dtype=True)]
+    weight: _PerColumn
+    bias: _PerColumn
+    add_bias: _PerColumn
+    eps: float
+    out_dtype: torch.dtype | None
+    total_bias: _PerColumn = None
+
+
+def result_dtype(call: LayerNormCall | AddCall) -> torch.dtype:
+    """The dtype of y."""
+    return call.out_dtype or call.x.dtype
+
+
+def _centre_dtype(result: torch.dtype) -> torch.dtype:
+    """fp64, of the mean itself, where results are fp32 or fp64; else fp32, less the row's first element."""
+    return torch.float32 if result.itemsize == 2 else torch.float64
+
+
+def empty_saved(x: Tensor, result: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Memory for centre and rstd: one value a row each. ``result``: the dtype of y."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return x.new_empty(x.shape[:-1], dtype=_centre_dtype(result)), x.new_empty(x.shape[:-1], dtype=wide)
+
+
+# --- references -------------------------------------------------------------------------------------
 
 
 def reference_layer_norm(
@@ -66,7 +107,7 @@ def _reference(call: LayerNormCall) -> tuple[Tensor, Tensor, Tensor]:
     y = d * rstd
     y = y if call.weight is None else y * call.weight.to(u.dtype)
     y = y if call.bias is None else y + call.bias.to(u.dtype)
-    saved = centre_dtype(result_dtype(call))
+    saved = _centre_dtype(result_dtype(call))
     centre = mean.to(saved) + rest if saved is torch.float64 else mean - u[..., :1]
     return (
         y.to(result_dtype(call)).contiguous(),
@@ -129,37 +170,34 @@ def _save_of_sum(ctx: Any, call: AddCall, results: tuple[Tensor, ...]) -> None:
     _keep(ctx, call, total, centre, rstd)
 
 
-def _grads(ctx: Any, dy: Tensor | None, dtotal: Tensor | None, wanted: tuple[bool, ...]) -> LayerNormGrads:
-    """Gradients of x (and of the residual), weight, bias and add_bias, each where ``wanted``."""
+def _grads(ctx: Any, dy: Tensor | None, dtotal: Tensor | None, wanted: tuple[bool, ...]) -> Gradients:
+    """Gradients of x (and of the residual), weight, bias and what was added, each where ``wanted``."""
     x, centre, rstd, weight = ctx.saved_tensors
     dtypes = tuple(dtype if want else None for dtype, want in zip(ctx.dtypes, wanted, strict=True))
     if dy is not None:
         call = LayerNormGradCall(dy, dtotal, x, centre, rstd, weight, ctx.eps, *dtypes)
         return LAYER_NORM_BACKWARD(call)
     if dtotal is None:
-        return LayerNormGrads()
+        return {}
     added = dtypes[-1]
     if added is None:
-        return LayerNormGrads(dtotal)
-    return LayerNormGrads(dtotal, added=dtotal[None].flatten(0, -2).sum(0, dtype=rstd.dtype).to(added))
+        return {"x": dtotal}
+    return {"x": dtotal, "added": dtotal[None].flatten(0, -2).sum(0, dtype=rstd.dtype).to(added)}
 
 
-def _backward(ctx: Any, needs: Any, dy: Tensor | None, *_: None) -> dict[str, Tensor | None]:
-    grads = _grads(ctx, dy, None, (needs.x, needs.weight, needs.bias, False))
-    return {"x": grads.x, "weight": grads.weight, "bias": grads.bias}
+def _backward(ctx: Any, needs: Any, dy: Tensor | None, *_: None) -> Gradients:
+    return _grads(ctx, dy, None, (needs.x, needs.weight, needs.bias, False))
 
 
-def _backward_of_sum(
-    ctx: Any, needs: Any, dy: Tensor | None, dtotal: Tensor | None, *_: None
-) -> dict[str, Tensor | None]:
+def _backward_of_sum(ctx: Any, needs: Any, dy: Tensor | None, dtotal: Tensor | None, *_: None) -> Gradients:
     wanted = (needs.x or needs.residual, needs.weight, needs.bias, needs.add_bias)
     grads = _grads(ctx, dy, dtotal, wanted)
     return {
-        "x": grads.x if needs.x else None,
-        "residual": grads.x if needs.residual else None,
-        "weight": grads.weight,
-        "bias": grads.bias,
-        "add_bias": grads.added,
+        "x": grads.get("x") if needs.x else None,
+        "residual": grads.get("x") if needs.residual else None,
+        "weight": grads.get("weight"),
+        "bias": grads.get("bias"),
+        "add_bias": grads.get("added"),
     }
 
 
@@ -181,51 +219,37 @@ def _plain_of_sum(call: AddCall) -> tuple[Tensor, Tensor]:
     return y, reference_add(call.x, call.residual, call.add_bias, call.total_bias)
 
 
-def _check(name: str, call: LayerNormCall | AddCall) -> None:
-    x = call.x
-    check_input(name, "x", x)
-    if x.dim() < 1:
-        raise ValueError(f"{name}: x must be (..., D), got shape {tuple(x.shape)}")
-    for label in ("weight", "bias", "add_bias", "total_bias"):
-        check_operand(name, label, getattr(call, label), x, (x.shape[-1],))
+def _plan(call: LayerNormCall | AddCall) -> Any:
+    from sdfastgn.kernels.layer_norm.plans import LayerNormPlan  # needs Triton
+
+    return LayerNormPlan(call)
 
 
-def _check_sum(name: str, call: AddCall) -> None:
-    x, residual = call.x, call.residual
-    _check(name, call)
-    check_input(name, "residual", residual)
-    if residual.dtype != x.dtype:
-        raise TypeError(f"{name}: residual must have the dtype {x.dtype}, got {residual.dtype}")
-    check_operand(name, "residual", residual, x, tuple(x.shape))
-
-
+# For the backward: each row's mean, as ``centre`` in ``layer_norm/kernels.py``, and 1 / deviation in fp32
+# (fp64 for fp64 input).
+_SAVED = ("centre", "rstd")
 _LAYER_NORM = PlannedOp(
-    # y, then for the backward each row's mean, as ``centre`` in ``layer_norm/kernels.py``, and 1 / deviation
-    # in fp32 (fp64 for fp64 input).
-    "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps, ScalarType? out_dtype) "
-    "-> (Tensor, Tensor, Tensor)",
+    "layer_norm",
     LayerNormCall,
-    plan=LayerNormPlan,
+    ("y",),
+    _SAVED,
+    plan=_plan,
     reference=_reference,
     fake=_fake,
     save=_save,
     backward=_backward,
-    check=_check,
-    hidden=2,
     plain=_plain,
 )
 _ADD_LAYER_NORM = PlannedOp(
-    # y, total, then as above.
-    "add_layer_norm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, Tensor? add_bias, float eps, "
-    "ScalarType? out_dtype) -> (Tensor, Tensor, Tensor, Tensor)",
+    "add_layer_norm",
     AddCall,
-    plan=LayerNormPlan,
+    ("y", "total"),
+    _SAVED,
+    plan=_plan,
     reference=_reference_of_sum,
     fake=_fake_of_sum,
     save=_save_of_sum,
     backward=_backward_of_sum,
-    check=_check_sum,
-    hidden=2,
     plain=_plain_of_sum,
 )
 
@@ -308,6 +332,6 @@ def add_layer_norm(
     # Only the kernels know of a total_bias, and only in inference.
     if total_bias is None or (dispatch.is_plain_inference(x, call) and x.numel()):
         return _ADD_LAYER_NORM(call)
-    _check_sum(name, call)
+    _ADD_LAYER_NORM.check(name, call)
     y, _ = _ADD_LAYER_NORM(AddCall(x, residual, weight, bias, add_bias, eps, call.out_dtype))
     return y, reference_add(x, residual, add_bias, total_bias)

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from sdfastgn.kernels.common.far_mean import is_far
-from sdfastgn.kernels.layer_norm.backward import reference_layer_norm_grads
-from sdfastgn.kernels.layer_norm.backward_plans import LayerNormGradCall
+from sdfastgn.kernels.layer_norm.backward import LayerNormGradCall, reference_layer_norm_grads
 
 __all__ = ["plain_layer_norm"]
 
@@ -48,7 +47,7 @@ class _LayerNorm(torch.autograd.Function):
                 dy, None, u, mean, rstd, weight, ctx.eps, dx, dweight, dbias, dadded=None
             )
             grads = reference_layer_norm_grads(call)
-            return grads.x, grads.weight, grads.bias, None
+            return *map(grads.get, ("x", "weight", "bias")), None
         u = u if centre is None else u - centre
         return *torch.ops.aten.native_layer_norm_backward(
             dy.contiguous(), u, u.shape[-1:], mean, rstd, weight, bias, wanted

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,57 +13,21 @@ from sdfastgn.kernels.common.layout import row_stride
 from sdfastgn.kernels.common.sizes import WARP, ceil_div, next_power_of_2, tile_constants, vector_width
 from sdfastgn.kernels.layer_norm import kernels
 from sdfastgn.kernels.layer_norm.config import ChunksConfig, RowsConfig, forward_config
-
-__all__ = [
-    "AddCall", "LayerNormCall", "LayerNormPlan", "centre_dtype", "empty_saved", "result_dtype",
-    "rows_constants",
-]  # fmt: skip
+from sdfastgn.kernels.layer_norm.op import AddCall, LayerNormCall, empty_saved, result_dtype
 
 # Warps of a program that merges chunks, at most, and the chunks that one warp has.
 _MERGE_MAX_WARPS = 4
 _MERGE_PER_WARP = 128
 
 
-class LayerNormCall(NamedTuple):
-    """The arguments of the op ``sdfastgn::layer_norm``. Shapes: x (..., D), weight and bias (D,)."""
-
-    x: Tensor
-    weight: Tensor | None
-    bias: Tensor | None
-    eps: float
-    out_dtype: torch.dtype | None
-    # What ``AddCall`` has besides.
-    residual: None = None
-    add_bias: None = None
-    total_bias: None = None
-
-
-class AddCall(NamedTuple):
-    """The arguments of the op ``sdfastgn::add_layer_norm``, and ``total_bias``. Shapes: residual as x,
-    biases (D,).
-    """
-
-    x: Tensor
-    residual: Tensor
-    weight: Tensor | None
-    bias: Tensor | None
-    add_bias: Tensor | None
-    eps: float
-    out_dtype: torch.dtype | None
-    total_bias: Tensor | None = None
-
-
 class LayerNormPlan:
     """The launches of one kind of call: ``rows``, or ``chunk``, ``merge`` and ``normalise``."""
 
-    __slots__ = ("chunk", "copies", "is_contiguous", "merge", "normalise", "partials", "row_count", "rows")
+    __slots__ = ("chunk", "is_contiguous", "merge", "normalise", "partials", "row_count", "rows")
 
     def __init__(self, call: LayerNormCall | AddCall) -> None:
         x, residual = call.x, call.residual
         D = x.shape[-1]
-        self.copies = tuple(
-            name for name, t in call_tensors(call).items() if t is not None and row_stride(t) is None
-        )
         self.is_contiguous = x.is_contiguous()
         self.row_count = x.numel() // D
         x_stride, residual_stride = (D if t is None else row_stride(t) or D for t in (x, residual))
@@ -141,8 +105,6 @@ class LayerNormPlan:
         like = torch.preserve_format if self.is_contiguous else torch.contiguous_format
         y = torch.empty_like(x, dtype=call.out_dtype, memory_format=like)
         total = None if call.residual is None else torch.empty_like(x, memory_format=like)
-        if self.copies:
-            call = call._replace(**{name: getattr(call, name).contiguous() for name in self.copies})
         if self.rows is None:
             self._launch_chunks(stream, call, y, total, centre, rstd)
         else:
@@ -169,28 +131,6 @@ class LayerNormPlan:
         self.chunk(stream, x, call.residual, call.add_bias, call.total_bias, total, kept, partials)
         self.merge(stream, partials, centre, rstd)
         self.normalise(stream, x if total is None else total, call.weight, call.bias, centre, rstd, y)
-
-
-def call_tensors(call: LayerNormCall | AddCall) -> dict[str, Tensor | None]:
-    """The tensors among the arguments, by name."""
-    names = ("x", "residual", "weight", "bias", "add_bias", "total_bias")
-    return {name: getattr(call, name) for name in names}
-
-
-def result_dtype(call: LayerNormCall | AddCall) -> torch.dtype:
-    """The dtype of y."""
-    return call.out_dtype or call.x.dtype
-
-
-def centre_dtype(result: torch.dtype) -> torch.dtype:
-    """fp64, of the mean itself, where results are fp32 or fp64; else fp32, less the row's first element."""
-    return torch.float32 if result.itemsize == 2 else torch.float64
-
-
-def empty_saved(x: Tensor, result: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Memory for centre and rstd: one value a row each. ``result``: the dtype of y."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return x.new_empty(x.shape[:-1], dtype=centre_dtype(result)), x.new_empty(x.shape[:-1], dtype=wide)
 
 
 def rows_constants(config: RowsConfig) -> dict[str, Any]:

@@ -237,24 +237,27 @@ def _cat_backward(ctx: Any, needs: Any, dy: Tensor, _: Any) -> dict[str, Tensor 
 
 
 _CHANNEL_STATISTICS = Op(
-    "channel_statistics(Tensor x) -> Tensor",
+    "channel_statistics",
     _Read,
-    lambda call: _statistics_of(call.x),
-    lambda call: _fake_statistics(call.x),
+    "Tensor",
+    run=lambda call: _statistics_of(call.x),
+    fake=lambda call: _fake_statistics(call.x),
 )
 _ADD_WITH_STATISTICS = Op(
-    "add_with_statistics(Tensor x, Tensor residual, Tensor? bias, float scale) -> (Tensor, Tensor)",
+    "add_with_statistics",
     _Add,
-    _add,
-    _fake_add,
+    "(Tensor, Tensor)",
+    run=_add,
+    fake=_fake_add,
     save=_save_add,
     backward=_add_backward,
 )
 _CAT_WITH_STATISTICS = Op(
-    "cat_with_statistics(Tensor a, Tensor b) -> (Tensor, Tensor)",
+    "cat_with_statistics",
     _Cat,
-    _cat,
-    _fake_cat,
+    "(Tensor, Tensor)",
+    run=_cat,
+    fake=_fake_cat,
     save=_save_cat,
     backward=_cat_backward,
 )

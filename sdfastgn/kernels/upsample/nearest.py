@@ -106,10 +106,10 @@ def _double_backward(ctx: Any, needs: Any, ddx: Tensor) -> dict[str, Tensor | No
 
 
 _UPSAMPLE = Op(
-    "upsample_nearest_2x(Tensor x) -> Tensor", _Upsample, _upsample, _upsample_fake, backward=_backward
+    "upsample_nearest_2x", _Upsample, "Tensor", run=_upsample, fake=_upsample_fake, backward=_backward
 )
 _UPSAMPLE_BACKWARD = Op(
-    "upsample_nearest_2x_backward(Tensor dy) -> Tensor", _Grad, _grad, _grad_fake, backward=_double_backward
+    "upsample_nearest_2x_backward", _Grad, "Tensor", run=_grad, fake=_grad_fake, backward=_double_backward
 )
 
 

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 
 import sdfastgn
 from sdfastgn.kernels.batch_norm import config
-from sdfastgn.kernels.batch_norm.op import BATCH_NORM
-from sdfastgn.kernels.batch_norm.plans import BatchNormCall, BatchNormPlan, Moments
+from sdfastgn.kernels.batch_norm.op import BATCH_NORM, BatchNormCall
+from sdfastgn.kernels.batch_norm.plans import BatchNormPlan, Moments
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.activations import ACTIVATIONS
 from sdfastgn.kernels.common.launch import Launch
@@ -321,7 +321,7 @@ def test_running_averages_are_updated_once_whichever_kernel_cannot_be_compiled(
     x = make(shape)[0].requires_grad_(trains)
     monkeypatch.setattr(dispatch, "why_off", None)
     monkeypatch.setattr(Launch, "_through_triton", fails)
-    monkeypatch.setattr(BATCH_NORM, "_plans", PlanCache())
+    monkeypatch.setattr(BATCH_NORM.plans, "made", PlanCache())
     with kernels(direct=True), pytest.warns(UserWarning, match="no compiler"):
         y = sdfastgn.batch_norm(x, mean, var, training=True, momentum=0.5)
     torch.testing.assert_close(mean, x.mean((0, 2, 3)) / 2)

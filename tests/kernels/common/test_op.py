@@ -1,20 +1,20 @@
 """Adding a kernel: one declaration makes an op of PyTorch, of autograd, of compilers and of the kernel."""
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
 from sdfastgn.kernels.common import op as ops
-from sdfastgn.kernels.common.checks import check_floating
+from sdfastgn.kernels.common.declaration import Operand
 from tests.kernels.samples import kernels
 
 X = torch.arange(6.0)
 
 
 class Call(NamedTuple):
-    x: Tensor
+    x: Annotated[Tensor, Operand("(...,)")]
     factor: float
 
 
@@ -40,14 +40,14 @@ def scaled(monkeypatch):
     monkeypatch.setattr(ops, "_LIBRARY", library)
     monkeypatch.setattr(Plan, "made", 0)
     yield ops.PlannedOp(
-        "scaled(Tensor x, float factor) -> Tensor",
+        "scaled",
         Call,
+        ("y",),
         plan=Plan,
         reference=lambda call: call.factor * call.x,
         fake=lambda call: torch.empty_like(call.x),
         save=lambda ctx, call, results: setattr(ctx, "factor", call.factor),
         backward=lambda ctx, needs, dy: {"x": ctx.factor * dy},
-        check=lambda name, call: check_floating(name, "x", call.x),
     )
     library._destroy()
 

@@ -6,9 +6,11 @@ import torch
 import sdfastgn
 from sdfastgn.kernels.common import gpu
 from sdfastgn.kernels.common.activations import ACTIVATIONS
-from sdfastgn.kernels.group_norm import backward_plans as group_norm_backward_plans
+from sdfastgn.kernels.common.launch import Launch
+from sdfastgn.kernels.common.plan_cache import PlanCache
 from sdfastgn.kernels.group_norm import config as group_norm_config
 from sdfastgn.kernels.group_norm.config import SmallConfig, launch_config, merge_config
+from sdfastgn.kernels.group_norm.op import GROUP_NORM_BACKWARD
 from sdfastgn.kernels.statistics.config import statistics_config
 from tests.kernels.gradients import (
     OPERANDS,
@@ -144,9 +146,9 @@ def test_gradients_in_the_other_layout_are_not_copied(layout, monkeypatch):
     other = next(name for name in LAYOUTS if name != layout)
     dy = make((2, 30, 7, 9), layout=other, seed=4)[0]
     seen = []
-    plain = group_norm_backward_plans.Launch.__call__
+    plain = Launch.__call__
     monkeypatch.setattr(
-        group_norm_backward_plans.Launch,
+        Launch,
         "__call__",
         lambda self, *args: (seen.append(args), plain(self, *args))[1],
     )
@@ -203,7 +205,7 @@ def test_no_less_exact_than_eager_far_from_zero(shape, groups, dtype, mean, devi
 def test_many_chunks_and_samples(layout, shape, num_sms, device, monkeypatch):
     """Loops over tiles of a chunk, over chunks and over samples, which few sizes take."""
     monkeypatch.setattr(gpu, "num_sms", lambda device: num_sms)
-    monkeypatch.setattr(group_norm_backward_plans, "_plans", {})
+    monkeypatch.setattr(GROUP_NORM_BACKWARD.plans, "made", {})
     monkeypatch.setattr(group_norm_config, "_MERGE_TILE", 8)
     HW = torch.Size(shape[2:]).numel()
     config = statistics_config(*shape[:2], HW, layout == "channels_last", num_sms, kind="backward")
@@ -218,7 +220,7 @@ def parts(monkeypatch):
     monkeypatch.setattr(group_norm_config, "_PARAMETER_TILE", (4, 32))
     for name in ("_PARAMETER_MOST_TILES", "_PARAMETER_MIN_TILES"):
         monkeypatch.setattr(group_norm_config, name, 2)
-    monkeypatch.setattr(group_norm_backward_plans, "_plans", {})
+    monkeypatch.setattr(GROUP_NORM_BACKWARD.plans, "made", PlanCache())
 
 
 @pytest.mark.usefixtures("parts")
@@ -227,7 +229,7 @@ def parts(monkeypatch):
 def test_many_samples_are_summed_in_parts(wanted, rows, device):
     shape, groups = (37, 5, 3, 3), 1
     check_operands(shape, groups, wanted.split(), device, rows=rows)
-    (plan,) = group_norm_backward_plans._plans.values()
+    (plan,) = GROUP_NORM_BACKWARD.plans.made.values()
     assert plan.parts_sum.numbers[0] == 5
 
 

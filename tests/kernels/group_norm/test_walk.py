@@ -5,10 +5,11 @@ import torch
 
 from sdfastgn.kernels.common import gpu
 from sdfastgn.kernels.common.activations import ACTIVATIONS
+from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.common.sizes import next_power_of_2
-from sdfastgn.kernels.group_norm import backward_plans as plans
 from sdfastgn.kernels.group_norm import config as group_norm_config
 from sdfastgn.kernels.group_norm.config import WalkConfig, walk_config
+from sdfastgn.kernels.group_norm.op import GROUP_NORM_BACKWARD
 from sdfastgn.kernels.group_norm.walk_kernels import walk_grad_kernel
 from tests.kernels.gradients import OPERANDS, check, check_against_eager, check_operands, compare, leaves_of
 from tests.kernels.samples import DTYPES, LAYOUTS, interpreted, make, skip_cut_off
@@ -30,16 +31,16 @@ def walked(monkeypatch):
         monkeypatch.setattr(group_norm_config, name, 0)
     monkeypatch.setattr(group_norm_config, "_WALK_OTHER", (2048, 1024, 4))
     launched = []
-    plain = plans.Launch.__call__
+    plain = Launch.__call__
 
     def noted(self, *args):
         launched.append(self.kernel)
         plain(self, *args)
 
-    monkeypatch.setattr(plans.Launch, "__call__", noted)
-    plans._plans.clear()
+    monkeypatch.setattr(Launch, "__call__", noted)
+    GROUP_NORM_BACKWARD.plans.made.clear()
     yield launched
-    plans._plans.clear()
+    GROUP_NORM_BACKWARD.plans.made.clear()
 
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
