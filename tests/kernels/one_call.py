@@ -30,7 +30,9 @@ def main(what):
         if what == "launcher":
             compile_module_from_src("int launch(void) { return 0; }", "launcher")
         tensors = tuple(t for t in args if t is None or isinstance(t, Tensor))
-        launch = Launch(kernel, *grid, args[len(tensors) :], constants, num_warps)
+        numbers = dict(zip(kernel.arg_names[len(tensors) :], args[len(tensors) :], strict=False))
+        pdl = constants.pop("PDL")
+        launch = Launch(kernel, *grid, num_warps, pdl=pdl, **numbers, **constants)
         hashes.append(compiled(launch, tensors, "sm_90").hash)
 
     x = torch.randn(3, 16, device="cuda" if what == "gpu" else "cpu")

@@ -70,20 +70,12 @@ class _Plan:
         self.copies = any(t is not None and not t.is_contiguous() for t in (x, weight, bias, extra_bias))
         config = tile_config(N, C, K, x.itemsize, vector_width(x.itemsize, K), gpu.num_sms(x.device))
         pdl = gpu.has_programmatic_launch(x.device)
-        constants = {
-            "C": C,
-            "K": K,
-            "ACTIVATION": activation,
-            "EVEN": config.is_even(K),
-            "PDL": pdl,
-            "BLOCK_N": config.block_n,
-            "BLOCK_C": config.block_c,
-            "BLOCK_K": config.block_k,
-            "STEPS": config.steps,
-            "VECTOR": config.vector,
-        }
-        kernel, programs = kernels._act_linear_kernel, config.programs(N, C)
-        self.launch = Launch(kernel, programs, (N,), constants, config.num_warps, pdl=pdl)
+        self.launch = Launch(
+            kernels._act_linear_kernel, config.programs(N, C), config.num_warps, pdl=pdl,
+            N=N, C=C, K=K, ACTIVATION=activation, EVEN=config.is_even(K),
+            BLOCK_N=config.block_n, BLOCK_C=config.block_c, BLOCK_K=config.block_k,
+            STEPS=config.steps, VECTOR=config.vector,
+        )  # fmt: skip
 
     def run(self, call: _Call) -> Tensor:
         x, weight, bias, _, extra_bias = call

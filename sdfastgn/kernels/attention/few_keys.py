@@ -183,26 +183,15 @@ def _make_launch(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Launch:
     N, H, L, D = q.shape
     config = attention_config(D, k.shape[2])
     pdl = gpu.has_programmatic_launch(q.device)
-    constants = {
-        "H": H,
-        "S": k.shape[2],
-        "D": D,
-        "Q_H": q.stride(1),
-        "Q_L": q.stride(2),
-        "K_H": k.stride(1),
-        "K_L": k.stride(2),
-        "V_H": v.stride(1),
-        "V_L": v.stride(2),
-        "VECTOR": _VECTOR,
-        "PDL": pdl,
-        "BLOCK_M": config.block_m,
-        "BLOCK_D": config.block_d,
-        "HEAD": config.head,
-        "TAIL": config.tail,
-    }
-    numbers = (L, *(t.stride(0) // _VECTOR for t in (q, k, v)), scale * math.log2(math.e))
     programs = N * H * ceil_div(L, config.block_m)
-    return Launch(_short_attention_kernel, programs, numbers, constants, config.num_warps, pdl=pdl)
+    return Launch(
+        _short_attention_kernel, programs, config.num_warps, pdl=pdl,
+        L=L, H=H, S=k.shape[2], D=D, scale=scale * math.log2(math.e),
+        q_n=q.stride(0) // _VECTOR, Q_H=q.stride(1), Q_L=q.stride(2),
+        k_n=k.stride(0) // _VECTOR, K_H=k.stride(1), K_L=k.stride(2),
+        v_n=v.stride(0) // _VECTOR, V_H=v.stride(1), V_L=v.stride(2),
+        VECTOR=_VECTOR, BLOCK_M=config.block_m, BLOCK_D=config.block_d, HEAD=config.head, TAIL=config.tail,
+    )  # fmt: skip
 
 
 def attend_to_few(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor | None:

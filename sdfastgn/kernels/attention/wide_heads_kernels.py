@@ -123,18 +123,22 @@ class _Plan:
         self.scratch = self.config.scratch(D)
         pdl = gpu.has_programmatic_launch(q.device)
         block, warps, whole = softmax_config(keys)
-        # Powers of 2 instead of e.
-        numbers = (keys, self.config.pitch // VECTOR, scale / math.log(2))
-        softmax = {"VECTOR": VECTOR, "WHOLE": whole, "PDL": pdl, "BLOCK": block}
+        softmax = {
+            "keys": keys,
+            "parts": self.config.pitch // VECTOR,
+            "scale": scale / math.log(2),  # powers of 2 instead of e
+            "VECTOR": VECTOR,
+            "WHOLE": whole,
+            "BLOCK": block,
+        }
         divide_block, divide_warps = divide_config(D)
-        divide = {"D": D, "SPLITS": self.config.splits, "PDL": pdl, "BLOCK": divide_block}
+        divide = {"D": D, "SPLITS": self.config.splits, "BLOCK": divide_block}
+        blocks = ceil_div(D, divide_block)
         # By the number of rows: the last chunk may have fewer.
         self.launches = {
             rows: (
-                Launch(_softmax_kernel, rows, numbers, softmax, warps, pdl=pdl),
-                Launch(
-                    _divide_kernel, rows * ceil_div(D, divide_block), (rows,), divide, divide_warps, pdl=pdl
-                ),
+                Launch(_softmax_kernel, rows, warps, pdl=pdl, **softmax),
+                Launch(_divide_kernel, rows * blocks, divide_warps, pdl=pdl, rows=rows, **divide),
             )
             for rows in {(b1 - b0) * (r1 - r0) for b0, b1, r0, r1 in self.chunks}
         }

@@ -112,72 +112,57 @@ class BatchNormGradPlan:
 
 
 def _small(call: BatchNormGradCall, rows: Rows, config: SmallConfig) -> Launch:
-    x, pdl = call.x, gpu.has_programmatic_launch(call.x.device)
-    C = x.shape[1]
-    constants = {
-        "C": C,
-        "CHANNELS_LAST": rows.channels_last,
-        "ACTIVATION": call.activation,
-        "TRAINING": call.training,
-        "PAIRS": pairs_of(x, config.block),
-        "HW_FACTOR": position_factor(rows),
-        "PDL": pdl,
-        **tile_constants(config),
-    }
-    numbers, programs = (rows.rows, x.numel() // C, call.eps), ceil_div(C, config.block)
-    return Launch(kernels.batch_small_grad_kernel, programs, numbers, constants, config.num_warps, pdl=pdl)
+    x, C = call.x, call.x.shape[1]
+    return Launch(
+        kernels.batch_small_grad_kernel, ceil_div(C, config.block), config.num_warps,
+        pdl=gpu.has_programmatic_launch(x.device),
+        HW=rows.rows, positions=x.numel() // C, eps=call.eps, C=C, CHANNELS_LAST=rows.channels_last,
+        ACTIVATION=call.activation, TRAINING=call.training, PAIRS=pairs_of(x, config.block),
+        HW_FACTOR=position_factor(rows), **tile_constants(config),
+    )  # fmt: skip
 
 
 def _sums(
     call: BatchNormGradCall, rows: Rows, config: StatisticsConfig, plane: int, *, added: bool
 ) -> Launch:
-    pdl = gpu.has_programmatic_launch(call.x.device)
-    constants = {
-        "C": call.x.shape[1],
-        "WIDTH": rows.width,
-        "CHANNELS_LAST": rows.channels_last,
-        "ACTIVATION": call.activation,
-        "PAIRS": pairs_of(call.x, config.block),
-        "EVEN": is_even(config, rows.width, rows.rows, rows.channels_last),
-        "LOOP": config.rows > config.tile_rows,
-        "HW_FACTOR": row_factor(rows.channels_last, rows.rows, config.rows),
-        "ADDED": added,
-        "PDL": pdl,
-        **tile_constants(config),
-    }
-    numbers = (rows.rows, config.rows, config.chunks, plane, call.eps)
+    x = call.x
     programs = config.programs(rows.samples, rows.width, rows.channels_last)
-    return Launch(kernels.batch_sums_kernel, programs, numbers, constants, config.num_warps, pdl=pdl)
+    return Launch(
+        kernels.batch_sums_kernel, programs, config.num_warps, pdl=gpu.has_programmatic_launch(x.device),
+        HW=rows.rows, rows=config.rows, chunks=config.chunks, plane=plane, eps=call.eps,
+        C=x.shape[1], WIDTH=rows.width, CHANNELS_LAST=rows.channels_last, ACTIVATION=call.activation,
+        PAIRS=pairs_of(x, config.block), EVEN=is_even(config, rows.width, rows.rows, rows.channels_last),
+        LOOP=config.rows > config.tile_rows, ADDED=added,
+        HW_FACTOR=row_factor(rows.channels_last, rows.rows, config.rows), **tile_constants(config),
+    )  # fmt: skip
 
 
 def _merge(call: BatchNormGradCall, partials: int) -> Launch:
-    C, pdl = call.x.shape[1], gpu.has_programmatic_launch(call.x.device)
+    C = call.x.shape[1]
     block_p, block_c, num_warps = merge_config(partials, C)
-    constants = {"C": C, "PDL": pdl, "BLOCK_P": block_p, "BLOCK_C": block_c}
-    programs, numbers = 2 * ceil_div(C, block_c), (partials, partials * C)
-    return Launch(kernels.batch_merge_sums_kernel, programs, numbers, constants, num_warps, pdl=pdl)
+    return Launch(
+        kernels.batch_merge_sums_kernel, 2 * ceil_div(C, block_c), num_warps,
+        pdl=gpu.has_programmatic_launch(call.x.device),
+        partials=partials, plane=partials * C, C=C, BLOCK_P=block_p, BLOCK_C=block_c,
+    )  # fmt: skip
 
 
 def _apply(call: BatchNormGradCall, rows: Rows, count: int, *, behind: bool, reads_dz: bool) -> Launch:
     """``behind``: the sums kernel ran before. ``reads_dz``: it stored what is read instead of dy."""
-    x, pdl = call.x, gpu.has_programmatic_launch(call.x.device)
+    x = call.x
     blocks = apply_config(*rows.shape, rows.channels_last, gpu.num_sms(x.device), backward=True)
-    constants = {
-        "C": x.shape[1],
-        "WIDTH": rows.width,
-        "CHANNELS_LAST": rows.channels_last,
-        "ACTIVATION": "identity" if reads_dz else call.activation,
-        "PAIRS": rows.channels_last and pairs_of(x, blocks.block_c),
-        "EVEN": rows.width % blocks.block_c == 0 and rows.rows % blocks.block_hw == 0,
-        "PDL": pdl,
-        "AHEAD": behind and not reads_dz and gpu.reads_ahead(x.device),
-        "HW_FACTOR": row_factor(rows.channels_last, rows.rows),
-        "BLOCK_HW": blocks.block_hw,
-        "BLOCK_C": blocks.block_c,
-    }
     programs = rows.samples * ceil_div(rows.width, blocks.block_c) * ceil_div(rows.rows, blocks.block_hw)
-    numbers = (rows.rows, count, call.eps)
-    return Launch(kernels.batch_apply_grad_kernel, programs, numbers, constants, blocks.num_warps, pdl=pdl)
+    return Launch(
+        kernels.batch_apply_grad_kernel, programs, blocks.num_warps,
+        pdl=gpu.has_programmatic_launch(x.device),
+        HW=rows.rows, positions=count, eps=call.eps, C=x.shape[1], WIDTH=rows.width,
+        CHANNELS_LAST=rows.channels_last, ACTIVATION="identity" if reads_dz else call.activation,
+        PAIRS=rows.channels_last and pairs_of(x, blocks.block_c),
+        EVEN=rows.width % blocks.block_c == 0 and rows.rows % blocks.block_hw == 0,
+        AHEAD=behind and not reads_dz and gpu.reads_ahead(x.device),
+        HW_FACTOR=row_factor(rows.channels_last, rows.rows),
+        BLOCK_HW=blocks.block_hw, BLOCK_C=blocks.block_c,
+    )  # fmt: skip
 
 
 _plans: PlanCache[BatchNormGradPlan] = PlanCache()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,20 +46,13 @@ class Moments:
         partials = rows.samples * chunks * together
         block_p, block_c, num_warps = merge_config(partials, self.C)
         positions = x.numel() // self.C
-        numbers = (
-            rows.rows, ceil_div(rows.rows, chunks), chunks, partials, partials * self.C, positions, momentum
+        self._merge = Launch(
+            kernels.batch_merge_kernel, ceil_div(self.C, block_c), num_warps, pdl=pdl,
+            HW=rows.rows, rows=ceil_div(rows.rows, chunks), chunks=chunks,
+            partials=partials, plane=partials * self.C, positions=positions, momentum=momentum,
+            C=self.C, TOGETHER=together, EXACT=x.dtype == torch.float32, LOOP=partials > block_p,
+            BLOCK_P=block_p, BLOCK_C=block_c,
         )  # fmt: skip
-        constants = {
-            "C": self.C,
-            "TOGETHER": together,
-            "EXACT": x.dtype == torch.float32,
-            "LOOP": partials > block_p,
-            "PDL": pdl,
-            "BLOCK_P": block_p,
-            "BLOCK_C": block_c,
-        }
-        programs = ceil_div(self.C, block_c)
-        self._merge = Launch(kernels.batch_merge_kernel, programs, numbers, constants, num_warps, pdl=pdl)
 
     def on_stream(
         self, stream: int, x: Tensor, running_mean: Tensor | None = None, running_var: Tensor | None = None
@@ -129,40 +121,28 @@ class BatchNormPlan:
 
 
 def _small(call: BatchNormCall, rows: Rows, config: SmallConfig) -> Launch:
-    x, pdl = call.x, gpu.has_programmatic_launch(call.x.device)
-    C = x.shape[1]
-    constants = {
-        "C": C,
-        "CHANNELS_LAST": rows.channels_last,
-        "ACTIVATION": call.activation,
-        "PAIRS": pairs_of(x, config.block),
-        "HW_FACTOR": position_factor(rows),
-        "PDL": pdl,
-        **tile_constants(config),
-    }
-    numbers = (rows.rows, x.numel() // C, call.eps, call.momentum)
-    programs = ceil_div(C, config.block)
-    return Launch(kernels.batch_small_kernel, programs, numbers, constants, config.num_warps, pdl=pdl)
+    x, C = call.x, call.x.shape[1]
+    return Launch(
+        kernels.batch_small_kernel, ceil_div(C, config.block), config.num_warps,
+        pdl=gpu.has_programmatic_launch(x.device),
+        HW=rows.rows, positions=x.numel() // C, eps=call.eps, momentum=call.momentum, C=C,
+        CHANNELS_LAST=rows.channels_last, ACTIVATION=call.activation, PAIRS=pairs_of(x, config.block),
+        HW_FACTOR=position_factor(rows), **tile_constants(config),
+    )  # fmt: skip
 
 
 def _apply(call: BatchNormCall, rows: Rows, blocks: ApplyConfig) -> Launch:
-    pdl = gpu.has_programmatic_launch(call.x.device)
-    constants: dict[str, Any] = {
-        "C": call.x.shape[1],
-        "WIDTH": rows.width,
-        "CHANNELS_LAST": rows.channels_last,
-        "ACTIVATION": call.activation,
-        "PAIRS": rows.channels_last and pairs_of(call.x, blocks.block_c),
-        "EVEN": rows.width % blocks.block_c == 0 and rows.rows % blocks.block_hw == 0,
-        "PDL": pdl,
-        "AHEAD": call.mean is None and gpu.reads_ahead(call.x.device),
-        "HW_FACTOR": row_factor(rows.channels_last, rows.rows),
-        "BLOCK_HW": blocks.block_hw,
-        "BLOCK_C": blocks.block_c,
-    }
+    x = call.x
     programs = rows.samples * ceil_div(rows.width, blocks.block_c) * ceil_div(rows.rows, blocks.block_hw)
-    numbers = (rows.rows, call.eps)
-    return Launch(kernels.batch_apply_kernel, programs, numbers, constants, blocks.num_warps, pdl=pdl)
+    return Launch(
+        kernels.batch_apply_kernel, programs, blocks.num_warps, pdl=gpu.has_programmatic_launch(x.device),
+        HW=rows.rows, eps=call.eps, C=x.shape[1], WIDTH=rows.width, CHANNELS_LAST=rows.channels_last,
+        ACTIVATION=call.activation, PAIRS=rows.channels_last and pairs_of(x, blocks.block_c),
+        EVEN=rows.width % blocks.block_c == 0 and rows.rows % blocks.block_hw == 0,
+        AHEAD=call.mean is None and gpu.reads_ahead(x.device),
+        HW_FACTOR=row_factor(rows.channels_last, rows.rows),
+        BLOCK_HW=blocks.block_hw, BLOCK_C=blocks.block_c,
+    )  # fmt: skip
 
 
 def pairs_of(x: Tensor, block: int) -> bool:

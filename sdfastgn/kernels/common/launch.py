@@ -11,6 +11,7 @@ here; if not, Triton's own path runs). Kernels exempt their run-time integers wi
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
@@ -33,14 +34,18 @@ class Launch:
     """One kernel on one device with everything fixed but its tensors: grid, numbers, constants, warps.
 
     Args:
-        kernel: the ``@triton.jit`` function. Its parameters are tensors, then numbers, then constexpr.
+        kernel: the ``@triton.jit`` function. Its parameters are pointers (``*_ptr``), then numbers, then
+            constants (annotated ``tl.constexpr``).
         programs: number of programs, at least 1.
-        numbers: the run-time ints and floats, in the order of the signature.
-        constants: the constexpr parameters, in the order of the signature.
         num_warps: warps per program.
         pdl: programmatic dependent launch: may start before the kernel ahead of it in the stream
             has ended, and then must wait by itself (``gdc_wait``) before it touches what that one
-            writes. Needs sm_90.
+            writes. Needs sm_90. A kernel's constant ``PDL`` says the same.
+        arguments: the kernel's numbers and its other constants by name. Each call gives the tensors
+            for its pointers, in the order of the signature.
+
+    Raises:
+        TypeError: a name is missing, or the kernel has none such.
     """
 
     __slots__ = ("_direct", "_values", "constants", "kernel", "numbers", "options", "programs")
@@ -49,18 +54,24 @@ class Launch:
         self,
         kernel: Any,
         programs: int,
-        numbers: tuple[int | float, ...],
-        constants: dict[str, Any],
         num_warps: int,
         *,
         pdl: bool = False,
+        **arguments: Any,
     ) -> None:
         self.kernel = kernel
         self.programs = programs
-        self.numbers = numbers
-        self.constants = constants
+        _, numbers, constants = _parameters_of(kernel.fn)
+        if "PDL" in constants:
+            arguments["PDL"] = pdl
+        expected = {*numbers, *constants}
+        if arguments.keys() != expected:
+            missing, unknown = sorted(expected - arguments.keys()), sorted(arguments.keys() - expected)
+            raise TypeError(f"{kernel.fn.__name__}: missing {missing}, unknown {unknown}")
+        self.numbers = tuple(arguments[name] for name in numbers)
+        self.constants = {name: arguments[name] for name in constants}
         self.options = {"num_warps": min(num_warps, _MAX_WARPS), **({"launch_pdl": True} if pdl else {})}
-        self._values = (*numbers, *constants.values())
+        self._values = (*self.numbers, *self.constants.values())
         # The compiled kernel's launcher and what it takes. One attribute, so that another thread
         # that launches meanwhile finds both or neither.
         self._direct: tuple[Any, tuple[Any, ...]] | None = None
@@ -113,6 +124,18 @@ class Launch:
         else:
             with torch.cuda.device(device):
                 self(gpu.current_stream(device), first, *others)
+
+
+@functools.cache
+def _parameters_of(function: Any) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    """Names of a kernel's pointers, numbers and constants: ``("x_ptr", "y_ptr"), ("count",), ("BLOCK",)``"""
+    parameters = inspect.signature(function).parameters
+    pointers = tuple(name for name in parameters if name.endswith("_ptr"))
+    constants = tuple(name for name, p in parameters.items() if p.annotation is not p.empty)
+    numbers = tuple(name for name in parameters if name not in (*pointers, *constants))
+    if (*pointers, *numbers, *constants) != tuple(parameters):
+        raise TypeError(f"{function.__name__}: parameters must be pointers, then numbers, then constants")
+    return pointers, numbers, constants
 
 
 def _direct_launcher(compiled: Any) -> tuple[Any, tuple[Any, ...]] | None:

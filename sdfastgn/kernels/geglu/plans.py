@@ -31,9 +31,10 @@ class GegluPlan:
         x_stride = row_stride(x) or 2 * D
         config = forward_config(rows, D, vector_width(x.itemsize, D, x_stride), x_stride)
         pdl = gpu.has_programmatic_launch(x.device)
-        constants = _constants(config, rows, D, x_stride, pdl)
-        kernel, programs = kernels._geglu_kernel, config.programs(D)
-        self.launch = Launch(kernel, programs, (rows,), constants, config.num_warps, pdl=pdl)
+        tile = _tile(config, rows, D, x_stride)
+        self.launch = Launch(
+            kernels._geglu_kernel, config.programs(D), config.num_warps, pdl=pdl, rows=rows, **tile
+        )
 
     def run(self, call: GegluCall) -> Tensor:
         x, bias = call
@@ -62,14 +63,16 @@ class GegluGradPlan:
         bias_grad = call.dbias is not None
         config = backward_config(rows, D, vector, max(x_stride, 2 * D), sms, column_sums=bias_grad)
         pdl = gpu.has_programmatic_launch(x.device)
-        constants = _constants(config, rows, D, x_stride, pdl)
-        kernel, numbers = kernels._geglu_grad_kernel, (rows, config.tiles)
-        self.grad = Launch(kernel, config.programs(D), numbers, constants, config.num_warps, pdl=pdl)
+        self.grad = Launch(
+            kernels._geglu_grad_kernel, config.programs(D), config.num_warps, pdl=pdl,
+            rows=rows, tiles=config.tiles, **_tile(config, rows, D, x_stride),
+        )  # fmt: skip
         self.partials = config.groups * 2 * D if bias_grad else 0
         block_p, block_d = column_sum_block(config.groups, 2 * D)
-        constants = {"PDL": pdl, "BLOCK_P": block_p, "BLOCK_D": block_d}
-        programs, numbers = ceil_div(2 * D, block_d), (config.groups, 2 * D)
-        self.columns = Launch(kernels._bias_sum_kernel, programs, numbers, constants, SUM_WARPS, pdl=pdl)
+        self.columns = Launch(
+            kernels._bias_sum_kernel, ceil_div(2 * D, block_d), SUM_WARPS, pdl=pdl,
+            count=config.groups, columns=2 * D, BLOCK_P=block_p, BLOCK_D=block_d,
+        )  # fmt: skip
 
     def run(self, call: Any) -> Gradients:
         dy, x, bias, *_ = call
@@ -85,12 +88,11 @@ class GegluGradPlan:
         return grads
 
 
-def _constants(config: TileConfig, rows: int, D: int, x_stride: int, pdl: bool) -> dict[str, Any]:
+def _tile(config: TileConfig, rows: int, D: int, x_stride: int) -> dict[str, Any]:
     return {
         "D": D,
         "X_STRIDE": x_stride,
         "EVEN": config.is_even(rows, D),
-        "PDL": pdl,
         "BLOCK_R": config.block_r,
         "BLOCK_D": config.block_d,
     }

@@ -28,7 +28,7 @@ from sdfastgn.kernels.group_norm.config import (
     parameter_rows,
     walk_config,
 )
-from sdfastgn.kernels.group_norm.plans import ALIGNED, row_stride
+from sdfastgn.kernels.group_norm.plans import ALIGNED, strides_of
 from sdfastgn.kernels.statistics.config import StatisticsConfig
 from sdfastgn.kernels.statistics.kernels import is_even
 
@@ -51,7 +51,7 @@ class _Sizes(NamedTuple):
     channels_last: bool
     dy_last: bool
     pdl: bool
-    strides: tuple[int, int, int]  # of shift, ada_scale and ada_shift
+    strides: dict[str, int]  # of shift, ada_scale and ada_shift
 
     @classmethod
     def of(cls, call: Any) -> _Sizes:
@@ -64,7 +64,7 @@ class _Sizes(NamedTuple):
             is_channels_last(x),
             call.tokens or is_channels_last(call.dy),
             gpu.has_programmatic_launch(x.device),
-            (row_stride(call.shift), row_stride(call.ada_scale), row_stride(call.ada_shift)),
+            strides_of(call),
         )
 
 
@@ -117,73 +117,59 @@ class GroupNormGradPlan:
         rows = {name: t is not None and t.dim() == 2 and t.shape[0] == N for name, t in operands.items()}
         # Which gradients have a row for each sample.
         self.rows = (False, False, *rows.values())
-        constants = {"C": C, **rows, "PDL": sizes.pdl, "BLOCK_N": block_n}
-        numbers = (sizes.strides[1], N, self.totals, self.plane)
+        parameters = {
+            "ada_scale_stride": sizes.strides["ada_scale_stride"], "N": N, "totals_offset": self.totals,
+            "plane": self.plane, "C": C, "BLOCK_N": block_n, **rows,
+        }  # fmt: skip
         if self.single is None and call.dx:
-            constants |= {"AHEAD": gpu.reads_ahead(call.x.device)}
-            constants |= {"BLOCK_PARAMETERS": block_c, "PARAMETER_PROGRAMS": programs}
+            parameters |= {"BLOCK_PARAMETERS": block_c, "PARAMETER_PROGRAMS": programs}
             blocks = apply_config(N, C, HW, sizes.channels_last, sms, backward=True)
-            self.apply = self._plan_apply(call, sizes, blocks, numbers, constants)
+            self.apply = self._plan_apply(call, sizes, blocks, parameters)
         elif programs:
-            constants["BLOCK_C"] = block_c
             part_rows = parameter_rows(N, C, sms)
             parts = ceil_div(N, part_rows)
-            kernel = parameter_kernels.parameter_grad_kernel
             self.parameters = Launch(
-                kernel, programs * parts, (*numbers, part_rows), constants, _PARAMETER_WARPS, pdl=sizes.pdl
-            )
+                parameter_kernels.parameter_grad_kernel, programs * parts, _PARAMETER_WARPS,
+                pdl=sizes.pdl, rows=part_rows, BLOCK_C=block_c, **parameters,
+            )  # fmt: skip
             if parts > 1:
                 self.part_plane = _aligned(parts * C)
                 self.parts_sum = self._plan_parts_sum(sizes, parts)
 
     def _plan_parts_sum(self, sizes: _Sizes, parts: int) -> Launch:
-        C = sizes.C
-        block_p, block_c = column_sum_block(parts, C)
-        constants = {"C": C, "PDL": sizes.pdl, "BLOCK_P": block_p, "BLOCK_C": block_c}
-        programs, numbers = _PARAMETERS * ceil_div(C, block_c), (parts, self.part_plane)
-        kernel = parameter_kernels.parameter_sum_kernel
-        return Launch(kernel, programs, numbers, constants, SUM_WARPS, pdl=sizes.pdl)
+        block_p, block_c = column_sum_block(parts, sizes.C)
+        return Launch(
+            parameter_kernels.parameter_sum_kernel, _PARAMETERS * ceil_div(sizes.C, block_c), SUM_WARPS,
+            pdl=sizes.pdl, parts=parts, plane=self.part_plane, C=sizes.C, BLOCK_P=block_p, BLOCK_C=block_c,
+        )  # fmt: skip
 
     def _plan_small(self, call: Any, sizes: _Sizes, config: SmallConfig) -> Launch:
-        constants = {
-            **_reading(call, sizes),
-            "PAIRS": _pairs(call, config.block),
-            "CHANNELS": config.channels,
-            "EACH_CHANNEL": config.each_channel,
+        return Launch(
+            kernels.small_grad_kernel, sizes.N * ceil_div(sizes.C, config.channels), config.num_warps,
+            pdl=sizes.pdl, **_reading(call, sizes), DY_LAST=sizes.dy_last, plane=self.plane,
+            CHANNELS=config.channels, EACH_CHANNEL=config.each_channel, PAIRS=_pairs(call, config.block),
             **tile_constants(config),
-        }
-        programs = sizes.N * ceil_div(sizes.C, config.channels)
-        numbers = (*sizes.strides, sizes.HW, self.plane)
-        kernel = kernels.small_grad_kernel
-        return Launch(kernel, programs, numbers, constants, config.num_warps, pdl=sizes.pdl)
+        )  # fmt: skip
 
     def _plan_walk(self, call: Any, sizes: _Sizes, config: WalkConfig) -> Launch:
-        constants = _reading(call, sizes) | {
-            "PAIRS": sizes.channels_last and _pairs(call, config.block_c),
-            "HW_FACTOR": row_factor(sizes.channels_last, sizes.HW),
-            "BLOCK_HW": config.block_hw,
-            "KEPT_HW": config.kept_hw,
-            "BLOCK_C": config.block_c,
-        }
-        del constants["DY_LAST"]  # as x
-        programs, numbers = sizes.N * call.num_groups, (*sizes.strides, sizes.HW, self.plane)
         return Launch(
-            walk_kernels.walk_grad_kernel, programs, numbers, constants, config.num_warps, pdl=sizes.pdl
-        )
+            walk_kernels.walk_grad_kernel, sizes.N * call.num_groups, config.num_warps,
+            pdl=sizes.pdl, **_reading(call, sizes), plane=self.plane,
+            PAIRS=sizes.channels_last and _pairs(call, config.block_c),
+            HW_FACTOR=row_factor(sizes.channels_last, sizes.HW),
+            BLOCK_HW=config.block_hw, KEPT_HW=config.kept_hw, BLOCK_C=config.block_c,
+        )  # fmt: skip
 
     def _plan_sums(self, call: Any, sizes: _Sizes, config: StatisticsConfig) -> Launch:
         N, C, HW = sizes.N, sizes.C, sizes.HW
-        constants = {
-            **_reading(call, sizes),
-            "PAIRS": _pairs(call, config.block),
-            "EVEN": is_even(config, C, HW, sizes.channels_last),
-            "LOOP": config.rows > config.tile_rows,
-            "HW_FACTOR": row_factor(sizes.channels_last, HW, config.rows),
-            **tile_constants(config),
-        }
-        programs = config.programs(N, C, sizes.channels_last)
-        numbers = (*sizes.strides, HW, config.rows, config.chunks, N * config.chunks * C)
-        return Launch(kernels.sums_kernel, programs, numbers, constants, config.num_warps, pdl=sizes.pdl)
+        return Launch(
+            kernels.sums_kernel, config.programs(N, C, sizes.channels_last), config.num_warps,
+            pdl=sizes.pdl, **_reading(call, sizes), DY_LAST=sizes.dy_last,
+            rows=config.rows, chunks=config.chunks, plane=N * config.chunks * C,
+            PAIRS=_pairs(call, config.block), EVEN=is_even(config, C, HW, sizes.channels_last),
+            LOOP=config.rows > config.tile_rows,
+            HW_FACTOR=row_factor(sizes.channels_last, HW, config.rows), **tile_constants(config),
+        )  # fmt: skip
 
     def _plan_merge(self, call: Any, sizes: _Sizes, chunks: int) -> Launch:
         N, C = sizes.N, sizes.C
@@ -192,47 +178,29 @@ class GroupNormGradPlan:
         table = self.totals + sums * self.plane
         self.scratch = table + _TABLE_ROWS * self.plane
         tile = merge_config(chunks, C, call.num_groups, backward=True)
-        constants = {
-            "C": C,
-            "CG": sizes.CG,
-            "CHANNELS": tile.channels,
-            "EACH_CHANNEL": tile.each_channel,
-            "SHIFT_GRAD": call.dshift,
-            "LOOP": chunks > tile.block_p,
-            "PDL": sizes.pdl,
-            "BLOCK_P": tile.block_p,
-            "BLOCK_C": tile.block_c,
-        }
-        programs = N * ceil_div(C, tile.channels)
-        numbers = (*sizes.strides, sizes.HW, chunks, N * chunks * C, self.totals, table, self.plane)
-        kernel = kernels.merge_sums_kernel
-        return Launch(kernel, programs, numbers, constants, tile.num_warps, pdl=sizes.pdl)
+        return Launch(
+            kernels.merge_sums_kernel, N * ceil_div(C, tile.channels), tile.num_warps,
+            pdl=sizes.pdl, **sizes.strides, HW=sizes.HW, C=C, CG=sizes.CG, SHIFT_GRAD=call.dshift,
+            chunks=chunks, plane=N * chunks * C, totals_offset=self.totals, table_offset=table,
+            table_plane=self.plane, CHANNELS=tile.channels, EACH_CHANNEL=tile.each_channel,
+            LOOP=chunks > tile.block_p, BLOCK_P=tile.block_p, BLOCK_C=tile.block_c,
+        )  # fmt: skip
 
     def _plan_apply(
-        self,
-        call: Any,
-        sizes: _Sizes,
-        blocks: ApplyConfig,
-        numbers: tuple[int, ...],
-        parameters: dict[str, Any],
+        self, call: Any, sizes: _Sizes, blocks: ApplyConfig, parameters: dict[str, Any]
     ) -> Launch:
         N, C, HW = sizes.N, sizes.C, sizes.HW
-        constants = {
-            **parameters,
-            "CHANNELS_LAST": sizes.channels_last,
-            "DY_LAST": sizes.dy_last,
-            "ACTIVATION": call.activation,
-            "PAIRS": sizes.channels_last and _pairs(call, blocks.block_c),
-            "EVEN": C % blocks.block_c == 0 and HW % blocks.block_hw == 0,
-            "HW_FACTOR": row_factor(sizes.channels_last and sizes.dy_last, HW),
-            "BLOCK_HW": blocks.block_hw,
-            "BLOCK_C": blocks.block_c,
-        }
         programs = N * ceil_div(C, blocks.block_c) * ceil_div(HW, blocks.block_hw)
-        programs += parameters["PARAMETER_PROGRAMS"]
-        numbers = (*numbers, HW, self.scratch - _TABLE_ROWS * self.plane)
-        kernel = kernels.apply_grad_kernel
-        return Launch(kernel, programs, numbers, constants, blocks.num_warps, pdl=sizes.pdl)
+        return Launch(
+            kernels.apply_grad_kernel, programs + parameters["PARAMETER_PROGRAMS"], blocks.num_warps,
+            pdl=sizes.pdl, **parameters, HW=HW, table_offset=self.scratch - _TABLE_ROWS * self.plane,
+            CHANNELS_LAST=sizes.channels_last, DY_LAST=sizes.dy_last, ACTIVATION=call.activation,
+            PAIRS=sizes.channels_last and _pairs(call, blocks.block_c),
+            AHEAD=gpu.reads_ahead(call.x.device),
+            EVEN=C % blocks.block_c == 0 and HW % blocks.block_hw == 0,
+            HW_FACTOR=row_factor(sizes.channels_last and sizes.dy_last, HW),
+            BLOCK_HW=blocks.block_hw, BLOCK_C=blocks.block_c,
+        )  # fmt: skip
 
     def run(self, call: Any) -> Gradients:
         grads = empty_gradients(call, self.wanted)
@@ -271,15 +239,15 @@ def _aligned(values: int) -> int:
 
 
 def _reading(call: Any, sizes: _Sizes) -> dict[str, Any]:
-    """The first constants of every kernel that reads x and dy."""
+    """What every kernel takes that reads x and dy."""
     return {
+        **sizes.strides,
+        "HW": sizes.HW,
         "C": sizes.C,
         "CG": sizes.CG,
         "ACTIVATION": call.activation,
         "SHIFT_GRAD": call.dshift,
         "CHANNELS_LAST": sizes.channels_last,
-        "DY_LAST": sizes.dy_last,
-        "PDL": sizes.pdl,
     }
 
 

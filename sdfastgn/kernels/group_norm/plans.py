@@ -15,8 +15,6 @@ from sdfastgn.kernels.common.layout import is_channels_last
 from sdfastgn.kernels.common.sizes import ceil_div, row_factor, tile_constants, vector_width
 from sdfastgn.kernels.group_norm import kernels
 from sdfastgn.kernels.group_norm.config import (
-    ApplyConfig,
-    MergeConfig,
     SmallConfig,
     apply_config,
     launch_config,
@@ -67,10 +65,9 @@ class GroupNormPlan:
         table = ceil_div(2 * plane, ALIGNED) * ALIGNED if call.statistics is None else 0
         folds = x.dtype != torch.float32
         self.scratch = table + (2 if folds else 3) * table_plane
-        numbers = (HW, ceil_div(HW, chunks), chunks, plane, table, table_plane, call.eps)
-        self.merge = _merge(call, merge_config(chunks, C, call.num_groups), numbers)
-        blocks = apply_config(N, C, HW, channels_last, gpu.num_sms(x.device))
-        self.apply = _apply(call, blocks, channels_last, (HW, table, table_plane))
+        memory = {"table_offset": table, "table_plane": table_plane}
+        self.merge = _merge(call, HW, chunks, plane, memory)
+        self.apply = _apply(call, HW, channels_last, memory)
 
     def run_and_save(self, call: GroupNormCall) -> tuple[Tensor, Tensor, Tensor]:
         mean, rstd = empty_saved(call), empty_saved(call)
@@ -102,72 +99,60 @@ class GroupNormPlan:
 
 
 def _small(call: GroupNormCall, config: SmallConfig, HW: int, channels_last: bool) -> Launch:
+    """One program for each group, or for some neighboring channels that are groups of their own."""
     N, C = call.x.shape[:2]
-    pdl = gpu.has_programmatic_launch(call.x.device)
-    pairs = call.x.dtype != torch.float32 and config.block >= PAIRED
-    layout = {"CHANNELS_LAST": channels_last, "OUT_LAST": channels_last or call.tokens}
-    tail = {"TAIL": config.tail, "TAIL_LANES": config.tail_lanes, "TAIL_STEPS": config.tail_steps}
-    constants: dict[str, Any] = {
-        "C": C,
-        "CHANNELS": config.channels,
-        **({} if config.each_channel else layout),
-        "ACTIVATION": call.activation,
-        "PAIRS": pairs,
-        "PDL": pdl,
-        **tile_constants(config),
-        **({} if config.each_channel else tail),
-    }
-    kernel = kernels.channels_kernel if config.each_channel else kernels.small_kernel
-    numbers = (*_strides(call), HW, call.eps)
-    return Launch(kernel, N * ceil_div(C, config.channels), numbers, constants, config.num_warps, pdl=pdl)
+    of_groups: dict[str, Any] = {}
+    if not config.each_channel:
+        of_groups = {
+            "CHANNELS_LAST": channels_last, "OUT_LAST": channels_last or call.tokens,
+            "TAIL": config.tail, "TAIL_LANES": config.tail_lanes, "TAIL_STEPS": config.tail_steps,
+        }  # fmt: skip
+    return Launch(
+        kernels.channels_kernel if config.each_channel else kernels.small_kernel,
+        N * ceil_div(C, config.channels), config.num_warps, pdl=gpu.has_programmatic_launch(call.x.device),
+        **strides_of(call), C=C, CHANNELS=config.channels, HW=HW, eps=call.eps,
+        ACTIVATION=call.activation, PAIRS=call.x.dtype != torch.float32 and config.block >= PAIRED,
+        **of_groups, **tile_constants(config),
+    )  # fmt: skip
 
 
-def _merge(call: GroupNormCall, tile: MergeConfig, numbers: tuple[int | float, ...]) -> Launch:
+def _merge(call: GroupNormCall, HW: int, chunks: int, plane: int, memory: dict[str, int]) -> Launch:
+    """One program for each group, or for some channels that are groups of their own."""
     N, C = call.x.shape[:2]
-    pdl = gpu.has_programmatic_launch(call.x.device)
-    constants = {
-        "EACH_CHANNEL": tile.each_channel,
-        "FOLD": call.x.dtype != torch.float32,
-        "EXACT": (call.out_dtype or call.x.dtype) == torch.float32,
-        "LOOP": tile.is_full,
-        "PDL": pdl,
-        "C_FACTOR": vector_width(4, C, tile.channels),
-        "BLOCK_P": tile.block_p,
-        "BLOCK_C": tile.block_c,
-    }
+    tile = merge_config(chunks, C, call.num_groups)
     parts = ceil_div(C, tile.channels)
-    flags = int(call.shift is not None), C, tile.channels, parts, int(call.statistics is None)
-    numbers = (*_strides(call), *flags, *numbers)
-    return Launch(kernels.merge_kernel, N * parts, numbers, constants, tile.num_warps, pdl=pdl)
+    return Launch(
+        kernels.merge_kernel, N * parts, tile.num_warps, pdl=gpu.has_programmatic_launch(call.x.device),
+        shifted=int(call.shift is not None), **strides_of(call), eps=call.eps,
+        C=C, CHANNELS=tile.channels, parts=parts, EACH_CHANNEL=tile.each_channel,
+        HW=HW, chunks=chunks, rows=ceil_div(HW, chunks), plane=plane, complete=int(call.statistics is None),
+        **memory, FOLD=call.x.dtype != torch.float32,
+        EXACT=(call.out_dtype or call.x.dtype) == torch.float32, LOOP=tile.is_full,
+        C_FACTOR=vector_width(4, C, tile.channels), BLOCK_P=tile.block_p, BLOCK_C=tile.block_c,
+    )  # fmt: skip
 
 
-def _apply(call: GroupNormCall, blocks: ApplyConfig, channels_last: bool, numbers: tuple[int, ...]) -> Launch:
+def _apply(call: GroupNormCall, HW: int, channels_last: bool, memory: dict[str, int]) -> Launch:
+    """One program for each tile of positions and channels."""
     N, C = call.x.shape[:2]
-    HW = numbers[0]
-    pdl = gpu.has_programmatic_launch(call.x.device)
+    blocks = apply_config(N, C, HW, channels_last, gpu.num_sms(call.x.device))
     folds = call.x.dtype != torch.float32
     out_last = channels_last or call.tokens
     # A norm without activation shares SiLU's kernel where tiles are few; where they are many, a
     # program more a multiprocessor counts, and a branch takes registers.
     optional = blocks.few and call.activation in ("identity", "silu")
-    constants = {
-        "CHANNELS_LAST": channels_last,
-        "OUT_LAST": out_last,
-        "ACTIVATION": "silu" if optional else call.activation,
-        "OPTIONAL": optional,
-        "PAIRS": folds and channels_last and blocks.block_c >= PAIRED,
-        "FOLD": folds,
-        "EVEN": C % blocks.block_c == 0 and HW % blocks.block_hw == 0,
-        "PDL": pdl,
-        "AHEAD": gpu.reads_ahead(call.x.device),
-        "C_FACTOR": vector_width(call.x.itemsize, C),
-        "HW_FACTOR": row_factor(channels_last and out_last, HW),
-        "BLOCK_HW": blocks.block_hw,
-        "BLOCK_C": blocks.block_c,
-    }
     programs = N * ceil_div(C, blocks.block_c) * ceil_div(HW, blocks.block_hw)
-    numbers = (C, int(call.activation != "identity"), *numbers)
-    return Launch(kernels.apply_kernel, programs, numbers, constants, blocks.num_warps, pdl=pdl)
+    return Launch(
+        kernels.apply_kernel, programs, blocks.num_warps, pdl=gpu.has_programmatic_launch(call.x.device),
+        C=C, HW=HW, CHANNELS_LAST=channels_last, OUT_LAST=out_last, **memory,
+        activates=int(call.activation != "identity"), OPTIONAL=optional,
+        ACTIVATION="silu" if optional else call.activation,
+        PAIRS=folds and channels_last and blocks.block_c >= PAIRED, FOLD=folds,
+        EVEN=C % blocks.block_c == 0 and HW % blocks.block_hw == 0,
+        AHEAD=gpu.reads_ahead(call.x.device),
+        C_FACTOR=vector_width(call.x.itemsize, C), HW_FACTOR=row_factor(channels_last and out_last, HW),
+        BLOCK_HW=blocks.block_hw, BLOCK_C=blocks.block_c,
+    )  # fmt: skip
 
 
 def row_stride(operand: Tensor | None) -> int:
@@ -177,5 +162,5 @@ def row_stride(operand: Tensor | None) -> int:
     return operand.stride(0)
 
 
-def _strides(call: GroupNormCall) -> tuple[int, ...]:
-    return row_stride(call.shift), row_stride(call.ada_scale), row_stride(call.ada_shift)
+def strides_of(call: GroupNormCall) -> dict[str, int]:
+    return {f"{name}_stride": row_stride(getattr(call, name)) for name in ("shift", "ada_scale", "ada_shift")}

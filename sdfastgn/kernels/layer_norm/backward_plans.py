@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from sdfastgn.kernels.common import gpu
@@ -48,23 +46,22 @@ class LayerNormGradPlan:
         self.rows_grad: Launch | None = None
         if isinstance(config, RowsConfig):
             count = config.programs
-            constants = {"D": D, "X_STRIDE": x_stride, **uses, "PDL": pdl, **rows_constants(config)}
-            kernel = kernels._rows_grad_kernel
             self.rows_grad = Launch(
-                kernel, count, (self.rows, count * D), constants, config.num_warps, pdl=pdl
-            )
+                kernels._rows_grad_kernel, count, config.num_warps, pdl=pdl,
+                rows=self.rows, plane=count * D, D=D, X_STRIDE=x_stride, **uses, **rows_constants(config),
+            )  # fmt: skip
         else:
             groups = column_groups(self.rows, D, config.block, sms) if any(sums) else self.rows
             group_rows = ceil_div(self.rows, groups)
             count = ceil_div(self.rows, group_rows)
-            tile = {"VECTOR": vector, "PDL": pdl, "BLOCK": config.block}
-            self._plan_chunks(config, D, x_stride, (count, group_rows), uses, tile)
+            self._plan_chunks(config, D, x_stride, (count, group_rows), uses, vector, pdl)
         # Partials of what is not wanted are not written, and need no place behind the last that is.
         self.partials = count * D * max((place for place, dtype in enumerate(sums, 1) if dtype), default=0)
         block_p, block_d = column_sum_block(count, D)
-        constants = {"PDL": pdl, "BLOCK_P": block_p, "BLOCK_D": block_d}
-        programs, numbers = 3 * ceil_div(D, block_d), (count, D, count * D)
-        self.columns = Launch(kernels._column_sum_kernel, programs, numbers, constants, SUM_WARPS, pdl=pdl)
+        self.columns = Launch(
+            kernels._column_sum_kernel, 3 * ceil_div(D, block_d), SUM_WARPS, pdl=pdl,
+            count=count, D=D, plane=count * D, BLOCK_P=block_p, BLOCK_D=block_d,
+        )  # fmt: skip
 
     def _plan_chunks(
         self,
@@ -73,22 +70,25 @@ class LayerNormGradPlan:
         x_stride: int,
         groups: tuple[int, int],
         uses: dict[str, bool],
-        tile: dict[str, Any],
+        vector: int,
+        pdl: bool,
     ) -> None:
         """``groups``: their number, and the rows of each."""
         count, group_rows = groups
-        parts = (D // tile["VECTOR"], x_stride // tile["VECTOR"])
-        warps, pdl = config.num_warps, tile["PDL"]
+        # In vectors, so that the compiler knows what they are multiples of.
+        parts = {"d_parts": D // vector, "x_parts": x_stride // vector}
+        tile = {"VECTOR": vector, "BLOCK": config.block}
         self.chunks = config.chunks
-        numbers: tuple[int, ...]
         if uses["ROW_SUMS"]:
             programs = self.rows * config.chunks
-            numbers = (config.chunks, config.length // config.block, *parts, programs)
-            self.chunk_sums = Launch(kernels._chunk_sums_kernel, programs, numbers, tile, warps, pdl=pdl)
-        programs, numbers = count * ceil_div(D, config.block), (self.rows, group_rows, *parts, count * D)
+            self.chunk_sums = Launch(
+                kernels._chunk_sums_kernel, programs, config.num_warps, pdl=pdl,
+                chunks=config.chunks, blocks=config.length // config.block, plane=programs, **parts, **tile,
+            )  # fmt: skip
         self.chunk_grad = Launch(
-            kernels._chunk_grad_kernel, programs, numbers, {**uses, **tile}, warps, pdl=pdl
-        )
+            kernels._chunk_grad_kernel, count * ceil_div(D, config.block), config.num_warps, pdl=pdl,
+            rows=self.rows, group_rows=group_rows, plane=count * D, **parts, **uses, **tile,
+        )  # fmt: skip
 
     def run(self, call: LayerNormGradCall) -> Gradients:
         grads = empty_grads(call, self.wanted)

@@ -38,17 +38,11 @@ class LayerNormPlan:
         if isinstance(config, ChunksConfig):
             self._plan_chunks(call, config, (x_stride, residual_stride), vector, pdl)
             return
-        constants = {
-            "D": D,
-            "X_STRIDE": x_stride,
-            "RESIDUAL_STRIDE": residual_stride,
-            "ONE_ROW": config.lanes * config.block <= WARP * vector,
-            "PDL": pdl,
-            **rows_constants(config),
-        }
-        numbers = (self.row_count, call.eps)
-        kernel = kernels._rows_kernel
-        self.rows = Launch(kernel, config.programs, numbers, constants, config.num_warps, pdl=pdl)
+        self.rows = Launch(
+            kernels._rows_kernel, config.programs, config.num_warps, pdl=pdl,
+            rows=self.row_count, eps=call.eps, D=D, X_STRIDE=x_stride, RESIDUAL_STRIDE=residual_stride,
+            ONE_ROW=config.lanes * config.block <= WARP * vector, **rows_constants(config),
+        )  # fmt: skip
 
     def _plan_chunks(
         self,
@@ -59,34 +53,29 @@ class LayerNormPlan:
         pdl: bool,
     ) -> None:
         D = call.x.shape[-1]
-        warps, is_complete = config.num_warps, call.residual is None
-        exact = result_dtype(call) == torch.float32
+        is_complete, exact = call.residual is None, result_dtype(call) == torch.float32
         count = self.row_count * config.chunks
         self.partials = (3 if exact else 2) * count
         # In vectors, so that the compiler knows what they are multiples of.
         d_parts, x_parts, residual_parts = (size // vector for size in (D, *strides))
-        tile = {"VECTOR": vector, "PDL": pdl, "BLOCK": config.block}
-        numbers: tuple[int | float, ...]
-        numbers = (
-            config.chunks, config.length // config.block, d_parts, x_parts, residual_parts, count,
+        tile = {"VECTOR": vector, "BLOCK": config.block}
+        self.chunk = Launch(
+            kernels._chunk_kernel, count, config.num_warps, pdl=pdl,
+            chunks=config.chunks, blocks=config.length // config.block, plane=count,
+            d_parts=d_parts, x_parts=x_parts, residual_parts=residual_parts, EXACT=exact, **tile,
         )  # fmt: skip
-        constants = {"EXACT": exact, **tile}
-        self.chunk = Launch(kernels._chunk_kernel, count, numbers, constants, warps, pdl=pdl)
         block = next_power_of_2(config.chunks)
-        numbers = (config.chunks, config.length, D, count, call.eps)
         merge_warps = max(1, min(_MERGE_MAX_WARPS, block // _MERGE_PER_WARP))
-        merge = {"EXACT": exact, "PDL": pdl, "BLOCK": block}
-        kernel = kernels._merge_chunks_kernel
-        self.merge = Launch(kernel, self.row_count, numbers, merge, merge_warps, pdl=pdl)
-        tile = {
-            "VECTOR": vector,
-            "AHEAD": is_complete and gpu.reads_ahead(call.x.device),
-            "PDL": pdl,
-            "BLOCK": config.block,
-        }
-        programs = self.row_count * ceil_div(D, config.block)
-        numbers = (self.row_count, d_parts, x_parts if is_complete else d_parts)
-        self.normalise = Launch(kernels._normalise_kernel, programs, numbers, tile, warps, pdl=pdl)
+        self.merge = Launch(
+            kernels._merge_chunks_kernel, self.row_count, merge_warps, pdl=pdl,
+            chunks=config.chunks, length=config.length, D=D, plane=count, eps=call.eps,
+            EXACT=exact, BLOCK=block,
+        )  # fmt: skip
+        self.normalise = Launch(
+            kernels._normalise_kernel, self.row_count * ceil_div(D, config.block), config.num_warps, pdl=pdl,
+            rows=self.row_count, d_parts=d_parts, x_parts=x_parts if is_complete else d_parts,
+            AHEAD=is_complete and gpu.reads_ahead(call.x.device), **tile,
+        )  # fmt: skip
 
     def run_and_save(self, call: LayerNormCall | AddCall) -> tuple[Tensor, ...]:
         centre, rstd = empty_saved(call.x, result_dtype(call))

@@ -264,21 +264,15 @@ class StatisticsLaunch:
         # Sums, and loops over tiles, would hold offsets in registers: a program less a multiprocessor.
         # Sums of one tile that is masked share a kernel instead.
         known = loops or (producer and even)
-        constants = {
-            "KNOWN_C": C if known else 0,
-            "KNOWN_HEAD": head if known else 0,
-            "CHANNELS_LAST": channels_last,
-            "EVEN": even,
-            "LOOP": loops,
-            "EXACT": x.dtype == torch.float32,
-            "C_FACTOR": vector_width(x.itemsize, C, head),
-            "HW_FACTOR": row_factor(channels_last, HW, config.rows),
-            "PDL": pdl,
+        self._launch = Launch(
+            _statistics_kernel, config.programs(N, C, channels_last), config.num_warps, pdl=pdl,
+            C=C, HEAD=head, HW=HW, rows=config.rows, chunks=config.chunks, plane=N * config.chunks * C,
+            biased=int(has_bias), scale=scale,
+            KNOWN_C=C if known else 0, KNOWN_HEAD=head if known else 0,
+            CHANNELS_LAST=channels_last, EVEN=even, LOOP=loops, EXACT=x.dtype == torch.float32,
+            C_FACTOR=vector_width(x.itemsize, C, head), HW_FACTOR=row_factor(channels_last, HW, config.rows),
             **tile_constants(config),
-        }
-        programs = config.programs(N, C, channels_last)
-        numbers = (C, head, int(has_bias), HW, config.rows, config.chunks, N * config.chunks * C, scale)
-        self._launch = Launch(_statistics_kernel, programs, numbers, constants, config.num_warps, pdl=pdl)
+        )  # fmt: skip
 
     def on_stream(self, stream: int, x: Tensor, statistics: Tensor) -> None:
         """Statistics of ``x`` alone, on ``current_stream`` of the current device, which must be that of x."""

@@ -193,13 +193,11 @@ def launch_phase_weights(weight: Tensor, phases: Tensor) -> None:
         C_out, C = weight.shape[:2]
         config = weights_config(C_out, C)
         pdl = gpu.has_programmatic_launch(weight.device)
-        constants = {
-            "CHANNELS_LAST": channels_last, "EVEN": config.even, "C_FACTOR": vector_width(weight.itemsize, C),
-            "PDL": pdl, "BLOCK_O": config.block_rows, "BLOCK_C": config.block_c,
-        }  # fmt: skip
-        numbers = (C_out, C)
-        found = Launch(_phase_weights_kernel, config.programs, numbers, constants, config.num_warps, pdl=pdl)
-        _launches[key] = found
+        found = _launches[key] = Launch(
+            _phase_weights_kernel, config.programs, config.num_warps, pdl=pdl,
+            C_out=C_out, C=C, CHANNELS_LAST=channels_last, EVEN=config.even,
+            C_FACTOR=vector_width(weight.itemsize, C), BLOCK_O=config.block_rows, BLOCK_C=config.block_c,
+        )  # fmt: skip
     found.run(weight, phases)
 
 
@@ -228,11 +226,11 @@ def _interleave(y: Tensor) -> Launch:
     N, C, H, W = y.shape
     config = tile_config(N * H * W, C, gpu.num_sms(y.device))
     pdl = gpu.has_programmatic_launch(y.device)
-    constants = {
-        "C": C, "EVEN": config.even, "PDL": pdl, "BLOCK_HW": config.block_rows, "BLOCK_C": config.block_c
-    }  # fmt: skip
-    numbers = (N * H * W, H // 2, W // 2)
-    return Launch(_interleave_kernel, config.programs, numbers, constants, config.num_warps, pdl=pdl)
+    return Launch(
+        _interleave_kernel, config.programs, config.num_warps, pdl=pdl,
+        pixels=N * H * W, H=H // 2, W=W // 2, C=C,
+        EVEN=config.even, BLOCK_HW=config.block_rows, BLOCK_C=config.block_c,
+    )  # fmt: skip
 
 
 def _interleave_with_statistics(y: Tensor) -> Launch:
@@ -240,10 +238,9 @@ def _interleave_with_statistics(y: Tensor) -> Launch:
     config = statistics_config(N, C, H * W, True, gpu.num_sms(y.device), kind="write")
     pdl = gpu.has_programmatic_launch(y.device)
     loops = config.rows > config.tile_rows  # where the compiler knows C, as in ``StatisticsLaunch``
-    constants = {
-        "KNOWN_C": C if loops else 0, "EVEN": is_even(config, C, H * W, True), "LOOP": loops,
-        "C_FACTOR": vector_width(y.itemsize, C), "PDL": pdl, **tile_constants(config),
-    }  # fmt: skip
-    numbers = (C, H * W, config.rows, config.chunks, N * config.chunks * C, H // 2, W // 2)
-    programs = config.programs(N, C, True)
-    return Launch(_interleave_statistics_kernel, programs, numbers, constants, config.num_warps, pdl=pdl)
+    return Launch(
+        _interleave_statistics_kernel, config.programs(N, C, True), config.num_warps, pdl=pdl,
+        C=C, HW=H * W, rows=config.rows, chunks=config.chunks, plane=N * config.chunks * C,
+        H=H // 2, W=W // 2, KNOWN_C=C if loops else 0, EVEN=is_even(config, C, H * W, True), LOOP=loops,
+        C_FACTOR=vector_width(y.itemsize, C), **tile_constants(config),
+    )  # fmt: skip

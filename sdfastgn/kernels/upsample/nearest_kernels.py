@@ -103,15 +103,10 @@ def _launch(kernel: Any, small: Tensor) -> Launch:
         N, C, H, W = small.shape
         config = tile_config(N * H * W, C, gpu.num_sms(small.device))
         pdl = gpu.has_programmatic_launch(small.device)
-        constants = {
-            "C": C,
-            "EVEN": config.even,
-            "PDL": pdl,
-            "BLOCK_HW": config.block_rows,
-            "BLOCK_C": config.block_c,
-        }
-        found = Launch(kernel, config.programs, (N * H * W, W), constants, config.num_warps, pdl=pdl)
-        _launches[key] = found
+        found = _launches[key] = Launch(
+            kernel, config.programs, config.num_warps, pdl=pdl, pixels=N * H * W, W=W, C=C,
+            EVEN=config.even, BLOCK_HW=config.block_rows, BLOCK_C=config.block_c,
+        )  # fmt: skip
     return found
 
 

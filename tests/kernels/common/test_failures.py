@@ -202,6 +202,7 @@ class Kernel:
     """Compiled once for each device, and its code finds no memory while ``is_short``."""
 
     __name__ = "a_kernel"
+    fn = staticmethod(lambda x_ptr: None)
 
     def __init__(self):
         self.device_caches, self.is_short, self.launched = {None: "compiled"}, True, 0
@@ -233,7 +234,7 @@ def test_a_rehearsal_forgets_a_kernel_that_was_not_loaded(monkeypatch):
     monkeypatch.setattr(compile_ahead.torch.cuda, "device", lambda device: nullcontext())
     kernel, device = Kernel(), torch.device("cpu", 0)
     kernel.device_caches = {0: "compiled"}
-    launch = Launch(kernel, 1, (), {}, 1)
+    launch = Launch(kernel, 1, 1)
     compile_ahead.rehearse(lambda: launch.run(torch.zeros(1)), device)
     assert 0 not in kernel.device_caches
 

@@ -22,8 +22,14 @@ def without_gpu(monkeypatch):
     monkeypatch.setattr(compile_ahead.torch.cuda, "device", lambda device: contextlib.nullcontext())
 
 
+def copy_kernel(x_ptr, y_ptr, number, BLOCK: tl.constexpr):
+    """The parameters of ``Kernel``."""
+
+
 class Kernel:
     """Notes how it is called. ``gate``: compilations wait for each other there."""
+
+    fn = staticmethod(copy_kernel)
 
     def __init__(self, gate=None, fails=False, made=None):
         self.launched, self.compiled, self.loaded = [], [], []
@@ -54,10 +60,33 @@ class Compiled:
 
 def made(number=7, block=16, kernel=None):
     kernel = kernel or Kernel()
-    return kernel, Launch(kernel, 3, (number,), {"BLOCK": block}, 4)
+    return kernel, Launch(kernel, 3, 4, number=number, BLOCK=block)
 
 
 X = torch.zeros(1)
+
+
+def test_numbers_and_constants_are_bound_by_name():
+    _, launch = made(number=7, block=16)
+    assert launch.numbers == (7,)
+    assert launch.constants == {"BLOCK": 16}
+    with pytest.raises(TypeError, match=r"^copy_kernel: missing \['number'\], unknown \['HW', 'x_ptr'\]"):
+        Launch(Kernel(), 3, 4, HW=7, x_ptr=X, BLOCK=16)
+
+
+def test_a_kernel_is_told_whether_it_may_start_early():
+    kernel = Kernel()
+    kernel.fn = lambda x_ptr, PDL: None
+    kernel.fn.__annotations__["PDL"] = tl.constexpr
+    for pdl in (False, True):
+        assert Launch(kernel, 3, 4, pdl=pdl).constants == {"PDL": pdl}
+
+
+def test_parameters_in_another_order_are_refused():
+    kernel = Kernel()
+    kernel.fn = lambda number, x_ptr: None
+    with pytest.raises(TypeError, match="must be pointers, then numbers, then constants"):
+        Launch(kernel, 3, 4, number=7)
 
 
 def test_a_rehearsal_compiles_and_does_not_run(without_gpu):
@@ -211,7 +240,7 @@ def test_another_thread_may_launch_whatever_has_been_stored_so_far():
             if self.is_made:
                 self.run(X)
 
-    launch = Interrupted(kernel, 3, (7,), {"BLOCK": 16}, 4)
+    launch = Interrupted(kernel, 3, 4, number=7, BLOCK=16)
     Interrupted.is_made = True
     launch.run(X)
     assert len(kernel.launched) + len(launcher.calls) == 2
@@ -229,7 +258,7 @@ def test_kernels_are_compiled_when_the_rehearsal_ends(monkeypatch, tmp_path):
     compiled = []
     monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **given: compiled.append(given))
     x, y = torch.arange(64.0, device="cuda"), torch.full((64,), torch.nan, device="cuda")
-    launches = [Launch(_scaled_copy_kernel, 1, (), {"TIMES": times, "BLOCK": 64}, 1) for times in range(2, 6)]
+    launches = [Launch(_scaled_copy_kernel, 1, 1, TIMES=times, BLOCK=64) for times in range(2, 6)]
 
     def all_of_them():
         for launch in launches:

@@ -1,12 +1,10 @@
 """The launch configuration: pure Python, checked over many sizes without a GPU."""
 
-import inspect
 from dataclasses import asdict
 
 import pytest
 
 from sdfastgn.kernels.common.sizes import ceil_div, next_power_of_2, row_factor
-from sdfastgn.kernels.group_norm import kernels as group_norm_kernels
 from sdfastgn.kernels.group_norm.config import (
     ApplyConfig,
     MergeConfig,
@@ -18,7 +16,6 @@ from sdfastgn.kernels.group_norm.config import (
     parameter_config,
     parameter_rows,
 )
-from sdfastgn.kernels.statistics import kernels as statistics_kernels
 from sdfastgn.kernels.statistics.config import StatisticsConfig, statistics_config, statistics_pay
 from tests.kernels.samples import each_gpu
 
@@ -296,28 +293,6 @@ def test_a_warp_has_no_more_of_long_channels_than_fits(sizes, groups, small, bac
     if backward and sizes[1] // groups * sizes[2] > 4096:
         pytest.skip("too large for one program in any case")
     assert isinstance(launch_config(*sizes, groups, False, 132, backward=backward), SmallConfig) is small
-
-
-@pytest.mark.parametrize(
-    ("module", "name"),
-    [
-        pytest.param(group_norm_kernels, "small_kernel", id="small"),
-        pytest.param(group_norm_kernels, "channels_kernel", id="channels"),
-        pytest.param(group_norm_kernels, "merge_kernel", id="merge"),
-        pytest.param(group_norm_kernels, "apply_kernel", id="apply"),
-        pytest.param(statistics_kernels, "_statistics_kernel", id="statistics"),
-    ],
-)
-def test_constants_come_last_so_that_a_compiled_kernel_can_be_called_by_position(module, name):
-    kernel = getattr(module, name)
-    parameters = inspect.signature(kernel.fn).parameters
-    # Pointers, then numbers, then constants: the order in which ``Launch`` passes them.
-    order = [
-        2 if "constexpr" in str(p.annotation) else 0 if label.endswith("_ptr") else 1
-        for label, p in parameters.items()
-    ]
-    assert order == sorted(order)
-    assert set(order) == {0, 1, 2}
 
 
 @pytest.mark.parametrize(
