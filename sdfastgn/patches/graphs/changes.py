@@ -45,10 +45,12 @@ class Place(NamedTuple):
         if isinstance(self.container, dict):
             was = dict(zip(self.keys, old, strict=True))
             return difference_of(self, was, dict(dict.items(self.container)), is_same)
-        kind = set if isinstance(self.container, set) else list
-        then, now = kind(old), kind(self.container)
+        then: Any = list(old)
+        now: Any = list(self.container)
         if len(then) == len(now) and all(_holds(is_same, a, b) for a, b in zip(then, now, strict=True)):
             return None
+        if isinstance(self.container, set):
+            then, now = set(then), set(now)
         before, after = _shown(then), _shown(now)
         if before == after:
             return f"the items of {self.name} changed"

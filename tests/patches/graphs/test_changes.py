@@ -9,6 +9,10 @@ from sdfastgn.patches.graphs import watch as graph_state
 from sdfastgn.patches.graphs.watch import Watch
 from tests.patches.graphs.cases import HARMLESS, make, run, state
 
+# A set that iterates in another order once it is built again from its own items.
+PAIRS = ({a, b} for a in range(64) for b in range(a))
+TURNING = next(pair for pair in PAIRS if list(set(dict.fromkeys(pair))) != list(pair))
+
 
 class Plain:
     """An object with attributes, as attention processors are."""
@@ -37,6 +41,7 @@ class Block(nn.Module):
         self.scaling = {"a": 1.0}
         self.sizes = list(range(40))
         self.device_of_use = torch.device("cpu")
+        self.kinds = TURNING.copy()
 
 
 class Model(nn.Sequential):
@@ -89,6 +94,7 @@ WORDS = [
     (lambda m: setattr(m[0].processor, "bias", 0.5), "attribute bias of 0.processor was added"),
     (lambda m: m[0].processor.names.append("b"), "0.processor.names changed from ['a'] to ['a', 'b']"),
     (lambda m: m[0].sizes.append(1), "the items of 0.sizes changed"),
+    (lambda m: m[0].kinds.clear(), f"0.kinds changed from {set(dict.fromkeys(TURNING))} to set()"),
     # a name that is LoRA's, of a module that is not
     (lambda m: m[0].scaling.update(a=0.5), "0.scaling['a'] changed from 1.0 to 0.5"),
     (lambda m: m[0].scaling.update(b=0.5), "0.scaling['b'] was added"),
