@@ -1,6 +1,6 @@
 """Stock against optimized for the models of docs/coverage.md, at the sizes that people use.
 
-python -m scripts.publish.real_sizes --json benchmarks/h200/real_sizes.json
+python -m scripts.publish.real_sizes --json benchmarks/h200/real_sizes/first.json
 
 Architectures are those of the published models, weights are random. A row is one call of one model: a
 step of a UNet with guidance, a decode of an autoencoder. Stock is timed before ``optimize`` and after

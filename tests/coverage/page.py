@@ -32,7 +32,9 @@ One call of each network at the sizes that people use, stock and optimized with 
 `optimize`: a step of a UNet with guidance, or a decode of an autoencoder. A call is waited for, so
 where the CPU is slower than the GPU, the time is the CPU's. "Graph" says whether calls were replays
 of a CUDA graph. Single layers, and networks in which nothing is fused, have no line.
-`python -m scripts.publish.real_sizes --json benchmarks/h200/real_sizes.json` renews the numbers.
+`python -m scripts.publish.real_sizes --json benchmarks/h200/real_sizes/first.json` measures all of
+them. The lines below the table name the commits: networks whose code changed during the day were
+measured again.
 
 A network that would be slower keeps stock's code and layout, and the report says why. That holds
 for the autoencoders of HunyuanVideo and Mochi: before each convolution they repeat the border of a

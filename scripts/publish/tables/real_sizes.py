@@ -40,7 +40,7 @@ class SizeRow:
 
 
 def real_sizes_markdown(results: Path) -> str:
-    """A line for each model; a dagger where optimized is slower."""
+    """A line for each model; a dagger where optimized is slower by half a percent or more."""
     body, sources = [], []
     for content in documents(results, "real_sizes"):
         body += [_cells(SizeRow(**values)) for values in content["rows"]]
@@ -57,7 +57,7 @@ def _cells(row: SizeRow) -> list[str]:
         row.dtype,
         number(row.stock_ms),
         number(row.optimized_ms),
-        f"{times:.2f}x{LOSS if times < 1 else ''}",
+        f"{times:.2f}x{LOSS if round(times, 2) < 1 else ''}",
         "yes" if row.has_graph else "no",
         number(row.stock_mib),
         number(row.optimized_mib),
