@@ -1,0 +1,19 @@
+"""Every network whose real size is published: its configuration and its call fit each other."""
+
+import pytest
+import torch
+
+from scripts.publish.networks import CASES
+from scripts.publish.real_sizes import built
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_call_without_weights(case):
+    model, call = built(case, torch.device("meta"))
+    assert call().device.type == "meta"
+    assert {parameter.dtype for parameter in model.parameters()} == {case.dtype}
+
+
+def test_each_network_has_a_name_of_its_own():
+    assert len({case.name for case in CASES}) == len(CASES) > 30
