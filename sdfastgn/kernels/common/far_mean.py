@@ -12,8 +12,6 @@ from torch import Tensor
 
 from sdfastgn.kernels.common import dispatch
 
-__all__ = ["is_far"]
-
 # Deviations between the mean and zero from which on the input is centered. Below it, the error is a
 # few units in the last place.
 _FAR = 16.0

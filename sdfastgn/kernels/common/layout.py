@@ -15,19 +15,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = [
-    "dense",
-    "dense_is_channels_last",
-    "empty_dense_like",
-    "empty_laid_out",
-    "is_channels_first",
-    "is_channels_last",
-    "is_dense",
-    "laid_out",
-    "like_dense",
-    "row_stride",
-]
-
 # Elements from one row to the next up to which offsets inside a tile fit into int32.
 _MAX_STRIDE = 1 << 20
 

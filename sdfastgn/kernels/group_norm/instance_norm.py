@@ -17,8 +17,6 @@ from torch import Tensor
 from sdfastgn.kernels.common.checks import as_eps, check_input
 from sdfastgn.kernels.group_norm.op import GROUP_NORM, GroupNormCall
 
-__all__ = ["instance_norm"]
-
 
 def instance_norm(
     x: Tensor,

@@ -6,94 +6,90 @@ and numerics: ``group_norm/backward_kernels.py``.
 
 from __future__ import annotations
 
-from sdfastgn.kernels.common.tiles import triton
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
-if triton is not None:
-    import triton.language as tl
-    from triton.language.extra.cuda import gdc_wait
 
-__all__ = ["parameter_grad_kernel", "parameter_grads"]
+@triton.jit
+def _add_samples(
+    grad_ptr,
+    at, mask, values, total,
+    STRIDED: tl.constexpr,
+):  # fmt: skip
+    """Stores per-sample gradients, or adds them up where one operand serves every sample."""
+    if grad_ptr is not None:
+        if STRIDED:
+            tl.store(grad_ptr + at, values.to(grad_ptr.dtype.element_ty), mask=mask)
+        else:
+            total += values
+    return total
 
-if triton is not None:
 
-    @triton.jit
-    def _add_samples(
-        grad_ptr,
-        at, mask, values, total,
-        STRIDED: tl.constexpr,
-    ):  # fmt: skip
-        """Stores per-sample gradients, or adds them up where one operand serves every sample."""
-        if grad_ptr is not None:
-            if STRIDED:
-                tl.store(grad_ptr + at, values.to(grad_ptr.dtype.element_ty), mask=mask)
-            else:
-                total += values
-        return total
+@triton.jit
+def _store_total(grad_ptr, c, in_range, total, STRIDED: tl.constexpr):
+    if grad_ptr is not None and not STRIDED:
+        tl.store(grad_ptr + c, tl.sum(total, 0).to(grad_ptr.dtype.element_ty), mask=in_range)
 
-    @triton.jit
-    def _store_total(grad_ptr, c, in_range, total, STRIDED: tl.constexpr):
-        if grad_ptr is not None and not STRIDED:
-            tl.store(grad_ptr + c, tl.sum(total, 0).to(grad_ptr.dtype.element_ty), mask=in_range)
 
-    @triton.jit
-    def parameter_grads(
-        program,
-        totals_ptr, weight_ptr, bias_ptr, ada_scale_ptr, dweight_ptr, dbias_ptr, dshift_ptr, dada_scale_ptr,
-        dada_shift_ptr,
-        ada_scale_stride, N, plane,
-        C: tl.constexpr, SHIFT_ROWS: tl.constexpr, SCALE_ROWS: tl.constexpr, OFFSET_ROWS: tl.constexpr,
-        BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
-    ):  # fmt: skip
-        """Sums by sample and channel -> gradients of what is per channel, or per sample too (``*_ROWS``)."""
-        c = program * BLOCK_C + tl.arange(0, BLOCK_C)
-        in_range = c < C
-        weight = tl.full((BLOCK_C,), 1.0, tl.float32)
-        bias = tl.zeros((BLOCK_C,), tl.float32)
-        if weight_ptr is not None:
-            weight = tl.load(weight_ptr + c, mask=in_range, other=0.0).to(tl.float32)
-        if bias_ptr is not None:
-            bias = tl.load(bias_ptr + c, mask=in_range, other=0.0).to(tl.float32)
-        dweight = tl.zeros((BLOCK_N, BLOCK_C), tl.float32)
-        dbias, dshift, dscale, doffset = dweight, dweight, dweight, dweight
-        for start in range(0, N, BLOCK_N):
-            n = (start + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]
-            mask = (n < N) & in_range[None, :]
-            at = n * C + c[None, :]
-            along_z = tl.load(totals_ptr + at, mask=mask, other=0.0)
-            along_x = tl.load(totals_ptr + plane + at, mask=mask, other=0.0)
-            dscale = _add_samples(
-                dada_scale_ptr, at, mask, along_x * weight + along_z * bias, dscale, SCALE_ROWS
+@triton.jit
+def parameter_grads(
+    program,
+    totals_ptr, weight_ptr, bias_ptr, ada_scale_ptr, dweight_ptr, dbias_ptr, dshift_ptr, dada_scale_ptr,
+    dada_shift_ptr,
+    ada_scale_stride, N, plane,
+    C: tl.constexpr, SHIFT_ROWS: tl.constexpr, SCALE_ROWS: tl.constexpr, OFFSET_ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Sums by sample and channel -> gradients of what is per channel, or per sample too (``*_ROWS``)."""
+    c = program * BLOCK_C + tl.arange(0, BLOCK_C)
+    in_range = c < C
+    weight = tl.full((BLOCK_C,), 1.0, tl.float32)
+    bias = tl.zeros((BLOCK_C,), tl.float32)
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + c, mask=in_range, other=0.0).to(tl.float32)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + c, mask=in_range, other=0.0).to(tl.float32)
+    dweight = tl.zeros((BLOCK_N, BLOCK_C), tl.float32)
+    dbias, dshift, dscale, doffset = dweight, dweight, dweight, dweight
+    for start in range(0, N, BLOCK_N):
+        n = (start + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]
+        mask = (n < N) & in_range[None, :]
+        at = n * C + c[None, :]
+        along_z = tl.load(totals_ptr + at, mask=mask, other=0.0)
+        along_x = tl.load(totals_ptr + plane + at, mask=mask, other=0.0)
+        dscale = _add_samples(dada_scale_ptr, at, mask, along_x * weight + along_z * bias, dscale, SCALE_ROWS)
+        doffset = _add_samples(dada_shift_ptr, at, mask, along_z, doffset, OFFSET_ROWS)
+        if dshift_ptr is not None:
+            shift_grad = tl.load(totals_ptr + 2 * plane + at, mask=mask, other=0.0)
+            dshift = _add_samples(dshift_ptr, at, mask, shift_grad, dshift, SHIFT_ROWS)
+        if ada_scale_ptr is not None:
+            factor = 1 + tl.load(ada_scale_ptr + n * ada_scale_stride + c[None, :], mask=mask, other=0.0).to(
+                tl.float32
             )
-            doffset = _add_samples(dada_shift_ptr, at, mask, along_z, doffset, OFFSET_ROWS)
-            if dshift_ptr is not None:
-                shift_grad = tl.load(totals_ptr + 2 * plane + at, mask=mask, other=0.0)
-                dshift = _add_samples(dshift_ptr, at, mask, shift_grad, dshift, SHIFT_ROWS)
-            if ada_scale_ptr is not None:
-                factor = 1 + tl.load(
-                    ada_scale_ptr + n * ada_scale_stride + c[None, :], mask=mask, other=0.0
-                ).to(tl.float32)
-                along_z *= factor
-                along_x *= factor
-            dweight += along_x
-            dbias += along_z
-        _store_total(dweight_ptr, c, in_range, dweight, False)
-        _store_total(dbias_ptr, c, in_range, dbias, False)
-        _store_total(dshift_ptr, c, in_range, dshift, SHIFT_ROWS)
-        _store_total(dada_scale_ptr, c, in_range, dscale, SCALE_ROWS)
-        _store_total(dada_shift_ptr, c, in_range, doffset, OFFSET_ROWS)
+            along_z *= factor
+            along_x *= factor
+        dweight += along_x
+        dbias += along_z
+    _store_total(dweight_ptr, c, in_range, dweight, False)
+    _store_total(dbias_ptr, c, in_range, dbias, False)
+    _store_total(dshift_ptr, c, in_range, dshift, SHIFT_ROWS)
+    _store_total(dada_scale_ptr, c, in_range, dscale, SCALE_ROWS)
+    _store_total(dada_shift_ptr, c, in_range, doffset, OFFSET_ROWS)
 
-    @triton.jit(do_not_specialize=["ada_scale_stride", "N", "totals_offset", "plane"])
-    def parameter_grad_kernel(
-        scratch_ptr, weight_ptr, bias_ptr, ada_scale_ptr, dweight_ptr, dbias_ptr, dshift_ptr, dada_scale_ptr,
-        dada_shift_ptr,
-        ada_scale_stride, N, totals_offset, plane,
-        C: tl.constexpr, SHIFT_ROWS: tl.constexpr, SCALE_ROWS: tl.constexpr, OFFSET_ROWS: tl.constexpr,
-        PDL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
-    ):  # fmt: skip
-        if PDL:
-            gdc_wait()
-        parameter_grads(
-            tl.program_id(0), scratch_ptr + totals_offset, weight_ptr, bias_ptr, ada_scale_ptr, dweight_ptr,
-            dbias_ptr, dshift_ptr, dada_scale_ptr, dada_shift_ptr, ada_scale_stride, N, plane, C, SHIFT_ROWS,
-            SCALE_ROWS, OFFSET_ROWS, BLOCK_N, BLOCK_C,
-        )  # fmt: skip
+
+@triton.jit(do_not_specialize=["ada_scale_stride", "N", "totals_offset", "plane"])
+def parameter_grad_kernel(
+    scratch_ptr, weight_ptr, bias_ptr, ada_scale_ptr, dweight_ptr, dbias_ptr, dshift_ptr, dada_scale_ptr,
+    dada_shift_ptr,
+    ada_scale_stride, N, totals_offset, plane,
+    C: tl.constexpr, SHIFT_ROWS: tl.constexpr, SCALE_ROWS: tl.constexpr, OFFSET_ROWS: tl.constexpr,
+    PDL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_wait()
+    parameter_grads(
+        tl.program_id(0), scratch_ptr + totals_offset, weight_ptr, bias_ptr, ada_scale_ptr, dweight_ptr,
+        dbias_ptr, dshift_ptr, dada_scale_ptr, dada_shift_ptr, ada_scale_stride, N, plane, C, SHIFT_ROWS,
+        SCALE_ROWS, OFFSET_ROWS, BLOCK_N, BLOCK_C,
+    )  # fmt: skip
