@@ -18,14 +18,14 @@ from triton.language.extra.cuda import gdc_wait
 
 from sdfastgn.kernels.common.activation_kernels import activate
 
-# --- kernel ---------------------------------------------------------------------------------------
 
-
+# One program: ``BLOCK_C`` columns of ``BLOCK_N`` rows of y.
 @triton.jit(do_not_specialize=["N"])
 def _act_linear_kernel(
     x_ptr, weight_ptr, bias_ptr, extra_bias_ptr, y_ptr,
     N,
-    C: tl.constexpr, K: tl.constexpr, ACTIVATION: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+    C: tl.constexpr, K: tl.constexpr, ACTIVATION: tl.constexpr,
+    EVEN: tl.constexpr, PDL: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, STEPS: tl.constexpr,
     VECTOR: tl.constexpr,
 ):  # fmt: skip

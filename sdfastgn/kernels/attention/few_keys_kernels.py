@@ -29,13 +29,15 @@ def _scores(q, k, first, S: tl.constexpr, COLUMNS: tl.constexpr, scale):
     return tl.where((s < S)[None, :], scores, float("-inf"))
 
 
+# One program: ``BLOCK_M`` queries of one head, and all keys.
 @triton.jit(do_not_specialize=["L", "q_n", "k_n", "v_n", "scale"])
 def _short_attention_kernel(
     q_ptr, k_ptr, v_ptr, y_ptr,
     L, q_n, k_n, v_n, scale,
     H: tl.constexpr, S: tl.constexpr, D: tl.constexpr, Q_H: tl.constexpr, Q_L: tl.constexpr,
-    K_H: tl.constexpr, K_L: tl.constexpr, V_H: tl.constexpr, V_L: tl.constexpr, VECTOR: tl.constexpr,
-    PDL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, HEAD: tl.constexpr,
+    K_H: tl.constexpr, K_L: tl.constexpr, V_H: tl.constexpr, V_L: tl.constexpr,
+    PDL: tl.constexpr,
+    VECTOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, HEAD: tl.constexpr,
     TAIL: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(L, BLOCK_M)

@@ -58,7 +58,7 @@ def _write_weights(weights, scores, top, scale, c, pitch):
 def _softmax_kernel(
     scores_ptr, weights_ptr, sums_ptr,
     keys, parts, scale,
-    VECTOR: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr, VECTOR: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Weights of a row of scores, and their sum. ``WHOLE``: the row is one block, and read once."""
     row = tl.program_id(0).to(tl.int64)
@@ -87,7 +87,7 @@ def _softmax_kernel(
 def _divide_kernel(
     products_ptr, sums_ptr, y_ptr,
     rows,
-    D: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
+    D: tl.constexpr, PDL: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A block of one row of y: the products (SPLITS, rows, D), added up and divided by the row's sum."""
     blocks = tl.cdiv(D, BLOCK)

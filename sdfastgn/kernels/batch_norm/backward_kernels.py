@@ -61,8 +61,8 @@ def batch_small_grad_kernel(
     bias_ptr,
     HW, positions, eps,
     C: tl.constexpr, CHANNELS_LAST: tl.constexpr, ACTIVATION: tl.constexpr, TRAINING: tl.constexpr,
-    PAIRS: tl.constexpr, HW_FACTOR: tl.constexpr, PDL: tl.constexpr, LANES: tl.constexpr,
-    WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
+    PAIRS: tl.constexpr, HW_FACTOR: tl.constexpr, PDL: tl.constexpr,
+    LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """``BLOCK`` channels at all positions a program."""
     c, in_range, mask, at = all_positions(
@@ -86,14 +86,17 @@ def batch_small_grad_kernel(
         tl.store(dx_ptr + at, (dx * (scale * rstd)).to(dx_ptr.dtype.element_ty), mask=mask)
 
 
+# One program: channels-last a block of columns in one chunk for each warp, channels-first one column
+# for each warp in one chunk.
 @triton.jit(do_not_specialize=["HW", "rows", "chunks", "plane", "eps"])
 def batch_sums_kernel(
     x_ptr, dy_ptr, residual_ptr, dz_ptr, sums_ptr, mean_ptr, var_ptr, weight_ptr, bias_ptr,
     HW, rows, chunks, plane, eps,
-    C: tl.constexpr, WIDTH: tl.constexpr, CHANNELS_LAST: tl.constexpr, ACTIVATION: tl.constexpr,
+    C: tl.constexpr, WIDTH: tl.constexpr,
+    CHANNELS_LAST: tl.constexpr, ACTIVATION: tl.constexpr, ADDED: tl.constexpr,
     PAIRS: tl.constexpr, EVEN: tl.constexpr, LOOP: tl.constexpr, HW_FACTOR: tl.constexpr,
-    ADDED: tl.constexpr, PDL: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+    LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The sums of dz and of dz * xhat by column and chunk.
 
@@ -168,13 +171,15 @@ def batch_merge_sums_kernel(
         sum_columns(sums_ptr + plane, dweight_ptr, partials, C, c, BLOCK_P)
 
 
+# One program: ``BLOCK_C`` columns at ``BLOCK_HW`` positions.
 @triton.jit(do_not_specialize=["HW", "positions", "eps"])
 def batch_apply_grad_kernel(
     x_ptr, dy_ptr, residual_ptr, dx_ptr, dweight_ptr, dbias_ptr, mean_ptr, var_ptr, weight_ptr, bias_ptr,
     HW, positions, eps,
     C: tl.constexpr, WIDTH: tl.constexpr, CHANNELS_LAST: tl.constexpr, ACTIVATION: tl.constexpr,
     PAIRS: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr,
-    HW_FACTOR: tl.constexpr, BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr,
+    HW_FACTOR: tl.constexpr,
+    BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """dx = scale * (dz - dbias / positions - xhat * dweight / positions), or scale * dz without sums.
 

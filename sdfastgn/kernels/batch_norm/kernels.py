@@ -96,9 +96,9 @@ def batch_small_kernel(
     x_ptr, residual_ptr, y_ptr, mean_ptr, var_ptr, weight_ptr, bias_ptr, running_mean_ptr,
     running_var_ptr,
     HW, positions, eps, momentum,
-    C: tl.constexpr, CHANNELS_LAST: tl.constexpr, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr,
-    HW_FACTOR: tl.constexpr, PDL: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr,
-    STEPS: tl.constexpr, BLOCK: tl.constexpr,
+    C: tl.constexpr, CHANNELS_LAST: tl.constexpr, ACTIVATION: tl.constexpr,
+    PAIRS: tl.constexpr, HW_FACTOR: tl.constexpr, PDL: tl.constexpr,
+    LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """``BLOCK`` channels at all positions a program."""
     EXACT: tl.constexpr = y_ptr.dtype.element_ty == tl.float32
@@ -146,12 +146,13 @@ def _partials(
     return mean, m2, tl.where(mask, count, 0).to(tl.float32)
 
 
+# One program: ``BLOCK_C`` channels.
 @triton.jit(do_not_specialize=["HW", "rows", "chunks", "partials", "plane", "positions", "momentum"])
 def batch_merge_kernel(
     statistics_ptr, mean_ptr, var_ptr, running_mean_ptr, running_var_ptr,
     HW, rows, chunks, partials, plane, positions, momentum,
-    C: tl.constexpr, TOGETHER: tl.constexpr, EXACT: tl.constexpr, LOOP: tl.constexpr, PDL: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
+    C: tl.constexpr, TOGETHER: tl.constexpr, EXACT: tl.constexpr,
+    LOOP: tl.constexpr, PDL: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Chan's formula over ``partials`` of each channel, those of ``chunks`` chunks in each sample.
 
@@ -200,13 +201,15 @@ def batch_merge_kernel(
     )  # fmt: skip
 
 
+# One program: ``BLOCK_C`` columns at ``BLOCK_HW`` positions.
 @triton.jit(do_not_specialize=["HW", "eps"])
 def batch_apply_kernel(
     x_ptr, residual_ptr, y_ptr, mean_ptr, var_ptr, weight_ptr, bias_ptr,
     HW, eps,
     C: tl.constexpr, WIDTH: tl.constexpr, CHANNELS_LAST: tl.constexpr, ACTIVATION: tl.constexpr,
     PAIRS: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr,
-    HW_FACTOR: tl.constexpr, BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr,
+    HW_FACTOR: tl.constexpr,
+    BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """``AHEAD``: x and residual are read before the wait, as a kernel of this op has waited for them."""
     # Last rows first: they are what the statistics pass left in L2.

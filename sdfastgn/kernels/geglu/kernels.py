@@ -24,8 +24,6 @@ from triton.language.extra.cuda import gdc_wait
 from sdfastgn.kernels.common.activation_kernels import normal_cdf
 from sdfastgn.kernels.common.sums import sum_columns
 
-# --- kernels --------------------------------------------------------------------------------------
-
 
 @triton.jit
 def _read_bias(bias_ptr, D: tl.constexpr, c, in_row):
@@ -38,12 +36,13 @@ def _read_bias(bias_ptr, D: tl.constexpr, c, in_row):
     return bias, gate_bias
 
 
+# One program: ``BLOCK_D`` columns of ``BLOCK_R`` rows of y.
 @triton.jit(do_not_specialize=["rows"])
 def _geglu_kernel(
     x_ptr, bias_ptr, y_ptr,
     rows,
-    D: tl.constexpr, X_STRIDE: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    D: tl.constexpr, X_STRIDE: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     columns = tl.cdiv(D, BLOCK_D)
     first = (tl.program_id(0) // columns).to(tl.int64) * BLOCK_R
@@ -72,8 +71,8 @@ def _geglu_kernel(
 def _geglu_grad_kernel(
     dy_ptr, x_ptr, bias_ptr, dx_ptr, partials_ptr,
     rows, tiles,
-    D: tl.constexpr, X_STRIDE: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    D: tl.constexpr, X_STRIDE: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """dx of a block of columns in a group of tiles, and the group's column sums."""
     columns = tl.cdiv(D, BLOCK_D)
@@ -114,16 +113,13 @@ def _geglu_grad_kernel(
         tl.store(out + D, gates, mask=None if EVEN else in_row)
 
 
+# One program: ``BLOCK_D`` columns.
 @triton.jit(do_not_specialize=["count", "columns"])
 def _bias_sum_kernel(
-    partials_ptr,
-    dbias_ptr,
-    count,
-    columns,
-    PDL: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    partials_ptr, dbias_ptr,
+    count, columns,
+    PDL: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     c = tl.program_id(0).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)
     if PDL:
         gdc_wait()

@@ -91,15 +91,18 @@ def store_totals(
         tl.store(totals + 2 * plane, shift_grad, mask=in_range)
 
 
+# One program: a group of one sample, or ``CHANNELS`` groups of one channel each.
 @triton.jit(do_not_specialize=[*STRIDES, "HW", "plane"])
 def small_grad_kernel(
     x_ptr, dy_ptr, dx_ptr, totals_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr,
     ada_shift_ptr,
     shift_stride, ada_scale_stride, ada_shift_stride, HW, plane,
-    C: tl.constexpr, CG: tl.constexpr, ACTIVATION: tl.constexpr, SHIFT_GRAD: tl.constexpr,
-    CHANNELS_LAST: tl.constexpr, DY_LAST: tl.constexpr, PDL: tl.constexpr, PAIRS: tl.constexpr,
-    CHANNELS: tl.constexpr, EACH_CHANNEL: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr,
-    STEPS: tl.constexpr, BLOCK: tl.constexpr,
+    C: tl.constexpr, CG: tl.constexpr,
+    ACTIVATION: tl.constexpr, SHIFT_GRAD: tl.constexpr, CHANNELS_LAST: tl.constexpr,
+    DY_LAST: tl.constexpr, EACH_CHANNEL: tl.constexpr,
+    PDL: tl.constexpr, PAIRS: tl.constexpr,
+    CHANNELS: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """x, dy -> dx; and by sample and channel sums of dz, dz * xhat, and the gradient of the shift."""
     PARTS: tl.constexpr = (C + CHANNELS - 1) // CHANNELS
@@ -164,15 +167,20 @@ def grad_tile(
     return activation_grad(dy.to(tl.float32), xhat * scale + offset, ACTIVATION, PAIRS), xhat
 
 
+# One program: channels-last a block of channels in one chunk for each warp, channels-first one channel
+# for each warp in one chunk.
 @triton.jit(do_not_specialize=[*STRIDES, "HW", "rows", "chunks", "plane"])
 def sums_kernel(
     x_ptr, dy_ptr, sums_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr,
     ada_shift_ptr,
-    shift_stride, ada_scale_stride, ada_shift_stride, HW, rows, chunks, plane,
-    C: tl.constexpr, CG: tl.constexpr, ACTIVATION: tl.constexpr, SHIFT_GRAD: tl.constexpr,
-    CHANNELS_LAST: tl.constexpr, DY_LAST: tl.constexpr, PDL: tl.constexpr, PAIRS: tl.constexpr,
-    EVEN: tl.constexpr, LOOP: tl.constexpr, HW_FACTOR: tl.constexpr, LANES: tl.constexpr,
-    WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
+    shift_stride, ada_scale_stride, ada_shift_stride,
+    HW, rows, chunks, plane,
+    C: tl.constexpr, CG: tl.constexpr,
+    ACTIVATION: tl.constexpr, SHIFT_GRAD: tl.constexpr, CHANNELS_LAST: tl.constexpr,
+    DY_LAST: tl.constexpr,
+    PDL: tl.constexpr, PAIRS: tl.constexpr, EVEN: tl.constexpr, LOOP: tl.constexpr,
+    HW_FACTOR: tl.constexpr,
+    LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """For each channel and chunk, the sums of dz, of dz * xhat and (``SHIFT_GRAD``) of xhat."""
     TILE: tl.constexpr = (LANES if CHANNELS_LAST else BLOCK) * STEPS
@@ -231,16 +239,17 @@ def sums_kernel(
         tl.store(out + 2 * plane, tl.sum(sum_x, REDUCED, keep_dims=True), mask=mask)
 
 
+# One program: a group of one sample, or ``CHANNELS`` groups of one channel each.
 @triton.jit(
     do_not_specialize=[*STRIDES, "HW", "chunks", "plane", "totals_offset", "table_offset", "table_plane"]
 )
 def merge_sums_kernel(
     scratch_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr, ada_shift_ptr,
-    shift_stride, ada_scale_stride, ada_shift_stride, HW, chunks, plane, totals_offset, table_offset,
-    table_plane,
-    C: tl.constexpr, CG: tl.constexpr, CHANNELS: tl.constexpr, EACH_CHANNEL: tl.constexpr,
-    SHIFT_GRAD: tl.constexpr, LOOP: tl.constexpr, PDL: tl.constexpr, BLOCK_P: tl.constexpr,
-    BLOCK_C: tl.constexpr,
+    shift_stride, ada_scale_stride, ada_shift_stride,
+    HW, chunks, plane, totals_offset, table_offset, table_plane,
+    C: tl.constexpr, CG: tl.constexpr, EACH_CHANNEL: tl.constexpr, SHIFT_GRAD: tl.constexpr,
+    LOOP: tl.constexpr, PDL: tl.constexpr,
+    CHANNELS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Sums of each chunk -> sums of each sample, and the table for dx.
 
@@ -302,15 +311,20 @@ def merge_sums_kernel(
     tl.store(table + 4 * table_plane, centre, mask=in_range)
 
 
+# One program: ``BLOCK_C`` channels at ``BLOCK_HW`` positions of one sample; the first ones
+# ``BLOCK_PARAMETERS`` channels of the parameters.
 @triton.jit(do_not_specialize=["ada_scale_stride", "N", "totals_offset", "plane", "HW", "table_offset"])
 def apply_grad_kernel(
     x_ptr, dy_ptr, dx_ptr, scratch_ptr, weight_ptr, bias_ptr, ada_scale_ptr, dweight_ptr, dbias_ptr,
     dshift_ptr, dada_scale_ptr, dada_shift_ptr,
-    ada_scale_stride, N, totals_offset, plane, HW, table_offset,
-    C: tl.constexpr, SHIFT_ROWS: tl.constexpr, SCALE_ROWS: tl.constexpr, OFFSET_ROWS: tl.constexpr,
-    PDL: tl.constexpr, AHEAD: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_PARAMETERS: tl.constexpr,
-    PARAMETER_PROGRAMS: tl.constexpr, CHANNELS_LAST: tl.constexpr, DY_LAST: tl.constexpr,
-    ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, EVEN: tl.constexpr, HW_FACTOR: tl.constexpr,
+    ada_scale_stride,
+    N, totals_offset, plane, HW, table_offset,
+    C: tl.constexpr,
+    SHIFT_ROWS: tl.constexpr, SCALE_ROWS: tl.constexpr, OFFSET_ROWS: tl.constexpr,
+    CHANNELS_LAST: tl.constexpr, DY_LAST: tl.constexpr, ACTIVATION: tl.constexpr,
+    PDL: tl.constexpr, AHEAD: tl.constexpr, PAIRS: tl.constexpr, EVEN: tl.constexpr,
+    HW_FACTOR: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_PARAMETERS: tl.constexpr, PARAMETER_PROGRAMS: tl.constexpr,
     BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """x, dy and the table of ``merge_sums_kernel`` -> dx; the first programs: gradients of parameters.

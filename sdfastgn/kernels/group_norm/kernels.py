@@ -56,8 +56,6 @@ from sdfastgn.kernels.common.tiles import (
 )
 from sdfastgn.kernels.group_norm.channels import channel_affine, channel_sum
 
-# --- kernels --------------------------------------------------------------------------------------
-
 # Sizes are not specialised on: a new resolution compiles little. What matters of them is passed
 # as a constant. Channels are such a size where their number decides no tile: what the compiler
 # has to know is which power of 2 divides it (``C_FACTOR``).
@@ -117,10 +115,10 @@ def _small_tile(
 def small_kernel(
     x_ptr, y_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr, ada_shift_ptr,
     shift_stride, ada_scale_stride, ada_shift_stride, HW, eps,
-    C: tl.constexpr, CHANNELS: tl.constexpr, CHANNELS_LAST: tl.constexpr, OUT_LAST: tl.constexpr,
-    ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, PDL: tl.constexpr, LANES: tl.constexpr,
-    WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr,
-    TAIL_LANES: tl.constexpr, TAIL_STEPS: tl.constexpr,
+    C: tl.constexpr, CHANNELS_LAST: tl.constexpr, OUT_LAST: tl.constexpr, ACTIVATION: tl.constexpr,
+    PAIRS: tl.constexpr, PDL: tl.constexpr,
+    CHANNELS: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr,
+    BLOCK: tl.constexpr, TAIL: tl.constexpr, TAIL_LANES: tl.constexpr, TAIL_STEPS: tl.constexpr,
 ):  # fmt: skip
     """A group of ``CHANNELS`` a program.
 
@@ -193,8 +191,9 @@ def small_kernel(
 def channels_kernel(
     x_ptr, y_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr, ada_shift_ptr,
     shift_stride, ada_scale_stride, ada_shift_stride, HW, eps,
-    C: tl.constexpr, CHANNELS: tl.constexpr, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr,
-    PDL: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
+    C: tl.constexpr, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, PDL: tl.constexpr,
+    CHANNELS: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """``CHANNELS`` of a sample a program, channels-last; each is normalised by itself."""
     EXACT: tl.constexpr = y_ptr.dtype.element_ty == tl.float32
@@ -281,10 +280,12 @@ def _differences(
 def merge_kernel(
     statistics_ptr, table_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr,
     ada_shift_ptr,
-    shift_stride, ada_scale_stride, ada_shift_stride, shifted, C, CHANNELS, parts, complete, HW, rows,
-    chunks, plane, table_offset, table_plane, eps,
-    EACH_CHANNEL: tl.constexpr, FOLD: tl.constexpr, EXACT: tl.constexpr, LOOP: tl.constexpr,
-    PDL: tl.constexpr, C_FACTOR: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
+    shift_stride, ada_scale_stride, ada_shift_stride, shifted,
+    C, CHANNELS, parts, complete,
+    HW, rows, chunks, plane, table_offset, table_plane, eps,
+    EACH_CHANNEL: tl.constexpr, EXACT: tl.constexpr,
+    FOLD: tl.constexpr, LOOP: tl.constexpr, PDL: tl.constexpr, C_FACTOR: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Chan's formula over a group: statistics -> (scale, offset, mean) of each of its channels.
 
@@ -360,12 +361,13 @@ def merge_kernel(
 def apply_kernel(
     x_ptr, y_ptr, table_ptr,
     C, activates, HW, table_offset, table_plane,
-    CHANNELS_LAST: tl.constexpr, OUT_LAST: tl.constexpr, ACTIVATION: tl.constexpr, OPTIONAL: tl.constexpr,
-    PAIRS: tl.constexpr, FOLD: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr,
-    C_FACTOR: tl.constexpr, HW_FACTOR: tl.constexpr, BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr,
+    CHANNELS_LAST: tl.constexpr, OUT_LAST: tl.constexpr, ACTIVATION: tl.constexpr,
+    OPTIONAL: tl.constexpr, PAIRS: tl.constexpr, FOLD: tl.constexpr, EVEN: tl.constexpr,
+    PDL: tl.constexpr, AHEAD: tl.constexpr, C_FACTOR: tl.constexpr, HW_FACTOR: tl.constexpr,
+    BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """``OPTIONAL``: the activation is left out where ``activates`` is 0, and not 1. ``AHEAD``: x is read
-    before the wait.
+    """``BLOCK_C`` channels at ``BLOCK_HW`` positions of a sample a program. ``OPTIONAL``: the activation is
+    left out where ``activates`` is 0, and not 1. ``AHEAD``: x is read before the wait.
     """
     # Last rows first: they are what the statistics pass left in L2.
     pid = tl.num_programs(0) - 1 - tl.program_id(0)

@@ -78,6 +78,7 @@ def parameter_grads(
     _store_total(dada_shift_ptr, c, in_range, doffset, OFFSET_ROWS)
 
 
+# One program: ``BLOCK_C`` channels, over all samples.
 @triton.jit(do_not_specialize=["ada_scale_stride", "N", "totals_offset", "plane"])
 def parameter_grad_kernel(
     scratch_ptr, weight_ptr, bias_ptr, ada_scale_ptr, dweight_ptr, dbias_ptr, dshift_ptr, dada_scale_ptr,

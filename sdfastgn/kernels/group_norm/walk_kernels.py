@@ -60,13 +60,15 @@ def _walk_back(
         tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
 
 
+# One program: a group of one sample.
 @triton.jit(do_not_specialize=[*STRIDES, "HW", "plane"])
 def walk_grad_kernel(
     x_ptr, dy_ptr, dx_ptr, totals_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr,
     ada_shift_ptr,
     shift_stride, ada_scale_stride, ada_shift_stride, HW, plane,
-    C: tl.constexpr, CG: tl.constexpr, ACTIVATION: tl.constexpr, SHIFT_GRAD: tl.constexpr,
-    CHANNELS_LAST: tl.constexpr, PDL: tl.constexpr, PAIRS: tl.constexpr, HW_FACTOR: tl.constexpr,
+    C: tl.constexpr, CG: tl.constexpr,
+    ACTIVATION: tl.constexpr, SHIFT_GRAD: tl.constexpr, CHANNELS_LAST: tl.constexpr,
+    PDL: tl.constexpr, PAIRS: tl.constexpr, HW_FACTOR: tl.constexpr,
     BLOCK_HW: tl.constexpr, KEPT_HW: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     STEP: tl.constexpr = C if CHANNELS_LAST else 1

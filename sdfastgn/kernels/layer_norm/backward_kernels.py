@@ -28,8 +28,6 @@ from sdfastgn.kernels.common.sums import sum_columns
 from sdfastgn.kernels.common.tiles import LANE_AXIS
 from sdfastgn.kernels.layer_norm.kernels import row_mean, row_sum, tile_column, tile_row
 
-# --- kernels --------------------------------------------------------------------------------------
-
 
 @triton.jit
 def _store_column_sum(partials, at, total, mask, WIDE: tl.constexpr):
@@ -39,13 +37,16 @@ def _store_column_sum(partials, at, total, mask, WIDE: tl.constexpr):
     tl.store(partials + at, total, mask=mask)
 
 
+# One program: every ``num_programs``-th tile of whole rows.
 @triton.jit(do_not_specialize=["rows", "plane"])
 def _rows_grad_kernel(
     dy_ptr, dtotal_ptr, x_ptr, centre_ptr, rstd_ptr, weight_ptr, dx_ptr, partials_ptr,
     rows, plane,
-    D: tl.constexpr, X_STRIDE: tl.constexpr, ROW_SUMS: tl.constexpr, WEIGHT_GRAD: tl.constexpr,
-    BIAS_GRAD: tl.constexpr, ADDED_GRAD: tl.constexpr, PDL: tl.constexpr, WIDE: tl.constexpr,
-    LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
+    D: tl.constexpr, X_STRIDE: tl.constexpr,
+    ROW_SUMS: tl.constexpr, WEIGHT_GRAD: tl.constexpr, BIAS_GRAD: tl.constexpr, ADDED_GRAD: tl.constexpr,
+    PDL: tl.constexpr,
+    WIDE: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     ROWS: tl.constexpr = LANES if WIDE else LANES * WARPS
     r = tile_row(WIDE, LANES, WARPS)
@@ -93,11 +94,12 @@ def _rows_grad_kernel(
         _store_column_sum(partials_ptr + 2 * plane, out, dadded, in_row, WIDE)
 
 
+# One program: a chunk of one row.
 @triton.jit(do_not_specialize=["chunks", "blocks", "d_parts", "x_parts", "plane"])
 def _chunk_sums_kernel(
     dy_ptr, x_ptr, centre_ptr, rstd_ptr, weight_ptr, sums_ptr,
     chunks, blocks, d_parts, x_parts, plane,
-    VECTOR: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Sums of dy * weight and of dy * weight * xhat over each chunk of each row."""
     row = (tl.program_id(0) // chunks).to(tl.int64)
@@ -131,7 +133,7 @@ def _chunk_grad_kernel(
     dy_ptr, dtotal_ptr, x_ptr, centre_ptr, rstd_ptr, weight_ptr, sums_ptr, dx_ptr, partials_ptr,
     rows, group_rows, d_parts, x_parts, plane,
     ROW_SUMS: tl.constexpr, WEIGHT_GRAD: tl.constexpr, BIAS_GRAD: tl.constexpr, ADDED_GRAD: tl.constexpr,
-    VECTOR: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """dx of a block of columns in a group of rows, and the group's column sums."""
     D = d_parts.to(tl.int64) * VECTOR

@@ -52,8 +52,6 @@ from sdfastgn.kernels.common.tiles import (
     load_ahead,
 )
 
-# --- kernels --------------------------------------------------------------------------------------
-
 
 @triton.jit
 def tile_row(WIDE: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr):
@@ -122,14 +120,15 @@ def _affine(weight_ptr, bias_ptr, c, in_row):
     return scale, offset
 
 
+# One program: a tile of whole rows.
 @triton.jit(do_not_specialize=["rows", "eps"])
 def _rows_kernel(
     x_ptr, residual_ptr, add_bias_ptr, total_bias_ptr, weight_ptr, bias_ptr, total_ptr, y_ptr, centre_ptr,
     rstd_ptr,
     rows, eps,
-    D: tl.constexpr, X_STRIDE: tl.constexpr, RESIDUAL_STRIDE: tl.constexpr, ONE_ROW: tl.constexpr,
-    PDL: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    D: tl.constexpr, X_STRIDE: tl.constexpr, RESIDUAL_STRIDE: tl.constexpr, PDL: tl.constexpr,
+    ONE_ROW: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr,
+    STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     EXACT: tl.constexpr = y_ptr.dtype.element_ty == tl.float32
     ROWS: tl.constexpr = LANES if WIDE else LANES * WARPS
@@ -178,11 +177,12 @@ def _rows_kernel(
         tl.store(rstd_ptr + first + r, rstd, mask=is_row)
 
 
+# One program: a chunk of one row.
 @triton.jit(do_not_specialize=["chunks", "blocks", "d_parts", "x_parts", "residual_parts", "plane"])
 def _chunk_kernel(
     x_ptr, residual_ptr, add_bias_ptr, total_bias_ptr, total_ptr, kept_ptr, partials_ptr,
     chunks, blocks, d_parts, x_parts, residual_parts, plane,
-    EXACT: tl.constexpr, VECTOR: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
+    EXACT: tl.constexpr, PDL: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Mean and M2 of each chunk of each row, as in ``partials``; and the sum that x is part of.
 
@@ -239,6 +239,7 @@ def _chunk_kernel(
     tl.store(out + plane, tl.maximum(tl.sum(squares, 0) - delta * delta * n, 0.0))
 
 
+# One program: a row.
 @triton.jit(do_not_specialize=["chunks", "length", "D", "plane", "eps"])
 def _merge_chunks_kernel(
     partials_ptr, centre_ptr, rstd_ptr,
@@ -272,7 +273,7 @@ def _merge_chunks_kernel(
 def _normalise_kernel(
     x_ptr, weight_ptr, bias_ptr, centre_ptr, rstd_ptr, y_ptr,
     rows, d_parts, x_parts,
-    VECTOR: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
+    AHEAD: tl.constexpr, PDL: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One block of one row. ``AHEAD``: x is read before the wait, as a kernel of this op has waited
     for it.

@@ -151,13 +151,16 @@ def _corrected(mean, m2, s1, count):
     return mean + delta, tl.maximum(m2 - delta * delta * total, 0.0)
 
 
+# One program: channels-last a block of channels in one chunk for each warp, channels-first one channel
+# for each warp in one chunk.
 @triton.jit(do_not_specialize=["C", "HEAD", "biased", "HW", "rows", "chunks", "plane", "scale"])
 def _statistics_kernel(
     x_ptr, residual_ptr, bias_ptr, tail_ptr, y_ptr, statistics_ptr,
     C, HEAD, biased, HW, rows, chunks, plane, scale,
-    KNOWN_C: tl.constexpr, KNOWN_HEAD: tl.constexpr, CHANNELS_LAST: tl.constexpr, EVEN: tl.constexpr,
-    LOOP: tl.constexpr, EXACT: tl.constexpr, C_FACTOR: tl.constexpr, HW_FACTOR: tl.constexpr,
-    PDL: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
+    KNOWN_C: tl.constexpr, KNOWN_HEAD: tl.constexpr, CHANNELS_LAST: tl.constexpr, EXACT: tl.constexpr,
+    EVEN: tl.constexpr, LOOP: tl.constexpr, C_FACTOR: tl.constexpr, HW_FACTOR: tl.constexpr,
+    PDL: tl.constexpr,
+    LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """x (N, HW, C) or (N, C, HW) -> y, and mean and M2 of each channel and chunk, where wanted.
 

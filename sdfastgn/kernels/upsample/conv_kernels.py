@@ -58,6 +58,7 @@ def _row_of_weights(weight, mask, TAP):
     return _two_phases(w0, w1, w2)
 
 
+# One program: ``BLOCK_C`` input channels of ``BLOCK_O`` output channels.
 @triton.jit(do_not_specialize=["C_out", "C"])
 def _phase_weights_kernel(
     weight_ptr, out_ptr,
@@ -92,11 +93,13 @@ def _phase_offset(n, i, j, H, W, C):
     return ((n * (H + 1) + (i + 1) // 2) * (W + 1) + (j + 1) // 2) * (4 * C) + (i % 2 * 2 + j % 2) * C
 
 
+# One program: ``BLOCK_C`` channels of ``BLOCK_HW`` pixels of y.
 @triton.jit(do_not_specialize=["pixels", "H", "W"])
 def _interleave_kernel(
     t_ptr, bias_ptr, y_ptr,
     pixels, H, W,
-    C: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr,
+    C: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     first, i, c = tile_of_pixels(C, BLOCK_HW, BLOCK_C)
     mask = None
@@ -133,12 +136,14 @@ def _deviations(y, mean, mask):
     return d if mask is None else tl.where(mask, d, 0.0)
 
 
+# One program: a block of channels in one chunk for each warp.
 @triton.jit(do_not_specialize=["C", "HW", "rows", "chunks", "plane", "H", "W"])
 def _interleave_statistics_kernel(
     t_ptr, bias_ptr, y_ptr, statistics_ptr,
     C, HW, rows, chunks, plane, H, W,
-    KNOWN_C: tl.constexpr, EVEN: tl.constexpr, LOOP: tl.constexpr, C_FACTOR: tl.constexpr,
-    PDL: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
+    KNOWN_C: tl.constexpr,
+    EVEN: tl.constexpr, LOOP: tl.constexpr, C_FACTOR: tl.constexpr, PDL: tl.constexpr,
+    LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The same, with mean and M2 of each channel and chunk of y. HW: pixels of y."""
     C = KNOWN_C if KNOWN_C else multiple_of(C, C_FACTOR)

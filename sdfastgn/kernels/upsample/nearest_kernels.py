@@ -43,11 +43,13 @@ def first_of_four(first, i, W, C: tl.constexpr):
     return (first + i + row * W) * (2 * C)
 
 
+# One program: ``BLOCK_C`` channels of ``BLOCK_HW`` pixels of x, and the four pixels of y of each.
 @triton.jit(do_not_specialize=["pixels", "W"])
 def _upsample_kernel(
     x_ptr, y_ptr,
     pixels, W,
-    C: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr,
+    C: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     first, i, c = tile_of_pixels(C, BLOCK_HW, BLOCK_C)
     mask = None
@@ -65,11 +67,13 @@ def _upsample_kernel(
     tl.store(y + below + C, x, mask=mask)
 
 
+# One program: ``BLOCK_C`` channels of ``BLOCK_HW`` pixels of dx, and the four pixels of dy of each.
 @triton.jit(do_not_specialize=["pixels", "W"])
 def _upsample_grad_kernel(
     dy_ptr, dx_ptr,
     pixels, W,
-    C: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr,
+    C: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     first, i, c = tile_of_pixels(C, BLOCK_HW, BLOCK_C)
     mask = None
