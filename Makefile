@@ -119,14 +119,14 @@ bench: $(STAMP)  ## time the UNets, the VAEs and the kernels on the GPU; JSON go
 	  $(BENCH) --model $$model --part unet --part vae --profile --plot docs/images/profile_$$model.png \
 	    --json $(RESULTS)/profile_$$model.json $(BENCH_ARGS) && \
 	  $(BENCH) --model $$model --part pipeline --json $(RESULTS)/pipeline_$$model.json $(BENCH_ARGS) && \
-	  $(BIN)/python scripts/time_warm_up.py --model $$model --json $(RESULTS)/warm_up_$$model.json || exit 1; \
+	  $(BIN)/python -m scripts.publish.warm_up --model $$model --json $(RESULTS)/warm_up_$$model.json || exit 1; \
 	done
 	for model in sd15 sdxl; do \
 	  $(BIN)/sdfastgn bench --model $$model --part unet --batch 1,2,4,8,16,32,64 --repeats 10 \
 	    --variants eager,compile,sdfastgn --json $(RESULTS)/batches_$$model.json $(BENCH_ARGS) || exit 1; \
 	done
 	for model in "sdxl --size 512 --scheduler EulerAncestralDiscreteScheduler" lcm sd_turbo; do \
-	  $(BIN)/python scripts/profile_host.py --model $$model --guidance 0 --steps 4 --repeats 10 \
+	  $(BIN)/python -m scripts.publish.host --model $$model --guidance 0 --steps 4 --repeats 10 \
 	    --json $(RESULTS)/host_$${model%% *}.json && \
 	  $(BIN)/sdfastgn bench --model $$model --guidance 0 --part pipeline --steps 1,4 --repeats 200 \
 	    --variants eager,sdfastgn --json $(RESULTS)/latency_$${model%% *}.json $(BENCH_ARGS) || exit 1; \
@@ -145,7 +145,7 @@ bench: $(STAMP)  ## time the UNets, the VAEs and the kernels on the GPU; JSON go
 	for suite in attention batch_norm instance_norm issue_28201 layer_norm; do \
 	  $(BIN)/sdfastgn kernels --suite $$suite --json $(RESULTS)/kernels_$$suite.json || exit 1; \
 	done
-	$(BIN)/python -m sdfastgn.bench.tables.plots $(RESULTS) docs/images/times.png
+	$(BIN)/python -m scripts.publish.plots $(RESULTS) docs/images/times.png
 
 clean:  ## remove what the targets made
 	rm -rf $(VENV) build dist demo-output *.egg-info .pytest_cache .ruff_cache .mypy_cache

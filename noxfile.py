@@ -18,11 +18,12 @@ nox.options.sessions = ["matrix", "page"]
 
 RESULTS = Path("build/matrix")
 PAGE = Path("docs/compatibility.md")
-# What follows upstream: its methods, its pipelines, torch's compiler and private names.
+# What follows upstream: its methods, its pipelines, torch's compiler and private names, Python's frames.
 TESTS = (
     "tests/patches/test_releases.py",
     "tests/patches/fusions/test_fusions.py",
     "tests/patches/pipeline",
+    "tests/patches/test_threads.py",
     "tests/test_pipelines.py",
     "tests/test_compile.py",
     "tests/test_batch_norm_module.py",
@@ -72,7 +73,7 @@ import json, warnings
 from importlib.metadata import version
 warnings.simplefilter("ignore")
 import torch, sdfastgn
-from sdfastgn.bench.models.architectures import build_unet, build_vae
+from sdfastgn.models.architectures import build_unet, build_vae
 reports = [sdfastgn.report(build("tiny", torch.float16, "meta")) for build in (build_unet, build_vae)]
 print(json.dumps({
     "fused": sum(len(r.fusable) for r in reports),

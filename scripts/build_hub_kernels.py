@@ -23,7 +23,7 @@ import sys
 from pathlib import Path
 
 import sdfastgn
-from sdfastgn.bench.tables.pages import filled
+from scripts.publish.pages import filled
 
 ROOT = Path(__file__).resolve().parents[1]
 KERNELS = ROOT / "sdfastgn" / "kernels"

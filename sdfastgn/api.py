@@ -51,10 +51,11 @@ def optimize(
             optimizes PNDM, DDIM, LCM, Euler, Euler a, DPM++ 2M and UniPC schedulers, the image
             processor and the search for its device.
         strict: raise if anything must be skipped.
-        cuda_graphs: replay calls of UNets, ControlNets, VAEs and CLIP text encoders as CUDA graphs.
-            ``"auto"`` captures the second call of a kind (shapes, dtypes, arguments) and replays it
-            from then on. True captures the first. False never captures. A change to the model drops
-            its graphs. What cannot be captured runs eagerly, and ``report`` says why.
+        cuda_graphs: replay calls of UNets, ControlNets, VAEs, CLIP text encoders and some transformers
+            (docs/coverage.md) as CUDA graphs. ``"auto"`` captures the second call of a kind (shapes,
+            dtypes, arguments) and replays it from then on. True captures the first. False never captures.
+            A change to the model drops its graphs. What cannot be captured runs eagerly, and ``report``
+            says why.
         missing_ok: return ``obj`` unchanged, without a warning, if there is nothing to optimize. By
             default that is an error for a module and a warning for a pipeline.
         verify: then run each fused part of the UNets, ControlNets and image autoencoders once, on its
@@ -81,8 +82,10 @@ def optimize(
             optimize in a module, or with ``strict`` in a pipeline. Or something must be skipped with
             ``strict``; the message says what and why. Or the model is wrapped in
             DistributedDataParallel: optimize it first.
+        RuntimeError: another thread has been running the model for 30 seconds. Shorter calls are waited
+            for, and calls that begin meanwhile wait. Nothing was changed.
     """
-    before, _ = _optimize("optimize", obj, strict, cuda_graphs, missing_ok, verify, fold_batch_norm)
+    before = _optimize("optimize", obj, strict, cuda_graphs, missing_ok, verify, fold_batch_norm)
     if not (before or missing_ok):
         warnings.warn(f"sdfastgn.optimize: {_nothing_in(obj)}", stacklevel=2)
     return obj
@@ -101,6 +104,7 @@ def restore(obj: T) -> T:
     Raises:
         TypeError: ``obj`` is neither a pipeline nor a module.
         ValueError: it is optimized and wrapped in DistributedDataParallel: unwrap it first.
+        RuntimeError: as ``optimize``.
     """
     roots = _roots("restore", obj)
     _refuse_in_ddp("restore", obj, roots.values())
@@ -109,7 +113,8 @@ def restore(obj: T) -> T:
         for name, root in roots.items():
             graphs.remove(root)
             left += patcher.undo(root, name)
-        left += patcher.undo_parts(patcher.parts_ever_of(obj))
+        for name, part in patcher.parts_ever_of(obj):
+            left += patcher.undo(part, name)
     if left:
         warnings.warn(_left_over("restore", left), stacklevel=2)
     return obj
@@ -125,21 +130,23 @@ def optimized(
     others are restored, also a scheduler that joined the pipeline inside. A model that joined stays as
     it is. Arguments, errors and warnings: ``optimize`` and ``restore``.
     """
-    before, parts = _optimize("optimized", obj, strict, cuda_graphs, missing_ok)
+    before = _optimize("optimized", obj, strict, cuda_graphs, missing_ok)
     if not before:
         if not missing_ok:
             warnings.warn(f"sdfastgn.optimized: {_nothing_in(obj)}", stacklevel=2 + _WITH)
         yield obj
         return
-    kept = {id(f.module): f.module for f in parts if f.status == "fused"}
     try:
         yield obj
     finally:
-        _refuse_in_ddp("optimized", obj, [was.root for was in before if was.is_stock])
-        with _changing("optimized", [was.root for was in before]):
-            # Those that came meanwhile were not there before either.
-            others = [*patcher.parts_ever_of(obj), *((f.path, f.module) for f in parts)]
-            left = _put_back(before, [(name, part) for name, part in others if id(part) not in kept])
+        models = [was for was in before if isinstance(was.component, nn.Module)]
+        _refuse_in_ddp("optimized", obj, [was.component for was in models if was.is_stock])
+        with _changing("optimized", [was.component for was in models]):
+            left = _put_back(before)
+            known = {id(was.component) for was in before}
+            for name, part in patcher.parts_ever_of(obj):
+                if id(part) not in known:  # one that joined inside was not there before either
+                    left += patcher.undo(part, name)
         if left:
             warnings.warn(_left_over("optimized", left), stacklevel=2 + _WITH)
 
@@ -170,13 +177,17 @@ def report(obj: Any) -> Report:
     """
     roots = _roots("report", obj)
     why_stock = {name: why_stock_runs(root) for name, root in roots.items()}
-    findings = [
-        (name or type(root).__name__, f) for name, root in roots.items() for f in patcher.inspect(root, name)
-    ]
-    findings += [(f.path, f) for f in patcher.inspect_parts(patcher.parts_of(obj) if roots else {})]
     entries = tuple(
-        Entry(component, f.path, f.fusion.name, type(f.module).__name__, f.status, f.reason)
-        for component, f in findings
+        Entry(
+            name or type(component).__name__,
+            f.path,
+            f.fusion.name,
+            type(f.module).__name__,
+            f.status,
+            f.reason,
+        )
+        for name, component in {**roots, **(patcher.parts_of(obj) if roots else {})}.items()
+        for f in patcher.inspect(component, name)
     )
     fused = {name: root for name, root in roots.items() if why_stock[name] is None}
     components = [name or type(root).__name__ for name, root in fused.items()]
@@ -213,36 +224,41 @@ class _Before:
     """
 
     name: str
-    root: nn.Module
+    component: Any
+    findings: list[patcher.Finding]
     is_stock: bool
     modes: dict[nn.Module, str | bool]
-    findings: list[patcher.Finding]
     laid_out: set[nn.Module]
 
 
-def _before(name: str, root: nn.Module, findings: list[patcher.Finding]) -> _Before:
+def _before(name: str, component: Any, asked: tuple[str, ...]) -> _Before:
+    findings = patcher.inspect(component, name, asked)
+    is_stock = not any(f.status == "fused" for f in findings)
+    if not isinstance(component, nn.Module):
+        return _Before(name, component, findings, is_stock, {}, set())
     modes = {
         module: graphed.mode
-        for module in root.modules()
+        for module in component.modules()
         if is_graphable(module)
         for _, graphed in graphs.inspect(module)
         if graphed is not None
     }
-    is_fused = any(f.status == "fused" for f in findings)
-    is_stock = not (is_fused or modes or channels_last.is_applied(root))
-    return _Before(name, root, is_stock, modes, findings, channels_last.laid_out(root))
+    is_stock = is_stock and not (modes or channels_last.is_applied(component))
+    return _Before(name, component, findings, is_stock, modes, channels_last.laid_out(component))
 
 
-def _put_back(before: list[_Before], parts: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """``parts``: those that are to be stock again. Returns what cannot be undone."""
-    left = patcher.undo_parts(parts)
+def _put_back(before: list[_Before]) -> list[tuple[str, Any]]:
+    """Each component as it was. Returns what cannot be undone."""
+    left = []
     for was in before:
+        is_model = isinstance(was.component, nn.Module)
         if was.is_stock:
-            graphs.remove(was.root)
-            left += patcher.undo(was.root, was.name)
+            if is_model:
+                graphs.remove(was.component)
+            left += patcher.undo(was.component, was.name)
             continue
-        patcher.take_back(was.root, was.findings, was.laid_out)
-        for module in was.root.modules():
+        patcher.take_back(was.component, was.findings, was.laid_out)
+        for module in was.component.modules() if is_model else ():
             if is_graphable(module) and module not in was.modes:
                 graphs.remove(module)
         for module, mode in was.modes.items():
@@ -258,11 +274,8 @@ def _optimize(
     missing_ok: bool,
     verify: bool = False,
     fold_batch_norm: bool = False,
-) -> tuple[list[_Before], list[patcher.Finding]]:
-    """Carry it out. Returns what each component was before, and the other parts.
-
-    Both are empty where there is nothing to optimize.
-    """
+) -> list[_Before]:
+    """Carry it out. Returns what each component was before; nothing where there is nothing to optimize."""
     # 0 and numpy's False are equal to False and are not it.
     if type(cuda_graphs) not in (bool, str) or cuda_graphs not in graphs.MODES:
         raise ValueError(f'sdfastgn.{call}: cuda_graphs={cuda_graphs!r} must be "auto", True or False')
@@ -275,32 +288,31 @@ def _optimize(
     if not roots:
         if not missing_ok and (strict or isinstance(obj, nn.Module)):
             raise ValueError(f"sdfastgn.{call}: {_nothing_in(obj)} (missing_ok=True returns it as it is)")
-        return [], []
+        return []
     if any(channels_last.unconverted_weights(root) for root in roots.values()) and is_in_ddp(roots.values()):
         raise ValueError(_in_ddp(call, obj, "optimize it before it is wrapped"))
     with one_at_a_time:
-        findings = {name: patcher.inspect(root, name, asked) for name, root in roots.items()}
-        parts = patcher.inspect_parts(patcher.parts_of(obj))
+        components = {**roots, **patcher.parts_of(obj)}
+        before = [_before(name, component, asked) for name, component in components.items()]
         if strict:
-            _refuse_skipped(call, [f for found in (*findings.values(), parts) for f in found])
+            _refuse_skipped(call, [f for was in before for f in was.findings])
         warn_of_machine(call)
-        before = [_before(name, root, findings[name]) for name, root in roots.items()]
-        to_change = [
-            root for name, root in roots.items() if verify or patcher.needs_change(root, findings[name])
+        models = [was for was in before if isinstance(was.component, nn.Module)]
+        changing = [
+            was.component for was in models if verify or patcher.needs_change(was.component, was.findings)
         ]
-        with _changing(call, to_change):
+        with _changing(call, changing):
             try:
-                for root, was in zip(roots.values(), before, strict=True):
-                    patcher.apply(root, was.findings)
+                for was in before:
+                    patcher.apply(was.component, was.findings, obj)
                 if verify:
                     _tell(call, verdicts(obj), strict)
-                for root in roots.values():
-                    graphs.install(root, cuda_graphs)
-                patcher.apply_parts(parts, obj)
+                for was in models:
+                    graphs.install(was.component, cuda_graphs)
             except BaseException:
-                _put_back(before, [(f.path, f.module) for f in parts if f.status == "fusable"])
+                _put_back(before)
                 raise
-    return before, parts
+    return before
 
 
 def _refuse_skipped(call: str, findings: list[patcher.Finding]) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import torch
 from torch import nn
 
@@ -9,7 +12,7 @@ from sdfastgn.kernels.common import dispatch, gpu
 from sdfastgn.kernels.common.dispatch import KERNEL_DTYPES
 from sdfastgn.kernels.common.gpu import triton
 
-__all__ = ["backend_text", "why_stock_runs"]
+__all__ = ["backend_text", "triton_cache", "why_stock_runs"]
 
 _STOCK_CODE = "plain PyTorch, stock's own code at stock's speed"
 
@@ -44,3 +47,9 @@ def why_stock_runs(root: nn.Module) -> str | None:
         return f"weights on {where}; the kernels need an NVIDIA GPU"
     dtypes = {p.dtype for p in tensors if p.is_floating_point()}
     return None if dtypes & set(KERNEL_DTYPES) else f"no kernel for {', '.join(sorted(map(str, dtypes)))}"
+
+
+def triton_cache() -> Path:
+    """The folder where Triton keeps what it has compiled."""
+    home = Path(os.environ.get("TRITON_HOME") or Path.home())
+    return Path(os.environ.get("TRITON_CACHE_DIR") or home / ".triton" / "cache")

@@ -1,4 +1,4 @@
-"""Random inputs for a model of diffusers, by its configuration."""
+"""Random inputs for a call of a diffusers model, made from the model's configuration."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 __all__ = ["randn", "small_call", "unet_inputs"]
 
-# Of the model whose class it is; others have no inputs here.
+# Names of the model classes that ``unet_inputs`` has inputs for.
 _UNETS = ("UNet2DConditionModel", "UNet2DModel", "ControlNetModel")
-# Pixels of an image for each of its latents' in ControlNet's embedding.
+# Pixels along a side of ControlNet's image for each latent along that side.
 _CONTROL_SCALE = 8
-# Latents on a side where the autoencoder's middle sees them.
+# Latents along a side of the image in an autoencoder's middle.
 _LATENTS = 8
 
 
@@ -31,7 +31,7 @@ def unet_inputs(
 ) -> dict[str, Any]:
     """Keyword arguments of one UNet step, with the embeddings that its configuration asks for.
 
-    ``size``: pixels of the square image, of which a latent has ``scale`` on a side.
+    ``size``: pixels along a side of the square image. ``scale``: pixels along a side of one latent.
     """
     draw = functools.partial(randn, batch, dtype=dtype, device=device)
     inputs: dict[str, Any] = {
@@ -57,7 +57,7 @@ def unet_inputs(
 
 
 def small_call(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Callable[[], object] | None:
-    """A call of ``model`` on the smallest images; None where its class is not known."""
+    """A call of ``model`` on small images, as a function without arguments; None for an unknown class."""
     kind, config = type(model).__name__, dict(getattr(model, "config", {}))
     draw = functools.partial(randn, dtype=dtype, device=device)
     if kind == "AutoencoderKL":
@@ -78,12 +78,12 @@ def small_call(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Ca
 
 
 def _encode_and_decode(model: Any, config: dict[str, Any], draw: Callable[..., Tensor]) -> None:
-    # AutoencoderTiny's own forward hands fp32 to the decoder, whatever its dtype.
+    # Not AutoencoderTiny's own forward: it passes fp32 to the decoder of a model in any dtype.
     side = _LATENTS * 2 ** (len(config["encoder_block_out_channels"]) - 1)
     model.encode(draw(1, config["in_channels"], side, side, seed=0))
     model.decode(draw(1, config["latent_channels"], _LATENTS, _LATENTS, seed=1))
 
 
 def randn(*shape: int, dtype: torch.dtype, device: torch.device | str, seed: int) -> Tensor:
-    """Drawn on the CPU: the same on every device."""
+    """Normal random numbers, drawn on the CPU so that they are the same on every device."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)

@@ -34,10 +34,10 @@ class GroupNorm(nn.GroupNorm):
         activation: any of ``sdfastgn.kernels.common.activations.ACTIVATIONS``.
 
     Shapes: (N, C, *spatial) -> the same.
-    Dtypes, layout, gradients and errors of the call: ``sdfastgn.group_norm``.
+    Dtypes, layout, gradients and errors of a call are those of ``sdfastgn.group_norm``.
     Raises: ValueError if num_groups does not divide num_channels, one of them is negative or the
-        activation is unknown; TypeError if a number is not one; ZeroDivisionError, as in PyTorch, if
-        num_groups is 0.
+        activation is unknown; TypeError if an argument that must be a number is not;
+        ZeroDivisionError, as in PyTorch, if num_groups is 0.
     """
 
     def __init__(
@@ -81,13 +81,13 @@ class InstanceNorm(_InstanceNorm):
 
     Args:
         num_features, eps, momentum, affine, device, dtype: as in ``torch.nn.InstanceNorm2d``.
-        track_running_stats: must be False; each sample is normalized by its own statistics.
+        track_running_stats: must be False; each sample is normalized with its own statistics.
         activation: any of ``sdfastgn.kernels.common.activations.ACTIVATIONS``.
 
     Shapes: (N, C, *spatial) -> the same.
-    Dtypes, layout, gradients and errors of the call: ``sdfastgn.instance_norm``.
+    Dtypes, layout, gradients and errors of a call are those of ``sdfastgn.instance_norm``.
     Raises: ValueError if track_running_stats is True, num_features is negative or the activation is
-        unknown; TypeError if a number is not one.
+        unknown; TypeError if an argument that must be a number is not.
     """
 
     def __init__(
@@ -126,8 +126,8 @@ class InstanceNorm(_InstanceNorm):
 class BatchNorm(_NormBase):
     """``torch.nn.BatchNorm1d``, ``2d`` and ``3d`` with a fused residual add and activation.
 
-    The constructor, the attributes and the state_dict are the same, and so is what training, eval,
-    momentum and running averages mean.
+    The constructor, the attributes and the state_dict are the same. Training, eval, momentum and running
+    averages work in the same way.
 
     Args:
         num_features, eps, momentum, affine, track_running_stats, device, dtype, bias: as in
@@ -135,16 +135,19 @@ class BatchNorm(_NormBase):
         activation: any of ``sdfastgn.kernels.common.activations.ACTIVATIONS``.
         process_group: the processes that share a batch's statistics in training, as in
             ``torch.nn.SyncBatchNorm``: a group of torch.distributed, or "world" for all processes.
-            None: this one alone.
+            None: each process uses its own statistics.
 
-    ``norm(input)`` is ``activation(norm)``, ``norm(input, residual)`` is ``activation(norm + residual)``.
-    It is no ``nn.BatchNorm2d``: ``nn.SyncBatchNorm.convert_sync_batchnorm`` would drop the activation.
+    With y for the normalized input, ``norm(input)`` is ``activation(y)`` and ``norm(input, residual)`` is
+    ``activation(y + residual)``.
+
+    This class is not derived from ``nn.BatchNorm2d``, because
+    ``nn.SyncBatchNorm.convert_sync_batchnorm`` would replace it by a module without the activation.
 
     Shapes: (N, C, *spatial) -> the same.
-    Dtypes, layout, gradients and errors of the call: ``sdfastgn.batch_norm``. With a process group
-        there is no second derivative.
-    Raises: ValueError if num_features is negative, the activation is unknown or the process group is
-        none; TypeError if a number is not one.
+    Dtypes, layout, gradients and errors of a call are those of ``sdfastgn.batch_norm``. With a process
+        group there is no second derivative.
+    Raises: ValueError if num_features is negative, the activation is unknown or process_group is neither
+        a group nor "world"; TypeError if an argument that must be a number is not.
     """
 
     def __init__(
@@ -176,13 +179,13 @@ class BatchNorm(_NormBase):
 
     @classmethod
     def from_module(cls, module: nn.Module, activation: str = "identity") -> BatchNorm:
-        """``module`` with an activation, and with its own parameters and buffers, not copies.
+        """A norm with the settings of ``module`` and an activation. Both share parameters and buffers.
 
         Args:
             module: an ``nn.BatchNorm1d``, ``2d``, ``3d`` or an ``nn.SyncBatchNorm``, whose process
                 group is kept.
-        Raises: TypeError if it is of another class, or has hooks, a forward or parameters of its own:
-            what it computes may be something else.
+        Raises: TypeError if ``module`` is of another class, or has hooks, a ``forward`` in the instance or
+            additional parameters, because it may then compute something else.
         """
         kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
         if type(module) not in kinds:
@@ -240,21 +243,21 @@ class BatchNorm(_NormBase):
 
 
 class LayerNorm(nn.LayerNorm):
-    """``torch.nn.LayerNorm`` over one dimension, with a residual add in the same pass.
+    """``torch.nn.LayerNorm`` over the last dimension, with an optional residual add in the same pass.
 
     The constructor and the state_dict are the same.
 
     Args:
-        normalized_shape: D, or a sequence that holds nothing else.
+        normalized_shape: the size D of the last dimension, or a sequence of this one number.
         eps, elementwise_affine, bias, device, dtype: as in ``torch.nn.LayerNorm``.
 
-    ``norm(input)`` is y. ``norm(input, residual, add_bias)`` is (y, total), as
-    ``sdfastgn.add_layer_norm`` returns them.
+    ``norm(input)`` returns the normalized tensor. ``norm(input, residual, add_bias)`` returns
+    (normalized, total), as ``sdfastgn.add_layer_norm`` does.
 
-    Shapes: (..., D) -> the same. Dtypes, layout, gradients and errors of the call:
-        ``sdfastgn.layer_norm``, ``sdfastgn.add_layer_norm``.
-    Raises: ValueError if normalized_shape is not one dimension or negative, or add_bias comes without
-        a residual; TypeError if a number is not one.
+    Shapes: (..., D) -> the same. Dtypes, layout, gradients and errors of a call are those of
+        ``sdfastgn.layer_norm`` and ``sdfastgn.add_layer_norm``.
+    Raises: ValueError if normalized_shape is negative or more than one dimension, or if a call has
+        add_bias without a residual; TypeError if an argument that must be a number is not.
     """
 
     def __init__(
@@ -292,6 +295,6 @@ class LayerNorm(nn.LayerNorm):
 
 
 def _refuse(name: str, input: Any, expected: str) -> NoReturn:
-    """Raises TypeError for what is no tensor, and else ValueError for its shape."""
+    """Raise TypeError if ``input`` is no tensor, else ValueError that names its shape."""
     check_input(name, "input", input)
     raise ValueError(f"{name}: input must be {expected}, got shape {tuple(input.shape)}")

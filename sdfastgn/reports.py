@@ -190,9 +190,11 @@ class Report:
                     reason: f"{count} call{'s' * (count != 1)} without: " if count else ""
                     for reason, count in g.eager.items()
                 }
-                eager = [f"{words}{reason}" for reason, words in calls.items()]
+                notes = [f"{words}{reason}" for reason, words in calls.items()]
+                if g.last_change:
+                    notes.append(f"last recapture: {g.last_change}")
                 state = f"{g.alive} alive, {g.replays} calls replayed"
-                found.append((f"CUDA graphs of {g.path or g.kind}: {state}", eager))
+                found.append((f"CUDA graphs of {g.path or g.kind}: {state}", notes))
         if without := self._without_graphs():
             found.append((f"without CUDA graphs a UNet is not faster than stock's: {', '.join(without)}", []))
         if self.graph_memory_bytes:

@@ -1,8 +1,8 @@
-"""Each fused part of a model against stock's code, on the model's own weights and small random inputs.
+"""Compares each fused part of a model with stock's code, on the model's own weights and small random inputs.
 
-The inputs of a part are those that it gets in one small call of the whole model. Its error, and that
-of stock's code, is the relative one against stock's code in a wider dtype. No image is made. Larger
-images may take other ways through a kernel; those are the tests' to check.
+One small call of the whole model is recorded, and each part is called with the arguments that it got there.
+The error of a part is relative to stock's code in a wider dtype, and so is the error of stock's code. Large
+images may take other paths through a kernel, which only the tests check.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from sdfastgn.patches.core import channels_last
 __all__ = ["PUT_BACK", "RIGHT", "UNVERIFIED", "Verdict", "compare", "record", "verify"]
 
 RIGHT, PUT_BACK, UNVERIFIED = "right", "put back", "not verified"
-# A fused part rounds less often than stock's, but in another order. Four times stock's error leaves
-# room for that at some hundred elements; what is broken is off by far more.
+# A part may have this many times stock's error. It rounds less often than stock's code, but in another order,
+# which matters with some hundred elements. A broken part is off by far more.
 _FACTOR = 4.0
-# And by so many units of rounding, where stock's error happens to be nothing.
+# Units of rounding that are allowed in addition, because stock's error may be zero by chance.
 _UNITS = 1.0
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -39,9 +39,10 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of one part. ``error`` and ``stock_error``: relative, None where it could not be compared.
+    """The result for one part.
 
-    ``reason`` is empty for ``RIGHT``.
+    ``reason`` is empty for ``RIGHT``. ``error`` and ``stock_error`` are relative, and None if the part could
+    not be compared.
     """
 
     path: str
@@ -56,8 +57,8 @@ class Verdict:
 def verify(root: nn.Module, prefix: str = "") -> list[Verdict]:
     """Compare the fused parts below ``root``, inner ones first, and put back those that are wrong.
 
-    A part is right if its error is at most four times stock's and one unit of rounding. Graphs must
-    have been removed.
+    A part is right if its error is at most four times stock's error plus one unit of rounding. The caller
+    must have removed all graphs.
     """
     fusions: dict[nn.Module, list[patcher.Finding]] = defaultdict(list)
     for finding in patcher.inspect(root, prefix):
@@ -73,7 +74,7 @@ def verify(root: nn.Module, prefix: str = "") -> list[Verdict]:
             status, why, *errors = UNVERIFIED, reason or "the small call does not reach it"
             if module in recorded:
                 status, why, *errors = _judge(module, recorded.pop(module))
-                channels_last.apply(root)  # which stock's code has undone
+                channels_last.apply(root)  # stock's code, in which no kernel runs, has undone the layout
             verdicts.append(Verdict(path, type(module).__name__, names, status, why, *errors))
             if status == PUT_BACK:
                 patcher.put_back(fusions[module], why)
@@ -81,7 +82,7 @@ def verify(root: nn.Module, prefix: str = "") -> list[Verdict]:
 
 
 def _recorded(root: nn.Module, modules: list[nn.Module]) -> tuple[dict[nn.Module, Inputs], str]:
-    """What ``modules`` get in a small call of stock's code, or nothing and the reason."""
+    """(arguments of ``modules`` in a small call of stock's code, "") or ({}, why there is no such call)."""
     weight = next((p for p in root.parameters() if p.is_floating_point()), None)
     if weight is None or weight.is_meta or not (dispatch.has_kernels(weight) or hasattr(root, "_hf_hook")):
         return {}, f"no kernel runs: {dispatch.why_off or 'its weights are on no GPU, or of another dtype'}"
@@ -90,7 +91,7 @@ def _recorded(root: nn.Module, modules: list[nn.Module]) -> tuple[dict[nn.Module
         if call is None:
             return {}, f"there are no inputs for a {type(root).__name__}"
         return record(modules, call), ""
-    except Exception as error:  # whatever a model of a configuration that nobody has seen may raise
+    except Exception as error:  # a model with an unknown configuration may raise anything
         return {}, f"the small call fails: {one_line(error)}"
     finally:
         channels_last.apply(root)
@@ -125,7 +126,7 @@ def _judge(module: nn.Module, inputs: Inputs) -> tuple[Any, ...]:
         error, stock_error, bound = compare(module, inputs)
     except _FusedError as failure:
         return PUT_BACK, f"verification: it raises {one_line(failure.__cause__ or failure)}"
-    except Exception as failure:  # too little memory for a wider copy, weights that are elsewhere
+    except Exception as failure:  # for instance no memory for a wider copy, or weights on another device
         return UNVERIFIED, f"stock's code fails: {one_line(failure)}"
     if dispatch.why_off is not None:
         return UNVERIFIED, f"no kernel runs: {dispatch.why_off}"
@@ -138,13 +139,13 @@ def _judge(module: nn.Module, inputs: Inputs) -> tuple[Any, ...]:
 
 
 class _FusedError(Exception):
-    """The fused part has raised the cause."""
+    """A fused part has raised. Its exception is the ``__cause__``."""
 
 
 def compare(module: nn.Module, inputs: Inputs) -> tuple[float, float, float]:
-    """(error, stock's error, bound) of the output that is furthest beyond its bound.
+    """(error, stock's error, bound) of the output that exceeds its bound the most.
 
-    Raises ``_FusedError`` where the fused part raises, and what stock's code raises.
+    Raises ``_FusedError`` if the fused part raises. An exception of stock's code is raised as it is.
     """
     try:
         fused = _outputs(module, _copied(inputs, channels_last=True))
@@ -176,7 +177,7 @@ def _relative_error(y: Tensor, truth: Tensor) -> float:
 
 
 def _copied(inputs: Inputs, *, dtype: torch.dtype | None = None, channels_last: bool = False) -> Inputs:
-    """``inputs`` in memory of their own: floats in ``dtype``, images as the fused model hands them on."""
+    """A copy of ``inputs``, with floats in ``dtype`` and, if asked for, images in channels-last."""
 
     def copied(t: Tensor) -> Tensor:
         t = t.to(dtype) if dtype is not None and t.is_floating_point() else t
@@ -188,7 +189,7 @@ def _copied(inputs: Inputs, *, dtype: torch.dtype | None = None, channels_last: 
 
 @contextlib.contextmanager
 def _evaluating(root: nn.Module) -> Iterator[None]:
-    """Without dropout, which would differ from call to call."""
+    """Inside, all modules are in eval mode, because dropout would differ from call to call."""
     training = [module for module in root.modules() if module.training]
     for module in training:
         module.training = False

@@ -1,15 +1,20 @@
-"""The versions of PyTorch and Triton that this package was run on, and what to say of another."""
+"""The versions of packages: those that the tests ran on, the note on any other one, and those installed."""
 
 from __future__ import annotations
 
-__all__ = ["RUN", "never_run"]
+import contextlib
+import importlib.metadata
 
-# The kernels ran on an H200 with torch 2.11 and Triton 3.6, and in Triton's interpreter with the
-# others (docs/compatibility.md).
+__all__ = ["RUN", "installed_versions", "never_run"]
+
+# Package -> versions. With torch 2.11 and Triton 3.6 kernels ran on an H200, with the others in Triton's
+# interpreter (docs/compatibility.md).
 RUN = {
     "torch": ("2.8", "2.9", "2.10", "2.11", "2.12", "2.13", "2.14", "2.15"),
     "triton": ("3.4", "3.5", "3.6", "3.7", "3.8", "3.9"),
 }
+# What decides a result.
+_PACKAGES = ("torch", "triton", "diffusers", "transformers", "accelerate", "stable-fast")
 
 
 def never_run(package: str, version: str) -> str | None:
@@ -18,3 +23,12 @@ def never_run(package: str, version: str) -> str | None:
     if run is None or ".".join(version.split(".")[:2]) in run:
         return None
     return f"{package} {version} was never run with this sdfastgn ({', '.join(run)} were)"
+
+
+def installed_versions() -> dict[str, str | None]:
+    """Package -> version, of the packages that decide a result; None if one is not installed."""
+    found: dict[str, str | None] = dict.fromkeys(_PACKAGES)
+    for name in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
-from sdfastgn import cli, cli_commands, cli_scripts  # noqa: F401
-from sdfastgn.cli_options import app
+from sdfastgn import cli
+from sdfastgn.cli.app import app
+
+# What ``invoke`` runs. ``cli.main`` imports the one command that it needs.
+for _name in cli.COMMANDS:
+    importlib.import_module(f"sdfastgn.cli.{_name}")
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -35,3 +41,11 @@ def exit_code(monkeypatch: pytest.MonkeyPatch, program: str, *arguments: str) ->
         runpy.run_path(script, run_name="__main__") if program.endswith(".py") else cli.main()
     assert isinstance(caught.value.code, int)
     return caught.value.code
+
+
+def exit_code_of(monkeypatch: pytest.MonkeyPatch, function: Callable[..., None], *arguments: str) -> int:
+    """How a script ends whose command is this function."""
+    monkeypatch.setattr(sys, "argv", ["script.py", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        cli.main("", function)
+    return int(caught.value.code or 0)

@@ -8,7 +8,7 @@ import torch
 from diffusers import ControlNetModel
 from torch import nn
 
-from sdfastgn.bench.models.architectures import build_unet, randomize
+from sdfastgn.models.architectures import build_unet, randomize
 
 
 def build_controlnet(model: str, dtype: torch.dtype, device: torch.device | str) -> Any:

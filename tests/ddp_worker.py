@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import sdfastgn
-from sdfastgn.bench.models.architectures import randomize
+from sdfastgn.models.architectures import randomize
 
 N = 4
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from peft import LoraConfig
 
-from sdfastgn.bench.models.pipelines import build_pipeline
+from sdfastgn.models.pipelines import build_pipeline
 from tests.command_line import ROOT
 
 PAGES = {

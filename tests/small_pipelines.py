@@ -11,7 +11,7 @@ import torch
 
 import sdfastgn
 from sdfastgn.bench.images import psnr
-from sdfastgn.bench.models.pipelines import build_pipeline
+from sdfastgn.models.pipelines import build_pipeline
 
 SIZE = {"height": 64, "width": 64}
 IMAGE = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(3))

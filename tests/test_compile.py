@@ -22,8 +22,8 @@ from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 
 import sdfastgn
-from sdfastgn.bench.models.architectures import randomize
-from sdfastgn.bench.models.variants import VARIANTS
+from sdfastgn.bench.variants import VARIANTS
+from sdfastgn.models.architectures import randomize
 from tests.patches import samples
 
 Call = Callable[[Any, int, int], Tensor]  # (model, N, H) -> output

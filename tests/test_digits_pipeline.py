@@ -24,11 +24,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import sdfastgn
-from sdfastgn.bench import digits_pipeline
-from sdfastgn.bench.digits_pipeline import FOLDER, INKS, NUMERALS, SIZE, generate, prompt_of
 from sdfastgn.bench.documents import OK
 from sdfastgn.bench.images import psnr
-from sdfastgn.bench.models.pipelines import load_pipeline
+from sdfastgn.cli import digits_pipeline
+from sdfastgn.cli.digits_pipeline import FOLDER, INKS, NUMERALS, SIZE, generate, prompt_of
+from sdfastgn.models.pipelines import load_pipeline
 from tests.command_line import exit_code, invoke
 from tests.kernels.samples import interpreted, kernels
 
@@ -221,9 +221,10 @@ def test_the_script_trains_and_saves(
     output = tmp_path / "digits"
     few = ("--steps", "5", "--batch-size", "8", "--device", "cpu")
     monkeypatch.setattr(digits_pipeline, "generate", functools.partial(generate, num_inference_steps=1))
-    assert exit_code(monkeypatch, "train_digits_pipeline.py", "--output", str(output), *few) == 1
+    assert exit_code(monkeypatch, "digits/train.py", "--output", str(output), *few) == 1
     assert "of 100 images as their prompts say" in capsys.readouterr().out
-    files = {path.relative_to(FOLDER) for path in FOLDER.rglob("*.*")} - {Path("README.md")}
+    files = {path.relative_to(FOLDER) for path in FOLDER.rglob("*.*")}
+    files -= {Path("README.md"), Path("train.py")}
     assert {path.relative_to(output) for path in output.rglob("*.*")} == files
     for path in files:
         if path.suffix == ".safetensors":
@@ -240,5 +241,5 @@ def test_a_folder_that_cannot_be_made_is_told_before_the_training(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("sklearn")
-    assert exit_code(monkeypatch, "train_digits_pipeline.py", "--output", "/proc/x") == 2
+    assert exit_code(monkeypatch, "digits/train.py", "--output", "/proc/x") == 2
     assert "--output: cannot make a folder at '/proc/x'" in capsys.readouterr().err

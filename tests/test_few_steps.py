@@ -17,7 +17,7 @@ from diffusers import (
 
 import sdfastgn
 from sdfastgn.bench.images import psnr
-from sdfastgn.bench.models.architectures import UNETS, randomize
+from sdfastgn.models.architectures import UNETS, randomize
 from tests.small_pipelines import IMAGE, SIZE, generate, pipeline, same_image_and_exact_restore, waits
 
 

@@ -25,13 +25,13 @@ SHIPPED = {
     "sdfastgn/__init__.py",
     "sdfastgn/__main__.py",
     "sdfastgn/bench/report.html",
-    "sdfastgn/bench/digits/README.md",
-    "sdfastgn/bench/digits/model_index.json",
-    "sdfastgn/bench/digits/unet/diffusion_pytorch_model.safetensors",
+    "sdfastgn/cli/__init__.py",
     "sdfastgn/kernels/group_norm/op.py",
+    "sdfastgn/patches/tested_sources.json",
     "sdfastgn/py.typed",
 }
 MADE = {"build", "dist", "demo-output"}
+MOST_WHEEL_BYTES = 10**6
 BUILD = "import sys, setuptools.build_meta as backend; getattr(backend, 'build_' + sys.argv[1])(sys.argv[2])"
 
 SMOKE = """
@@ -141,6 +141,12 @@ def test_wheel_has_the_package_whole_and_alone(wheel_files: set[str], source: Pa
     assert {name for name in wheel_files if name.startswith("sdfastgn/")} == files
     assert files >= SHIPPED
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in wheel_files)
+
+
+@pytest.mark.slow
+def test_wheel_has_at_most_a_megabyte(wheel: Path) -> None:
+    """The weights of the demo, which only a checkout has, would be eight more."""
+    assert wheel.stat().st_size <= MOST_WHEEL_BYTES
 
 
 @pytest.mark.slow

@@ -19,8 +19,8 @@ from diffusers import (
 
 import sdfastgn
 from sdfastgn.bench.images import psnr
-from sdfastgn.bench.models.architectures import build_unet, randomize, unet_inputs
-from sdfastgn.bench.models.pipelines import build_pipeline
+from sdfastgn.models.architectures import build_unet, randomize, unet_inputs
+from sdfastgn.models.pipelines import build_pipeline
 from tests.patches.cases import ip_adapter_weights
 from tests.small_pipelines import SIZE, generate
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import itertools
 import re
@@ -19,8 +20,8 @@ from accelerate.commands.launch import launch_command_parser
 from packaging.requirements import Requirement
 
 import sdfastgn
-from sdfastgn.bench import demo, session
-from sdfastgn.cli_options import app
+from sdfastgn.cli import digits, session
+from sdfastgn.cli.app import app, click_command
 from sdfastgn.kernels.common import op as ops
 from sdfastgn.patches.registry import FUSIONS
 from tests.command_line import ROOT, exit_code, invoke
@@ -116,14 +117,15 @@ def test_no_fence_is_overlooked():
 
 # Subcommands that check all that they are given before they work.
 QUICK = {"bench", "kernels", "demo", "info", "sources"}
-# Options whose values a reader has: files, and what is written in capitals.
-NEED_FILES = {"--weights", "--against"}
+# Options whose values a reader has: files, and what is written in capitals. And one that writes into the
+# checkout, where it would accept code that nobody has read.
+ONLY_PARSED = {"--weights", "--against", "--comfyui", "--accept"}
 
 
 def _sdfastgn(monkeypatch, *arguments):
     """Run where that is cheap; else the options are parsed. See ``quick`` for what stands for the work."""
     name, *options = arguments
-    is_complete = not any(word in NEED_FILES or word.isupper() for word in options)
+    is_complete = not any(word in ONLY_PARSED or word.isupper() for word in options)
     if name in QUICK and is_complete:
         result = invoke(*arguments)
         assert result.exit_code == 0, result.output
@@ -159,6 +161,13 @@ def _python(monkeypatch, first, *arguments):
     """A script or a module that exists; those of the command line have their options checked too."""
     if first == "-m" and arguments[0] == "sdfastgn" and arguments[1:]:
         _sdfastgn(monkeypatch, *arguments[1:])
+    elif first == "-m" and arguments[0].startswith("scripts."):
+        module = importlib.import_module(arguments[0])
+        text = Path(module.__file__).read_text(encoding="utf-8")
+        if function := re.search(r"main\(__doc__, (\w+)\)", text):
+            click_command(getattr(module, function[1])).make_context(arguments[0], [*arguments[1:]])
+        else:
+            assert all(f'"{option}"' in text for option in arguments if option.startswith("--"))
     elif first == "-m":
         assert importlib.util.find_spec(arguments[0]) is not None
         assert all((ROOT / word).exists() for word in arguments if word.endswith(".py"))
@@ -206,9 +215,9 @@ PROGRAMS = {
 @pytest.fixture
 def quick(monkeypatch, tmp_path):
     """Commands check their options and then return, in a folder with the checkout's folder of results."""
-    for name in ("run_bench", "run_host", "run_kernels", "run_warm_up"):
+    for name in ("run_bench", "run_kernels"):
         monkeypatch.setattr(session, name, mock.Mock(return_value=0))
-    monkeypatch.setattr(demo, "run_demo", mock.Mock(return_value=0))
+    monkeypatch.setattr(digits, "run_demo", mock.Mock(return_value=0))
     (tmp_path / "benchmarks" / "h200").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
 

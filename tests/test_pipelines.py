@@ -23,15 +23,8 @@ from peft import LoraConfig
 
 import sdfastgn
 from sdfastgn.bench.images import psnr, relative_error
-from sdfastgn.bench.models.architectures import (
-    UNETS,
-    VAES,
-    build_unet,
-    build_vae,
-    unet_inputs,
-    vae_latents,
-)
-from sdfastgn.bench.models.pipelines import build_pipeline
+from sdfastgn.models.architectures import UNETS, VAES, build_unet, build_vae, unet_inputs, vae_latents
+from sdfastgn.models.pipelines import build_pipeline
 from tests.controlnet import build_controlnet
 from tests.patches import cases
 from tests.small_pipelines import IMAGE, SIZE, generate, pipeline, same_image_and_exact_restore, waits

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import sdfastgn
-from sdfastgn.bench.models.architectures import build_unet
 from sdfastgn.kernels.common import gpu
+from sdfastgn.models.architectures import build_unet
 from sdfastgn.patches.graphs.install import Graphs
 from sdfastgn.reports import Entry, Report
 
@@ -28,7 +28,9 @@ REPORT = Report(
     backend="Triton 3.6 on <b>H200</b>",
     channels_last_weights=3,
     layout_copies_removed=1,
-    graphs=(Graphs("unet", "UNet2DConditionModel", "auto", 2, 2, 48, 0, {"a <reason>": 1}),),
+    graphs=(
+        Graphs("unet", "UNet2DConditionModel", "auto", 2, 2, 48, 0, {"a <reason>": 1}, "LoRA scale <of> x"),
+    ),
     graph_memory_bytes=2**20,
 )
 ALONE = replace(REPORT, entries=REPORT.entries[1:], graphs=(), graph_memory_bytes=0)
@@ -66,6 +68,7 @@ def test_print_begins_with_the_summary_and_fits_80_columns() -> None:
     assert f"skipped: {LONG} (sequential) {', '.join(PATHS[:3])} and 29 more" in words
     assert "runs in: Triton 3.6 on <b>H200</b>" in words
     assert "CUDA graphs of unet: 2 alive, 48 calls replayed 1 call without: a <reason>" in words
+    assert "a <reason> last recapture: LoRA scale <of> x" in words
     assert "memory of CUDA graphs: 1 MiB" in words
 
 
@@ -88,6 +91,7 @@ def test_html_is_tables_with_everything_escaped() -> None:
     assert f"skipped: {LONG} (sequential)" in text
     assert "Triton 3.6 on <b>H200</b>" in text
     assert "a <reason>" in text
+    assert "last recapture: LoRA scale <of> x" in text
     assert all(path in text for path in PATHS)
 
 

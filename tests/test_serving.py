@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 
 import sdfastgn
-from sdfastgn.bench.models.pipelines import build_pipeline
+from sdfastgn.models.pipelines import build_pipeline
 from tests.command_line import ROOT
 
 TestClient = pytest.importorskip("fastapi.testclient").TestClient

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import sdfastgn
-from sdfastgn.bench.models.architectures import randomize
+from sdfastgn.models.architectures import randomize
 from tests import ddp_worker as worker
 from tests.patches import samples
 

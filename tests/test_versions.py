@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import sdfastgn
 from sdfastgn import api, versions
-from sdfastgn.cli_options import app
+from sdfastgn.cli.app import app
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Stock against optimized for the models of docs/coverage.md, at the sizes that people use.
 
-python scripts/publish/real_sizes.py --json benchmarks/h200/real_sizes.json
+python -m scripts.publish.real_sizes --json benchmarks/h200/real_sizes.json
 
 Architectures are those of the published models, weights are random. A row is one call of one model: a
 step of a UNet with guidance, a decode of an autoencoder. Stock is timed before ``optimize`` and after
@@ -27,14 +27,14 @@ import torch
 from torch import Tensor, nn
 
 import sdfastgn
+from scripts.publish.tables.real_sizes import SizeRow
 from sdfastgn.bench import documents, timing
 from sdfastgn.bench.environment import environment
 from sdfastgn.bench.images import relative_error
-from sdfastgn.bench.models.architectures import randomize
-from sdfastgn.bench.models.configurations import UNETS, VAES
-from sdfastgn.bench.tables.real_sizes import SizeRow
 from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.model_inputs import unet_inputs
+from sdfastgn.models.architectures import randomize
+from sdfastgn.models.configurations import UNETS, VAES
 
 # Seconds that one round of timed calls may take, and the most calls in it.
 ROUND_SECONDS = 0.7
@@ -444,7 +444,7 @@ CASES.append(
             torch.full((BATCH,), 0.5, dtype=model.dtype, device=model.device),
             tokens(draw, 1280),
         ),
-        torch.float16,
+        BF16,
     )
 )
 

@@ -1,1 +1,1 @@
-"""The benchmark harness behind the command line and the scripts."""
+"""Measuring on a user's own machine: what ``sdfastgn bench``, ``kernels`` and ``report`` run."""

@@ -9,6 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from sdfastgn.program import OptionError
+
 # 2: pipelines are compared with fp32 too, and a config has a scheduler, a prompt and guidance.
 # 3: the 99th percentile, the time of a pipeline's graphs, reserved memory, and the kind "sweep".
 # Versions so far only add fields, so that one reader reads them all.
@@ -18,14 +20,10 @@ _TYPES = {"kind": str, "environment": dict, "config": dict, "rows": list}
 OK, UNAVAILABLE, FAILED, WRONG = "ok", "unavailable", "failed", "wrong output"
 
 
-class OptionError(ValueError):
-    """A user's option that cannot be used, in one line: the option, the value, and what is allowed."""
-
-
 def document(
     kind: str, environment: dict[str, Any], config: dict[str, Any], rows: Iterable[Any]
 ) -> dict[str, Any]:
-    """A run as the JSON that ``--json`` writes and :mod:`sdfastgn.bench.tables.pages` reads."""
+    """A run as the JSON that ``--json`` writes and :mod:`scripts.publish.pages` reads."""
     return {
         "schema": SCHEMA,
         "kind": kind,

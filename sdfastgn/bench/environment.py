@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import hashlib
-import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -15,19 +13,11 @@ from typing import Any
 
 import torch
 
+from sdfastgn.backend import triton_cache
 from sdfastgn.kernels.common import dispatch
+from sdfastgn.versions import installed_versions
 
-PACKAGES = ("torch", "triton", "diffusers", "transformers", "accelerate", "stable-fast")
 PACKAGE_ROOT = Path(__file__).resolve().parents[1]
-
-
-def installed_versions() -> dict[str, str | None]:
-    """Of the packages that decide a result; None of one that is not installed."""
-    found: dict[str, str | None] = dict.fromkeys(PACKAGES)
-    for name in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
 
 
 def cuda_package_reason(package: str, device: torch.device, title: str = "") -> str | None:
@@ -52,7 +42,9 @@ def _git() -> dict[str, Any]:
     # Without safe.directory, git refuses a checkout that belongs to another user, as in containers.
     git = ("git", "-c", f"safe.directory={PACKAGE_ROOT.parent}")
     commit = _output_of(*git, "rev-parse", "HEAD")
-    changes = _output_of(*git, "status", "--porcelain", "--", str(PACKAGE_ROOT))
+    # Some of what measures is among the checkout's scripts.
+    code = (str(PACKAGE_ROOT), str(PACKAGE_ROOT.parent / "scripts"))
+    changes = _output_of(*git, "status", "--porcelain", "--", *code)
     return {"commit": commit, "dirty": None if commit is None else bool(changes)}
 
 
@@ -84,12 +76,6 @@ def check_kernels_ran(device: torch.device) -> None:
     """Raises where what was called on ``device`` was plain PyTorch, whose time is not this package's."""
     if device.type == "cuda" and dispatch.why_off is not None:
         raise RuntimeError(f"plain PyTorch ran and no kernel: {dispatch.why_off}")
-
-
-def triton_cache() -> Path:
-    """The folder where Triton keeps what it has compiled."""
-    home = Path(os.environ.get("TRITON_HOME") or Path.home())
-    return Path(os.environ.get("TRITON_CACHE_DIR") or home / ".triton" / "cache")
 
 
 def environment(device: torch.device, switches: dict[str, bool] | None = None) -> dict[str, Any]:

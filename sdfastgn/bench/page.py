@@ -15,13 +15,13 @@ from PIL import Image
 
 from sdfastgn.bench.documents import OK
 from sdfastgn.bench.kernel_categories import CATEGORIES, GAPS
-from sdfastgn.bench.models.run import Row
-from sdfastgn.bench.models.variants import label
-from sdfastgn.bench.tables.markdown import number, source_line
+from sdfastgn.bench.run import Row
+from sdfastgn.bench.tables.cells import number, source_line
 from sdfastgn.bench.tables.plots import CATEGORY_COLORS
 from sdfastgn.bench.tables.profile import breakdown_of
 from sdfastgn.bench.tables.results import Result, cases_of, comparison, tables_of
 from sdfastgn.bench.tables.speed_up import eager_of, speed_up
+from sdfastgn.bench.variants import label
 
 # Pixels of an image's side on the page: a PNG of 1024x1024 is several MB. Numbers are of the whole image.
 SHOWN = 512

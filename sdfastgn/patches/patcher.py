@@ -1,13 +1,14 @@
-"""Plan, check everything, then apply; and the exact way back.
+"""Finds what can be fused in a component of a pipeline, applies the fusions, and undoes them exactly.
 
-Knows modules and the registry, no model.
+A *component* is a model (a module tree) or a part of a pipeline that is no module, such as a scheduler.
+``inspect`` changes nothing. Fusions come from the registry; nothing here knows a particular model.
 """
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,20 +26,17 @@ from sdfastgn.patches.shared.packed_weights import unpack
 __all__ = [
     "Finding",
     "apply",
-    "apply_parts",
     "has_fusions",
     "inspect",
-    "inspect_parts",
     "needs_change",
     "parts_ever_of",
     "parts_of",
     "put_back",
     "take_back",
     "undo",
-    "undo_parts",
 ]
 
-# Modules that were put back, and why. Not in their ``__dict__``: a stock module has nothing of ours.
+# Module that was put back -> the reason. Not in its ``__dict__``, because a stock module has nothing of ours.
 _put_back: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 # Changed part -> (path, pipeline), so that a part that was replaced since can still be restored.
 _found_at: weakref.WeakKeyDictionary[Any, tuple[str, weakref.ref[Any]]] = weakref.WeakKeyDictionary()
@@ -46,9 +44,9 @@ _found_at: weakref.WeakKeyDictionary[Any, tuple[str, weakref.ref[Any]]] = weakre
 
 @dataclass(frozen=True)
 class Finding:
-    """One (module, fusion) pair: ``fused``, ``fusable`` by optimize, or ``skipped`` with a ``reason``.
+    """What a fusion says about a module: ``fused``, ``fusable``, or ``skipped`` with a ``reason``.
 
-    ``module`` is a plain object where the rule is one of ``OBJECT_FUSIONS``.
+    ``module`` is the component itself if that is no module.
     """
 
     path: str
@@ -58,20 +56,60 @@ class Finding:
     reason: str = ""
 
 
-def inspect(root: nn.Module, prefix: str = "", asked: Collection[str] = ()) -> list[Finding]:
-    """What each fusion of the registry says about each module below ``root``. Changes nothing.
+# --- what there is ----------------------------------------------------------------------------------
 
-    Layers that a fusion leaves as they are because of an adapter follow the module that they are in.
 
-    ``asked``: names of ``ASKED_FUSIONS``; one that is applied to any module counts as asked for.
+def parts_of(obj: Any) -> dict[str, Any]:
+    """Attribute -> part of a pipeline that is no module, each part once. ``"pipeline"`` is ``obj`` itself.
+
+    Empty if ``obj`` is a module.
     """
+    if isinstance(obj, nn.Module):
+        return {}
+    parts = {**obj.components, "image_processor": getattr(obj, "image_processor", None), "pipeline": obj}
+    others = {name: part for name, part in parts.items() if not isinstance(part, nn.Module)}
+    first = {id(part): name for name, part in reversed(others.items())}
+    return {name: part for name, part in others.items() if first[id(part)] == name}
+
+
+def parts_ever_of(obj: Any) -> list[tuple[str, Any]]:
+    """(path, part) of ``parts_of(obj)``, and of parts that ``apply`` changed and ``obj`` no longer has."""
+    now = parts_of(obj)
+    ids = set(map(id, now.values()))
+    # ``keyrefs`` copies the keys in one step, so other threads may add keys meanwhile.
+    changed = [part for ref in _found_at.keyrefs() if (part := ref()) is not None]
+    then = [(_found_at[part][0], part) for part in changed if _found_at[part][1]() is obj]
+    return [*now.items(), *((path, part) for path, part in then if id(part) not in ids)]
+
+
+def has_fusions(root: nn.Module, asked: Collection[str] = ()) -> bool:
+    """True if ``root`` is optimized, or a fusion (one of ``asked``, too) claims a module in it."""
+    fusions = (*FUSIONS, *(ASKED_FUSIONS[name] for name in asked))
+    return channels_last.is_applied(root) or any(
+        fusion.claims(module) for module in root.modules() for fusion in fusions
+    )
+
+
+def inspect(component: Any, prefix: str = "", asked: Collection[str] = ()) -> list[Finding]:
+    """What each fusion says about ``component`` and each module in it. Changes nothing.
+
+    A module is followed by its layers that its fusion leaves as they are because of an adapter.
+
+    Args:
+        component: a model, or a part of a pipeline.
+        prefix: its path.
+        asked: names of ``ASKED_FUSIONS``. One that is applied to any module counts as asked for.
+    """
+    if not isinstance(component, nn.Module):
+        rules = [rule for rule in OBJECT_FUSIONS if rule.claims(component)]
+        return [_finding(prefix, component, rule) for rule in rules[:1]]
     fusions = [*FUSIONS]
     for name, fusion in ASKED_FUSIONS.items():
-        if name in asked or any(map(fusion.is_applied, root.modules())):
+        if name in asked or any(map(fusion.is_applied, component.modules())):
             fusions.append(fusion)
     findings = []
-    reason = reason_to_leave(root)
-    for path, module in root.named_modules(prefix=prefix):
+    reason = reason_to_leave(component)
+    for path, module in component.named_modules(prefix=prefix):
         for fusion in fusions:
             if fusion.claims(module):
                 finding = _finding(path, module, fusion, reason)
@@ -81,112 +119,10 @@ def inspect(root: nn.Module, prefix: str = "", asked: Collection[str] = ()) -> l
     return findings
 
 
-def parts_of(obj: Any) -> dict[str, Any]:
-    """What a pipeline consists of besides modules, by attribute; ``"pipeline"`` is itself."""
-    if isinstance(obj, nn.Module):
-        return {}
-    parts = {**obj.components, "image_processor": getattr(obj, "image_processor", None), "pipeline": obj}
-    return {name: part for name, part in parts.items() if not isinstance(part, nn.Module)}
-
-
-def parts_ever_of(obj: Any) -> list[tuple[str, Any]]:
-    """(path, part) of ``parts_of(obj)`` and of those that were exchanged after ``apply_parts``."""
-    now = parts_of(obj)
-    ids = set(map(id, now.values()))
-    # ``keyrefs`` is one step of the interpreter: other threads may add some meanwhile.
-    changed = [part for ref in _found_at.keyrefs() if (part := ref()) is not None]
-    then = [(_found_at[part][0], part) for part in changed if _found_at[part][1]() is obj]
-    return [*now.items(), *((path, part) for path, part in then if id(part) not in ids)]
-
-
-def inspect_parts(parts: dict[str, Any]) -> list[Finding]:
-    """The same of a pipeline's ``parts`` that are no modules, each object once."""
-    found: dict[int, Finding] = {}
-    for path, part in parts.items():
-        for rule in OBJECT_FUSIONS:
-            if id(part) not in found and rule.claims(part):
-                found[id(part)] = _finding(path, part, rule)
-    return list(found.values())
-
-
-def has_fusions(root: nn.Module, asked: Collection[str] = ()) -> bool:
-    """True if there is anything below ``root`` that a fusion is about, one of ``asked`` included, or if
-    it is optimized.
-    """
-    fusions = (*FUSIONS, *(ASKED_FUSIONS[name] for name in asked))
-    return channels_last.is_applied(root) or any(
-        fusion.claims(module) for module in root.modules() for fusion in fusions
-    )
-
-
-def needs_change(root: nn.Module, findings: list[Finding]) -> bool:
-    """True if ``apply`` would change anything."""
-    return any(f.status == "fusable" for f in findings) or not channels_last.is_complete(root)
-
-
-def apply(root: nn.Module, findings: list[Finding]) -> None:
-    """Carry out the ``fusable`` ones of ``inspect(root)`` and make the convolutions channels-last."""
-    for fusion in (*FUSIONS, *ASKED_FUSIONS.values()):
-        for finding in findings:
-            if finding.fusion is not fusion or finding.status != "fusable":
-                continue
-            if not fusion.is_applied(finding.module):  # it may be in another root as well
-                fusion.apply(finding.module)
-    channels_last.apply(root)
-
-
-def take_back(root: nn.Module, findings: list[Finding], laid_out: Collection[nn.Module]) -> None:
-    """Undo what ``apply`` did for ``findings``, and nothing that was there before.
-
-    Args:
-        root: the model.
-        findings: ``inspect(root)`` before ``apply``.
-        laid_out: ``channels_last.laid_out(root)`` before ``apply``.
-    """
-    for fusion in reversed((*FUSIONS, *ASKED_FUSIONS.values())):
-        for finding in findings:
-            if finding.fusion is fusion and finding.status == "fusable" and fusion.is_applied(finding.module):
-                fusion.undo(finding.module)
-                _forget(finding.module)
-    for module in root.modules():
-        if module not in laid_out:
-            channels_last.restore(module)
-
-
-def apply_parts(findings: list[Finding], pipeline: Any) -> None:
-    """Carry out the ``fusable`` ones of ``inspect_parts``."""
-    for finding in findings:
-        if finding.status == "fusable":
-            finding.fusion.apply(finding.module)
-        with contextlib.suppress(TypeError):  # not every class allows weak references
-            _found_at[finding.module] = finding.path, weakref.ref(pipeline)
-
-
-def put_back(findings: list[Finding], reason: str) -> None:
-    """Undo these of one module, which are skipped for ``reason`` from then on, until ``undo``."""
-    for finding in findings:
-        finding.fusion.undo(finding.module)
-        _put_back[finding.module] = reason
-
-
-def undo_parts(parts: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """Every one of ``parts``, (path, part), as before ``apply_parts``.
-
-    Returns what ``undo`` does.
-    """
-    left = []
-    for path, part in parts:
-        for rule in OBJECT_FUSIONS:
-            rule.undo(part)
-        if any(rule.is_over_applied(part) for rule in OBJECT_FUSIONS):
-            left.append((path, part))
-    return left
-
-
 def _finding(
     path: str, module: Any, fusion: Fusion | ObjectFusion, reason_to_leave: str | None = None
 ) -> Finding:
-    """``reason_to_leave``: why nothing in its model may be fused, or None."""
+    """What ``fusion`` says about ``module``. ``reason_to_leave``: why nothing in its model may be fused."""
     if fusion.is_applied(module):
         return Finding(path, module, fusion, "fused")
     was_wrong = _put_back.get(module) if isinstance(module, nn.Module) else None
@@ -195,7 +131,7 @@ def _finding(
 
 
 def _adapted(path: str, module: nn.Module, fusion: ClassSwap) -> Iterator[Finding]:
-    """The layers of ``module`` that ``fusion`` leaves as they are, because an adapter is around them."""
+    """Findings for the layers of ``module`` that ``fusion`` leaves as they are because of an adapter."""
     for name in fusion.layers:
         layer: Any = module
         for part in name.split("."):
@@ -205,25 +141,92 @@ def _adapted(path: str, module: nn.Module, fusion: ClassSwap) -> Iterator[Findin
             yield Finding(f"{path}.{name}" if path else name, layer, fusion, "skipped", reason)
 
 
-def undo(root: nn.Module, prefix: str = "") -> list[tuple[str, Any]]:
-    """Everything below ``root`` as it was before ``apply``; nothing to do on a stock model.
+# --- changes ----------------------------------------------------------------------------------------
 
-    Returns (path, module) of what could not be undone: other code has put a class of its own over the
-    fused one. Once that code has taken it away, ``undo`` finds the fused one.
+
+def _in_order(component: Any) -> tuple[Any, ...]:
+    """The fusions for a component in the order in which they are applied. They are undone in reverse."""
+    return (*FUSIONS, *ASKED_FUSIONS.values()) if isinstance(component, nn.Module) else OBJECT_FUSIONS
+
+
+def needs_change(root: nn.Module, findings: list[Finding]) -> bool:
+    """True if ``apply`` would change anything in a model."""
+    return any(f.status == "fusable" for f in findings) or not channels_last.is_complete(root)
+
+
+def apply(component: Any, findings: list[Finding], pipeline: Any = None) -> None:
+    """Fuse what is ``fusable`` in ``findings``, and make convolutions channels-last.
+
+    Args:
+        component: a model, or a part of a pipeline.
+        findings: ``inspect(component)``.
+        pipeline: the pipeline that ``component`` is a part of.
     """
-    for fusion in reversed((*FUSIONS, *ASKED_FUSIONS.values())):
-        for module in root.modules():
+    for fusion in _in_order(component):
+        for finding in findings:
+            if finding.fusion is not fusion or finding.status != "fusable":
+                continue
+            if not fusion.is_applied(finding.module):  # it may be in another component as well
+                fusion.apply(finding.module)
+    if isinstance(component, nn.Module):
+        channels_last.apply(component)
+        return
+    for finding in findings:
+        with contextlib.suppress(TypeError):  # not every class allows weak references
+            _found_at[component] = finding.path, weakref.ref(pipeline)
+
+
+def take_back(component: Any, findings: list[Finding], laid_out: Collection[nn.Module]) -> None:
+    """Undo what ``apply`` did for ``findings``, and nothing that was there before.
+
+    Args:
+        component: the model or part.
+        findings: ``inspect(component)`` before ``apply``.
+        laid_out: ``channels_last.laid_out(component)`` before ``apply``; empty for a part.
+    """
+    for fusion in reversed(_in_order(component)):
+        for finding in findings:
+            if finding.fusion is fusion and finding.status == "fusable" and fusion.is_applied(finding.module):
+                fusion.undo(finding.module)
+                _forget(finding.module)
+    if isinstance(component, nn.Module):
+        for module in component.modules():
+            if module not in laid_out:
+                channels_last.restore(module)
+
+
+def put_back(findings: list[Finding], reason: str) -> None:
+    """Undo ``findings``, which are about one module. Until ``undo`` it is then skipped for ``reason``."""
+    for finding in findings:
+        finding.fusion.undo(finding.module)
+        _put_back[finding.module] = reason
+
+
+def undo(component: Any, prefix: str = "") -> list[tuple[str, Any]]:
+    """Restore all of ``component`` as it was before ``apply``. A stock component stays as it is.
+
+    Returns (path, module or part) of what could not be undone, because other code has put a class over the
+    fused one. After that code has taken its class away, ``undo`` can be called again.
+    """
+    if not isinstance(component, nn.Module):
+        for rule in OBJECT_FUSIONS:
+            rule.undo(component)
+        over = any(rule.is_over_applied(component) for rule in OBJECT_FUSIONS)
+        return [(prefix, component)] if over else []
+    for fusion in reversed(_in_order(component)):
+        for module in component.modules():
             if fusion.is_applied(module):
                 fusion.undo(module)
-    for module in root.modules():
-        restore_class(module)  # other code has moved it to where its fusion does not look
+    for module in component.modules():
+        restore_class(module)  # for a module that other code has moved to where its fusion does not look
         channels_last.restore(module)
         _forget(module)
-    return [(path, module) for path, module in root.named_modules(prefix=prefix) if is_over_fused(module)]
+    return [(path, m) for path, m in component.named_modules(prefix=prefix) if is_over_fused(m)]
 
 
-def _forget(module: nn.Module) -> None:
-    """Drop what is kept for a module that was fused."""
-    _put_back.pop(module, None)
-    unpack(module)
-    batch_norm.forget(module)
+def _forget(module: Any) -> None:
+    """Drop everything that is kept for a module that was fused."""
+    if isinstance(module, nn.Module):
+        _put_back.pop(module, None)
+        unpack(module)
+        batch_norm.forget(module)

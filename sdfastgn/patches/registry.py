@@ -1,6 +1,6 @@
-"""Every fusion there is, in the order in which they are applied (undone in reverse).
+"""All fusions, in the order in which they are applied. They are undone in reverse.
 
-The patcher knows no model but through this.
+The patcher learns only from this list which models there are.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sdfastgn.patches.pipeline.object_fusion import ObjectFusion
 
 __all__ = ["ASKED_FUSIONS", "FUSIONS", "MISSING", "OBJECT_FUSIONS"]
 
-# (file below ``patches``, its fusions)
+# (file below ``patches``, names of its fusions)
 _FUSIONS = (
     ("fusions.group_norm", "FUSION"),
     ("fusions.group_norm_subclass", "FUSION"),
@@ -42,7 +42,7 @@ _OF_PIPELINES = (
     ("pipeline.device", "FUSION"),
 )
 
-# File -> why this diffusers has no such fusions: a class that they replace is gone or elsewhere.
+# File -> why its fusions are left out: this diffusers has no class that they replace, or has it elsewhere.
 MISSING: dict[str, str] = {}
 
 
@@ -60,9 +60,9 @@ def _fusions(*entries: tuple[str, ...]) -> tuple[Any, ...]:
 
 _has_diffusers = importlib.util.find_spec("diffusers") is not None
 FUSIONS: tuple[Fusion, ...] = _fusions(*_FUSIONS, *(_OF_DIFFUSERS if _has_diffusers else ()))
-# Of any model, where they are asked for: by name.
+# Name -> fusion of any model that is applied only if the user asks for it.
 ASKED_FUSIONS: dict[str, Fusion] = {fusion.name: fusion for fusion in _fusions(*_ASKED)}
-# Of a pipeline, for what is no module.
+# Fusions of a pipeline's parts that are no modules.
 OBJECT_FUSIONS: tuple[ObjectFusion, ...] = _fusions(*(_OF_PIPELINES if _has_diffusers else ()))
 
 if MISSING:

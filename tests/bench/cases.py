@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from sdfastgn.bench.models.variants import Variant
-from sdfastgn.bench.models.workload import Workload
+from sdfastgn.bench.variants import Variant
+from sdfastgn.bench.workload import Workload
 
 MODEL, X = nn.Conv2d(3, 3, 1), torch.randn(1, 3, 4, 4)
 SMALL = Workload(MODEL, lambda: MODEL(X), None)

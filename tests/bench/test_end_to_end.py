@@ -6,21 +6,22 @@ import dataclasses
 import json
 import math
 import re
+import subprocess
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from sdfastgn.bench import documents, environment, session
+from sdfastgn.bench import documents, environment, gate
+from sdfastgn.bench import run as end_to_end
+from sdfastgn.bench import workload as workloads
 from sdfastgn.bench.documents import FAILED, OK, UNAVAILABLE, WRONG
-from sdfastgn.bench.models import gate
-from sdfastgn.bench.models import run as end_to_end
-from sdfastgn.bench.models import workload as workloads
-from sdfastgn.bench.models.run import Row
-from sdfastgn.bench.models.variants import PARTS, VARIANTS, Variant
-from sdfastgn.bench.models.workload import BenchConfig, Workload
+from sdfastgn.bench.run import Row
 from sdfastgn.bench.tables.end_to_end import end_to_end_table, row_notes
+from sdfastgn.bench.variants import PARTS, VARIANTS, Variant
+from sdfastgn.bench.workload import BenchConfig, Workload
+from sdfastgn.cli import session
 from tests.bench.cases import SMALL, broken_variant, failing, scaled
 
 TIMES = ("ready_s", "median_ms", "p10_ms", "p90_ms", "graph_ms", "its", "peak_mib")
@@ -213,6 +214,26 @@ def test_json_is_strict_and_complete(tmp_path):
 def test_the_commit_can_be_told_where_the_checkout_is_of_another(monkeypatch):
     monkeypatch.setenv("SDFASTGN_COMMIT", "0123abc")
     assert environment.environment(torch.device("cpu"))["git"] == {"commit": "0123abc", "dirty": None}
+
+
+@pytest.mark.parametrize(
+    ("changed", "dirty"), [("README.md", False), ("sdfastgn/api.py", True), ("scripts/publish/host.py", True)]
+)
+def test_a_change_of_the_code_that_measures_is_told(changed, dirty, tmp_path, monkeypatch):
+    def git(*arguments: str) -> None:
+        who = ("-c", "user.name=somebody", "-c", "user.email=somebody@example.com")
+        subprocess.run(["git", *who, *arguments], cwd=tmp_path, check=True, capture_output=True)
+
+    for name in ("README.md", "sdfastgn/api.py", "scripts/publish/host.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    for command in (["init"], ["add", "."], ["commit", "--message", "all"]):
+        git(*command)
+    monkeypatch.delenv("SDFASTGN_COMMIT", raising=False)
+    monkeypatch.setattr(environment, "PACKAGE_ROOT", tmp_path / "sdfastgn")
+    assert environment.environment(torch.device("cpu"))["git"]["dirty"] is False
+    (tmp_path / changed).write_text("changed")
+    assert environment.environment(torch.device("cpu"))["git"]["dirty"] is dirty
 
 
 def test_a_run_that_is_cut_off_has_told_and_written_what_it_has_measured(tmp_path, capsys):

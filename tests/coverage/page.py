@@ -6,7 +6,7 @@ from pathlib import Path
 import diffusers
 import pytest
 
-from sdfastgn.bench.tables.pages import filled
+from scripts.publish.pages import filled
 from tests.conftest import run_fused_on_the_cpu
 from tests.coverage import networks, relatives, stable_diffusion
 from tests.coverage.run import run
@@ -16,15 +16,15 @@ _HEAD = """# Coverage
 
 What `sdfastgn.optimize` does to pipelines and models of diffusers {version}. A test builds each row
 with tiny random weights and runs it stock, optimized and restored. The optimized output equals
-stock's within the dtype's rounding, and the restored one bit by bit, in every row. The table is
-what that run found: `python -m tests.coverage.page --write docs/coverage.md` renews it.
+stock's within the dtype's rounding, and the restored one bit by bit, in every row. The tables are
+from that run: `python -m tests.coverage.page --write docs/coverage.md` renews it.
 
-- **fused**: every GroupNorm and what follows it runs fused, in each of diffusers' models.
-- **partly**: the last column says what keeps stock's code or a pass of its own, and why.
+- **fused**: in each of diffusers' models, every GroupNorm and the operations after it run fused.
+- **partly**: the last column says which parts keep stock's code or a separate pass, and why.
 - **left alone**: nothing is fused, and the call is stock's.
 
-Text encoders and vocoders have no GroupNorm and no row of their own. [Fusions](fusions.md) explains
-the parts, and what is left alone on purpose.
+Text encoders and vocoders have no GroupNorm and no row. [Fusions](fusions.md) explains the parts,
+and which are left alone on purpose.
 """
 _TAIL = """## Real sizes
 
@@ -32,7 +32,7 @@ One call of each network at the sizes that people use, stock and optimized with 
 `optimize`: a step of a UNet with guidance, or a decode of an autoencoder. A call is waited for, so
 where the CPU is slower than the GPU, the time is the CPU's. "Graph" says whether calls were replays
 of a CUDA graph. Single layers, and networks in which nothing is fused, have no line.
-`python scripts/publish/real_sizes.py --json benchmarks/h200/real_sizes.json` renews the numbers.
+`python -m scripts.publish.real_sizes --json benchmarks/h200/real_sizes.json` renews the numbers.
 
 A network that would be slower keeps stock's code and layout, and the report says why. That holds
 for the autoencoders of HunyuanVideo and Mochi: before each convolution they repeat the border of a

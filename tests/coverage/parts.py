@@ -8,9 +8,9 @@ import diffusers
 import torch
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
-from sdfastgn.bench.models.architectures import randomize
-from sdfastgn.bench.models.configurations import SCHEDULERS, TEXT_ENCODERS, UNETS, VAES
-from sdfastgn.bench.models.pipelines import build_tokenizer
+from sdfastgn.models.architectures import randomize
+from sdfastgn.models.configurations import SCHEDULERS, TEXT_ENCODERS, UNETS, VAES
+from sdfastgn.models.pipelines import build_tokenizer
 
 # Where the tensors of a row are, and in which dtype. A test on a GPU changes both.
 WHERE = {"device": "cpu", "dtype": torch.float32}

@@ -3,7 +3,7 @@
 import diffusers
 import torch
 
-from sdfastgn.bench.models.configurations import UNETS
+from sdfastgn.models.configurations import UNETS
 from tests.coverage.parts import TWO_LEVELS, Rows, image, model, noise, pipeline, scheduler, sd, sdxl, unet
 from tests.patches.cases import ip_adapter_weights
 

@@ -41,6 +41,8 @@ ODD_ROWS = (2, 320, 56, 56)
 # Batches: a small one, ResNet-50's, one of few channels, and rows that are no whole number of tiles.
 BATCHES = [(2, 64, 8, 8), (32, 256, 14, 14), (32, 256, 56, 56), (8, 2, 320, 320)]
 ODD_BATCH = (33, 96, 28, 28)
+# So many samples that gradients of parameters are summed in parts.
+SAMPLES = (100000, 32)
 # (rows, D) of LayerNorm: tokens of a UNet, rows that are far too short or too long for a warp.
 TOKENS = [(8192, 320), (2048, 1280), (10**7, 10), (10, 10**7)]
 # A text encoder's, and the longest rows that stay in registers.
@@ -90,6 +92,7 @@ def _shapes(*, every):
         "wide": (ATTENDED, ATTENDED[1:]),
         "walked": ([WALKED], [WALKED]),
         "batch": (BATCHES, BATCHES[:2]),
+        "samples": ([SAMPLES], [SAMPLES]),
     }
     for kind, (all_shapes, representative) in lists.items():
         for shape in all_shapes if every else representative:
@@ -253,6 +256,12 @@ def _around_an_upsampled_convolution(x):
         launch_interleave(x.new_empty((N, H + 1, W + 1, 4 * C)), bias, y, statistics)
 
 
+def _samples(shape, dtype):
+    x = torch.empty(shape, dtype=dtype)
+    weight = x.new_empty(shape[1])
+    _differentiate(lambda x, w, b: sdfastgn.group_norm(x, 8, w, b), x, weight, weight, wanted=(0, 1, 2))
+
+
 KINDS = {
     "channels_last": lambda shape, dtype: _group_norms(shape, dtype, torch.channels_last),
     "channels_first": lambda shape, dtype: _group_norms(shape, dtype, torch.contiguous_format),
@@ -261,6 +270,7 @@ KINDS = {
         shape, dtype, 32, ("identity", "silu", "gelu"), shift=True
     ),
     "batch": _batch_norms,
+    "samples": _samples,
     "autocast": _fp32_results,
     "tokens": _layer_norms,
     "gated": _gated,

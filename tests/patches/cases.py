@@ -1,6 +1,6 @@
-"""What tests of fused modules share: inputs, comparisons, spies, and a GPU's way on a CPU.
+"""What tests of fused modules share: inputs, comparisons, spies, and a GPU's code path on a CPU.
 
-A fixture is taken into a test module by its name: ``on_each_device = cases.on_each_device``.
+A test module uses a fixture of this file by assigning it: ``on_each_device = cases.on_each_device``.
 """
 
 import copy
@@ -20,13 +20,13 @@ from tests.devices import DEVICES
 from tests.kernels import samples as kernels
 from tests.patches.samples import randomize
 
-# Where tests with ``on_each_device`` make their tensors.
+# The device on which tests with ``on_each_device`` make their tensors.
 WHERE = {"device": "cpu"}
 
 
 @pytest.fixture(autouse=True, params=DEVICES)
 def on_each_device(request, monkeypatch):
-    """Kernels are launched as in plain inference on a GPU; a CPU interprets them."""
+    """On each device kernels are launched as in plain inference on a GPU. On the CPU they are interpreted."""
     monkeypatch.setitem(WHERE, "device", request.param)
     with kernels.kernels(direct=True):
         yield
@@ -44,7 +44,7 @@ def noise(*shape, seed=0, mean=1.0, dtype=torch.float32):
 
 
 def image(*shape, seed=0, dtype=torch.float32, layout="channels_last"):
-    """(N, C, H, W) with a mean above its spread."""
+    """(N, C, H, W) with a mean that is larger than its spread."""
     return kernels.make(shape, dtype, WHERE["device"], layout, seed=seed)[0]
 
 
@@ -53,12 +53,12 @@ def agree(a, b, bound=2e-5):
 
 
 def twins(stock, **options):
-    """(optimized copy, ``stock``)"""
+    """(optimized copy of ``stock``, ``stock``)"""
     return sdfastgn.optimize(copy.deepcopy(stock), **options), stock
 
 
 def random_twins(module, dtype=torch.float32, **options):
-    """``twins`` of random weights, with ``on_each_device``."""
+    """``twins`` of ``module`` with random weights, on the device of ``on_each_device``."""
     return twins(randomize(module).to(WHERE["device"], dtype), **options)
 
 
@@ -72,7 +72,7 @@ def resnet_inputs(dtype=torch.float32):
 
 
 def gradients(model, *args, **options):
-    """Of the tensors among ``args`` that want one, and of the parameters."""
+    """Gradients of the parameters, and of the tensors in ``args`` that require one."""
     leaves = [t for t in args if isinstance(t, Tensor) and t.requires_grad]
     leaves += [p for p in model.parameters() if p.requires_grad]
     with torch.enable_grad():
@@ -85,7 +85,7 @@ def same_gradients(models, *args, bound=1e-5, **options):
 
 
 def compiles_to_stocks_graph(models, call):
-    """Under a compiler the fused module is diffusers' own: the same operations, the same bits."""
+    """Assert that torch.compile sees diffusers' own forward: the same operations, the same bits."""
     torch._dynamo.reset()
     targets = []
 
@@ -100,7 +100,7 @@ def compiles_to_stocks_graph(models, call):
 
 @pytest.fixture
 def linear_calls(monkeypatch):
-    """The linear layers that are called as modules, in their order."""
+    """A list of the linear layers that are called as modules, in the order of the calls."""
     calls = []
     stock = nn.Linear.forward
     monkeypatch.setattr(nn.Linear, "forward", lambda self, x: calls.append(self) or stock(self, x))
@@ -109,7 +109,7 @@ def linear_calls(monkeypatch):
 
 @pytest.fixture
 def products(monkeypatch):
-    """Matrix products that stood for a convolution."""
+    """A list of the matrix products that are made in place of a convolution."""
     found = []
     linear = nn.functional.linear
     monkeypatch.setattr(convolution.nn.functional, "linear", lambda *a: found.append(a) or linear(*a))
@@ -117,7 +117,7 @@ def products(monkeypatch):
 
 
 class Launches(list[tuple[str, Launch, dict[str, Any]]]):
-    """(name, launch, pointers by name) of each kernel; ``runs``: whether they are launched too."""
+    """(name, launch, pointers by name) of each kernel. ``runs``: False: kernels are noted, not launched."""
 
     runs = True
 
@@ -138,7 +138,7 @@ def launches(monkeypatch):
 
 
 def passes(launches):
-    """GroupNorm's passes over memory; sums and concatenations with statistics, or alone."""
+    """Counts GroupNorm's passes over memory, and sums and concatenations with or without statistics."""
     names = Counter()
     uses = {"residual_ptr": "add", "tail_ptr": "cat", "bias_ptr": "bias"}
     for name, _, pointers in launches:
@@ -151,18 +151,18 @@ def passes(launches):
 
 @pytest.fixture
 def ran(launches):
-    """``ran(name)``: how often that was launched."""
+    """``ran(name)``: how often the pass ``name`` was launched."""
     return lambda name: passes(launches)[name]
 
 
 @pytest.fixture(autouse=True)
 def statistics_always_pay(monkeypatch):
-    """However small the tensor is."""
+    """Statistics are stored for tensors of any size."""
     monkeypatch.setattr(statistics, "statistics_pay", lambda C, HW: True)
 
 
 class Tinted(AttnProcessor2_0):
-    """A processor with an argument of its own, as IP-Adapter's and the regional ones have."""
+    """A processor with an additional argument, such as IP-Adapter's and the regional ones."""
 
     def __call__(
         self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, temb=None, tint=0.0
@@ -176,8 +176,9 @@ def ip_adapter_processor(dim, text):
 
 
 def ip_adapter_weights(unet):
-    """What ``load_ip_adapter`` would read from a file: an image projection, and a key and value for
-    each cross-attention.
+    """The weights that ``load_ip_adapter`` would read from a file.
+
+    These are an image projection, and a key and value projection for each cross-attention.
     """
     keys = {}
     dim = unet.config.cross_attention_dim

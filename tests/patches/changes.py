@@ -1,4 +1,4 @@
-"""What people do to a linear layer, given by its path in a module: it shows in the output."""
+"""Changes that users make to a linear layer, which is given by its path. Each changes the output."""
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
@@ -66,7 +66,7 @@ class Doubled(nn.Linear):
 
 
 class Quantized(Tensor):
-    """Stands for the weights of torchao: a parameter by another class."""
+    """A parameter of another class, such as torchao's quantized weights."""
 
 
 class Half(nn.Module):

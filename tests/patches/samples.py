@@ -26,12 +26,12 @@ def image(*shape, seed=0):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).contiguous(
         memory_format=torch.channels_last
     )
-    # Stock PyTorch crashes on a channels-last norm of which only the weights need a gradient.
+    # Stock PyTorch crashes on a channels-last norm if only its weights need a gradient.
     return x.requires_grad_()
 
 
 def randomize(module):
-    """Random affine everywhere, so that a forgotten weight or bias shows."""
+    """Give all norms and biases random values, so that a forgotten weight or bias shows."""
     g = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for p in module.parameters():
@@ -83,7 +83,7 @@ def _cross_up_block(**options):
 
 
 def skips():
-    """What an up block is given, the last one first, and one more than it takes."""
+    """The skips that an up block gets, the last one first, and one more than it uses."""
     return image(2, 8, 4, 6), image(2, 10, 4, 6, seed=2), image(2, 20, 4, 6, seed=3)
 
 
@@ -316,7 +316,7 @@ def _each(samples):
 
 
 each_sample = _each(SAMPLES)
-# The first sample of each fusion: for what a rule does, whatever its module computes.
+# The first sample of each fusion, for tests that do not depend on what the module computes.
 _FIRST = {sample[0].split("-")[0]: sample for sample in reversed(SAMPLES)}
 each_fusion = _each(_FIRST.values())
 # Without whole models, which take most of a minute in Triton's interpreter.
@@ -324,7 +324,7 @@ each_part = _each(sample for name, sample in _FIRST.items() if name != "conv_nor
 
 
 def sample(name):
-    """The first one whose id begins so."""
+    """(builder, call) of the first sample whose id begins with ``name``."""
     return next((build, call) for found, build, call in SAMPLES if found.startswith(name))
 
 
@@ -336,7 +336,7 @@ each_copy = pytest.mark.parametrize("copied", [copy.deepcopy, pickled], ids=["de
 
 
 def snapshot(root):
-    """Everything that restore promises: class, attributes (hooks too) and strides of every module."""
+    """Everything that ``restore`` gives back: class, attributes, hooks and strides of every module."""
     state = {}
     for path, module in root.named_modules():
         attributes = {k: dict(v) if isinstance(v, dict) else v for k, v in vars(module).items()}
@@ -356,7 +356,7 @@ def output(module, call):
 
 
 def make_unknown(monkeypatch, name):
-    """From here on upstream's ``Class.method`` is another than the one that was tested."""
+    """Make upstream's ``Class.method`` look as if its code was never tested."""
     known = tested_sources.source_hash
 
     def source_hash(cls, method):

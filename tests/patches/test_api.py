@@ -10,8 +10,8 @@ from diffusers import DDIMScheduler, DiffusionPipeline
 from torch import nn
 
 import sdfastgn
-from sdfastgn.bench.models.architectures import build_unet, build_vae
-from sdfastgn.bench.models.pipelines import build_pipeline
+from sdfastgn.models.architectures import build_unet, build_vae
+from sdfastgn.models.pipelines import build_pipeline
 from sdfastgn.patches import patcher
 from sdfastgn.patches.core import channels_last
 from sdfastgn.patches.graphs import install as cuda_graphs
@@ -46,12 +46,12 @@ def test_neither_pipeline_nor_module(call, bad):
 
 
 def convolutions():
-    """Nothing in it is a norm or an attention."""
+    """A model without norms and attention."""
     return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU())
 
 
 class PlainPipeline(DiffusionPipeline):
-    """A pipeline in which there is nothing to optimize; around its models there would be."""
+    """A pipeline whose models have nothing to optimize, but whose scheduler has."""
 
     def __init__(self, vae, scheduler):
         super().__init__()
@@ -140,7 +140,7 @@ def test_the_with_block_undoes_only_its_own_work():
 
 
 def pipeline_with_an_optimized_unet():
-    """As a ControlNet's pipeline made of the parts of one that is optimized."""
+    """A pipeline with an optimized UNet and a stock ControlNet, made from another pipeline's parts."""
     unet = sdfastgn.optimize(build_unet("tiny", torch.float32, "cpu"), cuda_graphs=True)
     return SimpleNamespace(
         components={"unet": unet, "controlnet": build_controlnet("tiny", torch.float32, "cpu")}
@@ -280,10 +280,10 @@ def test_a_failure_in_one_component_restores_the_others(monkeypatch):
     pipe = SimpleNamespace(components={"unet": Net(), "vae": Net()})
     apply = patcher.apply
 
-    def fail_on_the_vae(root, findings):
+    def fail_on_the_vae(root, *rest):
         if root is pipe.components["vae"]:
             raise RuntimeError("no")
-        apply(root, findings)
+        apply(root, *rest)
 
     monkeypatch.setattr(patcher, "apply", fail_on_the_vae)
     with pytest.raises(RuntimeError, match="no"):

@@ -1,4 +1,4 @@
-"""A fused module whose kernels cannot be compiled goes on in plain PyTorch, wherever it is by then."""
+"""If a kernel cannot be compiled, a fused module goes on in plain PyTorch, also in the middle of a call."""
 
 import warnings
 
@@ -13,7 +13,7 @@ from tests.patches.samples import each_part, output, sample, stock_and_output
 
 
 class NoKernels:
-    """Stands for Triton's launches: ``works`` of them work, and those that follow find no C compiler."""
+    """Replaces Triton's launches: the first ``works`` of them work, all later ones find no C compiler."""
 
     def __init__(self, monkeypatch):
         self.launch, self.works, self.count = interpreter.GridExecutor.__call__, 10**6, 0

@@ -1,4 +1,4 @@
-"""The installed diffusers: all that the fusions rely upon is known, and nothing of its models is left out."""
+"""In the installed diffusers all code that fusions rely on is known, and every part of a model is fused."""
 
 import ast
 import subprocess
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import sdfastgn
-from sdfastgn.bench.models.architectures import build_unet, build_vae
+from sdfastgn.models.architectures import build_unet, build_vae
 from sdfastgn.patches.core import tested_sources
 from sdfastgn.patches.core.tested_sources import unknown_source
 from sdfastgn.patches.registry import FUSIONS, OBJECT_FUSIONS
@@ -17,10 +17,21 @@ from tests.controlnet import build_controlnet
 
 @pytest.mark.parametrize("fusion", [*FUSIONS, *OBJECT_FUSIONS], ids=lambda fusion: fusion.name)
 def test_every_source_is_known(fusion):
-    """If it fails after an upgrade: read the change, adapt the fused forward, add the new hash."""
+    """If it fails after an upgrade: read the change, adapt the fused forward, accept the new code."""
     assert [unknown_source(source) for source in fusion.sources] == [None] * len(fusion.sources)
     without = ("group_norm", "group_norm_subclass", "sequential")
     assert fusion.sources or fusion.name in without
+
+
+def test_fusions_and_the_file_name_the_same_methods():
+    """ComfyUI's are in ``tests/bench/test_sources.py``."""
+    sources = [source for fusion in (*FUSIONS, *OBJECT_FUSIONS) for source in fusion.sources]
+    asked = {(tested_sources.upstream_name(cls), method) for cls, methods in sources for method in methods}
+    versions = tested_sources.tested_versions()
+    assert asked == {
+        (name, method) for name in versions if name.startswith("diffusers.") for method in versions[name]
+    }
+    assert {name.partition(".")[0] for name in versions} == {"diffusers", "comfy"}
 
 
 # (builder, model) -> parts that are fused in every release.
@@ -45,7 +56,7 @@ def test_every_part_of_a_model_is_fused(case, parts):
 
 @pytest.mark.parametrize("gone", ["diffusers.models.resnet:ResnetBlock2D", "diffusers.models.upsampling"])
 def test_a_class_that_a_release_lacks_costs_its_own_fusions_alone(gone):
-    """In a process of its own, because fusions are imported once."""
+    """This runs in a separate process, because fusions are imported once."""
     code = f"""
 import sys, warnings, importlib
 module, _, name = {gone!r}.partition(":")

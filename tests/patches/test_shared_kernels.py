@@ -1,4 +1,4 @@
-"""How many kernels the models compile, and how many of them they share, counted without a GPU."""
+"""Counts without a GPU how many kernels each model compiles beyond those of the models before it."""
 
 from unittest import mock
 
@@ -7,14 +7,14 @@ import torch
 import torch.nn.functional as F
 
 import sdfastgn
-from sdfastgn.bench.models import architectures
 from sdfastgn.kernels.attention import wide_heads_kernels
 from sdfastgn.kernels.common import dispatch, gpu
 from sdfastgn.kernels.common.launch import Launch
+from sdfastgn.models import architectures
 from tests.kernels.gpus import GPUS
 
 HALF = {"dtype": torch.float16, "device": "meta"}
-# (model, part, pixels, batch, kernels at most that none before has compiled): a ratchet.
+# (model, part, pixels, batch, most kernels that no line before has compiled). The last may only fall.
 CALLS = [
     ("sd15", "unet", 512, 2, 48),
     ("sd15", "unet", 384, 2, 4),
@@ -49,7 +49,7 @@ def as_on_an_h200(monkeypatch):
 
 
 def kernels_of(noted, model, part, size, batch):
-    """What decides the compiled code of each launch in a call."""
+    """For each launch in a call, everything that decides its compiled code."""
     noted.clear()
     build = architectures.build_unet if part == "unet" else architectures.build_vae
     network = sdfastgn.optimize(build(model, **HALF), cuda_graphs=False)

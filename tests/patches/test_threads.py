@@ -35,7 +35,7 @@ def draw(model):
 
 
 class Thread(threading.Thread):
-    """Runs ``work`` and keeps what it returns or raises; ``join`` gives it."""
+    """Runs ``work`` in a thread. ``join`` returns its result or raises its exception."""
 
     def __init__(self, work):
         super().__init__(daemon=True)
@@ -58,7 +58,7 @@ class Thread(threading.Thread):
 
 @contextmanager
 def at_work(work):
-    """Another thread calls ``work`` over and over; yields the list of its results."""
+    """Inside, another thread calls ``work`` over and over. Yields the list of its results."""
     ended, results, first = threading.Event(), [], threading.Event()
 
     def loop():
@@ -77,7 +77,7 @@ def at_work(work):
 
 @pytest.fixture
 def often_switching():
-    """The interpreter goes from thread to thread as often as it can."""
+    """The interpreter switches threads as often as it can."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -125,7 +125,7 @@ def test_one_thread_verifies_while_another_draws():
 
 
 def test_a_compiled_part_is_not_verified():
-    """In stock's code it would still run what was compiled from the fused forward."""
+    """In stock's code it would still run the code that was compiled from the fused forward."""
     model = sdfastgn.optimize(unet(), cuda_graphs=False)
     norm = model.get_submodule("mid_block.attentions.0.norm")
     norm.compile(backend="eager")
@@ -152,7 +152,7 @@ def test_a_model_changes_between_the_calls_of_other_threads(often_switching):
 
 @contextmanager
 def stopped_inside(model):
-    """Another thread's call of ``model`` has begun and does not end before the block does."""
+    """Inside, another thread is in the middle of a call of ``model``, which goes on afterwards."""
     inside, leave = threading.Event(), threading.Event()
 
     def stop(*_):
@@ -187,7 +187,7 @@ def test_a_call_that_does_not_end(change, monkeypatch):
 
 
 def test_a_second_optimize_waits_for_nobody(monkeypatch):
-    """It has nothing to change: a UNet that two pipelines share may be drawing for one of them."""
+    """It has nothing to change. Two pipelines may share a UNet, and one may be drawing with it."""
     model = sdfastgn.optimize(unet())
     monkeypatch.setattr(exclusive, "_MAX_WAIT", 0.05)
     with stopped_inside(model):
@@ -198,11 +198,11 @@ def test_a_new_call_waits_for_the_change(monkeypatch):
     model, seen = unet(), []
     expected = draw(model)
 
-    def apply_while_a_thread_calls(root, findings, apply=patcher.apply):
+    def apply_while_a_thread_calls(root, *rest, apply=patcher.apply):
         thread = Thread(lambda: (draw(model), seen.append("drawn"))[0])
         while thread.ident not in exclusive._change.waiting:
             assert thread.is_alive()
-        apply(root, findings)
+        apply(root, *rest)
         seen.append("changed")
         seen.append(thread)
 
@@ -216,7 +216,7 @@ def test_a_new_call_waits_for_the_change(monkeypatch):
 
 @contextmanager
 def stopped_thread():
-    """A second thread that does nothing: with one alone no call needs a gate."""
+    """A second thread that does nothing. Gates are set only if there is more than one thread."""
     leave = threading.Event()
     thread = Thread(lambda: leave.wait(LONG))
     try:
@@ -236,12 +236,12 @@ def test_forwards_are_found_while_others_are_made(often_switching):
 
 
 def test_models_that_change_places(monkeypatch):
-    """One goes from the first GPU to the second while another goes the other way."""
+    """A model moves from the first GPU to the second, while another moves from the second to the first."""
     backends = TapeBackend(), TapeBackend()
     met = threading.Barrier(2)
 
     class Lock:
-        """Whoever has it waits for the other thread to have one too, or to be waiting for it."""
+        """A thread that has this lock waits until the other thread has one too, or waits for this one."""
 
         def __init__(self):
             self.lock = threading.RLock()

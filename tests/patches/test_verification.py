@@ -24,7 +24,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
 def in_dtype(module, call, dtype):
-    """``call`` with floats in ``dtype``."""
+    """``call`` with all floats cast to ``dtype``."""
 
     def cast(t):
         return t.detach().to(dtype) if isinstance(t, torch.Tensor) and t.is_floating_point() else t
@@ -127,7 +127,7 @@ def test_a_healthy_model_stays_fused(build, recwarn):
 
 
 def test_autoencoder_tiny_in_half_precision():
-    """Its own forward would hand fp32 to the decoder."""
+    """AutoencoderTiny's own forward would pass fp32 to the decoder."""
     model = sdfastgn.optimize(tiny_vae().to(torch.bfloat16), verify=True)
     assert {v.status for v in api.verdicts(model)} == {RIGHT}
 
@@ -135,7 +135,7 @@ def test_autoencoder_tiny_in_half_precision():
 @pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="PyTorch 2.8 has the older alone")
 @pytest.mark.parametrize("precision", ["ieee", "tf32"])
 def test_after_a_newer_switch_of_tf32_was_set(precision, monkeypatch):
-    """PyTorch then raises for whoever asks for the older ones."""
+    """PyTorch then raises if the older switches are read."""
     monkeypatch.setattr(torch.backends.cudnn.conv, "fp32_precision", precision)
     monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
     model = sdfastgn.optimize(tiny_vae(), verify=True)
@@ -159,7 +159,7 @@ def failing(forward):
 
 @pytest.fixture(params=[scaled, not_a_number, failing])
 def broken(request, monkeypatch):
-    """GEGLU's fused forward."""
+    """GEGLU's fused forward is broken while kernels run."""
     forward = FusedGEGLU.forward
     broken = request.param(forward)
     stock = FusedGEGLU.__mro__[1].forward
@@ -221,7 +221,7 @@ def test_what_cannot_be_verified_is_said():
 
 
 def test_kernels_that_fail_meanwhile_are_no_verdict(monkeypatch):
-    """Plain PyTorch ran, and the report must not call it right."""
+    """Plain PyTorch ran instead of the kernel, so the report must not say that the part is right."""
     forward = FusedGEGLU.forward
     monkeypatch.setattr(dispatch, "why_off", None)
 

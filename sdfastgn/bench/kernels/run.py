@@ -33,8 +33,8 @@ from sdfastgn.bench.kernels.suite import (
     Suite,
     shape_text,
 )
-from sdfastgn.bench.models.workload import DTYPES
 from sdfastgn.kernels.common.failures import one_line
+from sdfastgn.models.architectures import DTYPES
 
 Tensors = tuple[Tensor, ...]
 

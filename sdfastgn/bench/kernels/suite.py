@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sdfastgn.bench.models.variants import compile_reason
+from sdfastgn.bench.variants import compile_reason
 
 Shape = tuple[int, ...]
 Call = Callable[..., Any]

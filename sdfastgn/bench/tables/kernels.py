@@ -1,4 +1,4 @@
-"""What rows of suites say: ratios, best peers and means, and tables for the terminal and in Markdown."""
+"""What rows of suites say: ratios, best peers and means, and tables for the terminal."""
 
 from __future__ import annotations
 
@@ -6,26 +6,12 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from sdfastgn.bench.documents import OK, UNAVAILABLE
-from sdfastgn.bench.kernels.suite import COPY, OURS, KernelRow, Shape, Suite, rows_of, shape_text
-from sdfastgn.bench.tables.markdown import (
-    LOSS,
-    NO_RESULTS,
-    NOTHING,
-    documents,
-    markdown,
-    markdown_table,
-    number,
-    source_line,
-    without_empty_columns,
-)
-from sdfastgn.bench.terminal import Blocks
-
-# One launch, and three: small enough that the CPU never waits for the GPU.
-_HOST_SHAPES: tuple[Shape, ...] = ((2, 1280, 8, 8), (2, 1280, 16, 16), (2, 640, 32, 32), (2, 320, 64, 64))
+from sdfastgn.bench.kernels.suite import COPY, OURS, KernelRow, Shape, Suite, shape_text
+from sdfastgn.bench.tables.blocks import Blocks
+from sdfastgn.bench.tables.cells import LOSS, NOTHING, number, without_empty_columns
 
 # A line of a table: rows of one shape and task by provider, the copy among them.
 Line = dict[str, KernelRow]
@@ -128,7 +114,7 @@ def missing_cells(rows: Iterable[KernelRow]) -> list[str]:
 # ---- what both kinds of tables show
 
 
-def _competing(suite: Suite, rows: Iterable[KernelRow]) -> list[KernelRow]:
+def competing(suite: Suite, rows: Iterable[KernelRow]) -> list[KernelRow]:
     """The copy's rows and those of the suite's operations, without its extras."""
     return [row for row in rows if row.task in (COPY, *suite.ideals)]
 
@@ -146,7 +132,7 @@ def _pair(pair: Pair) -> str:
     return f"{number(pair[0])} ({number(pair[1])})" if all(pair) else NOTHING
 
 
-def _table(suite: Suite, rows: Sequence[KernelRow], *, bold: bool = False) -> Blocks:
+def times_table(suite: Suite, rows: Sequence[KernelRow], *, bold: bool = False) -> Blocks:
     """Shapes and tasks x providers: microseconds hot (cold), ratios of ours, geometric means."""
     names = timed_names(rows)
     ours = [name for name in names if name.startswith(OURS)]
@@ -170,7 +156,7 @@ def _table(suite: Suite, rows: Sequence[KernelRow], *, bold: bool = False) -> Bl
     return Blocks(header, body, left=2)
 
 
-def _legend(suite: Suite) -> str:
+def suite_legend(suite: Suite) -> str:
     ideals = ", ".join(f"{ideal:g} for {task}" for task, ideal in suite.ideals.items())
     return f"{LOSS}: a peer is faster; least time over the copy's where memory is the limit: {ideals}"
 
@@ -180,18 +166,18 @@ def _legend(suite: Suite) -> str:
 
 def suite_tables(suite: Suite, rows: Sequence[KernelRow], title: str, dtype: str) -> list[Blocks]:
     """What the suite's operations took, and its extras beside the plain ops where one was timed."""
-    caption = f"microseconds, hot L2 (cold L2); {_legend(suite)}"
+    caption = f"microseconds, hot L2 (cold L2); {suite_legend(suite)}"
     notes = [*missing_cells(rows), f"gate: relative error against fp64 at most {suite.gate(dtype)}"]
-    shown = _table(suite, _competing(suite, rows))
+    shown = times_table(suite, competing(suite, rows))
     tables = [replace(shown, title=title, caption=caption, notes=notes)]
-    return tables + _extras(suite, rows)
+    return tables + extras_tables(suite, rows)
 
 
-def _extras(suite: Suite, rows: Sequence[KernelRow]) -> list[Blocks]:
+def extras_tables(suite: Suite, rows: Sequence[KernelRow]) -> list[Blocks]:
     """Shapes x extras: microseconds hot, and their ratio to the plain op's; none if none was timed."""
     found, cells = lines(rows), []
     for shape in dict.fromkeys(row.shape for row in rows):
-        cell = {_spaced(suite.axes): shape_text(shape)}
+        cell = {spaced(suite.axes): shape_text(shape)}
         for op in suite.extras:
             name, line = op.providers[-1].name, found.get((shape, op.label(op.passes[0])), {})
             hot, cold = ratio(line, name, op.baseline)
@@ -203,61 +189,5 @@ def _extras(suite: Suite, rows: Sequence[KernelRow]) -> list[Blocks]:
     return [Blocks(header, body, caption=caption)] if header[1:] else []
 
 
-def _spaced(axes: str) -> str:
+def spaced(axes: str) -> str:
     return axes.replace("x", " x ")
-
-
-# ---- Markdown
-
-
-def suite_markdown(suite: Suite, results: Path) -> str:
-    """The table of each committed run of the suite."""
-    blocks = []
-    for content in documents(results, suite.kind):
-        dtype = content["config"]["dtype"]
-        rows = rows_of(suite, content)
-        missing = missing_cells(rows)
-        rows = _competing(suite, rows)
-        table = _table(suite, rows, bold=True)
-        who = f"{LOSS}: a peer is faster than sdfastgn" if suite.is_inference else _legend(suite)
-        legend = f"Microseconds, hot L2 (cold L2); bold: the best peer; {who}"
-        header, body = _brief(table) if suite.is_inference else (table.header, table.body)
-        blocks.append(markdown(header, body, [legend, *missing, f"{dtype}, {source_line(content)}"]))
-    return "\n\n".join(blocks) or NO_RESULTS
-
-
-def _brief(table: Blocks) -> tuple[list[str], list[list[str]]]:
-    """Header and body of a suite with one task and one of ours, with no ratio but to the best peer."""
-    axes, *names = table.header
-    rows = [
-        [name.replace("mean /", "mean of time /"), *cells]
-        for name, *cells in table.body
-        if name.startswith(f"mean / {COPY},") or not name.startswith("mean")
-    ]
-    header, *body = ([row[0], *row[2:-3], row[-1]] for row in ([_spaced(axes), *names], *rows))
-    return header, body
-
-
-def extras_markdown(suite: Suite, results: Path) -> str:
-    """The suite's extras in each committed run."""
-    blocks = [
-        markdown(table.header, table.body, [f"{content['config']['dtype']}, {source_line(content)}"])
-        for content in documents(results, suite.kind)
-        for table in _extras(suite, rows_of(suite, content))
-    ]
-    return "\n\n".join(blocks) or NO_RESULTS
-
-
-def host_markdown(suite: Suite, results: Path) -> str:
-    """What a call costs the CPU, by provider and number of launches, of the committed fp16 run."""
-    for content in documents(results, suite.kind):
-        rows = [row for row in rows_of(suite, content) if row.cpu_us is not None]
-        if content["config"]["dtype"] == "fp16" and rows:
-            times = {(row.provider, row.shape): row.cpu_us for row in rows}
-            shapes = [shape for shape in _HOST_SHAPES if any(row.shape == shape for row in rows)]
-            body = [
-                [name, *(number(times.get((name, shape))) for shape in shapes)]
-                for name in dict.fromkeys(row.provider for row in rows)
-            ]
-            return markdown_table(["microseconds of CPU time", *map(shape_text, shapes)], body)
-    return NO_RESULTS

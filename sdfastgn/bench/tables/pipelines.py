@@ -1,35 +1,61 @@
-"""Runs of the scripts as tables: first images, what the CPU does around the models, ComfyUI's times."""
+"""First images, and what the CPU does around the models, as tables.
+
+``scripts/publish`` measures both. The rows are here because ``sdfastgn report`` shows them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sdfastgn.bench.documents import OK
-from sdfastgn.bench.models.host import HostRow
-from sdfastgn.bench.models.variants import label
-from sdfastgn.bench.models.warm_up import WaitRow
-from sdfastgn.bench.tables.markdown import (
-    NO_RESULTS,
-    NOTHING,
-    documents,
-    markdown,
-    number,
-    source_line,
-)
-from sdfastgn.bench.tables.profile import MODEL_LABELS
-from sdfastgn.bench.terminal import Blocks
-from sdfastgn.program import counted
+from sdfastgn.bench.tables.blocks import Blocks
+from sdfastgn.bench.tables.cells import NOTHING, number
+from sdfastgn.bench.variants import label
 
 # Milliseconds below which a function is in no line of its own, whoever calls it.
 _LEAST_MS = 0.1
-_COMFYUI_LABELS = {"stock": "stock", "channels_last": "--force-channels-last", "sdfastgn": "**sdfastgn**"}
-_COMFYUI_HEADER = (
-    "ComfyUI", "it/s", "over stock", "VAE decode, ms", "latents' difference", "pixels' difference",
-    "same bits after ejection",
-)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class WaitRow:
+    """What one process measured; without a time where the last image is wrong.
+
+    Attributes:
+        image_s: seconds of each of the first images, ``optimize`` in the first.
+        new_size_s: seconds of each of the first UNet steps at a size like none before.
+        peak_mib, reserved_mib: most that the CUDA allocator handed out, and held; None on the CPU.
+        psnr_db: last image against stock's; None for stock or where they are equal.
+    """
+
+    variant: str
+    image_s: list[float]
+    new_size_s: list[float]
+    peak_mib: float | None
+    reserved_mib: float | None
+    psnr_db: float | None = None
+    status: str = OK
+    reason: str = ""
+
+    @property
+    def second_image_s(self) -> float:
+        """Seconds until the second image is there."""
+        return sum(self.image_s[:2])
+
+    @property
+    def new_size_over_s(self) -> float:
+        """Seconds that the first steps at a new size take beyond as many of the last one."""
+        return sum(self.new_size_s) - len(self.new_size_s) * self.new_size_s[-1]
+
+
+@dataclass
+class HostRow:
+    """Milliseconds of an image in one way, as a whole and by the functions that the pipeline calls."""
+
+    variant: str
+    total_ms: float
+    functions: dict[str, float]
 
 
 def pipeline_table(content: dict[str, Any]) -> Blocks:
@@ -38,19 +64,6 @@ def pipeline_table(content: dict[str, Any]) -> Blocks:
     (part,) = content["config"]["parts"]
     shown = table([row(**values) for values in content["rows"]])
     return replace(shown, title=f"{title}, {part['model']} {part['size']}²")
-
-
-def pipelines_markdown(results: Path, kind: str) -> str:
-    """The table of each committed run of a pipeline, and below it what ran."""
-    blocks = []
-    for content in documents(results, kind):
-        shown, config = pipeline_table(content), content["config"]
-        (part,) = config["parts"]
-        model = MODEL_LABELS.get(part["model"], part["model"])
-        what = f"{model} pipeline {part['size']}², {counted(part['steps'], 'step')}, {part['dtype']}"
-        what += f"; new size {config['new_size']}²" if "new_size" in config else ""
-        blocks.append(markdown(shown.header, shown.body, [f"{what}. {source_line(content)}"]))
-    return "\n\n".join(blocks) or NO_RESULTS
 
 
 def warm_up_table(rows: Sequence[WaitRow]) -> Blocks:
@@ -87,28 +100,3 @@ PIPELINE_TABLES: dict[str, tuple[str, type, Callable[[Sequence[Any]], Blocks]]] 
     "warm_up": ("first images", WaitRow, warm_up_table),
     "host": ("what the pipeline calls", HostRow, host_table),
 }
-
-
-def comfyui_markdown(results: Path) -> str:
-    """A line for each model and variant. Latents relative to their norm, pixels of 1 at most."""
-    body, sources = [], []
-    for content in documents(results, "comfyui"):
-        config, rows = content["config"], content["rows"]
-        model = f"{MODEL_LABELS[config['model']]} {config['size']}², {counted(config['steps'], 'step')}"
-        body += [
-            [f"{model}, {_COMFYUI_LABELS[row['variant']]}", *_comfyui_cells(row, rows[0])] for row in rows
-        ]
-        sources.append(f"ComfyUI {rows[0]['comfyui']}, {source_line(content)}")
-    return markdown(_COMFYUI_HEADER, body, sources)
-
-
-def _comfyui_cells(row: dict[str, Any], stock: dict[str, Any]) -> list[str]:
-    rate = row["it_per_s"]
-    times = [f"{rate:.1f}", f"{rate / stock['it_per_s']:.2f}x", number(row["decode_ms"])]
-    if "exact_after_ejection" not in row:
-        return [*times, NOTHING, NOTHING, NOTHING]
-    differences = [f"{row[name]:.1e}" for name in ("latent_difference", "image_difference")]
-    # A part that stock itself does not repeat cannot tell.
-    wrong = [part for part, exact in row["exact_after_ejection"].items() if not exact]
-    told = any(row["stock_repeats_itself"][part] for part in wrong)
-    return [*times, *differences, "**no**" if told else "stock's own differ" if wrong else "yes"]

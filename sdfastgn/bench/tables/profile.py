@@ -1,24 +1,16 @@
-"""Breakdowns of ``--profile`` as tables: in the terminal, and in Markdown."""
+"""Breakdowns of ``--profile`` as tables in the terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from sdfastgn.bench.documents import OK
 from sdfastgn.bench.kernel_categories import CATEGORIES, FLOOR, GAPS, OTHER
-from sdfastgn.bench.models.profiling import CPU, Breakdown
-from sdfastgn.bench.models.run import Row
-from sdfastgn.bench.models.variants import PARTS, label
-from sdfastgn.bench.tables.markdown import (
-    NO_RESULTS,
-    documents,
-    markdown,
-    number,
-    source_line,
-    without_empty_columns,
-)
-from sdfastgn.bench.terminal import Blocks
+from sdfastgn.bench.profiling import CPU, Breakdown
+from sdfastgn.bench.run import Row
+from sdfastgn.bench.tables.blocks import Blocks
+from sdfastgn.bench.tables.cells import number, without_empty_columns
+from sdfastgn.bench.variants import label
 from sdfastgn.program import counted
 
 FLOOR_NAMES = " + ".join(FLOOR)
@@ -86,14 +78,14 @@ def _legend(rows: Sequence[Row]) -> str:
     )
 
 
-def _floor_line(rows: Sequence[Row]) -> list[str]:
+def floor_line(rows: Sequence[Row]) -> list[str]:
     lowest = lowest_floor(rows)
     return [] if lowest is None else [f"lowest floor: {number(lowest[1], 4)} ms, of {lowest[0]}"]
 
 
 def _notes(rows: Sequence[Row]) -> list[str]:
     """Lines under the table: the lowest floor and uncategorized names."""
-    lines = _floor_line(rows)
+    lines = floor_line(rows)
     for name, found in _found(rows):
         for entry in found.other[:_OTHERS_SHOWN]:
             share = 100 * entry["ms"] / found.total_ms
@@ -105,17 +97,3 @@ def _notes(rows: Sequence[Row]) -> list[str]:
             others = counted(len(found.other) - _OTHERS_SHOWN, "more name")
             lines.append(f"other, {name}: {number(rest)} ms in {others}")
     return lines
-
-
-def profile_markdown(results: Path) -> str:
-    """The breakdowns of all committed runs with ``--profile``, a table for each part of a model."""
-    blocks: dict[tuple[int, str, int], str] = {}
-    for content in documents(results, "profile"):
-        parts: dict[tuple[int, str, int], list[Row]] = {}
-        for row in (Row(**values) for values in content["rows"]):
-            parts.setdefault((PARTS.index(row.part), row.model, row.size), []).append(row)
-        for key, rows in parts.items():
-            if table := profile_table(rows, row_title(rows[0])):
-                shown = markdown(table.header, table.body, [*_floor_line(rows), source_line(content)])
-                blocks[key] = f"{table.title}: {table.caption}.\n\n{shown}"
-    return "\n\n".join(blocks[key] for key in sorted(blocks)) or NO_RESULTS

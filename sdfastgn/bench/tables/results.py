@@ -8,27 +8,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from sdfastgn.bench.documents import OK, OptionError, images_path, load, read_json
+from sdfastgn.bench.documents import OK, images_path, load, read_json
 from sdfastgn.bench.kernels.suite import KernelRow, Suite, rows_of, shape_text
 from sdfastgn.bench.kernels.suites import SUITES
-from sdfastgn.bench.models.presets import PRESETS
-from sdfastgn.bench.models.run import Row
-from sdfastgn.bench.models.variants import VARIANTS, label
-from sdfastgn.bench.tables.end_to_end import end_to_end_table, rows_of_runs
+from sdfastgn.bench.presets import PRESETS
+from sdfastgn.bench.run import Row
+from sdfastgn.bench.tables.blocks import Blocks
+from sdfastgn.bench.tables.cells import NOTHING, number, source_line
+from sdfastgn.bench.tables.end_to_end import end_to_end_table
 from sdfastgn.bench.tables.kernels import suite_tables
-from sdfastgn.bench.tables.markdown import (
-    NO_RESULTS,
-    NOTHING,
-    documents,
-    markdown,
-    markdown_table,
-    number,
-    source_line,
-)
 from sdfastgn.bench.tables.pipelines import PIPELINE_TABLES, pipeline_table
 from sdfastgn.bench.tables.profile import profile_table, row_title
-from sdfastgn.bench.terminal import Blocks
-from sdfastgn.program import counted
+from sdfastgn.bench.variants import VARIANTS, label
+from sdfastgn.program import OptionError, counted
 
 # Kinds of results that hold rows of ``bench``.
 BENCH_KINDS = ("end_to_end", "profile", "preset", "processes", "sweep")
@@ -167,36 +159,6 @@ def preset_tables(result: Result) -> list[Blocks]:
         title = f"preset {preset.name}: {title}"
         tables.append(Blocks(header, body, title, f"{note}; {preset.differs}", left=2))
     return tables
-
-
-def presets_markdown(results: Path) -> str:
-    """What others publish beside ours, a line for each of their rows."""
-    found = [Result("", content) for content in documents(results, "preset")]
-    body, notes = [], []
-    for table in (table for result in found for table in preset_tables(result)):
-        published = [f"{name}: {value}" for name, where, value in table.body if where == OTHER_MACHINE]
-        ours = [f"{name}: {value}" for name, where, value in table.body if where != OTHER_MACHINE]
-        title = f"{table.title.removeprefix('preset ')}, {table.header[-1]}"
-        body.append([title, "<br>".join(ours), "<br>".join(published) or NOTHING])
-        notes.append(f"- {table.title.removeprefix('preset ').partition(':')[0]}: {table.caption}.")
-    if not body:
-        return NO_RESULTS
-    header = ["preset, unit", "measured here", f"published, {OTHER_MACHINE}"]
-    sources = dict.fromkeys(f"{source_line(result.content)}." for result in found)
-    return "\n\n".join([markdown_table(header, body), "\n".join(dict.fromkeys(notes)), *sources])
-
-
-def processes_markdown(results: Path) -> str:
-    """Images a second of one process and of several, each with a GPU of its own."""
-    found = rows_of_runs(results, "processes")
-    measured = [(row, source) for row, source in found if row.status == OK and row.process_images_s]
-    alone = {row.variant: row.images_s for row, _ in measured if len(row.process_images_s or ()) == 1}
-    body = []
-    for row, _ in measured:
-        count, one = len(row.process_images_s or ()), alone.get(row.variant)
-        share = number(row.images_s / (count * one)) if row.images_s and one else NOTHING
-        body.append([f"{row_title(row)}, {label(row.variant)}", str(count), number(row.images_s), share])
-    return markdown(["", "GPUs", "images/s", "of linear"], body, [source for _, source in measured])
 
 
 def times_of(result: Result) -> dict[tuple[str, str], float]:

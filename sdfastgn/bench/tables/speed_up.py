@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from sdfastgn.bench.documents import OK
-from sdfastgn.bench.models.run import Row
-from sdfastgn.bench.models.variants import label
+from sdfastgn.bench.run import Row
+from sdfastgn.bench.variants import label
 
 UNCERTAIN = "?"
 

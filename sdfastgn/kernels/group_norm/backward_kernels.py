@@ -335,7 +335,7 @@ def apply_grad_kernel(
         if PDL:
             gdc_wait()
         parameter_grads(
-            tl.program_id(0), scratch_ptr + totals_offset, weight_ptr, bias_ptr, ada_scale_ptr,
+            tl.program_id(0), 0, N, scratch_ptr + totals_offset, weight_ptr, bias_ptr, ada_scale_ptr,
             dweight_ptr, dbias_ptr, dshift_ptr, dada_scale_ptr, dada_shift_ptr, ada_scale_stride, N,
             plane, C, SHIFT_ROWS, SCALE_ROWS, OFFSET_ROWS, BLOCK_N, BLOCK_PARAMETERS,
         )  # fmt: skip

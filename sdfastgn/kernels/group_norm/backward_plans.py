@@ -14,6 +14,7 @@ from sdfastgn.kernels.common.declaration import Gradients, empty_gradients, grad
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.common.layout import is_channels_last
 from sdfastgn.kernels.common.sizes import ceil_div, row_factor, tile_constants
+from sdfastgn.kernels.common.sums import SUM_WARPS, column_sum_block
 from sdfastgn.kernels.group_norm import backward_kernels as kernels
 from sdfastgn.kernels.group_norm import parameter_kernels, walk_kernels
 from sdfastgn.kernels.group_norm.config import (
@@ -24,6 +25,7 @@ from sdfastgn.kernels.group_norm.config import (
     launch_config,
     merge_config,
     parameter_config,
+    parameter_rows,
     walk_config,
 )
 from sdfastgn.kernels.group_norm.plans import ALIGNED, strides_of
@@ -32,8 +34,9 @@ from sdfastgn.kernels.statistics.kernels import is_even
 
 # Values of each sample and channel that ``merge_sums_kernel`` leaves to ``apply_grad_kernel``.
 _TABLE_ROWS = 5
-# The gradients, in the kernels' order.
+# The gradients, in the kernels' order. All but that of x may be sums over samples.
 _GRADIENTS = ("x", "weight", "bias", "shift", "ada_scale", "ada_shift")
+_PARAMETERS = 5
 # Warps that sum parameter gradients over samples.
 _PARAMETER_WARPS = 4
 
@@ -69,12 +72,15 @@ class GroupNormGradPlan:
     """The launches for one combination of shapes, strides, dtypes, device and wanted gradients.
 
     ``single`` makes dx and the sums of samples, or ``sums`` and ``merge`` make the sums and ``apply`` dx.
+    ``parameters`` makes the gradients of parameters where ``apply`` does not. Of many samples it makes sums
+    of parts, ``part_plane`` values for each parameter, and ``parts_sum`` adds them up.
     ``scratch``: fp32 values that pass between them: sums of chunks, then ``totals`` of samples, then the
     table for dx. A part of ``plane`` values has one for each sample and channel.
     """
 
     __slots__ = (
-        "apply", "merge", "parameters", "plane", "scratch", "single", "sums", "totals", "wanted",
+        "apply", "merge", "parameters", "part_plane", "parts_sum", "plane", "rows", "scratch", "single",
+        "sums", "totals", "wanted",
     )  # fmt: skip
 
     def __init__(self, call: Any) -> None:
@@ -86,6 +92,7 @@ class GroupNormGradPlan:
         self.single: Launch | None = None
         self.apply: Launch | None = None
         self.parameters: Launch | None = None
+        self.parts_sum: Launch | None = None
         sms = gpu.num_sms(x.device)
         shape = (sizes.N, sizes.C, sizes.HW, call.num_groups, sizes.channels_last, sms)
         config = launch_config(*shape, backward=True)
@@ -108,6 +115,8 @@ class GroupNormGradPlan:
         programs = ceil_div(C, block_c) if any(name != "x" for name in self.wanted) else 0
         operands = {"SHIFT_ROWS": call.shift, "SCALE_ROWS": call.ada_scale, "OFFSET_ROWS": call.ada_shift}
         rows = {name: t is not None and t.dim() == 2 and t.shape[0] == N for name, t in operands.items()}
+        # Which gradients have a row for each sample.
+        self.rows = (False, False, *rows.values())
         parameters = {
             "ada_scale_stride": sizes.strides["ada_scale_stride"], "N": N, "totals_offset": self.totals,
             "plane": self.plane, "C": C, "BLOCK_N": block_n, **rows,
@@ -117,10 +126,22 @@ class GroupNormGradPlan:
             blocks = apply_config(N, C, HW, sizes.channels_last, sms, backward=True)
             self.apply = self._plan_apply(call, sizes, blocks, parameters)
         elif programs:
-            kernel = parameter_kernels.parameter_grad_kernel
+            part_rows = parameter_rows(N, C, sms)
+            parts = ceil_div(N, part_rows)
             self.parameters = Launch(
-                kernel, programs, _PARAMETER_WARPS, pdl=sizes.pdl, BLOCK_C=block_c, **parameters
-            )
+                parameter_kernels.parameter_grad_kernel, programs * parts, _PARAMETER_WARPS,
+                pdl=sizes.pdl, rows=part_rows, BLOCK_C=block_c, **parameters,
+            )  # fmt: skip
+            if parts > 1:
+                self.part_plane = _aligned(parts * C)
+                self.parts_sum = self._plan_parts_sum(sizes, parts)
+
+    def _plan_parts_sum(self, sizes: _Sizes, parts: int) -> Launch:
+        block_p, block_c = column_sum_block(parts, sizes.C)
+        return Launch(
+            parameter_kernels.parameter_sum_kernel, _PARAMETERS * ceil_div(sizes.C, block_c), SUM_WARPS,
+            pdl=sizes.pdl, parts=parts, plane=self.part_plane, C=sizes.C, BLOCK_P=block_p, BLOCK_C=block_c,
+        )  # fmt: skip
 
     def _plan_small(self, call: Any, sizes: _Sizes, config: SmallConfig) -> Launch:
         return Launch(
@@ -200,8 +221,17 @@ class GroupNormGradPlan:
             self.merge(stream, scratch, *operands)
         if self.apply is not None:
             self.apply(stream, x, dy, dx, scratch, weight, bias, ada_scale, *parameter_grads)
-        elif self.parameters is not None:
+        elif self.parameters is not None and self.parts_sum is None:
             self.parameters(stream, scratch, weight, bias, ada_scale, *parameter_grads)
+        elif self.parameters is not None and self.parts_sum is not None:
+            partials = torch.empty((_PARAMETERS, self.part_plane), dtype=torch.float32, device=x.device)
+            sums = [None if rows else grad for grad, rows in zip(parameter_grads, self.rows, strict=True)]
+            targets = [
+                grad if total is None else part
+                for grad, total, part in zip(parameter_grads, sums, partials, strict=True)
+            ]
+            self.parameters(stream, scratch, weight, bias, ada_scale, *targets)
+            self.parts_sum(stream, partials, *sums)
 
 
 def _aligned(values: int) -> int:

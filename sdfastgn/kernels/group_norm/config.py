@@ -50,6 +50,12 @@ _APPLY_BACKWARD_CHANNELS = 64
 # --- merge, and gradients of parameters
 # Samples x channels of one program that sums parameter gradients over samples.
 _PARAMETER_TILE = (32, 32)
+# Tiles of samples up to which one program sums all of them, and which each of several has at least: a
+# second launch adds up their sums.
+_PARAMETER_MOST_TILES = 16
+_PARAMETER_MIN_TILES = 8
+# Programs per multiprocessor, where there are several.
+_PARAMETER_PROGRAMS_PER_SM = 2
 # Channels a program where each is a group: their rows are then whole 32-byte sectors of memory.
 _EACH_CHANNEL_BLOCK = 32
 # Partial results of a tile.
@@ -279,6 +285,17 @@ def apply_config(
 def parameter_config(N: int, C: int) -> tuple[int, int]:
     """(samples, channels) of a tile of per-sample values that one program sums over all samples."""
     return min(_PARAMETER_TILE[0], next_power_of_2(N)), min(_PARAMETER_TILE[1], next_power_of_2(C))
+
+
+def parameter_rows(N: int, C: int, num_sms: int) -> int:
+    """Samples that one program of its own launch sums: all N of them, or one of several equal parts."""
+    block_n, block_c = parameter_config(N, C)
+    tiles = ceil_div(N, block_n)
+    if tiles <= _PARAMETER_MOST_TILES:
+        return N
+    parts = num_sms * _PARAMETER_PROGRAMS_PER_SM // ceil_div(C, block_c)
+    parts = min(max(1, parts), tiles // _PARAMETER_MIN_TILES)
+    return ceil_div(tiles, parts) * block_n
 
 
 def merge_config(chunks: int, C: int, num_groups: int, *, backward: bool = False) -> MergeConfig:

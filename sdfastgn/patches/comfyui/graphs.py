@@ -1,8 +1,8 @@
-"""ComfyUI's ``UNetModel``: outside of inference mode, and by CUDA graphs where nothing else has a say.
+"""ComfyUI's ``UNetModel``: runs outside of inference mode, and as a CUDA graph if no other node takes part.
 
-Other nodes reach into a UNet through ``transformer_options``: patches, replaced attentions, wrappers. With
-any of these, or with a ControlNet, a call runs eager. What is left in the options then only tells such
-nodes about the call, and a graph does without it. Wrappers of other nodes run before this.
+Other nodes reach into a UNet through ``transformer_options``, with patches or replaced attentions. With any
+of these, or with a ControlNet, a call runs eagerly. Without them the options only describe the call to other
+nodes, and a graph does not need them. Wrappers of other nodes run around ``_forward``, outside of the graph.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sdfastgn.patches.graphs.forward import GraphedForward
 
 __all__ = ["UNET", "FusedUNetModel", "graphs_of", "install"]
 
-# What ComfyUI's own sampling puts into ``transformer_options``, and what a UNet's forward writes there.
+# Entries that ComfyUI's own sampling puts into ``transformer_options``, and those that a UNet's forward adds.
 _HARMLESS = frozenset(
     (
         "activations_shape", "block", "block_index", "callbacks", "cond_or_uncond", "original_shape",
@@ -30,12 +30,12 @@ _HARMLESS = frozenset(
     )
 )  # fmt: skip
 
-# By UNet. In no __dict__: they outlive ejection, so that the next run goes on with the same graphs.
+# UNet -> its graphs. Not in its ``__dict__``: they outlive ejection, so that the next run uses them again.
 _graphs: weakref.WeakKeyDictionary[nn.Module, GraphedForward] = weakref.WeakKeyDictionary()
 
 
 def install(unet: nn.Module, mode: str | bool) -> None:
-    """Let calls of ``unet`` become graphs: ``"auto"`` at the second of a kind; False: none, and drop all."""
+    """Let calls of ``unet`` become graphs. ``mode`` is as in ``optimize``; False also drops all graphs."""
     graphed = _graphs.setdefault(unet, GraphedForward(unet, mode))
     graphed.mode = mode
     if mode is False:
@@ -43,7 +43,7 @@ def install(unet: nn.Module, mode: str | bool) -> None:
 
 
 def graphs_of(unet: nn.Module) -> GraphedForward | None:
-    """What became of the calls of ``unet``, or None if it was never injected."""
+    """The graphs of ``unet`` and the counts of its calls; None if it was never injected."""
     return _graphs.get(unet)
 
 
@@ -60,7 +60,7 @@ class FusedUNetModel(UNetModel):
         transformer_options: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        if transformer_options is None:  # the call that a graph stands for
+        if transformer_options is None:  # called by ``_graphs``: the call that becomes a graph
             return super()._forward(x, timesteps, context, y, control, {}, **kwargs)
         return super().forward(x, timesteps, context, y, control, transformer_options, **kwargs)
 
@@ -75,12 +75,12 @@ class FusedUNetModel(UNetModel):
         **kwargs: Any,
     ) -> Tensor:
         options = {} if transformer_options is None else transformer_options
-        # Patches may write in place into tensors of the caller, which have to stay in inference mode.
+        # Patches may write into the caller's inference tensors, which is allowed in inference mode only.
         if not _is_alone(options):
             return super()._forward(x, timesteps, context, y, control, options, **kwargs)
         with outside_inference_mode():
             graphed = _graphs.get(self)
-            # Its forward takes a ControlNet's tensors out of the caller's lists.
+            # With a ControlNet, the forward removes tensors from the caller's lists; a replay would not.
             if graphed is None or control is not None:
                 return super()._forward(x, timesteps, context, y, control, options, **kwargs)
             return graphed(x, timesteps, context=context, y=y, **kwargs)
@@ -96,9 +96,9 @@ UNET = ClassSwap(
     UNetModel,
     FusedUNetModel,
     sources=(
-        tested(UNetModel, forward="8c683f3a768a6c78", _forward="4c8d6ed4b1ab0411"),
-        tested(TimestepEmbedSequential, forward="feaad14759e26ed8"),
-        tested(openaimodel, forward_timestep_embed="747c62ef999d60ae", apply_control="ac91c535b7aa8336"),
-        tested(CrossAttention, forward="d004bfc6727f14e7"),
+        tested(UNetModel, "forward", "_forward"),
+        tested(TimestepEmbedSequential, "forward"),
+        tested(openaimodel, "forward_timestep_embed", "apply_control"),
+        tested(CrossAttention, "forward"),
     ),
 )

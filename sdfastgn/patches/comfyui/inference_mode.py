@@ -1,6 +1,6 @@
-"""Leaving inference mode, in which ComfyUI runs everything, without gradients.
+"""Leaves inference mode, in which ComfyUI runs everything.
 
-In it no tensor counts how often it is written, and without that count no statistics are handed from the
+In inference mode tensors do not count their writes. Without this count no statistics can be handed from the
 producer of a tensor to the norm that reads it (``core/statistics.py``).
 """
 
@@ -16,7 +16,7 @@ __all__ = ["outside_inference_mode"]
 
 @contextlib.contextmanager
 def outside_inference_mode() -> Iterator[None]:
-    """Within, tensors count their writes; no gradient is recorded that was not before."""
+    """Inside, inference mode is off, so that tensors count their writes. That turns no gradient on."""
     if not torch.is_inference_mode_enabled():
         yield
         return

@@ -1,8 +1,8 @@
-"""Puts the fusions into a model of ComfyUI while it is loaded, and takes them out again.
+"""Fuses a model of ComfyUI while it is loaded, and restores it afterwards.
 
-ComfyUI calls ``inject`` after it has loaded and patched the weights of a model, and ``eject`` before it
-touches them: to move them, to add or take away a LoRA, to run a clone with other patches. So the state
-of every layer is fixed in between.
+ComfyUI calls ``inject`` after it has loaded and patched the weights of a model. It calls ``eject`` before
+it changes them again: to move them, to add or remove a LoRA, or to run a clone with other patches. So no
+layer changes in between.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from sdfastgn.patches.fusions import group_norm, sequential
 __all__ = ["CLAIMING", "drop_graphs", "eject", "has_blocks", "inject", "is_loaded"]
 
 _BLOCKS = (*unet.BLOCKS, *vae.BLOCKS, graphs.UNET)
-# Those that know ComfyUI's classes, and say what can be fused in a model that is not injected too.
+# Fusions that claim ComfyUI's own classes, so that a report on a model that is not injected can use them.
 CLAIMING: tuple[Fusion, ...] = (*LAYERS, *_BLOCKS)
-# In the order in which they are applied: all others ask for PyTorch's layers.
+# In the order in which they are applied. Layers come first: the others look for PyTorch's exact classes.
 _STAGES: tuple[tuple[Any, ...], ...] = (LAYERS, (group_norm.FUSION, sequential.FUSION, *_BLOCKS))
 
 
 def has_blocks(root: nn.Module) -> bool:
-    """True if there is any block below ``root`` that is known. Other models stay ComfyUI's altogether."""
+    """True if ``root`` has a block that can be fused. A model without one is left as it is."""
     known = tuple(fusion.stock for fusion in _BLOCKS)
     return any(isinstance(module, known) for module in root.modules())
 
 
 @functools.cache
 def _about(cls: Any, stage: int) -> tuple[Any, ...]:
-    """Those of a stage that may be about modules of a class: a UNet has two thousand to ask for."""
+    """Fusions of a stage that may claim modules of ``cls``. Cached, because a UNet has 2000 modules."""
     return tuple(fusion for fusion in _STAGES[stage] if issubclass(cls, fusion.stock))
 
 
@@ -65,7 +65,7 @@ def _apply(fusion: Fusion, module: nn.Module) -> None:
 
 
 def eject(root: nn.Module) -> None:
-    """Everything below ``root`` as it was before ``inject``, strides of weights too. Idempotent."""
+    """Restore everything below ``root`` as it was before ``inject``, also weights' strides. Idempotent."""
     for module in root.modules():
         restore_class(module)
         for layer in LAYERS:
@@ -75,7 +75,7 @@ def eject(root: nn.Module) -> None:
 
 
 def drop_graphs(root: nn.Module) -> None:
-    """Give back the memory of the graphs below ``root``."""
+    """Drop all graphs of UNets below ``root``, which frees their memory."""
     for module in root.modules():
         graphed = graphs.graphs_of(module)
         if graphed is not None:
@@ -83,5 +83,5 @@ def drop_graphs(root: nn.Module) -> None:
 
 
 def is_loaded(root: nn.Module) -> bool:
-    """False if any layer gets its weights at each call."""
+    """False if a layer below ``root`` casts its weights at each call."""
     return not any(getattr(module, "comfy_cast_weights", False) for module in root.modules())

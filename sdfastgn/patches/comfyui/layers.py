@@ -1,13 +1,13 @@
-"""ComfyUI's layers, which may cast their weights at each call, as PyTorch's own while they do not.
+"""Gives ComfyUI's layers PyTorch's classes, unless they cast their weights at each call.
 
-Every fusion asks for exact types, and for ``nn.Conv2d`` it knows what a call computes. ComfyUI's
-``disable_weight_init.Conv2d`` is that and a switch: with ``comfy_cast_weights`` (low VRAM, another
-dtype) or functions on its weights (LoRA in low VRAM) a call moves and changes them first. A layer whose
-switch is off gets PyTorch's class. The switch is set only when weights are loaded or unloaded, and
-ComfyUI ejects before that.
+Fusions look for exact classes such as ``nn.Conv2d``, because they know what a call of it computes.
+ComfyUI's ``disable_weight_init.Conv2d`` computes the same unless its weights must be prepared at each call:
+with ``comfy_cast_weights`` (low VRAM, another dtype) or functions on the weights (LoRA in low VRAM). A layer
+without both gets PyTorch's class. ComfyUI sets them only when it loads or unloads weights, and ejects before
+that.
 
-ComfyUI's layers also look for an interruption by the user at each call. These do not: it is noticed at
-the next step, or at the next layer that stays ComfyUI's.
+ComfyUI's own layers also notice at each call that the user has interrupted the run. PyTorch's do not. The
+interruption is noticed at the next step, or at the next layer of ComfyUI's class.
 """
 
 from __future__ import annotations
@@ -24,18 +24,17 @@ from sdfastgn.patches.core.tested_sources import TestedSource, tested, unknown_s
 __all__ = ["LAYERS"]
 
 _ops: Any = comfy.ops.disable_weight_init
-# In the layer's __dict__ while it has PyTorch's class: ComfyUI's.
+# Key in a layer's ``__dict__`` while it has PyTorch's class. Its value is ComfyUI's class.
 _STOCK_CLASS = "_sdfastgn_stock_class"
-# Where weights need no casting, this and the four below are all that ComfyUI's layers do.
-_FORWARD = "b35303de9b079f11 4e4f3f4cdcd06fa9"
 
 
 class _PlainLayer:
-    """One of ComfyUI's layer classes -> the class of PyTorch that it derives from."""
+    """Changes layers of one of ComfyUI's classes to the class of PyTorch from which it is derived."""
 
     def __init__(self, stock: type[nn.Module], plain: type[nn.Module]) -> None:
         self.name = f"plain_{plain.__name__.lower()}"
-        self.sources: tuple[TestedSource, ...] = (tested(stock, forward=_FORWARD),)
+        # Where no weight needs casting, the known ``forward`` does what PyTorch's does.
+        self.sources: tuple[TestedSource, ...] = (tested(stock, "forward"),)
         self.stock, self._plain = stock, plain
 
     def claims(self, module: nn.Module) -> bool:

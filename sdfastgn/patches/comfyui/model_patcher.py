@@ -1,4 +1,4 @@
-"""sdfastgn as an injection of ComfyUI's ``ModelPatcher``: clones carry it, loading and unloading call it."""
+"""Adds sdfastgn to a ``ModelPatcher`` as an injection. Clones inherit it; ComfyUI calls it at (un)loading."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def optimize_model(model: Any, cuda_graphs: str | bool = "auto") -> Any:
         inject(_root(patcher), cuda_graphs)
 
     def take_out(patcher: Any, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        # ModelPatchers that are alive when Python ends eject then, with half of the modules gone.
+        # When Python exits, ModelPatchers that are still alive eject, but half of the modules are gone.
         if not is_finalizing():
             eject(_root(patcher))
 
     def heal(patcher: Any) -> None:
-        # A clone that was made while its model was injected says so too, and ejects when it dies.
+        # A clone of an injected patcher also says that it is injected, and ejects the model when it dies.
         if patcher.is_injected and not UNET.is_applied(_root(patcher)):
             inject(_root(patcher), cuda_graphs)
 
@@ -62,9 +62,9 @@ def optimize_model(model: Any, cuda_graphs: str | bool = "auto") -> Any:
 
 
 def optimize_vae(vae: Any) -> Any:
-    """A copy of ComfyUI's VAE on a patcher of its own; ``vae`` stays stock.
+    """A copy of ComfyUI's VAE whose model is fused while it is loaded; ``vae`` stays stock.
 
-    Raises TypeError for anything else, and for a VAE without weights.
+    Raises TypeError if ``vae`` is no VAE of ComfyUI, or has no weights.
     """
     if not hasattr(vae, "patcher"):
         raise TypeError(f"sdfastgn: expected a VAE of ComfyUI with weights, got {type(vae).__name__}")
@@ -79,5 +79,5 @@ def text_of_model(model: Any) -> str:
 
 
 def _root(patcher: Any) -> nn.Module:
-    """A UNet of its own, a VAE as a whole."""
+    """The module to fuse: the UNet inside of a MODEL, or a whole VAE."""
     return getattr(patcher.model, "diffusion_model", patcher.model)

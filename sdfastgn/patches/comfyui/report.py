@@ -55,6 +55,8 @@ def _graphs(root: nn.Module) -> list[str]:
     for graphed in found:
         lines.append(f"CUDA graphs: {graphed.alive} alive, {graphed.replays} calls replayed")
         lines += [f"eager, {reason}: {count} calls" for reason, count in graphed.eager.items()]
+        if graphed.last_change:
+            lines.append(f"last recapture: {graphed.last_change}")
     if found and not is_loaded(root):
         lines.append("no CUDA graphs while layers cast their weights")
     return lines

@@ -1,8 +1,8 @@
 """Fusions for the blocks of ComfyUI's UNet (SD 1.5, SD 2, SDXL).
 
-The kernels and what is around them are those of diffusers' blocks; here is only which part of a block is
-what. ``layers.py`` has made PyTorch's layers of ComfyUI's before. A layer that casts its weights is
-called as it is, within a fused block too.
+The code that computes is shared with diffusers' blocks. This file only says which attribute of a block is
+which layer. ``layers.py`` has given most layers PyTorch's classes before. A layer that casts its weights
+keeps ComfyUI's class, and a fused block calls it as it is.
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ def _runs_fused_resblock(block: Any, x: Tensor, emb: Tensor) -> bool:
 
 
 def _is_image_resblock(block: Any) -> bool:
-    """False for video models' blocks over frames."""
+    """False for blocks of video models, which work across frames."""
     return isinstance(block.in_layers[-1], nn.Conv2d) and not block.exchange_temb_dims
 
 
 class FusedSpatialTransformer(SpatialTransformer):
     """``SpatialTransformer`` whose output is channels-last. x (N, C, H, W) -> the same.
 
-    Stock ends with ``.contiguous()``, which undoes channels-last for all that follows.
+    Stock's forward ends with ``.contiguous()``, and all that follows would be channels-first.
     """
 
     def forward(self, x: Tensor, context: Any = None, transformer_options: Any = None) -> Tensor:
@@ -83,7 +83,7 @@ class FusedSpatialTransformer(SpatialTransformer):
         if not (dispatch.has_kernels(x) and x.dim() == 4):
             return super().forward(x, context, options)
         contexts = context if isinstance(context, list) else [context] * len(self.transformer_blocks)
-        options["activations_shape"] = list(x.shape)  # patches look for it, and for the index
+        options["activations_shape"] = list(x.shape)  # other nodes' patches read this and the index
         _, _, H, W = x.shape
         h = self.norm(x)
         if not self.use_linear:
@@ -103,7 +103,7 @@ class FusedSpatialTransformer(SpatialTransformer):
 
 
 class FusedBasicTransformerBlock(BasicTransformerBlock):
-    """``BasicTransformerBlock``. x (N, tokens, C) -> the same. With patches inside it, stock's forward."""
+    """``BasicTransformerBlock``. x (N, tokens, C) -> the same. With patches inside, stock's forward runs."""
 
     def forward(self, x: Tensor, context: Tensor | None = None, transformer_options: Any = None) -> Tensor:
         options = {} if transformer_options is None else transformer_options
@@ -118,7 +118,7 @@ class FusedBasicTransformerBlock(BasicTransformerBlock):
         return add_feed_forward(self.ff, list(self.ff.net) if is_known else None, self.norm3, h, x)
 
 
-# What other nodes put into ``transformer_options`` to run inside of this block.
+# Entries of ``transformer_options`` with which other nodes run code inside of this block.
 _INNER_PATCHES = {"attn1_patch", "attn1_output_patch", "middle_patch", "attn2_patch", "attn2_output_patch"}
 
 
@@ -130,7 +130,7 @@ def _has_no_patches(options: dict[str, Any]) -> bool:
 
 
 def _is_plain_block(block: Any) -> bool:
-    """False for video models' blocks over frames."""
+    """False for blocks of video models, which work across frames."""
     is_video = block.ff_in or block.attn2 is None or block.switch_temporal_ca_to_sa
     return block.is_res and not is_video
 
@@ -162,27 +162,23 @@ BLOCKS = (
         "resblock",
         ResBlock,
         FusedResBlock,
-        sources=(
-            tested(
-                ResBlock, __init__="78516e93cc2d5cc2", forward="1cceba321b821da9", _forward="10ca6ee8b771ae4b"
-            ),
-        ),
+        sources=(tested(ResBlock, "__init__", "forward", "_forward"),),
         covers=_is_image_resblock,
     ),
     ClassSwap(
         "spatial_transformer",
         SpatialTransformer,
         FusedSpatialTransformer,
-        sources=(tested(SpatialTransformer, __init__="4a6783d6b6be1366", forward="2b86114dcc24f9a0"),),
+        sources=(tested(SpatialTransformer, "__init__", "forward"),),
     ),
     ClassSwap(
         "comfyui_transformer_block",
         BasicTransformerBlock,
         FusedBasicTransformerBlock,
         sources=(
-            tested(BasicTransformerBlock, __init__="183c8ba7551fac9c", forward="c37f168e84e4c034"),
-            tested(CrossAttention, forward="d004bfc6727f14e7"),
-            tested(FeedForward, __init__="ff570a415504000e", forward="70b36ac0bb1af082"),
+            tested(BasicTransformerBlock, "__init__", "forward"),
+            tested(CrossAttention, "forward"),
+            tested(FeedForward, "__init__", "forward"),
         ),
         covers=_is_plain_block,
     ),
@@ -190,13 +186,13 @@ BLOCKS = (
         "comfyui_geglu",
         GEGLU,
         FusedGEGLU,
-        sources=(tested(GEGLU, __init__="df3ec914f1bfbd9d", forward="1b7f621f55a37244"),),
+        sources=(tested(GEGLU, "__init__", "forward"),),
     ),
     ClassSwap(
         "comfyui_upsample",
         Upsample,
         FusedUpsample,
-        sources=(tested(Upsample, __init__="6b6bbf73ff48f562", forward="e30c4d4164a8ca75"),),
+        sources=(tested(Upsample, "__init__", "forward"),),
         covers=_has_conv,
     ),
 )

@@ -1,7 +1,7 @@
 """Fusions for the blocks of ComfyUI's image autoencoders (SD 1.5, SD 2, SDXL, SD3, Flux).
 
-Encoder and decoder themselves only leave inference mode (``inference_mode.py``). The activation behind
-their last norm is a function that their forward calls, and stays a pass of its own.
+Encoder and decoder themselves only leave inference mode (``inference_mode.py``). The activation after their
+last norm stays a separate pass: their ``forward`` calls a function, and there is no module to replace.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class FusedAttnBlock(AttnBlock):
     """``AttnBlock``: one wide head over all pixels. x (N, C, H, W) -> the same."""
 
     def forward(self, x: Tensor) -> Tensor:
-        # xformers' and the sliced attention stay what they are.
+        # xformers' and the sliced attention run as in stock.
         is_plain = self.optimized_attention is comfy_model.pytorch_attention
         if not (is_plain and dispatch.has_kernels(x) and x.dim() == 4):
             return super().forward(x)
@@ -99,7 +99,7 @@ def _is_image_block(block: Any) -> bool:
 
 
 def _is_image_conv(block: Any) -> bool:
-    """True if it convolves an image, with the factor of an image autoencoder."""
+    """True if the block upsamples an image by two and then convolves it."""
     is_double = getattr(block, "scale_factor", 2.0) == 2.0
     return bool(block.with_conv and isinstance(block.conv, nn.Conv2d) and is_double)
 
@@ -117,9 +117,7 @@ BLOCKS = (
         "comfyui_resnet_block",
         ResnetBlock,
         FusedResnetBlock,
-        sources=(
-            tested(ResnetBlock, __init__="136d5ccd14b4cf72", forward="699e7e03cf099075 d318027ed9ca8a9d"),
-        ),
+        sources=(tested(ResnetBlock, "__init__", "forward"),),
         covers=_is_image_block,
     ),
     ClassSwap(
@@ -127,8 +125,8 @@ BLOCKS = (
         AttnBlock,
         FusedAttnBlock,
         sources=(
-            tested(AttnBlock, __init__="23b863f1244ae920", forward="a4d2600bebf13d5e"),
-            tested(comfy_model, pytorch_attention="3ab34fef3dbd30e0 e14a5e1003545df4"),
+            tested(AttnBlock, "__init__", "forward"),
+            tested(comfy_model, "pytorch_attention"),
         ),
         covers=_is_image_attention,
     ),
@@ -137,8 +135,8 @@ BLOCKS = (
         Upsample,
         FusedUpsample,
         sources=(
-            tested(Upsample, __init__="0e5fde4b156bc080", forward="180d6b8c9a0fb548 138b6e949590dcc2"),
-            tested(comfy_model, interpolate_up="0518b2a0c42bf576"),
+            tested(Upsample, "__init__", "forward"),
+            tested(comfy_model, "interpolate_up"),
         ),
         covers=_is_image_conv,
     ),
@@ -146,14 +144,14 @@ BLOCKS = (
         "comfyui_encoder",
         Encoder,
         FusedEncoder,
-        sources=(tested(Encoder, forward="d3afaed123ca2638 85e37b5487ee936e"),),
+        sources=(tested(Encoder, "forward"),),
         covers=_is_image_model,
     ),
     ClassSwap(
         "comfyui_decoder",
         Decoder,
         FusedDecoder,
-        sources=(tested(Decoder, forward="a4ce885a72eeacea 38fd7a0e3c6935d1"),),
+        sources=(tested(Decoder, "forward"),),
         covers=_is_image_model,
     ),
 )

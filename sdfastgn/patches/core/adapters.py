@@ -1,8 +1,8 @@
-"""Which layers an adapter (a LoRA or the like) is wrapped around, and what that does to them.
+"""Finds layers with an adapter, such as a LoRA, and says why they run stock's code.
 
-peft puts a layer of its own in a layer's place and keeps the layer as a child of it. Fusions call plain
-layers alone, so they call peft's layer as stock's code does: the layer first, then the adapter's own
-small products, then their sum. peft is not imported: only its names are looked for.
+peft replaces a layer of the model by a wrapper, which keeps the layer as its child. Fusions fuse plain
+layers only. They call a wrapper as stock's code does: it runs the layer, then the adapter's own small
+products, and adds the results. peft is not imported: a wrapper is known by the names of its children.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from torch import nn
 
 __all__ = ["WRAPPED", "adapted_layers", "adapter_reason"]
 
-# peft's names for the layer of the model within an adapter: beside one that an adapter adds to, and
-# beside copies of one that is trained as a whole. The other children are what the adapter has added.
+# peft's names for the model's layer inside a wrapper. ``base_layer``: the adapter adds to its result.
+# ``original_module``: the adapter trains a copy of the whole layer. All other children are the adapter's.
 WRAPPED = ("base_layer", "original_module")
 
 _ALONE = "stock's code runs the layer by itself"
 
 
 def adapted_layers(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """(path, layer) of each layer below ``root``, itself included, that an adapter is wrapped around."""
+    """(path, wrapper) of each layer below ``root``, itself included, that has an adapter."""
     return ((path, module) for path, module in root.named_modules() if _is_wrapper(module))
 
 
 def adapter_reason(layer: Any) -> str | None:
-    """Why ``layer`` runs stock's code if an adapter is wrapped around it, and what ends that; else None."""
-    if isinstance(getattr(layer, "lora_layer", None), nn.Module):  # diffusers' own, before it used peft
+    """Why ``layer`` runs stock's code if it has an adapter, and the remedy if there is one; else None."""
+    if isinstance(getattr(layer, "lora_layer", None), nn.Module):  # diffusers' LoRA from before it used peft
         return f"it has an adapter (LoRA): {_ALONE}"
     if not (isinstance(layer, nn.Module) and _is_wrapper(layer)):
         return None

@@ -1,14 +1,15 @@
 """Channels-last layout for a whole model: weights once, images at its first and last convolution.
 
-Weights of 2-D and 3-D convolutions become channels-last in place: the same Parameter objects with the
-same values. Their former shapes and strides are remembered on the convolution. A hook on the first
-convolution of a model converts its input; one on the last returns the output channels-first, as callers
-of the stock model get it.
+Weights of 2-D and 3-D convolutions become channels-last in place: the Parameter objects and their values
+stay the same. Each convolution remembers the former shape and strides of its weight. A hook on a model's
+first convolution makes its input channels-last. A hook on the last convolution makes its output
+channels-first again, which is what callers of the stock model get.
 
-The layout pays only where kernels run. So weights are converted once they are on a GPU in a dtype that
-has kernels: at once, or when the model is moved there (an ``_apply`` in the root's ``__dict__``, which
-``.to()`` and its like call). Weights that leave the GPU keep it, because most are only parked there. The
-first forward on a device without kernels restores their former layout.
+The layout pays only where kernels run. So a weight is converted when it is on a GPU and kernels support
+its dtype. If it is not there yet, it is converted when the model is moved: ``.to()`` and similar methods
+call ``_apply``, and ``apply`` puts an ``_apply`` of its own into the root's ``__dict__``. A weight that
+leaves the GPU keeps the layout, because it usually comes back. The first forward on a device without
+kernels restores the former layout.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ __all__ = [
     "unconverted_weights",
 ]
 
-# In the convolution's __dict__ while converted: (shape, strides). Goes wherever the module goes
-# (deepcopy, pickle, a LoRA's base_layer).
+# Key in the ``__dict__`` of a converted convolution. Its value, (shape, strides) of the stock weight, stays
+# with the module in a deepcopy, in a pickle and as a LoRA's base_layer.
 _STOCK_LAYOUT = "_sdfastgn_stock_layout"
 
 _FORMATS: dict[type[nn.Module], torch.memory_format] = {
@@ -52,8 +53,8 @@ _FORMATS: dict[type[nn.Module], torch.memory_format] = {
     nn.Conv3d: torch.channels_last_3d,
     nn.ConvTranspose3d: torch.channels_last_3d,
 }
-# How paths end of the convolutions through which a tensor enters a model or its autoencoder's middle, and
-# leaves it: diffusers' names, and those of a UNet in CompVis' layout (ComfyUI).
+# Ends of the paths of the convolutions through which images enter and leave a model or an autoencoder's
+# middle. The last of each is the name in a UNet in CompVis' layout (ComfyUI); the others are diffusers'.
 _ENTRIES = (".conv_in", ".quant_conv", ".post_quant_conv", ".input_blocks.0.0")
 _EXITS = (".conv_out", ".quant_conv", ".out.2")
 
@@ -75,17 +76,17 @@ def leave(conv: Any, args: Any, output: Any) -> Any:
 
 
 def is_entry(path: str, module: nn.Module) -> bool:
-    """True if ``module`` is a 2-D convolution through which images come in. ``path`` is dotted."""
+    """True if ``module``, at the dotted ``path``, is a 2-D convolution through which images come in."""
     return isinstance(module, nn.Conv2d) and _path_in_model(path).endswith(_ENTRIES)
 
 
 def is_exit(path: str, module: nn.Module) -> bool:
-    """True if ``module`` is a 2-D convolution through which images go out. ``path`` is dotted."""
+    """True if ``module``, at the dotted ``path``, is a 2-D convolution through which images go out."""
     return isinstance(module, nn.Conv2d) and _path_in_model(path).endswith(_EXITS)
 
 
 def _path_in_model(path: str) -> str:
-    """Of a layer within an adapter the path that it has without one, after a dot."""
+    """``path`` after a dot, without the names that an adapter's wrapper adds to its end."""
     names = path.split(".")
     while names and names[-1] in WRAPPED:
         names.pop()
@@ -93,10 +94,10 @@ def _path_in_model(path: str) -> str:
 
 
 def convertible_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """``root.named_modules()`` less those whose weights must stay as they are.
+    """``root.named_modules()`` without the modules whose weights must keep their layout.
 
-    What adapters have added is saved contiguous. The memory of what FSDP shards is FSDP's. Of a model
-    that is faster as it is, none.
+    Modules that an adapter added must, because adapters are saved contiguous. Modules that FSDP shards
+    must, because their memory is FSDP's. So must all modules of a model that would become slower.
     """
     if reason_to_leave(root) is not None:
         return iter(())
@@ -107,12 +108,13 @@ def convertible_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return ((path, module) for path, module in root.named_modules() if module not in left)
 
 
-# By id, to find the model that a convolution is in. Threads may add to it while others read ``valuerefs``.
+# id -> every ``_Apply`` that is alive: they lead from a convolution to its model. ``valuerefs`` copies the
+# table in one step, so another thread may add to it meanwhile.
 _living: weakref.WeakValueDictionary[int, _Apply] = weakref.WeakValueDictionary()
 
 
 class _Apply(InstanceEntry):
-    """Stands for the ``_apply`` of one root: lays out the convolutions that a move has brought to a GPU."""
+    """Replaces the ``_apply`` of one root: also converts the convolutions that the move brought to a GPU."""
 
     __slots__ = ()
 
@@ -125,7 +127,7 @@ class _Apply(InstanceEntry):
         type(root)._apply(root, fn, recurse)
         if recurse:
             for _, module in convertible_modules(root):
-                if _STOCK_LAYOUT not in vars(module):  # else the caller may have asked for another layout
+                if _STOCK_LAYOUT not in vars(module):  # a converted one has the layout that the caller chose
                     _convert(module)
         return root
 
@@ -142,7 +144,7 @@ def is_complete(root: nn.Module) -> bool:
 
 
 def _steps(root: nn.Module) -> Iterator[Callable[[], Any]]:
-    """What ``apply(root)`` has to do."""
+    """A function for each change that ``apply(root)`` has to make."""
     for path, module in convertible_modules(root):
         if is_entry(path, module) and enter not in module._forward_pre_hooks.values():
             yield functools.partial(module.register_forward_pre_hook, enter)
@@ -161,7 +163,7 @@ def _follow_moves(root: nn.Module) -> None:
 
 
 def is_applied(root: nn.Module) -> bool:
-    """True after ``apply(root)``, until ``restore``; where there is no convolution never."""
+    """True between ``apply(root)`` and ``restore``, if ``root`` has a convolution that may be converted."""
     return isinstance(vars(root).get("_apply"), _Apply) or converted_weights(root) > 0
 
 
@@ -178,7 +180,7 @@ def laid_out(root: nn.Module) -> set[nn.Module]:
 
 
 def _convert(module: nn.Module) -> None:
-    """Make one convolution channels-last, if it is one that is not and gains by it."""
+    """Give the weight of ``module`` the format that ``_format_now`` names, if it names one."""
     memory_format = _format_now(module)
     if memory_format is None:
         return
@@ -188,19 +190,19 @@ def _convert(module: nn.Module) -> None:
 
 
 def _format_now(module: nn.Module) -> torch.memory_format | None:
-    """The format in which the weight of ``module`` gains where it is now; None where it stays as it is."""
+    """The format to give the weight of ``module`` on its present device; None to leave it as it is."""
     memory_format = _new_format(module)
     weight: Any = None if memory_format is None else module._parameters["weight"]
     return memory_format if weight is not None and dispatch.has_kernels(weight) else None
 
 
 def _new_format(module: nn.Module) -> torch.memory_format | None:
-    """The format in which the weight of ``module`` gains on a GPU; None where it stays as it is."""
+    """The format to give the weight of ``module`` once it is on a GPU; None to leave it as it is."""
     memory_format = next((f for kind, f in _FORMATS.items() if isinstance(module, kind)), None)
     if memory_format is None:
         return None
     weight: Any = module._parameters.get("weight")
-    # A subclass is quantized, one of several shards, or has no shape yet.
+    # A subclass of Tensor may be quantized, be one of several shards, or have no shape yet.
     if type(weight) not in (Tensor, nn.Parameter):
         return None
     if (
@@ -208,7 +210,7 @@ def _new_format(module: nn.Module) -> torch.memory_format | None:
         or not weight.is_floating_point()
         or 0 in weight.stride()
     ):
-        return None  # quantized weights are stored in other shapes, expanded ones have no memory for it
+        return None  # quantized weights have other shapes, and elements of expanded ones share memory
     return None if weight.is_contiguous(memory_format=memory_format) else memory_format
 
 
@@ -223,7 +225,7 @@ def converted_weights(module: nn.Module) -> int:
 
 
 def restore(module: nn.Module) -> None:
-    """Undo ``apply`` on one module: hooks off, and a weight that kept its shape back to its strides."""
+    """Undo ``apply`` on one module: remove hooks, and give a weight of the same shape its strides again."""
     remove_hooks(module, enter, leave)
     if isinstance(vars(module).get("_apply"), _Apply):
         del vars(module)["_apply"]
@@ -232,7 +234,7 @@ def restore(module: nn.Module) -> None:
 
 
 def _lay_out_as_stock(conv: nn.Module) -> None:
-    """Give all weights of the model of ``conv`` their former layout, until the model moves again."""
+    """Give all weights of the model that has ``conv`` their former layout, until the model moves again."""
     entries = [entry for ref in _living.valuerefs() if (entry := ref()) is not None]
     roots = [root for entry in entries if (root := entry._module()) is not None]
     for module in {conv, *(m for root in roots if conv in set(root.modules()) for m in root.modules())}:
@@ -243,24 +245,24 @@ def _unconvert(module: nn.Module) -> None:
     layout = vars(module).get(_STOCK_LAYOUT)
     if layout is None:
         return
-    # Parametrizations, pruning and weight_norm keep the weight by another name.
+    # All parameters, because parametrizations, pruning and weight_norm rename the weight.
     for weight in (*module.parameters(), _offloaded(module)):
-        # One that was widened since (inpainting, more channels) is not ours: in the old strides its
-        # elements would lie on each other.
+        # A weight of another shape has replaced ours, for instance a wider one for inpainting. With the
+        # old strides its elements would overlap.
         if weight is not None and weight.shape == layout[0] and weight.stride() != layout[1]:
             _lay_out(weight, layout[1])
-    del vars(module)[_STOCK_LAYOUT]  # last: after an interrupt ``restore`` goes on here
+    del vars(module)[_STOCK_LAYOUT]  # last, so that ``restore`` can be called again after an interrupt
 
 
 def _lay_out(weight: Tensor, stride: tuple[int, ...]) -> None:
-    """Give a dense ``weight`` these strides: in its own memory, unless something else has that too.
+    """Give a dense ``weight`` these strides. It keeps its memory, unless something else shares the memory.
 
-    A CUDA graph that was captured with them is right again once they come back (ComfyUI ejects and
-    injects before every run). The weight has its values at every moment, so that Ctrl-C cannot spoil it.
+    A CUDA graph that was captured with these strides is right again once they are back: ComfyUI ejects
+    and injects before every run. The weight has its values at every moment, so Ctrl-C cannot spoil it.
     """
     in_place = is_alone(weight)
-    # An inference tensor may be written to in inference mode alone, and memory made there would turn
-    # any other into one.
+    # An inference tensor may be written in inference mode only. Any other weight would become an
+    # inference tensor if its new memory were made there.
     with torch.inference_mode(weight.is_inference()), torch.no_grad():
         own = weight.data
         weight.data = torch.empty_strided(own.shape, stride, dtype=own.dtype, device=own.device).copy_(own)
@@ -269,7 +271,7 @@ def _lay_out(weight: Tensor, stride: tuple[int, ...]) -> None:
 
 
 def _offloaded(module: nn.Module) -> Tensor | None:
-    """The weight that accelerate's hooks put into ``module`` at each call."""
+    """The weight that accelerate's hooks keep and put into ``module`` at each call; None without such."""
     hook = getattr(module, "_hf_hook", None)
     for part in getattr(hook, "hooks", (hook,)):
         weights = getattr(part, "weights_map", None)

@@ -1,8 +1,8 @@
-"""The ``forward`` of a module's class, bound to the instance and kept somewhere, follows a change of class.
+"""Changes the class of a module, and updates every kept bound method of its old ``forward``.
 
-Hooks that were taken off leave it in the instance. Hooks that are on (accelerate's, diffusers') and
-wrappers of any kind keep it to call it. Bound to the former class it would run what was undone, and its
-``super()`` would fail.
+Hooks of accelerate and diffusers, and wrappers of other code, keep the module's bound ``forward`` in order
+to call it. Removed hooks leave it in the instance's ``__dict__``. After a change of class, such a method
+would still run the old class's code, and ``super()`` in it could fail.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 __all__ = ["change_class", "class_forward", "has_foreign_forward", "replace_kept"]
 
-# A bound method, or what stands for one.
+# A bound method, or the ``GraphedForward`` that replaces it.
 Forward = Callable[..., Any]
 
 _CALLABLES = (types.MethodType, types.FunctionType, functools.partial)
 _OPAQUE = (nn.Module, Tensor, type, types.ModuleType, str, int, float, type(None))
-# Objects that are looked through for a kept ``forward``: hooks and wrappers keep it near.
+# Objects to search for a kept ``forward``, at most. Hooks and wrappers keep it close to the module.
 _MAX_OBJECTS = 1000
 
 
@@ -32,17 +32,17 @@ def class_forward(module: nn.Module) -> types.MethodType:
 
 
 def has_foreign_forward(module: nn.Module) -> bool:
-    """True if someone put a ``forward`` into the instance that is not its own class's."""
+    """True if the instance has a ``forward`` in its ``__dict__`` that is not its own class's."""
     if "forward" not in module.__dict__:
         return False
     forward = module.__dict__["forward"]
-    # Compilers trace this: they know the parts of a method and cannot make one.
+    # torch.compile traces this. It can read the parts of a method, but cannot make a method to compare.
     is_own = isinstance(forward, types.MethodType) and forward.__func__ is type(module).forward
     return not (is_own and forward.__self__ is module)
 
 
 def change_class(module: nn.Module, cls: type[nn.Module]) -> None:
-    """Give the instance another class. Whoever kept the old class's bound ``forward`` gets the new one."""
+    """Give ``module`` another class, and replace each kept bound ``forward`` of the old class by the new."""
     old = class_forward(module)
     module.__class__ = cls
     new = class_forward(module)
@@ -51,19 +51,19 @@ def change_class(module: nn.Module, cls: type[nn.Module]) -> None:
 
 
 def replace_kept(module: nn.Module, old: Forward, new: Forward) -> None:
-    """Put ``new`` where ``module``, its hooks or what wraps its ``forward`` keep ``old``."""
+    """Replace ``old`` by ``new`` in ``module``, in its hooks and in wrappers of its ``forward``."""
     attributes = vars(module)
     _replace(attributes, old, new)
     todo = [value for name, value in attributes.items() if name == "forward" or isinstance(value, _CALLABLES)]
     seen: set[int] = set()
-    for value in todo:  # what is near comes first
+    for value in todo:  # breadth first
         if len(seen) < _MAX_OBJECTS and id(value) not in seen and not isinstance(value, _OPAQUE):
             seen.add(id(value))
             todo += _rebound(value, old, new)
 
 
 def _rebound(value: Any, old: Forward, new: Forward) -> list[Any]:
-    """What ``value`` keeps, with ``new`` for ``old``."""
+    """Replace ``old`` by ``new`` in ``value``, and return the objects that it refers to."""
     if isinstance(value, types.MethodType):
         return [value.__self__, value.__func__]
     if type(value) is dict:
@@ -90,7 +90,7 @@ def _rebound(value: Any, old: Forward, new: Forward) -> list[Any]:
 
 
 def _replace(values: dict[Any, Any], old: Forward, new: Forward) -> list[Any]:
-    """The values of a dict, in which ``new`` takes the place of ``old``."""
+    """Replace ``old`` by ``new`` among the values of a dict, and return all its values."""
     for key in [key for key, value in values.items() if _same(value, old)]:
         values[key] = new
     return list(values.values())

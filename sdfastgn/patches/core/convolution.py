@@ -1,7 +1,8 @@
-"""Convolutions without the passes around them: a bias that another kernel adds, a ReLU that cuDNN applies.
+"""Calls of convolutions that save the passes for bias, residual and ReLU.
 
-Only in plain inference on a GPU, and only for a plain ``nn.Conv2d``. Anything else, such as a LoRA layer
-or a hooked convolution, is called.
+The next kernel adds the bias, or cuDNN adds bias and residual and applies ReLU before it writes. Both need
+plain inference on a GPU and a plain ``nn.Conv2d``. Any other convolution, such as a LoRA layer or a hooked
+one, is called as it is.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from sdfastgn.patches.core.fusion import is_unhooked
 
 __all__ = ["bias_can_move", "conv_relu", "conv_without_bias", "is_plain_conv", "keeps_size", "pointwise"]
 
-# cuDNN fuses convolution, bias and ReLU for channels in vectors of 16 bytes.
+# Channels in a vector of 16 bytes: cuDNN fuses convolution, bias and ReLU for whole vectors only.
 _CUDNN_CHANNELS = 8
 
 
@@ -42,7 +43,7 @@ def keeps_size(conv: nn.Conv2d) -> bool:
 
 
 def conv_without_bias(conv: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """(conv(x) less its bias, the bias) where another kernel may add it, else (conv(x), None)."""
+    """(conv(x) without its bias, the bias) if another kernel may add the bias, else (conv(x), None)."""
     if bias_can_move(conv) and dispatch.is_plain_inference(x, (conv.weight, conv.bias)):
         return conv._conv_forward(x, conv.weight, None), conv.bias
     return conv(x), None
@@ -80,11 +81,10 @@ def _fits_cudnn(conv: nn.Conv2d, x: Tensor, residual: Tensor | None) -> bool:
 
 
 def pointwise(conv: Any, x: Tensor) -> Tensor:
-    """conv(x) for x (N, C, H, W), as a matrix product where ``conv`` is 1x1 and x is channels-last.
+    """conv(x) for x (N, C, H, W), as a matrix product if ``conv`` is 1x1 and x is channels-last.
 
-    The product adds the bias before it writes.
-
-    Only in 16 bits: a product in fp32 is not in TF32 by PyTorch's default, a convolution is.
+    The product adds the bias before it writes. fp32 stays a convolution: by PyTorch's default
+    convolutions run in TF32, and products in slower fp32.
     """
     if not (is_plain_conv(conv) and _is_product(conv, x)):
         return conv(x)

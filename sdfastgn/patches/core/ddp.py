@@ -1,7 +1,8 @@
-"""Models in DistributedDataParallel: their weights must keep the layout that they had when wrapped.
+"""Finds models in DistributedDataParallel: their weights must keep the layout that they had when wrapped.
 
-DDP's buckets hold gradients as views with the weights' strides of that time. With other strides (PyTorch
-2.13) the averaged values end up in other places of the gradient, and DDP only warns about performance.
+DDP keeps gradients in buckets, as views with the strides that the weights had when they were wrapped. If
+the strides change later, the averaged values end up in other places of the gradient (seen with PyTorch
+2.13). DDP only warns about performance.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ def is_in_ddp(roots: Iterable[nn.Module]) -> bool:
     weights = {id(p) for root in roots for p in root.parameters()}
     if not _is_in_any(weights):
         return False
-    gc.collect()  # a wrapper that was dropped may wait in a cycle
+    gc.collect()  # a dropped wrapper may still be alive in a reference cycle
     return _is_in_any(weights)
 
 
 def _is_in_any(weights: set[int]) -> bool:
-    # A wrapped model knows nothing of its wrapper, so the wrappers are looked for. type(), because
-    # isinstance asks proxies for a class.
+    # A model has no reference to its wrapper, so all objects are searched. ``type``, because isinstance
+    # runs code of proxies.
     kind = nn.parallel.DistributedDataParallel
     wrappers = [o for o in gc.get_objects() if issubclass(type(o), kind)]
     return any(id(p) in weights for wrapper in wrappers for p in wrapper.parameters())

@@ -1,11 +1,12 @@
 """Changes to models that other threads use: a change waits for running calls, and new calls wait for it.
 
 ``optimize`` and ``restore`` exchange classes and strides module by module. A call that ran meanwhile
-would meet some modules before the change and some after it. Calls pay nothing to prevent that. A running
-call is found by the frames of ``nn.Module.__call__`` on the stack of its thread. Only during a change each
-module has a gate in its ``__dict__``, where new calls wait.
+would meet some modules before the change and some after it. To prevent that costs a call nothing: a change
+finds running calls by the frames of ``nn.Module.__call__`` on the stacks of other threads. During a change,
+each module has a gate in its ``__dict__``, where new calls wait.
 
-Not seen: a ``forward`` that is called by itself, and new calls of what ``module.compile()`` has compiled.
+Two kinds of call are not noticed: a ``forward`` that is called directly, and a new call of a module that
+``module.compile()`` has compiled.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ __all__ = ["one_at_a_time", "undisturbed"]
 _MAX_WAIT = 30.0
 # Seconds between two looks at the stacks of other threads.
 _LOOK_EVERY = 0.002
-# ``nn.Module.__call__`` looks this method up in the instance first. A hook would be seen by fused code.
+# The gate's name. ``nn.Module.__call__`` looks this method up in the instance first. A hook would not do:
+# fused code leaves hooked modules alone.
 _GATE = "_call_impl"
-# Of every call of a module. No other frame's locals are read: to read them replaces the values that were
-# read before, and where the last reference to a tensor goes by that, other threads run on in the middle.
+# The code that runs in every call of a module. Locals are read from frames of this code only: a second
+# read drops the values of the first. If that frees a tensor, other threads go on in the middle of the search.
 _CALL = nn.Module.__call__.__code__
 
 one_at_a_time = threading.RLock()  # for changes of any model
@@ -48,7 +50,7 @@ class _Change:
 
 
 class _Gate:
-    """Stands for ``_call_impl`` of one module during a change."""
+    """Replaces ``_call_impl`` of one module during a change."""
 
     __slots__ = ("module",)
 
@@ -57,7 +59,7 @@ class _Gate:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         change, thread = _change, threading.get_ident()
-        # A call inside a running one goes on: the change waits for the outer one.
+        # A call inside a running call goes on, because the change waits for the outer call.
         if change is not None and thread != change.owner and not _inside_a_call(change.modules):
             change.waiting.add(thread)
             change.done.wait()
@@ -66,10 +68,12 @@ class _Gate:
 
 @contextmanager
 def undisturbed(call: str, roots: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, no other thread runs a module of ``roots``. Needs ``one_at_a_time``. Nested, it does nothing.
+    """Inside, no other thread runs a module of ``roots``. Inside another ``undisturbed`` it does nothing.
+
+    The caller must hold ``one_at_a_time``.
 
     Args:
-        call: the public function, for the error.
+        call: the public function's name, for the error.
         roots: the models that are changed inside.
 
     Raises RuntimeError, before anything is changed, if a call runs for more than 30 seconds.
@@ -102,7 +106,7 @@ def _wait_for_others(call: str, change: _Change) -> None:
                 f"sdfastgn.{call}: thread {names.get(thread, thread)!r} has been running "
                 f"{type(module).__name__} for {_MAX_WAIT:g} s. Nothing was changed; try again when it is done"
             )
-        change.done.wait(_LOOK_EVERY)  # which nobody sets yet
+        change.done.wait(_LOOK_EVERY)  # a pause: ``done`` is set after the change
 
 
 def _running_elsewhere(change: _Change) -> tuple[int, nn.Module] | None:
@@ -122,8 +126,8 @@ def _running_elsewhere(change: _Change) -> tuple[int, nn.Module] | None:
 
 
 def _inside_a_call(modules: set[nn.Module]) -> bool:
-    """True if the call that has come to a gate was made by another call of ``modules``."""
-    own_call = sys._getframe(2)  # of the gate's module
+    """True if the call at the gate was made inside another call of ``modules``."""
+    own_call = sys._getframe(2)  # the call of the gate's module
     return _called_module(own_call.f_back, modules) is not None
 
 

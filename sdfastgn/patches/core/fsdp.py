@@ -1,4 +1,4 @@
-"""Models that FSDP shards: it gathers their weights at each call, in memory and strides of its own."""
+"""Finds modules that FSDP shards. FSDP gathers their weights at each call, in its own memory and strides."""
 
 from __future__ import annotations
 

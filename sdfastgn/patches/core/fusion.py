@@ -31,8 +31,7 @@ __all__ = [
 class Fusion(Protocol):
     """One entry of the registry.
 
-    ``apply`` and ``undo`` are inverse and touch only the module given and, if need be, its
-    children.
+    ``undo`` reverts ``apply``. Both change only the given module and, if need be, its children.
     """
 
     @property
@@ -40,10 +39,10 @@ class Fusion(Protocol):
 
     @property
     def sources(self) -> tuple[TestedSource, ...]:
-        """Upstream methods that it replaces or relies upon."""
+        """Upstream methods that the fusion replaces or relies upon."""
 
     def claims(self, module: nn.Module) -> bool:
-        """True if this fusion is about ``module``: fused, fusable, or skipped with a reason."""
+        """True if a report lists ``module`` under this fusion: as fused, fusable, or skipped."""
 
     def is_applied(self, module: nn.Module) -> bool: ...
 
@@ -65,10 +64,10 @@ def _everything(_: Any) -> bool:
 
 @dataclass(frozen=True)
 class ClassSwap:
-    """Fusion by giving one instance another class: ``fused``, a subclass of ``stock`` without own state.
+    """A fusion that changes the class of one instance to ``fused``, a subclass of ``stock``.
 
-    The class says everything, so that undo, deepcopy and pickle need nothing else, and other
-    instances of ``stock`` are untouched.
+    ``fused`` has no state of its own, so undo, deepcopy and pickle need nothing but the class. Other
+    instances of ``stock`` stay as they are.
 
     Args:
         name: the fusion's name in reports.
@@ -76,9 +75,9 @@ class ClassSwap:
         fused: its replacement, defined at the top level of a module (pickle).
         sources: upstream methods that ``fused`` replaces or relies upon; they must be known.
         check: reason to skip that depends on the instance.
-        covers: False for an instance that is not claimed: another operation by the same class.
-        layers: paths of the children whose call ``fused`` replaces while they are plain layers. One with
-            an adapter is called as in stock, and the report names it.
+        covers: False for an instance with which the class does another operation. It is not claimed.
+        layers: paths of the children that ``fused`` does not call while they are plain layers. It calls a
+            child with an adapter as stock does, and the report names that child.
     """
 
     name: str
@@ -97,7 +96,7 @@ class ClassSwap:
             return False
         try:
             return self.is_applied(module) or self.covers(module)
-        except AttributeError:  # a subclass with an __init__ of its own
+        except AttributeError:  # a subclass whose own __init__ sets other attributes
             return False
 
     def is_applied(self, module: nn.Module) -> bool:
@@ -106,7 +105,7 @@ class ClassSwap:
     def reason_to_skip(self, module: nn.Module) -> str | None:
         return (
             foreign_class(module, self.stock)
-            or foreign_override(module, *(name for source in self.sources for name in source.hashes))
+            or foreign_override(module, *(name for source in self.sources for name in source.methods))
             or unknown_source(*self.sources)
             or self.check(module)
         )
@@ -118,22 +117,22 @@ class ClassSwap:
         restore_class(module)
 
 
-# Fused class -> the stock class that it stands for.
+# Fused class -> the stock class that it replaces.
 _stock_of: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def register_fused(fused: type[nn.Module], stock: type[nn.Module]) -> None:
-    """Say that ``fused`` stands for ``stock``, by the same name.
+    """Note that ``fused`` replaces ``stock``, and give it the same ``__name__``.
 
-    Regional compilation, device maps and LoRA trainers know modules by their classes' names. Pickle
-    goes by ``__qualname__``.
+    Regional compilation, device maps and LoRA trainers find modules by this name. Pickle uses
+    ``__qualname__``, which stays the fused class's own.
     """
     fused.__name__ = stock.__name__
     _stock_of[fused] = stock
 
 
 def stock_class(module: nn.Module) -> type[nn.Module]:
-    """The class of ``module``, or the one that a fused class stands for."""
+    """The class of ``module``; if that is a fused class, the stock class that it replaces."""
     return _stock_of.get(type(module), type(module))
 
 
@@ -151,10 +150,10 @@ def is_over_fused(module: nn.Module) -> bool:
 
 
 def is_about(module: nn.Module, *stock: type[nn.Module]) -> bool:
-    """True if ``module`` is of a ``stock`` class or of one that other code derived from it.
+    """True if the class of ``module`` is a ``stock`` class, or one that other code derived from it.
 
-    Upstream's own subclasses of its classes are other models and their parts: nobody expects them
-    to be fused, and a report that lists them would say nothing.
+    False for upstream's own subclasses of its classes. They are parts of other models, which nobody
+    expects to be fused, so a report need not list them.
     """
     cls = type(module)
     if cls in stock:
@@ -167,7 +166,7 @@ def _is_upstreams(cls: type) -> bool:
 
 
 def foreign_class(module: nn.Module, *stock: type[nn.Module]) -> str | None:
-    """The reason to skip if the class of ``module`` is none of ``stock`` but derived from one."""
+    """The reason to skip ``module`` if its class is only derived from one of ``stock``; else None."""
     cls = type(module)
     if cls in stock or cls in _stock_of:
         return None
@@ -179,9 +178,10 @@ def foreign_class(module: nn.Module, *stock: type[nn.Module]) -> str | None:
 
 
 def foreign_override(module: nn.Module, *methods: str) -> str | None:
-    """The reason if someone replaced the instance's ``forward``, which makes a class swap dead code.
+    """The reason to skip ``module`` if other code has put a ``forward`` into the instance; else None.
 
-    ``methods``: others that the fused class does not call, or whose work it relies upon.
+    The fused class's ``forward`` would never run. ``methods``: further methods that must be the class's,
+    because the fused class does not call them or relies on what they do.
     """
     if has_foreign_forward(module):
         owner = "accelerate's hooks" if hasattr(module, "_hf_hook") else "other code"
@@ -191,9 +191,9 @@ def foreign_override(module: nn.Module, *methods: str) -> str | None:
 
 
 def is_unhooked(module: nn.Module) -> bool:
-    """True if calling ``module`` does nothing but its class's forward: no hooks, no override.
+    """True if a call of ``module`` runs its class's forward and nothing else: no hooks, no override.
 
-    Asked at each call: hooks may come later.
+    Fused code asks at each call, because hooks may be added at any time.
     """
     return not (
         module._forward_hooks
@@ -211,8 +211,8 @@ _ACTIVATION_NAMES: dict[type[nn.Module], str] = {nn.SiLU: "silu", nn.ReLU: "relu
 def activation_of(module: nn.Module, stock: type[nn.Module] | None = None) -> str | None:
     """Name under which an activation module can be fused, or None.
 
-    Exact types only: a subclass may compute something else. ``stock``: the type that the module's own
-    stands for.
+    Only exact classes have one, because a subclass may compute something else. ``stock``: the class of
+    ``module`` before it was fused; None if it was not.
     """
     kind = stock or type(module)
     name = _ACTIVATION_NAMES.get(kind)
@@ -222,7 +222,10 @@ def activation_of(module: nn.Module, stock: type[nn.Module] | None = None) -> st
 
 
 def activation_reason(act: nn.Module, *kinds: type[nn.Module]) -> str | None:
-    """Why an activation module cannot be fused, or None. ``kinds``: those that alone can be here."""
+    """Why an activation module cannot be fused, or None.
+
+    ``kinds``: the classes that can be fused here; by default all that have a fused form.
+    """
     if activation_of(act) is not None and (not kinds or type(act) in kinds):
         return None
     return f"activation {type(act).__name__} has no fused form"

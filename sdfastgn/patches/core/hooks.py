@@ -1,4 +1,4 @@
-"""Removing module hooks by function: handles do not survive deepcopy and pickle, functions do."""
+"""Removes module hooks by their functions, which survive deepcopy and pickle. Hooks' handles do not."""
 
 from __future__ import annotations
 

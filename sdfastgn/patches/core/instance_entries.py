@@ -1,8 +1,8 @@
-"""What stands in the ``__dict__`` of one module and belongs to that module alone.
+"""Entries of a module's ``__dict__`` that belong to this one module, such as a graphed ``forward``.
 
-``copy.copy`` of a module takes over its ``__dict__``. With an entry that belongs to the original the
-copy would run the original, and fail once that is gone. So a shallow copy gets none of them: it has
-stock's methods, and so has each replica that ``nn.DataParallel`` makes. Deep copies and pickles have
+A shallow copy (``copy.copy``) gets the ``__dict__`` of the original. With an entry in it, the copy would run
+the original, and fail once the original is gone. So shallow copies, and the replicas that
+``nn.DataParallel`` makes, get no entries and have stock's methods. Deep copies and pickles get entries of
 their own.
 """
 
@@ -18,7 +18,7 @@ __all__ = ["GUARDS", "InstanceEntry", "guard", "unguard"]
 
 
 class InstanceEntry:
-    """An entry of one module's ``__dict__``, which refers to the module weakly: that owns it."""
+    """An entry of one module's ``__dict__``. It holds a weak reference to the module, which owns it."""
 
     __slots__ = ("__weakref__", "_module")
 
@@ -27,7 +27,7 @@ class InstanceEntry:
 
     @property
     def module(self) -> nn.Module:
-        """The instance. Raises ReferenceError when it is gone."""
+        """The module. Raises ReferenceError when it is gone."""
         module = self._module()
         if module is None:
             raise ReferenceError(f"sdfastgn: the module of this {type(self).__name__} is gone")
@@ -41,12 +41,12 @@ class InstanceEntry:
 
 
 def _entries_of(module: nn.Module) -> set[str]:
-    """The names of what belongs to one module alone in the ``__dict__`` of ``module``."""
+    """The names of the entries in the ``__dict__`` of ``module``."""
     return {name for name, value in vars(module).items() if isinstance(value, InstanceEntry)}
 
 
 class _State(dict[str, Any]):
-    """A module's state without its entries, for a shallow copy; ``whole`` is for any other."""
+    """A module's state without its entries, for a shallow copy. Deepcopy and pickle take ``whole``."""
 
     def __init__(self, whole: dict[str, Any]) -> None:
         super().__init__({k: v for k, v in whole.items() if not isinstance(v, InstanceEntry)})
@@ -60,7 +60,7 @@ class _State(dict[str, Any]):
 
 
 class _GetState(InstanceEntry):
-    """Stands for the ``__getstate__`` of its module."""
+    """Replaces the ``__getstate__`` of its module."""
 
     __slots__ = ()
 
@@ -71,7 +71,7 @@ class _GetState(InstanceEntry):
 
 
 class _Replicate(InstanceEntry):
-    """Stands for the ``_replicate_for_data_parallel`` of its module."""
+    """Replaces the ``_replicate_for_data_parallel`` of its module."""
 
     __slots__ = ()
 
@@ -83,7 +83,7 @@ class _Replicate(InstanceEntry):
         return replica
 
 
-# By the method that copies a module.
+# Method that copies a module -> the entry that replaces it.
 GUARDS = {"__getstate__": _GetState, "_replicate_for_data_parallel": _Replicate}
 
 

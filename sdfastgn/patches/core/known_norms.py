@@ -1,7 +1,7 @@
-"""Subclasses of ``nn.GroupNorm`` by others, known by the code of their ``forward``.
+"""Subclasses of ``nn.GroupNorm`` in other projects, recognized by the code of their ``forward``.
 
-GroupNorm32 is copied from repository to repository, and timm need not be installed: there is no one class
-to ask for.
+GroupNorm32 is copied from repository to repository, and timm may not be installed. So there is no class to
+import and to compare with.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _KINDS = {
     "fb6dbc32c2bcda99": CAST,  # .to(x.dtype)
     "2952c40abcaa8cd6": NORM_ACT,  # timm 0.9 to 1.0.31
 }
-# By the function: a class may get another one.
+# ``forward`` -> its hash. The key is not the class, which may get another ``forward``.
 _hashes: weakref.WeakKeyDictionary[types.FunctionType, str] = weakref.WeakKeyDictionary()
 
 
 def known_base(cls: type) -> type[nn.Module] | None:
-    """The class of which ``forward`` is known: ``cls`` itself or one that it derives from."""
+    """The class with a known ``forward``: ``cls`` itself or one of its bases; None if there is none."""
     if not issubclass(cls, nn.GroupNorm):
         return None
     return next((base for base in cls.__mro__ if kind_of(base) is not None), None)
@@ -44,7 +44,7 @@ def kind_of(cls: type) -> str | None:
     if cls.__bases__ != (nn.GroupNorm,) or not isinstance(forward, types.FunctionType):
         return None
     kind = _KINDS.get(_hash(forward))
-    # The only name of its module that the code reads where ``_fast_norm`` is off.
+    # While ``_fast_norm`` is off, timm's code reads one name of its module: ``F``. It must be PyTorch's.
     return None if kind == NORM_ACT and forward.__globals__.get("F") is not F else kind
 
 

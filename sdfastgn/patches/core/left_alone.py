@@ -1,8 +1,8 @@
 """Models that ``optimize`` leaves as they are, because they would be slower.
 
 Video autoencoders that repeat the border of their 5-D tensors (HunyuanVideo, Mochi) call ``F.pad`` in mode
-"replicate" before each convolution. PyTorch does that slowly in channels-last, and lays the result out
-channels-first, so that each convolution copies its input besides. That costs more than the fused norms
+"replicate" before each convolution. In channels-last PyTorch does that slowly. Its result is
+channels-first, so each convolution also copies its input. Together this costs more than the fused norms
 save. "Real sizes" in docs/coverage.md has the times of all models.
 """
 
@@ -14,14 +14,14 @@ __all__ = ["reason_to_leave"]
 
 
 def reason_to_leave(root: nn.Module) -> str | None:
-    """Why nothing in ``root`` may be changed; None for a model that gains, or may."""
+    """Why nothing in ``root`` may be changed; None for every model that may gain."""
     if any(map(_repeats_borders, root.modules())):
         return "its model is faster as it is: PyTorch repeats the border of a video slowly in channels-last"
     return None
 
 
 def _repeats_borders(module: nn.Module) -> bool:
-    """True for a 3-D convolution around which the border is repeated, as diffusers writes them."""
+    """True for diffusers' wrappers of a 3-D convolution that repeat the border of its input."""
     return vars(module).get("pad_mode") == "replicate" and isinstance(
         getattr(module, "conv", None), nn.Conv3d
     )

@@ -1,7 +1,8 @@
-"""Linear layers: in a CUDA graph by the fastest algorithm, of few rows in one kernel with their activation.
+"""Calls of linear layers that may use a faster algorithm, or run in one kernel with the activation before.
 
-Only in plain inference on a GPU, and only for a plain ``nn.Linear``, behind a plain activation if any.
-Anything else is called.
+In a CUDA graph a product uses the fastest algorithm. With few rows of input, activation, product and bias
+are one kernel. Both need plain inference on a GPU and a plain ``nn.Linear``. Any other layer is called as
+it is.
 """
 
 from __future__ import annotations
@@ -27,18 +28,15 @@ def is_plain_linear(module: nn.Module) -> bool:
 
 
 def call_linear(layer: Any, x: Tensor) -> Tensor:
-    """``layer(x)``, in a CUDA graph by the algorithm that is fastest."""
-    # Looked at in this order, because an eager call should not pay for it.
+    """``layer(x)``, in a CUDA graph by the fastest algorithm."""
+    # The cheap question comes first, so that an eager call pays for no other.
     if is_choosing() and is_plain_linear(layer):
         return product(x, layer.weight, layer.bias)
     return layer(x)
 
 
 def linear_of(linear: Any, act: Any, x: Any) -> Tensor:
-    """``linear(act(x))``, in one kernel where that is allowed.
-
-    act: an activation module, or None for none.
-    """
+    """``linear(act(x))``, or ``linear(x)`` if act is None; in one kernel where that is allowed."""
     y = fused_linear(linear, act, x)
     if y is None:
         y = linear(x if act is None else act(x))

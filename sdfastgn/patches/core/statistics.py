@@ -1,16 +1,16 @@
-"""Statistics that a tensor's producer had in registers, for the next GroupNorm; and these producers.
+"""Hands the statistics of a tensor from the kernel that writes it to the GroupNorm that reads it.
 
-A block's last sum writes the tensor that the next block normalizes. Where that pays, the sum's kernel
-computes the statistics too (``statistics/op.py``) and ``store_statistics`` keeps them under the tensor;
-the norm that gets the same tensor takes them out. Producer and norm do not know each other: whatever
-happens in between, the norm finds valid statistics or none.
+A block's last sum writes the tensor that the next block normalizes. Where it pays, the sum's kernel also
+computes the tensor's statistics (``statistics/op.py``), and ``store_statistics`` keeps them. The norm that
+gets the same tensor takes them with ``take_statistics``. Producer and norm do not know each other. Whatever
+runs in between, the norm finds valid statistics or none.
 
-They are kept beside the tensor, because attributes of a tensor go into pickles, ``torch.save`` and
-deepcopies. They go with the tensor, or when they are taken. They are valid as long as the tensor is the
-same object at the same address with the same version, which every write counts up, through views too.
-Writes through ``x.data`` are not counted; diffusers makes none to what flows between its blocks.
-Inference tensors have no version, so nothing is stored for them. Within a capture only statistics that
-were stored in it are taken: a replay would read those of the captured call's tensor.
+Statistics are kept in a table here. As an attribute of the tensor they would go into pickles, files of
+``torch.save`` and deepcopies. An entry is dropped when it is taken or when its tensor is freed. It is valid
+while the tensor is the same object at the same address with the same version. Every write raises the
+version, also a write through a view. A write through ``x.data`` does not; diffusers makes none to tensors
+that pass from block to block. Inference tensors have no version, so nothing is stored for them. During a
+capture, statistics from before it are not valid: a replay would read them instead of new ones.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["add", "add_bias", "cat", "emits", "store_statistics", "take_statisti
 
 
 class _Key(weakref.ref[Tensor]):
-    """Reference to a tensor that knows its id when the tensor is gone."""
+    """Weak reference to a tensor that still knows the tensor's id after the tensor is gone."""
 
     __slots__ = ("id",)
     id: int
@@ -40,11 +40,11 @@ class _Key(weakref.ref[Tensor]):
 
 class _Entry(NamedTuple):
     key: _Key
-    state: tuple[Any, ...]  # of the tensor; must not have changed
+    state: tuple[Any, ...]  # ``_state_of`` the tensor when it was stored
     statistics: Tensor
 
 
-# By the id of a tensor. torch's WeakTensorKeyDictionary takes 20 times as long.
+# Id of a tensor -> its entry. torch's WeakTensorKeyDictionary takes 20 times as long.
 _stored: dict[int, _Entry] = {}
 
 
@@ -55,7 +55,7 @@ def _forget(key: _Key) -> None:
 
 
 def _state_of(x: Tensor) -> tuple[Any, ...]:
-    """Changes when ``x`` is written to, or when its kernels are no longer ordered after the earlier ones."""
+    """Changes when ``x`` is written or moved, the current stream changes, or a capture begins or ends."""
     capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
     return x._version, x.data_ptr(), x.shape, gpu.current_stream(x.device), capturing
 
@@ -84,11 +84,13 @@ def emits(C: int, HW: int) -> bool:
 
 
 def add(x: Tensor, residual: Tensor, bias: Tensor | None = None, divisor: float = 1.0) -> Tensor:
-    """(x + residual + bias) / divisor, in plain inference on a GPU in one kernel that stores the statistics.
+    """(x + residual + bias) / divisor.
+
+    In plain inference on a GPU this is one kernel, which also stores the statistics where they pay.
 
     Args:
         x, residual: (N, C, *spatial).
-        bias: (C,) or None: of the convolution that made x, which left it to this sum.
+        bias: (C,) or None. The bias of the convolution that made x and left its bias to this sum.
     """
     if dispatch.is_plain_inference(x, (residual, bias)) and _fits(x, bias) and _is_alike(x, residual):
         try:
@@ -103,9 +105,9 @@ def add(x: Tensor, residual: Tensor, bias: Tensor | None = None, divisor: float 
 
 
 def add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
-    """x + bias for (N, C, *spatial) and (C,) or None. May write to x, a convolution's result.
+    """x + bias for x (N, C, *spatial), a convolution's result, and bias (C,) or None. May write to x.
 
-    In plain inference on a GPU in a kernel that hands the statistics over.
+    In plain inference on a GPU this is one kernel, which also stores the statistics where they pay.
     """
     if bias is None or not (dispatch.is_plain_inference(x, (bias,)) and _fits(x, bias) and is_dense(x)):
         return _with_bias(x, bias)
@@ -131,8 +133,8 @@ def _is_alike(x: Tensor, y: Tensor) -> bool:
 def cat(a: Tensor, b: Tensor) -> Tensor:
     """torch.cat((a, b), dim=1) of (N, C, *spatial).
 
-    If they are channels-last, in plain inference on a GPU in a kernel that hands the statistics
-    over.
+    For channels-last tensors in plain inference on a GPU this is one kernel, which also stores the
+    statistics where they pay.
     """
     if not (dispatch.is_plain_inference(a, (b,)) and _join(a, b)):
         return torch.cat((a, b), dim=1)

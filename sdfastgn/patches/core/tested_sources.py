@@ -1,60 +1,93 @@
-"""Which upstream methods a fusion replaces, and whether they are the versions that it was tested with.
+"""The upstream methods that a fusion replaces or relies on, and whether their code was tested.
 
-A fused ``forward`` repeats what the stock one does. When upstream changes that, repeating the old
-one would change pixels; so the code of each replaced (or relied upon) method is compared with the
-versions tested, and unknown code means: skip, with a reason. Each fusion's file says which
-these are.
+A fused ``forward`` computes the same as one version of the stock ``forward``. With another version it could
+change pixels. So the installed code of each of these methods is compared with the tested versions, and a
+module whose class has unknown code is skipped with a reason. Each fusion's file names its methods.
+``tested_sources.json`` has the hashes of the tested versions.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import inspect
+import json
 import textwrap
 import types
 import weakref
+from pathlib import Path
 from typing import Any, NamedTuple
 
 __all__ = [
+    "FILE",
     "TestedSource",
     "computed",
     "definition_of",
     "hash_of",
+    "is_known",
     "source_hash",
     "tested",
+    "tested_versions",
     "unknown_source",
     "upstream_definition",
+    "upstream_name",
 ]
 
 
-class TestedSource(NamedTuple):
-    """An upstream class, and per method the ``source_hash`` of each version of it that was tested.
+# Read and written by ``sdfastgn sources`` too.
+FILE = Path(__file__).parents[1] / "tested_sources.json"
 
-    ``cls`` may be a module: its functions stand for methods then.
+
+class TestedSource(NamedTuple):
+    """An upstream class, and the methods of it that a fusion replaces or relies upon.
+
+    ``cls`` may also be a module. Its functions are then what methods are of a class.
     """
 
     cls: Any
-    hashes: dict[str, tuple[str, ...]]
+    methods: tuple[str, ...]
 
 
-def tested(cls: Any, **hashes: str) -> TestedSource:
-    """``tested(GEGLU, forward="2749119a143f533a")``. Spaces separate the hashes of several versions."""
-    return TestedSource(cls, {method: tuple(found.split()) for method, found in hashes.items()})
+def tested(cls: Any, *methods: str) -> TestedSource:
+    """``tested(GEGLU, "__init__", "forward")``: both must be known for the fusion to be applied."""
+    return TestedSource(cls, methods)
+
+
+def upstream_name(cls: Any) -> str:
+    """``module.Class``, or the name of a module: the key of ``cls`` in ``tested_sources.json``."""
+    return cls.__name__ if isinstance(cls, types.ModuleType) else f"{cls.__module__}.{cls.__qualname__}"
+
+
+@functools.cache
+def tested_versions() -> dict[str, dict[str, list[dict[str, str]]]]:
+    """The content of ``FILE``: ``upstream_name`` -> method -> its tested versions, the oldest first.
+
+    Each version has its ``hash`` (of ``source_hash``) and, if it is known, ``first_seen``: the first release
+    in which this code was seen.
+    """
+    return json.loads(FILE.read_text(encoding="utf-8"))
+
+
+def is_known(cls: Any, method: str) -> bool:
+    """True if the installed version of a method was tested."""
+    found = source_hash(cls, method)
+    versions = tested_versions().get(upstream_name(cls), {}).get(method, ())
+    return any(version["hash"] == found for version in versions)
 
 
 # Package -> its name in reasons.
 _UPSTREAM = {"diffusers": "diffusers", "comfy": "ComfyUI", "torch": "PyTorch"}
 
-# By the function itself: a class may get another one between two calls of ``optimize``.
+# Function -> its hash. Not by class and name: a class may get another function between two calls.
 _hashes: weakref.WeakKeyDictionary[types.FunctionType, str | None] = weakref.WeakKeyDictionary()
 
 
 def source_hash(cls: Any, method: str) -> str | None:
-    """``hash_of`` a method or property. None if that is not upstream's or cannot be read.
+    """``hash_of`` a method or property; None if its code is not upstream's or cannot be read.
 
-    Below upstream's own decorators, which are part of the hash. Any other wrapper, as
-    ``functools.wraps`` makes them look like what they wrap, is None.
+    Decorators of upstream are part of the hash. A wrapper of other code gives None, also if
+    ``functools.wraps`` makes it look like the method.
     """
     function = getattr(cls, method, None)
     if isinstance(function, property):
@@ -68,7 +101,7 @@ def source_hash(cls: Any, method: str) -> str | None:
 
 
 def upstream_definition(function: types.FunctionType) -> ast.FunctionDef | None:
-    """The definition of upstream's ``function``, below its decorators. None as in ``source_hash``."""
+    """The definition of upstream's ``function``, with its decorators; None where ``source_hash`` is None."""
     wrappers: list[Any] = []
     try:
         inner = inspect.unwrap(function, stop=wrappers.append)
@@ -81,7 +114,7 @@ def upstream_definition(function: types.FunctionType) -> ast.FunctionDef | None:
 
 
 def definition_of(function: Any) -> ast.FunctionDef | None:
-    """The definition of anyone's ``function``, which wraps no other. None if it cannot be read."""
+    """The definition of a ``function`` that wraps no other; None if its source cannot be read."""
     try:
         [definition] = ast.parse(textwrap.dedent(inspect.getsource(function))).body
     except (OSError, TypeError, ValueError, SyntaxError):
@@ -90,9 +123,9 @@ def definition_of(function: Any) -> ast.FunctionDef | None:
 
 
 def hash_of(definition: ast.FunctionDef) -> str:
-    """First 16 hexadecimal digits of the SHA-256 of what ``definition`` computes.
+    """First 16 hexadecimal digits of the SHA-256 of the code of ``definition``.
 
-    No layout, comment, docstring or annotation is in it. It is the same in every version of Python.
+    Layout, comments, docstrings and annotations do not change it. All versions of Python give the same.
     """
     return hashlib.sha256(_dump(computed(definition)).encode()).hexdigest()[:16]
 
@@ -115,7 +148,7 @@ def _is_docstring(part: Any) -> bool:
 
 
 def _dump(part: Any) -> str:
-    """As ``ast.dump``, which shows empty fields in some versions of Python, and fields that others lack."""
+    """Does what ``ast.dump`` does, but without empty fields, in which versions of Python differ."""
     if isinstance(part, list):
         return f"[{','.join(map(_dump, part))}]"
     if not isinstance(part, ast.AST):
@@ -125,22 +158,17 @@ def _dump(part: Any) -> str:
 
 
 def _is_upstreams(link: Any) -> bool:
-    # Not its __module__, which functools.wraps copies.
+    # Not by ``__module__``, which functools.wraps copies.
     module = getattr(link, "__globals__", {}).get("__name__", "")
     return module.partition(".")[0] in _UPSTREAM
 
 
-def _package_of(cls: Any) -> str:
-    """Of a class, or of a module with functions in the place of methods."""
-    return getattr(cls, "__module__", cls.__name__).partition(".")[0]
-
-
 def unknown_source(*sources: TestedSource) -> str | None:
-    """The reason to leave a module alone if a method of ``sources`` was not tested, else None."""
-    for cls, hashes in sources:
-        for method, known in hashes.items():
-            if source_hash(cls, method) not in known:
-                package = _UPSTREAM.get(_package_of(cls), "diffusers")
+    """The reason to skip a module if a method of ``sources`` has unknown code; else None."""
+    for cls, methods in sources:
+        for method in methods:
+            if not is_known(cls, method):
+                package = _UPSTREAM.get(upstream_name(cls).partition(".")[0], "diffusers")
                 name = f"{cls.__name__}.{method}"
                 return f"{name} of this {package} is not a version that sdfastgn was tested with"
     return None

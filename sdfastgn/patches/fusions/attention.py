@@ -1,20 +1,21 @@
-"""diffusers' ``Attention``: queries, keys and values in one matrix product, and less around it.
+"""diffusers' ``Attention``: queries, keys and values in one matrix product, and fewer passes around it.
 
 It computes what ``AttnProcessor2_0`` does, with four differences.
 
 - Self-attention computes q, k and v in one product, cross-attention k and v in one. The parameters stay
   what they are (``shared/packed_weights.py``).
-- A prompt's few keys and a VAE's wide heads have kernels of their own.
-- A division by an output factor of 1 is left out: it is a pass over the tensor.
-- The processor's signature is not inspected at each call, which takes longer than launching a product.
+- Attention to a prompt's few keys, and attention with a VAE's wide heads, run in special kernels.
+- The division by ``rescale_output_factor`` is left out if the factor is 1, because it is a whole pass.
+- The processor's signature is not inspected at each call, which would take longer than a product's launch.
 
-One product wins where each alone leaves a GPU idle. 2048 tokens of 1280 channels are 80 tiles of
-128 x 256, for 132 multiprocessors of an H200: three rounds. Together they are 240, in two rounds.
+One product is faster than three if each of the three leaves a part of the GPU idle. For 2048 tokens of 1280
+channels, each product has 80 tiles of 128 x 256, but an H200 has 132 multiprocessors: three products take
+three rounds. One product of 240 tiles takes two rounds.
 
-Everything else is diffusers' own forward: other processors (IP-Adapter's, xformers', sliced, those of
-``fuse_qkv_projections``), masks, arguments that the processor warns about, and every call under a
-compiler. With gradients, under autocast, in traces, and where a layer is not plain (LoRA, hooks,
-quantized weights) the three layers are called one by one.
+diffusers' own forward runs for other processors (IP-Adapter's, xformers', sliced, those of
+``fuse_qkv_projections``), with masks or arguments that the processor warns about, and under a compiler. With
+gradients, under autocast, in traces, and if a layer is not plain (LoRA, hooks, quantized weights), the three
+layers are called one by one.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class FusedAttention(Attention):
             not torch.compiler.is_compiling()
             and dispatch.has_kernels(hidden_states)
             and type(self.processor) is AttnProcessor2_0
-            and all(name == "temb" for name in options)  # spatial_norm's, which is not there
+            and all(name == "temb" for name in options)  # only spatial_norm reads it, and there is none
             and hidden_states.dim() in (3, 4)
             and (context is None or (context.dim() == 3 and context.shape[0] == hidden_states.shape[0]))
             and _is_plain_attention(self)
@@ -96,7 +97,7 @@ class FusedAttention(Attention):
         return query, _split(self.to_k(context), heads), _split(self.to_v(context), heads)
 
     def _joined(self, x: Tensor, linears: tuple[Any, ...]) -> tuple[Tensor, Tensor | None] | None:
-        """Weight and bias of ``linears`` as one, if one product with x is all that calling them does."""
+        """Weight and bias of one layer that replaces ``linears``; None if they must be called one by one."""
         found = plain_parameters(linears)
         return joined(self, found) if found is not None and is_one_product(x, found) else None
 
@@ -106,20 +107,20 @@ class FusedAttention(Attention):
         pack(self, linears if same else linears[1:])
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """``.to()`` and its like give every parameter new memory."""
+        """``.to()`` and similar methods give every parameter new memory, so they are packed again."""
         module = super()._apply(*args, **kwargs)
         self._pack()
         return module
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A deepcopy's parameters have new memory too."""
+        """The parameters of a deepcopy have new memory, so they are packed again."""
         super().__setstate__(state)
         self._pack()
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, *, is_prompt: bool) -> Tensor:
     """scaled_dot_product_attention of (N, heads, tokens, channels); kernels for few keys and wide heads."""
-    # Few keys that are not a prompt's are an image's: each of its sizes would compile a kernel.
+    # In self-attention, few keys are a small image: each image size would compile another kernel.
     fits = is_prompt and dispatch.is_plain_inference(query, (key, value))
     if fits and not torch.is_autocast_enabled(query.device.type):
         found = attend_to_few(query, key, value)
@@ -133,7 +134,7 @@ def _split(x: Tensor, heads: int) -> Tensor:
 
 
 def _is_plain_attention(attn: Any) -> bool:
-    """True if there are only three products between a norm and scaled_dot_product_attention."""
+    """True if only the three products are between the input's norm and scaled_dot_product_attention."""
     return (
         attn.spatial_norm is None
         and not attn.norm_cross
@@ -152,8 +153,8 @@ class _AttentionFusion(ClassSwap):
 
 
 def _covers(attn: Attention) -> bool:
-    # Others have no call that could run fused. Which processor there is does not matter here: it is
-    # changed and set back at will.
+    # No call of any other ``Attention`` could run fused. The processor is not looked at here but at each
+    # call, because users change it at any time.
     return _is_plain_attention(attn) and attn.added_kv_proj_dim is None
 
 
@@ -162,8 +163,8 @@ FUSION = _AttentionFusion(
     Attention,
     FusedAttention,
     sources=(
-        tested(Attention, __init__="f5c7f870edd4bc50", forward="a7e1787d5cdc0060"),
-        tested(AttnProcessor2_0, __call__="34f76e0296143ecd"),
+        tested(Attention, "__init__", "forward"),
+        tested(AttnProcessor2_0, "__call__"),
     ),
     covers=_covers,
     layers=("to_q", "to_k", "to_v", "to_out.0"),

@@ -1,8 +1,8 @@
 """diffusers' ``AutoencoderTiny`` (TAESD): channels-last, and convolutions with ReLU and skip in one call.
 
-It has no norms. What costs time beside its convolutions is one pass each for bias, ReLU and the skip sum,
-and upsampled images. cuDNN adds the bias and the skip and applies ReLU before it writes; an upsampled
-image is convolved at low resolution (``upsample_2d``'s kernel).
+It has no norms. Beside its convolutions, stock spends time on one pass each for bias, ReLU and the skip sum,
+and on upsampling. Here cuDNN adds bias and skip and applies ReLU before it writes. Upsampling and the
+convolution after it are one convolution at low resolution, in the kernel that ``upsample_2d`` uses.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _runs_fused(module: Any, x: Tensor, layers: nn.Module) -> bool:
 
 
 def _chain(layers: Iterable[nn.Module], x: Tensor) -> Tensor:
-    """``layers`` in order; a convolution together with the ReLU behind it or the upsampling before it."""
+    """Run ``layers`` in order. A convolution takes along a ReLU after it or an upsampling before it."""
     todo = list(layers)
     while todo:
         layer, following = todo.pop(0), todo[0] if todo else None
@@ -68,7 +68,7 @@ def _is_upsampling(module: Any) -> bool:
 
 
 class FusedTinyBlock(AutoencoderTinyBlock):
-    """``AutoencoderTinyBlock`` in one call a convolution. x (N, C, H, W) -> (N, C_out, H, W)."""
+    """``AutoencoderTinyBlock`` in one call for each convolution. x (N, C, H, W) -> (N, C_out, H, W)."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not _runs_fused(self, x, self.conv):
@@ -78,7 +78,7 @@ class FusedTinyBlock(AutoencoderTinyBlock):
 
 
 class FusedEncoderTiny(EncoderTiny):
-    """``EncoderTiny``, channels-last within. x (N, 3, H, W) -> (N, latent channels, H / 8, W / 8)."""
+    """``EncoderTiny``, channels-last inside. x (N, 3, H, W) -> (N, latent channels, H / 8, W / 8)."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not _runs_fused(self, x, self.layers):
@@ -88,7 +88,7 @@ class FusedEncoderTiny(EncoderTiny):
 
 
 class FusedDecoderTiny(DecoderTiny):
-    """``DecoderTiny``, channels-last within. x (N, latent channels, H, W) -> (N, 3, 8 H, 8 W)."""
+    """``DecoderTiny``, channels-last inside. x (N, latent channels, H, W) -> (N, 3, 8 H, 8 W)."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not _runs_fused(self, x, self.layers):
@@ -101,7 +101,7 @@ BLOCK = ClassSwap(
     "autoencoder_tiny_block",
     AutoencoderTinyBlock,
     FusedTinyBlock,
-    sources=(tested(AutoencoderTinyBlock, __init__="12cd64b18c2567e8", forward="ae3c9e84163373f7"),),
+    sources=(tested(AutoencoderTinyBlock, "__init__", "forward"),),
     check=lambda block: activation_reason(block.conv[1], nn.ReLU),
     layers=("conv.0", "conv.2", "conv.4"),
 )
@@ -109,11 +109,11 @@ ENCODER = ClassSwap(
     "encoder_tiny",
     EncoderTiny,
     FusedEncoderTiny,
-    sources=(tested(EncoderTiny, __init__="76a4ddb9ae8147d6", forward="d58556c056a3813f"),),
+    sources=(tested(EncoderTiny, "__init__", "forward"),),
 )
 DECODER = ClassSwap(
     "decoder_tiny",
     DecoderTiny,
     FusedDecoderTiny,
-    sources=(tested(DecoderTiny, __init__="782f02c7c5f4b5f5", forward="d50c780fe9a4a7aa"),),
+    sources=(tested(DecoderTiny, "__init__", "forward"),),
 )

@@ -1,8 +1,8 @@
-"""A ``nn.BatchNorm2d`` in eval, folded into the convolution directly before it in an ``nn.Sequential``.
+"""Folds an ``nn.BatchNorm2d`` in eval into the convolution directly before it in an ``nn.Sequential``.
 
-The parameters stay as they are, and with them the state_dict. The folded weight and bias are made
-at the first call, beside the module, and again when a tensor that they come from was replaced or
-changed in place.
+The parameters and the state_dict stay as they are. The folded weight and bias are made at the first call
+and kept beside the module. They are made again when one of the tensors that they were made from was replaced
+or written.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ __all__ = ["FoldedBatchNorm2d", "fold_into", "foldable", "folded_conv", "forget"
 
 
 class FoldedBatchNorm2d(nn.BatchNorm2d):
-    """Says that the ``FusedSequential`` around it may fold it; called by itself it is stock's."""
+    """A mark: the ``FusedSequential`` around this norm may fold it. Called directly, it is stock's norm."""
 
 
 register_fused(FoldedBatchNorm2d, nn.BatchNorm2d)
 
 
 class _Folded(NamedTuple):
-    """What a convolution and a norm come to, and what that was made of."""
+    """Weight and bias of the folded convolution, and the tensors that they were made from."""
 
     sources: tuple[Tensor | None, ...]
     states: tuple[Any, ...]
@@ -40,12 +40,12 @@ class _Folded(NamedTuple):
     bias: Tensor
 
 
-# By convolution. In no __dict__: nothing to copy, pickle or take away again.
+# Convolution -> its folded weight. Not in its ``__dict__``, so that it is neither copied nor pickled.
 _folded: weakref.WeakKeyDictionary[nn.Module, _Folded] = weakref.WeakKeyDictionary()
 
 
 def foldable(module: nn.Module) -> Iterator[nn.Module]:
-    """The norms directly behind convolutions among the children of a Sequential."""
+    """The norms that directly follow a convolution among the children of a Sequential and fit it."""
     children = [child for child in module._modules.values() if child is not None]
     for conv, norm in pairwise(children):
         if type(conv) is not nn.Conv2d or type(norm) not in (nn.BatchNorm2d, FoldedBatchNorm2d):
@@ -61,7 +61,7 @@ def is_folded(module: nn.Module) -> bool:
 
 
 def fold_into(module: nn.Module) -> None:
-    """Let the norms that are ``foldable`` in ``module`` be folded."""
+    """Mark the ``foldable`` norms of ``module``. The calls fold them."""
     for norm in list(foldable(module)):
         change_class(norm, FoldedBatchNorm2d)
 
@@ -73,26 +73,27 @@ def unfold(module: nn.Module) -> None:
 
 
 def forget(conv: nn.Module) -> None:
-    """Drop what ``conv`` was folded into, also where its norm is no longer there."""
+    """Drop the folded weight of ``conv``, also if its norm is no longer there."""
     _folded.pop(conv, None)
 
 
 def folded_conv(conv: Any, norm: Any, x: Tensor) -> Tensor | None:
-    """``norm(conv(x))`` as one convolution; None where it is two."""
+    """``norm(conv(x))`` as one convolution; None if the two must be called one by one."""
     if type(norm) is not FoldedBatchNorm2d or not is_plain_conv(conv):
         return None
     if norm.training or norm.running_mean is None or norm.running_var is None or x.dim() != 4:
         return None
     made_of = conv.weight, conv.bias, norm.weight, norm.bias, norm.running_mean, norm.running_var
-    # PyTorch's training does not count what it writes into the averages. It counts the batches.
+    # In training PyTorch writes the running averages without raising their versions, but it also counts the
+    # batches in a tensor.
     sources: tuple[Any, ...] = (*made_of, norm.num_batches_tracked)
     if not (is_unhooked(norm) and dispatch.is_untraced(x, sources)):
         return None
-    # A graph would replay the folded weight that it has seen, whatever became of the parameters.
+    # A graph would go on using the folded weight of the capture after the parameters have changed.
     is_captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
     if is_captured or dispatch.wants_gradient(x, sources) or torch.is_autocast_enabled(x.device.type):
         return None
-    if any(t is not None and t.is_inference() for t in sources):  # which count no changes
+    if any(t is not None and t.is_inference() for t in sources):  # these do not count their writes
         return None
     states = (norm.eps, *(None if t is None else (t.data_ptr(), t._version, t.dtype) for t in sources))
     found = _folded.get(conv)
@@ -106,7 +107,7 @@ def _fold(
     eps: float, weight: Tensor, bias: Tensor | None, scale: Tensor | None, offset: Tensor | None,
     mean: Tensor, var: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Weight and bias of the convolution, in fp64 until the one rounding at the end."""
+    """Weight and bias of the folded convolution: computed in fp64 and rounded once."""
     factor = torch.rsqrt(var.double() + eps)
     factor = factor if scale is None else factor * scale.double()
     shift = -mean.double() if bias is None else bias.double() - mean.double()

@@ -1,9 +1,12 @@
 """The last norm of a UNet, encoder or decoder: ``conv_norm_out`` and ``conv_act`` as one kernel.
 
-Both are called by the parent's long forward, which is not repeated here. The norm computes the activation
-too and hands the result over; the activation lets exactly that tensor pass. Hooks on the parent arm the
-norm while the parent's forward runs, so that ``conv_norm_out`` called by itself is only a norm. The
-hand-off is per thread and holds no reference.
+The parent's forward calls both. It is long and is not repeated here. Instead, the norm's kernel also applies
+the activation, and ``conv_act`` returns exactly that tensor unchanged. The norm does so only while the
+parent's forward runs: hooks on the parent arm and disarm it, so that ``conv_norm_out`` called directly is
+only a norm. Each thread has its own hand-off, which holds a weak reference to the tensor.
+
+Why hooks: an activated result is wrong for every other caller of the norm. So the norm must know before it
+computes who calls it and which activation follows. Neither its input nor its own state says so.
 """
 
 from __future__ import annotations
@@ -15,10 +18,6 @@ from typing import Any
 import torch
 from diffusers.models import UNet2DConditionModel, UNet2DModel, UNet3DConditionModel, UNetMotionModel
 from diffusers.models.autoencoders.autoencoder_kl_allegro import AllegroDecoder3D, AllegroEncoder3D
-from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import (
-    HunyuanVideoDecoder3D,
-    HunyuanVideoEncoder3D,
-)
 from diffusers.models.autoencoders.autoencoder_kl_temporal_decoder import TemporalDecoder
 from diffusers.models.autoencoders.vae import Decoder, Encoder, MaskConditionDecoder
 from diffusers.models.unets.unet_i2vgen_xl import I2VGenXLUNet
@@ -42,39 +41,36 @@ from sdfastgn.patches.core.fusion import (
 )
 from sdfastgn.patches.core.hooks import remove_hooks
 from sdfastgn.patches.core.statistics import take_statistics
-from sdfastgn.patches.core.tested_sources import TestedSource, tested, unknown_source
+from sdfastgn.patches.core.tested_sources import tested, unknown_source
 from sdfastgn.patches.fusions.group_norm import FusedGroupNorm
 
 __all__ = ["FUSION", "PARENTS"]
 
-# Models whose forward calls conv_norm_out and, directly after it, conv_act on its result -> that
-# forward's source. Versions differ in LoRA scales, the timestep's dtype and a decoder's dtype.
-_SOURCES: dict[type[nn.Module], TestedSource] = {
-    source.cls: source
-    for source in (
-        tested(UNet2DConditionModel, forward="731b505df059e628 3f57cd2fd26248e7"),
-        tested(UNet2DModel, forward="88aeba15fccdfc7e"),
-        tested(UNet3DConditionModel, forward="7b7739e20e1561db ddfcdc041c8fb6ba"),
-        tested(UNetMotionModel, forward="20bf8ac292996f10 44a01cb8fa235f28 47a777cff5d911fd"),
-        tested(UNetSpatioTemporalConditionModel, forward="afef74a33acd5adc 7aa42ac586442070"),
-        tested(I2VGenXLUNet, forward="8be9f9efd0f366c5 959f6f0ba268969a"),
-        tested(Encoder, forward="e48fee8c32766a71"),
-        tested(Decoder, forward="97047ade02b3933c 03f2b9f37b0d6cb9"),
-        tested(TemporalDecoder, forward="81428d3064c20ab6"),
-        tested(MaskConditionDecoder, forward="bb893df0701937cc"),
-        tested(AudioLDM2UNet2DConditionModel, forward="a1713f8710cd7230"),
-        tested(HunyuanVideoEncoder3D, forward="34de5dcd23f1a895"),
-        tested(HunyuanVideoDecoder3D, forward="69cc74a7447f9670"),
-        tested(AllegroEncoder3D, forward="7921b379e8ba8b44"),
-        tested(AllegroDecoder3D, forward="260673ba2f399843"),
-    )
-}
-PARENTS: tuple[type[nn.Module], ...] = tuple(_SOURCES)
+# Models whose forward calls conv_norm_out and then conv_act on its result. Tested versions differ in LoRA
+# scales, the timestep's dtype and a decoder's dtype.
+PARENTS: tuple[type[nn.Module], ...] = (
+    UNet2DConditionModel,
+    UNet2DModel,
+    UNet3DConditionModel,
+    UNetMotionModel,
+    UNetSpatioTemporalConditionModel,
+    I2VGenXLUNet,
+    Encoder,
+    Decoder,
+    TemporalDecoder,
+    MaskConditionDecoder,
+    AudioLDM2UNet2DConditionModel,
+    AllegroEncoder3D,
+    AllegroDecoder3D,
+)
 _FORWARDS = frozenset(parent.forward for parent in PARENTS)
 
 
 class _HandOff(threading.local):
-    """Of one thread. ``armed``: id of a norm -> its activation; ``output``: what a norm has activated."""
+    """The hand-off of one thread.
+
+    ``armed``: id of an armed norm -> its activation. ``output``: the tensor that a norm has activated.
+    """
 
     def __init__(self) -> None:
         self.armed: dict[int, nn.Module] = {}
@@ -103,7 +99,7 @@ class FusedNormOut(FusedGroupNorm):
 
 
 class _Pass(nn.Module):
-    """Lets the tensor pass that ``FusedNormOut`` has activated already, and activates every other."""
+    """Returns a tensor that ``FusedNormOut`` has already activated unchanged, and activates all others."""
 
     def forward(self, input: Tensor) -> Tensor:
         if not torch.compiler.is_compiling() and _hand_off.output is not None:
@@ -139,7 +135,7 @@ def _activation_of_pass(act: nn.Module) -> str | None:
 
 
 def arm(parent: Any, args: Any) -> None:
-    """Forward pre-hook of the parent, whose class other code may have changed: its forward counts."""
+    """Forward pre-hook of the parent. Arms its norm if the parent still runs a known forward."""
     if torch.compiler.is_compiling():
         return
     if type(parent).forward in _FORWARDS or stock_class(parent) in PARENTS:
@@ -155,7 +151,7 @@ def disarm(parent: Any, args: Any, output: Any) -> None:
 
 class _NormOutFusion:
     name = "conv_norm_out"
-    sources = tuple(_SOURCES.values())
+    sources = tuple(tested(parent, "forward") for parent in PARENTS)
 
     def claims(self, module: nn.Module) -> bool:
         has_norm = isinstance(getattr(module, "conv_norm_out", None), nn.GroupNorm)
@@ -175,7 +171,7 @@ class _NormOutFusion:
             activation_reason(act, *_PASS)
             or foreign_override(norm)
             or foreign_override(act)
-            or unknown_source(_SOURCES[stock_class(module)])
+            or unknown_source(tested(stock_class(module), "forward"))
         )
 
     def apply(self, module: Any) -> None:
@@ -187,7 +183,7 @@ class _NormOutFusion:
     def undo(self, module: Any) -> None:
         remove_hooks(module, arm, disarm)
         for name in ("conv_norm_out", "conv_act"):
-            child = module._modules.get(name)  # it may have been replaced
+            child = module._modules.get(name)  # None if other code has removed it
             if child is not None:
                 restore_class(child)
 

@@ -1,8 +1,9 @@
 """diffusers' ``GEGLU``, the first part of ``FeedForward``: bias, GELU and product in one kernel.
 
-Upstream's linear layer writes (..., 2D), GELU reads half of it and writes, the product reads both and
-writes. The kernel reads what the matrix product left, adds the layer's bias, and writes (..., D). The
-rest of ``FeedForward`` (dropout, the second linear layer, chunks of tokens) stays as it is.
+Upstream's linear layer writes (..., 2D). GELU reads and writes half of that, and the elementwise product
+reads both halves and writes (..., D). Here one kernel reads the result of the matrix product, adds the bias
+and writes (..., D). The rest of ``FeedForward`` (dropout, the second linear layer, chunks of tokens) stays
+as it is.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class FusedGEGLU(GEGLU):
     """
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        # Upstream warns about deprecated arguments. A compiler makes the same kernel by itself.
+        # Extra arguments are deprecated, and upstream's forward warns. A compiler makes the same kernel.
         if args or kwargs or torch.compiler.is_compiling() or not dispatch.has_kernels(hidden_states):
             return super().forward(hidden_states, *args, **kwargs)
         return linear_geglu(self.proj, hidden_states)
@@ -43,9 +44,7 @@ FUSION = ClassSwap(
     "geglu",
     GEGLU,
     FusedGEGLU,
-    sources=(
-        tested(GEGLU, __init__="c032b8aa1c0faada", forward="2749119a143f533a", gelu="e20caf64d5ad61c2"),
-    ),
+    sources=(tested(GEGLU, "__init__", "forward", "gelu"),),
     check=_check,
     layers=("proj",),
 )

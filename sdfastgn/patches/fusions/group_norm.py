@@ -1,4 +1,4 @@
-"""Any ``nn.GroupNorm`` on sdfastgn's kernel, and ``norm_act``, which fuses the activation behind it."""
+"""Every plain ``nn.GroupNorm`` on sdfastgn's kernel, and ``norm_act``, which also fuses an activation."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["FUSION", "FusedGroupNorm", "can_fuse", "norm_act"]
 
 
 class FusedGroupNorm(nn.GroupNorm):
-    """``nn.GroupNorm`` on sdfastgn's kernel; keeps the input's layout.
+    """``nn.GroupNorm`` on sdfastgn's kernel. The result has the input's layout.
 
     Shapes, dtypes and errors: ``sdfastgn.group_norm``.
     """
 
-    # The class itself where it computes a norm and nothing behind it. Heirs have another's, so that they
-    # are told apart by an attribute, which torch.compile follows in all releases.
+    # The class itself, if its forward is a norm and nothing else. A subclass inherits another class here,
+    # and so counts as more than a norm. torch.compile can follow this attribute in all releases.
     norm_alone: type[nn.Module] | None = None
 
     def forward(self, input: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ class FusedGroupNorm(nn.GroupNorm):
         if not (input.is_cpu and is_channels_last_to_pytorch(input)):
             return nn.GroupNorm.forward(self, input)
         operands = input, self.num_groups, self.weight, self.bias, self.eps
-        # Stock's kernel for CPUs, but where that is wrong.
+        # PyTorch's channels-last kernel for CPUs where it is exact enough, else the reference.
         found = channels_last_group_norm(*operands)
         return reference_group_norm(*operands) if found is None else found[0]
 
@@ -47,7 +47,7 @@ FusedGroupNorm.norm_alone = FusedGroupNorm
 
 
 def can_fuse(norm: nn.Module, act: nn.Module) -> bool:
-    """True if ``act(norm(x))`` may run as one kernel: both are known, and neither has hooks."""
+    """True if ``act(norm(x))`` may run as one kernel: both modules are known, and neither has hooks."""
     return (
         isinstance(norm, FusedGroupNorm)
         and norm.norm_alone is type(norm)
@@ -62,13 +62,13 @@ def norm_act(norm: Any, act: nn.Module, x: Tensor, **operands: Any) -> Tensor:
 
     ``operands``: keyword operands of ``sdfastgn.group_norm``, only if ``can_fuse(norm, act)``.
     """
-    # With operands it is ``group_norm``'s to compute, also where kernels were turned off since.
+    # Operands only go into ``group_norm``. If no kernel runs, that computes in plain PyTorch.
     if not (can_fuse(norm, act) and (operands or dispatch.has_kernels(x))):
         return act(norm(x))
     return norm._fused(x, activation_of(act) or "identity", **operands)
 
 
-# Runs the kernel without us. By name, because modules.py stands beside the patches.
+# Already runs the kernel. It is known by name, because patches do not import modules.py.
 _OURS = "sdfastgn.modules.GroupNorm"
 
 

@@ -1,7 +1,7 @@
 """Known subclasses of ``nn.GroupNorm``: GroupNorm32's cast to fp32, and timm's GroupNormAct.
 
-Each class gets a fused subclass of its own when the first of its instances is optimized, so that it stays
-an instance of its class.
+A fused subclass of each such class is made when its first instance is optimized. So a fused module is still
+an instance of its stock class.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["FUSION", "FusedGroupNorm32", "FusedGroupNormAct", "SubclassSwap"]
 
 
 class _MadeLater(FusedGroupNorm):
-    """Base of classes that are made at run time. Pickle finds them by the class that they stand for."""
+    """Base of classes that are made at run time. A pickle names the stock class and makes them again."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced: Any = super().__reduce_ex__(max(protocol, 2))
@@ -51,13 +51,13 @@ class FusedGroupNorm32(_MadeLater):
         return super()._fused(x, activation, **operands).to(x.dtype)
 
     def _in_pytorch(self, input: Tensor) -> Tensor:
-        # fp64 weights, which upstream's cast refuses, are those of a verification's reference.
+        # Weights are fp64 only in a verification's reference. Upstream's cast of x to fp32 would fail there.
         is_wide = self.weight is not None and self.weight.dtype is torch.float64
         return super()._in_pytorch(input if is_wide else input.float()).to(input.dtype)
 
 
 class FusedGroupNormAct(_MadeLater):
-    """timm's ``GroupNormAct``: one kernel, unless something is dropped between the norm and the activation.
+    """timm's ``GroupNormAct``: one kernel, unless ``drop``, between norm and activation, does something.
 
     x (N, C, *spatial) -> the same.
     """
@@ -104,10 +104,10 @@ def _new(stock: type[nn.Module]) -> Any:
 
 
 class SubclassSwap:
-    """As ``ClassSwap``, for classes that are known by their code alone."""
+    """Does what ``ClassSwap`` does, for classes that are recognized by the code of their ``forward``."""
 
     name = "group_norm_subclass"
-    # Known by the code of a ``forward`` in any module: ``core/known_norms.py``.
+    # No upstream class: ``core/known_norms.py`` has the hashes.
     sources: tuple[TestedSource, ...] = ()
 
     def claims(self, module: nn.Module) -> bool:

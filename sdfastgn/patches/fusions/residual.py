@@ -1,8 +1,9 @@
-"""A residual block from its first convolution to its second: bias, time embedding, norm and activation.
+"""The part of a residual block between its convolutions: bias, time embedding, norm and activation.
 
-The first convolution's bias and the time embedding are constants per (n, c). The norm's kernel adds them
-while it reads, which saves two passes over the tensor. One kernel (``act_linear``) activates and
-projects the embedding and adds the bias to it. The blocks of diffusers and of ComfyUI are built on this.
+The first convolution's bias and the projected time embedding are one number for each sample and channel.
+The norm's kernel adds both while it reads, which saves two passes over the tensor. One kernel
+(``act_linear``) computes the embedding's activation and projection and adds the bias. The blocks of
+diffusers and of ComfyUI use this.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ class Embedding(NamedTuple):
     """A time embedding and what a block does with it.
 
     Attributes:
-        value: (N, K), or None.
-        linear: projects it to (N, C), with ``scales`` to (N, 2C); None: it is used as it is.
+        value: (N, K), or None for no embedding.
+        linear: the projection to (N, C), or to (N, 2C) with ``scales``; None: ``value`` is added as it is.
         act: the activation before the projection, or None.
-        scales: True: scale and shift after the norm. False: a shift before it.
+        scales: True: the embedding is a scale and a shift after the norm. False: a shift before the norm.
     """
 
     value: Tensor | None = None
@@ -48,11 +49,11 @@ def conv_norm_act(
     """
     N, scales = h.shape[0], embedding.scales
     fuses = can_fuse(norm, act)
-    # cuDNN adds a bias in a pass of its own; the normalization adds it for nothing.
+    # cuDNN adds a bias in a separate pass; the norm's kernel adds it at no cost.
     bias = conv.bias if fuses and dispatch.runs_in_triton(h) and bias_can_move(conv) else None
     temb, has_bias = _project(embedding, h, bias)
     fits = temb is None or (
-        embedding.linear is not None  # else its shape broadcasts as the caller wants
+        embedding.linear is not None  # an embedding that is not projected may have any shape
         and temb.dtype == h.dtype
         and tuple(temb.shape) == (N, 2 * C if scales else C)
     )
@@ -74,7 +75,7 @@ def conv_norm_act(
 
 
 def _project(embedding: Embedding, h: Tensor, bias: Tensor | None) -> tuple[Tensor | None, bool]:
-    """The projected time embedding, and whether ``bias`` is in it. h: the convolution's input."""
+    """The projected time embedding, and whether ``bias`` was added to it. h: the convolution's input."""
     temb, linear, act, scales = embedding
     if linear is None:
         return temb, False

@@ -1,8 +1,8 @@
 """diffusers' ``ResnetBlock2D``: both norms with their activations, and the sum at its end.
 
-What is between the convolutions is in ``residual.py``. The sum at the end takes conv2's bias and the
-output scale, and stores the statistics of what it writes. ``nonlinearity`` stays a module of its own,
-since the block also applies it to the time embedding.
+``residual.py`` has the part between the convolutions. The sum at the end adds conv2's bias, divides by the
+output scale, and stores the statistics of its result. ``nonlinearity`` stays a separate module, because the
+block also applies it to the time embedding.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class FusedResnetBlock2D(ResnetBlock2D):
     """
 
     def forward(self, input_tensor: Tensor, temb: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
-        # Upstream warns about deprecated arguments.
+        # Extra arguments are deprecated, and upstream's forward warns.
         if args or kwargs or not dispatch.has_kernels(input_tensor):
             return super().forward(input_tensor, temb, *args, **kwargs)
         h = norm_act(self.norm1, self.nonlinearity, input_tensor)
@@ -45,7 +45,7 @@ class FusedResnetBlock2D(ResnetBlock2D):
         resample = self.upsample if self.upsample is not None else self.downsample
         if resample is None:
             return input_tensor, h
-        # diffusers' guard: channels-last upsampling failed for large batches.
+        # diffusers has this guard too: PyTorch's channels-last upsampling failed for large batches.
         if self.upsample is not None and h.shape[0] >= 64:
             input_tensor, h = input_tensor.contiguous(), h.contiguous()
         return resample(input_tensor), resample(h)
@@ -58,11 +58,11 @@ class FusedResnetBlock2D(ResnetBlock2D):
                 "sdfastgn: temb must not be None for a ResnetBlock2D with "
                 f"time_embedding_norm={self.time_embedding_norm!r}"
             )
-        embedding = NO_EMBEDDING  # upstream ignores it with any other norm
+        embedding = NO_EMBEDDING  # with any other time_embedding_norm upstream ignores temb
         if scales or self.time_embedding_norm == "default":
             linear_act = None if self.skip_time_act else self.nonlinearity
             embedding = Embedding(temb, self.time_emb_proj, linear_act, scales)
-        # Not conv1's channels: a LoRA layer may stand in its place.
+        # Not conv1.out_channels, because conv1 may be a LoRA's wrapper.
         return conv_norm_act(h, self.conv1, self.norm2, self.nonlinearity, self.out_channels, embedding)
 
 
@@ -70,10 +70,8 @@ FUSION = ClassSwap(
     "resnet_block",
     ResnetBlock2D,
     FusedResnetBlock2D,
-    # Before 0.37 the shortcut's input becomes channels-first, with the same values.
-    sources=(
-        tested(ResnetBlock2D, __init__="f6111697ab9ce6fc", forward="27d3601251620ffd 8d4e47f410843292"),
-    ),
+    # The two versions of forward: before diffusers 0.37 it makes the shortcut's input channels-first.
+    sources=(tested(ResnetBlock2D, "__init__", "forward"),),
     check=lambda block: activation_reason(block.nonlinearity),
     layers=("norm1", "conv1", "time_emb_proj", "norm2", "conv2", "conv_shortcut"),
 )

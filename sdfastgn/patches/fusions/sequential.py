@@ -1,5 +1,7 @@
-"""``nn.Sequential`` with pairs that run as one: a GroupNorm directly before an activation as one
-kernel, and where that is asked for a BatchNorm2d in eval as part of the convolution before it.
+"""``nn.Sequential`` that runs pairs of its children together.
+
+A GroupNorm and the activation directly after it are one kernel. With ``fold_batch_norm``, a BatchNorm2d in
+eval becomes part of the convolution before it.
 """
 
 from __future__ import annotations
@@ -51,8 +53,9 @@ FUSION = ClassSwap("sequential", nn.Sequential, FusedSequential, covers=_has_pai
 
 
 class _FoldBatchNorm:
-    """Fusion of every module with a BatchNorm2d of its own: only an ``nn.Sequential`` says in which
-    order its parts run.
+    """Folds BatchNorm2d in an ``nn.Sequential``, and lists every other module with one as skipped.
+
+    Only an ``nn.Sequential`` says in which order its children run.
     """
 
     name = "batch_norm"

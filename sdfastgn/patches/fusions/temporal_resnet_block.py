@@ -1,6 +1,7 @@
 """Stable Video Diffusion's residual blocks of 5-D tensors: both norms with their activations.
 
-The time embedding differs from frame to frame. So it is no constant per (n, c), and stays an addition.
+The time embedding differs from frame to frame. It is not one number for each sample and channel, so the
+norm's kernel cannot add it, and it stays a separate addition.
 """
 
 from __future__ import annotations
@@ -36,6 +37,6 @@ FUSION = ClassSwap(
     "temporal_resnet_block",
     TemporalResnetBlock,
     FusedTemporalResnetBlock,
-    sources=(tested(TemporalResnetBlock, __init__="10dc3eb120f73c58", forward="cb41e04a61aa231a"),),
+    sources=(tested(TemporalResnetBlock, "__init__", "forward"),),
     layers=("norm1", "norm2"),
 )

@@ -1,4 +1,4 @@
-"""Parts of the transformer blocks of diffusers and ComfyUI: norms with the sum before them, feed-forward."""
+"""Parts of transformer blocks, for diffusers and ComfyUI: LayerNorm with the sum before it, feed-forward."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from sdfastgn.patches.core.linear import is_plain_linear
 
 __all__ = ["add_feed_forward", "add_norm", "linear_geglu", "norm"]
 
-# A node of autograd written in Python costs the CPU 0.1 to 0.3 ms on an H200's host, PyTorch's own
-# norm 0.05. With fewer elements the GPU does not make up for that.
+# Elements from which a norm runs in the kernel in training. An autograd node written in Python costs the
+# CPU 0.1 to 0.3 ms on an H200's host, PyTorch's own norm 0.05. For fewer elements the GPU saves less time.
 _TRAINING_ELEMENTS = 2**24
 
 
 def linear_geglu(layer: Any, x: Tensor) -> Tensor:
-    """``a * gelu(b)`` with (a, b) the halves of ``layer(x)``; its bias is added by GELU's kernel."""
+    """``a * gelu(b)``, where (a, b) are the halves of ``layer(x)``. GELU's kernel adds the layer's bias."""
     if is_plain_linear(layer):
         return geglu(linear(x, layer.weight), layer.bias)
     return geglu(layer(x))
@@ -44,7 +44,7 @@ def norm(layer: Any, x: Tensor) -> Tensor:
 
 def add_norm(layer: Any, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
     """(layer(x + residual), x + residual) in one kernel where that is allowed."""
-    # Two dtypes, as under autocast or with an attention in fp32, promote; another shape broadcasts.
+    # Other dtypes (autocast, attention in fp32) would promote, and other shapes would broadcast.
     if x.dtype == residual.dtype and x.shape == residual.shape and _can_fuse(layer, x):
         return add_layer_norm(x, residual, layer.weight, layer.bias, layer.eps)
     total = x + residual
@@ -54,17 +54,17 @@ def add_norm(layer: Any, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
 def add_feed_forward(ff: Any, layers: list[Any] | None, layer: Any, x: Tensor, residual: Tensor) -> Tensor:
     """total + ff(layer(total)) with total = x + residual.
 
-    layers: what calling ``ff`` calls one after the other, None if it does more than that.
+    layers: the layers that ``ff`` calls one after the other; None if ``ff`` does anything else.
     """
     if not _adds_in_product(layers, layer, x, residual):
         h, total = add_norm(layer, x, residual)
         return ff(h) + total
     *others, last = layers
-    # The sum is memory that nobody else has seen: it may be written to.
+    # ``total`` is a new tensor that only this function has, so it may be written in place.
     h, total = add_layer_norm(x, residual, layer.weight, layer.bias, layer.eps, total_bias=last.bias)
     for module in others:
         h = module(h)
-    # After a hook or a replaced layer the add may promote or broadcast.
+    # A hook or a replaced layer may have changed h so that the sum must promote or broadcast.
     if h.dtype != total.dtype or h.shape[:-1] != total.shape[:-1]:
         return linear(h, last.weight) + total
     add_linear_(total.view(-1, total.shape[-1]), h.reshape(-1, h.shape[-1]), last.weight)
@@ -74,7 +74,7 @@ def add_feed_forward(ff: Any, layers: list[Any] | None, layer: Any, x: Tensor, r
 def _adds_in_product(
     layers: list[Any] | None, layer: Any, x: Tensor, residual: Tensor
 ) -> TypeGuard[list[Any]]:
-    """True if the last of ``layers`` is a plain linear layer that may be added in place to a sum like x."""
+    """True if the last of ``layers`` is a plain linear layer whose product may add itself to the sum."""
     if layers is None:
         return False
     last = layers[-1]

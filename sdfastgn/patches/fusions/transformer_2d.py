@@ -1,8 +1,8 @@
-"""diffusers' ``Transformer2DModel``: tokens become images as a channels-last view, without a copy.
+"""diffusers' ``Transformer2DModel``: tokens become an image as a channels-last view, without a copy.
 
-Upstream ends a block with ``.permute(0, 3, 1, 2).contiguous()``, which undoes channels-last for all that
-follows. The sum with the residual stores the statistics of what it writes, and 1x1 convolutions around
-the tokens run as matrix products.
+Upstream's forward ends with ``.permute(0, 3, 1, 2).contiguous()``, and all that follows would be
+channels-first. Here the image stays channels-last, the sum with the residual stores the statistics of its
+result, and the 1x1 convolutions before and after the blocks run as matrix products.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ FUSION = ClassSwap(
     sources=(
         tested(
             Transformer2DModel,
-            forward="aba71789c6abaab3",
-            _operate_on_continuous_inputs="95cbe74f99f3886e",
-            _get_output_for_continuous_inputs="83e18030710bbd44",
+            "forward",
+            "_operate_on_continuous_inputs",
+            "_get_output_for_continuous_inputs",
         ),
     ),
     check=_check,

@@ -1,15 +1,16 @@
-"""diffusers' ``BasicTransformerBlock``: each residual add and the LayerNorm behind it as one kernel.
+"""diffusers' ``BasicTransformerBlock``: each residual add and the LayerNorm after it as one kernel.
 
     norm1 - attn1 - (add, norm2) - attn2 - (add, norm3) - ff - add
 
-The kernel writes the sum that the norm would read again: four transfers of a tensor instead of five, and
-one launch instead of two. In plain inference on a GPU the last add is no kernel: the feed-forward's last
-matrix product adds itself to the sum in place, which already has the layer's bias (``total_bias`` of
-``add_layer_norm``). That is also one rounding less than stock. The bias of an attention's last linear
-layer stays in its matrix product, which adds it before it writes.
+The kernel writes both the sum and the norm, so the norm need not read the sum: a tensor is transferred four
+times instead of five, in one launch instead of two.
 
-Under a compiler the block is diffusers' own: the compiler makes the same kernel, and puts the division by
-``rescale_output_factor`` into it.
+In plain inference on a GPU the last add has no kernel. The feed-forward's last matrix product adds its result
+to the sum in place. The kernel before has already added that layer's bias to the sum (``total_bias`` of
+``add_layer_norm``). This rounds once less than stock.
+
+Under a compiler diffusers' own forward runs: the compiler makes the same kernel, and also includes the
+division by ``rescale_output_factor``.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ __all__ = ["FUSION", "FusedBasicTransformerBlock"]
 class FusedBasicTransformerBlock(BasicTransformerBlock):
     """``BasicTransformerBlock`` on sdfastgn's LayerNorm. hidden_states (N, tokens, dim) -> the same.
 
-    Calls that are not plain run upstream's forward: GLIGEN's, deprecated or chunked ones, those
-    with images as hidden states.
+    Upstream's forward runs for calls with GLIGEN or a deprecated argument, for feed-forward in chunks, and
+    for hidden states that are images.
     """
 
     def forward(
@@ -88,7 +89,10 @@ class FusedBasicTransformerBlock(BasicTransformerBlock):
 
 
 def _register_for_hooks() -> None:
-    """diffusers' hooks that skip blocks (SkipLayerGuidance, AutoGuidance) look them up by exact class."""
+    """Register the fused class for diffusers' hooks that skip blocks, which look blocks up by exact class.
+
+    Such hooks are SkipLayerGuidance and AutoGuidance.
+    """
     try:
         from diffusers.hooks._helpers import TransformerBlockRegistry
 
@@ -99,12 +103,12 @@ def _register_for_hooks() -> None:
 
 
 def _has_layer_norms(block: Any) -> bool:
-    """True if the block's norms take nothing but tokens, and attention takes them as they are."""
+    """True if the block's norms are plain LayerNorms, and nothing is added between norm and attention."""
     return block.norm_type == "layer_norm" and block.pos_embed is None
 
 
 def _layers_of(ff: Any) -> list[Any] | None:
-    """The layers that calling ``ff`` calls one after the other, if that is all that it does."""
+    """The layers that ``ff`` calls one after the other; None if ``ff`` does anything else."""
     is_known = type(ff) is FeedForward and is_unhooked(ff) and type(ff.net) is nn.ModuleList
     return list(ff.net) if is_known else None
 
@@ -114,11 +118,10 @@ FUSION = ClassSwap(
     BasicTransformerBlock,
     FusedBasicTransformerBlock,
     sources=(
-        tested(BasicTransformerBlock, __init__="b7f87cf60dcd5e5e", forward="93553781856362db"),
-        tested(FeedForward, __init__="6223e1c70dbf9b4c", forward="ce319c1e7f26d21f"),
+        tested(BasicTransformerBlock, "__init__", "forward"),
+        tested(FeedForward, "__init__", "forward"),
     ),
-    # Blocks with adaptive norms or positional embeddings have no add directly before a plain
-    # LayerNorm.
+    # Blocks with adaptive norms or positional embeddings have no add directly before a plain LayerNorm.
     covers=_has_layer_norms,
     layers=("norm1", "norm2", "norm3", "ff.net.2"),
 )

@@ -1,8 +1,8 @@
-"""diffusers' ``Upsample2D``: upsampling by two and the convolution behind it, as one where that is faster.
+"""diffusers' ``Upsample2D``: upsampling by two and the convolution after it, as one where that is faster.
 
-Only the usual call of a UNet or decoder is fused: no norm before it, no transposed convolution, twice
-the size. PyTorch's own channels-last kernel goes element by element and fails for large tensors, for
-which upstream makes the image channels-first.
+Only the usual call of a UNet or decoder is fused: no norm before it, no transposed convolution, twice the
+size. PyTorch's own channels-last upsampling copies element by element, which is slow. It fails for large
+tensors, for which upstream makes the image channels-first.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ __all__ = ["FUSION", "FusedUpsample2D"]
 class FusedUpsample2D(Upsample2D):
     """``Upsample2D``. hidden_states (N, C, H, W) -> (N, C_out, 2H, 2W), channels-last.
 
-    Everywhere but on a channels-last image on a GPU it is upstream's forward, under a compiler too.
+    Only a channels-last image on a GPU is fused. Any other, and every call under a compiler, runs upstream's
+    forward.
     """
 
     def forward(self, hidden_states: Tensor, output_size: Any = None, *args: Any, **kwargs: Any) -> Tensor:
@@ -34,14 +35,14 @@ class FusedUpsample2D(Upsample2D):
             return super().forward(hidden_states, output_size, *args, **kwargs)
         conv = _conv_of(self)
         if conv is None:
-            if torch.is_autocast_enabled("cuda"):  # it interpolates in fp32
+            if torch.is_autocast_enabled("cuda"):  # autocast interpolates in fp32
                 return super().forward(hidden_states)
             return upsample_nearest_2x(hidden_states)
         return conv_of_upsampled(conv, hidden_states)
 
 
 def _conv_of(module: Any) -> Any:
-    """The convolution behind the upsampling, under either of upstream's names; None without one."""
+    """The convolution after the upsampling, under either of upstream's names; None if there is none."""
     return (module.conv if module.name == "conv" else module.Conv2d_0) if module.use_conv else None
 
 
@@ -50,7 +51,7 @@ def _runs_fused(module: Any, x: Tensor, output_size: Any) -> bool:
         not torch.compiler.is_compiling()
         and _is_nearest(module)
         and x.dim() == 4
-        and x.shape[1] == module.channels  # else upstream's own error
+        and x.shape[1] == module.channels  # else upstream's forward raises its own error
         and (output_size is None or tuple(output_size) == (2 * x.shape[2], 2 * x.shape[3]))
         and dispatch.runs_in_triton(x)
         and dispatch.has_kernels(x)
@@ -67,7 +68,7 @@ FUSION = ClassSwap(
     "upsample_2d",
     Upsample2D,
     FusedUpsample2D,
-    sources=(tested(Upsample2D, __init__="8be1e93fd9fb5c47", forward="a7b7f16a892af3a3"),),
+    sources=(tested(Upsample2D, "__init__", "forward"),),
     covers=_is_nearest,
     layers=("conv",),
 )

@@ -1,11 +1,11 @@
-"""A convolution of an image upsampled by two, at low resolution where that is faster.
+"""Upsampling by two and a convolution, as one convolution at low resolution where that is faster.
 
-Elsewhere a kernel that reads and writes channels-last in vectors upsamples, then the convolution is
-called: in training, under autocast to another dtype, where the convolution is not a plain one (LoRA
-layers, hooks), and where images are small. The blocks of diffusers and of ComfyUI are built on this.
+Elsewhere a kernel upsamples the image, and then the convolution is called: in training, under autocast to
+another dtype, if the convolution is not plain (LoRA layers, hooks), and for small images. The blocks of
+diffusers and of ComfyUI use this.
 
-What adds the bias stores the statistics of what it writes. Nothing is kept between calls: each makes the
-weights at low resolution from the convolution's.
+The kernel that adds the bias also stores the statistics of its result where they pay. Nothing is kept between
+calls: each call makes the weights of the low-resolution convolution from the module's weight.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["conv_of_upsampled", "convolves_at_low_resolution"]
 
 
 def conv_of_upsampled(conv: Any, x: Tensor) -> Tensor:
-    """``conv`` of x (N, C, H, W), channels-last, upsampled to (2H, 2W) by nearest neighbors."""
+    """``conv`` of the (2H, 2W) image that nearest neighbors make of x (N, C, H, W), channels-last."""
     if not convolves_at_low_resolution(conv, x):
         return add_bias(*conv_without_bias(conv, upsample_nearest_2x(x)))
     if not emits(conv.out_channels, 4 * math.prod(x.shape[2:])):
@@ -35,7 +35,7 @@ def conv_of_upsampled(conv: Any, x: Tensor) -> Tensor:
 
 
 def convolves_at_low_resolution(conv: Any, x: Tensor) -> bool:
-    """True if ``upsample_conv2d`` computes what ``conv`` makes of the upsampled x, and faster."""
+    """True if ``upsample_conv2d`` gives the same as ``conv`` of the upsampled x, and is faster."""
     return (
         is_plain_conv(conv)
         and keeps_size(conv)

@@ -1,4 +1,4 @@
-"""The arguments of a call: a key for its graph, tensors to copy in, and how to build them again."""
+"""The arguments of a call: the key of its graph, the tensors to copy, and the containers around them."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ _UNTOUCHED_ORDERS = (_INITIAL_ORDER, (_CUDNN, *(backend for backend in _INITIAL_
 
 
 class Unsupported(Exception):  # noqa: N818  # not an error: the call runs without a graph
-    """A call or a result that no graph can stand for; the message is the reason."""
+    """This call must run eager. The message is the reason, for the report."""
 
 
 class Number(NamedTuple):
-    """An argument that may be a number. A graph needs it as the 0-d tensor that the model makes of it."""
+    """An argument that may be a number. The model makes a 0-d tensor of it; a graph is given that tensor."""
 
     position: int
     float_dtype: torch.dtype  # of the tensor that a float becomes
 
 
 class _Slot(NamedTuple):
-    """Stands for one tensor in the arguments."""
+    """A tensor's place in the arguments, once the tensor is taken out."""
 
     place: int
 
 
 class _Spec(NamedTuple):
-    """What a tensor's memory has to be like."""
+    """The layout of a tensor."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -60,7 +60,7 @@ class _Spec(NamedTuple):
 
 
 class Call:
-    """One call's arguments, taken apart.
+    """The arguments of one call, with tensors and containers apart.
 
     Args:
         args: positional arguments.
@@ -68,13 +68,13 @@ class Call:
         numbers: by name, the arguments that become 0-d tensors on the device if they are numbers.
 
     Attributes:
-        key: hashable; equal for calls that one graph can stand for: structure, shapes, strides,
-            dtypes, devices, plain values by value.
-        tensors: the tensors, in the order of their slots; for a promoted number the number.
+        key: hashable. Calls with equal keys can share a graph: they agree in structure, shapes, strides,
+            dtypes, device and plain values.
+        tensors: the tensors in the order of their slots. For an argument of ``numbers`` the number.
         device: of all tensors.
 
-    Raises Unsupported for anything else than tensors on one device, plain values, and lists, tuples
-    and dicts of these.
+    Raises Unsupported for tensors on several devices, and for objects other than tensors, plain values,
+    lists, tuples and dicts.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Call:
         self.key: tuple[Any, ...] = (len(args), tuple(tokens), self.device)
 
     def buffers(self) -> list[Tensor]:
-        """New memory for each tensor of the call, laid out as the tensor is."""
+        """A new tensor of the same layout for each tensor of the call. The values are undefined."""
         return [_like(spec, self.device) for spec in self._specs]
 
     def fill(self, buffers: list[Tensor]) -> None:
@@ -113,13 +113,13 @@ class Call:
             copy_each(targets, sources)
 
     def rebuild(self, buffers: list[Tensor]) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments with ``buffers`` for tensors, in containers of their own."""
+        """The arguments with ``buffers`` in place of the tensors, in new containers."""
         return [_fill_in(p, buffers) for p in self._args], {
             k: _fill_in(v, buffers) for k, v in self._kwargs.items()
         }
 
     def _take(self, value: Any, tokens: list[Any], path: str, number: Number | None = None) -> Any:
-        """``value`` with slots for its tensors; ``tokens`` gets what the key has to know of it."""
+        """``value`` with slots in place of its tensors. Appends its part of the key to ``tokens``."""
         kind = type(value)
         if number is not None:
             if kind is Tensor and value.device.type == "cpu" and value.dim() == 0:
@@ -188,7 +188,7 @@ def _fill_in(part: Any, buffers: list[Tensor]) -> Any:
 
 
 def global_state(device: torch.device) -> tuple[Any, ...]:
-    """Switches of PyTorch that decide which kernels a call runs, or what kind of tensors it makes."""
+    """PyTorch's global switches that change which kernels a call runs or which tensors it returns."""
     kind = device.type
     return (
         torch.is_inference_mode_enabled(),
@@ -201,9 +201,9 @@ def global_state(device: torch.device) -> tuple[Any, ...]:
 
 
 def _mapped(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
-    """``value`` with ``fn`` of each tensor.
+    """``value`` with each tensor t replaced by ``fn(t)``.
 
-    Raises Unsupported for what is neither plain, a container nor one of diffusers' outputs.
+    Raises Unsupported if a part of it is no tensor, plain value, list, tuple, dict or output of diffusers.
     """
     kind = type(value)
     if isinstance(value, Tensor):
@@ -221,17 +221,14 @@ def _mapped(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
 
 
 def static_copy(output: Any) -> Any:
-    """``output`` in containers of its own, with the same tensors.
-
-    Raises Unsupported if it cannot be built again.
-    """
+    """``output`` in new containers, with the same tensors. Raises Unsupported like ``clone_of``."""
     return _mapped(output, lambda tensor: tensor)
 
 
 def clone_of(output: Any) -> Any:
-    """``output`` with every tensor in new memory, so that no later call writes into it.
+    """``output`` with copies of its tensors, so that no later call overwrites them.
 
-    A tensor that ``output`` has twice is one tensor in the result, too.
+    A tensor that occurs twice is copied once. Raises Unsupported if ``output`` has parts of unknown classes.
     """
     clones: dict[int, Tensor] = {}
 
@@ -244,7 +241,7 @@ def clone_of(output: Any) -> Any:
 
 
 def structure_of(*values: Any) -> Any:
-    """The structure of nested containers, tensors by identity."""
+    """Nested lists like the containers in ``values``, with the ids of everything else."""
     return [
         structure_of(*(v.items() if isinstance(v, dict) else v))
         if isinstance(v, (list, tuple, dict))
@@ -254,7 +251,7 @@ def structure_of(*values: Any) -> Any:
 
 
 def contents_of(*values: Any) -> list[tuple[Any, tuple[Any, ...]]]:
-    """Each list, dict and tuple among nested ``values``, with what is in it now."""
+    """(container, its present content) for each list, dict and tuple in ``values``, also nested ones."""
     found: dict[int, tuple[Any, tuple[Any, ...]]] = {}
     todo = list(values)
     while todo:
@@ -266,7 +263,10 @@ def contents_of(*values: Any) -> list[tuple[Any, tuple[Any, ...]]]:
 
 
 def refill(containers: list[tuple[Any, tuple[Any, ...]]]) -> None:
-    """Undo what a forward did to these lists and dicts. In place: the caller may look at them."""
+    """Give lists and dicts their former content: a forward may have changed them.
+
+    ``containers`` is from ``contents_of``. The caller keeps these objects, so they are changed in place.
+    """
     for value, content in containers:
         if type(value) is list:
             value[:] = content

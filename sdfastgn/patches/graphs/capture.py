@@ -1,4 +1,4 @@
-"""Capturing and replaying on an NVIDIA GPU; and what a stand-in for tests has to offer."""
+"""Captures one call of a module as a graph. Below: the ``Backend``, which does it on a GPU."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sdfastgn.kernels.common.compile_ahead import rehearse
 from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.kernels.common.private import end_pool
 from sdfastgn.kernels.product.op import chosen_after
-from sdfastgn.patches.graphs.arguments import Call, Unsupported
+from sdfastgn.patches.graphs.arguments import Call, Unsupported, clone_of, static_copy, structure_of
+from sdfastgn.patches.graphs.watch import Watch
 
-__all__ = ["Backend", "CudaBackend", "Handle", "backend_of", "buffers_of", "no_autocast_cache"]
+__all__ = ["Backend", "CudaBackend", "Graph", "Handle", "backend_of", "capture_call", "run_on_copies"]
 
 
 class Handle(Protocol):
-    """A captured call. ``output``: what it returned, in memory that ``replay`` writes again."""
+    """A captured call. ``output`` is what the forward returned; each ``replay`` overwrites its memory."""
 
     output: Any
 
@@ -30,30 +31,132 @@ class Handle(Protocol):
 
 
 class Backend(Protocol):
-    """Captures calls on one device. Graphs share memory: ``lock`` and ``ordered`` let one run at a time."""
+    """Captures and replays on one device. Tests have their own for the CPU.
+
+    All graphs of a device share one memory pool, so only one may run at a time. ``lock`` ensures that for
+    the threads of the host, ``ordered`` for the streams of the GPU.
+    """
 
     lock: Any
 
     def is_busy(self) -> bool:
-        """True while the caller is being captured by someone else."""
+        """True if the present stream is being captured by other code."""
 
     def allocating(self) -> AbstractContextManager[Any]:
-        """Memory of inputs is allocated in here."""
+        """Inside, memory for a graph's inputs may be allocated."""
 
     def rehearse(self, fn: Callable[[], Any]) -> None:
-        """Run ``fn`` for what can be prepared: kernels, matrix products. Its result is of no use."""
+        """Run ``fn`` only to compile its kernels and to choose algorithms for its matrix products."""
 
     def capture(self, fn: Callable[[], Any]) -> Handle:
-        """Capture ``fn``. Raises whatever makes that impossible; the device is as it was then."""
+        """Capture ``fn``. If that fails, the error is raised and the device is left as it was."""
 
     def ordered(self) -> AbstractContextManager[Any]:
-        """What is enqueued inside runs after what was enqueued inside before, on whichever stream."""
+        """Work that is enqueued inside waits for all work of earlier blocks, also on other streams."""
 
     def wait(self) -> None:
-        """Wait on the host until everything from ``ordered`` has run; graphs may be dropped then."""
+        """Wait on the host until all work of ``ordered`` blocks is done. Then graphs may be dropped."""
 
     def memory(self) -> int:
-        """Bytes that the graphs' shared memory takes."""
+        """Bytes of the memory pool that the graphs share."""
+
+
+class Graph:
+    """One captured call: memory for its inputs, the recorded kernels, and their output."""
+
+    def __init__(self, buffers: list[Tensor], handle: Handle) -> None:
+        self.buffers, self.handle, self.output = buffers, handle, static_copy(handle.output)
+
+    def run(self, call: Call, backend: Backend) -> Any:
+        """The result for the arguments of ``call``, in new memory."""
+        with backend.ordered():
+            call.fill(self.buffers)
+            self.handle.replay()
+            return clone_of(self.output)
+
+
+def capture_call(
+    module: nn.Module, call: Call, backend: Backend, watch_of_now: Callable[[], Watch], *, is_warm: bool
+) -> Graph:
+    """A graph of ``call``.
+
+    Args:
+        module: its forward is captured.
+        call: the arguments. The graph gets copies of them.
+        backend: of the device of ``call``.
+        watch_of_now: returns a Watch over the present state of ``module``. It is called just before the
+            capture.
+        is_warm: True if this thread has made such a call before, so that kernels are compiled and cuDNN
+            has chosen its algorithms. Otherwise the forward runs once before the capture.
+
+    Raises:
+        Unsupported: with the reason, if the capture fails or the forward has effects that a replay would
+            lack or repeat.
+    """
+    buffers = _buffers_of(call, backend)
+
+    def run() -> Any:
+        args, kwargs = call.rebuild(buffers)
+        before = structure_of(args, kwargs)
+        # In inference mode tensors would not count how often they are written into. What the caller
+        # gets are copies, which are made in the caller's mode.
+        with torch.inference_mode(False), torch.no_grad(), _no_autocast_cache():
+            output = type(module).forward(module, *args, **kwargs)
+        if structure_of(args, kwargs) != before:
+            raise Unsupported("its forward changes the lists or dicts that it is given")
+        return output
+
+    if not is_warm:
+        with backend.ordered():
+            run()
+    watch = watch_of_now()
+    versions, writes = [buffer._version for buffer in buffers], watch.writes()
+    graph = None
+    try:
+        with backend.ordered():
+            graph = Graph(buffers, backend.capture(run))
+    except Unsupported:
+        raise
+    except Exception as error:
+        if not is_warm:
+            raise Unsupported(f"capture failed: {one_line(error)}") from error
+    if graph is None:  # not warm after all: the model has changed, or a tensor is aligned in another way
+        return capture_call(module, call, backend, watch_of_now, is_warm=False)
+    if not watch.unchanged(module):
+        raise Unsupported("its forward changes the model")
+    if watch.writes() != writes:  # a replay would write, too, even one whose result is discarded
+        raise Unsupported("its forward writes into its own tensors")
+    if versions != [buffer._version for buffer in buffers]:
+        raise Unsupported("its forward writes into its arguments")
+    return graph
+
+
+def run_on_copies(module: nn.Module, call: Call, backend: Backend) -> None:
+    """Run the forward on copies of the arguments of ``call`` and ignore its result."""
+    args, kwargs = call.rebuild(_buffers_of(call, backend))
+    type(module).forward(module, *args, **kwargs)
+
+
+def _buffers_of(call: Call, backend: Backend) -> list[Tensor]:
+    """Copies of the tensors of ``call``. Raises Unsupported if they cannot be copied."""
+    try:
+        with torch.inference_mode(False), torch.no_grad(), backend.ordered(), backend.allocating():
+            buffers = call.buffers()
+            call.fill(buffers)
+    except RuntimeError as error:
+        raise Unsupported(f"its arguments cannot be copied: {one_line(error)}") from error
+    return buffers
+
+
+@contextmanager
+def _no_autocast_cache() -> Iterator[None]:
+    """Inside, autocast caches no cast weights: their memory is freed later, but a replay would read it."""
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
 
 
 class _CudaHandle:
@@ -84,8 +187,8 @@ class CudaBackend:
 
     @contextmanager
     def allocating(self) -> Iterator[None]:
-        # On a stream where nothing else is allocated: a graph that is dropped while it runs still
-        # reads this memory.
+        # PyTorch's allocator reuses memory on the stream where it was allocated. This stream has no
+        # other work, so nothing overwrites the inputs of a graph that is dropped while it runs.
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -102,8 +205,8 @@ class CudaBackend:
         if self._pool is None or not others:
             self._pool = torch.cuda.graph_pool_handle()
         pool = self._pool
-        # What eager calls have left in the allocator's cache is of no use to a pool: given back, so
-        # that both do not add up.
+        # The pool cannot use memory that eager calls left in the allocator's cache. So that is given
+        # back first.
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         with torch.cuda.stream(self._stream):
@@ -119,22 +222,23 @@ class CudaBackend:
         return handle
 
     def _abandon(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
-        """End a capture that failed, and leave PyTorch fit for eager calls and other captures."""
+        """End a failed capture, so that PyTorch can make eager calls and other captures again."""
         try:
             graph.capture_end()
         except RuntimeError:
-            # What CUDA has invalidated (a synchronization does) ends halfway in PyTorch: its
-            # allocator still believes in the capture, and would refuse to empty its cache from now
-            # on, and the pool's graphs to be joined by another.
+            # CUDA has invalidated the capture, for example because of a synchronization. PyTorch's
+            # ``capture_end`` then stops halfway: the allocator still believes that it is capturing. It
+            # would not empty its cache any more, and would add no other graph to this pool.
             self._pool = None
             if not end_pool(self._device.index, pool):
-                return  # the end came as far as this, and the graph releases its pool itself
-            self._broken.append(graph)  # the allocator of pinned memory keeps a function that looks into it
+                return  # ``capture_end`` had ended it already, and the graph releases its pool itself
+            # Kept alive: the allocator of pinned memory has a callback that reads from it.
+            self._broken.append(graph)
             self._free_generator()
 
     def _free_generator(self) -> None:
-        # PyTorch's default generator may believe in the broken capture too, and would refuse random
-        # numbers; the end of another tells it.
+        # PyTorch's default generator may also believe that it is capturing, and would refuse to draw.
+        # The end of an empty capture resets it.
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(torch.cuda.graph_pool_handle(), capture_error_mode="thread_local")
         torch.zeros(1, device=self._device)
@@ -161,36 +265,14 @@ class CudaBackend:
         )
 
 
-def buffers_of(call: Call, backend: Backend) -> list[Tensor]:
-    """Memory for the arguments of ``call``, filled. Raises Unsupported if they cannot be copied."""
-    try:
-        with torch.inference_mode(False), torch.no_grad(), backend.ordered(), backend.allocating():
-            buffers = call.buffers()
-            call.fill(buffers)
-    except RuntimeError as error:
-        raise Unsupported(f"its arguments cannot be copied: {one_line(error)}") from error
-    return buffers
-
-
-@contextmanager
-def no_autocast_cache() -> Iterator[None]:
-    """No autocast cache in a graph: it is emptied with its context, and a replay would read freed memory."""
-    enabled = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(enabled)
-
-
 _backends: dict[torch.device, CudaBackend] = {}
 _backends_lock = threading.Lock()
 
 
 def _free_locks() -> None:
-    """In a forked process, where nobody is left who would release them.
+    """Make new locks in a forked process: no thread is there that could release the old ones.
 
-    CUDA itself says that it cannot run there.
+    CUDA does not run there and raises an error that says so.
     """
     global _backends_lock
     _backends_lock = threading.Lock()
@@ -202,7 +284,7 @@ os.register_at_fork(after_in_child=_free_locks)
 
 
 def backend_of(device: torch.device) -> Backend | None:
-    """The one backend of ``device``, made at its first use; None where there are no graphs."""
+    """The only backend of ``device``, made at its first use; None for a device without CUDA graphs."""
     if device.type != "cuda" or torch.version.hip is not None:
         return None
     backend = _backends.get(device)

@@ -1,18 +1,23 @@
-"""The forward of one instance with CUDA graphs: replay where a graph fits, else capture or run eager.
+"""A module's ``forward`` with CUDA graphs: each call is replayed, captured, or runs eager.
 
-A call is answered by a replay only if a graph was captured for the same arguments (``arguments.py``)
-and nothing has changed in the model since (``watch.py``). A replay starts as soon as it is safe; whether
-it was right is checked while the GPU runs, and a result that was not is dropped. Every other call runs
-eager, with a reason in the report.
+Each step of a call has its own file:
+
+1. Describe the call: ``arguments.py`` makes a key of the arguments, ``models.py`` says when there can be no
+   graph.
+2. If ``store.py`` has a graph for the key and all weights are where the graph reads them, start it.
+   While the GPU runs, ``watch.py`` compares the model with the captured one. If the model changed, the
+   result is discarded and the graphs are dropped.
+3. Without a graph ``policy.py`` decides whether to capture the call now (``capture.py``). A model that draws
+   random numbers is refused (``random_numbers.py``).
+4. Every other call runs eager. Its reason is counted for the report.
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
 import types
 import weakref
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -23,74 +28,47 @@ from torch import nn
 from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.patches.core.class_forward import class_forward
 from sdfastgn.patches.core.instance_entries import InstanceEntry
-from sdfastgn.patches.graphs.arguments import (
-    Call,
-    Unsupported,
-    clone_of,
-    contents_of,
-    global_state,
-    refill,
-    static_copy,
-    structure_of,
-)
-from sdfastgn.patches.graphs.capture import Backend, Handle, backend_of, buffers_of, no_autocast_cache
+from sdfastgn.patches.graphs.arguments import Call, Unsupported, contents_of, global_state, refill
+from sdfastgn.patches.graphs.capture import Backend, backend_of, capture_call, run_on_copies
 from sdfastgn.patches.graphs.models import is_harmless, numbers_of, reason_now
+from sdfastgn.patches.graphs.policy import NO_MEMORY, Policy
 from sdfastgn.patches.graphs.random_numbers import undrawn
+from sdfastgn.patches.graphs.store import Store
 from sdfastgn.patches.graphs.watch import Watch
 
-__all__ = ["MAX_GRAPHS", "GraphedForward"]
+__all__ = ["GraphedForward"]
 
-# Graphs of one module. Each is a kind of call; the least recent one goes first.
-MAX_GRAPHS = 8
-# Kinds of calls, and reasons, that are remembered: more come only from calls that never repeat.
-_MAX_REMEMBERED = 64
-# Replays after which a capture has paid for itself.
-_WORTHWHILE = 3
-# Calls for which a model that changes sooner is left alone, at most; the pause doubles each time.
-_MAX_PAUSE = 256
+# Different reasons that are counted by themselves. More come only from calls that never repeat.
+_MAX_REASONS = 64
 
-
-class _Graph:
-    """One captured call: memory for what goes in, what comes out, and the way to run it."""
-
-    def __init__(self, buffers: list[torch.Tensor], handle: Handle) -> None:
-        self.buffers, self.handle, self.output = buffers, handle, static_copy(handle.output)
-
-    def run(self, call: Call, backend: Backend) -> Any:
-        with backend.ordered():
-            call.fill(self.buffers)
-            self.handle.replay()
-            return clone_of(self.output)
-
-
-# By id, to find those that other code has wrapped (a forward put over ours keeps calling it), and those
-# that hold memory.
+# All that exist, by id. Some are found in no other way: another library's wrapper may be in the instance in
+# their place and still call them. They are also asked for their memory when it is short.
 _living: weakref.WeakValueDictionary[int, GraphedForward] = weakref.WeakValueDictionary()
 
 
 def _all_living() -> list[GraphedForward]:
-    # ``valuerefs`` is one step of the interpreter: other threads may add some meanwhile.
+    # ``valuerefs`` copies in one step of the interpreter. A loop over the dict would fail if another
+    # thread adds one in the meantime.
     return [graphed for ref in _living.valuerefs() if (graphed := ref()) is not None]
 
 
 class GraphedForward(InstanceEntry):
-    """Stands for the ``forward`` of one instance. Copies and pickles begin without graphs.
+    """Replaces the ``forward`` of one instance. A copy or pickle has no graphs at first.
 
     Args:
         module: the instance.
         mode: ``"auto"`` captures at the second call of a kind, True at the first.
-        backend: what captures, for tests; else that of the device of the arguments.
-        stands_over_own: true if the instance had its class's ``forward`` in its ``__dict__``, which
-            then comes back to there.
+        backend: captures and replays; None for the one of the arguments' device. Tests pass their own.
+        stands_over_own: true if the instance's ``__dict__`` had its class's ``forward`` before. When this
+            object is taken off, that is put back.
+
+    Attributes:
+        eager: reason -> number of calls that ran eager for it.
     """
 
     # No __dict__: functools.update_wrapper (accelerate's hooks use it) would copy it into the
     # wrapper.
-    __slots__ = (
-        "_backend", "_graphs", "_pause", "_refused", "_rehearsed",
-        "_replays_of_watch", "_seen", "_short_lives", "_used_backend", "_watch", "captured", "dropped",
-        "eager", "mode", "replays", "stands_over_own",
-    )  # fmt: skip
+    __slots__ = ("_backend", "_policy", "_store", "eager", "mode", "stands_over_own")
 
     def __init__(
         self,
@@ -103,16 +81,8 @@ class GraphedForward(InstanceEntry):
         self.mode = mode
         self.stands_over_own = stands_over_own
         self._backend = backend
-        self._used_backend: Backend | None = None
-        self._watch: Watch | None = None
-        self._graphs: OrderedDict[Any, _Graph] = OrderedDict()
-        self._seen: OrderedDict[Any, int] = OrderedDict()  # key -> thread of the last call
-        self._refused: OrderedDict[Any, str] = OrderedDict()
-        # Outlives changes of the model: what was compiled stays compiled.
-        self._rehearsed: OrderedDict[Any, None] = OrderedDict()
-        self._pause: tuple[int, str] = (0, "")
-        self._short_lives = self._replays_of_watch = 0
-        self.captured = self.replays = self.dropped = 0
+        self._store = Store()
+        self._policy = Policy()
         self.eager: Counter[str] = Counter()
         _living[id(self)] = self
 
@@ -128,7 +98,7 @@ class GraphedForward(InstanceEntry):
         """The class's ``forward``; ``inspect.signature`` looks here."""
         return class_forward(self.module)
 
-    # As of the bound method that it stands for; torch.export looks at its code.
+    # A bound method has these three attributes. torch.export reads them.
 
     @property
     def __self__(self) -> nn.Module:
@@ -145,11 +115,31 @@ class GraphedForward(InstanceEntry):
     @property
     def alive(self) -> int:
         """Number of graphs at this moment."""
-        return len(self._graphs)
+        return len(self._store)
+
+    @property
+    def captured(self) -> int:
+        """Number of captures so far."""
+        return self._store.captured
+
+    @property
+    def replays(self) -> int:
+        """Calls answered by a graph so far."""
+        return self._store.replays
+
+    @property
+    def dropped(self) -> int:
+        """Number of graphs dropped so far."""
+        return self._store.dropped
+
+    @property
+    def last_change(self) -> str:
+        """What changed in the model when its graphs were last dropped for it; empty if never."""
+        return self._policy.last_change
 
     @classmethod
     def of(cls, module: nn.Module) -> list[GraphedForward]:
-        """Every one that was made for ``module`` and is still referred to."""
+        """All that were made for ``module`` and still exist."""
         return [graphed for graphed in _all_living() if graphed._module() is module]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -157,19 +147,19 @@ class GraphedForward(InstanceEntry):
         if torch.compiler.is_compiling():
             return type(module).forward(module, *args, **kwargs)
         try:
-            return self._replayed(module, args, kwargs)
+            return self._by_graph(module, args, kwargs)
         except Unsupported as error:
             reason = str(error)
         except torch.OutOfMemoryError:
-            reason = _NO_MEMORY
+            reason = NO_MEMORY
             _give_memory_back()
-        is_counted = reason in self.eager or len(self.eager) < _MAX_REMEMBERED
+        is_counted = reason in self.eager or len(self.eager) < _MAX_REASONS
         self.eager[reason if is_counted else "other reasons"] += 1
         containers = contents_of(args, kwargs)
         try:
             return type(module).forward(module, *args, **kwargs)
         except torch.OutOfMemoryError:
-            # Memory of graphs must not make a call fail that the stock model can make.
+            # A call that succeeds with the stock model must not fail because graphs take memory.
             if not _give_memory_back():
                 raise
         refill(containers)  # diffusers' UNet takes a T2I-Adapter's residuals out of the caller's list
@@ -177,26 +167,20 @@ class GraphedForward(InstanceEntry):
 
     def clear(self) -> int:
         """Drop all graphs and what is known of the module. Returns the number of graphs."""
-        backend = self._used_backend
+        backend = self._store.backend
         if backend is None:
             return 0
         with backend.lock:
-            count = len(self._graphs)
-            if count:
-                backend.wait()
-            self.dropped += count
-            for memory in (self._graphs, self._seen, self._refused):
-                memory.clear()
-            self._watch = None
-            return count
+            self._policy.forget_kinds()
+            return self._store.clear()
 
     def pool_bytes(self) -> dict[int, int]:
-        """Memory of the backend that holds this module's graphs, by its id: several modules share one."""
-        backend = self._used_backend
-        return {id(backend): backend.memory()} if backend is not None and self._graphs else {}
+        """Backend's id -> bytes of its pool; empty without graphs. Modules on one device share the pool."""
+        backend = self._store.backend
+        return {id(backend): backend.memory()} if backend is not None and len(self._store) else {}
 
-    def _replayed(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The call by a graph. Raises Unsupported with the reason where there is none."""
+    def _by_graph(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of the call by a graph. Raises Unsupported with the reason if it must run eager."""
         reason = "they are turned off" if self.mode is False else reason_now(module)
         if reason is not None:
             raise Unsupported(reason)
@@ -207,192 +191,127 @@ class GraphedForward(InstanceEntry):
         if backend.is_busy():
             raise Unsupported("the call is being captured by other code")
         key = (call.key, global_state(call.device))  # type: ignore[arg-type]
-        if backend is not self._used_backend:
-            # Before the lock of the new device is taken: two models that change places would each
-            # hold the lock that the other waits for.
+        store = self._store
+        if backend is not store.backend:
+            # ``clear`` takes the old device's lock, so the new one's is not taken yet. If two models
+            # exchanged their devices, each thread could hold the lock that the other waits for.
             self.clear()
-            self._used_backend = backend
+            store.backend = backend
         with backend.lock:
-            if backend is not self._used_backend:
+            if backend is not store.backend:
                 raise Unsupported("another thread calls it on another device")
-            output = self._started_at_once(module, call, backend, key)
+            output = self._replay_at_once(module, call, backend, key)
             if output is None:
-                output = self._result_of_graph(module, call, backend, key)
+                output = self._replay_or_capture(module, call, backend, key)
             if output is not None:
-                self.replays += 1
-                self._replays_of_watch += 1
+                store.replays += 1
                 return output
-        self._rehearse(module, call, backend, key)  # outside the lock: other threads go on
+        self._rehearse(module, call, backend, key)  # without the lock, so that other threads go on
         raise Unsupported("first call of its kind")
 
-    def _started_at_once(self, module: nn.Module, call: Call, backend: Backend, key: Any) -> Any:
-        """The result of a replay that began before the watch had looked at everything.
+    def _replay_at_once(self, module: nn.Module, call: Call, backend: Backend, key: Any) -> Any:
+        """Start the graph, and compare the model with the captured one while the GPU runs.
 
-        None where there is no graph, or the model has changed: whatever ran then is nobody's result.
+        Returns None if there is no graph. If the model changed, the result is discarded, and None is
+        returned, too.
         """
-        graph, watch = self._graphs.get(key), self._watch
+        graph, watch = self._store.find(key), self._store.watch
         if graph is None or watch is None or not watch.is_in_place():
             return None
         output = graph.run(call, backend)
-        if not watch.unchanged(module):
-            return None
-        self._graphs.move_to_end(key)
-        return output
+        return output if watch.unchanged(module) else None
 
-    def _result_of_graph(self, module: nn.Module, call: Call, backend: Backend, key: Any) -> Any:
-        """The result of ``call`` by a graph, captured if it is time; None for a first call of its kind.
+    def _replay_or_capture(self, module: nn.Module, call: Call, backend: Backend, key: Any) -> Any:
+        """The result of ``call`` by a graph, which is captured if there is none.
 
-        Raises Unsupported with the reason.
+        Returns None for a first call that is not captured. Raises Unsupported with the reason if the call
+        must run eager.
         """
-        self._check_watch(module)
-        graph = self._graphs.get(key)
+        store, policy = self._store, self._policy
+        self._check_model(module)
+        graph = store.find(key)
         if graph is not None:
-            self._graphs.move_to_end(key)
             return graph.run(call, backend)
-        if key in self._refused:
-            raise Unsupported(self._refused[key])
-        thread, seen_in = threading.get_ident(), self._seen.get(key)
-        if seen_in is None:
+        policy.check_refused(key)
+        if policy.is_new(key):
             if self.mode == "auto":
-                _remember(self._seen, key, thread)
+                policy.first_call(key)
                 return None
             self._rehearse(module, call, backend, key)
-        while len(self._graphs) >= MAX_GRAPHS:
-            self._drop(next(iter(self._graphs)), backend)
+        is_warm = policy.is_warm(key)
+        store.make_room()
         try:
-            # With the first replay, which draws the random numbers of the capture on a GPU.
-            with undrawn(call.device, partial(_forward_alone, module, call, backend)):
-                graph = self._capture(module, call, backend, is_warm=seen_in == thread)
-                self._graphs[key] = graph
-                self.captured += 1
+            # The first replay is inside: on a GPU not the capture draws random numbers, but the replay.
+            with undrawn(call.device, partial(run_on_copies, module, call, backend)):
+                watch_of_now = partial(self._watch_of, module, call.device)
+                graph = capture_call(module, call, backend, watch_of_now, is_warm=is_warm)
+                store.add(key, graph)
+                policy.was_captured(key)
                 return graph.run(call, backend)
         except Unsupported as error:
-            if key in self._graphs:
-                self._drop(key, backend)
-            _remember(self._refused, key, str(error))
+            if key in store:
+                store.drop(key)
+            policy.refuse(key, str(error))
             raise
 
-    def _drop(self, key: Any, backend: Backend) -> None:
-        backend.wait()
-        del self._graphs[key]
-        self._seen.pop(key, None)
-        self.dropped += 1
-
     def _rehearse(self, module: nn.Module, call: Call, backend: Backend, key: Any) -> None:
-        """Compile all kernels of a kind of call at once, not one by one as the first call needs them.
+        """Compile all kernels of a kind of call in parallel. The first call would compile one by one.
 
-        The forward runs once more for it, as it does for a capture, on copies of the arguments. So
-        only what may be captured is rehearsed.
+        This runs the forward once more, on copies of the arguments. Only a model that may be captured is
+        known to stand that, so no other is rehearsed.
         """
-        if key in self._rehearsed:
+        if self._policy.is_rehearsed(key):
             return
-        _remember(self._rehearsed, key, None)
-
-        run = partial(_forward_alone, module, call, backend)
-        # Whatever is wrong, the call itself will say.
+        run = partial(run_on_copies, module, call, backend)
+        # The call itself follows, and raises the same error.
         with contextlib.suppress(Exception):
             if Watch(module, is_harmless).reason is None:
                 with undrawn(call.device, run):
                     backend.rehearse(run)
 
-    def _check_watch(self, module: nn.Module) -> None:
-        if self._watch is not None and not self._watch.unchanged(module):
-            self._short_lives = self._short_lives + 1 if self._replays_of_watch < _WORTHWHILE else 0
-            self.clear()
-            if self._short_lives > 1:
-                self._pause = (min(2**self._short_lives, _MAX_PAUSE), "the model changes too often")
-        calls, reason = self._pause
-        if calls:
-            self._pause = (calls - 1, reason)
-            raise Unsupported(reason)
-        if self._watch is not None and self._watch.reason is not None:
-            raise Unsupported(self._watch.reason)
+    def _check_model(self, module: nn.Module) -> None:
+        """Drop the graphs if the model changed. Raises Unsupported if it must not be captured now."""
+        watch = self._store.watch
+        if watch is not None and not watch.unchanged(module):
+            self._policy.model_changed(self._store.replays_of_state)
+            self._drop_changed(module, watch)
+        self._policy.check_pause()
+        watch = self._store.watch
+        if watch is not None and watch.reason is not None:
+            raise Unsupported(watch.reason)
+
+    def _drop_changed(self, module: nn.Module, watch: Watch) -> None:
+        """Drop the graphs after ``module`` changed. The policy keeps what the change was."""
+        if self.alive:
+            self._policy.last_change = watch.what_changed(module)
+        self.clear()
 
     def _watch_of(self, module: nn.Module, device: torch.device | None) -> Watch:
-        """What has to stay as it is for the graphs to be right.
+        """The watch over the present state of ``module``. Graphs of an earlier state are dropped.
 
-        Raises Unsupported if that cannot be said.
+        Raises Unsupported if the module cannot be watched.
         """
-        if self._watch is not None and not self._watch.unchanged(module):
-            self.clear()
-        if self._watch is None:
+        watch = self._store.watch
+        if watch is not None and not watch.unchanged(module):
+            self._drop_changed(module, watch)
+            watch = None
+        if watch is None:
             try:
-                self._watch = Watch(module, is_harmless, device)
-            except Exception as error:  # whatever a property or a comparison of someone else's raises
+                watch = Watch(module, is_harmless, device)
+            except Exception as error:  # of any kind: properties of other people's classes run here
                 raise Unsupported(f"its state cannot be watched: {one_line(error)}") from error
-            self._replays_of_watch = 0
-        if self._watch.reason is not None:
-            raise Unsupported(self._watch.reason)
-        return self._watch
-
-    def _capture(self, module: nn.Module, call: Call, backend: Backend, *, is_warm: bool) -> _Graph:
-        """A graph of ``call``.
-
-        ``is_warm``: this thread has run the like, so that kernels are compiled and cuDNN's choices
-        made.
-        """
-        buffers = buffers_of(call, backend)
-
-        def run() -> Any:
-            args, kwargs = call.rebuild(buffers)
-            before = structure_of(args, kwargs)
-            # Not in inference mode, where no tensor counts how often it was written; copies of the
-            # result are in the caller's mode.
-            with torch.inference_mode(False), torch.no_grad(), no_autocast_cache():
-                output = type(module).forward(module, *args, **kwargs)
-            if structure_of(args, kwargs) != before:
-                raise Unsupported("its forward changes the lists or dicts that it is given")
-            return output
-
-        if not is_warm:
-            with backend.ordered():
-                run()
-        watch = self._watch_of(module, call.device)
-        versions, writes = [buffer._version for buffer in buffers], watch.writes()
-        graph = None
-        try:
-            with backend.ordered():
-                graph = _Graph(buffers, backend.capture(run))
-        except Unsupported:
-            raise
-        except Exception as error:
-            if not is_warm:
-                raise Unsupported(f"capture failed: {one_line(error)}") from error
-        if graph is None:  # it was not warm: the model has changed, or a tensor has another alignment
-            return self._capture(module, call, backend, is_warm=False)
-        if not watch.unchanged(module):
-            raise Unsupported("its forward changes the model")
-        if watch.writes() != writes:  # a replay whose result is dropped would write, too
-            raise Unsupported("its forward writes into its own tensors")
-        if versions != [buffer._version for buffer in buffers]:
-            raise Unsupported("its forward writes into its arguments")
-        return graph
-
-
-_NO_MEMORY = "memory was short"
+            self._store.begin(watch)
+        if watch.reason is not None:
+            raise Unsupported(watch.reason)
+        return watch
 
 
 def _give_memory_back() -> int:
-    """Drop every graph of the process; there will be none for a while.
-
-    Returns how many there were.
-    """
+    """Drop all graphs of the process, and capture none for a while. Returns the number of dropped graphs."""
     count = 0
     for graphed in _all_living():
         dropped = graphed.clear()
         if dropped:
-            graphed._pause = (_MAX_PAUSE, _NO_MEMORY)
+            graphed._policy.pause_without_memory()
             count += dropped
     return count
-
-
-def _forward_alone(module: nn.Module, call: Call, backend: Backend) -> None:
-    """The forward on copies of the arguments of ``call``, for what happens on the way."""
-    args, kwargs = call.rebuild(buffers_of(call, backend))
-    type(module).forward(module, *args, **kwargs)
-
-
-def _remember(memory: OrderedDict[Any, Any], key: Any, value: Any) -> None:
-    memory[key] = value
-    if len(memory) > _MAX_REMEMBERED:
-        memory.popitem(last=False)

@@ -31,6 +31,7 @@ class Graphs:
     """What has become of one module's calls.
 
     ``eager``: reason -> calls that ran without a graph for it.
+    ``last_change``: the change of the model for which its graphs were last dropped; empty if none was.
     """
 
     path: str
@@ -41,6 +42,7 @@ class Graphs:
     replays: int
     dropped: int
     eager: dict[str, int]
+    last_change: str = ""
 
 
 def has_graphable(root: nn.Module) -> bool:
@@ -51,7 +53,7 @@ def has_graphable(root: nn.Module) -> bool:
 def install(root: nn.Module, mode: str | bool, backend: Backend | None = None) -> None:
     """Give every graphable module below ``root`` a ``GraphedForward``; take it away if ``mode`` is False.
 
-    The outermost alone: what is below another one runs within its graph.
+    Of nested graphable modules only the outermost gets one: the inner ones are part of its graph.
     """
     for _, module in list(_outermost(root)):
         for inner in module.modules():
@@ -72,11 +74,11 @@ def remove(root: nn.Module) -> None:
 
 
 def wait_for_gpus(roots: Iterable[nn.Module]) -> None:
-    """Wait until GPUs with parameters of ``roots`` have nothing to do: streams of other threads too."""
+    """Wait until the GPUs with parameters of ``roots`` are idle, including the streams of other threads."""
     for device in {parameter.device for root in roots for parameter in root.parameters()}:
         if device.type == "cuda":
             backend = backend_of(device)
-            # A capture of another thread would break.
+            # A synchronization breaks a capture in another thread. The lock waits for its end.
             with contextlib.nullcontext() if backend is None else backend.lock:
                 torch.cuda.synchronize(device)
 
@@ -88,7 +90,8 @@ def inspect(root: nn.Module, prefix: str = "") -> Iterator[tuple[Graphs, Graphed
         reasons = {"it is compiled by torch.compile": 0} if is_compiled(module) else {}
         if graphed is not None:
             counts = graphed.captured, graphed.alive, graphed.replays, graphed.dropped
-            yield Graphs(path, kind, str(graphed.mode), *counts, {**reasons, **graphed.eager}), graphed
+            eager = {**reasons, **graphed.eager}
+            yield Graphs(path, kind, str(graphed.mode), *counts, eager, graphed.last_change), graphed
         else:
             if has_foreign_forward(module):
                 reasons["other code replaced its forward"] = 0
@@ -96,7 +99,7 @@ def inspect(root: nn.Module, prefix: str = "") -> Iterator[tuple[Graphs, Graphed
 
 
 def _outermost(root: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """(path, module) of the graphable ones below ``root`` with no graphable one above, each once."""
+    """(path, module) of each graphable module in ``root`` that is not inside another graphable one."""
     seen = set()
     todo = [(path, root)]
     while todo:
@@ -114,7 +117,7 @@ def _outermost(root: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module
 
 
 def _graphed(module: nn.Module) -> GraphedForward | None:
-    # accelerate's hooks take what they find as forward for _old_forward, and call or put back that.
+    # accelerate's hooks move the ``forward`` that they find to ``_old_forward``.
     for name in ("forward", "_old_forward"):
         value = vars(module).get(name)
         if isinstance(value, GraphedForward):
@@ -127,7 +130,7 @@ def _take_off(module: Any) -> None:
     if isinstance(forward, GraphedForward) and not forward.stands_over_own:
         del module.forward
     for graphed in GraphedForward.of(module):
-        graphed.mode = False  # where it is not found it calls the class's forward from now on
+        graphed.mode = False  # other code may still hold it; it then only calls the class's forward
         graphed.clear()
-        replace_kept(module, graphed, class_forward(module))  # hooks put back what they found
+        replace_kept(module, graphed, class_forward(module))  # hooks that hold it would put it back
     unguard(module)

@@ -14,10 +14,11 @@ from sdfastgn.patches.graphs.arguments import Number
 
 __all__ = ["is_graphable", "is_harmless", "numbers_of", "reason_now"]
 
-# ``torch.tensor`` of a number in these models' forwards.
+# These models' forwards make a tensor of a timestep that is a number: of a float in fp64.
 _TIMESTEP = {"timestep": Number(1, torch.float64)}
-# Exact classes by full name, so that diffusers is not imported for a model without it. Not among them are
-# the video UNets that keep a GPU busy by themselves: a graph would gain little and hold gigabytes.
+# Class -> arguments that may be numbers. By full name, so that diffusers need not be imported. Subclasses do
+# not count. UNets for video are left out: they keep a GPU busy without graphs, and their graphs would hold
+# gigabytes.
 _GRAPHABLE: dict[str, dict[str, Number]] = {
     "diffusers.models.unets.unet_1d.UNet1DModel": {"timestep": Number(1, torch.int64)},
     "diffusers.models.unets.unet_2d.UNet2DModel": {"timestep": Number(1, torch.int64)},
@@ -45,12 +46,12 @@ _HARMLESS = (channels_last.enter, channels_last.leave)
 
 
 def is_harmless(hook: Any) -> bool:
-    """True for a forward hook that only does device work, or passes values on that a replay does not need.
+    """True for a forward hook whose effects a graph contains.
 
-    transformers collects hidden states with hooks of its own, and returns them: they are among a
-    graph's results.
+    Our hooks change layouts on the GPU. The hooks of transformers collect hidden states, which are outputs
+    of the captured call.
     """
-    # Not its __module__, which functools.wraps copies.
+    # Where its code was written. Its __module__ may name another: functools.wraps copies that.
     written_in = getattr(hook, "__globals__", {}).get("__name__")
     return hook in _HARMLESS or written_in == "transformers.utils.output_capturing"
 
@@ -67,7 +68,7 @@ def numbers_of(module: nn.Module) -> dict[str, Number] | None:
 
 
 def reason_now(module: nn.Module) -> str | None:
-    """Why no call of ``module`` can be replayed in this thread now, whatever its arguments."""
+    """Why this thread can replay no call of ``module`` at present; None if the arguments decide."""
     if torch.is_grad_enabled():
         return "gradients are enabled"
     if module.training:

@@ -1,4 +1,4 @@
-"""No graph for a model that draws random numbers, and none of the user's are drawn to find that out."""
+"""Refuses graphs for models that draw random numbers, and leaves the user's generators as they were."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = ["undrawn"]
 
 
 class _DrawsError(Exception):
-    """An operation would draw next."""
+    """The next operation would draw random numbers."""
 
 
 class _Guard(TorchDispatchMode):
-    """Stops this thread before its first random number."""
+    """Raises before this thread draws its first random number."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -31,7 +31,7 @@ class _Guard(TorchDispatchMode):
 
 
 def _has_no_dropout(func: Any, args: Any, kwargs: Any) -> bool:
-    """True for an attention without dropout, which PyTorch counts among what draws."""
+    """True for attention with dropout 0. PyTorch's tag says that it draws, but it does not."""
     for position, argument in enumerate(func._schema.arguments):
         if argument.name == "dropout_p":
             p = args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value)
@@ -40,7 +40,7 @@ def _has_no_dropout(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _states(device: torch.device | None) -> list[Tensor]:
-    """The states of PyTorch's default generators, on the CPU. Nothing waits for the device."""
+    """The states of PyTorch's default generators. Reading them does not wait for the GPU."""
     states = [torch.get_rng_state()]
     if device is not None and device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device))
@@ -49,10 +49,11 @@ def _states(device: torch.device | None) -> list[Tensor]:
 
 @contextlib.contextmanager
 def undrawn(device: torch.device | None, call: Callable[[], object]) -> Iterator[None]:
-    """For a body that makes ``call``, in whatever way: afterwards it has drawn no random numbers.
+    """Around code that makes ``call``: if that draws random numbers, reset the generators.
 
-    Raises Unsupported if it had to be undone. What other threads draw in the meantime is left alone:
-    numbers count as drawn by ``call`` only if another one, which is stopped in time, draws as well.
+    Raises Unsupported then. Another thread may draw at the same time, which must not be undone. So if the
+    generators have changed, ``call`` is made once more and stopped before it draws. Only if it would draw,
+    the change is its own.
     """
     before = _states(device)
     try:

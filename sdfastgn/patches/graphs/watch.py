@@ -1,36 +1,55 @@
-"""What a captured graph took from a model's Python state, and a quick check that none of it changed.
+"""Records the Python state of a model at a capture, and checks quickly that none of it has changed.
 
-A CUDA graph repeats kernels with the addresses and numbers of its capture. Whatever decides these is
-watched: the modules and their classes; every attribute of each; hooks; parameters and buffers by
-identity, storage and address; and what hangs on the attributes (attention processors, LoRA's dicts of
-scales, lists), as deep as it goes. A replay reads what is written into tensors in place, so that needs
-no watch. Tensors that stay on the CPU do: Python or a kernel's arguments have taken their values over.
-A model with code of unknown origin is not captured, because that may keep its state anywhere. A function
-comes from where its code was written: ``functools.wraps`` copies the name of another module.
+A CUDA graph repeats kernels with the addresses and numbers of its capture. The watch covers everything
+that decides these:
 
-Not seen: class attributes and module-level functions that are replaced, and a ``.data`` that becomes
-another view of the same memory. Nor is a number or a list whose place an equal one of a user's class takes.
+- the modules, their classes, attributes and hooks;
+- parameters and buffers: the objects, their storages and addresses;
+- everything that attributes refer to, as deep as it goes: attention processors, LoRA's dicts of scales,
+  lists.
+
+Writing into a weight in place needs no watch: a replay reads the new values. A tensor on the CPU does
+need it: the capture has copied its value into Python's numbers or a kernel's arguments.
+
+A model with code of an unknown package is not captured, because such code may keep its state anywhere.
+The package of a function is the one in which its code was written. Its ``__module__`` may name another:
+``functools.wraps`` copies that.
+
+Changes that are not seen: a class attribute or a module-level function is replaced; a ``.data`` becomes
+another view of the same memory; a number or list is replaced by an equal one of a user's class; a module's
+dict of buffers or hooks is replaced as a whole.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from sdfastgn.kernels.common.private import expiring, is_expired
 from sdfastgn.patches.core.class_forward import has_foreign_forward
 from sdfastgn.patches.core.instance_entries import GUARDS
+from sdfastgn.patches.graphs.changes import Place, changed, difference_of, joined
+from sdfastgn.patches.graphs.comparisons import (
+    Attributes,
+    Cells,
+    Empty,
+    Identities,
+    Memory,
+    Numbers,
+    Types,
+    Values,
+    Writes,
+)
 
 __all__ = ["Watch"]
 
@@ -48,55 +67,49 @@ _TRUSTED = sys.stdlib_module_names | {
 _TENSOR_TYPES = (Tensor, nn.Parameter)
 _NUMBERS_AND_NAMES = (bool, int, float, complex, str, bytes, range, type(None))
 _KINDS_OF_TENSORS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
-# Compared by value, and hold nothing else that would have to be watched.
+# Classes with values that are compared as a whole. Such a value refers to no other object to watch.
 _LEAVES = (*_NUMBERS_AND_NAMES, *_KINDS_OF_TENSORS, type, types.ModuleType, weakref.ref)
 _LEAVES_OF_NO_PACKAGE = frozenset((*_NUMBERS_AND_NAMES, *_KINDS_OF_TENSORS, weakref.ref))
-# NumPy's numbers are leaves, because they are Python's float and complex. Its arrays are not.
+# NumPy's float64 and complex128 are subclasses of Python's numbers, so they are leaves, too. Arrays are not.
 _TRUSTED_LEAVES = _TRUSTED | {"numpy"}
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 _BOUND = (types.MethodType, types.BuiltinFunctionType)
 # What functions, methods and partials hold besides their ``__dict__``.
 _PARTS = ("__self__", "__func__", "func", "args", "keywords", "__closure__", "__defaults__", "__kwdefaults__")
-# What such an object holds cannot be asked for, or differs by thread.
+# Objects whose content cannot be read, or differs from thread to thread.
 _HIDDEN = (type(functools.lru_cache(len)), threading.local)
-# Objects of one model, a bound on the time of a check.
+# Most objects of a model that is watched: more would make a check take too long.
 _MAX_OBJECTS = 50_000
-# Elements up to which a tensor on the CPU is compared by value; larger ones by their count of writes.
+# A tensor on the CPU with at most this many elements is compared by value. Of a larger one the number of
+# writes is compared, which PyTorch counts.
 _FEW = 16
 
-# Python 3.10 has no operator.call.
-_call: Callable[..., Any] = getattr(operator, "call", lambda function, argument: function(argument))
-_data_ptr: Callable[[Tensor], int] = Tensor.data_ptr
-_version_of = operator.attrgetter("_version")
-_content_of = operator.attrgetter("cell_contents")
-
 _OUR_ENTRY = "forward"
-_ENTRIES = ("_parameters", "_buffers", "_modules")
+# The dicts of a module that hold its parts, and what the parts are called.
+_ENTRIES = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "module"}
 _FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-# Every module has these. Of them only three matter to a forward without gradients besides the
-# hooks, which are watched as dicts. What stands for ``_apply`` (core/channels_last.py) moves
-# weights, and their new memory is seen; what guards copies (core/instance_entries.py) is for those.
+# Attributes that may change. These are the attributes that ``nn.Module()`` has, apart from three that decide
+# what a forward computes: ``training``, ``_parameters`` and ``_modules``. The others are hooks for gradients
+# and state dicts, which a forward never reads, and dicts whose content is watched: forward hooks and
+# ``_buffers``. ``_apply`` and GUARDS are sdfastgn's own entries. They run when a model is moved or copied.
 _INERT = frozenset((*vars(nn.Module()), "_apply", *GUARDS)) - {"training", "_parameters", "_modules"}
-_END = object()
 
 
 class Watch:
-    """State of the tree below ``root``. Holds the watched objects, so no id is reused, but not ``root``.
+    """The state of a module and of everything below it, at the time when the Watch is made.
 
-    The memory of tensors is not held: a model that moves away frees it. Storages are known by weak
-    references, which a new storage at an old address does not satisfy.
+    A Watch keeps the objects that it watches alive, so that no other object gets their ids. It does not
+    keep ``root`` alive, nor the memory of tensors: a model that moves to another device frees it.
 
     Args:
-        root: the module that is captured. Its own forward hooks run outside the graph and are not
-            watched.
-        is_harmless: of a function: true if inner modules may have it as a forward hook, because
-            what it does is in the graph.
-        device: of the capture. Tensors on the CPU that are not its own are watched for what is
-            written into them.
+        root: the module that is captured. Its own forward hooks are not watched: they run outside of
+            the graph.
+        is_harmless: takes a forward hook of an inner module. True if the graph contains all that it does.
+        device: of the capture. If it is no CPU, writing into tensors on the CPU counts as a change.
 
     Attributes:
-        reason: why the tree must not be captured, or None. ``unchanged`` then says whether what led
-            to the reason is still so.
+        reason: why the module must not be captured, or None. If there is a reason, the record ends
+            where it was found; ``unchanged`` becomes False when the cause is gone.
     """
 
     def __init__(
@@ -110,50 +123,38 @@ class Watch:
         self._is_elsewhere = device is not None and device.type != "cpu"
         self._seen: set[int] = set()
         self._objects: list[Any] = []  # visited, alive while their ids are in _seen
-        self._typed: list[Any] = []  # modules, and objects that keep attributes
-        self._dicts: list[dict[str, Any]] = []  # the attributes of each module
-        self._getters: list[Callable[[Any], Any]] = []
-        self._getter_of: dict[tuple[str, ...], Callable[[Any], Any]] = {}
-        self._holders: list[dict[str, Any]] = []  # those in which there are other dicts,
-        self._dict_getters: list[Callable[[Any], Any]] = []  # which these return
-        self._cells: list[types.CellType] = []
-        self._empty: list[Any] = []
-        self._plain: list[Iterable[Any]] = []  # compared by value
-        self._held: list[Iterable[Any]] = []  # hold tensors: compared by identity
-        self._tensors: list[Tensor] = []
-        self._numbers: list[Tensor] = []  # on the CPU: compared by value
-        self._counted: list[Tensor] = []  # on the CPU: by the number of writes
+        self._keys: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+        self._lora_scales: set[int] = set()  # ids of the dicts with the scales of LoRA layers
+        self._empty, self._types, self._held = Empty(), Types(), Identities()
+        self._memory, self._numbers, self._writes = Memory(), Numbers(), Writes()
+        self._cells, self._attributes, self._plain = Cells(), Attributes(_INERT, _ENTRIES), Values()
+        # The quickest first. No tensor is read before its memory is known to be there.
+        self._comparisons: tuple[Comparison, ...] = (
+            self._empty, self._types, self._held, self._memory, self._numbers, self._writes, self._cells,
+            self._attributes, self._plain,
+        )  # fmt: skip
         self._root_type = type(root)
         self._walk(root)
-        self._seen.clear()
-        self._objects.clear()
+        for only_for_the_walk in (self._seen, self._objects, self._keys, self._lora_scales):
+            only_for_the_walk.clear()
         self._root_values = _own_values(root)
-        self._types = list(map(type, self._typed))
-        self._lengths = list(map(len, self._dicts))
-        self._values = list(map(_call, self._getters, self._dicts))
-        self._dict_types = self._types_of_dicts()
-        self._contents = list(map(_content_of, self._cells))
-        self._plain_values = list(chain.from_iterable(self._plain))
-        self._kept = [*chain.from_iterable(self._held), _END]
         if self.reason is not None:  # some of them may have no address
-            for tensors in (self._tensors, self._numbers, self._counted):
+            for tensors in (self._memory, self._numbers, self._writes):
                 tensors.clear()
-        self._pointers = list(map(_data_ptr, self._tensors))
-        self._number_values = list(map(Tensor.tolist, self._numbers))
-        self._versions = list(map(_version_of, self._counted))
-        self._storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in self._tensors]
-        self._storage_ids = list(map(expiring, self._storages))
+        for comparison in self._comparisons:
+            comparison.freeze()
+        self._checks = [comparison.same for comparison in self._comparisons]
 
     def is_in_place(self) -> bool:
-        """True if all memory that a graph reads is there: no other change makes a replay unsafe.
+        """True if all weights are at the addresses that the graphs read.
 
-        Tensors are held, so what lies at the address of one is its own.
+        A replay is safe then: after any other change its result is wrong, but it reads no freed memory.
         """
-        return list(map(_data_ptr, self._tensors)) == self._pointers
+        return self._memory.is_in_place()
 
     def writes(self) -> list[int]:
-        """How often each tensor was written into; inference tensors, which do not count it, left out."""
-        return [tensor._version for tensor in self._tensors if not tensor.is_inference()]
+        """How many times each tensor was written into. Inference tensors have no count: they are left out."""
+        return [tensor._version for tensor in self._memory.tensors if not tensor.is_inference()]
 
     def unchanged(self, root: nn.Module) -> bool:
         """True if everything is as it was.
@@ -163,30 +164,30 @@ class Watch:
         try:
             return (
                 type(root) is self._root_type
-                and not any(self._empty)
-                and list(map(type, self._typed)) == self._types
-                # _END stands for the end of either side.
-                and all(map(operator.is_, chain(chain.from_iterable(self._held), (_END,)), self._kept))
-                and not any(map(is_expired, self._storage_ids))
-                and self.is_in_place()
-                and list(map(Tensor.tolist, self._numbers)) == self._number_values
-                and list(map(_version_of, self._counted)) == self._versions
-                and _same(list(map(_content_of, self._cells)), self._contents)
-                # One of a user's class may be equal to the dict whose place it took.
-                and self._types_of_dicts() == self._dict_types
-                and list(map(len, self._dicts)) == self._lengths
-                # One by one: two thousand tuples at once would set off the garbage collector.
-                and all(map(operator.eq, map(_call, self._getters, self._dicts), self._values))
-                and list(chain.from_iterable(self._plain)) == self._plain_values
+                and all(same() for same in self._checks)
                 and _same(_own_values(root), self._root_values)
             )
         except Exception:
-            # An attribute is gone, a container changed while it was read, a tensor took the place
-            # of a number: whatever it is, it is new.
+            # A comparison fails only after a change: an attribute is gone, a tensor took the place of a
+            # number, or a container changes at this moment.
             return False
 
-    def _types_of_dicts(self) -> list[type]:
-        return list(map(type, chain.from_iterable(map(_call, self._dict_getters, self._holders))))
+    def what_changed(self, root: nn.Module) -> str:
+        """The first difference that is found, in words. Slow: for use after ``unchanged`` returned False."""
+        if type(root) is not self._root_type:
+            return changed("the class of the model", self._root_type, type(root))
+
+        def own_attributes() -> str | None:
+            old, new = self._root_values, _own_values(root)
+            before, now = (dict(zip(pairs[::2], pairs[1::2], strict=True)) for pairs in (old, new))
+            return difference_of(Place("", "attribute", {}, ()), before, now, operator.is_)
+
+        for difference in (*(comparison.difference for comparison in self._comparisons), own_attributes):
+            with contextlib.suppress(Exception):  # for the causes see ``unchanged``
+                found = difference()
+                if found is not None:
+                    return found
+        return "something in the model changed"
 
     def _walk(self, root: nn.Module) -> None:
         todo: list[tuple[str, Any]] = [("", root)]
@@ -203,12 +204,17 @@ class Watch:
             elif isinstance(value, nn.Module):
                 todo += self._see_module(path, value, is_root=value is root)
             elif isinstance(value, types.CellType):
-                self._cells.append(value)
+                self._cells.add(value, path)
                 todo.append((path, value.cell_contents))
             elif type(value) in _CONTAINERS:
                 todo += self._see_container(path, value)
             elif self._is_trusted(path, value) and not isinstance(value, _LEAVES):
                 todo += self._see_object(path, value)
+
+    def _place(self, name: str, kind: str, container: Any) -> Place:
+        keys = tuple(container) if isinstance(container, dict) else ()
+        # Modules of one class have attributes of the same names, which are kept once.
+        return Place(name, kind, container, self._keys.setdefault(keys, keys))
 
     def _is_trusted(self, path: str, value: Any) -> bool:
         package = _package_of(value)
@@ -220,85 +226,97 @@ class Watch:
     def _see_object(self, path: str, value: Any) -> list[tuple[str, Any]]:
         if isinstance(value, _CONTAINERS):
             return self._see_container(path, value)
-        found = [(path, getattr(value, name)) for name in _PARTS if hasattr(value, name)]
+        found = [(joined(path, name), getattr(value, name)) for name in _PARTS if hasattr(value, name)]
         if isinstance(value, _BOUND):
             return found
         if isinstance(value, _HIDDEN) or not hasattr(value, "__dict__") or _has_slots(type(value)):
             self.reason = f"{path or 'it'} has a {type(value).__qualname__}, whose state cannot be watched"
-        self._typed.append(value)
-        return found + self._see_container(path, vars(value)) if self.reason is None else []
+        self._types.add(value, path)
+        return found + self._see_container(path, vars(value), "attribute") if self.reason is None else []
 
     def _see_tensor(self, path: str, tensor: Tensor) -> None:
         if type(tensor) not in _TENSOR_TYPES or tensor.device.type == "meta":
             self.reason = f"{path} is a {type(tensor).__name__} on {tensor.device}"
             return
-        self._tensors.append(tensor)
-        # One without dimensions is an argument of kernels wherever the others are.
+        self._memory.add(tensor, path)
+        # A tensor without dimensions is passed to kernels by value, even where ``device`` is the CPU.
         if tensor.device.type != "cpu" or (tensor.dim() and not self._is_elsewhere):
             return
         if tensor.numel() <= _FEW:
-            self._numbers.append(tensor)
+            self._numbers.add(tensor, path)
         elif tensor.is_inference():
             self.reason = f"{path} is on the CPU and does not count what is written into it"
         else:
-            self._counted.append(tensor)
+            self._writes.add(tensor, path)
 
     def _see_module(self, path: str, module: nn.Module, *, is_root: bool) -> list[tuple[str, Any]]:
         attributes = vars(module)
         if not is_root:
-            # Before any reason is found: its end has to be seen too.
-            self._typed.append(module)
-            self._see_attributes(attributes)
+            # First, because ``unchanged`` has to see when the cause of a reason goes away.
+            self._types.add(module, path)
+            self._see_attributes(path, attributes)
             self._see_hooks(path, module)
         self.reason = self.reason or _reason_of(path or "it", module, is_root=is_root)
         if self.reason is not None or not self._is_trusted(path, module):
             return []
+        if "scaling" in attributes and _is_lora(module):
+            self._lora_scales.add(id(attributes["scaling"]))
         found: list[tuple[str, Any]] = []
-        for name in _ENTRIES:
+        for name, kind in _ENTRIES.items():
             entries = attributes[name]
-            (self._held if entries else self._empty).append(entries.values() if entries else entries)
-            found += ((f"{path}.{key}" if path else key, value) for key, value in entries.items())
+            place = self._place(path, kind, entries)
+            (self._held if entries else self._empty).add(entries.values() if entries else entries, place)
+            found += ((joined(path, key), value) for key, value in entries.items())
         inert = {*_INERT, *_ENTRIES, _OUR_ENTRY}
-        return found + [
-            (f"{path}.{key}" if path else key, value) for key, value in attributes.items() if key not in inert
-        ]
+        return found + [(joined(path, key), value) for key, value in attributes.items() if key not in inert]
 
-    def _see_attributes(self, attributes: dict[str, Any]) -> None:
-        keys = tuple(key for key in attributes if key not in _INERT)
-        self._dicts.append(attributes)
-        self._getters.append(self._getter_of.setdefault(keys, operator.itemgetter(*keys)))
-        names = [key for key in keys if isinstance(attributes[key], dict) and key not in _ENTRIES]
-        if names:  # twice the first, because one alone would come without a tuple
-            self._holders.append(attributes)
-            self._dict_getters.append(operator.itemgetter(names[0], *names))
+    def _see_attributes(self, path: str, attributes: dict[str, Any]) -> None:
+        place = self._place(path, "attribute", attributes)
+        self._attributes.add(place)
         if any(isinstance(value, Tensor) for value in attributes.values()):
-            self._held.append(attributes.values())
+            self._held.add(attributes.values(), place)
 
     def _see_hooks(self, path: str, module: nn.Module) -> None:
         for name in _FORWARD_HOOKS:
             hooks = getattr(module, name)
-            (self._plain if hooks else self._empty).append(hooks.values() if hooks else hooks)
+            place = self._place(path, "forward hook", hooks)
+            (self._plain if hooks else self._empty).add(hooks.values() if hooks else hooks, place)
             if not all(map(self._is_harmless, hooks.values())):
                 self.reason = f"there is a forward hook on {path}"
 
-    def _see_container(self, path: str, value: Any) -> list[tuple[str, Any]]:
-        items = list(value.values() if isinstance(value, dict) else value)
+    def _see_container(self, path: str, value: Any, kind: str = "item") -> list[tuple[str, Any]]:
+        """``kind``: of the items, as in ``Place``."""
+        place = self._place(path, "LoRA scale" if id(value) in self._lora_scales else kind, value)
+        pairs = list(dict.items(value) if isinstance(value, dict) else enumerate(value))
         if isinstance(value, (dict, list, set)):
             if isinstance(value, dict):
-                self._plain.append(value)  # its keys
-            has_tensors = any(isinstance(item, Tensor) for item in items)
-            if not items:
-                self._empty.append(value)
+                self._plain.add(value, None)  # its keys
+            has_tensors = any(isinstance(item, Tensor) for _, item in pairs)
+            if not pairs:
+                self._empty.add(value, place)
             else:
-                (self._held if has_tensors else self._plain).append(
-                    dict.values(value) if isinstance(value, dict) else value
+                (self._held if has_tensors else self._plain).add(
+                    dict.values(value) if isinstance(value, dict) else value, place
                 )
+        found = [(place.child(key), item) for key, item in pairs]
         # diffusers' configs are dicts that keep attributes besides.
-        return [(path, item) for item in [*items, getattr(value, "__dict__", None)]]
+        return found + (
+            self._see_container(path, vars(value), "attribute") if hasattr(value, "__dict__") else []
+        )
+
+
+class Comparison(Protocol):
+    """One kind of state of the model: comparisons.py."""
+
+    def freeze(self) -> None: ...
+
+    def same(self) -> bool: ...
+
+    def difference(self) -> str | None: ...
 
 
 def _reason_of(path: str, module: nn.Module, *, is_root: bool) -> str | None:
-    """Why a tree with this module in it cannot be captured, whatever its attributes hold."""
+    """Why a model with this module in it cannot be captured; None if its attributes decide."""
     attributes = vars(module)
     if isinstance(module, torch.jit.ScriptModule):
         return f"{path} is compiled by TorchScript"
@@ -314,7 +332,7 @@ def _reason_of(path: str, module: nn.Module, *, is_root: bool) -> str | None:
 
 
 def _package_of(value: Any) -> str:
-    """The package that the code of ``value`` is from, or of its class."""
+    """The package of a function's code, of a module or class, or of the class of any other object."""
     if isinstance(value, types.FunctionType):
         name = value.__globals__.get("__name__")
     elif isinstance(value, types.ModuleType):
@@ -324,6 +342,10 @@ def _package_of(value: Any) -> str:
     return (name or "?").partition(".")[0]
 
 
+def _is_lora(module: nn.Module) -> bool:
+    return any(base.__module__.startswith("peft.tuners.lora.") for base in type(module).__mro__)
+
+
 def _has_slots(kind: type) -> bool:
     """True if objects of ``kind`` keep attributes outside of their ``__dict__``."""
     slots = chain.from_iterable(vars(base).get("__slots__", ()) for base in kind.__mro__)
@@ -331,8 +353,8 @@ def _has_slots(kind: type) -> bool:
 
 
 def _own_values(root: nn.Module) -> list[Any]:
-    # Not through a kept reference to the dict: a dropped model has to go at once, not with
-    # the next garbage collection.
+    # Read anew at each call: a Watch that kept the root's dict would be part of a reference cycle, and a
+    # dropped model would stay until the next garbage collection.
     return [v for pair in vars(root).items() if pair[0] != _OUR_ENTRY and pair[0] not in _INERT for v in pair]
 
 

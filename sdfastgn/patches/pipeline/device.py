@@ -1,9 +1,9 @@
 """diffusers' ``DiffusionPipeline``: the device on which it works, found in one walk over its modules.
 
-``_execution_device``, with which every image begins, looks for offload hooks by ``modules()`` of each model,
-whose generators go through all levels of the tree. That is half of what the CPU does around SDXL's models.
-Here one walk is done in C, level by level. Without hooks and with all models on one device, that device is
-the answer. Anything else is upstream's to decide.
+Each image begins with ``_execution_device``. Upstream's looks for offload hooks in ``modules()`` of each
+model, whose nested Python generators are slow: this is half of the CPU's work around SDXL's models. Here
+the modules are visited level by level, in built-in functions. If there is no hook and all models are on one
+device, that device is the answer. In all other cases upstream's code decides.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sdfastgn.patches.pipeline.object_fusion import ObjectFusion
 
 __all__ = ["FUSION"]
 
-# Where a model's ``device`` is that of its first parameter.
+# Modules that define ``device`` as the device of a model's first parameter.
 _FIRST_PARAMETER = ("diffusers.models.modeling_utils", "transformers.modeling_utils")
 
 
@@ -30,7 +30,7 @@ def _says_first_parameter(cls: type) -> bool:
 
 
 def _device_without_hooks(pipe: Any) -> torch.device | None:
-    """The device of all models of ``pipe``. None if a module has a hook, or the models several devices."""
+    """The one device of all models of ``pipe``. None if there are several devices, or a module has a hook."""
     roots = {part for part in vars(pipe).values() if isinstance(part, nn.Module)}
     devices = set()
     for root in roots:
@@ -48,7 +48,7 @@ def _device_without_hooks(pipe: Any) -> torch.device | None:
         if any("_hf_hook" in names or "_diffusers_hook" in names for names in attributes):
             return None  # accelerate's offloading, or diffusers'
         if any("_modules" not in names for names in attributes):
-            return None  # TorchScript's
+            return None  # a TorchScript module
         level = set(chain.from_iterable(names["_modules"].values() for names in attributes)) - seen
     return devices.pop()
 
@@ -64,13 +64,7 @@ def _overrides(stock: Any) -> dict[str, Any]:
 FUSION = ObjectFusion(
     "execution_device",
     module=__name__,
-    sources=(
-        tested(
-            DiffusionPipeline,
-            _execution_device="c7f40ce3e7f8bf43",
-            device="8749a847398169b1 c3f972456a8ca593",
-        ),
-    ),
+    sources=(tested(DiffusionPipeline, "_execution_device", "device"),),
     overrides=_overrides,
     heirs=True,
 )

@@ -1,8 +1,8 @@
-"""Fusions of plain objects, a scheduler or an image processor, as ``ClassSwap`` is for modules.
+"""Fusions of objects that are no modules, such as a scheduler. They do what ``ClassSwap`` does for modules.
 
-One instance gets a subclass of its class, which goes by the same name and module:
-``save_pretrained`` writes these, and pipelines look them up. What is made by way of that subclass
-(``type(pipe.scheduler).from_config(...)``) has the stock class.
+One instance gets a subclass of its class. The subclass has the stock class's name and module, because
+``save_pretrained`` writes both and pipelines look them up. A new instance that is made with the subclass,
+as by ``type(pipe.scheduler).from_config(...)``, gets the stock class.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _MARK = "_sdfastgn_fusion"  # in the subclass: the name of its fusion
 
 @dataclass(frozen=True)
 class ObjectFusion:
-    """A fusion of instances of exactly the classes in ``sources``, or of heirs too.
+    """A fusion of instances of the classes in ``sources``.
 
     Args:
-        name: in reports.
-        module: the module's ``__name__`` in which this is called ``FUSION``; copies and pickles
-            look there.
-        sources: the stock classes, with what is replaced or relied upon; it must be known.
-        overrides: of a stock class: the attributes of the subclass that takes its place.
-        heirs: also of classes that inherit everything that ``sources`` name.
+        name: the fusion's name in reports.
+        module: ``__name__`` of the module that has this fusion as ``FUSION``; copies and pickles look it
+            up there.
+        sources: the stock classes, and their methods that are replaced or relied upon; these must be known.
+        overrides: stock class -> the attributes of the subclass that replaces it.
+        heirs: True: also subclasses that inherit all methods in ``sources``. False: exact classes only.
     """
 
     name: str
@@ -41,7 +41,7 @@ class ObjectFusion:
     _class_of: dict[type, type] = field(default_factory=dict)  # stock class -> its subclass
 
     def claims(self, part: object) -> bool:
-        """True if this is about ``part``, changed or not."""
+        """True if a report lists ``part`` under this fusion: as fused, fusable, or skipped."""
         is_stock = self._source_of(type(part)) is not None
         return is_stock or self.is_applied(part) or self.is_over_applied(part)
 
@@ -53,21 +53,18 @@ class ObjectFusion:
         return any(vars(base).get(_MARK) == self.name for base in type(part).__mro__[1:])
 
     def reason_to_skip(self, part: Any) -> str | None:
-        """Why a claimed ``part`` that has its stock class must keep it, or None.
-
-        Changes nothing.
-        """
+        """Why a claimed, not yet fused ``part`` must stay as it is, or None. Changes nothing."""
         if self.is_over_applied(part):
             return f"other code changed its class to {type(part).__module__}.{type(part).__qualname__}"
         source: Any = self._source_of(type(part))
-        replaced = [name for name in source.hashes if name in vars(part)]
+        replaced = [name for name in source.methods if name in vars(part)]
         return f"other code replaced this instance's {replaced[0]}" if replaced else unknown_source(source)
 
     def apply(self, part: Any) -> None:
         part.__class__ = self._class_for(type(part))
 
     def undo(self, part: Any) -> None:
-        """``part`` as it was; nothing to do on a stock one."""
+        """Give ``part`` its stock class again, if it has the fused one."""
         if self.is_applied(part):
             part.__class__ = type(part).__base__
 
@@ -79,7 +76,7 @@ class ObjectFusion:
     def _is_heir(self, stock: type, source: TestedSource) -> bool:
         if not (self.heirs and issubclass(stock, source.cls)):
             return False
-        return all(getattr(stock, name) is getattr(source.cls, name) for name in source.hashes)
+        return all(getattr(stock, name) is getattr(source.cls, name) for name in source.methods)
 
     def _class_for(self, stock: Any) -> type:
         if stock not in self._class_of:
@@ -90,13 +87,13 @@ class ObjectFusion:
         @functools.wraps(stock.__init__)
         def init(part: Any, *args: Any, **kwargs: Any) -> None:
             stock.__init__(part, *args, **kwargs)
-            self.undo(part)  # a new instance was not optimized
+            self.undo(part)  # a new instance is stock: ``optimize`` has not seen it
 
         def reduce_ex(part: Any, protocol: Any) -> Any:
             make, arguments, *state = stock.__reduce_ex__(part, max(int(protocol), 2))
-            if not self.is_applied(part):  # a class derived from this one
+            if not self.is_applied(part):  # its class is derived from this one
                 return (make, arguments, *state)
-            # Under its own name the class would be taken for the stock one.
+            # By name, pickle would find the stock class.
             return (_new, (self.module, stock), *state)
 
         names = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
@@ -105,10 +102,7 @@ class ObjectFusion:
 
 
 def _new(module: str, stock: type) -> Any:
-    """For copies and pickles: an instance without its state.
-
-    A stock one where upstream is not what was tested.
-    """
+    """An instance without state, for copies and pickles. It is stock if upstream's code is not known."""
     fusion: ObjectFusion = importlib.import_module(module).FUSION
     source = fusion._source_of(stock)
     cls: Any = stock if source is None or unknown_source(source) else fusion._class_for(stock)

@@ -1,8 +1,8 @@
-"""Small tensors that diffusers moves to the GPU, without waiting for it.
+"""Copies small tensors of diffusers to the GPU without waiting for the GPU.
 
-A copy from pageable memory waits until the GPU has done all that it was given before. In a step that is
-the UNet: noise of a CPU generator (Euler a, LCM) and sigmas (UniPC) are such copies. From pinned memory the
-same bytes are copied in the GPU's own order.
+A copy from pageable memory waits until the GPU has finished its earlier work, which in a step is the UNet.
+Noise of a CPU generator (Euler a, LCM) and sigmas (UniPC) are copied this way. A copy from pinned memory is
+queued behind the earlier work, and the CPU goes on.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ WAITED_FOR = ("cuda",)
 
 
 class PinnedCopies(TorchFunctionMode):
-    """While active, ``to`` and ``torch.tensor`` copy to the GPU by way of pinned memory.
+    """While active, ``to`` and ``torch.tensor`` copy to the GPU through pinned memory.
 
-    What was copied is known: ``to("cpu")`` of it costs nothing. On the GPU ``torch.linalg.solve`` does
-    not look whether there is a solution, which would wait; without one its values are not finite.
+    ``to("cpu")`` of such a copy does not wait either: it clones the pinned tensor. On the GPU
+    ``torch.linalg.solve`` does not check whether there is a solution, because the check waits. Without a
+    solution its values are not finite.
     """
 
     def __init__(self) -> None:

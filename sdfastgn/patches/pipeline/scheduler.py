@@ -1,13 +1,16 @@
 """Schedulers whose steps do not wait for the GPU: PNDM, DDIM, LCM, Euler, Euler a, DPM++ 2M and UniPC.
 
-A pipeline hands ``step`` an element of ``scheduler.timesteps``, which lies on the GPU. PNDM, DDIM and LCM
-index a table on the CPU with it, the others look for it among the timesteps. So the host waits for the
-UNet, and the GPU then for the host. Here they get the same number from a copy on the CPU that
-``set_timesteps`` keeps. LCM also computes with it, and does that with the element on the GPU: a number of
-the host would be rounded in another way. So the samples are the same bits. What goes to the GPU in a step,
-goes there as in ``pinned_copies.py``.
+A pipeline calls ``step`` with an element of ``scheduler.timesteps``, which is on the GPU. Upstream's PNDM,
+DDIM and LCM index a table on the CPU with it, and the others search for it among the timesteps. To read it,
+the CPU waits for the UNet, and then the GPU waits for the CPU.
 
-Not seen: in-place writes to ``timesteps.data``, which nothing counts. Dynamic thresholding waits as before.
+Here ``set_timesteps`` keeps a copy of the timesteps on the CPU, and ``step`` reads the number there. LCM
+also computes with the timestep. It does so with the element on the GPU, because a number on the CPU would be
+rounded in another way. So samples are equal bit by bit. Tensors that a step copies to the GPU are copied by
+``pinned_copies.py``.
+
+An in-place write to ``timesteps.data`` is not noticed, because it does not count as a write. Dynamic
+thresholding still waits.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ from sdfastgn.patches.pipeline.pinned_copies import PinnedCopies
 
 __all__ = ["FUSION"]
 
-# Their ``step`` indexes with the timestep.
+# Schedulers whose ``step`` indexes a table with the timestep.
 _INDEX_WITH_IT = (PNDMScheduler, DDIMScheduler, LCMScheduler)
 
 
@@ -47,17 +50,18 @@ class _Copy(NamedTuple):
     on_host: Tensor
     table: Tensor
     version: int
-    storage: torch.UntypedStorage  # held, so that no other gets its address
+    storage: torch.UntypedStorage  # kept alive, so that no other storage gets its address
 
 
-# By scheduler. In no __dict__: a deepcopy's tensors count their writes from zero.
+# Scheduler -> its copy. Not in its ``__dict__``, because a deepcopy's tensors count their writes from zero.
 _copies: weakref.WeakKeyDictionary[Any, _Copy] = weakref.WeakKeyDictionary()
 
 
 def _copy_of(scheduler: Any, table: Any, on_host: Tensor | None = None) -> Tensor | None:
-    """The scheduler's timesteps ``table`` on the CPU, copied again if it changed. None if that is unknown.
+    """A copy of the scheduler's timesteps ``table`` on the CPU, made again if ``table`` has changed.
 
-    ``on_host``: what ``table`` was just made of.
+    None if ``table`` does not wait (it is on the CPU), or if changes to it cannot be noticed. ``on_host``:
+    the tensor on the CPU from which ``table`` was just made, if any.
     """
     if type(table) is not Tensor or table.device.type not in pinned_copies.WAITED_FOR or table.is_inference():
         return None
@@ -76,7 +80,7 @@ def _copy_of(scheduler: Any, table: Any, on_host: Tensor | None = None) -> Tenso
 
 
 def _index(element: Any, table: Tensor) -> int | None:
-    """Where in ``table``, of stride 1, ``element`` lies as a 0-d view. None if it is no such view."""
+    """The index at which ``element`` is a 0-d view of ``table``, which has stride 1; None if it is none."""
     if type(element) is not Tensor or element.dim():
         return None
     if (element.dtype, element.device) != (table.dtype, table.device):
@@ -88,7 +92,7 @@ def _index(element: Any, table: Tensor) -> int | None:
 
 
 def _on_host(scheduler: Any, timestep: Any) -> Any:
-    """``timestep`` on the CPU if it is an element of ``scheduler.timesteps``, else itself."""
+    """``timestep`` on the CPU if it is an element of ``scheduler.timesteps``, else ``timestep`` itself."""
     table = scheduler.timesteps
     if type(timestep) is not Tensor or (copy := _copy_of(scheduler, table)) is None:
         return timestep
@@ -97,7 +101,7 @@ def _on_host(scheduler: Any, timestep: Any) -> Any:
 
 
 def _on_device(scheduler: Any, timestep: Any) -> Any:
-    """``timestep`` on the GPU if ``_on_host`` gave it, else itself."""
+    """``timestep`` on the GPU if ``_on_host`` returned it, else ``timestep`` itself."""
     known = _copies.get(scheduler)
     index = None if known is None else _index(timestep, known.on_host)
     return timestep if known is None or index is None else known.table[index]
@@ -105,7 +109,7 @@ def _on_device(scheduler: Any, timestep: Any) -> Any:
 
 @contextlib.contextmanager
 def _timesteps_on_host(scheduler: Any) -> Iterator[None]:
-    """LCM's ``step`` reads the next timestep by itself."""
+    """Inside, ``scheduler.timesteps`` is on the CPU: LCM's ``step`` reads the next timestep from there."""
     table = scheduler.timesteps
     copy = _copy_of(scheduler, table)
     scheduler.timesteps = table if copy is None else copy
@@ -116,14 +120,14 @@ def _timesteps_on_host(scheduler: Any) -> Iterator[None]:
 
 
 def _copies_to_it(stock: Any, generator: Any) -> bool:
-    """True if a step copies to the GPU. To look at every call for that costs as much as the step."""
+    """True if a step copies tensors to the GPU. ``PinnedCopies`` in every step would double its cost."""
     generators = generator if isinstance(generator, list) else [generator]
     on_host = any(isinstance(each, torch.Generator) and each.device.type == "cpu" for each in generators)
     return on_host or stock is UniPCMultistepScheduler
 
 
 def _is_recorded() -> bool:
-    """True while a graph of the call is made, in which timesteps are arguments."""
+    """True while a compiler or tracer records the call. Timesteps are then inputs of what is recorded."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
@@ -148,7 +152,7 @@ def _overrides(stock: Any) -> dict[str, Any]:
     def set_timesteps(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _is_recorded():
             return stock.set_timesteps(self, *args, **kwargs)
-        # Tensors of inference mode do not count how often they are written. Leaving it turns gradients on.
+        # Inference tensors do not count their writes, so inference mode is left. That turns gradients on.
         grad = torch.is_grad_enabled()
         with torch.inference_mode(False), torch.set_grad_enabled(grad), PinnedCopies() as copies:
             result = stock.set_timesteps(self, *args, **kwargs)
@@ -182,59 +186,33 @@ def _overrides(stock: Any) -> dict[str, Any]:
 FUSION = ObjectFusion(
     "host_timesteps",
     module=__name__,
-    # What hands the timestep on, and what computes with it.
+    # Methods that pass the timestep on, and methods that compute with it.
     sources=(
-        tested(
-            PNDMScheduler,
-            set_timesteps="e8c82b59788d9130",
-            step="391059072a888511",
-            step_prk="756d88ea7a7d9da1",
-            step_plms="be8431d0f51cf9de",
-            _get_prev_sample="605cf3c2203d0359",
-        ),
-        tested(
-            DDIMScheduler,
-            set_timesteps="44e806504d93aecc",
-            step="6943fa91a35dc5fe",
-            _get_variance="11bc68662774a3fb",
-        ),
+        tested(PNDMScheduler, "set_timesteps", "step", "step_prk", "step_plms", "_get_prev_sample"),
+        tested(DDIMScheduler, "set_timesteps", "step", "_get_variance"),
         tested(
             LCMScheduler,
-            set_timesteps="c9052fd332ae6fa3",
-            step="16ca591368a322fe",
-            index_for_timestep="654886dae88594f8",
-            _init_step_index="a4c036fe61f19e3d",
-            get_scalings_for_boundary_condition_discrete="ff61670fd9720b23",
+            "set_timesteps",
+            "step",
+            "index_for_timestep",
+            "_init_step_index",
+            "get_scalings_for_boundary_condition_discrete",
+        ),
+        tested(EulerDiscreteScheduler, "set_timesteps", "step", "index_for_timestep", "_init_step_index"),
+        tested(
+            EulerAncestralDiscreteScheduler, "set_timesteps", "step", "index_for_timestep", "_init_step_index"
         ),
         tested(
-            EulerDiscreteScheduler,
-            set_timesteps="8e90ad00ece4eaa3",
-            step="72cb538a13db06e9",
-            index_for_timestep="654886dae88594f8",
-            _init_step_index="a4c036fe61f19e3d",
-        ),
-        tested(
-            EulerAncestralDiscreteScheduler,
-            set_timesteps="505f3a71a99e3ea6",
-            step="9499ce95551785b0",
-            index_for_timestep="654886dae88594f8",
-            _init_step_index="a4c036fe61f19e3d",
-        ),
-        tested(
-            DPMSolverMultistepScheduler,
-            set_timesteps="bfa3e88eb5b3d505 e2978aec04d00346",
-            step="8963ffaeaa8f2058",
-            index_for_timestep="e4a33e2a1f4ab334",
-            _init_step_index="a4c036fe61f19e3d",
+            DPMSolverMultistepScheduler, "set_timesteps", "step", "index_for_timestep", "_init_step_index"
         ),
         tested(
             UniPCMultistepScheduler,
-            set_timesteps="432e8b792e4ccb00 020c590efc2b1534 5f74ebf55682c986",
-            step="1b9028b3b413eb92",
-            index_for_timestep="e4a33e2a1f4ab334",
-            _init_step_index="a4c036fe61f19e3d",
-            multistep_uni_p_bh_update="ad780f060df87dc8 9117fe22e01d2cfd",
-            multistep_uni_c_bh_update="21f591ad5425823a 2957ff66788fd609",
+            "set_timesteps",
+            "step",
+            "index_for_timestep",
+            "_init_step_index",
+            "multistep_uni_p_bh_update",
+            "multistep_uni_c_bh_update",
         ),
     ),
     overrides=_overrides,

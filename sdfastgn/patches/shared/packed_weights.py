@@ -1,17 +1,16 @@
-"""Linear layers that read the same tensor, as one matrix product: parameters packed in one allocation.
+"""Packs the parameters of linear layers that read the same tensor, so that one matrix product does them all.
 
-Each parameter stays what it was: the same object, contiguous, alone in a storage of exactly its size.
-These storages are slices of one allocation, so the addresses follow each other. Code that looks for
-parameters in one storage finds none: ``torch.save`` and pickle write each by itself, and accelerate's
-``save_model``, which keeps one parameter of each storage, drops none.
+The parameters are moved side by side into one allocation. Each stays the same object, contiguous and alone
+in a storage of exactly its size: a slice of the allocation. Code that looks for parameters with a common
+storage finds none. ``torch.save`` and pickle write each parameter by itself. accelerate's ``save_model``,
+which keeps one parameter of each storage, drops none.
 
-The joined tensor is not kept. Each call makes it over the allocation, if all parameters still lie where
-they were put. So writes into a parameter are seen, and one that was moved (``.to()``,
-``param.data = ...``, ``load_state_dict(assign=True)``, offloading) is noticed. The allocation is
-referred to weakly, and lives as long as any of the parameters in it.
+The joined weight is not kept. Each call makes it as a view of the allocation, after it has checked that all
+parameters are still there. So a write into a parameter takes effect, and a parameter that was moved
+(``.to()``, ``param.data = ...``, ``load_state_dict(assign=True)``, offloading) is noticed. Only a weak
+reference to the allocation is kept. It is freed with the last parameter in it.
 
-Nothing is packed while a model computes: a CUDA graph that was captured before would go on reading
-memory that packing has given up.
+Nothing is packed during a call: an older CUDA graph would go on reading the memory that packing has freed.
 """
 
 from __future__ import annotations
@@ -30,25 +29,25 @@ from sdfastgn.patches.core.fusion import is_unhooked
 
 __all__ = ["Parameters", "is_one_product", "joined", "pack", "plain_parameters", "unpack"]
 
-# One product instead of three fills a GPU better; a CPU is full either way.
+# One large product fills a GPU better than three small ones. A CPU is full either way.
 PACKED_DEVICES = ("cuda",)
-# Bytes: matrix products read 16 at a time, so every part must begin at a multiple.
+# Bytes. Matrix products read 16 bytes at a time, so each parameter must begin at a multiple of 16.
 _ALIGNMENT = 16
 
-# By the module whose linear layers they are. In no __dict__: nothing to copy, pickle or take away
-# again.
+# Module that owns the linear layers -> its allocation. Not in the module's ``__dict__``, so that it is
+# neither copied nor pickled.
 _allocations: weakref.WeakKeyDictionary[nn.Module, StorageWeakRef] = weakref.WeakKeyDictionary()
 
 
 class Parameters(NamedTuple):
-    """Those of several linear layers, in their order. ``biases`` is empty if no layer has one."""
+    """Weights and biases of several linear layers, in order. ``biases`` is empty if no layer has one."""
 
     weights: list[Tensor]
     biases: list[Tensor]
 
 
 def plain_parameters(linears: Iterable[Any]) -> Parameters | None:
-    """Those of linear layers that are all plain and all have a bias, or all none; else None."""
+    """The parameters of ``linears``. None unless all are plain, and all or none of them have a bias."""
     weights: list[Tensor] = []
     biases: list[Tensor] = []
     for linear in linears:
@@ -65,7 +64,7 @@ def plain_parameters(linears: Iterable[Any]) -> Parameters | None:
 
 
 def is_one_product(x: Tensor, parameters: Parameters) -> bool:
-    """True if one product of x with ``parameters`` is all that calling their layers comes to."""
+    """True if one product of x with ``parameters`` gives the same result as a call of each layer."""
     params = (*parameters.weights, *parameters.biases)
     if dispatch.wants_gradient(x, params) or not dispatch.is_untraced(x, params):
         return False
@@ -74,9 +73,9 @@ def is_one_product(x: Tensor, parameters: Parameters) -> bool:
 
 
 def joined(owner: nn.Module, parameters: Parameters) -> tuple[Tensor, Tensor | None] | None:
-    """Weight and bias of the layer that computes what the layers of ``parameters`` do.
+    """Weight and bias of the one layer that is equal to the layers of ``parameters`` together.
 
-    Each is one tensor over neighbors among those packed for ``owner``. None if any lie apart.
+    Both are views of the allocation of ``owner``. None if the parameters are not side by side in it.
     """
     allocation = _allocation(owner)
     if allocation is None:
@@ -94,7 +93,7 @@ def _allocation(owner: nn.Module) -> torch.UntypedStorage | None:
 
 
 def _span(allocation: torch.UntypedStorage, parts: list[Tensor]) -> Tensor | None:
-    """One tensor over ``parts``, or None if they are not neighbors within ``allocation``."""
+    """One tensor that covers ``parts``, or None if they are not side by side in ``allocation``."""
     first = parts[0]
     dtype, columns = first.dtype, first.shape[1:]
     start = end = first.data_ptr()
@@ -116,11 +115,10 @@ def _span(allocation: torch.UntypedStorage, parts: list[Tensor]) -> Tensor | Non
 
 
 def pack(owner: nn.Module, linears: Iterable[Any]) -> None:
-    """Puts the parameters of ``linears``, parts of ``owner``, side by side where possible and of use.
+    """Put the parameters of ``linears``, layers in ``owner``, side by side where possible and of use.
 
-    Values, strides and identities stay. What is not memory of its own stays where it is: parameters
-    that share a storage with anything else (tied weights, a state_dict that somebody holds),
-    quantized or offloaded ones.
+    Their values, strides and identities stay. Some parameters are not moved: those that share a storage
+    (tied weights, a state_dict that somebody holds), and quantized or offloaded ones.
     """
     parameters = plain_parameters(linears)
     if parameters is None:
@@ -134,7 +132,7 @@ def pack(owner: nn.Module, linears: Iterable[Any]) -> None:
         try:
             _allocations[owner] = StorageWeakRef(_move(parts))
         except torch.OutOfMemoryError:
-            return  # a full GPU holds the model all the same
+            return  # the layers then stay separate products
 
 
 def _fits(part: Tensor, first: Tensor) -> bool:
@@ -149,7 +147,7 @@ def _fits(part: Tensor, first: Tensor) -> bool:
 
 
 def _move(parts: list[Tensor]) -> torch.UntypedStorage:
-    """Everything that can fail comes before the first change."""
+    """Move ``parts`` into a new allocation, and return it. All that can fail comes before the first move."""
     # Memory made in inference mode would turn the parameters into inference tensors.
     with torch.inference_mode(False), torch.no_grad():
         size = sum(part.nbytes for part in parts)
@@ -166,7 +164,7 @@ def _move(parts: list[Tensor]) -> torch.UntypedStorage:
 
 
 def unpack(owner: nn.Module) -> None:
-    """Give each parameter of ``owner`` that ``pack`` has moved memory of its own again."""
+    """Give each parameter of ``owner`` that ``pack`` has moved separate memory again."""
     allocation = _allocation(owner)
     if allocation is not None:
         start, end = allocation.data_ptr(), allocation.data_ptr() + allocation.nbytes()
@@ -174,4 +172,4 @@ def unpack(owner: nn.Module) -> None:
             for parameter in owner.parameters():
                 if parameter.device == allocation.device and start <= parameter.data_ptr() < end:
                     parameter.data = parameter.data.clone()
-    _allocations.pop(owner, None)  # last: after an interrupt ``restore`` goes on here
+    _allocations.pop(owner, None)  # last, so that ``restore`` can be called again after an interrupt

@@ -28,8 +28,8 @@ from sdfastgn.bench.kernels.suite import (
     fixed,
 )
 from sdfastgn.bench.kernels.suites import EPS, GROUPS, SUITES
-from sdfastgn.bench.models.workload import DTYPES
 from sdfastgn.bench.tables import kernels as tables
+from sdfastgn.models.architectures import DTYPES
 from tests.command_line import invoke
 
 TINY: dict[str, Shape] = {
@@ -267,7 +267,7 @@ def test_compiled_calls_keep_what_a_second_backward_needs(monkeypatch):
 @pytest.mark.parametrize("suite", SUITES.values(), ids=SUITES)
 def test_every_suite_on_the_gpu(suite):
     rows = rows_of(suite, device="cuda", dtype="fp16", repeats=3)
-    assert {row.status for row in rows} <= {OK, UNAVAILABLE}
+    assert not [row for row in rows if row.status not in (OK, UNAVAILABLE)]
     timed = {row.task for row in rows if row.provider == suite.baseline and row.status == OK}
     assert timed == set(suite.ideals)
     assert all((row.hot_us or 1) > 0.5 for row in rows)

@@ -11,9 +11,9 @@ from typing import Any
 
 from rich.console import Console
 
-from sdfastgn.bench.documents import OK
-from sdfastgn.bench.models.run import Row
-from sdfastgn.bench.terminal import Blocks
+from sdfastgn.bench.documents import OK, UNAVAILABLE
+from sdfastgn.bench.run import Row
+from sdfastgn.bench.tables.blocks import Blocks
 
 ENVIRONMENT = {
     "gpu": "NVIDIA H200",
@@ -58,3 +58,12 @@ def cells_of(text: str, start: str) -> list[list[str]]:
 
 def is_png(path: Path) -> bool:
     return path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+# A part of a model, by each kind of variant.
+UNET = [
+    row("eager", 20.0, graph_ms=10.0),
+    row("sdfastgn", 16.0, graph_ms=8.0),
+    row("compile", 15.0, graph_ms=6.0),
+    row("stable_fast", status=UNAVAILABLE, reason="package sfast is not installed"),
+]

@@ -7,11 +7,15 @@ from dataclasses import asdict
 
 import pytest
 
+from scripts.publish import pages
+from scripts.publish import plots as published_plots
+from scripts.publish.tables import end_to_end as published
+from scripts.publish.tables.profile import profile_markdown
 from sdfastgn.bench.documents import OK, WRONG
 from sdfastgn.bench.kernel_categories import CATEGORIES, CONVOLUTION, GAPS, GEMM, NORMALIZATION, OTHER
-from sdfastgn.bench.models.profiling import CALL, CPU, REPLAY, Breakdown
-from sdfastgn.bench.models.run import Row
-from sdfastgn.bench.tables import end_to_end, pages, plots
+from sdfastgn.bench.profiling import CALL, CPU, REPLAY, Breakdown
+from sdfastgn.bench.run import Row
+from sdfastgn.bench.tables import end_to_end, plots
 from sdfastgn.bench.tables import profile as profile_tables
 from tests.bench.tables.cases import SOURCE, cells_of, is_png, row, save, text_of
 from tests.command_line import invoke
@@ -137,7 +141,7 @@ def test_runs_with_a_profiler_give_the_results_table_no_time_that_it_may_have_ch
     save(tmp_path, "a.json", "end_to_end", [row("eager", 20.0), row("sdfastgn", 5.0)])
     rows = [profiled(name, breakdown(3.0), 90.0) for name in ("eager", "sdfastgn", "compile")]
     save(tmp_path, "b.json", "profile", rows)
-    text = end_to_end.results_markdown(tmp_path)
+    text = published.results_markdown(tmp_path)
     assert cells_of(text, "| SD1.5")[0][:2] == ["20 (1.00x)", "5 (4.00x)"]
     assert "90" not in text
 
@@ -148,7 +152,7 @@ def test_runs_with_a_profiler_give_the_results_table_no_time_that_it_may_have_ch
 def test_breakdowns_of_a_committed_run_are_a_picture(tmp_path):
     rows = [*ROWS, profiled("eager", breakdown(9.0), part="vae")]
     result, path = save(tmp_path, "profile.json", "profile", rows), tmp_path / "profile.png"
-    assert plots.main([str(result), str(path)]) == 0
+    assert published_plots.main([str(result), str(path)]) == 0
     assert is_png(path)
 
 
@@ -177,4 +181,4 @@ def test_from_the_command_line_to_table_json_and_picture(tmp_path):
         assert sum(found.categories.values()) == pytest.approx(found.total_ms)
         assert 0 < len(found.top) <= 10
         assert {"name", "category", "calls", "ms"} == set(found.top[0])
-    assert "CPU operators" in profile_tables.profile_markdown(tmp_path)
+    assert "CPU operators" in profile_markdown(tmp_path)

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
-from sdfastgn.bench import documents, options
-from sdfastgn.bench.documents import OptionError
-from sdfastgn.bench.models.presets import PRESETS
-from sdfastgn.bench.models.run import describe
-from sdfastgn.bench.tables import plots, results
+from scripts.publish import plots
+from scripts.publish.tables import end_to_end as published
+from sdfastgn.bench import documents
+from sdfastgn.bench.presets import PRESETS
+from sdfastgn.bench.run import describe
 from sdfastgn.bench.tables.results import Result, cases_of, comparison, preset_tables, tables_of
+from sdfastgn.cli import bench_options
+from sdfastgn.program import OptionError
 from tests.bench.tables.cases import ENVIRONMENT, row, save, text_of
 from tests.command_line import ROOT, invoke
 
@@ -93,7 +95,7 @@ def test_damaged_images_are_one_line(text, tmp_path):
 def test_a_damaged_result_is_named_where_tables_are_made(text, tmp_path, capsys):
     (tmp_path / "x.json").write_text(text)
     with pytest.raises(OptionError, match=r"x.json'"):
-        results.presets_markdown(tmp_path)
+        published.presets_markdown(tmp_path)
     assert plots.main([str(tmp_path / "x.json"), str(tmp_path / "x.png")]) == 2
     assert capsys.readouterr().err.startswith("plots: ")
 
@@ -117,7 +119,7 @@ def test_times_that_a_profiler_may_have_changed_are_left_out():
     ("parts", "profiled"), [(["pipeline"], [True]), (["pipeline", "vae"], [False, True])]
 )
 def test_a_pipeline_is_profiled_alone(parts, profiled):
-    configs = options.bench_configs(model="tiny", parts=parts, device="cpu", profile=True)
+    configs = bench_options.bench_configs(model="tiny", parts=parts, device="cpu", profile=True)
     assert [config.profile for config in configs] == profiled
 
 
@@ -201,7 +203,7 @@ def test_the_command_compares_and_writes_a_page(tmp_path):
 
 
 def preset_result(name: str, ms: float, **given: Any) -> Result:
-    configs = options.preset_configs(name, device="cpu", **given)
+    configs = bench_options.preset_configs(name, device="cpu", **given)
     rows = [
         vars(row("sdfastgn", ms, part=each.part)) | {key: getattr(each, key) for key in ("model", "size")}
         | {"batch": each.batch, "dtype": each.dtype}
@@ -250,7 +252,7 @@ def test_a_part_alone_in_a_presets_unit(name, part, value):
 def test_presets_and_processes_in_markdown(tmp_path):
     content = preset_result("mlperf", 16000.0).content
     documents.write_json(tmp_path / "preset.json", content)
-    text = results.presets_markdown(tmp_path)
+    text = published.presets_markdown(tmp_path)
     assert "| mlperf: SDXL pipeline 1024², batch 32, fp16, 20 steps, images/s | sdfastgn: 2 |" in text
     assert "TensorRT, GH200 144GB: 2.3" in text
     assert "- mlperf: published: https://github.com/mlcommons" in text
@@ -258,18 +260,18 @@ def test_presets_and_processes_in_markdown(tmp_path):
         rows = [{**content["rows"][0], "images_s": sum(each), "process_images_s": each}]
         several = {**content, "kind": "processes", "rows": rows}
         documents.write_json(tmp_path / f"{count}.json", several)
-    text = results.processes_markdown(tmp_path)
+    text = published.processes_markdown(tmp_path)
     assert "sdfastgn | 1 | 0.5 | 1 |" in text
     assert "sdfastgn | 2 | 0.96 | 0.96 |" in text
 
 
 def test_options_replace_a_presets_settings():
-    first, second = options.preset_configs("fal", device="cpu", steps=2)
+    first, second = bench_options.preset_configs("fal", device="cpu", steps=2)
     assert (first.model, first.size, first.steps, first.prompt) == ("sd15", 512, 2, "A photo of a cat")
     assert (second.model, second.guidance, second.dtype) == ("sdxl", 5.0, "fp16")
-    (one,) = options.preset_configs("fal", device="cpu", model="sdxl")
+    (one,) = bench_options.preset_configs("fal", device="cpu", model="sdxl")
     assert (one.model, one.preset) == ("sdxl", "fal")
-    (tiny,) = options.preset_configs("stable-fast", device="cpu", model="tiny", size=64)
+    (tiny,) = bench_options.preset_configs("stable-fast", device="cpu", model="tiny", size=64)
     assert (tiny.model, tiny.size, tiny.scheduler) == ("tiny", 64, "EulerAncestralDiscreteScheduler")
 
 

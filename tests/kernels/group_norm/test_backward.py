@@ -7,6 +7,7 @@ import sdfastgn
 from sdfastgn.kernels.common import gpu
 from sdfastgn.kernels.common.activations import ACTIVATIONS
 from sdfastgn.kernels.common.launch import Launch
+from sdfastgn.kernels.common.plan_cache import PlanCache
 from sdfastgn.kernels.group_norm import config as group_norm_config
 from sdfastgn.kernels.group_norm.config import SmallConfig, launch_config, merge_config
 from sdfastgn.kernels.group_norm.op import GROUP_NORM_BACKWARD
@@ -211,6 +212,37 @@ def test_many_chunks_and_samples(layout, shape, num_sms, device, monkeypatch):
     assert config.rows > config.tile_rows
     assert merge_config(config.chunks, shape[1], 1, backward=True).block_p < config.chunks
     check(shape, 1, torch.float32, device, layout, "silu", layout)
+
+
+@pytest.fixture
+def parts(monkeypatch):
+    """Few samples are summed in parts already."""
+    monkeypatch.setattr(group_norm_config, "_PARAMETER_TILE", (4, 32))
+    for name in ("_PARAMETER_MOST_TILES", "_PARAMETER_MIN_TILES"):
+        monkeypatch.setattr(group_norm_config, name, 2)
+    monkeypatch.setattr(GROUP_NORM_BACKWARD.plans, "made", PlanCache())
+
+
+@pytest.mark.usefixtures("parts")
+@pytest.mark.parametrize("rows", [None, (5,)], ids=["rows-of-operands", "shared-operands"])
+@pytest.mark.parametrize("wanted", ["weight bias", "bias ada_scale", " ".join(OPERANDS)])
+def test_many_samples_are_summed_in_parts(wanted, rows, device):
+    shape, groups = (37, 5, 3, 3), 1
+    check_operands(shape, groups, wanted.split(), device, rows=rows)
+    (plan,) = GROUP_NORM_BACKWARD.plans.made.values()
+    assert plan.parts_sum.numbers[0] == 5
+
+
+@pytest.mark.usefixtures("parts")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_sums_in_parts_are_rounded_once(dtype, device):
+    check((37, 5, 3, 3), 5, dtype, device, "channels_last", "identity", "channels_last")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("shape", "groups"), [((100000, 32), 8), ((4096, 320), 32)], ids=str)
+def test_real_numbers_of_samples_on_the_gpu(shape, groups):
+    check(shape, groups, torch.float16, "cuda", "channels_first", "silu", "channels_first", dy_mean=0.0)
 
 
 def test_nan_stays_in_its_sample(device):

@@ -14,6 +14,7 @@ from sdfastgn.kernels.group_norm.config import (
     launch_config,
     merge_config,
     parameter_config,
+    parameter_rows,
 )
 from sdfastgn.kernels.statistics.config import StatisticsConfig, statistics_config, statistics_pay
 from tests.kernels.samples import each_gpu
@@ -184,6 +185,26 @@ def test_parameter_tiles_are_no_larger_than_needed():
             assert block_n <= next_power_of_2(N)
             assert block_c <= next_power_of_2(C)
             assert_launchable(block_n, block_c, num_warps=4)
+
+
+@each_gpu
+def test_parameter_gradients_of_many_samples_are_summed_in_parts(num_sms):
+    for N in (1, 32, 512, 513, 4096, 100000):
+        for C in (1, 32, 320, 100000):
+            rows = parameter_rows(N, C, num_sms)
+            block_n, block_c = parameter_config(N, C)
+            parts = ceil_div(N, rows)
+            assert (parts - 1) * rows < N <= parts * rows
+            assert parts == 1 or rows % block_n == 0
+            # One program's tiles follow each other: where that would be many, others take a part.
+            if N <= 512 or C == 100000:
+                assert parts == 1
+            else:
+                tiles = ceil_div(rows, block_n)
+                assert (
+                    8 <= tiles <= max(15, 2 * ceil_div(ceil_div(N, block_n), num_sms // ceil_div(C, block_c)))
+                )
+    assert ceil_div(100000, parameter_rows(100000, 32, 132)) > 132
 
 
 @pytest.mark.parametrize(

@@ -193,3 +193,8 @@ def test_the_plan_asks_the_gpu_for_its_l2(walked, monkeypatch):
     shape, groups = SHAPES[0].values
     check(shape, groups, torch.float32, "cpu", "channels_last", "silu", "channels_last")
     assert walk_grad_kernel not in walked
+
+
+@pytest.mark.gpu
+def test_pytorch_knows_the_size_of_the_l2():
+    assert gpu.l2_bytes(torch.device("cuda")) >= 2**20

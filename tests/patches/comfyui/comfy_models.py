@@ -5,7 +5,7 @@ import logging
 import nodes
 import torch
 
-from sdfastgn.bench import comfyui
+from scripts.publish import comfyui_models
 
 __all__ = [
     "KINDS",
@@ -22,8 +22,8 @@ __all__ = [
 
 logging.disable(logging.INFO)  # ComfyUI tells of every model that it loads
 
-# What ComfyUI's model detection asks for, and as few blocks as it lets pass. SDXL's is that of Segmind
-# Vega, an SDXL with fewer transformer blocks.
+# Configurations with as few blocks as ComfyUI's model detection accepts. "sdxl" is Segmind Vega, an SDXL
+# with fewer transformer blocks.
 KINDS = {
     "sd15": {
         "num_res_blocks": [1, 1], "channel_mult": [1, 1], "transformer_depth": [1, 1],
@@ -37,23 +37,23 @@ KINDS = {
         "num_classes": "sequential", "adm_in_channels": 2816,
     },
 }  # fmt: skip
-_VAE = {**comfyui.VAE, "resolution": 64, "ch": 32, "ch_mult": [1, 2], "num_res_blocks": 1}
+_VAE = {**comfyui_models.VAE, "resolution": 64, "ch": 32, "ch_mult": [1, 2], "num_res_blocks": 1}
 
 
 def load_model(kind, **options):
-    """A ``ModelPatcher``, by ComfyUI's own loader. options: its ``model_options``."""
-    found = comfyui.load_model(KINDS[kind], **options)
+    """A ``ModelPatcher`` from ComfyUI's own loader. options: the loader's ``model_options``."""
+    found = comfyui_models.load_model(KINDS[kind], **options)
     assert type(found.model).__name__ == {"sd15": "BaseModel", "sdxl": "SDXL"}[kind]
     return found
 
 
 def load_vae():
-    return comfyui.load_vae(_VAE)
+    return comfyui_models.load_vae(_VAE)
 
 
 def latent_of(model, kind, steps=2):
-    """What the node KSampler makes of an empty latent."""
-    positive, negative = (comfyui.conditioning(KINDS[kind], seed) for seed in (5, 6))
+    """The result of the node KSampler for an empty latent."""
+    positive, negative = (comfyui_models.conditioning(KINDS[kind], seed) for seed in (5, 6))
     with torch.inference_mode():
         latent = {"samples": torch.zeros(1, 4, 16, 16)}
         return nodes.KSampler().sample(model, 3, steps, 4.0, "euler", "normal", positive, negative, latent)[
@@ -62,7 +62,7 @@ def latent_of(model, kind, steps=2):
 
 
 def image_of(vae, latent):
-    """What the node VAEDecode makes of it. (1, H, W, 3)"""
+    """The image of the node VAEDecode for ``latent``, (1, H, W, 3)."""
     with torch.inference_mode():
         return nodes.VAEDecode().decode(vae, {"samples": latent})[0]
 
@@ -72,7 +72,7 @@ def unet_of(model):
 
 
 def step(model, kind, **options):
-    """One call of the UNet, as it is now."""
+    """The result of one call of the UNet in its present state."""
     g = torch.Generator().manual_seed(2)
     x = torch.randn(2, 4, 16, 16, generator=g)
     context = torch.randn(2, 77, KINDS[kind]["context_dim"], generator=g)
@@ -83,7 +83,7 @@ def step(model, kind, **options):
 
 
 def close(a, b):
-    """To fp32's rounding through a few dozen blocks and steps, relative to the largest values."""
+    """Assert that a is b within fp32's rounding in some dozen blocks and steps, and not b bit by bit."""
     assert (a - b).abs().max() < 2e-5 * b.abs().max()
     assert not torch.equal(a, b), "nothing ran fused"
 
@@ -100,7 +100,7 @@ def lora_of(model):
 
 
 def snapshot(root):
-    """Everything that ejection gives back: classes, attributes, hooks, and weights with their strides."""
+    """Everything that ejection restores: classes, attributes, hooks, and weights with their strides."""
     hooks = ("_forward_hooks", "_forward_pre_hooks")
     return [
         (path, type(module), sorted(vars(module)), *(dict(vars(module)[name]) for name in hooks))

@@ -20,7 +20,7 @@ from sdfastgn.patches.comfyui.inject import eject, inject  # noqa: E402
 from sdfastgn.patches.comfyui.report import text_of  # noqa: E402
 from sdfastgn.patches.core import channels_last  # noqa: E402
 
-# ComfyUI takes PyTorch's attention on a GPU; on a CPU it is asked for.
+# On a GPU ComfyUI uses PyTorch's attention. On a CPU this fixture chooses it.
 pytestmark = pytest.mark.usefixtures("attention_of_pytorch")
 on_each_device, without_gradients = cases.on_each_device, cases.without_gradients
 statistics_always_pay = cases.statistics_always_pay
@@ -81,7 +81,7 @@ BLOCKS = {
 
 
 def twins(name):
-    """(injected, stock, inputs); the image is channels-last, as it is within a model."""
+    """(injected, stock, inputs). The image is channels-last, as inside of a model."""
     make, inputs = BLOCKS[name]
     torch.manual_seed(1)
     stock = make().eval().to(cases.WHERE["device"])

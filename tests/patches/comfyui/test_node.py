@@ -26,7 +26,7 @@ def loaded():
 
 
 def node(name):
-    """A call of the node, as the executor makes it: arguments by the names of its inputs."""
+    """A function that calls the node as ComfyUI's executor does, with keyword arguments."""
     kind = nodes.NODE_CLASS_MAPPINGS[name]
 
     def call(**inputs):

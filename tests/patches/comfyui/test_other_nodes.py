@@ -36,7 +36,7 @@ def stock_again(model):
 
 
 def both(model, **options):
-    """(injected, stock). options: new ones for each call, if callable."""
+    """(result of the injected model, result of stock). An option that is callable is made for each call."""
 
     def called(patcher):
         patcher.patch_model(CPU)
@@ -49,7 +49,7 @@ def both(model, **options):
 
 
 class Noted:
-    """A patch of some node, which counts its calls. ``change``: what it makes of its arguments."""
+    """A patch of another node that counts its calls and returns ``change(*arguments)``."""
 
     def __init__(self, change):
         self.change, self.calls = change, 0
@@ -162,12 +162,12 @@ def test_what_graphs_have_to_be(model, mode):
 
 @pytest.fixture
 def tape(model, monkeypatch):
-    """Graphs on the CPU."""
+    """CUDA graphs are tapes on the CPU."""
     if unet_of(model).training:
         pytest.skip("this ComfyUI leaves UNets in training mode, for which there are no graphs")
     backend = TapeBackend()
     monkeypatch.setattr(forward, "backend_of", lambda device: backend)
-    # A tape holds the weights that it has seen, a graph does not.
+    # A tape keeps its weights alive, a graph does not.
     monkeypatch.setattr(channels_last, "is_alone", lambda weight: True)
     return backend
 

@@ -73,7 +73,7 @@ def test_ejection_gives_everything_back(model, kind):
 
 
 def test_ejection_of_channels_last_weights(kind):
-    """--force-channels-last"""
+    """ComfyUI's option --force-channels-last."""
     model = comfy_models.load_model(kind)
     with torch.inference_mode():
         unet_of(model).to(memory_format=torch.channels_last)
@@ -131,7 +131,7 @@ def test_another_model_in_between(model, kind):
 
 
 def test_a_model_that_casts_its_weights_runs_as_stock(kind):
-    """Weights in fp16, computed in fp32."""
+    """Its weights are fp16, and it computes in fp32."""
     model = comfy_models.load_model(kind, weight_dtype=torch.float16)
     stock = latent_of(model, kind)
     optimized = optimize_model(model)
@@ -145,7 +145,7 @@ def test_a_model_that_casts_its_weights_runs_as_stock(kind):
 
 
 def test_low_vram(model, kind):
-    """Part of the weights stays where it is and is moved and patched at each call."""
+    """Some weights stay on another device. They are moved and patched at each call."""
     device = torch.device("cpu")
     patched = model.clone()
     patched.add_patches(lora_of(model), 1.0)

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from sdfastgn.bench import comfyui
+from scripts.publish import comfyui_models
+from sdfastgn.cli import comfyui_checkout
 from tests.command_line import exit_code
 from tests.patches.comfyui import comfy_checkout
 
@@ -14,15 +15,15 @@ comfy_checkout.import_for_cpu()
 
 from tests.patches.comfyui import comfy_models  # noqa: E402
 
-SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "time_comfyui.py"
+SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "publish" / "comfyui.py"
 
 
 @pytest.mark.parametrize("variant", ["stock", "sdfastgn"])
 def test_what_it_measures(variant, monkeypatch, tmp_path):
     model, vae = comfy_models.load_model("sd15"), comfy_models.load_vae()
-    monkeypatch.setattr(comfyui, "import_comfyui", lambda folder, *arguments: "0")
-    monkeypatch.setattr(comfyui, "load_model", lambda *_: model)
-    monkeypatch.setattr(comfyui, "load_vae", lambda *_: vae)
+    monkeypatch.setattr(comfyui_checkout, "import_comfyui", lambda folder, *arguments: "0")
+    monkeypatch.setattr(comfyui_models, "load_model", lambda *_: model)
+    monkeypatch.setattr(comfyui_models, "load_vae", lambda *_: vae)
     for name, value in {"synchronize": None, "get_device_name": "CPU", "max_memory_allocated": 2e9}.items():
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
     script = runpy.run_path(str(SCRIPT))
@@ -40,4 +41,4 @@ def test_what_it_measures(variant, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("arguments", [("nowhere",), (".", "--model", "sd3")])
 def test_bad_input(arguments, monkeypatch):
-    assert exit_code(monkeypatch, "time_comfyui.py", *arguments) == 2
+    assert exit_code(monkeypatch, "publish/comfyui.py", *arguments) == 2

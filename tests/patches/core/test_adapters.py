@@ -9,7 +9,7 @@ from peft import LoHaConfig, LoraConfig, inject_adapter_in_model
 from torch import nn
 
 import sdfastgn
-from sdfastgn.bench.models.architectures import build_unet, build_vae
+from sdfastgn.models.architectures import build_unet, build_vae
 from sdfastgn.patches.core.adapters import adapted_layers, adapter_reason
 from sdfastgn.patches.registry import FUSIONS
 
@@ -27,7 +27,7 @@ def add_lora(model):
 
 
 def paths_with_lora(model):
-    """Paths of the layers with a LoRA that a fusion would have replaced, by peft's own parameters."""
+    """Paths of the layers with a LoRA that a fusion would have replaced, found by peft's parameters."""
     found = {name.partition(".lora_")[0] for name, _ in model.named_parameters() if ".lora_" in name}
     return {path for path in found if not path.endswith(NEVER_FUSED)}
 
@@ -81,7 +81,7 @@ def test_strict_refuses_every_state_of_an_adapter_until_it_is_gone(state):
 
 
 def test_merged_weights_stay_when_the_adapter_is_taken_off():
-    """What the reason for a merged adapter says."""
+    """The reason for a merged adapter promises this."""
     model = unet()
     weight = model.mid_block.resnets[0].conv1.weight.detach().clone()
     add_lora(model)

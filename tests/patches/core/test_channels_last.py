@@ -24,7 +24,7 @@ _, CALL = samples.sample("conv_norm_out-unet")
 
 
 def adapted():
-    """A UNet with LoRAs on 3x3 convolutions, and with one that is trained and saved as a whole."""
+    """A UNet with LoRAs on 3x3 convolutions, and with a convolution that peft trains and saves as a whole."""
     unet = samples.unet().eval()
     config = {
         "target_modules": ["to_q", "conv1"],
@@ -100,7 +100,7 @@ def test_exchanged_weights_are_laid_out_by_the_next_optimize():
 
 
 def test_another_layout_stays_until_the_next_optimize():
-    """Whoever wants to save the weights asks for it."""
+    """A user may ask for contiguous weights, for instance to save them."""
     unet = sdfastgn.optimize(samples.unet())
     unet.to(memory_format=torch.contiguous_format)
     assert all(p.is_contiguous() for p in unet.parameters())
@@ -109,7 +109,7 @@ def test_another_layout_stays_until_the_next_optimize():
 
 
 class Sharded(torch.Tensor):
-    """Stands for a DTensor and for quantized weights."""
+    """A subclass of Tensor, such as DTensor and quantized weights."""
 
 
 def test_weights_that_are_more_than_memory_stay_as_they_are():
@@ -144,7 +144,7 @@ def test_an_expanded_weight_stays_as_it_is():
     ],
 )
 def test_a_weight_of_another_shape_survives_restore(shape, layout):
-    """As when ``conv_in`` is widened for inpainting."""
+    """For instance ``conv_in``, which is widened for inpainting."""
     unet = sdfastgn.optimize(samples.unet())
     value = torch.randn(shape).contiguous(memory_format=layout)
     unet.conv_in.weight = torch.nn.Parameter(value.clone())
@@ -179,7 +179,7 @@ def test_a_weight_stays_in_its_memory_unless_that_is_shared(shared, mode):
         conv = torch.nn.Conv2d(4, 6, 3)
     alias = conv.weight.detach() if shared else None
     value, address, strides = conv.weight.detach().clone(), conv.weight.data_ptr(), conv.weight.stride()
-    with torch.inference_mode(not mode):  # whatever the caller's mode
+    with torch.inference_mode(not mode):  # the caller may be in the other mode
         channels_last.apply(conv)
         assert conv.weight.is_contiguous(memory_format=torch.channels_last)
         assert torch.equal(conv.weight, value)
@@ -192,7 +192,7 @@ def test_a_weight_stays_in_its_memory_unless_that_is_shared(shared, mode):
 
 
 def channels_last_unet():
-    """As ``optimize`` leaves it for a GPU."""
+    """A UNet with the layout that ``optimize`` gives it on a GPU."""
     unet = sdfastgn.optimize(samples.unet())
     for conv in (m for m in unet.modules() if isinstance(m, torch.nn.Conv2d)):
         if channels_last._STOCK_LAYOUT not in vars(conv):
@@ -245,9 +245,9 @@ def interrupted_at(count):
 
 
 def test_an_interrupt_at_any_moment_spoils_no_weight():
-    """Neither in ``optimize`` nor in ``restore``, and ``restore`` after it undoes everything."""
+    """The interrupt is in ``optimize`` or ``restore``. ``restore`` then undoes everything."""
     stock = nn.Sequential(nn.Conv2d(3, 5, 3), nn.GroupNorm(1, 5))
-    stock[0].weight.data = stock[0].weight.data.clone()  # of its own: it is laid out in its own memory
+    stock[0].weight.data = stock[0].weight.data.clone()  # alone in its memory, so it is laid out there
     assert is_alone(stock[0].weight)
     count, interrupts = 1, 0
     while interrupts == count - 1:

@@ -1,4 +1,4 @@
-"""Whoever keeps a module's own ``forward`` while its class changes: offload hooks, wrappers."""
+"""Offload hooks and wrappers that keep a module's bound ``forward`` while its class changes."""
 
 import copy
 import functools
@@ -13,7 +13,7 @@ from packaging.version import Version
 from torch import nn
 
 import sdfastgn
-from sdfastgn.bench.models.architectures import build_unet, unet_inputs
+from sdfastgn.models.architectures import build_unet, unet_inputs
 from tests.patches import samples
 from tests.patches.graphs import cases as graph_cases
 from tests.patches.samples import each_copy, snapshot
@@ -43,7 +43,7 @@ class Double(ModelHook):
 
 
 class Halve(ModelHook):
-    """A hook with a forward of its own, which keeps the module's elsewhere."""
+    """A hook that replaces ``forward``, and keeps the module's own elsewhere."""
 
     def new_forward(self, module, *args, **kwargs):
         return self.fn_ref.original_forward(*args, **kwargs) / 2
@@ -100,7 +100,7 @@ def objects(model):
 
 
 def helper(model):
-    """As DeepCache does it: all of them in one dict."""
+    """Wraps all forwards as DeepCache does, and keeps the originals in one dict."""
     kept = Wrapper(None)
     kept.forwards, kept.list = {}, []
     for i, module in enumerate(norms_and_blocks(model)):
@@ -188,7 +188,7 @@ class Around(ModelHook):
 
 
 def test_diffusers_hooks_that_go_after_restore_leave_the_stock_forward():
-    """They kept what stood for the forward of a model with graphs."""
+    """They kept the ``GraphedForward`` of a model with graphs."""
     model = samples.randomize(samples.unet())
     before = output(model)
     registry = HookRegistry.check_if_exists_or_initialize(sdfastgn.optimize(model))
@@ -203,7 +203,7 @@ def test_diffusers_hooks_that_go_after_restore_leave_the_stock_forward():
 
 
 def offloaded_before(recurse):
-    """Its offload hooks were taken off: accelerate leaves each module's own forward in the instance."""
+    """A UNet whose offload hooks were removed. accelerate leaves modules' own forwards in the instances."""
     unet = build_unet("tiny", torch.float32, "cpu")
     stock = copy.deepcopy(unet)
     cpu_offload(unet, CPU) if recurse else cpu_offload_with_hook(unet, CPU)

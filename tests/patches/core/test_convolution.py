@@ -1,4 +1,4 @@
-"""1x1 convolutions as matrix products: where, where not, and their error."""
+"""1x1 convolutions as matrix products: which ones are, which are not, and their error."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Classes that are not ours: subclasses of blocks, and what others put over ours or under it."""
+"""Other code's classes: subclasses of blocks, and classes that it puts over or under a fused one."""
 
 import copy
 import warnings
@@ -11,7 +11,7 @@ from diffusers.models.transformers.transformer_hidream_image import HiDreamAtten
 from torch import nn
 
 import sdfastgn
-from sdfastgn.bench.models.pipelines import build_pipeline
+from sdfastgn.models.pipelines import build_pipeline
 from sdfastgn.patches import patcher
 from sdfastgn.patches.shared import packed_weights as packing
 from tests.patches import samples
@@ -19,7 +19,7 @@ from tests.patches.samples import each_fusion, output, snapshot, stock_and_outpu
 
 
 def put_over(module):
-    """As tomesd does: a class made from the one that is there, which is remembered."""
+    """Derive a class from the module's class, put it on the module and remember the old, as tomesd does."""
 
     class Over(type(module)):
         def forward(self, *args, **kwargs):
@@ -36,7 +36,7 @@ def take_off(root):
 
 
 def restored(obj):
-    """What ``restore`` warns of."""
+    """Restore ``obj``, and return the warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert sdfastgn.restore(obj) is obj
@@ -120,7 +120,7 @@ def test_a_class_over_ours_is_reported(build, call):
             put_over(module.get_submodule(path))
     over = over_fused(module)
     assert {path for path, _ in found(module, "skipped")} == over
-    # A model's hooks work beneath any class.
+    # A model's hooks work with any class.
     assert found(module, "skipped") | found(module, "fused") == fused
     assert all("other code changed its fused class to " in e.reason for e in sdfastgn.report(module).skipped)
     if over:
@@ -164,7 +164,7 @@ def test_the_with_block_warns_where_it_stands():
 
 
 def test_a_parametrization_outlives_restore():
-    """PyTorch too changes the class of the module."""
+    """PyTorch also changes the class of a module when it adds a parametrization."""
 
     class Double(nn.Module):
         def forward(self, w):

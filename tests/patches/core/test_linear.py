@@ -1,4 +1,4 @@
-"""Linear layers of a time embedding: when they run in one kernel with what is around them."""
+"""Linear layers of a time embedding: when one kernel computes activation, product and biases."""
 
 import copy
 
@@ -53,7 +53,7 @@ def test_a_resnet_projects_in_one_kernel(options, product, ran, linear_calls):
 
 
 def test_a_resnet_is_no_less_exact_than_stock(ran):
-    """Not in bfloat16, to which the interpreter does not round but cuts."""
+    """Not tested in bfloat16, because the interpreter truncates instead of rounding."""
     fused, stock = twins(resnet(time_embedding_norm="scale_shift"), torch.float16)
     x, embedding = inputs(dtype=torch.float16)
     args = x, 4 * embedding  # so large that the projection's error is most of the block's
@@ -74,7 +74,7 @@ def test_a_resnet_is_no_less_exact_than_stock(ran):
     ],
 )
 def test_what_is_watched_is_called(name, biases, change, ran):
-    """``biases``: of the products that still run in one kernel."""
+    """``biases``: the number of biases of each product that still runs in one kernel."""
     fused, stock = twins(resnet())
     for module in (fused, stock):
         change(module, name)
@@ -115,7 +115,7 @@ def test_many_rows_are_a_matrix_product(N, products, ran):
 
 
 def test_one_embedding_for_all_images(ran):
-    """Upstream broadcasts it, so that nothing is fused behind it but the product itself."""
+    """Upstream broadcasts the embedding. Only its own activation, product and bias are fused."""
     fused, stock = twins(resnet())
     x = inputs()[0]
     agree(fused(x, noise(1, 8)), stock(x, noise(1, 8)), 5e-5)
@@ -124,7 +124,7 @@ def test_one_embedding_for_all_images(ran):
 
 @pytest.mark.parametrize("norm", ["default", "scale_shift"])
 def test_an_embedding_without_a_projection_broadcasts_as_stocks(norm):
-    """A matrix is added to rows and columns of the image, though it has one number a channel."""
+    """Such a matrix is added along rows and columns of the image, although it has a number per channel."""
     fused, stock = twins(resnet(temb_channels=None, time_embedding_norm=norm))
     width = 12 if norm == "scale_shift" else 6
     args = image(2, 4, 2, 6), noise(2, width)

@@ -1,4 +1,4 @@
-"""Blocks whose last kernel hands statistics on: as stock, in fewer passes, or upstream's own way."""
+"""Blocks whose last kernel stores statistics: stock's result, fewer passes, upstream's code elsewhere."""
 
 import copy
 import itertools
@@ -41,7 +41,7 @@ RESNETS = {
 
 
 def biases_moved(monkeypatch):
-    """The convolutions that left their bias to another kernel."""
+    """A list of the convolutions that left their bias to another kernel."""
     moved = []
     inner = nn.Conv2d._conv_forward
 
@@ -56,7 +56,7 @@ def biases_moved(monkeypatch):
 
 @pytest.mark.parametrize("options", RESNETS.values(), ids=RESNETS)
 def test_a_resnet_ends_in_one_sum(ran, options, monkeypatch):
-    """It takes the bias of the second convolution."""
+    """The sum also adds the bias of the second convolution."""
     fused, stock = twins(resnet(**options))
     moved = biases_moved(monkeypatch)
     y = fused(*inputs())
@@ -68,7 +68,7 @@ def test_a_resnet_ends_in_one_sum(ran, options, monkeypatch):
 
 
 def test_a_resnet_is_no_less_exact_than_stock():
-    """Not in bfloat16, to which the interpreter does not round but cuts."""
+    """Not tested in bfloat16, because the interpreter truncates instead of rounding."""
     fused, stock = twins(resnet(output_scale_factor=2**0.5), torch.float16)
     x, temb = image(2, 4, 16, 16, dtype=torch.float16), noise(2, 8, dtype=torch.float16)
     expected = copy.deepcopy(stock).double()(x.double(), temb.double())
@@ -192,7 +192,7 @@ def test_a_whole_model(ran, build):
     ],
 )
 def test_fewer_passes_for_statistics_in_a_whole_model(build, alone, handed, monkeypatch, launches):
-    """Nothing is launched, so sizes may be those at which a norm reads x twice."""
+    """Nothing is launched, so images can be so large that a norm reads its input twice."""
     fused = sdfastgn.optimize(build().to(WHERE["device"]))
     counts, launches.runs = [], False
     for pays in (False, True):

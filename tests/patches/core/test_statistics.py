@@ -1,4 +1,4 @@
-"""Statistics handed from a producer to the next norm: true or absent, and gone with their tensor."""
+"""Statistics that a producer hands to the next norm are right or absent, and are freed with their tensor."""
 
 import copy
 import gc
@@ -36,14 +36,14 @@ def vector(dtype=torch.float32):
 
 
 def wrong_statistics():
-    """Of a tensor with mean 0 and variance 100."""
+    """Statistics of a tensor with mean 0 and variance 100, which no test tensor has."""
     found = torch.zeros(2, 2, 1, 30)
     found[1] = 15 * 100.0
     return found.to(WHERE["device"])
 
 
 def made():
-    """A tensor under which statistics are filed."""
+    """A tensor whose statistics are stored."""
     return add(image(), image(seed=1))
 
 

@@ -1,4 +1,4 @@
-"""The fused ``Attention``: how many matrix products it runs, and where it must be diffusers' own."""
+"""The fused ``Attention``: how many matrix products it runs, and when diffusers' own forward must run."""
 
 import copy
 
@@ -240,7 +240,7 @@ def test_a_prompts_few_keys_have_their_own_kernel(autocast, gradients, tokens, f
 
 
 def test_an_images_few_tokens_are_pytorchs(monkeypatch):
-    """Each image size has another number of them, and would compile a kernel."""
+    """Each image size has another number of tokens, and would compile another kernel."""
     monkeypatch.setattr(attention, "attend_to_few", lambda *heads: pytest.fail("compiles a kernel"))
     fused, stock = twins()
     with kernel_samples.kernels(direct=True):
@@ -271,7 +271,7 @@ def test_on_a_gpu(called, dtype):
 
 @pytest.mark.gpu
 def test_no_copy_of_queries_keys_and_values():
-    """Attention reads them where the product left them: two products and one attention."""
+    """Attention reads them directly from the result of the product: two products and one attention."""
     fused, _ = large(out_bias=False)
     x = noise(2, 1024, 640).to("cuda", torch.float16)
     call(fused, x)

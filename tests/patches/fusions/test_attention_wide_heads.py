@@ -1,4 +1,4 @@
-"""The fused ``Attention`` with one wide head attends in chunks where stock would be the same."""
+"""The fused ``Attention`` with one wide head computes attention in chunks, if stock's result is the same."""
 
 import copy
 
@@ -27,7 +27,7 @@ def image(device, dtype=torch.float16):
 
 @pytest.fixture
 def launches(monkeypatch):
-    """One entry for each attention in chunks, which small images have here too."""
+    """A list with one entry for each attention in chunks. Here small images have it, too."""
     found = []
     monkeypatch.setattr(dispatch, "runs_in_triton", lambda x: True)
     monkeypatch.setattr(wide_attention, "pays", lambda L, keys, D: D > 256)

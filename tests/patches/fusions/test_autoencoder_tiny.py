@@ -1,4 +1,4 @@
-"""The fused ``AutoencoderTiny``: which calls its convolutions become, and against fp64 on a GPU."""
+"""The fused ``AutoencoderTiny``: the calls that its convolutions become, and its error on a GPU."""
 
 import copy
 
@@ -21,7 +21,7 @@ def twins(device="cpu", dtype=torch.float32, **options):
 
 @pytest.fixture
 def as_cudnn(monkeypatch):
-    """cuDNN's calls in plain PyTorch, wherever they would be made on a GPU; returns how often."""
+    """Make cuDNN's fused calls on the CPU too, in plain PyTorch. Returns how often each is made."""
     calls = {"relu": 0, "add_relu": 0}
 
     def relu(x, weight, bias, *where):

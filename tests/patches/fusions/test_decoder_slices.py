@@ -1,4 +1,4 @@
-"""A VAE's decoder takes a large batch in slices: the same images, in bounded memory."""
+"""A VAE's decoder decodes a large batch in slices: the same images, in bounded memory."""
 
 import copy
 import warnings
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import sdfastgn
-from sdfastgn.bench.models.architectures import build_vae
+from sdfastgn.models.architectures import build_vae
 from sdfastgn.patches.fusions import conv_norm_out, decoder_slices
 from tests.patches import cases
 
@@ -23,7 +23,7 @@ def latents(batch, side=2):
 
 
 def slices_of(vae, call):
-    """How many images the decoder's first convolution gets at a time."""
+    """The number of images in each call of the decoder's first convolution."""
     found = []
     hook = vae.decoder.conv_in.register_forward_pre_hook(lambda module, args: found.append(len(args[0])))
     call()

@@ -1,4 +1,4 @@
-"""The last add of ``BasicTransformerBlock``: inside a plain feed-forward's last product, else as ever."""
+"""The last add of ``BasicTransformerBlock``: part of a plain feed-forward's last product, or stock's add."""
 
 import copy
 
@@ -20,7 +20,7 @@ on_each_device, linear_calls = cases.on_each_device, cases.linear_calls
 
 @pytest.fixture
 def products(monkeypatch):
-    """Of each call of a block: True if its last product was to be added to the sum in place."""
+    """A list with one entry for each call of a block: True if its last product adds itself to the sum."""
     found = []
     asked = tokens._adds_in_product
     monkeypatch.setattr(tokens, "_adds_in_product", lambda *a: found.append(asked(*a)) or found[-1])
@@ -116,7 +116,7 @@ def test_edits_between_calls_count(products, change):
 
 
 def of(change, path):
-    """A change of the feed-forward or of one of its neighbors."""
+    """A parameter that makes ``change`` to the feed-forward or to one of its neighbors."""
     return pytest.param(lambda model: change(model, path), id=f"{path}-{change.__name__}")
 
 
@@ -184,7 +184,7 @@ def test_what_a_hook_makes_of_the_gated_states_counts(products, change):
 
 
 def test_gradients_of_the_first_layer_alone(products, monkeypatch):
-    """Up to there nothing wants a gradient; autograd knows additions in place."""
+    """The input and everything before that layer need no gradient. Autograd handles in-place additions."""
     monkeypatch.setattr(tokens, "_TRAINING_ELEMENTS", 0)
     fused, stock = twins()
     found = []

@@ -1,4 +1,4 @@
-"""``optimize(..., fold_batch_norm=True)``: what is folded, when, and the exact way back."""
+"""``optimize(..., fold_batch_norm=True)``: what is folded, when, and the exact undo."""
 
 import copy
 import pickle
@@ -14,7 +14,7 @@ from sdfastgn.patches.fusions import batch_norm
 
 
 class Block(nn.Module):
-    """A convolution and a norm that no Sequential holds."""
+    """A convolution and a norm that are not in a Sequential."""
 
     def __init__(self):
         super().__init__()
@@ -47,7 +47,7 @@ X = torch.randn(2, 3, 9, 11, generator=torch.Generator().manual_seed(1))
 
 @torch.no_grad()
 def compare(ours, stock):
-    """Asserts that both give the same, and returns how many norms ran by themselves."""
+    """Assert that both give the same, and return how many norms ran separately."""
     with mock.patch.object(
         nn.BatchNorm2d, "forward", autospec=True, side_effect=nn.BatchNorm2d.forward
     ) as norm:
@@ -136,14 +136,14 @@ def test_copies_fold_for_themselves():
 
 
 def _calibrate(model):
-    """Running averages of other data, no parameter touched."""
+    """Change the running averages with other data, but no parameter."""
     model.train()
     model(X * 2 + 1)
     model.eval()
 
 
 def _wrap_around(model):
-    """As "seamless tiling" does it."""
+    """Change the padding as code for seamless tiling does."""
     conv = model[0][0]
     conv.padding_mode, conv._reversed_padding_repeated_twice = "circular", [1, 1, 1, 1]
 

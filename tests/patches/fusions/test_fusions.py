@@ -1,4 +1,4 @@
-"""What every fusion of the registry promises, over one list of samples."""
+"""What every fusion of the registry promises, tested with the samples of ``samples.py``."""
 
 import copy
 import functools
@@ -32,7 +32,7 @@ def test_every_fusion_has_a_sample():
 
 
 def test_a_new_fusion_is_a_file_and_a_line(monkeypatch):
-    """What the registry holds is found in report, optimize and restore."""
+    """``report``, ``optimize`` and ``restore`` use every fusion of the registry."""
 
     class FusedTanh(nn.Tanh):
         def forward(self, input):
@@ -121,7 +121,7 @@ def test_copies_of_a_fused_module_are_fused_and_can_be_restored(build, call, cop
 
 @each_sample
 def test_gradients_of_a_fused_module(build, call):
-    """In train mode too: dropout is 0 in all samples."""
+    """The modules are in train mode. Dropout is 0 in all samples."""
     module = samples.randomize(build()).train()
 
     def gradients():
@@ -176,7 +176,7 @@ def test_under_a_compiler_the_graph_is_diffusers_own(name, training):
 
 @each_fusion
 def test_edits_after_optimize_count(build, call):
-    """eps and weights that change later are the ones used."""
+    """eps and weights that change after ``optimize`` are used."""
     module, _ = stock_and_output(build, call)
     twin = copy.deepcopy(module)
     sdfastgn.optimize(module)
@@ -218,7 +218,7 @@ def test_another_method_of_the_instance_is_called():
 
 @each_fusion
 def test_an_own_forward_in_the_instance_changes_nothing(build, call):
-    """Hooks that were taken off leave it there."""
+    """Hooks that were removed leave a ``forward`` in the instance."""
     module, before = stock_and_output(build, call)
     fused = {(e.path, e.fusion) for e in sdfastgn.report(sdfastgn.optimize(copy.deepcopy(module))).fused}
     paths = [path for path, m in module.named_modules() if not isinstance(m, nn.ModuleList)]
@@ -281,7 +281,7 @@ def test_a_patched_upstream_class_is_left_alone(patch, monkeypatch):
 
 
 def test_a_patch_of_upstream_is_not_kept_alive(monkeypatch):
-    """It may hold a pipeline."""
+    """A patched function may refer to a pipeline."""
     patch = unlike(ResnetBlock2D.forward)
     with monkeypatch.context() as patches:
         patches.setattr(ResnetBlock2D, "forward", patch)

@@ -1,4 +1,4 @@
-"""The GEGLU fusion beside what people put on its linear layer, and inside transformer blocks."""
+"""The GEGLU fusion with changes of its linear layer, and inside of transformer blocks."""
 
 import copy
 

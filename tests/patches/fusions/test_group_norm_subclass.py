@@ -33,7 +33,7 @@ def status(module):
 
 
 def test_a_cast_and_its_activation_are_one_kernel(launches):
-    """fp16 images, fp32 weights, and one rounding."""
+    """With fp16 images and fp32 weights, the kernel rounds once."""
     fused, stock = twins(nn.Sequential(GroupNorm32(4, 8), nn.SiLU()))
     x = image(2, 8, 6, 5, dtype=torch.float16)
     y, expected = fused(x), stock(x)
@@ -88,7 +88,7 @@ class Twice(GroupNorm32):
 
 
 class Derived(GroupNorm32):
-    """The code of a known class, and another place in the order of classes."""
+    """A class with the code of a known class, but not derived from ``nn.GroupNorm`` directly."""
 
     forward = GroupNorm32.forward
 
@@ -129,7 +129,7 @@ def test_a_class_that_is_patched_later_is_restored(monkeypatch):
 
 
 class NormAct(nn.GroupNorm):
-    """Stands for timm's class where timm is not installed: other code that computes the same."""
+    """Replaces timm's class if timm is not installed. It computes the same with other code."""
 
     def __init__(self, num_channels, num_groups=32, drop_layer=nn.Identity):
         super().__init__(num_groups, num_channels)

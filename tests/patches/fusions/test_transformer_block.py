@@ -1,4 +1,4 @@
-"""The fused ``BasicTransformerBlock``: where it fuses, where it is diffusers' own, its error."""
+"""The fused ``BasicTransformerBlock``: when it fuses, when diffusers' own forward runs, and its error."""
 
 import copy
 from typing import Any
@@ -22,7 +22,7 @@ FUSED = ["norm1", "add norm2", "add norm3"]
 
 
 def noise(*shape, seed=0, dtype=torch.float32):
-    """Mean far above the spread, which differs from token to token."""
+    """Random values with a mean far above their spread. The spread differs from token to token."""
     g = torch.Generator().manual_seed(seed)
     spread = torch.rand((*shape[:-1], 1), generator=g) + 0.1
     return (torch.randn(shape, generator=g) * spread + 5).to(dtype)
@@ -49,7 +49,7 @@ def twins(**options):
 
 
 def fuse(model):
-    """This fusion alone: those of the block's parts have tests of their own."""
+    """Apply only this fusion. The fusions of the block's parts have their own tests."""
     assert transformer_block.FUSION.reason_to_skip(model) is None
     transformer_block.FUSION.apply(model)
     return model
@@ -190,7 +190,7 @@ def test_masks_reach_the_attentions(ran):
 
 
 class Half:
-    """Another dtype than the residual's: the sum promotes."""
+    """A processor whose result has another dtype than the residual, so that the sum promotes."""
 
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None):
         return AttnProcessor2_0()(attn, hidden_states, encoder_hidden_states, attention_mask).to(
@@ -199,7 +199,7 @@ class Half:
 
 
 class OneToken:
-    """Another shape than the residual's: the sum broadcasts."""
+    """A processor whose result has another shape than the residual, so that the sum broadcasts."""
 
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None):
         return AttnProcessor2_0()(attn, hidden_states, encoder_hidden_states, attention_mask)[:, :1]
@@ -263,7 +263,7 @@ def test_lora_and_a_norm_that_is_trained_with_it(ran, when):
 @pytest.mark.parametrize("is_large", [True, False], ids=["large", "small"])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_training_and_checkpointing(dropout, is_large, ran, monkeypatch):
-    """Small ones are not worth a node of autograd in Python."""
+    """For small tensors, an autograd node in Python takes longer than the kernel saves."""
     monkeypatch.setattr(tokens, "_TRAINING_ELEMENTS", X.numel() + (not is_large))
     fused, stock = (model.train() for model in twins(dropout=dropout, final_dropout=dropout > 0))
 
@@ -293,7 +293,7 @@ def test_double_precision_is_kept():
 
 @pytest.mark.parametrize("is_optimized_first", [False, True], ids=["hooked-first", "optimized-first"])
 def test_hooks_that_skip_whole_blocks(is_optimized_first):
-    """SkipLayerGuidance and AutoGuidance set them, and look blocks up by their exact class."""
+    """SkipLayerGuidance and AutoGuidance set such hooks. They look blocks up by their exact class."""
     hooks = pytest.importorskip("diffusers.hooks.layer_skip", reason="not before diffusers 0.35")
 
     class Blocks(nn.Module):

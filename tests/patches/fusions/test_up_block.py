@@ -51,7 +51,7 @@ def test_an_up_block_concatenates_with_statistics(ran, cross):
 
 @pytest.mark.parametrize(("cross", "stage"), [(False, 2), (True, 0)])
 def test_freeu(ran, launches, cross, stage):
-    """Its writes in place take the statistics away, and the block is upstream's."""
+    """FreeU's in-place writes make the statistics invalid, and upstream's forward runs."""
     fused, stock = twins(up_block(cross, resolution_idx=stage))
     plain = fused(**up_inputs(cross))
     for model in (fused, stock):

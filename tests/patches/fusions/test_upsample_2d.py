@@ -33,7 +33,7 @@ def twins(channels=12, **options):
 
 @pytest.fixture
 def ran(monkeypatch):
-    """As on a GPU; which of the three ways an image took to its double size."""
+    """Runs as on a GPU. A list that says by which of three ways each image was upsampled."""
     ways = []
 
     def note(way, function):
@@ -50,7 +50,7 @@ def ran(monkeypatch):
 
 @pytest.fixture
 def low(monkeypatch):
-    """At low resolution wherever that is possible, however small the image."""
+    """Images of any size are convolved at low resolution if that is possible."""
     monkeypatch.setattr(upsample_conv, "phases_pay", lambda *sizes: True)
 
 
@@ -69,7 +69,7 @@ def low(monkeypatch):
 @pytest.mark.parametrize("x", [X, image(64, 12, 2, 3)], ids=["usual", "batch-64"])
 @pytest.mark.parametrize("trains", [True, False], ids=["gradients", "small"])
 def test_runs_in_the_op(ran, options, x, trains):
-    """Upstream's guard against batches of 64 is about PyTorch's kernel."""
+    """Upstream's guard against batches of 64 is needed for PyTorch's kernel only."""
     fused, stock = twins(**options)
     with torch.set_grad_enabled(trains):
         y = fused(x)
@@ -201,7 +201,7 @@ def test_edits_of_the_weights_count_at_once(ran, low):
 
 @kernel_samples.interpreted
 def test_fused_lora_counts(ran, low):
-    """A LoRA layer runs by itself; merged and taken off, its convolution is a plain one."""
+    """A convolution with a LoRA is called as it is. After the LoRA is merged and removed, it is plain."""
     fused, stock = twins()
     config = LoraConfig(r=2, target_modules=["conv"], init_lora_weights=False)
     for model in (fused, stock):
@@ -218,7 +218,7 @@ def test_fused_lora_counts(ran, low):
 
 
 def around(x, weight, bias):
-    """A convolution of a torus, as seamless tiling puts it into instances."""
+    """A convolution with circular padding, which code for seamless tiling puts into instances."""
     return F.conv2d(F.pad(x, 4 * [1], mode="circular"), weight, bias)
 
 
@@ -297,10 +297,10 @@ def test_no_interpolation_in_an_optimized_decoder(ran, monkeypatch, pays):
 
 @kernel_samples.interpreted
 def test_error_of_a_whole_decoder_is_stocks(ran, low, monkeypatch):
-    """The phases' weights are rounded once more: one rounding beside the fifty of a decoder."""
+    """The low-resolution weights are rounded once more, which is little beside a decoder's 50 roundings."""
 
     def convolve(conv, x, weight, bias):
-        # As on a GPU, where the bias is a pass of its own behind the convolution.
+        # As on a GPU, where the bias is a separate pass after the convolution.
         y = F.conv2d(x, weight, None, conv.stride, conv.padding)
         return y if bias is None else y + bias.view(-1, 1, 1)
 

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.without_kernels
 
 
 def channels_first(call):
-    """``call`` with images in PyTorch's own layout."""
+    """``call`` with channels-first images."""
 
     def called(module):
         with pytest.MonkeyPatch.context() as patches:
@@ -57,7 +57,7 @@ HEAVY = {
 
 
 def run(module, call):
-    """How often PyTorch ran what takes time, forward and backward; the output and all gradients."""
+    """(counts of PyTorch's slow ops in forward and backward, [output, all gradients])"""
     with torch.profiler.profile() as profile:
         y = call(module)
         y.square().mean().backward()
@@ -67,7 +67,7 @@ def run(module, call):
 
 @each_sample
 def test_an_optimized_module_runs_stocks_ops(build, call):
-    """The very ops in the same layouts, forward and backward: no copy more, and the same bits."""
+    """The same ops in the same layouts, forward and backward: no additional copy, and the same bits."""
     call = channels_first(call)
     stock = samples.randomize(build())
     fused = sdfastgn.optimize(copy.deepcopy(stock))
@@ -83,7 +83,7 @@ def test_an_optimized_module_runs_stocks_ops(build, call):
 @pytest.mark.parametrize("frozen", [False, True], ids=["x-needs-a-gradient", "x-needs-none"])
 @pytest.mark.parametrize("shape", [(2, 8, 5, 6), (2, 8, 3, 5, 6)], ids=["image", "video"])
 def test_a_channels_last_norm_is_exact_far_from_zero(shape, frozen):
-    """PyTorch's own channels-last kernel is not, and its backward crashes where x needs no gradient."""
+    """PyTorch's own channels-last kernel is inexact, and its backward crashes if x needs no gradient."""
     x = (torch.randn(shape) + 1e3).movedim(1, -1).contiguous().movedim(-1, 1).requires_grad_(not frozen)
     norm = sdfastgn.optimize(samples.randomize(nn.GroupNorm(2, 8)))
     y = norm(x)
@@ -113,7 +113,7 @@ def test_a_norms_parameters_may_lie_anywhere(view, layout):
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
 def test_an_optimized_unet_is_exported_to_onnx(monkeypatch):
-    """As TorchScript, in which an op of ours would be an unknown one."""
+    """The export goes through TorchScript, which does not know sdfastgn's ops."""
     unet = sdfastgn.optimize(samples.randomize(samples.unet()))
     inputs = (torch.randn(1, 4, 8, 8), torch.tensor(3), torch.randn(1, 5, 12))
     if importlib.util.find_spec("onnx") is None:
@@ -154,7 +154,7 @@ TRITON = SimpleNamespace(__version__="3.9")
 
 @pytest.fixture
 def forgotten(monkeypatch):
-    """The warning has not been given yet."""
+    """The warning, which is given once in a process, has not been given yet."""
     monkeypatch.setattr(api, "noted", set())
 
 
@@ -181,7 +181,7 @@ def test_without_triton_a_model_is_stocks():
     code = (
         "import sys, warnings; sys.modules['triton'] = None\n"
         "import torch, sdfastgn\n"
-        "from sdfastgn.bench import light_imports\n"
+        "from sdfastgn.cli import light_imports\n"
         "light_imports.import_model_classes()\n"
         "from torch import nn\n"
         "model, x = nn.Sequential(nn.GroupNorm(2, 8), nn.SiLU()), torch.randn(2, 8, 4, 4)\n"
@@ -220,7 +220,7 @@ def test_the_report_says_what_runs_and_why(monkeypatch):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Tensors in fp16 count as those of a GPU, so that a model arrives there by ``.half()``."""
+    """fp16 tensors count as tensors on a GPU, so ``.half()`` moves a model there."""
     monkeypatch.setattr(dispatch, "has_kernels", lambda x: x.dtype is torch.float16)
 
 
@@ -301,7 +301,7 @@ def test_an_adapters_base_layer_is_laid_out_and_what_it_adds_is_not(gpu):
 
 
 def test_a_saved_model_is_stocks(tmp_path):
-    """Also by safetensors' own functions, which refuse what is not contiguous."""
+    """safetensors' own functions also save it. They refuse weights that are not contiguous."""
     unet = sdfastgn.optimize(samples.unet())
     save_file(unet.state_dict(), tmp_path / "unet.safetensors")
     assert load_file(tmp_path / "unet.safetensors").keys() == unet.state_dict().keys()

@@ -12,7 +12,7 @@ from peft import LoraConfig
 from torch import nn
 
 import sdfastgn
-from sdfastgn.bench.models.architectures import build_unet, unet_inputs
+from sdfastgn.models.architectures import build_unet, unet_inputs
 from sdfastgn.patches.graphs import install as cuda_graphs
 from tests.patches.cases import ip_adapter_weights
 from tests.patches.graphs.tape import TapeBackend
@@ -22,7 +22,7 @@ DEVICES = [pytest.param("cpu", id="tape"), pytest.param("cuda", id="graph", mark
 
 
 def optimized(model, mode="auto", backend=None):
-    """``model`` with graphs; on the CPU tapes stand for them."""
+    """``model`` with CUDA graphs, or on the CPU with tapes in their place."""
     sdfastgn.optimize(model, cuda_graphs=mode)
     if next(model.parameters()).device.type == "cpu":
         cuda_graphs.install(model, mode, backend or TapeBackend())
@@ -31,19 +31,19 @@ def optimized(model, mode="auto", backend=None):
 
 @functools.cache
 def built(model, device):
-    """A UNet of which tests take copies."""
+    """A UNet, built once. Tests take copies of it."""
     return build_unet(model, torch.float32, device)
 
 
 def make(device="cpu", mode="auto", model="tiny", backend=None):
-    """(optimized UNet, the same one stock, arguments)"""
+    """(optimized UNet, stock UNet with the same weights, arguments)"""
     unet, stock = (copy.deepcopy(built(model, device)) for _ in range(2))
     inputs = unet_inputs(model, size=64, batch=1, dtype=torch.float32, device=device, seed=0)
     return optimized(unet, mode, backend), stock, inputs
 
 
 def run(model, inputs, calls=1):
-    """The result of the last call."""
+    """Call ``model`` ``calls`` times, and return the last result."""
     with torch.no_grad():
         for _ in range(calls):
             sample = model(**inputs).sample
@@ -65,7 +65,7 @@ def state(model):
 
 
 def settled():
-    """Nothing runs, and what nobody holds is given back."""
+    """Wait until nothing runs, and free all memory that is no longer used."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -103,7 +103,7 @@ def scale_lora(unet):
 
 
 def lora_with_scales_on_the_cpu(unet):
-    """As peft's ``prepare_model_for_compiled_hotswap`` leaves them if the model moves afterwards."""
+    """A LoRA as after peft's ``prepare_model_for_compiled_hotswap`` and a later move of the model."""
     lora(unet)
     for module in unet.modules():
         if hasattr(module, "scaling"):
@@ -133,7 +133,7 @@ def scaled_weights(unet):
 
 
 def weights_elsewhere(unet):
-    """As after ``.to`` another device and back: each where another one was, or where it was itself."""
+    """Move weights as ``.to`` another device and back does: to another weight's old address, or its own."""
     kept = [p.data.clone() for p in unet.parameters()]
     for p in unet.parameters():
         p.data = torch.empty(0, device=p.device)
@@ -172,7 +172,7 @@ def attention_scale(unet):
 
 
 class Doubled(dict):
-    """Equal to a dict of the same numbers, but gives others."""
+    """Is equal to a dict of the same numbers, but its items are twice as large."""
 
     def __getitem__(self, key):
         return 2 * super().__getitem__(key)
@@ -185,7 +185,7 @@ def scales_of_another_class(unet):
 
 
 def of_pytorch(function):
-    """``function`` as if it were written in PyTorch, whose functions may be part of a graph."""
+    """``function`` as if it were written in PyTorch's code, whose functions may be part of a graph."""
     namespace = {**function.__globals__, "__name__": "torch.for_tests"}
     made = types.FunctionType(function.__code__, namespace, None, function.__defaults__, function.__closure__)
     made.__kwdefaults__ = function.__kwdefaults__
@@ -193,7 +193,7 @@ def of_pytorch(function):
 
 
 def activation(unet, function):
-    """``function`` takes the place of an activation."""
+    """Replace an activation by ``function``."""
     block = unet.mid_block.resnets[0]
     del block.nonlinearity
     vars(block)["nonlinearity"] = function
@@ -253,55 +253,153 @@ def other_class_of_processor(unet):
         processor.__class__ = Silent
 
 
-# name -> (before the first call, change): what a stale graph would say after it is wrong by much
+ACTIVATION = r"mid_block\.resnets\.0\.nonlinearity"
+# name -> (before the first call, change, what the report then says): a stale graph would be wrong by much
 CHANGES = {
-    "lora-load": (nothing, lora),
-    "lora-scale": (lora, scale_lora),
-    "lora-fuse": (lora, lambda u: u.fuse_lora(lora_scale=3.0)),
-    "lora-unload": (lora, lambda u: (u.fuse_lora(), u.unfuse_lora(), u.delete_adapters("a"))),
-    "lora-disable": (lora, lambda u: u.disable_adapters()),
-    "lora-set-adapter": (two_loras, lambda u: u.set_adapter("a")),
-    "lora-hotswap": (lora_with_scales_on_the_cpu, fill_scales),
-    "lora-scales-of-another-class": (lora, scales_of_another_class),
-    "ip-adapter-scale": (ip_adapter, ip_adapter_scale),
-    "freeu-on": (nothing, lambda u: u.enable_freeu(s1=0.9, s2=0.2, b1=1.5, b2=1.6)),
+    "lora-load": (nothing, lora, r"module \S+\.(to_q|conv1) changed from torch\.\S+ to peft\.\S+"),
+    "lora-scale": (lora, scale_lora, r"LoRA scale of \S+\.(to_q|conv1) changed from [\d.]+ to [\d.]+"),
+    "lora-fuse": (
+        lora,
+        lambda u: u.fuse_lora(lora_scale=3.0),
+        r"\S+\.(to_q|conv1)\.merged_adapters changed from \[\] to \['a'\]",
+    ),
+    "lora-unload": (
+        lora,
+        lambda u: (u.fuse_lora(), u.unfuse_lora(), u.delete_adapters("a")),
+        r"module \S+\.(to_q|conv1)\.lora_\w+\.a was removed",
+    ),
+    "lora-disable": (
+        lora,
+        lambda u: u.disable_adapters(),
+        r"attribute _disable_adapters of \S+ changed from False to True",
+    ),
+    "lora-set-adapter": (
+        two_loras,
+        lambda u: u.set_adapter("a"),
+        r"attribute _active_adapter of \S+ changed from \['b'\] to \['a'\]",
+    ),
+    "lora-hotswap": (
+        lora_with_scales_on_the_cpu,
+        fill_scales,
+        r"LoRA scale of \S+\.(to_q|conv1) changed from [\d.]+ to 0\.3",
+    ),
+    "lora-scales-of-another-class": (
+        lora,
+        scales_of_another_class,
+        r"attribute scaling of \S+ changed from \{'a': [\d.]+\} to Doubled",
+    ),
+    "ip-adapter-scale": (
+        ip_adapter,
+        ip_adapter_scale,
+        r"attribute scale of \S+\.attn2\.processor changed from \[1\.0\] to \[0\.1\]",
+    ),
+    "freeu-on": (
+        nothing,
+        lambda u: u.enable_freeu(s1=0.9, s2=0.2, b1=1.5, b2=1.6),
+        r"attribute s1 of up_blocks\.\d was added",
+    ),
     "freeu-values": (
         lambda u: u.enable_freeu(0.9, 0.2, 1.5, 1.6),
         lambda u: u.enable_freeu(0.9, 0.2, 1.1, 1.6),
+        r"attribute b1 of up_blocks\.\d changed from 1\.5 to 1\.1",
     ),
-    "freeu-off": (lambda u: u.enable_freeu(0.9, 0.2, 1.5, 1.6), lambda u: u.disable_freeu()),
-    "weights-data": (nothing, scaled_weights),
-    "weights-elsewhere": (nothing, weights_elsewhere),
-    "weights-replaced": (nothing, replaced_parameter),
+    "freeu-off": (
+        lambda u: u.enable_freeu(0.9, 0.2, 1.5, 1.6),
+        lambda u: u.disable_freeu(),
+        r"attribute s1 of up_blocks\.\d changed from 0\.9 to None",
+    ),
+    "weights-data": (nothing, scaled_weights, r"the (weight|bias) of \S+ has other memory \(.*\)"),
+    "weights-elsewhere": (nothing, weights_elsewhere, r"the (weight|bias) of \S+ has other memory \(.*\)"),
+    "weights-replaced": (
+        nothing,
+        replaced_parameter,
+        r"parameter weight of conv_out was replaced by another Parameter \(.* or an assignment\)",
+    ),
     "weights-assigned": (
         nothing,
         lambda u: u.load_state_dict({k: v * 1.1 for k, v in u.state_dict().items()}, assign=True),
+        r"parameter \w+ of \S+ was replaced by another Parameter \(load_state_dict\(assign=True\) .*\)",
     ),
-    "module-replaced": (nothing, other_module),
-    "modules-removed": (nothing, fewer_modules),
-    "attribute": (nothing, lambda u: setattr(u.mid_block.resnets[0], "output_scale_factor", 2.0)),
-    "eps": (nothing, lambda u: setattr(u.mid_block.resnets[0].norm1, "eps", 0.5)),
-    "config-attribute": (nothing, lambda u: setattr(u.config, "center_input_sample", True)),
-    "circular-padding": (nothing, circular),
-    "attention-scale": (nothing, attention_scale),
+    "module-replaced": (
+        nothing,
+        other_module,
+        r"module mid_block\.resnets\.0\.norm1 was replaced by another \w*GroupNorm",
+    ),
+    "modules-removed": (
+        nothing,
+        fewer_modules,
+        r"module mid_block\.(attentions|resnets) was replaced by another ModuleList",
+    ),
+    "attribute": (
+        nothing,
+        lambda u: setattr(u.mid_block.resnets[0], "output_scale_factor", 2.0),
+        r"attribute output_scale_factor of mid_block\.resnets\.0 changed from 1(\.0)? to 2\.0",
+    ),
+    "eps": (
+        nothing,
+        lambda u: setattr(u.mid_block.resnets[0].norm1, "eps", 0.5),
+        r"attribute eps of mid_block\.resnets\.0\.norm1 changed from 1e-05 to 0\.5",
+    ),
+    "config-attribute": (
+        nothing,
+        lambda u: setattr(u.config, "center_input_sample", True),
+        r"attribute center_input_sample of config changed from False to True",
+    ),
+    "circular-padding": (
+        nothing,
+        circular,
+        r"attribute padding_mode of \S+ changed from 'zeros' to 'circular'",
+    ),
+    "attention-scale": (
+        nothing,
+        attention_scale,
+        r"attribute rescale_output_factor of \S+\.attn1 changed from 1\.0 to 0\.25",
+    ),
     "processor-of-another-class": (
         lambda u: u.set_attn_processor(AttnProcessor2_0()),
         other_class_of_processor,
+        r"the class of \S+\.processor changed from AttnProcessor2_0 to Silent",
     ),
-    "closure": (closure, lambda u: setattr(activation_of(u).__closure__[0], "cell_contents", 3.0)),
+    "closure": (
+        closure,
+        lambda u: setattr(activation_of(u).__closure__[0], "cell_contents", 3.0),
+        rf"a variable in the closure of {ACTIVATION} changed from 1\.0 to 3\.0",
+    ),
     "closure-over-a-dict": (
         closure_over_a_dict,
         lambda u: activation_of(u).__closure__[0].cell_contents.update(factor=3.0),
+        rf"{ACTIVATION}\.__closure__\[0\]\['factor'\] changed from 1\.0 to 3\.0",
     ),
-    "keyword-default": (keyword_default, lambda u: activation_of(u).__kwdefaults__.update(factor=3.0)),
-    "list-as-default": (list_as_default, lambda u: activation_of(u).__defaults__[0].insert(0, 3.0)),
-    "keyword-of-a-partial": (keyword_of_a_partial, lambda u: activation_of(u).keywords.update(other=3.0)),
+    "keyword-default": (
+        keyword_default,
+        lambda u: activation_of(u).__kwdefaults__.update(factor=3.0),
+        rf"{ACTIVATION}\.__kwdefaults__\['factor'\] changed from 1\.0 to 3\.0",
+    ),
+    "list-as-default": (
+        list_as_default,
+        lambda u: activation_of(u).__defaults__[0].insert(0, 3.0),
+        rf"{ACTIVATION}\.__defaults__\[0\] changed from \[1\.0\] to \[3\.0, 1\.0\]",
+    ),
+    "keyword-of-a-partial": (
+        keyword_of_a_partial,
+        lambda u: activation_of(u).keywords.update(other=3.0),
+        rf"{ACTIVATION}\.keywords\['other'\] changed from 1\.0 to 3\.0",
+    ),
     "method-of-a-tensor": (
         method_of_a_tensor,
         lambda u: setattr(activation_of(u).__self__, "data", torch.full((1,), 3.0, device=u.device)),
+        rf"the tensor {ACTIVATION}\.__self__ has other memory \(.*\)",
     ),
-    "inner-hook": (nothing, lambda u: u.mid_block.register_forward_hook(lambda m, i, o: o * 2)),
-    "inner-forward": (nothing, lambda u: setattr(u.mid_block, "forward", lambda h, *a, **k: h)),
+    "inner-hook": (
+        nothing,
+        lambda u: u.mid_block.register_forward_hook(lambda m, i, o: o * 2),
+        r"a forward hook of mid_block was added",
+    ),
+    "inner-forward": (
+        nothing,
+        lambda u: setattr(u.mid_block, "forward", lambda h, *a, **k: h),
+        r"attribute forward of mid_block was added",
+    ),
 }
 # Changes of the model that leave a graph right, or right numbers by another way.
 HARMLESS = {
@@ -313,7 +411,7 @@ HARMLESS = {
 
 
 def inputs_after(before, inputs):
-    """The arguments that a model needs after ``before``."""
+    """``inputs``, with the arguments that a model needs in addition after ``before``."""
     if before is not ip_adapter:
         return inputs
     image = torch.randn(1, 1, 24, generator=torch.Generator().manual_seed(7)).to(inputs["sample"].device)

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 class _Tape(TorchDispatchMode):
     """Records every operation.
 
-    Tensors are kept as aliases: a parameter that gets another storage later is the old one here.
+    Tensors are kept as aliases: if a parameter gets another storage later, the tape has the old one.
     """
 
     def __init__(self, allocated):
@@ -43,7 +43,7 @@ class _Tape(TorchDispatchMode):
 
 
 class _Allocations(TorchDispatchMode):
-    """Memory that is the backend's, by address."""
+    """The storages of scalars that operations have made, by address."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Arguments and results of calls that CUDA graphs stand for."""
+"""Arguments and results of calls that are replayed by CUDA graphs."""
 
 import contextlib
 import copy
@@ -12,8 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import CLIPTextModel
 
 import sdfastgn
-from sdfastgn.bench.models.architectures import build_vae, unet_inputs
-from sdfastgn.bench.models.pipelines import build_pipeline
+from sdfastgn.models.architectures import build_vae, unet_inputs
+from sdfastgn.models.pipelines import build_pipeline
 from sdfastgn.patches.graphs import arguments as graph_call
 from sdfastgn.patches.graphs import install as cuda_graphs
 from sdfastgn.patches.graphs.arguments import global_state
@@ -41,7 +41,7 @@ def test_new_values_in_the_same_graph(make_timestep, device):
 
 
 def test_a_fractional_timestep_where_the_model_cuts_it():
-    """``UNet2DModel`` makes an integer of every number, ``UNet2DConditionModel`` of none."""
+    """``UNet2DModel`` casts every timestep to an integer, ``UNet2DConditionModel`` none."""
     torch.manual_seed(0)
     unet = UNet2DModel(
         sample_size=8,
@@ -160,7 +160,7 @@ def test_vae_and_controlnet(device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["text_encoder", "text_encoder_2"])
 def test_text_encoders(name, device):
-    """Hidden states are collected by hooks that the first call puts in which asks for them."""
+    """Hooks collect hidden states. The first call that asks for hidden states adds these hooks."""
     encoder = getattr(build_pipeline("tiny_xl", dtype=torch.float32, device=device), name)
     stock = copy.deepcopy(encoder)
     optimized(encoder)
@@ -245,7 +245,7 @@ def reduced_math():
 
 @contextlib.contextmanager
 def another_flash_attention():
-    """As FA3 and FA4 are activated, which replace PyTorch's operator."""
+    """Activate another flash attention as FA3 and FA4 are activated: they replace PyTorch's operator."""
     if not hasattr(attention, "restore_flash_attention_impl"):
         pytest.skip("this PyTorch cannot change its flash attention back")
 
@@ -291,7 +291,7 @@ def test_calls_under_other_switches_are_of_another_kind(switch):
 
 
 def test_cudnn_first_by_pytorch_itself_is_no_change(monkeypatch):
-    """It reorders the backends at the first attention of a process, which may be the first call's."""
+    """PyTorch reorders its backends at a process's first attention, which may be in the first call."""
     unet, stock, inputs = make()
     initial = graph_call._INITIAL_ORDER
     orders = iter([initial, *[(3, *(b for b in initial if b != 3))] * 5])
@@ -302,7 +302,7 @@ def test_cudnn_first_by_pytorch_itself_is_no_change(monkeypatch):
 
 @pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="PyTorch 2.8 has the older alone")
 def test_the_newer_switch_of_tf32():
-    """After it was set, PyTorch raises for whoever asks for the older one."""
+    """After it was set, PyTorch raises if the older switch is read."""
     unet, stock, inputs = make()
     matmul = torch.backends.cuda.matmul
     before = matmul.fp32_precision

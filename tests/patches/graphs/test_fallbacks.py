@@ -1,4 +1,4 @@
-"""Calls that no CUDA graph stands for: they run as they always did, and the report says why."""
+"""Calls that are not replayed: they run eagerly, and the report says why."""
 
 import contextlib
 import copy
@@ -17,7 +17,7 @@ from diffusers import UNet2DConditionModel
 from torch import nn
 
 import sdfastgn
-from sdfastgn.bench.models.architectures import build_unet, unet_inputs
+from sdfastgn.models.architectures import build_unet, unet_inputs
 from sdfastgn.patches.graphs import capture
 from tests.patches import samples
 from tests.patches.graphs.cases import (
@@ -42,7 +42,7 @@ class Marked(torch.Tensor):
 
 
 class Odd:
-    """An attribute that raises when it is looked at."""
+    """An object with an attribute that raises when it is read."""
 
     __module__ = "torch.odd"
 
@@ -156,7 +156,7 @@ def test_arguments_that_no_graph_takes(change, reason):
 
 
 def test_a_list_that_the_forward_empties():
-    """``down_intrablock_additional_residuals`` of a T2I-Adapter. A rehearsal takes nothing from it."""
+    """Such a list has a T2I-Adapter's residuals. A rehearsal must not take anything from it."""
     backend = TapeBackend()
     unet, stock, inputs = make(mode=True, backend=backend)
     residuals = [torch.ones(1, 40, 8, 8), torch.ones(1, 80, 4, 4)]
@@ -273,7 +273,7 @@ def test_on_a_cpu_nothing_is_captured():
 
 
 def with_a_graph(stock, inputs):
-    """Another model, whose memory can be given up."""
+    """Another model with a graph, whose memory can be freed."""
     twin = optimized(copy.deepcopy(stock))
     run(twin, inputs, calls=2)
     return twin
@@ -304,7 +304,7 @@ def test_memory_of_graphs_is_given_up_where_it_is_short(monkeypatch):
 
 
 def test_a_capture_that_failed_holds_no_memory():
-    """Neither while it is tried again, nor in the eager call."""
+    """Its memory is free while the capture is tried again, and in the eager call."""
 
     class Memory:
         pass
@@ -330,7 +330,7 @@ def test_a_capture_that_failed_holds_no_memory():
 
 
 def test_a_call_made_again_has_the_arguments_of_the_first(monkeypatch):
-    """Both take from it: a T2I-Adapter's residuals are popped from the caller's list."""
+    """Each call pops a T2I-Adapter's residuals from the caller's list."""
     unet, stock, inputs = make()
     twin = with_a_graph(stock, inputs)
     forward, failed = UNet2DConditionModel.forward, []

@@ -1,4 +1,4 @@
-"""What the report says of a UNet whose kernels Python starts one by one."""
+"""What the report says about a UNet without graphs, whose kernels Python starts one by one."""
 
 from dataclasses import replace
 

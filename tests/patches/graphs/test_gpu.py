@@ -8,14 +8,14 @@ import torch
 from torch import nn
 
 import sdfastgn
-from sdfastgn.bench.models.architectures import build_unet, build_vae, unet_inputs
+from sdfastgn.models.architectures import build_unet, build_vae, unet_inputs
 from tests.patches.graphs.cases import MIB, agree, make, reasons_of, replaced_parameter, run, settled, state
 
 pytestmark = pytest.mark.gpu
 
 
 def test_a_denoising_loop():
-    """30 calls of one kind: one eager, 29 replayed; each has its own values and result."""
+    """Of 30 calls of one kind one runs eagerly and 29 are replayed. Each has its own inputs and result."""
     unet, stock, inputs = make("cuda")
     outputs, expected = [], []
     for t in range(999, 0, -34):
@@ -35,7 +35,7 @@ def test_a_denoising_loop():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_half_precision_with_cudnn_choosing(dtype, monkeypatch):
-    """cuDNN's search is done by the eager call, none by the capture."""
+    """cuDNN searches for algorithms in the eager call, and not in the capture."""
     unet = build_unet("tiny_xl", dtype, "cuda")
     plain = sdfastgn.optimize(copy.deepcopy(unet), cuda_graphs=False)
     sdfastgn.optimize(unet)
@@ -76,7 +76,7 @@ def test_a_replay_waits_for_nothing(timestep):
 
 
 class Waiting(nn.Identity):
-    """Waits for the GPU, which no capture allows."""
+    """Waits for the GPU, which is an error in a capture."""
 
     def forward(self, x):
         return x if float(x.sum()) < 1e30 else x * 0
@@ -134,7 +134,7 @@ def test_memory_is_reused_and_given_back():
 
 
 def test_peak_memory_of_a_decoder():
-    """At most 1.15 of stock, also during the capture."""
+    """It is at most 1.15 times stock's, also during the capture."""
     vae = build_vae("tiny", torch.float16, "cuda")
     latents = torch.randn(8, 4, 128, 128, device="cuda", dtype=torch.float16)
     peaks = []
@@ -223,7 +223,7 @@ def test_in_a_capture_of_ones_own():
 
 
 def test_a_model_that_moves_away_and_back():
-    """The allocator gives the same addresses, and the layout of the weights may be another."""
+    """The weights may get their old addresses again, but in another layout."""
     unet, stock, inputs = make("cuda")
     for _ in range(3):
         run(unet, inputs)

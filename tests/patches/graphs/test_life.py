@@ -12,7 +12,7 @@ from diffusers import UNet2DConditionModel
 from torch import nn
 
 import sdfastgn
-from sdfastgn.patches.graphs import forward as graphed_forward
+from sdfastgn.patches.graphs.store import MAX_GRAPHS
 from tests.patches.graphs.cases import agree, make, replaced_parameter, run, state
 from tests.patches.samples import each_copy, pickled
 
@@ -20,9 +20,9 @@ from tests.patches.samples import each_copy, pickled
 def test_the_number_of_graphs_is_bounded():
     unet, _, inputs = make(mode=True)
     text = inputs["encoder_hidden_states"]
-    for tokens in range(1, graphed_forward.MAX_GRAPHS + 3):
+    for tokens in range(1, MAX_GRAPHS + 3):
         run(unet, {**inputs, "encoder_hidden_states": text[:, :tokens]})
-    assert (state(unet).alive, state(unet).dropped) == (graphed_forward.MAX_GRAPHS, 2)
+    assert (state(unet).alive, state(unet).dropped) == (MAX_GRAPHS, 2)
     assert sdfastgn.report(unet).graph_memory_bytes == 1 << 20
 
 
@@ -57,7 +57,7 @@ def test_a_shallow_copy_runs_itself(monkeypatch):
 
 
 def test_replicas_of_data_parallel_run_themselves(monkeypatch):
-    """On the CPU, which DataParallel knows no copies for: each replica gets weights of its own."""
+    """DataParallel cannot copy to a CPU, so this test gives each replica other weights."""
     parallel = sys.modules["torch.nn.parallel.replicate"]
     factors = (1.0, 1.3)
     monkeypatch.setattr(parallel, "_get_device_index", lambda device, optional: 0)
@@ -142,7 +142,7 @@ def test_threads_do_not_mix_their_values():
 
 @pytest.mark.parametrize(("same", "forwards"), [(True, 1), (False, 2)], ids=["same-thread", "another-thread"])
 def test_a_thread_that_has_not_run_the_call_runs_it_before_the_capture(same, forwards, monkeypatch):
-    """cuDNN makes its choices for each thread."""
+    """cuDNN chooses algorithms in each thread separately."""
     unet, _, inputs = make()
     forward, calls = UNet2DConditionModel.forward, []
 

@@ -1,8 +1,9 @@
-"""CUDA graphs are never stale. On the CPU a tape of operations stands for a graph."""
+"""CUDA graphs are never stale. On the CPU a tape of operations replaces a graph."""
 
 import contextlib
 import copy
 import functools
+import re
 import types
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 import sdfastgn
-from sdfastgn.bench.models.architectures import build_vae
+from sdfastgn.models.architectures import build_vae
 from sdfastgn.patches.graphs import watch as graph_state
 from tests.patches.graphs.cases import (
     CHANGES,
@@ -34,34 +35,36 @@ from tests.patches.graphs.cases import (
 )
 
 CASES = [
-    *(pytest.param(before, change, True, id=name) for name, (before, change) in CHANGES.items()),
-    *(pytest.param(nothing, change, False, id=name) for name, change in HARMLESS.items()),
+    *(pytest.param(*case, id=name) for name, case in CHANGES.items()),
+    *(pytest.param(nothing, change, None, id=name) for name, change in HARMLESS.items()),
 ]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("before", "change", "shows"), CASES)
-def test_never_stale(before, change, shows, device, monkeypatch):
-    """``shows``: without the watch a replay is wrong by much, so that the test can fail."""
+@pytest.mark.parametrize(("before", "change", "words"), CASES)
+def test_never_stale(before, change, words, device, monkeypatch):
+    """``words``: what the report says of the change; None if a replay without the watch is right, too."""
     unet, stock, inputs = make(device)
     before(unet), before(stock)
     inputs = inputs_after(before, inputs)
     expected = run(stock, inputs)
     for _ in range(3):
         agree(run(unet, inputs), expected)
-    assert state(unet).replays == 2
+    assert (state(unet).replays, state(unet).last_change) == (2, "")
     change(unet), change(stock)
     expected = run(stock, inputs)
-    if shows and device == "cpu":  # a graph would read memory that is gone
+    if words and device == "cpu":  # a graph would read memory that is gone
         with monkeypatch.context() as unwatched:
             unwatched.setattr(graph_state.Watch, "unchanged", lambda self, root: True)
-            assert (run(unet, inputs) - expected).abs().max() > 5e-3
+            assert (run(unet, inputs) - expected).abs().max() > 5e-3  # so that this test can fail
     for _ in range(3):
         agree(run(unet, inputs), expected)
+    if words:
+        assert re.fullmatch(words, state(unet).last_change)
 
 
 def tiled(make_wrapper):
-    """As code for seamless tiling does it: a function that wraps ``_conv_forward`` of an instance."""
+    """A change as code for seamless tiling makes it: wraps ``_conv_forward`` of an instance."""
 
     def change(unet, scales):
         conv = unet.conv_in
@@ -104,7 +107,7 @@ class Wrapper:
 
 
 class Slots:
-    """State beside ``__dict__``, where nothing looks."""
+    """An object with state outside of ``__dict__``, which the watch does not look at."""
 
     __slots__ = ("scales", "stock")
     __call__ = Wrapper.__call__
@@ -157,7 +160,7 @@ def lora_scales(unet, scales):
     ],
 )
 def test_code_that_keeps_its_state_anywhere_is_not_captured(spoil):
-    """Whatever module's name it goes by."""
+    """The name of its module makes no difference."""
     unet, stock, inputs = make(mode=True)
     scales, found = {"factor": 1.0}, []
     spoil(unet, scales), spoil(stock, scales)
@@ -171,7 +174,7 @@ def test_code_that_keeps_its_state_anywhere_is_not_captured(spoil):
 
 
 def test_what_a_parametrization_made_before_is_not_read_by_a_replay():
-    """PyTorch keeps it in a global cache for a while."""
+    """PyTorch keeps the computed weight in a global cache for a while."""
     unet, stock, inputs = make(mode=True)
     for model in (unet, stock):
         torch.nn.utils.parametrizations.weight_norm(model.conv_out)
@@ -209,7 +212,7 @@ def test_a_change_of_the_model_is_captured_anew():
 
 
 def test_a_change_before_the_capture_costs_nothing():
-    """A module packs its weights at its first call, or a LoRA is loaded after the first step."""
+    """Such a change is a module that packs its weights in its first call, or a LoRA after the first step."""
     unet, _, inputs = make()
     run(unet, inputs)
     replaced_parameter(unet)
@@ -229,12 +232,12 @@ def test_a_model_that_changes_at_each_call_is_left_alone():
 
 
 def test_memory_of_replaced_weights_is_given_back():
-    """The watch must not hold what a model has moved away from."""
+    """The watch must not keep weights alive that the model no longer has."""
     unet, _, inputs = make()
     run(unet, inputs, calls=2)
     weight = unet.conv_in.weight
     storage = torch.multiprocessing.reductions.StorageWeakRef(weight.data.untyped_storage())
-    (graph,) = unet.forward._graphs.values()
+    (graph,) = unet.forward._store._graphs.values()
     graph.handle.entries.clear()  # the tape holds it, a graph does not
     weight.data = weight.data.clone()
     assert storage.expired()
@@ -256,7 +259,7 @@ def test_a_weight_at_the_address_of_the_old_one_is_seen():
 @pytest.mark.parametrize("elements", [1, 16, 17, 1000])
 @pytest.mark.parametrize("inference", [False, True], ids=["counts", "inference"])
 def test_what_is_written_into_a_tensor_that_stays_on_the_cpu(elements, inference):
-    """Python may read it in a forward, as ``tolist`` does."""
+    """A forward may read its values in Python, for instance with ``tolist``."""
     norm = nn.GroupNorm(2, 4)
     with torch.inference_mode(inference):
         norm.sizes = torch.zeros(elements)
@@ -305,7 +308,7 @@ def test_the_end_of_a_reason_is_seen(spoil, mend, reason):
 
 
 def test_an_autoencoder_cast_up_and_down_leaves_the_unet_alone():
-    """As SDXL's is in each image: its weights are new ones at each call."""
+    """SDXL's autoencoder is cast so in each image: its weights are new tensors at each call."""
     unet, _, inputs = make()
     vae = build_vae("tiny", torch.float32, "cpu")
     stock = copy.deepcopy(vae)
@@ -324,8 +327,8 @@ def test_an_autoencoder_cast_up_and_down_leaves_the_unet_alone():
 
 
 def replays_of(unet, monkeypatch):
-    """What happens from now on, in its order: "replay" and "watch"."""
-    (graph,) = unet.forward._graphs.values()
+    """A list to which each later replay adds "replay" and each comparison by the watch "watch"."""
+    (graph,) = unet.forward._store._graphs.values()
     events, replay, unchanged = [], graph.handle.replay, graph_state.Watch.unchanged
     monkeypatch.setattr(graph.handle, "replay", lambda: (events.append("replay"), replay()))
     monkeypatch.setattr(
@@ -382,7 +385,7 @@ class Counting(nn.Identity):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_model_that_writes_into_itself_is_left_alone(device, monkeypatch):
-    """A replay whose result is dropped would have written there."""
+    """A replay whose result is discarded would already have written into the model."""
     unet, _, inputs = make(device)
     monkeypatch.setattr(Counting, "__module__", "torch.counting")
     unet.mid_block.resnets[0].dropout = Counting().to(device)

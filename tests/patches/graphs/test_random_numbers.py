@@ -1,4 +1,4 @@
-"""Models that draw random numbers: the user's are drawn as without graphs."""
+"""Models that draw random numbers: users get the same numbers as without graphs."""
 
 import copy
 import threading
@@ -27,7 +27,7 @@ def random_states(device):
 @pytest.mark.parametrize("mode", ["auto", True])
 @pytest.mark.parametrize("when", ["first", "later"])
 def test_random_numbers_are_those_without_graphs(when, mode, device, monkeypatch):
-    """Neither a rehearsal, nor a cold call before a capture, nor a capture draws any."""
+    """Rehearsals, cold calls before a capture and captures leave the generators as they were."""
     monkeypatch.setattr(ActiveDropout, "__module__", "torch.dropout")
     unet, _, inputs = make(device, mode=mode)
     plain = copy.deepcopy(unet)
@@ -48,7 +48,7 @@ def test_random_numbers_are_those_without_graphs(when, mode, device, monkeypatch
 
 
 def test_random_numbers_of_another_thread_are_left_alone():
-    """A capture that finds PyTorch's generator changed was not necessarily what drew from it."""
+    """If PyTorch's generator has changed during a capture, another thread may have drawn from it."""
 
     class Meanwhile(TapeBackend):
         def capture(self, fn):

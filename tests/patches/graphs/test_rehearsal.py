@@ -1,4 +1,4 @@
-"""Before the first call of a kind: its kernels are compiled at once, and nothing else comes of it."""
+"""The rehearsal before the first call of a kind compiles its kernels in parallel, and has no other effect."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from tests.patches.graphs.tape import TapeBackend
 
 
 class Processor:
-    """Someone's own, which counts its calls."""
+    """A processor of other code, which counts its calls."""
 
     calls = 0
 
@@ -72,7 +72,7 @@ def test_a_rehearsal_that_fails_costs_nothing():
 
 @pytest.mark.gpu
 def test_no_kernel_is_compiled_after_the_rehearsal(monkeypatch, tmp_path):
-    """Channels that no other test has, so that every kernel is new."""
+    """The numbers of channels are in no other test, so every kernel is new."""
     import triton
 
     from sdfastgn.patches.graphs import capture as graph_backend

@@ -1,4 +1,4 @@
-"""Long lives: a model that is changed at any moment, and one that is called at many sizes, over and over."""
+"""Long runs: a model that is changed at any moment, and a model that is called at many sizes."""
 
 import gc
 import itertools
@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig
 from torch import nn
 
-from sdfastgn.patches.graphs.forward import MAX_GRAPHS
+from sdfastgn.patches.graphs.store import MAX_GRAPHS
 from tests.patches.graphs.cases import MIB, make, run, settled, state
 from tests.patches.graphs.tape import TapeBackend
 
@@ -24,7 +24,7 @@ VALUES = (0, 1)
 
 
 def prepared(unet):
-    """``unet`` with a LoRA, and a function for each of its three settings, each of which is set at once."""
+    """Add a LoRA to ``unet``, and return a function for each of three settings that are set in one step."""
     torch.manual_seed(5)
     unet.add_adapter(
         LoraConfig(r=2, target_modules=["mid_block.resnets.0.conv1"], init_lora_weights=False),
@@ -52,7 +52,7 @@ def prepared(unet):
 
 
 class Changes:
-    """Settings with what each was: its values in order, the first ``done`` of them certainly set."""
+    """The values that each setting has had, in order. The first ``done`` of them are set for certain."""
 
     def __init__(self, setters):
         self.setters = setters
@@ -69,7 +69,7 @@ class Changes:
             self.done[i] += 1
 
     def since(self, done):
-        """Each combination of values that there may have been since ``done`` were set."""
+        """Each combination of values that was possible since ``done`` of each setting were set."""
         return itertools.product(
             *(set(values[n - 1 :]) for values, n in zip(self.history, done, strict=True))
         )
@@ -119,7 +119,7 @@ def test_no_result_is_stale_or_mixed(device, calls, between):
 
 
 def alive(backend):
-    """Objects of ours and PyTorch's by class, without those that tapes keep, and bytes of the GPU."""
+    """Counts of living objects of sdfastgn and PyTorch by class, without those of tapes, and GPU bytes."""
     settled()
     classes = (type(each) for each in gc.get_objects())
     found = Counter(cls for cls in classes if str(cls.__module__).split(".")[0] in ("sdfastgn", "torch"))

@@ -1,4 +1,4 @@
-"""What the tests of a pipeline's parts share: the parts changed one by one, on the CPU too."""
+"""What the tests of a pipeline's parts share: changing one part, and running its fused code on the CPU."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ CUDA = pytest.param("cuda", id="gpu", marks=pytest.mark.gpu)
 
 @pytest.fixture(autouse=True)
 def on_the_cpu_too(monkeypatch):
-    """On the CPU there is nothing to wait for; that the numbers stay the same shows there as well."""
+    """Run the fused code on the CPU too. Nothing waits there, but the numbers can be compared."""
     monkeypatch.setattr(pinned_copies, "WAITED_FOR", ("cuda", "cpu", "meta"))
     if not torch.cuda.is_available():
         monkeypatch.setattr(pinned_copies, "_pinned", Tensor.clone)

@@ -1,4 +1,4 @@
-"""The device on which a pipeline works: found in one walk, or by upstream."""
+"""The device on which a pipeline works: found in one walk, or by upstream's code."""
 
 import functools
 
@@ -9,7 +9,7 @@ from diffusers import DiffusionPipeline, StableDiffusionPipeline
 from torch import nn
 
 import sdfastgn
-from sdfastgn.bench.models.pipelines import build_pipeline
+from sdfastgn.models.pipelines import build_pipeline
 from sdfastgn.patches.pipeline import device as device_fusion
 from tests.patches.pipeline import cases
 

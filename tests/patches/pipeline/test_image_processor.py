@@ -1,4 +1,4 @@
-"""Images that become bytes on the GPU: the same bytes, and elsewhere upstream's own way."""
+"""Images become bytes on the GPU, and the bytes are the same. Elsewhere upstream's code runs."""
 
 import functools
 import warnings
@@ -75,7 +75,7 @@ def test_a_processor_that_does_not_normalize():
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_nan_still_warns():
-    """Black pictures of an overflown VAE are known by numpy's warning."""
+    """numpy's warning is how users recognize the black image of a VAE that has overflown."""
     image = torch.rand(1, 3, 4, 4)
     image[0, 1, 2, 3] = float("nan")
     processor = applied(VaeImageProcessor())

@@ -24,7 +24,7 @@ from diffusers import (
 from diffusers.image_processor import VaeImageProcessor
 
 import sdfastgn
-from sdfastgn.bench.models.pipelines import build_pipeline
+from sdfastgn.models.pipelines import build_pipeline
 from sdfastgn.patches.pipeline import image_processor
 from sdfastgn.patches.pipeline.object_fusion import ObjectFusion
 from tests.patches import samples

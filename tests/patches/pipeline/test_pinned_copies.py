@@ -1,4 +1,4 @@
-"""What a step copies to the GPU goes by way of pinned memory."""
+"""A step copies tensors to the GPU through pinned memory."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Schedulers with their timesteps on the CPU: the same samples, whatever happens to the timesteps."""
+"""Schedulers that read timesteps from the CPU give the same samples, also if the timesteps change."""
 
 import copy
 import functools
@@ -31,7 +31,7 @@ SD15 = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linea
 
 
 def steps_of(scheduler, sample, timesteps, generator=None, **options):
-    """The sample of each step with a made-up model, which depends on the timestep."""
+    """Yields the sample of each step. The model is a made-up function of sample and timestep."""
     if "generator" in inspect.signature(scheduler.step).parameters:
         options["generator"] = generator
     for t in timesteps:
@@ -42,7 +42,7 @@ def steps_of(scheduler, sample, timesteps, generator=None, **options):
 
 
 def sampled(scheduler, device, steps=7, begin=0, noise="cpu", **options):
-    """All samples, from step ``begin`` on, stacked; ``noise`` is the generator's device."""
+    """All samples from step ``begin`` on, stacked. ``noise``: the generator's device."""
     scheduler.set_timesteps(steps, device=device)
     if begin:
         scheduler.set_begin_index(begin)
@@ -101,7 +101,7 @@ def test_the_samples_are_the_same_bits(cls, config, options, device):
 
 
 class Waits(TorchFunctionMode):
-    """Notes what waits for a GPU: copies to it from memory that is not pinned, and checked solutions."""
+    """Notes calls that wait for a GPU: copies to it from unpinned memory, and checked solutions."""
 
     def __init__(self):
         super().__init__()
@@ -118,7 +118,7 @@ class Waits(TorchFunctionMode):
 
 
 def waits_on_meta(scheduler, steps=7, begin=0, noise="cpu", **options):
-    """What waits in the steps: on the device "meta" no tensor has values, and to read one is an error."""
+    """Calls that wait in the steps. On the device "meta" a tensor has no values: reading one is an error."""
     scheduler.set_timesteps(steps, device="cpu")
     values = vars(scheduler).copy()
     scheduler.timesteps = scheduler.timesteps.to("meta")
@@ -195,7 +195,7 @@ def is_copy(t, timesteps):
 
 @pytest.fixture
 def ddim():
-    """Of five timesteps."""
+    """A fused DDIMScheduler with five timesteps."""
     scheduler = applied(DDIMScheduler())
     scheduler.set_timesteps(5)
     return scheduler
@@ -203,7 +203,7 @@ def ddim():
 
 @pytest.fixture
 def seen(ddim, monkeypatch):
-    """The timesteps that the stock step of ``ddim`` is given."""
+    """A list of the timesteps that the stock step of ``ddim`` gets."""
     seen = []
     step = DDIMScheduler.step
 
@@ -253,7 +253,7 @@ def test_changed_timesteps_are_seen(ddim, seen, change, inference):
     ],
 )
 def test_copies_of_changed_timesteps(ddim, seen, duplicate):
-    """A copied tensor counts its writes from the beginning, perhaps to the number that was noted."""
+    """A copied tensor counts its writes from zero, and may reach the number that was noted before."""
     for value in (998, 997):
         ddim.timesteps[0] = value
         ddim.step(X, ddim.timesteps[0], X)
@@ -301,7 +301,7 @@ def test_other_timesteps_are_handed_on(ddim, seen, timestep):
 
 
 def test_a_pipeline_that_shares_the_memory_of_its_timesteps(ddim, seen):
-    """Timesteps may be a slice: what lies before and behind it in the same memory is no element."""
+    """Timesteps may be a slice. Numbers before and after it in the same memory are not its elements."""
     whole = torch.tensor([999, 801, 601, 401, 201, 1])
     ddim.timesteps = whole[2:4]
     for index in (1, 2, 3, 4):
@@ -311,7 +311,7 @@ def test_a_pipeline_that_shares_the_memory_of_its_timesteps(ddim, seen):
 
 
 def test_lcm_calculates_with_the_timestep_on_the_gpu(monkeypatch):
-    """A number of the host would be rounded in another way in half precision."""
+    """A number on the CPU would be rounded in another way in half precision."""
     scheduler = applied(LCMScheduler())
     stock, seen = LCMScheduler.get_scalings_for_boundary_condition_discrete, []
 

@@ -1,4 +1,4 @@
-"""What the tests of packed weights share: an attention, and what may be asked of it."""
+"""What the tests of packed weights share: an attention, and a description of its parameters."""
 
 import torch
 from diffusers.models.attention_processor import Attention
@@ -36,7 +36,7 @@ def check(fused, stock, x=X):
 
 
 def describe(model):
-    """All that may be asked about parameters, but their addresses."""
+    """All properties of the parameters except their addresses."""
     return [
         (
             name,

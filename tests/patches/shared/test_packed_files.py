@@ -34,7 +34,7 @@ def test_copies_have_memory_of_their_own(duplicate):
     model, stock = attention(), attention()
     twin = duplicate(sdfastgn.optimize(model))
     check(twin, stock)
-    # Others when they move: the unpickler holds their tensors.
+    # Unpickled weights are packed when they move: until then the unpickler holds their tensors.
     assert is_packed(twin) == (duplicate is copy.deepcopy)
     twin.to(torch.float64).to(torch.float32)
     assert is_packed(twin)
@@ -86,7 +86,7 @@ def test_save_pretrained_and_back(tmp_path, safe, shard):
 
 
 def test_accelerates_save_drops_nothing(tmp_path):
-    """It takes parameters in one storage for one that is tied, and writes the first."""
+    """accelerate takes parameters in one storage for tied weights, and writes only the first."""
     stock, model = attention(), sdfastgn.optimize(attention())
     accelerate.Accelerator(cpu=True).save_model(model, tmp_path)
     written = safetensors.torch.load_file(tmp_path / "model.safetensors")

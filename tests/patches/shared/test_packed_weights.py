@@ -1,4 +1,4 @@
-"""Packed weights: never stale, invisible to whatever looks at parameters, and given back."""
+"""Packed weights are never stale, no code that looks at parameters notices them, and they are undone."""
 
 import copy
 import gc
@@ -53,7 +53,7 @@ def test_parameters_are_what_they_were_but_for_their_addresses(bias):
 
 
 def of_all(change):
-    """``change`` of each of the three layers."""
+    """A function that makes ``change`` to each of the three layers."""
 
     def changed(model):
         for name in NAMES:
@@ -110,7 +110,7 @@ def test_what_is_written_into_the_weights_is_seen(change):
 
 
 def of(change):
-    """``change`` of one of the three layers."""
+    """A function that makes ``change`` to one of the three layers."""
 
     def changed(model):
         change(model, "to_v")
@@ -133,7 +133,7 @@ def removed_bias(model):
 
 
 def swapped(model):
-    """Both lie in the allocation, in the wrong places."""
+    """Both weights are in the allocation, but in each other's place."""
     k, v = model.to_k.weight.data, model.to_v.weight.data
     model.to_k.weight.data, model.to_v.weight.data = v, k
 
@@ -180,7 +180,7 @@ def test_the_next_move_packs_again(change):
 
 
 def test_dtypes_change_to_and_fro():
-    """As the VAE of SDXL does in the middle of a call."""
+    """SDXL's VAE does this in the middle of a call."""
     model, stock = (
         attention(norm_num_groups=4, residual_connection=True),
         attention(norm_num_groups=4, residual_connection=True),
@@ -313,7 +313,7 @@ def test_inference_mode_leaves_no_mark(call_in_between):
 
 
 def test_parts_of_another_dtype_are_no_part():
-    """Two bytes of another meaning: the layers' own words about it."""
+    """Another 16-bit dtype has the same size. The layers are called and raise PyTorch's own error."""
     model = sdfastgn.optimize(attention().half())
     assert is_packed(model)
     model.to_k.weight.data = model.to_k.weight.data.view(torch.bfloat16)
@@ -372,7 +372,7 @@ def test_a_model_that_moves_to_a_gpu_is_packed_there(monkeypatch):
 
 
 def requested():
-    """Bytes on the GPU that tensors asked for; how much a cached block has beyond that is chance."""
+    """Bytes on the GPU that tensors asked for. Cached blocks are larger by a varying amount."""
     return torch.cuda.memory_stats()["requested_bytes.all.current"]
 
 

@@ -1,0 +1,76 @@
+"""Models of ComfyUI with random weights, in its own format."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_UNET = {
+    "image_size": 32, "in_channels": 4, "out_channels": 4, "model_channels": 320,
+    "use_spatial_transformer": True, "legacy": False,
+}  # fmt: skip
+# ComfyUI reads them from a checkpoint's shapes.
+MODELS: dict[str, dict[str, Any]] = {
+    "sd15": {
+        "num_res_blocks": [2] * 4, "channel_mult": [1, 2, 4, 4], "transformer_depth": [1] * 6 + [0] * 2,
+        "transformer_depth_output": [1] * 9 + [0] * 3, "transformer_depth_middle": 1, "context_dim": 768,
+        "num_heads": 8,
+    },
+    "sdxl": {
+        "num_res_blocks": [2] * 3, "channel_mult": [1, 2, 4], "transformer_depth": [0, 0, 2, 2, 10, 10],
+        "transformer_depth_output": [0] * 3 + [2] * 3 + [10] * 3, "transformer_depth_middle": 10,
+        "context_dim": 2048, "num_head_channels": 64, "use_linear_in_transformer": True,
+        "num_classes": "sequential", "adm_in_channels": 2816,
+    },
+}  # fmt: skip
+VAE: dict[str, Any] = {
+    "double_z": True, "z_channels": 4, "resolution": 256, "in_channels": 3, "out_ch": 3, "ch": 128,
+    "ch_mult": [1, 2, 4, 4], "num_res_blocks": 2, "attn_resolutions": [], "dropout": 0.0,
+}  # fmt: skip
+
+
+def _random(module: nn.Module, dtype: torch.dtype, device: str, prefix: str = "") -> dict[str, Tensor]:
+    """Weights that keep the scale of what goes through, the same in every process."""
+    g = torch.Generator(device).manual_seed(0)
+    return {
+        f"{prefix}{name}": (
+            torch.randn(weight.shape, generator=g, device=device) * max(weight[0].numel(), 4) ** -0.5
+            + (weight.dim() == 1 and name.endswith("weight"))
+        ).to(dtype)
+        for name, weight in module.state_dict().items()
+    }
+
+
+def load_model(
+    config: dict[str, Any], dtype: torch.dtype = torch.float32, device: str = "cpu", **options: Any
+) -> Any:
+    """A MODEL, as ComfyUI's loader makes it of a checkpoint. options: its ``model_options``."""
+    import comfy.sd
+    from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
+
+    with torch.device("meta"):
+        unet = UNetModel(**_UNET, **config)
+    with torch.inference_mode():  # as ComfyUI runs every node
+        weights = _random(unet, dtype, device, "model.diffusion_model.")
+        return comfy.sd.load_state_dict_guess_config(
+            weights, output_vae=False, output_clip=False, model_options=options
+        )[0]
+
+
+def load_vae(config: dict[str, Any], device: str = "cpu") -> Any:
+    """A VAE in the dtype that ComfyUI chooses. config: as ``VAE``."""
+    import comfy.sd
+    from comfy.ldm.models.autoencoder import AutoencoderKL
+
+    params = {"ddconfig": config, "embed_dim": config["z_channels"]}
+    weights = _random(AutoencoderKL(**params), torch.float32, device)
+    return comfy.sd.VAE(sd=weights, config={"params": params})
+
+
+def conditioning(config: dict[str, Any], seed: int) -> list[Any]:
+    """What a text encoder would give for one prompt of 77 tokens."""
+    g = torch.Generator().manual_seed(seed)
+    pooled = {"pooled_output": torch.randn(1, 1280, generator=g)} if "adm_in_channels" in config else {}
+    return [[torch.randn(1, 77, config["context_dim"], generator=g), pooled]]

@@ -1,0 +1,42 @@
+"""What the measurements of this folder share: a fresh process for each, and the JSON that they write."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from sdfastgn.bench.documents import document, write_json
+from sdfastgn.bench.environment import environment
+from sdfastgn.bench.run import describe
+from sdfastgn.bench.workload import BenchConfig
+from sdfastgn.cli.terminal import console, print_lines
+
+T = TypeVar("T")
+
+
+def in_a_process(fn: Callable[..., T], *arguments: Any, **options: Any) -> T:
+    """What ``fn`` returns in a fresh process; its errors are raised here."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(fn, *arguments, **options).result()
+
+
+def write_rows(
+    json: Path | None, kind: str, config: BenchConfig, rows: Sequence[object], **more: object
+) -> None:
+    """Writes rows of measurements that, unlike ``sdfastgn bench``, leave PyTorch's switches alone.
+
+    ``more`` is added to the config.
+    """
+    if json is None:
+        return
+    tries = torch.backends.cudnn.benchmark
+    described = {**describe([config]), **more}
+    described["parts"][0]["cudnn_benchmark"] = tries
+    where = environment(config.torch_device, {"cudnn.benchmark": tries})
+    write_json(json, document(kind, where, described, rows))
+    print_lines(console(), [f"wrote {json}"])

@@ -1,0 +1,247 @@
+"""End-to-end times in Markdown, from committed runs, sweeps and presets."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from scripts.publish.tables.markdown import NO_RESULTS, documents, markdown, markdown_table
+from sdfastgn.bench.documents import OK
+from sdfastgn.bench.run import Row
+from sdfastgn.bench.tables.cells import NOTHING, error_text, number, source_line, without_empty_columns
+from sdfastgn.bench.tables.end_to_end import row_notes
+from sdfastgn.bench.tables.profile import row_title
+from sdfastgn.bench.tables.results import OTHER_MACHINE, Result, preset_tables
+from sdfastgn.bench.variants import PARTS, VARIANTS, label
+from sdfastgn.program import counted
+
+# Variants with a column for their time in the harness's CUDA graph.
+GRAPHED = ("eager", "compile", "sdfastgn_eager", "sdfastgn_compile")
+# (title, choices of (variant, in the harness's graph), of which the first with a time is shown)
+HEADLINE = (
+    ("eager", (("eager", False),)),
+    ("eager + graph", (("eager", True),)),
+    ("stable-fast", (("stable_fast", False),)),
+    ("torch.compile", (("compile", False),)),
+    ("torch.compile + graph", (("compile", True), ("compile_graphs", False))),
+    ("**sdfastgn**", (("sdfastgn", False),)),
+)
+# First column of a table of times.
+TIMES = "milliseconds (speed-up over eager)"
+# Parts and dtype of the front page.
+HEADLINE_PARTS = ("unet", "vae", "pipeline")
+HEADLINE_DTYPE = "fp16"
+# What a comparison with one peer shows, by title.
+COMPARED: dict[str, Callable[[Row], str]] = {
+    "milliseconds": lambda row: number(row.median_ms),
+    "seconds until ready": lambda row: number(row.ready_s),
+    "error against fp32": lambda row: error_text(row.error_fp32),
+    "peak MiB": lambda row: number(row.peak_mib),
+}
+
+
+def rows_of_runs(results: Path, kind: str) -> list[tuple[Row, str]]:
+    """The rows of all runs of a kind, each with the line that names its run."""
+    found = documents(results, kind)
+    return [(Row(**values), source_line(content)) for content in found for values in content["rows"]]
+
+
+@dataclass
+class _Line:
+    """What one line of a table is made from: rows by variant, and the lines that name their runs."""
+
+    rows: dict[str, Row] = field(default_factory=dict)
+    sources: list[str] = field(default_factory=list)
+
+    @property
+    def first(self) -> Row:
+        return next(iter(self.rows.values()))
+
+
+def _lines(results: Path, kind: str = "end_to_end") -> list[_Line]:
+    """The lines of a table of all runs of a kind. Steps set lines of sweeps apart."""
+    found: dict[tuple[Any, ...], _Line] = defaultdict(_Line)
+    for row, source in rows_of_runs(results, kind):
+        steps = row.steps or 0 if kind == "sweep" else 0
+        line = found[PARTS.index(row.part), row.model, row.size, row.batch, row.dtype, steps]
+        line.rows[row.variant] = row
+        line.sources.append(source)
+    return [line for _, line in sorted(found.items())]
+
+
+def _markdown(
+    header: Sequence[str], body: Sequence[Sequence[str]], reasons: Iterable[str], lines: Iterable[_Line]
+) -> str:
+    return markdown(header, body, [*reasons, *(source for line in lines for source in line.sources)])
+
+
+def milliseconds(rows: Mapping[str, Row], *choices: tuple[str, bool]) -> float | None:
+    """The first time that there is, of (variant, in the harness's graph)."""
+    found = [(rows[name], graph) for name, graph in choices if name in rows]
+    times = (row.graph_ms if graph else row.median_ms for row, graph in found)
+    return next((time for time in times if time is not None), None)
+
+
+def _cell(rows: Mapping[str, Row], *choices: tuple[str, bool]) -> str:
+    """Milliseconds of a variant, and how many times eager's speed that is where both ran together."""
+    value, eager = milliseconds(rows, *choices), milliseconds(rows, ("eager", False))
+    if value is None:
+        return NOTHING
+    return f"{number(value)} ({eager / value:.2f}x)" if eager else number(value)
+
+
+def results_markdown(results: Path) -> str:
+    """Every variant of every part."""
+    lines = _lines(results)
+    rows = [row for line in lines for row in line.rows.values()]
+    shown = {row.variant for row in rows}
+    every = [*((name, False) for name in VARIANTS), *((name, True) for name in GRAPHED)]
+    columns = [(name, graph) for name, graph in every if name in shown]
+    header = [TIMES, *(label(name) + " + graph" * graph for name, graph in columns)]
+    body = [[row_title(line.first), *(_cell(line.rows, column) for column in columns)] for line in lines]
+    reasons = [f"{label(row.variant)} {row.status}: {row.reason}" for row in rows if row.status != OK]
+    return _markdown(header, body, reasons, lines)
+
+
+def _headline(results: Path) -> list[_Line]:
+    """What the front page shows."""
+    return [
+        line
+        for line in _lines(results)
+        if line.first.part in HEADLINE_PARTS
+        and line.first.dtype == HEADLINE_DTYPE
+        and milliseconds(line.rows, ("sdfastgn", False)) is not None
+    ]
+
+
+def headline_times(results: Path) -> dict[str, list[tuple[str, float]]]:
+    """{what is timed: [(column, milliseconds)]} of the columns with a time."""
+    return {
+        row_title(line.first): [
+            (column.strip("*"), value)
+            for column, choices in HEADLINE
+            if (value := milliseconds(line.rows, *choices)) is not None
+        ]
+        for line in _headline(results)
+    }
+
+
+def headline_markdown(results: Path) -> str:
+    """What sdfastgn is there for beside its peers, in few columns."""
+    lines = _headline(results)
+    body = [[row_title(one.first), *(_cell(one.rows, *choices) for _, choices in HEADLINE)] for one in lines]
+    return _markdown([TIMES, *(title for title, _ in HEADLINE)], body, [], lines)
+
+
+def peer_markdown(results: Path, peer: str) -> str:
+    """Eager, one peer and sdfastgn side by side in all that was measured, where the peer was tried."""
+    names = ("eager", peer, "sdfastgn")
+    lines = [line for line in _lines(results) if set(names) <= set(line.rows)]
+    body = [
+        [
+            row_title(line.first),
+            *(" / ".join(text(line.rows[name]) for name in names) for text in COMPARED.values()),
+        ]
+        for line in lines
+    ]
+    notes = [f"{row_title(line.first)}: {note}" for line in lines for note in row_notes([line.rows[peer]])]
+    return _markdown([" / ".join(map(label, names)), *COMPARED], body, notes, lines)
+
+
+# ---- sweeps over batches or steps
+
+
+def _sweeps(results: Path, *, over_batches: bool) -> list[_Line]:
+    """The lines of sweeps over several batches, or of those at one."""
+    lines = _lines(results, "sweep")
+    kinds = [(r.part, r.model, r.size, r.dtype, r.steps) for r in (line.first for line in lines)]
+    several = [kinds.count(kind) > 1 for kind in kinds]
+    return [line for line, swept in zip(lines, several, strict=True) if swept == over_batches]
+
+
+def _sweep_title(row: Row) -> str:
+    return row_title(row) + (f", {counted(row.steps, 'step')}" if row.steps else "")
+
+
+def _sweep_table(cells: list[dict[str, str]], lines: list[_Line]) -> str:
+    """The table of ``cells``, why a time is missing, and the lines that name the runs."""
+    missing = [
+        f"{_sweep_title(row)}, {label(row.variant)} {row.status}: {row.reason}"
+        for line in lines
+        for row in line.rows.values()
+        if row.status != OK
+    ]
+    return _markdown(*without_empty_columns(cells), missing, lines)
+
+
+def batches_markdown(results: Path) -> str:
+    """Milliseconds a sample, samples a second and memory, of what was timed at several batches."""
+    lines = _sweeps(results, over_batches=True)
+    cells: list[dict[str, str]] = []
+    for rows, first in ((line.rows, line.first) for line in lines):
+        cell = {"": _sweep_title(first)}
+        for title, choices in HEADLINE:
+            cell[f"{title} ms a sample (samples/s)"] = _rate(milliseconds(rows, *choices), first.batch)
+        for name in ("eager", "sdfastgn"):
+            cell[f"{label(name)} MiB"] = number(rows[name].reserved_mib, 6) if name in rows else NOTHING
+        cells.append(cell)
+    return _sweep_table(cells, lines)
+
+
+def _rate(ms: float | None, batch: int) -> str:
+    return NOTHING if ms is None else f"{number(ms / batch, 4)} ({number(1e3 * batch / ms)})"
+
+
+def latency_markdown(results: Path) -> str:
+    """Median and 99th percentile of pipelines at one batch, beside the time of their CUDA graphs alone."""
+    lines = [line for line in _sweeps(results, over_batches=False) if line.first.part == "pipeline"]
+    cells = [
+        {
+            "": _sweep_title(row),
+            "variant": label(row.variant),
+            "p50 ms": number(row.median_ms, 4),
+            "p99 ms": number(row.p99_ms, 4),
+            "its graphs alone, ms": number(row.graphs_ms, 4),
+            "p50 over that": number(row.median_ms / row.graphs_ms if row.graphs_ms else None),
+        }
+        for line in lines
+        for row in line.rows.values()
+        if row.median_ms is not None
+    ]
+    return _sweep_table(cells, lines)
+
+
+# ---- presets and several processes
+
+
+def presets_markdown(results: Path) -> str:
+    """What others publish beside ours, a line for each of their rows."""
+    found = [Result("", content) for content in documents(results, "preset")]
+    body, notes = [], []
+    for table in (table for result in found for table in preset_tables(result)):
+        published = [f"{name}: {value}" for name, where, value in table.body if where == OTHER_MACHINE]
+        ours = [f"{name}: {value}" for name, where, value in table.body if where != OTHER_MACHINE]
+        title = f"{table.title.removeprefix('preset ')}, {table.header[-1]}"
+        body.append([title, "<br>".join(ours), "<br>".join(published) or NOTHING])
+        notes.append(f"- {table.title.removeprefix('preset ').partition(':')[0]}: {table.caption}.")
+    if not body:
+        return NO_RESULTS
+    header = ["preset, unit", "measured here", f"published, {OTHER_MACHINE}"]
+    sources = dict.fromkeys(f"{source_line(result.content)}." for result in found)
+    return "\n\n".join([markdown_table(header, body), "\n".join(dict.fromkeys(notes)), *sources])
+
+
+def processes_markdown(results: Path) -> str:
+    """Images a second of one process and of several, each with a GPU of its own."""
+    found = rows_of_runs(results, "processes")
+    measured = [(row, source) for row, source in found if row.status == OK and row.process_images_s]
+    alone = {row.variant: row.images_s for row, _ in measured if len(row.process_images_s or ()) == 1}
+    body = []
+    for row, _ in measured:
+        count, one = len(row.process_images_s or ()), alone.get(row.variant)
+        share = number(row.images_s / (count * one)) if row.images_s and one else NOTHING
+        body.append([f"{row_title(row)}, {label(row.variant)}", str(count), number(row.images_s), share])
+    return markdown(["", "GPUs", "images/s", "of linear"], body, [source for _, source in measured])

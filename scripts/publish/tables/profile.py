@@ -1,0 +1,25 @@
+"""Breakdowns of ``--profile`` in Markdown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from scripts.publish.tables.markdown import NO_RESULTS, documents, markdown
+from sdfastgn.bench.run import Row
+from sdfastgn.bench.tables.cells import source_line
+from sdfastgn.bench.tables.profile import floor_line, profile_table, row_title
+from sdfastgn.bench.variants import PARTS
+
+
+def profile_markdown(results: Path) -> str:
+    """The breakdowns of all committed runs with ``--profile``, a table for each part of a model."""
+    blocks: dict[tuple[int, str, int], str] = {}
+    for content in documents(results, "profile"):
+        parts: dict[tuple[int, str, int], list[Row]] = {}
+        for row in (Row(**values) for values in content["rows"]):
+            parts.setdefault((PARTS.index(row.part), row.model, row.size), []).append(row)
+        for key, rows in parts.items():
+            if table := profile_table(rows, row_title(rows[0])):
+                shown = markdown(table.header, table.body, [*floor_line(rows), source_line(content)])
+                blocks[key] = f"{table.title}: {table.caption}.\n\n{shown}"
+    return "\n\n".join(blocks[key] for key in sorted(blocks)) or NO_RESULTS

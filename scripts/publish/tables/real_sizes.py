@@ -1,0 +1,64 @@
+"""The table of ``scripts.publish.real_sizes``: stock against optimized, at the sizes that people use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from scripts.publish.tables.markdown import documents, markdown
+from sdfastgn.bench.documents import FAILED, OK
+from sdfastgn.bench.tables.cells import LOSS, NOTHING, number, source_line
+
+_HEADER = ("model", "dtype", "stock ms", "optimized ms", "speed-up", "graph", "peak MiB, stock", "peak MiB")
+
+
+@dataclass(frozen=True)
+class SizeRow:
+    """One call of one model.
+
+    Attributes:
+        stock_ms, optimized_ms: median milliseconds of a call that is waited for.
+        stock_mib, optimized_mib: most MiB that tensors held, weights included.
+        has_graph: true if calls were replays of a CUDA graph.
+        error: of the optimized output, relative to stock's.
+    """
+
+    model: str
+    dtype: str
+    stock_ms: float | None
+    optimized_ms: float | None
+    stock_mib: float | None
+    optimized_mib: float | None
+    has_graph: bool = False
+    error: float | None = None
+    status: str = OK
+    reason: str = ""
+
+    @classmethod
+    def failed(cls, model: str, dtype: str, reason: str) -> SizeRow:
+        return cls(model, dtype, None, None, None, None, status=FAILED, reason=reason)
+
+
+def real_sizes_markdown(results: Path) -> str:
+    """A line for each model; a dagger where optimized is slower."""
+    body, sources = [], []
+    for content in documents(results, "real_sizes"):
+        body += [_cells(SizeRow(**values)) for values in content["rows"]]
+        sources.append(source_line(content))
+    return markdown(_HEADER, body, sources)
+
+
+def _cells(row: SizeRow) -> list[str]:
+    if row.status != OK or row.stock_ms is None or row.optimized_ms is None:
+        return [row.model, row.dtype, f"{row.status} {row.reason}".strip(), *[NOTHING] * (len(_HEADER) - 3)]
+    times = row.stock_ms / row.optimized_ms
+    return [
+        row.model,
+        row.dtype,
+        number(row.stock_ms),
+        number(row.optimized_ms),
+        f"{times:.2f}x{LOSS if times < 1 else ''}",
+        "yes" if row.has_graph else "no",
+        number(row.stock_mib),
+        number(row.optimized_mib),
+    ]

@@ -1,0 +1,143 @@
+"""First images, a new resolution and peak memory, with an empty and with a full Triton cache.
+
+python -m scripts.publish.warm_up --model sdxl --json benchmarks/h200/warm_up_sdxl.json
+
+The clock starts with the pipeline in memory and stops with an image on the host; ``optimize`` is
+within it. PyTorch's switches stay as they are by default, as for a user: cuDNN tries no algorithms.
+Stock runs first, then sdfastgn with an empty Triton cache, then again with what that run left in
+the cache.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from dataclasses import replace
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+
+from scripts.publish.runs import in_a_process, write_rows
+from sdfastgn.bench import documents, gate, timing
+from sdfastgn.bench import workload as workloads
+from sdfastgn.bench.tables.end_to_end import GATE
+from sdfastgn.bench.tables.pipelines import WaitRow, warm_up_table
+from sdfastgn.bench.workload import BenchConfig
+from sdfastgn.cli import bench_options, checks, main
+from sdfastgn.cli.errors import one_line_errors
+from sdfastgn.cli.options import (
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    ModelOption,
+    SizeOption,
+    StepsOption,
+    WeightsOption,
+)
+from sdfastgn.cli.session import exit_code
+from sdfastgn.cli.terminal import console
+from sdfastgn.program import counted
+
+IMAGES = 3
+STEPS_AT_NEW_SIZE = 4
+# (row, optimized). Triton's cache is empty before the first.
+WAYS = (("eager", False), ("sdfastgn, cold cache", True), ("sdfastgn, warm cache", True))
+
+
+def measure(
+    config: BenchConfig, new_size: int, *, optimize: bool, triton_cache: str
+) -> tuple[WaitRow, np.ndarray]:
+    """One way in this process: the row without a name, and the last image (N, H, W, 3)."""
+    os.environ["TRITON_CACHE_DIR"] = triton_cache
+    device = config.torch_device
+    workload = workloads.build_pipeline(config)
+    pipe = workload.target
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+
+    def first_image() -> Any:
+        if optimize:
+            import sdfastgn
+
+            sdfastgn.optimize(pipe)
+        return workload.call()
+
+    timed = [timing.time_once(call, device) for call in (first_image, *[workload.call] * (IMAGES - 1))]
+    most = (torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved)
+    mib = [counted(device) / 2**20 if on_gpu else None for counted in most]
+    scale = pipe.vae_scale_factor
+    inputs = workloads.step_inputs(config, pipe.unet, scale, size=new_size, batch=2 * config.batch)
+    with torch.no_grad():
+        new_size_s = [
+            timing.time_once(lambda: pipe.unet(**inputs, return_dict=False), device)[0]
+            for _ in range(STEPS_AT_NEW_SIZE)
+        ]
+    image_s = [seconds for seconds, _ in timed]
+    return WaitRow("", image_s, new_size_s, mib[0], mib[1]), np.asarray(timed[-1][1])
+
+
+def run(config: BenchConfig, new_size: int) -> list[WaitRow]:
+    """All ``WAYS``, each in a process of its own and judged by its image."""
+    rows: list[WaitRow] = []
+    stock = None
+    with tempfile.TemporaryDirectory() as cache:
+        for name, optimize in WAYS:
+            row, image = in_a_process(measure, config, new_size, optimize=optimize, triton_cache=cache)
+            row = replace(row, variant=name)
+            if stock is None:
+                stock, reason = gate.Reference(image), gate.problem(config, image)
+            else:
+                judged = gate.judge(config, image, stock)
+                decibel, reason = judged.psnr_db, judged.reason
+                row = replace(row, psnr_db=decibel if decibel and math.isfinite(decibel) else None)
+            if reason:
+                row = replace(row, status=documents.WRONG, reason=reason, image_s=[], new_size_s=[])
+            rows.append(row)
+    return rows
+
+
+def first_images(
+    model: ModelOption = "sdxl",
+    size: SizeOption = None,
+    new_size: Annotated[
+        int | None,
+        typer.Option(help="Size in pixels of the UNet steps after the images.", show_default="3/4 of --size"),
+    ] = None,
+    steps: StepsOption = None,
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+    weights: WeightsOption = "random",
+    json: JsonOption = None,
+) -> None:
+    """Time a pipeline's first images and a new resolution, each way in a process of its own."""
+    with one_line_errors():
+        (config,) = bench_options.bench_configs(
+            model=model,
+            parts=["pipeline"],
+            size=size,
+            steps=steps,
+            dtype=dtype,
+            device=device,
+            weights=weights,
+            repeats=1,
+        )
+        new_size = config.size * 3 // 32 * 8 if new_size is None else new_size
+        checks.image_size("--new-size", new_size)
+        checks.file_path("--json", json)
+        rows = run(config, new_size)
+    what = f"{config.model} pipeline, {config.size}x{config.size}, {counted(config.steps, 'step')}"
+    title = f"{what}, then {new_size}x{new_size}, {config.dtype} on {config.device}"
+    shown = warm_up_table(rows)
+    judged = f"{GATE}: {gate.gate_text(config)}"
+    console().print(replace(shown, title=title, notes=[*shown.notes, judged]))
+    write_rows(json, "warm_up", config, rows, new_size=new_size)
+    raise typer.Exit(exit_code(rows))
+
+
+if __name__ == "__main__":
+    main(__doc__, first_images)

@@ -1,0 +1,41 @@
+"""What all tables of results share: numbers, marks, and the line that says where a run was made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+NOTHING = "-"
+LOSS = "†"
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """``value`` with ``digits`` significant digits and no exponent."""
+    if value is None:
+        return NOTHING
+    if value == 0 or abs(value) >= 10**digits:
+        return f"{value:.0f}"
+    return f"{float(f'{value:.{digits}g}'):.10f}".rstrip("0").rstrip(".")
+
+
+def error_text(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:.1e}"
+
+
+def without_empty_columns(rows: Sequence[dict[str, str]]) -> tuple[list[str], list[list[str]]]:
+    """Header and body of a table, without columns in which no row has a value."""
+    header = [name for name in (rows[0] if rows else ()) if any(row[name] != NOTHING for row in rows)]
+    return header, [[row[name] for name in header] for row in rows]
+
+
+def source_line(content: dict[str, Any]) -> str:
+    """Where and with what a run was made."""
+    env = content["environment"]
+    packages = env.get("packages", {})
+    names = ("torch", "triton", "diffusers")
+    versions = ", ".join(f"{name} {packages[name]}" for name in names if packages.get(name))
+    commit = (env.get("git") or {}).get("commit")
+    source = f"commit {commit[:10]}" if commit else f"source {str(env.get('source_sha256'))[:10]}"
+    driver = f", driver {env['driver']}" if env.get("driver") else ""
+    machine = env.get("gpu") or env.get("machine")
+    return f"{machine}{driver}, {versions}, {source}, {str(env.get('date'))[:10]}"

@@ -1,0 +1,272 @@
+"""What is timed: a UNet step, a VAE decode, a pipeline, a training step, as a target and a call of it."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from sdfastgn import model_inputs
+from sdfastgn.bench.timing import global_switches
+from sdfastgn.kernels.common.failures import one_line
+from sdfastgn.models import architectures, configurations
+from sdfastgn.models.architectures import DTYPES
+from sdfastgn.models.configurations import PROMPT
+from sdfastgn.models.saved import latent_scale
+from sdfastgn.program import OptionError
+
+T = TypeVar("T")
+
+GUIDANCE = 7.5
+# Most pixels that a VAE decodes in one call: of more, activations have over 2**31 elements.
+MOST_DECODED_PIXELS = 4 * 1024**2
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    """One part of one model at one size.
+
+    Attributes:
+        part: ``"unet"`` (one step), ``"vae"`` (one decode), ``"pipeline"`` (text encoder, ``steps``
+            steps, decode) or ``"train"`` (forward and backward of the UNet).
+        size: pixels of the square image.
+        batch: of the UNet or the VAE, or the pipeline's images a call.
+        weights: ``"random"``, a local path or a Hub id.
+        profile: also record where a call's time goes, once it is timed.
+        scheduler: of a pipeline, a class of diffusers; empty for the pipeline's own.
+        preset: the entry of ``PRESETS`` that these settings are of, or empty.
+    """
+
+    model: str
+    part: str
+    size: int
+    batch: int
+    dtype: str
+    device: str
+    repeats: int
+    steps: int = 30
+    weights: str = "random"
+    seed: int = 0
+    fp32_reference: bool = False
+    profile: bool = False
+    scheduler: str = ""
+    guidance: float = GUIDANCE
+    prompt: str = PROMPT
+    preset: str = ""
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device(self.device)
+
+
+@dataclass
+class Workload:
+    """A stock model, a call of it, and how its output is judged.
+
+    Attributes:
+        target: what variants are applied to.
+        call: runs ``target`` on fixed inputs; returns a tensor (N, C, H, W), images (N, H, W, 3) in
+            [0, 1], or the gradients of a training step by parameter.
+        fp32_output: of the same weights and inputs in fp32 without TF32.
+        memory: of a training step, values for the row's fields ``saved_mib`` and ``step_mib``.
+    """
+
+    target: Any
+    call: Callable[[], Any]
+    fp32_output: Callable[[], Any] | None
+    memory: Callable[[], tuple[float, float | None]] | None = None
+
+
+def load(config: BenchConfig) -> Any:
+    """The pipeline of the config's weights."""
+    # Pipelines import transformers, which random weights of one network do without.
+    from sdfastgn.models import pipelines
+
+    if config.weights == "random":
+        return pipelines.build_pipeline(config.model, **_drawn(config))
+    return pipelines.load_pipeline("--weights", config.weights, config.torch_dtype, config.torch_device)
+
+
+def component(config: BenchConfig, name: str) -> tuple[Any, int]:
+    """The module ``"unet"`` or ``"vae"`` with the config's weights, and the pixels of a latent."""
+    if config.weights == "random":
+        build = architectures.build_unet if name == "unet" else architectures.build_vae
+        scale = latent_scale(configurations.VAES[config.model])
+        return build(config.model, **_drawn(config)), scale
+    pipe = load(config)
+    component = getattr(pipe, name, None)
+    if component is None:
+        raise OptionError(f"--weights: the pipeline in {config.weights!r} has no {name}")
+    vae = getattr(pipe, "vae", None)
+    return component, latent_scale(None if vae is None else vae.config)
+
+
+def step_inputs(config: BenchConfig, unet: Any, scale: int, **changes: Any) -> dict[str, Any]:
+    """Keyword arguments of one UNet step; ``changes`` are other sizes or batches than the config's."""
+    # By the UNet's own configuration: loaded weights need not be those of --model.
+    where = {"size": config.size, "batch": config.batch, "scale": scale, **changes}
+    return model_inputs.unet_inputs(unet.config, **_drawn(config), **where)
+
+
+def _drawn(config: BenchConfig) -> dict[str, Any]:
+    return {"dtype": config.torch_dtype, "device": config.torch_device, "seed": config.seed}
+
+
+def workload_of(module: Any, inputs: T, run: Callable[[Any, T], Any]) -> Workload:
+    """``run`` of the module and the inputs, and of a copy of both in fp32 without TF32."""
+
+    def fp32_output() -> Any:
+        exact = tree_map_only(torch.Tensor, lambda t: t.float() if t.is_floating_point() else t, inputs)
+        with global_switches(cudnn_tf32=False, matmul_tf32=False):
+            return run(copy.deepcopy(module).float(), exact)
+
+    return Workload(module, lambda: run(module, inputs), fp32_output)
+
+
+def build_unet(config: BenchConfig) -> Workload:
+    """One step of the UNet."""
+    unet, scale = component(config, "unet")
+    inputs = step_inputs(config, unet, scale)
+    return workload_of(unet.eval(), inputs, lambda unet, inputs: unet(**inputs, return_dict=False)[0])
+
+
+def build_vae(config: BenchConfig) -> Workload:
+    """One decode by the VAE."""
+    vae, _ = component(config, "vae")
+    latents = architectures.vae_latents(vae.config, size=config.size, batch=config.batch, **_drawn(config))
+    return workload_of(vae.eval(), latents, lambda vae, latents: vae.decode(latents, return_dict=False)[0])
+
+
+def _start(config: BenchConfig, pipe: Any, dtype: torch.dtype) -> dict[str, Any]:
+    """What a pipeline starts from: noise, or images of noise that all steps change."""
+    # Drawn in fp32: PyTorch's generators give other numbers in fp16, and the fp32 reference would be
+    # another image.
+    where = {**_drawn(config), "dtype": dtype}
+    if "strength" in inspect.signature(pipe.__call__).parameters:
+        images = model_inputs.randn(config.batch, 3, config.size, config.size, **where)
+        return {"image": images.sigmoid(), "strength": 1.0}
+    pixels = config.size // pipe.vae_scale_factor
+    noise = model_inputs.randn(config.batch, pipe.unet.config.in_channels, pixels, pixels, **where)
+    return {"latents": noise, "height": config.size, "width": config.size}
+
+
+def build_pipeline(config: BenchConfig) -> Workload:
+    """From prompt to image."""
+    pipe = load(config)
+    pipe.set_progress_bar_config(disable=True)
+    if config.scheduler:
+        import diffusers
+
+        try:
+            pipe.scheduler = getattr(diffusers, config.scheduler).from_config(pipe.scheduler.config)
+        except Exception as error:  # a package that it needs is not there, or a setting of its own
+            raise OptionError(f"--scheduler: cannot make {config.scheduler!r}: {one_line(error)}") from None
+    if config.batch * config.size**2 > MOST_DECODED_PIXELS:
+        pipe.vae.enable_slicing()
+    # A distilled UNet has its guidance within, and its pipeline a default that it was made for.
+    distilled = getattr(pipe.unet.config, "time_cond_proj_dim", None)
+    guidance = {} if distilled else {"guidance_scale": config.guidance}
+
+    # Drawn here, because calls are timed: of one step, drawing an image takes as long as much of the rest.
+    drawn = _start(config, pipe, config.torch_dtype)
+
+    def call(start: dict[str, Any] = drawn) -> Any:
+        return pipe(
+            prompt=[config.prompt] * config.batch,
+            num_inference_steps=config.steps,
+            **start,
+            # For schedulers that draw more; a CPU generator gives the same on every device.
+            generator=torch.Generator("cpu").manual_seed(config.seed),
+            output_type="np",
+            **guidance,
+        ).images
+
+    def fp32_output() -> Any:
+        # In place, because SDXL twice is much memory. fp16 and bf16 come back as they were.
+        try:
+            with global_switches(cudnn_tf32=False, matmul_tf32=False):
+                pipe.to(torch.float32)
+                return call(_start(config, pipe, torch.float32))
+        finally:
+            pipe.to(config.torch_dtype)
+
+    return Workload(pipe, call, fp32_output)
+
+
+def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
+    """Bytes of the tensors that autograd keeps from ``forward`` for the backward, parameters left
+    out, shared memory counted once."""
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    found: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            found[storage.data_ptr()] = storage.nbytes()
+        # Not the tensor itself: a node that keeps its own output in this way is never freed.
+        return tensor.detach()
+
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        # Bound to a name: what the graph keeps must not be freed, or its addresses would be used again.
+        output = forward()
+    del output
+    return sum(found.values())
+
+
+def build_training(config: BenchConfig) -> Workload:
+    """A training step of the UNet with fixed latents, timestep, text and noise; ``call`` returns gradients.
+
+    It is forward, mean squared error and backward. Weights are in the config's dtype and nothing is
+    checkpointed. There is no optimizer, whose state and time are the same for every variant.
+    Gradients are dropped before each step, as ``zero_grad`` does.
+    """
+    unet, scale = component(config, "unet")
+    unet.train()
+    kwargs = step_inputs(config, unet, scale)
+    generator = torch.Generator().manual_seed(config.seed + 3)
+    # Inpainting has more channels of input than of output.
+    shape = (config.batch, unet.config.out_channels, *kwargs["sample"].shape[2:])
+    noise = torch.randn(shape, generator=generator).to(config.torch_device)
+
+    def loss_of(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        return F.mse_loss(model(**inputs, return_dict=False)[0].float(), noise)
+
+    def step(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Tensor]:
+        model.zero_grad()
+        with torch.enable_grad():
+            loss_of(model, inputs).backward()
+        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    def memory() -> tuple[float, float | None]:
+        unet.zero_grad()
+        saved_mib, step_mib = saved_bytes(lambda: loss_of(unet, kwargs), unet) / 2**20, None
+        if config.torch_device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            step(unet, kwargs)
+            step_mib = (torch.cuda.max_memory_allocated() - before) / 2**20
+        unet.zero_grad()
+        return saved_mib, step_mib
+
+    return replace(workload_of(unet, kwargs, step), memory=memory)
+
+
+# How each part's workload is made.
+BUILDERS: dict[str, Callable[[BenchConfig], Workload]] = {
+    "unet": build_unet,
+    "vae": build_vae,
+    "pipeline": build_pipeline,
+    "train": build_training,
+}

@@ -1,0 +1,87 @@
+"""The command line's app, and how its help is written."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any
+
+import typer
+
+HELP_OPTIONS: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
+# What stands for a registry's names in help texts, filled in when shown: some registries import torch.
+# Each command adds its own.
+NAMES: dict[str, Callable[[], Iterable[str]]] = {}
+
+
+def _complete_help(parameter: Any, context: Any) -> None:
+    """Fills registries' names into a parameter's help, and ends it with the default, if there is one.
+
+    A default that is computed is told in the words of ``show_default``.
+    """
+    if getattr(parameter, "is_flag", False):
+        parameter.metavar = ""  # it takes no value
+    text = getattr(parameter, "help", None)
+    if not text:
+        return
+    for word, names in NAMES.items():
+        if word in text:
+            text = text.replace(word, ", ".join(names()))
+    value, words = parameter.get_default(context), parameter.show_default
+    if isinstance(value, bool):  # a script may set a flag
+        value = "on" if value else ""
+    elif isinstance(value, list | tuple):
+        value = ", ".join(map(str, value))
+    elif value is None:
+        value = words if isinstance(words, str) else ""
+    parameter.show_default = False  # typer would show it in brackets
+    parameter.help = text if value == "" else f"{text.removesuffix('.')} (default: {value})."
+
+
+class Command(typer.core.TyperCommand):
+    def get_help(self, ctx: Any) -> str:
+        for parameter in self.get_params(ctx):
+            _complete_help(parameter, ctx)
+        return str(super().get_help(ctx))
+
+
+class Group(typer.core.TyperGroup):
+    def get_help(self, ctx: Any) -> str:
+        for parameter in self.get_params(ctx):
+            _complete_help(parameter, ctx)
+        return str(super().get_help(ctx))
+
+
+app = typer.Typer(
+    cls=Group,
+    help="Make Stable Diffusion in diffusers faster, and measure by how much.",
+    context_settings=HELP_OPTIONS,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+command = functools.partial(app.command, cls=Command)
+
+
+def click_command(function: Callable[..., None]) -> Any:
+    """A script's function as the only command of a program, with help and options as ours have them."""
+    alone = typer.Typer(context_settings=HELP_OPTIONS, add_completion=False, pretty_exceptions_enable=False)
+    alone.command(cls=Command)(function)
+    return typer.main.get_command(alone)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from sdfastgn import __version__
+
+        typer.echo(f"sdfastgn {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options_of_all(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass

@@ -1,0 +1,130 @@
+"""``sdfastgn bench``: how fast a model is, stock, optimized and with its peers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sdfastgn.bench.presets import PRESETS
+from sdfastgn.bench.variants import PARTS, VARIANTS
+from sdfastgn.cli.app import NAMES, command
+from sdfastgn.cli.errors import one_line_errors
+from sdfastgn.cli.options import (
+    DeviceOption,
+    DtypeOption,
+    GuidanceOption,
+    HtmlOption,
+    JsonOption,
+    ModelOption,
+    SchedulerOption,
+    SeedOption,
+    SizeOption,
+    WeightsOption,
+)
+from sdfastgn.models.configurations import PROMPT
+from sdfastgn.program import is_main
+
+NAMES["{variants}"] = lambda: VARIANTS
+PresetOption = Annotated[
+    str | None,
+    typer.Option(
+        "--preset", help=f"Settings of published benchmarks, with their numbers: {', '.join(PRESETS)}."
+    ),
+]
+PartOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--part",
+        metavar="<str>",
+        help=f"What is timed: {', '.join(PARTS)}. Repeat for several.",
+        show_default="unet, or the preset's",
+    ),
+]
+BatchesOption = Annotated[
+    str | None,
+    typer.Option(
+        "--batch",
+        help="Images a call, or a list such as 1,8.",
+        show_default="2 for a UNet with guidance, else 1",
+    ),
+]
+EveryStepsOption = Annotated[
+    str | None,
+    typer.Option("--steps", help="Denoising steps of a pipeline, or a list such as 1,4.", show_default="30"),
+]
+PromptOption = Annotated[
+    str | None, typer.Option("--prompt", help="Prompt of a pipeline.", show_default=PROMPT)
+]
+VariantsOption = Annotated[str, typer.Option("--variants", help="Variants: all, or a list of {variants}.")]
+RepeatsOption = Annotated[
+    int | None,
+    typer.Option(
+        "--repeats", help="Timed calls of each variant.", show_default="2 to 50, by part and device"
+    ),
+]
+Fp32Option = Annotated[
+    bool, typer.Option("--fp32-reference", help="Also compare with the same weights in fp32.")
+]
+ProfileOption = Annotated[
+    bool,
+    typer.Option(
+        "--profile", help="Also show where the time goes. A pipeline is profiled only if it is the only part."
+    ),
+]
+BreakdownOption = Annotated[
+    Path | None, typer.Option("--plot", help="Draw the breakdown of --profile as this PNG file.")
+]
+
+
+@command()
+def bench(
+    preset: PresetOption = None,
+    model: ModelOption = None,
+    part: PartOption = None,
+    size: SizeOption = None,
+    batch: BatchesOption = None,
+    steps: EveryStepsOption = None,
+    scheduler: SchedulerOption = None,
+    guidance: GuidanceOption = None,
+    prompt: PromptOption = None,
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+    weights: WeightsOption = "random",
+    variants: VariantsOption = "all",
+    repeats: RepeatsOption = None,
+    fp32_reference: Fp32Option = False,
+    profile: ProfileOption = False,
+    plot: BreakdownOption = None,
+    json: JsonOption = None,
+    html: HtmlOption = None,
+    seed: SeedOption = 0,
+) -> None:
+    """Time a UNet step, a VAE decode, a pipeline or a training step. Outputs are checked first."""
+    from sdfastgn.cli import bench_options, session
+
+    if not is_main():
+        json = plot = html = None
+    with one_line_errors():
+        configs = bench_options.preset_configs(
+            preset,
+            model=model,
+            parts=part or None,
+            size=size,
+            batch=batch,
+            steps=steps,
+            scheduler=scheduler,
+            guidance=guidance,
+            prompt=prompt,
+            dtype=dtype,
+            device=device,
+            weights=weights,
+            repeats=repeats,
+            seed=seed,
+            fp32_reference=fp32_reference,
+            profile=profile,
+        )
+        chosen = bench_options.variant_list("--variants", variants)
+        bench_options.check_places(json=json, html=html, plot=plot, profile=profile)
+        raise typer.Exit(session.run_bench(configs, chosen, json=json, plot=plot, html=html))

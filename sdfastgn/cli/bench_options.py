@@ -1,0 +1,178 @@
+"""Options of ``bench`` and of scripts as configs, checked before anything is built.
+
+A check raises OptionError. Those that need no torch are in ``checks``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sdfastgn.bench.documents import images_path
+from sdfastgn.bench.presets import PRESETS
+from sdfastgn.bench.tables.plots import plot_reason
+from sdfastgn.bench.variants import PARTS, VARIANTS, Variant
+from sdfastgn.bench.workload import BenchConfig
+from sdfastgn.cli.checks import (
+    file_paths,
+    image_size,
+    one_of,
+    positive,
+    some_of,
+    weights_source,
+    whole_numbers,
+)
+from sdfastgn.cli.loading import device_name, dtype_name, pipeline_reason
+from sdfastgn.models import architectures
+from sdfastgn.models.configurations import IMAGE_TO_IMAGE, MODELS, UNETS, VAES
+from sdfastgn.models.saved import native_size, unet_config
+from sdfastgn.program import OptionError
+
+# Where the user names none: timed calls of each part. A UNet step has two images, for guidance.
+GPU_REPEATS = {"unet": 50, "vae": 30, "pipeline": 5, "train": 30}
+CPU_REPEATS = {"unet": 5, "vae": 5, "pipeline": 2, "train": 3}
+GUIDED_BATCH = 2
+STEPS = 30
+
+
+def _subject(model: str | None, weights: str, parts: Sequence[str]) -> tuple[str, int, int, int]:
+    """``model``, or what ``weights`` are by their configuration, if they have these parts.
+
+    Returns its name, native size, pixels of a latent, and a UNet step's batch.
+    """
+    if weights == "random":
+        name = model or "tiny"
+        is_guided = not UNETS[name].get("time_cond_proj_dim")
+        return name, VAES[name]["sample_size"], 8, GUIDED_BATCH if is_guided else 1
+    config = unet_config("--weights", weights)
+    # SD-Turbo has the UNet of all of SD2: who means it, names it.
+    named = [known for known in MODELS if known == model or known not in IMAGE_TO_IMAGE]
+    same = [known for known in named if not architectures.unet_difference(config, known)]
+    if model is not None and model not in same:
+        difference = architectures.unet_difference(config, model)
+        hint = f"; --model {same[0]} fits" if same else ""
+        raise OptionError(f"--model: the UNet of {weights!r} is not that of {model!r}: {difference}{hint}")
+    if reason := architectures.unet_reason(config):
+        raise OptionError(f"--weights: the UNet of {weights!r} cannot be timed: {reason}")
+    if "pipeline" in parts and (reason := pipeline_reason(weights, config)):
+        raise OptionError(f"--part: 'pipeline' needs {reason}")
+    native, scale = native_size(weights, config, without_vae=8 if same else 1)
+    # Without text, or with its guidance within, a UNet gets each image once.
+    is_guided = config.get("_class_name") != "UNet2DModel" and not config.get("time_cond_proj_dim")
+    name = model or (same[0] if same else Path(weights).expanduser().resolve().name)
+    return name, native, scale, GUIDED_BATCH if is_guided else 1
+
+
+def scheduler_name(option: str, value: str) -> str:
+    """``value``, a class of diffusers, or empty."""
+    if value:
+        import diffusers
+
+        if not (value.endswith("Scheduler") and hasattr(diffusers, value)):
+            such = "give one like EulerDiscreteScheduler"
+            raise OptionError(f"{option}: diffusers has no {value!r}; {such}")
+    return value
+
+
+def png_path(option: str, value: Path | None, unless: str = "") -> Path | None:
+    """``value``, if it may be a PNG. ``unless`` says why there is no picture."""
+    if value is None:
+        return None
+    if unless:
+        raise OptionError(f"{option}: {unless.format(repr(str(value)))}")
+    if value.suffix.lower() != ".png":
+        raise OptionError(f"{option}: must end in .png, got {str(value)!r}")
+    if (reason := plot_reason()) is not None:
+        raise OptionError(f"{option}: {reason}")
+    return value
+
+
+def bench_configs(
+    *,
+    model: str | None,
+    parts: Sequence[str],
+    size: int | None = None,
+    batch: int | str | None = None,
+    steps: int | str | None = None,
+    dtype: str | None = None,
+    device: str | None = None,
+    weights: str = "random",
+    repeats: int | None = None,
+    scheduler: str | None = None,
+    profile: bool = False,
+    **others: Any,
+) -> list[BenchConfig]:
+    """A checked config for each part, batch and of a pipeline steps, of which there may be lists.
+
+    ``others`` are fields that need no check. Without a model it is the weights' own. None in
+    ``others`` stands for the field's default.
+    """
+    if model is not None:
+        one_of("--model", model, MODELS)
+    chosen = some_of("--part", parts, PARTS)
+    device = device_name("--device", device)
+    on_cpu = device == "cpu"
+    dtype = dtype_name("--dtype", dtype, device)
+    every_steps = whole_numbers("--steps", STEPS if steps is None else steps)
+    scheduler = scheduler_name("--scheduler", scheduler or "")
+    name, native, scale, unet_batch = _subject(model, weights_source("--weights", weights), chosen)
+    size = image_size("--size", native if size is None else size, scale)
+    counts = CPU_REPEATS if on_cpu else GPU_REPEATS
+    return [
+        BenchConfig(
+            name,
+            part,
+            size,
+            images,
+            dtype,
+            device,
+            repeats=positive("--repeats", counts[part] if repeats is None else repeats),
+            steps=count,
+            weights=weights,
+            scheduler=scheduler,
+            # Recording all of a pipeline takes minutes, and its steps are in the other parts.
+            profile=profile and (part != "pipeline" or len(chosen) == 1),
+            **{field: value for field, value in others.items() if value is not None},
+        )
+        for part in chosen
+        for images in whole_numbers(
+            "--batch", (unet_batch if part == "unet" else 1) if batch is None else batch
+        )
+        for count in (every_steps if part == "pipeline" else every_steps[:1])
+    ]
+
+
+def preset_configs(name: str | None, **given: Any) -> list[BenchConfig]:
+    """The configs of a preset's cases, or without one that of the options alone.
+
+    Options that are not None replace the preset's. A model picks among its cases, or takes the
+    place of the first one's. ``parts`` stand in for a UNet step.
+    """
+    given = {option: value for option, value in given.items() if value is not None}
+    if name is None:
+        return bench_configs(**{"model": None, "parts": ["unet"], **given})
+    cases = [case.settings for case in PRESETS[one_of("--preset", name, PRESETS)].cases]
+    model = given.get("model")
+    if model is not None:
+        one_of("--model", model, MODELS)
+        cases = [each for each in cases if each["model"] == model] or cases[:1]
+    configs = []
+    for case in cases:
+        settings = {"parts": [case["part"]], **case, **given, "preset": name}
+        settings.pop("part")
+        configs += bench_configs(**settings)
+    return configs
+
+
+def variant_list(option: str, text: str) -> list[Variant]:
+    """Registry entries in the registry's order; ``all`` names every one."""
+    names = list(VARIANTS) if text == "all" else some_of(option, text, VARIANTS)
+    return [variant for name, variant in VARIANTS.items() if name in names]
+
+
+def check_places(*, json: Path | None, html: Path | None, plot: Path | None, profile: bool) -> None:
+    """Checks that each file of a run can be written, and is no other one's."""
+    png_path("--plot", plot, "" if profile else "only --profile has a picture, got {} without it")
+    images = json and html and images_path(json)
+    file_paths({"--json": json, "--json's images": images, "--html": html, "--plot": plot})

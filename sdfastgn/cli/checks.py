@@ -1,0 +1,134 @@
+"""Checks of options that need neither torch nor diffusers, so that a bad option is told at once.
+
+A check raises OptionError.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+
+from sdfastgn.program import OptionError
+
+# Of as many digits as a size in PyTorch may have; Python itself refuses to read thousands.
+DIGITS = r"\d{1,18}"
+_NUMBER = re.compile(rf"-?{DIGITS}")
+_DEVICE = re.compile(r"cpu|cuda(:\d+)?")
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def one_of(option: str, value: str, allowed: Collection[str]) -> str:
+    if value not in allowed:
+        raise OptionError(f"{option}: unknown value {value!r}; choose from {', '.join(allowed)}")
+    return value
+
+
+def some_of(option: str, values: str | Sequence[str], allowed: Collection[str]) -> list[str]:
+    """Values, or the entries of a comma-separated list, without doubles, each one of ``allowed``."""
+    values = split(values) if isinstance(values, str) else values
+    if not values:
+        raise OptionError(f"{option}: no value given; choose from {', '.join(allowed)}")
+    return [one_of(option, value, allowed) for value in dict.fromkeys(values)]
+
+
+def split(text: str) -> list[str]:
+    return [entry.strip() for entry in text.split(",") if entry.strip()]
+
+
+def positive(option: str, value: int) -> int:
+    if value < 1:
+        raise OptionError(f"{option}: must be a positive whole number, got {value}")
+    return value
+
+
+def whole_numbers(option: str, value: int | str) -> list[int]:
+    """A positive number, or those of a comma-separated list without doubles."""
+    entries = split(str(value))
+    if not entries or not all(_NUMBER.fullmatch(entry) for entry in entries):
+        raise OptionError(f"{option}: must be a positive whole number or a list such as 1,4, got {value!r}")
+    return [positive(option, int(entry)) for entry in dict.fromkeys(entries)]
+
+
+def image_size(option: str, value: int, scale: int = 8) -> int:
+    if value < scale or value % scale:
+        wanted = f"a positive multiple of {scale} (pixels of a latent)"
+        raise OptionError(f"{option}: must be {wanted}, got {value}")
+    return value
+
+
+def device_word(option: str, value: str | None) -> str | None:
+    """``value``, if it is a device's name. Whether there is such a device only torch can tell."""
+    if value is not None and not _DEVICE.fullmatch(value):
+        raise OptionError(f"{option}: cannot use {value!r}; give cuda, cuda:N or cpu")
+    return value
+
+
+def weights_source(option: str, value: str, *, words: Sequence[str] = ("random",)) -> str:
+    """One of ``words``, an existing folder or file, or the id of a repository on the Hub."""
+    try:
+        if value in words or (value and Path(value).expanduser().exists()):
+            return value
+    except (OSError, RuntimeError) as error:  # too long for a name, or the home of nobody
+        raise OptionError(f"{option}: cannot look at {value!r}: {_why(error)}") from None
+    if _HUB_ID.fullmatch(value) and not value.startswith("."):
+        return value
+    choice = ", ".join((*words, "a path", "or a Hub id (owner/name)"))
+    raise OptionError(f"{option}: no such path {value!r}; give {choice}")
+
+
+def _why(error: Exception) -> str:
+    return str(getattr(error, "strerror", None) or error)
+
+
+def file_path(option: str, value: Path | None) -> Path | None:
+    """``value``, if a file can be written there. Its folder must exist: a mistyped one is not made."""
+    if value is None:
+        return None
+    real = Path(os.path.realpath(value))  # of a link that leads nowhere yet
+    try:
+        if not real.parent.exists():
+            raise OptionError(f"{option}: there is no folder {str(real.parent)!r}; make it first")
+        if real.is_file() or real.is_dir():
+            real.open("ab").close()
+        elif not real.exists():  # a pipe's reader would take the try for the end
+            real.open("xb").close()
+            real.unlink()
+    except OSError as error:
+        raise OptionError(f"{option}: cannot write a file at {str(value)!r}: {_why(error)}") from None
+    return value
+
+
+def file_paths(outputs: Mapping[str, Path | None], read: Iterable[Path] = ()) -> None:
+    """Checks that each output, by option, can be written and is no other one and no file that is read."""
+    taken = {os.path.realpath(path): "RESULTS" for path in read}
+    for option, path in outputs.items():
+        if file_path(option, path) is None:
+            continue
+        real = os.path.realpath(str(path))
+        if real in taken:
+            raise OptionError(f"{option}: {str(path)!r} is the file of {taken[real]} too; give another path")
+        taken[real] = option
+
+
+def folder(option: str, value: str) -> Path:
+    """``value``, if it is a folder or can be made in one. An empty one would be the working directory."""
+    if not value:
+        raise OptionError(f"{option}: must be a folder, got ''; give . for this one")
+    real = Path(os.path.realpath(value))
+    try:
+        if not real.parent.exists():
+            raise OptionError(f"{option}: there is no folder {str(real.parent)!r}; make it first")
+    except OSError as error:
+        raise OptionError(f"{option}: cannot look at {value!r}: {_why(error)}") from None
+    return Path(value)
+
+
+def made_folder(option: str, path: Path, name: str) -> None:
+    """Makes the folder that :func:`folder` let through, if a file ``name`` can be written in it."""
+    try:
+        path.mkdir(exist_ok=True)
+    except OSError as error:
+        raise OptionError(f"{option}: cannot make a folder at {str(path)!r}: {_why(error)}") from None
+    file_path(option, path / name)

@@ -1,0 +1,20 @@
+"""How errors of the user end."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import typer
+
+from sdfastgn.program import OptionError, program
+
+
+@contextlib.contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Bad options and weights that cannot be loaded end in one line and exit code 2."""
+    try:
+        yield
+    except OptionError as error:
+        typer.echo(f"{program()}: {error}", err=True)
+        raise typer.Exit(2) from None

@@ -1,0 +1,58 @@
+"""``sdfastgn generate``: an image for each line of a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from sdfastgn.cli.app import command
+from sdfastgn.cli.errors import one_line_errors
+from sdfastgn.cli.options import DeviceOption, DtypeOption, GuidanceOption, StepsOption, checked_seed
+
+
+@command()
+def generate(
+    model: Annotated[str, typer.Option(help="Saved text-to-image pipeline: a path, or a Hub id.")],
+    prompts: Annotated[
+        Path,
+        typer.Option(
+            help="Text file with a prompt a line, or .jsonl file with an object of settings a line."
+        ),
+    ],
+    out: Annotated[str, typer.Option(help="Folder for the images. The image of line 12 is 00012.png.")],
+    negative_prompt: Annotated[
+        str | None, typer.Option(help="Negative prompt of lines without one of their own.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(help="Most images that are drawn in one call.")] = 1,
+    width: Annotated[
+        int | None, typer.Option(help="Width of the images in pixels.", show_default="the model's own")
+    ] = None,
+    height: Annotated[
+        int | None, typer.Option(help="Height of the images in pixels.", show_default="the model's own")
+    ] = None,
+    steps: StepsOption = 30,
+    guidance: GuidanceOption = 7.5,
+    seed: Annotated[
+        int, typer.Option(callback=checked_seed, help="The seed of line 12 is this number plus 12.")
+    ] = 0,
+    variant: Annotated[str | None, typer.Option(help="Variant of the model's files, such as fp16.")] = None,
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+    stock: Annotated[bool, typer.Option("--stock", help="Draw without sdfastgn.optimize.")] = False,
+) -> None:
+    """Draw an image for each line of a file. Under accelerate launch or torchrun all GPUs take part."""
+    from sdfastgn.cli import checks
+    from sdfastgn.cli.prompts import checked_job
+
+    line: dict[str, Any] = {"negative_prompt": negative_prompt, "width": width, "height": height}
+    line |= {"steps": steps, "guidance": guidance, "seed": seed}
+    files: dict[str, Any] = {"model": model, "prompts": prompts, "out": out, "settings": line}
+    with one_line_errors():
+        checks.device_word("--device", device)
+        job = checked_job(**files, batch_size=batch_size, variant=variant, dtype=dtype, stock=stock)
+        from sdfastgn.cli.drawing import run  # torch and diffusers: seconds, after the checks
+
+        code = run(job, device)
+    raise typer.Exit(code)

@@ -1,0 +1,39 @@
+"""``sdfastgn info``: versions, the GPU, and what can run."""
+
+from __future__ import annotations
+
+from sdfastgn.bench.variants import VARIANTS
+from sdfastgn.cli.app import command
+from sdfastgn.cli.errors import one_line_errors
+from sdfastgn.cli.options import DeviceOption
+
+
+@command()
+def info(device: DeviceOption = None) -> None:
+    """Show versions, the GPU, and what can run here, with the reasons why the rest cannot."""
+    import torch
+
+    from sdfastgn import __version__
+    from sdfastgn.bench import environment
+    from sdfastgn.bench.kernels.suites import SUITES
+    from sdfastgn.cli import loading, terminal
+    from sdfastgn.versions import never_run
+
+    with one_line_errors():
+        where = torch.device(loading.device_name("--device", device))
+    facts = environment.environment(where)
+    providers = {name: each for suite in SUITES.values() for name, each in suite.providers.items()}
+    out = terminal.console()
+    out.print(f"sdfastgn {__version__}, Python {facts['python']}, {facts['machine']}")
+    out.print(f"GPU: {facts['gpu'] or 'none that torch can use'}, driver: {facts['driver'] or 'none'}")
+    for name, version in facts["packages"].items():
+        out.print(f"{name}: {version or 'not installed'}")
+        if version and (note := never_run(name, version)):
+            out.print(f"  {note}", markup=False)
+    out.print(f"runs on {where}:", style="bold")
+    reasons = {f"variant {each.name}": each.available(where) for each in VARIANTS.values()}
+    reasons |= {f"kernel {name}": each.reason(where) for name, each in providers.items()}
+    for name, reason in reasons.items():
+        out.print(f"{name}: {reason or 'yes'}", markup=False)
+    if where.type == "cpu":
+        out.print("Without a GPU every sdfastgn call runs in plain PyTorch, with the same results.")

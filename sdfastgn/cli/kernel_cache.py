@@ -1,0 +1,122 @@
+"""``sdfastgn warm-up``: fills Triton's cache with a model's kernels, before anyone waits for them.
+
+The calls are rehearsed first, so that all their kernels compile in parallel, and made afterwards: a
+kernel that cannot be compiled says so then.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import sdfastgn
+from sdfastgn.backend import triton_cache
+from sdfastgn.cli import checks, loading
+from sdfastgn.kernels.common import dispatch
+from sdfastgn.kernels.common.compile_ahead import rehearse
+from sdfastgn.models import pipelines
+from sdfastgn.models.architectures import DTYPES
+from sdfastgn.models.configurations import MODELS, PROMPT, VAES
+from sdfastgn.models.saved import latent_scale
+from sdfastgn.program import OptionError, counted, program
+
+# Of an image: some schedulers cannot do with one.
+_STEPS = 2
+# Ends of the files in which Triton keeps a kernel's code, on NVIDIA's GPUs and AMD's.
+_CODE = {".cubin", ".hsaco"}
+_SIZE = re.compile(rf"({checks.DIGITS})(?:x({checks.DIGITS}))?")
+
+
+def run(
+    *,
+    model: str,
+    sizes: Sequence[str] = (),
+    batch: int = 1,
+    dtype: str | None = None,
+    device: str | None = None,
+) -> int:
+    """Fills the cache and prints what is in it; returns 0, or 1 where a kernel cannot be compiled.
+
+    Args:
+        model: a name of ``MODELS``, which gets random weights, or a saved pipeline of text to image.
+        sizes: pixels of the images, ``512`` or ``768x512`` (width first); none for the model's own.
+        batch: images a call. With guidance the UNet has two of each.
+        dtype, device: as in ``bench``; the kernels are for this GPU's generation.
+
+    Raises OptionError, before anything is built where that can be known.
+    """
+    checks.weights_source("MODEL", model, words=MODELS)
+    if model in MODELS:
+        native, scale = VAES[model]["sample_size"], latent_scale(VAES[model])
+    else:
+        native, scale = loading.text_to_image("MODEL", model)
+    checks.positive("--batch", batch)
+    wanted = [_size(text, scale) for text in sizes or [str(native)]]
+    device = _gpu("--device", device)
+    weights = DTYPES[loading.dtype_name("--dtype", dtype, device)]
+    if model in MODELS:
+        pipe = pipelines.build_pipeline(model, dtype=weights, device=device)
+    else:
+        pipe = pipelines.load_pipeline("MODEL", model, weights, device)
+    cache = triton_cache()
+    before, start = _code(cache), time.perf_counter()
+    count = fill(pipe, wanted, batch)
+    seconds = time.perf_counter() - start
+    if dispatch.why_off is not None:
+        print(f"{program()}: {dispatch.why_off}", file=sys.stderr)
+        return 1
+    size = sum(path.stat().st_size for path in cache.rglob("*") if path.is_file())
+    print(
+        f"{counted(count, 'kernel')}, {len(_code(cache) - before)} of them compiled now, in {seconds:.1f} s"
+    )
+    print(f"{cache}: {size / 2**20:.1f} MiB")
+    return 0
+
+
+def fill(pipe: Any, sizes: Sequence[tuple[int, int]], batch: int) -> int:
+    """Compile all that images of ``sizes`` (width, height) need; the number of kernels that they launch.
+
+    Optimizes ``pipe``, a pipeline of text to image. Raises what its calls raise.
+    """
+    sdfastgn.optimize(pipe, cuda_graphs=False)
+    pipe.set_progress_bar_config(disable=True)
+
+    def draw() -> None:
+        for width, height in sizes:
+            size = {"width": width, "height": height, "num_inference_steps": _STEPS}
+            pipe(prompt=[PROMPT] * batch, output_type="pt", **size)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nothing is computed, so that images may be NaN
+        count = rehearse(draw, next(pipe.unet.parameters()).device)
+    draw()
+    return count
+
+
+def _gpu(option: str, value: str | None) -> str:
+    device = loading.device_name(option, value)
+    if torch.device(device).type != "cuda":
+        why = "" if torch.cuda.is_available() else " (torch sees no CUDA GPU)"
+        raise OptionError(f"{option}: kernels compile on the GPU that they are for, got {device!r}{why}")
+    return device
+
+
+def _size(text: str, scale: int) -> tuple[int, int]:
+    found = _SIZE.fullmatch(text)
+    if found is None:
+        raise OptionError(f"--size: must be like 512 or 768x512 (width first), got {text!r}")
+    width, height = (
+        checks.image_size("--size", int(side), scale) for side in (found[1], found[2] or found[1])
+    )
+    return width, height
+
+
+def _code(cache: Path) -> set[Path]:
+    return {path for path in cache.rglob("*") if path.suffix in _CODE}

@@ -1,0 +1,83 @@
+"""Options of ``kernels`` as configs, checked before anything is built. A check raises OptionError."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from sdfastgn.bench.kernels.suite import INFERENCE, KernelConfig, Shape, Suite
+from sdfastgn.bench.kernels.suites import SUITES
+from sdfastgn.cli.bench_options import png_path
+from sdfastgn.cli.checks import DIGITS, file_paths, one_of, positive, some_of, split
+from sdfastgn.cli.loading import device_name
+from sdfastgn.models.configurations import DTYPES
+from sdfastgn.program import OptionError
+
+_SHAPE = re.compile(rf"{DIGITS}(x{DIGITS})+")
+
+
+def shape_list(option: str, text: str, suite: Suite) -> tuple[Shape, ...]:
+    """A comma list of the suite's shapes and names of sets."""
+    rule = f" with C divisible by {suite.divisor}" if suite.divisor > 1 else ""
+    wanted = f"{suite.axes}{rule}, or one of {', '.join(suite.shape_sets)}"
+    shapes: list[Shape] = []
+    for entry in split(text):
+        if entry in suite.shape_sets:
+            shapes += suite.shape_sets[entry]
+            continue
+        shape = tuple(map(int, entry.split("x"))) if _SHAPE.fullmatch(entry) else ()
+        if len(shape) != len(suite.axes.split("x")) or 0 in shape or shape[1] % suite.divisor:
+            raise OptionError(f"{option}: cannot use shape {entry!r}; give {wanted}")
+        shapes.append(shape)
+    if not shapes:
+        raise OptionError(f"{option}: no shape in {text!r}; give {wanted}")
+    return tuple(dict.fromkeys(shapes))
+
+
+def kernel_configs(
+    *,
+    suite: str = INFERENCE,
+    shapes: str = "all",
+    names: str | None = None,
+    dtypes: str | None = None,
+    device: str | None = None,
+    repeats: int | None = None,
+    seed: int = 0,
+) -> list[KernelConfig]:
+    """One checked config for each dtype of a comma list. Raises OptionError."""
+    chosen = SUITES[one_of("--suite", suite, SUITES)]
+    known = chosen.providers
+    providers = [name for name in known if known[name].by_default or names == "all"]
+    if names is not None and names != "all":
+        providers = some_of("--providers", names, known)
+    return [
+        KernelConfig(
+            suite,
+            shape_list("--shapes", shapes, chosen),
+            tuple(providers),
+            dtype,
+            device_name("--device", device),
+            positive("--repeats", chosen.repeats if repeats is None else repeats),
+            seed,
+            wall_clock=device == "cpu",
+        )
+        for dtype in some_of("--dtype", dtypes or chosen.dtype, DTYPES)
+    ]
+
+
+def kernel_places(
+    configs: Sequence[KernelConfig], *, json: Path | None, plot: Path | None
+) -> list[tuple[Path | None, Path | None]]:
+    """Where each config's JSON and picture go: names hold the dtype where there are several."""
+    suite = configs[0].suite
+    unless = "" if suite == INFERENCE else f"only the suite {INFERENCE} has a picture, got {{}} for {suite}"
+    places = []
+    for config in configs:
+        suffix = f"_{config.dtype}" if len(configs) > 1 else ""
+        path, picture = (
+            each.with_stem(each.stem + suffix) if each and each.name else each for each in (json, plot)
+        )
+        file_paths({"--json": path, "--plot": png_path("--plot", picture, unless)})
+        places.append((path, picture))
+    return places

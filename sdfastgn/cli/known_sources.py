@@ -1,0 +1,193 @@
+"""``sdfastgn sources``: upstream methods whose code was never tested, and what changed in them."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import inspect
+import json
+import re
+import zipfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import diffusers
+from packaging.version import Version
+from rich.console import Console
+
+from sdfastgn.cli.comfyui_checkout import import_comfyui
+from sdfastgn.patches.core import tested_sources
+from sdfastgn.patches.core.tested_sources import (
+    computed,
+    hash_of,
+    is_known,
+    source_hash,
+    tested_versions,
+    upstream_definition,
+    upstream_name,
+)
+from sdfastgn.patches.registry import FUSIONS, MISSING, OBJECT_FUSIONS
+from sdfastgn.program import OptionError
+
+# A file by which a checkout of ComfyUI is known.
+_OF_COMFYUI = "comfy/ops.py"
+
+
+class _Method(NamedTuple):
+    """An upstream method, as it is installed."""
+
+    cls: Any
+    name: str
+
+    @property
+    def package(self) -> str:
+        return upstream_name(self.cls).partition(".")[0]
+
+    @property
+    def versions(self) -> list[dict[str, str]]:
+        """Those that were tested, oldest first."""
+        return tested_versions().get(upstream_name(self.cls), {}).get(self.name, [])
+
+
+def print_sources(
+    out: Console, *, against: Path | None = None, comfyui: Path | None = None, accept: bool = False
+) -> int:
+    """List the methods whose code is unknown. Returns 0 if there are none, or all were accepted, else 1.
+
+    Args:
+        against: a release in which these methods are known. Shows what changed since.
+        comfyui: a checkout of ComfyUI: its methods too.
+        accept: write the hashes of the unknown methods into ``tested_sources.json``.
+    """
+    files = None if against is None else _release(against)
+    releases = {"diffusers": diffusers.__version__}
+    fusions: list[Any] = [*FUSIONS, *OBJECT_FUSIONS]
+    if comfyui is not None:
+        releases["comfy"], blocks = _of_comfyui(comfyui)
+        fusions += blocks
+    users = _users(fusions)
+    for file, reason in MISSING.items():
+        _print(out, f"{file}: left out, {reason}")
+    unknown = [method for method in users if not is_known(*method)]
+    for method in unknown:
+        found = source_hash(*method)
+        state = "it is gone, or other code has replaced it" if found is None else f"unknown ({found})"
+        _print(out, f"{upstream_name(method.cls)}.{method.name}, for {', '.join(users[method])}: {state}")
+        if found is not None and files is not None:
+            for line in _difference(files, method):
+                _print(out, f"    {line}")
+    for package, release in releases.items():
+        total, left = (sum(each.package == package for each in some) for some in (users, unknown))
+        _print(out, f"{package} {release}: {total - left} of {total} methods are known")
+    if accept:
+        unknown = _accept(out, unknown, releases)
+    elif unknown:
+        _print(out, _advice(unknown, has_diff=files is not None))
+    return int(bool(unknown or MISSING))
+
+
+def _users(fusions: Iterable[Any]) -> dict[_Method, list[str]]:
+    """Each method -> the names of the fusions that rely upon it."""
+    users: dict[_Method, list[str]] = {}
+    for fusion in fusions:
+        for source in fusion.sources:
+            for name in source.methods:
+                users.setdefault(_Method(source.cls, name), []).append(fusion.name)
+    return users
+
+
+def _of_comfyui(folder: Path) -> tuple[str, tuple[Any, ...]]:
+    """The release of a checkout of ComfyUI, and the fusions of its blocks."""
+    if not _holds(folder, _OF_COMFYUI):
+        raise OptionError(f"--comfyui: no checkout of ComfyUI, got {str(folder)!r}")
+    release = import_comfyui(str(folder), "--cpu")
+    from sdfastgn.patches.comfyui.inject import CLAIMING
+
+    return release, CLAIMING
+
+
+def _release(against: Path) -> Any:
+    """The files of a wheel of diffusers, of a folder in which it lies, or of a checkout of ComfyUI."""
+    files: Any = zipfile.Path(against) if zipfile.is_zipfile(against) else against
+    if _holds(files, "diffusers/__init__.py") or _holds(files, _OF_COMFYUI):
+        return files
+    raise OptionError(f"--against: no wheel or folder of diffusers or ComfyUI, got {str(against)!r}")
+
+
+def _holds(files: Any, name: str) -> bool:
+    try:
+        return bool((files / name).is_file())
+    except OSError:  # too long for a name, or not ours to look at
+        return False
+
+
+def _print(out: Console, line: str) -> None:
+    out.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _difference(files: Any, method: _Method) -> Iterator[str]:
+    """What ``method`` computes here and not in the release, as the lines of a diff."""
+    function: Any = getattr(method.cls, method.name)
+    function = function.fget if isinstance(function, property) else function
+    new: Any = upstream_definition(function)
+    inner = inspect.unwrap(function)
+    old = _definition(files, inner.__module__, inner.__qualname__)
+    if old is None or hash_of(old) not in [version["hash"] for version in method.versions]:
+        yield "it is not known in that release either"
+        return
+    before, after = (ast.unparse(computed(each)).splitlines() for each in (old, new))
+    yield from difflib.unified_diff(before, after, "known", "installed", lineterm="")
+
+
+def _definition(files: Any, module: str, name: str) -> ast.FunctionDef | None:
+    path = files / (module.replace(".", "/") + ".py")
+    if not path.is_file():
+        return None
+    node: Any = ast.parse(path.read_text(encoding="utf-8"))
+    for part in name.split("."):
+        node = next((each for each in getattr(node, "body", ()) if getattr(each, "name", "") == part), None)
+    return node if isinstance(node, ast.FunctionDef) else None
+
+
+def _advice(unknown: list[_Method], *, has_diff: bool) -> str:
+    """What to do next about methods that are unknown."""
+    last = [method.versions[-1] for method in unknown if method.package == "diffusers" and method.versions]
+    seen = [version["first_seen"] for version in last if "first_seen" in version]
+    if has_diff:
+        return "Once you have read each change, and made it in the fused forward if it matters: add --accept"
+    if not seen:
+        return "To see what changed: add --against with a release in which they are known"
+    # In this release the last known version of each method is the one in use.
+    release = max(seen, key=Version)
+    return (
+        f"To see what changed: pip download --no-deps diffusers=={release}, then\n"
+        f"sdfastgn sources --against diffusers-{release}-py3-none-any.whl"
+    )
+
+
+def _accept(out: Console, unknown: list[_Method], releases: dict[str, str]) -> list[_Method]:
+    """Write the installed version of each method into the file. Returns those that have none."""
+    versions = tested_versions()
+    left = []
+    for method in unknown:
+        found = source_hash(*method)
+        if found is None:
+            left.append(method)
+            continue
+        entry = {"hash": found, "first_seen": releases[method.package]}
+        versions.setdefault(upstream_name(method.cls), {}).setdefault(method.name, []).append(entry)
+    if len(left) < len(unknown):
+        file = tested_sources.FILE
+        try:
+            file.write_text(text_of(versions), encoding="utf-8")
+        except OSError as error:
+            raise OptionError(f"--accept: cannot write {str(file)!r}: {error.strerror}") from None
+        _print(out, f"{len(unknown) - len(left)} accepted, in {file}")
+    return left
+
+
+def text_of(versions: dict[str, dict[str, list[dict[str, str]]]]) -> str:
+    """``tested_sources.json``: sorted by class, one version a line."""
+    text = json.dumps(dict(sorted(versions.items())), indent=2)
+    return re.sub(r"\{\s*([^{}]*?)\s*\}", lambda found: "{" + " ".join(found[1].split()) + "}", text) + "\n"

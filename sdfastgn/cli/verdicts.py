@@ -1,0 +1,40 @@
+"""What verification has found, by fusion."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from sdfastgn.bench.tables.blocks import Blocks
+from sdfastgn.verification import PUT_BACK, RIGHT, UNVERIFIED, Verdict
+
+_STATUSES = (RIGHT, PUT_BACK, UNVERIFIED)
+
+
+def verification_table(verdicts: Sequence[Verdict]) -> Blocks:
+    """One line a fusion, with the largest error of its parts beside stock's error there."""
+    parts: dict[str, list[Verdict]] = defaultdict(list)
+    for verdict in verdicts:
+        for fusion in verdict.fusions:
+            parts[fusion].append(verdict)
+    body = [(fusion, *_cells(found)) for fusion, found in parts.items()]
+    header = ("fusion", *_STATUSES, "largest error", "stock's there")
+    caption = "relative errors against fp32 (fp64 for fp32 weights)"
+    return Blocks(header, body, caption=caption)
+
+
+def _cells(found: list[Verdict]) -> tuple[str, ...]:
+    counts = [str(sum(v.status == status for v in found)) for status in _STATUSES]
+    measured = [(v.error, v.stock_error) for v in found if v.error is not None]
+    worst = max(measured, key=lambda pair: (pair[0] != pair[0], pair[0]), default=())  # a NaN first
+    return (*counts, *(f"{error:.2g}" for error in worst), *(["-"] * (2 - len(worst))))
+
+
+def notes(verdicts: Sequence[Verdict]) -> Iterator[str]:
+    """A line for each reason."""
+    reasons: dict[str, list[str]] = defaultdict(list)
+    for v in verdicts:
+        if v.status != RIGHT:
+            reasons[f"{v.status}: {v.reason}"].append(v.path)
+    for reason, paths in reasons.items():
+        yield f"{reason} ({len(paths)}: {', '.join(paths[:3])}{', ...' if len(paths) > 3 else ''})"

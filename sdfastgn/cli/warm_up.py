@@ -1,0 +1,38 @@
+"""``sdfastgn warm-up``: a model's kernels, compiled ahead."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from sdfastgn.cli.app import command
+from sdfastgn.cli.errors import one_line_errors
+from sdfastgn.cli.options import DeviceOption, DtypeOption
+from sdfastgn.models.configurations import MODELS
+
+
+@command(name="warm-up")
+def warm_up(
+    model: Annotated[
+        str, typer.Argument(help=f"Model: {', '.join(MODELS)}, a saved pipeline's path, or a Hub id.")
+    ],
+    size: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--size",
+            metavar="<str>",
+            help="Size of the images, 512 or 768x512 (width first). Repeat for several.",
+            show_default="the model's own",
+        ),
+    ] = None,
+    batch: Annotated[int, typer.Option("--batch", help="Images a call.")] = 1,
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+) -> None:
+    """Compile a model's kernels into Triton's cache, which a container can bring along."""
+    from sdfastgn.cli.kernel_cache import run
+
+    with one_line_errors():
+        code = run(model=model, sizes=size or (), batch=batch, dtype=dtype, device=device)
+    raise typer.Exit(code)

@@ -1,0 +1,1 @@
+"""Known architectures with random weights, and saved pipelines."""

@@ -1,0 +1,135 @@
+"""The networks of ``configurations.py`` with random weights, and their inputs.
+
+No pretrained weights are needed to time a network. Weights are drawn so that activations stay of
+order one (normal with variance 1 / fan_in; norms with a random affine, so that a forgotten weight
+or bias shows), which keeps every output finite in fp16.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from sdfastgn import model_inputs
+from sdfastgn.models import configurations
+from sdfastgn.models.configurations import TINY_AUTOENCODERS, UNETS, VAES
+from sdfastgn.models.saved import latent_scale
+
+if TYPE_CHECKING:  # diffusers takes seconds to import, and the names of the models are asked for without it
+    from diffusers import AutoencoderKL, AutoencoderTiny, UNet2DConditionModel
+
+# dtypes of weights, by option.
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, full) for name, full in configurations.DTYPES.items()}
+# What each block may have of its own, or all blocks in common.
+_PER_BLOCK = ("layers_per_block", "cross_attention_dim", "attention_head_dim", "transformer_layers_per_block")
+
+# Of the arguments that ask for further inputs: the values whose inputs are made here.
+_KNOWN_EMBEDDINGS = {
+    "addition_embed_type": (None, "text", "text_time"),
+    "class_embed_type": (None, "timestep", "projection", "simple_projection"),
+    "encoder_hid_dim_type": (None, "text_proj"),
+}
+
+
+def unet_reason(config: Mapping[str, Any]) -> str:
+    """Why a UNet of ``config`` cannot be called by :func:`unet_inputs`; empty where it can."""
+    kind = config.get("_class_name", "UNet2DConditionModel")
+    if kind not in ("UNet2DConditionModel", "UNet2DModel"):
+        return f"a {kind} takes inputs that the benchmark does not make"
+    for key, known in _KNOWN_EMBEDDINGS.items():
+        if config.get(key) not in known:
+            return f"its {key} {config[key]!r} takes inputs that the benchmark does not make"
+    return ""
+
+
+def unet_difference(config: Mapping[str, Any], model: str) -> str:
+    """What first sets a UNet of ``config`` apart from that of ``model``; empty for the same blocks.
+
+    Sizes of images and channels of the input, of which inpainting has more, are no part of it.
+    """
+    for key in dict.fromkeys(key for known in UNETS.values() for key in known if key != "sample_size"):
+        expected, found = _entry(UNETS[model], key), _entry(config, key)
+        if found != expected:
+            return f"{key} {found}, not {expected}"
+    return ""
+
+
+@functools.cache
+def _unet_defaults() -> dict[str, Any]:
+    from diffusers import UNet2DConditionModel
+
+    return {
+        name: each.default
+        for name, each in inspect.signature(UNet2DConditionModel.__init__).parameters.items()
+    }
+
+
+def _entry(config: Mapping[str, Any], key: str) -> Any:
+    value = config.get(key, _unet_defaults()[key])
+    if isinstance(value, list | tuple):
+        return tuple(value)
+    blocks = config.get("block_out_channels", _unet_defaults()["block_out_channels"])
+    return (value,) * len(blocks) if key in _PER_BLOCK else value
+
+
+def build_unet(
+    model: str, dtype: torch.dtype, device: torch.device | str, *, seed: int = 0
+) -> UNet2DConditionModel:
+    """The UNet of ``model`` in eval mode, with random weights drawn from ``seed``."""
+    from diffusers import UNet2DConditionModel
+
+    return _build(UNet2DConditionModel, UNETS[model], dtype, device, seed)
+
+
+def build_vae(
+    model: str, dtype: torch.dtype, device: torch.device | str, *, seed: int = 0
+) -> AutoencoderKL | AutoencoderTiny:
+    """The VAE of ``model`` in eval mode with random weights, without SDXL's upcast to fp32."""
+    from diffusers import AutoencoderKL, AutoencoderTiny
+
+    if model in TINY_AUTOENCODERS:
+        return _build(AutoencoderTiny, {}, dtype, device, seed)
+    return _build(AutoencoderKL, {**VAES[model], "force_upcast": False}, dtype, device, seed)
+
+
+def unet_inputs(model: str, **options: Any) -> dict[str, Any]:
+    """Keyword arguments of one step of the UNet of ``model``: :func:`sdfastgn.model_inputs.unet_inputs`."""
+    return model_inputs.unet_inputs(UNETS[model], **options)
+
+
+def vae_latents(model: str | Mapping[str, Any], *, size: int, batch: int, seed: int, **where: Any) -> Tensor:
+    """Latents for one decode to ``size`` pixels square; ``where`` are dtype and device."""
+    config = VAES[model] if isinstance(model, str) else model
+    pixels = size // latent_scale(config)
+    channels = config.get("latent_channels", 4)
+    return model_inputs.randn(batch, channels, pixels, pixels, seed=seed, **where)
+
+
+def _build(cls: Any, config: dict[str, Any], dtype: torch.dtype, device: Any, seed: int) -> Any:
+    # By way of the meta device: initializing 2.6 billion parameters on the CPU would take minutes.
+    with torch.device("meta"):
+        model = cls(**config)
+    # diffusers' own ``to`` warns about a list of fp32 modules, which is empty here.
+    nn.Module.to(model, dtype)
+    if torch.device(device).type == "meta":
+        return model.eval()
+    return randomize(model.to_empty(device=device), seed).eval()
+
+
+def randomize(module: nn.Module, seed: int) -> Any:
+    """Random weights in place, in the parameters' own dtype and on their device; returns ``module``."""
+    norms = {id(m.weight) for m in module.modules() if isinstance(m, (nn.GroupNorm, nn.LayerNorm))}
+    generators: dict[torch.device, torch.Generator] = {}
+    with torch.no_grad():
+        for p in module.parameters():
+            g = generators.setdefault(p.device, torch.Generator(p.device).manual_seed(seed))
+            if p.dim() > 1:
+                p.normal_(0.0, p[0].numel() ** -0.5, generator=g)
+            else:
+                p.normal_(float(id(p) in norms), 0.1, generator=g)
+    return module

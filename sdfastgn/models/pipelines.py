@@ -1,0 +1,121 @@
+"""Whole pipelines: built offline from configuration, or loaded from a path or the Hub."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+from diffusers import (
+    DiffusionPipeline,
+    StableDiffusionImg2ImgPipeline,
+    StableDiffusionPipeline,
+    StableDiffusionXLPipeline,
+)
+from packaging.version import Version
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+
+from sdfastgn.kernels.common.failures import one_line
+from sdfastgn.models import architectures, configurations
+from sdfastgn.program import OptionError
+
+# What ``from_pretrained`` calls the dtype: 0.40 deprecated the older name, and older ones ignore the new.
+_DTYPE = "dtype" if Version(diffusers.__version__) >= Version("0.40.0") else "torch_dtype"
+
+
+def build_pipeline(model: str, *, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> Any:
+    """A complete pipeline of ``model`` with random weights, without any download.
+
+    Every component has its real architecture; only the tokenizer's vocabulary is made up (single
+    bytes), so that prompts cost the real 77 tokens. It can be saved and loaded again.
+    """
+    scheduler, options = configurations.SCHEDULERS[model]
+    first, *second = configurations.TEXT_ENCODERS[model]
+    components: dict[str, Any] = {
+        "vae": architectures.build_vae(model, dtype, device, seed=seed),
+        "unet": architectures.build_unet(model, dtype, device, seed=seed),
+        "scheduler": getattr(diffusers, scheduler)(**options),
+        "tokenizer": build_tokenizer(),
+        "text_encoder": _text_encoder(CLIPTextModel, first, dtype, device, seed),
+    }
+    pipe: Any
+    if second:
+        encoder = _text_encoder(CLIPTextModelWithProjection, second[0], dtype, device, seed + 1)
+        components |= {"text_encoder_2": encoder, "tokenizer_2": build_tokenizer()}
+        pipe = StableDiffusionXLPipeline(**components, add_watermarker=False)
+    else:
+        kind = (
+            StableDiffusionImg2ImgPipeline
+            if model in configurations.IMAGE_TO_IMAGE
+            else StableDiffusionPipeline
+        )
+        pipe = kind(**components, safety_checker=None, feature_extractor=None, requires_safety_checker=False)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def load_pipeline(
+    option: str,
+    weights: str,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    variant: str | None = None,
+) -> Any:
+    """The pipeline in a folder that ``save_pretrained`` wrote or of a Hub id, which ``option`` named.
+
+    ``variant`` is that of its files, such as fp16.
+
+    Raises OptionError where it cannot be loaded, in diffusers' words.
+    """
+    if Path(weights).is_file():  # which diffusers would look for on the Hub
+        raise OptionError(f"{option}: {weights!r} is a file; expected a saved pipeline's folder or a Hub id")
+    try:
+        pipe = DiffusionPipeline.from_pretrained(weights, variant=variant, **{_DTYPE: dtype})
+    except Exception as error:  # a folder that is no pipeline gives KeyError and more, besides OSError
+        raise OptionError(f"{option}: cannot load {weights!r}: {one_line(error)}") from error
+    return pipe.to(device)
+
+
+def build_tokenizer(words: Iterable[str] = ()) -> CLIPTokenizer:
+    """A CLIP tokenizer of single bytes and ``words``, see :func:`write_tokenizer`."""
+    # Through files: the constructors of transformers 4 and 5 share no argument.
+    with tempfile.TemporaryDirectory() as folder:
+        write_tokenizer(Path(folder), words)
+        return CLIPTokenizer.from_pretrained(folder)
+
+
+def write_tokenizer(folder: Path, words: Iterable[str] = ()) -> None:
+    """Writes the files of a CLIP tokenizer into ``folder``.
+
+    Its tokens are the 256 bytes, inside and at the end of a word, two special ones, and ``words``,
+    each with its beginnings.
+    """
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in printable]
+    # CLIP's byte-level alphabet: bytes that do not print stand at 256 and after.
+    alphabet = [chr(b) for b in printable] + [chr(256 + i) for i in range(len(others))]
+    merges = {}
+    for word in words:
+        first, *letters = [*word[:-1], f"{word[-1]}</w>"]
+        for letter in letters:
+            merges[f"{first} {letter}"] = first = first + letter
+    ends = [c + "</w>" for c in alphabet]
+    tokens = [*alphabet, *ends, "<|startoftext|>", "<|endoftext|>", *merges.values()]
+    (folder / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(tokens)}))
+    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]))
+    config = {"tokenizer_class": "CLIPTokenizer", "model_max_length": 77}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def _text_encoder(
+    cls: Any, config: dict[str, Any], dtype: torch.dtype, device: torch.device | str, seed: int
+) -> CLIPTextModel:
+    tokens = {"bos_token_id": 512, "eos_token_id": 513, "pad_token_id": 513}
+    # Built where it runs: the meta device would leave its buffers empty.
+    with torch.device(device):
+        encoder = cls(CLIPTextConfig(**config, **tokens))
+    return architectures.randomize(encoder.to(dtype), seed).eval()

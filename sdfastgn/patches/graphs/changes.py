@@ -1,0 +1,125 @@
+"""Puts a change of the model into words: what changed, and its old and new value where these are short."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+
+__all__ = ["Place", "changed", "difference_of", "joined", "tensor_in_words"]
+
+# Classes with values that are shown if short. ``repr`` of another class may run any code.
+_SHOWN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format)
+_SHOWN_CONTAINERS = (list, tuple, set, dict)
+# Characters of the longest value that is shown.
+_MAX_SHOWN = 40
+
+
+class Place(NamedTuple):
+    """A container of the model, with the names of its items.
+
+    Attributes:
+        name: dotted path of the container. For a module's own dicts (parameters, attributes, hooks) the
+            path of the module.
+        kind: of the items: "parameter", "buffer", "module", "attribute" and "forward hook" of a module,
+            "LoRA scale" of a dict with the scales of a layer, "item" of any other list, set or dict.
+        container: the list, set or dict itself.
+        keys: of a dict, at the capture.
+    """
+
+    name: str
+    kind: str
+    container: Any
+    keys: tuple[Any, ...]
+
+    def child(self, key: Any) -> str:
+        """The name of the item ``key``."""
+        if self.kind == "LoRA scale":
+            return f"LoRA scale of {self.name.removesuffix('.scaling')}"
+        return f"{self.name}[{_shown(key)}]" if self.kind == "item" else joined(self.name, key)
+
+    def difference(self, old: Iterable[Any], is_same: Callable[[Any, Any], Any]) -> str | None:
+        """What differs from the items ``old``, in words; None if nothing does."""
+        if isinstance(self.container, dict):
+            was = dict(zip(self.keys, old, strict=True))
+            return difference_of(self, was, dict(dict.items(self.container)), is_same)
+        kind = set if isinstance(self.container, set) else list
+        then, now = kind(old), kind(self.container)
+        if len(then) == len(now) and all(_holds(is_same, a, b) for a, b in zip(then, now, strict=True)):
+            return None
+        before, after = _shown(then), _shown(now)
+        if before == after:
+            return f"the items of {self.name} changed"
+        return f"{self.name} changed from {before} to {after}"
+
+    def noun(self, key: Any) -> str:
+        """The item ``key`` in words."""
+        if self.kind in ("item", "LoRA scale"):
+            return self.child(key)
+        if self.kind == "module":
+            return f"module {self.child(key)}"
+        owner = self.name or "the model"
+        # The keys of hooks are numbers, which mean nothing to a user.
+        return f"{self.kind} {key} of {owner}" if isinstance(key, str) else f"a {self.kind} of {owner}"
+
+
+def difference_of(
+    place: Place, before: dict[Any, Any], now: dict[Any, Any], is_same: Callable[[Any, Any], Any]
+) -> str | None:
+    """What differs between two states of the dict at ``place``, in words; None if nothing does."""
+    for key in now:
+        if key not in before:
+            return f"{place.noun(key)} was added"
+    for key in before:
+        if key not in now:
+            return f"{place.noun(key)} was removed"
+    for key, old in before.items():
+        if not _holds(is_same, old, now[key]):
+            hint = " (load_state_dict(assign=True) or an assignment)" if place.kind == "parameter" else ""
+            return changed(place.noun(key), old, now[key]) + hint
+    return None
+
+
+def changed(noun: str, old: Any, new: Any) -> str:
+    """A sentence: ``noun`` changed from ``old`` to ``new``."""
+    before, after = _shown(old), _shown(new)
+    if before == after and type(old) is not type(new):
+        before, after = (f"{type(value).__module__}.{type(value).__qualname__}" for value in (old, new))
+    if before == after:
+        return f"{noun} was replaced by another {type(new).__name__}"
+    return f"{noun} changed from {before} to {after}"
+
+
+def joined(name: str, key: Any) -> str:
+    """The dotted path of the attribute ``key``."""
+    key = "config" if key == "_internal_dict" else key  # diffusers' property, by which users know it
+    return f"{name}.{key}" if name else str(key)
+
+
+def tensor_in_words(name: str) -> str:
+    """ "the weight of conv_in" for ``conv_in.weight``."""
+    head, _, last = name.rpartition(".")
+    is_attribute = bool(head) and last.isidentifier() and not last.startswith("_") and " " not in name
+    return f"the {last} of {head}" if is_attribute else f"the tensor {name}"
+
+
+def _shown(value: Any) -> str:
+    """``value`` if it is short and of a known class, else the name of its class."""
+    if isinstance(value, type):
+        return value.__name__
+    is_plain = type(value) in _SHOWN
+    if type(value) in _SHOWN_CONTAINERS:
+        items = chain.from_iterable(value.items()) if type(value) is dict else value
+        is_plain = all(type(item) in _SHOWN for item in items)
+    text = repr(value) if is_plain else ""
+    return text if is_plain and len(text) <= _MAX_SHOWN else type(value).__name__
+
+
+def _holds(is_same: Callable[[Any, Any], Any], old: Any, new: Any) -> bool:
+    """``is_same(old, new)``. A comparison that raises counts as False."""
+    try:
+        return old is new or bool(is_same(old, new))
+    except Exception:
+        return False

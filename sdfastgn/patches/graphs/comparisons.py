@@ -1,0 +1,290 @@
+"""Compares a model with the record of a ``Watch``: fast at each call, in words after a change.
+
+Each class records one kind of state. ``add`` takes a piece of the model and its name, and ``freeze`` keeps
+the values of all pieces. ``same`` compares all of them at once, with loops that run in C. ``difference``
+compares them one by one, in Python, and describes the first that differs; None if none does.
+"""
+
+from __future__ import annotations
+
+import operator
+import types
+from collections.abc import Callable, Collection
+from itertools import chain, islice
+from typing import Any
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from sdfastgn.kernels.common.private import expiring, is_expired
+from sdfastgn.patches.graphs.changes import Place, changed, difference_of, tensor_in_words
+
+__all__ = ["Attributes", "Cells", "Empty", "Identities", "Memory", "Numbers", "Types", "Values", "Writes"]
+
+# Python 3.10 has no operator.call.
+_call: Callable[..., Any] = getattr(operator, "call", lambda function, argument: function(argument))
+_data_ptr: Callable[[Tensor], int] = Tensor.data_ptr
+_version_of = operator.attrgetter("_version")
+_content_of = operator.attrgetter("cell_contents")
+_END = object()
+
+# Digits that fp32 has.
+_FLOAT_DIGITS = 6
+
+
+class Types:
+    """Objects that keep their class."""
+
+    def __init__(self) -> None:
+        self._objects: list[Any] = []
+        self._names: list[str] = []
+
+    def add(self, value: Any, name: str) -> None:
+        self._objects.append(value)
+        self._names.append(name)
+
+    def freeze(self) -> None:
+        self._types = list(map(type, self._objects))
+
+    def same(self) -> bool:
+        return list(map(type, self._objects)) == self._types
+
+    def difference(self) -> str | None:
+        for value, name, kind in zip(self._objects, self._names, self._types, strict=True):
+            if type(value) is not kind:
+                return changed(f"the class of {name}", kind, type(value))
+        return None
+
+
+class _Containers:
+    """Containers that keep their items: the items of all of them are compared in one go."""
+
+    def __init__(self, is_same: Callable[[Any, Any], Any]) -> None:
+        self._is_same = is_same
+        self._items: list[Any] = []  # of each container something that iterates over its items
+        self._places: list[Place | None] = []
+
+    def add(self, items: Any, place: Place | None) -> None:
+        """``items``: an iterable. ``place``: None if another comparison describes the same change."""
+        self._items.append(items)
+        self._places.append(place)
+
+    def freeze(self) -> None:
+        self._sizes = list(map(len, self._items))
+        self._kept = list(chain.from_iterable(self._items))
+        # False if another thread changed one in between: it is then unknown which item is whose.
+        self._is_aligned = sum(self._sizes) == len(self._kept)
+
+    def difference(self) -> str | None:
+        if not self._is_aligned:
+            return None
+        kept = iter(self._kept)
+        for place, size in zip(self._places, self._sizes, strict=True):
+            old = list(islice(kept, size))
+            found = place.difference(old, self._is_same) if place is not None else None
+            if found is not None:
+                return found
+        return None
+
+
+class Empty(_Containers):
+    """Containers that stay empty."""
+
+    def __init__(self) -> None:
+        super().__init__(operator.is_)
+
+    def same(self) -> bool:
+        return not any(self._items)
+
+
+class Identities(_Containers):
+    """Containers whose items stay the same objects."""
+
+    def __init__(self) -> None:
+        super().__init__(operator.is_)
+
+    def freeze(self) -> None:
+        super().freeze()
+        self._kept.append(_END)
+
+    def same(self) -> bool:
+        # Both sides end with _END, so that an additional or missing item is seen.
+        now = chain(chain.from_iterable(self._items), (_END,))
+        return all(map(operator.is_, now, self._kept))
+
+
+class Values(_Containers):
+    """Containers whose items stay equal."""
+
+    def __init__(self) -> None:
+        super().__init__(operator.eq)
+
+    def same(self) -> bool:
+        return list(chain.from_iterable(self._items)) == self._kept
+
+
+class Attributes:
+    """Modules that keep their attributes, with equal values. None is added and none removed.
+
+    Args:
+        inert: names of attributes that may change.
+        plain_dicts: names of attributes that are always plain dicts.
+    """
+
+    def __init__(self, inert: Collection[str], plain_dicts: Collection[str]) -> None:
+        self._inert = inert
+        self._plain_dicts = plain_dicts
+        self._dicts: list[dict[str, Any]] = []
+        self._places: list[Place] = []
+        self._getters: list[Callable[[Any], Any]] = []
+        self._getter_of: dict[tuple[str, ...], Callable[[Any], Any]] = {}
+        # The modules that have dicts as attributes, and functions that return these dicts.
+        self._holders: list[dict[str, Any]] = []
+        self._dict_getters: list[Callable[[Any], Any]] = []
+
+    def add(self, place: Place) -> None:
+        attributes, keys = place.container, self._watched(place)
+        self._dicts.append(attributes)
+        self._places.append(place)
+        self._getters.append(self._getter_of.setdefault(keys, operator.itemgetter(*keys)))
+        names = [key for key in keys if isinstance(attributes[key], dict) and key not in self._plain_dicts]
+        if names:  # the first one twice: itemgetter returns no tuple for a single name
+            self._holders.append(attributes)
+            self._dict_getters.append(operator.itemgetter(names[0], *names))
+
+    def freeze(self) -> None:
+        self._lengths = list(map(len, self._dicts))
+        self._values = list(map(_call, self._getters, self._dicts))
+        self._dict_types = self._types_of_dicts()
+
+    def same(self) -> bool:
+        return (
+            # A dict may be replaced by an equal one of a user's class, which returns other values.
+            self._types_of_dicts() == self._dict_types
+            and list(map(len, self._dicts)) == self._lengths
+            # ``map`` makes one tuple at a time. Two thousand at once would start the garbage collector.
+            and all(map(operator.eq, map(_call, self._getters, self._dicts), self._values))
+        )
+
+    def difference(self) -> str | None:
+        for place, values in zip(self._places, self._values, strict=True):
+            before = dict.fromkeys(place.keys) | dict(zip(self._watched(place), values, strict=True))
+            now = {name: None if name in self._inert else value for name, value in place.container.items()}
+            found = difference_of(place, before, now, _is_equal)
+            if found is not None:
+                return found
+        return None
+
+    def _watched(self, place: Place) -> tuple[str, ...]:
+        return tuple(key for key in place.keys if key not in self._inert)
+
+    def _types_of_dicts(self) -> list[type]:
+        return list(map(type, chain.from_iterable(map(_call, self._dict_getters, self._holders))))
+
+
+def _is_equal(old: Any, new: Any) -> Any:
+    return old == new and (type(old) is type(new) or not isinstance(old, dict))
+
+
+class Cells:
+    """Variables in closures, which stay the same objects."""
+
+    def __init__(self) -> None:
+        self._cells: list[types.CellType] = []
+        self._names: list[str] = []
+
+    def add(self, cell: types.CellType, name: str) -> None:
+        self._cells.append(cell)
+        self._names.append(name)
+
+    def freeze(self) -> None:
+        self._contents = list(map(_content_of, self._cells))
+
+    def same(self) -> bool:
+        return all(map(operator.is_, map(_content_of, self._cells), self._contents))
+
+    def difference(self) -> str | None:
+        for cell, name, old in zip(self._cells, self._names, self._contents, strict=True):
+            if cell.cell_contents is not old:
+                where = name.rpartition(".__closure__")[0]
+                return changed(f"a variable in the closure of {where}", old, cell.cell_contents)
+        return None
+
+
+class _Tensors:
+    """Tensors with their names."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self._names: list[str] = []
+
+    def add(self, tensor: Tensor, name: str) -> None:
+        self.tensors.append(tensor)
+        self._names.append(name)
+
+    def clear(self) -> None:
+        self.tensors.clear()
+        self._names.clear()
+
+
+class Memory(_Tensors):
+    """Tensors that stay at their addresses. Their memory is not kept alive: a model that moves frees it.
+
+    New memory may get an old address. So the storages are watched by weak references, too.
+    """
+
+    def freeze(self) -> None:
+        self._pointers = list(map(_data_ptr, self.tensors))
+        self._storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in self.tensors]
+        self._storage_ids = list(map(expiring, self._storages))
+
+    def is_in_place(self) -> bool:
+        return list(map(_data_ptr, self.tensors)) == self._pointers
+
+    def same(self) -> bool:
+        return not any(map(is_expired, self._storage_ids)) and self.is_in_place()
+
+    def difference(self) -> str | None:
+        for tensor, name, pointer, storage in zip(
+            self.tensors, self._names, self._pointers, self._storage_ids, strict=True
+        ):
+            if is_expired(storage) or tensor.data_ptr() != pointer:
+                return f"{tensor_in_words(name)} has other memory (.to or param.data = ...)"
+        return None
+
+
+class Numbers(_Tensors):
+    """Small tensors on the CPU that keep their values."""
+
+    def freeze(self) -> None:
+        self._values = list(map(Tensor.tolist, self.tensors))
+
+    def same(self) -> bool:
+        return list(map(Tensor.tolist, self.tensors)) == self._values
+
+    def difference(self) -> str | None:
+        for tensor, name, old in zip(self.tensors, self._names, self._values, strict=True):
+            new = tensor.tolist()
+            if new != old:
+                return changed(name, _rounded(old), _rounded(new))
+        return None
+
+
+def _rounded(value: Any) -> Any:
+    return float(f"{value:.{_FLOAT_DIGITS}g}") if isinstance(value, float) else value
+
+
+class Writes(_Tensors):
+    """Tensors on the CPU that nobody writes into."""
+
+    def freeze(self) -> None:
+        self._versions = list(map(_version_of, self.tensors))
+
+    def same(self) -> bool:
+        return list(map(_version_of, self.tensors)) == self._versions
+
+    def difference(self) -> str | None:
+        for tensor, name, version in zip(self.tensors, self._names, self._versions, strict=True):
+            if tensor._version != version:
+                return f"{tensor_in_words(name)} was written into"
+        return None

@@ -1,0 +1,87 @@
+"""The graphs of one module: which of them answers which call, and which goes when there are too many."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+from sdfastgn.patches.graphs.capture import Backend, Graph
+from sdfastgn.patches.graphs.watch import Watch
+
+__all__ = ["MAX_GRAPHS", "Store"]
+
+# Graphs of one module. Each answers one kind of call; the least recently used goes first.
+MAX_GRAPHS = 8
+
+
+class Store:
+    """Graphs by kind of call, all captured from the same state of one module.
+
+    Whoever calls a method holds the lock of ``backend``.
+
+    Attributes:
+        backend: what captured the graphs; None before the module's first call.
+        watch: knows the state of the module that the graphs were captured from. None until the first
+            capture is tried, and after ``clear``.
+        captured, replays, dropped: counts since the module was optimized.
+    """
+
+    __slots__ = ("_graphs", "_replays_before", "backend", "captured", "dropped", "replays", "watch")
+
+    def __init__(self) -> None:
+        self.backend: Backend | None = None
+        self.watch: Watch | None = None
+        self.captured = self.replays = self.dropped = 0
+        self._graphs: OrderedDict[Any, Graph] = OrderedDict()  # the most recently used is the last
+        self._replays_before = 0
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self._graphs
+
+    @property
+    def replays_of_state(self) -> int:
+        """Calls that were replayed since ``begin``."""
+        return self.replays - self._replays_before
+
+    def begin(self, watch: Watch) -> None:
+        """The next graphs are captured from the state that ``watch`` has recorded. Follows ``clear``."""
+        self.watch = watch
+        self._replays_before = self.replays
+
+    def find(self, key: Any) -> Graph | None:
+        """The graph for calls of kind ``key``. It counts as used."""
+        graph = self._graphs.get(key)
+        if graph is not None:
+            self._graphs.move_to_end(key)
+        return graph
+
+    def add(self, key: Any, graph: Graph) -> None:
+        self._graphs[key] = graph
+        self.captured += 1
+
+    def make_room(self) -> None:
+        """Drop the least recently used graphs until one more may be added."""
+        while len(self._graphs) >= MAX_GRAPHS:
+            self.drop(next(iter(self._graphs)))
+
+    def drop(self, key: Any) -> None:
+        self._wait()
+        del self._graphs[key]
+        self.dropped += 1
+
+    def clear(self) -> int:
+        """Drop all graphs and the watch. Returns the number of graphs."""
+        count = len(self._graphs)
+        if count:
+            self._wait()
+        self.dropped += count
+        self._graphs.clear()
+        self.watch = None
+        return count
+
+    def _wait(self) -> None:
+        if self.backend is not None:  # no graph may be dropped while it runs
+            self.backend.wait()

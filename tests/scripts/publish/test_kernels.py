@@ -1,0 +1,135 @@
+"""Kernel suites as tables, in the terminal, in Markdown and as a picture."""
+
+from __future__ import annotations
+
+import pytest
+
+from scripts.publish import plots
+from scripts.publish.pages import TABLES
+from sdfastgn.bench.documents import OK, UNAVAILABLE
+from sdfastgn.bench.kernels.suite import BOTH, COPY, FORWARD, TRAINING, KernelRow, Shape
+from sdfastgn.bench.kernels.suites import SUITES
+from sdfastgn.bench.tables import kernels as kernel_tables
+from sdfastgn.bench.tables.cells import LOSS
+from tests.bench.tables.cases import SOURCE, is_png, save, text_of
+
+INFER, TRAIN = SUITES["inference"], SUITES["training"]
+UNET: Shape = (2, 320, 64, 64)
+
+
+def row(name: str, hot: float | None, task: str = FORWARD, shape: Shape = UNET) -> KernelRow:
+    if hot is None:
+        return KernelRow(shape, name, UNAVAILABLE, "not installed", task=task)
+    return KernelRow(shape, name, OK, "", hot, hot + 1, hot_gbps=1e3, cold_gbps=9e2, task=task)
+
+
+INFERENCE = [
+    row("copy", 2, COPY),
+    row("eager_nhwc", 54),
+    row("gnnhwc", 13),
+    row("sdfastgn", 8),
+    row("apex", None),
+]
+TRAINING_ROWS = [
+    row("copy", 1, COPY),
+    row("eager_nchw", 9, TRAINING),
+    row("eager_nchw", 19, BOTH),
+    row("sdfastgn", 3, TRAINING),
+    row("sdfastgn", 4, BOTH),
+    row("apex", None, TRAINING),
+    row("apex", None, BOTH),
+]
+
+
+def test_inference_marks_the_best_peer_and_gives_means(tmp_path):
+    save(tmp_path, "kernels.json", "kernels", INFERENCE)
+    lines = TABLES["kernels"](tmp_path).splitlines()
+    assert lines[0] == "| N x C x H x W | copy | eager_nhwc | gnnhwc | sdfastgn | sdfastgn / best peer |"
+    assert lines[2] == "| 2x320x64x64 | 2 (3) | 54 (55) | **13 (14)** | 8 (9) | 0.615 (0.643) |"
+    assert lines[3].startswith("| mean of time / copy, unet | 1.00 (1.00) on 1 | 27.00 (18.33) on 1 |")
+    assert lines[-3:] == ["apex: unavailable: not installed (2x320x64x64).", "", f"fp16, {SOURCE}"]
+
+
+def test_a_training_line_for_each_task_with_ours_last(tmp_path):
+    save(tmp_path, "kernels.json", "kernels_training", TRAINING_ROWS)
+    text = TABLES["training"](tmp_path)
+    lines = text.splitlines()
+    over = "sdfastgn / copy | sdfastgn / eager_nchw | sdfastgn / best peer"
+    assert lines[0] == f"| NxCxHxW | what | copy | eager_nchw | sdfastgn | {over} |"
+    times = "1 (2) | **9 (10)** | 3 (4) | 3 (2) | 0.333 (0.4) | 0.333 (0.4)"
+    assert lines[2] == f"| 2x320x64x64 | forward in training | {times} |"
+    assert lines[3].startswith("| 2x320x64x64 | forward + backward | 1 (2) | **19 (20)** | 4 (5) | 4 (2.5) |")
+    mean = "1.00 (1.00) on 1 | 19.00 (10.00) on 1 | 4.00 (2.50) on 1"
+    assert f"| mean / copy, unet | forward + backward | {mean} |" in text
+    mean = "0.11 (0.20) on 1 | 1.00 (1.00) on 1 | 0.33 (0.40) on 1"
+    assert f"| mean / eager_nchw, all | forward in training | {mean} |" in text
+    assert "memory is the limit: 1 for forward in training, 2.5 for forward + backward." in text
+    assert "apex: unavailable: not installed (2x320x64x64)." in text
+
+
+def test_every_run_of_the_suite_and_no_other_is_shown(tmp_path):
+    for name, kind in (("fp16", "training"), ("fp32", "training"), ("other", "issue_28201")):
+        dtype = "fp32" if name == "fp32" else "fp16"
+        save(tmp_path, f"{name}.json", f"kernels_{kind}", TRAINING_ROWS, config={"dtype": dtype})
+    text = TABLES["training"](tmp_path)
+    assert ("\nfp16, " in text, "\nfp32, " in text, text.count("| NxCxHxW |")) == (True, True, 2)
+    assert TABLES["kernels"](tmp_path) == "No results are committed yet."
+
+
+@pytest.mark.parametrize(("ours", "marked"), [(4, False), (25, True)], ids=["won", "lost"])
+def test_lost_cells_are_marked(ours, marked, tmp_path):
+    rows = [*TRAINING_ROWS[:4], row("sdfastgn", ours, BOTH)]
+    shown = text_of(kernel_tables.suite_tables(TRAIN, rows, "t", "fp16")[0])
+    assert (LOSS in shown.split("microseconds")[0]) == marked
+    save(tmp_path, "kernels.json", "kernels_training", rows)
+    assert (LOSS in TABLES["training"](tmp_path).split("Microseconds")[0]) == marked
+
+
+def test_the_terminal_has_our_ratios_the_means_and_no_column_without_a_time():
+    table = kernel_tables.suite_tables(TRAIN, TRAINING_ROWS, "t", "fp16")[0]
+    text = text_of(table)
+    assert "│ 4 (2.5) │ 0.211 (0.25) │ 0.211 (0.25) │" in " ".join(text.split())
+    assert "mean / eager_nchw, unet" in text
+    assert "apex" not in table.header
+
+
+def test_two_layouts_of_ours_are_two_columns(tmp_path):
+    times = {"copy": 1, "eager_nchw": 9, "eager_nhwc": 12, "sdfastgn_nchw": 6, "sdfastgn_nhwc": 3}
+    rows = [row(name, hot, COPY if name == COPY else BOTH) for name, hot in times.items()]
+    save(tmp_path, "a.json", "kernels_issue_28201", rows)
+    lines = TABLES["issue_28201"](tmp_path).splitlines()
+    assert "| sdfastgn_nchw | sdfastgn_nhwc | sdfastgn_nchw / copy | sdfastgn_nchw / eager_nchw |" in lines[0]
+    assert "| forward + backward | 1 (2) | **9 (10)** | 12 (13) | 6 (7) | 3 (4) |" in lines[2]
+
+
+def test_extras_have_a_table_of_their_own(tmp_path):
+    # Rows of old runs name no task.
+    times = {"copy": 2.0, "sdfastgn_given": 2.5, "add": 4.0, "add_with_statistics": 5.0}
+    rows = [row(name, hot, "") for name, hot in times.items()]
+    data = [{key: value for key, value in vars(one).items() if key != "task"} for one in rows]
+    save(tmp_path, "kernels.json", "kernels", data)
+    text = TABLES["producers"](tmp_path)
+    assert "| N x C x H x W | sdfastgn_given / copy | add_with_statistics / add |" in text
+    assert "| 2x320x64x64 | 2.5: 1.25 (1.17) | 5: 1.25 (1.20) |" in text
+    assert "add" not in TABLES["kernels"](tmp_path)
+
+
+def test_cpu_time_of_a_call(tmp_path):
+    one = row("sdfastgn", 6.0, shape=(2, 640, 32, 32))
+    one.cpu_us = 12.34
+    save(tmp_path, "kernels.json", "kernels", [one])
+    assert "| sdfastgn | 12.3 |" in TABLES["host"](tmp_path)
+
+
+def test_the_roofline_of_a_committed_result_is_a_picture(tmp_path):
+    rows = [*INFERENCE, row("sdfastgn", 9.0, shape=(2, 640, 64, 64)), row("add", 3.0, "add, forward")]
+    result = save(tmp_path, "kernels.json", "kernels", rows)
+    assert plots.main([str(result), str(tmp_path / "out.png")]) == 0
+    assert is_png(tmp_path / "out.png")
+
+
+def test_a_picture_that_cannot_be_drawn_is_told(monkeypatch, capsys):
+    assert plots.main([]) == 2
+    assert "RESULT.json" in capsys.readouterr().err
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    assert "matplotlib" in (plots.plot_reason() or "")

@@ -1,0 +1,212 @@
+"""Committed results in Markdown: end-to-end times, sweeps, and files whose tables are stale."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from scripts.publish import pages, plots
+from scripts.publish.tables import end_to_end
+from scripts.publish.tables.markdown import NO_RESULTS
+from sdfastgn.bench.documents import FAILED, WRONG
+from sdfastgn.bench.run import Row
+from tests.bench.tables.cases import SOURCE, UNET, cells_of, is_png, row, save
+
+SLOT = "before\n<!-- table:results -->\nold\n<!-- /table:results -->\nafter\n"
+
+
+def of_batch(batch: int, *rows: Row) -> list[Row]:
+    return [replace(each, batch=batch) for each in rows]
+
+
+BATCHES = [
+    *of_batch(
+        8, row("eager", 30.0, graph_ms=16.0, reserved_mib=4000.0), row("sdfastgn", 8.0, reserved_mib=3000.0)
+    ),
+    *of_batch(
+        1, row("eager", 25.0, graph_ms=5.0, reserved_mib=2500.0), row("sdfastgn", 2.0, reserved_mib=2400.0)
+    ),
+    *of_batch(64, row("eager", status=FAILED, reason="OutOfMemoryError: no"), row("sdfastgn", status=FAILED)),
+]
+
+STEPS = [
+    row("eager", 500.0, part="pipeline", steps=4, p99_ms=520.0),
+    row("sdfastgn", 12.0, part="pipeline", steps=1, p99_ms=13.0, graphs_ms=10.0),
+    row("sdfastgn", 24.0, part="pipeline", steps=4, p99_ms=30.0, graphs_ms=20.0),
+]
+
+
+def test_results_hold_times_ratios_reasons_and_sources(tmp_path):
+    save(tmp_path / "h200", "unet_sd15.json", "end_to_end", UNET)
+    vae = [row("eager", 22.0, part="vae"), row("sdfastgn", 8.8, part="vae")]
+    save(tmp_path / "h200", "vae_512.json", "end_to_end", vae)
+    text = end_to_end.results_markdown(tmp_path)
+    columns = ("eager", "sdfastgn", "torch.compile", "stable-fast")
+    graphs = ("eager + graph", "torch.compile + graph")
+    assert cells_of(text, "| milliseconds") == [[*columns, *graphs]]
+    times = ["20 (1.00x)", "16 (1.25x)", "15 (1.33x)", "-", "10 (2.00x)", "6 (3.33x)"]
+    assert cells_of(text, "| SD1.5") == [times]
+    assert cells_of(text, "| VAE")[0][:2] == ["22 (1.00x)", "8.8 (2.50x)"]
+    assert "stable-fast unavailable: package sfast is not installed." in text
+    assert text.endswith(SOURCE)
+
+
+def test_one_size_in_two_dtypes_is_two_lines(tmp_path):
+    rows = [row("eager", 20.0), row("sdfastgn", 5.0)]
+    save(tmp_path, "fp16.json", "end_to_end", rows)
+    save(tmp_path, "fp32.json", "end_to_end", [replace(one, dtype="fp32", median_ms=90.0) for one in rows])
+    lines = cells_of(end_to_end.results_markdown(tmp_path), "| SD1.5")
+    assert [line[0] for line in lines] == ["20 (1.00x)", "90 (1.00x)"]
+
+
+def test_one_peer_is_compared_in_all_that_was_measured(tmp_path):
+    unet = [
+        row("eager", 20.0, ready_s=1.0, error_fp32=2e-3, peak_mib=900.0),
+        row("stable_fast", 12.0, ready_s=15.0, error_fp32=1.1e-2, peak_mib=800.0, note="traced"),
+        row("sdfastgn", 5.0, ready_s=3.0, error_fp32=1.7e-3, peak_mib=700.0),
+    ]
+    wrong = row("stable_fast", part="vae", status=WRONG, reason="off by 3")
+    vae = [row("eager", 9.0, part="vae"), wrong, row("sdfastgn", 4.0, part="vae")]
+    pipeline = [row("eager", 9.0, part="pipeline"), row("sdfastgn", 4.0, part="pipeline")]  # not tried
+    save(tmp_path, "a.json", "end_to_end", [*unet, *vae, *pipeline])
+    text = end_to_end.peer_markdown(tmp_path, "stable_fast")
+    assert "| eager / stable-fast / sdfastgn | milliseconds | seconds until ready |" in text
+    assert cells_of(text, "| SD1.5") == [
+        ["20 / 12 / 5", "1 / 15 / 3", "2.0e-03 / 1.1e-02 / 1.7e-03", "900 / 800 / 700"]
+    ]
+    assert cells_of(text, "| VAE")[0][0] == "9 / - / 4"
+    assert "fp16: stable-fast: traced." in text
+    assert "fp16: stable-fast: wrong output: off by 3." in text
+    assert "No results" in end_to_end.peer_markdown(tmp_path, "compile")
+
+
+def test_the_headline_has_the_peers_at_their_best(tmp_path):
+    save(tmp_path, "a.json", "end_to_end", UNET)
+    save(tmp_path, "b.json", "end_to_end", [row("eager", 60.0, part="vae"), row("compile", 50.0, part="vae")])
+    times = {"eager": 600.0, "compile_graphs": 206.0, "sdfastgn": 150.0}
+    pipeline = [row(name, time, part="pipeline") for name, time in times.items()]
+    save(tmp_path, "c.json", "end_to_end", pipeline)
+    others = [row("sdfastgn", 7.0, part="train"), replace(row("sdfastgn", 9.0), dtype="fp32")]
+    save(tmp_path, "d.json", "end_to_end", others, environment={"gpu": "another GPU"})
+    text = end_to_end.headline_markdown(tmp_path)
+    assert "training" not in text
+    assert "fp32" not in text
+    assert "another GPU" not in text  # the lines below are those of the runs above
+    assert cells_of(text, "| SD1.5") == [
+        ["20 (1.00x)", "10 (2.00x)", "-", "15 (1.33x)", "6 (3.33x)", "16 (1.25x)"],
+        ["600 (1.00x)", "-", "-", "-", "206 (2.91x)", "150 (4.00x)"],
+    ]
+    assert "VAE" not in text  # sdfastgn did not run
+    unet, whole = end_to_end.headline_times(tmp_path).items()
+    ours = ("sdfastgn", 16.0)
+    assert unet[1] == [
+        ("eager", 20.0),
+        ("eager + graph", 10.0),
+        ("torch.compile", 15.0),
+        ("torch.compile + graph", 6.0),
+        ours,
+    ]
+    assert whole[1][1:] == [("torch.compile + graph", 206.0), ("sdfastgn", 150.0)]
+    assert plots.main([str(tmp_path), str(tmp_path / "times.png")]) == 0
+    assert is_png(tmp_path / "times.png")
+
+
+def test_samples_a_second_by_batch(tmp_path):
+    save(tmp_path, "batches.json", "sweep", BATCHES)
+    save(tmp_path, "steps.json", "sweep", STEPS)
+    text = end_to_end.batches_markdown(tmp_path)
+    (header,) = cells_of(text, "|  |")
+    assert header == [
+        "eager ms a sample (samples/s)",
+        "eager + graph ms a sample (samples/s)",
+        "**sdfastgn** ms a sample (samples/s)",
+        "eager MiB",
+        "sdfastgn MiB",
+    ]
+    assert cells_of(text, "| SD1.5 UNet step 512², batch 1,") == [
+        ["25 (40)", "5 (200)", "2 (500)", "2500", "2400"]
+    ]
+    assert cells_of(text, "| SD1.5 UNet step 512², batch 8,") == [
+        ["3.75 (267)", "2 (500)", "1 (1000)", "4000", "3000"]
+    ]
+    assert cells_of(text, "| SD1.5 UNet step 512², batch 64,") == [["-"] * 5]
+    assert "SD1.5 UNet step 512², batch 64, fp16, eager failed: OutOfMemoryError: no." in text
+    assert text.endswith(SOURCE)
+    assert "pipeline" not in text
+
+
+def test_latency_beside_the_time_of_the_graphs(tmp_path):
+    save(tmp_path, "batches.json", "sweep", BATCHES)
+    save(tmp_path, "steps.json", "sweep", STEPS)
+    text = end_to_end.latency_markdown(tmp_path)
+    assert cells_of(text, "| SD1.5 pipeline 512², batch 2, fp16, 1 step |") == [
+        ["sdfastgn", "12", "13", "10", "1.2"]
+    ]
+    assert cells_of(text, "| SD1.5 pipeline 512², batch 2, fp16, 4 steps") == [
+        ["eager", "500", "520", "-", "-"],
+        ["sdfastgn", "24", "30", "20", "1.2"],
+    ]
+
+
+def test_a_sweep_is_in_no_other_table(tmp_path):
+    save(tmp_path, "batches.json", "sweep", BATCHES)
+    assert end_to_end.results_markdown(tmp_path) == NO_RESULTS
+    assert end_to_end.headline_markdown(tmp_path) == NO_RESULTS
+
+
+@pytest.mark.parametrize("name", pages.TABLES)
+def test_without_results_a_table_says_so(name, tmp_path):
+    assert pages.TABLES[name](tmp_path) == "No results are committed yet."
+
+
+def test_the_tables_of_a_file_are_renewed(tmp_path):
+    save(tmp_path / "benchmarks", "a.json", "end_to_end", UNET)
+    readme = tmp_path / "README.md"
+    readme.write_text(SLOT)
+    assert pages.main(["--write", str(readme), "--results", str(tmp_path / "benchmarks")]) == 0
+    written = readme.read_text()
+    assert written.startswith("before\n")
+    assert written.endswith("\nafter\n")
+    assert "1.25x" in written
+    assert "old" not in written
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        pytest.param("<!-- table:other --><!-- /table:other -->", "other", id="unknown-name"),
+        pytest.param("<!-- table:results -->", "closed", id="not-closed"),
+    ],
+)
+def test_slots_that_cannot_be_filled(text, words, tmp_path, capsys):
+    readme = tmp_path / "README.md"
+    readme.write_text(text)
+    assert pages.main(["--write", str(readme), "--results", str(tmp_path)]) == 2
+    assert words in capsys.readouterr().err
+    assert readme.read_text() == text
+
+
+def test_a_missing_file_is_one_line(tmp_path, capsys):
+    assert pages.main(["--write", str(tmp_path / "none.md"), "--results", str(tmp_path)]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("arguments", [[], ["--results", "no"]], ids=["elsewhere", "misspelt"])
+def test_a_missing_folder_of_results_empties_no_table(arguments, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    readme = tmp_path / "README.md"
+    readme.write_text(SLOT)
+    assert pages.main(["--write", str(readme), *arguments]) == 2
+    folder = arguments[-1] if arguments else "benchmarks"
+    assert capsys.readouterr().err == f"tables: --results: there is no folder {folder!r} here\n"
+    assert readme.read_text() == SLOT
+
+
+@pytest.mark.parametrize(("name", "slot"), [("README.md", "headline"), ("docs/benchmarks.md", "results")])
+def test_the_tables_of_this_repository_are_fresh(name, slot):
+    root = Path(__file__).resolve().parents[3]
+    text = (root / name).read_text(encoding="utf-8")
+    assert f"<!-- table:{slot} -->" in text
+    assert pages.filled(text, root / "benchmarks") == text
