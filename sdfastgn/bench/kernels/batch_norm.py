@@ -56,6 +56,16 @@ def _ours(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None = Non
     )
 
 
+def _in_aten(*operands: Any, **options: Any) -> Tensor:
+    """``_stock`` without cuDNN. ATen's backward is that of the forward which ran."""
+    before = torch.backends.cudnn.enabled
+    torch.backends.cudnn.enabled = False  # ``cudnn.flags`` would read switches of TF32 that may raise here
+    try:
+        return _stock(*operands, **options)
+    finally:
+        torch.backends.cudnn.enabled = before
+
+
 def _operation(
     task: str, passes: tuple[str, ...], *layouts: str, training: bool = True, residual: bool = False
 ) -> Operation:
@@ -64,8 +74,7 @@ def _operation(
     def with_averages(call: Call) -> Callable[..., Call]:
         return lambda x, *_: functools.partial(call, averages=_averages(x), training=training)
 
-    # ATen's backward is that of the forward which ran.
-    calls = {"cudnn": _stock, "aten": torch.backends.cudnn.flags(enabled=False)(_stock), "sdfastgn": _ours}
+    calls = {"cudnn": _stock, "aten": _in_aten, "sdfastgn": _ours}
     return Operation(
         lambda shape: {**per_channel(shape), **({"residual": shape} if residual else {})},
         lambda x, *others: with_averages(_stock)(x)(x, *others),

@@ -229,7 +229,7 @@ def _precision_places() -> tuple[Any, ...]:
     """
     if not hasattr(torch.backends, "fp32_precision"):
         return ()
-    return torch.backends, _cudnn, _cudnn.conv, _cuda.matmul
+    return torch.backends, _cudnn, _cudnn.conv, _cudnn.rnn, _cuda.matmul
 
 
 @contextlib.contextmanager
@@ -258,7 +258,8 @@ def tf32(*, convolutions: bool, products: bool) -> Iterator[None]:
         before.append(place.fp32_precision)
         place.fp32_precision = "none"  # so that the next one's value is its own
     try:
-        _cudnn.conv.fp32_precision = "tf32" if convolutions else "ieee"
+        # The older switch of cuDNN can only be read where both of these agree.
+        _cudnn.conv.fp32_precision = _cudnn.rnn.fp32_precision = "tf32" if convolutions else "ieee"
         _cuda.matmul.fp32_precision = "tf32" if products else "ieee"
         yield
     finally:
