@@ -33,7 +33,8 @@ LEARNING_RATE = 5e-4
 LONGEST_WINDOW = 100
 # Largest relative error of the first gradient.
 GRADIENT_BOUND = 1e-3
-# Largest relative difference of the smoothed losses: Adam amplifies roundings within hundreds of steps.
+# Largest allowed relative difference of the two smoothed losses. Adam amplifies rounding errors within
+# hundreds of steps.
 CURVE_BOUND = 0.03
 
 

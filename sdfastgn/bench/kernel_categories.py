@@ -114,7 +114,7 @@ def kernels_of_the_package() -> dict[str, str | None]:
     Empty where Triton is not installed.
     """
     found: dict[str, str | None] = {}
-    # Not pkgutil's walk: the rooms are namespace folders, into which it does not look.
+    # pkgutil.walk_packages skips folders without __init__.py, and those of sdfastgn.kernels have none.
     for folder in map(Path, sdfastgn.kernels.__path__):
         for file in sorted(folder.rglob("*.py")):
             name = ".".join((sdfastgn.kernels.__name__, *file.relative_to(folder).with_suffix("").parts))

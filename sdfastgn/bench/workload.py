@@ -218,7 +218,7 @@ def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
         return tensor.detach()
 
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        # Bound to a name: what the graph keeps must not be freed, or its addresses would be used again.
+        # The name keeps the autograd graph alive. If it were freed, a new tensor could get a counted address.
         output = forward()
     del output
     return sum(found.values())

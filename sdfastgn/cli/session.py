@@ -160,7 +160,7 @@ def show_results(paths: Sequence[Path], *, html: Path | None = None) -> None:
 
 
 def exit_code(rows: Sequence[Any]) -> int:
-    """0, or 1 where an output was wrong or none was right."""
+    """The exit status: 0 if at least one row is OK and no row has a wrong output, else 1."""
     statuses = {row.status for row in rows}
     return 0 if OK in statuses and WRONG not in statuses else 1
 

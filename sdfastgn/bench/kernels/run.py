@@ -42,7 +42,7 @@ Tensors = tuple[Tensor, ...]
 CPU_MAX_ELEMENTS = 2**22
 # Bytes that a round of many calls moves at most, so that a round of the largest shape stays short.
 ROUND_BYTES = 2**31
-# Calls and rounds on a CPU, whose times are a sign of life.
+# Calls per round, and most rounds, on a CPU. Times there only show that the code runs.
 CPU_CALLS = CPU_REPEATS = 3
 
 

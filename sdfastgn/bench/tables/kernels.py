@@ -1,4 +1,4 @@
-"""What rows of suites say: ratios, best peers and means, and tables for the terminal."""
+"""Measured rows of a kernel suite, evaluated: time ratios, fastest peers, means, tables for the terminal."""
 
 from __future__ import annotations
 

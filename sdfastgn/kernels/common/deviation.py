@@ -26,9 +26,9 @@ if triton is not None:
 
     @triton.jit
     def difference(x, shift, pivot):
-        """x + shift - pivot, rounded at its own size, however large x, shift and pivot are.
+        """x + shift - pivot. Its rounding error scales with the result, not with x, shift or pivot.
 
-        What the first sum rounds off is found by Knuth's two-sum, and added at the end.
+        Knuth's two-sum finds the rounding error of x + shift. The last line adds that error back.
         """
         total = x + shift
         shift_in_total = total - x

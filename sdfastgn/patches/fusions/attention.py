@@ -41,7 +41,8 @@ __all__ = ["FUSION", "FusedAttention"]
 class FusedAttention(Attention):
     """``Attention`` in fewer launches.
 
-    hidden_states (N, L, C) or (N, C, H, W), encoder_hidden_states (N, S, C') -> as the first.
+    hidden_states is (N, L, C) or (N, C, H, W), encoder_hidden_states is (N, S, C') or None.
+    The result has the shape of hidden_states.
     """
 
     def forward(
