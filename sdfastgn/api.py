@@ -14,7 +14,7 @@ from torch import nn
 
 from sdfastgn import verification
 from sdfastgn.backend import backend_text, why_stock_runs
-from sdfastgn.kernels.common.tiles import triton
+from sdfastgn.kernels.common.gpu import triton
 from sdfastgn.patches import patcher
 from sdfastgn.patches.core import channels_last
 from sdfastgn.patches.core.ddp import is_in_ddp

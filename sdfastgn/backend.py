@@ -10,7 +10,7 @@ from torch import nn
 
 from sdfastgn.kernels.common import dispatch, gpu
 from sdfastgn.kernels.common.dispatch import KERNEL_DTYPES
-from sdfastgn.kernels.common.tiles import triton
+from sdfastgn.kernels.common.gpu import triton
 
 __all__ = ["backend_text", "triton_cache", "why_stock_runs"]
 

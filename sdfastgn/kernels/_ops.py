@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["add_op_namespace_prefix", "ops"]
-
 _NAMESPACE = "sdfastgn"
 ops = getattr(torch.ops, _NAMESPACE)
 

@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from sdfastgn.kernels.common import dispatch, gpu
-from sdfastgn.kernels.common.tiles import HAS_GDC
+from sdfastgn.kernels.common.gpu import HAS_GDC
 from tests.kernels.gpus import smallest
 from tests.kernels.launch_cases import cases, launches
 

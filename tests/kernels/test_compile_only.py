@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from sdfastgn.kernels.common import launch
-from sdfastgn.kernels.common.tiles import HAS_GDC
+from sdfastgn.kernels.common.gpu import HAS_GDC
 from tests.kernels.gpus import SHARED_KIB
 
 ROOT = Path(__file__).parents[2]

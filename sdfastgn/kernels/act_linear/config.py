@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from sdfastgn.kernels.common.sizes import WARP, ceil_div, next_power_of_2
 
-__all__ = ["TileConfig", "has_few_rows", "tile_config"]
-
 # Rows of x up to which this is no slower than a matrix product and the kernels around it.
 _FEW_ROWS = 16
 # Rows of x of a tile, at most.

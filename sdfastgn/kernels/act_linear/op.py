@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sdfastgn.kernels.act_linear import kernels
 from sdfastgn.kernels.act_linear.config import tile_config
 from sdfastgn.kernels.common import dispatch, gpu
 from sdfastgn.kernels.common.activations import ACTIVATIONS
@@ -27,8 +26,6 @@ from sdfastgn.kernels.common.checks import check_activation, check_device, check
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.common.plan_cache import PlanCache, plan_key
 from sdfastgn.kernels.common.sizes import vector_width
-
-__all__ = ["act_linear", "reference_act_linear"]
 
 
 def reference_act_linear(
@@ -63,6 +60,8 @@ class _Plan:
     __slots__ = ("copies", "launch", "shape")
 
     def __init__(self, call: _Call) -> None:
+        from sdfastgn.kernels.act_linear import kernels  # needs Triton
+
         x, weight, bias, activation, extra_bias = call
         N, K = x.shape
         C = weight.shape[0]

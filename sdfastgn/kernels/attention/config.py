@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 from sdfastgn.kernels.common.sizes import ceil_div, next_power_of_2
 
-__all__ = ["VECTOR", "Chunk", "ChunksConfig", "chunks_config", "divide_config", "pays", "softmax_config"]
-
 # Elements of 16 bit in a load of 16 bytes: rows of scores and weights start at multiples of it.
 VECTOR = 8
 # Bytes of a chunk's scores: few beside a model's memory, enough to fill a GPU.

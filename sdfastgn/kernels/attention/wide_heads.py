@@ -27,11 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sdfastgn.kernels.attention.config import pays
-from sdfastgn.kernels.attention.wide_heads_kernels import launch_wide_attention
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.checks import as_float, check_device, check_floating
-
-__all__ = ["attend", "reference_wide_attention", "wide_attention"]
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -103,6 +100,8 @@ def _runs_in_chunks(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def _in_chunks(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    from sdfastgn.kernels.attention.wide_heads_kernels import launch_wide_attention  # needs Triton
+
     try:
         return launch_wide_attention(q, k, v, scale)
     except dispatch.KernelError:

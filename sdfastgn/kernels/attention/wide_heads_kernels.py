@@ -22,89 +22,86 @@ from __future__ import annotations
 import math
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
 from sdfastgn.kernels.attention.config import VECTOR, Chunk, chunks_config, divide_config, softmax_config
 from sdfastgn.kernels.common import gpu
+from sdfastgn.kernels.common.activation_kernels import exp2
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.common.plan_cache import PlanCache
 from sdfastgn.kernels.common.sizes import ceil_div
-from sdfastgn.kernels.common.tiles import triton
-
-if triton is not None:
-    import triton.language as tl
-    from triton.language.extra.cuda import gdc_wait
-
-    from sdfastgn.kernels.common.activations import exp2
-
-__all__ = ["launch_wide_attention"]
 
 # --- kernels --------------------------------------------------------------------------------------
 
-if triton is not None:
 
-    @triton.jit
-    def _read_scores(scores, c, keys, pitch):
-        """Scores of the columns ``c``, fp32; -inf behind the last key."""
-        # Masked by the pitch, whose divisor the compiler knows: a mask that may end anywhere would
-        # be loaded element by element.
-        return tl.where(c < keys, tl.load(scores + c, mask=c < pitch, other=0.0), float("-inf"))
+@triton.jit
+def _read_scores(scores, c, keys, pitch):
+    """Scores of the columns ``c``, fp32; -inf behind the last key."""
+    # Masked by the pitch, whose divisor the compiler knows: a mask that may end anywhere would
+    # be loaded element by element.
+    return tl.where(c < keys, tl.load(scores + c, mask=c < pitch, other=0.0), float("-inf"))
 
-    @triton.jit
-    def _write_weights(weights, scores, top, scale, c, pitch):
-        """Writes exp2((scores - top) * scale), rounded, and returns what was written, in fp32."""
-        # The difference before the product: exact where it is small, which is where the weight is not.
-        rounded = exp2((scores - top) * scale).to(weights.dtype.element_ty)
-        tl.store(weights + c, rounded, mask=c < pitch)
-        return rounded.to(tl.float32)
 
-    @triton.jit(do_not_specialize=["keys", "parts", "scale"])
-    def _softmax_kernel(
-        scores_ptr, weights_ptr, sums_ptr,
-        keys, parts, scale,
-        VECTOR: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
-    ):  # fmt: skip
-        """Weights of a row of scores, and their sum. ``WHOLE``: the row is one block, and read once."""
-        row = tl.program_id(0).to(tl.int64)
-        pitch = parts * VECTOR
-        scores = scores_ptr + row * pitch
-        weights = weights_ptr + row * pitch
-        i = tl.arange(0, BLOCK)
-        if PDL:
-            gdc_wait()
-        if WHOLE:
-            s = _read_scores(scores, i, keys, pitch)
-            total = _write_weights(weights, s, tl.max(s, 0), scale, i, pitch)
-        else:
-            largest = tl.full((BLOCK,), float("-inf"), tl.float32)
-            for at in range(0, keys, BLOCK):
-                largest = tl.maximum(largest, _read_scores(scores, at + i, keys, pitch))
-            top = tl.max(largest, 0)
-            total = tl.zeros((BLOCK,), tl.float32)
-            for at in range(0, keys, BLOCK):
-                s = _read_scores(scores, at + i, keys, pitch)
-                total += _write_weights(weights, s, top, scale, at + i, pitch)
-        tl.store(sums_ptr + row, tl.sum(total, 0))
+@triton.jit
+def _write_weights(weights, scores, top, scale, c, pitch):
+    """Writes exp2((scores - top) * scale), rounded, and returns what was written, in fp32."""
+    # The difference before the product: exact where it is small, which is where the weight is not.
+    rounded = exp2((scores - top) * scale).to(weights.dtype.element_ty)
+    tl.store(weights + c, rounded, mask=c < pitch)
+    return rounded.to(tl.float32)
 
-    @triton.jit(do_not_specialize=["rows"])
-    def _divide_kernel(
-        products_ptr, sums_ptr, y_ptr,
-        rows,
-        D: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
-    ):  # fmt: skip
-        """A block of one row of y: the products (SPLITS, rows, D), added up and divided by the row's sum."""
-        blocks = tl.cdiv(D, BLOCK)
-        row = (tl.program_id(0) // blocks).to(tl.int64)
-        c = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
-        at = row * D + c
-        mask = c < D
-        if PDL:
-            gdc_wait()
-        total = tl.load(products_ptr + at, mask=mask)
-        for part in tl.static_range(1, SPLITS):
-            total += tl.load(products_ptr + rows.to(tl.int64) * (part * D) + at, mask=mask)
-        y = total / tl.load(sums_ptr + row)
-        tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+@triton.jit(do_not_specialize=["keys", "parts", "scale"])
+def _softmax_kernel(
+    scores_ptr, weights_ptr, sums_ptr,
+    keys, parts, scale,
+    PDL: tl.constexpr, VECTOR: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Weights of a row of scores, and their sum. ``WHOLE``: the row is one block, and read once."""
+    row = tl.program_id(0).to(tl.int64)
+    pitch = parts * VECTOR
+    scores = scores_ptr + row * pitch
+    weights = weights_ptr + row * pitch
+    i = tl.arange(0, BLOCK)
+    if PDL:
+        gdc_wait()
+    if WHOLE:
+        s = _read_scores(scores, i, keys, pitch)
+        total = _write_weights(weights, s, tl.max(s, 0), scale, i, pitch)
+    else:
+        largest = tl.full((BLOCK,), float("-inf"), tl.float32)
+        for at in range(0, keys, BLOCK):
+            largest = tl.maximum(largest, _read_scores(scores, at + i, keys, pitch))
+        top = tl.max(largest, 0)
+        total = tl.zeros((BLOCK,), tl.float32)
+        for at in range(0, keys, BLOCK):
+            s = _read_scores(scores, at + i, keys, pitch)
+            total += _write_weights(weights, s, top, scale, at + i, pitch)
+    tl.store(sums_ptr + row, tl.sum(total, 0))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _divide_kernel(
+    products_ptr, sums_ptr, y_ptr,
+    rows,
+    D: tl.constexpr, PDL: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A block of one row of y: the products (SPLITS, rows, D), added up and divided by the row's sum."""
+    blocks = tl.cdiv(D, BLOCK)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    c = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    at = row * D + c
+    mask = c < D
+    if PDL:
+        gdc_wait()
+    total = tl.load(products_ptr + at, mask=mask)
+    for part in tl.static_range(1, SPLITS):
+        total += tl.load(products_ptr + rows.to(tl.int64) * (part * D) + at, mask=mask)
+    y = total / tl.load(sums_ptr + row)
+    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 # --- launchers ------------------------------------------------------------------------------------

@@ -8,10 +8,6 @@ from typing import NamedTuple
 
 from sdfastgn.kernels.common.sizes import WARP_LOAD, ceil_div, next_power_of_2
 
-__all__ = [
-    "MERGED_AT_ONCE", "Rows", "SmallConfig", "as_rows", "merge_config", "position_factor", "small_config",
-]  # fmt: skip
-
 # Columns of a row that are whole 16-byte loads in 16 bits.
 _LOADED = 8
 # Columns up to which neighboring positions are put side by side for that: what a warp's tile of the

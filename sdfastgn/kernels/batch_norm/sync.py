@@ -22,8 +22,6 @@ from sdfastgn.kernels.batch_norm.plain import centered
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.declaration import Gradients
 
-__all__ = ["WORLD", "check_group", "group_of", "normalize_in_group"]
-
 # What stands for all processes, also before there are any.
 WORLD = "world"
 

@@ -14,18 +14,6 @@ from torch import Tensor
 
 from sdfastgn.kernels.common.activations import ACTIVATIONS
 
-__all__ = [
-    "as_eps",
-    "as_float",
-    "as_index",
-    "as_size",
-    "check_activation",
-    "check_device",
-    "check_floating",
-    "check_input",
-    "check_operand",
-]
-
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 

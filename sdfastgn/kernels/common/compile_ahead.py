@@ -13,8 +13,6 @@ import torch
 
 from sdfastgn.kernels.common.failures import forget
 
-__all__ = ["rehearsal", "rehearse"]
-
 # A compilation holds some 100 MB, and beyond a few the part that Python does under its lock decides.
 _MAX_THREADS = 16
 

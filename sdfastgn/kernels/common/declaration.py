@@ -37,16 +37,14 @@ _KINDS: dict[Any, str] = {
     str: "str",
 }
 
-
-# By the name of the operand; None, or not there, where it is not wanted.
+# Gradients by the names of their operands. One that is not wanted is None, or missing.
 Gradients = dict[str, Tensor | None]
 
 
 # --- what an annotation says ------------------------------------------------------------------------
 
-
-# How kernels want to find an operand in memory: functions of a tensor and its call, which return the tensor
-# itself if it lies so, else a copy. Not lambdas: a name in one cannot be resolved inside an annotation.
+# How kernels want an operand to lie in memory. Each function takes a tensor and its call, and returns the
+# tensor itself if it lies so, else a copy. An annotation cannot have a lambda: names are not resolved in it.
 
 
 def contiguous(t: Tensor, call: Any) -> Tensor:
@@ -68,8 +66,8 @@ class Operand:
 
     Args:
         shapes: all that it may have, in letters of the shape of the op's first operand. ``*spatial``
-            and ``...`` stand for any number of axes. None: the op's own check knows.
-        whole: how kernels want to find it in memory: one of the functions above. None: never copied.
+            and ``...`` stand for any number of axes. Without one, the op's own check has to look.
+        whole: how kernels want it to lie in memory: one of the functions above. None: never copied.
         has_gradient: autograd may ask for its gradient.
         same_dtype: it must have the dtype of the first operand.
         label: what errors call it, if not by its field.

@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from sdfastgn.kernels.common import private
+from sdfastgn.kernels.common import gpu, private
 from sdfastgn.kernels.common.private import (
     dispatch_modes,
     forward_ad,
@@ -20,31 +20,10 @@ from sdfastgn.kernels.common.private import (
     in_transform,
     is_tracing,
 )
-from sdfastgn.kernels.common.tiles import triton
-
-__all__ = [
-    "KERNEL_DTYPES",
-    "KernelError",
-    "autocast_dtype",
-    "has_kernels",
-    "is_batched",
-    "is_on",
-    "is_plain",
-    "is_plain_inference",
-    "is_transformed",
-    "is_untraced",
-    "needs_op",
-    "retried",
-    "runs_in_triton",
-    "stock_code",
-    "turn_off",
-    "wants_gradient",
-    "why_off",
-]
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Why no kernel runs in this process, or None. ``turn_off`` sets it.
-why_off: str | None = "triton is not installed" if triton is None else None
+why_off: str | None = "triton is not installed" if gpu.triton is None else None
 # True inside ``stock_code``: for the calls of one thread, while other threads launch kernels.
 _in_stock_code: ContextVar[bool] = ContextVar("sdfastgn_in_stock_code", default=False)
 

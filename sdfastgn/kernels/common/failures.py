@@ -10,8 +10,6 @@ import torch
 
 from sdfastgn.kernels.common import dispatch, gpu
 
-__all__ = ["check_error", "check_gpu", "forget", "one_line"]
-
 # What a plain RuntimeError of Triton's says where it finds no C compiler, ptxas, driver or folder
 # for its cache, where a pass of its compiler fails, and where the GPU or its driver refuses the
 # code. Any other is left alone: what CUDA reports may be the fault of an earlier kernel.

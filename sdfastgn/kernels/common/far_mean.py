@@ -12,15 +12,13 @@ from torch import Tensor
 
 from sdfastgn.kernels.common import dispatch
 
-__all__ = ["is_far"]
-
 # Deviations between the mean and zero from which on the input is centered. Below it, the error is a
 # few units in the last place.
 _FAR = 16.0
 
 
 def is_far(u: Tensor, mean: Tensor, rstd: Tensor) -> bool:
-    # The check reads values, so it is made for CPU tensors alone. For others PyTorch's error remains.
+    # Asked of memory that the CPU may look at; elsewhere PyTorch's own error stands.
     if not (u.is_cpu and dispatch.is_untraced(u, ())):
         return False
     # Without the NaN that one group may have: the others have means of their own. To compare tensors with

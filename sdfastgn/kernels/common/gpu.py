@@ -11,20 +11,15 @@ from typing import Any
 import torch
 
 from sdfastgn.kernels.common.private import current_device, current_raw_stream
-from sdfastgn.kernels.common.tiles import HAS_GDC
 
-__all__ = [
-    "READS_AHEAD",
-    "current_stream",
-    "has_programmatic_launch",
-    "is_current",
-    "l2_bytes",
-    "num_sms",
-    "on_device",
-    "reads_ahead",
-    "stream_on",
-    "unsupported",
-]
+try:
+    import triton
+except ImportError:  # every call then runs in plain PyTorch
+    triton = None
+
+TRITON_VERSION = tuple(map(int, triton.__version__.split(".")[:2])) if triton is not None else (0, 0)
+# Triton 3.4 cannot compile its own instruction that waits for the kernel before.
+HAS_GDC = TRITON_VERSION >= (3, 5)
 
 # Whether a kernel may read its tile of x before its own wait, if an earlier kernel of the same call has
 # waited for whoever writes x (ADR 7). False: every kernel waits first.

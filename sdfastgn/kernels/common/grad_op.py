@@ -12,7 +12,7 @@ from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.declaration import (
     Gradients,
     empty_gradients,
-    gaps_of,
+    fields_of,
     gradients_of,
     without_gaps,
 )
@@ -46,22 +46,23 @@ class GradOp(Op):
     ) -> None:
         names = gradients_of(arguments)
 
-        def made(found: Gradients) -> list[Tensor]:
-            return _in_order(found, names)
-
         def fake(call: Any) -> list[Tensor]:
             wanted = tuple(name for name, want in zip(names, self._wanted(call), strict=True) if want)
-            return made(empty(without_gaps(call, gaps_of(call)), wanted))
+            # Of x alone: a compiler would guard what is asked of the others' memory.
+            return _in_order(empty(without_gaps(call, x_alone), wanted), names)
 
         @dispatch.retried
         def run(call: Any) -> list[Tensor]:
             if call.x.numel() == 0:
                 return [grad.zero_() for grad in fake(call)]
-            return made(self._launch(call) if dispatch.runs_in_triton(call.x) else reference(call))
+            found = self._launch(call) if dispatch.runs_in_triton(call.x) else reference(call)
+            return _in_order(found, names)
 
         self._names, self._reference, self.plans = names, reference, Plans(arguments, plan)
-        # Of the results that the other op's caller gets.
+        # The gradients of the other op's results stand before x.
         self._results = arguments._fields.index("x")
+        x = fields_of(arguments)[self._results]
+        x_alone = ((x.place, x.note.whole),)
         super().__init__(
             name, arguments, "Tensor[]",
             run=run, fake=fake, save=_save_all, backward=_derivative_of(reference, names),

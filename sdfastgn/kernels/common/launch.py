@@ -21,8 +21,6 @@ from torch import Tensor
 from sdfastgn.kernels.common import failures, gpu
 from sdfastgn.kernels.common.compile_ahead import rehearsal
 
-__all__ = ["Launch"]
-
 # Parameters of the launchers that are known: what they launch, and what they pass to hooks.
 _LAUNCHED = ("self", "gridX", "gridY", "gridZ", "stream", "function")
 _REPORTED = ("kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook")

@@ -15,19 +15,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = [
-    "dense",
-    "dense_is_channels_last",
-    "empty_dense_like",
-    "empty_laid_out",
-    "is_channels_first",
-    "is_channels_last",
-    "is_dense",
-    "laid_out",
-    "like_dense",
-    "row_stride",
-]
-
 # Elements from one row to the next up to which offsets inside a tile fit into int32.
 _MAX_STRIDE = 1 << 20
 
@@ -67,10 +54,7 @@ def dense(x: Tensor) -> Tensor:
 
 
 def laid_out(y: Tensor, channels_last: bool) -> Tensor:
-    """``y`` in dense memory: channels-last if ``channels_last``, else channels-first.
-
-    Differentiable. It copies only if ``y`` does not have this layout yet.
-    """
+    """``y``, channels-last or else channels-first. Differentiable; copies only if needed."""
     return y.movedim(1, -1).contiguous().movedim(-1, 1) if channels_last else y.contiguous()
 
 

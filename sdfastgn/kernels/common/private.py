@@ -22,31 +22,6 @@ from torch.nn import attention
 from torch.nn.modules import module as nn_module
 from torch.nn.utils import parametrize
 
-__all__ = [
-    "caches_parametrizations",
-    "copy_each",
-    "current_device",
-    "current_raw_stream",
-    "dispatch_modes",
-    "end_pool",
-    "expiring",
-    "forward_ad",
-    "has_any_global_hook",
-    "in_function_mode",
-    "in_transform",
-    "is_alone",
-    "is_batched",
-    "is_compiled",
-    "is_expired",
-    "is_tracing",
-    "revived",
-    "sdp_priority_order",
-    "sleep",
-    "suggest_memory_format",
-    "switches",
-    "tf32",
-]
-
 _C: Any = torch._C
 
 # ---- what a call goes through the dispatcher for

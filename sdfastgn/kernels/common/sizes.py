@@ -4,18 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = [
-    "MAX_OFFSET",
-    "WARP",
-    "WARP_LOAD",
-    "ceil_div",
-    "next_power_of_2",
-    "power_of_2_below",
-    "row_factor",
-    "tile_constants",
-    "vector_width",
-]
-
 # Lanes of a warp.
 WARP = 32
 # Bytes that one load instruction of a lane takes at most.

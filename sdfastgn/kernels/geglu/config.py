@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 
 from sdfastgn.kernels.common.sizes import MAX_OFFSET, WARP, ceil_div, next_power_of_2
 
-__all__ = ["TileConfig", "backward_config", "forward_config"]
-
 # Rows of a tile: a thread has two loads a row in flight in the forward, three in the backward.
 _ROWS = 2
 # Warps of a tile, at most.

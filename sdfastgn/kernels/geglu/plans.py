@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from sdfastgn.kernels.common import gpu
-from sdfastgn.kernels.common.column_sums import SUM_WARPS, column_sum_block
 from sdfastgn.kernels.common.declaration import Gradients, gradients_of
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.common.layout import row_stride
 from sdfastgn.kernels.common.sizes import ceil_div, vector_width
+from sdfastgn.kernels.common.sums import SUM_WARPS, column_sum_block
 from sdfastgn.kernels.geglu import kernels
 from sdfastgn.kernels.geglu.config import TileConfig, backward_config, forward_config
 from sdfastgn.kernels.geglu.op import GegluCall, empty_grads

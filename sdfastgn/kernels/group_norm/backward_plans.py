@@ -10,11 +10,11 @@ from torch import Tensor
 
 from sdfastgn.kernels.common import gpu
 from sdfastgn.kernels.common.activations import PAIRED
-from sdfastgn.kernels.common.column_sums import SUM_WARPS, column_sum_block
 from sdfastgn.kernels.common.declaration import Gradients, empty_gradients, gradients_of
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.common.layout import is_channels_last
 from sdfastgn.kernels.common.sizes import ceil_div, row_factor, tile_constants
+from sdfastgn.kernels.common.sums import SUM_WARPS, column_sum_block
 from sdfastgn.kernels.group_norm import backward_kernels as kernels
 from sdfastgn.kernels.group_norm import parameter_kernels, walk_kernels
 from sdfastgn.kernels.group_norm.config import (
@@ -209,7 +209,7 @@ class GroupNormGradPlan:
         return grads
 
     def _launch(self, call: Any, dx: Tensor | None, *parameter_grads: Tensor | None) -> None:
-        """Launch the kernels. The device of ``call.x`` must be the current one."""
+        """On the current device, that of ``call``."""
         dy, x, mean, rstd, weight, bias, shift, ada_scale, ada_shift, *_ = call
         stream = gpu.current_stream(x.device)
         scratch = torch.empty(self.scratch, dtype=torch.float32, device=x.device)

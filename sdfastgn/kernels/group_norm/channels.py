@@ -2,43 +2,37 @@
 
 from __future__ import annotations
 
-from sdfastgn.kernels.common.tiles import triton
+import triton
+import triton.language as tl
 
-if triton is not None:
-    import triton.language as tl
+from sdfastgn.kernels.common.tiles import LANE_AXIS, STEP_AXIS
 
-    from sdfastgn.kernels.common.tiles import LANE_AXIS, STEP_AXIS
 
-__all__ = ["channel_affine", "channel_sum"]
+@triton.jit
+def channel_affine(
+    n, c, in_range, weight_ptr, bias_ptr, ada_scale_ptr, ada_shift_ptr, ada_scale_stride, ada_shift_stride
+):
+    """(scale, offset) of channels ``c``: the activation's argument is xhat * scale + offset."""
+    # Called before the sums, so that the loads are under way while they run.
+    offset = tl.zeros_like(c).to(tl.float32)
+    scale = offset + 1
+    if weight_ptr is not None:
+        scale *= tl.load(weight_ptr + c, mask=in_range, other=0.0).to(tl.float32)
+    if bias_ptr is not None:
+        offset += tl.load(bias_ptr + c, mask=in_range, other=0.0).to(tl.float32)
+    if ada_scale_ptr is not None:
+        ada_scale = 1 + tl.load(ada_scale_ptr + n * ada_scale_stride + c, mask=in_range, other=0.0).to(
+            tl.float32
+        )
+        scale *= ada_scale
+        offset *= ada_scale
+    if ada_shift_ptr is not None:
+        offset += tl.load(ada_shift_ptr + n * ada_shift_stride + c, mask=in_range, other=0.0).to(tl.float32)
+    return scale, offset
 
-if triton is not None:
 
-    @triton.jit
-    def channel_affine(
-        n, c, in_range, weight_ptr, bias_ptr, ada_scale_ptr, ada_shift_ptr, ada_scale_stride, ada_shift_stride
-    ):
-        """(scale, offset) of channels ``c``: the activation's argument is xhat * scale + offset."""
-        # Called before the sums, so that the loads are under way while they run.
-        offset = tl.zeros_like(c).to(tl.float32)
-        scale = offset + 1
-        if weight_ptr is not None:
-            scale *= tl.load(weight_ptr + c, mask=in_range, other=0.0).to(tl.float32)
-        if bias_ptr is not None:
-            offset += tl.load(bias_ptr + c, mask=in_range, other=0.0).to(tl.float32)
-        if ada_scale_ptr is not None:
-            ada_scale = 1 + tl.load(ada_scale_ptr + n * ada_scale_stride + c, mask=in_range, other=0.0).to(
-                tl.float32
-            )
-            scale *= ada_scale
-            offset *= ada_scale
-        if ada_shift_ptr is not None:
-            offset += tl.load(ada_shift_ptr + n * ada_shift_stride + c, mask=in_range, other=0.0).to(
-                tl.float32
-            )
-        return scale, offset
-
-    @triton.jit
-    def channel_sum(d):
-        """Over a (lanes, warps, steps, block) tile, but for the block, which are channels."""
-        d = tl.sum(d, STEP_AXIS, keep_dims=True)
-        return tl.sum(tl.sum(d, LANE_AXIS, keep_dims=True), 1, keep_dims=True)
+@triton.jit
+def channel_sum(d):
+    """Over a (lanes, warps, steps, block) tile, but for the block, which are channels."""
+    d = tl.sum(d, STEP_AXIS, keep_dims=True)
+    return tl.sum(tl.sum(d, LANE_AXIS, keep_dims=True), 1, keep_dims=True)

@@ -16,20 +16,6 @@ from dataclasses import dataclass
 from sdfastgn.kernels.common.sizes import MAX_OFFSET, WARP_LOAD, ceil_div, next_power_of_2, power_of_2_below
 from sdfastgn.kernels.statistics.config import StatisticsConfig, statistics_config
 
-__all__ = [
-    "ApplyConfig",
-    "MergeConfig",
-    "SmallConfig",
-    "SplitConfig",
-    "WalkConfig",
-    "apply_config",
-    "launch_config",
-    "merge_config",
-    "parameter_config",
-    "parameter_rows",
-    "walk_config",
-]
-
 # --- small: a group in one program's registers
 # Elements of a group, padded to powers of 2, above which three launches are faster.
 _SMALL_MAX_ELEMENTS = 16384

@@ -15,9 +15,7 @@ import math
 from torch import Tensor
 
 from sdfastgn.kernels.common.checks import as_eps, check_input
-from sdfastgn.kernels.group_norm.op import GROUP_NORM, GroupNormCall
-
-__all__ = ["instance_norm"]
+from sdfastgn.kernels.group_norm.op import GROUP_NORM, NO_MORE, GroupNormCall
 
 
 def instance_norm(
@@ -58,8 +56,5 @@ def instance_norm(
             f"{name}: x must be (N, C, *spatial) with more than one spatial element, "
             f"got shape {tuple(x.shape)}"
         )
-    operands = (None,) * 4
     eps = eps if type(eps) is float else as_eps(name, eps)
-    return GROUP_NORM(
-        GroupNormCall(x, x.shape[1], weight, bias, eps, activation, *operands, False, None), name
-    )
+    return GROUP_NORM(GroupNormCall(x, x.shape[1], weight, bias, eps, activation, *NO_MORE), name)

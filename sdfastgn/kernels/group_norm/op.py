@@ -79,6 +79,10 @@ class GroupNormCall(NamedTuple):
     out_dtype: torch.dtype | None
 
 
+# The arguments after ``activation`` of a call that has no further operand.
+NO_MORE = (None, None, None, None, False, None)
+
+
 # --- reference ----------------------------------------------------------------------------------------
 
 

@@ -7,125 +7,123 @@ and numerics: ``group_norm/backward_kernels.py``.
 
 from __future__ import annotations
 
-from sdfastgn.kernels.common.tiles import triton
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
-if triton is not None:
-    import triton.language as tl
-    from triton.language.extra.cuda import gdc_wait
+from sdfastgn.kernels.common.sums import sum_columns
 
-    from sdfastgn.kernels.common.column_sums import sum_columns
 
-__all__ = ["parameter_grad_kernel", "parameter_grads", "parameter_sum_kernel"]
-
-if triton is not None:
-
-    @triton.jit
-    def _add_samples(
-        grad_ptr,
-        at, mask, values, total,
-        STRIDED: tl.constexpr,
-    ):  # fmt: skip
-        """Stores per-sample gradients, or adds them up where one operand serves every sample."""
-        if grad_ptr is not None:
-            if STRIDED:
-                tl.store(grad_ptr + at, values.to(grad_ptr.dtype.element_ty), mask=mask)
-            else:
-                total += values
-        return total
-
-    @triton.jit
-    def _store_total(grad_ptr, c, in_range, total, STRIDED: tl.constexpr):
-        if grad_ptr is not None and not STRIDED:
-            tl.store(grad_ptr + c, tl.sum(total, 0).to(grad_ptr.dtype.element_ty), mask=in_range)
-
-    @triton.jit
-    def parameter_grads(
-        program, part, rows,
-        totals_ptr, weight_ptr, bias_ptr, ada_scale_ptr, dweight_ptr, dbias_ptr, dshift_ptr, dada_scale_ptr,
-        dada_shift_ptr,
-        ada_scale_stride, N, plane,
-        C: tl.constexpr, SHIFT_ROWS: tl.constexpr, SCALE_ROWS: tl.constexpr, OFFSET_ROWS: tl.constexpr,
-        BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
-    ):  # fmt: skip
-        """Sums by sample and channel -> gradients of what is per channel, or per sample too (``*_ROWS``).
-
-        The former are sums over ``rows`` samples, those of ``part``, and go to row ``part`` of (parts, C).
-        """
-        c = program * BLOCK_C + tl.arange(0, BLOCK_C)
-        in_range = c < C
-        weight = tl.full((BLOCK_C,), 1.0, tl.float32)
-        bias = tl.zeros((BLOCK_C,), tl.float32)
-        if weight_ptr is not None:
-            weight = tl.load(weight_ptr + c, mask=in_range, other=0.0).to(tl.float32)
-        if bias_ptr is not None:
-            bias = tl.load(bias_ptr + c, mask=in_range, other=0.0).to(tl.float32)
-        dweight = tl.zeros((BLOCK_N, BLOCK_C), tl.float32)
-        dbias, dshift, dscale, doffset = dweight, dweight, dweight, dweight
-        last = tl.minimum((part + 1) * rows, N)
-        for start in range(part * rows, last, BLOCK_N):
-            n = (start + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]
-            mask = (n < last) & in_range[None, :]
-            at = n * C + c[None, :]
-            along_z = tl.load(totals_ptr + at, mask=mask, other=0.0)
-            along_x = tl.load(totals_ptr + plane + at, mask=mask, other=0.0)
-            dscale = _add_samples(
-                dada_scale_ptr, at, mask, along_x * weight + along_z * bias, dscale, SCALE_ROWS
-            )
-            doffset = _add_samples(dada_shift_ptr, at, mask, along_z, doffset, OFFSET_ROWS)
-            if dshift_ptr is not None:
-                shift_grad = tl.load(totals_ptr + 2 * plane + at, mask=mask, other=0.0)
-                dshift = _add_samples(dshift_ptr, at, mask, shift_grad, dshift, SHIFT_ROWS)
-            if ada_scale_ptr is not None:
-                factor = 1 + tl.load(
-                    ada_scale_ptr + n * ada_scale_stride + c[None, :], mask=mask, other=0.0
-                ).to(tl.float32)
-                along_z *= factor
-                along_x *= factor
-            dweight += along_x
-            dbias += along_z
-        out = part * C + c
-        _store_total(dweight_ptr, out, in_range, dweight, False)
-        _store_total(dbias_ptr, out, in_range, dbias, False)
-        _store_total(dshift_ptr, out, in_range, dshift, SHIFT_ROWS)
-        _store_total(dada_scale_ptr, out, in_range, dscale, SCALE_ROWS)
-        _store_total(dada_shift_ptr, out, in_range, doffset, OFFSET_ROWS)
-
-    @triton.jit(do_not_specialize=["ada_scale_stride", "N", "totals_offset", "plane", "rows"])
-    def parameter_grad_kernel(
-        scratch_ptr, weight_ptr, bias_ptr, ada_scale_ptr, dweight_ptr, dbias_ptr, dshift_ptr, dada_scale_ptr,
-        dada_shift_ptr,
-        ada_scale_stride, N, totals_offset, plane, rows,
-        C: tl.constexpr, SHIFT_ROWS: tl.constexpr, SCALE_ROWS: tl.constexpr, OFFSET_ROWS: tl.constexpr,
-        PDL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
-    ):  # fmt: skip
-        columns = tl.cdiv(C, BLOCK_C)
-        if PDL:
-            gdc_wait()
-        parameter_grads(
-            tl.program_id(0) % columns, tl.program_id(0) // columns, rows, scratch_ptr + totals_offset,
-            weight_ptr, bias_ptr, ada_scale_ptr, dweight_ptr, dbias_ptr, dshift_ptr, dada_scale_ptr,
-            dada_shift_ptr, ada_scale_stride, N, plane, C, SHIFT_ROWS, SCALE_ROWS, OFFSET_ROWS, BLOCK_N,
-            BLOCK_C,
-        )  # fmt: skip
-
-    @triton.jit(do_not_specialize=["parts", "plane"])
-    def parameter_sum_kernel(
-        partials_ptr, dweight_ptr, dbias_ptr, dshift_ptr, dada_scale_ptr, dada_shift_ptr,
-        parts, plane,
-        C: tl.constexpr, PDL: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
-    ):  # fmt: skip
-        """(5, parts, C) partial sums -> gradients, one block of channels of one of them a program."""
-        which = tl.program_id(0) % 5
-        c = tl.program_id(0) // 5 * BLOCK_C + tl.arange(0, BLOCK_C)
-        if PDL:
-            gdc_wait()
-        if which == 0:
-            sum_columns(partials_ptr, dweight_ptr, parts, C, c, BLOCK_P)
-        elif which == 1:
-            sum_columns(partials_ptr + plane, dbias_ptr, parts, C, c, BLOCK_P)
-        elif which == 2:
-            sum_columns(partials_ptr + 2 * plane, dshift_ptr, parts, C, c, BLOCK_P)
-        elif which == 3:
-            sum_columns(partials_ptr + 3 * plane, dada_scale_ptr, parts, C, c, BLOCK_P)
+@triton.jit
+def _add_samples(
+    grad_ptr,
+    at, mask, values, total,
+    STRIDED: tl.constexpr,
+):  # fmt: skip
+    """Stores per-sample gradients, or adds them up where one operand serves every sample."""
+    if grad_ptr is not None:
+        if STRIDED:
+            tl.store(grad_ptr + at, values.to(grad_ptr.dtype.element_ty), mask=mask)
         else:
-            sum_columns(partials_ptr + 4 * plane, dada_shift_ptr, parts, C, c, BLOCK_P)
+            total += values
+    return total
+
+
+@triton.jit
+def _store_total(grad_ptr, c, in_range, total, STRIDED: tl.constexpr):
+    if grad_ptr is not None and not STRIDED:
+        tl.store(grad_ptr + c, tl.sum(total, 0).to(grad_ptr.dtype.element_ty), mask=in_range)
+
+
+@triton.jit
+def parameter_grads(
+    program, part, rows,
+    totals_ptr, weight_ptr, bias_ptr, ada_scale_ptr, dweight_ptr, dbias_ptr, dshift_ptr, dada_scale_ptr,
+    dada_shift_ptr,
+    ada_scale_stride, N, plane,
+    C: tl.constexpr, SHIFT_ROWS: tl.constexpr, SCALE_ROWS: tl.constexpr, OFFSET_ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Sums by sample and channel -> gradients of what is per channel, or per sample too (``*_ROWS``).
+
+    The former are sums over ``rows`` samples, those of ``part``, and go to row ``part`` of (parts, C).
+    """
+    c = program * BLOCK_C + tl.arange(0, BLOCK_C)
+    in_range = c < C
+    weight = tl.full((BLOCK_C,), 1.0, tl.float32)
+    bias = tl.zeros((BLOCK_C,), tl.float32)
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + c, mask=in_range, other=0.0).to(tl.float32)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + c, mask=in_range, other=0.0).to(tl.float32)
+    dweight = tl.zeros((BLOCK_N, BLOCK_C), tl.float32)
+    dbias, dshift, dscale, doffset = dweight, dweight, dweight, dweight
+    last = tl.minimum((part + 1) * rows, N)
+    for start in range(part * rows, last, BLOCK_N):
+        n = (start + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]
+        mask = (n < last) & in_range[None, :]
+        at = n * C + c[None, :]
+        along_z = tl.load(totals_ptr + at, mask=mask, other=0.0)
+        along_x = tl.load(totals_ptr + plane + at, mask=mask, other=0.0)
+        dscale = _add_samples(dada_scale_ptr, at, mask, along_x * weight + along_z * bias, dscale, SCALE_ROWS)
+        doffset = _add_samples(dada_shift_ptr, at, mask, along_z, doffset, OFFSET_ROWS)
+        if dshift_ptr is not None:
+            shift_grad = tl.load(totals_ptr + 2 * plane + at, mask=mask, other=0.0)
+            dshift = _add_samples(dshift_ptr, at, mask, shift_grad, dshift, SHIFT_ROWS)
+        if ada_scale_ptr is not None:
+            factor = 1 + tl.load(ada_scale_ptr + n * ada_scale_stride + c[None, :], mask=mask, other=0.0).to(
+                tl.float32
+            )
+            along_z *= factor
+            along_x *= factor
+        dweight += along_x
+        dbias += along_z
+    out = part * C + c
+    _store_total(dweight_ptr, out, in_range, dweight, False)
+    _store_total(dbias_ptr, out, in_range, dbias, False)
+    _store_total(dshift_ptr, out, in_range, dshift, SHIFT_ROWS)
+    _store_total(dada_scale_ptr, out, in_range, dscale, SCALE_ROWS)
+    _store_total(dada_shift_ptr, out, in_range, doffset, OFFSET_ROWS)
+
+
+# One program: ``BLOCK_C`` channels, over ``rows`` samples.
+@triton.jit(do_not_specialize=["ada_scale_stride", "N", "totals_offset", "plane", "rows"])
+def parameter_grad_kernel(
+    scratch_ptr, weight_ptr, bias_ptr, ada_scale_ptr, dweight_ptr, dbias_ptr, dshift_ptr, dada_scale_ptr,
+    dada_shift_ptr,
+    ada_scale_stride, N, totals_offset, plane, rows,
+    C: tl.constexpr, SHIFT_ROWS: tl.constexpr, SCALE_ROWS: tl.constexpr, OFFSET_ROWS: tl.constexpr,
+    PDL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    columns = tl.cdiv(C, BLOCK_C)
+    if PDL:
+        gdc_wait()
+    parameter_grads(
+        tl.program_id(0) % columns, tl.program_id(0) // columns, rows, scratch_ptr + totals_offset,
+        weight_ptr, bias_ptr, ada_scale_ptr, dweight_ptr, dbias_ptr, dshift_ptr, dada_scale_ptr,
+        dada_shift_ptr, ada_scale_stride, N, plane, C, SHIFT_ROWS, SCALE_ROWS, OFFSET_ROWS, BLOCK_N,
+        BLOCK_C,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["parts", "plane"])
+def parameter_sum_kernel(
+    partials_ptr, dweight_ptr, dbias_ptr, dshift_ptr, dada_scale_ptr, dada_shift_ptr,
+    parts, plane,
+    C: tl.constexpr, PDL: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """(5, parts, C) partial sums -> gradients, one block of channels of one of them a program."""
+    which = tl.program_id(0) % 5
+    c = tl.program_id(0) // 5 * BLOCK_C + tl.arange(0, BLOCK_C)
+    if PDL:
+        gdc_wait()
+    if which == 0:
+        sum_columns(partials_ptr, dweight_ptr, parts, C, c, BLOCK_P)
+    elif which == 1:
+        sum_columns(partials_ptr + plane, dbias_ptr, parts, C, c, BLOCK_P)
+    elif which == 2:
+        sum_columns(partials_ptr + 2 * plane, dshift_ptr, parts, C, c, BLOCK_P)
+    elif which == 3:
+        sum_columns(partials_ptr + 3 * plane, dada_scale_ptr, parts, C, c, BLOCK_P)
+    else:
+        sum_columns(partials_ptr + 4 * plane, dada_shift_ptr, parts, C, c, BLOCK_P)

@@ -16,8 +16,6 @@ from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.far_mean import is_far
 from sdfastgn.kernels.common.private import suggest_memory_format
 
-__all__ = ["channels_last_group_norm", "is_channels_last_to_pytorch", "plain_group_norm"]
-
 
 def plain_group_norm(
     u: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float

@@ -8,121 +8,118 @@ in ``small_grad_kernel``.
 
 from __future__ import annotations
 
-from sdfastgn.kernels.common.tiles import triton
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-if triton is not None:
-    import triton.language as tl
-    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from sdfastgn.kernels.common.tiles import multiple_of
+from sdfastgn.kernels.group_norm.backward_kernels import STRIDES, grad_tile, store_totals
+from sdfastgn.kernels.group_norm.channels import channel_affine
 
-    from sdfastgn.kernels.common.tiles import multiple_of
-    from sdfastgn.kernels.group_norm.backward_kernels import STRIDES, grad_tile, store_totals
-    from sdfastgn.kernels.group_norm.channels import channel_affine
 
-__all__ = ["walk_grad_kernel"]
+@triton.jit
+def _walk_there(
+    x_ptr, dy_ptr,
+    offsets, row, walked, in_range, centre, rstd, scale, offset,
+    STEP: tl.constexpr, ACTIVATION: tl.constexpr, SHIFT_GRAD: tl.constexpr, PAIRS: tl.constexpr,
+    BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Each thread's sums of dz, dz * xhat and (``SHIFT_GRAD``) xhat in the first ``walked`` positions."""
+    tiles = tl.cdiv(walked, BLOCK_HW)
+    along_z = tl.zeros((BLOCK_HW, BLOCK_C), tl.float32)
+    along_x, sum_x = along_z, along_z
+    for i in range(tiles):
+        # The first tile reaches over the group's begin, so that what is kept is whole.
+        start = walked - (tiles - i) * BLOCK_HW
+        at = offsets + start * STEP
+        mask = (start + row >= 0) & in_range
+        dz, xhat = grad_tile(x_ptr, dy_ptr, at, at, mask, centre, rstd, scale, offset, ACTIVATION, PAIRS, "")
+        along_z += dz
+        along_x += dz * xhat
+        if SHIFT_GRAD:
+            sum_x += xhat
+    return along_z, along_x, sum_x
 
-if triton is not None:
 
-    @triton.jit
-    def _walk_there(
-        x_ptr, dy_ptr,
-        offsets, row, walked, in_range, centre, rstd, scale, offset,
-        STEP: tl.constexpr, ACTIVATION: tl.constexpr, SHIFT_GRAD: tl.constexpr, PAIRS: tl.constexpr,
-        BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr,
-    ):  # fmt: skip
-        """Each thread's sums of dz, dz * xhat and (``SHIFT_GRAD``) xhat in the first ``walked`` positions."""
-        tiles = tl.cdiv(walked, BLOCK_HW)
-        along_z = tl.zeros((BLOCK_HW, BLOCK_C), tl.float32)
-        along_x, sum_x = along_z, along_z
-        for i in range(tiles):
-            # The first tile reaches over the group's begin, so that what is kept is whole.
-            start = walked - (tiles - i) * BLOCK_HW
-            at = offsets + start * STEP
-            mask = (start + row >= 0) & in_range
-            dz, xhat = grad_tile(
-                x_ptr, dy_ptr, at, at, mask, centre, rstd, scale, offset, ACTIVATION, PAIRS, ""
-            )
-            along_z += dz
-            along_x += dz * xhat
-            if SHIFT_GRAD:
-                sum_x += xhat
-        return along_z, along_x, sum_x
+@triton.jit
+def _walk_back(
+    x_ptr, dy_ptr, dx_ptr,
+    offsets, row, walked, in_range, centre, rstd, scale, offset, along_mean, along_var,
+    STEP: tl.constexpr, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, BLOCK_HW: tl.constexpr,
+):  # fmt: skip
+    """dx of the first ``walked`` positions, the last ones first."""
+    for i in range(tl.cdiv(walked, BLOCK_HW)):
+        start = walked - (i + 1) * BLOCK_HW
+        at = offsets + start * STEP
+        mask = (start + row >= 0) & in_range
+        # What is of no use after its read leaves L2 to what is to be read again.
+        dz, xhat = grad_tile(
+            x_ptr, dy_ptr, at, at, mask, centre, rstd, scale, offset, ACTIVATION, PAIRS, "evict_first"
+        )
+        dx = rstd * (dz * scale - along_mean - xhat * along_var)
+        tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
 
-    @triton.jit
-    def _walk_back(
-        x_ptr, dy_ptr, dx_ptr,
-        offsets, row, walked, in_range, centre, rstd, scale, offset, along_mean, along_var,
-        STEP: tl.constexpr, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, BLOCK_HW: tl.constexpr,
-    ):  # fmt: skip
-        """dx of the first ``walked`` positions, the last ones first."""
-        for i in range(tl.cdiv(walked, BLOCK_HW)):
-            start = walked - (i + 1) * BLOCK_HW
-            at = offsets + start * STEP
-            mask = (start + row >= 0) & in_range
-            # What is of no use after its read leaves L2 to what is to be read again.
-            dz, xhat = grad_tile(
-                x_ptr, dy_ptr, at, at, mask, centre, rstd, scale, offset, ACTIVATION, PAIRS, "evict_first"
-            )
-            dx = rstd * (dz * scale - along_mean - xhat * along_var)
-            tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
 
-    @triton.jit(do_not_specialize=[*STRIDES, "HW", "plane"])
-    def walk_grad_kernel(
-        x_ptr, dy_ptr, dx_ptr, totals_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr,
-        ada_shift_ptr,
-        shift_stride, ada_scale_stride, ada_shift_stride, HW, plane,
-        C: tl.constexpr, CG: tl.constexpr, ACTIVATION: tl.constexpr, SHIFT_GRAD: tl.constexpr,
-        CHANNELS_LAST: tl.constexpr, PDL: tl.constexpr, PAIRS: tl.constexpr, HW_FACTOR: tl.constexpr,
-        BLOCK_HW: tl.constexpr, KEPT_HW: tl.constexpr, BLOCK_C: tl.constexpr,
-    ):  # fmt: skip
-        STEP: tl.constexpr = C if CHANNELS_LAST else 1
-        group = tl.program_id(0)
-        n = (group // (C // CG)).to(tl.int64)
-        j = tl.arange(0, BLOCK_C)[None, :]
-        c = group % (C // CG) * CG + j
-        in_range = j < CG
-        HW = multiple_of(HW, HW_FACTOR)
-        # 32-bit offsets within the sample: half the registers.
-        x_ptr += n * HW * C
-        dy_ptr += n * HW * C
-        dx_ptr += n * HW * C
-        row = tl.arange(0, BLOCK_HW)[:, None]
-        offsets = row * C + c if CHANNELS_LAST else c * HW + row
-        if PDL:
-            gdc_wait()
-            gdc_launch_dependents()
-        centre = tl.load(mean_ptr + group)  # scalars, where ``_centre`` has a register for each channel
-        rstd = tl.load(rstd_ptr + group)
-        if shift_ptr is not None:
-            centre -= tl.load(shift_ptr + n * shift_stride + c, mask=in_range, other=0.0).to(tl.float32)
-        scale, offset = channel_affine(
-            n, c, in_range, weight_ptr, bias_ptr, ada_scale_ptr, ada_shift_ptr,
-            ada_scale_stride, ada_shift_stride)  # fmt: skip
-        walked = HW - KEPT_HW
-        along_z, along_x, sum_x = _walk_there(
-            x_ptr, dy_ptr, offsets, row, walked, in_range, centre, rstd, scale, offset, STEP, ACTIVATION,
-            SHIFT_GRAD, PAIRS, BLOCK_HW, BLOCK_C,
+# One program: a group of one sample.
+@triton.jit(do_not_specialize=[*STRIDES, "HW", "plane"])
+def walk_grad_kernel(
+    x_ptr, dy_ptr, dx_ptr, totals_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, shift_ptr, ada_scale_ptr,
+    ada_shift_ptr,
+    shift_stride, ada_scale_stride, ada_shift_stride, HW, plane,
+    C: tl.constexpr, CG: tl.constexpr,
+    ACTIVATION: tl.constexpr, SHIFT_GRAD: tl.constexpr, CHANNELS_LAST: tl.constexpr,
+    PDL: tl.constexpr, PAIRS: tl.constexpr, HW_FACTOR: tl.constexpr,
+    BLOCK_HW: tl.constexpr, KEPT_HW: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    STEP: tl.constexpr = C if CHANNELS_LAST else 1
+    group = tl.program_id(0)
+    n = (group // (C // CG)).to(tl.int64)
+    j = tl.arange(0, BLOCK_C)[None, :]
+    c = group % (C // CG) * CG + j
+    in_range = j < CG
+    HW = multiple_of(HW, HW_FACTOR)
+    # 32-bit offsets within the sample: half the registers.
+    x_ptr += n * HW * C
+    dy_ptr += n * HW * C
+    dx_ptr += n * HW * C
+    row = tl.arange(0, BLOCK_HW)[:, None]
+    offsets = row * C + c if CHANNELS_LAST else c * HW + row
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    centre = tl.load(mean_ptr + group)  # scalars, where ``_centre`` has a register for each channel
+    rstd = tl.load(rstd_ptr + group)
+    if shift_ptr is not None:
+        centre -= tl.load(shift_ptr + n * shift_stride + c, mask=in_range, other=0.0).to(tl.float32)
+    scale, offset = channel_affine(
+        n, c, in_range, weight_ptr, bias_ptr, ada_scale_ptr, ada_shift_ptr,
+        ada_scale_stride, ada_shift_stride)  # fmt: skip
+    walked = HW - KEPT_HW
+    along_z, along_x, sum_x = _walk_there(
+        x_ptr, dy_ptr, offsets, row, walked, in_range, centre, rstd, scale, offset, STEP, ACTIVATION,
+        SHIFT_GRAD, PAIRS, BLOCK_HW, BLOCK_C,
+    )  # fmt: skip
+    kept_row = walked + tl.arange(0, KEPT_HW)[:, None]
+    kept_at = kept_row * C + c if CHANNELS_LAST else c * HW + kept_row
+    mask = (kept_row < HW) & in_range
+    kept_z, kept_x = grad_tile(
+        x_ptr, dy_ptr, kept_at, kept_at, mask, centre, rstd, scale, offset,
+        ACTIVATION, PAIRS, "evict_first")  # fmt: skip
+    along_z = tl.sum(along_z, 0, keep_dims=True) + tl.sum(kept_z, 0, keep_dims=True)
+    along_x = tl.sum(along_x, 0, keep_dims=True) + tl.sum(kept_z * kept_x, 0, keep_dims=True)
+    positions = HW.to(tl.float32)
+    along_mean = tl.sum(scale * along_z, 1, keep_dims=True) / (positions * CG)
+    along_var = tl.sum(scale * along_x, 1, keep_dims=True) / (positions * CG)
+    if totals_ptr is not None:
+        if SHIFT_GRAD:
+            sum_x = tl.sum(sum_x, 0, keep_dims=True) + tl.sum(kept_x, 0, keep_dims=True)
+        store_totals(
+            totals_ptr + n * C + c, plane, in_range, along_z, along_x, sum_x, positions, rstd, scale,
+            along_mean, along_var, SHIFT_GRAD,
         )  # fmt: skip
-        kept_row = walked + tl.arange(0, KEPT_HW)[:, None]
-        kept_at = kept_row * C + c if CHANNELS_LAST else c * HW + kept_row
-        mask = (kept_row < HW) & in_range
-        kept_z, kept_x = grad_tile(
-            x_ptr, dy_ptr, kept_at, kept_at, mask, centre, rstd, scale, offset,
-            ACTIVATION, PAIRS, "evict_first")  # fmt: skip
-        along_z = tl.sum(along_z, 0, keep_dims=True) + tl.sum(kept_z, 0, keep_dims=True)
-        along_x = tl.sum(along_x, 0, keep_dims=True) + tl.sum(kept_z * kept_x, 0, keep_dims=True)
-        positions = HW.to(tl.float32)
-        along_mean = tl.sum(scale * along_z, 1, keep_dims=True) / (positions * CG)
-        along_var = tl.sum(scale * along_x, 1, keep_dims=True) / (positions * CG)
-        if totals_ptr is not None:
-            if SHIFT_GRAD:
-                sum_x = tl.sum(sum_x, 0, keep_dims=True) + tl.sum(kept_x, 0, keep_dims=True)
-            store_totals(
-                totals_ptr + n * C + c, plane, in_range, along_z, along_x, sum_x, positions, rstd, scale,
-                along_mean, along_var, SHIFT_GRAD,
-            )  # fmt: skip
-        dx = (rstd * (kept_z * scale - along_mean - kept_x * along_var)).to(dx_ptr.dtype.element_ty)
-        tl.store(dx_ptr + kept_at, dx, mask=mask, eviction_policy="evict_first")
-        _walk_back(
-            x_ptr, dy_ptr, dx_ptr, offsets, row, walked, in_range, centre, rstd, scale, offset, along_mean,
-            along_var, STEP, ACTIVATION, PAIRS, BLOCK_HW,
-        )  # fmt: skip
+    dx = (rstd * (kept_z * scale - along_mean - kept_x * along_var)).to(dx_ptr.dtype.element_ty)
+    tl.store(dx_ptr + kept_at, dx, mask=mask, eviction_policy="evict_first")
+    _walk_back(
+        x_ptr, dy_ptr, dx_ptr, offsets, row, walked, in_range, centre, rstd, scale, offset, along_mean,
+        along_var, STEP, ACTIVATION, PAIRS, BLOCK_HW,
+    )  # fmt: skip

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from sdfastgn.kernels.common import gpu
-from sdfastgn.kernels.common.column_sums import SUM_WARPS, column_sum_block
 from sdfastgn.kernels.common.declaration import Gradients, gradients_of
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.common.layout import row_stride
 from sdfastgn.kernels.common.sizes import ceil_div, vector_width
+from sdfastgn.kernels.common.sums import SUM_WARPS, column_sum_block
 from sdfastgn.kernels.layer_norm import backward_kernels as kernels
 from sdfastgn.kernels.layer_norm.backward import LayerNormGradCall, empty_grads
 from sdfastgn.kernels.layer_norm.config import ChunksConfig, RowsConfig, backward_config, column_groups

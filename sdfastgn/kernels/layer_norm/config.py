@@ -13,14 +13,6 @@ from dataclasses import dataclass, replace
 
 from sdfastgn.kernels.common.sizes import WARP, ceil_div, next_power_of_2
 
-__all__ = [
-    "ChunksConfig",
-    "RowsConfig",
-    "backward_config",
-    "column_groups",
-    "forward_config",
-]
-
 # Elements of a row, padded, that one program keeps in registers.
 _MAX_IN_REGISTERS = 16384
 # The same in a backward that keeps column sums there too.

@@ -10,8 +10,6 @@ from torch import Tensor
 from sdfastgn.kernels.common.far_mean import is_far
 from sdfastgn.kernels.layer_norm.backward import LayerNormGradCall, reference_layer_norm_grads
 
-__all__ = ["plain_layer_norm"]
-
 
 def plain_layer_norm(u: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """LayerNorm of ``u`` (..., D), contiguous. Parameters (D,) of the dtype of u, or None. Only where

@@ -21,8 +21,6 @@ from torch import Tensor
 
 from sdfastgn.kernels.common import gpu
 
-__all__ = ["Algorithm", "Refused", "Shape", "algorithms", "multiply"]
-
 _CUDA_TYPES = {torch.float16: 2, torch.bfloat16: 14}  # CUDA_R_16F, CUDA_R_16BF
 _FP32 = 0  # CUDA_R_32F, of the numbers that the product is scaled by
 _COMPUTE_FP32 = 68  # CUBLAS_COMPUTE_32F

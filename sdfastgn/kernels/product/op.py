@@ -25,8 +25,6 @@ from sdfastgn.kernels.common.plan_cache import PlanCache
 from sdfastgn.kernels.common.private import sleep, switches
 from sdfastgn.kernels.product.cublaslt import Algorithm, Refused, Shape, algorithms, multiply
 
-__all__ = ["add_linear_", "chosen_after", "is_choosing", "linear"]
-
 _DTYPES = (torch.float16, torch.bfloat16)
 # Rows of x. Products of fewer are a wave of tiles or two, and gained less than the time of choosing.
 _FEWEST_ROWS = 1024

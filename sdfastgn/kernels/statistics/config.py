@@ -14,8 +14,6 @@ from sdfastgn.kernels.common.sizes import (
     power_of_2_below,
 )
 
-__all__ = ["StatisticsConfig", "statistics_config", "statistics_pay"]
-
 # Warps of a program.
 _STATISTICS_WARPS = 4
 # (warps per multiprocessor, fewest steps, most steps) of a reduction. Steps of a tile are loads in

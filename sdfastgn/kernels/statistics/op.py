@@ -36,10 +36,7 @@ from sdfastgn.kernels.common.layout import (
 from sdfastgn.kernels.common.op import Op
 from sdfastgn.kernels.common.plan_cache import PlanCache
 from sdfastgn.kernels.statistics.config import statistics_config
-from sdfastgn.kernels.statistics.kernels import StatisticsLaunch
 from sdfastgn.kernels.statistics.plain import reference_channel_statistics
-
-__all__ = ["add_with_statistics", "cat_with_statistics", "channel_statistics", "reference_channel_statistics"]
 
 
 def _chunks(x: Tensor, *, producer: bool = False) -> int:
@@ -67,7 +64,13 @@ def _reference_statistics(x: Tensor, chunks: int) -> Tensor:
     return reference_channel_statistics(x, chunks).float()
 
 
-_launches: PlanCache[StatisticsLaunch] = PlanCache()
+_launches: PlanCache[Any] = PlanCache()
+
+
+def _new_launch(*args: Any, **options: Any) -> Any:
+    from sdfastgn.kernels.statistics.kernels import StatisticsLaunch  # needs Triton
+
+    return StatisticsLaunch(*args, **options)
 
 
 def statistics_kernel(x: Tensor) -> Tensor:
@@ -75,7 +78,7 @@ def statistics_kernel(x: Tensor) -> Tensor:
     key = ("read", x.shape, x.stride(), x.dtype, x.device)
     launch = _launches.get(key)
     if launch is None:
-        launch = _launches[key] = StatisticsLaunch(x, is_channels_last(x))
+        launch = _launches[key] = _new_launch(x, is_channels_last(x))
     statistics = torch.empty(launch.shape, dtype=torch.float32, device=x.device)
     launch(x, statistics)
     return statistics
@@ -114,7 +117,7 @@ def add_kernel(
             bias = None if bias is None else bias.contiguous()
             return add_kernel(whole, like, bias, scale, emits=emits, out=out)
         options: dict[str, Any] = {"scale": scale, "has_bias": bias is not None}
-        launch = StatisticsLaunch(x, is_channels_last(x), producer=True, **options)
+        launch = _new_launch(x, is_channels_last(x), producer=True, **options)
         _launches[key] = launch
     y = torch.empty_like(x) if out is None else out
     statistics = torch.empty(launch.shape, dtype=torch.float32, device=x.device) if emits else None
@@ -129,7 +132,7 @@ def cat_kernel(a: Tensor, b: Tensor, *, emits: bool = True) -> tuple[Tensor, Any
     key = ("cat", a.shape, b.shape, a.dtype, a.device, emits)
     launch = _launches.get(key)
     if launch is None:
-        launch = _launches[key] = StatisticsLaunch(a, True, tail=b.shape[1], producer=True)
+        launch = _launches[key] = _new_launch(a, True, tail=b.shape[1], producer=True)
     y = _empty_cat(a, b)
     statistics = torch.empty(launch.shape, dtype=torch.float32, device=a.device) if emits else None
     launch(a, statistics, tail=b, y=y)

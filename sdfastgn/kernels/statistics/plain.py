@@ -9,8 +9,6 @@ from torch import Tensor
 
 from sdfastgn.kernels.common.sizes import ceil_div
 
-__all__ = ["reference_channel_statistics"]
-
 
 def reference_channel_statistics(x: Tensor, chunks: int) -> Tensor:
     """Statistics of ``x`` over ``chunks`` chunks in plain PyTorch, in fp64 for fp64 input: fallback

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from sdfastgn.kernels.common.sizes import ceil_div, next_power_of_2
 
-__all__ = ["TileConfig", "phases_pay", "tile_config", "weights_config"]
-
 # Elements of a tile, at most and at least.
 _TILE_MAX = 2048
 _TILE_MIN = 512

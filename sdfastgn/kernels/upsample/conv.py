@@ -42,16 +42,7 @@ from sdfastgn.kernels.common.layout import (
 )
 from sdfastgn.kernels.statistics.op import channel_statistics
 from sdfastgn.kernels.upsample.config import phases_pay
-from sdfastgn.kernels.upsample.conv_kernels import launch_interleave, launch_phase_weights, statistics_chunks
 from sdfastgn.kernels.upsample.nearest import empty_image, upsample_nearest_2x
-
-__all__ = [
-    "convolve_phases",
-    "reference_phase_weights",
-    "reference_upsample_conv2d",
-    "runs_in_phases",
-    "upsample_conv2d",
-]
 
 
 def reference_upsample_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -87,17 +78,21 @@ def convolve_phases(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, with_statistics: bool
 ) -> tuple[Tensor, Any]:
     """(y, statistics or None) at low resolution, whatever the sizes; x is channels-last and not empty."""
+    from sdfastgn.kernels.upsample import conv_kernels  # needs Triton
+
     C_out, C_in = weight.shape[:2]
     phases = empty_laid_out(weight, (4 * C_out, C_in, 2, 2), channels_last=True)
-    launch_phase_weights(dense(weight), phases)
+    conv_kernels.launch_phase_weights(dense(weight), phases)
     t = F.conv2d(dense(x), phases, padding=1)
     if not is_channels_last(t):  # where one channel or pixel makes it ambiguous
         t = t.contiguous(memory_format=torch.channels_last)
     y = empty_image(x, C_out, 2 * x.shape[2], 2 * x.shape[3])
     statistics = None
     if with_statistics:
-        statistics = y.new_empty((2, y.shape[0], statistics_chunks(y), C_out), dtype=torch.float32)
-    launch_interleave(t, None if bias is None else bias.contiguous(), y, statistics)
+        statistics = y.new_empty(
+            (2, y.shape[0], conv_kernels.statistics_chunks(y), C_out), dtype=torch.float32
+        )
+    conv_kernels.launch_interleave(t, None if bias is None else bias.contiguous(), y, statistics)
     return y, statistics
 
 

@@ -22,14 +22,7 @@ from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.checks import check_floating
 from sdfastgn.kernels.common.layout import dense, dense_is_channels_last, empty_laid_out, laid_out
 from sdfastgn.kernels.common.op import Op
-from sdfastgn.kernels.upsample.nearest_kernels import launch_upsample, launch_upsample_grad
-
-__all__ = [
-    "empty_image",
-    "reference_upsample_nearest_2x",
-    "reference_upsample_nearest_2x_grad",
-    "upsample_nearest_2x",
-]
+from sdfastgn.kernels.common.plan_cache import PlanCache
 
 
 def reference_upsample_nearest_2x(x: Tensor) -> Tensor:
@@ -69,6 +62,20 @@ def _runs_kernel(x: Tensor) -> bool:
     return dispatch.runs_in_triton(x) and x.numel() > 0 and dense_is_channels_last(x)
 
 
+_launches: PlanCache[Any] = PlanCache()
+
+
+def _launch_for(small: Tensor, *, backward: bool) -> Any:
+    """The cached launch for a tensor of the lower resolution, which is read or written channels-last."""
+    key = (backward, small.shape, small.dtype, small.device)
+    found = _launches.get(key)
+    if found is None:
+        from sdfastgn.kernels.upsample.nearest_kernels import upsample_launch  # needs Triton
+
+        found = _launches[key] = upsample_launch(small, backward=backward)
+    return found
+
+
 def _upsample_fake(call: _Upsample) -> Tensor:
     x = call.x
     return empty_image(x, x.shape[1], 2 * x.shape[2], 2 * x.shape[3])
@@ -78,7 +85,7 @@ def _upsample_fake(call: _Upsample) -> Tensor:
 def _upsample(call: _Upsample) -> Tensor:
     x, y = call.x, _upsample_fake(call)
     if _runs_kernel(x):
-        launch_upsample(dense(x), y)
+        _launch_for(x, backward=False).run(dense(x), y)
         return y
     return y.copy_(reference_upsample_nearest_2x(x)) if x.numel() else y
 
@@ -92,7 +99,7 @@ def _grad_fake(call: _Grad) -> Tensor:
 def _grad(call: _Grad) -> Tensor:
     dy, dx = call.dy, _grad_fake(call)
     if _runs_kernel(dy):
-        launch_upsample_grad(dense(dy), dx)
+        _launch_for(dx, backward=True).run(dense(dy), dx)
         return dx
     return dx.copy_(reference_upsample_nearest_2x_grad(dy))
 

@@ -67,7 +67,7 @@ def launches(monkeypatch):
     """One entry a call that runs in chunks."""
     found = []
     stock = wide_heads_kernels.launch_wide_attention
-    monkeypatch.setattr(wide_heads, "launch_wide_attention", lambda *a: found.append(1) or stock(*a))
+    monkeypatch.setattr(wide_heads_kernels, "launch_wide_attention", lambda *a: found.append(1) or stock(*a))
     return found
 
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from sdfastgn.kernels.common.column_sums import column_sum_block
 from sdfastgn.kernels.common.layout import row_stride
 from sdfastgn.kernels.common.sizes import WARP, ceil_div, next_power_of_2, vector_width
+from sdfastgn.kernels.common.sums import column_sum_block
 from sdfastgn.kernels.layer_norm.config import (
     ChunksConfig,
     RowsConfig,

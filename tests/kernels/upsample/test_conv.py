@@ -51,7 +51,7 @@ def in_phases(monkeypatch):
     runs = []
     monkeypatch.setattr(upsample_conv, "phases_pay", lambda *sizes: True)
     monkeypatch.setattr(
-        upsample_conv, "launch_interleave", lambda *a: (runs.append(1), launch_interleave(*a))
+        upsample_conv_kernels, "launch_interleave", lambda *a: (runs.append(1), launch_interleave(*a))
     )
 
     def patch(num_sms=132):

@@ -4,8 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from sdfastgn.kernels.upsample import nearest as upsample
-from sdfastgn.kernels.upsample import nearest_kernels as upsample_kernels
+from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.upsample.config import tile_config
 from sdfastgn.kernels.upsample.nearest import upsample_nearest_2x
 from tests.kernels.samples import BOUNDS, DTYPES, LAYOUTS, error, first_alone, kernels, make, to_layout
@@ -40,12 +39,13 @@ def by_index(x):
 @pytest.fixture
 def launched(monkeypatch):
     """Names of the kernels that ran."""
-    names = []
-    for name in ("launch_upsample", "launch_upsample_grad"):
-        real = getattr(upsample_kernels, name)
-        monkeypatch.setattr(
-            upsample, name, lambda a, b, name=name, real=real: (names.append(name), real(a, b))
-        )
+    names, real = [], Launch.__call__
+
+    def noted(self, *args):
+        names.append(self.kernel.__name__)
+        real(self, *args)
+
+    monkeypatch.setattr(Launch, "__call__", noted)
     return names
 
 
@@ -57,7 +57,7 @@ def test_forward(shape, dtype, device, launched):
     assert torch.equal(y, by_index(x))
     assert torch.equal(y, F.interpolate(x.cpu(), scale_factor=2.0, mode="nearest").to(device))
     assert y.movedim(1, -1).is_contiguous()
-    assert launched == ["launch_upsample"]
+    assert launched == ["_upsample_kernel"]
 
 
 @pytest.mark.parametrize("dtype", first_alone(DTYPES))
@@ -68,7 +68,7 @@ def test_adjoint(shape, dtype, device, launched):
     assert dx.dtype is dtype
     assert dx.shape == shape
     assert dx.movedim(1, -1).is_contiguous()
-    assert launched == ["launch_upsample_grad"]
+    assert launched == ["_upsample_grad_kernel"]
     leaf = torch.zeros(shape, dtype=torch.float64, device=device, requires_grad=True)
     expected = torch.autograd.grad(by_index(leaf), leaf, dy.double())[0]
     assert error(dx, expected) < BOUNDS[dtype]
@@ -108,7 +108,7 @@ def test_channels_last_with_gaps(device, launched):
         y = upsampled(view)
         assert torch.equal(y, by_index(view))
         assert y.movedim(1, -1).is_contiguous()
-    assert launched == ["launch_upsample"] * 3
+    assert launched == ["_upsample_kernel"] * 3
 
 
 @pytest.mark.parametrize("shape", [(0, 8, 4, 4), (2, 0, 4, 4), (2, 8, 0, 4)], ids=str)
