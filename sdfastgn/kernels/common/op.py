@@ -26,7 +26,7 @@ from sdfastgn.kernels.common.declaration import (
     passed_on,
     schema_of,
 )
-from sdfastgn.kernels.common.plan_cache import Plans, SavingPlan
+from sdfastgn.kernels.common.plan_cache import Plans, SavingPlan, picker
 
 _LIBRARY = torch.library.Library(add_op_namespace_prefix("").removesuffix("::"), "FRAGMENT")
 
@@ -191,14 +191,15 @@ def _save_for(arguments: Any, saved: int) -> Callable[[Any, Any, Any], None]:
     """Keeps the first operand, the last ``saved`` results, the other operands and the values: what the
     arguments of ``backward_of`` are, in their order.
     """
-    first, *operands = differentiable(arguments)
-    values = passed_on(arguments)
+    first, *operands = (arguments._fields.index(name) for name in differentiable(arguments))
+    picked = picker(operands)
+    values = picker([arguments._fields.index(name) for name in passed_on(arguments)])
 
     def save(ctx: Any, call: Any, results: Any) -> None:
         ctx.set_materialize_grads(False)
         kept = results[len(results) - saved :] if saved else ()
-        ctx.save_for_backward(getattr(call, first), *kept, *[getattr(call, name) for name in operands])
-        ctx.values = tuple([getattr(call, name) for name in values])
+        ctx.save_for_backward(call[first], *kept, *picked(call))
+        ctx.values = values(call)
 
     return save
 

@@ -67,7 +67,7 @@ class Plans:
         # Fields with defaults are tensors, or None.
         values = [f.place for f in arguments_of(arguments) if not f.is_tensor]
         places = [f.place for f in fields_of(arguments) if f.place not in values]
-        self.tensors, self._values = _picker(places), _picker(values)
+        self.tensors, self._values = picker(places), picker(values)
 
     def key(self, call: Any, tensors: tuple[Tensor | None, ...], saves: bool = True) -> tuple[Any, ...]:
         """The kind of ``call``, whose ``tensors`` the caller has picked; ``saves``: by ``run_and_save``."""
@@ -103,7 +103,7 @@ class _CopyingPlan:
         return self._plan.run_and_save(without_gaps(call, self._gaps))
 
 
-def _picker(places: list[int]) -> Callable[[Any], tuple[Any, ...]]:
+def picker(places: list[int]) -> Callable[[Any], tuple[Any, ...]]:
     """``call -> the arguments at these places``."""
     if not places:
         return lambda call: ()
