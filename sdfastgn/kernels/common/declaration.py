@@ -271,3 +271,13 @@ def empty_gradients(call: Any, names: tuple[str, ...]) -> Gradients:
         elif t is not None:
             found[name] = torch.empty(t.shape, dtype=t.dtype, device=t.device)
     return found
+
+
+def empty_row_gradients(call: Any, names: tuple[str, ...]) -> Gradients:
+    """The same for x (..., D) and operands (D,), whose gradients are ``WantedDtype``: all contiguous."""
+    x = call.x
+    found: Gradients = {}
+    for name in names:
+        shape = x.shape if name == "x" else x.shape[-1:]
+        found[name] = torch.empty(shape, dtype=getattr(call, f"d{name}"), device=x.device)
+    return found

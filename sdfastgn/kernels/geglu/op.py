@@ -24,7 +24,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sdfastgn.kernels.common.declaration import Gradients, Operand, WantedDtype, backward_of, even_rows
+from sdfastgn.kernels.common.declaration import (
+    Gradients,
+    Operand,
+    WantedDtype,
+    backward_of,
+    empty_row_gradients,
+    even_rows,
+)
 from sdfastgn.kernels.common.grad_op import GradOp
 from sdfastgn.kernels.common.op import PlannedOp
 
@@ -80,17 +87,6 @@ def _check(name: str, call: GegluCall) -> None:
         raise ValueError(f"{name}: x must be (..., 2D), got shape {tuple(call.x.shape)}")
 
 
-def empty_grads(call: Any, names: tuple[str, ...]) -> Gradients:
-    """Memory for the gradients ``names``, all contiguous."""
-    x = call.x
-    return {
-        name: torch.empty(
-            x.shape if name == "x" else x.shape[-1:], dtype=getattr(call, f"d{name}"), device=x.device
-        )
-        for name in names
-    }
-
-
 # Plans and kernels need Triton, so they are imported when the first one is made.
 
 
@@ -111,7 +107,7 @@ GEGLU_BACKWARD = GradOp(
     backward_of(GegluCall, (), dy=Operand(), wanted=WantedDtype),
     plan=_grad_plan,
     reference=reference_geglu_grads,
-    empty=empty_grads,
+    empty=empty_row_gradients,
 )
 _GEGLU = PlannedOp(
     "geglu",

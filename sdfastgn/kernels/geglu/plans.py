@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from sdfastgn.kernels.common import gpu
-from sdfastgn.kernels.common.declaration import Gradients, gradients_of
+from sdfastgn.kernels.common.declaration import Gradients, empty_row_gradients, gradients_of
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.common.layout import row_stride
 from sdfastgn.kernels.common.sizes import ceil_div, vector_width
 from sdfastgn.kernels.common.sums import SUM_WARPS, column_sum_block
 from sdfastgn.kernels.geglu import kernels
 from sdfastgn.kernels.geglu.config import TileConfig, backward_config, forward_config
-from sdfastgn.kernels.geglu.op import GegluCall, empty_grads
+from sdfastgn.kernels.geglu.op import GegluCall
 
 
 class GegluPlan:
@@ -76,7 +76,7 @@ class GegluGradPlan:
 
     def run(self, call: Any) -> Gradients:
         dy, x, bias, *_ = call
-        grads = empty_grads(call, self.wanted)
+        grads = empty_row_gradients(call, self.wanted)
         partials = None
         if self.partials:
             partials = torch.empty(self.partials, dtype=torch.float32, device=x.device)

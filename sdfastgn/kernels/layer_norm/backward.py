@@ -20,7 +20,13 @@ from typing import Annotated, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sdfastgn.kernels.common.declaration import Gradients, Operand, WantedDtype, even_rows
+from sdfastgn.kernels.common.declaration import (
+    Gradients,
+    Operand,
+    WantedDtype,
+    empty_row_gradients,
+    even_rows,
+)
 from sdfastgn.kernels.common.grad_op import GradOp
 
 
@@ -80,17 +86,6 @@ def reference_layer_norm_grads(call: LayerNormGradCall) -> Gradients:
 # --- op ---------------------------------------------------------------------------------------------
 
 
-def empty_grads(call: LayerNormGradCall, names: tuple[str, ...]) -> Gradients:
-    """Memory for the gradients ``names``, all contiguous."""
-    x = call.x
-    return {
-        name: torch.empty(
-            x.shape if name == "x" else x.shape[-1:], dtype=getattr(call, f"d{name}"), device=x.device
-        )
-        for name in names
-    }
-
-
 def _plan(call: LayerNormGradCall) -> Any:
     from sdfastgn.kernels.layer_norm.backward_plans import LayerNormGradPlan  # needs Triton
 
@@ -102,5 +97,5 @@ LAYER_NORM_BACKWARD = GradOp(
     LayerNormGradCall,
     plan=_plan,
     reference=reference_layer_norm_grads,
-    empty=empty_grads,
+    empty=empty_row_gradients,
 )

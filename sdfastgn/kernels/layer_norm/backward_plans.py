@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from sdfastgn.kernels.common import gpu
-from sdfastgn.kernels.common.declaration import Gradients, gradients_of
+from sdfastgn.kernels.common.declaration import Gradients, empty_row_gradients, gradients_of
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.common.layout import row_stride
 from sdfastgn.kernels.common.sizes import ceil_div, vector_width
 from sdfastgn.kernels.common.sums import SUM_WARPS, column_sum_block
 from sdfastgn.kernels.layer_norm import backward_kernels as kernels
-from sdfastgn.kernels.layer_norm.backward import LayerNormGradCall, empty_grads
+from sdfastgn.kernels.layer_norm.backward import LayerNormGradCall
 from sdfastgn.kernels.layer_norm.config import ChunksConfig, RowsConfig, backward_config, column_groups
 from sdfastgn.kernels.layer_norm.plans import rows_constants
 
@@ -91,7 +91,7 @@ class LayerNormGradPlan:
         )  # fmt: skip
 
     def run(self, call: LayerNormGradCall) -> Gradients:
-        grads = empty_grads(call, self.wanted)
+        grads = empty_row_gradients(call, self.wanted)
         with gpu.on_device(call.x.device):
             self._launch(call, grads)
         return grads
