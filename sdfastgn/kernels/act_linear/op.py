@@ -24,7 +24,7 @@ from sdfastgn.kernels.common import dispatch, gpu
 from sdfastgn.kernels.common.activations import ACTIVATIONS
 from sdfastgn.kernels.common.checks import check_activation, check_device, check_floating, check_operand
 from sdfastgn.kernels.common.launch import Launch
-from sdfastgn.kernels.common.plan_cache import PlanCache, plan_key
+from sdfastgn.kernels.common.plan_cache import Plans
 from sdfastgn.kernels.common.sizes import vector_width
 
 
@@ -57,21 +57,20 @@ class _Call(NamedTuple):
 class _Plan:
     """The launch for one combination of shapes, strides, dtypes, activation and device."""
 
-    __slots__ = ("copies", "launch", "shape")
+    __slots__ = ("launch", "shape")
 
     def __init__(self, call: _Call) -> None:
         from sdfastgn.kernels.act_linear import kernels  # needs Triton
 
-        x, weight, bias, activation, extra_bias = call
+        x = call.x
         N, K = x.shape
-        C = weight.shape[0]
+        C = call.weight.shape[0]
         self.shape = (N, C)
-        self.copies = any(t is not None and not t.is_contiguous() for t in (x, weight, bias, extra_bias))
         config = tile_config(N, C, K, x.itemsize, vector_width(x.itemsize, K), gpu.num_sms(x.device))
         pdl = gpu.has_programmatic_launch(x.device)
         self.launch = Launch(
             kernels._act_linear_kernel, config.programs(N, C), config.num_warps, pdl=pdl,
-            N=N, C=C, K=K, ACTIVATION=activation, EVEN=config.is_even(K),
+            N=N, C=C, K=K, ACTIVATION=call.activation, EVEN=config.is_even(K),
             BLOCK_N=config.block_n, BLOCK_C=config.block_c, BLOCK_K=config.block_k,
             STEPS=config.steps, VECTOR=config.vector,
         )  # fmt: skip
@@ -79,14 +78,11 @@ class _Plan:
     def run(self, call: _Call) -> Tensor:
         x, weight, bias, _, extra_bias = call
         y = torch.empty(self.shape, dtype=x.dtype, device=x.device)
-        if self.copies:
-            x, weight = x.contiguous(), weight.contiguous()
-            bias, extra_bias = (None if t is None else t.contiguous() for t in (bias, extra_bias))
         self.launch.run(x, weight, bias, extra_bias, y)
         return y
 
 
-_plans: PlanCache[_Plan] = PlanCache()
+_plans = Plans(_Call, _Plan)
 
 
 # --- public function ------------------------------------------------------------------------------
@@ -127,18 +123,18 @@ def act_linear(
     autocast = isinstance(x, Tensor) and (x.is_cuda or x.is_cpu) and torch.is_autocast_enabled(x.device.type)
     if not autocast and dispatch.is_plain_inference(x, call):
         try:
-            # What is wrong finds no plan, and is then checked.
-            key = plan_key(call)
-            plan = _plans.get(key)
+            # Invalid arguments never have a plan, so only calls of a new kind are checked.
+            plan = _plans.made.get(_plans.key(call, _plans.tensors(call)))
             if plan is None:
                 _check(call)
                 if x.numel() and weight.numel():
-                    plan = _plans[key] = _Plan(call)
+                    plan = _plans.of(call)
             if plan is not None:
                 return plan.run(call)
         except dispatch.KernelError:
             return act_linear(x, weight, bias, activation, extra_bias=extra_bias)
-        except RuntimeError:  # a tensor that has no strides or no memory
+        # A number for a tensor; a tensor without strides or memory.
+        except (AttributeError, RuntimeError):
             _check(call)
             raise
     _check(call)
