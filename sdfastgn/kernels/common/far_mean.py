@@ -18,7 +18,7 @@ _FAR = 16.0
 
 
 def is_far(u: Tensor, mean: Tensor, rstd: Tensor) -> bool:
-    # Asked of memory that the CPU may look at; elsewhere PyTorch's own error stands.
+    # The check reads values, so it is made for CPU tensors alone. For others PyTorch's error remains.
     if not (u.is_cpu and dispatch.is_untraced(u, ())):
         return False
     # Without the NaN that one group may have: the others have means of their own. To compare tensors with

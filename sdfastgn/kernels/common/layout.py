@@ -54,7 +54,10 @@ def dense(x: Tensor) -> Tensor:
 
 
 def laid_out(y: Tensor, channels_last: bool) -> Tensor:
-    """``y``, channels-last or else channels-first. Differentiable; copies only if needed."""
+    """``y`` in dense memory: channels-last if ``channels_last``, else channels-first.
+
+    Differentiable. It copies only if ``y`` does not have this layout yet.
+    """
     return y.movedim(1, -1).contiguous().movedim(-1, 1) if channels_last else y.contiguous()
 
 

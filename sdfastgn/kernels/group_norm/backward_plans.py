@@ -209,7 +209,7 @@ class GroupNormGradPlan:
         return grads
 
     def _launch(self, call: Any, dx: Tensor | None, *parameter_grads: Tensor | None) -> None:
-        """On the current device, that of ``call``."""
+        """Launch the kernels. The device of ``call.x`` must be the current one."""
         dy, x, mean, rstd, weight, bias, shift, ada_scale, ada_shift, *_ = call
         stream = gpu.current_stream(x.device)
         scratch = torch.empty(self.scratch, dtype=torch.float32, device=x.device)
