@@ -27,9 +27,9 @@ def mean_as_pivot(pivot, total, share):
 
 @triton.jit
 def difference(x, shift, pivot):
-    """x + shift - pivot, rounded at its own size, however large x, shift and pivot are.
+    """x + shift - pivot. Its rounding error scales with the result, not with x, shift or pivot.
 
-    What the first sum rounds off is found by Knuth's two-sum, and added at the end.
+    Knuth's two-sum finds the rounding error of x + shift. The last line adds that error back.
     """
     total = x + shift
     shift_in_total = total - x

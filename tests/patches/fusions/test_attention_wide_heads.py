@@ -32,7 +32,9 @@ def launches(monkeypatch):
     monkeypatch.setattr(dispatch, "runs_in_triton", lambda x: True)
     monkeypatch.setattr(wide_attention, "pays", lambda L, keys, D: D > 256)
     stock = wide_attention_kernels.launch_wide_attention
-    monkeypatch.setattr(wide_attention, "launch_wide_attention", lambda *a: found.append(1) or stock(*a))
+    monkeypatch.setattr(
+        wide_attention_kernels, "launch_wide_attention", lambda *a: found.append(1) or stock(*a)
+    )
     return found
 
 
