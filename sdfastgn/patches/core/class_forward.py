@@ -22,7 +22,7 @@ Forward = Callable[..., Any]
 
 _CALLABLES = (types.MethodType, types.FunctionType, functools.partial)
 _OPAQUE = (nn.Module, Tensor, type, types.ModuleType, str, int, float, type(None))
-# Objects to search for a kept ``forward``, at most. Hooks and wrappers keep it close to the module.
+# Most objects that are searched for a kept ``forward``. Hooks and wrappers keep it close to the module.
 _MAX_OBJECTS = 1000
 
 
@@ -36,7 +36,8 @@ def has_foreign_forward(module: nn.Module) -> bool:
     if "forward" not in module.__dict__:
         return False
     forward = module.__dict__["forward"]
-    # torch.compile traces this. It can read the parts of a method, but cannot make a method to compare.
+    # torch.compile traces this function. It can read the parts of a method, but cannot create a method to
+    # compare with.
     is_own = isinstance(forward, types.MethodType) and forward.__func__ is type(module).forward
     return not (is_own and forward.__self__ is module)
 
