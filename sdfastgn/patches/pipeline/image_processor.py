@@ -57,7 +57,7 @@ def _is_ours(processor: Any, image: Any, output_type: Any, do_denormalize: Any) 
 def _bytes_of(processor: Any, image: Tensor, do_denormalize: Any) -> Any:
     """The image as an array of bytes, (N, H, W, 3); None if upstream's code must make it."""
     try:
-        unit = processor._denormalize_conditionally(image, do_denormalize)  # a new tensor
+        unit = processor._denormalize_conditionally(image, do_denormalize)  # new: may be written in place
         has_nan = unit.isnan().any()
         pixels = unit.permute(0, 2, 3, 1).float().mul_(255).round_().to(torch.uint8).contiguous().cpu()
     except torch.OutOfMemoryError:  # for instance an image so large that it was decoded in tiles

@@ -29,8 +29,8 @@ class ObjectFusion:
         module: ``__name__`` of the module that has this fusion as ``FUSION``; copies and pickles look it
             up there.
         sources: the stock classes, and their methods that are replaced or relied upon; these must be known.
-        overrides: stock class -> the attributes of the subclass that replaces it.
-        heirs: True: also subclasses that inherit all methods in ``sources``. False: exact classes only.
+        overrides: called with a stock class. Returns the attributes of the subclass that replaces it.
+        heirs: True also fuses subclasses that inherit all methods in ``sources``, False exact classes only.
     """
 
     name: str
