@@ -30,7 +30,7 @@ _HARMLESS = frozenset(
     )
 )  # fmt: skip
 
-# UNet -> its graphs. Not in its ``__dict__``: they outlive ejection, so that the next run uses them again.
+# UNet -> its graphs. They stay after ``eject``, so that the next run uses them again.
 _graphs: weakref.WeakKeyDictionary[nn.Module, GraphedForward] = weakref.WeakKeyDictionary()
 
 
@@ -60,7 +60,7 @@ class FusedUNetModel(UNetModel):
         transformer_options: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        if transformer_options is None:  # called by ``_graphs``: the call that becomes a graph
+        if transformer_options is None:  # called by a ``GraphedForward``: the call that is captured
             return super()._forward(x, timesteps, context, y, control, {}, **kwargs)
         return super().forward(x, timesteps, context, y, control, transformer_options, **kwargs)
 

@@ -17,7 +17,7 @@ __all__ = ["text_of"]
 def text_of(root: nn.Module) -> str:
     """The state of ``root`` now. Changes nothing.
 
-    Before a model is loaded, what will run fused if all of it fits the GPU.
+    For a model that is not loaded yet, it says what will run fused if the whole model fits the GPU.
     """
     title = f"{type(root).__name__}: "
     if not has_blocks(root):
