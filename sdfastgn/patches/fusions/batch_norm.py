@@ -84,8 +84,8 @@ def folded_conv(conv: Any, norm: Any, x: Tensor) -> Tensor | None:
     if norm.training or norm.running_mean is None or norm.running_var is None or x.dim() != 4:
         return None
     made_of = conv.weight, conv.bias, norm.weight, norm.bias, norm.running_mean, norm.running_var
-    # In training PyTorch writes the running averages without raising their versions, but it also counts the
-    # batches in a tensor.
+    # In training PyTorch writes the running averages without raising their versions. But it raises the
+    # version of ``num_batches_tracked``.
     sources: tuple[Any, ...] = (*made_of, norm.num_batches_tracked)
     if not (is_unhooked(norm) and dispatch.is_untraced(x, sources)):
         return None
