@@ -1,4 +1,4 @@
-"""A checkout of ComfyUI, imported from its folder."""
+"""Imports ComfyUI from a checkout."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import sys
 import types
 from collections.abc import Iterator, Sequence
 
-# ComfyUI imports them for models that nobody loads here. Their builds have to be that of torch, so they
-# are rarely at hand.
+# Packages that ComfyUI imports only for models that are not loaded here. They must be built for the installed
+# torch, so they are often missing.
 _NOT_NEEDED = ("torchvision", "torchaudio")
 
 
 class _Empty(types.ModuleType):
-    """Stands for a package of which nothing is used: every name in it is an empty class."""
+    """Replaces a package that is imported but not used: every name in it is an empty class."""
 
     __path__ = []  # noqa: RUF012  # what makes it a package
 
@@ -29,11 +29,12 @@ class _Empty(types.ModuleType):
 def import_comfyui(
     folder: str, *arguments: str, modules: Sequence[str] = ("comfy.sample", "comfy.sd")
 ) -> str:
-    """Import ``modules`` of ComfyUI, and return its version. Once a process.
+    """Import ComfyUI, and return its version. Call it only once in a process.
 
     Args:
         folder: the checkout.
-        arguments: of ComfyUI's command line, such as ``--cpu``.
+        arguments: arguments of ComfyUI's command line, such as ``--cpu``.
+        modules: the modules of ComfyUI to import.
     """
     sys.path.insert(0, folder)
     before, sys.argv = sys.argv, ["comfyui", *arguments]
@@ -51,10 +52,11 @@ def import_comfyui(
 
 @contextlib.contextmanager
 def _stand_ins() -> Iterator[None]:
-    """Within, empty modules stand for what ``_NOT_NEEDED`` names and is not installed."""
+    """Inside, each package of ``_NOT_NEEDED`` that is not installed is replaced by empty modules."""
     import transformers.utils
 
-    transformers.utils.is_torchvision_available()  # it remembers, and must not find these
+    # transformers remembers the answer. It must not take the empty module for an installed torchvision.
+    transformers.utils.is_torchvision_available()
     missing = [name for name in _NOT_NEEDED if importlib.util.find_spec(name) is None]
     names = [name for package in missing for name in (package, f"{package}.transforms")]
     for name in names:

@@ -1,4 +1,4 @@
-"""What verification has found, by fusion."""
+"""The results of verification as a table."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _STATUSES = (RIGHT, PUT_BACK, UNVERIFIED)
 
 
 def verification_table(verdicts: Sequence[Verdict]) -> Blocks:
-    """One line a fusion, with the largest error of its parts beside stock's error there."""
+    """A row for each fusion, with the largest error of its parts, and stock's error in that part."""
     parts: dict[str, list[Verdict]] = defaultdict(list)
     for verdict in verdicts:
         for fusion in verdict.fusions:
@@ -31,7 +31,7 @@ def _cells(found: list[Verdict]) -> tuple[str, ...]:
 
 
 def notes(verdicts: Sequence[Verdict]) -> Iterator[str]:
-    """A line for each reason."""
+    """A line for each reason why parts are not right, with their number and some of their paths."""
     reasons: dict[str, list[str]] = defaultdict(list)
     for v in verdicts:
         if v.status != RIGHT:
