@@ -15,9 +15,9 @@ GATE = "correctness gate, before any time"
 
 
 def end_to_end_table(rows: Sequence[Row], title: str, gate: str = "") -> Blocks:
-    """One part's rows, without empty columns, and below them what a reader has to know of the times.
+    """The rows of one part, without empty columns, with notes below.
 
-    ``gate`` is the correctness gate in words, where the run tells.
+    ``gate``: the correctness gate in words; empty if the run does not say.
     """
     eager = eager_of(rows)
     cells = [
@@ -50,7 +50,7 @@ def end_to_end_table(rows: Sequence[Row], title: str, gate: str = "") -> Blocks:
 
 
 def row_notes(rows: Iterable[Row]) -> list[str]:
-    """What variants did to the model, each process's images/s, or why a time or a breakdown is missing."""
+    """Notes on rows: what the variant did, images/s of each process, why a time or breakdown is missing."""
     texts = []
     for row in rows:
         texts.append((row.variant, row.note if row.status == OK else f"{row.status}: {row.reason}"))
@@ -61,13 +61,13 @@ def row_notes(rows: Iterable[Row]) -> list[str]:
 
 
 def row_line(row: Row) -> str:
-    """A row as soon as it is measured."""
+    """A row in one line, shown as soon as it is measured."""
     found = f"{number(row.median_ms, 4)} ms" if row.status == OK else f"{row.status}: {row.reason}"
     return f"{row.part}: {row.variant}: {found}"
 
 
 def graph_notes(rows: Iterable[Row]) -> list[str]:
-    """Why there is no graph time, one line a reason, with the variants that it holds for."""
+    """A line for each reason why there is no graph time, with the variants that have it."""
     by_reason: dict[str, list[str]] = {}
     for row in rows:
         if row.graph_reason:
