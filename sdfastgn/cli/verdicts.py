@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from sdfastgn.bench.tables.blocks import Blocks
+from sdfastgn.reports import grouped
 from sdfastgn.verification import PUT_BACK, RIGHT, UNVERIFIED, Verdict
 
 _STATUSES = (RIGHT, PUT_BACK, UNVERIFIED)
@@ -32,9 +33,6 @@ def _cells(found: list[Verdict]) -> tuple[str, ...]:
 
 def notes(verdicts: Sequence[Verdict]) -> Iterator[str]:
     """A line for each reason why parts are not right, with their number and some of their paths."""
-    reasons: dict[str, list[str]] = defaultdict(list)
-    for v in verdicts:
-        if v.status != RIGHT:
-            reasons[f"{v.status}: {v.reason}"].append(v.path)
-    for reason, paths in reasons.items():
+    wrong = ((f"{v.status}: {v.reason}", v.path) for v in verdicts if v.status != RIGHT)
+    for reason, paths in grouped(wrong).items():
         yield f"{reason} ({len(paths)}: {', '.join(paths[:3])}{', ...' if len(paths) > 3 else ''})"

@@ -10,6 +10,7 @@ from sdfastgn.bench.tables.blocks import Blocks
 from sdfastgn.bench.tables.cells import NOTHING, error_text, number, without_empty_columns
 from sdfastgn.bench.tables.speed_up import eager_of, speed_up, uncertain_notes
 from sdfastgn.bench.variants import label
+from sdfastgn.reports import grouped
 
 GATE = "correctness gate, before any time"
 
@@ -68,8 +69,5 @@ def row_line(row: Row) -> str:
 
 def graph_notes(rows: Iterable[Row]) -> list[str]:
     """A line for each reason why there is no graph time, with the variants that have it."""
-    by_reason: dict[str, list[str]] = {}
-    for row in rows:
-        if row.graph_reason:
-            by_reason.setdefault(row.graph_reason, []).append(row.variant)
-    return [f"no graph time for {', '.join(names)}: {reason}" for reason, names in by_reason.items()]
+    variants = grouped((row.graph_reason, row.variant) for row in rows if row.graph_reason)
+    return [f"no graph time for {', '.join(names)}: {reason}" for reason, names in variants.items()]
