@@ -120,18 +120,22 @@ def judge(config: BenchConfig, output: Any, stock: Reference) -> Judgement:
     fp32_psnr_db = fp32_ssim = None
     if decibel is not None and stock.fp32 is not None:
         fp32_psnr_db, fp32_ssim = images.psnr(output, stock.fp32), images.ssim(output, stock.fp32)
-    # `not <=` because a NaN is neither above nor below.
-    reason = ""
-    if decibel is not None:
-        bound = PSNR_BOUNDS[config.dtype]
-        reason = "" if decibel >= bound else f"PSNR {decibel:.1f} dB is below {bound:g} dB"
-    elif config.part != "train":
-        bound = _error_bound(config)
-        reason = "" if error <= bound else f"relative error {error:.3g} is above {bound:g}"
-    else:
-        # In fp32 stock's error may be almost zero, so there is an absolute bound as well.
-        least = ERROR_BOUNDS["fp32"] if config.dtype == "fp32" else 0.0
-        bound = max(GRADIENT_FACTOR * stock.fp32_error, least)
-        what = f"the gradients' relative error {exact:.3g} against fp32"
-        reason = "" if exact <= bound else f"{what} is above {bound:.3g}"
+    reason = _reason(config, error, decibel, exact, stock.fp32_error)
     return Judgement(error, decibel, reason, exact, fp32_psnr_db, fp32_ssim)
+
+
+def _reason(
+    config: BenchConfig, error: float, psnr_db: float | None, fp32_error: float, stock_fp32_error: float
+) -> str:
+    """Why the output is wrong; empty if it is within the bound. NaN is never within a bound."""
+    if psnr_db is not None:
+        bound = PSNR_BOUNDS[config.dtype]
+        return "" if psnr_db >= bound else f"PSNR {psnr_db:.1f} dB is below {bound:g} dB"
+    if config.part != "train":
+        bound = _error_bound(config)
+        return "" if error <= bound else f"relative error {error:.3g} is above {bound:g}"
+    # In fp32 stock's error may be almost zero, so there is an absolute bound as well.
+    least = ERROR_BOUNDS["fp32"] if config.dtype == "fp32" else 0.0
+    bound = max(GRADIENT_FACTOR * stock_fp32_error, least)
+    text = f"the gradients' relative error {fp32_error:.3g} against fp32 is above {bound:.3g}"
+    return "" if fp32_error <= bound else text
