@@ -103,7 +103,7 @@ _OPERATORS = _rules(
 )
 
 
-def _first(rules: _Rules, name: str) -> str | None:
+def _first_match(rules: _Rules, name: str) -> str | None:
     return next((found for found, pattern in rules if pattern.search(name)), None)
 
 
@@ -128,7 +128,7 @@ def kernels_of_the_package() -> dict[str, str | None]:
 
 def operator_category(op_name: str) -> str | None:
     """The category of an operator; None for one that fits no rule, such as ``aten::view``."""
-    return _first(_OPERATORS, op_name)
+    return _first_match(_OPERATORS, op_name)
 
 
 @functools.cache
@@ -145,9 +145,9 @@ def category(kernel_name: str, op_name: str = "") -> str:
     """
     return (
         kernels_of_the_package().get(kernel_name)
-        or _first(_INDUCTOR, kernel_name)
-        or _first(_MOVES, kernel_name)
+        or _first_match(_INDUCTOR, kernel_name)
+        or _first_match(_MOVES, kernel_name)
         or operator_category(op_name)
-        or _first(_NAMES, kernel_name)
+        or _first_match(_NAMES, kernel_name)
         or OTHER
     )

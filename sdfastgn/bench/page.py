@@ -55,7 +55,7 @@ def write_page(path: Path, results: Sequence[Result]) -> None:
     found = [cases_of(result) for result in results]
     cases = []
     for title in dict.fromkeys(title for each in found for title in each):
-        part = _together([(i, row) for i, each in enumerate(found) for row in each.get(title, [])])
+        part = _by_variant([(i, row) for i, each in enumerate(found) for row in each.get(title, [])])
         # If several results have rows, each row is shown with the name of its result.
         names = [f" ({result.name})" * (len({i for i, _ in part}) > 1) for result in results]
         bars, stacks = list(_bars(part, names)), list(_stacks(part, names))
@@ -77,7 +77,7 @@ def write_page(path: Path, results: Sequence[Result]) -> None:
     path.write_text(shown, encoding="utf-8")
 
 
-def _together(part: list[tuple[int, Row]]) -> list[tuple[int, Row]]:
+def _by_variant(part: list[tuple[int, Row]]) -> list[tuple[int, Row]]:
     """``part``, pairs of (index of the result, row), sorted so that all rows of a variant are together."""
     variants = list(dict.fromkeys(row.variant for _, row in part))
     return sorted(part, key=lambda pair: variants.index(pair[1].variant))
@@ -135,10 +135,12 @@ def figures(rows: Sequence[Row], images: Mapping[str, np.ndarray]) -> list[tuple
         found.append((text, note, _png(images[name])))
     if "fp32" in images:
         found.append(("fp32 reference", "same weights, without TF32", _png(images["fp32"])))
-    maps = {text: np.abs(images[name] - images[truth]) for name, text in names.items() if name != truth}
-    largest = max((float(each.max()) for each in maps.values()), default=0.0)
+    difference_of = {
+        text: np.abs(images[name] - images[truth]) for name, text in names.items() if name != truth
+    }
+    largest = max((float(each.max()) for each in difference_of.values()), default=0.0)
     factor = 2 ** math.floor(-math.log2(largest)) if largest else 1
-    for text, difference in maps.items():
+    for text, difference in difference_of.items():
         other = "fp32" if truth == "fp32" else names["eager"]
         found.append((f"|{text} - {other}| x {factor:g}", "difference, amplified", _png(difference * factor)))
     return found

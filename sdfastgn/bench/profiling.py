@@ -81,12 +81,12 @@ class Breakdown:
         return self.floor_ms / self.total_ms
 
 
-def _part(name: str, found: str, microseconds: float, calls: float = 1.0) -> dict[str, Any]:
+def _entry(name: str, found: str, microseconds: float, calls: float = 1.0) -> dict[str, Any]:
     """A launch, or a share of it that counts for one category."""
     return {"name": name, "category": found, "calls": calls, "ms": microseconds / 1e3}
 
 
-def _alone(events: Iterable[Any]) -> list[float]:
+def _uncovered_us(events: Iterable[Any]) -> list[float]:
     """Microseconds of each event that no earlier event covers. ``events`` are sorted by their start."""
     covered = -math.inf
     lengths = []
@@ -179,11 +179,11 @@ def of_kernels(
         raise RuntimeError(f"the profiler recorded no kernel of {what}: CUPTI does not work here")
     shares = shares_by_name(events)
     parts = [
-        _part(event.name, found, length * share, share)
-        for event, length in zip(launches, _alone(launches), strict=True)
+        _entry(event.name, found, length * share, share)
+        for event, length in zip(launches, _uncovered_us(launches), strict=True)
         for found, share in (shares.get(event.name) or {category(event.name): 1.0}).items()
     ]
-    gaps_ms = max(0.0, call_ms - sum(_alone(plain)) / 1e3)
+    gaps_ms = max(0.0, call_ms - sum(_uncovered_us(plain)) / 1e3)
     return _breakdown(parts, launches, source=source, timed_ms=timed_ms, call_gaps_ms=gaps_ms)
 
 
@@ -198,7 +198,7 @@ def of_cpu_operators(events: Iterable[Any], *, timed_ms: float) -> Breakdown:
     # The first operator runs in the thread that makes the call. Other threads only help.
     thread = min(found, key=lambda event: event.time_range.start).thread
     own = [event for event in found if event.thread == thread]
-    parts = [_part(event.name, category("", _operator(event)), event.self_cpu_time_total) for event in own]
+    parts = [_entry(event.name, category("", _operator(event)), event.self_cpu_time_total) for event in own]
     return _breakdown(parts, own, source=CPU, timed_ms=timed_ms, call_gaps_ms=None)
 
 

@@ -94,7 +94,7 @@ def load(config: BenchConfig) -> Any:
     from sdfastgn.models import pipelines
 
     if config.weights == "random":
-        return pipelines.build_pipeline(config.model, **_drawn(config))
+        return pipelines.build_pipeline(config.model, **_random_options(config))
     return pipelines.load_pipeline("--weights", config.weights, config.torch_dtype, config.torch_device)
 
 
@@ -103,7 +103,7 @@ def component(config: BenchConfig, name: str) -> tuple[Any, int]:
     if config.weights == "random":
         build = architectures.build_unet if name == "unet" else architectures.build_vae
         scale = latent_scale(configurations.VAES[config.model])
-        return build(config.model, **_drawn(config)), scale
+        return build(config.model, **_random_options(config)), scale
     pipe = load(config)
     component = getattr(pipe, name, None)
     if component is None:
@@ -116,10 +116,10 @@ def step_inputs(config: BenchConfig, unet: Any, scale: int, **changes: Any) -> d
     """Keyword arguments of one UNet step. ``changes`` replace the config's ``size`` or ``batch``."""
     # From the UNet's own configuration, because loaded weights may differ from --model.
     where = {"size": config.size, "batch": config.batch, "scale": scale, **changes}
-    return model_inputs.unet_inputs(unet.config, **_drawn(config), **where)
+    return model_inputs.unet_inputs(unet.config, **_random_options(config), **where)
 
 
-def _drawn(config: BenchConfig) -> dict[str, Any]:
+def _random_options(config: BenchConfig) -> dict[str, Any]:
     return {"dtype": config.torch_dtype, "device": config.torch_device, "seed": config.seed}
 
 
@@ -144,15 +144,17 @@ def build_unet(config: BenchConfig) -> Workload:
 def build_vae(config: BenchConfig) -> Workload:
     """One decode by the VAE."""
     vae, _ = component(config, "vae")
-    latents = architectures.vae_latents(vae.config, size=config.size, batch=config.batch, **_drawn(config))
+    latents = architectures.vae_latents(
+        vae.config, size=config.size, batch=config.batch, **_random_options(config)
+    )
     return workload_of(vae.eval(), latents, lambda vae, latents: vae.decode(latents, return_dict=False)[0])
 
 
-def _start(config: BenchConfig, pipe: Any, dtype: torch.dtype) -> dict[str, Any]:
+def _start_arguments(config: BenchConfig, pipe: Any, dtype: torch.dtype) -> dict[str, Any]:
     """A pipeline's arguments that say what it starts from: noise, or an image of noise."""
     # Drawn in fp32 and then cast. The pipeline would draw in its dtype, and a generator gives other numbers
     # in fp16. The fp32 reference would then be another image.
-    where = {**_drawn(config), "dtype": dtype}
+    where = {**_random_options(config), "dtype": dtype}
     if "strength" in inspect.signature(pipe.__call__).parameters:
         images = model_inputs.randn(config.batch, 3, config.size, config.size, **where)
         return {"image": images.sigmoid(), "strength": 1.0}
@@ -179,7 +181,7 @@ def build_pipeline(config: BenchConfig) -> Workload:
     guidance = {} if distilled else {"guidance_scale": config.guidance}
 
     # Drawn here and not in ``call``, which is timed.
-    drawn = _start(config, pipe, config.torch_dtype)
+    drawn = _start_arguments(config, pipe, config.torch_dtype)
 
     def call(start: dict[str, Any] = drawn) -> Any:
         return pipe(
@@ -198,7 +200,7 @@ def build_pipeline(config: BenchConfig) -> Workload:
         try:
             with global_switches(cudnn_tf32=False, matmul_tf32=False):
                 pipe.to(torch.float32)
-                return call(_start(config, pipe, torch.float32))
+                return call(_start_arguments(config, pipe, torch.float32))
         finally:
             pipe.to(config.torch_dtype)
 

@@ -131,5 +131,5 @@ def bench(
             profile=profile,
         )
         chosen = bench_options.variant_list("--variants", variants)
-        bench_options.check_places(json=json, html=html, plot=plot, profile=profile)
+        bench_options.check_outputs(json=json, html=html, plot=plot, profile=profile)
         raise typer.Exit(session.run_bench(configs, chosen, json=json, plot=plot, html=html))

@@ -36,7 +36,7 @@ GUIDED_BATCH = 2
 STEPS = 30
 
 
-def _subject(model: str | None, weights: str, parts: Sequence[str]) -> tuple[str, int, int, int]:
+def _model_facts(model: str | None, weights: str, parts: Sequence[str]) -> tuple[str, int, int, int]:
     """(name, native size, pixels along a side of one latent, images of a UNet step) of what is timed.
 
     ``model`` is the model's name if the user gave one. Otherwise the configuration of ``weights`` tells.
@@ -123,7 +123,7 @@ def bench_configs(
     dtype = dtype_name("--dtype", dtype, device)
     every_steps = whole_numbers("--steps", STEPS if steps is None else steps)
     scheduler = scheduler_name("--scheduler", scheduler or "")
-    name, native, scale, unet_batch = _subject(model, weights_source("--weights", weights), chosen)
+    name, native, scale, unet_batch = _model_facts(model, weights_source("--weights", weights), chosen)
     size = image_size("--size", native if size is None else size, scale)
     counts = CPU_REPEATS if on_cpu else GPU_REPEATS
     return [
@@ -178,7 +178,7 @@ def variant_list(option: str, text: str) -> list[Variant]:
     return [variant for name, variant in VARIANTS.items() if name in names]
 
 
-def check_places(*, json: Path | None, html: Path | None, plot: Path | None, profile: bool) -> None:
+def check_outputs(*, json: Path | None, html: Path | None, plot: Path | None, profile: bool) -> None:
     """Check that each file of a run can be written, and that no two have the same path."""
     png_path("--plot", plot, "" if profile else "draws the breakdown of --profile, got {} without --profile")
     images = json and html and images_path(json)

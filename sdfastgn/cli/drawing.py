@@ -82,7 +82,7 @@ def run(job: Job, device: str | None = None) -> int:
     checks.made_folder("--out", job.out, f"{os.getpid()}.part")  # a different file in each process
     todo = [line for line in job.wanted if not _is_finished(job.path(line), job.asked(line))]
     for line in job.problems if is_main() else ():
-        _complain(job, line, job.problems[line])
+        _print_problem(job, line, job.problems[line])
     with processes.joined(device) as (state, own_device):
         state.wait_for_everyone()  # no image is written before all processes have looked for finished ones
         with state.split_between_processes(shares(job.wanted, todo, state.num_processes)) as share:
@@ -96,7 +96,7 @@ def run(job: Job, device: str | None = None) -> int:
     return 1 if job.problems or failed else 0
 
 
-def _complain(job: Job, line: int, problem: str) -> None:
+def _print_problem(job: Job, line: int, problem: str) -> None:
     print(f"{program()}: {job.prompts}:{line}: {problem}", file=sys.stderr)
 
 
@@ -121,7 +121,7 @@ def _draw(job: Job, lines: Sequence[int], device: str) -> int:
             except Exception as error:  # go on: one size may need too much memory, others may not
                 failed += len(left)
                 for line in left:
-                    _complain(job, line, one_line(error))
+                    _print_problem(job, line, one_line(error))
                     on_done("")
     return failed
 

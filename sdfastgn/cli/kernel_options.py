@@ -69,7 +69,7 @@ def kernel_configs(
     ]
 
 
-def kernel_places(
+def output_paths(
     configs: Sequence[KernelConfig], *, json: Path | None, plot: Path | None
 ) -> list[tuple[Path | None, Path | None]]:
     """(path of the JSON, path of the picture) for each config. With several dtypes the names contain them."""

@@ -78,7 +78,7 @@ def kernels(
             repeats=repeats,
             seed=seed,
         )
-        places = kernel_options.kernel_places(configs, json=json, plot=plot)
+        places = kernel_options.output_paths(configs, json=json, plot=plot)
         runs = zip(configs, places, strict=True)
         codes = [session.run_kernels(config, json=path, plot=picture) for config, (path, picture) in runs]
     raise typer.Exit(max(codes))

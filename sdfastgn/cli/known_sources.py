@@ -61,13 +61,13 @@ def print_sources(
         comfyui: a checkout of ComfyUI. Its methods are listed too.
         accept: write the hashes of the unknown methods into ``tested_sources.json``.
     """
-    files = None if against is None else _release(against)
+    files = None if against is None else _release_files(against)
     releases = {"diffusers": diffusers.__version__}
     fusions: list[Any] = [*FUSIONS, *OBJECT_FUSIONS]
     if comfyui is not None:
-        releases["comfy"], blocks = _of_comfyui(comfyui)
+        releases["comfy"], blocks = _comfyui_release(comfyui)
         fusions += blocks
-    users = _users(fusions)
+    users = _methods_of(fusions)
     for file, reason in MISSING.items():
         _print(out, f"{file}: left out, {reason}")
     unknown = [method for method in users if not is_known(*method)]
@@ -88,7 +88,7 @@ def print_sources(
     return int(bool(unknown or MISSING))
 
 
-def _users(fusions: Iterable[Any]) -> dict[_Method, list[str]]:
+def _methods_of(fusions: Iterable[Any]) -> dict[_Method, list[str]]:
     """Each method -> the names of the fusions that rely upon it."""
     users: dict[_Method, list[str]] = {}
     for fusion in fusions:
@@ -98,9 +98,9 @@ def _users(fusions: Iterable[Any]) -> dict[_Method, list[str]]:
     return users
 
 
-def _of_comfyui(folder: Path) -> tuple[str, tuple[Any, ...]]:
+def _comfyui_release(folder: Path) -> tuple[str, tuple[Any, ...]]:
     """The release of a checkout of ComfyUI, and the fusions of its blocks."""
-    if not _holds(folder, _OF_COMFYUI):
+    if not _has_file(folder, _OF_COMFYUI):
         raise OptionError(f"--comfyui: no checkout of ComfyUI, got {str(folder)!r}")
     release = import_comfyui(str(folder), "--cpu")
     from sdfastgn.patches.comfyui.inject import CLAIMING
@@ -108,15 +108,15 @@ def _of_comfyui(folder: Path) -> tuple[str, tuple[Any, ...]]:
     return release, CLAIMING
 
 
-def _release(against: Path) -> Any:
+def _release_files(against: Path) -> Any:
     """The files of a release: a wheel of diffusers, a folder that contains it, or a checkout of ComfyUI."""
     files: Any = zipfile.Path(against) if zipfile.is_zipfile(against) else against
-    if _holds(files, "diffusers/__init__.py") or _holds(files, _OF_COMFYUI):
+    if _has_file(files, "diffusers/__init__.py") or _has_file(files, _OF_COMFYUI):
         return files
     raise OptionError(f"--against: no wheel or folder of diffusers or ComfyUI, got {str(against)!r}")
 
 
-def _holds(files: Any, name: str) -> bool:
+def _has_file(files: Any, name: str) -> bool:
     try:
         return bool((files / name).is_file())
     except OSError:  # the name is too long, or access is denied

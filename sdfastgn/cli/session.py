@@ -39,7 +39,7 @@ from sdfastgn.cli.terminal import console, print_lines, watched
 from sdfastgn.program import OptionError, counted, is_main, launched
 
 
-def _where(environment: dict[str, Any]) -> str:
+def _environment_line(environment: dict[str, Any]) -> str:
     switches = ", ".join(f"{name}={value}" for name, value in environment["switches"].items())
     return f"{source_line({'environment': environment})}; for every variant {switches}"
 
@@ -122,7 +122,7 @@ def _run_bench(
             rows += found
     for table in preset_tables(result):
         out.print(table)
-    print_lines(out, [_where(where)])
+    print_lines(out, [_environment_line(where)])
     if plot is not None and any(row.profile for row in rows):
         plots.breakdown(rows, plot, source_line(content))
         print_lines(out, [f"wrote {plot}"])
@@ -193,7 +193,7 @@ def run_kernels(config: KernelConfig, *, json: Path | None = None, plot: Path | 
         left_out = [name for name in suite.providers if name not in (COPY, *config.providers)]
         if left_out:
             print_lines(out, [f"not run (name them in --providers): {', '.join(left_out)}"])
-        print_lines(out, [_where(where)])
+        print_lines(out, [_environment_line(where)])
         if plot is not None:
             plots.roofline(rows, plot, f"{title}, {where['gpu'] or where['machine']}")
             print_lines(out, [f"wrote {plot}"])

@@ -53,7 +53,7 @@ def unet_difference(config: Mapping[str, Any], model: str) -> str:
     The image size and the number of input channels (inpainting has more) are not compared.
     """
     for key in dict.fromkeys(key for known in UNETS.values() for key in known if key != "sample_size"):
-        expected, found = _entry(UNETS[model], key), _entry(config, key)
+        expected, found = _setting(UNETS[model], key), _setting(config, key)
         if found != expected:
             return f"{key} {found}, not {expected}"
     return ""
@@ -69,7 +69,7 @@ def _unet_defaults() -> dict[str, Any]:
     }
 
 
-def _entry(config: Mapping[str, Any], key: str) -> Any:
+def _setting(config: Mapping[str, Any], key: str) -> Any:
     value = config.get(key, _unet_defaults()[key])
     if isinstance(value, list | tuple):
         return tuple(value)

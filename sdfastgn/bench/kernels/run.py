@@ -79,20 +79,20 @@ def _record(call: Call, operands: Tensors) -> tuple[Tensors, Tensors]:
         return leaves, _tuple(call(*leaves))
 
 
-def _run(what: str, call: Call, inputs: _Inputs) -> Tensors:
+def _run(pass_name: str, call: Call, inputs: _Inputs) -> Tensors:
     """Run one pass. Returns the outputs, or for ``DIFFERENTIATED`` passes the gradients of the operands."""
-    if what == FORWARD:
+    if pass_name == FORWARD:
         return _tuple(call(*inputs.operands))
     # A backward runs on the stream of its forward. So a capture needs a forward on the stream of the capture.
     stream = torch.cuda.current_stream().cuda_stream if inputs.operands[0].is_cuda else 0
-    again = what == BACKWARD
-    recorded = inputs.recorded.get(stream) if again else None
+    is_backward_alone = pass_name == BACKWARD
+    recorded = inputs.recorded.get(stream) if is_backward_alone else None
     leaves, outputs = recorded or _record(call, inputs.operands)
-    if what == TRAINING:
+    if pass_name == TRAINING:
         return tuple(output.detach() for output in outputs)
-    if again:
+    if is_backward_alone:
         inputs.recorded[stream] = leaves, outputs
-    return torch.autograd.grad(outputs, leaves, inputs.grads, retain_graph=again)
+    return torch.autograd.grad(outputs, leaves, inputs.grads, retain_graph=is_backward_alone)
 
 
 def _laid_out(t: Tensor, channels_last: bool) -> Tensor:
@@ -120,7 +120,7 @@ class _Case:
         self._gradient_names = [f"d{name}" for name in sizes]
         self._truth = {name: out.detach() for name, out in zip(operation.outputs, outputs, strict=True)}
         self._grads: Tensors = ()
-        if any(what in DIFFERENTIATED for what in operation.passes):
+        if any(pass_name in DIFFERENTIATED for pass_name in operation.passes):
             self._grads = tuple(draw(output.shape).to(dtype) for output in outputs)
             gradients = torch.autograd.grad(outputs, leaves, tuple(t.double() for t in self._grads))
             self._truth.update(zip(self._gradient_names, gradients, strict=True))
@@ -132,11 +132,11 @@ class _Case:
             self._last = provider, provider.build(*operands)
         return self._last[1]
 
-    def _outputs(self, what: str, call: Call, inputs: _Inputs) -> dict[str, Tensor]:
+    def _outputs(self, pass_name: str, call: Call, inputs: _Inputs) -> dict[str, Tensor]:
         """Name -> result of a pass, to be compared with fp64: its outputs, and its gradients if any."""
-        timed = _run(what, call, inputs)
+        timed = _run(pass_name, call, inputs)
         names = self._operation.outputs
-        if what not in DIFFERENTIATED:
+        if pass_name not in DIFFERENTIATED:
             return dict(zip(names, timed, strict=True))
         outputs = _run(TRAINING, call, inputs)
         return dict(zip((*names, *self._gradient_names), (*outputs, *timed), strict=True))
@@ -154,22 +154,22 @@ class _Case:
                 row.status = WRONG
                 row.reason = f"relative error of {name} {error:.3g} against fp64 is above {bound:g}"
 
-    def measure(self, row: KernelRow, provider: Provider, what: str, suite: Suite) -> None:
+    def measure(self, row: KernelRow, provider: Provider, pass_name: str, suite: Suite) -> None:
         """Fill in the row's errors and, if these are within their bounds, its times."""
         device, repeats = self._config.torch_device, self._config.repeats
         operands = tuple(_laid_out(t, provider.channels_last) for t in self._operands)
         call = self._built(provider, operands)
         first = _Inputs(operands)
-        if what in DIFFERENTIATED:
+        if pass_name in DIFFERENTIATED:
             layouts = zip(_run(TRAINING, call, first), self._grads, strict=True)
             first.grads = tuple(torch.empty_like(y).copy_(dy) for y, dy in layouts)
-        self._judge(row, self._outputs(what, call, first))
+        self._judge(row, self._outputs(pass_name, call, first))
         if row.status != OK:
             return
         if provider.is_ours:
             check_kernels_ran(device)
-        moved = self._operation.moved_tensors(what) * self._elements * operands[0].element_size()
-        timed = functools.partial(_run, what, call)
+        moved = self._operation.moved_tensors(pass_name) * self._elements * operands[0].element_size()
+        timed = functools.partial(_run, pass_name, call)
         sets, calls, repeats = 2, CPU_CALLS, min(repeats, CPU_REPEATS)
         if device.type == "cuda":
             seconds, _ = timing.time_once(lambda: timed(first), device)
@@ -221,7 +221,7 @@ def run(
     suite: Suite,
     config: KernelConfig,
     *,
-    on_cell: Callable[[str], object] = lambda what: None,
+    on_cell: Callable[[str], object] = lambda cell: None,
     on_row: Callable[[KernelRow], object] = lambda row: None,
     on_shape: Callable[[list[KernelRow]], object] = lambda rows: None,
 ) -> list[KernelRow]:
@@ -239,9 +239,9 @@ def run(
         for shape in config.shapes:
             case: tuple[Operation, _Case] | None = None  # data of the current operation only, to save memory
             first = len(rows)
-            for operation, provider, what in suite.cells_of(config.providers):
+            for operation, provider, pass_name in suite.cells_of(config.providers):
                 on_cell(f"{shape_text(shape)} {provider.name}")
-                row = KernelRow(shape, provider.name, OK, task=operation.label(what))
+                row = KernelRow(shape, provider.name, OK, task=operation.label(pass_name))
                 if (reason := _unavailable(provider, shape, config)) is not None:
                     row.status, row.reason = UNAVAILABLE, reason
                 else:
@@ -249,7 +249,7 @@ def run(
                         if case is None or case[0] is not operation:
                             case = None
                             case = operation, _Case(operation, shape, config)
-                        case[1].measure(row, provider, what, suite)
+                        case[1].measure(row, provider, pass_name, suite)
                     except Exception as error:  # the other providers and shapes are still measured
                         row.status, row.reason = FAILED, one_line(error)
                 rows.append(row)

@@ -131,12 +131,12 @@ class Operation:
     full: tuple[str, ...] = ()
     baseline: str = ""
 
-    def label(self, what: str) -> str:
-        """The task of a row: ``task`` and the pass ``what``. The copy's is only "copy"."""
-        return self.task if self.task == COPY else ", ".join(filter(None, (self.task, what)))
+    def label(self, pass_name: str) -> str:
+        """The task of a row: ``task`` and the pass. The copy's is only "copy"."""
+        return self.task if self.task == COPY else ", ".join(filter(None, (self.task, pass_name)))
 
-    def moved_tensors(self, what: str) -> int:
-        return {BACKWARD: 3, BOTH: self.tensors + 3}.get(what, self.tensors)
+    def moved_tensors(self, pass_name: str) -> int:
+        return {BACKWARD: 3, BOTH: self.tensors + 3}.get(pass_name, self.tensors)
 
 
 @dataclass(frozen=True)
@@ -195,15 +195,15 @@ class Suite:
     def ideals(self) -> dict[str, float]:
         """Task -> lowest possible ratio to the copy, if memory traffic is the limit."""
         return {
-            operation.label(what): operation.moved_tensors(what) / 2
+            operation.label(pass_name): operation.moved_tensors(pass_name) / 2
             for operation in self.operations
-            for what in operation.passes
+            for pass_name in operation.passes
         }
 
     def gate(self, dtype: str) -> str:
         """The largest allowed errors, in words."""
         own = [f"of {op.task} {op.bounds[dtype]:g}" for op in self.every if op.bounds is not ERROR_BOUNDS]
-        if any(what in DIFFERENTIATED for op in self.every for what in op.passes):
+        if any(pass_name in DIFFERENTIATED for op in self.every for pass_name in op.passes):
             own.append(f"of gradients {GRADIENT_BOUNDS[dtype]:g}")
         return ", ".join([f"{ERROR_BOUNDS[dtype]:g}", *own])
 
@@ -214,11 +214,11 @@ class Suite:
         """
         chosen = {COPY, *names}
         return [
-            (operation, provider, what)
+            (operation, provider, pass_name)
             for operation in self.every
             for provider in operation.providers
             if provider.name in chosen
-            for what in operation.passes
+            for pass_name in operation.passes
         ]
 
 

@@ -69,7 +69,7 @@ def read_result(path: Path, name: str) -> Result:
     return result
 
 
-def _part_of(row: Row, content: dict[str, Any]) -> dict[str, Any]:
+def _config_of(row: Row, content: dict[str, Any]) -> dict[str, Any]:
     """The config that a row was measured with; empty if the run does not have it."""
     names = ("model", "part", "size", "batch", "dtype")
     parts = content["config"].get("parts", [])
@@ -79,7 +79,7 @@ def _part_of(row: Row, content: dict[str, Any]) -> dict[str, Any]:
 
 def case_title(row: Row, content: dict[str, Any]) -> str:
     """What a row measures, in words. Rows of two results are compared if this is equal."""
-    part = _part_of(row, content)
+    part = _config_of(row, content)
     count = len(row.process_images_s or ())
     processes = f", {counted(count, 'process', 'processes')}" if count else ""
     if row.part != "pipeline" or not part:
@@ -88,7 +88,7 @@ def case_title(row: Row, content: dict[str, Any]) -> str:
     return f"{row_title(row)}, {counted(part['steps'], 'step')}{scheduler}{processes}"
 
 
-def _untouched(rows: Sequence[Row]) -> list[Row]:
+def _without_slowed_times(rows: Sequence[Row]) -> list[Row]:
     """``rows`` of a run, without times that its profiles may have changed.
 
     After its first recording the profiler costs CPU time at each launch, so later times are too long. Times
@@ -110,7 +110,7 @@ def cases_of(result: Result) -> dict[str, list[Row]]:
     """``case_title`` -> rows of a ``bench`` result, without times that a profiler has changed."""
     if result.content["kind"] not in BENCH_KINDS:
         return {}
-    rows = _untouched([Row(**values) for values in result.content["rows"]])
+    rows = _without_slowed_times([Row(**values) for values in result.content["rows"]])
     cases: dict[str, list[Row]] = {}
     for row in rows:
         cases.setdefault(case_title(row, result.content), []).append(row)
@@ -128,7 +128,7 @@ def tables_of(result: Result) -> list[Blocks]:
     if kind in BENCH_KINDS:
         tables = []
         for title, rows in cases_of(result).items():
-            gate = _part_of(rows[0], result.content).get("gate", "")
+            gate = _config_of(rows[0], result.content).get("gate", "")
             profile = profile_table(rows, f"where the time of {title} goes")
             tables += [end_to_end_table(rows, title, gate), *([profile] if profile else [])]
         return tables + preset_tables(result)
@@ -144,7 +144,7 @@ def preset_tables(result: Result) -> list[Blocks]:
     tables = []
     cases = cases_of(result) if result.content["kind"] == "preset" else {}
     for title, rows in cases.items():
-        part = _part_of(rows[0], result.content)
+        part = _config_of(rows[0], result.content)
         preset = PRESETS.get(part.get("preset", ""))
         if preset is None:
             continue
@@ -190,7 +190,7 @@ def comparison(results: Sequence[Result]) -> Blocks:
     body = []
     for key in (key for title in titles for key in keys if key[0] == title):
         values = [each.get(key) for each in times]
-        ratios = [_in_words(value / values[0]) if value and values[0] else NOTHING for value in values[1:]]
+        ratios = [_ratio_text(value / values[0]) if value and values[0] else NOTHING for value in values[1:]]
         body.append([*key, *(number(value, 4) for value in values), *ratios])
     caption = f"milliseconds, of kernels microseconds with a hot L2; slower or faster than {first.name}"
     if any(result.machine != first.machine for result in results):
@@ -198,7 +198,7 @@ def comparison(results: Sequence[Result]) -> Blocks:
     return Blocks(header, body, "comparison", caption, left=2)
 
 
-def _in_words(ratio: float) -> str:
+def _ratio_text(ratio: float) -> str:
     """The ratio of two times, with a word."""
     text = f"{ratio:.2f}"
     return f"{text}, {'equal' if text == '1.00' else 'slower' if ratio > 1 else 'faster'}"
