@@ -80,12 +80,12 @@ def optimize(
 
     Raises:
         TypeError: ``obj`` is neither a pipeline nor a module.
-        ValueError: ``cuda_graphs`` is none of the three, or another option no bool. Or there is nothing to
-            optimize in a module, or with ``strict`` in a pipeline. Or something must be skipped with
-            ``strict``; the message says what and why. Or the model is wrapped in
+        ValueError: ``cuda_graphs`` is none of the three, or another option is no bool. Or there is
+            nothing to optimize in a module, or with ``strict`` in a pipeline. Or something must be
+            skipped with ``strict``; the message says what and why. Or the model is wrapped in
             DistributedDataParallel: optimize it first.
-        RuntimeError: another thread has been running the model for 30 seconds. Shorter calls are waited
-            for, and calls that begin meanwhile wait. Nothing was changed.
+        RuntimeError: another thread has been running the model for 30 seconds. Nothing was changed.
+            ``optimize`` waits for shorter calls, and calls that begin meanwhile wait for ``optimize``.
     """
     before = _optimize("optimize", obj, strict, cuda_graphs, missing_ok, verify, fold_batch_norm)
     if not (before or missing_ok):

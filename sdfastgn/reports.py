@@ -1,4 +1,4 @@
-"""The report on a pipeline: what is fused, would be fused or is skipped. As data, as text and as HTML."""
+"""The report on a pipeline, as data, text or HTML: what is fused, what would be, and what is skipped."""
 
 from __future__ import annotations
 

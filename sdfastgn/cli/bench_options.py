@@ -40,7 +40,7 @@ def _model_facts(model: str | None, weights: str, parts: Sequence[str]) -> tuple
     """(name, native size, pixels along a side of one latent, images of a UNet step) of what is timed.
 
     ``model`` is the model's name if the user gave one. Otherwise the configuration of ``weights`` tells.
-    Raises OptionError if ``weights`` are of another model, or have none of ``parts``.
+    Raises OptionError if ``weights`` are of another model, or if ``parts`` cannot be timed with them.
     """
     if weights == "random":
         name = model or "tiny"

@@ -52,7 +52,7 @@ def whole_numbers(option: str, value: int | str) -> list[int]:
 
 
 def image_size(option: str, value: int, scale: int = 8) -> int:
-    """``scale``: pixels along a side of one latent."""
+    """``value``, if it is a positive multiple of ``scale``, the pixels along a side of one latent."""
     if value < scale or value % scale:
         wanted = f"a positive multiple of {scale} (one latent covers {scale}x{scale} pixels)"
         raise OptionError(f"{option}: must be {wanted}, got {value}")
@@ -117,7 +117,7 @@ def file_paths(outputs: Mapping[str, Path | None], read: Iterable[Path] = ()) ->
 
 
 def folder(option: str, value: str) -> Path:
-    """``value``, if it is a folder, or its parent is one."""
+    """``value``, if it is a folder or can be made in one."""
     if not value:  # pathlib would take it for the working directory
         raise OptionError(f"{option}: must be a folder, got ''; give . for the current one")
     real = Path(os.path.realpath(value))

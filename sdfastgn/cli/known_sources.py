@@ -89,7 +89,7 @@ def print_sources(
 
 
 def _methods_of(fusions: Iterable[Any]) -> dict[_Method, list[str]]:
-    """Each method -> the names of the fusions that rely upon it."""
+    """Upstream method -> names of the fusions that rely on it."""
     users: dict[_Method, list[str]] = {}
     for fusion in fusions:
         for source in fusion.sources:
@@ -109,7 +109,7 @@ def _comfyui_release(folder: Path) -> tuple[str, tuple[Any, ...]]:
 
 
 def _release_files(against: Path) -> Any:
-    """The files of a release: a wheel of diffusers, a folder that contains it, or a checkout of ComfyUI."""
+    """The files in ``against``: a diffusers wheel, a folder with diffusers in it, or a ComfyUI checkout."""
     files: Any = zipfile.Path(against) if zipfile.is_zipfile(against) else against
     if _has_file(files, "diffusers/__init__.py") or _has_file(files, _OF_COMFYUI):
         return files

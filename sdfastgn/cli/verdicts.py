@@ -27,7 +27,7 @@ def verification_table(verdicts: Sequence[Verdict]) -> Blocks:
 def _cells(found: list[Verdict]) -> tuple[str, ...]:
     counts = [str(sum(v.status == status for v in found)) for status in _STATUSES]
     measured = [(v.error, v.stock_error) for v in found if v.error is not None]
-    worst = max(measured, key=lambda pair: (pair[0] != pair[0], pair[0]), default=())  # a NaN first
+    worst = max(measured, key=lambda pair: (pair[0] != pair[0], pair[0]), default=())  # a NaN is the largest
     return (*counts, *(f"{error:.2g}" for error in worst), *(["-"] * (2 - len(worst))))
 
 

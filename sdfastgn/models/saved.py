@@ -1,4 +1,4 @@
-"""Reads the configuration files of a saved pipeline. diffusers is only imported if it is on the Hub."""
+"""Reads the configuration files of a saved pipeline. diffusers is imported only for pipelines on the Hub."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-# In a cell without a value, and behind a time that a competitor beats.
+# The text of a cell without a value, and the mark behind a time that a competitor beats.
 NOTHING = "-"
 LOSS = "†"
 

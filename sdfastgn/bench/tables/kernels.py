@@ -128,7 +128,7 @@ def _cell(line: Line, name: str) -> str:
 
 
 def _pair(pair: Pair) -> str:
-    """``hot (cold)``"""
+    """Two numbers as text: ``hot (cold)``."""
     return f"{number(pair[0])} ({number(pair[1])})" if all(pair) else NOTHING
 
 

@@ -47,7 +47,7 @@ class WaitRow:
 
     @property
     def new_size_over_s(self) -> float:
-        """Seconds that the first steps at a new size take more than if each was as fast as the last."""
+        """Additional seconds of the first steps at a new size. The last step shows the usual time."""
         return sum(self.new_size_s) - len(self.new_size_s) * self.new_size_s[-1]
 
 

@@ -18,7 +18,7 @@ class SpeedUp:
 
     Attributes:
         value: the ratio of the medians.
-        least, most: the lowest and the highest ratio of the 10th and 90th percentiles.
+        least, most: the lowest and highest ratio that the 10th and 90th percentiles of both times allow.
     """
 
     value: float

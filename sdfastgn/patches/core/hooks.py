@@ -1,4 +1,4 @@
-"""Removes module hooks by their function. Unlike a hook's handle, it survives deepcopy and pickle."""
+"""Removes module hooks by their functions, which survive deepcopy and pickle. The handles do not."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def _forget(key: _Key) -> None:
 
 
 def _state_of(x: Tensor) -> tuple[Any, ...]:
-    """Changes when ``x`` is written or moved, the current stream changes, or a capture begins or ends."""
+    """A value that differs after ``x`` was written or moved, on another stream, and in or after a capture."""
     capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
     return x._version, x.data_ptr(), x.shape, gpu.current_stream(x.device), capturing
 

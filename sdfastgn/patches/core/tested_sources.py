@@ -76,7 +76,7 @@ def is_known(cls: Any, method: str) -> bool:
     return any(version["hash"] == found for version in versions)
 
 
-# Package -> its name in reasons.
+# Package -> its name in messages.
 _UPSTREAM = {"diffusers": "diffusers", "comfy": "ComfyUI", "torch": "PyTorch"}
 
 # Function -> its hash. The key is not (class, name), because other code may replace a class's function.
@@ -158,7 +158,7 @@ def _dump(part: Any) -> str:
 
 
 def _is_upstreams(link: Any) -> bool:
-    # Not by ``__module__``, which functools.wraps copies.
+    # ``__module__`` would be wrong for wrappers, because functools.wraps copies it.
     module = getattr(link, "__globals__", {}).get("__name__", "")
     return module.partition(".")[0] in _UPSTREAM
 

@@ -61,7 +61,7 @@ def is_folded(module: nn.Module) -> bool:
 
 
 def fold_into(module: nn.Module) -> None:
-    """Mark the ``foldable`` norms of ``module``. The calls fold them."""
+    """Mark the ``foldable`` norms of ``module``. They are folded when ``module`` is called."""
     for norm in list(foldable(module)):
         change_class(norm, FoldedBatchNorm2d)
 

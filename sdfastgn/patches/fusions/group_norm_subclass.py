@@ -71,7 +71,7 @@ class FusedGroupNormAct(_MadeLater):
 
     def forward(self, x: Tensor) -> Tensor:
         if self._fast_norm:
-            return super(FusedGroupNorm, self).forward(x)  # timm's own
+            return super(FusedGroupNorm, self).forward(x)  # timm's own forward
         name = activation_of(self.act)
         drops = type(self.drop) is not nn.Identity or not is_unhooked(self.drop)
         if name is None or drops or not (is_unhooked(self.act) and dispatch.has_kernels(x)):

@@ -17,7 +17,7 @@ __all__ = ["undrawn"]
 
 
 class _DrawsError(Exception):
-    """The next operation would draw random numbers."""
+    """An operation was about to draw random numbers."""
 
 
 class _Guard(TorchDispatchMode):

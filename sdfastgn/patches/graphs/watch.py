@@ -77,7 +77,7 @@ _CONTAINERS = (dict, list, tuple, set, frozenset)
 _BOUND = (types.MethodType, types.BuiltinFunctionType)
 # Attributes through which functions, methods and partials refer to other objects.
 _PARTS = ("__self__", "__func__", "func", "args", "keywords", "__closure__", "__defaults__", "__kwdefaults__")
-# Objects whose content cannot be read, or differs from thread to thread.
+# Classes of objects whose content cannot be read, or differs from thread to thread.
 _HIDDEN = (type(functools.lru_cache(len)), threading.local)
 # A model with more objects than this is not captured, because checking them would take too long.
 _MAX_OBJECTS = 50_000
@@ -288,7 +288,7 @@ class Watch:
                 self.reason = f"there is a forward hook on {path}"
 
     def _see_container(self, path: str, value: Any, kind: str = "item") -> list[tuple[str, Any]]:
-        """``kind``: of the items, as in ``Place``."""
+        """Record a container. Returns (name, item) of its items. ``kind``: their kind, as in ``Place``."""
         place = self._place(path, "LoRA scale" if id(value) in self._lora_scales else kind, value)
         pairs = list(dict.items(value) if isinstance(value, dict) else enumerate(value))
         if isinstance(value, (dict, list, set)):
@@ -302,7 +302,7 @@ class Watch:
                     dict.values(value) if isinstance(value, dict) else value, place
                 )
         found = [(place.child(key), item) for key, item in pairs]
-        # diffusers' configs are dicts that keep attributes besides.
+        # diffusers' configs are dicts that also have attributes.
         return found + (
             self._see_container(path, vars(value), "attribute") if hasattr(value, "__dict__") else []
         )
