@@ -279,7 +279,7 @@ def _optimize(
     verify: bool = False,
     fold_batch_norm: bool = False,
 ) -> list[_Before]:
-    """Do the work of ``optimize`` and ``optimized``, which is named ``call`` in messages.
+    """Do the work of ``optimize`` and ``optimized``. ``call``: which of the two, for messages.
 
     Returns the former state of each component; empty if there is nothing to optimize.
     """

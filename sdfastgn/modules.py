@@ -113,7 +113,7 @@ class InstanceNorm(_InstanceNorm):
     def forward(self, input: Tensor) -> Tensor:
         try:
             fits = input.dim() >= 3 and input.shape[1] == self.num_features
-        except (AttributeError, RuntimeError):  # no tensor, or a nested one
+        except (AttributeError, RuntimeError):  # ``input`` is no tensor, or a nested one
             fits = False
         if not fits:
             _refuse("sdfastgn.InstanceNorm", input, f"(N, {self.num_features}, *spatial)")
@@ -214,7 +214,7 @@ class BatchNorm(_NormBase):
         name = "sdfastgn.BatchNorm"
         try:
             fits = input.dim() >= 2 and input.shape[1] == self.num_features
-        except (AttributeError, RuntimeError):  # no tensor, or a nested one
+        except (AttributeError, RuntimeError):  # ``input`` is no tensor, or a nested one
             fits = False
         if not fits:
             _refuse(name, input, f"(N, {self.num_features}, *spatial)")

@@ -133,7 +133,7 @@ def _judge(module: nn.Module, inputs: Inputs) -> tuple[Any, ...]:
         return UNVERIFIED, f"no kernel runs: {dispatch.why_off}"
     if not bound < float("inf"):
         return UNVERIFIED, "stock's own output is not finite", error, stock_error
-    if error <= bound:  # false for a NaN
+    if error <= bound:  # comparing a NaN gives False
         return RIGHT, "", error, stock_error
     why = f"verification: its error is {error:.2g}, stock's {stock_error:.2g}"
     return PUT_BACK, why, error, stock_error

@@ -33,7 +33,7 @@ def cuda_package_reason(package: str, device: torch.device, title: str = "") -> 
 def _output_of(*command: str) -> str | None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=PACKAGE_ROOT)
-    except (OSError, subprocess.SubprocessError):  # not installed, among others
+    except (OSError, subprocess.SubprocessError):  # for instance, it is not installed
         return None
     return done.stdout.strip() if done.returncode == 0 else None
 

@@ -20,7 +20,7 @@ def _complete_help(parameter: Any, context: Any) -> None:
     If the default is computed, ``show_default`` describes it in words.
     """
     if getattr(parameter, "is_flag", False):
-        parameter.metavar = ""  # it takes no value
+        parameter.metavar = ""  # a flag takes no value
     text = getattr(parameter, "help", None)
     if not text:
         return

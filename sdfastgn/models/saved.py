@@ -60,7 +60,7 @@ def native_size(weights: str, unet: Mapping[str, Any], without_vae: int) -> tupl
     """
     try:
         scale = latent_scale(load_config(weights, "vae"))
-    except Exception:  # there is none. An error of the network is reported when the pipeline is loaded
+    except Exception:  # there is no VAE. An error of the network is reported when the pipeline is loaded
         scale = without_vae
     latents = unet.get("sample_size") or UNETS["sd15"]["sample_size"]
     return (latents if isinstance(latents, int) else max(latents)) * scale, scale

@@ -192,9 +192,9 @@ def comparison(results: Sequence[Result]) -> Blocks:
         values = [each.get(key) for each in times]
         ratios = [_ratio_text(value / values[0]) if value and values[0] else NOTHING for value in values[1:]]
         body.append([*key, *(number(value, 4) for value in values), *ratios])
-    caption = f"milliseconds, of kernels microseconds with a hot L2; slower or faster than {first.name}"
+    caption = f"milliseconds (kernels: microseconds with a hot L2); slower or faster than {first.name}"
     if any(result.machine != first.machine for result in results):
-        caption += f"; {OTHER_MACHINE}: its GPU is not that of {first.name}"
+        caption += f"; {OTHER_MACHINE}: another GPU than in {first.name}"
     return Blocks(header, body, "comparison", caption, left=2)
 
 

@@ -76,7 +76,7 @@ def _rebound(value: Any, old: Forward, new: Forward) -> list[Any]:
         kept += value
     if isinstance(value, types.FunctionType):
         for cell in value.__closure__ or ():
-            with contextlib.suppress(ValueError):  # an empty cell
+            with contextlib.suppress(ValueError):  # raised for an empty cell
                 if _same(cell.cell_contents, old):
                     cell.cell_contents = new
                 kept.append(cell.cell_contents)

@@ -36,7 +36,7 @@ _GATE = "_call_impl"
 # middle of the search.
 _CALL = nn.Module.__call__.__code__
 
-one_at_a_time = threading.RLock()  # for changes of any model
+one_at_a_time = threading.RLock()  # held during a change of any model
 _change: _Change | None = None
 
 
@@ -47,7 +47,7 @@ class _Change:
         self.owner = threading.get_ident()
         self.modules = set(modules)
         self.done = threading.Event()
-        self.waiting: set[int] = set()  # threads at a gate
+        self.waiting: set[int] = set()  # ids of threads that wait at a gate
 
 
 class _Gate:
@@ -128,7 +128,7 @@ def _running_elsewhere(change: _Change) -> tuple[int, nn.Module] | None:
 
 def _inside_a_call(modules: set[nn.Module]) -> bool:
     """True if the call at the gate was made inside another call of ``modules``."""
-    own_call = sys._getframe(2)  # the call of the gate's module
+    own_call = sys._getframe(2)  # the frame of the call that has reached the gate
     return _called_module(own_call.f_back, modules) is not None
 
 

@@ -45,7 +45,7 @@ class Number(NamedTuple):
     """
 
     position: int
-    float_dtype: torch.dtype  # of the tensor that a float becomes
+    float_dtype: torch.dtype  # dtype of the tensor that a float becomes
 
 
 class _Slot(NamedTuple):
@@ -129,7 +129,7 @@ class Call:
             if kind is Tensor and value.device.type == "cpu" and value.dim() == 0:
                 # ``item`` does not wait for a GPU, because the tensor is on the CPU.
                 return self._slot(value.item(), _Spec((), (), value.dtype), tokens)
-            if kind in (int, float):  # with the dtypes that diffusers gives such tensors
+            if kind in (int, float):  # it becomes a tensor of the same dtype as in diffusers' forward
                 dtype = torch.int64 if kind is int else number.float_dtype
                 spec = _Spec((), (), dtype)
                 return self._slot(value if dtype.is_floating_point else int(value), spec, tokens)

@@ -202,7 +202,8 @@ class CudaBackend:
 
     def capture(self, fn: Callable[[], Any]) -> Handle:
         graph = torch.cuda.CUDAGraph()
-        others = list(self._alive)  # held, because the allocator refuses a pool whose graphs are all gone
+        # Kept alive during the capture, because the allocator refuses a pool whose graphs are all gone.
+        others = list(self._alive)
         if self._pool is None or not others:
             self._pool = torch.cuda.graph_pool_handle()
         pool = self._pool

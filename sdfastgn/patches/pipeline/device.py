@@ -49,7 +49,7 @@ def _device_without_hooks(pipe: Any) -> torch.device | None:
         if any("_hf_hook" in names or "_diffusers_hook" in names for names in attributes):
             return None  # accelerate's offloading, or diffusers'
         if any("_modules" not in names for names in attributes):
-            return None  # a TorchScript module
+            return None  # a TorchScript module has no ``_modules``
         level = set(chain.from_iterable(names["_modules"].values() for names in attributes)) - seen
     return devices.pop()
 

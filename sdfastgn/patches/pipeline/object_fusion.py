@@ -91,7 +91,7 @@ class ObjectFusion:
 
         def reduce_ex(part: Any, protocol: Any) -> Any:
             make, arguments, *state = stock.__reduce_ex__(part, max(int(protocol), 2))
-            if not self.is_applied(part):  # its class is derived from this one
+            if not self.is_applied(part):  # its class is derived from the fused one
                 return (make, arguments, *state)
             # By name, pickle would find the stock class.
             return (_new, (self.module, stock), *state)
