@@ -11,7 +11,8 @@ Categories and launch gaps add up to the time from the start of the first kernel
 two kernels run at once (two streams, programmatic dependent launch), the time that they share counts for the
 one that started first.
 
-On the CPU the times are those of operators without the operators inside, and the gaps are Python's time.
+On the CPU the breakdown has operators instead of kernels. The time of an operator does not include the
+operators that it calls, and the gaps are Python's time.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def run_bench(
 
 def _kind(configs: Sequence[BenchConfig]) -> str:
     if launched():
-        return "processes"  # their times must not be mixed with those of one GPU: they share the host
+        return "processes"  # several GPUs share a host, so these times differ from a single GPU's
     if configs[0].preset:
         return "preset"
     if any(config.profile for config in configs):

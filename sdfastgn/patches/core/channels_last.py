@@ -7,9 +7,9 @@ channels-first again, which is what callers of the stock model get.
 
 The layout pays only where kernels run. So a weight is converted when it is on a GPU and kernels support
 its dtype. If it is not there yet, it is converted when the model is moved: ``.to()`` and similar methods
-call ``_apply``, and ``apply`` puts an ``_apply`` of its own into the root's ``__dict__``. A weight that
-leaves the GPU keeps the layout, because it usually comes back. The first forward on a device without
-kernels restores the former layout.
+call ``_apply``, which ``apply`` replaces in the root's ``__dict__``. A weight that leaves the GPU keeps the
+layout, because it usually comes back. The first forward on a device without kernels restores the former
+layout.
 """
 
 from __future__ import annotations
