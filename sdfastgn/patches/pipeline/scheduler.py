@@ -157,8 +157,7 @@ def _overrides(stock: Any) -> dict[str, Any]:
     def set_timesteps(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _is_recorded():
             return stock.set_timesteps(self, *args, **kwargs)
-        # Inference tensors do not count their writes, so inference mode is left. Leaving it turns gradients
-        # on, so they are set as they were.
+        # Inference tensors count no writes, so inference mode is left, with gradients on or off as before.
         grad = torch.is_grad_enabled()
         with torch.inference_mode(False), torch.set_grad_enabled(grad), PinnedCopies() as copies:
             result = stock.set_timesteps(self, *args, **kwargs)
