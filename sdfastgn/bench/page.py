@@ -1,4 +1,4 @@
-"""Writes results as one HTML page. This file collects the data, the template ``report.html`` shows it."""
+"""Writes results as one HTML page. This file collects the data, and the template ``report.html`` shows it."""
 
 from __future__ import annotations
 

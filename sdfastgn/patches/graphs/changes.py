@@ -57,7 +57,7 @@ class Place(NamedTuple):
         return f"{self.name} changed from {before} to {after}"
 
     def noun(self, key: Any) -> str:
-        """The item ``key`` in words."""
+        """Words for the item ``key``, such as "parameter weight of conv_in"."""
         if self.kind in ("item", "LoRA scale"):
             return self.child(key)
         if self.kind == "module":
