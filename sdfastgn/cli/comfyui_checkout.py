@@ -1,4 +1,4 @@
-"""A checkout of ComfyUI, imported from its folder."""
+"""Imports ComfyUI from a checkout."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import sys
 import types
 from collections.abc import Iterator, Sequence
 
-# ComfyUI imports these for models and nodes that nobody loads here. A build of them fits one build of torch
-# only, so they are often not installed.
+# Packages that ComfyUI imports for models and nodes that nobody loads here. They must be built for the installed
+# torch, so they are often missing.
 _NOT_NEEDED = ("kornia", "spandrel", "torchaudio", "torchvision")
 
 
 class _Empty(types.ModuleType):
-    """An empty module in which every public name is an empty class."""
+    """Replaces a module that is imported but not used: every public name in it is an empty class."""
 
     def __getattr__(self, name: str) -> type:
         if name.startswith("__"):
@@ -46,11 +46,12 @@ class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 def import_comfyui(
     folder: str, *arguments: str, modules: Sequence[str] = ("comfy.sample", "comfy.sd")
 ) -> str:
-    """Import ``modules`` of ComfyUI, and return its version. Once a process.
+    """Import ComfyUI, and return its version. Call it only once in a process.
 
     Args:
         folder: the checkout.
-        arguments: of ComfyUI's command line, such as ``--cpu``.
+        arguments: arguments of ComfyUI's command line, such as ``--cpu``.
+        modules: the modules of ComfyUI to import.
     """
     sys.path.insert(0, folder)
     before, sys.argv = sys.argv, ["comfyui", *arguments]
@@ -68,10 +69,10 @@ def import_comfyui(
 
 @contextlib.contextmanager
 def stand_ins() -> Iterator[None]:
-    """Inside, empty modules stand for the packages in ``_NOT_NEEDED`` that are not installed."""
+    """Inside, each package of ``_NOT_NEEDED`` that is not installed is replaced by empty modules."""
     import transformers.utils
 
-    # transformers remembers the answer. It must not find the stand-in.
+    # transformers remembers the answer. It must not take the empty module for an installed torchvision.
     transformers.utils.is_torchvision_available()
     missing = [name for name in _NOT_NEEDED if importlib.util.find_spec(name) is None]
     finder = _StandIns(missing)

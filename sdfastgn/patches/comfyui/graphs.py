@@ -35,7 +35,7 @@ _HARMLESS = frozenset(
     )
 )  # fmt: skip
 
-# UNet -> its graphs. Not in its ``__dict__``: they outlive ejection, so that the next run uses them again.
+# UNet -> its graphs. They stay after ``eject``, so that the next run uses them again.
 _graphs: weakref.WeakKeyDictionary[nn.Module, GraphedForward] = weakref.WeakKeyDictionary()
 # UNet -> (calls replayed, reason -> calls without a graph), both counted until the last run began.
 _before_run: weakref.WeakKeyDictionary[nn.Module, tuple[int, Counter[str]]] = weakref.WeakKeyDictionary()
@@ -83,7 +83,7 @@ class FusedUNetModel(UNetModel):
         transformer_options: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        if transformer_options is None:  # called by ``_graphs``: the call that becomes a graph
+        if transformer_options is None:  # called by a ``GraphedForward``: the call that is captured
             return super()._forward(x, timesteps, context, y, control, {}, **kwargs)
         return super().forward(x, timesteps, context, y, control, transformer_options, **kwargs)
 

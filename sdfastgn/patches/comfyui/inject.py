@@ -21,7 +21,7 @@ from sdfastgn.patches.fusions import group_norm, sequential
 __all__ = ["CLAIMING", "drop_graphs", "eject", "has_blocks", "inject", "is_loaded", "root_of"]
 
 _BLOCKS = (*unet.BLOCKS, *vae.BLOCKS, graphs.UNET)
-# Fusions that claim ComfyUI's own classes, so that a report on a model that is not injected can use them.
+# Fusions that claim ComfyUI's own classes. With them a report can describe a model that is not fused yet.
 CLAIMING: tuple[Fusion, ...] = (*LAYERS, *_BLOCKS)
 # In the order in which they are applied. Layers come first: the others look for PyTorch's exact classes.
 _STAGES: tuple[tuple[Any, ...], ...] = (LAYERS, (group_norm.FUSION, sequential.FUSION, *_BLOCKS))
@@ -88,5 +88,5 @@ def drop_graphs(root: nn.Module) -> None:
 
 
 def is_loaded(root: nn.Module) -> bool:
-    """False if a layer below ``root`` casts its weights at each call."""
+    """True if no layer below ``root`` casts its weights at each call, as it would with low VRAM."""
     return not any(getattr(module, "comfy_cast_weights", False) for module in root.modules())

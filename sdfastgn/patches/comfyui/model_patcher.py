@@ -1,4 +1,7 @@
-"""Adds sdfastgn to a ``ModelPatcher`` as an injection. Clones inherit it; ComfyUI calls it at (un)loading."""
+"""Adds sdfastgn to a ``ModelPatcher`` as an injection: ComfyUI calls it when it loads and unloads the model.
+
+Clones of the ``ModelPatcher`` inherit the injection.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,8 @@ def optimize_model(
             eject(root_of(patcher))
 
     def begin(patcher: Any) -> None:
-        # A clone of an injected patcher also says that it is injected, and ejects the model when it dies.
+        # A clone of an injected patcher shares its model, also has ``is_injected`` set, and ejects the model
+        # when it is deleted. So ``patcher`` may say that it is injected although its model is stock.
         if patcher.is_injected and not UNET.is_applied(root_of(patcher)):
             put_in(patcher)
         begin_run(root_of(patcher))

@@ -47,8 +47,8 @@ def text_of(patcher: Any) -> str:
         return f"{name}: not faster. {reason}"
     fused, stock = parts_of(root)
     if not has_no_patches(patcher.model_options.get("transformer_options", {})):
-        patched = Counter({each: fused.pop(each) for each in _PATCHED if each in fused})
-        stock["other nodes' patches run inside of them"] = patched
+        patched = Counter({_PATCHED: fused.pop(_PATCHED, 0)})
+        stock["other nodes' patches run inside of them"] = +patched
     if not fused:
         verdict = "not faster. All of it runs as stock"
     elif not any(fusion.is_applied(module) for module in root.modules() for fusion in CLAIMING):
@@ -58,12 +58,12 @@ def text_of(patcher: Any) -> str:
     lines = [f"{name}: {verdict}"]
     if fused:
         lines.append(f"Fused: {_counted(fused)}")
-    lines += [f"As stock: {_counted(parts)}. Reason: {why}" for why, parts in stock.items()]
+    lines += [f"As stock: {_counted(parts)}. Reason: {why}" for why, parts in stock.items() if parts]
     return "\n".join([*lines, *_calls(root)])
 
 
 # What runs stock's code while other nodes have patches inside of transformer blocks.
-_PATCHED = (_WORDS["comfyui_transformer_block"],)
+_PATCHED = _WORDS["comfyui_transformer_block"]
 
 
 def _why_not_faster(patcher: Any, root: nn.Module) -> str | None:
@@ -113,7 +113,7 @@ def _calls(root: nn.Module) -> list[str]:
         return ["No CUDA graphs while layers cast their weights"]
     memory = sum(graphed.pool_bytes().values()) / 2**20
     lines = [f"Last run: {replayed} of {total} calls as CUDA graphs, which hold {memory:.0f} MiB"]
-    lines += [f"Without a graph: {count} calls, {reason}" for reason, count in eager.items()]
+    lines += [f"Without a graph: {count} ({reason})" for reason, count in eager.items()]
     if graphed.last_change:
         lines.append(f"Captured anew because: {graphed.last_change}")
     return lines

@@ -77,7 +77,7 @@ def test_before_and_after_a_run(model, gpu_at_hand, tape):
     assert words(fused) == words(FUSED)
     assert calls == [
         "Last run: 3 of 4 calls as CUDA graphs, which hold 3 MiB",
-        "Without a graph: 1 calls, first call of its kind",
+        "Without a graph: 1 (first call of its kind)",
     ]
     latent_of(optimized, KIND, steps=5)  # the counts are of this run alone
     assert lines_of(optimized)[2:] == ["Last run: 5 of 5 calls as CUDA graphs, which hold 3 MiB"]
@@ -101,14 +101,14 @@ def test_patches_of_other_nodes(model, gpu_at_hand, tape):
     assert lines_of(patched)[2:] == [
         "As stock: 7 transformer blocks. Reason: other nodes' patches run inside of them",
         "Last run: 0 of 2 calls as CUDA graphs, which hold 0 MiB",
-        "Without a graph: 2 calls, other nodes take part (attn1_output_patch)",
+        "Without a graph: 2 (other nodes take part (attn1_output_patch))",
     ]
 
 
 def test_graphs_that_the_user_has_turned_off(model, gpu_at_hand, tape):
     optimized = optimize_model(model, False)
     latent_of(optimized, KIND, steps=2)
-    assert lines_of(optimized)[-1] == "Without a graph: 2 calls, they are turned off"
+    assert lines_of(optimized)[-1] == "Without a graph: 2 (they are turned off)"
 
 
 def test_a_vae(gpu_at_hand):
