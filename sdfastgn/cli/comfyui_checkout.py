@@ -11,8 +11,8 @@ import sys
 import types
 from collections.abc import Iterator, Sequence
 
-# Packages that ComfyUI imports for models and nodes that nobody loads here. They must be built for the installed
-# torch, so they are often missing.
+# Packages that ComfyUI imports for models and nodes that nobody loads here. They must be built for the
+# installed torch, so they are often missing.
 _NOT_NEEDED = ("kornia", "spandrel", "torchaudio", "torchvision")
 
 

@@ -116,7 +116,7 @@ class FusedUNetModel(UNetModel):
 def _other_nodes(options: dict[str, Any]) -> str | None:
     """Names what other nodes run inside of the UNet; None if there is nothing."""
     names = {*options.get("patches", ()), *options.get("patches_replace", ()), *(options.keys() - _HARMLESS)}
-    return f"other nodes take part ({', '.join(sorted(map(str, names)))})" if names else None
+    return f"other nodes take part: {', '.join(sorted(map(str, names)))}" if names else None
 
 
 UNET = ClassSwap(

@@ -47,8 +47,9 @@ def text_of(patcher: Any) -> str:
         return f"{name}: not faster. {reason}"
     fused, stock = parts_of(root)
     if not has_no_patches(patcher.model_options.get("transformer_options", {})):
-        patched = Counter({_PATCHED: fused.pop(_PATCHED, 0)})
-        stock["other nodes' patches run inside of them"] = +patched
+        count = fused.pop(_PATCHED, 0)
+        if count:
+            stock["other nodes' patches run inside of them"] = Counter({_PATCHED: count})
     if not fused:
         verdict = "not faster. All of it runs as stock"
     elif not any(fusion.is_applied(module) for module in root.modules() for fusion in CLAIMING):
@@ -58,7 +59,7 @@ def text_of(patcher: Any) -> str:
     lines = [f"{name}: {verdict}"]
     if fused:
         lines.append(f"Fused: {_counted(fused)}")
-    lines += [f"As stock: {_counted(parts)}. Reason: {why}" for why, parts in stock.items() if parts]
+    lines += [f"As stock: {_counted(parts)}. Reason: {why}" for why, parts in stock.items()]
     return "\n".join([*lines, *_calls(root)])
 
 

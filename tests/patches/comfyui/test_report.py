@@ -101,7 +101,7 @@ def test_patches_of_other_nodes(model, gpu_at_hand, tape):
     assert lines_of(patched)[2:] == [
         "As stock: 7 transformer blocks. Reason: other nodes' patches run inside of them",
         "Last run: 0 of 2 calls as CUDA graphs, which hold 0 MiB",
-        "Without a graph: 2 (other nodes take part (attn1_output_patch))",
+        "Without a graph: 2 (other nodes take part: attn1_output_patch)",
     ]
 
 
