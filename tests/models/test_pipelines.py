@@ -17,6 +17,8 @@ from sdfastgn.models import configurations
 from sdfastgn.models.pipelines import build_pipeline, build_tokenizer, load_pipeline
 from sdfastgn.program import OptionError
 
+pytestmark = pytest.mark.fused_on_cpu
+
 
 def generate(pipe):
     generator = torch.Generator().manual_seed(0)

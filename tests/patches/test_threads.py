@@ -20,6 +20,8 @@ from tests.patches.graphs.cases import make, run
 from tests.patches.graphs.tape import TapeBackend
 from tests.patches.samples import randomize
 
+pytestmark = pytest.mark.fused_on_cpu
+
 LONG = 60.0  # seconds after which a thread that does not end counts as stuck
 
 

@@ -17,6 +17,8 @@ import tomllib  # noqa: E402  # Python 3.10, which has none, skips before this
 from tests.patches.comfyui import comfy_models  # noqa: E402
 from tests.patches.comfyui.comfy_models import close, image_of, latent_of  # noqa: E402
 
+pytestmark = pytest.mark.fused_on_cpu
+
 FOLDER = Path(__file__).resolve().parents[3] / "integrations" / "comfyui"
 
 
