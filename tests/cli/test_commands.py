@@ -1,4 +1,4 @@
-"""The command line: every command, and bad input, which is one line before anything starts."""
+"""What the commands do. What they refuse is in ``test_wrong_input.py``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sdfastgn.kernels.common import dispatch
 from sdfastgn.models import architectures, configurations
 from sdfastgn.models.pipelines import build_pipeline
 from sdfastgn.patches.fusions.geglu import FusedGEGLU
-from tests.command_line import ROOT, exit_code, invoke
+from tests.command_line import ROOT, invoke
 
 # As the entry point sets it. transformers would keep the first runner's standard error.
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -33,92 +33,6 @@ ON_CPU = ("--device", "cpu", "--repeats", "1")
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
     return json.loads(path.read_text())["rows"]
-
-
-# ---- bad input
-
-BAD_INPUT = {
-    "bench --model sd3": "--model: unknown value 'sd3'; choose from tiny, tiny_xl, sd15, sdxl",
-    "bench --part text": "--part: unknown value 'text'; choose from unet, vae, pipeline",
-    "bench --variants eager,fast": "--variants: unknown value 'fast'; choose from eager, channels_last",
-    "bench --variants ,": "--variants: no value given; choose from eager",
-    "bench --dtype fp8": "--dtype: unknown value 'fp8'; choose from fp16, bf16, fp32",
-    "bench --size 100": "--size: must be a positive multiple of 8 (pixels of a latent), got 100",
-    "bench --size -8": "--size: must be a positive multiple of 8",
-    "bench --preset mine": "--preset: unknown value 'mine'; choose from fal, diffusion-fast, stable-fast",
-    "bench --scheduler Euler": "--scheduler: diffusers has no 'Euler'; give one like EulerDiscreteScheduler",
-    "bench --html tests": "--html: cannot write a file at 'tests': Is a directory",
-    "report /no/such.json": "cannot read '/no/such.json': No such file or directory",
-    "report pyproject.toml": "'pyproject.toml' holds no result of sdfastgn: it is no JSON (Expecting value: ",
-    "report benchmarks/notes/ablation.json": "'ablation.json' has results of the kind 'ablation', which has",
-    "bench --steps 0": "--steps: must be a positive whole number, got 0",
-    "bench --batch two": "--batch: must be a positive whole number or a list such as 1,4, got 'two'",
-    "bench --steps 1,-4": "--steps: must be a positive whole number, got -4",
-    "bench --steps ,": "--steps: must be a positive whole number or a list such as 1,4, got ','",
-    "bench --batch 0": "--batch: must be a positive whole number, got 0",
-    "bench --repeats -1": "--repeats: must be a positive whole number, got -1",
-    "bench --device tpu": "--device: cannot use 'tpu'; choose from cpu",
-    "bench --weights /no/such/folder": "--weights: no such path '/no/such/folder'",
-    "bench --weights model": "--weights: no such path 'model'; give random, a path, or a Hub id",
-    "bench --weights tests": "--weights: no configuration of a UNet in 'tests'",
-    "verify tiny": "PATH: no such path 'tiny'; give a path, or a Hub id",
-    f"bench --batch {10**18}": "--batch: must be a positive whole number or a list such as 1,4, got",
-    "bench --json tests": "--json: cannot write a file at 'tests': Is a directory",
-    "bench --json /proc/x.json": "--json: cannot write a file at '/proc/x.json'",
-    "bench --plot out.png": "--plot: only --profile has a picture, got 'out.png' without it",
-    "bench --profile --plot /proc/x.png": "--plot: cannot write a file at '/proc/x.png'",
-    "bench --profile --plot out.svg": "--plot: must end in .png, got 'out.svg'",
-    "kernels --json /proc/x/y.json": "--json: there is no folder '/proc/x'; make it first",
-    "kernels --dtype bf16,fp32 --json /proc/x.json": "--json: cannot write a file at '/proc/x_bf16.json'",
-    "kernels --dtype bf16,fp32 --json .": "--json: cannot write a file at '.': Is a directory",
-    "kernels --plot roof.svg": "--plot: must end in .png, got 'roof.svg'",
-    "kernels --suite training --plot x.png": "--plot: only the suite inference has a picture, got 'x.png'",
-    "kernels --shapes 2x320x64": "--shapes: cannot use shape '2x320x64'; give NxCxHxW with C divisible by 32",
-    "kernels --shapes 2x33x8x8": "--shapes: cannot use shape '2x33x8x8'",
-    "kernels --shapes 0x32x8x8": "--shapes: cannot use shape '0x32x8x8'",
-    f"kernels --shapes {10**18}x32x8x8": f"--shapes: cannot use shape '{10**18}x32x8x8'",
-    "kernels --suite instance_norm --shapes 2x32x8x8": "--shapes: cannot use shape '2x32x8x8'; give N",
-    "kernels --providers cudnn": "--providers: unknown value 'cudnn'; choose from copy, eager_nchw",
-    "kernels --suite layer_norm --providers sdpa": "--providers: unknown value 'sdpa'; choose from",
-    "kernels --suite norms": "--suite: unknown value 'norms'; choose from inference, training",
-    "kernels --dtype int8": "--dtype: unknown value 'int8'; choose from fp16",
-    "inspect /no/such/folder": "MODEL: no such path '/no/such/folder'; give tiny, tiny_xl,",
-    "inspect tests": "MODEL: cannot load 'tests'",
-    "inspect tiny --json /proc/x.json": "--json: cannot write a file at '/proc/x.json'",
-    "warm-up sd3": f"MODEL: no such path 'sd3'; give {', '.join(configurations.MODELS)}, a path, or a Hub id",
-    "warm-up tests": "MODEL: no configuration of a UNet in 'tests'",
-    "warm-up tiny --batch 0": "--batch: must be a positive whole number, got 0",
-    "warm-up tiny --size 1,2": "--size: must be like 512 or 768x512 (width first), got '1,2'",
-    f"warm-up tiny --size {10**18}": "--size: must be like 512 or 768x512 (width first), got",
-    "warm-up tiny --size 64x60": "--size: must be a positive multiple of 8 (pixels of a latent), got 60",
-    "warm-up tiny --device tpu": "--device: cannot use 'tpu'; choose from cpu",
-    "warm-up tiny --device cpu": "--device: kernels compile on the GPU that they are for, got 'cpu'",
-    "sources --against tests": "--against: no wheel or folder of diffusers or ComfyUI, got 'tests'",
-    "sources --comfyui tests": "--comfyui: no checkout of ComfyUI, got 'tests'",
-    f"sources --against {'a' * 300}": "--against: no wheel or folder of diffusers or ComfyUI, got",
-    "demo --output pyproject.toml": "--output: cannot make a folder at 'pyproject.toml': File exists",
-    "demo --output /proc/x": "--output: cannot make a folder at '/proc/x': No such",
-    # typer's own checks
-    "bench --guidance inf": "Invalid value for '--guidance': inf is not finite",
-    "generate --model m --prompts p --out o --guidance nan": "Invalid value for '--guidance': nan is not",
-    "bench --repeats two": "Invalid value for '--repeats': Input should be a valid integer",
-    "bench --color": "No such option: --color",
-    f"bench --seed {2**64}": f"Invalid value for '--seed': {2**64} is not a whole number of 64 bits",
-    f"kernels --seed {-(2**64)}": f"Invalid value for '--seed': {-(2**64)} is not a whole number of 64 bits",
-    "paint": "No such command 'paint'.",
-}
-
-
-@pytest.mark.parametrize(("command", "message"), BAD_INPUT.items(), ids=BAD_INPUT)
-def test_bad_input_is_one_line(
-    command: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(ROOT)
-    assert exit_code(monkeypatch, "sdfastgn", *command.split()) == 2
-    shown = capsys.readouterr()
-    assert shown.err.startswith(f"sdfastgn: {message}")
-    assert shown.err.count("\n") == 1
-    assert not shown.out
 
 
 def test_an_output_without_all_characters_has_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

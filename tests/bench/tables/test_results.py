@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from sdfastgn.program import OptionError
 from tests.bench.tables.cases import ENVIRONMENT, row, save, text_of
 from tests.command_line import ROOT, invoke
 
-UNSOUND = "'x.json' holds no whole result of sdfastgn: a field is missing, unknown or of another type"
 H200 = ROOT / "benchmarks" / "h200"
 
 
@@ -39,56 +37,6 @@ def test_a_result_without_a_version_is_of_the_first(tmp_path):
     del content["schema"]
     path.write_text(json.dumps(content))
     assert documents.read_json(path) == content
-
-
-@pytest.mark.parametrize("version", [documents.SCHEMA + 1, 0, "1", None])
-def test_an_unknown_version_is_refused_by_name(version, tmp_path):
-    path = save(tmp_path, "new.json", "end_to_end", [row("eager", 25.0)], schema=version)
-    result = invoke("report", str(path))
-    assert result.exit_code == 2
-    assert f"new.json' has results in schema {version!r}; this sdfastgn reads 1 to" in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("{", "'x.json' holds no result of sdfastgn: it is no JSON (Expecting property name"),
-        ("[" * 100_000, "'x.json' holds no result of sdfastgn: it is no JSON (maximum recursion depth"),
-        ("[1]", "'x.json' holds no result of sdfastgn: it is no JSON object"),
-        ("{}", "'x.json' holds no result of sdfastgn: it has no 'kind' of type str"),
-        ('{"kind": "profile", "config": {}, "rows": []}', "it has no 'environment' of type dict"),
-        ('{"environment": {}, "kind": "profile", "config": {}, "rows": 5}', "it has no 'rows' of type list"),
-        ('{"environment": {}, "kind": "profile", "config": {}, "rows": [{"a": 1}]}', UNSOUND),
-        ('{"environment": {"git": 5}, "kind": "profile", "config": {}, "rows": []}', UNSOUND),
-        ('{"environment": {}, "kind": "warm_up", "config": {}, "rows": []}', UNSOUND),
-    ],
-    ids=["cut off", "deep", "list", "empty", "no machine", "no rows", "no row", "odd machine", "no parts"],
-)
-def test_a_damaged_result_is_one_line(text, words, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("x.json").write_text(text)
-    result = invoke("report", "x.json")
-    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
-    assert result.stderr.startswith("sdfastgn: ")
-    assert "'x.json'" in result.stderr
-    assert words in result.stderr
-    assert "Error" not in result.stderr  # the name of an exception
-
-
-def test_a_name_that_is_no_text_is_one_line(tmp_path: Path) -> None:
-    nameless = {**vars(row("eager", 25.0)), "variant": None}
-    result = invoke("report", str(save(tmp_path, "x.json", "end_to_end", [nameless])))
-    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
-    assert "x.json' holds no whole result of sdfastgn: " in result.stderr
-
-
-@pytest.mark.parametrize("text", ["{", "[1]", '{"case": ["a"]}'])
-def test_damaged_images_are_one_line(text, tmp_path):
-    path = save(tmp_path, "x.json", "end_to_end", [row("eager", 25.0)])
-    documents.images_path(path).write_text(text)
-    result = invoke("report", str(path))
-    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
-    assert "x.images'" in result.stderr
 
 
 @pytest.mark.parametrize("text", ["{", '{"kind": "preset"}'])
