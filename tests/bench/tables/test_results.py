@@ -132,21 +132,6 @@ def test_pipelines_of_other_steps_are_not_compared():
     assert comparison(results).body == []
 
 
-def test_results_that_share_nothing_are_shown_one_by_one():
-    result = invoke("report", *(str(H200 / f"{name}.json") for name in ("warm_up_sdxl", "train_sdxl")))
-    assert result.exit_code == 0, result.output
-    assert all(words in result.stdout for words in ("first images, sdxl 1024²", "SDXL training step 512²"))
-
-
-def test_the_command_compares_and_writes_a_page(tmp_path):
-    page = tmp_path / "page.html"
-    files = [str(H200 / f"{name}.json") for name in ("kernels", "kernels_bf16")]
-    result = invoke("report", *files, "--html", str(page))
-    assert result.exit_code == 0, result.output
-    assert "kernels_bf16.json / kernels.json" in " ".join(result.stdout.split())
-    assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
-
-
 # ---- presets
 
 
