@@ -173,37 +173,6 @@ def test_the_tables_of_a_file_are_renewed(tmp_path):
     assert "old" not in written
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        pytest.param("<!-- table:other --><!-- /table:other -->", "other", id="unknown-name"),
-        pytest.param("<!-- table:results -->", "closed", id="not-closed"),
-    ],
-)
-def test_slots_that_cannot_be_filled(text, words, tmp_path, capsys):
-    readme = tmp_path / "README.md"
-    readme.write_text(text)
-    assert pages.main(["--write", str(readme), "--results", str(tmp_path)]) == 2
-    assert words in capsys.readouterr().err
-    assert readme.read_text() == text
-
-
-def test_a_missing_file_is_one_line(tmp_path, capsys):
-    assert pages.main(["--write", str(tmp_path / "none.md"), "--results", str(tmp_path)]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
-
-
-@pytest.mark.parametrize("arguments", [[], ["--results", "no"]], ids=["elsewhere", "misspelt"])
-def test_a_missing_folder_of_results_empties_no_table(arguments, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    readme = tmp_path / "README.md"
-    readme.write_text(SLOT)
-    assert pages.main(["--write", str(readme), *arguments]) == 2
-    folder = arguments[-1] if arguments else "benchmarks"
-    assert capsys.readouterr().err == f"tables: --results: there is no folder {folder!r} here\n"
-    assert readme.read_text() == SLOT
-
-
 @pytest.mark.parametrize(("name", "slot"), [("README.md", "headline"), ("docs/benchmarks.md", "results")])
 def test_the_tables_of_this_repository_are_fresh(name, slot):
     root = Path(__file__).resolve().parents[3]

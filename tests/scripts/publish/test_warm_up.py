@@ -19,7 +19,7 @@ from sdfastgn.bench.tables.pipelines import WaitRow, warm_up_table
 from sdfastgn.bench.workload import BenchConfig
 from sdfastgn.program import OptionError
 from tests.bench.tables.cases import save
-from tests.command_line import exit_code, exit_code_of
+from tests.command_line import exit_code_of
 
 CONFIG = BenchConfig("tiny", "pipeline", 64, 1, "fp32", "cpu", repeats=1, steps=1)
 ROW = WaitRow("", [3.0, 2.0, 1.0], [0.9, 0.5, 0.1, 0.1], 10.0, 12.0)
@@ -78,20 +78,11 @@ def test_weights_that_cannot_be_loaded_are_told_by_the_process(tmp_path, monkeyp
     assert pool.call_args.kwargs["mp_context"].get_start_method() == "spawn"  # with nothing imported
 
 
-TINY = ("--model", "tiny", "--device", "cpu")
-
-
-def test_a_bad_new_size_is_one_line(monkeypatch, capsys):
-    assert exit_code(monkeypatch, "publish/warm_up.py", *TINY, "--new-size", "0") == 2
-    error = capsys.readouterr().err
-    assert error.startswith("warm_up.py: --new-size: must be a positive multiple of 8")
-    assert error.count("\n") == 1
-
-
 def test_the_script_prints_and_writes(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(warm_up, "run", lambda config, new_size: [dataclasses.replace(ROW, variant="eager")])
     path = tmp_path / "out.json"
-    assert exit_code_of(monkeypatch, warm_up.first_images, *TINY, "--json", str(path)) == 0
+    arguments = ("--model", "tiny", "--device", "cpu", "--json", str(path))
+    assert exit_code_of(monkeypatch, warm_up.first_images, *arguments) == 0
     assert "second image" in capsys.readouterr().out
     content = json.loads(path.read_text())
     (part,) = content["config"]["parts"]
