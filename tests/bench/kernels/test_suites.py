@@ -114,19 +114,6 @@ def test_reasons_are_one_line_and_baselines_are_known():
 
 
 @pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        pytest.param({"wall_clock": False}, "need an NVIDIA GPU", id="no-gpu"),
-        pytest.param({"shapes": ((1, 512, 256, 256),)}, "too many for the CPU", id="large"),
-    ],
-)
-def test_every_cell_without_a_time_says_why(changes, reason):
-    rows = rows_of(TRAIN, ("eager_nchw",), **changes)
-    assert {row.status for row in rows} == {UNAVAILABLE}
-    assert all(reason in row.reason and row.hot_us is None for row in rows)
-
-
-@pytest.mark.parametrize(
     ("moved", "seconds", "calls"),
     [
         pytest.param(2**20, 1e-5, 100, id="small"),

@@ -95,15 +95,6 @@ def test_the_terminal_has_our_ratios_the_means_and_no_column_without_a_time():
     assert "apex" not in table.header
 
 
-def test_two_layouts_of_ours_are_two_columns(tmp_path):
-    times = {"copy": 1, "eager_nchw": 9, "eager_nhwc": 12, "sdfastgn_nchw": 6, "sdfastgn_nhwc": 3}
-    rows = [row(name, hot, COPY if name == COPY else BOTH) for name, hot in times.items()]
-    save(tmp_path, "a.json", "kernels_issue_28201", rows)
-    lines = TABLES["issue_28201"](tmp_path).splitlines()
-    assert "| sdfastgn_nchw | sdfastgn_nhwc | sdfastgn_nchw / copy | sdfastgn_nchw / eager_nchw |" in lines[0]
-    assert "| forward + backward | 1 (2) | **9 (10)** | 12 (13) | 6 (7) | 3 (4) |" in lines[2]
-
-
 def test_extras_have_a_table_of_their_own(tmp_path):
     # Rows of old runs name no task.
     times = {"copy": 2.0, "sdfastgn_given": 2.5, "add": 4.0, "add_with_statistics": 5.0}
@@ -114,13 +105,6 @@ def test_extras_have_a_table_of_their_own(tmp_path):
     assert "| N x C x H x W | sdfastgn_given / copy | add_with_statistics / add |" in text
     assert "| 2x320x64x64 | 2.5: 1.25 (1.17) | 5: 1.25 (1.20) |" in text
     assert "add" not in TABLES["kernels"](tmp_path)
-
-
-def test_cpu_time_of_a_call(tmp_path):
-    one = row("sdfastgn", 6.0, shape=(2, 640, 32, 32))
-    one.cpu_us = 12.34
-    save(tmp_path, "kernels.json", "kernels", [one])
-    assert "| sdfastgn | 12.3 |" in TABLES["host"](tmp_path)
 
 
 def test_the_roofline_of_a_committed_result_is_a_picture(tmp_path):

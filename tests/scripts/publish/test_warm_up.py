@@ -6,19 +6,16 @@ import dataclasses
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import pytest
 
-from scripts.publish import pages, runs, warm_up
+from scripts.publish import runs, warm_up
 from sdfastgn.bench import documents
-from sdfastgn.bench import run as end_to_end
 from sdfastgn.bench.tables.pipelines import WaitRow, warm_up_table
 from sdfastgn.bench.workload import BenchConfig
 from sdfastgn.program import OptionError
-from tests.bench.tables.cases import save
 from tests.command_line import exit_code_of
 
 CONFIG = BenchConfig("tiny", "pipeline", 64, 1, "fp32", "cpu", repeats=1, steps=1)
@@ -89,14 +86,3 @@ def test_the_script_prints_and_writes(tmp_path, monkeypatch, capsys):
     # These processes leave cuDNN as a user has it: it tries no algorithms.
     assert part["cudnn_benchmark"] is content["environment"]["switches"]["cudnn.benchmark"] is False
     assert content["config"]["new_size"] == 48
-
-
-def test_markdown(tmp_path: Path):
-    rows = [
-        dataclasses.replace(ROW, variant="eager"),
-        dataclasses.replace(ROW, variant="sdfastgn", image_s=[2.0, 1.0, 0.5]),
-    ]
-    save(tmp_path, "a.json", "warm_up", rows, config={**end_to_end.describe([CONFIG]), "new_size": 48})
-    text = pages.filled("<!-- table:warm_up --><!-- /table:warm_up -->", tmp_path)
-    assert "| sdfastgn | 3.00 | -2.00 | 0.500 | 1.200 | 10 | 12 | - |" in text
-    assert "new size 48²" in text
