@@ -84,11 +84,6 @@ def test_a_call_that_fails_while_all_time_it_is_told(ask):
     assert gather.call_args.args == ([(0.0, "IndexError: pop from empty list")],)
 
 
-def test_without_a_launcher_nobody_is_met():
-    (row,) = rows("eager")
-    assert (row.status, row.images_s, row.process_images_s) == (OK, None, None)
-
-
 @pytest.mark.parametrize("main", [True, False])
 def test_the_main_process_alone_prints_and_writes(main, ask, tmp_path, monkeypatch):
     ask(lambda mine: [mine])

@@ -20,7 +20,7 @@ import sdfastgn
 from sdfastgn.cli.drawing import METADATA
 from sdfastgn.cli.prompts import Settings, batches, read_prompts, shares
 from sdfastgn.models.pipelines import build_pipeline
-from tests.command_line import ROOT, exit_code, invoke, process
+from tests.command_line import exit_code, invoke, process
 
 LINES = [
     {"prompt": "a cat"},
@@ -109,26 +109,6 @@ def test_what_is_finished_is_not_drawn_again(tiny: str, tmp_path: Path) -> None:
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
 
-@pytest.mark.parametrize(
-    ("kind", "what"),
-    [
-        ("TXT", "cannot be read as an image"),
-        ("PNG", "is a PNG without sdfastgn's settings"),
-        ("JPEG", "is a JPEG without sdfastgn's settings"),
-    ],
-)
-def test_a_file_of_others_stays(kind: str, what: str, tiny: str, tmp_path: Path) -> None:
-    path = tmp_path / "out" / "00002.png"
-    path.parent.mkdir()
-    path.write_text("mine") if kind == "TXT" else Image.new("RGB", (8, 8)).save(path, kind)
-    before = path.read_bytes()
-    result = invoke(*command(tiny, LINES, tmp_path))
-    assert result.exit_code == 2
-    says = f"sdfastgn: --out: {str(path)!r} {what}; choose another folder, or move it"
-    assert result.output.splitlines()[-1] == says
-    assert (names(path.parent), path.read_bytes()) == ([path.name], before)
-
-
 def test_the_same_model_goes_on_by_any_path(
     tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,31 +195,6 @@ def test_an_interrupt_leaves_no_half_image(
         signal.signal(signal.SIGINT, before)
     assert capsys.readouterr().err.endswith("sdfastgn: interrupted\n")
     assert not names(tmp_path / "out")
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        pytest.param(("--model", "/no/such"), "--model: no such path '/no/such'; give a path", id="model"),
-        pytest.param(("--model", "tests"), "--model: no configuration of a UNet in 'tests'", id="no-unet"),
-        pytest.param(("--prompts", "/no/such"), "--prompts: cannot read '/no/such'", id="prompts"),
-        pytest.param(("--prompts", os.devnull), "--prompts: no prompt in '/dev/null'", id="empty"),
-        pytest.param(("--out", ""), "--out: must be a folder, got ''", id="no-out"),
-        pytest.param(("--out", "/proc/x"), "--out: cannot make a folder at '/proc/x'", id="out"),
-        pytest.param(("--width", "100"), "--width: must be a positive multiple of 8", id="width"),
-        pytest.param(("--steps", "0"), "--steps: must be a positive whole number", id="steps"),
-        pytest.param(("--batch-size", "0"), "--batch-size: must be a positive whole number", id="batch"),
-        pytest.param(("--dtype", "fp8"), "--dtype: unknown value 'fp8'", id="dtype"),
-        pytest.param(("--variant", "fp16"), "--model: cannot load", id="variant"),
-    ],
-)
-def test_bad_options_are_one_line_before_anything_is_drawn(
-    tiny: str, options: tuple[str, str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(ROOT)
-    result = invoke(*command(tiny, LINES, tmp_path, *options))
-    assert result.exit_code == 2
-    assert result.output.splitlines()[-1].startswith(f"sdfastgn: {words}")
 
 
 def test_a_batch_has_images_of_equal_calls_and_a_process_its_share_of_them() -> None:

@@ -7,9 +7,9 @@ import diffusers
 import pytest
 
 from scripts.publish.pages import filled
-from tests.conftest import run_fused_on_the_cpu
 from tests.coverage import networks, relatives, stable_diffusion
 from tests.coverage.run import run
+from tests.plugin import run_fused_on_cpu
 
 SECTIONS = (*stable_diffusion.SECTIONS, *relatives.SECTIONS, *networks.SECTIONS)
 _HEAD = """# Coverage
@@ -77,7 +77,7 @@ def main():
     parser.add_argument("--write", type=Path, metavar="FILE", required=True)
     path = parser.parse_args().write
     with pytest.MonkeyPatch.context() as monkeypatch:
-        run_fused_on_the_cpu(monkeypatch)
+        run_fused_on_cpu(monkeypatch)
         text = page([run(row) for row in section] for section in SECTIONS)
         path.write_text(filled(text, Path("benchmarks")), encoding="utf-8")
 

@@ -21,10 +21,12 @@ from sdfastgn.patches.comfyui.report import parts_of  # noqa: E402
 from sdfastgn.patches.core import channels_last  # noqa: E402
 
 # On a GPU ComfyUI uses PyTorch's attention. On a CPU this fixture chooses it.
-pytestmark = pytest.mark.usefixtures("attention_of_pytorch")
-on_each_device, without_gradients = cases.on_each_device, cases.without_gradients
-statistics_always_pay = cases.statistics_always_pay
-launches, ran = cases.launches, cases.ran
+pytestmark = [
+    pytest.mark.fused_on_cpu,
+    pytest.mark.usefixtures(
+        "attention_of_pytorch", "on_each_device", "without_gradients", "statistics_always_pay"
+    ),
+]
 
 
 @pytest.fixture

@@ -21,6 +21,8 @@ from comfy_api.latest import io  # noqa: E402
 from tests.patches.comfyui import comfy_models  # noqa: E402
 from tests.patches.comfyui.comfy_models import close, image_of, latent_of  # noqa: E402
 
+pytestmark = pytest.mark.fused_on_cpu
+
 FOLDER = Path(__file__).resolve().parents[3] / "integrations" / "comfyui"
 NAMES = {
     "SdfastgnOptimize": "sdfastgn Optimize",

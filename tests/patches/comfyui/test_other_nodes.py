@@ -19,6 +19,8 @@ from tests.patches.comfyui import comfy_models  # noqa: E402
 from tests.patches.comfyui.comfy_models import close, latent_of, lora_of, step, unet_of  # noqa: E402
 from tests.patches.graphs.tape import TapeBackend  # noqa: E402
 
+pytestmark = pytest.mark.fused_on_cpu
+
 KIND = "sd15"
 CPU = torch.device("cpu")
 

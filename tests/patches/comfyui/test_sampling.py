@@ -18,6 +18,8 @@ from sdfastgn.patches.comfyui.report import parts_of, text_of  # noqa: E402
 from tests.patches.comfyui import comfy_models  # noqa: E402
 from tests.patches.comfyui.comfy_models import close, image_of, latent_of, lora_of, snapshot, step, unet_of  # noqa: E402
 
+pytestmark = pytest.mark.fused_on_cpu
+
 
 @pytest.fixture(scope="module", params=comfy_models.KINDS)
 def kind(request):

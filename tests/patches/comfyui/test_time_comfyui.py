@@ -15,6 +15,8 @@ comfy_checkout.import_for_cpu()
 
 from tests.patches.comfyui import comfy_models  # noqa: E402
 
+pytestmark = pytest.mark.fused_on_cpu
+
 SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "publish" / "comfyui.py"
 
 

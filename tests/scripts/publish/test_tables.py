@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -13,6 +12,8 @@ from scripts.publish.tables.markdown import NO_RESULTS
 from sdfastgn.bench.documents import FAILED, WRONG
 from sdfastgn.bench.run import Row
 from tests.bench.tables.cases import SOURCE, UNET, cells_of, is_png, row, save
+from tests.command_line import ROOT
+from tests.pages import PAGES
 
 SLOT = "before\n<!-- table:results -->\nold\n<!-- /table:results -->\nafter\n"
 
@@ -137,19 +138,6 @@ def test_samples_a_second_by_batch(tmp_path):
     assert "pipeline" not in text
 
 
-def test_latency_beside_the_time_of_the_graphs(tmp_path):
-    save(tmp_path, "batches.json", "sweep", BATCHES)
-    save(tmp_path, "steps.json", "sweep", STEPS)
-    text = end_to_end.latency_markdown(tmp_path)
-    assert cells_of(text, "| SD1.5 pipeline 512², batch 2, fp16, 1 step |") == [
-        ["sdfastgn", "12", "13", "10", "1.2"]
-    ]
-    assert cells_of(text, "| SD1.5 pipeline 512², batch 2, fp16, 4 steps") == [
-        ["eager", "500", "520", "-", "-"],
-        ["sdfastgn", "24", "30", "20", "1.2"],
-    ]
-
-
 def test_a_sweep_is_in_no_other_table(tmp_path):
     save(tmp_path, "batches.json", "sweep", BATCHES)
     assert end_to_end.results_markdown(tmp_path) == NO_RESULTS
@@ -174,39 +162,9 @@ def test_the_tables_of_a_file_are_renewed(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        pytest.param("<!-- table:other --><!-- /table:other -->", "other", id="unknown-name"),
-        pytest.param("<!-- table:results -->", "closed", id="not-closed"),
-    ],
+    "name", ["README.md", "docs/benchmarks.md", "docs/comfyui.md", "docs/coverage.md", "docs/stable-fast.md"]
 )
-def test_slots_that_cannot_be_filled(text, words, tmp_path, capsys):
-    readme = tmp_path / "README.md"
-    readme.write_text(text)
-    assert pages.main(["--write", str(readme), "--results", str(tmp_path)]) == 2
-    assert words in capsys.readouterr().err
-    assert readme.read_text() == text
-
-
-def test_a_missing_file_is_one_line(tmp_path, capsys):
-    assert pages.main(["--write", str(tmp_path / "none.md"), "--results", str(tmp_path)]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
-
-
-@pytest.mark.parametrize("arguments", [[], ["--results", "no"]], ids=["elsewhere", "misspelt"])
-def test_a_missing_folder_of_results_empties_no_table(arguments, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    readme = tmp_path / "README.md"
-    readme.write_text(SLOT)
-    assert pages.main(["--write", str(readme), *arguments]) == 2
-    folder = arguments[-1] if arguments else "benchmarks"
-    assert capsys.readouterr().err == f"tables: --results: there is no folder {folder!r} here\n"
-    assert readme.read_text() == SLOT
-
-
-@pytest.mark.parametrize(("name", "slot"), [("README.md", "headline"), ("docs/benchmarks.md", "results")])
-def test_the_tables_of_this_repository_are_fresh(name, slot):
-    root = Path(__file__).resolve().parents[3]
-    text = (root / name).read_text(encoding="utf-8")
-    assert f"<!-- table:{slot} -->" in text
-    assert pages.filled(text, root / "benchmarks") == text
+def test_the_tables_of_this_repository_are_fresh(name):
+    """A table that changes changes its page, which has the usual lines of the table."""
+    assert "<!-- table:" in PAGES[name]
+    assert pages.filled(PAGES[name], ROOT / "benchmarks") == PAGES[name]
