@@ -101,10 +101,10 @@ BENCH = {
     "bench --variants eager,fast": "--variants: unknown value 'fast'; choose from eager, channels_last",
     "bench --variants ,": "--variants: no value given; choose from eager",
     "bench --dtype fp8": "--dtype: unknown value 'fp8'; choose from fp16, bf16, fp32",
-    "bench --size 100": "--size: must be a positive multiple of 8 (pixels of a latent), got 100",
+    "bench --size 100": "--size: must be a positive multiple of 8 (one latent covers 8x8 pixels), got 100",
     "bench --size -8": "--size: must be a positive multiple of 8",
     "bench --preset mine": "--preset: unknown value 'mine'; choose from fal, diffusion-fast, stable-fast",
-    "bench --scheduler Euler": "--scheduler: diffusers has no 'Euler'; give one like EulerDiscreteScheduler",
+    "bench --scheduler Euler": "--scheduler: diffusers has no scheduler 'Euler'; give a class such as Euler",
     "bench --steps 0": "--steps: must be a positive whole number, got 0",
     "bench --steps 1,-4": "--steps: must be a positive whole number, got -4",
     "bench --steps ,": "--steps: must be a positive whole number or a list such as 1,4, got ','",
@@ -126,19 +126,19 @@ WEIGHTS = {
     f"bench --weights {'a' * 300}": "--weights: cannot look at 'a*a': File name too long",
     "bench --weights ~nobody-of-this-name/x": "--weights: cannot look at '~*/x': Could not determine home",
     "bench --weights folder": "--weights: no configuration of a UNet in 'folder': there is no unet/",
-    "bench --weights sd15 --model sdxl": "--model: the UNet of 'sd15' is not that of 'sdxl': "
+    "bench --weights sd15 --model sdxl": "--model: the UNet of 'sd15' is not 'sdxl''s: "
     "block_out_channels (320, 640, 1280, 1280), not (320, 640, 1280); --model sd15 fits",
-    "bench --weights sdxl --model sd15": "--model: the UNet of 'sdxl' is not that of 'sd15': "
+    "bench --weights sdxl --model sd15": "--model: the UNet of 'sdxl' is not 'sd15''s: "
     "block_out_channels (320, 640, 1280), not (320, 640, 1280, 1280); --model sdxl fits",
-    "bench --weights sd21 --model sd15": "--model: the UNet of 'sd21' is not that of 'sd15': "
+    "bench --weights sd21 --model sd15": "--model: the UNet of 'sd21' is not 'sd15''s: "
     "cross_attention_dim (1024, 1024, 1024, 1024), not (768, 768, 768, 768)",
-    "bench --weights pruned --model sdxl": "--model: the UNet of 'pruned' is not that of 'sdxl': "
+    "bench --weights pruned --model sdxl": "--model: the UNet of 'pruned' is not 'sdxl''s: "
     "transformer_layers_per_block (0, 2, 4), not (1, 2, 10)",
     "bench --weights video": "--weights: the UNet of 'video' cannot be timed: a UNet3DConditionModel takes",
     "bench --weights of-images": "--weights: the UNet of 'of-images' cannot be timed: its "
     "addition_embed_type 'image' takes",
-    "bench --part pipeline --weights img2img": "--part: 'pipeline' needs * text to image, * takes 'image'",
-    "bench --part pipeline --weights no-prompt": "--part: 'pipeline' needs * takes a prompt, * does not",
+    "bench --part pipeline --weights img2img": "--part: 'pipeline' needs a text-to-image pipeline, * takes 'image'",
+    "bench --part pipeline --weights no-prompt": "--part: 'pipeline' needs a pipeline that takes a prompt, * takes none",
     "bench --part pipeline --weights inpainting --model sd15": "--part: 'pipeline' needs * takes 9 channels",
 }
 NO_FOLDER = "there is no folder 'HERE/new/sub'; make it first"
@@ -160,12 +160,12 @@ FILES = {
     "bench --json text/a.json": "--json: cannot write a file at 'text/a.json': ",
     f"bench --json {'x' * 300}": "--json: cannot write a file at 'x*x': File name too long",
     "bench --profile --plot out.svg": "--plot: must end in .png, got 'out.svg'",
-    "bench --plot out.png": "--plot: only --profile has a picture, got 'out.png' without it",
+    "bench --plot out.png": "--plot: draws the breakdown of --profile, got 'out.png' without --profile",
     "kernels --dtype bf16,fp32 --json /proc/x.json": "--json: cannot write a file at '/proc/x_bf16.json'",
     "kernels --dtype bf16,fp32 --json .": "--json: cannot write a file at '.': Is a directory",
     "kernels --plot roof.svg": "--plot: must end in .png, got 'roof.svg'",
     "kernels --suite training --plot x.png": "--plot: only the suite inference has a picture, got 'x.png'",
-    "demo --output ''": "--output: must be a folder, got ''; give . for this one",
+    "demo --output ''": "--output: must be a folder, got ''; give . for the current one",
     "demo --output text": "--output: cannot make a folder at 'text': File exists",
     "demo --output /proc/x": "--output: cannot make a folder at '/proc/x': No such",
     # No file is written over another.
@@ -221,9 +221,9 @@ MODELS = {
     "warm-up tiny --batch 0": "--batch: must be a positive whole number, got 0",
     "warm-up tiny --size 1,2": "--size: must be like 512 or 768x512 (width first), got '1,2'",
     f"warm-up tiny --size {10**18}": "--size: must be like 512 or 768x512 (width first), got",
-    "warm-up tiny --size 64x60": "--size: must be a positive multiple of 8 (pixels of a latent), got 60",
+    "warm-up tiny --size 64x60": "--size: must be a positive multiple of 8 (one latent covers 8x8 pixels), got 60",
     "warm-up tiny --device tpu": "--device: cannot use 'tpu'; choose from cpu",
-    "warm-up tiny --device cpu": "--device: kernels compile on the GPU that they are for, got 'cpu'",
+    "warm-up tiny --device cpu": "--device: kernels can only be compiled on a CUDA GPU, got 'cpu'",
 }
 REPORT = {
     "report /no/such.json": "cannot read '/no/such.json': No such file or directory",
