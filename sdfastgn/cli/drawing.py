@@ -82,7 +82,7 @@ def run(job: Job, device: str | None = None) -> int:
     loading.text_to_image("--model", job.model)
     job = replace(job, dtype=loading.dtype_name("--dtype", job.dtype, device))
     checks.made_folder("--out", job.out, f"{OWN}.part")
-    there = [line for line in job.wanted if _is_finished(job.path(line), job.asked(line))]
+    finished = [line for line in job.wanted if _is_finished(job.path(line), job.asked(line))]
     for part in job.out.glob("[0-9]*.*.part"):  # of processes that were killed
         part.unlink(missing_ok=True)
     for line in job.problems if is_main() else ():
@@ -90,13 +90,13 @@ def run(job: Job, device: str | None = None) -> int:
     with processes.joined(device) as (state, own_device):
         # All have looked before the first image is written. An image that one of them has found is
         # there: machines may see a shared folder at different times, or have folders of their own.
-        there = sorted(set(gather_object(there)))
-        todo = sorted(job.wanted.keys() - there)
+        finished = sorted(set(gather_object(finished)))
+        todo = sorted(job.wanted.keys() - finished)
         with state.split_between_processes(shares(job.wanted, todo, state.num_processes)) as share:
             failed = _draw(job, share, own_device) if share else 0
         failed = sum(gather_object([failed]))
     if is_main():
-        drawn, there, bad = len(todo) - failed, len(there), len(job.problems) + failed
+        drawn, there, bad = len(todo) - failed, len(finished), len(job.problems) + failed
         print(
             f"{counted(drawn, 'image')} drawn, {there} there before, {counted(bad, 'line')} failed: {job.out}"
         )
