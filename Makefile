@@ -86,9 +86,9 @@ comfyui-node: $(STAMP)  ## the folder for ComfyUI's custom_nodes, with the packa
 	$(PIP) install --quiet --no-deps --no-build-isolation --no-compile --target build/comfyui/sdfastgn/package .
 	find build/comfyui -name __pycache__ -o -name bin -path '*package*' | xargs rm -rf
 
-test-serve: $(STAMP)  ## the example for Ray Serve, after an install of Ray
+test-serve: $(STAMP)  ## the example for Ray Serve and the load script, after an install of Ray
 	@$(PIP) install --quiet -c $(PINS) --no-build-isolation -e '.[serve]'
-	$(QUIET_PYTEST) tests/test_ray_serve.py --durations=5 $(PYTEST_ARGS)
+	$(QUIET_PYTEST) tests/test_ray_serve.py tests/scripts/publish/test_serving_load.py --durations=5 $(PYTEST_ARGS)
 
 matrix: $(STAMP)  ## tests beside other releases of Python, torch and diffusers; an hour, and 40 GB of downloads
 	@$(PIP) install --quiet 'nox[uv]==2026.10.20'
