@@ -112,9 +112,10 @@ docs: $(STAMP)  ## the documentation site, in build/site; stops at the first war
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 # The wheel is built from the sdist. Build isolation is off because it would fetch its own setuptools.
-dist: $(STAMP)  ## the sdist and the wheel of a release, in dist
+dist: $(STAMP)  ## the sdist and the wheel of a release, in dist, as PyPI accepts them
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation --outdir dist .
+	$(BIN)/python -m twine check --strict dist/*
 
 # The repository on the Hub that the card and build.toml name.
 HUB_REPO ?= sdfastgn/sdfastgn
