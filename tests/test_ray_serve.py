@@ -226,6 +226,19 @@ def test_a_full_queue_is_answered_with_503(server: Server) -> None:
     assert {answer.headers["retry-after"] for answer in found if answer.status_code == 503} == {"1"}
 
 
+def test_what_nobody_waits_for_is_not_drawn(server: Server) -> None:
+    with server.waits():
+        answers = server.in_thread(*(SEVEN for _ in range(HELD)))
+        until(lambda: len(server.calls()) >= 2)
+        time.sleep(0.5)
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{server.url}/images", json=WIDE, timeout=1)
+    assert [answer.status_code for answer in answers()] == [200] * HELD
+    assert server.answers(SEVEN)[0].status_code == 200
+    assert sum(call["images"] for call in server.calls()) == HELD + 1
+    assert {call["width"] for call in server.calls()} == {64}
+
+
 def test_no_request_is_lost_with_a_replica(server: Server, are_right: Any) -> None:
     bodies = [{**SEVEN, "seed": seed, "steps": 20} for seed in range(12)]
     server.forget()

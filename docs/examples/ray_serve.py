@@ -26,11 +26,11 @@ from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, BackpressureConfig
 from ray.serve.handle import DeploymentHandle
 
-# Images a call, at most. Each number of images has CUDA graphs of its own.
+# Most images of a call. Each number of images has its own CUDA graphs.
 MAX_BATCH = 4
 # Seconds that a request waits for others that fit: little beside the seconds of an image.
 WAIT_S = 0.005
-# Requests that a replica holds: those of the call that runs, and those of the next.
+# Requests that a replica holds: one call's run, and the next call's wait.
 MAX_ONGOING = 2 * MAX_BATCH
 # Seconds that a call may take. A replica whose card does not answer for longer is not healthy, and
 # one that is stopped has as long to finish.
@@ -170,7 +170,8 @@ async def refuse(_: Request, error: RequestValidationError) -> Response:
     return JSONResponse({"detail": detail}, 422)
 
 
-# It needs no processor of its own. Requests wait in front of the replicas and not here.
+# It takes every request at once: they wait for a Painter, whose queue is bounded. It does little work,
+# so Ray need not keep a processor for it.
 @serve.deployment(
     ray_actor_options={"num_cpus": 0}, max_ongoing_requests=10_000, graceful_shutdown_timeout_s=CALL_S
 )
