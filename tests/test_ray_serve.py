@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -211,6 +212,19 @@ def test_a_wrong_field_is_refused_by_name(server: Server, name: str, value: Any)
     assert answer.status_code == 422
     assert answer.json()["detail"][0]["loc"] == ["body", name]
     assert server.calls() == []
+
+
+def test_what_fails_together_is_drawn_alone(example: Any) -> None:
+    def pipe(prompt: list[str], **_: Any) -> Any:
+        if "wrong" in prompt:
+            raise ValueError("no such prompt")
+        return SimpleNamespace(images=prompt)
+
+    painter = example.Painter(example.Settings(model="", device="cpu"), lambda _: pipe)
+    right, wrong, also_right = painter._drawn(
+        [example.Wanted(prompt=prompt) for prompt in ("a cat", "wrong", "a dog")]
+    )
+    assert (right, str(wrong), also_right) == ("a cat", "no such prompt", "a dog")
 
 
 def test_a_full_queue_is_answered_with_503(server: Server) -> None:

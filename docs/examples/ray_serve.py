@@ -115,11 +115,11 @@ class Painter:
         drawn = await self._batch(wanted)
         if isinstance(drawn, Exception):
             raise drawn
-        return drawn
+        return await asyncio.to_thread(_png, drawn)  # the GPU need not wait for it
 
     # Ray splits what has come by the multiplexed model id, which is the request's kind here.
     @serve.batch(max_batch_size=MAX_BATCH, batch_wait_timeout_s=WAIT_S)
-    async def _batch(self, batch: list[Wanted]) -> list[bytes | Exception]:
+    async def _batch(self, batch: list[Wanted]) -> list[Any]:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._drawn, batch)
 
     async def check_health(self) -> None:
@@ -127,9 +127,10 @@ class Painter:
         if self._on_gpu:
             await asyncio.get_running_loop().run_in_executor(self._thread, self._torch.cuda.synchronize)
 
-    def _drawn(self, batch: list[Wanted]) -> list[bytes | Exception]:
+    def _drawn(self, batch: list[Wanted]) -> list[Any]:
+        """An image for each, or what the pipeline raised."""
         try:
-            return self._pngs(batch)
+            return self._images(batch)
         except self._torch.AcceleratorError:
             log.exception("the card has failed: this process ends, and Ray starts another")
             os._exit(1)  # CUDA does not work again in it. Front asks another replica.
@@ -141,17 +142,17 @@ class Painter:
         # There was too much memory together, or one of them is at fault.
         return [drawn for each in batch for drawn in self._drawn([each])]
 
-    def _pngs(self, batch: list[Wanted]) -> list[bytes | Exception]:
+    def _images(self, batch: list[Wanted]) -> list[Any]:
         call = batch[0].call()
         if batch[0].negative_prompt is not None:
             call["negative_prompt"] = [each.negative_prompt for each in batch]
-        images = self._pipe(
+        images: list[Any] = self._pipe(
             prompt=[each.prompt for each in batch],
             # One for each image, on the CPU: the same noise in any batch.
             generator=[self._torch.Generator("cpu").manual_seed(each.seed) for each in batch],
             **call,
         ).images
-        return [_png(image) for image in images]
+        return images
 
 
 def _png(image: Any) -> bytes:
