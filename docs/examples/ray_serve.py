@@ -32,8 +32,8 @@ MAX_BATCH = 4
 WAIT_S = 0.005
 # Requests that a replica holds: one call's run, and the next call's wait.
 MAX_ONGOING = 2 * MAX_BATCH
-# Seconds that a call may take. A replica whose card does not answer for longer is not healthy, and
-# one that is stopped has as long to finish.
+# Seconds that a call may take. A health check waits as long for the running call, and a replica that
+# is stopped has as long to finish.
 CALL_S = 60.0
 # Seconds between two health checks. Ray replaces a replica that fails three in a row.
 CHECK_S = 2.0
