@@ -31,8 +31,8 @@ TORCH_LACKS_TRITON := import importlib.metadata as m, sys; sys.exit(any(r.starts
 PIP := env -u PIP_TARGET -u PIP_PREFIX -u PIP_ROOT -u PIP_CONSTRAINT -u PIP_REQUIREMENT -u PIP_DRY_RUN -u PIP_NO_DEPS \
        -u PIP_REQUIRE_HASHES -u PYTHONPATH -u PYTHONHOME PIP_USER=0 PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
 
-.PHONY: help demo test test-slow test-compile test-gpu test-comfyui comfyui-node matrix check docs dist hub-kernels bench lint types \
-  format format-check install clean
+.PHONY: help demo test test-slow test-compile test-gpu test-comfyui comfyui-node test-serve matrix check docs dist hub-kernels bench \
+  lint types format format-check install clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## */\1\t/' | expand -t 14
@@ -86,6 +86,10 @@ comfyui-node: $(STAMP)  ## the folder for ComfyUI's custom_nodes, with the packa
 	$(PIP) install --quiet --no-deps --no-build-isolation --no-compile --target build/comfyui/sdfastgn/package .
 	find build/comfyui -name __pycache__ -o -name bin -path '*package*' | xargs rm -rf
 
+test-serve: $(STAMP)  ## the example for Ray Serve and the load script, after an install of Ray
+	@$(PIP) install --quiet -c $(PINS) --no-build-isolation -e '.[serve]'
+	$(QUIET_PYTEST) tests/test_ray_serve.py tests/scripts/publish/test_serving_load.py --durations=5 $(PYTEST_ARGS)
+
 matrix: $(STAMP)  ## tests beside other releases of Python, torch and diffusers; an hour, and 40 GB of downloads
 	@$(PIP) install --quiet 'nox[uv]==2026.10.20'
 	$(BIN)/nox $(NOX_ARGS)
@@ -108,9 +112,10 @@ docs: $(STAMP)  ## the documentation site, in build/site; stops at the first war
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 # The wheel is built from the sdist. Build isolation is off because it would fetch its own setuptools.
-dist: $(STAMP)  ## the sdist and the wheel of a release, in dist
+dist: $(STAMP)  ## the sdist and the wheel of a release, in dist, as PyPI accepts them
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation --outdir dist .
+	$(BIN)/python -m twine check --strict dist/*
 
 # The repository on the Hub that the card and build.toml name.
 HUB_REPO ?= sdfastgn/sdfastgn
@@ -118,7 +123,7 @@ HUB_REPO ?= sdfastgn/sdfastgn
 hub-kernels: $(STAMP)  ## the kernels as a package for Hugging Face's Kernel Hub, in build/hub-kernels
 	$(BIN)/python scripts/build_hub_kernels.py --output build/hub-kernels --repo-id $(HUB_REPO)
 
-check: format-check lint types docs dist test test-slow test-compile  ## all that CI looks at
+check: format-check lint types docs dist test test-slow test-compile test-serve  ## all that CI looks at
 
 bench: $(STAMP)  ## time the UNets, the VAEs and the kernels on the GPU; JSON goes to RESULTS=benchmarks/h200
 	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \

@@ -198,9 +198,24 @@ def _torchrun(monkeypatch, *words):
 
 def _uvicorn(monkeypatch, *words):
     """The function that makes the app is in the example."""
+    _maker(words, words[-1])
+
+
+def _serve(monkeypatch, action, *words):
+    """Ray Serve: the function that makes the app, and the settings that it takes."""
+    assert action == "run"
+    [name] = [word for word in words if ":" in word]
+    text = _maker(words, name)
+    assert all(f"    {word.partition('=')[0]}: " in text for word in words if "=" in word)
+
+
+def _maker(words, name):
+    """The text of the example that has the function ``file:function``."""
     [folder] = [after for word, after in itertools.pairwise(words) if word == "--app-dir"]
-    file, _, function = words[-1].partition(":")
-    assert f"def {function}(" in (ROOT / folder / f"{file}.py").read_text(encoding="utf-8")
+    file, _, function = name.partition(":")
+    text = (ROOT / folder / f"{file}.py").read_text(encoding="utf-8")
+    assert f"def {function}(" in text
+    return text
 
 
 PROGRAMS = {
@@ -210,6 +225,7 @@ PROGRAMS = {
     "pip": _pip,
     "python": _python,
     "sdfastgn": _sdfastgn,
+    "serve": _serve,
     "torchrun": _torchrun,
     "uvicorn": _uvicorn,
 }

@@ -7,7 +7,7 @@ change no more than that.
 from __future__ import annotations
 
 import json
-import os
+import secrets
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -30,6 +30,8 @@ from sdfastgn.versions import installed_versions
 
 # Key of the text in a PNG file that holds the settings and the packages' versions, as JSON.
 METADATA = "sdfastgn"
+# Part of the names of this process's unfinished files. The process number is unique on one machine only.
+OWN = secrets.token_hex(4)
 
 
 def _is_finished(path: Path, settings: Mapping[str, Any]) -> bool:
@@ -66,7 +68,7 @@ def _save(picture: Image.Image, path: Path, text: str) -> None:
     """Write the whole file, or nothing if the process is interrupted."""
     info = PngInfo()
     info.add_text(METADATA, text)
-    part = path.with_suffix(".part")
+    part = path.with_suffix(f".{OWN}.part")
     try:
         picture.save(part, format="PNG", pnginfo=info)
         part.replace(path)
@@ -79,17 +81,22 @@ def run(job: Job, device: str | None = None) -> int:
     device = loading.device_name("--device", device)
     loading.text_to_image("--model", job.model)
     job = replace(job, dtype=loading.dtype_name("--dtype", job.dtype, device))
-    checks.made_folder("--out", job.out, f"{os.getpid()}.part")  # a different file in each process
-    todo = [line for line in job.wanted if not _is_finished(job.path(line), job.asked(line))]
+    checks.made_folder("--out", job.out, f"{OWN}.part")
+    finished = [line for line in job.wanted if _is_finished(job.path(line), job.asked(line))]
+    for part in job.out.glob("[0-9]*.*.part"):  # of processes that were killed
+        part.unlink(missing_ok=True)
     for line in job.problems if is_main() else ():
         _print_problem(job, line, job.problems[line])
     with processes.joined(device) as (state, own_device):
-        state.wait_for_everyone()  # no image is written before all processes have looked for finished ones
+        # All have looked before the first image is written. An image that one of them has found is
+        # there: machines may see a shared folder at different times, or have folders of their own.
+        finished = sorted(set(gather_object(finished)))
+        todo = sorted(job.wanted.keys() - finished)
         with state.split_between_processes(shares(job.wanted, todo, state.num_processes)) as share:
             failed = _draw(job, share, own_device) if share else 0
         failed = sum(gather_object([failed]))
     if is_main():
-        drawn, there, bad = len(todo) - failed, len(job.wanted) - len(todo), len(job.problems) + failed
+        drawn, there, bad = len(todo) - failed, len(finished), len(job.problems) + failed
         print(
             f"{counted(drawn, 'image')} drawn, {there} there before, {counted(bad, 'line')} failed: {job.out}"
         )

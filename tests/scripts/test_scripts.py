@@ -32,6 +32,7 @@ TIMED = {
 SCRIPTS = {
     **{name: f"scripts/{name}" for name in TIMED},
     "publish/host.py": "scripts.publish.host",
+    "publish/serving_load.py": "scripts.publish.serving_load",
     "publish/warm_up.py": "scripts.publish.warm_up",
 }
 
