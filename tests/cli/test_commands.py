@@ -50,7 +50,7 @@ BAD_INPUT = {
     "bench --html tests": "--html: cannot write a file at 'tests': Is a directory",
     "report /no/such.json": "cannot read '/no/such.json': No such file or directory",
     "report pyproject.toml": "'pyproject.toml' holds no result of sdfastgn: it is no JSON (Expecting value: ",
-    "report benchmarks/notes/ablation.json": "'ablation.json' has results of the kind 'ablation', which has",
+    "report benchmarks/by_hand/stable_fast.json": "'stable_fast.json' has results of the kind 'stable_fast',",
     "bench --steps 0": "--steps: must be a positive whole number, got 0",
     "bench --batch two": "--batch: must be a positive whole number or a list such as 1,4, got 'two'",
     "bench --steps 1,-4": "--steps: must be a positive whole number, got -4",
@@ -287,14 +287,14 @@ def test_kernels_on_the_cpu(tmp_path: Path) -> None:
 
 def test_a_suite_with_several_dtypes_writes_a_file_for_each(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
-    command = ("kernels", "--suite", "issue_28201", "--shapes", "2x32x3x5", *ON_CPU, "--json", str(path))
+    command = ("kernels", "--suite", "instance_norm", "--shapes", "1x3x5x2x4", *ON_CPU, "--json", str(path))
     assert invoke(*command, "--dtype", "bf16,fp32").exit_code == 0
     assert {each.name for each in tmp_path.iterdir()} == {"a_bf16.json", "a_fp32.json"}
     result = invoke(*command)
     content = json.loads(path.read_text())
-    assert (content["kind"], content["config"]["dtype"]) == ("kernels_issue_28201", "fp32")
+    assert (content["kind"], content["config"]["dtype"]) == ("kernels_instance_norm", "fp16")
     assert "forward + backward" in result.stdout
-    assert "not run (name them in --providers): inductor_nchw, inductor_nhwc" in result.stdout
+    assert "not run (name them in --providers): inductor_ndhwc" in result.stdout
 
 
 @pytest.mark.parametrize(
