@@ -12,7 +12,10 @@ BENCH_ARGS ?=
 PYTEST_ARGS ?=
 # A checkout of ComfyUI, from the environment or the command line.
 COMFYUI ?=
-COMFYUI_NEEDS := einops==0.8.2 torchsde==0.2.6 aiohttp==3.14.5 av==18.1.0
+# What is not installed of a checkout's requirements: PyTorch is there, torchvision and torchaudio have no build for each PyTorch,
+# kornia and spandrel need torchvision, and no test needs the others. Where the tests import one, an empty module takes its place.
+COMFYUI_NOT := torch|torchvision|torchaudio|kornia|spandrel|pyopengl|comfy-angle|comfyui-workflow-templates|comfyui-embedded-docs
+NO_GPU := import torch; print("" if torch.cuda.is_available() else "not gpu")
 NOX_ARGS ?=
 
 # The first interpreter that runs and is of a supported version: pyenv's shims exist for versions that it does not have.
@@ -26,7 +29,7 @@ TORCH_LACKS_TRITON := import importlib.metadata as m, sys; sys.exit(any(r.starts
 PIP := env -u PIP_TARGET -u PIP_PREFIX -u PIP_ROOT -u PIP_CONSTRAINT -u PIP_REQUIREMENT -u PIP_DRY_RUN -u PIP_NO_DEPS \
        -u PIP_REQUIRE_HASHES -u PYTHONPATH -u PYTHONHOME PIP_USER=0 PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
 
-.PHONY: help demo test test-slow test-compile test-gpu test-comfyui matrix check docs dist hub-kernels bench lint types \
+.PHONY: help demo test test-slow test-compile test-gpu test-comfyui comfyui-node matrix check docs dist hub-kernels bench lint types \
   format format-check install clean
 
 help:  ## list the targets
@@ -67,12 +70,19 @@ test-compile: $(STAMP)  ## compile every kernel for every generation of GPUs; ne
 test-gpu: $(STAMP)  ## the tests that need an NVIDIA GPU
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
 
-# Of what ComfyUI needs, constraints.txt has most.
 test-comfyui: $(STAMP)  ## the ComfyUI node beside a checkout: make test-comfyui COMFYUI=path
 	@if [ -z "$(COMFYUI)" ] || [ ! -d "$(COMFYUI)/comfy" ]; then \
 	  echo "skipped, no ComfyUI (COMFYUI=path names a checkout)"; exit; fi; \
-	  $(PIP) install --quiet -c $(PINS) $(COMFYUI_NEEDS) && \
-	  COMFYUI="$(abspath $(COMFYUI))" $(QUIET_PYTEST) tests/patches/comfyui -n 2 $(PYTEST_ARGS)
+	  grep -viE '^($(COMFYUI_NOT)) *([<>=~]|$$)' "$(COMFYUI)/requirements.txt" > $(VENV)/comfyui.txt && \
+	  $(PIP) install --quiet -c $(PINS) -r $(VENV)/comfyui.txt && \
+	  COMFYUI="$(abspath $(COMFYUI))" $(QUIET_PYTEST) tests/patches/comfyui -n 2 --dist loadfile \
+	    -m "$$($(BIN)/python -c '$(NO_GPU)')" $(PYTEST_ARGS)
+
+comfyui-node: $(STAMP)  ## the folder for ComfyUI's custom_nodes, with the package inside: build/comfyui/sdfastgn
+	rm -rf build/comfyui && mkdir -p build/comfyui
+	cp -r integrations/comfyui build/comfyui/sdfastgn
+	$(PIP) install --quiet --no-deps --no-build-isolation --no-compile --target build/comfyui/sdfastgn/package .
+	find build/comfyui -name __pycache__ -o -name bin -path '*package*' | xargs rm -rf
 
 matrix: $(STAMP)  ## tests beside other releases of Python, torch and diffusers; an hour, and 40 GB of downloads
 	@$(PIP) install --quiet 'nox[uv]==2026.10.20'

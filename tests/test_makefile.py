@@ -45,6 +45,10 @@ def test_comfyui_is_tested_where_it_is(tmp_path: Path) -> None:
         assert "skipped, no ComfyUI" in printed  # below another make it says more
         assert ran == ""
     (tmp_path / "ComfyUI" / "comfy").mkdir(parents=True)
+    asked = "torch\ntorchsde\ntorchvision\neinops>=0.8\nkornia>=0.7.1\n"
+    (tmp_path / "ComfyUI" / "requirements.txt").write_text(asked)
     printed, ran = run_make(tmp_path / "there", "test-comfyui", f"COMFYUI={tmp_path / 'ComfyUI'}")
     assert "skipped" not in printed
     assert "-m pytest tests/patches/comfyui" in ran
+    installed = (tmp_path / "there" / "venv" / "comfyui.txt").read_text()
+    assert installed == "torchsde\neinops>=0.8\n"  # torchvision may have no build for this torch

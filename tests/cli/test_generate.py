@@ -105,7 +105,7 @@ def test_what_is_finished_is_not_drawn_again(tiny: str, tmp_path: Path) -> None:
     # With other settings it is another image, which stays.
     result = invoke(*start, "--steps", "2")
     assert result.exit_code == 2
-    assert "00001.png' has another image, whose steps is 1 and not 2" in result.output
+    assert "00001.png' is another image: its steps is 1, not 2" in result.output
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
 

@@ -89,7 +89,7 @@ OTHER_MODELS = {
 def test_a_wrong_name_is_refused(config, model, why, tmp_path):
     with pytest.raises(OptionError) as caught:
         model_of(folder(tmp_path, config), model)
-    assert str(caught.value) == f"--model: the UNet of '{tmp_path}' is not that of {model!r}: {why}"
+    assert str(caught.value) == f"--model: the UNet of '{tmp_path}' is not {model!r}'s: {why}"
 
 
 # (the UNet's configuration, levels of the VAE, (size, batch of a UNet step))
@@ -131,13 +131,13 @@ def test_what_cannot_be_timed_says_why(config, words, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        pytest.param("StableDiffusionImg2ImgPipeline", "text to image, .* takes 'image'", id="image"),
-        pytest.param("LDMSuperResolutionPipeline", "takes a prompt, .* does not", id="no-prompt"),
+        pytest.param("StableDiffusionImg2ImgPipeline", "text-to-image pipe.* takes 'image'", id="image"),
+        pytest.param("LDMSuperResolutionPipeline", "takes a prompt, .* takes none", id="no-prompt"),
     ],
 )
 def test_a_pipeline_that_does_not_make_images_of_text(kind, words, tmp_path):
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": kind}))
-    with pytest.raises(OptionError, match=rf"^--part: 'pipeline' needs a pipeline .*{words}"):
+    with pytest.raises(OptionError, match=rf"^--part: 'pipeline' needs a .*{words}"):
         model_of(folder(tmp_path, SD21), None, "pipeline")
 
 
