@@ -7,10 +7,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PINS := $(VENV)/constraints.txt
-RESULTS ?= benchmarks/h200
-BENCH := $(BIN)/sdfastgn bench --fp32-reference
+# Of bench: such as --resume, or --budget with seconds.
 BENCH_ARGS ?=
-TRAINING := copy,eager_nchw,eager_nhwc,sdfastgn,inductor
 PYTEST_ARGS ?=
 # A checkout of ComfyUI, from the environment or the command line.
 COMFYUI ?=
@@ -125,42 +123,8 @@ hub-kernels: $(STAMP)  ## the kernels as a package for Hugging Face's Kernel Hub
 
 check: format-check lint types docs dist test test-slow test-compile test-serve  ## all that CI looks at
 
-bench: $(STAMP)  ## time the UNets, the VAEs and the kernels on the GPU; JSON goes to RESULTS=benchmarks/h200
-	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
-	  { echo "make bench: torch sees no CUDA GPU here, and times taken on a CPU would say nothing" >&2; exit 1; }
-	mkdir -p $(RESULTS)
-	for model in sd15 sdxl; do \
-	  $(BENCH) --model $$model --part unet --part vae --json $(RESULTS)/$$model.json $(BENCH_ARGS) && \
-	  $(BENCH) --model $$model --part unet --part vae --profile --plot docs/images/profile_$$model.png \
-	    --json $(RESULTS)/profile_$$model.json $(BENCH_ARGS) && \
-	  $(BENCH) --model $$model --part pipeline --json $(RESULTS)/pipeline_$$model.json $(BENCH_ARGS) && \
-	  $(BIN)/python -m scripts.publish.warm_up --model $$model --json $(RESULTS)/warm_up_$$model.json || exit 1; \
-	done
-	for model in sd15 sdxl; do \
-	  $(BIN)/sdfastgn bench --model $$model --part unet --batch 1,2,4,8,16,32,64 --repeats 10 \
-	    --variants eager,compile,sdfastgn --json $(RESULTS)/batches_$$model.json $(BENCH_ARGS) || exit 1; \
-	done
-	for model in "sdxl --size 512 --scheduler EulerAncestralDiscreteScheduler" lcm sd_turbo; do \
-	  $(BIN)/python -m scripts.publish.host --model $$model --guidance 0 --steps 4 --repeats 10 \
-	    --json $(RESULTS)/host_$${model%% *}.json && \
-	  $(BIN)/sdfastgn bench --model $$model --guidance 0 --part pipeline --steps 1,4 --repeats 200 \
-	    --variants eager,sdfastgn --json $(RESULTS)/latency_$${model%% *}.json $(BENCH_ARGS) || exit 1; \
-	done
-	mkdir -p $(RESULTS)/presets
-	for preset in diffusers diffusion-fast fal mlperf stable-fast; do \
-	  $(BIN)/sdfastgn bench --preset $$preset --variants eager,sdfastgn \
-	    --json $(RESULTS)/presets/$$preset.json || exit 1; \
-	done
-	$(BENCH) --model sdxl --part vae --dtype fp32 --json $(RESULTS)/vae_1024_fp32.json $(BENCH_ARGS)
-	$(BENCH) --model sdxl --part train --size 512 --json $(RESULTS)/train_sdxl.json $(BENCH_ARGS)
-	$(BIN)/sdfastgn kernels --providers all --json $(RESULTS)/kernels.json
-	$(BIN)/sdfastgn kernels --dtype bf16,fp32 --json $(RESULTS)/kernels.json
-	$(BIN)/sdfastgn kernels --suite training --providers $(TRAINING) --json $(RESULTS)/kernels_training.json
-	$(BIN)/sdfastgn kernels --suite training --providers $(TRAINING) --dtype bf16 --json $(RESULTS)/kernels_training_bf16.json
-	for suite in attention batch_norm instance_norm issue_28201 layer_norm; do \
-	  $(BIN)/sdfastgn kernels --suite $$suite --json $(RESULTS)/kernels_$$suite.json || exit 1; \
-	done
-	$(BIN)/python -m scripts.publish.plots $(RESULTS) docs/images/times.png
+bench: $(STAMP)  ## measure all that is published, in 25 minutes on one H200; JSON goes to build/renewal
+	$(BIN)/python -m scripts.publish.renew --archive build/renewal.tar.gz $(BENCH_ARGS)
 
 clean:  ## remove what the targets made
 	rm -rf $(VENV) build dist demo-output *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -1,6 +1,6 @@
 """Iterations per second of ComfyUI's sampler and its VAE's milliseconds: stock, channels-last, sdfastgn.
 
-python -m scripts.publish.comfyui build/ComfyUI --model sdxl --json benchmarks/h200/comfyui/sdxl.json
+python -m scripts.publish.comfyui build/ComfyUI --model sdxl --json benchmarks/by_hand/comfyui_sdxl.json
 """
 
 from __future__ import annotations

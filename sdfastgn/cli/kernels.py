@@ -41,7 +41,7 @@ DtypesOption = Annotated[
     typer.Option(
         "--dtype",
         help=f"Data type: {', '.join(DTYPES)}, or a list of them.",
-        show_default="fp16; fp32 in the suite issue_28201",
+        show_default="fp16",
     ),
 ]
 

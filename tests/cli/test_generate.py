@@ -26,7 +26,7 @@ from sdfastgn.cli import drawing
 from sdfastgn.cli.drawing import METADATA
 from sdfastgn.cli.prompts import Settings, batches, read_prompts, shares
 from sdfastgn.models.pipelines import build_pipeline
-from tests.command_line import exit_code, invoke, process
+from tests.command_line import ROOT, exit_code, invoke, process
 
 LINES = [
     {"prompt": "a cat"},

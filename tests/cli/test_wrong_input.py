@@ -137,8 +137,8 @@ WEIGHTS = {
     "bench --weights video": "--weights: the UNet of 'video' cannot be timed: a UNet3DConditionModel takes",
     "bench --weights of-images": "--weights: the UNet of 'of-images' cannot be timed: its "
     "addition_embed_type 'image' takes",
-    "bench --part pipeline --weights img2img": "--part: 'pipeline' needs a text-to-image pipeline, * takes 'image'",
-    "bench --part pipeline --weights no-prompt": "--part: 'pipeline' needs a pipeline that takes a prompt, * takes none",
+    "bench --part pipeline --weights img2img": "--part: 'pipeline' needs a text-to-image*, * takes 'image'",
+    "bench --part pipeline --weights no-prompt": "--part: 'pipeline' needs * takes a prompt, * takes none",
     "bench --part pipeline --weights inpainting --model sd15": "--part: 'pipeline' needs * takes 9 channels",
 }
 NO_FOLDER = "there is no folder 'HERE/new/sub'; make it first"
@@ -221,7 +221,7 @@ MODELS = {
     "warm-up tiny --batch 0": "--batch: must be a positive whole number, got 0",
     "warm-up tiny --size 1,2": "--size: must be like 512 or 768x512 (width first), got '1,2'",
     f"warm-up tiny --size {10**18}": "--size: must be like 512 or 768x512 (width first), got",
-    "warm-up tiny --size 64x60": "--size: must be a positive multiple of 8 (one latent covers 8x8 pixels), got 60",
+    "warm-up tiny --size 64x60": "--size: must be a positive multiple of 8 (one latent * pixels), got 60",
     "warm-up tiny --device tpu": "--device: cannot use 'tpu'; choose from cpu",
     "warm-up tiny --device cpu": "--device: kernels can only be compiled on a CUDA GPU, got 'cpu'",
 }

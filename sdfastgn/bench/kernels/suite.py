@@ -162,7 +162,6 @@ class Suite:
     operations: tuple[Operation, ...]
     baseline: str
     extras: tuple[Operation, ...] = ()
-    dtype: str = "fp16"
     divisor: int = 1
     repeats: int = 10
     round_seconds: float = 0.02

@@ -17,7 +17,6 @@ from sdfastgn.bench import stable_fast
 from sdfastgn.bench.environment import cuda_package_reason
 from sdfastgn.bench.kernels.batch_norm import BATCH_NORM
 from sdfastgn.bench.kernels.suite import (
-    BACKWARD,
     BOTH,
     COPY,
     ERROR_BOUNDS,
@@ -166,28 +165,6 @@ _INFERENCE = replace(
     ),
     repeats=20,
     round_seconds=0.05,
-)
-
-# The two shapes of PyTorch's issue 28201, which reports that channels-last GroupNorm is slow.
-_ISSUE_28201 = replace(
-    _TRAINING,
-    name="issue_28201",
-    title=f"GroupNorm({GROUPS}) of PyTorch's issue 28201",
-    shape_sets={"all": ((128, 256, 28, 28), (256, 512, 56, 56))},
-    operations=(
-        Operation(
-            per_channel,
-            _group_norm,
-            (
-                *both_layouts("eager", _group_norm),
-                *both_layouts("sdfastgn", _ours),
-                inductor(_group_norm, "inductor_nchw", channels_last=False),
-                inductor(_group_norm, "inductor_nhwc"),
-            ),
-            (TRAINING, BACKWARD, BOTH),
-        ),
-    ),
-    dtype="fp32",
 )
 
 
@@ -342,5 +319,5 @@ _ATTENTION = Suite(
     baseline="sdpa",
 )
 
-_EVERY = (_INFERENCE, _TRAINING, _INSTANCE_NORM, _LAYER_NORM, BATCH_NORM, _ISSUE_28201, _UPSAMPLE, _ATTENTION)
+_EVERY = (_INFERENCE, _TRAINING, _INSTANCE_NORM, _LAYER_NORM, BATCH_NORM, _UPSAMPLE, _ATTENTION)
 SUITES: dict[str, Suite] = {suite.name: suite for suite in _EVERY}

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
-from scripts.publish.tables import end_to_end as published
+from scripts.publish.steps import SUMMARY
 from sdfastgn.bench import documents
 from sdfastgn.bench.presets import PRESETS
 from sdfastgn.bench.run import describe
 from sdfastgn.bench.tables.results import Result, cases_of, comparison, preset_tables, tables_of
 from sdfastgn.cli import bench_options
-from sdfastgn.program import OptionError
 from tests.bench.tables.cases import ENVIRONMENT, row, save, text_of
 from tests.command_line import ROOT, invoke
 
@@ -38,13 +37,9 @@ def test_a_result_without_a_version_is_of_the_first(tmp_path):
     assert documents.read_json(path) == content
 
 
-def test_a_damaged_result_is_named_where_tables_are_made(tmp_path):
-    (tmp_path / "x.json").write_text('{"kind": "preset"}')
-    with pytest.raises(OptionError, match=r"x.json'"):
-        published.presets_markdown(tmp_path)
-
-
-@pytest.mark.parametrize("path", sorted(H200.glob("*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted(set(H200.glob("*.json")) - {H200 / SUMMARY}), ids=lambda path: path.stem
+)
 def test_committed_results_are_read(path):
     assert all(table.body for table in tables_of(Result(path.name, documents.read_json(path))))
 
@@ -157,22 +152,6 @@ def test_a_preset_in_its_unit_beside_published_numbers(name, given, ms, ours, th
         assert not (given and table.body[1:])
     shown = " ".join(text_of(table) for table in tables)
     assert [number for number in theirs if number not in shown] == []
-
-
-def test_presets_and_processes_in_markdown(tmp_path):
-    content = preset_result("mlperf", 16000.0).content
-    documents.write_json(tmp_path / "preset.json", content)
-    text = published.presets_markdown(tmp_path)
-    assert "| mlperf: SDXL pipeline 1024², batch 32, fp16, 20 steps, images/s | sdfastgn: 2 |" in text
-    assert "TensorRT, GH200 144GB: 2.3" in text
-    assert "- mlperf: published: https://github.com/mlcommons" in text
-    for count, each in ((1, [0.5]), (2, [0.49, 0.47])):
-        rows = [{**content["rows"][0], "images_s": sum(each), "process_images_s": each}]
-        several = {**content, "kind": "processes", "rows": rows}
-        documents.write_json(tmp_path / f"{count}.json", several)
-    text = published.processes_markdown(tmp_path)
-    assert "sdfastgn | 1 | 0.5 | 1 |" in text
-    assert "sdfastgn | 2 | 0.96 | 0.96 |" in text
 
 
 def test_options_replace_a_presets_settings():
