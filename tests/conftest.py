@@ -66,14 +66,6 @@ def kernels_stay_on(monkeypatch):
     assert after == before
 
 
-@pytest.fixture
-def gpu_at_hand(monkeypatch):
-    """The report on a model of ComfyUI is made as on a machine with a GPU."""
-    from sdfastgn.patches.comfyui import report
-
-    monkeypatch.setattr(report, "_has_gpu", lambda: True)
-
-
 @pytest.fixture(autouse=True)
 def memory_given_back():
     """Test processes share one GPU, and PyTorch keeps what a test has freed for its own process."""

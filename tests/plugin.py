@@ -171,3 +171,11 @@ def ran(launches):
     from tests.patches.cases import passes
 
     return lambda name: passes(launches)[name]
+
+
+@pytest.fixture
+def gpu_at_hand(monkeypatch):
+    """The report on a model of ComfyUI is made as on a machine with a GPU."""
+    from sdfastgn.patches.comfyui import report
+
+    monkeypatch.setattr(report, "_has_gpu", lambda: True)

@@ -102,6 +102,15 @@ def filled(text: str, results: Path) -> str:
     return _SLOT.sub(lambda match: f"{match[1]}\n{TABLES[match['name']](results)}\n{match[4]}", text)
 
 
+def _renewed(page: Path, results: Path) -> str:
+    """The text of ``page`` with its tables filled. The message of a ValueError names the page."""
+    try:
+        return filled(page.read_text(encoding="utf-8"), results)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"{page}: {reason}") from error
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0, or 2 where a page cannot be filled or a picture cannot be drawn."""
     parser = argparse.ArgumentParser("python -m scripts.publish.pages", description=__doc__)
@@ -114,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     written = [options.write] if options.write else [ROOT / page for page in PAGES]
     try:
-        texts = {path: filled(path.read_text(encoding="utf-8"), options.results) for path in written}
+        texts = {path: _renewed(path, options.results) for path in written}
         for path, text in texts.items():
             path.write_text(text, encoding="utf-8")
         if options.write is None:

@@ -79,14 +79,10 @@ WRONG = {
     ),
     "build_hub_kernels.py --output mine": "*--output: 'mine' is not empty and holds no earlier build",
     "build_hub_kernels.py --output out --repo-id us": "*--repo-id must be owner/name, got 'us'",
-    "publish/pages.py --write page.md": "tables: --results: there is no folder 'benchmarks' here",
-    "publish/pages.py --write page.md --results no": "tables: --results: there is no folder 'no' here",
-    "publish/pages.py --write none.md --results results": "tables: none.md: *No such file",
-    "publish/pages.py --write other.md --results results": "tables: other.md: no table is called other;",
-    "publish/pages.py --write open.md --results results": "tables: open.md: the slots opened*those closed",
-    "publish/plots.py": "usage: *RESULT.json",
-    "publish/plots.py cut-off.json x.png": "plots: *cut-off.json'",
-    "publish/plots.py no-result.json x.png": "plots: *no-result.json'",
+    "publish/pages.py --write page.md --results no": "pages: --results: there is no folder 'no' here",
+    "publish/pages.py --write none.md --results results": "pages: none.md: *No such file",
+    "publish/pages.py --write other.md --results results": "pages: other.md: no table is called other;",
+    "publish/pages.py --write open.md --results results": "pages: open.md: the slots opened*those closed",
 }
 
 

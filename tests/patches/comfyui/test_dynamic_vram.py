@@ -19,10 +19,13 @@ from tests.patches.comfyui import comfy_models  # noqa: E402
 from tests.patches.comfyui.comfy_models import close, image_of, latent_of, lora_of, unet_of  # noqa: E402
 
 KIND = "sd15"
-pytestmark = pytest.mark.skipif(
-    "disable_dynamic" not in inspect.signature(ModelPatcher.clone).parameters,
-    reason="this ComfyUI has no DynamicVRAM",
-)
+pytestmark = [
+    pytest.mark.fused_on_cpu,
+    pytest.mark.skipif(
+        "disable_dynamic" not in inspect.signature(ModelPatcher.clone).parameters,
+        reason="this ComfyUI has no DynamicVRAM",
+    ),
+]
 
 
 class Dynamic(ModelPatcher):

@@ -19,6 +19,8 @@ comfy_checkout.import_for_cpu()
 
 from tests.patches.comfyui import comfy_models  # noqa: E402
 
+pytestmark = pytest.mark.fused_on_cpu
+
 ROOT = Path(__file__).resolve().parents[3]
 WORKFLOWS = sorted((ROOT / "integrations" / "comfyui" / "example_workflows").glob("*.json"))
 LONG = 240  # seconds

@@ -20,6 +20,8 @@ from tests.patches.comfyui import comfy_models  # noqa: E402
 from tests.patches.comfyui.comfy_models import latent_of  # noqa: E402
 from tests.patches.graphs.tape import TapeBackend  # noqa: E402
 
+pytestmark = pytest.mark.fused_on_cpu
+
 KIND = "sd15"
 FUSED = "Fused: 1 UNet, 8 ResNet blocks, 7 transformers, 7 transformer blocks, 7 GEGLU, 1 upsampling"
 
