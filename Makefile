@@ -7,14 +7,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PINS := $(VENV)/constraints.txt
-RESULTS ?= benchmarks/h200
-BENCH := $(BIN)/sdfastgn bench --fp32-reference
+# Of bench: such as --resume, or --budget with seconds.
 BENCH_ARGS ?=
-TRAINING := copy,eager_nchw,eager_nhwc,sdfastgn,inductor
 PYTEST_ARGS ?=
 # A checkout of ComfyUI, from the environment or the command line.
 COMFYUI ?=
-COMFYUI_NEEDS := einops==0.8.2 torchsde==0.2.6 aiohttp==3.14.5 av==18.1.0
+# What is not installed of a checkout's requirements: PyTorch is there, torchvision and torchaudio have no build for each PyTorch,
+# kornia and spandrel need torchvision, and no test needs the others. Where the tests import one, an empty module takes its place.
+COMFYUI_NOT := torch|torchvision|torchaudio|kornia|spandrel|pyopengl|comfy-angle|comfyui-workflow-templates|comfyui-embedded-docs
+NO_GPU := import torch; print("" if torch.cuda.is_available() else "not gpu")
 NOX_ARGS ?=
 
 # The first interpreter that runs and is of a supported version: pyenv's shims exist for versions that it does not have.
@@ -28,8 +29,8 @@ TORCH_LACKS_TRITON := import importlib.metadata as m, sys; sys.exit(any(r.starts
 PIP := env -u PIP_TARGET -u PIP_PREFIX -u PIP_ROOT -u PIP_CONSTRAINT -u PIP_REQUIREMENT -u PIP_DRY_RUN -u PIP_NO_DEPS \
        -u PIP_REQUIRE_HASHES -u PYTHONPATH -u PYTHONHOME PIP_USER=0 PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
 
-.PHONY: help demo test test-slow test-compile test-gpu test-comfyui matrix check docs dist hub-kernels bench lint types \
-  format format-check install clean
+.PHONY: help demo test test-slow test-compile test-gpu test-comfyui comfyui-node test-serve matrix check docs dist hub-kernels bench \
+  lint types format format-check install clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## */\1\t/' | expand -t 14
@@ -69,12 +70,23 @@ test-compile: $(STAMP)  ## compile every kernel for every generation of GPUs; ne
 test-gpu: $(STAMP)  ## the tests that need an NVIDIA GPU
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
 
-# Of what ComfyUI needs, constraints.txt has most.
 test-comfyui: $(STAMP)  ## the ComfyUI node beside a checkout: make test-comfyui COMFYUI=path
 	@if [ -z "$(COMFYUI)" ] || [ ! -d "$(COMFYUI)/comfy" ]; then \
 	  echo "skipped, no ComfyUI (COMFYUI=path names a checkout)"; exit; fi; \
-	  $(PIP) install --quiet -c $(PINS) $(COMFYUI_NEEDS) && \
-	  COMFYUI="$(abspath $(COMFYUI))" $(QUIET_PYTEST) tests/patches/comfyui -n 2 $(PYTEST_ARGS)
+	  grep -viE '^($(COMFYUI_NOT)) *([<>=~]|$$)' "$(COMFYUI)/requirements.txt" > $(VENV)/comfyui.txt && \
+	  $(PIP) install --quiet -c $(PINS) -r $(VENV)/comfyui.txt && \
+	  COMFYUI="$(abspath $(COMFYUI))" $(QUIET_PYTEST) tests/patches/comfyui -n 2 --dist loadfile \
+	    -m "$$($(BIN)/python -c '$(NO_GPU)')" $(PYTEST_ARGS)
+
+comfyui-node: $(STAMP)  ## the folder for ComfyUI's custom_nodes, with the package inside: build/comfyui/sdfastgn
+	rm -rf build/comfyui && mkdir -p build/comfyui
+	cp -r integrations/comfyui build/comfyui/sdfastgn
+	$(PIP) install --quiet --no-deps --no-build-isolation --no-compile --target build/comfyui/sdfastgn/package .
+	find build/comfyui -name __pycache__ -o -name bin -path '*package*' | xargs rm -rf
+
+test-serve: $(STAMP)  ## the example for Ray Serve and the load script, after an install of Ray
+	@$(PIP) install --quiet -c $(PINS) --no-build-isolation -e '.[serve]'
+	$(QUIET_PYTEST) tests/test_ray_serve.py tests/scripts/publish/test_serving_load.py --durations=5 $(PYTEST_ARGS)
 
 matrix: $(STAMP)  ## tests beside other releases of Python, torch and diffusers; an hour, and 40 GB of downloads
 	@$(PIP) install --quiet 'nox[uv]==2026.10.20'
@@ -98,9 +110,10 @@ docs: $(STAMP)  ## the documentation site, in build/site; stops at the first war
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 # The wheel is built from the sdist. Build isolation is off because it would fetch its own setuptools.
-dist: $(STAMP)  ## the sdist and the wheel of a release, in dist
+dist: $(STAMP)  ## the sdist and the wheel of a release, in dist, as PyPI accepts them
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation --outdir dist .
+	$(BIN)/python -m twine check --strict dist/*
 
 # The repository on the Hub that the card and build.toml name.
 HUB_REPO ?= sdfastgn/sdfastgn
@@ -108,44 +121,10 @@ HUB_REPO ?= sdfastgn/sdfastgn
 hub-kernels: $(STAMP)  ## the kernels as a package for Hugging Face's Kernel Hub, in build/hub-kernels
 	$(BIN)/python scripts/build_hub_kernels.py --output build/hub-kernels --repo-id $(HUB_REPO)
 
-check: format-check lint types docs dist test test-slow test-compile  ## all that CI looks at
+check: format-check lint types docs dist test test-slow test-compile test-serve  ## all that CI looks at
 
-bench: $(STAMP)  ## time the UNets, the VAEs and the kernels on the GPU; JSON goes to RESULTS=benchmarks/h200
-	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
-	  { echo "make bench: torch sees no CUDA GPU here, and times taken on a CPU would say nothing" >&2; exit 1; }
-	mkdir -p $(RESULTS)
-	for model in sd15 sdxl; do \
-	  $(BENCH) --model $$model --part unet --part vae --json $(RESULTS)/$$model.json $(BENCH_ARGS) && \
-	  $(BENCH) --model $$model --part unet --part vae --profile --plot docs/images/profile_$$model.png \
-	    --json $(RESULTS)/profile_$$model.json $(BENCH_ARGS) && \
-	  $(BENCH) --model $$model --part pipeline --json $(RESULTS)/pipeline_$$model.json $(BENCH_ARGS) && \
-	  $(BIN)/python -m scripts.publish.warm_up --model $$model --json $(RESULTS)/warm_up_$$model.json || exit 1; \
-	done
-	for model in sd15 sdxl; do \
-	  $(BIN)/sdfastgn bench --model $$model --part unet --batch 1,2,4,8,16,32,64 --repeats 10 \
-	    --variants eager,compile,sdfastgn --json $(RESULTS)/batches_$$model.json $(BENCH_ARGS) || exit 1; \
-	done
-	for model in "sdxl --size 512 --scheduler EulerAncestralDiscreteScheduler" lcm sd_turbo; do \
-	  $(BIN)/python -m scripts.publish.host --model $$model --guidance 0 --steps 4 --repeats 10 \
-	    --json $(RESULTS)/host_$${model%% *}.json && \
-	  $(BIN)/sdfastgn bench --model $$model --guidance 0 --part pipeline --steps 1,4 --repeats 200 \
-	    --variants eager,sdfastgn --json $(RESULTS)/latency_$${model%% *}.json $(BENCH_ARGS) || exit 1; \
-	done
-	mkdir -p $(RESULTS)/presets
-	for preset in diffusers diffusion-fast fal mlperf stable-fast; do \
-	  $(BIN)/sdfastgn bench --preset $$preset --variants eager,sdfastgn \
-	    --json $(RESULTS)/presets/$$preset.json || exit 1; \
-	done
-	$(BENCH) --model sdxl --part vae --dtype fp32 --json $(RESULTS)/vae_1024_fp32.json $(BENCH_ARGS)
-	$(BENCH) --model sdxl --part train --size 512 --json $(RESULTS)/train_sdxl.json $(BENCH_ARGS)
-	$(BIN)/sdfastgn kernels --providers all --json $(RESULTS)/kernels.json
-	$(BIN)/sdfastgn kernels --dtype bf16,fp32 --json $(RESULTS)/kernels.json
-	$(BIN)/sdfastgn kernels --suite training --providers $(TRAINING) --json $(RESULTS)/kernels_training.json
-	$(BIN)/sdfastgn kernels --suite training --providers $(TRAINING) --dtype bf16 --json $(RESULTS)/kernels_training_bf16.json
-	for suite in attention batch_norm instance_norm issue_28201 layer_norm; do \
-	  $(BIN)/sdfastgn kernels --suite $$suite --json $(RESULTS)/kernels_$$suite.json || exit 1; \
-	done
-	$(BIN)/python -m scripts.publish.plots $(RESULTS) docs/images/times.png
+bench: $(STAMP)  ## measure all that is published, in 25 minutes on one H200; JSON goes to build/renewal
+	$(BIN)/python -m scripts.publish.renew --archive build/renewal.tar.gz $(BENCH_ARGS)
 
 clean:  ## remove what the targets made
 	rm -rf $(VENV) build dist demo-output *.egg-info .pytest_cache .ruff_cache .mypy_cache

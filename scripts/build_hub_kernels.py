@@ -2,9 +2,9 @@
 
 python scripts/build_hub_kernels.py --output build/hub-kernels
 
-The sources are ``sdfastgn/kernels`` and ``integrations/hub``. The folder is a project of kernel-builder
-(``build.toml``, ``torch-ext``) and a finished build of it (``build/torch-cuda``, ``build/torch-cpu``),
-which ``kernels.get_local_kernel`` loads and ``kernel-builder upload`` publishes.
+The sources are ``sdfastgn/kernels`` and ``integrations/hub``. The output folder is a project for
+kernel-builder (``build.toml``, ``torch-ext``) and also has its finished build (``build/torch-cuda``,
+``build/torch-cpu``). ``kernels.get_local_kernel`` loads it, and ``kernel-builder upload`` publishes it.
 
 Source: huggingface.co/docs/kernels, "Kernel requirements", for the layout and metadata.json.
 """
@@ -30,14 +30,17 @@ KERNELS = ROOT / "sdfastgn" / "kernels"
 HUB = ROOT / "integrations" / "hub"
 NAME = "sdfastgn"
 BACKENDS = ("cpu", "cuda")
-# Their ops serve the fusions of sdfastgn.optimize alone.
+# Folders of ops that are left out, because only the fusions of sdfastgn.optimize use them.
 LEFT_OUT = ("act_linear", "attention", "product")
-# Hexadecimal digits of the sources' hash in a namespace.
+# Number of hexadecimal digits of the hash in a namespace.
 ID_DIGITS = 12
 
 
 def with_relative_imports(text: str, path: str) -> str:
-    """The module at ``path`` in the package; a module outside of the package is an error."""
+    """``text``, the module at ``path``, with relative imports.
+
+    Raises ValueError if it imports a module of sdfastgn that is not in the package.
+    """
     dots = "." * (path.count("/") + 1)
     text = re.sub(r"^( *)from sdfastgn\.kernels\.", rf"\1from {dots}", text, flags=re.MULTILINE)
     for node in ast.walk(ast.parse(text)):
@@ -49,7 +52,7 @@ def with_relative_imports(text: str, path: str) -> str:
 
 
 def package() -> dict[str, str]:
-    """Path in the package -> its text."""
+    """Path in the package -> text of the file."""
     sources = [path for path in sorted(KERNELS.rglob("*.py")) if path.parent.name not in LEFT_OUT]
     paths = {path.relative_to(KERNELS).as_posix(): path for path in sources}
     paths |= {path.name: path for path in sorted((HUB / "package").glob("*.py"))}
@@ -59,7 +62,7 @@ def package() -> dict[str, str]:
 
 
 def variant(files: dict[str, str], backend: str) -> dict[str, str]:
-    """The package for one backend: ops in a namespace of their own, and metadata.json."""
+    """The package for one backend: its ops get a unique namespace, and metadata.json is added."""
     content = json.dumps(sorted(files.items())).encode()
     identifier = f"_{NAME}_{backend}_{hashlib.sha256(content).hexdigest()[:ID_DIGITS]}"
     old = f'_NAMESPACE = "{NAME}"'
@@ -83,12 +86,12 @@ def variant(files: dict[str, str], backend: str) -> dict[str, str]:
 
 
 def hub_version() -> int:
-    """The hub counts major versions, and calls what may still change 0."""
+    """The major version, which is all that the Hub has. 0 means that the interface may still change."""
     return int(sdfastgn.__version__.partition(".")[0])
 
 
 def project(repo_id: str) -> dict[str, str]:
-    """Path in the output -> its text."""
+    """Path in the output folder -> text of the file."""
 
     def template(name: str) -> str:
         text = (HUB / name).read_text("utf-8")
@@ -97,7 +100,7 @@ def project(repo_id: str) -> dict[str, str]:
     files = package()
     card = filled(template("CARD.md"), ROOT / "benchmarks")
     found = {"build.toml": template("build.toml"), "CARD.md": card, "build/CARD.md": card}
-    # kernel-builder writes a namespace of its own.
+    # Without ``_ops.py``, because kernel-builder writes its own namespace.
     found |= {f"torch-ext/{NAME}/{name}": text for name, text in files.items() if name != "_ops.py"}
     for backend in BACKENDS:
         made = variant(files, backend)

@@ -1,8 +1,8 @@
-"""Stock eager, torch.compile, stable-fast and sdfastgn: UNet, VAE and pipeline in one run.
+"""Time UNet, VAE and pipeline with stock eager, torch.compile, stable-fast and sdfastgn, in one run.
 
 python scripts/compare_stable_fast.py --model sdxl
 
-The errors are against the same call in fp32.
+Errors are also measured against the same call in fp32.
 """
 
 from sdfastgn.cli import main

@@ -1,6 +1,6 @@
-"""Full SD1.5 pipelines: text encoder, 30 UNet steps with guidance, VAE decode; a row a variant.
+"""Time whole SD1.5 pipelines with each variant: text encoder, 30 UNet steps with guidance, VAE decode.
 
-python scripts/time_sd15.py --json benchmarks/h200/pipeline_sd15.json
+python scripts/time_sd15.py --json pipeline_sd15.json
 """
 
 from sdfastgn.cli import main

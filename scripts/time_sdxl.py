@@ -1,6 +1,6 @@
-"""Full SDXL pipelines: text encoders, 30 UNet steps with guidance, VAE decode; a row a variant.
+"""Time whole SDXL pipelines with each variant: text encoders, 30 UNet steps with guidance, VAE decode.
 
-python scripts/time_sdxl.py --json benchmarks/h200/pipeline_sdxl.json
+python scripts/time_sdxl.py --json pipeline_sdxl.json
 """
 
 from sdfastgn.cli import main

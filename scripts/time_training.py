@@ -1,7 +1,7 @@
-"""A training step of the SDXL UNet at 512x512: forward, loss, backward; time and memory.
+"""Measure time and memory of a training step of the SDXL UNet at 512x512: forward, loss and backward.
 
-python scripts/time_training.py --dtype fp16 --json benchmarks/h200/train_sdxl.json
-python scripts/time_training.py --model sd15 --json benchmarks/h200/train_sd15_bf16.json
+python scripts/time_training.py --dtype fp16 --json train_sdxl.json
+python scripts/time_training.py --model sd15 --json train_sd15.json
 """
 
 from sdfastgn.cli import main

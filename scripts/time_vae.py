@@ -1,6 +1,6 @@
-"""VAE decodes: latents to images of 512x512 (``--size 1024`` for SDXL's); a row a variant.
+"""Time VAE decodes to images of 512x512 (for SDXL use ``--size 1024``) with each variant.
 
-python scripts/time_vae.py --size 1024 --model sdxl --json benchmarks/h200/vae_1024.json
+python scripts/time_vae.py --size 1024 --model sdxl --json vae_1024.json
 """
 
 from sdfastgn.cli import main

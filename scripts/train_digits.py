@@ -1,10 +1,10 @@
-"""A small diffusion model trained on digits, stock and optimized, from one seed: do they agree?
+"""Train a small diffusion model on digits twice, stock and optimized, and check that both learn the same.
 
 python scripts/train_digits.py --steps 300
 
-The network is diffusers' own UNet2DModel, the data the 1797 digits of scikit-learn (the extra
-``train``). Weights, images, timesteps and noise come from the seed, so both runs see the same. All
-is fp32 without TF32, so that only the order of additions differs. Exits with 1 where they disagree.
+The network is diffusers' UNet2DModel. The data are the 1797 digits of scikit-learn (the extra ``train``).
+Both runs have the same weights, images, timesteps and noise, which come from the seed. Everything is fp32
+without TF32, so only the order of additions differs. Exits with 1 if the runs disagree.
 
 Source: Ho, Jain and Abbeel, "Denoising Diffusion Probabilistic Models", 2020, for the loss.
 """
@@ -25,11 +25,11 @@ from torch import Tensor
 import sdfastgn
 from sdfastgn.bench import timing
 
-# Pixels of the square image, to which the digits are enlarged.
+# Pixels along a side of the images. Digits are enlarged to this size.
 SIZE = 16
 TIMESTEPS = 1000
 LEARNING_RATE = 5e-4
-# Most steps that a smoothed loss is the mean of: single losses jump by half.
+# A smoothed loss is the mean of at most this many steps. Single losses vary by half.
 LONGEST_WINDOW = 100
 # Largest relative error of the first gradient.
 GRADIENT_BOUND = 1e-3
@@ -39,7 +39,7 @@ CURVE_BOUND = 0.03
 
 
 def build_model(width: int, seed: int) -> Any:
-    """The stock model in train mode; the same weights for the same seed."""
+    """The stock model in train mode. Its weights depend only on the seed."""
     torch.manual_seed(seed)
     return UNet2DModel(
         sample_size=SIZE,
@@ -53,7 +53,7 @@ def build_model(width: int, seed: int) -> Any:
 
 
 def losses_of(model: Any, images: Tensor, options: argparse.Namespace) -> Iterator[Tensor]:
-    """The loss of one batch after the other, without end."""
+    """Yields the loss of random batches, without end."""
     generator = torch.Generator(images.device).manual_seed(options.seed)
     where: dict[str, Any] = {"generator": generator, "device": images.device}
     while True:
@@ -65,7 +65,7 @@ def losses_of(model: Any, images: Tensor, options: argparse.Namespace) -> Iterat
 
 
 def train(name: str, model: Any, images: Tensor, options: argparse.Namespace) -> tuple[Tensor, list[float]]:
-    """Trains in place. Returns the first gradient, all parameters in one vector, and the losses."""
+    """Train in place. Returns (gradient of the first step, as one vector over all parameters; losses)."""
     gradients = torch.autograd.grad(next(losses_of(model, images, options)), list(model.parameters()))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     batches, losses = losses_of(model, images, options), []
@@ -83,7 +83,7 @@ def train(name: str, model: Any, images: Tensor, options: argparse.Namespace) ->
 
 
 def curve_difference(losses: list[float], reference: list[float]) -> float:
-    """Largest relative difference of the smoothed losses; nan where one is not finite."""
+    """Largest relative difference of the smoothed losses; NaN if any loss is not finite."""
     window = max(1, min(LONGEST_WINDOW, len(reference) // 20))
     ours, theirs = (np.convolve(each, np.full(window, 1 / window), "valid") for each in (losses, reference))
     return float(np.abs((ours - theirs) / theirs).max())
@@ -92,7 +92,7 @@ def curve_difference(losses: list[float], reference: list[float]) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--steps", type=int, default=1000, help="optimizer steps of each run")
-    parser.add_argument("--batch-size", type=int, default=64, help="images a step")
+    parser.add_argument("--batch-size", type=int, default=64, help="images per step")
     parser.add_argument("--width", type=int, default=32, help="channels of the first level, divisible by 8")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
@@ -100,7 +100,7 @@ def main() -> int:
     if min(options.steps, options.batch_size) < 1:
         numbers = f"{options.steps} and {options.batch_size}"
         parser.error(f"--steps and --batch-size: must be positive whole numbers, got {numbers}")
-    pixels = torch.from_numpy(load_digits().images).float()[:, None] / 8 - 1  # from 0 to 16
+    pixels = torch.from_numpy(load_digits().images).float()[:, None] / 8 - 1  # scikit-learn's are 0 to 16
     images = F.interpolate(pixels, size=(SIZE, SIZE), mode="bilinear").to(options.device)
     stock = build_model(options.width, options.seed).to(options.device)
     ours = sdfastgn.optimize(copy.deepcopy(stock), strict=True)
@@ -113,7 +113,7 @@ def main() -> int:
     }
     for what, (value, bound) in checks.items():
         print(f"{what} {value:.2e}, bound {bound:g}")
-    # `all of <=` because a NaN is neither above nor below.
+    # Written with ``<=``, so that a NaN disagrees.
     agree = all(value <= bound for value, bound in checks.values())
     print("the optimized model learns as the stock one does" if agree else "DISAGREES")
     return 0 if agree else 1

@@ -1,8 +1,8 @@
 """sdfastgn: one line that makes Stable Diffusion in diffusers faster, with an exact undo.
 
 ``sdfastgn.optimize(pipe)`` makes a pipeline channels-last and fuses its GroupNorm and activation
-calls into Triton kernels. ``sdfastgn.restore(pipe)`` gives back exactly what went in. Importing this
-package imports neither diffusers nor Triton.
+calls into Triton kernels. ``sdfastgn.restore(pipe)`` makes it exactly what it was before. Importing
+this package imports neither diffusers nor Triton.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # "as" says to type checkers that a name is public
+if TYPE_CHECKING:  # "import X as X" tells type checkers that X is public
     from sdfastgn.api import optimize as optimize
     from sdfastgn.api import optimized as optimized
     from sdfastgn.api import report as report

@@ -28,7 +28,7 @@ from sdfastgn.versions import never_run
 __all__ = ["optimize", "optimized", "report", "restore"]
 
 T = TypeVar("T")
-# Frames of contextlib's between ``optimized`` and the user's ``with``, for a warning that points there.
+# Stack frames of contextlib between ``optimized`` and the user's ``with``. Warnings point to the user's line.
 _WITH = 1
 
 
@@ -46,27 +46,29 @@ def optimize(
     Images differ from stock's by rounding alone.
 
     Args:
-        obj: a diffusers pipeline, or any ``torch.nn.Module``. Of a pipeline every component with a
-            GroupNorm or a transformer block is optimized: UNet, VAE, ControlNets and others. Also
-            optimizes PNDM, DDIM, LCM, Euler, Euler a, DPM++ 2M and UniPC schedulers, the image
-            processor and the search for its device.
+        obj: a diffusers pipeline, or any ``torch.nn.Module``. In a pipeline, every component with a
+            GroupNorm or a transformer block is optimized: UNet, VAE, ControlNets and others. So are
+            the image processor, the search for the pipeline's device, and PNDM, DDIM, LCM, Euler,
+            Euler a, DPM++ 2M and UniPC schedulers.
         strict: raise if anything must be skipped.
         cuda_graphs: replay calls of UNets, ControlNets, VAEs, CLIP text encoders and some transformers
-            (docs/coverage.md) as CUDA graphs. ``"auto"`` captures the second call of a kind (shapes,
-            dtypes, arguments) and replays it from then on. True captures the first. False never captures.
-            A change to the model drops its graphs. What cannot be captured runs eagerly, and ``report``
-            says why.
+            (docs/coverage.md) as CUDA graphs. Calls with equal shapes, dtypes and other arguments are of
+            one kind. ``"auto"`` captures the second call of a kind and replays it for all later ones.
+            True captures the first. False never captures. A change to the model drops its graphs. A call
+            that cannot be captured runs eagerly, and ``report`` says why.
         missing_ok: return ``obj`` unchanged, without a warning, if there is nothing to optimize. By
             default that is an error for a module and a warning for a pipeline.
-        verify: then run each fused part of the UNets, ControlNets and image autoencoders once, on its
-            own weights and small random inputs, and put back any that is further from the same part
-            in fp32 (fp64 for fp32) than four times stock's own error and one unit of rounding. A
-            UserWarning and ``report`` name these, and the warning what could not be verified. Takes
-            memory for one part in fp32, and as long as compiling its kernels for small images.
+        verify: after the change, run each fused part of the UNets, ControlNets and image autoencoders
+            once, with its own weights and small random inputs. A part is put back to stock's code if its
+            error against the same part in fp32 (fp64 for fp32 weights) is larger than four times
+            stock's error plus one unit of rounding. A UserWarning and ``report`` name these parts. The
+            warning also names parts that could not be verified. This takes memory for one part in
+            fp32, and the time to compile the kernels for small images.
         fold_batch_norm: fold each BatchNorm2d that directly follows a Conv2d in an ``nn.Sequential``
-            into that convolution, in eval and without gradients. Parameters stay as they are. A
-            change to one is seen if it is replaced or changed in place; after a write through
-            ``.data`` call ``restore`` and ``optimize`` again. Takes memory for the folded weights.
+            into that convolution, in eval mode and without gradients. Parameters stay as they are. A
+            change to a parameter is noticed if it is replaced or changed in place. After a write
+            through ``.data``, call ``restore`` and ``optimize`` again. Takes memory for the folded
+            weights.
 
     Returns:
         ``obj`` itself. Fused modules get subclasses of their own classes, with the same names.
@@ -78,12 +80,12 @@ def optimize(
 
     Raises:
         TypeError: ``obj`` is neither a pipeline nor a module.
-        ValueError: ``cuda_graphs`` is none of the three, or another option no bool. Or there is nothing to
-            optimize in a module, or with ``strict`` in a pipeline. Or something must be skipped with
-            ``strict``; the message says what and why. Or the model is wrapped in
+        ValueError: ``cuda_graphs`` is none of the three, or another option is no bool. Or there is
+            nothing to optimize in a module, or with ``strict`` in a pipeline. Or something must be
+            skipped with ``strict``; the message says what and why. Or the model is wrapped in
             DistributedDataParallel: optimize it first.
-        RuntimeError: another thread has been running the model for 30 seconds. Shorter calls are waited
-            for, and calls that begin meanwhile wait. Nothing was changed.
+        RuntimeError: another thread has been running the model for 30 seconds. Nothing was changed.
+            ``optimize`` waits for shorter calls, and calls that begin meanwhile wait for ``optimize``.
     """
     before = _optimize("optimize", obj, strict, cuda_graphs, missing_ok, verify, fold_batch_norm)
     if not (before or missing_ok):
@@ -94,17 +96,17 @@ def optimize(
 def restore(obj: T) -> T:
     """Undo ``optimize`` in place: the same classes, strides, attributes and outputs. Returns ``obj``.
 
-    So it does for a scheduler or image processor that was exchanged since. A model that was taken out
-    of a pipeline stays optimized: ``restore`` it by itself.
+    It also restores a scheduler or image processor that the pipeline had before and that was replaced
+    since. But a model that was taken out of a pipeline stays optimized: call ``restore`` with it.
 
-    A stock pipeline or module stays as it is. Other code (tomesd, parametrizations, FSDP) may have put
-    a class of its own over a fused one, and only that code can take it away. All else is restored, and
-    a UserWarning names these modules: undo that, then call ``restore`` again.
+    A stock pipeline or module stays as it is. Other code (tomesd, parametrizations, FSDP) may have
+    derived a class from a fused one, and only that code can undo it. Everything else is restored, and a
+    UserWarning names these modules: undo the other change, then call ``restore`` again.
 
     Raises:
         TypeError: ``obj`` is neither a pipeline nor a module.
-        ValueError: it is optimized and wrapped in DistributedDataParallel: unwrap it first.
-        RuntimeError: as ``optimize``.
+        ValueError: ``obj`` is optimized and wrapped in DistributedDataParallel: unwrap it first.
+        RuntimeError: as in ``optimize``.
     """
     roots = _roots("restore", obj)
     _refuse_in_ddp("restore", obj, roots.values())
@@ -127,8 +129,9 @@ def optimized(
     """``with sdfastgn.optimized(pipe):`` optimizes inside and restores afterwards.
 
     A component that was optimized before stays optimized, with the ``cuda_graphs`` that it had. All
-    others are restored, also a scheduler that joined the pipeline inside. A model that joined stays as
-    it is. Arguments, errors and warnings: ``optimize`` and ``restore``.
+    other components are restored. If the pipeline gets another scheduler or model inside the ``with``
+    block, that scheduler is restored, but that model stays as it is. Arguments, errors and warnings are
+    those of ``optimize`` and ``restore``.
     """
     before = _optimize("optimized", obj, strict, cuda_graphs, missing_ok)
     if not before:
@@ -145,16 +148,16 @@ def optimized(
             left = _put_back(before)
             known = {id(was.component) for was in before}
             for name, part in patcher.parts_ever_of(obj):
-                if id(part) not in known:  # one that joined inside was not there before either
+                if id(part) not in known:  # the pipeline got it inside the ``with`` block
                     left += patcher.undo(part, name)
         if left:
             warnings.warn(_left_over("optimized", left), stacklevel=2 + _WITH)
 
 
 def verdicts(obj: Any) -> list[Verdict]:
-    """Compare every fused part of ``obj`` with stock's code, and put back what is wrong.
+    """Compare every fused part of ``obj`` with stock's code, and put wrong parts back to stock's code.
 
-    Drops the CUDA graphs of ``obj`` and turns them off.
+    Removes the CUDA graphs of ``obj``.
     """
     found = []
     roots = _roots("verify", obj)
@@ -163,14 +166,14 @@ def verdicts(obj: Any) -> list[Verdict]:
             graphs.remove(root)
             found += verification.verify(root, name)
     if hasattr(obj, "maybe_free_model_hooks"):
-        obj.maybe_free_model_hooks()  # what offloading has brought to the GPU
+        obj.maybe_free_model_hooks()  # offloading has moved models to the GPU
     return found
 
 
 def report(obj: Any) -> Report:
-    """What is fused in ``obj``, what would be, and what is skipped and why. Changes nothing.
+    """What is fused in ``obj``, what ``optimize`` would fuse, and what is skipped and why. Changes nothing.
 
-    ``print`` it for a summary, ``print(report.details())`` for every part.
+    ``print`` the report for a summary, ``print(report.details())`` for every part.
 
     Raises:
         TypeError: ``obj`` is neither a pipeline nor a module.
@@ -209,7 +212,7 @@ def report(obj: Any) -> Report:
 
 @contextmanager
 def _changing(call: str, roots: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, this thread alone uses ``roots`` and changes models. At the start their GPUs are idle."""
+    """Inside, no other thread runs ``roots`` or changes any model. It begins when their GPUs are idle."""
     roots = list(roots)
     with one_at_a_time, undisturbed(call, roots):
         graphs.wait_for_gpus(roots)
@@ -218,9 +221,10 @@ def _changing(call: str, roots: Iterable[nn.Module]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Before:
-    """What one component was before ``optimize``.
+    """The state of one component before ``optimize``.
 
-    ``modes``: of the modules with graphs. ``findings``, ``laid_out``: as in ``patcher.take_back``.
+    ``is_stock``: nothing of sdfastgn was in it. ``modes``: module with graphs -> its ``cuda_graphs``.
+    ``findings``, ``laid_out``: as in ``patcher.take_back``.
     """
 
     name: str
@@ -248,7 +252,7 @@ def _before(name: str, component: Any, asked: tuple[str, ...]) -> _Before:
 
 
 def _put_back(before: list[_Before]) -> list[tuple[str, Any]]:
-    """Each component as it was. Returns what cannot be undone."""
+    """Make each component what it was before. Returns (path, module or part) of what cannot be undone."""
     left = []
     for was in before:
         is_model = isinstance(was.component, nn.Module)
@@ -275,8 +279,11 @@ def _optimize(
     verify: bool = False,
     fold_batch_norm: bool = False,
 ) -> list[_Before]:
-    """Carry it out. Returns what each component was before; nothing where there is nothing to optimize."""
-    # 0 and numpy's False are equal to False and are not it.
+    """Do the work of ``optimize`` and ``optimized``. ``call``: which of the two, for messages.
+
+    Returns the former state of each component; empty if there is nothing to optimize.
+    """
+    # ``in MODES`` alone would accept 0 and numpy's False, which are equal to False.
     if type(cuda_graphs) not in (bool, str) or cuda_graphs not in graphs.MODES:
         raise ValueError(f'sdfastgn.{call}: cuda_graphs={cuda_graphs!r} must be "auto", True or False')
     flags = {"strict": strict, "missing_ok": missing_ok, "verify": verify, "fold_batch_norm": fold_batch_norm}
@@ -324,7 +331,10 @@ def _refuse_skipped(call: str, findings: list[patcher.Finding]) -> None:
 
 
 def _tell(call: str, found: list[Verdict], strict: bool) -> None:
-    """What is not right, in a warning for each kind; with ``strict`` what was put back is an error."""
+    """Warn of parts that were put back, and of parts that were not verified.
+
+    With ``strict``, raises ValueError if a part was put back.
+    """
     for status in (verification.PUT_BACK, verification.UNVERIFIED):
         parts = [v for v in found if v.status == status]
         if not parts:
@@ -356,7 +366,7 @@ def _nothing_in(obj: Any) -> str:
 
 
 def _left_over(call: str, left: list[tuple[str, Any]]) -> str:
-    """The warning for what cannot be undone, [(path, module or part)]."""
+    """The text of the warning for ``left``, (path, module or part) of what cannot be undone."""
     found = [(path, type(part)) for path, part in left]
     paths = grouped((f"{cls.__module__}.{cls.__qualname__}", path or cls.__name__) for path, cls in found)
     named = "; ".join(f"{name} at {some(paths[name])}" for name in paths)
@@ -368,9 +378,10 @@ def _left_over(call: str, left: list[tuple[str, Any]]) -> str:
 
 
 def _roots(call: str, obj: Any, asked: tuple[str, ...] = ()) -> dict[str, nn.Module]:
-    """Modules to work on by component name ("" for a bare module).
+    """Component name -> module to work on. The name is "" if ``obj`` is a module.
 
-    Each object once, as part of the outermost component that has it; those without anything to fuse left out.
+    Left out are components with nothing to fuse, repeated ones, and those that are part of another one.
+    ``asked``: names of ``ASKED_FUSIONS`` that count as well.
     """
     if isinstance(obj, nn.Module):
         candidates: dict[str, Any] = {"": obj}
@@ -393,12 +404,12 @@ def _roots(call: str, obj: Any, asked: tuple[str, ...] = ()) -> dict[str, nn.Mod
     return {name: root for name, root in roots.items() if id(root) not in inner}
 
 
-# Notes on this machine that were given: each once a process.
+# Notes on this machine that were already given. Each is given once per process.
 noted: set[str] = set()
 
 
 def warn_of_machine(call: str) -> None:
-    """Say what keeps this machine from gaining anything, and which versions were never run."""
+    """Warn if no kernel can run on this machine, and of versions that were never tested."""
     for note in _machine_notes():
         if note not in noted:
             noted.add(note)

@@ -1,4 +1,4 @@
-"""What runs the fused calls of a model, Triton's kernels or stock's code, and why."""
+"""Whether the fused calls of a model run in Triton kernels or in stock's code, and why."""
 
 from __future__ import annotations
 
@@ -18,23 +18,26 @@ _STOCK_CODE = "plain PyTorch, stock's own code at stock's speed"
 
 
 def backend_text(roots: list[nn.Module], why_stock: list[str | None]) -> str:
-    """``Report.backend`` of models; ``why_stock``: ``why_stock_runs`` of each."""
+    """``Report.backend`` for the models ``roots``. ``why_stock``: ``why_stock_runs`` of each model."""
     reasons = [reason for reason in dict.fromkeys(why_stock) if reason is not None]
     if triton is None or None not in why_stock:
         return f"{_STOCK_CODE} ({'; '.join(reasons)})"
     if any(p.is_meta for root in roots for p in root.parameters()):
-        return ""  # what runs is decided where the weights go
+        return ""  # it depends on the device that the weights will be moved to
     return f"Triton {triton.__version__} on {torch.cuda.get_device_name()}"
 
 
 def why_stock_runs(root: nn.Module) -> str | None:
-    """Why the fused calls of ``root`` run stock's code; None if kernels run, or may once it is on a GPU."""
+    """Why the fused calls of ``root`` run stock's code; None if kernels run.
+
+    None also for a model on the meta device whose kernels will run when it is moved to a GPU.
+    """
     if dispatch.why_off is not None:
         return dispatch.why_off
     tensors = list(root.parameters())
     if any(p.is_meta for p in tensors):
         return None if torch.cuda.is_available() else "no CUDA GPU"
-    # accelerate's offloading brings the weights to this device at each call.
+    # With accelerate's offloading, the weights are on this device during a call.
     offload = getattr(getattr(root, "_hf_hook", None), "execution_device", None)
     if isinstance(offload, int):
         offload = torch.device("cuda", offload)

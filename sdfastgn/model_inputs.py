@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 __all__ = ["randn", "small_call", "unet_inputs"]
 
-# Names of the model classes that ``unet_inputs`` has inputs for.
+# Names of the model classes for which ``unet_inputs`` makes inputs.
 _UNETS = ("UNet2DConditionModel", "UNet2DModel", "ControlNetModel")
-# Pixels along a side of ControlNet's image for each latent along that side.
+# A ControlNet's image has 8 times as many pixels along a side as the latents.
 _CONTROL_SCALE = 8
-# Latents along a side of the image in an autoencoder's middle.
+# Latents along a side in the small call of an autoencoder.
 _LATENTS = 8
 
 
@@ -29,9 +29,15 @@ def unet_inputs(
     seed: int,
     scale: int = 8,
 ) -> dict[str, Any]:
-    """Keyword arguments of one UNet step, with the embeddings that its configuration asks for.
+    """Random keyword arguments for one UNet step, with all embeddings that its configuration needs.
 
-    ``size``: pixels along a side of the square image. ``scale``: pixels along a side of one latent.
+    Args:
+        config: the UNet's configuration.
+        size: pixels along a side of the square image.
+        batch: the batch size.
+        dtype, device: of the tensors.
+        seed: the seed of the first tensor. The others are drawn from the seeds that follow.
+        scale: pixels along a side of one latent.
     """
     draw = functools.partial(randn, batch, dtype=dtype, device=device)
     inputs: dict[str, Any] = {
@@ -57,7 +63,7 @@ def unet_inputs(
 
 
 def small_call(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Callable[[], object] | None:
-    """A call of ``model`` on small images, as a function without arguments; None for an unknown class."""
+    """A function without arguments that calls ``model`` with small images; None for an unknown class."""
     kind, config = type(model).__name__, dict(getattr(model, "config", {}))
     draw = functools.partial(randn, dtype=dtype, device=device)
     if kind == "AutoencoderKL":
@@ -78,7 +84,7 @@ def small_call(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Ca
 
 
 def _encode_and_decode(model: Any, config: dict[str, Any], draw: Callable[..., Tensor]) -> None:
-    # Not AutoencoderTiny's own forward: it passes fp32 to the decoder of a model in any dtype.
+    # Not AutoencoderTiny's forward, which passes fp32 to the decoder even if the model is in half precision.
     side = _LATENTS * 2 ** (len(config["encoder_block_out_channels"]) - 1)
     model.encode(draw(1, config["in_channels"], side, side, seed=0))
     model.decode(draw(1, config["latent_channels"], _LATENTS, _LATENTS, seed=1))

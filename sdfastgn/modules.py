@@ -34,7 +34,7 @@ class GroupNorm(nn.GroupNorm):
         activation: any of ``sdfastgn.kernels.common.activations.ACTIVATIONS``.
 
     Shapes: (N, C, *spatial) -> the same.
-    Dtypes, layout, gradients and errors of a call are those of ``sdfastgn.group_norm``.
+    Dtypes, layout, gradients and errors of a call: see ``sdfastgn.group_norm``.
     Raises: ValueError if num_groups does not divide num_channels, one of them is negative or the
         activation is unknown; TypeError if an argument that must be a number is not;
         ZeroDivisionError, as in PyTorch, if num_groups is 0.
@@ -81,11 +81,11 @@ class InstanceNorm(_InstanceNorm):
 
     Args:
         num_features, eps, momentum, affine, device, dtype: as in ``torch.nn.InstanceNorm2d``.
-        track_running_stats: must be False; each sample is normalized with its own statistics.
+        track_running_stats: must be False: each sample is normalized with its own statistics.
         activation: any of ``sdfastgn.kernels.common.activations.ACTIVATIONS``.
 
     Shapes: (N, C, *spatial) -> the same.
-    Dtypes, layout, gradients and errors of a call are those of ``sdfastgn.instance_norm``.
+    Dtypes, layout, gradients and errors of a call: see ``sdfastgn.instance_norm``.
     Raises: ValueError if track_running_stats is True, num_features is negative or the activation is
         unknown; TypeError if an argument that must be a number is not.
     """
@@ -113,7 +113,7 @@ class InstanceNorm(_InstanceNorm):
     def forward(self, input: Tensor) -> Tensor:
         try:
             fits = input.dim() >= 3 and input.shape[1] == self.num_features
-        except (AttributeError, RuntimeError):  # no tensor, or a nested one
+        except (AttributeError, RuntimeError):  # ``input`` is no tensor, or a nested one
             fits = False
         if not fits:
             _refuse("sdfastgn.InstanceNorm", input, f"(N, {self.num_features}, *spatial)")
@@ -144,8 +144,8 @@ class BatchNorm(_NormBase):
     ``nn.SyncBatchNorm.convert_sync_batchnorm`` would replace it by a module without the activation.
 
     Shapes: (N, C, *spatial) -> the same.
-    Dtypes, layout, gradients and errors of a call are those of ``sdfastgn.batch_norm``. With a process
-        group there is no second derivative.
+    Dtypes, layout, gradients and errors of a call: see ``sdfastgn.batch_norm``. With a process group
+        there is no second derivative.
     Raises: ValueError if num_features is negative, the activation is unknown or process_group is neither
         a group nor "world"; TypeError if an argument that must be a number is not.
     """
@@ -182,8 +182,9 @@ class BatchNorm(_NormBase):
         """A norm with the settings of ``module`` and an activation. Both share parameters and buffers.
 
         Args:
-            module: an ``nn.BatchNorm1d``, ``2d``, ``3d`` or an ``nn.SyncBatchNorm``, whose process
+            module: an ``nn.BatchNorm1d``, ``2d`` or ``3d``, or an ``nn.SyncBatchNorm``, whose process
                 group is kept.
+            activation: as in the constructor.
         Raises: TypeError if ``module`` is of another class, or has hooks, a ``forward`` in the instance or
             additional parameters, because it may then compute something else.
         """
@@ -213,7 +214,7 @@ class BatchNorm(_NormBase):
         name = "sdfastgn.BatchNorm"
         try:
             fits = input.dim() >= 2 and input.shape[1] == self.num_features
-        except (AttributeError, RuntimeError):  # no tensor, or a nested one
+        except (AttributeError, RuntimeError):  # ``input`` is no tensor, or a nested one
             fits = False
         if not fits:
             _refuse(name, input, f"(N, {self.num_features}, *spatial)")
@@ -222,7 +223,7 @@ class BatchNorm(_NormBase):
         if self.training and not self.track_running_stats:
             running = (None, None)
         momentum = self.momentum
-        if momentum is None:  # the average of all batches
+        if momentum is None:  # None stands for the average of all batches, as in PyTorch
             momentum = 0.0 if counts is None else 1 / (float(counts) + 1)
         trains = self.training or (self.running_mean is None and self.running_var is None)
         call = batch_norm_call(
@@ -254,7 +255,7 @@ class LayerNorm(nn.LayerNorm):
     ``norm(input)`` returns the normalized tensor. ``norm(input, residual, add_bias)`` returns
     (normalized, total), as ``sdfastgn.add_layer_norm`` does.
 
-    Shapes: (..., D) -> the same. Dtypes, layout, gradients and errors of a call are those of
+    Shapes: (..., D) -> the same. Dtypes, layout, gradients and errors of a call: see
         ``sdfastgn.layer_norm`` and ``sdfastgn.add_layer_norm``.
     Raises: ValueError if normalized_shape is negative or more than one dimension, or if a call has
         add_bias without a residual; TypeError if an argument that must be a number is not.
@@ -295,6 +296,6 @@ class LayerNorm(nn.LayerNorm):
 
 
 def _refuse(name: str, input: Any, expected: str) -> NoReturn:
-    """Raise TypeError if ``input`` is no tensor, else ValueError that names its shape."""
+    """Raise TypeError if ``input`` is no tensor, else a ValueError that names its shape."""
     check_input(name, "input", input)
     raise ValueError(f"{name}: input must be {expected}, got shape {tuple(input.shape)}")

@@ -1,4 +1,4 @@
-"""What the command line and the benchmarks share: a program's name, its errors, its launcher."""
+"""What the command line and the benchmarks share: the program's name, user errors, launched processes."""
 
 from __future__ import annotations
 
@@ -8,30 +8,34 @@ from pathlib import Path
 
 __all__ = ["OWN_PROCESS", "OptionError", "counted", "is_main", "launched", "program"]
 
-# What a command's context holds where the whole process is there for that command.
+# A command's ``context.obj`` if the process runs only this command. Then it may change how modules are
+# imported.
 OWN_PROCESS = "own process"
 
 
 class OptionError(ValueError):
-    """A user's option that cannot be used, in one line: the option, the value, and what is allowed."""
+    """An option of the user cannot be used.
+
+    The message is one line. It names the option, its value, and what is allowed.
+    """
 
 
 def program() -> str:
-    """``sdfastgn``, or a script's file name."""
+    """The program's name for messages: ``sdfastgn``, or the file name of a script."""
     name = Path(sys.argv[0]).name
     return name if name.endswith(".py") and name != "__main__.py" else "sdfastgn"
 
 
 def counted(count: int, noun: str, plural: str = "") -> str:
-    """``1 image``, ``2 images``. ``plural`` is for nouns whose plural has more than an s."""
+    """``1 image``, ``2 images``. ``plural``: the plural, if it is not the noun with an s."""
     return f"{count} {noun if count == 1 else plural or noun + 's'}"
 
 
 def launched() -> bool:
-    """Whether a launcher started this process. ``torchrun`` says so of a single one too."""
+    """Whether a launcher such as ``torchrun`` started this process, also if it started no other."""
     return "LOCAL_RANK" in os.environ
 
 
 def is_main() -> bool:
-    """Whether this process prints and writes what all processes have measured or drawn."""
+    """True in one process only: the one that prints and writes the results of all."""
     return os.environ.get("RANK", "0") == "0"

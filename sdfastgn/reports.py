@@ -1,4 +1,4 @@
-"""What ``optimize`` did or would do to a pipeline: as data, in one line, as text and as HTML."""
+"""The report on a pipeline, as data, text or HTML: what is fused, what would be, and what is skipped."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ if TYPE_CHECKING:
 
 __all__ = ["Entry", "Report", "grouped", "parts_text", "some"]
 
-# Columns of the printed report: the narrowest usual terminal.
+# Characters per line of the printed report: the width of the narrowest usual terminal.
 WIDTH = 80
-# Paths that are printed for each reason to skip; ``details`` has all of them.
+# Paths that are printed for each reason to skip. ``details`` prints all.
 _SHOWN_PATHS = 3
-# Models that gain nothing while Python starts their kernels one by one: "sdfastgn without graphs" in
-# docs/benchmarks.md.
+# Models that are not faster without CUDA graphs ("sdfastgn without graphs" in docs/benchmarks.md), because
+# Python launches their kernels one by one.
 _UNETS = ("UNet2DModel", "UNet2DConditionModel")
-# How the reasons end of calls to which that does not apply: a first one, training, a compiler's.
+# Reasons for calls without a graph that need no such warning end with these words: a first call, training, a
+# compiler.
 _NO_LOSS = (
     "first call of its kind",
     "gradients are enabled",
@@ -34,9 +35,10 @@ STATUSES = ("fused", "fusable", "skipped")
 
 @dataclass(frozen=True)
 class Entry:
-    """One module and one fusion.
+    """What one fusion does to one module.
 
-    ``path`` is dotted, from the pipeline or the module. ``reason`` is empty unless skipped.
+    ``path``: dotted path in the pipeline or module. ``kind``: the module's class. ``status``: one of
+    ``STATUSES``. ``reason``: why it is skipped, else empty.
     """
 
     component: str
@@ -51,14 +53,15 @@ class Entry:
 class Report:
     """State of a pipeline or module. ``print`` it for a summary, ``print(report.details())`` for all of it.
 
-    ``backend``: what runs the fused calls where the weights are now; for the meta device what would run
-    them on this machine, empty if it has a GPU.
-    ``channels_last_weights``: convolutions whose weights became channels-last.
-    ``layout_copies_removed``: copies to channels-first a call that stock makes and this model does not.
-    ``runs_kernels``: False where stock's code runs in all components, optimized or not; ``fused`` then
-    has the parts that run fused once the model is where kernels run.
+    ``backend``: what runs the fused calls on the present device of the weights. On the meta device: what
+    would run them on this machine; empty if it has a GPU.
+    ``channels_last_weights``: number of convolutions whose weights became channels-last.
+    ``layout_copies_removed``: copies to channels-first that stock makes in each call and this model does not.
+    ``runs_kernels``: False if all components run stock's code, optimized or not. The parts in ``fused`` then
+    run fused after the model is moved to a device with kernels.
     ``graphs``: the state of each module whose calls can be CUDA graphs.
-    ``graph_memory_bytes``: GPU memory of all graphs of the process that share a pool with these.
+    ``graph_memory_bytes``: GPU memory of the memory pools of these graphs. Other models of the process may
+    share the pools.
     """
 
     entries: tuple[Entry, ...]
@@ -75,7 +78,7 @@ class Report:
 
     @property
     def fusable(self) -> tuple[Entry, ...]:
-        """What ``optimize`` would fuse and has not yet."""
+        """What ``optimize`` would fuse and has not fused yet."""
         return tuple(e for e in self.entries if e.status == "fusable")
 
     @property
@@ -106,7 +109,7 @@ class Report:
         return "\n".join([*self._lines(len(self.entries)), "", *table])
 
     def _repr_html_(self) -> str:
-        """What notebooks show: ``details`` as tables."""
+        """``details`` as HTML tables, which notebooks show."""
         titles, *rows = self._counts()
         header = "".join(f"<th>{name}</th>" for name in titles)
         counts = "".join(_html_row(row) for row in rows)
@@ -130,12 +133,12 @@ class Report:
         return "fused" if self.runs_kernels else "fused where kernels run"
 
     def _graphable(self) -> list[str]:
-        """Modules of a stock model whose calls ``optimize`` would make CUDA graphs of, on a GPU."""
+        """Modules of a stock model whose calls would be CUDA graphs after ``optimize``, on a GPU."""
         stock = () if self.fused else self.graphs
         return [g.path or g.kind for g in stock if g.mode == "False" and not g.eager]
 
     def _without_graphs(self) -> list[str]:
-        """Fused UNets whose kernels run, but in no graph: graphs are off or impossible."""
+        """Fused UNets whose kernels run without CUDA graphs, because graphs are off or impossible."""
         if not self.runs_kernels:
             return []
         return [
@@ -151,7 +154,7 @@ class Report:
         ]
 
     def _counts(self) -> list[tuple[str, ...]]:
-        """Titles and rows of the table of fusions by component, with the statuses that occur."""
+        """Titles and rows of a table: the number of parts with each status, by component and fusion."""
         counts = Counter(((e.component, e.fusion), e.status) for e in self.entries)
         pairs = dict.fromkeys(pair for pair, _ in counts)
         shown = [status for status in STATUSES if any(e.status == status for e in self.entries)]
@@ -167,7 +170,7 @@ class Report:
         return lines
 
     def _paragraphs(self, max_paths: int) -> list[tuple[str, list[str]]]:
-        """What follows the summary: lines, each with those that are indented under it."""
+        """The text after the summary: [(line, lines that are indented under it)]."""
         found: list[tuple[str, list[str]]] = []
         if self.backend:
             found.append((f"{'runs in' if self.fused else 'would run in'}: {self.backend}", []))
@@ -185,7 +188,7 @@ class Report:
             found.append((f"{weights}, layout copies removed per call: {self.layout_copies_removed}", []))
         for g in self.graphs:
             if g.replays or g.eager:
-                # A state that rules graphs out comes with no calls.
+                # A count of 0: the module's state rules graphs out, so the reason holds for all calls.
                 calls = {
                     reason: f"{count} call{'s' * (count != 1)} without: " if count else ""
                     for reason, count in g.eager.items()
@@ -203,7 +206,7 @@ class Report:
 
 
 def grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
-    """The paths of each reason, of [(reason, path)]."""
+    """Reason -> its paths, from pairs (reason, path)."""
     groups: dict[str, list[str]] = {}
     for reason, path in pairs:
         groups.setdefault(reason, []).append(path)
@@ -215,12 +218,12 @@ def some(paths: list[str], most: int = _SHOWN_PATHS) -> str:
 
 
 def parts_text(parts: Sequence[object]) -> str:
-    """How many parts, in words."""
+    """``1 part``, ``2 parts``: the number of ``parts``."""
     return f"{len(parts)} part{'' if len(parts) == 1 else 's'}"
 
 
 def _wrapped(text: str, indent: str = "") -> list[str]:
-    # Class names and paths are copied and searched for: they are not broken at a hyphen.
+    # Users copy class names and paths, so these are not broken at a hyphen.
     return textwrap.wrap(
         text, WIDTH, initial_indent=indent, subsequent_indent=f"{indent}  ", break_on_hyphens=False
     )

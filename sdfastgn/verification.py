@@ -1,7 +1,7 @@
 """Compares each fused part of a model with stock's code, on the model's own weights and small random inputs.
 
-One small call of the whole model is recorded, and each part is called with the arguments that it got there.
-The error of a part is relative to stock's code in a wider dtype, and so is the error of stock's code. Large
+One small call of the whole model is recorded. Then each part is called with the arguments that it had in
+that call. The errors of a part and of stock's code are both relative to stock's code in a wider dtype. Large
 images may take other paths through a kernel, which only the tests check.
 """
 
@@ -28,10 +28,11 @@ from sdfastgn.patches.core import channels_last
 __all__ = ["PUT_BACK", "RIGHT", "UNVERIFIED", "Verdict", "compare", "record", "verify"]
 
 RIGHT, PUT_BACK, UNVERIFIED = "right", "put back", "not verified"
-# A part may have this many times stock's error. It rounds less often than stock's code, but in another order,
-# which matters with some hundred elements. A broken part is off by far more.
+# The error of a part may be this many times stock's error. A part rounds less often than stock's code, but in
+# another order, so with some hundred elements its error may be larger by chance. The error of a broken part
+# is far larger.
 _FACTOR = 4.0
-# Units of rounding that are allowed in addition, because stock's error may be zero by chance.
+# Units of rounding that are added to the bound, because stock's error may be zero by chance.
 _UNITS = 1.0
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -41,8 +42,8 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 class Verdict:
     """The result for one part.
 
-    ``reason`` is empty for ``RIGHT``. ``error`` and ``stock_error`` are relative, and None if the part could
-    not be compared.
+    ``kind``: the class of the module. ``status``: ``RIGHT``, ``PUT_BACK`` or ``UNVERIFIED``. ``reason`` is
+    empty for ``RIGHT``. ``error`` and ``stock_error`` are relative, and None if the part was not compared.
     """
 
     path: str
@@ -55,10 +56,10 @@ class Verdict:
 
 
 def verify(root: nn.Module, prefix: str = "") -> list[Verdict]:
-    """Compare the fused parts below ``root``, inner ones first, and put back those that are wrong.
+    """Compare the fused parts below ``root``, inner ones first, and put wrong ones back to stock's code.
 
     A part is right if its error is at most four times stock's error plus one unit of rounding. The caller
-    must have removed all graphs.
+    must have removed all CUDA graphs. ``prefix``: the path of ``root``.
     """
     fusions: dict[nn.Module, list[patcher.Finding]] = defaultdict(list)
     for finding in patcher.inspect(root, prefix):
@@ -74,7 +75,7 @@ def verify(root: nn.Module, prefix: str = "") -> list[Verdict]:
             status, why, *errors = UNVERIFIED, reason or "the small call does not reach it"
             if module in recorded:
                 status, why, *errors = _judge(module, recorded.pop(module))
-                channels_last.apply(root)  # stock's code, in which no kernel runs, has undone the layout
+                channels_last.apply(root)  # ``_judge`` has run stock's code, which restored the former layout
             verdicts.append(Verdict(path, type(module).__name__, names, status, why, *errors))
             if status == PUT_BACK:
                 patcher.put_back(fusions[module], why)
@@ -82,7 +83,7 @@ def verify(root: nn.Module, prefix: str = "") -> list[Verdict]:
 
 
 def _recorded(root: nn.Module, modules: list[nn.Module]) -> tuple[dict[nn.Module, Inputs], str]:
-    """(arguments of ``modules`` in a small call of stock's code, "") or ({}, why there is no such call)."""
+    """({module: its arguments in a small call of stock's code}, "") or ({}, why there is no such call)."""
     weight = next((p for p in root.parameters() if p.is_floating_point()), None)
     if weight is None or weight.is_meta or not (dispatch.has_kernels(weight) or hasattr(root, "_hf_hook")):
         return {}, f"no kernel runs: {dispatch.why_off or 'its weights are on no GPU, or of another dtype'}"
@@ -116,7 +117,7 @@ def record(modules: list[nn.Module], call: Callable[[], object]) -> dict[nn.Modu
 
 
 def _judge(module: nn.Module, inputs: Inputs) -> tuple[Any, ...]:
-    """(status, reason, error, stock's error)"""
+    """(status, reason, error, stock's error) of a fused part. Without the errors if it was not compared."""
     if any(map(is_compiled, module.modules())):
         return UNVERIFIED, "it is compiled by torch.compile"
     images = [t for t in tree_leaves(inputs) if isinstance(t, Tensor) and t.is_floating_point()]
@@ -126,13 +127,13 @@ def _judge(module: nn.Module, inputs: Inputs) -> tuple[Any, ...]:
         error, stock_error, bound = compare(module, inputs)
     except _FusedError as failure:
         return PUT_BACK, f"verification: it raises {one_line(failure.__cause__ or failure)}"
-    except Exception as failure:  # for instance no memory for a wider copy, or weights on another device
+    except Exception as failure:  # for instance too little memory, or weights on another device
         return UNVERIFIED, f"stock's code fails: {one_line(failure)}"
     if dispatch.why_off is not None:
         return UNVERIFIED, f"no kernel runs: {dispatch.why_off}"
     if not bound < float("inf"):
         return UNVERIFIED, "stock's own output is not finite", error, stock_error
-    if error <= bound:  # false for a NaN
+    if error <= bound:  # comparing a NaN gives False
         return RIGHT, "", error, stock_error
     why = f"verification: its error is {error:.2g}, stock's {stock_error:.2g}"
     return PUT_BACK, why, error, stock_error
@@ -145,7 +146,7 @@ class _FusedError(Exception):
 def compare(module: nn.Module, inputs: Inputs) -> tuple[float, float, float]:
     """(error, stock's error, bound) of the output that exceeds its bound the most.
 
-    Raises ``_FusedError`` if the fused part raises. An exception of stock's code is raised as it is.
+    Raises ``_FusedError`` if the fused part raises an exception. Exceptions of stock's code are not caught.
     """
     try:
         fused = _outputs(module, _copied(inputs, channels_last=True))

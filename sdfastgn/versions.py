@@ -1,4 +1,4 @@
-"""The versions of packages: those that the tests ran on, the note on any other one, and those installed."""
+"""Versions of packages: which ones the tests ran with, and which ones are installed."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import importlib.metadata
 
 __all__ = ["RUN", "installed_versions", "never_run"]
 
-# Package -> versions. With torch 2.11 and Triton 3.6 kernels ran on an H200, with the others in Triton's
-# interpreter (docs/compatibility.md).
+# Package -> versions that the tests ran with. Kernels ran on an H200 with torch 2.11 and Triton 3.6, and in
+# Triton's interpreter with all others (docs/compatibility.md).
 RUN = {
     "torch": ("2.8", "2.9", "2.10", "2.11", "2.12", "2.13", "2.14", "2.15"),
     "triton": ("3.4", "3.5", "3.6", "3.7", "3.8", "3.9"),
 }
-# What decides a result.
+# Packages on whose versions results depend.
 _PACKAGES = ("torch", "triton", "diffusers", "transformers", "accelerate", "stable-fast")
 
 
 def never_run(package: str, version: str) -> str | None:
-    """A note on a ``version`` that the tests were not run on; None if they were, or for other packages."""
+    """A note if the tests never ran with this version of a package in ``RUN``; else None."""
     run = RUN.get(package)
     if run is None or ".".join(version.split(".")[:2]) in run:
         return None
@@ -26,7 +26,7 @@ def never_run(package: str, version: str) -> str | None:
 
 
 def installed_versions() -> dict[str, str | None]:
-    """Package -> version, of the packages that decide a result; None if one is not installed."""
+    """Package -> installed version or None, for all packages on whose versions results depend."""
     found: dict[str, str | None] = dict.fromkeys(_PACKAGES)
     for name in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from stat import S_ISDIR
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -49,3 +50,9 @@ def exit_code_of(monkeypatch: pytest.MonkeyPatch, function: Callable[..., None],
     with pytest.raises(SystemExit) as caught:
         cli.main("", function)
     return int(caught.value.code or 0)
+
+
+def state_of(folder: Path) -> dict[str, tuple[int, int] | None]:
+    """All that lies in a folder: the path of each folder, and of each file with its size and last change."""
+    found = {str(path): path.lstat() for path in folder.rglob("*")}
+    return {path: None if S_ISDIR(s.st_mode) else (s.st_size, s.st_mtime_ns) for path, s in found.items()}

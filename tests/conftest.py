@@ -1,4 +1,7 @@
-"""Shared set-up: kernels run in Triton's interpreter where there is no GPU."""
+"""What holds for every test: where kernels run, random numbers, and switches that are put back.
+
+Markers and the fixtures that tests ask for by name are in ``tests/plugin.py``.
+"""
 
 import importlib.util
 import os
@@ -7,7 +10,7 @@ import warnings
 import pytest
 import torch
 
-from tests.devices import DEVICES
+pytest_plugins = ["tests.plugin"]
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
@@ -42,16 +45,6 @@ def warned_once():
         api.warn_of_machine("optimize")
 
 
-@pytest.fixture(scope="session")
-def browser(tmp_path_factory):
-    """Chromium, for tests of pages."""
-    from tests.browser import started
-
-    driver = started(tmp_path_factory.mktemp("browser"))
-    yield driver
-    driver.quit()
-
-
 @pytest.fixture(autouse=True)
 def no_tf32(request):
     """fp32 as it is on the CPU: with TF32 two ways to one convolution differ in the third digit."""
@@ -79,61 +72,3 @@ def memory_given_back():
     yield
     if torch.cuda.is_available() and torch.cuda.memory_reserved() > 2**30:
         torch.cuda.empty_cache()
-
-
-@pytest.fixture(params=DEVICES)
-def device(request):
-    """Of the tensors that kernels are given."""
-    return request.param
-
-
-@pytest.fixture
-def poisoned_memory():
-    """Uninitialized memory is NaN: an element that no kernel writes shows."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(before)
-
-
-# These two stand here because pytest's importlib mode forgets a folder's own conftest.py when files
-# of other folders are named in between.
-@pytest.fixture(autouse=True)
-def packed_on_the_cpu_too(request, monkeypatch):
-    """Weights are packed on CPUs as on GPUs: what packing must not break breaks there too."""
-    if "patches" in request.path.parts:
-        monkeypatch.setattr("sdfastgn.patches.shared.packed_weights.PACKED_DEVICES", ("cuda", "cpu"))
-
-
-# Files outside of tests/patches that are about what fused modules compute.
-_FUSED = (
-    "test_compile.py",
-    "test_coverage.py",
-    "test_digits_pipeline.py",
-    "test_other_models.py",
-    "test_pipelines.py",
-    "test_train_digits.py",
-    "test_training.py",
-)
-
-
-@pytest.fixture(autouse=True)
-def fused_on_the_cpu_too(request, monkeypatch):
-    """Optimized modules run their fused forwards on CPU tensors, in plain PyTorch.
-
-    ``@pytest.mark.without_kernels`` leaves them stock's forwards, as users have them on a CPU.
-    """
-    about_fusions = "patches" in request.path.parts or request.path.name in _FUSED
-    if about_fusions and request.node.get_closest_marker("without_kernels") is None:
-        run_fused_on_the_cpu(monkeypatch)
-
-
-def run_fused_on_the_cpu(monkeypatch):
-    from sdfastgn.kernels.common import dispatch
-
-    has_kernels = dispatch.has_kernels
-    monkeypatch.setattr(
-        dispatch,
-        "has_kernels",
-        lambda x: dispatch.is_on() and x.dtype in dispatch.KERNEL_DTYPES if x.is_cpu else has_kernels(x),
-    )

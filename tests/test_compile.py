@@ -26,6 +26,8 @@ from sdfastgn.bench.variants import VARIANTS
 from sdfastgn.models.architectures import randomize
 from tests.patches import samples
 
+pytestmark = pytest.mark.fused_on_cpu
+
 Call = Callable[[Any, int, int], Tensor]  # (model, N, H) -> output
 
 

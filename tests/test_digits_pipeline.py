@@ -32,6 +32,8 @@ from sdfastgn.models.pipelines import load_pipeline
 from tests.command_line import exit_code, invoke
 from tests.kernels.samples import interpreted, kernels
 
+pytestmark = pytest.mark.fused_on_cpu
+
 # The fewest that draw every digit in its ink.
 FEW_STEPS = 5
 # dB between stock's images and the optimized ones in fp32.

@@ -1,4 +1,4 @@
-"""House rules that neither ruff nor import-linter checks: sizes of functions, and names."""
+"""House rules that neither ruff nor import-linter checks: sizes of functions, names, and a marker."""
 
 from __future__ import annotations
 
@@ -77,6 +77,18 @@ def test_no_test_imports_a_test() -> None:
             for part in [*(node.module or "").split("."), *(a.name for a in node.names)]
         )
     ]
+
+
+def test_the_tests_of_patches_run_fused_code() -> None:
+    """Without the marker they would compare stock's code with itself, and pass."""
+    marks = ("pytest.mark.fused_on_cpu", "pytestmark = pytest.mark.gpu\n")
+    texts = {
+        path: path.read_text(encoding="utf-8")
+        for path in TESTS
+        if "patches" in path.parts and path.name.startswith("test_")
+    }
+    assert len(texts) > 0
+    assert not [name_of(path) for path, text in texts.items() if not any(mark in text for mark in marks)]
 
 
 def test_docstrings_do_not_count_as_lines() -> None:

@@ -234,10 +234,9 @@ def test_plain_call_works_without_triton_and_diffusers() -> None:
 
 def test_import_takes_no_longer_than_torch() -> None:
     code = (
-        "import sys, time; t = time.perf_counter(); __import__(sys.argv[1]); print(time.perf_counter() - t)"
+        "from time import perf_counter as now\n"
+        "start = now(); import torch; middle = now(); import sdfastgn; print(middle - start, now() - middle)"
     )
-    # The better of two: the first may read the disk, and another test may have the other core.
-    torch_seconds, seconds = (
-        min(float(python(code, name)) for _ in range(2)) for name in ("torch", "sdfastgn")
-    )
-    assert seconds < 1.1 * torch_seconds + 0.1
+    # Both in one process, and the better of two: the first may read the disk, and other tests run beside.
+    runs = (map(float, python(code).split()) for _ in range(2))
+    assert min(ours - 0.1 * torchs for torchs, ours in runs) < 0.1

@@ -24,6 +24,8 @@ from sdfastgn.models.pipelines import build_pipeline
 from tests.patches.cases import ip_adapter_weights
 from tests.small_pipelines import SIZE, generate
 
+pytestmark = pytest.mark.fused_on_cpu
+
 SMALL = {"sample_size": 8, "block_out_channels": (32, 64), "layers_per_block": 1, "cross_attention_dim": 16}
 
 

@@ -29,6 +29,8 @@ from tests.controlnet import build_controlnet
 from tests.patches import cases
 from tests.small_pipelines import IMAGE, SIZE, generate, pipeline, same_image_and_exact_restore, waits
 
+pytestmark = pytest.mark.fused_on_cpu
+
 
 def controlnet_pipeline():
     stock = pipeline()

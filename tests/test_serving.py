@@ -57,8 +57,20 @@ def example() -> types.ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules["serve"] = module  # where dataclasses and pydantic look for annotations
     spec.loader.exec_module(module)
-    module.WAIT_S = 0.2  # on a busy machine too, what is sent together arrives within it
+    module.WAIT_S = 0.05
     return module
+
+
+@pytest.fixture
+def patient(example: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is sent together is drawn together, on a busy machine too."""
+    monkeypatch.setattr(example, "WAIT_S", 1.0)
+
+
+@pytest.fixture
+def pairs(example: types.ModuleType, monkeypatch: pytest.MonkeyPatch, patient: None) -> None:
+    """Two that fit are a full batch, which waits for no more."""
+    monkeypatch.setattr(example, "MAX_BATCH", 2)
 
 
 @pytest.fixture
@@ -77,6 +89,7 @@ def answers(app: Any, *bodies: dict[str, Any]) -> list[Any]:
     return asyncio.run(ask())
 
 
+@pytest.mark.usefixtures("pairs")
 def test_requests_that_fit_are_drawn_together(example: types.ModuleType, watched: Watched) -> None:
     found = answers(example.serve(watched), CAT, DOG, WIDE)
     assert sorted(map(len, watched.calls)) == [1, 2]
@@ -94,14 +107,13 @@ def test_requests_that_fit_are_drawn_together(example: types.ModuleType, watched
         assert np.abs(image - np.asarray(direct, dtype=np.int16)).max() <= 1
 
 
-def test_a_batch_has_its_most_images(
-    example: types.ModuleType, watched: Watched, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(example, "MAX_BATCH", 2)
+@pytest.mark.usefixtures("pairs")
+def test_a_batch_has_its_most_images(example: types.ModuleType, watched: Watched) -> None:
     assert [answer.status_code for answer in answers(example.serve(watched), CAT, DOG, CAT)] == [200] * 3
     assert sorted(map(len, watched.calls)) == [1, 2]
 
 
+@pytest.mark.usefixtures("pairs")
 def test_an_error_is_answered_and_the_server_goes_on(
     example: types.ModuleType, watched: Watched, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -113,6 +125,7 @@ def test_an_error_is_answered_and_the_server_goes_on(
     assert answers(app, DOG)[0].status_code == 200
 
 
+@pytest.mark.usefixtures("pairs")
 def test_a_call_that_failed_holds_no_memory(example: types.ModuleType) -> None:
     """Neither while its requests are drawn one by one, nor while the server waits for others."""
 
@@ -139,6 +152,7 @@ def test_a_call_that_failed_holds_no_memory(example: types.ModuleType) -> None:
     assert [each() for each in held] == [None] * 3
 
 
+@pytest.mark.usefixtures("patient")
 def test_what_nobody_waits_for_is_not_drawn(example: types.ModuleType, watched: Watched) -> None:
     batcher = example.Batcher(watched)
     gone, kept = (batcher.submit(example.Wanted(**body)) for body in (DOG, CAT))
@@ -163,6 +177,7 @@ def test_a_wrong_field_is_refused_by_name(
     assert watched.calls == []
 
 
+@pytest.mark.usefixtures("pairs")
 def test_a_negative_prompt_is_drawn_with(example: types.ModuleType, watched: Watched) -> None:
     plain, other, both = answers(
         example.serve(watched), CAT, {**CAT, "negative_prompt": "a dog"}, {**DOG, "negative_prompt": "a dog"}

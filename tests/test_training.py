@@ -28,6 +28,8 @@ from sdfastgn.models.architectures import randomize
 from tests import ddp_worker as worker
 from tests.patches import samples
 
+pytestmark = pytest.mark.fused_on_cpu
+
 WORKER = Path(__file__).with_name("ddp_worker.py")
 
 LAYOUTS = [

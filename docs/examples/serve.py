@@ -29,20 +29,20 @@ from pydantic import BaseModel, ConfigDict, Field
 
 import sdfastgn
 
-# Images a call, at most. Each number of images has CUDA graphs of its own.
+# Most images in one call. Each number of images has separate CUDA graphs.
 MAX_BATCH = 4
-# Seconds that a request waits for others that fit: little beside the seconds of an image.
+# Seconds that a request waits for others that fit: short, compared with the time of an image.
 WAIT_S = 0.005
 # Requests that may wait; further ones are answered with 503.
 MAX_WAITING = 64
-# Seconds between two looks at whether a client is still there.
+# Seconds between two checks whether a client is still connected.
 LOOK_S = 0.1
 
 log = logging.getLogger("uvicorn.error")
 
 
 class Wanted(BaseModel):
-    """One image; without a size, of the model's own. Outside of these limits the answer is 422."""
+    """A request for one image. The default size is the model's own. Outside of the limits: status 422."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -55,7 +55,7 @@ class Wanted(BaseModel):
     seed: int = Field(0, ge=0, lt=2**63)
 
     def call(self) -> dict[str, Any]:
-        """The arguments that all images of a call share."""
+        """The pipeline's arguments that must be the same for all images of one call."""
         size = {"width": self.width, "height": self.height}
         options = {"num_inference_steps": self.steps, "guidance_scale": self.guidance}
         negative = {} if self.negative_prompt is None else {"negative_prompt": self.negative_prompt}
@@ -69,7 +69,7 @@ class Waiting:
 
 
 class Batcher:
-    """One thread calls the pipeline, with requests from any thread."""
+    """Collects requests from all threads. One thread calls the pipeline with them."""
 
     def __init__(self, pipe: Any) -> None:
         self._pipe = pipe
@@ -82,7 +82,7 @@ class Batcher:
         return self._thread.is_alive()
 
     def submit(self, wanted: Wanted) -> Future[Any]:
-        """The image, or what the pipeline raised, as soon as there is one. queue.Full: too many wait."""
+        """A future of the image, or of the pipeline's exception. Raises queue.Full if too many wait."""
         if self._queue.qsize() + len(self._waiting) >= MAX_WAITING:
             raise queue.Full
         request = Waiting(wanted)
@@ -92,11 +92,11 @@ class Batcher:
     def _run(self) -> None:
         while True:
             batch = self._next_batch()
-            # Those that were cancelled are not drawn; the others can no longer be.
+            # Cancelled requests are not drawn. After this line the others can no longer be cancelled.
             self._draw([each for each in batch if each.image.set_running_or_notify_cancel()])
 
     def _next_batch(self) -> list[Waiting]:
-        """The request that came first, and those that fit with it."""
+        """The oldest request, and others that can be drawn in the same call."""
         if not self._waiting:
             self._waiting.append(self._queue.get())
         call = self._waiting[0].wanted.call()
@@ -121,12 +121,12 @@ class Batcher:
         try:
             images = self._pipe(
                 prompt=[each.wanted.prompt for each in batch],
-                # One for each image, on the CPU: the same noise in any batch.
+                # A generator for each image, on the CPU, gives the same noise in any batch.
                 generator=[torch.Generator("cpu").manual_seed(each.wanted.seed) for each in batch],
                 **call,
             ).images
         except Exception as error:
-            traceback.clear_frames(error.__traceback__)  # they hold the memory of the call that failed
+            traceback.clear_frames(error.__traceback__)  # frames keep the failed call's memory alive
             if len(batch) == 1:
                 batch[0].image.set_exception(error)
                 return
@@ -134,8 +134,8 @@ class Batcher:
             for each, image in zip(batch, images, strict=True):
                 each.image.set_result(image)
             return
-        # There was too much memory together, or one of them is at fault. Not while the exception is
-        # handled: the call's memory is not free before.
+        # The batch needed too much memory, or one request is at fault, so draw them one by one. Not
+        # inside of ``except``, where the memory of the failed call is not free yet.
         for each in batch:
             self._draw([each])
 
@@ -147,7 +147,7 @@ def _png(image: Any) -> bytes:
 
 
 def serve(pipe: Any) -> FastAPI:
-    """The application around a pipeline that is ready."""
+    """The web application for a pipeline that is ready to draw."""
     app, batcher = FastAPI(), Batcher(pipe)
 
     @app.exception_handler(RequestValidationError)
@@ -175,7 +175,7 @@ def serve(pipe: Any) -> FastAPI:
         if drawn.exception() is not None:
             log.error("an image could not be drawn", exc_info=drawn.exception())
             raise HTTPException(500, "the image could not be drawn")
-        # In a thread: a PNG takes long enough that other requests would wait for it.
+        # In a thread, because other requests would wait while the PNG is made.
         png = await run_in_threadpool(_png, drawn.result())
         return Response(png, media_type="image/png")
 

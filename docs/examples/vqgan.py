@@ -1,7 +1,7 @@
-"""A VQGAN of sdfastgn's parts, with the arguments and the parameters' names of its checkpoints.
+"""A VQGAN built with sdfastgn's modules. It has the arguments and parameter names of published checkpoints.
 
-``Encoder`` and ``Decoder`` are also those of a latent-diffusion autoencoder (``double_z=True``). Tensors
-stay channels-last from the image to the image; a norm and the SiLU behind it are one kernel.
+``Encoder`` and ``Decoder`` also serve a latent-diffusion autoencoder (``double_z=True``). Tensors stay
+channels-last from the input image to the output image. A norm and the SiLU after it are one kernel.
 
 model = VQModel(ddconfig, n_embed=1024, embed_dim=256).to("cuda", memory_format=torch.channels_last)
 model.load_state_dict(torch.load("last.ckpt")["state_dict"], strict=False)  # it also has the loss's networks

@@ -1,68 +1,131 @@
-"""Two nodes: one that makes a MODEL and a VAE faster, one that says what has become of them."""
+"""The nodes, independent of ComfyUI's two ways to declare nodes: ``v1.py`` and ``v3.py`` read ``NODES``."""
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 _GRAPHS = {"auto": "auto", "at once": True, "never": False}
 
 
-class Optimize:
-    """MODEL, and VAE if it is connected, with sdfastgn's kernels; the images stay the same."""
+class Input(NamedTuple):
+    """An input. ``choices``: the values of a list from which one is picked, the default first."""
 
-    CATEGORY = "sdfastgn"
-    FUNCTION = "optimize"
-    RETURN_TYPES = ("MODEL", "VAE", "STRING")
-    RETURN_NAMES = ("model", "vae", "text")
-    DESCRIPTION = "Runs a UNet and an image VAE on fused channels-last kernels and CUDA graphs."
-
-    @classmethod
-    def INPUT_TYPES(cls) -> dict[str, Any]:
-        graphs = {
-            "default": "auto",
-            "tooltip": "auto: from the second step of a kind on; at once: from the first; never: no graphs.",
-        }
-        return {
-            "required": {"model": ("MODEL",), "cuda_graphs": (list(_GRAPHS), graphs)},
-            "optional": {"vae": ("VAE",)},
-        }
-
-    def optimize(self, model: Any, cuda_graphs: str = "auto", vae: Any = None) -> tuple[Any, Any, str]:
-        # Not at the top: sdfastgn needs Triton and compiles nothing until a model runs.
-        from sdfastgn.patches.comfyui.model_patcher import optimize_model, optimize_vae, text_of_model
-
-        model = optimize_model(model, _GRAPHS[cuda_graphs])
-        text = text_of_model(model)
-        if vae is not None:
-            vae = optimize_vae(vae)
-            text += "\n" + text_of_model(vae.patcher)
-        return model, vae, text
+    id: str
+    type: str
+    tooltip: str
+    choices: tuple[str, ...] = ()
+    is_optional: bool = False
 
 
-class Report:
-    """What of a MODEL runs fused and what as stock, with the reasons, after ``latent`` was made with it."""
-
-    CATEGORY = "sdfastgn"
-    FUNCTION = "report"
-    RETURN_TYPES = ("LATENT", "STRING")
-    RETURN_NAMES = ("latent", "text")
-    OUTPUT_NODE = True
-
-    @classmethod
-    def INPUT_TYPES(cls) -> dict[str, Any]:
-        latent = {"tooltip": "Of the sampler that ran the model: the report is made after it."}
-        return {"required": {"model": ("MODEL",), "latent": ("LATENT", latent)}}
-
-    @classmethod
-    def IS_CHANGED(cls, **_: Any) -> float:
-        return float("nan")  # never equal: each run has a report of its own
-
-    def report(self, model: Any, latent: Any) -> dict[str, Any]:
-        from sdfastgn.patches.comfyui.model_patcher import text_of_model
-
-        text = text_of_model(model)
-        return {"ui": {"text": [text]}, "result": (latent, text)}
+class Output(NamedTuple):
+    id: str
+    type: str
+    tooltip: str
 
 
-NODE_CLASS_MAPPINGS = {"SdfastgnOptimize": Optimize, "SdfastgnReport": Report}
-NODE_DISPLAY_NAME_MAPPINGS = {"SdfastgnOptimize": "sdfastgn Optimize", "SdfastgnReport": "sdfastgn Report"}
+class Node(NamedTuple):
+    """A node.
+
+    ``run`` takes ``node_id`` and the inputs by name, and returns the outputs. The last one is text, which is
+    also shown on the node. With ``always_runs`` the node runs in each prompt, even if nothing is connected
+    to its outputs.
+    """
+
+    id: str
+    name: str
+    description: str
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+    run: Callable[..., tuple[Any, ...]]
+    always_runs: bool = False
+
+
+_MODEL = Input("model", "MODEL", "An SD 1.5, SD 2 or SDXL model, with or without LoRAs.")
+_VAE = Input("vae", "VAE", "The VAE of SD 1.5, SD 2, SDXL, SD3 or Flux.")
+_GRAPHS_INPUT = Input(
+    "cuda_graphs",
+    "COMBO",
+    "auto: from the second step of an image size on. at once: from the first. never: none, to save memory.",
+    tuple(_GRAPHS),
+)
+_TEXT = Output("text", "STRING", "Whether it is faster, what stays as in stock and why, and memory.")
+
+
+# sdfastgn is imported when a node runs: it needs Triton, and ComfyUI should start without waiting for it.
+
+
+def _optimize(node_id: Any, model: Any, cuda_graphs: str = "auto", vae: Any = None) -> tuple[Any, ...]:
+    from sdfastgn.patches.comfyui.model_patcher import optimize_model, optimize_vae
+    from sdfastgn.patches.comfyui.report import text_of
+
+    def show(text: str) -> None:
+        _show(node_id, text if vae is None else f"{text}\n{text_of(vae.patcher)}")
+
+    model = optimize_model(model, _GRAPHS[cuda_graphs], show)
+    text = text_of(model)
+    if vae is not None:
+        vae = optimize_vae(vae)
+        text += "\n" + text_of(vae.patcher)
+    return model, vae, text
+
+
+def _optimize_vae(node_id: Any, vae: Any) -> tuple[Any, ...]:
+    from sdfastgn.patches.comfyui.model_patcher import optimize_vae
+    from sdfastgn.patches.comfyui.report import text_of
+
+    vae = optimize_vae(vae)
+    return vae, text_of(vae.patcher)
+
+
+def _report(node_id: Any, model: Any, latent: Any) -> tuple[Any, ...]:
+    from sdfastgn.patches.comfyui.report import text_of
+
+    return latent, text_of(model)
+
+
+def _show(node_id: Any, text: str) -> None:
+    """Show ``text`` on a node that has run before: what the sampler has found out since."""
+    server = sys.modules.get("server")  # ComfyUI has imported it, unless a script calls the nodes
+    if hasattr(getattr(server, "PromptServer", None), "instance"):
+        server.PromptServer.instance.send_sync("sdfastgn.text", {"node": node_id, "text": text})
+
+
+NODES = (
+    Node(
+        "SdfastgnOptimize",
+        "sdfastgn Optimize",
+        "Makes a model faster: fused channels-last kernels and CUDA graphs. The images stay the same up to "
+        "rounding. After each run the text on the node says what became faster, and what did not and why.",
+        (_MODEL, _GRAPHS_INPUT, _VAE._replace(is_optional=True)),
+        (
+            Output("model", "MODEL", "A faster copy. The model that came in stays as it was."),
+            Output("vae", "VAE", "A faster copy of the VAE, if one is connected."),
+            _TEXT,
+        ),
+        _optimize,
+    ),
+    Node(
+        "SdfastgnOptimizeVAE",
+        "sdfastgn Optimize VAE",
+        "Makes a VAE faster: decoding and encoding on fused channels-last kernels.",
+        (_VAE,),
+        (Output("vae", "VAE", "A faster copy. The VAE that came in stays as it was."), _TEXT),
+        _optimize_vae,
+    ),
+    Node(
+        "SdfastgnReport",
+        "sdfastgn Report",
+        "Reports on the last run of a model. Put it behind the sampler.",
+        (
+            _MODEL._replace(tooltip="The model that the sampler has run."),
+            Input(
+                "latent", "LATENT", "The sampler's result. It is passed on, and makes the node wait for it."
+            ),
+        ),
+        (Output("latent", "LATENT", "The latent that came in."), _TEXT),
+        _report,
+        always_runs=True,
+    ),
+)

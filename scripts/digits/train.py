@@ -1,11 +1,11 @@
-"""Trains the small text-to-image pipeline behind ``sdfastgn demo``: handwritten digits in six inks.
+"""Train the small text-to-image pipeline of ``sdfastgn demo``, which draws handwritten digits in six inks.
 
 python scripts/digits/train.py --output /tmp/digits
 
-An autoencoder, then a UNet and a text encoder, by the recipe of Stable Diffusion; stock diffusers
-only. (train_digits.py is another matter: it compares the gradients of stock and optimized.) At last
-a classifier, trained on the same digits, reads 100 images. Exits with 1 if it reads fewer than 90
-as their prompts say. Minutes on a GPU; on a CPU try --steps 50.
+It trains an autoencoder, then a UNet and a text encoder, as Stable Diffusion was trained, with stock
+diffusers. A classifier is trained on the same digits and reads 100 images of the pipeline at the end. Exits
+with 1 if it reads fewer than 90 of them as their prompts say. It takes minutes on a GPU. On a CPU try
+--steps 50.
 
 Data: E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning
 Repository, 1998, doi:10.24432/C50P49, CC BY 4.0; its test set, as scikit-learn has it.
@@ -41,15 +41,16 @@ from sdfastgn.models.pipelines import build_tokenizer, write_tokenizer
 from sdfastgn.program import OptionError
 
 LEARNING_RATE = 1e-3
-# Steps until the learning rate is reached; afterwards it falls to 0.
+# Steps in which the learning rate rises to ``LEARNING_RATE``. Afterwards it falls to 0.
 WARM_UP = 100
-# Of the autoencoder's loss, against the mean error of a pixel: Stable Diffusion's own weight.
+# Weight of the KL divergence in the autoencoder's loss, relative to the mean error of a pixel. As in Stable
+# Diffusion.
 KL_WEIGHT = 1e-6
-# Share of images trained without their prompt, for guidance.
+# Share of images that are trained with an empty prompt, which guidance needs.
 EMPTY_PROMPTS = 0.1
-# Digits on which the classifier is not trained but judged.
+# Number of digits that only test the classifier.
 HELD_OUT = 297
-# Images read at the end, and how many of them have to show what their prompt says.
+# Images that are read at the end, and how many of them must show what their prompt says.
 IMAGES, LEAST_READ = 100, 90
 VAE = {
     "block_out_channels": (16, 32, 32, 64),
@@ -89,33 +90,33 @@ class Digits:
         self.values = torch.as_tensor(loaded.target, dtype=torch.long, device=device)
         self.inks = torch.tensor(list(INKS.values()), device=device)
 
-    # The bf16 of autocast would move the grid by a tenth of a pixel.
+    # Without autocast, whose bf16 would move the grid by a tenth of a pixel.
     @torch.autocast("cuda", enabled=False)
     def draw(self, which: Tensor) -> Tensor:
-        """Ink (N, 1, SIZE, SIZE) in [0, 1]: each digit a little turned, moved, and larger or smaller."""
+        """Ink (N, 1, SIZE, SIZE) in [0, 1] of the digits ``which``, slightly turned, moved and scaled."""
         turned, stretched, right, down = (torch.rand(4, len(which), device=which.device) * 2 - 1).unbind()
         angle, zoom = turned * math.radians(10), 1.25 + 0.1 * stretched
         cos, sin = zoom * angle.cos(), zoom * angle.sin()
         rows = torch.stack([cos, -sin, 0.08 * right, sin, cos, 0.08 * down], dim=1).view(-1, 2, 3)
         grid = F.affine_grid(rows, [len(which), 1, SIZE, SIZE], align_corners=False)
         ink = F.grid_sample(self.pixels[which], grid, mode="bicubic", align_corners=False)
-        # Strokes with an edge instead of the scan's blur.
+        # Give the blurred strokes of the scan sharp edges.
         ink = ((ink - 0.2) / 0.4).clamp(0, 1)
         return ink.square() * (3 - 2 * ink)
 
     def paint(self, ink: Tensor, colors: Tensor) -> Tensor:
-        """Images (N, 3, SIZE, SIZE) in [-1, 1] on white paper; ``colors`` are indices into INKS."""
+        """Images (N, 3, SIZE, SIZE) in [-1, 1] with this ink on white paper. ``colors``: indices in INKS."""
         return 1 - 2 * ink * (1 - self.inks[colors][:, :, None, None])
 
     def sample(self, count: int) -> tuple[Tensor, Tensor]:
-        """Random images and the index of each one's prompt."""
+        """(random images, index of each image's prompt)."""
         which = torch.randint(len(self.values), (count,), device=self.values.device)
         colors = torch.randint(len(INKS), (count,), device=self.values.device)
         return self.paint(self.draw(which), colors), self.values[which] * len(INKS) + colors
 
 
 def fit(name: str, models: Iterable[nn.Module], steps: int, loss_of: Callable[[], Tensor]) -> None:
-    """Trains ``models`` in place on ``loss_of()`` and prints how its mean falls."""
+    """Train ``models`` in place to lower ``loss_of()``, and print its mean now and then."""
     parameters = [parameter for model in models for parameter in model.parameters()]
     device = parameters[0].device.type
     optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
@@ -158,7 +159,7 @@ def train_autoencoder(digits: Digits, options: argparse.Namespace) -> Any:
     vae = AutoencoderKL(**VAE).to(options.device)
 
     def loss_of() -> Tensor:
-        images, _ = digits.sample(options.batch_size // 4)  # an image is larger than its latent
+        images, _ = digits.sample(options.batch_size // 4)  # a smaller batch: images are larger than latents
         latents = vae.encode(images).latent_dist
         return F.l1_loss(vae.decode(latents.sample()).sample, images) + KL_WEIGHT * latents.kl().mean()
 
@@ -167,9 +168,9 @@ def train_autoencoder(digits: Digits, options: argparse.Namespace) -> Any:
 
 
 def encode(vae: Any, digits: Digits, options: argparse.Namespace) -> tuple[Tensor, Tensor]:
-    """Latents of unit deviation for training, and the index of each one's prompt.
+    """(latents with a standard deviation of one, index of each latent's prompt), to train the UNet with.
 
-    Sets the autoencoder's ``scaling_factor`` to what gives them that deviation.
+    Sets the autoencoder's ``scaling_factor``, which scales latents to this deviation.
     """
     latents, prompts = [], []
     for _ in range(max(1, options.steps // 50)):
@@ -199,7 +200,7 @@ def train_diffusion(
         clean, noise = latents[which], torch.randn_like(latents[which])
         timesteps = torch.randint(scheduler.config.num_train_timesteps, which.shape, device=options.device)
         empty = torch.rand(which.shape, device=options.device) < EMPTY_PROMPTS
-        # The prompts are few: each is encoded once a step.
+        # There are few different prompts, so each is encoded once per step and not once per image.
         context = text_encoder(ids).last_hidden_state[prompts[which].where(~empty, len(texts) - 1)]
         noisy = scheduler.add_noise(clean, noise, timesteps)
         return F.mse_loss(unet(noisy, timesteps, context).sample.float(), noise)
@@ -209,11 +210,14 @@ def train_diffusion(
 
 
 def save(output: Path, classifier: nn.Module, vae: Any, unet: Any, text_encoder: Any, tokenizer: Any) -> None:
-    """UNet and autoencoder in fp16, and files that every supported release of transformers reads."""
+    """Save the pipeline and the classifier, in files that every supported release of transformers reads.
+
+    UNet and autoencoder are saved in fp16.
+    """
     pipe = StableDiffusionPipeline(
         vae=vae.half(),
         unet=unet.half(),
-        text_encoder=text_encoder,  # small, and transformers 5 would load fp16 as such
+        text_encoder=text_encoder,  # fp32: transformers 5 would keep fp16 when it loads the file
         tokenizer=tokenizer,
         scheduler=DDIMScheduler(**SCHEDULER),
         safety_checker=None,
@@ -224,7 +228,7 @@ def save(output: Path, classifier: nn.Module, vae: Any, unet: Any, text_encoder:
     for path in (output / "tokenizer").iterdir():
         path.unlink()
     write_tokenizer(output / "tokenizer", digits_pipeline.WORDS)
-    # transformers 5 may drop the prefix, which version 4 asks for.
+    # transformers 5 may leave out the prefix "text_model.", which transformers 4 needs.
     path = output / "text_encoder" / "model.safetensors"
     weights = {
         f"text_model.{name.removeprefix('text_model.')}": each for name, each in load_file(path).items()
@@ -251,9 +255,9 @@ def main() -> int:
         "--steps",
         type=int,
         default=4500,
-        help="training steps of the UNet; the other parts take a share of them",
+        help="training steps of the UNet; the other parts take fewer, in proportion",
     )
-    parser.add_argument("--batch-size", type=int, default=1024, help="latents a step, divisible by 4")
+    parser.add_argument("--batch-size", type=int, default=1024, help="latents per step, divisible by 4")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()

@@ -1,6 +1,6 @@
 """Iterations per second of ComfyUI's sampler and its VAE's milliseconds: stock, channels-last, sdfastgn.
 
-python -m scripts.publish.comfyui build/ComfyUI --model sdxl --json benchmarks/h200/comfyui/sdxl.json
+python -m scripts.publish.comfyui build/ComfyUI --model sdxl --json benchmarks/by_hand/comfyui_sdxl.json
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ def times_of(variant: str, folder: Path, name: str, size: int, steps: int) -> di
     found["gpu"] = torch.cuda.get_device_name()
     patcher, decoder = model, vae
     if variant == "sdfastgn":
-        from sdfastgn.patches.comfyui.model_patcher import optimize_model, optimize_vae, text_of_model
+        from sdfastgn.patches.comfyui.model_patcher import optimize_model, optimize_vae
+        from sdfastgn.patches.comfyui.report import text_of
 
         stock = sample(model)
         image = decode(vae, stock)
@@ -106,7 +107,7 @@ def times_of(variant: str, folder: Path, name: str, size: int, steps: int) -> di
         patcher, decoder = optimize_model(model), optimize_vae(vae)
         found["latent_difference"] = relative_error(sample(patcher), stock)
         found["image_difference"] = float((decode(decoder, stock) - image).abs().max())
-        found["report"] = text_of_model(patcher).splitlines()
+        found["report"] = text_of(patcher).splitlines()
         found["exact_after_ejection"] = repeated()
     latents = sample(patcher)
     found["it_per_s"] = steps / seconds_of(lambda: sample(patcher))

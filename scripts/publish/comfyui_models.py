@@ -31,7 +31,7 @@ VAE: dict[str, Any] = {
 }  # fmt: skip
 
 
-def _random(module: nn.Module, dtype: torch.dtype, device: str, prefix: str = "") -> dict[str, Tensor]:
+def random_weights(module: nn.Module, dtype: torch.dtype, device: str, prefix: str = "") -> dict[str, Tensor]:
     """Weights that keep the scale of what goes through, the same in every process."""
     g = torch.Generator(device).manual_seed(0)
     return {
@@ -43,17 +43,22 @@ def _random(module: nn.Module, dtype: torch.dtype, device: str, prefix: str = ""
     }
 
 
+def unet(config: dict[str, Any]) -> nn.Module:
+    """ComfyUI's UNet without memory for its weights. config: as in ``MODELS``."""
+    from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
+
+    with torch.device("meta"):
+        return UNetModel(**_UNET, **config)
+
+
 def load_model(
     config: dict[str, Any], dtype: torch.dtype = torch.float32, device: str = "cpu", **options: Any
 ) -> Any:
     """A MODEL, as ComfyUI's loader makes it of a checkpoint. options: its ``model_options``."""
     import comfy.sd
-    from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 
-    with torch.device("meta"):
-        unet = UNetModel(**_UNET, **config)
     with torch.inference_mode():  # as ComfyUI runs every node
-        weights = _random(unet, dtype, device, "model.diffusion_model.")
+        weights = random_weights(unet(config), dtype, device, "model.diffusion_model.")
         return comfy.sd.load_state_dict_guess_config(
             weights, output_vae=False, output_clip=False, model_options=options
         )[0]
@@ -65,7 +70,7 @@ def load_vae(config: dict[str, Any], device: str = "cpu") -> Any:
     from comfy.ldm.models.autoencoder import AutoencoderKL
 
     params = {"ddconfig": config, "embed_dim": config["z_channels"]}
-    weights = _random(AutoencoderKL(**params), torch.float32, device)
+    weights = random_weights(AutoencoderKL(**params), torch.float32, device)
     return comfy.sd.VAE(sd=weights, config={"params": params})
 
 

@@ -1,7 +1,7 @@
-"""Results as tables in Markdown files, from committed JSON.
+"""Tables and pictures of the pages, from committed JSON.
 
-``python -m scripts.publish.pages --write README.md`` renews what lies between ``<!--
-table:NAME -->`` and ``<!-- /table:NAME -->``.
+``python -m scripts.publish.pages`` renews them all. A table is what lies between ``<!-- table:NAME
+-->`` and ``<!-- /table:NAME -->``.
 """
 
 from __future__ import annotations
@@ -13,50 +13,86 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from scripts.publish import plots
+from scripts.publish.steps import ROOT, SUMMARY, origin
 from scripts.publish.tables.end_to_end import (
     batches_markdown,
+    compared_markdown,
     headline_markdown,
     latency_markdown,
-    peer_markdown,
-    presets_markdown,
-    processes_markdown,
     results_markdown,
+    stable_fast_markdown,
 )
-from scripts.publish.tables.kernels import extras_markdown, host_markdown, suite_markdown
+from scripts.publish.tables.kernels import (
+    host_markdown,
+    inference_markdown,
+    producers_markdown,
+    suite_markdown,
+)
 from scripts.publish.tables.pipelines import comfyui_markdown, pipelines_markdown
 from scripts.publish.tables.profile import profile_markdown
 from scripts.publish.tables.real_sizes import real_sizes_markdown
+from sdfastgn.bench.documents import read_json
 from sdfastgn.bench.kernels.suite import INFERENCE
 from sdfastgn.bench.kernels.suites import SUITES
+from sdfastgn.bench.tables.plots import plot_reason
 
+# The pages that have tables. The Kernel Hub's card gets its own when that package is built.
+PAGES = (
+    "README.md", "docs/benchmarks.md", "docs/coverage.md", "docs/stable-fast.md", "docs/comfyui.md",
+)  # fmt: skip
 TABLES: dict[str, Callable[[Path], str]] = {
     "headline": headline_markdown,
     "results": results_markdown,
-    "stable_fast": functools.partial(peer_markdown, peer="stable_fast"),
+    "compared": compared_markdown,
+    "stable_fast": stable_fast_markdown,
     "warm_up": functools.partial(pipelines_markdown, kind="warm_up"),
-    "presets": presets_markdown,
-    "processes": processes_markdown,
     "profile": profile_markdown,
     "batches": batches_markdown,
     "latency": latency_markdown,
     "comfyui": comfyui_markdown,
     "real_sizes": real_sizes_markdown,
     "host_calls": functools.partial(pipelines_markdown, kind="host"),
-    "kernels": functools.partial(suite_markdown, SUITES[INFERENCE]),
-    "producers": functools.partial(extras_markdown, SUITES[INFERENCE]),
-    "host": functools.partial(host_markdown, SUITES[INFERENCE]),
+    "kernels": inference_markdown,
+    "producers": producers_markdown,
+    "host": host_markdown,
     **{name: functools.partial(suite_markdown, suite) for name, suite in SUITES.items() if name != INFERENCE},
 }
 
 _SLOT = re.compile(r"(<!-- table:(?P<name>[\w-]+) -->)(?P<body>.*?)(<!-- /table:(?P=name) -->)", re.DOTALL)
 
 
+def slots(text: str) -> list[str]:
+    """Names of the tables that a page has a place for."""
+    return re.findall(r"<!-- table:([\w-]+) -->", text)
+
+
+def check_one_commit(results: Path) -> None:
+    """Raises ValueError where a renewal's results are not all there, or not all of its commit and GPU.
+
+    The message names the files. Results without ``renewal.json`` beside them are taken as they are.
+    """
+    for summary in results.rglob(SUMMARY):
+        content, folder = read_json(summary), summary.parent
+        made = [folder / row["writes"] for row in content["rows"] if row["writes"].endswith(".json")]
+        if missing := [str(path) for path in made if not path.exists()]:
+            raise ValueError(f"{summary} names files that are not there: {', '.join(missing)}")
+        commit, gpu = origin(content)
+        found = {path: origin(read_json(path)) for path in sorted(folder.rglob("*.json"))}
+        others = [f"{path} ({str(c)[:7]}, {g})" for path, (c, g) in found.items() if (c, g) != (commit, gpu)]
+        if others:
+            what = f"{summary} is of commit {str(commit)[:7]} on {gpu}"
+            raise ValueError(f"{what}, and these results are not: {'; '.join(others)}")
+
+
 def filled(text: str, results: Path) -> str:
     """``text`` with every table slot filled from the JSON files under ``results``.
 
-    Raises ValueError where a slot has a name that no table has, or is not closed.
+    Raises ValueError where a slot has a name that no table has, or is not closed, or where a renewal's
+    results are of several commits.
     """
-    opened = re.findall(r"<!-- table:([\w-]+) -->", text)
+    check_one_commit(results)
+    opened = slots(text)
     unknown = sorted(set(opened) - set(TABLES))
     if unknown:
         raise ValueError(f"no table is called {', '.join(unknown)}; there are {', '.join(TABLES)}")
@@ -66,21 +102,37 @@ def filled(text: str, results: Path) -> str:
     return _SLOT.sub(lambda match: f"{match[1]}\n{TABLES[match['name']](results)}\n{match[4]}", text)
 
 
+def _renewed(page: Path, results: Path) -> str:
+    """The text of ``page`` with its tables filled. The message of a ValueError names the page."""
+    try:
+        return filled(page.read_text(encoding="utf-8"), results)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"{page}: {reason}") from error
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0, or 2 where a file cannot be filled."""
+    """Returns the exit code: 0, or 2 where a page cannot be filled or a picture cannot be drawn."""
     parser = argparse.ArgumentParser("python -m scripts.publish.pages", description=__doc__)
-    parser.add_argument("--write", type=Path, required=True, metavar="FILE", help="renew the tables in FILE")
-    parser.add_argument("--results", type=Path, default=Path("benchmarks"), help="folder of the JSON files")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="renew the tables in FILE alone")
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks", help="folder of the JSON files")
     options = parser.parse_args(arguments)
-    path = options.write
     # An empty folder has no results yet; one that is not there is somewhere else.
     if not options.results.is_dir():
-        print(f"tables: --results: there is no folder {str(options.results)!r} here", file=sys.stderr)
+        print(f"pages: --results: there is no folder {str(options.results)!r} here", file=sys.stderr)
         return 2
+    written = [options.write] if options.write else [ROOT / page for page in PAGES]
     try:
-        path.write_text(filled(path.read_text(encoding="utf-8"), options.results), encoding="utf-8")
+        texts = {path: _renewed(path, options.results) for path in written}
+        for path, text in texts.items():
+            path.write_text(text, encoding="utf-8")
+        if options.write is None:
+            if (reason := plot_reason()) is not None:
+                raise ValueError(f"the tables are written, the pictures are not: {reason}")
+            for name, draw in plots.PICTURES.items():
+                draw(options.results, ROOT / "docs" / "images" / name)
     except (OSError, ValueError) as error:
-        print(f"tables: {path}: {error}", file=sys.stderr)
+        print(f"pages: {error}", file=sys.stderr)
         return 2
     return 0
 

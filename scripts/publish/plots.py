@@ -1,30 +1,26 @@
 """Pictures of committed results: the times of whole models, the roofline of kernels, a breakdown.
 
-``python -m scripts.publish.plots RESULT.json PICTURE.png`` draws a committed run again, and
-``... FOLDER PICTURE.png`` the times of all runs in a folder. Needs matplotlib (the extra ``plot``).
+Each entry of ``PICTURES`` is a file in docs/images and what draws it. Needs matplotlib (the extra
+``plot``).
 """
 
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from scripts.publish.tables.end_to_end import headline_times
-from sdfastgn.bench.documents import read_json
-from sdfastgn.bench.kernels.suite import INFERENCE, OURS, rows_of
-from sdfastgn.bench.kernels.suites import SUITES
+from scripts.publish.tables.kernels import with_peers
+from scripts.publish.tables.markdown import documents
+from sdfastgn.bench.kernels.suite import OURS
 from sdfastgn.bench.run import Row
 from sdfastgn.bench.tables.cells import number, source_line
-from sdfastgn.bench.tables.plots import COLORS, breakdown, plot_reason, roofline, save
-from sdfastgn.cli.checks import file_path
-from sdfastgn.program import OptionError
+from sdfastgn.bench.tables.plots import COLORS, breakdown, roofline, save
 
 
-def headline(results: Path, path: Path) -> None:
-    """Writes a PNG: milliseconds of each way to run a model, a panel for each part of ``headline_times``."""
+def headline(results: Path, picture: Path) -> None:
+    """Draws the milliseconds of each way to run a model, a panel for each part of ``headline_times``."""
     from matplotlib.figure import Figure
 
     panels = headline_times(results)
@@ -43,31 +39,23 @@ def headline(results: Path, path: Path) -> None:
         axes.margins(x=0.15)
         axes.spines[["top", "right"]].set_visible(False)
     figure.supxlabel("milliseconds", fontsize="small")
-    save(figure, path)
+    save(figure, picture)
 
 
-def main(arguments: Sequence[str]) -> int:
-    if len(arguments) != 2 or plot_reason() is not None:
-        usage = "usage: python -m scripts.publish.plots RESULT.json|FOLDER PICTURE.png"
-        print(plot_reason() or usage, file=sys.stderr)
-        return 2
-    source, picture = map(Path, arguments)
-    try:
-        file_path("PICTURE", picture)
-        headline(source, picture) if source.is_dir() else _draw(read_json(source), picture)
-    except OptionError as error:
-        print(f"plots: {error}", file=sys.stderr)
-        return 2
-    return 0
+def kernels(results: Path, picture: Path) -> None:
+    """Draws the roofline of the committed run of the suite inference."""
+    (content,) = documents(results, "kernels")
+    roofline(with_peers(results, content), picture, f"{content['config']['dtype']}, {source_line(content)}")
 
 
-def _draw(content: dict[str, Any], picture: Path) -> None:
-    if content["kind"] == "profile":
-        breakdown([Row(**values) for values in content["rows"]], picture, source_line(content))
-    else:
-        title = f"{content['config']['dtype']}, {source_line(content)}"
-        roofline(rows_of(SUITES[INFERENCE], content), picture, title)
+def profile(results: Path, picture: Path) -> None:
+    """Draws the breakdown of the committed run with ``--profile``."""
+    (content,) = documents(results, "profile")
+    breakdown([Row(**values) for values in content["rows"]], picture, source_line(content))
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+PICTURES: dict[str, Callable[[Path, Path], None]] = {
+    "times.png": headline,
+    "roofline_h200_fp16.png": kernels,
+    "profile_sdxl.png": profile,
+}

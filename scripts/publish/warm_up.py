@@ -1,6 +1,6 @@
 """First images, a new resolution and peak memory, with an empty and with a full Triton cache.
 
-python -m scripts.publish.warm_up --model sdxl --json benchmarks/h200/warm_up_sdxl.json
+python -m scripts.publish.warm_up --model sdxl --json warm_up.json
 
 The clock starts with the pipeline in memory and stops with an image on the host; ``optimize`` is
 within it. PyTorch's switches stay as they are by default, as for a user: cuDNN tries no algorithms.

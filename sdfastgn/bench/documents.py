@@ -1,4 +1,4 @@
-"""What all results share: how a row ended, and the JSON that rows are written as."""
+"""The JSON file of a run: the format that all results share, reading and writing."""
 
 from __future__ import annotations
 
@@ -11,19 +11,27 @@ from typing import Any
 
 from sdfastgn.program import OptionError
 
+# Version of the format. All versions so far only added fields, so one reader reads them all.
 # 2: pipelines are compared with fp32 too, and a config has a scheduler, a prompt and guidance.
 # 3: the 99th percentile, the time of a pipeline's graphs, reserved memory, and the kind "sweep".
-# Versions so far only add fields, so that one reader reads them all.
 SCHEMA = 3
-# What a run's JSON has in any schema.
+# Field -> type, for the fields that a run has in every version.
 _TYPES = {"kind": str, "environment": dict, "config": dict, "rows": list}
+# How the measurement of a row ended.
 OK, UNAVAILABLE, FAILED, WRONG = "ok", "unavailable", "failed", "wrong output"
 
 
 def document(
     kind: str, environment: dict[str, Any], config: dict[str, Any], rows: Iterable[Any]
 ) -> dict[str, Any]:
-    """A run as the JSON that ``--json`` writes and :mod:`scripts.publish.pages` reads."""
+    """A run as JSON-ready data.
+
+    Args:
+        kind: what the rows are, such as ``"end_to_end"``. It decides which tables show them.
+        environment: ``environment.environment`` of the run.
+        config: the settings of the run.
+        rows: dataclasses, one for each measurement.
+    """
     return {
         "schema": SCHEMA,
         "kind": kind,
@@ -34,12 +42,12 @@ def document(
 
 
 def images_path(path: Path) -> Path:
-    """The file beside a run's JSON that has its images, for pages of ``report``."""
+    """The path of a run's images, beside its JSON at ``path``. ``report --html`` shows them."""
     return path.parent / f"{path.stem}.images"
 
 
 def load(path: Path) -> Any:
-    """What a JSON file holds. Raises OptionError, which names it."""
+    """The content of a JSON file. Raises OptionError, which names the file, if it cannot be read."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -49,12 +57,12 @@ def load(path: Path) -> Any:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A run that :func:`write_json` wrote. Raises OptionError, which names the file."""
+    """A run that :func:`write_json` wrote. Raises OptionError, which names the file, if it is none."""
     return checked(path, load(path))
 
 
 def checked(path: Path, content: Any) -> dict[str, Any]:
-    """``content`` of the file at ``path``, if it is a run. Raises OptionError, which names the file."""
+    """``content``, which was read from ``path``, if it is a run. Else raises OptionError with ``path``."""
     if not isinstance(content, dict):
         raise OptionError(f"{str(path)!r} holds no result of sdfastgn: it is no JSON object")
     for name, kind in _TYPES.items():
@@ -69,13 +77,13 @@ def checked(path: Path, content: Any) -> dict[str, Any]:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Writes ``content`` as strict JSON, one row or fact a line."""
+    """Write ``content`` as strict JSON. Each row, and each entry of a dict, has its own line."""
     lines = ",\n".join(f" {json.dumps(key)}: {_block(value)}" for key, value in content.items())
     path.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
 
 
 def _block(value: Any) -> str:
-    """A list with one entry a line, a dict likewise, anything else in one line."""
+    """A list or dict with one entry per line, anything else in one line."""
     encode = functools.partial(json.dumps, allow_nan=False)
     if isinstance(value, dict) and value:
         entries = [f"{encode(key)}: {encode(entry)}" for key, entry in value.items()]

@@ -1,4 +1,4 @@
-"""Where a measurement was made, for a reader who judges a number or takes it again."""
+"""Records where and with which versions a measurement was made, so that it can be judged and repeated."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ PACKAGE_ROOT = Path(__file__).resolve().parents[1]
 
 
 def cuda_package_reason(package: str, device: torch.device, title: str = "") -> str | None:
-    """Why a package of CUDA kernels, which people call ``title``, cannot run; None where it can."""
+    """Why a package of CUDA kernels cannot run on ``device``; None if it can.
+
+    ``title``: the project's name, if it is not the package's.
+    """
     if importlib.util.find_spec(package) is None:
         return f"package {package}{title and f' ({title})'} is not installed"
     return None if device.type == "cuda" else f"{title or package} needs CUDA; the device is {device}"
@@ -30,26 +33,26 @@ def cuda_package_reason(package: str, device: torch.device, title: str = "") -> 
 def _output_of(*command: str) -> str | None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=PACKAGE_ROOT)
-    except (OSError, subprocess.SubprocessError):  # not installed, among others
+    except (OSError, subprocess.SubprocessError):  # for instance, it is not installed
         return None
     return done.stdout.strip() if done.returncode == 0 else None
 
 
 def _git() -> dict[str, Any]:
-    # The code may be a copy over an older checkout: the caller then says of which commit.
+    # If the code was copied over an older checkout, git names the wrong commit. Then the caller names it.
     if os.environ.get("SDFASTGN_COMMIT"):
         return {"commit": os.environ["SDFASTGN_COMMIT"], "dirty": None}
     # Without safe.directory, git refuses a checkout that belongs to another user, as in containers.
     git = ("git", "-c", f"safe.directory={PACKAGE_ROOT.parent}")
     commit = _output_of(*git, "rev-parse", "HEAD")
-    # Some of what measures is among the checkout's scripts.
+    # ``scripts`` measures too.
     code = (str(PACKAGE_ROOT), str(PACKAGE_ROOT.parent / "scripts"))
     changes = _output_of(*git, "status", "--porcelain", "--", *code)
     return {"commit": commit, "dirty": None if commit is None else bool(changes)}
 
 
 def source_hash() -> str:
-    """SHA-256 over the package's Python files: names the source where git does not."""
+    """SHA-256 over the package's Python files. It identifies the source where there is no git."""
     digest = hashlib.sha256()
     for path in sorted(PACKAGE_ROOT.rglob("*.py")):
         digest.update(path.relative_to(PACKAGE_ROOT).as_posix().encode())
@@ -73,15 +76,16 @@ def _gpu(device: torch.device) -> dict[str, Any]:
 
 
 def check_kernels_ran(device: torch.device) -> None:
-    """Raises where what was called on ``device`` was plain PyTorch, whose time is not this package's."""
+    """Raise RuntimeError if plain PyTorch ran on a GPU in place of the kernels: its times mean nothing."""
     if device.type == "cuda" and dispatch.why_off is not None:
         raise RuntimeError(f"plain PyTorch ran and no kernel: {dispatch.why_off}")
 
 
 def environment(device: torch.device, switches: dict[str, bool] | None = None) -> dict[str, Any]:
-    """GPU, driver, versions, source, date and the global switches in force, as JSON-ready values.
+    """GPU, driver, versions, source, date and the given global switches, as JSON-ready values.
 
-    Call it before measuring: how full Triton's cache is decides what a first call costs.
+    Call it before measuring, because it records how full Triton's cache is, on which the time of a first
+    call depends.
     """
     cache = triton_cache()
     entries = sum(1 for _ in cache.iterdir()) if cache.is_dir() else 0

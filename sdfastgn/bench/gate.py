@@ -1,6 +1,6 @@
-"""The correctness gate: a variant's output against stock eager's, before any time.
+"""The correctness gate: a variant is only timed if its output is close enough to stock eager's.
 
-Outputs are a tensor, images, or the gradients of a training step by parameter.
+An output is a tensor, images, or a dict of gradients by parameter name (training).
 """
 
 from __future__ import annotations
@@ -15,27 +15,30 @@ from sdfastgn.bench import images
 from sdfastgn.bench.documents import OK
 from sdfastgn.bench.workload import BenchConfig
 
-# Largest relative error of a variant's output against stock eager's. Two roundings of a deep
-# network differ by about 0.2 % in fp16 and eight times that in bf16; stable-fast, with fp16
-# accumulation, by 1.2 %.
+# Largest relative error of a variant's output against stock eager's. In fp16 two runs of a deep network that
+# round differently differ by about 0.2 %, in bf16 by eight times as much. stable-fast, which accumulates in
+# fp16, differs by 1.2 %.
 ERROR_BOUNDS = {"fp16": 2e-2, "bf16": 1e-1, "fp32": 1e-3}
-# The same in fp32 on a GPU, whose convolutions run in TF32 with 10 bits of mantissa.
+# The same for fp32 on a GPU, where convolutions run in TF32 with 10 bits of mantissa.
 TF32_BOUND = 1e-2
-# Least PSNR in dB of a pipeline's images: steps with guidance amplify a rounding.
+# Lowest PSNR in dB of a pipeline's images. It is low because steps with guidance amplify a rounding.
 PSNR_BOUNDS = {"fp16": 30.0, "bf16": 25.0, "fp32": 40.0}
-# How much worse than stock eager's a variant's gradients may be against fp32: those of two
-# roundings differ by as much as each from the truth.
+# Largest error of a variant's gradients against fp32, as a multiple of stock eager's error. They are not
+# compared with stock eager's gradients, whose own error is as large as the difference.
 GRADIENT_FACTOR = 1.05
 
 
 @dataclass(frozen=True)
 class Reference:
-    """Stock eager's output, the seconds of its first call, and the fp32 output where that was asked
-    for or is the gate.
+    """Stock eager's output, which variants are compared with.
 
-    ``fp32_error`` is stock eager's own error against it. Where nothing can be compared with the
-    output, ``status`` is not ``"ok"`` and ``reason`` says why. ``images`` gets a pipeline's first
-    image by variant, and ``"fp32"``.
+    Attributes:
+        output: the output of the first call.
+        first_call_s: seconds of the first call.
+        fp32: the output in fp32 without TF32, if the user wants it or the gate needs it.
+        fp32_error: stock eager's relative error against ``fp32``.
+        status: not ``"ok"`` if nothing can be compared with the output. ``reason`` then says why.
+        images: variant, or ``"fp32"`` -> the first image of a pipeline. Filled while variants run.
     """
 
     output: Any = None
@@ -49,9 +52,10 @@ class Reference:
 
 @dataclass(frozen=True)
 class Judgement:
-    """A variant's errors against stock eager's. ``reason`` is empty where it is within the bound.
+    """A variant's errors. ``reason`` is empty if they are within the bound.
 
-    Those named fp32 are against the fp32 output, where there is one.
+    ``error`` and ``psnr_db`` are against stock eager's output. The others are against the fp32 output, if
+    there is one.
     """
 
     error: float
@@ -63,7 +67,7 @@ class Judgement:
 
 
 def gate_text(config: BenchConfig) -> str:
-    """The correctness gate in words, for tables and JSON."""
+    """The bound of the correctness gate in words, for tables and JSON."""
     if config.part == "pipeline":
         return f"PSNR against eager's image at least {PSNR_BOUNDS[config.dtype]:g} dB"
     if config.part == "train":
@@ -79,19 +83,19 @@ def _error_bound(config: BenchConfig) -> float:
 
 
 def tensors(output: Any) -> dict[str, torch.Tensor]:
-    """An output by name: of gradients their parameters', else one that is empty."""
+    """Name -> tensor: gradients by parameter name; any other output under the empty name."""
     return output if isinstance(output, dict) else {"": torch.as_tensor(output)}
 
 
 def kept(output: Any) -> Any:
-    """A copy that the next call cannot overwrite, as variants with CUDA graphs of their own do."""
-    if isinstance(output, dict):  # gradients: what is held on the GPU is what is measured
+    """A copy of ``output`` that the next call cannot overwrite, as the replay of a CUDA graph would."""
+    if isinstance(output, dict):  # gradients go to the CPU, because memory on the GPU is measured
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in output.items()}
     return output.detach().clone() if isinstance(output, torch.Tensor) else output
 
 
 def problem(config: BenchConfig, output: Any) -> str:
-    """Why stock eager's own output cannot be compared with; empty where it can."""
+    """Why nothing can be compared with ``output``, which is stock eager's; empty if it is usable."""
     ends = [torch.stack(tensor.float().aminmax()) for tensor in tensors(output).values()]
     lowest, highest = min(float(each[0]) for each in ends), max(float(each[1]) for each in ends)
     whose = "gradients are" if config.part == "train" else f"output in {config.dtype} is"
@@ -103,7 +107,7 @@ def problem(config: BenchConfig, output: Any) -> str:
 
 
 def judge(config: BenchConfig, output: Any, stock: Reference) -> Judgement:
-    """Compares with the config's bound. Not-finite values are never within it."""
+    """Compare a variant's ``output`` with stock's. Values that are not finite are never within the bound."""
     ours, theirs = tensors(output), tensors(stock.output)
     for name in {**theirs, **ours}:
         found, expected = (tuple(each[name].shape) if name in each else None for each in (ours, theirs))
@@ -116,18 +120,22 @@ def judge(config: BenchConfig, output: Any, stock: Reference) -> Judgement:
     fp32_psnr_db = fp32_ssim = None
     if decibel is not None and stock.fp32 is not None:
         fp32_psnr_db, fp32_ssim = images.psnr(output, stock.fp32), images.ssim(output, stock.fp32)
-    # `not <=` because a NaN is neither above nor below.
-    reason = ""
-    if decibel is not None:
-        bound = PSNR_BOUNDS[config.dtype]
-        reason = "" if decibel >= bound else f"PSNR {decibel:.1f} dB is below {bound:g} dB"
-    elif config.part != "train":
-        bound = _error_bound(config)
-        reason = "" if error <= bound else f"relative error {error:.3g} is above {bound:g}"
-    else:
-        # Stock's own is next to nothing in fp32 without TF32.
-        least = ERROR_BOUNDS["fp32"] if config.dtype == "fp32" else 0.0
-        bound = max(GRADIENT_FACTOR * stock.fp32_error, least)
-        what = f"the gradients' relative error {exact:.3g} against fp32"
-        reason = "" if exact <= bound else f"{what} is above {bound:.3g}"
+    reason = _reason(config, error, decibel, exact, stock.fp32_error)
     return Judgement(error, decibel, reason, exact, fp32_psnr_db, fp32_ssim)
+
+
+def _reason(
+    config: BenchConfig, error: float, psnr_db: float | None, fp32_error: float, stock_fp32_error: float
+) -> str:
+    """Why the output is wrong; empty if it is within the bound. NaN is never within a bound."""
+    if psnr_db is not None:
+        bound = PSNR_BOUNDS[config.dtype]
+        return "" if psnr_db >= bound else f"PSNR {psnr_db:.1f} dB is below {bound:g} dB"
+    if config.part != "train":
+        bound = _error_bound(config)
+        return "" if error <= bound else f"relative error {error:.3g} is above {bound:g}"
+    # In fp32 stock's error may be almost zero, so there is an absolute bound as well.
+    least = ERROR_BOUNDS["fp32"] if config.dtype == "fp32" else 0.0
+    bound = max(GRADIENT_FACTOR * stock_fp32_error, least)
+    text = f"the gradients' relative error {fp32_error:.3g} against fp32 is above {bound:.3g}"
+    return "" if fp32_error <= bound else text

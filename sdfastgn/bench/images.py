@@ -1,4 +1,4 @@
-"""Comparing images and tensors."""
+"""Measures how much images and tensors differ: PSNR, SSIM, relative error."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-# Of the authors of SSIM: pixels on a side of the window, and its standard deviation.
+# SSIM's window, with the values of its authors: pixels along a side, and the standard deviation.
 WINDOW, SIGMA = 11, 1.5
-# Theirs too, for values in [0, 1]: what keeps the quotients steady where an image is flat.
+# SSIM's constants for values in [0, 1]. They keep its quotients stable where an image is flat.
 C1, C2 = 0.01**2, 0.03**2
 
 
@@ -32,8 +32,8 @@ def psnr(a: ArrayLike, b: ArrayLike) -> float:
 def ssim(a: ArrayLike, b: ArrayLike) -> float:
     """Mean SSIM of two float images or batches (..., H, W, channels) in [0, 1]; 1 if equal.
 
-    The channels count alike. Windows lie within the image. Raises ValueError if the shapes differ
-    or an image is smaller than a window.
+    All channels have the same weight, and windows lie inside of the image. Raises ValueError if the shapes
+    differ or an image is smaller than a window.
 
     Source: Wang, Bovik, Sheikh and Simoncelli, "Image Quality Assessment: From Error Visibility to
     Structural Similarity", 2004.
@@ -59,13 +59,13 @@ def ssim(a: ArrayLike, b: ArrayLike) -> float:
 
 
 def relative_error(a: Tensor | Mapping[str, Tensor], b: Tensor | Mapping[str, Tensor]) -> float:
-    """‖a - b‖ / ‖b‖ in fp64, of tensors by name over all of them; nan if anything is.
+    """‖a - b‖ / ‖b‖ in fp64. For dicts the norms are over all tensors together. NaN if any value is.
 
     Raises ValueError if the shapes differ.
     """
     ours, theirs = ({"": each} if isinstance(each, Tensor) else each for each in (a, b))
     difference = norm = 0.0
-    for name, expected in theirs.items():  # one after the other: SDXL's gradients have 2.6 billion values
+    for name, expected in theirs.items():  # one by one, because SDXL's gradients have 2.6 billion values
         found = ours[name]
         if found.shape != expected.shape:
             raise ValueError(

@@ -1,6 +1,6 @@
-"""What a kernel's time is spent on, told from its name and the operator that launched it.
+"""Sorts kernels into categories, such as convolution, by their name and the operator that launched them.
 
-The first rule that fits decides. A kernel that none fits is ``OTHER``.
+The first rule that fits decides. A kernel that no rule fits is in ``OTHER``.
 """
 
 from __future__ import annotations
@@ -13,33 +13,33 @@ from pathlib import Path
 import sdfastgn.kernels
 
 CONVOLUTION, GEMM, ATTENTION = "convolution", "GEMM", "attention"
-# Pointwise holds reductions and concatenations too, layout copies also changes of dtype.
+# "pointwise" includes reductions and concatenations, "layout copies" includes changes of dtype.
 NORMALIZATION, POINTWISE, COPIES, OTHER = "normalization", "pointwise", "layout copies", "other"
 GAPS = "launch gaps"
-# What no fusion of norms, copies and launches can take away: the first three.
+# The work that remains however norms, copies and launches are fused.
 FLOOR = (CONVOLUTION, GEMM, ATTENTION)
 CATEGORIES = (*FLOOR, NORMALIZATION, POINTWISE, COPIES, OTHER)
 
-# Of the package's own kernels, by what the name of their room and file holds.
+# The package's own kernels: (part of the module's name, category of its kernels).
 _OWN_FILES = (
     ("norm", NORMALIZATION),
-    ("attention", ATTENTION),  # of a wide one what stands between its products, which themselves are cuBLAS's
+    ("attention", ATTENTION),
     ("statistics", NORMALIZATION),
     ("linear", GEMM),
     ("geglu", POINTWISE),
-    ("upsample", POINTWISE),  # also those around its convolution, which itself is cuDNN's
+    ("upsample", POINTWISE),  # the convolution at low resolution is cuDNN's and not among these kernels
 )
 
 _Rules = tuple[tuple[str, re.Pattern[str]], ...]
 
 
 def _rules(*rules: tuple[str, str]) -> _Rules:
-    # Spaces and line breaks in a pattern mean nothing.
+    # VERBOSE: spaces and line breaks in a pattern are ignored.
     return tuple((name, re.compile(pattern, re.IGNORECASE | re.VERBOSE)) for name, pattern in rules)
 
 
-# An Inductor kernel's name lists the operators that it fuses, a convolution's bias under
-# "convolution". Only a kernel from a template ("tem") multiplies matrices.
+# The name of an Inductor kernel lists the operators that it fuses. "convolution" may only be a convolution's
+# bias: only kernels from a template ("tem") contain a convolution or a matrix product.
 _INDUCTOR = _rules(
     (CONVOLUTION, r"^triton_tem_\w*convolution"),
     (GEMM, r"^triton_(tem|mm|bmm)_"),
@@ -54,7 +54,7 @@ _INDUCTOR = _rules(
     (POINTWISE, r"^triton_(poi|red|per|for|split_scan)_"),
 )
 
-# Tried before the operator: cuDNN changes layouts from within a convolution.
+# Tried before the operator, because cuDNN's convolutions launch kernels that change layouts.
 _MOVES = _rules(
     (
         COPIES,
@@ -64,14 +64,14 @@ _MOVES = _rules(
 )
 
 _NAMES = _rules(
-    # Before convolutions: cuDNN's attention is called flash_fprop.
+    # Before CONVOLUTION, which "fprop" would match: cuDNN's attention is called flash_fprop.
     (ATTENTION, r"flash|fmha|sdpa|MemEffAttention|efficient_attention|_mha|softmax"),
     (
         NORMALIZATION,
         r"""(group|layer|batch|instance|rms)_?norm|\bbn_(fw|bw)|RowwiseMoments|ComputeFusedParams
         |ComputeInternalGradients|ComputeBackwardFusedParams|GammaBeta""",
     ),
-    # Before GEMM: cuDNN's convolutions may be called gemm, with cudnn at the end.
+    # Before GEMM, because names of cuDNN's convolutions may contain "gemm", with "cudnn" at the end.
     (
         CONVOLUTION,
         r"""[fdw](prop|grad)(_|[0-9])|implicit_?gemm|convol|conv[0-9]d|conv_depthwise|winograd|im2col|col2im
@@ -103,15 +103,15 @@ _OPERATORS = _rules(
 )
 
 
-def _first(rules: _Rules, name: str) -> str | None:
+def _first_match(rules: _Rules, name: str) -> str | None:
     return next((found for found, pattern in rules if pattern.search(name)), None)
 
 
 @functools.cache
 def kernels_of_the_package() -> dict[str, str | None]:
-    """The package's own Triton kernels and their categories; None where no rule names one.
+    """Name of a Triton kernel of this package -> its category, or None if no rule fits.
 
-    Empty where Triton is not installed.
+    Empty if Triton is not installed.
     """
     found: dict[str, str | None] = {}
     # pkgutil.walk_packages skips folders without __init__.py, and those of sdfastgn.kernels have none.
@@ -127,27 +127,27 @@ def kernels_of_the_package() -> dict[str, str | None]:
 
 
 def operator_category(op_name: str) -> str | None:
-    """The category of an operator; None where it says nothing, as ``aten::view``."""
-    return _first(_OPERATORS, op_name)
+    """The category of an operator; None for one that fits no rule, such as ``aten::view``."""
+    return _first_match(_OPERATORS, op_name)
 
 
 @functools.cache
 def category(kernel_name: str, op_name: str = "") -> str:
     """The category of one kernel, one of ``CATEGORIES``.
 
-    The package's own kernels, Inductor's and moves of memory say by name what they are. For the
-    others the operator that launched them is surer than the name, which stays where there is none:
-    in the replay of a CUDA graph.
+    The names of this package's kernels, Inductor's kernels and copies are certain. For all others the
+    operator that launched the kernel is more certain than the kernel's name. In the replay of a CUDA graph no
+    operator is known, and the name decides.
 
     Args:
-        kernel_name: as the profiler gives it; empty for an operator on the CPU.
-        op_name: of the operator that launched it; empty where that is not known.
+        kernel_name: as in the profiler; empty for an operator on the CPU.
+        op_name: the operator that launched the kernel; empty if it is not known.
     """
     return (
         kernels_of_the_package().get(kernel_name)
-        or _first(_INDUCTOR, kernel_name)
-        or _first(_MOVES, kernel_name)
+        or _first_match(_INDUCTOR, kernel_name)
+        or _first_match(_MOVES, kernel_name)
         or operator_category(op_name)
-        or _first(_NAMES, kernel_name)
+        or _first_match(_NAMES, kernel_name)
         or OTHER
     )

@@ -1,4 +1,4 @@
-"""Where the processes of a launcher time the same call at the same time."""
+"""Lets all processes of a launcher time the same call at the same time."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from sdfastgn.program import launched
 
 
 class Meeting:
-    """All processes time a call at the same time, or learn which of them cannot.
+    """One measurement that all processes make at the same time.
 
-    Each of them times or leaves. A process that was not launched meets nobody.
+    Each process calls ``seconds``, or ``leave`` if it cannot measure: all others then get an error with its
+    reason. In a process that no launcher started, both do nothing.
     """
 
     def __init__(self) -> None:
         self._is_open = launched()
 
     def seconds(self, call: Callable[[], object], repeats: int, device: torch.device) -> list[float]:
-        """What ``repeats`` calls took in each process, from a common barrier on.
+        """Seconds that ``repeats`` calls took in each process. All processes start at a barrier.
 
-        Raises RuntimeError where a process cannot.
+        Empty in a process that no launcher started. Raises RuntimeError if any process cannot measure.
         """
         if not self._is_open:
             return []
@@ -39,12 +40,12 @@ class Meeting:
         PartialState().wait_for_everyone()
         try:
             seconds, _ = time_once(calls, device)
-        except Exception as error:  # the others wait for this process's answer
+        except Exception as error:  # reported to the other processes, which wait for an answer
             return _gathered(reason=one_line(error))
         return _gathered(seconds)
 
     def leave(self, reason: str) -> None:
-        """Tells the others why this process times nothing, if it has not timed."""
+        """Tell the other processes why this one does not measure. Does nothing if it has measured."""
         if self._is_open:
             self._is_open = False
             with contextlib.suppress(RuntimeError):

@@ -1,4 +1,4 @@
-"""One HTML page of results. This file gathers what ``report.html`` shows."""
+"""Writes results as one HTML page. This file collects the data, and the template ``report.html`` shows it."""
 
 from __future__ import annotations
 
@@ -23,17 +23,23 @@ from sdfastgn.bench.tables.results import Result, cases_of, comparison, tables_o
 from sdfastgn.bench.tables.speed_up import eager_of, speed_up
 from sdfastgn.bench.variants import label
 
-# Pixels of an image's side on the page: a PNG of 1024x1024 is several MB. Numbers are of the whole image.
+# Pixels along a side of an image on the page, because a PNG of 1024x1024 has several MB. PSNR and SSIM are
+# computed from the whole image.
 SHOWN = 512
-# Of these the first with an image stands for the optimized pipeline.
+# The variants with sdfastgn. The page shows the image of the first one that has any.
 _OURS = ("sdfastgn", "sdfastgn_eager", "sdfastgn_compile")
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A time: ``width`` in percent of the longest, ``note`` behind it. Without a time ``ms`` is empty.
+    """A time as a bar.
 
-    ``is_uncertain`` is of the speed-up in ``note``.
+    Attributes:
+        ms: the time in milliseconds; empty if there is none.
+        width: its length in percent of the longest bar.
+        note: the speed-up, or why there is no time.
+        is_ours: the variant uses sdfastgn.
+        is_uncertain: the speed-up is uncertain.
     """
 
     name: str
@@ -45,12 +51,12 @@ class Bar:
 
 
 def write_page(path: Path, results: Sequence[Result]) -> None:
-    """Writes one file that needs no other."""
+    """Write the page of ``results``. It needs no other file."""
     found = [cases_of(result) for result in results]
     cases = []
     for title in dict.fromkeys(title for each in found for title in each):
-        part = _together([(i, row) for i, each in enumerate(found) for row in each.get(title, [])])
-        # Whose row it is, where several have one.
+        part = _by_variant([(i, row) for i, each in enumerate(found) for row in each.get(title, [])])
+        # If several results have rows, each row is shown with the name of its result.
         names = [f" ({result.name})" * (len({i for i, _ in part}) > 1) for result in results]
         bars, stacks = list(_bars(part, names)), list(_stacks(part, names))
         images = [figure for result in results for figure in result.figures.get(title, [])]
@@ -71,8 +77,8 @@ def write_page(path: Path, results: Sequence[Result]) -> None:
     path.write_text(shown, encoding="utf-8")
 
 
-def _together(part: list[tuple[int, Row]]) -> list[tuple[int, Row]]:
-    """A variant's rows of all results behind one another."""
+def _by_variant(part: list[tuple[int, Row]]) -> list[tuple[int, Row]]:
+    """``part``, pairs of (index of the result, row), sorted so that all rows of a variant are together."""
     variants = list(dict.fromkeys(row.variant for _, row in part))
     return sorted(part, key=lambda pair: variants.index(pair[1].variant))
 
@@ -95,7 +101,7 @@ def _bars(part: Sequence[tuple[int, Row]], names: Sequence[str]) -> Iterator[Bar
 def _stacks(
     part: Sequence[tuple[int, Row]], names: Sequence[str]
 ) -> Iterator[tuple[str, str, list[tuple[str, str, float]]]]:
-    """(name, total, [(category, milliseconds, percent of the longest bar)])"""
+    """Stacked bars of the breakdowns: (name, total, [(category, milliseconds, percent of the longest)])."""
     found = [
         (label(row.variant) + names[i], one) for i, row in part if (one := breakdown_of(row)) is not None
     ]
@@ -106,9 +112,9 @@ def _stacks(
 
 
 def figures(rows: Sequence[Row], images: Mapping[str, np.ndarray]) -> list[tuple[str, str, str]]:
-    """(caption, note, data URI) of stock's image, the optimized one, fp32's, and of what differs.
+    """(caption, note, data URI) for the images of stock, sdfastgn and fp32, and for their differences.
 
-    Differences are against fp32, or where there is none against stock, and all amplified alike.
+    Differences are against fp32, or against stock if there is no fp32. All are multiplied by one factor.
     """
     of_variant = {row.variant: row for row in rows}
     names = {"eager": f"stock {rows[0].dtype}"}
@@ -129,10 +135,12 @@ def figures(rows: Sequence[Row], images: Mapping[str, np.ndarray]) -> list[tuple
         found.append((text, note, _png(images[name])))
     if "fp32" in images:
         found.append(("fp32 reference", "same weights, without TF32", _png(images["fp32"])))
-    maps = {text: np.abs(images[name] - images[truth]) for name, text in names.items() if name != truth}
-    largest = max((float(each.max()) for each in maps.values()), default=0.0)
+    difference_of = {
+        text: np.abs(images[name] - images[truth]) for name, text in names.items() if name != truth
+    }
+    largest = max((float(each.max()) for each in difference_of.values()), default=0.0)
     factor = 2 ** math.floor(-math.log2(largest)) if largest else 1
-    for text, difference in maps.items():
+    for text, difference in difference_of.items():
         other = "fp32" if truth == "fp32" else names["eager"]
         found.append((f"|{text} - {other}| x {factor:g}", "difference, amplified", _png(difference * factor)))
     return found

@@ -1,6 +1,6 @@
-"""Benchmarks that others publish, by name: their settings and their numbers. Importable without torch.
+"""Benchmarks that others publish: their settings and their numbers. Importable without torch.
 
-Each number was read at its source. A case without numbers is one for which none was found there.
+All numbers are from the named source. A case without numbers has none there.
 """
 
 from __future__ import annotations
@@ -12,7 +12,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Case:
-    """One row of a preset: fields of a BenchConfig, and published numbers by what ran where."""
+    """One measurement of a preset.
+
+    Attributes:
+        settings: fields of BenchConfig.
+        published: what ran on which machine -> the published number.
+    """
 
     settings: dict[str, Any]
     published: dict[str, float] = field(default_factory=dict)
@@ -20,12 +25,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Preset:
-    """A benchmark of others.
+    """A benchmark that others publish.
 
     Attributes:
-        unit: that its numbers are quoted in: it/s, images/s, s or ms.
-        source, date: where the numbers stand, and of when that text is.
-        differs: in what our run is another.
+        unit: the unit of its numbers: it/s, images/s, s or ms.
+        source, date: URL of the numbers, and date of that page.
+        differs: how our run differs from the published one.
     """
 
     name: str
@@ -36,7 +41,7 @@ class Preset:
     cases: tuple[Case, ...]
 
     def value(self, median_ms: float, config: Mapping[str, Any]) -> float | None:
-        """A call's time in the preset's unit; None for images a second of what makes no image."""
+        """A call's time in the preset's unit. None for images/s of a part that makes no image."""
         s, part = median_ms / 1e3, config["part"]
         iterations = config["steps"] if part == "pipeline" else 1
         images = config["batch"] / s if part in ("pipeline", "vae") else None
@@ -51,7 +56,7 @@ def _pipeline(model: str, size: int, steps: int, **others: Any) -> dict[str, Any
 _CAT = {"prompt": "A photo of a cat"}
 _CASTLES = {"prompt": "ghibli style, a fantasy landscape with castles"}
 _EULER_A = {"scheduler": "EulerAncestralDiscreteScheduler"}
-# diffusers' own for SDXL, which those who name no guidance run with.
+# diffusers' default for SDXL. It holds for benchmarks that do not name their guidance.
 _SDXL_GUIDANCE = {"guidance": 5.0}
 _COMPILED = "compiled, channels last, A100 80GB"
 _EVERY = (
@@ -126,7 +131,7 @@ _EVERY = (
         "v5.1 is closed/Cisco/results/C885_H200x8_TRT in inference_results_v5.1",
         (
             Case(
-                # TensorRT's UNet gets 32 images too, and their guidance.
+                # TensorRT's run also has batches of 32 images, with guidance.
                 {**_pipeline("sdxl", 1024, 20, guidance=8.0), "batch": 32, "repeats": 2},
                 {
                     "TensorRT, one of 8 H200, v5.1": 19.12 / 8,

@@ -1,16 +1,18 @@
-"""Where one call's time goes: recorded kernels by category, and the gaps between them.
+"""Breaks down the time of one call into categories of kernels, and the gaps between kernels.
 
-A breakdown takes two recordings. The first, of the plain call with its operators, tells which
-operator launches the kernels of each name. The second, of the device alone, is what is shown: of
-the CUDA graph's replay where the call could be captured, else of the plain call. Recording
-operators would slow the CPU, and a replay knows none. Names that the first recording never saw
-speak for themselves.
+A breakdown takes two recordings.
 
-Categories and launch gaps add up to the time from the start of the first kernel to the end of the
-last. Where two kernels run at once (two streams, programmatic dependent launch) the time that they
-share is that of the one that started first.
+1. The plain call, with its operators. It tells which operator launches the kernels of each name.
+2. The device alone: the replay of the CUDA graph if the call could be captured, else the plain call. The
+   times are from this recording. It has no operators, because recording them would slow the CPU, and a
+   replay runs none. A kernel that is not in the first recording is sorted by its name alone.
 
-On the CPU it is the operators' own time, and the gaps are Python's.
+Categories and launch gaps add up to the time from the start of the first kernel to the end of the last. If
+two kernels run at once (two streams, programmatic dependent launch), the time that they share counts for the
+one that started first.
+
+On the CPU the breakdown has operators instead of kernels. The time of an operator does not include the
+operators that it calls, and the gaps are Python's time.
 """
 
 from __future__ import annotations
@@ -37,12 +39,14 @@ from sdfastgn.bench.kernel_categories import (
     operator_category,
 )
 
+# What a breakdown was recorded from.
 REPLAY, CALL, CPU = "replay", "call", "CPU operators"
+# Number of longest kernels that a breakdown lists.
 TOP = 10
-# The replay or call is recorded this often; the recording of median length counts.
+# Number of second recordings. The one of median length counts.
 RECORDINGS = 3
 
-# Categories of the kernels of one name, as shares that add up to 1.
+# Name of a kernel -> category -> share of the time of all kernels with this name. Shares add up to 1.
 Shares = dict[str, dict[str, float]]
 
 
@@ -51,15 +55,16 @@ class Breakdown:
     """One call by category, in milliseconds.
 
     Attributes:
+        source: ``REPLAY``, ``CALL`` or ``CPU``.
         categories: ``CATEGORIES`` and ``"launch gaps"``; they add up to ``total_ms``.
-        total_ms: from the first kernel's start to the last one's end, while recorded.
-        timed_ms: the same call or replay on the clock, without a profiler.
+        total_ms: from the first kernel's start to the last one's end, in the recording.
+        timed_ms: time of the same call or replay without a profiler.
         floor_ms: convolution, GEMM and attention: what is left if everything else took no time.
-        call_gaps_ms: of the plain call, its time on the clock less the time that its kernels take:
-            no profiler slows it down. None on the CPU.
-        kernels: launches in the recording, memory copies and fills included; on the CPU operators.
+        call_gaps_ms: time of the plain call without a profiler, minus the time of its kernels. None on the
+            CPU.
+        kernels: number of launches in the recording, with memory copies and fills; on the CPU operators.
         top: the ten longest, each with its ``name``, ``category``, ``calls`` and ``ms``.
-        other: the same of all names that no rule knows.
+        other: the same for all kernels that no rule fits.
     """
 
     source: str
@@ -77,13 +82,13 @@ class Breakdown:
         return self.floor_ms / self.total_ms
 
 
-def _part(name: str, found: str, microseconds: float, calls: float = 1.0) -> dict[str, Any]:
-    """One launch, or the share of it that belongs to a category."""
+def _entry(name: str, found: str, microseconds: float, calls: float = 1.0) -> dict[str, Any]:
+    """A launch, or a share of it that counts for one category."""
     return {"name": name, "category": found, "calls": calls, "ms": microseconds / 1e3}
 
 
-def _alone(events: Iterable[Any]) -> list[float]:
-    """Microseconds of each event, sorted by start, after the end of all before it."""
+def _uncovered_us(events: Iterable[Any]) -> list[float]:
+    """Microseconds of each event that no earlier event covers. ``events`` are sorted by their start."""
     covered = -math.inf
     lengths = []
     for time in (event.time_range for event in events):
@@ -93,17 +98,17 @@ def _alone(events: Iterable[Any]) -> list[float]:
 
 
 def _launches(events: Iterable[Any]) -> list[Any]:
-    """Kernels, copies and fills on the device, in the order of their starts."""
-    # Ranges named by record_function lie on the device too, over their kernels.
+    """Kernels, copies and fills on the device, sorted by their start."""
+    # Not the ranges of record_function, which the profiler also shows on the device.
     found = [event for event in events if event.device_type.name == "CUDA" and not event.is_user_annotation]
     return sorted(found, key=lambda event: (event.time_range.start, event.time_range.end))
 
 
 def _operator(event: Any) -> str:
-    """The operator that speaks for what ``event`` launches or does.
+    """The operator that decides the category of ``event``, or of the kernels that it launches.
 
-    Its own, but for what attention or a norm is made of, such as ``aten::bmm``: there the outer one
-    does. A copy remains a copy: stock GroupNorm makes one of channels-last input.
+    This is ``event`` itself. But if it is a part of an attention or norm operator, such as ``aten::bmm``, it
+    is the outer operator. A copy always stays a copy: stock GroupNorm copies its channels-last input.
     """
     outer = None if operator_category(event.name) == COPIES else event
     while outer is not None:
@@ -114,7 +119,7 @@ def _operator(event: Any) -> str:
 
 
 def shares_by_name(events: Iterable[Any]) -> Shares:
-    """Categories by kernel name, weighted by time, of a recording that holds operators."""
+    """The ``Shares`` of a recording with operators."""
     sums: Shares = defaultdict(lambda: defaultdict(float))
     for event in events:
         for kernel in event.kernels:
@@ -127,7 +132,10 @@ def shares_by_name(events: Iterable[Any]) -> Shares:
 
 
 def _breakdown(parts: Sequence[dict[str, Any]], events: Sequence[Any], **values: Any) -> Breakdown:
-    """``values`` are the fields that do not follow from parts and events."""
+    """The breakdown of ``parts``, shares of ``events``.
+
+    ``values``: the fields of Breakdown that do not follow from these.
+    """
     times = [event.time_range for event in events]
     total_ms = (max(time.end for time in times) - min(time.start for time in times)) / 1e3
     sums = dict.fromkeys(CATEGORIES, 0.0)
@@ -140,7 +148,7 @@ def _breakdown(parts: Sequence[dict[str, Any]], events: Sequence[Any], **values:
     longest = [entry for _, entry in sorted(joined.items(), key=lambda item: (-item[1]["ms"], item[0]))]
     listed = [{**entry, "calls": round(entry["calls"], 2)} for entry in longest]
     return Breakdown(
-        # Sums of many floats: without gaps the difference may be a little below nothing.
+        # If there are no gaps, rounding may make the difference slightly negative.
         categories={**sums, GAPS: max(0.0, total_ms - sum(sums.values()))},
         total_ms=total_ms,
         floor_ms=sum(sums[name] for name in FLOOR),
@@ -156,9 +164,14 @@ def of_kernels(
 ) -> Breakdown:
     """The breakdown of a call on the GPU.
 
-    ``with_operators`` are events of the plain call, operators and kernels, and ``device_only`` of
-    the ``source``. ``timed_ms`` is what the source takes without a profiler, ``call_ms`` the call.
-    Raises RuntimeError where a recording holds no kernel, as where CUPTI may not be used.
+    Args:
+        with_operators: events of the plain call: operators and kernels.
+        device_only: events of the second recording.
+        source: what the second recording shows: ``REPLAY`` or ``CALL``.
+        timed_ms: time of ``source`` without a profiler.
+        call_ms: time of the plain call without a profiler.
+
+    Raises RuntimeError if a recording has no kernel, for example because CUPTI is not permitted.
     """
     events = list(with_operators)
     plain, launches = _launches(events), _launches(device_only)
@@ -167,26 +180,26 @@ def of_kernels(
         raise RuntimeError(f"the profiler recorded no kernel of {what}: CUPTI does not work here")
     shares = shares_by_name(events)
     parts = [
-        _part(event.name, found, length * share, share)
-        for event, length in zip(launches, _alone(launches), strict=True)
+        _entry(event.name, found, length * share, share)
+        for event, length in zip(launches, _uncovered_us(launches), strict=True)
         for found, share in (shares.get(event.name) or {category(event.name): 1.0}).items()
     ]
-    gaps_ms = max(0.0, call_ms - sum(_alone(plain)) / 1e3)
+    gaps_ms = max(0.0, call_ms - sum(_uncovered_us(plain)) / 1e3)
     return _breakdown(parts, launches, source=source, timed_ms=timed_ms, call_gaps_ms=gaps_ms)
 
 
 def of_cpu_operators(events: Iterable[Any], *, timed_ms: float) -> Breakdown:
-    """The breakdown of a call on the CPU: own time of the calling thread's operators.
+    """The breakdown of a call on the CPU: times of the calling thread's operators without inner operators.
 
-    Raises RuntimeError where there is none.
+    Raises RuntimeError if the recording has no operator.
     """
     found = [event for event in events if event.device_type.name == "CPU" and not event.is_async]
     if not found:
         raise RuntimeError("the profiler recorded no operator")
-    # The thread of the first operator makes the call; others only help it.
+    # The first operator runs in the thread that makes the call. Other threads only help.
     thread = min(found, key=lambda event: event.time_range.start).thread
     own = [event for event in found if event.thread == thread]
-    parts = [_part(event.name, category("", _operator(event)), event.self_cpu_time_total) for event in own]
+    parts = [_entry(event.name, category("", _operator(event)), event.self_cpu_time_total) for event in own]
     return _breakdown(parts, own, source=CPU, timed_ms=timed_ms, call_gaps_ms=None)
 
 
@@ -210,10 +223,10 @@ def measure(
     replay_ms: float | None,
     recordings: int = RECORDINGS,
 ) -> Breakdown:
-    """Records a warm call, or its replay where there is one; the recording of median length counts.
+    """Record ``call``, which must be warm, or its ``replay`` if there is one. Returns the median breakdown.
 
-    ``call_ms`` and ``replay_ms`` are milliseconds of each on the clock. Raises RuntimeError where
-    the profiler recorded nothing.
+    ``call_ms`` and ``replay_ms`` are their times without a profiler. Raises RuntimeError if the profiler
+    recorded nothing.
     """
     with timing.device_scope(device):
         if device.type != "cuda":

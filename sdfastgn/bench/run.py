@@ -1,6 +1,6 @@
-"""Variants on a workload: correctness first, then times and memory.
+"""Measures variants on a workload: first whether the output is right, then times and memory.
 
-A variant that cannot run, raises, or is wrong is a row with a reason and no time.
+A variant that cannot run, raises an error or is wrong gets a row with a reason and without times.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sdfastgn.bench.variants import Variant, prepared
 from sdfastgn.bench.workload import BUILDERS, BenchConfig, Workload
 from sdfastgn.kernels.common.failures import one_line
 
-# Replays of each of a pipeline's graphs: a graph alone takes the same time again and again.
+# Timed replays of each graph of a pipeline. Few are enough, because replays of one graph take equal times.
 GRAPH_REPEATS = 20
 
 
@@ -33,25 +33,29 @@ class Row:
     """One variant on one part. Times are None unless ``status`` is ``"ok"``.
 
     Attributes:
-        ready_s: seconds from preparing to the first call's end. Eager's holds cuDNN's tuning.
-        graph_ms: of one replay of the call captured in a CUDA graph, or ``graph_reason`` says why not.
-        its: iterations a second: UNet steps (also of a pipeline), or decodes of a VAE.
-        images_s: of all processes together, by the slowest, where a launcher has started several.
-        process_images_s: of each process.
-        p99_ms: the 99th percentile; with few calls it is next to the slowest.
-        graphs_ms: of the CUDA graphs that a call of a pipeline replays, each timed alone, for variants
-            whose graphs can be.
-        steps: of a pipeline.
-        peak_mib: MiB that tensors held at most during the timed calls.
-        reserved_mib: MiB that the CUDA allocator took for them, memory of CUDA graphs included.
+        note: what the variant did to the model.
+        ready_s: seconds from the start of the preparation to the end of the first call. For eager this
+            includes cuDNN's tuning.
+        graph_ms: time of a replay of the call, captured as one CUDA graph. Without one ``graph_reason`` says
+            why.
+        its: iterations per second: UNet steps (also in a pipeline), or decodes of a VAE.
+        images_s: images per second of all processes together, if a launcher started several. The slowest
+            process decides.
+        process_images_s: images per second of each process.
+        p99_ms: the 99th percentile; with few calls it is almost the slowest.
+        graphs_ms: for a pipeline, the time of all CUDA graphs that a call replays, each timed alone. Only for
+            variants whose graphs can be replayed alone.
+        steps: denoising steps of a pipeline.
+        peak_mib: most MiB that tensors occupied during the timed calls.
+        reserved_mib: MiB that the CUDA allocator took for this, with the memory of CUDA graphs.
         error_eager: ||y - eager|| / ||eager||.
-        error_fp32: the same against fp32 without TF32, where that was asked for.
-        psnr_db: of a pipeline's images, against eager's.
-        psnr_fp32_db, ssim_fp32: of a pipeline's images, against those of the fp32 pipeline.
-        step_mib: of a training step, what PyTorch's CUDA allocator held at most over what the model
-            and its inputs occupy: all that is kept for the backward, temporaries, gradients.
-        saved_mib: of a training step, what autograd keeps for the backward.
-        profile: a ``profiling.Breakdown`` as a dict, or ``profile_reason`` says why not.
+        error_fp32: the same against fp32 without TF32, if it was computed.
+        psnr_db: PSNR of a pipeline's images against eager's.
+        psnr_fp32_db, ssim_fp32: PSNR and SSIM of a pipeline's images against those of the fp32 pipeline.
+        step_mib: most memory of a training step beyond model and inputs: activations that are kept for the
+            backward, temporaries and gradients.
+        saved_mib: memory of the tensors that autograd keeps for the backward of a training step.
+        profile: a ``profiling.Breakdown`` as a dict. Without one ``profile_reason`` says why.
     """
 
     model: str
@@ -89,15 +93,15 @@ class Row:
 
 
 def _finite(value: float | None) -> float | None:
-    # JSON has no NaN and no infinity; identical images have an infinite PSNR.
+    # JSON has no NaN and no infinity. The PSNR of identical images is infinite.
     return value if value is not None and math.isfinite(value) else None
 
 
 def _free(device: torch.device) -> None:
-    """Gives the GPU's memory back. On a CPU a full collection would only take half a second."""
+    """Free unused memory on the GPU. Does nothing on a CPU."""
     if device.type == "cuda":
         gc.collect()
-        # After a peer's invalid access nothing runs on this GPU any more. Its row has said so.
+        # After an invalid memory access by a variant, every CUDA call fails. The variant's row says so.
         with contextlib.suppress(RuntimeError):
             torch.cuda.empty_cache()
 
@@ -118,7 +122,7 @@ def _reference(config: BenchConfig, workload: Workload, images: dict[str, Any]) 
             error = relative_error(gate.tensors(output), gate.tensors(fp32))
             stock = replace(stock, fp32=fp32, fp32_error=error)
         return stock
-    except Exception as error:  # too little memory, or weights of another architecture
+    except Exception as error:  # for instance too little memory
         return Reference(status=FAILED, reason=f"stock eager fails: {one_line(error)}")
     finally:
         _free(config.torch_device)
@@ -127,7 +131,10 @@ def _reference(config: BenchConfig, workload: Workload, images: dict[str, Any]) 
 def _stock(
     config: BenchConfig, workload: Workload | None, images: dict[str, Any]
 ) -> tuple[Workload, Reference]:
-    """The workload, built if there is none, and stock's output. What does not fit fails as stock's call."""
+    """The workload, built if it is None, and stock's output.
+
+    If there is too little memory to build it, the reference has the status FAILED.
+    """
     try:
         workload = workload or BUILDERS[config.part](config)
     except torch.OutOfMemoryError as error:
@@ -149,9 +156,10 @@ def _no_graph_reason(config: BenchConfig, variant: Variant) -> str:
 def _replay(
     row: Row, config: BenchConfig, variant: Variant, workload: Workload, stock: Reference
 ) -> tuple[Callable[[], object] | None, Any]:
-    """The call as the replay of a CUDA graph, timed, or None and the row's reason why there is none.
+    """Capture the call as a CUDA graph, check it and time it. Returns (replay, output) or (None, None).
 
-    Each replay writes to the memory of the output, which is returned too. A wrong one gets no time.
+    Each replay writes into ``output``. Fills in the row's ``graph_ms``, or ``graph_reason`` if the call
+    cannot be captured or the replay is wrong.
     """
     row.graph_reason = _no_graph_reason(config, variant)
     try:
@@ -165,14 +173,14 @@ def _replay(
                 timed = timing.time_callable(replay, config.torch_device, repeats=config.repeats)
                 row.graph_ms = timed.median_ms
                 return replay, output
-    except Exception as error:  # whatever a variant does under capture is its result, not the harness's
+    except Exception as error:  # a capture that fails is a result, and no error of the benchmark
         row.graph_reason = f"capture failed: {one_line(error)}"
     return None, None
 
 
 def _profile(row: Row, config: BenchConfig, call: Callable[[], Any], replay: Any) -> None:
-    """Fills in the row's ``profile``, or ``profile_reason`` where the profiler does not work."""
-    # Recording the tens of thousands of kernels of a pipeline takes minutes.
+    """Fill in the row's ``profile``, or ``profile_reason`` if the profiler does not work."""
+    # A pipeline has tens of thousands of kernels. Recording them takes minutes.
     recordings = 1 if config.part == "pipeline" else profiling.RECORDINGS
     try:
         found = profiling.measure(
@@ -196,7 +204,7 @@ def _measure(
     stock: Reference,
     meeting: Meeting,
 ) -> None:
-    """Fills in the row: errors and, if these are within their bounds, times."""
+    """Fill in the row's errors and, if these are within their bounds, its times."""
     device = config.torch_device
     with contextlib.ExitStack() as stack:
         context = prepared(variant, workload.target, config.part)
@@ -218,7 +226,7 @@ def _measure(
             images = config.batch * config.repeats
             row.process_images_s = [images / each for each in seconds]
             row.images_s = len(seconds) * images / max(seconds)
-        # After all calls: a variant may do something at its second.
+        # After all calls, because some variants do their work at the second call.
         row.note = variant.describe(workload.target)
         row.ready_s = stock.first_call_s if variant.name == "eager" else prepare_s + call_s
         row.median_ms, row.p10_ms, row.p90_ms = timed.median_ms, timed.p10_ms, timed.p90_ms
@@ -229,7 +237,7 @@ def _measure(
         row.its = 1e3 * (config.steps if config.part == "pipeline" else 1) / timed.median_ms
         if workload.memory is not None:
             row.saved_mib, row.step_mib = workload.memory()
-        # The output is held: a replay writes to its memory.
+        # ``_output`` keeps the memory alive into which a replay writes.
         replay, _output = _replay(row, config, variant, workload, stock)
         if config.profile:
             _profile(row, config, workload.call, replay)
@@ -246,7 +254,7 @@ def _attempt(
     if stock.status == OK:
         try:
             _measure(row, config, variant, workload, stock, meeting)
-        except Exception as error:  # a variant that breaks is a row of the table, without times
+        except Exception as error:  # the other variants are still measured
             row = Row(*what, FAILED, one_line(error), steps=steps)
         finally:
             _free(config.torch_device)
@@ -262,11 +270,16 @@ def run(
     on_row: Callable[[Row], object] = lambda row: None,
     images: dict[str, Any] | None = None,
 ) -> list[Row]:
-    """Measures ``variants`` on one workload, all under the same global switches.
+    """Measure ``variants`` on one workload, all with the same global switches.
 
-    ``workload`` is an already built one. ``on_variant`` gets part and variant before it starts,
-    ``on_row`` each row as soon as there is one, ``images`` a pipeline's first right image by
-    variant and, where that was asked for, under ``"fp32"``.
+    Args:
+        config: the part of the model, its size and so on.
+        variants: ways to run it.
+        workload: the workload, if it is built already.
+        on_variant: called with the names of part and variant before each variant.
+        on_row: called with each row as soon as it is measured.
+        images: a dict that gets a pipeline's first image for each variant whose output is right, and for
+            ``"fp32"`` if it is computed.
     """
     device = config.torch_device
     with (
@@ -289,12 +302,12 @@ def run(
 
 
 def tries_algorithms(config: BenchConfig) -> bool:
-    """Whether cuDNN tries its algorithms: in training their workspaces would be the peak memory."""
+    """Whether cuDNN tries its algorithms. In training their workspaces would be the peak memory."""
     return config.part != "train"
 
 
 def describe(configs: Sequence[BenchConfig]) -> dict[str, Any]:
-    """The configs as JSON, each with its correctness gate in words."""
+    """The configs as JSON-ready data, each with its correctness gate in words."""
     return {
         "parts": [
             {**asdict(each), "gate": gate.gate_text(each), "cudnn_benchmark": tries_algorithms(each)}
@@ -304,7 +317,7 @@ def describe(configs: Sequence[BenchConfig]) -> dict[str, Any]:
 
 
 def current_environment(device: torch.device, configs: Sequence[BenchConfig] = ()) -> dict[str, Any]:
-    """:func:`environment` with the switches that :func:`run` sets for the first config."""
+    """:func:`environment`, with the global switches that :func:`run` sets for the first config."""
     tries = not configs or tries_algorithms(configs[0])
     with timing.global_switches(cudnn_benchmark=tries) as switches:
         return environment(device, switches)

@@ -1,4 +1,4 @@
-"""What a variant may change on a model, remembered and put back."""
+"""Remembers the state of a model before a variant changes it, and restores it."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from typing import Any
 import torch
 from torch import nn
 
-# Dicts of nn.Module, which a shallow copy of vars() would share with the module.
+# The dicts in a module's ``vars()``, which are copied too: a copy of ``vars()`` alone would share them.
 _REGISTRIES = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
 
 
 def modules_of(target: Any) -> dict[str, nn.Module]:
-    """The nn.Modules that ``target`` is (under "") or, as a diffusers pipeline, has as components."""
+    """Component name -> module, of a diffusers pipeline. A module itself is under the empty name."""
     if isinstance(target, nn.Module):
         return {"": target}
     return {name: part for name, part in target.components.items() if isinstance(part, nn.Module)}
 
 
 class Snapshot:
-    """Classes, attributes, hooks and tensor strides of a model or pipeline; it copies no tensor.
+    """Classes, attributes, hooks and tensor strides of a model or pipeline.
 
-    Weights are expected to keep their values and may change their memory format; :meth:`restore`
-    gives the old one back.
+    It copies no tensor. Variants may change the memory format of weights, which :meth:`restore` puts back,
+    but not their values.
     """
 
     def __init__(self, target: object) -> None:
@@ -39,7 +39,7 @@ class Snapshot:
         self._strides = [(tensor, tensor.stride()) for tensor in tensors]
 
     def restore(self) -> None:
-        """Puts everything back. Calling it on an unchanged model changes nothing."""
+        """Put everything back. Does nothing to an unchanged model."""
         for owner, kind, attributes, registries in self._saved:
             if type(owner) is not kind:
                 owner.__class__ = kind

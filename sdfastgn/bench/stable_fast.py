@@ -1,4 +1,4 @@
-"""The peer stable-fast: whether it can run, and how it runs without side effects."""
+"""Runs stable-fast, a competitor, without its side effects on other variants."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ if TYPE_CHECKING:
 
 
 def reason(device: torch.device) -> str | None:
-    """Why stable-fast cannot run here; None where it can."""
-    # Here, because it imports torch, and help texts list the variants.
+    """Why stable-fast cannot run on ``device``; None if it can."""
+    # Not at the top, because it imports torch. Help texts list the variants without torch.
     from sdfastgn.bench.environment import cuda_package_reason
 
-    spec = importlib.util.find_spec("sfast")  # importing it fails without its extension
+    spec = importlib.util.find_spec("sfast")  # not imported, because that fails without its extension
     for folder in map(Path, spec.submodule_search_locations or () if spec else ()):
         if not any(path.suffix in (".so", ".pyd") for path in folder.glob("_C*")):
             return f"sfast is at {folder}, but its C++ extension sfast._C is not built"
     return cuda_package_reason("sfast", device, "stable-fast")
 
 
-# Triton's launch functions as sfast wraps them at import, slowing everyone's launches.
+# Class of Triton -> its launch method as sfast replaces it when it is imported. The replacement makes all
+# launches slower.
 _wrapped: dict[type, Any] = {}
 
 
@@ -38,7 +39,7 @@ def _runners() -> dict[type, Any]:
 
 @contextlib.contextmanager
 def launch_functions() -> Iterator[None]:
-    """Triton's launch functions as sfast wraps them, inside the body only."""
+    """Inside, Triton's launch methods are those of sfast. Outside they are Triton's own."""
     stock = _runners()
     try:
         if not _wrapped:
@@ -53,7 +54,7 @@ def launch_functions() -> Iterator[None]:
 
 
 def compile_target(target: Any, part: str) -> None:
-    """stable-fast's compiler on a UNet, a VAE or a pipeline, with its fastest settings."""
+    """Compile a UNet, a VAE or a pipeline with stable-fast, with its fastest settings."""
     compiler = importlib.import_module("sfast.compilers.diffusion_pipeline_compiler")
     config = compiler.CompilationConfig.Default()
     config.enable_xformers = False

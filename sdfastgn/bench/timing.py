@@ -1,7 +1,7 @@
-"""Clocks: one call, many calls, a captured CUDA graph, kernels with a hot or a cold L2.
+"""Times one call, many calls, a captured CUDA graph, or a kernel with a hot or a cold L2.
 
-Times on CUDA come from events, on the CPU from ``time.perf_counter``. A time is the median; its
-spread is the 10th and 90th percentile. Nothing here knows a model or a variant.
+Times on CUDA come from events, on the CPU from ``time.perf_counter``. A time is the median of many. Nothing
+here depends on a model or a variant.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ from sdfastgn.kernels.common.private import tf32
 
 T = TypeVar("T")
 
-# Least bytes that a cold measurement walks through, several times an H200's L2 of 60 MB.
+# Bytes that a cold measurement reads and writes before it uses an input again. This is several times the L2
+# of an H200, which has 60 MB.
 COLD_BYTES = 256 * 2**20
-# Input sets of a cold measurement at most: small inputs would need thousands.
+# Most input sets of a cold measurement. Small inputs would need thousands.
 MAX_COLD_SETS = 512
-# Seconds of work after which a GPU's clocks are up.
+# Seconds of work after which a GPU runs at full clock rate.
 SPIN_UP_SECONDS = 0.3
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Median and spread of repeated calls, milliseconds a call.
+    """Milliseconds per call: median, and 10th, 90th and 99th percentile.
 
-    ``peak_mib`` is the highest number of MiB that tensors held during the calls, weights and inputs
-    included. ``reserved_mib`` is what PyTorch's CUDA allocator took from the GPU for that, memory of
-    CUDA graphs included. Both are None on the CPU.
+    ``peak_mib`` is the most memory that tensors occupied during the calls, with weights and inputs.
+    ``reserved_mib`` is the memory that PyTorch's CUDA allocator took from the GPU for this, with the memory
+    of CUDA graphs. Both are None on the CPU.
     """
 
     median_ms: float
@@ -55,9 +56,9 @@ class Timing:
 def global_switches(
     *, cudnn_benchmark: bool = True, cudnn_tf32: bool = True, matmul_tf32: bool = False
 ) -> Iterator[dict[str, bool]]:
-    """Sets PyTorch's process-wide speed switches for the body, and puts them back.
+    """Inside, PyTorch's process-wide switches for speed have these values. Yields them by name.
 
-    The TF32 defaults are PyTorch's own, made explicit. Yields what is in force, for the record.
+    The defaults for TF32 are PyTorch's own.
     """
     before = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = cudnn_benchmark
@@ -73,7 +74,7 @@ def global_switches(
 
 
 def device_scope(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Makes ``device`` the current CUDA device; does nothing on the CPU."""
+    """Inside, ``device`` is the current CUDA device. Does nothing on the CPU."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
@@ -83,7 +84,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def spin_up(device: torch.device) -> None:
-    """Loads CUDA's libraries and raises the clocks: no variant pays for being the first."""
+    """Load CUDA's libraries and wait for full clock rates, so that the first variant is not slower."""
     if device.type != "cuda":
         return
     a = torch.randn(2048, 2048, device=device, dtype=torch.float16)
@@ -98,7 +99,7 @@ def spin_up(device: torch.device) -> None:
 
 
 def time_once(fn: Callable[[], T], device: torch.device) -> tuple[float, T]:
-    """Wall-clock seconds of one call of ``fn``, finished on the device, and its result."""
+    """(wall-clock seconds of one call of ``fn`` until the device is done, its result)."""
     synchronize(device)
     start = time.perf_counter()
     result = fn()
@@ -107,9 +108,9 @@ def time_once(fn: Callable[[], T], device: torch.device) -> tuple[float, T]:
 
 
 def time_callable(fn: Callable[[], object], device: torch.device, *, repeats: int, warmup: int = 2) -> Timing:
-    """Times ``repeats`` calls of ``fn`` after ``warmup`` calls that do not count."""
+    """Time ``repeats`` calls of ``fn`` after ``warmup`` calls that do not count."""
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # of what was tried before; a call takes again what it needs
+        torch.cuda.empty_cache()  # so that ``reserved_mib`` has no memory of earlier measurements
     for _ in range(warmup):
         fn()
     if device.type != "cuda":
@@ -118,7 +119,8 @@ def time_callable(fn: Callable[[], object], device: torch.device, *, repeats: in
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
-        # Not synchronized, as in a denoising loop: a GPU that waits for the CPU shows.
+        # As in a denoising loop, there is no synchronization between calls. If the GPU waits for the CPU, the
+        # time includes that.
         for start, end in pairs:
             start.record()
             fn()
@@ -130,17 +132,17 @@ def time_callable(fn: Callable[[], object], device: torch.device, *, repeats: in
 
 
 def time_graphs(fn: Callable[[], object], device: torch.device, *, repeats: int) -> float | None:
-    """Milliseconds of the CUDA graphs that one call of ``fn`` replays, each timed alone; None without.
+    """Milliseconds of all CUDA graphs that one call of ``fn`` replays, each timed alone.
 
-    A graph that is replayed n times counts n times.
+    A graph that is replayed n times counts n times. None if ``fn`` replays no graph.
     """
     replay, found = torch.cuda.CUDAGraph.replay, []
 
-    def noting(graph: torch.cuda.CUDAGraph) -> None:
+    def noted_replay(graph: torch.cuda.CUDAGraph) -> None:
         found.append(graph)
         replay(graph)
 
-    with patch.object(torch.cuda.CUDAGraph, "replay", noting):
+    with patch.object(torch.cuda.CUDAGraph, "replay", noted_replay):
         fn()
     counts = Counter(found)
     times = {graph: time_callable(graph.replay, device, repeats=repeats).median_ms for graph in counts}
@@ -148,14 +150,14 @@ def time_graphs(fn: Callable[[], object], device: torch.device, *, repeats: int)
 
 
 def capture_graph(fn: Callable[[], T], *, warmup: int = 3) -> tuple[Callable[[], None], T]:
-    """Captures one call of ``fn`` on the current CUDA device. Raises what the capture raises.
+    """Capture one call of ``fn`` on the current CUDA device. Returns (replay function, result of the call).
 
-    Returns the replay function, and the captured call's result, into which each replay writes.
+    Each replay writes into the result. Errors of the capture are raised.
     """
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    # Lazy initialization and autotuning are not allowed under capture, and happen once a stream.
+    # Lazy initialization and autotuning must be done before the capture, on the stream of the capture.
     with torch.cuda.stream(side):
         for _ in range(warmup):
             fn()
@@ -168,7 +170,7 @@ def capture_graph(fn: Callable[[], T], *, warmup: int = 3) -> tuple[Callable[[],
 
 
 def cold_sets(bytes_a_call: int) -> int:
-    """How many input sets make every call, of ``bytes_a_call`` bytes, find L2 cold."""
+    """Number of input sets with which each call finds a cold L2, if a call moves ``bytes_a_call`` bytes."""
     return max(2, min(MAX_COLD_SETS, -(-COLD_BYTES // max(1, bytes_a_call))))
 
 
@@ -181,18 +183,25 @@ def time_kernel(
     calls: int = 100,
     repeats: int = 20,
 ) -> float:
-    """Microseconds of one call of ``fn``, median over ``repeats`` rounds of many calls each.
+    """Microseconds of one call of ``fn``: the median over ``repeats`` rounds of many calls each.
 
-    On CUDA the calls of a round are one CUDA graph, so the time holds no launch cost of the CPU.
-    Hot: every call gets ``inputs[0]`` and reuses one output. Cold: the calls rotate among all
-    ``inputs`` (:func:`cold_sets` says how many it takes), each with an output of its own. On the
-    CPU a round is a loop on the wall clock, and ``cold`` only rotates the inputs.
+    On CUDA the calls of a round are one CUDA graph, so the time does not include launches by the CPU. On the
+    CPU a round is a timed loop.
+
+    Args:
+        fn: the kernel.
+        inputs: input sets; :func:`cold_sets` says how many are needed.
+        device: where the calls run.
+        cold: False: every call gets ``inputs[0]`` and the same output. True: calls rotate among all
+            ``inputs``, and each has its own output.
+        calls: calls in a round, at least; there are at least as many as input sets.
+        repeats: rounds.
     """
     chosen = list(inputs) if cold else [inputs[0]]
     calls = max(calls, len(chosen))
 
     def many() -> list[object]:
-        # A round's outputs stay alive: freed at once, all calls would write to hot memory.
+        # The outputs of a round are kept. Otherwise all calls would write to the same, hot memory.
         outputs: list[object] = [None] * len(chosen)
         for call in range(calls):
             slot = call % len(chosen)
@@ -205,7 +214,7 @@ def time_kernel(
     with device_scope(device):
         for one in chosen[:2]:
             fn(one)
-        # The calls above already warmed everything up, so one round on the side stream is enough.
+        # After the calls above, one round on the stream of the capture is enough to warm up.
         replay, outputs = capture_graph(many, warmup=1)
         timing = time_callable(replay, device, repeats=repeats, warmup=3)
         del outputs
@@ -213,7 +222,7 @@ def time_kernel(
 
 
 def time_host(fn: Callable[[], object], device: torch.device, *, calls: int = 100, repeats: int = 9) -> float:
-    """Microseconds of CPU time of one call of ``fn``, median over bursts of ``calls``."""
+    """Microseconds that one call of ``fn`` takes on the CPU: the median over rounds of ``calls`` calls."""
     with device_scope(device):
         samples = []
         for _ in range(repeats + 1):

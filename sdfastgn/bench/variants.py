@@ -1,7 +1,7 @@
-"""The benchmark's variants: ways to run one stock model. Each is an entry of ``VARIANTS``.
+"""The benchmark's variants: ways to run a stock model. Each is an entry of ``VARIANTS``.
 
-A variant is applied in place to a model or pipeline and undone afterwards, so that all of them run
-the same weights, and SDXL is in memory once.
+A variant is applied to the model or pipeline in place and undone afterwards. So all variants run with the
+same weights, and the model is in memory only once.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from sdfastgn.bench import stable_fast
 from sdfastgn.program import counted
 
-if TYPE_CHECKING:  # the command line's help names the variants, and answers before torch could be imported
+if TYPE_CHECKING:  # the help of the command line lists the variants and must not wait for torch
     import torch
     from torch import nn
 
-# What the harness times, and by their names in a pipeline the modules that a variant prepares.
+# What can be timed.
 PARTS = ("unet", "vae", "pipeline", "train")
+# Names of the components that a variant prepares: of a pipeline's, or "" for a bare module.
 TIMED_MODULES = ("", "unet", "vae")
 
 
@@ -33,14 +34,15 @@ class Variant:
     """One way to run a model.
 
     Attributes:
-        name, label: what the command line and the JSON, and what tables call it.
-        available: None where it can run on the device, else the reason why not, in one line.
-        apply: makes a target (an nn.Module, or a pipeline) run the variant's way; gets the part
-            too, and a stack for what takes back that which a :class:`Snapshot` cannot see.
-        describe: what the variant did to a prepared target, for the table's note.
-        replays_graph: it replays CUDA graphs itself, so its calls cannot be captured.
-        graphs_stand_alone: each of these graphs may be replayed by itself. Others may read memory that
-            another graph has used since: an index in it is then out of range.
+        name: its name on the command line and in the JSON.
+        label: its name in tables.
+        available: returns None if it can run on the device, else the reason in one line.
+        apply: changes a target (an nn.Module or a pipeline) so that it runs in this way. Called with the
+            target, the part, and a stack for functions that undo what a :class:`Snapshot` does not restore.
+        describe: returns what the variant did to a target, for the table's note.
+        replays_graph: the variant replays CUDA graphs itself, so its calls cannot be captured.
+        graphs_stand_alone: each of its graphs may be replayed alone. If not, a graph may read memory into
+            which another graph has written since, for example an index that is then out of range.
     """
 
     name: str
@@ -54,7 +56,7 @@ class Variant:
 
 @contextlib.contextmanager
 def prepared(variant: Variant, target: Any, part: str) -> Iterator[None]:
-    """``target`` as ``variant`` runs it; stock again afterwards, whatever raises."""
+    """Inside, ``target`` runs as ``variant`` says. Afterwards it is stock again, also after an error."""
     from sdfastgn.bench.snapshot import Snapshot
 
     with contextlib.ExitStack() as undo:
@@ -74,7 +76,7 @@ def _timed_modules(target: Any) -> list[nn.Module]:
 
 
 def _eager(target: Any, part: str, undo: contextlib.ExitStack) -> None:
-    """Stock as it is."""
+    """Change nothing."""
 
 
 def _channels_last(target: Any, part: str, undo: contextlib.ExitStack) -> None:
@@ -91,7 +93,7 @@ def _sdfastgn(
     import sdfastgn
 
     sdfastgn.optimize(target, cuda_graphs=cuda_graphs)
-    # Undone in reverse: stock again, then the question.
+    # These run in reverse: first ``restore``, then the check.
     undo.callback(_check_kernels_ran, target)
     undo.callback(sdfastgn.restore, target)
 
@@ -119,7 +121,7 @@ def _describe_sdfastgn(target: Any) -> str:
 
 
 def compile_reason(device: torch.device) -> str | None:
-    """Why torch.compile cannot run on the device; None where it can."""
+    """Why torch.compile cannot run on the device; None if it can."""
     if device.type == "cuda":
         found = importlib.util.find_spec("triton")
         return None if found else "torch.compile needs triton on CUDA; it is not installed"
@@ -134,7 +136,7 @@ def _compiled(target: Any, part: str, undo: contextlib.ExitStack, mode: str | No
     dynamo.reset()
     undo.callback(dynamo.reset)
     for module in _timed_modules(target):
-        # A VAE is used through decode(), which module.compile() does not reach.
+        # ``module.compile()`` compiles only ``forward``, but a VAE is called through ``decode``.
         decoder = getattr(module, "decoder", None)
         (decoder if isinstance(decoder, nn.Module) else module).compile(mode=mode)
 
@@ -154,7 +156,7 @@ def _stable_fast(target: Any, part: str, undo: contextlib.ExitStack) -> None:
     stable_fast.compile_target(target, part)
 
 
-# Each is also timed under a CUDA graph, in a column of its own, unless it replays graphs itself.
+# Each is also timed as a CUDA graph, unless it replays graphs itself.
 _EVERY = (
     Variant("eager", "eager", _always, _eager),
     Variant("channels_last", "channels_last", _always, _channels_last),
@@ -179,12 +181,12 @@ _EVERY = (
     Variant(
         "sdfastgn_compile", "sdfastgn + torch.compile", compile_reason, _sdfastgn_compiled, _describe_sdfastgn
     ),
-    # Last, because its import changes the process.
+    # Last, because importing it changes the process.
     Variant("stable_fast", "stable-fast", stable_fast.reason, _stable_fast, replays_graph=True),
 )
 VARIANTS: dict[str, Variant] = {variant.name: variant for variant in _EVERY}
 
 
 def label(name: str) -> str:
-    """What tables call a variant; the name of one that the registry no longer has."""
+    """A variant's name in tables. A variant that no longer exists keeps its plain name."""
     return VARIANTS[name].label if name in VARIANTS else name

@@ -1,4 +1,4 @@
-"""What is timed: a UNet step, a VAE decode, a pipeline, a training step, as a target and a call of it."""
+"""What is timed: a UNet step, a VAE decode, a pipeline or a training step, each as a model and a call."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from sdfastgn.program import OptionError
 T = TypeVar("T")
 
 GUIDANCE = 7.5
-# Most pixels that a VAE decodes in one call: of more, activations have over 2**31 elements.
+# Most pixels that a VAE decodes in one call. With more, activations have over 2**31 elements.
 MOST_DECODED_PIXELS = 4 * 1024**2
 
 
@@ -36,12 +36,12 @@ class BenchConfig:
     Attributes:
         part: ``"unet"`` (one step), ``"vae"`` (one decode), ``"pipeline"`` (text encoder, ``steps``
             steps, decode) or ``"train"`` (forward and backward of the UNet).
-        size: pixels of the square image.
-        batch: of the UNet or the VAE, or the pipeline's images a call.
+        size: pixels along a side of the square image.
+        batch: batch size of the UNet or the VAE, or images per call of a pipeline.
         weights: ``"random"``, a local path or a Hub id.
-        profile: also record where a call's time goes, once it is timed.
-        scheduler: of a pipeline, a class of diffusers; empty for the pipeline's own.
-        preset: the entry of ``PRESETS`` that these settings are of, or empty.
+        profile: also record where a call's time goes, after it was timed.
+        scheduler: a pipeline's scheduler class in diffusers; empty for the pipeline's own.
+        preset: the entry of ``PRESETS`` that these settings come from, or empty.
     """
 
     model: str
@@ -72,14 +72,14 @@ class BenchConfig:
 
 @dataclass
 class Workload:
-    """A stock model, a call of it, and how its output is judged.
+    """A stock model and a call of it.
 
     Attributes:
-        target: what variants are applied to.
-        call: runs ``target`` on fixed inputs; returns a tensor (N, C, H, W), images (N, H, W, 3) in
-            [0, 1], or the gradients of a training step by parameter.
-        fp32_output: of the same weights and inputs in fp32 without TF32.
-        memory: of a training step, values for the row's fields ``saved_mib`` and ``step_mib``.
+        target: the module or pipeline that variants are applied to.
+        call: runs ``target`` on fixed inputs. Returns a tensor (N, C, H, W), images (N, H, W, 3) in [0, 1],
+            or the gradients of a training step by parameter name.
+        fp32_output: returns the output with the same weights and inputs in fp32 without TF32.
+        memory: for a training step, returns (``saved_mib``, ``step_mib``) for the row.
     """
 
     target: Any
@@ -89,21 +89,21 @@ class Workload:
 
 
 def load(config: BenchConfig) -> Any:
-    """The pipeline of the config's weights."""
-    # Pipelines import transformers, which random weights of one network do without.
+    """The pipeline with the config's weights."""
+    # Not at the top: it imports transformers, which is not needed for one network with random weights.
     from sdfastgn.models import pipelines
 
     if config.weights == "random":
-        return pipelines.build_pipeline(config.model, **_drawn(config))
+        return pipelines.build_pipeline(config.model, **_random_options(config))
     return pipelines.load_pipeline("--weights", config.weights, config.torch_dtype, config.torch_device)
 
 
 def component(config: BenchConfig, name: str) -> tuple[Any, int]:
-    """The module ``"unet"`` or ``"vae"`` with the config's weights, and the pixels of a latent."""
+    """(the module ``"unet"`` or ``"vae"`` with the config's weights, pixels along a side of one latent)."""
     if config.weights == "random":
         build = architectures.build_unet if name == "unet" else architectures.build_vae
         scale = latent_scale(configurations.VAES[config.model])
-        return build(config.model, **_drawn(config)), scale
+        return build(config.model, **_random_options(config)), scale
     pipe = load(config)
     component = getattr(pipe, name, None)
     if component is None:
@@ -113,18 +113,18 @@ def component(config: BenchConfig, name: str) -> tuple[Any, int]:
 
 
 def step_inputs(config: BenchConfig, unet: Any, scale: int, **changes: Any) -> dict[str, Any]:
-    """Keyword arguments of one UNet step; ``changes`` are other sizes or batches than the config's."""
-    # By the UNet's own configuration: loaded weights need not be those of --model.
+    """Keyword arguments of one UNet step. ``changes`` replace the config's ``size`` or ``batch``."""
+    # From the UNet's own configuration, because loaded weights may differ from --model.
     where = {"size": config.size, "batch": config.batch, "scale": scale, **changes}
-    return model_inputs.unet_inputs(unet.config, **_drawn(config), **where)
+    return model_inputs.unet_inputs(unet.config, **_random_options(config), **where)
 
 
-def _drawn(config: BenchConfig) -> dict[str, Any]:
+def _random_options(config: BenchConfig) -> dict[str, Any]:
     return {"dtype": config.torch_dtype, "device": config.torch_device, "seed": config.seed}
 
 
 def workload_of(module: Any, inputs: T, run: Callable[[Any, T], Any]) -> Workload:
-    """``run`` of the module and the inputs, and of a copy of both in fp32 without TF32."""
+    """The workload ``run(module, inputs)``. Its ``fp32_output`` runs copies of both in fp32."""
 
     def fp32_output() -> Any:
         exact = tree_map_only(torch.Tensor, lambda t: t.float() if t.is_floating_point() else t, inputs)
@@ -144,15 +144,17 @@ def build_unet(config: BenchConfig) -> Workload:
 def build_vae(config: BenchConfig) -> Workload:
     """One decode by the VAE."""
     vae, _ = component(config, "vae")
-    latents = architectures.vae_latents(vae.config, size=config.size, batch=config.batch, **_drawn(config))
+    latents = architectures.vae_latents(
+        vae.config, size=config.size, batch=config.batch, **_random_options(config)
+    )
     return workload_of(vae.eval(), latents, lambda vae, latents: vae.decode(latents, return_dict=False)[0])
 
 
-def _start(config: BenchConfig, pipe: Any, dtype: torch.dtype) -> dict[str, Any]:
-    """What a pipeline starts from: noise, or images of noise that all steps change."""
-    # Drawn in fp32: PyTorch's generators give other numbers in fp16, and the fp32 reference would be
-    # another image.
-    where = {**_drawn(config), "dtype": dtype}
+def _start_arguments(config: BenchConfig, pipe: Any, dtype: torch.dtype) -> dict[str, Any]:
+    """A pipeline's arguments that say what it starts from: noise, or an image of noise."""
+    # Drawn in fp32 and then cast. The pipeline would draw in its dtype, and a generator gives other numbers
+    # in fp16. The fp32 reference would then be another image.
+    where = {**_random_options(config), "dtype": dtype}
     if "strength" in inspect.signature(pipe.__call__).parameters:
         images = model_inputs.randn(config.batch, 3, config.size, config.size, **where)
         return {"image": images.sigmoid(), "strength": 1.0}
@@ -162,7 +164,7 @@ def _start(config: BenchConfig, pipe: Any, dtype: torch.dtype) -> dict[str, Any]
 
 
 def build_pipeline(config: BenchConfig) -> Workload:
-    """From prompt to image."""
+    """A whole pipeline, from prompt to image."""
     pipe = load(config)
     pipe.set_progress_bar_config(disable=True)
     if config.scheduler:
@@ -170,34 +172,35 @@ def build_pipeline(config: BenchConfig) -> Workload:
 
         try:
             pipe.scheduler = getattr(diffusers, config.scheduler).from_config(pipe.scheduler.config)
-        except Exception as error:  # a package that it needs is not there, or a setting of its own
+        except Exception as error:  # for instance, the scheduler needs a package that is not installed
             raise OptionError(f"--scheduler: cannot make {config.scheduler!r}: {one_line(error)}") from None
     if config.batch * config.size**2 > MOST_DECODED_PIXELS:
         pipe.vae.enable_slicing()
-    # A distilled UNet has its guidance within, and its pipeline a default that it was made for.
+    # A distilled UNet has embedded guidance, and its pipeline's default fits it.
     distilled = getattr(pipe.unet.config, "time_cond_proj_dim", None)
     guidance = {} if distilled else {"guidance_scale": config.guidance}
 
-    # Drawn here, because calls are timed: of one step, drawing an image takes as long as much of the rest.
-    drawn = _start(config, pipe, config.torch_dtype)
+    # Drawn here and not in ``call``, which is timed.
+    drawn = _start_arguments(config, pipe, config.torch_dtype)
 
     def call(start: dict[str, Any] = drawn) -> Any:
         return pipe(
             prompt=[config.prompt] * config.batch,
             num_inference_steps=config.steps,
             **start,
-            # For schedulers that draw more; a CPU generator gives the same on every device.
+            # For schedulers that draw noise. A CPU generator draws the same on every device.
             generator=torch.Generator("cpu").manual_seed(config.seed),
             output_type="np",
             **guidance,
         ).images
 
     def fp32_output() -> Any:
-        # In place, because SDXL twice is much memory. fp16 and bf16 come back as they were.
+        # In place, because two copies of SDXL need much memory. Weights in fp16 and bf16 survive the round
+        # trip exactly.
         try:
             with global_switches(cudnn_tf32=False, matmul_tf32=False):
                 pipe.to(torch.float32)
-                return call(_start(config, pipe, torch.float32))
+                return call(_start_arguments(config, pipe, torch.float32))
         finally:
             pipe.to(config.torch_dtype)
 
@@ -205,8 +208,10 @@ def build_pipeline(config: BenchConfig) -> Workload:
 
 
 def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
-    """Bytes of the tensors that autograd keeps from ``forward`` for the backward, parameters left
-    out, shared memory counted once."""
+    """Bytes of the tensors that autograd saves in ``forward`` for the backward, without parameters.
+
+    Shared memory is counted once.
+    """
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     found: dict[int, int] = {}
 
@@ -214,28 +219,29 @@ def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
             found[storage.data_ptr()] = storage.nbytes()
-        # Not the tensor itself: a node that keeps its own output in this way is never freed.
+        # Detached, because a node that saves its own output would never be freed.
         return tensor.detach()
 
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        # The name keeps the autograd graph alive. If it were freed, a new tensor could get a counted address.
+        # ``output`` keeps the autograd graph alive. If it were freed, a new tensor could get the address of
+        # one that was counted.
         output = forward()
     del output
     return sum(found.values())
 
 
 def build_training(config: BenchConfig) -> Workload:
-    """A training step of the UNet with fixed latents, timestep, text and noise; ``call`` returns gradients.
+    """A training step of the UNet with fixed latents, timestep, text and noise.
 
-    It is forward, mean squared error and backward. Weights are in the config's dtype and nothing is
-    checkpointed. There is no optimizer, whose state and time are the same for every variant.
-    Gradients are dropped before each step, as ``zero_grad`` does.
+    A step drops old gradients and runs forward, mean squared error and backward; ``call`` returns the
+    gradients. Weights are in the config's dtype, without gradient checkpointing. There is no optimizer, whose
+    time and memory would be the same for every variant.
     """
     unet, scale = component(config, "unet")
     unet.train()
     kwargs = step_inputs(config, unet, scale)
     generator = torch.Generator().manual_seed(config.seed + 3)
-    # Inpainting has more channels of input than of output.
+    # The loss compares outputs: an inpainting UNet has more input channels than output channels.
     shape = (config.batch, unet.config.out_channels, *kwargs["sample"].shape[2:])
     noise = torch.randn(shape, generator=generator).to(config.torch_device)
 
@@ -263,7 +269,7 @@ def build_training(config: BenchConfig) -> Workload:
     return replace(workload_of(unet, kwargs, step), memory=memory)
 
 
-# How each part's workload is made.
+# Part -> function that builds its workload.
 BUILDERS: dict[str, Callable[[BenchConfig], Workload]] = {
     "unet": build_unet,
     "vae": build_vae,

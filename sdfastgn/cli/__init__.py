@@ -18,23 +18,24 @@ COMMANDS = (
     "bench", "generate", "report", "kernels", "inspect", "sources", "verify", "info", "demo", "warm_up",
 )  # fmt: skip
 
-# The exit code after Ctrl-C, as shells and typer have it: 128 and the signal's number.
+# The exit code after Ctrl-C. As in shells, it is 128 plus the signal's number.
 INTERRUPTED = 130
 
 
 def main(doc: str | None = None, command: str | Callable[..., None] = "", **defaults: Any) -> None:
     """Run the command line and exit.
 
-    The exit code is 0, 1 where an output was wrong, nothing could be measured or a source is
-    unknown, 2 for bad input, which is named in one line, and 130 after Ctrl-C.
+    The exit code is 0 after success, 1 if an output was wrong, nothing could be measured or a source is
+    unknown, 2 after bad input (one line says what is wrong), and 130 after Ctrl-C.
 
     Args:
-        doc: of a script, shown by ``--help``.
-        command: of a script: the name of the one command that it runs, or a function that is no
-            command of ``sdfastgn``. Without one the first argument names the command.
-        defaults: of the command's options, where the script's are its own.
+        doc: what ``--help`` shows instead of the command's own description. For scripts.
+        command: the command to run: a name, or a function that is no command of ``sdfastgn``. For scripts.
+            If it is empty, the first argument names the command.
+        defaults: defaults of the command's options that replace its own.
     """
-    for stream in (sys.stdout, sys.stderr):  # a terminal may lack a character, and a path be no text
+    # A terminal may lack a character, and a path may be no valid text.
+    for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     asked = []
@@ -43,14 +44,14 @@ def main(doc: str | None = None, command: str | Callable[..., None] = "", **defa
         asked.append(True)
         raise KeyboardInterrupt
 
-    # A process may be told to ignore Ctrl-C, as nohup does.
+    # Another handler is left in place: the parent process may have told this one to ignore Ctrl-C.
     handler = signal.getsignal(signal.SIGINT)
     if handler is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupt)
     try:
         sys.exit(_run(doc, command, defaults))
     except BaseException as end:
-        # A module that is interrupted while it is imported may raise something else.
+        # If Ctrl-C comes during an import, the imported module may raise another exception.
         if not asked and not isinstance(end, KeyboardInterrupt):
             raise
         print(f"{program()}: interrupted", file=sys.stderr)
@@ -60,7 +61,7 @@ def main(doc: str | None = None, command: str | Callable[..., None] = "", **defa
 
 
 def _import_command(name: str) -> None:
-    """Import the command's module, or those of all commands: help and a misspelt name are about all."""
+    """Import the command's module. If there is no such command, import all: the help then lists them."""
     module = name.replace("-", "_")
     for each in [module] if module in COMMANDS else COMMANDS:
         importlib.import_module(f"{__name__}.{each}")
@@ -74,7 +75,7 @@ def _run(doc: str | None, command: str | Callable[..., None], defaults: dict[str
         sys.exit(f"sdfastgn: the command line needs {error.name}: pip install 'sdfastgn[bench]'")
     from sdfastgn.cli.app import HELP_OPTIONS, app, click_command
 
-    # transformers would advise on optional packages at import.
+    # Otherwise transformers prints advice on optional packages when it is imported.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
     chosen: Any
@@ -85,7 +86,7 @@ def _run(doc: str | None, command: str | Callable[..., None], defaults: dict[str
         chosen = typer.main.get_command(app)
         chosen = chosen.commands[command] if command else chosen
     chosen.help = doc or chosen.help
-    # Typer has a copy of click in some versions; its own name reaches both.
+    # click's UsageError. Some versions of typer have their own copy of click, so it is found through typer.
     usage_error = cast("type[Exception]", typer.BadParameter.__mro__[1])
     try:
         return chosen.main(
@@ -97,5 +98,5 @@ def _run(doc: str | None, command: str | Callable[..., None], defaults: dict[str
         if message:
             print(f"{program()}: {message} (given: {shlex.join(sys.argv[1:])})", file=sys.stderr)
         return 2
-    except typer.Abort:  # what typer makes of Ctrl-C
+    except typer.Abort:  # typer raises this after Ctrl-C
         raise KeyboardInterrupt from None

@@ -1,4 +1,4 @@
-"""The command line's app, and how its help is written."""
+"""The typer app that commands are added to, and how the help of their options is shown."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Annotated, Any
 import typer
 
 HELP_OPTIONS: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
-# What stands for a registry's names in help texts, filled in when shown: some registries import torch.
-# Each command adds its own.
+# Placeholder in help texts, such as "{variants}" -> the names that replace it. They are only looked up when
+# the help is shown, because some registries import torch. Each command adds its placeholders.
 NAMES: dict[str, Callable[[], Iterable[str]]] = {}
 
 
 def _complete_help(parameter: Any, context: Any) -> None:
-    """Fills registries' names into a parameter's help, and ends it with the default, if there is one.
+    """Replace placeholders in the help of ``parameter``, and append its default, if there is one.
 
-    A default that is computed is told in the words of ``show_default``.
+    If the default is computed, ``show_default`` describes it in words.
     """
     if getattr(parameter, "is_flag", False):
-        parameter.metavar = ""  # it takes no value
+        parameter.metavar = ""  # a flag takes no value
     text = getattr(parameter, "help", None)
     if not text:
         return
@@ -28,13 +28,13 @@ def _complete_help(parameter: Any, context: Any) -> None:
         if word in text:
             text = text.replace(word, ", ".join(names()))
     value, words = parameter.get_default(context), parameter.show_default
-    if isinstance(value, bool):  # a script may set a flag
+    if isinstance(value, bool):  # scripts turn some flags on
         value = "on" if value else ""
     elif isinstance(value, list | tuple):
         value = ", ".join(map(str, value))
     elif value is None:
         value = words if isinstance(words, str) else ""
-    parameter.show_default = False  # typer would show it in brackets
+    parameter.show_default = False  # otherwise typer adds the default in brackets
     parameter.help = text if value == "" else f"{text.removesuffix('.')} (default: {value})."
 
 
@@ -64,7 +64,7 @@ command = functools.partial(app.command, cls=Command)
 
 
 def click_command(function: Callable[..., None]) -> Any:
-    """A script's function as the only command of a program, with help and options as ours have them."""
+    """A program whose only command is ``function``. Its help looks like that of sdfastgn's commands."""
     alone = typer.Typer(context_settings=HELP_OPTIONS, add_completion=False, pretty_exceptions_enable=False)
     alone.command(cls=Command)(function)
     return typer.main.get_command(alone)

@@ -1,4 +1,4 @@
-"""``sdfastgn bench``: how fast a model is, stock, optimized and with its peers."""
+"""``sdfastgn bench``: how fast a model is in stock PyTorch, with sdfastgn, and with its competitors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ NAMES["{variants}"] = lambda: VARIANTS
 PresetOption = Annotated[
     str | None,
     typer.Option(
-        "--preset", help=f"Settings of published benchmarks, with their numbers: {', '.join(PRESETS)}."
+        "--preset",
+        help=f"Settings of a published benchmark, shown beside its numbers: {', '.join(PRESETS)}.",
     ),
 ]
 PartOption = Annotated[
@@ -38,15 +39,15 @@ PartOption = Annotated[
     typer.Option(
         "--part",
         metavar="<str>",
-        help=f"What is timed: {', '.join(PARTS)}. Repeat for several.",
-        show_default="unet, or the preset's",
+        help=f"What to time: {', '.join(PARTS)}. Repeat the option for several.",
+        show_default="unet, or as in the preset",
     ),
 ]
 BatchesOption = Annotated[
     str | None,
     typer.Option(
         "--batch",
-        help="Images a call, or a list such as 1,8.",
+        help="Images per call, or a list such as 1,8.",
         show_default="2 for a UNet with guidance, else 1",
     ),
 ]
@@ -57,15 +58,19 @@ EveryStepsOption = Annotated[
 PromptOption = Annotated[
     str | None, typer.Option("--prompt", help="Prompt of a pipeline.", show_default=PROMPT)
 ]
-VariantsOption = Annotated[str, typer.Option("--variants", help="Variants: all, or a list of {variants}.")]
+VariantsOption = Annotated[
+    str, typer.Option("--variants", help="Ways to run the model: all, or a list of {variants}.")
+]
 RepeatsOption = Annotated[
     int | None,
     typer.Option(
-        "--repeats", help="Timed calls of each variant.", show_default="2 to 50, by part and device"
+        "--repeats",
+        help="Timed calls of each variant.",
+        show_default="2 to 50, depending on part and device",
     ),
 ]
 Fp32Option = Annotated[
-    bool, typer.Option("--fp32-reference", help="Also compare with the same weights in fp32.")
+    bool, typer.Option("--fp32-reference", help="Also compare the outputs with those in fp32.")
 ]
 ProfileOption = Annotated[
     bool,
@@ -101,7 +106,7 @@ def bench(
     html: HtmlOption = None,
     seed: SeedOption = 0,
 ) -> None:
-    """Time a UNet step, a VAE decode, a pipeline or a training step. Outputs are checked first."""
+    """Time a UNet step, a VAE decode, a pipeline or a training step. Checks the outputs first."""
     from sdfastgn.cli import bench_options, session
 
     if not is_main():
@@ -126,5 +131,5 @@ def bench(
             profile=profile,
         )
         chosen = bench_options.variant_list("--variants", variants)
-        bench_options.check_places(json=json, html=html, plot=plot, profile=profile)
+        bench_options.check_outputs(json=json, html=html, plot=plot, profile=profile)
         raise typer.Exit(session.run_bench(configs, chosen, json=json, plot=plot, html=html))

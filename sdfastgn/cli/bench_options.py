@@ -1,6 +1,6 @@
-"""Options of ``bench`` and of scripts as configs, checked before anything is built.
+"""Checks the options of ``bench`` and makes a ``BenchConfig`` for each measurement. Builds no model.
 
-A check raises OptionError. Those that need no torch are in ``checks``.
+Checks raise OptionError. ``checks.py`` has those that need no torch.
 """
 
 from __future__ import annotations
@@ -29,54 +29,58 @@ from sdfastgn.models.configurations import IMAGE_TO_IMAGE, MODELS, UNETS, VAES
 from sdfastgn.models.saved import native_size, unet_config
 from sdfastgn.program import OptionError
 
-# Where the user names none: timed calls of each part. A UNet step has two images, for guidance.
+# Defaults: timed calls of each part, images of a UNet step with guidance, steps of a pipeline.
 GPU_REPEATS = {"unet": 50, "vae": 30, "pipeline": 5, "train": 30}
 CPU_REPEATS = {"unet": 5, "vae": 5, "pipeline": 2, "train": 3}
 GUIDED_BATCH = 2
 STEPS = 30
 
 
-def _subject(model: str | None, weights: str, parts: Sequence[str]) -> tuple[str, int, int, int]:
-    """``model``, or what ``weights`` are by their configuration, if they have these parts.
+def _model_facts(model: str | None, weights: str, parts: Sequence[str]) -> tuple[str, int, int, int]:
+    """(name, native size, pixels along a side of one latent, images of a UNet step) of what is timed.
 
-    Returns its name, native size, pixels of a latent, and a UNet step's batch.
+    ``model`` is the model's name if the user gave one. Otherwise the configuration of ``weights`` tells.
+    Raises OptionError if ``weights`` are of another model, or if ``parts`` cannot be timed with them.
     """
     if weights == "random":
         name = model or "tiny"
         is_guided = not UNETS[name].get("time_cond_proj_dim")
         return name, VAES[name]["sample_size"], 8, GUIDED_BATCH if is_guided else 1
     config = unet_config("--weights", weights)
-    # SD-Turbo has the UNet of all of SD2: who means it, names it.
+    # SD-Turbo has the same UNet as SD2, so weights are taken for SD-Turbo only if the user says so.
     named = [known for known in MODELS if known == model or known not in IMAGE_TO_IMAGE]
     same = [known for known in named if not architectures.unet_difference(config, known)]
     if model is not None and model not in same:
         difference = architectures.unet_difference(config, model)
         hint = f"; --model {same[0]} fits" if same else ""
-        raise OptionError(f"--model: the UNet of {weights!r} is not that of {model!r}: {difference}{hint}")
+        raise OptionError(f"--model: the UNet of {weights!r} is not {model!r}'s: {difference}{hint}")
     if reason := architectures.unet_reason(config):
         raise OptionError(f"--weights: the UNet of {weights!r} cannot be timed: {reason}")
     if "pipeline" in parts and (reason := pipeline_reason(weights, config)):
         raise OptionError(f"--part: 'pipeline' needs {reason}")
     native, scale = native_size(weights, config, without_vae=8 if same else 1)
-    # Without text, or with its guidance within, a UNet gets each image once.
+    # With guidance a UNet gets each image twice. Without text, or with embedded guidance, it gets it once.
     is_guided = config.get("_class_name") != "UNet2DModel" and not config.get("time_cond_proj_dim")
     name = model or (same[0] if same else Path(weights).expanduser().resolve().name)
     return name, native, scale, GUIDED_BATCH if is_guided else 1
 
 
 def scheduler_name(option: str, value: str) -> str:
-    """``value``, a class of diffusers, or empty."""
+    """``value``, if it is empty or the name of a scheduler class in diffusers."""
     if value:
         import diffusers
 
         if not (value.endswith("Scheduler") and hasattr(diffusers, value)):
-            such = "give one like EulerDiscreteScheduler"
-            raise OptionError(f"{option}: diffusers has no {value!r}; {such}")
+            example = "give a class such as EulerDiscreteScheduler"
+            raise OptionError(f"{option}: diffusers has no scheduler {value!r}; {example}")
     return value
 
 
 def png_path(option: str, value: Path | None, unless: str = "") -> Path | None:
-    """``value``, if it may be a PNG. ``unless`` says why there is no picture."""
+    """``value``, if a picture can be written there as a PNG.
+
+    ``unless``: why this command draws no picture; empty if it does. "{}" in it stands for the path.
+    """
     if value is None:
         return None
     if unless:
@@ -103,10 +107,13 @@ def bench_configs(
     profile: bool = False,
     **others: Any,
 ) -> list[BenchConfig]:
-    """A checked config for each part, batch and of a pipeline steps, of which there may be lists.
+    """A checked config for each part and batch, and for each number of steps of a pipeline.
 
-    ``others`` are fields that need no check. Without a model it is the weights' own. None in
-    ``others`` stands for the field's default.
+    Args:
+        batch, steps: a number, or a comma-separated list.
+        others: fields of BenchConfig that need no check. None stands for the field's default.
+
+    All other arguments are options of ``bench``; None stands for the option's default.
     """
     if model is not None:
         one_of("--model", model, MODELS)
@@ -116,7 +123,7 @@ def bench_configs(
     dtype = dtype_name("--dtype", dtype, device)
     every_steps = whole_numbers("--steps", STEPS if steps is None else steps)
     scheduler = scheduler_name("--scheduler", scheduler or "")
-    name, native, scale, unet_batch = _subject(model, weights_source("--weights", weights), chosen)
+    name, native, scale, unet_batch = _model_facts(model, weights_source("--weights", weights), chosen)
     size = image_size("--size", native if size is None else size, scale)
     counts = CPU_REPEATS if on_cpu else GPU_REPEATS
     return [
@@ -131,7 +138,7 @@ def bench_configs(
             steps=count,
             weights=weights,
             scheduler=scheduler,
-            # Recording all of a pipeline takes minutes, and its steps are in the other parts.
+            # Recording a pipeline takes minutes, and the other parts already show where its time goes.
             profile=profile and (part != "pipeline" or len(chosen) == 1),
             **{field: value for field, value in others.items() if value is not None},
         )
@@ -144,10 +151,10 @@ def bench_configs(
 
 
 def preset_configs(name: str | None, **given: Any) -> list[BenchConfig]:
-    """The configs of a preset's cases, or without one that of the options alone.
+    """The configs of the cases of the preset ``name``, or, without a preset, of the options alone.
 
-    Options that are not None replace the preset's. A model picks among its cases, or takes the
-    place of the first one's. ``parts`` stand in for a UNet step.
+    ``given`` are options that the user gave (not None): they replace the preset's settings. A model picks
+    the cases of this model. If there is none, it replaces the model of the first case.
     """
     given = {option: value for option, value in given.items() if value is not None}
     if name is None:
@@ -166,13 +173,13 @@ def preset_configs(name: str | None, **given: Any) -> list[BenchConfig]:
 
 
 def variant_list(option: str, text: str) -> list[Variant]:
-    """Registry entries in the registry's order; ``all`` names every one."""
+    """The variants that ``text`` names, in the order of ``VARIANTS``. ``all`` names every one."""
     names = list(VARIANTS) if text == "all" else some_of(option, text, VARIANTS)
     return [variant for name, variant in VARIANTS.items() if name in names]
 
 
-def check_places(*, json: Path | None, html: Path | None, plot: Path | None, profile: bool) -> None:
-    """Checks that each file of a run can be written, and is no other one's."""
-    png_path("--plot", plot, "" if profile else "only --profile has a picture, got {} without it")
+def check_outputs(*, json: Path | None, html: Path | None, plot: Path | None, profile: bool) -> None:
+    """Check that each file of a run can be written, and that no two have the same path."""
+    png_path("--plot", plot, "" if profile else "draws the breakdown of --profile, got {} without --profile")
     images = json and html and images_path(json)
     file_paths({"--json": json, "--json's images": images, "--html": html, "--plot": plot})

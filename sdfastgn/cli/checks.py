@@ -1,6 +1,6 @@
-"""Checks of options that need neither torch nor diffusers, so that a bad option is told at once.
+"""Checks of options that need neither torch nor diffusers, so that a bad option is reported at once.
 
-A check raises OptionError.
+Each check returns the value, or raises OptionError. ``option`` is the option's name, for the error.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from sdfastgn.program import OptionError
 
-# Of as many digits as a size in PyTorch may have; Python itself refuses to read thousands.
+# A whole number of at most 18 digits: sizes in PyTorch have no more, and Python refuses to read thousands.
 DIGITS = r"\d{1,18}"
 _NUMBER = re.compile(rf"-?{DIGITS}")
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?")
@@ -26,7 +26,7 @@ def one_of(option: str, value: str, allowed: Collection[str]) -> str:
 
 
 def some_of(option: str, values: str | Sequence[str], allowed: Collection[str]) -> list[str]:
-    """Values, or the entries of a comma-separated list, without doubles, each one of ``allowed``."""
+    """``values``, or the entries of a comma-separated list, without repetitions. Each must be allowed."""
     values = split(values) if isinstance(values, str) else values
     if not values:
         raise OptionError(f"{option}: no value given; choose from {', '.join(allowed)}")
@@ -44,7 +44,7 @@ def positive(option: str, value: int) -> int:
 
 
 def whole_numbers(option: str, value: int | str) -> list[int]:
-    """A positive number, or those of a comma-separated list without doubles."""
+    """One positive whole number, or a comma-separated list of them, without repetitions."""
     entries = split(str(value))
     if not entries or not all(_NUMBER.fullmatch(entry) for entry in entries):
         raise OptionError(f"{option}: must be a positive whole number or a list such as 1,4, got {value!r}")
@@ -52,25 +52,26 @@ def whole_numbers(option: str, value: int | str) -> list[int]:
 
 
 def image_size(option: str, value: int, scale: int = 8) -> int:
+    """``value``, if it is a positive multiple of ``scale``, the pixels along a side of one latent."""
     if value < scale or value % scale:
-        wanted = f"a positive multiple of {scale} (pixels of a latent)"
+        wanted = f"a positive multiple of {scale} (one latent covers {scale}x{scale} pixels)"
         raise OptionError(f"{option}: must be {wanted}, got {value}")
     return value
 
 
 def device_word(option: str, value: str | None) -> str | None:
-    """``value``, if it is a device's name. Whether there is such a device only torch can tell."""
+    """``value``, if it is the name of a device. Only torch can tell whether this machine has the device."""
     if value is not None and not _DEVICE.fullmatch(value):
         raise OptionError(f"{option}: cannot use {value!r}; give cuda, cuda:N or cpu")
     return value
 
 
 def weights_source(option: str, value: str, *, words: Sequence[str] = ("random",)) -> str:
-    """One of ``words``, an existing folder or file, or the id of a repository on the Hub."""
+    """``value``, if it is one of ``words``, an existing path, or looks like the id of a Hub repository."""
     try:
         if value in words or (value and Path(value).expanduser().exists()):
             return value
-    except (OSError, RuntimeError) as error:  # too long for a name, or the home of nobody
+    except (OSError, RuntimeError) as error:  # the name is too long, or ~name has no such user
         raise OptionError(f"{option}: cannot look at {value!r}: {_why(error)}") from None
     if _HUB_ID.fullmatch(value) and not value.startswith("."):
         return value
@@ -83,16 +84,16 @@ def _why(error: Exception) -> str:
 
 
 def file_path(option: str, value: Path | None) -> Path | None:
-    """``value``, if a file can be written there. Its folder must exist: a mistyped one is not made."""
+    """``value``, if a file can be written there. Its folder must exist already, in case it is mistyped."""
     if value is None:
         return None
-    real = Path(os.path.realpath(value))  # of a link that leads nowhere yet
+    real = Path(os.path.realpath(value))  # ``value`` may be a link to a file that does not exist yet
     try:
         if not real.parent.exists():
             raise OptionError(f"{option}: there is no folder {str(real.parent)!r}; make it first")
         if real.is_file() or real.is_dir():
             real.open("ab").close()
-        elif not real.exists():  # a pipe's reader would take the try for the end
+        elif not real.exists():  # a pipe is not tried: its reader would take the closing for the end
             real.open("xb").close()
             real.unlink()
     except OSError as error:
@@ -101,7 +102,10 @@ def file_path(option: str, value: Path | None) -> Path | None:
 
 
 def file_paths(outputs: Mapping[str, Path | None], read: Iterable[Path] = ()) -> None:
-    """Checks that each output, by option, can be written and is no other one and no file that is read."""
+    """Check that each output can be written, and that it is no other output and no file that is read.
+
+    ``outputs``: option -> path, or None.
+    """
     taken = {os.path.realpath(path): "RESULTS" for path in read}
     for option, path in outputs.items():
         if file_path(option, path) is None:
@@ -113,9 +117,9 @@ def file_paths(outputs: Mapping[str, Path | None], read: Iterable[Path] = ()) ->
 
 
 def folder(option: str, value: str) -> Path:
-    """``value``, if it is a folder or can be made in one. An empty one would be the working directory."""
-    if not value:
-        raise OptionError(f"{option}: must be a folder, got ''; give . for this one")
+    """``value``, if it is a folder or can be made in one."""
+    if not value:  # pathlib would take it for the working directory
+        raise OptionError(f"{option}: must be a folder, got ''; give . for the current one")
     real = Path(os.path.realpath(value))
     try:
         if not real.parent.exists():
@@ -126,7 +130,7 @@ def folder(option: str, value: str) -> Path:
 
 
 def made_folder(option: str, path: Path, name: str) -> None:
-    """Makes the folder that :func:`folder` let through, if a file ``name`` can be written in it."""
+    """Make the folder ``path`` if it is missing, and check that a file ``name`` can be written in it."""
     try:
         path.mkdir(exist_ok=True)
     except OSError as error:

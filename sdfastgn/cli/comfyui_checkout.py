@@ -1,24 +1,23 @@
-"""A checkout of ComfyUI, imported from its folder."""
+"""Imports ComfyUI from a checkout."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
 import types
 from collections.abc import Iterator, Sequence
 
-# ComfyUI imports them for models that nobody loads here. Their builds have to be that of torch, so they
-# are rarely at hand.
-_NOT_NEEDED = ("torchvision", "torchaudio")
+# Packages that ComfyUI imports for models and nodes that nobody loads here. They must be built for the
+# installed torch, so they are often missing.
+_NOT_NEEDED = ("kornia", "spandrel", "torchaudio", "torchvision")
 
 
 class _Empty(types.ModuleType):
-    """Stands for a package of which nothing is used: every name in it is an empty class."""
-
-    __path__ = []  # noqa: RUF012  # what makes it a package
+    """Replaces a module that is imported but not used: every public name in it is an empty class."""
 
     def __getattr__(self, name: str) -> type:
         if name.startswith("__"):
@@ -26,14 +25,33 @@ class _Empty(types.ModuleType):
         return type(name, (), {})
 
 
+class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Imports an ``_Empty`` for each of ``packages`` and for all that is below them."""
+
+    def __init__(self, packages: Sequence[str]) -> None:
+        self.packages = packages
+
+    def find_spec(self, name: str, *_: object) -> importlib.machinery.ModuleSpec | None:
+        if name.partition(".")[0] not in self.packages:
+            return None
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        return _Empty(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        pass
+
+
 def import_comfyui(
     folder: str, *arguments: str, modules: Sequence[str] = ("comfy.sample", "comfy.sd")
 ) -> str:
-    """Import ``modules`` of ComfyUI, and return its version. Once a process.
+    """Import ComfyUI, and return its version. Call it only once in a process.
 
     Args:
         folder: the checkout.
-        arguments: of ComfyUI's command line, such as ``--cpu``.
+        arguments: arguments of ComfyUI's command line, such as ``--cpu``.
+        modules: the modules of ComfyUI to import.
     """
     sys.path.insert(0, folder)
     before, sys.argv = sys.argv, ["comfyui", *arguments]
@@ -41,7 +59,7 @@ def import_comfyui(
         import comfy.options
 
         comfy.options.enable_args_parsing()
-        with _stand_ins():
+        with stand_ins():
             for name in modules:
                 importlib.import_module(name)
     finally:
@@ -50,18 +68,18 @@ def import_comfyui(
 
 
 @contextlib.contextmanager
-def _stand_ins() -> Iterator[None]:
-    """Within, empty modules stand for what ``_NOT_NEEDED`` names and is not installed."""
+def stand_ins() -> Iterator[None]:
+    """Inside, each package of ``_NOT_NEEDED`` that is not installed is replaced by empty modules."""
     import transformers.utils
 
-    transformers.utils.is_torchvision_available()  # it remembers, and must not find these
+    # transformers remembers the answer. It must not take the empty module for an installed torchvision.
+    transformers.utils.is_torchvision_available()
     missing = [name for name in _NOT_NEEDED if importlib.util.find_spec(name) is None]
-    names = [name for package in missing for name in (package, f"{package}.transforms")]
-    for name in names:
-        sys.modules[name] = empty = _Empty(name)
-        empty.__spec__ = importlib.machinery.ModuleSpec(name, None)
+    finder = _StandIns(missing)
+    sys.meta_path.insert(0, finder)
     try:
         yield
     finally:
-        for name in names:
+        sys.meta_path.remove(finder)
+        for name in [name for name in sys.modules if name.partition(".")[0] in missing]:
             del sys.modules[name]

@@ -1,4 +1,4 @@
-"""``sdfastgn demo``: a small trained pipeline, stock and optimized."""
+"""``sdfastgn demo``: draws images with a small trained pipeline, first stock, then optimized."""
 
 from __future__ import annotations
 

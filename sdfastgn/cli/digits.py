@@ -1,4 +1,4 @@
-"""The main job on a machine without a GPU: load, generate, optimize, compare, restore."""
+"""The demo: load a small pipeline, draw digits, optimize it, draw again, compare, and restore it."""
 
 from __future__ import annotations
 
@@ -23,22 +23,23 @@ from sdfastgn.models.pipelines import load_pipeline
 
 PICTURE = "demo.png"
 STEPS = digits_pipeline.STEPS
-# Each twice, without "a orange": that is what the pipeline was trained on, but no English.
+# Each ink is used for two digits. "orange" is left out: its prompt would be "a orange ...", which is what the
+# pipeline was trained on, but bad English.
 INK_WORDS = tuple(ink for ink in INKS if ink != "orange")
 DIGITS = tuple(range(len(NUMERALS)))
-# fp32 on both sides: what is left is the order of additions.
-# On a GPU convolutions run in TF32 by default, and another layout takes another algorithm.
+# Lowest PSNR in dB of the optimized images against stock's. Both are in fp32, so on a CPU only the order of
+# additions differs. On a GPU convolutions run in TF32, and the layouts use different algorithms.
 LEAST_PSNR = {"cpu": 60.0, "cuda": 40.0}
-# Pixels of the picture: a cell is an image twice its size, beside and below its labels.
+# Sizes in the picture, in pixels. A cell shows an image at twice its size.
 CELL, LABEL_WIDTH, LABEL_HEIGHT, FONT_SIZE = 2 * SIZE, 120, 44, 12
 
 
 def run_demo(output_dir: Path, console: Console) -> int:
     """Show on a small trained Stable Diffusion pipeline what sdfastgn does, and check it.
 
-    Writes ``demo.png`` into ``output_dir``: stock's images, the optimized pipeline's, and their
-    difference. Returns 0 if the optimized images agree with the stock ones to ``LEAST_PSNR`` dB,
-    and the restored pipeline has nothing fused and gives the stock images bit for bit, else 1.
+    Writes ``demo.png`` into ``output_dir``: stock's images, the optimized pipeline's, and their difference.
+    Returns 0 if both checks succeed, else 1. The optimized images must reach ``LEAST_PSNR`` against the
+    stock ones. The restored pipeline must have nothing fused and draw the stock images bit for bit.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     console.print("1. A small StableDiffusionPipeline, trained on handwritten digits, is loaded from")
@@ -59,7 +60,7 @@ def run_demo(output_dir: Path, console: Console) -> int:
     console.print("\n4. sdfastgn.restore(pipe), and the results beside each other:\n")
 
     agrees = psnr(optimized, stock) >= LEAST_PSNR[device]
-    # On a CPU stock's code runs all along, so the images alone would not tell.
+    # On a CPU even the optimized pipeline runs stock's code, so equal images alone would prove nothing.
     same = bool(np.array_equal(restored, stock)) and not sdfastgn.report(pipe).fused
     body = [["stock", f"{stock_seconds:.2f}", _read(stock)]]
     for name, images, seconds, verdict in (
@@ -78,8 +79,8 @@ def run_demo(output_dir: Path, console: Console) -> int:
     labels = f"stock\n{stock_seconds:.2f} s", f"optimized\n{optimized_seconds:.2f} s"
     if device == "cpu":
         console.print(
-            "No kernel runs on this machine: the optimized pipeline ran stock's own code. So its images are "
-            "the same to the last bit; on a GPU they differ a little. The seconds say nothing about a GPU."
+            "No kernel runs on this machine, so the optimized pipeline ran stock's own code and its images "
+            "are bit-identical. On a GPU they differ a little. The seconds say nothing about a GPU."
         )
         labels = "stock", "optimized\n(no kernel runs\non this machine)"
     grid(prompts, dict(zip(labels, (stock, optimized), strict=True))).save(output_dir / PICTURE)
@@ -88,9 +89,9 @@ def run_demo(output_dir: Path, console: Console) -> int:
 
 
 def grid(prompts: Sequence[str], rows: dict[str, np.ndarray]) -> Image.Image:
-    """Two rows of images below their prompts and beside their labels, and their difference below.
+    """A picture of two rows of images with their prompts and labels, and a third row with their difference.
 
-    The difference is amplified by the power of ten that just keeps it in range.
+    The difference is multiplied by the largest power of ten that keeps it at most one.
     """
     first, second = rows.values()
     difference = np.abs(second - first)
@@ -106,7 +107,7 @@ def grid(prompts: Sequence[str], rows: dict[str, np.ndarray]) -> Image.Image:
         pen.multiline_text((x, y), text, "black", font, anchor="mm", align="center")
 
     for column, prompt in enumerate(prompts):
-        lines = "\n".join(prompt.rsplit(" ", 1))  # a cell is narrower than a prompt
+        lines = "\n".join(prompt.rsplit(" ", 1))  # on two lines, because a prompt is wider than a cell
         write(lines, LABEL_WIDTH + column * CELL + CELL // 2, LABEL_HEIGHT // 2)
     for row, (name, images) in enumerate(rows.items()):
         top = LABEL_HEIGHT + row * CELL

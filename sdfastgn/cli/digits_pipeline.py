@@ -1,6 +1,6 @@
-"""A trained pipeline of handwritten digits, its prompts, and what reads its images.
+"""The demo's pipeline of handwritten digits, its prompts, and a classifier that reads its images.
 
-``scripts/digits/train.py`` trained it. The folder's README has the data and the license.
+``scripts/digits/train.py`` trained it. The README in ``scripts/digits`` names the data and the license.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from sdfastgn.program import OptionError
 
-# A StableDiffusionPipeline as save_pretrained writes it, and the classifier's weights. Only a checkout
-# has them: the wheel would be nine times as large.
+# The folder of the saved pipeline and the classifier's weights. Only a checkout has it: with it the wheel
+# would be nine times as large.
 FOLDER = Path(__file__).resolve().parents[2] / "scripts" / "digits"
 CLASSIFIER = "classifier.safetensors"
 NUMERALS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-# Red, green and blue in [0, 1] of the ink, on white paper, by its word in a prompt.
+# Word for an ink in a prompt -> its red, green and blue in [0, 1]. The paper is white.
 INKS = {
     "": (0.0, 0.0, 0.0),
     "red": (0.85, 0.1, 0.1),
@@ -30,7 +30,7 @@ INKS = {
     "purple": (0.55, 0.15, 0.7),
 }
 WORDS = ("handwritten", *NUMERALS, *filter(None, INKS))
-# Pixels of the square image that it was trained on.
+# Pixels along a side of the square images that the pipeline was trained on.
 SIZE = 64
 STEPS = 20
 GUIDANCE = 3.0
@@ -44,29 +44,32 @@ def check_folder() -> None:
 
 
 def prompt_of(digit: int, ink: str = "") -> str:
-    """What to ask for: ``"a red handwritten seven"``, or of black ink ``"a handwritten seven"``.
+    """The prompt for a digit: ``"a red handwritten seven"``, or for black ink ``"a handwritten seven"``.
 
-    Orange has the article ``a``, too: the pipeline was trained on no other.
+    The article is always ``a``, also before "orange": the pipeline was trained in this way.
     """
     return " ".join(filter(None, ("a", ink, "handwritten", NUMERALS[digit])))
 
 
 def generate(pipe: Any, prompts: list[str], **options: Any) -> np.ndarray:
-    """One image (H, W, 3) in [0, 1] for each prompt, from the same noise at each call."""
+    """One image (H, W, 3) in [0, 1] for each prompt. All calls start from the same noise."""
     settings = {"num_inference_steps": STEPS, "guidance_scale": GUIDANCE, "output_type": "np", **options}
     # A CPU generator gives the same noise on every device.
     return pipe(prompts, generator=torch.Generator("cpu").manual_seed(0), **settings).images
 
 
 def build_classifier() -> nn.Module:
-    """Logits of the ten digits for how much ink (N, 1, H, W) the paper has, from 0 to 1."""
+    """A network from the amount of ink, (N, 1, H, W) in [0, 1], to logits of the ten digits, (N, 10)."""
     return nn.Sequential(
         nn.AdaptiveAvgPool2d(8), nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)
     )
 
 
 def ink_of(images: Tensor) -> Tensor:
-    """Ink (N, 1, H, W) of images (N, 3, H, W) in [0, 1]: all inks lack some color that paper has."""
+    """The amount of ink, (N, 1, H, W), in images (N, 3, H, W) in [0, 1].
+
+    It is one minus the darkest of the three colors: every ink is dark in at least one, white paper in none.
+    """
     return 1 - images.amin(dim=1, keepdim=True)
 
 

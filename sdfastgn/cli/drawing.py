@@ -1,12 +1,13 @@
-"""``sdfastgn generate``: an image for each line of a file, drawn by one process or by several.
+"""``sdfastgn generate``: draws an image for each line of a file, in one process or in several.
 
-An image depends on its own settings and seed. Processes and batches change its rounding alone.
+An image depends only on its settings and its seed, up to rounding: the number of processes and the batch size
+change no more than that.
 """
 
 from __future__ import annotations
 
 import json
-import os
+import secrets
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -27,25 +28,30 @@ from sdfastgn.models.pipelines import load_pipeline
 from sdfastgn.program import OptionError, counted, is_main, program
 from sdfastgn.versions import installed_versions
 
-# The key of a PNG's text chunk. It holds JSON: the settings and the versions of the packages.
+# Key of the text in a PNG file that holds the settings and the packages' versions, as JSON.
 METADATA = "sdfastgn"
+# Part of the names of this process's unfinished files. The process number is unique on one machine only.
+OWN = secrets.token_hex(4)
 
 
 def _is_finished(path: Path, settings: Mapping[str, Any]) -> bool:
-    """Whether the whole image is there. Raises OptionError where another is, or no image of ours."""
-    if not path.exists() or not path.stat().st_size:  # a machine that goes down may leave it empty
+    """Whether ``path`` is already the whole image with these ``settings``.
+
+    Raises OptionError if ``path`` is an image with other settings, or no image that sdfastgn wrote.
+    """
+    if not path.exists() or not path.stat().st_size:  # a crash of the machine may leave an empty file
         return False
     what = "cannot be read as an image"
     try:
         with Image.open(path) as picture:
             what = f"is a {picture.format} without sdfastgn's settings"
-            found = dict(json.loads(picture.info[METADATA])["settings"])  # of a PNG before its pixels
+            found = dict(json.loads(picture.info[METADATA])["settings"])  # comes before the pixels in a PNG
             is_whole = _is_whole(picture)
-    except Exception:  # Pillow has many errors
+    except Exception:  # Pillow raises errors of many classes
         raise OptionError(f"--out: {str(path)!r} {what}; choose another folder, or move it") from None
     for name, now in settings.items():
         if (was := found.get(name, "unknown")) != now:
-            why = f"has another image, whose {name} is {was!r} and not {now!r}"
+            why = f"is another image: its {name} is {was!r}, not {now!r}"
             raise OptionError(f"--out: {str(path)!r} {why}; choose another folder, or delete it")
     return is_whole
 
@@ -53,16 +59,16 @@ def _is_finished(path: Path, settings: Mapping[str, Any]) -> bool:
 def _is_whole(picture: Image.Image) -> bool:
     try:
         picture.verify()
-    except Exception:  # cut off, for which Pillow has many errors
+    except Exception:  # the file is cut off: Pillow raises errors of many classes
         return False
     return True
 
 
 def _save(picture: Image.Image, path: Path, text: str) -> None:
-    """The whole file or none."""
+    """Write the whole file, or nothing if the process is interrupted."""
     info = PngInfo()
     info.add_text(METADATA, text)
-    part = path.with_suffix(".part")
+    part = path.with_suffix(f".{OWN}.part")
     try:
         picture.save(part, format="PNG", pnginfo=info)
         part.replace(path)
@@ -71,33 +77,38 @@ def _save(picture: Image.Image, path: Path, text: str) -> None:
 
 
 def run(job: Job, device: str | None = None) -> int:
-    """Draws what is not there yet; returns 0, or 1 where a line could not be drawn."""
+    """Draw the images that do not exist yet. Returns 0, or 1 if a line could not be drawn."""
     device = loading.device_name("--device", device)
     loading.text_to_image("--model", job.model)
     job = replace(job, dtype=loading.dtype_name("--dtype", job.dtype, device))
-    checks.made_folder("--out", job.out, f"{os.getpid()}.part")  # each process tries a file of its own
-    todo = [line for line in job.wanted if not _is_finished(job.path(line), job.asked(line))]
+    checks.made_folder("--out", job.out, f"{OWN}.part")
+    finished = [line for line in job.wanted if _is_finished(job.path(line), job.asked(line))]
+    for part in job.out.glob("[0-9]*.*.part"):  # of processes that were killed
+        part.unlink(missing_ok=True)
     for line in job.problems if is_main() else ():
-        _complain(job, line, job.problems[line])
+        _print_problem(job, line, job.problems[line])
     with processes.joined(device) as (state, own_device):
-        state.wait_for_everyone()  # all have looked for finished images before the first is written
+        # All have looked before the first image is written. An image that one of them has found is
+        # there: machines may see a shared folder at different times, or have folders of their own.
+        finished = sorted(set(gather_object(finished)))
+        todo = sorted(job.wanted.keys() - finished)
         with state.split_between_processes(shares(job.wanted, todo, state.num_processes)) as share:
             failed = _draw(job, share, own_device) if share else 0
         failed = sum(gather_object([failed]))
     if is_main():
-        drawn, there, bad = len(todo) - failed, len(job.wanted) - len(todo), len(job.problems) + failed
+        drawn, there, bad = len(todo) - failed, len(finished), len(job.problems) + failed
         print(
             f"{counted(drawn, 'image')} drawn, {there} there before, {counted(bad, 'line')} failed: {job.out}"
         )
     return 1 if job.problems or failed else 0
 
 
-def _complain(job: Job, line: int, problem: str) -> None:
+def _print_problem(job: Job, line: int, problem: str) -> None:
     print(f"{program()}: {job.prompts}:{line}: {problem}", file=sys.stderr)
 
 
 def _draw(job: Job, lines: Sequence[int], device: str) -> int:
-    """Returns how many could not be drawn."""
+    """Draw the images of ``lines``. Returns how many could not be drawn."""
     pipe = load_pipeline("--model", job.model, DTYPES[str(job.dtype)], device, job.variant)
     pipe.set_progress_bar_config(disable=True)
     if not job.stock:
@@ -114,10 +125,10 @@ def _draw(job: Job, lines: Sequence[int], device: str) -> int:
                     _save(picture, job.path(line), json.dumps(content, ensure_ascii=False))
                     left.remove(line)
                     on_done(f"wrote {job.path(line)}")
-            except Exception as error:  # too little memory for one size is no reason to stop
+            except Exception as error:  # go on: one size may need too much memory, others may not
                 failed += len(left)
                 for line in left:
-                    _complain(job, line, one_line(error))
+                    _print_problem(job, line, one_line(error))
                     on_done("")
     return failed
 
@@ -128,7 +139,7 @@ def _pictures(job: Job, pipe: Any, lines: Sequence[int]) -> list[Image.Image]:
     images: list[Image.Image] = pipe(
         prompt=[one.prompt for one in each],
         negative_prompt=negative,
-        # One for each image, on the CPU: the same noise in any batch and on any device.
+        # A generator for each image, on the CPU, gives the same noise in any batch and on any device.
         generator=[torch.Generator("cpu").manual_seed(one.seed) for one in each],
         **each[0].shared(),
     ).images

@@ -1,4 +1,4 @@
-"""How errors of the user end."""
+"""How a command ends after a user's error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sdfastgn.program import OptionError, program
 
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Bad options and weights that cannot be loaded end in one line and exit code 2."""
+    """Inside, an OptionError ends the command with its message in one line and exit code 2."""
     try:
         yield
     except OptionError as error:

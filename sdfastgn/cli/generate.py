@@ -18,14 +18,14 @@ def generate(
     prompts: Annotated[
         Path,
         typer.Option(
-            help="Text file with a prompt a line, or .jsonl file with an object of settings a line."
+            help="Text file with one prompt per line, or .jsonl file with one object of settings per line."
         ),
     ],
     out: Annotated[str, typer.Option(help="Folder for the images. The image of line 12 is 00012.png.")],
     negative_prompt: Annotated[
-        str | None, typer.Option(help="Negative prompt of lines without one of their own.")
+        str | None, typer.Option(help="Negative prompt for lines that have none.")
     ] = None,
-    batch_size: Annotated[int, typer.Option(help="Most images that are drawn in one call.")] = 1,
+    batch_size: Annotated[int, typer.Option(help="Maximal number of images per call.")] = 1,
     width: Annotated[
         int | None, typer.Option(help="Width of the images in pixels.", show_default="the model's own")
     ] = None,
@@ -42,7 +42,7 @@ def generate(
     device: DeviceOption = None,
     stock: Annotated[bool, typer.Option("--stock", help="Draw without sdfastgn.optimize.")] = False,
 ) -> None:
-    """Draw an image for each line of a file. Under accelerate launch or torchrun all GPUs take part."""
+    """Draw an image for each line of a file. With accelerate launch or torchrun it uses all GPUs."""
     from sdfastgn.cli import checks
     from sdfastgn.cli.prompts import checked_job
 
@@ -52,7 +52,7 @@ def generate(
     with one_line_errors():
         checks.device_word("--device", device)
         job = checked_job(**files, batch_size=batch_size, variant=variant, dtype=dtype, stock=stock)
-        from sdfastgn.cli.drawing import run  # torch and diffusers: seconds, after the checks
+        from sdfastgn.cli.drawing import run  # after the checks: it imports torch and diffusers for seconds
 
         code = run(job, device)
     raise typer.Exit(code)

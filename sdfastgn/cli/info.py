@@ -10,7 +10,7 @@ from sdfastgn.cli.options import DeviceOption
 
 @command()
 def info(device: DeviceOption = None) -> None:
-    """Show versions, the GPU, and what can run here, with the reasons why the rest cannot."""
+    """Show versions, the GPU, and what can run here. Gives a reason for everything that cannot."""
     import torch
 
     from sdfastgn import __version__

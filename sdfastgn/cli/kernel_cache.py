@@ -1,7 +1,7 @@
-"""``sdfastgn warm-up``: fills Triton's cache with a model's kernels, before anyone waits for them.
+"""``sdfastgn warm-up``: fills Triton's cache with a model's kernels, so that later runs need not compile.
 
-The calls are rehearsed first, so that all their kernels compile in parallel, and made afterwards: a
-kernel that cannot be compiled says so then.
+The calls are rehearsed first, so that all kernels compile in parallel. Then they are really made: a kernel
+that cannot be compiled raises its error there.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from sdfastgn.models.configurations import MODELS, PROMPT, VAES
 from sdfastgn.models.saved import latent_scale
 from sdfastgn.program import OptionError, counted, program
 
-# Of an image: some schedulers cannot do with one.
+# Denoising steps of each image. Some schedulers fail with one.
 _STEPS = 2
-# Ends of the files in which Triton keeps a kernel's code, on NVIDIA's GPUs and AMD's.
+# Suffixes of the files in which Triton keeps compiled kernels, for NVIDIA's GPUs and AMD's.
 _CODE = {".cubin", ".hsaco"}
 _SIZE = re.compile(rf"({checks.DIGITS})(?:x({checks.DIGITS}))?")
 
@@ -42,15 +42,15 @@ def run(
     dtype: str | None = None,
     device: str | None = None,
 ) -> int:
-    """Fills the cache and prints what is in it; returns 0, or 1 where a kernel cannot be compiled.
+    """Fill the cache and print what is in it. Returns 0, or 1 if a kernel cannot be compiled.
 
     Args:
-        model: a name of ``MODELS``, which gets random weights, or a saved pipeline of text to image.
-        sizes: pixels of the images, ``512`` or ``768x512`` (width first); none for the model's own.
-        batch: images a call. With guidance the UNet has two of each.
-        dtype, device: as in ``bench``; the kernels are for this GPU's generation.
+        model: a name of ``MODELS``, which gets random weights, or a saved text-to-image pipeline.
+        sizes: pixels of the images, ``512`` or ``768x512`` (width first). Empty: the model's own size.
+        batch: images per call. With guidance the UNet gets each image twice.
+        dtype, device: as in ``bench``. The kernels are compiled for the generation of this GPU.
 
-    Raises OptionError, before anything is built where that can be known.
+    Raises OptionError for a bad option.
     """
     checks.weights_source("MODEL", model, words=MODELS)
     if model in MODELS:
@@ -81,9 +81,9 @@ def run(
 
 
 def fill(pipe: Any, sizes: Sequence[tuple[int, int]], batch: int) -> int:
-    """Compile all that images of ``sizes`` (width, height) need; the number of kernels that they launch.
+    """Compile all kernels that images of ``sizes``, (width, height), need. Returns their number.
 
-    Optimizes ``pipe``, a pipeline of text to image. Raises what its calls raise.
+    Optimizes ``pipe``, a text-to-image pipeline. Errors of its calls are raised.
     """
     sdfastgn.optimize(pipe, cuda_graphs=False)
     pipe.set_progress_bar_config(disable=True)
@@ -94,7 +94,7 @@ def fill(pipe: Any, sizes: Sequence[tuple[int, int]], batch: int) -> int:
             pipe(prompt=[PROMPT] * batch, output_type="pt", **size)
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # nothing is computed, so that images may be NaN
+        warnings.simplefilter("ignore")  # a rehearsal computes nothing, so diffusers may warn of NaN
         count = rehearse(draw, next(pipe.unet.parameters()).device)
     draw()
     return count
@@ -104,7 +104,7 @@ def _gpu(option: str, value: str | None) -> str:
     device = loading.device_name(option, value)
     if torch.device(device).type != "cuda":
         why = "" if torch.cuda.is_available() else " (torch sees no CUDA GPU)"
-        raise OptionError(f"{option}: kernels compile on the GPU that they are for, got {device!r}{why}")
+        raise OptionError(f"{option}: kernels can only be compiled on a CUDA GPU, got {device!r}{why}")
     return device
 
 

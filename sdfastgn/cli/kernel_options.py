@@ -1,4 +1,4 @@
-"""Options of ``kernels`` as configs, checked before anything is built. A check raises OptionError."""
+"""Checks the options of ``kernels`` and makes a ``KernelConfig`` for each dtype. Checks raise OptionError."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from sdfastgn.cli.loading import device_name
 from sdfastgn.models.configurations import DTYPES
 from sdfastgn.program import OptionError
 
+# What is timed where the user names no dtype: what the models run in.
+DTYPE = "fp16"
 _SHAPE = re.compile(rf"{DIGITS}(x{DIGITS})+")
 
 
 def shape_list(option: str, text: str, suite: Suite) -> tuple[Shape, ...]:
-    """A comma list of the suite's shapes and names of sets."""
+    """The shapes in a comma-separated list of shapes and of names in ``suite.shape_sets``."""
     rule = f" with C divisible by {suite.divisor}" if suite.divisor > 1 else ""
     wanted = f"{suite.axes}{rule}, or one of {', '.join(suite.shape_sets)}"
     shapes: list[Shape] = []
@@ -45,7 +47,10 @@ def kernel_configs(
     repeats: int | None = None,
     seed: int = 0,
 ) -> list[KernelConfig]:
-    """One checked config for each dtype of a comma list. Raises OptionError."""
+    """A checked config for each dtype in the comma-separated list ``dtypes``.
+
+    Arguments are options of ``kernels``; None stands for the option's default.
+    """
     chosen = SUITES[one_of("--suite", suite, SUITES)]
     known = chosen.providers
     providers = [name for name in known if known[name].by_default or names == "all"]
@@ -62,14 +67,14 @@ def kernel_configs(
             seed,
             wall_clock=device == "cpu",
         )
-        for dtype in some_of("--dtype", dtypes or chosen.dtype, DTYPES)
+        for dtype in some_of("--dtype", dtypes or DTYPE, DTYPES)
     ]
 
 
-def kernel_places(
+def output_paths(
     configs: Sequence[KernelConfig], *, json: Path | None, plot: Path | None
 ) -> list[tuple[Path | None, Path | None]]:
-    """Where each config's JSON and picture go: names hold the dtype where there are several."""
+    """(path of the JSON, path of the picture) for each config. With several dtypes the names contain them."""
     suite = configs[0].suite
     unless = "" if suite == INFERENCE else f"only the suite {INFERENCE} has a picture, got {{}} for {suite}"
     places = []

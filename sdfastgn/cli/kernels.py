@@ -1,4 +1,4 @@
-"""``sdfastgn kernels``: how fast single operations are, beside their peers."""
+"""``sdfastgn kernels``: how fast single operations are, beside other implementations of them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NAMES["{providers}"] = lambda: dict.fromkeys(name for each in _suites().values()
 ShapesOption = Annotated[
     str,
     typer.Option(
-        "--shapes", help="Shapes: all, one of the suite's sets such as unet, or a list such as 2x320x64x64."
+        "--shapes", help="Shapes: all, a set of the suite such as unet, or a list such as 2x320x64x64."
     ),
 ]
 ProvidersOption = Annotated[
@@ -33,7 +33,7 @@ ProvidersOption = Annotated[
     typer.Option(
         "--providers",
         help="Implementations: all, or a list of {providers}.",
-        show_default="all but those of inductor",
+        show_default="all but inductor, gnnhwc and apex",
     ),
 ]
 DtypesOption = Annotated[
@@ -41,7 +41,7 @@ DtypesOption = Annotated[
     typer.Option(
         "--dtype",
         help=f"Data type: {', '.join(DTYPES)}, or a list of them.",
-        show_default="fp16; fp32 in the suite issue_28201",
+        show_default="fp16",
     ),
 ]
 
@@ -55,7 +55,9 @@ def kernels(
     device: DeviceOption = None,
     repeats: Annotated[
         int | None,
-        typer.Option(help="Timed rounds of each cell.", show_default="20 in the suite inference, else 10"),
+        typer.Option(
+            help="Timed rounds of each measurement.", show_default="20 in the suite inference, else 10"
+        ),
     ] = None,
     json: JsonOption = None,
     plot: Annotated[
@@ -63,7 +65,7 @@ def kernels(
     ] = None,
     seed: SeedOption = 0,
 ) -> None:
-    """Time kernels beside a plain copy, with a hot and a cold L2 cache. Outputs are checked first."""
+    """Time kernels beside a plain copy, with a hot and a cold L2 cache. Checks the outputs first."""
     from sdfastgn.cli import kernel_options, session
 
     with one_line_errors():
@@ -76,7 +78,7 @@ def kernels(
             repeats=repeats,
             seed=seed,
         )
-        places = kernel_options.kernel_places(configs, json=json, plot=plot)
+        places = kernel_options.output_paths(configs, json=json, plot=plot)
         runs = zip(configs, places, strict=True)
         codes = [session.run_kernels(config, json=path, plot=picture) for config, (path, picture) in runs]
     raise typer.Exit(max(codes))

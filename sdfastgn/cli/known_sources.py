@@ -30,7 +30,7 @@ from sdfastgn.patches.core.tested_sources import (
 from sdfastgn.patches.registry import FUSIONS, MISSING, OBJECT_FUSIONS
 from sdfastgn.program import OptionError
 
-# A file by which a checkout of ComfyUI is known.
+# A file that every checkout of ComfyUI has.
 _OF_COMFYUI = "comfy/ops.py"
 
 
@@ -46,7 +46,7 @@ class _Method(NamedTuple):
 
     @property
     def versions(self) -> list[dict[str, str]]:
-        """Those that were tested, oldest first."""
+        """The tested versions, the oldest first."""
         return tested_versions().get(upstream_name(self.cls), {}).get(self.name, [])
 
 
@@ -56,17 +56,18 @@ def print_sources(
     """List the methods whose code is unknown. Returns 0 if there are none, or all were accepted, else 1.
 
     Args:
-        against: a release in which these methods are known. Shows what changed since.
-        comfyui: a checkout of ComfyUI: its methods too.
+        out: where to print.
+        against: the files of an earlier release. Shows what changed since then in the unknown methods.
+        comfyui: a checkout of ComfyUI. Its methods are listed too.
         accept: write the hashes of the unknown methods into ``tested_sources.json``.
     """
-    files = None if against is None else _release(against)
+    files = None if against is None else _release_files(against)
     releases = {"diffusers": diffusers.__version__}
     fusions: list[Any] = [*FUSIONS, *OBJECT_FUSIONS]
     if comfyui is not None:
-        releases["comfy"], blocks = _of_comfyui(comfyui)
+        releases["comfy"], blocks = _comfyui_release(comfyui)
         fusions += blocks
-    users = _users(fusions)
+    users = _methods_of(fusions)
     for file, reason in MISSING.items():
         _print(out, f"{file}: left out, {reason}")
     unknown = [method for method in users if not is_known(*method)]
@@ -87,8 +88,8 @@ def print_sources(
     return int(bool(unknown or MISSING))
 
 
-def _users(fusions: Iterable[Any]) -> dict[_Method, list[str]]:
-    """Each method -> the names of the fusions that rely upon it."""
+def _methods_of(fusions: Iterable[Any]) -> dict[_Method, list[str]]:
+    """Upstream method -> names of the fusions that rely on it."""
     users: dict[_Method, list[str]] = {}
     for fusion in fusions:
         for source in fusion.sources:
@@ -97,9 +98,9 @@ def _users(fusions: Iterable[Any]) -> dict[_Method, list[str]]:
     return users
 
 
-def _of_comfyui(folder: Path) -> tuple[str, tuple[Any, ...]]:
+def _comfyui_release(folder: Path) -> tuple[str, tuple[Any, ...]]:
     """The release of a checkout of ComfyUI, and the fusions of its blocks."""
-    if not _holds(folder, _OF_COMFYUI):
+    if not _has_file(folder, _OF_COMFYUI):
         raise OptionError(f"--comfyui: no checkout of ComfyUI, got {str(folder)!r}")
     release = import_comfyui(str(folder), "--cpu")
     from sdfastgn.patches.comfyui.inject import CLAIMING
@@ -107,18 +108,18 @@ def _of_comfyui(folder: Path) -> tuple[str, tuple[Any, ...]]:
     return release, CLAIMING
 
 
-def _release(against: Path) -> Any:
-    """The files of a wheel of diffusers, of a folder in which it lies, or of a checkout of ComfyUI."""
+def _release_files(against: Path) -> Any:
+    """The files in ``against``: a diffusers wheel, a folder with diffusers in it, or a ComfyUI checkout."""
     files: Any = zipfile.Path(against) if zipfile.is_zipfile(against) else against
-    if _holds(files, "diffusers/__init__.py") or _holds(files, _OF_COMFYUI):
+    if _has_file(files, "diffusers/__init__.py") or _has_file(files, _OF_COMFYUI):
         return files
     raise OptionError(f"--against: no wheel or folder of diffusers or ComfyUI, got {str(against)!r}")
 
 
-def _holds(files: Any, name: str) -> bool:
+def _has_file(files: Any, name: str) -> bool:
     try:
         return bool((files / name).is_file())
-    except OSError:  # too long for a name, or not ours to look at
+    except OSError:  # the name is too long, or access is denied
         return False
 
 
@@ -127,7 +128,7 @@ def _print(out: Console, line: str) -> None:
 
 
 def _difference(files: Any, method: _Method) -> Iterator[str]:
-    """What ``method`` computes here and not in the release, as the lines of a diff."""
+    """The lines of a diff from the release in ``files`` to the installed version of ``method``."""
     function: Any = getattr(method.cls, method.name)
     function = function.fget if isinstance(function, property) else function
     new: Any = upstream_definition(function)
@@ -151,14 +152,15 @@ def _definition(files: Any, module: str, name: str) -> ast.FunctionDef | None:
 
 
 def _advice(unknown: list[_Method], *, has_diff: bool) -> str:
-    """What to do next about methods that are unknown."""
+    """What the user can do next about the ``unknown`` methods."""
     last = [method.versions[-1] for method in unknown if method.package == "diffusers" and method.versions]
     seen = [version["first_seen"] for version in last if "first_seen" in version]
     if has_diff:
-        return "Once you have read each change, and made it in the fused forward if it matters: add --accept"
+        return "Read each change and make it in the fused forward if it matters. Then add --accept"
     if not seen:
         return "To see what changed: add --against with a release in which they are known"
-    # In this release the last known version of each method is the one in use.
+    # ``first_seen`` of a method's last known version is the release that introduced it. The latest of these
+    # releases has the last known version of every method.
     release = max(seen, key=Version)
     return (
         f"To see what changed: pip download --no-deps diffusers=={release}, then\n"
@@ -167,7 +169,7 @@ def _advice(unknown: list[_Method], *, has_diff: bool) -> str:
 
 
 def _accept(out: Console, unknown: list[_Method], releases: dict[str, str]) -> list[_Method]:
-    """Write the installed version of each method into the file. Returns those that have none."""
+    """Add the hashes of ``unknown`` methods to ``tested_sources.json``. Returns those that have no hash."""
     versions = tested_versions()
     left = []
     for method in unknown:
@@ -188,6 +190,6 @@ def _accept(out: Console, unknown: list[_Method], releases: dict[str, str]) -> l
 
 
 def text_of(versions: dict[str, dict[str, list[dict[str, str]]]]) -> str:
-    """``tested_sources.json``: sorted by class, one version a line."""
+    """The text of ``tested_sources.json``: sorted by class, with one version per line."""
     text = json.dumps(dict(sorted(versions.items())), indent=2)
     return re.sub(r"\{\s*([^{}]*?)\s*\}", lambda found: "{" + " ".join(found[1].split()) + "}", text) + "\n"

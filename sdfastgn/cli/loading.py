@@ -1,6 +1,6 @@
-"""What commands have to know before they load a model: its device, its dtype, whether it draws from text.
+"""Checks before a model is loaded: the device, the dtype, and whether a pipeline makes images from text.
 
-A check raises OptionError. Those that need no torch are in ``checks``.
+Checks raise OptionError. ``checks.py`` has those that need no torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sdfastgn.program import OptionError
 
 
 def device_name(option: str, value: str | None) -> str:
-    """``value`` as PyTorch knows it; without one, ``cuda`` where there is a GPU, else ``cpu``."""
+    """``value``, if PyTorch sees this device. None stands for ``cuda`` if there is a GPU, else ``cpu``."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if value is None:
         return "cuda" if count else "cpu"
@@ -30,12 +30,15 @@ def device_name(option: str, value: str | None) -> str:
 
 
 def dtype_name(option: str, value: str | None, device: str) -> str:
-    """``value``, one of ``DTYPES``; without one, fp16 on a GPU and fp32 on the CPU."""
+    """``value``, if it is one of ``DTYPES``. None stands for fp16 on a GPU and fp32 on the CPU."""
     return one_of(option, ("fp32" if device == "cpu" else "fp16") if value is None else value, DTYPES)
 
 
 def text_to_image(option: str, weights: str) -> tuple[int, int]:
-    """The native size of a pipeline of text to image and the pixels of a latent, before it is loaded."""
+    """``saved.native_size`` of a text-to-image pipeline, which is not loaded for this.
+
+    Raises OptionError if ``weights`` are of another kind of pipeline.
+    """
     config = unet_config(option, weights)
     if reason := pipeline_reason(weights, config):
         raise OptionError(f"{option}: must be {reason}")
@@ -43,18 +46,21 @@ def text_to_image(option: str, weights: str) -> tuple[int, int]:
 
 
 def pipeline_reason(weights: str, config: Mapping[str, Any]) -> str:
-    """What a pipeline would need that is not so; empty where it makes images of text."""
+    """What ``weights`` must be and are not, in words; empty if they are a text-to-image pipeline.
+
+    ``config``: the UNet's configuration.
+    """
     if (channels := config.get("in_channels", 4)) != config.get("out_channels", 4):
-        return f"a UNet of text to image, that of {weights!r} takes {channels} channels"
+        return f"a text-to-image UNet, but the one of {weights!r} takes {channels} channels"
     import diffusers
 
     try:
         kind = dict(diffusers.DiffusionPipeline.load_config(weights))["_class_name"]
         arguments = inspect.signature(getattr(diffusers, kind).__call__).parameters
-    except Exception:  # what is no pipeline says why when it is loaded
+    except Exception:  # no pipeline: loading it will raise an error that says why
         return ""
     inputs = ("image", "mask_image", "control_image", "image_embeds", "video")
     needs = [name for name in inputs if name in arguments]
     if "prompt" not in arguments:
-        return f"a pipeline that takes a prompt, {kind} of {weights!r} does not"
-    return f"a pipeline of text to image, {kind} of {weights!r} takes {needs[0]!r}" if needs else ""
+        return f"a pipeline that takes a prompt, but the {kind} of {weights!r} takes none"
+    return f"a text-to-image pipeline, but the {kind} of {weights!r} takes {needs[0]!r}" if needs else ""

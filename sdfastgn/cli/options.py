@@ -12,9 +12,7 @@ from sdfastgn.models.configurations import DTYPES, MODELS, SEEDS
 
 ModelOption = Annotated[
     str | None,
-    typer.Option(
-        "--model", help=f"Model: {', '.join(MODELS)}.", show_default="the one of --weights, or tiny"
-    ),
+    typer.Option("--model", help=f"Model: {', '.join(MODELS)}.", show_default="as in --weights, or tiny"),
 ]
 DtypeOption = Annotated[
     str | None,
@@ -25,7 +23,7 @@ DtypeOption = Annotated[
 DeviceOption = Annotated[
     str | None,
     typer.Option(
-        "--device", help="Device: cuda, cuda:N or cpu.", show_default="cuda where there is a GPU, else cpu"
+        "--device", help="Device: cuda, cuda:N or cpu.", show_default="cuda if there is a GPU, else cpu"
     ),
 ]
 JsonOption = Annotated[Path | None, typer.Option("--json", help="Also write all results to this file.")]
@@ -42,7 +40,7 @@ SchedulerOption = Annotated[
     str | None,
     typer.Option(
         "--scheduler",
-        help="Scheduler of a pipeline, a class of diffusers such as EulerDiscreteScheduler.",
+        help="Scheduler of a pipeline: a class in diffusers, such as EulerDiscreteScheduler.",
         show_default="the model's own",
     ),
 ]

@@ -1,4 +1,4 @@
-"""Processes of ``accelerate launch`` or ``torchrun``, each with a device of its own."""
+"""Joins the processes that ``accelerate launch`` or ``torchrun`` started. Each has its own device."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from typing import Any
 
 from sdfastgn.program import OptionError, launched
 
-# How long a process waits for the slowest: its compiling, or its share of a day's images. NCCL
-# would give up after ten minutes.
+# How long a process waits for the slowest one, which may compile or draw images for a day. NCCL's default
+# is ten minutes.
 PATIENCE = datetime.timedelta(days=2)
 
 
 @contextlib.contextmanager
 def joined(device: str) -> Iterator[tuple[Any, str]]:
-    """Accelerate's ``PartialState`` and the name of this process's device, with the others met.
+    """Wait for the other processes. Yields accelerate's ``PartialState`` and this process's device.
 
-    A process that was not launched is the only one, and has ``device``.
+    A process that no launcher started is the only one, and its device is ``device``.
     """
     if launched() and device not in ("cuda", "cpu"):
-        raise OptionError(f"--device: each process has a GPU of its own, got {device!r}; give cuda or cpu")
+        raise OptionError(f"--device: each process has its own GPU, got {device!r}; give cuda or cpu")
     from accelerate import PartialState
 
     state = PartialState(cpu=device == "cpu", timeout=PATIENCE)
     yield state, str(state.device) if launched() and device == "cuda" else device
-    state.destroy_process_group()  # not after an error: others may still wait for this process
+    # Not in a ``finally``: after an error the other processes may still wait for this one.
+    state.destroy_process_group()

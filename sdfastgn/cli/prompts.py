@@ -1,6 +1,7 @@
-"""What ``sdfastgn generate`` is asked to draw: its options and the lines of a file of prompts, checked.
+"""Checks the options of ``sdfastgn generate`` and the lines of its file of prompts.
 
-Nothing here imports torch, and diffusers only for a Hub id, so that a bad option is told at once.
+Nothing here imports torch, and diffusers is imported only for a Hub id, so that a bad option is reported at
+once.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from sdfastgn.program import OptionError
 
 @dataclass(frozen=True)
 class Settings:
-    """What one image is drawn from."""
+    """The settings of one image."""
 
     prompt: str
     negative_prompt: str | None
@@ -31,17 +32,25 @@ class Settings:
     seed: int
 
     def shared(self) -> dict[str, Any]:
-        """The pipeline's arguments that all images of a call share."""
+        """The pipeline's arguments that must be the same for all images of one call."""
         size = {"width": self.width, "height": self.height}
         return {**size, "num_inference_steps": self.steps, "guidance_scale": self.guidance}
 
 
-# What JSON may have where a field has this type. A bool is an int too, and no number of steps.
+# Type of a field -> classes of its value in JSON. Subclasses do not count: a bool is no number of steps.
 _KINDS = {"str": (str,), "str | None": (str, type(None)), "int": (int,), "float": (int, float)}
 
 
 def _settings(given: Any, defaults: Mapping[str, Any], scale: int) -> Settings:
-    """Of one line. Raises ValueError, which says what is wrong with it."""
+    """The checked settings of one line.
+
+    Args:
+        given: the settings in the line.
+        defaults: the settings that the line may leave out.
+        scale: pixels along a side of one latent.
+
+    Raises ValueError, which says what is wrong.
+    """
     kinds = {field.name: str(field.type) for field in fields(Settings)}
     if not isinstance(given, dict) or "prompt" not in given:
         raise ValueError(f"must be an object with a prompt, got {given!r}")
@@ -51,7 +60,7 @@ def _settings(given: Any, defaults: Mapping[str, Any], scale: int) -> Settings:
     for name, kind in kinds.items():
         if type(values[name]) not in _KINDS[kind]:
             raise ValueError(f"{name}: must be of type {kind}, got {values[name]!r}")
-        # JSON can have half a character, which a tokenizer refuses with all prompts of its batch.
+        # JSON can contain half of a surrogate pair. A tokenizer would then refuse the whole batch.
         if any("\ud800" <= each <= "\udfff" for each in str(values[name])):
             raise ValueError(f"{name}: must be Unicode text, got {values[name]!r}")
     checks.image_size("width", values["width"], scale)
@@ -67,10 +76,10 @@ def _settings(given: Any, defaults: Mapping[str, Any], scale: int) -> Settings:
 def read_prompts(
     path: Path, defaults: Mapping[str, Any], scale: int
 ) -> tuple[dict[int, Settings], dict[int, str]]:
-    """What to draw by number of line, and what is wrong with the other lines; empty ones are no lines.
+    """({line number: settings}, {line number: what is wrong with this line}). Empty lines are ignored.
 
-    A line is a prompt, or in a file named ``.jsonl`` an object of settings. The default of its seed
-    is that of ``defaults`` and its number.
+    A line is a prompt, or in a ``.jsonl`` file an object of settings. The default seed of a line is the seed
+    in ``defaults`` plus the line number.
     """
     try:
         lines = path.read_bytes().splitlines()
@@ -92,31 +101,31 @@ def read_prompts(
 
 
 def batches(wanted: Mapping[int, Settings], lines: Iterable[int], size: int) -> Iterator[list[int]]:
-    """Those of ``lines`` that are drawn in one call, at most ``size``."""
+    """Groups of at most ``size`` of ``lines`` that can be drawn in one call."""
     alike: dict[tuple[Any, ...], list[int]] = {}
     for line in lines:
         each = wanted[line]
-        # Without a negative prompt SDXL has zeros in its place, and with an empty one it has not.
+        # SDXL uses zeros if there is no negative prompt, but not if the negative prompt is empty.
         alike.setdefault((each.negative_prompt is None, *each.shared().values()), []).append(line)
     for same in alike.values():
         yield from (same[first : first + size] for first in range(0, len(same), size))
 
 
 def shares(wanted: Mapping[int, Settings], lines: Iterable[int], count: int) -> list[int]:
-    """``lines`` in an order of which ``count`` equal parts have as many images of each size."""
+    """``lines`` in another order. Each of ``count`` equal parts has about as many images of each size."""
     ordered = [line for (line,) in batches(wanted, lines, 1)]
     return [line for first in range(count) for line in ordered[first::count]]
 
 
 @dataclass(frozen=True)
 class Job:
-    """What the command line asked for, checked.
+    """The checked options and lines.
 
     Attributes:
         out: the folder of the images. It or its parent exists.
-        wanted: what to draw, by number of the line.
-        problems: what is wrong with the other lines, by number.
-        dtype: of ``DTYPES``; None for the device's own.
+        wanted: line number -> settings of the image.
+        problems: line number -> what is wrong with this line.
+        dtype: a name in ``DTYPES``, or None for the device's default.
     """
 
     prompts: Path
@@ -133,7 +142,7 @@ class Job:
         return self.out / f"{line:05}.png"
 
     def asked(self, line: int) -> dict[str, Any]:
-        """All that the image depends on besides versions, as its metadata has it."""
+        """Everything that the image depends on except versions. The image's metadata contains it."""
         model = {name: getattr(self, name) for name in ("model", "variant", "dtype", "stock")}
         return {**asdict(self.wanted[line]), **model}
 
@@ -149,7 +158,10 @@ def checked_job(
     dtype: str | None = None,
     stock: bool = False,
 ) -> Job:
-    """``settings`` are what a line may leave out; a size may be None, for the model's own."""
+    """Check the options and read the prompts.
+
+    ``settings``: defaults for the lines. A width or height of None stands for the model's own size.
+    """
     checks.weights_source("--model", model, words=())
     place = checks.folder("--out", out)
     if dtype is not None:
@@ -162,5 +174,5 @@ def checked_job(
         checks.image_size(f"--{name}", size, scale)
     wanted, problems = read_prompts(prompts, {**settings, **sizes}, scale)
     if (where := Path(model).expanduser()).exists():
-        model = str(where.resolve())  # one name, however the path is spelled
+        model = str(where.resolve())  # so that every spelling of the path gives the same metadata
     return Job(prompts, place, wanted, problems, batch_size, model, variant, dtype, stock)

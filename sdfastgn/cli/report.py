@@ -1,4 +1,4 @@
-"""``sdfastgn report``: results that were written, again."""
+"""``sdfastgn report``: shows results that earlier runs wrote."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from sdfastgn.cli.options import HtmlOption
 def report(
     results: Annotated[
         list[Path],
-        typer.Argument(help="JSON files of bench or kernels. Several are compared with the first."),
+        typer.Argument(help="JSON files that bench or kernels wrote. Several are compared with the first."),
     ],
     html: HtmlOption = None,
 ) -> None:
-    """Show results that --json wrote, compare several, or write them as a page."""
+    """Show results that --json wrote. Compares several, and writes a page with --html."""
     from sdfastgn.bench import documents
     from sdfastgn.cli import checks, session
 

@@ -1,4 +1,4 @@
-"""One run as a user sees it: progress, tables, the gate in words, JSON, exit code."""
+"""Runs measurements for a user: shows progress and tables, writes files, and returns the exit code."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from sdfastgn.cli.terminal import console, print_lines, watched
 from sdfastgn.program import OptionError, counted, is_main, launched
 
 
-def _where(environment: dict[str, Any]) -> str:
+def _environment_line(environment: dict[str, Any]) -> str:
     switches = ", ".join(f"{name}={value}" for name, value in environment["switches"].items())
     return f"{source_line({'environment': environment})}; for every variant {switches}"
 
@@ -62,17 +62,17 @@ def run_bench(
     plot: Path | None = None,
     html: Path | None = None,
 ) -> int:
-    """Measures, prints and writes; returns 0, or 1 where an output was wrong or none ran.
+    """Measure all configs, print and write the results. Returns ``exit_code`` of the rows.
 
-    JSON and page are written after each row: a run that is cut off leaves what it has measured.
-    Processes of a launcher run pipelines at the same time; give the files to the main one, which
-    alone prints.
+    JSON and page are written after each row, so an interrupted run leaves what it has measured. If a launcher
+    started several processes, they time pipelines at the same time, and only the main process prints. Pass
+    the paths of files only in the main process.
     """
     if not launched():
         return _run_bench(configs, variants, json, plot, html)
     others = [config.part for config in configs if config.part != "pipeline"]
     if others:
-        raise OptionError(f"--part: several processes time 'pipeline' alone, got {others[0]!r}")
+        raise OptionError(f"--part: several processes can only time 'pipeline', got {others[0]!r}")
     with processes.joined(configs[0].device) as (_, device):
         here = [replace(config, device=device) for config in configs]
         return _run_bench(here, variants, json, plot, html)
@@ -80,7 +80,7 @@ def run_bench(
 
 def _kind(configs: Sequence[BenchConfig]) -> str:
     if launched():
-        return "processes"  # GPUs that share a host: of no table of one
+        return "processes"  # several GPUs share a host, so these times differ from a single GPU's
     if configs[0].preset:
         return "preset"
     if any(config.profile for config in configs):
@@ -102,7 +102,7 @@ def _run_bench(
     result = Result(where["gpu"] or where["machine"], content)
     rows: list[Row] = []
     if json is not None:
-        images_path(json).unlink(missing_ok=True)  # of an earlier run
+        images_path(json).unlink(missing_ok=True)  # images of an earlier run
     print_lines(out, result.warnings)
     with watched(len(configs) * len(variants), quiet=quiet) as (on_start, on_done):
         for config in configs:
@@ -122,7 +122,7 @@ def _run_bench(
             rows += found
     for table in preset_tables(result):
         out.print(table)
-    print_lines(out, [_where(where)])
+    print_lines(out, [_environment_line(where)])
     if plot is not None and any(row.profile for row in rows):
         plots.breakdown(rows, plot, source_line(content))
         print_lines(out, [f"wrote {plot}"])
@@ -131,7 +131,7 @@ def _run_bench(
 
 
 def _write(result: Result, json: Path | None, html: Path | None) -> None:
-    """A run's files with the rows so far."""
+    """Write the files of a run with the rows that were measured so far."""
     if json is not None:
         write_json(json, result.content)
     if html is not None:
@@ -141,7 +141,7 @@ def _write(result: Result, json: Path | None, html: Path | None) -> None:
 
 
 def show_results(paths: Sequence[Path], *, html: Path | None = None) -> None:
-    """Prints results side by side where they share something, the others' tables, and writes a page."""
+    """Print a comparison of results that timed the same thing, all tables of the others, and write a page."""
     out = console()
     same_names = len({path.name for path in paths}) < len(paths)
     results = [read_result(path, str(path) if same_names else path.name) for path in paths]
@@ -160,15 +160,15 @@ def show_results(paths: Sequence[Path], *, html: Path | None = None) -> None:
 
 
 def exit_code(rows: Sequence[Any]) -> int:
-    """The exit status: 0 if at least one row is OK and no row has a wrong output, else 1."""
+    """0 if at least one row is OK and no row has a wrong output, else 1."""
     statuses = {row.status for row in rows}
     return 0 if OK in statuses and WRONG not in statuses else 1
 
 
 def run_kernels(config: KernelConfig, *, json: Path | None = None, plot: Path | None = None) -> int:
-    """Times a suite, prints and writes; returns 0, or 1 where an output was wrong or none timed.
+    """Time a suite, print and write the results. Returns ``exit_code`` of the rows.
 
-    The JSON is written after each shape: a run that is cut off leaves what it has measured.
+    The JSON is written after each shape, so an interrupted run leaves what it has measured.
     """
     out, suite = console(), SUITES[config.suite]
     where = end_to_end.current_environment(config.torch_device)
@@ -193,12 +193,12 @@ def run_kernels(config: KernelConfig, *, json: Path | None = None, plot: Path | 
         left_out = [name for name in suite.providers if name not in (COPY, *config.providers)]
         if left_out:
             print_lines(out, [f"not run (name them in --providers): {', '.join(left_out)}"])
-        print_lines(out, [_where(where)])
+        print_lines(out, [_environment_line(where)])
         if plot is not None:
             plots.roofline(rows, plot, f"{title}, {where['gpu'] or where['machine']}")
             print_lines(out, [f"wrote {plot}"])
     else:
-        # A copy can be timed wherever anything can, so its reason is everyone's.
+        # If anything could be timed, the copy could. So its reason holds for all.
         reason = next(row.reason for row in rows if row.provider == COPY)
         out.print(f"nothing was timed: {reason}", markup=False)
     if json is not None:

@@ -1,4 +1,4 @@
-"""``sdfastgn sources``: whether the fusions know the code of this diffusers."""
+"""``sdfastgn sources``: which upstream methods have code that the fusions were not tested with."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ def sources(
         Path | None,
         typer.Option(
             "--against",
-            help="Wheel or folder of a diffusers release, or ComfyUI's checkout. Shows what changed since.",
+            help="Earlier release: a wheel or folder of diffusers, or a checkout of ComfyUI. "
+            "Shows what changed since then.",
         ),
     ] = None,
     comfyui: Annotated[
-        Path | None, typer.Option("--comfyui", help="Checkout of ComfyUI, whose methods are listed too.")
+        Path | None, typer.Option("--comfyui", help="Checkout of ComfyUI. Its methods are listed too.")
     ] = None,
     accept: Annotated[
-        bool, typer.Option("--accept", help="Take the unknown code for tested. Read what changed before.")
+        bool, typer.Option("--accept", help="Mark the unknown code as tested. First read what changed.")
     ] = False,
 ) -> None:
-    """List the upstream methods that fusions rely upon and whose code was never tested."""
+    """List upstream methods that fusions rely on, and whose installed code was never tested."""
     from sdfastgn.cli import light_imports, terminal
 
     if context.obj == OWN_PROCESS and comfyui is None:

@@ -1,4 +1,4 @@
-"""What a person sees of a run besides tables: notes, progress."""
+"""Output to the terminal: the console, notes below tables, and a progress bar."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from rich.markup import escape
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 from rich.text import Text
 
-# A file or a pipe has no width: wide enough for a table of many columns in one block.
+# Characters per line in a file or pipe, which have no width: enough for a table with many columns.
 PIPE_WIDTH = 160
 
 
 def console() -> Console:
-    """Standard output, as wide as the terminal or ``COLUMNS``, or wide enough for any table."""
+    """Standard output. As wide as the terminal or ``COLUMNS``; without these, ``PIPE_WIDTH``."""
     out = Console(highlight=False)
     return out if out.is_terminal or "COLUMNS" in os.environ else Console(highlight=False, width=PIPE_WIDTH)
 
 
 def print_lines(out: Console, lines: Iterable[str]) -> None:
-    """What a person reads beside the tables."""
+    """Print notes in a dim style."""
     for line in lines:
-        # As text: names of kernels and reasons hold brackets, which are no markup.
+        # As Text, because rich would read brackets in names of kernels as markup.
         out.print(Text(line, style="dim", overflow="fold"))
 
 
@@ -32,10 +32,11 @@ def print_lines(out: Console, lines: Iterable[str]) -> None:
 def watched(
     total: int, *, quiet: bool = False
 ) -> Iterator[tuple[Callable[[str], None], Callable[[str], None]]]:
-    """``(on_start, on_done)`` of ``total`` measurements, for a progress bar and a line each.
+    """Show a progress bar for ``total`` measurements, and a line after each.
 
-    ``on_start`` gets a measurement's name, ``on_done`` its line; an empty one is not shown. Without
-    a terminal there are the lines alone, and nothing if ``quiet``.
+    Yields two functions. Call ``on_start`` with the name of a measurement when it begins, and ``on_done``
+    with its line when it ends; an empty line is not shown. Without a terminal there is no bar, and with
+    ``quiet`` nothing is shown.
     """
     columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn())
     # On standard error, so that a redirected standard output holds the tables only.

@@ -1,4 +1,4 @@
-"""What verification has found, by fusion."""
+"""The results of verification as a table."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from sdfastgn.bench.tables.blocks import Blocks
+from sdfastgn.reports import grouped
 from sdfastgn.verification import PUT_BACK, RIGHT, UNVERIFIED, Verdict
 
 _STATUSES = (RIGHT, PUT_BACK, UNVERIFIED)
 
 
 def verification_table(verdicts: Sequence[Verdict]) -> Blocks:
-    """One line a fusion, with the largest error of its parts beside stock's error there."""
+    """A row for each fusion, with the largest error of its parts, and stock's error in that part."""
     parts: dict[str, list[Verdict]] = defaultdict(list)
     for verdict in verdicts:
         for fusion in verdict.fusions:
@@ -26,15 +27,12 @@ def verification_table(verdicts: Sequence[Verdict]) -> Blocks:
 def _cells(found: list[Verdict]) -> tuple[str, ...]:
     counts = [str(sum(v.status == status for v in found)) for status in _STATUSES]
     measured = [(v.error, v.stock_error) for v in found if v.error is not None]
-    worst = max(measured, key=lambda pair: (pair[0] != pair[0], pair[0]), default=())  # a NaN first
+    worst = max(measured, key=lambda pair: (pair[0] != pair[0], pair[0]), default=())  # a NaN is the largest
     return (*counts, *(f"{error:.2g}" for error in worst), *(["-"] * (2 - len(worst))))
 
 
 def notes(verdicts: Sequence[Verdict]) -> Iterator[str]:
-    """A line for each reason."""
-    reasons: dict[str, list[str]] = defaultdict(list)
-    for v in verdicts:
-        if v.status != RIGHT:
-            reasons[f"{v.status}: {v.reason}"].append(v.path)
-    for reason, paths in reasons.items():
+    """A line for each reason why parts are not right, with their number and some of their paths."""
+    wrong = ((f"{v.status}: {v.reason}", v.path) for v in verdicts if v.status != RIGHT)
+    for reason, paths in grouped(wrong).items():
         yield f"{reason} ({len(paths)}: {', '.join(paths[:3])}{', ...' if len(paths) > 3 else ''})"

@@ -1,4 +1,4 @@
-"""``sdfastgn verify``: each fused part of a pipeline against stock's code."""
+"""``sdfastgn verify``: compares each fused part of a pipeline with stock's code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``sdfastgn warm-up``: a model's kernels, compiled ahead."""
+"""``sdfastgn warm-up``: compiles a model's kernels before they are needed."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def warm_up(
         typer.Option(
             "--size",
             metavar="<str>",
-            help="Size of the images, 512 or 768x512 (width first). Repeat for several.",
+            help="Size of the images, 512 or 768x512 (width first). Repeat the option for several.",
             show_default="the model's own",
         ),
     ] = None,
-    batch: Annotated[int, typer.Option("--batch", help="Images a call.")] = 1,
+    batch: Annotated[int, typer.Option("--batch", help="Images per call.")] = 1,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
 ) -> None:
-    """Compile a model's kernels into Triton's cache, which a container can bring along."""
+    """Compile a model's kernels into Triton's cache, for example when a container is built."""
     from sdfastgn.cli.kernel_cache import run
 
     with one_line_errors():

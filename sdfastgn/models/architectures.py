@@ -1,8 +1,8 @@
 """The networks of ``configurations.py`` with random weights, and their inputs.
 
-No pretrained weights are needed to time a network. Weights are drawn so that activations stay of
-order one (normal with variance 1 / fan_in; norms with a random affine, so that a forgotten weight
-or bias shows), which keeps every output finite in fp16.
+No pretrained weights are needed to time a network. Weights are normal with variance 1 / fan_in, so that
+activations stay near one and every output is finite in fp16. The weights and biases of norms are random
+too, so that an output is wrong if one is forgotten.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from sdfastgn.models import configurations
 from sdfastgn.models.configurations import TINY_AUTOENCODERS, UNETS, VAES
 from sdfastgn.models.saved import latent_scale
 
-if TYPE_CHECKING:  # diffusers takes seconds to import, and the names of the models are asked for without it
+if TYPE_CHECKING:  # diffusers takes seconds to import
     from diffusers import AutoencoderKL, AutoencoderTiny, UNet2DConditionModel
 
-# dtypes of weights, by option.
+# Value of --dtype -> dtype of the weights.
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, full) for name, full in configurations.DTYPES.items()}
-# What each block may have of its own, or all blocks in common.
+# Settings that are a list with a value for each block, or one value for all blocks.
 _PER_BLOCK = ("layers_per_block", "cross_attention_dim", "attention_head_dim", "transformer_layers_per_block")
 
-# Of the arguments that ask for further inputs: the values whose inputs are made here.
+# Settings with which a UNet takes further inputs -> the values for which ``unet_inputs`` makes them.
 _KNOWN_EMBEDDINGS = {
     "addition_embed_type": (None, "text", "text_time"),
     "class_embed_type": (None, "timestep", "projection", "simple_projection"),
@@ -37,7 +37,7 @@ _KNOWN_EMBEDDINGS = {
 
 
 def unet_reason(config: Mapping[str, Any]) -> str:
-    """Why a UNet of ``config`` cannot be called by :func:`unet_inputs`; empty where it can."""
+    """Why :func:`unet_inputs` cannot make inputs for a UNet of ``config``; empty if it can."""
     kind = config.get("_class_name", "UNet2DConditionModel")
     if kind not in ("UNet2DConditionModel", "UNet2DModel"):
         return f"a {kind} takes inputs that the benchmark does not make"
@@ -48,12 +48,12 @@ def unet_reason(config: Mapping[str, Any]) -> str:
 
 
 def unet_difference(config: Mapping[str, Any], model: str) -> str:
-    """What first sets a UNet of ``config`` apart from that of ``model``; empty for the same blocks.
+    """The first setting in which ``config`` differs from the UNet of ``model``; empty if none does.
 
-    Sizes of images and channels of the input, of which inpainting has more, are no part of it.
+    The image size and the number of input channels (inpainting has more) are not compared.
     """
     for key in dict.fromkeys(key for known in UNETS.values() for key in known if key != "sample_size"):
-        expected, found = _entry(UNETS[model], key), _entry(config, key)
+        expected, found = _setting(UNETS[model], key), _setting(config, key)
         if found != expected:
             return f"{key} {found}, not {expected}"
     return ""
@@ -69,7 +69,7 @@ def _unet_defaults() -> dict[str, Any]:
     }
 
 
-def _entry(config: Mapping[str, Any], key: str) -> Any:
+def _setting(config: Mapping[str, Any], key: str) -> Any:
     value = config.get(key, _unet_defaults()[key])
     if isinstance(value, list | tuple):
         return tuple(value)
@@ -103,7 +103,7 @@ def unet_inputs(model: str, **options: Any) -> dict[str, Any]:
 
 
 def vae_latents(model: str | Mapping[str, Any], *, size: int, batch: int, seed: int, **where: Any) -> Tensor:
-    """Latents for one decode to ``size`` pixels square; ``where`` are dtype and device."""
+    """Random latents that decode to square images of ``size`` pixels. ``where``: dtype and device."""
     config = VAES[model] if isinstance(model, str) else model
     pixels = size // latent_scale(config)
     channels = config.get("latent_channels", 4)
@@ -111,7 +111,7 @@ def vae_latents(model: str | Mapping[str, Any], *, size: int, batch: int, seed: 
 
 
 def _build(cls: Any, config: dict[str, Any], dtype: torch.dtype, device: Any, seed: int) -> Any:
-    # By way of the meta device: initializing 2.6 billion parameters on the CPU would take minutes.
+    # On the meta device first, because initializing 2.6 billion parameters on the CPU would take minutes.
     with torch.device("meta"):
         model = cls(**config)
     # diffusers' own ``to`` warns about a list of fp32 modules, which is empty here.
@@ -122,7 +122,7 @@ def _build(cls: Any, config: dict[str, Any], dtype: torch.dtype, device: Any, se
 
 
 def randomize(module: nn.Module, seed: int) -> Any:
-    """Random weights in place, in the parameters' own dtype and on their device; returns ``module``."""
+    """Draw random values for all parameters of ``module`` in place, and return it."""
     norms = {id(m.weight) for m in module.modules() if isinstance(m, (nn.GroupNorm, nn.LayerNorm))}
     generators: dict[torch.device, torch.Generator] = {}
     with torch.no_grad():

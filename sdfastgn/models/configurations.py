@@ -1,22 +1,27 @@
-"""The architectures that are timed, by the name of the model. Importable without torch.
+"""The configurations of the models that are timed, by the model's name. Importable without torch.
 
-Source: the public model configurations of runwayml/stable-diffusion-v1-5,
-stabilityai/stable-diffusion-xl-base-1.0, SimianLuo/LCM_Dreamshaper_v7 (SD1.5 with its guidance
-embedded, here at 512 pixels) and stabilityai/sd-turbo, from image to image with madebyollin/taesd's
-autoencoder. ``tiny`` and ``tiny_xl`` have the same kinds of blocks at a size for tests, with channels
-per group that are no power of two. What diffusers and transformers have as the default is left out:
-the UNet's defaults are those of SD1.5.
+They are taken from the public configurations of four models:
+
+- ``sd15``: runwayml/stable-diffusion-v1-5;
+- ``sdxl``: stabilityai/stable-diffusion-xl-base-1.0;
+- ``lcm``: SimianLuo/LCM_Dreamshaper_v7, which is SD1.5 with embedded guidance, here at 512 pixels;
+- ``sd_turbo``: stabilityai/sd-turbo, image to image, with the autoencoder of madebyollin/taesd.
+
+``tiny`` and ``tiny_xl`` have the same kinds of blocks at a size for tests. Their number of channels per
+group is no power of two. Settings that equal the defaults of diffusers and transformers are left out. The
+default UNet of diffusers is SD1.5's.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-# What a pipeline draws, if nobody says.
+# The prompt, unless the user gives one.
 PROMPT = "a photograph of an astronaut riding a horse"
-# dtypes of weights, by option: torch's names.
+# Value of --dtype -> torch's name of the dtype.
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
-# Seeds of 64 bits: inputs are drawn from those that follow too.
+# The allowed seeds: whole numbers of 64 bits. PyTorch takes larger seeds too, so ``seed + 1``, from which
+# some inputs are drawn, is always valid.
 SEEDS = range(-(2**63), 2**63)
 UNETS: dict[str, dict[str, Any]] = {
     "tiny": {
@@ -88,9 +93,9 @@ VAES: dict[str, dict[str, Any]] = {
     "lcm": {**_VAE, "sample_size": 512, "scaling_factor": 0.18215},
     "sd_turbo": {"sample_size": 512, "block_out_channels": (64,) * 4},
 }
-# Models whose autoencoder is diffusers' AutoencoderTiny as it is by default.
+# Models whose autoencoder is diffusers' AutoencoderTiny with its default settings.
 TINY_AUTOENCODERS = ("sd_turbo",)
-# Models whose pipeline is from image to image.
+# Models whose pipeline turns an image into another one, instead of text into an image.
 IMAGE_TO_IMAGE = ("sd_turbo",)
 
 
@@ -102,7 +107,7 @@ def _clip(width: int, layers: int, heads: int, **others: Any) -> dict[str, Any]:
 _TINY_CLIP = _clip(32, 2, 4, intermediate_size=64, vocab_size=514)
 _CLIP_L = _clip(768, 12, 12, intermediate_size=3072)
 _CLIP_BIG_G = _clip(1280, 32, 20, intermediate_size=5120, hidden_act="gelu")
-# SDXL's second encoder has a projection, whose output is its pooled embedding.
+# Each model's text encoders. The pooled embedding of SDXL is the output of the second one's projection.
 TEXT_ENCODERS: dict[str, tuple[dict[str, Any], ...]] = {
     "tiny": (_TINY_CLIP,),
     "tiny_xl": (_TINY_CLIP, _TINY_CLIP),

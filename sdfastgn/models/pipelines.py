@@ -23,15 +23,16 @@ from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.models import architectures, configurations
 from sdfastgn.program import OptionError
 
-# What ``from_pretrained`` calls the dtype: 0.40 deprecated the older name, and older ones ignore the new.
+# The name of the argument for the dtype in ``from_pretrained``. diffusers 0.40 renamed it; older releases
+# ignore the new name, and newer ones warn of the old one.
 _DTYPE = "dtype" if Version(diffusers.__version__) >= Version("0.40.0") else "torch_dtype"
 
 
 def build_pipeline(model: str, *, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> Any:
     """A complete pipeline of ``model`` with random weights, without any download.
 
-    Every component has its real architecture; only the tokenizer's vocabulary is made up (single
-    bytes), so that prompts cost the real 77 tokens. It can be saved and loaded again.
+    Every component has its real architecture, except that the tokenizer's vocabulary consists of single
+    bytes. A prompt still has 77 tokens. The pipeline can be saved and loaded again.
     """
     scheduler, options = configurations.SCHEDULERS[model]
     first, *second = configurations.TEXT_ENCODERS[model]
@@ -65,38 +66,42 @@ def load_pipeline(
     device: torch.device | str,
     variant: str | None = None,
 ) -> Any:
-    """The pipeline in a folder that ``save_pretrained`` wrote or of a Hub id, which ``option`` named.
+    """Load a saved pipeline.
 
-    ``variant`` is that of its files, such as fp16.
+    Args:
+        option: the option of the command line that named the pipeline, for errors.
+        weights: a folder that ``save_pretrained`` wrote, or a Hub id.
+        dtype, device: of the pipeline.
+        variant: the variant of its files, such as fp16.
 
-    Raises OptionError where it cannot be loaded, in diffusers' words.
+    Raises OptionError with diffusers' reason if it cannot be loaded.
     """
-    if Path(weights).is_file():  # which diffusers would look for on the Hub
+    if Path(weights).is_file():  # diffusers would take the path of a file for a Hub id
         raise OptionError(f"{option}: {weights!r} is a file; expected a saved pipeline's folder or a Hub id")
     try:
         pipe = DiffusionPipeline.from_pretrained(weights, variant=variant, **{_DTYPE: dtype})
-    except Exception as error:  # a folder that is no pipeline gives KeyError and more, besides OSError
+    except Exception as error:  # for a folder that is no pipeline, diffusers raises KeyError and others
         raise OptionError(f"{option}: cannot load {weights!r}: {one_line(error)}") from error
     return pipe.to(device)
 
 
 def build_tokenizer(words: Iterable[str] = ()) -> CLIPTokenizer:
-    """A CLIP tokenizer of single bytes and ``words``, see :func:`write_tokenizer`."""
-    # Through files: the constructors of transformers 4 and 5 share no argument.
+    """The CLIP tokenizer of :func:`write_tokenizer`."""
+    # Loaded from files, because the constructors in transformers 4 and 5 have no argument in common.
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(Path(folder), words)
         return CLIPTokenizer.from_pretrained(folder)
 
 
 def write_tokenizer(folder: Path, words: Iterable[str] = ()) -> None:
-    """Writes the files of a CLIP tokenizer into ``folder``.
+    """Write the files of a CLIP tokenizer into ``folder``.
 
-    Its tokens are the 256 bytes, inside and at the end of a word, two special ones, and ``words``,
-    each with its beginnings.
+    Its tokens are the 256 bytes (each inside of a word, and at its end), start and end of the text, and
+    ``words`` with all their beginnings of two letters and more.
     """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in printable]
-    # CLIP's byte-level alphabet: bytes that do not print stand at 256 and after.
+    # CLIP's byte-level alphabet: a byte that is not printable is written as a character from 256 on.
     alphabet = [chr(b) for b in printable] + [chr(256 + i) for i in range(len(others))]
     merges = {}
     for word in words:
@@ -115,7 +120,7 @@ def _text_encoder(
     cls: Any, config: dict[str, Any], dtype: torch.dtype, device: torch.device | str, seed: int
 ) -> CLIPTextModel:
     tokens = {"bos_token_id": 512, "eos_token_id": 513, "pad_token_id": 513}
-    # Built where it runs: the meta device would leave its buffers empty.
+    # Not by way of the meta device, which would leave its buffers empty.
     with torch.device(device):
         encoder = cls(CLIPTextConfig(**config, **tokens))
     return architectures.randomize(encoder.to(dtype), seed).eval()

@@ -36,7 +36,8 @@ __all__ = [
     "undo",
 ]
 
-# Module that was put back -> the reason. Not in its ``__dict__``, because a stock module has nothing of ours.
+# Module that was put back -> the reason. It is not in the module's ``__dict__``, because sdfastgn leaves
+# nothing in a stock module.
 _put_back: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 # Changed part -> (path, pipeline), so that a part that was replaced since can still be restored.
 _found_at: weakref.WeakKeyDictionary[Any, tuple[str, weakref.ref[Any]]] = weakref.WeakKeyDictionary()
@@ -83,7 +84,10 @@ def parts_ever_of(obj: Any) -> list[tuple[str, Any]]:
 
 
 def has_fusions(root: nn.Module, asked: Collection[str] = ()) -> bool:
-    """True if ``root`` is optimized, or a fusion (one of ``asked``, too) claims a module in it."""
+    """True if ``root`` is optimized, or a fusion claims a module in it.
+
+    ``asked``: names of ``ASKED_FUSIONS`` that count as well.
+    """
     fusions = (*FUSIONS, *(ASKED_FUSIONS[name] for name in asked))
     return channels_last.is_applied(root) or any(
         fusion.claims(module) for module in root.modules() for fusion in fusions
@@ -93,12 +97,13 @@ def has_fusions(root: nn.Module, asked: Collection[str] = ()) -> bool:
 def inspect(component: Any, prefix: str = "", asked: Collection[str] = ()) -> list[Finding]:
     """What each fusion says about ``component`` and each module in it. Changes nothing.
 
-    A module is followed by its layers that its fusion leaves as they are because of an adapter.
+    The finding of a fused or fusable module is followed by one for each of its layers with an adapter, which
+    the fusion calls as stock does.
 
     Args:
         component: a model, or a part of a pipeline.
         prefix: its path.
-        asked: names of ``ASKED_FUSIONS``. One that is applied to any module counts as asked for.
+        asked: names of ``ASKED_FUSIONS`` to consider. Those that are applied already are always considered.
     """
     if not isinstance(component, nn.Module):
         rules = [rule for rule in OBJECT_FUSIONS if rule.claims(component)]
@@ -166,7 +171,7 @@ def apply(component: Any, findings: list[Finding], pipeline: Any = None) -> None
         for finding in findings:
             if finding.fusion is not fusion or finding.status != "fusable":
                 continue
-            if not fusion.is_applied(finding.module):  # it may be in another component as well
+            if not fusion.is_applied(finding.module):  # a module may be in two components
                 fusion.apply(finding.module)
     if isinstance(component, nn.Module):
         channels_last.apply(component)
@@ -218,7 +223,7 @@ def undo(component: Any, prefix: str = "") -> list[tuple[str, Any]]:
             if fusion.is_applied(module):
                 fusion.undo(module)
     for module in component.modules():
-        restore_class(module)  # for a module that other code has moved to where its fusion does not look
+        restore_class(module)  # other code may have moved the module out of its fusion's sight
         channels_last.restore(module)
         _forget(module)
     return [(path, m) for path, m in component.named_modules(prefix=prefix) if is_over_fused(m)]

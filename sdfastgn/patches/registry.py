@@ -1,6 +1,6 @@
 """All fusions, in the order in which they are applied. They are undone in reverse.
 
-The patcher learns only from this list which models there are.
+The patcher gets every fusion from here: it knows no model itself.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _fusions(*entries: tuple[str, ...]) -> tuple[Any, ...]:
 
 _has_diffusers = importlib.util.find_spec("diffusers") is not None
 FUSIONS: tuple[Fusion, ...] = _fusions(*_FUSIONS, *(_OF_DIFFUSERS if _has_diffusers else ()))
-# Name -> fusion of any model that is applied only if the user asks for it.
+# Name -> fusion, for the fusions that are applied only if the user asks for them.
 ASKED_FUSIONS: dict[str, Fusion] = {fusion.name: fusion for fusion in _fusions(*_ASKED)}
 # Fusions of a pipeline's parts that are no modules.
 OBJECT_FUSIONS: tuple[ObjectFusion, ...] = _fusions(*(_OF_PIPELINES if _has_diffusers else ()))

@@ -28,9 +28,6 @@ def test_ssim_of_what_is_known():
     a = np.random.default_rng(0).uniform(0, 1, (2, 16, 12, 3))
     assert ssim(a, a) == pytest.approx(1, abs=1e-12)
     assert ssim(a, 1 - a) < 0
-    # Flat images differ in luminance alone: (2xy + C1) / (x^2 + y^2 + C1).
-    flat = np.ones((16, 12, 3))
-    assert ssim(0.5 * flat, 0.25 * flat) == pytest.approx((0.25 + 1e-4) / (0.3125 + 1e-4))
     assert math.isnan(ssim(a * math.nan, a))
 
 

@@ -84,11 +84,6 @@ def test_a_call_that_fails_while_all_time_it_is_told(ask):
     assert gather.call_args.args == ([(0.0, "IndexError: pop from empty list")],)
 
 
-def test_without_a_launcher_nobody_is_met():
-    (row,) = rows("eager")
-    assert (row.status, row.images_s, row.process_images_s) == (OK, None, None)
-
-
 @pytest.mark.parametrize("main", [True, False])
 def test_the_main_process_alone_prints_and_writes(main, ask, tmp_path, monkeypatch):
     ask(lambda mine: [mine])
@@ -116,8 +111,8 @@ def test_the_main_process_alone_prints_and_writes(main, ask, tmp_path, monkeypat
 def test_several_processes_time_pipelines_on_gpus_of_their_own():
     result = invoke("bench", "--part", "unet", "--device", "cpu")
     assert result.exit_code == 2
-    assert "sdfastgn: --part: several processes time 'pipeline' alone, got 'unet'" in result.output
-    with pytest.raises(OptionError, match=r"^--device: each process has a GPU of its own, got 'cuda:1'"):
+    assert "sdfastgn: --part: several processes can only time 'pipeline', got 'unet'" in result.output
+    with pytest.raises(OptionError, match=r"^--device: each process has its own GPU, got 'cuda:1'"):
         processes.joined("cuda:1").__enter__()
 
 

@@ -168,7 +168,7 @@ def test_a_wide_table_scrolls_beside_its_first_column(browser, written):
     assert 0 < max(browser.execute_script(ends)) <= WIDTHS[0]
 
 
-@pytest.mark.parametrize("name", ["warm_up_sdxl", "profile_sd15", "kernels"])
+@pytest.mark.parametrize("name", ["warm_up_sdxl", "profile_sdxl", "kernels"])
 def test_a_browser_shows_committed_results(browser, tmp_path, name):
     content = json.loads((ROOT / "benchmarks" / "h200" / f"{name}.json").read_text())
     page.write_page(tmp_path / "page.html", [Result(name, content)])

@@ -20,6 +20,8 @@ from sdfastgn.bench.variants import VARIANTS
 from sdfastgn.bench.workload import BenchConfig, saved_bytes
 from tests.bench.cases import broken_variant
 
+pytestmark = pytest.mark.fused_on_cpu
+
 CONFIG = BenchConfig("tiny", "train", 64, 1, "fp32", "cpu", repeats=1)
 OURS = [VARIANTS[name] for name in ("eager", "channels_last", "sdfastgn")]
 

@@ -1,4 +1,4 @@
-"""``sdfastgn generate``: images of a file's lines, in batches, again after a stop, and on two processes."""
+"""``sdfastgn generate``: images of a file's lines, in batches, again after a stop, and on two machines."""
 
 from __future__ import annotations
 
@@ -6,17 +6,23 @@ import functools
 import json
 import os
 import signal
+import socket
+import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from diffusers import DiffusionPipeline, StableDiffusionPipeline
 from PIL import Image
 
 import sdfastgn
+from sdfastgn.cli import drawing
 from sdfastgn.cli.drawing import METADATA
 from sdfastgn.cli.prompts import Settings, batches, read_prompts, shares
 from sdfastgn.models.pipelines import build_pipeline
@@ -57,6 +63,11 @@ def pixels(path: Path) -> np.ndarray:
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
+
+
+def same_images(one: Path, two: Path) -> bool:
+    assert names(one) == names(two)
+    return all(np.abs(pixels(one / name) - pixels(two / name)).max() <= 1 for name in names(one))
 
 
 def test_images_are_those_of_the_pipeline(model: str, tmp_path: Path) -> None:
@@ -105,28 +116,8 @@ def test_what_is_finished_is_not_drawn_again(tiny: str, tmp_path: Path) -> None:
     # With other settings it is another image, which stays.
     result = invoke(*start, "--steps", "2")
     assert result.exit_code == 2
-    assert "00001.png' has another image, whose steps is 1 and not 2" in result.output
+    assert "00001.png' is another image: its steps is 1, not 2" in result.output
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
-
-
-@pytest.mark.parametrize(
-    ("kind", "what"),
-    [
-        ("TXT", "cannot be read as an image"),
-        ("PNG", "is a PNG without sdfastgn's settings"),
-        ("JPEG", "is a JPEG without sdfastgn's settings"),
-    ],
-)
-def test_a_file_of_others_stays(kind: str, what: str, tiny: str, tmp_path: Path) -> None:
-    path = tmp_path / "out" / "00002.png"
-    path.parent.mkdir()
-    path.write_text("mine") if kind == "TXT" else Image.new("RGB", (8, 8)).save(path, kind)
-    before = path.read_bytes()
-    result = invoke(*command(tiny, LINES, tmp_path))
-    assert result.exit_code == 2
-    says = f"sdfastgn: --out: {str(path)!r} {what}; choose another folder, or move it"
-    assert result.output.splitlines()[-1] == says
-    assert (names(path.parent), path.read_bytes()) == ([path.name], before)
 
 
 def test_the_same_model_goes_on_by_any_path(
@@ -217,29 +208,47 @@ def test_an_interrupt_leaves_no_half_image(
     assert not names(tmp_path / "out")
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        pytest.param(("--model", "/no/such"), "--model: no such path '/no/such'; give a path", id="model"),
-        pytest.param(("--model", "tests"), "--model: no configuration of a UNet in 'tests'", id="no-unet"),
-        pytest.param(("--prompts", "/no/such"), "--prompts: cannot read '/no/such'", id="prompts"),
-        pytest.param(("--prompts", os.devnull), "--prompts: no prompt in '/dev/null'", id="empty"),
-        pytest.param(("--out", ""), "--out: must be a folder, got ''", id="no-out"),
-        pytest.param(("--out", "/proc/x"), "--out: cannot make a folder at '/proc/x'", id="out"),
-        pytest.param(("--width", "100"), "--width: must be a positive multiple of 8", id="width"),
-        pytest.param(("--steps", "0"), "--steps: must be a positive whole number", id="steps"),
-        pytest.param(("--batch-size", "0"), "--batch-size: must be a positive whole number", id="batch"),
-        pytest.param(("--dtype", "fp8"), "--dtype: unknown value 'fp8'", id="dtype"),
-        pytest.param(("--variant", "fp16"), "--model: cannot load", id="variant"),
-    ],
-)
-def test_bad_options_are_one_line_before_anything_is_drawn(
-    tiny: str, options: tuple[str, str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_two_that_draw_one_image_leave_a_whole_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that was given up may still draw when the command is repeated elsewhere."""
+    path, picture = tmp_path / "00001.png", Image.new("RGB", (64, 64), "red")
+    whole = Image.Image.save
+    whole(picture, tmp_path / "whole.png")
+    content = (tmp_path / "whole.png").read_bytes()
+
+    def save(self: Image.Image, part: Path, **options: Any) -> None:
+        with part.open("wb") as file:
+            file.write(content[:40])
+            file.flush()
+            with monkeypatch.context() as other:
+                other.setattr(Image.Image, "save", whole)
+                other.setattr(drawing, "OWN", "other")
+                drawing._save(picture, path, "")
+            file.write(content[40:])
+
+    monkeypatch.setattr(Image.Image, "save", save)
+    drawing._save(picture, path, "")
+    monkeypatch.undo()
+    assert names(tmp_path) == ["00001.png", "whole.png"]
+    assert path.read_bytes() == content
+
+
+def test_what_another_machine_has_is_not_drawn_again(
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(ROOT)
-    result = invoke(*command(tiny, LINES, tmp_path, *options))
-    assert result.exit_code == 2
-    assert result.output.splitlines()[-1].startswith(f"sdfastgn: {words}")
+    """Its folder may be one of its own, or this machine may not see its last files yet."""
+    there = [[2, 3], [0]]  # finished elsewhere; failed elsewhere
+    monkeypatch.setattr(drawing, "gather_object", lambda mine: mine + there.pop(0))
+    result = invoke(*command(tiny, LINES, tmp_path))
+    assert "2 images drawn, 2 there before, 0 lines failed" in result.output
+    assert names(tmp_path / "out") == ["00001.png", "00004.png"]
+
+
+def test_what_a_killed_process_has_left_is_removed(tiny: str, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    for name in ("00001.0a1b2c3d.part", "mine.part"):
+        (tmp_path / "out" / name).write_bytes(b"half")
+    assert invoke(*command(tiny, LINES[:1], tmp_path)).exit_code == 0
+    assert names(tmp_path / "out") == ["00001.png", "mine.part"]
 
 
 def test_a_batch_has_images_of_equal_calls_and_a_process_its_share_of_them() -> None:
@@ -265,7 +274,84 @@ def test_two_processes_draw_what_one_draws(tiny: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "4 images drawn, 0 there before" in done.stdout
     assert done.stderr.count("wrote") == 2  # the main process shows its own
-    one, two = (tmp_path / folder / "out" for folder in ("one", "two"))
-    assert names(one) == names(two)
-    for name in names(one):
-        assert np.abs(pixels(one / name) - pixels(two / name)).max() <= 1
+    assert same_images(tmp_path / "one" / "out", tmp_path / "two" / "out")
+
+
+def machines(*command: str) -> Iterator[subprocess.Popen[str]]:
+    """The launchers of two machines, each with one process."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    for rank in range(2):
+        where = ("--num_machines", "2", "--machine_rank", str(rank), "--main_process_ip", "127.0.0.1")
+        processes = ("--multi_gpu", "--num_processes", "2", "--main_process_port", str(port))
+        yield subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "accelerate.commands.launch",
+                *processes,
+                *where,
+                "-m",
+                "sdfastgn",
+                *command,
+            ],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+
+@pytest.mark.slow
+def test_two_machines_draw_what_one_process_draws(tiny: str, tmp_path: Path) -> None:
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+    assert invoke(*command(tiny, LINES, tmp_path / "one")).exit_code == 0
+    running = list(machines(*command(tiny, LINES, tmp_path / "two")))
+    outputs = [each.communicate(timeout=300)[0] for each in running]
+    assert [each.returncode for each in running] == [0, 0], outputs
+    assert "4 images drawn, 0 there before, 0 lines failed" in outputs[0]
+    assert [output.count("wrote") for output in outputs] == [2, 0]  # the main process shows its own
+    assert same_images(tmp_path / "one" / "out", tmp_path / "two" / "out")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dies", [0, 1])
+def test_what_a_dead_machine_had_left_is_drawn_by_the_next_start(
+    tiny: str, dies: int, tmp_path: Path
+) -> None:
+    """The other machine first draws the rest of its own share."""
+    lines = [{"prompt": "a cat", "steps": 10}] * 24
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+    assert invoke(*command(tiny, lines, tmp_path / "one")).exit_code == 0
+    two = command(tiny, lines, tmp_path / "two")
+    out = tmp_path / "two" / "out"
+    running = list(machines(*two))
+    mine = {f"{line:05}.png" for line in range(1 + dies, 25, 2)}
+    others = {f"{line:05}.png" for line in range(2 - dies, 25, 2)}
+
+    def drawn() -> set[str]:
+        return {path.name for path in out.glob("*.png")}
+
+    try:
+        while len(drawn() & mine) < 3:
+            assert [each.poll() for each in running] == [None, None], running[dies].communicate()
+            time.sleep(0.02)
+        launcher = psutil.Process(running[dies].pid)
+        for each in (*launcher.children(recursive=True), launcher):
+            each.kill()
+        running[dies].wait(timeout=60)
+        output, _ = running[1 - dies].communicate(timeout=300)
+    finally:
+        for each in running:
+            each.kill()
+    assert running[1 - dies].returncode == 1, output
+    assert others < drawn()
+    assert mine - drawn()
+    before = {path.name: path.stat().st_mtime_ns for path in out.glob("*.png")}
+    result = invoke(*two)
+    assert f"{24 - len(before)} images drawn, {len(before)} there before, 0 lines failed" in result.output
+    assert {name: (out / name).stat().st_mtime_ns for name in before} == before
+    assert same_images(tmp_path / "one" / "out", out)

@@ -1,4 +1,4 @@
-"""What ``--help`` and ``--version`` print."""
+"""What ``--help`` prints."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import re
 
 import pytest
 
-import sdfastgn
 from sdfastgn.bench.kernels.suites import SUITES
 from sdfastgn.bench.variants import PARTS, VARIANTS
 from sdfastgn.cli.app import app
@@ -14,10 +13,6 @@ from sdfastgn.models import configurations
 from tests.command_line import invoke
 
 COMMANDS = [command.name or command.callback.__name__ for command in app.registered_commands]
-
-
-def test_the_version() -> None:
-    assert invoke("--version").stdout == f"sdfastgn {sdfastgn.__version__}\n"
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])

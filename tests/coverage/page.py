@@ -7,9 +7,9 @@ import diffusers
 import pytest
 
 from scripts.publish.pages import filled
-from tests.conftest import run_fused_on_the_cpu
 from tests.coverage import networks, relatives, stable_diffusion
 from tests.coverage.run import run
+from tests.plugin import run_fused_on_cpu
 
 SECTIONS = (*stable_diffusion.SECTIONS, *relatives.SECTIONS, *networks.SECTIONS)
 _HEAD = """# Coverage
@@ -28,13 +28,12 @@ and which are left alone on purpose.
 """
 _TAIL = """## Real sizes
 
-One call of each network at the sizes that people use, stock and optimized with the defaults of
+One call of a network at the sizes that people use, stock and optimized with the defaults of
 `optimize`: a step of a UNet with guidance, or a decode of an autoencoder. A call is waited for, so
 where the CPU is slower than the GPU, the time is the CPU's. "Graph" says whether calls were replays
-of a CUDA graph. Single layers, and networks in which nothing is fused, have no line.
-`python -m scripts.publish.real_sizes --json benchmarks/h200/real_sizes/first.json` measures all of
-them. The lines below the table name the commits: networks whose code changed during the day were
-measured again.
+of a CUDA graph. The UNets and VAEs of SD1.5 and SDXL are among the
+[benchmarks](benchmarks.md#end-to-end). Of networks of the same kind one has a line, and single
+layers and networks in which nothing is fused have none.
 
 A network that would be slower keeps stock's code and layout, and the report says why. That holds
 for the autoencoders of HunyuanVideo and Mochi: before each convolution they repeat the border of a
@@ -77,7 +76,7 @@ def main():
     parser.add_argument("--write", type=Path, metavar="FILE", required=True)
     path = parser.parse_args().write
     with pytest.MonkeyPatch.context() as monkeypatch:
-        run_fused_on_the_cpu(monkeypatch)
+        run_fused_on_cpu(monkeypatch)
         text = page([run(row) for row in section] for section in SECTIONS)
         path.write_text(filled(text, Path("benchmarks")), encoding="utf-8")
 

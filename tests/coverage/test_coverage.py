@@ -10,6 +10,8 @@ from tests.coverage import parts
 from tests.coverage.page import SECTIONS, line
 from tests.coverage.run import run
 
+pytestmark = pytest.mark.fused_on_cpu
+
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "coverage.md").read_text(encoding="utf-8")
 each_row = pytest.mark.parametrize(
     "row", [pytest.param(row, id=f"{s.title}-{row.name}".replace(" ", "_")) for s in SECTIONS for row in s]

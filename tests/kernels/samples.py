@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 import sdfastgn
-from sdfastgn.kernels.common import dispatch, gpu
+from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.dispatch import KERNEL_DTYPES
 from sdfastgn.kernels.common.sizes import ceil_div
 from sdfastgn.kernels.group_norm.op import reference_group_norm
@@ -132,17 +132,6 @@ run = kernels()(sdfastgn.group_norm)
 run_statistics = kernels()(sdfastgn.channel_statistics)
 run_add = kernels()(sdfastgn.add_with_statistics)
 run_cat = kernels()(sdfastgn.cat_with_statistics)
-
-
-def multiprocessors(count):
-    """A fixture: in the interpreter, a nominal GPU that is small enough for small shapes to fill."""
-
-    @pytest.fixture
-    def few_multiprocessors(monkeypatch):
-        if not torch.cuda.is_available():
-            monkeypatch.setattr(gpu, "num_sms", lambda device: count)
-
-    return few_multiprocessors
 
 
 # --- the truth ----------------------------------------------------------------

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from sdfastgn.models import architectures
+from sdfastgn.models.configurations import SEEDS
 
 
 def parameters(module: nn.Module) -> int:
@@ -42,6 +43,14 @@ def test_tiny_models_run_and_are_reproducible(model):
         assert not torch.allclose(same, other)
         assert 0.05 < same.std() < 20
     assert (steps[0].shape, images[0].shape) == ((2, 4, 8, 8), (1, 3, 64, 64))
+
+
+@pytest.mark.parametrize("seed", [SEEDS[0], SEEDS[-1]])
+def test_any_seed_of_64_bits_will_do(seed):
+    inputs = architectures.unet_inputs(
+        "tiny_xl", size=8, batch=1, seed=seed, dtype=torch.float32, device="cpu"
+    )
+    assert inputs["sample"].isfinite().all()
 
 
 def test_norms_of_tiny_models_have_random_affines_and_groups_of_odd_sizes():

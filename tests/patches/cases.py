@@ -1,41 +1,19 @@
-"""What tests of fused modules share: inputs, comparisons, spies, and a GPU's code path on a CPU.
-
-A test module uses a fixture of this file by assigning it: ``on_each_device = cases.on_each_device``.
-"""
+"""What tests of fused modules share: inputs and comparisons."""
 
 import copy
 from collections import Counter
-from typing import Any
 
-import pytest
 import torch
 from diffusers.models.attention_processor import AttnProcessor2_0, IPAdapterAttnProcessor2_0
 from diffusers.models.resnet import ResnetBlock2D
-from torch import Tensor, nn
+from torch import Tensor
 
 import sdfastgn
-from sdfastgn.kernels.common.launch import Launch
-from sdfastgn.patches.core import convolution, statistics
-from tests.devices import DEVICES
 from tests.kernels import samples as kernels
 from tests.patches.samples import randomize
 
-# The device on which tests with ``on_each_device`` make their tensors.
+# The device of the tensors that are made here. The fixture ``on_each_device`` sets it.
 WHERE = {"device": "cpu"}
-
-
-@pytest.fixture(autouse=True, params=DEVICES)
-def on_each_device(request, monkeypatch):
-    """On each device kernels are launched as in plain inference on a GPU. On the CPU they are interpreted."""
-    monkeypatch.setitem(WHERE, "device", request.param)
-    with kernels.kernels(direct=True):
-        yield
-
-
-@pytest.fixture(autouse=True)
-def without_gradients():
-    with torch.no_grad():
-        yield
 
 
 def noise(*shape, seed=0, mean=1.0, dtype=torch.float32):
@@ -58,7 +36,7 @@ def twins(stock, **options):
 
 
 def random_twins(module, dtype=torch.float32, **options):
-    """``twins`` of ``module`` with random weights, on the device of ``on_each_device``."""
+    """``twins`` of ``module`` with random weights, on the device of ``WHERE``."""
     return twins(randomize(module).to(WHERE["device"], dtype), **options)
 
 
@@ -98,45 +76,6 @@ def compiles_to_stocks_graph(models, call):
     assert torch.equal(*found)
 
 
-@pytest.fixture
-def linear_calls(monkeypatch):
-    """A list of the linear layers that are called as modules, in the order of the calls."""
-    calls = []
-    stock = nn.Linear.forward
-    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: calls.append(self) or stock(self, x))
-    return calls
-
-
-@pytest.fixture
-def products(monkeypatch):
-    """A list of the matrix products that are made in place of a convolution."""
-    found = []
-    linear = nn.functional.linear
-    monkeypatch.setattr(convolution.nn.functional, "linear", lambda *a: found.append(a) or linear(*a))
-    return found
-
-
-class Launches(list[tuple[str, Launch, dict[str, Any]]]):
-    """(name, launch, pointers by name) of each kernel. ``runs``: False: kernels are noted, not launched."""
-
-    runs = True
-
-
-@pytest.fixture
-def launches(monkeypatch):
-    found = Launches()
-    launch = Launch.__call__
-
-    def note(self, stream, *tensors):
-        name = self.kernel.__name__.strip("_").removesuffix("_kernel")
-        found.append((name, self, dict(zip(self.kernel.arg_names, tensors, strict=False))))
-        if found.runs:
-            launch(self, stream, *tensors)
-
-    monkeypatch.setattr(Launch, "__call__", note)
-    return found
-
-
 def passes(launches):
     """Counts GroupNorm's passes over memory, and sums and concatenations with or without statistics."""
     names = Counter()
@@ -147,18 +86,6 @@ def passes(launches):
             name += "" if pointers["statistics_ptr"] is not None else " alone"
         names[name] += 1
     return names
-
-
-@pytest.fixture
-def ran(launches):
-    """``ran(name)``: how often the pass ``name`` was launched."""
-    return lambda name: passes(launches)[name]
-
-
-@pytest.fixture(autouse=True)
-def statistics_always_pay(monkeypatch):
-    """Statistics are stored for tensors of any size."""
-    monkeypatch.setattr(statistics, "statistics_pay", lambda C, HW: True)
 
 
 class Tinted(AttnProcessor2_0):

@@ -17,6 +17,8 @@ from sdfastgn.patches.core import channels_last
 from sdfastgn.patches.graphs import install as cuda_graphs
 from tests.controlnet import build_controlnet
 
+pytestmark = pytest.mark.fused_on_cpu
+
 
 class Net(nn.Module):
     def __init__(self):

@@ -8,8 +8,10 @@ from triton.runtime import interpreter
 import sdfastgn
 from sdfastgn.kernels.common import dispatch
 from tests.kernels.samples import interpreted, kernels
-from tests.patches.cases import agree, statistics_always_pay  # noqa: F401
+from tests.patches.cases import agree
 from tests.patches.samples import each_part, output, sample, stock_and_output
+
+pytestmark = [pytest.mark.fused_on_cpu, pytest.mark.usefixtures("statistics_always_pay")]
 
 
 class NoKernels:

@@ -14,6 +14,8 @@ from sdfastgn.patches.core.tested_sources import unknown_source
 from sdfastgn.patches.registry import FUSIONS, OBJECT_FUSIONS
 from tests.controlnet import build_controlnet
 
+pytestmark = pytest.mark.fused_on_cpu
+
 
 @pytest.mark.parametrize("fusion", [*FUSIONS, *OBJECT_FUSIONS], ids=lambda fusion: fusion.name)
 def test_every_source_is_known(fusion):
@@ -24,7 +26,7 @@ def test_every_source_is_known(fusion):
 
 
 def test_fusions_and_the_file_name_the_same_methods():
-    """ComfyUI's are in ``tests/bench/test_sources.py``."""
+    """ComfyUI's are in ``tests/cli/test_sources.py``."""
     sources = [source for fusion in (*FUSIONS, *OBJECT_FUSIONS) for source in fusion.sources]
     asked = {(tested_sources.upstream_name(cls), method) for cls, methods in sources for method in methods}
     versions = tested_sources.tested_versions()

@@ -13,6 +13,8 @@ from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.models import architectures
 from tests.kernels.gpus import GPUS
 
+pytestmark = pytest.mark.fused_on_cpu
+
 HALF = {"dtype": torch.float16, "device": "meta"}
 # (model, part, pixels, batch, most kernels that no line before has compiled). The last may only fall.
 CALLS = [

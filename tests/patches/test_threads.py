@@ -20,6 +20,8 @@ from tests.patches.graphs.cases import make, run
 from tests.patches.graphs.tape import TapeBackend
 from tests.patches.samples import randomize
 
+pytestmark = pytest.mark.fused_on_cpu
+
 LONG = 60.0  # seconds after which a thread that does not end counts as stuck
 
 
@@ -58,18 +60,24 @@ class Thread(threading.Thread):
 
 @contextmanager
 def at_work(work):
-    """Inside, another thread calls ``work`` over and over. Yields the list of its results."""
-    ended, results, first = threading.Event(), [], threading.Event()
+    """Inside, another thread calls ``work`` over and over.
+
+    Yields the list of its results, and a function that returns once there is one more than it was called.
+    """
+    ended, results, made = threading.Event(), [], threading.Semaphore(0)
 
     def loop():
         while not ended.is_set():
             results.append(work())
-            first.set()
+            made.release()
+
+    def one_more():
+        assert made.acquire(timeout=LONG), "the thread is stuck"
 
     thread = Thread(loop)
-    assert first.wait(LONG)
     try:
-        yield results
+        one_more()
+        yield results, one_more
     finally:
         ended.set()
         thread.join()
@@ -117,7 +125,7 @@ def test_stock_code_in_two_threads_at_once():
 def test_one_thread_verifies_while_another_draws():
     model, other = sdfastgn.optimize(unet()), sdfastgn.optimize(unet(), cuda_graphs=False)
     expected, count = draw(model), channels_last.converted_weights(model)
-    with at_work(lambda: draw(model)) as results:
+    with at_work(lambda: draw(model)) as (results, _):
         found = [verdict for _ in range(3) for verdict in api.verdicts(other)]
     assert {verdict.status for verdict in found} == {"right"}
     assert channels_last.converted_weights(model) == count
@@ -137,11 +145,11 @@ def test_a_model_changes_between_the_calls_of_other_threads(often_switching):
     model = unet()
     stock = copy.deepcopy(model)
     expected = draw(stock)
-    with at_work(lambda: draw(model)) as results:
+    with at_work(lambda: draw(model)) as (results, one_more):
         for _ in range(60):
             sdfastgn.optimize(model, cuda_graphs=False)
             sdfastgn.restore(model)
-    assert len(results) > 60
+            one_more()  # however slow the machine, there are as many calls as changes
     for result in results:
         torch.testing.assert_close(result, expected, atol=2e-5, rtol=2e-5)
     assert torch.equal(draw(model), expected)
@@ -233,10 +241,10 @@ def test_forwards_are_found_while_others_are_made(often_switching):
     def make():  # None outlives its round, or every search would take longer than the one before.
         return len([GraphedForward(nn.Linear(1, 1)) for _ in range(20)])
 
-    with at_work(make) as made:
+    with at_work(make) as (_, one_more):
         for _ in range(1000):
             assert GraphedForward.of(module) == [own]
-    assert len(made) > 1
+        one_more()
 
 
 def test_models_that_change_places(monkeypatch):

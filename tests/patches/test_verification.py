@@ -20,6 +20,8 @@ from tests.patches import samples
 from tests.patches.group_norm_32 import GroupNorm32
 from tests.patches.samples import each_part, each_sample, randomize, snapshot
 
+pytestmark = pytest.mark.fused_on_cpu
+
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 

@@ -106,19 +106,6 @@ def test_the_card_has_every_name_and_the_measured_times(hub):
     assert (hub / "build/CARD.md").read_text("utf-8") == card
 
 
-def test_a_folder_with_other_things_is_left_alone(tmp_path, monkeypatch, capsys):
-    (tmp_path / "mine").touch()
-    assert exit_code(monkeypatch, "build_hub_kernels.py", "--output", str(tmp_path)) == 2
-    assert "is not empty and holds no earlier build" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
-
-
-def test_a_repository_without_an_owner_is_refused(monkeypatch, capsys, tmp_path):
-    arguments = ("--output", str(tmp_path / "out"), "--repo-id", "sdfastgn")
-    assert exit_code(monkeypatch, "build_hub_kernels.py", *arguments) == 2
-    assert "--repo-id must be owner/name, got 'sdfastgn'" in capsys.readouterr().err
-
-
 # ---- what ``kernels`` says to it
 
 

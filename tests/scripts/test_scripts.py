@@ -1,7 +1,8 @@
-"""The scripts: what each times, its help, and bad input."""
+"""The scripts: what each times, its help, and wrong input."""
 
 from __future__ import annotations
 
+import fnmatch
 from pathlib import Path
 from unittest import mock
 
@@ -9,7 +10,7 @@ import pytest
 
 from sdfastgn.bench.variants import VARIANTS
 from sdfastgn.cli import session
-from tests.command_line import exit_code
+from tests.command_line import exit_code, state_of
 
 # What each times where its user says nothing: model, parts, size, batch, dtype and variants.
 EVERY = list(VARIANTS)
@@ -31,6 +32,7 @@ TIMED = {
 SCRIPTS = {
     **{name: f"scripts/{name}" for name in TIMED},
     "publish/host.py": "scripts.publish.host",
+    "publish/serving_load.py": "scripts.publish.serving_load",
     "publish/warm_up.py": "scripts.publish.warm_up",
 }
 
@@ -51,14 +53,55 @@ def test_what_a_script_times(
     assert ran.call_args.kwargs == {"json": path, "plot": None, "html": None}
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_bad_input_is_one_line(
-    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which wrong input is given."""
+    here = tmp_path_factory.mktemp("wrong")
+    for name in ("results", "mine"):
+        (here / name).mkdir()
+    (here / "mine" / "file").touch()
+    for name, text in {
+        "page.md": "before\n<!-- table:results -->\nold\n<!-- /table:results -->\nafter\n",
+        "other.md": "<!-- table:other --><!-- /table:other -->",
+        "open.md": "<!-- table:results -->",
+        "cut-off.json": "{",
+        "no-result.json": '{"kind": "preset"}',
+    }.items():
+        (here / name).write_text(text)
+    return here
+
+
+# Script and arguments -> the last line of standard error. A star stands for any text, also at the end.
+WRONG = {
+    **{f"{script} --device tpu": f"{Path(script).name}: --device: cannot use 'tpu'" for script in SCRIPTS},
+    "publish/warm_up.py --model tiny --device cpu --new-size 0": (
+        "warm_up.py: --new-size: must be a positive multiple of 8"
+    ),
+    "build_hub_kernels.py --output mine": "*--output: 'mine' is not empty and holds no earlier build",
+    "build_hub_kernels.py --output out --repo-id us": "*--repo-id must be owner/name, got 'us'",
+    "publish/pages.py --write page.md --results no": "pages: --results: there is no folder 'no' here",
+    "publish/pages.py --write none.md --results results": "pages: none.md: *No such file",
+    "publish/pages.py --write other.md --results results": "pages: other.md: no table is called other;",
+    "publish/pages.py --write open.md --results results": "pages: open.md: the slots opened*those closed",
+}
+
+
+@pytest.mark.parametrize(("command", "message"), WRONG.items(), ids=WRONG)
+def test_wrong_input_is_told_and_changes_no_file(
+    command: str,
+    message: str,
+    here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert exit_code(monkeypatch, script, "--device", "tpu") == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"{Path(script).name}: --device: cannot use 'tpu'")
-    assert error.count("\n") == 1
+    monkeypatch.chdir(here)
+    before = state_of(here)
+    assert exit_code(monkeypatch, *command.split()) == 2
+    shown = capsys.readouterr()
+    assert fnmatch.fnmatchcase(shown.err.splitlines()[-1], f"{message}*"), shown.err
+    assert shown.err.count("\n") == 1 or shown.err.startswith("usage: ")  # argparse's own
+    assert not shown.out
+    assert state_of(here) == before
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -13,6 +13,8 @@ import sdfastgn
 from sdfastgn.patches.fusions import group_norm as group_norm_patch
 from tests.command_line import ROOT, exit_code
 
+pytestmark = pytest.mark.fused_on_cpu
+
 pytest.importorskip("sklearn")
 TINY = ("--device", "cpu", "--batch-size", "4", "--width", "8", "--steps", "4")
 

@@ -1,4 +1,4 @@
-"""End-to-end times in Markdown, from committed runs, sweeps and presets."""
+"""End-to-end times in Markdown, from committed runs and sweeps."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from scripts.publish.tables.markdown import NO_RESULTS, documents, markdown, markdown_table
+from scripts.publish.tables.markdown import documents, markdown, run_apart
 from sdfastgn.bench.documents import OK
 from sdfastgn.bench.run import Row
 from sdfastgn.bench.tables.cells import NOTHING, error_text, number, source_line, without_empty_columns
 from sdfastgn.bench.tables.end_to_end import row_notes
 from sdfastgn.bench.tables.profile import row_title
-from sdfastgn.bench.tables.results import OTHER_MACHINE, Result, preset_tables
 from sdfastgn.bench.variants import PARTS, VARIANTS, label
 from sdfastgn.program import counted
 
 # Variants with a column for their time in the harness's CUDA graph.
 GRAPHED = ("eager", "compile", "sdfastgn_eager", "sdfastgn_compile")
-# (title, choices of (variant, in the harness's graph), of which the first with a time is shown)
+# (title, choices of (variant, in the harness's graph)); the first choice with a time is shown
 HEADLINE = (
     ("eager", (("eager", False),)),
     ("eager + graph", (("eager", True),)),
@@ -29,6 +28,8 @@ HEADLINE = (
     ("torch.compile + graph", (("compile", True), ("compile_graphs", False))),
     ("**sdfastgn**", (("sdfastgn", False),)),
 )
+# The JSON's kind of the run with stable-fast, which is built by hand and is not in the other runs.
+STABLE_FAST = "stable_fast"
 # First column of a table of times.
 TIMES = "milliseconds (speed-up over eager)"
 # Parts and dtype of the front page.
@@ -39,6 +40,7 @@ COMPARED: dict[str, Callable[[Row], str]] = {
     "milliseconds": lambda row: number(row.median_ms),
     "seconds until ready": lambda row: number(row.ready_s),
     "error against fp32": lambda row: error_text(row.error_fp32),
+    "PSNR dB": lambda row: number(row.psnr_db),
     "peak MiB": lambda row: number(row.peak_mib),
 }
 
@@ -117,38 +119,64 @@ def _headline(results: Path) -> list[_Line]:
     ]
 
 
-def headline_times(results: Path) -> dict[str, list[tuple[str, float]]]:
-    """{what is timed: [(column, milliseconds)]} of the columns with a time."""
+def _headline_rows(results: Path, line: _Line) -> dict[str, dict[str, Row]]:
+    """By column of ``HEADLINE``, the rows of the run that its time and its speed-up are from."""
+    apart = {row_title(one.first): one.rows for one in _lines(results, STABLE_FAST)}
     return {
-        row_title(line.first): [
-            (column.strip("*"), value)
-            for column, choices in HEADLINE
-            if (value := milliseconds(line.rows, *choices)) is not None
-        ]
-        for line in _headline(results)
+        title: apart.get(row_title(line.first), {}) if title == label(STABLE_FAST) else line.rows
+        for title, _ in HEADLINE
     }
 
 
+def headline_times(results: Path) -> dict[str, list[tuple[str, float]]]:
+    """{what is timed: [(column, milliseconds)]} of the columns with a time."""
+    found = {}
+    for line in _headline(results):
+        rows = _headline_rows(results, line)
+        times = [(title.strip("*"), milliseconds(rows[title], *choices)) for title, choices in HEADLINE]
+        found[row_title(line.first)] = [(title, time) for title, time in times if time is not None]
+    return found
+
+
 def headline_markdown(results: Path) -> str:
-    """What sdfastgn is there for beside its peers, in few columns."""
-    lines = _headline(results)
-    body = [[row_title(one.first), *(_cell(one.rows, *choices) for _, choices in HEADLINE)] for one in lines]
-    return _markdown([TIMES, *(title for title, _ in HEADLINE)], body, [], lines)
+    """sdfastgn beside its peers, in few columns. Each speed-up is over eager in the same run."""
+    lines, body = _headline(results), []
+    for line in lines:
+        rows = _headline_rows(results, line)
+        body.append([row_title(line.first), *(_cell(rows[title], *choices) for title, choices in HEADLINE)])
+    apart = [run_apart(label(STABLE_FAST), content) for content in documents(results, STABLE_FAST)]
+    notes = [f"{line}; its speed-up is over eager there" for line in apart if body]
+    return _markdown([TIMES, *(title for title, _ in HEADLINE)], body, notes, lines)
 
 
-def peer_markdown(results: Path, peer: str) -> str:
-    """Eager, one peer and sdfastgn side by side in all that was measured, where the peer was tried."""
-    names = ("eager", peer, "sdfastgn")
-    lines = [line for line in _lines(results) if set(names) <= set(line.rows)]
-    body = [
-        [
-            row_title(line.first),
-            *(" / ".join(text(line.rows[name]) for name in names) for text in COMPARED.values()),
-        ]
-        for line in lines
-    ]
-    notes = [f"{row_title(line.first)}: {note}" for line in lines for note in row_notes([line.rows[peer]])]
-    return _markdown([" / ".join(map(label, names)), *COMPARED], body, notes, lines)
+def compared_markdown(results: Path) -> str:
+    """Eager, torch.compile and sdfastgn: what else matters than the time of a call."""
+    return _peer_table(_lines(results), ("compile", "compile_graphs"), [*COMPARED][1:])
+
+
+def stable_fast_markdown(results: Path) -> str:
+    """Eager, stable-fast and sdfastgn in the run that had all three."""
+    return _peer_table(_lines(results, STABLE_FAST), (STABLE_FAST,), [*COMPARED])
+
+
+def _peer_table(every: Sequence[_Line], peers: Sequence[str], shown: Sequence[str]) -> str:
+    """Eager, the first of ``peers`` that was tried, and sdfastgn side by side; no line without a peer."""
+    body, notes, lines = [], [], []
+    for line in every:
+        peer = next((name for name in peers if name in line.rows), None)
+        if peer and {"eager", "sdfastgn"} <= set(line.rows):
+            rows = [line.rows[name] for name in ("eager", peer, "sdfastgn")]
+            body.append(
+                [row_title(line.first), *(_side_by_side(map(COMPARED[name], rows)) for name in shown)]
+            )
+            notes += [f"{row_title(line.first)}: {note}" for note in row_notes([line.rows[peer]])]
+            lines.append(line)
+    return _markdown([" / ".join(("eager", label(peers[0]), "sdfastgn")), *shown], body, notes, lines)
+
+
+def _side_by_side(cells: Iterable[str]) -> str:
+    text = " / ".join(cells)
+    return text if text.strip(f"/ {NOTHING}") else NOTHING
 
 
 # ---- sweeps over batches or steps
@@ -196,14 +224,14 @@ def _rate(ms: float | None, batch: int) -> str:
 
 
 def latency_markdown(results: Path) -> str:
-    """Median and 99th percentile of pipelines at one batch, beside the time of their CUDA graphs alone."""
+    """Median and 90th percentile of pipelines at one batch, beside the time of their CUDA graphs alone."""
     lines = [line for line in _sweeps(results, over_batches=False) if line.first.part == "pipeline"]
     cells = [
         {
             "": _sweep_title(row),
             "variant": label(row.variant),
             "p50 ms": number(row.median_ms, 4),
-            "p99 ms": number(row.p99_ms, 4),
+            "p90 ms": number(row.p90_ms, 4),
             "its graphs alone, ms": number(row.graphs_ms, 4),
             "p50 over that": number(row.median_ms / row.graphs_ms if row.graphs_ms else None),
         }
@@ -212,36 +240,3 @@ def latency_markdown(results: Path) -> str:
         if row.median_ms is not None
     ]
     return _sweep_table(cells, lines)
-
-
-# ---- presets and several processes
-
-
-def presets_markdown(results: Path) -> str:
-    """What others publish beside ours, a line for each of their rows."""
-    found = [Result("", content) for content in documents(results, "preset")]
-    body, notes = [], []
-    for table in (table for result in found for table in preset_tables(result)):
-        published = [f"{name}: {value}" for name, where, value in table.body if where == OTHER_MACHINE]
-        ours = [f"{name}: {value}" for name, where, value in table.body if where != OTHER_MACHINE]
-        title = f"{table.title.removeprefix('preset ')}, {table.header[-1]}"
-        body.append([title, "<br>".join(ours), "<br>".join(published) or NOTHING])
-        notes.append(f"- {table.title.removeprefix('preset ').partition(':')[0]}: {table.caption}.")
-    if not body:
-        return NO_RESULTS
-    header = ["preset, unit", "measured here", f"published, {OTHER_MACHINE}"]
-    sources = dict.fromkeys(f"{source_line(result.content)}." for result in found)
-    return "\n\n".join([markdown_table(header, body), "\n".join(dict.fromkeys(notes)), *sources])
-
-
-def processes_markdown(results: Path) -> str:
-    """Images a second of one process and of several, each with a GPU of its own."""
-    found = rows_of_runs(results, "processes")
-    measured = [(row, source) for row, source in found if row.status == OK and row.process_images_s]
-    alone = {row.variant: row.images_s for row, _ in measured if len(row.process_images_s or ()) == 1}
-    body = []
-    for row, _ in measured:
-        count, one = len(row.process_images_s or ()), alone.get(row.variant)
-        share = number(row.images_s / (count * one)) if row.images_s and one else NOTHING
-        body.append([f"{row_title(row)}, {label(row.variant)}", str(count), number(row.images_s), share])
-    return markdown(["", "GPUs", "images/s", "of linear"], body, [source for _, source in measured])

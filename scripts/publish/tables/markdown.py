@@ -29,3 +29,12 @@ def documents(results: Path, kind: str) -> list[dict[str, Any]]:
     return [
         checked(path, each) for path, each in found if isinstance(each, dict) and each.get("kind") == kind
     ]
+
+
+def run_apart(what: str, content: dict[str, Any]) -> str:
+    """Says that ``what`` was not measured in the run of the rest of its table, but where and when.
+
+    No commit is named, because what was measured is not this project's code.
+    """
+    where = content["environment"]
+    return f"{what}: built by hand and measured in another run, {where['gpu']}, {str(where['date'])[:10]}"

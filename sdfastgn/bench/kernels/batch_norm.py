@@ -1,4 +1,4 @@
-"""The suite of BatchNorm: beside cuDNN's and ATen's, which PyTorch runs where cuDNN is off."""
+"""The suite of BatchNorm. Its competitors are cuDNN and ATen, which PyTorch uses if cuDNN is off."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sdfastgn.bench.kernels.suite import (
     per_channel,
 )
 
-# Running averages: about those of the operands, which have mean 0.5 and deviation 1.5.
+# Values of the running averages, close to those of the inputs, which have mean 0.5 and deviation 1.5.
 _MEAN, _VAR = 0.5, 2.0
 
 
@@ -43,8 +43,8 @@ def _stock(
     training: bool,
 ) -> Tensor:
     y = F.batch_norm(x, *averages, weight, bias, training)
-    # Not ReLU: at its kink the rounding of stock's sum decides over a whole element of the gradient,
-    # which in fp16 is an error of 1 %, the gate's bound.
+    # Not ReLU: near zero the rounding of stock's sum decides whether an element of the gradient is zero. In
+    # fp16 that makes an error of 1 %, which is the bound of the gate.
     return y if residual is None else F.silu(y + residual)
 
 
@@ -57,9 +57,10 @@ def _ours(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None = Non
 
 
 def _in_aten(*operands: Any, **options: Any) -> Tensor:
-    """``_stock`` without cuDNN. ATen's backward is that of the forward which ran."""
+    """``_stock`` without cuDNN. The backward is ATen's too, because the forward decides it."""
     before = torch.backends.cudnn.enabled
-    torch.backends.cudnn.enabled = False  # ``cudnn.flags`` would read switches of TF32 that may raise here
+    # ``cudnn.flags`` cannot be used: it also reads TF32 switches, which may raise an error here.
+    torch.backends.cudnn.enabled = False
     try:
         return _stock(*operands, **options)
     finally:
@@ -69,7 +70,7 @@ def _in_aten(*operands: Any, **options: Any) -> Tensor:
 def _operation(
     task: str, passes: tuple[str, ...], *layouts: str, training: bool = True, residual: bool = False
 ) -> Operation:
-    """cuDNN, ATen and this package in each of ``layouts``, each with averages that its calls update."""
+    """cuDNN, ATen and sdfastgn in each of ``layouts``. Each has its own running averages."""
 
     def with_averages(call: Call) -> Callable[..., Call]:
         return lambda x, *_: functools.partial(call, averages=_averages(x), training=training)
@@ -90,7 +91,7 @@ def _operation(
     )
 
 
-# ResNet-50 with 32 images of 224 x 224.
+# The norms of ResNet-50 with 32 images of 224 x 224.
 _RESNET: tuple[Shape, ...] = (
     (32, 64, 112, 112),
     *((32, C, 56, 56) for C in (64, 128, 256)),
@@ -98,7 +99,7 @@ _RESNET: tuple[Shape, ...] = (
     *((32, C, 14, 14) for C in (256, 512, 1024)),
     *((32, C, 7, 7) for C in (512, 2048)),
 )
-# From few to many of each of samples, channels and positions, as far as fp64 copies fit into memory.
+# Few and many samples, channels and positions, as far as the fp64 copies fit into memory.
 _GRID: tuple[Shape, ...] = (
     *((N, C, 4, 4) for N in (8, 128) for C in (2, 64, 1024)),
     *((N, C, 32, 32) for N in (8, 128) for C in (2, 64, 1024)),

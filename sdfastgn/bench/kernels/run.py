@@ -1,4 +1,4 @@
-"""Times suites with a hot and a cold L2. Every output is checked against fp64 first."""
+"""Times a suite with a hot and a cold L2. Every output is compared with fp64 first."""
 
 from __future__ import annotations
 
@@ -38,17 +38,23 @@ from sdfastgn.models.architectures import DTYPES
 
 Tensors = tuple[Tensor, ...]
 
-# Elements of the largest image that is timed on a CPU.
+# Shapes with more elements are not timed on a CPU.
 CPU_MAX_ELEMENTS = 2**22
-# Bytes that a round of many calls moves at most, so that a round of the largest shape stays short.
+# Most bytes that a round of calls moves, so that rounds of large shapes stay short.
 ROUND_BYTES = 2**31
-# Calls per round, and most rounds, on a CPU. Times there only show that the code runs.
+# Calls in a round, and most rounds, on a CPU. Times there only show that the code runs.
 CPU_CALLS = CPU_REPEATS = 3
 
 
 @dataclass
 class _Inputs:
-    """What one call gets, and by CUDA stream the forwards whose backwards are timed alone."""
+    """The inputs of one call.
+
+    Attributes:
+        operands: the arguments of the forward.
+        grads: gradients of the outputs, for a backward.
+        recorded: CUDA stream -> (leaves, outputs) of a forward whose backward is timed alone.
+    """
 
     operands: Tensors
     grads: Tensors = ()
@@ -63,30 +69,30 @@ def _tuple(outputs: Any) -> Tensors:
 
 
 def _record(call: Call, operands: Tensors) -> tuple[Tensors, Tensors]:
-    """Leaves and outputs of a forward that autograd records.
+    """(leaves, outputs) of a forward that autograd records.
 
-    The leaves are new at each call: autograd remembers the stream on which a leaf was first used,
-    and a leaf of the warm-up, on another stream, would break the capture of a CUDA graph.
+    The leaves are new tensors in each call. Autograd remembers on which stream a leaf was first used: a leaf
+    from the warm-up, on another stream, would break the capture of a CUDA graph.
     """
     leaves = tuple(t.detach().requires_grad_() for t in operands)
     with torch.enable_grad():
         return leaves, _tuple(call(*leaves))
 
 
-def _run(what: str, call: Call, inputs: _Inputs) -> Tensors:
-    """One pass: the outputs, or the gradients of the operands."""
-    if what == FORWARD:
+def _run(pass_name: str, call: Call, inputs: _Inputs) -> Tensors:
+    """Run one pass. Returns the outputs, or for ``DIFFERENTIATED`` passes the gradients of the operands."""
+    if pass_name == FORWARD:
         return _tuple(call(*inputs.operands))
-    # A backward alone runs on its forward's stream, so a capture needs one of its own stream.
+    # A backward runs on the stream of its forward. So a capture needs a forward on the stream of the capture.
     stream = torch.cuda.current_stream().cuda_stream if inputs.operands[0].is_cuda else 0
-    again = what == BACKWARD
-    recorded = inputs.recorded.get(stream) if again else None
+    is_backward_alone = pass_name == BACKWARD
+    recorded = inputs.recorded.get(stream) if is_backward_alone else None
     leaves, outputs = recorded or _record(call, inputs.operands)
-    if what == TRAINING:
+    if pass_name == TRAINING:
         return tuple(output.detach() for output in outputs)
-    if again:
+    if is_backward_alone:
         inputs.recorded[stream] = leaves, outputs
-    return torch.autograd.grad(outputs, leaves, inputs.grads, retain_graph=again)
+    return torch.autograd.grad(outputs, leaves, inputs.grads, retain_graph=is_backward_alone)
 
 
 def _laid_out(t: Tensor, channels_last: bool) -> Tensor:
@@ -95,7 +101,7 @@ def _laid_out(t: Tensor, channels_last: bool) -> Tensor:
 
 
 class _Case:
-    """One operation on one shape: operands, gradients of the outputs, and the fp64 truth."""
+    """One operation on one shape: its operands, the gradients of its outputs, and the results in fp64."""
 
     def __init__(self, operation: Operation, shape: Shape, config: KernelConfig) -> None:
         device, dtype = config.torch_device, DTYPES[config.dtype]
@@ -114,29 +120,29 @@ class _Case:
         self._gradient_names = [f"d{name}" for name in sizes]
         self._truth = {name: out.detach() for name, out in zip(operation.outputs, outputs, strict=True)}
         self._grads: Tensors = ()
-        if any(what in DIFFERENTIATED for what in operation.passes):
+        if any(pass_name in DIFFERENTIATED for pass_name in operation.passes):
             self._grads = tuple(draw(output.shape).to(dtype) for output in outputs)
             gradients = torch.autograd.grad(outputs, leaves, tuple(t.double() for t in self._grads))
             self._truth.update(zip(self._gradient_names, gradients, strict=True))
         self._last: tuple[Provider, Call] | None = None
 
     def _built(self, provider: Provider, operands: Tensors) -> Call:
-        # All passes of one provider share one call: compiling takes seconds.
+        # All passes of one provider share one call, because compiling takes seconds.
         if self._last is None or self._last[0] is not provider:
             self._last = provider, provider.build(*operands)
         return self._last[1]
 
-    def _outputs(self, what: str, call: Call, inputs: _Inputs) -> dict[str, Tensor]:
-        """What a pass is judged by: its outputs, and its gradients if it has any."""
-        timed = _run(what, call, inputs)
+    def _outputs(self, pass_name: str, call: Call, inputs: _Inputs) -> dict[str, Tensor]:
+        """Name -> result of a pass, to be compared with fp64: its outputs, and its gradients if any."""
+        timed = _run(pass_name, call, inputs)
         names = self._operation.outputs
-        if what not in DIFFERENTIATED:
+        if pass_name not in DIFFERENTIATED:
             return dict(zip(names, timed, strict=True))
         outputs = _run(TRAINING, call, inputs)
         return dict(zip((*names, *self._gradient_names), (*outputs, *timed), strict=True))
 
     def _judge(self, row: KernelRow, outputs: dict[str, Tensor]) -> None:
-        """Fills in the row's errors, and why it is wrong where one is out of its bound."""
+        """Fill in the row's errors, and its status and reason if an error exceeds its bound."""
         errors = {name: relative_error(output, self._truth[name]) for name, output in outputs.items()}
         row.errors = {name: error for name, error in errors.items() if math.isfinite(error)}
         row.error = max(errors.values()) if len(row.errors) == len(errors) else None
@@ -148,22 +154,22 @@ class _Case:
                 row.status = WRONG
                 row.reason = f"relative error of {name} {error:.3g} against fp64 is above {bound:g}"
 
-    def measure(self, row: KernelRow, provider: Provider, what: str, suite: Suite) -> None:
-        """Fills in the row's errors and, if these are within their bounds, its times."""
+    def measure(self, row: KernelRow, provider: Provider, pass_name: str, suite: Suite) -> None:
+        """Fill in the row's errors and, if these are within their bounds, its times."""
         device, repeats = self._config.torch_device, self._config.repeats
         operands = tuple(_laid_out(t, provider.channels_last) for t in self._operands)
         call = self._built(provider, operands)
         first = _Inputs(operands)
-        if what in DIFFERENTIATED:
+        if pass_name in DIFFERENTIATED:
             layouts = zip(_run(TRAINING, call, first), self._grads, strict=True)
             first.grads = tuple(torch.empty_like(y).copy_(dy) for y, dy in layouts)
-        self._judge(row, self._outputs(what, call, first))
+        self._judge(row, self._outputs(pass_name, call, first))
         if row.status != OK:
             return
         if provider.is_ours:
             check_kernels_ran(device)
-        moved = self._operation.moved_tensors(what) * self._elements * operands[0].element_size()
-        timed = functools.partial(_run, what, call)
+        moved = self._operation.moved_tensors(pass_name) * self._elements * operands[0].element_size()
+        timed = functools.partial(_run, pass_name, call)
         sets, calls, repeats = 2, CPU_CALLS, min(repeats, CPU_REPEATS)
         if device.type == "cuda":
             seconds, _ = timing.time_once(lambda: timed(first), device)
@@ -180,13 +186,13 @@ class _Case:
 
 
 def calls_a_round(moved: int, seconds: float, round_seconds: float) -> int:
-    """How many calls are timed together, where one moves ``moved`` bytes and takes ``seconds``."""
+    """Number of calls in a round, if one call moves ``moved`` bytes and takes ``seconds``."""
     by_traffic = max(5, min(100, ROUND_BYTES // moved))
     return min(by_traffic, max(2, int(round_seconds / seconds)))
 
 
 def _unavailable(provider: Provider, shape: Shape, config: KernelConfig) -> str | None:
-    """Why ``provider`` cannot be timed on ``shape``, in one line; None where it can."""
+    """Why ``provider`` cannot be timed on ``shape``, in one line; None if it can."""
     reason = provider.reason(config.torch_device)
     if reason is not None or config.torch_device.type == "cuda":
         return reason
@@ -198,11 +204,11 @@ def _unavailable(provider: Provider, shape: Shape, config: KernelConfig) -> str 
 
 @contextlib.contextmanager
 def _measuring(device: torch.device) -> Iterator[None]:
-    """What holds for a whole run: device, switches, no gradients, cheap collections."""
+    """Inside, the device and global switches are set, gradients are off, and garbage collection is fast."""
     with timing.device_scope(device), timing.global_switches(), torch.no_grad():
         timing.spin_up(device)
         if device.type == "cuda":
-            # A graph capture collects garbage, a third of a second with PyTorch's modules.
+            # A graph capture collects garbage. Frozen objects are skipped, which saves a third of a second.
             gc.collect()
             gc.freeze()
         try:
@@ -215,23 +221,27 @@ def run(
     suite: Suite,
     config: KernelConfig,
     *,
-    on_cell: Callable[[str], object] = lambda what: None,
+    on_cell: Callable[[str], object] = lambda cell: None,
     on_row: Callable[[KernelRow], object] = lambda row: None,
     on_shape: Callable[[list[KernelRow]], object] = lambda rows: None,
 ) -> list[KernelRow]:
-    """Times every provider of the config in every task of the suite on every shape.
+    """Time every provider of the config in every task of the suite on every shape.
 
-    The copy is measured first, also where the config does not name it: ratios need it. ``on_row``
-    gets a cell before its ratios are known, ``on_shape`` all rows so far, with theirs.
+    The copy is always measured, and first, because ratios are to the copy.
+
+    Args:
+        on_cell: called with shape and provider before each measurement.
+        on_row: called with each row. Its ratios are not known yet.
+        on_shape: called after each shape with all rows so far. They have ratios.
     """
     rows: list[KernelRow] = []
     with _measuring(config.torch_device):
         for shape in config.shapes:
-            case: tuple[Operation, _Case] | None = None  # one operation's data at a time
+            case: tuple[Operation, _Case] | None = None  # data of the current operation only, to save memory
             first = len(rows)
-            for operation, provider, what in suite.cells_of(config.providers):
+            for operation, provider, pass_name in suite.cells_of(config.providers):
                 on_cell(f"{shape_text(shape)} {provider.name}")
-                row = KernelRow(shape, provider.name, OK, task=operation.label(what))
+                row = KernelRow(shape, provider.name, OK, task=operation.label(pass_name))
                 if (reason := _unavailable(provider, shape, config)) is not None:
                     row.status, row.reason = UNAVAILABLE, reason
                 else:
@@ -239,8 +249,8 @@ def run(
                         if case is None or case[0] is not operation:
                             case = None
                             case = operation, _Case(operation, shape, config)
-                        case[1].measure(row, provider, what, suite)
-                    except Exception as error:  # a provider that breaks on a shape is a row of the table
+                        case[1].measure(row, provider, pass_name, suite)
+                    except Exception as error:  # the other providers and shapes are still measured
                         row.status, row.reason = FAILED, one_line(error)
                 rows.append(row)
                 on_row(row)
@@ -253,7 +263,7 @@ def run(
 
 
 def _add_ratios(rows: Sequence[KernelRow]) -> None:
-    """Times over the copy's, for the rows of one shape."""
+    """Fill in the ratios to the copy, for the rows of one shape."""
     copy = next((row for row in rows if row.provider == COPY and row.status == OK), None)
     for row in rows:
         if copy is not None and row.hot_us and row.cold_us and copy.hot_us and copy.cold_us:

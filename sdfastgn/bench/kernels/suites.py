@@ -17,7 +17,6 @@ from sdfastgn.bench import stable_fast
 from sdfastgn.bench.environment import cuda_package_reason
 from sdfastgn.bench.kernels.batch_norm import BATCH_NORM
 from sdfastgn.bench.kernels.suite import (
-    BACKWARD,
     BOTH,
     COPY,
     ERROR_BOUNDS,
@@ -41,16 +40,16 @@ from sdfastgn.kernels.upsample.nearest import upsample_nearest_2x
 
 GROUPS = 32
 EPS = 1e-5
-# gnNHWC's code for SiLU.
+# The number that stands for SiLU in gnNHWC's arguments.
 _GNNHWC_SILU = 2
-# Largest image, in pixels, for which apex's layer takes its one-pass kernel on sm_80 and later.
+# Pixels of the largest image for which apex's layer uses its one-pass kernel, on sm_80 and later.
 _APEX_ONE_PASS = 1024
 
 
 def _with_statistics(
     task: str, sizes: Callable[[Shape], dict[str, Shape]], plain: Call, ours: Call
 ) -> Operation:
-    """An op that leaves statistics behind, beside the plain one."""
+    """Two providers: the op ``plain``, and ``ours``, which also returns the statistics of its result."""
     others = fixed(f"{task}_with_statistics", lambda *pair: ours(*pair)[0])
     tensors = 3 if task == "add" else 2
     return Operation(sizes, plain, (fixed(task, plain), others), task=task, tensors=tensors, baseline=task)
@@ -85,13 +84,13 @@ def _stable_fast(x: Tensor, weight: Tensor, bias: Tensor) -> Call:
 
 
 def _gnnhwc(*operands: Tensor) -> Call:
-    # channels-last-groupnorm's package compiles itself at its first import.
+    # The package of channels-last-groupnorm. It compiles itself at its first import.
     apply = importlib.import_module("gnnhwc").GN_NHWC_Func.apply
     return lambda x, weight, bias: apply(x, weight, bias, GROUPS, EPS, _GNNHWC_SILU)
 
 
 def _apex(x: Tensor, *others: Tensor) -> Call:
-    """The one of apex's two kernels that its layer takes for ``x``."""
+    """apex's kernel. It has two, and this one is the one that apex's layer uses for the shape of ``x``."""
     module = importlib.import_module("apex.contrib.group_norm.group_norm")
     one_pass = x.shape[2] * x.shape[3] <= _APEX_ONE_PASS
     kernel = module.cuda_group_norm_nhwc_one_pass if one_pass else module.cuda_group_norm_nhwc_two_pass
@@ -102,7 +101,7 @@ def _built_by_hand(name: str, build: Callable[..., Call]) -> Provider:
     return Provider(name, build, functools.partial(cuda_package_reason, name), by_default=False)
 
 
-# Of the UNets of SD1.5 at 512^2 and SDXL at 1024^2 with guidance, and of the VAE's depth.
+# Inputs of norms in the UNets of SD1.5 at 512^2 and SDXL at 1024^2 with guidance, and deep in the VAE.
 _UNET: tuple[Shape, ...] = (
     *((2, C, 8, 8) for C in (1280, 2560)),
     *((2, C, 16, 16) for C in (1280, 1920, 2560)),
@@ -111,7 +110,7 @@ _UNET: tuple[Shape, ...] = (
     *((2, C, 128, 128) for C in (320, 640, 960)),
     *((1, 512, pixels, pixels) for pixels in (64, 128, 256)),
 )
-# The VAE's large images, and a large batch.
+# Inputs of norms near the VAE's output, and a large batch.
 _LARGE: tuple[Shape, ...] = ((1, 256, 512, 512), (1, 512, 512, 512), (1, 128, 1024, 1024), (16, 320, 64, 64))
 
 _TRAINING = Suite(
@@ -134,7 +133,7 @@ _INFERENCE = replace(
         Operation(
             per_channel,
             _group_norm_silu,
-            # stable-fast is last, because its import touches Triton.
+            # stable-fast comes last, because importing it changes Triton.
             (
                 *rivals(_group_norm_silu, _ours_silu),
                 _built_by_hand("gnnhwc", _gnnhwc),
@@ -166,28 +165,6 @@ _INFERENCE = replace(
     ),
     repeats=20,
     round_seconds=0.05,
-)
-
-# The two shapes of PyTorch's issue of that number, on the slowness of channels-last GroupNorm.
-_ISSUE_28201 = replace(
-    _TRAINING,
-    name="issue_28201",
-    title=f"GroupNorm({GROUPS}) of PyTorch's issue 28201",
-    shape_sets={"all": ((128, 256, 28, 28), (256, 512, 56, 56))},
-    operations=(
-        Operation(
-            per_channel,
-            _group_norm,
-            (
-                *both_layouts("eager", _group_norm),
-                *both_layouts("sdfastgn", _ours),
-                inductor(_group_norm, "inductor_nchw", channels_last=False),
-                inductor(_group_norm, "inductor_nhwc"),
-            ),
-            (TRAINING, BACKWARD, BOTH),
-        ),
-    ),
-    dtype="fp32",
 )
 
 
@@ -237,7 +214,7 @@ def _add_layer_norm(
     return _layer_norm(total, weight, bias), total
 
 
-# From few long rows to many short ones, and the tokens of SD1.5's and SDXL's UNets.
+# (rows, D): from few long rows to many short ones, and the tokens in the UNets of SD1.5 and SDXL.
 _ROWS: tuple[Shape, ...] = tuple((10**power, 10 ** (8 - power)) for power in range(1, 8))
 _TOKENS: tuple[Shape, ...] = ((8192, 320), (2048, 640), (8192, 640), (2048, 1280))
 
@@ -272,7 +249,7 @@ _LAYER_NORM = Suite(
 )
 
 
-# ---- upsampling by two, and the convolution behind it
+# ---- upsampling by two, and the convolution after it
 
 
 def _upsample(x: Tensor) -> Tensor:
@@ -283,7 +260,8 @@ def _upsample_conv(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.conv2d(_upsample(x), weight, bias, padding=1)
 
 
-# What the VAE decodes 512 x 512 and 1024 x 1024 from, and what the UNets of SD1.5 and SDXL double.
+# Images that are upsampled in the VAE's decoder, for 512 x 512 and 1024 x 1024 pixels, and in the UNets of
+# SD1.5 and SDXL.
 _DECODER: tuple[Shape, ...] = (
     *((1, 512, pixels, pixels) for pixels in (64, 128, 256)),
     *((1, 256, pixels, pixels) for pixels in (256, 512)),
@@ -312,7 +290,7 @@ _UPSAMPLE = Suite(
             rivals(_upsample_conv, upsample_conv2d),
             task="upsample + conv",
             tensors=5,
-            # Convolutions of fp32 run in TF32, whose mantissa is that of fp16.
+            # fp32 convolutions run in TF32, which has as many bits of mantissa as fp16.
             bounds={**ERROR_BOUNDS, "fp32": 2e-3},
         ),
     ),
@@ -341,5 +319,5 @@ _ATTENTION = Suite(
     baseline="sdpa",
 )
 
-_EVERY = (_INFERENCE, _TRAINING, _INSTANCE_NORM, _LAYER_NORM, BATCH_NORM, _ISSUE_28201, _UPSAMPLE, _ATTENTION)
+_EVERY = (_INFERENCE, _TRAINING, _INSTANCE_NORM, _LAYER_NORM, BATCH_NORM, _UPSAMPLE, _ATTENTION)
 SUITES: dict[str, Suite] = {suite.name: suite for suite in _EVERY}

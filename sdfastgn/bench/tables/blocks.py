@@ -1,4 +1,4 @@
-"""A table that fits any width."""
+"""A table for terminals of any width."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-# Characters that a table's frame takes: for each column, and at its end.
+# Characters that a table's frame takes: per column, and once at the end.
 COLUMN_FRAME, TABLE_FRAME = 3, 1
 
 
@@ -21,11 +21,11 @@ def _total(widths: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class Blocks:
-    """A table that is never cut: columns that find no room stand in a further block below it.
+    """A table that is never cut off: columns that do not fit are shown in a further block below.
 
     Attributes:
         body: rows, which may be shorter than the header.
-        left: number of the first columns that are text. They stand in every block.
+        left: the first ``left`` columns are text. They are repeated in every block.
         notes: lines below the table.
     """
 
@@ -50,11 +50,11 @@ class Blocks:
         if self.caption:
             yield Text(self.caption, style="dim italic")
         for line in self.notes:
-            # As text: names of kernels and reasons hold brackets, which are no markup.
+            # As Text, because rich would read brackets in names of kernels as markup.
             yield Text(line, style="dim", overflow="fold")
 
     def _widths(self, room: int) -> list[int]:
-        """Of the columns. Text is folded between words, numbers where a cell is wider than a line."""
+        """Widths of the columns. Texts may be folded between words, numbers only if wider than ``room``."""
         rows = [self.header, *self.body]
         columns = [[row[i] for row in rows if i < len(row)] for i in range(len(self.header))]
         widths = [max(map(cell_len, column)) for column in columns]

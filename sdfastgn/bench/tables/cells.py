@@ -1,10 +1,11 @@
-"""What all tables of results share: numbers, marks, and the line that says where a run was made."""
+"""What all tables of results share: how numbers are written, marks, and the line on where a run was made."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+# The text of a cell without a value, and the mark behind a time that a competitor beats.
 NOTHING = "-"
 LOSS = "†"
 
@@ -23,13 +24,13 @@ def error_text(value: float | None) -> str:
 
 
 def without_empty_columns(rows: Sequence[dict[str, str]]) -> tuple[list[str], list[list[str]]]:
-    """Header and body of a table, without columns in which no row has a value."""
+    """(header, body) of a table, without columns in which no row has a value. ``rows``: title -> cell."""
     header = [name for name in (rows[0] if rows else ()) if any(row[name] != NOTHING for row in rows)]
     return header, [[row[name] for name in header] for row in rows]
 
 
 def source_line(content: dict[str, Any]) -> str:
-    """Where and with what a run was made."""
+    """One line: the machine, the versions, the commit and the date of a run."""
     env = content["environment"]
     packages = env.get("packages", {})
     names = ("torch", "triton", "diffusers")

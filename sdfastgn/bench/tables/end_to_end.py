@@ -10,14 +10,15 @@ from sdfastgn.bench.tables.blocks import Blocks
 from sdfastgn.bench.tables.cells import NOTHING, error_text, number, without_empty_columns
 from sdfastgn.bench.tables.speed_up import eager_of, speed_up, uncertain_notes
 from sdfastgn.bench.variants import label
+from sdfastgn.reports import grouped
 
 GATE = "correctness gate, before any time"
 
 
 def end_to_end_table(rows: Sequence[Row], title: str, gate: str = "") -> Blocks:
-    """One part's rows, without empty columns, and below them what a reader has to know of the times.
+    """The rows of one part, without empty columns, with notes below.
 
-    ``gate`` is the correctness gate in words, where the run tells.
+    ``gate``: the correctness gate in words; empty if the run does not say.
     """
     eager = eager_of(rows)
     cells = [
@@ -50,7 +51,7 @@ def end_to_end_table(rows: Sequence[Row], title: str, gate: str = "") -> Blocks:
 
 
 def row_notes(rows: Iterable[Row]) -> list[str]:
-    """What variants did to the model, each process's images/s, or why a time or a breakdown is missing."""
+    """Notes on rows: what the variant did, images/s of each process, why a time or breakdown is missing."""
     texts = []
     for row in rows:
         texts.append((row.variant, row.note if row.status == OK else f"{row.status}: {row.reason}"))
@@ -61,15 +62,12 @@ def row_notes(rows: Iterable[Row]) -> list[str]:
 
 
 def row_line(row: Row) -> str:
-    """A row as soon as it is measured."""
+    """A row in one line, shown as soon as it is measured."""
     found = f"{number(row.median_ms, 4)} ms" if row.status == OK else f"{row.status}: {row.reason}"
     return f"{row.part}: {row.variant}: {found}"
 
 
 def graph_notes(rows: Iterable[Row]) -> list[str]:
-    """Why there is no graph time, one line a reason, with the variants that it holds for."""
-    by_reason: dict[str, list[str]] = {}
-    for row in rows:
-        if row.graph_reason:
-            by_reason.setdefault(row.graph_reason, []).append(row.variant)
-    return [f"no graph time for {', '.join(names)}: {reason}" for reason, names in by_reason.items()]
+    """A line for each reason why there is no graph time, with the variants that have it."""
+    variants = grouped((row.graph_reason, row.variant) for row in rows if row.graph_reason)
+    return [f"no graph time for {', '.join(names)}: {reason}" for reason, names in variants.items()]

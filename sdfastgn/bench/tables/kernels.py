@@ -1,4 +1,4 @@
-"""Measured rows of a kernel suite, evaluated: time ratios, fastest peers, means, tables for the terminal."""
+"""Evaluates the rows of a kernel suite: time ratios, fastest peers, means, and tables for the terminal."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from sdfastgn.bench.kernels.suite import COPY, OURS, KernelRow, Shape, Suite, sh
 from sdfastgn.bench.tables.blocks import Blocks
 from sdfastgn.bench.tables.cells import LOSS, NOTHING, number, without_empty_columns
 
-# A line of a table: rows of one shape and task by provider, the copy among them.
+# A line of a table: provider -> row, for one shape and task. The copy is a provider too.
 Line = dict[str, KernelRow]
-# Two providers or ratios: with a hot and with a cold L2.
+# Two providers, or two ratios: one with a hot L2, one with a cold L2.
 Overs = tuple[str | None, str | None]
 Pair = tuple[float | None, float | None]
 
@@ -24,7 +24,7 @@ Pair = tuple[float | None, float | None]
 
 
 def lines(rows: Iterable[KernelRow]) -> dict[tuple[Shape, str], Line]:
-    """Rows of each shape and task by provider, the copy of the shape among them."""
+    """(shape, task) -> ``Line``. Each line includes the copy of its shape."""
     rows = list(rows)
     copies = {row.shape: row for row in rows if row.provider == COPY}
     found: dict[tuple[Shape, str], Line] = {}
@@ -36,13 +36,13 @@ def lines(rows: Iterable[KernelRow]) -> dict[tuple[Shape, str], Line]:
 
 
 def timed_names(rows: Iterable[KernelRow]) -> list[str]:
-    """Providers with at least one time, ours last."""
+    """Names of providers with at least one time, sdfastgn's last."""
     names = dict.fromkeys(row.provider for row in rows if row.status == OK)
     return sorted(names, key=lambda name: name.startswith(OURS))
 
 
 def ratio(line: Line, name: str, over: str | Overs) -> Pair:
-    """Hot and cold time of ``name`` over that of ``over``; None where one of the two is missing."""
+    """The time of ``name`` divided by the time of ``over``, (hot, cold); None if one time is missing."""
     found: list[float | None] = []
     for index, other in enumerate((over, over) if isinstance(over, str) else over):
         times = [line[key].times[index] if key in line else None for key in (name, other or "")]
@@ -51,7 +51,7 @@ def ratio(line: Line, name: str, over: str | Overs) -> Pair:
 
 
 def best_peers(line: Line) -> Overs:
-    """The fastest correct provider, hot and cold, that is neither the copy nor ours; None without one."""
+    """The fastest competitor whose output is right, (hot, cold); None if there is none."""
     peers = [
         row for name, row in line.items() if name != COPY and not name.startswith(OURS) and row.status == OK
     ]
@@ -63,7 +63,7 @@ def best_peers(line: Line) -> Overs:
 
 
 def means(suite: Suite, rows: Iterable[KernelRow], over: str) -> dict[str, dict[str, dict[str, Any]]]:
-    """Geometric means of time over that of ``over``, by set of shapes, task and provider."""
+    """Geometric means of the ratio to ``over``: set of shapes -> task -> provider -> the means."""
     by_line = lines(rows)
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for set_name, shapes in suite.shape_sets.items():
@@ -81,7 +81,7 @@ def means(suite: Suite, rows: Iterable[KernelRow], over: str) -> dict[str, dict[
 
 
 def summary(suite: Suite, rows: Iterable[KernelRow]) -> dict[str, Any]:
-    """Geometric means over the copy and over the suite's baseline, as JSON-ready data."""
+    """Geometric means of the ratios to the copy and to the suite's baseline, as JSON-ready data."""
     rows = list(rows)
     return {f"geometric_mean_of_ratio_to_{over}": means(suite, rows, over) for over in (COPY, suite.baseline)}
 
@@ -90,7 +90,7 @@ def summary(suite: Suite, rows: Iterable[KernelRow]) -> dict[str, Any]:
 
 
 def cell_line(row: KernelRow) -> str:
-    """A cell as soon as it is measured; empty where it cannot be."""
+    """A cell in one line, shown as soon as it is measured; empty if it is unavailable."""
     if row.status == UNAVAILABLE:
         return ""
     found = f"{_pair(row.times)} us" if row.status == OK else f"{row.status}: {row.reason}"
@@ -98,8 +98,8 @@ def cell_line(row: KernelRow) -> str:
 
 
 def missing_cells(rows: Iterable[KernelRow]) -> list[str]:
-    """Why cells are empty, one line for each provider and reason."""
-    # Keys of a dict: a shape may have several rows, one for each task.
+    """A line for each provider and reason why cells are empty."""
+    # Shapes are keys of a dict, because a shape may have several rows, one for each task.
     by_reason: dict[tuple[str, str], dict[str, None]] = {}
     for row in rows:
         if row.status != OK:
@@ -115,7 +115,7 @@ def missing_cells(rows: Iterable[KernelRow]) -> list[str]:
 
 
 def competing(suite: Suite, rows: Iterable[KernelRow]) -> list[KernelRow]:
-    """The copy's rows and those of the suite's operations, without its extras."""
+    """The rows of the copy and of the suite's ``operations``, without its ``extras``."""
     return [row for row in rows if row.task in (COPY, *suite.ideals)]
 
 
@@ -128,12 +128,16 @@ def _cell(line: Line, name: str) -> str:
 
 
 def _pair(pair: Pair) -> str:
-    """``hot (cold)``"""
+    """Two numbers as text: ``hot (cold)``."""
     return f"{number(pair[0])} ({number(pair[1])})" if all(pair) else NOTHING
 
 
 def times_table(suite: Suite, rows: Sequence[KernelRow], *, bold: bool = False) -> Blocks:
-    """Shapes and tasks x providers: microseconds hot (cold), ratios of ours, geometric means."""
+    """Microseconds, hot (cold), of each provider, a row for each shape and task.
+
+    Further columns have sdfastgn's ratios, further rows the geometric means. ``bold``: mark the fastest
+    competitor in Markdown.
+    """
     names = timed_names(rows)
     ours = [name for name in names if name.startswith(OURS)]
     header = [suite.axes, "what", *names]
@@ -165,7 +169,7 @@ def suite_legend(suite: Suite) -> str:
 
 
 def suite_tables(suite: Suite, rows: Sequence[KernelRow], title: str, dtype: str) -> list[Blocks]:
-    """What the suite's operations took, and its extras beside the plain ops where one was timed."""
+    """The table of the suite's operations, and the table of its extras if any was timed."""
     caption = f"microseconds, hot L2 (cold L2); {suite_legend(suite)}"
     notes = [*missing_cells(rows), f"gate: relative error against fp64 at most {suite.gate(dtype)}"]
     shown = times_table(suite, competing(suite, rows))
@@ -174,7 +178,10 @@ def suite_tables(suite: Suite, rows: Sequence[KernelRow], title: str, dtype: str
 
 
 def extras_tables(suite: Suite, rows: Sequence[KernelRow]) -> list[Blocks]:
-    """Shapes x extras: microseconds hot, and their ratio to the plain op's; none if none was timed."""
+    """Microseconds of the extras, hot, and their ratio to the plain op, a row for each shape.
+
+    Empty if no extra was timed.
+    """
     found, cells = lines(rows), []
     for shape in dict.fromkeys(row.shape for row in rows):
         cell = {spaced(suite.axes): shape_text(shape)}

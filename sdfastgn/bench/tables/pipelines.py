@@ -1,6 +1,7 @@
-"""First images, and what the CPU does around the models, as tables.
+"""Tables of two measurements of pipelines: the first images, and the CPU's work around the models.
 
-``scripts/publish`` measures both. The rows are here because ``sdfastgn report`` shows them.
+``scripts/publish`` makes both measurements. Their rows are defined here because ``sdfastgn report`` shows
+them.
 """
 
 from __future__ import annotations
@@ -14,19 +15,20 @@ from sdfastgn.bench.tables.blocks import Blocks
 from sdfastgn.bench.tables.cells import NOTHING, number
 from sdfastgn.bench.variants import label
 
-# Milliseconds below which a function is in no line of its own, whoever calls it.
+# A function gets a line in the table if it takes at least this many milliseconds in one of the variants.
 _LEAST_MS = 0.1
 
 
 @dataclass(frozen=True)
 class WaitRow:
-    """What one process measured; without a time where the last image is wrong.
+    """How long one process waits for its first images. It has no times if the last image is wrong.
 
     Attributes:
-        image_s: seconds of each of the first images, ``optimize`` in the first.
-        new_size_s: seconds of each of the first UNet steps at a size like none before.
-        peak_mib, reserved_mib: most that the CUDA allocator handed out, and held; None on the CPU.
-        psnr_db: last image against stock's; None for stock or where they are equal.
+        image_s: seconds of each of the first images. The first includes ``optimize``.
+        new_size_s: seconds of each of the first UNet steps at a size that is new to the process.
+        peak_mib, reserved_mib: most memory that the CUDA allocator handed out, and that it held; None on the
+            CPU.
+        psnr_db: PSNR of the last image against stock's; None for stock, or if they are equal.
     """
 
     variant: str
@@ -40,18 +42,18 @@ class WaitRow:
 
     @property
     def second_image_s(self) -> float:
-        """Seconds until the second image is there."""
+        """Seconds until the second image is done."""
         return sum(self.image_s[:2])
 
     @property
     def new_size_over_s(self) -> float:
-        """Seconds that the first steps at a new size take beyond as many of the last one."""
+        """Additional seconds of the first steps at a new size. The last step shows the usual time."""
         return sum(self.new_size_s) - len(self.new_size_s) * self.new_size_s[-1]
 
 
 @dataclass
 class HostRow:
-    """Milliseconds of an image in one way, as a whole and by the functions that the pipeline calls."""
+    """Milliseconds of an image with one variant: the total, and by function that the pipeline calls."""
 
     variant: str
     total_ms: float
@@ -59,7 +61,7 @@ class HostRow:
 
 
 def pipeline_table(content: dict[str, Any]) -> Blocks:
-    """The one table of a result whose kind is among ``PIPELINE_TABLES``."""
+    """The table of a result whose kind is in ``PIPELINE_TABLES``."""
     title, row, table = PIPELINE_TABLES[content["kind"]]
     (part,) = content["config"]["parts"]
     shown = table([row(**values) for values in content["rows"]])
@@ -67,7 +69,7 @@ def pipeline_table(content: dict[str, Any]) -> Blocks:
 
 
 def warm_up_table(rows: Sequence[WaitRow]) -> Blocks:
-    """A line for each way; without times where the image was wrong."""
+    """A line for each variant, without times if its image was wrong."""
     seconds = ("second image after s", "over eager s", "third image s", "new size, over replays s")
     header = ("variant", *seconds, "peak MiB", "reserved MiB", "PSNR dB")
     notes = [f"{row.variant}: {row.status}: {row.reason}" for row in rows if row.status != OK]
@@ -86,7 +88,7 @@ def _wait_cells(row: WaitRow, eager: WaitRow) -> list[str]:
 
 
 def host_table(rows: Sequence[HostRow]) -> Blocks:
-    """A line for each function that takes long enough in one way; first the image, then all functions."""
+    """A line for the whole image, and one for each function that takes at least ``_LEAST_MS``."""
     names = dict.fromkeys(name for row in rows for name, ms in row.functions.items() if ms >= _LEAST_MS)
     body = [
         ["the image", *(number(row.total_ms) for row in rows)],
@@ -95,7 +97,7 @@ def host_table(rows: Sequence[HostRow]) -> Blocks:
     return Blocks(["ms an image", *(label(row.variant) for row in rows)], body)
 
 
-# Kinds of results that have one such table: its title, what makes a row, and what makes the table.
+# Kind of a result -> (title, class of its rows, function that makes the table).
 PIPELINE_TABLES: dict[str, tuple[str, type, Callable[[Sequence[Any]], Blocks]]] = {
     "warm_up": ("first images", WaitRow, warm_up_table),
     "host": ("what the pipeline calls", HostRow, host_table),

@@ -1,6 +1,6 @@
-"""Pictures of a run: the roofline of kernels and the breakdown of ``--profile``.
+"""Pictures of a run: the roofline of kernels, and the breakdown of ``--profile``.
 
-They need matplotlib (the extra ``plot``).
+They need matplotlib, which the extra ``plot`` installs.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from sdfastgn.bench.kernels.suite import COPY, FORWARD, OURS, KernelRow
 from sdfastgn.bench.run import Row
 from sdfastgn.bench.tables.profile import breakdown_of, lowest_floor, row_title
 
-# Colors that stay apart in print and for the color-blind (Okabe and Ito).
+# Colors that can be told apart in print and by the color-blind (Okabe and Ito).
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999")
-# The same color for a category in every picture. What is not in a kernel of known use is pale.
+# Category -> its color in every picture. Unknown kernels and gaps are gray.
 CATEGORY_COLORS = {**dict(zip(CATEGORIES, COLORS, strict=False)), OTHER: "#555555", GAPS: "#DDDDDD"}
 
 
 def plot_reason() -> str | None:
-    """None where pictures can be drawn, else why not."""
+    """Why pictures cannot be drawn; None if they can."""
     try:
         import matplotlib as _  # noqa: F401
     except ImportError:
@@ -36,9 +36,9 @@ def save(figure: Any, path: Path) -> None:
 
 
 def roofline(rows: Sequence[KernelRow], path: Path, title: str) -> None:
-    """Writes a PNG: gigabytes a second of each provider over the bytes that a call has to move.
+    """Write a PNG: GB/s of each provider over the bytes that a call has to move at least.
 
-    The roof is what a copy reaches, which reads x once and writes y once.
+    The roof is the line of the copy, which reads x once and writes y once.
     """
     from matplotlib.figure import Figure
 
@@ -64,16 +64,15 @@ def roofline(rows: Sequence[KernelRow], path: Path, title: str) -> None:
 
 
 def _megabytes(row: KernelRow) -> float:
-    """What the call has to move: GB/s times microseconds is kilobytes."""
+    """Megabytes that the call has to move. (GB/s times microseconds gives kilobytes.)"""
     return (row.hot_gbps or 0) * (row.hot_us or 0) / 1e3
 
 
 def breakdown(rows: Sequence[Row], path: Path, title: str) -> None:
-    """Writes a PNG: where a call's time goes, a stacked bar a variant, a panel a part.
+    """Write a PNG of where a call's time goes: a panel for each part, with a stacked bar for each variant.
 
-    A stroke marks the variant's floor, a dashed line the lowest of all.
-
-    Rows without a breakdown are left out. Raises ValueError where no row has one.
+    A stroke marks the floor of each variant, a dashed line the lowest of all floors. Rows without a breakdown
+    are left out. Raises ValueError if no row has one.
     """
     from matplotlib.figure import Figure
 

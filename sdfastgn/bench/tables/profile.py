@@ -18,37 +18,37 @@ FLOOR_NAMES = " + ".join(FLOOR)
 MODEL_LABELS = {"sd15": "SD1.5", "sdxl": "SDXL", "lcm": "LCM", "sd_turbo": "SD-Turbo"}
 PART_LABELS = {"unet": "UNet step", "vae": "VAE decode", "pipeline": "pipeline", "train": "training step"}
 
-# C++ templates make names of a thousand characters; the JSON has them whole.
+# Characters of a kernel's name in a table. Names of C++ templates may have a thousand; the JSON has them all.
 _NAME_LENGTH = 110
 _OTHERS_SHOWN = 5
 
 
 def row_title(row: Row) -> str:
-    """What a row's part is: model, part, size, batch, dtype."""
+    """What a row measures: model, part, size, batch and dtype, in words."""
     model = MODEL_LABELS.get(row.model, row.model)
     what = f"VAE decode, {model}" if row.part == "vae" else f"{model} {PART_LABELS[row.part]}"
     return f"{what} {row.size}², batch {row.batch}, {row.dtype}"
 
 
 def breakdown_of(row: Row) -> Breakdown | None:
-    """A row's breakdown; None where it has none, and always where its output was not right."""
+    """A row's breakdown; None if it has none, or if its output was wrong."""
     return Breakdown(**row.profile) if row.profile is not None and row.status == OK else None
 
 
 def _found(rows: Sequence[Row]) -> list[tuple[str, Breakdown]]:
-    """Labels of variants and breakdowns, of the rows that have one."""
+    """(label of the variant, breakdown) for each row that has a breakdown."""
     pairs = [(label(row.variant), breakdown_of(row)) for row in rows]
     return [(name, found) for name, found in pairs if found is not None]
 
 
 def lowest_floor(rows: Sequence[Row]) -> tuple[str, float] | None:
-    """The variant with the lowest floor, and that floor; None where there is no breakdown."""
+    """(label of the variant with the lowest floor, the floor in ms); None if there is no breakdown."""
     floors = [(label, found.floor_ms) for label, found in _found(rows)]
     return min(floors, key=lambda pair: pair[1], default=None)
 
 
 def profile_table(rows: Sequence[Row], title: str) -> Blocks | None:
-    """One part's variants x categories, without empty columns; None where there is no breakdown."""
+    """Milliseconds per category, a row for each variant of one part. None if there is no breakdown."""
     found = _found(rows)
     shown = [name for name in (*CATEGORIES, GAPS) if name != OTHER or any(one.other for _, one in found)]
     cells = [
@@ -84,7 +84,7 @@ def floor_line(rows: Sequence[Row]) -> list[str]:
 
 
 def _notes(rows: Sequence[Row]) -> list[str]:
-    """Lines under the table: the lowest floor and uncategorized names."""
+    """Lines under the table: the lowest floor, and kernels without a category."""
     lines = floor_line(rows)
     for name, found in _found(rows):
         for entry in found.other[:_OTHERS_SHOWN]:

@@ -1,4 +1,4 @@
-"""Results of any kind as tables, each on its own, beside one another, and beside published numbers."""
+"""Tables of results of any kind: of a single run, of several runs in comparison, and of published numbers."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from sdfastgn.bench.tables.profile import profile_table, row_title
 from sdfastgn.bench.variants import VARIANTS, label
 from sdfastgn.program import OptionError, counted
 
-# Kinds of results that hold rows of ``bench``.
+# Kinds of results that ``bench`` writes.
 BENCH_KINDS = ("end_to_end", "profile", "preset", "processes", "sweep")
 OTHER_MACHINE = "other machine"
 NO_GPU = "no GPU: sdfastgn runs stock's own code here, so its times should be about eager's (1x)"
-# Settings of a preset that change no number.
+# Settings of a preset that may differ, because they do not change the numbers.
 _FREE_SETTINGS = ("repeats",)
 
 
 @dataclass(frozen=True)
 class Result:
-    """A run's JSON, what tables call it, and the ``page.figures`` of its pipelines by case."""
+    """A run: its name in tables, its JSON, and ``page.figures`` of its pipelines by ``case_title``."""
 
     name: str
     content: dict[str, Any]
@@ -45,32 +45,32 @@ class Result:
 
     @property
     def warnings(self) -> list[str]:
-        """What a reader has to know before any number."""
+        """Lines that a reader must see before the numbers."""
         on_cpu = self.content["environment"].get("device") == "cpu"
         return [NO_GPU] if on_cpu and self.content["kind"] in BENCH_KINDS else []
 
 
 def read_result(path: Path, name: str) -> Result:
-    """The run at ``path`` with its images. Raises OptionError, which names the file that is damaged."""
+    """The run at ``path`` with its images. Raises OptionError, which names the file, if one is damaged."""
     result, images = Result(name, read_json(path)), images_path(path)
     damaged = path
     try:
         for table in tables_of(result):
-            "".join(cell for row in table.body for cell in row)  # raises where one is no text
+            "".join(cell for row in table.body for cell in row)  # raises an error if a cell is no text
         times_of(result), source_line(result.content)
         damaged = images
         for title, shown in (load(images) if images.exists() else {}).items():
             result.figures[title] = [(caption, note, source) for caption, note, source in shown]
     except OptionError:
         raise
-    except Exception as error:  # JSON can have anything at any place
+    except Exception as error:  # in a damaged file any value may have any type
         why = "a field is missing, unknown or of another type"
         raise OptionError(f"{str(damaged)!r} holds no whole result of sdfastgn: {why}") from error
     return result
 
 
-def _part_of(row: Row, content: dict[str, Any]) -> dict[str, Any]:
-    """The config that a row was measured with; empty where the run does not tell."""
+def _config_of(row: Row, content: dict[str, Any]) -> dict[str, Any]:
+    """The config that a row was measured with; empty if the run does not have it."""
     names = ("model", "part", "size", "batch", "dtype")
     parts = content["config"].get("parts", [])
     found = [each for each in parts if all(each[name] == getattr(row, name) for name in names)]
@@ -78,8 +78,8 @@ def _part_of(row: Row, content: dict[str, Any]) -> dict[str, Any]:
 
 
 def case_title(row: Row, content: dict[str, Any]) -> str:
-    """What a row is a time of, with all that decides it; results are compared where this is equal."""
-    part = _part_of(row, content)
+    """What a row measures, in words. Rows of two results are compared if this is equal."""
+    part = _config_of(row, content)
     count = len(row.process_images_s or ())
     processes = f", {counted(count, 'process', 'processes')}" if count else ""
     if row.part != "pipeline" or not part:
@@ -88,11 +88,12 @@ def case_title(row: Row, content: dict[str, Any]) -> str:
     return f"{row_title(row)}, {counted(part['steps'], 'step')}{scheduler}{processes}"
 
 
-def _untouched(rows: Sequence[Row]) -> list[Row]:
-    """Rows of a run with profiles without the times that these may have changed.
+def _without_slowed_times(rows: Sequence[Row]) -> list[Row]:
+    """``rows`` of a run, without times that its profiles may have changed.
 
-    Once it has recorded, the profiler's library costs the CPU time at each launch. What a graph
-    replays has none; before a part's first recording there is next to nothing to change.
+    After its first recording the profiler costs CPU time at each launch, so later times are too long. Times
+    before the first recording stay, and so does the first row of each part. Variants that replay graphs
+    launch no kernels one by one, so their times stay too.
     """
     replays = {variant.name for variant in VARIANTS.values() if variant.replays_graph}
     first = {row.part: row for row in reversed(rows)}
@@ -106,10 +107,10 @@ def _untouched(rows: Sequence[Row]) -> list[Row]:
 
 
 def cases_of(result: Result) -> dict[str, list[Row]]:
-    """Rows of ``bench`` by what they are times of; times that a profiler has changed are left out."""
+    """``case_title`` -> rows of a ``bench`` result, without times that a profiler has changed."""
     if result.content["kind"] not in BENCH_KINDS:
         return {}
-    rows = _untouched([Row(**values) for values in result.content["rows"]])
+    rows = _without_slowed_times([Row(**values) for values in result.content["rows"]])
     cases: dict[str, list[Row]] = {}
     for row in rows:
         cases.setdefault(case_title(row, result.content), []).append(row)
@@ -122,12 +123,12 @@ def _kernels_of(result: Result) -> tuple[Suite, list[KernelRow]] | None:
 
 
 def tables_of(result: Result) -> list[Blocks]:
-    """Everything that a result holds. Raises OptionError for a kind that has no table."""
+    """All tables of a result. Raises OptionError for a kind of result that has none."""
     kind, config = result.content["kind"], result.content.get("config", {})
     if kind in BENCH_KINDS:
         tables = []
         for title, rows in cases_of(result).items():
-            gate = _part_of(rows[0], result.content).get("gate", "")
+            gate = _config_of(rows[0], result.content).get("gate", "")
             profile = profile_table(rows, f"where the time of {title} goes")
             tables += [end_to_end_table(rows, title, gate), *([profile] if profile else [])]
         return tables + preset_tables(result)
@@ -139,11 +140,11 @@ def tables_of(result: Result) -> list[Blocks]:
 
 
 def preset_tables(result: Result) -> list[Blocks]:
-    """Our numbers beside the published ones in their unit, for each part that ran as a preset."""
+    """A table for each part that ran as a preset: our numbers beside the published ones, in their unit."""
     tables = []
     cases = cases_of(result) if result.content["kind"] == "preset" else {}
     for title, rows in cases.items():
-        part = _part_of(rows[0], result.content)
+        part = _config_of(rows[0], result.content)
         preset = PRESETS.get(part.get("preset", ""))
         if preset is None:
             continue
@@ -162,7 +163,7 @@ def preset_tables(result: Result) -> list[Blocks]:
 
 
 def times_of(result: Result) -> dict[tuple[str, str], float]:
-    """Milliseconds of models, or microseconds of kernels with a hot L2, by what and who."""
+    """(what was timed, variant or provider) -> milliseconds, or microseconds of kernels with a hot L2."""
     if found := _kernels_of(result):
         rows = [row for row in found[1] if row.status == OK]
         return {(f"{shape_text(row.shape)} {row.task}", row.provider): row.times[0] or 0.0 for row in rows}
@@ -175,7 +176,10 @@ def times_of(result: Result) -> dict[tuple[str, str], float]:
 
 
 def comparison(results: Sequence[Result]) -> Blocks:
-    """The times of all results side by side, and each over the first one's; empty if none share anything."""
+    """The times of all results side by side, and their ratios to the first result.
+
+    Only what at least two results have timed is in the table; it is empty if there is nothing.
+    """
     first, *others = results
     times = [times_of(result) for result in results]
     marks = [result.name + f", {OTHER_MACHINE}" * (result.machine != first.machine) for result in results]
@@ -186,15 +190,15 @@ def comparison(results: Sequence[Result]) -> Blocks:
     body = []
     for key in (key for title in titles for key in keys if key[0] == title):
         values = [each.get(key) for each in times]
-        ratios = [_in_words(value / values[0]) if value and values[0] else NOTHING for value in values[1:]]
+        ratios = [_ratio_text(value / values[0]) if value and values[0] else NOTHING for value in values[1:]]
         body.append([*key, *(number(value, 4) for value in values), *ratios])
-    caption = f"milliseconds, of kernels microseconds with a hot L2; slower or faster than {first.name}"
+    caption = f"milliseconds (kernels: microseconds with a hot L2); slower or faster than {first.name}"
     if any(result.machine != first.machine for result in results):
-        caption += f"; {OTHER_MACHINE}: its GPU is not that of {first.name}"
+        caption += f"; {OTHER_MACHINE}: another GPU than in {first.name}"
     return Blocks(header, body, "comparison", caption, left=2)
 
 
-def _in_words(ratio: float) -> str:
-    """A time over another one."""
+def _ratio_text(ratio: float) -> str:
+    """The ratio of two times, with a word."""
     text = f"{ratio:.2f}"
     return f"{text}, {'equal' if text == '1.00' else 'slower' if ratio > 1 else 'faster'}"

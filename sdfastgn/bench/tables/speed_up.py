@@ -1,4 +1,4 @@
-"""How many times eager's speed a variant has, and whether its times agree well enough to say so."""
+"""The speed-up of a variant over eager, and whether the times vary too much to state it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class SpeedUp:
     """Eager's time over a variant's.
 
     Attributes:
-        value: by the medians.
-        least, most: by the 10th and 90th percentiles of both times, the lowest and the highest ratio.
+        value: the ratio of the medians.
+        least, most: the lowest and highest ratio that the 10th and 90th percentiles of both times allow.
     """
 
     value: float
@@ -40,9 +40,9 @@ def eager_of(rows: Iterable[Row]) -> Row | None:
 
 
 def speed_up(row: Row, eager: Row | None, *, as_graph: bool = False) -> SpeedUp | None:
-    """Of a row's call, or of its replay as a CUDA graph, whose time has no percentiles.
+    """The speed-up of a row's call, or with ``as_graph`` of its replay as a CUDA graph.
 
-    None where one of the two has no time.
+    None if the row or eager has no time. The time of a replay has no percentiles.
     """
     time = row.graph_ms if as_graph else row.median_ms
     if eager is None or not eager.median_ms or not time:
@@ -56,7 +56,7 @@ def speed_up(row: Row, eager: Row | None, *, as_graph: bool = False) -> SpeedUp 
 
 
 def uncertain_notes(rows: Sequence[Row]) -> list[str]:
-    """A line for each speed-up of a table that is marked as uncertain."""
+    """A line for each speed-up that a table marks as uncertain."""
     found = [(row.variant, speed_up(row, eager_of(rows))) for row in rows if row.status == OK]
     return [
         f"{label(name)}: {ratio} is uncertain: the 10th and 90th percentiles of the times allow "

@@ -16,7 +16,7 @@ __all__ = ["outside_inference_mode"]
 
 @contextlib.contextmanager
 def outside_inference_mode() -> Iterator[None]:
-    """Inside, inference mode is off, so that tensors count their writes. That turns no gradient on."""
+    """Inside, inference mode is off, so that tensors count their writes. Gradients stay off."""
     if not torch.is_inference_mode_enabled():
         yield
         return

@@ -18,13 +18,18 @@ from sdfastgn.patches.core import channels_last
 from sdfastgn.patches.core.fusion import Fusion, restore_class
 from sdfastgn.patches.fusions import group_norm, sequential
 
-__all__ = ["CLAIMING", "drop_graphs", "eject", "has_blocks", "inject", "is_loaded"]
+__all__ = ["CLAIMING", "drop_graphs", "eject", "has_blocks", "inject", "is_loaded", "root_of"]
 
 _BLOCKS = (*unet.BLOCKS, *vae.BLOCKS, graphs.UNET)
-# Fusions that claim ComfyUI's own classes, so that a report on a model that is not injected can use them.
+# Fusions that claim ComfyUI's own classes. With them a report can describe a model that is not fused yet.
 CLAIMING: tuple[Fusion, ...] = (*LAYERS, *_BLOCKS)
 # In the order in which they are applied. Layers come first: the others look for PyTorch's exact classes.
 _STAGES: tuple[tuple[Any, ...], ...] = (LAYERS, (group_norm.FUSION, sequential.FUSION, *_BLOCKS))
+
+
+def root_of(patcher: Any) -> nn.Module:
+    """The module of a ``ModelPatcher`` that is fused: the UNet inside of a MODEL, or a whole VAE."""
+    return getattr(patcher.model, "diffusion_model", patcher.model)
 
 
 def has_blocks(root: nn.Module) -> bool:
@@ -83,5 +88,5 @@ def drop_graphs(root: nn.Module) -> None:
 
 
 def is_loaded(root: nn.Module) -> bool:
-    """False if a layer below ``root`` casts its weights at each call."""
+    """True if no layer below ``root`` casts its weights at each call, as it would with low VRAM."""
     return not any(getattr(module, "comfy_cast_weights", False) for module in root.modules())

@@ -3,8 +3,8 @@
 Fusions look for exact classes such as ``nn.Conv2d``, because they know what a call of it computes.
 ComfyUI's ``disable_weight_init.Conv2d`` computes the same unless its weights must be prepared at each call:
 with ``comfy_cast_weights`` (low VRAM, another dtype) or functions on the weights (LoRA in low VRAM). A layer
-without both gets PyTorch's class. ComfyUI sets them only when it loads or unloads weights, and ejects before
-that.
+with neither gets PyTorch's class. ComfyUI sets these attributes only when it loads or unloads weights, and
+calls ``eject`` before.
 
 ComfyUI's own layers also notice at each call that the user has interrupted the run. PyTorch's do not. The
 interruption is noticed at the next step, or at the next layer of ComfyUI's class.

@@ -1,4 +1,7 @@
-"""Adds sdfastgn to a ``ModelPatcher`` as an injection. Clones inherit it; ComfyUI calls it at (un)loading."""
+"""Adds sdfastgn to a ``ModelPatcher`` as an injection: ComfyUI calls it when it loads and unloads the model.
+
+Clones of the ``ModelPatcher`` inherit the injection.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +11,30 @@ from collections.abc import Callable
 from typing import Any
 
 from comfy.patcher_extension import CallbacksMP, PatcherInjection
-from torch import nn
 
-from sdfastgn.patches.comfyui.graphs import UNET
-from sdfastgn.patches.comfyui.inject import drop_graphs, eject, inject
+from sdfastgn.patches.comfyui import dynamic_vram
+from sdfastgn.patches.comfyui.graphs import UNET, begin_run
+from sdfastgn.patches.comfyui.inject import drop_graphs, eject, inject, root_of
 from sdfastgn.patches.comfyui.report import text_of
 from sdfastgn.patches.graphs.install import MODES
 
-__all__ = ["optimize_model", "optimize_vae", "text_of_model"]
+__all__ = ["optimize_model", "optimize_vae"]
 
 _KEY = "sdfastgn"
 
 
-def optimize_model(model: Any, cuda_graphs: str | bool = "auto") -> Any:
+def optimize_model(
+    model: Any, cuda_graphs: str | bool = "auto", after_run: Callable[[str], None] | None = None
+) -> Any:
     """A clone of a ``ModelPatcher`` whose model is fused while it is loaded; ``model`` stays stock.
+
+    With DynamicVRAM the clone has a model of its own, read from the same file, whose weights stay on the
+    GPU. Where the GPU has no room for that the clone runs stock's code.
 
     Args:
         model: ComfyUI's MODEL.
         cuda_graphs: "auto" captures the second call of a kind, True the first, False none.
+        after_run: called with the report's text whenever the sampler has run the model.
 
     Raises:
         TypeError: ``model`` is no ``ModelPatcher`` with injections.
@@ -35,27 +44,38 @@ def optimize_model(model: Any, cuda_graphs: str | bool = "auto") -> Any:
         raise TypeError(f"sdfastgn: expected a MODEL of ComfyUI, got {type(model).__name__}")
     if type(cuda_graphs) not in (bool, str) or cuda_graphs not in MODES:
         raise ValueError(f'sdfastgn: cuda_graphs={cuda_graphs!r} must be "auto", True or False')
-    clone = model.clone()
+    clone = dynamic_vram.clone(model)
 
     def put_in(patcher: Any) -> None:
-        inject(_root(patcher), cuda_graphs)
+        if not dynamic_vram.is_dynamic(patcher):
+            inject(root_of(patcher), cuda_graphs)
 
     def take_out(patcher: Any, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         # When Python exits, ModelPatchers that are still alive eject, but half of the modules are gone.
         if not is_finalizing():
-            eject(_root(patcher))
+            eject(root_of(patcher))
 
-    def heal(patcher: Any) -> None:
-        # A clone of an injected patcher also says that it is injected, and ejects the model when it dies.
-        if patcher.is_injected and not UNET.is_applied(_root(patcher)):
-            inject(_root(patcher), cuda_graphs)
+    def begin(patcher: Any) -> None:
+        # A clone of an injected patcher shares its model, also has ``is_injected`` set, and ejects the model
+        # when it is deleted. So ``patcher`` may say that it is injected although its model is stock.
+        if patcher.is_injected and not UNET.is_applied(root_of(patcher)):
+            put_in(patcher)
+        begin_run(root_of(patcher))
+
+    def end(patcher: Any) -> None:
+        if after_run is not None:
+            after_run(text_of(patcher))
 
     def let_go(patcher: Any, unpatch_all: bool) -> None:
         if unpatch_all:
-            drop_graphs(_root(patcher))
+            drop_graphs(root_of(patcher))
 
     clone.set_injections(_KEY, [PatcherInjection(put_in, take_out)])
-    for kind, callback in ((CallbacksMP.ON_PRE_RUN, heal), (CallbacksMP.ON_DETACH, let_go)):
+    for kind, callback in (
+        (CallbacksMP.ON_PRE_RUN, begin),
+        (CallbacksMP.ON_CLEANUP, end),
+        (CallbacksMP.ON_DETACH, let_go),
+    ):
         clone.remove_callbacks_with_key(kind, _KEY)
         clone.add_callback_with_key(kind, _KEY, callback)
     return clone
@@ -70,14 +90,5 @@ def optimize_vae(vae: Any) -> Any:
         raise TypeError(f"sdfastgn: expected a VAE of ComfyUI with weights, got {type(vae).__name__}")
     optimized = copy.copy(vae)
     optimized.patcher = optimize_model(vae.patcher, False)
+    optimized.first_stage_model = optimized.patcher.model  # another one if the VAE was dynamic
     return optimized
-
-
-def text_of_model(model: Any) -> str:
-    """The report on a ``ModelPatcher``: what runs fused, what as stock, and why."""
-    return text_of(_root(model))
-
-
-def _root(patcher: Any) -> nn.Module:
-    """The module to fuse: the UNet inside of a MODEL, or a whole VAE."""
-    return getattr(patcher.model, "diffusion_model", patcher.model)

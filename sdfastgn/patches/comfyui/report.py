@@ -1,62 +1,120 @@
-"""What runs fused in a model of ComfyUI, what does not and why, in a few lines of text."""
+"""What a person at ComfyUI wants to know of a model: is it faster, why not, what stays stock, memory."""
 
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import torch
 from torch import nn
 
 from sdfastgn.kernels.common import dispatch
-from sdfastgn.patches.comfyui import graphs
-from sdfastgn.patches.comfyui.inject import CLAIMING, has_blocks, is_loaded
+from sdfastgn.patches.comfyui import dynamic_vram, graphs
+from sdfastgn.patches.comfyui.inject import CLAIMING, has_blocks, is_loaded, root_of
+from sdfastgn.patches.comfyui.layers import LAYERS
+from sdfastgn.patches.comfyui.unet import has_no_patches
 
-__all__ = ["text_of"]
+# Fusion -> what a person calls its parts. Only their own parts are listed: a fused model consists of them.
+_WORDS = {
+    "resblock": "ResNet blocks",
+    "spatial_transformer": "transformers",
+    "comfyui_transformer_block": "transformer blocks",
+    "comfyui_geglu": "GEGLU",
+    "comfyui_upsample": "upsampling",
+    "comfyui_resnet_block": "ResNet blocks",
+    "comfyui_attn_block": "attention",
+    "comfyui_vae_upsample": "upsampling",
+    "comfyui_unet": "UNet",
+    "comfyui_encoder": "encoder",
+    "comfyui_decoder": "decoder",
+    "plain_conv2d": "convolutions",
+    "plain_linear": "linear layers",
+    "plain_groupnorm": "group norms",
+    "plain_layernorm": "layer norms",
+}
 
 
-def text_of(root: nn.Module) -> str:
-    """The state of ``root`` now. Changes nothing.
+def text_of(patcher: Any) -> str:
+    """The state of a ``ModelPatcher``'s model now, in a few lines. The first says whether it is faster.
 
-    Before a model is loaded, what will run fused if all of it fits the GPU.
+    Before ComfyUI has loaded the model, the text says what will happen if all of it fits the GPU. Calls are
+    those of the sampler's last run. Changes nothing.
     """
-    title = f"{type(root).__name__}: "
+    root = root_of(patcher)
+    name = type(root).__name__
+    reason = _why_not_faster(patcher, root)
+    if reason is not None:
+        return f"{name}: not faster. {reason}"
+    fused, stock = parts_of(root)
+    if not has_no_patches(patcher.model_options.get("transformer_options", {})):
+        count = fused.pop(_PATCHED, 0)
+        if count:
+            stock["other nodes' patches run inside of them"] = Counter({_PATCHED: count})
+    if not fused:
+        verdict = "not faster. All of it runs as stock"
+    elif not any(fusion.is_applied(module) for module in root.modules() for fusion in CLAIMING):
+        verdict = "will be faster once it is loaded"
+    else:
+        verdict = "partly faster" if stock else "faster"
+    lines = [f"{name}: {verdict}"]
+    if fused:
+        lines.append(f"Fused: {_counted(fused)}")
+    lines += [f"As stock: {_counted(parts)}. Reason: {why}" for why, parts in stock.items()]
+    return "\n".join([*lines, *_calls(root)])
+
+
+# What runs stock's code while other nodes have patches inside of transformer blocks.
+_PATCHED = _WORDS["comfyui_transformer_block"]
+
+
+def _why_not_faster(patcher: Any, root: nn.Module) -> str | None:
     if not has_blocks(root):
-        return title + "nothing that sdfastgn knows, stock's code"
+        return "sdfastgn knows none of its blocks"
+    if not _has_gpu():
+        return "There is no CUDA GPU"
+    if dispatch.why_off is not None:
+        return f"No kernel runs: {dispatch.why_off}"
+    if dynamic_vram.is_dynamic(patcher):
+        return dynamic_vram.reason_to_stay(patcher) or "DynamicVRAM moves its weights"
+    return None
+
+
+def _has_gpu() -> bool:
+    return torch.cuda.is_available()
+
+
+def parts_of(root: nn.Module) -> tuple[Counter[str], dict[str, Counter[str]]]:
+    """(parts that are fused or will be, reason -> parts that run as stock)"""
     fused: Counter[str] = Counter()
-    stock: Counter[tuple[str, str]] = Counter()
-    applied = 0
+    stock: dict[str, Counter[str]] = {}
     for module in root.modules():
         for fusion in CLAIMING:
-            if fusion.claims(module):
-                is_applied = fusion.is_applied(module)
-                reason = None if is_applied else fusion.reason_to_skip(module)
-                applied += is_applied
-                if reason is None:
-                    fused[fusion.name] += 1
-                else:
-                    stock[type(module).__name__, reason] += 1
-    state = "fused" if applied else "to be fused once it is loaded"
-    parts = ", ".join(f"{count} {name}" for name, count in fused.items()) or "nothing"
-    lines = [f"{title}{state}: {parts}"]
-    lines += [f"  as stock: {count} {name}: {reason}" for (name, reason), count in stock.items()]
-    lines += [f"  {note}" for note in (_backend(), *_graphs(root)) if note]
-    return "\n".join(lines)
+            if not fusion.claims(module):
+                continue
+            reason = None if fusion.is_applied(module) else fusion.reason_to_skip(module)
+            if reason is not None:
+                stock.setdefault(reason, Counter())[_WORDS[fusion.name]] += 1
+            elif fusion not in LAYERS:
+                fused[_WORDS[fusion.name]] += 1
+    return fused, stock
 
 
-def _backend() -> str:
-    if dispatch.why_off is not None:
-        return f"no kernel runs: {dispatch.why_off}"
-    return "" if torch.cuda.is_available() else "no kernel runs: there is no CUDA GPU"
+def _counted(parts: Counter[str]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in parts.items())
 
 
-def _graphs(root: nn.Module) -> list[str]:
-    found = [graphed for module in root.modules() if (graphed := graphs.graphs_of(module)) is not None]
-    lines = []
-    for graphed in found:
-        lines.append(f"CUDA graphs: {graphed.alive} alive, {graphed.replays} calls replayed")
-        lines += [f"eager, {reason}: {count} calls" for reason, count in graphed.eager.items()]
-        if graphed.last_change:
-            lines.append(f"last recapture: {graphed.last_change}")
-    if found and not is_loaded(root):
-        lines.append("no CUDA graphs while layers cast their weights")
+def _calls(root: nn.Module) -> list[str]:
+    """Lines on the calls of the last run, and on the memory of all graphs. Empty before the first run."""
+    graphed = graphs.graphs_of(root)
+    replayed, eager = graphs.calls_of_run(root)
+    total = replayed + eager.total()
+    if graphed is None or not total:
+        return []
+    if not is_loaded(root):
+        return ["No CUDA graphs while layers cast their weights"]
+    memory = sum(graphed.pool_bytes().values()) / 2**20
+    lines = [f"Last run: {replayed} of {total} calls as CUDA graphs, which hold {memory:.0f} MiB"]
+    lines += [f"Without a graph: {count} ({reason})" for reason, count in eager.items()]
+    if graphed.last_change:
+        lines.append(f"Captured anew because: {graphed.last_change}")
     return lines

@@ -32,7 +32,7 @@ from sdfastgn.patches.fusions.residual import NO_EMBEDDING, Embedding, conv_norm
 from sdfastgn.patches.fusions.tokens import add_feed_forward, add_norm, linear_geglu, norm
 from sdfastgn.patches.fusions.upsampling import conv_of_upsampled
 
-__all__ = ["BLOCKS"]
+__all__ = ["BLOCKS", "has_no_patches"]
 
 
 class FusedResBlock(ResBlock):
@@ -107,7 +107,7 @@ class FusedBasicTransformerBlock(BasicTransformerBlock):
 
     def forward(self, x: Tensor, context: Tensor | None = None, transformer_options: Any = None) -> Tensor:
         options = {} if transformer_options is None else transformer_options
-        if not (dispatch.has_kernels(x) and x.dim() == 3 and _has_no_patches(options)):
+        if not (dispatch.has_kernels(x) and x.dim() == 3 and has_no_patches(options)):
             return super().forward(x, context, options)
         own = context if self.disable_self_attn else None
         h = self.attn1(norm(self.norm1, x), context=own, transformer_options=options)
@@ -122,7 +122,8 @@ class FusedBasicTransformerBlock(BasicTransformerBlock):
 _INNER_PATCHES = {"attn1_patch", "attn1_output_patch", "middle_patch", "attn2_patch", "attn2_output_patch"}
 
 
-def _has_no_patches(options: dict[str, Any]) -> bool:
+def has_no_patches(options: dict[str, Any]) -> bool:
+    """True if no other node runs code inside of transformer blocks. ``options``: ``transformer_options``."""
     replaced = options.get("patches_replace", {})
     return _INNER_PATCHES.isdisjoint(options.get("patches", ())) and not (
         replaced.get("attn1") or replaced.get("attn2")

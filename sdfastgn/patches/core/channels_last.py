@@ -7,9 +7,9 @@ channels-first again, which is what callers of the stock model get.
 
 The layout pays only where kernels run. So a weight is converted when it is on a GPU and kernels support
 its dtype. If it is not there yet, it is converted when the model is moved: ``.to()`` and similar methods
-call ``_apply``, and ``apply`` puts an ``_apply`` of its own into the root's ``__dict__``. A weight that
-leaves the GPU keeps the layout, because it usually comes back. The first forward on a device without
-kernels restores the former layout.
+call ``_apply``, which ``apply`` replaces in the root's ``__dict__``. A weight that leaves the GPU keeps the
+layout, because it usually comes back. The first forward on a device without kernels restores the former
+layout.
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ _FORMATS: dict[type[nn.Module], torch.memory_format] = {
     nn.Conv3d: torch.channels_last_3d,
     nn.ConvTranspose3d: torch.channels_last_3d,
 }
-# Ends of the paths of the convolutions through which images enter and leave a model or an autoencoder's
-# middle. The last of each is the name in a UNet in CompVis' layout (ComfyUI); the others are diffusers'.
+# How the paths of the convolutions end through which images enter or leave a model. An autoencoder's
+# ``quant_conv`` runs by itself after the encoder, so it is in both lists. ".input_blocks.0.0" and ".out.2"
+# are ComfyUI's names, the others diffusers'.
 _ENTRIES = (".conv_in", ".quant_conv", ".post_quant_conv", ".input_blocks.0.0")
 _EXITS = (".conv_out", ".quant_conv", ".out.2")
 
@@ -86,7 +87,7 @@ def is_exit(path: str, module: nn.Module) -> bool:
 
 
 def _path_in_model(path: str) -> str:
-    """``path`` after a dot, without the names that an adapter's wrapper adds to its end."""
+    """``path`` with a dot before it, and without the names that an adapter's wrapper adds to its end."""
     names = path.split(".")
     while names and names[-1] in WRAPPED:
         names.pop()
@@ -96,8 +97,8 @@ def _path_in_model(path: str) -> str:
 def convertible_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """``root.named_modules()`` without the modules whose weights must keep their layout.
 
-    Modules that an adapter added must, because adapters are saved contiguous. Modules that FSDP shards
-    must, because their memory is FSDP's. So must all modules of a model that would become slower.
+    These are modules that an adapter added (adapters are saved contiguous), modules that FSDP shards (the
+    memory belongs to FSDP), and all modules of a model that would become slower.
     """
     if reason_to_leave(root) is not None:
         return iter(())
@@ -108,8 +109,7 @@ def convertible_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return ((path, module) for path, module in root.named_modules() if module not in left)
 
 
-# id -> every ``_Apply`` that is alive: they lead from a convolution to its model. ``valuerefs`` copies the
-# table in one step, so another thread may add to it meanwhile.
+# id -> ``_Apply``, for every ``_Apply`` that is alive. They are searched for the model of a convolution.
 _living: weakref.WeakValueDictionary[int, _Apply] = weakref.WeakValueDictionary()
 
 
@@ -127,7 +127,8 @@ class _Apply(InstanceEntry):
         type(root)._apply(root, fn, recurse)
         if recurse:
             for _, module in convertible_modules(root):
-                if _STOCK_LAYOUT not in vars(module):  # a converted one has the layout that the caller chose
+                # After its conversion the caller may have chosen another layout (``.to(memory_format=...)``).
+                if _STOCK_LAYOUT not in vars(module):
                     _convert(module)
         return root
 
@@ -235,6 +236,7 @@ def restore(module: nn.Module) -> None:
 
 def _lay_out_as_stock(conv: nn.Module) -> None:
     """Give all weights of the model that has ``conv`` their former layout, until the model moves again."""
+    # ``valuerefs`` copies the table in one step, so other threads may add to it meanwhile.
     entries = [entry for ref in _living.valuerefs() if (entry := ref()) is not None]
     roots = [root for entry in entries if (root := entry._module()) is not None]
     for module in {conv, *(m for root in roots if conv in set(root.modules()) for m in root.modules())}:
@@ -257,8 +259,9 @@ def _unconvert(module: nn.Module) -> None:
 def _lay_out(weight: Tensor, stride: tuple[int, ...]) -> None:
     """Give a dense ``weight`` these strides. It keeps its memory, unless something else shares the memory.
 
-    A CUDA graph that was captured with these strides is right again once they are back: ComfyUI ejects
-    and injects before every run. The weight has its values at every moment, so Ctrl-C cannot spoil it.
+    Keeping the memory keeps CUDA graphs usable: ComfyUI restores the stock strides and converts them again
+    between two runs, and a graph that was captured before reads the right weights afterwards. The weight
+    has its values at every moment, so Ctrl-C cannot spoil it.
     """
     in_place = is_alone(weight)
     # An inference tensor may be written in inference mode only. Any other weight would become an
@@ -271,7 +274,7 @@ def _lay_out(weight: Tensor, stride: tuple[int, ...]) -> None:
 
 
 def _offloaded(module: nn.Module) -> Tensor | None:
-    """The weight that accelerate's hooks keep and put into ``module`` at each call; None without such."""
+    """The weight that accelerate's offloading keeps and puts into ``module`` at each call; else None."""
     hook = getattr(module, "_hf_hook", None)
     for part in getattr(hook, "hooks", (hook,)):
         weights = getattr(part, "weights_map", None)

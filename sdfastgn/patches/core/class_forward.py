@@ -22,7 +22,7 @@ Forward = Callable[..., Any]
 
 _CALLABLES = (types.MethodType, types.FunctionType, functools.partial)
 _OPAQUE = (nn.Module, Tensor, type, types.ModuleType, str, int, float, type(None))
-# Objects to search for a kept ``forward``, at most. Hooks and wrappers keep it close to the module.
+# Most objects that are searched for a kept ``forward``. Hooks and wrappers keep it close to the module.
 _MAX_OBJECTS = 1000
 
 
@@ -36,7 +36,8 @@ def has_foreign_forward(module: nn.Module) -> bool:
     if "forward" not in module.__dict__:
         return False
     forward = module.__dict__["forward"]
-    # torch.compile traces this. It can read the parts of a method, but cannot make a method to compare.
+    # torch.compile traces this function. It can read the parts of a method, but cannot create a method to
+    # compare with.
     is_own = isinstance(forward, types.MethodType) and forward.__func__ is type(module).forward
     return not (is_own and forward.__self__ is module)
 
@@ -75,7 +76,7 @@ def _rebound(value: Any, old: Forward, new: Forward) -> list[Any]:
         kept += value
     if isinstance(value, types.FunctionType):
         for cell in value.__closure__ or ():
-            with contextlib.suppress(ValueError):  # an empty cell
+            with contextlib.suppress(ValueError):  # raised for an empty cell
                 if _same(cell.cell_contents, old):
                     cell.cell_contents = new
                 kept.append(cell.cell_contents)

@@ -1,8 +1,8 @@
-"""Calls of convolutions that save the passes for bias, residual and ReLU.
+"""Calls of convolutions without separate passes for bias, residual and ReLU.
 
-The next kernel adds the bias, or cuDNN adds bias and residual and applies ReLU before it writes. Both need
-plain inference on a GPU and a plain ``nn.Conv2d``. Any other convolution, such as a LoRA layer or a hooked
-one, is called as it is.
+Either the next kernel adds the bias, or cuDNN adds bias and residual and applies ReLU before it writes. Both
+need plain inference on a GPU and a plain ``nn.Conv2d``. Any other convolution, such as a LoRA layer or a
+hooked one, is called as it is.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CUDNN_CHANNELS = 8
 def is_plain_conv(conv: nn.Module) -> bool:
     """True if calling ``conv`` is PyTorch's 2-D convolution and nothing else.
 
-    Seamless tiling replaces ``_conv_forward`` on the instance to pad in its own way.
+    ``_conv_forward`` is checked because code for seamless tiling replaces it in the instance.
     """
     return type(conv) is nn.Conv2d and "_conv_forward" not in conv.__dict__ and is_unhooked(conv)
 
@@ -76,7 +76,7 @@ def _fits_cudnn(conv: nn.Conv2d, x: Tensor, residual: Tensor | None) -> bool:
         and not torch.is_autocast_enabled("cuda")
         and torch.backends.cudnn.enabled
         and not (torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled())
-        and hasattr(torch, "cudnn_convolution_add_relu")  # a build with cuDNN
+        and hasattr(torch, "cudnn_convolution_add_relu")  # PyTorch was built with cuDNN
     )
 
 

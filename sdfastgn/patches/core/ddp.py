@@ -28,8 +28,8 @@ def is_in_ddp(roots: Iterable[nn.Module]) -> bool:
 
 
 def _is_in_any(weights: set[int]) -> bool:
-    # A model has no reference to its wrapper, so all objects are searched. ``type``, because isinstance
-    # runs code of proxies.
+    # A model has no reference to its wrapper, so all objects are searched. ``issubclass(type(o), ...)``
+    # instead of isinstance, which runs the code of proxy objects.
     kind = nn.parallel.DistributedDataParallel
     wrappers = [o for o in gc.get_objects() if issubclass(type(o), kind)]
     return any(id(p) in weights for wrapper in wrappers for p in wrapper.parameters())

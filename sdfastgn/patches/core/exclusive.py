@@ -1,7 +1,7 @@
 """Changes to models that other threads use: a change waits for running calls, and new calls wait for it.
 
 ``optimize`` and ``restore`` exchange classes and strides module by module. A call that ran meanwhile
-would meet some modules before the change and some after it. To prevent that costs a call nothing: a change
+would meet some modules before the change and some after it. Preventing this costs calls no time: a change
 finds running calls by the frames of ``nn.Module.__call__`` on the stacks of other threads. During a change,
 each module has a gate in its ``__dict__``, where new calls wait.
 
@@ -31,22 +31,23 @@ _LOOK_EVERY = 0.002
 # The gate's name. ``nn.Module.__call__`` looks this method up in the instance first. A hook would not do:
 # fused code leaves hooked modules alone.
 _GATE = "_call_impl"
-# The code that runs in every call of a module. Locals are read from frames of this code only: a second
-# read drops the values of the first. If that frees a tensor, other threads go on in the middle of the search.
+# The code that runs in every call of a module. Locals are read from frames of this code only. A second read
+# of a frame's locals drops the values of the first read. If that frees a tensor, other threads run on in the
+# middle of the search.
 _CALL = nn.Module.__call__.__code__
 
-one_at_a_time = threading.RLock()  # for changes of any model
+one_at_a_time = threading.RLock()  # held during a change of any model
 _change: _Change | None = None
 
 
 class _Change:
-    """The change that is going on, to these modules."""
+    """A change to ``modules`` that is going on."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.owner = threading.get_ident()
         self.modules = set(modules)
         self.done = threading.Event()
-        self.waiting: set[int] = set()  # threads at a gate
+        self.waiting: set[int] = set()  # ids of threads that wait at a gate
 
 
 class _Gate:
@@ -127,7 +128,7 @@ def _running_elsewhere(change: _Change) -> tuple[int, nn.Module] | None:
 
 def _inside_a_call(modules: set[nn.Module]) -> bool:
     """True if the call at the gate was made inside another call of ``modules``."""
-    own_call = sys._getframe(2)  # the call of the gate's module
+    own_call = sys._getframe(2)  # the frame of the call that has reached the gate
     return _called_module(own_call.f_back, modules) is not None
 
 

@@ -66,8 +66,8 @@ def _everything(_: Any) -> bool:
 class ClassSwap:
     """A fusion that changes the class of one instance to ``fused``, a subclass of ``stock``.
 
-    ``fused`` has no state of its own, so undo, deepcopy and pickle need nothing but the class. Other
-    instances of ``stock`` stay as they are.
+    ``fused`` adds no attributes, so undo, deepcopy and pickle need nothing but the class. Other instances
+    of ``stock`` stay as they are.
 
     Args:
         name: the fusion's name in reports.
@@ -75,9 +75,10 @@ class ClassSwap:
         fused: its replacement, defined at the top level of a module (pickle).
         sources: upstream methods that ``fused`` replaces or relies upon; they must be known.
         check: reason to skip that depends on the instance.
-        covers: False for an instance with which the class does another operation. It is not claimed.
-        layers: paths of the children that ``fused`` does not call while they are plain layers. It calls a
-            child with an adapter as stock does, and the report names that child.
+        covers: False for an instance whose settings make ``stock`` do something that has no fused form. Such
+            an instance is not claimed.
+        layers: paths of the children that ``fused`` replaces by kernels. If such a child has an adapter,
+            ``fused`` calls it as stock does, and the report names the child.
     """
 
     name: str
@@ -152,8 +153,8 @@ def is_over_fused(module: nn.Module) -> bool:
 def is_about(module: nn.Module, *stock: type[nn.Module]) -> bool:
     """True if the class of ``module`` is a ``stock`` class, or one that other code derived from it.
 
-    False for upstream's own subclasses of its classes. They are parts of other models, which nobody
-    expects to be fused, so a report need not list them.
+    False for subclasses that diffusers or ComfyUI define themselves. They belong to other models, so
+    reports do not list them.
     """
     cls = type(module)
     if cls in stock:
@@ -180,8 +181,12 @@ def foreign_class(module: nn.Module, *stock: type[nn.Module]) -> str | None:
 def foreign_override(module: nn.Module, *methods: str) -> str | None:
     """The reason to skip ``module`` if other code has put a ``forward`` into the instance; else None.
 
-    The fused class's ``forward`` would never run. ``methods``: further methods that must be the class's,
-    because the fused class does not call them or relies on what they do.
+    The fused class's ``forward`` would then never run.
+
+    Args:
+        module: the module.
+        methods: further methods that must not be replaced in the instance, because the fused class does not
+            call them or relies on what they do.
     """
     if has_foreign_forward(module):
         owner = "accelerate's hooks" if hasattr(module, "_hf_hook") else "other code"

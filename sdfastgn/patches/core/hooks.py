@@ -1,4 +1,4 @@
-"""Removes module hooks by their functions, which survive deepcopy and pickle. Hooks' handles do not."""
+"""Removes module hooks by their functions, which survive deepcopy and pickle. The handles do not."""
 
 from __future__ import annotations
 

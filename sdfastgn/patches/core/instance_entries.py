@@ -1,9 +1,9 @@
-"""Entries of a module's ``__dict__`` that belong to this one module, such as a graphed ``forward``.
+"""Objects in a module's ``__dict__`` that belong to this one module, such as a graphed ``forward``.
 
-A shallow copy (``copy.copy``) gets the ``__dict__`` of the original. With an entry in it, the copy would run
-the original, and fail once the original is gone. So shallow copies, and the replicas that
-``nn.DataParallel`` makes, get no entries and have stock's methods. Deep copies and pickles get entries of
-their own.
+A shallow copy (``copy.copy``) gets the ``__dict__`` of the original. With such an entry in it, the copy would
+run the original, and fail once the original is gone. So shallow copies, and the replicas that
+``nn.DataParallel`` makes, get no entries and have stock's methods. A deep copy or pickle gets new entries,
+which belong to the copy.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ def _entries_of(module: nn.Module) -> set[str]:
 
 
 class _State(dict[str, Any]):
-    """A module's state without its entries, for a shallow copy. Deepcopy and pickle take ``whole``."""
+    """A module's state for copies. As a dict it has no entries (shallow copy); ``whole`` has all.
+
+    Deepcopy and pickle use ``whole``.
+    """
 
     def __init__(self, whole: dict[str, Any]) -> None:
         super().__init__({k: v for k, v in whole.items() if not isinstance(v, InstanceEntry)})

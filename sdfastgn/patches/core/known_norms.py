@@ -1,7 +1,7 @@
 """Subclasses of ``nn.GroupNorm`` in other projects, recognized by the code of their ``forward``.
 
-GroupNorm32 is copied from repository to repository, and timm may not be installed. So there is no class to
-import and to compare with.
+GroupNorm32 is copied from repository to repository, and timm may not be installed. So there is no class that
+could be imported and compared with.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def kind_of(cls: type) -> str | None:
     if cls.__bases__ != (nn.GroupNorm,) or not isinstance(forward, types.FunctionType):
         return None
     kind = _KINDS.get(_hash(forward))
-    # While ``_fast_norm`` is off, timm's code reads one name of its module: ``F``. It must be PyTorch's.
+    # The hash does not cover the globals that the code uses. While ``_fast_norm`` is off, timm's code uses
+    # one, ``F``: it must be PyTorch's.
     return None if kind == NORM_ACT and forward.__globals__.get("F") is not F else kind
 
 

@@ -14,7 +14,7 @@ __all__ = ["reason_to_leave"]
 
 
 def reason_to_leave(root: nn.Module) -> str | None:
-    """Why nothing in ``root`` may be changed; None for every model that may gain."""
+    """Why ``optimize`` changes nothing in the model ``root``; None if it may."""
     if any(map(_repeats_borders, root.modules())):
         return "its model is faster as it is: PyTorch repeats the border of a video slowly in channels-last"
     return None

@@ -1,8 +1,8 @@
-"""Calls of linear layers that may use a faster algorithm, or run in one kernel with the activation before.
+"""Faster calls of linear layers.
 
-In a CUDA graph a product uses the fastest algorithm. With few rows of input, activation, product and bias
-are one kernel. Both need plain inference on a GPU and a plain ``nn.Linear``. Any other layer is called as
-it is.
+In a CUDA graph the matrix product uses the fastest algorithm. If the input has few rows, one kernel computes
+the activation before the layer, the product and the bias. Both need plain inference on a GPU and a plain
+``nn.Linear``. Any other layer is called as it is.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def is_plain_linear(module: nn.Module) -> bool:
 
 
 def call_linear(layer: Any, x: Tensor) -> Tensor:
-    """``layer(x)``, in a CUDA graph by the fastest algorithm."""
-    # The cheap question comes first, so that an eager call pays for no other.
+    """``layer(x)``. In a CUDA graph the product uses the fastest algorithm."""
+    # The cheap check comes first: outside of graphs it is the only one.
     if is_choosing() and is_plain_linear(layer):
         return product(x, layer.weight, layer.bias)
     return layer(x)

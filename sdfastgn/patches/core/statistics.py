@@ -2,8 +2,8 @@
 
 A block's last sum writes the tensor that the next block normalizes. Where it pays, the sum's kernel also
 computes the tensor's statistics (``statistics/op.py``), and ``store_statistics`` keeps them. The norm that
-gets the same tensor takes them with ``take_statistics``. Producer and norm do not know each other. Whatever
-runs in between, the norm finds valid statistics or none.
+gets the same tensor takes them with ``take_statistics``. Producer and norm do not know each other. The norm
+finds valid statistics or none, whatever code runs in between.
 
 Statistics are kept in a table here. As an attribute of the tensor they would go into pickles, files of
 ``torch.save`` and deepcopies. An entry is dropped when it is taken or when its tensor is freed. It is valid
@@ -55,13 +55,13 @@ def _forget(key: _Key) -> None:
 
 
 def _state_of(x: Tensor) -> tuple[Any, ...]:
-    """Changes when ``x`` is written or moved, the current stream changes, or a capture begins or ends."""
+    """A value that differs after ``x`` was written or moved, on another stream, and in or after a capture."""
     capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
     return x._version, x.data_ptr(), x.shape, gpu.current_stream(x.device), capturing
 
 
 def store_statistics(x: Tensor, statistics: Tensor) -> Tensor:
-    """Keep the ``statistics`` of ``x``, (2, N, P, C) fp32, and return ``x``. Only where ``emits`` is true."""
+    """Keep the ``statistics`` of ``x``, (2, N, P, C) fp32, and return ``x``. Call it only if ``emits``."""
     key = _Key(x, _forget)
     key.id = id(x)
     _stored[key.id] = _Entry(key, _state_of(x), statistics)
@@ -69,7 +69,7 @@ def store_statistics(x: Tensor, statistics: Tensor) -> Tensor:
 
 
 def take_statistics(x: Tensor) -> Tensor | None:
-    """The statistics of ``x`` if they were stored and are still valid, else None. A second call gets None."""
+    """The stored statistics of ``x``, which are then no longer stored. None if there are no valid ones."""
     if torch.compiler.is_compiling() or id(x) not in _stored:
         return None
     entry = _stored.pop(id(x), None)
@@ -90,7 +90,7 @@ def add(x: Tensor, residual: Tensor, bias: Tensor | None = None, divisor: float 
 
     Args:
         x, residual: (N, C, *spatial).
-        bias: (C,) or None. The bias of the convolution that made x and left its bias to this sum.
+        bias: (C,) or None. The bias of the convolution that made x, if the convolution did not add it.
     """
     if dispatch.is_plain_inference(x, (residual, bias)) and _fits(x, bias) and _is_alike(x, residual):
         try:

@@ -1,8 +1,8 @@
 """The upstream methods that a fusion replaces or relies on, and whether their code was tested.
 
 A fused ``forward`` computes the same as one version of the stock ``forward``. With another version it could
-change pixels. So the installed code of each of these methods is compared with the tested versions, and a
-module whose class has unknown code is skipped with a reason. Each fusion's file names its methods.
+change pixels. So the installed code of each method is compared with the tested versions, and a module whose
+class has unknown code is skipped with a reason. Each fusion's file names the methods that it depends on.
 ``tested_sources.json`` has the hashes of the tested versions.
 """
 
@@ -42,7 +42,7 @@ FILE = Path(__file__).parents[1] / "tested_sources.json"
 class TestedSource(NamedTuple):
     """An upstream class, and the methods of it that a fusion replaces or relies upon.
 
-    ``cls`` may also be a module. Its functions are then what methods are of a class.
+    ``cls`` may also be a Python module; ``methods`` are then functions in it.
     """
 
     cls: Any
@@ -76,15 +76,15 @@ def is_known(cls: Any, method: str) -> bool:
     return any(version["hash"] == found for version in versions)
 
 
-# Package -> its name in reasons.
+# Package -> its name in messages.
 _UPSTREAM = {"diffusers": "diffusers", "comfy": "ComfyUI", "torch": "PyTorch"}
 
-# Function -> its hash. Not by class and name: a class may get another function between two calls.
+# Function -> its hash. The key is not (class, name), because other code may replace a class's function.
 _hashes: weakref.WeakKeyDictionary[types.FunctionType, str | None] = weakref.WeakKeyDictionary()
 
 
 def source_hash(cls: Any, method: str) -> str | None:
-    """``hash_of`` a method or property; None if its code is not upstream's or cannot be read.
+    """``hash_of`` a method or property; None if the code is not upstream's or cannot be read.
 
     Decorators of upstream are part of the hash. A wrapper of other code gives None, also if
     ``functools.wraps`` makes it look like the method.
@@ -101,7 +101,7 @@ def source_hash(cls: Any, method: str) -> str | None:
 
 
 def upstream_definition(function: types.FunctionType) -> ast.FunctionDef | None:
-    """The definition of upstream's ``function``, with its decorators; None where ``source_hash`` is None."""
+    """The syntax tree of upstream's ``function``, with its decorators; None where ``source_hash`` is None."""
     wrappers: list[Any] = []
     try:
         inner = inspect.unwrap(function, stop=wrappers.append)
@@ -114,7 +114,7 @@ def upstream_definition(function: types.FunctionType) -> ast.FunctionDef | None:
 
 
 def definition_of(function: Any) -> ast.FunctionDef | None:
-    """The definition of a ``function`` that wraps no other; None if its source cannot be read."""
+    """The syntax tree of ``function``, which must not be a wrapper; None if its source cannot be read."""
     try:
         [definition] = ast.parse(textwrap.dedent(inspect.getsource(function))).body
     except (OSError, TypeError, ValueError, SyntaxError):
@@ -131,7 +131,7 @@ def hash_of(definition: ast.FunctionDef) -> str:
 
 
 def computed(definition: ast.FunctionDef) -> ast.FunctionDef:
-    """``definition`` itself, after docstrings and the annotations of signatures are removed from it."""
+    """Remove docstrings and the annotations of signatures from ``definition``, and return it."""
     for node in ast.walk(definition):
         if isinstance(node, ast.arg):
             node.annotation = None
@@ -148,7 +148,7 @@ def _is_docstring(part: Any) -> bool:
 
 
 def _dump(part: Any) -> str:
-    """Does what ``ast.dump`` does, but without empty fields, in which versions of Python differ."""
+    """``ast.dump`` without empty fields. Python's versions differ in which empty fields they have."""
     if isinstance(part, list):
         return f"[{','.join(map(_dump, part))}]"
     if not isinstance(part, ast.AST):
@@ -158,7 +158,7 @@ def _dump(part: Any) -> str:
 
 
 def _is_upstreams(link: Any) -> bool:
-    # Not by ``__module__``, which functools.wraps copies.
+    # ``__module__`` would be wrong for wrappers, because functools.wraps copies it.
     module = getattr(link, "__globals__", {}).get("__name__", "")
     return module.partition(".")[0] in _UPSTREAM
 

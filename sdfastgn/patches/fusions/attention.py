@@ -3,7 +3,7 @@
 It computes what ``AttnProcessor2_0`` does, with four differences.
 
 - Self-attention computes q, k and v in one product, cross-attention k and v in one. The parameters stay
-  what they are (``shared/packed_weights.py``).
+  the same objects (``shared/packed_weights.py``).
 - Attention to a prompt's few keys, and attention with a VAE's wide heads, run in special kernels.
 - The division by ``rescale_output_factor`` is left out if the factor is 1, because it is a whole pass.
 - The processor's signature is not inspected at each call, which would take longer than a product's launch.
@@ -12,10 +12,10 @@ One product is faster than three if each of the three leaves a part of the GPU i
 channels, each product has 80 tiles of 128 x 256, but an H200 has 132 multiprocessors: three products take
 three rounds. One product of 240 tiles takes two rounds.
 
-diffusers' own forward runs for other processors (IP-Adapter's, xformers', sliced, those of
-``fuse_qkv_projections``), with masks or arguments that the processor warns about, and under a compiler. With
-gradients, under autocast, in traces, and if a layer is not plain (LoRA, hooks, quantized weights), the three
-layers are called one by one.
+diffusers' own forward runs for other processors (IP-Adapter, xformers, sliced attention,
+``fuse_qkv_projections``), with masks, with arguments that the processor warns about, and under a compiler.
+With gradients, under autocast, in traces, and if a layer is not plain (LoRA, hooks, quantized weights), the
+three layers are called one by one.
 """
 
 from __future__ import annotations
@@ -120,8 +120,11 @@ class FusedAttention(Attention):
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, *, is_prompt: bool) -> Tensor:
-    """scaled_dot_product_attention of (N, heads, tokens, channels); kernels for few keys and wide heads."""
-    # In self-attention, few keys are a small image: each image size would compile another kernel.
+    """scaled_dot_product_attention of (N, heads, tokens, channels), with kernels for few keys and wide heads.
+
+    ``is_prompt``: the keys are a prompt's, so their number does not depend on the image.
+    """
+    # Self-attention has few keys if the image is small. Each image size would compile another kernel.
     fits = is_prompt and dispatch.is_plain_inference(query, (key, value))
     if fits and not torch.is_autocast_enabled(query.device.type):
         found = attend_to_few(query, key, value)

@@ -38,7 +38,7 @@ def _runs_fused(module: Any, x: Tensor, layers: nn.Module) -> bool:
 
 
 def _chain(layers: Iterable[nn.Module], x: Tensor) -> Tensor:
-    """Run ``layers`` in order. A convolution takes along a ReLU after it or an upsampling before it."""
+    """Run ``layers`` in order. A convolution runs as one with a ReLU after it or an upsampling before it."""
     todo = list(layers)
     while todo:
         layer, following = todo.pop(0), todo[0] if todo else None

@@ -61,7 +61,7 @@ def is_folded(module: nn.Module) -> bool:
 
 
 def fold_into(module: nn.Module) -> None:
-    """Mark the ``foldable`` norms of ``module``. The calls fold them."""
+    """Mark the ``foldable`` norms of ``module``. They are folded when ``module`` is called."""
     for norm in list(foldable(module)):
         change_class(norm, FoldedBatchNorm2d)
 
@@ -84,8 +84,8 @@ def folded_conv(conv: Any, norm: Any, x: Tensor) -> Tensor | None:
     if norm.training or norm.running_mean is None or norm.running_var is None or x.dim() != 4:
         return None
     made_of = conv.weight, conv.bias, norm.weight, norm.bias, norm.running_mean, norm.running_var
-    # In training PyTorch writes the running averages without raising their versions, but it also counts the
-    # batches in a tensor.
+    # In training PyTorch writes the running averages without raising their versions. But it raises the
+    # version of ``num_batches_tracked``.
     sources: tuple[Any, ...] = (*made_of, norm.num_batches_tracked)
     if not (is_unhooked(norm) and dispatch.is_untraced(x, sources)):
         return None
@@ -93,7 +93,7 @@ def folded_conv(conv: Any, norm: Any, x: Tensor) -> Tensor | None:
     is_captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
     if is_captured or dispatch.wants_gradient(x, sources) or torch.is_autocast_enabled(x.device.type):
         return None
-    if any(t is not None and t.is_inference() for t in sources):  # these do not count their writes
+    if any(t is not None and t.is_inference() for t in sources):  # they do not count writes
         return None
     states = (norm.eps, *(None if t is None else (t.data_ptr(), t._version, t.dtype) for t in sources))
     found = _folded.get(conv)

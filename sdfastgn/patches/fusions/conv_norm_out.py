@@ -46,8 +46,7 @@ from sdfastgn.patches.fusions.group_norm import FusedGroupNorm
 
 __all__ = ["FUSION", "PARENTS"]
 
-# Models whose forward calls conv_norm_out and then conv_act on its result. Tested versions differ in LoRA
-# scales, the timestep's dtype and a decoder's dtype.
+# Models whose forward calls conv_norm_out and then conv_act on its result.
 PARENTS: tuple[type[nn.Module], ...] = (
     UNet2DConditionModel,
     UNet2DModel,

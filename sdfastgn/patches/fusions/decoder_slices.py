@@ -18,12 +18,12 @@ from sdfastgn.patches.core.tested_sources import tested
 
 __all__ = ["FUSION", "MOST_PIXELS", "FusedDecoder"]
 
-# Pixels that are decoded at once, at most. Images with more pixels are decoded one by one.
+# Most pixels that are decoded at once. Images with more pixels are decoded one by one.
 MOST_PIXELS = 1024**2
 
 
 class FusedDecoder(Decoder):
-    """``Decoder``. sample (N, C, H, W) latents -> (N, 3, 8 H, 8 W) with as many levels as usual."""
+    """``Decoder``. sample (N, C, H, W) latents -> (N, 3, 8 H, 8 W) if it has the usual four levels."""
 
     def forward(self, sample: Tensor, latent_embeds: Tensor | None = None) -> Tensor:
         most = None if latent_embeds is not None else self._images_at_once(sample)
@@ -32,7 +32,7 @@ class FusedDecoder(Decoder):
         return torch.cat([super(FusedDecoder, self).forward(part) for part in sample.split(most)])
 
     def _images_at_once(self, sample: Tensor) -> int | None:
-        """How many images are decoded together. None: all of them, as outside of plain inference."""
+        """Number of images that are decoded together. None: all of them. Only plain inference is sliced."""
         if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch.is_grad_enabled():
             return None
         if sample.dim() != 4 or sample.numel() == 0 or not dispatch.has_kernels(sample):

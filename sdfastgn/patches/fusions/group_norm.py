@@ -22,8 +22,9 @@ class FusedGroupNorm(nn.GroupNorm):
     Shapes, dtypes and errors: ``sdfastgn.group_norm``.
     """
 
-    # The class itself, if its forward is a norm and nothing else. A subclass inherits another class here,
-    # and so counts as more than a norm. torch.compile can follow this attribute in all releases.
+    # The class itself, if its forward is a norm and nothing else. A subclass with another forward inherits
+    # the value of its base, which is not the subclass itself. So it does not count as a mere norm. This is
+    # an attribute because torch.compile can trace it in all releases.
     norm_alone: type[nn.Module] | None = None
 
     def forward(self, input: Tensor) -> Tensor:
@@ -62,13 +63,15 @@ def norm_act(norm: Any, act: nn.Module, x: Tensor, **operands: Any) -> Tensor:
 
     ``operands``: keyword operands of ``sdfastgn.group_norm``, only if ``can_fuse(norm, act)``.
     """
-    # Operands only go into ``group_norm``. If no kernel runs, that computes in plain PyTorch.
+    # Only ``group_norm`` takes operands, so with operands it is called even where no kernel runs: there it
+    # computes in plain PyTorch.
     if not (can_fuse(norm, act) and (operands or dispatch.has_kernels(x))):
         return act(norm(x))
     return norm._fused(x, activation_of(act) or "identity", **operands)
 
 
-# Already runs the kernel. It is known by name, because patches do not import modules.py.
+# sdfastgn's own module, which runs the kernel already. Only its name is used: patches must not import
+# modules.py.
 _OURS = "sdfastgn.modules.GroupNorm"
 
 

@@ -31,7 +31,10 @@ __all__ = ["FUSION", "FusedGroupNorm32", "FusedGroupNormAct", "SubclassSwap"]
 
 
 class _MadeLater(FusedGroupNorm):
-    """Base of classes that are made at run time. A pickle names the stock class and makes them again."""
+    """Base of the fused classes, which are made at run time.
+
+    A pickle names the stock class. When it is loaded, the fused class is made again.
+    """
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced: Any = super().__reduce_ex__(max(protocol, 2))
@@ -57,7 +60,7 @@ class FusedGroupNorm32(_MadeLater):
 
 
 class FusedGroupNormAct(_MadeLater):
-    """timm's ``GroupNormAct``: one kernel, unless ``drop``, between norm and activation, does something.
+    """timm's ``GroupNormAct``. One kernel, unless ``drop`` between norm and activation drops anything.
 
     x (N, C, *spatial) -> the same.
     """
@@ -68,7 +71,7 @@ class FusedGroupNormAct(_MadeLater):
 
     def forward(self, x: Tensor) -> Tensor:
         if self._fast_norm:
-            return super(FusedGroupNorm, self).forward(x)  # timm's own
+            return super(FusedGroupNorm, self).forward(x)  # timm's own forward
         name = activation_of(self.act)
         drops = type(self.drop) is not nn.Identity or not is_unhooked(self.drop)
         if name is None or drops or not (is_unhooked(self.act) and dispatch.has_kernels(x)):

@@ -45,7 +45,7 @@ def conv_norm_act(
 ) -> Tensor:
     """``act(norm(conv(h)))`` with the time embedding in it.
 
-    h: (N, C_in, *spatial). C: channels of what ``conv`` returns.
+    h: (N, C_in, *spatial). C: number of output channels of ``conv``.
     """
     N, scales = h.shape[0], embedding.scales
     fuses = can_fuse(norm, act)

@@ -25,7 +25,7 @@ __all__ = ["CROSS_ATTENTION", "FUSION", "FusedCrossAttnUpBlock2D", "FusedUpBlock
 class FusedUpBlock2D(UpBlock2D):
     """``UpBlock2D``.
 
-    hidden_states (N, C, H, W), skips (N, C', H, W), the last one first -> (N, C_out, H', W').
+    hidden_states (N, C, H, W), skips (N, C', H, W) -> (N, C_out, H', W'). The last skip is used first.
     """
 
     def forward(
@@ -50,8 +50,8 @@ class FusedUpBlock2D(UpBlock2D):
 class FusedCrossAttnUpBlock2D(CrossAttnUpBlock2D):
     """``CrossAttnUpBlock2D``.
 
-    As ``FusedUpBlock2D``, with an attention on encoder_hidden_states (N, tokens, D) after each
-    ResNet block.
+    Like ``FusedUpBlock2D``, but each ResNet block is followed by an attention on encoder_hidden_states
+    (N, tokens, D).
     """
 
     def forward(

@@ -1,4 +1,4 @@
-"""diffusers' ``Upsample2D``: upsampling by two and the convolution after it, as one where that is faster.
+"""diffusers' ``Upsample2D``: upsampling by two and the next convolution run as one where that is faster.
 
 Only the usual call of a UNet or decoder is fused: no norm before it, no transposed convolution, twice the
 size. PyTorch's own channels-last upsampling copies element by element, which is slow. It fails for large

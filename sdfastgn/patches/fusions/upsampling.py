@@ -26,7 +26,7 @@ __all__ = ["conv_of_upsampled", "convolves_at_low_resolution"]
 
 
 def conv_of_upsampled(conv: Any, x: Tensor) -> Tensor:
-    """``conv`` of the (2H, 2W) image that nearest neighbors make of x (N, C, H, W), channels-last."""
+    """``conv`` of x (N, C, H, W), channels-last, after x was upsampled by two (nearest neighbor)."""
     if not convolves_at_low_resolution(conv, x):
         return add_bias(*conv_without_bias(conv, upsample_nearest_2x(x)))
     if not emits(conv.out_channels, 4 * math.prod(x.shape[2:])):

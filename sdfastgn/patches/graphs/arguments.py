@@ -1,4 +1,4 @@
-"""The arguments of a call: the key of its graph, the tensors to copy, and the containers around them."""
+"""Takes the arguments of a call apart: the key of its graph, the tensors, and the containers around them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _CONTAINERS = (list, tuple, dict)
 
 _INITIAL_ORDER = tuple(sdp_priority_order())
 _CUDNN = SDPBackend.CUDNN_ATTENTION.value
-# PyTorch itself puts cuDNN first, at the first attention on a GPU for which it is fast.
+# The orders that PyTorch chooses itself: at the first attention on some GPUs it moves cuDNN to the front.
 _UNTOUCHED_ORDERS = (_INITIAL_ORDER, (_CUDNN, *(backend for backend in _INITIAL_ORDER if backend != _CUDNN)))
 
 
@@ -38,14 +38,18 @@ class Unsupported(Exception):  # noqa: N818  # not an error: the call runs witho
 
 
 class Number(NamedTuple):
-    """An argument that may be a number. The model makes a 0-d tensor of it; a graph is given that tensor."""
+    """An argument that may be a number, such as a timestep.
+
+    The model would turn the number into a 0-d tensor. A graph gets this tensor instead of the number, so one
+    graph serves all values.
+    """
 
     position: int
-    float_dtype: torch.dtype  # of the tensor that a float becomes
+    float_dtype: torch.dtype  # dtype of the tensor that a float becomes
 
 
 class _Slot(NamedTuple):
-    """A tensor's place in the arguments, once the tensor is taken out."""
+    """Stands for a tensor that was taken out of the arguments. ``place``: its index in ``Call.tensors``."""
 
     place: int
 
@@ -65,13 +69,13 @@ class Call:
     Args:
         args: positional arguments.
         kwargs: keyword arguments.
-        numbers: by name, the arguments that become 0-d tensors on the device if they are numbers.
+        numbers: name -> ``Number``, for the arguments that become 0-d tensors if they are numbers.
 
     Attributes:
         key: hashable. Calls with equal keys can share a graph: they agree in structure, shapes, strides,
             dtypes, device and plain values.
-        tensors: the tensors in the order of their slots. For an argument of ``numbers`` the number.
-        device: of all tensors.
+        tensors: the tensors in the order of their slots. An argument in ``numbers`` may be a number here.
+        device: the device that all tensors are on.
 
     Raises Unsupported for tensors on several devices, and for objects other than tensors, plain values,
     lists, tuples and dicts.
@@ -123,9 +127,9 @@ class Call:
         kind = type(value)
         if number is not None:
             if kind is Tensor and value.device.type == "cpu" and value.dim() == 0:
-                # On the CPU, so nothing waits.
+                # ``item`` does not wait for a GPU, because the tensor is on the CPU.
                 return self._slot(value.item(), _Spec((), (), value.dtype), tokens)
-            if kind in (int, float):  # as diffusers makes them
+            if kind in (int, float):  # it becomes a tensor of the same dtype as in diffusers' forward
                 dtype = torch.int64 if kind is int else number.float_dtype
                 spec = _Spec((), (), dtype)
                 return self._slot(value if dtype.is_floating_point else int(value), spec, tokens)
@@ -162,7 +166,7 @@ class Call:
 def _like(spec: _Spec, device: torch.device | None) -> Tensor:
     if spec.is_lazy:
         raise Unsupported("a tensor is a lazy conjugate or negative")
-    # An expanded dimension has one element in memory, and is expanded again.
+    # An expanded dimension (stride 0) has one element in memory.
     once = [1 if stride == 0 else n for n, stride in zip(spec.shape, spec.stride, strict=True)]
     return torch.empty_strided(once, spec.stride, dtype=spec.dtype, device=device).expand(spec.shape)
 
@@ -241,7 +245,10 @@ def clone_of(output: Any) -> Any:
 
 
 def structure_of(*values: Any) -> Any:
-    """Nested lists like the containers in ``values``, with the ids of everything else."""
+    """Nested lists with the structure of ``values``, and the id of each object that is no container.
+
+    Equal results before and after a call show that it changed no container.
+    """
     return [
         structure_of(*(v.items() if isinstance(v, dict) else v))
         if isinstance(v, (list, tuple, dict))
@@ -263,10 +270,7 @@ def contents_of(*values: Any) -> list[tuple[Any, tuple[Any, ...]]]:
 
 
 def refill(containers: list[tuple[Any, tuple[Any, ...]]]) -> None:
-    """Give lists and dicts their former content: a forward may have changed them.
-
-    ``containers`` is from ``contents_of``. The caller keeps these objects, so they are changed in place.
-    """
+    """Put back, in place, the content that the lists and dicts had at ``contents_of``."""
     for value, content in containers:
         if type(value) is list:
             value[:] = content

@@ -1,4 +1,4 @@
-"""Captures one call of a module as a graph. Below: the ``Backend``, which does it on a GPU."""
+"""Captures one call of a module as a graph. ``CudaBackend`` is the part that talks to CUDA."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Handle(Protocol):
 
 
 class Backend(Protocol):
-    """Captures and replays on one device. Tests have their own for the CPU.
+    """Captures and replays graphs on one device. Tests use another one, for the CPU.
 
     All graphs of a device share one memory pool, so only one may run at a time. ``lock`` ensures that for
     the threads of the host, ``ordered`` for the streams of the GPU.
@@ -40,7 +40,7 @@ class Backend(Protocol):
     lock: Any
 
     def is_busy(self) -> bool:
-        """True if the present stream is being captured by other code."""
+        """True if other code is capturing the current stream."""
 
     def allocating(self) -> AbstractContextManager[Any]:
         """Inside, memory for a graph's inputs may be allocated."""
@@ -98,8 +98,8 @@ def capture_call(
     def run() -> Any:
         args, kwargs = call.rebuild(buffers)
         before = structure_of(args, kwargs)
-        # In inference mode tensors would not count how often they are written into. What the caller
-        # gets are copies, which are made in the caller's mode.
+        # Not in inference mode, because its tensors do not count how often they are written into. The
+        # caller gets copies, which are made in the caller's mode.
         with torch.inference_mode(False), torch.no_grad(), _no_autocast_cache():
             output = type(module).forward(module, *args, **kwargs)
         if structure_of(args, kwargs) != before:
@@ -120,11 +120,12 @@ def capture_call(
     except Exception as error:
         if not is_warm:
             raise Unsupported(f"capture failed: {one_line(error)}") from error
-    if graph is None:  # not warm after all: the model has changed, or a tensor is aligned in another way
+    # The capture failed without a warm-up: the model has changed, or a tensor is aligned in another way.
+    if graph is None:
         return capture_call(module, call, backend, watch_of_now, is_warm=False)
     if not watch.unchanged(module):
         raise Unsupported("its forward changes the model")
-    if watch.writes() != writes:  # a replay would write, too, even one whose result is discarded
+    if watch.writes() != writes:  # every replay would write, even one whose result is discarded
         raise Unsupported("its forward writes into its own tensors")
     if versions != [buffer._version for buffer in buffers]:
         raise Unsupported("its forward writes into its arguments")
@@ -201,7 +202,8 @@ class CudaBackend:
 
     def capture(self, fn: Callable[[], Any]) -> Handle:
         graph = torch.cuda.CUDAGraph()
-        others = list(self._alive)  # held, because the allocator refuses a pool whose graphs are all gone
+        # Kept alive during the capture, because the allocator refuses a pool whose graphs are all gone.
+        others = list(self._alive)
         if self._pool is None or not others:
             self._pool = torch.cuda.graph_pool_handle()
         pool = self._pool
@@ -258,7 +260,7 @@ class CudaBackend:
         self._done.synchronize()
 
     def memory(self) -> int:
-        with self.lock:  # no other thread adds one meanwhile
+        with self.lock:  # so that no other thread adds a graph meanwhile
             pools = {tuple(handle.pool) for handle in self._alive}
         return sum(
             s["total_size"] for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) in pools

@@ -23,10 +23,10 @@ class Place(NamedTuple):
     Attributes:
         name: dotted path of the container. For a module's own dicts (parameters, attributes, hooks) the
             path of the module.
-        kind: of the items: "parameter", "buffer", "module", "attribute" and "forward hook" of a module,
-            "LoRA scale" of a dict with the scales of a layer, "item" of any other list, set or dict.
+        kind: what the items are: "parameter", "buffer", "module", "attribute" or "forward hook" in a
+            module's own dicts, "LoRA scale" in a LoRA layer's dict of scales, "item" in all others.
         container: the list, set or dict itself.
-        keys: of a dict, at the capture.
+        keys: the keys that a dict had at the capture.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Place(NamedTuple):
         return f"{self.name} changed from {before} to {after}"
 
     def noun(self, key: Any) -> str:
-        """The item ``key`` in words."""
+        """Words for the item ``key``, such as "parameter weight of conv_in"."""
         if self.kind in ("item", "LoRA scale"):
             return self.child(key)
         if self.kind == "module":
@@ -101,7 +101,7 @@ def joined(name: str, key: Any) -> str:
 
 
 def tensor_in_words(name: str) -> str:
-    """ "the weight of conv_in" for ``conv_in.weight``."""
+    """For example "the weight of conv_in" for ``conv_in.weight``."""
     head, _, last = name.rpartition(".")
     is_attribute = bool(head) and last.isidentifier() and not last.startswith("_") and " " not in name
     return f"the {last} of {head}" if is_attribute else f"the tensor {name}"

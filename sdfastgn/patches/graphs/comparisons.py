@@ -28,12 +28,12 @@ _version_of = operator.attrgetter("_version")
 _content_of = operator.attrgetter("cell_contents")
 _END = object()
 
-# Digits that fp32 has.
+# Decimal digits of a number that are shown: fp32 has no more.
 _FLOAT_DIGITS = 6
 
 
 class Types:
-    """Objects that keep their class."""
+    """Compares the classes of objects."""
 
     def __init__(self) -> None:
         self._objects: list[Any] = []
@@ -57,22 +57,28 @@ class Types:
 
 
 class _Containers:
-    """Containers that keep their items: the items of all of them are compared in one go."""
+    """Compares the items of containers. The items of all containers are compared in one go."""
 
     def __init__(self, is_same: Callable[[Any, Any], Any]) -> None:
         self._is_same = is_same
-        self._items: list[Any] = []  # of each container something that iterates over its items
+        self._items: list[Any] = []  # for each container an iterable of its items
         self._places: list[Place | None] = []
 
     def add(self, items: Any, place: Place | None) -> None:
-        """``items``: an iterable. ``place``: None if another comparison describes the same change."""
+        """Record a container.
+
+        Args:
+            items: an iterable of its items.
+            place: names it in ``difference``. None if another comparison describes the same change.
+        """
         self._items.append(items)
         self._places.append(place)
 
     def freeze(self) -> None:
         self._sizes = list(map(len, self._items))
         self._kept = list(chain.from_iterable(self._items))
-        # False if another thread changed one in between: it is then unknown which item is whose.
+        # False if another thread changed a container between these two lines. Then it is unknown which
+        # items are in which container.
         self._is_aligned = sum(self._sizes) == len(self._kept)
 
     def difference(self) -> str | None:
@@ -88,7 +94,7 @@ class _Containers:
 
 
 class Empty(_Containers):
-    """Containers that stay empty."""
+    """Checks that containers stay empty."""
 
     def __init__(self) -> None:
         super().__init__(operator.is_)
@@ -98,7 +104,7 @@ class Empty(_Containers):
 
 
 class Identities(_Containers):
-    """Containers whose items stay the same objects."""
+    """Checks that the items of containers stay the same objects."""
 
     def __init__(self) -> None:
         super().__init__(operator.is_)
@@ -114,7 +120,7 @@ class Identities(_Containers):
 
 
 class Values(_Containers):
-    """Containers whose items stay equal."""
+    """Checks that the items of containers stay equal."""
 
     def __init__(self) -> None:
         super().__init__(operator.eq)
@@ -124,7 +130,7 @@ class Values(_Containers):
 
 
 class Attributes:
-    """Modules that keep their attributes, with equal values. None is added and none removed.
+    """Checks that the attributes of modules stay equal, and that none is added or removed.
 
     Args:
         inert: names of attributes that may change.
@@ -159,10 +165,11 @@ class Attributes:
 
     def same(self) -> bool:
         return (
-            # A dict may be replaced by an equal one of a user's class, which returns other values.
+            # An equal dict of a user's class may return other values, so the classes are compared as well.
             self._types_of_dicts() == self._dict_types
             and list(map(len, self._dicts)) == self._lengths
-            # ``map`` makes one tuple at a time. Two thousand at once would start the garbage collector.
+            # ``map`` makes one tuple at a time. A list of two thousand tuples would start the garbage
+            # collector.
             and all(map(operator.eq, map(_call, self._getters, self._dicts), self._values))
         )
 
@@ -187,7 +194,7 @@ def _is_equal(old: Any, new: Any) -> Any:
 
 
 class Cells:
-    """Variables in closures, which stay the same objects."""
+    """Checks that variables in closures stay the same objects."""
 
     def __init__(self) -> None:
         self._cells: list[types.CellType] = []
@@ -212,7 +219,7 @@ class Cells:
 
 
 class _Tensors:
-    """Tensors with their names."""
+    """Keeps tensors with their names."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
@@ -228,9 +235,10 @@ class _Tensors:
 
 
 class Memory(_Tensors):
-    """Tensors that stay at their addresses. Their memory is not kept alive: a model that moves frees it.
+    """Checks that tensors stay at their addresses.
 
-    New memory may get an old address. So the storages are watched by weak references, too.
+    The memory is not kept alive, so that a model that moves to another device can free it. New memory may
+    then get an old address, so weak references to the storages are checked as well.
     """
 
     def freeze(self) -> None:
@@ -254,7 +262,7 @@ class Memory(_Tensors):
 
 
 class Numbers(_Tensors):
-    """Small tensors on the CPU that keep their values."""
+    """Checks that small tensors on the CPU keep their values."""
 
     def freeze(self) -> None:
         self._values = list(map(Tensor.tolist, self.tensors))
@@ -275,7 +283,7 @@ def _rounded(value: Any) -> Any:
 
 
 class Writes(_Tensors):
-    """Tensors on the CPU that nobody writes into."""
+    """Checks that nothing is written into tensors on the CPU."""
 
     def freeze(self) -> None:
         self._versions = list(map(_version_of, self.tensors))

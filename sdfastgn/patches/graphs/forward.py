@@ -4,9 +4,9 @@ Each step of a call has its own file:
 
 1. Describe the call: ``arguments.py`` makes a key of the arguments, ``models.py`` says when there can be no
    graph.
-2. If ``store.py`` has a graph for the key and all weights are where the graph reads them, start it.
-   While the GPU runs, ``watch.py`` compares the model with the captured one. If the model changed, the
-   result is discarded and the graphs are dropped.
+2. If ``store.py`` has a graph for the key and all weights are still at the addresses that the graph reads,
+   start it. While the GPU runs, ``watch.py`` compares the model with the captured one. If the model changed,
+   the result is discarded and the graphs are dropped.
 3. Without a graph ``policy.py`` decides whether to capture the call now (``capture.py``). A model that draws
    random numbers is refused (``random_numbers.py``).
 4. Every other call runs eager. Its reason is counted for the report.
@@ -38,11 +38,11 @@ from sdfastgn.patches.graphs.watch import Watch
 
 __all__ = ["GraphedForward"]
 
-# Different reasons that are counted by themselves. More come only from calls that never repeat.
+# Different reasons that are counted separately. Only calls that never repeat have more.
 _MAX_REASONS = 64
 
-# All that exist, by id. Some are found in no other way: another library's wrapper may be in the instance in
-# their place and still call them. They are also asked for their memory when it is short.
+# id -> ``GraphedForward``, for all that exist. Another library's wrapper may have replaced one in its module
+# and still call it: then it is found only here. When memory is short, all of them drop their graphs.
 _living: weakref.WeakValueDictionary[int, GraphedForward] = weakref.WeakValueDictionary()
 
 
@@ -58,9 +58,10 @@ class GraphedForward(InstanceEntry):
     Args:
         module: the instance.
         mode: ``"auto"`` captures at the second call of a kind, True at the first.
-        backend: captures and replays; None for the one of the arguments' device. Tests pass their own.
-        stands_over_own: true if the instance's ``__dict__`` had its class's ``forward`` before. When this
-            object is taken off, that is put back.
+        backend: captures and replays. None: the backend of the device that the arguments are on. Tests pass
+            another one.
+        stands_over_own: true if the instance's ``__dict__`` had the class's ``forward`` in it before. It is
+            put back when this object is removed.
 
     Attributes:
         eager: reason -> number of calls that ran eager for it.
@@ -95,7 +96,7 @@ class GraphedForward(InstanceEntry):
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """The class's ``forward``; ``inspect.signature`` looks here."""
+        """The class's ``forward``, from which ``inspect.signature`` reads the parameters."""
         return class_forward(self.module)
 
     # A bound method has these three attributes. torch.export reads them.
@@ -134,7 +135,7 @@ class GraphedForward(InstanceEntry):
 
     @property
     def last_change(self) -> str:
-        """What changed in the model when its graphs were last dropped for it; empty if never."""
+        """The last change of the model that made its graphs invalid, in words; empty if there was none."""
         return self._policy.last_change
 
     @classmethod
@@ -166,7 +167,7 @@ class GraphedForward(InstanceEntry):
         return type(module).forward(module, *args, **kwargs)
 
     def clear(self) -> int:
-        """Drop all graphs and what is known of the module. Returns the number of graphs."""
+        """Drop all graphs and the record of the module's state. Returns the number of graphs."""
         backend = self._store.backend
         if backend is None:
             return 0
@@ -175,7 +176,10 @@ class GraphedForward(InstanceEntry):
             return self._store.clear()
 
     def pool_bytes(self) -> dict[int, int]:
-        """Backend's id -> bytes of its pool; empty without graphs. Modules on one device share the pool."""
+        """{id of the backend: bytes of its memory pool}; empty without graphs.
+
+        All modules on one device share the pool, and the id shows which pools are the same.
+        """
         backend = self._store.backend
         return {id(backend): backend.memory()} if backend is not None and len(self._store) else {}
 
@@ -212,8 +216,7 @@ class GraphedForward(InstanceEntry):
     def _replay_at_once(self, module: nn.Module, call: Call, backend: Backend, key: Any) -> Any:
         """Start the graph, and compare the model with the captured one while the GPU runs.
 
-        Returns None if there is no graph. If the model changed, the result is discarded, and None is
-        returned, too.
+        Returns None if there is no graph, or if the model changed: then the result is discarded.
         """
         graph, watch = self._store.find(key), self._store.watch
         if graph is None or watch is None or not watch.is_in_place():
@@ -241,7 +244,8 @@ class GraphedForward(InstanceEntry):
         is_warm = policy.is_warm(key)
         store.make_room()
         try:
-            # The first replay is inside: on a GPU not the capture draws random numbers, but the replay.
+            # ``undrawn`` also covers the first replay: on a GPU the replay draws random numbers, not the
+            # capture.
             with undrawn(call.device, partial(run_on_copies, module, call, backend)):
                 watch_of_now = partial(self._watch_of, module, call.device)
                 graph = capture_call(module, call, backend, watch_of_now, is_warm=is_warm)
@@ -255,15 +259,15 @@ class GraphedForward(InstanceEntry):
             raise
 
     def _rehearse(self, module: nn.Module, call: Call, backend: Backend, key: Any) -> None:
-        """Compile all kernels of a kind of call in parallel. The first call would compile one by one.
+        """Compile all kernels of a kind of call in parallel. The first call would compile them one by one.
 
-        This runs the forward once more, on copies of the arguments. Only a model that may be captured is
-        known to stand that, so no other is rehearsed.
+        This runs the forward once more, on copies of the arguments. Only models that may be captured are
+        rehearsed: for others an additional run may have effects.
         """
         if self._policy.is_rehearsed(key):
             return
         run = partial(run_on_copies, module, call, backend)
-        # The call itself follows, and raises the same error.
+        # If the rehearsal fails, so does the call that follows, and there the user sees the error.
         with contextlib.suppress(Exception):
             if Watch(module, is_harmless).reason is None:
                 with undrawn(call.device, run):
@@ -281,7 +285,7 @@ class GraphedForward(InstanceEntry):
             raise Unsupported(watch.reason)
 
     def _drop_changed(self, module: nn.Module, watch: Watch) -> None:
-        """Drop the graphs after ``module`` changed. The policy keeps what the change was."""
+        """Drop the graphs after ``module`` changed. The policy remembers the change in words."""
         if self.alive:
             self._policy.last_change = watch.what_changed(module)
         self.clear()
@@ -298,7 +302,7 @@ class GraphedForward(InstanceEntry):
         if watch is None:
             try:
                 watch = Watch(module, is_harmless, device)
-            except Exception as error:  # of any kind: properties of other people's classes run here
+            except Exception as error:  # of any class, because this runs properties of users' classes
                 raise Unsupported(f"its state cannot be watched: {one_line(error)}") from error
             self._store.begin(watch)
         if watch.reason is not None:

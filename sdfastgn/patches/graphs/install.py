@@ -1,7 +1,7 @@
-"""Gives UNets, ControlNets, halves of autoencoders and CLIP text encoders CUDA graphs.
+"""Gives the models that ``models.py`` lists CUDA graphs, and takes the graphs away.
 
-A ``GraphedForward`` in the instance's ``__dict__`` takes the place of the class's ``forward``. A
-subclass would change the class name that ``save_pretrained`` writes and that pipelines look up.
+A ``GraphedForward`` in the instance's ``__dict__`` replaces the class's ``forward``. A subclass would change
+the class name that ``save_pretrained`` writes and that pipelines look up.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ MODES = ("auto", True, False)
 
 @dataclass(frozen=True)
 class Graphs:
-    """What has become of one module's calls.
+    """The state of one module's graphs, and how its calls ran so far.
 
-    ``eager``: reason -> calls that ran without a graph for it.
-    ``last_change``: the change of the model for which its graphs were last dropped; empty if none was.
+    ``eager``: reason -> number of calls that ran without a graph for this reason.
+    ``last_change``: the last change of the model that made its graphs invalid; empty if there was none.
     """
 
     path: str
@@ -57,7 +57,7 @@ def install(root: nn.Module, mode: str | bool, backend: Backend | None = None) -
     """
     for _, module in list(_outermost(root)):
         for inner in module.modules():
-            if inner is not module and _graphed(inner) is not None:  # it was optimized by itself before
+            if inner is not module and _graphed(inner) is not None:  # from an ``optimize(inner)`` before
                 _take_off(inner)
         graphed = _graphed(module)
         if mode is False or (graphed is not None and (graphed.mode, backend) != (mode, None)):
@@ -78,7 +78,7 @@ def wait_for_gpus(roots: Iterable[nn.Module]) -> None:
     for device in {parameter.device for root in roots for parameter in root.parameters()}:
         if device.type == "cuda":
             backend = backend_of(device)
-            # A synchronization breaks a capture in another thread. The lock waits for its end.
+            # Synchronizing would break a capture in another thread. With the lock no capture is running.
             with contextlib.nullcontext() if backend is None else backend.lock:
                 torch.cuda.synchronize(device)
 
@@ -130,7 +130,7 @@ def _take_off(module: Any) -> None:
     if isinstance(forward, GraphedForward) and not forward.stands_over_own:
         del module.forward
     for graphed in GraphedForward.of(module):
-        graphed.mode = False  # other code may still hold it; it then only calls the class's forward
+        graphed.mode = False  # if other code still calls it, it only calls the class's forward
         graphed.clear()
-        replace_kept(module, graphed, class_forward(module))  # hooks that hold it would put it back
+        replace_kept(module, graphed, class_forward(module))  # hooks that keep it would put it back
     unguard(module)

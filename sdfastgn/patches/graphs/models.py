@@ -14,11 +14,11 @@ from sdfastgn.patches.graphs.arguments import Number
 
 __all__ = ["is_graphable", "is_harmless", "numbers_of", "reason_now"]
 
-# These models' forwards make a tensor of a timestep that is a number: of a float in fp64.
+# Models that turn a timestep given as a float into an fp64 tensor.
 _TIMESTEP = {"timestep": Number(1, torch.float64)}
-# Class -> arguments that may be numbers. By full name, so that diffusers need not be imported. Subclasses do
-# not count. UNets for video are left out: they keep a GPU busy without graphs, and their graphs would hold
-# gigabytes.
+# Full name of a class -> its arguments that may be numbers. Names are enough, so diffusers is not imported.
+# Subclasses do not count. UNets for video are left out: they keep a GPU busy without graphs, and their graphs
+# would hold gigabytes.
 _GRAPHABLE: dict[str, dict[str, Number]] = {
     "diffusers.models.unets.unet_1d.UNet1DModel": {"timestep": Number(1, torch.int64)},
     "diffusers.models.unets.unet_2d.UNet2DModel": {"timestep": Number(1, torch.int64)},
@@ -46,12 +46,12 @@ _HARMLESS = (channels_last.enter, channels_last.leave)
 
 
 def is_harmless(hook: Any) -> bool:
-    """True for a forward hook whose effects a graph contains.
+    """True for a forward hook whose effects are all part of the graph.
 
-    Our hooks change layouts on the GPU. The hooks of transformers collect hidden states, which are outputs
-    of the captured call.
+    sdfastgn's own hooks change layouts on the GPU. The hooks of transformers collect hidden states, which
+    are outputs of the captured call.
     """
-    # Where its code was written. Its __module__ may name another: functools.wraps copies that.
+    # The module in which the hook was written. ``__module__`` may differ, because functools.wraps copies it.
     written_in = getattr(hook, "__globals__", {}).get("__name__")
     return hook in _HARMLESS or written_in == "transformers.utils.output_capturing"
 
@@ -68,7 +68,7 @@ def numbers_of(module: nn.Module) -> dict[str, Number] | None:
 
 
 def reason_now(module: nn.Module) -> str | None:
-    """Why this thread can replay no call of ``module`` at present; None if the arguments decide."""
+    """Why this thread can replay no call of ``module`` now; None if that depends on the arguments alone."""
     if torch.is_grad_enabled():
         return "gradients are enabled"
     if module.training:

@@ -10,11 +10,11 @@ from sdfastgn.patches.graphs.arguments import Unsupported
 
 __all__ = ["NO_MEMORY", "Policy"]
 
-# The reason of calls that run eager because graphs took memory that was needed.
+# The reason given for calls that run eagerly because memory was too short for graphs.
 NO_MEMORY = "memory was short"
 # Kinds of calls that are remembered. There are more only if calls never repeat.
 _MAX_REMEMBERED = 64
-# Replays that pay for one capture.
+# Replays after which a capture has saved more time than it took.
 _WORTHWHILE = 3
 # The longest pause, in calls.
 _MAX_PAUSE = 256
@@ -23,22 +23,22 @@ _MAX_PAUSE = 256
 class Policy:
     """Decides from the past calls of one module whether the next one is captured or runs eager.
 
-    Calls of one kind have the same key in the store. Methods are called under the backend's lock. Two may
-    be called without: ``is_rehearsed`` and ``pause_without_memory``.
+    Calls of one kind have the same key in the store. The caller must hold the backend's lock, except for
+    ``is_rehearsed`` and ``pause_without_memory``.
 
     Attributes:
-        last_change: the change of the model for which its graphs were last dropped; empty if none was.
+        last_change: the last change of the model that made its graphs invalid; empty if there was none.
     """
 
     __slots__ = ("_pause", "_refused", "_rehearsed", "_short_lives", "_threads", "last_change")
 
     def __init__(self) -> None:
-        # Kind -> thread of its first call, until it is captured.
+        # Kind of call -> the thread that made its first call. Dropped when the kind is captured.
         self._threads: OrderedDict[Any, int] = OrderedDict()
         self._refused: OrderedDict[Any, str] = OrderedDict()  # kind -> reason
         self._rehearsed: OrderedDict[Any, None] = OrderedDict()
         self._pause: tuple[int, str] = (0, "")  # calls that are still to run eager, and why
-        # How many times in a row the model changed before its captures had paid.
+        # How many times in a row the model changed before its captures had saved any time.
         self._short_lives = 0
         self.last_change = ""
 
@@ -47,8 +47,8 @@ class Policy:
     def model_changed(self, replays: int) -> None:
         """Take note that the model changed after ``replays`` replays of its graphs.
 
-        If the replays were too few twice in a row, the model is left alone for 4 calls. Each further time
-        doubles the pause.
+        If there were too few replays twice in a row, the next 4 calls run eagerly. Each further time doubles
+        this pause.
         """
         self._short_lives = self._short_lives + 1 if replays < _WORTHWHILE else 0
         if self._short_lives > 1:
@@ -68,7 +68,7 @@ class Policy:
     # ---- kinds of calls
 
     def forget_kinds(self) -> None:
-        """Forget first calls and refusals: the model has changed, and they may not hold any longer."""
+        """Forget first calls and refusals, because the model has changed and they may no longer be true."""
         self._threads.clear()
         self._refused.clear()
 
@@ -97,9 +97,9 @@ class Policy:
             raise Unsupported(self._refused[key])
 
     def is_rehearsed(self, key: Any) -> bool:
-        """False once for each kind, for the caller that then rehearses it.
+        """Whether this kind was rehearsed before. Marks it as rehearsed: the caller does so after False.
 
-        Changes of the model do not matter here: kernels stay compiled.
+        A change of the model does not reset this, because kernels stay compiled.
         """
         if key in self._rehearsed:
             return True

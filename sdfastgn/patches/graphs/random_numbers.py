@@ -17,7 +17,7 @@ __all__ = ["undrawn"]
 
 
 class _DrawsError(Exception):
-    """The next operation would draw random numbers."""
+    """An operation was about to draw random numbers."""
 
 
 class _Guard(TorchDispatchMode):
@@ -31,7 +31,7 @@ class _Guard(TorchDispatchMode):
 
 
 def _has_no_dropout(func: Any, args: Any, kwargs: Any) -> bool:
-    """True for attention with dropout 0. PyTorch's tag says that it draws, but it does not."""
+    """True for attention with dropout 0. PyTorch tags it as drawing random numbers, but it draws none."""
     for position, argument in enumerate(func._schema.arguments):
         if argument.name == "dropout_p":
             p = args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value)
@@ -49,11 +49,11 @@ def _states(device: torch.device | None) -> list[Tensor]:
 
 @contextlib.contextmanager
 def undrawn(device: torch.device | None, call: Callable[[], object]) -> Iterator[None]:
-    """Around code that makes ``call``: if that draws random numbers, reset the generators.
+    """Use it around code that makes ``call``. If ``call`` draws random numbers, reset the generators.
 
     Raises Unsupported then. Another thread may draw at the same time, which must not be undone. So if the
-    generators have changed, ``call`` is made once more and stopped before it draws. Only if it would draw,
-    the change is its own.
+    generators have changed, ``call`` is made once more and stopped before it draws. The generators are reset
+    only if this shows that ``call`` draws.
     """
     before = _states(device)
     try:

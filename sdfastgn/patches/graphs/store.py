@@ -1,4 +1,4 @@
-"""The graphs of one module: which of them answers which call, and which goes when there are too many."""
+"""The graphs of one module, by kind of call. If there are too many, the least recently used is dropped."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from sdfastgn.patches.graphs.watch import Watch
 
 __all__ = ["MAX_GRAPHS", "Store"]
 
-# Graphs of one module. Each answers one kind of call; the least recently used goes first.
+# Most graphs that one module may have. Each is for one kind of call.
 MAX_GRAPHS = 8
 
 
 class Store:
     """Graphs by kind of call, all captured from the same state of one module.
 
-    Whoever calls a method holds the lock of ``backend``.
+    The caller of a method must hold the lock of ``backend``.
 
     Attributes:
-        backend: what captured the graphs; None before the module's first call.
-        watch: knows the state of the module that the graphs were captured from. None until the first
+        backend: captures and replays the graphs; None before the module's first call.
+        watch: records the state of the module from which the graphs were captured. None until the first
             capture is tried, and after ``clear``.
         captured, replays, dropped: counts since the module was optimized.
     """
@@ -47,12 +47,12 @@ class Store:
         return self.replays - self._replays_before
 
     def begin(self, watch: Watch) -> None:
-        """The next graphs are captured from the state that ``watch`` has recorded. Follows ``clear``."""
+        """Start with graphs of the state that ``watch`` has recorded. The store must be empty."""
         self.watch = watch
         self._replays_before = self.replays
 
     def find(self, key: Any) -> Graph | None:
-        """The graph for calls of kind ``key``. It counts as used."""
+        """The graph for calls of kind ``key``, or None. The graph becomes the most recently used."""
         graph = self._graphs.get(key)
         if graph is not None:
             self._graphs.move_to_end(key)

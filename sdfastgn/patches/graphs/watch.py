@@ -8,14 +8,15 @@ that decides these:
 - everything that attributes refer to, as deep as it goes: attention processors, LoRA's dicts of scales,
   lists.
 
-Writing into a weight in place needs no watch: a replay reads the new values. A tensor on the CPU does
-need it: the capture has copied its value into Python's numbers or a kernel's arguments.
+In-place writes into a weight on the GPU are not watched: a replay reads the new values. In-place writes into
+a tensor on the CPU are watched: the capture has copied its value into Python's numbers or a kernel's
+arguments.
 
 A model with code of an unknown package is not captured, because such code may keep its state anywhere.
-The package of a function is the one in which its code was written. Its ``__module__`` may name another:
-``functools.wraps`` copies that.
+A function belongs to the package in which its code was written. Its ``__module__`` may name another package,
+because ``functools.wraps`` copies it.
 
-Changes that are not seen: a class attribute or a module-level function is replaced; a ``.data`` becomes
+Four changes are not noticed: a class attribute or a module-level function is replaced; a ``.data`` becomes
 another view of the same memory; a number or list is replaced by an equal one of a user's class; a module's
 dict of buffers or hooks is replaced as a whole.
 """
@@ -67,31 +68,31 @@ _TRUSTED = sys.stdlib_module_names | {
 _TENSOR_TYPES = (Tensor, nn.Parameter)
 _NUMBERS_AND_NAMES = (bool, int, float, complex, str, bytes, range, type(None))
 _KINDS_OF_TENSORS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
-# Classes with values that are compared as a whole. Such a value refers to no other object to watch.
+# Classes whose values are compared as a whole. A leaf refers to no other object that must be watched.
 _LEAVES = (*_NUMBERS_AND_NAMES, *_KINDS_OF_TENSORS, type, types.ModuleType, weakref.ref)
 _LEAVES_OF_NO_PACKAGE = frozenset((*_NUMBERS_AND_NAMES, *_KINDS_OF_TENSORS, weakref.ref))
 # NumPy's float64 and complex128 are subclasses of Python's numbers, so they are leaves, too. Arrays are not.
 _TRUSTED_LEAVES = _TRUSTED | {"numpy"}
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 _BOUND = (types.MethodType, types.BuiltinFunctionType)
-# What functions, methods and partials hold besides their ``__dict__``.
+# Attributes through which functions, methods and partials refer to other objects.
 _PARTS = ("__self__", "__func__", "func", "args", "keywords", "__closure__", "__defaults__", "__kwdefaults__")
-# Objects whose content cannot be read, or differs from thread to thread.
+# Classes of objects whose content cannot be read, or differs from thread to thread.
 _HIDDEN = (type(functools.lru_cache(len)), threading.local)
-# Most objects of a model that is watched: more would make a check take too long.
+# A model with more objects than this is not captured, because checking them would take too long.
 _MAX_OBJECTS = 50_000
-# A tensor on the CPU with at most this many elements is compared by value. Of a larger one the number of
-# writes is compared, which PyTorch counts.
+# CPU tensors with at most this many elements are compared by value. For larger ones the number of writes is
+# compared, which PyTorch counts.
 _FEW = 16
 
 _OUR_ENTRY = "forward"
 # The dicts of a module that hold its parts, and what the parts are called.
 _ENTRIES = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "module"}
 _FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-# Attributes that may change. These are the attributes that ``nn.Module()`` has, apart from three that decide
-# what a forward computes: ``training``, ``_parameters`` and ``_modules``. The others are hooks for gradients
-# and state dicts, which a forward never reads, and dicts whose content is watched: forward hooks and
-# ``_buffers``. ``_apply`` and GUARDS are sdfastgn's own entries. They run when a model is moved or copied.
+# Attributes that may be replaced. These are all attributes of ``nn.Module()`` except ``training``,
+# ``_parameters`` and ``_modules``, which decide what a forward computes. Hooks for gradients and state dicts
+# are never read by a forward. Of the dicts for forward hooks and buffers the content is watched elsewhere.
+# ``_apply`` and GUARDS are sdfastgn's own entries, which run when a model is moved or copied.
 _INERT = frozenset((*vars(nn.Module()), "_apply", *GUARDS)) - {"training", "_parameters", "_modules"}
 
 
@@ -104,8 +105,10 @@ class Watch:
     Args:
         root: the module that is captured. Its own forward hooks are not watched: they run outside of
             the graph.
-        is_harmless: takes a forward hook of an inner module. True if the graph contains all that it does.
-        device: of the capture. If it is no CPU, writing into tensors on the CPU counts as a change.
+        is_harmless: called with each forward hook of an inner module. Returns True if all effects of the
+            hook are part of the graph.
+        device: the device of the capture. Unless it is the CPU, a write into a tensor on the CPU counts as a
+            change.
 
     Attributes:
         reason: why the module must not be captured, or None. If there is a reason, the record ends
@@ -122,13 +125,13 @@ class Watch:
         self._is_harmless = is_harmless
         self._is_elsewhere = device is not None and device.type != "cpu"
         self._seen: set[int] = set()
-        self._objects: list[Any] = []  # visited, alive while their ids are in _seen
+        self._objects: list[Any] = []  # visited objects: kept alive, so that their ids stay unique
         self._keys: dict[tuple[Any, ...], tuple[Any, ...]] = {}
         self._lora_scales: set[int] = set()  # ids of the dicts with the scales of LoRA layers
         self._empty, self._types, self._held = Empty(), Types(), Identities()
         self._memory, self._numbers, self._writes = Memory(), Numbers(), Writes()
         self._cells, self._attributes, self._plain = Cells(), Attributes(_INERT, _ENTRIES), Values()
-        # The quickest first. No tensor is read before its memory is known to be there.
+        # The quickest comparison comes first. ``_memory`` comes before those that read tensors.
         self._comparisons: tuple[Comparison, ...] = (
             self._empty, self._types, self._held, self._memory, self._numbers, self._writes, self._cells,
             self._attributes, self._plain,
@@ -138,7 +141,7 @@ class Watch:
         for only_for_the_walk in (self._seen, self._objects, self._keys, self._lora_scales):
             only_for_the_walk.clear()
         self._root_values = _own_values(root)
-        if self.reason is not None:  # some of them may have no address
+        if self.reason is not None:  # some tensors may have no address
             for tensors in (self._memory, self._numbers, self._writes):
                 tensors.clear()
         for comparison in self._comparisons:
@@ -148,7 +151,7 @@ class Watch:
     def is_in_place(self) -> bool:
         """True if all weights are at the addresses that the graphs read.
 
-        A replay is safe then: after any other change its result is wrong, but it reads no freed memory.
+        Then a replay reads no freed memory. Its result may still be wrong, if something else changed.
         """
         return self._memory.is_in_place()
 
@@ -213,7 +216,7 @@ class Watch:
 
     def _place(self, name: str, kind: str, container: Any) -> Place:
         keys = tuple(container) if isinstance(container, dict) else ()
-        # Modules of one class have attributes of the same names, which are kept once.
+        # Modules of one class have the same attribute names: they share one tuple.
         return Place(name, kind, container, self._keys.setdefault(keys, keys))
 
     def _is_trusted(self, path: str, value: Any) -> bool:
@@ -252,7 +255,7 @@ class Watch:
     def _see_module(self, path: str, module: nn.Module, *, is_root: bool) -> list[tuple[str, Any]]:
         attributes = vars(module)
         if not is_root:
-            # First, because ``unchanged`` has to see when the cause of a reason goes away.
+            # Before a reason is looked for: ``unchanged`` must notice when the cause of a reason goes away.
             self._types.add(module, path)
             self._see_attributes(path, attributes)
             self._see_hooks(path, module)
@@ -285,7 +288,7 @@ class Watch:
                 self.reason = f"there is a forward hook on {path}"
 
     def _see_container(self, path: str, value: Any, kind: str = "item") -> list[tuple[str, Any]]:
-        """``kind``: of the items, as in ``Place``."""
+        """Record a container. Returns (name, item) of its items. ``kind``: their kind, as in ``Place``."""
         place = self._place(path, "LoRA scale" if id(value) in self._lora_scales else kind, value)
         pairs = list(dict.items(value) if isinstance(value, dict) else enumerate(value))
         if isinstance(value, (dict, list, set)):
@@ -299,14 +302,14 @@ class Watch:
                     dict.values(value) if isinstance(value, dict) else value, place
                 )
         found = [(place.child(key), item) for key, item in pairs]
-        # diffusers' configs are dicts that keep attributes besides.
+        # diffusers' configs are dicts that also have attributes.
         return found + (
             self._see_container(path, vars(value), "attribute") if hasattr(value, "__dict__") else []
         )
 
 
 class Comparison(Protocol):
-    """One kind of state of the model: comparisons.py."""
+    """Compares one kind of state of the model. The classes are in ``comparisons.py``."""
 
     def freeze(self) -> None: ...
 
@@ -316,7 +319,7 @@ class Comparison(Protocol):
 
 
 def _reason_of(path: str, module: nn.Module, *, is_root: bool) -> str | None:
-    """Why a model with this module in it cannot be captured; None if its attributes decide."""
+    """Why a model that contains ``module`` cannot be captured; None if nothing is found here."""
     attributes = vars(module)
     if isinstance(module, torch.jit.ScriptModule):
         return f"{path} is compiled by TorchScript"

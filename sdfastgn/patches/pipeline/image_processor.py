@@ -41,7 +41,7 @@ def _is_ours(processor: Any, image: Any, output_type: Any, do_denormalize: Any) 
         or image.requires_grad
     ):
         return False
-    if any(name in vars(processor) for name in _SOURCE.methods):  # other code replaced one since
+    if any(name in vars(processor) for name in _SOURCE.methods):  # replaced by other code
         return False
     # Without denormalization to [0, 1] a value may overflow a byte, and CPU and GPU differ in the result.
     is_denormalized = processor.config.do_normalize if do_denormalize is None else all(do_denormalize)
@@ -57,7 +57,7 @@ def _is_ours(processor: Any, image: Any, output_type: Any, do_denormalize: Any) 
 def _bytes_of(processor: Any, image: Tensor, do_denormalize: Any) -> Any:
     """The image as an array of bytes, (N, H, W, 3); None if upstream's code must make it."""
     try:
-        unit = processor._denormalize_conditionally(image, do_denormalize)  # a new tensor
+        unit = processor._denormalize_conditionally(image, do_denormalize)  # a new tensor: may be written
         has_nan = unit.isnan().any()
         pixels = unit.permute(0, 2, 3, 1).float().mul_(255).round_().to(torch.uint8).contiguous().cpu()
     except torch.OutOfMemoryError:  # for instance an image so large that it was decoded in tiles

@@ -29,8 +29,8 @@ class ObjectFusion:
         module: ``__name__`` of the module that has this fusion as ``FUSION``; copies and pickles look it
             up there.
         sources: the stock classes, and their methods that are replaced or relied upon; these must be known.
-        overrides: stock class -> the attributes of the subclass that replaces it.
-        heirs: True: also subclasses that inherit all methods in ``sources``. False: exact classes only.
+        overrides: called with a stock class. Returns the attributes of the subclass that replaces it.
+        heirs: True also fuses subclasses that inherit all methods in ``sources``, False exact classes only.
     """
 
     name: str
@@ -91,7 +91,7 @@ class ObjectFusion:
 
         def reduce_ex(part: Any, protocol: Any) -> Any:
             make, arguments, *state = stock.__reduce_ex__(part, max(int(protocol), 2))
-            if not self.is_applied(part):  # its class is derived from this one
+            if not self.is_applied(part):  # its class is derived from the fused one
                 return (make, arguments, *state)
             # By name, pickle would find the stock class.
             return (_new, (self.module, stock), *state)

@@ -1,8 +1,8 @@
 """Copies small tensors of diffusers to the GPU without waiting for the GPU.
 
 A copy from pageable memory waits until the GPU has finished its earlier work, which in a step is the UNet.
-Noise of a CPU generator (Euler a, LCM) and sigmas (UniPC) are copied this way. A copy from pinned memory is
-queued behind the earlier work, and the CPU goes on.
+diffusers copies noise of a CPU generator (Euler a, LCM) and sigmas (UniPC) in this way. A copy from pinned
+memory is queued behind the earlier work, and the CPU goes on.
 """
 
 from __future__ import annotations

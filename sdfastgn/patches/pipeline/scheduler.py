@@ -1,16 +1,16 @@
 """Schedulers whose steps do not wait for the GPU: PNDM, DDIM, LCM, Euler, Euler a, DPM++ 2M and UniPC.
 
 A pipeline calls ``step`` with an element of ``scheduler.timesteps``, which is on the GPU. Upstream's PNDM,
-DDIM and LCM index a table on the CPU with it, and the others search for it among the timesteps. To read it,
-the CPU waits for the UNet, and then the GPU waits for the CPU.
+DDIM and LCM use it as an index into a table on the CPU, and the others search for it among the timesteps. To
+read it, the CPU waits until the UNet is done, and then the GPU waits for the CPU.
 
 Here ``set_timesteps`` keeps a copy of the timesteps on the CPU, and ``step`` reads the number there. LCM
 also computes with the timestep. It does so with the element on the GPU, because a number on the CPU would be
 rounded in another way. So samples are equal bit by bit. Tensors that a step copies to the GPU are copied by
 ``pinned_copies.py``.
 
-An in-place write to ``timesteps.data`` is not noticed, because it does not count as a write. Dynamic
-thresholding still waits.
+An in-place write to ``timesteps.data`` is not noticed, because PyTorch does not count it as a write. Dynamic
+thresholding still waits for the GPU.
 """
 
 from __future__ import annotations
@@ -53,15 +53,20 @@ class _Copy(NamedTuple):
     storage: torch.UntypedStorage  # kept alive, so that no other storage gets its address
 
 
-# Scheduler -> its copy. Not in its ``__dict__``, because a deepcopy's tensors count their writes from zero.
+# Scheduler -> its copy. It is not in the scheduler's ``__dict__``, because it must not be part of a deepcopy:
+# there the tensors count their writes from zero.
 _copies: weakref.WeakKeyDictionary[Any, _Copy] = weakref.WeakKeyDictionary()
 
 
 def _copy_of(scheduler: Any, table: Any, on_host: Tensor | None = None) -> Tensor | None:
-    """A copy of the scheduler's timesteps ``table`` on the CPU, made again if ``table`` has changed.
+    """The copy on the CPU of the scheduler's timesteps. It is made again if they have changed.
 
-    None if ``table`` does not wait (it is on the CPU), or if changes to it cannot be noticed. ``on_host``:
-    the tensor on the CPU from which ``table`` was just made, if any.
+    Args:
+        scheduler: the scheduler.
+        table: its timesteps.
+        on_host: the tensor on the CPU from which ``table`` was just made, if there is one.
+
+    Returns None if ``table`` is on the CPU, or if changes to it cannot be noticed.
     """
     if type(table) is not Tensor or table.device.type not in pinned_copies.WAITED_FOR or table.is_inference():
         return None
@@ -80,7 +85,7 @@ def _copy_of(scheduler: Any, table: Any, on_host: Tensor | None = None) -> Tenso
 
 
 def _index(element: Any, table: Tensor) -> int | None:
-    """The index at which ``element`` is a 0-d view of ``table``, which has stride 1; None if it is none."""
+    """``i`` if ``element`` is the 0-d view ``table[i]``, else None. ``table`` must have stride 1."""
     if type(element) is not Tensor or element.dim():
         return None
     if (element.dtype, element.device) != (table.dtype, table.device):
@@ -120,14 +125,14 @@ def _timesteps_on_host(scheduler: Any) -> Iterator[None]:
 
 
 def _copies_to_it(stock: Any, generator: Any) -> bool:
-    """True if a step copies tensors to the GPU. ``PinnedCopies`` in every step would double its cost."""
+    """True if a step copies tensors to the GPU. Only then ``PinnedCopies`` is worth its time on the CPU."""
     generators = generator if isinstance(generator, list) else [generator]
     on_host = any(isinstance(each, torch.Generator) and each.device.type == "cpu" for each in generators)
     return on_host or stock is UniPCMultistepScheduler
 
 
 def _is_recorded() -> bool:
-    """True while a compiler or tracer records the call. Timesteps are then inputs of what is recorded."""
+    """True while a compiler or tracer records the call. A timestep must not become a constant there."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
@@ -152,7 +157,7 @@ def _overrides(stock: Any) -> dict[str, Any]:
     def set_timesteps(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _is_recorded():
             return stock.set_timesteps(self, *args, **kwargs)
-        # Inference tensors do not count their writes, so inference mode is left. That turns gradients on.
+        # Inference tensors count no writes, so inference mode is left, with gradients on or off as before.
         grad = torch.is_grad_enabled()
         with torch.inference_mode(False), torch.set_grad_enabled(grad), PinnedCopies() as copies:
             result = stock.set_timesteps(self, *args, **kwargs)

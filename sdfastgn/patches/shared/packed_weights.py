@@ -1,14 +1,14 @@
 """Packs the parameters of linear layers that read the same tensor, so that one matrix product does them all.
 
-The parameters are moved side by side into one allocation. Each stays the same object, contiguous and alone
-in a storage of exactly its size: a slice of the allocation. Code that looks for parameters with a common
-storage finds none. ``torch.save`` and pickle write each parameter by itself. accelerate's ``save_model``,
-which keeps one parameter of each storage, drops none.
+The parameters are moved side by side into one allocation. Each stays the same object and contiguous. Its
+storage is a slice of the allocation that holds this parameter only. So code that looks for parameters with a
+common storage finds none: ``torch.save`` and pickle write each parameter by itself, and accelerate's
+``save_model``, which keeps one parameter of each storage, drops none.
 
 The joined weight is not kept. Each call makes it as a view of the allocation, after it has checked that all
-parameters are still there. So a write into a parameter takes effect, and a parameter that was moved
-(``.to()``, ``param.data = ...``, ``load_state_dict(assign=True)``, offloading) is noticed. Only a weak
-reference to the allocation is kept. It is freed with the last parameter in it.
+parameters are still in the allocation. So a write into a parameter takes effect, and a parameter that was
+moved (``.to()``, ``param.data = ...``, ``load_state_dict(assign=True)``, offloading) is noticed. Only a weak
+reference to the allocation is kept: the allocation is freed with the last parameter in it.
 
 Nothing is packed during a call: an older CUDA graph would go on reading the memory that packing has freed.
 """
@@ -29,7 +29,7 @@ from sdfastgn.patches.core.fusion import is_unhooked
 
 __all__ = ["Parameters", "is_one_product", "joined", "pack", "plain_parameters", "unpack"]
 
-# One large product fills a GPU better than three small ones. A CPU is full either way.
+# Only GPUs gain: one large product keeps a GPU busier than three small ones, but each of them fills a CPU.
 PACKED_DEVICES = ("cuda",)
 # Bytes. Matrix products read 16 bytes at a time, so each parameter must begin at a multiple of 16.
 _ALIGNMENT = 16
@@ -73,9 +73,10 @@ def is_one_product(x: Tensor, parameters: Parameters) -> bool:
 
 
 def joined(owner: nn.Module, parameters: Parameters) -> tuple[Tensor, Tensor | None] | None:
-    """Weight and bias of the one layer that is equal to the layers of ``parameters`` together.
+    """All weights concatenated, and all biases, as views of the allocation of ``owner``.
 
-    Both are views of the allocation of ``owner``. None if the parameters are not side by side in it.
+    A linear layer with these two computes the concatenated results of all layers. None if the parameters
+    are not side by side in the allocation.
     """
     allocation = _allocation(owner)
     if allocation is None:
@@ -115,10 +116,10 @@ def _span(allocation: torch.UntypedStorage, parts: list[Tensor]) -> Tensor | Non
 
 
 def pack(owner: nn.Module, linears: Iterable[Any]) -> None:
-    """Put the parameters of ``linears``, layers in ``owner``, side by side where possible and of use.
+    """Put the parameters of ``linears``, which are layers in ``owner``, side by side where that is possible.
 
-    Their values, strides and identities stay. Some parameters are not moved: those that share a storage
-    (tied weights, a state_dict that somebody holds), and quantized or offloaded ones.
+    Their values, strides and identities stay. Nothing is moved if a parameter shares its storage (tied
+    weights, a state_dict that somebody holds), is quantized or offloaded.
     """
     parameters = plain_parameters(linears)
     if parameters is None:
@@ -147,7 +148,7 @@ def _fits(part: Tensor, first: Tensor) -> bool:
 
 
 def _move(parts: list[Tensor]) -> torch.UntypedStorage:
-    """Move ``parts`` into a new allocation, and return it. All that can fail comes before the first move."""
+    """Move ``parts`` into a new allocation, and return it. If this fails, no part was moved."""
     # Memory made in inference mode would turn the parameters into inference tensors.
     with torch.inference_mode(False), torch.no_grad():
         size = sum(part.nbytes for part in parts)

@@ -8,15 +8,10 @@ from sdfastgn.kernels.act_linear.op import act_linear
 from sdfastgn.kernels.common.activations import ACTIVATIONS
 from sdfastgn.kernels.common.sizes import vector_width
 from tests.kernels.ops import true_act_linear as eager
-from tests.kernels.samples import BOUNDS, DTYPES, error, in_fp64, kernels, multiprocessors, skip_cut_off
+from tests.kernels.samples import BOUNDS, DTYPES, error, in_fp64, kernels, skip_cut_off
 
 NUM_SMS = 2
-
-pytestmark = pytest.mark.usefixtures("poisoned_memory", "few_multiprocessors")
-
-
-few_multiprocessors = multiprocessors(NUM_SMS)
-
+pytestmark = [pytest.mark.usefixtures("poisoned_memory"), pytest.mark.multiprocessors(NUM_SMS)]
 
 # (N, C, K)
 SHAPES = [

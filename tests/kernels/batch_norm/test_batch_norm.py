@@ -22,12 +22,10 @@ from tests.kernels.samples import (
     interpreted,
     kernels,
     make,
-    multiprocessors,
     to_layout,
 )
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "few_registers")
-one_multiprocessor = multiprocessors(1)
 
 SMALL = [
     pytest.param((2, 37, 3, 9), id="2d"),
@@ -167,7 +165,7 @@ def test_the_backward_in_eval_takes_the_averages_of_the_forward(device):
 
 
 @each_layout
-@pytest.mark.usefixtures("one_multiprocessor")
+@pytest.mark.multiprocessors(1)
 @pytest.mark.parametrize("shape", [(2, 64, 48, 32), (3, 20, 37, 29)], ids=["whole", "odd"])
 def test_chunks_of_several_tiles(shape, layout, device):
     check(shape, torch.float32, device, layout, "silu")

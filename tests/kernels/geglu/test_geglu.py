@@ -8,14 +8,10 @@ from sdfastgn.kernels.geglu.config import backward_config, forward_config
 from sdfastgn.kernels.geglu.op import geglu
 from tests.kernels.gradients import grads_of
 from tests.kernels.ops import true_geglu as eager
-from tests.kernels.samples import BOUNDS, DTYPES, error, in_fp64, kernels, multiprocessors, skip_cut_off
+from tests.kernels.samples import BOUNDS, DTYPES, error, in_fp64, kernels, skip_cut_off
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory", "few_multiprocessors")
 NUM_SMS = 1
-
-
-few_multiprocessors = multiprocessors(NUM_SMS)
-
+pytestmark = [pytest.mark.usefixtures("poisoned_memory"), pytest.mark.multiprocessors(NUM_SMS)]
 
 # Of x, (..., 2D).
 SHAPES = [

@@ -290,9 +290,9 @@ def test_groups_a_little_over_a_power_of_2_are_two_tiles(sizes, channels_last, i
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 def test_a_warp_has_no_more_of_long_channels_than_fits(sizes, groups, small, backward):
     """Channels-first, where it has whole ones: 4096 elements spilled 2 KB a thread, 16384 spilled 12."""
-    if backward and sizes[1] // groups * sizes[2] > 4096:
-        pytest.skip("too large for one program in any case")
-    assert isinstance(launch_config(*sizes, groups, False, 132, backward=backward), SmallConfig) is small
+    fits = sizes[1] // groups * sizes[2] <= 4096 or not backward  # else too large for one program anyway
+    config = launch_config(*sizes, groups, False, 132, backward=backward)
+    assert isinstance(config, SmallConfig) is (small and fits)
 
 
 @pytest.mark.parametrize(

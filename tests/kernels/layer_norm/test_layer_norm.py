@@ -17,16 +17,11 @@ from tests.kernels.samples import (
     in_fp64,
     interpreted,
     kernels,
-    multiprocessors,
     skip_cut_off,
 )
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory", "few_multiprocessors")
 NUM_SMS = 4
-
-
-few_multiprocessors = multiprocessors(NUM_SMS)
-
+pytestmark = [pytest.mark.usefixtures("poisoned_memory"), pytest.mark.multiprocessors(NUM_SMS)]
 
 SHAPES = [
     pytest.param((7, 10), id="short-rows"),

@@ -14,7 +14,9 @@ __all__ = [
     "latent_of",
     "load_model",
     "load_vae",
+    "lora_file",
     "lora_of",
+    "save_checkpoint",
     "snapshot",
     "step",
     "unet_of",
@@ -109,3 +111,34 @@ def snapshot(root):
         (name, id(weight), weight.stride(), weight.is_inference(), weight.sum().item())
         for name, weight in root.named_parameters()
     ]
+
+
+def save_checkpoint(path):
+    """Write a checkpoint of a tiny UNet, with a text encoder and a VAE of SD 1.5's own sizes, to ``path``."""
+    import comfy.sd1_clip
+    from comfy.ldm.models.autoencoder import AutoencoderKL
+    from safetensors.torch import save_file
+
+    with torch.device("meta"):
+        vae = AutoencoderKL(ddconfig=comfyui_models.VAE, embed_dim=4)
+        clip = comfy.sd1_clip.SD1ClipModel(device="meta", dtype=torch.float16)
+    parts = {
+        "model.diffusion_model.": comfyui_models.unet(KINDS["sd15"]),
+        "first_stage_model.": vae,
+        "cond_stage_model.transformer.": clip.clip_l.transformer,
+    }
+    weights = {}
+    for prefix, module in parts.items():
+        weights.update(comfyui_models.random_weights(module, torch.float16, "cpu", prefix))
+    save_file({name: weight.contiguous() for name, weight in weights.items()}, path)
+
+
+def lora_file():
+    """The content of a LoRA's file for the attention of the tiny UNet's middle block."""
+    g = torch.Generator().manual_seed(7)
+    name = "lora_unet_mid_block_attentions_0_transformer_blocks_0_attn1_to_q"
+    return {
+        f"{name}.lora_down.weight": torch.randn(4, 320, generator=g) * 0.1,
+        f"{name}.lora_up.weight": torch.randn(320, 4, generator=g) * 0.1,
+        f"{name}.alpha": torch.tensor(4.0),
+    }

@@ -1,6 +1,9 @@
 """The nodes, as ComfyUI itself loads them from ``custom_nodes``."""
 
 import asyncio
+import importlib.util
+import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,11 +16,19 @@ comfy_checkout.import_for_cpu()
 
 import nodes  # noqa: E402
 import tomllib  # noqa: E402  # Python 3.10, which has none, skips before this
+from comfy_api.latest import io  # noqa: E402
 
 from tests.patches.comfyui import comfy_models  # noqa: E402
 from tests.patches.comfyui.comfy_models import close, image_of, latent_of  # noqa: E402
 
+pytestmark = pytest.mark.fused_on_cpu
+
 FOLDER = Path(__file__).resolve().parents[3] / "integrations" / "comfyui"
+NAMES = {
+    "SdfastgnOptimize": "sdfastgn Optimize",
+    "SdfastgnOptimizeVAE": "sdfastgn Optimize VAE",
+    "SdfastgnReport": "sdfastgn Report",
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -25,54 +36,120 @@ def loaded():
     assert asyncio.run(nodes.load_custom_node(str(FOLDER)))
 
 
-def node(name):
-    """A function that calls the node as ComfyUI's executor does, with keyword arguments."""
-    kind = nodes.NODE_CLASS_MAPPINGS[name]
+def of_the_older_schema():
+    """The node classes that releases without the V3 schema load."""
+    spec = importlib.util.spec_from_file_location("older_nodes", FOLDER / "__init__.py")
+    package = importlib.util.module_from_spec(spec)
+    sys.modules["older_nodes"] = package
+    api = sys.modules.pop("comfy_api.latest", None)
+    sys.modules["comfy_api.latest"] = None  # importing it fails, as it does in those releases
+    try:
+        spec.loader.exec_module(package)
+    finally:
+        sys.modules["comfy_api.latest"] = api
+    return package.NODE_CLASS_MAPPINGS
 
-    def call(**inputs):
+
+@pytest.fixture(params=["V1", "V3"])
+def node(request):
+    """A function that runs a node as ComfyUI's executor does: (outputs, text on the node)."""
+    kinds = of_the_older_schema() if request.param == "V1" else nodes.NODE_CLASS_MAPPINGS
+
+    def call(name, **inputs):
+        kind = kinds[name]
         asked = kind.INPUT_TYPES()
         assert asked["required"].keys() <= inputs.keys() <= {*asked["required"], *asked.get("optional", ())}
         with torch.inference_mode():
-            return getattr(kind(), kind.FUNCTION)(**inputs)
+            if request.param == "V1":
+                found = getattr(kind(), kind.FUNCTION)(node_id="7", **inputs)
+                return found["result"], found["ui"]["text"]
+            clone = kind.PREPARE_CLASS_CLONE({"hidden_inputs": {io.Hidden.unique_id: "7"}})
+            executed = clone.EXECUTE_NORMALIZED(**inputs)
+            return executed.result, executed.ui.as_dict()["text"]
 
     return call
 
 
 @pytest.mark.parametrize("cuda_graphs", ["auto", "at once", "never"])
-def test_a_workflow(cuda_graphs):
+def test_a_workflow(node, cuda_graphs):
     model, vae = comfy_models.load_model("sd15"), comfy_models.load_vae()
     latent = latent_of(model, "sd15")
     image = image_of(vae, latent)
-    faster, faster_vae, text = node("SdfastgnOptimize")(model=model, vae=vae, cuda_graphs=cuda_graphs)
-    assert text.count("to be fused once it is loaded") == 2
-    assert (
-        cuda_graphs
-        in nodes.NODE_CLASS_MAPPINGS["SdfastgnOptimize"].INPUT_TYPES()["required"]["cuda_graphs"][0]
+    (faster, faster_vae, text), shown = node(
+        "SdfastgnOptimize", model=model, vae=vae, cuda_graphs=cuda_graphs
     )
+    assert list(shown) == [text]
+    assert [line.split(":")[0] for line in text.splitlines()] == ["UNetModel", "AutoencoderKL"]
     found = latent_of(faster, "sd15")
     close(found, latent)
     close(image_of(faster_vae, latent), image)
-    report = node("SdfastgnReport")(model=faster, latent={"samples": found})
-    assert report["result"][0]["samples"] is found
-    assert "UNetModel: fused: " in report["result"][1]
-    assert report["ui"] == {"text": [report["result"][1]]}
+    samples = {"samples": found}
+    (passed_on, text), shown = node("SdfastgnReport", model=faster, latent=samples)
+    assert passed_on is samples
+    assert list(shown) == [text]
 
 
-def test_without_a_vae():
+def test_without_a_vae(node):
     model = comfy_models.load_model("sd15")
-    faster, vae, text = node("SdfastgnOptimize")(model=model, cuda_graphs="auto")
-    assert (faster.model is model.model, vae, text.count("\n")) == (True, None, 1)
+    (faster, vae, text), _ = node("SdfastgnOptimize", model=model, cuda_graphs="auto")
+    assert (faster.model is model.model, vae, text.count("\n")) == (True, None, 0)
 
 
-def test_outputs_are_named():
-    for kind in (nodes.NODE_CLASS_MAPPINGS[name] for name in ("SdfastgnOptimize", "SdfastgnReport")):
-        assert len(kind.RETURN_TYPES) == len(kind.RETURN_NAMES)
-        assert nodes.NODE_DISPLAY_NAME_MAPPINGS[f"Sdfastgn{kind.__name__}"] == f"sdfastgn {kind.__name__}"
+def test_a_vae_alone(node):
+    vae, latent = comfy_models.load_vae(), torch.ones(1, 4, 8, 8)
+    (faster, text), shown = node("SdfastgnOptimizeVAE", vae=vae)
+    assert list(shown) == [text]
+    close(image_of(faster, latent), image_of(vae, latent))
+
+
+def test_the_sampler_renews_the_text_on_the_node(node, monkeypatch):
+    sent = []
+
+    class Server:
+        instance = type("Instance", (), {"send_sync": lambda self, *a: sent.append(a)})()
+
+    monkeypatch.setitem(sys.modules, "server", type(sys)("server"))
+    monkeypatch.setattr(sys.modules["server"], "PromptServer", Server, raising=False)
+    model, vae = comfy_models.load_model("sd15"), comfy_models.load_vae()
+    (faster, *_), _ = node("SdfastgnOptimize", model=model, vae=vae, cuda_graphs="never")
+    latent_of(faster, "sd15")
+    ((event, data),) = sent
+    assert (event, data["node"]) == ("sdfastgn.text", "7")
+    assert re.match(r"UNetModel: .*\nAutoencoderKL: ", data["text"])
+
+
+@pytest.mark.parametrize("schema", ["V1", "V3"])
+def test_everything_has_a_tooltip(schema):
+    kinds = of_the_older_schema() if schema == "V1" else nodes.NODE_CLASS_MAPPINGS
+    for name in NAMES:
+        kind = kinds[name]
+        assert kind.DESCRIPTION
+        inputs = kind.INPUT_TYPES()
+        options = [each[1] for part in ("required", "optional") for each in inputs.get(part, {}).values()]
+        assert all(each.get("tooltip") for each in options)
+        assert len(kind.OUTPUT_TOOLTIPS) == len(kind.RETURN_NAMES) == len(kind.RETURN_TYPES)
+        assert all(kind.OUTPUT_TOOLTIPS)
+    assert NAMES.items() <= nodes.NODE_DISPLAY_NAME_MAPPINGS.items()
+
+
+def test_the_report_is_made_anew_in_each_prompt():
+    older = of_the_older_schema()["SdfastgnReport"].IS_CHANGED()
+    newer = nodes.NODE_CLASS_MAPPINGS["SdfastgnReport"].fingerprint_inputs()
+    assert older != older  # NaN
+    assert newer != newer
+
+
+@pytest.mark.parametrize("lacks", ["sdfastgn", "triton"])
+def test_what_is_missing_is_said_when_comfyui_loads_the_folder(lacks, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == lacks else find(name))
+    spec = importlib.util.spec_from_file_location("without", FOLDER / "__init__.py")
+    with pytest.raises(ImportError, match=f"sdfastgn (is not installed|needs {lacks.title()})"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
 def test_its_version_is_the_packages():
     project = tomllib.loads((FOLDER / "pyproject.toml").read_text(encoding="utf-8"))
-    requirements = (FOLDER / "requirements.txt").read_text(encoding="utf-8").split()
     assert project["project"]["version"] == sdfastgn.__version__
-    assert project["project"]["dependencies"] == requirements == [f"sdfastgn>={sdfastgn.__version__}"]
-    assert project["tool"]["comfy"]["DisplayName"] == "sdfastgn"
+    assert "comfyui" not in project["project"]["name"].lower()
+    assert (FOLDER / project["tool"]["comfy"]["Icon"]).is_file() or "://" in project["tool"]["comfy"]["Icon"]

@@ -15,11 +15,13 @@ comfy_checkout.import_for_cpu()
 
 from tests.patches.comfyui import comfy_models  # noqa: E402
 
+pytestmark = pytest.mark.fused_on_cpu
+
 SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "publish" / "comfyui.py"
 
 
 @pytest.mark.parametrize("variant", ["stock", "sdfastgn"])
-def test_what_it_measures(variant, monkeypatch, tmp_path):
+def test_what_it_measures(variant, monkeypatch, tmp_path, gpu_at_hand):
     model, vae = comfy_models.load_model("sd15"), comfy_models.load_vae()
     monkeypatch.setattr(comfyui_checkout, "import_comfyui", lambda folder, *arguments: "0")
     monkeypatch.setattr(comfyui_models, "load_model", lambda *_: model)
@@ -36,7 +38,7 @@ def test_what_it_measures(variant, monkeypatch, tmp_path):
         assert found["stock_repeats_itself"] == found["exact_after_ejection"] == every
         assert 0 < found["latent_difference"] < 1e-4
         assert 0 < found["image_difference"] < 1e-4
-        assert "UNetModel: fused" in found["report"][0]
+        assert found["report"][0] == "UNetModel: faster"
 
 
 @pytest.mark.parametrize("arguments", [("nowhere",), (".", "--model", "sd3")])

@@ -13,6 +13,8 @@ from sdfastgn.models.architectures import build_unet, build_vae
 from sdfastgn.patches.core.adapters import adapted_layers, adapter_reason
 from sdfastgn.patches.registry import FUSIONS
 
+pytestmark = pytest.mark.fused_on_cpu
+
 # Layers that fusions replace, and two that stock's code runs anyway.
 TARGETS = ["to_q", "to_out.0", "conv1", "proj_in", "net.0.proj", "net.2", "conv_in", "linear_1"]
 NEVER_FUSED = ("conv_in", "linear_1")

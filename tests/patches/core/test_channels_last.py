@@ -20,6 +20,8 @@ from tests.patches import samples
 from tests.patches.changes import Half
 from tests.patches.graphs.cases import agree
 
+pytestmark = pytest.mark.fused_on_cpu
+
 _, CALL = samples.sample("conv_norm_out-unet")
 
 

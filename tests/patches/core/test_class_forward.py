@@ -18,6 +18,8 @@ from tests.patches import samples
 from tests.patches.graphs import cases as graph_cases
 from tests.patches.samples import each_copy, snapshot
 
+pytestmark = pytest.mark.fused_on_cpu
+
 CPU = torch.device("cpu")
 _, CALL = samples.sample("conv_norm_out-unet")
 

@@ -9,11 +9,9 @@ from torch import nn
 
 from sdfastgn.patches.core.convolution import pointwise
 from tests.kernels import samples
-from tests.patches import cases
 from tests.patches.cases import WHERE, image
 
-on_each_device, without_gradients = cases.on_each_device, cases.without_gradients
-products = cases.products
+pytestmark = [pytest.mark.fused_on_cpu, pytest.mark.usefixtures("on_each_device", "without_gradients")]
 
 PRODUCTS = [
     pytest.param({}, True, id="plain"),

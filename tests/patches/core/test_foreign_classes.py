@@ -17,6 +17,8 @@ from sdfastgn.patches.shared import packed_weights as packing
 from tests.patches import samples
 from tests.patches.samples import each_fusion, output, snapshot, stock_and_output
 
+pytestmark = pytest.mark.fused_on_cpu
+
 
 def put_over(module):
     """Derive a class from the module's class, put it on the module and remember the old, as tomesd does."""

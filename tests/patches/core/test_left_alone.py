@@ -7,6 +7,8 @@ import sdfastgn
 from tests.coverage import networks
 from tests.patches.samples import snapshot
 
+pytestmark = pytest.mark.fused_on_cpu
+
 
 def row(name):
     (found,) = (row for row in networks.autoencoders if row.name == name)

@@ -13,8 +13,7 @@ from tests.patches.cases import WHERE, agree, image, noise, resnet
 from tests.patches.cases import random_twins as twins
 from tests.patches.cases import resnet_inputs as inputs
 
-on_each_device, without_gradients = cases.on_each_device, cases.without_gradients
-launches, linear_calls = cases.launches, cases.linear_calls
+pytestmark = [pytest.mark.fused_on_cpu, pytest.mark.usefixtures("on_each_device", "without_gradients")]
 
 
 @pytest.fixture

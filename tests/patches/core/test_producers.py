@@ -21,9 +21,10 @@ from tests.patches.cases import WHERE, agree, image, noise, resnet
 from tests.patches.cases import random_twins as twins
 from tests.patches.cases import resnet_inputs as inputs
 
-on_each_device, without_gradients = cases.on_each_device, cases.without_gradients
-launches, products, ran = cases.launches, cases.products, cases.ran
-statistics_always_pay = cases.statistics_always_pay
+pytestmark = [
+    pytest.mark.fused_on_cpu,
+    pytest.mark.usefixtures("on_each_device", "without_gradients", "statistics_always_pay"),
+]
 
 
 # --- ResNet blocks --------------------------------------------------------------------------------

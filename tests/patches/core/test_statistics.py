@@ -23,8 +23,10 @@ from tests.patches import cases
 from tests.patches.cases import WHERE
 
 SHAPE = (2, 30, 3, 5)
-on_each_device, without_gradients = cases.on_each_device, cases.without_gradients
-statistics_always_pay = cases.statistics_always_pay
+pytestmark = [
+    pytest.mark.fused_on_cpu,
+    pytest.mark.usefixtures("on_each_device", "without_gradients", "statistics_always_pay"),
+]
 
 
 def image(*shape, **options):
@@ -347,9 +349,9 @@ def test_norms_use_what_was_handed_over(model):
     torch.testing.assert_close(norm(y), stock)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("on_each_device", ["cuda"], indirect=True)
 def test_a_graph_does_not_keep_the_statistics_of_its_first_input():
-    if WHERE["device"] == "cpu":
-        pytest.skip("CUDA graphs need a GPU")
     norm = sdfastgn.optimize(nn.Sequential(nn.GroupNorm(3, 30)).cuda())
     x, r = image(), image(seed=1)
     norm(add(x, r))

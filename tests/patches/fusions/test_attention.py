@@ -20,7 +20,7 @@ from tests.kernels import samples as kernel_samples
 from tests.patches import cases
 from tests.patches.cases import noise
 
-linear_calls = cases.linear_calls
+pytestmark = pytest.mark.fused_on_cpu
 
 DIM, TEXT = 16, 12
 

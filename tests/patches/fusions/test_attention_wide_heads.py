@@ -11,6 +11,8 @@ from sdfastgn.kernels.attention import wide_heads as wide_attention
 from sdfastgn.kernels.attention import wide_heads_kernels as wide_attention_kernels
 from sdfastgn.kernels.common import dispatch
 
+pytestmark = pytest.mark.fused_on_cpu
+
 DIM = 264
 
 

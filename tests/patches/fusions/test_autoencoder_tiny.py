@@ -11,6 +11,8 @@ import sdfastgn
 from sdfastgn.patches.core import convolution
 from sdfastgn.patches.fusions import autoencoder_tiny
 
+pytestmark = pytest.mark.fused_on_cpu
+
 
 def twins(device="cpu", dtype=torch.float32, **options):
     """(optimized, stock) with the same weights."""

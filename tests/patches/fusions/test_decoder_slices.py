@@ -12,6 +12,8 @@ from sdfastgn.models.architectures import build_vae
 from sdfastgn.patches.fusions import conv_norm_out, decoder_slices
 from tests.patches import cases
 
+pytestmark = pytest.mark.fused_on_cpu
+
 
 @pytest.fixture(scope="module")
 def stock():

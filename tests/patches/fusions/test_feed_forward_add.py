@@ -15,7 +15,7 @@ from tests.patches import cases, changes
 from tests.patches.cases import WHERE, noise
 
 DIM, TEXT = 20, 12
-on_each_device, linear_calls = cases.on_each_device, cases.linear_calls
+pytestmark = [pytest.mark.fused_on_cpu, pytest.mark.usefixtures("on_each_device")]
 
 
 @pytest.fixture

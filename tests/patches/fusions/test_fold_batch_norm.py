@@ -12,6 +12,8 @@ from torch import nn
 import sdfastgn
 from sdfastgn.patches.fusions import batch_norm
 
+pytestmark = pytest.mark.fused_on_cpu
+
 
 class Block(nn.Module):
     """A convolution and a norm that are not in a Sequential."""

@@ -24,6 +24,8 @@ from tests.kernels.samples import kernels
 from tests.patches import cases, samples
 from tests.patches.samples import each_copy, each_fusion, each_sample, output, snapshot, stock_and_output
 
+pytestmark = pytest.mark.fused_on_cpu
+
 
 def test_every_fusion_has_a_sample():
     names = {name.split("-")[0] for name, _, _ in samples.SAMPLES}

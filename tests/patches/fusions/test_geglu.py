@@ -8,9 +8,9 @@ from diffusers.models.attention import FeedForward
 
 import sdfastgn
 from sdfastgn.patches.fusions.geglu import FusedGEGLU
-from tests.patches import cases, changes
+from tests.patches import changes
 
-linear_calls = cases.linear_calls
+pytestmark = pytest.mark.fused_on_cpu
 
 X = torch.randn(2, 6, 12)
 

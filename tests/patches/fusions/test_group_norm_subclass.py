@@ -17,8 +17,7 @@ from tests.patches import cases
 from tests.patches.cases import WHERE, agree, gradients, image, same_gradients
 from tests.patches.group_norm_32 import GroupNorm32
 
-on_each_device, without_gradients = cases.on_each_device, cases.without_gradients
-launches, ran = cases.launches, cases.ran
+pytestmark = [pytest.mark.fused_on_cpu, pytest.mark.usefixtures("on_each_device", "without_gradients")]
 
 
 def twins(stock):

@@ -17,6 +17,8 @@ from tests.kernels.samples import DTYPES, HALVES
 from tests.patches import cases
 from tests.patches.cases import agree
 
+pytestmark = pytest.mark.fused_on_cpu
+
 DIM, TEXT = 20, 12
 FUSED = ["norm1", "add norm2", "add norm3"]
 

@@ -5,12 +5,13 @@ import torch
 from diffusers.models.unets.unet_2d_blocks import CrossAttnUpBlock2D, UpBlock2D
 
 from sdfastgn.patches.core import statistics
-from tests.patches import cases
 from tests.patches.cases import agree, image, noise
 from tests.patches.cases import random_twins as twins
 
-on_each_device, without_gradients = cases.on_each_device, cases.without_gradients
-launches, ran, statistics_always_pay = cases.launches, cases.ran, cases.statistics_always_pay
+pytestmark = [
+    pytest.mark.fused_on_cpu,
+    pytest.mark.usefixtures("on_each_device", "without_gradients", "statistics_always_pay"),
+]
 
 
 SIZES = {

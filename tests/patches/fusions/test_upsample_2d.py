@@ -19,6 +19,8 @@ from sdfastgn.patches.fusions import upsample_2d, upsampling
 from tests.kernels import samples as kernel_samples
 from tests.patches.cases import agree, image
 
+pytestmark = pytest.mark.fused_on_cpu
+
 X = image(2, 12, 5, 6)
 
 

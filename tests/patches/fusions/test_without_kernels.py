@@ -20,7 +20,7 @@ from tests.command_line import process
 from tests.patches import samples
 from tests.patches.samples import each_copy, each_sample
 
-pytestmark = pytest.mark.without_kernels
+pytestmark = [pytest.mark.fused_on_cpu, pytest.mark.without_kernels]
 
 
 def channels_first(call):

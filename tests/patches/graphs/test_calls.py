@@ -21,6 +21,8 @@ from tests.controlnet import build_controlnet
 from tests.patches.graphs.cases import DEVICES, agree, lora, make, optimized, run, same_results, state
 from tests.patches.graphs.tape import TapeBackend
 
+pytestmark = pytest.mark.fused_on_cpu
+
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(

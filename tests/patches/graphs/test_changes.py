@@ -9,6 +9,8 @@ from sdfastgn.patches.graphs import watch as graph_state
 from sdfastgn.patches.graphs.watch import Watch
 from tests.patches.graphs.cases import HARMLESS, make, run, state
 
+pytestmark = pytest.mark.fused_on_cpu
+
 # A set that iterates in another order once it is built again from its own items.
 PAIRS = ({a, b} for a in range(64) for b in range(a))
 TURNING = next(pair for pair in PAIRS if list(set(dict.fromkeys(pair))) != list(pair))

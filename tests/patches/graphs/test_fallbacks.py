@@ -32,6 +32,8 @@ from tests.patches.graphs.cases import (
 )
 from tests.patches.graphs.tape import TapeBackend
 
+pytestmark = pytest.mark.fused_on_cpu
+
 
 class Foreign(nn.Module):
     pass

@@ -9,6 +9,8 @@ from accelerate import cpu_offload
 import sdfastgn
 from tests.patches.graphs.cases import make, run
 
+pytestmark = pytest.mark.fused_on_cpu
+
 SLOW = "without CUDA graphs a UNet is not faster than stock's: UNet2DConditionModel"
 
 

@@ -16,6 +16,8 @@ from sdfastgn.patches.graphs.store import MAX_GRAPHS
 from tests.patches.graphs.cases import agree, make, replaced_parameter, run, state
 from tests.patches.samples import each_copy, pickled
 
+pytestmark = pytest.mark.fused_on_cpu
+
 
 def test_the_number_of_graphs_is_bounded():
     unet, _, inputs = make(mode=True)

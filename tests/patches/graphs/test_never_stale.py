@@ -34,6 +34,8 @@ from tests.patches.graphs.cases import (
     weights_elsewhere,
 )
 
+pytestmark = pytest.mark.fused_on_cpu
+
 CASES = [
     *(pytest.param(*case, id=name) for name, case in CHANGES.items()),
     *(pytest.param(nothing, change, None, id=name) for name, change in HARMLESS.items()),

@@ -13,6 +13,8 @@ from sdfastgn.patches.graphs.random_numbers import undrawn
 from tests.patches.graphs.cases import DEVICES, agree, make, reasons_of, run, same_results, state
 from tests.patches.graphs.tape import TapeBackend
 
+pytestmark = pytest.mark.fused_on_cpu
+
 
 class ActiveDropout(nn.Module):
     def forward(self, x):

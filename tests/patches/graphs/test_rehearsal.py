@@ -8,6 +8,8 @@ from tests.patches import samples
 from tests.patches.graphs.cases import make, replaced_parameter, run, same_results, state
 from tests.patches.graphs.tape import TapeBackend
 
+pytestmark = pytest.mark.fused_on_cpu
+
 
 class Processor:
     """A processor of other code, which counts its calls."""

@@ -15,6 +15,8 @@ from sdfastgn.patches.graphs.store import MAX_GRAPHS
 from tests.patches.graphs.cases import MIB, make, run, settled, state
 from tests.patches.graphs.tape import TapeBackend
 
+pytestmark = pytest.mark.fused_on_cpu
+
 # Calls, and the most of them between two changes of the thread.
 SIZES = [
     pytest.param("cpu", 150, 24, id="tape"),

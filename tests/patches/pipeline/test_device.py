@@ -13,6 +13,8 @@ from sdfastgn.models.pipelines import build_pipeline
 from sdfastgn.patches.pipeline import device as device_fusion
 from tests.patches.pipeline import cases
 
+pytestmark = pytest.mark.fused_on_cpu
+
 applied = functools.partial(cases.applied, device_fusion.FUSION)
 
 

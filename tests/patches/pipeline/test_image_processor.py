@@ -10,9 +10,10 @@ import torch
 from diffusers.image_processor import VaeImageProcessor
 
 from sdfastgn.patches.pipeline import image_processor as image_bytes
-from tests.patches.pipeline import cases as cases
+from tests.patches.pipeline import cases
+from tests.patches.pipeline.cases import CUDA
 
-CUDA, on_the_cpu_too = cases.CUDA, cases.on_the_cpu_too
+pytestmark = [pytest.mark.fused_on_cpu, pytest.mark.usefixtures("pipeline_fused_on_cpu")]
 applied = functools.partial(cases.applied, image_bytes.FUSION)
 
 

@@ -28,9 +28,9 @@ from sdfastgn.models.pipelines import build_pipeline
 from sdfastgn.patches.pipeline import image_processor
 from sdfastgn.patches.pipeline.object_fusion import ObjectFusion
 from tests.patches import samples
-from tests.patches.pipeline import cases
+from tests.patches.pipeline.cases import applied
 
-applied, on_the_cpu_too = cases.applied, cases.on_the_cpu_too
+pytestmark = [pytest.mark.fused_on_cpu, pytest.mark.usefixtures("pipeline_fused_on_cpu")]
 STOCK = {"scheduler": PNDMScheduler, "image_processor": VaeImageProcessor}
 PARTS = (*STOCK, "pipeline")
 

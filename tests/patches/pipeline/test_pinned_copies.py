@@ -1,11 +1,11 @@
 """A step copies tensors to the GPU through pinned memory."""
 
+import pytest
 import torch
 
 from sdfastgn.patches.pipeline import pinned_copies
-from tests.patches.pipeline import cases
 
-on_the_cpu_too = cases.on_the_cpu_too
+pytestmark = [pytest.mark.fused_on_cpu, pytest.mark.usefixtures("pipeline_fused_on_cpu")]
 
 
 def test_what_moves_in_a_step_is_what_it_was(monkeypatch):

@@ -15,6 +15,8 @@ import sdfastgn
 from tests.patches import samples
 from tests.patches.shared.packing_cases import attention, call, check, describe, is_packed
 
+pytestmark = pytest.mark.fused_on_cpu
+
 
 def through_pickle(model):
     return pickle.loads(pickle.dumps(model))

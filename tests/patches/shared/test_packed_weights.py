@@ -24,6 +24,8 @@ from tests.patches.shared.packing_cases import (
     linears,
 )
 
+pytestmark = pytest.mark.fused_on_cpu
+
 
 def alive(model):
     return packing._allocation(model) is not None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
-from scripts.publish import plots
+from scripts.publish import pages, plots
 from scripts.publish.pages import TABLES
 from sdfastgn.bench.documents import OK, UNAVAILABLE
 from sdfastgn.bench.kernels.suite import BOTH, COPY, FORWARD, TRAINING, KernelRow, Shape
@@ -50,29 +52,40 @@ def test_inference_marks_the_best_peer_and_gives_means(tmp_path):
     assert lines[-3:] == ["apex: unavailable: not installed (2x320x64x64).", "", f"fp16, {SOURCE}"]
 
 
-def test_a_training_line_for_each_task_with_ours_last(tmp_path):
+def test_peers_that_are_built_by_hand_are_in_the_table_and_said_to_be(tmp_path):
+    save(tmp_path, "kernels.json", "kernels", [*INFERENCE[:2], INFERENCE[3]])
+    save(tmp_path, "peers.json", "kernel_peers", [INFERENCE[2]])
+    text = TABLES["kernels"](tmp_path)
+    assert "| 2x320x64x64 | 2 (3) | 54 (55) | **13 (14)** | 8 (9) | 0.615 (0.643) |" in text
+    assert "gnnhwc: built by hand and measured in another run, NVIDIA H200, 2026-11-21." in text
+    assert text.count("commit") == 1
+
+
+def test_a_column_for_each_task_with_ours_over_the_best_peer(tmp_path):
     save(tmp_path, "kernels.json", "kernels_training", TRAINING_ROWS)
-    text = TABLES["training"](tmp_path)
-    lines = text.splitlines()
-    over = "sdfastgn / copy | sdfastgn / eager_nchw | sdfastgn / best peer"
-    assert lines[0] == f"| NxCxHxW | what | copy | eager_nchw | sdfastgn | {over} |"
-    times = "1 (2) | **9 (10)** | 3 (4) | 3 (2) | 0.333 (0.4) | 0.333 (0.4)"
-    assert lines[2] == f"| 2x320x64x64 | forward in training | {times} |"
-    assert lines[3].startswith("| 2x320x64x64 | forward + backward | 1 (2) | **19 (20)** | 4 (5) | 4 (2.5) |")
-    mean = "1.00 (1.00) on 1 | 19.00 (10.00) on 1 | 4.00 (2.50) on 1"
-    assert f"| mean / copy, unet | forward + backward | {mean} |" in text
-    mean = "0.11 (0.20) on 1 | 1.00 (1.00) on 1 | 0.33 (0.40) on 1"
-    assert f"| mean / eager_nchw, all | forward in training | {mean} |" in text
-    assert "memory is the limit: 1 for forward in training, 2.5 for forward + backward." in text
-    assert "apex: unavailable: not installed (2x320x64x64)." in text
+    lines = TABLES["training"](tmp_path).splitlines()
+    assert lines[0] == "| N x C x H x W | forward in training | forward + backward |"
+    assert lines[2] == "| 2x320x64x64 | 3: 0.33 (0.40) | 4: 0.21 (0.25) |"
+    assert lines[3] == "| mean | 0.33 (0.40) | 0.21 (0.25) |"
+    assert "peers: eager_nchw." in lines[5]
+    assert "apex: unavailable: not installed (2x320x64x64)." in lines
+
+
+def test_the_mean_is_geometric_and_of_the_ratios(tmp_path):
+    other = [row(name, hot, task, (2, 640, 32, 32)) for name, hot, task in
+             (("copy", 1, COPY), ("eager_nchw", 4, BOTH), ("sdfastgn", 9, BOTH))]  # fmt: skip
+    rows = [row("copy", 1, COPY), row("eager_nchw", 9, BOTH), row("sdfastgn", 4, BOTH), *other]
+    save(tmp_path, "kernels.json", "kernels_training", rows)
+    lines = TABLES["training"](tmp_path).splitlines()
+    assert lines[3:5] == ["| 2x640x32x32 | 9: 2.25 (2.00)† |", "| mean | 1.00 (1.00) |"]
 
 
 def test_every_run_of_the_suite_and_no_other_is_shown(tmp_path):
-    for name, kind in (("fp16", "training"), ("fp32", "training"), ("other", "issue_28201")):
+    for name, kind in (("fp16", "training"), ("fp32", "training"), ("other", "layer_norm")):
         dtype = "fp32" if name == "fp32" else "fp16"
         save(tmp_path, f"{name}.json", f"kernels_{kind}", TRAINING_ROWS, config={"dtype": dtype})
     text = TABLES["training"](tmp_path)
-    assert ("\nfp16, " in text, "\nfp32, " in text, text.count("| NxCxHxW |")) == (True, True, 2)
+    assert ("\nfp16, " in text, "\nfp32, " in text, text.count("| N x C")) == (True, True, 2)
     assert TABLES["kernels"](tmp_path) == "No results are committed yet."
 
 
@@ -93,15 +106,6 @@ def test_the_terminal_has_our_ratios_the_means_and_no_column_without_a_time():
     assert "apex" not in table.header
 
 
-def test_two_layouts_of_ours_are_two_columns(tmp_path):
-    times = {"copy": 1, "eager_nchw": 9, "eager_nhwc": 12, "sdfastgn_nchw": 6, "sdfastgn_nhwc": 3}
-    rows = [row(name, hot, COPY if name == COPY else BOTH) for name, hot in times.items()]
-    save(tmp_path, "a.json", "kernels_issue_28201", rows)
-    lines = TABLES["issue_28201"](tmp_path).splitlines()
-    assert "| sdfastgn_nchw | sdfastgn_nhwc | sdfastgn_nchw / copy | sdfastgn_nchw / eager_nchw |" in lines[0]
-    assert "| forward + backward | 1 (2) | **9 (10)** | 12 (13) | 6 (7) | 3 (4) |" in lines[2]
-
-
 def test_extras_have_a_table_of_their_own(tmp_path):
     # Rows of old runs name no task.
     times = {"copy": 2.0, "sdfastgn_given": 2.5, "add": 4.0, "add_with_statistics": 5.0}
@@ -114,22 +118,19 @@ def test_extras_have_a_table_of_their_own(tmp_path):
     assert "add" not in TABLES["kernels"](tmp_path)
 
 
-def test_cpu_time_of_a_call(tmp_path):
-    one = row("sdfastgn", 6.0, shape=(2, 640, 32, 32))
-    one.cpu_us = 12.34
-    save(tmp_path, "kernels.json", "kernels", [one])
-    assert "| sdfastgn | 12.3 |" in TABLES["host"](tmp_path)
-
-
 def test_the_roofline_of_a_committed_result_is_a_picture(tmp_path):
     rows = [*INFERENCE, row("sdfastgn", 9.0, shape=(2, 640, 64, 64)), row("add", 3.0, "add, forward")]
-    result = save(tmp_path, "kernels.json", "kernels", rows)
-    assert plots.main([str(result), str(tmp_path / "out.png")]) == 0
+    save(tmp_path, "kernels.json", "kernels", rows)
+    plots.PICTURES["roofline_h200_fp16.png"](tmp_path, tmp_path / "out.png")
     assert is_png(tmp_path / "out.png")
 
 
-def test_a_picture_that_cannot_be_drawn_is_told(monkeypatch, capsys):
-    assert plots.main([]) == 2
-    assert "RESULT.json" in capsys.readouterr().err
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
-    assert "matplotlib" in (plots.plot_reason() or "")
+def test_without_matplotlib_the_tables_are_written_and_the_reason_is_told(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(pages, "ROOT", tmp_path)
+    monkeypatch.setattr(pages, "PAGES", ("a.md",))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    (tmp_path / "a.md").write_text("<!-- table:kernels --><!-- /table:kernels -->")
+    save(tmp_path / "benchmarks", "kernels.json", "kernels", INFERENCE)
+    assert pages.main(["--results", str(tmp_path / "benchmarks")]) == 2
+    assert "gnnhwc" in (tmp_path / "a.md").read_text()
+    assert "the pictures are not: pictures need matplotlib" in capsys.readouterr().err

@@ -6,20 +6,17 @@ import dataclasses
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import pytest
 
-from scripts.publish import pages, runs, warm_up
+from scripts.publish import runs, warm_up
 from sdfastgn.bench import documents
-from sdfastgn.bench import run as end_to_end
 from sdfastgn.bench.tables.pipelines import WaitRow, warm_up_table
 from sdfastgn.bench.workload import BenchConfig
 from sdfastgn.program import OptionError
-from tests.bench.tables.cases import save
-from tests.command_line import exit_code, exit_code_of
+from tests.command_line import exit_code_of
 
 CONFIG = BenchConfig("tiny", "pipeline", 64, 1, "fp32", "cpu", repeats=1, steps=1)
 ROW = WaitRow("", [3.0, 2.0, 1.0], [0.9, 0.5, 0.1, 0.1], 10.0, 12.0)
@@ -78,34 +75,14 @@ def test_weights_that_cannot_be_loaded_are_told_by_the_process(tmp_path, monkeyp
     assert pool.call_args.kwargs["mp_context"].get_start_method() == "spawn"  # with nothing imported
 
 
-TINY = ("--model", "tiny", "--device", "cpu")
-
-
-def test_a_bad_new_size_is_one_line(monkeypatch, capsys):
-    assert exit_code(monkeypatch, "publish/warm_up.py", *TINY, "--new-size", "0") == 2
-    error = capsys.readouterr().err
-    assert error.startswith("warm_up.py: --new-size: must be a positive multiple of 8")
-    assert error.count("\n") == 1
-
-
 def test_the_script_prints_and_writes(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(warm_up, "run", lambda config, new_size: [dataclasses.replace(ROW, variant="eager")])
     path = tmp_path / "out.json"
-    assert exit_code_of(monkeypatch, warm_up.first_images, *TINY, "--json", str(path)) == 0
+    arguments = ("--model", "tiny", "--device", "cpu", "--json", str(path))
+    assert exit_code_of(monkeypatch, warm_up.first_images, *arguments) == 0
     assert "second image" in capsys.readouterr().out
     content = json.loads(path.read_text())
     (part,) = content["config"]["parts"]
     # These processes leave cuDNN as a user has it: it tries no algorithms.
     assert part["cudnn_benchmark"] is content["environment"]["switches"]["cudnn.benchmark"] is False
     assert content["config"]["new_size"] == 48
-
-
-def test_markdown(tmp_path: Path):
-    rows = [
-        dataclasses.replace(ROW, variant="eager"),
-        dataclasses.replace(ROW, variant="sdfastgn", image_s=[2.0, 1.0, 0.5]),
-    ]
-    save(tmp_path, "a.json", "warm_up", rows, config={**end_to_end.describe([CONFIG]), "new_size": 48})
-    text = pages.filled("<!-- table:warm_up --><!-- /table:warm_up -->", tmp_path)
-    assert "| sdfastgn | 3.00 | -2.00 | 0.500 | 1.200 | 10 | 12 | - |" in text
-    assert "new size 48²" in text

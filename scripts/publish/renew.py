@@ -1,0 +1,225 @@
+"""Measures again all that the published pages show, at one commit on one GPU.
+
+python -m scripts.publish.renew --out build/renewal
+
+Steps that an earlier call did at this commit are kept with ``--resume``, so that several short calls
+do the same as one long call. ``--archive`` also writes the results as one file. ``--unpack`` puts
+such a file into ``benchmarks/h200``, from where ``python -m scripts.publish.pages`` makes the pages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from scripts.publish.steps import GPU, MOST_SECONDS, ROOT, STEPS, SUMMARY, Step, origin
+from sdfastgn.bench.documents import FAILED, OK, document, read_json, write_json
+from sdfastgn.bench.environment import environment
+
+NOT_STARTED = "not started"
+# A step is stopped after this many times its budget, so that one that hangs does not hold up the rest.
+PATIENCE = 3
+
+
+@dataclass
+class StepRow:
+    """How one step went.
+
+    Attributes:
+        writes: the file that the step makes, in the folder of the results.
+        seconds: how long it took, in this call or, if it was kept, in the one that did it.
+        reason: why it failed or was not started.
+    """
+
+    writes: str
+    status: str
+    seconds: float
+    budget: int
+    reason: str = ""
+
+
+def renew(
+    steps: Sequence[Step],
+    out: Path,
+    *,
+    tiny: bool = False,
+    resume: bool = False,
+    budget: float = float("inf"),
+) -> list[StepRow]:
+    """Runs ``steps`` in their order, each into ``out``, and returns a row for each.
+
+    A step that fails does not stop the others. A step whose own budget does not fit into what is left of
+    ``budget`` seconds is not started. ``renewal.json`` in ``out`` has all rows after each step.
+    """
+    until = time.monotonic() + budget
+    where = environment(torch.device("cpu" if tiny else "cuda"))
+    kept = _kept(out, where, tiny) if resume else {}
+    rows = {s.writes: kept.get(s.writes) or StepRow(s.writes, NOT_STARTED, 0.0, s.budget) for s in steps}
+
+    def write() -> None:
+        write_json(out / SUMMARY, document("renewal", where, {"tiny": tiny}, rows.values()))
+
+    write()
+    for step in (step for step in steps if step.writes not in kept):
+        left = until - time.monotonic()
+        if step.budget > left:
+            rows[step.writes].reason = f"{left:.0f} s are left"
+        else:
+            rows[step.writes] = _run(step, out, tiny, timeout=min(left, PATIENCE * step.budget))
+        print(_line(rows[step.writes]), flush=True)
+        write()
+    return list(rows.values())
+
+
+def _kept(out: Path, where: dict[str, Any], tiny: bool) -> dict[str, StepRow]:
+    """By file, what an earlier call into ``out`` did at the same commit, on the same GPU and as large."""
+    if not (out / SUMMARY).exists():
+        return {}
+    content = read_json(out / SUMMARY)
+    if origin(content) != origin({"environment": where}) or content["config"]["tiny"] != tiny:
+        return {}
+    rows = [StepRow(**row) for row in content["rows"]]
+    return {row.writes: row for row in rows if row.status == OK and (out / row.writes).exists()}
+
+
+def _run(step: Step, out: Path, tiny: bool, timeout: float) -> StepRow:
+    """One step. Its file gets to its place only when it is whole; its output goes to a log."""
+    path, unfinished = out / step.writes, out / "unfinished" / step.writes
+    log = out / "logs" / f"{step.name}.log"
+    for each in (path, unfinished, log):
+        each.parent.mkdir(parents=True, exist_ok=True)
+        each.unlink(missing_ok=True)
+    begun = time.monotonic()
+    code = execute(step.arguments(unfinished, tiny=tiny), log, timeout)
+    row = StepRow(step.writes, OK, round(time.monotonic() - begun, 1), step.budget)
+    if code == 0 and unfinished.exists():
+        unfinished.replace(path)
+        return row
+    why = f"stopped after {timeout:.0f} s" if code is None else f"exit code {code}"
+    last = log.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
+    row.status, row.reason = FAILED, f"{why}: {last}"
+    return row
+
+
+def execute(arguments: Sequence[str], log: Path, timeout: float) -> int | None:
+    """The exit code of a program whose output goes to ``log``; None if it was stopped after ``timeout`` s."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            arguments, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            return process.wait(timeout)
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)  # the processes that it has started, too
+            process.wait()
+            if isinstance(error, subprocess.TimeoutExpired):
+                return None
+            raise
+
+
+def _line(row: StepRow) -> str:
+    return f"{row.status:11} {row.seconds:5.0f} of {row.budget:3} s  {row.writes}  {row.reason}".rstrip()
+
+
+# ---- the results as one file
+
+
+def pack(out: Path, archive: Path) -> None:
+    """Writes the summary, every result and every log in ``out`` as a ``.tar.gz``."""
+    archive.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(archive, "w:gz") as packed:
+        for path in sorted(out.rglob("*")):
+            if path.is_file() and "unfinished" not in path.relative_to(out).parts:
+                packed.add(path, path.relative_to(out).as_posix())
+
+
+def unpack(archive: Path, results: Path, pictures: Path) -> None:
+    """Puts the JSON of a whole renewal into ``results``, and its pictures into ``pictures``.
+
+    Raises ValueError, before anything is written, where the renewal is not whole, or was a dry run.
+    """
+    with tarfile.open(archive, "r:gz") as packed:
+        files = {name: packed.extractfile(name) for name in packed.getnames()}
+        content = {name: file.read() for name, file in files.items() if file is not None}
+    if SUMMARY not in content:
+        raise ValueError(f"--unpack: {str(archive)!r} has no {SUMMARY}")
+    summary = json.loads(content[SUMMARY])
+    if summary["config"]["tiny"]:
+        raise ValueError(f"--unpack: {str(archive)!r} is a dry run of tiny models")
+    if summary["environment"]["gpu"] != GPU:
+        gpu = summary["environment"]["gpu"]
+        raise ValueError(f"--unpack: {str(archive)!r} was measured on {gpu}; the pages show {GPU}")
+    done = {row["writes"] for row in summary["rows"] if row["status"] == OK}
+    left = [step.writes for step in STEPS if step.writes not in done]
+    if left:
+        raise ValueError(f"--unpack: {str(archive)!r} lacks {', '.join(left)}; go on with --resume")
+    for name in (SUMMARY, *(step.writes for step in STEPS)):
+        path = (pictures if name.endswith(".png") else results) / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content[name])
+
+
+# ---- the command line
+
+
+def _reason_not_to(options: argparse.Namespace) -> str | None:
+    """Why results would be worth nothing, in one line; None where they are."""
+    git = environment(torch.device("cpu"))["git"]
+    if git["commit"] is None:
+        return "no commit can be told: outside of a git checkout, set SDFASTGN_COMMIT to that of the source"
+    if options.tiny:
+        return None
+    if git["dirty"]:
+        return "sdfastgn or scripts have changes that are not committed, so no commit would name them"
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA GPU, and times taken on a CPU would say nothing; --tiny is a dry run"
+    return None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0, 1 if a step failed, 2 where the call cannot be run."""
+    parser = argparse.ArgumentParser(
+        "python -m scripts.publish.renew", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "renewal", help="folder of the results")
+    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds that this call may take")
+    parser.add_argument("--resume", action="store_true", help="keep what earlier calls of this commit did")
+    parser.add_argument("--tiny", action="store_true", help="dry run: tiny models on the CPU, no useful time")
+    parser.add_argument("--archive", type=Path, metavar="FILE", help="also write the results as this .tar.gz")
+    parser.add_argument("--unpack", type=Path, metavar="FILE", help="put an archive into benchmarks/h200")
+    options = parser.parse_args(arguments)
+    if options.unpack is not None:
+        try:
+            unpack(options.unpack, ROOT / "benchmarks" / "h200", ROOT / "docs" / "images")
+        except (OSError, ValueError, tarfile.TarError) as error:
+            print(f"renew: {error}", file=sys.stderr)
+            return 2
+        return 0
+    if (reason := _reason_not_to(options)) is not None:
+        print(f"renew: {reason}", file=sys.stderr)
+        return 2
+    out = options.out.resolve()  # the steps run in the checkout
+    out.mkdir(parents=True, exist_ok=True)
+    rows = renew(STEPS, out, tiny=options.tiny, resume=options.resume, budget=options.budget)
+    if options.archive is not None:
+        pack(out, options.archive)
+    waiting = sum(row.status == NOT_STARTED for row in rows)
+    took = sum(row.seconds for row in rows)
+    print(f"{took:.0f} of {MOST_SECONDS} s" + (f"; {waiting} steps are left for --resume" if waiting else ""))
+    return int(any(row.status == FAILED for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,207 @@
+"""Requests a second and their latency behind one server, stock and optimized.
+
+python -m scripts.publish.serving_load --model sd15 --json benchmarks/h200/serving_sd15.json
+
+The server is docs/examples/serve.py in a process of its own, with random weights. Each client asks
+again as soon as it has its answer. Needs uvicorn: ``pip install ".[serve]"``. With ``--url`` the
+server is one that runs already, such as docs/examples/ray_serve.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import importlib.util
+import io
+import multiprocessing
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx
+import numpy as np
+import typer
+from PIL import Image
+
+from scripts.publish.runs import write_rows
+from sdfastgn.bench import documents, gate
+from sdfastgn.bench import workload as workloads
+from sdfastgn.bench.tables.blocks import Blocks
+from sdfastgn.bench.workload import BenchConfig
+from sdfastgn.cli import bench_options, checks, main
+from sdfastgn.cli.errors import one_line_errors
+from sdfastgn.cli.options import DeviceOption, DtypeOption, JsonOption, ModelOption, SizeOption, StepsOption
+from sdfastgn.cli.session import exit_code
+from sdfastgn.cli.terminal import console
+from sdfastgn.program import OptionError, counted
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
+CLIENTS = (1, 4, 16)
+# Seconds that a client waits for an image, and everyone for a server that compiles and captures.
+PATIENCE_S = 600.0
+
+
+@dataclass
+class LoadRow:
+    """A number of clients at one server. Without figures where its images were wrong.
+
+    Attributes:
+        requests_s: answers a second of all clients together.
+        p50_s, p99_s: seconds from a request to its whole image.
+    """
+
+    variant: str
+    clients: int
+    requests: int
+    requests_s: float | None = None
+    p50_s: float | None = None
+    p99_s: float | None = None
+    status: str = documents.OK
+    reason: str = ""
+
+
+def serve(config: BenchConfig, optimize: bool, port: int) -> None:
+    """The server's process."""
+    import uvicorn
+
+    sys.path.insert(0, str(EXAMPLES))
+    example = importlib.import_module("serve")
+    pipe = workloads.load(config)
+    pipe.set_progress_bar_config(disable=True)
+    if optimize:
+        import sdfastgn
+
+        sdfastgn.optimize(pipe)
+    size = {"width": config.size, "height": config.size}
+    for count in range(1, example.MAX_BATCH + 1):
+        for _ in range(2):
+            pipe(prompt=[config.prompt] * count, num_inference_steps=2, **size)
+    uvicorn.run(example.serve(pipe), port=port, log_level="warning")
+
+
+@contextlib.contextmanager
+def served(config: BenchConfig, optimize: bool) -> Iterator[str]:
+    """The address of a server that is ready."""
+    if importlib.util.find_spec("uvicorn") is None:
+        raise OptionError('serving_load: uvicorn is not installed; pip install ".[serve]", or give --url')
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    process = multiprocessing.get_context("spawn").Process(target=serve, args=(config, optimize, port))
+    process.start()
+    try:
+        end = time.monotonic() + PATIENCE_S
+        while not _is_ready(url):
+            if not process.is_alive() or time.monotonic() > end:
+                raise OptionError(f"--model: the server of {config.model!r} did not start")
+            time.sleep(0.2)
+        yield url
+    finally:
+        process.terminate()
+        process.join()
+
+
+def _is_ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=PATIENCE_S).is_success
+    except httpx.TransportError:
+        return False
+
+
+async def load(url: str, body: dict[str, Any], clients: int, requests: int) -> tuple[list[float], float]:
+    """Seconds of each request, and of all together. Raises httpx.HTTPStatusError."""
+    limits = httpx.Limits(max_connections=clients)
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, limits=limits) as client:
+        left, taken = iter(range(requests)), []
+
+        async def ask() -> None:
+            for seed in left:  # all clients take from one iterator
+                start = time.perf_counter()
+                answer = await client.post("/images", json={**body, "seed": seed})
+                answer.raise_for_status()
+                taken.append(time.perf_counter() - start)
+
+        start = time.perf_counter()
+        await asyncio.gather(*(ask() for _ in range(clients)))
+        return taken, time.perf_counter() - start
+
+
+def image_of(url: str, body: dict[str, Any]) -> np.ndarray:
+    """(1, H, W, 3) in [0, 1]."""
+    answer = httpx.post(f"{url}/images", json=body, timeout=PATIENCE_S).raise_for_status()
+    return np.asarray(Image.open(io.BytesIO(answer.content)), dtype=np.float32)[None] / 255
+
+
+def rows_of(variant: str, url: str, body: dict[str, Any], requests: int) -> list[LoadRow]:
+    rows = []
+    for clients in CLIENTS:
+        taken, seconds = asyncio.run(load(url, body, clients, requests))
+        p50, p99 = np.percentile(taken, (50, 99))
+        rows.append(LoadRow(variant, clients, requests, requests / seconds, float(p50), float(p99)))
+    return rows
+
+
+def run(config: BenchConfig, requests: int, url: str | None = None) -> list[LoadRow]:
+    """Stock, then optimized, each in a server of its own; or the server at ``url`` alone."""
+    size = {"width": config.size, "height": config.size}
+    body = {"prompt": config.prompt, **size, "steps": config.steps, "guidance": config.guidance}
+    if url is not None:
+        return rows_of("url", url, body, requests)
+    with served(config, optimize=False) as stock:
+        image = image_of(stock, body)
+        rows = rows_of("eager", stock, body, requests)
+    with served(config, optimize=True) as optimized:
+        judged = gate.judge(config, image_of(optimized, body), gate.Reference(image))
+        if not judged.reason:
+            return rows + rows_of("sdfastgn", optimized, body, requests)
+    wrong = (LoadRow("sdfastgn", clients, requests) for clients in CLIENTS)
+    return rows + [replace(row, status=documents.WRONG, reason=judged.reason) for row in wrong]
+
+
+def table(rows: list[LoadRow]) -> Blocks:
+    body = []
+    for row in rows:
+        figures = (row.requests_s, row.p50_s, row.p99_s)
+        shown = [row.status if value is None else f"{value:.3f}" for value in figures]
+        body.append([row.variant, str(row.clients), *shown])
+    notes = [f"{row.variant}: {row.status}: {row.reason}" for row in rows if row.reason]
+    return Blocks(("variant", "clients", "requests/s", "p50 s", "p99 s"), body, notes=notes)
+
+
+def serving_load(
+    model: ModelOption = "sd15",
+    size: SizeOption = None,
+    steps: StepsOption = None,
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+    requests: Annotated[int, typer.Option(help="Requests at each number of clients.")] = 100,
+    url: Annotated[str | None, typer.Option(help="Address of a server that runs already.")] = None,
+    json: JsonOption = None,
+) -> None:
+    """Time the answers of a server to 1, 4 and 16 clients, stock and optimized."""
+    with one_line_errors():
+        given: dict[str, Any] = {
+            "model": model,
+            "size": size,
+            "steps": steps,
+            "dtype": dtype,
+            "device": device,
+        }
+        (config,) = bench_options.bench_configs(parts=["pipeline"], repeats=1, **given)
+        checks.positive("--requests", requests)
+        checks.file_path("--json", json)
+        rows = run(config, requests, url)
+    what = f"{config.model}, {config.size}x{config.size}, {counted(config.steps, 'step')}"
+    console().print(table(rows))
+    console().print(f"{what}, {config.dtype} on {config.device}")
+    write_rows(json, "serving", config, rows, requests=requests)
+    raise typer.Exit(exit_code(rows))
+
+
+if __name__ == "__main__":
+    main(__doc__, serving_load)

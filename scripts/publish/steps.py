@@ -1,0 +1,215 @@
+"""The measurements that the published pages are made from: one entry of ``STEPS`` each.
+
+All of them together take at most ``MOST_SECONDS`` on one H200 (``scripts.publish.renew`` runs them).
+A new table needs a step here, a function in ``scripts.publish.pages.TABLES`` and a place on a page.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+# The GPU that the pages show.
+GPU = "NVIDIA H200"
+# What all steps may take together on one H200, in seconds.
+MOST_SECONDS = 25 * 60
+# The file beside the results that names their commit, and how long each step took.
+SUMMARY = "renewal.json"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One measurement, which runs in a fresh process.
+
+    Attributes:
+        writes: the file that the step makes, in the folder of the results.
+        command: the module that ``python -m`` runs, and its options but for the file.
+        tiny: options that are added for a dry run on a CPU. The last of two equal options counts.
+        feeds: the tables and pictures that show the file.
+        budget: seconds that the step may take on an H200, its start included.
+        option: the option that names the file; ``--output`` names its folder.
+    """
+
+    writes: str
+    command: str
+    tiny: str
+    feeds: tuple[str, ...]
+    budget: int
+    option: str = "--json"
+
+    @property
+    def name(self) -> str:
+        return self.writes.rpartition(".")[0]
+
+    def arguments(self, path: Path, *, tiny: bool) -> list[str]:
+        """The command that writes the file at ``path``, a name of the interpreter first."""
+        place = path.parent if self.option == "--output" else path
+        options = shlex.split(self.command) + (shlex.split(self.tiny) if tiny else [])
+        return [sys.executable, "-m", *options, self.option, str(place)]
+
+
+def origin(content: dict[str, Any]) -> tuple[str | None, str | None]:
+    """Commit and GPU of a run's JSON: what all results of the pages share."""
+    where = content["environment"]
+    return (where.get("git") or {}).get("commit"), where.get("gpu")
+
+
+_MODEL = "--model tiny --size 64 --device cpu"
+_BENCH = f"{_MODEL} --dtype fp32 --repeats 1 --variants eager,sdfastgn"
+_KERNELS = "--device cpu --repeats 1"
+_FEW_STEPS = "--size 512 --scheduler EulerAncestralDiscreteScheduler --guidance 0"
+
+# In the order in which they run. torch.compile comes first: it takes the most time, and no step before
+# it has filled its caches.
+STEPS = (
+    # ---- steps, decodes and pipelines
+    Step(
+        "sd15.json",
+        "sdfastgn bench --model sd15 --part unet --part vae --fp32-reference --repeats 20"
+        " --variants eager,channels_last,sdfastgn,sdfastgn_eager,compile",
+        _BENCH,
+        ("headline", "results", "compared", "times.png"),
+        120,
+    ),
+    Step(
+        "sdxl.json",
+        "sdfastgn bench --model sdxl --part unet --part vae --fp32-reference --repeats 20"
+        " --variants eager,channels_last,sdfastgn,sdfastgn_eager,compile",
+        _BENCH,
+        ("headline", "results", "compared", "times.png"),
+        190,
+    ),
+    Step(
+        "pipeline_sd15.json",
+        "sdfastgn bench --model sd15 --part pipeline --variants eager,sdfastgn,compile_graphs",
+        f"{_BENCH} --steps 2",
+        ("headline", "results", "compared", "times.png"),
+        105,
+    ),
+    Step(
+        "pipeline_sdxl.json",
+        "sdfastgn bench --model sdxl --part pipeline --variants eager,sdfastgn,compile_graphs",
+        f"{_BENCH} --steps 2",
+        ("headline", "results", "compared", "times.png"),
+        150,
+    ),
+    Step(
+        "vae_1024_fp32.json",
+        "sdfastgn bench --model sdxl --part vae --dtype fp32 --repeats 10 --variants eager,sdfastgn,compile",
+        _BENCH,
+        ("results", "compared"),
+        50,
+    ),
+    Step(
+        "train_sdxl.json",
+        "sdfastgn bench --model sdxl --part train --size 512 --repeats 10 --variants eager,sdfastgn",
+        _BENCH,
+        ("results",),
+        60,
+    ),
+    # ---- batches, few steps, first images, the CPU's part, where the time goes
+    Step(
+        "batches_sd15.json",
+        "sdfastgn bench --model sd15 --part unet --batch 1,8,64 --repeats 10 --variants eager,sdfastgn",
+        f"{_BENCH} --batch 1,2",
+        ("batches",),
+        45,
+    ),
+    Step(
+        "batches_sdxl.json",
+        "sdfastgn bench --model sdxl --part unet --batch 1,8,32 --repeats 5 --variants eager,sdfastgn",
+        f"{_BENCH} --batch 1,2",
+        ("batches",),
+        65,
+    ),
+    Step(
+        "latency_sdxl.json",
+        f"sdfastgn bench --model sdxl --part pipeline {_FEW_STEPS} --steps 1,4 --repeats 50"
+        " --variants eager,sdfastgn",
+        f"{_BENCH} --steps 1,2",
+        ("latency",),
+        65,
+    ),
+    Step(
+        "warm_up_sdxl.json",
+        "scripts.publish.warm_up --model sdxl",
+        f"{_MODEL} --dtype fp32 --steps 2",
+        ("warm_up",),
+        80,
+    ),
+    Step(
+        "host_sdxl.json",
+        f"scripts.publish.host --model sdxl {_FEW_STEPS} --steps 4 --repeats 10",
+        f"{_MODEL} --dtype fp32 --repeats 1",
+        ("host_calls",),
+        40,
+    ),
+    Step(
+        "profile_sdxl.json",
+        "sdfastgn bench --model sdxl --part unet --part vae --profile --repeats 10 --variants eager,sdfastgn",
+        _BENCH,
+        ("profile", "profile_sdxl.png"),
+        55,
+    ),
+    # ---- single operations
+    Step(
+        "kernels.json",
+        "sdfastgn kernels --repeats 10 --providers eager_nchw,eager_nhwc,inductor,sdfastgn,sdfastgn_given,"
+        "add,add_with_statistics,cat,cat_with_statistics",
+        f"{_KERNELS} --shapes 1x64x4x4 --providers eager_nhwc,sdfastgn,sdfastgn_given,add,"
+        "add_with_statistics,cat,cat_with_statistics",
+        ("kernels", "producers", "host", "roofline_h200_fp16.png"),
+        110,
+    ),
+    Step(
+        "kernels_training.json",
+        "sdfastgn kernels --suite training --providers eager_nchw,eager_nhwc,inductor,sdfastgn",
+        f"{_KERNELS} --shapes 1x64x4x4 --providers eager_nhwc,sdfastgn",
+        ("training",),
+        65,
+    ),
+    Step(
+        "kernels_layer_norm.json",
+        "sdfastgn kernels --suite layer_norm --shapes unet",
+        f"{_KERNELS} --shapes 8x32",
+        ("layer_norm",),
+        25,
+    ),
+    Step(
+        "kernels_instance_norm.json",
+        "sdfastgn kernels --suite instance_norm",
+        f"{_KERNELS} --shapes 1x4x4x4x8",
+        ("instance_norm",),
+        25,
+    ),
+    Step(
+        "kernels_batch_norm.json",
+        "sdfastgn kernels --suite batch_norm --shapes resnet50",
+        f"{_KERNELS} --shapes 2x4x4x4",
+        ("batch_norm",),
+        65,
+    ),
+    Step(
+        "kernels_attention.json",
+        "sdfastgn kernels --suite attention",
+        f"{_KERNELS} --shapes 1x1x16x16",
+        ("attention",),
+        20,
+    ),
+    # ---- other networks, in thirds: each is a third of the networks
+    *(
+        Step(
+            f"real_sizes/{third}.json",
+            f"scripts.publish.real_sizes --third {third}",
+            "--device cpu --only UNet1DModel",
+            ("real_sizes",),
+            45,
+        )
+        for third in (1, 2, 3)
+    ),
+    Step("demo.png", "sdfastgn demo", "", ("demo.png",), 30, option="--output"),
+)

@@ -1,0 +1,125 @@
+"""What the text on a node says of the last run."""
+
+import pytest
+import torch
+
+from tests.patches.comfyui import comfy_checkout
+
+comfy_checkout.import_for_cpu()
+
+from comfy import model_management  # noqa: E402
+from torch import nn  # noqa: E402
+
+from sdfastgn.kernels.common import dispatch  # noqa: E402
+from sdfastgn.patches.comfyui import inject  # noqa: E402
+from sdfastgn.patches.comfyui.model_patcher import optimize_model, optimize_vae  # noqa: E402
+from sdfastgn.patches.comfyui.report import text_of  # noqa: E402
+from sdfastgn.patches.core import channels_last  # noqa: E402
+from sdfastgn.patches.graphs import forward  # noqa: E402
+from tests.patches.comfyui import comfy_models  # noqa: E402
+from tests.patches.comfyui.comfy_models import latent_of  # noqa: E402
+from tests.patches.graphs.tape import TapeBackend  # noqa: E402
+
+pytestmark = pytest.mark.fused_on_cpu
+
+KIND = "sd15"
+FUSED = "Fused: 1 UNet, 8 ResNet blocks, 7 transformers, 7 transformer blocks, 7 GEGLU, 1 upsampling"
+
+
+@pytest.fixture
+def model():
+    found = comfy_models.load_model(KIND)
+    if found.model.diffusion_model.training:
+        pytest.skip("this ComfyUI leaves UNets in training mode, for which there are no graphs")
+    yield found
+    model_management.unload_all_models()
+
+
+@pytest.fixture
+def tape(monkeypatch):
+    """CUDA graphs are tapes on the CPU, and hold 3 MiB."""
+    backend = TapeBackend()
+    monkeypatch.setattr(backend, "memory", lambda: 3 * 2**20, raising=False)
+    monkeypatch.setattr(forward, "backend_of", lambda device: backend)
+    monkeypatch.setattr(channels_last, "is_alone", lambda weight: True)  # a tape keeps its weights alive
+
+
+def lines_of(patcher):
+    return text_of(patcher).splitlines()
+
+
+def words(line):
+    """The parts that a line lists, in any order."""
+    title, _, parts = line.partition(": ")
+    return title, set(parts.split(", "))
+
+
+def test_without_a_gpu(model):
+    assert text_of(optimize_model(model)) == "UNetModel: not faster. There is no CUDA GPU"
+
+
+def test_when_no_kernel_compiles(model, gpu_at_hand, monkeypatch):
+    monkeypatch.setattr(dispatch, "why_off", "no compiler")
+    assert text_of(optimize_model(model)) == "UNetModel: not faster. No kernel runs: no compiler"
+
+
+def test_a_model_without_known_blocks(model, gpu_at_hand, monkeypatch):
+    monkeypatch.setattr(model.model, "diffusion_model", nn.Sequential())
+    assert text_of(model) == "Sequential: not faster. sdfastgn knows none of its blocks"
+
+
+def test_before_and_after_a_run(model, gpu_at_hand, tape):
+    optimized = optimize_model(model)
+    verdict, fused = lines_of(optimized)
+    assert verdict == "UNetModel: will be faster once it is loaded"
+    assert words(fused) == words(FUSED)
+    latent_of(optimized, KIND, steps=4)
+    verdict, fused, *calls = lines_of(optimized)
+    assert verdict == "UNetModel: faster"
+    assert words(fused) == words(FUSED)
+    assert calls == [
+        "Last run: 3 of 4 calls as CUDA graphs, which hold 3 MiB",
+        "Without a graph: 1 (first call of its kind)",
+    ]
+    latent_of(optimized, KIND, steps=5)  # the counts are of this run alone
+    assert lines_of(optimized)[2:] == ["Last run: 5 of 5 calls as CUDA graphs, which hold 3 MiB"]
+
+
+def test_the_text_after_a_run_is_handed_on(model, gpu_at_hand, tape):
+    found = []
+    latent_of(optimize_model(model, after_run=found.append), KIND, steps=2)
+    assert len(found) == 1
+    assert found[0].startswith("UNetModel: faster\n")
+    assert "Last run: 1 of 2 calls" in found[0]
+
+
+def test_patches_of_other_nodes(model, gpu_at_hand, tape):
+    optimized = optimize_model(model)
+    patched = optimized.clone()
+    patched.set_model_attn1_output_patch(lambda h, options: h)
+    latent_of(patched, KIND, steps=2)
+    assert lines_of(patched)[0] == "UNetModel: partly faster"
+    assert "transformer blocks" not in lines_of(patched)[1]
+    assert lines_of(patched)[2:] == [
+        "As stock: 7 transformer blocks. Reason: other nodes' patches run inside of them",
+        "Last run: 0 of 2 calls as CUDA graphs, which hold 0 MiB",
+        "Without a graph: 2 (other nodes take part: attn1_output_patch)",
+    ]
+
+
+def test_graphs_that_the_user_has_turned_off(model, gpu_at_hand, tape):
+    optimized = optimize_model(model, False)
+    latent_of(optimized, KIND, steps=2)
+    assert lines_of(optimized)[-1] == "Without a graph: 2 (they are turned off)"
+
+
+def test_a_vae(gpu_at_hand):
+    vae = comfy_models.load_vae()
+    optimized = optimize_vae(vae)
+    assert lines_of(optimized.patcher)[0] == "AutoencoderKL: will be faster once it is loaded"
+    inject.inject(optimized.first_stage_model)
+    verdict, fused = lines_of(optimized.patcher)
+    assert verdict == "AutoencoderKL: faster"
+    assert {"1 encoder", "1 decoder"} <= words(fused)[1]
+    inject.eject(optimized.first_stage_model)
+    assert torch.is_tensor(comfy_models.image_of(vae, torch.zeros(1, 4, 4, 4)))

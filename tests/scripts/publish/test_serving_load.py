@@ -1,0 +1,66 @@
+"""Load on a server: figures of every number of clients, and none for wrong images."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from scripts.publish import serving_load
+from sdfastgn.bench import documents
+from sdfastgn.bench.workload import BenchConfig
+from tests.command_line import exit_code_of
+
+CONFIG = BenchConfig("tiny", "pipeline", 64, 1, "fp32", "cpu", repeats=1, steps=1)
+TINY = ("--model", "tiny", "--size", "64", "--steps", "1", "--device", "cpu")
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_wrong_images_get_no_figures(is_right: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = np.linspace(0, 1, 192, dtype=np.float32).reshape(1, 8, 8, 3)
+    images = [good, good if is_right else 1 - good]
+
+    @contextlib.contextmanager
+    def served(config: BenchConfig, optimize: bool) -> Iterator[str]:
+        yield f"optimize={optimize}"
+
+    async def load(url: str, body: dict[str, Any], clients: int, requests: int) -> tuple[list[float], float]:
+        return [1.0, 3.0], 4.0
+
+    monkeypatch.setattr(serving_load, "served", served)
+    monkeypatch.setattr(serving_load, "load", load)
+    monkeypatch.setattr(serving_load, "image_of", lambda url, body: images.pop(0))
+    rows = serving_load.run(CONFIG, requests=2)
+    assert [(row.variant, row.clients) for row in rows] == [
+        (variant, clients) for variant in ("eager", "sdfastgn") for clients in (1, 4, 16)
+    ]
+    assert {(row.requests_s, row.p50_s, row.status) for row in rows[:3]} == {(0.5, 2.0, documents.OK)}
+    expected = (0.5, 2.0, documents.OK) if is_right else (None, None, documents.WRONG)
+    assert {(row.requests_s, row.p50_s, row.status) for row in rows[3:]} == {expected}
+
+
+def test_a_missing_uvicorn_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(serving_load.importlib.util, "find_spec", lambda name: None)
+    assert exit_code_of(monkeypatch, serving_load.serving_load, *TINY) == 2
+    assert "serving_load: uvicorn is not installed" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_server_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("uvicorn", reason="needs uvicorn, which make test-serve installs")
+    path = tmp_path / "load.json"
+    options = ("--requests", "8", "--json", str(path))
+    assert exit_code_of(monkeypatch, serving_load.serving_load, *TINY, *options) == 0
+    content = json.loads(path.read_text())
+    assert (content["kind"], content["config"]["requests"]) == ("serving", 8)
+    assert len(content["rows"]) == 6
+    for row in content["rows"]:
+        assert 0 < row["p50_s"] <= row["p99_s"]
+        assert row["requests_s"] > 0

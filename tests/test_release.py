@@ -1,0 +1,43 @@
+"""What a tag publishes: a tag that is not the version stops before anything is built."""
+
+from __future__ import annotations
+
+import subprocess
+from typing import Any
+
+import pytest
+import yaml
+
+import sdfastgn
+from tests.command_line import ROOT
+
+WORKFLOW = ROOT / ".github" / "workflows" / "release.yml"
+
+
+@pytest.fixture
+def jobs() -> dict[str, Any]:
+    return yaml.safe_load(WORKFLOW.read_text())["jobs"]
+
+
+@pytest.mark.parametrize(
+    ("tag", "code"),
+    [(f"v{sdfastgn.__version__}", 0), (sdfastgn.__version__, 1), (f"v{sdfastgn.__version__}1", 1), ("v", 1)],
+)
+def test_the_tag_must_be_the_version(jobs: dict[str, Any], tag: str, code: int) -> None:
+    steps = jobs["build"]["steps"]
+    names = [step.get("name", step.get("run")) for step in steps]
+    assert names.index("the tag is the version") < names.index("make dist")
+    check = steps[names.index("the tag is the version")]["run"]
+    done = subprocess.run(
+        ["bash", "-e", "-c", check], cwd=ROOT, env={"GITHUB_REF_NAME": tag, "PATH": "/usr/bin:/bin"}
+    )
+    assert done.returncode == code
+
+
+def test_only_the_job_that_publishes_gets_a_token(jobs: dict[str, Any]) -> None:
+    assert yaml.safe_load(WORKFLOW.read_text())["permissions"] == {"contents": "read"}
+    assert "permissions" not in jobs["build"]
+    publish = jobs["publish"]
+    assert (publish["needs"], publish["environment"]) == ("build", "pypi")
+    assert publish["permissions"] == {"id-token": "write"}
+    assert not any("run" in step for step in publish["steps"])  # no code of the repository beside the token
