@@ -82,8 +82,9 @@ def optimize(
             optimize in a module, or with ``strict`` in a pipeline. Or something must be skipped with
             ``strict``; the message says what and why. Or the model is wrapped in
             DistributedDataParallel: optimize it first.
-        RuntimeError: another thread has been running the model for 30 seconds. Shorter calls are waited
-            for, and calls that begin meanwhile wait. Nothing was changed.
+        RuntimeError: another thread has been running the model, or a model with graphs that shares a
+            part with it, for 30 seconds. Shorter calls are waited for, and calls that begin meanwhile
+            wait. Nothing was changed.
     """
     before = _optimize("optimize", obj, strict, cuda_graphs, missing_ok, verify, fold_batch_norm)
     if not (before or missing_ok):
@@ -211,7 +212,9 @@ def report(obj: Any) -> Report:
 def _changing(call: str, roots: Iterable[nn.Module]) -> Iterator[None]:
     """Inside, this thread alone uses ``roots`` and changes models. At the start their GPUs are idle."""
     roots = list(roots)
-    with one_at_a_time, undisturbed(call, roots):
+    # A call of a model with graphs holds the lock of its device, and a change needs that lock, too. So such a
+    # call must not wait at a module of ``roots``: it waits before it takes the lock.
+    with one_at_a_time, undisturbed(call, [*roots, *graphs.sharing(roots)]):
         graphs.wait_for_gpus(roots)
         yield
 
