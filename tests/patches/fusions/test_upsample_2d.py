@@ -12,8 +12,6 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
 import sdfastgn
-from sdfastgn.kernels.common import dispatch
-from sdfastgn.kernels.common.dispatch import KERNEL_DTYPES
 from sdfastgn.kernels.upsample import conv as upsample_conv
 from sdfastgn.patches.fusions import upsample_2d, upsampling
 from tests.kernels import samples as kernel_samples
@@ -39,7 +37,6 @@ def ran(monkeypatch):
     def note(way, function):
         return lambda *args, **kwargs: (ways.append(way), function(*args, **kwargs))[1]
 
-    monkeypatch.setattr(dispatch, "runs_in_triton", lambda x: x.dtype in KERNEL_DTYPES)
     for module in (upsample_2d, upsampling):
         monkeypatch.setattr(module, "upsample_nearest_2x", note("op", module.upsample_nearest_2x))
     monkeypatch.setattr(upsampling, "upsample_conv2d", note("phases", upsampling.upsample_conv2d))
