@@ -109,12 +109,10 @@ def has_kernels(x: Tensor) -> bool:
 
     Where it is false, public functions are PyTorch's own ops and optimized modules run their stock forward.
     """
+    if not is_supported(x):
+        return False
     is_compiling = torch.compiler.is_compiling()
-    return (
-        is_supported(x)
-        and _is_on(is_compiling)
-        and not ((is_compiling or is_tracing()) and torch.onnx.is_in_onnx_export())
-    )
+    return _is_on(is_compiling) and not ((is_compiling or is_tracing()) and torch.onnx.is_in_onnx_export())
 
 
 def autocast_dtype(x: Any) -> torch.dtype | None:
