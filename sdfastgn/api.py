@@ -84,8 +84,9 @@ def optimize(
             nothing to optimize in a module, or with ``strict`` in a pipeline. Or something must be
             skipped with ``strict``; the message says what and why. Or the model is wrapped in
             DistributedDataParallel: optimize it first.
-        RuntimeError: another thread has been running the model for 30 seconds. Nothing was changed.
-            ``optimize`` waits for shorter calls, and calls that begin meanwhile wait for ``optimize``.
+        RuntimeError: another thread has been running the model, or a model with graphs that shares a
+            part with it, for 30 seconds. Nothing was changed. ``optimize`` waits for shorter calls, and
+            calls that begin meanwhile wait for ``optimize``.
     """
     before = _optimize("optimize", obj, strict, cuda_graphs, missing_ok, verify, fold_batch_norm)
     if not (before or missing_ok):
@@ -214,7 +215,9 @@ def report(obj: Any) -> Report:
 def _changing(call: str, roots: Iterable[nn.Module]) -> Iterator[None]:
     """Inside, no other thread runs ``roots`` or changes any model. It begins when their GPUs are idle."""
     roots = list(roots)
-    with one_at_a_time, undisturbed(call, roots):
+    # A call of a model with graphs holds the lock of its device, and a change needs that lock, too. So such a
+    # call must not wait at a module of ``roots``: it waits before it takes the lock.
+    with one_at_a_time, undisturbed(call, [*roots, *graphs.sharing(roots)]):
         graphs.wait_for_gpus(roots)
         yield
 

@@ -113,13 +113,9 @@ def kernels(*, direct=False):
 
     ``direct``: as on a GPU, without PyTorch's dispatcher where it is of no use.
     """
-
-    def runs_in_triton(x):
-        return dispatch.is_on() and x.dtype in KERNEL_DTYPES
-
     with ExitStack() as patches:
-        for name in ("runs_in_triton", "has_kernels"):
-            patches.enter_context(mock.patch.object(dispatch, name, runs_in_triton))
+        is_supported = mock.patch.object(dispatch, "is_supported", lambda x: x.dtype in KERNEL_DTYPES)
+        patches.enter_context(is_supported)
         if not direct:
             patches.enter_context(mock.patch.object(dispatch, "is_plain", return_value=False))
         yield

@@ -39,8 +39,7 @@ def as_on_an_h200(monkeypatch):
     def conv2d(*args, **kwargs):
         return convolve(*args, **kwargs).to(memory_format=torch.channels_last)
 
-    for name in ("runs_in_triton", "has_kernels"):
-        monkeypatch.setattr(dispatch, name, lambda x: True)
+    monkeypatch.setattr(dispatch, "is_supported", lambda x: True)
     monkeypatch.setattr(gpu, "num_sms", lambda device: GPUS["H200"].multiprocessors)
     monkeypatch.setattr(Launch, "__call__", lambda launch, stream, *tensors: noted.append((launch, tensors)))
     monkeypatch.setattr(wide_heads_kernels, "_multiply", mock.Mock())  # cuBLAS's

@@ -3,6 +3,7 @@
 import copy
 import sys
 import threading
+import time
 from contextlib import contextmanager
 
 import pytest
@@ -245,6 +246,30 @@ def test_forwards_are_found_while_others_are_made(often_switching):
         for _ in range(1000):
             assert GraphedForward.of(module) == [own]
         one_more()
+
+
+@pytest.mark.parametrize("change", [sdfastgn.restore, api.verdicts])
+def test_a_change_beside_a_graphed_model_that_shares_a_part(change):
+    """The call holds its device's lock when it comes to the shared part, and the change needs that lock."""
+    backend = TapeBackend()
+    (calls, stock, inputs), (changes, _, _) = make(backend=backend), make(backend=backend)
+    changes.mid_block = shared = calls.mid_block
+    for model in (changes, calls):
+        run(model, inputs)  # the second call of a kind is captured
+    run(changes, inputs)
+    inside = threading.Event()
+
+    def capture_when_the_change_has_begun(fn, capture=backend.capture):
+        inside.set()
+        while not isinstance(vars(shared).get("_call_impl"), exclusive._Gate):
+            time.sleep(0.001)
+        return capture(fn)
+
+    backend.capture = capture_when_the_change_has_begun
+    call = Thread(lambda: run(calls, inputs))
+    assert inside.wait(LONG)
+    Thread(lambda: change(changes)).join(20)
+    torch.testing.assert_close(call.join(20), run(stock, inputs), atol=2e-4, rtol=2e-3)
 
 
 def test_models_that_change_places(monkeypatch):

@@ -86,13 +86,22 @@ def stock_code() -> Iterator[None]:
 
 def is_on() -> bool:
     """True if calls of this thread may launch kernels now."""
+    return _is_on(torch.compiler.is_compiling())
+
+
+def _is_on(is_compiling: bool) -> bool:
     # torch.compile cannot trace a ContextVar, and must not bake its value into what it compiles.
-    return why_off is None and (torch.compiler.is_compiling() or not _in_stock_code.get())
+    return why_off is None and (is_compiling or not _in_stock_code.get())
+
+
+def is_supported(x: Tensor) -> bool:
+    """True if kernels take tensors on the device and of the dtype of ``x``."""
+    return x.is_cuda and x.dtype in KERNEL_DTYPES
 
 
 def runs_in_triton(x: Tensor) -> bool:
     """True if an op of this package on ``x`` launches Triton kernels, false if it runs in plain PyTorch."""
-    return x.is_cuda and x.dtype in KERNEL_DTYPES and is_on()
+    return is_supported(x) and is_on()
 
 
 def has_kernels(x: Tensor) -> bool:
@@ -100,9 +109,10 @@ def has_kernels(x: Tensor) -> bool:
 
     Where it is false, public functions are PyTorch's own ops and optimized modules run their stock forward.
     """
-    return runs_in_triton(x) and not (
-        (torch.compiler.is_compiling() or is_tracing()) and torch.onnx.is_in_onnx_export()
-    )
+    if not is_supported(x):
+        return False
+    is_compiling = torch.compiler.is_compiling()
+    return _is_on(is_compiling) and not ((is_compiling or is_tracing()) and torch.onnx.is_in_onnx_export())
 
 
 def autocast_dtype(x: Any) -> torch.dtype | None:
@@ -132,7 +142,13 @@ def wants_gradient(x: Tensor, others: Iterable[Any]) -> bool:
 def is_plain(x: Tensor, others: Iterable[Any]) -> bool:
     """True if nothing would come of the dispatcher but autograd: Triton runs, and ``is_untraced``."""
     return (
-        not torch.compiler.is_compiling() and type(x) is Tensor and runs_in_triton(x) and _are_values(others)
+        not torch.compiler.is_compiling()
+        and type(x) is Tensor
+        and is_supported(x)
+        # ``is_on``, without the calls
+        and why_off is None
+        and not _in_stock_code.get()
+        and _are_values(others)
     )
 
 

@@ -72,7 +72,7 @@ class FusedUpsample(Upsample):
     """``Upsample`` by two with its convolution. x (N, C, H, W) -> (N, C, 2H, 2W)."""
 
     def forward(self, x: Tensor, *carried: Any) -> Tensor:
-        is_usual = x.dim() == 4 and dispatch.runs_in_triton(x) and dispatch.has_kernels(x)
+        is_usual = x.dim() == 4 and dispatch.has_kernels(x)
         if not (is_usual and is_channels_last(x)):
             return super().forward(x, *carried)
         return conv_of_upsampled(self.conv, x)

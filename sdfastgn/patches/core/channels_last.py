@@ -146,6 +146,7 @@ def is_complete(root: nn.Module) -> bool:
 
 def _steps(root: nn.Module) -> Iterator[Callable[[], Any]]:
     """A function for each change that ``apply(root)`` has to make."""
+    has_convolution = False
     for path, module in convertible_modules(root):
         if is_entry(path, module) and enter not in module._forward_pre_hooks.values():
             yield functools.partial(module.register_forward_pre_hook, enter)
@@ -153,8 +154,8 @@ def _steps(root: nn.Module) -> Iterator[Callable[[], Any]]:
             yield functools.partial(module.register_forward_hook, leave)
         if _format_now(module) is not None:
             yield functools.partial(_convert, module)
-    convolutions = (module for _, module in convertible_modules(root) if isinstance(module, tuple(_FORMATS)))
-    if "_apply" not in vars(root) and next(convolutions, None) is not None:
+        has_convolution = has_convolution or isinstance(module, tuple(_FORMATS))
+    if has_convolution and "_apply" not in vars(root):
         yield functools.partial(_follow_moves, root)
 
 

@@ -13,7 +13,7 @@ from sdfastgn.patches.core.fusion import ClassSwap, activation_of, is_unhooked, 
 from sdfastgn.patches.core.known_norms import known_base
 from sdfastgn.patches.core.statistics import take_statistics
 
-__all__ = ["FUSION", "FusedGroupNorm", "can_fuse", "norm_act"]
+__all__ = ["FUSION", "FusedGroupNorm", "can_fuse", "fused_norm_act", "norm_act"]
 
 
 class FusedGroupNorm(nn.GroupNorm):
@@ -58,15 +58,18 @@ def can_fuse(norm: nn.Module, act: nn.Module) -> bool:
     )
 
 
-def norm_act(norm: Any, act: nn.Module, x: Tensor, **operands: Any) -> Tensor:
-    """``act(norm(x))`` for x (N, C, *spatial), in one kernel where that is allowed.
+def norm_act(norm: Any, act: nn.Module, x: Tensor) -> Tensor:
+    """``act(norm(x))`` for x (N, C, *spatial), in one kernel where that is allowed."""
+    if can_fuse(norm, act) and dispatch.has_kernels(x):
+        return fused_norm_act(norm, act, x)
+    return act(norm(x))
 
-    ``operands``: keyword operands of ``sdfastgn.group_norm``, only if ``can_fuse(norm, act)``.
+
+def fused_norm_act(norm: Any, act: nn.Module, x: Tensor, **operands: Any) -> Tensor:
+    """``act(norm(x))`` with keyword operands of ``sdfastgn.group_norm``. Only where ``can_fuse`` is true.
+
+    If no kernel runs, ``group_norm`` computes in plain PyTorch.
     """
-    # Only ``group_norm`` takes operands, so with operands it is called even where no kernel runs: there it
-    # computes in plain PyTorch.
-    if not (can_fuse(norm, act) and (operands or dispatch.has_kernels(x))):
-        return act(norm(x))
     return norm._fused(x, activation_of(act) or "identity", **operands)
 
 

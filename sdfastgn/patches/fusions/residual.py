@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.patches.core.convolution import bias_can_move
 from sdfastgn.patches.core.linear import fused_linear, linear_of
-from sdfastgn.patches.fusions.group_norm import can_fuse, norm_act
+from sdfastgn.patches.fusions.group_norm import can_fuse, fused_norm_act, norm_act
 
 __all__ = ["NO_EMBEDDING", "Embedding", "conv_norm_act"]
 
@@ -71,7 +71,7 @@ def conv_norm_act(
         if not has_bias:
             shift = operands.get("shift")
             operands["shift"] = bias if shift is None else shift + bias
-    return norm_act(norm, act, h, **operands)
+    return fused_norm_act(norm, act, h, **operands)
 
 
 def _project(embedding: Embedding, h: Tensor, bias: Tensor | None) -> tuple[Tensor | None, bool]:

@@ -53,7 +53,6 @@ def _runs_fused(module: Any, x: Tensor, output_size: Any) -> bool:
         and x.dim() == 4
         and x.shape[1] == module.channels  # else upstream's forward raises its own error
         and (output_size is None or tuple(output_size) == (2 * x.shape[2], 2 * x.shape[3]))
-        and dispatch.runs_in_triton(x)
         and dispatch.has_kernels(x)
         and is_channels_last(x)
     )

@@ -36,7 +36,7 @@ from sdfastgn.patches.graphs.random_numbers import undrawn
 from sdfastgn.patches.graphs.store import Store
 from sdfastgn.patches.graphs.watch import Watch
 
-__all__ = ["GraphedForward"]
+__all__ = ["GraphedForward", "all_living"]
 
 # Different reasons that are counted separately. Only calls that never repeat have more.
 _MAX_REASONS = 64
@@ -46,7 +46,8 @@ _MAX_REASONS = 64
 _living: weakref.WeakValueDictionary[int, GraphedForward] = weakref.WeakValueDictionary()
 
 
-def _all_living() -> list[GraphedForward]:
+def all_living() -> list[GraphedForward]:
+    """All that exist in the process."""
     # ``valuerefs`` copies in one step of the interpreter. A loop over the dict would fail if another
     # thread adds one in the meantime.
     return [graphed for ref in _living.valuerefs() if (graphed := ref()) is not None]
@@ -141,7 +142,7 @@ class GraphedForward(InstanceEntry):
     @classmethod
     def of(cls, module: nn.Module) -> list[GraphedForward]:
         """All that were made for ``module`` and still exist."""
-        return [graphed for graphed in _all_living() if graphed._module() is module]
+        return [graphed for graphed in all_living() if graphed._module() is module]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module
@@ -313,7 +314,7 @@ class GraphedForward(InstanceEntry):
 def _give_memory_back() -> int:
     """Drop all graphs of the process, and capture none for a while. Returns the number of dropped graphs."""
     count = 0
-    for graphed in _all_living():
+    for graphed in all_living():
         dropped = graphed.clear()
         if dropped:
             graphed._policy.pause_without_memory()

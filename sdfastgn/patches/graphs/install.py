@@ -18,10 +18,10 @@ from sdfastgn.kernels.common.private import is_compiled
 from sdfastgn.patches.core.class_forward import class_forward, has_foreign_forward, replace_kept
 from sdfastgn.patches.core.instance_entries import guard, unguard
 from sdfastgn.patches.graphs.capture import Backend, backend_of
-from sdfastgn.patches.graphs.forward import GraphedForward
+from sdfastgn.patches.graphs.forward import GraphedForward, all_living
 from sdfastgn.patches.graphs.models import is_graphable
 
-__all__ = ["MODES", "Graphs", "has_graphable", "inspect", "install", "remove", "wait_for_gpus"]
+__all__ = ["MODES", "Graphs", "has_graphable", "inspect", "install", "remove", "sharing", "wait_for_gpus"]
 
 MODES = ("auto", True, False)
 
@@ -71,6 +71,13 @@ def install(root: nn.Module, mode: str | bool, backend: Backend | None = None) -
 def remove(root: nn.Module) -> None:
     """Undo ``install``."""
     install(root, False)
+
+
+def sharing(roots: Iterable[nn.Module]) -> list[nn.Module]:
+    """The models with graphs that have a module of ``roots`` in them."""
+    modules = {module for root in roots for module in root.modules()}
+    owners = [owner for graphed in all_living() if (owner := graphed._module()) is not None]
+    return [owner for owner in owners if not modules.isdisjoint(owner.modules())]
 
 
 def wait_for_gpus(roots: Iterable[nn.Module]) -> None:

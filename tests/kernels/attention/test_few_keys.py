@@ -24,7 +24,7 @@ DTYPES = [pytest.param(torch.float16, id="fp16"), pytest.param(torch.bfloat16, i
 
 @pytest.fixture(autouse=True)
 def anywhere(monkeypatch):
-    monkeypatch.setattr(dispatch, "runs_in_triton", lambda x: True)
+    monkeypatch.setattr(dispatch, "is_supported", lambda x: True)
     short_attention._launches.clear()
     yield
     short_attention._launches.clear()
@@ -152,7 +152,7 @@ def test_left_to_pytorch(tensors):
 
 
 def test_without_triton(monkeypatch):
-    monkeypatch.setattr(dispatch, "runs_in_triton", lambda x: False)
+    monkeypatch.setattr(dispatch, "is_supported", lambda x: False)
     assert attend_to_few(Q, K, V) is None
 
 

@@ -110,6 +110,16 @@ def test_another_layout_stays_until_the_next_optimize():
     assert unet.conv_in.weight.is_contiguous(memory_format=torch.channels_last)
 
 
+def test_the_modules_are_walked_once(monkeypatch):
+    walks, walk = [], channels_last.convertible_modules
+    monkeypatch.setattr(channels_last, "convertible_modules", lambda root: walks.append(root) or walk(root))
+    model = samples.unet()
+    channels_last.apply(model)
+    assert walks == [model]
+    assert channels_last.is_complete(model)
+    assert walks == [model, model]
+
+
 class Sharded(torch.Tensor):
     """A subclass of Tensor, such as DTensor and quantized weights."""
 

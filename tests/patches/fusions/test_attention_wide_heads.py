@@ -31,7 +31,7 @@ def image(device, dtype=torch.float16):
 def launches(monkeypatch):
     """A list with one entry for each attention in chunks. Here small images have it, too."""
     found = []
-    monkeypatch.setattr(dispatch, "runs_in_triton", lambda x: True)
+    monkeypatch.setattr(dispatch, "is_supported", lambda x: True)
     monkeypatch.setattr(wide_attention, "pays", lambda L, keys, D: D > 256)
     stock = wide_attention_kernels.launch_wide_attention
     monkeypatch.setattr(

@@ -18,6 +18,8 @@ import sdfastgn
 from sdfastgn.patches import patcher
 from sdfastgn.patches.core import fusion as fusion_module
 from sdfastgn.patches.core.fusion import ClassSwap
+from sdfastgn.patches.fusions import group_norm, residual
+from sdfastgn.patches.fusions.group_norm import can_fuse
 from sdfastgn.patches.fusions.group_norm_subclass import SubclassSwap
 from sdfastgn.patches.registry import FUSIONS
 from tests.kernels.samples import kernels
@@ -324,6 +326,15 @@ def test_an_activation_without_a_fused_form_keeps_the_norms_fused():
     report = sdfastgn.report(module)
     assert [e.fusion for e in report.fused] == ["group_norm", "group_norm"]
     assert "Mish" in report.skipped[0].reason
+
+
+def test_a_resnet_block_asks_of_each_norm_once_whether_it_can_be_fused(monkeypatch):
+    block = sdfastgn.optimize(samples.randomize(samples._resnet()))
+    asked = []
+    for module in (group_norm, residual):
+        monkeypatch.setattr(module, "can_fuse", lambda norm, act: asked.append(norm) or can_fuse(norm, act))
+    block(samples.image(2, 20, 6, 8), torch.randn(2, 16))
+    assert asked == [block.norm1, block.norm2]
 
 
 def test_conv_norm_out_called_by_itself_is_only_a_norm():

@@ -128,7 +128,7 @@ def test_an_optimized_unet_is_exported_to_onnx(monkeypatch):
 
 
 def test_an_export_to_onnx_on_a_gpu_finds_no_kernel(monkeypatch):
-    monkeypatch.setattr(dispatch, "runs_in_triton", lambda x: True)
+    monkeypatch.setattr(dispatch, "is_supported", lambda x: True)
     x = torch.ones(1)
     found = []
 
