@@ -11,6 +11,7 @@ from sdfastgn.kernels.act_linear.op import act_linear
 from sdfastgn.kernels.attention import wide_heads_kernels
 from sdfastgn.kernels.attention.few_keys import attend_to_few
 from sdfastgn.kernels.attention.wide_heads import wide_attention
+from sdfastgn.kernels.channel_norm.frames import Norm, pad_frames
 from sdfastgn.kernels.channel_norm.op import channel_norm
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.geglu.op import geglu
@@ -278,6 +279,10 @@ def _channel_norms(shape, dtype):
         return channel_norm(x, weight, bias, shape[1] ** 0.5, activation="silu")
 
     channel_norm(x, weight)
+    silu = Norm(weight, activation="silu")
+    pad_frames(x, front=2, keep=1)
+    pad_frames(x, x[:, :, :1].contiguous(memory_format=torch.channels_last_3d), front=2, norm=silu, keep=2)
+    pad_frames(x, front=2, border=(1, 1), mode="replicate", norm=silu, shift=weight)
     for wanted in ((0, 1, 2), (0,)):
         _differentiate(norm, x, weight, weight, wanted=wanted)
 
