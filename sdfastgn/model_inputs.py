@@ -13,10 +13,13 @@ __all__ = ["randn", "small_call", "unet_inputs"]
 
 # Names of the model classes that ``unet_inputs`` has inputs for.
 _UNETS = ("UNet2DConditionModel", "UNet2DModel", "ControlNetModel")
+_VIDEO_AUTOENCODERS = ("AutoencoderKLWan", "AutoencoderKLQwenImage")
 # Pixels along a side of ControlNet's image for each latent along that side.
 _CONTROL_SCALE = 8
 # Latents along a side of the image in an autoencoder's middle.
 _LATENTS = 8
+# The same of an autoencoder for video, and the frames of its video: a first one and a chunk of four.
+_VIDEO_LATENTS, _FRAMES = 2, 5
 
 
 def unet_inputs(
@@ -64,6 +67,9 @@ def small_call(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Ca
         side = _LATENTS * 2 ** (len(config["block_out_channels"]) - 1)
         image = draw(1, config["in_channels"], side, side, seed=0)
         return functools.partial(model, sample=image, sample_posterior=False)
+    if kind in _VIDEO_AUTOENCODERS:
+        side = _VIDEO_LATENTS * model.spatial_compression_ratio
+        return functools.partial(model, draw(1, 3, _FRAMES, side, side, seed=0))
     if kind == "AutoencoderTiny":
         return functools.partial(_encode_and_decode, model, config, draw)
     if kind not in _UNETS:

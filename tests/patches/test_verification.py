@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from diffusers import AutoencoderTiny, ControlNetModel, UNet2DConditionModel, UNet2DModel
+from diffusers import AutoencoderKLWan, AutoencoderTiny, ControlNetModel, UNet2DConditionModel, UNet2DModel
 from torch import nn
 
 import sdfastgn
@@ -100,7 +100,20 @@ def tiny_vae():
     return randomize(AutoencoderTiny(**blocks, **counts))
 
 
-MODELS = [unet, lambda: unet(**SDXL), vae, tiny_vae, plain_unet, lambda: randomize(ControlNetModel(**UNET))]
+def video_vae():
+    sizes = {"base_dim": 8, "z_dim": 4, "dim_mult": [1, 2], "num_res_blocks": 1}
+    return randomize(AutoencoderKLWan(**sizes, temperal_downsample=[True], scale_factor_spatial=2))
+
+
+MODELS = [
+    unet, lambda: unet(**SDXL), vae, tiny_vae, plain_unet, lambda: randomize(ControlNetModel(**UNET)),
+    video_vae,
+]  # fmt: skip
+
+
+each_model = pytest.mark.parametrize(
+    "build", MODELS, ids=["unet", "sdxl", "vae", "tiny-vae", "unet-2d", "controlnet", "video-vae"]
+)
 
 
 def statuses(model):
@@ -112,7 +125,9 @@ def output(model):
         return small_call(model, torch.float32, torch.device("cpu"))()[0]
 
 
-@pytest.mark.parametrize("build", MODELS, ids=["unet", "sdxl", "vae", "tiny-vae", "unet-2d", "controlnet"])
+@pytest.mark.parametrize(
+    "build", MODELS, ids=["unet", "sdxl", "vae", "tiny-vae", "unet-2d", "controlnet", "video-vae"]
+)
 def test_a_healthy_model_stays_fused(build, recwarn):
     model = build()
     before = snapshot(model)
@@ -255,7 +270,9 @@ def test_where_no_kernel_runs_there_is_nothing_to_verify():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("build", MODELS, ids=["unet", "sdxl", "vae", "tiny-vae", "unet-2d", "controlnet"])
+@pytest.mark.parametrize(
+    "build", MODELS, ids=["unet", "sdxl", "vae", "tiny-vae", "unet-2d", "controlnet", "video-vae"]
+)
 def test_kernels_on_a_gpu_are_right(build, dtype):
     model = sdfastgn.optimize(build().to("cuda", dtype), verify=True)
     assert set(statuses(model).values()) == {"fused"}
