@@ -68,7 +68,8 @@ def small_call(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Ca
         image = draw(1, config["in_channels"], side, side, seed=0)
         return functools.partial(model, sample=image, sample_posterior=False)
     if kind in _VIDEO_AUTOENCODERS:
-        side = _VIDEO_LATENTS * model.spatial_compression_ratio
+        video_model: Any = model
+        side = _VIDEO_LATENTS * video_model.spatial_compression_ratio
         return functools.partial(model, draw(1, 3, _FRAMES, side, side, seed=0))
     if kind == "AutoencoderTiny":
         return functools.partial(_encode_and_decode, model, config, draw)

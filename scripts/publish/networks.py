@@ -249,6 +249,8 @@ def _(model, draw):
 case("HunyuanVideo VAE decode, 17 x 480 x 832", "AutoencoderKLHunyuanVideo", BF16)(
     decode_of(1, 16, 5, 60, 104)
 )
+case("Wan 2.1 VAE decode, 17 x 480 x 832", "AutoencoderKLWan", BF16)(decode_of(1, 16, 5, 60, 104))
+case("Qwen-Image VAE decode, 1024²", "AutoencoderKLQwenImage", BF16)(decode_of(1, 16, 1, 128, 128))
 case("CogVideoX VAE decode, 9 x 480 x 720", "AutoencoderKLCogVideoX", BF16)(decode_of(1, 16, 3, 60, 90))
 case("Mochi VAE decode, 13 x 480 x 848", "AutoencoderKLMochi", BF16)(decode_of(1, 12, 3, 60, 106))
 
