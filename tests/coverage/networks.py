@@ -258,7 +258,7 @@ def wan(**options):
 
 @autoencoders("Wan 2.1")
 def _():
-    return decodes(wan(scale_factor_spatial=4), 1, 4, 3, 2, 3)
+    return decodes(wan(), 1, 4, 3, 2, 3)
 
 
 @autoencoders("Wan 2.2")

@@ -102,7 +102,8 @@ def tiny_vae():
 
 def video_vae():
     sizes = {"base_dim": 8, "z_dim": 4, "dim_mult": [1, 2], "num_res_blocks": 1}
-    model = AutoencoderKLWan(**sizes, temperal_downsample=[True], scale_factor_spatial=2)
+    model = AutoencoderKLWan(**sizes, temperal_downsample=[True])
+    model.spatial_compression_ratio = 2  # no argument before diffusers 0.35
     model.clear_cache()  # as after a call, which leaves attributes
     return randomize(model)
 
