@@ -15,8 +15,8 @@ Further differences:
 - A 1x1x1 convolution is a matrix product. Stock pads its input by nothing, which is a copy.
 
 All of this needs inference without gradients, outside of autocast, compilers and traces. Elsewhere, and if a
-layer has hooks, an adapter or another dtype, stock's forward runs. It calls the layers, of which norms and
-convolutions are still fused by themselves; the norm also with gradients.
+layer has hooks, an adapter or another dtype, stock's forward runs. It calls norms and convolutions one by
+one, and each of them is still fused by itself. Norms are fused with gradients too.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ _UPSAMPLES: set[type[nn.Module]] = set()
 # --- what may run fused -----------------------------------------------------------------------------
 
 
-def _is_plain_inference(x: Tensor, dim: int = 5) -> bool:
-    """True if a call with x runs fused: kernels take it, and nobody but the caller sees what is computed."""
+def _is_plain_inference(x: Tensor) -> bool:
+    """True if kernels take x (N, C, T, H, W), and there is no gradient, compiler, trace, mode or autocast."""
     return (
         not torch.compiler.is_compiling()
         and not torch.is_grad_enabled()
         and dispatch.is_untraced(x, ())
-        and (x.dim(), x.numel() > 0) == (dim, True)
+        and (x.dim(), x.numel() > 0) == (5, True)
         and dispatch.has_kernels(x)
         and not torch.is_autocast_enabled(x.device.type)
     )
@@ -126,15 +126,18 @@ def _convolve(
 ) -> tuple[Tensor, Tensor | None]:
     """(y, kept): ``conv(norm(x + shift), cache)``, channels-last, and the last ``keep`` frames that it reads.
 
-    x: (N, C, T, H, W). ``conv`` is plain, and ``cache`` has as many frames as it pads at most.
-    ``has_bias``: False: the bias of ``conv`` is left to the next kernel.
+    Args:
+        conv: a causal convolution, of which ``_is_plain_conv`` is true.
+        x: (N, C, T, H, W).
+        cache: frames before x, not more than ``conv`` pads; or None.
+        keep: number of frames to return.
+        shift, norm: as in ``pad_frames``.
+        has_bias: False: the bias of ``conv`` is left to the next kernel.
     """
     bias = conv.bias if has_bias else None
     w, _, h, _, front, _ = conv._padding
     taps, where = conv.kernel_size, (conv.dilation, conv.groups)
-    is_product = (taps, conv.stride, *where) == ((1, 1, 1), (1, 1, 1), conv.dilation, 1) and not (
-        w or h or front
-    )
+    is_product = (taps, conv.stride, conv.groups) == ((1, 1, 1), (1, 1, 1), 1) and not (w or h or front)
     # The frames before it are zeros.
     is_alone = cache is None and (x.shape[2], taps[0], conv.dilation[0]) == (1, front + 1, 1) and keep <= 1
     frames, kept = x if is_channels_last(x) else laid_out(x, channels_last=True), None
@@ -194,7 +197,7 @@ def _video(images: Tensor, N: int) -> Tensor:
 
 
 def _given(feat_idx: Any) -> tuple[Any, ...]:
-    """``feat_idx`` as an argument of stock's forward, which has a default of its own."""
+    """``feat_idx`` as an argument of stock's forward; nothing if it was not given."""
     return () if feat_idx is None else (feat_idx,)
 
 
@@ -424,7 +427,7 @@ if qwen_image is not None:
 
 
 def _check(module: Any) -> str | None:
-    """Also of what no method says: how many frames upstream keeps, and the activation of a block."""
+    """Reason to skip: upstream's number of cached frames, or the activation of a block."""
     frames = getattr(sys.modules[type(module).__module__], "CACHE_T", None)
     if frames != _CACHE_T:
         return f"its cache has {frames} frames, and sdfastgn was tested with {_CACHE_T}"
