@@ -13,10 +13,13 @@ __all__ = ["randn", "small_call", "unet_inputs"]
 
 # Names of the model classes for which ``unet_inputs`` makes inputs.
 _UNETS = ("UNet2DConditionModel", "UNet2DModel", "ControlNetModel")
+_VIDEO_AUTOENCODERS = ("AutoencoderKLWan", "AutoencoderKLQwenImage")
 # A ControlNet's image has 8 times as many pixels along a side as the latents.
 _CONTROL_SCALE = 8
 # Latents along a side in the small call of an autoencoder.
 _LATENTS = 8
+# The same of an autoencoder for video, and the frames of its video: a first one and a chunk of four.
+_VIDEO_LATENTS, _FRAMES = 2, 5
 
 
 def unet_inputs(
@@ -70,6 +73,10 @@ def small_call(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Ca
         side = _LATENTS * 2 ** (len(config["block_out_channels"]) - 1)
         image = draw(1, config["in_channels"], side, side, seed=0)
         return functools.partial(model, sample=image, sample_posterior=False)
+    if kind in _VIDEO_AUTOENCODERS:
+        video_model: Any = model
+        side = _VIDEO_LATENTS * video_model.spatial_compression_ratio
+        return functools.partial(model, draw(1, 3, _FRAMES, side, side, seed=0))
     if kind == "AutoencoderTiny":
         return functools.partial(_encode_and_decode, model, config, draw)
     if kind not in _UNETS:

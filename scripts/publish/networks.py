@@ -226,6 +226,8 @@ def _(model, draw):
     return partial(model, draw(BATCH, 4, 16, 32, 32), 500, tokens(draw, 1024), return_dict=False)
 
 
+case("Wan 2.1 VAE decode, 17 x 480 x 832", "AutoencoderKLWan", BF16)(decode_of(1, 16, 5, 60, 104))
+case("Qwen-Image VAE decode, 1024²", "AutoencoderKLQwenImage", BF16)(decode_of(1, 16, 1, 128, 128))
 case("CogVideoX VAE decode, 9 x 480 x 720", "AutoencoderKLCogVideoX", BF16)(decode_of(1, 16, 3, 60, 90))
 
 

@@ -15,7 +15,7 @@ from sdfastgn.patches.pipeline.object_fusion import ObjectFusion
 
 __all__ = ["ASKED_FUSIONS", "FUSIONS", "MISSING", "OBJECT_FUSIONS"]
 
-# (file below ``patches``, names of its fusions)
+# (file below ``patches``, names of its fusions, or of tuples of fusions)
 _FUSIONS = (
     ("fusions.group_norm", "FUSION"),
     ("fusions.group_norm_subclass", "FUSION"),
@@ -35,6 +35,7 @@ _OF_DIFFUSERS = (
     ("fusions.conv_norm_out", "FUSION"),
     ("fusions.decoder_slices", "FUSION"),
     ("fusions.autoencoder_tiny", "BLOCK", "ENCODER", "DECODER"),
+    ("fusions.wan", "FUSIONS"),
 )
 _OF_PIPELINES = (
     ("pipeline.scheduler", "FUSION"),
@@ -54,7 +55,8 @@ def _fusions(*entries: tuple[str, ...]) -> tuple[Any, ...]:
         except ImportError as error:
             MISSING[file] = str(error)
         else:
-            found += (getattr(module, name) for name in names)
+            for value in (getattr(module, name) for name in names):
+                found += value if isinstance(value, tuple) else (value,)
     return tuple(found)
 
 

@@ -250,6 +250,23 @@ def _():
     return decodes(network, 1, 4, 8, 8)
 
 
+def wan(**options):
+    """Of Wan 2.1; three latent frames are three chunks."""
+    sizes = {"base_dim": 8, "z_dim": 4, "dim_mult": [1, 2, 2], "num_res_blocks": 1}
+    return model("AutoencoderKLWan", **sizes, temperal_downsample=[False, True], **options)
+
+
+@autoencoders("Wan 2.1")
+def _():
+    return decodes(wan(), 1, 4, 3, 2, 3)
+
+
+@autoencoders("Wan 2.2")
+def _():
+    patches = {"in_channels": 12, "out_channels": 12, "patch_size": 2}
+    return decodes(wan(**patches, is_residual=True, scale_factor_spatial=8), 1, 4, 3, 2, 3)
+
+
 # --- networks and layers alone ----------------------------------------------------------------------
 
 alone = Rows("Networks and layers alone")

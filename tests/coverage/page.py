@@ -19,7 +19,8 @@ with tiny random weights and runs it stock, optimized and restored. The optimize
 stock's within the dtype's rounding, and the restored one bit by bit, in every row. The tables are
 from that run: `python -m tests.coverage.page --write docs/coverage.md` renews it.
 
-- **fused**: in each of diffusers' models, every GroupNorm and the operations after it run fused.
+- **fused**: in each of diffusers' models, every GroupNorm and the operations after it run fused. In
+  the autoencoders of Wan and Qwen-Image it is every RMSNorm.
 - **partly**: the last column says which parts keep stock's code or a separate pass, and why.
 - **left alone**: nothing is fused, and the call is stock's.
 

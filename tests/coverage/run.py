@@ -151,7 +151,7 @@ def _left(obj, report, stock):
 def _is_inside(root, name, fused):
     """True if every parameter of ``root`` belongs to a fused part."""
     parts = tuple(f"{entry.path}." for entry in fused)
-    return all(f"{name}.{path}".startswith(parts) for path, _ in root.named_parameters())
+    return all(path.startswith(parts) for path, _ in root.named_parameters(prefix=name))
 
 
 def _left_of_norms(modules, known, passes):

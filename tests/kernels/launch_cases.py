@@ -11,6 +11,8 @@ from sdfastgn.kernels.act_linear.op import act_linear
 from sdfastgn.kernels.attention import wide_heads_kernels
 from sdfastgn.kernels.attention.few_keys import attend_to_few
 from sdfastgn.kernels.attention.wide_heads import wide_attention
+from sdfastgn.kernels.channel_norm.frames import Norm, pad_frames
+from sdfastgn.kernels.channel_norm.op import channel_norm
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.geglu.op import geglu
 from sdfastgn.kernels.statistics.config import statistics_pay
@@ -59,6 +61,10 @@ MORE_FEW_ROWS = [(1, 640, 1280), (2, 2560, 1280), (3, 1280, 320), (4, 77, 333), 
 PROMPTS = [(4096, 77, 40), (1024, 77, 64), (64, 77, 80), (64, 128, 128)]
 # Heads that need products from shared memory.
 MORE_PROMPTS = [(256, 77, 160), (256, 128, 256)]
+# Chunks of Wan's VAE, from the middle to the last level.
+VIDEOS = [(1, 384, 1, 60, 104), (1, 192, 4, 240, 416), (1, 96, 4, 480, 832)]
+# Of Wan 2.2's, and channels that no vector divides.
+MORE_VIDEOS = [(1, 1024, 1, 30, 52), (1, 30, 2, 17, 19)]
 # (tokens, channels) of a VAE's mid block at 512^2, at 1024^2, and at 2048^2, where a row of scores
 # does not fit into registers.
 ATTENDED = [(4096, 512), (16384, 512), (65536, 512)]
@@ -93,6 +99,7 @@ def _shapes(*, every):
         "walked": ([WALKED], [WALKED]),
         "batch": (BATCHES, BATCHES[:2]),
         "samples": ([SAMPLES], [SAMPLES]),
+        "video": (VIDEOS, VIDEOS[-1:]),
     }
     for kind, (all_shapes, representative) in lists.items():
         for shape in all_shapes if every else representative:
@@ -113,6 +120,8 @@ def _only_on_the_h200():
         *((shape, HALF, "few_rows") for shape in MORE_FEW_ROWS),
         *((shape, full, "few_rows") for shape in FEW_ROWS),
         (FEW_ROWS[0], brain, "few_rows"),
+        *((shape, brain, "video") for shape in (*VIDEOS, *MORE_VIDEOS)),
+        (VIDEOS[0], full, "video"),
         (ATTENDED[1], brain, "wide"),
         ((1111, 264), HALF, "wide"),
         *((shape, HALF, "tokens") for shape in MORE_TOKENS),
@@ -262,6 +271,22 @@ def _samples(shape, dtype):
     _differentiate(lambda x, w, b: sdfastgn.group_norm(x, 8, w, b), x, weight, weight, wanted=(0, 1, 2))
 
 
+def _channel_norms(shape, dtype):
+    x = torch.empty(shape, dtype=dtype, memory_format=torch.channels_last_3d)
+    weight = x.new_empty(shape[1])
+
+    def norm(x, weight, bias):
+        return channel_norm(x, weight, bias, shape[1] ** 0.5, activation="silu")
+
+    channel_norm(x, weight)
+    silu = Norm(weight, activation="silu")
+    pad_frames(x, front=2, keep=1)
+    pad_frames(x, x[:, :, :1].contiguous(memory_format=torch.channels_last_3d), front=2, norm=silu, keep=2)
+    pad_frames(x, front=2, border=(1, 1), mode="replicate", norm=silu, shift=weight)
+    for wanted in ((0, 1, 2), (0,)):
+        _differentiate(norm, x, weight, weight, wanted=wanted)
+
+
 KINDS = {
     "channels_last": lambda shape, dtype: _group_norms(shape, dtype, torch.channels_last),
     "channels_first": lambda shape, dtype: _group_norms(shape, dtype, torch.contiguous_format),
@@ -273,6 +298,7 @@ KINDS = {
     "samples": _samples,
     "autocast": _fp32_results,
     "tokens": _layer_norms,
+    "video": _channel_norms,
     "gated": _gated,
     "few_rows": _few_rows,
     "attention": _few_keys,

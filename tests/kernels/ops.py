@@ -11,6 +11,7 @@ import torch.nn.functional as F
 import sdfastgn
 from sdfastgn.kernels.act_linear.op import act_linear
 from sdfastgn.kernels.attention.wide_heads import wide_attention
+from sdfastgn.kernels.channel_norm.op import channel_norm
 from sdfastgn.kernels.common.activations import ACTIVATIONS
 from sdfastgn.kernels.geglu.op import geglu
 from sdfastgn.kernels.statistics.op import reference_channel_statistics
@@ -119,6 +120,13 @@ def in_eval(batch_norm):
         return batch_norm(x, channels / 4, channels / 8 + 0.5, weight, bias, residual=residual, **options)
 
     return call
+
+
+def true_channel_norm(x, weight=None, bias=None, scale=1.0, eps=1e-12, activation="identity"):
+    z = F.normalize(x, dim=1, eps=eps) * scale
+    z = z if weight is None else z * per_channel(weight, x)
+    z = z if bias is None else z + per_channel(bias, x)
+    return ACTIVATIONS[activation](z)
 
 
 def true_layer_norm(x, weight=None, bias=None, eps=1e-5):
@@ -230,6 +238,10 @@ OPS = {
     "batch_norm-alone": Op(sdfastgn.batch_norm, true_batch_norm, {"x": IMAGE}, {"training": True}),
     "batch_norm-eval": Op(
         in_eval(sdfastgn.batch_norm), in_eval(true_batch_norm), added(*IMAGE), SILU, mixed=True,
+    ),
+    "channel_norm": Op(
+        channel_norm, true_channel_norm, affine(*IMAGE), {"scale": 6**0.5, **SILU}, mixed=True,
+        on_gpu=NORMS_ON_GPU,
     ),
     "layer_norm": Op(
         sdfastgn.layer_norm, true_layer_norm, rows(3, 5, 8), mixed=True,

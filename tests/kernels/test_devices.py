@@ -25,6 +25,8 @@ STREAMING = {
     "apply_grad_kernel",
     "_interleave_kernel",
     "_rows_kernel",
+    "_channel_norm_kernel",
+    "_frames_kernel",
     "_geglu_kernel",
     "batch_apply_kernel",
     "batch_sums_kernel",

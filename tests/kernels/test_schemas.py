@@ -5,6 +5,7 @@ import torch
 
 # Importing an op's module registers it.
 from sdfastgn.kernels.batch_norm import op as _batch_norm  # noqa: F401
+from sdfastgn.kernels.channel_norm import op as _channel_norm  # noqa: F401
 from sdfastgn.kernels.geglu import op as _geglu  # noqa: F401
 from sdfastgn.kernels.group_norm import op as _group_norm  # noqa: F401
 from sdfastgn.kernels.layer_norm import op as _layer_norm  # noqa: F401
@@ -21,6 +22,9 @@ SCHEMAS = (
     "Tensor? residual, float eps, str activation, bool training, bool dx, bool dweight, bool dbias, "
     "bool dresidual) -> Tensor[]",
     "cat_with_statistics(Tensor a, Tensor b) -> (Tensor, Tensor)",
+    "channel_norm(Tensor x, Tensor? weight, Tensor? bias, float scale, float eps, str activation) -> Tensor",
+    "channel_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, float scale, float eps, "
+    "str activation, bool dx, bool dweight, bool dbias) -> Tensor[]",
     "channel_statistics(Tensor x) -> Tensor",
     "geglu(Tensor x, Tensor? bias) -> Tensor",
     "geglu_backward(Tensor dy, Tensor x, Tensor? bias, ScalarType? dx, ScalarType? dbias) -> Tensor[]",

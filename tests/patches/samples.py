@@ -10,6 +10,7 @@ from diffusers.models import AutoencoderKL, AutoencoderTiny, UNet2DConditionMode
 from diffusers.models.activations import GEGLU
 from diffusers.models.attention import BasicTransformerBlock, FeedForward
 from diffusers.models.attention_processor import Attention
+from diffusers.models.autoencoders import autoencoder_kl_wan
 from diffusers.models.autoencoders.vae import Decoder, Encoder
 from diffusers.models.normalization import AdaGroupNorm
 from diffusers.models.resnet import ResnetBlock2D, TemporalResnetBlock
@@ -19,6 +20,7 @@ from diffusers.models.upsampling import Upsample2D
 from torch import nn
 
 from sdfastgn.patches.core import tested_sources
+from sdfastgn.patches.fusions.wan import qwen_image
 from tests.patches.group_norm_32 import GroupNorm32
 
 
@@ -35,7 +37,7 @@ def randomize(module):
     g = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for p in module.parameters():
-            if p.dim() == 1:
+            if p.dim() == 1 or p.numel() == len(p):  # gammas of Wan's norms are (C, 1, 1, 1)
                 p.copy_(torch.randn(p.shape, generator=g) * 0.5 + 0.5)
     return module.eval()
 
@@ -133,6 +135,56 @@ def _with_temb(module):
 
 def _with_states(module):
     return module(tokens(2, 7, 20), encoder_hidden_states=tokens(2, 5, 12))
+
+
+def video(*shape, seed=0):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return x.contiguous(memory_format=torch.channels_last_3d)
+
+
+def in_chunks(module, x, *sizes):
+    """The result of a causal module for the frames of x in chunks of these sizes."""
+    cache = [None] * 32
+    return torch.cat([module(part, feat_cache=cache, feat_idx=[0]) for part in x.split(sizes, 2)], 2)
+
+
+def _of_wan(family, module, prefix):
+    """Samples of the blocks that the autoencoders of Wan and Qwen-Image share."""
+    blocks = ("ResidualBlock", "Resample", "AttentionBlock", "Encoder3d", "Decoder3d")
+    RMSNorm, Conv, *others = (
+        getattr(module, prefix + name) for name in ("RMS_norm", "CausalConv3d", *blocks)
+    )
+    Block, Resample, Middle, Encoder, Decoder = others
+    sizes = {"dim": 8, "z_dim": 4, "dim_mult": [1, 2], "num_res_blocks": 1}
+    x = video(2, 12, 4, 3, 2)
+    found = [
+        ("norm", lambda: RMSNorm(12, images=False), lambda m: m(x)),
+        ("norm-image", lambda: RMSNorm(12, bias=True), lambda m: m(image(2, 12, 5, 6))),
+        ("conv", lambda: Conv(12, 20, 3, padding=1), lambda m: m(x, video(2, 12, 2, 3, 2, seed=1))),
+        ("conv-no-cache", lambda: Conv(12, 20, 3, padding=1), lambda m: m(x.contiguous())),
+        ("conv-1x1", lambda: Conv(12, 20, 1), lambda m: m(x)),
+        ("residual_block", lambda: Block(12, 20), lambda m: in_chunks(m, x, 1, 1, 2)),
+        ("residual_block-whole", lambda: Block(12, 12), lambda m: m(x)),
+        ("resample", lambda: Resample(12, "upsample3d"), lambda m: in_chunks(m, x, 1, 1, 2)),
+        ("resample-2d", lambda: Resample(12, "upsample2d"), lambda m: m(x)),
+        (
+            "resample-down",
+            lambda: Resample(12, "downsample3d"),
+            lambda m: in_chunks(m, video(1, 12, 5, 4, 6), 1, 4),
+        ),
+        ("attention", lambda: Middle(12), lambda m: m(x)),
+        (
+            "encoder",
+            lambda: Encoder(**sizes, temperal_downsample=[True]),
+            lambda m: in_chunks(m, video(1, 3, 5, 4, 6), 1, 4),
+        ),
+        (
+            "decoder",
+            lambda: Decoder(**sizes, temperal_upsample=[True]),
+            lambda m: in_chunks(m, video(1, 4, 3, 2, 3), 1, 1, 1),
+        ),
+    ]
+    return [(f"{family}_{name}", build, call) for name, build, call in found]
 
 
 # (id, builder, call); the id starts with the fusion's name.
@@ -308,7 +360,10 @@ SAMPLES = [
     ("transformer_block-numpy", lambda: _block(norm_eps=np.float32(0.5)), _with_states),
     ("transformer_block-only-cross", lambda: _block(only_cross_attention=True), _with_states),
     ("transformer_block-no-affine", lambda: _block(norm_elementwise_affine=False), _with_states),
+    *_of_wan("wan", autoencoder_kl_wan, "Wan"),
 ]
+if qwen_image is not None:
+    SAMPLES += _of_wan("qwen_image", qwen_image, "QwenImage")
 
 
 def _each(samples):

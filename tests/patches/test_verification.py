@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from diffusers import AutoencoderTiny, ControlNetModel, UNet2DConditionModel, UNet2DModel
+from diffusers import AutoencoderKLWan, AutoencoderTiny, ControlNetModel, UNet2DConditionModel, UNet2DModel
 from torch import nn
 
 import sdfastgn
@@ -102,7 +102,23 @@ def tiny_vae():
     return randomize(AutoencoderTiny(**blocks, **counts))
 
 
-MODELS = [unet, lambda: unet(**SDXL), vae, tiny_vae, plain_unet, lambda: randomize(ControlNetModel(**UNET))]
+def video_vae():
+    sizes = {"base_dim": 8, "z_dim": 4, "dim_mult": [1, 2], "num_res_blocks": 1}
+    model = AutoencoderKLWan(**sizes, temperal_downsample=[True])
+    model.spatial_compression_ratio = 2  # no argument before diffusers 0.35
+    model.clear_cache()  # as after a call, which leaves attributes
+    return randomize(model)
+
+
+MODELS = [
+    unet, lambda: unet(**SDXL), vae, tiny_vae, plain_unet, lambda: randomize(ControlNetModel(**UNET)),
+    video_vae,
+]  # fmt: skip
+
+
+each_model = pytest.mark.parametrize(
+    "build", MODELS, ids=["unet", "sdxl", "vae", "tiny-vae", "unet-2d", "controlnet", "video-vae"]
+)
 
 
 def statuses(model):
@@ -114,7 +130,9 @@ def output(model):
         return small_call(model, torch.float32, torch.device("cpu"))()[0]
 
 
-@pytest.mark.parametrize("build", MODELS, ids=["unet", "sdxl", "vae", "tiny-vae", "unet-2d", "controlnet"])
+@pytest.mark.parametrize(
+    "build", MODELS, ids=["unet", "sdxl", "vae", "tiny-vae", "unet-2d", "controlnet", "video-vae"]
+)
 def test_a_healthy_model_stays_fused(build, recwarn):
     model = build()
     before = snapshot(model)
@@ -257,7 +275,9 @@ def test_where_no_kernel_runs_there_is_nothing_to_verify():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("build", MODELS, ids=["unet", "sdxl", "vae", "tiny-vae", "unet-2d", "controlnet"])
+@pytest.mark.parametrize(
+    "build", MODELS, ids=["unet", "sdxl", "vae", "tiny-vae", "unet-2d", "controlnet", "video-vae"]
+)
 def test_kernels_on_a_gpu_are_right(build, dtype):
     model = sdfastgn.optimize(build().to("cuda", dtype), verify=True)
     assert set(statuses(model).values()) == {"fused"}

@@ -56,6 +56,11 @@ def dense(x: Tensor, call: Any) -> Tensor:
     return layout.dense(x)
 
 
+def channels_last(x: Tensor, call: Any) -> Tensor:
+    """(N, C, *spatial) that lies as (N, *spatial, C) without gaps."""
+    return x if x.movedim(1, -1).is_contiguous() else layout.laid_out(x, channels_last=True)
+
+
 def even_rows(x: Tensor, call: Any) -> Tensor:
     """(..., D) in rows that are equally far apart."""
     return x.contiguous() if layout.row_stride(x) is None else x

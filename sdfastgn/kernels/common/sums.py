@@ -38,16 +38,21 @@ def difference(x, shift, pivot):
 
 
 @triton.jit
-def inverse_deviation(variance, eps):
-    """1 / sqrt(variance + eps), by an instruction: ``tl.sqrt`` links a library, and compiles longer."""
-    root = variance + eps
+def square_root(x):
+    """The root of x in fp32, by an instruction: ``tl.sqrt`` links a library, and compiles longer."""
     if PTX:
         root = tl.inline_asm_elementwise(
-            "sqrt.rn.f32 $0, $1;", "=f,f", [root], dtype=tl.float32, is_pure=True, pack=1
+            "sqrt.rn.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
     else:
-        root = tl.sqrt(root)
-    return 1 / root
+        root = tl.sqrt(x)
+    return root
+
+
+@triton.jit
+def inverse_deviation(variance, eps):
+    """1 / sqrt(variance + eps)"""
+    return 1 / square_root(variance + eps)
 
 
 # --- columns ----------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from sdfastgn.kernels.layer_norm.kernels import row_mean, row_sum, tile_column, 
 
 
 @triton.jit
-def _store_column_sum(partials, at, total, mask, WIDE: tl.constexpr):
+def store_column_sum(partials, at, total, mask, WIDE: tl.constexpr):
     total = tl.sum(total, LANE_AXIS, keep_dims=True)
     if not WIDE:
         total = tl.sum(total, 1, keep_dims=True)
@@ -87,11 +87,11 @@ def _rows_grad_kernel(
                 dadded += dx
     out = tl.program_id(0).to(tl.int64) * D + c
     if WEIGHT_GRAD:
-        _store_column_sum(partials_ptr, out, dweight, in_row, WIDE)
+        store_column_sum(partials_ptr, out, dweight, in_row, WIDE)
     if BIAS_GRAD:
-        _store_column_sum(partials_ptr + plane, out, dbias, in_row, WIDE)
+        store_column_sum(partials_ptr + plane, out, dbias, in_row, WIDE)
     if ADDED_GRAD:
-        _store_column_sum(partials_ptr + 2 * plane, out, dadded, in_row, WIDE)
+        store_column_sum(partials_ptr + 2 * plane, out, dadded, in_row, WIDE)
 
 
 # One program: a chunk of one row.

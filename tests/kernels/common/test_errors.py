@@ -55,6 +55,12 @@ ERRORS = [
     ("batch_norm", {"x": ones(1, 6, 1, 1), "residual": None}, ValueError,
      "more than one value of each channel, x has shape (1, 6, 1, 1)"),
     ("batch_norm", {"activation": "mish"}, ValueError, "unknown activation 'mish'"),
+    ("channel_norm", {"x": ones(4)}, ValueError, "x must be (N, C, *spatial), got shape (4,)"),
+    ("channel_norm", {"weight": ones(6, 1, 1)}, ValueError, "weight must have shape (6,), got (6, 1, 1)"),
+    ("channel_norm", {"bias": ones(3)}, ValueError, "bias must have shape (6,), got (3,)"),
+    ("channel_norm", {"activation": "mish"}, ValueError, "unknown activation 'mish'"),
+    ("channel_norm", {"scale": "1"}, TypeError, "scale must be a number, got '1'"),
+    ("channel_norm", {"eps": None}, TypeError, "eps must be a number, got None"),
     *(
         (op, *rest) for op in ("layer_norm", "add_layer_norm") for rest in (
             ({"x": torch.tensor(1.0)}, ValueError, "x must be (..., D), got shape ()"),

@@ -1,0 +1,68 @@
+"""Gradients of ``channel_norm`` in plain PyTorch, for the op ``sdfastgn::channel_norm_backward``.
+
+With z as in ``channel_norm/op.py``, n = max(||x||, eps), xhat = x / n, dz the gradient of z and
+g = dz * weight * scale:
+
+    dx = (g - xhat * sum_C(g * xhat)) / n        or g / n, where ||x|| < eps
+    dweight = sum_n,hw dz * xhat * scale         dbias = sum_n,hw dz
+
+On a GPU the kernels of ``channel_norm/backward_kernels.py`` run, from x alone, whose norm they take
+again; everywhere else, and for a second derivative, ``reference_channel_norm_grads``.
+
+Source: the chain rule.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sdfastgn.kernels.common.activations import ACTIVATION_GRADS
+from sdfastgn.kernels.common.declaration import Gradients
+from sdfastgn.kernels.common.layout import laid_out
+
+
+def scaled(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, scale: float, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(||x||, xhat, z) in fp32 (fp64 for fp64 input)."""
+    u = x.to(torch.promote_types(x.dtype, torch.float32))
+    norm = torch.linalg.vector_norm(u, dim=1, keepdim=True)
+    xhat = u / norm.clamp_min(eps)
+    z = xhat * scale
+    z = z if weight is None else z * _per_channel(weight, u)
+    return norm, xhat, z if bias is None else z + _per_channel(bias, u)
+
+
+def _per_channel(t: Tensor, u: Tensor) -> Tensor:
+    return t.to(u.dtype).reshape(-1, *[1] * (u.dim() - 2))
+
+
+def reference_channel_norm_grads(call: Any) -> Gradients:
+    """Gradients in plain PyTorch, computed in fp32 (fp64 for fp64 input).
+
+    Args:
+        call: dy (N, C, *spatial); the arguments of ``ChannelNormCall``; and which gradients are wanted
+            (``dx``, ``dweight`` and ``dbias``).
+
+    Every step is a differentiable op, so that a second derivative is right too. The gradient of x is
+    channels-last.
+    """
+    x, weight = call.x, call.weight
+    norm, xhat, z = scaled(x, weight, call.bias, call.scale, call.eps)
+    dz = ACTIVATION_GRADS[call.activation](call.dy.to(z.dtype), z)
+    g = dz * call.scale
+    g = g if weight is None else g * _per_channel(weight, z)
+    along = torch.where(norm < call.eps, 0.0, (g * xhat).sum(1, keepdim=True))
+    dx = (g - xhat * along) / norm.clamp_min(call.eps)
+
+    def summed(t: Tensor, like: Tensor | None) -> Tensor | None:
+        return None if like is None else t.sum([0, *range(2, t.dim())]).to(like.dtype)
+
+    return {
+        "x": laid_out(dx.to(x.dtype), channels_last=True) if call.dx else None,
+        "weight": summed(dz * xhat * call.scale, weight) if call.dweight else None,
+        "bias": summed(dz, call.bias) if call.dbias else None,
+    }

@@ -1,0 +1,65 @@
+"""Triton kernel of the backward of ``channel_norm``. Formula and op: ``channel_norm/backward.py``.
+
+A program holds a tile of rows of dy and x in registers, writes dx, and goes on to its next rows while the
+gradients of weight and bias add up in registers. It leaves them as fp32 partial sums, which LayerNorm's
+``_column_sum_kernel`` adds up in a fixed order: no atomics, the same bits at each run.
+
+Pointers, beside those of ``channel_norm/kernels.py``: ``dy`` and ``dx`` (rows, C), contiguous; ``partials``
+fp32 (2, programs, C). dx and partials may be None.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+from sdfastgn.kernels.channel_norm.kernels import divisor, per_channel
+from sdfastgn.kernels.common.activation_kernels import activation_grad
+from sdfastgn.kernels.layer_norm.backward_kernels import store_column_sum
+from sdfastgn.kernels.layer_norm.kernels import row_sum, tile_column, tile_row
+
+
+# One program: every ``num_programs``-th tile of whole rows.
+@triton.jit(do_not_specialize=["rows", "plane", "scale", "eps"])
+def _channel_norm_grad_kernel(
+    dy_ptr, x_ptr, weight_ptr, bias_ptr, dx_ptr, partials_ptr,
+    rows, plane, scale, eps,
+    C: tl.constexpr, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, ONE_ROW: tl.constexpr,
+    WEIGHT_GRAD: tl.constexpr, BIAS_GRAD: tl.constexpr, PDL: tl.constexpr,
+    WIDE: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    ROWS: tl.constexpr = LANES if WIDE else LANES * WARPS
+    r = tile_row(WIDE, LANES, WARPS)
+    c = tile_column(WIDE, WARPS, STEPS, BLOCK)
+    in_row = c < C
+    dweight = tl.zeros((r + c).shape, tl.float32)
+    dbias = dweight
+    if PDL:
+        gdc_wait()
+    own = c + r * 0 if ONE_ROW else c
+    weight = per_channel(weight_ptr, own, in_row, 1.0)
+    bias = per_channel(bias_ptr, own, in_row, 0.0)
+    for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
+        first = tl.cast(tile, tl.int64) * ROWS
+        mask = (r < tl.minimum(rows - first, ROWS).to(tl.int32)) & in_row
+        at = first * C + (r * C + c)
+        dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        norm, n = divisor(x, eps, WIDE)
+        # Of rows that are not there, where 0 / eps or 0 * bias may be NaN.
+        xhat = tl.where(mask, x / n, 0.0)
+        dz = tl.where(mask, activation_grad(dy, xhat * scale * weight + bias, ACTIVATION, PAIRS), 0.0)
+        if WEIGHT_GRAD:
+            dweight += dz * xhat * scale
+        if BIAS_GRAD:
+            dbias += dz
+        if dx_ptr is not None:
+            g = dz * weight * scale
+            along = tl.where(norm < eps, 0.0, row_sum(g * xhat, WIDE))
+            tl.store(dx_ptr + at, ((g - xhat * along) / n).to(dx_ptr.dtype.element_ty), mask=mask)
+    out = tl.program_id(0).to(tl.int64) * C + c
+    if WEIGHT_GRAD:
+        store_column_sum(partials_ptr, out, dweight, in_row, WIDE)
+    if BIAS_GRAD:
+        store_column_sum(partials_ptr + plane, out, dbias, in_row, WIDE)

@@ -1,0 +1,498 @@
+"""diffusers' autoencoders of Wan and Qwen-Image: norm, SiLU, cache and padding in one pass per convolution.
+
+Both have the same blocks under two names. They compute a video in chunks. Each causal convolution reads two
+frames before its chunk: the last frames of the chunk before, which stock keeps in ``feat_cache``, or zeros.
+Stock makes a pass over memory each for the norm, for its factors, for SiLU, for the copy into the cache,
+for the concatenation with the cache and for padding. Here one kernel (``pad_frames``) writes all of that:
+what the convolution reads, and the new entry of ``feat_cache``. The entry has stock's frames and values.
+
+Further differences:
+
+- The frame of a first chunk, or of an image, has only zeros before it. So its convolution is 2-D, with the
+  last third of the weight.
+- conv1's bias is added by the kernel of norm2, conv2's bias by the sum with the residual.
+- Upsampling and the convolution after it are one convolution at low resolution (``upsampling.py``).
+- A 1x1x1 convolution is a matrix product. Stock pads its input by nothing, which is a copy.
+
+All of this needs inference without gradients, outside of autocast, compilers and traces. Elsewhere, and if a
+layer has hooks, an adapter or another dtype, stock's forward runs. It calls norms and convolutions one by
+one, and each of them is still fused by itself. Norms are fused with gradients too.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from diffusers.models.autoencoders import autoencoder_kl_wan as wan
+from torch import Tensor, nn
+
+from sdfastgn.kernels.attention.wide_heads import attend
+from sdfastgn.kernels.channel_norm.frames import Norm, pad_frames
+from sdfastgn.kernels.channel_norm.op import channel_norm
+from sdfastgn.kernels.common import dispatch
+from sdfastgn.kernels.common.layout import is_channels_last, laid_out
+from sdfastgn.kernels.product.op import linear
+from sdfastgn.kernels.statistics.op import add_kernel
+from sdfastgn.kernels.upsample.conv import upsample_conv2d
+from sdfastgn.kernels.upsample.nearest import upsample_nearest_2x
+from sdfastgn.patches.core.convolution import pointwise
+from sdfastgn.patches.core.fusion import ClassSwap, activation_of, activation_reason, is_unhooked
+from sdfastgn.patches.core.tested_sources import tested
+from sdfastgn.patches.fusions.upsampling import convolves_at_low_resolution
+
+try:
+    from diffusers.models.autoencoders import autoencoder_kl_qwenimage as qwen_image
+except ImportError:  # a diffusers before Qwen-Image
+    qwen_image = None
+
+__all__ = ["FUSIONS"]
+
+# Frames of an entry of ``feat_cache``, upstream's CACHE_T.
+_CACHE_T = 2
+# Least norm that upstream divides by: the default of F.normalize.
+_EPS = 1e-12
+# Stock and fused classes of both autoencoders; the end of this file adds them.
+_NORMS: set[type[nn.Module]] = set()
+_CONVS: set[type[nn.Module]] = set()
+_UPSAMPLES: set[type[nn.Module]] = set()
+
+
+# --- what may run fused -----------------------------------------------------------------------------
+
+
+def _is_plain_inference(x: Tensor) -> bool:
+    """True if kernels take x (N, C, T, H, W), and there is no gradient, compiler, trace, mode or autocast."""
+    return (
+        not torch.compiler.is_compiling()
+        and not torch.is_grad_enabled()
+        and dispatch.is_untraced(x, ())
+        and (x.dim(), x.numel() > 0) == (5, True)
+        and dispatch.has_kernels(x)
+        and not torch.is_autocast_enabled(x.device.type)
+    )
+
+
+def _is_plain_conv(conv: Any, x: Tensor) -> bool:
+    """True if a call of ``conv`` is upstream's padding and PyTorch's convolution, in the dtype of x."""
+    return (
+        type(conv) in _CONVS
+        and is_unhooked(conv)
+        and "_conv_forward" not in vars(conv)
+        and conv.padding_mode == "zeros"
+        and (conv.weight.dtype, conv.weight.device) == (x.dtype, x.device)
+    )
+
+
+def _norm_of(norm: Any, act: nn.Module | None, x: Tensor) -> Norm | None:
+    """``act(norm(u))`` as operands of a kernel, for u of the rank and dtype of x; None if it is not plain."""
+    activation = "identity" if act is None else activation_of(act)
+    if activation is None or (act is not None and not is_unhooked(act)):
+        return None
+    if not (type(norm) in _NORMS and is_unhooked(norm) and norm.channel_first):
+        return None
+    has_bias = isinstance(norm.bias, Tensor)
+    if norm.gamma.dim() != x.dim() - 1 or norm.gamma.dtype != x.dtype or not (has_bias or norm.bias == 0):
+        return None
+    return Norm(norm.gamma.flatten(), norm.bias.flatten() if has_bias else None, norm.scale, _EPS, activation)
+
+
+def _fits(cache: Any, x: Tensor, C: int) -> bool:
+    """True if ``cache``, an entry of ``feat_cache``, is None or has frames as those of x, with C channels."""
+    if cache is None:
+        return True
+    return (
+        isinstance(cache, Tensor)
+        and (cache.dtype, cache.device) == (x.dtype, x.device)
+        and (*cache.shape[:2], *cache.shape[3:]) == (x.shape[0], C, *x.shape[3:])
+        and cache.shape[2] <= _CACHE_T
+    )
+
+
+# --- what runs --------------------------------------------------------------------------------------
+
+
+def _convolve(
+    conv: Any,
+    x: Tensor,
+    cache: Tensor | None = None,
+    *,
+    keep: int = 0,
+    shift: Tensor | None = None,
+    norm: Norm | None = None,
+    has_bias: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """(y, kept): ``conv(norm(x + shift), cache)``, channels-last, and the last ``keep`` frames that it reads.
+
+    Args:
+        conv: a causal convolution, of which ``_is_plain_conv`` is true.
+        x: (N, C, T, H, W).
+        cache: frames before x, not more than ``conv`` pads; or None.
+        keep: number of frames to return.
+        shift, norm: as in ``pad_frames``.
+        has_bias: False: the bias of ``conv`` is left to the next kernel.
+    """
+    bias = conv.bias if has_bias else None
+    w, _, h, _, front, _ = conv._padding
+    taps, where = conv.kernel_size, (conv.dilation, conv.groups)
+    is_product = (taps, conv.stride, conv.groups) == ((1, 1, 1), (1, 1, 1), 1) and not (w or h or front)
+    # The frames before it are zeros.
+    is_alone = cache is None and (x.shape[2], taps[0], conv.dilation[0]) == (1, front + 1, 1) and keep <= 1
+    frames, kept = x if is_channels_last(x) else laid_out(x, channels_last=True), None
+    if is_alone:
+        if norm is not None or shift is not None:
+            frames, _ = pad_frames(frames, shift=shift, norm=norm)
+        if keep:
+            kept = frames.clone() if frames is x else frames
+    elif norm is not None or shift is not None or front:
+        frames, kept = pad_frames(
+            frames, cache if front else None, front=front, keep=keep, shift=shift, norm=norm
+        )
+    if is_product and x.dtype in (torch.float16, torch.bfloat16):
+        return linear(frames.movedim(1, -1), conv.weight.flatten(1), bias).movedim(-1, 1), kept
+    if is_alone:
+        image, weight = frames[:, :, 0], conv.weight[:, :, -1]
+        y = F.conv2d(image, weight, bias, conv.stride[1:], (h, w), conv.dilation[1:], conv.groups)
+        return y[:, :, None], kept
+    return F.conv3d(frames, conv.weight, bias, conv.stride, (0, h, w), *where), kept
+
+
+def _step(conv: Any, x: Tensor, feat_cache: Any, feat_idx: Any, **options: Any) -> Tensor:
+    """``_convolve`` with the next entry of ``feat_cache``, which it renews. ``feat_cache`` may be None."""
+    if feat_cache is None:
+        return _convolve(conv, x, **options)[0]
+    i = feat_idx[0]
+    cache = feat_cache[i]
+    keep = min(_CACHE_T, x.shape[2] + (0 if cache is None else cache.shape[2]))
+    y, feat_cache[i] = _convolve(conv, x, cache, keep=keep, **options)
+    feat_idx[0] += 1
+    return y
+
+
+def _add(y: Tensor, residual: Tensor, bias: Tensor | None) -> Tensor:
+    """y + bias + residual for y (N, C, T, H, W), which is written to."""
+    if (
+        dispatch.is_plain_inference(y, (residual, bias))
+        and is_channels_last(y)
+        and is_channels_last(residual)
+    ):
+        try:
+            # Axes of one element may have other strides.
+            return add_kernel(y, residual.as_strided(y.shape, y.stride()), bias, 1.0, emits=False, out=y)[0]
+        except dispatch.KernelError:
+            pass
+    return (y if bias is None else y + bias.view(-1, 1, 1, 1)) + residual
+
+
+def _images(x: Tensor) -> Tensor:
+    """(N, C, T, H, W) -> (N T, C, H, W), a view if x is channels-last."""
+    return x.movedim(2, 1).flatten(0, 1)
+
+
+def _video(images: Tensor, N: int) -> Tensor:
+    """(N T, C, H, W) -> (N, C, T, H, W), a view."""
+    return images.unflatten(0, (N, -1)).movedim(2, 1)
+
+
+def _given(feat_idx: Any) -> tuple[Any, ...]:
+    """``feat_idx`` as an argument of stock's forward; nothing if it was not given."""
+    return () if feat_idx is None else (feat_idx,)
+
+
+# --- fused classes ----------------------------------------------------------------------------------
+
+# Each of these stands before a stock class among the bases of a fused class.
+
+
+class _FusedNorm(nn.Module):
+    """``WanRMS_norm``. x (N, C, *spatial) -> the same, channels-last."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        norm = None
+        if dispatch.has_kernels(x) and not torch.compiler.is_compiling():
+            norm = _norm_of(self, None, x)
+        return super().forward(x) if norm is None else channel_norm(x, *norm)
+
+
+class _FusedConv(nn.Module):
+    """``WanCausalConv3d``. x (N, C, T, H, W), cache_x the frames before it or None; the result lies as x."""
+
+    def forward(self: Any, x: Tensor, cache_x: Any = None) -> Tensor:
+        front = self._padding[4]
+        fits = front == 0 or (
+            _fits(cache_x, x, x.shape[1]) and (cache_x is None or cache_x.shape[2] <= front)
+        )
+        if not (fits and _is_plain_inference(x) and _is_plain_conv(self, x)):
+            return super().forward(x, cache_x)
+        y, _ = _convolve(self, x, cache_x if front else None)
+        return y if is_channels_last(x) else y.contiguous()
+
+
+class _FusedResidualBlock(nn.Module):
+    """``WanResidualBlock``. x (N, C, T, H, W) -> (N, C_out, T, H, W), channels-last."""
+
+    def forward(self: Any, x: Tensor, feat_cache: Any = None, feat_idx: Any = None) -> Tensor:
+        norms = self._norms(x, feat_cache, feat_idx)
+        if norms is None:
+            return super().forward(x, feat_cache, *_given(feat_idx))
+        x = laid_out(x, channels_last=True)
+        residual = x
+        if isinstance(self.conv_shortcut, nn.Conv3d):
+            residual, _ = _convolve(self.conv_shortcut, x)
+        y = _step(self.conv1, x, feat_cache, feat_idx, norm=norms[0], has_bias=False)
+        y = _step(self.conv2, y, feat_cache, feat_idx, norm=norms[1], shift=self.conv1.bias, has_bias=False)
+        return _add(y, residual, self.conv2.bias)
+
+    def _norms(self: Any, x: Tensor, feat_cache: Any, feat_idx: Any) -> tuple[Norm, Norm] | None:
+        """The two norms with their activations; None if stock's forward has to run."""
+        if (
+            not _is_plain_inference(x)
+            or (self.dropout.training and self.dropout.p)
+            or not is_unhooked(self.dropout)
+        ):
+            return None
+        shortcut = self.conv_shortcut
+        if not (type(shortcut) is nn.Identity and is_unhooked(shortcut)) and not _is_plain_conv(shortcut, x):
+            return None
+        if not (_is_plain_conv(self.conv1, x) and _is_plain_conv(self.conv2, x)):
+            return None
+        if feat_cache is not None and not (
+            feat_idx is not None
+            and _fits(feat_cache[feat_idx[0]], x, self.in_dim)
+            and _fits(feat_cache[feat_idx[0] + 1], x, self.out_dim)
+        ):
+            return None
+        first, second = (_norm_of(norm, self.nonlinearity, x) for norm in (self.norm1, self.norm2))
+        return None if first is None or second is None else (first, second)
+
+
+class _FusedResample(nn.Module):
+    """``WanResample``. Upsampling is fused: x (N, C, T, H, W) -> (N, C', T or 2T, 2H, 2W), channels-last."""
+
+    def forward(self: Any, x: Tensor, feat_cache: Any = None, feat_idx: Any = None) -> Tensor:
+        if not (_is_plain_inference(x) and self._is_plain_upsampling(x, feat_cache, feat_idx)):
+            return super().forward(x, feat_cache, *_given(feat_idx))
+        x = laid_out(x, channels_last=True)
+        if self.mode == "upsample3d" and feat_cache is not None:
+            i = feat_idx[0]
+            feat_idx[0] += 1
+            if feat_cache[i] is None:
+                feat_cache[i] = "Rep"  # upstream's mark of a first chunk, whose frame stays one
+            else:
+                x = self._twice_the_frames(x, feat_cache, i)
+        images, conv = _images(x), self.resample[1]
+        if convolves_at_low_resolution(conv, images):
+            return _video(upsample_conv2d(images, conv.weight, conv.bias), x.shape[0])
+        return _video(conv(upsample_nearest_2x(images)), x.shape[0])
+
+    def _is_plain_upsampling(self: Any, x: Tensor, feat_cache: Any, feat_idx: Any) -> bool:
+        if self.mode not in ("upsample2d", "upsample3d") or not is_unhooked(self.resample):
+            return False
+        upsample = self.resample[0]
+        if not (type(upsample) in _UPSAMPLES and is_unhooked(upsample)):
+            return False
+        if (upsample.scale_factor, upsample.mode, upsample.size) != ((2.0, 2.0), "nearest-exact", None):
+            return False
+        if self.mode == "upsample2d" or feat_cache is None:
+            return True
+        if feat_idx is None or not _is_plain_conv(self.time_conv, x):
+            return False
+        cache = feat_cache[feat_idx[0]]
+        return (isinstance(cache, str) and cache == "Rep") or _fits(cache, x, x.shape[1])
+
+    def _twice_the_frames(self: Any, x: Tensor, feat_cache: Any, i: int) -> Tensor:
+        """time_conv's channels as two frames for each one of x."""
+        cache = None if isinstance(feat_cache[i], str) else feat_cache[i]
+        y, feat_cache[i] = _convolve(self.time_conv, x, cache, keep=_CACHE_T, has_bias=False)
+        pairs = y.movedim(1, -1).unflatten(-1, (2, -1)).movedim(4, 2)  # (N, T, 2, H, W, C)
+        frames = torch.empty(pairs.shape, dtype=y.dtype, device=y.device)
+        bias = self.time_conv.bias
+        if bias is None:
+            frames.copy_(pairs)
+        else:
+            torch.add(pairs, bias.view(2, 1, 1, -1), out=frames)
+        return frames.flatten(1, 2).movedim(-1, 1)
+
+
+class _FusedAttentionBlock(nn.Module):
+    """``WanAttentionBlock``. x (N, C, T, H, W) -> the same; each frame attends to itself."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if not _is_plain_inference(x):
+            return super().forward(x)
+        N, _, _, H, W = x.shape
+        images = self.norm(laid_out(_images(x), channels_last=True))
+        q, k, v = pointwise(self.to_qkv, images).movedim(1, -1).flatten(1, 2)[:, None].chunk(3, -1)
+        y = attend(q, k, v)[:, 0].unflatten(1, (H, W)).movedim(-1, 1)
+        return _video(pointwise(self.proj, y), N) + x
+
+
+class _FusedHalf(nn.Module):
+    """``WanEncoder3d`` or ``WanDecoder3d``: its first convolution, and its last norm, SiLU and convolution.
+
+    x is (N, C, T, H, W). The result is channels-first, as stock's is.
+    """
+
+    def forward(self: Any, x: Tensor, feat_cache: Any = None, feat_idx: Any = None, **options: Any) -> Tensor:
+        norm = self._norm(x, feat_cache, feat_idx)
+        if norm is None:
+            return super().forward(x, feat_cache, *_given(feat_idx), **options)
+        x = _step(self.conv_in, x, feat_cache, feat_idx)
+        x = self._middle(x, feat_cache, feat_idx, **options)
+        return _step(self.conv_out, x, feat_cache, feat_idx, norm=norm).contiguous()
+
+    def _norm(self: Any, x: Tensor, feat_cache: Any, feat_idx: Any) -> Norm | None:
+        """The last norm with its activation; None if stock's forward has to run."""
+        if not (
+            _is_plain_inference(x) and _is_plain_conv(self.conv_in, x) and _is_plain_conv(self.conv_out, x)
+        ):
+            return None
+        if feat_cache is not None and (feat_idx is None or not _fits(feat_cache[feat_idx[0]], x, x.shape[1])):
+            return None
+        return _norm_of(self.norm_out, self.nonlinearity, x)
+
+
+class _FusedEncoder(_FusedHalf):
+    def _middle(self: Any, x: Tensor, feat_cache: Any, feat_idx: Any) -> Tensor:
+        cached = {} if feat_cache is None else {"feat_cache": feat_cache, "feat_idx": feat_idx}
+        for layer in self.down_blocks:
+            x = layer(x, **cached)
+        return self.mid_block(x, **cached)
+
+
+class _FusedDecoder(_FusedHalf):
+    def _middle(self: Any, x: Tensor, feat_cache: Any, feat_idx: Any, **options: Any) -> Tensor:
+        cached = {} if feat_cache is None else {"feat_cache": feat_cache, "feat_idx": feat_idx}
+        x = self.mid_block(x, **cached)
+        for block in self.up_blocks:
+            x = block(x, **cached, **options)
+        return x
+
+
+class FusedWanRMSNorm(_FusedNorm, wan.WanRMS_norm):
+    pass
+
+
+class FusedWanCausalConv3d(_FusedConv, wan.WanCausalConv3d):
+    pass
+
+
+class FusedWanResidualBlock(_FusedResidualBlock, wan.WanResidualBlock):
+    pass
+
+
+class FusedWanResample(_FusedResample, wan.WanResample):
+    pass
+
+
+class FusedWanAttentionBlock(_FusedAttentionBlock, wan.WanAttentionBlock):
+    pass
+
+
+class FusedWanEncoder3d(_FusedEncoder, wan.WanEncoder3d):
+    pass
+
+
+class FusedWanDecoder3d(_FusedDecoder, wan.WanDecoder3d):
+    pass
+
+
+if qwen_image is not None:
+
+    class FusedQwenImageRMSNorm(_FusedNorm, qwen_image.QwenImageRMS_norm):
+        pass
+
+    class FusedQwenImageCausalConv3d(_FusedConv, qwen_image.QwenImageCausalConv3d):
+        pass
+
+    class FusedQwenImageResidualBlock(_FusedResidualBlock, qwen_image.QwenImageResidualBlock):
+        pass
+
+    class FusedQwenImageResample(_FusedResample, qwen_image.QwenImageResample):
+        pass
+
+    class FusedQwenImageAttentionBlock(_FusedAttentionBlock, qwen_image.QwenImageAttentionBlock):
+        pass
+
+    class FusedQwenImageEncoder3d(_FusedEncoder, qwen_image.QwenImageEncoder3d):
+        pass
+
+    class FusedQwenImageDecoder3d(_FusedDecoder, qwen_image.QwenImageDecoder3d):
+        pass
+
+
+# --- fusions ----------------------------------------------------------------------------------------
+
+
+def _check(module: Any) -> str | None:
+    """Reason to skip: upstream's number of cached frames, or the activation of a block."""
+    frames = getattr(sys.modules[type(module).__module__], "CACHE_T", None)
+    if frames != _CACHE_T:
+        return f"its cache has {frames} frames, and sdfastgn was tested with {_CACHE_T}"
+    act = getattr(module, "nonlinearity", None)
+    return None if act is None else activation_reason(act)
+
+
+def _fusions(
+    family: str, upsample: type[nn.Module], classes: dict[str, type[nn.Module]]
+) -> tuple[ClassSwap, ...]:
+    """One fusion for each of ``classes``: name -> fused class, whose last base is the stock class."""
+    stock: dict[str, Any] = {name: fused.__bases__[-1] for name, fused in classes.items()}
+    norm, conv = (tested(stock[name], "__init__", "forward") for name in ("norm", "conv"))
+    relied: dict[str, tuple[Any, ...]] = {
+        "residual_block": (norm, conv),
+        "resample": (conv, tested(upsample, "forward")),
+        "encoder": (norm, conv),
+        "decoder": (norm, conv),
+    }
+    layers = {
+        "residual_block": ("norm1", "conv1", "norm2", "conv2", "conv_shortcut"),
+        "resample": ("resample.1", "time_conv"),
+        "attention": ("to_qkv", "proj"),
+        **dict.fromkeys(("encoder", "decoder"), ("conv_in", "norm_out", "conv_out")),
+    }
+    _NORMS.update((stock["norm"], classes["norm"]))
+    _CONVS.update((stock["conv"], classes["conv"]))
+    _UPSAMPLES.add(upsample)
+    return tuple(
+        ClassSwap(
+            f"{family}_{name}",
+            stock[name],
+            fused,
+            sources=(tested(stock[name], "__init__", "forward"), *relied.get(name, ())),
+            check=_check,
+            layers=layers.get(name, ()),
+        )
+        for name, fused in classes.items()
+    )
+
+
+FUSIONS: tuple[ClassSwap, ...] = _fusions(
+    "wan",
+    wan.WanUpsample,
+    {
+        "norm": FusedWanRMSNorm,
+        "conv": FusedWanCausalConv3d,
+        "residual_block": FusedWanResidualBlock,
+        "resample": FusedWanResample,
+        "attention": FusedWanAttentionBlock,
+        "encoder": FusedWanEncoder3d,
+        "decoder": FusedWanDecoder3d,
+    },
+)
+if qwen_image is not None:
+    FUSIONS += _fusions(
+        "qwen_image",
+        qwen_image.QwenImageUpsample,
+        {
+            "norm": FusedQwenImageRMSNorm,
+            "conv": FusedQwenImageCausalConv3d,
+            "residual_block": FusedQwenImageResidualBlock,
+            "resample": FusedQwenImageResample,
+            "attention": FusedQwenImageAttentionBlock,
+            "encoder": FusedQwenImageEncoder3d,
+            "decoder": FusedQwenImageDecoder3d,
+        },
+    )
