@@ -14,14 +14,14 @@ __all__ = ["reason_to_leave"]
 
 
 def reason_to_leave(root: nn.Module) -> str | None:
-    """Why ``optimize`` changes nothing in the model ``root``; None if it may."""
+    """Why ``optimize`` must change nothing in the model ``root``; None if it may change the model."""
     if any(map(_repeats_borders, root.modules())):
         return "its model is faster as it is: PyTorch repeats the border of a video slowly in channels-last"
     return None
 
 
 def _repeats_borders(module: nn.Module) -> bool:
-    """True for diffusers' wrappers of a 3-D convolution that repeat the border of its input."""
+    """True if ``module`` wraps a 3-D convolution and repeats the border of its input (diffusers' classes)."""
     return vars(module).get("pad_mode") == "replicate" and isinstance(
         getattr(module, "conv", None), nn.Conv3d
     )
