@@ -47,7 +47,7 @@ class Fusion(Protocol):
     def is_applied(self, module: nn.Module) -> bool: ...
 
     def reason_to_skip(self, module: nn.Module) -> str | None:
-        """Why ``module``, which is claimed but not fused, cannot be fused; None if it can. Changes nothing."""
+        """Why ``module``, which is claimed but not fused, cannot be fused, or None. Changes nothing."""
 
     def apply(self, module: nn.Module) -> None: ...
 

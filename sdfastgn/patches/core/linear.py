@@ -1,8 +1,8 @@
 """Faster calls of linear layers.
 
-While a CUDA graph is captured, the fastest algorithm for the matrix product is chosen. If the input has few
-rows, one kernel computes the activation before the layer, the product and the bias. Each of these needs a
-plain ``nn.Linear``, and a call on a GPU without gradients. Any other layer is called as it is.
+In a CUDA graph the matrix product runs with the fastest algorithm for its shape. If the input has few rows,
+one kernel computes the activation before the layer, the product and the bias. Each of these needs a plain
+``nn.Linear``, and a call on a GPU without gradients. Any other layer is called as it is.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def is_plain_linear(module: nn.Module) -> bool:
 
 
 def call_linear(layer: Any, x: Tensor) -> Tensor:
-    """``layer(x)``. While a CUDA graph is captured, the product uses the fastest algorithm."""
-    # ``is_choosing`` is the cheaper check, and it is False outside of captures.
+    """``layer(x)``. In a CUDA graph the product runs with the fastest algorithm for its shape."""
+    # ``is_choosing`` is the cheaper check, so it comes first. It is False unless a graph is being made.
     if is_choosing() and is_plain_linear(layer):
         return product(x, layer.weight, layer.bias)
     return layer(x)
