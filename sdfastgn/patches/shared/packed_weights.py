@@ -49,7 +49,7 @@ class Parameters(NamedTuple):
 
 
 def plain_parameters(linears: Iterable[Any]) -> Parameters | None:
-    """The parameters of ``linears``. None unless all layers are plain, and all or none of them have a bias."""
+    """The parameters of ``linears``; None unless all are plain, and all or none of them have a bias."""
     weights: list[Tensor] = []
     biases: list[Tensor] = []
     for linear in linears:
