@@ -1,7 +1,7 @@
 """``nn.Sequential`` that runs pairs of its children together.
 
-A GroupNorm and the activation directly after it are one kernel. With ``fold_batch_norm``, a BatchNorm2d in
-eval becomes part of the convolution before it.
+A GroupNorm and the activation directly after it run as one kernel. With ``fold_batch_norm``, a BatchNorm2d in
+eval mode becomes part of the convolution directly before it.
 """
 
 from __future__ import annotations
@@ -53,9 +53,10 @@ FUSION = ClassSwap("sequential", nn.Sequential, FusedSequential, covers=_has_pai
 
 
 class _FoldBatchNorm:
-    """Folds BatchNorm2d in an ``nn.Sequential``, and lists every other module with one as skipped.
+    """Folds the BatchNorm2d children of an ``nn.Sequential``.
 
-    Only an ``nn.Sequential`` says in which order its children run.
+    It claims every module with a BatchNorm2d child, but skips all others with a reason, because only an
+    ``nn.Sequential`` defines the order in which its children run.
     """
 
     name = "batch_norm"
