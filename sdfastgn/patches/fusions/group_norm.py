@@ -1,4 +1,4 @@
-"""Runs every plain ``nn.GroupNorm`` in sdfastgn's kernel, with an activation if there is one (``norm_act``)."""
+"""Runs every plain ``nn.GroupNorm`` in sdfastgn's kernel. With ``norm_act`` it also applies an activation."""
 
 from __future__ import annotations
 

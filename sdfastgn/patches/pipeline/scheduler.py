@@ -169,8 +169,7 @@ def _overrides(stock: Any) -> dict[str, Any]:
     def set_timesteps(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _is_recorded():
             return stock.set_timesteps(self, *args, **kwargs)
-        # This runs outside of inference mode, because inference tensors count no writes. Gradients stay on or
-        # off as before.
+        # Outside of inference mode, because inference tensors count no writes. Gradients stay as they were.
         grad = torch.is_grad_enabled()
         with torch.inference_mode(False), torch.set_grad_enabled(grad), PinnedCopies() as copies:
             result = stock.set_timesteps(self, *args, **kwargs)
