@@ -2,8 +2,8 @@
 
 Video autoencoders that repeat the border of their 5-D tensors (HunyuanVideo, Mochi) call ``F.pad`` in mode
 "replicate" before each convolution. In channels-last PyTorch does that slowly. Its result is
-channels-first, so each convolution also copies its input. Together this costs more than the fused norms
-save. "Real sizes" in docs/coverage.md has the times of all models.
+channels-first, so each convolution also copies its input. The padding and the copies take more time than the
+fused norms save. "Real sizes" in docs/coverage.md has the times of all models.
 """
 
 from __future__ import annotations

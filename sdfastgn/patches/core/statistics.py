@@ -65,7 +65,9 @@ def _state_of(x: Tensor) -> tuple[Any, ...]:
 
 
 def store_statistics(x: Tensor, statistics: Tensor) -> Tensor:
-    """Keep ``statistics``, those of ``x``, and return ``x``. Call it only if ``emits`` is True.
+    """Keep the statistics of ``x`` for the norm that reads ``x``, and return ``x``.
+
+    Call it only if ``emits`` is True.
 
     statistics: (2, N, P, C) fp32, where P is the number of parts into which the positions are split.
     """
@@ -140,8 +142,8 @@ def _is_alike(x: Tensor, y: Tensor) -> bool:
 def cat(a: Tensor, b: Tensor) -> Tensor:
     """torch.cat((a, b), dim=1) of (N, C, *spatial).
 
-    For channels-last tensors on a GPU, without gradients, one kernel copies both, and also computes the
-    statistics if ``emits`` is True.
+    For channels-last tensors on a GPU, without gradients, one kernel copies a and b, and also computes the
+    statistics of the result if ``emits`` is True.
     """
     if not (dispatch.is_plain_inference(a, (b,)) and _join(a, b)):
         return torch.cat((a, b), dim=1)
@@ -161,7 +163,7 @@ def _join(a: Tensor, b: Tensor) -> bool:
 def _are_channels_last(
     a: tuple[int, ...], a_stride: tuple[int, ...], b: tuple[int, ...], b_stride: tuple[int, ...]
 ) -> bool:
-    """True if both shapes with their strides are channels-last and not empty.
+    """True if tensors with the shapes a and b and these strides are channels-last and not empty.
 
     The answer is cached, because finding it takes as long as a kernel launch.
     """
