@@ -136,8 +136,7 @@ class Watch:
         self._empty, self._types, self._held = Empty(), Types(), Identities()
         self._memory, self._numbers, self._writes = Memory(), Numbers(), Writes()
         self._cells, self._attributes, self._plain = Cells(), Attributes(_INERT, _ENTRIES), Values()
-        # The quickest comparison comes first. ``_memory`` comes before the comparisons that read tensors'
-        # values, so that these never read freed memory.
+        # The quickest comparison comes first. ``_memory`` comes before the comparisons that read tensors.
         self._comparisons: tuple[Comparison, ...] = (
             self._empty, self._types, self._held, self._memory, self._numbers, self._writes, self._cells,
             self._attributes, self._plain,
