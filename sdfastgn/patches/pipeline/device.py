@@ -21,7 +21,7 @@ from sdfastgn.patches.pipeline.object_fusion import ObjectFusion
 
 __all__ = ["FUSION"]
 
-# Python modules with base classes of models whose property ``device`` is that of the first parameter.
+# Python modules with the base classes of models, whose property ``device`` is the first parameter's device.
 _FIRST_PARAMETER = ("diffusers.models.modeling_utils", "transformers.modeling_utils")
 
 
