@@ -3,7 +3,7 @@
 Fusions look for exact classes such as ``nn.Conv2d``, because they know what a call of these computes.
 ComfyUI's ``disable_weight_init.Conv2d`` computes the same, unless it must prepare its weights at each call.
 It does so if ``comfy_cast_weights`` is set (low VRAM, another dtype) or if there are functions on its weights
-(LoRA with low VRAM). A layer without both gets PyTorch's class. ComfyUI changes these attributes only when it
+(LoRA with low VRAM). Every other layer gets PyTorch's class. ComfyUI changes these attributes only when it
 loads or unloads weights, and ``eject`` is called before that.
 
 If the user interrupts a run, ComfyUI's own layers notice it at their next call. PyTorch's layers do not. So
@@ -24,7 +24,7 @@ from sdfastgn.patches.core.tested_sources import TestedSource, tested, unknown_s
 __all__ = ["LAYERS"]
 
 _ops: Any = comfy.ops.disable_weight_init
-# Key in a layer's ``__dict__`` while it has PyTorch's class. Its value is ComfyUI's class.
+# Key in a layer's ``__dict__`` while the layer has PyTorch's class. The value is the layer's class in ComfyUI.
 _STOCK_CLASS = "_sdfastgn_stock_class"
 
 

@@ -1,6 +1,6 @@
-"""Adds sdfastgn to a ``ModelPatcher`` as an injection: ComfyUI calls it when it loads and unloads the model.
+"""Adds sdfastgn to a ``ModelPatcher`` of ComfyUI as an injection.
 
-Clones of the ``ModelPatcher`` inherit the injection.
+ComfyUI calls an injection when it loads and unloads the model. Clones of the ``ModelPatcher`` inherit it.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def text_of(patcher: Any) -> str:
     """The report on the model of a ``ModelPatcher``, in a few lines. The first line says if it is faster.
 
     Before ComfyUI has loaded the model, the report says what will be fused if the whole model fits into the
-    GPU's memory. The numbers of calls are those of the sampler's last run. Changes nothing.
+    GPU's memory. The numbers of calls are from the sampler's last run. Changes nothing.
     """
     root = root_of(patcher)
     name = type(root).__name__

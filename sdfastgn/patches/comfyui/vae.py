@@ -1,8 +1,8 @@
 """Fusions for the blocks of ComfyUI's image autoencoders (SD 1.5, SD 2, SDXL, SD3, Flux).
 
 The fused classes of the encoder and the decoder only leave inference mode (``inference_mode.py``). The
-activation after their last norm stays a separate pass, because their ``forward`` calls a function for it, and
-there is no module that could be replaced.
+activation after the last norm stays a separate pass: stock's ``forward`` calls a function for it, so there is
+no module that could be replaced.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class FusedAttnBlock(AttnBlock):
 
 
 def _to_tokens(image: Tensor) -> Tensor:
-    """(N, C, H, W) -> (N, 1, H * W, C)."""
+    """The pixels of ``image`` as tokens of one head: (N, C, H, W) -> (N, 1, H * W, C)."""
     return image.permute(0, 2, 3, 1).flatten(1, 2).unsqueeze(1)
 
 
