@@ -179,8 +179,7 @@ class BatchNorm(_NormBase):
 
     @classmethod
     def from_module(cls, module: nn.Module, activation: str = "identity") -> BatchNorm:
-        """A new norm with the settings of ``module`` and an activation. It shares the module's parameters
-        and buffers.
+        """A new norm that shares the settings, parameters and buffers of ``module``, with an activation.
 
         Args:
             module: an ``nn.BatchNorm1d``, ``2d`` or ``3d``, or an ``nn.SyncBatchNorm``, whose process

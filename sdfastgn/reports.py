@@ -21,8 +21,8 @@ _SHOWN_PATHS = 3
 # Classes of models that are not faster without CUDA graphs ("sdfastgn without graphs" in docs/benchmarks.md).
 # Without a graph Python launches their kernels one by one, which takes longer than the kernels themselves.
 _UNETS = ("UNet2DModel", "UNet2DConditionModel")
-# Ends of the reasons for calls without a graph of which the report need not warn: a first call, training, a
-# compiler.
+# The report warns of UNets that run without graphs, but not if the reason ends with one of these texts: these
+# stand for a first call, training and a compiler.
 _NO_LOSS = (
     "first call of its kind",
     "gradients are enabled",

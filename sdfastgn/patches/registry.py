@@ -42,8 +42,8 @@ _OF_PIPELINES = (
     ("pipeline.device", "FUSION"),
 )
 
-# Module in ``sdfastgn.patches`` -> the ImportError because of which its fusions are left out: the installed
-# diffusers lacks a class that they replace, or has it in another module.
+# Python module in ``sdfastgn.patches`` -> the message of the ImportError that it raised. Its fusions are left
+# out: the installed diffusers lacks a class that they replace, or has the class in another Python module.
 MISSING: dict[str, str] = {}
 
 
