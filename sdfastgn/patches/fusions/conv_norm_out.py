@@ -1,12 +1,13 @@
 """The last norm of a UNet, encoder or decoder: ``conv_norm_out`` and ``conv_act`` as one kernel.
 
-The forward of their parent, the model, calls both. It is long, so it is not replaced. Instead, the norm's
-kernel also applies the activation, and ``conv_act`` then returns this tensor unchanged. Which tensor this is,
-the norm tells by a hand-off: a weak reference to the tensor, separate for each thread.
+The forward of their parent, the model, calls the two modules. It is long, so it is not replaced. Instead, the
+norm's kernel also applies the activation, and ``conv_act`` returns its input unchanged if the norm made it in
+this way. To tell ``conv_act`` which tensor that is, the norm keeps a weak reference to it, for each thread.
 
 The norm applies the activation only while the parent's forward runs, because for every other caller of
 ``conv_norm_out`` an activated result is wrong. The norm cannot know its caller from its input or its own
-state. So hooks on the parent tell it: one arms the norm before the parent's forward, one disarms it after.
+state. So hooks on the parent tell it: one hook arms the norm before the parent's forward, and one disarms it
+afterwards.
 """
 
 from __future__ import annotations
@@ -66,9 +67,10 @@ _FORWARDS = frozenset(parent.forward for parent in PARENTS)
 
 
 class _HandOff(threading.local):
-    """The hand-off of one thread.
+    """What a norm and its activation share, separately for each thread.
 
-    ``armed``: id of an armed norm -> its activation. ``output``: the tensor that a norm has activated.
+    ``armed``: id of an armed norm -> its activation module. ``output``: weak reference to the last tensor
+    that a norm has activated; None if there is none.
     """
 
     def __init__(self) -> None:

@@ -23,7 +23,10 @@ MOST_PIXELS = 1024**2
 
 
 class FusedDecoder(Decoder):
-    """``Decoder`` in slices. Latents (N, C, H, W) -> images (N, 3, 8 H, 8 W) with the usual four levels."""
+    """``Decoder`` that works in slices.
+
+    sample: latents (N, C, H, W). The result is (N, 3, 8 H, 8 W) for a decoder with the usual four levels.
+    """
 
     def forward(self, sample: Tensor, latent_embeds: Tensor | None = None) -> Tensor:
         most = None if latent_embeds is not None else self._images_at_once(sample)

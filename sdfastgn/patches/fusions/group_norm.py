@@ -31,7 +31,10 @@ class FusedGroupNorm(nn.GroupNorm):
         return self._fused(input, "identity") if dispatch.has_kernels(input) else self._in_pytorch(input)
 
     def _fused(self, x: Tensor, activation: str, **operands: Any) -> Tensor:
-        """``activation`` of the norm of x, in one kernel. ``operands``: further ones of ``group_norm``."""
+        """``activation`` of the norm of x, in one kernel.
+
+        ``operands``: further operands of ``sdfastgn.group_norm``, by keyword.
+        """
         norm = self.num_groups, self.weight, self.bias, self.eps
         return group_norm(x, *norm, activation, statistics=take_statistics(x), **operands)
 

@@ -45,8 +45,8 @@ class FusedResnetBlock2D(ResnetBlock2D):
         resample = self.upsample if self.upsample is not None else self.downsample
         if resample is None:
             return input_tensor, h
-        # For large batches the image becomes channels-first, as in diffusers: in old releases of PyTorch
-        # channels-last upsampling of a large batch failed.
+        # Large batches become channels-first before the upsampling, as in diffusers, because PyTorch's
+        # channels-last upsampling failed for them.
         if self.upsample is not None and h.shape[0] >= 64:
             input_tensor, h = input_tensor.contiguous(), h.contiguous()
         return resample(input_tensor), resample(h)

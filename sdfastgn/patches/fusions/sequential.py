@@ -23,8 +23,8 @@ __all__ = ["FOLD_BATCH_NORM", "FUSION", "FusedSequential"]
 class FusedSequential(nn.Sequential):
     """``nn.Sequential`` that runs pairs of its children together.
 
-    A GroupNorm and the activation after it run as one kernel. A convolution and the ``FoldedBatchNorm2d`` after
-    it run as one convolution.
+    A GroupNorm and the activation after it run as one kernel. A convolution and the ``FoldedBatchNorm2d``
+    after it run as one convolution.
     """
 
     def forward(self, input: Tensor) -> Tensor:
