@@ -21,8 +21,8 @@ _SHOWN_PATHS = 3
 # Classes of models that are not faster without CUDA graphs ("sdfastgn without graphs" in docs/benchmarks.md).
 # Without a graph Python launches their kernels one by one, which takes longer than the kernels themselves.
 _UNETS = ("UNet2DModel", "UNet2DConditionModel")
-# The report warns of UNets that run without graphs, but not if the reason ends with one of these texts: these
-# stand for a first call, training and a compiler.
+# The report warns of a UNet that runs without graphs, unless each reason ends with one of these texts. They
+# stand for a first call, for training and for a compiler.
 _NO_LOSS = (
     "first call of its kind",
     "gradients are enabled",
