@@ -24,7 +24,7 @@ from sdfastgn.patches.core.tested_sources import TestedSource, tested, unknown_s
 __all__ = ["LAYERS"]
 
 _ops: Any = comfy.ops.disable_weight_init
-# Key in a layer's ``__dict__`` while the layer has PyTorch's class. The value is ComfyUI's class of the layer.
+# Key in a layer's ``__dict__`` while the layer has PyTorch's class. Its value is the layer's ComfyUI class.
 _STOCK_CLASS = "_sdfastgn_stock_class"
 
 

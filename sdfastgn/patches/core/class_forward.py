@@ -33,7 +33,7 @@ def class_forward(module: nn.Module) -> types.MethodType:
 
 
 def has_foreign_forward(module: nn.Module) -> bool:
-    """True if ``module`` has a ``forward`` in its ``__dict__`` other than its class's own, bound to it."""
+    """True if the ``__dict__`` of ``module`` has a ``forward`` that is not the bound method of its class."""
     if "forward" not in module.__dict__:
         return False
     forward = module.__dict__["forward"]
@@ -53,7 +53,7 @@ def change_class(module: nn.Module, cls: type[nn.Module]) -> None:
 
 
 def replace_kept(module: nn.Module, old: Forward, new: Forward) -> None:
-    """Replace the bound ``forward`` ``old`` by ``new``, where ``module``, its hooks or wrappers keep it."""
+    """Replace ``old``, a bound ``forward``, by ``new`` wherever ``module``, its hooks or wrappers keep it."""
     attributes = vars(module)
     _replace(attributes, old, new)
     todo = [value for name, value in attributes.items() if name == "forward" or isinstance(value, _CALLABLES)]

@@ -50,7 +50,7 @@ def conv_without_bias(conv: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def conv_relu(conv: Any, relu: nn.Module, x: Tensor, residual: Tensor | None = None) -> Tensor:
-    """``relu(conv(x) + residual)``, in one call of cuDNN if cuDNN fuses it. Without a residual: no sum."""
+    """``relu(conv(x) + residual)``, in one call of cuDNN if cuDNN can fuse it. None: no residual is added."""
     is_plain = is_plain_conv(conv) and type(relu) is nn.ReLU and is_unhooked(relu)
     if not (is_plain and _fits_cudnn(conv, x, residual)):
         y = conv(x)

@@ -48,8 +48,8 @@ def _entries_of(module: nn.Module) -> set[str]:
 class _State(dict[str, Any]):
     """The result of a module's ``__getstate__``, for all kinds of copies.
 
-    The items of this dict are the module's ``__dict__`` without entries; shallow copies use them. ``whole``
-    is the ``__dict__`` with its entries; deepcopy and pickle use it.
+    This dict has the items of the module's ``__dict__`` without the entries; shallow copies use it. ``whole``
+    is the ``__dict__`` with the entries; deepcopy and pickle use it.
     """
 
     def __init__(self, whole: dict[str, Any]) -> None:

@@ -47,8 +47,8 @@ def kind_of(cls: type) -> str | None:
     if cls.__bases__ != (nn.GroupNorm,) or not isinstance(forward, types.FunctionType):
         return None
     kind = _KINDS.get(_hash(forward))
-    # The hash does not cover the global names in the code. The code of timm calls ``F.group_norm``, so ``F``
-    # in its module must be ``torch.nn.functional``.
+    # The hash does not cover the values of global names. While ``_fast_norm`` is off, timm's code uses only
+    # one global name, ``F``. It must be ``torch.nn.functional``.
     return None if kind == NORM_ACT and forward.__globals__.get("F") is not F else kind
 
 

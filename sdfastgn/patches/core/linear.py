@@ -49,7 +49,7 @@ def linear_of(linear: Any, act: Any, x: Any) -> Tensor:
 def fused_linear(linear: Any, act: Any, x: Any, extra_bias: Tensor | None = None) -> Tensor | None:
     """``linear(act(x)) + extra_bias`` in one kernel, for x (N, K) and extra_bias (C,).
 
-    None if the kernel cannot compute it: with gradients, with many rows, for a layer that is not plain.
+    None if the kernel cannot compute it: with gradients, with many rows, or for a layer that is not plain.
     """
     if (
         torch.compiler.is_compiling()
