@@ -1,4 +1,4 @@
-"""Compile the kernels of a call in threads beside each other, before their first launch."""
+"""Compile all kernels of a call in parallel threads, before their first launch."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch
 
 from sdfastgn.kernels.common.failures import forget
 
-# A compilation holds some 100 MB, and beyond a few the part that Python does under its lock decides.
+# Threads that compile at a time. One compilation takes about 100 MB, and many wait for Python's lock.
 _MAX_THREADS = 16
 
 
 class _Rehearsal:
-    """The kernels that a call has come by so far. Each is compiled once, in threads beside the call."""
+    """Collects the kernels of a running call, and compiles each once in a pool of threads."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -26,29 +26,33 @@ class _Rehearsal:
         self.jobs: dict[tuple[Any, ...], Future[None]] = {}
 
     def add(self, launch: Any, dtypes: tuple[torch.dtype | None, ...]) -> None:
-        # Launches of many sizes share a compiled kernel.
+        # Launches that differ only in their numbers share one compiled kernel.
         key = (launch.kernel, dtypes, *launch.constants.values(), *launch.options.values())
         if key in self.jobs:
             return
-        with contextlib.suppress(AttributeError):  # a private name
-            launch.kernel.device_caches[self._device.index]  # made here, and not twice by two threads
+        with contextlib.suppress(AttributeError):  # ``device_caches`` is private, and may be missing
+            # Reading creates the kernel's cache. Done here, so that two threads do not create it twice.
+            launch.kernel.device_caches[self._device.index]
         self.jobs[key] = self.pool.submit(_compile, launch, dtypes, self._device)
 
 
-# Of the thread that rehearses.
+# The ``_Rehearsal`` of the current thread while ``rehearse`` runs. ``Launch`` then compiles, and does not
+# launch.
 rehearsal: contextvars.ContextVar[_Rehearsal | None] = contextvars.ContextVar(
     "sdfastgn_rehearsal", default=None
 )
 
 
 def rehearse(call: Callable[[], object], device: torch.device) -> int:
-    """Compile the kernels of ``call`` on ``device`` that are not compiled yet, in parallel threads.
+    """Run ``call`` without launching this package's kernels, and compile those kernels in parallel threads.
 
-    They begin while ``call`` runs: its first products and convolutions wait for libraries to be loaded.
-    What it computes is of no use. A kernel that cannot be compiled says so when it is launched. Returns
-    how many kernels they are; those that this process has launched before are not among them.
+    Compilation starts while ``call`` runs, because its first matrix products and convolutions wait for
+    libraries to be loaded. The results of ``call`` are meaningless, as no kernel has run.
 
-    Raises whatever ``call`` raises.
+    Returns the number of kernels that were compiled. Kernels that this process has launched before are
+    not counted.
+
+    Raises what ``call`` raises. Errors of the compilation are ignored here, and raised at the launch.
     """
     found = _Rehearsal(device)
     token = rehearsal.set(found)
@@ -58,17 +62,19 @@ def rehearse(call: Callable[[], object], device: torch.device) -> int:
         finally:
             rehearsal.reset(token)
         wait(found.jobs.values())
-    finally:  # after an error or an interrupt only for what has begun
+    finally:
+        # After an error or an interrupt, compilations that have not started are canceled.
         found.pool.shutdown(cancel_futures=True)
     return len(found.jobs)
 
 
 def _compile(launch: Any, dtypes: tuple[torch.dtype | None, ...], device: torch.device) -> None:
-    with torch.cuda.device(device):  # each thread has a current one of its own
+    with torch.cuda.device(device):  # the current device is a setting of each thread
         compiled = launch.kernel.warmup(
             *dtypes, *launch.numbers, grid=(1,), **launch.constants, **launch.options
         )
-        try:  # the launcher, for which Triton 3.6 runs a C compiler, and the code on the device
+        try:
+            # Builds the launcher, for which Triton 3.6 runs a C compiler, and loads the code on the device.
             _ = compiled.run
         except Exception:
             forget(launch.kernel, device)
