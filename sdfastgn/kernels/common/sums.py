@@ -66,7 +66,7 @@ def inverse_deviation(variance, eps):
 SUM_WARPS = 8
 # Elements of a tile, which a program loads at once.
 _SUM_TILE = 8192
-# Most rows of a tile. With more, the tile has too few columns and loads wait for each other.
+# Most rows of a tile. With more, loads wait for each other.
 _SUM_ROWS = 256
 # Most columns of a tile.
 _SUM_COLUMNS = 1024
