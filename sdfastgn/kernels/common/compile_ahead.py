@@ -36,21 +36,20 @@ class _Rehearsal:
         self.jobs[key] = self.pool.submit(_compile, launch, dtypes, self._device)
 
 
-# The ``_Rehearsal`` of the current thread while ``rehearse`` runs. ``Launch`` then compiles, and does not
-# launch.
+# The ``_Rehearsal`` of the current thread while ``rehearse`` runs, else None. A ``Launch`` that finds one
+# compiles its kernel instead of launching it for the first time.
 rehearsal: contextvars.ContextVar[_Rehearsal | None] = contextvars.ContextVar(
     "sdfastgn_rehearsal", default=None
 )
 
 
 def rehearse(call: Callable[[], object], device: torch.device) -> int:
-    """Run ``call`` without launching this package's kernels, and compile those kernels in parallel threads.
+    """Run ``call``, and compile the kernels that it would launch for the first time, in parallel threads.
 
-    Compilation starts while ``call`` runs, because its first matrix products and convolutions wait for
-    libraries to be loaded. The results of ``call`` are meaningless, as no kernel has run.
+    These kernels do not run, so the results of ``call`` are meaningless. Compilation starts while ``call``
+    runs, because its first matrix products and convolutions wait for libraries to be loaded.
 
-    Returns the number of kernels that were compiled. Kernels that this process has launched before are
-    not counted.
+    Returns the number of kernels that were compiled.
 
     Raises what ``call`` raises. Errors of the compilation are ignored here, and raised at the launch.
     """

@@ -179,7 +179,7 @@ def backward_of(call_type: Any, saved: tuple[str, ...], dy: Operand, wanted: Any
     - the op's first operand;
     - the tensors that the forward saved;
     - the other operands that may have a gradient;
-    - the op's values;
+    - the op's arguments that are neither tensors nor dtypes;
     - for each operand that may have a gradient, whether it is wanted.
 
     Args:
@@ -313,7 +313,11 @@ def empty_gradients(call: Any, names: tuple[str, ...]) -> Gradients:
 
 
 def empty_row_gradients(call: Any, names: tuple[str, ...]) -> Gradients:
-    """The same for x (..., D) and operands (D,), all contiguous. ``WantedDtype`` fields say the dtypes."""
+    """Uninitialized gradients of the operands ``names``, for an op on rows: all contiguous.
+
+    The gradient of x (..., D) has the shape of x, the others are (D,). Their dtypes are in the fields of
+    ``call`` that are annotated with ``WantedDtype``.
+    """
     x = call.x
     found: Gradients = {}
     for name in names:

@@ -71,7 +71,7 @@ def _config(rows: int, D: int, vector: int, stride: int) -> TileConfig:
     widths = [min(load, next_power_of_2(D))]
     while load * 2 ** len(widths) <= min(load * _MAX_WARPS, next_power_of_2(D)):
         widths.append(2 * widths[-1])
-    # The widest tile that leaves at most an eighth more elements idle at the end of a row than the narrowest.
+    # The widest tile, unless rows padded to its width are over an eighth longer than with the narrowest tile.
     best = ceil_div(D, widths[0]) * widths[0]
     block_d = next(width for width in reversed(widths) if 8 * ceil_div(D, width) * width <= 9 * best)
     block_r = min(next_power_of_2(rows), max(1, _ROWS * load // block_d) if block_d < load else _ROWS)

@@ -159,7 +159,7 @@ class GroupNormGradPlan:
         )  # fmt: skip
 
     def _plan_small(self, call: Any, sizes: _Sizes, config: SmallConfig) -> Launch:
-        """One program for each group, or for some channels that are each a group."""
+        """One program for each group or, if a channel is a group, for several."""
         return Launch(
             kernels.small_grad_kernel, sizes.N * ceil_div(sizes.C, config.channels), config.num_warps,
             pdl=sizes.pdl, **_reading(call, sizes), DY_LAST=sizes.dy_last, plane=self.plane,
@@ -190,7 +190,7 @@ class GroupNormGradPlan:
         )  # fmt: skip
 
     def _plan_merge(self, call: Any, sizes: _Sizes, chunks: int) -> Launch:
-        """One program for each group, or for some channels that are each a group. Sets ``scratch`` too."""
+        """One program for each group or, if a channel is a group, for several. Sets ``scratch`` too."""
         N, C = sizes.N, sizes.C
         sums = 2 + call.dshift
         self.totals = _aligned(sums * N * chunks * C)

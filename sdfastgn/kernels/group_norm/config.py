@@ -28,7 +28,7 @@ _SMALL_BACKWARD_MAX_ELEMENTS = 4096
 # (largest group in padded elements, elements for each warp) of a channels-last forward. Smaller groups are
 # faster with fewer elements for each warp.
 _SMALL_PER_WARP = ((4096, 512), (8192, 1024), (32768, 2048))
-# Elements for each warp in all other cases.
+# Elements for each warp in channels-first and in the backward.
 _SMALL_OTHER_PER_WARP = 1024
 # Most elements for each warp. With more, registers spill.
 _SMALL_MAX_PER_WARP = 2048
@@ -88,15 +88,15 @@ _WALK_MIN_RUN = 64
 _WALK_MIN_GROUPS = 8
 # Fewest elements of a large group. One program for such a group fills a multiprocessor.
 _WALK_LARGE_ELEMENTS = 32768
-# The following are (elements of a tile, elements that stay in registers, warps). What fits depends on the
-# registers that the derivative of the activation takes.
-# Large groups whose activation is in ``_CHEAP``, without the gradient of a shift.
+# (elements of a tile, elements that stay in registers, warps) for large groups whose activation is in
+# ``_CHEAP``, if the gradient of a shift is not wanted. What fits into registers depends on the derivative of
+# the activation.
 _WALK_CHEAP = (16384, 16384, 16)
-# Large groups in channels-first with SiLU, without the gradient of a shift.
+# The same for large groups in channels-first with SiLU, if the gradient of a shift is not wanted.
 _WALK_SILU_FIRST = (8192, 16384, 32)
-# Other large groups.
+# The same for all other large groups.
 _WALK_LARGE = (8192, 8192, 32)
-# Smaller groups.
+# The same for groups that are not large.
 _WALK_OTHER = (4096, 4096, 8)
 # Activations whose derivative takes few registers.
 _CHEAP = ("identity", "relu")
@@ -201,7 +201,7 @@ def launch_config(
     elements = small.lanes * small.num_warps * small.steps * small.block + next_power_of_2(HW) * small.tail
     long_rows = channels_last and small.channels * itemsize >= _SMALL_LONG_ROW
     largest = _SMALL_MAX_ELEMENTS_OF_LONG_ROWS if long_rows else _SMALL_MAX_ELEMENTS
-    # The second condition can fail in channels-first, where a warp has whole channels.
+    # The second condition is for channels-first, where a warp has whole channels: they may be too long.
     fits = (
         elements <= (_SMALL_BACKWARD_MAX_ELEMENTS if backward else largest)
         and elements <= small.num_warps * _SMALL_MAX_PER_WARP

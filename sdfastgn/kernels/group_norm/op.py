@@ -46,7 +46,10 @@ def _rows(operand: Tensor, call: Any) -> Tensor:
 
 
 def _dense_gradient(dy: Tensor, call: Any) -> Tensor:
-    """``dy`` if it is dense in any layout, else a copy in the layout of x. Tokens are made contiguous."""
+    """``dy`` if it is channels-last or channels-first, else a copy in the layout of x.
+
+    If ``tokens``, dy is (N, HW, C) and is made contiguous.
+    """
     if call.tokens:
         return dy.contiguous()
     return dy if is_dense(dy) else empty_dense_like(call.x, dy.dtype).copy_(dy)

@@ -107,7 +107,7 @@ class GroupNormPlan:
 
 
 def _small(call: GroupNormCall, config: SmallConfig, HW: int, channels_last: bool) -> Launch:
-    """The launch of the small way: one program for each group, or for some channels that are each a group."""
+    """The launch of the small way: one program for each group or, if a channel is a group, for several."""
     N, C = call.x.shape[:2]
     of_groups: dict[str, Any] = {}
     if not config.each_channel:
@@ -125,7 +125,7 @@ def _small(call: GroupNormCall, config: SmallConfig, HW: int, channels_last: boo
 
 
 def _merge(call: GroupNormCall, HW: int, chunks: int, plane: int, memory: dict[str, int]) -> Launch:
-    """The merge launch: one program for each group, or for some channels that are each a group."""
+    """The merge launch: one program for each group or, if a channel is a group, for several."""
     N, C = call.x.shape[:2]
     tile = merge_config(chunks, C, call.num_groups)
     parts = ceil_div(C, tile.channels)

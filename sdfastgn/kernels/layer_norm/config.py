@@ -36,13 +36,13 @@ _BACKWARD_GATHERED = 8
 _LINE_BYTES = 128
 # Warps for each multiprocessor below which rows are shared by several warps, to keep the GPU busy.
 _FEW_WARPS_PER_SM = 4
-# Warps for each multiprocessor that must remain if a warp has several rows at once.
+# A warp has several rows at once only if this number of warps for each multiprocessor remains.
 _MANY_WARPS_PER_SM = 16
 # A backward with column sums has as many programs as run at once. This is the number of elements that their
 # warps hold for each multiprocessor, counted in one lane of each warp.
 _BACKWARD_PER_SM = 256
-# Fewest tiles of rows of a program in a backward with column sums. Each program writes partial sums to
-# memory, so a program with few rows would write more than it saves.
+# Fewest tiles of rows of a program in a backward with column sums. Each program writes partial sums to memory,
+# so a few programs with many rows are better than many programs with few rows.
 _BACKWARD_TILES = 4
 # Elements of a long row that a program processes at once.
 _CHUNK_BLOCK = 2048

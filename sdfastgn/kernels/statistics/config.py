@@ -66,7 +66,7 @@ def statistics_config(
     """
     warps_per_sm, steps_min, steps_max = _REDUCTIONS[kind]
     if channels_last:
-        # 64 channels in 16 bits are a whole 128-byte line of memory.
+        # Whole 128-byte lines of memory, which are 64 channels in 16 bits, if C allows.
         block = min(64, next_power_of_2(C))
         lanes, columns, warps = WARP_LOAD // block, ceil_div(C, block), _STATISTICS_WARPS
     else:

@@ -200,7 +200,7 @@ def _statistics_kernel(
     TILE: tl.constexpr = (LANES if CHANNELS_LAST else BLOCK) * STEPS
     REDUCED: tl.constexpr = LANE_AXIS if CHANNELS_LAST else 3
     C = KNOWN_C if KNOWN_C else multiple_of(C, C_FACTOR)
-    # Without a tail x and y then have the same offsets.
+    # Without a tail HEAD is C, so that the compiler knows that x and y have the same offsets.
     HEAD = C if tail_ptr is None else KNOWN_HEAD if KNOWN_C else multiple_of(HEAD, C_FACTOR)
     x_step = HEAD if CHANNELS_LAST else 1
     y_step = C if CHANNELS_LAST else 1

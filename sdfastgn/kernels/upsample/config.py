@@ -58,7 +58,7 @@ def weights_config(C_out: int, C_in: int) -> TileConfig:
 
 def _tiles(rows: int, C: int, tile: int, num_warps: int) -> TileConfig:
     """Tiles of about ``tile`` elements of (rows, C)."""
-    # 64 channels in 16 bits are a whole 128-byte line of memory.
+    # Whole 128-byte lines of memory, which are 64 channels in 16 bits, if C allows.
     block_c = 128 if C % 128 == 0 else 64 if C > 32 else next_power_of_2(C)
     block_rows = min(next_power_of_2(rows), tile // block_c)
     programs = ceil_div(rows, block_rows) * ceil_div(C, block_c)

@@ -48,7 +48,7 @@ def reference_upsample_nearest_2x_grad(dy: Tensor) -> Tensor:
 
 
 def empty_image(like: Tensor, C: int, H: int, W: int) -> Tensor:
-    """Uninitialized (N, C, H, W) in the layout of ``dense(like)``, with the N, dtype and device of ``like``."""
+    """Uninitialized (N, C, H, W), with N, dtype and device of ``like`` and the layout of ``dense(like)``."""
     return empty_laid_out(like, (like.shape[0], C, H, W), dense_is_channels_last(like))
 
 
