@@ -111,7 +111,7 @@ def act_linear(
         extra_bias: (C,) or None, also added to every row. For example the bias of a convolution.
 
     Shapes: the output is (N, C).
-    Dtypes: x is fp16, bf16, fp32 or fp64, which runs in plain PyTorch. Each bias may have any of these
+    Dtypes: x is fp16, bf16, fp32 or fp64. fp64 runs in plain PyTorch. Each bias may have any of these
         dtypes. Activation, products and sums are fp32, without TF32. The output has the dtype of x. Under
         autocast PyTorch's own linear layer runs, in the dtype that autocast chooses.
     Layout: any. Tensors that are not contiguous are copied first. The output is contiguous.

@@ -30,11 +30,11 @@ _MAX_IN_REGISTERS = 16384
 _LONG_ROW_BLOCK = 8192
 # Most warps of a program of the softmax.
 _MAX_WARPS = 16
-# Fewest scores for each of its warps.
+# Fewest scores for each warp of the softmax.
 _PER_WARP = 512
 # Most elements of a program that divides products by sums.
 _DIVIDE_BLOCK = 1024
-# Elements for each of its warps.
+# Elements for each warp that divides products by sums.
 _DIVIDE_PER_WARP = 256
 # Most channels of a head for which PyTorch has flash kernels.
 _MAX_FLASH_CHANNELS = 256

@@ -13,7 +13,7 @@ import torch
 
 from sdfastgn.kernels.common.failures import forget
 
-# Threads that compile at a time. One compilation takes about 100 MB, and many wait for Python's lock.
+# Most threads that compile at a time. Each takes about 100 MB, and more would mostly wait for Python's lock.
 _MAX_THREADS = 16
 
 

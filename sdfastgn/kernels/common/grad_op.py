@@ -24,8 +24,8 @@ class GradOp(Op):
     """An op that computes the gradients of another op. It returns a tensor for each wanted gradient.
 
     It can be differentiated again: autograd then differentiates ``reference``. Tensors that the forward
-    saved, such as the mean, are functions of x. Their part of the derivative is right if ``reference``
-    computes them again from x.
+    saved, such as the mean, are functions of x. ``reference`` must compute them from x again, so that the
+    derivative includes them.
 
     Args:
         name: as in ``Op``.

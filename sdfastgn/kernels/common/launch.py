@@ -4,13 +4,13 @@
 the small kernels of a UNet take on the GPU. A ``Launch`` does it at its first call, and then calls the
 compiled kernel's launcher directly.
 
-Triton compiles another kernel if one of the following differs. All calls of one ``Launch`` must agree:
+Triton compiles a kernel again for other dtypes, for another set of tensors that are None, and for pointers
+that are not multiples of 16. So
 
-- in the dtypes of the tensors, in which of them are None, and in the device. The caller makes one
-  ``Launch`` for each combination;
-- in that all pointers are multiples of 16. This is checked at each call. If one is not, ``kernel[grid]``
-  is used;
-- in the values of integers. Kernels therefore list integers that vary in ``do_not_specialize``.
+- the caller makes one ``Launch`` for each combination of dtypes, of tensors that are None, and of device;
+- each call checks that all pointers are multiples of 16. If one is not, it uses ``kernel[grid](...)``.
+
+Triton also compiles again for some values of integers. Kernels prevent that by ``do_not_specialize``.
 """
 
 from __future__ import annotations

@@ -203,8 +203,8 @@ _cuda: Any = torch.backends.cuda
 _cudnn: Any = torch.backends.cudnn
 # (backend, operation) of each switch for the precision of fp32 arithmetic, such as TF32.
 _PRECISIONS = (("generic", "all"), ("cuda", "all"), ("cuda", "matmul"), ("cuda", "conv"))
-# name -> what replaces the private function ``torch._C._get_<name>``. It is ``tuple`` where there is no public
-# function. It then always returns (), and changes of that switch are not noticed.
+# name -> what replaces the private function ``torch._C._get_<name>``. Where there is no public function it is
+# ``tuple``, which always returns (), so that changes of the switch are not noticed.
 _SWITCHES: dict[str, Callable[[], Any]] = {
     "cudnn_enabled": lambda: _cudnn.enabled,
     "cudnn_benchmark": lambda: _cudnn.benchmark,

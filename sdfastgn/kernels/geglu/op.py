@@ -136,7 +136,7 @@ def geglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
         bias: (2D,) or None. Usually the bias of that layer.
 
     Shapes: the output is (..., D).
-    Dtypes: x is fp16, bf16, fp32 or fp64, which runs in plain PyTorch. bias may have any of these dtypes.
+    Dtypes: x is fp16, bf16, fp32 or fp64. fp64 runs in plain PyTorch. bias may have any of these dtypes.
         The output has the dtype of x.
     Layout: any. x is copied first if its rows have gaps, or if distances between rows differ. The output is
         contiguous.

@@ -46,7 +46,10 @@ _PARAMETER_WARPS = 4
 
 
 class _Sizes(NamedTuple):
-    """Sizes and layouts of a call. CG: channels of a group. ``pdl``: the GPU has programmatic launches."""
+    """Sizes and layouts of a call.
+
+    ``CG``: channels of a group. ``pdl``: use programmatic dependent launch.
+    """
 
     N: int
     C: int

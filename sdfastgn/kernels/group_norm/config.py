@@ -67,10 +67,10 @@ _PARAMETER_PROGRAMS_PER_SM = 2
 _EACH_CHANNEL_BLOCK = 32
 # Most elements of a tile of (chunks, channels) in the merge kernels.
 _MERGE_TILE = 4096
-# Elements of that tile for each warp in the forward.
+# Elements of a merge kernel's tile for each warp, in the forward.
 _MERGE_PER_WARP = 256
-# Elements of that tile for each warp in the backward. More than in the forward, because more warps cost more
-# for the exchange of their sums than they save in additions.
+# Elements of a merge kernel's tile for each warp, in the backward. There are fewer warps than in the forward,
+# because exchanging their sums costs more than they save in additions.
 _MERGE_BACKWARD_PER_WARP = 1024
 
 # --- walk: a program reads its group twice, the second time from L2
@@ -92,11 +92,12 @@ _WALK_LARGE_ELEMENTS = 32768
 # ``_CHEAP``, if the gradient of a shift is not wanted. What fits into registers depends on the derivative of
 # the activation.
 _WALK_CHEAP = (16384, 16384, 16)
-# The same for large groups in channels-first with SiLU, if the gradient of a shift is not wanted.
+# (elements of a tile, elements that stay in registers, warps) for large groups in channels-first with SiLU,
+# if the gradient of a shift is not wanted.
 _WALK_SILU_FIRST = (8192, 16384, 32)
-# The same for all other large groups.
+# (elements of a tile, elements that stay in registers, warps) for all other large groups.
 _WALK_LARGE = (8192, 8192, 32)
-# The same for groups that are not large.
+# (elements of a tile, elements that stay in registers, warps) for groups that are not large.
 _WALK_OTHER = (4096, 4096, 8)
 # Activations whose derivative takes few registers.
 _CHEAP = ("identity", "relu")

@@ -34,7 +34,7 @@ def instance_norm(
         activation: a key of ``sdfastgn.kernels.common.activations.ACTIVATIONS``.
 
     Shapes: the output has the shape of x.
-    Dtypes: x is fp16, bf16, fp32 or fp64, which runs in plain PyTorch. weight and bias may have any of
+    Dtypes: x is fp16, bf16, fp32 or fp64. fp64 runs in plain PyTorch. weight and bias may have any of
         these dtypes. The output has the dtype of x, also under autocast.
     Layout, Grad: as for ``sdfastgn.group_norm``.
     Raises:

@@ -124,8 +124,8 @@ def small_kernel(
 ):  # fmt: skip
     """A program normalizes one group of a sample, which has ``CHANNELS`` channels.
 
-    Tiles have power-of-2 sizes. If ``TAIL``, the group is held in two tiles instead of one of twice the
-    size: the last ``TAIL`` channels are in the second tile.
+    If ``TAIL`` is not 0, the group's last ``TAIL`` channels are in a second tile. With one tile, whose sizes
+    must be powers of 2, up to half of the elements would be padding.
     """
     # For fp32 results the variance is summed after the mean is known, in a second pass over the registers.
     # For 16-bit results both are summed in one pass.
@@ -174,7 +174,7 @@ def small_kernel(
             tail_d = tl.where(tail_mask, tl.fma(total, -share, tail_d), 0.0)
         mean = total * share
         variance = tl.fma(mean, -mean, square * share)
-        # If the pivot is far from the mean, the difference of the two has lost digits, or is inf - inf.
+        # If the pivot is far from the mean, this variance has lost too many digits, or is inf - inf.
         again = (mean * mean > _FAR * variance) | (square == float("inf"))
         if EXACT:
             again = True
@@ -314,7 +314,7 @@ def merge_kernel(
         FOLD: x has 16 bits. The table then has offset - mean * scale in place of the offset and the mean,
             which saves the apply kernel a load and registers. That value is rounded relative to
             mean / deviation, as in PyTorch. Where all values of a group are equal, the error could be 0.5.
-            Such a group gets the scale 0 instead.
+            Such a group gets the scale 0 and keeps its offset.
         LOOP: there are more than ``BLOCK_P`` chunks.
         C_FACTOR: divisor of C and CHANNELS (``multiple_of``).
     """

@@ -256,7 +256,7 @@ def group_norm(
             spatial sizes.
 
     Shapes: the output has the shape of x, or (N, HW, C) if ``tokens``.
-    Dtypes: x is fp16, bf16, fp32 or fp64, which runs in plain PyTorch. Each other tensor but
+    Dtypes: x is fp16, bf16, fp32 or fp64. fp64 runs in plain PyTorch. Each other tensor but
         ``statistics`` may have any of these dtypes. The output has the dtype of x, but fp32 under CUDA
         autocast, as from torch.nn.functional.group_norm.
     Layout: any. The output has the strides of x if x has no gaps. Else it is dense, and channels-last if

@@ -15,7 +15,8 @@ from sdfastgn.kernels.common.sizes import WARP, ceil_div, next_power_of_2
 
 # Longest row, in padded elements, that a program holds in registers.
 _MAX_IN_REGISTERS = 16384
-# The same for a backward with column sums, which also hold registers.
+# Longest row, in padded elements, that a program of a backward with column sums holds in registers. The sums
+# take registers too.
 _MAX_WITH_SUMS = 8192
 # Most warps of a program whose warps share a row (``wide``).
 _MAX_WARPS = 16
@@ -38,11 +39,11 @@ _LINE_BYTES = 128
 _FEW_WARPS_PER_SM = 4
 # A warp has several rows at once only if this number of warps for each multiprocessor remains.
 _MANY_WARPS_PER_SM = 16
-# A backward with column sums has as many programs as run at once. This is the number of elements that their
-# warps hold for each multiprocessor, counted in one lane of each warp.
+# Elements that the programs of a backward with column sums hold on each multiprocessor at a time, divided by
+# the 32 lanes of a warp. There are only as many programs as run at once, so this decides their number.
 _BACKWARD_PER_SM = 256
-# Fewest tiles of rows of a program in a backward with column sums. Each program writes partial sums to memory,
-# so a few programs with many rows are better than many programs with few rows.
+# Fewest tiles of rows of a program in a backward with column sums. Each program writes partial sums to
+# memory, so a few programs with many rows are better than many programs with few rows.
 _BACKWARD_TILES = 4
 # Elements of a long row that a program processes at once.
 _CHUNK_BLOCK = 2048

@@ -5,12 +5,12 @@ The ops are ``sdfastgn::layer_norm`` and ``sdfastgn::add_layer_norm``. Formula:
     u = x, or u = x + residual + add_bias, rounded to the dtype of x
     y = (u - mean(u)) / sqrt(var(u) + eps) * weight + bias          (per row of D; var divided by D)
 
-``add_layer_norm`` also returns the sum: u, or u + total_bias before the rounding. The norm does not see
-total_bias. It is the bias of the layer whose output the caller adds to the sum next, so that this addition
-needs no pass for the bias.
+``add_layer_norm`` also returns the sum x + residual + add_bias + total_bias, rounded once. total_bias is not
+in the sum that is normalized. It is the bias of the layer whose output the caller adds to the returned sum
+next, so that this addition needs no pass for the bias.
 
-total_bias is an argument of the kernels only, not of the registered op. If the op is called, or a gradient
-is wanted, plain PyTorch computes the sum with total_bias.
+The registered op does not have the argument total_bias, only the kernels do. If the op is called, or a
+gradient is wanted, plain PyTorch computes the sum with total_bias.
 
 On a GPU the kernels of ``layer_norm/kernels.py`` run, where layouts and numerics are explained. Everywhere
 else plain PyTorch runs. Gradients: ``layer_norm/backward.py``.
@@ -284,7 +284,7 @@ def layer_norm(
         eps: added to the variance. A number of Python or NumPy, or a tensor without dimensions.
 
     Shapes: the output has the shape of x.
-    Dtypes: x is fp16, bf16, fp32 or fp64, which runs in plain PyTorch. weight and bias may have any of these
+    Dtypes: x is fp16, bf16, fp32 or fp64. fp64 runs in plain PyTorch. weight and bias may have any of these
         dtypes. The output has the dtype of x, but fp32 under CUDA autocast, as from
         torch.nn.functional.layer_norm.
     Layout: any. x is copied first if its rows have gaps, or if distances between rows differ. The output is

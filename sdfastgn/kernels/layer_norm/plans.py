@@ -20,7 +20,7 @@ from sdfastgn.kernels.layer_norm.op import AddCall, LayerNormCall, empty_saved, 
 
 # Most warps of a program that merges chunks.
 _MERGE_MAX_WARPS = 4
-# Chunks for each of its warps.
+# Chunks that each warp of such a program merges.
 _MERGE_PER_WARP = 128
 
 

@@ -15,7 +15,7 @@ from sdfastgn.kernels.common.sizes import (
     power_of_2_below,
 )
 
-# Warps of a program.
+# Warps of a program; fewer if a channels-first tensor has fewer channels.
 _STATISTICS_WARPS = 4
 # Kind of reduction -> (warps per multiprocessor, fewest steps of a tile, most steps of a tile).
 # Each step of a tile is a load in flight. More warps and more steps keep memory busier, but more warps

@@ -110,7 +110,10 @@ def positions_of_channels(
     HW, rows, chunks,
     C, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The same for a channels-first tensor. Here ``first`` is the offset of the chunk's first element."""
+    """What ``rows_of_channels`` returns, for a channels-first tensor.
+
+    Here ``first`` is the offset of the first element of the chunk.
+    """
     columns = tl.cdiv(C, WARPS)
     n = (tl.program_id(0) // columns // chunks).to(tl.int64)
     chunk = tl.program_id(0) // columns % chunks + tl.zeros((1, 1, 1, 1), tl.int32)
