@@ -76,9 +76,9 @@ def reference_group_norm_grads(call: Any) -> Gradients:
 
     du = dx = None
     if call.dx or call.dshift:
-        along_mean = d_xhat.mean(dim=(2, 3), keepdim=True)
-        along_var = (d_xhat * xhat).mean(dim=(2, 3), keepdim=True)
-        du = rstd * (d_xhat - along_mean - xhat * along_var)
+        mean_d_xhat = d_xhat.mean(dim=(2, 3), keepdim=True)
+        mean_product = (d_xhat * xhat).mean(dim=(2, 3), keepdim=True)
+        du = rstd * (d_xhat - mean_d_xhat - xhat * mean_product)
     if call.dx and du is not None:
         dx = du.reshape(x.shape).to(x.dtype)
         # So far dx may have the strides of dy.

@@ -2,6 +2,7 @@
 
 With xhat the normalized x, and dz the gradient of the activation's argument, all gradients follow from
 three sums over positions, for each sample and channel: of dz, of dz * xhat and, for the shift, of xhat.
+With g = dz * scale, dx also needs the means of g and of g * xhat over each group.
 
 There are three ways to launch the kernels, chosen from the sizes:
 
@@ -91,7 +92,7 @@ def _group_sum(t, EACH_CHANNEL: tl.constexpr):
 
 @triton.jit
 def store_totals(
-    totals, plane, in_range, along_z, along_x, sum_x, positions, rstd, scale, along_mean, along_var,
+    totals, plane, in_range, sum_dz, sum_dz_xhat, sum_xhat, positions, rstd, scale, mean_g, mean_g_xhat,
     SHIFT_GRAD: tl.constexpr,
 ):  # fmt: skip
     """Stores at ``totals`` the sums of dz and of dz * xhat and, if ``SHIFT_GRAD``, the shift's gradient.
@@ -99,14 +100,14 @@ def store_totals(
     All arguments but numbers have a value for each channel.
 
     Args:
-        along_z, along_x, sum_x: sums of dz, of dz * xhat and of xhat over the positions.
+        sum_dz, sum_dz_xhat, sum_xhat: sums of dz, of dz * xhat and of xhat over the positions.
         positions: HW.
-        along_mean, along_var: the group's means of dz * scale and of dz * scale * xhat.
+        mean_g, mean_g_xhat: the group's means of g = dz * scale and of g * xhat.
     """
-    tl.store(totals, along_z, mask=in_range)
-    tl.store(totals + plane, along_x, mask=in_range)
+    tl.store(totals, sum_dz, mask=in_range)
+    tl.store(totals + plane, sum_dz_xhat, mask=in_range)
     if SHIFT_GRAD:
-        shift_grad = rstd * (scale * along_z - positions * along_mean - sum_x * along_var)
+        shift_grad = rstd * (scale * sum_dz - positions * mean_g - sum_xhat * mean_g_xhat)
         tl.store(totals + 2 * plane, shift_grad, mask=in_range)
 
 
@@ -159,21 +160,21 @@ def small_grad_kernel(
         ada_scale_stride, ada_shift_stride)  # fmt: skip
     xhat = tl.where(mask, (x - centre) * rstd, 0.0)
     dz = activation_grad(dy, xhat * scale + offset, ACTIVATION, PAIRS)
-    along_z = _channel_sum(dz, CHANNELS_LAST)
-    along_x = _channel_sum(dz * xhat, CHANNELS_LAST)
+    sum_dz = _channel_sum(dz, CHANNELS_LAST)
+    sum_dz_xhat = _channel_sum(dz * xhat, CHANNELS_LAST)
     positions = HW.to(tl.float32)
     count = positions * (1 if EACH_CHANNEL else CHANNELS)
-    along_mean = _group_sum(scale * along_z, EACH_CHANNEL) / count
-    along_var = _group_sum(scale * along_x, EACH_CHANNEL) / count
+    mean_g = _group_sum(scale * sum_dz, EACH_CHANNEL) / count
+    mean_g_xhat = _group_sum(scale * sum_dz_xhat, EACH_CHANNEL) / count
     if dx_ptr is not None:
-        dx = rstd * (dz * scale - along_mean - xhat * along_var)
+        dx = rstd * (dz * scale - mean_g - xhat * mean_g_xhat)
         out = dx_ptr + base + (last if CHANNELS_LAST else first)
         tl.store(out, dx.to(dx_ptr.dtype.element_ty), mask=mask)
     if totals_ptr is not None:
-        sum_x = _channel_sum(xhat, CHANNELS_LAST) if SHIFT_GRAD else along_x
+        sum_xhat = _channel_sum(xhat, CHANNELS_LAST) if SHIFT_GRAD else sum_dz_xhat
         store_totals(
-            totals_ptr + n * C + c, plane, in_range, along_z, along_x, sum_x, positions, rstd, scale,
-            along_mean, along_var, SHIFT_GRAD,
+            totals_ptr + n * C + c, plane, in_range, sum_dz, sum_dz_xhat, sum_xhat, positions, rstd, scale,
+            mean_g, mean_g_xhat, SHIFT_GRAD,
         )  # fmt: skip
 
 
@@ -258,9 +259,9 @@ def sums_kernel(
     dz, xhat = grad_tile(
         x_ptr, dy_ptr, x_offsets, dy_offsets, mask, centre, rstd, scale, offset, ACTIVATION, PAIRS, ""
     )
-    along_z = tl.sum(dz, STEP_AXIS, keep_dims=True)
-    along_x = tl.sum(dz * xhat, STEP_AXIS, keep_dims=True)
-    sum_x = tl.sum(xhat, STEP_AXIS, keep_dims=True)
+    sum_dz = tl.sum(dz, STEP_AXIS, keep_dims=True)
+    sum_dz_xhat = tl.sum(dz * xhat, STEP_AXIS, keep_dims=True)
+    sum_xhat = tl.sum(xhat, STEP_AXIS, keep_dims=True)
     if LOOP:
         for start in range(TILE, rows, TILE):
             if not EVEN:
@@ -271,15 +272,15 @@ def sums_kernel(
                 dy_offsets + step * (C if DY_LAST else 1), mask, centre, rstd, scale, offset, ACTIVATION,
                 PAIRS, "",
             )  # fmt: skip
-            along_z += tl.sum(dz, STEP_AXIS, keep_dims=True)
-            along_x += tl.sum(dz * xhat, STEP_AXIS, keep_dims=True)
-            sum_x += tl.sum(xhat, STEP_AXIS, keep_dims=True)
+            sum_dz += tl.sum(dz, STEP_AXIS, keep_dims=True)
+            sum_dz_xhat += tl.sum(dz * xhat, STEP_AXIS, keep_dims=True)
+            sum_xhat += tl.sum(xhat, STEP_AXIS, keep_dims=True)
     out = sums_ptr + (n * chunks + chunk) * C + c
     mask = (chunk < chunks) & in_range
-    tl.store(out, tl.sum(along_z, REDUCED, keep_dims=True), mask=mask)
-    tl.store(out + plane, tl.sum(along_x, REDUCED, keep_dims=True), mask=mask)
+    tl.store(out, tl.sum(sum_dz, REDUCED, keep_dims=True), mask=mask)
+    tl.store(out + plane, tl.sum(sum_dz_xhat, REDUCED, keep_dims=True), mask=mask)
     if SHIFT_GRAD:
-        tl.store(out + 2 * plane, tl.sum(sum_x, REDUCED, keep_dims=True), mask=mask)
+        tl.store(out + 2 * plane, tl.sum(sum_xhat, REDUCED, keep_dims=True), mask=mask)
 
 
 @triton.jit(
@@ -321,36 +322,36 @@ def merge_sums_kernel(
     p = tl.arange(0, BLOCK_P)[:, None]
     at = scratch_ptr + n * chunks * C + (p * C + c[None, :])
     mask = (p < chunks) & in_range[None, :]
-    z_tile = tl.load(at, mask=mask, other=0.0)
-    x_tile = tl.load(at + plane, mask=mask, other=0.0)
-    sum_tile = tl.load(at + 2 * plane, mask=mask, other=0.0) if SHIFT_GRAD else z_tile
+    dz_tile = tl.load(at, mask=mask, other=0.0)
+    dz_xhat_tile = tl.load(at + plane, mask=mask, other=0.0)
+    xhat_tile = tl.load(at + 2 * plane, mask=mask, other=0.0) if SHIFT_GRAD else dz_tile
     if LOOP:
         for start in range(BLOCK_P, chunks, BLOCK_P):
             mask = (start + p < chunks) & in_range[None, :]
             from_here = at + tl.cast(start, tl.int64) * C
-            z_tile += tl.load(from_here, mask=mask, other=0.0)
-            x_tile += tl.load(from_here + plane, mask=mask, other=0.0)
+            dz_tile += tl.load(from_here, mask=mask, other=0.0)
+            dz_xhat_tile += tl.load(from_here + plane, mask=mask, other=0.0)
             if SHIFT_GRAD:
-                sum_tile += tl.load(from_here + 2 * plane, mask=mask, other=0.0)
-    along_z, along_x = tl.sum(z_tile, 0), tl.sum(x_tile, 0)
+                xhat_tile += tl.load(from_here + 2 * plane, mask=mask, other=0.0)
+    sum_dz, sum_dz_xhat = tl.sum(dz_tile, 0), tl.sum(dz_xhat_tile, 0)
     positions = HW.to(tl.float32)
     count = positions * (1 if EACH_CHANNEL else CHANNELS)
-    along_mean = scale * along_z
-    along_var = scale * along_x
+    mean_g = scale * sum_dz
+    mean_g_xhat = scale * sum_dz_xhat
     if not EACH_CHANNEL:
-        along_mean = tl.sum(along_mean, 0) + tl.zeros_like(scale)
-        along_var = tl.sum(along_var, 0) + tl.zeros_like(scale)
-    along_mean /= count
-    along_var /= count
+        mean_g = tl.sum(mean_g, 0) + tl.zeros_like(scale)
+        mean_g_xhat = tl.sum(mean_g_xhat, 0) + tl.zeros_like(scale)
+    mean_g /= count
+    mean_g_xhat /= count
     totals = scratch_ptr + totals_offset + n * C + c
-    tl.store(totals, along_z, mask=in_range)
-    tl.store(totals + table_plane, along_x, mask=in_range)
+    tl.store(totals, sum_dz, mask=in_range)
+    tl.store(totals + table_plane, sum_dz_xhat, mask=in_range)
     if SHIFT_GRAD:
-        shift_grad = rstd * (scale * along_z - positions * along_mean - tl.sum(sum_tile, 0) * along_var)
+        shift_grad = rstd * (scale * sum_dz - positions * mean_g - tl.sum(xhat_tile, 0) * mean_g_xhat)
         tl.store(totals + 2 * table_plane, shift_grad, mask=in_range)
     scale *= rstd
-    slope = rstd * rstd * along_var
-    level = rstd * along_mean
+    slope = rstd * rstd * mean_g_xhat
+    level = rstd * mean_g
     table = scratch_ptr + table_offset + n * C + c
     tl.store(table, scale, mask=in_range)
     tl.store(table + table_plane, offset, mask=in_range)

@@ -75,10 +75,12 @@ def parameter_grads(
         n = (start + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]
         mask = (n < last) & in_range[None, :]
         at = n * C + c[None, :]
-        along_z = tl.load(totals_ptr + at, mask=mask, other=0.0)
-        along_x = tl.load(totals_ptr + plane + at, mask=mask, other=0.0)
-        dscale = _add_samples(dada_scale_ptr, at, mask, along_x * weight + along_z * bias, dscale, SCALE_ROWS)
-        doffset = _add_samples(dada_shift_ptr, at, mask, along_z, doffset, OFFSET_ROWS)
+        sum_dz = tl.load(totals_ptr + at, mask=mask, other=0.0)
+        sum_dz_xhat = tl.load(totals_ptr + plane + at, mask=mask, other=0.0)
+        dscale = _add_samples(
+            dada_scale_ptr, at, mask, sum_dz_xhat * weight + sum_dz * bias, dscale, SCALE_ROWS
+        )
+        doffset = _add_samples(dada_shift_ptr, at, mask, sum_dz, doffset, OFFSET_ROWS)
         if dshift_ptr is not None:
             shift_grad = tl.load(totals_ptr + 2 * plane + at, mask=mask, other=0.0)
             dshift = _add_samples(dshift_ptr, at, mask, shift_grad, dshift, SHIFT_ROWS)
@@ -86,10 +88,10 @@ def parameter_grads(
             factor = 1 + tl.load(ada_scale_ptr + n * ada_scale_stride + c[None, :], mask=mask, other=0.0).to(
                 tl.float32
             )
-            along_z *= factor
-            along_x *= factor
-        dweight += along_x
-        dbias += along_z
+            sum_dz *= factor
+            sum_dz_xhat *= factor
+        dweight += sum_dz_xhat
+        dbias += sum_dz
     out = part * C + c
     _store_total(dweight_ptr, out, in_range, dweight, False)
     _store_total(dbias_ptr, out, in_range, dbias, False)

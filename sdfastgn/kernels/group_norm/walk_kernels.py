@@ -31,25 +31,25 @@ def _walk_there(
     Returns three (BLOCK_HW, BLOCK_C) tiles, which the caller has to sum over their rows.
     """
     tiles = tl.cdiv(walked, BLOCK_HW)
-    along_z = tl.zeros((BLOCK_HW, BLOCK_C), tl.float32)
-    along_x, sum_x = along_z, along_z
+    sum_dz = tl.zeros((BLOCK_HW, BLOCK_C), tl.float32)
+    sum_dz_xhat, sum_xhat = sum_dz, sum_dz
     for i in range(tiles):
         # Tiles end at ``walked``, so the first one may begin before position 0, where it is masked.
         start = walked - (tiles - i) * BLOCK_HW
         at = offsets + start * STEP
         mask = (start + row >= 0) & in_range
         dz, xhat = grad_tile(x_ptr, dy_ptr, at, at, mask, centre, rstd, scale, offset, ACTIVATION, PAIRS, "")
-        along_z += dz
-        along_x += dz * xhat
+        sum_dz += dz
+        sum_dz_xhat += dz * xhat
         if SHIFT_GRAD:
-            sum_x += xhat
-    return along_z, along_x, sum_x
+            sum_xhat += xhat
+    return sum_dz, sum_dz_xhat, sum_xhat
 
 
 @triton.jit
 def _walk_back(
     x_ptr, dy_ptr, dx_ptr,
-    offsets, row, walked, in_range, centre, rstd, scale, offset, along_mean, along_var,
+    offsets, row, walked, in_range, centre, rstd, scale, offset, mean_g, mean_g_xhat,
     STEP: tl.constexpr, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, BLOCK_HW: tl.constexpr,
 ):  # fmt: skip
     """Stores dx of the first ``walked`` positions, from the last tile to the first."""
@@ -61,7 +61,7 @@ def _walk_back(
         dz, xhat = grad_tile(
             x_ptr, dy_ptr, at, at, mask, centre, rstd, scale, offset, ACTIVATION, PAIRS, "evict_first"
         )
-        dx = rstd * (dz * scale - along_mean - xhat * along_var)
+        dx = rstd * (dz * scale - mean_g - xhat * mean_g_xhat)
         tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
 
 
@@ -107,31 +107,31 @@ def walk_grad_kernel(
         n, c, in_range, weight_ptr, bias_ptr, ada_scale_ptr, ada_shift_ptr,
         ada_scale_stride, ada_shift_stride)  # fmt: skip
     walked = HW - KEPT_HW
-    along_z, along_x, sum_x = _walk_there(
+    sum_dz, sum_dz_xhat, sum_xhat = _walk_there(
         x_ptr, dy_ptr, offsets, row, walked, in_range, centre, rstd, scale, offset, STEP, ACTIVATION,
         SHIFT_GRAD, PAIRS, BLOCK_HW, BLOCK_C,
     )  # fmt: skip
     kept_row = walked + tl.arange(0, KEPT_HW)[:, None]
     kept_at = kept_row * C + c if CHANNELS_LAST else c * HW + kept_row
     mask = (kept_row < HW) & in_range
-    kept_z, kept_x = grad_tile(
+    kept_dz, kept_xhat = grad_tile(
         x_ptr, dy_ptr, kept_at, kept_at, mask, centre, rstd, scale, offset,
         ACTIVATION, PAIRS, "evict_first")  # fmt: skip
-    along_z = tl.sum(along_z, 0, keep_dims=True) + tl.sum(kept_z, 0, keep_dims=True)
-    along_x = tl.sum(along_x, 0, keep_dims=True) + tl.sum(kept_z * kept_x, 0, keep_dims=True)
+    sum_dz = tl.sum(sum_dz, 0, keep_dims=True) + tl.sum(kept_dz, 0, keep_dims=True)
+    sum_dz_xhat = tl.sum(sum_dz_xhat, 0, keep_dims=True) + tl.sum(kept_dz * kept_xhat, 0, keep_dims=True)
     positions = HW.to(tl.float32)
-    along_mean = tl.sum(scale * along_z, 1, keep_dims=True) / (positions * CG)
-    along_var = tl.sum(scale * along_x, 1, keep_dims=True) / (positions * CG)
+    mean_g = tl.sum(scale * sum_dz, 1, keep_dims=True) / (positions * CG)
+    mean_g_xhat = tl.sum(scale * sum_dz_xhat, 1, keep_dims=True) / (positions * CG)
     if totals_ptr is not None:
         if SHIFT_GRAD:
-            sum_x = tl.sum(sum_x, 0, keep_dims=True) + tl.sum(kept_x, 0, keep_dims=True)
+            sum_xhat = tl.sum(sum_xhat, 0, keep_dims=True) + tl.sum(kept_xhat, 0, keep_dims=True)
         store_totals(
-            totals_ptr + n * C + c, plane, in_range, along_z, along_x, sum_x, positions, rstd, scale,
-            along_mean, along_var, SHIFT_GRAD,
+            totals_ptr + n * C + c, plane, in_range, sum_dz, sum_dz_xhat, sum_xhat, positions, rstd, scale,
+            mean_g, mean_g_xhat, SHIFT_GRAD,
         )  # fmt: skip
-    dx = (rstd * (kept_z * scale - along_mean - kept_x * along_var)).to(dx_ptr.dtype.element_ty)
+    dx = (rstd * (kept_dz * scale - mean_g - kept_xhat * mean_g_xhat)).to(dx_ptr.dtype.element_ty)
     tl.store(dx_ptr + kept_at, dx, mask=mask, eviction_policy="evict_first")
     _walk_back(
-        x_ptr, dy_ptr, dx_ptr, offsets, row, walked, in_range, centre, rstd, scale, offset, along_mean,
-        along_var, STEP, ACTIVATION, PAIRS, BLOCK_HW,
+        x_ptr, dy_ptr, dx_ptr, offsets, row, walked, in_range, centre, rstd, scale, offset, mean_g,
+        mean_g_xhat, STEP, ACTIVATION, PAIRS, BLOCK_HW,
     )  # fmt: skip

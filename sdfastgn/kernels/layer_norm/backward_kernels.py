@@ -129,18 +129,18 @@ def _chunk_sums_kernel(
     first = tl.load(x_ptr + x_row - start).to(tl.float32)
     first, rest = row_mean(first, tl.load(centre_ptr + row))
     rstd = tl.load(rstd_ptr + row)
-    along_mean = tl.zeros((BLOCK,), tl.float32)
-    along_std = tl.zeros((BLOCK,), tl.float32)
+    sum_g = tl.zeros((BLOCK,), tl.float32)
+    sum_g_xhat = tl.zeros((BLOCK,), tl.float32)
     for at in range(0, count, BLOCK):
         mask = at + i < count
         g = tl.load(dy_ptr + dy_row + at + i, mask=mask, other=0.0).to(tl.float32)
         x = tl.load(x_ptr + x_row + at + i, mask=mask, other=0.0).to(tl.float32)
         if weight_ptr is not None:
             g *= tl.load(weight_ptr + start + at + i, mask=mask, other=0.0).to(tl.float32)
-        along_mean += g
-        along_std += g * ((x - first - rest) * rstd)
-    tl.store(sums_ptr + tl.program_id(0), tl.sum(along_mean, 0))
-    tl.store(sums_ptr + plane + tl.program_id(0), tl.sum(along_std, 0))
+        sum_g += g
+        sum_g_xhat += g * ((x - first - rest) * rstd)
+    tl.store(sums_ptr + tl.program_id(0), tl.sum(sum_g, 0))
+    tl.store(sums_ptr + plane + tl.program_id(0), tl.sum(sum_g_xhat, 0))
 
 
 @triton.jit(do_not_specialize=["rows", "group_rows", "d_parts", "x_parts", "plane"])
@@ -180,9 +180,9 @@ def _chunk_grad_kernel(
         if BIAS_GRAD:
             dbias += dy
         if ROW_SUMS:
-            along_mean = tl.load(sums_ptr + row) / D.to(tl.float32)
-            along_std = tl.load(sums_ptr + rows + row) / D.to(tl.float32)
-            dx = rstd * (dy * weight - along_mean - xhat * along_std)
+            mean_g = tl.load(sums_ptr + row) / D.to(tl.float32)
+            mean_g_xhat = tl.load(sums_ptr + rows + row) / D.to(tl.float32)
+            dx = rstd * (dy * weight - mean_g - xhat * mean_g_xhat)
             if dtotal_ptr is not None:
                 dx += tl.load(dtotal_ptr + row * D + c, mask=mask, other=0.0).to(tl.float32)
             if dx_ptr is not None:
