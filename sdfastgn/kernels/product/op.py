@@ -36,8 +36,10 @@ _FEWEST_ROWS = 1024
 _MOST_ELEMENTS = 2**26
 # Addresses must be multiples of this number of bytes, which cuBLASLt assumes.
 _ALIGNMENT = 256
-# Launches that are timed together, and rounds of such timings. The fastest round counts.
-_LAUNCHES, _ROUNDS = 5, 3
+# Launches that are timed together. Their mean time counts.
+_LAUNCHES = 5
+# Rounds of such timings. The fastest round counts.
+_ROUNDS = 3
 # Clock cycles for which the GPU is kept busy before a timing, 0.2 ms. The CPU queues all launches meanwhile.
 _HEAD_START = 400_000
 # Algorithms that take longer than this multiple of the best time are not timed again.

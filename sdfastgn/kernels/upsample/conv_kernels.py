@@ -5,7 +5,7 @@
 ((i + 1) // 2, (j + 1) // 2), and adds the bias. ``_interleave_statistics_kernel`` also computes the
 statistics of y (``statistics/kernels.py``).
 
-Memory layouts of the pointers, all without gaps:
+Memory layouts of the pointers, all without gaps, fp16, bf16 or fp32:
 
 - ``weight``: (C_out, 3, 3, C_in) or (C_out, C_in, 3, 3); ``out``, the phases' weights: (4 C_out, 2, 2, C_in);
 - ``t``: (N, H + 1, W + 1, 4 C_out); ``bias``: (C_out,) or None;

@@ -1,8 +1,8 @@
 """Triton kernels of nearest-neighbor upsampling by two, and their launch. Ops: ``upsample/nearest.py``.
 
-Tensors are channels-last: x and dx (N, H, W, C), y and dy (N, 2H, 2W, C). A program has some channels of some
-pixels of x. The forward reads them once, and writes the four pixels of y that belong to each. The backward
-reads the four pixels of dy, and writes dx. All loads and stores are vectors.
+Tensors are fp16, bf16 or fp32, and channels-last: x and dx (N, H, W, C), y and dy (N, 2H, 2W, C). A program
+has some channels of some pixels of x. The forward reads them once, and writes the four pixels of y that
+belong to each. The backward reads the four pixels of dy, and writes dx. All loads and stores are vectors.
 
 The pixels of all samples are numbered consecutively. So kernels need to know W but not H: pixel i of x is in
 row r = i // W, and the first of its four pixels in y has the number 2 * (i + r * W).
