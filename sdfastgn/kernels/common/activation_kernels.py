@@ -16,7 +16,8 @@ from sdfastgn.kernels.common.tiles import PTX
 def exp2(x):
     """2^x; results below 2^-126 become 0.
 
-    One PTX instruction where there is PTX. ``tl.exp2`` links a library, which lengthens compilation.
+    On NVIDIA GPUs this is one PTX instruction. ``tl.exp2`` would link a library, which makes compilation
+    slower.
     """
     if PTX:
         power = tl.inline_asm_elementwise(
@@ -38,10 +39,11 @@ def _reciprocal(x):
 def _sigmoid(z, PAIRS: tl.constexpr):
     """1 / (1 + exp(-z)).
 
-    ``PAIRS``: each two neighbors on the last axis share one reciprocal, 1/a = b/(ab). A pair then takes
-    three special-function instructions instead of four. These limit the speed where x comes from L2.
-    The exponential is limited to 2^60, so that ab stays finite: where z < -41 the result is 2^-60,
-    which is too large. 16-bit results do not show the difference.
+    ``PAIRS``: two neighbors on the last axis share one reciprocal. With a and b the two denominators, 1/a is
+    b * (1/(ab)), and 1/b is a * (1/(ab)). A pair then takes three special-function instructions instead of
+    four. Kernels whose x comes from L2 are limited by these instructions. exp(-z) is limited to 2^60, so that
+    ab stays finite. Where z < -41 the result is therefore 2^-60, which is too large. 16-bit results do not
+    show the difference.
     """
     if not PTX:
         s = 1 / (1 + tl.exp(-z))
@@ -62,8 +64,8 @@ def _sigmoid(z, PAIRS: tl.constexpr):
 def _sigmoid_and_rest(z, PAIRS: tl.constexpr):
     """(sigmoid(z), 1 - sigmoid(z)).
 
-    Callers multiply 1 - sigmoid by powers of z. Without ``PAIRS`` it is therefore computed as
-    exp(-z) * sigmoid(z), because the subtraction would cancel where sigmoid is close to 1.
+    Callers multiply the second value by powers of z. Without ``PAIRS`` the second value is therefore computed
+    as exp(-z) * sigmoid(z), because the subtraction would cancel where sigmoid is close to 1.
     """
     if PAIRS or not PTX:
         s = _sigmoid(z, PAIRS)
@@ -85,7 +87,7 @@ def _sigmoid_and_rest(z, PAIRS: tl.constexpr):
 def activate(z, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr):
     """The activation named ``ACTIVATION`` of z. ``PAIRS`` as in ``_sigmoid``."""
     if ACTIVATION == "relu":
-        z = tl.where(z < 0, 0.0, z)  # keeps NaN
+        z = tl.where(z < 0, 0.0, z)  # not ``tl.maximum``, which would turn NaN into 0
     elif ACTIVATION == "silu":
         z = z * _sigmoid(z, PAIRS)
     elif ACTIVATION == "gelu":
@@ -101,7 +103,7 @@ def activation_grad(dy, z, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr):
     """Gradient of z, given ``dy``, the gradient of activation(z). ``PAIRS`` as in ``_sigmoid``."""
     dz = dy
     if ACTIVATION == "relu":
-        dz = tl.where(z <= 0, 0.0, dy)  # dy where z is NaN, as in PyTorch
+        dz = tl.where(z <= 0, 0.0, dy)  # the gradient is dy where z is NaN, as in PyTorch
     elif ACTIVATION == "silu":
         s, rest = _sigmoid_and_rest(z, PAIRS)
         dz = dy * s * (1 + z * rest)
@@ -116,12 +118,12 @@ def activation_grad(dy, z, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr):
 
 @triton.jit
 def normal_cdf(z, HALF: tl.constexpr):
-    """(P(z), exp(-z * z / 2)): the cumulative normal distribution, and a multiple of its derivative.
+    """Returns P(z), the cumulative normal distribution, and exp(-z * z / 2), a multiple of P'(z).
 
-    ``HALF``: for 16-bit results, with half the instructions. A kernel that applies this to a matrix
-    product is limited by its instructions. exp(z * z / 2) * P(-z) is a polynomial in 1 / (1 + 0.3 z),
-    fitted for 0 <= z <= 14. Its relative error is 8e-6, a thirtieth of a rounding to fp16. It also holds
-    for large negative z, where 1 + erf(z) would cancel.
+    ``HALF``: use an approximation that is exact enough for 16-bit results and takes half the instructions. A
+    kernel that applies this function to a matrix product is limited by its instructions. exp(z * z / 2) *
+    P(-z) is a polynomial in 1 / (1 + 0.3 z), fitted for 0 <= z <= 14. Its relative error is 8e-6, a thirtieth
+    of fp16's rounding error. It is accurate for large negative z too, where 1 + erf(z) would cancel.
     """
     if HALF:
         e, t = z * z * -0.7213475204444817, 1 + 0.3 * tl.abs(z)

@@ -2,7 +2,7 @@
 
 To add an activation, add its function to ``ACTIVATIONS`` and its derivative to ``ACTIVATION_GRADS``, and
 in ``common/activation_kernels.py`` a branch to ``activate`` and one to ``activation_grad``. Checks, error
-texts, ops and kernels then know it.
+texts, ops and kernels then accept its name.
 
 The keys are the names in the public API. ``gelu`` is the exact (erf) form, ``gelu_tanh`` is PyTorch's
 ``approximate="tanh"``.
@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Contiguous elements of a tile from which on ``PAIRS`` may be set: both neighbors of a pair are then in
-# the same thread, so that threads need not exchange them.
+# Minimum number of contiguous elements of a tile for ``PAIRS``. The two neighbors of a pair are then in the
+# same thread, so threads need not exchange values.
 PAIRED = 8
 
 # --- in PyTorch -------------------------------------------------------------------------------------
@@ -41,7 +41,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _silu_grad(dy: Tensor, z: Tensor) -> Tensor:
-    s = torch.sigmoid(z)  # not aten::silu_backward, which cannot be differentiated again
+    s = torch.sigmoid(z)  # aten::silu_backward cannot be differentiated again
     return dy * s * (1 + z * (1 - s))
 
 

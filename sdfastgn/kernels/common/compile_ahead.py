@@ -13,7 +13,8 @@ import torch
 
 from sdfastgn.kernels.common.failures import forget
 
-# Most threads that compile at a time. Each takes about 100 MB, and more would mostly wait for Python's lock.
+# Maximum number of threads that compile at a time. Each takes about 100 MB. More threads would mostly wait
+# for Python's lock.
 _MAX_THREADS = 16
 
 
@@ -26,12 +27,13 @@ class _Rehearsal:
         self.jobs: dict[tuple[Any, ...], Future[None]] = {}
 
     def add(self, launch: Any, dtypes: tuple[torch.dtype | None, ...]) -> None:
-        # Launches that differ only in their numbers share one compiled kernel.
+        # Launches that differ only in their kernel's numbers share one compiled kernel.
         key = (launch.kernel, dtypes, *launch.constants.values(), *launch.options.values())
         if key in self.jobs:
             return
         with contextlib.suppress(AttributeError):  # ``device_caches`` is private, and may be missing
-            # Reading creates the kernel's cache. Done here, so that two threads do not create it twice.
+            # Reading the entry creates the kernel's cache for the device. It is read in this thread, because
+            # two threads could create two caches.
             launch.kernel.device_caches[self._device.index]
         self.jobs[key] = self.pool.submit(_compile, launch, dtypes, self._device)
 
@@ -44,14 +46,15 @@ rehearsal: contextvars.ContextVar[_Rehearsal | None] = contextvars.ContextVar(
 
 
 def rehearse(call: Callable[[], object], device: torch.device) -> int:
-    """Run ``call``, and compile the kernels that it would launch for the first time, in parallel threads.
+    """Run ``call``. Kernels that are new to it are compiled in parallel threads instead of launched.
 
-    These kernels do not run, so the results of ``call`` are meaningless. Compilation starts while ``call``
-    runs, because its first matrix products and convolutions wait for libraries to be loaded.
+    The compiled kernels do not run, so the results of ``call`` are meaningless. Compilation starts while
+    ``call`` runs, because its first matrix products and convolutions wait for libraries to be loaded.
 
     Returns the number of kernels that were compiled.
 
-    Raises what ``call`` raises. Errors of the compilation are ignored here, and raised at the launch.
+    Raises what ``call`` raises. Errors of the compilation are ignored here. They are raised again when the
+    kernel is launched.
     """
     found = _Rehearsal(device)
     token = rehearsal.set(found)
@@ -73,7 +76,8 @@ def _compile(launch: Any, dtypes: tuple[torch.dtype | None, ...], device: torch.
             *dtypes, *launch.numbers, grid=(1,), **launch.constants, **launch.options
         )
         try:
-            # Builds the launcher, for which Triton 3.6 runs a C compiler, and loads the code on the device.
+            # Reading ``run`` builds the launcher, for which Triton 3.6 runs a C compiler, and loads the
+            # kernel on the device.
             _ = compiled.run
         except Exception:
             forget(launch.kernel, device)

@@ -39,29 +39,30 @@ _KINDS: dict[Any, str] = {
     str: "str",
 }
 
-# Name of an operand -> its gradient. A gradient that is not wanted is None, or missing.
+# Name of an operand -> its gradient. An unwanted gradient is None, or its name is missing.
 Gradients = dict[str, Tensor | None]
 
 
 # --- annotations ------------------------------------------------------------------------------------
 
-# The following functions are for ``Operand(whole=...)``: the memory layouts that kernels can read. Each
-# returns ``t`` itself if it has the layout, else a copy that has it. ``call`` are all arguments of the op.
-# A lambda cannot be used, because ``typing.get_type_hints`` does not resolve names in it.
+# Values for ``Operand(whole=...)``. Each function stands for a memory layout that kernels can read. It
+# returns its tensor itself if the tensor has this layout, else a copy with this layout. ``call`` is the op's
+# call, with all its arguments. (A declaration cannot use a lambda instead: ``typing.get_type_hints`` does not
+# resolve the names inside a lambda.)
 
 
 def contiguous(t: Tensor, call: Any) -> Tensor:
-    """``t`` of any shape, contiguous."""
+    """``t``, or a contiguous copy if ``t`` is not contiguous. Any shape."""
     return t.contiguous()
 
 
 def dense(x: Tensor, call: Any) -> Tensor:
-    """(N, C, *spatial) ``x``, channels-last or channels-first, without gaps."""
+    """``x`` (N, C, *spatial), or a copy without gaps if it is neither channels-last nor channels-first."""
     return layout.dense(x)
 
 
 def even_rows(x: Tensor, call: Any) -> Tensor:
-    """(..., D) ``x`` with contiguous rows, and the same distance from each row to the next."""
+    """``x`` (..., D), or a contiguous copy if its rows are not contiguous or not evenly spaced."""
     return x.contiguous() if layout.row_stride(x) is None else x
 
 
@@ -69,8 +70,9 @@ class Operand:
     """Annotation of an argument that is a tensor.
 
     Args:
-        shapes: the shapes that are allowed, in the letters of the first operand's shape. ``*spatial`` and
-            ``...`` are any number of axes. Without shapes, the op's own check must check the shape.
+        shapes: the allowed shapes. A letter such as C has the same size as in the first operand's shape.
+            ``*spatial`` and ``...`` stand for any number of axes. If no shape is given, the op's own check
+            must check the shape.
         whole: one of the functions above, which returns the tensor in a layout that kernels can read.
             None: kernels can read every layout.
         has_gradient: autograd may ask for the tensor's gradient.
@@ -96,8 +98,8 @@ class Value(NamedTuple):
     check: Callable[[str, Any], None]
 
 
-# Annotations of a backward's last fields. ``dweight: Wanted`` is True if the gradient of ``weight`` is
-# wanted. ``dweight: WantedDtype`` is the dtype of that gradient, or None if it is not wanted.
+# Annotations of a backward's last fields. A field ``dweight: Wanted`` is True if the gradient of ``weight``
+# is wanted. A field ``dweight: WantedDtype`` is the dtype of the gradient, or None if it is not wanted.
 _WANTED = "wanted"
 Wanted = Annotated[bool, _WANTED]
 WantedDtype = Annotated[torch.dtype | None, _WANTED]
@@ -138,7 +140,7 @@ def fields_of(call_type: Any) -> tuple[Field, ...]:
 
 
 def arguments_of(call_type: Any) -> tuple[Field, ...]:
-    """The fields without a default: the arguments in the op's schema."""
+    """The fields without a default, which are the arguments in the op's schema."""
     return tuple(field for field in fields_of(call_type) if field.name not in call_type._field_defaults)
 
 
@@ -156,7 +158,7 @@ def differentiable(call_type: Any) -> tuple[str, ...]:
 def passed_on(call_type: Any) -> tuple[str, ...]:
     """Names of the arguments that are neither tensors nor dtypes: ``("activation", "eps")``.
 
-    A backward takes them too.
+    The op's backward takes these arguments too.
     """
     return tuple(f.name for f in arguments_of(call_type) if not f.is_tensor and f.kind != "ScalarType?")
 
@@ -246,7 +248,7 @@ def _parts(shape: str) -> list[str]:
 
 
 def _axes(shape: str, first: str) -> list[tuple[int, int | None] | int]:
-    """For each part of ``shape``: a number, or the (start, stop) of the same axes in ``first``.
+    """For each part of ``shape``: its number, or (start, stop) of the axes with the same name in ``first``.
 
     ``shape`` ``"(1, C, *spatial)"``, ``first`` ``"(N, C, *spatial)"`` -> ``[1, (1, 2), (2, None)]``
     """
@@ -258,7 +260,8 @@ def _axes(shape: str, first: str) -> list[tuple[int, int | None] | int]:
             found.append(int(part))
             continue
         place = names.index(part)
-        # After ``*spatial`` or ``...`` axes are counted from the end, because their number is not fixed.
+        # Axes behind ``*spatial`` or ``...`` are counted from the end, because ``*spatial`` has no fixed
+        # length.
         start = place if place <= rest else place - len(names)
         stop = (place if place < rest else place - len(names)) + 1
         found.append((start, stop or None))
@@ -266,7 +269,10 @@ def _axes(shape: str, first: str) -> list[tuple[int, int | None] | int]:
 
 
 def _sizes(axes: list[tuple[int, int | None] | int], x: Tensor) -> tuple[int, ...]:
-    """The shape that ``axes`` of ``_axes`` are for ``x``: ``[1, (1, 2)]``, x (2, 320, 64) -> ``(1, 320)``"""
+    """The shape that ``axes`` mean if ``x`` is the first operand. ``axes`` is a result of ``_axes``.
+
+    ``axes`` ``[1, (1, 2)]``, ``x`` (2, 320, 64) -> ``(1, 320)``
+    """
     found: tuple[int, ...] = ()
     for axis in axes:
         found += (axis,) if isinstance(axis, int) else tuple(x.shape[axis[0] : axis[1]])
@@ -274,9 +280,9 @@ def _sizes(axes: list[tuple[int, int | None] | int], x: Tensor) -> tuple[int, ..
 
 
 def gaps_of(call: Any) -> tuple[tuple[int, Callable[[Tensor, Any], Tensor]], ...]:
-    """(place, ``whole``) of each operand that kernels cannot read where it lies.
+    """(place, ``whole``) of each operand whose memory layout kernels cannot read.
 
-    ``((0, dense),)`` if the first operand has gaps.
+    For example ``((0, dense),)`` if only the first operand has gaps.
     """
     call_type: Any = type(call)
     return tuple(
@@ -289,7 +295,7 @@ def gaps_of(call: Any) -> tuple[tuple[int, Callable[[Tensor, Any], Tensor]], ...
 
 
 def without_gaps(call: Any, gaps: tuple[tuple[int, Callable[[Tensor, Any], Tensor]], ...]) -> Any:
-    """``call`` with copies of the operands in ``gaps``, which ``gaps_of`` returned for this kind of call."""
+    """``call`` with copies of the operands in ``gaps``, a result of ``gaps_of`` for this kind of call."""
     arguments = list(call)
     for place, whole in gaps:
         arguments[place] = whole(arguments[place], call)
@@ -299,8 +305,8 @@ def without_gaps(call: Any, gaps: tuple[tuple[int, Callable[[Tensor, Any], Tenso
 def empty_gradients(call: Any, names: tuple[str, ...]) -> Gradients:
     """Uninitialized gradients of the operands ``names``, with their shapes and dtypes.
 
-    The gradient of x has the strides of x, which has no gaps. The others are contiguous. An operand that is
-    None gets none.
+    The gradient of x has the strides of x, which has no gaps. The others are contiguous. There is no gradient
+    for an operand that is None.
     """
     found: Gradients = {}
     for name in names:

@@ -1,4 +1,4 @@
-"""Whether a call runs in Triton, and whether it has to go through PyTorch's dispatcher."""
+"""Decides whether a call runs in Triton, and whether it has to go through PyTorch's dispatcher."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from sdfastgn.kernels.common.private import (
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # The reason why no kernel runs in this process, or None. ``turn_off`` sets it.
 why_off: str | None = "triton is not installed" if gpu.triton is None else None
-# True inside ``stock_code``. A ContextVar, so that other threads go on to launch kernels.
+# True inside ``stock_code``. It is a ContextVar, so that other threads still launch kernels.
 _in_stock_code: ContextVar[bool] = ContextVar("sdfastgn_in_stock_code", default=False)
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 _TENSORS = (Tensor, torch.nn.Parameter)
-# Types of arguments that need no dispatcher: in particular no subclass of Tensor.
+# Types of arguments for which the dispatcher can be skipped. A subclass of Tensor may need it.
 _PLAIN_TYPES = frozenset((*_TENSORS, type(None), int, float, bool, str, torch.dtype))
 
 
@@ -46,8 +46,8 @@ class KernelError(Exception):
 def retried(function: Callable[P, T]) -> Callable[P, T]:
     """Decorator: call ``function`` a second time if it raises ``KernelError``.
 
-    ``function`` must ask ``runs_in_triton`` in each call, so that the second call takes plain PyTorch. Not
-    for functions that torch.compile traces, because it would trace the ``try`` too.
+    ``function`` must ask ``runs_in_triton`` in each call, so that the second call takes plain PyTorch. Do not
+    use it on functions that torch.compile traces: it would trace the ``try`` too.
     """
 
     @functools.wraps(function)
@@ -91,7 +91,7 @@ def stock_code() -> Iterator[None]:
 
 def is_on() -> bool:
     """True if calls of this thread may launch kernels now."""
-    # torch.compile cannot trace a ContextVar, and its value must not be a constant in compiled code.
+    # torch.compile cannot trace the ContextVar. Compiled code therefore ignores ``stock_code``.
     return why_off is None and (torch.compiler.is_compiling() or not _in_stock_code.get())
 
 
@@ -101,10 +101,10 @@ def runs_in_triton(x: Tensor) -> bool:
 
 
 def has_kernels(x: Tensor) -> bool:
-    """True if calls on ``x`` may become ops of this package: ``runs_in_triton``, and no export to ONNX.
+    """True if a call on ``x`` may use this package's ops: ``runs_in_triton``, and it is not exported to ONNX.
 
-    If false, public functions call PyTorch's own ops, and optimized modules run their stock forward. ONNX
-    has no translation of this package's ops.
+    Otherwise public functions call PyTorch's own ops, and optimized modules run their stock forward. ONNX has
+    no translation of this package's ops.
     """
     return runs_in_triton(x) and not (
         (torch.compiler.is_compiling() or is_tracing()) and torch.onnx.is_in_onnx_export()
@@ -112,19 +112,19 @@ def has_kernels(x: Tensor) -> bool:
 
 
 def autocast_dtype(x: Any) -> torch.dtype | None:
-    """The dtype of a norm's result: fp32 under CUDA autocast, as in PyTorch; else None, the dtype of x."""
+    """The dtype of a norm's result: fp32 under CUDA autocast, as in PyTorch; else None for the dtype of x."""
     if torch.is_autocast_enabled("cuda") and isinstance(x, Tensor) and runs_in_triton(x):
         return torch.float32
     return None
 
 
 def needs_op(x: Tensor) -> bool:
-    """For a call that is not plain: True if it calls the registered op. Else it calls PyTorch's own ops."""
+    """True if a call that is not plain goes to the registered op, False if it goes to PyTorch's own ops."""
     return has_kernels(x) and (torch.compiler.is_compiling() or not is_transformed())
 
 
 def is_plain_inference(x: Tensor, others: Iterable[Any]) -> bool:
-    """True if the dispatcher can be skipped: ``is_plain``, and no gradient is wanted."""
+    """True if the call ``is_plain`` and no gradient is wanted: the dispatcher can be skipped."""
     return is_plain(x, others) and not wants_gradient(x, others)
 
 
@@ -136,7 +136,7 @@ def wants_gradient(x: Tensor, others: Iterable[Any]) -> bool:
 
 
 def is_plain(x: Tensor, others: Iterable[Any]) -> bool:
-    """True if the dispatcher would do nothing but autograd: kernels run, and ``is_untraced``."""
+    """True if kernels run and the arguments are ordinary, so that the dispatcher would only run autograd."""
     return (
         not torch.compiler.is_compiling() and type(x) is Tensor and runs_in_triton(x) and _are_values(others)
     )
@@ -145,8 +145,8 @@ def is_plain(x: Tensor, others: Iterable[Any]) -> bool:
 def is_untraced(x: Tensor, others: Iterable[Any]) -> bool:
     """True if the arguments are ordinary tensors and numbers.
 
-    False under tracing, torch.func transforms, forward-mode AD and PyTorch's modes (``TorchDispatchMode``,
-    ``TorchFunctionMode``), and for other subclasses of Tensor than Parameter.
+    False under tracing, in torch.func transforms, in forward-mode AD and in PyTorch's modes
+    (``TorchDispatchMode``, ``TorchFunctionMode``). Also False for a subclass of Tensor, except Parameter.
     """
     return not torch.compiler.is_compiling() and type(x) in _TENSORS and _are_values(others)
 
@@ -157,7 +157,7 @@ def _are_values(others: Iterable[Any]) -> bool:
         and dispatch_modes() == 0
         and not in_function_mode()
         and not is_tracing()
-        # ``not is_transformed()``, without the time of a call
+        # the same as ``not is_transformed()``, but faster without the call
         and in_transform() is None
         and forward_ad._current_level < 0
     )

@@ -1,4 +1,7 @@
-"""Which errors of a launch mean that Triton cannot run kernels here, so that plain PyTorch takes over."""
+"""Finds out whether an error of a launch means that Triton cannot run kernels on this machine.
+
+If so, kernels are turned off, and plain PyTorch takes over.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +13,19 @@ import torch
 
 from sdfastgn.kernels.common import dispatch, gpu
 
-# A RuntimeError with one of these words comes from Triton, not from CUDA. Triton finds no C compiler,
-# ptxas, driver or folder for its cache, a pass of its compiler fails, or the GPU or its driver refuses the
-# code. Other RuntimeErrors may be CUDA's report of an error in an earlier kernel: they are raised as usual.
+# A RuntimeError with one of these words comes from Triton, not from CUDA. The causes: Triton finds no C
+# compiler, ptxas, driver or folder for its cache; a pass of its compiler fails; or the GPU or its driver
+# refuses the code. Any other RuntimeError may be CUDA's report of an error in an earlier kernel, and is
+# raised as usual.
 _WORDS = ("compiler", "ptxas", "active drivers", "cache dir", "PassManager", "kernel image", "PTX")
 # Text of the error if a kernel's code does not fit into the GPU's memory.
 _NO_MEMORY = "Triton Error [CUDA]: out of memory"
-# Characters of an error's text. It is shown as one line of a report.
+# Maximum length of an error's text in characters. The text is shown as one line of a report.
 _MAX_TEXT = 300
 
 
 def one_line(error: BaseException) -> str:
-    """An exception as one line: its type, and the first line of its text that is not empty."""
+    """Format an exception as one line: its type, and the first line of its text that is not empty."""
     lines = (line.strip() for line in str(error).splitlines())
     return f"{type(error).__name__}: {next(filter(None, lines), 'no message')}"[:_MAX_TEXT]
 
@@ -34,9 +38,9 @@ def check_gpu(device: torch.device) -> None:
 
 
 def check_error(error: Exception, kernel: Any, device: torch.device) -> None:
-    """Raise another error in place of ``error``, which a launch of ``kernel`` raised, if one fits better.
+    """Raise a clearer error in place of ``error``, which a launch of ``kernel`` raised.
 
-    Returns if none does; the caller then raises ``error`` itself.
+    Returns if there is no clearer error. The caller then raises ``error`` itself.
 
     Raises:
         KernelError: Triton cannot compile or load ``kernel`` here. Kernels are turned off.
@@ -47,14 +51,14 @@ def check_error(error: Exception, kernel: Any, device: torch.device) -> None:
         raise torch.OutOfMemoryError(f"sdfastgn: no memory for the code of a kernel: {error}") from error
     if _is_of_compiling(error):
         name = getattr(kernel, "__name__", "a kernel")
-        # A CompilationError's text begins with the kernel's source.
+        # ``str`` of a CompilationError would begin with the kernel's source.
         text = getattr(error, "error_message", None) or str(error)
         said = textwrap.shorten(f"{type(error).__name__}: {text}", _MAX_TEXT, placeholder=" ...")
         raise dispatch.turn_off(f"Triton cannot compile {name} here ({said})") from error
 
 
 def forget(kernel: Any, device: torch.device) -> None:
-    """Remove ``kernel`` from Triton's cache of loaded kernels, which may have one that failed to load."""
+    """Remove ``kernel`` from Triton's cache of loaded kernels, where its entry may have failed to load."""
     kernel.device_caches.pop(device.index, None)
 
 
@@ -64,6 +68,6 @@ def _is_of_compiling(error: Exception) -> bool:
 
     if type(error) is RuntimeError:
         return any(word in str(error) for word in _WORDS)
-    # OSError: files of the cache. SubprocessError: a compiler. ImportError: the compiled launcher.
+    # OSError comes from files of the cache, SubprocessError from a compiler, ImportError from the launcher.
     machine = (OSError, subprocess.SubprocessError, ImportError)
     return isinstance(error, (CompilationError, OutOfResources, PTXASError, *machine))

@@ -14,16 +14,16 @@ from sdfastgn.kernels.common.private import current_device, current_raw_stream
 
 try:
     import triton
-except ImportError:  # every call then runs in plain PyTorch
+except ImportError:  # without Triton every call runs in plain PyTorch
     triton = None
 
-# (major, minor); (0, 0) without Triton.
+# Triton's (major, minor) version; (0, 0) without Triton.
 TRITON_VERSION = tuple(map(int, triton.__version__.split(".")[:2])) if triton is not None else (0, 0)
-# Whether Triton has programmatic dependent launch. Triton 3.4 cannot compile its own ``gdc_wait``.
+# Whether this Triton supports programmatic dependent launch. Triton 3.4 cannot compile ``gdc_wait``.
 HAS_GDC = TRITON_VERSION >= (3, 5)
 
-# Whether a kernel may read x before its own ``gdc_wait``, if an earlier kernel of the same call has waited
-# until x was complete (ADR 7). Only tests set it to False: every kernel then waits first.
+# Whether a kernel may read x before it calls ``gdc_wait``. It does so only if an earlier kernel of the same
+# call has already waited for x (ADR 7). Only tests set this to False, so that every kernel waits first.
 READS_AHEAD = True
 # Lowest compute capability for which the kernels are known to compile: Turing.
 _OLDEST = (7, 5)
@@ -47,29 +47,29 @@ def stream_on(device: torch.device) -> int | None:
 
 
 def num_sms(device: torch.device) -> int:
-    """Number of multiprocessors of ``device``; for a CPU 132, an H200's number.
+    """Number of multiprocessors of ``device``. For a CPU it is 132, as on an H200.
 
-    With it, tests in the interpreter get the launch configurations of a GPU.
+    So tests in the interpreter get the launch configurations of a GPU.
     """
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 def has_programmatic_launch(device: torch.device) -> bool:
-    """True if a kernel can start while the kernel before it still runs: on NVIDIA GPUs from sm_90 on."""
+    """True if ``device`` has programmatic dependent launch: NVIDIA from sm_90 on, Triton >= 3.5."""
     if not HAS_GDC or device.type != "cuda" or torch.version.hip is not None:  # AMD's type is "cuda" too
         return False
     return torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def l2_bytes(device: torch.device) -> int:
-    """Bytes of the L2 cache of ``device``: 0 if PyTorch does not know it, for a CPU an H200's."""
+    """Bytes of the L2 cache of ``device``; 0 if PyTorch does not know it. For a CPU it is as on an H200."""
     if device.type != "cuda":
         return 60 * 2**20
     return getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)
 
 
 def reads_ahead(device: torch.device) -> bool:
-    """True if a kernel may read its input before its own ``gdc_wait`` (``READS_AHEAD``)."""
+    """True if a kernel on ``device`` may read its input before it calls ``gdc_wait`` (``READS_AHEAD``)."""
     return READS_AHEAD and has_programmatic_launch(device)
 
 
@@ -82,7 +82,7 @@ def unsupported(device: torch.device) -> str | None:
 
 
 def is_current(device: torch.device) -> bool:
-    """True if a launch runs on ``device``: it is the current device, or no GPU."""
+    """True if a launch would run on ``device``, because it is the current device or is not a GPU."""
     return device.type != "cuda" or device.index == current_device()
 
 

@@ -21,7 +21,7 @@ from sdfastgn.kernels.common.plan_cache import Plan, Plans
 
 
 class GradOp(Op):
-    """An op that computes the gradients of another op. It returns a tensor for each wanted gradient.
+    """An op that computes the gradients of another op. It returns one tensor for each wanted gradient.
 
     It can be differentiated again: autograd then differentiates ``reference``. Tensors that the forward
     saved, such as the mean, are functions of x. ``reference`` must compute them from x again, so that the
@@ -32,8 +32,9 @@ class GradOp(Op):
         arguments: the declaration, usually by ``backward_of``: the gradients of the other op's results, x,
             other arguments, and which gradients are wanted (``Wanted`` or ``WantedDtype``).
         plan: ``arguments without gaps -> Plan``, whose ``run`` returns ``Gradients``.
-        reference: ``arguments -> Gradients`` in plain PyTorch. Every step can be differentiated.
-        empty: ``(arguments without gaps, names) -> Gradients``: uninitialized memory for them.
+        reference: ``arguments -> Gradients`` in plain PyTorch. Each of its steps must be differentiable.
+        empty: ``(arguments without gaps, names) -> Gradients``, uninitialized memory for the gradients of the
+            operands ``names``.
     """
 
     def __init__(
@@ -49,7 +50,8 @@ class GradOp(Op):
 
         def fake(call: Any) -> list[Tensor]:
             wanted = tuple(name for name, want in zip(names, self._wanted(call), strict=True) if want)
-            # Only x without gaps, because torch.compile adds a guard for each question about strides.
+            # Only x is copied if it has gaps. To look for gaps in all operands would add guards in
+            # torch.compile, one for each check of strides.
             return _in_order(empty(without_gaps(call, x_alone), wanted), names)
 
         @dispatch.retried
@@ -60,7 +62,7 @@ class GradOp(Op):
             return _in_order(found, names)
 
         self._names, self._reference, self.plans = names, reference, Plans(arguments, plan)
-        # The gradients of the other op's results are the arguments before x; this is their number.
+        # Number of arguments before x, which are the gradients of the other op's results.
         self._results = arguments._fields.index("x")
         x = fields_of(arguments)[self._results]
         x_alone = ((x.place, x.note.whole),)
@@ -110,7 +112,8 @@ def _derivative_of(
     def backward(ctx: Any, needs: Any, dgrads: Any) -> dict[str, Tensor | None]:
         keep_graph = torch.is_grad_enabled()
         with torch.enable_grad():
-            # Views of the arguments: if dy was computed from x, autograd must not follow it back to x here.
+            # Differentiate with respect to views of the arguments. If dy was computed from x, autograd would
+            # otherwise include that computation in the derivative with respect to x.
             call = type(ctx.call)(
                 *(
                     value if t is None else t.view_as(t)

@@ -1,8 +1,8 @@
 """Launch a compiled Triton kernel with little CPU time.
 
 ``kernel[grid](...)`` binds, specializes and hashes every argument at each call. That takes longer than
-the small kernels of a UNet take on the GPU. A ``Launch`` does it at its first call, and then calls the
-compiled kernel's launcher directly.
+the small kernels of a UNet take on the GPU. A ``Launch`` does this work only at its first call. Later calls
+go directly to the compiled kernel's launcher.
 
 Triton compiles a kernel again for other dtypes, for another set of tensors that are None, and for pointers
 that are not multiples of 16. So
@@ -25,16 +25,17 @@ from torch import Tensor
 from sdfastgn.kernels.common import failures, gpu
 from sdfastgn.kernels.common.compile_ahead import rehearsal
 
-# The first parameters of every launcher that is known here.
+# The first parameters of each kind of launcher that this file can call.
 _LAUNCHED = ("self", "gridX", "gridY", "gridZ", "stream", "function")
-# The parameters after these, since Triton 3.7.
+# The launcher's parameters after ``_LAUNCHED``, since Triton 3.7.
 _REPORTED = ("kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook")
-# Most warps of a program. A program has at most 1024 threads, and a warp 32, or 64 on AMD's GPUs.
+# Maximum number of warps of a program. A program has at most 1024 threads. A warp has 32 threads, or 64 on
+# AMD's GPUs.
 _MAX_WARPS = 32 if torch.version.hip is None else 16
 
 
 class Launch:
-    """A kernel on one device with a fixed grid, numbers, constants and warps. A call gives the tensors.
+    """A kernel with a fixed device, grid, number of warps, numbers and constants. Calls pass the tensors.
 
     Args:
         kernel: the ``@triton.jit`` function. Its parameters are pointers (``*_ptr``), then numbers, then
@@ -74,8 +75,8 @@ class Launch:
         self.constants = {name: arguments[name] for name in constants}
         self.options = {"num_warps": min(num_warps, _MAX_WARPS), **({"launch_pdl": True} if pdl else {})}
         self._values = (*self.numbers, *self.constants.values())
-        # The compiled kernel's launcher and its first arguments, or None before the first call. They are
-        # one attribute, so that another thread never sees only one of them.
+        # (launcher of the compiled kernel, its first arguments), or None before the first call. This is one
+        # tuple, so that another thread never sees a launcher without its arguments.
         self._direct: tuple[Any, tuple[Any, ...]] | None = None
 
     def __call__(self, stream: int, *tensors: Tensor | None) -> None:
@@ -127,7 +128,7 @@ class Launch:
     def run(self, first: Tensor, *others: Tensor | None) -> None:
         """Launch on the device of ``first``, in its current stream. Another device may be current."""
         device = first.device
-        if gpu.is_current(device):  # faster than to enter ``torch.cuda.device``
+        if gpu.is_current(device):  # ``torch.cuda.device`` would take more CPU time
             self(gpu.current_stream(device), first, *others)
         else:
             with torch.cuda.device(device):
@@ -149,7 +150,7 @@ def _parameters_of(function: Any) -> tuple[tuple[str, ...], tuple[str, ...], tup
 def _direct_launcher(compiled: Any) -> tuple[Any, tuple[Any, ...]] | None:
     """A compiled kernel's launcher, and its arguments between the stream and the kernel's own arguments.
 
-    None if this version of Triton has a launcher that is not known here. ``kernel[grid]`` is then used.
+    None if this file does not know the launcher of this version of Triton. ``kernel[grid]`` is then used.
     """
     try:
         run = compiled.run
@@ -162,9 +163,10 @@ def _direct_launcher(compiled: Any) -> tuple[Any, tuple[Any, ...]] | None:
     if parameters != (*_LAUNCHED, "args"):  # up to Triton 3.6
         return None
     sizes = [getattr(run, f"{kind}_scratch_size", None) for kind in ("global", "profile")]
-    if any(sizes) or not hasattr(run, "launch_pdl"):  # it needs scratch memory, or is AMD's
+    if any(sizes) or not hasattr(run, "launch_pdl"):  # needs scratch memory, or is AMD's launcher
         return run, bound
     # NVIDIA's launcher is a Python function around a C function. The Python function only allocates
-    # scratch memory, which this kernel does not need. Triton 3.4 has one kind of it, later versions two.
+    # scratch memory, which this kernel does not need. Triton 3.4 has one kind of scratch memory, later
+    # versions have two.
     scratch = [None for size in sizes if size is not None]
     return run.launch, (compiled.function, run.launch_cooperative_grid, run.launch_pdl, *scratch, *bound[1:])

@@ -1,11 +1,11 @@
 """Memory layouts of (N, C, *spatial) tensors.
 
 A tensor is *channels-last* if its memory order is (N, *spatial, C) without gaps, and *channels-first* if
-it is (N, C, *spatial) without gaps. It is *dense* if it is one of them. Rank 3 is included: the (N, C, L)
-view of (N, L, C) tokens is channels-last.
+it is (N, C, *spatial) without gaps. It is *dense* if it is channels-last or channels-first. Rank 3 is
+included: the (N, C, L) view of (N, L, C) tokens is channels-last.
 
-With one channel or one spatial position a tensor is both. Kernels for either layout are then right, and
-outputs have exactly the input's strides.
+A tensor with one channel or one spatial position is both channels-last and channels-first. Kernels for either
+layout then give the right result, and outputs have exactly the input's strides.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-# Largest stride between rows for which offsets inside a tile surely fit into int32.
+# Largest stride between rows for which all offsets inside a tile are sure to fit into int32.
 _MAX_STRIDE = 1 << 20
 
 
 def is_channels_last(x: Tensor) -> bool:
-    """True if ``x`` (N, C, *spatial) lies as (N, *spatial, C) without gaps; never at rank 2."""
+    """True if ``x`` (N, C, *spatial) lies as (N, *spatial, C) without gaps. False for rank 2."""
     return x.dim() > 2 and x.movedim(1, -1).is_contiguous()
 
 
@@ -36,7 +36,7 @@ def is_dense(x: Tensor) -> bool:
 
 
 def _keeps_channels_innermost(x: Tensor) -> bool:
-    """True if a dense copy of ``x``, which is not dense, is channels-last."""
+    """True if ``dense`` copies ``x``, which is not dense, to channels-last."""
     return x.dim() > 2 and x.stride(1) == 1
 
 
@@ -44,7 +44,7 @@ def dense_is_channels_last(x: Tensor) -> bool:
     """``is_channels_last(dense(x))``, without a copy."""
     if is_dense(x):
         return is_channels_last(x)
-    # A dense copy with one channel or one position is channels-last in any case.
+    # A dense copy with one channel or one position is always channels-last (and channels-first).
     return x.dim() > 2 and (_keeps_channels_innermost(x) or x.shape[1] == 1 or math.prod(x.shape[2:]) == 1)
 
 
@@ -56,7 +56,7 @@ def dense(x: Tensor) -> Tensor:
 
 
 def laid_out(y: Tensor, channels_last: bool) -> Tensor:
-    """``y`` (N, C, *spatial) in one layout: channels-last if ``channels_last``, else channels-first.
+    """``y`` (N, C, *spatial), channels-last if ``channels_last``, else channels-first.
 
     Differentiable. ``y`` itself if it has this layout, else a copy.
     """
@@ -73,7 +73,7 @@ def empty_dense_like(x: Tensor, dtype: torch.dtype) -> Tensor:
 def empty_laid_out(
     like: Tensor, shape: Sequence[int], channels_last: bool, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Uninitialized tensor of ``shape`` (N, C, *spatial) in one layout.
+    """Uninitialized tensor of ``shape`` (N, C, *spatial): channels-last or channels-first.
 
     It has the device of ``like``, and its dtype unless ``dtype`` is given. It is not a view, because
     autograd forbids in-place changes of a view that a registered op returned.
@@ -83,23 +83,23 @@ def empty_laid_out(
 
 
 def like_dense(y: Tensor, x: Tensor) -> Tensor:
-    """``y``, which has the shape of ``x``, with the strides of ``dense(x)``.
+    """Give ``y`` the strides of ``dense(x)``. ``y`` has the shape of ``x``.
 
-    Differentiable. A copy only if the strides differ.
+    Differentiable. It copies only if the memory order of ``y`` differs.
     """
     if y.stride() == x.stride() and y.is_contiguous():
         return y
     is_last = is_channels_last(x) if is_dense(x) else _keeps_channels_innermost(x)
     y = laid_out(y, is_last)
-    # With one channel or one position the same memory order can have other strides.
+    # With one channel or one position, different strides can describe the same memory order.
     return y.as_strided(x.shape, x.stride()) if is_dense(x) and y.stride() != x.stride() else y
 
 
 def row_stride(x: Tensor) -> int | None:
     """Elements between the starts of neighboring rows of ``x`` (..., D).
 
-    None if kernels need a copy: distances between rows differ, elements of a row are not contiguous, or
-    rows overlap or lie farther apart than ``_MAX_STRIDE``.
+    None if kernels need a copy of ``x``: distances between rows differ, elements of a row are not contiguous,
+    or rows overlap or lie farther apart than ``_MAX_STRIDE``.
     """
     if x.is_contiguous():
         return x.shape[-1]

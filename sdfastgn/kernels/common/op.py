@@ -41,11 +41,12 @@ class Op:
         arguments: the declaration of its arguments (``common/declaration.py``).
         results: the results' part of its schema, such as ``"(Tensor, Tensor)"``.
         run: ``arguments -> results``.
-        fake: ``arguments -> results`` for tensors without data: results have shapes, strides and dtypes.
-        save: ``(ctx, arguments, results)``, keeps in ``ctx`` what ``backward`` needs.
+        fake: ``arguments -> results`` for tensors without data: only shapes, strides and dtypes count.
+        save: ``(ctx, arguments, results)``, stores in ``ctx`` what ``backward`` needs.
         backward: ``(ctx, needs, *gradients of the results) -> {argument's name: gradient}``. ``needs`` is an
-            instance of ``arguments`` that has True where a gradient is wanted. None: no gradients.
-        hidden: number of trailing results that only the backward uses.
+            instance of ``arguments`` that has True where a gradient is wanted. If ``backward`` is None, the
+            op has no gradients.
+        hidden: number of results at the end that only the backward uses.
     """
 
     def __init__(
@@ -98,10 +99,10 @@ class Op:
     def gradients(self, ctx: Any, names: tuple[str, ...], grads: Any) -> tuple[Tensor | None, ...]:
         """The gradients of the arguments ``names``, in their order.
 
-        ``names`` are the arguments that autograd saw, as in ``ctx.needs_input_grad``. ``grads`` are the
-        gradients of the results.
+        ``names`` are the arguments that were passed to autograd, as in ``ctx.needs_input_grad``. ``grads``
+        are the gradients of the results.
         """
-        # Compiled autograd of PyTorch 2.8 traces this. It supports the fields of a NamedTuple, but not
+        # Compiled autograd of PyTorch 2.8 traces this code. It supports the fields of a NamedTuple, but not
         # ``_replace``, ``_make``, ``_asdict``, slices or properties.
         asked = dict(zip(names, ctx.needs_input_grad, strict=False))
         needs = self.arguments(*[asked.get(name, False) for name in self.arguments._fields])
@@ -117,11 +118,11 @@ class PlannedOp(Op):
         saved: names of the further results, which only the backward uses.
         plan: ``arguments without gaps -> SavingPlan``.
         reference: ``arguments -> results and saved results`` in plain PyTorch.
-        backward: the ``GradOp`` with the arguments ``backward_of(arguments, saved, ...)``. Or, together with
-            ``save``, a function as in ``Op``.
+        backward: the ``GradOp`` with the arguments ``backward_of(arguments, saved, ...)``. Or a function as
+            in ``Op``, which needs ``save``.
         save: as in ``Op``. None if ``backward`` is a ``GradOp``.
-        check: ``(public name, arguments)``, raises if an argument is wrong in a way that the declaration
-            does not express. When it runs, the first operand has been checked.
+        check: ``(public name, arguments)``, raises if an argument is wrong in a way that the declaration does
+            not express. It is called after the check of the first operand.
         plain: ``arguments -> what the caller gets`` in PyTorch's own differentiable ops. It runs where the
             registered op cannot. None: ``reference`` without the saved results.
     """
@@ -177,7 +178,7 @@ class PlannedOp(Op):
             tensors = plans.tensors(call)
             trains = torch.is_grad_enabled() and dispatch.wants_gradient(x, tensors)
             try:
-                # Invalid arguments never have a plan. So calls are checked only if they have none.
+                # Calls with invalid arguments never have a plan. So only calls without a plan are checked.
                 plan = plans.made.get(plans.key(call, tensors, trains))
                 if plan is None:
                     self.check(name or self.name, call)
@@ -200,7 +201,7 @@ class PlannedOp(Op):
 def _save_for(arguments: Any, saved: int) -> Callable[[Any, Any, Any], None]:
     """A ``save`` that keeps what ``_backward_by`` needs, in the order of ``backward_of``.
 
-    These are the first operand, the last ``saved`` results, the other operands that may have a gradient,
+    It keeps the first operand, the last ``saved`` results, the other operands that may have a gradient,
     and the values.
     """
     first, *operands = (arguments._fields.index(name) for name in differentiable(arguments))
@@ -250,5 +251,5 @@ def _training_function(op: PlannedOp, names: tuple[str, ...]) -> Any:
         def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
             return *op.gradients(ctx, names, grads), None, None
 
-    # The class is renamed, because profiles and anomaly mode show its name.
+    # Profiles and anomaly mode show the class's name, so it gets the op's name.
     return type(op.name.replace(".", "_"), (Training,), {})

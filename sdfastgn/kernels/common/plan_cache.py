@@ -15,7 +15,8 @@ from torch import Tensor
 
 from sdfastgn.kernels.common.declaration import arguments_of, fields_of, gaps_of, without_gaps
 
-# Entries of a cache. The limit keeps a server that sees ever new shapes from leaking memory.
+# Maximum number of entries of a cache. Without a limit, a server that gets new shapes all the time would leak
+# memory.
 _MAX_PLANS = 4096
 # Types of the arguments that are not tensors.
 _VALUES = frozenset((type(None), int, float, bool, str, torch.dtype))
@@ -34,7 +35,8 @@ class PlanCache(dict[tuple[Any, ...], Value]):
 def plan_key(arguments: Iterable[Any], *more: Any) -> tuple[Any, ...]:
     """The kind of a call as a dictionary's key.
 
-    A tensor becomes its shape, strides, dtype and device. Other arguments and ``more`` are kept as they are.
+    A tensor is replaced by its shape, strides, dtype and device. Other arguments and ``more`` stay as they
+    are.
     """
     return (
         *[t if type(t) in _VALUES else (t.shape, t.stride(), t.dtype, t.device) for t in arguments],
@@ -43,7 +45,7 @@ def plan_key(arguments: Iterable[Any], *more: Any) -> tuple[Any, ...]:
 
 
 class Plan(Protocol):
-    """How one kind of call is launched. Its arguments are valid, not empty, and have no gaps."""
+    """The launches of one kind of call. The arguments must be valid and not empty, and have no gaps."""
 
     def run(self, call: Any) -> Any:
         """Launch, and return the results that the caller gets."""
@@ -67,7 +69,7 @@ class Plans:
     def __init__(self, arguments: Any, make: Callable[[Any], Any]) -> None:
         self._make = make
         self.made: PlanCache[Any] = PlanCache()
-        # All fields with defaults are taken for tensors.
+        # Every field with a default is treated as a tensor.
         values = [f.place for f in arguments_of(arguments) if not f.is_tensor]
         places = [f.place for f in fields_of(arguments) if f.place not in values]
         self.tensors, self._values = picker(places), picker(values)
@@ -75,7 +77,7 @@ class Plans:
     def key(self, call: Any, tensors: tuple[Tensor | None, ...], saves: bool = True) -> tuple[Any, ...]:
         """The key of ``call``. ``tensors`` is ``self.tensors(call)``.
 
-        ``saves``: the plan's ``run_and_save`` will be called, and not its ``run``.
+        ``saves``: True if the plan's ``run_and_save`` will be called instead of its ``run``.
         """
         return (
             *[None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors],
@@ -110,7 +112,7 @@ class _CopyingPlan:
 
 
 def picker(places: list[int]) -> Callable[[Any], tuple[Any, ...]]:
-    """A function ``call -> tuple of the arguments at these places``."""
+    """A function ``call -> tuple of its arguments at these places``."""
     if not places:
         return lambda call: ()
     return itemgetter(*places) if len(places) > 1 else lambda call: (call[places[0]],)

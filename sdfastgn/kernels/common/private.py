@@ -1,8 +1,8 @@
 """All private names of PyTorch that this package uses, each with a replacement if a version lacks it.
 
-A private name is used where there is no public way, or where that takes microseconds instead of
-nanoseconds. With a replacement, results stay right: a call is slower, goes through PyTorch's dispatcher, or
-its graph is not captured or its weights are not packed.
+A private name is used if there is no public one, or if the public one takes microseconds instead of
+nanoseconds. If a version of PyTorch lacks the private name, the replacement gives the same results, but less
+speed. For example, calls then go through PyTorch's dispatcher, or CUDA graphs are not captured.
 
 Private names of Triton are in ``launch.py`` and ``compile_ahead.py``. Private attributes that every
 ``nn.Module`` has, such as ``_parameters``, are used where they are needed.
@@ -30,7 +30,7 @@ _C: Any = torch._C
 
 
 class _OldStyle(torch.autograd.Function):
-    """A Function without ``setup_context``: calls raise RuntimeError inside torch.func's transforms."""
+    """A Function without ``setup_context``. Calling it inside a torch.func transform raises RuntimeError."""
 
     @staticmethod
     def forward(ctx: Any) -> None:
@@ -48,7 +48,7 @@ def _is_refused() -> bool:
 class _ForwardAD:
     """Replaces the module ``torch.autograd.forward_ad`` if it lacks ``_current_level``.
 
-    Dual tensors can be made only inside forward-mode AD, so it tries to make one.
+    Its ``_current_level`` tries to make a dual tensor, which is possible only inside forward-mode AD.
     """
 
     @property
@@ -68,7 +68,7 @@ def _has_no_memory(t: Tensor) -> bool:
     return False
 
 
-# Number of active ``TorchDispatchMode``s. The replacement always says 1: there may be one.
+# Number of active ``TorchDispatchMode``s. The replacement always returns 1, because a mode may be active.
 dispatch_modes: Callable[[], int] = getattr(_C, "_len_torch_dispatch_stack", lambda: 1)
 # True inside a ``TorchFunctionMode``.
 in_function_mode: Callable[[], bool] = getattr(
@@ -80,7 +80,7 @@ is_tracing: Callable[[], bool] = getattr(_C, "_is_tracing", torch.jit.is_tracing
 in_transform: Callable[[], Any] = getattr(
     getattr(_C, "_functorch", None), "peek_interpreter_stack", lambda: _is_refused() or None
 )
-# True for a gradient that a backward gets from ``torch.autograd.grad(..., is_grads_batched=True)``.
+# True for a gradient that ``torch.autograd.grad(..., is_grads_batched=True)`` passes to a backward.
 is_batched: Callable[[Tensor], bool] = getattr(
     getattr(_C, "_functorch", None), "is_legacy_batchedtensor", _has_no_memory
 )
@@ -109,15 +109,15 @@ class _Doubled(nn.Module):
 
 
 def _gives_one_twice() -> bool:
-    """True if a parametrized weight is the same tensor each time it is read, so that it is cached."""
-    probe = nn.LayerNorm(1)  # its initial values use no random numbers
+    """True if a parametrized weight is the same tensor each time it is read: the cache is then on."""
+    probe = nn.LayerNorm(1)  # its initialization uses no random numbers
     parametrize.register_parametrization(probe, "weight", _Doubled())
     return probe.weight is probe.weight
 
 
 # True inside ``torch.nn.utils.parametrize.cached()``.
 caches_parametrizations: Callable[[], bool] = (
-    (lambda: bool(parametrize._cache_enabled))  # read at each call: the module rebinds this variable
+    (lambda: bool(parametrize._cache_enabled))  # read at each call: ``cached()`` rebinds this variable
     if hasattr(parametrize, "_cache_enabled")
     else _gives_one_twice
 )
@@ -137,7 +137,7 @@ sleep: Callable[[int], object] = getattr(torch.cuda, "_sleep", lambda cycles: No
 def end_pool(device: int, pool: Any) -> bool:
     """Stop ``device`` from allocating in ``pool`` after a capture of a graph failed.
 
-    False if it has already stopped, or if this PyTorch cannot do it.
+    Returns False if it has already stopped, or if this version of PyTorch cannot stop it.
     """
     try:
         _C._cuda_endAllocateToPool(device, pool)
@@ -149,13 +149,14 @@ def end_pool(device: int, pool: Any) -> bool:
 
 # ---- tensors and their memory
 
-# Use count of a storage that belongs to one tensor. ``untyped_storage()`` makes a second reference.
+# Use count of the storage of a single tensor: one reference by the tensor, one by the result of
+# ``untyped_storage()``.
 _UNSHARED = 2
 
 _use_count: Callable[[Any], int] | None = getattr(_C, "_storage_Use_Count", None)
 _new_with_weak_ptr: Callable[[int], Any] | None = getattr(torch.UntypedStorage, "_new_with_weak_ptr", None)
 # ``is_expired(expiring(reference))`` is True once the memory that a StorageWeakRef refers to is freed.
-# ``expiring`` is called once for a reference, ``is_expired`` often.
+# ``expiring`` is called once for each reference. ``is_expired`` is called often.
 is_expired: Callable[[Any], bool]
 expiring: Callable[[StorageWeakRef], Any]
 if hasattr(torch.UntypedStorage, "_expired"):
@@ -191,7 +192,8 @@ def _dense_memory_format(u: Tensor) -> torch.memory_format:
     return last if u.is_contiguous(memory_format=last) else torch.contiguous_format
 
 
-# Memory format of a 4-d or 5-d tensor by its strides. The replacement is right only without gaps.
+# The memory format of a 4-d or 5-d tensor, found from its strides. The replacement is right only for tensors
+# without gaps.
 suggest_memory_format: Callable[[Tensor], torch.memory_format] = getattr(
     getattr(torch, "_prims_common", None), "suggest_memory_format", _dense_memory_format
 )
@@ -201,10 +203,10 @@ suggest_memory_format: Callable[[Tensor], torch.memory_format] = getattr(
 
 _cuda: Any = torch.backends.cuda
 _cudnn: Any = torch.backends.cudnn
-# (backend, operation) of each switch for the precision of fp32 arithmetic, such as TF32.
+# (backend, operation) of each switch for the precision of fp32 arithmetic, which for example allows TF32.
 _PRECISIONS = (("generic", "all"), ("cuda", "all"), ("cuda", "matmul"), ("cuda", "conv"))
-# name -> what replaces the private function ``torch._C._get_<name>``. Where there is no public function it is
-# ``tuple``, which always returns (), so that changes of the switch are not noticed.
+# name -> replacement of the private function ``torch._C._get_<name>``. If there is no public function, the
+# replacement is ``tuple``. It always returns (), so changes of the switch are not noticed.
 _SWITCHES: dict[str, Callable[[], Any]] = {
     "cudnn_enabled": lambda: _cudnn.enabled,
     "cudnn_benchmark": lambda: _cudnn.benchmark,
@@ -230,8 +232,9 @@ _SWITCHES: dict[str, Callable[[], Any]] = {
 def _precisions() -> tuple[Any, ...]:
     """Values of the public switches for fp32 arithmetic.
 
-    They are ``allow_tf32`` of matrix products and of cuDNN. PyTorch after 2.8 also has ``fp32_precision``.
-    After somebody has set it, ``allow_tf32`` may raise, and the values of ``fp32_precision`` are returned.
+    These are ``allow_tf32`` of matrix products and of cuDNN. PyTorch after 2.8 also has ``fp32_precision``.
+    Once somebody has set ``fp32_precision``, reading ``allow_tf32`` may raise. Then the values of
+    ``fp32_precision`` are returned instead.
     """
     try:
         return _cuda.matmul.allow_tf32, _cudnn.allow_tf32
@@ -242,7 +245,7 @@ def _precisions() -> tuple[Any, ...]:
 def _precision_places() -> tuple[Any, ...]:
     """The objects that have an attribute ``fp32_precision``, outermost first. Empty in PyTorch 2.8.
 
-    One whose value is "none" uses the value of an object before it.
+    An object whose value is "none" uses the value of an object before it.
     """
     if not hasattr(torch.backends, "fp32_precision"):
         return ()
@@ -258,8 +261,8 @@ def tf32(*, convolutions: bool, products: bool) -> Iterator[None]:
         products: matrix products may use TF32.
 
     If PyTorch has the newer switches (``fp32_precision``), only these are set. Inside the context, reading
-    an older switch (``allow_tf32``) may then raise. To set the older ones as well would lose the values of
-    the newer ones.
+    an older switch (``allow_tf32``) may then raise. The older ones are not set, because setting them would
+    overwrite the values of the newer ones.
     """
     places = _precision_places()
     if not places:
@@ -274,10 +277,12 @@ def tf32(*, convolutions: bool, products: bool) -> Iterator[None]:
     before = []
     for place in places:
         before.append(place.fp32_precision)
-        # Else the places after this one would read as its value where their own is "none".
+        # A place whose value is "none" reads as the value of an earlier place. Clearing the earlier one first
+        # lets the loop save "none" for it.
         place.fp32_precision = "none"
     try:
-        # Both are set, because ``_cudnn.allow_tf32`` can only be read if they agree.
+        # cuDNN's ``conv`` and ``rnn`` get the same value, because ``_cudnn.allow_tf32`` can only be read if
+        # they agree.
         _cudnn.conv.fp32_precision = _cudnn.rnn.fp32_precision = "tf32" if convolutions else "ieee"
         _cuda.matmul.fp32_precision = "tf32" if products else "ieee"
         yield
@@ -291,7 +296,7 @@ _precision = getattr(_C, "_get_fp32_precision_getter", None)
 switches: tuple[Callable[[], Any], ...] = (
     *((partial(_precision, *names) for names in _PRECISIONS) if _precision else (_precisions,)),
     *(getattr(_C, f"_get_{name}", public) for name, public in _SWITCHES.items()),
-    # The active version of flash attention, such as FA3. Public, but PyTorch 2.8 lacks it.
+    # The active version of flash attention, such as FA3. This function is public, but PyTorch 2.8 lacks it.
     getattr(attention, "current_flash_attention_impl", tuple),
 )
 # Order in which PyTorch tries the backends of scaled_dot_product_attention.

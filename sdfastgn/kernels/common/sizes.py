@@ -6,9 +6,9 @@ from typing import Any
 
 # Lanes (threads) of a warp on NVIDIA's GPUs.
 WARP = 32
-# Most bytes that one load instruction reads for a lane.
+# Maximum number of bytes that one load instruction reads for a lane.
 _LOAD_BYTES = 16
-# Largest offset within a tile or chunk: these are int32, which takes fewer registers than int64.
+# Largest offset within a tile or chunk. These offsets are int32, which takes fewer registers than int64.
 MAX_OFFSET = 2**31 - 1
 # 16-bit elements that a warp reads if each lane loads 16 bytes.
 WARP_LOAD = WARP * _LOAD_BYTES // 2
@@ -32,15 +32,16 @@ def power_of_2_below(n: int) -> int:
 def row_factor(channels_last: bool, *sizes: int) -> int:
     """16 if channels-first and all ``sizes`` are multiples of 16, else 1.
 
-    ``sizes`` are numbers of positions. A kernel gets the result as a constant divisor of them
-    (``HW_FACTOR``), from which the compiler knows that channels-first rows are aligned, so that loads are
-    vectors. Channels-last loads run along the channels, so one compiled kernel can serve all sizes.
+    ``sizes`` are numbers of positions. The result is a kernel's constant ``HW_FACTOR``, a divisor of the
+    sizes. It tells the compiler that channels-first rows are aligned, so that it vectorizes loads.
+    Channels-last loads run along the channels. There the factor is always 1, so one compiled kernel serves
+    all sizes.
     """
     return 16 if not channels_last and not any(size % 16 for size in sizes) else 1
 
 
 def vector_width(itemsize: int, *strides: int) -> int:
-    """Most elements of one load from rows that start at multiples of ``strides`` elements.
+    """Maximum number of elements of one load from rows that start at multiples of ``strides`` elements.
 
     A load has at most 16 bytes. ``itemsize``: bytes of an element. The memory is aligned to 16 bytes.
     """

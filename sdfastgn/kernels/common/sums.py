@@ -47,8 +47,8 @@ def difference(x, shift, pivot):
 def inverse_deviation(variance, eps):
     """1 / sqrt(variance + eps).
 
-    The root is one PTX instruction where there is PTX. ``tl.sqrt`` links a library, which lengthens
-    compilation.
+    On NVIDIA GPUs the root is one PTX instruction. ``tl.sqrt`` would link a library, which makes compilation
+    slower.
     """
     root = variance + eps
     if PTX:
@@ -64,11 +64,11 @@ def inverse_deviation(variance, eps):
 
 # Warps of a program that calls ``sum_columns``.
 SUM_WARPS = 8
-# Elements of a tile, which a program loads at once.
+# Number of elements of a tile. A program loads a tile at once.
 _SUM_TILE = 8192
-# Most rows of a tile. With more, loads wait for each other.
+# Maximum number of rows of a tile. With more rows, loads wait for each other.
 _SUM_ROWS = 256
-# Most columns of a tile.
+# Maximum number of columns of a tile.
 _SUM_COLUMNS = 1024
 
 

@@ -26,13 +26,13 @@ from sdfastgn.kernels.common.gpu import TRITON_VERSION
 _LANES_FIRST = TRITON_VERSION < (3, 7)
 LANE_AXIS = tl.constexpr(0 if _LANES_FIRST else 2)
 STEP_AXIS = tl.constexpr(2 if _LANES_FIRST else 0)
-# Whether kernels may have inline PTX assembly: not in the interpreter, and not on AMD's GPUs.
+# True if kernels can use inline PTX assembly. False in the interpreter and on AMD's GPUs.
 PTX = tl.constexpr(torch.version.hip is None and not triton.knobs.runtime.interpret)
 
 
 @triton.jit
 def multiple_of(value, FACTOR: tl.constexpr):
-    """``value``, which is a multiple of ``FACTOR``, in a form from which the compiler can see that.
+    """``value``, in a form that shows the compiler that it is a multiple of ``FACTOR``.
 
     Loads at such offsets can be vectors. ``tl.multiple_of`` has no effect on a kernel's argument (Triton
     3.6 and 3.9).
@@ -68,7 +68,7 @@ def along_block(SIZE: tl.constexpr):
 
 @triton.jit
 def _flat(d):
-    """The sums of a (lanes, warps, steps, block) tile over its steps, as a vector."""
+    """Sum a (lanes, warps, steps, block) tile over its steps, and flatten the result to a vector."""
     d = tl.sum(d, STEP_AXIS, keep_dims=True)
     return tl.reshape(d, (d.shape[0] * d.shape[1] * d.shape[2] * d.shape[3],))
 
@@ -93,7 +93,7 @@ def _add_pairs(a, b, c, d):
 
 @triton.jit
 def tile_sums(d, squares):
-    """(sum of ``d``, sum of ``squares``), two tiles of equal shape.
+    """Returns the sum of ``d`` and the sum of ``squares``, two tiles of equal shape.
 
     Warps exchange both sums through shared memory at once, instead of one after the other.
     """
@@ -104,23 +104,23 @@ def tile_sums(d, squares):
 
 @triton.jit
 def load_ahead(pointers, mask, AHEAD: tl.constexpr):
-    """A load which, if ``AHEAD``, may come before the kernel's ``gdc_wait``.
+    """Load values. If ``AHEAD``, this may run before the kernel's ``gdc_wait``.
 
-    It then bypasses L1, which may hold old values of this memory (ADR 7).
+    The load then bypasses the L1 cache, which may hold old values of this memory (ADR 7).
     """
     return tl.load(pointers, mask=mask, cache_modifier=".cg" if AHEAD else "")
 
 
 @triton.jit
 def map_tile(pid, HW, C, BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Where the elementwise tile number ``pid`` of (N, C, HW) lies.
+    """The indices and offsets of tile number ``pid`` of an elementwise kernel on (N, C, HW).
 
     Returns:
         n: the sample, int64.
         c: (BLOCK_C,) channels.
         positions: (BLOCK_HW, 1).
-        last, first: (BLOCK_HW, BLOCK_C) int64 offsets of the elements if the tensor is channels-last, and
-            if it is channels-first.
+        last, first: (BLOCK_HW, BLOCK_C) int64 offsets of the elements. ``last`` is for a channels-last
+            tensor, ``first`` for a channels-first one.
     """
     columns = tl.cdiv(C, BLOCK_C)
     tiles = tl.cdiv(HW, BLOCK_HW)
