@@ -15,23 +15,27 @@ from sdfastgn.kernels.common.sizes import (
     power_of_2_below,
 )
 
-# Warps of a program; fewer if a channels-first tensor has fewer channels.
+# Maximum number of warps of a program. A program on a channels-first tensor has at most one warp for each
+# channel.
 _STATISTICS_WARPS = 4
-# Kind of reduction -> (warps per multiprocessor, fewest steps of a tile, most steps of a tile).
-# Each step of a tile is a load in flight. More warps and more steps keep memory busier, but more warps
-# also mean more chunks, whose results must be merged. "write" also writes what it reads and "backward"
-# reads two tensors: both have enough accesses in flight with fewer steps, and are faster with more warps.
+# Kind of reduction -> (warps per multiprocessor, minimum and maximum number of steps of a tile). In each step
+# of a tile a thread has one load in flight. More warps and more steps keep the memory busier. But more warps
+# also mean more chunks, whose results must be merged. Kernels of kind "write" also write what they read.
+# Kernels of kind "backward" read two tensors. These two kinds have enough accesses in flight with fewer
+# steps, and are faster with more warps.
 _REDUCTIONS = {"read": (8, 8, 16), "write": (16, 8, 8), "backward": (16, 4, 4)}
-# Number of groups that ``statistics_pay`` assumes, because it does not know the norm: Stable Diffusion's.
+# Number of groups that ``statistics_pay`` assumes, because it does not know the norm. Stable Diffusion's
+# norms have 32.
 _USUAL_GROUPS = 32
-# Elements of a group, each size padded to a power of 2, from which on statistics from the producer make
-# the norm faster. A smaller group is normalized by one launch, which is faster than merge and apply.
+# Minimum number of elements of a group for which statistics from the producer make the norm faster. Elements
+# are counted with channels and positions padded to powers of 2. A smaller group is normalized by one launch
+# without given statistics, which is faster than the launches merge and apply.
 _STATISTICS_MIN_ELEMENTS = 16384
 
 
 @dataclass(frozen=True)
 class StatisticsConfig:
-    """How the HW positions of x (N, C, HW) are divided into chunks, and those among the warps.
+    """How x (N, C, HW) is divided: its HW positions into chunks, and the chunks among warps.
 
     There are ``chunks`` chunks of ``rows`` positions. Each warp reduces one chunk by itself, in (lanes,
     steps, block) tiles of ``tile_rows`` positions.
@@ -59,14 +63,14 @@ class StatisticsConfig:
 def statistics_config(
     N: int, C: int, HW: int, channels_last: bool, num_sms: int, *, kind: str = "read"
 ) -> StatisticsConfig:
-    """How to reduce x (N, C, HW) to values for each channel and chunk.
+    """The configuration of a kernel that reduces x (N, C, HW) to values for each channel and chunk.
 
-    ``kind``: the kernel only reads x ("read"), computes and writes x ("write"), or reads x and a gradient
-    ("backward").
+    ``kind``: "read" if the kernel only reads x, "write" if it computes and writes x, "backward" if it reads x
+    and a gradient.
     """
     warps_per_sm, steps_min, steps_max = _REDUCTIONS[kind]
     if channels_last:
-        # Whole 128-byte lines of memory, which are 64 channels in 16 bits, if C allows.
+        # Read whole 128-byte lines of memory, if C is large enough. In 16 bits a line is 64 channels.
         block = min(64, next_power_of_2(C))
         lanes, columns, warps = WARP_LOAD // block, ceil_div(C, block), _STATISTICS_WARPS
     else:
@@ -77,12 +81,13 @@ def statistics_config(
     steps = max(steps_min, min(steps_max, power_of_2_below(wanted // step_rows)))
     steps = min(steps, next_power_of_2(ceil_div(HW, step_rows)))
     tile_rows = step_rows * steps
-    # Most tiles of a chunk: channels-last there are at least as many chunks as a program has warps.
+    # Maximum number of tiles of a chunk. In channels-last each warp of a program has its own chunk, so there
+    # must be at least as many chunks as warps.
     most = ceil_div(ceil_div(HW, tile_rows), warps if channels_last else 1)
     chunks = ceil_div(HW, _whole_chunks(HW, tile_rows, min(max(1, wanted // tile_rows), most)))
     if channels_last:
         chunks = max(chunks, ceil_div(HW, max(1, MAX_OFFSET // C)))
-    # ceil(HW / chunks), because readers of the statistics know only the number of chunks.
+    # A chunk has ceil(HW / chunks) rows, because readers of the statistics know only the number of chunks.
     return StatisticsConfig(lanes, warps, steps, block, tile_rows, ceil_div(HW, chunks), chunks)
 
 
@@ -92,10 +97,10 @@ def statistics_pay(C: int, HW: int) -> bool:
 
 
 def _whole_chunks(HW: int, tile_rows: int, tiles: int) -> int:
-    """Rows of a chunk of at most ``tiles`` tiles.
+    """Number of rows of a chunk, which has at most ``tiles`` tiles.
 
-    The largest number of tiles, from ``tiles`` down to its half, whose chunks divide HW evenly. ``tiles``
-    if there is none.
+    The chunk has the largest number of tiles, from ``tiles`` down to half of ``tiles``, with which chunks
+    divide HW evenly. If no number does, it has ``tiles`` tiles.
     """
     for count in range(tiles, max(1, tiles // 2) - 1, -1):
         if HW % (tile_rows * count) == 0:

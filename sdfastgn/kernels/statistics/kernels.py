@@ -2,7 +2,7 @@
 
 The positions of x (N, C, HW) are divided into P chunks of ``ceil(HW / P)``. The statistics are the mean and
 the sum of squared deviations (M2) of each sample, chunk and channel: fp32 (2, N, P, C). ``merge_kernel`` in
-``group_norm/kernels.py`` combines them to the statistics of groups.
+``group_norm/kernels.py`` combines these to the statistics of groups.
 
 The kernel reads a tensor, or adds two tensors, or concatenates two along the channels. It stores the sum or
 concatenation, and computes the statistics of the rounded values that it stores.
@@ -16,7 +16,7 @@ Pointers:
 - ``y``: the sum or concatenation, in the layout and dtype of x, or None;
 - ``statistics``: (2, N, P, C) fp32, or None if they are not wanted.
 
-Numerics: fp32. Squares are of differences from the mean of the chunk's first tile, never of the values
+Numerics: fp32. The kernel squares differences from the mean of the chunk's first tile, never the values
 themselves. Sums have a fixed order and no atomics.
 
 Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample
@@ -50,13 +50,13 @@ from sdfastgn.kernels.statistics.config import StatisticsConfig, statistics_conf
 
 @triton.jit
 def _load(pointers, mask):
-    """A load of a tile, 0 where masked. ``mask`` None: nothing is masked."""
+    """Load a tile, with 0 where it is masked. If ``mask`` is None, nothing is masked."""
     return tl.load(pointers) if mask is None else tl.load(pointers, mask=mask, other=0.0)
 
 
 @triton.jit
 def _masked(x, mask):
-    """``x``, but 0 where masked."""
+    """``x`` with 0 where it is masked. If ``mask`` is None, nothing is masked."""
     return x if mask is None else tl.where(mask, x, 0.0)
 
 
@@ -67,7 +67,7 @@ def _tile(
 ):  # fmt: skip
     """A tile of x, of (x + residual + bias) * scale, or of cat(x, tail), in fp32.
 
-    If there is a ``y_ptr``, the tile is stored there, and the result has the rounded values.
+    If ``y_ptr`` is not None, the tile is stored in y, and the result has the rounded values.
     """
     if tail_ptr is not None:
         x = tl.load(x_ptr + x_offsets, mask=mask & (c < HEAD), other=0.0).to(tl.float32)
@@ -77,7 +77,7 @@ def _tile(
     if residual_ptr is not None:
         x += _load(residual_ptr + x_offsets, mask).to(tl.float32)
     if (residual_ptr is not None) or (bias_ptr is not None):
-        x = _masked((x + bias) * scale, mask)  # masked again: the bias is not 0 there
+        x = _masked((x + bias) * scale, mask)  # masked again, because the bias is not 0 where x is masked
     if y_ptr is not None:
         y = x.to(y_ptr.dtype.element_ty)
         tl.store(y_ptr + y_offsets, y, mask=mask)
@@ -90,7 +90,7 @@ def rows_of_channels(
     HW, rows, chunks, C,
     LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The elements of this program's first tiles, one tile for each warp, of a channels-last tensor.
+    """Indices of the elements of this program's first tiles, one tile for each warp: channels-last.
 
     Returns (n, chunk, c, position, first), tensors that broadcast to (lanes, warps, steps, block): the
     sample, the chunk, the channel, the position within the chunk, and the chunk's first row, where the
@@ -112,7 +112,7 @@ def positions_of_channels(
 ):  # fmt: skip
     """What ``rows_of_channels`` returns, for a channels-first tensor.
 
-    Here ``first`` is the offset of the first element of the chunk.
+    But ``first`` is the offset of the chunk's first element.
     """
     columns = tl.cdiv(C, WARPS)
     n = (tl.program_id(0) // columns // chunks).to(tl.int64)
@@ -124,7 +124,7 @@ def positions_of_channels(
 
 @triton.jit
 def _offsets(position, c, C, HEAD, CHANNELS_LAST: tl.constexpr):
-    """Offsets of an element from the start of its chunk: in x, in the tail and in y. All int32."""
+    """Offsets of elements from the start of their chunk, int32: (in x, in the tail, in y)."""
     if CHANNELS_LAST:
         x, tail, y = position * HEAD + c, position * (C - HEAD) + (c - HEAD), position * C + c
     else:
@@ -140,9 +140,10 @@ def tile_mean(total, count, TILE: tl.constexpr, WHOLE: tl.constexpr):
     and have 16 bits, the mean must be exactly that value. Their sum is exact in fp32. The quotient is exact
     too:
 
-    - ``WHOLE``, the tile is full: its size is a power of 2;
-    - else the division, which in Triton is wrong by up to two units in the last place, is corrected by its
-      remainder. In full tiles this would cost registers, and 5 % of the time of large tensors.
+    - ``WHOLE``: the tile is full. Its size is a power of 2, so the division is exact;
+    - not ``WHOLE``: a division in Triton is wrong by up to two units in the last place, so the quotient is
+      corrected by the remainder. In full tiles the correction would cost registers, and large tensors would
+      take 5 % longer.
     """
     if WHOLE:
         mean = total * (1 / TILE)
@@ -156,14 +157,14 @@ def tile_mean(total, count, TILE: tl.constexpr, WHOLE: tl.constexpr):
 
 @triton.jit
 def _deviations(x, mean, mask):
-    """(sums over the steps of x - mean, sums over the steps of its squares)."""
+    """Returns two sums over the steps of a tile: of x - mean, and of (x - mean)^2."""
     d = _masked(x - mean, mask)
     return tl.sum(d, STEP_AXIS, keep_dims=True), tl.sum(d * d, STEP_AXIS, keep_dims=True)
 
 
 @triton.jit
 def _corrected(mean, m2, s1, count):
-    """(mean, M2) of ``count`` values, given an approximate ``mean``.
+    """The exact (mean, M2) of ``count`` values, given an approximate ``mean``.
 
     ``s1`` is the sum of differences from the approximate mean, ``m2`` the sum of their squares.
     """
@@ -188,13 +189,14 @@ def _statistics_kernel(
 
     Numbers:
         C, HEAD: channels of y and of x. They differ only in a concatenation.
-        biased: 1 if ``bias`` is a bias. 0 if it is any other memory, which is then not read.
+        biased: 1 if ``bias`` is a bias, 0 if the pointer is a placeholder that is not read.
         HW, rows, chunks: positions of a sample, positions of a chunk, chunks of a sample.
         plane: elements of each half of ``statistics``.
         scale: factor of a sum.
 
     Constants:
-        KNOWN_C, KNOWN_HEAD: C and HEAD again, if the compiler shall know them, else 0.
+        KNOWN_C, KNOWN_HEAD: C and HEAD as constants, or 0 if kernels with other C and HEAD shall share the
+            compiled code.
         EXACT: M2 is corrected for the rounding of the mean, for fp32 x.
         EVEN: no element of a tile is masked.
         LOOP: a chunk has more than one tile.
@@ -203,7 +205,7 @@ def _statistics_kernel(
     TILE: tl.constexpr = (LANES if CHANNELS_LAST else BLOCK) * STEPS
     REDUCED: tl.constexpr = LANE_AXIS if CHANNELS_LAST else 3
     C = KNOWN_C if KNOWN_C else multiple_of(C, C_FACTOR)
-    # Without a tail HEAD is C, so that the compiler knows that x and y have the same offsets.
+    # Without a tail, HEAD equals C. This tells the compiler that x and y have the same offsets.
     HEAD = C if tail_ptr is None else KNOWN_HEAD if KNOWN_C else multiple_of(HEAD, C_FACTOR)
     x_step = HEAD if CHANNELS_LAST else 1
     y_step = C if CHANNELS_LAST else 1
@@ -225,7 +227,8 @@ def _statistics_kernel(
     count = tl.maximum(tl.minimum(rows, HW - chunk.to(tl.int64) * rows), 0).to(tl.int32)
     bias = 0.0
     if PDL:
-        # In this order, the next kernels start only when x is complete: they may read it without a wait.
+        # Waiting comes first, so that the next kernel starts only when x is complete, and may read x without
+        # a wait.
         gdc_wait()
         gdc_launch_dependents()
     if bias_ptr is not None:
@@ -255,9 +258,9 @@ def _statistics_kernel(
     if statistics_ptr is not None:
         m2 = tl.sum(s2, REDUCED, keep_dims=True)
         if LOOP or EXACT:
-            # So far ``mean`` is the rounded mean of the first tile.
+            # Until here ``mean`` is the rounded mean of the chunk's first tile only.
             mean, m2 = _corrected(mean, m2, tl.sum(s1, REDUCED, keep_dims=True), count)
-        # Each warp stores its own results. To sum over warps would cost more than to merge more chunks.
+        # Each warp stores its own results. Summing over warps would cost more than merging more chunks does.
         out = statistics_ptr + (n * chunks + chunk) * C + c
         tl.store(out, mean, mask=(chunk < chunks) & (c < C))
         tl.store(out + plane, m2, mask=(chunk < chunks) & (c < C))
@@ -272,11 +275,11 @@ class StatisticsLaunch:
         tail: channels of the second tensor of a concatenation, or 0.
         producer: the kernel also writes ``y``.
         scale: factor of a sum.
-        has_bias: calls will give a bias.
+        has_bias: calls pass a bias.
 
     Attributes:
         shape: the statistics' shape, (2, N, P, C).
-        chunks: P.
+        chunks: P, the number of chunks.
     """
 
     __slots__ = ("_launch", "chunks", "shape")
@@ -302,8 +305,8 @@ class StatisticsLaunch:
         loops = config.rows > config.tile_rows
         even = not tail and is_even(config, C, HW, channels_last)
         # If C is a constant of the kernel, offsets take fewer registers, and one more program fits on a
-        # multiprocessor. That matters for loops over tiles, and for sums. Other launches leave C a number,
-        # so that all channel counts share one compiled kernel.
+        # multiprocessor. That makes a loop over tiles or the sum of two tensors faster. In other launches C
+        # is a number, so that all channel counts share one compiled kernel.
         known = loops or (producer and even)
         self._launch = Launch(
             _statistics_kernel, config.programs(N, C, channels_last), config.num_warps, pdl=pdl,
@@ -316,7 +319,7 @@ class StatisticsLaunch:
         )  # fmt: skip
 
     def on_stream(self, stream: int, x: Tensor, statistics: Tensor) -> None:
-        """Fill ``statistics`` from ``x`` alone. ``stream`` belongs to the device of x, which is current."""
+        """Fill ``statistics`` of ``x``, on ``stream``. The device of x and stream must be the current one."""
         self._launch(stream, x, None, None, None, None, statistics)
 
     def __call__(
@@ -329,9 +332,10 @@ class StatisticsLaunch:
         tail: Tensor | None = None,
         y: Tensor | None = None,
     ) -> None:
-        """Fill ``y`` and ``statistics``, as far as they are given. Operands as in the kernel, all dense."""
+        """Fill ``y`` and ``statistics``, unless they are None. Operands as in the kernel, all dense."""
         if residual is not None and bias is None:
-            # Any memory does, because ``biased`` is 0. So sums with and without a bias share a kernel.
+            # x is a placeholder that is not read (``biased`` is 0). So sums with and without a bias share one
+            # compiled kernel.
             bias = x
         self._launch.run(x, residual, bias, tail, y, statistics)
 

@@ -1,7 +1,8 @@
 """Ops that compute a GroupNorm's input together with its channel statistics.
 
-The *producer* of x, the kernel that writes it, has its values in registers, and computes the statistics
-there. ``sdfastgn.group_norm(x, ..., statistics=statistics)`` then reads x once instead of twice.
+The *producer* of x is the kernel that writes x. It has the values of x in registers, and computes the
+statistics from them. ``sdfastgn.group_norm(x, ..., statistics=statistics)`` then reads x once instead of
+twice.
 
 Statistics of x (N, C, *spatial) are fp32 (2, N, P, C): the mean and the sum of squared deviations (M2) of
 each channel over P chunks of ``ceil(HW / P)`` positions, where HW is the product of the spatial sizes. The
@@ -40,7 +41,10 @@ from sdfastgn.kernels.statistics.plain import reference_channel_statistics
 
 
 def _chunks(x: Tensor, *, producer: bool = False) -> int:
-    """P of the statistics of ``x``. ``producer``: they come from the kernel that writes x."""
+    """P, the number of chunks of the statistics of ``x``.
+
+    ``producer``: True if the kernel that writes x computes them, False if another kernel reads x for them.
+    """
     N, C, HW = int(x.shape[0]), int(x.shape[1]), int(math.prod(x.shape[2:]))
     if N * C * HW == 0:
         return 1
@@ -50,7 +54,7 @@ def _chunks(x: Tensor, *, producer: bool = False) -> int:
 
 
 def _statistics_of(x: Tensor) -> Tensor:
-    """``channel_statistics`` of valid ``x``: by the kernel, or in plain PyTorch."""
+    """``channel_statistics(x)`` for a valid ``x``, by the kernel or in plain PyTorch."""
     if dispatch.runs_in_triton(x) and x.numel() > 0:
         try:
             return statistics_kernel(dense(x))
@@ -60,7 +64,7 @@ def _statistics_of(x: Tensor) -> Tensor:
 
 
 def _reference_statistics(x: Tensor, chunks: int) -> Tensor:
-    """Statistics of ``x`` in plain PyTorch, fp32 for every dtype; zeros if x is empty."""
+    """Statistics of ``x`` in plain PyTorch, fp32 for every dtype. They are zeros if x is empty."""
     if x.numel() == 0:
         return torch.zeros((2, x.shape[0], chunks, x.shape[1]), dtype=torch.float32, device=x.device)
     return reference_channel_statistics(x, chunks).float()
@@ -99,7 +103,7 @@ def add_kernel(
     """``add_with_statistics`` by the kernel. The arguments must be valid and not empty.
 
     Args:
-        residual: may be None here, if only a bias is added.
+        residual: may be None, unlike in ``add_with_statistics``: only a bias is then added.
         emits: compute the statistics. If False, None is returned in their place.
         out: memory for the sum, instead of new memory: a dense tensor with the strides of x, or x itself.
     """
@@ -198,14 +202,14 @@ def _plain_cat(call: _Cat) -> tuple[Tensor, Tensor]:
 
 
 def _cat_statistics(call: _Cat, y: Tensor) -> Tensor:
-    """Statistics of the concatenation ``y``, with as many chunks as ``_fake_cat`` says."""
+    """Statistics of the concatenation ``y``, with the same number of chunks as in ``_fake_cat``."""
     if _in_one_pass(call):
         return _reference_statistics(y, _chunks(y, producer=True))
     return _statistics_of(y)
 
 
 def _in_one_pass(call: _Cat) -> bool:
-    """True if the kernel can concatenate: both tensors are channels-last and not empty."""
+    """True if the kernel can concatenate the tensors: both are channels-last and not empty."""
     return all(t.numel() > 0 and is_channels_last(t) for t in call)
 
 
@@ -292,7 +296,7 @@ def channel_statistics(x: Tensor) -> Tensor:
 
     Dtypes: x fp16, bf16, fp32 or fp64.
     Layout: any. A tensor that is neither channels-last nor channels-first is copied first.
-    Grad: none. ``group_norm`` computes the whole gradient of x, as if it had computed the statistics.
+    Grad: none. ``group_norm`` computes the whole gradient of x, as if it had computed the statistics itself.
     Raises:
         TypeError: x is not a strided tensor of one of these dtypes.
         ValueError: x has rank 2 or less.
