@@ -13,8 +13,8 @@ There are three ways to launch the kernels, chosen from the sizes:
   reads x and dy again and writes dx.
 
 The gradients of all operands but x are computed last, from the sums
-(``group_norm/parameter_kernels.py``). In the split way the first programs of ``apply_grad_kernel`` do that,
-in the others a further launch.
+(``group_norm/parameter_kernels.py``). In the split way the first programs of ``apply_grad_kernel`` compute
+them, in the other two ways a further launch does.
 
 Pointers, in addition to those of ``group_norm/kernels.py``:
 
@@ -56,13 +56,13 @@ from sdfastgn.kernels.group_norm.channels import channel_affine, channel_sum
 from sdfastgn.kernels.group_norm.parameter_kernels import parameter_grads
 from sdfastgn.kernels.statistics.kernels import positions_of_channels, rows_of_channels
 
-# Numbers that the kernels are not specialized on.
+# Names of the numbers on which the kernels are not specialized.
 STRIDES = ["shift_stride", "ada_scale_stride", "ada_shift_stride"]
 
 
 @triton.jit
 def _centre(n, c, group, in_range, mean_ptr, rstd_ptr, shift_ptr, shift_stride):
-    """(centre, rstd) of channels ``c`` in ``group``, so that xhat = (x - centre) * rstd.
+    """Loads (centre, rstd) of channels ``c`` in ``group``. xhat is (x - centre) * rstd.
 
     centre is the mean of x + shift, minus shift.
     """
@@ -75,15 +75,15 @@ def _centre(n, c, group, in_range, mean_ptr, rstd_ptr, shift_ptr, shift_stride):
 
 @triton.jit
 def _channel_sum(t, CHANNELS_LAST: tl.constexpr):
-    """The sum for each channel of a (lanes, warps, steps, block) tile."""
+    """Sums a (lanes, warps, steps, block) tile for each channel."""
     return channel_sum(t) if CHANNELS_LAST else tl.sum(t, 3, keep_dims=True)
 
 
 @triton.jit
 def _group_sum(t, EACH_CHANNEL: tl.constexpr):
-    """The sum over a group's channels of ``t``, which has a value for each channel.
+    """Sums ``t``, which has one value for each channel, over the channels of the group.
 
-    ``t`` itself if each channel is a group.
+    Returns ``t`` itself if each channel is a group.
     """
     if not EACH_CHANNEL:
         t = tl.sum(tl.reshape(t, (t.shape[0] * t.shape[1] * t.shape[2] * t.shape[3],)), 0)
@@ -97,7 +97,7 @@ def store_totals(
 ):  # fmt: skip
     """Stores at ``totals`` the sums of dz and of dz * xhat and, if ``SHIFT_GRAD``, the shift's gradient.
 
-    All arguments but numbers have a value for each channel.
+    The arguments below, except ``positions``, have one value for each channel.
 
     Args:
         sum_dz, sum_dz_xhat, sum_xhat: sums of dz, of dz * xhat and of xhat over the positions.
@@ -125,7 +125,7 @@ def small_grad_kernel(
 ):  # fmt: skip
     """A program computes dx and the totals of one group of a sample.
 
-    Or, if ``EACH_CHANNEL``, of ``CHANNELS`` groups of one channel each.
+    If ``EACH_CHANNEL``, it does so for ``CHANNELS`` groups of one channel each.
 
     ``totals``: planes of ``plane`` values. None if only dx is wanted.
 
@@ -184,9 +184,9 @@ def grad_tile(
     x_offsets, dy_offsets, mask, centre, rstd, scale, offset,
     ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, EVICTION: tl.constexpr,
 ):  # fmt: skip
-    """(dz, xhat) of a tile: the gradient of the activation's argument, and normalized x; 0 where masked.
+    """Returns dz, the gradient of the activation's argument, and xhat, the normalized x, of a tile.
 
-    ``mask`` None: nothing is masked.
+    Both are 0 where masked. If ``mask`` is None, nothing is masked.
     """
     if mask is None:
         x = tl.load(x_ptr + x_offsets, eviction_policy=EVICTION)

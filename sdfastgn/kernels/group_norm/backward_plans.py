@@ -39,7 +39,7 @@ from sdfastgn.kernels.statistics.kernels import is_even
 _TABLE_ROWS = 5
 # Names of the operands that have gradients, in the order of the kernels' pointers.
 _GRADIENTS = ("x", "weight", "bias", "shift", "ada_scale", "ada_shift")
-# Number of these operands without x.
+# Number of operands that have gradients, without x.
 _PARAMETERS = 5
 # Warps of a program of ``parameter_grad_kernel``.
 _PARAMETER_WARPS = 4
@@ -89,7 +89,7 @@ class GroupNormGradPlan:
     Attributes:
         scratch: number of fp32 values in the memory that the kernels share. It has the sums of chunks, the
             totals, and the table.
-        totals: where the totals start in it.
+        totals: where the totals start in the scratch memory.
         plane: values of each plane of the totals and of the table: N * C, rounded up.
         part_plane: values of each gradient's sums of parts: parts * C, rounded up.
         rows: for each operand but x, whether it has a row for each sample.
@@ -127,7 +127,7 @@ class GroupNormGradPlan:
         self._plan_rest(call, sizes, sms)
 
     def _plan_rest(self, call: Any, sizes: _Sizes, sms: int) -> None:
-        """Plan what computes the gradients of the operands but x: ``apply``, or ``parameters``."""
+        """Plan the launch for the gradients of all operands but x: ``apply`` or ``parameters``."""
         N, C, HW = sizes.N, sizes.C, sizes.HW
         block_n, block_c = parameter_config(N, C)
         programs = ceil_div(C, block_c) if any(name != "x" for name in self.wanted) else 0
@@ -154,7 +154,7 @@ class GroupNormGradPlan:
                 self.parts_sum = self._plan_parts_sum(sizes, parts)
 
     def _plan_parts_sum(self, sizes: _Sizes, parts: int) -> Launch:
-        """One program for each block of channels of each of the five gradients."""
+        """Plan a launch with one program for each of the five gradients and each block of channels."""
         block_p, block_c = column_sum_block(parts, sizes.C)
         return Launch(
             parameter_kernels.parameter_sum_kernel, _PARAMETERS * ceil_div(sizes.C, block_c), SUM_WARPS,

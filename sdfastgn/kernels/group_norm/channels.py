@@ -15,7 +15,7 @@ from sdfastgn.kernels.common.tiles import LANE_AXIS, STEP_AXIS
 def channel_affine(
     n, c, in_range, weight_ptr, bias_ptr, ada_scale_ptr, ada_shift_ptr, ada_scale_stride, ada_shift_stride
 ):
-    """(scale, offset) of channels ``c`` in sample ``n``, fp32.
+    """Computes (scale, offset) of channels ``c`` in sample ``n``, fp32.
 
     The activation's argument is xhat * scale + offset. Kernels call this before they sum, so that its loads
     run at the same time.
@@ -39,6 +39,6 @@ def channel_affine(
 
 @triton.jit
 def channel_sum(d):
-    """The sum for each channel of a channels-last (lanes, warps, steps, channels) tile."""
+    """Sums a channels-last (lanes, warps, steps, channels) tile for each channel."""
     d = tl.sum(d, STEP_AXIS, keep_dims=True)
     return tl.sum(tl.sum(d, LANE_AXIS, keep_dims=True), 1, keep_dims=True)

@@ -18,21 +18,22 @@ from sdfastgn.kernels.statistics.config import StatisticsConfig, statistics_conf
 
 # Largest group of a forward, in padded elements. The split way is faster for larger ones.
 _SMALL_MAX_ELEMENTS = 16384
-# Largest group of a channels-last forward if its channels at one position are a long row: such reads are
-# efficient, so this way stays faster for somewhat larger groups.
+# Largest group, in padded elements, of a channels-last forward whose channels at one position are a long row.
+# Reading long rows is efficient, so the small way is faster up to somewhat larger groups.
 _SMALL_MAX_ELEMENTS_OF_LONG_ROWS = 20480
 # Bytes of a long row: a whole line of memory.
 _SMALL_LONG_ROW = 128
-# Largest group of a backward, in padded elements. It is smaller because registers hold both x and dy.
+# Largest group of a backward, in padded elements. It is smaller than in the forward, because registers hold
+# both x and dy.
 _SMALL_BACKWARD_MAX_ELEMENTS = 4096
-# (largest group in padded elements, elements for each warp) of a channels-last forward. Smaller groups are
-# faster with fewer elements for each warp.
+# (largest group in padded elements, number of elements for each warp) of a channels-last forward. Small
+# groups are faster with fewer elements for each warp.
 _SMALL_PER_WARP = ((4096, 512), (8192, 1024), (32768, 2048))
-# Elements for each warp in channels-first and in the backward.
+# Number of elements for each warp in channels-first and in the backward.
 _SMALL_OTHER_PER_WARP = 1024
-# Most elements for each warp. With more, registers spill.
+# Maximum number of elements for each warp. With more, registers spill.
 _SMALL_MAX_PER_WARP = 2048
-# Fewest channels of a second tile (``SmallConfig.tail``). In 16 bits they are one 16-byte load.
+# Minimum number of channels of a second tile (``SmallConfig.tail``). In 16 bits they are one 16-byte load.
 _SMALL_MIN_TAIL = 8
 
 # --- apply: elementwise
@@ -43,50 +44,53 @@ _APPLY_TILE = 2048
 _APPLY_WARPS = 2
 # Warps of a program if tiles are few, and in the backward: 16 elements for each thread.
 _APPLY_WARPS_OF_FEW_TILES = 4
-# Tiles for each multiprocessor up to which tiles are few.
+# Tiles count as few up to this number for each multiprocessor.
 _APPLY_FEW_TILES = 12
 # Channels of a channels-last tile in the forward.
 _APPLY_CHANNELS = 128
 # Channels of a channels-last tile in the backward, which keeps five values of each channel beside x and dy.
-# 64 channels take 48 registers a thread. 128 took 71, and the programs did not all run at once.
+# With 64 channels a thread takes 48 registers. With 128 channels it took 71, and the programs did not all run
+# at once.
 _APPLY_BACKWARD_CHANNELS = 64
 
 # --- merge, and gradients of parameters
 
 # (samples, channels) of the tile in which a program sums parameter gradients over samples.
 _PARAMETER_TILE = (32, 32)
-# Most tiles of samples that one program sums alone. With more, samples are divided into parts, and a second
-# launch adds up the parts' sums.
+# Maximum number of tiles of samples that one program sums alone. With more, samples are divided into parts,
+# and a second launch adds up the parts' sums.
 _PARAMETER_MOST_TILES = 16
-# Fewest tiles of samples in a part. With fewer, the second launch would have too much to add.
+# Minimum number of tiles of samples in a part. With fewer, the second launch would have too much to add.
 _PARAMETER_MIN_TILES = 8
 # Programs for each multiprocessor if samples are divided into parts.
 _PARAMETER_PROGRAMS_PER_SM = 2
 # Channels of a program if each channel is a group. 32 neighboring channels read whole 32-byte sectors of
 # memory.
 _EACH_CHANNEL_BLOCK = 32
-# Most elements of a tile of (chunks, channels) in the merge kernels.
+# Maximum number of elements of a tile of (chunks, channels) in the merge kernels.
 _MERGE_TILE = 4096
 # Elements of a merge kernel's tile for each warp, in the forward.
 _MERGE_PER_WARP = 256
-# Elements of a merge kernel's tile for each warp, in the backward. There are fewer warps than in the forward,
-# because exchanging their sums costs more than they save in additions.
+# Elements of a merge kernel's tile for each warp, in the backward. This makes fewer warps than in the
+# forward, because exchanging their sums would take longer than more warps save in additions.
 _MERGE_BACKWARD_PER_WARP = 1024
 
 # --- walk: a program reads its group twice, the second time from L2
 
-# Smallest x, as a multiple of L2. A smaller one is still in L2 at the second read of the split way, which is
-# then faster. 64 MiB on an H200.
+# Minimum size of x for the walk way, as a multiple of the size of L2. On an H200 this is 64 MiB. A smaller x
+# is still in L2 when the split way reads it a second time, so the split way is faster.
 _WALK_MIN_CACHES = 16 / 15
-# Largest part of L2 that one group of x for each multiprocessor may take. L2 then still has most of x and dy
-# at the second read. 237 KiB for each group on an H200.
+# Maximum share of L2 that the groups of x of all running programs may take, with one program for each
+# multiprocessor. Then most of x and dy is still in L2 at the second read. On an H200 this is 237 KiB
+# for each group.
 _WALK_MAX_PART = 0.51
-# Fewest contiguous bytes of a group at one position, channels-last. Memory is slow for shorter reads.
+# Minimum number of contiguous bytes of a group at one position, channels-last. Shorter reads from memory are
+# inefficient.
 _WALK_MIN_RUN = 64
-# Fewest groups for each multiprocessor. With fewer, multiprocessors that finish early wait too long for the
-# last ones.
+# Minimum number of groups for each multiprocessor. With fewer, multiprocessors that finish early wait too
+# long for the last ones.
 _WALK_MIN_GROUPS = 8
-# Fewest elements of a large group. One program for such a group fills a multiprocessor.
+# Minimum number of elements of a large group. One program for such a group fills a multiprocessor.
 _WALK_LARGE_ELEMENTS = 32768
 # (elements of a tile, elements that stay in registers, warps) for large groups whose activation is in
 # ``_CHEAP``, if the gradient of a shift is not wanted. What fits into registers depends on the derivative of
@@ -191,7 +195,7 @@ def launch_config(
     itemsize: int = 2,
     backward: bool = False,
 ) -> SmallConfig | SplitConfig:
-    """How to normalize x (N, C, HW) or, if ``backward``, to compute its gradients.
+    """The configuration of kernels that normalize x (N, C, HW) or, if ``backward``, compute its gradients.
 
     Args:
         channels_last: the layout of x.
@@ -202,7 +206,7 @@ def launch_config(
     elements = small.lanes * small.num_warps * small.steps * small.block + next_power_of_2(HW) * small.tail
     long_rows = channels_last and small.channels * itemsize >= _SMALL_LONG_ROW
     largest = _SMALL_MAX_ELEMENTS_OF_LONG_ROWS if long_rows else _SMALL_MAX_ELEMENTS
-    # The second condition is for channels-first, where a warp has whole channels: they may be too long.
+    # The second condition is for channels-first: a warp has whole channels, which may be too long.
     fits = (
         elements <= (_SMALL_BACKWARD_MAX_ELEMENTS if backward else largest)
         and elements <= small.num_warps * _SMALL_MAX_PER_WARP
@@ -226,11 +230,12 @@ def walk_config(
     activation: str,
     shift_grad: bool = False,
 ) -> WalkConfig | None:
-    """How to compute the gradients of x (N, C, HW) by the walk way; None if the split way is faster.
+    """The configuration of the walk way for the gradients of x (N, C, HW). None if the split way is faster.
 
     Args:
         l2_bytes: size of the GPU's L2.
-        itemsize: bytes of an element of x. dy is taken to have the same size. It has the layout of x.
+        itemsize: bytes of an element of x. dy is assumed to have elements of the same size. dy must have the
+            layout of x.
         activation: its name.
         shift_grad: the gradient of the shift is wanted.
     """
@@ -265,7 +270,7 @@ def walk_config(
 def _small_config(
     C: int, HW: int, num_groups: int, channels_last: bool, itemsize: int, backward: bool
 ) -> SmallConfig:
-    """The configuration of the small way, which ``launch_config`` takes if it fits."""
+    """The configuration of the small way. ``launch_config`` uses it if the group is small enough."""
     # A second tile and other numbers of warps were measured only for this case.
     is_measured = channels_last and not backward
     each_channel = num_groups == C and channels_last
@@ -316,9 +321,9 @@ def parameter_config(N: int, C: int) -> tuple[int, int]:
 
 
 def parameter_rows(N: int, C: int, num_sms: int) -> int:
-    """Samples that one program of ``parameter_grad_kernel`` sums.
+    """Number of samples that one program of ``parameter_grad_kernel`` sums.
 
-    All N samples, or the size of one part if samples are divided into parts.
+    It is N, or the size of one part if samples are divided into parts.
     """
     block_n, block_c = parameter_config(N, C)
     tiles = ceil_div(N, block_n)
@@ -330,7 +335,7 @@ def parameter_rows(N: int, C: int, num_sms: int) -> int:
 
 
 def merge_config(chunks: int, C: int, num_groups: int, *, backward: bool = False) -> MergeConfig:
-    """How to merge the statistics, or the sums of the backward, of ``chunks`` chunks and C channels."""
+    """The configuration of kernels that merge ``chunks`` chunks of statistics, or of the backward's sums."""
     each_channel = num_groups == C
     channels = min(_EACH_CHANNEL_BLOCK, next_power_of_2(C)) if each_channel else C // num_groups
     block_c = next_power_of_2(channels)

@@ -64,7 +64,7 @@ _FAR = tl.constexpr(64.0)
 
 @triton.jit
 def _save(mean_ptr, rstd_ptr, mean, rstd, groups, mask):
-    """Stores mean and 1 / deviation of ``groups``, if there is memory for them."""
+    """Stores mean and 1 / deviation of ``groups``. Does nothing if their pointers are None."""
     if mean_ptr is not None:
         tl.store(mean_ptr + groups, mean, mask=mask)
         tl.store(rstd_ptr + groups, rstd, mask=mask)
@@ -242,10 +242,10 @@ def channels_kernel(
 
 @triton.jit
 def _partials(base, plane, start, chunks, rows, HW, c, in_range, shift, C, BLOCK_P: tl.constexpr):
-    """(mean + shift, M2, count) of channels ``c`` in the ``BLOCK_P`` chunks from ``start`` on.
+    """Loads the statistics of channels ``c`` in ``BLOCK_P`` chunks, from chunk ``start`` on.
 
-    Each has the shape (BLOCK_P, channels). count is the number of positions in the chunk, and 0 where the
-    chunk or channel does not exist.
+    Returns mean + shift, M2 and count, three tiles of shape (BLOCK_P, channels). count is a chunk's number of
+    positions, and 0 where the chunk or the channel does not exist.
     """
     p = start + tl.arange(0, BLOCK_P)[:, None]
     count = tl.minimum(rows, HW - p.to(tl.int64) * rows).to(tl.int32)
@@ -258,7 +258,7 @@ def _partials(base, plane, start, chunks, rows, HW, c, in_range, shift, C, BLOCK
 
 @triton.jit
 def _merged(partials, EACH_CHANNEL: tl.constexpr):
-    """The sum of (chunks, channels) values over the chunks and, unless ``EACH_CHANNEL``, the channels."""
+    """Sums (chunks, channels) values over the chunks and, unless ``EACH_CHANNEL``, over the channels too."""
     # Channels are summed before chunks, so that warps exchange scalars through shared memory, and not rows.
     return tl.sum(partials, axis=0) if EACH_CHANNEL else tl.sum(tl.sum(partials, axis=1), axis=0)
 
@@ -268,7 +268,7 @@ def _differences(
     base, plane, chunks, rows, HW, c, in_range, to_pivot, C,
     EACH_CHANNEL: tl.constexpr, LOOP: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """The first block of chunks, and the sum of differences from the pivot over all chunks.
+    """Loads the first block of chunks, and sums differences from the pivot over all chunks.
 
     Returns (mean + ``to_pivot``, M2, count) of the first block, and the group's sum of
     (mean + ``to_pivot``) * count.
@@ -303,7 +303,7 @@ def merge_kernel(
     If ``EACH_CHANNEL``, it does so for ``CHANNELS`` groups of one channel each.
 
     Numbers:
-        shifted: 1 if ``shift`` is a shift. 0 if it is any other memory, which is then not read.
+        shifted: 1 if ``shift`` is a shift, 0 if the pointer is a placeholder that is not read.
         CHANNELS, parts: channels of a program, and programs of a sample.
         complete: 1 if x is complete when this kernel starts, else 0. Decides when the next kernel may start.
         rows, chunks: positions of a chunk, and chunks of a sample.
@@ -352,7 +352,7 @@ def merge_kernel(
         d, part_m2, weight, total = _differences(
             base, plane, chunks, rows, HW, c, in_range, to_pivot, C, EACH_CHANNEL, LOOP, BLOCK_P
         )
-    d = tl.fma(total, -share, d)  # explicit, as in ``small_kernel``
+    d = tl.fma(total, -share, d)  # an explicit fma, as in ``small_kernel``
     m2 = part_m2 + d * d * weight
     if LOOP:
         for start in range(BLOCK_P, chunks, BLOCK_P):
@@ -365,7 +365,7 @@ def merge_kernel(
     groups, mask = (n * C + c, in_range) if EACH_CHANNEL else (part, None)
     _save(mean_ptr, rstd_ptr, mean + pivot, rstd, groups, mask)
     scale *= rstd
-    # The value to subtract from x: the mean of x + shift, minus shift.
+    # The value to subtract from x is the mean of x + shift, minus shift.
     centre = mean - to_pivot
     out = table_ptr + table_offset + n * C + c
     if FOLD:
@@ -392,7 +392,8 @@ def apply_kernel(
         activates: with ``OPTIONAL``, 1 to apply the activation, 0 to leave it out.
 
     Constants:
-        OPTIONAL: ``activates`` decides whether the activation is applied. Without it, it always is.
+        OPTIONAL: ``activates`` decides whether the activation is applied. Without ``OPTIONAL`` it is always
+            applied.
         FOLD: the table has no mean (``merge_kernel``).
         EVEN: no element is masked.
         AHEAD: x is read before the wait.

@@ -41,7 +41,7 @@ from sdfastgn.kernels.group_norm.plain import plain_group_norm
 
 
 def _rows(operand: Tensor, call: Any) -> Tensor:
-    """``operand`` (C,) or (N, C) with contiguous channels. Rows may have gaps between them."""
+    """``operand`` (C,) or (N, C), or a copy if its channels are not contiguous. Its rows may have gaps."""
     return operand if operand.stride(-1) == 1 else operand.contiguous()
 
 
@@ -56,7 +56,7 @@ def _dense_gradient(dy: Tensor, call: Any) -> Tensor:
 
 
 def _check_tokens(name: str, tokens: Any) -> None:
-    """``tokens`` is a bool, else TypeError."""
+    """Raise TypeError if ``tokens`` is not a bool."""
     if not isinstance(tokens, bool):
         raise TypeError(f"{name}: tokens must be a bool, got {tokens!r}")
 
@@ -85,7 +85,7 @@ class GroupNormCall(NamedTuple):
     out_dtype: torch.dtype | None
 
 
-# Values of all arguments after ``activation``, for a call that uses none of them.
+# Default values of all arguments after ``activation``.
 NO_MORE = (None, None, None, None, False, None)
 
 
@@ -170,7 +170,7 @@ def _check(name: str, call: GroupNormCall) -> None:
 
 
 def _check_statistics(name: str, x: Tensor, statistics: Any) -> None:
-    """``statistics`` is fp32 (2, N, P, C), P >= 1, on the device of ``x``."""
+    """Check that ``statistics`` is fp32 (2, N, P, C), P >= 1, on the device of ``x``."""
     if not isinstance(statistics, Tensor) or statistics.dtype != torch.float32:
         found = statistics.dtype if isinstance(statistics, Tensor) else type(statistics).__name__
         raise TypeError(f"{name}: statistics must be an fp32 torch.Tensor, got {found}")
@@ -279,6 +279,6 @@ def group_norm(
     call = GroupNormCall(
         x, num_groups, weight, bias, eps, activation, shift, ada_scale, ada_shift, statistics, tokens, dtype
     )
-    if type(tokens) is not bool:  # checked here, because 1 would find the plan of True
+    if type(tokens) is not bool:  # checked here, because 1 would find the plan of a call with True
         GROUP_NORM.check(name, call)
     return GROUP_NORM(call)
