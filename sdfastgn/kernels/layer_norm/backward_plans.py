@@ -64,7 +64,7 @@ class LayerNormGradPlan:
             group_rows = ceil_div(self.rows, groups)
             count = ceil_div(self.rows, group_rows)
             self._plan_chunks(config, D, x_stride, (count, group_rows), uses, vector, pdl)
-        # Planes of partial sums in the order of ``sums``, up to the last gradient that is wanted.
+        # Number of planes of partial sums: in the order of ``sums``, up to the last gradient that is wanted.
         self.partials = count * D * max((place for place, dtype in enumerate(sums, 1) if dtype), default=0)
         block_p, block_d = column_sum_block(count, D)
         self.columns = Launch(
@@ -87,7 +87,8 @@ class LayerNormGradPlan:
         ``groups``: number of groups of rows, and rows of a group. ``uses``: constants of the kernels.
         """
         count, group_rows = groups
-        # Kernels multiply these by VECTOR, so that the compiler knows that they are multiples of it.
+        # Kernels multiply these numbers by VECTOR, so the compiler knows that the products are multiples of
+        # VECTOR.
         parts = {"d_parts": D // vector, "x_parts": x_stride // vector}
         tile = {"VECTOR": vector, "BLOCK": config.block}
         self.chunks = config.chunks

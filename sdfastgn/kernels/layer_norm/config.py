@@ -15,25 +15,26 @@ from sdfastgn.kernels.common.sizes import WARP, ceil_div, next_power_of_2
 
 # Longest row, in padded elements, that a program holds in registers.
 _MAX_IN_REGISTERS = 16384
-# Longest row, in padded elements, that a program of a backward with column sums holds in registers. The sums
-# take registers too.
+# Longest row, in padded elements, that a program of a backward with column sums holds in registers. These
+# sums take registers too.
 _MAX_WITH_SUMS = 8192
-# Most warps of a program whose warps share a row (``wide``).
+# Maximum number of warps of a program whose warps share a row (``wide``).
 _MAX_WARPS = 16
-# Most warps of a program in which each warp has its own rows.
+# Maximum number of warps of a program in which each warp has its own rows.
 _NARROW_WARPS = 4
-# Most elements of each thread if one warp has a whole row. Longer rows are shared by several warps.
+# Maximum number of elements of each thread if one warp has a whole row. Longer rows are shared by several
+# warps.
 _NARROW_PER_THREAD = 64
 # Elements of each thread if warps share a row.
 _WIDE_PER_THREAD = 16
-# Most elements of each thread if a warp has several rows at once.
+# Maximum number of elements of each thread if a warp has several rows at once.
 _GATHERED_PER_THREAD = 32
-# Most elements of each thread in the backward if one warp has a whole row. Fewer than in the forward, because
-# registers hold two tensors and three column sums.
+# Maximum number of elements of each thread in the backward if one warp has a whole row. Fewer than in the
+# forward, because registers hold two tensors and three column sums.
 _BACKWARD_PER_THREAD = 16
-# Most elements of each thread in the backward if a warp has several rows at once.
+# Maximum number of elements of each thread in the backward if a warp has several rows at once.
 _BACKWARD_GATHERED = 8
-# Fewest bytes of a block, unless the row is shorter: a whole line of memory.
+# Minimum number of bytes of a block, unless the row is shorter: a whole line of memory.
 _LINE_BYTES = 128
 # Warps for each multiprocessor below which rows are shared by several warps, to keep the GPU busy.
 _FEW_WARPS_PER_SM = 4
@@ -42,8 +43,8 @@ _MANY_WARPS_PER_SM = 16
 # Elements that the programs of a backward with column sums hold on each multiprocessor at a time, divided by
 # the 32 lanes of a warp. There are only as many programs as run at once, so this decides their number.
 _BACKWARD_PER_SM = 256
-# Fewest tiles of rows of a program in a backward with column sums. Each program writes partial sums to
-# memory, so a few programs with many rows are better than many programs with few rows.
+# Minimum number of tiles of rows of a program in a backward with column sums. Each program writes partial
+# sums to memory, so a few programs with many rows are better than many programs with few rows.
 _BACKWARD_TILES = 4
 # Elements of a long row that a program processes at once.
 _CHUNK_BLOCK = 2048
@@ -51,7 +52,7 @@ _CHUNK_BLOCK = 2048
 _CHUNK_WARPS = 4
 # Programs for each multiprocessor that keep the memory busy if rows are long.
 _CHUNK_PROGRAMS_PER_SM = 8
-# Most chunks of a row: one program must be able to merge them.
+# Maximum number of chunks of a row: one program must be able to merge them.
 _MAX_CHUNKS = 2048
 
 
@@ -91,7 +92,7 @@ class ChunksConfig:
 
 
 def forward_config(rows: int, D: int, itemsize: int, vector: int, num_sms: int) -> RowsConfig | ChunksConfig:
-    """How to normalize x (rows, D).
+    """The configuration of the kernels that normalize x (rows, D).
 
     ``itemsize``: bytes of an element of x. ``vector``: elements that a thread loads at once.
     """
@@ -116,7 +117,7 @@ def forward_config(rows: int, D: int, itemsize: int, vector: int, num_sms: int) 
 def backward_config(
     rows: int, D: int, vector: int, num_sms: int, *, column_sums: bool
 ) -> RowsConfig | ChunksConfig:
-    """How to compute the gradients of x (rows, D).
+    """The configuration of the kernels that compute the gradients of x (rows, D).
 
     ``vector``: elements that a thread loads at once. ``column_sums``: a gradient of weight, bias or add_bias
     is wanted, so each program also sums its rows.
@@ -148,7 +149,7 @@ def _wide_config(D: int, load: int, vector: int, programs: int) -> RowsConfig:
 
 
 def _backward_programs(config: RowsConfig, tiles: int, num_sms: int, column_sums: bool) -> int:
-    """Programs of a backward: with column sums as many as run at once, but with enough tiles for each."""
+    """Number of programs of a backward. With column sums, at most as many as run at once."""
     if not column_sums:
         return tiles
     per_thread = max(_BACKWARD_GATHERED, config.lanes * config.steps * config.block // WARP)
@@ -157,10 +158,10 @@ def _backward_programs(config: RowsConfig, tiles: int, num_sms: int, column_sums
 
 
 def _fitting_block(D: int, load: int, line: int) -> int:
-    """Elements of a block of a row of ``D``: a power of 2 from ``line`` to ``load``.
+    """Number of elements of a block of a row of ``D`` elements.
 
-    The largest one that leaves few lanes idle at the end of the row. The padded row of ``D``, if that is not
-    longer than ``load``.
+    It is the largest power of 2 from ``line`` to ``load`` that leaves few lanes idle at the end of the row.
+    If the padded row is not longer than ``load``, the block is the padded row.
     """
     if load >= D:
         return next_power_of_2(D)
@@ -172,7 +173,7 @@ def _fitting_block(D: int, load: int, line: int) -> int:
 
 
 def _chunks_config(rows: int, D: int, num_sms: int) -> ChunksConfig:
-    """How to divide long rows: into as many chunks as keep the GPU busy."""
+    """The configuration for long rows: they are divided into as many chunks as keep the GPU busy."""
     blocks = ceil_div(D, _CHUNK_BLOCK)
     wanted = min(blocks, _MAX_CHUNKS, ceil_div(num_sms * _CHUNK_PROGRAMS_PER_SM, rows))
     length = ceil_div(blocks, wanted) * _CHUNK_BLOCK

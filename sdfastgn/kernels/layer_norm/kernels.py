@@ -9,8 +9,8 @@ There are two ways to launch them. ``forward_config`` chooses one from the sizes
   statistics of each row. ``_normalise_kernel`` reads x again and writes y.
 
 With a residual, the sum x + residual + add_bias is rounded to the dtype of x and then normalized. The first
-kernel stores it. With a ``total_bias`` the caller gets the sum plus total_bias instead: the rows way stores
-only that, the chunks way stores both, because ``_normalise_kernel`` needs the sum.
+kernel stores the sum. With a ``total_bias`` the caller gets the sum plus total_bias instead: the rows way
+stores only that, the chunks way stores both, because ``_normalise_kernel`` needs the sum.
 
 Pointers have the same meaning in all kernels. All but x, y and partials may be None:
 
@@ -78,7 +78,7 @@ def tile_column(WIDE: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BL
 
 @triton.jit
 def row_sum(x, WIDE: tl.constexpr):
-    """The sum of each row of a (lanes, warps, steps, block) tile."""
+    """Sums each row of a (lanes, warps, steps, block) tile."""
     total = tl.sum(tl.sum(x, STEP_AXIS, keep_dims=True), 3, keep_dims=True)
     if WIDE:
         total = tl.sum(total, 1, keep_dims=True)
@@ -99,9 +99,9 @@ def row_mean(first, centre):
 
 @triton.jit
 def _read(x_ptr, residual_ptr, add_bias_ptr, x_at, residual_at, c, mask):
-    """x, or x + residual + add_bias if there is a residual, twice in fp32.
+    """Loads x, or x + residual + add_bias if there is a residual, in fp32.
 
-    First rounded to the dtype of x, then without rounding.
+    Returns the value twice: rounded to the dtype of x, and not rounded.
     """
     x = tl.load(x_ptr + x_at, mask=mask, other=0.0)
     total = x.to(tl.float32)
@@ -117,7 +117,7 @@ def _read(x_ptr, residual_ptr, add_bias_ptr, x_at, residual_at, c, mask):
 
 @triton.jit
 def _affine(weight_ptr, bias_ptr, c, in_row):
-    """(scale, offset) of the columns ``c``, fp32: weight and bias.
+    """Loads (scale, offset) of the columns ``c``: weight and bias in fp32, or 1 and 0.
 
     Kernels call this before they sum, so that its loads run at the same time.
     """
@@ -161,11 +161,12 @@ def _rows_kernel(
     x, kept = _read(x_ptr, residual_ptr, add_bias_ptr, x_row + c, residual_row + c, c, mask)
     # The row's first element.
     pivot, _ = _read(x_ptr, residual_ptr, add_bias_ptr, x_row, residual_row, r * 0, is_row)
-    # ``c + r * 0`` below: if a thread has only one row, it loads weight and bias for its own columns. A
-    # broadcast of them would pass the tile through shared memory.
+    # If a thread has only one row (``ONE_ROW``), it loads weight and bias for its own elements: the offsets
+    # ``c + r * 0`` below have the shape of the tile. Loaded for ``c`` alone and then broadcast to the tile,
+    # they would pass through shared memory.
     if total_bias_ptr is not None:
-        # This load comes before those of ``_affine``. The other way round ptxas takes 168 registers a thread
-        # instead of 128, and three programs fit on a multiprocessor instead of four.
+        # This load comes before the loads of ``_affine``. In the reverse order ptxas takes 168 registers a
+        # thread instead of 128, so only three programs fit on a multiprocessor instead of four.
         kept += tl.load(total_bias_ptr + (c + r * 0 if ONE_ROW else c), mask=in_row, other=0.0).to(tl.float32)
     scale, offset = _affine(weight_ptr, bias_ptr, c + r * 0 if ONE_ROW else c, in_row)
     out = first * D + (r * D + c)
@@ -203,7 +204,7 @@ def _chunk_kernel(
     Numbers:
         chunks, blocks: chunks of a row, and blocks of a chunk.
         d_parts, x_parts, residual_parts: D, and the strides of x and residual, in multiples of ``VECTOR``.
-            So the compiler knows that they are multiples of it.
+            So the compiler knows that D and the strides are multiples of ``VECTOR``.
         plane: elements from one kind of partials to the next.
     """
     row = (tl.program_id(0) // chunks).to(tl.int64)
@@ -215,7 +216,8 @@ def _chunk_kernel(
     total_row = row * d_parts * VECTOR + start
     i = tl.arange(0, BLOCK)
     if PDL:
-        # In this order, the next kernels start only when x is complete: they may read it before their wait.
+        # Waiting comes first, so that the next kernels start only when x is complete, and may read x before
+        # their wait.
         gdc_wait()
         gdc_launch_dependents()
     # ``first`` is the row's first element or, if ``EXACT``, the chunk's. Sums take differences from it.

@@ -141,7 +141,7 @@ def reference_add(x: Tensor, residual: Tensor, *biases: Tensor | None) -> Tensor
 
 
 def _norm_of(total: Tensor, call: AddCall) -> LayerNormCall:
-    """The call that normalizes the sum ``total`` of ``call``."""
+    """The ``LayerNormCall`` that normalizes ``total``, the sum that ``call`` computes."""
     return LayerNormCall(total, call.weight, call.bias, call.eps, call.out_dtype)
 
 
@@ -164,7 +164,7 @@ def _fake_of_sum(call: AddCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _keep(ctx: Any, call: LayerNormCall | AddCall, normalized: Tensor, centre: Tensor, rstd: Tensor) -> None:
-    """Keep what the backward needs. Of the biases it needs only the dtypes of their gradients."""
+    """Keep what the backward needs. For each bias it needs only the dtype, which its gradient has too."""
     ctx.eps = call.eps
     ctx.dtypes = tuple(
         None if t is None else t.dtype for t in (call.x, call.weight, call.bias, call.add_bias)
@@ -186,7 +186,7 @@ def _save_of_sum(ctx: Any, call: AddCall, results: tuple[Tensor, ...]) -> None:
 def _grads(ctx: Any, dy: Tensor | None, dtotal: Tensor | None, wanted: tuple[bool, ...]) -> Gradients:
     """The gradients of x, weight, bias and add_bias ("added") that are ``wanted``.
 
-    ``dy``, ``dtotal``: the gradients of y and of the sum, or None. The gradient of the residual is that of x.
+    ``dy``, ``dtotal``: the gradients of y and of the sum, or None. The residual has the same gradient as x.
     """
     x, centre, rstd, weight = ctx.saved_tensors
     dtypes = tuple(dtype if want else None for dtype, want in zip(ctx.dtypes, wanted, strict=True))

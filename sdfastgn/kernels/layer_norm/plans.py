@@ -18,7 +18,7 @@ from sdfastgn.kernels.layer_norm import kernels
 from sdfastgn.kernels.layer_norm.config import ChunksConfig, RowsConfig, forward_config
 from sdfastgn.kernels.layer_norm.op import AddCall, LayerNormCall, empty_saved, result_dtype
 
-# Most warps of a program that merges chunks.
+# Maximum number of warps of a program that merges chunks.
 _MERGE_MAX_WARPS = 4
 # Chunks that each warp of such a program merges.
 _MERGE_PER_WARP = 128
