@@ -18,31 +18,34 @@ from sdfastgn.kernels.common.sizes import ceil_div, next_power_of_2
 
 # Rows of scores and weights start at multiples of this number of elements: a 16-byte load of 16-bit weights.
 VECTOR = 8
-# Most bytes of a chunk's scores: little beside a model's memory, and enough to keep a GPU busy.
+# Maximum number of bytes of a chunk's scores: this is small compared with a model's memory, and enough to
+# keep a GPU busy.
 _MAX_SCORE_BYTES = 64 * 2**20
 # Rows and columns of a tile of cuBLAS's matrix products.
 _TILE = 128
-# Fewest keys of a part of the second product. With fewer, adding up the partial products costs too much.
+# Minimum number of keys of a part of the second product. With fewer, adding up the partial products costs too
+# much.
 _MIN_KEYS_OF_A_PART = 512
 # Longest row of scores, in elements, that a program of the softmax keeps in registers.
 _MAX_IN_REGISTERS = 16384
 # Elements of a longer row that a program processes at once.
 _LONG_ROW_BLOCK = 8192
-# Most warps of a program of the softmax.
+# Maximum number of warps of a program of the softmax.
 _MAX_WARPS = 16
-# Fewest scores for each warp of the softmax.
+# Minimum number of scores for each warp of the softmax.
 _PER_WARP = 512
-# Most elements of a program that divides products by sums.
+# Maximum number of elements of a program that divides products by sums.
 _DIVIDE_BLOCK = 1024
 # Elements for each warp that divides products by sums.
 _DIVIDE_PER_WARP = 256
-# Most channels of a head for which PyTorch has flash kernels.
+# Maximum number of channels of a head for which PyTorch has flash kernels.
 _MAX_FLASH_CHANNELS = 256
-# Fewest queries, and fewest keys, for which chunks are faster, although each chunk takes four launches.
+# Minimum number of queries, and of keys, for which chunks are faster, although each chunk takes four
+# launches.
 _MIN_TOKENS = 1024
 
-# (b0, b1, r0, r1): queries r0 to r1 of the heads b0 to b1. The heads of all samples are numbered
-# consecutively. The ends are not included.
+# (b0, b1, r0, r1): queries r0 to r1 of heads b0 to b1. The heads of all samples are numbered consecutively.
+# The ends are not included.
 Chunk = tuple[int, int, int, int]
 
 
@@ -66,7 +69,7 @@ class ChunksConfig:
                 yield b, min(b + self.matrices, count), r, min(r + self.rows, L)
 
     def scratch(self, D: int) -> int:
-        """fp32 values of the memory for a chunk's scores, which later holds the second product.
+        """Number of fp32 values in the memory for a chunk's scores, which later holds the second product.
 
         ``D``: channels of a head.
         """
@@ -119,6 +122,6 @@ def pays(L: int, keys: int, D: int) -> bool:
     """True if attention in chunks is faster than PyTorch's attention, for heads of ``D`` channels.
 
     On an H200 PyTorch's attention with 512 channels runs at 130 TFLOP/s, and matrix products at four times
-    that speed. Products are slow if D is not a multiple of 8. With few tokens there is nothing to gain.
+    that speed. Products are slow if D is not a multiple of 8. With few tokens chunks save no time.
     """
     return D > _MAX_FLASH_CHANNELS and D % VECTOR == 0 and min(L, keys) >= _MIN_TOKENS

@@ -6,9 +6,9 @@ Formula, for each sample, head and query l:
     y[l] = sum_s p[s] v[s] / sum_s p[s]
 
 PyTorch's kernels process keys in steps, and are made for many keys. With 77 keys they take 10 to 15 us,
-while reading q and writing y takes 3 us. Here a program reads its queries and all keys of a head at once.
-The keys are one or two tiles, so that little is padding: 77 keys are tiles of 64 and 16. y is (N, L, H, D)
-in memory, which the next linear layer can read without a copy.
+although reading q and writing y takes only 3 us. Here a program reads its queries and all keys of a head at
+once. The keys are one or two tiles, so that little is padding: 77 keys are tiles of 64 and 16. y is (N, L, H,
+D) in memory, which the next linear layer can read without a copy.
 
 Numerics: products are accumulated in fp32, and the softmax is fp32. p is rounded to the dtype of v before
 the second product, as in every flash kernel. y is rounded once.
@@ -33,9 +33,9 @@ from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.common.plan_cache import PlanCache
 from sdfastgn.kernels.common.sizes import ceil_div, next_power_of_2
 
-# Most keys. All of them are in registers at once.
+# Maximum number of keys. All of them are in registers at once.
 MAX_KEYS = 128
-# Most channels of a head.
+# Maximum number of channels of a head.
 _MAX_HEAD_DIM = 256
 # Smallest side of a tile in a matrix product.
 _LEAST = 16
@@ -79,7 +79,7 @@ def attention_config(D: int, S: int) -> AttentionConfig:
 def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """True if the kernel can attend with q (N, H, L, D), k and v (N, H, S, D), and is faster than PyTorch.
 
-    - fp16 or bf16, the same for all;
+    - the same dtype for all, fp16 or bf16;
     - at most ``MAX_KEYS`` keys, and at most 256 channels;
     - contiguous channels, and all other strides are multiples of 16 bytes;
     - an NVIDIA GPU from sm_80 on, or from sm_90 to below sm_120 for more than 128 channels. Under Triton's
@@ -118,7 +118,7 @@ _launches: PlanCache[Launch | None] = PlanCache()
 
 
 def _make_launch(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Launch:
-    """One program for each ``block_m`` queries of each head."""
+    """Make the launch with one program for each ``block_m`` queries of each head."""
     from sdfastgn.kernels.attention import few_keys_kernels  # needs Triton
 
     N, H, L, D = q.shape

@@ -1,4 +1,6 @@
-"""Attention with heads of more than 256 channels: ``wide_attention``, and ``attend``, which checks nothing.
+"""Attention with heads of more than 256 channels.
+
+``wide_attention`` is the public function. ``attend`` computes the same, without checks of arguments.
 
 Formula, for each sample and head, with q of shape (L, D), k and v of (keys, D):
 
@@ -102,7 +104,7 @@ def _runs_in_chunks(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return (
         not torch.jit.is_tracing()  # sizes are then not numbers
         and torch.version.hip is None  # only cuBLAS has the products of 16-bit matrices with fp32 results
-        # This check comes early because it is fast, and false for all attentions of a UNet.
+        # This condition comes early, because it is fast to check and False for all attention of a UNet.
         and pays(q.shape[-2], k.shape[-2], q.shape[-1])
         and q.dtype in _HALVES
         and q.numel() > 0

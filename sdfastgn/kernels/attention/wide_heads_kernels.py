@@ -16,8 +16,9 @@ them still runs, and wait before they access memory.
 
 Numerics: scores, sums and products are fp32. The weights of a row are between 0 and 1, and the largest
 is 1. They are rounded to 16 bits, and the sum of a row adds up its *rounded* weights. Rounding of the weights
-then does not scale the mean of the values. If this mean is five times the deviation, the error of y is a
-fifth of the error with sums of exact weights. y is rounded once. NaN and inf behave as in softmax.
+then does not scale the mean of the values. For example, if this mean is five times the deviation of the
+values, the error of y is a fifth of what it would be with sums of exact weights. y is rounded once. NaN and
+inf behave as in softmax.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ def _read_scores(scores, c, keys, pitch):
 @triton.jit
 def _write_weights(weights, scores, top, scale, c, pitch):
     """Stores exp2((scores - top) * scale) in the dtype of ``weights``. Returns the rounded values in fp32."""
-    # The difference comes before the product with scale: it is exact for scores close to the largest one,
-    # which have the largest weights.
+    # The difference is taken first and then multiplied by scale. So it is exact for scores close to the
+    # largest one, which have the largest weights.
     rounded = exp2((scores - top) * scale).to(weights.dtype.element_ty)
     tl.store(weights + c, rounded, mask=c < pitch)
     return rounded.to(tl.float32)
@@ -190,7 +191,7 @@ def launch_wide_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tens
 
 
 def _side_by_side(t: Tensor) -> Tensor:
-    """``t`` with contiguous channels."""
+    """``t``, or a copy if its channels are not contiguous."""
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
