@@ -15,11 +15,11 @@ from sdfastgn.kernels.common.sizes import MAX_OFFSET, WARP, ceil_div, next_power
 
 # Rows of a tile. For each row a thread has two loads in flight in the forward, and three in the backward.
 _ROWS = 2
-# Most warps of a program.
+# Maximum number of warps of a program.
 _MAX_WARPS = 4
 # Warps for each multiprocessor in a backward with column sums: as many as fit with the registers they take.
 _WARPS_PER_SM = 16
-# Fewest tiles of a group. With fewer, there would be too many partial sums to add up.
+# Minimum number of tiles of a group. With fewer, there would be too many partial sums to add up.
 _MIN_TILES = 4
 
 
@@ -46,7 +46,7 @@ class TileConfig:
 
 
 def forward_config(rows: int, D: int, vector: int, stride: int) -> TileConfig:
-    """How to compute y (rows, D).
+    """The configuration of the forward, which computes y (rows, D).
 
     ``vector``: elements that a thread loads at once. ``stride``: elements between the starts of rows of x.
     """
@@ -56,7 +56,7 @@ def forward_config(rows: int, D: int, vector: int, stride: int) -> TileConfig:
 def backward_config(
     rows: int, D: int, vector: int, stride: int, num_sms: int, *, column_sums: bool
 ) -> TileConfig:
-    """How to compute the gradients for dy (rows, D). ``column_sums``: the bias's gradient is wanted."""
+    """The configuration of the backward of dy (rows, D). ``column_sums``: dbias is wanted."""
     config = _config(rows, D, vector, stride)
     if not column_sums:
         return config
@@ -66,12 +66,12 @@ def backward_config(
 
 
 def _config(rows: int, D: int, vector: int, stride: int) -> TileConfig:
-    """One tile for each program."""
+    """The configuration with one tile for each program."""
     load = WARP * vector
     widths = [min(load, next_power_of_2(D))]
     while load * 2 ** len(widths) <= min(load * _MAX_WARPS, next_power_of_2(D)):
         widths.append(2 * widths[-1])
-    # The widest tile, unless rows padded to its width are over an eighth longer than with the narrowest tile.
+    # Take the widest tile with which padded rows are at most an eighth longer than with the narrowest tile.
     best = ceil_div(D, widths[0]) * widths[0]
     block_d = next(width for width in reversed(widths) if 8 * ceil_div(D, width) * width <= 9 * best)
     block_r = min(next_power_of_2(rows), max(1, _ROWS * load // block_d) if block_d < load else _ROWS)

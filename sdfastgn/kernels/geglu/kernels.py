@@ -32,7 +32,7 @@ from sdfastgn.kernels.common.sums import sum_columns
 
 @triton.jit
 def _read_bias(bias_ptr, D: tl.constexpr, c, in_row):
-    """(bias of the values, bias of the gates) in columns ``c``, each (1, columns) fp32, or 0 without bias."""
+    """Loads the biases of values and gates in columns ``c``: two (1, columns) fp32 tiles, or 0 without bias."""
     bias = 0.0
     gate_bias = 0.0
     if bias_ptr is not None:
@@ -52,8 +52,8 @@ def _geglu_kernel(
     columns = tl.cdiv(D, BLOCK_D)
     first = (tl.program_id(0) // columns).to(tl.int64) * BLOCK_R
     start = (tl.program_id(0) % columns).to(tl.int64) * BLOCK_D
-    # If the tile has one row, its stride is not needed. It may then be too large for int32, which Triton 3.6
-    # refuses even as a factor of 0.
+    # If the tile has one row, its stride is not needed. The stride may then be too large for int32, and
+    # Triton 3.6 refuses such a number even if it is multiplied by 0.
     ROW: tl.constexpr = X_STRIDE if BLOCK_R > 1 else 0
     r = tl.arange(0, BLOCK_R)[:, None]
     i = tl.arange(0, BLOCK_D)

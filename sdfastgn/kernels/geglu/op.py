@@ -83,7 +83,7 @@ def _fake(call: GegluCall) -> Tensor:
 
 
 def _check(name: str, call: GegluCall) -> None:
-    """The last dimension of x is even."""
+    """Check that the last dimension of x is even."""
     if call.x.shape[-1] % 2:
         raise ValueError(f"{name}: x must be (..., 2D), got shape {tuple(call.x.shape)}")
 
