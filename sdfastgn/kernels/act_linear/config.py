@@ -11,21 +11,22 @@ from dataclasses import dataclass
 
 from sdfastgn.kernels.common.sizes import WARP, ceil_div, next_power_of_2
 
-# Most rows of x for which this kernel is at least as fast as PyTorch's activation, matrix product and sum.
+# Maximum number of rows of x for which this kernel is at least as fast as PyTorch's activation, matrix
+# product and sum.
 _FEW_ROWS = 16
-# Most rows of x of a program.
+# Maximum number of rows of x of a program.
 _BLOCK_N = 4
-# Most rows of the weight of a program.
+# Maximum number of rows of the weight of a program.
 _BLOCK_C = 8
-# Most warps of a program.
+# Maximum number of warps of a program.
 _MAX_WARPS = 4
-# Most contiguous elements of a row that a thread reads at once.
+# Maximum number of contiguous elements of a row that a thread reads at once.
 _MAX_VECTOR = 4
-# Fewest contiguous elements of a row that a thread reads at once, unless K requires fewer.
+# Minimum number of contiguous elements of a row that a thread reads at once, unless K requires fewer.
 _MIN_VECTOR = 2
-# Most sums that a thread keeps in registers.
+# Maximum number of sums that a thread keeps in registers.
 _MAX_SUMS = 64
-# Bytes of the weight that a thread has in flight: this decides the number of steps.
+# Bytes of the weight that a thread loads at the same time. This decides the number of steps.
 _BYTES_UNDER_WAY = 256
 
 

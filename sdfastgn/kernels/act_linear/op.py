@@ -127,7 +127,7 @@ def act_linear(
     autocast = isinstance(x, Tensor) and (x.is_cuda or x.is_cpu) and torch.is_autocast_enabled(x.device.type)
     if not autocast and dispatch.is_plain_inference(x, call):
         try:
-            # Invalid arguments never have a plan. So calls are checked only if they have none.
+            # Calls with invalid arguments never have a plan. So only calls without a plan are checked.
             plan = _plans.made.get(_plans.key(call, _plans.tensors(call)))
             if plan is None:
                 _check(call)
@@ -137,7 +137,8 @@ def act_linear(
                 return plan.run(call)
         except dispatch.KernelError:
             return act_linear(x, weight, bias, activation, extra_bias=extra_bias)
-        # Invalid arguments can fail before the check, which then raises an error that says so.
+        # Looking for a plan can fail if an argument is invalid. ``_check`` then raises an error that names
+        # the argument.
         except (AttributeError, RuntimeError):
             _check(call)
             raise
