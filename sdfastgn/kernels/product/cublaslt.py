@@ -24,20 +24,20 @@ from sdfastgn.kernels.common import gpu
 
 # Dtype of the matrices: CUDA_R_16F, CUDA_R_16BF.
 _CUDA_TYPES = {torch.float16: 2, torch.bfloat16: 14}
-# Dtype of the factors of the product and of the old output: CUDA_R_32F.
+# Dtype of the scalars by which cuBLASLt multiplies the product and the old output: CUDA_R_32F.
 _FP32 = 0
 # Dtype in which products are summed: CUBLAS_COMPUTE_32F.
 _COMPUTE_FP32 = 68
-# Attributes of a product, from cublasLtMatmulDescAttributes_t.
+# Numbers of a product's attributes, from cublasLtMatmulDescAttributes_t.
 _TRANSPOSE_A, _EPILOGUE, _BIAS_POINTER = 3, 7, 8
 # Values of these attributes: CUBLAS_OP_T, CUBLASLT_EPILOGUE_BIAS.
 _TRANSPOSED, _ADD_BIAS = 1, 4
 # Attribute of a request for algorithms, from cublasLtMatmulPreferenceAttributes_t.
 _MAX_WORKSPACE = 1
-# Most bytes of scratch memory of an algorithm. Enough for counters of tiles, but too little for algorithms
-# that split the depth and store partial sums.
+# Maximum number of bytes of scratch memory of an algorithm. This is enough for counters of tiles, but too
+# little for algorithms that split the depth and store partial sums.
 _WORKSPACE = 4096
-# Most algorithms that are requested. On an H200 cuBLASLt recommends eight for a product.
+# Maximum number of algorithms that are requested. On an H200 cuBLASLt recommends eight for a product.
 _MAX_ALGORITHMS = 16
 
 _Pointer = ctypes.c_void_p
@@ -46,7 +46,8 @@ _Pointer = ctypes.c_void_p
 class Shape(NamedTuple):
     """A product x @ weight.T: x (rows, depth), weight (columns, depth), out (rows, columns), all contiguous.
 
-    ``has_bias``: a bias (columns,) is added. ``adds``: the product is added to the values in ``out``.
+    ``has_bias``: True if a bias (columns,) is added. ``adds``: True if the product is added to the values in
+    ``out``.
     """
 
     rows: int
@@ -126,7 +127,7 @@ def _handle(device: torch.device) -> ctypes.c_void_p:
 def _described(shape: Shape, bias: int = 0) -> Iterator[_Arguments]:
     """Context with the descriptors of a product. ``bias``: address of the bias, or 0.
 
-    Each call creates its own, so that threads share none.
+    Each call creates new descriptors, so that threads do not share them.
     """
     made: list[tuple[str, ctypes.c_void_p]] = []
 

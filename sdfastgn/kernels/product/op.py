@@ -4,8 +4,8 @@ PyTorch uses the algorithm that cuBLASLt recommends first. The fastest one can t
 
 - In a *rehearsal* (``chosen_after``), a call runs as usual and its products are noted. At its end each kind
   of product is timed with PyTorch, and with all algorithms that give the same bits as PyTorch.
-- When a graph is captured later, each product uses the fastest of these. So a graph computes exactly the bits
-  that PyTorch computes.
+- When a graph is captured later, each product uses the fastest of these algorithms. So a graph computes
+  exactly the bits that PyTorch computes.
 
 Outside of graphs PyTorch's own products run, because a call through ctypes takes more CPU time.
 """
@@ -29,16 +29,16 @@ from sdfastgn.kernels.product.cublaslt import Algorithm, Refused, Shape, algorit
 
 # Dtypes of products for which an algorithm is chosen.
 _DTYPES = (torch.float16, torch.bfloat16)
-# Fewest rows of x. Smaller products have so few tiles that choosing took longer than it saved.
+# Minimum number of rows of x. Smaller products have so few tiles that choosing took longer than it saved.
 _FEWEST_ROWS = 1024
-# Most elements of the output. The speed of larger products is limited by the GPU's power, and timing needs a
-# second output.
+# Maximum number of elements of the output. The speed of larger products is limited by the GPU's power, and
+# timing needs a second output.
 _MOST_ELEMENTS = 2**26
 # Addresses must be multiples of this number of bytes, which cuBLASLt assumes.
 _ALIGNMENT = 256
-# Launches that are timed together. Their mean time counts.
+# Number of launches that are timed together. Their mean time counts.
 _LAUNCHES = 5
-# Rounds of such timings. The fastest round counts.
+# Number of rounds of ``_LAUNCHES`` launches. The fastest round counts.
 _ROUNDS = 3
 # Clock cycles for which the GPU is kept busy before a timing, 0.2 ms. The CPU queues all launches meanwhile.
 _HEAD_START = 400_000
@@ -49,7 +49,7 @@ _WORTHWHILE = 0.98
 
 
 class _Kind(NamedTuple):
-    """Products that share one choice. ``switches``: PyTorch's settings, on which its bits depend."""
+    """Products that share one choice. ``switches``: the settings that decide the bits of PyTorch's results."""
 
     shape: Shape
     device: torch.device
@@ -58,7 +58,7 @@ class _Kind(NamedTuple):
 
 # Kind of product -> its fastest algorithm, or None if that is PyTorch's.
 _chosen: PlanCache[Algorithm | None] = PlanCache()
-# In a thread that rehearses: the kinds of products so far, in order. Else None.
+# In a thread that rehearses, the kinds of products that were noted so far, in order. Else None.
 _noted: contextvars.ContextVar[dict[_Kind, None] | None] = contextvars.ContextVar(
     "sdfastgn_noted_products", default=None
 )
@@ -112,9 +112,9 @@ def add_linear_(total: Tensor, x: Tensor, weight: Tensor) -> None:
 def _choice(
     x: Tensor, weight: Tensor, bias: Tensor | None, total: Tensor | None
 ) -> tuple[Shape, Algorithm] | None:
-    """The first arguments of ``multiply`` for this product, or None if PyTorch computes it.
+    """(shape, algorithm) for ``multiply``, or None if PyTorch computes this product.
 
-    In a rehearsal it notes the product, and returns None.
+    In a rehearsal this function notes the product, and returns None.
     """
     kind = _kind_of(x, weight, bias, total) if is_choosing() else None
     if kind is None:
@@ -128,9 +128,10 @@ def _choice(
 
 
 def _kind_of(x: Tensor, weight: Tensor, bias: Tensor | None, total: Tensor | None) -> _Kind | None:
-    """The kind of a product, or None if PyTorch computes it in any case.
+    """The kind of a product, or None if this file never chooses an algorithm for such a product.
 
-    That includes invalid arguments, for which PyTorch raises its own error.
+    PyTorch then computes the product. The result is also None for invalid arguments, so that PyTorch raises
+    its own error.
     """
     operands = [t for t in (x, weight, bias, total) if t is not None]
     if weight.dim() != 2 or x.shape[-1:] != weight.shape[1:] or x.numel() == 0:
@@ -157,13 +158,14 @@ def _kind_of(x: Tensor, weight: Tensor, bias: Tensor | None, total: Tensor | Non
 
 @contextmanager
 def chosen_after() -> Iterator[None]:
-    """Context of a rehearsal: notes the products of the calls inside, and at its end chooses algorithms.
+    """Context of a rehearsal: notes the products inside, and chooses their algorithms at the end.
 
     Only products on the current device are noted. Kinds of products that were timed before are not timed
     again. Timing runs on the current stream.
 
     Raises:
-        torch.OutOfMemoryError: there is no memory for timing. PyTorch computes the products that are left.
+        torch.OutOfMemoryError: there is no memory for timing. PyTorch computes the products that were not
+        timed yet.
     """
     noted: dict[_Kind, None] = {}
     token = _noted.set(noted)
@@ -180,7 +182,7 @@ def chosen_after() -> Iterator[None]:
 def _fastest(kind: _Kind) -> Algorithm | None:
     """The fastest algorithm that gives PyTorch's bits, or None if PyTorch itself is fastest."""
     shape, device = kind.shape, kind.device
-    # A generator for this only, so that the user's random numbers do not change.
+    # A separate generator, so that the user's random numbers do not change.
     random = partial(
         torch.randn,
         dtype=shape.dtype,
@@ -207,7 +209,7 @@ def _fastest(kind: _Kind) -> Algorithm | None:
             ways.append((algorithm, partial(multiply, shape, algorithm, x, weight, bias, out)))
     times = [_microseconds(way) for _, way in ways]
     for _ in range(_ROUNDS - 1):
-        # Most algorithms are already out after the first round. PyTorch, the first way, is always timed.
+        # The first round excludes most algorithms. PyTorch, which is the first way, is timed in every round.
         near = [i for i, time in enumerate(times) if i == 0 or time < _NEAR * min(times)]
         for i in near:
             times[i] = min(times[i], _microseconds(ways[i][1]))
