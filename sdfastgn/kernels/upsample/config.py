@@ -9,18 +9,19 @@ from dataclasses import dataclass
 
 from sdfastgn.kernels.common.sizes import ceil_div, next_power_of_2
 
-# Most elements of an elementwise tile.
+# Maximum number of elements of an elementwise tile.
 _TILE_MAX = 2048
-# Fewest elements of an elementwise tile.
+# Minimum number of elements of an elementwise tile.
 _TILE_MIN = 512
 # Elements of a tile for each warp: two 16-byte loads of each lane in fp16.
 _PER_WARP = 512
-# Elements of a tile of weights: one load of each lane of one warp. It is small because a program reads nine
-# such tiles and writes sixteen.
+# Elements of a tile of weights: one load of each lane of one warp. Tiles are small, because a program reads
+# nine of them and writes sixteen.
 _WEIGHTS_TILE = 256
-# Fewest programs for each multiprocessor. If there are fewer, tiles are made smaller.
+# Minimum number of programs for each multiprocessor. If there are fewer, tiles are made smaller.
 _PROGRAMS_PER_SM = 4
-# Bytes of an element -> multiplications plus additions in a second of an H200's convolutions (fp32: TF32).
+# Bytes of an element -> speed of convolutions on an H200, in multiplications and additions per second. fp32
+# runs as TF32.
 _FLOPS = {2: 600e12, 4: 300e12}
 # Bytes in a second that an H200's memory delivers.
 _BYTES = 3.5e12
@@ -32,8 +33,8 @@ _LAUNCH = 1.5e-6
 class TileConfig:
     """A program has a tile of ``block_rows`` rows and ``block_c`` channels.
 
-    Rows are the pixels of all samples, numbered consecutively, or in weights the output channels. ``even``:
-    no element of any tile is masked.
+    Rows are the pixels of all samples, numbered consecutively. For weights, rows are the output channels.
+    ``even``: no element of any tile is masked.
     """
 
     block_rows: int
@@ -58,7 +59,7 @@ def weights_config(C_out: int, C_in: int) -> TileConfig:
 
 def _tiles(rows: int, C: int, tile: int, num_warps: int) -> TileConfig:
     """Tiles of about ``tile`` elements of (rows, C)."""
-    # Whole 128-byte lines of memory, which are 64 channels in 16 bits, if C allows.
+    # Read whole 128-byte lines of memory, if C is large enough. In 16 bits a line is 64 channels.
     block_c = 128 if C % 128 == 0 else 64 if C > 32 else next_power_of_2(C)
     block_rows = min(next_power_of_2(rows), tile // block_c)
     programs = ceil_div(rows, block_rows) * ceil_div(C, block_c)
@@ -69,9 +70,9 @@ def _tiles(rows: int, C: int, tile: int, num_warps: int) -> TileConfig:
 def phases_pay(N: int, C_in: int, C_out: int, H: int, W: int, itemsize: int) -> bool:
     """True if four 2 x 2 convolutions of x (N, C_in, H, W) are faster than a 3 x 3 one of the upsampled x.
 
-    They save 5/9 of the multiplications, and writing and reading the upsampled image. They cost the
-    computation of the phases' weights at each call, and one more row and column of pixels. The pass that
-    interleaves the phases costs nothing extra: it replaces the pass that adds the bias.
+    The four convolutions save 5/9 of the multiplications, and writing and reading the upsampled image. They
+    cost the computation of the phases' weights at each call, and one more row and column of pixels. The pass
+    that interleaves the phases costs nothing extra: it replaces the pass that adds the bias.
 
     ``itemsize``: bytes of an element, 2 or 4.
     """

@@ -7,20 +7,21 @@ i = 2h + a, and w0, w1, w2 the rows of the weight:
 
     a = 0:  w0 x[h - 1] + (w1 + w2) x[h],        a = 1:  (w0 + w1) x[h] + w2 x[h + 1]
 
-The same holds for columns, with j = 2w + b. So the pixels of y are in four *phases* (a, b), and each phase is
-a 2 x 2 convolution of x. That takes 4/9 of the multiplications, and no upsampled image. There are three
-steps:
+Columns work in the same way, with j = 2w + b. So the pixels of y are in four *phases* (a, b), and each phase
+is a 2 x 2 convolution of x. This takes 4/9 of the multiplications, and no memory for an upsampled image.
+There are three steps:
 
 1. A kernel computes the 2 x 2 weights of the phases. It runs at each call, so that they are never stale.
 2. One convolution with padding 1 computes all phases: t (N, 4 C_out, H + 1, W + 1).
 3. A kernel interleaves the phases and adds the bias:
    y[n, c, 2h + a, 2w + b] = t[n, (2a + b) C_out + c, h + a, w + b] + bias[c].
 
-This runs for channels-last images on a GPU if it is faster (``phases_pay``). Else the image is upsampled and
-convolved.
+These steps run for channels-last images on a GPU if they are faster (``phases_pay``). Else the image is
+upsampled and convolved.
 
-Numerics: weights of phases are summed in fp32 and rounded once to the weight's dtype, a rounding that stock
-does not have. t is rounded to the dtype of x. The bias is added in fp32.
+Numerics: the weights of the phases are summed in fp32 and rounded once to the weight's dtype. PyTorch's
+convolution of the upsampled image does not have this rounding. t is rounded to the dtype of x. The bias is
+added in fp32.
 
 Source: Shi et al., "Is the deconvolution layer the same as a convolutional layer?", 2016, for
 resizing as convolutions of phases.
@@ -69,7 +70,7 @@ def reference_phase_weights(weight: Tensor) -> Tensor:
 
 
 def runs_in_phases(x: Tensor, weight: Tensor) -> bool:
-    """True if ``upsample_conv2d(x, weight)`` convolves at low resolution."""
+    """True if ``upsample_conv2d(x, weight)`` convolves at low resolution, not the upsampled image."""
     N, C, H, W = x.shape
     return (
         dispatch.runs_in_triton(x)
@@ -82,9 +83,10 @@ def runs_in_phases(x: Tensor, weight: Tensor) -> bool:
 def convolve_phases(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, with_statistics: bool
 ) -> tuple[Tensor, Any]:
-    """(y, its statistics or None), computed at low resolution, also if that is slower.
+    """``upsample_conv2d`` at low resolution, without asking whether that is faster.
 
-    x must be channels-last, or become so as a dense copy, and must not be empty.
+    Returns y, and its statistics or None. x must not be empty. x must be channels-last, or ``dense(x)`` must
+    be.
     """
     from sdfastgn.kernels.upsample import conv_kernels  # needs Triton
 
@@ -170,7 +172,7 @@ _NAME = f"{__name__}.upsample_conv2d"
 
 
 def _check(x: Any, weight: Any, bias: Any) -> None:
-    """Check the arguments of ``upsample_conv2d``, except that their dtypes agree."""
+    """Check all arguments of ``upsample_conv2d``, but not that their dtypes agree (``_check_dtypes``)."""
     for label, t in (("x", x), ("weight", weight), ("bias", bias)):
         if t is not None or label != "bias":
             check_floating(_NAME, label, t)
@@ -188,7 +190,7 @@ def _check(x: Any, weight: Any, bias: Any) -> None:
 
 
 def _check_dtypes(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """weight and bias have the dtype of x. Checked after autocast has cast them."""
+    """Check that weight and bias have the dtype of x, after autocast has cast all three."""
     for label, t in (("weight", weight), ("bias", bias)):
         if t is not None and t.dtype != x.dtype:
             raise TypeError(f"{_NAME}: {label} must have the dtype of x, {x.dtype}, got {t.dtype}")

@@ -1,4 +1,4 @@
-"""Triton kernels before and after the convolution of ``upsample/conv.py``, and their launches.
+"""Triton kernels that run before and after the convolution of ``upsample/conv.py``, and their launches.
 
 ``_phase_weights_kernel`` computes the weights of the four phases. The convolution then computes t.
 ``_interleave_kernel`` copies pixel (i, j) of y from phase (i % 2, j % 2) of t, at pixel
@@ -124,7 +124,7 @@ def _interleave_kernel(
     mask = None
     if not EVEN:
         mask = (i < pixels - first) & (c < C)
-    # The number of the tile's first pixel is int64. Rows and columns relative to it are int32.
+    # The index of the tile's first pixel is int64. Rows and columns relative to that pixel are int32.
     first_row = first // (2 * W)
     column = (first % (2 * W)).to(tl.int32) + i
     row = (first_row % (2 * H)).to(tl.int32) + column // (2 * W)
@@ -141,9 +141,10 @@ def _interleave_kernel(
 
 @triton.jit
 def _tile_of_y(t_ptr, y_ptr, bias, n, pixel, y_offsets, c, mask, H, W, C):
-    """Computes and stores a tile of y. Returns the rounded values in fp32, 0 where masked.
+    """Computes a tile of y and stores it.
 
-    ``pixel``: numbers of the tile's pixels in sample n.
+    ``pixel``: the index of each pixel of the tile within sample ``n``. Returns the stored values (rounded to
+    the dtype of y) as fp32, with 0 where masked.
     """
     t = t_ptr + _phase_offset(n, pixel // (2 * W), pixel % (2 * W), H, W, C) + c
     y = (tl.load(t, mask=mask).to(tl.float32) + bias).to(y_ptr.dtype.element_ty)
@@ -154,7 +155,7 @@ def _tile_of_y(t_ptr, y_ptr, bias, n, pixel, y_offsets, c, mask, H, W, C):
 
 @triton.jit
 def _deviations(y, mean, mask):
-    """y - mean, 0 where masked. ``mask`` None: nothing is masked."""
+    """Returns y - mean, with 0 where masked. If ``mask`` is None, nothing is masked."""
     d = y - mean
     return d if mask is None else tl.where(mask, d, 0.0)
 
@@ -206,7 +207,8 @@ def _interleave_statistics_kernel(
             s1 += tl.sum(d, STEP_AXIS, keep_dims=True)
             s2 += tl.sum(d * d, STEP_AXIS, keep_dims=True)
     m2 = tl.sum(s2, LANE_AXIS, keep_dims=True)
-    # So far ``mean`` is the rounded mean of the first tile. The deviations from it correct it.
+    # Until here ``mean`` is the rounded mean of the chunk's first tile only. The deviations from it give the
+    # mean of the chunk.
     total = tl.maximum(count, 1).to(tl.float32)
     delta = tl.sum(s1, LANE_AXIS, keep_dims=True) / total
     out = statistics_ptr + (n * chunks + chunk) * C + c
@@ -239,7 +241,7 @@ def launch_phase_weights(weight: Tensor, phases: Tensor) -> None:
 
 
 def statistics_chunks(y: Tensor) -> int:
-    """P of the statistics of y (N, C_out, 2H, 2W) that ``launch_interleave`` computes."""
+    """P, the number of chunks of the statistics of y (N, C_out, 2H, 2W) from ``launch_interleave``."""
     N, C, H, W = map(int, y.shape)
     return statistics_config(N, C, H * W, True, gpu.num_sms(y.device), kind="write").chunks
 
@@ -247,7 +249,7 @@ def statistics_chunks(y: Tensor) -> int:
 def launch_interleave(t: Tensor, bias: Tensor | None, y: Tensor, statistics: Tensor | None = None) -> None:
     """Fill ``y`` (N, C_out, 2H, 2W) from ``t`` (N, 4 C_out, H + 1, W + 1), both channels-last.
 
-    Also ``statistics`` (2, N, P, C_out), if given.
+    It also fills ``statistics`` (2, N, P, C_out), unless that is None.
     """
     key = (y.shape, y.dtype, y.device, None if bias is None else bias.dtype, statistics is None)
     found = _launches.get(key)
@@ -261,7 +263,7 @@ def launch_interleave(t: Tensor, bias: Tensor | None, y: Tensor, statistics: Ten
 
 
 def _interleave(y: Tensor) -> Launch:
-    """One program for each tile of pixels and channels of y."""
+    """Make the launch with one program for each tile of pixels and channels of y."""
     N, C, H, W = y.shape
     config = tile_config(N * H * W, C, gpu.num_sms(y.device))
     pdl = gpu.has_programmatic_launch(y.device)
@@ -273,7 +275,7 @@ def _interleave(y: Tensor) -> Launch:
 
 
 def _interleave_with_statistics(y: Tensor) -> Launch:
-    """One warp for each chunk of pixels and block of channels of y."""
+    """Make the launch with one warp for each chunk of pixels and block of channels of y."""
     N, C, H, W = y.shape
     config = statistics_config(N, C, H * W, True, gpu.num_sms(y.device), kind="write")
     pdl = gpu.has_programmatic_launch(y.device)

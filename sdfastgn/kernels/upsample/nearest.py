@@ -68,7 +68,7 @@ class _Grad(NamedTuple):
 
 
 def _runs_kernel(x: Tensor) -> bool:
-    """True if a kernel can take ``x``: it is channels-last or would be as a dense copy."""
+    """True if a kernel can read ``x``, because ``x`` or its dense copy is channels-last."""
     return dispatch.runs_in_triton(x) and x.numel() > 0 and dense_is_channels_last(x)
 
 

@@ -1,8 +1,9 @@
 """Triton kernels of nearest-neighbor upsampling by two, and their launch. Ops: ``upsample/nearest.py``.
 
 Tensors are fp16, bf16 or fp32, and channels-last: x and dx (N, H, W, C), y and dy (N, 2H, 2W, C). A program
-has some channels of some pixels of x. The forward reads them once, and writes the four pixels of y that
-belong to each. The backward reads the four pixels of dy, and writes dx. All loads and stores are vectors.
+has some channels of some pixels of x. The forward reads each of these pixels once, and writes the four pixels
+of y that belong to it. The backward reads the four pixels of dy, and writes dx. All loads and stores are
+vectors.
 
 The pixels of all samples are numbered consecutively. So kernels need to know W but not H: pixel i of x is in
 row r = i // W, and the first of its four pixels in y has the number 2 * (i + r * W).
@@ -25,7 +26,7 @@ from sdfastgn.kernels.upsample.config import tile_config
 
 @triton.jit
 def tile_of_pixels(C, BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Where this program's tile of (pixels, C) lies.
+    """The indices of this program's tile of (pixels, C).
 
     Returns the number of its first pixel, int64; (BLOCK_HW, 1) pixels counted from there, int32; and
     (1, BLOCK_C) channels, int32.
@@ -41,7 +42,7 @@ def tile_of_pixels(C, BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr):
 def first_of_four(first, i, W, C: tl.constexpr):
     """Offset in y of the first of the four pixels that belong to pixel ``first + i`` of x.
 
-    The others are C, 2 W C and (2 W + 1) C elements after it.
+    The other three pixels start C, 2 W C and (2 W + 1) C elements after the first.
     """
     row = (first % W).to(tl.int32) + i
     row = first // W + row // W
