@@ -1,8 +1,8 @@
-"""How attention with wide heads is divided into chunks of queries and launched: pure functions of sizes.
+"""The configuration of attention with wide heads, in chunks of queries: pure functions of sizes.
 
 The scores of a chunk (queries x keys, fp32) are in memory at once. A matrix product runs in tiles of
-128 x 128 results. A chunk should have at least as many tiles as the GPU has multiprocessors, because fewer
-leave some of them idle. Larger chunks only take more memory.
+128 x 128 results. A chunk should have at least as many tiles as the GPU has multiprocessors, because with
+fewer tiles some multiprocessors are idle. Larger chunks only take more memory.
 
 The second product, weights times values, has as few columns as a head has channels, and thus few tiles. If
 they are fewer than the multiprocessors, the keys are divided into parts, and the partial products are added
@@ -51,7 +51,7 @@ Chunk = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class ChunksConfig:
-    """A chunk has ``rows`` queries of each of ``matrices`` heads: all queries of them, or some of one head.
+    """A chunk has ``rows`` queries of each of ``matrices`` heads. If ``matrices`` > 1, it has all queries.
 
     ``pitch``: elements between the starts of rows of scores. ``splits``: number of parts of the keys in the
     second product.
@@ -93,7 +93,7 @@ def chunks_config(count: int, L: int, keys: int, D: int, num_sms: int) -> Chunks
 
 
 def _splits(rows: int, keys: int, D: int, num_sms: int) -> int:
-    """Number of parts of the keys, a power of 2: as many as leave each multiprocessor at most one tile."""
+    """Number of parts of the keys, a power of 2, with which there is at most one tile per multiprocessor."""
     tiles = ceil_div(rows, _TILE) * ceil_div(D, _TILE)
     splits = 1
     while (

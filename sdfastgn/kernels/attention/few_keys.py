@@ -1,4 +1,4 @@
-"""Attention to few keys, such as those of a prompt: ``softmax(q k^T scale) v``.
+"""Attention to few keys, such as the tokens of a prompt: ``softmax(q k^T scale) v``.
 
 Formula, for each sample, head and query l:
 
@@ -33,7 +33,7 @@ from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.common.plan_cache import PlanCache
 from sdfastgn.kernels.common.sizes import ceil_div, next_power_of_2
 
-# Maximum number of keys. All of them are in registers at once.
+# Maximum number of keys. A program holds all keys of a head in registers at once.
 MAX_KEYS = 128
 # Maximum number of channels of a head.
 _MAX_HEAD_DIM = 256

@@ -123,7 +123,7 @@ def _in_chunks(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def _is_cast(q: Tensor) -> bool:
-    """True under autocast to another dtype than that of ``q``. PyTorch's attention then casts."""
+    """True if autocast is on and its dtype is not the dtype of ``q``. PyTorch's attention then casts."""
     kind = q.device.type
     return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != q.dtype
 
