@@ -65,7 +65,7 @@ def has_few_rows(N: int) -> bool:
 def tile_config(N: int, C: int, K: int, itemsize: int, vector: int, num_sms: int) -> TileConfig:
     """How to multiply x (N, K) by weight (C, K).
 
-    ``itemsize``: bytes of an element. ``vector``: most elements that a thread can load at once.
+    ``itemsize``: bytes of an element. ``vector``: maximum number of elements that a thread can load at once.
     """
     block_n = min(_BLOCK_N, next_power_of_2(N))
     block_c = min(_BLOCK_C, next_power_of_2(C))
