@@ -11,7 +11,7 @@ example in their docstrings. ``common/op.py`` and ``common/grad_op.py`` use the 
 
 An instance of the class is a *call*: the op's arguments with their values.
 
-Fields with defaults come last. They are not in the op's schema, only plans and kernels get them.
+Fields with defaults come last. They are not in the op's schema: only plans and kernels use these fields.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Operand:
             ``*spatial`` and ``...`` stand for any number of axes. If no shape is given, the op's own check
             must check the shape.
         whole: one of the functions above, which returns the tensor in a layout that kernels can read.
-            None: kernels can read every layout.
+            If it is None, kernels can read every layout.
         has_gradient: autograd may ask for the tensor's gradient.
         same_dtype: the tensor must have the dtype of the first operand.
         label: name in errors. Default: the name of the field.

@@ -124,7 +124,7 @@ class PlannedOp(Op):
         check: ``(public name, arguments)``, raises if an argument is wrong in a way that the declaration does
             not express. It is called after the check of the first operand.
         plain: ``arguments -> what the caller gets`` in PyTorch's own differentiable ops. It runs where the
-            registered op cannot. None: ``reference`` without the saved results.
+            registered op cannot. If it is None, ``reference`` runs there, and its saved results are dropped.
     """
 
     def __init__(
@@ -241,7 +241,7 @@ def _training_function(op: PlannedOp, names: tuple[str, ...]) -> Any:
     class Training(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *inputs: Any) -> Any:
-            """``inputs``: first the tensors, so that autograd sees them, then the call, then its plan."""
+            """``inputs``: the tensors, as arguments that autograd sees, then the call, then its plan."""
             call, plan = inputs[-2:]
             results = plan.run_and_save(call)
             op.save(ctx, call, results)

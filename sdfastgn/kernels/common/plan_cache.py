@@ -55,7 +55,7 @@ class SavingPlan(Plan, Protocol):
     """The plan of an op that has a backward."""
 
     def run_and_save(self, call: Any) -> Any:
-        """Launch, and return all results of the op, including those for the backward."""
+        """Launch, and return all results of the op, including the results for the backward."""
 
 
 class Plans:
@@ -97,7 +97,7 @@ class Plans:
 
 
 class _CopyingPlan:
-    """The plan of a call that has operands with gaps: copies them and runs ``plan`` on the copies."""
+    """The plan of a call that has operands with gaps: copies these operands, and runs ``plan`` with the copies."""
 
     __slots__ = ("_gaps", "_plan")
 
