@@ -32,7 +32,7 @@ from sdfastgn.kernels.common.sums import sum_columns
 
 @triton.jit
 def _read_bias(bias_ptr, D: tl.constexpr, c, in_row):
-    """Loads the biases of values and gates in columns ``c``: two (1, columns) fp32 tiles, or 0 without bias."""
+    """Loads the biases of values and gates in columns ``c``: (1, columns) fp32, or 0 without bias."""
     bias = 0.0
     gate_bias = 0.0
     if bias_ptr is not None:

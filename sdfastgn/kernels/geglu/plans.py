@@ -40,7 +40,7 @@ class GegluPlan:
         )
 
     def run(self, call: GegluCall) -> Tensor:
-        """y (..., D)"""
+        """Launch, and return y (..., D)."""
         x, bias = call
         y = torch.empty(self.shape, dtype=x.dtype, device=x.device)
         self.launch.run(x, bias, y)
@@ -53,7 +53,7 @@ class GegluGradPlan:
     """The launches for one kind of call, which includes which gradients are wanted.
 
     ``grad`` has one program for each group of tiles and block of columns. If the gradient of the bias is
-    wanted, it leaves ``partials`` fp32 partial sums, and ``columns`` adds them up.
+    wanted, it also stores ``partials`` fp32 partial sums, and ``columns`` adds these up.
     """
 
     __slots__ = ("columns", "grad", "partials", "wanted")
@@ -80,7 +80,7 @@ class GegluGradPlan:
         )  # fmt: skip
 
     def run(self, call: Any) -> Gradients:
-        """The wanted gradients."""
+        """Launch, and return the wanted gradients."""
         dy, x, bias, *_ = call
         grads = empty_row_gradients(call, self.wanted)
         partials = None
