@@ -52,7 +52,8 @@ def reference_group_norm_grads(call: Any) -> Gradients:
     dy = call.dy.movedim(-1, 1) if call.tokens else call.dy
     u = x.to(dtype).reshape(grouped)
     u = u if shift is None else u + per_channel(shift)
-    # Less rounding where the mean is large. Detached, because the result does not depend on this value.
+    # Subtract the group's first value: if the mean is large, this reduces rounding errors. The value is
+    # detached, because the gradients do not depend on it.
     u = u - u.detach()[:, :, :1, :1]
     var, mean = torch.var_mean(u, dim=(2, 3), correction=0, keepdim=True)
     rstd = torch.rsqrt(var + call.eps)
@@ -66,7 +67,7 @@ def reference_group_norm_grads(call: Any) -> Gradients:
     d_xhat = d_affine if weight is None else d_affine * per_channel(weight)
 
     def summed(t: Tensor, like: Tensor | None) -> Tensor | None:
-        """The gradient of ``like``: the sum of ``t`` over HW and, if ``like`` has one row, over samples."""
+        """The gradient of ``like``: ``t`` summed over HW and, if all samples share ``like``, over samples."""
         if like is None:
             return None
         per_sample = t.sum(dim=3).reshape(N, C)

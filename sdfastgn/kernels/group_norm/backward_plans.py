@@ -226,7 +226,7 @@ class GroupNormGradPlan:
         )  # fmt: skip
 
     def run(self, call: Any) -> Gradients:
-        """The wanted gradients."""
+        """Launch, and return the wanted gradients."""
         grads = empty_gradients(call, self.wanted)
         with gpu.on_device(call.x.device):
             self._launch(call, *map(grads.get, _GRADIENTS))

@@ -1,6 +1,6 @@
 """Triton kernels of GroupNorm + activation. Formula and op: ``group_norm/op.py``.
 
-There are two ways to launch them. ``launch_config`` chooses one from the sizes:
+There are two ways to launch these kernels. ``launch_config`` chooses one from the sizes:
 
 - *small*, for small groups: a program holds a whole group in registers. One launch reads x and writes y
   (``small_kernel``). If each channel is a group and x is channels-last, a program holds several channels
@@ -13,7 +13,7 @@ There are two ways to launch them. ``launch_config`` chooses one from the sizes:
 Pointers have the same meaning in all kernels. All but x, y, statistics and table may be None:
 
 - ``x``, ``y``: (N, HW, C) or (N, C, HW) without gaps, fp16, bf16 or fp32. y has the layout of x, or is
-  (N, HW, C) tokens; its dtype is that of x, or fp32;
+  (N, HW, C) tokens; the dtype of y is the dtype of x, or fp32;
 - ``mean``, ``rstd``: (N, G) fp32, mean and 1 / deviation of each group. Stored for the backward;
 - ``weight``, ``bias``: (C,);
 - ``shift``, ``ada_scale``, ``ada_shift``: (N, C), ``*_stride`` elements from row to row, or (C,) with a
@@ -24,8 +24,8 @@ Pointers have the same meaning in all kernels. All but x, y, statistics and tabl
 
 Programmatic dependent launch (``PDL``, from sm_90 on): a kernel starts while the kernel before it still
 runs, and calls ``gdc_wait`` before it reads what that kernel writes. ``apply_kernel`` reads x before its
-wait, without L1. This is safe, because both kernels before it let the next kernel start only when x is
-complete and in L2 (ADR 7).
+wait, without L1. This is safe: the two kernels that run earlier in the call let the next kernel start only
+when x is complete and in L2 (ADR 7).
 
 Numerics: fp32, rounded once at the store. Squares are of deviations, never of the values themselves.
 Chan's formula merges them in a fixed order without atomics, so every run gives the same bits. Offsets that
@@ -128,7 +128,7 @@ def small_kernel(
     must be powers of 2, up to half of the elements would be padding.
     """
     # For fp32 results the variance is summed after the mean is known, in a second pass over the registers.
-    # For 16-bit results both are summed in one pass.
+    # For 16-bit results mean and variance are summed in one pass.
     EXACT: tl.constexpr = y_ptr.dtype.element_ty == tl.float32
     PARTS: tl.constexpr = (C + CHANNELS - 1) // CHANNELS
     part = tl.program_id(0)

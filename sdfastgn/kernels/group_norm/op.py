@@ -109,7 +109,7 @@ def reference_group_norm(
     """``group_norm`` in plain PyTorch, computed in fp32, or in fp64 for fp64 input.
 
     The fallback where no kernel runs. Tests compare with its results in fp64. Arguments as in ``group_norm``;
-    ``out_dtype`` is the dtype of the result, by default that of x.
+    ``out_dtype`` is the dtype of the result, by default the dtype of x.
     """
     operands = shift, ada_scale, ada_shift
     call = GroupNormCall(x, num_groups, weight, bias, eps, activation, *operands, None, tokens, out_dtype)

@@ -1,10 +1,9 @@
 """Triton kernels of GroupNorm's backward that compute the gradients of all operands but x.
 
 The kernels that read x and dy leave sums for each sample and channel (``totals``). ``parameter_grads``
-computes the gradients of weight, bias, shift, ada_scale and ada_shift from them. It runs in the first
-programs of ``apply_grad_kernel`` or, if that is not launched, in ``parameter_grad_kernel``. There, if
-samples are many, each program sums only a part of the samples, and ``parameter_sum_kernel`` adds up the
-parts.
+computes the gradients of weight, bias, shift, ada_scale and ada_shift from these sums. It runs in the first
+programs of ``apply_grad_kernel`` or, if that is not launched, in ``parameter_grad_kernel``. There, if samples
+are many, each program sums only a part of the samples, and ``parameter_sum_kernel`` adds up the parts.
 
 Pointers and numerics: ``group_norm/backward_kernels.py``.
 """
@@ -26,7 +25,7 @@ def _add_samples(
 ):  # fmt: skip
     """Stores the gradients ``values`` of an operand that has a row for each sample (``STRIDED``).
 
-    For an operand that all samples share, it adds them to ``total``, which it returns.
+    For an operand that all samples share, it adds ``values`` to ``total``. Returns ``total``.
     """
     if grad_ptr is not None:
         if STRIDED:

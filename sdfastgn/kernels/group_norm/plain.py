@@ -1,7 +1,7 @@
 """PyTorch's GroupNorm, corrected where the mean is far above the deviation (``common/far_mean.py``).
 
 The input is made channels-first, because PyTorch's channels-last kernel for CPUs has two faults (PyTorch
-2.13). It computes the variance as a difference of squares, which is less exact. Its backward crashes if x
+2.13). It computes the variance as a difference of squares, which is less exact. And its backward crashes if x
 needs no gradient but a parameter does.
 """
 
@@ -41,7 +41,8 @@ def plain_group_norm(
         return z, u.new_zeros(u.shape[0], num_groups), u.new_zeros(u.shape[0], num_groups)
     z, mean, rstd = _native_group_norm(u, num_groups, weight, bias, eps)
     if is_far(u, mean, rstd):
-        # Detached: the result does not depend on which value is subtracted, so its derivative is 0.
+        # The subtracted value is detached: the result does not depend on it, so the derivative with respect
+        # to it is 0.
         centre = mean.detach()
         centered = (u.view(*mean.shape, -1) - centre[..., None]).view(u.shape)
         z, mean, rstd = _native_group_norm(centered, num_groups, weight, bias, eps)
@@ -54,8 +55,9 @@ def channels_last_group_norm(
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """(z, mean, rstd) with exactly the bits of ``nn.GroupNorm`` for a channels-last ``u`` on a CPU.
 
-    It makes fewer copies than ``plain_group_norm``, and is less exact. None where the result would be far
-    from right (``is_far``), where PyTorch's backward would crash, and for any other u.
+    It makes fewer copies than ``plain_group_norm``, and is less exact. Returns None if the result would be
+    inaccurate (``is_far``), if PyTorch's backward would crash, if u is not channels-last on a CPU, or if the
+    call is traced.
     """
     if not (u.is_cpu and dispatch.is_untraced(u, (weight, bias)) and is_channels_last_to_pytorch(u)):
         return None

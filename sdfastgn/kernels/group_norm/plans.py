@@ -66,7 +66,7 @@ class GroupNormPlan:
             chunks = self.statistics.chunks
         else:
             chunks = call.statistics.shape[2]
-        # The scratch memory has the statistics, unless the caller gives them, and then the table.
+        # The scratch memory has two parts: the statistics, unless the caller gives these, and the table.
         plane, table_plane = N * chunks * C, ceil_div(N * C, ALIGNED) * ALIGNED
         table = ceil_div(2 * plane, ALIGNED) * ALIGNED if call.statistics is None else 0
         folds = x.dtype != torch.float32
@@ -76,12 +76,12 @@ class GroupNormPlan:
         self.apply = _apply(call, HW, channels_last, memory)
 
     def run_and_save(self, call: GroupNormCall) -> tuple[Tensor, Tensor, Tensor]:
-        """(y, mean, rstd)"""
+        """Launch, and return (y, mean, rstd)."""
         mean, rstd = empty_saved(call), empty_saved(call)
         return self.run(call, mean, rstd), mean, rstd
 
     def run(self, call: GroupNormCall, mean: Tensor | None = None, rstd: Tensor | None = None) -> Tensor:
-        """y. Fills ``mean`` and ``rstd`` (N, G) too, if both are given."""
+        """Launch, and return y. Also fills ``mean`` and ``rstd`` (N, G), unless they are None."""
         stream = gpu.stream_on(call.x.device)
         if stream is None:
             with torch.cuda.device(call.x.device):
@@ -98,8 +98,8 @@ class GroupNormPlan:
         if self.statistics is not None:
             statistics = scratch
             self.statistics.on_stream(stream, x, statistics)
-        # Without a shift the kernel gets any memory, which it does not read (``shifted`` is 0). So norms with
-        # and without a shift share one compiled kernel.
+        # Without a shift the kernel gets a placeholder, which it does not read (``shifted`` is 0). So norms
+        # with and without a shift share one compiled kernel.
         shift = weight if shift is None else shift
         self.merge(stream, statistics, scratch, mean, rstd, weight, bias, shift, ada_scale, ada_shift)
         self.apply(stream, x, y, scratch)

@@ -1,9 +1,9 @@
 """The Triton kernel of GroupNorm's backward for x and dy that are larger than L2.
 
 One program computes the gradients of one group. It first walks through the group's positions and sums. It
-keeps the last positions in registers. Then it walks back from there to the start, reads x and dy again and
-writes dx. If the groups that run at the same time fit into L2, most of the second read comes from there.
-The three launches of the *split* way would read everything twice from memory.
+keeps the last positions in registers. Then it walks back to the first position, reads x and dy again and
+writes dx. If the groups that run at the same time fit into L2, most of the second read comes from L2. The
+three launches of the *split* way would read everything twice from memory.
 
 dy has the layout of x. Pointers, formulas and numerics: ``group_norm/backward_kernels.py``.
 """
@@ -26,7 +26,7 @@ def _walk_there(
     STEP: tl.constexpr, ACTIVATION: tl.constexpr, SHIFT_GRAD: tl.constexpr, PAIRS: tl.constexpr,
     BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Sums of dz, of dz * xhat and, if ``SHIFT_GRAD``, of xhat over the first ``walked`` positions.
+    """Sums dz, dz * xhat and, if ``SHIFT_GRAD``, xhat over the first ``walked`` positions.
 
     Returns three (BLOCK_HW, BLOCK_C) tiles, which the caller has to sum over their rows.
     """
