@@ -6,7 +6,7 @@ gradient of the second result of ``add_layer_norm``. With xhat = (x - mean) * rs
     dx = rstd * (g - mean_D(g) - xhat * mean_D(g * xhat)) + dtotal
     dweight = sum_rows dy * xhat        dbias = sum_rows dy        dadded = sum_rows dx
 
-dx is the gradient of x and of the residual, dadded that of add_bias.
+dx is the gradient of x and of the residual. dadded is the gradient of add_bias.
 
 On a GPU the kernels of ``layer_norm/backward_kernels.py`` run. They use ``centre`` and ``rstd``, which the
 forward saved (``layer_norm/kernels.py``). Everywhere else, and for second derivatives,

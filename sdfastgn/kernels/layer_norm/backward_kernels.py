@@ -9,7 +9,8 @@ launch the kernels, chosen from the sizes:
   row, the two sums that dx needs. ``_chunk_grad_kernel`` reads x and dy again. Its programs each process a
   block of columns in a group of rows, write dx, and keep their column sums.
 
-In both ways each program stores its column sums as partial sums, and ``_column_sum_kernel`` adds those up.
+In both ways each program stores its column sums as partial sums, and ``_column_sum_kernel`` adds up the
+partial sums.
 
 Pointers, in addition to those of ``layer_norm/kernels.py`` (x is the tensor that was normalized):
 
@@ -59,7 +60,7 @@ def _rows_grad_kernel(
     Constants:
         ROW_SUMS: dx is needed, as a result or for add_bias.
         WEIGHT_GRAD, BIAS_GRAD, ADDED_GRAD: the gradient of weight, bias or add_bias is wanted.
-        WIDE: the warps share a row. Else each has its own rows.
+        WIDE: the warps share a row. Else each warp has its own rows.
     """
     ROWS: tl.constexpr = LANES if WIDE else LANES * WARPS
     r = tile_row(WIDE, LANES, WARPS)

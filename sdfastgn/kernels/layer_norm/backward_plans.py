@@ -22,8 +22,9 @@ from sdfastgn.kernels.layer_norm.plans import rows_constants
 class LayerNormGradPlan:
     """The launches for one kind of call, which includes which gradients are wanted.
 
-    First ``rows_grad``; or ``chunk_sums``, if dx is needed, and ``chunk_grad``. Then, if column sums are
-    wanted, ``columns`` adds up the partial sums.
+    In the rows way ``rows_grad`` runs. In the chunks way ``chunk_sums`` runs, if dx is needed, and then
+    ``chunk_grad``. In both ways ``columns`` runs last, if column sums are wanted, and adds up the partial
+    sums.
 
     Attributes:
         partials: number of fp32 partial sums; 0 if no column sums are wanted.
@@ -104,7 +105,7 @@ class LayerNormGradPlan:
         )  # fmt: skip
 
     def run(self, call: LayerNormGradCall) -> Gradients:
-        """The wanted gradients."""
+        """Launch, and return the wanted gradients."""
         grads = empty_row_gradients(call, self.wanted)
         with gpu.on_device(call.x.device):
             self._launch(call, grads)

@@ -1,6 +1,6 @@
 """Triton kernels of LayerNorm, and of residual add + LayerNorm. Formula and op: ``layer_norm/op.py``.
 
-There are two ways to launch them. ``forward_config`` chooses one from the sizes:
+There are two ways to launch these kernels. ``forward_config`` chooses one from the sizes:
 
 - *rows*: a program holds whole rows in registers. One launch reads x and writes y (``_rows_kernel``). A warp
   has one row or several short ones, or the warps of a program share a long row;
@@ -10,7 +10,8 @@ There are two ways to launch them. ``forward_config`` chooses one from the sizes
 
 With a residual, the sum x + residual + add_bias is rounded to the dtype of x and then normalized. The first
 kernel stores the sum. With a ``total_bias`` the caller gets the sum plus total_bias instead: the rows way
-stores only that, the chunks way stores both, because ``_normalise_kernel`` needs the sum.
+stores only the sum plus total_bias. The chunks way also stores the sum, because ``_normalise_kernel`` needs
+it.
 
 Pointers have the same meaning in all kernels. All but x, y and partials may be None:
 
@@ -119,7 +120,7 @@ def _read(x_ptr, residual_ptr, add_bias_ptr, x_at, residual_at, c, mask):
 def _affine(weight_ptr, bias_ptr, c, in_row):
     """Loads (scale, offset) of the columns ``c``: weight and bias in fp32, or 1 and 0.
 
-    Kernels call this before they sum, so that its loads run at the same time.
+    Kernels call this before they sum, so that its loads run at the same time as the loads of x.
     """
     scale = 1.0
     offset = 0.0

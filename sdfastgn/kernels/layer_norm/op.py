@@ -1,4 +1,4 @@
-"""LayerNorm over the last dimension, alone or after a residual add.
+"""LayerNorm over the last dimension, with or without a residual add before it.
 
 The ops are ``sdfastgn::layer_norm`` and ``sdfastgn::add_layer_norm``. Formula:
 
@@ -99,7 +99,7 @@ def reference_layer_norm(
 ) -> Tensor:
     """``layer_norm`` in plain PyTorch, computed in fp32, or in fp64 for fp64 input.
 
-    The fallback where no kernel runs. ``out_dtype``: the dtype of the result, by default that of x.
+    The fallback where no kernel runs. ``out_dtype``: the dtype of the result, by default the dtype of x.
     """
     return _reference(LayerNormCall(x, weight, bias, eps, out_dtype))[0]
 
@@ -110,7 +110,7 @@ def _reference(call: LayerNormCall) -> tuple[Tensor, Tensor, Tensor]:
     u = x.to(torch.promote_types(x.dtype, torch.float32))
     mean = u.mean(-1, keepdim=True)
     d = u - mean
-    rest = d.mean(-1, keepdim=True)  # the rounding error of the mean
+    rest = d.mean(-1, keepdim=True)  # the rounding error of ``mean``
     d = d - rest
     rstd = torch.rsqrt(d.square().mean(-1, keepdim=True) + call.eps)
     y = d * rstd
@@ -126,7 +126,7 @@ def _reference(call: LayerNormCall) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def reference_add(x: Tensor, residual: Tensor, *biases: Tensor | None) -> Tensor:
-    """x + residual + biases in plain PyTorch, contiguous, rounded once to the dtype of x.
+    """Computes x + residual + biases in plain PyTorch: contiguous, rounded once to the dtype of x.
 
     Shapes: x and residual (..., D), each bias (D,) or None.
     """
@@ -218,7 +218,7 @@ def _backward_of_sum(ctx: Any, needs: Any, dy: Tensor | None, dtotal: Tensor | N
 
 
 def _plain(call: LayerNormCall) -> Tensor:
-    """``layer_norm`` by PyTorch's LayerNorm, or by the reference where that could be wrong."""
+    """``layer_norm`` by PyTorch's LayerNorm, or by the reference where PyTorch's result could be wrong."""
     x = call.x
     if x.numel() == 0 or not dispatch.is_untraced(x, (call.weight, call.bias)):
         return _reference(call)[0]
@@ -319,8 +319,8 @@ def add_layer_norm(
         residual: the shape, dtype and device of x.
         weight, bias, eps: as in ``layer_norm``.
         add_bias: (D,) or None. For example the bias of the linear layer that made x.
-        total_bias: (D,) or None, added to the sum that is returned, but not to the one that is normalized.
-            For example the bias of the layer whose output is added to the sum next.
+        total_bias: (D,) or None, added to the returned sum, but not to the normalized sum. For example the
+            bias of the layer whose output is added to the sum next.
 
     Returns:
         (y, total). y is the LayerNorm of the sum, which is first rounded to the dtype of x. total is the
@@ -329,7 +329,7 @@ def add_layer_norm(
 
     Shapes: y and total have the shape of x.
     Dtypes: x, weight and bias as in ``layer_norm``; the other biases like bias. total has the dtype of x. y
-        has it too, but is fp32 under CUDA autocast.
+        has the dtype of x, but is fp32 under CUDA autocast.
     Layout: x and residual as x in ``layer_norm``. y and total are contiguous.
     Grad: of every tensor, through both results, as in ``layer_norm``. The sum is kept for the backward. With
         gradients, total_bias takes further passes in plain PyTorch, and memory for a second sum.

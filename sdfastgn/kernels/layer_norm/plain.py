@@ -12,7 +12,7 @@ from sdfastgn.kernels.layer_norm.backward import LayerNormGradCall, reference_la
 
 
 def plain_layer_norm(u: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """LayerNorm of ``u`` over its last dimension. Only for calls that are ``dispatch.is_untraced``.
+    """LayerNorm of ``u`` over its last dimension. Only for calls for which ``dispatch.is_untraced`` is True.
 
     Args:
         u: (..., D), any floating dtype and layout.
@@ -27,9 +27,9 @@ def plain_layer_norm(u: Tensor, weight: Tensor | None, bias: Tensor | None, eps:
 
 
 class _LayerNorm(torch.autograd.Function):
-    """PyTorch's LayerNorm and its first derivative. Higher derivatives are those of the reference.
+    """PyTorch's LayerNorm and its first derivative. Higher derivatives are taken from the reference.
 
-    PyTorch's own are wrong from the fourth derivative on (PyTorch 2.13).
+    PyTorch's own derivatives are wrong from the fourth derivative on (PyTorch 2.13).
     """
 
     @staticmethod

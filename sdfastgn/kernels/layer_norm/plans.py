@@ -59,12 +59,13 @@ class LayerNormPlan:
         vector: int,
         pdl: bool,
     ) -> None:
-        """Plan ``chunk``, ``merge`` and ``normalise``. ``strides``: of the rows of x and of residual."""
+        """Plan ``chunk``, ``merge`` and ``normalise``. ``strides``: row strides of x and of residual."""
         D = call.x.shape[-1]
         is_complete, exact = call.residual is None, result_dtype(call) == torch.float32
         count = self.row_count * config.chunks
         self.partials = (3 if exact else 2) * count
-        # Kernels multiply these by VECTOR, so that the compiler knows that they are multiples of it.
+        # Kernels multiply these numbers by VECTOR, so the compiler knows that the products are multiples of
+        # VECTOR.
         d_parts, x_parts, residual_parts = (size // vector for size in (D, *strides))
         tile = {"VECTOR": vector, "BLOCK": config.block}
         self.chunk = Launch(
@@ -86,7 +87,7 @@ class LayerNormPlan:
         )  # fmt: skip
 
     def run_and_save(self, call: LayerNormCall | AddCall) -> tuple[Tensor, ...]:
-        """(y, centre, rstd), or (y, total, centre, rstd)."""
+        """Launch, and return (y, centre, rstd) or (y, total, centre, rstd)."""
         centre, rstd = empty_saved(call.x, result_dtype(call))
         found = self.run(call, centre, rstd)
         return (found, centre, rstd) if isinstance(found, Tensor) else (*found, centre, rstd)
@@ -94,7 +95,7 @@ class LayerNormPlan:
     def run(
         self, call: LayerNormCall | AddCall, centre: Tensor | None = None, rstd: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """y, or (y, total), in new memory. Fills ``centre`` and ``rstd`` too, if both are given."""
+        """Launch, and return y, or (y, total). Also fills ``centre`` and ``rstd``, unless they are None."""
         x = call.x
         stream = gpu.stream_on(x.device)
         if stream is None:
@@ -119,7 +120,7 @@ class LayerNormPlan:
         centre: Tensor | None,
         rstd: Tensor | None,
     ) -> None:
-        """Launch ``chunk``, ``merge`` and ``normalise``, which fill all tensors that are given."""
+        """Launch ``chunk``, ``merge`` and ``normalise``. They fill the tensors that are not None."""
         x = call.x
         if centre is None:
             centre, rstd = empty_saved(x, y.dtype)
