@@ -49,7 +49,7 @@ _WORTHWHILE = 0.98
 
 
 class _Kind(NamedTuple):
-    """Products that share one choice. ``switches``: the settings that decide the bits of PyTorch's results."""
+    """Products that share one choice. ``switches``: settings that decide the bits of PyTorch's results."""
 
     shape: Shape
     device: torch.device
