@@ -195,8 +195,8 @@ def _statistics_kernel(
         scale: factor of a sum.
 
     Constants:
-        KNOWN_C, KNOWN_HEAD: C and HEAD as constants, or 0 if kernels with other C and HEAD shall share the
-            compiled code.
+        KNOWN_C, KNOWN_HEAD: C and HEAD as constants, or 0 if they are not constants. The compiled kernel then
+            serves all C and HEAD.
         EXACT: M2 is corrected for the rounding of the mean, for fp32 x.
         EVEN: no element of a tile is masked.
         LOOP: a chunk has more than one tile.
