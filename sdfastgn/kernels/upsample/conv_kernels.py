@@ -36,7 +36,7 @@ from sdfastgn.kernels.upsample.nearest_kernels import tile_of_pixels
 
 @triton.jit
 def _two_phases(w0, w1, w2):
-    """The taps of the phases along one axis, given three taps of the weight.
+    """Computes the taps of the phases along one axis from three taps of the weight.
 
     Returns two taps of phase 0, for the pixel before and for this pixel, and two taps of phase 1, for this
     pixel and for the next.
@@ -48,7 +48,7 @@ def _two_phases(w0, w1, w2):
 def _store_phases(out, plane, w0, w1, w2, mask, B: tl.constexpr, S: tl.constexpr, C):
     """Stores column tap ``S`` of the phases (0, ``B``) and (1, ``B``).
 
-    ``w0``, ``w1``, ``w2``: this column tap in the three rows of the weight. ``plane``: elements between the
+    ``w0``, ``w1``, ``w2``: column tap ``S`` in the three rows of the weight. ``plane``: elements between the
     starts of phases.
     """
     first0, first1, second0, second1 = _two_phases(w0, w1, w2)
@@ -60,7 +60,7 @@ def _store_phases(out, plane, w0, w1, w2, mask, B: tl.constexpr, S: tl.constexpr
 
 @triton.jit
 def _row_of_weights(weight, mask, TAP):
-    """The column taps of the phases (``_two_phases``) in one row of the 3 x 3 weights.
+    """Loads one row of the 3 x 3 weights, and returns the column taps of the phases (``_two_phases``).
 
     ``TAP``: elements between neighboring weights of the row.
     """

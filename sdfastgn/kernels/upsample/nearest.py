@@ -77,7 +77,7 @@ _launches: PlanCache[Any] = PlanCache()
 
 
 def _launch_for(small: Tensor, *, backward: bool) -> Any:
-    """The launch for ``small``, the tensor of low resolution: x in the forward, dx in the backward."""
+    """The launch for ``small``, the low-resolution tensor: x in the forward, dx in the backward."""
     key = (backward, small.shape, small.dtype, small.device)
     found = _launches.get(key)
     if found is None:
