@@ -39,7 +39,7 @@ MAX_KEYS = 128
 _MAX_HEAD_DIM = 256
 # Smallest side of a tile in a matrix product.
 _LEAST = 16
-# 16-bit elements of a 16-byte load.
+# Number of 16-bit elements of a 16-byte load.
 _VECTOR = 8
 
 # --- launch configuration -------------------------------------------------------------------------
@@ -113,7 +113,7 @@ def _runs_on(capability: tuple[int, int], D: int) -> bool:
     return capability >= (8, 0) if D <= 128 else (9, 0) <= capability < (12, 0)
 
 
-# Kind of call -> its launch, or None if ``fits`` was False.
+# Kind of call -> its launch, or None if ``fits`` returned False.
 _launches: PlanCache[Launch | None] = PlanCache()
 
 

@@ -13,7 +13,7 @@ from sdfastgn.kernels.common.activation_kernels import exp2
 def _rows_of(
     ptr, first, ROWS: tl.constexpr, count, STRIDE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """A (ROWS, BLOCK_D) tile from row ``first`` on; 0 from row ``count`` on and from column D on."""
+    """Loads a (ROWS, BLOCK_D) tile from row ``first`` on, with 0 from row ``count`` and from column D on."""
     r = first + tl.arange(0, ROWS)
     d = tl.arange(0, BLOCK_D)
     mask = (r < count)[:, None]
@@ -24,7 +24,7 @@ def _rows_of(
 
 @triton.jit
 def _scores(q, k, first, S: tl.constexpr, COLUMNS: tl.constexpr, scale):
-    """(queries, COLUMNS) scores of the keys from ``first`` on, in fp32; -inf from key ``S`` on."""
+    """Computes (queries, COLUMNS) scores of the keys from ``first`` on, fp32, with -inf from key ``S`` on."""
     scores = tl.dot(q, tl.trans(k)) * scale
     s = first + tl.arange(0, COLUMNS)
     return tl.where((s < S)[None, :], scores, float("-inf"))

@@ -39,9 +39,9 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 def reference_wide_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """PyTorch's attention, the fallback. Arguments and result as in ``wide_attention``."""
+    """The fallback, PyTorch's attention. Arguments and result as in ``wide_attention``."""
     y = F.scaled_dot_product_attention(q, k, v, scale=scale)
-    # For an empty batch PyTorch 2.11's attention on a GPU returns None.
+    # PyTorch 2.11's attention on a GPU returns None for an empty batch.
     return q.clone() if y is None else y
 
 
@@ -100,7 +100,7 @@ def wide_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = Non
 
 
 def _runs_in_chunks(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """True if attention in chunks can run and is faster."""
+    """True if attention in chunks can run and is faster than PyTorch's attention."""
     return (
         not torch.jit.is_tracing()  # sizes are then not numbers
         and torch.version.hip is None  # only cuBLAS has the products of 16-bit matrices with fp32 results
@@ -132,7 +132,7 @@ _NAME = f"{__name__}.wide_attention"
 
 
 def _check(q: Any, k: Any, v: Any) -> None:
-    """Check the arguments of ``wide_attention`` but ``scale``."""
+    """Check all arguments of ``wide_attention`` except ``scale``."""
     for label, t in (("q", q), ("k", k), ("v", v)):
         check_floating(_NAME, label, t)
         if t.dtype != q.dtype:
@@ -150,7 +150,7 @@ def _check(q: Any, k: Any, v: Any) -> None:
 
 
 def _as_scale(scale: Any) -> float:
-    """``scale`` as a float that is positive and finite."""
+    """``scale`` as a float. Raises ValueError if it is not positive and finite."""
     value = as_float(_NAME, "scale", scale)
     if not 0 < value < math.inf:
         raise ValueError(f"{_NAME}: scale must be positive and finite, got {scale!r}")

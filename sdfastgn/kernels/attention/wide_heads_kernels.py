@@ -43,7 +43,7 @@ from sdfastgn.kernels.common.sizes import ceil_div
 
 @triton.jit
 def _read_scores(scores, c, keys, pitch):
-    """The scores of a row in columns ``c``, fp32; -inf after the last key."""
+    """Loads the scores of a row in columns ``c``, fp32. Scores after the last key are -inf."""
     # The load is masked by the pitch, which the compiler knows to be a multiple of ``VECTOR``. With a mask
     # that can end anywhere it would load element by element.
     return tl.where(c < keys, tl.load(scores + c, mask=c < pitch, other=0.0), float("-inf"))
@@ -141,7 +141,7 @@ class _Plan:
         softmax = {
             "keys": keys,
             "parts": self.config.pitch // VECTOR,
-            "scale": scale / math.log(2),  # exp(x) = exp2(x / log(2))
+            "scale": scale / math.log(2),  # the kernel uses exp2: exp(x) = exp2(x / log(2))
             "VECTOR": VECTOR,
             "WHOLE": whole,
             "BLOCK": block,
@@ -173,7 +173,7 @@ def launch_wide_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tens
     interpreter.
     """
     y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    # cuBLAS needs contiguous channels. They are copied here, and not again in each chunk.
+    # cuBLAS needs contiguous channels. Copying here avoids one copy in each chunk.
     q, k, v = (_side_by_side(t).flatten(0, 1) for t in (q, k, v))
     key = (q.shape, k.shape, scale, q.dtype, q.device)
     plan = _plans.get(key)
@@ -233,5 +233,5 @@ def _multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
     """out = a @ b for batches of matrices, with 16-bit a and b and fp32 out."""
     if a.is_cuda:
         torch.ops.aten.bmm.dtype_out(a, b, torch.float32, out=out)
-    else:  # PyTorch has this only on GPUs
+    else:  # PyTorch multiplies 16-bit matrices to fp32 only on GPUs
         out.copy_(torch.bmm(a.float(), b.float()))
