@@ -97,7 +97,7 @@ class Plans:
 
 
 class _CopyingPlan:
-    """The plan of a call that has operands with gaps: copies these operands, and runs ``plan`` with the copies."""
+    """The plan of calls that have operands with gaps: it copies these operands and runs ``plan``."""
 
     __slots__ = ("_gaps", "_plan")
 
