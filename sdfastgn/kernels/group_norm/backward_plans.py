@@ -58,7 +58,7 @@ class _Sizes(NamedTuple):
     channels_last: bool
     dy_last: bool
     pdl: bool
-    strides: dict[str, int]  # of shift, ada_scale and ada_shift
+    strides: dict[str, int]  # row strides of shift, ada_scale and ada_shift
 
     @classmethod
     def of(cls, call: Any) -> _Sizes:
@@ -162,7 +162,7 @@ class GroupNormGradPlan:
         )  # fmt: skip
 
     def _plan_small(self, call: Any, sizes: _Sizes, config: SmallConfig) -> Launch:
-        """One program for each group or, if a channel is a group, for several."""
+        """Plan ``single`` in the small way: one program for each group, or for several one-channel groups."""
         return Launch(
             kernels.small_grad_kernel, sizes.N * ceil_div(sizes.C, config.channels), config.num_warps,
             pdl=sizes.pdl, **_reading(call, sizes), DY_LAST=sizes.dy_last, plane=self.plane,
@@ -171,7 +171,7 @@ class GroupNormGradPlan:
         )  # fmt: skip
 
     def _plan_walk(self, call: Any, sizes: _Sizes, config: WalkConfig) -> Launch:
-        """One program for each group."""
+        """Plan ``single`` in the walk way: one program for each group."""
         return Launch(
             walk_kernels.walk_grad_kernel, sizes.N * call.num_groups, config.num_warps,
             pdl=sizes.pdl, **_reading(call, sizes), plane=self.plane,
@@ -181,7 +181,7 @@ class GroupNormGradPlan:
         )  # fmt: skip
 
     def _plan_sums(self, call: Any, sizes: _Sizes, config: StatisticsConfig) -> Launch:
-        """One warp for each chunk of a block of channels, or of one channel in channels-first."""
+        """Plan ``sums``: one warp for each chunk of a block of channels (channels-first: of one channel)."""
         N, C, HW = sizes.N, sizes.C, sizes.HW
         return Launch(
             kernels.sums_kernel, config.programs(N, C, sizes.channels_last), config.num_warps,
@@ -193,7 +193,7 @@ class GroupNormGradPlan:
         )  # fmt: skip
 
     def _plan_merge(self, call: Any, sizes: _Sizes, chunks: int) -> Launch:
-        """One program for each group or, if a channel is a group, for several. Sets ``scratch`` too."""
+        """Plan ``merge`` and set ``scratch``: one program for each group, or for several one-channel groups."""
         N, C = sizes.N, sizes.C
         sums = 2 + call.dshift
         self.totals = _aligned(sums * N * chunks * C)
@@ -211,7 +211,7 @@ class GroupNormGradPlan:
     def _plan_apply(
         self, call: Any, sizes: _Sizes, blocks: ApplyConfig, parameters: dict[str, Any]
     ) -> Launch:
-        """One program for each tile of positions and channels, after those for the other operands."""
+        """Plan ``apply``: first the programs for the other operands, then one for each tile of x."""
         N, C, HW = sizes.N, sizes.C, sizes.HW
         programs = N * ceil_div(C, blocks.block_c) * ceil_div(HW, blocks.block_hw)
         return Launch(
@@ -264,7 +264,7 @@ def _aligned(values: int) -> int:
 
 
 def _reading(call: Any, sizes: _Sizes) -> dict[str, Any]:
-    """Numbers and constants of every kernel that reads x and dy."""
+    """The numbers and constants of every kernel that reads x and dy."""
     return {
         **sizes.strides,
         "HW": sizes.HW,

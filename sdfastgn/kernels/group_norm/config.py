@@ -21,7 +21,7 @@ _SMALL_MAX_ELEMENTS = 16384
 # Largest group, in padded elements, of a channels-last forward whose channels at one position are a long row.
 # Reading long rows is efficient, so the small way is faster up to somewhat larger groups.
 _SMALL_MAX_ELEMENTS_OF_LONG_ROWS = 20480
-# Bytes of a long row: a whole line of memory.
+# Minimum number of bytes of a long row: a whole line of memory.
 _SMALL_LONG_ROW = 128
 # Largest group of a backward, in padded elements. It is smaller than in the forward, because registers hold
 # both x and dy.
@@ -38,7 +38,7 @@ _SMALL_MIN_TAIL = 8
 
 # --- apply: elementwise
 
-# Elements of a tile.
+# Number of elements of a tile.
 _APPLY_TILE = 2048
 # Warps of a program if tiles are many. 32 elements for each thread then hide the memory's latency best.
 _APPLY_WARPS = 2
