@@ -25,7 +25,7 @@ _NARROW_WARPS = 4
 # Maximum number of elements of each thread if one warp has a whole row. Longer rows are shared by several
 # warps.
 _NARROW_PER_THREAD = 64
-# Elements of each thread if warps share a row.
+# Number of elements of each thread if warps share a row.
 _WIDE_PER_THREAD = 16
 # Maximum number of elements of each thread if a warp has several rows at once.
 _GATHERED_PER_THREAD = 32
