@@ -56,7 +56,7 @@ class _Kind(NamedTuple):
     switches: tuple[object, ...]
 
 
-# Kind of product -> its fastest algorithm, or None if that is PyTorch's.
+# Kind of product -> its fastest algorithm, or None if PyTorch's algorithm is the fastest.
 _chosen: PlanCache[Algorithm | None] = PlanCache()
 # In a thread that rehearses, the kinds of products that were noted so far, in order. Else None.
 _noted: contextvars.ContextVar[dict[_Kind, None] | None] = contextvars.ContextVar(
