@@ -23,9 +23,9 @@ _PROGRAMS_PER_SM = 4
 # Bytes of an element -> speed of convolutions on an H200, in multiplications and additions per second. fp32
 # runs as TF32.
 _FLOPS = {2: 600e12, 4: 300e12}
-# Bytes in a second that an H200's memory delivers.
+# Bytes that an H200's memory delivers in a second.
 _BYTES = 3.5e12
-# Seconds that one more kernel costs.
+# Seconds by which one more kernel lengthens a call.
 _LAUNCH = 1.5e-6
 
 
@@ -45,7 +45,7 @@ class TileConfig:
 
 
 def tile_config(pixels: int, C: int, num_sms: int) -> TileConfig:
-    """The tiles of an elementwise kernel on channels-last (pixels, C)."""
+    """The configuration of an elementwise kernel on channels-last (pixels, C)."""
     tile = _TILE_MAX
     while tile > _TILE_MIN and pixels * C < tile * num_sms * _PROGRAMS_PER_SM:
         tile //= 2
@@ -53,12 +53,12 @@ def tile_config(pixels: int, C: int, num_sms: int) -> TileConfig:
 
 
 def weights_config(C_out: int, C_in: int) -> TileConfig:
-    """The tiles of (C_out, C_in) in the kernel that makes the phases' weights."""
+    """The configuration of the kernel that computes the phases' weights, on (C_out, C_in)."""
     return _tiles(C_out, C_in, _WEIGHTS_TILE, 1)
 
 
 def _tiles(rows: int, C: int, tile: int, num_warps: int) -> TileConfig:
-    """Tiles of about ``tile`` elements of (rows, C)."""
+    """The configuration with tiles of about ``tile`` elements of (rows, C)."""
     # Read whole 128-byte lines of memory, if C is large enough. In 16 bits a line is 64 channels.
     block_c = 128 if C % 128 == 0 else 64 if C > 32 else next_power_of_2(C)
     block_rows = min(next_power_of_2(rows), tile // block_c)

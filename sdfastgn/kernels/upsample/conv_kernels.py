@@ -46,7 +46,7 @@ def _two_phases(w0, w1, w2):
 
 @triton.jit
 def _store_phases(out, plane, w0, w1, w2, mask, B: tl.constexpr, S: tl.constexpr, C):
-    """Stores column tap ``S`` of the phases (0, ``B``) and (1, ``B``).
+    """Stores column tap ``S`` of the weights of phases (0, ``B``) and (1, ``B``).
 
     ``w0``, ``w1``, ``w2``: column tap ``S`` in the three rows of the weight. ``plane``: elements between the
     starts of phases.
