@@ -32,7 +32,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _TENSORS = (Tensor, torch.nn.Parameter)
-# Types of arguments for which the dispatcher can be skipped. A subclass of Tensor may need it.
+# Types of arguments for which the dispatcher can be skipped. A subclass of Tensor may need the dispatcher.
 _PLAIN_TYPES = frozenset((*_TENSORS, type(None), int, float, bool, str, torch.dtype))
 
 
@@ -157,7 +157,7 @@ def _are_values(others: Iterable[Any]) -> bool:
         and dispatch_modes() == 0
         and not in_function_mode()
         and not is_tracing()
-        # the same as ``not is_transformed()``, but faster without the call
+        # these two lines are ``not is_transformed()``, without the time of a call
         and in_transform() is None
         and forward_ad._current_level < 0
     )

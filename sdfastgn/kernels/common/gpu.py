@@ -22,8 +22,8 @@ TRITON_VERSION = tuple(map(int, triton.__version__.split(".")[:2])) if triton is
 # Whether this Triton supports programmatic dependent launch. Triton 3.4 cannot compile ``gdc_wait``.
 HAS_GDC = TRITON_VERSION >= (3, 5)
 
-# Whether a kernel may read x before it calls ``gdc_wait``. It does so only if an earlier kernel of the same
-# call has already waited for x (ADR 7). Only tests set this to False, so that every kernel waits first.
+# True if a kernel may read x before it calls ``gdc_wait``, provided that an earlier kernel of the same call
+# has already waited for x (ADR 7). Only tests set it to False, so that every kernel waits before it reads.
 READS_AHEAD = True
 # Lowest compute capability for which the kernels are known to compile: Turing.
 _OLDEST = (7, 5)

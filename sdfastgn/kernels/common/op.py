@@ -41,7 +41,7 @@ class Op:
         arguments: the declaration of its arguments (``common/declaration.py``).
         results: the results' part of its schema, such as ``"(Tensor, Tensor)"``.
         run: ``arguments -> results``.
-        fake: ``arguments -> results`` for tensors without data: only shapes, strides and dtypes count.
+        fake: ``arguments -> results`` for tensors without data: computes only shapes, strides and dtypes.
         save: ``(ctx, arguments, results)``, stores in ``ctx`` what ``backward`` needs.
         backward: ``(ctx, needs, *gradients of the results) -> {argument's name: gradient}``. ``needs`` is an
             instance of ``arguments`` that has True where a gradient is wanted. If ``backward`` is None, the

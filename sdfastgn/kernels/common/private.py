@@ -30,7 +30,7 @@ _C: Any = torch._C
 
 
 class _OldStyle(torch.autograd.Function):
-    """A Function without ``setup_context``. Calling it inside a torch.func transform raises RuntimeError."""
+    """A Function without ``setup_context``: in torch.func transforms its ``apply`` raises RuntimeError."""
 
     @staticmethod
     def forward(ctx: Any) -> None:
