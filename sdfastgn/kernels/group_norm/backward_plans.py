@@ -193,7 +193,7 @@ class GroupNormGradPlan:
         )  # fmt: skip
 
     def _plan_merge(self, call: Any, sizes: _Sizes, chunks: int) -> Launch:
-        """Plan ``merge`` and set ``scratch``: one program for each group, or for several one-channel groups."""
+        """Plan ``merge`` and set ``scratch``: one program for each group, or for several."""
         N, C = sizes.N, sizes.C
         sums = 2 + call.dshift
         self.totals = _aligned(sums * N * chunks * C)
