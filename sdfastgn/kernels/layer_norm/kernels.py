@@ -163,8 +163,8 @@ def _rows_kernel(
     # The row's first element.
     pivot, _ = _read(x_ptr, residual_ptr, add_bias_ptr, x_row, residual_row, r * 0, is_row)
     # If a thread has only one row (``ONE_ROW``), it loads weight and bias for its own elements: the offsets
-    # ``c + r * 0`` below have the shape of the tile. Loaded for ``c`` alone and then broadcast to the tile,
-    # they would pass through shared memory.
+    # ``c + r * 0`` below have the shape of the tile. If weight and bias were loaded for ``c`` only and then
+    # broadcast to the tile, the tile would pass through shared memory.
     if total_bias_ptr is not None:
         # This load comes before the loads of ``_affine``. In the reverse order ptxas takes 168 registers a
         # thread instead of 128, so only three programs fit on a multiprocessor instead of four.
