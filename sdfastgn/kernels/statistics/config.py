@@ -15,8 +15,8 @@ from sdfastgn.kernels.common.sizes import (
     power_of_2_below,
 )
 
-# Maximum number of warps of a program. A program on a channels-first tensor has at most one warp for each
-# channel.
+# Maximum number of warps of a program. For channels-first tensors it is also limited by the number of
+# channels.
 _STATISTICS_WARPS = 4
 # Kind of reduction -> (warps per multiprocessor, minimum and maximum number of steps of a tile). In each step
 # of a tile a thread has one load in flight. More warps and more steps keep the memory busier. But more warps
