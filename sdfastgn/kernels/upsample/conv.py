@@ -85,8 +85,7 @@ def convolve_phases(
 ) -> tuple[Tensor, Any]:
     """``upsample_conv2d`` at low resolution, without asking whether that is faster.
 
-    Returns y, and its statistics or None. x must not be empty. x must be channels-last, or ``dense(x)`` must
-    be.
+    Returns y, and its statistics or None. x must not be empty, and ``dense(x)`` must be channels-last.
     """
     from sdfastgn.kernels.upsample import conv_kernels  # needs Triton
 
