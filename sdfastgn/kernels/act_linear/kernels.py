@@ -36,7 +36,7 @@ def _act_linear_kernel(
     """A program computes ``BLOCK_C`` columns of ``BLOCK_N`` rows of y.
 
     ``STEPS``: blocks of ``BLOCK_K`` elements whose loads are in flight together. ``VECTOR``: contiguous
-    elements of a thread. ``EVEN``: no element is masked along K.
+    elements of a thread. ``EVEN``: True if no element is masked along K.
     """
     blocks = tl.cdiv(C, BLOCK_C)
     n = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
