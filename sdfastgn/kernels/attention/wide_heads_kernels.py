@@ -70,7 +70,7 @@ def _softmax_kernel(
     Pointers: ``scores`` fp32 (rows, pitch); ``weights`` fp16 or bf16 (rows, pitch); ``sums`` fp32 (rows,).
 
     ``parts``: the pitch in multiples of ``VECTOR``. ``scale``: factor of the scores, for powers of 2.
-    ``WHOLE``: a row is one block, which is read once. Else it is read twice.
+    ``WHOLE``: True if a row is one block, which is read once. Else it is read twice.
     """
     row = tl.program_id(0).to(tl.int64)
     pitch = parts * VECTOR
