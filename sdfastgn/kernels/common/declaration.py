@@ -75,8 +75,8 @@ class Operand:
             must check the shape.
         whole: one of the functions above, which returns the tensor in a layout that kernels can read.
             If it is None, kernels can read every layout.
-        has_gradient: autograd may ask for the tensor's gradient.
-        same_dtype: the tensor must have the dtype of the first operand.
+        has_gradient: True if autograd may ask for the tensor's gradient.
+        same_dtype: True if the tensor must have the dtype of the first operand.
         label: name in errors. Default: the name of the field.
     """
 

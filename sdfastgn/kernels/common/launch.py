@@ -42,9 +42,9 @@ class Launch:
             constants (annotated ``tl.constexpr``).
         programs: number of programs, at least 1.
         num_warps: warps per program.
-        pdl: use programmatic dependent launch, which needs sm_90. The kernel may then start before the
-            kernel ahead of it in the stream has ended. It must call ``gdc_wait`` before it accesses memory
-            that the other kernel writes. If the kernel has a constant ``PDL``, it gets this value.
+        pdl: True to use programmatic dependent launch, which needs sm_90. The kernel may then start before
+            the kernel ahead of it in the stream has ended. It must call ``gdc_wait`` before it accesses
+            memory that the other kernel writes. If the kernel has a constant ``PDL``, it gets this value.
         arguments: the kernel's numbers and its other constants by name.
 
     Raises:

@@ -257,8 +257,8 @@ def tf32(*, convolutions: bool, products: bool) -> Iterator[None]:
     """Context that allows or forbids TF32 on the GPU, in all threads. Every switch is restored at its end.
 
     Args:
-        convolutions: cuDNN's convolutions may use TF32.
-        products: matrix products may use TF32.
+        convolutions: True to let cuDNN's convolutions use TF32.
+        products: True to let matrix products use TF32.
 
     If PyTorch has the newer switches (``fp32_precision``), only these are set. Inside the context, reading
     an older switch (``allow_tf32``) may then raise. The older ones are not set, because setting them would
