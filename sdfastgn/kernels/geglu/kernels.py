@@ -48,7 +48,10 @@ def _geglu_kernel(
     D: tl.constexpr, X_STRIDE: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """A program computes ``BLOCK_D`` columns of ``BLOCK_R`` rows of y. ``EVEN``: no element is masked."""
+    """A program computes ``BLOCK_D`` columns of ``BLOCK_R`` rows of y.
+
+    ``EVEN``: True if no element is masked.
+    """
     columns = tl.cdiv(D, BLOCK_D)
     first = (tl.program_id(0) // columns).to(tl.int64) * BLOCK_R
     start = (tl.program_id(0) % columns).to(tl.int64) * BLOCK_D
