@@ -131,9 +131,10 @@ def small_grad_kernel(
 
     Constants:
         CG: channels of a group.
-        SHIFT_GRAD: the gradient of the shift is wanted.
-        CHANNELS_LAST, DY_LAST: x and dy are channels-last.
-        EACH_CHANNEL: each channel is a group.
+        SHIFT_GRAD: True if the gradient of the shift is wanted.
+        CHANNELS_LAST: True if x is channels-last.
+        DY_LAST: True if dy is channels-last.
+        EACH_CHANNEL: True if each channel is a group.
     """
     PARTS: tl.constexpr = (C + CHANNELS - 1) // CHANNELS
     n = (tl.program_id(0) // PARTS).to(tl.int64)
@@ -223,8 +224,8 @@ def sums_kernel(
         plane: elements from one kind of sums to the next.
 
     Constants:
-        EVEN: no element is masked.
-        LOOP: a chunk has more than one tile.
+        EVEN: True if no element is masked.
+        LOOP: True if a chunk has more than one tile.
         HW_FACTOR: divisor of HW and rows (``multiple_of``).
     """
     TILE: tl.constexpr = (LANES if CHANNELS_LAST else BLOCK) * STEPS
@@ -303,7 +304,7 @@ def merge_sums_kernel(
         dx = dz * scale - (x - centre) * slope - level
 
     ``plane``: elements from one kind of sums to the next. ``table_plane``: the same for totals and table.
-    ``LOOP``: there are more than ``BLOCK_P`` chunks.
+    ``LOOP``: True if there are more than ``BLOCK_P`` chunks.
     """
     PARTS: tl.constexpr = (C + CHANNELS - 1) // CHANNELS
     n = (tl.program_id(0) // PARTS).to(tl.int64)
@@ -379,8 +380,8 @@ def apply_grad_kernel(
     The first ``PARAMETER_PROGRAMS`` programs instead compute the gradients of the other operands, for
     ``BLOCK_PARAMETERS`` channels each (``parameter_grads``).
 
-    ``plane``: elements from one kind of value to the next, in the totals and in the table. ``EVEN``: no
-    element is masked. ``AHEAD``: x and dy are read before the wait.
+    ``plane``: elements from one kind of value to the next, in the totals and in the table. ``EVEN``: True if
+    no element is masked. ``AHEAD``: True if x and dy are read before the wait.
     """
     if tl.program_id(0) < PARAMETER_PROGRAMS:
         if PDL:

@@ -237,7 +237,7 @@ def walk_config(
         itemsize: bytes of an element of x. dy is assumed to have elements of the same size. dy must have the
             layout of x.
         activation: its name.
-        shift_grad: the gradient of the shift is wanted.
+        shift_grad: True if the gradient of the shift is wanted.
     """
     CG = C // num_groups
     group, block_c = CG * HW, next_power_of_2(CG)

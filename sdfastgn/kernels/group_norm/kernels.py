@@ -310,12 +310,12 @@ def merge_kernel(
         plane: elements of each half of ``statistics``.
 
     Constants:
-        EXACT: y is fp32. The means are then merged again, from a better pivot.
-        FOLD: x has 16 bits. The table then has offset - mean * scale in place of the offset and the mean,
+        EXACT: True if y is fp32. The means are then merged again, from a better pivot.
+        FOLD: True if x has 16 bits. The table then has offset - mean * scale instead of offset and mean,
             which saves the apply kernel a load and registers. That value is rounded relative to
             mean / deviation, as in PyTorch. Where all values of a group are equal, the error could be 0.5.
             Such a group gets the scale 0 and keeps its offset.
-        LOOP: there are more than ``BLOCK_P`` chunks.
+        LOOP: True if there are more than ``BLOCK_P`` chunks.
         C_FACTOR: divisor of C and CHANNELS (``multiple_of``).
     """
     C, CHANNELS = multiple_of(C, C_FACTOR), multiple_of(CHANNELS, C_FACTOR)
@@ -392,11 +392,11 @@ def apply_kernel(
         activates: with ``OPTIONAL``, 1 to apply the activation, 0 to leave it out.
 
     Constants:
-        OPTIONAL: ``activates`` decides whether the activation is applied. Without ``OPTIONAL`` it is always
-            applied.
-        FOLD: the table has no mean (``merge_kernel``).
-        EVEN: no element is masked.
-        AHEAD: x is read before the wait.
+        OPTIONAL: True if ``activates`` decides whether the activation is applied. Without ``OPTIONAL`` it is
+            always applied.
+        FOLD: True if the table has no mean (``merge_kernel``).
+        EVEN: True if no element is masked.
+        AHEAD: True if x is read before the wait.
         C_FACTOR, HW_FACTOR: divisors of C and HW (``multiple_of``).
     """
     # The first programs take the last rows, which the statistics kernel has left in L2.

@@ -78,7 +78,7 @@ def walk_grad_kernel(
     """A program computes dx and the sums of one group of a sample, which has ``CG`` channels.
 
     Constants:
-        SHIFT_GRAD: the gradient of the shift is wanted.
+        SHIFT_GRAD: True if the gradient of the shift is wanted.
         KEPT_HW: positions that stay in registers, the last ones of the group; at most HW.
         HW_FACTOR: divisor of HW (``multiple_of``).
     """
