@@ -58,9 +58,9 @@ def _rows_grad_kernel(
     """A program computes dx of every ``num_programs``-th tile of whole rows, and their column sums.
 
     Constants:
-        ROW_SUMS: dx is needed, as a result or for add_bias.
-        WEIGHT_GRAD, BIAS_GRAD, ADDED_GRAD: the gradient of weight, bias or add_bias is wanted.
-        WIDE: the warps share a row. Else each warp has its own rows.
+        ROW_SUMS: True if dx is needed, as a result or for add_bias.
+        WEIGHT_GRAD, BIAS_GRAD, ADDED_GRAD: True if the gradient of weight, bias or add_bias is wanted.
+        WIDE: True if the warps share a row. Else each warp has its own rows.
     """
     ROWS: tl.constexpr = LANES if WIDE else LANES * WARPS
     r = tile_row(WIDE, LANES, WARPS)

@@ -119,8 +119,8 @@ def backward_config(
 ) -> RowsConfig | ChunksConfig:
     """The configuration of the kernels that compute the gradients of x (rows, D).
 
-    ``vector``: elements that a thread loads at once. ``column_sums``: a gradient of weight, bias or add_bias
-    is wanted, so each program also sums its rows.
+    ``vector``: elements that a thread loads at once. ``column_sums``: True if a gradient of weight, bias or
+    add_bias is wanted. Each program then also sums its rows.
     """
     if next_power_of_2(D) > (_MAX_WITH_SUMS if column_sums else _MAX_IN_REGISTERS):
         return _chunks_config(rows, D, num_sms)

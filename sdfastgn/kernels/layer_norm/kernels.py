@@ -60,7 +60,7 @@ from sdfastgn.kernels.common.tiles import (
 def tile_row(WIDE: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr):
     """Row within the tile of each element, shaped to broadcast to (lanes, warps, steps, block).
 
-    ``WIDE``: the warps share a row.
+    ``WIDE``: True if the warps share a row.
     """
     row = along_lanes(LANES)
     if not WIDE:
@@ -144,8 +144,8 @@ def _rows_kernel(
 
     Constants:
         X_STRIDE, RESIDUAL_STRIDE: elements between the starts of neighboring rows.
-        ONE_ROW: each thread has elements of only one row.
-        WIDE: the warps share a row. Else each has its own rows.
+        ONE_ROW: True if each thread has elements of only one row.
+        WIDE: True if the warps share a row. Else each warp has its own rows.
     """
     EXACT: tl.constexpr = y_ptr.dtype.element_ty == tl.float32
     ROWS: tl.constexpr = LANES if WIDE else LANES * WARPS
@@ -301,7 +301,7 @@ def _normalise_kernel(
 
     ``x``: here the tensor that is normalized, which is the stored sum if there is a residual.
     ``d_parts``, ``x_parts``: D, and the stride of x, in multiples of ``VECTOR``.
-    ``AHEAD``: x is read before the wait. ``_chunk_kernel`` has already waited for it.
+    ``AHEAD``: True if x is read before the wait. ``_chunk_kernel`` has already waited for x.
     """
     # Neighboring programs have the same columns, so that weight and bias are read from memory once.
     row = (tl.program_id(0) % rows).to(tl.int64)
