@@ -197,9 +197,9 @@ def _statistics_kernel(
     Constants:
         KNOWN_C, KNOWN_HEAD: C and HEAD as constants, or 0 if they are not constants. The compiled kernel then
             serves all C and HEAD.
-        EXACT: M2 is corrected for the rounding of the mean, for fp32 x.
-        EVEN: no element of a tile is masked.
-        LOOP: a chunk has more than one tile.
+        EXACT: True for fp32 x. M2 is then corrected for the rounding of the mean.
+        EVEN: True if no element of a tile is masked.
+        LOOP: True if a chunk has more than one tile.
         C_FACTOR, HW_FACTOR: divisors of C and HEAD, and of HW and rows (``multiple_of``).
     """
     TILE: tl.constexpr = (LANES if CHANNELS_LAST else BLOCK) * STEPS
@@ -273,9 +273,9 @@ class StatisticsLaunch:
         x: dense (N, C, *spatial) tensor, or the first tensor of a concatenation.
         channels_last: the layout of x. Must be True if there is a ``tail``.
         tail: channels of the second tensor of a concatenation, or 0.
-        producer: the kernel also writes ``y``.
+        producer: True if the kernel also writes ``y``.
         scale: factor of a sum.
-        has_bias: calls pass a bias.
+        has_bias: True if calls pass a bias.
 
     Attributes:
         shape: the statistics' shape, (2, N, P, C).
