@@ -34,7 +34,7 @@ class TileConfig:
     """A program has a tile of ``block_rows`` rows and ``block_c`` channels.
 
     Rows are the pixels of all samples, numbered consecutively. For weights, rows are the output channels.
-    ``even``: no element of any tile is masked.
+    ``even``: True if no element of any tile is masked.
     """
 
     block_rows: int

@@ -80,7 +80,7 @@ def _phase_weights_kernel(
     """A program computes the phases' weights for ``BLOCK_O`` output channels and ``BLOCK_C`` input channels.
 
     ``C``: input channels. ``C_FACTOR``: a divisor of C (``multiple_of``). ``CHANNELS_LAST``: the layout of
-    ``weight``. ``EVEN``: no element is masked.
+    ``weight``. ``EVEN``: True if no element is masked.
     """
     C = multiple_of(C, C_FACTOR)
     TAP = C if CHANNELS_LAST else 1

@@ -58,7 +58,7 @@ def _upsample_kernel(
 ):  # fmt: skip
     """A program reads ``BLOCK_C`` channels of ``BLOCK_HW`` pixels of x, and writes their pixels of y.
 
-    ``pixels``: pixels of x in all samples. ``EVEN``: no element is masked.
+    ``pixels``: pixels of x in all samples. ``EVEN``: True if no element is masked.
     """
     first, i, c = tile_of_pixels(C, BLOCK_HW, BLOCK_C)
     mask = None
@@ -85,7 +85,7 @@ def _upsample_grad_kernel(
 ):  # fmt: skip
     """A program computes ``BLOCK_C`` channels of ``BLOCK_HW`` pixels of dx.
 
-    ``pixels``: pixels of dx in all samples. ``EVEN``: no element is masked.
+    ``pixels``: pixels of dx in all samples. ``EVEN``: True if no element is masked.
     """
     first, i, c = tile_of_pixels(C, BLOCK_HW, BLOCK_C)
     mask = None
