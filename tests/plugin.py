@@ -58,7 +58,7 @@ def multiprocessors(request, monkeypatch):
 
 @pytest.fixture(scope="session")
 def browser(tmp_path_factory):
-    """Returns a Selenium driver of Chromium, for tests of HTML pages."""
+    """Starts Chromium for tests of HTML pages, and yields its Selenium driver."""
     from tests.browser import started
 
     driver = started(tmp_path_factory.mktemp("browser"))

@@ -4,7 +4,7 @@
 stay channels-last from the input image to the output image. A norm is fused with the SiLU after it.
 
 model = VQModel(ddconfig, n_embed=1024, embed_dim=256).to("cuda", memory_format=torch.channels_last)
-model.load_state_dict(torch.load("last.ckpt")["state_dict"], strict=False)  # the file has a loss, too
+model.load_state_dict(torch.load("last.ckpt")["state_dict"], strict=False)  # the file also has the loss
 
 Source: Esser, Rombach and Ommer, "Taming Transformers for High-Resolution Image Synthesis", 2021.
 """

@@ -8,7 +8,7 @@ trained, with stock diffusers. It also trains a classifier on the same digits. A
 fewer than 90. Training takes minutes on a GPU. On a CPU try --steps 50.
 
 Data: E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning
-Repository, 1998, doi:10.24432/C50P49, CC BY 4.0; its test set, as scikit-learn has it.
+Repository, 1998, doi:10.24432/C50P49, CC BY 4.0. Only its test set is used, which scikit-learn contains.
 Source: Rombach et al., "High-Resolution Image Synthesis with Latent Diffusion Models", 2022.
 """
 

@@ -67,7 +67,7 @@ def times_of(variant: str, folder: Path, name: str, size: int, steps: int) -> di
 
     For sdfastgn it also has the differences to stock's latents and image. ``exact_after_ejection`` says
     whether the stock model gives the same bits as before when sdfastgn has been removed from it.
-    ``stock_repeats_itself`` says whether two stock runs before that gave the same bits.
+    ``stock_repeats_itself`` says whether two stock runs gave the same bits before sdfastgn was applied.
     """
     version = comfyui_checkout.import_comfyui(str(folder), *VARIANTS[variant])
     import comfy.sample

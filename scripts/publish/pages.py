@@ -37,7 +37,7 @@ from sdfastgn.bench.kernels.suite import INFERENCE
 from sdfastgn.bench.kernels.suites import SUITES
 from sdfastgn.bench.tables.plots import plot_reason
 
-# The pages that have tables. The Kernel Hub's card is missing: scripts/build_hub_kernels.py fills its tables.
+# The pages whose tables are renewed here. scripts/build_hub_kernels.py fills the tables of the Hub's card.
 PAGES = (
     "README.md", "docs/benchmarks.md", "docs/coverage.md", "docs/stable-fast.md", "docs/comfyui.md",
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Measures everything that the published pages show again, at one commit on one GPU.
+"""Repeats all measurements that the published pages show, at one commit on one GPU.
 
 python -m scripts.publish.renew --out build/renewal
 

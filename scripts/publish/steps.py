@@ -64,7 +64,7 @@ _KERNELS = "--device cpu --repeats 1"
 _FEW_STEPS = "--size 512 --scheduler EulerAncestralDiscreteScheduler --guidance 0"
 
 # In the order in which they run. The steps with torch.compile come first: they take the longest, and their
-# compile times count only if no earlier step has filled the caches.
+# time until ready is right only if no earlier step has filled the caches of torch.compile.
 STEPS = (
     # ---- steps, decodes and pipelines
     Step(

@@ -35,9 +35,9 @@ def documents(results: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def run_apart(what: str, content: dict[str, Any]) -> str:
-    """Returns a line for below a table: ``what`` was measured in another run, on which GPU and when.
+    """Returns a line to put below a table if ``what``, a part of the table, was measured in another run.
 
-    It names no commit, because ``what`` is not this project's code.
+    The line names the GPU and the date. It names no commit, because ``what`` is not this project's code.
     """
     where = content["environment"]
     return f"{what}: built by hand and measured in another run, {where['gpu']}, {str(where['date'])[:10]}"
