@@ -1,6 +1,7 @@
-"""The networks of docs/coverage.md with the architectures of published models, and one call of each.
+"""The networks that docs/coverage.md lists with times, and for each network the call that is timed.
 
-A call is a step of a UNet with guidance, or a decode of an autoencoder, at the size that people use.
+They have the architectures of published models. The call is one step of a UNet or transformer (mostly with
+guidance, so a batch of 2), or one decode of an autoencoder, at a usual image size.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from torch import Tensor, nn
 from sdfastgn.model_inputs import unet_inputs
 from sdfastgn.models.configurations import UNETS, VAES
 
-# Makes a random tensor of this shape, in the dtype and on the device of the model.
+# draw(*shape) -> a random tensor, in the dtype and on the device of the model.
 Draw = Callable[..., Tensor]
-# (model, draw) -> a call of the model on random inputs.
+# (model, draw) -> a function without arguments that calls the model on random inputs.
 Prepare = Callable[[Any, Draw], Callable[[], Any]]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One model, and the call of it that is timed."""
+    """One model: ``build`` makes it, and ``prepare`` makes the call that is timed."""
 
     name: str
     build: Callable[[], nn.Module]
@@ -39,7 +40,11 @@ CASES: list[Case] = []
 def case(
     name: str, cls: str, dtype: torch.dtype = torch.float16, **config: Any
 ) -> Callable[[Prepare], Prepare]:
-    """Registers what prepares a call of the diffusers class ``cls`` with ``config``."""
+    """A decorator that adds a ``Case`` to ``CASES``.
+
+    The model is the diffusers class ``cls`` with the arguments ``config``. The decorated function is the
+    case's ``prepare``.
+    """
 
     def register(prepare: Prepare) -> Prepare:
         CASES.append(Case(name, lambda: getattr(diffusers, cls)(**config), prepare, dtype))
@@ -49,7 +54,7 @@ def case(
 
 
 BF16 = torch.bfloat16
-BATCH = 2  # a step with guidance
+BATCH = 2  # of a step with guidance
 
 
 def tokens(draw: Draw, width: int, length: int = 77) -> Tensor:
@@ -57,7 +62,10 @@ def tokens(draw: Draw, width: int, length: int = 77) -> Tensor:
 
 
 def step_of(name: str, **more: Callable[[Draw], Any]) -> Prepare:
-    """A step of the UNet ``name`` or of its ControlNet; ``more``: further arguments."""
+    """Prepares a step of the UNet ``name`` (a key of ``UNETS``), or of a ControlNet for it.
+
+    ``more``: further arguments of the call, each made by a function of ``draw``.
+    """
 
     def prepare(model: Any, draw: Draw) -> Callable[[], Any]:
         config = {**dict(model.config), "_class_name": "UNet2DConditionModel"}
@@ -69,11 +77,12 @@ def step_of(name: str, **more: Callable[[Draw], Any]) -> Prepare:
 
 
 def decode_of(*latents: int, **options: Any) -> Prepare:
-    """A decode of random latents of this shape."""
+    """Prepares a decode of random latents of the shape ``latents``. ``options``: arguments of ``decode``."""
 
     def prepare(model: Any, draw: Draw) -> Callable[[], Any]:
         z = draw(*latents)
-        return lambda: model.decode(z, **options, return_dict=False)  # looked up then: it may be fused
+        # ``model.decode`` is looked up in each call, because ``optimize`` may replace it.
+        return lambda: model.decode(z, **options, return_dict=False)
 
     return prepare
 
@@ -217,7 +226,7 @@ case(
 
 @case("AnimateDiff UNet, 16 x 512²", "UNetMotionModel", cross_attention_dim=768)
 def _(model, draw):
-    states = draw(BATCH * 16, 77, 768)  # the pipeline repeats them for each frame
+    states = draw(BATCH * 16, 77, 768)  # the pipeline repeats the prompt's states for each frame
     return partial(model, draw(BATCH, 4, 16, 64, 64), 500, states, return_dict=False)
 
 
