@@ -12,8 +12,8 @@ from typing import Any
 from sdfastgn.program import OptionError
 
 # Version of the JSON format. A new version only adds fields, so the same code reads all versions.
-# Version 2 added: pipelines are compared with fp32 too, and a config has a scheduler, a prompt and guidance.
-# Version 3 added: the 99th percentile, the time of a pipeline's graphs, reserved memory, the kind "sweep".
+# Version 2 added the errors of pipelines against fp32, and the scheduler, prompt and guidance of a config.
+# Version 3 added the 99th percentile, the time of a pipeline's graphs, reserved memory, the kind "sweep".
 SCHEMA = 3
 # Name -> type of the fields that a run has in every version of the format.
 _TYPES = {"kind": str, "environment": dict, "config": dict, "rows": list}
@@ -30,7 +30,7 @@ def document(
         kind: what the rows are, such as ``"end_to_end"``. The kind decides which tables show them.
         environment: what ``environment.environment`` returned for the run.
         config: the settings of the run.
-        rows: dataclasses, one for each measurement.
+        rows: instances of a dataclass, one for each measurement.
     """
     return {
         "schema": SCHEMA,
@@ -67,7 +67,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def checked(path: Path, content: Any) -> dict[str, Any]:
     """Return ``content``, which was read from ``path``, if it is a run.
 
-    Raises OptionError, which names ``path``, if it is none.
+    Raises OptionError, which names ``path``, if ``content`` is no run.
     """
     if not isinstance(content, dict):
         raise OptionError(f"{str(path)!r} holds no result of sdfastgn: it is no JSON object")

@@ -40,7 +40,7 @@ def _output_of(*command: str) -> str | None:
 
 def _git() -> dict[str, Any]:
     # If the code was copied over an older checkout, git names the wrong commit. Whoever copied the code can
-    # name the right commit in this variable.
+    # give the right commit in SDFASTGN_COMMIT.
     if os.environ.get("SDFASTGN_COMMIT"):
         return {"commit": os.environ["SDFASTGN_COMMIT"], "dirty": None}
     # Git refuses a checkout that belongs to another user, as is common in containers, unless safe.directory

@@ -26,7 +26,7 @@ TF32_BOUND = 1e-2
 PSNR_BOUNDS = {"fp16": 30.0, "bf16": 25.0, "fp32": 40.0}
 # The gradients of a variant and of stock eager are both compared with fp32 gradients. This factor
 # times stock eager's error is the maximum error of the variant. Their gradients are not compared with each
-# other, because stock eager's own error is as large as the difference.
+# other, because they differ by as much as stock eager's own error.
 GRADIENT_FACTOR = 1.05
 
 

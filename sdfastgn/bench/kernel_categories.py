@@ -27,7 +27,7 @@ _OWN_FILES = (
     ("statistics", NORMALIZATION),
     ("linear", GEMM),
     ("geglu", POINTWISE),
-    ("upsample", POINTWISE),  # the convolution of upsample_conv2d runs in cuDNN, not in these
+    ("upsample", POINTWISE),  # the convolution of upsample_conv2d runs in cuDNN, not in these kernels
 )
 
 _Rules = tuple[tuple[str, re.Pattern[str]], ...]

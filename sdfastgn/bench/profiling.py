@@ -41,7 +41,7 @@ from sdfastgn.bench.kernel_categories import (
 
 # What a breakdown was recorded from.
 REPLAY, CALL, CPU = "replay", "call", "CPU operators"
-# Number of longest kernels that a breakdown lists.
+# A breakdown lists this number of kernels, which are the ones that took longest.
 TOP = 10
 # Number of times that the second recording is made. The recording of median length counts.
 RECORDINGS = 3
@@ -91,7 +91,7 @@ def _entry(name: str, found: str, microseconds: float, calls: float = 1.0) -> di
 
 
 def _uncovered_us(events: Iterable[Any]) -> list[float]:
-    """For each event, its microseconds minus those that earlier events cover.
+    """For each event, the microseconds of its time that no earlier event covers.
 
     ``events`` are sorted by their start.
     """

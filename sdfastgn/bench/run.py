@@ -305,9 +305,9 @@ def run(
 
 
 def tries_algorithms(config: BenchConfig) -> bool:
-    """Whether cuDNN tries several algorithms and keeps the fastest. Not in training.
+    """Whether cuDNN tries several algorithms and keeps the fastest. This is False in training.
 
-    There the workspaces of the algorithms that it tries would be the peak memory.
+    Each algorithm that cuDNN tries has a workspace, and these would be the peak memory of training.
     """
     return config.part != "train"
 

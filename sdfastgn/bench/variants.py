@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # the help of the command line lists the variants and must no
 
 # The parts of a model that can be timed.
 PARTS = ("unet", "vae", "pipeline", "train")
-# Names of the modules that a variant changes: components of a pipeline, or "" for a module without pipeline.
+# Names of the modules that a variant changes: components of a pipeline, or "" for a module on its own.
 TIMED_MODULES = ("", "unet", "vae")
 
 

@@ -189,7 +189,7 @@ def build_pipeline(config: BenchConfig) -> Workload:
     distilled = getattr(pipe.unet.config, "time_cond_proj_dim", None)
     guidance = {} if distilled else {"guidance_scale": config.guidance}
 
-    # Drawn before ``call`` and not inside of it, because ``call`` is timed.
+    # The noise is drawn before ``call`` and not inside of it, because ``call`` is timed.
     drawn = _start_arguments(config, pipe, config.torch_dtype)
 
     def call(start: dict[str, Any] = drawn) -> Any:

@@ -59,7 +59,7 @@ def _ours(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None = Non
 
 
 def _in_aten(*operands: Any, **options: Any) -> Tensor:
-    """``_stock`` with ATen's kernels instead of cuDNN. Its backward uses ATen too: the forward decides it."""
+    """``_stock`` in ATen, without cuDNN. The backward is in ATen too, because the forward decides that."""
     before = torch.backends.cudnn.enabled
     # ``torch.backends.cudnn.flags`` cannot be used here: it also reads the TF32 switches, and reading them
     # may raise an error.

@@ -37,7 +37,7 @@ class Result:
     Attributes:
         name: its name in tables.
         content: its JSON.
-        figures: ``case_title`` -> ``page.figures``, for its pipelines.
+        figures: ``case_title`` of a pipeline -> the pipeline's images, as ``page.figures`` returns them.
     """
 
     name: str
