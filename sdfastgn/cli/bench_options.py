@@ -40,7 +40,7 @@ STEPS = 30
 def _model_facts(model: str | None, weights: str, parts: Sequence[str]) -> tuple[str, int, int, int]:
     """(name, native size, pixels along a side of one latent, default batch of a UNet step) of a model.
 
-    ``model`` is its name if the user gave one. Otherwise the configuration of ``weights`` tells the name.
+    ``model`` is the name that the user gave. If it is None, the configuration of ``weights`` tells the name.
     Raises OptionError if ``weights`` belong to another model, or if ``parts`` cannot be timed with them.
     """
     if weights == "random":

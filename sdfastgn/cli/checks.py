@@ -30,7 +30,7 @@ def one_of(option: str, value: str, allowed: Collection[str]) -> str:
 def some_of(option: str, values: str | Sequence[str], allowed: Collection[str]) -> list[str]:
     """Return ``values``, or the entries of a comma-separated list, without repetitions.
 
-    Raises OptionError if one is not allowed.
+    Raises OptionError if a value is not in ``allowed``.
     """
     values = split(values) if isinstance(values, str) else values
     if not values:

@@ -61,7 +61,7 @@ def print_sources(
         out: where to print.
         against: the files of an earlier release. Each unknown method is shown with what changed since then.
         comfyui: a checkout of ComfyUI, whose methods are listed as well.
-        accept: True: write the hashes of the unknown methods into ``tested_sources.json``.
+        accept: if True, write the hashes of the unknown methods into ``tested_sources.json``.
     """
     files = None if against is None else _release_files(against)
     releases = {"diffusers": diffusers.__version__}

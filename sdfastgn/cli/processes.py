@@ -26,5 +26,5 @@ def joined(device: str) -> Iterator[tuple[Any, str]]:
 
     state = PartialState(cpu=device == "cpu", timeout=PATIENCE)
     yield state, str(state.device) if launched() and device == "cuda" else device
-    # This is not in a ``finally``: after an error in this process, the other processes may still wait for it.
+    # Not in a ``finally``: after an error in this process, the other processes may still wait for this one.
     state.destroy_process_group()

@@ -180,5 +180,5 @@ def checked_job(
         checks.image_size(f"--{name}", size, scale)
     wanted, problems = read_prompts(prompts, {**settings, **sizes}, scale)
     if (where := Path(model).expanduser()).exists():
-        model = str(where.resolve())  # every spelling of the path gives equal metadata
+        model = str(where.resolve())  # so all spellings of the path give the same metadata
     return Job(prompts, place, wanted, problems, batch_size, model, variant, dtype, stock)
