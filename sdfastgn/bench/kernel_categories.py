@@ -39,8 +39,8 @@ def _rules(*rules: tuple[str, str]) -> _Rules:
 
 
 # The name of an Inductor kernel lists the operators that it fuses. Only kernels from a template ("tem")
-# compute a convolution or a matrix product. In the name of another kernel "convolution" only stands for the
-# addition of a convolution's bias.
+# compute a convolution or a matrix product. Another kernel whose name contains "convolution" only adds a
+# convolution's bias.
 _INDUCTOR = _rules(
     (CONVOLUTION, r"^triton_tem_\w*convolution"),
     (GEMM, r"^triton_(tem|mm|bmm)_"),

@@ -53,7 +53,7 @@ class Row:
         error_eager: relative error of the output y against eager's output: ||y - eager|| / ||eager||.
         error_fp32: relative error against the output in fp32 without TF32, if this was computed.
         psnr_db: PSNR of a pipeline's images against eager's.
-        psnr_fp32_db, ssim_fp32: PSNR and SSIM of a pipeline's images against those of the fp32 pipeline.
+        psnr_fp32_db, ssim_fp32: PSNR and SSIM of a pipeline's images against the fp32 pipeline's images.
         step_mib: maximum memory of a training step beyond model and inputs: activations that are kept for the
             backward, temporaries and gradients.
         saved_mib: memory of the tensors that autograd keeps for the backward of a training step.

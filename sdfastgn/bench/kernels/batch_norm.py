@@ -23,8 +23,8 @@ from sdfastgn.bench.kernels.suite import (
     per_channel,
 )
 
-# The first values of the running mean and variance. They are close to those of the inputs, which have mean
-# 0.5 and standard deviation 1.5.
+# The first values of the running mean and variance. They are close to the inputs' mean of 0.5 and standard
+# deviation of 1.5.
 _MEAN, _VAR = 0.5, 2.0
 
 

@@ -295,7 +295,7 @@ _UPSAMPLE = Suite(
             rivals(_upsample_conv, upsample_conv2d),
             task="upsample + conv",
             tensors=5,
-            # Convolutions of fp32 run in TF32, whose mantissa has as many bits as that of fp16.
+            # Convolutions of fp32 run in TF32, whose mantissa has as many bits as fp16's.
             bounds={**ERROR_BOUNDS, "fp32": 2e-3},
         ),
     ),

@@ -50,7 +50,7 @@ class WaitRow:
     def new_size_over_s(self) -> float:
         """Additional seconds that the first steps at a new size took, added up.
 
-        The last of these steps took the usual time.
+        The last step took the usual time.
         """
         return sum(self.new_size_s) - len(self.new_size_s) * self.new_size_s[-1]
 
