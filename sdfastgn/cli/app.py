@@ -10,7 +10,7 @@ import typer
 
 HELP_OPTIONS: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
 # Placeholder in help texts, such as "{variants}" -> function that returns the names for it. It is only called
-# when the help is shown, because some of these functions import torch. Each command adds its own
+# when the help is shown, because some functions import torch. Each command adds its own
 # placeholders.
 NAMES: dict[str, Callable[[], Iterable[str]]] = {}
 
@@ -65,7 +65,7 @@ command = functools.partial(app.command, cls=Command)
 
 
 def click_command(function: Callable[..., None]) -> Any:
-    """A program whose only command is ``function``. Its help looks like that of sdfastgn's commands."""
+    """A program whose only command is ``function``. Its help looks like the help of sdfastgn's commands."""
     alone = typer.Typer(context_settings=HELP_OPTIONS, add_completion=False, pretty_exceptions_enable=False)
     alone.command(cls=Command)(function)
     return typer.main.get_command(alone)

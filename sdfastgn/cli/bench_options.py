@@ -82,7 +82,7 @@ def scheduler_name(option: str, value: str) -> str:
 def png_path(option: str, value: Path | None, unless: str = "") -> Path | None:
     """Return ``value`` if a picture can be written there as a PNG.
 
-    ``unless``: the reason if this command draws no picture, else empty. "{}" in it stands for the path.
+    ``unless``: the reason if this command draws no picture, else empty. "{}" in it is replaced by the path.
     """
     if value is None:
         return None
@@ -114,9 +114,9 @@ def bench_configs(
 
     Args:
         batch, steps: a number, or a comma-separated list.
-        others: fields of BenchConfig that need no check. None stands for the field's default.
+        others: fields of BenchConfig that need no check. None means the field's default.
 
-    All other arguments are options of ``bench``; None stands for the option's default.
+    All other arguments are options of ``bench``; None means the option's default.
     """
     if model is not None:
         one_of("--model", model, MODELS)
@@ -177,7 +177,7 @@ def preset_configs(name: str | None, **given: Any) -> list[BenchConfig]:
 
 
 def variant_list(option: str, text: str) -> list[Variant]:
-    """The variants that ``text`` names, in the order of ``VARIANTS``. ``all`` stands for every variant."""
+    """The variants that ``text`` names, in the order of ``VARIANTS``. ``all`` means every variant."""
     names = list(VARIANTS) if text == "all" else some_of(option, text, VARIANTS)
     return [variant for name, variant in VARIANTS.items() if name in names]
 

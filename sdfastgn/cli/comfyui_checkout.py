@@ -17,7 +17,7 @@ _NOT_NEEDED = ("kornia", "spandrel", "torchaudio", "torchvision")
 
 
 class _Empty(types.ModuleType):
-    """Stands for a module that is imported but not used. Every public name in it is an empty class."""
+    """Replaces a module that is imported but not used. Every public name in it is an empty class."""
 
     def __getattr__(self, name: str) -> type:
         if name.startswith("__"):

@@ -69,7 +69,7 @@ def build_classifier() -> nn.Module:
 def ink_of(images: Tensor) -> Tensor:
     """The amount of ink, (N, 1, H, W), in images (N, 3, H, W) in [0, 1].
 
-    It is one minus the smallest of red, green and blue. Every ink is dark in at least one of these, and white
+    It is one minus the smallest of red, green and blue. Every ink is dark in at least one color, and white
     paper is bright in all three.
     """
     return 1 - images.amin(dim=1, keepdim=True)

@@ -161,8 +161,8 @@ def _advice(unknown: list[_Method], *, has_diff: bool) -> str:
         return "Read each change and make it in the fused forward if it matters. Then add --accept"
     if not seen:
         return "To see what changed: add --against with a release in which they are known"
-    # ``first_seen`` of a version is the release that introduced it. This release contains the last known
-    # version of a method. The latest of these releases contains the last known version of every method.
+    # ``first_seen`` of a method's last known version is the release that introduced this version. The latest
+    # of these releases contains the last known version of every method.
     release = max(seen, key=Version)
     return (
         f"To see what changed: pip download --no-deps diffusers=={release}, then\n"

@@ -165,7 +165,7 @@ def checked_job(
 ) -> Job:
     """Check the options and read the prompts.
 
-    ``settings``: the settings of lines that do not say otherwise. A width or height of None stands for the
+    ``settings``: the settings of lines that do not say otherwise. A width or height of None means the
     model's own size.
     """
     checks.weights_source("--model", model, words=())
