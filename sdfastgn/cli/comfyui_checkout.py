@@ -69,7 +69,7 @@ def import_comfyui(
 
 @contextlib.contextmanager
 def stand_ins() -> Iterator[None]:
-    """Inside, each package of ``_NOT_NEEDED`` that is not installed is replaced by empty modules."""
+    """A context in which empty modules replace the packages of ``_NOT_NEEDED`` that are not installed."""
     import transformers.utils
 
     # transformers asks only once whether torchvision is installed. It has to ask before the empty module

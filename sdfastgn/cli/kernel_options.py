@@ -49,7 +49,7 @@ def kernel_configs(
 ) -> list[KernelConfig]:
     """A checked config for each dtype in the comma-separated list ``dtypes``.
 
-    Arguments are options of ``kernels``; None means the option's default.
+    The other arguments are options of the command ``kernels``. None means the option's default.
     """
     chosen = SUITES[one_of("--suite", suite, SUITES)]
     known = chosen.providers

@@ -211,7 +211,7 @@ def _unavailable(provider: Provider, shape: Shape, config: KernelConfig) -> str 
 
 @contextlib.contextmanager
 def _measuring(device: torch.device) -> Iterator[None]:
-    """Inside, the device and global switches are set, autograd is off, and garbage collection is fast."""
+    """A context with ``device`` as current device, the global switches set, and autograd off."""
     with timing.device_scope(device), timing.global_switches(), torch.no_grad():
         timing.spin_up(device)
         if device.type == "cuda":

@@ -272,10 +272,11 @@ class KernelRow:
     Attributes:
         hot_us: microseconds of a call whose operands are in the L2 cache.
         cold_us: microseconds of a call whose operands are not in the L2 cache.
-        hot_gbps, cold_gbps: GB/s: the bytes that a call has to move at least, divided by these times.
-        hot_ratio, cold_ratio: these times divided by the copy's times.
+        hot_gbps, cold_gbps: minimum number of bytes that a call must move, divided by these times, in GB/s.
+        hot_ratio, cold_ratio: these times divided by the times of the provider "copy".
         error: the largest relative error of all outputs and gradients; None if an error is not finite.
-        cpu_us: microseconds that the CPU needs for a call that runs on a GPU. Only in the suite inference.
+        cpu_us: microseconds that the CPU needs for a call that runs on a GPU. Only the suite "inference"
+            measures it.
         errors: name of an output or gradient -> its relative error against fp64, if it is finite.
     """
 
