@@ -205,6 +205,15 @@ SDXL_CONTROL = {k: v for k, v in UNETS["sdxl"].items() if k not in ("sample_size
 case("SDXL ControlNet, 1024²", "ControlNetModel", **SDXL_CONTROL)(
     step_of("sdxl", controlnet_cond=lambda draw: draw(BATCH, 3, 1024, 1024))
 )
+case("SDXL ControlNet Union, 1024²", "ControlNetUnionModel", **SDXL_CONTROL)(
+    step_of(
+        "sdxl",
+        controlnet_cond=lambda draw: [draw(BATCH, 3, 1024, 1024)],
+        control_type=lambda draw: draw(BATCH, 6),
+        control_type_idx=lambda draw: [3],
+        conditioning_scale=lambda draw: [1.0],
+    )
+)
 
 # --- Video ----------------------------------------------------------------------------------------
 
@@ -235,7 +244,19 @@ def _(model, draw):
     return partial(model, draw(BATCH, 4, 16, 32, 32), 500, tokens(draw, 1024), return_dict=False)
 
 
+@case("I2VGenXL UNet, 16 x 704 x 1280", "I2VGenXLUNet")
+def _(model, draw):
+    fps = torch.full((BATCH,), 16, device=model.device)
+    sample, latents = draw(BATCH, 4, 16, 88, 160), draw(BATCH, 4, 16, 88, 160)
+    return partial(model, sample, 500, fps, latents, draw(BATCH, 1024), tokens(draw, 1024), return_dict=False)
+
+
+case("HunyuanVideo VAE decode, 17 x 480 x 832", "AutoencoderKLHunyuanVideo", BF16)(
+    decode_of(1, 16, 5, 60, 104)
+)
 case("CogVideoX VAE decode, 9 x 480 x 720", "AutoencoderKLCogVideoX", BF16)(decode_of(1, 16, 3, 60, 90))
+
+case("Mochi VAE decode, 13 x 480 x 848", "AutoencoderKLMochi", BF16)(decode_of(1, 12, 3, 60, 106))
 
 
 @case("Allegro VAE decode, one tile of 24 x 320²", "AutoencoderKLAllegro", BF16)
@@ -385,6 +406,27 @@ def _(model, draw):
     )
 
 
+def wuerstchen_prior() -> nn.Module:
+    from diffusers.pipelines.deprecated.wuerstchen import WuerstchenPrior
+
+    return WuerstchenPrior(c_in=16, c=1536, c_cond=1280, c_r=64, depth=32, nhead=24)
+
+
+CASES.append(
+    Case(
+        "Wuerstchen prior, 1024²",
+        wuerstchen_prior,
+        lambda model, draw: partial(
+            model,
+            draw(BATCH, 16, 24, 24),
+            torch.full((BATCH,), 0.5, dtype=model.dtype, device=model.device),
+            tokens(draw, 1280),
+        ),
+        BF16,
+    )
+)
+
+
 @case(
     "AudioLDM2 UNet, 10 s",
     "AudioLDM2UNet2DConditionModel",
@@ -397,6 +439,23 @@ def _(model, draw):
 def _(model, draw):
     states = {"encoder_hidden_states": draw(BATCH, 8, 768), "encoder_hidden_states_1": draw(BATCH, 32, 1024)}
     return partial(model, draw(BATCH, 8, 250, 16), 500, **states, return_dict=False)
+
+
+@case(
+    "MusicLDM UNet, 10 s",
+    "UNet2DConditionModel",
+    in_channels=8,
+    out_channels=8,
+    block_out_channels=(128, 256, 384, 640),
+    class_embed_type="simple_projection",
+    class_embeddings_concat=True,
+    projection_class_embeddings_input_dim=512,
+    cross_attention_dim=(128, 256, 384, 640),
+    attention_head_dim=32,
+)
+def _(model, draw):
+    sample, labels = draw(BATCH, 8, 250, 16), draw(BATCH, 512)
+    return partial(model, sample, 500, None, class_labels=labels, return_dict=False)
 
 
 @case(

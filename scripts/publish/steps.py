@@ -124,7 +124,7 @@ STEPS = (
         "sdfastgn bench --model sdxl --part unet --batch 1,8,32 --repeats 5 --variants eager,sdfastgn",
         f"{_BENCH} --batch 1,2",
         ("batches",),
-        65,
+        55,
     ),
     Step(
         "latency_sdxl.json",
@@ -132,7 +132,7 @@ STEPS = (
         " --variants eager,sdfastgn",
         f"{_BENCH} --steps 1,2",
         ("latency",),
-        65,
+        55,
     ),
     Step(
         "warm_up_sdxl.json",
@@ -191,7 +191,7 @@ STEPS = (
         "sdfastgn kernels --suite batch_norm --shapes resnet50",
         f"{_KERNELS} --shapes 2x4x4x4",
         ("batch_norm",),
-        65,
+        55,
     ),
     Step(
         "kernels_attention.json",
@@ -207,7 +207,7 @@ STEPS = (
             f"scripts.publish.real_sizes --third {third}",
             "--device cpu --only UNet1DModel",
             ("real_sizes",),
-            45,
+            55,
         )
         for third in (1, 2, 3)
     ),
