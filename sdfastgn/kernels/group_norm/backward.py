@@ -52,8 +52,7 @@ def reference_group_norm_grads(call: Any) -> Gradients:
     dy = call.dy.movedim(-1, 1) if call.tokens else call.dy
     u = x.to(dtype).reshape(grouped)
     u = u if shift is None else u + per_channel(shift)
-    # Subtract the group's first value: if the mean is large, this reduces rounding errors. The value is
-    # detached, because the gradients do not depend on it.
+    # Without the group's first value, large means round less. The gradients do not depend on this value.
     u = u - u.detach()[:, :, :1, :1]
     var, mean = torch.var_mean(u, dim=(2, 3), correction=0, keepdim=True)
     rstd = torch.rsqrt(var + call.eps)
@@ -81,9 +80,8 @@ def reference_group_norm_grads(call: Any) -> Gradients:
         mean_product = (d_xhat * xhat).mean(dim=(2, 3), keepdim=True)
         du = rstd * (d_xhat - mean_d_xhat - xhat * mean_product)
     if call.dx and du is not None:
-        dx = du.reshape(x.shape).to(x.dtype)
-        # So far dx may have the strides of dy.
-        dx = laid_out(dx, dense_is_channels_last(x))
+        # ``du`` may have the strides of dy.
+        dx = laid_out(du.reshape(x.shape).to(x.dtype), dense_is_channels_last(x))
     return {
         "x": dx,
         "weight": summed(d_affine * xhat, weight) if call.dweight else None,

@@ -127,8 +127,7 @@ def small_kernel(
     If ``TAIL`` is not 0, the group's last ``TAIL`` channels are in a second tile. With one tile, whose sizes
     must be powers of 2, up to half of the elements would be padding.
     """
-    # For fp32 results the variance is summed after the mean is known, in a second pass over the registers.
-    # For 16-bit results mean and variance are summed in one pass.
+    # fp32 results: the variance is summed in a second pass over the registers, when the mean is known.
     EXACT: tl.constexpr = y_ptr.dtype.element_ty == tl.float32
     PARTS: tl.constexpr = (C + CHANNELS - 1) // CHANNELS
     part = tl.program_id(0)
@@ -156,8 +155,7 @@ def small_kernel(
         d = tl.where(mask, difference(x, shift, pivot), 0.0)
         if TAIL:
             tail_d = tl.where(tail_mask, difference(tail_x, tail_shift, pivot), 0.0)
-    # d - mean. An explicit fma, because ptxas would use one only if the mean is not stored, and then
-    # results with and without a backward would have different bits.
+    # d - mean. ptxas would use an fma only if the mean is not stored; this way the bits are always the same.
     if EXACT and not TAIL:
         total = tile_sum(d)
         d = tl.where(mask, tl.fma(total, -share, d), 0.0)

@@ -214,8 +214,7 @@ def _statistics_kernel(
     else:
         HW, rows = multiple_of(HW, HW_FACTOR), multiple_of(rows, HW_FACTOR)
         n, chunk, c, position, first = positions_of_channels(HW, rows, chunks, C, WARPS, STEPS, BLOCK)
-    # The pointers move to the start of the chunk, by int64 offsets. Offsets within the chunk are int32,
-    # which takes fewer registers.
+    # The pointers move to the chunk by int64 offsets. Offsets in the chunk are int32, to save registers.
     x_offsets, tail_offsets, y_offsets = _offsets(position, c, C, HEAD, CHANNELS_LAST)
     x_ptr += first * x_step
     if residual_ptr is not None:
@@ -227,8 +226,7 @@ def _statistics_kernel(
     count = tl.maximum(tl.minimum(rows, HW - chunk.to(tl.int64) * rows), 0).to(tl.int32)
     bias = 0.0
     if PDL:
-        # Waiting comes first, so that the next kernel starts only when x is complete, and may read x without
-        # a wait.
+        # The wait is first, so that the next kernel starts only when x is complete, and need not wait for x.
         gdc_wait()
         gdc_launch_dependents()
     if bias_ptr is not None:
