@@ -23,6 +23,7 @@ CATEGORIES = (*FLOOR, NORMALIZATION, POINTWISE, COPIES, OTHER)
 # The package's own kernels: (part of the module's name, category of its kernels).
 _OWN_FILES = (
     ("norm", NORMALIZATION),
+    ("pad_frames", NORMALIZATION),
     ("attention", ATTENTION),
     ("statistics", NORMALIZATION),
     ("linear", GEMM),
