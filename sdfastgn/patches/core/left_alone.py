@@ -33,7 +33,7 @@ def reason_to_leave(root: nn.Module) -> str | None:
 
 
 def _repeats_borders(module: nn.Module) -> bool:
-    """True for diffusers' wrappers of a 3-D convolution that repeat the border of its input."""
+    """True if ``module`` wraps a 3-D convolution and repeats the border of its input (diffusers' classes)."""
     return vars(module).get("pad_mode") == "replicate" and isinstance(
         getattr(module, "conv", None), nn.Conv3d
     )
