@@ -13,7 +13,7 @@ __all__ = ["randn", "small_call", "unet_inputs"]
 
 # Names of the classes of models for which ``unet_inputs`` makes inputs.
 _UNETS = ("UNet2DConditionModel", "UNet2DModel", "ControlNetModel")
-_VIDEO_AUTOENCODERS = ("AutoencoderKLWan", "AutoencoderKLQwenImage")
+_VIDEO_AUTOENCODERS = ("AutoencoderKLWan", "AutoencoderKLQwenImage", "AutoencoderKLHunyuanVideo")
 # A ControlNet's image has 8 times as many pixels along a side as the latents.
 _CONTROL_SCALE = 8
 # Number of latents along a side in the small call of an autoencoder.

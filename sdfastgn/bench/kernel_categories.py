@@ -23,6 +23,7 @@ CATEGORIES = (*FLOOR, NORMALIZATION, POINTWISE, COPIES, OTHER)
 # For the package's own kernels: (text in the name of a kernel's module, category of the kernel).
 _OWN_FILES = (
     ("norm", NORMALIZATION),
+    ("pad_frames", NORMALIZATION),
     ("attention", ATTENTION),
     ("statistics", NORMALIZATION),
     ("linear", GEMM),

@@ -136,7 +136,7 @@ def _finding(
     if fusion.is_applied(module):
         return Finding(path, module, fusion, "fused")
     was_wrong = _put_back.get(module) if isinstance(module, nn.Module) else None
-    reason = reason_to_leave or was_wrong or fusion.reason_to_skip(module)
+    reason = was_wrong or fusion.reason_to_skip(module) or reason_to_leave
     return Finding(path, module, fusion, "skipped" if reason else "fusable", reason or "")
 
 

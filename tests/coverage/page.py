@@ -37,8 +37,8 @@ of a CUDA graph. The UNets and VAEs of SD1.5 and SDXL are among the
 no line.
 
 A network that would be slower keeps stock's code and layout, and the report says why. That holds
-for the autoencoders of HunyuanVideo and Mochi: before each convolution they repeat the border of a
-video, and PyTorch does that slowly in channels-last.
+for the autoencoder of Mochi: before each convolution it repeats the border of a video, and PyTorch
+does that slowly in channels-last. HunyuanVideo's does so too, and a kernel repeats its borders.
 
 <!-- table:real_sizes -->
 <!-- /table:real_sizes -->

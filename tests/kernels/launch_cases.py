@@ -11,10 +11,10 @@ from sdfastgn.kernels.act_linear.op import act_linear
 from sdfastgn.kernels.attention import wide_heads_kernels
 from sdfastgn.kernels.attention.few_keys import attend_to_few
 from sdfastgn.kernels.attention.wide_heads import wide_attention
-from sdfastgn.kernels.channel_norm.frames import Norm, pad_frames
 from sdfastgn.kernels.channel_norm.op import channel_norm
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.geglu.op import geglu
+from sdfastgn.kernels.pad_frames.op import GroupNorm, Norm, pad_frames
 from sdfastgn.kernels.statistics.config import statistics_pay
 from sdfastgn.kernels.statistics.op import add_kernel, cat_kernel
 from sdfastgn.kernels.upsample.conv_kernels import launch_interleave, launch_phase_weights
@@ -282,7 +282,10 @@ def _channel_norms(shape, dtype):
     silu = Norm(weight, activation="silu")
     pad_frames(x, front=2, keep=1)
     pad_frames(x, x[:, :, :1].contiguous(memory_format=torch.channels_last_3d), front=2, norm=silu, keep=2)
-    pad_frames(x, front=2, border=(1, 1), mode="replicate", norm=silu, shift=weight)
+    padded = {"front": 2, "border": (1, 1), "mode": "replicate"}
+    pad_frames(x, norm=silu, shift=weight, **padded)
+    pad_frames(x, norm=GroupNorm(2, weight, weight, activation="silu"), shift=weight, **padded)
+    pad_frames(x, upsample=(2, 2, 2), **padded)
     for wanted in ((0, 1, 2), (0,)):
         _differentiate(norm, x, weight, weight, wanted=wanted)
 

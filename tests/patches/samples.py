@@ -10,6 +10,7 @@ from diffusers.models import AutoencoderKL, AutoencoderTiny, UNet2DConditionMode
 from diffusers.models.activations import GEGLU
 from diffusers.models.attention import BasicTransformerBlock, FeedForward
 from diffusers.models.attention_processor import Attention
+from diffusers.models.autoencoders import autoencoder_kl_hunyuan_video as hunyuan_video
 from diffusers.models.autoencoders import autoencoder_kl_wan
 from diffusers.models.autoencoders.vae import Decoder, Encoder
 from diffusers.models.normalization import AdaGroupNorm
@@ -187,6 +188,29 @@ def _of_wan(family, module, prefix):
     return [(f"{family}_{name}", build, call) for name, build, call in found]
 
 
+def _of_hunyuan_video():
+    """Samples of the blocks of HunyuanVideo's autoencoder."""
+    Conv, Block = hunyuan_video.HunyuanVideoCausalConv3d, hunyuan_video.HunyuanVideoResnetBlockCausal3D
+    Upsample = hunyuan_video.HunyuanVideoUpsampleCausal3D
+    Encoder, Decoder = hunyuan_video.HunyuanVideoEncoder3D, hunyuan_video.HunyuanVideoDecoder3D
+    sizes = {"block_out_channels": (8,) * 4, "layers_per_block": 1, "norm_num_groups": 4}
+    down, up = (("HunyuanVideo" + name,) * 4 for name in ("DownBlock3D", "UpBlock3D"))
+    x = video(2, 12, 3, 3, 2)
+    found = [
+        ("conv", lambda: Conv(12, 20), lambda m: m(x)),
+        ("conv-strided", lambda: Conv(12, 20, stride=2, padding=1), lambda m: m(x.contiguous())),
+        ("conv-1x1", lambda: Conv(12, 20, 1), lambda m: m(x)),
+        ("upsample", lambda: Upsample(12), lambda m: m(x)),
+        ("upsample-image", lambda: Upsample(12, 20), lambda m: m(x[:, :, :1])),
+        ("upsample-2d", lambda: Upsample(12, upsample_factor=(1, 2, 2)), lambda m: m(x)),
+        ("resnet_block", lambda: Block(12, 20, groups=4), lambda m: m(x)),
+        ("resnet_block-same", lambda: Block(12, groups=4), lambda m: m(x)),
+        ("encoder", lambda: Encoder(3, 4, down, **sizes), lambda m: m(video(1, 3, 5, 16, 8))),
+        ("decoder", lambda: Decoder(4, 3, up, **sizes), lambda m: m(video(1, 4, 2, 2, 1))),
+    ]
+    return [(f"hunyuan_video_{name}", build, call) for name, build, call in found]
+
+
 # (id, builder, call); the id starts with the fusion's name.
 SAMPLES = [
     ("group_norm", lambda: nn.GroupNorm(3, 12), _on_image),
@@ -361,6 +385,7 @@ SAMPLES = [
     ("transformer_block-only-cross", lambda: _block(only_cross_attention=True), _with_states),
     ("transformer_block-no-affine", lambda: _block(norm_elementwise_affine=False), _with_states),
     *_of_wan("wan", autoencoder_kl_wan, "Wan"),
+    *_of_hunyuan_video(),
 ]
 if qwen_image is not None:
     SAMPLES += _of_wan("qwen_image", qwen_image, "QwenImage")

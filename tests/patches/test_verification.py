@@ -4,7 +4,14 @@ import copy
 
 import pytest
 import torch
-from diffusers import AutoencoderKLWan, AutoencoderTiny, ControlNetModel, UNet2DConditionModel, UNet2DModel
+from diffusers import (
+    AutoencoderKLHunyuanVideo,
+    AutoencoderKLWan,
+    AutoencoderTiny,
+    ControlNetModel,
+    UNet2DConditionModel,
+    UNet2DModel,
+)
 from torch import nn
 
 import sdfastgn
@@ -110,15 +117,19 @@ def video_vae():
     return randomize(model)
 
 
+def hunyuan_video_vae():
+    sizes = {"block_out_channels": (8,) * 4, "latent_channels": 4, "layers_per_block": 1}
+    return randomize(AutoencoderKLHunyuanVideo(**sizes, norm_num_groups=4))
+
+
 MODELS = [
     unet, lambda: unet(**SDXL), vae, tiny_vae, plain_unet, lambda: randomize(ControlNetModel(**UNET)),
-    video_vae,
+    video_vae, hunyuan_video_vae,
 ]  # fmt: skip
 
 
-each_model = pytest.mark.parametrize(
-    "build", MODELS, ids=["unet", "sdxl", "vae", "tiny-vae", "unet-2d", "controlnet", "video-vae"]
-)
+NAMES = ["unet", "sdxl", "vae", "tiny-vae", "unet-2d", "controlnet", "video-vae", "hunyuan-video-vae"]
+each_model = pytest.mark.parametrize("build", MODELS, ids=NAMES)
 
 
 def statuses(model):
@@ -130,9 +141,7 @@ def output(model):
         return small_call(model, torch.float32, torch.device("cpu"))()[0]
 
 
-@pytest.mark.parametrize(
-    "build", MODELS, ids=["unet", "sdxl", "vae", "tiny-vae", "unet-2d", "controlnet", "video-vae"]
-)
+@pytest.mark.parametrize("build", MODELS, ids=NAMES)
 def test_a_healthy_model_stays_fused(build, recwarn):
     model = build()
     before = snapshot(model)
@@ -275,9 +284,7 @@ def test_where_no_kernel_runs_there_is_nothing_to_verify():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    "build", MODELS, ids=["unet", "sdxl", "vae", "tiny-vae", "unet-2d", "controlnet", "video-vae"]
-)
+@pytest.mark.parametrize("build", MODELS, ids=NAMES)
 def test_kernels_on_a_gpu_are_right(build, dtype):
     model = sdfastgn.optimize(build().to("cuda", dtype), verify=True)
     assert set(statuses(model).values()) == {"fused"}

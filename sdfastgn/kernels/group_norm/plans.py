@@ -30,16 +30,51 @@ from sdfastgn.kernels.statistics.kernels import StatisticsLaunch
 ALIGNED = 64
 
 
-class GroupNormPlan:
-    """The launches of one kind of call: ``small``, or ``statistics``, ``merge`` and ``apply``.
+class TablePlan:
+    """The launches that write what the channels of each sample are scaled and moved by.
 
-    Attributes:
-        statistics: None if the caller gives the statistics.
-        scratch: number of fp32 values in the memory that the split way's kernels share.
-        tokens: shape of the output if it is tokens, else None.
+    ``scratch``: fp32 values of the memory that ``run`` returns. ``memory``: where the table is in it, by the
+    names that ``apply_kernel`` has for that.
     """
 
-    __slots__ = ("apply", "merge", "scratch", "small", "statistics", "tokens")
+    __slots__ = ("memory", "merge", "scratch", "statistics")
+
+    def __init__(self, call: GroupNormCall, HW: int, channels_last: bool) -> None:
+        x = call.x
+        N, C = x.shape[:2]
+        self.statistics: StatisticsLaunch | None = None
+        if call.statistics is None:
+            self.statistics = StatisticsLaunch(x, channels_last)
+            chunks = self.statistics.chunks
+        else:
+            chunks = call.statistics.shape[2]
+        # The scratch memory has two parts: the statistics, unless the caller gives these, and the table.
+        plane, table_plane = N * chunks * C, ceil_div(N * C, ALIGNED) * ALIGNED
+        table = ceil_div(2 * plane, ALIGNED) * ALIGNED if call.statistics is None else 0
+        folds = x.dtype != torch.float32
+        self.scratch = table + (2 if folds else 3) * table_plane
+        self.memory = {"table_offset": table, "table_plane": table_plane}
+        self.merge = _merge(call, HW, chunks, plane, self.memory)
+
+    def run(
+        self, stream: int, call: GroupNormCall, mean: Tensor | None = None, rstd: Tensor | None = None
+    ) -> Tensor:
+        """The memory with the table. Also fills ``mean`` and ``rstd``, both or none of them."""
+        x, _, weight, bias, _, _, shift, ada_scale, ada_shift, statistics, _, _ = call
+        scratch = torch.empty(self.scratch, dtype=torch.float32, device=x.device)
+        if self.statistics is not None:
+            statistics = scratch
+            self.statistics.on_stream(stream, x, statistics)
+        # Without a shift any memory: norms with and without one share a kernel.
+        shift = weight if shift is None else shift
+        self.merge(stream, statistics, scratch, mean, rstd, weight, bias, shift, ada_scale, ada_shift)
+        return scratch
+
+
+class GroupNormPlan:
+    """The launches of one kind of call: ``small``, or those of ``table`` and ``apply``."""
+
+    __slots__ = ("apply", "small", "table", "tokens")
 
     def __init__(self, call: GroupNormCall) -> None:
         x = call.x
@@ -54,26 +89,8 @@ class GroupNormPlan:
         if isinstance(config, SmallConfig) and call.statistics is None:
             self.small = _small(call, config, HW, channels_last)
         else:
-            self._plan_split(call, HW, channels_last)
-
-    def _plan_split(self, call: GroupNormCall, HW: int, channels_last: bool) -> None:
-        """Plan ``statistics``, ``merge``, ``apply`` and their scratch memory."""
-        x = call.x
-        N, C = x.shape[:2]
-        self.statistics: StatisticsLaunch | None = None
-        if call.statistics is None:
-            self.statistics = StatisticsLaunch(x, channels_last)
-            chunks = self.statistics.chunks
-        else:
-            chunks = call.statistics.shape[2]
-        # The scratch memory has two parts: the statistics, unless the caller gives these, and the table.
-        plane, table_plane = N * chunks * C, ceil_div(N * C, ALIGNED) * ALIGNED
-        table = ceil_div(2 * plane, ALIGNED) * ALIGNED if call.statistics is None else 0
-        folds = x.dtype != torch.float32
-        self.scratch = table + (2 if folds else 3) * table_plane
-        memory = {"table_offset": table, "table_plane": table_plane}
-        self.merge = _merge(call, HW, chunks, plane, memory)
-        self.apply = _apply(call, HW, channels_last, memory)
+            self.table = TablePlan(call, HW, channels_last)
+            self.apply = _apply(call, HW, channels_last, self.table.memory)
 
     def run_and_save(self, call: GroupNormCall) -> tuple[Tensor, Tensor, Tensor]:
         """Launch, and return (y, mean, rstd)."""
@@ -86,23 +103,16 @@ class GroupNormPlan:
         if stream is None:
             with torch.cuda.device(call.x.device):
                 return self.run(call, mean, rstd)
-        x, _, weight, bias, _, _, shift, ada_scale, ada_shift, statistics, _, out_dtype = call
+        x, out_dtype = call.x, call.out_dtype
         if self.tokens is not None:
             y = torch.empty(self.tokens, dtype=out_dtype or x.dtype, device=x.device)
         else:
             y = torch.empty_like(x, dtype=out_dtype)
         if self.small is not None:
-            self.small(stream, x, y, mean, rstd, weight, bias, shift, ada_scale, ada_shift)
+            of_channels = call.weight, call.bias, call.shift, call.ada_scale, call.ada_shift
+            self.small(stream, x, y, mean, rstd, *of_channels)
             return y
-        scratch = torch.empty(self.scratch, dtype=torch.float32, device=x.device)
-        if self.statistics is not None:
-            statistics = scratch
-            self.statistics.on_stream(stream, x, statistics)
-        # Without a shift the kernel gets a placeholder, which it does not read (``shifted`` is 0). So norms
-        # with and without a shift share one compiled kernel.
-        shift = weight if shift is None else shift
-        self.merge(stream, statistics, scratch, mean, rstd, weight, bias, shift, ada_scale, ada_shift)
-        self.apply(stream, x, y, scratch)
+        self.apply(stream, x, y, self.table.run(stream, call, mean, rstd))
         return y
 
 

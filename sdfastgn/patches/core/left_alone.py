@@ -1,21 +1,33 @@
 """Models that ``optimize`` leaves as they are, because they would be slower.
 
-Video autoencoders that repeat the border of their 5-D tensors (HunyuanVideo, Mochi) call ``F.pad`` in mode
+Video autoencoders that repeat the border of their 5-D tensors (Mochi, HunyuanVideo) call ``F.pad`` in mode
 "replicate" before each convolution. In channels-last PyTorch does that slowly. Its result is
-channels-first, so each convolution also copies its input. The padding and the copies take more time than the
-fused norms save. "Real sizes" in docs/coverage.md has the times of all models.
+channels-first, so each convolution also copies its input. Together this costs more than the fused norms
+save. "Real sizes" in docs/coverage.md has the times of all models.
+
+A model whose convolutions all have a fusion that pads in a kernel is not left: ``pads_quickly``.
 """
 
 from __future__ import annotations
 
 from torch import nn
 
-__all__ = ["reason_to_leave"]
+from sdfastgn.patches.core.fusion import Fusion
+
+__all__ = ["pads_quickly", "reason_to_leave"]
+
+# Fusions of such convolutions.
+_quick: list[Fusion] = []
+
+
+def pads_quickly(fusion: Fusion) -> None:
+    """Note that convolutions which ``fusion`` claims repeat the border in a kernel once they are fused."""
+    _quick.append(fusion)
 
 
 def reason_to_leave(root: nn.Module) -> str | None:
-    """Why ``optimize`` must change nothing in the model ``root``; None if it may change the model."""
-    if any(map(_repeats_borders, root.modules())):
+    """Why ``optimize`` changes nothing in the model ``root``; None if it may."""
+    if any(_repeats_borders(module) and not _has_kernel(module) for module in root.modules()):
         return "its model is faster as it is: PyTorch repeats the border of a video slowly in channels-last"
     return None
 
@@ -24,4 +36,12 @@ def _repeats_borders(module: nn.Module) -> bool:
     """True if ``module`` wraps a 3-D convolution and repeats the border of its input (diffusers' classes)."""
     return vars(module).get("pad_mode") == "replicate" and isinstance(
         getattr(module, "conv", None), nn.Conv3d
+    )
+
+
+def _has_kernel(module: nn.Module) -> bool:
+    """True if ``module`` is fused, or can be, by a fusion that pads quickly."""
+    return any(
+        fusion.claims(module) and (fusion.is_applied(module) or fusion.reason_to_skip(module) is None)
+        for fusion in _quick
     )

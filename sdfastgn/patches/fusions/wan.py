@@ -30,10 +30,10 @@ from diffusers.models.autoencoders import autoencoder_kl_wan as wan
 from torch import Tensor, nn
 
 from sdfastgn.kernels.attention.wide_heads import attend
-from sdfastgn.kernels.channel_norm.frames import Norm, pad_frames
 from sdfastgn.kernels.channel_norm.op import channel_norm
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.layout import is_channels_last, laid_out
+from sdfastgn.kernels.pad_frames.op import Norm, pad_frames
 from sdfastgn.kernels.product.op import linear
 from sdfastgn.kernels.statistics.op import add_kernel
 from sdfastgn.kernels.upsample.conv import upsample_conv2d
@@ -42,6 +42,7 @@ from sdfastgn.patches.core.convolution import pointwise
 from sdfastgn.patches.core.fusion import ClassSwap, activation_of, activation_reason, is_unhooked
 from sdfastgn.patches.core.tested_sources import tested
 from sdfastgn.patches.fusions.upsampling import convolves_at_low_resolution
+from sdfastgn.patches.fusions.video import is_plain_inference
 
 try:
     from diffusers.models.autoencoders import autoencoder_kl_qwenimage as qwen_image
@@ -61,18 +62,6 @@ _UPSAMPLES: set[type[nn.Module]] = set()
 
 
 # --- what may run fused -----------------------------------------------------------------------------
-
-
-def _is_plain_inference(x: Tensor) -> bool:
-    """True if kernels take x (N, C, T, H, W), and there is no gradient, compiler, trace, mode or autocast."""
-    return (
-        not torch.compiler.is_compiling()
-        and not torch.is_grad_enabled()
-        and dispatch.is_untraced(x, ())
-        and (x.dim(), x.numel() > 0) == (5, True)
-        and dispatch.has_kernels(x)
-        and not torch.is_autocast_enabled(x.device.type)
-    )
 
 
 def _is_plain_conv(conv: Any, x: Tensor) -> bool:
@@ -224,7 +213,7 @@ class _FusedConv(nn.Module):
         fits = front == 0 or (
             _fits(cache_x, x, x.shape[1]) and (cache_x is None or cache_x.shape[2] <= front)
         )
-        if not (fits and _is_plain_inference(x) and _is_plain_conv(self, x)):
+        if not (fits and is_plain_inference(x) and _is_plain_conv(self, x)):
             return super().forward(x, cache_x)
         y, _ = _convolve(self, x, cache_x if front else None)
         return y if is_channels_last(x) else y.contiguous()
@@ -248,7 +237,7 @@ class _FusedResidualBlock(nn.Module):
     def _norms(self: Any, x: Tensor, feat_cache: Any, feat_idx: Any) -> tuple[Norm, Norm] | None:
         """The two norms with their activations; None if stock's forward has to run."""
         if (
-            not _is_plain_inference(x)
+            not is_plain_inference(x)
             or (self.dropout.training and self.dropout.p)
             or not is_unhooked(self.dropout)
         ):
@@ -272,7 +261,7 @@ class _FusedResample(nn.Module):
     """``WanResample``. Upsampling is fused: x (N, C, T, H, W) -> (N, C', T or 2T, 2H, 2W), channels-last."""
 
     def forward(self: Any, x: Tensor, feat_cache: Any = None, feat_idx: Any = None) -> Tensor:
-        if not (_is_plain_inference(x) and self._is_plain_upsampling(x, feat_cache, feat_idx)):
+        if not (is_plain_inference(x) and self._is_plain_upsampling(x, feat_cache, feat_idx)):
             return super().forward(x, feat_cache, *_given(feat_idx))
         x = laid_out(x, channels_last=True)
         if self.mode == "upsample3d" and feat_cache is not None:
@@ -320,7 +309,7 @@ class _FusedAttentionBlock(nn.Module):
     """``WanAttentionBlock``. x (N, C, T, H, W) -> the same; each frame attends to itself."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        if not _is_plain_inference(x):
+        if not is_plain_inference(x):
             return super().forward(x)
         N, _, _, H, W = x.shape
         images = self.norm(laid_out(_images(x), channels_last=True))
@@ -346,7 +335,7 @@ class _FusedHalf(nn.Module):
     def _norm(self: Any, x: Tensor, feat_cache: Any, feat_idx: Any) -> Norm | None:
         """The last norm with its activation; None if stock's forward has to run."""
         if not (
-            _is_plain_inference(x) and _is_plain_conv(self.conv_in, x) and _is_plain_conv(self.conv_out, x)
+            is_plain_inference(x) and _is_plain_conv(self.conv_in, x) and _is_plain_conv(self.conv_out, x)
         ):
             return None
         if feat_cache is not None and (feat_idx is None or not _fits(feat_cache[feat_idx[0]], x, x.shape[1])):

@@ -1,4 +1,4 @@
-"""``pad_frames`` against PyTorch's norm, concatenation and padding: interpreted, and on a GPU."""
+"""``pad_frames`` against PyTorch's norms, upsampling and padding: interpreted, and on a GPU."""
 
 import itertools
 
@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from sdfastgn.kernels.channel_norm import frames
-from sdfastgn.kernels.channel_norm.frames import Norm, pad_frames, reference_pad_frames
 from sdfastgn.kernels.common.layout import is_channels_last
 from sdfastgn.kernels.common.plan_cache import Plans
-from tests.kernels.ops import true_channel_norm
+from sdfastgn.kernels.pad_frames import op
+from sdfastgn.kernels.pad_frames.op import GroupNorm, Norm, pad_frames, reference_pad_frames
+from tests.kernels.ops import true_channel_norm, true_group_norm
 from tests.kernels.samples import (
     BOUNDS,
     DTYPES,
@@ -21,6 +21,7 @@ from tests.kernels.samples import (
     interpreted,
     kernels,
     make,
+    run_statistics,
     to_layout,
 )
 
@@ -28,18 +29,37 @@ pytestmark = [pytest.mark.usefixtures("poisoned_memory"), pytest.mark.multiproce
 run = kernels(direct=True)(pad_frames)
 
 
-def truth(x, cache=None, *, front=0, border=(0, 0), mode="zeros", keep=0, shift=None, norm=None):
+def truth(
+    x, cache=None, *, front=0, border=(0, 0), mode="zeros", keep=0, shift=None, norm=None, upsample=(1, 1, 1)
+):
     """(y, kept) in fp64."""
     u = x.double() if shift is None else x.double() + shift.double().view(-1, 1, 1, 1)
     if norm is not None:
-        affine = (None if t is None else t.double() for t in norm[:2])
-        u = true_channel_norm(u, *affine, *norm[2:])
+        weight, bias = (None if t is None else t.double() for t in (norm.weight, norm.bias))
+        if isinstance(norm, GroupNorm):
+            u = true_group_norm(u, norm.num_groups, weight, bias, norm.eps, norm.activation)
+        else:
+            u = true_channel_norm(u, weight, bias, *norm[2:])
+    u = true_upsampling(u, upsample)
     known = u if cache is None else torch.cat((cache.double(), u), 2)
-    missing = front + x.shape[2] - known.shape[2]
+    missing = front + u.shape[2] - known.shape[2]
     fill = "constant" if mode == "zeros" else "replicate"
     h, w = border
     kept = F.pad(known, (0, 0, 0, 0, missing, 0), fill)[:, :, known.shape[2] + missing - keep :]
     return F.pad(known, (w, w, h, h, missing, 0), fill), kept
+
+
+def true_upsampling(u, times):
+    """As HunyuanVideo does it: the first frame apart."""
+    if 0 in u.shape:
+        return u.new_empty(
+            (*u.shape[:2], *(size * count for size, count in zip(u.shape[2:], times, strict=True)))
+        )
+    first = F.interpolate(u[:, :, 0], scale_factor=times[1:], mode="nearest")[:, :, None]
+    if u.shape[2] == 1:
+        return first
+    others = F.interpolate(u[:, :, 1:].contiguous(), scale_factor=times, mode="nearest")
+    return torch.cat((first, others), 2)
 
 
 def check(x, cache=None, *, bound=None, **options):
@@ -70,10 +90,18 @@ def video(shape, dtype=torch.float32, device="cpu", layout="channels_last"):
     return x, cache, Norm(weight, bias, shape[1] ** 0.5, 1e-12, "silu"), make(shape, dtype, device, seed=5)[1]
 
 
+def groups(norm, num_groups=3, **options):
+    """``norm`` as a norm of groups."""
+    return GroupNorm(num_groups, norm.weight, norm.bias, 1e-5, norm.activation, **options)
+
+
+NORMS = {"copy": lambda norm: None, "norm": lambda norm: norm, "groups": groups}
+
+
 @pytest.mark.parametrize("mode", ["zeros", "replicate"])
 @pytest.mark.parametrize("border", [(0, 0), (1, 1), (2, 0), (0, 3)], ids=str)
-@pytest.mark.parametrize("with_norm", [False, True], ids=["copy", "norm"])
-def test_every_number_of_frames(with_norm, border, mode, device):
+@pytest.mark.parametrize("kind", NORMS)
+def test_every_number_of_frames(kind, border, mode, device):
     for N, T, cached, front in (
         (2, 1, 0, 2),
         (1, 1, 1, 2),
@@ -87,7 +115,7 @@ def test_every_number_of_frames(with_norm, border, mode, device):
         for keep, shifted in itertools.product((0, 1, 2), (None, shift)):
             if keep <= front + T:
                 options = {"front": front, "border": border, "mode": mode, "keep": keep, "shift": shifted}
-                check(x, cache, norm=norm if with_norm else None, **options)
+                check(x, cache, norm=NORMS[kind](norm), **options)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -96,14 +124,55 @@ def test_every_dtype_and_width(shape, dtype, device):
     x, cache, norm, shift = video(shape, dtype, device)
     for border in ((0, 0), (1, 1)):
         check(x, cache, front=2, border=border, keep=2, norm=norm, shift=shift)
+        for shifted in (None, shift):
+            check(x, cache, front=2, border=border, keep=2, norm=groups(norm), shift=shifted)
     check(x, cache, front=2, keep=2)
     check(x, norm=Norm())
+    check(x, norm=GroupNorm(2))
+
+
+@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize("mode", ["zeros", "replicate"])
+@pytest.mark.parametrize("upsample", [(1, 2, 2), (2, 2, 2), (2, 1, 1), (3, 1, 2)], ids=str)
+def test_upsampling(upsample, mode, kind, device):
+    for N, T in ((1, 1), (2, 3)):
+        x, _, norm, shift = video((N, 6, T, 3, 5), device=device)
+        _, h, w = upsample
+        cache, *_ = video((N, 6, 2, 3 * h, 5 * w), device=device)
+        for border in ((0, 0), (1, 1)):
+            options = {
+                "front": 2,
+                "border": border,
+                "mode": mode,
+                "upsample": upsample,
+                "norm": NORMS[kind](norm),
+            }
+            check(x, **options)
+            check(x, cache, keep=2, shift=shift, **options)
+
+
+def test_statistics_that_are_given(device):
+    """They are read, and x is not read for them."""
+    x, _, norm, shift = video((2, 6, 3, 5, 7), device=device)
+    statistics = run_statistics(x)
+    options = {"front": 2, "border": (1, 1), "mode": "replicate"}
+    check(x, norm=groups(norm, statistics=statistics), shift=shift, **options)
+    # Those of 2 x, as only a reader of them can know.
+    statistics *= torch.tensor([2.0, 4.0], device=device).view(2, 1, 1, 1)
+    plain = GroupNorm(3, eps=0.0)
+    y, _ = run(x, norm=plain._replace(statistics=statistics), **options)
+    z, _ = truth(x, norm=plain, **options)
+    mean, deviation = (getattr(x.double().unflatten(1, (3, 2)), f)(dim=(2, 3, 4, 5)) for f in ("mean", "std"))
+    count = 2 * 3 * 5 * 7
+    moved = mean / (deviation * ((count - 1) / count) ** 0.5)
+    assert error(y, (z - moved.repeat_interleave(2, 1)[:, :, None, None, None]) / 2) < 1e-5
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout(layout, device):
     x, cache, norm, shift = video((2, 6, 2, 3, 4), device=device, layout=layout)
-    check(x, cache, front=2, border=(1, 1), keep=2, norm=norm, shift=shift)
+    for each in (norm, groups(norm)):
+        check(x, cache, front=2, border=(1, 1), keep=2, norm=each, shift=shift)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -111,6 +180,7 @@ def test_every_place_in_memory(place, device):
     x, cache, norm, shift = video((2, 6, 2, 3, 4))
     x, cache, shift, weight, bias = (place(t).to(device) for t in (x, cache, shift, norm.weight, norm.bias))
     check(x, cache, front=2, keep=1, norm=Norm(weight, bias, 2.0), shift=shift)
+    check(x, cache, front=2, keep=1, norm=GroupNorm(2, weight, bias), shift=shift)
 
 
 def test_a_chunk_after_a_chunk_is_the_whole(device):
@@ -139,12 +209,14 @@ def test_what_is_not_finite_stays_where_it_is(device):
 
 def test_nothing_else_is_read_or_written(device):
     x, cache, norm, _ = video((1, 6, 2, 3, 4), device=device)
+    of_groups = GroupNorm(3, norm.weight, norm.bias)
     buffer = torch.full((x.numel() + 2 * 24,), float("nan"), device=device)
     inside = buffer[24:-24].view(1, 2, 3, 4, 6).movedim(-1, 1)
     inside.copy_(x)
     before = buffer.clone()
-    options = {"front": 2, "border": (1, 1), "norm": norm}
-    assert torch.equal(run(inside, cache, **options)[0], run(x, cache, **options)[0])
+    for each in (norm, of_groups):
+        options = {"front": 2, "border": (1, 1), "norm": each}
+        assert torch.equal(run(inside, cache, **options)[0], run(x, cache, **options)[0])
     assert torch.equal(buffer.nan_to_num(7.0), before.nan_to_num(7.0))
 
 
@@ -160,12 +232,14 @@ def test_empty(shape, device):
 def test_too_many_channels_or_rows_run_in_pytorch(monkeypatch, device):
     x, cache, norm, shift = video((1, 6, 2, 3, 4), device=device)
     options = {"front": 2, "border": (1, 1), "keep": 2, "norm": norm, "shift": shift}
-    monkeypatch.setattr(frames, "_plans", Plans(frames._Call, lambda call: pytest.fail("a launch")))
-    monkeypatch.setattr(frames, "_has_kernel", lambda call: False)
+    monkeypatch.setattr(op, "_plans", Plans(op.PadFramesCall, lambda call: pytest.fail("a launch")))
+    monkeypatch.setattr(op, "_has_kernel", lambda call: False)
     check(x, cache, **options)
+    check(x, cache, **{**options, "norm": groups(norm)})
 
 
-def test_gradients_are_those_of_pytorch(device):
+@pytest.mark.parametrize("of_groups", [False, True], ids=["channels", "groups"])
+def test_gradients_are_those_of_pytorch(of_groups, device):
     x, cache, norm, shift = video((1, 6, 2, 3, 4), device=device)
     operands = (x, cache, shift, norm.weight, norm.bias)
 
@@ -174,7 +248,8 @@ def test_gradients_are_those_of_pytorch(device):
         x, cache, shift, weight, bias = leaves
         options = {"front": 2, "border": (1, 1), "mode": "replicate", "keep": 2, "shift": shift}
         with kernels(direct=True):
-            y, kept = call(x, cache, norm=Norm(weight, bias, 2.0, 1e-12, "silu"), **options)
+            norm = Norm(weight, bias, 2.0, 1e-12, "silu")
+            y, kept = call(x, cache, norm=groups(norm) if of_groups else norm, **options)
         return torch.autograd.grad(y.square().sum() + kept.sum(), leaves)
 
     for got, want in zip(gradients(pad_frames, x.dtype), gradients(truth, torch.float64), strict=True):
@@ -184,8 +259,11 @@ def test_gradients_are_those_of_pytorch(device):
 def test_the_reference_is_exact(device):
     x, cache, norm, shift = video((2, 6, 2, 3, 4), dtype=torch.float64, device=device)
     options = {"front": 2, "border": (1, 1), "mode": "replicate", "keep": 2, "shift": shift, "norm": norm}
-    for got, want in zip(reference_pad_frames(x, cache, **options), truth(x, cache, **options), strict=True):
-        torch.testing.assert_close(got, want)
+    for changes in ({}, {"norm": groups(norm)}):
+        options |= changes
+        found = reference_pad_frames(x, cache, **options), truth(x, cache, **options)
+        for got, want in zip(*found, strict=True):
+            torch.testing.assert_close(got, want)
 
 
 def ones(*shape):
@@ -207,6 +285,18 @@ ERRORS = [
     ({"mode": "reflect"}, ValueError, "mode must be one of ('zeros', 'replicate'), got 'reflect'"),
     ({"front": -1}, ValueError, "front must not be negative, got -1"),
     ({"border": (0, 1.5)}, TypeError, "border must be an int, got 1.5"),
+    ({"upsample": (1, 0, 2)}, ValueError, "upsample must be positive, got 0"),
+    ({"upsample": (1, 2.5, 2)}, TypeError, "upsample must be an int, got 2.5"),
+    ({"norm": GroupNorm(4)}, ValueError, "num_groups=4 must be a positive divisor of C=6"),
+    ({"norm": GroupNorm(2.0)}, TypeError, "num_groups must be an int, got 2.0"),
+    ({"norm": GroupNorm(0)}, ZeroDivisionError, "num_groups must be positive, got 0"),
+    ({"norm": GroupNorm(2, statistics=ones(2, 1, 6))}, ValueError, "statistics must have shape (2, 1, P, 6)"),
+    ({"norm": GroupNorm(2, ones(3))}, ValueError, "weight must have shape (6,), got (3,)"),
+    (
+        {"cache": ones(1, 6, 1, 3, 4), "upsample": (1, 2, 2)},
+        ValueError,
+        "cache must have shape (1, 6, 1, 6, 8)",
+    ),
     ({"keep": 5}, ValueError, "keep=5 must be at most front + T, 4"),
     ({"x": ones(1, 6, 2, 0, 4), "mode": "replicate"}, ValueError, "mode 'replicate' needs elements"),
 ]
@@ -218,7 +308,7 @@ ERRORS = [
 def test_errors_name_the_call_and_the_value(changes, kind, message, path):
     with path(), pytest.raises(kind) as caught:
         pad_frames(**{"x": ones(1, 6, 2, 3, 4), "front": 2, **changes})
-    assert str(caught.value).startswith("sdfastgn.kernels.channel_norm.frames.pad_frames: ")
+    assert str(caught.value).startswith("sdfastgn.kernels.pad_frames.op.pad_frames: ")
     assert message in str(caught.value)
 
 
@@ -229,5 +319,9 @@ def test_real_shapes_on_the_gpu(shape, dtype):
     x, cache, norm, shift = video(shape, dtype, "cuda")
     for border in ((0, 0), (1, 1)):
         check(x, cache, front=2, border=border, keep=2, norm=norm, shift=shift)
-    check(x, front=2, border=(1, 1), mode="replicate", norm=norm)
+    for each in (norm, groups(norm, 6)):
+        check(x, front=2, border=(1, 1), mode="replicate", norm=each)
+    check(x, front=2, border=(1, 1), mode="replicate", shift=shift, norm=groups(norm, 6))
     check(x, cache, front=2, keep=2)
+    if x.numel() < 1e8:
+        check(x, front=2, border=(1, 1), mode="replicate", upsample=(2, 2, 2))

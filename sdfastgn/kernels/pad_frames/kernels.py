@@ -1,0 +1,164 @@
+"""Triton kernel of ``pad_frames``. Op: ``pad_frames/op.py``, launches: ``pad_frames/plans.py``.
+
+A program has a tile of rows of y, which are the channels of one position each, all of one sample. It holds
+them in registers: one read, one write, one launch.
+
+Pointers; each but x and y may be None:
+
+- ``x``: (N, T, H, W, C); ``y``: (N, front + frames, height + 2 pad_h, width + 2 pad_w, C), where frames,
+  height and width are those of x after upsampling;
+- ``shift``, ``weight``, ``bias``: (C,), before and after the norm of each position's channels;
+- ``table``: fp32, what ``merge_kernel`` of ``group_norm/kernels.py`` writes for a GroupNorm. From
+  ``table_offset`` on it has planes of ``table_plane`` values, one for each sample and channel: scale,
+  offset and, without ``FOLD``, mean. The shift is in it;
+- ``cache``: (N, cached, height, width, C), the frames before x;
+- ``kept``: (N, keep, height, width, C), the last frames of y without its borders.
+
+From sm_90 on the kernel starts while the one before it still runs (``PDL``), and waits before it touches
+memory.
+
+Numerics: fp32 throughout, one rounding at the store. Norms: as in the kernels of ``channel_norm`` and
+``group_norm``. Offsets that can pass 2^31 are int64; numbers of rows are int32.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+from sdfastgn.kernels.channel_norm.kernels import divisor, per_channel
+from sdfastgn.kernels.common.activation_kernels import activate
+from sdfastgn.kernels.layer_norm.kernels import tile_column, tile_row
+
+
+@triton.jit
+def _places(row, front, height, width, pad_h, pad_w, BORDER: tl.constexpr, REPLICATE: tl.constexpr):
+    """(frame, position in the frame, its row, its column, True outside of borders) of rows of a sample of y.
+
+    All are counted from the first element of x, and are the nearest ones within a frame if ``REPLICATE``.
+    """
+    if BORDER:
+        w = row % (width + 2 * pad_w) - pad_w
+        line = row // (width + 2 * pad_w)
+        h = line % (height + 2 * pad_h) - pad_h
+        t = line // (height + 2 * pad_h) - front
+        is_centre = (w >= 0) & (w < width) & (h >= 0) & (h < height)
+        if REPLICATE:
+            w = tl.minimum(tl.maximum(w, 0), width - 1)
+            h = tl.minimum(tl.maximum(h, 0), height - 1)
+        at = h * width + w
+    else:
+        t = row // (height * width) - front
+        at = row % (height * width)
+        h = at // width
+        w = at % width
+        is_centre = row >= 0
+    return t, at, h, w, is_centre
+
+
+@triton.jit
+def _row_of_x(
+    n, t, h, w, frames, height, width, TIMES_T: tl.constexpr, TIMES_H: tl.constexpr, TIMES_W: tl.constexpr
+):
+    """The row of x at frame ``t``, row ``h`` and column ``w`` of the upsampled x, of these sizes."""
+    # The first frame is there once, each further one TIMES_T times.
+    x_frames = (frames + TIMES_T - 1) // TIMES_T
+    line = (n * x_frames + (t + TIMES_T - 1) // TIMES_T) * (height // TIMES_H) + h // TIMES_H
+    return line * (width // TIMES_W) + w // TIMES_W
+
+
+@triton.jit
+def _group_norm(
+    y, table, table_plane, in_row, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, FOLD: tl.constexpr
+):
+    """act(GroupNorm(y)) of the channels that ``table`` points to."""
+    if not FOLD:
+        y -= tl.load(table + 2 * table_plane, mask=in_row, other=0.0)
+    scale = tl.load(table, mask=in_row, other=0.0)
+    offset = tl.load(table + table_plane, mask=in_row, other=0.0)
+    return activate(y * scale + offset, ACTIVATION, PAIRS)
+
+
+# One program: a tile of whole rows of y.
+@triton.jit(
+    do_not_specialize=[
+        "rows",
+        "frames",
+        "height",
+        "width",
+        "front",
+        "cached",
+        "keep",
+        "pad_h",
+        "pad_w",
+        "table_offset",
+        "table_plane",
+        "scale",
+        "eps",
+    ]
+)
+def _frames_kernel(
+    x_ptr, shift_ptr, weight_ptr, bias_ptr, table_ptr, cache_ptr, y_ptr, kept_ptr,
+    rows, frames, height, width, front, cached, keep, pad_h, pad_w, table_offset, table_plane, scale, eps,
+    C: tl.constexpr, NORM: tl.constexpr, FOLD: tl.constexpr, BORDER: tl.constexpr, REPLICATE: tl.constexpr,
+    TIMES_T: tl.constexpr, TIMES_H: tl.constexpr, TIMES_W: tl.constexpr,
+    ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, ONE_ROW: tl.constexpr, PDL: tl.constexpr,
+    WIDE: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """x, or act(norm(x + shift)), upsampled, behind the frames of ``cache`` and within borders of ``pad_h``
+    and ``pad_w``. ``rows``: those of a sample of y. ``BORDER``: ``pad_h`` or ``pad_w`` is not 0. ``NORM``:
+    "channel", "group", or "" for none. ``TIMES_*``: copies of each element of x; the first frame is there
+    once.
+
+    Positions of y are counted from the first element of x, so that those of the cache have negative
+    frames. What x and cache do not have is 0, or if ``REPLICATE`` the nearest element that they have.
+    """
+    ROWS: tl.constexpr = LANES if WIDE else LANES * WARPS
+    tiles = tl.cdiv(rows, ROWS)
+    n = tl.program_id(0) // tiles
+    first = tl.program_id(0) % tiles * ROWS
+    r = tile_row(WIDE, LANES, WARPS)
+    c = tile_column(WIDE, WARPS, STEPS, BLOCK)
+    in_row = c < C
+    is_row = r < rows - first
+    image = height * width
+    t, at, h, w, is_centre = _places(first + r, front, height, width, pad_h, pad_w, BORDER, REPLICATE)
+    is_kept = is_row & is_centre & (t >= frames - keep)
+    kept_row = (n * keep + t - (frames - keep)) * image + at
+    is_there = is_row
+    if REPLICATE:
+        t = tl.maximum(t, -cached)
+    else:
+        is_there = is_row & is_centre & (t >= -cached)
+    is_new = is_there & (t >= 0)
+    if TIMES_T * TIMES_H * TIMES_W == 1:
+        x_row = (n * frames + t) * image + at
+    else:
+        x_row = _row_of_x(n, t, h, w, frames, height, width, TIMES_T, TIMES_H, TIMES_W)
+    if PDL:
+        gdc_wait()
+    y = tl.load(x_ptr + x_row.to(tl.int64) * C + c, mask=is_new & in_row, other=0.0).to(tl.float32)
+    # Where a thread has one row, it reads its own channels: a broadcast would send the whole tile through
+    # shared memory.
+    own = c + r * 0 if ONE_ROW else c
+    if shift_ptr is not None:
+        y += per_channel(shift_ptr, own, in_row, 0.0)
+    if NORM == "channel":
+        weight = per_channel(weight_ptr, own, in_row, 1.0)
+        bias = per_channel(bias_ptr, own, in_row, 0.0)
+        _, divided_by = divisor(y, eps, WIDE)
+        y = activate(y * (scale / divided_by) * weight + bias, ACTIVATION, PAIRS)
+    if NORM == "group":
+        table = table_ptr + table_offset + n.to(tl.int64) * C + own
+        y = _group_norm(y, table, table_plane, in_row, ACTIVATION, PAIRS, FOLD)
+    y = tl.where(is_new, y, 0.0)
+    if cache_ptr is not None:
+        is_old = is_there & (t < 0)
+        cache_row = ((n * cached + cached + t) * image + at).to(tl.int64) * C
+        old = tl.load(cache_ptr + cache_row + c, mask=is_old & in_row, other=0.0).to(tl.float32)
+        y = tl.where(is_old, old, y)
+    y = y.to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + (n * rows + first + r).to(tl.int64) * C + c, y, mask=is_row & in_row)
+    if kept_ptr is not None:
+        tl.store(kept_ptr + kept_row.to(tl.int64) * C + c, y, mask=is_kept & in_row)

@@ -1,0 +1,297 @@
+"""What a causal convolution of a video reads, written in one pass: ``pad_frames``.
+
+A causal convolution sees the frames before a frame, and none after it. A video that is computed in chunks
+keeps the last frames of each chunk for the next one (the cache). So before each convolution stands a
+concatenation with the cache, then padding, and before these a norm and an activation, or upsampling. Here
+one kernel does all of it, for x (N, C, T, H, W):
+
+    u = act(norm(x + shift))        or x + shift
+    v = u with each element ``upsample`` times along (T, H, W), the first frame once along T
+    y = (zeros, cache, v), ``front`` frames before those of v, within ``border`` zeros around each frame
+    kept = the last ``keep`` frames of y, without borders
+
+In mode "replicate" the nearest element stands for each zero, as in torch.nn.functional.pad.
+
+On a GPU the kernel of ``pad_frames/kernels.py`` runs, for a GroupNorm after those of its statistics;
+everywhere else, and with gradients, ``reference_pad_frames``. Layout and numerics contract: there.
+
+Source: the convolutions of Wan's and HunyuanVideo's autoencoders in diffusers (``WanCausalConv3d``,
+``HunyuanVideoCausalConv3d``, ``HunyuanVideoUpsampleCausal3D``).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sdfastgn.kernels.channel_norm.config import fits
+from sdfastgn.kernels.channel_norm.op import reference_channel_norm
+from sdfastgn.kernels.common import dispatch
+from sdfastgn.kernels.common.checks import as_size, check_activation, check_device, check_input
+from sdfastgn.kernels.common.declaration import Operand, Value, channels_last, checks_of
+from sdfastgn.kernels.common.layout import laid_out
+from sdfastgn.kernels.common.plan_cache import Plans
+from sdfastgn.kernels.group_norm.op import GROUP_NORM, GroupNormCall, reference_group_norm
+
+# Rows are counted in int32.
+_MAX_ROWS = 2**31 - 1
+_MODES = ("zeros", "replicate")
+
+
+class Norm(NamedTuple):
+    """The norm of each position's channels: the operands of ``channel_norm`` after x."""
+
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    scale: float = 1.0
+    eps: float = 1e-12
+    activation: str = "identity"
+
+
+class GroupNorm(NamedTuple):
+    """The norm of groups of channels: operands of ``group_norm``.
+
+    ``statistics``: those of x without the shift, as ``group_norm`` takes them; None: they are computed.
+    """
+
+    num_groups: int
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    eps: float = 1e-5
+    activation: str = "identity"
+    statistics: Tensor | None = None
+
+
+def _check_mode(name: str, mode: Any) -> None:
+    if mode not in _MODES:
+        raise ValueError(f"{name}: mode must be one of {_MODES}, got {mode!r}")
+
+
+_PerChannel = Annotated[Tensor | None, Operand("(C,)")]
+
+
+class PadFramesCall(NamedTuple):
+    """The arguments of ``pad_frames``. ``norm``: "channel", "group", or "" for none."""
+
+    x: Annotated[Tensor, Operand("(N, C, T, H, W)", whole=channels_last)]
+    cache: Annotated[Tensor | None, Operand(whole=channels_last, same_dtype=True)]
+    shift: _PerChannel
+    weight: _PerChannel
+    bias: _PerChannel
+    statistics: Tensor | None
+    norm: str
+    num_groups: int
+    scale: float
+    eps: float
+    activation: Annotated[str, Value(check_activation)]
+    front: int
+    pad_h: int
+    pad_w: int
+    mode: Annotated[str, Value(_check_mode)]
+    keep: int
+    times_t: int
+    times_h: int
+    times_w: int
+
+    @property
+    def cached(self) -> int:
+        return 0 if self.cache is None else self.cache.shape[2]
+
+    @property
+    def upsampled(self) -> tuple[int, int, int]:
+        """Frames, rows and columns of x after upsampling."""
+        T, H, W = self.x.shape[2:]
+        return (T - 1) * self.times_t + 1 if T else 0, H * self.times_h, W * self.times_w
+
+    @property
+    def padded(self) -> tuple[int, int, int, int, int]:
+        """The shape of y."""
+        (N, C), (T, H, W) = self.x.shape[:2], self.upsampled
+        return N, C, self.front + T, H + 2 * self.pad_h, W + 2 * self.pad_w
+
+
+def _call_of(
+    x: Tensor,
+    cache: Tensor | None,
+    shift: Tensor | None,
+    norm: Norm | GroupNorm | None,
+    front: int,
+    border: tuple[int, int],
+    mode: str,
+    keep: int,
+    upsample: tuple[int, int, int],
+) -> PadFramesCall:
+    where = (front, *border, mode, keep, *upsample)
+    if isinstance(norm, GroupNorm):
+        groups, weight, bias, eps, activation, statistics = norm
+        operands: Any = (weight, bias, statistics, "group", groups, 1.0, eps, activation)
+    else:
+        weight, bias, *numbers = norm or Norm()
+        operands = (weight, bias, None, "" if norm is None else "channel", 0, *numbers)
+    return PadFramesCall._make((x, cache, shift, *operands, *where))
+
+
+def group_norm_call(call: PadFramesCall) -> GroupNormCall:
+    """The GroupNorm of a call whose ``norm`` is "group", without its activation."""
+    affine = call.weight, call.bias, call.eps, "identity"
+    return GroupNormCall(
+        call.x, call.num_groups, *affine, call.shift, None, None, call.statistics, False, None
+    )
+
+
+def reference_pad_frames(
+    x: Tensor,
+    cache: Tensor | None = None,
+    *,
+    front: int = 0,
+    border: tuple[int, int] = (0, 0),
+    mode: str = "zeros",
+    keep: int = 0,
+    shift: Tensor | None = None,
+    norm: Norm | GroupNorm | None = None,
+    upsample: tuple[int, int, int] = (1, 1, 1),
+) -> tuple[Tensor, Tensor | None]:
+    """The same function in plain PyTorch, in fp32 (fp64 for fp64 input): the fallback."""
+    u = x.to(torch.promote_types(x.dtype, torch.float32))
+    u = u if shift is None else u + shift.to(u.dtype).view(-1, 1, 1, 1)
+    if isinstance(norm, GroupNorm):
+        u = reference_group_norm(u, *norm[:5])
+    elif norm is not None:
+        u = reference_channel_norm(u, *norm)
+    u = _upsampled(u.to(x.dtype), upsample)
+    known = u if cache is None else torch.cat((cache, u), 2)
+    fill = "constant" if mode == "zeros" else mode
+    frames = F.pad(known, (0, 0, 0, 0, front + u.shape[2] - known.shape[2], 0), fill)
+    y = F.pad(frames, (border[1], border[1], border[0], border[0], 0, 0), fill)
+    kept = laid_out(frames[:, :, -keep:].clone(), channels_last=True) if keep else None
+    return laid_out(y, channels_last=True), kept
+
+
+def _upsampled(u: Tensor, times: tuple[int, int, int]) -> Tensor:
+    for axis, count in zip((3, 4), times[1:], strict=True):
+        u = u if count == 1 else u.repeat_interleave(count, axis)
+    if times[0] == 1:
+        return u
+    return torch.cat((u[:, :, :1], u[:, :, 1:].repeat_interleave(times[0], 2)), 2)
+
+
+# --- launch -----------------------------------------------------------------------------------------
+
+
+def _plan(call: PadFramesCall) -> Any:
+    from sdfastgn.kernels.pad_frames.plans import PadFramesPlan  # needs Triton
+
+    return PadFramesPlan(call)
+
+
+def _has_kernel(call: PadFramesCall) -> bool:
+    rows = math.prod((call.x.shape[0], *call.padded[2:]))
+    return call.x.numel() > 0 and fits(call.x.shape[1]) and rows <= _MAX_ROWS
+
+
+_plans = Plans(PadFramesCall, _plan)
+
+# --- public function ------------------------------------------------------------------------------
+
+_NAME = f"{__name__}.pad_frames"
+
+
+def pad_frames(
+    x: Tensor,
+    cache: Tensor | None = None,
+    *,
+    front: int = 0,
+    border: tuple[int, int] = (0, 0),
+    mode: str = "zeros",
+    keep: int = 0,
+    shift: Tensor | None = None,
+    norm: Norm | GroupNorm | None = None,
+    upsample: tuple[int, int, int] = (1, 1, 1),
+) -> tuple[Tensor, Tensor | None]:
+    """``norm(x + shift)``, upsampled, behind the frames of ``cache`` and within borders, in one pass: what a
+    causal convolution with padding 0 reads.
+
+    Args:
+        x: (N, C, T, H, W).
+        cache: (N, C, T', H'', W'') with T' up to ``front``, with the dtype and on the device of x: the frames
+            before x, as they are to be read. None: there are none.
+        front: frames before those of x.
+        border: rows above and below each frame, and columns left and right of it.
+        mode: what stands in the frames before the cache and in borders: "zeros", or "replicate", the
+            nearest element that there is.
+        keep: frames of ``kept``, up to ``front`` + T'', the number of frames after upsampling.
+        shift: (C,) or None, added to x first: the bias of the convolution that made x.
+        norm: the norm of x + shift, with its activation. None: x + shift as it is.
+        upsample: (t, h, w), how many times each element stands along an axis. The first frame stands once
+            along T, whatever t is.
+
+    Returns:
+        (y, kept). With T'', H'' and W'' the sizes after upsampling, y is
+        (N, C, front + T'', H'' + 2 border[0], W'' + 2 border[1]). kept is (N, C, keep, H'', W''), the last
+        frames of y without borders, in memory of its own; None if ``keep`` is 0.
+
+    Dtypes: x fp16, bf16 or fp32 (fp64 runs in plain PyTorch); shift and the operands of norm any of
+        these. Both results have the dtype of x.
+    Layout: both results are channels-last. An x or cache that is not is copied first.
+    Grad: in plain PyTorch, as are the transforms of torch.func and forward-mode AD.
+    Raises:
+        TypeError: a tensor is not dense, or none of these dtypes, or the dtypes of x and cache differ.
+        ValueError: a shape, a device, a size or a name does not fit.
+
+    Source: torch.nn.functional.pad and interpolate.
+    """
+    call = _call_of(x, cache, shift, norm, front, border, mode, keep, upsample)
+    if dispatch.is_plain_inference(x, call):
+        try:
+            # Invalid arguments never have a plan, so only calls of a new kind are checked.
+            plan = _plans.made.get(_plans.key(call, _plans.tensors(call)))
+            if plan is None:
+                _check(_NAME, call)
+                if _has_kernel(call):
+                    plan = _plans.of(call)
+            if plan is not None:
+                return plan.run(call)
+        except dispatch.KernelError:
+            pass
+        # A number for a tensor; a tensor without strides or memory.
+        except (AttributeError, RuntimeError):
+            _check(_NAME, call)
+            raise
+    _check(_NAME, call)
+    where: Any = {"front": front, "border": border, "mode": mode, "keep": keep, "upsample": upsample}
+    return reference_pad_frames(x, cache, shift=shift, norm=norm, **where)
+
+
+def _check_sizes(name: str, call: PadFramesCall) -> None:
+    x, cache = call.x, call.cache
+    if x.dim() != 5:
+        raise ValueError(f"{name}: x must be (N, C, T, H, W), got shape {tuple(x.shape)}")
+    for label in ("front", "pad_h", "pad_w", "keep"):
+        as_size(name, "border" if label.startswith("pad") else label, getattr(call, label))
+    for times in (call.times_t, call.times_h, call.times_w):
+        if as_size(name, "upsample", times) == 0:
+            raise ValueError(f"{name}: upsample must be positive, got 0")
+    frames, *image = call.upsampled
+    if cache is not None:
+        check_input(name, "cache", cache)
+        wanted = (*x.shape[:2], cache.shape[2] if cache.dim() == 5 else "T'", *image)
+        if tuple(cache.shape) != wanted or cache.shape[2] > call.front:
+            raise ValueError(
+                f"{name}: cache must have shape {wanted} with at most front={call.front} frames, "
+                f"got {tuple(cache.shape)}"
+            )
+        check_device(name, "cache", cache, x)
+    if call.keep > call.front + frames:
+        raise ValueError(f"{name}: keep={call.keep} must be at most front + T, {call.front + frames}")
+    if call.mode == "replicate" and 0 in x.shape[2:]:
+        raise ValueError(f"{name}: mode 'replicate' needs elements, x has shape {tuple(x.shape)}")
+    if call.norm == "group":
+        as_size(name, "num_groups", call.num_groups)
+        GROUP_NORM.check(name, group_norm_call(call))
+
+
+_check = checks_of(PadFramesCall, _check_sizes)

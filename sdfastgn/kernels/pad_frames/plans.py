@@ -1,0 +1,60 @@
+"""How ``pad_frames`` is launched, and in what memory."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from sdfastgn.kernels.channel_norm.config import rows_config
+from sdfastgn.kernels.channel_norm.plans import norm_constants
+from sdfastgn.kernels.common import gpu
+from sdfastgn.kernels.common.launch import Launch
+from sdfastgn.kernels.common.layout import empty_laid_out
+from sdfastgn.kernels.common.sizes import ceil_div, vector_width
+from sdfastgn.kernels.group_norm.plans import TablePlan
+from sdfastgn.kernels.pad_frames import kernels
+from sdfastgn.kernels.pad_frames.op import PadFramesCall, group_norm_call
+
+
+class PadFramesPlan:
+    """The launches for one combination of shapes, dtypes, device and other arguments."""
+
+    __slots__ = ("kept_shape", "launch", "shape", "table")
+
+    def __init__(self, call: PadFramesCall) -> None:
+        x = call.x
+        N, C = x.shape[:2]
+        frames, height, width = call.upsampled
+        self.shape = call.padded
+        self.kept_shape = (N, C, call.keep, height, width)
+        self.table: TablePlan | None = None
+        if call.norm == "group":
+            self.table = TablePlan(group_norm_call(call), math.prod(x.shape[2:]), True)
+        rows = math.prod(self.shape[2:])
+        config = rows_config(N * rows, C, x.itemsize, vector_width(x.itemsize, C), gpu.num_sms(x.device))
+        self.launch = Launch(
+            kernels._frames_kernel, N * ceil_div(rows, config.rows), config.num_warps,
+            pdl=gpu.has_programmatic_launch(x.device),
+            rows=rows, frames=frames, height=height, width=width,
+            front=call.front, cached=call.cached, keep=call.keep, pad_h=call.pad_h, pad_w=call.pad_w,
+            **({"table_offset": 0, "table_plane": 0} if self.table is None else self.table.memory),
+            scale=call.scale, eps=call.eps, C=C, NORM=call.norm, FOLD=x.dtype != torch.float32,
+            BORDER=bool(call.pad_h or call.pad_w), REPLICATE=call.mode == "replicate",
+            TIMES_T=call.times_t, TIMES_H=call.times_h, TIMES_W=call.times_w,
+            **norm_constants(call, config),
+        )  # fmt: skip
+
+    def run(self, call: PadFramesCall) -> tuple[Tensor, Tensor | None]:
+        x = call.x
+        y = empty_laid_out(x, self.shape, channels_last=True)
+        kept = empty_laid_out(x, self.kept_shape, channels_last=True) if call.keep else None
+        with gpu.on_device(x.device):
+            stream = gpu.current_stream(x.device)
+            if self.table is None:
+                self.launch(stream, x, call.shift, call.weight, call.bias, None, call.cache, y, kept)
+            else:
+                table = self.table.run(stream, group_norm_call(call))
+                self.launch(stream, x, None, None, None, table, call.cache, y, kept)
+        return y, kept
