@@ -14,7 +14,8 @@ from sdfastgn.program import OptionError
 # Version of the format. All versions so far only added fields, so one reader reads them all.
 # 2: pipelines are compared with fp32 too, and a config has a scheduler, a prompt and guidance.
 # 3: the 99th percentile, the time of a pipeline's graphs, reserved memory, and the kind "sweep".
-SCHEMA = 3
+# 4: the frames and the width of a video.
+SCHEMA = 4
 # Field -> type, for the fields that a run has in every version.
 _TYPES = {"kind": str, "environment": dict, "config": dict, "rows": list}
 # How the measurement of a row ended.
