@@ -14,7 +14,7 @@ default UNet of diffusers is SD1.5's.
 ``VIDEO_NETWORKS`` are single networks of other models, most of them of video:
 
 - ``wan``: Wan-AI/Wan2.1-T2V-14B-Diffusers;
-- ``qwen_image``: Qwen/Qwen-Image, whose autoencoder is one of video and decodes an image as one frame;
+- ``qwen_image``: Qwen/Qwen-Image. Its autoencoder has Wan's architecture. An image is a video of one frame;
 - ``hunyuan_video``: hunyuanvideo-community/HunyuanVideo;
 - ``cogvideox``: THUDM/CogVideoX-5b;
 - ``svd``: stabilityai/stable-video-diffusion-img2vid;
